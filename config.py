@@ -1,0 +1,409 @@
+"""Every setting of a run: read once, checked, derived, printed. Imports neither jax nor flax.
+
+Names are environment variables (NUM_PRE_Q); in YAML and in print they are group.name
+(rollout.num_pre_q), in code attributes (cfg.num_pre_q). Layers, lowest first: the defaults below;
+recipes/tiny.yaml, if no layer sets MODEL_PATH; `--config FILE.yaml`; the environment.
+
+    python config.py                                   # every setting, its value, default and help
+    python config.py --processes 2 --local-devices 4   # with the sizes that follow on that slice
+    python config.py > run.yaml; python train_grpo.py --config run.yaml
+"""
+
+import argparse
+import dataclasses
+import difflib
+import math
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from operator import ge, gt, le, lt
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+REPO = Path(__file__).resolve().parent
+TINY = REPO / "recipes" / "tiny.yaml"
+LIST_ALL = "(`python config.py` lists all)"
+BOOLS = {"0": False, "1": True, "false": False, "true": True}
+LIMITS = {"at_least": ge, "at_most": le, "above": gt, "below": lt}
+MESH = r"auto|(?!.*-1.*-1)(-1|[1-9]\d*)(,(-1|[1-9]\d*)){2}"
+NAME = r"\S.*"
+PLAIN = r"(?ai:(?!null$)[\w/]([\w/.:\\-]*[\w/])?)"  # text that YAML takes without quotes
+# What a text must look like, where not every text will do.
+FORMS = {"mesh_shape": MESH, "rollout_mesh_shape": MESH}
+FORMS |= {"dataset": NAME, "train_split": NAME, "eval_split": NAME}
+# Environment names of other programs, however close to ours.
+FOREIGN = ("WANDB_", "JAX_", "HF_", "TPU_", "XLA_", "SGLANG_")
+
+# Prompts per rollout pass and sequences per micro-step, per device, where no setting says.
+DEFAULT_PROMPTS_PER_DEVICE = 2
+DEFAULT_MICRO_BATCH_PER_DEVICE = 4
+
+# Two names for one size. A size set at a higher layer silences its synonyms at lower ones.
+PASS_SIZES = ("batch_size", "rollout_per_device_batch_size")
+STEP_SIZES = ("rollout_batch_size", "rollout_global_batch_size")
+MICRO_SIZES = ("train_micro_batch_size", "train_per_device_micro_batch_size")
+SYNONYMS = [(sizes, sizes) for sizes in (PASS_SIZES, STEP_SIZES, MICRO_SIZES)]  # (set, silenced)
+# The sizes of tiny.yaml are defaults, which give way to any size that the user sets: BATCH_SIZE=2
+# alone means one pass of two prompts, whatever tiny.yaml would have made of the step.
+ANY_SIZES = PASS_SIZES + STEP_SIZES
+TINY_YIELDS = [(ANY_SIZES, ANY_SIZES + MICRO_SIZES), (("num_pre_q", *MICRO_SIZES), MICRO_SIZES)]
+
+
+def knob(group: str, default: Any, help: str, *, choices: str = "", **limits: float) -> Any:
+    """One setting; `group` is its YAML group, or group.name where that name is not the env's.
+
+    limits: at_least, at_most, above, below; a number is at least 0 where no lower one is given.
+    """
+    if not {"at_least", "above"} & limits.keys():
+        limits["at_least"] = 0
+    metadata = {"group": group, "help": help, "choices": choices, "limits": limits}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """All settings, under their environment names in lower case."""
+
+    model_path: str = knob("model.path", "", "Hugging Face id or folder; empty: recipes/tiny.yaml")
+    model_revision: str = knob("model", "", "branch, tag or commit on the Hub; empty: its main")
+    dtype: str = knob(
+        "model", "auto", "auto: bfloat16, CPU float32", choices="auto|bfloat16|float32"
+    )
+    param_dtype: str = knob("model", "float32", "of trained weights", choices="float32|bfloat16")
+
+    dataset: str = knob("data", "openai/gsm8k", "Hugging Face id, file, or folder of SPLIT.jsonl")
+    dataset_config: str = knob("data", "main", "configuration of a dataset on the Hub")
+    train_split: str = knob("data", "train", "split to train on")
+    eval_split: str = knob("data", "test", "split to evaluate on")
+    system_prompt: str = knob("data", "", "text, or a file of it; empty: the one of rewards.py")
+    max_prompt_length: int = knob("data", 0, "tokens; 0: unlimited")
+    prompt_too_long: str = knob("data", "skip", "what becomes of one", choices="skip|error")
+    seed: int = knob("data", 0, "of the data order and all sampling", at_most=2**31 - 1)
+
+    rollout_backend: str = knob("rollout.backend", "naive", "who generates", choices="naive")
+    batch_size: int = knob("rollout.prompt_batch_size", 0, "prompts per pass per process; 0: unset")
+    rollout_per_device_batch_size: int = knob(
+        "rollout.per_device_batch_size", 0, "prompts per pass per device; 0: unset (then 2)"
+    )
+    rollout_global_batch_size: int = knob(
+        "rollout.global_prompt_batch_size", 0, "prompts per step over all processes; 0: unset"
+    )
+    rollout_batch_size: int = knob("rollout.batch_size", 0, "sequences per step in all; 0: unset")
+    num_pre_q: int = knob("rollout", 8, "K: completions per prompt", at_least=1)
+    global_length: int = knob("rollout", 0, "tokens; prompts are padded to at least this")
+    max_length_sample: int = knob("rollout", 1024, "tokens; a completion ends here", at_least=1)
+    temperature: float = knob("rollout", 1.0, "of sampling", above=0)
+    top_k: int = knob("rollout", 0, "sample among the k likeliest tokens; 0: all")
+    top_p: float = knob("rollout", 1.0, "sample within this probability mass", above=0, at_most=1)
+    min_p: float = knob("rollout", 0.0, "drop tokens below min_p * the likeliest one's", below=1)
+    rollout_mesh_shape: str = knob("rollout.mesh_shape", "auto", "auto or dp,fsdp,tp; -1: rest")
+
+    reward_weights: tuple[float, ...] = knob("reward", (1.0, 0.5, 0.5), "one for each function")
+    reward_fn: str = knob("reward", "", "functions, such as my.py:name; empty: the built-in")
+    reward_timeout_s: float = knob("reward", 10.0, "seconds for a call to one of yours", above=0)
+
+    steps: int = knob("train", 100, "rollouts to learn from; 0: only evaluate")
+    train_micro_batch_size: int = knob(
+        "train.micro_batch_size", 0, "sequences per micro-step per process; 0: unset"
+    )
+    train_per_device_micro_batch_size: int = knob(
+        "train.per_device_micro_batch_size", 0, "the same per device; 0: unset (then up to 4)"
+    )
+    grad_accum_steps: int = knob("train", 0, "follows from the sizes above; 0: unset")
+    ppo_epochs: int = knob("train", 1, "updates per rollout", at_least=1)
+    optimizer: str = knob("train", "adamw", "update rule", choices="adamw|lion|sgd")
+    learning_rate: float = knob("train", 1e-6, "at its peak")
+    lr_schedule: str = knob(
+        "train", "warmup_cosine", "to zero", choices="warmup_cosine|linear|constant"
+    )
+    warmup_ratio: float = knob("train", 0.05, "share of the decay steps that warm up", at_most=1)
+    lr_decay_steps: int = knob("train", 0, "steps until the schedule ends; 0: STEPS")
+    weight_decay: float = knob("train", 0.0, "decoupled from the gradient")
+    clip_norm: float = knob("train", 1.0, "largest global norm of a gradient; 0: any")
+    mesh_shape: str = knob("train", "auto", "auto or dp,fsdp,tp; -1: rest")
+    remat: str = knob("train", "full", "what backward recomputes", choices="none|dots|full")
+    policy_loss_impl: str = knob("train", "jax", "of token log-probabilities", choices="jax")
+
+    loss_type: str = knob("loss", "dapo", "dapo: mean over the step's tokens", choices="dapo")
+    scale_rewards: str = knob("loss", "group", "std to divide by", choices="group|batch|none")
+    eps_low: float = knob("loss", 0.2, "the ratio is clipped below 1 - eps_low", at_most=1)
+    eps_high: float = knob("loss", 0.2, "the ratio is clipped above 1 + eps_high")
+    beta: float = knob("loss", 0.0, "weight of the KL to the first weights; 0: none")
+
+    eval_every_steps: int = knob("eval", 10, "from step 0 on; 0: never")
+    eval_prompts: int = knob("eval", 128, "questions in such an evaluation; 0: all")
+    eval_full_sweep: bool = knob("eval", False, "evaluate the whole split at the end")
+    eval_samples: int = knob("eval", 1, "completions per question", at_least=1)
+
+    output_dir: str = knob("run", "", "empty: a new runs/NAME_UTC")
+    print_train_time_breakdown: bool = knob("run", False, "seconds per phase in the step line")
+    wandb_mode: str = knob("run", "disabled", "W&B", choices="disabled|online|offline")
+    wandb_project: str = knob("run", "", "W&B project")
+    wandb_name: str = knob("run", "", "W&B name of the run")
+    jax_compilation_cache_dir: str = knob("run", "", "empty: .jax_cache")
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str], config_file: str | Path = "") -> "Config":
+        """The settings of `env` over those of `config_file`, over the recipe and the defaults."""
+        known = {field.name.upper(): field for field in dataclasses.fields(cls)}
+        stop_at_typos(env, list(known))
+        settings = {f.name: parse(f, env[name], name) for name, f in known.items() if name in env}
+        if config_file:
+            settings = overlay(settings, read_yaml(config_file), SYNONYMS)
+        if not settings.get("model_path"):
+            settings.pop("model_path", None)
+            settings = overlay(settings, read_yaml(TINY), TINY_YIELDS)
+        return cls(**settings)
+
+
+class Batch(NamedTuple):
+    """The sizes of one step; a sequence is a prompt with one of its completions."""
+
+    local_batch: int  # sequences per step per process
+    global_batch: int  # sequences per step over all processes
+    prompt_batch_size: int  # prompts per rollout pass per process
+    passes_per_step: int
+    micro_batch_size: int  # sequences per micro-step per process
+    grad_accum_steps: int  # micro-steps per update
+    prompts_per_step: int  # P, over all processes
+
+
+def yaml_name(field: dataclasses.Field) -> str:
+    group = field.metadata["group"]
+    return group if "." in group else f"{group}.{field.name}"
+
+
+def overlay(upper: dict, lower: dict, rivals: Sequence[tuple[Sequence, Sequence]]) -> dict:
+    """`upper` over `lower`; what is set in `upper` silences its rivals, (set, silenced) names."""
+    silenced = {n for names, rest in rivals if any(map(upper.get, names)) for n in rest}
+    return {name: value for name, value in lower.items() if name not in silenced} | upper
+
+
+def stop_at_typos(env: Mapping[str, str], known: list[str]) -> None:
+    """Raises ValueError at a name in `env` that can only be one of `known` misspelt."""
+    for name in sorted(env):
+        # Three letters are too few to tell a typo of SEED from a tool (SED); TYPE is no DTYPE.
+        if name in known or name.startswith(FOREIGN) or len(name) <= 3 or name == "TYPE":
+            continue
+        for meant in difflib.get_close_matches(name.upper(), known, cutoff=0.85):
+            if is_misspelt(name.upper(), meant):
+                raise ValueError(f"unknown setting {name}; did you mean {meant}? {LIST_ALL}")
+
+
+def is_misspelt(name: str, meant: str) -> bool:
+    """True if the words that two similar names do not share are similar too, or only left out.
+
+    LERNING_RATE and BATCHSIZE are misspelt; MODULE_PATH and MY_BATCH_SIZE are other names.
+    """
+    words, meant_words = name.split("_"), meant.split("_")
+    extra = "".join(word for word in words if word not in meant_words)
+    missing = "".join(word for word in meant_words if word not in words)
+    return not extra or difflib.SequenceMatcher(None, extra, missing).ratio() >= 0.75
+
+
+def parse(field: dataclasses.Field, text: str, label: str) -> Any:
+    """The value of one setting from its text, which is the same in YAML and in the environment."""
+    choices, help = field.metadata["choices"], field.metadata["help"]
+    if text.startswith("{repo}/"):
+        text = str(REPO / text.removeprefix("{repo}/"))
+    if choices and text not in choices.split("|"):
+        raise ValueError(f"{label}={text!r} is not one of {choices}")
+    if field.name in FORMS and not re.fullmatch(FORMS[field.name], text):
+        raise ValueError(f"{label}={text!r} does not fit; wanted: {help}")
+    if field.type is str:
+        return text
+    if field.type is bool:
+        if text.lower() not in BOOLS:
+            raise ValueError(f"{label}={text!r} is not a bool (0/1/true/false)")
+        return BOOLS[text.lower()]
+    if field.type in (int, float):
+        return number(field.type, text, label, field.metadata["limits"])
+    return tuple(number(float, part, label, {}) for part in text.split(","))
+
+
+def number(kind: type, text: str, label: str, limits: Mapping[str, float]) -> int | float:
+    try:
+        value = kind(text)
+    except ValueError:
+        noun = {int: "whole number", float: "number"}[kind]
+        raise ValueError(f"{label}={text!r} is not a {noun}") from None
+    if not -math.inf < value < math.inf:
+        raise ValueError(f"{label}={text!r} is not finite")
+    for word, bound in limits.items():
+        if not LIMITS[word](value, bound):
+            raise ValueError(f"{label}={value} must be {word.replace('_', ' ')} {bound}")
+    return value
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """The settings in a YAML file, {attribute: value}, from nested groups or group.name keys."""
+    import yaml  # here, so that a plain Config() needs nothing installed
+
+    try:
+        # Nodes, not values: they keep 1e-6 and 0123 as written, and a key that comes twice.
+        root = yaml.compose(Path(path).read_bytes(), Loader=yaml.SafeLoader)
+    except (OSError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+    if root and root.id != "mapping":
+        raise ValueError(f"{path} holds a {root.id}; wanted: `group.name: value` lines")
+
+    fields = {yaml_name(field): field for field in dataclasses.fields(Config)}
+    spellings = {name: name for name in fields} | {f.name: name for name, f in fields.items()}
+    settings = {}
+    for key, node in yaml_items(root) if root else ():
+        if key.startswith("derived."):
+            continue
+        if key not in fields:
+            meant = spellings[difflib.get_close_matches(key.lower(), spellings, 1, cutoff=0)[0]]
+            raise ValueError(f"{path}: unknown setting {key}; did you mean {meant}? {LIST_ALL}")
+        name, label = fields[key].name, f"{path}: {key}"
+        if name in settings:
+            raise ValueError(f"{label} is set twice, again in line {node.start_mark.line + 1}")
+        settings[name] = parse(fields[key], yaml_text(node, label), label)
+    return settings
+
+
+def yaml_items(mapping: Any, group: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields (group.name, node of the value) from a mapping node and the groups in it."""
+    for key, node in mapping.value:
+        if node.id == "mapping" and not group:
+            yield from yaml_items(node, f"{key.value}.")
+        elif group or node.value or "." in key.value:  # not a group that is empty
+            yield f"{group}{key.value}", node
+
+
+def yaml_text(node: Any, label: str) -> str:
+    """What the environment would say: null is the empty text, a list is joined by commas."""
+    items = node.value if node.id == "sequence" else [node]
+    if any(item.id != "scalar" for item in items):
+        raise ValueError(f"{label} must be one value, or a list of values")
+    return ",".join("" if item.tag.endswith(":null") else item.value for item in items)
+
+
+def derive(cfg: Config, processes: int, local_devices: int) -> Batch:
+    """The sizes of a step on `processes` with `local_devices` each; ValueError if none fit."""
+    k, devices = cfg.num_pre_q, f"{local_devices} local devices"
+    _, size, unit = one_size(cfg, *PASS_SIZES, local_devices, devices)
+    prompts = size * unit  # per pass per process
+    step_name, step_size, step_unit = one_size(cfg, *STEP_SIZES, k, f"NUM_PRE_Q {k}")
+    if not prompts and not step_size:
+        prompts = DEFAULT_PROMPTS_PER_DEVICE * local_devices
+    fill = local_devices // math.gcd(local_devices, k)  # prompts whose sequences fill the devices
+    filling = f"{fill} prompts (NUM_PRE_Q {k} on {devices})"
+    exact_quotient("BATCH_SIZE", prompts, fill, filling)
+    passes = 1
+    if step_size:
+        share = f"{processes} processes * " + (f"BATCH_SIZE {prompts}" if prompts else filling)
+        share += f" * NUM_PRE_Q {k}" if step_unit == 1 else ""
+        smallest = processes * (prompts or fill) * k // step_unit
+        quotient = exact_quotient(step_name, step_size, smallest, share)
+        passes, prompts = (quotient, prompts) if prompts else (1, quotient * fill)
+
+    local_batch = passes * prompts * k
+    made = f"local_batch = passes {passes} * BATCH_SIZE {prompts} * NUM_PRE_Q {k} = {local_batch}"
+    micro = micro_batch(cfg, local_devices, local_batch, made)
+    accum = local_batch // micro
+    if cfg.grad_accum_steps not in (0, accum):
+        wrong = f"GRAD_ACCUM_STEPS={cfg.grad_accum_steps} contradicts {made} / micro-batch {micro}"
+        raise ValueError(f"{wrong} = {accum}; leave it out, it follows from the sizes")
+    per_step = processes * passes * prompts
+    return Batch(local_batch, per_step * k, prompts, passes, micro, accum, per_step)
+
+
+def one_size(cfg: Config, whole: str, part: str, unit: int, unit_text: str) -> tuple[str, int, int]:
+    """The one of two synonyms that is set: name, value, and how many of `whole` one of it makes."""
+    total, parts = getattr(cfg, whole), getattr(cfg, part)
+    if total and parts and total != parts * unit:
+        product = f"{part.upper()}={parts} * {unit_text} = {parts * unit}"
+        raise ValueError(f"{whole.upper()}={total} contradicts {product}; set only one of them")
+    return (part.upper(), parts, unit) if parts else (whole.upper(), total, 1)
+
+
+def exact_quotient(name: str, size: int, unit: int, made: str) -> int:
+    if size % unit:
+        works = nearest(size, [size // unit * unit, size // unit * unit + unit])
+        raise ValueError(
+            f"{name}={size} must be a multiple of {made} = {unit}; nearest that are: {works}"
+        )
+    return size // unit
+
+
+def micro_batch(cfg: Config, local_devices: int, local_batch: int, made: str) -> int:
+    """Sequences per micro-step per process: a multiple of the devices that divides local_batch."""
+    devices = f"{local_devices} local devices"
+    name, size, unit = one_size(cfg, *MICRO_SIZES, local_devices, devices)
+    rows = local_batch // local_devices
+    fits = [n * local_devices for n in range(1, rows + 1) if rows % n == 0]
+    if not size:
+        return max(n for n in fits if n <= DEFAULT_MICRO_BATCH_PER_DEVICE * local_devices)
+    if size * unit not in fits:
+        times = f" * {devices} = {size * unit}" if unit > 1 else ""
+        fill = f" and fill {devices}" if local_devices > 1 else ""
+        works = nearest(size, [n // unit for n in fits])
+        raise ValueError(f"{name}={size}{times} must divide {made}{fill}; nearest that do: {works}")
+    return size * unit
+
+
+def nearest(size: int, works: Sequence[int]) -> str:
+    """Of the sizes that work, the next below `size` and the next above."""
+    below = [n for n in works if 0 < n < size][-1:]
+    above = [n for n in works if n > size][:1]
+    return ", ".join(map(str, below + above))
+
+
+def describe(cfg: Config, processes: int = 1, local_devices: int = 1) -> str:
+    """Every setting as a line of YAML that `--config` reads back, then what follows from them."""
+    lines = []
+    for field in dataclasses.fields(cfg):
+        value, help = getattr(cfg, field.name), field.metadata["help"]
+        choices = f" ({field.metadata['choices']})" if field.metadata["choices"] else ""
+        mark = "default" if value == field.default else f"changed from {to_text(field.default)}"
+        line = f"{yaml_name(field)}: {to_text(value)}"
+        lines.append(f"{line:<40}  # {field.name.upper()}: {help}{choices}  [{mark}]")
+    lines.append(f"# On {processes} x {local_devices} devices (processes x local); not read back:")
+    sizes = derive(cfg, processes, local_devices)._asdict()
+    return "\n".join(lines + [f"derived.{name}: {value}" for name, value in sizes.items()])
+
+
+def to_text(value: Any) -> str:
+    """A value as one line of ASCII, which YAML reads back to the same value."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    if not isinstance(value, str) or re.fullmatch(PLAIN, value):
+        return str(value)
+    import yaml
+
+    return yaml.safe_dump(value, default_style='"', width=math.inf).strip()
+
+
+def load(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Config:
+    """The settings of a command line and the environment; exits if they are only to be printed."""
+    parser = argparse.ArgumentParser(description="Settings are environment variables: STEPS=1 ...")
+    parser.add_argument("--config", metavar="FILE.yaml", default="", help="settings below the env")
+    parser.add_argument("--print-config", action="store_true", help="print every setting and exit")
+    parser.add_argument("--processes", type=int, default=1, help="to print sizes for; default 1")
+    parser.add_argument("--local-devices", type=int, default=1, help="of each process; default 1")
+    args = parser.parse_args(argv)
+    if min(args.processes, args.local_devices) < 1:
+        parser.error("--processes and --local-devices must be at least 1")
+    try:
+        cfg = Config.from_env(os.environ if env is None else env, args.config)
+        if args.print_config:
+            print(describe(cfg, args.processes, args.local_devices))
+            raise SystemExit(0)
+    except ValueError as error:
+        fail(error)
+    return cfg
+
+
+def fail(error: ValueError) -> NoReturn:
+    """Ends the program the way a user's mistake does."""
+    print(f"error: {error}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+if __name__ == "__main__":
+    load(["--print-config", *sys.argv[1:]])

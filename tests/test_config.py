@@ -1,0 +1,420 @@
+"""config.py: layers, names, checks, sizes and print, each by literal values."""
+
+import dataclasses
+import itertools
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import config
+from config import Batch, Config, derive
+
+REPO = Path(config.__file__).resolve().parent
+REAL = "MODEL_PATH=some/model"  # a run without recipes/tiny.yaml
+
+
+def env(settings: str) -> dict[str, str]:
+    return dict(setting.split("=", 1) for setting in settings.split())
+
+
+def sizes(slice_: str, settings: str) -> Batch:
+    """slice_: processes x local devices, such as 2x4."""
+    return derive(Config.from_env(env(settings)), *map(int, slice_.split("x")))
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    (tmp_path / "run.yaml").write_text(text, encoding="utf-8")
+    return tmp_path / "run.yaml"
+
+
+def rows(table: str) -> list[list[str]]:
+    """The columns of a table; an indented line continues the one above."""
+    table = table.replace("{list}", "(`python config.py` lists all)")
+    return [row.split(" -> ") for row in table.strip().replace("\n    ", " ").splitlines()]
+
+
+def run(*args: str, cwd: Path | None = None, **settings: str) -> subprocess.CompletedProcess:
+    keep = {name: os.environ[name] for name in ("PATH", "SYSTEMROOT") if name in os.environ}
+    command = [sys.executable, str(REPO / "config.py"), *args]
+    return subprocess.run(command, env=keep | settings, cwd=cwd, capture_output=True, text=True)
+
+
+# ---- Defaults and layers -------------------------------------------------------------------------
+
+DEFAULTS = """
+    model_path=some/model model_revision= dtype=auto param_dtype=float32
+    dataset=openai/gsm8k dataset_config=main train_split=train eval_split=test system_prompt=
+    max_prompt_length=0 prompt_too_long=skip seed=0 rollout_backend=naive batch_size=0
+    rollout_per_device_batch_size=0 rollout_global_batch_size=0 rollout_batch_size=0 num_pre_q=8
+    global_length=0 max_length_sample=1024 temperature=1.0 top_k=0 top_p=1.0 min_p=0.0
+    rollout_mesh_shape=auto reward_weights=(1.0,0.5,0.5) reward_fn= reward_timeout_s=10.0
+    steps=100 train_micro_batch_size=0 train_per_device_micro_batch_size=0 grad_accum_steps=0
+    ppo_epochs=1 optimizer=adamw learning_rate=1e-06 lr_schedule=warmup_cosine warmup_ratio=0.05
+    lr_decay_steps=0 weight_decay=0.0 clip_norm=1.0 mesh_shape=auto remat=full policy_loss_impl=jax
+    loss_type=dapo scale_rewards=group eps_low=0.2 eps_high=0.2 beta=0.0
+    eval_every_steps=10 eval_prompts=128 eval_full_sweep=False eval_samples=1
+    output_dir= print_train_time_breakdown=False wandb_mode=disabled wandb_project= wandb_name=
+    jax_compilation_cache_dir=
+"""
+
+
+def test_a_model_alone_means_gsm8k_with_the_documented_defaults():
+    settings = dataclasses.asdict(Config.from_env(env(REAL))).items()
+    assert [f"{name}={value}".replace(" ", "") for name, value in settings] == DEFAULTS.split()
+
+
+def test_nothing_set_means_the_tiny_model_and_its_problems_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cfg = Config.from_env({})
+    assert (cfg.model_path, cfg.dataset) == (str(REPO / "tiny"), str(REPO / "tiny"))
+    assert Config.from_env({"MODEL_PATH": ""}) == cfg
+
+
+def test_the_environment_and_a_file_have_their_say_over_the_tiny_recipe(tmp_path):
+    assert Config.from_env({"DATASET": "openai/gsm8k"}).dataset == "openai/gsm8k"
+    cfg = Config.from_env({}, write(tmp_path, "data.dataset: mine.jsonl\nmodel.path: ''\n"))
+    assert (cfg.model_path, cfg.dataset) == (str(REPO / "tiny"), "mine.jsonl")
+
+
+def test_the_environment_goes_over_the_file_and_the_file_over_the_defaults(tmp_path):
+    file = write(tmp_path, "model.path: m\ntrain:\n  steps: 7\n  learning_rate: 1e-5\n")
+    cfg = Config.from_env({"STEPS": "9"}, file)
+    assert (cfg.steps, cfg.learning_rate) == (9, 1e-5)
+    assert (cfg.lr_schedule, cfg.dataset) == ("warmup_cosine", "openai/gsm8k")  # no tiny recipe
+
+
+def test_a_size_silences_its_synonyms_in_the_file_and_nothing_else(tmp_path):
+    text = "model.path: m\nrollout.per_device_batch_size: 2\nrollout.batch_size: 256\n"
+    file = write(tmp_path, text + "train.micro_batch_size: 16\n")
+    for setting, batch in {
+        "BATCH_SIZE=0": Batch(128, 256, 8, 2, 16, 8, 32),  # 0 is not set, and silences nothing
+        "BATCH_SIZE=4": Batch(128, 256, 4, 4, 16, 8, 32),
+        "ROLLOUT_GLOBAL_BATCH_SIZE=16": Batch(64, 128, 8, 1, 16, 4, 16),
+        "TRAIN_PER_DEVICE_MICRO_BATCH_SIZE=1": Batch(128, 256, 8, 2, 4, 32, 32),
+    }.items():
+        assert derive(Config.from_env(env(setting), file), 2, 4) == batch, setting
+
+
+def test_the_sizes_of_the_tiny_recipe_give_way_to_any_size_of_the_user():
+    for name in ("BATCH_SIZE", "ROLLOUT_PER_DEVICE_BATCH_SIZE", "ROLLOUT_BATCH_SIZE"):
+        cfg = Config.from_env({name: "24"})
+        assert (cfg.rollout_global_batch_size, cfg.train_micro_batch_size) == (0, 0), name
+    for name in ("TRAIN_PER_DEVICE_MICRO_BATCH_SIZE", "NUM_PRE_Q"):
+        cfg = Config.from_env({name: "3"})
+        assert (cfg.rollout_global_batch_size, cfg.train_micro_batch_size) == (16, 0), name
+
+
+# ---- Batch units ---------------------------------------------------------------------------------
+# Batch(local_batch, global_batch, prompt_batch_size, passes_per_step, micro_batch_size,
+#       grad_accum_steps, prompts_per_step)
+
+
+@pytest.mark.parametrize("model", ["", REAL], ids=["tiny", "real"])
+def test_the_worked_examples_come_out_to_the_digit(model):
+    a4 = sizes("2x4", f"{model} BATCH_SIZE=2 NUM_PRE_Q=8 TRAIN_MICRO_BATCH_SIZE=4")
+    assert a4 == Batch(16, 32, 2, 1, 4, 4, 4)
+    rollout = "ROLLOUT_GLOBAL_BATCH_SIZE=16 ROLLOUT_PER_DEVICE_BATCH_SIZE=1 NUM_PRE_Q=2"
+    b4 = sizes("2x4", f"{model} {rollout} TRAIN_PER_DEVICE_MICRO_BATCH_SIZE=1")
+    assert b4 == Batch(16, 32, 4, 2, 4, 4, 16)
+    bs128 = f"{model} ROLLOUT_BATCH_SIZE=128 NUM_PRE_Q=8 TRAIN_MICRO_BATCH_SIZE=16"
+    assert sizes("1x8", bs128) == Batch(128, 128, 16, 1, 16, 8, 16)  # v6e-8
+    assert sizes("2x4", bs128) == Batch(64, 128, 8, 1, 16, 4, 16)  # v4-16
+    assert sizes("4x4", bs128) == Batch(32, 128, 4, 1, 16, 2, 16)  # v6e-16
+
+
+def test_the_tiny_step_is_the_same_on_one_device_eight_devices_and_two_processes():
+    for slice_ in ("1x1", "1x2", "1x4", "1x8", "2x1", "2x4", "4x4"):
+        batch = sizes(slice_, "")
+        assert (batch.prompts_per_step, batch.global_batch) == (16, 128), slice_
+
+
+def test_sizes_left_at_their_defaults_are_2_prompts_and_4_sequences_per_device_or_fewer():
+    assert sizes("2x4", REAL) == Batch(64, 128, 8, 1, 16, 4, 16)
+    assert sizes("1x1", f"{REAL} BATCH_SIZE=2 NUM_PRE_Q=5").micro_batch_size == 2
+    assert sizes("1x4", f"{REAL} BATCH_SIZE=1 NUM_PRE_Q=8").micro_batch_size == 8
+    assert sizes("1x4", f"{REAL} BATCH_SIZE=1 NUM_PRE_Q=20").micro_batch_size == 4
+    assert sizes("1x1", "BATCH_SIZE=1 NUM_PRE_Q=7").micro_batch_size == 1  # the tiny recipe's too
+
+
+def test_synonyms_that_agree_are_no_error():
+    rollout = "BATCH_SIZE=1 ROLLOUT_PER_DEVICE_BATCH_SIZE=1 ROLLOUT_GLOBAL_BATCH_SIZE=4"
+    train = "TRAIN_MICRO_BATCH_SIZE=2 TRAIN_PER_DEVICE_MICRO_BATCH_SIZE=2 GRAD_ACCUM_STEPS=8"
+    assert sizes("2x1", f"{rollout} ROLLOUT_BATCH_SIZE=32 {train}") == Batch(16, 32, 1, 2, 2, 8, 4)
+
+
+MISFITS = """
+1x1 BATCH_SIZE=8 TRAIN_MICRO_BATCH_SIZE=7 -> TRAIN_MICRO_BATCH_SIZE=7 must divide
+    local_batch = passes 1 * BATCH_SIZE 8 * NUM_PRE_Q 8 = 64; nearest that do: 4, 8
+1x4 BATCH_SIZE=8 TRAIN_MICRO_BATCH_SIZE=2 -> TRAIN_MICRO_BATCH_SIZE=2 must divide
+    local_batch = passes 1 * BATCH_SIZE 8 * NUM_PRE_Q 8 = 64 and fill 4 local devices;
+    nearest that do: 4
+1x4 BATCH_SIZE=2 TRAIN_PER_DEVICE_MICRO_BATCH_SIZE=3 -> TRAIN_PER_DEVICE_MICRO_BATCH_SIZE=3
+    * 4 local devices = 12 must divide local_batch = passes 1 * BATCH_SIZE 2 * NUM_PRE_Q 8 = 16
+    and fill 4 local devices; nearest that do: 2, 4
+1x4 BATCH_SIZE=3 NUM_PRE_Q=2 -> BATCH_SIZE=3 must be a multiple of 2 prompts
+    (NUM_PRE_Q 2 on 4 local devices) = 2; nearest that are: 2, 4
+2x4 ROLLOUT_GLOBAL_BATCH_SIZE=10 NUM_PRE_Q=2 -> ROLLOUT_GLOBAL_BATCH_SIZE=10 must be a multiple of
+    2 processes * 2 prompts (NUM_PRE_Q 2 on 4 local devices) = 4; nearest that are: 8, 12
+2x4 ROLLOUT_BATCH_SIZE=100 ROLLOUT_PER_DEVICE_BATCH_SIZE=1 -> ROLLOUT_BATCH_SIZE=100 must be
+    a multiple of 2 processes * BATCH_SIZE 4 * NUM_PRE_Q 8 = 64; nearest that are: 64, 128
+1x1 ROLLOUT_BATCH_SIZE=4 -> ROLLOUT_BATCH_SIZE=4 must be a multiple of 1 processes * 1 prompts
+    (NUM_PRE_Q 8 on 1 local devices) * NUM_PRE_Q 8 = 8; nearest that are: 8
+1x1 ROLLOUT_BATCH_SIZE=64 ROLLOUT_GLOBAL_BATCH_SIZE=16 -> ROLLOUT_BATCH_SIZE=64 contradicts
+    ROLLOUT_GLOBAL_BATCH_SIZE=16 * NUM_PRE_Q 8 = 128; set only one of them
+1x1 BATCH_SIZE=2 GRAD_ACCUM_STEPS=3 -> GRAD_ACCUM_STEPS=3 contradicts
+    local_batch = passes 1 * BATCH_SIZE 2 * NUM_PRE_Q 8 = 16 / micro-batch 4 = 4;
+    leave it out, it follows from the sizes
+"""
+
+
+@pytest.mark.parametrize(("case", "message"), rows(MISFITS))
+def test_sizes_that_do_not_fit_are_an_error_and_the_nearest_ones_it_names_work(case, message):
+    slice_, settings = case.split(" ", 1)
+    with pytest.raises(ValueError) as error:
+        sizes(slice_, f"{REAL} {settings}")
+    assert str(error.value) == message
+    name, nearest = message.split("=")[0], message.split("nearest that ")[1:]
+    for value in nearest and nearest[0].split(": ")[1].split(", "):
+        sizes(slice_, f"{REAL} {settings} {name}={value}")
+
+
+def test_every_division_of_an_accepted_step_is_exact():
+    accepted = 0
+    slices = [(1, 1), (1, 3), (1, 8), (2, 4), (3, 2)]
+    given = [(0, 0), (0, 24), (0, 48), (3, 36), (4, 24), (6, 0)]
+    for (processes, devices), k, (pass_, step) in itertools.product(slices, (1, 2, 6, 8), given):
+        settings = f"NUM_PRE_Q={k} BATCH_SIZE={pass_} ROLLOUT_GLOBAL_BATCH_SIZE={step}"
+        try:
+            b = sizes(f"{processes}x{devices}", f"{REAL} {settings}")
+        except ValueError:
+            continue
+        accepted += 1
+        assert b.local_batch == b.passes_per_step * b.prompt_batch_size * k
+        assert b.local_batch == b.micro_batch_size * b.grad_accum_steps
+        assert b.global_batch == b.local_batch * processes == b.prompts_per_step * k
+        assert b.micro_batch_size % devices == b.prompt_batch_size * k % devices == 0
+        assert pass_ in (0, b.prompt_batch_size) and step in (0, b.prompts_per_step)
+    assert accepted > 60
+
+
+# ---- Values --------------------------------------------------------------------------------------
+
+BAD = """
+LERNING_RATE=1 -> unknown setting LERNING_RATE; did you mean LEARNING_RATE? {list}
+EVAL_FULL_SWEEP=maybe -> EVAL_FULL_SWEEP='maybe' is not a bool (0/1/true/false)
+NUM_PRE_Q= -> NUM_PRE_Q='' is not a whole number
+NUM_PRE_Q=0 -> NUM_PRE_Q=0 must be at least 1
+STEPS=-1 -> STEPS=-1 must be at least 0
+LEARNING_RATE=nan -> LEARNING_RATE='nan' is not finite
+TEMPERATURE=0 -> TEMPERATURE=0.0 must be above 0
+TOP_P=1.01 -> TOP_P=1.01 must be at most 1
+MIN_P=1 -> MIN_P=1.0 must be below 1
+REWARD_WEIGHTS=1,,1 -> REWARD_WEIGHTS='' is not a number
+DTYPE=float16 -> DTYPE='float16' is not one of auto|bfloat16|float32
+MESH_SHAPE=2,4 -> MESH_SHAPE='2,4' does not fit; wanted: auto or dp,fsdp,tp; -1: rest
+MESH_SHAPE=0,1,1 -> MESH_SHAPE='0,1,1' does not fit; wanted: auto or dp,fsdp,tp; -1: rest
+MESH_SHAPE=-1,-1,1 -> MESH_SHAPE='-1,-1,1' does not fit; wanted: auto or dp,fsdp,tp; -1: rest
+DATASET= -> DATASET='' does not fit; wanted: Hugging Face id, file, or folder of SPLIT.jsonl
+"""
+GOOD = [
+    ("EVAL_FULL_SWEEP=True", True),
+    ("NUM_PRE_Q= 4 ", 4),
+    ("REWARD_WEIGHTS=1, -0.25", (1.0, -0.25)),
+    ("MESH_SHAPE=2,-1,1", "2,-1,1"),
+    ("SYSTEM_PROMPT=Think.\nThen answer: 1", "Think.\nThen answer: 1"),
+    ("DATASET={repo}/tiny/train.jsonl", str(REPO / "tiny" / "train.jsonl")),
+]
+
+
+@pytest.mark.parametrize(("setting", "message"), rows(BAD))
+def test_a_bad_setting_stops_the_run_with_one_line(setting, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        config.load([], env(setting))
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == f"error: {message}\n"
+
+
+@pytest.mark.parametrize(("setting", "value"), GOOD)
+def test_a_good_setting_is_read_as_its_type(setting, value):
+    name, text = setting.split("=", 1)
+    read = getattr(Config.from_env({name: text}), name.lower())
+    assert (read, type(read)) == (value, type(value))
+
+
+def test_every_knob_has_a_help_and_a_default_that_passes_its_own_checks():
+    for field in dataclasses.fields(Config):
+        assert field.metadata["help"], field.name
+        text = config.to_text(field.default).strip('"')
+        assert config.parse(field, text, field.name) == field.default
+
+
+# ---- Names ---------------------------------------------------------------------------------------
+
+TYPOS = """
+    LEARNING_RATES=LEARNING_RATE BATCHSIZE=BATCH_SIZE BACTH_SIZE=BATCH_SIZE NUM_PREQ=NUM_PRE_Q
+    TOPK=TOP_K STEP=STEPS SEEDS=SEED MODEL_PTH=MODEL_PATH OPTIMISER=OPTIMIZER Steps=STEPS
+    GLOBAL_LENTGH=GLOBAL_LENGTH ROLLOUT_DEVICE_BATCH_SIZE=ROLLOUT_PER_DEVICE_BATCH_SIZE
+"""
+# Of Linux, macOS, Windows, CI, clusters, clouds and other training scripts.
+ORDINARY = """
+    _ COLORTERM DISPLAY EDITOR HOME HOSTNAME LANG LC_ALL LESSOPEN LS_COLORS MAIL MANPATH OLDPWD PATH
+    PWD SHELL SHLVL SSH_AUTH_SOCK TERM TMP TMPDIR TZ USER http_proxy LD_LIBRARY_PATH CC CFLAGS SED
+    LIBPATH STEPPATH TOP MODULE_PATH MODULEPATH MODULESHOME MODEL MODEL_NAME COMMAND_MODE TEMP JOB
+    APPDATA ComSpec HOMEPATH NUMBER_OF_PROCESSORS OS PATHEXT PSModulePath SystemRoot USERPROFILE CI
+    GITHUB_STEP_SUMMARY GITHUB_OUTPUT STAGE_NAME SLURM_NTASKS_PER_NODE SLURM_STEP_ID CLOUDSDK_CONFIG
+    KUBERNETES_SERVICE_HOST PJRT_DEVICE TPU_WORKER_ID JAX_COMPILATION_CACHE_DIRS XLA_FLAGS HF_HOME
+    WANDB_PROJCT SGLANG_PORT PYTHONPATH VIRTUAL_ENV OMP_NUM_THREADS RANK MASTER_ADDR WORLD_SIZE LR
+    BATCH BATCH_SIZES_DIR MY_BATCH_SIZE BATCH_SIZE_2 EVAL_BATCH_SIZE TRAIN_BATCH_SIZE SEED_FILE ETA
+    DATASET_DIR DATASET_NAME OUTPUT OUTPUT_PATH TRAIN_STEPS BETA_DIR META TYPE STEMS TOPS MESH
+"""
+
+
+@pytest.mark.parametrize(("name", "meant"), env(TYPOS).items())
+def test_a_name_within_a_typo_of_a_setting_is_an_error(name, meant):
+    with pytest.raises(ValueError, match=f"unknown setting {name}; did you mean {meant}\\?"):
+        Config.from_env({name: "1"})
+
+
+def test_names_of_ordinary_machines_are_no_typos():
+    Config.from_env(dict.fromkeys(ORDINARY.split(), "x"))
+
+
+def test_yaml_names_are_those_of_the_environment_but_for_nine_short_ones():
+    names = {field.name: config.yaml_name(field) for field in dataclasses.fields(Config)}
+    short = {name: path for name, path in names.items() if path.split(".")[1] != name}
+    assert short == env("""
+        model_path=model.path rollout_backend=rollout.backend rollout_mesh_shape=rollout.mesh_shape
+        batch_size=rollout.prompt_batch_size rollout_batch_size=rollout.batch_size
+        rollout_per_device_batch_size=rollout.per_device_batch_size
+        rollout_global_batch_size=rollout.global_prompt_batch_size
+        train_micro_batch_size=train.micro_batch_size
+        train_per_device_micro_batch_size=train.per_device_micro_batch_size""")
+    assert len(set(names.values())) == len(names)
+
+
+# ---- YAML ----------------------------------------------------------------------------------------
+
+WRITTEN = """
+    model: {path: m, model_revision: 0123e4}
+    data: {dataset_config: null, train_split: "null", system_prompt: ~}
+    reward.reward_weights: [1, 0.5]
+    train: {learning_rate: 1e-6, mesh_shape: [1, -1, 1]}
+    eval.eval_full_sweep: true  # sweep
+    rollout:  # nothing yet
+    derived: {local_batch: nonsense}
+    derived.micro_batch_size: [nonsense]
+"""
+BAD_YAML = r"""
+rollout: {promt_batch_size: 4} -> : unknown setting rollout.promt_batch_size;
+    did you mean rollout.prompt_batch_size? {list}
+train.steps: 1\ntrain:\n  steps: 1 -> : train.steps is set twice, again in line 3
+train:\n  steps: 1\n  steps: 2 -> : train.steps is set twice, again in line 3
+BATCH_SIZE: 4 -> : unknown setting BATCH_SIZE; did you mean rollout.prompt_batch_size? {list}
+train.steps: -> : train.steps='' is not a whole number
+train.steps: true -> : train.steps='true' is not a whole number
+eval.eval_full_sweep: yes -> : eval.eval_full_sweep='yes' is not a bool (0/1/true/false)
+train: {steps: {of: 3}} -> : train.steps must be one value, or a list of values
+reward.reward_weights: [[1], 2] -> : reward.reward_weights must be one value, or a list of values
+- train.steps: 1 ->  holds a sequence; wanted: `group.name: value` lines
+STEPS=1 ->  holds a scalar; wanted: `group.name: value` lines
+"""
+NOT_YAML = ["a: [1", "a: {repo}/tiny", "a: b: c", "\tx: 1", "a: \x01", "a: 1\n---\nb: 2"]
+
+
+def test_nested_and_dotted_yaml_is_taken_as_written(tmp_path):
+    cfg = Config.from_env({}, write(tmp_path, WRITTEN))
+    assert (cfg.model_revision, cfg.dataset_config, cfg.system_prompt) == ("0123e4", "", "")
+    assert (cfg.train_split, cfg.eval_full_sweep, cfg.learning_rate) == ("null", True, 1e-6)
+    assert (cfg.reward_weights, cfg.mesh_shape) == ((1.0, 0.5), "1,-1,1")
+
+
+def test_a_file_may_be_empty_and_as_powershell_writes_it(tmp_path):
+    assert Config.from_env({}, write(tmp_path, "# nothing\n")) == Config.from_env({})
+    for encoding in ("utf-16", "utf-8-sig"):
+        (tmp_path / "run.yaml").write_text("train.steps: 3\r\n", encoding=encoding)
+        assert Config.from_env({}, tmp_path / "run.yaml").steps == 3
+
+
+@pytest.mark.parametrize(("text", "message"), rows(BAD_YAML))
+def test_a_bad_file_stops_the_run_with_one_line_that_names_it(text, message, tmp_path, capsys):
+    file = write(tmp_path, text.replace("\\n", "\n"))
+    with pytest.raises(SystemExit) as stop:
+        config.load(["--config", str(file)], {})
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == f"error: {file}{message}\n"
+
+
+@pytest.mark.parametrize("text", NOT_YAML)
+def test_a_file_that_is_missing_or_not_yaml_is_an_error_of_one_line(text, tmp_path):
+    with pytest.raises(ValueError, match="no.yaml cannot be read: .*No such file"):
+        Config.from_env({}, tmp_path / "no.yaml")
+    with pytest.raises(ValueError, match=r"run.yaml cannot be read: [^\n]*\Z"):
+        Config.from_env({}, write(tmp_path, text))
+
+
+# ---- Print ---------------------------------------------------------------------------------------
+
+WORDS = r"null NULL ~ 1e-6 true a: {a} [b] *c &d !e %f @g ... --- = << \n C:\x\y a/b:c , - # ' é"
+PHRASES = "| |a: b # c|- x| '\"|1\n  2:\n\n|tab\there|\u2028 \U0001f600 \udc80|" + "x " * 300
+
+
+def test_print_has_one_line_per_setting_with_its_name_help_and_default():
+    printed = config.describe(Config(model_path="m", num_pre_q=4), 2, 4)
+    lines = [" ".join(line.split()) for line in printed.splitlines()]
+    assert "rollout.backend: naive # ROLLOUT_BACKEND: who generates (naive) [default]" in lines
+    assert "rollout.num_pre_q: 4 # NUM_PRE_Q: K: completions per prompt [changed from 8]" in lines
+    assert "\neval.eval_full_sweep: false " in printed
+    assert lines[-8] == "# On 2 x 4 devices (processes x local); not read back:"
+    assert "".join(lines[-7:]).replace("derived.", " ").replace(": ", "=") == (
+        " local_batch=32 global_batch=64 prompt_batch_size=8 passes_per_step=1"
+        " micro_batch_size=16 grad_accum_steps=2 prompts_per_step=16"
+    )
+
+
+@pytest.mark.parametrize("text", WORDS.split() + PHRASES.split("|"))
+def test_what_is_printed_reads_back_to_the_same_settings(text, tmp_path):
+    others = env("LEARNING_RATE=1.2345678901234567e-07 REWARD_WEIGHTS=0.1,3e22,-1 BATCH_SIZE=4")
+    cfg = Config.from_env({"SYSTEM_PROMPT": text, "WANDB_NAME": text, **others})
+    printed = config.describe(cfg, 2, 4)
+    assert printed.isascii() and printed.count("\n") == len(dataclasses.fields(cfg)) + 7
+    again = Config.from_env({}, write(tmp_path, printed))
+    assert again == cfg
+    assert config.describe(again, 2, 4) == printed
+
+
+def test_the_command_prints_for_a_slice_and_reads_its_own_print_from_any_folder(tmp_path):
+    slice_ = ["--processes", "2", "--local-devices", "4"]
+    printed = run(*slice_, cwd=tmp_path, BATCH_SIZE="2", TRAIN_MICRO_BATCH_SIZE="4", TOP_K="5")
+    assert "derived.grad_accum_steps: 4\n" in printed.stdout
+    write(tmp_path, printed.stdout)
+    again = run("--print-config", "--config", "run.yaml", *slice_, cwd=tmp_path)
+    assert (again.returncode, again.stdout, again.stderr) == (0, printed.stdout, "")
+
+
+def test_load_prints_nothing_unasked_and_ends_with_2_and_one_line_on_a_mistake(capsys):
+    assert config.load([], {"STEPS": "5"}).steps == 5
+    assert capsys.readouterr() == ("", "")
+    with pytest.raises(SystemExit, match="0"):
+        config.load(["--print-config"], {})
+    ended = run("--local-devices", "3", BATCH_SIZE="4")
+    assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
+    assert ended.stderr.startswith("error: BATCH_SIZE=4 must be a multiple of 3 prompts")
+    assert run("--processes", "0").returncode == run("STEPS=1").returncode == 2
+
+
+def test_printing_takes_under_a_second_and_imports_neither_jax_nor_flax():
+    code = "import sys, config; config.describe(config.Config()); print(*sys.modules)"
+    seconds = []
+    for _ in range(3):  # the best of three, for a machine that is busy with other tests
+        start = time.perf_counter()
+        command = [sys.executable, "-c", code]
+        printed = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 1.0
+    modules = set(printed.stdout.split())
+    assert {"config", "yaml"} <= modules
+    assert not {"jax", "jaxlib", "flax", "optax", "numpy", "transformers", "datasets"} & modules

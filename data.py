@@ -1,0 +1,171 @@
+"""GSM8K, or any JSONL of question/answer -> prompt token ids.
+
+Which questions a step sees is a pure function of (seed, step): see `batch_indices`.
+P: prompts of a step.
+"""
+
+import functools
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+SUFFIXES = (".jsonl", ".json", ".parquet")
+HELD_OUT = 0.1  # of a dataset that is one file, for evaluation
+
+
+class Prompt(NamedTuple):
+    ids: list[int]  # through the chat template, up to where the assistant speaks
+    columns: dict[str, Any]  # the dataset's row; `question` and `answer` (GSM8K's form) are texts
+
+
+# ---- Rows ----------------------------------------------------------------------------------------
+
+
+def load_rows(dataset: str, dataset_config: str, split: str) -> list[dict[str, Any]]:
+    """The rows of one split of a local file, a local folder or a hub id.
+
+    A folder has one file a split (train.jsonl, test-00000-of-00001.parquet). A single file has no
+    splits: the last tenth of its rows is any split but "train".
+    Raises ValueError for what is not there, not JSON, or lacks text in `question` or `answer`.
+    """
+    path = Path(dataset)
+    one_file = path.is_file() or (path.suffix in SUFFIXES and not path.is_dir())
+    if one_file:
+        placed = _read_file(path)
+    elif path.is_dir():
+        placed = itertools.chain.from_iterable(map(_read_file, _split_files(path, split)))
+    else:
+        placed = _read_hub(dataset, dataset_config, split)
+    rows = [_checked(place, row) for place, row in placed]
+    if one_file:
+        if len(rows) < 2:
+            raise ValueError(f"DATASET={dataset} needs 2 rows, to hold one out; it has {len(rows)}")
+        held_out = max(1, round(HELD_OUT * len(rows)))
+        rows = rows[:-held_out] if split == "train" else rows[-held_out:]
+    if not rows:
+        raise ValueError(f"DATASET={dataset} has no rows in split {split!r}")
+    return rows
+
+
+def _checked(place: str, row: Any) -> dict[str, Any]:
+    for column in ("question", "answer"):
+        text = row.get(column) if isinstance(row, dict) else None
+        if not isinstance(text, str) or not text.strip():
+            raise ValueError(f"{place} has no text in {column!r}")
+    return row
+
+
+def _split_files(folder: Path, split: str) -> list[Path]:
+    files = sorted(f for f in folder.iterdir() if f.suffix in SUFFIXES)
+    chosen = [f for f in files if f.stem == split or f.stem.startswith(f"{split}-")]
+    if not chosen:
+        there = ", ".join(f.name for f in files) or "no .jsonl, .json or .parquet"
+        raise ValueError(f"DATASET={folder} has no file of split {split!r}; it has {there}")
+    return chosen
+
+
+def _read_hub(dataset: str, dataset_config: str, split: str) -> Iterator[tuple[str, Any]]:
+    import datasets  # heavy, and only for the hub
+
+    try:
+        rows = datasets.load_dataset(dataset, dataset_config or None, split=split).to_list()
+    except Exception as error:  # datasets', the hub's and a proxy's have no common base
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(
+            f"DATASET={dataset}: no such local file or folder, and the hub says: {reason}"
+        ) from None
+    yield from _numbered(f"DATASET={dataset}:{split}", rows)
+
+
+def _numbered(source: Any, rows: list[Any]) -> Iterator[tuple[str, Any]]:
+    return ((f"{source} row {number}", row) for number, row in enumerate(rows, start=1))
+
+
+def _read_file(file: Path) -> Iterator[tuple[str, Any]]:
+    """(where it stands, row) of each row of a file."""
+    if not file.is_file():
+        raise ValueError(f"DATASET={file}: no such file")
+    if file.suffix == ".parquet":
+        import pyarrow.parquet  # comes with datasets
+
+        try:
+            rows = pyarrow.parquet.read_table(file).to_pylist()
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{file} is not a whole parquet file: {error}") from None
+        yield from _numbered(file, rows)
+        return
+    try:
+        text = file.read_text(encoding="utf-8-sig")  # Windows editors put a byte order mark first
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ValueError(f"{file} line {line} is not UTF-8 text") from None
+    if file.suffix == ".json":
+        rows = _parse(text, file, 1)
+        if not isinstance(rows, list):
+            raise ValueError(f"{file} is not a JSON list of rows; one row a line is a .jsonl")
+        yield from _numbered(file, rows)
+        return
+    for number, line in enumerate(text.split("\n"), start=1):  # not splitlines: U+2028 is text
+        if line.strip():
+            yield f"{file} line {number}", _parse(line, file, number)
+
+
+def _parse(text: str, file: Path, first_line: int) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        line = first_line + error.lineno - 1
+        raise ValueError(f"{file} line {line} is not JSON: {error.msg}") from None
+
+
+# ---- Prompts -------------------------------------------------------------------------------------
+
+
+def build_prompts(rows: list[dict[str, Any]], tokenizer: Any, system_prompt: str) -> list[Prompt]:
+    """Each row's question through the tokenizer's chat template, tokenized."""
+    chats = [
+        [{"role": "system", "content": system_prompt}, {"role": "user", "content": row["question"]}]
+        for row in rows
+    ]
+    texts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    return [Prompt(i, row) for i, row in zip(ids, rows, strict=True)]
+
+
+def fit_prompts(prompts: list[Prompt], limit: int, too_long: str, what: str) -> list[Prompt]:
+    """The prompts of at most `limit` tokens (0 = all). too_long: "skip", or "error" at the first.
+
+    Raises ValueError when one is too long and may not be skipped, and when none is left.
+    """
+    if not limit:
+        return prompts
+    kept = [p for p in prompts if len(p.ids) <= limit]
+    if len(kept) < len(prompts) and too_long == "error":
+        worst = max(len(p.ids) for p in prompts)
+        raise ValueError(
+            f"MAX_PROMPT_LENGTH={limit}: {len(prompts) - len(kept)} {what} prompts are longer, up "
+            f"to {worst} tokens; raise it or set PROMPT_TOO_LONG=skip"
+        )
+    if not kept:
+        shortest = min(len(p.ids) for p in prompts)
+        raise ValueError(
+            f"MAX_PROMPT_LENGTH={limit}: every {what} prompt is longer; the shortest has {shortest}"
+        )
+    return kept
+
+
+def batch_indices(num_rows: int, prompts_per_step: int, step: int, seed: int) -> np.ndarray:
+    """[P] int64: the rows that step `step` (from 0) sees. Every epoch visits every row once, in
+    an order that depends on (seed, epoch) alone; a step may begin one epoch and end in the next."""
+    places = np.arange(step * prompts_per_step, (step + 1) * prompts_per_step)
+    epochs, offsets = np.divmod(places, num_rows)
+    return np.array([_order(num_rows, seed, e)[o] for e, o in zip(epochs, offsets, strict=True)])
+
+
+@functools.lru_cache(maxsize=2)
+def _order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng((seed, int(epoch))).permutation(num_rows)

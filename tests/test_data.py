@@ -1,0 +1,275 @@
+"""Claims about data.py: which rows, in which order, as which tokens; and what is refused."""
+
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import hf
+from data import Prompt, batch_indices, build_prompts, fit_prompts, load_rows
+
+ROOT = Path(__file__).parent.parent
+
+
+def rows_of(n: int, first: int = 0) -> list[dict[str, str]]:
+    return [{"question": f"What is {i} + 1?", "answer": f"#### {i + 1}"} for i in range(first, n)]
+
+
+def lines_of(rows: list) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def write(file: Path, rows: list) -> Path:
+    """The rows in the form the file's name says."""
+    if file.suffix == ".parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    else:
+        file.write_bytes(json.dumps(rows).encode() if file.suffix == ".json" else lines_of(rows))
+    return file
+
+
+def refused(call: Callable, *parts: str) -> None:
+    """The call raises a ValueError of one line that has the parts."""
+    with pytest.raises(ValueError) as error:
+        call()
+    assert "\n" not in str(error.value)
+    for part in parts:
+        assert part in str(error.value)
+
+
+# ---- Files ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
+def test_one_file_holds_out_its_last_tenth(tmp_path, suffix):
+    file = str(write(tmp_path / f"sums{suffix}", rows_of(30)))
+    assert load_rows(file, "main", "train") == rows_of(27)
+    assert load_rows(file, "main", "test") == rows_of(30, first=27)
+
+
+@pytest.mark.parametrize("n, held_out", [(2, 1), (4, 1), (24, 2), (26, 3)])
+def test_a_short_file_holds_out_at_least_one_row(tmp_path, n, held_out):
+    file = str(write(tmp_path / "sums.jsonl", rows_of(n)))
+    assert len(load_rows(file, "", "train")) == n - held_out
+    assert len(load_rows(file, "", "test")) == held_out
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
+def test_a_folder_has_a_file_for_each_split(tmp_path, suffix):
+    write(tmp_path / f"train-00000-of-00002{suffix}", rows_of(3))
+    write(tmp_path / f"train-00001-of-00002{suffix}", rows_of(5, first=3))
+    write(tmp_path / f"test{suffix}", rows_of(7, first=5))
+    (tmp_path / "README.md").write_text("train")
+    (tmp_path / "trained.jsonl").write_text("another file")
+    assert load_rows(str(tmp_path), "main", "train") == rows_of(5)
+    assert load_rows(str(tmp_path), "main", "test") == rows_of(7, first=5)
+
+
+def test_other_columns_are_kept(tmp_path):
+    rows = [{**row, "level": i} for i, row in enumerate(rows_of(2))]
+    assert load_rows(str(write(tmp_path / "a.jsonl", rows)), "", "train") == rows[:1]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        lines_of(rows_of(10)).replace(b"\n", b"\r\n"),
+        b"\xef\xbb\xbf" + lines_of(rows_of(10)),  # with a byte order mark
+        lines_of(rows_of(10)).rstrip(b"\n"),
+        lines_of(rows_of(5)) + b"\n  \n" + lines_of(rows_of(10, first=5)) + b"\n",
+    ],
+    ids=["crlf", "byte order mark", "no last newline", "empty lines"],
+)
+def test_line_ends_and_marks_of_editors_are_no_text(tmp_path, content):
+    file = tmp_path / "sums.jsonl"
+    file.write_bytes(content)
+    assert load_rows(str(file), "", "train") == rows_of(9)
+
+
+def test_unicode_line_separators_are_text(tmp_path):
+    rows = [{"question": "a\u2028b\x85c\x1cd", "answer": "é\u2029"}] * 2
+    file = tmp_path / "sums.jsonl"
+    lines = [json.dumps(row, ensure_ascii=False).replace("\x1c", "\\u001c") for row in rows]
+    file.write_text("\n".join(lines), encoding="utf-8")
+    assert load_rows(str(file), "", "train") == rows[:1]
+
+
+LINES = lines_of(rows_of(3))
+
+
+@pytest.mark.parametrize(
+    "name, content, says",
+    [
+        ("a.jsonl", LINES + b'{"question": "q", "answer": }\n', "a.jsonl line 4 is not JSON"),
+        ("a.jsonl", LINES + b"\n\nyes\n", "a.jsonl line 6 is not JSON"),
+        ("a.jsonl", LINES + b'{"question": "\xe9"}\n', "a.jsonl line 4 is not UTF-8 text"),
+        ("a.jsonl", LINES.decode().encode("utf-16"), "a.jsonl line 1 is not UTF-8 text"),
+        ("a.jsonl", LINES + b'["q", "a"]\n', "a.jsonl line 4 has no text in 'question'"),
+        ("a.jsonl", LINES + b"\nnull\n" + LINES, "a.jsonl line 5 has no text in 'question'"),
+        ("a.jsonl", LINES + b'{"answer": "a"}', "a.jsonl line 4 has no text in 'question'"),
+        ("a.jsonl", LINES + b'{"question": "q"}', "a.jsonl line 4 has no text in 'answer'"),
+        ("a.jsonl", b'{"question": "", "answer": "a"}', "a.jsonl line 1 has no text in 'question'"),
+        ("a.jsonl", b'{"question": "q", "answer": " "}', "a.jsonl line 1 has no text in 'answer'"),
+        ("a.jsonl", b'{"question": "q", "answer": 5}', "a.jsonl line 1 has no text in 'answer'"),
+        ("a.jsonl", b"", "a.jsonl needs 2 rows, to hold one out; it has 0"),
+        ("a.jsonl", lines_of(rows_of(1)), "a.jsonl needs 2 rows, to hold one out; it has 1"),
+        ("a.json", b"", "a.json line 1 is not JSON"),
+        ("a.json", b'[\n{"question": "q"},\n{]', "a.json line 3 is not JSON"),
+        ("a.json", b'{"question": "q", "answer": "a"}', "a.json is not a JSON list of rows"),
+        ("a.json", b'[{"question": "q", "answer": "a"}, 1]', "a.json row 2 has no text in 'questi"),
+        ("a.parquet", LINES, "a.parquet is not a whole parquet file"),
+        ("a.csv", b"question,answer\n", "a.csv line 1 is not JSON"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_a_bad_file_is_refused_by_name_and_line(tmp_path, name, content, says, split):
+    (tmp_path / name).write_bytes(content)
+    refused(lambda: load_rows(str(tmp_path / name), "", split), f"{tmp_path}/{says}")
+
+
+def test_parquet_without_the_columns_is_refused(tmp_path):
+    file = write(tmp_path / "a.parquet", [{"prompt": "q", "answer": "a"}])
+    refused(lambda: load_rows(str(file), "", "train"), f"{file} row 1 has no text in 'question'")
+
+
+def test_a_folder_names_the_file_that_is_bad(tmp_path):
+    write(tmp_path / "train-0.jsonl", rows_of(3))
+    write(tmp_path / "train-1.jsonl", [*rows_of(1), {"question": "q"}])
+    bad = f"{tmp_path}/train-1.jsonl line 2 has no text in 'answer'"
+    refused(lambda: load_rows(str(tmp_path), "", "train"), bad)
+    write(tmp_path / "train-1.jsonl", [])
+    assert load_rows(str(tmp_path), "", "train") == rows_of(3)
+    write(tmp_path / "train-0.jsonl", [])
+    refused(
+        lambda: load_rows(str(tmp_path), "", "train"),
+        f"DATASET={tmp_path} has no rows in split 'train'",
+    )
+
+
+def test_what_is_not_there_is_refused(tmp_path):
+    missing = f"{tmp_path}/none.jsonl"
+    refused(lambda: load_rows(missing, "", "train"), f"DATASET={missing}: no such file")
+    empty = f"DATASET={tmp_path} has no file of split 'train'; it has no .jsonl, .json or .parquet"
+    refused(lambda: load_rows(str(tmp_path), "", "train"), empty)
+    write(tmp_path / "train.jsonl", rows_of(2))
+    write(tmp_path / "test.json", rows_of(2))
+    other = f"DATASET={tmp_path} has no file of split 'dev'; it has test.json, train.jsonl"
+    refused(lambda: load_rows(str(tmp_path), "", "dev"), other)
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line_error(tmp_path):
+    server = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    cases = {  # environment -> what the line says
+        ("HF_HUB_OFFLINE", "1"): "Couldn't reach 'nobody/nothing-here' on the Hub",
+        ("HTTPS_PROXY", f"http://127.0.0.1:{server.server_port}"): "ProxyError: 501",
+    }
+    code = """if True:
+        import data
+        try:
+            data.load_rows("nobody/nothing-here", "main", "train")
+        except ValueError as error:
+            print(error)
+    """
+    base = {k: v for k, v in os.environ.items() if "proxy" not in k.lower() and k[:3] != "HF_"}
+    for (name, value), says in cases.items():
+        run = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, text=True, stdout=subprocess.PIPE, timeout=120,
+            env={**base, "HF_HOME": str(tmp_path), name: value},
+        )  # fmt: skip
+        (printed,) = run.stdout.splitlines()
+        known = "DATASET=nobody/nothing-here: no such local file or folder, and the hub says: "
+        assert printed.startswith(known) and says in printed
+    server.shutdown()
+
+
+# ---- Which rows a step sees ----------------------------------------------------------------------
+
+
+def test_an_epoch_visits_every_row_once():
+    seen = np.concatenate([batch_indices(12, 3, step, seed=0) for step in range(8)])
+    assert sorted(seen[:12]) == sorted(seen[12:]) == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
+    assert seen[:12].tolist() != seen[12:].tolist()
+    assert seen[:12].tolist() != sorted(seen[:12])
+
+
+def test_a_step_may_end_one_epoch_and_begin_the_next():
+    seen = np.concatenate([batch_indices(7, 5, step, seed=0) for step in range(7)])
+    for epoch in range(5):
+        assert sorted(seen[7 * epoch : 7 * epoch + 7]) == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_a_step_larger_than_the_dataset_sees_whole_epochs():
+    assert np.bincount(batch_indices(3, 8, 0, seed=0)).tolist() in (
+        [3, 3, 2], [3, 2, 3], [2, 3, 3],
+    )  # fmt: skip
+    assert batch_indices(1, 4, 5, seed=0).tolist() == [0, 0, 0, 0]
+
+
+def test_the_order_depends_on_seed_and_epoch_alone():
+    by_2 = np.concatenate([batch_indices(10, 2, step, seed=4) for step in range(10)])
+    backwards = [batch_indices(10, 5, step, seed=4) for step in (3, 2, 1, 0)]
+    assert by_2.tolist() == np.concatenate(backwards[::-1]).tolist()
+    assert batch_indices(10, 2, 3, seed=4).shape == (2,)
+
+
+def test_seeds_give_orders_of_their_own():
+    orders = {tuple(batch_indices(10, 10, epoch, seed)) for seed in range(5) for epoch in range(5)}
+    assert len(orders) == 25
+
+
+# ---- Prompts -------------------------------------------------------------------------------------
+
+SYSTEM = "Think first.\nAnswer in <answer></answer>."
+ROWS = [
+    {"question": "Weng earns $12 an hour; 50 minutes = ?", "answer": "#### 10"},
+    {
+        "question": "Zoe\u0301 <|im_end|> has 1,234\u2028 clips.\n\nHow many?",
+        "answer": "#### 1,234",
+    },
+    {"question": "2+2?", "answer": "#### 4"},
+]
+
+
+def test_prompts_are_the_chat_templates_own_tokens():
+    tokenizer = hf.load_tokenizer(ROOT / "tiny")
+    prompts = build_prompts(ROWS, tokenizer, SYSTEM)
+    for prompt, row in zip(prompts, ROWS, strict=True):
+        chat = [
+            {"role": "system", "content": SYSTEM},
+            {"role": "user", "content": row["question"]},
+        ]
+        expected = tokenizer.apply_chat_template(
+            chat, tokenize=True, add_generation_prompt=True, return_dict=False
+        )
+        assert prompt.ids == expected and prompt.columns == row
+    assert tokenizer.decode(prompts[2].ids) == (
+        "<|im_start|>system\nThink first.\nAnswer in <answer></answer>.<|im_end|>\n"
+        "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_prompts_that_are_too_long_are_skipped_or_refused():
+    prompts = [Prompt(list(range(n)), {"question": str(n)}) for n in (5, 3, 7, 4)]
+    for too_long in ("skip", "error"):
+        assert fit_prompts(prompts, 0, too_long, "train") == prompts
+        assert fit_prompts(prompts, 7, too_long, "train") == prompts
+    assert fit_prompts(prompts, 4, "skip", "train") == [prompts[1], prompts[3]]
+    refused(
+        lambda: fit_prompts(prompts, 4, "error", "test"),
+        "MAX_PROMPT_LENGTH=4: 2 test prompts are longer, up to 7 tokens; raise it or set",
+    )
+    refused(
+        lambda: fit_prompts(prompts, 2, "skip", "test"),
+        "MAX_PROMPT_LENGTH=2: every test prompt is longer; the shortest has 3",
+    )

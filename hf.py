@@ -1,0 +1,220 @@
+"""A Hugging Face folder: its config, weights and tokenizer, in and out."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from safetensors import safe_open
+
+from model import Leaf, ModelConfig, Params, param_shardings, param_table
+
+FILES = ["*.json", "*.safetensors", "*.jinja"]
+
+
+def fetch_model(path: str, revision: str = "") -> Path:
+    """The local folder of a model: `path` itself, or the snapshot of a hub id, downloaded once."""
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(path, revision=revision or None, allow_patterns=FILES))
+    except Exception as error:  # the hub's, its transports' and a proxy's have no common base
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"MODEL_PATH={path}: no such folder, and the hub says: {reason}") from None
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The ModelConfig of a Hugging Face folder.
+
+    Raises ValueError, naming config.json's key, for what this file does not compute.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"MODEL_PATH={folder} has no config.json; give a Hugging Face folder")
+    c = _read_json(path)
+
+    def need(ok: bool, key: str, supported: str) -> None:
+        if not ok:
+            raise ValueError(f"{path}: {key}={c.get(key)!r} is not supported; {supported} is")
+
+    family = c.get("model_type")
+    need(family in ("qwen2", "qwen3", "llama"), "model_type", "qwen2, qwen3 or llama")
+    need(c.get("hidden_act", "silu") == "silu", "hidden_act", "silu")
+    need(not c.get("use_sliding_window", False), "use_sliding_window", "false")
+    need(not c.get("mlp_bias", False), "mlp_bias", "false")
+    # Qwen2 always has the three biases; Qwen3 and Llama have a switch, off in every release.
+    need(not c.get("attention_bias", False) or family == "qwen2", "attention_bias", "false")
+    # transformers 5 writes rope_parameters; before it were rope_theta and rope_scaling.
+    rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    key = "rope_parameters" if c.get("rope_parameters") else "rope_scaling"
+    need(rope_type in ("default", "llama3"), key, "rope_type default or llama3")
+    try:
+        llama3 = None
+        if rope_type == "llama3":
+            names = ("factor", "low_freq_factor", "high_freq_factor")
+            original = int(rope["original_max_position_embeddings"])
+            llama3 = (*(float(rope[n]) for n in names), original)
+        return ModelConfig(
+            vocab_size=c["vocab_size"],
+            hidden_size=c["hidden_size"],
+            intermediate_size=c["intermediate_size"],
+            num_layers=c["num_hidden_layers"],
+            num_heads=c["num_attention_heads"],
+            num_kv_heads=c.get("num_key_value_heads") or c["num_attention_heads"],
+            head_dim=c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"],
+            rms_norm_eps=float(c["rms_norm_eps"]),
+            rope_theta=float(rope.get("rope_theta") or c.get("rope_theta") or 10000.0),
+            rope_llama3=llama3,
+            tied=bool(c.get("tie_word_embeddings", False)),
+            qkv_bias=family == "qwen2",
+            qk_norm=family == "qwen3",
+            max_positions=c["max_position_embeddings"],
+        )
+    except KeyError as missing:
+        raise ValueError(f"{path} has no {missing.args[0]!r}") from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # not UTF-8, or not JSON
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    return value
+
+
+# ---- Weights -------------------------------------------------------------------------------------
+
+
+def load_params(folder: Path, config: ModelConfig, mesh: Mesh, dtype: Any) -> Params:
+    """Params read from a folder's safetensors, each shard straight to its device.
+
+    A process reads only the slices its devices hold. Raises ValueError naming missing, unknown
+    and repeated tensors, and wrong shapes and dtypes.
+    """
+    table = param_table(config)
+    files = _open_safetensors(folder)
+    _check_tensors(folder, table, files)
+
+    def read(leaf: Leaf, sharding: NamedSharding) -> jax.Array:
+        def slice_of(name: str, index: tuple[slice, ...]) -> np.ndarray:
+            tensor = files[name].get_slice(name)
+            return tensor[index[::-1]].T if leaf.transposed else tensor[index]
+
+        def shard(index: tuple[slice, ...]) -> np.ndarray:
+            if "{}" not in leaf.name:
+                return slice_of(leaf.name, index).astype(dtype)
+            layers = range(leaf.shape[0])[index[0]]
+            return np.stack([slice_of(leaf.name.format(i), index[1:]) for i in layers]).astype(
+                dtype
+            )
+
+        return jax.make_array_from_callback(leaf.shape, sharding, shard)
+
+    return jax.tree.map(read, table, param_shardings(config, mesh))
+
+
+def hf_tensors(params: Params, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
+    """(name, array) of every tensor of a Hugging Face checkpoint, in the params' dtype."""
+    for leaf, array in zip(
+        jax.tree.leaves(param_table(config)), jax.tree.leaves(params), strict=True
+    ):
+        stack = np.asarray(array)
+        if "{}" not in leaf.name:
+            yield leaf.name, stack
+            continue
+        for i, one in enumerate(stack):
+            yield leaf.name.format(i), np.ascontiguousarray(one.T if leaf.transposed else one)
+
+
+def _open_safetensors(folder: Path) -> dict[str, Any]:
+    """Tensor name -> the open file that holds it."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(_read_json(index).get("weight_map", {}).values()))
+    else:
+        names = ["model.safetensors"]
+    files: dict[str, Any] = {}
+    for name in names:
+        if not (folder / name).is_file():
+            raise ValueError(f"MODEL_PATH={folder} has no {name}; weights are read as safetensors")
+        try:
+            handle = safe_open(folder / name, framework="numpy")
+        except Exception as error:  # safetensors raises its own type for a damaged header
+            raise ValueError(f"{folder / name} is not a whole safetensors file: {error}") from None
+        for tensor in handle.keys():  # noqa: SIM118 - a safe_open is no mapping
+            if tensor in files:
+                raise ValueError(f"{folder / name} repeats tensor {tensor} of another file")
+            files[tensor] = handle
+    return files
+
+
+def _check_tensors(folder: Path, table: Params, files: dict[str, Any]) -> None:
+    wanted = {}
+    for leaf in jax.tree.leaves(table):
+        stacked = "{}" in leaf.name
+        shape = leaf.shape[1:] if stacked else leaf.shape
+        for i in range(leaf.shape[0] if stacked else 1):
+            wanted[leaf.name.format(i)] = list(shape[::-1] if leaf.transposed else shape)
+    # A tied checkpoint may repeat its embedding; old ones store the rotary frequencies.
+    ignored = {n for n in files if n == "lm_head.weight" or n.endswith("rotary_emb.inv_freq")}
+    missing, unknown = sorted(wanted.keys() - files), sorted(files.keys() - wanted - ignored)
+    for what, names in (("lacks", missing), ("has unknown", unknown)):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise ValueError(f"MODEL_PATH={folder} {what} tensors {', '.join(names[:3])}{more}")
+    for name, shape in wanted.items():
+        tensor = files[name].get_slice(name)
+        if tensor.get_shape() != shape:
+            raise ValueError(
+                f"MODEL_PATH={folder}: {name} is {tensor.get_shape()}, config.json says {shape}"
+            )
+        if tensor.get_dtype() not in ("F32", "F16", "BF16"):
+            raise ValueError(
+                f"MODEL_PATH={folder}: {name} is {tensor.get_dtype()}, not F32/F16/BF16"
+            )
+
+
+# ---- Tokenizer -----------------------------------------------------------------------------------
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a model folder, exactly as its tokenizer.json has it.
+
+    AutoTokenizer rebuilds the tokenizer of some model types (qwen2) by the rules of the type, and
+    then gives other ids than the file does.
+    """
+    from transformers import PreTrainedTokenizerFast  # a second of import, and only here
+
+    if not (folder / "tokenizer.json").is_file():
+        raise ValueError(f"MODEL_PATH={folder} has no tokenizer.json")
+    try:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    except Exception as error:  # of no common base, for a damaged file
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"MODEL_PATH={folder}: its tokenizer cannot be read: {reason}") from None
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"MODEL_PATH={folder}: its tokenizer has no chat template; use an instruct model"
+        )
+    return tokenizer
+
+
+def stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
+    """Every token id that ends a completion: of generation_config.json, config.json, tokenizer."""
+    found = {tokenizer.eos_token_id}
+    for name in ("generation_config.json", "config.json"):
+        if (folder / name).is_file():
+            eos = _read_json(folder / name).get("eos_token_id")
+            found.update(eos if isinstance(eos, list) else [eos])
+    ids = tuple(sorted(found - {None}))
+    if not ids:
+        raise ValueError(f"MODEL_PATH={folder}: neither its configs nor its tokenizer name an EOS")
+    return ids

@@ -1,0 +1,406 @@
+"""Qwen2/Qwen2.5, Qwen3 (dense) and Llama 3: one forward for prefill, decode and training.
+
+Dimensions: R rows (sequences), G = R/s prompt rows, each shared by s consecutive sequences,
+t query tokens, S prompt tokens before the last one, T completion tokens, V vocabulary, D model,
+F feed-forward, L layers, H query heads, N kv heads, Q = H/N query heads per kv head, h head_dim.
+
+The last prompt token is fed together with the completion, in all three uses. So the prompt gives
+only keys and values, hidden state i predicts completion token i, and no use has a special case:
+
+    prefill   _, prefix = forward(prompt[:, :-1])                           once per prompt row
+    decode    hidden, cache = forward(last token, prefix=..., cache=...)    once per new token
+    training  hidden, _ = forward([last prompt token, completion[:-1]], prefix=...)
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+MASKED = -1e30  # finite, so that a fully padded row gives a uniform softmax and not a NaN
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    vocab_size: int  # V
+    hidden_size: int  # D
+    intermediate_size: int  # F
+    num_layers: int  # L
+    num_heads: int  # H
+    num_kv_heads: int  # N
+    head_dim: int  # h
+    rms_norm_eps: float
+    rope_theta: float
+    rope_llama3: tuple[float, float, float, int] | None  # factor, low, high, original positions
+    tied: bool  # the embedding is also the lm_head
+    qkv_bias: bool
+    qk_norm: bool
+    max_positions: int  # tokens
+
+
+# ---- The parameters: shapes, mesh axes and Hugging Face names, side by side ----------------------
+
+
+@flax.struct.dataclass
+class Layers:
+    """Every array has a leading layer axis; lax.scan walks it. None: the family has no such one."""
+
+    attn_norm: Any
+    wq: Any
+    wk: Any
+    wv: Any
+    wo: Any
+    bq: Any
+    bk: Any
+    bv: Any
+    q_norm: Any
+    k_norm: Any
+    mlp_norm: Any
+    gate: Any
+    up: Any
+    down: Any
+
+
+@flax.struct.dataclass
+class Params:
+    embed: Any
+    layers: Layers
+    final_norm: Any
+    lm_head: Any  # None: tied to embed
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]  # mesh axis of each dimension
+    name: str  # in the Hugging Face file; {} is the layer
+    transposed: bool = False  # there [out, in], here [in, out]
+
+
+def param_table(c: ModelConfig) -> Params:
+    """A Params of Leaf: what every parameter is, where it lies, and what others call it."""
+    L, D, F, V = c.num_layers, c.hidden_size, c.intermediate_size, c.vocab_size
+    Hh, Nh, h = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.head_dim
+    block = "model.layers.{}."
+    attn, mlp = block + "self_attn.", block + "mlp."
+
+    def bias(width: int, name: str) -> Leaf | None:
+        return Leaf((L, width), (None, "tp"), attn + name) if c.qkv_bias else None
+
+    def head_norm(name: str) -> Leaf | None:
+        return Leaf((L, h), (None, None), attn + name) if c.qk_norm else None
+
+    layers = Layers(
+        attn_norm=Leaf((L, D), (None, None), block + "input_layernorm.weight"),
+        wq=Leaf((L, D, Hh), (None, "fsdp", "tp"), attn + "q_proj.weight", True),
+        wk=Leaf((L, D, Nh), (None, "fsdp", "tp"), attn + "k_proj.weight", True),
+        wv=Leaf((L, D, Nh), (None, "fsdp", "tp"), attn + "v_proj.weight", True),
+        wo=Leaf((L, Hh, D), (None, "tp", "fsdp"), attn + "o_proj.weight", True),
+        bq=bias(Hh, "q_proj.bias"),
+        bk=bias(Nh, "k_proj.bias"),
+        bv=bias(Nh, "v_proj.bias"),
+        q_norm=head_norm("q_norm.weight"),
+        k_norm=head_norm("k_norm.weight"),
+        mlp_norm=Leaf((L, D), (None, None), block + "post_attention_layernorm.weight"),
+        gate=Leaf((L, D, F), (None, "fsdp", "tp"), mlp + "gate_proj.weight", True),
+        up=Leaf((L, D, F), (None, "fsdp", "tp"), mlp + "up_proj.weight", True),
+        down=Leaf((L, F, D), (None, "tp", "fsdp"), mlp + "down_proj.weight", True),
+    )
+    return Params(
+        embed=Leaf((V, D), ("tp", "fsdp"), "model.embed_tokens.weight"),
+        layers=layers,
+        final_norm=Leaf((D,), (None,), "model.norm.weight"),
+        lm_head=None if c.tied else Leaf((V, D), ("tp", "fsdp"), "lm_head.weight"),
+    )
+
+
+def param_shardings(config: ModelConfig, mesh: Mesh) -> Params:
+    """A Params of NamedSharding. ValueError when a mesh axis does not divide a parameter."""
+
+    def sharding(leaf: Leaf) -> NamedSharding:
+        for size, axis in zip(leaf.shape, leaf.axes, strict=True):
+            if axis and size % mesh.shape[axis]:
+                shape = ",".join(str(n) for n in mesh.shape.values())
+                raise ValueError(
+                    f"MESH_SHAPE (dp,fsdp,tp) = {shape}: {axis}={mesh.shape[axis]} does not divide "
+                    f"{leaf.name} {list(leaf.shape)}; use a smaller {axis} and more dp"
+                )
+        return NamedSharding(mesh, P(*leaf.axes))
+
+    return jax.tree.map(sharding, param_table(config))
+
+
+def init_params(config: ModelConfig, key: jax.Array) -> Params:
+    """Random float32 Params: normal(0, 0.02), norms one, biases zero (transformers' own rule)."""
+    leaves, tree = jax.tree.flatten(param_table(config))
+
+    def init(leaf: Leaf, leaf_key: jax.Array) -> jax.Array:
+        if "norm" in leaf.name:
+            return jnp.ones(leaf.shape)
+        return jnp.zeros(leaf.shape) if "bias" in leaf.name else 0.02 * normal(leaf_key, leaf.shape)
+
+    normal = jax.random.normal
+    keys = jax.random.split(key, len(leaves))
+    return tree.unflatten([init(leaf, k) for leaf, k in zip(leaves, keys, strict=True)])
+
+
+# ---- The forward ---------------------------------------------------------------------------------
+
+
+class Layout(NamedTuple):
+    """Where activations lie on the mesh (axes dp, fsdp, tp).
+
+    Matmuls run on rows over (dp, fsdp) with weights over tp. Attention runs on rows over `rows`:
+    with tp among them (decode) every device attends for whole sequences, so that the kv cache is
+    sharded by sequence however few kv heads there are; without it (training) for its own heads.
+    """
+
+    mesh: Mesh
+    rows: tuple[str, ...]
+
+    @property
+    def row_shards(self) -> int:
+        return int(np.prod([self.mesh.shape[axis] for axis in self.rows]))
+
+
+def make_mesh(setting: str, shape: str, *, fsdp: int, tp: int) -> Mesh:
+    """All devices as a (dp, fsdp, tp) mesh. shape: "auto" = 1 or the rest, fsdp, tp; or "1,4,2".
+
+    One order of devices for every mesh, process by process, so that arrays move between meshes
+    within a program. -1 stands for the rest. ValueError names `setting`.
+    """
+    devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
+    auto = (1 if fsdp == -1 else -1, fsdp, tp)
+    sizes = list(auto if shape == "auto" else map(int, shape.split(",")))
+    known = math.prod(n for n in sizes if n > 0)
+    sizes = [len(devices) // known if n == -1 else n for n in sizes]
+    if math.prod(sizes) != len(devices):
+        raise ValueError(f"{setting}={shape} does not make {len(devices)} devices; auto does")
+    if jax.local_device_count() % sizes[2]:
+        raise ValueError(
+            f"{setting}={shape}: tp={sizes[2]} does not divide the {jax.local_device_count()} "
+            f"devices of a host; tensor parallelism stays inside one"
+        )
+    return Mesh(np.array(devices).reshape(sizes), ("dp", "fsdp", "tp"))
+
+
+def mesh_text(mesh: Mesh) -> str:
+    return ",".join(str(size) for size in mesh.shape.values())
+
+
+TRAIN_ROWS = ("dp", "fsdp")
+ROLLOUT_ROWS = ("dp", "fsdp", "tp")
+
+
+def put_rows(x: np.ndarray, layout: Layout) -> jax.Array:
+    """The global array whose rows are each process's `x`, in process order, sharded over rows."""
+    return jax.make_array_from_process_local_data(NamedSharding(layout.mesh, P(layout.rows)), x)
+
+
+def local_rows(x: jax.Array) -> np.ndarray:
+    """This process's rows of an array sharded over rows: what it gave to put_rows, and in order."""
+    shards = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
+    return np.concatenate([np.asarray(shards[start]) for start in sorted(shards)])
+
+
+def gather_rows(x: np.ndarray) -> np.ndarray:
+    """The rows of every process's `x`, in process order; float64 stays float64."""
+    if jax.process_count() == 1:
+        return x
+    bits = multihost_utils.process_allgather(np.ascontiguousarray(x).view(np.uint32))
+    return np.concatenate(bits).view(x.dtype)
+
+
+class KV(NamedTuple):
+    """Keys (rotated) and values: [L, rows, N, tokens, h], or one layer's without L."""
+
+    k: jax.Array
+    v: jax.Array
+
+
+def forward(
+    params: Params,
+    config: ModelConfig,
+    ids: jax.Array,
+    positions: jax.Array,
+    *,
+    dtype: Any,
+    key_mask: jax.Array | None = None,
+    prefix: KV | None = None,
+    prefix_mask: jax.Array | None = None,
+    cache: KV | None = None,
+    cache_index: jax.Array | int = 0,
+    layout: Layout | None = None,
+    remat: str = "none",
+) -> tuple[jax.Array, KV]:
+    """The final hidden states of `ids`, after the last norm, and their keys and values.
+
+    ids, positions: [R, t] int32. key_mask: [R, t] bool, False hides a token (left padding).
+    prefix: KV [L, G, N, S, h] of prompts; row r sees prompt row r // (R/G). prefix_mask: [G, S].
+    cache: KV [L, R, N, T, h]; `ids` (t = 1) are written at cache_index and see what is before.
+    dtype: the compute dtype; softmax, norms and rotary angles are float32.
+    remat: what the backward pass recomputes of a layer: none, dots (all but matmuls), full.
+    Returns hidden [R, t, D] in dtype, and the cache, or without one the own KV [L, R, N, t, h].
+    """
+    R, t = ids.shape
+    if cache is None:
+        mask = jnp.tril(jnp.ones((t, t), bool))[None]  # [1, t, t]
+        mask = mask if key_mask is None else mask & key_mask[:, None, :]  # [R, t, t]
+    else:
+        mask = (jnp.arange(cache.k.shape[3]) <= cache_index)[None, None, :]  # [1, 1, T]
+    rotary = _rotary(config, positions)
+    specs = jax.tree.map(lambda leaf: leaf.axes, param_table(config))
+
+    def layer(carry: Any, per_layer: Any) -> tuple[Any, KV | None]:
+        x, cache, i = carry
+        w, prefix = per_layer
+        w = jax.tree.map(lambda a, axes: _whole(a.astype(dtype), axes[1:], layout), w, specs.layers)
+        q, k, v = _qkv(_rms_norm(x, w.attn_norm, config), w, config, rotary, layout)
+        own = KV(k, v)
+        if cache is not None:
+            at = (i, 0, 0, cache_index, 0)
+            cache = jax.tree.map(
+                lambda c, u: jax.lax.dynamic_update_slice(c, u[None], at), cache, own
+            )
+            own = jax.tree.map(lambda c: jax.lax.dynamic_index_in_dim(c, i, keepdims=False), cache)
+        out = _attention(q, own, mask, prefix, prefix_mask)  # [R, t, H*h]
+        x = x + _constrain(
+            _constrain(out, layout, TRAIN_ROWS, None, "tp") @ w.wo, layout, TRAIN_ROWS
+        )
+        y = _rms_norm(x, w.mlp_norm, config)
+        y = (jax.nn.silu(y @ w.gate) * (y @ w.up)) @ w.down
+        x = x + _constrain(y, layout, TRAIN_ROWS)
+        return (x, cache, i + 1), (None if cache is not None else own)
+
+    if remat != "none":
+        saved = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
+        layer = jax.checkpoint(layer, policy=saved[remat], prevent_cse=False)
+    embed = _whole(params.embed.astype(dtype), specs.embed, layout)
+    x = _constrain(embed[ids], layout, TRAIN_ROWS)  # [R, t, D]
+    # The cache is a carry, updated in place; as scan input and output it would be copied.
+    (x, cache, _), own = jax.lax.scan(layer, (x, cache, 0), (params.layers, prefix))
+    return _rms_norm(x, params.final_norm, config), own if cache is None else cache
+
+
+def lm_head(params: Params) -> jax.Array:
+    """[V, D] output embedding."""
+    return params.embed if params.lm_head is None else params.lm_head
+
+
+def prefix_of(prompt_ids: jax.Array, prompt_mask: jax.Array) -> tuple[jax.Array, ...]:
+    """ids, positions and mask [G, S] of a left-padded prompt [G, S+1] but for its last token."""
+    mask = prompt_mask[:, :-1].astype(bool)
+    positions = jnp.maximum(jnp.cumsum(mask, axis=1) - 1, 0)  # [G, S]
+    return prompt_ids[:, :-1], positions, mask
+
+
+def _rms_norm(x: jax.Array, scale: jax.Array, config: ModelConfig) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + config.rms_norm_eps)
+    return (wide * inverse).astype(x.dtype) * scale.astype(x.dtype)
+
+
+def _qkv(
+    y: jax.Array, w: Layers, c: ModelConfig, rotary: tuple[jax.Array, jax.Array], layout: Layout
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Rotated queries [R, t, H, h], rotated keys and values [R, N, t, h]."""
+    R, t, _ = y.shape
+
+    def heads(weight: jax.Array, bias: jax.Array | None, norm: jax.Array | None, count: int) -> Any:
+        z = y @ weight
+        z = z if bias is None else z + bias
+        # First the layout the weights give, then the one attention wants: asked for the second
+        # alone, the partitioner gathers the weights themselves, in every layer of every token.
+        z = _constrain(z, layout, TRAIN_ROWS, None, "tp").reshape(R, t, count, c.head_dim)
+        if layout is not None and "tp" in layout.rows:
+            z = _constrain(z, layout, layout.rows)
+        return z if norm is None else _rms_norm(z, norm, c)
+
+    q = _rotate(heads(w.wq, w.bq, w.q_norm, c.num_heads), rotary)
+    k = _rotate(heads(w.wk, w.bk, w.k_norm, c.num_kv_heads), rotary)
+    v = heads(w.wv, w.bv, None, c.num_kv_heads)
+    return q, k.swapaxes(1, 2), v.swapaxes(1, 2)
+
+
+def _attention(
+    q: jax.Array, own: KV, mask: jax.Array, prefix: KV | None, prefix_mask: jax.Array | None
+) -> jax.Array:
+    """Softmax attention over the prompt's keys, where they lie, and the row's own: [R, t, H*h].
+
+    q: [R, t, H, h]; own: [R, N, u, h]; mask: [R or 1, t, u]; prefix: [G, N, S, h].
+    """
+    R, t, H, h = q.shape
+    N = own.k.shape[1]
+    M = t * H // N  # queries of a kv head
+    q = (q * h**-0.5).reshape(R, t, N, H // N, h).swapaxes(1, 2).reshape(R, N, M, h)
+    parts = [_unnormalized(q, own, jnp.repeat(mask, H // N, axis=1)[:, None])]
+    if prefix is not None:  # the queries of the s sequences of a prompt, as those of one
+        G = prefix.k.shape[0]
+        s = R // G
+        grouped = q.reshape(G, s, N, M, h).swapaxes(1, 2).reshape(G, N, s * M, h)
+        part = _unnormalized(grouped, prefix, prefix_mask[:, None, None])
+        parts.append([x.reshape(G, N, s, M, -1).swapaxes(1, 2).reshape(R, N, M, -1) for x in part])
+    top = functools.reduce(jnp.maximum, [top for top, _, _ in parts])  # [R, N, M, 1]
+    total = sum(total * jnp.exp(part_top - top) for part_top, total, _ in parts)
+    out = sum(values * jnp.exp(part_top - top) for part_top, _, values in parts) / total
+    out = out.astype(q.dtype).reshape(R, N, t, H // N, h)
+    return out.swapaxes(1, 2).reshape(R, t, H * h)
+
+
+def _unnormalized(q: jax.Array, kv: KV, mask: jax.Array) -> list[jax.Array]:
+    """Of q [R, N, M, h] over kv [R, N, u, h], mask broadcast to [R, N, M, u], all float32: the
+    highest score [R, N, M, 1], and the weights' sum [R, N, M, 1] and weighted values [R, N, M, h]
+    relative to it."""
+    f32 = {"preferred_element_type": jnp.float32}
+    scores = jnp.where(mask, jnp.einsum("rnmh,rnuh->rnmu", q, kv.k, **f32), MASKED)
+    top = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))  # cancels in the end
+    weights = jnp.exp(scores - top)
+    values = jnp.einsum("rnmu,rnuh->rnmh", weights.astype(q.dtype), kv.v, **f32)
+    return [top, weights.sum(axis=-1, keepdims=True), values]
+
+
+def _rotary(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """cos and sin [R, t, 1, h/2] float32 of the rotary angles."""
+    angles = positions[:, :, None, None].astype(jnp.float32) * _inverse_frequencies(config)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+@functools.lru_cache
+def _inverse_frequencies(config: ModelConfig) -> np.ndarray:
+    """[h/2] float32. With rope_llama3, long wavelengths are slowed (Llama 3.1's scaling)."""
+    half = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
+    inverse = config.rope_theta**-half
+    if config.rope_llama3:
+        factor, low, high, original = config.rope_llama3
+        turns = original * inverse / (2 * np.pi)  # in the original context
+        keep = np.clip((turns - low) / (high - low), 0.0, 1.0)  # 1: short wavelength, untouched
+        inverse = keep * inverse + (1 - keep) * inverse / factor
+    return inverse.astype(np.float32)
+
+
+def _rotate(x: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """x [R, t, heads, h] with halves (not pairs) rotated, as Hugging Face's checkpoints want it."""
+    cos, sin = rotary
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def _constrain(x: jax.Array, layout: Layout | None, *axes: Any) -> jax.Array:
+    return (
+        x
+        if layout is None
+        else jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, P(*axes)))
+    )
+
+
+def _whole(weight: jax.Array, axes: tuple[str | None, ...], layout: Layout | None) -> jax.Array:
+    """A weight gathered over fsdp, just before its use: activations move over tp only."""
+    return _constrain(weight, layout, *(None if axis == "fsdp" else axis for axis in axes))

@@ -1,0 +1,420 @@
+"""Claims about hf.py: folders in and out, and one clear line for each that cannot be used."""
+
+import dataclasses
+import http.server
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from formula_model import FAMILIES, LLAMA3, tensors, transformers_logits, write_config, write_folder
+from jax.sharding import PartitionSpec
+from safetensors.numpy import save_file
+
+import hf
+from model import ModelConfig, make_mesh, param_shardings
+
+ROOT = Path(__file__).parent.parent
+TINY = ROOT / "tiny"
+
+
+def mesh(shape: str = "1,8,1"):
+    return make_mesh("MESH_SHAPE", shape, fsdp=1, tp=1)
+
+
+def load(folder: Path):
+    return hf.load_params(folder, hf.read_config(folder), mesh(), np.float32)
+
+
+def refused(call: Callable, *parts: str) -> None:
+    """The call raises a ValueError of one line that has the parts."""
+    with pytest.raises(ValueError) as error:
+        call()
+    assert "\n" not in str(error.value)
+    for part in parts:
+        assert part in str(error.value)
+
+
+# ---- config.json ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rope_parameters", [False, True], ids=["rope_theta", "rope_parameters"])
+def test_config_by_hand(tmp_path, rope_parameters):
+    common = ModelConfig(
+        vocab_size=48, hidden_size=32, intermediate_size=40, num_layers=2, num_heads=4,
+        num_kv_heads=2, head_dim=8, rms_norm_eps=1e-5, rope_theta=700.0, rope_llama3=None,
+        tied=False, qkv_bias=True, qk_norm=False, max_positions=256,
+    )  # fmt: skip
+    plain = dataclasses.replace(common, qkv_bias=False)
+    expected = {
+        "qwen2": common,
+        "qwen2_tied": dataclasses.replace(common, rope_theta=300.0, tied=True),
+        "qwen3": dataclasses.replace(plain, head_dim=12, rope_theta=200.0, qk_norm=True),
+        "llama3": dataclasses.replace(plain, rope_theta=100.0, rope_llama3=(8.0, 1.0, 4.0, 32)),
+    }
+    for family in FAMILIES:
+        write_config(tmp_path, FAMILIES[family], rope_parameters=rope_parameters)
+        assert hf.read_config(tmp_path) == expected[family]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_own_config_files_are_read(tmp_path, family):
+    from transformers import AutoConfig
+
+    write_config(tmp_path, FAMILIES[family])
+    ours = hf.read_config(tmp_path)
+    AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path / "saved")
+    assert "rope_parameters" in (tmp_path / "saved" / "config.json").read_text()
+    assert hf.read_config(tmp_path / "saved") == ours
+
+
+BAD_CONFIGS = [  # family, changed keys (None: taken out), what the line says
+    (
+        "qwen2",
+        {"model_type": "gpt2"},
+        "model_type='gpt2' is not supported; qwen2, qwen3 or",
+    ),
+    ("qwen2", {"model_type": None}, "model_type=None is not supported"),
+    ("qwen2", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; silu is"),
+    ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True is not supported"),
+    ("qwen3", {"attention_bias": True}, "attention_bias=True is not supported; false is"),
+    ("llama3", {"mlp_bias": True}, "mlp_bias=True is not supported"),
+    (
+        "llama3",
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        "rope_scaling={'rope_type': 'yarn', 'factor': 4.0} is not supported; rope_type default",
+    ),
+    (
+        "llama3",
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        "rope_scaling={'type': 'li",
+    ),
+    (
+        "qwen3",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}},
+        "rope_parameters={'rope_type': 'dynamic'",
+    ),
+    (
+        "llama3",
+        {"rope_scaling": {k: v for k, v in LLAMA3.items() if k != "high_freq_factor"}},
+        "has no 'high_freq_factor'",
+    ),
+    (
+        "llama3",
+        {"rope_scaling": {"rope_type": "llama3"}},
+        "has no 'original_max_position_embeddings'",
+    ),
+    ("qwen2", {"hidden_size": None}, "has no 'hidden_size'"),
+    ("qwen2", {"rms_norm_eps": None}, "has no 'rms_norm_eps'"),
+    ("qwen2", {"num_attention_heads": None}, "has no 'num_attention_heads'"),
+]
+
+
+@pytest.mark.parametrize("family, changes, says", BAD_CONFIGS)
+def test_a_config_we_do_not_compute_is_refused_in_one_line(tmp_path, family, changes, says):
+    changed = {**FAMILIES[family], **changes}
+    write_config(tmp_path, {key: value for key, value in changed.items() if value is not None})
+    refused(lambda: hf.read_config(tmp_path), str(tmp_path / "config.json"), says)
+
+
+def test_a_qwen2_config_may_name_the_biases_it_always_has(tmp_path):
+    write_config(tmp_path, {**FAMILIES["qwen2"], "attention_bias": True})
+    assert hf.read_config(tmp_path).qkv_bias
+
+
+@pytest.mark.parametrize(
+    "content, says",
+    [
+        (None, "has no config.json; give a Hugging Face folder"),
+        (b"{'model_type': 'qwen2'}", "config.json is not JSON: Expecting property name"),
+        (b"", "config.json is not JSON: Expecting value"),
+        (b"\xff\xfe{\x00", "config.json is not JSON: 'utf-8' codec"),
+        (b"[1]", "config.json is not a JSON object"),
+    ],
+)
+def test_a_folder_without_a_readable_config_is_refused_in_one_line(tmp_path, content, says):
+    if content is not None:
+        (tmp_path / "config.json").write_bytes(content)
+    refused(lambda: hf.read_config(tmp_path), str(tmp_path), says)
+
+
+# ---- Weights -------------------------------------------------------------------------------------
+
+
+def write_shards(folder: Path, shards: list[dict[str, np.ndarray]]) -> None:
+    """The tensors in several files and their index, as large checkpoints come."""
+    names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    for name, shard in zip(names, shards, strict=True):
+        save_file(shard, folder / name)
+    places = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+    index = {"metadata": {}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def halves(all_tensors: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
+    """Two shards, each with some tensors of every layer."""
+    names = sorted(all_tensors, key=lambda name: name[::-1])
+    return [{n: all_tensors[n] for n in names[i::2]} for i in range(2)]
+
+
+@pytest.mark.parametrize("mesh_shape", ["1,8,1", "2,2,2"])
+@pytest.mark.parametrize("sharded", [False, True], ids=["one_file", "index"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_load_and_save_give_back_every_tensor(tmp_path, dtype, sharded, mesh_shape):
+    family = "qwen3" if sharded else "qwen2"
+    source = {name: x.astype(dtype) for name, x in tensors(FAMILIES[family]).items()}
+    write_config(tmp_path, FAMILIES[family])
+    if sharded:
+        write_shards(tmp_path, halves(source))
+    else:
+        save_file(source, tmp_path / "model.safetensors")
+    config = hf.read_config(tmp_path)
+    params = hf.load_params(tmp_path, config, mesh(mesh_shape), np.float32)
+    leaves = jax.tree.leaves(params)
+    shardings = jax.tree.leaves(param_shardings(config, mesh(mesh_shape)))
+    assert all(x.dtype == np.float32 for x in leaves)
+    assert all(x.sharding == s for x, s in zip(leaves, shardings, strict=True))
+    saved = dict(hf.hf_tensors(params, config))
+    assert saved.keys() == source.keys()
+    for name, x in source.items():
+        np.testing.assert_array_equal(saved[name], x.astype(np.float32), err_msg=name)
+
+
+def test_what_is_saved_loads_again_in_its_own_dtype(tmp_path):
+    config = hf.read_config(write_folder(tmp_path, "llama3"))
+    params = hf.load_params(tmp_path, config, mesh(), ml_dtypes.bfloat16)
+    save_file(dict(hf.hf_tensors(params, config)), tmp_path / "model.safetensors")
+    again = hf.load_params(tmp_path, config, mesh("8,1,1"), ml_dtypes.bfloat16)
+    for x, y in zip(jax.tree.leaves(params), jax.tree.leaves(again), strict=True):
+        assert x.dtype == y.dtype == ml_dtypes.bfloat16
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+def test_matrices_stand_as_input_by_output_in_their_layer_and_sharded(tmp_path):
+    params = load(write_folder(tmp_path, "qwen2"))
+    source = tensors(FAMILIES["qwen2"])
+    down = source["model.layers.1.mlp.down_proj.weight"]  # [32, 40]
+    np.testing.assert_array_equal(params.layers.down[1], down.T)
+    assert params.layers.down.addressable_shards[0].data.shape == (2, 40, 4)
+    assert params.embed.sharding.spec == PartitionSpec("tp", "fsdp")
+    np.testing.assert_array_equal(params.lm_head, source["lm_head.weight"])
+
+
+def test_a_tied_checkpoint_may_repeat_its_embedding(tmp_path):
+    source = tensors(FAMILIES["qwen2_tied"])
+    extra = {
+        "lm_head.weight": source["model.embed_tokens.weight"],
+        "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32),
+    }
+    write_config(tmp_path, FAMILIES["qwen2_tied"])
+    save_file({**source, **extra}, tmp_path / "model.safetensors")
+    params = load(tmp_path)
+    assert params.lm_head is None
+    assert dict(hf.hf_tensors(params, hf.read_config(tmp_path))).keys() == source.keys()
+
+
+WQ, NORM = "model.layers.1.self_attn.q_proj.weight", "model.norm.weight"
+
+
+def without(name: str) -> Callable:
+    return lambda t: {n: x for n, x in t.items() if n != name}
+
+
+@pytest.mark.parametrize(
+    "damage, says",
+    [
+        (without(WQ), f"lacks tensors {WQ}"),
+        (without("lm_head.weight"), "lacks tensors lm_head.weight"),
+        (lambda t: {**t, "model.extra": t[NORM]}, "has unknown tensors model.extra"),
+        (
+            lambda t: {n: x for n, x in t.items() if ".bias" not in n},
+            "lacks tensors model.layers.0.self_attn.k_proj.bias, model.layers.0.self_attn.q_proj."
+            "bias, model.layers.0.self_attn.v_proj.bias and 3 more",
+        ),
+        (lambda t: {**t, WQ: t[WQ][:-1]}, f"{WQ} is [31, 32], config.json says [32, 32]"),
+        (lambda t: {**t, NORM: t[NORM][None]}, f"{NORM} is [1, 32], config.json says [32]"),
+        (lambda t: {**t, WQ: t[WQ].astype(np.int8)}, f"{WQ} is I8, not F32/F16/BF16"),
+        (lambda t: {**t, WQ: t[WQ].astype(np.float64)}, f"{WQ} is F64, not F32/F16/BF16"),
+    ],
+)
+def test_wrong_tensors_are_named_in_one_line(tmp_path, damage, says):
+    write_config(tmp_path, FAMILIES["qwen2"])
+    save_file(damage(tensors(FAMILIES["qwen2"])), tmp_path / "model.safetensors")
+    refused(lambda: load(tmp_path), f"MODEL_PATH={tmp_path}", says)
+
+
+def test_damaged_files_are_named_in_one_line(tmp_path):
+    write_config(tmp_path, FAMILIES["qwen2"])
+    first, second = halves(tensors(FAMILIES["qwen2"]))
+    name, file = next(iter(first)), tmp_path / "model-00002-of-00002.safetensors"
+
+    write_shards(tmp_path, [first, {**second, name: first[name]}])
+    refused(lambda: load(tmp_path), f"{file} repeats tensor {name} of another file")
+
+    write_shards(tmp_path, [first, second])
+    file.write_bytes(file.read_bytes()[:-7])
+    refused(lambda: load(tmp_path), f"{file} is not a whole safetensors file")
+
+    file.unlink()
+    refused(lambda: load(tmp_path), f"MODEL_PATH={tmp_path} has no {file.name}")
+
+    index = tmp_path / "model.safetensors.index.json"
+    for text, says in (("{", "is not JSON"), ("[]", "is not a JSON object")):
+        index.write_text(text)
+        refused(lambda: load(tmp_path), f"{index} {says}")
+
+    index.unlink()
+    refused(lambda: load(tmp_path), "has no model.safetensors; weights are read as safetensors")
+
+    pointer = tmp_path / "model.safetensors"
+    pointer.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 988\n")
+    refused(lambda: load(tmp_path), f"{pointer} is not a whole safetensors file")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_opens_what_we_write_and_gives_the_same_logits(tmp_path, family):
+    pytest.importorskip("torch", reason="opens our folder with transformers' torch model")
+    config = hf.read_config(write_folder(tmp_path, family))
+    ours = tmp_path / "ours"
+    ours.mkdir()
+    write_config(ours, FAMILIES[family])
+    written = dict(hf.hf_tensors(load(tmp_path), config))
+    save_file(written, ours / "model.safetensors", metadata={"format": "pt"})
+    np.testing.assert_array_equal(transformers_logits(ours), transformers_logits(tmp_path))
+
+
+# ---- Tokenizer -----------------------------------------------------------------------------------
+
+QUESTIONS = [  # in GSM8K's form
+    "Natalia sold 48 clips in April, and half as many in May. How many clips did she sell?",
+    "Weng earns $12 an hour. Yesterday she did 50 minutes: <<12/60=0.2>>\n50*0.2=$10\n#### 10",
+    "A house costs $1,234,567.50; repairs raised its value by 150%.\r\n\r\nWhat is the profit?\t",
+    "Zoe\u0308's cafe\u0301 sells 3 ½-litre jugs at 7 € — how much?",  # accents by combining marks
+    "Bob’s \U0001f600 emoji: 2³ × 10^-4 = ?\u2028  Next   line",
+    "<|im_start|>user\n<think>5 + 5</think> <answer>10</answer><|im_end|>",
+]
+
+
+def test_token_ids_are_those_of_tokenizer_json_itself():
+    from tokenizers import Tokenizer
+
+    assert json.loads((TINY / "config.json").read_text())["model_type"] == "qwen2"
+    raw, ours = Tokenizer.from_file(str(TINY / "tokenizer.json")), hf.load_tokenizer(TINY)
+    for question in QUESTIONS:
+        ids = raw.encode(question, add_special_tokens=False).ids
+        assert ours(question, add_special_tokens=False)["input_ids"] == ids
+        assert ours.decode(ids) == question
+
+
+def test_a_folder_without_a_usable_tokenizer_is_refused_in_one_line(tmp_path):
+    def bad(says: str) -> None:
+        refused(lambda: hf.load_tokenizer(tmp_path), f"MODEL_PATH={tmp_path}", says)
+
+    bad("has no tokenizer.json")
+    shutil.copy(TINY / "tokenizer.json", tmp_path)
+    bad("its tokenizer has no chat template; use an instruct model")
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    bad("its tokenizer has no chat template; use an instruct model")
+    (tmp_path / "tokenizer.json").write_text("{\n")
+    bad("its tokenizer cannot be read: JSONDecodeError")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    bad("its tokenizer cannot be read: ")
+
+
+def test_a_chat_template_may_stand_in_its_own_file(tmp_path):
+    shutil.copy(TINY / "tokenizer.json", tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0]['content'] }}!")
+    tokenizer = hf.load_tokenizer(tmp_path)
+    chat = [{"role": "user", "content": "Hi"}]
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == "Hi!"
+
+
+@pytest.mark.parametrize(
+    "generation, config, eos, expected",
+    [
+        (None, {}, "<|im_end|>", (2,)),
+        (None, {"eos_token_id": 5}, "<|im_end|>", (2, 5)),
+        ({"eos_token_id": 0}, {"eos_token_id": 5}, "<|im_end|>", (0, 2, 5)),
+        ({"eos_token_id": [9, 0, 2]}, {"eos_token_id": None}, "<|im_end|>", (0, 2, 9)),
+        ({"eos_token_id": [9]}, {"eos_token_id": [5, 9]}, None, (5, 9)),
+        ({}, {"eos_token_id": 0}, None, (0,)),
+    ],
+)
+def test_stop_ids_are_those_of_all_files(tmp_path, generation, config, eos, expected):
+    tokenizer = hf.load_tokenizer(TINY)
+    tokenizer.eos_token = eos  # <|im_end|> is 2
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert hf.stop_ids(tmp_path, tokenizer) == expected
+
+
+def test_a_model_that_names_no_end_is_refused(tmp_path):
+    tokenizer = hf.load_tokenizer(TINY)
+    tokenizer.eos_token = None
+    refused(
+        lambda: hf.stop_ids(tmp_path, tokenizer),
+        f"MODEL_PATH={tmp_path}: neither its configs nor its tokenizer name",
+    )
+
+
+# ---- The hub -------------------------------------------------------------------------------------
+
+
+class Refuses(http.server.BaseHTTPRequestHandler):
+    """Says 401 to a hub's client, which means no such repository, and 407 to a proxy's."""
+
+    def do_GET(self) -> None:
+        self.send_response(407 if self.command == "CONNECT" else 401)
+        self.send_header("X-Error-Code", "RepoNotFound")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_HEAD = do_CONNECT = do_GET
+
+    def log_message(self, *_) -> None:
+        pass
+
+
+def test_a_hub_that_has_or_gives_nothing_is_one_line_error(tmp_path):
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refuses)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    here = f"http://127.0.0.1:{server.server_port}"
+    cases = {  # environment -> what the line says
+        ("HF_HUB_OFFLINE", "1"): "outgoing traffic has been disabled",
+        ("HF_ENDPOINT", "http://127.0.0.1:1"): "Connection refused",
+        ("HF_ENDPOINT", here): "Repository Not Found",
+        ("HTTPS_PROXY", here): "ProxyError: 407",
+    }
+    code = """if True:
+        import hf
+        try:
+            hf.fetch_model("nobody/nothing-here")
+        except ValueError as error:
+            print(error)
+    """
+    base = {k: v for k, v in os.environ.items() if "proxy" not in k.lower() and k[:3] != "HF_"}
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", code], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+            env={**base, "HF_HOME": str(tmp_path), name: value},
+        )
+        for name, value in cases
+    ]  # fmt: skip
+    lines = [run.communicate(timeout=120)[0].splitlines() for run in runs]
+    server.shutdown()
+    for (printed,), says in zip(lines, cases.values(), strict=True):
+        assert printed.startswith("MODEL_PATH=nobody/nothing-here: no such folder, and the hub say")
+        assert says in printed
+
+
+def test_a_folder_is_taken_as_it_is(tmp_path):
+    assert hf.fetch_model(str(tmp_path)) == tmp_path

@@ -1,0 +1,373 @@
+"""Claims about model.py: transformers' numbers, and the same numbers by every route and layout."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from formula_model import (
+    FAMILIES,
+    GOLDENS,
+    IDS,
+    MASK,
+    PLACES,
+    POSITIONS,
+    transformers_logits,
+    write_folder,
+)
+
+import hf
+from model import (
+    KV,
+    ROLLOUT_ROWS,
+    TRAIN_ROWS,
+    Layout,
+    ModelConfig,
+    Params,
+    forward,
+    init_params,
+    lm_head,
+    local_rows,
+    make_mesh,
+    mesh_text,
+    param_shardings,
+    param_table,
+    prefix_of,
+    put_rows,
+)
+
+# Everything at once: biases, head norms, scaled rotary angles, an lm_head of its own, h != D/H.
+CONFIG = ModelConfig(
+    vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2,
+    head_dim=8, rms_norm_eps=1e-5, rope_theta=100.0, rope_llama3=(8.0, 1.0, 4.0, 16), tied=False,
+    qkv_bias=True, qk_norm=True, max_positions=64,
+)  # fmt: skip
+R, S, T, K = 8, 6, 5, 4  # two prompts of 7 and 4 tokens, four completions of each
+RNG = np.random.default_rng(0)
+PROMPT_IDS = RNG.integers(0, 32, (2, S + 1)).astype(np.int32)
+PROMPT_MASK = np.array([[1, 1, 1, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1, 1]], np.int32)
+COMPLETION_IDS = RNG.integers(0, 32, (R, T)).astype(np.int32)
+PROBE = RNG.standard_normal((R, T, 16)).astype(np.float32)  # a loss whose gradient reaches all
+PARAMS = jax.tree.map(
+    lambda leaf: ("norm" in leaf.name) + 0.4 * RNG.standard_normal(leaf.shape).astype(np.float32),
+    param_table(CONFIG),
+)
+
+
+def shared(s: int, prompt_mask: np.ndarray = PROMPT_MASK) -> tuple[np.ndarray, np.ndarray]:
+    """prompt_ids and prompt_mask [R/s, S+1]: a row for each run of s sequences."""
+    return np.repeat(PROMPT_IDS, K // s, axis=0), np.repeat(prompt_mask, K // s, axis=0)
+
+
+def hidden_of(
+    params, prompt_ids, prompt_mask, ids, *, dtype=jnp.float32, layout=None, remat="none"
+):
+    """[R, T, D] states that predict completions `ids`, as in training: prefix, then completions."""
+    run = functools.partial(forward, params, CONFIG, dtype=dtype, layout=layout, remat=remat)
+    s = len(ids) // len(prompt_ids)
+    before, positions, mask = prefix_of(prompt_ids, prompt_mask)
+    _, prefix = run(before, positions, key_mask=mask)
+    last = jnp.repeat(prompt_ids[:, -1:], s, axis=0)
+    start = jnp.repeat(prompt_mask.sum(axis=1) - 1, s)
+    fed = jnp.concatenate([last, ids[:, :-1]], axis=1)
+    hidden, _ = run(fed, start[:, None] + jnp.arange(T), prefix=prefix, prefix_mask=mask)
+    return hidden
+
+
+def decoded(params, prompt_ids, prompt_mask, ids, *, layout=None):
+    """The same states token by token, from a cache."""
+    s = len(ids) // len(prompt_ids)
+    before, positions, mask = prefix_of(prompt_ids, prompt_mask)
+    options = {"dtype": jnp.float32, "layout": layout}
+    _, prefix = forward(params, CONFIG, before, positions, key_mask=mask, **options)
+    start = jnp.repeat(prompt_mask.sum(axis=1) - 1, s)
+
+    def step(state, t):
+        token, cache = state
+        hidden, cache = forward(
+            params, CONFIG, token[:, None], (start + t)[:, None],
+            prefix=prefix, prefix_mask=mask, cache=cache, cache_index=t, **options,
+        )  # fmt: skip
+        return (ids[:, t], cache), hidden[:, 0]
+
+    empty = jnp.full((2, len(ids), 2, T, 8), jnp.float32(1e4))  # what is not written is not read
+    first = jnp.repeat(prompt_ids[:, -1], s)
+    _, hidden = jax.lax.scan(step, (first, KV(empty, empty)), jnp.arange(T))
+    return hidden.swapaxes(0, 1)
+
+
+def loss_of(params, *inputs, **options):
+    hidden = hidden_of(params, *inputs, **options)
+    return (hidden * PROBE).sum(), hidden
+
+
+# Compiling is what these tests cost; unoptimised it takes half the time.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+forward_jit = jit(forward, static_argnames=("config", "dtype"))
+hidden_jit = jit(hidden_of, static_argnames=("dtype", "layout", "remat"))
+decoded_jit = jit(decoded, static_argnames=("layout",))
+gradient_jit = jit(jax.value_and_grad(loss_of, has_aux=True), static_argnames=("layout", "remat"))
+
+
+@functools.cache
+def whole() -> np.ndarray:
+    """[R, T, D]: each sequence unpadded and whole in one forward, no prefix and no cache."""
+    rows = []
+    for prompt, mask, ids in zip(*shared(1), COMPLETION_IDS, strict=True):
+        line = np.concatenate([prompt[mask == 1], ids[:-1]])[None]
+        places = np.arange(line.shape[1])[None]
+        hidden, _ = forward_jit(PARAMS, CONFIG, line, places, dtype=jnp.float32)
+        rows.append(np.asarray(hidden[0, -T:]))
+    return np.stack(rows)
+
+
+@functools.cache
+def plain_gradient():
+    (_, hidden), grads = gradient_jit(PARAMS, *shared(1), COMPLETION_IDS)
+    return hidden, grads
+
+
+def assert_same(a, b, atol):
+    """Equal trees of arrays, to atol times the largest number of each."""
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=atol * max(1.0, np.abs(y).max()))
+
+
+# ---- transformers' numbers -----------------------------------------------------------------------
+
+
+def logits_of(folder, **changes) -> np.ndarray:
+    config = hf.read_config(folder)
+    params = hf.load_params(folder, config, make_mesh("MESH_SHAPE", "8,1,1", fsdp=1, tp=1), "f4")
+    config = dataclasses.replace(config, **changes)
+    hidden, _ = forward_jit(params, config, IDS, POSITIONS, key_mask=MASK, dtype=jnp.float32)
+    return np.asarray(hidden @ lm_head(params).T)
+
+
+@pytest.mark.parametrize("rope_parameters", [False, True], ids=["rope_theta", "rope_parameters"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_transformers_own_model(tmp_path, family, rope_parameters):
+    pytest.importorskip("torch", reason="compares with transformers' torch model")
+    folder = write_folder(tmp_path, family, rope_parameters=rope_parameters)
+    theirs = transformers_logits(folder)
+    np.testing.assert_allclose(logits_of(folder)[MASK], theirs[MASK], rtol=0, atol=1e-4)
+    golden = json.loads(GOLDENS.read_text())[family]
+    np.testing.assert_allclose(theirs[PLACES][:, :12], golden, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_the_numbers_transformers_gave(tmp_path, family):
+    golden = json.loads(GOLDENS.read_text())[family]
+    ours = logits_of(write_folder(tmp_path, family))[PLACES][:, :12]
+    np.testing.assert_allclose(ours, golden, rtol=0, atol=1e-4)
+
+
+def test_llama3_logits_tell_scaled_angles_from_plain_ones(tmp_path):
+    golden = np.array(json.loads(GOLDENS.read_text())["llama3"])
+    plain = logits_of(write_folder(tmp_path, "llama3"), rope_llama3=None)[PLACES][:, :12]
+    assert np.abs(plain - golden).max() > 0.1
+
+
+# ---- One forward, every route --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("s", [1, 2, 4])
+def test_prefix_and_completion_equal_one_unpadded_forward(s):
+    hidden = hidden_jit(PARAMS, *shared(s), COMPLETION_IDS)
+    np.testing.assert_allclose(hidden, whole(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("s", [1, 4])
+def test_decoding_token_by_token_equals_one_forward(s):
+    hidden = decoded_jit(PARAMS, *shared(s), COMPLETION_IDS)
+    np.testing.assert_allclose(hidden, whole(), rtol=0, atol=1e-5)
+
+
+def test_what_stands_under_the_padding_changes_nothing():
+    prompt_ids, prompt_mask = shared(4)
+    noise = np.where(prompt_mask, prompt_ids, 31 - prompt_ids)
+    assert (noise != prompt_ids).sum() == 3
+    hidden = hidden_jit(PARAMS, noise, prompt_mask, COMPLETION_IDS)
+    clean = hidden_jit(PARAMS, prompt_ids, prompt_mask, COMPLETION_IDS)
+    np.testing.assert_array_equal(hidden, clean)
+
+
+def test_a_fully_padded_row_is_finite_and_leaves_the_others_alone():
+    prompt_ids, prompt_mask = shared(1, PROMPT_MASK * np.array([[1], [0]], np.int32))
+    (_, hidden), grads = gradient_jit(PARAMS, prompt_ids, prompt_mask, COMPLETION_IDS)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((hidden, grads)))
+    np.testing.assert_allclose(hidden[:K], whole()[:K], rtol=0, atol=1e-5)
+
+
+def test_bfloat16_is_near_float32():
+    hidden = hidden_jit(PARAMS, *shared(4), COMPLETION_IDS, dtype=jnp.bfloat16)
+    assert hidden.dtype == jnp.bfloat16
+    error = np.asarray(hidden, np.float32) - whole()
+    assert 0 < np.sqrt((error**2).mean() / (whole() ** 2).mean()) < 0.03
+
+
+def test_bfloat16_tells_far_positions_apart():
+    start = np.arange(T)[None].repeat(R, axis=0)
+    near, far = (
+        np.asarray(forward_jit(PARAMS, CONFIG, COMPLETION_IDS, places, dtype=jnp.bfloat16)[0], "f4")
+        for places in (start, start + 4001)  # bfloat16 rounds 4001 and 4005 alike, to 4000
+    )
+    assert np.sqrt(((near - far) ** 2).mean() / (near**2).mean()) < 0.03
+
+
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_remat_leaves_the_gradient_unchanged(remat):
+    (_, hidden), grads = gradient_jit(PARAMS, *shared(1), COMPLETION_IDS, remat=remat)
+    assert_same((hidden, grads), plain_gradient(), 1e-6)
+
+
+def test_the_gradient_is_the_slope_of_the_loss():
+    _, grads = plain_gradient()
+    rng = np.random.default_rng(1)
+    direction = jax.tree.map(lambda x: rng.standard_normal(x.shape).astype(np.float32), PARAMS)
+    slope = sum(jax.tree.leaves(jax.tree.map(lambda g, d: float((g * d).sum()), grads, direction)))
+
+    def loss(t: float) -> float:
+        moved = jax.tree.map(lambda x, d: x + np.float32(t) * d, PARAMS, direction)
+        return float((np.asarray(hidden_jit(moved, *shared(1), COMPLETION_IDS)) * PROBE).sum())
+
+    assert slope == pytest.approx((loss(1e-3) - loss(-1e-3)) / 2e-3, rel=5e-3)
+
+
+# ---- Layouts -------------------------------------------------------------------------------------
+
+
+def placed(mesh_shape: str, rows: tuple[str, ...], s: int) -> tuple[Layout, Params, list]:
+    """The layout, the parameters and the inputs of share s where a run has them."""
+    layout = Layout(make_mesh("MESH_SHAPE", mesh_shape, fsdp=1, tp=1), rows)
+    params = jax.tree.map(jax.device_put, PARAMS, param_shardings(CONFIG, layout.mesh))
+    return layout, params, [put_rows(x, layout) for x in (*shared(s), COMPLETION_IDS)]
+
+
+@pytest.mark.parametrize("mesh_shape, s", [("1,8,1", 1), ("1,4,2", 2), ("2,2,2", 2)])
+def test_training_layouts_leave_states_and_gradient_unchanged(mesh_shape, s):
+    layout, params, inputs = placed(mesh_shape, TRAIN_ROWS, s)
+    (_, hidden), grads = gradient_jit(params, *inputs, layout=layout, remat="full")
+    assert_same((hidden, grads), plain_gradient(), 1e-5)
+
+
+@pytest.mark.parametrize("mesh_shape", ["8,1,1", "4,1,2", "1,2,4"])
+def test_decoding_layouts_leave_states_unchanged(mesh_shape):
+    layout, params, inputs = placed(mesh_shape, ROLLOUT_ROWS, 1)
+    hidden = decoded_jit(params, *inputs, layout=layout)
+    np.testing.assert_allclose(hidden, whole(), rtol=0, atol=1e-5)
+
+
+def test_local_rows_gives_back_what_put_rows_was_given():
+    layout = Layout(make_mesh("MESH_SHAPE", "2,2,2", fsdp=1, tp=1), TRAIN_ROWS)
+    x = np.arange(24).reshape(8, 3)
+    assert put_rows(x, layout).addressable_shards[0].data.shape == (2, 3)
+    np.testing.assert_array_equal(local_rows(put_rows(x, layout)), x)
+    assert layout.row_shards == 4 and layout._replace(rows=ROLLOUT_ROWS).row_shards == 8
+
+
+# ---- Shapes, axes and meshes ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_documented_shapes(tied):
+    c = dataclasses.replace(
+        CONFIG, vocab_size=31, hidden_size=13, intermediate_size=17, num_layers=3, num_heads=6,
+        num_kv_heads=2, head_dim=22, tied=tied,
+    )  # fmt: skip
+    R, G, t, S, T = 14, 7, 5, 11, 19
+
+    def ints(*shape: int) -> jax.Array:
+        return jnp.zeros(shape, jnp.int32)
+
+    params = jax.eval_shape(functools.partial(init_params, c), jax.random.key(0))
+    run = functools.partial(forward, dtype=jnp.float32)
+    kv = jax.eval_shape(lambda p: run(p, c, ints(G, S), ints(G, S))[1], params)
+    hidden, own = jax.eval_shape(
+        lambda p, kv: run(
+            p, c, ints(R, t), ints(R, t), prefix=kv, prefix_mask=jnp.ones((G, S), bool)
+        ),
+        params, kv,
+    )  # fmt: skip
+    cache = KV(*[jax.ShapeDtypeStruct((3, R, 2, T, 22), jnp.float32)] * 2)
+    one, written = jax.eval_shape(
+        lambda p, cache: run(p, c, ints(R, 1), ints(R, 1), cache=cache, cache_index=4),
+        params, cache,
+    )  # fmt: skip
+    assert kv.k.shape == kv.v.shape == (3, 7, 2, 11, 22)  # [L, G, N, S, h]
+    assert hidden.shape == (14, 5, 13)  # [R, t, D]
+    assert own.k.shape == own.v.shape == (3, 14, 2, 5, 22)  # [L, R, N, t, h]
+    assert one.shape == (14, 1, 13)
+    assert written.k.shape == written.v.shape == (3, 14, 2, 19, 22)  # [L, R, N, T, h]
+    assert lm_head(params).shape == (31, 13)  # [V, D]
+    assert (params.lm_head is None) == tied
+
+
+def test_prefix_of_by_hand():
+    ids, positions, mask = prefix_of(
+        jnp.array([[5, 6, 7, 8], [0, 0, 7, 8], [0, 0, 0, 0]]),
+        jnp.array([[1, 1, 1, 1], [0, 0, 1, 1], [0, 0, 0, 0]]),
+    )
+    assert ids.tolist() == [[5, 6, 7], [0, 0, 7], [0, 0, 0]]
+    assert positions.tolist() == [[0, 1, 2], [0, 0, 0], [0, 0, 0]]
+    assert mask.tolist() == [[True] * 3, [False, False, True], [False] * 3]
+
+
+def test_every_dimension_of_every_parameter_has_an_axis_entry():
+    for tied, bias, norm in ((False, True, True), (True, False, False)):
+        config = dataclasses.replace(CONFIG, tied=tied, qkv_bias=bias, qk_norm=norm)
+        for leaf in jax.tree.leaves(param_table(config)):
+            assert len(leaf.axes) == len(leaf.shape), leaf.name
+            assert set(leaf.axes) <= {None, "fsdp", "tp"}, leaf.name
+
+
+def test_init_follows_transformers_rule():
+    config = dataclasses.replace(CONFIG, vocab_size=4096)
+    params = jit(init_params, static_argnums=0)(config, jax.random.key(0))
+    assert (params.layers.q_norm == 1).all() and (params.final_norm == 1).all()
+    assert (params.layers.bk == 0).all()
+    assert float(params.embed.std()) == pytest.approx(0.02, rel=0.02)
+    assert float(abs(params.embed - params.lm_head).max()) > 0.02
+
+
+def test_a_mesh_that_does_not_divide_a_parameter_is_named():
+    mesh = make_mesh("MESH_SHAPE", "1,8,1", fsdp=1, tp=1)
+    with pytest.raises(ValueError) as error:
+        param_shardings(dataclasses.replace(CONFIG, hidden_size=12), mesh)
+    assert str(error.value) == (
+        "MESH_SHAPE (dp,fsdp,tp) = 1,8,1: fsdp=8 does not divide model.embed_tokens.weight "
+        "[32, 12]; use a smaller fsdp and more dp"
+    )
+
+
+@pytest.mark.parametrize(
+    "shape, fsdp, tp, sizes",
+    [
+        ("2,2,2", 1, 1, "2,2,2"),
+        ("-1,4,1", 1, 1, "2,4,1"),
+        ("1,-1,2", 1, 1, "1,4,2"),
+        ("auto", -1, 1, "1,8,1"),
+        ("auto", -1, 4, "1,2,4"),
+        ("auto", 2, 2, "2,2,2"),
+    ],
+)
+def test_mesh_sizes(shape, fsdp, tp, sizes):
+    mesh = make_mesh("MESH_SHAPE", shape, fsdp=fsdp, tp=tp)
+    assert mesh_text(mesh) == sizes and mesh.axis_names == ("dp", "fsdp", "tp")
+    assert [device.id for device in mesh.devices.flat] == [0, 1, 2, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("shape", ["1,3,1", "1,4,1", "2,8,1", "-1,3,1", "-1,-1,1"])
+def test_a_mesh_of_other_than_all_devices_is_refused(shape):
+    with pytest.raises(ValueError, match=f"ROLLOUT_MESH_SHAPE={shape} does not make 8 devices"):
+        make_mesh("ROLLOUT_MESH_SHAPE", shape, fsdp=1, tp=1)
+
+
+def test_tensor_parallelism_across_hosts_is_refused(monkeypatch):
+    monkeypatch.setattr(jax, "local_device_count", lambda: 2)  # as on four hosts of two devices
+    with pytest.raises(ValueError, match="MESH_SHAPE=1,2,4: tp=4 does not divide the 2 devices of"):
+        make_mesh("MESH_SHAPE", "1,2,4", fsdp=1, tp=1)
+    assert make_mesh("MESH_SHAPE", "1,4,2", fsdp=1, tp=1).shape["tp"] == 2

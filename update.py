@@ -1,0 +1,236 @@
+"""The training state and the three programs of an update, pure and jitted: micro_step adds one
+micro-batch's gradient, optimizer_step applies the sum, sync_weights makes the copy that decodes.
+
+Dimensions: R sequences of a micro-batch over all processes, G = R/s prompt rows each shared by s
+consecutive sequences, S+1 padded prompt tokens, T padded completion tokens.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from loss_pallas import policy_loss, token_logps
+from model import (
+    Layout,
+    ModelConfig,
+    Params,
+    forward,
+    lm_head,
+    param_shardings,
+    param_table,
+    prefix_of,
+)
+
+
+@flax.struct.dataclass
+class TrainState:
+    params: Params
+    opt_state: Any
+    step: jax.Array  # int32, training steps done
+
+
+class Batch(NamedTuple):
+    """One micro-batch."""
+
+    prompt_ids: jax.Array  # [G, S+1] int32, left-padded
+    prompt_mask: jax.Array  # [G, S+1] int32
+    completion_ids: jax.Array  # [R, T] int32, right-padded
+    completion_mask: jax.Array  # [R, T] int32, 1 up to and including the stop token
+    sampling_logps: jax.Array  # [R, T] float32 nats
+    advantages: jax.Array  # [R] float32
+    old_logps: jax.Array | None = None  # [R, T] float32 nats; None: those of this very forward
+    ref_logps: jax.Array | None = None  # [R, T] float32 nats; None: no reference
+
+
+class Objective(NamedTuple):
+    """What of the settings the loss depends on; hashable, a static argument."""
+
+    temperature: float = 1.0
+    eps_low: float = 0.2
+    eps_high: float = 0.2
+    beta: float = 0.0
+    impl: str = "jax"
+
+
+class Compute(NamedTuple):
+    """What of the settings only speed and memory depend on; hashable, a static argument."""
+
+    config: ModelConfig
+    dtype: Any
+    layout: Layout | None = None
+    remat: str = "none"
+
+
+def completion_logps(
+    params: Params, batch: Batch, temperature: float, compute: Compute, impl: str = "jax"
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probability of each completion token and entropy of its distribution, [R, T] float32."""
+    (R, T), G = batch.completion_ids.shape, batch.prompt_ids.shape[0]
+    run = functools.partial(
+        forward, params, compute.config,
+        dtype=compute.dtype, layout=compute.layout, remat=compute.remat,
+    )  # fmt: skip
+    ids, positions, mask = prefix_of(batch.prompt_ids, batch.prompt_mask)
+    _, prefix = run(ids, positions, key_mask=mask)
+    last = jnp.repeat(batch.prompt_ids[:, -1:], R // G, axis=0)  # [R, 1]
+    ids = jnp.concatenate([last, batch.completion_ids[:, :-1]], axis=1)  # [R, T]
+    start = jnp.repeat(batch.prompt_mask.sum(axis=1) - 1, R // G)  # [R]
+    positions = start[:, None] + jnp.arange(T)  # [R, T]
+    hidden, _ = run(ids, positions, prefix=prefix, prefix_mask=mask)  # [R, T, D]
+    head = lm_head(params).astype(compute.dtype)
+    shards = compute.layout.row_shards if compute.layout else 1
+    return token_logps(
+        hidden, head, batch.completion_ids, temperature=temperature, impl=impl, shards=shards
+    )
+
+
+ref_logps = jax.jit(completion_logps, static_argnames=("temperature", "compute", "impl"))
+
+
+@functools.partial(jax.jit, static_argnames=("objective", "compute"), donate_argnames=("total",))
+def micro_step(
+    params: Params,
+    total: tuple[Params, dict[str, jax.Array]],
+    batch: Batch,
+    num_tokens: jax.Array,
+    *,
+    objective: Objective,
+    compute: Compute,
+) -> tuple[tuple[Params, dict[str, jax.Array]], jax.Array]:
+    """`total` with this micro-batch's gradient and metrics added, and its logps [R, T].
+
+    num_tokens: completion tokens of the whole step. Metrics are token means over the step once
+    every micro-batch is added; those that end in /max are maxima.
+    """
+
+    def loss_of(params: Params) -> tuple[jax.Array, tuple[dict[str, jax.Array], jax.Array]]:
+        logps, entropy = completion_logps(
+            params, batch, objective.temperature, compute, objective.impl
+        )
+        now = jax.lax.stop_gradient(logps)
+        loss, metrics = policy_loss(
+            logps,
+            now if batch.old_logps is None else batch.old_logps,
+            batch.advantages,
+            batch.completion_mask,
+            num_tokens,
+            eps_low=objective.eps_low,
+            eps_high=objective.eps_high,
+            beta=objective.beta,
+            ref_logps=batch.ref_logps,
+        )
+        mask = batch.completion_mask.astype(bool)
+        gap = jnp.where(mask, jnp.abs(now - batch.sampling_logps), 0.0)
+        metrics["entropy"] = jnp.where(mask, entropy, 0.0).sum() / num_tokens
+        metrics["sampling_logp_difference/mean"] = gap.sum() / num_tokens
+        metrics["sampling_logp_difference/max"] = gap.max()
+        return loss, (metrics, now)
+
+    grads, (metrics, logps) = jax.grad(loss_of, has_aux=True)(params)
+    if compute.layout:
+        shardings = param_shardings(compute.config, compute.layout.mesh)
+        grads = jax.lax.with_sharding_constraint(grads, shardings)
+    sums, totals = total
+    merge = {name: jnp.maximum if name.endswith("/max") else jnp.add for name in totals}
+    totals = {name: merge[name](old, metrics[name]) for name, old in totals.items()}
+    return (jax.tree.map(jnp.add, sums, grads), totals), logps
+
+
+def zero_total(params: Params, objective: Objective) -> tuple[Params, dict[str, jax.Array]]:
+    """What the first micro_step adds to: float32 gradients laid out as params, and metrics."""
+    names = [
+        "loss",
+        "entropy",
+        *(f"clip_ratio/{which}_mean" for which in ("low", "high", "region")),
+    ]
+    names += ["sampling_logp_difference/mean", "sampling_logp_difference/max"]
+    names += ["kl"] if objective.beta > 0 else []
+    grads = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32, device=x.sharding), params)
+    return grads, {name: jnp.zeros((), device=_everywhere(params)) for name in names}
+
+
+def _everywhere(params: Params) -> NamedSharding:
+    """Where a scalar lies that comes out of a program; put there at first, none compiles twice."""
+    return NamedSharding(params.embed.sharding.mesh, PartitionSpec())
+
+
+# ---- The optimizer -------------------------------------------------------------------------------
+
+
+class Optimizer(NamedTuple):
+    """Hashable, a static argument."""
+
+    name: str = "adamw"  # adamw, lion, sgd
+    weight_decay: float = 0.0
+    clip_norm: float = 1.0  # of the global gradient; 0: no clipping
+
+
+def _transform(optimizer: Optimizer, config: ModelConfig) -> optax.GradientTransformation:
+    """The update before the learning rate. Decay skips biases and norms, as transformers does."""
+    rules = {
+        "adamw": optax.scale_by_adam(b1=0.9, b2=0.999, eps=1e-8),
+        "lion": optax.scale_by_lion(b1=0.9, b2=0.99),
+        "sgd": optax.identity(),
+    }
+    table = param_table(config)
+    decays = jax.tree.map(lambda leaf: "norm" not in leaf.name and "bias" not in leaf.name, table)
+    decay = optax.add_decayed_weights(optimizer.weight_decay, mask=decays)
+    return optax.chain(rules[optimizer.name], decay)
+
+
+def init_state(params: Params, *, optimizer: Optimizer, config: ModelConfig) -> TrainState:
+    """The state before the first step; the optimizer's arrays are sharded as the parameters."""
+    # Not jitted: what is zeros_like a traced parameter lies whole on every device.
+    opt_state = _transform(optimizer, config).init(params)
+    state = TrainState(params=params, opt_state=opt_state, step=jnp.zeros((), jnp.int32))
+    scalar = _everywhere(params)
+    return jax.tree.map(lambda x: x if x.ndim else jnp.zeros_like(x, device=scalar), state)
+
+
+@functools.partial(jax.jit, static_argnames=("optimizer", "config"), donate_argnames=("state",))
+def optimizer_step(
+    state: TrainState, grads: Params, lr: jax.Array, *, optimizer: Optimizer, config: ModelConfig
+) -> tuple[TrainState, jax.Array]:
+    """The state after one update with the step's summed gradient, and its norm before clipping."""
+    norm = optax.tree.norm(grads)
+    if optimizer.clip_norm > 0:
+        factor = jnp.minimum(1.0, optimizer.clip_norm / (norm + 1e-6))  # as torch and TRL
+        grads = jax.tree.map(lambda g: g * factor, grads)
+    updates, opt_state = _transform(optimizer, config).update(grads, state.opt_state, state.params)
+    params = jax.tree.map(lambda p, u: (p - lr * u).astype(p.dtype), state.params, updates)
+    return TrainState(params=params, opt_state=opt_state, step=state.step + 1), norm
+
+
+def learning_rate(
+    step: int, *, peak: float, schedule: str, warmup_ratio: float, decay_steps: int
+) -> float:
+    """The rate of training step `step` (from 0): linear warm-up, then cosine, linear or constant.
+
+    Neither the first nor the last step's rate is 0; from decay_steps on all but constant are.
+    """
+    warmup = round(warmup_ratio * decay_steps)
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    done = min((step - warmup) / max(decay_steps - warmup, 1), 1.0)
+    shape = {"warmup_cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done}
+    return peak * shape.get(schedule, 1.0)
+
+
+# ---- The copy that decodes -----------------------------------------------------------------------
+
+
+def sync_weights(params: Params, *, config: ModelConfig, mesh: Mesh, dtype: Any) -> Params:
+    """The parameters in the rollout's dtype, laid out on the rollout's mesh."""
+    return _sync_program(config, mesh, dtype)(params)
+
+
+@functools.lru_cache
+def _sync_program(config: ModelConfig, mesh: Mesh, dtype: Any) -> Any:
+    cast = functools.partial(jax.tree.map, lambda x: x.astype(dtype))
+    return jax.jit(cast, out_shardings=param_shardings(config, mesh))

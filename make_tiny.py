@@ -1,0 +1,263 @@
+"""Builds tiny/: a Hugging Face folder with a Qwen2 of about 1M parameters, its tokenizer, and
+two-step word problems in GSM8K's form. `python make_tiny.py` takes minutes on 2 cores.
+
+The model is warmed up by supervised training, just far enough that it knows the answer format and
+half knows its arithmetic: what is left to reinforcement learning is arithmetic, not format.
+"""
+
+import functools
+import itertools
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from safetensors.numpy import save_file
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+import data
+import hf
+from model import ModelConfig, Params, init_params
+from rewards import SYSTEM_PROMPT, TAGS
+from rollout import pad_prompts
+from update import Batch, Compute, completion_logps, learning_rate
+
+SEED = 0
+FOLDER = Path(__file__).parent / "tiny"
+TRAIN, TEST = 4000, 500  # word problems
+
+
+class Stage(NamedTuple):
+    """Of supervised training: first to calculate, then a run's prompt and a pupil's mistakes."""
+
+    steps: int
+    prompts: int
+    solutions: int  # of each prompt, which share its tokens
+    system_prompt: str
+    forget: float  # probability that a step of a solution forgets its carry
+
+
+STAGES = (Stage(900, 64, 1, "", 0.0), Stage(150, 32, 4, SYSTEM_PROMPT, 0.6))
+PEAK_LR = 1e-3
+
+MODEL = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 2048,
+    "dtype": "float32",
+}
+END, PAD = "<|im_end|>", "<|endoftext|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+# ---- Word problems -------------------------------------------------------------------------------
+
+NAMES = ["Ana", "Ben", "Carla", "Dev", "Emma", "Felix", "Grace", "Hugo", "Iris", "Jonas"]
+THINGS = ["apples", "books", "coins", "eggs", "marbles", "pens", "shells", "stamps"]
+
+
+class Kind(NamedTuple):
+    """Two steps: x = a op1 b, then y = x op2 c. Every number has at most two digits."""
+
+    ops: str
+    first: tuple[int, int]  # range of a
+    second: tuple[int, int]  # range of b
+    third: tuple[int, int]  # range of c
+    texts: tuple[str, ...]
+
+
+KINDS = (
+    Kind("+-", (5, 20), (5, 20), (2, 9), (
+        "{name} has {a} {things} and buys {b} more. Then {name} gives away {c}. "
+        "How many {things} does {name} have now?",
+        "There were {a} {things} on the table. {name} put {b} more there and took {c} away. "
+        "How many {things} are on the table?",
+        "{name} found {a} {things} on Monday and {b} on Tuesday, but lost {c} of them. "
+        "How many {things} are left?",
+    )),
+    Kind("++", (5, 20), (5, 20), (2, 9), (
+        "{name} has {a} {things}. A friend gives {name} {b} more, and another friend {c} more. "
+        "How many {things} does {name} have?",
+        "On three days {name} collected {a}, {b} and {c} {things}. "
+        "How many {things} is that altogether?",
+        "A red box holds {a} {things}, a blue box {b} and a green box {c}. "
+        "How many {things} are in the boxes?",
+    )),
+    Kind("--", (25, 40), (5, 15), (2, 9), (
+        "{name} had {a} {things}. In the morning {name} sold {b}, and later {c}. "
+        "How many {things} are left?",
+        "There are {a} {things} in a shop. {name} buys {b} and Kim buys {c}. "
+        "How many {things} remain in the shop?",
+        "Of {a} {things}, {b} were red, {c} were blue and the rest green. "
+        "How many {things} were green?",
+    )),
+    Kind("-+", (20, 40), (5, 19), (2, 9), (
+        "{name} had {a} {things}, lost {b} and then found {c}. "
+        "How many {things} does {name} have now?",
+        "A bus carries {a} people. At the next stop {b} get off and {c} get on. "
+        "How many people are on the bus?",
+        "{name} sold {b} of {a} {things} and bought {c} new ones. "
+        "How many {things} does {name} have?",
+    )),
+)  # fmt: skip
+
+
+def problem(kind: Kind, operands: tuple[int, int, int], rng: random.Random) -> dict[str, str]:
+    """A GSM8K row; its answer shows each step as <<a+b=x>>."""
+    a, b, c = operands
+    names = {"name": rng.choice(NAMES), "things": rng.choice(THINGS)}
+    question = rng.choice(kind.texts).format(a=a, b=b, c=c, **names)
+    x = calculate(a, kind.ops[0], b)
+    y = calculate(x, kind.ops[1], c)
+    steps = f"{a}{kind.ops[0]}{b}={x}", f"{x}{kind.ops[1]}{c}={y}"
+    lines = [f"{step.split('=')[0]} = <<{step}>>{step.split('=')[1]}" for step in steps]
+    return {"question": question, "answer": "\n".join([*lines, f"#### {y}"])}
+
+
+def calculate(a: int, op: str, b: int, carry: bool = True) -> int:
+    """a + b or a - b; without `carry`, column by column, as a pupil who forgets it."""
+    sign = 1 if op == "+" else -1
+    if carry:
+        return a + sign * b
+    return (a // 10 + sign * (b // 10)) * 10 + (a % 10 + sign * (b % 10)) % 10
+
+
+def word_problems(rng: random.Random) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """Train and test rows; no kind and operands of the one occur in the other."""
+    train, test = [], []
+    for kind in KINDS:
+        ranges = [range(low, high + 1) for low, high in (kind.first, kind.second, kind.third)]
+        operands = rng.sample(list(itertools.product(*ranges)), (TRAIN + TEST) // len(KINDS))
+        rows = [problem(kind, one, rng) for one in operands]
+        test += rows[: TEST // len(KINDS)]
+        train += rows[TEST // len(KINDS) :]
+    rng.shuffle(train)
+    rng.shuffle(test)
+    return train, test
+
+
+def solution(row: dict[str, str], forget: float, rng: random.Random) -> str:
+    """The completion that supervised training teaches. Each step forgets its carry with
+    probability `forget`, and goes on from what came out."""
+    steps = [line.split("<<")[1].split("=")[0] for line in row["answer"].split("\n")[:-1]]
+    (a, op, b), (_, op2, c) = (re.split("([-+])", step) for step in steps)
+    x = calculate(int(a), op, int(b), rng.random() >= forget)
+    y = calculate(x, op2, int(c), rng.random() >= forget)
+    return f"<think>{a}{op}{b}={x}, {x}{op2}{c}={y}</think>\n<answer>{y}</answer>"
+
+
+# ---- Tokenizer -----------------------------------------------------------------------------------
+
+
+def write_tokenizer(folder: Path, texts: list[str]) -> None:
+    """A byte-level BPE (any text encodes) that keeps digits apart, in Hugging Face's files."""
+    tokenizer = Tokenizer(models.BPE())
+    words = Regex(r" ?[A-Za-z]+|[0-9]|\n| ?[^\sA-Za-z0-9]|\s")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(words, behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    specials = [PAD, "<|im_start|>", END]
+    trainer = trainers.BpeTrainer(
+        vocab_size=1024,
+        special_tokens=specials,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in TAGS])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END,
+        "pad_token": PAD,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": MODEL["max_position_embeddings"],
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n")
+
+
+# ---- Supervised warm-up --------------------------------------------------------------------------
+
+
+def warm_up(config: ModelConfig, tokenizer: Any, rows: list[dict[str, str]]) -> Params:
+    """Parameters trained on `solution`s of the rows, drawn anew each time a row comes up."""
+    rng = random.Random(SEED)
+    compute = Compute(config, jnp.float32)
+    rule = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam())
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params: Params, opt_state: Any, batch: Batch, lr: jax.Array) -> Any:
+        def cross_entropy(params: Params) -> jax.Array:
+            logps, _ = completion_logps(params, batch, 1.0, compute)
+            return -(logps * batch.completion_mask).sum() / batch.completion_mask.sum()
+
+        loss, grads = jax.value_and_grad(cross_entropy)(params)
+        updates, opt_state = rule.update(grads, opt_state)
+        return jax.tree.map(lambda p, u: p - lr * u, params, updates), opt_state, loss
+
+    params = init_params(config, jax.random.key(SEED))
+    for stage in STAGES:
+        opt_state = rule.init(params)
+        prompts = [p.ids for p in data.build_prompts(rows, tokenizer, stage.system_prompt)]
+        width = max(map(len, prompts))
+        for i in range(stage.steps):
+            indices = data.batch_indices(len(rows), stage.prompts, i, SEED)
+            prompt_ids, prompt_mask = pad_prompts([prompts[j] for j in indices], width, 0)
+            drawn = np.repeat(indices, stage.solutions)
+            texts = [solution(rows[j], stage.forget, rng) + END for j in drawn]
+            completions = tokenizer(texts, add_special_tokens=False)["input_ids"]
+            ids, mask = np.zeros((2, len(texts), 32), np.int32)
+            for row, completion in enumerate(completions):
+                ids[row, : len(completion)], mask[row, : len(completion)] = completion, 1
+            batch = Batch(prompt_ids, prompt_mask, ids, mask, None, None)
+            lr = learning_rate(
+                i, peak=PEAK_LR, schedule="linear", warmup_ratio=0.05, decay_steps=stage.steps
+            )
+            params, opt_state, loss = step(params, opt_state, batch, lr)
+            if i % 50 == 0 or i == stage.steps - 1:
+                print(f"warm-up forget={stage.forget} step={i} loss={loss:.4f}", flush=True)
+    return params
+
+
+def main() -> None:
+    rng = random.Random(SEED)
+    FOLDER.mkdir(exist_ok=True)
+    train, test = word_problems(rng)
+    for name, rows in (("train", train), ("test", test)):
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (FOLDER / f"{name}.jsonl").write_text(text)
+    texts = [f"{row['question']} {solution(row, 0.0, rng)}" for row in train]
+    write_tokenizer(FOLDER, texts + [f"{SYSTEM_PROMPT} system user assistant"] * 50)
+    tokenizer = hf.load_tokenizer(FOLDER)
+    model = {**MODEL, "vocab_size": -(-len(tokenizer) // 64) * 64}
+    model["eos_token_id"] = tokenizer.eos_token_id
+    (FOLDER / "config.json").write_text(json.dumps(model, indent=1) + "\n")
+    config = hf.read_config(FOLDER)
+    params = warm_up(config, tokenizer, train)
+    tensors = dict(hf.hf_tensors(params, config))
+    save_file(tensors, FOLDER / "model.safetensors", metadata={"format": "pt"})
+
+
+if __name__ == "__main__":
+    main()

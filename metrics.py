@@ -1,0 +1,236 @@
+"""What a run leaves behind: the lines people parse, metrics.jsonl, samples.jsonl and W&B.
+
+Every process prints its lines; only process 0 writes files and W&B.
+"""
+
+import collections
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+
+class Clock:
+    """Seconds by phase of one step; `lap` ends a phase."""
+
+    def __init__(self) -> None:
+        self.started = self._last = time.perf_counter()
+        self.seconds: dict[str, float] = collections.defaultdict(float)
+
+    def lap(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.seconds[phase] += now - self._last
+        self._last = now
+
+    def total(self) -> float:
+        return time.perf_counter() - self.started
+
+    def train_seconds(self) -> dict[str, float]:
+        """The phases in the order they are logged; rollout is rollout_sync + rollout_generate."""
+        names = ("rollout_sync", "rollout_generate", "reward", "advantages", "shard", "update")
+        phases = {name: self.seconds[name] for name in names}
+        return {"rollout": phases["rollout_sync"] + phases["rollout_generate"], **phases}
+
+
+class RunLog:
+    """The run's outputs; `out` is its folder, on process 0 created here."""
+
+    def __init__(
+        self, out: Path, *, steps: int, writes: bool, wandb: dict[str, Any] | None
+    ) -> None:
+        self._writes, self._wandb = writes, None
+        self._recent: collections.deque[float] = collections.deque(maxlen=10)
+        self._bar = tqdm(total=steps, unit="step", disable=None if writes else True)  # None: a tty
+        if not writes:
+            return
+        out.mkdir(parents=True, exist_ok=True)
+        self._metrics = open(out / "metrics.jsonl", "a", encoding="utf-8")
+        self._samples = open(out / "samples.jsonl", "a", encoding="utf-8")
+        if wandb:
+            self._wandb = _start_wandb(out, wandb)
+
+    def line(self, text: str) -> None:
+        """Prints one line; above the progress bar where there is one."""
+        if self._bar.disable:
+            print(text, flush=True)
+        else:
+            self._bar.write(text)
+
+    def record(self, step: int, values: dict[str, Any]) -> None:
+        """Appends one record to metrics.jsonl, and to W&B."""
+        if "time/train/step_s" in values:
+            self._recent.append(values["time/train/step_s"])
+            values["time/train/step_avg_last10_s"] = np.mean(self._recent)
+        values = {name: _plain(value) for name, value in values.items()}
+        if self._writes:
+            self._metrics.write(json.dumps({"step": step, **values}) + "\n")
+            self._metrics.flush()
+        if self._wandb:
+            self._wandb.log(values, step=step)
+
+    def samples(self, step: int, samples: list[dict[str, Any]]) -> None:
+        """Appends whole texts to samples.jsonl: a look at what is rewarded."""
+        if self._writes:
+            for sample in samples:
+                self._samples.write(json.dumps({"step": step, **sample}, default=str) + "\n")
+            self._samples.flush()
+
+    def step_done(self) -> None:
+        self._bar.update()
+
+    def close(self) -> None:
+        self._bar.close()
+        if self._writes:
+            self._metrics.close()
+            self._samples.close()
+        if self._wandb:
+            self._wandb.finish()
+
+
+def _plain(value: Any) -> Any:
+    """A JSON value; what is not finite becomes null, which JSON has and NaN is not."""
+    if isinstance(value, str):
+        return value
+    value = value.item() if hasattr(value, "item") else value
+    return value if np.isfinite(value) else None
+
+
+def _start_wandb(out: Path, settings: dict[str, Any]) -> Any:
+    try:
+        import wandb
+    except ImportError:
+        mode = settings["mode"]
+        raise ValueError(f"WANDB_MODE={mode} needs wandb: pip install wandb") from None
+    return wandb.init(dir=os.fspath(out), **settings)
+
+
+# ---- A step --------------------------------------------------------------------------------------
+
+
+class StepRows(NamedTuple):
+    """Every sequence of a step, of all processes, on every process."""
+
+    rewards: np.ndarray  # [B] float64, weighted total
+    prompt_lengths: np.ndarray  # [B] tokens
+    completion_lengths: np.ndarray  # [B] tokens, stop token included
+    stopped: np.ndarray  # [B] 1: ended by a stop token, 0: cut off
+    per_function: np.ndarray  # [B, F] float64, NaN where one does not apply
+
+    @classmethod
+    def of(cls, table: np.ndarray) -> "StepRows":
+        """From the columns [B, 4+F] in this order."""
+        return cls(*table[:, :4].T, table[:, 4:])
+
+    def equal_groups(self, num_pre_q: int) -> np.ndarray:
+        """[P] bool: all rewards of the group are the same, so it teaches nothing."""
+        groups = self.rewards.reshape(-1, num_pre_q)
+        return groups.min(axis=1) == groups.max(axis=1)
+
+
+def step_line(
+    step: int, means: dict[str, float], rows: StepRows, clock: Clock, num_pre_q: int, phases: bool
+) -> str:
+    """The line people parse; with `phases`, PRINT_TRAIN_TIME_BREAKDOWN's seconds and lengths."""
+    lengths, seconds = rows.completion_lengths, clock.train_seconds()
+    text = (
+        f"step={step} loss={means['loss']:.6f} entropy={means['entropy']:.4f} "
+        f"reward_mean={np.nanmean(rows.rewards):.4f} dt={clock.total():.2f}s"
+    )
+    if phases:
+        text += "".join(f" {phase}={value:.2f}s" for phase, value in seconds.items())
+        text += (
+            f" prompt_len_mean={rows.prompt_lengths.mean():.1f} "
+            f"completion_len_mean={lengths.mean():.1f} completion_len_max={lengths.max():.0f} "
+            f"completion_hit_max_frac={1 - rows.stopped.mean():.4f}"
+        )
+    if rows.equal_groups(num_pre_q).all():
+        text += " (the rewards of every group are equal: no gradient)"
+    return text
+
+
+def step_records(
+    means: dict[str, float], rows: StepRows, advantages: np.ndarray, clock: Clock, num_pre_q: int,
+    names: list[str],
+) -> dict[str, float]:  # fmt: skip
+    """The step's record in metrics.jsonl. means: of the update; names: of the reward functions."""
+    seconds, tokens = clock.train_seconds(), rows.completion_lengths.sum()
+    total = rows.prompt_lengths + rows.completion_lengths
+    records = {f"train-other/{name}": value for name, value in means.items()}
+    records["train-other/batch_global"] = len(rows.rewards)
+    records["train-other/total_valid_token_count"] = tokens
+    records["train-other/frac_reward_zero_std"] = rows.equal_groups(num_pre_q).mean()
+    records |= _rewards("train-reward", rows.rewards, rows.per_function, names)
+    records |= _spread("train-reward/advantage", advantages, "mean", "std", "min", "max")
+    records |= _spread("train-seq_len/prompt", rows.prompt_lengths, "mean", "max")
+    records |= _spread("train-seq_len/completion", rows.completion_lengths, "mean", "max")
+    records |= _spread("train-seq_len/total", total, "mean", "max")
+    records["train-seq_len/completion/hit_max_frac"] = 1 - rows.stopped.mean()
+    records |= {f"time/train/{phase}_s": value for phase, value in seconds.items()}
+    records["time/train/step_s"] = clock.total()
+    records["throughput/train/valid_tokens_per_s"] = tokens / clock.total()
+    records["throughput/train/valid_tokens_per_s_update"] = tokens / seconds["update"]
+    return records
+
+
+# ---- An evaluation -------------------------------------------------------------------------------
+
+
+def evaluation(
+    step: int,
+    split: str,
+    table: np.ndarray,
+    samples: int,
+    names: list[str],
+    clock: Clock,
+    full: bool,
+) -> tuple[str, dict[str, Any]]:
+    """The line and the record of one evaluation; full: of EVAL_FULL_SWEEP's.
+
+    table: [questions * samples, 2+F] float64: weighted reward, correct (1/0, NaN: does not apply),
+    and the reward of each function. accuracy is the mean over all samples of all questions.
+    """
+    correct = table[:, 1].reshape(-1, samples)
+    questions, seconds = len(correct), clock.total()
+    accuracy, solved = np.nanmean(correct), np.nanmean(correct.max(axis=1))
+    found = f"accuracy={accuracy:.4f}" + (f" pass_at_{samples}={solved:.4f}" if samples > 1 else "")
+    if full:
+        line = (
+            f"eval_full split={split} questions={questions} samples_per_question={samples} "
+            f"{found} t={seconds:.2f}s"
+        )
+        return line, {
+            "eval_full/split": split,
+            "eval_full/questions_global": questions,
+            "eval_full/samples_per_question": samples,
+            "eval_full/accuracy": accuracy,
+            "eval_full/accuracy/pass_at_1": accuracy,
+            f"eval_full/accuracy/pass_at_{samples}": solved,
+            "time/eval_full/step_s": seconds,
+            "time/eval_full/s_per_question": seconds / questions,
+        }
+    records = _rewards("eval/reward", table[:, 0], table[:, 2:], names)
+    records |= {"eval/accuracy": accuracy, f"eval/pass_at_{samples}": solved}
+    records |= {f"time/eval/{phase}_s": value for phase, value in clock.seconds.items()}
+    records["time/eval/rollout_s"] = clock.seconds["rollout_generate"]
+    records["time/eval/step_s"] = seconds
+    return f"eval step={step} split={split} questions={questions} {found} t={seconds:.2f}s", records
+
+
+def _spread(name: str, values: np.ndarray, *which: str) -> dict[str, float]:
+    """{name/mean: ..., ...} of the values that are not NaN; NaN when none is left."""
+    values = values[~np.isnan(values)]
+    values = values if values.size else np.array([np.nan])
+    return {f"{name}/{statistic}": getattr(np, statistic)(values) for statistic in which}
+
+
+def _rewards(
+    group: str, rewards: np.ndarray, per_function: np.ndarray, names: list[str]
+) -> dict[str, float]:
+    records = _spread(f"{group}/total", rewards, "mean", "std", "min", "max")
+    for name, column in zip(names, per_function.T, strict=True):
+        records |= _spread(f"{group}/func/{name}", column, "mean")
+    return records

@@ -1,0 +1,47 @@
+"""Draws runs: `python plot_run.py runs/a runs/b --out curve.png` (needs matplotlib).
+
+One line a run; left the greedy accuracy of its evaluations, right the mean reward of its steps.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+
+def read_series(folder: Path, name: str) -> tuple[list[int], list[float]]:
+    """Steps and values of one metric in a run's metrics.jsonl."""
+    file = folder / "metrics.jsonl"
+    if not file.is_file():
+        raise SystemExit(f"error: {folder} has no metrics.jsonl; give a run's OUTPUT_DIR")
+    records = [json.loads(line) for line in file.open(encoding="utf-8")]
+    pairs = [(r["step"], r[name]) for r in records if r.get(name) is not None]
+    return [step for step, _ in pairs], [value for _, value in pairs]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("runs", nargs="+", type=Path, help="folders with a metrics.jsonl")
+    parser.add_argument("--out", type=Path, default=Path("curve.png"), help="default curve.png")
+    args = parser.parse_args()
+    try:
+        import matplotlib
+    except ImportError:
+        raise SystemExit("error: plot_run.py needs matplotlib: pip install matplotlib") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+    for run in args.runs:
+        left.plot(*read_series(run, "eval/accuracy"), marker=".", label=run.name)
+        right.plot(*read_series(run, "train-reward/total/mean"), linewidth=0.8, label=run.name)
+    left.set(xlabel="step", ylabel="held-out accuracy (greedy)", ylim=(0, 1))
+    right.set(xlabel="step", ylabel="mean reward of the step")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    left.legend()
+    figure.savefig(args.out, dpi=120)
+    print(args.out)
+
+
+if __name__ == "__main__":
+    main()

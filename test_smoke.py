@@ -1,0 +1,213 @@
+"""The quick offline claims: `pytest test_smoke.py`, under 90 s on 2 cores, no network.
+
+One real two-step run of the main job, what it leaves behind, and what stops it before it starts.
+Each module has its deeper tests in tests/.
+"""
+
+import ast
+import dataclasses
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import config
+
+REPO = Path(__file__).resolve().parent
+# name -> what it may import of the project; the order is the reading order
+IMPORTS = {
+    "config": set(),
+    "rewards": set(),
+    "data": set(),
+    "model": set(),
+    "hf": {"model"},
+    "rollout": {"model"},
+    "loss_pallas": set(),
+    "update": {"model", "loss_pallas"},
+    "metrics": set(),
+    "plot_run": set(),
+}
+
+
+class Run(NamedTuple):
+    code: int
+    lines: str
+    errors: str
+    out: Path
+
+    def records(self) -> list[dict]:
+        return [json.loads(line) for line in (self.out / "metrics.jsonl").open(encoding="utf-8")]
+
+
+def train(out: Path, *flags: str, **env: str) -> Run:
+    """`python train_grpo.py` in a process of its own, away from this shell's settings."""
+    names = {field.name.upper() for field in dataclasses.fields(config.Config)}
+    shell = {k: v for k, v in os.environ.items() if k not in names | {"XLA_FLAGS"}}
+    env = {"JAX_PLATFORMS": "cpu", "OUTPUT_DIR": str(out), **env}
+    done = subprocess.run(
+        [sys.executable, str(REPO / "train_grpo.py"), *flags], env=shell | env, text=True,
+        capture_output=True, cwd=out.parent, timeout=300,
+    )  # fmt: skip
+    return Run(done.returncode, done.stdout, done.stderr, out)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Two steps of the defaults, from another folder than the repository's."""
+    out = tmp_path_factory.mktemp("smoke") / "run"
+    settings = {"STEPS": "2", "EVAL_EVERY_STEPS": "2", "EVAL_FULL_SWEEP": "1"}
+    return train(out, **settings, PRINT_TRAIN_TIME_BREAKDOWN="1")
+
+
+def test_the_main_job_runs_and_prints_the_lines_people_parse(run: Run) -> None:
+    assert run.code == 0, run.errors
+    number, seconds = r"-?\d+\.\d+", r"\d+\.\d\ds"
+    phases = "rollout rollout_sync rollout_generate reward advantages shard update".split()
+    breakdown = "".join(rf" {phase}={seconds}" for phase in phases)
+    lengths = (
+        rf" prompt_len_mean={number} completion_len_mean={number} completion_len_max=\d+"
+        rf" completion_hit_max_frac={number}"
+    )
+    accuracy = r"accuracy=[01]\.\d{4}"
+    for line in (
+        "backend=cpu process=0/1 device_count=1 local_device_count=1",
+        "local_batch=128 global_batch=128 rollout.prompt_batch_size=16 rollout.passes_per_step=1 "
+        r"train.micro_batch_size=\d+ train.grad_accum_steps=\d+",
+        rf"eval step=0 split=test questions=\d+ {accuracy} t={seconds}",
+        r"step=0 loss=-?\d+\.\d{6} entropy=\d\.\d{4} reward_mean=\d\.\d{4} "
+        rf"dt={seconds}{breakdown}{lengths}",
+        rf"step=1 loss=.*{lengths}",
+        rf"eval step=2 split=test questions=\d+ {accuracy} t={seconds}",
+        rf"eval_full split=test questions=500 samples_per_question=1 {accuracy} t={seconds}",
+        r"DONE: steps=2 elapsed_sec=\d+\.\d{3}",
+    ):
+        assert re.search(f"^{line}$", run.lines, re.M), f"{line}\nnot in\n{run.lines}"
+
+
+def test_the_record_has_the_names_that_dashboards_read(run: Run) -> None:
+    first = next(r for r in run.records() if "train-other/loss" in r)
+    assert first["step"] == 0
+    for name in """
+        train-other/loss train-other/entropy train-other/batch_global train-other/batch_local
+        train-other/total_valid_token_count train-other/grad_norm train-other/learning_rate
+        train-reward/total/mean train-reward/total/std train-reward/total/min train-reward/total/max
+        train-reward/advantage/mean train-reward/advantage/std train-reward/advantage/min
+        train-reward/advantage/max train-reward/func/reward_correct/mean
+        train-reward/func/reward_format/mean train-reward/func/tag_count_reward/mean
+        train-seq_len/prompt/mean train-seq_len/prompt/max train-seq_len/completion/mean
+        train-seq_len/completion/max train-seq_len/total/mean train-seq_len/total/max
+        time/train/rollout_s time/train/rollout_sync_s time/train/rollout_generate_s
+        time/train/reward_s time/train/advantages_s time/train/shard_s time/train/update_s
+        time/train/step_s time/train/step_avg_last10_s throughput/train/valid_tokens_per_s
+        throughput/train/valid_tokens_per_s_update
+    """.split():
+        assert math.isfinite(first[name]), name
+    evaluated = next(r for r in run.records() if "eval/accuracy" in r)
+    for name in """
+        eval/reward/total/mean eval/reward/total/std eval/reward/total/min eval/reward/total/max
+        eval/reward/func/reward_correct/mean time/eval/rollout_s time/eval/rollout_generate_s
+        time/eval/reward_s time/eval/step_s
+    """.split():
+        assert math.isfinite(evaluated[name]), name
+    swept = next(r for r in run.records() if "eval_full/accuracy" in r)
+    assert (swept["eval_full/split"], swept["eval_full/questions_global"]) == ("test", 500)
+    assert swept["eval_full/accuracy/pass_at_1"] == swept["eval_full/accuracy"]
+
+
+def test_the_trainer_gives_the_tokens_the_sampler_s_own_probabilities(run: Run) -> None:
+    steps = [r for r in run.records() if "train-other/loss" in r]
+    assert [r["step"] for r in steps] == [0, 1]
+    for record in steps:
+        assert record["train-other/sampling_logp_difference/max"] < 1e-4
+        assert record["train-other/clip_ratio/region_mean"] == 0  # one update: on-policy
+        assert abs(record["train-reward/advantage/mean"]) < 1e-9
+        assert record["train-other/grad_norm"] > 0
+
+
+def test_the_tiny_model_has_format_and_leaves_arithmetic_to_learn(run: Run) -> None:
+    evaluated = next(r for r in run.records() if "eval/accuracy" in r)
+    assert evaluated["step"] == 0
+    assert 0.2 <= evaluated["eval/accuracy"] <= 0.5
+    assert evaluated["eval/reward/func/reward_format/mean"] >= 0.8
+
+
+def test_the_run_keeps_its_settings_and_samples(run: Run) -> None:
+    again = config.Config.from_env({}, run.out / "config.yaml")
+    assert (again.steps, again.eval_full_sweep, again.output_dir) == (2, True, str(run.out))
+    samples = [json.loads(line) for line in (run.out / "samples.jsonl").open(encoding="utf-8")]
+    assert [s["step"] for s in samples] == [0, 0, 1, 1]
+    assert all("<think>" in s["completion"] and "####" in s["answer"] for s in samples)
+
+
+@pytest.mark.parametrize(
+    "env, words",
+    [
+        ({"LERNING_RATE": "1"}, "unknown setting LERNING_RATE; did you mean LEARNING_RATE?"),
+        ({"NUM_PRE_Q": "eight"}, "NUM_PRE_Q='eight'"),
+        ({"TRAIN_MICRO_BATCH_SIZE": "7"}, "TRAIN_MICRO_BATCH_SIZE=7 must divide local_batch"),
+        ({"MODEL_PATH": "no/such/folder/here"}, "MODEL_PATH=no/such/folder/here"),
+        ({"DATASET": "nowhere.jsonl"}, "DATASET=nowhere.jsonl"),
+        ({"REWARD_FN": "mine.py:score"}, "REWARD_FN"),
+        ({"REWARD_WEIGHTS": "1,1"}, "REWARD_WEIGHTS=1.0,1.0"),
+        ({"MESH_SHAPE": "1,3,1"}, "MESH_SHAPE=1,3,1"),
+        ({"MAX_PROMPT_LENGTH": "5"}, "MAX_PROMPT_LENGTH=5"),
+        ({"MAX_LENGTH_SAMPLE": "5000"}, "MAX_LENGTH_SAMPLE=5000"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_a_mistake_ends_in_one_line_and_exit_code_2(
+    tmp_path: Path, env: dict[str, str], words: str
+) -> None:
+    mistaken = train(tmp_path / "run", **env)
+    assert mistaken.code == 2, mistaken.errors
+    last = mistaken.errors.strip().splitlines()[-1]
+    assert last.startswith("error: ") and words in last
+    assert "Traceback" not in mistaken.errors
+    assert not (tmp_path / "run").exists()
+
+
+# ---- Guards on the text --------------------------------------------------------------------------
+
+
+def imported(file: Path) -> set[str]:
+    """Top names of every import in a file."""
+    nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+    names = {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names}
+    names |= {n.module for n in nodes if isinstance(n, ast.ImportFrom)}
+    return {name.partition(".")[0] for name in names}
+
+
+@pytest.mark.parametrize("name", IMPORTS)
+def test_imports_go_one_way(name: str) -> None:
+    own = {file.stem for file in REPO.glob("*.py")}
+    assert imported(REPO / f"{name}.py") & own <= IMPORTS[name]
+
+
+def test_every_setting_is_read() -> None:
+    code = "".join((REPO / f"{n}.py").read_text(encoding="utf-8") for n in ("train_grpo", "config"))
+    for field in dataclasses.fields(config.Config):
+        sizes = (*config.PASS_SIZES, *config.STEP_SIZES, *config.MICRO_SIZES)
+        assert f"cfg.{field.name}" in code or field.name in sizes, field.name
+
+
+def test_the_readme_lists_every_setting_with_its_default() -> None:
+    readme = (REPO / "README.md").read_text(encoding="utf-8")
+    for field in dataclasses.fields(config.Config):
+        default = config.to_text(field.default).strip('"')
+        entry = f"{field.name.upper()} {default}".strip()
+        assert re.search(rf"[ ,]{re.escape(entry)}[, ]", readme), entry
+
+
+def test_the_readme_s_commands_are_those_that_ci_runs() -> None:
+    readme = (REPO / "README.md").read_text(encoding="utf-8")
+    ci = (REPO / ".ci" / "run").read_text(encoding="utf-8")
+    for command in ("pip install -r requirements.txt", "STEPS=1 python train_grpo.py"):
+        assert command in readme
+    for command in ("-r requirements.txt", "STEPS=1", "python train_grpo.py", "\npytest"):
+        assert command in ci

@@ -1,0 +1,133 @@
+"""What a run prints and leaves behind, on figures worked by hand."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from metrics import Clock, RunLog, StepRows, evaluation, step_line, step_records
+
+REPO = Path(__file__).resolve().parent.parent
+NAN = float("nan")
+# Two groups of two; the second's rewards are equal. One row is cut off, one has no first reward.
+ROWS = StepRows.of(
+    np.array(
+        [
+            [2.0, 10, 3, 1, 1.0, 1.0],
+            [0.5, 10, 5, 0, 0.0, 0.5],
+            [1.0, 20, 4, 1, 1.0, 0.0],
+            [1.0, 20, 8, 1, NAN, 1.0],
+        ]
+    )
+)
+MEANS = {"loss": 0.25, "entropy": 1.5}
+
+
+def clock() -> Clock:
+    one = Clock()
+    for phase in ("rollout_sync", "rollout_generate", "update"):
+        one.lap(phase)
+    return one
+
+
+def test_the_step_line_has_the_mean_reward_and_says_when_there_is_nothing_to_learn() -> None:
+    assert step_line(7, MEANS, ROWS, clock(), 2, False) == (
+        "step=7 loss=0.250000 entropy=1.5000 reward_mean=1.1250 dt=0.00s"
+    )
+    equal = ROWS._replace(rewards=np.full(4, 0.7))
+    assert "the rewards of every group are equal" in step_line(7, MEANS, equal, clock(), 2, False)
+
+
+def test_the_breakdown_names_phases_and_lengths() -> None:
+    line = step_line(7, MEANS, ROWS, clock(), 2, True)
+    assert " rollout=0.00s rollout_sync=0.00s rollout_generate=0.00s reward=0.00s" in line
+    assert line.endswith(
+        "prompt_len_mean=15.0 completion_len_mean=5.0 completion_len_max=8 "
+        "completion_hit_max_frac=0.2500"
+    )
+
+
+def test_the_step_record_by_hand() -> None:
+    advantages = np.array([1.0, -1.0, 0.0, 0.0])
+    records = step_records(MEANS, ROWS, advantages, clock(), 2, ["first", "second"])
+    expected = {
+        "train-other/loss": 0.25,
+        "train-other/batch_global": 4,
+        "train-other/total_valid_token_count": 20,
+        "train-other/frac_reward_zero_std": 0.5,
+        "train-reward/total/mean": 1.125,
+        "train-reward/total/min": 0.5,
+        "train-reward/total/max": 2.0,
+        "train-reward/func/first/mean": 2 / 3,  # of the three rows it applies to
+        "train-reward/func/second/mean": 0.625,
+        "train-reward/advantage/std": np.sqrt(0.5),
+        "train-seq_len/prompt/mean": 15.0,
+        "train-seq_len/total/max": 28.0,
+        "train-seq_len/completion/hit_max_frac": 0.25,
+    }
+    assert {name: records[name] for name in expected} == pytest.approx(expected)
+
+
+def test_accuracy_is_over_samples_and_pass_at_k_over_questions() -> None:
+    table = np.array([[2.0, 1, 1], [0.5, 0, 0], [0.0, 0, 0], [0.0, 0, 0]])  # two samples each
+    line, records = evaluation(3, "test", table, 2, ["right"], clock(), False)
+    assert line == "eval step=3 split=test questions=2 accuracy=0.2500 pass_at_2=0.5000 t=0.00s"
+    assert (records["eval/accuracy"], records["eval/pass_at_2"]) == (0.25, 0.5)
+    assert records["eval/reward/total/mean"] == 0.625
+    line, records = evaluation(3, "test", table, 1, ["right"], clock(), True)
+    assert line == (
+        "eval_full split=test questions=4 samples_per_question=1 accuracy=0.2500 t=0.00s"
+    )
+    assert records["eval_full/accuracy/pass_at_1"] == 0.25
+
+
+def test_process_0_alone_writes_and_what_is_not_finite_becomes_null(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for writes, out in ((True, tmp_path / "0"), (False, tmp_path / "1")):
+        log = RunLog(out, steps=1, writes=writes, wandb=None)
+        log.line("hello")
+        log.record(0, {"time/train/step_s": 2.0, "a": np.float32(0.5), "b": NAN, "c": "test"})
+        log.record(1, {"time/train/step_s": 4.0})
+        log.samples(0, [{"completion": "é"}])
+        log.close()
+    assert capsys.readouterr().out == "hello\nhello\n"
+    assert not (tmp_path / "1").exists()
+    lines = (tmp_path / "0" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    first, second = map(json.loads, lines)
+    assert (first["step"], first["a"], first["b"], first["c"]) == (0, 0.5, None, "test")
+    assert second["time/train/step_avg_last10_s"] == 3.0
+    sample = json.loads((tmp_path / "0" / "samples.jsonl").read_text(encoding="utf-8"))
+    assert sample == {"step": 0, "completion": "é"}
+
+
+def test_wandb_is_asked_for_by_its_install_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
+    with pytest.raises(ValueError, match="WANDB_MODE=offline needs wandb: pip install wandb"):
+        RunLog(tmp_path / "run", steps=1, writes=True, wandb={"mode": "offline"})
+
+
+def test_plot_run_draws_a_run_and_names_a_folder_without_one(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="a development package")
+    run = tmp_path / "run"
+    run.mkdir()
+    rows = [{"step": 0, "eval/accuracy": 0.25}, {"step": 0, "train-reward/total/mean": 1.0}]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def plot(folder: Path) -> subprocess.CompletedProcess:
+        command = [sys.executable, "plot_run.py", folder, "--out", tmp_path / "curve.png"]
+        return subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+
+    drawn = plot(run)
+    assert drawn.returncode == 0, drawn.stderr
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    failed = plot(tmp_path)
+    assert failed.returncode == 1
+    assert (
+        failed.stderr.strip() == f"error: {tmp_path} has no metrics.jsonl; give a run's OUTPUT_DIR"
+    )

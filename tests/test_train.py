@@ -1,0 +1,195 @@
+"""The run as a user starts it: one process or two, one device or eight, any batch sizes."""
+
+import json
+import math
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+REPO = Path(__file__).resolve().parent.parent
+# Scores nothing (its weight is 0) and writes every completion down, with the answer beside it.
+RECORDER = """
+import json, os
+def record(completions, answer, **columns):
+    with open(os.environ["RECORD_TO"], "a", encoding="utf-8") as file:
+        file.write("".join(json.dumps(pair) + "\\n" for pair in zip(answer, completions)))
+    return [0.0] * len(completions)
+"""
+
+
+class Result(NamedTuple):
+    code: int
+    lines: str  # stdout
+    errors: str  # stderr
+    records: list[dict]  # metrics.jsonl
+    completions: list  # (answer, text), in the order of the rows
+
+
+def start(out: Path, env: dict[str, str], devices: int) -> subprocess.Popen:
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "recorder.py").write_text(RECORDER)
+    keep = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    recorded = {
+        "REWARD_FN": f"reward_correct,reward_format,tag_count_reward,{out}/recorder.py:record",
+        "REWARD_WEIGHTS": "1,0.5,0.5,0",
+    }
+    settings = {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "JAX_COMPILATION_CACHE_DIR": str(out.parent / "cache"),
+        "RECORD_TO": str(out / "completions.jsonl"),
+        "OUTPUT_DIR": str(out),
+        "STEPS": "1",
+        "EVAL_EVERY_STEPS": "0",
+        "MAX_LENGTH_SAMPLE": "32",
+    }
+    command = [sys.executable, "train_grpo.py"]
+    return subprocess.Popen(
+        command, cwd=REPO, env=keep | settings | recorded | env, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen, out: Path) -> Result:
+    lines, errors = process.communicate(timeout=600)
+
+    def rows(name: str) -> list:
+        file = out / name
+        return [json.loads(line) for line in file.open()] if file.exists() else []
+
+    records, completions = rows("metrics.jsonl"), rows("completions.jsonl")
+    return Result(process.returncode, lines, errors, records, completions)
+
+
+def train(out: Path, devices: int = 1, **env: str) -> Result:
+    result = finish(start(out, env, devices), out)
+    assert result.code == 0, result.errors
+    return result
+
+
+def train_two(out: Path, devices: int, **env: str) -> list[Result]:
+    """Two processes on this machine."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    both = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2"}
+    outs = [out / str(i) for i in range(2)]
+    running = [
+        start(o, env | both | {"JAX_PROCESS_ID": str(i)}, devices) for i, o in enumerate(outs)
+    ]
+    results = [finish(process, o) for process, o in zip(running, outs, strict=True)]
+    for result in results:
+        assert result.code == 0, result.errors
+    return results
+
+
+def assert_same_step(a: Result, b: Result) -> None:
+    """Same tokens, and loss and gradient norm to 1e-5."""
+    assert sorted(a.completions) == sorted(b.completions)
+    for name in ("loss", "grad_norm", "entropy", "total_valid_token_count"):
+        pair = [r.records[0][f"train-other/{name}"] for r in (a, b)]
+        assert math.isclose(*pair, rel_tol=1e-5, abs_tol=1e-5), (name, pair)
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def reference(out: Path) -> Result:
+    return train(out / "reference", TRAIN_MICRO_BATCH_SIZE="128")
+
+
+@pytest.mark.parametrize("size", [4, 8])
+def test_the_micro_batch_changes_nothing(out: Path, reference: Result, size: int) -> None:
+    assert_same_step(reference, train(out / f"micro{size}", TRAIN_MICRO_BATCH_SIZE=str(size)))
+
+
+def test_two_passes_sample_what_one_does(out: Path, reference: Result) -> None:
+    two = train(out / "passes", BATCH_SIZE="8", ROLLOUT_GLOBAL_BATCH_SIZE="16")
+    assert "rollout.passes_per_step=2" in two.lines
+    assert_same_step(reference, two)
+
+
+@pytest.mark.parametrize("mesh", ["1,8,1", "1,4,2"])
+def test_eight_devices_do_what_one_does(out: Path, reference: Result, mesh: str) -> None:
+    eight = train(out / f"mesh{mesh[2:5:2]}", 8, MESH_SHAPE=mesh, TRAIN_MICRO_BATCH_SIZE="8")
+    assert "device_count=8" in eight.lines
+    assert_same_step(reference, eight)
+
+
+def test_decoding_with_tensor_parallelism_samples_the_same(out: Path, reference: Result) -> None:
+    mesh = {"ROLLOUT_MESH_SHAPE": "2,1,4", "MESH_SHAPE": "2,2,2", "BATCH_SIZE": "8"}
+    assert_same_step(reference, train(out / "tp", 8, ROLLOUT_GLOBAL_BATCH_SIZE="16", **mesh))
+
+
+# The two worked examples of two processes with four devices each.
+SMOKE_4A = {"BATCH_SIZE": "2", "NUM_PRE_Q": "8", "TRAIN_MICRO_BATCH_SIZE": "4"}
+SMOKE_4B = {
+    "ROLLOUT_GLOBAL_BATCH_SIZE": "16",
+    "ROLLOUT_PER_DEVICE_BATCH_SIZE": "1",
+    "NUM_PRE_Q": "2",
+    "TRAIN_PER_DEVICE_MICRO_BATCH_SIZE": "1",
+}
+
+
+@pytest.mark.parametrize(
+    "env, alone, sizes",
+    [
+        (SMOKE_4A, {"BATCH_SIZE": "4", "TRAIN_MICRO_BATCH_SIZE": "8"},
+         "local_batch=16 global_batch=32 rollout.prompt_batch_size=2 rollout.passes_per_step=1 "
+         "train.micro_batch_size=4 train.grad_accum_steps=4"),
+        (SMOKE_4B, {},
+         "local_batch=16 global_batch=32 rollout.prompt_batch_size=4 rollout.passes_per_step=2 "
+         "train.micro_batch_size=4 train.grad_accum_steps=4"),
+    ],
+    ids=["4a", "4b"],
+)  # fmt: skip
+def test_two_processes_do_what_one_does(
+    out: Path, env: dict[str, str], alone: dict[str, str], sizes: str
+) -> None:
+    name = "4a" if env is SMOKE_4A else "4b"
+    one = train(out / f"one{name}", 8, **(env | alone))
+    two = train_two(out / f"two{name}", 4, **env)
+    for i, result in enumerate(two):
+        assert f"process={i}/2 device_count=8 local_device_count=4" in result.lines
+        assert sizes in result.lines
+        assert re.search(r"^step=0 loss=", result.lines, re.M)
+        assert re.search(r"^DONE: steps=1 elapsed_sec=", result.lines, re.M)
+    first, second = (result.completions for result in two)
+    assert len(first) == len(second) == 16
+    assert not {text for _, text in first} & {text for _, text in second}
+    assert not two[1].records, "process 0 alone writes files"
+    assert_same_step(one, two[0]._replace(completions=first + second))
+
+
+def test_a_second_epoch_clips_the_reference_penalizes_and_every_step_samples_anew(
+    out: Path,
+) -> None:
+    settings = {"STEPS": "2", "PPO_EPOCHS": "2", "BETA": "0.1", "LEARNING_RATE": "1e-4"}
+    result = train(out / "epochs", LR_SCHEDULE="constant", WARMUP_RATIO="0", **settings)
+    first, second = result.records
+    for record in (first, second):
+        assert record["train-other/clip_ratio/region_mean"] > 0
+        assert record["train-other/sampling_logp_difference/max"] > 1e-4  # of the second epoch
+    assert first["train-other/kl"] > 0 and second["train-other/kl"] > 0
+    step_0, step_1 = result.completions[:128], result.completions[128:]
+    assert len({text for _, text in step_0} & {text for _, text in step_1}) < 5
+
+
+def test_a_reward_that_raises_stops_the_run_in_one_line(out: Path) -> None:
+    file = out / "raises.py"
+    file.write_text("def wrong(completions, **columns):\n    return [1.0 / 0]\n")
+    env = {"REWARD_FN": f"{file}:wrong", "REWARD_WEIGHTS": "1"}
+    result = finish(start(out / "raises", env, 1), out / "raises")
+    assert result.code == 2
+    last = result.errors.strip().splitlines()[-1]
+    assert last.startswith("error: REWARD_FN") and "ZeroDivisionError" in last and ":2)" in last
+    assert "Traceback" not in result.errors

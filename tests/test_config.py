@@ -127,7 +127,7 @@ def test_the_worked_examples_come_out_to_the_digit(model):
 
 
 def test_the_tiny_step_is_the_same_on_one_device_eight_devices_and_two_processes():
-    for slice_ in ("1x1", "1x2", "1x4", "1x8", "2x1", "2x4", "4x4"):
+    for slice_ in ("1x1", "1x2", "1x4", "1x8", "2x1", "2x4"):
         batch = sizes(slice_, "")
         assert (batch.prompts_per_step, batch.global_batch) == (16, 128), slice_
 

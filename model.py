@@ -271,20 +271,18 @@ def forward(
                 lambda c, u: jax.lax.dynamic_update_slice(c, u[None], at), cache, own
             )
             own = jax.tree.map(lambda c: jax.lax.dynamic_index_in_dim(c, i, keepdims=False), cache)
-        out = _attention(q, own, mask, prefix, prefix_mask)  # [R, t, H*h]
-        x = x + _constrain(
-            _constrain(out, layout, TRAIN_ROWS, None, "tp") @ w.wo, layout, TRAIN_ROWS
-        )
+        out = _attention(q, own, mask, prefix, prefix_mask, layout)  # [R, t, H*h]
+        x = x + constrain(constrain(out, layout, TRAIN_ROWS, None, "tp") @ w.wo, layout, TRAIN_ROWS)
         y = _rms_norm(x, w.mlp_norm, config)
         y = (jax.nn.silu(y @ w.gate) * (y @ w.up)) @ w.down
-        x = x + _constrain(y, layout, TRAIN_ROWS)
+        x = x + constrain(y, layout, TRAIN_ROWS)
         return (x, cache, i + 1), (None if cache is not None else own)
 
     if remat != "none":
         saved = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
         layer = jax.checkpoint(layer, policy=saved[remat], prevent_cse=False)
     embed = _whole(params.embed.astype(dtype), specs.embed, layout)
-    x = _constrain(embed[ids], layout, TRAIN_ROWS)  # [R, t, D]
+    x = constrain(embed[ids], layout, TRAIN_ROWS)  # [R, t, D]
     # The cache is a carry, updated in place; as scan input and output it would be copied.
     (x, cache, _), own = jax.lax.scan(layer, (x, cache, 0), (params.layers, prefix))
     return _rms_norm(x, params.final_norm, config), own if cache is None else cache
@@ -319,9 +317,9 @@ def _qkv(
         z = z if bias is None else z + bias
         # First the layout the weights give, then the one attention wants: asked for the second
         # alone, the partitioner gathers the weights themselves, in every layer of every token.
-        z = _constrain(z, layout, TRAIN_ROWS, None, "tp").reshape(R, t, count, c.head_dim)
+        z = constrain(z, layout, TRAIN_ROWS, None, "tp").reshape(R, t, count, c.head_dim)
         if layout is not None and "tp" in layout.rows:
-            z = _constrain(z, layout, layout.rows)
+            z = constrain(z, layout, layout.rows)
         return z if norm is None else _rms_norm(z, norm, c)
 
     q = _rotate(heads(w.wq, w.bq, w.q_norm, c.num_heads), rotary)
@@ -331,8 +329,9 @@ def _qkv(
 
 
 def _attention(
-    q: jax.Array, own: KV, mask: jax.Array, prefix: KV | None, prefix_mask: jax.Array | None
-) -> jax.Array:
+    q: jax.Array, own: KV, mask: jax.Array, prefix: KV | None, prefix_mask: jax.Array | None,
+    layout: Layout | None,
+) -> jax.Array:  # fmt: skip
     """Softmax attention over the prompt's keys, where they lie, and the row's own: [R, t, H*h].
 
     q: [R, t, H, h]; own: [R, N, u, h]; mask: [R or 1, t, u]; prefix: [G, N, S, h].
@@ -346,8 +345,9 @@ def _attention(
         G = prefix.k.shape[0]
         s = R // G
         grouped = q.reshape(G, s, N, M, h).swapaxes(1, 2).reshape(G, N, s * M, h)
-        part = _unnormalized(grouped, prefix, prefix_mask[:, None, None])
-        parts.append([x.reshape(G, N, s, M, -1).swapaxes(1, 2).reshape(R, N, M, -1) for x in part])
+        part = _unnormalized(_by_row(grouped, layout), prefix, prefix_mask[:, None, None])
+        part = [x.reshape(G, N, s, M, -1).swapaxes(1, 2).reshape(R, N, M, -1) for x in part]
+        parts.append([_by_row(x, layout) for x in part])
     top = functools.reduce(jnp.maximum, [top for top, _, _ in parts])  # [R, N, M, 1]
     total = sum(total * jnp.exp(part_top - top) for part_top, total, _ in parts)
     out = sum(values * jnp.exp(part_top - top) for part_top, _, values in parts) / total
@@ -393,14 +393,23 @@ def _rotate(x: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-def _constrain(x: jax.Array, layout: Layout | None, *axes: Any) -> jax.Array:
+def constrain(x: jax.Array, layout: Layout | None, *axes: Any) -> jax.Array:
+    """x laid out on these mesh axes, one entry a dimension, as in a PartitionSpec."""
+    if layout is None:
+        return x
+    return jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, P(*axes)))
+
+
+def _by_row(x: jax.Array, layout: Layout | None) -> jax.Array:
+    """x with its rows where attention wants them; a reshape of rows loses that, and the
+    partitioner then gathers the keys. The other dimensions stay as they are."""
     return (
         x
         if layout is None
-        else jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, P(*axes)))
+        else constrain(x, layout, layout.rows, *[P.UNCONSTRAINED] * (x.ndim - 1))
     )
 
 
 def _whole(weight: jax.Array, axes: tuple[str | None, ...], layout: Layout | None) -> jax.Array:
     """A weight gathered over fsdp, just before its use: activations move over tp only."""
-    return _constrain(weight, layout, *(None if axis == "fsdp" else axis for axis in axes))
+    return constrain(weight, layout, *(None if axis == "fsdp" else axis for axis in axes))

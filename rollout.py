@@ -15,9 +15,11 @@ import numpy as np
 from model import (
     KV,
     MASKED,
+    TRAIN_ROWS,
     Layout,
     ModelConfig,
     Params,
+    constrain,
     forward,
     lm_head,
     local_rows,
@@ -177,8 +179,9 @@ def decode(
             "rd,vd->rv", hidden[:, 0], lm_head(params).astype(dtype),
             preferred_element_type=jnp.float32,
         )  # [B, V]  # fmt: skip
-        if layout is not None:
-            logits = jax.lax.with_sharding_constraint(logits, _rows(layout))
+        if layout is not None:  # as the lm_head lies, then each row whole where it is sampled
+            logits = constrain(logits, layout, TRAIN_ROWS, "tp")
+            logits = constrain(logits, layout, layout.rows)
         token, logp = sample(jax.vmap(jax.random.fold_in, (0, None))(row_keys, t), logits, sampling)
         token = jnp.where(done, pad_id, token)
         ids = ids.at[:, t].set(token)
@@ -241,7 +244,3 @@ def filter_logits(logits: jax.Array, sampling: Sampling) -> jax.Array:
         floor = jnp.max(logits, axis=-1, keepdims=True) + math.log(sampling.min_p)
         logits = jnp.where(logits < floor, MASKED, logits)
     return logits
-
-
-def _rows(layout: Layout) -> jax.sharding.NamedSharding:
-    return jax.sharding.NamedSharding(layout.mesh, jax.sharding.PartitionSpec(layout.rows))

@@ -158,6 +158,8 @@ def test_the_run_keeps_its_settings_and_samples(run: Run) -> None:
         ({"MESH_SHAPE": "1,3,1"}, "MESH_SHAPE=1,3,1"),
         ({"MAX_PROMPT_LENGTH": "5"}, "MAX_PROMPT_LENGTH=5"),
         ({"MAX_LENGTH_SAMPLE": "5000"}, "MAX_LENGTH_SAMPLE=5000"),
+        ({"OUTPUT_DIR": str(REPO / "LICENSE")}, "LICENSE cannot be written"),
+        ({"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1"}, "JAX_NUM_PROCESSES"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

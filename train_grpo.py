@@ -300,7 +300,10 @@ def open_log(run: Run) -> RunLog:
     if cfg.wandb_mode != "disabled":
         wandb = {"mode": cfg.wandb_mode, "config": dataclasses.asdict(cfg)}
         wandb |= {"project": cfg.wandb_project or "grpo", "name": cfg.wandb_name or None}
-    log = RunLog(out, steps=cfg.steps, writes=writes, wandb=wandb)
+    try:
+        log = RunLog(out, steps=cfg.steps, writes=writes, wandb=wandb)
+    except OSError as error:
+        raise ValueError(f"OUTPUT_DIR={out} cannot be written: {error.strerror}") from None
     if writes:
         text = settings.describe(cfg, jax.process_count(), jax.local_device_count())
         (out / "config.yaml").write_text(text + "\n", encoding="utf-8")

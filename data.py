@@ -41,6 +41,11 @@ def load_rows(dataset: str, dataset_config: str, split: str) -> list[dict[str, A
     else:
         placed = _read_hub(dataset, dataset_config, split)
     rows = [_checked(place, row) for place, row in placed]
+    # Rewards get the columns as lists, so every row has every column of the split.
+    columns = dict.fromkeys(name for row in rows for name in row)
+    if "completions" in columns:
+        raise ValueError(f"DATASET={dataset}: a column may not be called completions; rename it")
+    rows = [{name: row.get(name) for name in columns} for row in rows]
     if one_file:
         if len(rows) < 2:
             raise ValueError(f"DATASET={dataset} needs 2 rows, to hold one out; it has {len(rows)}")
@@ -131,7 +136,12 @@ def build_prompts(rows: list[dict[str, Any]], tokenizer: Any, system_prompt: str
         [{"role": "system", "content": system_prompt}, {"role": "user", "content": row["question"]}]
         for row in rows
     ]
-    texts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
+    try:
+        texts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # a template may raise anything
+        raise ValueError(
+            f"MODEL_PATH: its chat template fails on a system and a user message: {error}"
+        ) from None
     ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
     return [Prompt(i, row) for i, row in zip(ids, rows, strict=True)]
 

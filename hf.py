@@ -49,6 +49,10 @@ def read_config(folder: Path) -> ModelConfig:
     need(not c.get("mlp_bias", False), "mlp_bias", "false")
     # Qwen2 always has the three biases; Qwen3 and Llama have a switch, off in every release.
     need(not c.get("attention_bias", False) or family == "qwen2", "attention_bias", "false")
+    for key in ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings",
+                "num_hidden_layers", "num_attention_heads"):  # fmt: skip
+        whole = isinstance(c.get(key, 1), int) and c.get(key, 1) > 0
+        need(whole, key, "a positive whole number")
     # transformers 5 writes rope_parameters; before it were rope_theta and rope_scaling.
     rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
@@ -138,7 +142,10 @@ def _open_safetensors(folder: Path) -> dict[str, Any]:
     """Tensor name -> the open file that holds it."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(_read_json(index).get("weight_map", {}).values()))
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ValueError(f"{index} has no weight_map")
+        names = sorted(set(weight_map.values()))
     else:
         names = ["model.safetensors"]
     files: dict[str, Any] = {}

@@ -101,7 +101,7 @@ def token_logps(
     hidden: [..., n, D] and lm_head: [V, D], of one dtype; ids: [..., n] int32. The logits, in
     float32, are divided by temperature. shards: devices the leading axes are spread over.
     Walks the n axis in chunks of LOGITS_CHUNK_BYTES of logits per device and computes each again
-    in the backward pass, so that [..., n, V] never exists.
+    in the backward pass, so that no more of [..., n, V] exists at once.
     """
     if impl != "jax":
         raise ValueError(f"POLICY_LOSS_IMPL={impl!r} is not implemented; jax is")

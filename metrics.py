@@ -5,6 +5,7 @@ Every process prints its lines; only process 0 writes files and W&B.
 
 import collections
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -48,8 +49,8 @@ class RunLog:
         if not writes:
             return
         out.mkdir(parents=True, exist_ok=True)
-        self._metrics = open(out / "metrics.jsonl", "a", encoding="utf-8")
-        self._samples = open(out / "samples.jsonl", "a", encoding="utf-8")
+        self._metrics = open(out / "metrics.jsonl", "w", encoding="utf-8")
+        self._samples = open(out / "samples.jsonl", "w", encoding="utf-8")
         if wandb:
             self._wandb = _start_wandb(out, wandb)
 
@@ -64,7 +65,7 @@ class RunLog:
         """Appends one record to metrics.jsonl, and to W&B."""
         if "time/train/step_s" in values:
             self._recent.append(values["time/train/step_s"])
-            values["time/train/step_avg_last10_s"] = np.mean(self._recent)
+            values = values | {"time/train/step_avg_last10_s": np.mean(self._recent)}
         values = {name: _plain(value) for name, value in values.items()}
         if self._writes:
             self._metrics.write(json.dumps({"step": step, **values}) + "\n")
@@ -128,7 +129,7 @@ class StepRows(NamedTuple):
     def equal_groups(self, num_pre_q: int) -> np.ndarray:
         """[P] bool: all rewards of the group are the same, so it teaches nothing."""
         groups = self.rewards.reshape(-1, num_pre_q)
-        return groups.min(axis=1) == groups.max(axis=1)
+        return ~(np.fmin.reduce(groups, axis=1) < np.fmax.reduce(groups, axis=1))  # past NaN
 
 
 def step_line(
@@ -138,7 +139,7 @@ def step_line(
     lengths, seconds = rows.completion_lengths, clock.train_seconds()
     text = (
         f"step={step} loss={means['loss']:.6f} entropy={means['entropy']:.4f} "
-        f"reward_mean={np.nanmean(rows.rewards):.4f} dt={clock.total():.2f}s"
+        f"reward_mean={_mean(rows.rewards):.4f} dt={clock.total():.2f}s"
     )
     if phases:
         text += "".join(f" {phase}={value:.2f}s" for phase, value in seconds.items())
@@ -195,7 +196,7 @@ def evaluation(
     """
     correct = table[:, 1].reshape(-1, samples)
     questions, seconds = len(correct), clock.total()
-    accuracy, solved = np.nanmean(correct), np.nanmean(correct.max(axis=1))
+    accuracy, solved = _mean(correct), _mean(correct.max(axis=1))
     found = f"accuracy={accuracy:.4f}" + (f" pass_at_{samples}={solved:.4f}" if samples > 1 else "")
     if full:
         line = (
@@ -218,6 +219,12 @@ def evaluation(
     records["time/eval/rollout_s"] = clock.seconds["rollout_generate"]
     records["time/eval/step_s"] = seconds
     return f"eval step={step} split={split} questions={questions} {found} t={seconds:.2f}s", records
+
+
+def _mean(values: np.ndarray) -> float:
+    """The mean of the values that are not NaN; NaN when none is left."""
+    values = values[~np.isnan(values)]
+    return float(values.mean()) if values.size else math.nan
 
 
 def _spread(name: str, values: np.ndarray, *which: str) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """Draws runs: `python plot_run.py runs/a runs/b --out curve.png` (needs matplotlib).
 
-One line a run; left the greedy accuracy of its evaluations, right the mean reward of its steps.
+One line a run; left the accuracy of its evaluations, right the mean reward of its steps.
 """
 
 import argparse
@@ -21,7 +21,7 @@ def read_series(folder: Path, name: str) -> tuple[list[int], list[float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", type=Path, help="folders with a metrics.jsonl")
-    parser.add_argument("--out", type=Path, default=Path("curve.png"), help="default curve.png")
+    parser.add_argument("--out", type=Path, required=True, help="the picture")
     args = parser.parse_args()
     try:
         import matplotlib
@@ -34,7 +34,7 @@ def main() -> None:
     for run in args.runs:
         left.plot(*read_series(run, "eval/accuracy"), marker=".", label=run.name)
         right.plot(*read_series(run, "train-reward/total/mean"), linewidth=0.8, label=run.name)
-    left.set(xlabel="step", ylabel="held-out accuracy (greedy)", ylim=(0, 1))
+    left.set(xlabel="step", ylabel="held-out accuracy", ylim=(0, 1))
     right.set(xlabel="step", ylabel="mean reward of the step")
     for axes in (left, right):
         axes.grid(alpha=0.3)

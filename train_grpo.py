@@ -111,7 +111,8 @@ def main(cfg: settings.Config) -> None:
         clock.lap("rollout_sync")
         key = jax.random.fold_in(rollout_key, step)
         sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p)
-        roll = complete(run, decoder, prompts, rows, key, K, sampling, width)  # [B, T] each
+        size = run.sizes.prompt_batch_size
+        roll = complete(run, decoder, prompts, rows, key, K, sampling, width, size)  # [B, T] each
         del decoder
         clock.lap("rollout_generate")
 
@@ -186,6 +187,11 @@ def start_jax(cfg: settings.Config) -> None:
         jax.distributed.initialize(address, *map(int, counts))
     elif on_tpu_vm and os.environ.get("JAX_PLATFORMS", "tpu").startswith("tpu"):
         jax.distributed.initialize()  # the hosts of a TPU slice find each other
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # the latter for a platform not installed
+        wanted, reason = os.environ.get("JAX_PLATFORMS", ""), " ".join(str(error).split())
+        raise ValueError(f"JAX_PLATFORMS={wanted}: no such device here. {reason}") from None
     print(
         f"backend={jax.default_backend()} process={jax.process_index()}/{jax.process_count()} "
         f"device_count={jax.device_count()} local_device_count={jax.local_device_count()}",
@@ -208,7 +214,10 @@ def set_up(cfg: settings.Config) -> tuple[Run, TrainState]:
     if len(cfg.reward_weights) != len(functions):
         names = ", ".join(f.__name__ for f in functions)
         weights = ",".join(map(str, cfg.reward_weights))
-        raise ValueError(f"REWARD_WEIGHTS={weights} must be {len(functions)} numbers, for {names}")
+        raise ValueError(
+            f"REWARD_WEIGHTS={weights} has {len(cfg.reward_weights)} numbers; "
+            f"give {len(functions)}, one each for {names}"
+        )
 
     folder = hf.fetch_model(cfg.model_path, cfg.model_revision)
     config = hf.read_config(folder)
@@ -268,7 +277,10 @@ def load_prompts(cfg: settings.Config, tokenizer: Any, split: str) -> list[data.
     rows = data.load_rows(cfg.dataset, cfg.dataset_config, split)
     system = cfg.system_prompt or rewards.SYSTEM_PROMPT
     if os.path.isfile(cfg.system_prompt):
-        system = Path(cfg.system_prompt).read_text(encoding="utf-8")
+        try:
+            system = Path(cfg.system_prompt).read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise ValueError(f"SYSTEM_PROMPT={cfg.system_prompt} is not UTF-8 text") from None
     prompts = data.build_prompts(rows, tokenizer, system)
     kept = data.fit_prompts(prompts, cfg.max_prompt_length, cfg.prompt_too_long, split)
     if len(kept) < len(prompts):
@@ -322,10 +334,9 @@ def copy_weights(run: Run, params: Params, layout: Layout) -> Params:
 
 def complete(
     run: Run, params: Params, prompts: list[data.Prompt], rows: np.ndarray, key: jax.Array,
-    num_pre_q: int, sampling: Sampling, width: int,
+    num_pre_q: int, sampling: Sampling, width: int, size: int,
 ) -> Rollout:  # fmt: skip
-    """num_pre_q completions of each prompt, in passes of as many sequences as BATCH_SIZE makes."""
-    size = len(prompts) // max(1, len(rows) // (run.sizes.prompt_batch_size * run.cfg.num_pre_q))
+    """num_pre_q completions of each prompt, in passes of `size` prompts."""
     passes = []
     for start in range(0, len(prompts), size):
         ids, mask = pad_prompts(
@@ -422,12 +433,10 @@ def evaluate(
     decoder = copy_weights(run, params, run.rollout)
     results = []
     for i in range(passes):
-        first = (
-            i * processes + jax.process_index()
-        ) * size  # question, of all passes and processes
+        first = (i * processes + jax.process_index()) * size  # this process's first question
         own = padded[first : first + size]
         rows = np.arange(first * k, (first + size) * k, dtype=np.int32)
-        roll = complete(run, decoder, own, rows, key, k, sampling, width)
+        roll = complete(run, decoder, own, rows, key, k, sampling, width, size)
         clock.lap("rollout_generate")
         texts = roll.texts(run.tokenizer)
         scores, per_function = score(run, texts, own, k)

@@ -217,7 +217,7 @@ def learning_rate(
     warmup = round(warmup_ratio * decay_steps)
     if step < warmup:
         return peak * (step + 1) / warmup
-    done = min((step - warmup) / max(decay_steps - warmup, 1), 1.0)
+    done = 1.0 if step >= decay_steps else (step - warmup) / (decay_steps - warmup)
     shape = {"warmup_cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done}
     return peak * shape.get(schedule, 1.0)
 

@@ -273,3 +273,14 @@ def test_prompts_that_are_too_long_are_skipped_or_refused():
         lambda: fit_prompts(prompts, 2, "skip", "test"),
         "MAX_PROMPT_LENGTH=2: every test prompt is longer; the shortest has 3",
     )
+
+
+def test_every_row_has_every_column_and_none_is_called_completions(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonl"
+    row = {"question": "1 + 1?", "answer": "#### 2"}
+    rows = [row, {**row, "level": 3}, row]
+    file.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    assert [r["level"] for r in load_rows(str(file), "", "train")] == [None, 3]
+    file.write_text("".join(json.dumps({**r, "completions": []}) + "\n" for r in rows))
+    with pytest.raises(ValueError, match="a column may not be called completions; rename it"):
+        load_rows(str(file), "", "train")

@@ -41,6 +41,12 @@ def test_the_step_line_has_the_mean_reward_and_says_when_there_is_nothing_to_lea
     assert "the rewards of every group are equal" in step_line(7, MEANS, equal, clock(), 2, False)
 
 
+def test_a_group_whose_applicable_rewards_are_equal_teaches_nothing() -> None:
+    rewards = [NAN, NAN, NAN, NAN, 1, NAN, 1, 1, 0, NAN, 1, 1]
+    rows = ROWS._replace(rewards=np.array(rewards))
+    assert rows.equal_groups(4).tolist() == [True, True, False]
+
+
 def test_the_breakdown_names_phases_and_lengths() -> None:
     line = step_line(7, MEANS, ROWS, clock(), 2, True)
     assert " rollout=0.00s rollout_sync=0.00s rollout_generate=0.00s reward=0.00s" in line

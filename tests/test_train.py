@@ -184,6 +184,15 @@ def test_a_second_epoch_clips_the_reference_penalizes_and_every_step_samples_ane
     assert len({text for _, text in step_0} & {text for _, text in step_1}) < 5
 
 
+@pytest.mark.parametrize("devices, samples", [(1, "8"), (8, "5")])
+def test_more_samples_a_question_than_a_pass_has_rows_are_evaluated(
+    out: Path, devices: int, samples: str
+) -> None:
+    settings = {"STEPS": "0", "EVAL_EVERY_STEPS": "1", "EVAL_PROMPTS": "3", "EVAL_SAMPLES": samples}
+    result = train(out / f"samples{samples}", devices, BATCH_SIZE="2", NUM_PRE_Q="4", **settings)
+    assert re.search(rf"^eval step=0 .*questions=3 .* pass_at_{samples}=", result.lines, re.M)
+
+
 def test_a_reward_that_raises_stops_the_run_in_one_line(out: Path) -> None:
     file = out / "raises.py"
     file.write_text("def wrong(completions, **columns):\n    return [1.0 / 0]\n")

@@ -358,7 +358,7 @@ def test_three_updates_are_those_of_the_formulas(optimizer: Optimizer) -> None:
         ("constant", 0.25, [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 1]),
         ("constant", 0.0, [1] * 10),
         ("linear", 0.0, [1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8, 0, 0]),
-        ("linear", 1.0, [1 / 8, 2 / 8, 3 / 8, 4 / 8, 5 / 8, 6 / 8, 7 / 8, 1, 1, 0]),
+        ("linear", 1.0, [1 / 8, 2 / 8, 3 / 8, 4 / 8, 5 / 8, 6 / 8, 7 / 8, 1, 0, 0]),
     ],
 )
 def test_the_learning_rate_by_hand(schedule: str, warmup_ratio: float, expected: list) -> None:

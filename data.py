@@ -7,6 +7,7 @@ P: prompts of a step.
 import functools
 import itertools
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -130,6 +131,16 @@ def _parse(text: str, file: Path, first_line: int) -> Any:
 # ---- Prompts -------------------------------------------------------------------------------------
 
 
+def text_of(setting: str) -> str:
+    """SYSTEM_PROMPT's text: of the file it names, or itself."""
+    if not os.path.isfile(setting):
+        return setting
+    try:
+        return Path(setting).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"SYSTEM_PROMPT={setting} is not UTF-8 text") from None
+
+
 def build_prompts(rows: list[dict[str, Any]], tokenizer: Any, system_prompt: str) -> list[Prompt]:
     """Each row's question through the tokenizer's chat template, tokenized."""
     chats = [
@@ -147,7 +158,8 @@ def build_prompts(rows: list[dict[str, Any]], tokenizer: Any, system_prompt: str
 
 
 def fit_prompts(prompts: list[Prompt], limit: int, too_long: str, what: str) -> list[Prompt]:
-    """The prompts of at most `limit` tokens (0 = all). too_long: "skip", or "error" at the first.
+    """The prompts of at most `limit` tokens (0 = all). too_long: "skip", which says how many it
+    skips, or "error".
 
     Raises ValueError when one is too long and may not be skipped, and when none is left.
     """
@@ -165,6 +177,9 @@ def fit_prompts(prompts: list[Prompt], limit: int, too_long: str, what: str) -> 
         raise ValueError(
             f"MAX_PROMPT_LENGTH={limit}: every {what} prompt is longer; the shortest has {shortest}"
         )
+    if len(kept) < len(prompts):
+        skipped = f"{len(prompts) - len(kept)} of {len(prompts)} {what} prompts"
+        print(f"skipped {skipped}: longer than MAX_PROMPT_LENGTH={limit} tokens", flush=True)
     return kept
 
 

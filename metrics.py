@@ -132,6 +132,13 @@ class StepRows(NamedTuple):
         return ~(np.fmin.reduce(groups, axis=1) < np.fmax.reduce(groups, axis=1))  # past NaN
 
 
+def stop_if_not_finite(step: int, metrics: dict[str, float]) -> None:
+    """Ends the run with exit code 1, naming step and metric, when one is infinite or no number."""
+    for name, value in metrics.items():
+        if not math.isfinite(value):
+            raise SystemExit(f"error: step {step}: {name} is {value}; lower LEARNING_RATE?")
+
+
 def step_line(
     step: int, means: dict[str, float], rows: StepRows, clock: Clock, num_pre_q: int, phases: bool
 ) -> str:
@@ -175,6 +182,21 @@ def step_records(
     records["throughput/train/valid_tokens_per_s"] = tokens / clock.total()
     records["throughput/train/valid_tokens_per_s_update"] = tokens / seconds["update"]
     return records
+
+
+def sample_records(
+    tokenizer: Any, prompts: list[Any], texts: list[str], rewards: np.ndarray, num_pre_q: int
+) -> list[dict[str, Any]]:
+    """The first completion of each of the first two of these data.Prompts, in full."""
+    return [
+        {
+            "prompt": tokenizer.decode(prompt.ids),
+            "completion": texts[i * num_pre_q],
+            "answer": prompt.columns["answer"],
+            "reward": float(rewards[i * num_pre_q]),
+        }
+        for i, prompt in enumerate(prompts[:2])
+    ]
 
 
 # ---- An evaluation -------------------------------------------------------------------------------

@@ -34,17 +34,24 @@ import data
 import hf
 import rewards
 from loss_pallas import group_advantages
-from metrics import Clock, RunLog, StepRows, evaluation, step_line, step_records
+from metrics import (
+    Clock,
+    RunLog,
+    StepRows,
+    evaluation,
+    sample_records,
+    step_line,
+    step_records,
+    stop_if_not_finite,
+)
 from model import (
     ROLLOUT_ROWS,
     TRAIN_ROWS,
     Layout,
-    ModelConfig,
     Params,
     gather_rows,
     make_mesh,
     mesh_text,
-    param_table,
     put_rows,
 )
 from rollout import Rollout, Sampling, bucket, generate, pad_prompts, prompt_width, share
@@ -59,6 +66,7 @@ from update import (
     micro_step,
     optimizer_step,
     ref_logps,
+    rollout_tp,
     sync_weights,
     zero_total,
 )
@@ -74,6 +82,7 @@ class Run(NamedTuple):
     train: list[data.Prompt]
     test: list[data.Prompt]
     functions: list[rewards.RewardFunction]
+    sampling: Sampling
     objective: Objective
     optimizer: Optimizer
     compute: Compute  # of training
@@ -90,9 +99,7 @@ def main(cfg: settings.Config) -> None:
         settings.fail(error)
     K, rank = cfg.num_pre_q, jax.process_index()
     rollout_key, eval_key = jax.random.split(jax.random.key(cfg.seed))
-    ref_params = None
-    if cfg.beta > 0:
-        ref_params = copy_weights(run, state.params, run.compute.layout)
+    ref_params = copy_weights(run, state.params, run.compute.layout) if cfg.beta > 0 else None
 
     for step in range(cfg.steps):
         if cfg.eval_every_steps and step % cfg.eval_every_steps == 0:
@@ -110,9 +117,8 @@ def main(cfg: settings.Config) -> None:
         decoder = copy_weights(run, state.params, run.rollout)
         clock.lap("rollout_sync")
         key = jax.random.fold_in(rollout_key, step)
-        sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p)
-        size = run.sizes.prompt_batch_size
-        roll = complete(run, decoder, prompts, rows, key, K, sampling, width, size)  # [B, T] each
+        size = run.sizes.prompt_batch_size  # prompts of one pass
+        roll = complete(run, decoder, prompts, rows, key, K, run.sampling, width, size)  # [B, T]
         del decoder
         clock.lap("rollout_generate")
 
@@ -157,7 +163,7 @@ def main(cfg: settings.Config) -> None:
         names = [function.__name__ for function in run.functions]
         records = step_records(means | {"learning_rate": lr}, everyone, advantages, clock, K, names)
         log.record(step, records | {"train-other/batch_local": B})
-        log.samples(step, samples(run, prompts, texts, scores, K))
+        log.samples(step, sample_records(run.tokenizer, prompts, texts, scores, K))
         log.step_done()
 
     if cfg.eval_every_steps:
@@ -253,6 +259,7 @@ def set_up(cfg: settings.Config) -> tuple[Run, TrainState]:
         train=train,
         test=test,
         functions=functions,
+        sampling=Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p),
         objective=Objective(
             cfg.temperature, cfg.eps_low, cfg.eps_high, cfg.beta, cfg.policy_loss_impl
         ),
@@ -275,33 +282,9 @@ def set_up(cfg: settings.Config) -> tuple[Run, TrainState]:
 
 def load_prompts(cfg: settings.Config, tokenizer: Any, split: str) -> list[data.Prompt]:
     rows = data.load_rows(cfg.dataset, cfg.dataset_config, split)
-    system = cfg.system_prompt or rewards.SYSTEM_PROMPT
-    if os.path.isfile(cfg.system_prompt):
-        try:
-            system = Path(cfg.system_prompt).read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            raise ValueError(f"SYSTEM_PROMPT={cfg.system_prompt} is not UTF-8 text") from None
-    prompts = data.build_prompts(rows, tokenizer, system)
-    kept = data.fit_prompts(prompts, cfg.max_prompt_length, cfg.prompt_too_long, split)
-    if len(kept) < len(prompts):
-        print(
-            f"skipped {len(prompts) - len(kept)} of {len(prompts)} {split} prompts: longer than "
-            f"MAX_PROMPT_LENGTH={cfg.max_prompt_length} tokens",
-            flush=True,
-        )
-    return kept
-
-
-def rollout_tp(config: ModelConfig, dtype: Any) -> int:
-    """The fewest devices of one host that hold the weights in 40 % of their memory."""
-    stats = jax.local_devices()[0].memory_stats() or {}
-    size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(param_table(config)))
-    tp = 1
-    while tp * 2 <= jax.local_device_count() and (
-        size * dtype.itemsize / tp > 0.4 * stats.get("bytes_limit", math.inf)
-    ):
-        tp *= 2
-    return tp
+    system_prompt = data.text_of(cfg.system_prompt) or rewards.SYSTEM_PROMPT
+    prompts = data.build_prompts(rows, tokenizer, system_prompt)
+    return data.fit_prompts(prompts, cfg.max_prompt_length, cfg.prompt_too_long, split)
 
 
 def open_log(run: Run) -> RunLog:
@@ -404,12 +387,6 @@ def update(
     return state, sums | {"grad_norm": norm}, before
 
 
-def stop_if_not_finite(step: int, metrics: dict[str, float]) -> None:
-    for name, value in metrics.items():
-        if not math.isfinite(value):
-            raise SystemExit(f"error: step {step}: {name} is {value}; lower LEARNING_RATE?")
-
-
 # ---- Evaluation ----------------------------------------------------------------------------------
 
 
@@ -427,9 +404,7 @@ def evaluate(
     passes = math.ceil(len(prompts) / (size * processes))
     padded = [*prompts, *[prompts[-1]] * (passes * size * processes - len(prompts))]
     width = prompt_width([p.ids for p in prompts], cfg.global_length)
-    sampling = Sampling(temperature=0.0)
-    if k > 1:
-        sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p)
+    sampling = run.sampling if k > 1 else Sampling(temperature=0.0)
     decoder = copy_weights(run, params, run.rollout)
     results = []
     for i in range(passes):
@@ -450,21 +425,6 @@ def evaluate(
     line, records = evaluation(step, cfg.eval_split, table, k, names, clock, full)
     log.line(line)
     log.record(step, records)
-
-
-def samples(
-    run: Run, prompts: list[data.Prompt], texts: list[str], scores: np.ndarray, num_pre_q: int
-) -> list[dict[str, Any]]:
-    """The first completion of the first two prompts of this process."""
-    return [
-        {
-            "prompt": run.tokenizer.decode(prompt.ids),
-            "completion": texts[i * num_pre_q],
-            "answer": prompt.columns["answer"],
-            "reward": float(scores[i * num_pre_q]),
-        }
-        for i, prompt in enumerate(prompts[:2])
-    ]
 
 
 if __name__ == "__main__":

@@ -225,6 +225,18 @@ def learning_rate(
 # ---- The copy that decodes -----------------------------------------------------------------------
 
 
+def rollout_tp(config: ModelConfig, dtype: Any) -> int:
+    """The fewest devices of one host that hold the weights in 40 % of their memory."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(param_table(config)))
+    tp = 1
+    while tp * 2 <= jax.local_device_count() and (
+        size * dtype.itemsize / tp > 0.4 * stats.get("bytes_limit", math.inf)
+    ):
+        tp *= 2
+    return tp
+
+
 def sync_weights(params: Params, *, config: ModelConfig, mesh: Mesh, dtype: Any) -> Params:
     """The parameters in the rollout's dtype, laid out on the rollout's mesh."""
     return _sync_program(config, mesh, dtype)(params)

@@ -1,8 +1,9 @@
 """Builds tiny/: a Hugging Face folder with a Qwen2 of about 1M parameters, its tokenizer, and
 two-step word problems in GSM8K's form. `python make_tiny.py` takes minutes on 2 cores.
 
-The model is warmed up by supervised training, just far enough that it knows the answer format and
-half knows its arithmetic: what is left to reinforcement learning is arithmetic, not format.
+Supervised training teaches the model to calculate, then, with a run's own prompt, the ways of a
+pupil who forgets most carries. It then has the answer format and finds most answers in a few
+tries, but its likeliest one is often wrong: what reinforcement learning teaches is arithmetic.
 """
 
 import functools

@@ -19,7 +19,9 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from operator import ge, gt, le, lt
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
+
+from sizes import MICRO_SIZES, PASS_SIZES, STEP_SIZES, derive
 
 REPO = Path(__file__).resolve().parent
 TINY = REPO / "recipes" / "tiny.yaml"
@@ -35,14 +37,6 @@ FORMS |= {"dataset": NAME, "train_split": NAME, "eval_split": NAME}
 # Environment names of other programs, however close to ours.
 FOREIGN = ("WANDB_", "JAX_", "HF_", "TPU_", "XLA_", "SGLANG_")
 
-# Prompts per rollout pass and sequences per micro-step, per device, where no setting says.
-DEFAULT_PROMPTS_PER_DEVICE = 2
-DEFAULT_MICRO_BATCH_PER_DEVICE = 4
-
-# Two names for one size. A size set at a higher layer silences its synonyms at lower ones.
-PASS_SIZES = ("batch_size", "rollout_per_device_batch_size")
-STEP_SIZES = ("rollout_batch_size", "rollout_global_batch_size")
-MICRO_SIZES = ("train_micro_batch_size", "train_per_device_micro_batch_size")
 SYNONYMS = [(sizes, sizes) for sizes in (PASS_SIZES, STEP_SIZES, MICRO_SIZES)]  # (set, silenced)
 # The sizes of tiny.yaml are defaults, which give way to any size that the user sets: BATCH_SIZE=2
 # alone means one pass of two prompts, whatever tiny.yaml would have made of the step.
@@ -99,9 +93,17 @@ class Config:
     min_p: float = knob("rollout", 0.0, "drop tokens below min_p * the likeliest one's", below=1)
     rollout_mesh_shape: str = knob("rollout.mesh_shape", "auto", "auto or dp,fsdp,tp; -1: rest")
 
+    dynamic_sampling: bool = knob("rollout", False, "sample until enough groups' rewards differ")
+    dynamic_sampling_max_rounds: int = knob("rollout", 4, "rollouts in a step at most", at_least=1)
+
     reward_weights: tuple[float, ...] = knob("reward", (1.0, 0.5, 0.5), "one for each function")
     reward_fn: str = knob("reward", "", "functions, such as my.py:name; empty: the built-in")
     reward_timeout_s: float = knob("reward", 10.0, "seconds for a call to one of yours", above=0)
+
+    overlong_cache: int = knob(
+        "reward", 0, "tokens in which soft_overlong_penalty grows; 0: a fifth of the completion's"
+    )
+    repetition_ngram: int = knob("reward", 3, "tokens that repetition_penalty counts", at_least=1)
 
     steps: int = knob("train", 100, "rollouts to learn from; 0: only evaluate")
     train_micro_batch_size: int = knob(
@@ -125,11 +127,34 @@ class Config:
     remat: str = knob("train", "full", "what backward recomputes", choices="none|dots|full")
     policy_loss_impl: str = knob("train", "jax", "of token log-probabilities", choices="jax")
 
-    loss_type: str = knob("loss", "dapo", "dapo: mean over the step's tokens", choices="dapo")
-    scale_rewards: str = knob("loss", "group", "std to divide by", choices="group|batch|none")
+    loss_type: str = knob(
+        "loss", "dapo", "loss.py says of each", choices="dapo|grpo|bnpo|dr_grpo|cispo|gspo|sapo"
+    )
+    adv_estimator: str = knob(
+        "loss", "grpo", "advantages", choices="grpo|rloo|reinforce|reinforce++|gdpo"
+    )
+    scale_rewards: str = knob("loss", "group", "grpo's std", choices="group|batch|none")
     eps_low: float = knob("loss", 0.2, "the ratio is clipped below 1 - eps_low", at_most=1)
-    eps_high: float = knob("loss", 0.2, "the ratio is clipped above 1 + eps_high")
-    beta: float = knob("loss", 0.0, "weight of the KL to the first weights; 0: none")
+    eps_high: float = knob("loss", 0.2, "the ratio is clipped above 1 + eps_high; cispo: above it")
+    delta: float = knob("loss", 0.0, "two-sided clipping: no ratio counts as more; 0: any does")
+    importance_sampling_level: str = knob(
+        "loss", "token", "what has a ratio; gspo: sequence", choices="token|sequence"
+    )
+    beta: float = knob("loss", 0.0, "weight of the KL to the reference; 0: none")
+    kl_estimator: str = knob("loss", "k3", "of that KL", choices="k1|k2|k3")
+    kl_bias_correction: bool = knob("loss", True, "times the ratio: the gradient is the KL's own")
+    ref_sync_steps: int = knob("loss", 0, "updates until the reference moves; 0: never")
+    ref_sync_alpha: float = knob("loss", 0.6, "the policy's share in it then", at_most=1)
+    entropy_coef: float = knob("loss", 0.0, "weight of the entropy bonus")
+    top_entropy_quantile: float = knob(
+        "loss", 1.0, "share of tokens, of the highest entropy, to learn from", above=0, at_most=1
+    )
+    mask_truncated_completions: bool = knob("loss", False, "learn nothing from what was cut off")
+    is_mode: str = knob(
+        "loss", "none", "weight by trainer's / sampler's probability",
+        choices="none|token_truncate|token_mask|sequence_truncate|sequence_mask",
+    )  # fmt: skip
+    is_cap: float = knob("loss", 3.0, "largest such weight; beyond: cut to it, or 0", at_least=1)
 
     eval_every_steps: int = knob("eval", 10, "from step 0 on; 0: never")
     eval_prompts: int = knob("eval", 128, "questions in such an evaluation; 0: all")
@@ -154,19 +179,39 @@ class Config:
         if not settings.get("model_path"):
             settings.pop("model_path", None)
             settings = overlay(settings, read_yaml(TINY), TINY_YIELDS)
-        return cls(**settings)
+        cfg = cls(**settings)
+        stop_at_contradictions(cfg)
+        return cfg
 
 
-class Batch(NamedTuple):
-    """The sizes of one step; a sequence is a prompt with one of its completions."""
-
-    local_batch: int  # sequences per step per process
-    global_batch: int  # sequences per step over all processes
-    prompt_batch_size: int  # prompts per rollout pass per process
-    passes_per_step: int
-    micro_batch_size: int  # sequences per micro-step per process
-    grad_accum_steps: int  # micro-steps per update
-    prompts_per_step: int  # P, over all processes
+def stop_at_contradictions(cfg: Config) -> None:
+    """Raises ValueError where one setting makes another wrong or idle."""
+    loss = f"LOSS_TYPE={cfg.loss_type}"
+    if cfg.num_pre_q == 1 and cfg.steps and cfg.adv_estimator != "reinforce":
+        raise ValueError(
+            f"NUM_PRE_Q=1 leaves ADV_ESTIMATOR={cfg.adv_estimator} nothing to compare a completion "
+            f"with; set at least 2, or ADV_ESTIMATOR=reinforce"
+        )
+    if cfg.loss_type == "cispo" and cfg.eps_high < 1:
+        raise ValueError(
+            f"EPS_HIGH={cfg.eps_high}: with {loss} this is the largest ratio, and below 1 it cuts "
+            f"every gradient; set EPS_HIGH=5"
+        )
+    if cfg.delta and cfg.loss_type in ("cispo", "sapo"):
+        raise ValueError(f"DELTA={cfg.delta} does nothing with {loss}, which does not clip")
+    if cfg.delta and cfg.delta <= 1 + cfg.eps_high:
+        limit = f"1 + EPS_HIGH = {1 + cfg.eps_high}"
+        raise ValueError(f"DELTA={cfg.delta} must be above {limit}, where clipping begins")
+    if cfg.scale_rewards != "group" and cfg.adv_estimator != "grpo":
+        raise ValueError(
+            f"SCALE_REWARDS={cfg.scale_rewards} does nothing with "
+            f"ADV_ESTIMATOR={cfg.adv_estimator}; leave it out"
+        )
+    if cfg.ref_sync_steps and not cfg.beta:
+        raise ValueError(f"REF_SYNC_STEPS={cfg.ref_sync_steps} needs a reference: set BETA above 0")
+    if cfg.overlong_cache > cfg.max_length_sample:
+        limit = f"MAX_LENGTH_SAMPLE={cfg.max_length_sample}"
+        raise ValueError(f"OVERLONG_CACHE={cfg.overlong_cache} must be at most {limit}")
 
 
 def yaml_name(field: dataclasses.Field) -> str:
@@ -279,77 +324,6 @@ def yaml_text(node: Any, label: str) -> str:
     if any(item.id != "scalar" for item in items):
         raise ValueError(f"{label} must be one value, or a list of values")
     return ",".join("" if item.tag.endswith(":null") else item.value for item in items)
-
-
-def derive(cfg: Config, processes: int, local_devices: int) -> Batch:
-    """The sizes of a step on `processes` with `local_devices` each; ValueError if none fit."""
-    k, devices = cfg.num_pre_q, f"{local_devices} local devices"
-    _, size, unit = one_size(cfg, *PASS_SIZES, local_devices, devices)
-    prompts = size * unit  # per pass per process
-    step_name, step_size, step_unit = one_size(cfg, *STEP_SIZES, k, f"NUM_PRE_Q {k}")
-    if not prompts and not step_size:
-        prompts = DEFAULT_PROMPTS_PER_DEVICE * local_devices
-    fill = local_devices // math.gcd(local_devices, k)  # prompts whose sequences fill the devices
-    filling = f"{fill} prompts (NUM_PRE_Q {k} on {devices})"
-    exact_quotient("BATCH_SIZE", prompts, fill, filling)
-    passes = 1
-    if step_size:
-        share = f"{processes} processes * " + (f"BATCH_SIZE {prompts}" if prompts else filling)
-        share += f" * NUM_PRE_Q {k}" if step_unit == 1 else ""
-        smallest = processes * (prompts or fill) * k // step_unit
-        quotient = exact_quotient(step_name, step_size, smallest, share)
-        passes, prompts = (quotient, prompts) if prompts else (1, quotient * fill)
-
-    local_batch = passes * prompts * k
-    made = f"local_batch = passes {passes} * BATCH_SIZE {prompts} * NUM_PRE_Q {k} = {local_batch}"
-    micro = micro_batch(cfg, local_devices, local_batch, made)
-    accum = local_batch // micro
-    if cfg.grad_accum_steps not in (0, accum):
-        wrong = f"GRAD_ACCUM_STEPS={cfg.grad_accum_steps} contradicts {made} / micro-batch {micro}"
-        raise ValueError(f"{wrong} = {accum}; leave it out, it follows from the sizes")
-    per_step = processes * passes * prompts
-    return Batch(local_batch, per_step * k, prompts, passes, micro, accum, per_step)
-
-
-def one_size(cfg: Config, whole: str, part: str, unit: int, unit_text: str) -> tuple[str, int, int]:
-    """The one of two synonyms that is set: name, value, and how many of `whole` one of it makes."""
-    total, parts = getattr(cfg, whole), getattr(cfg, part)
-    if total and parts and total != parts * unit:
-        product = f"{part.upper()}={parts} * {unit_text} = {parts * unit}"
-        raise ValueError(f"{whole.upper()}={total} contradicts {product}; set only one of them")
-    return (part.upper(), parts, unit) if parts else (whole.upper(), total, 1)
-
-
-def exact_quotient(name: str, size: int, unit: int, made: str) -> int:
-    if size % unit:
-        works = nearest(size, [size // unit * unit, size // unit * unit + unit])
-        raise ValueError(
-            f"{name}={size} must be a multiple of {made} = {unit}; nearest that are: {works}"
-        )
-    return size // unit
-
-
-def micro_batch(cfg: Config, local_devices: int, local_batch: int, made: str) -> int:
-    """Sequences per micro-step per process: a multiple of the devices that divides local_batch."""
-    devices = f"{local_devices} local devices"
-    name, size, unit = one_size(cfg, *MICRO_SIZES, local_devices, devices)
-    rows = local_batch // local_devices
-    fits = [n * local_devices for n in range(1, rows + 1) if rows % n == 0]
-    if not size:
-        return max(n for n in fits if n <= DEFAULT_MICRO_BATCH_PER_DEVICE * local_devices)
-    if size * unit not in fits:
-        times = f" * {devices} = {size * unit}" if unit > 1 else ""
-        fill = f" and fill {devices}" if local_devices > 1 else ""
-        works = nearest(size, [n // unit for n in fits])
-        raise ValueError(f"{name}={size}{times} must divide {made}{fill}; nearest that do: {works}")
-    return size * unit
-
-
-def nearest(size: int, works: Sequence[int]) -> str:
-    """Of the sizes that work, the next below `size` and the next above."""
-    below = [n for n in works if 0 < n < size][-1:]
-    above = [n for n in works if n > size][:1]
-    return ", ".join(map(str, below + above))
 
 
 def describe(cfg: Config, processes: int = 1, local_devices: int = 1) -> str:

@@ -127,7 +127,7 @@ class StepRows(NamedTuple):
         return cls(*table[:, :4].T, table[:, 4:])
 
     def equal_groups(self, num_pre_q: int) -> np.ndarray:
-        """[P] bool: all rewards of the group are the same, so it teaches nothing."""
+        """[P] bool: all rewards of the group are the same."""
         groups = self.rewards.reshape(-1, num_pre_q)
         return ~(np.fmin.reduce(groups, axis=1) < np.fmax.reduce(groups, axis=1))  # past NaN
 
@@ -140,9 +140,12 @@ def stop_if_not_finite(step: int, metrics: dict[str, float]) -> None:
 
 
 def step_line(
-    step: int, means: dict[str, float], rows: StepRows, clock: Clock, num_pre_q: int, phases: bool
+    step: int, means: dict[str, float], rows: StepRows, teaches: bool, clock: Clock, phases: bool
 ) -> str:
-    """The line people parse; with `phases`, PRINT_TRAIN_TIME_BREAKDOWN's seconds and lengths."""
+    """The line people parse; with `phases`, PRINT_TRAIN_TIME_BREAKDOWN's seconds and lengths.
+
+    teaches: some completion that counts has an advantage.
+    """
     lengths, seconds = rows.completion_lengths, clock.train_seconds()
     text = (
         f"step={step} loss={means['loss']:.6f} entropy={means['entropy']:.4f} "
@@ -155,8 +158,13 @@ def step_line(
             f"completion_len_mean={lengths.mean():.1f} completion_len_max={lengths.max():.0f} "
             f"completion_hit_max_frac={1 - rows.stopped.mean():.4f}"
         )
-    if rows.equal_groups(num_pre_q).all():
-        text += " (the rewards of every group are equal: no gradient)"
+    if "dynamic_sampling/rounds" in means:
+        text += (
+            f" rounds={means['dynamic_sampling/rounds']:.0f} "
+            f"kept={means['dynamic_sampling/kept_frac']:.4f}"
+        )
+    if not teaches:
+        text += " (no completion that counts has an advantage: no policy gradient)"
     return text
 
 
@@ -185,17 +193,17 @@ def step_records(
 
 
 def sample_records(
-    tokenizer: Any, prompts: list[Any], texts: list[str], rewards: np.ndarray, num_pre_q: int
+    tokenizer: Any, prompts: list[Any], completions: list[str], rewards: list[float]
 ) -> list[dict[str, Any]]:
-    """The first completion of each of the first two of these data.Prompts, in full."""
+    """A completion of each of these data.Prompts, in full."""
     return [
         {
             "prompt": tokenizer.decode(prompt.ids),
-            "completion": texts[i * num_pre_q],
+            "completion": completion,
             "answer": prompt.columns["answer"],
-            "reward": float(rewards[i * num_pre_q]),
+            "reward": float(reward),
         }
-        for i, prompt in enumerate(prompts[:2])
+        for prompt, completion, reward in zip(prompts, completions, rewards, strict=True)
     ]
 
 

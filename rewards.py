@@ -1,8 +1,9 @@
 """The answer format we ask for, and text -> score.
 
-A reward is any function `fn(completions, **columns)`: the completions' texts, the dataset's columns
-as lists beside them (`answer` among them); one float per completion comes back, or None where it
-does not apply. Three are built in; REWARD_FN=file.py:name runs others, each in its own process.
+A reward is any function `fn(completions, **columns)`: the completions' texts, their tokens
+`completion_ids` and the dataset's columns (`answer` among them) as lists beside them; one float per
+completion comes back, or None where it does not apply. Three are built in, two penalties ready to
+be named in REWARD_FN; REWARD_FN=file.py:name runs others, each in its own process.
 """
 
 import contextlib
@@ -16,9 +17,10 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from subprocess import PIPE, Popen
+from types import MappingProxyType
 
 import numpy as np
 
@@ -131,6 +133,35 @@ def tag_count_reward(completions: list[str], **columns: list) -> Rewards:
 BUILT_IN = {f.__name__: f for f in (reward_correct, reward_format, tag_count_reward)}
 
 
+def penalties(
+    max_length: int, overlong_cache: int, repetition_ngram: int
+) -> dict[str, RewardFunction]:
+    """Rewards from 0 down to -1 that REWARD_FN may name, with their settings, which are in tokens.
+
+    max_length: the longest completion. Source: soft overlong punishment, DAPO, arXiv 2503.14476
+    eq. 13; repetition penalty, arXiv 2502.03373 section 4.2.
+    """
+
+    def soft_overlong_penalty(
+        completions: list[str], completion_ids: list[list[int]], **columns: list
+    ) -> Rewards:
+        """0 as long as overlong_cache tokens are left, -1 at max_length, a line between them."""
+        left = [max_length - len(ids) for ids in completion_ids]
+        return [max(min(n / max(overlong_cache, 1) - 1, 0.0), -1.0) for n in left]
+
+    def repetition_penalty(
+        completions: list[str], completion_ids: list[list[int]], **columns: list
+    ) -> Rewards:
+        """-(the share of its n-grams of tokens that occurred in it before)."""
+        rewards: Rewards = []
+        for ids in completion_ids:
+            ngrams = list(zip(*(ids[i:] for i in range(repetition_ngram)), strict=False))
+            rewards.append(len(set(ngrams)) / len(ngrams) - 1 if ngrams else 0.0)
+        return rewards
+
+    return {f.__name__: f for f in (soft_overlong_penalty, repetition_penalty)}
+
+
 def score(
     completions: list[str],
     columns: dict[str, list],
@@ -166,24 +197,27 @@ def _checked(function: RewardFunction, returned: object, count: int) -> list[flo
     return [np.nan if value is None else float(value) for value in returned]
 
 
-def load_reward_functions(reward_fn: str, timeout_s: float) -> list[RewardFunction]:
+def load_reward_functions(
+    reward_fn: str, timeout_s: float, penalties: Mapping[str, RewardFunction] = MappingProxyType({})
+) -> list[RewardFunction]:
     """The functions REWARD_FN names, in its order; the three built-in ones if it is empty.
 
-    reward_fn: names separated by commas, each a built-in's or file.py:name.
+    reward_fn: names separated by commas, each a built-in's, one of `penalties` or file.py:name.
     timeout_s: REWARD_TIMEOUT_S, the limit of one call to a function from a file.
     Raises ValueError for an unknown name, a missing file, or a file that does not load.
     """
     entries = [entry.strip() for entry in reward_fn.split(",")] if reward_fn else list(BUILT_IN)
     names = [entry.rpartition(":")[2] for entry in entries]
+    known = BUILT_IN | dict(penalties)
     for entry, name in zip(entries, names, strict=True):
         file = entry.rpartition(":")[0]
-        if entry not in BUILT_IN and not (file.endswith(".py") and name.isidentifier()):
-            raise ValueError(f"REWARD_FN: {entry!r} is not file.py:name, nor one of {[*BUILT_IN]}")
+        if entry not in known and not (file.endswith(".py") and name.isidentifier()):
+            raise ValueError(f"REWARD_FN: {entry!r} is not file.py:name, nor one of {[*known]}")
         if file and not os.path.isfile(file):
             raise ValueError(f"REWARD_FN: there is no file {file} (looked in {os.getcwd()})")
         if names.count(name) > 1:
             raise ValueError(f"REWARD_FN: two rewards have the name {name}; rename one")
-    return [BUILT_IN.get(entry) or RewardWorker(entry, timeout_s) for entry in entries]
+    return [known.get(entry) or RewardWorker(entry, timeout_s) for entry in entries]
 
 
 class RewardWorker:

@@ -48,10 +48,14 @@ class Rollout(NamedTuple):
         """[B] tokens of each completion, its stop token included."""
         return self.completion_mask.sum(axis=1)
 
+    def ids(self) -> list[list[int]]:
+        """[B] the tokens of each completion, its stop token included."""
+        rows = zip(self.completion_ids.tolist(), self.lengths(), strict=True)
+        return [row[:n] for row, n in rows]
+
     def texts(self, tokenizer: Any) -> list[str]:
         """[B] the completions, without their stop token and other special ones."""
-        ids = [row[:n] for row, n in zip(self.completion_ids, self.lengths(), strict=True)]
-        return tokenizer.batch_decode(ids, skip_special_tokens=True)
+        return tokenizer.batch_decode(self.ids(), skip_special_tokens=True)
 
     def last_ids(self) -> np.ndarray:
         """[B] each completion's last token: a stop token, unless it was cut off."""
@@ -66,9 +70,9 @@ def bucket(length: int) -> int:
     return power * 3 // 4 if power > 16 and length <= power * 3 // 4 else power
 
 
-def prompt_width(prompts: list[list[int]], floor: int = 0) -> int:
+def prompt_width(longest: int, floor: int = 0) -> int:
     """S+1: a bucket for all but the last token, which is fed with the completion, and that one."""
-    return bucket(max(floor, max(map(len, prompts)) - 1)) + 1
+    return bucket(max(floor, longest - 1)) + 1
 
 
 def share(num_pre_q: int, rows_per_shard: int) -> int:

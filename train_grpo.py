@@ -2,11 +2,13 @@
 
 One step: sample K completions of each of P prompts, score them, ask of each how much better it is
 than its group, and move the policy towards those that are. Read `main` from top to bottom; the
-formulas are in loss_pallas.py, the programs that run on devices in rollout.py and update.py.
+formulas are in loss.py, the programs that run on devices in rollout.py and update.py.
 
 Where this departs from the GRPO paper (arXiv 2402.03300), as most of the field now does:
- 1. The loss is the mean over all completion tokens of the step, not over each sequence first.
- 2. No KL penalty unless BETA > 0; it then is the k3 estimate, added to the loss.
+ 1. The loss is the mean over all completion tokens of the step, not over each sequence first
+    (LOSS_TYPE=grpo is the paper's).
+ 2. No KL penalty unless BETA > 0; it then is the k3 estimate times the ratio, whose gradient is
+    that of the KL itself (KL_BIAS_CORRECTION=0 is the paper's).
  3. Advantages divide by std + 1e-4 (ddof = 1), and are exactly 0 when a group's rewards are equal.
 """
 # ruff: noqa: E402 - settings are read and checked before jax is imported
@@ -18,22 +20,16 @@ import config as settings
 if __name__ == "__main__":
     CFG = settings.load(sys.argv[1:])  # also prints them and exits, with --print-config
 
-import dataclasses
 import math
-import os
 import time
-from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import data
-import hf
 import rewards
-from loss_pallas import group_advantages
+from loss import group_advantages, top_entropy_mask
 from metrics import (
     Clock,
     RunLog,
@@ -44,49 +40,22 @@ from metrics import (
     step_records,
     stop_if_not_finite,
 )
-from model import (
-    ROLLOUT_ROWS,
-    TRAIN_ROWS,
-    Layout,
-    Params,
-    gather_rows,
-    make_mesh,
-    mesh_text,
-    put_rows,
-)
+from model import Layout, Params, gather_rows, local_rows, put_rows
 from rollout import Rollout, Sampling, bucket, generate, pad_prompts, prompt_width, share
+from startup import Run, open_log, set_up, start_jax
 from update import (
-    Batch,
-    Compute,
-    Objective,
-    Optimizer,
+    Counts,
+    MicroBatch,
     TrainState,
-    init_state,
     learning_rate,
+    merge_metrics,
     micro_step,
+    mix_weights,
     optimizer_step,
-    ref_logps,
-    rollout_tp,
+    score_tokens,
     sync_weights,
-    zero_total,
+    zero_grads,
 )
-
-
-class Run(NamedTuple):
-    """What is settled before the first step and does not change."""
-
-    cfg: settings.Config
-    sizes: settings.Batch
-    tokenizer: Any
-    stop_ids: tuple[int, ...]
-    train: list[data.Prompt]
-    test: list[data.Prompt]
-    functions: list[rewards.RewardFunction]
-    sampling: Sampling
-    objective: Objective
-    optimizer: Optimizer
-    compute: Compute  # of training
-    rollout: Layout
 
 
 def main(cfg: settings.Config) -> None:
@@ -97,51 +66,46 @@ def main(cfg: settings.Config) -> None:
         log = open_log(run)
     except ValueError as error:
         settings.fail(error)
-    K, rank = cfg.num_pre_q, jax.process_index()
+    K, B = cfg.num_pre_q, run.sizes.local_batch
+    own = slice(jax.process_index() * B, (jax.process_index() + 1) * B)  # of the step's P*K rows
     rollout_key, eval_key = jax.random.split(jax.random.key(cfg.seed))
     ref_params = copy_weights(run, state.params, run.compute.layout) if cfg.beta > 0 else None
+    rounds_done = 0  # of sampling; each takes the next P prompts
 
     for step in range(cfg.steps):
         if cfg.eval_every_steps and step % cfg.eval_every_steps == 0:
             evaluate(run, log, state.params, eval_key, step)
         clock = Clock()
 
-        # ---- Prompts: every process knows the whole step's, and takes its share ------------------
-        P, B = run.sizes.prompts_per_step, run.sizes.local_batch
-        indices = data.batch_indices(len(run.train), P, step, cfg.seed)  # [P]
-        width = prompt_width([run.train[i].ids for i in indices], cfg.global_length)
-        rows = np.arange(rank * B, (rank + 1) * B, dtype=np.int32)  # of the step's P*K
-        prompts = [run.train[i] for i in indices[rows[::K] // K]]
-
-        # ---- Rollout: K completions per prompt, from a copy of the weights laid out to decode ----
+        # ---- Rollout and rewards, from a copy of the weights laid out to decode ------------------
         decoder = copy_weights(run, state.params, run.rollout)
         clock.lap("rollout_sync")
-        key = jax.random.fold_in(rollout_key, step)
-        size = run.sizes.prompt_batch_size  # prompts of one pass
-        roll = complete(run, decoder, prompts, rows, key, K, run.sampling, width, size)  # [B, T]
+        rounds: list[Round] = []
+        while not enough(run, rounds):  # a second time only with DYNAMIC_SAMPLING
+            rounds.append(sample_round(run, decoder, rollout_key, rounds_done, own, clock))
+            rounds_done += 1
         del decoder
-        clock.lap("rollout_generate")
+        # Of all processes: rows [P*K]; of this one: prompts [B/K], roll [B, T]
+        prompts, roll, rows = choose_groups(run, rounds, own)
 
-        # ---- Rewards -----------------------------------------------------------------------------
-        texts = roll.texts(run.tokenizer)
-        scores, per_function = score(run, texts, prompts, K)  # [B], [B, F]
-        clock.lap("reward")
-
-        # ---- Advantages: from here on every process sees all sequences' rewards and lengths ------
-        prompt_lengths = np.repeat([len(p.ids) for p in prompts], K)
-        stopped = np.isin(roll.last_ids(), run.stop_ids)
-        own = [scores, prompt_lengths, roll.lengths(), stopped, *per_function.T]
-        everyone = StepRows.of(gather_rows(np.column_stack(own).astype(np.float64)))  # [P*K] each
-        advantages = group_advantages(everyone.rewards, K, scale_rewards=cfg.scale_rewards)
+        # ---- Advantages --------------------------------------------------------------------------
+        advantages = group_advantages(
+            rows.rewards, K, estimator=cfg.adv_estimator, scale_rewards=cfg.scale_rewards,
+            per_function=rows.per_function, weights=cfg.reward_weights,
+        )  # [P*K]  # fmt: skip
+        counted = rows.completion_lengths * (rows.stopped if cfg.mask_truncated_completions else 1)
         clock.lap("advantages")
 
         # ---- Update: PPO_EPOCHS times, the gradient of every micro-batch, then one step ----------
-        num_tokens = np.float32(everyone.completion_lengths.sum())
-        longest = int(everyone.completion_lengths.max())
-        micros = micro_batches(run, prompts, roll, advantages[rows], width, longest)
+        micros = micro_batches(run, prompts, roll, advantages[own], counted[own] > 0, rows)
+        num_top_tokens = counted.sum()
+        if cfg.top_entropy_quantile < 1:
+            micros, num_top_tokens = keep_top_entropy(run, state.params, micros, own)
+        sums = (counted.sum(), len(counted), num_top_tokens)
+        counts = Counts(*(np.float32(max(x, 1)) for x in sums))
         if ref_params is not None:
             for i, micro in enumerate(micros):
-                logps, _ = ref_logps(ref_params, micro, cfg.temperature, run.compute)
+                logps, _ = score_tokens(ref_params, micro, cfg.temperature, run.compute)
                 micros[i] = micro._replace(ref_logps=logps)
         clock.lap("shard")
         lr = learning_rate(
@@ -150,20 +114,28 @@ def main(cfg: settings.Config) -> None:
         )  # fmt: skip
         epochs = []
         for epoch in range(cfg.ppo_epochs):
-            state, sums, logps = update(run, state, micros, num_tokens, lr)
-            epochs.append(jax.device_get(sums))
+            state, metrics, logps = update(run, state, micros, counts, lr)
+            epochs.append(metrics)
             if epoch == 0 and cfg.ppo_epochs > 1:  # the next compare with what was before the first
                 micros = [m._replace(old_logps=x) for m, x in zip(micros, logps, strict=True)]
+            updates = step * cfg.ppo_epochs + epoch + 1
+            if cfg.ref_sync_steps and updates % cfg.ref_sync_steps == 0:
+                ref_params = mix_weights(ref_params, state.params, cfg.ref_sync_alpha)
         means = {name: float(np.mean([e[name] for e in epochs])) for name in epochs[0]}
         clock.lap("update")
         stop_if_not_finite(step, means)
 
         # ---- Log ---------------------------------------------------------------------------------
-        log.line(step_line(step, means, everyone, clock, K, cfg.print_train_time_breakdown))
+        means |= sampling_metrics(run, rounds)
+        teaches = bool(np.any(advantages * counted))
+        log.line(step_line(step, means, rows, teaches, clock, cfg.print_train_time_breakdown))
         names = [function.__name__ for function in run.functions]
-        records = step_records(means | {"learning_rate": lr}, everyone, advantages, clock, K, names)
+        records = step_records(means | {"learning_rate": lr}, rows, advantages, clock, K, names)
         log.record(step, records | {"train-other/batch_local": B})
-        log.samples(step, sample_records(run.tokenizer, prompts, texts, scores, K))
+        texts = Rollout(*(x[: 2 * K : K] for x in roll)).texts(run.tokenizer)
+        log.samples(
+            step, sample_records(run.tokenizer, prompts[:2], texts, rows.rewards[own][: 2 * K : K])
+        )
         log.step_done()
 
     if cfg.eval_every_steps:
@@ -174,139 +146,83 @@ def main(cfg: settings.Config) -> None:
     log.close()
 
 
-# ---- Set-up --------------------------------------------------------------------------------------
+# ---- Sampling ------------------------------------------------------------------------------------
 
 
-def start_jax(cfg: settings.Config) -> None:
-    """Joins the other processes, if there are any, before anything touches a device."""
-    cache = cfg.jax_compilation_cache_dir or ".jax_cache"
-    jax.config.update("jax_compilation_cache_dir", os.path.abspath(cache))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-    on_tpu_vm = any(Path("/dev").glob("accel*")) or any(Path("/dev/vfio").glob("[0-9]*"))
-    if address := os.environ.get("JAX_COORDINATOR_ADDRESS"):
-        counts = [os.environ.get(name, "") for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")]
-        if not all(count.isdecimal() for count in counts):
-            raise ValueError(
-                f"JAX_COORDINATOR_ADDRESS={address} needs JAX_NUM_PROCESSES (a number, the same "
-                f"everywhere) and JAX_PROCESS_ID (from 0, each process its own)"
-            )
-        jax.distributed.initialize(address, *map(int, counts))
-    elif on_tpu_vm and os.environ.get("JAX_PLATFORMS", "tpu").startswith("tpu"):
-        jax.distributed.initialize()  # the hosts of a TPU slice find each other
-    try:
-        jax.devices()
-    except (RuntimeError, AssertionError) as error:  # the latter for a platform not installed
-        wanted, reason = os.environ.get("JAX_PLATFORMS", ""), " ".join(str(error).split())
-        raise ValueError(f"JAX_PLATFORMS={wanted}: no such device here. {reason}") from None
-    print(
-        f"backend={jax.default_backend()} process={jax.process_index()}/{jax.process_count()} "
-        f"device_count={jax.device_count()} local_device_count={jax.local_device_count()}",
-        flush=True,
-    )
+class Round(NamedTuple):
+    """K completions of each of P prompts, with their rewards."""
+
+    prompts: list[data.Prompt]  # [P], on every process
+    roll: Rollout  # [B, T] of this process
+    rows: StepRows  # [P*K] of all processes
 
 
-def set_up(cfg: settings.Config) -> tuple[Run, TrainState]:
-    """Everything a step needs, cheapest checks first. Raises ValueError for a user's mistake."""
-    sizes = settings.derive(cfg, jax.process_count(), jax.local_device_count())
-    print(
-        f"local_batch={sizes.local_batch} global_batch={sizes.global_batch} "
-        f"rollout.prompt_batch_size={sizes.prompt_batch_size} "
-        f"rollout.passes_per_step={sizes.passes_per_step} "
-        f"train.micro_batch_size={sizes.micro_batch_size} "
-        f"train.grad_accum_steps={sizes.grad_accum_steps}",
-        flush=True,
-    )
-    functions = rewards.load_reward_functions(cfg.reward_fn, cfg.reward_timeout_s)
-    if len(cfg.reward_weights) != len(functions):
-        names = ", ".join(f.__name__ for f in functions)
-        weights = ",".join(map(str, cfg.reward_weights))
-        raise ValueError(
-            f"REWARD_WEIGHTS={weights} has {len(cfg.reward_weights)} numbers; "
-            f"give {len(functions)}, one each for {names}"
-        )
+def sample_round(
+    run: Run, decoder: Params, rollout_key: jax.Array, number: int, own: slice, clock: Clock
+) -> Round:
+    """Round `number` (from 0) of the run: it alone decides the prompts and what is drawn."""
+    P, K, size = run.sizes.prompts_per_step, run.cfg.num_pre_q, run.sizes.prompt_batch_size
+    indices = data.batch_indices(len(run.train), P, number, run.cfg.seed)  # [P]
+    prompts = [run.train[i] for i in indices]
+    width = prompt_width(max(len(p.ids) for p in prompts), run.cfg.global_length)
+    mine = prompts[own.start // K : own.stop // K]  # [B/K]
+    row_ids = np.arange(own.start, own.stop, dtype=np.int32)  # [B]
+    key = jax.random.fold_in(rollout_key, number)
+    roll = complete(run, decoder, mine, row_ids, key, K, run.sampling, width, size)
+    clock.lap("rollout_generate")
 
-    folder = hf.fetch_model(cfg.model_path, cfg.model_revision)
-    config = hf.read_config(folder)
-    tokenizer = hf.load_tokenizer(folder)
-    if len(tokenizer) > config.vocab_size:
-        raise ValueError(
-            f"MODEL_PATH={folder}: its tokenizer has {len(tokenizer)} tokens, its config.json "
-            f"vocab_size={config.vocab_size}; they are of two models"
-        )
-    train, test = (
-        load_prompts(cfg, tokenizer, split) for split in (cfg.train_split, cfg.eval_split)
-    )
-    longest = max(len(p.ids) for p in train + test) + cfg.max_length_sample
-    if longest > config.max_positions:
-        raise ValueError(
-            f"MAX_LENGTH_SAMPLE={cfg.max_length_sample} after the longest prompt makes {longest} "
-            f"tokens, and the model has {config.max_positions} positions; lower it or "
-            f"set MAX_PROMPT_LENGTH={config.max_positions - cfg.max_length_sample}"
-        )
-
-    dtype = cfg.dtype
-    if dtype == "auto":
-        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    dtype = jnp.dtype(dtype)
-    mesh = make_mesh("MESH_SHAPE", cfg.mesh_shape, tp=1, fsdp=-1)
-    tp = rollout_tp(config, dtype)
-    rollout_mesh = make_mesh("ROLLOUT_MESH_SHAPE", cfg.rollout_mesh_shape, tp=tp, fsdp=1)
-    run = Run(
-        cfg=cfg,
-        sizes=sizes,
-        tokenizer=tokenizer,
-        stop_ids=hf.stop_ids(folder, tokenizer),
-        train=train,
-        test=test,
-        functions=functions,
-        sampling=Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p),
-        objective=Objective(
-            cfg.temperature, cfg.eps_low, cfg.eps_high, cfg.beta, cfg.policy_loss_impl
-        ),
-        optimizer=Optimizer(cfg.optimizer, cfg.weight_decay, cfg.clip_norm),
-        compute=Compute(config, dtype, Layout(mesh, TRAIN_ROWS), cfg.remat),
-        rollout=Layout(rollout_mesh, ROLLOUT_ROWS),
-    )
-    params = hf.load_params(folder, config, mesh, jnp.dtype(cfg.param_dtype))
-    size = sum(x.size for x in jax.tree.leaves(params))
-    print(
-        f"model={folder} parameters={size / 1e6:.2f}M dtype={dtype} train={len(train)} "
-        f"test={len(test)} prompts rewards={','.join(f.__name__ for f in functions)}\n"
-        f"mesh dp,fsdp,tp train={mesh_text(mesh)} ({cfg.mesh_shape}) "
-        f"rollout={mesh_text(rollout_mesh)} ({cfg.rollout_mesh_shape})\n"
-        f"rollout.backend={cfg.rollout_backend} loss.loss_type={cfg.loss_type}",
-        flush=True,
-    )
-    return run, init_state(params, optimizer=run.optimizer, config=config)
+    scores, per_function = score(run, roll, mine, K)  # [B], [B, F]
+    clock.lap("reward")
+    prompt_lengths = np.repeat([len(p.ids) for p in mine], K)
+    stopped = np.isin(roll.last_ids(), run.stop_ids)
+    columns = [scores, prompt_lengths, roll.lengths(), stopped, *per_function.T]
+    rows = StepRows.of(gather_rows(np.column_stack(columns).astype(np.float64)))
+    clock.lap("advantages")
+    return Round(prompts, roll, rows)
 
 
-def load_prompts(cfg: settings.Config, tokenizer: Any, split: str) -> list[data.Prompt]:
-    rows = data.load_rows(cfg.dataset, cfg.dataset_config, split)
-    system_prompt = data.text_of(cfg.system_prompt) or rewards.SYSTEM_PROMPT
-    prompts = data.build_prompts(rows, tokenizer, system_prompt)
-    return data.fit_prompts(prompts, cfg.max_prompt_length, cfg.prompt_too_long, split)
+def enough(run: Run, rounds: list[Round]) -> bool:
+    """True after one round or, with DYNAMIC_SAMPLING, once the rewards differ in P groups, or
+    after DYNAMIC_SAMPLING_MAX_ROUNDS: the same on every process, which all see all rewards."""
+    limit = run.cfg.dynamic_sampling_max_rounds if run.cfg.dynamic_sampling else 1
+    differ = sum((~r.rows.equal_groups(run.cfg.num_pre_q)).sum() for r in rounds)
+    return len(rounds) == limit or differ >= run.sizes.prompts_per_step
 
 
-def open_log(run: Run) -> RunLog:
-    cfg, now = run.cfg, datetime.now(UTC).strftime("%Y%m%d_%H%M%S")
-    out = Path(cfg.output_dir or f"runs/{cfg.wandb_name or Path(cfg.model_path).name}_{now}")
-    writes = jax.process_index() == 0
-    wandb = None
-    if cfg.wandb_mode != "disabled":
-        wandb = {"mode": cfg.wandb_mode, "config": dataclasses.asdict(cfg)}
-        wandb |= {"project": cfg.wandb_project or "grpo", "name": cfg.wandb_name or None}
-    try:
-        log = RunLog(out, steps=cfg.steps, writes=writes, wandb=wandb)
-    except OSError as error:
-        raise ValueError(f"OUTPUT_DIR={out} cannot be written: {error.strerror}") from None
-    if writes:
-        text = settings.describe(cfg, jax.process_count(), jax.local_device_count())
-        (out / "config.yaml").write_text(text + "\n", encoding="utf-8")
-        log.line(f"output={out}")
-    return log
+def choose_groups(
+    run: Run, rounds: list[Round], own: slice
+) -> tuple[list[data.Prompt], Rollout, StepRows]:
+    """The step's P groups: the first whose rewards differ, then others if those are fewer.
+
+    Returns this process's prompts [B/K] and completions [B, T], and all processes' rows [P*K].
+    """
+    P, K = run.sizes.prompts_per_step, run.cfg.num_pre_q
+    equal = np.concatenate([r.rows.equal_groups(K) for r in rounds])  # [rounds * P]
+    groups = np.sort(np.argsort(equal, kind="stable")[:P])
+    chosen = (groups[:, None] * K + np.arange(K)).reshape(-1)  # [P*K] of rounds * P*K
+    parts = zip(*(r.rows for r in rounds), strict=True)
+    rows = StepRows(*(np.concatenate(part)[chosen] for part in parts))
+    prompts = [p for r in rounds for p in r.prompts]
+    mine = [prompts[group] for group in groups[own.start // K : own.stop // K]]
+    if len(rounds) == 1:
+        return mine, rounds[0].roll, rows
+    parts = zip(*(r.roll for r in rounds), strict=True)
+    everyone = (np.concatenate([gather_rows(x) for x in part]) for part in parts)
+    return mine, Rollout(*(x[chosen[own]] for x in everyone)), rows
 
 
-# ---- One step's parts ----------------------------------------------------------------------------
+def sampling_metrics(run: Run, rounds: list[Round]) -> dict[str, float]:
+    """With DYNAMIC_SAMPLING: the rounds, and of their groups the share whose rewards differ."""
+    if not run.cfg.dynamic_sampling:
+        return {}
+    equal = np.concatenate([r.rows.equal_groups(run.cfg.num_pre_q) for r in rounds])
+    rewards = np.concatenate([r.rows.rewards for r in rounds])
+    means = {
+        "rounds": len(rounds),
+        "kept_frac": 1 - equal.mean(),
+        "reward_mean": np.nanmean(rewards),
+    }
+    return {f"dynamic_sampling/{name}": float(value) for name, value in means.items()}
 
 
 def copy_weights(run: Run, params: Params, layout: Layout) -> Params:
@@ -336,55 +252,85 @@ def complete(
 
 
 def score(
-    run: Run, texts: list[str], prompts: list[data.Prompt], num_pre_q: int
+    run: Run, roll: Rollout, prompts: list[data.Prompt], num_pre_q: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Weighted rewards [B] and those of each function [B, F], NaN where none applies."""
     names = prompts[0].columns
     columns = {n: [p.columns.get(n) for p in prompts for _ in range(num_pre_q)] for n in names}
+    columns["completion_ids"] = roll.ids()
     try:
-        return rewards.score(texts, columns, run.functions, run.cfg.reward_weights)
+        return rewards.score(
+            roll.texts(run.tokenizer), columns, run.functions, run.cfg.reward_weights
+        )
     except ValueError as error:  # a reward function of the user's failed; the message names it
         settings.fail(error)
 
 
+# ---- Update --------------------------------------------------------------------------------------
+
+
 def micro_batches(
-    run: Run, prompts: list[data.Prompt], roll: Rollout, advantages: np.ndarray, width: int,
-    longest: int,
-) -> list[Batch]:  # fmt: skip
-    """This process's part of each micro-batch, on the devices; T holds the longest completion."""
+    run: Run, prompts: list[data.Prompt], roll: Rollout, advantages: np.ndarray,
+    counts: np.ndarray, rows: StepRows,
+) -> list[MicroBatch]:  # fmt: skip
+    """This process's part of each micro-batch, on the devices; T holds the step's longest.
+
+    advantages: [B]. counts: [B] bool, False: the loss leaves this sequence out.
+    """
     R, K, layout = run.sizes.micro_batch_size, run.cfg.num_pre_q, run.compute.layout
-    T = min(bucket(longest), run.cfg.max_length_sample)
+    T = min(bucket(int(rows.completion_lengths.max())), run.cfg.max_length_sample)
+    width = prompt_width(int(rows.prompt_lengths.max()), run.cfg.global_length)
     s = share(K, R * jax.process_count() // layout.row_shards)
     prompt_rows = [p.ids for p in prompts for _ in range(K // s)]  # one for s sequences
     prompt_ids, prompt_mask = pad_prompts(prompt_rows, width, run.stop_ids[0])  # [B/s, S+1]
+    roll = roll._replace(completion_mask=roll.completion_mask * counts[:, None].astype(np.int32))
     sequences = [x[:, :T] for x in roll] + [advantages.astype(np.float32)]  # [B, T], [B]
 
-    def micro(i: int) -> Batch:
+    def micro(i: int) -> MicroBatch:
         shared = slice(i * R // s, (i + 1) * R // s)
-        own = [put_rows(x[i * R : (i + 1) * R], layout) for x in sequences]
-        return Batch(
-            put_rows(prompt_ids[shared], layout), put_rows(prompt_mask[shared], layout), *own
+        parts = [put_rows(x[i * R : (i + 1) * R], layout) for x in sequences]
+        return MicroBatch(
+            put_rows(prompt_ids[shared], layout), put_rows(prompt_mask[shared], layout), *parts
         )
 
     return [micro(i) for i in range(run.sizes.grad_accum_steps)]
 
 
+def keep_top_entropy(
+    run: Run, params: Params, micros: list[MicroBatch], own: slice
+) -> tuple[list[MicroBatch], int]:
+    """The micro-batches with their top_mask, and the tokens it keeps of the whole step's.
+
+    Entropies are those before the first update, of a forward pass of their own: the threshold is
+    the step's, whatever the micro-batch.
+    """
+    cfg, R, layout = run.cfg, run.sizes.micro_batch_size, run.compute.layout
+    scored = [score_tokens(params, micro, cfg.temperature, run.compute)[1] for micro in micros]
+    entropy = gather_rows(np.concatenate([local_rows(x) for x in scored]))  # [P*K, T]
+    mask = gather_rows(np.concatenate([local_rows(m.completion_mask) for m in micros]))
+    top = top_entropy_mask(entropy, mask, cfg.top_entropy_quantile)
+    mine = top[own].astype(np.int32)  # [B, T]
+    masks = [put_rows(mine[i * R : (i + 1) * R], layout) for i in range(len(micros))]
+    return [m._replace(top_mask=x) for m, x in zip(micros, masks, strict=True)], int(top.sum())
+
+
 def update(
-    run: Run, state: TrainState, micros: list[Batch], num_tokens: np.float32, lr: float
-) -> tuple[TrainState, dict[str, jax.Array], list[jax.Array]]:
+    run: Run, state: TrainState, micros: list[MicroBatch], counts: Counts, lr: float
+) -> tuple[TrainState, dict[str, float], list[jax.Array]]:
     """One optimizer step on the sum of the micro-batches' gradients: the state, the step's metrics,
     and the logps of each micro-batch before it. The gradient lives in here only."""
-    total, before = zero_total(state.params, run.objective), []
+    grads, parts, before = zero_grads(state.params), [], []
     for micro in micros:
-        total, logps = micro_step(
-            state.params, total, micro, num_tokens, objective=run.objective, compute=run.compute
-        )
+        grads, metrics, logps = micro_step(
+            state.params, grads, micro, counts,
+            objective=run.objective, temperature=run.cfg.temperature, compute=run.compute,
+        )  # fmt: skip
+        parts.append(metrics)
         before.append(logps)
-    grads, sums = total
     state, norm = optimizer_step(
         state, grads, np.float32(lr), optimizer=run.optimizer, config=run.compute.config
     )
-    return state, sums | {"grad_norm": norm}, before
+    return state, merge_metrics(parts) | {"grad_norm": float(norm)}, before
 
 
 # ---- Evaluation ----------------------------------------------------------------------------------
@@ -403,7 +349,7 @@ def evaluate(
     size = devices * max(1, run.sizes.prompt_batch_size * cfg.num_pre_q // (k * devices))
     passes = math.ceil(len(prompts) / (size * processes))
     padded = [*prompts, *[prompts[-1]] * (passes * size * processes - len(prompts))]
-    width = prompt_width([p.ids for p in prompts], cfg.global_length)
+    width = prompt_width(max(len(p.ids) for p in prompts), cfg.global_length)
     sampling = run.sampling if k > 1 else Sampling(temperature=0.0)
     decoder = copy_weights(run, params, run.rollout)
     results = []
@@ -413,11 +359,9 @@ def evaluate(
         rows = np.arange(first * k, (first + size) * k, dtype=np.int32)
         roll = complete(run, decoder, own, rows, key, k, sampling, width, size)
         clock.lap("rollout_generate")
-        texts = roll.texts(run.tokenizer)
-        scores, per_function = score(run, texts, own, k)
-        correct = rewards.reward_correct(
-            texts, [p.columns["answer"] for p in own for _ in range(k)]
-        )
+        scores, per_function = score(run, roll, own, k)
+        answers = [p.columns["answer"] for p in own for _ in range(k)]
+        correct = rewards.reward_correct(roll.texts(run.tokenizer), answers)
         results.append(gather_rows(np.column_stack([scores, correct, per_function]).astype(float)))
         clock.lap("reward")
     table = np.concatenate(results)[: len(prompts) * k]  # [questions * k, 2 + F]

@@ -1,4 +1,4 @@
-"""The training state and the three programs of an update, pure and jitted: micro_step adds one
+"""The training state and the programs of an update, pure and jitted: micro_step adds one
 micro-batch's gradient, optimizer_step applies the sum, sync_weights makes the copy that decodes.
 
 Dimensions: R sequences of a micro-batch over all processes, G = R/s prompt rows each shared by s
@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from loss_pallas import policy_loss, token_logps
+from loss import Objective, policy_loss
+from loss_pallas import token_logps
 from model import (
     Layout,
     ModelConfig,
@@ -32,30 +33,27 @@ from model import (
 class TrainState:
     params: Params
     opt_state: Any
-    step: jax.Array  # int32, training steps done
+    step: jax.Array  # int32, updates done
 
 
-class Batch(NamedTuple):
-    """One micro-batch."""
-
+class MicroBatch(NamedTuple):
     prompt_ids: jax.Array  # [G, S+1] int32, left-padded
     prompt_mask: jax.Array  # [G, S+1] int32
     completion_ids: jax.Array  # [R, T] int32, right-padded
-    completion_mask: jax.Array  # [R, T] int32, 1 up to and including the stop token
+    completion_mask: jax.Array  # [R, T] int32, 1 on the tokens that count, the stop token included
     sampling_logps: jax.Array  # [R, T] float32 nats
     advantages: jax.Array  # [R] float32
     old_logps: jax.Array | None = None  # [R, T] float32 nats; None: those of this very forward
     ref_logps: jax.Array | None = None  # [R, T] float32 nats; None: no reference
+    top_mask: jax.Array | None = None  # [R, T] int32, 1 where the policy learns; None: everywhere
 
 
-class Objective(NamedTuple):
-    """What of the settings the loss depends on; hashable, a static argument."""
+class Counts(NamedTuple):
+    """Of the whole step: what its sums are divided by. float32."""
 
-    temperature: float = 1.0
-    eps_low: float = 0.2
-    eps_high: float = 0.2
-    beta: float = 0.0
-    impl: str = "jax"
+    num_tokens: Any  # completion tokens that count, at least 1
+    num_sequences: Any
+    num_top_tokens: Any  # those of num_tokens that top_mask keeps, at least 1
 
 
 class Compute(NamedTuple):
@@ -65,10 +63,11 @@ class Compute(NamedTuple):
     dtype: Any
     layout: Layout | None = None
     remat: str = "none"
+    impl: str = "jax"  # of token_logps
 
 
 def completion_logps(
-    params: Params, batch: Batch, temperature: float, compute: Compute, impl: str = "jax"
+    params: Params, batch: MicroBatch, temperature: float, compute: Compute
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability of each completion token and entropy of its distribution, [R, T] float32."""
     (R, T), G = batch.completion_ids.shape, batch.prompt_ids.shape[0]
@@ -86,49 +85,50 @@ def completion_logps(
     head = lm_head(params).astype(compute.dtype)
     shards = compute.layout.row_shards if compute.layout else 1
     return token_logps(
-        hidden, head, batch.completion_ids, temperature=temperature, impl=impl, shards=shards
-    )
+        hidden, head, batch.completion_ids, temperature=temperature, impl=compute.impl,
+        shards=shards,
+    )  # fmt: skip
 
 
-ref_logps = jax.jit(completion_logps, static_argnames=("temperature", "compute", "impl"))
+score_tokens = jax.jit(completion_logps, static_argnames=("temperature", "compute"))
 
 
-@functools.partial(jax.jit, static_argnames=("objective", "compute"), donate_argnames=("total",))
+@functools.partial(
+    jax.jit, static_argnames=("objective", "temperature", "compute"), donate_argnames=("total",)
+)
 def micro_step(
     params: Params,
-    total: tuple[Params, dict[str, jax.Array]],
-    batch: Batch,
-    num_tokens: jax.Array,
+    total: Params,
+    batch: MicroBatch,
+    counts: Counts,
     *,
     objective: Objective,
+    temperature: float,
     compute: Compute,
-) -> tuple[tuple[Params, dict[str, jax.Array]], jax.Array]:
-    """`total` with this micro-batch's gradient and metrics added, and its logps [R, T].
-
-    num_tokens: completion tokens of the whole step. Metrics are token means over the step once
-    every micro-batch is added; those that end in /max are maxima.
-    """
+) -> tuple[Params, dict[str, jax.Array], jax.Array]:
+    """`total` with this micro-batch's gradient added, its part of the step's metrics, for
+    merge_metrics, and its logps [R, T]."""
 
     def loss_of(params: Params) -> tuple[jax.Array, tuple[dict[str, jax.Array], jax.Array]]:
-        logps, entropy = completion_logps(
-            params, batch, objective.temperature, compute, objective.impl
-        )
+        logps, entropy = completion_logps(params, batch, temperature, compute)
         now = jax.lax.stop_gradient(logps)
+        old_logps = now if batch.old_logps is None else batch.old_logps
         loss, metrics = policy_loss(
             logps,
-            now if batch.old_logps is None else batch.old_logps,
+            old_logps,
             batch.advantages,
             batch.completion_mask,
-            num_tokens,
-            eps_low=objective.eps_low,
-            eps_high=objective.eps_high,
-            beta=objective.beta,
+            **counts._asdict(),
             ref_logps=batch.ref_logps,
+            sampling_logps=batch.sampling_logps,
+            entropy=entropy,
+            top_mask=batch.top_mask,
+            **objective._asdict(),
         )
         mask = batch.completion_mask.astype(bool)
-        gap = jnp.where(mask, jnp.abs(now - batch.sampling_logps), 0.0)
-        metrics["entropy"] = jnp.where(mask, entropy, 0.0).sum() / num_tokens
-        metrics["sampling_logp_difference/mean"] = gap.sum() / num_tokens
+        gap = jnp.where(mask, jnp.abs(old_logps - batch.sampling_logps), 0.0)
+        metrics["entropy"] = jnp.where(mask, entropy, 0.0).sum() / counts.num_tokens
+        metrics["sampling_logp_difference/mean"] = gap.sum() / counts.num_tokens
         metrics["sampling_logp_difference/max"] = gap.max()
         return loss, (metrics, now)
 
@@ -136,28 +136,19 @@ def micro_step(
     if compute.layout:
         shardings = param_shardings(compute.config, compute.layout.mesh)
         grads = jax.lax.with_sharding_constraint(grads, shardings)
-    sums, totals = total
-    merge = {name: jnp.maximum if name.endswith("/max") else jnp.add for name in totals}
-    totals = {name: merge[name](old, metrics[name]) for name, old in totals.items()}
-    return (jax.tree.map(jnp.add, sums, grads), totals), logps
+    return jax.tree.map(jnp.add, total, grads), metrics, logps
 
 
-def zero_total(params: Params, objective: Objective) -> tuple[Params, dict[str, jax.Array]]:
-    """What the first micro_step adds to: float32 gradients laid out as params, and metrics."""
-    names = [
-        "loss",
-        "entropy",
-        *(f"clip_ratio/{which}_mean" for which in ("low", "high", "region")),
-    ]
-    names += ["sampling_logp_difference/mean", "sampling_logp_difference/max"]
-    names += ["kl"] if objective.beta > 0 else []
-    grads = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32, device=x.sharding), params)
-    return grads, {name: jnp.zeros((), device=_everywhere(params)) for name in names}
+def zero_grads(params: Params) -> Params:
+    """What the first micro_step adds to: in float32, laid out as params."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32, device=x.sharding), params)
 
 
-def _everywhere(params: Params) -> NamedSharding:
-    """Where a scalar lies that comes out of a program; put there at first, none compiles twice."""
-    return NamedSharding(params.embed.sharding.mesh, PartitionSpec())
+def merge_metrics(parts: list[dict[str, jax.Array]]) -> dict[str, float]:
+    """The step's metrics from its micro-steps': extremes of those named so, sums of the others."""
+    parts = jax.device_get(parts)
+    merge = {name: {"min": min, "max": max}.get(name[-3:], sum) for name in parts[0]}
+    return {name: float(merge[name](part[name] for part in parts)) for name in parts[0]}
 
 
 # ---- The optimizer -------------------------------------------------------------------------------
@@ -182,6 +173,11 @@ def _transform(optimizer: Optimizer, config: ModelConfig) -> optax.GradientTrans
     decays = jax.tree.map(lambda leaf: "norm" not in leaf.name and "bias" not in leaf.name, table)
     decay = optax.add_decayed_weights(optimizer.weight_decay, mask=decays)
     return optax.chain(rules[optimizer.name], decay)
+
+
+def _everywhere(params: Params) -> NamedSharding:
+    """Where a scalar lies that comes out of a program; put there at first, none compiles twice."""
+    return NamedSharding(params.embed.sharding.mesh, PartitionSpec())
 
 
 def init_state(params: Params, *, optimizer: Optimizer, config: ModelConfig) -> TrainState:
@@ -240,6 +236,16 @@ def rollout_tp(config: ModelConfig, dtype: Any) -> int:
 def sync_weights(params: Params, *, config: ModelConfig, mesh: Mesh, dtype: Any) -> Params:
     """The parameters in the rollout's dtype, laid out on the rollout's mesh."""
     return _sync_program(config, mesh, dtype)(params)
+
+
+@functools.partial(jax.jit, donate_argnames=("ref_params",))
+def mix_weights(ref_params: Params, params: Params, alpha: float) -> Params:
+    """The reference moved towards the policy: alpha * params + (1 - alpha) * ref_params."""
+
+    def mix(ref: jax.Array, new: jax.Array) -> jax.Array:
+        return (alpha * new + (1 - alpha) * ref.astype(jnp.float32)).astype(ref.dtype)
+
+    return jax.tree.map(mix, ref_params, params)
 
 
 @functools.lru_cache

@@ -1,0 +1,187 @@
+"""Everything before the first step: joins the processes, checks the settings, loads data and model.
+
+Cheapest checks first; a user's mistake is a ValueError of one line.
+"""
+
+import dataclasses
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import config as settings
+import data
+import hf
+import rewards
+from loss import Objective
+from metrics import RunLog
+from model import ROLLOUT_ROWS, TRAIN_ROWS, Layout, make_mesh, mesh_text
+from rollout import Sampling
+from sizes import Sizes, derive
+from update import Compute, Optimizer, TrainState, init_state, rollout_tp
+
+
+class Run(NamedTuple):
+    """What is settled before the first step and does not change."""
+
+    cfg: settings.Config
+    sizes: Sizes
+    tokenizer: Any
+    stop_ids: tuple[int, ...]
+    train: list[data.Prompt]
+    test: list[data.Prompt]
+    functions: list[rewards.RewardFunction]
+    sampling: Sampling
+    objective: Objective
+    optimizer: Optimizer
+    compute: Compute  # of training
+    rollout: Layout
+
+
+def start_jax(cfg: settings.Config) -> None:
+    """Joins the other processes, if there are any, before anything touches a device."""
+    cache = cfg.jax_compilation_cache_dir or ".jax_cache"
+    jax.config.update("jax_compilation_cache_dir", os.path.abspath(cache))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    on_tpu_vm = any(Path("/dev").glob("accel*")) or any(Path("/dev/vfio").glob("[0-9]*"))
+    if address := os.environ.get("JAX_COORDINATOR_ADDRESS"):
+        counts = [os.environ.get(name, "") for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")]
+        if not all(count.isdecimal() for count in counts):
+            raise ValueError(
+                f"JAX_COORDINATOR_ADDRESS={address} needs JAX_NUM_PROCESSES (a number, the same "
+                f"everywhere) and JAX_PROCESS_ID (from 0, each process its own)"
+            )
+        jax.distributed.initialize(address, *map(int, counts))
+    elif on_tpu_vm and os.environ.get("JAX_PLATFORMS", "tpu").startswith("tpu"):
+        jax.distributed.initialize()  # the hosts of a TPU slice find each other
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # the latter for a platform not installed
+        wanted, reason = os.environ.get("JAX_PLATFORMS", ""), " ".join(str(error).split())
+        raise ValueError(f"JAX_PLATFORMS={wanted}: no such device here. {reason}") from None
+    print(
+        f"backend={jax.default_backend()} process={jax.process_index()}/{jax.process_count()} "
+        f"device_count={jax.device_count()} local_device_count={jax.local_device_count()}",
+        flush=True,
+    )
+
+
+def set_up(cfg: settings.Config) -> tuple[Run, TrainState]:
+    """Everything a step needs, cheapest checks first. Raises ValueError for a user's mistake."""
+    sizes = derive(cfg, jax.process_count(), jax.local_device_count())
+    print(
+        f"local_batch={sizes.local_batch} global_batch={sizes.global_batch} "
+        f"rollout.prompt_batch_size={sizes.prompt_batch_size} "
+        f"rollout.passes_per_step={sizes.passes_per_step} "
+        f"train.micro_batch_size={sizes.micro_batch_size} "
+        f"train.grad_accum_steps={sizes.grad_accum_steps}",
+        flush=True,
+    )
+    penalties = rewards.penalties(
+        cfg.max_length_sample,
+        cfg.overlong_cache or cfg.max_length_sample // 5,
+        cfg.repetition_ngram,
+    )
+    functions = rewards.load_reward_functions(cfg.reward_fn, cfg.reward_timeout_s, penalties)
+    if len(cfg.reward_weights) != len(functions):
+        names = ", ".join(f.__name__ for f in functions)
+        weights = ",".join(map(str, cfg.reward_weights))
+        raise ValueError(
+            f"REWARD_WEIGHTS={weights} has {len(cfg.reward_weights)} numbers; "
+            f"give {len(functions)}, one each for {names}"
+        )
+
+    folder = hf.fetch_model(cfg.model_path, cfg.model_revision)
+    config = hf.read_config(folder)
+    tokenizer = hf.load_tokenizer(folder)
+    if len(tokenizer) > config.vocab_size:
+        raise ValueError(
+            f"MODEL_PATH={folder}: its tokenizer has {len(tokenizer)} tokens, its config.json "
+            f"vocab_size={config.vocab_size}; they are of two models"
+        )
+    train, test = (
+        load_prompts(cfg, tokenizer, split) for split in (cfg.train_split, cfg.eval_split)
+    )
+    longest = max(len(p.ids) for p in train + test) + cfg.max_length_sample
+    if longest > config.max_positions:
+        raise ValueError(
+            f"MAX_LENGTH_SAMPLE={cfg.max_length_sample} after the longest prompt makes {longest} "
+            f"tokens, and the model has {config.max_positions} positions; lower it or "
+            f"set MAX_PROMPT_LENGTH={config.max_positions - cfg.max_length_sample}"
+        )
+
+    dtype = cfg.dtype
+    if dtype == "auto":
+        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    dtype = jnp.dtype(dtype)
+    mesh = make_mesh("MESH_SHAPE", cfg.mesh_shape, tp=1, fsdp=-1)
+    tp = rollout_tp(config, dtype)
+    rollout_mesh = make_mesh("ROLLOUT_MESH_SHAPE", cfg.rollout_mesh_shape, tp=tp, fsdp=1)
+    run = Run(
+        cfg=cfg,
+        sizes=sizes,
+        tokenizer=tokenizer,
+        stop_ids=hf.stop_ids(folder, tokenizer),
+        train=train,
+        test=test,
+        functions=functions,
+        sampling=Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p),
+        objective=Objective(
+            loss_type=cfg.loss_type,
+            eps_low=cfg.eps_low,
+            eps_high=cfg.eps_high,
+            delta=cfg.delta,
+            importance_sampling_level=cfg.importance_sampling_level,
+            beta=cfg.beta,
+            kl_estimator=cfg.kl_estimator,
+            kl_bias_correction=cfg.kl_bias_correction,
+            entropy_coef=cfg.entropy_coef,
+            is_mode=cfg.is_mode,
+            is_cap=cfg.is_cap,
+            max_completion_length=cfg.max_length_sample,
+        ),
+        optimizer=Optimizer(cfg.optimizer, cfg.weight_decay, cfg.clip_norm),
+        compute=Compute(config, dtype, Layout(mesh, TRAIN_ROWS), cfg.remat, cfg.policy_loss_impl),
+        rollout=Layout(rollout_mesh, ROLLOUT_ROWS),
+    )
+    params = hf.load_params(folder, config, mesh, jnp.dtype(cfg.param_dtype))
+    size = sum(x.size for x in jax.tree.leaves(params))
+    print(
+        f"model={folder} parameters={size / 1e6:.2f}M dtype={dtype} train={len(train)} "
+        f"test={len(test)} prompts rewards={','.join(f.__name__ for f in functions)}\n"
+        f"mesh dp,fsdp,tp train={mesh_text(mesh)} ({cfg.mesh_shape}) "
+        f"rollout={mesh_text(rollout_mesh)} ({cfg.rollout_mesh_shape})\n"
+        f"rollout.backend={cfg.rollout_backend} loss.loss_type={cfg.loss_type} "
+        f"loss.adv_estimator={cfg.adv_estimator}",
+        flush=True,
+    )
+    return run, init_state(params, optimizer=run.optimizer, config=config)
+
+
+def load_prompts(cfg: settings.Config, tokenizer: Any, split: str) -> list[data.Prompt]:
+    rows = data.load_rows(cfg.dataset, cfg.dataset_config, split)
+    system_prompt = data.text_of(cfg.system_prompt) or rewards.SYSTEM_PROMPT
+    prompts = data.build_prompts(rows, tokenizer, system_prompt)
+    return data.fit_prompts(prompts, cfg.max_prompt_length, cfg.prompt_too_long, split)
+
+
+def open_log(run: Run) -> RunLog:
+    cfg, now = run.cfg, datetime.now(UTC).strftime("%Y%m%d_%H%M%S")
+    out = Path(cfg.output_dir or f"runs/{cfg.wandb_name or Path(cfg.model_path).name}_{now}")
+    writes = jax.process_index() == 0
+    wandb = None
+    if cfg.wandb_mode != "disabled":
+        wandb = {"mode": cfg.wandb_mode, "config": dataclasses.asdict(cfg)}
+        wandb |= {"project": cfg.wandb_project or "grpo", "name": cfg.wandb_name or None}
+    try:
+        log = RunLog(out, steps=cfg.steps, writes=writes, wandb=wandb)
+    except OSError as error:
+        raise ValueError(f"OUTPUT_DIR={out} cannot be written: {error.strerror}") from None
+    if writes:
+        text = settings.describe(cfg, jax.process_count(), jax.local_device_count())
+        (out / "config.yaml").write_text(text + "\n", encoding="utf-8")
+        log.line(f"output={out}")
+    return log

@@ -1,7 +1,6 @@
-"""config.py: layers, names, checks, sizes and print, each by literal values."""
+"""config.py: layers, names, checks and print, each by literal values."""
 
 import dataclasses
-import itertools
 import os
 import subprocess
 import sys
@@ -11,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import config
-from config import Batch, Config, derive
+from config import Config
+from sizes import Sizes, derive
 
 REPO = Path(config.__file__).resolve().parent
 REAL = "MODEL_PATH=some/model"  # a run without recipes/tiny.yaml
@@ -19,11 +19,6 @@ REAL = "MODEL_PATH=some/model"  # a run without recipes/tiny.yaml
 
 def env(settings: str) -> dict[str, str]:
     return dict(setting.split("=", 1) for setting in settings.split())
-
-
-def sizes(slice_: str, settings: str) -> Batch:
-    """slice_: processes x local devices, such as 2x4."""
-    return derive(Config.from_env(env(settings)), *map(int, slice_.split("x")))
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -51,11 +46,16 @@ DEFAULTS = """
     max_prompt_length=0 prompt_too_long=skip seed=0 rollout_backend=naive batch_size=0
     rollout_per_device_batch_size=0 rollout_global_batch_size=0 rollout_batch_size=0 num_pre_q=8
     global_length=0 max_length_sample=1024 temperature=1.0 top_k=0 top_p=1.0 min_p=0.0
-    rollout_mesh_shape=auto reward_weights=(1.0,0.5,0.5) reward_fn= reward_timeout_s=10.0
+    rollout_mesh_shape=auto dynamic_sampling=False dynamic_sampling_max_rounds=4
+    reward_weights=(1.0,0.5,0.5) reward_fn= reward_timeout_s=10.0
+    overlong_cache=0 repetition_ngram=3
     steps=100 train_micro_batch_size=0 train_per_device_micro_batch_size=0 grad_accum_steps=0
     ppo_epochs=1 optimizer=adamw learning_rate=1e-06 lr_schedule=warmup_cosine warmup_ratio=0.05
     lr_decay_steps=0 weight_decay=0.0 clip_norm=1.0 mesh_shape=auto remat=full policy_loss_impl=jax
-    loss_type=dapo scale_rewards=group eps_low=0.2 eps_high=0.2 beta=0.0
+    loss_type=dapo adv_estimator=grpo scale_rewards=group eps_low=0.2 eps_high=0.2 delta=0.0
+    importance_sampling_level=token beta=0.0 kl_estimator=k3 kl_bias_correction=True
+    ref_sync_steps=0 ref_sync_alpha=0.6 entropy_coef=0.0 top_entropy_quantile=1.0
+    mask_truncated_completions=False is_mode=none is_cap=3.0
     eval_every_steps=10 eval_prompts=128 eval_full_sweep=False eval_samples=1
     output_dir= print_train_time_breakdown=False wandb_mode=disabled wandb_project= wandb_name=
     jax_compilation_cache_dir=
@@ -91,10 +91,10 @@ def test_a_size_silences_its_synonyms_in_the_file_and_nothing_else(tmp_path):
     text = "model.path: m\nrollout.per_device_batch_size: 2\nrollout.batch_size: 256\n"
     file = write(tmp_path, text + "train.micro_batch_size: 16\n")
     for setting, batch in {
-        "BATCH_SIZE=0": Batch(128, 256, 8, 2, 16, 8, 32),  # 0 is not set, and silences nothing
-        "BATCH_SIZE=4": Batch(128, 256, 4, 4, 16, 8, 32),
-        "ROLLOUT_GLOBAL_BATCH_SIZE=16": Batch(64, 128, 8, 1, 16, 4, 16),
-        "TRAIN_PER_DEVICE_MICRO_BATCH_SIZE=1": Batch(128, 256, 8, 2, 4, 32, 32),
+        "BATCH_SIZE=0": Sizes(128, 256, 8, 2, 16, 8, 32),  # 0 is not set, and silences nothing
+        "BATCH_SIZE=4": Sizes(128, 256, 4, 4, 16, 8, 32),
+        "ROLLOUT_GLOBAL_BATCH_SIZE=16": Sizes(64, 128, 8, 1, 16, 4, 16),
+        "TRAIN_PER_DEVICE_MICRO_BATCH_SIZE=1": Sizes(128, 256, 8, 2, 4, 32, 32),
     }.items():
         assert derive(Config.from_env(env(setting), file), 2, 4) == batch, setting
 
@@ -106,99 +106,6 @@ def test_the_sizes_of_the_tiny_recipe_give_way_to_any_size_of_the_user():
     for name in ("TRAIN_PER_DEVICE_MICRO_BATCH_SIZE", "NUM_PRE_Q"):
         cfg = Config.from_env({name: "3"})
         assert (cfg.rollout_global_batch_size, cfg.train_micro_batch_size) == (16, 0), name
-
-
-# ---- Batch units ---------------------------------------------------------------------------------
-# Batch(local_batch, global_batch, prompt_batch_size, passes_per_step, micro_batch_size,
-#       grad_accum_steps, prompts_per_step)
-
-
-@pytest.mark.parametrize("model", ["", REAL], ids=["tiny", "real"])
-def test_the_worked_examples_come_out_to_the_digit(model):
-    a4 = sizes("2x4", f"{model} BATCH_SIZE=2 NUM_PRE_Q=8 TRAIN_MICRO_BATCH_SIZE=4")
-    assert a4 == Batch(16, 32, 2, 1, 4, 4, 4)
-    rollout = "ROLLOUT_GLOBAL_BATCH_SIZE=16 ROLLOUT_PER_DEVICE_BATCH_SIZE=1 NUM_PRE_Q=2"
-    b4 = sizes("2x4", f"{model} {rollout} TRAIN_PER_DEVICE_MICRO_BATCH_SIZE=1")
-    assert b4 == Batch(16, 32, 4, 2, 4, 4, 16)
-    bs128 = f"{model} ROLLOUT_BATCH_SIZE=128 NUM_PRE_Q=8 TRAIN_MICRO_BATCH_SIZE=16"
-    assert sizes("1x8", bs128) == Batch(128, 128, 16, 1, 16, 8, 16)  # v6e-8
-    assert sizes("2x4", bs128) == Batch(64, 128, 8, 1, 16, 4, 16)  # v4-16
-    assert sizes("4x4", bs128) == Batch(32, 128, 4, 1, 16, 2, 16)  # v6e-16
-
-
-def test_the_tiny_step_is_the_same_on_one_device_eight_devices_and_two_processes():
-    for slice_ in ("1x1", "1x2", "1x4", "1x8", "2x1", "2x4"):
-        batch = sizes(slice_, "")
-        assert (batch.prompts_per_step, batch.global_batch) == (16, 128), slice_
-
-
-def test_sizes_left_at_their_defaults_are_2_prompts_and_4_sequences_per_device_or_fewer():
-    assert sizes("2x4", REAL) == Batch(64, 128, 8, 1, 16, 4, 16)
-    assert sizes("1x1", f"{REAL} BATCH_SIZE=2 NUM_PRE_Q=5").micro_batch_size == 2
-    assert sizes("1x4", f"{REAL} BATCH_SIZE=1 NUM_PRE_Q=8").micro_batch_size == 8
-    assert sizes("1x4", f"{REAL} BATCH_SIZE=1 NUM_PRE_Q=20").micro_batch_size == 4
-    assert sizes("1x1", "BATCH_SIZE=1 NUM_PRE_Q=7").micro_batch_size == 1  # the tiny recipe's too
-
-
-def test_synonyms_that_agree_are_no_error():
-    rollout = "BATCH_SIZE=1 ROLLOUT_PER_DEVICE_BATCH_SIZE=1 ROLLOUT_GLOBAL_BATCH_SIZE=4"
-    train = "TRAIN_MICRO_BATCH_SIZE=2 TRAIN_PER_DEVICE_MICRO_BATCH_SIZE=2 GRAD_ACCUM_STEPS=8"
-    assert sizes("2x1", f"{rollout} ROLLOUT_BATCH_SIZE=32 {train}") == Batch(16, 32, 1, 2, 2, 8, 4)
-
-
-MISFITS = """
-1x1 BATCH_SIZE=8 TRAIN_MICRO_BATCH_SIZE=7 -> TRAIN_MICRO_BATCH_SIZE=7 must divide
-    local_batch = passes 1 * BATCH_SIZE 8 * NUM_PRE_Q 8 = 64; nearest that do: 4, 8
-1x4 BATCH_SIZE=8 TRAIN_MICRO_BATCH_SIZE=2 -> TRAIN_MICRO_BATCH_SIZE=2 must divide
-    local_batch = passes 1 * BATCH_SIZE 8 * NUM_PRE_Q 8 = 64 and fill 4 local devices;
-    nearest that do: 4
-1x4 BATCH_SIZE=2 TRAIN_PER_DEVICE_MICRO_BATCH_SIZE=3 -> TRAIN_PER_DEVICE_MICRO_BATCH_SIZE=3
-    * 4 local devices = 12 must divide local_batch = passes 1 * BATCH_SIZE 2 * NUM_PRE_Q 8 = 16
-    and fill 4 local devices; nearest that do: 2, 4
-1x4 BATCH_SIZE=3 NUM_PRE_Q=2 -> BATCH_SIZE=3 must be a multiple of 2 prompts
-    (NUM_PRE_Q 2 on 4 local devices) = 2; nearest that are: 2, 4
-2x4 ROLLOUT_GLOBAL_BATCH_SIZE=10 NUM_PRE_Q=2 -> ROLLOUT_GLOBAL_BATCH_SIZE=10 must be a multiple of
-    2 processes * 2 prompts (NUM_PRE_Q 2 on 4 local devices) = 4; nearest that are: 8, 12
-2x4 ROLLOUT_BATCH_SIZE=100 ROLLOUT_PER_DEVICE_BATCH_SIZE=1 -> ROLLOUT_BATCH_SIZE=100 must be
-    a multiple of 2 processes * BATCH_SIZE 4 * NUM_PRE_Q 8 = 64; nearest that are: 64, 128
-1x1 ROLLOUT_BATCH_SIZE=4 -> ROLLOUT_BATCH_SIZE=4 must be a multiple of 1 processes * 1 prompts
-    (NUM_PRE_Q 8 on 1 local devices) * NUM_PRE_Q 8 = 8; nearest that are: 8
-1x1 ROLLOUT_BATCH_SIZE=64 ROLLOUT_GLOBAL_BATCH_SIZE=16 -> ROLLOUT_BATCH_SIZE=64 contradicts
-    ROLLOUT_GLOBAL_BATCH_SIZE=16 * NUM_PRE_Q 8 = 128; set only one of them
-1x1 BATCH_SIZE=2 GRAD_ACCUM_STEPS=3 -> GRAD_ACCUM_STEPS=3 contradicts
-    local_batch = passes 1 * BATCH_SIZE 2 * NUM_PRE_Q 8 = 16 / micro-batch 4 = 4;
-    leave it out, it follows from the sizes
-"""
-
-
-@pytest.mark.parametrize(("case", "message"), rows(MISFITS))
-def test_sizes_that_do_not_fit_are_an_error_and_the_nearest_ones_it_names_work(case, message):
-    slice_, settings = case.split(" ", 1)
-    with pytest.raises(ValueError) as error:
-        sizes(slice_, f"{REAL} {settings}")
-    assert str(error.value) == message
-    name, nearest = message.split("=")[0], message.split("nearest that ")[1:]
-    for value in nearest and nearest[0].split(": ")[1].split(", "):
-        sizes(slice_, f"{REAL} {settings} {name}={value}")
-
-
-def test_every_division_of_an_accepted_step_is_exact():
-    accepted = 0
-    slices = [(1, 1), (1, 3), (1, 8), (2, 4), (3, 2)]
-    given = [(0, 0), (0, 24), (0, 48), (3, 36), (4, 24), (6, 0)]
-    for (processes, devices), k, (pass_, step) in itertools.product(slices, (1, 2, 6, 8), given):
-        settings = f"NUM_PRE_Q={k} BATCH_SIZE={pass_} ROLLOUT_GLOBAL_BATCH_SIZE={step}"
-        try:
-            b = sizes(f"{processes}x{devices}", f"{REAL} {settings}")
-        except ValueError:
-            continue
-        accepted += 1
-        assert b.local_batch == b.passes_per_step * b.prompt_batch_size * k
-        assert b.local_batch == b.micro_batch_size * b.grad_accum_steps
-        assert b.global_batch == b.local_batch * processes == b.prompts_per_step * k
-        assert b.micro_batch_size % devices == b.prompt_batch_size * k % devices == 0
-        assert pass_ in (0, b.prompt_batch_size) and step in (0, b.prompts_per_step)
-    assert accepted > 60
 
 
 # ---- Values --------------------------------------------------------------------------------------
@@ -215,6 +122,18 @@ TOP_P=1.01 -> TOP_P=1.01 must be at most 1
 MIN_P=1 -> MIN_P=1.0 must be below 1
 REWARD_WEIGHTS=1,,1 -> REWARD_WEIGHTS='' is not a number
 DTYPE=float16 -> DTYPE='float16' is not one of auto|bfloat16|float32
+LOSS_TYPE=ppo -> LOSS_TYPE='ppo' is not one of dapo|grpo|bnpo|dr_grpo|cispo|gspo|sapo
+ADV_ESTIMATOR=gae -> ADV_ESTIMATOR='gae' is not one of grpo|rloo|reinforce|reinforce++|gdpo
+IS_MODE=token -> IS_MODE='token' is not one of
+    none|token_truncate|token_mask|sequence_truncate|sequence_mask
+IS_CAP=0.9 -> IS_CAP=0.9 must be at least 1
+EPS_LOW=1.1 -> EPS_LOW=1.1 must be at most 1
+DELTA=-1 -> DELTA=-1.0 must be at least 0
+REF_SYNC_ALPHA=1.1 -> REF_SYNC_ALPHA=1.1 must be at most 1
+TOP_ENTROPY_QUANTILE=0 -> TOP_ENTROPY_QUANTILE=0.0 must be above 0
+TOP_ENTROPY_QUANTILE=1.1 -> TOP_ENTROPY_QUANTILE=1.1 must be at most 1
+DYNAMIC_SAMPLING_MAX_ROUNDS=0 -> DYNAMIC_SAMPLING_MAX_ROUNDS=0 must be at least 1
+REPETITION_NGRAM=0 -> REPETITION_NGRAM=0 must be at least 1
 MESH_SHAPE=2,4 -> MESH_SHAPE='2,4' does not fit; wanted: auto or dp,fsdp,tp; -1: rest
 MESH_SHAPE=0,1,1 -> MESH_SHAPE='0,1,1' does not fit; wanted: auto or dp,fsdp,tp; -1: rest
 MESH_SHAPE=-1,-1,1 -> MESH_SHAPE='-1,-1,1' does not fit; wanted: auto or dp,fsdp,tp; -1: rest
@@ -223,6 +142,10 @@ DATASET= -> DATASET='' does not fit; wanted: Hugging Face id, file, or folder of
 GOOD = [
     ("EVAL_FULL_SWEEP=True", True),
     ("NUM_PRE_Q= 4 ", 4),
+    ("DYNAMIC_SAMPLING=1", True),
+    ("KL_BIAS_CORRECTION=0", False),
+    ("TOP_ENTROPY_QUANTILE=1", 1.0),
+    ("ADV_ESTIMATOR=reinforce++", "reinforce++"),
     ("REWARD_WEIGHTS=1, -0.25", (1.0, -0.25)),
     ("MESH_SHAPE=2,-1,1", "2,-1,1"),
     ("SYSTEM_PROMPT=Think.\nThen answer: 1", "Think.\nThen answer: 1"),
@@ -243,6 +166,55 @@ def test_a_good_setting_is_read_as_its_type(setting, value):
     name, text = setting.split("=", 1)
     read = getattr(Config.from_env({name: text}), name.lower())
     assert (read, type(read)) == (value, type(value))
+
+
+CONTRADICTIONS = """
+NUM_PRE_Q=1 -> NUM_PRE_Q=1 leaves ADV_ESTIMATOR=grpo nothing to compare a completion with;
+    set at least 2, or ADV_ESTIMATOR=reinforce
+NUM_PRE_Q=1 ADV_ESTIMATOR=reinforce++ -> NUM_PRE_Q=1 leaves ADV_ESTIMATOR=reinforce++ nothing to
+    compare a completion with; set at least 2, or ADV_ESTIMATOR=reinforce
+LOSS_TYPE=cispo -> EPS_HIGH=0.2: with LOSS_TYPE=cispo this is the largest ratio, and below 1 it cuts
+    every gradient; set EPS_HIGH=5
+LOSS_TYPE=cispo EPS_HIGH=5 DELTA=7 -> DELTA=7.0 does nothing with LOSS_TYPE=cispo, which does not
+    clip
+LOSS_TYPE=sapo DELTA=2 -> DELTA=2.0 does nothing with LOSS_TYPE=sapo, which does not clip
+DELTA=1.5 EPS_HIGH=0.5 -> DELTA=1.5 must be above 1 + EPS_HIGH = 1.5, where clipping begins
+ADV_ESTIMATOR=rloo SCALE_REWARDS=none -> SCALE_REWARDS=none does nothing with ADV_ESTIMATOR=rloo;
+    leave it out
+ADV_ESTIMATOR=gdpo SCALE_REWARDS=batch -> SCALE_REWARDS=batch does nothing with ADV_ESTIMATOR=gdpo;
+    leave it out
+REF_SYNC_STEPS=5 -> REF_SYNC_STEPS=5 needs a reference: set BETA above 0
+OVERLONG_CACHE=1025 -> OVERLONG_CACHE=1025 must be at most MAX_LENGTH_SAMPLE=1024
+"""
+AGREEMENTS = """
+NUM_PRE_Q=2
+NUM_PRE_Q=1 ADV_ESTIMATOR=reinforce
+NUM_PRE_Q=1 STEPS=0
+LOSS_TYPE=cispo EPS_HIGH=1
+LOSS_TYPE=sapo
+LOSS_TYPE=gspo DELTA=2
+DELTA=1.5 EPS_HIGH=0.49
+SCALE_REWARDS=none LOSS_TYPE=dr_grpo
+SCALE_REWARDS=batch
+ADV_ESTIMATOR=rloo SCALE_REWARDS=group
+REF_SYNC_STEPS=5 BETA=0.01
+REF_SYNC_ALPHA=1
+OVERLONG_CACHE=1024
+"""
+
+
+@pytest.mark.parametrize(("settings", "message"), rows(CONTRADICTIONS))
+def test_settings_that_contradict_each_other_are_one_error_that_says_what_would_do(
+    settings, message
+):
+    with pytest.raises(ValueError) as error:
+        Config.from_env(env(f"{REAL} {settings}"))
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize("settings", AGREEMENTS.strip().splitlines())
+def test_their_neighbours_that_make_sense_pass(settings):
+    Config.from_env(env(f"{REAL} {settings}"))
 
 
 def test_every_knob_has_a_help_and_a_default_that_passes_its_own_checks():
@@ -304,6 +276,7 @@ WRITTEN = """
     reward.reward_weights: [1, 0.5]
     train: {learning_rate: 1e-6, mesh_shape: [1, -1, 1]}
     eval.eval_full_sweep: true  # sweep
+    loss.adv_estimator: reinforce++
     rollout:  # nothing yet
     derived: {local_batch: nonsense}
     derived.micro_batch_size: [nonsense]
@@ -330,6 +303,7 @@ def test_nested_and_dotted_yaml_is_taken_as_written(tmp_path):
     assert (cfg.model_revision, cfg.dataset_config, cfg.system_prompt) == ("0123e4", "", "")
     assert (cfg.train_split, cfg.eval_full_sweep, cfg.learning_rate) == ("null", True, 1e-6)
     assert (cfg.reward_weights, cfg.mesh_shape) == ((1.0, 0.5), "1,-1,1")
+    assert cfg.adv_estimator == "reinforce++"
 
 
 def test_a_file_may_be_empty_and_as_powershell_writes_it(tmp_path):
@@ -378,6 +352,7 @@ def test_print_has_one_line_per_setting_with_its_name_help_and_default():
 @pytest.mark.parametrize("text", WORDS.split() + PHRASES.split("|"))
 def test_what_is_printed_reads_back_to_the_same_settings(text, tmp_path):
     others = env("LEARNING_RATE=1.2345678901234567e-07 REWARD_WEIGHTS=0.1,3e22,-1 BATCH_SIZE=4")
+    others |= env("ADV_ESTIMATOR=reinforce++ DYNAMIC_SAMPLING=1 TOP_ENTROPY_QUANTILE=0.2")
     cfg = Config.from_env({"SYSTEM_PROMPT": text, "WANDB_NAME": text, **others})
     printed = config.describe(cfg, 2, 4)
     assert printed.isascii() and printed.count("\n") == len(dataclasses.fields(cfg)) + 7
@@ -388,7 +363,9 @@ def test_what_is_printed_reads_back_to_the_same_settings(text, tmp_path):
 
 def test_the_command_prints_for_a_slice_and_reads_its_own_print_from_any_folder(tmp_path):
     slice_ = ["--processes", "2", "--local-devices", "4"]
-    printed = run(*slice_, cwd=tmp_path, BATCH_SIZE="2", TRAIN_MICRO_BATCH_SIZE="4", TOP_K="5")
+    sizes = {"BATCH_SIZE": "2", "TRAIN_MICRO_BATCH_SIZE": "4"}
+    printed = run(*slice_, cwd=tmp_path, ADV_ESTIMATOR="reinforce++", TOP_K="5", **sizes)
+    assert '\nloss.adv_estimator: "reinforce++" ' in printed.stdout
     assert "derived.grad_accum_steps: 4\n" in printed.stdout
     write(tmp_path, printed.stdout)
     again = run("--print-config", "--config", "run.yaml", *slice_, cwd=tmp_path)

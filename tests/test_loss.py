@@ -1,9 +1,8 @@
-"""Claims about loss_pallas.py: advantages, the objective and token log-probabilities.
+"""Claims about loss.py: the advantages and the objective, in every variant.
 
-goldens/trl.json holds what TRL 1.16 makes of seeded random inputs; null is a reward of None.
+goldens/trl.npz holds what TRL 1.16 makes of seeded random inputs, trl.json the settings behind it.
 """
 
-import functools
 import json
 import math
 from pathlib import Path
@@ -14,18 +13,30 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import loss_pallas
-from loss_pallas import group_advantages, policy_loss, token_logps
+from loss import group_advantages, policy_loss, sampler_weights, top_entropy_mask
 
-TRL = json.loads((Path(__file__).parent / "goldens" / "trl.json").read_text(encoding="utf-8"))
-NAN = math.nan
+GOLDENS = Path(__file__).parent / "goldens"
+TRL = json.loads((GOLDENS / "trl.json").read_text(encoding="utf-8"))
+ARRAYS = dict(np.load(GOLDENS / "trl.npz"))
+NAN, INF, LN2 = math.nan, math.inf, math.log(2)
 
 
 # ---- Advantages ----------------------------------------------------------------------------------
 
 
+@np.errstate(divide="raise", invalid="raise")
+def advantages_of(per_function: np.ndarray, weights: Any, K: int, how: str) -> np.ndarray:
+    """per_function: [B, F]; how: the scale of grpo, or another estimator."""
+    rewards = np.nansum(per_function * weights, axis=1)
+    rewards[np.isnan(per_function).all(axis=1)] = NAN
+    if how in ("group", "batch", "none"):
+        return group_advantages(rewards, K, scale_rewards=how)
+    functions = {"per_function": per_function, "weights": weights} if how == "gdpo" else {}
+    return group_advantages(rewards, K, estimator=how, **functions)
+
+
 @pytest.mark.parametrize(
-    "rewards, K, scale, expected",
+    "rewards, K, how, expected",
     [
         # std of 1,0,0,0 (ddof 1) is 0.5; of 1,0,2 is 1
         ([1, 0, 0, 0, 1, 1, 1, 1], 4, "none", [0.75, -0.25, -0.25, -0.25, 0, 0, 0, 0]),
@@ -33,7 +44,6 @@ NAN = math.nan
         ([1, 0, 2], 3, "group", [0, -1 / 1.0001, 1 / 1.0001]),
         # "batch": the std of all of 2,0,1,1 is sqrt(2/3); the mean is still the group's
         ([2, 0, 1, 1], 2, "batch", [1 / 0.8165966, -1 / 0.8165966, 0, 0]),
-        ([5, 7], 1, "none", [0, 0]),
         ([5, 7], 1, "group", [0, 0]),
         ([5, 7], 1, "batch", [0, 0]),
         # NaN counts in neither mean nor std and gets 0
@@ -44,290 +54,364 @@ NAN = math.nan
         ([NAN, NAN, 1, 3], 2, "none", [0, 0, -1, 1]),
         ([NAN] * 4, 2, "group", [0] * 4),
         ([NAN] * 4, 2, "batch", [0] * 4),
+        # the mean of the others: 7/3, 8/3, 2, 1
+        ([1, 0, 2, 5], 4, "rloo", [-4 / 3, -8 / 3, 0, 4]),
+        ([1, NAN, 3, NAN, 5, NAN, NAN, NAN], 4, "rloo", [-2, 0, 2, 0, 0, 0, 0, 0]),
+        ([5, 7], 1, "rloo", [0, 0]),
+        # the mean of all is 2, the std sqrt(14/3); the groups do not matter
+        ([1, 0, 2, 5], 2, "reinforce", [-1 / 2.1603469, -2 / 2.1603469, 0, 3 / 2.1603469]),
+        ([1, 0, 2, 5], 1, "reinforce", [-1 / 2.1603469, -2 / 2.1603469, 0, 3 / 2.1603469]),
+        ([1, NAN, 3], 1, "reinforce", [-1 / 1.4143136, 0, 1 / 1.4143136]),
+        ([0.7] * 6, 3, "reinforce", [0] * 6),
+        ([5], 1, "reinforce", [0]),
+        # the std of 1,-1,1/2,-1/2 is sqrt(2.5/3); of 1,-1,0 is 1
+        ([2, 0, 5, 4], 2, "reinforce++", np.array([1, -1, 0.5, -0.5]) / 0.9129709),
+        ([2, 0, NAN, 4], 2, "reinforce++", [1 / 1.0001, -1 / 1.0001, 0, 0]),
     ],
 )
-def test_advantages_by_hand(rewards: list, K: int, scale: str, expected: list) -> None:
-    advantages = group_advantages(np.array(rewards, float), K, scale_rewards=scale)
+def test_advantages_by_hand(rewards: list, K: int, how: str, expected: list) -> None:
+    advantages = advantages_of(np.array(rewards, float)[:, None], [1.0], K, how)
     np.testing.assert_allclose(advantages, expected, atol=1e-7)
     assert advantages.shape == (len(rewards),) and advantages.dtype == np.float64
 
 
+def test_gdpo_by_hand() -> None:
+    """Groups (1, 0), (0, 0) scale to +-.5/.7072068, 0; (0, 4), (3, 1) to -+2/2.8285271, +-1/1.4143.
+
+    Weighted by 1 and 1/2 they are +-.3534659, +-.3535284, of std 0.4081833.
+    """
+    advantages = advantages_of(np.array([[1, 0], [0, 4], [0, 3], [0, 1.0]]), [1, 0.5], 2, "gdpo")
+    expected = [0.8657368, -0.8657368, 0.8658898, -0.8658898]
+    np.testing.assert_allclose(advantages, expected, rtol=1e-6)
+    # The second function skips row 1, so that row 0 has nothing to compare to; row 3 has no reward.
+    # +-.7070068, 0 have a std of .7070068.
+    per_function = np.array([[1, 0], [0, NAN], [0, 3], [NAN, NAN]])
+    advantages = advantages_of(per_function, [1, 0.5], 2, "gdpo")
+    np.testing.assert_allclose(advantages, [0.9998586, -0.9998586, 0, 0], rtol=1e-6)
+
+
 @pytest.mark.parametrize("value", [0.7, 0.1, 1.0, -0.3, 1e6 + 0.1])
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_equal_rewards_have_no_advantage_at_all(value: float, scale: str) -> None:
+@pytest.mark.parametrize("how", ["group", "batch", "none", "rloo", "reinforce++", "gdpo"])
+def test_equal_rewards_have_no_advantage_at_all(value: float, how: str) -> None:
     for rewards in (np.full(6, value), np.full(6, value, np.float32)):
         rewards[3:] = [1, 0, NAN]  # the other group has some
-        advantages = group_advantages(rewards, 3, scale_rewards=scale)
+        advantages = advantages_of(rewards[:, None], np.ones(1, rewards.dtype), 3, how)
         assert advantages[:3].tolist() == [0, 0, 0]
-        assert advantages[3] > 0 > advantages[4]
+        assert advantages[3] > 0 > advantages[4] and advantages[5] == 0
 
 
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
-@pytest.mark.parametrize("case", TRL["advantages"])
-def test_advantages_are_those_of_trl(case: str, scale: str) -> None:
-    golden = TRL["advantages"][case]
-    per_function = np.array(golden["rewards"], float)  # [F, B]
-    rewards = np.nansum(per_function * np.array(golden["weights"])[:, None], axis=0)
-    rewards[np.isnan(per_function).all(axis=0)] = NAN
-    advantages = group_advantages(rewards, golden["num_generations"], scale_rewards=scale)
+@pytest.mark.parametrize("name", TRL["advantages"])
+def test_advantages_are_those_of_trl(name: str) -> None:
+    golden, (case, how) = TRL["advantages"][name], name.split(".")
+    per_function = ARRAYS[f"advantages.{case}.rewards"].astype(float)  # [B, F]
+    advantages = advantages_of(per_function, golden["weights"], golden["num_generations"], how)
     # TRL leaks float32 noise into the equal group of point1; the rest is 2e-7 of its size.
     atol = 4e-6 if case == "point1" else 2e-7
-    np.testing.assert_allclose(advantages, golden[scale], rtol=2e-7, atol=atol)
+    np.testing.assert_allclose(advantages, ARRAYS[f"advantages.{name}"], rtol=2e-7, atol=atol)
 
 
-# ---- The objective -------------------------------------------------------------------------------
+def test_an_unknown_estimator_is_named() -> None:
+    with pytest.raises(ValueError, match="ADV_ESTIMATOR='ppo'"):
+        group_advantages(np.array([1.0, 0.0]), 2, estimator="ppo")
+
+
+# ---- The objective: TRL's figures ----------------------------------------------------------------
 
 
 def value_and_grad(
-    logps: np.ndarray, old: np.ndarray, advantages: np.ndarray, mask: np.ndarray, num_tokens: float,
-    **settings: Any,
-) -> tuple[float, np.ndarray, dict[str, float]]:  # fmt: skip
-    """The loss, its gradient [R, T] and its metrics."""
+    logps: Any, old: Any, advantages: Any, mask: Any, num_tokens: float, **others: Any
+) -> tuple[float, np.ndarray, dict[str, float]]:
+    """The loss, its gradient [R, T] and its metrics; lists count as float32 arrays."""
     inputs = [jnp.asarray(x, jnp.float32) for x in (old, advantages)]
+    others = {name: jnp.float32(x) if np.ndim(x) else x for name, x in others.items()}
 
     def loss(logps: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        return policy_loss(logps, *inputs, jnp.asarray(mask), num_tokens, **settings)
+        return policy_loss(logps, *inputs, jnp.asarray(mask), num_tokens, **others)
 
     (value, metrics), grad = jax.value_and_grad(loss, has_aux=True)(jnp.float32(logps))
     assert value.shape == () and float(metrics.pop("loss")) == float(value)
     return float(value), np.asarray(grad), {name: float(x) for name, x in metrics.items()}
 
 
-def trl_inputs() -> dict[str, np.ndarray]:
+def trl_inputs(old: str = "old_logps", tool: bool = False, weight: str = "is_ratio_token") -> dict:
     """Finite garbage under the mask, row 4 without a token."""
-    return {name: np.array(x, np.float32) for name, x in TRL["loss"]["in"].items()}
+    names = ("logps", "ref_logps", "entropy", "advantages")
+    x = {name: ARRAYS[f"loss.in.{name}"] for name in names}
+    x["old_logps"], x["mask"] = ARRAYS[f"loss.in.{old}"], ARRAYS["loss.in.completion_mask"]
+    if tool:
+        x["mask"] = x["mask"] * ARRAYS["loss.in.tool_mask"]
+    ratio = ARRAYS[f"loss.in.{weight}"]  # [B, T], or [B, 1] of the sequence
+    gap = np.log(np.where(ratio > 0, ratio, 10.0))  # 0 is what TRL makes of more than its cap
+    gap = gap if weight == "is_ratio_token" else gap * np.eye(1, 12)  # [B, T]
+    x["sampling_logps"] = np.float32(x["old_logps"] - gap)
+    return {name: value.copy() for name, value in x.items()}
 
 
-def trl_case(name: str, x: dict[str, np.ndarray]) -> tuple[float, np.ndarray, dict[str, float]]:
-    settings = TRL["loss"]["cases"][name]["settings"]
-    rows = slice(*settings["rows"])
-    return value_and_grad(
-        x["logps"][rows], x["old_logps" if settings["old"] else "logps"][rows],
-        x["advantages"][rows], x["completion_mask"][rows], x["completion_mask"].sum(),
-        eps_high=settings["eps_high"], beta=settings["beta"],
-        ref_logps=jnp.asarray(x["ref_logps"][rows]),
-    )  # fmt: skip
+def part(x: dict, rows: slice = slice(8), quantile: float = 1.0, **others: Any) -> tuple:
+    """value_and_grad of the micro-batch `rows` of the step x."""
+    top = top_entropy_mask(x["entropy"], x["mask"], quantile)
+    counts = {"num_tokens": max(x["mask"].sum(), 1), "num_sequences": len(x["mask"])}
+    counts["num_top_tokens"] = max(top.sum(), 1)
+    own = {name: value[rows] for name, value in x.items()}
+    own["old"] = own.pop("old_logps")
+    own["top_mask"] = (top | (x["mask"] == 0))[rows]  # 1 under the mask is garbage as well
+    return value_and_grad(**own, **counts | others)
 
 
-@pytest.mark.parametrize("name", ["onpolicy", "offpolicy", "onpolicy_kl", "offpolicy_kl"])
-def test_the_objective_is_trl_s_dapo(name: str) -> None:
-    golden = TRL["loss"]["cases"][name]
-    loss, grad, metrics = trl_case(name, trl_inputs())
-    assert loss == pytest.approx(golden["loss"], abs=1e-6)
-    np.testing.assert_allclose(grad, golden["grad_logps"], atol=1e-6)
-    assert metrics == pytest.approx(golden["metrics"], abs=1e-6)
+@pytest.mark.parametrize("name", TRL["loss"])
+def test_the_objective_is_that_of_trl(name: str) -> None:
+    golden = TRL["loss"][name]
+    x, rows, settings = trl_inputs(**golden["inputs"]), slice(*golden["rows"]), golden["settings"]
+    loss, grad, metrics = part(x, rows, **settings)
+    assert loss == pytest.approx(ARRAYS[f"loss.{name}.loss"], abs=1e-6)
+    np.testing.assert_allclose(grad, ARRAYS[f"loss.{name}.grad_logps"], atol=1e-6)
+    # TRL's means are over the tokens of a micro-batch, ours are its share of the step's mean.
+    share = x["mask"][rows].sum() / settings["num_tokens"]
+    expected = {n: v * share if n.endswith("mean") else v for n, v in golden["metrics"].items()}
+    metrics = {n: v for n, v in metrics.items() if not n.startswith("is_weight/")}
+    assert metrics == pytest.approx(expected, abs=1e-6)
 
 
-def test_a_micro_batch_contributes_what_trl_accumulates() -> None:
-    """TRL's normaliser of one of 2 accumulated micro-batches is the whole step's tokens."""
-    for name in ("accum2_mb0", "accum2_mb1"):
-        loss, grad, _ = trl_case(name, trl_inputs())
-        assert loss == pytest.approx(TRL["loss"]["cases"][name]["loss"], abs=1e-6)
-        np.testing.assert_allclose(grad, TRL["loss"]["cases"][name]["grad_logps"], atol=1e-6)
+# ---- The objective: every variant ----------------------------------------------------------------
+
+VARIANTS = [
+    {},
+    {"loss_type": "bnpo", "delta": 1.1, "eps_high": 0.3},
+    {"loss_type": "grpo", "entropy_coef": 0.1},
+    {"loss_type": "dr_grpo", "max_completion_length": 32, "quantile": 0.5, "is_mode": "token_mask"},
+    {"loss_type": "gspo", "eps_low": 0.01, "eps_high": 0.02, "beta": 0.1},
+    {"loss_type": "cispo", "eps_high": 1.2, "is_mode": "token_truncate", "is_cap": 1.1},
+    {"loss_type": "sapo", "is_mode": "sequence_truncate", "is_cap": 1.1},
+    {"loss_type": "sapo", "importance_sampling_level": "sequence"},
+    {"importance_sampling_level": "sequence", "eps_high": 0.01, "beta": 0.1, "kl_estimator": "k2"},
+    {"loss_type": "cispo", "eps_high": 1.01, "importance_sampling_level": "sequence"},
+    {"is_mode": "token_mask", "is_cap": 1.1, "beta": 0.1, "kl_estimator": "k1"},
+    {"is_mode": "sequence_mask", "is_cap": 1.1, "beta": 0.1, "kl_bias_correction": False},
+    {"loss_type": "grpo", "beta": 0.1, "entropy_coef": 0.1, "quantile": 0.3, "delta": 1.25},
+]
+every_variant = pytest.mark.parametrize("variant", VARIANTS, ids=str)
 
 
-@pytest.mark.parametrize("garbage", [1e4, -1e4, math.inf, -math.inf, NAN])
-def test_what_is_under_the_mask_changes_nothing(garbage: float) -> None:
-    clean, dirty = trl_inputs(), trl_inputs()
-    for name in ("logps", "old_logps", "ref_logps"):
-        clean[name][clean["completion_mask"] == 0] = -1.0
-        dirty[name][dirty["completion_mask"] == 0] = garbage
-    loss, grad, metrics = trl_case("offpolicy_kl", clean)
-    assert (grad[clean["completion_mask"] == 0] == 0).all()
-    dirty_loss, dirty_grad, dirty_metrics = trl_case("offpolicy_kl", dirty)
-    assert (dirty_loss, dirty_metrics) == (loss, metrics)
-    assert dirty_grad.tolist() == grad.tolist()
+@every_variant
+def test_what_is_under_the_mask_changes_nothing(variant: dict) -> None:
+    clean = trl_inputs()
+    under = clean["mask"] == 0
+    loss, grad, metrics = part(clean, **variant)
+    assert under[4].all() and (grad[under] == 0).all() and (grad[~under] != 0).any()
+    for garbage in ((1e4, 1e4), (-1e4, 1e4), (INF, INF), (INF, -INF), (-INF, INF), (NAN, NAN)):
+        dirty = trl_inputs()
+        for i, name in enumerate(("logps", "old_logps", "entropy", "ref_logps", "sampling_logps")):
+            dirty[name][under] = garbage[i % 2]
+        dirty_loss, dirty_grad, dirty_metrics = part(dirty, **variant)
+        assert (dirty_loss, dirty_metrics) == (loss, metrics)
+        assert dirty_grad.tolist() == grad.tolist()
+
+
+@every_variant
+def test_micro_batches_add_up_to_the_batch(variant: dict) -> None:
+    x = trl_inputs()
+    loss, grad, metrics = part(x, **variant)
+    for size in (1, 2, 4):
+        parts = [part(x, slice(i, i + size), **variant) for i in range(0, 8, size)]
+        losses, grads, partial = zip(*parts, strict=True)
+        assert sum(losses) == pytest.approx(loss, abs=1e-6)
+        np.testing.assert_allclose(np.concatenate(grads), grad, atol=1e-7)
+        for name, whole in metrics.items():
+            over_step = {"min": min, "max": max}.get(name[-3:], sum)
+            assert over_step(p[name] for p in partial) == pytest.approx(whole, abs=1e-6), name
+
+
+@every_variant
+def test_a_step_without_a_token_teaches_nothing(variant: dict) -> None:
+    x = trl_inputs()
+    x["mask"][:] = 0
+    loss, grad, metrics = part(x, **variant)
+    assert loss == 0 and not grad.any() and np.isfinite(list(metrics.values())).all()
+
+
+# ---- The objective: by hand ----------------------------------------------------------------------
+
+
+def clip_ratios(*shares: float) -> dict[str, float]:
+    names = ("low_mean", "high_mean", "region_mean", "low_min", "high_max")
+    return {f"clip_ratio/{name}": share for name, share in zip(names, shares, strict=True)}
+
+
+CLIP, SAPO = {"eps_high": 0.3}, {"loss_type": "sapo"}
+CISPO = {"loss_type": "cispo", "eps_high": 5.0}
+NONE, LOW, HIGH = clip_ratios(0, 0, 0, 0, 0), clip_ratios(1, 0, 1, 1, 0), clip_ratios(0, 1, 1, 0, 1)
 
 
 @pytest.mark.parametrize(
-    "ratio, advantage, loss, slope, low, high",
+    "settings, ratio, advantage, loss, slope, metrics",
     [  # the loss of one token and its slope in logp, d(-ratio A)/dlogp = -ratio A unless clipped
-        (1.0, 2.0, -2.0, -2.0, 0, 0),
-        (1.1, 2.0, -2.2, -2.2, 0, 0),
-        (1.5, 2.0, -2.6, 0.0, 0, 1),  # held at 1.3: no reward for going further
-        (0.5, 2.0, -1.0, -1.0, 0, 0),  # a good token got rarer: never clipped
-        (0.5, -2.0, 1.6, 0.0, 1, 0),  # held at 0.8
-        (1.5, -2.0, 3.0, 3.0, 0, 0),  # a bad token got likelier: never clipped
-        (0.9, -2.0, 1.8, 1.8, 0, 0),
+        (CLIP, 1.1, 2.0, -2.2, -2.2, NONE),
+        (CLIP, 1.5, 2.0, -2.6, 0.0, HIGH),  # held at 1.3: no reward for going further
+        (CLIP, 0.5, 2.0, -1.0, -1.0, NONE),  # a good token got rarer: never clipped
+        (CLIP, 0.5, -2.0, 1.6, 0.0, LOW),  # held at 0.8
+        (CLIP, 1.5, -2.0, 3.0, 3.0, NONE),  # a bad token got likelier: never clipped
+        (CLIP, 0.9, -2.0, 1.8, 1.8, NONE),
+        (CLIP | {"delta": 4.0}, 3.0, -2.0, 6.0, 6.0, NONE),
+        (CLIP | {"delta": 4.0}, 10.0, -2.0, 8.0, 0.0, NONE),  # but with delta
+        (CLIP | {"delta": 4.0}, 10.0, 2.0, -2.6, 0.0, HIGH),
+        (CLIP | {"delta": 1.1}, 1.5, 2.0, -2.2, 0.0, NONE),  # 1.1 is not above 1.3
+        (CLIP | {"delta": 1.1}, 1.5, -2.0, 2.6, 0.0, NONE),  # the clipped side ends at 1.3 still
+        # -min(ratio, 5) A (ln(ratio) - 3) of slope -min(ratio, 5) A, past the cap too
+        (CISPO, 2.0, 3.0, 13.8411169, -6.0, {"cispo_clip_ratio": 0}),
+        (CISPO, 10.0, 3.0, 10.4612236, -15.0, {"cispo_clip_ratio": 1}),
+        (CISPO, 10.0, -2.0, -6.9741491, 10.0, {"cispo_clip_ratio": 0}),
+        (CISPO | {"eps_high": 1.0}, 1.0, 2.0, 6.0, -2.0, {"cispo_clip_ratio": 0}),  # not above
+        # slope -4 s (1 - s) ratio A; s = 1/2, sigmoid(2) = .8807971, sigmoid(2.1) = .8909032
+        (SAPO, 1.0, 2.0, -4.0, -2.0, {}),
+        (SAPO, 3.0, 2.0, -7.0463766, -2.5198460, {}),
+        (SAPO, 1.0, -2.0, 3.8095238, 2.0, {}),
+        (SAPO, 3.0, -2.0, 6.7878337, 2.3326729, {}),
     ],
 )
-def test_clipping_by_hand(
-    ratio: float, advantage: float, loss: float, slope: float, low: int, high: int
+def test_the_loss_of_a_token_by_hand(
+    settings: dict, ratio: float, advantage: float, loss: float, slope: float, metrics: dict
 ) -> None:
-    value, grad, metrics = value_and_grad(
-        [[math.log(ratio) - 1.5]], [[-1.5]], [advantage], [[1]], 1.0, eps_low=0.2, eps_high=0.3
-    )
-    assert value == pytest.approx(loss, rel=1e-6)
-    assert grad[0, 0] == pytest.approx(slope, rel=1e-6)
-    names = [f"clip_ratio/{which}_mean" for which in ("low", "high", "region")]
-    assert metrics == dict(zip(names, [low, high, low + high], strict=True))
+    token = ([[math.log(ratio) - 3]], [[-3.0]], [advantage], [[1]], 1.0)
+    value, grad, own_metrics = value_and_grad(*token, **settings)
+    assert (value, grad[0, 0]) == pytest.approx((loss, slope), rel=1e-6)
+    assert own_metrics == metrics
 
 
-def test_the_kl_is_k3_and_moves_the_gradient() -> None:
-    """ref 2x likelier: 2 - ln 2 - 1, slope 1 - 2. ref half as likely: .5 + ln 2 - 1, slope 1/2."""
-    logps = np.array([[-1.0, -2.0, -3.0]])
-    ref = jnp.float32(logps + [[math.log(2), -math.log(2), 0]])
-    same = (logps, logps, [0.0], [[1, 1, 1]], 4.0)
-    value, grad, metrics = value_and_grad(*same, beta=0.5, ref_logps=ref)
-    assert metrics["kl"] == pytest.approx((0.3068528 + 0.1931472 + 0) / 4, abs=1e-7)
-    assert value == pytest.approx(0.5 * 0.5 / 4, abs=1e-7)
-    np.testing.assert_allclose(grad, [[-0.5 / 4, 0.25 / 4, 0]], atol=1e-7)
-    value, grad, metrics = value_and_grad(*same)
+def test_a_ratio_of_1_is_beyond_no_epsilon() -> None:
+    for advantage in (1.0, -1.0):
+        token = ([[0.0]], [[0.0]], [advantage], [[1]], 1.0)
+        assert value_and_grad(*token, eps_low=0.0, eps_high=0.0)[2] == NONE
+
+
+def test_the_extremes_of_clipping_are_of_rows_with_a_token() -> None:
+    """Of 5 tokens 3 are clipped, 1/2 and 2/3 of the rows' tokens; the third row has none."""
+    mask = [[1, 1, 0], [1, 1, 1], [0, 0, 0]]
+    low, high = clip_ratios(0.6, 0, 0.6, 0.5, 0), clip_ratios(0, 0.6, 0.6, 0, 2 / 3)
+    for advantage, far, expected in ((-1.0, -LN2, low), (1.0, LN2, high)):
+        logps = [[far, 0, far], [far, far, 0], [far, far, far]]
+        metrics = value_and_grad(logps, np.zeros((3, 3)), [advantage] * 3, mask, 5.0)[2]
+        assert metrics == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "loss_type, loss, first, second",
+    [  # the loss, and its slope at a token of the first row and at each of the second's
+        ("dapo", -(5 + 3) / 8, -5 / 8, -1 / 8),
+        ("bnpo", -(5 + 3) / 8, -5 / 8, -1 / 8),
+        ("cispo", (5 + 3) / 8, -5 / 8, -1 / 8),  # times the logp, -1
+        ("grpo", -(5 + 3 / 3) / 4, -5 / 4, -1 / 12),
+        ("gspo", -(5 + 3 / 3) / 4, -5 / 4, -1 / 12),
+        ("sapo", -(10 + 6 / 3) / 4, -5 / 4, -1 / 12),  # -2 A, of slope -A
+        ("dr_grpo", -(5 + 3) / 40, -5 / 40, -1 / 40),
+    ],
+)
+def test_the_denominators_by_hand(loss_type: str, loss: float, first: float, second: float) -> None:
+    """Rows of 1 and 3 tokens, advantages 5 and 1; 8 tokens and 4 sequences of up to 10 a step."""
+    logps, mask = np.full((2, 3), -1.0), [[1, 0, 0], [1, 1, 1]]
+    step = (logps, logps, [5.0, 1.0], mask, 8.0)
+    settings = {"loss_type": loss_type, "max_completion_length": 10, "eps_high": 1.0}
+    value, grad, _ = value_and_grad(*step, num_sequences=4, **settings)
+    assert value == pytest.approx(loss)
+    np.testing.assert_allclose(grad, [[first, 0, 0], [second] * 3], atol=1e-7)
+    if loss_type not in ("dapo", "bnpo", "cispo"):  # without num_sequences there are the 2 here
+        assert value_and_grad(*step, **settings)[0] == pytest.approx(2 * loss)
+
+
+@pytest.mark.parametrize("loss_type, level", [("gspo", "token"), ("grpo", "sequence")])
+def test_the_ratio_of_a_sequence_is_the_geometric_mean(loss_type: str, level: str) -> None:
+    """Of 2, 4 and 1 it is 2; the row's slope, -2 A, is spread over its three tokens."""
+    logps = [[LN2, 2 * LN2, 0.0], [-LN2, 0, 0], [0, 0, 0]]
+    mask = [[1, 1, 1], [1, 0, 0], [0, 0, 0]]
+    step = (logps, np.zeros((3, 3)), [1.0, -1.0, 1.0], mask, 5.0)
+    settings = {"loss_type": loss_type, "importance_sampling_level": level, "num_sequences": 4}
+    loss, grad, metrics = value_and_grad(*step, eps_low=0.9, eps_high=9.0, **settings)
+    assert loss == pytest.approx((-2 + 0.5) / 4) and not any(metrics.values())
+    np.testing.assert_allclose(grad, [[-2 / 12] * 3, [0.5 / 4, 0, 0], [0] * 3], atol=1e-7)
+    loss, grad, metrics = value_and_grad(*step, **settings)
+    assert loss == pytest.approx((-1.2 + 0.8) / 4) and not grad.any()
+    assert metrics == clip_ratios(1 / 4, 1 / 4, 2 / 4, 0, 1)  # of sequences
+
+
+@pytest.mark.parametrize(
+    "kind, corrected, ratio, kl, slope",
+    [  # ref_logps - logps = ln 2; corrected by the ratio r: r k, of slope r (k + dk/dlogp)
+        ("k1", False, 2.0, -0.6931472, 1.0),
+        ("k2", False, 2.0, 0.2402265, -0.6931472),
+        ("k3", False, 2.0, 0.3068528, -1.0),
+        ("k1", True, 2.0, -1.3862944, 0.6137056),
+        ("k2", True, 2.0, 0.4804530, -0.9058413),
+        ("k3", True, 2.0, 0.6137056, -1.3862944),
+        ("k3", True, 1.0, 0.3068528, -0.6931472),  # the ratio has a slope where it is 1
+    ],
+)
+def test_the_kl_by_hand(kind: str, corrected: bool, ratio: float, kl: float, slope: float) -> None:
+    logp = math.log(ratio) - 3
+    step = ([[logp, -1.0]], [[-3.0, -1.0]], [0.0], [[1, 0]], 4.0)
+    settings = {"ref_logps": [[logp + LN2, 9.0]], "kl_estimator": kind}
+    value, grad, metrics = value_and_grad(*step, beta=0.5, kl_bias_correction=corrected, **settings)
+    assert (metrics["kl"], value) == pytest.approx((kl / 4, 0.5 * kl / 4), abs=1e-6)
+    np.testing.assert_allclose(grad, [[0.5 * slope / 4, 0]], atol=1e-6)
+    value, grad, metrics = value_and_grad(*step, **settings)
     assert value == 0 and not grad.any() and "kl" not in metrics
 
 
-def test_the_advantage_belongs_to_the_row_and_the_denominator_to_the_step() -> None:
-    """Rows of 1 and 3 tokens, advantages 5 and 1: -(5 + 1 + 1 + 1) / 8."""
-    mask = [[1, 0, 0], [1, 1, 1]]
-    loss, grad, _ = value_and_grad(np.zeros((2, 3)), np.zeros((2, 3)), [5.0, 1.0], mask, 8.0)
-    assert loss == -1.0
-    assert grad.tolist() == [[-5 / 8, 0, 0], [-1 / 8, -1 / 8, -1 / 8]]
+def test_what_weights_top_tokens_and_entropy_apply_to() -> None:
+    """Three tokens of ratio 1, A = 2, weights 1/2, 2 (of 8 held at 2) and 1; the first a top one.
+
+    Policy -2 / 2, KL 2 * .3068528 of slope .3068528 - 1 each, over 8; entropy .1 * 1.5 / 4.
+    """
+    zeros = np.zeros((1, 3))
+    step = (zeros, zeros, [2.0], [[1, 1, 1]], 8.0)
+    settings = {"is_mode": "token_truncate", "is_cap": 2.0, "beta": 1.0, "entropy_coef": 0.1}
+    settings |= {"sampling_logps": [[LN2, -3 * LN2, 0]], "ref_logps": [[LN2, LN2, 0]]}
+    settings |= {"top_mask": [[1, 0, 0]], "entropy": [[1.5, 7.0, 5.0]]}
+    loss, grad, metrics = value_and_grad(*step, num_top_tokens=4.0, **settings)
+    assert metrics["policy_loss"] == pytest.approx((-1 + 0.6137056) / 8)
+    assert loss == pytest.approx((-1 + 0.6137056) / 8 - 0.15 / 4)
+    np.testing.assert_allclose(grad, [[-1.6931472 / 8, -0.6931472 / 8, 0]], atol=1e-7)
+    shares = {"is_weight/mean": 3.5 / 8, "is_weight/over_cap": 1 / 8, "kl": 0.6137056 / 8}
+    assert {name: metrics[name] for name in shares} == pytest.approx(shares)
+    # Without the counts: the 1 top token here; without top_mask all three are, of mean entropy 4.5.
+    for others, policy, entropy in ((settings, -1, 1.5), (settings | {"top_mask": None}, -7, 4.5)):
+        loss = value_and_grad(*step, **others)[0]
+        assert loss == pytest.approx((policy + 0.6137056) / 8 - 0.1 * entropy)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_micro_batches_add_up_to_the_batch(size: int) -> None:
-    x = trl_inputs()
-    mask, num_tokens = x["completion_mask"], x["completion_mask"].sum()
-
-    def part(rows: slice, num_tokens: float) -> tuple[float, np.ndarray, dict[str, float]]:
-        return value_and_grad(
-            x["logps"][rows], x["old_logps"][rows], x["advantages"][rows], mask[rows], num_tokens,
-            beta=0.1, ref_logps=jnp.asarray(x["ref_logps"][rows]),
-        )  # fmt: skip
-
-    loss, grad, metrics = part(slice(0, 8), num_tokens)
-    parts = [slice(i, i + size) for i in range(0, 8, size)]
-    losses, grads, partial = zip(*(part(rows, num_tokens) for rows in parts), strict=True)
-    assert sum(losses) == pytest.approx(loss, abs=1e-6)
-    np.testing.assert_allclose(np.concatenate(grads), grad, atol=1e-7)
-    assert {n: sum(p[n] for p in partial) for n in metrics} == pytest.approx(metrics, abs=1e-6)
-    # Means of the micro-batches' own means are something else, so the above would see them.
-    own = [part(rows, max(mask[rows].sum(), 1))[0] / len(parts) for rows in parts]
-    assert abs(sum(own) - loss) > 1e-3
+# ---- Sampler weights and top tokens --------------------------------------------------------------
 
 
-# ---- Token log-probabilities ---------------------------------------------------------------------
+@pytest.mark.parametrize("how, beyond", [("truncate", 3.0), ("mask", 0.0)])
+def test_sampler_weights_by_hand(how: str, beyond: float) -> None:
+    """Of a sequence they are the product: 2 * 1/2 * 4, 2, infinite, 0; NaN counts as 1."""
+    gap = [[LN2, -LN2, 2 * LN2, INF], [LN2, NAN, 0, NAN], [INF, LN2, 0, 9], [-INF, 0, 0, 9]]
+    mask = jnp.array([[1, 1, 1, 0]] * 4)
+    inputs = (jnp.zeros((4, 4)), -jnp.array(gap), mask)
+    weight, over = sampler_weights(*inputs, f"token_{how}", 3.0)
+    expected = [[2, 0.5, beyond, 1], [2, 1, 1, 1], [beyond, 2, 1, 1], [0, 1, 1, 1]]
+    np.testing.assert_allclose(weight, expected, rtol=1e-6)
+    assert np.argwhere(over).tolist() == [[0, 2], [2, 0]]
+    weight, over = sampler_weights(*inputs, f"sequence_{how}", 3.0)
+    np.testing.assert_allclose(weight, [[beyond], [2], [beyond], [0]], rtol=1e-6)
+    assert over.tolist() == [[True], [False], [True], [False]]
 
 
-def numpy_token_logps(
-    hidden: np.ndarray, lm_head: np.ndarray, ids: np.ndarray, temperature: float
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Float64: log p of ids, entropy, and the log-probabilities [..., V] behind them."""
-    logits = hidden.astype(float) @ lm_head.astype(float).T / temperature
-    logits = logits - logits.max(axis=-1, keepdims=True)
-    table = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
-    chosen = np.take_along_axis(table, ids[..., None], axis=-1)[..., 0]
-    return chosen, -(np.exp(table) * table).sum(axis=-1), table
+@pytest.mark.parametrize("how", ["truncate", "mask"])
+@pytest.mark.parametrize("level, total", [("token", 6), ("sequence", 2)])
+def test_a_weight_at_the_cap_is_kept_and_has_no_gradient(level: str, total: int, how: str) -> None:
+    def weights(old: jax.Array, sampling: jax.Array) -> jax.Array:
+        weight, over = sampler_weights(old, sampling, jnp.ones((2, 3)), f"{level}_{how}", 1.0)
+        return weight.sum() + 100 * over.sum()
+
+    value, grads = jax.value_and_grad(weights, (0, 1))(jnp.ones((2, 3)), jnp.ones((2, 3)))
+    assert value == total and not np.any(grads)
 
 
-def inputs(*lead: int, V: int, D: int = 5) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """hidden [*lead, D], lm_head [V, D] and ids [*lead]."""
-    rng = np.random.default_rng(V)
-    hidden, lm_head = rng.normal(size=(*lead, D)), rng.normal(size=(V, D))
-    return np.float32(hidden), np.float32(lm_head), rng.integers(0, V, lead).astype(np.int32)
-
-
-def force_chunks(monkeypatch: pytest.MonkeyPatch, rows: int, V: int, chunk: int) -> None:
-    monkeypatch.setattr(loss_pallas, "LOGITS_CHUNK_BYTES", rows * V * 4 * chunk + 3)
-
-
-@pytest.mark.parametrize("case", ["t1_dapo", "t0p7_dapo", "t1p3_grpo"])
-def test_logps_and_entropy_are_those_of_trl(case: str) -> None:
-    golden = TRL["logits"][case]
-    logits = jnp.float32(np.array(TRL["logits"]["logits"]))  # [2, 12, 40]
-    ids = jnp.array(TRL["logits"]["ids"])
-    logps, entropy = token_logps(logits, jnp.eye(40), ids, temperature=golden["temperature"])
-    mask = np.array(TRL["logits"]["completion_mask"])  # TRL has 0 where it is 0
-    np.testing.assert_allclose(logps * mask, golden["logps"], atol=2e-6)
-    np.testing.assert_allclose(entropy * mask, golden["entropies"], atol=3e-6)
-
-
-# n = 11 in chunks of 1, of 4 (an uneven last), of 11 and more (none)
-@pytest.mark.parametrize("chunk", [1, 4, 11, 100])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_values_and_gradients_are_those_of_numpy(
-    monkeypatch: pytest.MonkeyPatch, chunk: int, temperature: float
-) -> None:
-    R, n, V = 3, 11, 23
-    hidden, lm_head, ids = inputs(R, n, V=V)
-    force_chunks(monkeypatch, R, V, chunk)
-    run = functools.partial(token_logps, ids=jnp.asarray(ids), temperature=temperature)
-    (logps, entropy), pull = jax.vjp(jax.jit(run), jnp.asarray(hidden), jnp.asarray(lm_head))
-    assert logps.shape == entropy.shape == (R, n)
-    assert logps.dtype == entropy.dtype == jnp.float32
-    expected, H, table = numpy_token_logps(hidden, lm_head, ids, temperature)
-    np.testing.assert_allclose(logps, expected, atol=2e-6)
-    np.testing.assert_allclose(entropy, H, atol=3e-6)
-
-    towards_logps, towards_entropy = np.random.default_rng(1).normal(size=(2, R, n))
-    to_hidden, to_lm_head = pull((jnp.float32(towards_logps), jnp.float32(towards_entropy)))
-    probs = np.exp(table)
-    to_logits = towards_logps[..., None] * (np.eye(V)[ids] - probs)  # [R, n, V]
-    to_logits -= towards_entropy[..., None] * probs * (table + H[..., None])
-    to_logits /= temperature
-    np.testing.assert_allclose(to_hidden, to_logits @ lm_head, atol=5e-6)
-    flat = to_logits.reshape(-1, V).T @ hidden.reshape(R * n, -1)
-    np.testing.assert_allclose(to_lm_head, flat, atol=2e-5)
-
-
-@pytest.mark.parametrize("lead", [(), (2,), (2, 3)], ids=str)
-def test_any_number_of_leading_axes_is_kept(
-    monkeypatch: pytest.MonkeyPatch, lead: tuple[int, ...]
-) -> None:
-    hidden, lm_head, ids = inputs(*lead, 7, V=13)
-    force_chunks(monkeypatch, math.prod(lead), 13, 3)
-    logps, entropy = token_logps(jnp.asarray(hidden), jnp.asarray(lm_head), jnp.asarray(ids))
-    expected, H, _ = numpy_token_logps(hidden, lm_head, ids, 1.0)
-    np.testing.assert_allclose(logps, expected, atol=2e-6)
-    np.testing.assert_allclose(entropy, H, atol=3e-6)
-
-
-def test_bfloat16_operands_have_float32_logits() -> None:
-    hidden, lm_head, ids = inputs(3, 7, V=1009, D=17)
-    rounded = [jnp.asarray(x, jnp.bfloat16) for x in (hidden, lm_head)]
-    logps, entropy = token_logps(*rounded, jnp.asarray(ids))
-    assert logps.dtype == entropy.dtype == jnp.float32
-    exact = [np.asarray(x, np.float64) for x in rounded]
-    expected, H, _ = numpy_token_logps(*exact, ids, 1.0)
-    np.testing.assert_allclose(logps, expected, atol=1e-5)
-    np.testing.assert_allclose(entropy, H, atol=1e-5)
-
-
-def test_the_logits_of_a_whole_sequence_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    R, n, V = 2, 128, 1009
-    hidden, lm_head, ids = inputs(R, n, V=V)
-
-    def temporary_bytes(chunk: int) -> int:
-        """What loss and gradient hold beside their inputs and outputs."""
-        force_chunks(monkeypatch, R, V, chunk)
-
-        def loss(hidden: jax.Array, lm_head: jax.Array) -> jax.Array:
-            logps, entropy = token_logps(hidden, lm_head, jnp.asarray(ids))
-            return logps.sum() + 0.1 * entropy.sum()
-
-        program = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(hidden, lm_head).compile()
-        return program.memory_analysis().temp_size_in_bytes
-
-    whole = R * n * V * 4
-    assert temporary_bytes(n) > whole
-    assert temporary_bytes(4) < whole / 4  # a chunk is 1/32 of it
-
-
-def test_a_device_chunks_its_own_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over 2 shards, 4 rows make as many logits a device as 2 rows do on one: the same chunks."""
-    hidden, lm_head, ids = inputs(4, 12, V=13)
-    force_chunks(monkeypatch, 2, 13, 3)
-
-    def scans(rows: int, shards: int) -> list[int]:
-        run = functools.partial(token_logps, shards=shards)
-        program = jax.make_jaxpr(run)(hidden[:rows], lm_head, ids[:rows])
-        return [e.params["length"] for e in program.eqns if e.primitive.name == "scan"]
-
-    assert scans(2, 1) == scans(4, 2) == [4]
-    assert scans(4, 1) == [12]
-
-
-def test_an_unknown_implementation_is_named() -> None:
-    hidden, lm_head, ids = inputs(2, 3, V=7)
-    with pytest.raises(ValueError, match="POLICY_LOSS_IMPL='cuda'"):
-        token_logps(hidden, lm_head, ids, impl="cuda")
+def test_top_tokens_by_hand() -> None:
+    """The 0.6 quantile of 1, 2, 3, 4, 6 is 3.4, the 0.7 one 3.8, the median 3 itself."""
+    entropy, mask = np.array([[4.0, 1, 2], [6, 3, NAN]]), np.array([[1, 1, 1], [1, 1, 0]])
+    for quantile, kept in ((0.4, {4, 6}), (0.3, {4, 6}), (0.5, {3, 4, 6}), (1.0, {1, 2, 3, 4, 6})):
+        top = top_entropy_mask(entropy, mask, quantile)
+        assert top.shape == (2, 3) and set(entropy[top]) == kept
+    entropy[1, 2] = 9.0  # garbage
+    assert top_entropy_mask(entropy, mask, 0.2).tolist() == [[False] * 3, [True, False, False]]
+    assert not top_entropy_mask(entropy, 0 * mask, 0.5).any()

@@ -34,11 +34,24 @@ def clock() -> Clock:
 
 
 def test_the_step_line_has_the_mean_reward_and_says_when_there_is_nothing_to_learn() -> None:
-    assert step_line(7, MEANS, ROWS, clock(), 2, False) == (
-        "step=7 loss=0.250000 entropy=1.5000 reward_mean=1.1250 dt=0.00s"
+    line = "step=7 loss=0.250000 entropy=1.5000 reward_mean=1.1250 dt=0.00s"
+    assert step_line(7, MEANS, ROWS, True, clock(), False) == line
+    assert step_line(7, MEANS, ROWS, False, clock(), False) == (
+        f"{line} (no completion that counts has an advantage: no policy gradient)"
     )
-    equal = ROWS._replace(rewards=np.full(4, 0.7))
-    assert "the rewards of every group are equal" in step_line(7, MEANS, equal, clock(), 2, False)
+
+
+def test_the_step_line_of_dynamic_sampling_has_its_rounds_and_the_share_of_groups_kept() -> None:
+    sampled = {"rounds": 3.0, "kept_frac": 5 / 12, "reward_mean": 0.5}
+    means = MEANS | {f"dynamic_sampling/{name}": value for name, value in sampled.items()}
+    line = step_line(7, means, ROWS, True, clock(), False)
+    assert line.endswith(" reward_mean=1.1250 dt=0.00s rounds=3 kept=0.4167")
+    line = step_line(7, means, ROWS, False, clock(), True)
+    assert " completion_hit_max_frac=0.2500 rounds=3 kept=0.4167 (no completion" in line
+    records = step_records(means, ROWS, np.zeros(4), clock(), 2, ["first", "second"])
+    assert {f"train-other/dynamic_sampling/{name}": x for name, x in sampled.items()}.items() <= (
+        records.items()
+    )
 
 
 def test_a_group_whose_applicable_rewards_are_equal_teaches_nothing() -> None:
@@ -48,7 +61,7 @@ def test_a_group_whose_applicable_rewards_are_equal_teaches_nothing() -> None:
 
 
 def test_the_breakdown_names_phases_and_lengths() -> None:
-    line = step_line(7, MEANS, ROWS, clock(), 2, True)
+    line = step_line(7, MEANS, ROWS, True, clock(), True)
     assert " rollout=0.00s rollout_sync=0.00s rollout_generate=0.00s reward=0.00s" in line
     assert line.endswith(
         "prompt_len_mean=15.0 completion_len_mean=5.0 completion_len_max=8 "

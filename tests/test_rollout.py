@@ -24,6 +24,7 @@ from rollout import (
     generate,
     pad_prompts,
     prefill,
+    prompt_width,
     sample,
     share,
 )
@@ -253,11 +254,12 @@ def test_every_stop_id_ends_a_completion_from_the_first_token_on() -> None:
     assert stopped.lengths().tolist() == lengths
 
 
-def test_lengths_and_last_ids_read_the_mask() -> None:
+def test_lengths_ids_and_last_ids_read_the_mask() -> None:
     ids = np.array([[7, 9, 9, 9], [5, 6, 7, 8], [1, 2, 3, 9]], np.int32)
     mask = np.array([[1, 0, 0, 0], [1, 1, 1, 1], [1, 1, 1, 0]], np.int32)
     roll = Rollout(ids, mask, np.zeros((3, 4), np.float32))
     assert roll.lengths().tolist() == [1, 4, 3]
+    assert roll.ids() == [[7], [5, 6, 7, 8], [1, 2, 3]]
     assert roll.last_ids().tolist() == [7, 8, 3]
 
 
@@ -380,6 +382,11 @@ def test_bucket_is_the_next_power_of_two_or_three_quarters_of_it() -> None:
     lengths = [0, 1, 16, 17, 24, 25, 32, 33, 48, 49, 64, 65, 96, 97, 128, 250, 1000, 1025, 1537]
     widths = [16, 16, 16, 24, 24, 32, 32, 48, 48, 64, 64, 96, 96, 128, 128, 256, 1024, 1536, 2048]
     assert [bucket(n) for n in lengths] == widths
+
+
+def test_a_prompt_is_as_wide_as_a_bucket_and_its_last_token() -> None:
+    assert [prompt_width(n) for n in (1, 17, 18, 25, 26)] == [17, 17, 25, 25, 33]
+    assert [prompt_width(n, 30) for n in (1, 33, 34)] == [33, 33, 49]  # at least 30 and it
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The run as a user starts it: one process or two, one device or eight, any batch sizes."""
 
+import itertools
 import json
 import math
 import os
@@ -173,15 +174,18 @@ def test_two_processes_do_what_one_does(
 def test_a_second_epoch_clips_the_reference_penalizes_and_every_step_samples_anew(
     out: Path,
 ) -> None:
-    settings = {"STEPS": "2", "PPO_EPOCHS": "2", "BETA": "0.1", "LEARNING_RATE": "1e-4"}
+    settings = {"STEPS": "3", "PPO_EPOCHS": "2", "BETA": "0.1", "LEARNING_RATE": "1e-4"}
+    settings |= {"REF_SYNC_STEPS": "4", "REF_SYNC_ALPHA": "1"}
     result = train(out / "epochs", LR_SCHEDULE="constant", WARMUP_RATIO="0", **settings)
-    first, second = result.records
-    for record in (first, second):
+    for record in result.records:
         assert record["train-other/clip_ratio/region_mean"] > 0
-        assert record["train-other/sampling_logp_difference/max"] > 1e-4  # of the second epoch
-    assert first["train-other/kl"] > 0 and second["train-other/kl"] > 0
-    step_0, step_1 = result.completions[:128], result.completions[128:]
-    assert len({text for _, text in step_0} & {text for _, text in step_1}) < 5
+        # The sampler is compared with the policy before the first update, in every epoch.
+        assert record["train-other/sampling_logp_difference/max"] < 1e-4
+    kl = [record["train-other/kl"] for record in result.records]
+    assert 0 < kl[0] and 3 * kl[2] < kl[1], "four updates, and the reference is the policy again"
+    steps = [result.completions[i : i + 128] for i in (0, 128, 256)]
+    for a, b in itertools.combinations(steps, 2):
+        assert len({text for _, text in a} & {text for _, text in b}) < 5
 
 
 @pytest.mark.parametrize("devices, samples", [(1, "8"), (8, "5")])

@@ -15,24 +15,27 @@ import pytest
 from jax.sharding import Mesh
 from test_rollout import CONFIG, PAD, numpy_logits, numpy_softmax, weights
 
+from loss import Objective
 from model import TRAIN_ROWS, Layout, Params, param_shardings, put_rows
 from update import (
-    Batch,
     Compute,
-    Objective,
+    Counts,
+    MicroBatch,
     Optimizer,
     init_state,
     learning_rate,
+    merge_metrics,
     micro_step,
     optimizer_step,
-    ref_logps,
+    score_tokens,
     sync_weights,
-    zero_total,
+    zero_grads,
 )
 
 K, T = 8, 6
 PROMPTS = [[5, 11, 2], [7, 7, 30, 1, 19, 8]]
-OBJECTIVE = Objective(temperature=0.7, eps_low=0.2, eps_high=0.3, beta=0.1)
+TEMPERATURE = 0.7
+OBJECTIVE = Objective(eps_low=0.2, eps_high=0.3, beta=0.1, kl_bias_correction=False)
 SGD = Optimizer("sgd", weight_decay=0.1, clip_norm=0.5)
 ADAMW = Optimizer("adamw", weight_decay=0.1, clip_norm=0.5)
 FLOAT32 = jnp.dtype("float32")
@@ -54,6 +57,7 @@ class Sequences(NamedTuple):
     advantages: np.ndarray  # [B]
     old_logps: np.ndarray  # [B, T]
     ref_logps: np.ndarray  # [B, T]
+    top_mask: np.ndarray | None = None  # [B, T]
 
 
 def numpy_logps(params: Params, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -62,7 +66,7 @@ def numpy_logps(params: Params, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray
     for row, tokens in enumerate(ids.tolist()):
         prompt = PROMPTS[row // K]
         logits = numpy_logits(params, prompt + tokens)[len(prompt) - 1 : -1]  # [T, V]
-        probs = numpy_softmax(logits / OBJECTIVE.temperature)
+        probs = numpy_softmax(logits / TEMPERATURE)
         logps[row] = np.log(probs[np.arange(T), tokens])
         entropy[row] = -(probs * np.log(probs)).sum(axis=-1)
     return logps, entropy
@@ -102,7 +106,7 @@ def laid_out(mesh: Mesh, params: Params | None = None) -> Params:
     return jax.device_put(params, param_shardings(CONFIG, mesh))
 
 
-def micro_batches(x: Sequences, micro: int, s: int, wider: int, where: Layout) -> list[Batch]:
+def micro_batches(x: Sequences, micro: int, s: int, wider: int, where: Layout) -> list[MicroBatch]:
     """Prompts 8 + wider and completions T + wider wide; s sequences share a prompt row."""
     width = 8 + wider
     ids, mask = np.full((2 * K, width), PAD, np.int32), np.zeros((2 * K, width), np.int32)
@@ -110,14 +114,15 @@ def micro_batches(x: Sequences, micro: int, s: int, wider: int, where: Layout) -
         prompt = PROMPTS[row // K]
         ids[row, -len(prompt) :], mask[row, -len(prompt) :] = prompt, 1
     pad = ((0, 0), (0, wider))
-    rows = [a if a.ndim == 1 else np.pad(a, pad, constant_values=7) for a in x]
+    given = [a for a in x if a is not None]
+    rows = [a if a.ndim == 1 else np.pad(a, pad, constant_values=7) for a in given]
     rows[1] = np.pad(x.mask, pad)
 
-    def one(start: int) -> Batch:
+    def one(start: int) -> MicroBatch:
         own = slice(start, start + micro)
         prompts = [put_rows(a[own][::s], where) for a in (ids, mask)]
         completions, completion_mask, *rest = (put_rows(a[own], where) for a in rows)
-        return Batch(*prompts, completions, completion_mask, *rest)
+        return MicroBatch(*prompts, completions, completion_mask, *rest)
 
     return [one(start) for start in range(0, 2 * K, micro)]
 
@@ -129,26 +134,28 @@ def places(tree: Any) -> list:
 def step(
     *, micro: int = 16, s: int = 8, mesh: tuple[int, int, int] = (1, 1, 1), remat: str = "none",
     wider: int = 0, on_policy: bool = False, params: Params | None = None, optimizer: Any = SGD,
-    x: Sequences | None = None, lr: float = 0.1,
+    x: Sequences | None = None, lr: float = 0.1, objective: Objective = OBJECTIVE,
 ) -> Step:  # fmt: skip
     """One training step, as train_grpo.py does it."""
     x, where = x or sequences(), layout(*mesh)
     state = init_state(laid_out(where.mesh, params), optimizer=optimizer, config=CONFIG)
-    total, logps = zero_total(state.params, OBJECTIVE), []
-    before = places((state, total))
+    grads, parts, logps = zero_grads(state.params), [], []
+    before = places((state, grads))
+    top = x.mask if x.top_mask is None else x.mask * x.top_mask
+    counts = Counts(*map(np.float32, (x.mask.sum(), 2 * K, top.sum())))
     for batch in micro_batches(x, micro, s, wider, where):
         batch = batch._replace(old_logps=None) if on_policy else batch
-        total, now = micro_step(
-            state.params, total, batch, np.float32(x.mask.sum()),
-            objective=OBJECTIVE, compute=Compute(CONFIG, FLOAT32, where, remat),
+        grads, metrics, now = micro_step(
+            state.params, grads, batch, counts, objective=objective, temperature=TEMPERATURE,
+            compute=Compute(CONFIG, FLOAT32, where, remat),
         )  # fmt: skip
+        parts.append(metrics)
         logps.append(np.asarray(now)[:, :T])
-    grads, metrics = total
     state, norm = optimizer_step(state, grads, np.float32(lr), optimizer=optimizer, config=CONFIG)
     assert int(state.step) == 1
-    pairs = zip(before, places((state, total)), strict=True)
+    pairs = zip(before, places((state, grads)), strict=True)
     stayed = all(a.is_equivalent_to(b, ndim) for (a, ndim), (b, _) in pairs)
-    metrics = {name: float(value) for name, value in (metrics | {"grad_norm": norm}).items()}
+    metrics = merge_metrics(parts) | {"grad_norm": float(norm)}
     grads, params = jax.device_get((grads, state.params))
     return Step(metrics, grads, params, np.concatenate(logps), stayed)
 
@@ -198,11 +205,12 @@ def test_loss_gradient_and_metrics_are_those_of_numpy() -> None:
     logps, entropy = numpy_logps(weights(), x.completion_ids)
     np.testing.assert_allclose(got.logps[mask], logps[mask], atol=2e-5)
     ratio, A = np.exp(logps - x.old_logps), x.advantages[:, None]
-    low, high = (mask & (ratio < 0.8) & (A < 0)).sum(), (mask & (ratio > 1.3) & (A > 0)).sum()
+    below, above = mask & (ratio < 0.8) & (A < 0), mask & (ratio > 1.3) & (A > 0)
+    low, high = below.sum(), above.sum()
     assert low > 1 and high > 1, "the case must clip on both sides"
     gap = (x.ref_logps - logps)[mask]
     grads = jax.tree.leaves(got.grads)
-    drift = np.abs(logps - x.sampling_logps)[mask]
+    drift = np.abs(x.old_logps - x.sampling_logps)[mask]
     assert got.metrics == pytest.approx(
         {
             "loss": numpy_loss(weights(), x, x.old_logps),
@@ -211,6 +219,8 @@ def test_loss_gradient_and_metrics_are_those_of_numpy() -> None:
             "clip_ratio/low_mean": low / tokens,
             "clip_ratio/high_mean": high / tokens,
             "clip_ratio/region_mean": (low + high) / tokens,
+            "clip_ratio/low_min": (below.sum(axis=1) / mask.sum(axis=1)).min(),
+            "clip_ratio/high_max": (above.sum(axis=1) / mask.sum(axis=1)).max(),
             "sampling_logp_difference/mean": drift.mean(),
             "sampling_logp_difference/max": drift.max(),
             "grad_norm": math.sqrt(sum((g.astype(float) ** 2).sum() for g in grads)),
@@ -223,18 +233,24 @@ def test_loss_gradient_and_metrics_are_those_of_numpy() -> None:
 def test_without_old_logps_the_ratio_is_one_and_the_gradient_flows() -> None:
     x, got = sequences(), step(on_policy=True)
     assert_gradient_is_the_slope(got.grads, x, numpy_logps(weights(), x.completion_ids)[0])
-    assert [v for name, v in got.metrics.items() if "clip_ratio" in name] == [0, 0, 0]
+    assert [v for name, v in got.metrics.items() if "clip_ratio" in name] == [0] * 5
     # The second epoch of the same policy: old_logps are what the first returned.
     again = step(x=x._replace(old_logps=got.logps))
     assert again.metrics == pytest.approx(got.metrics, abs=1e-6)
     assert_close(again.grads, got.grads, 1e-6)
+    # The second update of a step: the policy has moved, old_logps are still those before the first.
+    moved = step(params=step(on_policy=True, lr=1.0).params, x=x._replace(old_logps=got.logps))
+    change = (np.exp(moved.logps - got.logps) - 1) * np.sign(x.advantages)[:, None]
+    cut = x.mask * np.where(x.advantages[:, None] > 0, change > 0.3, change > 0.2)
+    assert moved.metrics["clip_ratio/region_mean"] == pytest.approx(cut.sum() / x.mask.sum())
+    assert cut.sum() > 1
 
 
 def test_reference_logps_are_the_policy_s_own_before_it_moves() -> None:
     where = layout(1, 1, 1)
     [batch] = micro_batches(sequences(), 16, 8, 0, where)
     compute = Compute(CONFIG, FLOAT32, where)
-    logps, entropy = ref_logps(laid_out(where.mesh), batch, OBJECTIVE.temperature, compute)
+    logps, entropy = score_tokens(laid_out(where.mesh), batch, TEMPERATURE, compute)
     assert logps.shape == entropy.shape == (16, T) and logps.dtype == FLOAT32
     np.testing.assert_allclose(logps, whole().logps, atol=1e-6)
 

@@ -1,0 +1,91 @@
+"""Claims about the two penalties of rewards.py, on TRL 1.16's figures and at their edges."""
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from config import Config
+from rewards import Rewards, load_reward_functions, penalties, score
+from startup import set_up
+
+
+def overlong(lengths: list[int], max_length: int, overlong_cache: int) -> Rewards:
+    function = penalties(max_length, overlong_cache, 3)["soft_overlong_penalty"]
+    return function([""] * len(lengths), completion_ids=[[7] * n for n in lengths], answer=["1"])
+
+
+def repetition(completion_ids: list[list[int]], ngram: int) -> Rewards:
+    function = penalties(100, 20, ngram)["repetition_penalty"]
+    return function([""] * len(completion_ids), completion_ids=completion_ids, answer=["1"])
+
+
+def test_the_overlong_penalty_is_trl_s_line_over_the_last_tokens() -> None:
+    lengths = [1, 50, 79, 80, 81, 90, 99, 100, 101, 200]
+    expected = [0.0, 0.0, 0.0, 0.0, -0.05, -0.5, -0.95, -1.0, -1.0, -1.0]
+    assert overlong(lengths, 100, 20) == pytest.approx(expected)
+
+
+def test_the_overlong_penalty_at_its_edges() -> None:
+    assert overlong([0, 1, 5, 9, 10], 10, 10) == pytest.approx([0, -0.1, -0.5, -0.9, -1])
+    for cache in (0, 1):  # no line: only the last token costs
+        assert overlong([0, 8, 9, 10, 11], 10, cache) == [0, 0, 0, -1, -1]
+    assert overlong([], 10, 2) == []
+
+
+IDS = [[1, 2, 3, 4], [5, 5, 5, 5, 5], [1, 2, 1, 2, 1, 2], [7], [1, 2, 3, 1, 2, 3, 4]]
+
+
+def test_the_repetition_penalty_is_trl_s_share_of_repeated_ngrams() -> None:
+    assert repetition(IDS, 2) == pytest.approx([0.0, -0.75, -0.6, 0.0, -1 / 3])
+    trl_at_most_half = [0.0, -1 / 3, -0.25, 0.0, -0.1]  # TRL's with max_penalty -0.5
+    assert [r / 2 for r in repetition(IDS, 3)] == pytest.approx(trl_at_most_half)
+
+
+def test_the_repetition_penalty_at_its_edges() -> None:
+    assert repetition([[], [4], [4, 4], [4, 4, 4], [4, 4, 4, 4]], 3) == [0, 0, 0, 0, -0.5]
+    assert repetition([[4, 4, 5, 5], [1, 2, 3]], 1) == [-0.5, 0]
+    assert repetition([[1, 2, 2, 1]], 2) == [0]  # (1, 2) is not (2, 1)
+
+
+def test_reward_fn_names_a_penalty_beside_a_built_in_one() -> None:
+    named = load_reward_functions("repetition_penalty, tag_count_reward", 1, penalties(9, 2, 2))
+    assert [f.__name__ for f in named] == ["repetition_penalty", "tag_count_reward"]
+    columns = {"answer": ["1", "1"], "completion_ids": [[3, 3, 3, 4], [3, 4]]}
+    total, per_function = score(["<think>", ""], columns, named, [3.0, 1.0])
+    assert total.tolist() == pytest.approx([-0.75, 0.0])
+    assert per_function.tolist() == [[pytest.approx(-1 / 3), 0.25], [0.0, 0.0]]
+
+
+def test_no_penalty_is_on_unless_named() -> None:
+    functions = load_reward_functions("", 1, penalties(9, 2, 2))
+    names = "reward_correct reward_format tag_count_reward"
+    assert [f.__name__ for f in functions] == names.split()
+
+
+def test_a_name_that_is_none_is_refused_with_all_that_are() -> None:
+    names = "reward_correct reward_format tag_count_reward soft_overlong_penalty repetition_penalty"
+    with pytest.raises(ValueError) as error:
+        load_reward_functions("overlong_penalty", 1, penalties(9, 2, 2))
+    assert str(error.value) == (
+        f"REWARD_FN: 'overlong_penalty' is not file.py:name, nor one of {names.split()}"
+    )
+
+
+def test_a_function_from_a_file_gets_the_tokens(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def last(completions, completion_ids, **columns):\n"
+        "    return [ids[-1] if ids else None for ids in completion_ids]\n"
+    )
+    functions = load_reward_functions(f"{tmp_path / 'mine.py'}:last", 30)
+    with closing(functions[0]):
+        columns = {"answer": ["1"] * 3, "completion_ids": [[5, 6], [], [7]]}
+        total, _ = score(["a", "", "b"], columns, functions, [0.5])
+    assert total.tolist() == pytest.approx([3.0, float("nan"), 3.5], nan_ok=True)
+
+
+def test_a_penalty_begins_a_fifth_before_the_end_where_nothing_else_is_set() -> None:
+    settings = {"REWARD_FN": "soft_overlong_penalty", "REWARD_WEIGHTS": "1"}
+    run, _ = set_up(Config.from_env(settings | {"MAX_LENGTH_SAMPLE": "50"}))
+    ids = [[1] * n for n in (40, 45, 50)]
+    assert run.functions[0]([""] * 3, completion_ids=ids) == [0, -0.5, -1]

@@ -1,0 +1,105 @@
+"""sizes.py: what a step amounts to on a slice, each by literal values."""
+
+import itertools
+
+import pytest
+from test_config import REAL, env, rows
+
+from config import Config
+from sizes import Sizes, derive
+
+# Sizes(local_batch, global_batch, prompt_batch_size, passes_per_step, micro_batch_size,
+#       grad_accum_steps, prompts_per_step)
+
+
+def sizes(slice_: str, settings: str) -> Sizes:
+    """slice_: processes x local devices, such as 2x4."""
+    return derive(Config.from_env(env(settings)), *map(int, slice_.split("x")))
+
+
+@pytest.mark.parametrize("model", ["", REAL], ids=["tiny", "real"])
+def test_the_worked_examples_come_out_to_the_digit(model):
+    a4 = sizes("2x4", f"{model} BATCH_SIZE=2 NUM_PRE_Q=8 TRAIN_MICRO_BATCH_SIZE=4")
+    assert a4 == Sizes(16, 32, 2, 1, 4, 4, 4)
+    rollout = "ROLLOUT_GLOBAL_BATCH_SIZE=16 ROLLOUT_PER_DEVICE_BATCH_SIZE=1 NUM_PRE_Q=2"
+    b4 = sizes("2x4", f"{model} {rollout} TRAIN_PER_DEVICE_MICRO_BATCH_SIZE=1")
+    assert b4 == Sizes(16, 32, 4, 2, 4, 4, 16)
+    bs128 = f"{model} ROLLOUT_BATCH_SIZE=128 NUM_PRE_Q=8 TRAIN_MICRO_BATCH_SIZE=16"
+    assert sizes("1x8", bs128) == Sizes(128, 128, 16, 1, 16, 8, 16)  # v6e-8
+    assert sizes("2x4", bs128) == Sizes(64, 128, 8, 1, 16, 4, 16)  # v4-16
+    assert sizes("4x4", bs128) == Sizes(32, 128, 4, 1, 16, 2, 16)  # v6e-16
+
+
+def test_the_tiny_step_is_the_same_on_one_device_eight_devices_and_two_processes():
+    for slice_ in ("1x1", "1x2", "1x4", "1x8", "2x1", "2x4"):
+        batch = sizes(slice_, "")
+        assert (batch.prompts_per_step, batch.global_batch) == (16, 128), slice_
+
+
+def test_sizes_left_at_their_defaults_are_2_prompts_and_4_sequences_per_device_or_fewer():
+    assert sizes("2x4", REAL) == Sizes(64, 128, 8, 1, 16, 4, 16)
+    assert sizes("1x1", f"{REAL} BATCH_SIZE=2 NUM_PRE_Q=5").micro_batch_size == 2
+    assert sizes("1x4", f"{REAL} BATCH_SIZE=1 NUM_PRE_Q=8").micro_batch_size == 8
+    assert sizes("1x4", f"{REAL} BATCH_SIZE=1 NUM_PRE_Q=20").micro_batch_size == 4
+    assert sizes("1x1", "BATCH_SIZE=1 NUM_PRE_Q=7").micro_batch_size == 1  # the tiny recipe's too
+
+
+def test_synonyms_that_agree_are_no_error():
+    rollout = "BATCH_SIZE=1 ROLLOUT_PER_DEVICE_BATCH_SIZE=1 ROLLOUT_GLOBAL_BATCH_SIZE=4"
+    train = "TRAIN_MICRO_BATCH_SIZE=2 TRAIN_PER_DEVICE_MICRO_BATCH_SIZE=2 GRAD_ACCUM_STEPS=8"
+    assert sizes("2x1", f"{rollout} ROLLOUT_BATCH_SIZE=32 {train}") == Sizes(16, 32, 1, 2, 2, 8, 4)
+
+
+MISFITS = """
+1x1 BATCH_SIZE=8 TRAIN_MICRO_BATCH_SIZE=7 -> TRAIN_MICRO_BATCH_SIZE=7 must divide
+    local_batch = passes 1 * BATCH_SIZE 8 * NUM_PRE_Q 8 = 64; nearest that do: 4, 8
+1x4 BATCH_SIZE=8 TRAIN_MICRO_BATCH_SIZE=2 -> TRAIN_MICRO_BATCH_SIZE=2 must divide
+    local_batch = passes 1 * BATCH_SIZE 8 * NUM_PRE_Q 8 = 64 and fill 4 local devices;
+    nearest that do: 4
+1x4 BATCH_SIZE=2 TRAIN_PER_DEVICE_MICRO_BATCH_SIZE=3 -> TRAIN_PER_DEVICE_MICRO_BATCH_SIZE=3
+    * 4 local devices = 12 must divide local_batch = passes 1 * BATCH_SIZE 2 * NUM_PRE_Q 8 = 16
+    and fill 4 local devices; nearest that do: 2, 4
+1x4 BATCH_SIZE=3 NUM_PRE_Q=2 -> BATCH_SIZE=3 must be a multiple of 2 prompts
+    (NUM_PRE_Q 2 on 4 local devices) = 2; nearest that are: 2, 4
+2x4 ROLLOUT_GLOBAL_BATCH_SIZE=10 NUM_PRE_Q=2 -> ROLLOUT_GLOBAL_BATCH_SIZE=10 must be a multiple of
+    2 processes * 2 prompts (NUM_PRE_Q 2 on 4 local devices) = 4; nearest that are: 8, 12
+2x4 ROLLOUT_BATCH_SIZE=100 ROLLOUT_PER_DEVICE_BATCH_SIZE=1 -> ROLLOUT_BATCH_SIZE=100 must be
+    a multiple of 2 processes * BATCH_SIZE 4 * NUM_PRE_Q 8 = 64; nearest that are: 64, 128
+1x1 ROLLOUT_BATCH_SIZE=4 -> ROLLOUT_BATCH_SIZE=4 must be a multiple of 1 processes * 1 prompts
+    (NUM_PRE_Q 8 on 1 local devices) * NUM_PRE_Q 8 = 8; nearest that are: 8
+1x1 ROLLOUT_BATCH_SIZE=64 ROLLOUT_GLOBAL_BATCH_SIZE=16 -> ROLLOUT_BATCH_SIZE=64 contradicts
+    ROLLOUT_GLOBAL_BATCH_SIZE=16 * NUM_PRE_Q 8 = 128; set only one of them
+1x1 BATCH_SIZE=2 GRAD_ACCUM_STEPS=3 -> GRAD_ACCUM_STEPS=3 contradicts
+    local_batch = passes 1 * BATCH_SIZE 2 * NUM_PRE_Q 8 = 16 / micro-batch 4 = 4;
+    leave it out, it follows from the sizes
+"""
+
+
+@pytest.mark.parametrize(("case", "message"), rows(MISFITS))
+def test_sizes_that_do_not_fit_are_an_error_and_the_nearest_ones_it_names_work(case, message):
+    slice_, settings = case.split(" ", 1)
+    with pytest.raises(ValueError) as error:
+        sizes(slice_, f"{REAL} {settings}")
+    assert str(error.value) == message
+    name, nearest = message.split("=")[0], message.split("nearest that ")[1:]
+    for value in nearest and nearest[0].split(": ")[1].split(", "):
+        sizes(slice_, f"{REAL} {settings} {name}={value}")
+
+
+def test_every_division_of_an_accepted_step_is_exact():
+    accepted = 0
+    slices = [(1, 1), (1, 3), (1, 8), (2, 4), (3, 2)]
+    given = [(0, 0), (0, 24), (0, 48), (3, 36), (4, 24), (6, 0)]
+    for (processes, devices), k, (pass_, step) in itertools.product(slices, (1, 2, 6, 8), given):
+        settings = f"NUM_PRE_Q={k} BATCH_SIZE={pass_} ROLLOUT_GLOBAL_BATCH_SIZE={step}"
+        try:
+            b = sizes(f"{processes}x{devices}", f"{REAL} {settings}")
+        except ValueError:
+            continue
+        accepted += 1
+        assert b.local_batch == b.passes_per_step * b.prompt_batch_size * k
+        assert b.local_batch == b.micro_batch_size * b.grad_accum_steps
+        assert b.global_batch == b.local_batch * processes == b.prompts_per_step * k
+        assert b.micro_batch_size % devices == b.prompt_batch_size * k % devices == 0
+        assert pass_ in (0, b.prompt_batch_size) and step in (0, b.prompts_per_step)
+    assert accepted > 60

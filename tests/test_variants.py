@@ -1,0 +1,275 @@
+"""Claims about update.py: one step of every variant of the objective, however it is cut.
+
+The reference is the whole step in float64 numpy; gradients are its finite differences.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_rollout import weights
+from test_update import (
+    K,
+    Sequences,
+    Step,
+    assert_close,
+    laid_out,
+    layout,
+    numpy_logps,
+    places,
+    sequences,
+    step,
+)
+
+from loss import Objective
+from model import Params
+from update import merge_metrics, mix_weights
+
+CLIP = {"eps_low": 0.2, "eps_high": 0.3}
+KL, ENTROPY = {"beta": 0.1}, {"entropy_coef": 0.2}
+VARIANTS = {
+    "dapo": Objective("dapo", **CLIP),
+    "bnpo": Objective("bnpo", **CLIP, **KL),
+    "grpo": Objective("grpo", **CLIP, delta=1.5, is_mode="sequence_mask", is_cap=1.2),
+    "dr_grpo": Objective("dr_grpo", max_completion_length=9, is_mode="token_truncate", is_cap=1.1),
+    "cispo": Objective("cispo", eps_high=1.2, **ENTROPY),
+    "gspo": Objective("gspo", 3e-4, 4e-4, **KL, is_mode="sequence_truncate", is_cap=1.2),
+    "sapo": Objective("sapo", **ENTROPY, **KL, kl_estimator="k2", kl_bias_correction=False),
+}
+TOP = ("cispo", "gspo", "sapo")  # those that learn from some of the tokens only
+NOT_COUNTED = [4, 5, 11]  # rows: truncated completions, of no effect but on the number of rows
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compiles() -> Iterator[None]:
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@functools.cache
+def given(variant: str) -> Sequences:
+    """Those of test_update.py, some rows without a token that counts; of 2 rows, one has none."""
+    x, rng = sequences(), np.random.default_rng(2)
+    mask = x.mask.copy()
+    mask[NOT_COUNTED] = 0
+    garbage = np.where(np.arange(2 * K) == 5, np.float32("nan"), np.float32(99))[:, None]
+    sampling, old, ref = (np.where(mask, a, garbage) for a in (x[2], x.old_logps, x.ref_logps))
+    top = (rng.random(mask.shape) < 0.5) | (mask == 0)
+    top = top.astype(np.int32) if variant in TOP else None
+    return Sequences(x.completion_ids, mask, sampling, x.advantages, old, ref, top)
+
+
+def run(variant: str, **settings: Any) -> Step:
+    settings = {"micro": 2, "s": 2, "x": given(variant)} | settings
+    return step(objective=VARIANTS[variant], **settings)
+
+
+@functools.cache
+def in_pairs(variant: str) -> Step:
+    """The step in micro-batches of 2 rows, one of them without any token that counts."""
+    return run(variant)
+
+
+# ---- The whole step in numpy ---------------------------------------------------------------------
+
+
+def numpy_step(
+    o: Objective, x: Sequences, logps: np.ndarray, entropy: np.ndarray
+) -> dict[str, float]:
+    """The metrics of the whole step in float64, its loss among them."""
+    num_tokens, num_sequences, tokens, rows = x.mask.sum(), 2 * K, [], []
+    top = x.mask if x.top_mask is None else x.mask * x.top_mask
+    fixed = numpy_logps(weights(), x.completion_ids)[0]  # what no gradient goes through
+    for i in np.flatnonzero(x.mask.any(axis=1)):
+        own = np.flatnonzero(x.mask[i])
+        n, A = len(own), float(x.advantages[i])
+        arrays = (logps, fixed, x.old_logps, x.sampling_logps, x.ref_logps)
+        now, held, old, sampling, ref = (a[i, own].astype(float) for a in arrays)
+
+        ratio = np.exp(np.full(n, (now - old).mean()) if o.loss_type == "gspo" else now - old)
+        bound = np.minimum(ratio, o.delta or math.inf)
+        low, high = (bound < 1 - o.eps_low) & (A < 0), (bound > 1 + o.eps_high) & (A > 0)
+        loss = -np.minimum(bound * A, np.clip(ratio, 1 - o.eps_low, 1 + o.eps_high) * A)
+        if o.loss_type == "cispo":
+            high = (ratio > o.eps_high) & (A > 0)
+            loss = -np.minimum(np.exp(held - old), o.eps_high) * A * now
+        if o.loss_type == "sapo":
+            tau = 1.0 if A > 0 else 1.05
+            loss = -4 / tau / (1 + np.exp(-tau * (ratio - 1))) * A
+
+        gap = old - sampling
+        weight = np.exp(np.full(n, gap.sum()) if "sequence" in o.is_mode else gap)
+        over = weight > o.is_cap
+        weight = np.where(over, o.is_cap if "truncate" in o.is_mode else 0, weight)
+        weight = np.ones(n) if o.is_mode == "none" else weight
+        kl = np.exp(ref - now) - (ref - now) - 1 if o.kl_estimator == "k3" else (ref - now) ** 2 / 2
+        kl = kl * ratio if o.kl_bias_correction else kl
+        divisor = {
+            "dr_grpo": 9 * num_sequences, "grpo": n * num_sequences, "gspo": n * num_sequences,
+            "sapo": n * num_sequences,
+        }.get(o.loss_type, num_tokens)  # fmt: skip
+        losses = (loss * weight * top[i, own] + o.beta * kl) / divisor
+        tokens.append([losses, low, high, kl, weight, over, np.abs(gap)])
+        rows.append([low.mean(), high.mean()])
+
+    losses, low, high, kl, weight, over, gap = np.concatenate(tokens, axis=1)
+    low_by_row, high_by_row = np.transpose(rows)
+    bonus = o.entropy_coef * entropy[top == 1].mean()
+    metrics = {
+        "loss": losses.sum() - bonus,
+        "entropy": entropy[x.mask == 1].mean(),
+        "sampling_logp_difference/mean": gap.mean(),
+        "sampling_logp_difference/max": gap.max(),
+    }
+    if o.loss_type == "cispo":
+        metrics["cispo_clip_ratio"] = high.mean()
+    elif o.loss_type != "sapo":
+        shares = [low.mean(), high.mean()]
+        if o.loss_type == "gspo":
+            shares = [low_by_row.sum() / num_sequences, high_by_row.sum() / num_sequences]
+        names = ("low_mean", "high_mean", "region_mean", "low_min", "high_max")
+        values = (*shares, sum(shares), low_by_row.min(), high_by_row.max())
+        metrics |= {f"clip_ratio/{name}": x for name, x in zip(names, values, strict=True)}
+    if o.beta:
+        metrics["kl"] = kl.mean()
+    if o.is_mode != "none":
+        metrics |= {"is_weight/mean": weight.mean(), "is_weight/over_cap": over.mean()}
+    if o.entropy_coef:
+        metrics["policy_loss"] = losses.sum()
+    return metrics
+
+
+@functools.cache
+def moved() -> list[tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray]]]]:
+    """For each kind of parameter a random direction, and numpy_logps a little ahead and behind."""
+    leaves, tree = jax.tree.flatten(weights())
+    rng = np.random.default_rng(5)
+    found = []
+    for i, leaf in enumerate(leaves):
+        way = rng.normal(size=leaf.shape)
+        ends = [[*leaves[:i], leaf + e * way, *leaves[i + 1 :]] for e in (1e-5, -1e-5)]
+        ids = sequences().completion_ids
+        found.append((way, [numpy_logps(tree.unflatten(end), ids) for end in ends]))
+    return found
+
+
+def slopes(value: Callable[[np.ndarray, np.ndarray], float]) -> list[float]:
+    """Of value(logps, entropy), along each direction."""
+    return [(value(*ahead) - value(*behind)) / 2e-5 for _, (ahead, behind) in moved()]
+
+
+def along(grads: Params) -> list[float]:
+    pairs = zip(jax.tree.leaves(grads), moved(), strict=True)
+    return [float((grad * way).sum()) for grad, (way, _) in pairs]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_step_in_micro_batches_is_that_of_the_formulas(variant: str) -> None:
+    """Loss, metrics and gradient."""
+    o, x, got = VARIANTS[variant], given(variant), in_pairs(variant)
+    expected = numpy_step(o, x, *numpy_logps(weights(), x.completion_ids))
+    cuts = [expected[n] for n in expected if "clip" in n and "min" not in n or "over" in n]
+    assert all(0 < share for share in cuts), "the case must cut something"
+    norm = math.sqrt(sum((g.astype(float) ** 2).sum() for g in jax.tree.leaves(got.grads)))
+    assert got.metrics == pytest.approx(expected | {"grad_norm": norm}, rel=2e-5, abs=1e-6)
+    expected = slopes(lambda *policy: numpy_step(o, x, *policy)["loss"])
+    assert along(got.grads) == pytest.approx(expected, rel=1e-4, abs=2e-6)
+
+
+@pytest.mark.parametrize(
+    "variant, settings",
+    [
+        ("gspo", {"micro": 16, "s": 8}),
+        ("cispo", {"micro": 1, "s": 1}),
+        ("sapo", {"micro": 4, "s": 4, "wider": 3}),
+        ("dr_grpo", {"micro": 16, "s": 4, "mesh": (1, 4, 2)}),
+    ],
+    ids=str,
+)
+def test_how_a_variant_is_computed_does_not_change_it(variant: str, settings: dict) -> None:
+    got, pairs = run(variant, **settings), in_pairs(variant)
+    assert got.metrics == pytest.approx(pairs.metrics, rel=1e-5, abs=1e-6)
+    np.testing.assert_allclose(got.logps, pairs.logps, atol=1e-5)
+    assert_close(got.grads, pairs.grads, 1e-6)
+    assert_close(got.params, pairs.params, 1e-6)
+
+
+def test_the_kl_moves_the_gradient_and_is_not_only_logged() -> None:
+    """BNPO here is DAPO (the difference is TRL's micro-batch); that variant has BETA = 0.1."""
+    x = given("bnpo")
+    apart = jax.tree.map(np.subtract, in_pairs("bnpo").grads, in_pairs("dapo").grads)
+    kl = slopes(lambda *policy: 0.1 * numpy_step(VARIANTS["bnpo"], x, *policy)["kl"])
+    assert np.abs(kl).max() > 0.01
+    assert along(apart) == pytest.approx(kl, rel=1e-4, abs=2e-6)
+
+
+def test_the_sampler_is_compared_with_the_policy_before_the_first_update() -> None:
+    """Off by 0.5, or by 3 on the first token, whatever the policy is by now."""
+    x = given("dapo")
+    assert x.mask[0, 0] and not x.mask[5].any()
+    sampling = x.old_logps + np.float32(0.5)
+    sampling[0, 0] -= 3.5
+    metrics = run("dapo", x=x._replace(sampling_logps=sampling)).metrics
+    tokens = x.mask.sum()
+    mean = (0.5 * (tokens - 1) + 3) / tokens
+    assert metrics["sampling_logp_difference/mean"] == pytest.approx(mean, rel=1e-5)
+    assert metrics["sampling_logp_difference/max"] == pytest.approx(3, rel=1e-5)
+
+
+def test_metrics_named_min_or_max_are_extremes_and_the_others_sums() -> None:
+    parts = [
+        {"loss": 0.5, "clip_ratio/low_min": 0.25, "clip_ratio/high_max": 0.5, "entropy": 1.0},
+        {"loss": -2.0, "clip_ratio/low_min": 1.0, "clip_ratio/high_max": 0.75, "entropy": 0.5},
+        {"loss": 0.25, "clip_ratio/low_min": 0.5, "clip_ratio/high_max": 0.0, "entropy": 0.0},
+    ]
+    merged = merge_metrics([jax.tree.map(jnp.float32, part) for part in parts])
+    assert merged == {
+        "loss": -1.25,
+        "clip_ratio/low_min": 0.25,
+        "clip_ratio/high_max": 0.75,
+        "entropy": 1.5,
+    }
+    assert {type(value) for value in merged.values()} == {float}
+
+
+# ---- The reference policy ------------------------------------------------------------------------
+
+
+def test_the_reference_moves_towards_the_policy_and_stays_where_it_lies() -> None:
+    mesh = layout(1, 4, 2).mesh
+    ref, params = (
+        laid_out(mesh, jax.tree.map(lambda w, v=value: np.full(w.shape, v), weights()))
+        for value in (1.0, 3.0)
+    )
+    before = places(ref)
+    mixed = mix_weights(ref, params, 0.6)  # 0.6 * 3 + 0.4 * 1
+    jax.tree.map(lambda x: np.testing.assert_allclose(x, 2.2, rtol=1e-6), mixed)
+    pairs = zip(before, places(mixed), strict=True)
+    assert all(a.is_equivalent_to(b, ndim) for (a, ndim), (b, _) in pairs)
+    assert ref.embed.is_deleted(), "a second reference would not fit"
+    jax.tree.map(lambda x: np.testing.assert_array_equal(x, 3), params)
+
+
+def test_a_bfloat16_reference_is_mixed_in_float32_and_rounded_once() -> None:
+    """0.6 * 1.0064 + 0.4 = 1.00384, and bfloat16 has 1 and 1.0078125: the nearer is 1.
+
+    With 1.0064 rounded first (1.0078) or 0.4 * 1 (0.4004), it would be 1.0078125.
+    """
+    ref = {"w": jnp.ones(3, jnp.bfloat16)}
+    policy = {"w": jnp.array([1.0064, 1.0104, -7.0], jnp.float32)}
+    mixed = mix_weights(ref, policy, 0.6)["w"]
+    assert mixed.dtype == jnp.bfloat16
+    assert mixed.tolist() == [1.0, 1.0078125, -3.796875]
+
+
+def test_a_share_of_one_gives_the_policy() -> None:
+    mesh = layout(1, 1, 1).mesh
+    ref = laid_out(mesh, jax.tree.map(np.zeros_like, weights()))
+    params = laid_out(mesh)
+    jax.tree.map(np.testing.assert_array_equal, mix_weights(ref, params, 1.0), params)

@@ -32,7 +32,8 @@ def group_advantages(
     """How much better each completion is than the others: [B] float64.
 
     rewards: [B] of the whole step, groups of num_pre_q contiguous rows; NaN (no reward applies)
-    counts in no mean or std and gets 0. All but reinforce give 0 to a group of equal rewards.
+    counts in no mean or std and gets 0. All but reinforce give exactly 0 to a group whose rewards
+    are equal (gdpo: in every function).
     estimator:
       grpo         (r - group mean) / std of the "group" or the "batch", by scale_rewards, or "none"
       rloo         r - mean of the group's others
@@ -46,8 +47,8 @@ def group_advantages(
     groups = np.asarray(rewards, np.float64).reshape(-1, num_pre_q)  # [P, K]
     centered = _centered(groups)
     if estimator == "grpo":
-        spread = {"group": _std(groups, axis=1), "batch": _std(groups), "none": 1.0 - STD_EPS}
-        advantages = centered / (spread[scale_rewards] + STD_EPS)
+        spread = _std(groups, axis=1 if scale_rewards == "group" else None)
+        advantages = centered if scale_rewards == "none" else centered / (spread + STD_EPS)
     elif estimator == "rloo":
         count = (~np.isnan(groups)).sum(axis=1, keepdims=True)
         advantages = centered * count / np.maximum(count - 1, 1)
@@ -235,9 +236,7 @@ def sampler_weights(
     sequence_*, of the whole sequence [R, 1]; above cap it counts as cap (*_truncate) or 0 (*_mask).
     Source: https://fengyao.notion.site/off-policy-rl; TRL.
     """
-    gap = jnp.nan_to_num(
-        jnp.where(mask, old_logps - sampling_logps, 0.0), posinf=jnp.inf, neginf=-jnp.inf
-    )
+    gap = jnp.nan_to_num(jnp.where(mask, old_logps - sampling_logps, 0.0))
     if mode.startswith("sequence"):
         gap = gap.sum(axis=1, keepdims=True)
     ratio = jax.lax.stop_gradient(jnp.exp(gap))

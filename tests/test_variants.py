@@ -222,6 +222,18 @@ def test_the_sampler_is_compared_with_the_policy_before_the_first_update() -> No
     assert metrics["sampling_logp_difference/max"] == pytest.approx(3, rel=1e-5)
 
 
+def test_a_row_or_micro_batch_without_a_token_is_no_extreme() -> None:
+    """Every token that counts has become 1/e as likely and was bad: all are clipped."""
+    x = given("dapo")
+    old, advantages = in_pairs("dapo").logps + 1, np.full(2 * K, -1, np.float32)
+    metrics = run("dapo", x=x._replace(old_logps=old, advantages=advantages)).metrics
+    shares = {name: value for name, value in metrics.items() if "clip_ratio" in name}
+    assert shares == pytest.approx(
+        {f"clip_ratio/{name}": 1 for name in ("low_mean", "region_mean", "low_min")}
+        | {"clip_ratio/high_mean": 0, "clip_ratio/high_max": 0}
+    )
+
+
 def test_metrics_named_min_or_max_are_extremes_and_the_others_sums() -> None:
     parts = [
         {"loss": 0.5, "clip_ratio/low_min": 0.25, "clip_ratio/high_max": 0.5, "entropy": 1.0},

@@ -125,7 +125,7 @@ class Config:
     clip_norm: float = knob("train", 1.0, "largest global norm of a gradient; 0: any")
     mesh_shape: str = knob("train", "auto", "auto or dp,fsdp,tp; -1: rest")
     remat: str = knob("train", "full", "what backward recomputes", choices="none|dots|full")
-    policy_loss_impl: str = knob("train", "jax", "of token log-probabilities", choices="jax")
+    policy_loss_impl: str = knob("train", "jax", "pallas: a TPU kernel", choices="jax|pallas")
 
     loss_type: str = knob(
         "loss", "dapo", "loss.py says of each", choices="dapo|grpo|bnpo|dr_grpo|cispo|gspo|sapo"

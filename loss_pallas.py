@@ -1,17 +1,45 @@
-"""Token log-probabilities and entropies from hidden states, without all the logits at once.
+"""Token log-probabilities and entropies straight from hidden states: no [n, V] is ever whole.
 
-Dimensions: n tokens, V vocabulary, D model; leading axes are kept.
+The vocabulary is walked in tiles of the lm_head. Forward keeps a running maximum, sum, entropy and
+the sampled token's logit per token; backward makes each tile's logits again. What happens within a
+tile is plain jnp (`jax`) or one TPU kernel (`pallas`); what goes around it, the mesh included, is
+the same. bench.py counts the bytes and matmul passes of both, README.md has its table.
+
+Dimensions: n tokens of a device, V vocabulary, D model, v rows of a tile. On a mesh tokens lie over
+(dp, fsdp), V over tp, D over fsdp; a tile is gathered over fsdp when its turn comes.
 """
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
-# float32 logits one chunk of token_logps may hold per device: a vocabulary of 152k gives 440
-# tokens, enough rows for a full matmul, little beside a chip's 16 GiB.
-LOGITS_CHUNK_BYTES = 256 * 2**20
+# float32 logits that one tile of `jax` may hold per device, and the whole if they fit: little
+# beside a chip's 16 GiB, and 4096 columns for 16k tokens, enough for a full matmul.
+LOGITS_TILE_BYTES = 256 * 2**20
+MASKED = -1e30  # a logit of probability 0; finite, since inf - inf is not
+ROWS = ("dp", "fsdp")
+
+# A tile's statistics per token, columns of one array: the largest logit, sum of e = exp(logit -
+# largest), sum of e (logit - largest), the sampled token's logit.
+LARGEST, SUM, ENTROPY_SUM, CHOSEN = range(4)
+# What backward knows of a token: logsumexp, entropy, and the gradients towards logp and entropy.
+LSE, ENTROPY, TO_LOGP, TO_ENTROPY = range(4)
+
+
+class Static(NamedTuple):
+    """Hashable settings of one call."""
+
+    temperature: float
+    impl: str
+    mesh: Mesh | None
+    interpret: Any  # False, True or pltpu.InterpretParams: the kernel runs on any device
 
 
 def token_logps(
@@ -21,48 +49,350 @@ def token_logps(
     *,
     temperature: float = 1.0,
     impl: str = "jax",
-    shards: int = 1,
+    mesh: Mesh | None = None,
+    interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
     """log p of `ids` and the entropy of each distribution: two arrays [..., n] float32, nats.
 
-    hidden: [..., n, D] and lm_head: [V, D], of one dtype; ids: [..., n] int32. The logits, in
-    float32, are divided by temperature. shards: devices the leading axes are spread over.
-    Walks the n axis in chunks of LOGITS_CHUNK_BYTES of logits per device and computes each again
-    in the backward pass, so that no more of [..., n, V] exists at once.
+    hidden: [..., n, D] float32 or bfloat16, the operands' dtype; lm_head: [V, D]; ids: [..., n]
+    int32. Logits are float32, divided by temperature. mesh: of axes dp, fsdp, tp, over which the
+    leading axis of hidden and both of lm_head lie; None: all is on one device.
+    impl: "jax" runs anywhere, "pallas" on a TPU.
     """
-    if impl != "jax":
-        raise ValueError(f"POLICY_LOSS_IMPL={impl!r} is not implemented; jax is")
-    *lead, n, D = hidden.shape
-    rows = max(int(np.prod(lead)) // shards, 1)
-    chunk = max(1, LOGITS_CHUNK_BYTES // (rows * lm_head.shape[0] * 4))
-    if chunk >= n:
+    if impl not in ("jax", "pallas"):
+        raise ValueError(f"POLICY_LOSS_IMPL={impl!r} is not one of jax, pallas")
+    shards = np.prod([mesh.shape[axis] for axis in mesh.axis_names]) if mesh else 1
+    logits_bytes = 4 * ids.size * lm_head.shape[0] // shards
+    if impl == "jax" and logits_bytes <= LOGITS_TILE_BYTES:
         return token_logps_reference(hidden, lm_head, ids, temperature=temperature)
-
-    def split(x: jax.Array, axis: int) -> jax.Array:  # n -> (n / chunk, chunk), the former first
-        widths = [(0, -n % chunk) if i == axis else (0, 0) for i in range(x.ndim)]
-        x = jnp.pad(x, widths)
-        x = x.reshape(*x.shape[:axis], -1, chunk, *x.shape[axis + 1 :])
-        return jnp.moveaxis(x, axis, 0)
-
-    @jax.checkpoint
-    def one(pair: Any) -> tuple[jax.Array, jax.Array]:
-        return token_logps_reference(pair[0], lm_head, pair[1], temperature=temperature)
-
-    def join(x: jax.Array) -> jax.Array:  # [n / chunk, ..., chunk] -> [..., n]
-        return jnp.moveaxis(x, 0, -2).reshape(*lead, -1)[..., :n]
-
-    logps, entropy = jax.lax.map(one, (split(hidden, len(lead)), split(ids, len(lead))))
-    return join(logps), join(entropy)
+    return _token_logps(hidden, lm_head, ids, Static(temperature, impl, mesh, interpret))
 
 
 def token_logps_reference(
     hidden: jax.Array, lm_head: jax.Array, ids: jax.Array, *, temperature: float = 1.0
 ) -> tuple[jax.Array, jax.Array]:
     """What token_logps returns, computed from the whole of the logits."""
-    logits = jnp.einsum("...d,vd->...v", hidden, lm_head, preferred_element_type=jnp.float32)
+    head = lm_head.astype(hidden.dtype)
+    logits = jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=jnp.float32)
     logits = logits / temperature  # [..., n, V]
     logsumexp = jax.nn.logsumexp(logits, axis=-1)
     chosen = jnp.take_along_axis(logits, ids[..., None], axis=-1)[..., 0]
     log_probs = logits - logsumexp[..., None]
     # Not logsumexp - sum(p z): large logits would cancel to an entropy of few digits.
     return chosen - logsumexp, -(jnp.exp(log_probs) * log_probs).sum(axis=-1)
+
+
+# ---- Around the tiles ----------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _token_logps(
+    hidden: jax.Array, lm_head: jax.Array, ids: jax.Array, static: Static
+) -> tuple[jax.Array, jax.Array]:
+    return _forward(hidden, lm_head, ids, static)[0]
+
+
+def _forward(hidden: jax.Array, lm_head: jax.Array, ids: jax.Array, static: Static) -> Any:
+    logps, entropy, logsumexp = _on_mesh(_forward_shard, static, hidden, lm_head, ids)
+    return (logps, entropy), (hidden, lm_head, ids, logsumexp, entropy)
+
+
+def _backward(static: Static, saved: Any, towards: tuple[jax.Array, jax.Array]) -> Any:
+    hidden, lm_head, ids, logsumexp, entropy = saved
+    rows = (logsumexp, entropy, *towards)
+    to_hidden, to_lm_head = _on_mesh(_backward_shard, static, hidden, lm_head, ids, *rows)
+    return to_hidden, to_lm_head, np.zeros(ids.shape, jax.dtypes.float0)
+
+
+_token_logps.defvjp(_forward, _backward)
+
+
+def _on_mesh(program: Any, static: Static, hidden: Any, lm_head: Any, ids: Any, *rows: Any) -> Any:
+    """`program` on each device's part, or on all of it where there is no mesh."""
+    program = functools.partial(program, static)
+    if static.mesh is None:
+        return program(hidden, lm_head, ids, *rows)
+    row, head = P(ROWS), P("tp", "fsdp")
+    back = (row, head) if rows else (row, row, row)
+    return jax.shard_map(
+        program, mesh=static.mesh, in_specs=(row, head, row, *[row for _ in rows]),
+        out_specs=back, check_vma=False,  # the gradient is written out below
+    )(hidden, lm_head, ids, *rows)  # fmt: skip
+
+
+class _Tiles:
+    """The tiles of this device's lm_head [V / tp, D / fsdp]; the last one reaches back over rows of
+    the one before it, which it leaves alone, so that all have one size and none is padded."""
+
+    def __init__(self, static: Static, lm_head: jax.Array, n: int, dtype: Any) -> None:
+        self.lm_head, self.dtype, self.mesh = lm_head, dtype, static.mesh
+        self.rows = lm_head.shape[0]
+        width = lm_head.shape[1] * (self.mesh.shape["fsdp"] if self.mesh else 1)
+        wanted = LOGITS_TILE_BYTES // (4 * n) // 128 * 128
+        if static.impl == "pallas":
+            wanted = block_sizes(width, dtype.itemsize, _chip(static))[1]
+        self.size = min(max(wanted, 128), self.rows)
+        self.count = -(-self.rows // self.size)
+        self.offset = jax.lax.axis_index("tp") * self.rows if self.mesh else 0
+
+    def place(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """First row of tile i, and how many of its rows belong to the one before."""
+        start = jnp.minimum(i * self.size, self.rows - self.size)
+        return start, i * self.size - start
+
+    def __getitem__(self, i: jax.Array) -> jax.Array:
+        """[v, D] in the operands' dtype."""
+        start, _ = self.place(i)
+        tile = jax.lax.dynamic_slice_in_dim(self.lm_head, start, self.size).astype(self.dtype)
+        return jax.lax.all_gather(tile, "fsdp", axis=1, tiled=True) if self.mesh else tile
+
+    def add(self, total: jax.Array, i: jax.Array, tile: jax.Array) -> jax.Array:
+        """total [V / tp, D / fsdp] with every device's tile [v, D] added where it belongs."""
+        if self.mesh:
+            tile = jax.lax.psum_scatter(tile, "fsdp", scatter_dimension=1, tiled=True)
+            tile = jax.lax.psum(tile, "dp")
+        start, _ = self.place(i)
+        before = jax.lax.dynamic_slice_in_dim(total, start, self.size)
+        return jax.lax.dynamic_update_slice_in_dim(total, before + tile, start, 0)
+
+
+def _forward_shard(
+    static: Static, hidden: jax.Array, lm_head: jax.Array, ids: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """logps, entropy and logsumexp [..., n] of this device's tokens."""
+    h, target = hidden.reshape(-1, hidden.shape[-1]), ids.reshape(-1, 1)
+    tiles = _Tiles(static, lm_head, len(h), h.dtype)
+    forward = _forward_tile if static.impl == "jax" else _forward_kernel_call
+
+    def step(i: jax.Array, stats: jax.Array) -> jax.Array:
+        start, seen = tiles.place(i)
+        return forward(static, h, tiles[i], target, tiles.offset + start, seen, stats)
+
+    columns = 4 if static.impl == "jax" else 128  # a vector register's lanes
+    stats = jnp.zeros((len(h), columns), jnp.float32).at[:, LARGEST].set(MASKED)
+    stats = jax.lax.fori_loop(0, tiles.count, step, stats)
+    largest, total, entropy_sum, chosen = stats[:, :4].T
+    if static.mesh:
+        over_all = jax.lax.pmax(largest, "tp")
+        scale = jnp.exp(largest - over_all)
+        entropy_sum = scale * (entropy_sum + (largest - over_all) * total)
+        sums = jnp.stack([scale * total, entropy_sum, chosen])
+        (total, entropy_sum, chosen), largest = jax.lax.psum(sums, "tp"), over_all
+    logsumexp = largest + jnp.log(total)
+    entropy = jnp.log(total) - entropy_sum / total
+    return tuple(x.reshape(ids.shape) for x in (chosen - logsumexp, entropy, logsumexp))
+
+
+def _backward_shard(
+    static: Static, hidden: jax.Array, lm_head: jax.Array, ids: jax.Array, *rows: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The gradients of hidden and lm_head, in their dtypes. rows: LSE to TO_ENTROPY, [..., n]."""
+    h, target = hidden.reshape(-1, hidden.shape[-1]), ids.reshape(-1, 1)
+    tiles = _Tiles(static, lm_head, len(h), h.dtype)
+    backward = _backward_tile if static.impl == "jax" else _backward_kernel_call
+    known = jnp.stack([x.reshape(-1) for x in rows], axis=1)  # [n, 4]
+    if static.impl == "pallas":
+        known = jnp.pad(known, ((0, 0), (0, 124)))
+
+    def step(i: jax.Array, totals: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        (start, seen), (to_hidden, to_lm_head) = tiles.place(i), totals
+        to_hidden, to_tile = backward(
+            static, h, tiles[i], target, tiles.offset + start, seen, known, to_hidden
+        )
+        return to_hidden, tiles.add(to_lm_head, i, to_tile)
+
+    zeros = jnp.zeros(h.shape, jnp.float32), jnp.zeros(lm_head.shape, jnp.float32)
+    to_hidden, to_lm_head = jax.lax.fori_loop(0, tiles.count, step, zeros)
+    if static.mesh:
+        to_hidden = jax.lax.psum(to_hidden, "tp")
+    return to_hidden.reshape(hidden.shape).astype(hidden.dtype), to_lm_head.astype(lm_head.dtype)
+
+
+# ---- Within a tile, in jnp: on values, so that the kernels call it too ---------------------------
+
+
+def _dot(a: jax.Array, b: jax.Array, i: int, j: int) -> jax.Array:
+    """a and b contracted over axis i of a and axis j of b, in float32."""
+    # float32 operands are multiplied as such, on a TPU too, which would round them to bfloat16
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jax.lax.dot_general(
+        a, b, (((i,), (j,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
+    )
+
+
+def _forward_tile(
+    static: Static, h: jax.Array, w: jax.Array, target: jax.Array, first: Any, seen: Any,
+    stats: jax.Array,
+) -> jax.Array:  # fmt: skip
+    """`stats` with a tile taken in.
+
+    h: [n, D]. w: [v, D], the rows of the tokens from `first` on, of which the first `seen` do not
+    count. target: [n, 1] int32, the sampled tokens. stats: [n, at least 4] float32.
+    """
+    x = _dot(h, w, 1, 1) * (1 / static.temperature)  # [n, v]
+    column = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    x = jnp.where(column >= seen, x, MASKED)
+    before, total, entropy_sum, chosen = (stats[:, i : i + 1] for i in range(4))
+    largest = jnp.maximum(before, x.max(axis=1, keepdims=True))
+    below = x - largest
+    e = jnp.exp(below)
+    scale = jnp.exp(before - largest)
+    entropy_sum = scale * (entropy_sum + (before - largest) * total)
+    entropy_sum += (e * below).sum(axis=1, keepdims=True)
+    total = scale * total + e.sum(axis=1, keepdims=True)
+    hit = (column == target - first) & (column >= seen)
+    chosen += jnp.where(hit, x, 0.0).sum(axis=1, keepdims=True)
+    lane = jax.lax.broadcasted_iota(jnp.int32, stats.shape, 1)
+    for i, new in enumerate((largest, total, entropy_sum, chosen)):
+        stats = jnp.where(lane == i, new, stats)
+    return stats
+
+
+def _to_logits(
+    static: Static, h: jax.Array, w: jax.Array, target: jax.Array, first: Any, seen: Any,
+    known: jax.Array,
+) -> jax.Array:  # fmt: skip
+    """The gradient of h w^T, before the temperature: [n, v] in the operands' dtype. known: [n, at
+    least 4] float32, LSE to TO_ENTROPY."""
+    x = _dot(h, w, 1, 1) * (1 / static.temperature)  # [n, v]
+    column = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    lse, entropy, to_logp, to_entropy = (known[:, i : i + 1] for i in range(4))
+    logp = x - lse
+    p = jnp.where(column >= seen, jnp.exp(logp), 0.0)
+    hit = (column == target - first) & (column >= seen)
+    towards = jnp.where(hit, to_logp, 0.0) - p * (to_logp + to_entropy * (logp + entropy))
+    return (towards * (1 / static.temperature)).astype(h.dtype)
+
+
+def _backward_tile(
+    static: Static, h: jax.Array, w: jax.Array, target: jax.Array, first: Any, seen: Any,
+    known: jax.Array, to_hidden: jax.Array,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """to_hidden [n, D] with the tile's share added, and the gradient of w [v, D]; float32."""
+    d = _to_logits(static, h, w, target, first, seen, known)
+    return to_hidden + _dot(d, w, 1, 0), _dot(d, h, 0, 0)
+
+
+# ---- Within a tile, on a TPU ---------------------------------------------------------------------
+# MiB of VMEM of a core, and cores of a device, by the beginning of its device_kind.
+CORES = {
+    "TPU v4": (16, 2),
+    "TPU v5 lite": (128, 1),
+    "TPU v5e": (128, 1),
+    "TPU v5": (64, 2),
+    "TPU v6": (128, 1),
+}
+
+
+def _chip(static: Static) -> str:
+    devices = static.mesh.devices.flat if static.mesh else jax.devices()
+    return devices[0].device_kind
+
+
+def _vmem_and_cores(device_kind: str) -> tuple[int, int]:
+    """VMEM bytes of a core, cores of a device; of the smallest chip where it is unknown."""
+    names = [name for name in CORES if device_kind.startswith(name)]
+    mib, cores = CORES[names[0]] if names else (16, 1)
+    return mib * 2**20, cores
+
+
+def block_sizes(D: int, itemsize: int, device_kind: str) -> tuple[int, int]:
+    """Tokens of a block and rows of a tile, as large as backward's blocks fit into VMEM.
+
+    The more rows, the fewer times hidden and its gradient pass through HBM.
+    """
+
+    def vmem_bytes(n: int, v: int) -> int:
+        tile = v * D * (itemsize + 4)  # the weights and their gradient, one buffer each
+        tokens = n * D * (2 * itemsize + 4 * 4 + 4)  # hidden, its gradient in and out: two; a sum
+        return tile + tokens + 12 * n * v * 4  # logits, probabilities and what the compiler adds
+
+    sizes = [(n, v) for v in (2048, 1024, 512, 256, 128) for n in (256, 128, 64)]
+    limit = _vmem_and_cores(device_kind)[0]
+    return next((size for size in sizes if vmem_bytes(*size) < limit), sizes[-1])
+
+
+def _params(static: Static, *semantics: str) -> dict[str, Any]:
+    limit = _vmem_and_cores(_chip(static))[0]
+    params = pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=limit)
+    return {"compiler_params": params, "interpret": static.interpret}
+
+
+def _forward_kernel_call(
+    static: Static, h: jax.Array, w: jax.Array, target: jax.Array, first: Any, seen: Any,
+    stats: jax.Array,
+) -> jax.Array:  # fmt: skip
+    """_forward_tile, one block of tokens after the other."""
+    (n, D), lanes = h.shape, stats.shape[1]
+    block = min(block_sizes(D, h.dtype.itemsize, _chip(static))[0], n)
+
+    def kernel(place, h, w, target, stats, new_stats):
+        new_stats[...] = _forward_tile(
+            static, h[...], w[...], target[...], place[0], place[1], stats[...]
+        )
+
+    def rows(width: int) -> pl.BlockSpec:
+        return pl.BlockSpec((block, width), lambda i: (i, 0))
+
+    whole = pl.BlockSpec(w.shape, lambda i: (0, 0), pipeline_mode=pl.Buffered(1))
+    place = jnp.stack([first, seen]).astype(jnp.int32)
+    return pl.pallas_call(
+        kernel,
+        grid=(pl.cdiv(n, block),),
+        in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), rows(D), whole, rows(1), rows(lanes)],
+        out_specs=rows(lanes),
+        out_shape=jax.ShapeDtypeStruct(stats.shape, stats.dtype),
+        **_params(static, "parallel"),
+    )(place, h, w, target, stats)
+
+
+def _backward_kernel_call(
+    static: Static, h: jax.Array, w: jax.Array, target: jax.Array, first: Any, seen: Any,
+    known: jax.Array, to_hidden: jax.Array,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """_backward_tile: each block of tokens adds to its rows of to_hidden, and all blocks of a core
+    to one gradient of w. One kernel and not one for each: the logits are made again once, not
+    twice, at the price of to_hidden passing through HBM for every tile."""
+    (n, D), v, lanes = h.shape, w.shape[0], known.shape[1]
+    block = min(block_sizes(D, h.dtype.itemsize, _chip(static))[0], n)
+    blocks = pl.cdiv(n, block)
+    cores = _vmem_and_cores(_chip(static))[1]
+    cores = cores if blocks % cores == 0 else 1
+
+    def kernel(place, h, w, target, known, before, to_hidden, to_w):
+        h, w = h[...], w[...]
+        d = _to_logits(static, h, w, target[...], place[0], place[1], known[...])
+        if n % block:  # the last block reads past the end: what is there may be NaN
+            i = pl.program_id(0) * (blocks // cores) + pl.program_id(1)
+            row = i * block + jax.lax.broadcasted_iota(jnp.int32, (block, 1), 0)
+            h, d = jnp.where(row < n, h, 0), jnp.where(row < n, d, 0)
+        to_hidden[...] = before[...] + _dot(d, w, 1, 0)
+
+        @pl.when(pl.program_id(1) == 0)
+        def _():
+            to_w[...] = jnp.zeros_like(to_w)
+
+        to_w[...] += _dot(d, h, 0, 0)
+
+    def rows(width: int) -> pl.BlockSpec:
+        return pl.BlockSpec((block, width), lambda core, i: (core * (blocks // cores) + i, 0))
+
+    once = pl.Buffered(1)
+    whole = pl.BlockSpec((v, D), lambda core, i: (0, 0), pipeline_mode=once)
+    own = pl.BlockSpec((None, v, D), lambda core, i: (core, 0, 0), pipeline_mode=once)
+    place = jnp.stack([first, seen]).astype(jnp.int32)
+    to_hidden, to_w = pl.pallas_call(
+        kernel,
+        grid=(cores, blocks // cores),
+        in_specs=[
+            pl.BlockSpec(memory_space=pltpu.SMEM), rows(D), whole, rows(1), rows(lanes), rows(D)
+        ],
+        out_specs=[rows(D), own],
+        out_shape=[
+            jax.ShapeDtypeStruct((n, D), jnp.float32),
+            jax.ShapeDtypeStruct((cores, v, D), jnp.float32),
+        ],
+        input_output_aliases={5: 0},
+        **_params(static, "parallel", "arbitrary"),
+    )(place, h, w, target, known, to_hidden)  # fmt: skip
+    return to_hidden, to_w.sum(axis=0)

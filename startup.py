@@ -80,20 +80,7 @@ def set_up(cfg: settings.Config) -> tuple[Run, TrainState]:
         f"train.grad_accum_steps={sizes.grad_accum_steps}",
         flush=True,
     )
-    penalties = rewards.penalties(
-        cfg.max_length_sample,
-        cfg.overlong_cache or cfg.max_length_sample // 5,
-        cfg.repetition_ngram,
-    )
-    functions = rewards.load_reward_functions(cfg.reward_fn, cfg.reward_timeout_s, penalties)
-    if len(cfg.reward_weights) != len(functions):
-        names = ", ".join(f.__name__ for f in functions)
-        weights = ",".join(map(str, cfg.reward_weights))
-        raise ValueError(
-            f"REWARD_WEIGHTS={weights} has {len(cfg.reward_weights)} numbers; "
-            f"give {len(functions)}, one each for {names}"
-        )
-
+    functions = reward_functions(cfg)
     folder = hf.fetch_model(cfg.model_path, cfg.model_revision)
     config = hf.read_config(folder)
     tokenizer = hf.load_tokenizer(folder)
@@ -113,10 +100,7 @@ def set_up(cfg: settings.Config) -> tuple[Run, TrainState]:
             f"set MAX_PROMPT_LENGTH={config.max_positions - cfg.max_length_sample}"
         )
 
-    dtype = cfg.dtype
-    if dtype == "auto":
-        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    dtype = jnp.dtype(dtype)
+    dtype, impl = dtype_and_impl(cfg)
     mesh = make_mesh("MESH_SHAPE", cfg.mesh_shape, tp=1, fsdp=-1)
     tp = rollout_tp(config, dtype)
     rollout_mesh = make_mesh("ROLLOUT_MESH_SHAPE", cfg.rollout_mesh_shape, tp=tp, fsdp=1)
@@ -129,22 +113,9 @@ def set_up(cfg: settings.Config) -> tuple[Run, TrainState]:
         test=test,
         functions=functions,
         sampling=Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p),
-        objective=Objective(
-            loss_type=cfg.loss_type,
-            eps_low=cfg.eps_low,
-            eps_high=cfg.eps_high,
-            delta=cfg.delta,
-            importance_sampling_level=cfg.importance_sampling_level,
-            beta=cfg.beta,
-            kl_estimator=cfg.kl_estimator,
-            kl_bias_correction=cfg.kl_bias_correction,
-            entropy_coef=cfg.entropy_coef,
-            is_mode=cfg.is_mode,
-            is_cap=cfg.is_cap,
-            max_completion_length=cfg.max_length_sample,
-        ),
+        objective=objective_of(cfg),
         optimizer=Optimizer(cfg.optimizer, cfg.weight_decay, cfg.clip_norm),
-        compute=Compute(config, dtype, Layout(mesh, TRAIN_ROWS), cfg.remat, cfg.policy_loss_impl),
+        compute=Compute(config, dtype, Layout(mesh, TRAIN_ROWS), cfg.remat, impl),
         rollout=Layout(rollout_mesh, ROLLOUT_ROWS),
     )
     params = hf.load_params(folder, config, mesh, jnp.dtype(cfg.param_dtype))
@@ -155,10 +126,53 @@ def set_up(cfg: settings.Config) -> tuple[Run, TrainState]:
         f"mesh dp,fsdp,tp train={mesh_text(mesh)} ({cfg.mesh_shape}) "
         f"rollout={mesh_text(rollout_mesh)} ({cfg.rollout_mesh_shape})\n"
         f"rollout.backend={cfg.rollout_backend} loss.loss_type={cfg.loss_type} "
-        f"loss.adv_estimator={cfg.adv_estimator}",
+        f"loss.adv_estimator={cfg.adv_estimator} train.policy_loss_impl={impl}",
         flush=True,
     )
     return run, init_state(params, optimizer=run.optimizer, config=config)
+
+
+def reward_functions(cfg: settings.Config) -> list[rewards.RewardFunction]:
+    """Those of REWARD_FN, as many as there are REWARD_WEIGHTS."""
+    cache = cfg.overlong_cache or cfg.max_length_sample // 5
+    penalties = rewards.penalties(cfg.max_length_sample, cache, cfg.repetition_ngram)
+    functions = rewards.load_reward_functions(cfg.reward_fn, cfg.reward_timeout_s, penalties)
+    if len(cfg.reward_weights) != len(functions):
+        names = ", ".join(f.__name__ for f in functions)
+        weights = ",".join(map(str, cfg.reward_weights))
+        raise ValueError(
+            f"REWARD_WEIGHTS={weights} has {len(cfg.reward_weights)} numbers; "
+            f"give {len(functions)}, one each for {names}"
+        )
+    return functions
+
+
+def dtype_and_impl(cfg: settings.Config) -> tuple[jnp.dtype, str]:
+    """What DTYPE and POLICY_LOSS_IMPL come to on this backend."""
+    backend, dtype, impl = jax.default_backend(), cfg.dtype, cfg.policy_loss_impl
+    if dtype == "auto":
+        dtype = "float32" if backend == "cpu" else "bfloat16"
+    if impl == "pallas" and backend != "tpu":
+        print(f"POLICY_LOSS_IMPL=pallas is a TPU kernel: on {backend} it is jax", flush=True)
+        impl = "jax"
+    return jnp.dtype(dtype), impl
+
+
+def objective_of(cfg: settings.Config) -> Objective:
+    return Objective(
+        loss_type=cfg.loss_type,
+        eps_low=cfg.eps_low,
+        eps_high=cfg.eps_high,
+        delta=cfg.delta,
+        importance_sampling_level=cfg.importance_sampling_level,
+        beta=cfg.beta,
+        kl_estimator=cfg.kl_estimator,
+        kl_bias_correction=cfg.kl_bias_correction,
+        entropy_coef=cfg.entropy_coef,
+        is_mode=cfg.is_mode,
+        is_cap=cfg.is_cap,
+        max_completion_length=cfg.max_length_sample,
+    )
 
 
 def load_prompts(cfg: settings.Config, tokenizer: Any, split: str) -> list[data.Prompt]:

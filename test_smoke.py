@@ -38,6 +38,8 @@ IMPORTS = {
         *("config", "sizes", "rewards", "data", "model", "hf", "rollout", "loss", "update"),
         "metrics",
     },
+    "bench": {"loss_pallas"},
+    "compare_objectives": set(),
     "plot_run": set(),
 }
 

@@ -82,11 +82,9 @@ def completion_logps(
     start = jnp.repeat(batch.prompt_mask.sum(axis=1) - 1, R // G)  # [R]
     positions = start[:, None] + jnp.arange(T)  # [R, T]
     hidden, _ = run(ids, positions, prefix=prefix, prefix_mask=mask)  # [R, T, D]
-    head = lm_head(params).astype(compute.dtype)
-    shards = compute.layout.row_shards if compute.layout else 1
     return token_logps(
-        hidden, head, batch.completion_ids, temperature=temperature, impl=compute.impl,
-        shards=shards,
+        hidden, lm_head(params), batch.completion_ids, temperature=temperature, impl=compute.impl,
+        mesh=compute.layout.mesh if compute.layout else None,
     )  # fmt: skip
 
 

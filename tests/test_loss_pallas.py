@@ -1,18 +1,24 @@
-"""Claims about loss_pallas.py: token log-probabilities and entropies.
+"""Claims about loss_pallas.py: token log-probabilities and entropies, of both implementations.
+
+The TPU kernel runs here in Pallas' interpreter, and through the TPU's own compiler.
 
 goldens/trl.npz holds what TRL 1.16 makes of seeded random inputs, trl.json the settings behind it.
 """
 
-import functools
 import json
 import math
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh
 
+import bench
 import loss_pallas
 from loss import policy_loss
 from loss_pallas import token_logps
@@ -37,15 +43,79 @@ def numpy_token_logps(
     return chosen, -(np.exp(table) * table).sum(axis=-1), table
 
 
-def inputs(*lead: int, V: int, D: int = 5) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def inputs(*lead: int, V: int, D: int = 64) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """hidden [*lead, D], lm_head [V, D] and ids [*lead]."""
     rng = np.random.default_rng(V)
     hidden, lm_head = rng.normal(size=(*lead, D)), rng.normal(size=(V, D))
     return np.float32(hidden), np.float32(lm_head), rng.integers(0, V, lead).astype(np.int32)
 
 
-def force_chunks(monkeypatch: pytest.MonkeyPatch, rows: int, V: int, chunk: int) -> None:
-    monkeypatch.setattr(loss_pallas, "LOGITS_CHUNK_BYTES", rows * V * 4 * chunk + 3)
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 128 columns, so that a vocabulary of 1000 has 8 and the last reaches back."""
+    monkeypatch.setattr(loss_pallas, "LOGITS_TILE_BYTES", 1)
+    monkeypatch.setattr(loss_pallas, "block_sizes", lambda *_: (64, 128))
+
+
+class Gradients(NamedTuple):
+    logps: np.ndarray
+    entropy: np.ndarray
+    to_hidden: np.ndarray
+    to_lm_head: np.ndarray
+
+
+def run(
+    hidden: Any, lm_head: Any, ids: Any, towards: Any, temperature: float, **settings: Any
+) -> Gradients:
+    """token_logps and its pullback of `towards`, the gradients towards logps and entropy."""
+
+    def both(hidden: jax.Array, lm_head: jax.Array) -> Any:
+        return token_logps(hidden, lm_head, ids, temperature=temperature, **settings)
+
+    @jax.jit
+    def all_four(hidden: jax.Array, lm_head: jax.Array, towards: Any) -> Any:
+        outputs, pull = jax.vjp(both, hidden, lm_head)
+        return *outputs, *pull(towards)
+
+    return Gradients(*jax.device_get(all_four(hidden, lm_head, tuple(towards))))
+
+
+def numpy_gradients(
+    hidden: np.ndarray, lm_head: np.ndarray, ids: np.ndarray, towards: Any, temperature: float
+) -> Gradients:
+    """The same in float64."""
+    logps, entropy, table = numpy_token_logps(hidden, lm_head, ids, temperature)
+    p, (to_logps, to_entropy) = np.exp(table), np.asarray(towards, float)
+    to_logits = (
+        -p * (to_logps + to_entropy * entropy)[..., None] - p * table * to_entropy[..., None]
+    )
+    np.put_along_axis(
+        to_logits, ids[..., None],
+        np.take_along_axis(to_logits, ids[..., None], -1) + to_logps[..., None], -1,
+    )  # fmt: skip
+    to_logits = to_logits / temperature
+    flat = to_logits.reshape(-1, lm_head.shape[0])
+    to_lm_head = flat.T @ hidden.reshape(-1, hidden.shape[-1]).astype(float)
+    return Gradients(logps, entropy, to_logits @ lm_head.astype(float), to_lm_head)
+
+
+def towards_of(*lead: int, entropy: bool = True) -> np.ndarray:
+    """[2, *lead] float32, the second 0 where no entropy bonus is asked for."""
+    rng = np.random.default_rng(1)
+    return np.float32(
+        rng.normal(size=(2, *lead)) * np.array([1, entropy]).reshape(2, *[1] * len(lead))
+    )
+
+
+def assert_relative(got: Gradients, expected: Gradients, tolerance: float) -> None:
+    """Of each array, to its largest value."""
+    for name, a, b in zip(Gradients._fields, got, expected, strict=True):
+        assert a.shape == b.shape, name
+        scale = max(np.abs(b).max(), 1.0)
+        assert np.abs(np.asarray(a, float) - b).max() <= tolerance * scale, name
+
+
+# ---- The values ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", TRL)
@@ -72,96 +142,175 @@ def test_the_objective_s_gradient_in_the_logits_is_that_of_trl() -> None:
 
     value_and_grad = jax.value_and_grad(objective, has_aux=True)
     (loss, metrics), grad = value_and_grad(jnp.asarray(LOGITS["logits"]))
-    assert loss == metrics.pop("loss")
-    assert loss == pytest.approx(ARRAYS["logits.t0p7_entropy_bonus.loss"], abs=1e-6)
+    assert (
+        loss
+        == metrics.pop("loss")
+        == pytest.approx(ARRAYS["logits.t0p7_entropy_bonus.loss"], abs=1e-6)
+    )
     np.testing.assert_allclose(grad, ARRAYS["logits.t0p7_entropy_bonus.grad_logits"], atol=1e-6)
     assert not grad[LOGITS["completion_mask"] == 0].any()
     assert metrics == pytest.approx(golden["metrics"], abs=1e-6)
 
 
-# n = 11 in chunks of 1, of 4 (an uneven last), of 11 and more (none)
-@pytest.mark.parametrize("chunk", [1, 4, 11, 100])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("impl", ["jax", "pallas"])
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+@pytest.mark.parametrize("D", [64, 896])
+@pytest.mark.parametrize("V", [17, 1000, 4099])
+@pytest.mark.parametrize("n", [1, 7, 129, 300])
 def test_values_and_gradients_are_those_of_numpy(
-    monkeypatch: pytest.MonkeyPatch, chunk: int, temperature: float
+    n: int, V: int, D: int, temperature: float, impl: str
 ) -> None:
-    R, n, V = 3, 11, 23
-    hidden, lm_head, ids = inputs(R, n, V=V)
-    force_chunks(monkeypatch, R, V, chunk)
-    run = functools.partial(token_logps, ids=jnp.asarray(ids), temperature=temperature)
-    (logps, entropy), pull = jax.vjp(jax.jit(run), jnp.asarray(hidden), jnp.asarray(lm_head))
-    assert logps.shape == entropy.shape == (R, n)
-    assert logps.dtype == entropy.dtype == jnp.float32
-    expected, H, table = numpy_token_logps(hidden, lm_head, ids, temperature)
-    np.testing.assert_allclose(logps, expected, atol=2e-6)
-    np.testing.assert_allclose(entropy, H, atol=3e-6)
-
-    towards_logps, towards_entropy = np.random.default_rng(1).normal(size=(2, R, n))
-    to_hidden, to_lm_head = pull((jnp.float32(towards_logps), jnp.float32(towards_entropy)))
-    probs = np.exp(table)
-    to_logits = towards_logps[..., None] * (np.eye(V)[ids] - probs)  # [R, n, V]
-    to_logits -= towards_entropy[..., None] * probs * (table + H[..., None])
-    to_logits /= temperature
-    np.testing.assert_allclose(to_hidden, to_logits @ lm_head, atol=5e-6)
-    flat = to_logits.reshape(-1, V).T @ hidden.reshape(R * n, -1)
-    np.testing.assert_allclose(to_lm_head, flat, atol=2e-5)
+    """Uneven tiles and blocks; with the gradient of the entropy and without."""
+    hidden, lm_head, ids = inputs(n, V=V, D=D)
+    lm_head *= 3 / math.sqrt(D)  # logits of std 3
+    entropy = (n + V + D) % 2 == 0
+    towards = towards_of(n, entropy=entropy)
+    got = run(hidden, lm_head, ids, towards, temperature, impl=impl, interpret=impl == "pallas")
+    expected = numpy_gradients(hidden, lm_head, ids, towards, temperature)
+    assert_relative(got, expected, 1e-5)
 
 
-@pytest.mark.parametrize("lead", [(), (2,), (2, 3)], ids=str)
-def test_any_number_of_leading_axes_is_kept(
-    monkeypatch: pytest.MonkeyPatch, lead: tuple[int, ...]
-) -> None:
-    hidden, lm_head, ids = inputs(*lead, 7, V=13)
-    force_chunks(monkeypatch, math.prod(lead), 13, 3)
-    logps, entropy = token_logps(jnp.asarray(hidden), jnp.asarray(lm_head), jnp.asarray(ids))
+@pytest.mark.parametrize("impl", ["jax", "pallas"])
+def test_a_real_vocabulary_goes_through_in_tiles(impl: str) -> None:
+    hidden, lm_head, ids = inputs(7, V=151936)
+    ids[:2] = 0, 151935
+    how = {"impl": impl, "interpret": impl == "pallas"}
+    logps, entropy = token_logps(jnp.asarray(hidden), lm_head, jnp.asarray(ids), **how)
     expected, H, _ = numpy_token_logps(hidden, lm_head, ids, 1.0)
-    np.testing.assert_allclose(logps, expected, atol=2e-6)
-    np.testing.assert_allclose(entropy, H, atol=3e-6)
+    np.testing.assert_allclose(logps, expected, rtol=1e-5)
+    np.testing.assert_allclose(entropy, H, rtol=1e-5, atol=1e-5)
 
 
-def test_bfloat16_operands_have_float32_logits() -> None:
-    hidden, lm_head, ids = inputs(3, 7, V=1009, D=17)
-    rounded = [jnp.asarray(x, jnp.bfloat16) for x in (hidden, lm_head)]
-    logps, entropy = token_logps(*rounded, jnp.asarray(ids))
-    assert logps.dtype == entropy.dtype == jnp.float32
-    exact = [np.asarray(x, np.float64) for x in rounded]
-    expected, H, _ = numpy_token_logps(*exact, ids, 1.0)
-    np.testing.assert_allclose(logps, expected, atol=1e-5)
-    np.testing.assert_allclose(entropy, H, atol=1e-5)
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("impl", ["jax", "pallas"])
+@pytest.mark.parametrize("lm_head_type", [jnp.bfloat16, jnp.float32])
+def test_bfloat16_operands_have_float32_logits(impl: str, lm_head_type: Any) -> None:
+    """Whatever the lm_head is kept in, hidden says in what it is multiplied."""
+    hidden, lm_head, ids = inputs(3, 43, V=1009)
+    lm_head *= 0.3
+    hidden, lm_head = jnp.asarray(hidden, jnp.bfloat16), jnp.asarray(lm_head, lm_head_type)
+    towards = towards_of(3, 43)
+    got = run(hidden, lm_head, ids, towards, 1.0, impl=impl, interpret=impl == "pallas")
+    assert got.logps.dtype == got.entropy.dtype == np.float32
+    assert (got.to_hidden.dtype, got.to_lm_head.dtype) == (jnp.bfloat16, lm_head_type)
+    exact = [np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64) for x in (hidden, lm_head)]
+    expected = numpy_gradients(*exact, ids, towards, 1.0)
+    assert_relative(got, expected, 2e-2)
+    np.testing.assert_allclose(got.logps, expected.logps, atol=2e-5)
+    np.testing.assert_allclose(got.entropy, expected.entropy, atol=2e-5)
 
 
-def test_the_logits_of_a_whole_sequence_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    R, n, V = 2, 128, 1009
-    hidden, lm_head, ids = inputs(R, n, V=V)
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("impl", ["jax", "pallas"])
+def test_a_tied_lm_head_gets_both_gradients(impl: str) -> None:
+    _, embed, ids = inputs(20, V=300)
+    tokens = (ids + 1) % 300
 
-    def temporary_bytes(chunk: int) -> int:
-        """What loss and gradient hold beside their inputs and outputs."""
-        force_chunks(monkeypatch, R, V, chunk)
+    def loss(embed: jax.Array, **how: Any) -> jax.Array:
+        logps, entropy = token_logps(jnp.tanh(embed[tokens]), embed, ids, **how)
+        return logps.sum() + 0.1 * entropy.sum()
 
-        def loss(hidden: jax.Array, lm_head: jax.Array) -> jax.Array:
-            logps, entropy = token_logps(hidden, lm_head, jnp.asarray(ids))
-            return logps.sum() + 0.1 * entropy.sum()
-
-        program = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(hidden, lm_head).compile()
-        return program.memory_analysis().temp_size_in_bytes
-
-    whole = R * n * V * 4
-    assert temporary_bytes(n) > whole
-    assert temporary_bytes(4) < whole / 4  # a chunk is 1/32 of it
+    got = jax.grad(loss)(jnp.asarray(embed), impl=impl, interpret=impl == "pallas")
+    hidden = np.tanh(embed[tokens])
+    towards = np.stack([np.ones(20), np.full(20, 0.1)])
+    expected = numpy_gradients(hidden, embed, ids, towards, 1.0)
+    through = expected.to_lm_head.copy()
+    np.add.at(through, tokens, expected.to_hidden * (1 - hidden.astype(float) ** 2))
+    assert np.abs(got - through).max() < 1e-5 * np.abs(through).max()
 
 
-def test_a_device_chunks_its_own_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over 2 shards, 4 rows make as many logits a device as 2 rows do on one: the same chunks."""
-    hidden, lm_head, ids = inputs(4, 12, V=13)
-    force_chunks(monkeypatch, 2, 13, 3)
+# ---- On a mesh -----------------------------------------------------------------------------------
 
-    def scans(rows: int, shards: int) -> list[int]:
-        run = functools.partial(token_logps, shards=shards)
-        program = jax.make_jaxpr(run)(hidden[:rows], lm_head, ids[:rows])
-        return [e.params["length"] for e in program.eqns if e.primitive.name == "scan"]
 
-    assert scans(2, 1) == scans(4, 2) == [4]
-    assert scans(4, 1) == [12]
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("impl", ["jax", "pallas"])
+@pytest.mark.parametrize("shape", [(1, 8, 1), (8, 1, 1), (2, 2, 2), (1, 2, 4)], ids=str)
+def test_devices_do_what_one_does(shape: tuple[int, int, int], impl: str) -> None:
+    """Tokens over dp and fsdp, the vocabulary over tp: 1000 rows of a device, uneven tiles."""
+    mesh = Mesh(np.array(jax.devices()).reshape(shape), ("dp", "fsdp", "tp"))
+    hidden, lm_head, ids = inputs(8, 37, V=4000)
+    towards = towards_of(8, 37)
+    how = {"impl": impl, "interpret": impl == "pallas"}
+    got = run(hidden, lm_head, ids, towards, 0.7, mesh=mesh, **how)
+    assert_relative(got, numpy_gradients(hidden, lm_head, ids, towards, 0.7), 1e-5)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("cores", [1, 2])
+def test_the_kernels_race_with_nobody(monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
+    """Every block adds to the gradients of the one before; the cores of a v4 have their own."""
+    monkeypatch.setitem(loss_pallas.CORES, "cpu", (16, cores))
+    hidden, lm_head, ids = inputs(256, V=300)
+    towards = towards_of(256)
+    watch = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=cores)
+    got = run(hidden, lm_head, ids, towards, 1.0, impl="pallas", interpret=watch)
+    assert not interpret_pallas_call.races.races_found
+    assert_relative(got, numpy_gradients(hidden, lm_head, ids, towards, 1.0), 1e-5)
+
+
+# ---- Memory --------------------------------------------------------------------------------------
+
+
+def temporary_bytes(n: int, V: int) -> int:
+    """What `jax` holds beside inputs and outputs of loss and gradient."""
+    hidden, lm_head, ids = inputs(n, V=V)
+
+    def loss(hidden: jax.Array, lm_head: jax.Array) -> jax.Array:
+        logps, entropy = token_logps(hidden, lm_head, jnp.asarray(ids))
+        return logps.sum() + 0.1 * entropy.sum()
+
+    program = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(hidden, lm_head).compile()
+    return program.memory_analysis().temp_size_in_bytes
+
+
+def test_of_many_logits_only_a_tile_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    n, V = 256, 8192
+    assert temporary_bytes(n, V) > n * V * 4  # they are few, and kept
+    monkeypatch.setattr(loss_pallas, "LOGITS_TILE_BYTES", n * 256 * 4)
+    assert temporary_bytes(n, V) < n * V * 4 / 2
+
+
+def test_a_device_counts_its_own_logits_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, lm_head, ids = inputs(8, 16, V=256)
+    monkeypatch.setattr(loss_pallas, "LOGITS_TILE_BYTES", 16 * 256 * 4)  # an eighth of all
+    mesh = Mesh(np.array(jax.devices()).reshape(1, 8, 1), ("dp", "fsdp", "tp"))
+
+    def in_tiles(mesh: Mesh | None) -> bool:
+        program = jax.make_jaxpr(lambda h: token_logps(h, lm_head, ids, mesh=mesh))(hidden)
+        return "custom_vjp" in str(program)
+
+    assert in_tiles(None) and not in_tiles(mesh)
+
+
+# ---- The TPU's own compiler ----------------------------------------------------------------------
+
+HEADS = {  # of Qwen2.5
+    "0.5B": bench.Shape(16 * 1024, 896, 151936),
+    "3B": bench.Shape(16 * 1024, 2048, 151936),
+    "7B": bench.Shape(16 * 1024, 3584, 152064),
+}
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("chip", bench.CHIPS)
+def test_the_kernels_compile_for_every_tpu(chip: str, head: str) -> None:
+    pytest.importorskip("libtpu", reason='the TPU compiler: pip install "jax[tpu]"')
+    text = bench.compile_loss("pallas", True, HEADS[head], chip).as_text()
+    assert text.count("tpu_custom_call") >= 2, "forward and backward"
+
+
+def test_the_loss_takes_less_than_an_eighth_of_the_memory_of_full_logits() -> None:
+    """16 x 1024 tokens a device of Qwen2.5-3B on a v6e-8, gradients included."""
+    pytest.importorskip("libtpu", reason='the TPU compiler: pip install "jax[tpu]"')
+
+    def temporaries(impl: str) -> int:
+        compiled = bench.compile_loss(impl, True, HEADS["3B"], "v6e")
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    full = temporaries("full")
+    assert full > 14 * 2**30
+    assert temporaries("jax") < full / 8 and temporaries("pallas") < full / 8
 
 
 def test_an_unknown_implementation_is_named() -> None:

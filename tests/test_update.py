@@ -135,6 +135,7 @@ def step(
     *, micro: int = 16, s: int = 8, mesh: tuple[int, int, int] = (1, 1, 1), remat: str = "none",
     wider: int = 0, on_policy: bool = False, params: Params | None = None, optimizer: Any = SGD,
     x: Sequences | None = None, lr: float = 0.1, objective: Objective = OBJECTIVE,
+    impl: str = "jax",
 ) -> Step:  # fmt: skip
     """One training step, as train_grpo.py does it."""
     x, where = x or sequences(), layout(*mesh)
@@ -147,7 +148,7 @@ def step(
         batch = batch._replace(old_logps=None) if on_policy else batch
         grads, metrics, now = micro_step(
             state.params, grads, batch, counts, objective=objective, temperature=TEMPERATURE,
-            compute=Compute(CONFIG, FLOAT32, where, remat),
+            compute=Compute(CONFIG, FLOAT32, where, remat, impl),
         )  # fmt: skip
         parts.append(metrics)
         logps.append(np.asarray(now)[:, :T])

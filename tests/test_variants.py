@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 from test_rollout import weights
 from test_update import (
     K,
@@ -26,6 +27,7 @@ from test_update import (
     step,
 )
 
+import loss_pallas
 from loss import Objective
 from model import Params
 from update import merge_metrics, mix_weights
@@ -198,6 +200,21 @@ def test_how_a_variant_is_computed_does_not_change_it(variant: str, settings: di
     np.testing.assert_allclose(got.logps, pairs.logps, atol=1e-5)
     assert_close(got.grads, pairs.grads, 1e-6)
     assert_close(got.params, pairs.params, 1e-6)
+
+
+@pytest.mark.parametrize("impl", ["jax", "pallas"])
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 4, 2)], ids=str)
+def test_the_vocabulary_in_tiles_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, impl: str, mesh: tuple[int, int, int]
+) -> None:
+    """POLICY_LOSS_IMPL under remat and on a mesh, with the entropy's gradient."""
+    monkeypatch.setattr(loss_pallas, "LOGITS_TILE_BYTES", 1)
+    with pltpu.force_tpu_interpret_mode():
+        got = run("cispo", micro=16, s=4, mesh=mesh, impl=impl, remat="full")
+    expected = in_pairs("cispo")
+    assert got.metrics == pytest.approx(expected.metrics, rel=1e-5, abs=1e-6)
+    assert_close(got.grads, expected.grads, 1e-6)
+    assert got.stayed
 
 
 def test_the_kl_moves_the_gradient_and_is_not_only_logged() -> None:

@@ -1,0 +1,204 @@
+"""Times the parts whose speed is claimed, each beside what it replaces.
+
+    python bench.py loss              # token_logps on this machine's device
+    python bench.py loss --tpu v6e    # its memory on a TPU, by that TPU's compiler (needs libtpu)
+
+`loss`: token log-probabilities, entropies and both gradients from hidden states, as full logits,
+`jax` and `pallas` (POLICY_LOSS_IMPL). Times are medians of synchronised calls after a warm-up.
+"""
+
+import argparse
+import functools
+import importlib.util
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class Chip(NamedTuple):
+    """Published facts of one chip, and a slice of it that its compiler knows."""
+
+    device_kind: str
+    tflops: float  # bf16
+    hbm_gbps: float  # GB/s
+    topology: dict[str, Any]
+
+
+ONE_HOST, MEGACORE = {"chips_per_host_bounds": [2, 4, 1]}, {"chip_config_name": "megacore"}
+CHIPS = {
+    "v4": Chip("TPU v4", 275, 1228, {"topology_name": "v4:2x2x1", **MEGACORE}),
+    "v5e": Chip("TPU v5 lite", 197, 819, {"topology_name": "v5e:2x4", **ONE_HOST}),
+    "v5p": Chip("TPU v5", 459, 2765, {"topology_name": "v5p:2x2x1", **MEGACORE}),
+    "v6e": Chip("TPU v6 lite", 918, 1640, {"topology_name": "v6e:2x4", **ONE_HOST}),
+}
+IMPLEMENTATIONS = ("full", "jax", "pallas")
+
+
+class Shape(NamedTuple):
+    n: int  # tokens per device
+    D: int
+    V: int
+
+
+def loss_program(impl: str, backward: bool, mesh: Any = None) -> Callable:
+    """(hidden [R, T, D], lm_head [V, D], ids [R, T]) -> a scalar, or its two gradients."""
+    import jax
+
+    from loss_pallas import token_logps, token_logps_reference
+
+    program = functools.partial(token_logps, impl=impl, mesh=mesh)
+    program = token_logps_reference if impl == "full" else program
+
+    def loss(hidden: Any, lm_head: Any, ids: Any) -> Any:
+        logps, entropy = program(hidden, lm_head, ids)
+        return logps.sum() + 0.01 * entropy.sum()
+
+    return jax.grad(loss, (0, 1)) if backward else loss
+
+
+# ---- On the device that is here ------------------------------------------------------------------
+
+
+def bench_loss(shape: Shape, repeats: int) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    device = jax.devices()[0]
+    on_cpu = device.platform == "cpu"
+    dtype = jnp.float32 if on_cpu else jnp.bfloat16
+    keys = jax.random.split(jax.random.key(0), 3)
+    hidden = jax.random.normal(keys[0], (1, shape.n, shape.D), dtype)
+    lm_head = 0.02 * jax.random.normal(keys[1], (shape.V, shape.D), jnp.float32)
+    ids = jax.random.randint(keys[2], (1, shape.n), 0, shape.V)
+    print(f"{device.device_kind}: {shape.n} tokens, D {shape.D}, V {shape.V}, {dtype.__name__}")
+    print("| | forward ms | with gradient ms | TFLOP/s | temporaries GiB |\n|---|---|---|---|---|")
+    for impl in IMPLEMENTATIONS:
+        if impl == "pallas" and device.platform != "tpu":
+            print("| pallas | needs a TPU | | | |")
+            continue
+        times = []
+        for backward in (False, True):
+            program = jax.jit(loss_program(impl, backward))
+            program = program.lower(hidden, lm_head, ids).compile()
+            times.append(median_seconds(lambda p=program: p(hidden, lm_head, ids), repeats))
+        tflops = 6 * shape.n * shape.D * shape.V / times[1] / 1e12
+        memory = program.memory_analysis().temp_size_in_bytes / 2**30
+        row = f"{times[0] * 1e3:.1f} | {times[1] * 1e3:.1f} | {tflops:.3g} | {memory:.2f}"
+        print(f"| {impl} | {row} |", flush=True)
+
+
+def median_seconds(call: Callable[[], Any], repeats: int) -> float:
+    """Of `repeats` calls, each waited for, after two that are not counted."""
+    import jax
+
+    seconds = []
+    for _ in range(repeats + 2):
+        began = time.perf_counter()
+        jax.block_until_ready(call())
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[2:])
+
+
+# ---- On a TPU that is not ------------------------------------------------------------------------
+
+
+def compile_loss(impl: str, backward: bool, shape: Shape, name: str) -> Any:
+    """The program, compiled for a slice of that chip with fsdp over its devices, 16 rows each."""
+    os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # else the compiler looks for the TPU's host
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    devices = topologies.get_topology_desc(platform="tpu", **CHIPS[name].topology).devices
+    mesh = Mesh(np.array(devices).reshape(1, -1, 1), ("dp", "fsdp", "tp"))
+    rows, T = 16 * len(devices), shape.n // 16
+
+    def array(dims: tuple[int, ...], dtype: Any, *axes: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, P(*axes)))
+
+    hidden = array((rows, T, shape.D), jnp.bfloat16, ("dp", "fsdp"))
+    lm_head = array((shape.V, shape.D), jnp.float32, "tp", "fsdp")
+    ids = array((rows, T), jnp.int32, ("dp", "fsdp"))
+    where = (hidden.sharding, lm_head.sharding) if backward else None
+    program = jax.jit(loss_program(impl, backward, mesh), out_shardings=where)
+    return program.lower(hidden, lm_head, ids).compile()
+
+
+def plan_loss(shape: Shape, name: str) -> None:
+    """Temporaries by the TPU's own compiler; bytes and times by the formulas of `costs`."""
+    if importlib.util.find_spec("libtpu") is None:
+        raise SystemExit('error: --tpu needs the TPU compiler: pip install "jax[tpu]"')
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    print(f"{name}: {shape.n} tokens per device, D {shape.D}, V {shape.V}")
+    print("| | temporaries GiB: forward | with gradient | matmul passes | HBM GB | roofline ms |")
+    print("|---|---|---|---|---|---|")
+    for impl in IMPLEMENTATIONS:
+        compiled = [compile_loss(impl, backward, shape, name) for backward in (False, True)]
+        memory = [c.memory_analysis().temp_size_in_bytes / 2**30 for c in compiled]
+        row = " | ".join(f"{gib:.2f}" for gib in memory)
+        print(f"| {impl} | {row} | {estimate(impl, shape, name)} |", flush=True)
+    print(f"| pallas, were backward two kernels | - | - | {estimate('two kernels', shape, name)} |")
+
+
+def estimate(impl: str, shape: Shape, name: str) -> str:
+    """Matmul passes over [n, D] x [D, V], HBM GB and roofline ms of forward and gradient."""
+    chip = CHIPS[name]
+    passes, gigabytes = costs(impl, shape, chip.device_kind)
+    compute_ms = passes * 2 * shape.n * shape.D * shape.V / chip.tflops / 1e9
+    return f"{passes} | {gigabytes:.0f} | {max(compute_ms, gigabytes / chip.hbm_gbps * 1e3):.0f}"
+
+
+def costs(impl: str, shape: Shape, device_kind: str) -> tuple[int, float]:
+    """An estimate: what each matmul and each pass over logits that are in HBM reads and writes."""
+    from loss_pallas import LOGITS_TILE_BYTES, block_sizes
+
+    n, D, V = shape
+    block, v = block_sizes(D, 2, device_kind)
+    hidden, weights, logits = 2 * n * D, 2 * V * D, 4 * n * V  # bfloat16, bfloat16, float32
+    to_hidden, to_weights, statistics_ = 4 * n * D, 4 * V * D, 4 * n * 128  # float32
+    if impl == "full":
+        # forward writes the logits and reads them for maximum, sum and entropy; backward reads
+        # them, writes the gradient towards them and reads it for two matmuls
+        return 3, (8 * logits + 3 * (weights + hidden) + to_weights) / 1e9
+    if impl == "jax":
+        # written and read twice; backward: written, read, its gradient half as wide
+        tiles = V / (LOGITS_TILE_BYTES // (4 * n))
+        per_tile = 3 * hidden + 2 * to_hidden
+        return 4, (6.5 * logits + tiles * per_tile + 3 * weights + to_weights) / 1e9
+    forward = V / v * (hidden + 2 * statistics_) + weights
+    if impl == "pallas":
+        per_tile = hidden + 2 * to_hidden + statistics_
+        return 4, (forward + V / v * per_tile + weights + to_weights) / 1e9
+    # two kernels: hidden's walks the weights for each block of tokens, the weights' the tokens
+    apart = n / block * weights + hidden + to_hidden + V / v * hidden + weights + to_weights
+    return 5, (forward + apart) / 1e9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=["loss"])
+    parser.add_argument("--tpu", choices=CHIPS, help="compile for this TPU instead of timing")
+    parser.add_argument("--tokens", type=int, help="per device")
+    parser.add_argument("-D", type=int, help="of the model")
+    parser.add_argument("-V", type=int, help="of the vocabulary")
+    parser.add_argument("--repeats", type=int, default=10)
+    args = parser.parse_args()
+
+    big = Shape(16 * 1024, 2048, 151936)  # Qwen2.5-3B
+    shape = big
+    if not args.tpu:
+        import jax
+
+        small = Shape(4096, 256, 32768)
+        shape = small if jax.default_backend() == "cpu" else big
+    shape = Shape(args.tokens or shape.n, args.D or shape.D, args.V or shape.V)
+    plan_loss(shape, args.tpu) if args.tpu else bench_loss(shape, args.repeats)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""Claims about bench.py and compare_objectives.py: what README.md says they print."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+
+
+def printed(script: str, *args: str, cwd: Path, **env: str) -> str:
+    keep = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    done = subprocess.run(
+        [sys.executable, str(REPO / script), *args], cwd=cwd, env=keep | env, text=True,
+        capture_output=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_loss_bench_times_each_implementation_that_runs_here(tmp_path: Path) -> None:
+    sizes = ("--tokens", "64", "-D", "32", "-V", "512", "--repeats", "1")
+    table = printed("bench.py", "loss", *sizes, cwd=tmp_path)
+    assert table.startswith("cpu: 64 tokens, D 32, V 512, float32\n")
+    number = r"[\d.e-]+"
+    for impl in ("full", "jax"):
+        row = rf"^\| {impl} \| {number} \| {number} \| {number} \| \d+\.\d\d \|$"
+        assert re.search(row, table, re.M), table
+    assert "| pallas | needs a TPU | | | |" in table
+
+
+def test_the_objectives_are_compared_in_a_table(tmp_path: Path) -> None:
+    quick = {"STEPS": "1", "EVAL_EVERY_STEPS": "1", "EVAL_PROMPTS": "8", "BATCH_SIZE": "2"}
+    lines = printed("compare_objectives.py", "rloo", "cispo", cwd=tmp_path, **quick)
+    for row in ("rloo | ADV_ESTIMATOR=rloo", "cispo | LOSS_TYPE=cispo EPS_HIGH=5 PPO_EPOCHS=2"):
+        assert re.search(rf"^\| {row} \| [01]\.\d+ -> [01]\.\d+ \|$", lines, re.M), lines
+    assert (tmp_path / "runs" / "objectives" / "cispo_0" / "metrics.jsonl").is_file()

@@ -192,13 +192,15 @@ def stop_at_contradictions(cfg: Config) -> None:
             f"NUM_PRE_Q=1 leaves ADV_ESTIMATOR={cfg.adv_estimator} nothing to compare a completion "
             f"with; set at least 2, or ADV_ESTIMATOR=reinforce"
         )
+    if cfg.num_pre_q == 1 and cfg.dynamic_sampling:
+        raise ValueError("DYNAMIC_SAMPLING=1 keeps no group of NUM_PRE_Q=1; set at least 2")
     if cfg.loss_type == "cispo" and cfg.eps_high < 1:
         raise ValueError(
             f"EPS_HIGH={cfg.eps_high}: with {loss} this is the largest ratio, and below 1 it cuts "
             f"every gradient; set EPS_HIGH=5"
         )
     if cfg.delta and cfg.loss_type in ("cispo", "sapo"):
-        raise ValueError(f"DELTA={cfg.delta} does nothing with {loss}, which does not clip")
+        raise ValueError(f"DELTA={cfg.delta} does nothing with {loss}; leave it out")
     if cfg.delta and cfg.delta <= 1 + cfg.eps_high:
         limit = f"1 + EPS_HIGH = {1 + cfg.eps_high}"
         raise ValueError(f"DELTA={cfg.delta} must be above {limit}, where clipping begins")

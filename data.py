@@ -44,8 +44,8 @@ def load_rows(dataset: str, dataset_config: str, split: str) -> list[dict[str, A
     rows = [_checked(place, row) for place, row in placed]
     # Rewards get the columns as lists, so every row has every column of the split.
     columns = dict.fromkeys(name for row in rows for name in row)
-    if "completions" in columns:
-        raise ValueError(f"DATASET={dataset}: a column may not be called completions; rename it")
+    for taken in {"completions", "completion_ids"} & set(columns):  # what rewards are given
+        raise ValueError(f"DATASET={dataset}: a column may not be called {taken}; rename it")
     rows = [{name: row.get(name) for name in columns} for row in rows]
     if one_file:
         if len(rows) < 2:

@@ -149,7 +149,7 @@ def step_line(
     lengths, seconds = rows.completion_lengths, clock.train_seconds()
     text = (
         f"step={step} loss={means['loss']:.6f} entropy={means['entropy']:.4f} "
-        f"reward_mean={_mean(rows.rewards):.4f} dt={clock.total():.2f}s"
+        f"reward_mean={mean_of(rows.rewards):.4f} dt={clock.total():.2f}s"
     )
     if phases:
         text += "".join(f" {phase}={value:.2f}s" for phase, value in seconds.items())
@@ -226,7 +226,7 @@ def evaluation(
     """
     correct = table[:, 1].reshape(-1, samples)
     questions, seconds = len(correct), clock.total()
-    accuracy, solved = _mean(correct), _mean(correct.max(axis=1))
+    accuracy, solved = mean_of(correct), mean_of(correct.max(axis=1))
     found = f"accuracy={accuracy:.4f}" + (f" pass_at_{samples}={solved:.4f}" if samples > 1 else "")
     if full:
         line = (
@@ -251,7 +251,7 @@ def evaluation(
     return f"eval step={step} split={split} questions={questions} {found} t={seconds:.2f}s", records
 
 
-def _mean(values: np.ndarray) -> float:
+def mean_of(values: np.ndarray) -> float:
     """The mean of the values that are not NaN; NaN when none is left."""
     values = values[~np.isnan(values)]
     return float(values.mean()) if values.size else math.nan

@@ -35,6 +35,7 @@ from metrics import (
     RunLog,
     StepRows,
     evaluation,
+    mean_of,
     sample_records,
     step_line,
     step_records,
@@ -216,12 +217,8 @@ def sampling_metrics(run: Run, rounds: list[Round]) -> dict[str, float]:
     if not run.cfg.dynamic_sampling:
         return {}
     equal = np.concatenate([r.rows.equal_groups(run.cfg.num_pre_q) for r in rounds])
-    rewards = np.concatenate([r.rows.rewards for r in rounds])
-    means = {
-        "rounds": len(rounds),
-        "kept_frac": 1 - equal.mean(),
-        "reward_mean": np.nanmean(rewards),
-    }
+    means = {"rounds": len(rounds), "kept_frac": 1 - equal.mean()}
+    means["reward_mean"] = mean_of(np.concatenate([r.rows.rewards for r in rounds]))
     return {f"dynamic_sampling/{name}": float(value) for name, value in means.items()}
 
 

@@ -173,11 +173,12 @@ NUM_PRE_Q=1 -> NUM_PRE_Q=1 leaves ADV_ESTIMATOR=grpo nothing to compare a comple
     set at least 2, or ADV_ESTIMATOR=reinforce
 NUM_PRE_Q=1 ADV_ESTIMATOR=reinforce++ -> NUM_PRE_Q=1 leaves ADV_ESTIMATOR=reinforce++ nothing to
     compare a completion with; set at least 2, or ADV_ESTIMATOR=reinforce
+NUM_PRE_Q=1 ADV_ESTIMATOR=reinforce DYNAMIC_SAMPLING=1 -> DYNAMIC_SAMPLING=1 keeps no group of
+    NUM_PRE_Q=1; set at least 2
 LOSS_TYPE=cispo -> EPS_HIGH=0.2: with LOSS_TYPE=cispo this is the largest ratio, and below 1 it cuts
     every gradient; set EPS_HIGH=5
-LOSS_TYPE=cispo EPS_HIGH=5 DELTA=7 -> DELTA=7.0 does nothing with LOSS_TYPE=cispo, which does not
-    clip
-LOSS_TYPE=sapo DELTA=2 -> DELTA=2.0 does nothing with LOSS_TYPE=sapo, which does not clip
+LOSS_TYPE=cispo EPS_HIGH=5 DELTA=7 -> DELTA=7.0 does nothing with LOSS_TYPE=cispo; leave it out
+LOSS_TYPE=sapo DELTA=2 -> DELTA=2.0 does nothing with LOSS_TYPE=sapo; leave it out
 DELTA=1.5 EPS_HIGH=0.5 -> DELTA=1.5 must be above 1 + EPS_HIGH = 1.5, where clipping begins
 ADV_ESTIMATOR=rloo SCALE_REWARDS=none -> SCALE_REWARDS=none does nothing with ADV_ESTIMATOR=rloo;
     leave it out

@@ -275,12 +275,15 @@ def test_prompts_that_are_too_long_are_skipped_or_refused():
     )
 
 
-def test_every_row_has_every_column_and_none_is_called_completions(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["completions", "completion_ids"])
+def test_every_row_has_every_column_and_none_that_rewards_are_given(
+    tmp_path: Path, name: str
+) -> None:
     file = tmp_path / "mine.jsonl"
     row = {"question": "1 + 1?", "answer": "#### 2"}
     rows = [row, {**row, "level": 3}, row]
     file.write_text("".join(json.dumps(r) + "\n" for r in rows))
     assert [r["level"] for r in load_rows(str(file), "", "train")] == [None, 3]
-    file.write_text("".join(json.dumps({**r, "completions": []}) + "\n" for r in rows))
-    with pytest.raises(ValueError, match="a column may not be called completions; rename it"):
+    file.write_text("".join(json.dumps({**r, name: []}) + "\n" for r in rows))
+    with pytest.raises(ValueError, match=f"a column may not be called {name}; rename it"):
         load_rows(str(file), "", "train")

@@ -26,6 +26,7 @@ SMALLEST_WEIGHT = 2048 * 256  # wk of a layer
 def compiled_decode(shape: tuple[int, int, int]) -> str:
     """The HLO of decoding 16 prompts x 8 on a v6e-8 of this (dp, fsdp, tp) mesh."""
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # else the compiler looks for the TPU's host
+    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # nor does it need a TPU to itself
     one_host = {"topology_name": "v6e:2x4", "chips_per_host_bounds": [2, 4, 1]}
     devices = topologies.get_topology_desc(platform="tpu", **one_host).devices
     mesh = Mesh(np.array(devices).reshape(shape), ("dp", "fsdp", "tp"))

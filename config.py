@@ -34,6 +34,9 @@ PLAIN = r"(?ai:(?!null$)[\w/]([\w/.:\\-]*[\w/])?)"  # text that YAML takes witho
 # What a text must look like, where not every text will do.
 FORMS = {"mesh_shape": MESH, "rollout_mesh_shape": MESH}
 FORMS |= {"dataset": NAME, "train_split": NAME, "eval_split": NAME}
+# What TRL calls settings that have another name here.
+TRL_NAMES = {"EPSILON": "EPS_LOW", "EPSILON_HIGH": "EPS_HIGH", "NUM_GENERATIONS": "NUM_PRE_Q"}
+TRL_NAMES |= {"NUM_ITERATIONS": "PPO_EPOCHS", "MAX_COMPLETION_LENGTH": "MAX_LENGTH_SAMPLE"}
 # Environment names of other programs, however close to ours.
 FOREIGN = ("WANDB_", "JAX_", "HF_", "TPU_", "XLA_", "SGLANG_")
 
@@ -96,7 +99,7 @@ class Config:
     dynamic_sampling: bool = knob("rollout", False, "sample until enough groups' rewards differ")
     dynamic_sampling_max_rounds: int = knob("rollout", 4, "rollouts in a step at most", at_least=1)
 
-    reward_weights: tuple[float, ...] = knob("reward", (1.0, 0.5, 0.5), "one for each function")
+    reward_weights: tuple[float, ...] = knob("reward", (1.0, 0.5, 0.5), "with REWARD_FN 1 each")
     reward_fn: str = knob("reward", "", "functions, such as my.py:name; empty: the built-in")
     reward_timeout_s: float = knob("reward", 10.0, "seconds for a call to one of yours", above=0)
 
@@ -135,7 +138,7 @@ class Config:
     )
     scale_rewards: str = knob("loss", "group", "grpo's std", choices="group|batch|none")
     eps_low: float = knob("loss", 0.2, "the ratio is clipped below 1 - eps_low", at_most=1)
-    eps_high: float = knob("loss", 0.2, "the ratio is clipped above 1 + eps_high; cispo: above it")
+    eps_high: float = knob("loss", 0.2, "the ratio is clipped above 1 + eps_high; cispo: eps_high")
     delta: float = knob("loss", 0.0, "two-sided clipping: no ratio counts as more; 0: any does")
     importance_sampling_level: str = knob(
         "loss", "token", "what has a ratio; gspo: sequence", choices="token|sequence"
@@ -179,6 +182,8 @@ class Config:
         if not settings.get("model_path"):
             settings.pop("model_path", None)
             settings = overlay(settings, read_yaml(TINY), TINY_YIELDS)
+        if settings.get("reward_fn") and "reward_weights" not in settings:
+            settings["reward_weights"] = (1.0,) * len(settings["reward_fn"].split(","))
         cfg = cls(**settings)
         stop_at_contradictions(cfg)
         return cfg
@@ -186,34 +191,56 @@ class Config:
 
 def stop_at_contradictions(cfg: Config) -> None:
     """Raises ValueError where one setting makes another wrong or idle."""
-    loss = f"LOSS_TYPE={cfg.loss_type}"
-    if cfg.num_pre_q == 1 and cfg.steps and cfg.adv_estimator != "reinforce":
-        raise ValueError(
-            f"NUM_PRE_Q=1 leaves ADV_ESTIMATOR={cfg.adv_estimator} nothing to compare a completion "
-            f"with; set at least 2, or ADV_ESTIMATOR=reinforce"
-        )
-    if cfg.num_pre_q == 1 and cfg.dynamic_sampling:
-        raise ValueError("DYNAMIC_SAMPLING=1 keeps no group of NUM_PRE_Q=1; set at least 2")
-    if cfg.loss_type == "cispo" and cfg.eps_high < 1:
-        raise ValueError(
-            f"EPS_HIGH={cfg.eps_high}: with {loss} this is the largest ratio, and below 1 it cuts "
-            f"every gradient; set EPS_HIGH=5"
-        )
-    if cfg.delta and cfg.loss_type in ("cispo", "sapo"):
-        raise ValueError(f"DELTA={cfg.delta} does nothing with {loss}; leave it out")
-    if cfg.delta and cfg.delta <= 1 + cfg.eps_high:
-        limit = f"1 + EPS_HIGH = {1 + cfg.eps_high}"
-        raise ValueError(f"DELTA={cfg.delta} must be above {limit}, where clipping begins")
-    if cfg.scale_rewards != "group" and cfg.adv_estimator != "grpo":
-        raise ValueError(
-            f"SCALE_REWARDS={cfg.scale_rewards} does nothing with "
-            f"ADV_ESTIMATOR={cfg.adv_estimator}; leave it out"
-        )
-    if cfg.ref_sync_steps and not cfg.beta:
-        raise ValueError(f"REF_SYNC_STEPS={cfg.ref_sync_steps} needs a reference: set BETA above 0")
-    if cfg.overlong_cache > cfg.max_length_sample:
-        limit = f"MAX_LENGTH_SAMPLE={cfg.max_length_sample}"
-        raise ValueError(f"OVERLONG_CACHE={cfg.overlong_cache} must be at most {limit}")
+    loss, estimator = f"LOSS_TYPE={cfg.loss_type}", f"ADV_ESTIMATOR={cfg.adv_estimator}"
+    filtered = cfg.top_k > 0 or cfg.top_p < 1 or cfg.min_p > 0
+    updates = cfg.steps * cfg.ppo_epochs
+    idle = [  # setting, whether it does something, why not
+        ("kl_estimator", cfg.beta, "BETA=0"),
+        ("kl_bias_correction", cfg.beta, "BETA=0"),
+        ("ref_sync_steps", cfg.beta, "BETA=0"),
+        ("ref_sync_alpha", cfg.ref_sync_steps, "REF_SYNC_STEPS=0"),
+        ("is_cap", cfg.is_mode != "none", "IS_MODE=none"),
+        ("scale_rewards", cfg.adv_estimator == "grpo", estimator),
+        ("delta", cfg.loss_type not in ("cispo", "sapo"), loss),
+        ("eps_low", cfg.loss_type not in ("cispo", "sapo"), loss),
+        ("eps_high", cfg.loss_type != "sapo", loss),
+        ("dynamic_sampling_max_rounds", cfg.dynamic_sampling, "DYNAMIC_SAMPLING=0"),
+        ("overlong_cache", "soft_overlong_penalty" in cfg.reward_fn, f"REWARD_FN={cfg.reward_fn}"),
+        ("repetition_ngram", "repetition_penalty" in cfg.reward_fn, f"REWARD_FN={cfg.reward_fn}"),
+    ]
+    defaults = Config()
+    for name, works, reason in idle:
+        value = getattr(cfg, name)
+        if value != getattr(defaults, name) and not works:
+            setting = f"{name.upper()}={to_text(value)}"
+            raise ValueError(f"{setting} does nothing with {reason}; leave it out")
+    wrong = [  # whether it is, what is wrong and what would do
+        (cfg.num_pre_q == 1 and cfg.steps and cfg.adv_estimator != "reinforce",
+         f"NUM_PRE_Q=1 leaves {estimator} nothing to compare a completion with; set at least 2, "
+         f"or ADV_ESTIMATOR=reinforce"),
+        (cfg.dynamic_sampling and cfg.adv_estimator == "reinforce",
+         "DYNAMIC_SAMPLING=1 drops groups of equal rewards, which teach with "
+         "ADV_ESTIMATOR=reinforce; leave it out"),
+        (cfg.loss_type == "cispo" and cfg.eps_high < 1,
+         f"EPS_HIGH={cfg.eps_high}: with {loss} this is the largest ratio, and below 1 it shrinks "
+         f"every gradient; set EPS_HIGH=5"),
+        (cfg.delta and cfg.delta <= 1 + cfg.eps_high,
+         f"DELTA={cfg.delta} must be above 1 + EPS_HIGH = {1 + cfg.eps_high}, where clipping "
+         f"begins"),
+        (cfg.beta and cfg.kl_estimator == "k1" and not cfg.kl_bias_correction,
+         "KL_ESTIMATOR=k1 has no gradient on average with KL_BIAS_CORRECTION=0; set it to 1"),
+        (cfg.ref_sync_steps > updates > 0,
+         f"REF_SYNC_STEPS={cfg.ref_sync_steps} is more than the run's {updates} updates; lower it"),
+        (cfg.is_mode.startswith("sequence") and filtered,
+         f"IS_MODE={cfg.is_mode} with TOP_K, TOP_P or MIN_P shrinks a sequence's weight with every "
+         f"token; set token_truncate or token_mask"),
+        (cfg.overlong_cache > cfg.max_length_sample,
+         f"OVERLONG_CACHE={cfg.overlong_cache} must be at most "
+         f"MAX_LENGTH_SAMPLE={cfg.max_length_sample}"),
+    ]  # fmt: skip
+    for is_wrong, message in wrong:
+        if is_wrong:
+            raise ValueError(message)
 
 
 def yaml_name(field: dataclasses.Field) -> str:
@@ -230,6 +257,8 @@ def overlay(upper: dict, lower: dict, rivals: Sequence[tuple[Sequence, Sequence]
 def stop_at_typos(env: Mapping[str, str], known: list[str]) -> None:
     """Raises ValueError at a name in `env` that can only be one of `known` misspelt."""
     for name in sorted(env):
+        if name in TRL_NAMES:
+            raise ValueError(f"{name} is called {TRL_NAMES[name]} here {LIST_ALL}")
         # Three letters are too few to tell a typo of SEED from a tool (SED); TYPE is no DTYPE.
         if name in known or name.startswith(FOREIGN) or len(name) <= 3 or name == "TYPE":
             continue

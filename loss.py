@@ -107,7 +107,7 @@ class Objective(NamedTuple):
     importance_sampling_level: str = "token"  # "sequence": exp of the mean over the row's tokens
     beta: float = 0.0
     kl_estimator: str = "k3"
-    kl_bias_correction: bool = True  # multiply the KL by the ratio
+    kl_bias_correction: bool = True  # times the ratio: the gradient is that of the KL itself
     entropy_coef: float = 0.0
     is_mode: str = "none"
     is_cap: float = 3.0
@@ -167,7 +167,8 @@ def policy_loss(
         metrics |= {"is_weight/mean": token_mean(weight), "is_weight/over_cap": token_mean(over)}
     if o.beta > 0:
         kl = _kl(o.kl_estimator, jnp.where(mask, ref_logps - logps, 0.0))  # [R, T]
-        kl = kl * ratio if o.kl_bias_correction else kl
+        if o.kl_bias_correction:  # the gradient of k2 is the KL's as it is, but for the samples
+            kl = kl * (jax.lax.stop_gradient(ratio) if o.kl_estimator == "k2" else ratio)
         metrics["kl"] = token_mean(kl)
         loss = loss + o.beta * kl
 

@@ -26,11 +26,9 @@ LOGITS_TILE_BYTES = 256 * 2**20
 MASKED = -1e30  # a logit of probability 0; finite, since inf - inf is not
 ROWS = ("dp", "fsdp")
 
-# A tile's statistics per token, columns of one array: the largest logit, sum of e = exp(logit -
-# largest), sum of e (logit - largest), the sampled token's logit.
-LARGEST, SUM, ENTROPY_SUM, CHOSEN = range(4)
-# What backward knows of a token: logsumexp, entropy, and the gradients towards logp and entropy.
-LSE, ENTROPY, TO_LOGP, TO_ENTROPY = range(4)
+# Two arrays [n, 4] float32 go along with the tokens. `stats`, of the tiles so far: the largest
+# logit, the sum of e = exp(logit - largest), the sum of e (logit - largest), the sampled token's
+# logit. `known`, in backward: logsumexp, entropy, and the gradients towards logp and entropy.
 
 
 class Static(NamedTuple):
@@ -73,7 +71,10 @@ def token_logps_reference(
 ) -> tuple[jax.Array, jax.Array]:
     """What token_logps returns, computed from the whole of the logits."""
     head = lm_head.astype(hidden.dtype)
-    logits = jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=jnp.float32)
+    logits = jnp.einsum(
+        "...d,vd->...v", hidden, head, precision=_precision(hidden.dtype),
+        preferred_element_type=jnp.float32,
+    )  # fmt: skip
     logits = logits / temperature  # [..., n, V]
     logsumexp = jax.nn.logsumexp(logits, axis=-1)
     chosen = jnp.take_along_axis(logits, ids[..., None], axis=-1)[..., 0]
@@ -120,58 +121,58 @@ def _on_mesh(program: Any, static: Static, hidden: Any, lm_head: Any, ids: Any, 
     )(hidden, lm_head, ids, *rows)  # fmt: skip
 
 
-class _Tiles:
-    """The tiles of this device's lm_head [V / tp, D / fsdp]; the last one reaches back over rows of
-    the one before it, which it leaves alone, so that all have one size and none is padded."""
+class Tile(NamedTuple):
+    """v rows of the lm_head and their place."""
 
-    def __init__(self, static: Static, lm_head: jax.Array, n: int, dtype: Any) -> None:
-        self.lm_head, self.dtype, self.mesh = lm_head, dtype, static.mesh
-        self.rows = lm_head.shape[0]
-        width = lm_head.shape[1] * (self.mesh.shape["fsdp"] if self.mesh else 1)
-        wanted = LOGITS_TILE_BYTES // (4 * n) // 128 * 128
-        if static.impl == "pallas":
-            wanted = block_sizes(width, dtype.itemsize, _chip(static))[1]
-        self.size = min(max(wanted, 128), self.rows)
-        self.count = -(-self.rows // self.size)
-        self.offset = jax.lax.axis_index("tp") * self.rows if self.mesh else 0
+    w: jax.Array  # [v, D] in the operands' dtype
+    first: Any  # the first row's token id
+    seen: Any  # rows at the front that belong to the tile before: they do not count here
 
-    def place(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """First row of tile i, and how many of its rows belong to the one before."""
-        start = jnp.minimum(i * self.size, self.rows - self.size)
-        return start, i * self.size - start
 
-    def __getitem__(self, i: jax.Array) -> jax.Array:
-        """[v, D] in the operands' dtype."""
-        start, _ = self.place(i)
-        tile = jax.lax.dynamic_slice_in_dim(self.lm_head, start, self.size).astype(self.dtype)
-        return jax.lax.all_gather(tile, "fsdp", axis=1, tiled=True) if self.mesh else tile
+def _tile_size(static: Static, lm_head: jax.Array, h: jax.Array) -> int:
+    """v, of a device's lm_head [V / tp, D / fsdp] and its hidden h [n, D]."""
+    if static.impl == "pallas":
+        size = block_sizes(h.shape[1], h.dtype.itemsize, _device_kind(static))[1]
+    else:
+        size = LOGITS_TILE_BYTES // (4 * h.shape[0]) // 128 * 128
+    return min(max(size, 128), lm_head.shape[0])
 
-    def add(self, total: jax.Array, i: jax.Array, tile: jax.Array) -> jax.Array:
-        """total [V / tp, D / fsdp] with every device's tile [v, D] added where it belongs."""
-        if self.mesh:
-            tile = jax.lax.psum_scatter(tile, "fsdp", scatter_dimension=1, tiled=True)
-            tile = jax.lax.psum(tile, "dp")
-        start, _ = self.place(i)
-        before = jax.lax.dynamic_slice_in_dim(total, start, self.size)
-        return jax.lax.dynamic_update_slice_in_dim(total, before + tile, start, 0)
+
+def _tile(static: Static, lm_head: jax.Array, size: int, i: Any, dtype: Any) -> Tile:
+    """Tile i, from all of fsdp. The last one reaches back over rows of the one before it, so that
+    all have one size and none is padded."""
+    rows = lm_head.shape[0]
+    start = jnp.minimum(i * size, rows - size)
+    w = jax.lax.dynamic_slice_in_dim(lm_head, start, size).astype(dtype)
+    if static.mesh is None:
+        return Tile(w, start, i * size - start)
+    w = jax.lax.all_gather(w, "fsdp", axis=1, tiled=True)
+    return Tile(w, jax.lax.axis_index("tp") * rows + start, i * size - start)
+
+
+def _add_tile(static: Static, total: jax.Array, size: int, i: Any, to_w: jax.Array) -> jax.Array:
+    """total [V / tp, D / fsdp] with the gradient of tile i [v, D] of all of fsdp added."""
+    start = jnp.minimum(i * size, total.shape[0] - size)
+    if static.mesh:
+        to_w = jax.lax.psum_scatter(to_w, "fsdp", scatter_dimension=1, tiled=True)
+    before = jax.lax.dynamic_slice_in_dim(total, start, size)
+    return jax.lax.dynamic_update_slice_in_dim(total, before + to_w, start, 0)
 
 
 def _forward_shard(
     static: Static, hidden: jax.Array, lm_head: jax.Array, ids: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """logps, entropy and logsumexp [..., n] of this device's tokens."""
-    h, target = hidden.reshape(-1, hidden.shape[-1]), ids.reshape(-1, 1)
-    tiles = _Tiles(static, lm_head, len(h), h.dtype)
+    h, target = hidden.reshape(-1, hidden.shape[-1]), ids.reshape(-1, 1)  # [n, D], [n, 1]
+    size = _tile_size(static, lm_head, h)
     forward = _forward_tile if static.impl == "jax" else _forward_kernel_call
 
     def step(i: jax.Array, stats: jax.Array) -> jax.Array:
-        start, seen = tiles.place(i)
-        return forward(static, h, tiles[i], target, tiles.offset + start, seen, stats)
+        return forward(static, h, _tile(static, lm_head, size, i, h.dtype), target, stats)
 
-    columns = 4 if static.impl == "jax" else 128  # a vector register's lanes
-    stats = jnp.zeros((len(h), columns), jnp.float32).at[:, LARGEST].set(MASKED)
-    stats = jax.lax.fori_loop(0, tiles.count, step, stats)
-    largest, total, entropy_sum, chosen = stats[:, :4].T
+    stats = jnp.zeros((len(h), 4), jnp.float32).at[:, 0].set(MASKED)
+    stats = jax.lax.fori_loop(0, -(-lm_head.shape[0] // size), step, stats)
+    largest, total, entropy_sum, chosen = stats.T
     if static.mesh:
         over_all = jax.lax.pmax(largest, "tp")
         scale = jnp.exp(largest - over_all)
@@ -184,27 +185,24 @@ def _forward_shard(
 
 
 def _backward_shard(
-    static: Static, hidden: jax.Array, lm_head: jax.Array, ids: jax.Array, *rows: jax.Array
+    static: Static, hidden: jax.Array, lm_head: jax.Array, ids: jax.Array, *known: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The gradients of hidden and lm_head, in their dtypes. rows: LSE to TO_ENTROPY, [..., n]."""
+    """The gradients of hidden and lm_head, in their dtypes. known: its columns, [..., n]."""
     h, target = hidden.reshape(-1, hidden.shape[-1]), ids.reshape(-1, 1)
-    tiles = _Tiles(static, lm_head, len(h), h.dtype)
+    size = _tile_size(static, lm_head, h)
     backward = _backward_tile if static.impl == "jax" else _backward_kernel_call
-    known = jnp.stack([x.reshape(-1) for x in rows], axis=1)  # [n, 4]
-    if static.impl == "pallas":
-        known = jnp.pad(known, ((0, 0), (0, 124)))
+    known = jnp.stack([x.reshape(-1) for x in known], axis=1)  # [n, 4]
 
     def step(i: jax.Array, totals: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        (start, seen), (to_hidden, to_lm_head) = tiles.place(i), totals
-        to_hidden, to_tile = backward(
-            static, h, tiles[i], target, tiles.offset + start, seen, known, to_hidden
-        )
-        return to_hidden, tiles.add(to_lm_head, i, to_tile)
+        tile, (to_hidden, to_lm_head) = _tile(static, lm_head, size, i, h.dtype), totals
+        to_hidden, to_w = backward(static, h, tile, target, known, to_hidden)
+        return to_hidden, _add_tile(static, to_lm_head, size, i, to_w)
 
     zeros = jnp.zeros(h.shape, jnp.float32), jnp.zeros(lm_head.shape, jnp.float32)
-    to_hidden, to_lm_head = jax.lax.fori_loop(0, tiles.count, step, zeros)
+    totals = jax.lax.fori_loop(0, -(-lm_head.shape[0] // size), step, zeros)
     if static.mesh:
-        to_hidden = jax.lax.psum(to_hidden, "tp")
+        totals = jax.lax.psum(totals[0], "tp"), jax.lax.psum(totals[1], "dp")
+    to_hidden, to_lm_head = totals
     return to_hidden.reshape(hidden.shape).astype(hidden.dtype), to_lm_head.astype(lm_head.dtype)
 
 
@@ -213,25 +211,33 @@ def _backward_shard(
 
 def _dot(a: jax.Array, b: jax.Array, i: int, j: int) -> jax.Array:
     """a and b contracted over axis i of a and axis j of b, in float32."""
-    # float32 operands are multiplied as such, on a TPU too, which would round them to bfloat16
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jax.lax.dot_general(
-        a, b, (((i,), (j,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
-    )
+        a, b, (((i,), (j,)), ((), ())), precision=_precision(a.dtype),
+        preferred_element_type=jnp.float32,
+    )  # fmt: skip
+
+
+def _precision(dtype: Any) -> jax.lax.Precision | None:
+    """float32 operands are multiplied as such, on a TPU too, which would round them to bfloat16."""
+    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
+
+
+def _logits(
+    static: Static, h: jax.Array, tile: Tile, target: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The tile's logits [n, v] float32; where they count; where they are the sampled token's."""
+    x = _dot(h, tile.w, 1, 1) * (1 / static.temperature)
+    column = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    counts = column >= tile.seen
+    return x, counts, counts & (column == target - tile.first)
 
 
 def _forward_tile(
-    static: Static, h: jax.Array, w: jax.Array, target: jax.Array, first: Any, seen: Any,
-    stats: jax.Array,
-) -> jax.Array:  # fmt: skip
-    """`stats` with a tile taken in.
-
-    h: [n, D]. w: [v, D], the rows of the tokens from `first` on, of which the first `seen` do not
-    count. target: [n, 1] int32, the sampled tokens. stats: [n, at least 4] float32.
-    """
-    x = _dot(h, w, 1, 1) * (1 / static.temperature)  # [n, v]
-    column = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
-    x = jnp.where(column >= seen, x, MASKED)
+    static: Static, h: jax.Array, tile: Tile, target: jax.Array, stats: jax.Array
+) -> jax.Array:
+    """stats [n, 4] float32 with the tile taken in. h: [n, D]. target: [n, 1] int32."""
+    x, counts, hit = _logits(static, h, tile, target)
+    x = jnp.where(counts, x, MASKED)
     before, total, entropy_sum, chosen = (stats[:, i : i + 1] for i in range(4))
     largest = jnp.maximum(before, x.max(axis=1, keepdims=True))
     below = x - largest
@@ -240,7 +246,6 @@ def _forward_tile(
     entropy_sum = scale * (entropy_sum + (before - largest) * total)
     entropy_sum += (e * below).sum(axis=1, keepdims=True)
     total = scale * total + e.sum(axis=1, keepdims=True)
-    hit = (column == target - first) & (column >= seen)
     chosen += jnp.where(hit, x, 0.0).sum(axis=1, keepdims=True)
     lane = jax.lax.broadcasted_iota(jnp.int32, stats.shape, 1)
     for i, new in enumerate((largest, total, entropy_sum, chosen)):
@@ -249,32 +254,30 @@ def _forward_tile(
 
 
 def _to_logits(
-    static: Static, h: jax.Array, w: jax.Array, target: jax.Array, first: Any, seen: Any,
-    known: jax.Array,
-) -> jax.Array:  # fmt: skip
-    """The gradient of h w^T, before the temperature: [n, v] in the operands' dtype. known: [n, at
-    least 4] float32, LSE to TO_ENTROPY."""
-    x = _dot(h, w, 1, 1) * (1 / static.temperature)  # [n, v]
-    column = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    static: Static, h: jax.Array, tile: Tile, target: jax.Array, known: jax.Array
+) -> jax.Array:
+    """The gradient of h w^T, before the temperature: [n, v] in h's dtype. known: [n, 4]."""
+    x, counts, hit = _logits(static, h, tile, target)
     lse, entropy, to_logp, to_entropy = (known[:, i : i + 1] for i in range(4))
     logp = x - lse
-    p = jnp.where(column >= seen, jnp.exp(logp), 0.0)
-    hit = (column == target - first) & (column >= seen)
+    p = jnp.where(counts, jnp.exp(logp), 0.0)
     towards = jnp.where(hit, to_logp, 0.0) - p * (to_logp + to_entropy * (logp + entropy))
     return (towards * (1 / static.temperature)).astype(h.dtype)
 
 
 def _backward_tile(
-    static: Static, h: jax.Array, w: jax.Array, target: jax.Array, first: Any, seen: Any,
-    known: jax.Array, to_hidden: jax.Array,
+    static: Static, h: jax.Array, tile: Tile, target: jax.Array, known: jax.Array,
+    to_hidden: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """to_hidden [n, D] with the tile's share added, and the gradient of w [v, D]; float32."""
-    d = _to_logits(static, h, w, target, first, seen, known)
-    return to_hidden + _dot(d, w, 1, 0), _dot(d, h, 0, 0)
+    d = _to_logits(static, h, tile, target, known)
+    return to_hidden + _dot(d, tile.w, 1, 0), _dot(d, h, 0, 0)
 
 
 # ---- Within a tile, on a TPU ---------------------------------------------------------------------
-# MiB of VMEM of a core, and cores of a device, by the beginning of its device_kind.
+
+# MiB of VMEM of a core, and cores of a device, by the beginning of its device_kind; jax knows them
+# only of the device that is here.
 CORES = {
     "TPU v4": (16, 2),
     "TPU v5 lite": (128, 1),
@@ -284,7 +287,7 @@ CORES = {
 }
 
 
-def _chip(static: Static) -> str:
+def _device_kind(static: Static) -> str:
     devices = static.mesh.devices.flat if static.mesh else jax.devices()
     return devices[0].device_kind
 
@@ -299,74 +302,79 @@ def _vmem_and_cores(device_kind: str) -> tuple[int, int]:
 def block_sizes(D: int, itemsize: int, device_kind: str) -> tuple[int, int]:
     """Tokens of a block and rows of a tile, as large as backward's blocks fit into VMEM.
 
-    The more rows, the fewer times hidden and its gradient pass through HBM.
+    The more rows, the fewer times hidden and its gradient pass through HBM. ValueError if no size
+    fits.
     """
 
     def vmem_bytes(n: int, v: int) -> int:
-        tile = v * D * (itemsize + 4)  # the weights and their gradient, one buffer each
+        tile = v * D * (2 * itemsize + 4)  # the weights, turned too, and their gradient
         tokens = n * D * (2 * itemsize + 4 * 4 + 4)  # hidden, its gradient in and out: two; a sum
         return tile + tokens + 12 * n * v * 4  # logits, probabilities and what the compiler adds
 
-    sizes = [(n, v) for v in (2048, 1024, 512, 256, 128) for n in (256, 128, 64)]
     limit = _vmem_and_cores(device_kind)[0]
-    return next((size for size in sizes if vmem_bytes(*size) < limit), sizes[-1])
+    for v in (2048, 1024, 512, 256, 128):
+        for n in (256, 128, 64):
+            if vmem_bytes(n, v) < limit:
+                return n, v
+    raise ValueError(
+        f"POLICY_LOSS_IMPL=pallas: hidden size {D} is too wide for the {limit / 2**20:.0f} MiB of "
+        f"VMEM of {device_kind}; set POLICY_LOSS_IMPL=jax"
+    )
 
 
 def _params(static: Static, *semantics: str) -> dict[str, Any]:
-    limit = _vmem_and_cores(_chip(static))[0]
+    limit = _vmem_and_cores(_device_kind(static))[0]
     params = pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=limit)
     return {"compiler_params": params, "interpret": static.interpret}
 
 
 def _forward_kernel_call(
-    static: Static, h: jax.Array, w: jax.Array, target: jax.Array, first: Any, seen: Any,
-    stats: jax.Array,
-) -> jax.Array:  # fmt: skip
+    static: Static, h: jax.Array, tile: Tile, target: jax.Array, stats: jax.Array
+) -> jax.Array:
     """_forward_tile, one block of tokens after the other."""
-    (n, D), lanes = h.shape, stats.shape[1]
-    block = min(block_sizes(D, h.dtype.itemsize, _chip(static))[0], n)
+    n, D = h.shape
+    block = min(block_sizes(D, h.dtype.itemsize, _device_kind(static))[0], n)
 
     def kernel(place, h, w, target, stats, new_stats):
-        new_stats[...] = _forward_tile(
-            static, h[...], w[...], target[...], place[0], place[1], stats[...]
-        )
+        tile = Tile(w[...], place[0], place[1])
+        new_stats[...] = _forward_tile(static, h[...], tile, target[...], stats[...])
 
     def rows(width: int) -> pl.BlockSpec:
         return pl.BlockSpec((block, width), lambda i: (i, 0))
 
-    whole = pl.BlockSpec(w.shape, lambda i: (0, 0), pipeline_mode=pl.Buffered(1))
-    place = jnp.stack([first, seen]).astype(jnp.int32)
+    whole = pl.BlockSpec(tile.w.shape, lambda i: (0, 0), pipeline_mode=pl.Buffered(1))
+    place = jnp.stack([tile.first, tile.seen]).astype(jnp.int32)
     return pl.pallas_call(
         kernel,
         grid=(pl.cdiv(n, block),),
-        in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), rows(D), whole, rows(1), rows(lanes)],
-        out_specs=rows(lanes),
+        in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), rows(D), whole, rows(1), rows(4)],
+        out_specs=rows(4),
         out_shape=jax.ShapeDtypeStruct(stats.shape, stats.dtype),
         **_params(static, "parallel"),
-    )(place, h, w, target, stats)
+    )(place, h, tile.w, target, stats)
 
 
 def _backward_kernel_call(
-    static: Static, h: jax.Array, w: jax.Array, target: jax.Array, first: Any, seen: Any,
-    known: jax.Array, to_hidden: jax.Array,
+    static: Static, h: jax.Array, tile: Tile, target: jax.Array, known: jax.Array,
+    to_hidden: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """_backward_tile: each block of tokens adds to its rows of to_hidden, and all blocks of a core
     to one gradient of w. One kernel and not one for each: the logits are made again once, not
     twice, at the price of to_hidden passing through HBM for every tile."""
-    (n, D), v, lanes = h.shape, w.shape[0], known.shape[1]
-    block = min(block_sizes(D, h.dtype.itemsize, _chip(static))[0], n)
+    (n, D), v = h.shape, tile.w.shape[0]
+    block = min(block_sizes(D, h.dtype.itemsize, _device_kind(static))[0], n)
     blocks = pl.cdiv(n, block)
-    cores = _vmem_and_cores(_chip(static))[1]
+    cores = _vmem_and_cores(_device_kind(static))[1]
     cores = cores if blocks % cores == 0 else 1
 
     def kernel(place, h, w, target, known, before, to_hidden, to_w):
-        h, w = h[...], w[...]
-        d = _to_logits(static, h, w, target[...], place[0], place[1], known[...])
+        h, tile = h[...], Tile(w[...], place[0], place[1])
+        d = _to_logits(static, h, tile, target[...], known[...])
         if n % block:  # the last block reads past the end: what is there may be NaN
             i = pl.program_id(0) * (blocks // cores) + pl.program_id(1)
             row = i * block + jax.lax.broadcasted_iota(jnp.int32, (block, 1), 0)
             h, d = jnp.where(row < n, h, 0), jnp.where(row < n, d, 0)
-        to_hidden[...] = before[...] + _dot(d, w, 1, 0)
+        to_hidden[...] = before[...] + _dot(d, tile.w, 1, 0)
 
         @pl.when(pl.program_id(1) == 0)
         def _():
@@ -380,12 +388,12 @@ def _backward_kernel_call(
     once = pl.Buffered(1)
     whole = pl.BlockSpec((v, D), lambda core, i: (0, 0), pipeline_mode=once)
     own = pl.BlockSpec((None, v, D), lambda core, i: (core, 0, 0), pipeline_mode=once)
-    place = jnp.stack([first, seen]).astype(jnp.int32)
+    place = jnp.stack([tile.first, tile.seen]).astype(jnp.int32)
     to_hidden, to_w = pl.pallas_call(
         kernel,
         grid=(cores, blocks // cores),
         in_specs=[
-            pl.BlockSpec(memory_space=pltpu.SMEM), rows(D), whole, rows(1), rows(lanes), rows(D)
+            pl.BlockSpec(memory_space=pltpu.SMEM), rows(D), whole, rows(1), rows(4), rows(D)
         ],
         out_specs=[rows(D), own],
         out_shape=[
@@ -394,5 +402,5 @@ def _backward_kernel_call(
         ],
         input_output_aliases={5: 0},
         **_params(static, "parallel", "arbitrary"),
-    )(place, h, w, target, known, to_hidden)  # fmt: skip
+    )(place, h, tile.w, target, known, to_hidden)  # fmt: skip
     return to_hidden, to_w.sum(axis=0)

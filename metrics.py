@@ -126,10 +126,12 @@ class StepRows(NamedTuple):
         """From the columns [B, 4+F] in this order."""
         return cls(*table[:, :4].T, table[:, 4:])
 
-    def equal_groups(self, num_pre_q: int) -> np.ndarray:
-        """[P] bool: all rewards of the group are the same."""
-        groups = self.rewards.reshape(-1, num_pre_q)
-        return ~(np.fmin.reduce(groups, axis=1) < np.fmax.reduce(groups, axis=1))  # past NaN
+    def equal_groups(self, num_pre_q: int, by_function: bool = False) -> np.ndarray:
+        """[P] bool: all rewards of the group are the same; by_function: those of each function."""
+        columns = self.per_function if by_function else self.rewards[:, None]
+        groups = columns.reshape(-1, num_pre_q, columns.shape[1])  # [P, K, F or 1]
+        differ = np.fmin.reduce(groups, axis=1) < np.fmax.reduce(groups, axis=1)  # past NaN
+        return ~differ.any(axis=1)
 
 
 def stop_if_not_finite(step: int, metrics: dict[str, float]) -> None:
@@ -190,6 +192,13 @@ def step_records(
     records["throughput/train/valid_tokens_per_s"] = tokens / clock.total()
     records["throughput/train/valid_tokens_per_s_update"] = tokens / seconds["update"]
     return records
+
+
+def sampling_metrics(rounds: int, equal: np.ndarray, rewards: np.ndarray) -> dict[str, float]:
+    """Of DYNAMIC_SAMPLING. equal: bool, of each group sampled in the step; rewards: of each row."""
+    kept, mean = 1 - equal.mean(), mean_of(rewards)
+    metrics = {"rounds": rounds, "kept_frac": kept, "reward_mean": mean}
+    return {f"dynamic_sampling/{name}": float(value) for name, value in metrics.items()}
 
 
 def sample_records(

@@ -17,6 +17,7 @@ import data
 import hf
 import rewards
 from loss import Objective
+from loss_pallas import block_sizes
 from metrics import RunLog
 from model import ROLLOUT_ROWS, TRAIN_ROWS, Layout, make_mesh, mesh_text
 from rollout import Sampling
@@ -100,7 +101,7 @@ def set_up(cfg: settings.Config) -> tuple[Run, TrainState]:
             f"set MAX_PROMPT_LENGTH={config.max_positions - cfg.max_length_sample}"
         )
 
-    dtype, impl = dtype_and_impl(cfg)
+    dtype, impl = dtype_and_impl(cfg, config.hidden_size)
     mesh = make_mesh("MESH_SHAPE", cfg.mesh_shape, tp=1, fsdp=-1)
     tp = rollout_tp(config, dtype)
     rollout_mesh = make_mesh("ROLLOUT_MESH_SHAPE", cfg.rollout_mesh_shape, tp=tp, fsdp=1)
@@ -147,14 +148,16 @@ def reward_functions(cfg: settings.Config) -> list[rewards.RewardFunction]:
     return functions
 
 
-def dtype_and_impl(cfg: settings.Config) -> tuple[jnp.dtype, str]:
+def dtype_and_impl(cfg: settings.Config, hidden_size: int) -> tuple[jnp.dtype, str]:
     """What DTYPE and POLICY_LOSS_IMPL come to on this backend."""
     backend, dtype, impl = jax.default_backend(), cfg.dtype, cfg.policy_loss_impl
     if dtype == "auto":
         dtype = "float32" if backend == "cpu" else "bfloat16"
-    if impl == "pallas" and backend != "tpu":
-        print(f"POLICY_LOSS_IMPL=pallas is a TPU kernel: on {backend} it is jax", flush=True)
+    if impl == "pallas" and (backend, dtype) != ("tpu", "bfloat16"):
+        print(f"POLICY_LOSS_IMPL=pallas is for bfloat16 on a TPU: {dtype} on {backend} is jax")
         impl = "jax"
+    if impl == "pallas":
+        block_sizes(hidden_size, 2, jax.devices()[0].device_kind)  # or it says that none fits
     return jnp.dtype(dtype), impl
 
 

@@ -35,8 +35,8 @@ IMPORTS = {
     "update": {"model", "loss", "loss_pallas"},
     "metrics": set(),
     "startup": {
-        *("config", "sizes", "rewards", "data", "model", "hf", "rollout", "loss", "update"),
-        "metrics",
+        *("config", "sizes", "rewards", "data", "model", "hf", "rollout", "loss", "loss_pallas"),
+        *("update", "metrics"),
     },
     "bench": {"loss_pallas"},
     "compare_objectives": set(),

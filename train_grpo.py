@@ -25,6 +25,7 @@ import time
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import data
@@ -35,8 +36,8 @@ from metrics import (
     RunLog,
     StepRows,
     evaluation,
-    mean_of,
     sample_records,
+    sampling_metrics,
     step_line,
     step_records,
     stop_if_not_finite,
@@ -67,10 +68,14 @@ def main(cfg: settings.Config) -> None:
         log = open_log(run)
     except ValueError as error:
         settings.fail(error)
-    K, B = cfg.num_pre_q, run.sizes.local_batch
-    own = slice(jax.process_index() * B, (jax.process_index() + 1) * B)  # of the step's P*K rows
+    # B = P*K sequences of a step over all processes, b of them on this one: the rows `own`
+    K, b = cfg.num_pre_q, run.sizes.local_batch
+    own = slice(jax.process_index() * b, (jax.process_index() + 1) * b)
     rollout_key, eval_key = jax.random.split(jax.random.key(cfg.seed))
-    ref_params = copy_weights(run, state.params, run.compute.layout) if cfg.beta > 0 else None
+    ref_params = None
+    if cfg.beta > 0:  # a reference that follows by small steps needs float32's digits
+        ref_dtype = jnp.dtype("float32") if cfg.ref_sync_steps else run.compute.dtype
+        ref_params = copy_weights(run, state.params, run.compute.layout, ref_dtype)
     rounds_done = 0  # of sampling; each takes the next P prompts
 
     for step in range(cfg.steps):
@@ -79,36 +84,35 @@ def main(cfg: settings.Config) -> None:
         clock = Clock()
 
         # ---- Rollout and rewards, from a copy of the weights laid out to decode ------------------
-        decoder = copy_weights(run, state.params, run.rollout)
+        decoder = copy_weights(run, state.params, run.rollout, run.compute.dtype)
         clock.lap("rollout_sync")
         rounds: list[Round] = []
         while not enough(run, rounds):  # a second time only with DYNAMIC_SAMPLING
             rounds.append(sample_round(run, decoder, rollout_key, rounds_done, own, clock))
             rounds_done += 1
         del decoder
-        # Of all processes: rows [P*K]; of this one: prompts [B/K], roll [B, T]
-        prompts, roll, rows = choose_groups(run, rounds, own)
+        prompts, roll, rows = choose_groups(run, rounds, own)  # [b/K], [b, T], [B]
 
         # ---- Advantages --------------------------------------------------------------------------
         advantages = group_advantages(
             rows.rewards, K, estimator=cfg.adv_estimator, scale_rewards=cfg.scale_rewards,
             per_function=rows.per_function, weights=cfg.reward_weights,
-        )  # [P*K]  # fmt: skip
-        counted = rows.completion_lengths * (rows.stopped if cfg.mask_truncated_completions else 1)
+        )  # [B]  # fmt: skip
+        learns = (rows.stopped > 0) | (not cfg.mask_truncated_completions)  # [B]
+        num_tokens = num_top_tokens = int((rows.completion_lengths * learns).sum())
         clock.lap("advantages")
 
         # ---- Update: PPO_EPOCHS times, the gradient of every micro-batch, then one step ----------
-        micros = micro_batches(run, prompts, roll, advantages[own], counted[own] > 0, rows)
-        num_top_tokens = counted.sum()
+        micros = micro_batches(run, prompts, roll, advantages[own], learns[own], rows)
+        clock.lap("shard")
         if cfg.top_entropy_quantile < 1:
             micros, num_top_tokens = keep_top_entropy(run, state.params, micros, own)
-        sums = (counted.sum(), len(counted), num_top_tokens)
-        counts = Counts(*(np.float32(max(x, 1)) for x in sums))
+        totals = (num_tokens, len(rows.rewards), num_top_tokens)
+        counts = Counts(*(np.float32(max(total, 1)) for total in totals))
         if ref_params is not None:
             for i, micro in enumerate(micros):
                 logps, _ = score_tokens(ref_params, micro, cfg.temperature, run.compute)
                 micros[i] = micro._replace(ref_logps=logps)
-        clock.lap("shard")
         lr = learning_rate(
             step, peak=cfg.learning_rate, schedule=cfg.lr_schedule, warmup_ratio=cfg.warmup_ratio,
             decay_steps=cfg.lr_decay_steps or cfg.steps,
@@ -127,12 +131,14 @@ def main(cfg: settings.Config) -> None:
         stop_if_not_finite(step, means)
 
         # ---- Log ---------------------------------------------------------------------------------
-        means |= sampling_metrics(run, rounds)
-        teaches = bool(np.any(advantages * counted))
+        if cfg.dynamic_sampling:
+            sampled = np.concatenate([r.rows.rewards for r in rounds])
+            means |= sampling_metrics(len(rounds), equal_groups(run, rounds), sampled)
+        teaches = bool((advantages * learns).any())
         log.line(step_line(step, means, rows, teaches, clock, cfg.print_train_time_breakdown))
         names = [function.__name__ for function in run.functions]
         records = step_records(means | {"learning_rate": lr}, rows, advantages, clock, K, names)
-        log.record(step, records | {"train-other/batch_local": B})
+        log.record(step, records | {"train-other/batch_local": b})
         texts = Rollout(*(x[: 2 * K : K] for x in roll)).texts(run.tokenizer)
         log.samples(
             step, sample_records(run.tokenizer, prompts[:2], texts, rows.rewards[own][: 2 * K : K])
@@ -154,8 +160,8 @@ class Round(NamedTuple):
     """K completions of each of P prompts, with their rewards."""
 
     prompts: list[data.Prompt]  # [P], on every process
-    roll: Rollout  # [B, T] of this process
-    rows: StepRows  # [P*K] of all processes
+    roll: Rollout  # [b, T] of this process
+    rows: StepRows  # [B] of all processes
 
 
 def sample_round(
@@ -166,13 +172,13 @@ def sample_round(
     indices = data.batch_indices(len(run.train), P, number, run.cfg.seed)  # [P]
     prompts = [run.train[i] for i in indices]
     width = prompt_width(max(len(p.ids) for p in prompts), run.cfg.global_length)
-    mine = prompts[own.start // K : own.stop // K]  # [B/K]
-    row_ids = np.arange(own.start, own.stop, dtype=np.int32)  # [B]
+    mine = prompts[own.start // K : own.stop // K]  # [b/K]
+    row_ids = np.arange(own.start, own.stop, dtype=np.int32)  # [b]
     key = jax.random.fold_in(rollout_key, number)
     roll = complete(run, decoder, mine, row_ids, key, K, run.sampling, width, size)
     clock.lap("rollout_generate")
 
-    scores, per_function = score(run, roll, mine, K)  # [B], [B, F]
+    scores, per_function = score(run, roll, mine, K)  # [b], [b, F]
     clock.lap("reward")
     prompt_lengths = np.repeat([len(p.ids) for p in mine], K)
     stopped = np.isin(roll.last_ids(), run.stop_ids)
@@ -186,8 +192,15 @@ def enough(run: Run, rounds: list[Round]) -> bool:
     """True after one round or, with DYNAMIC_SAMPLING, once the rewards differ in P groups, or
     after DYNAMIC_SAMPLING_MAX_ROUNDS: the same on every process, which all see all rewards."""
     limit = run.cfg.dynamic_sampling_max_rounds if run.cfg.dynamic_sampling else 1
-    differ = sum((~r.rows.equal_groups(run.cfg.num_pre_q)).sum() for r in rounds)
-    return len(rounds) == limit or differ >= run.sizes.prompts_per_step
+    if not rounds or len(rounds) == limit:
+        return bool(rounds)
+    return (~equal_groups(run, rounds)).sum() >= run.sizes.prompts_per_step
+
+
+def equal_groups(run: Run, rounds: list[Round]) -> np.ndarray:
+    """[rounds * P] bool: the group's rewards are equal; for gdpo, those of each function."""
+    K, by_function = run.cfg.num_pre_q, run.cfg.adv_estimator == "gdpo"
+    return np.concatenate([r.rows.equal_groups(K, by_function) for r in rounds])
 
 
 def choose_groups(
@@ -195,37 +208,26 @@ def choose_groups(
 ) -> tuple[list[data.Prompt], Rollout, StepRows]:
     """The step's P groups: the first whose rewards differ, then others if those are fewer.
 
-    Returns this process's prompts [B/K] and completions [B, T], and all processes' rows [P*K].
+    Returns this process's prompts [b/K] and completions [b, T], and all processes' rows [B].
     """
     P, K = run.sizes.prompts_per_step, run.cfg.num_pre_q
-    equal = np.concatenate([r.rows.equal_groups(K) for r in rounds])  # [rounds * P]
-    groups = np.sort(np.argsort(equal, kind="stable")[:P])
-    chosen = (groups[:, None] * K + np.arange(K)).reshape(-1)  # [P*K] of rounds * P*K
-    parts = zip(*(r.rows for r in rounds), strict=True)
-    rows = StepRows(*(np.concatenate(part)[chosen] for part in parts))
+    groups = np.sort(np.argsort(equal_groups(run, rounds), kind="stable")[:P])
+    chosen = (groups[:, None] * K + np.arange(K)).reshape(-1)  # [B] of rounds * B
+    columns = zip(*(r.rows for r in rounds), strict=True)
+    rows = StepRows(*(np.concatenate(column)[chosen] for column in columns))
     prompts = [p for r in rounds for p in r.prompts]
     mine = [prompts[group] for group in groups[own.start // K : own.stop // K]]
     if len(rounds) == 1:
         return mine, rounds[0].roll, rows
-    parts = zip(*(r.roll for r in rounds), strict=True)
-    everyone = (np.concatenate([gather_rows(x) for x in part]) for part in parts)
+    everyone = []  # of all processes: a group may be learnt from elsewhere than it was sampled
+    for arrays in zip(*(r.roll for r in rounds), strict=True):
+        everyone.append(np.concatenate([gather_rows(x) for x in arrays]))  # [rounds * B, T]
     return mine, Rollout(*(x[chosen[own]] for x in everyone)), rows
 
 
-def sampling_metrics(run: Run, rounds: list[Round]) -> dict[str, float]:
-    """With DYNAMIC_SAMPLING: the rounds, and of their groups the share whose rewards differ."""
-    if not run.cfg.dynamic_sampling:
-        return {}
-    equal = np.concatenate([r.rows.equal_groups(run.cfg.num_pre_q) for r in rounds])
-    means = {"rounds": len(rounds), "kept_frac": 1 - equal.mean()}
-    means["reward_mean"] = mean_of(np.concatenate([r.rows.rewards for r in rounds]))
-    return {f"dynamic_sampling/{name}": float(value) for name, value in means.items()}
-
-
-def copy_weights(run: Run, params: Params, layout: Layout) -> Params:
-    """The parameters in the compute dtype, laid out for decoding or for training."""
-    config, dtype = run.compute.config, run.compute.dtype
-    return sync_weights(params, config=config, mesh=layout.mesh, dtype=dtype)
+def copy_weights(run: Run, params: Params, layout: Layout, dtype: jnp.dtype) -> Params:
+    """The parameters in dtype, laid out for decoding or for training."""
+    return sync_weights(params, config=run.compute.config, mesh=layout.mesh, dtype=dtype)
 
 
 def complete(
@@ -251,7 +253,7 @@ def complete(
 def score(
     run: Run, roll: Rollout, prompts: list[data.Prompt], num_pre_q: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Weighted rewards [B] and those of each function [B, F], NaN where none applies."""
+    """Weighted rewards [b] and those of each function [b, F], NaN where none applies."""
     names = prompts[0].columns
     columns = {n: [p.columns.get(n) for p in prompts for _ in range(num_pre_q)] for n in names}
     columns["completion_ids"] = roll.ids()
@@ -268,20 +270,20 @@ def score(
 
 def micro_batches(
     run: Run, prompts: list[data.Prompt], roll: Rollout, advantages: np.ndarray,
-    counts: np.ndarray, rows: StepRows,
+    learns: np.ndarray, rows: StepRows,
 ) -> list[MicroBatch]:  # fmt: skip
     """This process's part of each micro-batch, on the devices; T holds the step's longest.
 
-    advantages: [B]. counts: [B] bool, False: the loss leaves this sequence out.
+    advantages: [b]. learns: [b] bool, False: the loss leaves this sequence out.
     """
     R, K, layout = run.sizes.micro_batch_size, run.cfg.num_pre_q, run.compute.layout
     T = min(bucket(int(rows.completion_lengths.max())), run.cfg.max_length_sample)
     width = prompt_width(int(rows.prompt_lengths.max()), run.cfg.global_length)
     s = share(K, R * jax.process_count() // layout.row_shards)
     prompt_rows = [p.ids for p in prompts for _ in range(K // s)]  # one for s sequences
-    prompt_ids, prompt_mask = pad_prompts(prompt_rows, width, run.stop_ids[0])  # [B/s, S+1]
-    roll = roll._replace(completion_mask=roll.completion_mask * counts[:, None].astype(np.int32))
-    sequences = [x[:, :T] for x in roll] + [advantages.astype(np.float32)]  # [B, T], [B]
+    prompt_ids, prompt_mask = pad_prompts(prompt_rows, width, run.stop_ids[0])  # [b/s, S+1]
+    roll = roll._replace(completion_mask=roll.completion_mask * learns[:, None].astype(np.int32))
+    sequences = [x[:, :T] for x in roll] + [advantages.astype(np.float32)]  # [b, T], [b]
 
     def micro(i: int) -> MicroBatch:
         shared = slice(i * R // s, (i + 1) * R // s)
@@ -303,10 +305,10 @@ def keep_top_entropy(
     """
     cfg, R, layout = run.cfg, run.sizes.micro_batch_size, run.compute.layout
     scored = [score_tokens(params, micro, cfg.temperature, run.compute)[1] for micro in micros]
-    entropy = gather_rows(np.concatenate([local_rows(x) for x in scored]))  # [P*K, T]
+    entropy = gather_rows(np.concatenate([local_rows(x) for x in scored]))  # [B, T]
     mask = gather_rows(np.concatenate([local_rows(m.completion_mask) for m in micros]))
     top = top_entropy_mask(entropy, mask, cfg.top_entropy_quantile)
-    mine = top[own].astype(np.int32)  # [B, T]
+    mine = top[own].astype(np.int32)  # [b, T]
     masks = [put_rows(mine[i * R : (i + 1) * R], layout) for i in range(len(micros))]
     return [m._replace(top_mask=x) for m, x in zip(micros, masks, strict=True)], int(top.sum())
 
@@ -348,7 +350,7 @@ def evaluate(
     padded = [*prompts, *[prompts[-1]] * (passes * size * processes - len(prompts))]
     width = prompt_width(max(len(p.ids) for p in prompts), cfg.global_length)
     sampling = run.sampling if k > 1 else Sampling(temperature=0.0)
-    decoder = copy_weights(run, params, run.rollout)
+    decoder = copy_weights(run, params, run.rollout, run.compute.dtype)
     results = []
     for i in range(passes):
         first = (i * processes + jax.process_index()) * size  # this process's first question

@@ -134,6 +134,7 @@ TOP_ENTROPY_QUANTILE=0 -> TOP_ENTROPY_QUANTILE=0.0 must be above 0
 TOP_ENTROPY_QUANTILE=1.1 -> TOP_ENTROPY_QUANTILE=1.1 must be at most 1
 DYNAMIC_SAMPLING_MAX_ROUNDS=0 -> DYNAMIC_SAMPLING_MAX_ROUNDS=0 must be at least 1
 REPETITION_NGRAM=0 -> REPETITION_NGRAM=0 must be at least 1
+EPSILON_HIGH=0.28 -> EPSILON_HIGH is called EPS_HIGH here (`python config.py` lists all)
 MESH_SHAPE=2,4 -> MESH_SHAPE='2,4' does not fit; wanted: auto or dp,fsdp,tp; -1: rest
 MESH_SHAPE=0,1,1 -> MESH_SHAPE='0,1,1' does not fit; wanted: auto or dp,fsdp,tp; -1: rest
 MESH_SHAPE=-1,-1,1 -> MESH_SHAPE='-1,-1,1' does not fit; wanted: auto or dp,fsdp,tp; -1: rest
@@ -143,7 +144,7 @@ GOOD = [
     ("EVAL_FULL_SWEEP=True", True),
     ("NUM_PRE_Q= 4 ", 4),
     ("DYNAMIC_SAMPLING=1", True),
-    ("KL_BIAS_CORRECTION=0", False),
+    ("MASK_TRUNCATED_COMPLETIONS=0", False),
     ("TOP_ENTROPY_QUANTILE=1", 1.0),
     ("ADV_ESTIMATOR=reinforce++", "reinforce++"),
     ("REWARD_WEIGHTS=1, -0.25", (1.0, -0.25)),
@@ -173,10 +174,16 @@ NUM_PRE_Q=1 -> NUM_PRE_Q=1 leaves ADV_ESTIMATOR=grpo nothing to compare a comple
     set at least 2, or ADV_ESTIMATOR=reinforce
 NUM_PRE_Q=1 ADV_ESTIMATOR=reinforce++ -> NUM_PRE_Q=1 leaves ADV_ESTIMATOR=reinforce++ nothing to
     compare a completion with; set at least 2, or ADV_ESTIMATOR=reinforce
-NUM_PRE_Q=1 ADV_ESTIMATOR=reinforce DYNAMIC_SAMPLING=1 -> DYNAMIC_SAMPLING=1 keeps no group of
-    NUM_PRE_Q=1; set at least 2
-LOSS_TYPE=cispo -> EPS_HIGH=0.2: with LOSS_TYPE=cispo this is the largest ratio, and below 1 it cuts
-    every gradient; set EPS_HIGH=5
+ADV_ESTIMATOR=reinforce DYNAMIC_SAMPLING=1 -> DYNAMIC_SAMPLING=1 drops groups of equal rewards,
+    which teach with ADV_ESTIMATOR=reinforce; leave it out
+LOSS_TYPE=cispo -> EPS_HIGH=0.2: with LOSS_TYPE=cispo this is the largest ratio, and below 1 it
+    shrinks every gradient; set EPS_HIGH=5
+BETA=1 KL_ESTIMATOR=k1 KL_BIAS_CORRECTION=0 -> KL_ESTIMATOR=k1 has no gradient on average with
+    KL_BIAS_CORRECTION=0; set it to 1
+IS_MODE=sequence_mask TOP_P=0.9 -> IS_MODE=sequence_mask with TOP_K, TOP_P or MIN_P shrinks a
+    sequence's weight with every token; set token_truncate or token_mask
+BETA=1 REF_SYNC_STEPS=201 PPO_EPOCHS=2 -> REF_SYNC_STEPS=201 is more than the run's 200 updates;
+    lower it
 LOSS_TYPE=cispo EPS_HIGH=5 DELTA=7 -> DELTA=7.0 does nothing with LOSS_TYPE=cispo; leave it out
 LOSS_TYPE=sapo DELTA=2 -> DELTA=2.0 does nothing with LOSS_TYPE=sapo; leave it out
 DELTA=1.5 EPS_HIGH=0.5 -> DELTA=1.5 must be above 1 + EPS_HIGH = 1.5, where clipping begins
@@ -184,8 +191,21 @@ ADV_ESTIMATOR=rloo SCALE_REWARDS=none -> SCALE_REWARDS=none does nothing with AD
     leave it out
 ADV_ESTIMATOR=gdpo SCALE_REWARDS=batch -> SCALE_REWARDS=batch does nothing with ADV_ESTIMATOR=gdpo;
     leave it out
-REF_SYNC_STEPS=5 -> REF_SYNC_STEPS=5 needs a reference: set BETA above 0
-OVERLONG_CACHE=1025 -> OVERLONG_CACHE=1025 must be at most MAX_LENGTH_SAMPLE=1024
+KL_ESTIMATOR=k1 -> KL_ESTIMATOR=k1 does nothing with BETA=0; leave it out
+KL_BIAS_CORRECTION=0 -> KL_BIAS_CORRECTION=false does nothing with BETA=0; leave it out
+REF_SYNC_STEPS=5 -> REF_SYNC_STEPS=5 does nothing with BETA=0; leave it out
+REF_SYNC_ALPHA=1 BETA=1 -> REF_SYNC_ALPHA=1.0 does nothing with REF_SYNC_STEPS=0; leave it out
+IS_CAP=2 -> IS_CAP=2.0 does nothing with IS_MODE=none; leave it out
+LOSS_TYPE=cispo EPS_HIGH=5 EPS_LOW=0.1 -> EPS_LOW=0.1 does nothing with LOSS_TYPE=cispo; leave it
+    out
+LOSS_TYPE=sapo EPS_HIGH=0.3 -> EPS_HIGH=0.3 does nothing with LOSS_TYPE=sapo; leave it out
+DYNAMIC_SAMPLING_MAX_ROUNDS=3 -> DYNAMIC_SAMPLING_MAX_ROUNDS=3 does nothing with DYNAMIC_SAMPLING=0;
+    leave it out
+OVERLONG_CACHE=5 -> OVERLONG_CACHE=5 does nothing with REWARD_FN=; leave it out
+REPETITION_NGRAM=2 REWARD_FN=reward_correct -> REPETITION_NGRAM=2 does nothing with
+    REWARD_FN=reward_correct; leave it out
+REWARD_FN=soft_overlong_penalty OVERLONG_CACHE=1025 -> OVERLONG_CACHE=1025 must be at most
+    MAX_LENGTH_SAMPLE=1024
 """
 AGREEMENTS = """
 NUM_PRE_Q=2
@@ -199,8 +219,10 @@ SCALE_REWARDS=none LOSS_TYPE=dr_grpo
 SCALE_REWARDS=batch
 ADV_ESTIMATOR=rloo SCALE_REWARDS=group
 REF_SYNC_STEPS=5 BETA=0.01
-REF_SYNC_ALPHA=1
-OVERLONG_CACHE=1024
+REF_SYNC_STEPS=5 REF_SYNC_ALPHA=1 BETA=1
+REWARD_FN=soft_overlong_penalty OVERLONG_CACHE=1024
+BETA=1 KL_ESTIMATOR=k1
+IS_MODE=token_mask IS_CAP=2 TOP_P=0.9
 """
 
 

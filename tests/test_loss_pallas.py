@@ -284,10 +284,13 @@ def test_a_device_counts_its_own_logits_only(monkeypatch: pytest.MonkeyPatch) ->
 
 # ---- The TPU's own compiler ----------------------------------------------------------------------
 
-HEADS = {  # of Qwen2.5
-    "0.5B": bench.Shape(16 * 1024, 896, 151936),
-    "3B": bench.Shape(16 * 1024, 2048, 151936),
-    "7B": bench.Shape(16 * 1024, 3584, 152064),
+HEADS = {
+    "Qwen2.5-0.5B": bench.Shape(16 * 1024, 896, 151936),
+    "Qwen2.5-3B": bench.Shape(16 * 1024, 2048, 151936),
+    "Llama-3.2-3B": bench.Shape(16 * 1024, 3072, 128256),
+    "Qwen2.5-7B": bench.Shape(16 * 1024, 3584, 152064),
+    "Llama-3-8B": bench.Shape(16 * 1024, 4096, 128256),
+    "Qwen2.5-14B": bench.Shape(16 * 1024, 5120, 152064),
 }
 
 
@@ -299,12 +302,20 @@ def test_the_kernels_compile_for_every_tpu(chip: str, head: str) -> None:
     assert text.count("tpu_custom_call") >= 2, "forward and backward"
 
 
+def test_a_model_too_wide_for_the_chip_is_named() -> None:
+    with pytest.raises(
+        ValueError, match="hidden size 8192 is too wide for the 16 MiB .* of TPU v4"
+    ):
+        loss_pallas.block_sizes(8192, 2, "TPU v4")
+    assert loss_pallas.block_sizes(8192, 2, "TPU v6 lite")[1] >= 1024
+
+
 def test_the_loss_takes_less_than_an_eighth_of_the_memory_of_full_logits() -> None:
     """16 x 1024 tokens a device of Qwen2.5-3B on a v6e-8, gradients included."""
     pytest.importorskip("libtpu", reason='the TPU compiler: pip install "jax[tpu]"')
 
     def temporaries(impl: str) -> int:
-        compiled = bench.compile_loss(impl, True, HEADS["3B"], "v6e")
+        compiled = bench.compile_loss(impl, True, HEADS["Qwen2.5-3B"], "v6e")
         return compiled.memory_analysis().temp_size_in_bytes
 
     full = temporaries("full")

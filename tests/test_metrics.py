@@ -8,7 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from metrics import Clock, RunLog, StepRows, evaluation, step_line, step_records
+from metrics import (
+    Clock,
+    RunLog,
+    StepRows,
+    evaluation,
+    sampling_metrics,
+    step_line,
+    step_records,
+)
 
 REPO = Path(__file__).resolve().parent.parent
 NAN = float("nan")
@@ -150,3 +158,17 @@ def test_plot_run_draws_a_run_and_names_a_folder_without_one(tmp_path: Path) -> 
     assert (
         failed.stderr.strip() == f"error: {tmp_path} has no metrics.jsonl; give a run's OUTPUT_DIR"
     )
+
+
+def test_the_metrics_of_dynamic_sampling_are_of_all_that_was_sampled() -> None:
+    equal = np.array([True, False, True, True, True, False])
+    rewards = np.array([0.7, 0.7, 0.5, 0, NAN, NAN, 1, 1, 0, 0, 1, 0])
+    assert sampling_metrics(2, equal, rewards) == pytest.approx(
+        {
+            "dynamic_sampling/rounds": 2,
+            "dynamic_sampling/kept_frac": 1 / 3,
+            "dynamic_sampling/reward_mean": 4.9 / 10,
+        }
+    )
+    none = sampling_metrics(4, np.array([True]), np.array([NAN]))
+    assert np.isnan(none["dynamic_sampling/reward_mean"])

@@ -89,3 +89,16 @@ def test_a_penalty_begins_a_fifth_before_the_end_where_nothing_else_is_set() -> 
     run, _ = set_up(Config.from_env(settings | {"MAX_LENGTH_SAMPLE": "50"}))
     ids = [[1] * n for n in (40, 45, 50)]
     assert run.functions[0]([""] * 3, completion_ids=ids) == [0, -0.5, -1]
+
+
+@pytest.mark.parametrize(
+    "settings, weights",
+    [
+        ({}, (1.0, 0.5, 0.5)),
+        ({"REWARD_FN": "reward_correct,soft_overlong_penalty"}, (1.0, 1.0)),
+        ({"REWARD_FN": "reward_format"}, (1.0,)),
+        ({"REWARD_FN": "reward_format", "REWARD_WEIGHTS": "0.5"}, (0.5,)),
+    ],
+)
+def test_rewards_that_are_named_weigh_one_each_unless_told(settings: dict, weights: tuple) -> None:
+    assert Config.from_env(settings).reward_weights == weights

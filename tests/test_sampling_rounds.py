@@ -19,7 +19,7 @@ from loss import Objective
 from metrics import StepRows
 from rollout import Rollout
 from startup import set_up
-from train_grpo import Round, choose_groups, enough, sampling_metrics
+from train_grpo import Round, choose_groups, enough, equal_groups
 
 NAN = math.nan
 P, K, T = 4, 8, 24  # of every run here; T cuts off some of the completions and not others
@@ -140,7 +140,8 @@ def rounds_of(*rewards: list[float], size: int = 3) -> tuple[SimpleNamespace, li
         prompts = [Prompt([first // 4 + i], {}) for i in range(count // 4)]
         table = np.column_stack([row, 100 + ids, 200 + ids, ids % 2, ids, -ids])
         rounds.append(Round(prompts, Rollout(ids, ids + 1000, ids + 0.5), StepRows.of(table)))
-    cfg = SimpleNamespace(num_pre_q=4, dynamic_sampling=True, dynamic_sampling_max_rounds=3)
+    settings = {"dynamic_sampling": True, "dynamic_sampling_max_rounds": 3}
+    cfg = SimpleNamespace(num_pre_q=4, adv_estimator="grpo", **settings)
     return SimpleNamespace(cfg=cfg, sizes=SimpleNamespace(prompts_per_step=size)), rounds
 
 
@@ -199,18 +200,14 @@ def test_rounds_go_on_until_enough_groups_differ_or_the_limit_is_reached() -> No
     assert [enough(run, rounds[:n]) for n in range(4)] == [False, False, False, True]
     run.cfg.dynamic_sampling = False
     assert [enough(run, rounds[:n]) for n in range(2)] == [False, True]
-    assert sampling_metrics(run, rounds) == {}
 
 
-def test_the_metrics_of_sampling_are_of_all_that_was_sampled() -> None:
-    run, rounds = rounds_of(SAME[0] + VARY[0] + SAME[3], VARY[1] + SAME[4] + SAME[1])
-    assert sampling_metrics(run, rounds) == pytest.approx(
-        {
-            "dynamic_sampling/rounds": 2,
-            "dynamic_sampling/kept_frac": 1 / 3,
-            "dynamic_sampling/reward_mean": (2.8 + 2 + 1 + 3 + 0) / 19,
-        }
-    )
+def test_for_gdpo_a_group_differs_if_one_function_does() -> None:
+    """Here the functions give the row's number and its opposite, whatever the total."""
+    run, rounds = rounds_of(SAME[0] * 3)
+    assert equal_groups(run, rounds).tolist() == [True, True, True]
+    run.cfg.adv_estimator = "gdpo"
+    assert equal_groups(run, rounds).tolist() == [False, False, False]
 
 
 def test_one_round_is_the_step_without_dynamic_sampling(

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -51,21 +52,21 @@ def refused(call: Callable, *parts: str) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
-def test_one_file_holds_out_its_last_tenth(tmp_path, suffix):
+def test_one_file_holds_out_its_last_tenth(tmp_path: Path, suffix: str) -> None:
     file = str(write(tmp_path / f"sums{suffix}", rows_of(30)))
     assert load_rows(file, "main", "train") == rows_of(27)
     assert load_rows(file, "main", "test") == rows_of(30, first=27)
 
 
 @pytest.mark.parametrize("n, held_out", [(2, 1), (4, 1), (24, 2), (26, 3)])
-def test_a_short_file_holds_out_at_least_one_row(tmp_path, n, held_out):
+def test_a_short_file_holds_out_at_least_one_row(tmp_path: Path, n: Any, held_out: Any) -> None:
     file = str(write(tmp_path / "sums.jsonl", rows_of(n)))
     assert len(load_rows(file, "", "train")) == n - held_out
     assert len(load_rows(file, "", "test")) == held_out
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
-def test_a_folder_has_a_file_for_each_split(tmp_path, suffix):
+def test_a_folder_has_a_file_for_each_split(tmp_path: Path, suffix: str) -> None:
     write(tmp_path / f"train-00000-of-00002{suffix}", rows_of(3))
     write(tmp_path / f"train-00001-of-00002{suffix}", rows_of(5, first=3))
     write(tmp_path / f"test{suffix}", rows_of(7, first=5))
@@ -75,7 +76,7 @@ def test_a_folder_has_a_file_for_each_split(tmp_path, suffix):
     assert load_rows(str(tmp_path), "main", "test") == rows_of(7, first=5)
 
 
-def test_other_columns_are_kept(tmp_path):
+def test_other_columns_are_kept(tmp_path: Path) -> None:
     rows = [{**row, "level": i} for i, row in enumerate(rows_of(2))]
     assert load_rows(str(write(tmp_path / "a.jsonl", rows)), "", "train") == rows[:1]
 
@@ -90,13 +91,13 @@ def test_other_columns_are_kept(tmp_path):
     ],
     ids=["crlf", "byte order mark", "no last newline", "empty lines"],
 )
-def test_line_ends_and_marks_of_editors_are_no_text(tmp_path, content):
+def test_line_ends_and_marks_of_editors_are_no_text(tmp_path: Path, content: Any) -> None:
     file = tmp_path / "sums.jsonl"
     file.write_bytes(content)
     assert load_rows(str(file), "", "train") == rows_of(9)
 
 
-def test_unicode_line_separators_are_text(tmp_path):
+def test_unicode_line_separators_are_text(tmp_path: Path) -> None:
     rows = [{"question": "a\u2028b\x85c\x1cd", "answer": "é\u2029"}] * 2
     file = tmp_path / "sums.jsonl"
     lines = [json.dumps(row, ensure_ascii=False).replace("\x1c", "\\u001c") for row in rows]
@@ -137,12 +138,12 @@ def test_a_bad_file_is_refused_by_name_and_line(tmp_path, name, content, says, s
     refused(lambda: load_rows(str(tmp_path / name), "", split), f"{tmp_path}/{says}")
 
 
-def test_parquet_without_the_columns_is_refused(tmp_path):
+def test_parquet_without_the_columns_is_refused(tmp_path: Path) -> None:
     file = write(tmp_path / "a.parquet", [{"prompt": "q", "answer": "a"}])
     refused(lambda: load_rows(str(file), "", "train"), f"{file} row 1 has no text in 'question'")
 
 
-def test_a_folder_names_the_file_that_is_bad(tmp_path):
+def test_a_folder_names_the_file_that_is_bad(tmp_path: Path) -> None:
     write(tmp_path / "train-0.jsonl", rows_of(3))
     write(tmp_path / "train-1.jsonl", [*rows_of(1), {"question": "q"}])
     bad = f"{tmp_path}/train-1.jsonl line 2 has no text in 'answer'"
@@ -156,7 +157,7 @@ def test_a_folder_names_the_file_that_is_bad(tmp_path):
     )
 
 
-def test_what_is_not_there_is_refused(tmp_path):
+def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
     missing = f"{tmp_path}/none.jsonl"
     refused(lambda: load_rows(missing, "", "train"), f"DATASET={missing}: no such file")
     empty = f"DATASET={tmp_path} has no file of split 'train'; it has no .jsonl, .json or .parquet"
@@ -167,7 +168,7 @@ def test_what_is_not_there_is_refused(tmp_path):
     refused(lambda: load_rows(str(tmp_path), "", "dev"), other)
 
 
-def test_a_hub_that_cannot_be_reached_is_one_line_error(tmp_path):
+def test_a_hub_that_cannot_be_reached_is_one_line_error(tmp_path: Path) -> None:
     server = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     cases = {  # environment -> what the line says
@@ -196,34 +197,34 @@ def test_a_hub_that_cannot_be_reached_is_one_line_error(tmp_path):
 # ---- Which rows a step sees ----------------------------------------------------------------------
 
 
-def test_an_epoch_visits_every_row_once():
+def test_an_epoch_visits_every_row_once() -> None:
     seen = np.concatenate([batch_indices(12, 3, step, seed=0) for step in range(8)])
     assert sorted(seen[:12]) == sorted(seen[12:]) == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
     assert seen[:12].tolist() != seen[12:].tolist()
     assert seen[:12].tolist() != sorted(seen[:12])
 
 
-def test_a_step_may_end_one_epoch_and_begin_the_next():
+def test_a_step_may_end_one_epoch_and_begin_the_next() -> None:
     seen = np.concatenate([batch_indices(7, 5, step, seed=0) for step in range(7)])
     for epoch in range(5):
         assert sorted(seen[7 * epoch : 7 * epoch + 7]) == [0, 1, 2, 3, 4, 5, 6]
 
 
-def test_a_step_larger_than_the_dataset_sees_whole_epochs():
+def test_a_step_larger_than_the_dataset_sees_whole_epochs() -> None:
     assert np.bincount(batch_indices(3, 8, 0, seed=0)).tolist() in (
         [3, 3, 2], [3, 2, 3], [2, 3, 3],
     )  # fmt: skip
     assert batch_indices(1, 4, 5, seed=0).tolist() == [0, 0, 0, 0]
 
 
-def test_the_order_depends_on_seed_and_epoch_alone():
+def test_the_order_depends_on_seed_and_epoch_alone() -> None:
     by_2 = np.concatenate([batch_indices(10, 2, step, seed=4) for step in range(10)])
     backwards = [batch_indices(10, 5, step, seed=4) for step in (3, 2, 1, 0)]
     assert by_2.tolist() == np.concatenate(backwards[::-1]).tolist()
     assert batch_indices(10, 2, 3, seed=4).shape == (2,)
 
 
-def test_seeds_give_orders_of_their_own():
+def test_seeds_give_orders_of_their_own() -> None:
     orders = {tuple(batch_indices(10, 10, epoch, seed)) for seed in range(5) for epoch in range(5)}
     assert len(orders) == 25
 
@@ -241,7 +242,7 @@ ROWS = [
 ]
 
 
-def test_prompts_are_the_chat_templates_own_tokens():
+def test_prompts_are_the_chat_templates_own_tokens() -> None:
     tokenizer = hf.load_tokenizer(ROOT / "tiny")
     prompts = build_prompts(ROWS, tokenizer, SYSTEM)
     for prompt, row in zip(prompts, ROWS, strict=True):
@@ -259,7 +260,7 @@ def test_prompts_are_the_chat_templates_own_tokens():
     )
 
 
-def test_prompts_that_are_too_long_are_skipped_or_refused():
+def test_prompts_that_are_too_long_are_skipped_or_refused() -> None:
     prompts = [Prompt(list(range(n)), {"question": str(n)}) for n in (5, 3, 7, 4)]
     for too_long in ("skip", "error"):
         assert fit_prompts(prompts, 0, too_long, "train") == prompts

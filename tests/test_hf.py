@@ -22,8 +22,7 @@ from safetensors.numpy import save_file
 import hf
 from model import ModelConfig, make_mesh, param_shardings
 
-ROOT = Path(__file__).parent.parent
-TINY = ROOT / "tiny"
+TINY = Path(__file__).parent.parent / "tiny"
 
 
 def mesh(shape: str = "1,8,1"):
@@ -47,7 +46,7 @@ def refused(call: Callable, *parts: str) -> None:
 
 
 @pytest.mark.parametrize("rope_parameters", [False, True], ids=["rope_theta", "rope_parameters"])
-def test_config_by_hand(tmp_path, rope_parameters):
+def test_config_by_hand(tmp_path: Path, rope_parameters: object) -> None:
     common = ModelConfig(
         vocab_size=48, hidden_size=32, intermediate_size=40, num_layers=2, num_heads=4,
         num_kv_heads=2, head_dim=8, rms_norm_eps=1e-5, rope_theta=700.0, rope_llama3=None,
@@ -66,7 +65,7 @@ def test_config_by_hand(tmp_path, rope_parameters):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_transformers_own_config_files_are_read(tmp_path, family):
+def test_transformers_own_config_files_are_read(tmp_path: Path, family: str) -> None:
     from transformers import AutoConfig
 
     write_config(tmp_path, FAMILIES[family])
@@ -125,7 +124,7 @@ def test_a_config_we_do_not_compute_is_refused_in_one_line(tmp_path, family, cha
     refused(lambda: hf.read_config(tmp_path), str(tmp_path / "config.json"), says)
 
 
-def test_a_qwen2_config_may_name_the_biases_it_always_has(tmp_path):
+def test_a_qwen2_config_may_name_the_biases_it_always_has(tmp_path: Path) -> None:
     write_config(tmp_path, {**FAMILIES["qwen2"], "attention_bias": True})
     assert hf.read_config(tmp_path).qkv_bias
 
@@ -188,7 +187,7 @@ def test_load_and_save_give_back_every_tensor(tmp_path, dtype, sharded, mesh_sha
         np.testing.assert_array_equal(saved[name], x.astype(np.float32), err_msg=name)
 
 
-def test_what_is_saved_loads_again_in_its_own_dtype(tmp_path):
+def test_what_is_saved_loads_again_in_its_own_dtype(tmp_path: Path) -> None:
     config = hf.read_config(write_folder(tmp_path, "llama3"))
     params = hf.load_params(tmp_path, config, mesh(), ml_dtypes.bfloat16)
     save_file(dict(hf.hf_tensors(params, config)), tmp_path / "model.safetensors")
@@ -198,7 +197,7 @@ def test_what_is_saved_loads_again_in_its_own_dtype(tmp_path):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
-def test_matrices_stand_as_input_by_output_in_their_layer_and_sharded(tmp_path):
+def test_matrices_stand_as_input_by_output_in_their_layer_and_sharded(tmp_path: Path) -> None:
     params = load(write_folder(tmp_path, "qwen2"))
     source = tensors(FAMILIES["qwen2"])
     down = source["model.layers.1.mlp.down_proj.weight"]  # [32, 40]
@@ -208,7 +207,7 @@ def test_matrices_stand_as_input_by_output_in_their_layer_and_sharded(tmp_path):
     np.testing.assert_array_equal(params.lm_head, source["lm_head.weight"])
 
 
-def test_a_tied_checkpoint_may_repeat_its_embedding(tmp_path):
+def test_a_tied_checkpoint_may_repeat_its_embedding(tmp_path: Path) -> None:
     source = tensors(FAMILIES["qwen2_tied"])
     extra = {
         "lm_head.weight": source["model.embed_tokens.weight"],
@@ -245,13 +244,13 @@ def without(name: str) -> Callable:
         (lambda t: {**t, WQ: t[WQ].astype(np.float64)}, f"{WQ} is F64, not F32/F16/BF16"),
     ],
 )
-def test_wrong_tensors_are_named_in_one_line(tmp_path, damage, says):
+def test_wrong_tensors_are_named_in_one_line(tmp_path: Path, damage: object, says: str) -> None:
     write_config(tmp_path, FAMILIES["qwen2"])
     save_file(damage(tensors(FAMILIES["qwen2"])), tmp_path / "model.safetensors")
     refused(lambda: load(tmp_path), f"MODEL_PATH={tmp_path}", says)
 
 
-def test_damaged_files_are_named_in_one_line(tmp_path):
+def test_damaged_files_are_named_in_one_line(tmp_path: Path) -> None:
     write_config(tmp_path, FAMILIES["qwen2"])
     first, second = halves(tensors(FAMILIES["qwen2"]))
     name, file = next(iter(first)), tmp_path / "model-00002-of-00002.safetensors"
@@ -303,7 +302,7 @@ QUESTIONS = [  # in GSM8K's form
 ]
 
 
-def test_token_ids_are_those_of_tokenizer_json_itself():
+def test_token_ids_are_those_of_tokenizer_json_itself() -> None:
     from tokenizers import Tokenizer
 
     assert json.loads((TINY / "config.json").read_text())["model_type"] == "qwen2"
@@ -314,7 +313,7 @@ def test_token_ids_are_those_of_tokenizer_json_itself():
         assert ours.decode(ids) == question
 
 
-def test_a_folder_without_a_usable_tokenizer_is_refused_in_one_line(tmp_path):
+def test_a_folder_without_a_usable_tokenizer_is_refused_in_one_line(tmp_path: Path) -> None:
     def bad(says: str) -> None:
         refused(lambda: hf.load_tokenizer(tmp_path), f"MODEL_PATH={tmp_path}", says)
 
@@ -329,7 +328,7 @@ def test_a_folder_without_a_usable_tokenizer_is_refused_in_one_line(tmp_path):
     bad("its tokenizer cannot be read: ")
 
 
-def test_a_chat_template_may_stand_in_its_own_file(tmp_path):
+def test_a_chat_template_may_stand_in_its_own_file(tmp_path: Path) -> None:
     shutil.copy(TINY / "tokenizer.json", tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0]['content'] }}!")
     tokenizer = hf.load_tokenizer(tmp_path)
@@ -357,7 +356,7 @@ def test_stop_ids_are_those_of_all_files(tmp_path, generation, config, eos, expe
     assert hf.stop_ids(tmp_path, tokenizer) == expected
 
 
-def test_a_model_that_names_no_end_is_refused(tmp_path):
+def test_a_model_that_names_no_end_is_refused(tmp_path: Path) -> None:
     tokenizer = hf.load_tokenizer(TINY)
     tokenizer.eos_token = None
     refused(
@@ -384,7 +383,7 @@ class Refuses(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def test_a_hub_that_has_or_gives_nothing_is_one_line_error(tmp_path):
+def test_a_hub_that_has_or_gives_nothing_is_one_line_error(tmp_path: Path) -> None:
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refuses)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     here = f"http://127.0.0.1:{server.server_port}"
@@ -404,7 +403,7 @@ def test_a_hub_that_has_or_gives_nothing_is_one_line_error(tmp_path):
     base = {k: v for k, v in os.environ.items() if "proxy" not in k.lower() and k[:3] != "HF_"}
     runs = [
         subprocess.Popen(
-            [sys.executable, "-c", code], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+            [sys.executable, "-c", code], cwd=TINY.parent, text=True, stdout=subprocess.PIPE,
             env={**base, "HF_HOME": str(tmp_path), name: value},
         )
         for name, value in cases
@@ -416,5 +415,5 @@ def test_a_hub_that_has_or_gives_nothing_is_one_line_error(tmp_path):
         assert says in printed
 
 
-def test_a_folder_is_taken_as_it_is(tmp_path):
+def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
     assert hf.fetch_model(str(tmp_path)) == tmp_path

@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import json
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -159,13 +161,13 @@ def test_logits_equal_transformers_own_model(tmp_path, family, rope_parameters):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_equal_the_numbers_transformers_gave(tmp_path, family):
+def test_logits_equal_the_numbers_transformers_gave(tmp_path: Path, family: str) -> None:
     golden = json.loads(GOLDENS.read_text())[family]
     ours = logits_of(write_folder(tmp_path, family))[PLACES][:, :12]
     np.testing.assert_allclose(ours, golden, rtol=0, atol=1e-4)
 
 
-def test_llama3_logits_tell_scaled_angles_from_plain_ones(tmp_path):
+def test_llama3_logits_tell_scaled_angles_from_plain_ones(tmp_path: Path) -> None:
     golden = np.array(json.loads(GOLDENS.read_text())["llama3"])
     plain = logits_of(write_folder(tmp_path, "llama3"), rope_llama3=None)[PLACES][:, :12]
     assert np.abs(plain - golden).max() > 0.1
@@ -175,18 +177,18 @@ def test_llama3_logits_tell_scaled_angles_from_plain_ones(tmp_path):
 
 
 @pytest.mark.parametrize("s", [1, 2, 4])
-def test_prefix_and_completion_equal_one_unpadded_forward(s):
+def test_prefix_and_completion_equal_one_unpadded_forward(s: Any) -> None:
     hidden = hidden_jit(PARAMS, *shared(s), COMPLETION_IDS)
     np.testing.assert_allclose(hidden, whole(), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("s", [1, 4])
-def test_decoding_token_by_token_equals_one_forward(s):
+def test_decoding_token_by_token_equals_one_forward(s: Any) -> None:
     hidden = decoded_jit(PARAMS, *shared(s), COMPLETION_IDS)
     np.testing.assert_allclose(hidden, whole(), rtol=0, atol=1e-5)
 
 
-def test_what_stands_under_the_padding_changes_nothing():
+def test_what_stands_under_the_padding_changes_nothing() -> None:
     prompt_ids, prompt_mask = shared(4)
     noise = np.where(prompt_mask, prompt_ids, 31 - prompt_ids)
     assert (noise != prompt_ids).sum() == 3
@@ -195,21 +197,21 @@ def test_what_stands_under_the_padding_changes_nothing():
     np.testing.assert_array_equal(hidden, clean)
 
 
-def test_a_fully_padded_row_is_finite_and_leaves_the_others_alone():
+def test_a_fully_padded_row_is_finite_and_leaves_the_others_alone() -> None:
     prompt_ids, prompt_mask = shared(1, PROMPT_MASK * np.array([[1], [0]], np.int32))
     (_, hidden), grads = gradient_jit(PARAMS, prompt_ids, prompt_mask, COMPLETION_IDS)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((hidden, grads)))
     np.testing.assert_allclose(hidden[:K], whole()[:K], rtol=0, atol=1e-5)
 
 
-def test_bfloat16_is_near_float32():
+def test_bfloat16_is_near_float32() -> None:
     hidden = hidden_jit(PARAMS, *shared(4), COMPLETION_IDS, dtype=jnp.bfloat16)
     assert hidden.dtype == jnp.bfloat16
     error = np.asarray(hidden, np.float32) - whole()
     assert 0 < np.sqrt((error**2).mean() / (whole() ** 2).mean()) < 0.03
 
 
-def test_bfloat16_tells_far_positions_apart():
+def test_bfloat16_tells_far_positions_apart() -> None:
     start = np.arange(T)[None].repeat(R, axis=0)
     near, far = (
         np.asarray(forward_jit(PARAMS, CONFIG, COMPLETION_IDS, places, dtype=jnp.bfloat16)[0], "f4")
@@ -219,12 +221,12 @@ def test_bfloat16_tells_far_positions_apart():
 
 
 @pytest.mark.parametrize("remat", ["dots", "full"])
-def test_remat_leaves_the_gradient_unchanged(remat):
+def test_remat_leaves_the_gradient_unchanged(remat: str) -> None:
     (_, hidden), grads = gradient_jit(PARAMS, *shared(1), COMPLETION_IDS, remat=remat)
     assert_same((hidden, grads), plain_gradient(), 1e-6)
 
 
-def test_the_gradient_is_the_slope_of_the_loss():
+def test_the_gradient_is_the_slope_of_the_loss() -> None:
     _, grads = plain_gradient()
     rng = np.random.default_rng(1)
     direction = jax.tree.map(lambda x: rng.standard_normal(x.shape).astype(np.float32), PARAMS)
@@ -248,20 +250,20 @@ def placed(mesh_shape: str, rows: tuple[str, ...], s: int) -> tuple[Layout, Para
 
 
 @pytest.mark.parametrize("mesh_shape, s", [("1,8,1", 1), ("1,4,2", 2), ("2,2,2", 2)])
-def test_training_layouts_leave_states_and_gradient_unchanged(mesh_shape, s):
+def test_training_layouts_leave_states_and_gradient_unchanged(mesh_shape: tuple, s: Any) -> None:
     layout, params, inputs = placed(mesh_shape, TRAIN_ROWS, s)
     (_, hidden), grads = gradient_jit(params, *inputs, layout=layout, remat="full")
     assert_same((hidden, grads), plain_gradient(), 1e-5)
 
 
 @pytest.mark.parametrize("mesh_shape", ["8,1,1", "4,1,2", "1,2,4"])
-def test_decoding_layouts_leave_states_unchanged(mesh_shape):
+def test_decoding_layouts_leave_states_unchanged(mesh_shape: tuple) -> None:
     layout, params, inputs = placed(mesh_shape, ROLLOUT_ROWS, 1)
     hidden = decoded_jit(params, *inputs, layout=layout)
     np.testing.assert_allclose(hidden, whole(), rtol=0, atol=1e-5)
 
 
-def test_local_rows_gives_back_what_put_rows_was_given():
+def test_local_rows_gives_back_what_put_rows_was_given() -> None:
     layout = Layout(make_mesh("MESH_SHAPE", "2,2,2", fsdp=1, tp=1), TRAIN_ROWS)
     x = np.arange(24).reshape(8, 3)
     assert put_rows(x, layout).addressable_shards[0].data.shape == (2, 3)
@@ -273,7 +275,7 @@ def test_local_rows_gives_back_what_put_rows_was_given():
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_documented_shapes(tied):
+def test_the_documented_shapes(tied: Any) -> None:
     c = dataclasses.replace(
         CONFIG, vocab_size=31, hidden_size=13, intermediate_size=17, num_layers=3, num_heads=6,
         num_kv_heads=2, head_dim=22, tied=tied,
@@ -306,7 +308,7 @@ def test_the_documented_shapes(tied):
     assert (params.lm_head is None) == tied
 
 
-def test_prefix_of_by_hand():
+def test_prefix_of_by_hand() -> None:
     ids, positions, mask = prefix_of(
         jnp.array([[5, 6, 7, 8], [0, 0, 7, 8], [0, 0, 0, 0]]),
         jnp.array([[1, 1, 1, 1], [0, 0, 1, 1], [0, 0, 0, 0]]),
@@ -316,7 +318,7 @@ def test_prefix_of_by_hand():
     assert mask.tolist() == [[True] * 3, [False, False, True], [False] * 3]
 
 
-def test_every_dimension_of_every_parameter_has_an_axis_entry():
+def test_every_dimension_of_every_parameter_has_an_axis_entry() -> None:
     for tied, bias, norm in ((False, True, True), (True, False, False)):
         config = dataclasses.replace(CONFIG, tied=tied, qkv_bias=bias, qk_norm=norm)
         for leaf in jax.tree.leaves(param_table(config)):
@@ -324,7 +326,7 @@ def test_every_dimension_of_every_parameter_has_an_axis_entry():
             assert set(leaf.axes) <= {None, "fsdp", "tp"}, leaf.name
 
 
-def test_init_follows_transformers_rule():
+def test_init_follows_transformers_rule() -> None:
     config = dataclasses.replace(CONFIG, vocab_size=4096)
     params = jit(init_params, static_argnums=0)(config, jax.random.key(0))
     assert (params.layers.q_norm == 1).all() and (params.final_norm == 1).all()
@@ -333,7 +335,7 @@ def test_init_follows_transformers_rule():
     assert float(abs(params.embed - params.lm_head).max()) > 0.02
 
 
-def test_a_mesh_that_does_not_divide_a_parameter_is_named():
+def test_a_mesh_that_does_not_divide_a_parameter_is_named() -> None:
     mesh = make_mesh("MESH_SHAPE", "1,8,1", fsdp=1, tp=1)
     with pytest.raises(ValueError) as error:
         param_shardings(dataclasses.replace(CONFIG, hidden_size=12), mesh)
@@ -354,19 +356,19 @@ def test_a_mesh_that_does_not_divide_a_parameter_is_named():
         ("auto", 2, 2, "2,2,2"),
     ],
 )
-def test_mesh_sizes(shape, fsdp, tp, sizes):
+def test_mesh_sizes(shape: tuple, fsdp: Any, tp: Any, sizes: Any) -> None:
     mesh = make_mesh("MESH_SHAPE", shape, fsdp=fsdp, tp=tp)
     assert mesh_text(mesh) == sizes and mesh.axis_names == ("dp", "fsdp", "tp")
     assert [device.id for device in mesh.devices.flat] == [0, 1, 2, 3, 4, 5, 6, 7]
 
 
 @pytest.mark.parametrize("shape", ["1,3,1", "1,4,1", "2,8,1", "-1,3,1", "-1,-1,1"])
-def test_a_mesh_of_other_than_all_devices_is_refused(shape):
+def test_a_mesh_of_other_than_all_devices_is_refused(shape: tuple) -> None:
     with pytest.raises(ValueError, match=f"ROLLOUT_MESH_SHAPE={shape} does not make 8 devices"):
         make_mesh("ROLLOUT_MESH_SHAPE", shape, fsdp=1, tp=1)
 
 
-def test_tensor_parallelism_across_hosts_is_refused(monkeypatch):
+def test_tensor_parallelism_across_hosts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "local_device_count", lambda: 2)  # as on four hosts of two devices
     with pytest.raises(ValueError, match="MESH_SHAPE=1,2,4: tp=4 does not divide the 2 devices of"):
         make_mesh("MESH_SHAPE", "1,2,4", fsdp=1, tp=1)

@@ -11,6 +11,7 @@ import time
 from contextlib import closing
 from datetime import date
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -85,13 +86,13 @@ def test_the_completions_number_is_compared_exactly(completion, reference, expec
     assert rewards.reward_correct([completion], answer=[GSM8K + reference]) == [expected]
 
 
-def test_a_reference_needs_no_hashes_and_one_without_a_number_does_not_apply():
+def test_a_reference_needs_no_hashes_and_one_without_a_number_does_not_apply() -> None:
     answers = ["72", "so 3 and 72", 72, "no number", None, "72\n#### none", "3\n#### 5\n#### 72"]
     scores = rewards.reward_correct([form("72")] * 7, answer=answers, question=["?"] * 7)
     assert scores == [1.0, 1.0, 1.0, None, None, None, 1.0]
 
 
-def test_numbers_are_exact_fractions():
+def test_numbers_are_exact_fractions() -> None:
     assert parse_number("0.1") == Fraction(1, 10)
     assert parse_number("2 3/8 cups") == Fraction(19, 8)
     assert parse_number("12345678901234567890.5") == Fraction(24691357802469135781, 2)
@@ -126,7 +127,7 @@ def test_the_format_is_all_or_nothing_and_the_tags_count_a_quarter_each(completi
     assert rewards.tag_count_reward([completion], answer=["#### 72"]) == [tags]
 
 
-def test_the_system_prompt_shows_a_form_that_earns_the_format_reward():
+def test_the_system_prompt_shows_a_form_that_earns_the_format_reward() -> None:
     shown = rewards.SYSTEM_PROMPT[rewards.SYSTEM_PROMPT.index("form:") + 5 :]
     assert rewards.reward_format([shown]) == [1.0]
     assert len(rewards.SYSTEM_PROMPT.split()) <= 45
@@ -144,14 +145,14 @@ LONG = {
 
 
 @pytest.mark.parametrize("name", LONG)
-def test_a_megabyte_of_anything_scores_in_linear_time(name):
+def test_a_megabyte_of_anything_scores_in_linear_time(name: str) -> None:
     start = time.process_time()
     for function in (rewards.reward_correct, rewards.reward_format, rewards.tag_count_reward):
         assert function([LONG[name]], answer=["#### 72"])[0] in (0.0, 0.25, 0.5, 1.0)
     assert time.process_time() - start < 2.0, "a quadratic pattern takes minutes here"
 
 
-def test_no_text_raises():
+def test_no_text_raises() -> None:
     pieces = ["<think>", "</think>", "\n", "<answer>", "</answer>", "1", "0", "23", ",", ".", "-"]
     pieces += ["/", " ", "e", "^", "x", "10", "$", "%", "=", "\\frac{1}{0}", "{", "}", "####", "é"]
     pieces += ["\ud800", "\x00", "\N{VULGAR FRACTION ONE HALF}", "\N{ARABIC-INDIC DIGIT FIVE}", "²"]
@@ -162,7 +163,7 @@ def test_no_text_raises():
             assert value is None or 0.0 <= value <= 1.0
 
 
-def test_a_total_is_the_weighted_sum_of_what_applies():
+def test_a_total_is_the_weighted_sum_of_what_applies() -> None:
     def odd(completions, **columns):
         return [None if text == "b" else 1 for text in completions]
 
@@ -176,7 +177,7 @@ def test_a_total_is_the_weighted_sum_of_what_applies():
     np.testing.assert_array_equal(per_function, [[1, 0.5], [np.nan] * 2, [1, -2.0], [1, np.nan]])
 
 
-def test_the_default_rewards_are_the_three_built_in_ones():
+def test_the_default_rewards_are_the_three_built_in_ones() -> None:
     functions = load_reward_functions("", timeout_s=1)
     names = " ".join(function.__name__ for function in functions)
     assert names == "reward_correct reward_format tag_count_reward"
@@ -198,7 +199,7 @@ def test_the_default_rewards_are_the_three_built_in_ones():
         ([[1.0], [2.0]], r"reward odd, row 0: \[1.0\] is no finite number"),
     ],
 )
-def test_a_malformed_return_is_named(returned, message):
+def test_a_malformed_return_is_named(returned: object, message: str) -> None:
     def odd(completions, **columns):
         return returned
 
@@ -206,7 +207,7 @@ def test_a_malformed_return_is_named(returned, message):
         score(["a", "b"], {}, [odd], [1.0])
 
 
-def test_each_function_has_a_weight():
+def test_each_function_has_a_weight() -> None:
     functions = load_reward_functions("reward_correct,reward_format", timeout_s=1)
     with pytest.raises(ValueError, match="REWARD_WEIGHTS has 3 numbers.*correct, reward_format"):
         score(["a"], {"answer": ["1"]}, functions, [1.0, 0.5, 0.5])
@@ -270,7 +271,7 @@ def worker(folder, name: str, timeout_s: float = 30.0) -> closing:
     return closing(RewardWorker(f"{folder / 'mine.py'}:{name}", timeout_s))
 
 
-def test_a_function_from_a_file_scores_beside_a_built_in_one(folder):
+def test_a_function_from_a_file_scores_beside_a_built_in_one(folder: Path) -> None:
     functions = load_reward_functions(f"reward_correct, {folder / 'mine.py'}:brevity", 30)
     with closing(functions[1]):
         assert [f.__name__ for f in functions] == ["reward_correct", "brevity"]
@@ -280,17 +281,17 @@ def test_a_function_from_a_file_scores_beside_a_built_in_one(folder):
             assert total.tolist() == [1.25, 1.0]
 
 
-def test_the_worker_has_neither_jax_nor_our_main_script_nor_the_accelerator(folder):
+def test_the_worker_has_neither_jax_nor_our_main_script_nor_the_accelerator(folder: Path) -> None:
     with worker(folder, "surroundings") as function:
         assert function(["a", "b", "c"], act=[1], self=[2]) == [False, True, True]
 
 
-def test_an_array_comes_back_as_floats(folder):
+def test_an_array_comes_back_as_floats(folder: Path) -> None:
     with worker(folder, "arrays") as function:
         assert function(["a", "b"]) == [0.5, 1.0]
 
 
-def test_a_hang_is_ended_at_the_limit_on_any_thread(folder):
+def test_a_hang_is_ended_at_the_limit_on_any_thread(folder: Path) -> None:
     caught, pids = [], []
 
     def off_the_main_thread():
@@ -330,18 +331,18 @@ def test_prints_and_reads_of_the_function_stay_out_of_the_replies(folder, capfd)
         ("short", r"reward short must return a list of 2 rewards, not 1$"),
     ],
 )
-def test_a_fault_of_the_function_is_one_clear_line(folder, name, message):
+def test_a_fault_of_the_function_is_one_clear_line(folder: Path, name: str, message: str) -> None:
     with worker(folder, name) as function, pytest.raises(ValueError, match=message) as caught:
         score(["a", "b"], {"answer": ["1", "2"]}, [function], [1.0])
     assert "\n" not in str(caught.value)
 
 
-def test_an_int_beyond_the_floats_is_refused(folder):
+def test_an_int_beyond_the_floats_is_refused(folder: Path) -> None:
     with worker(folder, "huge") as function, pytest.raises(ValueError, match="row 0: inf is no"):
         score(["a"], {}, [function], [1.0])
 
 
-def test_a_column_that_json_cannot_carry_is_refused(folder):
+def test_a_column_that_json_cannot_carry_is_refused(folder: Path) -> None:
     with worker(folder, "short") as function, pytest.raises(ValueError, match="s day: .*date"):
         function(["a"], day=[date(2024, 1, 1)])
 
@@ -372,14 +373,14 @@ def test_a_file_that_hangs_on_import_is_given_up(tmp_path, monkeypatch):
         load_reward_functions(f"{tmp_path / 'slow.py'}:f", timeout_s=30)
 
 
-def test_an_idle_worker_outlives_the_limit_of_its_last_call(folder):
+def test_an_idle_worker_outlives_the_limit_of_its_last_call(folder: Path) -> None:
     with worker(folder, "echo", timeout_s=0.4) as function:
         assert function(["1"]) == [1.0]
         time.sleep(1.0)
         assert function(["2"]) == [2.0]
 
 
-def test_calls_from_two_threads_get_their_own_replies(folder):
+def test_calls_from_two_threads_get_their_own_replies(folder: Path) -> None:
     with worker(folder, "echo") as function:
         results: dict[int, list] = {}
 
@@ -393,7 +394,7 @@ def test_calls_from_two_threads_get_their_own_replies(folder):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="os.kill sends no Ctrl-C on Windows")
-def test_a_reply_that_ctrl_c_left_behind_is_never_taken_for_the_next_one(folder):
+def test_a_reply_that_ctrl_c_left_behind_is_never_taken_for_the_next_one(folder: Path) -> None:
     with worker(folder, "echo") as function:
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
@@ -403,8 +404,7 @@ def test_a_reply_that_ctrl_c_left_behind_is_never_taken_for_the_next_one(folder)
 
 
 @pytest.mark.parametrize("name", ["echo", "sleep"])
-def test_the_worker_ends_with_its_parent_also_inside_a_call(folder, name):
-    # The worker inherits stderr, so run() returns only when parent and worker are both gone.
+def test_the_worker_ends_with_its_parent_also_inside_a_call(folder: Path, name: str) -> None:
     script = f"""
     import os, threading, time
     from rewards import RewardWorker
@@ -414,6 +414,6 @@ def test_the_worker_ends_with_its_parent_also_inside_a_call(folder, name):
     os._exit(3)
     """
     command = [sys.executable, "-c", textwrap.dedent(script)]
-    env = {**os.environ, "PYTHONPATH": os.path.dirname(rewards.__file__)}
-    done = subprocess.run(command, env=env, stderr=subprocess.PIPE, timeout=20)
+    env = os.environ | {"PYTHONPATH": os.path.dirname(rewards.__file__)}
+    done = subprocess.run(command, env=env, stderr=subprocess.PIPE, timeout=20)  # until both end
     assert done.returncode == 3, done.stderr.decode()

@@ -1,6 +1,7 @@
 """sizes.py: what a step amounts to on a slice, each by literal values."""
 
 import itertools
+from typing import Any
 
 import pytest
 from test_config import REAL, env, rows
@@ -18,7 +19,7 @@ def sizes(slice_: str, settings: str) -> Sizes:
 
 
 @pytest.mark.parametrize("model", ["", REAL], ids=["tiny", "real"])
-def test_the_worked_examples_come_out_to_the_digit(model):
+def test_the_worked_examples_come_out_to_the_digit(model: Any) -> None:
     a4 = sizes("2x4", f"{model} BATCH_SIZE=2 NUM_PRE_Q=8 TRAIN_MICRO_BATCH_SIZE=4")
     assert a4 == Sizes(16, 32, 2, 1, 4, 4, 4)
     rollout = "ROLLOUT_GLOBAL_BATCH_SIZE=16 ROLLOUT_PER_DEVICE_BATCH_SIZE=1 NUM_PRE_Q=2"
@@ -30,13 +31,13 @@ def test_the_worked_examples_come_out_to_the_digit(model):
     assert sizes("4x4", bs128) == Sizes(32, 128, 4, 1, 16, 2, 16)  # v6e-16
 
 
-def test_the_tiny_step_is_the_same_on_one_device_eight_devices_and_two_processes():
+def test_the_tiny_step_is_the_same_on_one_device_eight_devices_and_two_processes() -> None:
     for slice_ in ("1x1", "1x2", "1x4", "1x8", "2x1", "2x4"):
         batch = sizes(slice_, "")
         assert (batch.prompts_per_step, batch.global_batch) == (16, 128), slice_
 
 
-def test_sizes_left_at_their_defaults_are_2_prompts_and_4_sequences_per_device_or_fewer():
+def test_sizes_left_at_their_defaults_are_2_prompts_and_4_sequences_per_device_or_fewer() -> None:
     assert sizes("2x4", REAL) == Sizes(64, 128, 8, 1, 16, 4, 16)
     assert sizes("1x1", f"{REAL} BATCH_SIZE=2 NUM_PRE_Q=5").micro_batch_size == 2
     assert sizes("1x4", f"{REAL} BATCH_SIZE=1 NUM_PRE_Q=8").micro_batch_size == 8
@@ -44,7 +45,7 @@ def test_sizes_left_at_their_defaults_are_2_prompts_and_4_sequences_per_device_o
     assert sizes("1x1", "BATCH_SIZE=1 NUM_PRE_Q=7").micro_batch_size == 1  # the tiny recipe's too
 
 
-def test_synonyms_that_agree_are_no_error():
+def test_synonyms_that_agree_are_no_error() -> None:
     rollout = "BATCH_SIZE=1 ROLLOUT_PER_DEVICE_BATCH_SIZE=1 ROLLOUT_GLOBAL_BATCH_SIZE=4"
     train = "TRAIN_MICRO_BATCH_SIZE=2 TRAIN_PER_DEVICE_MICRO_BATCH_SIZE=2 GRAD_ACCUM_STEPS=8"
     assert sizes("2x1", f"{rollout} ROLLOUT_BATCH_SIZE=32 {train}") == Sizes(16, 32, 1, 2, 2, 8, 4)
@@ -86,7 +87,7 @@ def test_sizes_that_do_not_fit_are_an_error_and_the_nearest_ones_it_names_work(c
         sizes(slice_, f"{REAL} {settings} {name}={value}")
 
 
-def test_every_division_of_an_accepted_step_is_exact():
+def test_every_division_of_an_accepted_step_is_exact() -> None:
     accepted = 0
     slices = [(1, 1), (1, 3), (1, 8), (2, 4), (3, 2)]
     given = [(0, 0), (0, 24), (0, 48), (3, 36), (4, 24), (6, 0)]

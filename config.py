@@ -129,6 +129,7 @@ class Config:
     mesh_shape: str = knob("train", "auto", "auto or dp,fsdp,tp; -1: rest")
     remat: str = knob("train", "full", "what backward recomputes", choices="none|dots|full")
     policy_loss_impl: str = knob("train", "jax", "pallas: a TPU kernel", choices="jax|pallas")
+    attention_impl: str = knob("train", "auto", "splash: a TPU kernel", choices="auto|xla|splash")
 
     loss_type: str = knob(
         "loss", "dapo", "loss.py says of each", choices="dapo|grpo|bnpo|dr_grpo|cispo|gspo|sapo"
@@ -384,11 +385,13 @@ def to_text(value: Any) -> str:
     return yaml.safe_dump(value, default_style='"', width=math.inf).strip()
 
 
-def load(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Config:
-    """The settings of a command line and the environment; exits if they are only to be printed."""
+def load(argv: Sequence[str], env: Mapping[str, str] | None = None) -> tuple[Config, str]:
+    """The settings of a command line and the environment, and --plan's slice or "". Exits if they
+    are only to be printed."""
     parser = argparse.ArgumentParser(description="Settings are environment variables: STEPS=1 ...")
     parser.add_argument("--config", metavar="FILE.yaml", default="", help="settings below the env")
     parser.add_argument("--print-config", action="store_true", help="print every setting and exit")
+    parser.add_argument("--plan", metavar="SLICE", default="", help="does it fit, say, a v6e-8?")
     parser.add_argument("--processes", type=int, default=1, help="to print sizes for; default 1")
     parser.add_argument("--local-devices", type=int, default=1, help="of each process; default 1")
     args = parser.parse_args(argv)
@@ -401,7 +404,7 @@ def load(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Config:
             raise SystemExit(0)
     except ValueError as error:
         fail(error)
-    return cfg
+    return cfg, args.plan
 
 
 def fail(error: ValueError) -> NoReturn:

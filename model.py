@@ -1,31 +1,31 @@
 """Qwen2/Qwen2.5, Qwen3 (dense) and Llama 3: one forward for prefill, decode and training.
 
-Dimensions: R rows (sequences), G = R/s prompt rows, each shared by s consecutive sequences,
-t query tokens, S prompt tokens before the last one, T completion tokens, V vocabulary, D model,
-F feed-forward, L layers, H query heads, N kv heads, Q = H/N query heads per kv head, h head_dim.
+Dimensions: G rows of t tokens, R sequences, S prompt tokens before the last one, T completion
+tokens, V vocabulary, D model, F feed-forward, L layers, H query heads, N kv heads, h head_dim.
 
 The last prompt token is fed together with the completion, in all three uses. So the prompt gives
 only keys and values, hidden state i predicts completion token i, and no use has a special case:
 
-    prefill   _, prefix = forward(prompt[:, :-1])                           once per prompt row
-    decode    hidden, cache = forward(last token, prefix=..., cache=...)    once per new token
-    training  hidden, _ = forward([last prompt token, completion[:-1]], prefix=...)
+    prefill   _, kv = forward(prompt[:, :-1])                               once per prompt row
+    decode    hidden, cache = forward(last token, prompt=kv, cache=...)     once per new token
+    training  hidden, _ = forward([prompt[:-1], (last prompt token, completion[:-1]) * s])
+
+A training row holds a prompt once and the s sequences that continue it.
 """
 
 import dataclasses
 import functools
-import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-MASKED = -1e30  # finite, so that a fully padded row gives a uniform softmax and not a NaN
+from attention import KV, attention, cached_attention
+from layout import TRAIN_ROWS, Layout, constrain, whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,77 +155,6 @@ def init_params(config: ModelConfig, key: jax.Array) -> Params:
 # ---- The forward ---------------------------------------------------------------------------------
 
 
-class Layout(NamedTuple):
-    """Where activations lie on the mesh (axes dp, fsdp, tp).
-
-    Matmuls run on rows over (dp, fsdp) with weights over tp. Attention runs on rows over `rows`:
-    with tp among them (decode) every device attends for whole sequences, so that the kv cache is
-    sharded by sequence however few kv heads there are; without it (training) for its own heads.
-    """
-
-    mesh: Mesh
-    rows: tuple[str, ...]
-
-    @property
-    def row_shards(self) -> int:
-        return int(np.prod([self.mesh.shape[axis] for axis in self.rows]))
-
-
-def make_mesh(setting: str, shape: str, *, fsdp: int, tp: int) -> Mesh:
-    """All devices as a (dp, fsdp, tp) mesh. shape: "auto" = 1 or the rest, fsdp, tp; or "1,4,2".
-
-    One order of devices for every mesh, process by process, so that arrays move between meshes
-    within a program. -1 stands for the rest. ValueError names `setting`.
-    """
-    devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
-    auto = (1 if fsdp == -1 else -1, fsdp, tp)
-    sizes = list(auto if shape == "auto" else map(int, shape.split(",")))
-    known = math.prod(n for n in sizes if n > 0)
-    sizes = [len(devices) // known if n == -1 else n for n in sizes]
-    if math.prod(sizes) != len(devices):
-        raise ValueError(f"{setting}={shape} does not make {len(devices)} devices; auto does")
-    if jax.local_device_count() % sizes[2]:
-        raise ValueError(
-            f"{setting}={shape}: tp={sizes[2]} does not divide the {jax.local_device_count()} "
-            f"devices of a host; tensor parallelism stays inside one"
-        )
-    return Mesh(np.array(devices).reshape(sizes), ("dp", "fsdp", "tp"))
-
-
-def mesh_text(mesh: Mesh) -> str:
-    return ",".join(str(size) for size in mesh.shape.values())
-
-
-TRAIN_ROWS = ("dp", "fsdp")
-ROLLOUT_ROWS = ("dp", "fsdp", "tp")
-
-
-def put_rows(x: np.ndarray, layout: Layout) -> jax.Array:
-    """The global array whose rows are each process's `x`, in process order, sharded over rows."""
-    return jax.make_array_from_process_local_data(NamedSharding(layout.mesh, P(layout.rows)), x)
-
-
-def local_rows(x: jax.Array) -> np.ndarray:
-    """This process's rows of an array sharded over rows: what it gave to put_rows, and in order."""
-    shards = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
-    return np.concatenate([np.asarray(shards[start]) for start in sorted(shards)])
-
-
-def gather_rows(x: np.ndarray) -> np.ndarray:
-    """The rows of every process's `x`, in process order; float64 stays float64."""
-    if jax.process_count() == 1:
-        return x
-    bits = multihost_utils.process_allgather(np.ascontiguousarray(x).view(np.uint32))
-    return np.concatenate(bits).view(x.dtype)
-
-
-class KV(NamedTuple):
-    """Keys (rotated) and values: [L, rows, N, tokens, h], or one layer's without L."""
-
-    k: jax.Array
-    v: jax.Array
-
-
 def forward(
     params: Params,
     config: ModelConfig,
@@ -233,45 +162,48 @@ def forward(
     positions: jax.Array,
     *,
     dtype: Any,
-    key_mask: jax.Array | None = None,
-    prefix: KV | None = None,
-    prefix_mask: jax.Array | None = None,
+    prompt_mask: jax.Array | None = None,
+    num_sequences: int = 1,
+    prompt: tuple[KV, jax.Array] | None = None,
     cache: KV | None = None,
     cache_index: jax.Array | int = 0,
     layout: Layout | None = None,
     remat: str = "none",
+    attention_impl: str = "xla",
 ) -> tuple[jax.Array, KV]:
     """The final hidden states of `ids`, after the last norm, and their keys and values.
 
-    ids, positions: [R, t] int32. key_mask: [R, t] bool, False hides a token (left padding).
-    prefix: KV [L, G, N, S, h] of prompts; row r sees prompt row r // (R/G). prefix_mask: [G, S].
-    cache: KV [L, R, N, T, h]; `ids` (t = 1) are written at cache_index and see what is before.
+    ids, positions: [G, t] int32. A row is a prompt of S tokens, then num_sequences sequences of
+    equal length; each continues the prompt and does not see the others.
+    prompt_mask: [G, S] bool, False hides a token (left padding). None: all is prompt and seen.
+    cache: KV [L, R, N, T, h]; then ids are [R, 1], written at cache_index, and see what is before
+    and their prompt: KV [L, G, N, S, h], which row r sees as row r // (R/G), and its mask [G, S].
     dtype: the compute dtype; softmax, norms and rotary angles are float32.
     remat: what the backward pass recomputes of a layer: none, dots (all but matmuls), full.
-    Returns hidden [R, t, D] in dtype, and the cache, or without one the own KV [L, R, N, t, h].
+    attention_impl: xla or splash, see attention.py.
+    Returns hidden [G, t, D] in dtype, and the cache, or without one the own KV [L, G, N, t, h].
     """
-    R, t = ids.shape
-    if cache is None:
-        mask = jnp.tril(jnp.ones((t, t), bool))[None]  # [1, t, t]
-        mask = mask if key_mask is None else mask & key_mask[:, None, :]  # [R, t, t]
-    else:
-        mask = (jnp.arange(cache.k.shape[3]) <= cache_index)[None, None, :]  # [1, 1, T]
+    prompt_mask = jnp.ones(ids.shape, bool) if prompt_mask is None else prompt_mask
+    prompt_kv, cached_mask = prompt or (None, None)
     rotary = _rotary(config, positions)
     specs = jax.tree.map(lambda leaf: leaf.axes, param_table(config))
 
     def layer(carry: Any, per_layer: Any) -> tuple[Any, KV | None]:
         x, cache, i = carry
-        w, prefix = per_layer
-        w = jax.tree.map(lambda a, axes: _whole(a.astype(dtype), axes[1:], layout), w, specs.layers)
+        w, prompt_kv = per_layer
+        w = jax.tree.map(lambda a, axes: whole(a.astype(dtype), axes[1:], layout), w, specs.layers)
         q, k, v = _qkv(_rms_norm(x, w.attn_norm, config), w, config, rotary, layout)
         own = KV(k, v)
-        if cache is not None:
+        if cache is None:
+            out = attention(q, own, prompt_mask, num_sequences, layout, attention_impl)
+        else:
             at = (i, 0, 0, cache_index, 0)
             cache = jax.tree.map(
                 lambda c, u: jax.lax.dynamic_update_slice(c, u[None], at), cache, own
             )
             own = jax.tree.map(lambda c: jax.lax.dynamic_index_in_dim(c, i, keepdims=False), cache)
-        out = _attention(q, own, mask, prefix, prefix_mask, layout)  # [R, t, H*h]
+            seen = prompt and (prompt_kv, cached_mask)
+            out = cached_attention(q, own, cache_index, seen, layout)
         x = x + constrain(constrain(out, layout, TRAIN_ROWS, None, "tp") @ w.wo, layout, TRAIN_ROWS)
         y = _rms_norm(x, w.mlp_norm, config)
         y = (jax.nn.silu(y @ w.gate) * (y @ w.up)) @ w.down
@@ -281,10 +213,9 @@ def forward(
     if remat != "none":
         saved = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
         layer = jax.checkpoint(layer, policy=saved[remat], prevent_cse=False)
-    embed = _whole(params.embed.astype(dtype), specs.embed, layout)
-    x = constrain(embed[ids], layout, TRAIN_ROWS)  # [R, t, D]
+    x = _embed(params.embed, ids, dtype, layout)
     # The cache is a carry, updated in place; as scan input and output it would be copied.
-    (x, cache, _), own = jax.lax.scan(layer, (x, cache, 0), (params.layers, prefix))
+    (x, cache, _), own = jax.lax.scan(layer, (x, cache, 0), (params.layers, prompt_kv))
     return _rms_norm(x, params.final_norm, config), own if cache is None else cache
 
 
@@ -298,6 +229,13 @@ def prefix_of(prompt_ids: jax.Array, prompt_mask: jax.Array) -> tuple[jax.Array,
     mask = prompt_mask[:, :-1].astype(bool)
     positions = jnp.maximum(jnp.cumsum(mask, axis=1) - 1, 0)  # [G, S]
     return prompt_ids[:, :-1], positions, mask
+
+
+def _embed(embed: jax.Array, ids: jax.Array, dtype: Any, layout: Layout | None) -> jax.Array:
+    """[R, t, D]. Where D lies over fsdp each device looks its part up for all of fsdp's rows, and
+    rows are exchanged for parts: the table stays where it is, forward and backward."""
+    x = embed[constrain(ids, layout, "dp")].astype(dtype)
+    return constrain(constrain(x, layout, "dp", None, "fsdp"), layout, TRAIN_ROWS)
 
 
 def _rms_norm(x: jax.Array, scale: jax.Array, config: ModelConfig) -> jax.Array:
@@ -328,45 +266,6 @@ def _qkv(
     return q, k.swapaxes(1, 2), v.swapaxes(1, 2)
 
 
-def _attention(
-    q: jax.Array, own: KV, mask: jax.Array, prefix: KV | None, prefix_mask: jax.Array | None,
-    layout: Layout | None,
-) -> jax.Array:  # fmt: skip
-    """Softmax attention over the prompt's keys, where they lie, and the row's own: [R, t, H*h].
-
-    q: [R, t, H, h]; own: [R, N, u, h]; mask: [R or 1, t, u]; prefix: [G, N, S, h].
-    """
-    R, t, H, h = q.shape
-    N = own.k.shape[1]
-    M = t * H // N  # queries of a kv head
-    q = (q * h**-0.5).reshape(R, t, N, H // N, h).swapaxes(1, 2).reshape(R, N, M, h)
-    parts = [_unnormalized(q, own, jnp.repeat(mask, H // N, axis=1)[:, None])]
-    if prefix is not None:  # the queries of the s sequences of a prompt, as those of one
-        G = prefix.k.shape[0]
-        s = R // G
-        grouped = q.reshape(G, s, N, M, h).swapaxes(1, 2).reshape(G, N, s * M, h)
-        part = _unnormalized(_by_row(grouped, layout), prefix, prefix_mask[:, None, None])
-        part = [x.reshape(G, N, s, M, -1).swapaxes(1, 2).reshape(R, N, M, -1) for x in part]
-        parts.append([_by_row(x, layout) for x in part])
-    top = functools.reduce(jnp.maximum, [top for top, _, _ in parts])  # [R, N, M, 1]
-    total = sum(total * jnp.exp(part_top - top) for part_top, total, _ in parts)
-    out = sum(values * jnp.exp(part_top - top) for part_top, _, values in parts) / total
-    out = out.astype(q.dtype).reshape(R, N, t, H // N, h)
-    return out.swapaxes(1, 2).reshape(R, t, H * h)
-
-
-def _unnormalized(q: jax.Array, kv: KV, mask: jax.Array) -> list[jax.Array]:
-    """Of q [R, N, M, h] over kv [R, N, u, h], mask broadcast to [R, N, M, u], all float32: the
-    highest score [R, N, M, 1], and the weights' sum [R, N, M, 1] and weighted values [R, N, M, h]
-    relative to it."""
-    f32 = {"preferred_element_type": jnp.float32}
-    scores = jnp.where(mask, jnp.einsum("rnmh,rnuh->rnmu", q, kv.k, **f32), MASKED)
-    top = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))  # cancels in the end
-    weights = jnp.exp(scores - top)
-    values = jnp.einsum("rnmu,rnuh->rnmh", weights.astype(q.dtype), kv.v, **f32)
-    return [top, weights.sum(axis=-1, keepdims=True), values]
-
-
 def _rotary(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """cos and sin [R, t, 1, h/2] float32 of the rotary angles."""
     angles = positions[:, :, None, None].astype(jnp.float32) * _inverse_frequencies(config)
@@ -391,25 +290,3 @@ def _rotate(x: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
     cos, sin = rotary
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
-
-
-def constrain(x: jax.Array, layout: Layout | None, *axes: Any) -> jax.Array:
-    """x laid out on these mesh axes, one entry a dimension, as in a PartitionSpec."""
-    if layout is None:
-        return x
-    return jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, P(*axes)))
-
-
-def _by_row(x: jax.Array, layout: Layout | None) -> jax.Array:
-    """x with its rows where attention wants them; a reshape of rows loses that, and the
-    partitioner then gathers the keys. The other dimensions stay as they are."""
-    return (
-        x
-        if layout is None
-        else constrain(x, layout, layout.rows, *[P.UNCONSTRAINED] * (x.ndim - 1))
-    )
-
-
-def _whole(weight: jax.Array, axes: tuple[str | None, ...], layout: Layout | None) -> jax.Array:
-    """A weight gathered over fsdp, just before its use: activations move over tp only."""
-    return constrain(weight, layout, *(None if axis == "fsdp" else axis for axis in axes))

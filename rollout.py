@@ -12,20 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from model import (
-    KV,
-    MASKED,
-    TRAIN_ROWS,
-    Layout,
-    ModelConfig,
-    Params,
-    constrain,
-    forward,
-    lm_head,
-    local_rows,
-    prefix_of,
-    put_rows,
-)
+from attention import KV, MASKED
+from layout import TRAIN_ROWS, Layout, constrain, local_rows, put_rows
+from model import ModelConfig, Params, forward, lm_head, prefix_of
 
 
 class Sampling(NamedTuple):
@@ -105,6 +94,7 @@ def generate(
     sampling: Sampling,
     dtype: Any,
     layout: Layout,
+    attention_impl: str = "xla",
 ) -> Rollout:
     """num_pre_q completions of each of this process's prompts, one group after the other.
 
@@ -119,7 +109,9 @@ def generate(
         put_rows(shared(prompt_mask), layout),
     )
     static = {"dtype": dtype, "layout": layout}
-    prefix = prefill(params, config, prompt_ids, prompt_mask, **static)
+    prefix = prefill(
+        params, config, prompt_ids, prompt_mask, attention_impl=attention_impl, **static
+    )
     ids, logps, lengths = decode(
         params, config, prefix, prompt_ids, prompt_mask, put_rows(row_ids, layout), key,
         max_new_tokens=max_new_tokens, stop_ids=stop_ids, pad_id=pad_id, sampling=sampling,
@@ -129,14 +121,17 @@ def generate(
     return Rollout(local_rows(ids), mask.astype(np.int32), local_rows(logps))
 
 
-@functools.partial(jax.jit, static_argnames=("config", "dtype", "layout"))
+@functools.partial(jax.jit, static_argnames=("config", "dtype", "layout", "attention_impl"))
 def prefill(
     params: Params, config: ModelConfig, prompt_ids: jax.Array, prompt_mask: jax.Array,
-    *, dtype: Any, layout: Layout | None = None,
+    *, dtype: Any, layout: Layout | None = None, attention_impl: str = "xla",
 ) -> KV:  # fmt: skip
     """Keys and values [L, G, N, S, h] of the prompts [G, S+1], but for their last token."""
     ids, positions, mask = prefix_of(prompt_ids, prompt_mask)
-    _, prefix = forward(params, config, ids, positions, key_mask=mask, dtype=dtype, layout=layout)
+    _, prefix = forward(
+        params, config, ids, positions, prompt_mask=mask, dtype=dtype, layout=layout,
+        attention_impl=attention_impl,
+    )  # fmt: skip
     return prefix
 
 
@@ -176,8 +171,8 @@ def decode(
     def next_token(state: Any) -> Any:
         t, token, done, ids, logps, lengths, cache = state
         hidden, cache = forward(
-            params, config, token[:, None], (last_position + t)[:, None], prefix=prefix,
-            prefix_mask=prefix_mask, cache=cache, cache_index=t, dtype=dtype, layout=layout,
+            params, config, token[:, None], (last_position + t)[:, None],
+            prompt=(prefix, prefix_mask), cache=cache, cache_index=t, dtype=dtype, layout=layout,
         )  # fmt: skip
         logits = jnp.einsum(
             "rd,vd->rv", hidden[:, 0], lm_head(params).astype(dtype),

@@ -5,6 +5,7 @@ Cheapest checks first; a user's mistake is a ValueError of one line.
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,13 +17,15 @@ import config as settings
 import data
 import hf
 import rewards
+from layout import ROLLOUT_ROWS, TRAIN_ROWS, Layout, local_count, make_mesh, mesh_text
 from loss import Objective
 from loss_pallas import block_sizes
 from metrics import RunLog
-from model import ROLLOUT_ROWS, TRAIN_ROWS, Layout, make_mesh, mesh_text
-from rollout import Sampling
+from model import ModelConfig
+from rollout import Sampling, prompt_width, share
+from roofline import best_tp, layer_weights, memory_bytes
 from sizes import Sizes, derive
-from update import Compute, Optimizer, TrainState, init_state, rollout_tp
+from update import Compute, Optimizer, TrainState, init_state
 
 
 class Run(NamedTuple):
@@ -101,10 +104,8 @@ def set_up(cfg: settings.Config) -> tuple[Run, TrainState]:
             f"set MAX_PROMPT_LENGTH={config.max_positions - cfg.max_length_sample}"
         )
 
-    dtype, impl = dtype_and_impl(cfg, config.hidden_size)
-    mesh = make_mesh("MESH_SHAPE", cfg.mesh_shape, tp=1, fsdp=-1)
-    tp = rollout_tp(config, dtype)
-    rollout_mesh = make_mesh("ROLLOUT_MESH_SHAPE", cfg.rollout_mesh_shape, tp=tp, fsdp=1)
+    width = prompt_width(max(len(p.ids) for p in train + test), cfg.global_length)
+    compute, rollout, why = layouts(cfg, config, sizes, width - 1, jax.devices())
     run = Run(
         cfg=cfg,
         sizes=sizes,
@@ -115,19 +116,20 @@ def set_up(cfg: settings.Config) -> tuple[Run, TrainState]:
         functions=functions,
         sampling=Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p),
         objective=objective_of(cfg),
-        optimizer=Optimizer(cfg.optimizer, cfg.weight_decay, cfg.clip_norm),
-        compute=Compute(config, dtype, Layout(mesh, TRAIN_ROWS), cfg.remat, impl),
-        rollout=Layout(rollout_mesh, ROLLOUT_ROWS),
+        optimizer=optimizer_of(cfg),
+        compute=compute,
+        rollout=rollout,
     )
-    params = hf.load_params(folder, config, mesh, jnp.dtype(cfg.param_dtype))
+    params = hf.load_params(folder, config, compute.layout.mesh, jnp.dtype(cfg.param_dtype))
     size = sum(x.size for x in jax.tree.leaves(params))
     print(
-        f"model={folder} parameters={size / 1e6:.2f}M dtype={dtype} train={len(train)} "
+        f"model={folder} parameters={size / 1e6:.2f}M dtype={compute.dtype} train={len(train)} "
         f"test={len(test)} prompts rewards={','.join(f.__name__ for f in functions)}\n"
-        f"mesh dp,fsdp,tp train={mesh_text(mesh)} ({cfg.mesh_shape}) "
-        f"rollout={mesh_text(rollout_mesh)} ({cfg.rollout_mesh_shape})\n"
+        f"mesh dp,fsdp,tp train={mesh_text(compute.layout.mesh)} ({cfg.mesh_shape}) "
+        f"rollout={mesh_text(rollout.mesh)} ({cfg.rollout_mesh_shape}{why})\n"
         f"rollout.backend={cfg.rollout_backend} loss.loss_type={cfg.loss_type} "
-        f"loss.adv_estimator={cfg.adv_estimator} train.policy_loss_impl={impl}",
+        f"loss.adv_estimator={cfg.adv_estimator} train.policy_loss_impl={compute.impl} "
+        f"train.attention_impl={compute.attention_impl}",
         flush=True,
     )
     return run, init_state(params, optimizer=run.optimizer, config=config)
@@ -148,17 +150,57 @@ def reward_functions(cfg: settings.Config) -> list[rewards.RewardFunction]:
     return functions
 
 
-def dtype_and_impl(cfg: settings.Config, hidden_size: int) -> tuple[jnp.dtype, str]:
-    """What DTYPE and POLICY_LOSS_IMPL come to on this backend."""
-    backend, dtype, impl = jax.default_backend(), cfg.dtype, cfg.policy_loss_impl
+def layouts(
+    cfg: settings.Config, config: ModelConfig, sizes: Sizes, S: int, devices: Sequence[jax.Device]
+) -> tuple[Compute, Layout, str]:
+    """How to train and how to roll out with prompts of S tokens, on devices that need not be here,
+    and why ROLLOUT_MESH_SHAPE=auto is what it is. Raises ValueError for what they cannot do."""
+    device, backend = devices[0], devices[0].platform
+    dtype, impl = cfg.dtype, cfg.policy_loss_impl
     if dtype == "auto":
         dtype = "float32" if backend == "cpu" else "bfloat16"
     if impl == "pallas" and (backend, dtype) != ("tpu", "bfloat16"):
         print(f"POLICY_LOSS_IMPL=pallas is for bfloat16 on a TPU: {dtype} on {backend} is jax")
         impl = "jax"
     if impl == "pallas":
-        block_sizes(hidden_size, 2, jax.devices()[0].device_kind)  # or it says that none fits
-    return jnp.dtype(dtype), impl
+        block_sizes(config.hidden_size, 2, device.device_kind)  # or it says that none fits
+
+    auto = (1, -1, layer_tp(config, memory_bytes(device), local_count(devices)))
+    mesh = make_mesh("MESH_SHAPE", cfg.mesh_shape, devices, auto)
+    B = sizes.prompt_batch_size * cfg.num_pre_q * len(devices) // local_count(devices)
+    G = B // share(cfg.num_pre_q, B // len(devices))
+    pass_sizes = {"B": B, "G": G, "S": S, "T": cfg.max_length_sample}
+    tp, why = best_tp(config, devices, local_count(devices), pass_sizes)
+    rollout_mesh = make_mesh("ROLLOUT_MESH_SHAPE", cfg.rollout_mesh_shape, devices, (-1, 1, tp))
+    why = f"; {why}" if why and cfg.rollout_mesh_shape == "auto" else ""
+
+    attention = attention_impl(cfg.attention_impl, config, backend, mesh.shape["tp"])
+    train = Layout(mesh, TRAIN_ROWS)
+    compute = Compute(config, jnp.dtype(dtype), train, cfg.remat, impl, attention)
+    return compute, Layout(rollout_mesh, ROLLOUT_ROWS), why
+
+
+def layer_tp(config: ModelConfig, memory: float, local_devices: int) -> int:
+    """The fewest devices at which a layer gathered over fsdp, the next one and a gradient, all
+    bfloat16, take at most a quarter of a device's memory."""
+    tp = 1
+    while 3 * 2 * layer_weights(config) / tp > memory / 4 and local_devices % (2 * tp) == 0:
+        tp *= 2
+    return tp
+
+
+def attention_impl(setting: str, config: ModelConfig, backend: str, tp: int) -> str:
+    """xla or splash; ValueError if splash is asked for and cannot be."""
+    why_not = ""
+    if backend != "tpu":
+        why_not = f"it is a TPU kernel, and this is {backend}"
+    elif config.head_dim % 64:
+        why_not = f"it wants a head_dim that is a multiple of 64, not {config.head_dim}"
+    elif config.num_kv_heads % tp:
+        why_not = f"MESH_SHAPE's tp={tp} does not divide {config.num_kv_heads} kv heads"
+    if setting == "splash" and why_not:
+        raise ValueError(f"ATTENTION_IMPL=splash: {why_not}; leave it at auto")
+    return setting if setting != "auto" else "xla" if why_not else "splash"
 
 
 def objective_of(cfg: settings.Config) -> Objective:
@@ -176,6 +218,10 @@ def objective_of(cfg: settings.Config) -> Objective:
         is_cap=cfg.is_cap,
         max_completion_length=cfg.max_length_sample,
     )
+
+
+def optimizer_of(cfg: settings.Config) -> Optimizer:
+    return Optimizer(cfg.optimizer, cfg.weight_decay, cfg.clip_norm)
 
 
 def load_prompts(cfg: settings.Config, tokenizer: Any, split: str) -> list[data.Prompt]:

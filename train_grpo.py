@@ -18,7 +18,14 @@ import sys
 import config as settings
 
 if __name__ == "__main__":
-    CFG = settings.load(sys.argv[1:])  # also prints them and exits, with --print-config
+    CFG, SLICE = settings.load(sys.argv[1:])  # prints them and exits, with --print-config
+    if SLICE:
+        import plan_tpu
+
+        try:
+            raise SystemExit(plan_tpu.main(CFG, SLICE))
+        except ValueError as error:
+            settings.fail(error)
 
 import math
 import time
@@ -30,6 +37,7 @@ import numpy as np
 
 import data
 import rewards
+from layout import Layout, gather_rows, local_rows, put_rows
 from loss import group_advantages, top_entropy_mask
 from metrics import (
     Clock,
@@ -42,7 +50,7 @@ from metrics import (
     step_records,
     stop_if_not_finite,
 )
-from model import Layout, Params, gather_rows, local_rows, put_rows
+from model import Params
 from rollout import Rollout, Sampling, bucket, generate, pad_prompts, prompt_width, share
 from startup import Run, open_log, set_up, start_jax
 from update import (
@@ -245,6 +253,7 @@ def complete(
             rows[start * num_pre_q : (start + size) * num_pre_q], key,
             num_pre_q=num_pre_q, max_new_tokens=run.cfg.max_length_sample, stop_ids=run.stop_ids,
             pad_id=run.stop_ids[0], sampling=sampling, dtype=run.compute.dtype, layout=run.rollout,
+            attention_impl=run.compute.attention_impl,
         )  # fmt: skip
         passes.append(one)
     return Rollout(*(np.concatenate(parts) for parts in zip(*passes, strict=True)))

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from layout import Layout
 from loss import Objective, policy_loss
 from loss_pallas import token_logps
 from model import (
-    Layout,
     ModelConfig,
     Params,
     forward,
@@ -64,28 +64,32 @@ class Compute(NamedTuple):
     layout: Layout | None = None
     remat: str = "none"
     impl: str = "jax"  # of token_logps
+    attention_impl: str = "xla"
 
 
 def completion_logps(
     params: Params, batch: MicroBatch, temperature: float, compute: Compute
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability of each completion token and entropy of its distribution, [R, T] float32."""
-    (R, T), G = batch.completion_ids.shape, batch.prompt_ids.shape[0]
-    run = functools.partial(
-        forward, params, compute.config,
+    (R, T), (G, width) = batch.completion_ids.shape, batch.prompt_ids.shape
+    s, S = R // G, width - 1
+    ids, positions, mask = prefix_of(batch.prompt_ids, batch.prompt_mask)  # [G, S]
+    last = jnp.repeat(batch.prompt_ids[:, -1:], s, axis=0)  # [R, 1]
+    fed = jnp.concatenate([last, batch.completion_ids[:, :-1]], axis=1)  # [R, T]
+    start = batch.prompt_mask.sum(axis=1, keepdims=True) - 1  # [G, 1]
+    after = jnp.tile(start + jnp.arange(T), (1, s))  # [G, s*T]
+    hidden, _ = forward(
+        params, compute.config, jnp.concatenate([ids, fed.reshape(G, s * T)], axis=1),
+        jnp.concatenate([positions, after], axis=1), prompt_mask=mask, num_sequences=s,
         dtype=compute.dtype, layout=compute.layout, remat=compute.remat,
+        attention_impl=compute.attention_impl,
     )  # fmt: skip
-    ids, positions, mask = prefix_of(batch.prompt_ids, batch.prompt_mask)
-    _, prefix = run(ids, positions, key_mask=mask)
-    last = jnp.repeat(batch.prompt_ids[:, -1:], R // G, axis=0)  # [R, 1]
-    ids = jnp.concatenate([last, batch.completion_ids[:, :-1]], axis=1)  # [R, T]
-    start = jnp.repeat(batch.prompt_mask.sum(axis=1) - 1, R // G)  # [R]
-    positions = start[:, None] + jnp.arange(T)  # [R, T]
-    hidden, _ = run(ids, positions, prefix=prefix, prefix_mask=mask)  # [R, T, D]
-    return token_logps(
-        hidden, lm_head(params), batch.completion_ids, temperature=temperature, impl=compute.impl,
+    logps, entropy = token_logps(
+        hidden[:, S:], lm_head(params), batch.completion_ids.reshape(G, s * T),
+        temperature=temperature, impl=compute.impl,
         mesh=compute.layout.mesh if compute.layout else None,
-    )  # fmt: skip
+    )  # [G, s*T]  # fmt: skip
+    return logps.reshape(R, T), entropy.reshape(R, T)
 
 
 score_tokens = jax.jit(completion_logps, static_argnames=("temperature", "compute"))
@@ -160,7 +164,7 @@ class Optimizer(NamedTuple):
     clip_norm: float = 1.0  # of the global gradient; 0: no clipping
 
 
-def _transform(optimizer: Optimizer, config: ModelConfig) -> optax.GradientTransformation:
+def transform(optimizer: Optimizer, config: ModelConfig) -> optax.GradientTransformation:
     """The update before the learning rate. Decay skips biases and norms, as transformers does."""
     rules = {
         "adamw": optax.scale_by_adam(b1=0.9, b2=0.999, eps=1e-8),
@@ -181,7 +185,7 @@ def _everywhere(params: Params) -> NamedSharding:
 def init_state(params: Params, *, optimizer: Optimizer, config: ModelConfig) -> TrainState:
     """The state before the first step; the optimizer's arrays are sharded as the parameters."""
     # Not jitted: what is zeros_like a traced parameter lies whole on every device.
-    opt_state = _transform(optimizer, config).init(params)
+    opt_state = transform(optimizer, config).init(params)
     state = TrainState(params=params, opt_state=opt_state, step=jnp.zeros((), jnp.int32))
     scalar = _everywhere(params)
     return jax.tree.map(lambda x: x if x.ndim else jnp.zeros_like(x, device=scalar), state)
@@ -196,7 +200,7 @@ def optimizer_step(
     if optimizer.clip_norm > 0:
         factor = jnp.minimum(1.0, optimizer.clip_norm / (norm + 1e-6))  # as torch and TRL
         grads = jax.tree.map(lambda g: g * factor, grads)
-    updates, opt_state = _transform(optimizer, config).update(grads, state.opt_state, state.params)
+    updates, opt_state = transform(optimizer, config).update(grads, state.opt_state, state.params)
     params = jax.tree.map(lambda p, u: (p - lr * u).astype(p.dtype), state.params, updates)
     return TrainState(params=params, opt_state=opt_state, step=state.step + 1), norm
 
@@ -219,21 +223,9 @@ def learning_rate(
 # ---- The copy that decodes -----------------------------------------------------------------------
 
 
-def rollout_tp(config: ModelConfig, dtype: Any) -> int:
-    """The fewest devices of one host that hold the weights in 40 % of their memory."""
-    stats = jax.local_devices()[0].memory_stats() or {}
-    size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(param_table(config)))
-    tp = 1
-    while tp * 2 <= jax.local_device_count() and (
-        size * dtype.itemsize / tp > 0.4 * stats.get("bytes_limit", math.inf)
-    ):
-        tp *= 2
-    return tp
-
-
 def sync_weights(params: Params, *, config: ModelConfig, mesh: Mesh, dtype: Any) -> Params:
     """The parameters in the rollout's dtype, laid out on the rollout's mesh."""
-    return _sync_program(config, mesh, dtype)(params)
+    return sync_program(config, mesh, dtype)(params)
 
 
 @functools.partial(jax.jit, donate_argnames=("ref_params",))
@@ -247,6 +239,6 @@ def mix_weights(ref_params: Params, params: Params, alpha: float) -> Params:
 
 
 @functools.lru_cache
-def _sync_program(config: ModelConfig, mesh: Mesh, dtype: Any) -> Any:
+def sync_program(config: ModelConfig, mesh: Mesh, dtype: Any) -> Any:
     cast = functools.partial(jax.tree.map, lambda x: x.astype(dtype))
     return jax.jit(cast, out_shardings=param_shardings(config, mesh))

@@ -395,7 +395,7 @@ def test_the_command_prints_for_a_slice_and_reads_its_own_print_from_any_folder(
 
 
 def test_load_prints_nothing_unasked_and_ends_with_2_and_one_line_on_a_mistake(capsys):
-    assert config.load([], {"STEPS": "5"}).steps == 5
+    assert config.load([], {"STEPS": "5"})[0].steps == 5
     assert capsys.readouterr() == ("", "")
     with pytest.raises(SystemExit, match="0"):
         config.load(["--print-config"], {})

@@ -20,13 +20,14 @@ from jax.sharding import PartitionSpec
 from safetensors.numpy import save_file
 
 import hf
-from model import ModelConfig, make_mesh, param_shardings
+from layout import make_mesh
+from model import ModelConfig, param_shardings
 
 TINY = Path(__file__).parent.parent / "tiny"
 
 
 def mesh(shape: str = "1,8,1"):
-    return make_mesh("MESH_SHAPE", shape, fsdp=1, tp=1)
+    return make_mesh("MESH_SHAPE", shape, jax.devices())
 
 
 def load(folder: Path):

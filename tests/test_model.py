@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import types
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +23,25 @@ from formula_model import (
 )
 
 import hf
-from model import (
-    KV,
+from attention import KV
+from layout import (
     ROLLOUT_ROWS,
     TRAIN_ROWS,
     Layout,
+    local_rows,
+    make_mesh,
+    mesh_text,
+    put_rows,
+)
+from model import (
     ModelConfig,
     Params,
     forward,
     init_params,
     lm_head,
-    local_rows,
-    make_mesh,
-    mesh_text,
     param_shardings,
     param_table,
     prefix_of,
-    put_rows,
 )
 
 # Everything at once: biases, head norms, scaled rotary angles, an lm_head of its own, h != D/H.
@@ -67,16 +70,19 @@ def shared(s: int, prompt_mask: np.ndarray = PROMPT_MASK) -> tuple[np.ndarray, n
 def hidden_of(
     params, prompt_ids, prompt_mask, ids, *, dtype=jnp.float32, layout=None, remat="none"
 ):
-    """[R, T, D] states that predict completions `ids`, as in training: prefix, then completions."""
-    run = functools.partial(forward, params, CONFIG, dtype=dtype, layout=layout, remat=remat)
-    s = len(ids) // len(prompt_ids)
+    """[R, T, D] states that predict completions `ids`, as in training: a row for each prompt."""
+    (G, width), s = prompt_ids.shape, len(ids) // len(prompt_ids)
     before, positions, mask = prefix_of(prompt_ids, prompt_mask)
-    _, prefix = run(before, positions, key_mask=mask)
     last = jnp.repeat(prompt_ids[:, -1:], s, axis=0)
-    start = jnp.repeat(prompt_mask.sum(axis=1) - 1, s)
+    start = jnp.repeat(prompt_mask.sum(axis=1) - 1, s)[:, None]
     fed = jnp.concatenate([last, ids[:, :-1]], axis=1)
-    hidden, _ = run(fed, start[:, None] + jnp.arange(T), prefix=prefix, prefix_mask=mask)
-    return hidden
+    ids = jnp.concatenate([before, fed.reshape(G, s * T)], axis=1)
+    positions = jnp.concatenate([positions, (start + jnp.arange(T)).reshape(G, s * T)], axis=1)
+    hidden, _ = forward(
+        params, CONFIG, ids, positions, prompt_mask=mask, num_sequences=s, dtype=dtype,
+        layout=layout, remat=remat,
+    )  # fmt: skip
+    return hidden[:, width - 1 :].reshape(G * s, T, -1)
 
 
 def decoded(params, prompt_ids, prompt_mask, ids, *, layout=None):
@@ -84,14 +90,14 @@ def decoded(params, prompt_ids, prompt_mask, ids, *, layout=None):
     s = len(ids) // len(prompt_ids)
     before, positions, mask = prefix_of(prompt_ids, prompt_mask)
     options = {"dtype": jnp.float32, "layout": layout}
-    _, prefix = forward(params, CONFIG, before, positions, key_mask=mask, **options)
+    _, prompt = forward(params, CONFIG, before, positions, prompt_mask=mask, **options)
     start = jnp.repeat(prompt_mask.sum(axis=1) - 1, s)
 
     def step(state, t):
         token, cache = state
         hidden, cache = forward(
             params, CONFIG, token[:, None], (start + t)[:, None],
-            prefix=prefix, prefix_mask=mask, cache=cache, cache_index=t, **options,
+            prompt=(prompt, mask), cache=cache, cache_index=t, **options,
         )  # fmt: skip
         return (ids[:, t], cache), hidden[:, 0]
 
@@ -143,9 +149,9 @@ def assert_same(a, b, atol):
 
 def logits_of(folder, **changes) -> np.ndarray:
     config = hf.read_config(folder)
-    params = hf.load_params(folder, config, make_mesh("MESH_SHAPE", "8,1,1", fsdp=1, tp=1), "f4")
+    params = hf.load_params(folder, config, make_mesh("MESH_SHAPE", "8,1,1", jax.devices()), "f4")
     config = dataclasses.replace(config, **changes)
-    hidden, _ = forward_jit(params, config, IDS, POSITIONS, key_mask=MASK, dtype=jnp.float32)
+    hidden, _ = forward_jit(params, config, IDS, POSITIONS, prompt_mask=MASK, dtype=jnp.float32)
     return np.asarray(hidden @ lm_head(params).T)
 
 
@@ -244,7 +250,7 @@ def test_the_gradient_is_the_slope_of_the_loss() -> None:
 
 def placed(mesh_shape: str, rows: tuple[str, ...], s: int) -> tuple[Layout, Params, list]:
     """The layout, the parameters and the inputs of share s where a run has them."""
-    layout = Layout(make_mesh("MESH_SHAPE", mesh_shape, fsdp=1, tp=1), rows)
+    layout = Layout(make_mesh("MESH_SHAPE", mesh_shape, jax.devices()), rows)
     params = jax.tree.map(jax.device_put, PARAMS, param_shardings(CONFIG, layout.mesh))
     return layout, params, [put_rows(x, layout) for x in (*shared(s), COMPLETION_IDS)]
 
@@ -264,7 +270,7 @@ def test_decoding_layouts_leave_states_unchanged(mesh_shape: tuple) -> None:
 
 
 def test_local_rows_gives_back_what_put_rows_was_given() -> None:
-    layout = Layout(make_mesh("MESH_SHAPE", "2,2,2", fsdp=1, tp=1), TRAIN_ROWS)
+    layout = Layout(make_mesh("MESH_SHAPE", "2,2,2", jax.devices()), TRAIN_ROWS)
     x = np.arange(24).reshape(8, 3)
     assert put_rows(x, layout).addressable_shards[0].data.shape == (2, 3)
     np.testing.assert_array_equal(local_rows(put_rows(x, layout)), x)
@@ -288,20 +294,22 @@ def test_the_documented_shapes(tied: Any) -> None:
     params = jax.eval_shape(functools.partial(init_params, c), jax.random.key(0))
     run = functools.partial(forward, dtype=jnp.float32)
     kv = jax.eval_shape(lambda p: run(p, c, ints(G, S), ints(G, S))[1], params)
+    seen = jnp.ones((G, S), bool)
     hidden, own = jax.eval_shape(
-        lambda p, kv: run(
-            p, c, ints(R, t), ints(R, t), prefix=kv, prefix_mask=jnp.ones((G, S), bool)
-        ),
-        params, kv,
+        lambda p: run(p, c, ints(G, S + 2 * t), ints(G, S + 2 * t), prompt_mask=seen,
+                      num_sequences=2),
+        params,
     )  # fmt: skip
     cache = KV(*[jax.ShapeDtypeStruct((3, R, 2, T, 22), jnp.float32)] * 2)
     one, written = jax.eval_shape(
-        lambda p, cache: run(p, c, ints(R, 1), ints(R, 1), cache=cache, cache_index=4),
-        params, cache,
+        lambda p, kv, cache: run(
+            p, c, ints(R, 1), ints(R, 1), prompt=(kv, seen), cache=cache, cache_index=4
+        ),
+        params, kv, cache,
     )  # fmt: skip
     assert kv.k.shape == kv.v.shape == (3, 7, 2, 11, 22)  # [L, G, N, S, h]
-    assert hidden.shape == (14, 5, 13)  # [R, t, D]
-    assert own.k.shape == own.v.shape == (3, 14, 2, 5, 22)  # [L, R, N, t, h]
+    assert hidden.shape == (7, 21, 13)  # [G, S + s*T, D]
+    assert own.k.shape == own.v.shape == (3, 7, 2, 21, 22)  # [L, G, N, S + s*T, h]
     assert one.shape == (14, 1, 13)
     assert written.k.shape == written.v.shape == (3, 14, 2, 19, 22)  # [L, R, N, T, h]
     assert lm_head(params).shape == (31, 13)  # [V, D]
@@ -336,7 +344,7 @@ def test_init_follows_transformers_rule() -> None:
 
 
 def test_a_mesh_that_does_not_divide_a_parameter_is_named() -> None:
-    mesh = make_mesh("MESH_SHAPE", "1,8,1", fsdp=1, tp=1)
+    mesh = make_mesh("MESH_SHAPE", "1,8,1", jax.devices())
     with pytest.raises(ValueError) as error:
         param_shardings(dataclasses.replace(CONFIG, hidden_size=12), mesh)
     assert str(error.value) == (
@@ -346,18 +354,17 @@ def test_a_mesh_that_does_not_divide_a_parameter_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "shape, fsdp, tp, sizes",
+    "shape, auto, sizes",
     [
-        ("2,2,2", 1, 1, "2,2,2"),
-        ("-1,4,1", 1, 1, "2,4,1"),
-        ("1,-1,2", 1, 1, "1,4,2"),
-        ("auto", -1, 1, "1,8,1"),
-        ("auto", -1, 4, "1,2,4"),
-        ("auto", 2, 2, "2,2,2"),
+        ("2,2,2", (1, -1, 1), "2,2,2"),
+        ("-1,4,1", (1, -1, 1), "2,4,1"),
+        ("1,-1,2", (1, -1, 1), "1,4,2"),
+        ("auto", (1, -1, 1), "1,8,1"),
+        ("auto", (-1, 1, 4), "2,1,4"),
     ],
 )
-def test_mesh_sizes(shape: tuple, fsdp: Any, tp: Any, sizes: Any) -> None:
-    mesh = make_mesh("MESH_SHAPE", shape, fsdp=fsdp, tp=tp)
+def test_mesh_sizes(shape: str, auto: tuple, sizes: str) -> None:
+    mesh = make_mesh("MESH_SHAPE", shape, jax.devices()[::-1], auto)
     assert mesh_text(mesh) == sizes and mesh.axis_names == ("dp", "fsdp", "tp")
     assert [device.id for device in mesh.devices.flat] == [0, 1, 2, 3, 4, 5, 6, 7]
 
@@ -365,11 +372,10 @@ def test_mesh_sizes(shape: tuple, fsdp: Any, tp: Any, sizes: Any) -> None:
 @pytest.mark.parametrize("shape", ["1,3,1", "1,4,1", "2,8,1", "-1,3,1", "-1,-1,1"])
 def test_a_mesh_of_other_than_all_devices_is_refused(shape: tuple) -> None:
     with pytest.raises(ValueError, match=f"ROLLOUT_MESH_SHAPE={shape} does not make 8 devices"):
-        make_mesh("ROLLOUT_MESH_SHAPE", shape, fsdp=1, tp=1)
+        make_mesh("ROLLOUT_MESH_SHAPE", shape, jax.devices())
 
 
-def test_tensor_parallelism_across_hosts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jax, "local_device_count", lambda: 2)  # as on four hosts of two devices
+def test_tensor_parallelism_across_hosts_is_refused() -> None:
+    four_hosts = [types.SimpleNamespace(process_index=i // 2, id=i) for i in range(8)]
     with pytest.raises(ValueError, match="MESH_SHAPE=1,2,4: tp=4 does not divide the 2 devices of"):
-        make_mesh("MESH_SHAPE", "1,2,4", fsdp=1, tp=1)
-    assert make_mesh("MESH_SHAPE", "1,4,2", fsdp=1, tp=1).shape["tp"] == 2
+        make_mesh("MESH_SHAPE", "1,2,4", four_hosts)

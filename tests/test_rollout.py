@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from model import ROLLOUT_ROWS, Layout, Leaf, ModelConfig, Params, param_shardings, param_table
+from layout import ROLLOUT_ROWS, Layout
+from model import Leaf, ModelConfig, Params, param_shardings, param_table
 from rollout import (
     Rollout,
     Sampling,

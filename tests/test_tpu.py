@@ -11,7 +11,9 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from model import KV, ROLLOUT_ROWS, Layout, ModelConfig, param_shardings, param_table
+from attention import KV
+from layout import ROLLOUT_ROWS, Layout
+from model import ModelConfig, param_shardings, param_table
 from rollout import Sampling, decode
 
 pytest.importorskip("libtpu", reason='the TPU compiler: pip install "jax[tpu]"')

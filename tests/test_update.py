@@ -15,8 +15,9 @@ import pytest
 from jax.sharding import Mesh
 from test_rollout import CONFIG, PAD, numpy_logits, numpy_softmax, weights
 
+from layout import TRAIN_ROWS, Layout, put_rows
 from loss import Objective
-from model import TRAIN_ROWS, Layout, Params, param_shardings, put_rows
+from model import Params, param_shardings
 from update import (
     Compute,
     Counts,

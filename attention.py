@@ -88,7 +88,7 @@ def _causal(
     [G, N, S, h]: [R, t, H*h]. own_mask: [R, t] bool. As many queries at a time as fit."""
     R, t, H, h = q.shape
     keys = t + (prompt[0].k.shape[2] if prompt else 0)
-    row_bytes = 4 * R * H * keys // (layout.mesh.size if layout else 1)
+    row_bytes = 4 * R * H * keys // _score_shards(own.k.shape[1], layout)
     size = min(max(SCORES_BYTES // max(row_bytes, 1), 1), t)  # queries of a chunk
 
     def chunk(first: Any, q: jax.Array) -> jax.Array:
@@ -105,6 +105,14 @@ def _causal(
     remade = jax.checkpoint(lambda x: chunk(*x), prevent_cse=False)
     out = jax.lax.map(remade, (jnp.arange(chunks) * size, q))  # [chunks, R, size, H*h]
     return out.swapaxes(0, 1).reshape(R, chunks * size, H * h)[:, :t]
+
+
+def _score_shards(N: int, layout: Layout | None) -> int:
+    """Devices over which scores lie: by rows, and by heads where tp divides the kv heads."""
+    if layout is None:
+        return 1
+    tp = layout.mesh.shape["tp"] if layout.heads else 1
+    return layout.row_shards * (tp if N % tp == 0 else 1)
 
 
 def _dense(

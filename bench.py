@@ -9,30 +9,20 @@
 
 import argparse
 import functools
-import importlib.util
-import os
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
 
-class Chip(NamedTuple):
-    """Published facts of one chip, and a slice of it that its compiler knows."""
+from loss_pallas import token_logps, token_logps_reference
+from programs import array, slice_devices
+from roofline import CHIPS, loss_costs
 
-    device_kind: str
-    tflops: float  # bf16
-    hbm_gbps: float  # GB/s
-    topology: dict[str, Any]
-
-
-ONE_HOST, MEGACORE = {"chips_per_host_bounds": [2, 4, 1]}, {"chip_config_name": "megacore"}
-CHIPS = {
-    "v4": Chip("TPU v4", 275, 1228, {"topology_name": "v4:2x2x1", **MEGACORE}),
-    "v5e": Chip("TPU v5 lite", 197, 819, {"topology_name": "v5e:2x4", **ONE_HOST}),
-    "v5p": Chip("TPU v5", 459, 2765, {"topology_name": "v5p:2x2x1", **MEGACORE}),
-    "v6e": Chip("TPU v6 lite", 918, 1640, {"topology_name": "v6e:2x4", **ONE_HOST}),
-}
 IMPLEMENTATIONS = ("full", "jax", "pallas")
 
 
@@ -44,10 +34,6 @@ class Shape(NamedTuple):
 
 def loss_program(impl: str, backward: bool, mesh: Any = None) -> Callable:
     """(hidden [R, T, D], lm_head [V, D], ids [R, T]) -> a scalar, or its two gradients."""
-    import jax
-
-    from loss_pallas import token_logps, token_logps_reference
-
     program = functools.partial(token_logps, impl=impl, mesh=mesh)
     program = token_logps_reference if impl == "full" else program
 
@@ -62,9 +48,6 @@ def loss_program(impl: str, backward: bool, mesh: Any = None) -> Callable:
 
 
 def bench_loss(shape: Shape, repeats: int) -> None:
-    import jax
-    import jax.numpy as jnp
-
     device = jax.devices()[0]
     on_cpu = device.platform == "cpu"
     dtype = jnp.float32 if on_cpu else jnp.bfloat16
@@ -91,8 +74,6 @@ def bench_loss(shape: Shape, repeats: int) -> None:
 
 def median_seconds(call: Callable[[], Any], repeats: int) -> float:
     """Of `repeats` calls, each waited for, after two that are not counted."""
-    import jax
-
     seconds = []
     for _ in range(repeats + 2):
         began = time.perf_counter()
@@ -106,35 +87,19 @@ def median_seconds(call: Callable[[], Any], repeats: int) -> float:
 
 def compile_loss(impl: str, backward: bool, shape: Shape, name: str) -> Any:
     """The program, compiled for a slice of that chip with fsdp over its devices, 16 rows each."""
-    os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # else the compiler looks for the TPU's host
-    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # nor does it need a TPU to itself
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    from jax.experimental import topologies
-    from jax.sharding import Mesh, NamedSharding
-    from jax.sharding import PartitionSpec as P
-
-    devices = topologies.get_topology_desc(platform="tpu", **CHIPS[name].topology).devices
+    devices = slice_devices(f"{name}-8")
     mesh = Mesh(np.array(devices).reshape(1, -1, 1), ("dp", "fsdp", "tp"))
     rows, T = 16 * len(devices), shape.n // 16
-
-    def array(dims: tuple[int, ...], dtype: Any, *axes: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, P(*axes)))
-
-    hidden = array((rows, T, shape.D), jnp.bfloat16, ("dp", "fsdp"))
-    lm_head = array((shape.V, shape.D), jnp.float32, "tp", "fsdp")
-    ids = array((rows, T), jnp.int32, ("dp", "fsdp"))
+    hidden = array(mesh, (rows, T, shape.D), jnp.bfloat16, ("dp", "fsdp"))
+    lm_head = array(mesh, (shape.V, shape.D), jnp.float32, "tp", "fsdp")
+    ids = array(mesh, (rows, T), jnp.int32, ("dp", "fsdp"))
     where = (hidden.sharding, lm_head.sharding) if backward else None
     program = jax.jit(loss_program(impl, backward, mesh), out_shardings=where)
     return program.lower(hidden, lm_head, ids).compile()
 
 
 def plan_loss(shape: Shape, name: str) -> None:
-    """Temporaries by the TPU's own compiler; bytes and times by the formulas of `costs`."""
-    if importlib.util.find_spec("libtpu") is None:
-        raise SystemExit('error: --tpu needs the TPU compiler: pip install "jax[tpu]"')
-    os.environ["JAX_PLATFORMS"] = "cpu"
+    """Temporaries by the TPU's own compiler; bytes and times by the formulas of `loss_costs`."""
     print(f"{name}: {shape.n} tokens per device, D {shape.D}, V {shape.V}")
     print("| | temporaries GiB: forward | with gradient | matmul passes | HBM GB | roofline ms |")
     print("|---|---|---|---|---|---|")
@@ -149,35 +114,10 @@ def plan_loss(shape: Shape, name: str) -> None:
 def estimate(impl: str, shape: Shape, name: str) -> str:
     """Matmul passes over [n, D] x [D, V], HBM GB and roofline ms of forward and gradient."""
     chip = CHIPS[name]
-    passes, gigabytes = costs(impl, shape, chip.device_kind)
+    passes, hbm_bytes = loss_costs(impl, *shape, chip.kinds[0])
     compute_ms = passes * 2 * shape.n * shape.D * shape.V / chip.tflops / 1e9
-    return f"{passes} | {gigabytes:.0f} | {max(compute_ms, gigabytes / chip.hbm_gbps * 1e3):.0f}"
-
-
-def costs(impl: str, shape: Shape, device_kind: str) -> tuple[int, float]:
-    """An estimate: what each matmul and each pass over logits that are in HBM reads and writes."""
-    from loss_pallas import LOGITS_TILE_BYTES, block_sizes
-
-    n, D, V = shape
-    block, v = block_sizes(D, 2, device_kind)
-    hidden, weights, logits = 2 * n * D, 2 * V * D, 4 * n * V  # bfloat16, bfloat16, float32
-    to_hidden, to_weights, statistics_ = 4 * n * D, 4 * V * D, 4 * n * 128  # float32
-    if impl == "full":
-        # forward writes the logits and reads them for maximum, sum and entropy; backward reads
-        # them, writes the gradient towards them and reads it for two matmuls
-        return 3, (8 * logits + 3 * (weights + hidden) + to_weights) / 1e9
-    if impl == "jax":
-        # written and read twice; backward: written, read, its gradient half as wide
-        tiles = V / (LOGITS_TILE_BYTES // (4 * n))
-        per_tile = 3 * hidden + 2 * to_hidden
-        return 4, (6.5 * logits + tiles * per_tile + 3 * weights + to_weights) / 1e9
-    forward = V / v * (hidden + 2 * statistics_) + weights
-    if impl == "pallas":
-        per_tile = hidden + 2 * to_hidden + statistics_
-        return 4, (forward + V / v * per_tile + weights + to_weights) / 1e9
-    # two kernels: hidden's walks the weights for each block of tokens, the weights' the tokens
-    apart = n / block * weights + hidden + to_hidden + V / v * hidden + weights + to_weights
-    return 5, (forward + apart) / 1e9
+    ms = max(compute_ms, hbm_bytes / chip.hbm_gbps / 1e6)
+    return f"{passes} | {hbm_bytes / 1e9:.0f} | {ms:.0f}"
 
 
 def main() -> None:
@@ -193,8 +133,6 @@ def main() -> None:
     big = Shape(16 * 1024, 2048, 151936)  # Qwen2.5-3B
     shape = big
     if not args.tpu:
-        import jax
-
         small = Shape(4096, 256, 32768)
         shape = small if jax.default_backend() == "cpu" else big
     shape = Shape(args.tokens or shape.n, args.D or shape.D, args.V or shape.V)

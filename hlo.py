@@ -18,7 +18,7 @@ class Collective(NamedTuple):
     """One instruction; `loops` holds how often each loop around it runs, from the outermost."""
 
     kind: str
-    shape: str  # of its result, or of the whole of a reduce-scatter
+    shape: str  # of its result
     sent_bytes: float  # by each device, each time, as a ring does it
     loops: tuple[int | None, ...]
 
@@ -41,10 +41,13 @@ def collectives(hlo: str) -> list[Collective]:
                     kind = "reduce-scatter"  # a fusion, which keeps a part of its all-reduce
                     found.append(_collective(kind, result, _group_size(line), 1, loops[name]))
                     continue
-                # Of the tuple of a start, the result: with all-reduce all, else the second.
+                # The tuple of a start begins with its operands, but for an all-reduce's.
                 shapes = SHAPE.findall(result)
                 if start and kind != "all-reduce":
-                    result = "{}[{}]".format(*shapes[1])
+                    operands = len(
+                        re.findall(r"%", line.partition(f"{kind}-start(")[2].split(")")[0])
+                    )
+                    result = " ".join("{}[{}]".format(*x) for x in shapes[operands : 2 * operands])
                 group = _group_size(line)
                 whole = group if kind == "reduce-scatter" else 1
                 found.append(_collective(kind, result, group, whole, loops[name]))
@@ -68,14 +71,15 @@ def _bytes(dtype: str, dims: str) -> float:
 
 
 def _group_size(line: str) -> int:
-    """Devices that take part in one collective: of {{0,1},{2,3}}, [4,2]<=[8] or mesh[...] {..}."""
+    """Devices that take part in one: of {{0,1},{2,3}}, [4,2]<=[8] or mesh[...] {'axis_0'}."""
     if match := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
         return len(match.group(1).split(","))
     if match := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
         return int(match.group(1))
-    if match := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", line):
+    if match := re.search(r"replica_groups=mesh\[(.*?)\].*? \{(.*?)\}", line):
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", match.group(1)))
         return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", match.group(2)))
+    assert "replica_groups" not in line, f"unknown form of replica_groups: {line}"
     return 2  # a permutation has pairs
 
 

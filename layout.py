@@ -1,6 +1,5 @@
 """Where arrays lie: meshes of axes (dp, fsdp, tp), rows over processes and devices, and back."""
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -105,22 +104,7 @@ def by_row(x: jax.Array, layout: Layout | None) -> jax.Array:
     return constrain(x, layout, layout.rows, *[P.UNCONSTRAINED] * (x.ndim - 1))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def whole(weight: jax.Array, axes: tuple[str | None, ...], layout: Layout | None) -> jax.Array:
-    """A weight gathered over fsdp, just before its use: activations move over tp only.
-
-    Its gradient goes back to the weight's own axes at once: a sum over devices is then a
-    reduce-scatter. A constraint's own gradient would keep it whole on every device.
-    """
-    return constrain(weight, layout, *(None if axis == "fsdp" else axis for axis in axes))
-
-
-def _whole_forward(weight: jax.Array, axes: Any, layout: Any) -> tuple[jax.Array, None]:
-    return whole(weight, axes, layout), None
-
-
-def _whole_backward(axes: Any, layout: Any, _: None, towards: jax.Array) -> tuple[jax.Array]:
-    return (constrain(towards, layout, *axes),)
-
-
-whole.defvjp(_whole_forward, _whole_backward)
+def whole(weight: jax.Array, axes: tuple[Any, ...], layout: Layout | None) -> jax.Array:
+    """A weight gathered over fsdp, just before its use: activations move over tp only."""
+    without = {"fsdp": None, ("tp", "fsdp"): "tp"}
+    return constrain(weight, layout, *(without.get(axis, axis) for axis in axes))

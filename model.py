@@ -15,6 +15,7 @@ A training row holds a prompt once and the s sequences that continue it.
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import flax.struct
@@ -80,7 +81,7 @@ class Params:
 @dataclasses.dataclass(frozen=True)
 class Leaf:
     shape: tuple[int, ...]
-    axes: tuple[str | None, ...]  # mesh axis of each dimension
+    axes: tuple[Any, ...]  # mesh axis of each dimension, or axes, or None
     name: str  # in the Hugging Face file; {} is the layer
     transposed: bool = False  # there [out, in], here [in, out]
 
@@ -103,7 +104,7 @@ def param_table(c: ModelConfig) -> Params:
         wq=Leaf((L, D, Hh), (None, "fsdp", "tp"), attn + "q_proj.weight", True),
         wk=Leaf((L, D, Nh), (None, "fsdp", "tp"), attn + "k_proj.weight", True),
         wv=Leaf((L, D, Nh), (None, "fsdp", "tp"), attn + "v_proj.weight", True),
-        wo=Leaf((L, Hh, D), (None, "tp", "fsdp"), attn + "o_proj.weight", True),
+        wo=Leaf((L, Hh, D), (None, ("tp", "fsdp"), None), attn + "o_proj.weight", True),
         bq=bias(Hh, "q_proj.bias"),
         bk=bias(Nh, "k_proj.bias"),
         bv=bias(Nh, "v_proj.bias"),
@@ -112,7 +113,7 @@ def param_table(c: ModelConfig) -> Params:
         mlp_norm=Leaf((L, D), (None, None), block + "post_attention_layernorm.weight"),
         gate=Leaf((L, D, F), (None, "fsdp", "tp"), mlp + "gate_proj.weight", True),
         up=Leaf((L, D, F), (None, "fsdp", "tp"), mlp + "up_proj.weight", True),
-        down=Leaf((L, F, D), (None, "tp", "fsdp"), mlp + "down_proj.weight", True),
+        down=Leaf((L, F, D), (None, ("tp", "fsdp"), None), mlp + "down_proj.weight", True),
     )
     return Params(
         embed=Leaf((V, D), ("tp", "fsdp"), "model.embed_tokens.weight"),
@@ -126,12 +127,14 @@ def param_shardings(config: ModelConfig, mesh: Mesh) -> Params:
     """A Params of NamedSharding. ValueError when a mesh axis does not divide a parameter."""
 
     def sharding(leaf: Leaf) -> NamedSharding:
-        for size, axis in zip(leaf.shape, leaf.axes, strict=True):
-            if axis and size % mesh.shape[axis]:
+        for size, axes in zip(leaf.shape, leaf.axes, strict=True):
+            axes = (axes,) if isinstance(axes, str) else axes or ()
+            if size % math.prod(mesh.shape[axis] for axis in axes):
                 shape = ",".join(str(n) for n in mesh.shape.values())
+                sizes = " * ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
                 raise ValueError(
-                    f"MESH_SHAPE (dp,fsdp,tp) = {shape}: {axis}={mesh.shape[axis]} does not divide "
-                    f"{leaf.name} {list(leaf.shape)}; use a smaller {axis} and more dp"
+                    f"MESH_SHAPE (dp,fsdp,tp) = {shape}: {sizes} does not divide {leaf.name} "
+                    f"{list(leaf.shape)}; use less of it and more dp"
                 )
         return NamedSharding(mesh, P(*leaf.axes))
 

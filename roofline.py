@@ -4,9 +4,8 @@ FLOPs, HBM bytes and ICI (chip to chip) bytes of one device, divided by what the
 measurement: kernels reach a part of it, and small transfers less. plan_tpu.py prints these,
 ROLLOUT_MESH_SHAPE=auto picks by them.
 
-Dimensions: n devices, B sequences of a rollout pass, R of a micro-batch, G prompt rows, S prompt
-tokens, T completion tokens, V vocabulary, D model, F feed-forward, L layers, H and N heads, h
-head_dim.
+Dimensions: n devices, R sequences, G prompt rows, S prompt tokens, T completion tokens, V
+vocabulary, D model.
 """
 
 import math
@@ -14,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import Mesh
 
 from loss_pallas import LOGITS_TILE_BYTES, block_sizes
 from model import ModelConfig, param_table
@@ -98,6 +98,23 @@ class Work(NamedTuple):
         return self.flops / (chip.tflops * 1e12), self.hbm_bytes / (chip.hbm_gbps * 1e9), ici
 
 
+class Rows(NamedTuple):
+    """What a rollout pass or a micro-step works on, over all devices."""
+
+    R: int
+    G: int
+    S: int
+    T: int
+
+    @property
+    def tokens(self) -> int:
+        return self.R * self.T + self.G * self.S
+
+    @property
+    def pairs(self) -> float:
+        return self.G * self.S**2 / 2 + self.R * (self.T * self.S + self.T**2 / 2)
+
+
 # ---- The model -----------------------------------------------------------------------------------
 
 
@@ -131,37 +148,37 @@ def sync(config: ModelConfig, n: int, tp: int) -> Work:
     return Work(0, 4 * W / n + 2 * W / tp, 2 * W / tp * (1 - tp / n))
 
 
-def prefill(config: ModelConfig, n: int, tp: int, G: int, S: int) -> Work:
-    c, tokens = config, G * S / n
+def prefill(config: ModelConfig, n: int, tp: int, rows: Rows) -> Work:
+    c, tokens = config, rows.G * rows.S / n
     weights = c.num_layers * layer_weights(c)
-    flops = 2 * weights * tokens + _attention_flops(c, G / n * S * S / 2)
+    flops = 2 * weights * tokens + _attention_flops(c, tokens * rows.S / 2)
     hbm = 2 * weights / tp + tokens * c.num_layers * _activation_bytes(c)
     # two all-reduces a layer, of the tokens of the tp devices that share them
     ici = c.num_layers * 2 * 2 * (2 * tokens * tp * c.hidden_size) * (tp - 1) / tp
     return Work(flops, hbm, ici, 2 * c.num_layers * tp if tp > 1 else 0)
 
 
-def decode_token(config: ModelConfig, n: int, tp: int, B: int, G: int, S: int, T: int) -> Work:
+def decode_token(config: ModelConfig, n: int, tp: int, rows: Rows) -> Work:
     """One token of every sequence. Caches are read to their end, whatever is written yet."""
-    c, rows = config, B / n
+    c, R = config, rows.R / n
     weights = c.num_layers * layer_weights(c) + c.vocab_size * c.hidden_size
-    kv = 2 * 2 * c.num_kv_heads * c.head_dim * c.num_layers * (G * S / n + rows * T)
-    logits = 4 * rows * c.vocab_size
-    flops = 2 * weights * rows + _attention_flops(c, rows * (S + T))
+    kv = 2 * 2 * c.num_kv_heads * c.head_dim * c.num_layers * (rows.G * rows.S / n + R * rows.T)
+    logits = 4 * R * c.vocab_size
+    flops = 2 * weights * R + _attention_flops(c, R * (rows.S + rows.T))
     heads = (2 * c.num_heads + 2 * c.num_kv_heads) * c.head_dim
     # a layer: two all-reduces, and four exchanges between heads and rows; then the logits
-    sent = c.num_layers * (2 * 2 * 2 * rows * tp * c.hidden_size + 2 * rows * heads) + logits
+    sent = c.num_layers * (2 * 2 * 2 * R * tp * c.hidden_size + 2 * R * heads) + logits
     hops = (6 * c.num_layers + 2) * tp if tp > 1 else 0
     return Work(flops, 2 * weights / tp + kv + 4 * logits, sent * (tp - 1) / tp, hops)
 
 
 def best_tp(
-    config: ModelConfig, devices: Sequence[jax.Device], local: int, sizes: dict[str, int]
+    config: ModelConfig, devices: Sequence[jax.Device], local: int, rows: Rows
 ) -> tuple[int, str]:
     """The tp, inside a host, at which decoding one token is estimated fastest, and why.
 
     Among those whose weights take at most 40 % of a device's memory; off a TPU the smallest of
-    them. sizes: B, G, S, T of decode_token.
+    them.
     """
     chip, memory = chip_of(devices[0]), memory_bytes(devices[0])
     powers = [2**i for i in range(local.bit_length()) if local % 2**i == 0]
@@ -170,7 +187,7 @@ def best_tp(
         return fits[0], ""
     costs = {}
     for tp in fits:
-        work = decode_token(config, len(devices), tp, **sizes)
+        work = decode_token(config, len(devices), tp, rows)
         _, hbm, ici = (1e3 * x for x in work.seconds(chip, 2))
         costs[tp] = (hbm + ici, f"tp={tp} {hbm:.2f} + {ici:.2f}")
     best = min(costs, key=lambda tp: costs[tp][0])
@@ -181,23 +198,6 @@ def best_tp(
 # ---- Training ------------------------------------------------------------------------------------
 
 
-class Rows(NamedTuple):
-    """What a micro-step learns from, over all devices."""
-
-    R: int
-    G: int
-    S: int
-    T: int
-
-    @property
-    def tokens(self) -> int:
-        return self.R * self.T + self.G * self.S
-
-    @property
-    def pairs(self) -> float:
-        return self.G * self.S**2 / 2 + self.R * (self.T * self.S + self.T**2 / 2)
-
-
 def model_flops(config: ModelConfig, rows: Rows) -> float:
     """Of forward over all devices, as MFU counts: nothing is made twice."""
     head = config.vocab_size * config.hidden_size * rows.R * rows.T
@@ -206,18 +206,19 @@ def model_flops(config: ModelConfig, rows: Rows) -> float:
 
 
 def train_pass(
-    config: ModelConfig, mesh: dict[str, int], rows: Rows, *, backward: bool, remat: str,
-    impl: str, device_kind: str,
-) -> Work:  # fmt: skip
+    config: ModelConfig, mesh: Mesh, rows: Rows, *, backward: bool, remat: str, impl: str
+) -> Work:
     """A forward pass, or a micro-step with backward, on a mesh of dp, fsdp and tp."""
-    c, (dp, fsdp, tp) = config, mesh.values()
+    c, (dp, fsdp, tp) = config, mesh.shape.values()
     n, L, D = dp * fsdp * tp, config.num_layers, config.hidden_size
     again = backward and remat == "full"
     passes = 1 + again + 2 * backward  # backward is two matmuls for each of forward's
     weights = L * layer_weights(c)
     layers = 2 * weights * rows.tokens + _attention_flops(c, rows.pairs)
-    loss_passes, loss_bytes = loss_costs(impl, rows.R * rows.T * tp // n, D, c.vocab_size // tp,
-                                         device_kind)  # fmt: skip
+    kind = mesh.devices.flat[0].device_kind
+    loss_passes, loss_bytes = loss_costs(
+        impl, rows.R * rows.T * tp // n, D, c.vocab_size // tp, kind
+    )
     loss_passes = loss_passes if backward else 1
     head = 2 * rows.R * rows.T * D * c.vocab_size * loss_passes
     tokens = rows.tokens * tp / n  # of the devices that share their rows
@@ -225,9 +226,10 @@ def train_pass(
     hbm += (1 + 2 * backward) * 2 * 2 * weights / tp  # written when gathered, read when used
     gathered = 2 * weights / tp * (1 + 2 * backward)  # forward; backward, and gradients back
     gathered += c.vocab_size * D / tp * (8 if backward else 2)
-    ici = gathered * (fsdp - 1) / fsdp + (2 if backward else 1) * 2 * tokens * D
-    if dp > 1:  # gradients, each device its part
-        ici += backward * 2 * 4 * (weights + c.vocab_size * D) / (fsdp * tp)
+    gathered += (2 if backward else 1) * 2 * tokens * D  # rows of the embedding, for its parts
+    ici = gathered * (fsdp - 1) / fsdp
+    if backward:  # gradients, each device its part
+        ici += 2 * 4 * (weights + c.vocab_size * D) / (fsdp * tp) * (dp - 1) / dp
     if tp > 1:  # two all-reduces a layer and pass
         ici += L * (passes - backward) * 2 * 2 * 2 * tokens * D * (tp - 1) / tp
     return Work((passes * layers + head) / n, hbm, ici)

@@ -23,7 +23,7 @@ from loss_pallas import block_sizes
 from metrics import RunLog
 from model import ModelConfig
 from rollout import Sampling, prompt_width, share
-from roofline import best_tp, layer_weights, memory_bytes
+from roofline import Rows, best_tp, layer_weights, memory_bytes
 from sizes import Sizes, derive
 from update import Compute, Optimizer, TrainState, init_state
 
@@ -114,7 +114,7 @@ def set_up(cfg: settings.Config) -> tuple[Run, TrainState]:
         train=train,
         test=test,
         functions=functions,
-        sampling=Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p),
+        sampling=sampling_of(cfg),
         objective=objective_of(cfg),
         optimizer=optimizer_of(cfg),
         compute=compute,
@@ -167,10 +167,10 @@ def layouts(
 
     auto = (1, -1, layer_tp(config, memory_bytes(device), local_count(devices)))
     mesh = make_mesh("MESH_SHAPE", cfg.mesh_shape, devices, auto)
-    B = sizes.prompt_batch_size * cfg.num_pre_q * len(devices) // local_count(devices)
-    G = B // share(cfg.num_pre_q, B // len(devices))
-    pass_sizes = {"B": B, "G": G, "S": S, "T": cfg.max_length_sample}
-    tp, why = best_tp(config, devices, local_count(devices), pass_sizes)
+    R = sizes.prompt_batch_size * cfg.num_pre_q * len(devices) // local_count(devices)
+    G = R // share(cfg.num_pre_q, R // len(devices))
+    rows = Rows(R, G, S, cfg.max_length_sample)
+    tp, why = best_tp(config, devices, local_count(devices), rows)
     rollout_mesh = make_mesh("ROLLOUT_MESH_SHAPE", cfg.rollout_mesh_shape, devices, (-1, 1, tp))
     why = f"; {why}" if why and cfg.rollout_mesh_shape == "auto" else ""
 
@@ -218,6 +218,10 @@ def objective_of(cfg: settings.Config) -> Objective:
         is_cap=cfg.is_cap,
         max_completion_length=cfg.max_length_sample,
     )
+
+
+def sampling_of(cfg: settings.Config) -> Sampling:
+    return Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p)
 
 
 def optimizer_of(cfg: settings.Config) -> Optimizer:

@@ -1,70 +1,168 @@
 """The programs of a real run, compiled by the real TPU compiler, which needs no TPU."""
 
+import dataclasses
+import functools
 import math
-import os
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
-from attention import KV
-from layout import ROLLOUT_ROWS, Layout
-from model import ModelConfig, param_shardings, param_table
-from rollout import Sampling, decode
+import attention
+import hf
+import model
+import plan_tpu
+import programs
+import roofline
+from config import Config
+from hlo import Collective, collectives
+from layout import TRAIN_ROWS, Layout, constrain
 
 pytest.importorskip("libtpu", reason='the TPU compiler: pip install "jax[tpu]"')
-# Qwen2.5-3B but for its depth: the layers are scanned, so two tell what 36 do.
-CONFIG = ModelConfig(
-    151936, 2048, 11008, 2, 16, 2, 128, 1e-6, 1e6, None, True, True, False, 32768
-)  # fmt: skip
-G, K, S, T = 16, 8, 512, 1024
-SMALLEST_WEIGHT = 2048 * 256  # wk of a layer
+RUN = {"NUM_PRE_Q": "8", "ROLLOUT_PER_DEVICE_BATCH_SIZE": "2", "MAX_LENGTH_SAMPLE": "1024"}
+RUNS = {  # model, slice, prompt tokens
+    "3b": ("Qwen2.5-3B", "v6e-8", {"GLOBAL_LENGTH": "512"}),
+    "7b": ("Qwen2.5-7B", "v4-16", {"GLOBAL_LENGTH": "128"}),
+}
 
 
-def compiled_decode(shape: tuple[int, int, int]) -> str:
-    """The HLO of decoding 16 prompts x 8 on a v6e-8 of this (dp, fsdp, tp) mesh."""
-    os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # else the compiler looks for the TPU's host
-    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # nor does it need a TPU to itself
-    one_host = {"topology_name": "v6e:2x4", "chips_per_host_bounds": [2, 4, 1]}
-    devices = topologies.get_topology_desc(platform="tpu", **one_host).devices
-    mesh = Mesh(np.array(devices).reshape(shape), ("dp", "fsdp", "tp"))
-    layout = Layout(mesh, ROLLOUT_ROWS)
-
-    def array(shape: tuple[int, ...], dtype: jnp.dtype, *axes: object) -> jax.ShapeDtypeStruct:
-        sharding = NamedSharding(mesh, PartitionSpec(*axes))
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-    params = jax.tree.map(
-        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16, sharding=where),
-        param_table(CONFIG),
-        param_shardings(CONFIG, mesh),
-    )
-    kv = array((2, G, 2, S, 128), jnp.bfloat16, None, layout.rows)
-    prompt = array((G, S + 1), jnp.int32, layout.rows)
-    rows = array((G * K,), jnp.int32, layout.rows)
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    lowered = decode.lower(
-        params, CONFIG, KV(kv, kv), prompt, prompt, rows, array(key.shape, key.dtype),
-        max_new_tokens=T, stop_ids=(151643, 151645), pad_id=0, sampling=Sampling(),
-        dtype=jnp.dtype("bfloat16"), layout=layout,
-    )  # fmt: skip
-    return lowered.compile().as_text()
+@functools.cache
+def plan_of(run: str, slice_name: str = "", **env: str) -> programs.Plan:
+    """The plan of that run with two of its layers: they are scanned, so two tell what all do."""
+    name, usual_slice, sizes = RUNS[run]
+    known = hf.config_of(name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hf, "config_of", lambda *_: dataclasses.replace(known, num_layers=2))
+        cfg = Config.from_env({"MODEL_PATH": name} | RUN | sizes | env)
+        return plan_tpu.make_plan(cfg, slice_name or usual_slice)
 
 
-def gathered_weights(hlo: str) -> list[str]:
-    """Shapes of all-gathers as large as a weight, or of the prompts' keys and values."""
-    shapes = re.findall(r"= \(?(\w+\[[\d,]*\]).* all-gather(?:-start)?\(", hlo)
-    sizes = [math.prod(int(n) for n in re.findall(r"\d+", s.split("[")[1])) for s in shapes]
-    return [shape for shape, size in zip(shapes, sizes, strict=True) if size >= SMALLEST_WEIGHT]
+@functools.cache
+def compiled(plan: programs.Plan, program: str) -> tuple[plan_tpu.Memory, list[Collective]]:
+    memory, text = plan_tpu.compiled(plan, program)
+    return memory, collectives(text)
 
 
-def test_decoding_with_tensor_parallelism_gathers_no_weight_and_no_prompt() -> None:
-    assert gathered_weights(compiled_decode((1, 1, 8))) == []
+def elements(one: Collective) -> int:
+    """Of the largest array in it."""
+    shapes = re.findall(r"\[([\d,]*)\]", one.shape)
+    return max(math.prod(int(n) for n in shape.split(",") if n) for shape in shapes)
+
+
+def smallest_weight(plan: programs.Plan) -> int:
+    """Elements of wk in a layer."""
+    return plan.config.hidden_size * plan.config.num_kv_heads * plan.config.head_dim
+
+
+# ---- Decode --------------------------------------------------------------------------------------
+
+
+def gathered_weights(plan: programs.Plan) -> list[str]:
+    """All-gathers in decode's loops as large as a weight or the prompts' keys."""
+    _, found = compiled(plan, "decode")
+    gathers = [one for one in found if one.kind == "all-gather"]
+    return [one.shape for one in gathers if elements(one) >= smallest_weight(plan)]
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_decoding_gathers_no_weight_and_no_prompt(run: str) -> None:
+    assert gathered_weights(plan_of(run)) == []
 
 
 def test_decoding_on_weights_sharded_for_training_would_be_caught() -> None:
-    assert gathered_weights(compiled_decode((1, 8, 1)))
+    assert gathered_weights(plan_of("3b", ROLLOUT_MESH_SHAPE="1,8,1"))
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_token_costs_two_all_reduces_and_four_exchanges_in_each_layer(run: str) -> None:
+    _, found = compiled(plan_of(run), "decode")
+    kinds = sorted(one.kind for one in found if one.loops == (None, 2))
+    assert kinds.count("all-reduce") == 2 and len(kinds) == 6
+
+
+# ---- Training ------------------------------------------------------------------------------------
+
+
+def whole_weights(plan: programs.Plan) -> list[str]:
+    """Collectives of a micro-step that leave a gradient or the embedding whole on each device."""
+    table = plan.config.vocab_size * plan.config.hidden_size
+    limits = {"all-reduce": smallest_weight(plan), "all-gather": table}
+    _, found = compiled(plan, "micro_step")
+    return [one.shape for one in found if elements(one) >= limits.get(one.kind, math.inf)]
+
+
+def test_training_gathers_a_layer_at_a_time_and_reduce_scatters_its_gradient() -> None:
+    assert whole_weights(plan_of("3b")) == []
+
+
+def test_gradients_that_stay_whole_would_be_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gathered(weight: jax.Array, axes: tuple, layout: Layout) -> jax.Array:
+        return constrain(weight, layout, *(None if axis == "fsdp" else axis for axis in axes))
+
+    monkeypatch.setattr(model, "whole", gathered)  # its gradient is as whole as itself
+    assert whole_weights(plan_of("3b", MAX_LENGTH_SAMPLE="512"))
+
+
+def test_estimated_bytes_between_chips_are_those_of_the_compiled_programs() -> None:
+    plan = plan_of("3b")
+    n, tp = plan.rollout.mesh.size, plan.rollout.mesh.shape["tp"]
+    token = roofline.decode_token(
+        plan.config, n, tp, roofline.Rows(*plan.rollout_rows(), plan.S, plan.T)
+    )
+    update = roofline.train_pass(
+        plan.config, plan.compute.layout.mesh, roofline.Rows(*plan.train_rows(), plan.S, plan.T),
+        backward=True, remat="full", impl="jax",
+    )  # fmt: skip
+    for program, work in (("decode", token), ("micro_step", update)):
+        sent = sum(one.times * one.sent_bytes for one in compiled(plan, program)[1])
+        assert work.ici_bytes == pytest.approx(sent, rel=0.2), program
+
+
+def test_twice_the_chips_hold_half_each_and_send_no_more() -> None:
+    (small, few), (large, many) = (
+        compiled(plan_of("3b", name), "micro_step") for name in ("v6e-8", "v6e-16")
+    )
+    assert large.arguments == pytest.approx(small.arguments / 2, rel=0.01)
+    assert large.total < small.total
+    sent, sent_by_many = (sum(one.times * one.sent_bytes for one in x) for x in (few, many))
+    assert sent_by_many == pytest.approx(sent * (15 / 16) / (7 / 8), rel=0.05)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("chip", roofline.CHIPS)
+def test_splash_attention_and_its_gradient_compile(chip: str, head_dim: int) -> None:
+    devices = programs.slice_devices(f"{chip}-8")
+    layout = Layout(Mesh(np.array(devices).reshape(1, -1, 1), ("dp", "fsdp", "tp")), TRAIN_ROWS)
+    G, t, S, s = len(devices), 384 + 2 * 1000, 384, 2
+
+    def array(*shape: int, dtype: jnp.dtype = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+        return programs.array(layout.mesh, shape, dtype, layout.rows)
+
+    def total(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+        out = attention.attention(q, attention.KV(k, v), mask, s, layout, "splash")
+        return out.astype(jnp.float32).sum()
+
+    kv = array(G, 2, t, head_dim)
+    program = jax.jit(jax.grad(total, (0, 1, 2)))
+    arguments = array(G, t, 4, head_dim), kv, kv, array(G, S, dtype=jnp.bool_)
+    text = program.lower(*arguments).compile().as_text()
+    assert text.count("tpu_custom_call") >= 3  # forward, and backward's two
+
+
+# ---- Slices --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, devices, hosts", [
+    ("v4-8", 4, 1), ("v4-16", 8, 2), ("v4-32", 16, 4), ("v5e-8", 8, 1), ("v5e-16", 16, 4),
+    ("v5p-8", 4, 1), ("v6e-8", 8, 1), ("v6e-16", 16, 4), ("v6e-64", 64, 16), ("v6e-256", 256, 64),
+])  # fmt: skip
+def test_a_slice_has_the_devices_and_hosts_that_the_cloud_gives(
+    name: str, devices: int, hosts: int
+) -> None:
+    found = programs.slice_devices(name)
+    assert len(found) == devices and len({d.process_index for d in found}) == hosts
+    assert roofline.SLICES[name].hosts == hosts
+    assert roofline.chip_of(found[0]) is roofline.CHIPS[roofline.SLICES[name].chip]

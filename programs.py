@@ -1,0 +1,198 @@
+"""The device programs of a run with their arguments as shapes: to compile what runs, not to run it.
+
+plan_tpu.py and tests compile these for TPU slices that are not here. Dimensions: B sequences and G
+prompt rows of a rollout pass, R sequences of a micro-batch, S prompt tokens, T completion tokens.
+"""
+
+import importlib.util
+import math
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import config as settings
+from attention import KV
+from layout import Layout
+from model import ModelConfig, Params, param_shardings, param_table
+from rollout import decode, prefill, share
+from roofline import SLICES
+from sizes import Sizes
+from startup import objective_of, optimizer_of, sampling_of
+from update import (
+    Compute,
+    Counts,
+    MicroBatch,
+    TrainState,
+    micro_step,
+    optimizer_step,
+    score_tokens,
+    sync_program,
+    transform,
+)
+
+PROGRAMS = ("sync_weights", "prefill", "decode", "score_tokens", "micro_step", "optimizer_step")
+
+
+class Plan(NamedTuple):
+    """What the shapes of all programs follow from."""
+
+    cfg: settings.Config
+    config: ModelConfig
+    sizes: Sizes
+    compute: Compute  # of training
+    rollout: Layout
+    processes: int
+    S: int  # prompt tokens but for the last
+    T: int  # completion tokens
+
+    def rollout_rows(self) -> tuple[int, int]:
+        """B and G."""
+        B = self.sizes.prompt_batch_size * self.cfg.num_pre_q * self.processes
+        return B, B // share(self.cfg.num_pre_q, B // self.rollout.row_shards)
+
+    def train_rows(self) -> tuple[int, int]:
+        """R and G."""
+        R = self.sizes.micro_batch_size * self.processes
+        return R, R // share(self.cfg.num_pre_q, R // self.compute.layout.row_shards)
+
+
+def slice_devices(name: str) -> Sequence[jax.Device]:
+    """The devices of a TPU slice that is not here; ValueError for an unknown one or no libtpu."""
+    if name not in SLICES:
+        raise ValueError(f"{name!r} is not a slice known here; these are: {', '.join(SLICES)}")
+    if importlib.util.find_spec("libtpu") is None:
+        raise ValueError('the TPU compiler is not installed: pip install "jax[tpu]"')
+    # The compiler needs no TPU, nor one for itself alone, but libtpu looks for the host it is on.
+    os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    os.environ |= {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v6e-8"}
+    jax.config.update("jax_platforms", "cpu")
+    return topologies.get_topology_desc(**SLICES[name].topology).devices
+
+
+# ---- Arguments -----------------------------------------------------------------------------------
+
+
+def array(mesh: Mesh, shape: tuple[int, ...], dtype: Any, *axes: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*axes)))
+
+
+def params_on(config: ModelConfig, mesh: Mesh, dtype: Any) -> Params:
+    return jax.tree.map(
+        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=where),
+        param_table(config), param_shardings(config, mesh),
+    )  # fmt: skip
+
+
+def train_state(plan: Plan) -> TrainState:
+    """As init_state makes it."""
+    mesh, rule = plan.compute.layout.mesh, transform(optimizer_of(plan.cfg), plan.config)
+    params = params_on(plan.config, mesh, jnp.dtype(plan.cfg.param_dtype))
+    opt_state = optax.tree_utils.tree_map_params(
+        rule, lambda x, p: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=p.sharding),
+        jax.eval_shape(rule.init, params), params,
+        transform_non_params=lambda x: array(mesh, x.shape, x.dtype),
+    )  # fmt: skip
+    return TrainState(params=params, opt_state=opt_state, step=array(mesh, (), jnp.int32))
+
+
+def reference(plan: Plan) -> Params | None:
+    """The weights that BETA compares with."""
+    if plan.cfg.beta == 0:
+        return None
+    dtype = jnp.float32 if plan.cfg.ref_sync_steps else plan.compute.dtype
+    return params_on(plan.config, plan.compute.layout.mesh, dtype)
+
+
+def micro_batch(plan: Plan) -> MicroBatch:
+    (R, G), cfg, layout = plan.train_rows(), plan.cfg, plan.compute.layout
+
+    def rows(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+        return array(layout.mesh, shape, dtype, layout.rows)
+
+    prompt, tokens = rows(jnp.int32, G, plan.S + 1), rows(jnp.int32, R, plan.T)
+    logps = rows(jnp.float32, R, plan.T)
+    return MicroBatch(
+        prompt, prompt, tokens, tokens, logps, rows(jnp.float32, R),
+        old_logps=logps if cfg.ppo_epochs > 1 else None,
+        ref_logps=logps if cfg.beta > 0 else None,
+        top_mask=tokens if cfg.top_entropy_quantile < 1 else None,
+    )  # fmt: skip
+
+
+def bytes_of(tree: Any) -> int:
+    """Per device, of the arrays among the leaves."""
+    arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.ShapeDtypeStruct)]
+    shapes = [x.sharding.shard_shape(x.shape) if x.sharding else x.shape for x in arrays]
+    sizes = [math.prod(shape) for shape in shapes]
+    return sum(n * jnp.dtype(x.dtype).itemsize for n, x in zip(sizes, arrays, strict=True))
+
+
+# ---- Programs ------------------------------------------------------------------------------------
+
+
+def runs(plan: Plan, program: str) -> bool:
+    """False for the scoring pass of a run that needs none."""
+    scores = plan.cfg.beta > 0 or plan.cfg.top_entropy_quantile < 1
+    return program != "score_tokens" or scores
+
+
+def call(plan: Plan, program: str) -> tuple[Any, tuple, dict[str, Any]]:
+    """The jitted function, its arguments and its static ones, as the run calls it."""
+    cfg, config, compute, state = plan.cfg, plan.config, plan.compute, train_state(plan)
+    grads = params_on(config, compute.layout.mesh, jnp.float32)
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)
+    if program == "sync_weights":
+        return sync_program(config, plan.rollout.mesh, compute.dtype), (state.params,), {}
+    if program == "score_tokens":
+        scored = reference(plan) or state.params
+        return score_tokens, (scored, micro_batch(plan), cfg.temperature, compute), {}
+    if program == "micro_step":
+        static = {"objective": objective_of(cfg), "temperature": cfg.temperature}
+        arguments = (state.params, grads, micro_batch(plan), Counts(scalar, scalar, scalar))
+        return micro_step, arguments, static | {"compute": compute}
+    if program == "optimizer_step":
+        static = {"optimizer": optimizer_of(cfg), "config": config}
+        return optimizer_step, (state, grads, scalar), static
+    return prefill_call(plan) if program == "prefill" else decode_call(plan)
+
+
+def prefill_call(plan: Plan) -> tuple[Any, tuple, dict[str, Any]]:
+    (_, G), layout, compute = plan.rollout_rows(), plan.rollout, plan.compute
+    weights = params_on(plan.config, layout.mesh, compute.dtype)
+    prompt = array(layout.mesh, (G, plan.S + 1), jnp.int32, layout.rows)
+    static = {"dtype": compute.dtype, "layout": layout, "attention_impl": compute.attention_impl}
+    return prefill, (weights, plan.config, prompt, prompt), static
+
+
+def decode_call(plan: Plan) -> tuple[Any, tuple, dict[str, Any]]:
+    _, (weights, config, prompt, _), _ = prefill_call(plan)
+    (B, G), (mesh, rows), dtype = plan.rollout_rows(), plan.rollout, plan.compute.dtype
+    shape = (config.num_layers, G, config.num_kv_heads, plan.S, config.head_dim)
+    kv = array(mesh, shape, dtype, None, rows)
+    key = array(mesh, (), jax.eval_shape(lambda: jax.random.key(0)).dtype)
+    static = {
+        "dtype": dtype, "layout": plan.rollout, "max_new_tokens": plan.T, "stop_ids": (0, 1),
+        "pad_id": 0, "sampling": sampling_of(plan.cfg),
+    }  # fmt: skip
+    row_ids = array(mesh, (B,), jnp.int32, rows)
+    return decode, (weights, config, KV(kv, kv), prompt, prompt, row_ids, key), static
+
+
+def rest_of_run(plan: Plan, program: str) -> int:
+    """Bytes per device of what the run keeps all the time and this program is not given."""
+    state, ref = train_state(plan), bytes_of(reference(plan))
+    params, opt_state = bytes_of(state.params), bytes_of(state.opt_state)
+    given = {
+        "sync_weights": params,
+        "score_tokens": ref or params,
+        "micro_step": params,
+        "optimizer_step": params + opt_state,
+    }
+    return params + opt_state + ref - given.get(program, 0)

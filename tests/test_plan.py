@@ -1,0 +1,110 @@
+"""Claims about train_grpo.py --plan: what it prints, what it suggests and how it exits."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import programs
+
+REPO = Path(__file__).resolve().parent.parent
+MODEL = {
+    "model_type": "qwen2", "vocab_size": 8192, "hidden_size": 256, "intermediate_size": 512,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+SMALL = {"NUM_PRE_Q": "8", "GLOBAL_LENGTH": "128", "MAX_LENGTH_SAMPLE": "128"}
+needs_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason='the TPU compiler: pip install "jax[tpu]"'
+)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder with nothing but a config.json: no weights, no tokenizer."""
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    return tmp_path
+
+
+def planned(
+    slice_name: str, model: Path, *, before: str = "", **env: str
+) -> subprocess.CompletedProcess:
+    """train_grpo.py --plan as a user runs it, after some Python."""
+    keep = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    argv = [str(REPO / "train_grpo.py"), "--plan", slice_name]
+    run = f"import runpy, sys; sys.argv = {argv}; sys.path.insert(0, {str(REPO)!r}); {before}\n"
+    run += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    return subprocess.run(
+        [sys.executable, "-c", run], cwd=model, text=True, capture_output=True, timeout=500,
+        env=keep | {"MODEL_PATH": str(model)} | SMALL | env,
+    )  # fmt: skip
+
+
+@needs_compiler
+def test_a_plan_lists_every_program_of_the_run_and_fits(model: Path) -> None:
+    done = planned("v6e-8", model, BETA="0.04")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    for program in programs.PROGRAMS:  # three columns that add up to the fourth
+        row = re.search(
+            rf"^\| {program} \| ([\d. |]+) \| yes \| \d+ s \| (.*) \|$", done.stdout, re.M
+        )
+        assert row, program
+        *parts, total = map(float, row.group(1).split(" | "))
+        assert sum(parts) == pytest.approx(total, abs=0.02) and total > 0
+    assert "mesh dp,fsdp,tp train=1,8,1 (auto) rollout=8,1,1 (auto; estimated ms" in done.stdout
+    assert "a step: 128 sequences of 128 + 128 tokens; per device 16 in each of 1" in done.stdout
+    assert re.search(r"^\| decode, a token \| 128 \| ", done.stdout, re.M)
+    assert re.search(r"MFU of the update \d+%, of the step \d+%$", done.stdout, re.M)
+    assert re.search(r"^v6e-8: fits, [\d.]+ of 31.25 GiB in \w+$", done.stdout, re.M)
+    assert list(model.iterdir()) == [model / "config.json"]  # and leaves nothing behind
+
+
+@needs_compiler
+def test_a_run_that_cannot_fit_is_told_what_would(model: Path) -> None:
+    wide = MODEL | {"hidden_size": 2048, "intermediate_size": 16384}
+    (model / "config.json").write_text(json.dumps(wide))
+    sizes = {"ROLLOUT_PER_DEVICE_BATCH_SIZE": "16", "TRAIN_PER_DEVICE_MICRO_BATCH_SIZE": "128"}
+    done = planned("v5e-8", model, MAX_LENGTH_SAMPLE="1024", **sizes)
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert re.search(r"^\| micro_step \| .* \| NO \| ", done.stdout, re.M)
+    remedy = re.search(
+        r"^micro_step does not fit; TRAIN_PER_DEVICE_MICRO_BATCH_SIZE=(\d+) does \(([\d.]+) GiB\), "
+        r"or MAX_LENGTH_SAMPLE=(\d+) does \(([\d.]+) GiB\)$", done.stdout, re.M,
+    )  # fmt: skip
+    assert remedy, done.stdout
+    size, first, length, second = map(float, remedy.groups())
+    assert 128 % size == 0 and size < 128 and length < 1024
+    assert max(first, second) <= 15.75 and min(first, second) > 15.75 / 4  # and not far too small
+    assert re.search(r"^v5e-8: DOES NOT FIT, ", done.stdout, re.M)
+
+
+def test_without_the_compiler_a_plan_says_how_to_get_it(model: Path) -> None:
+    done = planned("v6e-8", model, before="sys.modules['libtpu'] = None")  # as if not installed
+    message = 'error: the TPU compiler is not installed: pip install "jax[tpu]"\n'
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
+
+
+def test_a_plan_for_an_unknown_slice_names_the_known_ones(model: Path) -> None:
+    done = planned("v9-8", model)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(
+        r"error: 'v9-8' is not a slice known here; these are: v4-8, .*\n", done.stderr
+    )
+
+
+def test_a_plan_stops_at_settings_that_cannot_be(model: Path) -> None:
+    done = planned("v6e-8", model, TRAIN_MICRO_BATCH_SIZE="7")
+    assert done.returncode == 2 and done.stderr.startswith("error: TRAIN_MICRO_BATCH_SIZE=7 must")
+    (model / "config.json").unlink()
+    done = planned("v6e-8", model)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert (
+        done.stderr == f"error: MODEL_PATH={model} has no config.json; give a Hugging Face folder\n"
+    )

@@ -331,7 +331,7 @@ def test_every_dimension_of_every_parameter_has_an_axis_entry() -> None:
         config = dataclasses.replace(CONFIG, tied=tied, qkv_bias=bias, qk_norm=norm)
         for leaf in jax.tree.leaves(param_table(config)):
             assert len(leaf.axes) == len(leaf.shape), leaf.name
-            assert set(leaf.axes) <= {None, "fsdp", "tp"}, leaf.name
+            assert set(leaf.axes) <= {None, "fsdp", "tp", ("tp", "fsdp")}, leaf.name
 
 
 def test_init_follows_transformers_rule() -> None:

@@ -68,9 +68,9 @@ def test_a_plan_lists_every_program_of_the_run_and_fits(model: Path) -> None:
 
 @needs_compiler
 def test_a_run_that_cannot_fit_is_told_what_would(model: Path) -> None:
-    wide = MODEL | {"hidden_size": 2048, "intermediate_size": 16384}
+    wide = MODEL | {"hidden_size": 512, "intermediate_size": 8192}
     (model / "config.json").write_text(json.dumps(wide))
-    sizes = {"ROLLOUT_PER_DEVICE_BATCH_SIZE": "16", "TRAIN_PER_DEVICE_MICRO_BATCH_SIZE": "128"}
+    sizes = {"ROLLOUT_PER_DEVICE_BATCH_SIZE": "32", "TRAIN_PER_DEVICE_MICRO_BATCH_SIZE": "256"}
     done = planned("v5e-8", model, MAX_LENGTH_SAMPLE="1024", **sizes)
     assert done.returncode == 3, done.stdout + done.stderr
     assert re.search(r"^\| micro_step \| .* \| NO \| ", done.stdout, re.M)
@@ -80,7 +80,7 @@ def test_a_run_that_cannot_fit_is_told_what_would(model: Path) -> None:
     )  # fmt: skip
     assert remedy, done.stdout
     size, first, length, second = map(float, remedy.groups())
-    assert 128 % size == 0 and size < 128 and length < 1024
+    assert 256 % size == 0 and size < 256 and length < 1024
     assert max(first, second) <= 15.75 and min(first, second) > 15.75 / 4  # and not far too small
     assert re.search(r"^v5e-8: DOES NOT FIT, ", done.stdout, re.M)
 

@@ -20,10 +20,10 @@ import hf
 import roofline
 from hlo import collectives
 from layout import mesh_text
-from programs import PROGRAMS, Plan, bytes_of, call, rest_of_run, runs, slice_devices
+from programs import PROGRAMS, ROLLOUT, Plan, bytes_of, call, rest_of_run, runs, slice_devices
 from rollout import prompt_width, share
 from sizes import derive
-from startup import layouts
+from startup import layouts, sampling_of
 
 GIB = 2**30
 ASSUMED_PROMPT = 512  # tokens, where neither MAX_PROMPT_LENGTH nor GLOBAL_LENGTH says
@@ -94,7 +94,8 @@ def make_plan(cfg: settings.Config, name: str) -> Plan:
         f"policy_loss_impl={compute.impl}",
         flush=True,
     )
-    return Plan(cfg, config, sizes, compute, rollout, hosts, S, cfg.max_length_sample)
+    sampling, T = sampling_of(cfg), cfg.max_length_sample
+    return Plan(cfg, config, sizes, compute, rollout, hosts, sampling, S, T)
 
 
 def compiled(plan: Plan, program: str) -> tuple[Memory, str]:
@@ -122,7 +123,7 @@ def remedies(plan: Plan, program: str, limit: float) -> list[str]:
     if program in ("micro_step", "score_tokens"):
         setting, per = "TRAIN_PER_DEVICE_MICRO_BATCH_SIZE", 1
         name, whole = "micro_batch_size", sizes.local_batch
-    elif program in ("prefill", "decode"):
+    elif program in ROLLOUT:
         setting, per = "ROLLOUT_PER_DEVICE_BATCH_SIZE", plan.cfg.num_pre_q
         name, whole = "prompt_batch_size", sizes.prompts_per_step // plan.processes
     else:
@@ -170,8 +171,8 @@ def collectives_text(hlo_text: str) -> str:
         sent[one.loops][one.kind].append(one.sent_bytes / 2**20)
     texts = []
     for loops, kinds in sorted(sent.items(), key=lambda item: len(item[0])):
-        where = " x ".join("each token" if n is None else str(n) for n in loops) or "once"
-        counts = [f"{len(mib)} {kind} {sum(mib):.3g}" for kind, mib in kinds.items()]
+        where = ", ".join("each token" if n is None else f"{n} x" for n in loops) or "once"
+        counts = [f"{len(mib)} {kind} {sum(mib):.2f}" for kind, mib in kinds.items()]
         texts.append(f"{where}: {', '.join(counts)}")
     return "; ".join(texts)
 

@@ -4,6 +4,7 @@ plan_tpu.py and tests compile these for TPU slices that are not here. Dimensions
 prompt rows of a rollout pass, R sequences of a micro-batch, S prompt tokens, T completion tokens.
 """
 
+import dataclasses
 import importlib.util
 import math
 import os
@@ -21,10 +22,10 @@ import config as settings
 from attention import KV
 from layout import Layout
 from model import ModelConfig, Params, param_shardings, param_table
-from rollout import decode, prefill, share
+from rollout import Sampling, decode, prefill, share
 from roofline import SLICES
-from sizes import Sizes
-from startup import objective_of, optimizer_of, sampling_of
+from sizes import Sizes, eval_questions
+from startup import objective_of, optimizer_of
 from update import (
     Compute,
     Counts,
@@ -37,7 +38,8 @@ from update import (
     transform,
 )
 
-PROGRAMS = ("sync_weights", "prefill", "decode", "score_tokens", "micro_step", "optimizer_step")
+ROLLOUT = ("prefill", "decode", "eval_prefill", "eval_decode")
+PROGRAMS = ("sync_weights", *ROLLOUT, "score_tokens", "micro_step", "optimizer_step")
 
 
 class Plan(NamedTuple):
@@ -49,8 +51,19 @@ class Plan(NamedTuple):
     compute: Compute  # of training
     rollout: Layout
     processes: int
+    sampling: Sampling
     S: int  # prompt tokens but for the last
     T: int  # completion tokens
+
+    def evaluation(self) -> "Plan":
+        """With the sizes and the sampling of an evaluation's rollout, for that alone."""
+        k, local = self.cfg.eval_samples, self.rollout.mesh.size // self.processes
+        size = eval_questions(self.cfg, self.sizes, local)
+        return self._replace(
+            cfg=dataclasses.replace(self.cfg, num_pre_q=k),
+            sizes=self.sizes._replace(prompt_batch_size=size),
+            sampling=self.sampling if k > 1 else Sampling(temperature=0.0),
+        )
 
     def rollout_rows(self) -> tuple[int, int]:
         """B and G."""
@@ -138,9 +151,11 @@ def bytes_of(tree: Any) -> int:
 
 
 def runs(plan: Plan, program: str) -> bool:
-    """False for the scoring pass of a run that needs none."""
-    scores = plan.cfg.beta > 0 or plan.cfg.top_entropy_quantile < 1
-    return program != "score_tokens" or scores
+    """False for what the settings switch off."""
+    cfg = plan.cfg
+    if program == "score_tokens":
+        return cfg.beta > 0 or cfg.top_entropy_quantile < 1
+    return not program.startswith("eval_") or cfg.eval_every_steps > 0 or cfg.eval_full_sweep
 
 
 def call(plan: Plan, program: str) -> tuple[Any, tuple, dict[str, Any]]:
@@ -160,7 +175,8 @@ def call(plan: Plan, program: str) -> tuple[Any, tuple, dict[str, Any]]:
     if program == "optimizer_step":
         static = {"optimizer": optimizer_of(cfg), "config": config}
         return optimizer_step, (state, grads, scalar), static
-    return prefill_call(plan) if program == "prefill" else decode_call(plan)
+    plan = plan.evaluation() if program.startswith("eval_") else plan
+    return prefill_call(plan) if program.endswith("prefill") else decode_call(plan)
 
 
 def prefill_call(plan: Plan) -> tuple[Any, tuple, dict[str, Any]]:
@@ -179,7 +195,7 @@ def decode_call(plan: Plan) -> tuple[Any, tuple, dict[str, Any]]:
     key = array(mesh, (), jax.eval_shape(lambda: jax.random.key(0)).dtype)
     static = {
         "dtype": dtype, "layout": plan.rollout, "max_new_tokens": plan.T, "stop_ids": (0, 1),
-        "pad_id": 0, "sampling": sampling_of(plan.cfg),
+        "pad_id": 0, "sampling": plan.sampling,
     }  # fmt: skip
     row_ids = array(mesh, (B,), jnp.int32, rows)
     return decode, (weights, config, KV(kv, kv), prompt, prompt, row_ids, key), static

@@ -60,6 +60,12 @@ def derive(cfg: Any, processes: int, local_devices: int) -> Sizes:
     return Sizes(local_batch, per_step * k, prompts, passes, micro, accum, per_step)
 
 
+def eval_questions(cfg: Any, sizes: Sizes, local_devices: int) -> int:
+    """Questions of an evaluation's pass per process: about as many sequences as a rollout's."""
+    sequences = sizes.prompt_batch_size * cfg.num_pre_q
+    return local_devices * max(1, sequences // (cfg.eval_samples * local_devices))
+
+
 def one_size(cfg: Any, whole: str, part: str, unit: int, unit_text: str) -> tuple[str, int, int]:
     """The one of two synonyms that is set: name, value, and how many of `whole` one of it makes."""
     total, parts = getattr(cfg, whole), getattr(cfg, part)

@@ -52,6 +52,7 @@ from metrics import (
 )
 from model import Params
 from rollout import Rollout, Sampling, bucket, generate, pad_prompts, prompt_width, share
+from sizes import eval_questions
 from startup import Run, open_log, set_up, start_jax
 from update import (
     Counts,
@@ -353,8 +354,8 @@ def evaluate(
     """
     clock, cfg, k = Clock(), run.cfg, run.cfg.eval_samples
     prompts = run.test if full or not cfg.eval_prompts else run.test[: cfg.eval_prompts]
-    devices, processes = jax.local_device_count(), jax.process_count()
-    size = devices * max(1, run.sizes.prompt_batch_size * cfg.num_pre_q // (k * devices))
+    processes = jax.process_count()
+    size = eval_questions(cfg, run.sizes, jax.local_device_count())
     passes = math.ceil(len(prompts) / (size * processes))
     padded = [*prompts, *[prompts[-1]] * (passes * size * processes - len(prompts))]
     width = prompt_width(max(len(p.ids) for p in prompts), cfg.global_length)

@@ -7,7 +7,7 @@ import pytest
 from test_config import REAL, env, rows
 
 from config import Config
-from sizes import Sizes, derive
+from sizes import Sizes, derive, eval_questions
 
 # Sizes(local_batch, global_batch, prompt_batch_size, passes_per_step, micro_batch_size,
 #       grad_accum_steps, prompts_per_step)
@@ -104,3 +104,13 @@ def test_every_division_of_an_accepted_step_is_exact() -> None:
         assert b.micro_batch_size % devices == b.prompt_batch_size * k % devices == 0
         assert pass_ in (0, b.prompt_batch_size) and step in (0, b.prompts_per_step)
     assert accepted > 60
+
+
+@pytest.mark.parametrize("prompts, k, samples, devices, questions", [
+    (16, 8, 1, 8, 128), (16, 8, 4, 8, 32), (16, 8, 3, 8, 40), (1, 2, 1, 8, 8), (2, 8, 64, 4, 4),
+])  # fmt: skip
+def test_an_evaluation_s_pass_has_about_as_many_sequences_as_a_rollout_s(
+    prompts: int, k: int, samples: int, devices: int, questions: int
+) -> None:
+    cfg = Config(num_pre_q=k, eval_samples=samples)
+    assert eval_questions(cfg, Sizes(0, 0, prompts, 1, 0, 0, 0), devices) == questions

@@ -99,6 +99,7 @@ def _causal(
     if size == t:
         return chunk(0, q)
     chunks = -(-t // size)
+    size = -(-t // chunks)  # as many as there are chunks, and little padding
     q = jnp.pad(q, ((0, 0), (0, chunks * size - t), (0, 0), (0, 0)))
     q = q.reshape(R, chunks, size, H, h).swapaxes(0, 1)
     # No scores are kept: backward makes each chunk's again.

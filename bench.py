@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from config import fail
 from loss_pallas import token_logps, token_logps_reference
 from programs import array, slice_devices
 from roofline import CHIPS, loss_costs
@@ -136,7 +137,10 @@ def main() -> None:
         small = Shape(4096, 256, 32768)
         shape = small if jax.default_backend() == "cpu" else big
     shape = Shape(args.tokens or shape.n, args.D or shape.D, args.V or shape.V)
-    plan_loss(shape, args.tpu) if args.tpu else bench_loss(shape, args.repeats)
+    try:
+        plan_loss(shape, args.tpu) if args.tpu else bench_loss(shape, args.repeats)
+    except ValueError as error:
+        fail(error)
 
 
 if __name__ == "__main__":

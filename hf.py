@@ -14,20 +14,21 @@ from model import Leaf, ModelConfig, Params, param_shardings, param_table
 
 FILES = ["*.json", "*.safetensors", "*.jinja"]
 
-# What plan_tpu.py need not ask the hub: the config.json of the Instruct and the plain models.
+# The config.json of these, and of those whose name ends in -Instruct or -Base, for plan_tpu.py;
+# positions are the least that any of them has.
 _QWEN = {"eps": 1e-6, "theta": 1e6, "llama3": None}
 _LLAMA = {"eps": 1e-5, "theta": 5e5, "llama3": (32.0, 1.0, 4.0, 8192)}
 _KNOWN = {  # V, D, F, L, H, N, h, tied, positions
-    "Qwen2.5-0.5B": (151936, 896, 4864, 24, 14, 2, 64, True, 32768, _QWEN),
-    "Qwen2.5-1.5B": (151936, 1536, 8960, 28, 12, 2, 128, True, 32768, _QWEN),
-    "Qwen2.5-3B": (151936, 2048, 11008, 36, 16, 2, 128, True, 32768, _QWEN),
-    "Qwen2.5-7B": (152064, 3584, 18944, 28, 28, 4, 128, False, 32768, _QWEN),
-    "Qwen3-0.6B": (151936, 1024, 3072, 28, 16, 8, 128, True, 40960, _QWEN),
-    "Qwen3-1.7B": (151936, 2048, 6144, 28, 16, 8, 128, True, 40960, _QWEN),
-    "Qwen3-4B": (151936, 2560, 9728, 36, 32, 8, 128, True, 40960, _QWEN),
-    "Qwen3-8B": (151936, 4096, 12288, 36, 32, 8, 128, False, 40960, _QWEN),
-    "Llama-3.2-1B": (128256, 2048, 8192, 16, 32, 8, 64, True, 131072, _LLAMA),
-    "Llama-3.2-3B": (128256, 3072, 8192, 28, 24, 8, 128, True, 131072, _LLAMA),
+    "Qwen/Qwen2.5-0.5B": (151936, 896, 4864, 24, 14, 2, 64, True, 32768, _QWEN),
+    "Qwen/Qwen2.5-1.5B": (151936, 1536, 8960, 28, 12, 2, 128, True, 32768, _QWEN),
+    "Qwen/Qwen2.5-3B": (151936, 2048, 11008, 36, 16, 2, 128, True, 32768, _QWEN),
+    "Qwen/Qwen2.5-7B": (152064, 3584, 18944, 28, 28, 4, 128, False, 32768, _QWEN),
+    "Qwen/Qwen3-0.6B": (151936, 1024, 3072, 28, 16, 8, 128, True, 32768, _QWEN),
+    "Qwen/Qwen3-1.7B": (151936, 2048, 6144, 28, 16, 8, 128, True, 32768, _QWEN),
+    "Qwen/Qwen3-4B": (151936, 2560, 9728, 36, 32, 8, 128, True, 32768, _QWEN),
+    "Qwen/Qwen3-8B": (151936, 4096, 12288, 36, 32, 8, 128, False, 32768, _QWEN),
+    "meta-llama/Llama-3.2-1B": (128256, 2048, 8192, 16, 32, 8, 64, True, 131072, _LLAMA),
+    "meta-llama/Llama-3.2-3B": (128256, 3072, 8192, 28, 24, 8, 128, True, 131072, _LLAMA),
 }
 
 
@@ -46,13 +47,14 @@ def fetch_model(path: str, revision: str = "", files: Sequence[str] = FILES) -> 
 
 def config_of(path: str, revision: str = "") -> ModelConfig:
     """The ModelConfig of a folder, of a model known here, or of a hub id: no weights are needed."""
-    name = path.rpartition("/")[2].removesuffix("-Instruct").removesuffix("-Base")
-    if Path(path).is_dir() or name not in _KNOWN:
+    name = path.removesuffix("-Instruct").removesuffix("-Base")
+    known = [full for full in _KNOWN if name in (full, full.rpartition("/")[2])]
+    if Path(path).is_dir() or revision or not known:
         return read_config(fetch_model(path, revision, ["config.json"]))
-    V, D, F, L, H, N, h, tied, positions, family = _KNOWN[name]
+    V, D, F, L, H, N, h, tied, positions, family = _KNOWN[known[0]]
     return ModelConfig(
         V, D, F, L, H, N, h, family["eps"], family["theta"], family["llama3"], tied,
-        qkv_bias=name.startswith("Qwen2"), qk_norm=name.startswith("Qwen3"),
+        qkv_bias="Qwen2" in name, qk_norm="Qwen3" in name,
         max_positions=positions,
     )  # fmt: skip
 

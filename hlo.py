@@ -127,7 +127,9 @@ def _trips(condition: list[str], body: list[str]) -> int | None:
     if not end or not index:
         return None
     root = next(line for line in body if "ROOT" in line)
-    names = re.findall(r"%([\w.\-]+)", root[root.index("tuple(") :].split(")")[0])
+    names = re.findall(r"%([\w.\-]+)", root.partition(" tuple(")[2].split(")")[0])
+    if int(index.group(1)) >= len(names):
+        return None
     added = next((x for x in body if f"%{names[int(index.group(1))]} =" in x), "")
     steps = [
         int(value.group(1))

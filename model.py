@@ -123,8 +123,8 @@ def param_table(c: ModelConfig) -> Params:
     )
 
 
-def param_shardings(config: ModelConfig, mesh: Mesh) -> Params:
-    """A Params of NamedSharding. ValueError when a mesh axis does not divide a parameter."""
+def param_shardings(config: ModelConfig, mesh: Mesh, setting: str = "MESH_SHAPE") -> Params:
+    """A Params of NamedSharding. ValueError, naming `setting`, if an axis divides no parameter."""
 
     def sharding(leaf: Leaf) -> NamedSharding:
         for size, axes in zip(leaf.shape, leaf.axes, strict=True):
@@ -133,7 +133,7 @@ def param_shardings(config: ModelConfig, mesh: Mesh) -> Params:
                 shape = ",".join(str(n) for n in mesh.shape.values())
                 sizes = " * ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
                 raise ValueError(
-                    f"MESH_SHAPE (dp,fsdp,tp) = {shape}: {sizes} does not divide {leaf.name} "
+                    f"{setting} (dp,fsdp,tp) = {shape}: {sizes} does not divide {leaf.name} "
                     f"{list(leaf.shape)}; use less of it and more dp"
                 )
         return NamedSharding(mesh, P(*leaf.axes))
@@ -186,6 +186,7 @@ def forward(
     attention_impl: xla or splash, see attention.py.
     Returns hidden [G, t, D] in dtype, and the cache, or without one the own KV [L, G, N, t, h].
     """
+    assert prompt is None or cache is not None, "a prompt's keys are for sequences with a cache"
     prompt_mask = jnp.ones(ids.shape, bool) if prompt_mask is None else prompt_mask
     prompt_kv, cached_mask = prompt or (None, None)
     rotary = _rotary(config, positions)

@@ -7,10 +7,11 @@ weights are needed. Memory and collectives are the compiler's. Times are estimat
 Exit codes: 0 it fits, 3 it does not, 2 a mistake in the settings or no libtpu.
 """
 
+import dataclasses
+import math
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import jax
@@ -21,9 +22,9 @@ import roofline
 from hlo import collectives
 from layout import mesh_text
 from programs import PROGRAMS, ROLLOUT, Plan, bytes_of, call, rest_of_run, runs, slice_devices
-from rollout import prompt_width, share
-from sizes import derive
-from startup import layouts, sampling_of
+from rollout import prompt_width
+from sizes import MICRO_SIZES, PASS_SIZES, derive
+from startup import layouts, sampling_of, stop_if_too_long
 
 GIB = 2**30
 ASSUMED_PROMPT = 512  # tokens, where neither MAX_PROMPT_LENGTH nor GLOBAL_LENGTH says
@@ -43,11 +44,12 @@ class Memory(NamedTuple):
 
 def main(cfg: settings.Config, name: str) -> int:
     """Prints the plan of the run that cfg describes on that slice; returns the exit code."""
-    plan = make_plan(cfg, name)
+    plan, why = make_plan(cfg, name)
+    print_plan(plan, name, why)
     chip = roofline.CHIPS[roofline.SLICES[name].chip]
     limit = chip.hbm_gib * GIB
     print("| GiB per device | arguments | temporaries | rest of run | total | fits | compiled in |"
-          " collectives: loops they run in, MiB sent each time |")  # fmt: skip
+          " collectives: GiB sent; by loops, MiB each time |")  # fmt: skip
     print("|---|---|---|---|---|---|---|---|", flush=True)
     memories = {}
     for program in PROGRAMS:
@@ -55,47 +57,52 @@ def main(cfg: settings.Config, name: str) -> int:
             continue
         began = time.perf_counter()
         memories[program], text = memory, _ = compiled(plan, program)
+        seconds = time.perf_counter() - began
         row = " | ".join(f"{x / GIB:.2f}" for x in (*memory, memory.total))
-        verdict = (
-            f"{'yes' if memory.total <= limit else 'NO'} | {time.perf_counter() - began:.0f} s"
-        )
+        barely = "yes" if memory.total <= 0.95 * limit else "barely"
+        verdict = f"{barely if memory.total <= limit else 'NO'} | {seconds:.0f} s"
         print(f"| {program} | {row} | {verdict} | {collectives_text(text)} |", flush=True)
     print_estimates(plan, name)
 
     misfits = [program for program, memory in memories.items() if memory.total > limit]
     for program in misfits:
-        print(f"{program} does not fit; {', or '.join(remedies(plan, program, limit))}", flush=True)
+        print(f"{program} does not fit; {', or '.join(remedies(plan, name, program, limit))}")
     most = max(memories, key=lambda program: memories[program].total)
     total = f"{memories[most].total / GIB:.2f} of {chip.hbm_gib} GiB in {most}"
     print(f"{name}: {'DOES NOT FIT' if misfits else 'fits'}, {total}")
     return 3 if misfits else 0
 
 
-def make_plan(cfg: settings.Config, name: str) -> Plan:
-    """Raises ValueError for settings that do not suit the model or the slice; prints the layout."""
+def make_plan(cfg: settings.Config, name: str) -> tuple[Plan, str]:
+    """And why the rollout's mesh is what it is. Raises ValueError for settings that do not suit the
+    model or the slice."""
     devices, hosts = slice_devices(name), roofline.SLICES[name].hosts
-    local = len(devices) // hosts
-    sizes = derive(cfg, hosts, local)
+    sizes = derive(cfg, hosts, len(devices) // hosts)
     config = hf.config_of(cfg.model_path, cfg.model_revision)
-    known = cfg.max_prompt_length or cfg.global_length
-    S = prompt_width(known or ASSUMED_PROMPT, cfg.global_length) - 1
+    longest = cfg.max_prompt_length or cfg.global_length or ASSUMED_PROMPT
+    stop_if_too_long(cfg, config, longest)
+    S, T = prompt_width(longest, cfg.global_length) - 1, cfg.max_length_sample
     compute, rollout, why = layouts(cfg, config, sizes, S, devices)
+    return Plan(cfg, config, sizes, compute, rollout, hosts, sampling_of(cfg), S, T), why
+
+
+def print_plan(plan: Plan, name: str, why: str) -> None:
+    cfg, sizes, compute, mesh = plan.cfg, plan.sizes, plan.compute, plan.rollout.mesh
+    local = mesh.size // plan.processes
+    S = f"{plan.S}{'' if cfg.max_prompt_length else ' (assumed, as MAX_PROMPT_LENGTH=0)'}"
     print(
-        f"{name}: {len(devices)} x {devices[0].device_kind}, hosts={hosts}, {cfg.model_path} of "
-        f"{roofline.num_params(config) / 1e9:.2f}B parameters\n"
-        f"a step: {sizes.global_batch} sequences of {S}{'' if known else ' (assumed)'} + "
-        f"{cfg.max_length_sample} tokens; per device "
+        f"{name}: {mesh.size} x {mesh.devices.flat[0].device_kind}, hosts={plan.processes}, "
+        f"{cfg.model_path} of {roofline.num_params(plan.config) / 1e9:.2f}B parameters\n"
+        f"a step: {sizes.global_batch} sequences of {S} + {plan.T} tokens; per device "
         f"{sizes.prompt_batch_size * cfg.num_pre_q // local} in each of {sizes.passes_per_step} "
         f"passes, {sizes.micro_batch_size // local} in each of {sizes.grad_accum_steps} "
         f"micro-steps\n"
         f"mesh dp,fsdp,tp train={mesh_text(compute.layout.mesh)} ({cfg.mesh_shape}) "
-        f"rollout={mesh_text(rollout.mesh)} ({cfg.rollout_mesh_shape}{why})\n"
+        f"rollout={mesh_text(mesh)} ({cfg.rollout_mesh_shape}{why})\n"
         f"dtype={compute.dtype} remat={compute.remat} attention_impl={compute.attention_impl} "
         f"policy_loss_impl={compute.impl}",
         flush=True,
     )
-    sampling, T = sampling_of(cfg), cfg.max_length_sample
-    return Plan(cfg, config, sizes, compute, rollout, hosts, sampling, S, T)
 
 
 def compiled(plan: Plan, program: str) -> tuple[Memory, str]:
@@ -108,7 +115,8 @@ def compiled(plan: Plan, program: str) -> tuple[Memory, str]:
         match = re.search(r"HLO temporaries \(([\d.]+)G\) exceeds", str(error))
         if not match:
             raise
-        return Memory(bytes_of(arguments), float(match.group(1)) * GIB, rest), ""
+        given = bytes_of(arguments)
+        return Memory(given, float(match.group(1)) * GIB - given, rest), ""  # it counts them too
     m = executable.memory_analysis()
     made = m.temp_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
     return Memory(m.argument_size_in_bytes, made, rest), executable.as_text()
@@ -117,59 +125,77 @@ def compiled(plan: Plan, program: str) -> tuple[Memory, str]:
 # ---- What would fit ------------------------------------------------------------------------------
 
 
-def remedies(plan: Plan, program: str, limit: float) -> list[str]:
+def remedies(plan: Plan, name: str, program: str, limit: float) -> list[str]:
     """Settings with which the program fits, each confirmed by compiling it with them."""
-    sizes, local = plan.sizes, len(plan.rollout.mesh.devices.flat) // plan.processes
+    cfg, sizes, local = plan.cfg, plan.sizes, plan.rollout.mesh.size // plan.processes
     if program in ("micro_step", "score_tokens"):
-        setting, per = "TRAIN_PER_DEVICE_MICRO_BATCH_SIZE", 1
-        name, whole = "micro_batch_size", sizes.local_batch
+        names, size, whole = MICRO_SIZES, sizes.micro_batch_size, sizes.local_batch
     elif program in ROLLOUT:
-        setting, per = "ROLLOUT_PER_DEVICE_BATCH_SIZE", plan.cfg.num_pre_q
-        name, whole = "prompt_batch_size", sizes.prompts_per_step // plan.processes
+        names, size = PASS_SIZES, sizes.prompt_batch_size
+        whole = sizes.prompts_per_step // plan.processes
     else:
-        return ["weights and optimizer state alone are too much for it: take a larger slice"]
-    now = max(getattr(sizes, name) // local, 1)
-    smaller = [n for n in range(1, now) if whole // local % n == 0]
+        return ["a larger slice, OPTIMIZER=sgd or lion, PARAM_DTYPE=bfloat16 or BETA=0 may do"]
+    per_process = getattr(cfg, names[0]) > 0  # as the user counts: per process or per device
+    smaller = [
+        {names[0]: n * local} if per_process else {names[1]: n}
+        for n in range(1, size // local)
+        if whole // local % n == 0
+    ]
+    if names is PASS_SIZES and not (cfg.rollout_batch_size or cfg.rollout_global_batch_size):
+        smaller = [one | {"rollout_batch_size": sizes.global_batch} for one in smaller]
+    step = -(-plan.T // 16 // 128) * 128
+    shorter = [{"max_length_sample": T} for T in range(step, plan.T, step)]
+    if program.endswith("prefill"):
+        shorter = []  # its size does not depend on the completion's
 
-    def tokens(n: int, T: int) -> float:
-        rows = n * per
-        return rows * T + rows // share(plan.cfg.num_pre_q, rows) * plan.S
+    def planned(changes: dict[str, int]) -> Plan:
+        free = dict.fromkeys(names if changes.keys() & set(names) else (), 0)
+        changed = dataclasses.replace(cfg, grad_accum_steps=0, **free | changes)
+        return make_plan(changed, name)[0]
 
-    def total(n: int, T: int) -> float:
-        other = plan._replace(sizes=sizes._replace(**{name: n * local}), T=T)
-        return compiled(other, program)[0].total
+    def total(changes: dict[str, int]) -> float:
+        return compiled(planned(changes), program)[0].total
 
-    # Memory grows by the token: a line through two small programs says which are worth a try.
-    small, large = (smaller[:2] + [now])[:2] if smaller else (now, now)
-    x1, x2 = tokens(small, plan.T // 2), tokens(large, plan.T)
-    y1, y2 = total(small, plan.T // 2), total(large, plan.T)
-    room = x1 + (limit - y1) * (x2 - x1) / (y2 - y1)
+    # Memory grows by the token: a line through two small programs says where to begin.
+    room, sizes_to_try = math.inf, smaller or shorter
+    if len(sizes_to_try) > 1:
+        probes = sizes_to_try[0], sizes_to_try[len(sizes_to_try) // 2]
+        (x1, y1), (x2, y2) = ((tokens(planned(one), program), total(one)) for one in probes)
+        room = x1 + (limit - y1) * (x2 - x1) / (y2 - y1) if y2 > y1 else math.inf
 
-    def largest(candidates: Iterable[int], shape: Callable[[int], tuple[int, int]]) -> str:
-        likely = [n for n in candidates if tokens(*shape(n)) <= room]
-        for n in sorted(likely, reverse=True)[:3]:
-            if (memory := total(*shape(n))) <= limit:
-                return f"{n} does ({memory / GIB:.2f} GiB)"
+    def largest(candidates: list[dict[str, int]]) -> str:
+        i = sum(tokens(planned(one), program) <= room for one in candidates) - 1
+        while i >= 0:
+            if (memory := total(candidates[i])) <= limit:
+                text = " ".join(f"{key.upper()}={n}" for key, n in candidates[i].items())
+                return f"{text} does ({memory / GIB:.2f} GiB)"
+            i = min(i - 1, i * 3 // 4)
         return ""
 
-    step = -(-plan.T // 16 // 128) * 128
-    found = {
-        setting: largest(smaller, lambda n: (n, plan.T)),
-        "MAX_LENGTH_SAMPLE": largest(range(step, plan.T, step), lambda T: (now, T)),
-    }
-    texts = [f"{name}={text}" for name, text in found.items() if text]
-    return texts or [f"no {setting} or MAX_LENGTH_SAMPLE does: take a larger slice"]
+    texts = [text for text in (largest(smaller), largest(shorter)) if text]
+    return texts or ["none of its sizes does: take a larger slice"]
+
+
+def tokens(plan: Plan, program: str) -> float:
+    """That a program has in memory, over all devices."""
+    if program not in ROLLOUT:
+        R, G = plan.train_rows()
+        return R * plan.T + G * plan.S
+    R, G = (plan.evaluation() if program.startswith("eval_") else plan).rollout_rows()
+    return G * plan.S + (0 if program.endswith("prefill") else R * plan.T)
 
 
 # ---- Collectives and estimates -------------------------------------------------------------------
 
 
 def collectives_text(hlo_text: str) -> str:
-    """How many there are in each loop of a program, and MiB that each kind sends each time."""
+    """GiB that a program sends, or a token of it; how many collectives there are in each of its
+    loops, and the MiB that they send each time."""
+    found = collectives(hlo_text)
     sent: dict[tuple, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for one in collectives(hlo_text):
+    for one in found:
         sent[one.loops][one.kind].append(one.sent_bytes / 2**20)
-    texts = []
+    texts = [f"{sum(one.times * one.sent_bytes for one in found) / GIB:.2f} GiB"] if found else []
     for loops, kinds in sorted(sent.items(), key=lambda item: len(item[0])):
         where = ", ".join("each token" if n is None else f"{n} x" for n in loops) or "once"
         counts = [f"{len(mib)} {kind} {sum(mib):.2f}" for kind, mib in kinds.items()]
@@ -181,6 +207,7 @@ def print_estimates(plan: Plan, name: str) -> None:
     """Roofline times of the phases of a step in which every completion runs to its end."""
     where, cfg, config, sizes = roofline.SLICES[name], plan.cfg, plan.config, plan.sizes
     chip, n, tp = roofline.CHIPS[where.chip], plan.rollout.mesh.size, plan.rollout.mesh.shape["tp"]
+    shards = math.prod(plan.compute.layout.mesh.shape[axis] for axis in ("fsdp", "tp"))
     links = sum(2 if size >= 16 else 1 for size in where.shape if size > 1)
     sampled = roofline.Rows(*plan.rollout_rows(), plan.S, plan.T)
     learnt = roofline.Rows(*plan.train_rows(), plan.S, plan.T)
@@ -194,12 +221,12 @@ def print_estimates(plan: Plan, name: str) -> None:
         for backward in (False, True)
     )  # fmt: skip
     phases = [
-        ("weight sync", roofline.sync(config, n, tp), 1),
+        ("weight sync", roofline.sync(config, shards, tp), 1),
         ("prefill", roofline.prefill(config, n, tp, sampled), passes),
         ("decode, a token", roofline.decode_token(config, n, tp, sampled), passes * plan.T),
         ("scoring", scoring, scorings),
         ("micro-step", training, accum * epochs),
-        ("optimizer step", roofline.optimizer_step(config, n, cfg.optimizer), epochs),
+        ("optimizer step", roofline.optimizer_step(config, shards, cfg.optimizer), epochs),
     ]
     print("| estimate, all completions full | times | TFLOP | HBM GB | ICI GB | compute ms |"
           " HBM ms | ICI ms | s per step |\n|---|---|---|---|---|---|---|---|---|")  # fmt: skip

@@ -1,15 +1,14 @@
 """What a phase of a step costs a TPU at least: estimates from the model and the layout.
 
-FLOPs, HBM bytes and ICI (chip to chip) bytes of one device, divided by what the chip can do. Not a
-measurement: kernels reach a part of it, and small transfers less. plan_tpu.py prints these,
-ROLLOUT_MESH_SHAPE=auto picks by them.
+FLOPs, HBM bytes and ICI (chip to chip) bytes of one device, which computes in bfloat16, divided by
+what the chip can do. Not a measurement: kernels reach a part of it, and small transfers less.
+plan_tpu.py prints these, ROLLOUT_MESH_SHAPE=auto picks by them.
 
 Dimensions: n devices, R sequences, G prompt rows, S prompt tokens, T completion tokens, V
 vocabulary, D model.
 """
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -39,7 +38,7 @@ HOP_SECONDS = 1e-6  # from a chip to its neighbour, of a transfer that is all la
 
 
 class Slice(NamedTuple):
-    """A slice by its Cloud name: the shape of its torus and its hosts."""
+    """The shape of a slice's torus and its hosts."""
 
     chip: str
     shape: tuple[int, ...]
@@ -88,9 +87,6 @@ class Work(NamedTuple):
     hbm_bytes: float
     ici_bytes: float = 0.0
     hops: float = 0.0  # that wait for one another
-
-    def times(self, count: float) -> "Work":
-        return Work(*(count * x for x in self))
 
     def seconds(self, chip: Chip, links: int) -> tuple[float, float, float]:
         """Of the arithmetic, of HBM, of the links."""
@@ -142,10 +138,11 @@ def _attention_flops(c: ModelConfig, pairs: float) -> float:
 # ---- Rollout -------------------------------------------------------------------------------------
 
 
-def sync(config: ModelConfig, n: int, tp: int) -> Work:
-    """float32 shards of n devices -> a bfloat16 copy over tp."""
+def sync(config: ModelConfig, shards: int, tp: int) -> Work:
+    """float32 over `shards` devices -> a bfloat16 copy over tp."""
     W = num_params(config)
-    return Work(0, 4 * W / n + 2 * W / tp, 2 * W / tp * (1 - tp / n))
+    received = 2 * W / tp * max(1 - tp / shards, 0)
+    return Work(0, 4 * W / shards + 2 * W / tp, received)
 
 
 def prefill(config: ModelConfig, n: int, tp: int, rows: Rows) -> Work:
@@ -172,22 +169,40 @@ def decode_token(config: ModelConfig, n: int, tp: int, rows: Rows) -> Work:
     return Work(flops, 2 * weights / tp + kv + 4 * logits, sent * (tp - 1) / tp, hops)
 
 
+def possible_tp(config: ModelConfig, local_devices: int) -> list[int]:
+    """The powers of two that divide a host's devices and every dimension that lies over tp."""
+    leaves = jax.tree.leaves(param_table(config))
+    sizes = [n for leaf in leaves for n, axes in zip(leaf.shape, leaf.axes, strict=True)
+             if axes and "tp" in axes]  # fmt: skip
+    powers = [2**i for i in range(local_devices.bit_length())]
+    return [tp for tp in powers if not any(size % tp for size in (local_devices, *sizes))]
+
+
+def layer_tp(config: ModelConfig, memory: float, local_devices: int) -> int:
+    """The least tp at which a layer gathered over fsdp, the next one and a gradient, all bfloat16,
+    take at most a quarter of a device's memory; the largest there is if none does."""
+    possible = possible_tp(config, local_devices)
+    small = [tp for tp in possible if 3 * 2 * layer_weights(config) / tp <= memory / 4]
+    return (small or possible[-1:])[0]
+
+
 def best_tp(
-    config: ModelConfig, devices: Sequence[jax.Device], local: int, rows: Rows
+    config: ModelConfig, device: jax.Device, n: int, local_devices: int, rows: Rows, itemsize: int
 ) -> tuple[int, str]:
     """The tp, inside a host, at which decoding one token is estimated fastest, and why.
 
-    Among those whose weights take at most 40 % of a device's memory; off a TPU the smallest of
-    them.
+    Among those whose weights take at most 40 % of the memory of `device`, one of n and of this
+    process's; off a TPU the least of them.
     """
-    chip, memory = chip_of(devices[0]), memory_bytes(devices[0])
-    powers = [2**i for i in range(local.bit_length()) if local % 2**i == 0]
-    fits = [tp for tp in powers if 2 * num_params(config) / tp <= 0.4 * memory] or powers[-1:]
+    chip, possible = chip_of(device), possible_tp(config, local_devices)
+    limit = 0.4 * memory_bytes(device)
+    fits = [tp for tp in possible if itemsize * num_params(config) / tp <= limit]
+    fits = fits or possible[-1:]
     if chip is None:
         return fits[0], ""
     costs = {}
     for tp in fits:
-        work = decode_token(config, len(devices), tp, rows)
+        work = decode_token(config, n, tp, rows)
         _, hbm, ici = (1e3 * x for x in work.seconds(chip, 2))
         costs[tp] = (hbm + ici, f"tp={tp} {hbm:.2f} + {ici:.2f}")
     best = min(costs, key=lambda tp: costs[tp][0])
@@ -259,7 +274,7 @@ def loss_costs(impl: str, n: int, D: int, V: int, device_kind: str) -> tuple[int
     return 5, forward + apart
 
 
-def optimizer_step(config: ModelConfig, n: int, optimizer: str) -> Work:
-    """float32: the weights and each moment are read and written, the gradient read."""
+def optimizer_step(config: ModelConfig, shards: int, optimizer: str) -> Work:
+    """float32, over `shards` devices: weights and moments are read and written, gradients read."""
     moments = {"adamw": 2, "lion": 1, "sgd": 0}[optimizer]
-    return Work(0, 4 * num_params(config) / n * (3 + 2 * moments))
+    return Work(0, 4 * num_params(config) / shards * (3 + 2 * moments))

@@ -21,9 +21,9 @@ from layout import ROLLOUT_ROWS, TRAIN_ROWS, Layout, local_count, make_mesh, mes
 from loss import Objective
 from loss_pallas import block_sizes
 from metrics import RunLog
-from model import ModelConfig
+from model import ModelConfig, param_shardings
 from rollout import Sampling, prompt_width, share
-from roofline import Rows, best_tp, layer_weights, memory_bytes
+from roofline import Rows, best_tp, layer_tp, memory_bytes
 from sizes import Sizes, derive
 from update import Compute, Optimizer, TrainState, init_state
 
@@ -96,16 +96,10 @@ def set_up(cfg: settings.Config) -> tuple[Run, TrainState]:
     train, test = (
         load_prompts(cfg, tokenizer, split) for split in (cfg.train_split, cfg.eval_split)
     )
-    longest = max(len(p.ids) for p in train + test) + cfg.max_length_sample
-    if longest > config.max_positions:
-        raise ValueError(
-            f"MAX_LENGTH_SAMPLE={cfg.max_length_sample} after the longest prompt makes {longest} "
-            f"tokens, and the model has {config.max_positions} positions; lower it or "
-            f"set MAX_PROMPT_LENGTH={config.max_positions - cfg.max_length_sample}"
-        )
-
-    width = prompt_width(max(len(p.ids) for p in train + test), cfg.global_length)
-    compute, rollout, why = layouts(cfg, config, sizes, width - 1, jax.devices())
+    longest = max(len(p.ids) for p in train + test)
+    stop_if_too_long(cfg, config, longest)
+    S = prompt_width(longest, cfg.global_length) - 1
+    compute, rollout, why = layouts(cfg, config, sizes, S, jax.devices())
     run = Run(
         cfg=cfg,
         sizes=sizes,
@@ -133,6 +127,17 @@ def set_up(cfg: settings.Config) -> tuple[Run, TrainState]:
         flush=True,
     )
     return run, init_state(params, optimizer=run.optimizer, config=config)
+
+
+def stop_if_too_long(cfg: settings.Config, config: ModelConfig, longest: int) -> None:
+    """Raises ValueError if the model has too few positions for a prompt of `longest` tokens."""
+    length = longest + cfg.max_length_sample
+    if length > config.max_positions:
+        raise ValueError(
+            f"MAX_LENGTH_SAMPLE={cfg.max_length_sample} after the longest prompt makes {length} "
+            f"tokens, and the model has {config.max_positions} positions; lower it or "
+            f"set MAX_PROMPT_LENGTH={config.max_positions - cfg.max_length_sample}"
+        )
 
 
 def reward_functions(cfg: settings.Config) -> list[rewards.RewardFunction]:
@@ -165,28 +170,24 @@ def layouts(
     if impl == "pallas":
         block_sizes(config.hidden_size, 2, device.device_kind)  # or it says that none fits
 
-    auto = (1, -1, layer_tp(config, memory_bytes(device), local_count(devices)))
+    # Only this process's devices tell their memory; those that are not here have their chip's.
+    mine = next((d for d in devices if d.process_index == jax.process_index()), device)
+    local = local_count(devices)
+    auto = (1, -1, layer_tp(config, memory_bytes(mine), local))
     mesh = make_mesh("MESH_SHAPE", cfg.mesh_shape, devices, auto)
-    R = sizes.prompt_batch_size * cfg.num_pre_q * len(devices) // local_count(devices)
+    R = sizes.prompt_batch_size * cfg.num_pre_q * len(devices) // local
     G = R // share(cfg.num_pre_q, R // len(devices))
     rows = Rows(R, G, S, cfg.max_length_sample)
-    tp, why = best_tp(config, devices, local_count(devices), rows)
+    tp, why = best_tp(config, mine, len(devices), local, rows, jnp.dtype(dtype).itemsize)
     rollout_mesh = make_mesh("ROLLOUT_MESH_SHAPE", cfg.rollout_mesh_shape, devices, (-1, 1, tp))
+    param_shardings(config, mesh)  # or they say which size a mesh does not divide
+    param_shardings(config, rollout_mesh, "ROLLOUT_MESH_SHAPE")
     why = f"; {why}" if why and cfg.rollout_mesh_shape == "auto" else ""
 
     attention = attention_impl(cfg.attention_impl, config, backend, mesh.shape["tp"])
     train = Layout(mesh, TRAIN_ROWS)
     compute = Compute(config, jnp.dtype(dtype), train, cfg.remat, impl, attention)
     return compute, Layout(rollout_mesh, ROLLOUT_ROWS), why
-
-
-def layer_tp(config: ModelConfig, memory: float, local_devices: int) -> int:
-    """The fewest devices at which a layer gathered over fsdp, the next one and a gradient, all
-    bfloat16, take at most a quarter of a device's memory."""
-    tp = 1
-    while 3 * 2 * layer_weights(config) / tp > memory / 4 and local_devices % (2 * tp) == 0:
-        tp *= 2
-    return tp
 
 
 def attention_impl(setting: str, config: ModelConfig, backend: str, tp: int) -> str:

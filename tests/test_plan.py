@@ -99,6 +99,7 @@ def test_a_plan_for_an_unknown_slice_names_the_known_ones(model: Path) -> None:
     )
 
 
+@needs_compiler
 def test_a_plan_stops_at_settings_that_cannot_be(model: Path) -> None:
     done = planned("v6e-8", model, TRAIN_MICRO_BATCH_SIZE="7")
     assert done.returncode == 2 and done.stderr.startswith("error: TRAIN_MICRO_BATCH_SIZE=7 must")

@@ -11,9 +11,9 @@ import pytest
 import hf
 import roofline
 from layout import make_mesh
-from model import ModelConfig
-from roofline import CHIPS, Rows, Work, best_tp, chip_of, memory_bytes, num_params
-from startup import attention_impl, layer_tp
+from model import ModelConfig, param_shardings
+from roofline import CHIPS, Rows, Work, best_tp, chip_of, layer_tp, memory_bytes, num_params
+from startup import attention_impl
 
 # A layer's matrices: 16*32 + 2*16*16 + 32*16 + 3*16*24 = 2688 numbers; of three layers, 8064.
 # All parameters: 48*16 + 3*(2688 + 2*16) + 16 = 8944.
@@ -88,7 +88,6 @@ def test_seconds_by_hand() -> None:
     assert work.seconds(CHIPS["v6e"], 1) == pytest.approx((1, 0.5, 1.001))
     assert work.seconds(CHIPS["v6e"], 2) == pytest.approx((1, 0.5, 0.501))
     assert Work(197e12, 819e9).seconds(CHIPS["v5e"], 4) == pytest.approx((1, 1, 0))
-    assert Work(1, 2, 3, 4).times(2.5) == (2.5, 5, 7.5, 10)
 
 
 # ---- Rollout -------------------------------------------------------------------------------------
@@ -130,13 +129,18 @@ V6E_8 = [device("TPU v6 lite")] * 8
 BATCH = Rows(R=16 * 8, G=16, S=512, T=1024)
 
 
+def picked(config: ModelConfig, devices: list, local: int, rows: Rows) -> tuple[int, str]:
+    """best_tp with weights of two bytes."""
+    return best_tp(config, devices[0], len(devices), local, rows, 2)
+
+
 def tps(text: str) -> list[int]:
     """Those that an explanation names."""
     return [int(part.split()[0]) for part in text.split("tp=")[1:]]
 
 
 def test_a_v6e_8_decodes_qwen_3b_over_four_chips() -> None:
-    tp, why = best_tp(QWEN3B, V6E_8, 8, BATCH)
+    tp, why = picked(QWEN3B, V6E_8, 8, BATCH)
     assert tp == 4
     # 6.17 GB of weights at 1640 GB/s are 3.76 ms; 0.42 more are caches and logits
     assert why.startswith("estimated ms per token, HBM + collectives: tp=1 4.18 + 0.00, tp=2 2.30")
@@ -149,22 +153,31 @@ def test_the_longer_a_hop_takes_the_fewer_chips_decode_together(
     chosen = []
     for seconds in (1e-8, 1e-6, 3e-6, 1e-5):
         monkeypatch.setattr(roofline, "HOP_SECONDS", seconds)
-        chosen.append(best_tp(QWEN3B, V6E_8, 8, BATCH)[0])
+        chosen.append(picked(QWEN3B, V6E_8, 8, BATCH)[0])
     assert chosen == [8, 4, 2, 1]
 
 
 def test_tensor_parallelism_stays_inside_a_host_and_divides_its_devices() -> None:
-    assert tps(best_tp(QWEN3B, V6E_8, 4, BATCH)[1]) == [1, 2, 4]
-    assert tps(best_tp(QWEN3B, V6E_8[:6], 6, BATCH)[1]) == [1, 2]
-    assert best_tp(QWEN3B, V6E_8[:1], 1, BATCH)[0] == 1
+    assert tps(picked(QWEN3B, V6E_8, 4, BATCH)[1]) == [1, 2, 4]
+    assert tps(picked(QWEN3B, V6E_8[:6], 6, BATCH)[1]) == [1, 2]
+    assert picked(QWEN3B, V6E_8[:1], 1, BATCH)[0] == 1
 
 
 def test_weights_take_two_fifths_of_the_memory_at_most() -> None:
     qwen7b = hf.config_of("Qwen/Qwen2.5-7B-Instruct")  # 15.2 GB
     v5e = [device("TPU v5 lite")] * 8  # 6.76 GB are two fifths
-    assert tps(best_tp(qwen7b, v5e, 8, BATCH)[1]) == [4, 8]
+    assert tps(picked(qwen7b, v5e, 8, BATCH)[1]) == [4, 8]
     deep = dataclasses.replace(qwen7b, num_layers=280)  # fits nowhere
-    assert tps(best_tp(deep, v5e, 8, BATCH)[1]) == [8]
+    assert tps(picked(deep, v5e, 8, BATCH)[1]) == [8]
+
+
+def test_tp_divides_whatever_lies_over_it_and_the_message_names_the_setting() -> None:
+    odd = dataclasses.replace(QWEN3B, vocab_size=151665)  # an embedding cut to its tokenizer
+    assert tps(picked(odd, V6E_8, 8, BATCH)[1]) == [1]
+    assert layer_tp(odd, 1e6, 8) == 1
+    with pytest.raises(ValueError, match="^ROLLOUT_MESH_SHAPE .* tp=8 does not divide model.embed"):
+        mesh = make_mesh("ROLLOUT_MESH_SHAPE", "1,1,8", jax.devices())
+        param_shardings(odd, mesh, "ROLLOUT_MESH_SHAPE")
 
 
 @pytest.mark.parametrize(
@@ -183,7 +196,9 @@ def test_off_a_tpu_it_is_the_smallest_that_holds_the_weights(
 ) -> None:
     memory = {"bytes_limit": limit} if limit else {}
     gpus = [device("NVIDIA H100 80GB HBM3", **memory)] * 8
-    assert best_tp(CONFIG, gpus, local, ROWS) == (tp, "")
+    assert picked(CONFIG, gpus, local, ROWS) == (tp, "")
+    double = device("NVIDIA H100 80GB HBM3", **{name: 2 * n for name, n in memory.items()})
+    assert best_tp(CONFIG, double, 8, local, ROWS, 4) == (tp, "")  # float32, twice the memory
 
 
 # ---- Training ------------------------------------------------------------------------------------

@@ -131,12 +131,12 @@ def set_up(cfg: settings.Config) -> tuple[Run, TrainState]:
 
 def stop_if_too_long(cfg: settings.Config, config: ModelConfig, longest: int) -> None:
     """Raises ValueError if the model has too few positions for a prompt of `longest` tokens."""
-    length = longest + cfg.max_length_sample
+    length, room = longest + cfg.max_length_sample, config.max_positions - cfg.max_length_sample
     if length > config.max_positions:
+        shorter = f" or set MAX_PROMPT_LENGTH={room}" if room > 0 else ""
         raise ValueError(
             f"MAX_LENGTH_SAMPLE={cfg.max_length_sample} after the longest prompt makes {length} "
-            f"tokens, and the model has {config.max_positions} positions; lower it or "
-            f"set MAX_PROMPT_LENGTH={config.max_positions - cfg.max_length_sample}"
+            f"tokens, and the model has {config.max_positions} positions; lower it{shorter}"
         )
 
 

@@ -19,7 +19,7 @@ MODEL = {
     "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 32768,
     "tie_word_embeddings": True,
 }  # fmt: skip
-SMALL = {"NUM_PRE_Q": "8", "GLOBAL_LENGTH": "128", "MAX_LENGTH_SAMPLE": "128"}
+SMALL = {"NUM_PRE_Q": "8", "MAX_PROMPT_LENGTH": "128", "MAX_LENGTH_SAMPLE": "128"}
 needs_compiler = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason='the TPU compiler: pip install "jax[tpu]"'
 )

@@ -134,7 +134,7 @@ def param_shardings(config: ModelConfig, mesh: Mesh, setting: str = "MESH_SHAPE"
                 sizes = " * ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
                 raise ValueError(
                     f"{setting} (dp,fsdp,tp) = {shape}: {sizes} does not divide {leaf.name} "
-                    f"{list(leaf.shape)}; use less of it and more dp"
+                    f"{list(leaf.shape)}; use a smaller {axes[-1]} and more dp"
                 )
         return NamedSharding(mesh, P(*leaf.axes))
 

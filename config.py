@@ -2,7 +2,8 @@
 
 Names are environment variables (NUM_PRE_Q); in YAML and in print they are group.name
 (rollout.num_pre_q), in code attributes (cfg.num_pre_q). Layers, lowest first: the defaults below;
-recipes/tiny.yaml, if no layer sets MODEL_PATH; `--config FILE.yaml`; the environment.
+recipes/tiny.yaml, if no layer sets MODEL_PATH; `--config FILE.yaml`; the file .env beside this one;
+the environment.
 
     python config.py                                   # every setting, its value, default and help
     python config.py --processes 2 --local-devices 4   # with the sizes that follow on that slice
@@ -11,35 +12,16 @@ recipes/tiny.yaml, if no layer sets MODEL_PATH; `--config FILE.yaml`; the enviro
 
 import argparse
 import dataclasses
-import difflib
-import math
 import os
-import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from operator import ge, gt, le, lt
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from parsing import REPO, parse, read_dotenv, read_yaml, stop_at_typos, to_text, yaml_name
 from sizes import MICRO_SIZES, PASS_SIZES, STEP_SIZES, derive
 
-REPO = Path(__file__).resolve().parent
 TINY = REPO / "recipes" / "tiny.yaml"
-LIST_ALL = "(`python config.py` lists all)"
-BOOLS = {"0": False, "1": True, "false": False, "true": True}
-LIMITS = {"at_least": ge, "at_most": le, "above": gt, "below": lt}
-MESH = r"auto|(?!.*-1.*-1)(-1|[1-9]\d*)(,(-1|[1-9]\d*)){2}"
-NAME = r"\S.*"
-PLAIN = r"(?ai:(?!null$)[\w/]([\w/.:\\-]*[\w/])?)"  # text that YAML takes without quotes
-# What a text must look like, where not every text will do.
-FORMS = {"mesh_shape": MESH, "rollout_mesh_shape": MESH}
-FORMS |= {"dataset": NAME, "train_split": NAME, "eval_split": NAME}
-# What TRL calls settings that have another name here.
-TRL_NAMES = {"EPSILON": "EPS_LOW", "EPSILON_HIGH": "EPS_HIGH", "NUM_GENERATIONS": "NUM_PRE_Q"}
-TRL_NAMES |= {"NUM_ITERATIONS": "PPO_EPOCHS", "MAX_COMPLETION_LENGTH": "MAX_LENGTH_SAMPLE"}
-# Environment names of other programs, however close to ours.
-FOREIGN = ("WANDB_", "JAX_", "HF_", "TPU_", "XLA_", "SGLANG_")
-
 SYNONYMS = [(sizes, sizes) for sizes in (PASS_SIZES, STEP_SIZES, MICRO_SIZES)]  # (set, silenced)
 # The sizes of tiny.yaml are defaults, which give way to any size that the user sets: BATCH_SIZE=2
 # alone means one pass of two prompts, whatever tiny.yaml would have made of the step.
@@ -171,6 +153,10 @@ class Config:
     wandb_project: str = knob("run", "", "W&B project")
     wandb_name: str = knob("run", "", "W&B name of the run")
     jax_compilation_cache_dir: str = knob("run", "", "empty: .jax_cache")
+    require_multihost: bool = knob("run", False, "stop if this process is alone")
+    require_jax_process_count: int = knob("run", 0, "stop unless so many joined; 0: any number")
+    init_timeout_s: int = knob("run", 90, "seconds for all processes to join", at_least=1)
+    heartbeat_timeout_s: int = knob("run", 30, "seconds until a silent one is dead", at_least=10)
 
     @classmethod
     def from_env(cls, env: Mapping[str, str], config_file: str | Path = "") -> "Config":
@@ -179,10 +165,10 @@ class Config:
         stop_at_typos(env, list(known))
         settings = {f.name: parse(f, env[name], name) for name, f in known.items() if name in env}
         if config_file:
-            settings = overlay(settings, read_yaml(config_file), SYNONYMS)
+            settings = overlay(settings, read_yaml(config_file, cls), SYNONYMS)
         if not settings.get("model_path"):
             settings.pop("model_path", None)
-            settings = overlay(settings, read_yaml(TINY), TINY_YIELDS)
+            settings = overlay(settings, read_yaml(TINY, cls), TINY_YIELDS)
         if settings.get("reward_fn") and "reward_weights" not in settings:
             settings["reward_weights"] = (1.0,) * len(settings["reward_fn"].split(","))
         cfg = cls(**settings)
@@ -244,118 +230,10 @@ def stop_at_contradictions(cfg: Config) -> None:
             raise ValueError(message)
 
 
-def yaml_name(field: dataclasses.Field) -> str:
-    group = field.metadata["group"]
-    return group if "." in group else f"{group}.{field.name}"
-
-
 def overlay(upper: dict, lower: dict, rivals: Sequence[tuple[Sequence, Sequence]]) -> dict:
     """`upper` over `lower`; what is set in `upper` silences its rivals, (set, silenced) names."""
     silenced = {n for names, rest in rivals if any(map(upper.get, names)) for n in rest}
     return {name: value for name, value in lower.items() if name not in silenced} | upper
-
-
-def stop_at_typos(env: Mapping[str, str], known: list[str]) -> None:
-    """Raises ValueError at a name in `env` that can only be one of `known` misspelt."""
-    for name in sorted(env):
-        if name in TRL_NAMES:
-            raise ValueError(f"{name} is called {TRL_NAMES[name]} here {LIST_ALL}")
-        # Three letters are too few to tell a typo of SEED from a tool (SED); TYPE is no DTYPE.
-        if name in known or name.startswith(FOREIGN) or len(name) <= 3 or name == "TYPE":
-            continue
-        for meant in difflib.get_close_matches(name.upper(), known, cutoff=0.85):
-            if is_misspelt(name.upper(), meant):
-                raise ValueError(f"unknown setting {name}; did you mean {meant}? {LIST_ALL}")
-
-
-def is_misspelt(name: str, meant: str) -> bool:
-    """True if the words that two similar names do not share are similar too, or only left out.
-
-    LERNING_RATE and BATCHSIZE are misspelt; MODULE_PATH and MY_BATCH_SIZE are other names.
-    """
-    words, meant_words = name.split("_"), meant.split("_")
-    extra = "".join(word for word in words if word not in meant_words)
-    missing = "".join(word for word in meant_words if word not in words)
-    return not extra or difflib.SequenceMatcher(None, extra, missing).ratio() >= 0.75
-
-
-def parse(field: dataclasses.Field, text: str, label: str) -> Any:
-    """The value of one setting from its text, which is the same in YAML and in the environment."""
-    choices, help = field.metadata["choices"], field.metadata["help"]
-    if text.startswith("{repo}/"):
-        text = str(REPO / text.removeprefix("{repo}/"))
-    if choices and text not in choices.split("|"):
-        raise ValueError(f"{label}={text!r} is not one of {choices}")
-    if field.name in FORMS and not re.fullmatch(FORMS[field.name], text):
-        raise ValueError(f"{label}={text!r} does not fit; wanted: {help}")
-    if field.type is str:
-        return text
-    if field.type is bool:
-        if text.lower() not in BOOLS:
-            raise ValueError(f"{label}={text!r} is not a bool (0/1/true/false)")
-        return BOOLS[text.lower()]
-    if field.type in (int, float):
-        return number(field.type, text, label, field.metadata["limits"])
-    return tuple(number(float, part, label, {}) for part in text.split(","))
-
-
-def number(kind: type, text: str, label: str, limits: Mapping[str, float]) -> int | float:
-    try:
-        value = kind(text)
-    except ValueError:
-        noun = {int: "whole number", float: "number"}[kind]
-        raise ValueError(f"{label}={text!r} is not a {noun}") from None
-    if not -math.inf < value < math.inf:
-        raise ValueError(f"{label}={text!r} is not finite")
-    for word, bound in limits.items():
-        if not LIMITS[word](value, bound):
-            raise ValueError(f"{label}={value} must be {word.replace('_', ' ')} {bound}")
-    return value
-
-
-def read_yaml(path: str | Path) -> dict[str, Any]:
-    """The settings in a YAML file, {attribute: value}, from nested groups or group.name keys."""
-    import yaml  # here, so that a plain Config() needs nothing installed
-
-    try:
-        # Nodes, not values: they keep 1e-6 and 0123 as written, and a key that comes twice.
-        root = yaml.compose(Path(path).read_bytes(), Loader=yaml.SafeLoader)
-    except (OSError, yaml.YAMLError) as error:
-        raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
-    if root and root.id != "mapping":
-        raise ValueError(f"{path} holds a {root.id}; wanted: `group.name: value` lines")
-
-    fields = {yaml_name(field): field for field in dataclasses.fields(Config)}
-    spellings = {name: name for name in fields} | {f.name: name for name, f in fields.items()}
-    settings = {}
-    for key, node in yaml_items(root) if root else ():
-        if key.startswith("derived."):
-            continue
-        if key not in fields:
-            meant = spellings[difflib.get_close_matches(key.lower(), spellings, 1, cutoff=0)[0]]
-            raise ValueError(f"{path}: unknown setting {key}; did you mean {meant}? {LIST_ALL}")
-        name, label = fields[key].name, f"{path}: {key}"
-        if name in settings:
-            raise ValueError(f"{label} is set twice, again in line {node.start_mark.line + 1}")
-        settings[name] = parse(fields[key], yaml_text(node, label), label)
-    return settings
-
-
-def yaml_items(mapping: Any, group: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (group.name, node of the value) from a mapping node and the groups in it."""
-    for key, node in mapping.value:
-        if node.id == "mapping" and not group:
-            yield from yaml_items(node, f"{key.value}.")
-        elif group or node.value or "." in key.value:  # not a group that is empty
-            yield f"{group}{key.value}", node
-
-
-def yaml_text(node: Any, label: str) -> str:
-    """What the environment would say: null is the empty text, a list is joined by commas."""
-    items = node.value if node.id == "sequence" else [node]
-    if any(item.id != "scalar" for item in items):
-        raise ValueError(f"{label} must be one value, or a list of values")
-    return ",".join("" if item.tag.endswith(":null") else item.value for item in items)
 
 
 def describe(cfg: Config, processes: int = 1, local_devices: int = 1) -> str:
@@ -372,19 +250,6 @@ def describe(cfg: Config, processes: int = 1, local_devices: int = 1) -> str:
     return "\n".join(lines + [f"derived.{name}: {value}" for name, value in sizes.items()])
 
 
-def to_text(value: Any) -> str:
-    """A value as one line of ASCII, which YAML reads back to the same value."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return ",".join(map(str, value))
-    if not isinstance(value, str) or re.fullmatch(PLAIN, value):
-        return str(value)
-    import yaml
-
-    return yaml.safe_dump(value, default_style='"', width=math.inf).strip()
-
-
 def load(argv: Sequence[str], env: Mapping[str, str] | None = None) -> tuple[Config, str]:
     """The settings of a command line and the environment, and --plan's slice or "". Exits if they
     are only to be printed."""
@@ -398,7 +263,13 @@ def load(argv: Sequence[str], env: Mapping[str, str] | None = None) -> tuple[Con
     if min(args.processes, args.local_devices) < 1:
         parser.error("--processes and --local-devices must be at least 1")
     try:
-        cfg = Config.from_env(os.environ if env is None else env, args.config)
+        if (
+            env is None
+        ):  # keys for W&B and the Hub, and settings too; other programs read them there
+            env = os.environ
+            for name, value in read_dotenv(REPO / ".env").items():
+                env.setdefault(name, value)
+        cfg = Config.from_env(env, args.config)
         if args.print_config:
             print(describe(cfg, args.processes, args.local_devices))
             raise SystemExit(0)

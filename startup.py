@@ -1,12 +1,19 @@
 """Everything before the first step: joins the processes, checks the settings, loads data and model.
 
-Cheapest checks first; a user's mistake is a ValueError of one line.
+Cheapest checks first; a user's mistake is a ValueError of one line. `python startup.py` only joins
+the processes and prints what they see.
 """
 
+import contextlib
 import dataclasses
+import hashlib
+import json
 import os
+import platform
+import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +23,7 @@ import jax.numpy as jnp
 import config as settings
 import data
 import hf
+import processes
 import rewards
 from layout import ROLLOUT_ROWS, TRAIN_ROWS, Layout, local_count, make_mesh, mesh_text
 from loss import Objective
@@ -26,6 +34,12 @@ from rollout import Sampling, prompt_width, share
 from roofline import Rows, best_tp, layer_tp, memory_bytes
 from sizes import Sizes, derive
 from update import Compute, Optimizer, TrainState, init_state
+
+# Settings that a process may have for itself: what it writes, where, and how long it waits.
+OWN_SETTINGS = (
+    *("wandb_mode", "wandb_project", "wandb_name", "jax_compilation_cache_dir"),
+    *("print_train_time_breakdown", "init_timeout_s", "heartbeat_timeout_s"),
+)
 
 
 class Run(NamedTuple):
@@ -50,20 +64,12 @@ def start_jax(cfg: settings.Config) -> None:
     cache = cfg.jax_compilation_cache_dir or ".jax_cache"
     jax.config.update("jax_compilation_cache_dir", os.path.abspath(cache))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-    on_tpu_vm = any(Path("/dev").glob("accel*")) or any(Path("/dev/vfio").glob("[0-9]*"))
-    if address := os.environ.get("JAX_COORDINATOR_ADDRESS"):
-        counts = [os.environ.get(name, "") for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")]
-        if not all(count.isdecimal() for count in counts):
-            raise ValueError(
-                f"JAX_COORDINATOR_ADDRESS={address} needs JAX_NUM_PROCESSES (a number, the same "
-                f"everywhere) and JAX_PROCESS_ID (from 0, each process its own)"
-            )
-        jax.distributed.initialize(address, *map(int, counts))
-    elif on_tpu_vm and os.environ.get("JAX_PLATFORMS", "tpu").startswith("tpu"):
-        jax.distributed.initialize()  # the hosts of a TPU slice find each other
+    processes.join(init_timeout_s=cfg.init_timeout_s, heartbeat_timeout_s=cfg.heartbeat_timeout_s)
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # the latter for a platform not installed
+        if processes.lost_contact(error):
+            raise
         wanted, reason = os.environ.get("JAX_PLATFORMS", ""), " ".join(str(error).split())
         raise ValueError(f"JAX_PLATFORMS={wanted}: no such device here. {reason}") from None
     print(
@@ -75,27 +81,15 @@ def start_jax(cfg: settings.Config) -> None:
 
 def set_up(cfg: settings.Config) -> tuple[Run, TrainState]:
     """Everything a step needs, cheapest checks first. Raises ValueError for a user's mistake."""
-    sizes = derive(cfg, jax.process_count(), jax.local_device_count())
-    print(
-        f"local_batch={sizes.local_batch} global_batch={sizes.global_batch} "
-        f"rollout.prompt_batch_size={sizes.prompt_batch_size} "
-        f"rollout.passes_per_step={sizes.passes_per_step} "
-        f"train.micro_batch_size={sizes.micro_batch_size} "
-        f"train.grad_accum_steps={sizes.grad_accum_steps}",
-        flush=True,
-    )
-    functions = reward_functions(cfg)
-    folder = hf.fetch_model(cfg.model_path, cfg.model_revision)
-    config = hf.read_config(folder)
-    tokenizer = hf.load_tokenizer(folder)
-    if len(tokenizer) > config.vocab_size:
-        raise ValueError(
-            f"MODEL_PATH={folder}: its tokenizer has {len(tokenizer)} tokens, its config.json "
-            f"vocab_size={config.vocab_size}; they are of two models"
-        )
-    train, test = (
-        load_prompts(cfg, tokenizer, split) for split in (cfg.train_split, cfg.eval_split)
-    )
+    inputs, mistake = None, None
+    try:
+        inputs = read_inputs(cfg)
+    except ValueError as error:
+        mistake = error
+    facts = facts_of(cfg, inputs) if jax.process_count() > 1 else {}
+    processes.stop_if_different(facts, mistake)
+    sizes, functions, folder, config, tokenizer, train, test = inputs
+
     longest = max(len(p.ids) for p in train + test)
     stop_if_too_long(cfg, config, longest)
     S = prompt_width(longest, cfg.global_length) - 1
@@ -127,6 +121,81 @@ def set_up(cfg: settings.Config) -> tuple[Run, TrainState]:
         flush=True,
     )
     return run, init_state(params, optimizer=run.optimizer, config=config)
+
+
+class Inputs(NamedTuple):
+    """What a process reads by itself, before it needs a device or the others."""
+
+    sizes: Sizes
+    functions: list[rewards.RewardFunction]
+    folder: Path  # of the model
+    config: ModelConfig
+    tokenizer: Any
+    train: list[data.Prompt]
+    test: list[data.Prompt]
+
+
+def read_inputs(cfg: settings.Config) -> Inputs:
+    processes.stop_if_not_so_many(cfg.require_multihost, cfg.require_jax_process_count)
+    sizes = derive(cfg, jax.process_count(), jax.local_device_count())
+    print(
+        f"local_batch={sizes.local_batch} global_batch={sizes.global_batch} "
+        f"rollout.prompt_batch_size={sizes.prompt_batch_size} "
+        f"rollout.passes_per_step={sizes.passes_per_step} "
+        f"train.micro_batch_size={sizes.micro_batch_size} "
+        f"train.grad_accum_steps={sizes.grad_accum_steps}",
+        flush=True,
+    )
+    functions = reward_functions(cfg)
+    folder = hf.fetch_model(cfg.model_path, cfg.model_revision)
+    config = hf.read_config(folder)
+    tokenizer = hf.load_tokenizer(folder)
+    if len(tokenizer) > config.vocab_size:
+        raise ValueError(
+            f"MODEL_PATH={folder}: its tokenizer has {len(tokenizer)} tokens, its config.json "
+            f"vocab_size={config.vocab_size}; they are of two models"
+        )
+    train = load_prompts(cfg, tokenizer, cfg.train_split)
+    test = load_prompts(cfg, tokenizer, cfg.eval_split)
+    return Inputs(sizes, functions, folder, config, tokenizer, train, test)
+
+
+def facts_of(cfg: settings.Config, inputs: Inputs | None) -> dict[str, str]:
+    """What has to be the same on every process: settings, code, versions, the model and the data,
+    the larger ones as the beginning of their SHA-256."""
+    facts = {
+        field.name.upper(): str(getattr(cfg, field.name)).replace(str(settings.REPO), "{repo}")
+        for field in dataclasses.fields(cfg)
+        if field.name not in OWN_SETTINGS
+    }
+    sources = {Path(m.__file__) for m in [*sys.modules.values()] if getattr(m, "__file__", None)}
+    ours = sorted(source for source in sources if source.parent == settings.REPO)
+    rewards_of_others = (e.rpartition(":")[0] for e in cfg.reward_fn.split(",") if ":" in e)
+    for source in [*ours, *map(Path, rewards_of_others)]:
+        if source.is_file():
+            facts[source.name] = digest(source.read_bytes())
+    facts |= {f"the version of {name}": version for name, version in versions().items()}
+    if inputs:
+        files = [*inputs.folder.glob("*.json"), *inputs.folder.glob("*.safetensors")]
+        listing = sorted((file.name, file.stat().st_size) for file in files)
+        facts["the model's config.json"] = digest((inputs.folder / "config.json").read_bytes())
+        facts["the list of the model's files"] = digest(json.dumps(listing).encode())
+        for split, prompts in ((cfg.train_split, inputs.train), (cfg.eval_split, inputs.test)):
+            text = json.dumps(prompts, default=str)
+            facts[f"DATASET's split {split}, tokenized,"] = digest(text.encode())
+    return facts
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in ("jax", "jaxlib", "libtpu", "flax", "optax", "numpy", "transformers"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
+
+
+def digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:12]
 
 
 def stop_if_too_long(cfg: settings.Config, config: ModelConfig, longest: int) -> None:
@@ -253,3 +322,12 @@ def open_log(run: Run) -> RunLog:
         (out / "config.yaml").write_text(text + "\n", encoding="utf-8")
         log.line(f"output={out}")
     return log
+
+
+if __name__ == "__main__":
+    with processes.ending_together():
+        try:
+            start_jax(settings.load(sys.argv[1:])[0])
+        except ValueError as error:
+            settings.fail(error)
+        print("versions", *(f"{name}={version}" for name, version in versions().items()))

@@ -24,7 +24,8 @@ REPO = Path(__file__).resolve().parent
 # name -> what it may import of the project; the order is the reading order
 IMPORTS = {
     "sizes": set(),
-    "config": {"sizes"},
+    "parsing": set(),
+    "config": {"sizes", "parsing"},
     "rewards": set(),
     "data": set(),
     "layout": set(),
@@ -37,9 +38,10 @@ IMPORTS = {
     "update": {"layout", "model", "loss", "loss_pallas"},
     "metrics": set(),
     "roofline": {"model", "loss_pallas"},
+    "processes": set(),
     "startup": {
         *("config", "sizes", "rewards", "data", "layout", "model", "hf", "rollout", "loss"),
-        *("loss_pallas", "update", "metrics", "roofline"),
+        *("loss_pallas", "update", "metrics", "roofline", "processes"),
     },
     "hlo": set(),
     "programs": {

@@ -51,6 +51,7 @@ from metrics import (
     stop_if_not_finite,
 )
 from model import Params
+from processes import ending_together, lost_contact
 from rollout import Rollout, Sampling, bucket, generate, pad_prompts, prompt_width, share
 from sizes import eval_questions
 from startup import Run, open_log, set_up, start_jax
@@ -76,6 +77,8 @@ def main(cfg: settings.Config) -> None:
         run, state = set_up(cfg)
         log = open_log(run)
     except ValueError as error:
+        if lost_contact(error):
+            raise
         settings.fail(error)
     # B = P*K sequences of a step over all processes, b of them on this one: the rows `own`
     K, b = cfg.num_pre_q, run.sizes.local_batch
@@ -381,4 +384,5 @@ def evaluate(
 
 
 if __name__ == "__main__":
-    main(CFG)
+    with ending_together():
+        main(CFG)

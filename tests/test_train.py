@@ -34,10 +34,11 @@ class Result(NamedTuple):
 
 def start(out: Path, env: dict[str, str], devices: int) -> subprocess.Popen:
     out.mkdir(parents=True, exist_ok=True)
-    (out / "recorder.py").write_text(RECORDER)
+    recorder = out.parent / "recorder.py"
+    recorder.write_text(RECORDER)
     keep = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     recorded = {
-        "REWARD_FN": f"reward_correct,reward_format,tag_count_reward,{out}/recorder.py:record",
+        "REWARD_FN": f"reward_correct,reward_format,tag_count_reward,{recorder}:record",
         "REWARD_WEIGHTS": "1,0.5,0.5,0",
     }
     settings = {
@@ -74,16 +75,22 @@ def train(out: Path, devices: int = 1, **env: str) -> Result:
     return result
 
 
-def train_two(out: Path, devices: int, **env: str) -> list[Result]:
-    """Two processes on this machine."""
+def start_two(
+    outs: list[Path], devices: int, *each: dict[str, str], **env: str
+) -> list[subprocess.Popen]:
+    """Two processes on this machine; each: what a process has besides env."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     both = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2"}
+    both["OUTPUT_DIR"] = str(outs[0])
+    own = [{"JAX_PROCESS_ID": str(i)} | more for i, more in enumerate(each or ({}, {}))]
+    return [start(o, env | both | more, devices) for o, more in zip(outs, own, strict=True)]
+
+
+def train_two(out: Path, devices: int, **env: str) -> list[Result]:
     outs = [out / str(i) for i in range(2)]
-    running = [
-        start(o, env | both | {"JAX_PROCESS_ID": str(i)}, devices) for i, o in enumerate(outs)
-    ]
+    running = start_two(outs, devices, **env)
     results = [finish(process, o) for process, o in zip(running, outs, strict=True)]
     for result in results:
         assert result.code == 0, result.errors

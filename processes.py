@@ -1,0 +1,145 @@
+"""Many processes, one run: they join, compare what they are about to run, and end together."""
+
+import contextlib
+import json
+import os
+import re
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+# What libraries say when another process is gone: Gloo on CPUs, NCCL on GPUs, jax's own service.
+LOST_CONTACT = re.compile(r"gloo|nccl|coordination.?service|heartbeat", re.IGNORECASE)
+
+
+def join(*, init_timeout_s: int, heartbeat_timeout_s: int) -> None:
+    """Joins the other processes, if there are any; to be called before anything touches a device.
+
+    The hosts of a TPU slice find each other; elsewhere JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES
+    and JAX_PROCESS_ID say who there is. After init_timeout_s without all of them this process ends
+    with exit code 1; when one falls silent later, jax ends the others after heartbeat_timeout_s.
+    """
+    address, where = os.environ.get("JAX_COORDINATOR_ADDRESS"), ()
+    on_tpu_vm = any(Path("/dev").glob("accel*")) or any(Path("/dev/vfio").glob("[0-9]*"))
+    if address:
+        counts = [os.environ.get(name, "") for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")]
+        if not all(count.isdecimal() for count in counts) or int(counts[1]) >= int(counts[0]):
+            raise ValueError(
+                f"JAX_COORDINATOR_ADDRESS={address} needs JAX_NUM_PROCESSES (a number, the same "
+                f"everywhere) and JAX_PROCESS_ID (from 0, below it, each process its own)"
+            )
+        where = (address, *map(int, counts))
+    elif not (on_tpu_vm and os.environ.get("JAX_PLATFORMS", "tpu").startswith("tpu")):
+        return
+    # jax's own limit ends the process with a dump of C++ frames; this one comes a little earlier.
+    limit = threading.Timer(init_timeout_s, _nobody_came, [init_timeout_s, where])
+    limit.daemon = True
+    limit.start()
+    jax.distributed.initialize(
+        *where,
+        initialization_timeout=init_timeout_s + 30,
+        heartbeat_timeout_seconds=heartbeat_timeout_s,
+    )
+    limit.cancel()
+
+
+def _nobody_came(seconds: int, where: tuple) -> NoReturn:
+    who = f" at {where[0]}; this is process {where[2]} of {where[1]}" if where else ""
+    print(
+        f"error: not all processes have joined in INIT_TIMEOUT_S={seconds} seconds{who}. Is the "
+        f"same command running on every worker? Their logs say why not",
+        file=sys.stderr,
+    )
+    _end(1)
+
+
+def stop_if_not_so_many(require_multihost: bool, require_process_count: int) -> None:
+    """Raises ValueError if this process trains alone, or beside others than there should be."""
+    count = jax.process_count()
+    if require_multihost and count == 1:
+        raise ValueError(
+            "REQUIRE_MULTIHOST=1, and this process is alone: start the same command on every host "
+            "of the slice, elsewhere with JAX_COORDINATOR_ADDRESS"
+        )
+    if require_process_count not in (0, count):
+        raise ValueError(f"REQUIRE_JAX_PROCESS_COUNT={require_process_count}, and {count} joined")
+
+
+def stop_if_different(facts: dict[str, str], mistake: ValueError | None) -> None:
+    """Raises the same ValueError on every process if one of them made a mistake, or if their facts
+    differ; it names up to five that do. All have to call it.
+
+    facts: {name: value} of what has to be the same everywhere. mistake: of this process, if any.
+    """
+    if jax.process_count() > 1:
+        told = _gather_texts(json.dumps([str(mistake or ""), facts]))
+        everyone = [json.loads(text) for text in told]
+        for i, (text, _) in enumerate(everyone):
+            if text and not mistake:
+                raise ValueError(f"process {i}: {text}")
+        if not mistake and (different := differences([facts for _, facts in everyone])):
+            more = f", and {len(different) - 5} more" if len(different) > 5 else ""
+            named = ", ".join(different[:5])
+            raise ValueError(f"the processes would not run the same: {named}{more}")
+    if mistake:
+        raise mistake
+
+
+def differences(everyone: list[dict[str, str]]) -> list[str]:
+    """A text for each name whose value on some process is not that on process 0."""
+    first, found = everyone[0], {}
+    for i, facts in enumerate(everyone):
+        for name in [*first, *(name for name in facts if name not in first)]:
+            here, there = first.get(name, "missing"), facts.get(name, "missing")
+            if here != there and name not in found:
+                found[name] = f"{name} is {here} on process 0, {there} on process {i}"
+    return list(found.values())
+
+
+def _gather_texts(text: str) -> list[str]:
+    """The text of every process, in process order."""
+    data = np.frombuffer(text.encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.int32(data.size))  # [processes]
+    padded = np.pad(data, (0, int(sizes.max()) - data.size))
+    rows = multihost_utils.process_allgather(padded)  # [processes, bytes]
+    return [bytes(row[:size]).decode() for row, size in zip(rows, sizes, strict=True)]
+
+
+def lost_contact(error: BaseException) -> bool:
+    """True if the error says that another process is gone."""
+    return isinstance(error, RuntimeError | ValueError) and bool(LOST_CONTACT.search(str(error)))
+
+
+@contextlib.contextmanager
+def ending_together() -> Iterator[None]:
+    """Whatever ends this process within it ends it at once, so that the others notice: jax's own
+    exit waits minutes for all of them, while they wait for this one."""
+    try:
+        yield
+    except BaseException as error:
+        if not jax.distributed.is_initialized():
+            raise
+        code = 1
+        if isinstance(error, SystemExit):
+            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+            if isinstance(error.code, str):
+                print(error.code, file=sys.stderr)
+        elif lost_contact(error):
+            reason = " ".join(str(error).split())[:200]
+            print(f"error: another process is gone; its log says why ({reason})", file=sys.stderr)
+        else:
+            traceback.print_exception(error)
+        _end(code)
+
+
+def _end(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

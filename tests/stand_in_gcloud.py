@@ -1,0 +1,121 @@
+#!/usr/bin/env python3
+"""A `gcloud` for tests: a TPU VM whose workers are folders and whose processes are real.
+
+`gcloud compute tpus tpu-vm VERB ...` as run_tpu.sh calls it. The TPU VM lives in $CLOUD: `state`
+(absent: there is none), `worker0`, `worker1`, ... as the workers' home folders, `environ.json` for
+what their processes have besides, `calls` with every command line. `faults.json` breaks things:
+[[worker, a part of the command, "fail" | "hang" | "again"], ...].
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+CLOUD = Path(os.environ["CLOUD"])
+HOSTS = 2
+
+
+def environment(worker: int) -> dict[str, str]:
+    """A login's: nothing of the caller's but what finds programs and packages."""
+    kept = {k: v for k, v in os.environ.items() if k.startswith("PIP_") or k in ("PATH", "LANG")}
+    home = CLOUD / f"worker{worker}"
+    own = {"HOME": str(home), "HOSTNAME": f"worker-{worker}", "JAX_PROCESS_ID": str(worker)}
+    shared, *each = json.loads((CLOUD / "environ.json").read_text())
+    return kept | own | shared | (each[worker] if each else {})
+
+
+def on_worker(worker: int, command: str, codes: dict[int, int]) -> None:
+    faults = CLOUD / "faults.json"
+    for where, part, kind in json.loads(faults.read_text()) if faults.exists() else []:
+        if where == worker and part in command:
+            if kind == "hang":
+                time.sleep(3600)
+            if kind == "fail":
+                print("ssh: connect to host: Connection refused", file=sys.stderr)
+                codes[worker] = 255
+                return
+            if kind == "again":  # the connection broke after the command was done
+                subprocess.run(["bash", "-c", command], cwd=home(worker), env=environment(worker))
+    done = subprocess.run(["bash", "-c", command], cwd=home(worker), env=environment(worker))
+    codes[worker] = done.returncode
+
+
+def home(worker: int) -> Path:
+    return CLOUD / f"worker{worker}"
+
+
+def end_everything() -> None:
+    """As when a machine is taken away: no signal that a process could answer."""
+    for file in CLOUD.glob("worker*/*/logs/*Z.pid"):
+        try:
+            if os.getsid(int(file.read_text())):
+                os.killpg(os.getpgid(int(file.read_text())), signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def main() -> int:
+    words = [word for word in sys.argv[1:] if word != "alpha"]
+    with (CLOUD / "calls").open("a") as calls:
+        calls.write(json.dumps(sys.argv[1:]) + "\n")
+    assert words[:3] == ["compute", "tpus", "tpu-vm"], words
+    parser = argparse.ArgumentParser()
+    parser.add_argument("verb")
+    parser.add_argument("names", nargs="+")
+    for flag in ("zone", "project", "worker", "command", "format", "accelerator-type", "version"):
+        parser.add_argument(f"--{flag}")
+    parser.add_argument("--ssh-flag", action="append")
+    parser.add_argument("--scp-flag", action="append")
+    for flag in ("quiet", "spot"):
+        parser.add_argument(f"--{flag}", action="store_true")
+    args = parser.parse_args(words[3:])
+    assert args.zone, "no zone"
+    state = CLOUD / "state"
+
+    if args.verb == "create":
+        for worker in range(HOSTS):
+            home(worker).mkdir()
+        state.write_text("READY")
+        return 0
+    if not state.exists():
+        print("ERROR: (gcloud.compute.tpus.tpu-vm) NOT_FOUND", file=sys.stderr)
+        return 1
+    if args.verb == "describe":
+        print(f"{state.read_text()}\t{HOSTS}")
+        return 0
+    if args.verb == "delete":
+        end_everything()
+        for worker in range(HOSTS):
+            shutil.rmtree(home(worker))
+        state.unlink()
+        return 0
+    if state.read_text() != "READY":
+        print(f"ERROR: TPU VM is {state.read_text()}", file=sys.stderr)
+        return 1
+    workers = range(HOSTS) if args.worker == "all" else [int(w) for w in args.worker.split(",")]
+    if args.verb == "scp":
+        source, target = args.names
+        for worker in workers:
+            file = home(worker) / target.partition(":")[2]
+            file.write_bytes(Path(source).read_bytes())  # as scp: an existing file keeps its mode
+        return 0
+    assert args.verb == "ssh", args.verb
+    codes: dict[int, int] = {}
+    threads = [threading.Thread(target=on_worker, args=(w, args.command, codes)) for w in workers]
+    for thread in threads:
+        thread.daemon = True
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return next((code for _, code in sorted(codes.items()) if code), 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

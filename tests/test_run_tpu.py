@@ -1,0 +1,398 @@
+"""run_tpu.sh from a laptop to two workers: real git, ssh commands, processes and training on CPU.
+
+Only gcloud is a stand-in (stand_in_gcloud.py): it runs what it is given in a folder per worker.
+"""
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parent.parent
+KEY = "fake0key1which2nobody3may4see5"
+SHORT = {"STEPS": "1", "BATCH_SIZE": "2", "EVAL_EVERY_STEPS": "0", "TRAIN_MICRO_BATCH_SIZE": "16"}
+
+
+def git(folder: Path, *words: str) -> str:
+    who = ["-c", "user.name=t", "-c", "user.email=t@t", "-c", "commit.gpgsign=false"]
+    done = subprocess.run(
+        ["git", *who, *words], cwd=folder, text=True, capture_output=True, check=True
+    )
+    return done.stdout.strip()
+
+
+class Cloud:
+    """A laptop with a clone of this working tree, and a TPU VM of two workers."""
+
+    def __init__(self, folder: Path, cache: Path) -> None:
+        self.folder, self.laptop, origin = folder, folder / "grpo", folder / "origin.git"
+        left_out = shutil.ignore_patterns(".*", "__pycache__", "runs", "wandb", "logs")
+        shutil.copytree(REPO, self.laptop, ignore=left_out)
+        shutil.copy(REPO / ".gitignore", self.laptop)
+        git(folder, "init", "--quiet", "--bare", "--initial-branch=main", str(origin))
+        git(self.laptop, "init", "--quiet", "--initial-branch=main")
+        git(self.laptop, "remote", "add", "origin", str(origin))
+        self.commit("first")
+        (folder / "bin").mkdir()
+        program = folder / "bin" / "gcloud"
+        program.write_text(
+            f'#!/bin/sh\nexec "{sys.executable}" "{REPO}/tests/stand_in_gcloud.py" "$@"\n'
+        )
+        program.chmod(0o755)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.address = f"127.0.0.1:{probe.getsockname()[1]}"
+        self.lockfile = folder / "libtpu_lockfile"
+        self.machines()
+        self.cache = cache
+        for worker in range(2):
+            self.home(worker).mkdir()
+        (folder / "state").write_text("READY")
+
+    def machines(self, *each: dict[str, str]) -> None:
+        """What the workers' processes find in their environment, as a TPU VM's find each other."""
+        shared = {"JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_ADDRESS": self.address}
+        shared |= {"JAX_NUM_PROCESSES": "2", "LIBTPU_LOCKFILE": str(self.lockfile)}
+        (self.folder / "environ.json").write_text(json.dumps([shared, *each]))
+
+    def faults(self, *faults: tuple[int, str, str]) -> None:
+        (self.folder / "faults.json").write_text(json.dumps(faults))
+
+    def commit(self, message: str, push: bool = True) -> None:
+        git(self.laptop, "add", "--all")
+        git(self.laptop, "commit", "--quiet", "--message", message)
+        if push:
+            git(self.laptop, "push", "--quiet", "origin", "HEAD")
+
+    def home(self, worker: int) -> Path:
+        return self.folder / f"worker{worker}"
+
+    def clone(self, worker: int) -> Path:
+        return self.home(worker) / "grpo"
+
+    def environ(self, **settings: str) -> dict[str, str]:
+        shell = {k: os.environ[k] for k in os.environ if k in ("PATH", "HOME", "LANG", "TMPDIR")}
+        shell |= {k: v for k, v in os.environ.items() if k.startswith("PIP_")}
+        shell["PATH"] = f"{self.folder}/bin:{shell['PATH']}"
+        shell |= {"TPU_NAME": "mine", "ZONE": "a-zone", "CLOUD": str(self.folder)}
+        shell |= {"TPU_VENV": sys.prefix, "PYTHON": sys.executable}
+        return shell | {"JAX_COMPILATION_CACHE_DIR": str(self.cache)} | settings
+
+    def start(self, *words: str, **settings: str) -> subprocess.Popen:
+        """./run_tpu.sh, its output and errors in one text."""
+        return subprocess.Popen(
+            ["./run_tpu.sh", *words], cwd=self.laptop, env=self.environ(**settings), text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    def call(self, *words: str, **settings: str) -> tuple[int, str]:
+        process = self.start(*words, **settings)
+        lines, _ = process.communicate(timeout=300)
+        return process.returncode, lines
+
+    def calls(self) -> str:
+        file = self.folder / "calls"
+        return file.read_text() if file.exists() else ""
+
+    def logs(self, kind: str, worker: int, name: str = "train_grpo") -> Path:
+        return self.clone(worker) / "logs" / f"nohup_{name}_latest.{kind}"
+
+    def wait_for(self, worker: int, words: str) -> None:
+        """Until the worker's log has the words."""
+        log, deadline = self.logs("log", worker), time.monotonic() + 120
+        while not (log.exists() and re.search(words, log.read_text(), re.M)):
+            assert time.monotonic() < deadline, log.read_text() if log.exists() else "no log"
+            time.sleep(0.2)
+
+    def pid(self, worker: int) -> int:
+        return int(self.logs("pid", worker).read_text())
+
+    def exits(self) -> list[str]:
+        return [self.logs("exit", worker).read_text() for worker in range(2)]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def cloud(tmp_path: Path, cache: Path):
+    made = Cloud(tmp_path, cache)
+    yield made
+    for file in tmp_path.glob("worker*/grpo/logs/*Z.pid"):  # of a test that failed
+        try:
+            os.kill(int(file.read_text()), signal.SIGKILL)
+        except (ProcessLookupError, ValueError):
+            continue
+
+
+# ---- All goes well -------------------------------------------------------------------------------
+
+
+def test_from_setup_to_stop_two_workers_train_one_model(cloud: Cloud) -> None:
+    code, lines = cloud.call("setup")
+    assert code == 0, lines
+    head = git(cloud.laptop, "rev-parse", "HEAD")
+    for worker in range(2):
+        assert f"worker-{worker} HEAD={head}" in lines
+        assert re.search(rf"^worker-{worker} set up: Python 3\.1\d.* jax \d", lines, re.M), lines
+
+    (cloud.laptop / ".env").write_text(f"# keys\nWANDB_API_KEY={KEY}\nexport HF_TOKEN='ab c'\n")
+    code, lines = cloud.call("env")
+    assert code == 0, lines
+    for worker in range(2):
+        assert f"worker-{worker} .env WANDB_API_KEY: 30 characters" in lines
+        assert f"worker-{worker} .env HF_TOKEN: 4 characters" in lines
+        assert (cloud.clone(worker) / ".env").stat().st_mode & 0o777 == 0o600
+
+    code, lines = cloud.call("check")
+    assert code == 0, lines
+    for worker in range(2):
+        assert f"backend=cpu process={worker}/2 device_count=2 local_device_count=1" in lines
+    assert lines.count("versions python=3.") == 2
+
+    prompt = """It's "quoted"; $HOME `date` \\ & <answer>\nsecond line"""
+    code, lines = cloud.call(
+        "run", "--ssh-flag=-o ConnectTimeout=9", **SHORT, SYSTEM_PROMPT=prompt,
+        UNRELATED="elsewhere",
+    )  # fmt: skip
+    assert code == 0, lines
+    assert "worker-0 exit=0" in lines and "worker-1 exit=0" in lines
+    assert cloud.exits() == ["0\n", "0\n"]
+    for worker in range(2):
+        log = cloud.logs("log", worker)
+        assert re.fullmatch(r"nohup_train_grpo_\d{8}T\d{6}Z\.log", log.resolve().name)
+        text = log.read_text()
+        assert f"process={worker}/2" in text
+        assert re.search(r"^DONE: steps=1 elapsed_sec=\d+\.\d{3}$", text, re.M)
+        assert KEY not in text
+    assert re.search(r"^step=0 loss=", lines, re.M), "worker 0's log is followed"
+    saved = [*cloud.clone(0).glob("runs/*/config.yaml")]
+    assert len(saved) == 1 and not (cloud.clone(1) / "runs").exists(), "process 0 alone writes"
+    settings = subprocess.run(
+        [sys.executable, "-c", "import config, sys; c = config.Config.from_env({}, sys.argv[1]); "
+         "print(c.system_prompt, c.require_jax_process_count)", saved[0]],
+        cwd=REPO, text=True, capture_output=True,
+    )  # fmt: skip
+    assert settings.stdout == f"{prompt} 2\n", settings.stderr
+    assert "UNRELATED" not in cloud.calls() and "elsewhere" not in cloud.calls()
+    assert "--ssh-flag=-o ConnectTimeout=9" in cloud.calls()
+
+    code, lines = cloud.call("status")
+    assert code == 0 and len(re.findall(r"^worker-\d nohup_\S+Z exit=0 DONE: ", lines, re.M)) == 2
+    code, lines = cloud.call("logs", "--worker=1")
+    assert code == 0 and "process=1/2" in lines and "process=0/2" not in lines
+    code, lines = cloud.call("stop")
+    assert code == 0 and lines.count("has nothing running") == 2
+
+    told = [*cloud.folder.glob("worker*/grpo/logs/*"), *saved[0].parent.glob("*")]
+    assert all(KEY not in file.read_text() for file in [*told, cloud.folder / "calls"])
+
+
+def test_a_second_start_is_refused_and_stop_ends_the_first(cloud: Cloud) -> None:
+    assert cloud.call("sync")[0] == 0
+    cloud.faults((1, "worker-start", "again"))
+    code, lines = cloud.call("--detach", "--name=long", **SHORT | {"STEPS": "5000"})
+    assert code == 0, lines
+    assert lines.count("worker-1 started") == 1, "sent twice by gcloud, started once"
+    first = cloud.logs("pid", 0, "long").read_text()
+
+    code, lines = cloud.call("--name", "another", **SHORT)
+    assert code != 0
+    assert "error: worker-0: a run is alive (logs/nohup_long_" in lines
+    assert cloud.logs("pid", 0, "long").read_text() == first
+    code, lines = cloud.call("status")
+    assert code == 0 and lines.count(" running ") == 2, lines
+
+    code, lines = cloud.call("stop")
+    assert code == 0 and len(re.findall(r"stopped nohup_long_\w+: exit=", lines)) == 2, lines
+    for worker in range(2):
+        assert int(cloud.logs("exit", worker, "long").read_text()) != 0
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(cloud.logs("pid", worker, "long").read_text()), 0)
+
+
+def test_a_preempted_tpu_vm_is_made_anew_and_the_run_started_again(cloud: Cloud) -> None:
+    running = cloud.start("--restart", **SHORT | {"STEPS": "3"}, TPU_TYPE="v6e-8", TPU_SPOT="1")
+    cloud.wait_for(0, "^backend=")
+    for worker in range(2):
+        os.kill(cloud.pid(worker), signal.SIGKILL)
+    (cloud.folder / "state").write_text("PREEMPTED")
+    lines, _ = running.communicate(timeout=300)
+    assert running.returncode == 0, lines
+    assert "TPU VM mine is PREEMPTED" in lines and "DONE: steps=3" in lines
+    verbs = [json.loads(call)[3] for call in cloud.calls().splitlines()]
+    made = verbs.index("create")
+    assert verbs[made - 1] == "delete" and verbs.count("create") == 1
+    calls = cloud.calls().splitlines()
+    assert '"--spot"' in calls[made] and "v2-alpha-tpuv6e" in calls[made]
+    assert cloud.exits() == ["0\n", "0\n"]
+
+
+# ---- A worker fails ------------------------------------------------------------------------------
+
+
+def test_a_worker_killed_in_mid_step_takes_the_run_down_within_a_minute(cloud: Cloud) -> None:
+    assert cloud.call("sync")[0] == 0
+    running = cloud.start("run", **SHORT | {"STEPS": "5000"})
+    cloud.wait_for(1, "^step=1 ")
+    os.kill(cloud.pid(1), signal.SIGKILL)
+    killed = time.monotonic()
+    lines, _ = running.communicate(timeout=120)
+    assert time.monotonic() - killed < 60
+    assert running.returncode not in (0, 2), lines
+    assert cloud.logs("exit", 1).read_text() == "137\n"
+    assert int(cloud.logs("exit", 0).read_text()) == running.returncode
+    assert re.search("^error: (another process is gone|exit code 134: jax ended)", lines, re.M)
+    assert "worker-1 exit=137" in lines
+    assert "error: exit code 137" in cloud.logs("log", 1).read_text()
+
+
+def test_a_worker_that_never_joins_is_told_within_the_limit(cloud: Cloud) -> None:
+    assert cloud.call("sync")[0] == 0
+    cloud.machines({}, {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1"})
+    code, lines = cloud.call("run", **SHORT, INIT_TIMEOUT_S="8")
+    assert code == 1, lines
+    assert "error: not all processes have joined in INIT_TIMEOUT_S=8 seconds" in lines
+    assert cloud.exits() == ["1\n", "1\n"]
+
+
+@pytest.mark.parametrize("kind", ["hang", "fail"])
+def test_a_worker_that_is_down_stops_the_start_everywhere(cloud: Cloud, kind: str) -> None:
+    cloud.faults((1, "git", kind))
+    began = time.monotonic()
+    code, lines = cloud.call("run", **SHORT, SSH_TIMEOUT_S="6")
+    assert code != 0 and time.monotonic() - began < 60
+    assert "worker-0 HEAD=" in lines and "not every worker of mine has the commit" in lines
+    assert not (cloud.clone(0) / "logs").exists()
+
+    cloud.faults((1, "worker-start", kind))
+    code, lines = cloud.call("run", **SHORT, SSH_TIMEOUT_S="12")
+    assert code != 0 and "not every worker of mine has started; ending those that have" in lines
+    assert "worker-0 stopped" in lines
+    with pytest.raises(ProcessLookupError):
+        os.kill(cloud.pid(0), 0)
+
+
+# ---- Mistakes ------------------------------------------------------------------------------------
+
+
+def test_only_what_is_pushed_and_the_same_everywhere_is_run(cloud: Cloud) -> None:
+    readme = cloud.laptop / "README.md"
+    readme.write_text("changed")
+    code, lines = cloud.call("run", **SHORT)
+    assert code == 2 and "error: uncommitted changes in README.md; commit and push" in lines
+    cloud.commit("second", push=False)
+    code, lines = cloud.call("sync")
+    assert code == 2 and re.search(r"^error: HEAD \(\w{40}\) is not pushed", lines, re.M)
+    assert cloud.call("sync", "--ref=HEAD~1")[0] == 0
+    assert cloud.call("sync", "--ref", "nowhere")[0] == 2
+    git(cloud.laptop, "push", "--quiet", "origin", "HEAD")
+
+    hook = cloud.clone(1) / ".git" / "hooks" / "post-checkout"  # its checkout goes astray
+    hook.write_text("#!/bin/sh\nGIT_DIR=.git git update-ref --no-deref HEAD HEAD~1\n")
+    hook.chmod(0o755)
+    code, lines = cloud.call("run", **SHORT)
+    assert code == 2 and "the workers' HEADs above are not all" in lines, lines
+    assert len(set(re.findall(r"HEAD=(\w{40})$", lines, re.M))) == 2
+    hook.unlink()
+
+    (cloud.clone(0) / "loss.py").write_text("mine")
+    code, lines = cloud.call("sync")
+    assert code != 0 and "error: worker-0: a file is changed there" in lines
+
+
+@pytest.mark.parametrize(
+    "words, settings, message",
+    [
+        (["env"], {}, ".env is not here"),
+        (["start"], {}, "there is no verb start"),
+        (["run", "--steps=3"], {}, "there is no flag --steps=3"),
+        (["run", "--config"], {}, "--config needs a value"),
+        (["run", "--config=recipes/none.yaml"], {}, "is no file of this repository"),
+        (["run"], {"LERNING_RATE": "1"}, "unknown setting LERNING_RATE; did you mean LEARN"),
+        (["run"], {"NUM_PRE_Q": "eight"}, "NUM_PRE_Q='eight' is not a whole number"),
+        (["run"], {"TPU_NAME": ""}, "which TPU VM?"),
+        (["run", "--restart"], {}, "--restart has to know TPU_TYPE"),
+        (["run", "--name=a b"], {}, "--name take letters"),
+        (["sync"], {"REPO_URL": f"https://me:{KEY}@host/repo"}, "has a password in it"),
+    ],
+)
+def test_a_mistake_costs_one_line(
+    cloud: Cloud, words: list[str], settings: dict[str, str], message: str
+) -> None:
+    code, lines = cloud.call(*words, **settings)
+    assert code == 2, lines
+    assert lines.splitlines()[-1].startswith("error: ") and message in lines
+    assert "Traceback" not in lines and KEY not in lines + cloud.calls()
+
+
+def test_a_dry_run_prints_commands_that_a_shell_takes_and_runs_none(cloud: Cloud) -> None:
+    prompt = 'it\'s "so"'
+    code, lines = cloud.call("run", "--dry-run", SYSTEM_PROMPT=prompt, TPU_GCLOUD="alpha")
+    assert code == 0, lines
+    assert not cloud.calls() and not [*cloud.home(0).iterdir()]
+    gcloud = [line for line in lines.splitlines() if line.startswith("gcloud")]
+    assert [line.split()[5] for line in gcloud] == ["describe", "ssh", "ssh", "ssh", "ssh"]
+    assert all(line.startswith("gcloud alpha compute tpus tpu-vm ") for line in gcloud)
+    for line in gcloud:
+        assert subprocess.run(["bash", "-n", "-c", line]).returncode == 0
+    starts = subprocess.run(["bash", "-c", f'printf "%s\\n" {gcloud[2]}'], capture_output=True)
+    command = next(w for w in starts.stdout.decode().splitlines() if w.startswith("--command="))
+    words = subprocess.run(
+        ["bash", "-c", f"printf '%s\\n' {command.partition('&& ')[2]}"], capture_output=True
+    )
+    assert f"SYSTEM_PROMPT={prompt}" in words.stdout.decode().splitlines()
+
+
+def test_the_help_fits_one_screen(cloud: Cloud) -> None:
+    code, lines = cloud.call("--help")
+    assert code == 0
+    assert len(lines.splitlines()) <= 30 and max(map(len, lines.splitlines())) <= 100
+
+
+# ---- On a worker ---------------------------------------------------------------------------------
+
+
+def worker(cloud: Cloud, *words: str, **env: str) -> subprocess.CompletedProcess:
+    alone = {"PATH": os.environ["PATH"], "HOME": str(cloud.home(0)), "JAX_PLATFORMS": "cpu"}
+    alone |= {"HOSTNAME": "w", "LIBTPU_LOCKFILE": str(cloud.lockfile)}
+    return subprocess.run(
+        ["bash", "run_tpu.sh", *words], cwd=cloud.laptop, env=alone | env, text=True,
+        capture_output=True, timeout=120,
+    )  # fmt: skip
+
+
+def test_the_exit_file_is_true_when_the_disk_is_full_for_the_log(cloud: Cloud) -> None:
+    logs = cloud.laptop / "logs"
+    logs.mkdir()
+    (logs / "nohup_x_20260101T000000Z.log").symlink_to("/dev/full")
+    base, cache = "logs/nohup_x_20260101T000000Z", f"JAX_COMPILATION_CACHE_DIR={cloud.cache}"
+    settings = [f"{name}={value}" for name, value in SHORT.items()]
+    assert worker(cloud, "worker-run", base, sys.prefix, "", cache, *settings).returncode == 0
+    assert (logs / "nohup_x_latest.exit").read_text() == "0\n"
+    assert len([*cloud.laptop.glob("runs/*/metrics.jsonl")]) == 1
+    worker(cloud, "worker-run", base, sys.prefix, "", "STEPS=-1")
+    assert (logs / "nohup_x_latest.exit").read_text() == "2\n"
+
+
+def test_a_stale_libtpu_lockfile_goes_and_one_in_use_stops_the_start(cloud: Cloud) -> None:
+    start = ["worker-start", "x", "20260101T000000Z", sys.prefix, "", "STEPS=-1"]
+    with cloud.lockfile.open("w") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        held = worker(cloud, *start)
+        assert held.returncode == 2
+        assert f"error: w: process {os.getpid()} holds the TPU (" in held.stderr
+        assert cloud.lockfile.exists()
+    assert worker(cloud, *start).returncode == 0
+    assert not cloud.lockfile.exists()

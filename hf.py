@@ -47,7 +47,7 @@ def fetch_model(path: str, revision: str = "", files: Sequence[str] = FILES) -> 
 
 def config_of(path: str, revision: str = "") -> ModelConfig:
     """The ModelConfig of a folder, of a model known here, or of a hub id: no weights are needed."""
-    name = path.removesuffix("-Instruct").removesuffix("-Base")
+    name = path.removesuffix("-2507").removesuffix("-Instruct").removesuffix("-Base")
     known = [full for full in _KNOWN if name in (full, full.rpartition("/")[2])]
     if Path(path).is_dir() or revision or not known:
         return read_config(fetch_model(path, revision, ["config.json"]))

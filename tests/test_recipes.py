@@ -1,0 +1,85 @@
+"""recipes/: each begins with the command that runs it, and has the sizes of the run of its name."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from config import Config
+from sizes import derive
+
+REPO = Path(__file__).resolve().parent.parent
+RECIPES = sorted((REPO / "recipes").glob("*.yaml"))
+SMOKE_4B = {
+    "ROLLOUT_GLOBAL_BATCH_SIZE": "16",
+    "ROLLOUT_PER_DEVICE_BATCH_SIZE": "1",
+    "NUM_PRE_Q": "2",
+    "TRAIN_PER_DEVICE_MICRO_BATCH_SIZE": "1",
+}
+
+
+def commands(recipe: Path) -> list[list[str]]:
+    """The words of each command in the comment at its top: the lines that are indented there."""
+    top = recipe.read_text(encoding="utf-8").split("\n\n")[0].replace("\\\n#", "")
+    return [shlex.split(line) for line in re.findall(r"^#     (.*)$", top, re.M)]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
+def test_a_recipe_begins_with_the_command_that_runs_it(recipe: Path) -> None:
+    found = commands(recipe)
+    assert found and f"recipes/{recipe.name}" in found[-1]
+    for words in found:
+        env = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
+        program = words[len(env)]
+        assert program in ("./run_tpu.sh", "python") and (REPO / "run_tpu.sh").exists()
+        Config.from_env(env, recipe)
+
+
+# recipe, environment, (processes, local devices): prompts a pass, passes, local batch,
+# micro-batch, micro-steps
+SIZES = [
+    ("grpo_gsm8k_qwen25_3b_bs128_steps100", {}, (1, 8), (16, 1, 128, 16, 8)),
+    ("grpo_gsm8k_qwen25_3b_bs128_steps100_pallas", {}, (1, 8), (16, 1, 128, 16, 8)),
+    ("grpo_gsm8k_qwen25_7b_v4_16_smoke", {}, (2, 4), (2, 1, 16, 4, 4)),
+    ("grpo_gsm8k_qwen25_7b_v4_16_smoke", SMOKE_4B, (2, 4), (4, 2, 16, 4, 4)),
+    ("grpo_gsm8k_bs128_steps100", {}, (1, 8), (16, 1, 128, 16, 8)),
+    ("grpo_gsm8k_bs128_steps100", {}, (2, 4), (8, 1, 64, 16, 4)),
+    ("grpo_gsm8k_bs128_steps100", {}, (4, 4), (4, 1, 32, 16, 2)),
+    ("tunix_qwen3_4b_10steps", {}, (1, 4), (2, 1, 4, 4, 1)),
+    ("tunix_qwen3_4b_10steps", {}, (2, 4), (2, 1, 4, 4, 1)),
+    ("tiny", {}, (1, 1), (16, 1, 128, 64, 2)),
+    ("tiny", {}, (2, 4), (8, 1, 64, 64, 1)),
+]
+
+
+@pytest.mark.parametrize("name, env, devices, sizes", SIZES)
+def test_a_recipe_makes_the_published_sizes(
+    name: str, env: dict[str, str], devices: tuple[int, int], sizes: tuple[int, ...]
+) -> None:
+    cfg = Config.from_env(env, REPO / "recipes" / f"{name}.yaml")
+    made = derive(cfg, *devices)
+    assert sizes == (
+        made.prompt_batch_size, made.passes_per_step, made.local_batch, made.micro_batch_size,
+        made.grad_accum_steps,
+    )  # fmt: skip
+
+
+def test_the_twins_differ_in_the_kernel_alone() -> None:
+    plain, pallas = (
+        Config.from_env({}, REPO / "recipes" / f"grpo_gsm8k_qwen25_3b_bs128_steps100{end}.yaml")
+        for end in ("", "_pallas")
+    )
+    assert (plain.policy_loss_impl, pallas.policy_loss_impl) == ("jax", "pallas")
+    changed = {name for name, value in vars(plain).items() if value != getattr(pallas, name)}
+    assert changed == {"policy_loss_impl"}
+    assert (plain.steps, plain.max_length_sample, plain.num_pre_q) == (100, 1024, 8)
+
+
+def test_the_readme_s_commands_for_a_tpu_vm_name_recipes_and_verbs_that_exist() -> None:
+    readme = (REPO / "README.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"recipes/(\w+)\.yaml", readme))
+    assert named - {"NAME"} <= {recipe.stem for recipe in RECIPES}
+    usage = (REPO / "run_tpu.sh").read_text(encoding="utf-8")
+    for verb in set(re.findall(r"\./run_tpu\.sh ([a-z]+)", readme)):
+        assert re.search(rf"^  (\w+, )?{verb}\b", usage, re.M), verb

@@ -143,8 +143,8 @@ def yaml_text(node: Any, label: str) -> str:
 def read_dotenv(path: Path) -> dict[str, str]:
     """The NAME=value lines of a file, if it is there; read as text, nothing in it is executed.
 
-    An `export` before the name and quotes around the value are dropped. Raises ValueError with the
-    number of a line that is something else, never with the line.
+    An `export` before the name, quotes around the value and a ` # comment` after it are dropped.
+    Raises ValueError with the number of a line that is something else, never with the line.
     """
     if not path.exists():
         return {}
@@ -160,8 +160,10 @@ def read_dotenv(path: Path) -> dict[str, str]:
         if not match:
             raise ValueError(f"{path}: line {number} is not NAME=value")
         name, value = match.groups()
-        quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
-        values[name] = value[1:-1] if quoted else value
+        if quoted := re.fullmatch(r"""(["'])(.*)\1(\s+#.*)?""", value):
+            values[name] = quoted[2]
+        else:
+            values[name] = re.split(r"\s+#", value)[0]
     return values
 
 

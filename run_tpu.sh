@@ -11,7 +11,8 @@ usage() {
 ./run_tpu.sh [VERB] [FLAG...]: train_grpo.py on every worker of a Cloud TPU VM, through gcloud
 
   create, delete   the TPU VM: TPU_TYPE (say v6e-8), TPU_VERSION (goes by the type), TPU_SPOT=1
-  setup [PACKAGE]  clone, make a Python >= 3.11 .venv, install requirements.txt and jax[tpu] there
+  setup            clone, make a Python >= 3.11 .venv, install requirements.txt and jax[tpu] there,
+                   and TPU_PACKAGES (say wandb)
   sync             check out, on every worker, the commit that is checked out here and pushed
   env              copy ./.env there (WANDB_API_KEY=..., HF_TOKEN=...), readable by you alone
   check            what JAX sees on every worker: backend, processes, devices, versions
@@ -22,8 +23,9 @@ usage() {
   --config FILE    settings, a file of this repository; those set in this shell go over it and
                    are forwarded if config.py knows them: STEPS=10 ./run_tpu.sh --config FILE
   --name NAME      of the run and its logs/nohup_NAME_UTC.{log,pid,exit}; else as FILE is called
-  --detach         do not follow          --restart  when the TPU VM is gone, make it anew, go on
-  --tpu NAME, --zone ZONE, --project ID, --worker all|0|0,2, --ref COMMIT   (or TPU_NAME, ZONE,
+  --detach         do not follow
+  --restart        when the TPU VM is preempted make it anew and start the same run again
+  --tpu NAME, --zone ZONE, --project ID, --worker all|N, --ref COMMIT   (or TPU_NAME, ZONE,
                    PROJECT, WORKER, REF)  which TPU VM, which of its workers, what to check out
   --ssh-flag=F, --strict-host-key-checking=V, --internal-ip, --tunnel-through-iap   as gcloud's
   --dry-run        print the commands, run none
@@ -40,28 +42,23 @@ fail() {  # MESSAGE: a user's mistake
 
 # ---- Commands to the workers ---------------------------------------------------------------------
 
-quoted() {  # WORD...: as a shell reads them back
-  local word
-  for word in "$@"; do
-    case $word in
-      '' | *[!A-Za-z0-9_./:=,@%+-]*) printf " '%s'" "$(printf %s "$word" | sed "s/'/'\\\\''/g")" ;;
-      *) printf ' %s' "$word" ;;
-    esac
-  done
-}
-
 limited() {  # SECONDS COMMAND...: its exit code, or 124 if it had to be ended
   local seconds=$1 command watch code=0
   shift
-  "$@" &
+  set -m  # each in a process group of its own, so that gcloud's ssh ends with gcloud
+  "$@" </dev/null &
   command=$!
-  (sleep "$seconds"; kill "$command") >/dev/null 2>&1 &
+  { sleep "$seconds"; kill -- "-$command"; } >/dev/null 2>&1 &
   watch=$!
+  set +m
+  trap 'kill -- "-$command" "-$watch" 2>/dev/null; exit 130' INT
   wait "$command" || code=$?
-  kill "$watch" 2>/dev/null || {
-    echo "error: no answer in SSH_TIMEOUT_S=$seconds seconds; is every worker up?" >&2
+  trap - INT
+  kill -- "-$watch" 2>/dev/null || true
+  if [[ $code == 143 ]]; then
+    echo "error: no answer in $seconds seconds (SSH_TIMEOUT_S); is every worker up?" >&2
     code=124
-  }
+  fi
   return "$code"
 }
 
@@ -71,7 +68,7 @@ gcloud_tpu() {  # SECONDS VERB ARGUMENT...: gcloud compute tpus tpu-vm VERB; 0 S
   local words=(gcloud ${TPU_GCLOUD:+"$TPU_GCLOUD"} compute tpus tpu-vm "$@" "--zone=$ZONE")
   [[ -z $PROJECT ]] || words+=("--project=$PROJECT")
   if [[ -n $dry_run ]]; then
-    quoted "${words[@]}" | sed 's/^ //'
+    printf '%q ' "${words[@]}"
     echo
   elif [[ $seconds == 0 ]]; then
     "${words[@]}"  # in the foreground, where Ctrl-C reaches it
@@ -81,86 +78,100 @@ gcloud_tpu() {  # SECONDS VERB ARGUMENT...: gcloud compute tpus tpu-vm VERB; 0 S
 }
 
 on() {  # SECONDS WORKERS COMMAND: runs COMMAND on them; gcloud retries, so that it may come twice
-  gcloud_tpu "$1" ssh "$TPU_NAME" ${ssh_flags[@]+"${ssh_flags[@]}"} "--worker=$2" "--command=$3"
+  gcloud_tpu "$1" ssh "$TPU_NAME" "${ssh_flags[@]}" "--worker=$2" "--command=$3"
 }
 
 own_verb() {  # VERB ARGUMENT...: the command that runs this very file on a worker
   local verb=worker-$1
   shift
-  echo "cd $TPU_DIR && bash run_tpu.sh$(quoted "$verb" "$@")"
+  echo "cd $TPU_DIR && bash run_tpu.sh $verb$( (($# == 0)) || printf ' %q' "$@")"
 }
 
-describe() {  # state and number of workers, nothing if there is no such TPU VM
-  gcloud_tpu "$SSH_TIMEOUT_S" describe "$TPU_NAME" \
-    "--format=value(state,networkEndpoints.len())"
+describe() {  # state and number of workers, or GONE; fails when gcloud cannot tell
+  local found code=0
+  found=$(gcloud_tpu "$SSH_TIMEOUT_S" describe "$TPU_NAME" \
+    "--format=value(state,networkEndpoints.len())" 2>&1) || code=$?
+  if [[ $code != 0 && $found == *NOT_FOUND* ]]; then
+    found=GONE code=0
+  fi
+  echo "$found" | tr '\t' ' '
+  return "$code"
 }
 
 # ---- Verbs ---------------------------------------------------------------------------------------
 
 create() {
-  local type=${TPU_TYPE:-} version
-  case ${type:?error: set TPU_TYPE, say to v6e-8} in
+  local version
+  case ${TPU_TYPE:-} in
+    '') fail "set TPU_TYPE, say to v6e-8" ;;
     v6e*) version=v2-alpha-tpuv6e ;;
     v5p*) version=v2-alpha-tpuv5 ;;
     v5*) version=v2-alpha-tpuv5-lite ;;
     *) version=tpu-ubuntu2204-base ;;
   esac
-  gcloud_tpu 0 create "$TPU_NAME" "--accelerator-type=$type" \
+  gcloud_tpu 0 create "$TPU_NAME" "--accelerator-type=$TPU_TYPE" \
     "--version=${TPU_VERSION:-$version}" ${TPU_SPOT:+--spot}
 }
 
 find_commit() {  # sets sha, what to check out, and url, where from
   [[ -z $(git diff --name-only HEAD) || -n $REF ]] ||
     fail "uncommitted changes in $(git diff --name-only HEAD | head -3 | xargs); commit and push"
+  ! git ls-files --error-unmatch .env >/dev/null 2>&1 || fail ".env is in git; git rm --cached .env"
   sha=$(git rev-parse --verify --quiet "${REF:-HEAD}^{commit}") || fail "REF=$REF is no commit here"
-  url=${REPO_URL:-$(git remote get-url origin)} || fail "no remote origin here; set REPO_URL"
+  url=${REPO_URL:-$(git remote get-url origin)} || fail "this clone has no remote origin"
+  url=${url/#ssh:\/\/git@/https://}  # the workers have no keys
   case $url in
-    *://*:*@* | *://*@*) fail "REPO_URL or the remote origin has a password in it; leave it out" ;;
-    git@*:*) url=${url#git@} url=https://${url/://} ;;  # the workers have no keys
+    git@*:*) url=${url#git@} url=https://${url/://} ;;
+    *://*@*) fail "REPO_URL or the remote origin has a user or a password in it; leave it out" ;;
   esac
   git fetch --quiet origin || fail "git fetch origin does not work here"
-  if [[ -z $(git for-each-ref "--contains=$sha" refs/remotes/origin) ]] &&
-    ! git ls-remote origin | grep -q "^$sha"; then
-    fail "${REF:-HEAD} ($sha) is not pushed: git push first"
-  fi
+  [[ -n $(git for-each-ref "--contains=$sha" refs/remotes/origin) ]] ||
+    fail "${REF:-HEAD} ($sha) is on no branch of origin: git push first"
   [[ -z $CONFIG ]] || git cat-file -e "$sha:$CONFIG" 2>/dev/null ||
     fail "--config $CONFIG is no file of this repository at ${REF:-HEAD}"
 }
 
 sync() {
   find_commit
-  local heads code=0 dirty="a file is changed there: cd $TPU_DIR; git status"
+  local heads code=0 stop="{ echo \"error: \$HOSTNAME:"
   heads=$(on "$SSH_TIMEOUT_S" "$WORKER" "set -e; \
-[ -d $TPU_DIR/.git ] || git clone --quiet$(quoted "$url") $TPU_DIR; cd $TPU_DIR; \
-git remote set-url origin$(quoted "$url"); git fetch --quiet --tags origin; \
-[ -z \"\$(git diff --name-only HEAD)\" ] || { echo \"error: \$HOSTNAME: $dirty\" >&2; exit 2; }; \
+[ -d $TPU_DIR/.git ] || git clone --quiet $(printf %q "$url") $TPU_DIR; cd $TPU_DIR; \
+[ ! -e logs/.lock ] || flock -n logs/.lock true || \
+$stop a run is alive; ./run_tpu.sh stop ends it\" >&2; exit 2; }; \
+[ -z \"\$(git diff --name-only HEAD)\" ] || \
+$stop a file is changed in $TPU_DIR; look at git status\" >&2; exit 2; }; \
+git remote set-url origin $(printf %q "$url"); git fetch --quiet --tags origin; \
 git checkout --quiet --detach $sha; echo \"\$HOSTNAME HEAD=\$(git rev-parse HEAD)\"") || code=$?
   echo "$heads"
   [[ -z $dry_run ]] || return 0
   if [[ $code != 0 ]]; then
     echo "error: not every worker of $TPU_NAME has the commit; above are those that have" >&2
-    return "$code"
+  elif ! echo "$heads" | grep -q "HEAD=$sha\$" || echo "$heads" | grep HEAD= | grep -qv "HEAD=$sha\$"; then
+    echo "error: the workers' HEADs above are not all $sha; look at git on the others" >&2
+    code=2
   fi
-  if echo "$heads" | grep 'HEAD=' | grep -qv "HEAD=$sha\$"; then
-    fail "the workers' HEADs above are not all $sha; look at git on the others"
-  fi
+  return "$code"
 }
 
 setup() {
-  sync
-  on 0 "$WORKER" "$(own_verb setup "$TPU_VENV" "$@")"
+  local packages
+  read -r -a packages <<<"${TPU_PACKAGES:-}"
+  sync && on 0 "$WORKER" "$(own_verb setup "$TPU_VENV" ${packages[@]+"${packages[@]}"})"
 }
 
 send_env() {
   [[ -f .env ]] || fail ".env is not here: write WANDB_API_KEY=... into it, and what else is secret"
-  on "$SSH_TIMEOUT_S" "$WORKER" "cd $TPU_DIR && touch .env && chmod 600 .env"
-  local flags=() flag
-  for flag in ${ssh_flags[@]+"${ssh_flags[@]}"}; do
-    flags+=("${flag/--ssh-flag/--scp-flag}")
+  local flags=() flag word
+  for flag in "${ssh_flags[@]}"; do
+    case $flag in
+      --ssh-flag=*) for word in ${flag#--ssh-flag=}; do flags+=("--scp-flag=$word"); done ;;
+      *) flags+=("$flag") ;;
+    esac
   done
-  gcloud_tpu "$SSH_TIMEOUT_S" scp .env "$TPU_NAME:$TPU_DIR/.env" ${flags[@]+"${flags[@]}"} \
-    "--worker=$WORKER"
-  on "$SSH_TIMEOUT_S" "$WORKER" "$(own_verb env)"
+  on "$SSH_TIMEOUT_S" "$WORKER" "cd $TPU_DIR && touch .env && chmod 600 .env" &&
+    gcloud_tpu "$SSH_TIMEOUT_S" scp .env "$TPU_NAME:$TPU_DIR/.env" "${flags[@]}" \
+      "--worker=$WORKER" &&
+    on "$SSH_TIMEOUT_S" "$WORKER" "$(own_verb env "$TPU_VENV")"
 }
 
 read_settings() {  # sets settings: NAME=value of those of this shell that config.py knows
@@ -181,35 +192,47 @@ print(*[f"{name}={shlex.quote(os.environ[name])}" for name in fields if name in 
 }
 
 start() {  # starts one run on every worker; sets stamp
-  local found workers
-  found=$(describe) || return
-  [[ -n $dry_run ]] || [[ $found == READY* ]] ||
-    fail "TPU VM $TPU_NAME is ${found:-not there}; ./run_tpu.sh create makes one"
-  [[ -z $dry_run ]] || echo "$found"
-  workers=${found##*[!0-9]}
-  read_settings
-  if [[ $WORKER == all && -n $workers && -z ${REQUIRE_JAX_PROCESS_COUNT:-} ]]; then
-    settings="$settings REQUIRE_JAX_PROCESS_COUNT=$workers"
+  local found started code=0
+  found=$(describe) || { echo "$found" >&2; return 1; }
+  if [[ -n $dry_run ]]; then
+    echo "$found"
+  elif [[ $found != READY* ]]; then
+    echo "error: TPU VM $TPU_NAME is ${found% *}; create or --restart makes a new one" >&2
+    return 1
+  elif [[ $WORKER == all && -z ${REQUIRE_JAX_PROCESS_COUNT:-} ]]; then
+    settings="$settings REQUIRE_JAX_PROCESS_COUNT=${found##* }"
   fi
   sync || return
   stamp=$(date -u +%Y%m%dT%H%M%SZ)
-  if ! on "$SSH_TIMEOUT_S" "$WORKER" \
-    "$(own_verb start "$NAME" "$stamp" "$TPU_VENV" "$CONFIG") $settings"; then
+  started=$(on "$SSH_TIMEOUT_S" "$WORKER" \
+    "$(own_verb start "$NAME" "$stamp" "$TPU_VENV" "$CONFIG") $settings") || code=$?
+  echo "$started"
+  if [[ $code != 0 ]]; then
     echo "error: not every worker of $TPU_NAME has started; ending those that have" >&2
-    on "$SSH_TIMEOUT_S" "$WORKER" "$(own_verb stop "$NAME" "$stamp")" || true
-    return 1
+    [[ $started != *' started'* ]] ||
+      on "$((SSH_TIMEOUT_S + 60))" "$WORKER" "$(own_verb stop "$NAME" "$stamp")" || true
   fi
+  return "$code"
 }
 
 follow() {  # worker 0's log until the run ends, then how it ended everywhere; the run's exit code
-  local code=0 others=0 first=${WORKER%%[,-]*}
-  echo "following worker ${first/all/0}; Ctrl-C leaves the run alone: logs -f goes on, stop ends it"
-  # When ssh fails gcloud connects anew, and the log begins again: print what is new.
-  on 0 "${first/all/0}" "$(own_verb follow "$NAME" "$stamp")" |
-    awk '/^@log begins$/ {n = 0; next} ++n > seen {seen = n; print; fflush()}' || code=$?
-  on "$SSH_TIMEOUT_S" "$WORKER" "$(own_verb ended "$NAME" "$stamp")" || others=$?
+  local code=0 others=0
+  echo "following worker ${WORKER/all/0}; Ctrl-C leaves the run alone: logs -f goes on, stop ends it"
+  # Whenever the connection is made anew the log begins again: print what is new.
+  attach | awk '/^@log begins$/ {n = 0; next} ++n > seen {seen = n; print; fflush()}' || code=$?
+  on "$((SSH_TIMEOUT_S + 60))" "$WORKER" "$(own_verb ended "$NAME" "$stamp")" || others=$?
   [[ $code != 0 ]] || code=$others
   return "$code"
+}
+
+attach() {  # to the log, again and again if ssh fails (255) but the TPU VM is there
+  local code
+  while true; do
+    code=0
+    on 0 "${WORKER/all/0}" "$(own_verb logs "$NAME" "$stamp")" || code=$?
+    [[ $code == 255 && $(describe 2>&1) == READY* ]] || return "$code"
+    sleep "$RETRY_S"
+  done
 }
 
 run() {
@@ -217,38 +240,70 @@ run() {
   [[ -n $detach ]] || follow
 }
 
-run_on_spot() {  # run, and again on a new TPU VM whenever the old one is gone
-  local code found waited
+run_on_spot() {  # run, and again on a new TPU VM whenever the old one is preempted
+  local code found fresh='' waited
   while true; do
-    code=0
-    run || code=$?
-    [[ $code != 0 && $code != 2 ]] || return "$code"
-    for waited in 0 20 20 20; do  # a worker's end is seen before its TPU VM's
-      sleep "$waited"
-      found=$(describe 2>/dev/null) || found=
-      [[ $found == READY* ]] || break
+    for waited in 1 2 3 4 5; do  # a network may be away for a while
+      code=0
+      found=$(describe) || code=$?
+      [[ $code != 0 ]] || break
+      sleep "$RETRY_S"
     done
-    [[ $found != READY* ]] || return "$code"
-    echo "TPU VM $TPU_NAME is ${found:-gone}; making it anew"
-    [[ -z $found ]] || gcloud_tpu 0 delete "$TPU_NAME" --quiet
-    until create; do
-      echo "no TPU VM to be had; trying again in a minute"
-      sleep 60
-    done
-    setup
-    [[ ! -f .env ]] || send_env
+    [[ $code == 0 ]] || { echo "$found" >&2; return 1; }
+    case $found in
+      READY*)
+        if [[ -n $fresh ]]; then
+          setup || { sleep "$RETRY_S"; continue; }
+          [[ ! -f .env ]] || send_env || { sleep "$RETRY_S"; continue; }
+        fi
+        fresh='' code=0
+        run || code=$?
+        [[ $code != 0 && $code != 2 ]] || return "$code"
+        for waited in 0 1 2 3; do  # a worker's end is seen before its TPU VM's
+          [[ $waited == 0 ]] || sleep "$RETRY_S"
+          case $(describe) in PREEMPTED* | TERMINATED* | GONE) continue 2 ;; esac
+        done
+        return "$code"
+        ;;
+      PREEMPTED* | TERMINATED*)
+        echo "TPU VM $TPU_NAME is ${found% *}; making it anew"
+        gcloud_tpu 0 delete "$TPU_NAME" --quiet || sleep "$RETRY_S"
+        [[ $settings == *' RESUME=auto' ]] || settings="$settings RESUME=auto"  # of this very run
+        ;;
+      GONE)
+        fresh=1
+        found=$(create 2>&1) || case $found in
+          *[Cc]apacity* | *EXHAUSTED*) echo "no TPU VM to be had; trying again"; sleep "$RETRY_S" ;;
+          *) echo "$found" >&2; return 1 ;;
+        esac
+        ;;
+      *) sleep "$RETRY_S" ;;  # on its way
+    esac
   done
 }
 
 # ---- On a worker, in the clone -------------------------------------------------------------------
 
-newest() {  # [NAME]: logs/nohup_NAME_UTC of the newest run
-  local file found='' pattern="logs/nohup_${1:-*}_????????T??????Z.pid"
+base_of() {  # [NAME [UTC]]: logs/nohup_NAME_UTC, of the newest run where one is left out
+  local file found='' pattern="logs/nohup_${1:-*}_${2:-????????T??????Z}.pid"
   for file in $pattern; do
     [[ -n $found && ! $file -nt $found ]] || found=$file
   done
   [[ -e $found ]] || fail "$HOSTNAME: no run${1:+ of the name $1} has been started here"
   echo "${found%.pid}"
+}
+
+alive() {  # while anything of a run is: it has the lock
+  [[ -e logs/.lock ]] && ! flock --nonblock logs/.lock true
+}
+
+exit_code() {  # BASE SECONDS: of a run, for which it waits so long; else running, or unknown
+  local waited
+  for ((waited = 0; waited < 5 * $2; waited++)); do
+    [[ ! -e $1.exit ]] || break
+    sleep 0.2
+  done
+  cat "$1.exit" 2>/dev/null || if alive; then echo running; else echo unknown; fi
 }
 
 worker-setup() {  # VENV PACKAGE...
@@ -262,7 +317,7 @@ worker-setup() {  # VENV PACKAGE...
     if [[ -n $found ]]; then
       "$found" -m venv "$venv"
     else  # the image has none that will do; uv brings its own
-      python3 -m pip install --quiet --user uv
+      PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --quiet --user uv
       python3 -m uv venv --quiet --seed --python 3.12 "$venv"
     fi
   fi
@@ -271,25 +326,23 @@ worker-setup() {  # VENV PACKAGE...
     2>/dev/null | awk '/^(jax|libtpu|flax|transformers) / {printf "%s %s ", $1, $2}')"
 }
 
-worker-env() {  # the names in .env with the lengths of their values
+worker-env() {  # VENV: the names in .env with the lengths of their values
   chmod 600 .env
-  sed -n -E "s/^(export )?([A-Za-z_][A-Za-z0-9_]*)=[\"']?(.*[^\"'])[\"']?\$/\2 \3/p" .env |
-    while read -r name value; do echo "$HOSTNAME .env $name: ${#value} characters"; done
+  "$1/bin/python" -c '
+import os, pathlib, parsing
+for name, value in parsing.read_dotenv(pathlib.Path(".env")).items():
+    print(os.environ.get("HOSTNAME", ""), f".env {name}: {len(value)} characters")'
 }
 
-tpu_holders() {  # ids of the processes that have a TPU open or hold libtpu's lock
-  local inode sudo=()
+free_tpu() {  # or it says which process has a TPU open or holds libtpu's lock
+  local holder inode sudo=()
   ! sudo -n true 2>/dev/null || sudo=(sudo -n)
-  ${sudo[@]+"${sudo[@]}"} find /proc/[0-9]*/fd -lname '/dev/accel*' -o -lname '/dev/vfio/[0-9]*' \
-    2>/dev/null | cut -d/ -f3 || true
-  if inode=$(stat -c %i "$LIBTPU_LOCKFILE" 2>/dev/null); then
+  inode=$(stat -c %i "$LIBTPU_LOCKFILE" 2>/dev/null || echo none)
+  holder=$({
+    "${sudo[@]}" find /proc/[0-9]*/fd -lname '/dev/accel*' -o -lname '/dev/vfio/[0-9]*' \
+      2>/dev/null | cut -d/ -f3 || true
     awk -v inode=":$inode\$" '$6 ~ inode {print $5}' /proc/locks
-  fi
-}
-
-free_tpu() {  # or it says who has it
-  local holder
-  holder=$(tpu_holders | head -1)
+  } | sed -n 1p)
   [[ -z $holder ]] ||
     fail "$HOSTNAME: process $holder holds the TPU ($(tr '\0' ' ' <"/proc/$holder/cmdline"))"
   rm -f "$LIBTPU_LOCKFILE" 2>/dev/null || sudo -n rm -f "$LIBTPU_LOCKFILE"
@@ -302,14 +355,12 @@ worker-check() {  # VENV [SETTING=VALUE...]
 
 worker-start() {  # NAME UTC VENV CONFIG [SETTING=VALUE...]
   local base=logs/nohup_$1_$2 venv=$3 waited
-  mkdir -p logs
+  [[ ! -e $base.pid ]] || return 0  # gcloud has sent the command again
   [[ -x $venv/bin/python ]] || fail "$HOSTNAME has no $venv: ./run_tpu.sh setup makes it"
+  mkdir -p logs
   # The run inherits this lock, and has it for as long as anything of it is alive.
   exec 9>logs/.lock
-  if ! flock --nonblock 9; then
-    [[ ! -e $base.pid ]] || return 0  # this very run: gcloud has sent the command again
-    fail "$HOSTNAME: a run is alive ($(newest)); ./run_tpu.sh stop ends it"
-  fi
+  flock --nonblock 9 || fail "$HOSTNAME: a run is alive ($(base_of)); ./run_tpu.sh stop ends it"
   free_tpu
   nohup setsid bash run_tpu.sh worker-run "$base" "${@:3}" </dev/null >/dev/null 2>&1 &
   for ((waited = 0; waited < 100; waited++)); do
@@ -321,16 +372,15 @@ worker-start() {  # NAME UTC VENV CONFIG [SETTING=VALUE...]
 }
 
 worker-run() {  # BASE VENV CONFIG [SETTING=VALUE...]: train_grpo.py, its log, its exit code
-  local base=$1 python=$2/bin/python config=$3 code=0 kind name=${1%_*}
+  local base=$1 python=$2/bin/python config=$3 code=0 kind name=${1%_*} tee waited
   # Written in place and renamed at the end, which a full disk does not hinder.
   printf '%-8s' running >"$base.exit.part"
   for kind in log pid exit; do
     ln -sfn "$(basename "$base").$kind" "${name}_latest.$kind"
   done
-  # tee goes on without a log when the disk is full; the run would not.
   touch "$base.log"
-  exec 8> >(exec tee "$base.log" >/dev/null)
-  local tee=$!
+  exec 8> >(exec tee "$base.log" >/dev/null)  # which goes on when the disk is full
+  tee=$!
   env PYTHONUNBUFFERED=1 "${@:4}" "$python" train_grpo.py ${config:+--config "$config"} >&8 2>&1 8>&- &
   echo $! >"$base.pid"
   wait $! || code=$?
@@ -340,72 +390,61 @@ worker-run() {  # BASE VENV CONFIG [SETTING=VALUE...]: train_grpo.py, its log, i
     139) echo "error: exit code 139: a segmentation fault" ;;
   esac >&8
   exec 8>&-
-  wait "$tee" || true
+  for ((waited = 0; waited < 20; waited++)); do  # for the last lines of the log
+    kill -0 "$tee" 2>/dev/null || break
+    sleep 0.1
+  done
   echo "$code" 1<>"$base.exit.part"
   truncate --size=$((${#code} + 1)) "$base.exit.part"
   mv "$base.exit.part" "$base.exit"
 }
 
-exit_code() {  # BASE SECONDS: waits so long for the run's exit code and prints it
-  local waited
-  for ((waited = 0; waited < 5 * $2; waited++)); do
-    [[ ! -e $1.exit ]] || break
-    sleep 0.2
-  done
-  cat "$1.exit" 2>/dev/null || echo unknown
-}
-
-worker-follow() {  # NAME UTC: the log until the run ends, and its exit code
-  local base=logs/nohup_$1_$2 code
+worker-logs() {  # NAME [UTC]: the log; with UTC, or -f for it, until the run ends, and its exit code
+  local base code utc=${2:-}
+  base=$(base_of "$1" "${utc#-f}")
+  if [[ -z $utc ]]; then
+    cat "$base.log"
+    return
+  fi
   echo "@log begins"
   tail --lines=+1 --follow=name --pid="$(cat "$base.pid")" "$base.log"
   code=$(exit_code "$base" 20)
-  [[ $code != unknown && $code != 255 ]] || exit 1  # 255 is ssh's own
-  exit "$code"
+  case $code in
+    running | unknown | 255) exit 1 ;;  # 255 is ssh's own
+    *) exit "$code" ;;
+  esac
+}
+
+worker-status() {  # [NAME [UTC]]
+  local base last
+  base=$(base_of "$@")
+  last=$(grep -aE '^(step=|eval|DONE|STOPPED|error)' "$base.log" | tail -1 | cut -c1-160) || true
+  echo "$HOSTNAME $(basename "$base") exit=$(exit_code "$base" 0) ${last:-(nothing logged yet)}"
 }
 
 worker-ended() {  # NAME UTC: how it ended, for which it waits
-  local code
-  code=$(exit_code "logs/nohup_$1_$2" 60)
-  echo "$HOSTNAME exit=$code"
-  [[ $code == 0 ]]
-}
-
-worker-status() {  # [NAME]
-  local base state last
-  base=$(newest "${1:-}")
-  state="exit=$(cat "$base.exit" 2>/dev/null || echo unknown)"
-  ! kill -0 "$(cat "$base.pid")" 2>/dev/null || [[ -e $base.exit ]] || state=running
-  last=$(grep -aE '^(step=|eval|DONE|error)' "$base.log" | tail -1 | cut -c1-120) || true
-  echo "$HOSTNAME $(basename "$base") $state ${last:-(nothing logged yet)}"
-}
-
-worker-logs() {  # NAME [-f]
-  local base
-  base=$(newest "$1")
-  if [[ ${2:-} == -f ]]; then
-    tail --lines=+1 --follow=name --pid="$(cat "$base.pid")" "$base.log"
-  else
-    cat "$base.log"
-  fi
+  [[ $(exit_code "$(base_of "$@")" 60) == 0 ]] || {
+    worker-status "$@"
+    exit 1
+  }
+  worker-status "$@"
 }
 
 worker-stop() {  # [NAME [UTC]]
-  local base
-  if [[ -n ${2:-} ]]; then base=logs/nohup_$1_$2; else base=$(newest "${1:-}"); fi
-  if [[ -e $base.pid && ! -e $base.exit ]] && kill -TERM "$(cat "$base.pid")" 2>/dev/null; then
-    if [[ $(exit_code "$base" 45) == unknown ]]; then
-      kill -KILL "$(cat "$base.pid")" 2>/dev/null || true
-    fi
-    echo "$HOSTNAME stopped $(basename "$base"): exit=$(exit_code "$base" 10)"
-  else
+  local base pid
+  base=$(base_of "$@")
+  pid=$(cat "$base.pid")
+  if ! alive || [[ -e $base.exit ]] || ! grep -q train_grpo.py "/proc/$pid/cmdline" 2>/dev/null; then
     echo "$HOSTNAME has nothing running"
+    return
   fi
+  kill -TERM "$pid"
+  [[ $(exit_code "$base" 45) != running ]] || kill -KILL "$pid" 2>/dev/null || true
+  echo "$HOSTNAME stopped $(basename "$base"): exit=$(exit_code "$base" 10)"
 }
 
 # ---- Which verb ----------------------------------------------------------------------------------
 
-HOSTNAME=${HOSTNAME:-$(hostname)}
 LIBTPU_LOCKFILE=${LIBTPU_LOCKFILE:-/tmp/libtpu_lockfile}
 if [[ ${1:-} == worker-* ]]; then
   "$@"
@@ -414,17 +453,20 @@ fi
 
 TPU_NAME=${TPU_NAME:-} ZONE=${ZONE:-} PROJECT=${PROJECT:-} WORKER=${WORKER:-} REF=${REF:-}
 TPU_GCLOUD=${TPU_GCLOUD:-} TPU_DIR=${TPU_DIR:-$(basename "$PWD")} TPU_VENV=${TPU_VENV:-.venv}
-SSH_TIMEOUT_S=${SSH_TIMEOUT_S:-90} PYTHON=${PYTHON:-python3}
-CONFIG='' NAME='' verb=run detach='' restart='' dry_run='' more=() ssh_flags=()
-case ${1:-} in
-  create | delete | setup | sync | env | check | run | status | logs | stop) verb=$1; shift ;;
-esac
+SSH_TIMEOUT_S=${SSH_TIMEOUT_S:-90} RETRY_S=${RETRY_S:-20} PYTHON=${PYTHON:-python3}
+CONFIG='' NAME='' verb='' detach='' restart='' dry_run='' followed=''
+# So that a machine that is gone is noticed within a minute.
+ssh_flags=(--ssh-flag=-oConnectTimeout=10 --ssh-flag=-oServerAliveInterval=15
+  --ssh-flag=-oServerAliveCountMax=2)
 while [[ $# -gt 0 ]]; do
   case $1 in
     --config=* | --name=* | --tpu=* | --zone=* | --project=* | --worker=* | --ref=*)
       set -- "${1%%=*}" "${1#*=}" "${@:2}" ;;
   esac
   case $1 in
+    create | delete | setup | sync | env | check | run | status | logs | stop)
+      [[ -z $verb ]] || fail "one verb, not $verb and $1"
+      verb=$1 ;;
     --config | --name | --tpu | --zone | --project | --worker | --ref)
       [[ -n ${2:-} ]] || fail "$1 needs a value"
       variable=$(echo "${1#--}" | tr '[:lower:]' '[:upper:]')
@@ -435,26 +477,32 @@ while [[ $# -gt 0 ]]; do
     --detach) detach=1 ;;
     --restart) restart=1 ;;
     --dry-run) dry_run=1 ;;
+    -f) followed=-f ;;
     -h | --help) usage; exit ;;
-    -f) [[ $verb == logs ]] || fail "-f is a flag of logs"; more+=(-f) ;;
     -*) fail "there is no flag $1; ./run_tpu.sh --help" ;;
-    *) [[ $verb == setup ]] || fail "there is no verb $1; ./run_tpu.sh --help"; more+=("$1") ;;
+    *) fail "there is no verb $1; ./run_tpu.sh --help" ;;
   esac
   shift
 done
+verb=${verb:-run}
+[[ -z $followed || $verb == logs ]] || fail "-f is a flag of logs"
 [[ -n $TPU_NAME ]] || fail "which TPU VM? Set TPU_NAME or --tpu"
+command -v gcloud >/dev/null || fail "gcloud is not installed here"
 [[ -n $ZONE ]] || ZONE=$(gcloud config get-value compute/zone 2>/dev/null || true)
 [[ -n $ZONE ]] || fail "which zone is $TPU_NAME in? Set ZONE or --zone"
-case $TPU_DIR$NAME in
-  *[!A-Za-z0-9_./-]*) fail "TPU_DIR and --name take letters, digits, _ . / and -" ;;
-esac
+if [[ $verb == run && -z $NAME ]]; then
+  NAME=$(basename "${CONFIG:-train_grpo}" .yaml | tr -c 'A-Za-z0-9_.\n-' _)
+fi
+[[ $NAME != *[!A-Za-z0-9_.-]* ]] || fail "--name takes letters, digits, _ . and -"
+[[ $TPU_DIR != *[!A-Za-z0-9_./-]* ]] || fail "TPU_DIR takes letters, digits, _ . / and -"
 [[ $verb != logs ]] || WORKER=${WORKER:-0}
 WORKER=${WORKER:-all}
+[[ $WORKER == all || $WORKER != *[!0-9]* ]] || fail "--worker is all or the number of one"
 
 case $verb in
   create) create ;;
   delete) gcloud_tpu 0 delete "$TPU_NAME" ;;
-  setup) setup ${more[@]+"${more[@]}"} ;;
+  setup) setup ;;
   sync) sync ;;
   env) send_env ;;
   check)
@@ -462,11 +510,12 @@ case $verb in
     on 0 "$WORKER" "$(own_verb check "$TPU_VENV") $settings"
     ;;
   run)
-    [[ -n $NAME ]] || NAME=$(basename "${CONFIG:-train_grpo}" .yaml)
     [[ -z $restart || -n ${TPU_TYPE:-} ]] || fail "--restart has to know TPU_TYPE"
     [[ -z $restart || -z $detach ]] || fail "--restart follows the run; leave out --detach"
+    read_settings
     if [[ -n $restart ]]; then run_on_spot; else run; fi
     ;;
-  status | stop) on "$SSH_TIMEOUT_S" "$WORKER" "$(own_verb "$verb" "$NAME")" ;;
-  logs) on 0 "$WORKER" "$(own_verb logs "$NAME" ${more[@]+"${more[@]}"})" ;;
+  status) on "$SSH_TIMEOUT_S" "$WORKER" "$(own_verb status "$NAME")" ;;
+  stop) on "$((SSH_TIMEOUT_S + 60))" "$WORKER" "$(own_verb stop "$NAME")" ;;
+  logs) on 0 "$WORKER" "$(own_verb logs "$NAME" $followed)" | grep -v '^@log begins$' ;;
 esac

@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 CLOUD = Path(os.environ["CLOUD"])
@@ -35,13 +34,13 @@ def on_worker(worker: int, command: str, codes: dict[int, int]) -> None:
     faults = CLOUD / "faults.json"
     for where, part, kind in json.loads(faults.read_text()) if faults.exists() else []:
         if where == worker and part in command:
-            if kind == "hang":
-                time.sleep(3600)
+            if kind == "hang":  # as ssh does, a process of its own
+                subprocess.run(["sleep", "3600"])
             if kind == "fail":
                 print("ssh: connect to host: Connection refused", file=sys.stderr)
                 codes[worker] = 255
                 return
-            if kind == "again":  # the connection broke after the command was done
+            if kind == "again":  # the connection broke after the command was done; gcloud retries
                 subprocess.run(["bash", "-c", command], cwd=home(worker), env=environment(worker))
     done = subprocess.run(["bash", "-c", command], cwd=home(worker), env=environment(worker))
     codes[worker] = done.returncode
@@ -80,6 +79,11 @@ def main() -> int:
     state = CLOUD / "state"
 
     if args.verb == "create":
+        scarce = CLOUD / "scarce"  # how often there is no TPU VM to be had
+        if scarce.exists() and int(scarce.read_text()):
+            scarce.write_text(str(int(scarce.read_text()) - 1))
+            print("ERROR: There is no more capacity in the zone", file=sys.stderr)
+            return 1
         for worker in range(HOSTS):
             home(worker).mkdir()
         state.write_text("READY")
@@ -99,7 +103,7 @@ def main() -> int:
     if state.read_text() != "READY":
         print(f"ERROR: TPU VM is {state.read_text()}", file=sys.stderr)
         return 1
-    workers = range(HOSTS) if args.worker == "all" else [int(w) for w in args.worker.split(",")]
+    workers = range(HOSTS) if args.worker == "all" else [int(args.worker)]
     if args.verb == "scp":
         source, target = args.names
         for worker in workers:

@@ -45,7 +45,8 @@ def test_names_of_ordinary_machines_are_no_typos() -> None:
 WRITTEN = """
 # keys
 WANDB_API_KEY=0123abc
-export HF_TOKEN="hf_x y"
+export HF_TOKEN="hf_x y"  # of the Hub
+PLAIN=a#b # c
   SYSTEM_PROMPT='a = "b" # c'
 EMPTY=
 HOME_OF=$HOME/`touch {made}`$(touch {made})
@@ -60,6 +61,7 @@ def test_a_dotenv_file_is_read_as_text_and_never_executed(tmp_path: Path) -> Non
         assert read_dotenv(file) == {
             "WANDB_API_KEY": "0123abc",
             "HF_TOKEN": "hf_x y",
+            "PLAIN": "a#b",
             "SYSTEM_PROMPT": 'a = "b" # c',
             "EMPTY": "",
             "HOME_OF": f"$HOME/`touch {made}`$(touch {made})",

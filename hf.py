@@ -1,18 +1,24 @@
 """A Hugging Face folder: its config, weights and tokenizer, in and out."""
 
 import json
+import math
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from huggingface_hub import split_state_dict_into_shards_factory
 from jax.sharding import Mesh, NamedSharding
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
+from layout import on_host
 from model import Leaf, ModelConfig, Params, param_shardings, param_table
 
 FILES = ["*.json", "*.safetensors", "*.jinja"]
+EXPORTED = "exported_from.json"  # beside an exported model: it may be replaced by another
 
 # The config.json of these, and of those whose name ends in -Instruct or -Base, for plan_tpu.py;
 # positions are the least that any of them has.
@@ -157,16 +163,79 @@ def load_params(folder: Path, config: ModelConfig, mesh: Mesh, dtype: Any) -> Pa
 
 
 def hf_tensors(params: Params, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, array) of every tensor of a Hugging Face checkpoint, in the params' dtype."""
+    """(name, array) of every tensor of a Hugging Face checkpoint, in the params' dtype; one after
+    the other on the host. On many processes all have to take them."""
     for leaf, array in zip(
         jax.tree.leaves(param_table(config)), jax.tree.leaves(params), strict=True
     ):
-        stack = np.asarray(array)
         if "{}" not in leaf.name:
-            yield leaf.name, stack
+            yield leaf.name, on_host(array)
             continue
-        for i, one in enumerate(stack):
+        for i in range(leaf.shape[0]):
+            one = on_host(array[i])
             yield leaf.name.format(i), np.ascontiguousarray(one.T if leaf.transposed else one)
+
+
+def save_model(
+    folder: Path, params: Params, config: ModelConfig, source: Path, *, dtype: Any,
+    writes: bool = True, shard_size: int | str = "5GB",
+) -> None:  # fmt: skip
+    """Writes the parameters as a Hugging Face folder that transformers opens; tied heads stay tied.
+
+    source: the folder they come from, whose config and tokenizer go along. dtype: of the weights,
+    float32 or bfloat16. writes: True on one process; the others take part all the same.
+    shard_size: of a safetensors file at most. config.json comes last: with it the folder is whole.
+    Raises OSError.
+    """
+    dtype = np.dtype(dtype)
+    split = split_state_dict_into_shards_factory(
+        _tensor_shapes(param_table(config)),
+        get_storage_size=lambda shape: math.prod(shape) * dtype.itemsize,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=shard_size,
+    )
+    if writes:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / EXPORTED).write_text(json.dumps({"model": str(source)}) + "\n", encoding="utf-8")
+        for old in [folder / "config.json", *folder.glob("model*.safetensors*")]:
+            old.unlink(missing_ok=True)
+    held: dict[str, dict[str, np.ndarray]] = {name: {} for name in split.filename_to_tensors}
+    for name, array in hf_tensors(params, config):
+        if writes:
+            file = split.tensor_to_filename[name]
+            held[file][name] = array.astype(dtype)
+            if len(held[file]) == len(split.filename_to_tensors[file]):
+                _save_tensors(held.pop(file), folder / file)
+    if not writes:
+        return
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    along = [file for file in source.iterdir() if file.suffix in (".json", ".jinja", ".txt")]
+    for file in along:
+        if file.name != "config.json" and "safetensors" not in file.name:
+            shutil.copyfile(file, folder / file.name)
+    values = _read_json(source / "config.json")
+    values["torch_dtype" if "torch_dtype" in values else "dtype"] = dtype.name
+    (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _save_tensors(tensors: dict[str, np.ndarray], file: Path) -> None:
+    try:
+        save_file(tensors, file, {"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{file.name}: {error}") from None
+
+
+def _tensor_shapes(table: Params) -> dict[str, list[int]]:
+    """Name -> shape of every tensor of a checkpoint, as its files have them."""
+    shapes = {}
+    for leaf in jax.tree.leaves(table):
+        stacked = "{}" in leaf.name
+        shape = leaf.shape[1:] if stacked else leaf.shape
+        for i in range(leaf.shape[0] if stacked else 1):
+            shapes[leaf.name.format(i)] = list(shape[::-1] if leaf.transposed else shape)
+    return shapes
 
 
 def _open_safetensors(folder: Path) -> dict[str, Any]:
@@ -195,12 +264,7 @@ def _open_safetensors(folder: Path) -> dict[str, Any]:
 
 
 def _check_tensors(folder: Path, table: Params, files: dict[str, Any]) -> None:
-    wanted = {}
-    for leaf in jax.tree.leaves(table):
-        stacked = "{}" in leaf.name
-        shape = leaf.shape[1:] if stacked else leaf.shape
-        for i in range(leaf.shape[0] if stacked else 1):
-            wanted[leaf.name.format(i)] = list(shape[::-1] if leaf.transposed else shape)
+    wanted = _tensor_shapes(table)
     # A tied checkpoint may repeat its embedding; old ones store the rotary frequencies.
     ignored = {n for n in files if n == "lm_head.weight" or n.endswith("rotary_emb.inv_freq")}
     missing, unknown = sorted(wanted.keys() - files), sorted(files.keys() - wanted - ignored)

@@ -86,6 +86,13 @@ def gather_rows(x: np.ndarray) -> np.ndarray:
     return np.concatenate(bits).view(x.dtype)
 
 
+def on_host(x: jax.Array) -> np.ndarray:
+    """The whole of an array, on every process; all have to ask for it."""
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return multihost_utils.process_allgather(x, tiled=True)
+    return np.asarray(x)
+
+
 # ---- Within a program ----------------------------------------------------------------------------
 
 

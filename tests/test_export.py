@@ -1,0 +1,136 @@
+"""The trained model as a Hugging Face folder: what was trained, as transformers reads it."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from formula_model import FAMILIES, write_folder
+from safetensors import safe_open
+from test_train import finish, start, start_two, train
+from test_update import ADAMW, CONFIG, laid_out
+
+import hf
+from layout import make_mesh
+from model import forward, lm_head
+from update import init_state, optimizer_step
+
+REPO = Path(__file__).resolve().parent.parent
+
+
+def tensors(folder: Path) -> dict[str, np.ndarray]:
+    found = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="numpy") as content:
+            found |= {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_export_is_the_source_s_folder_with_the_new_weights(
+    tmp_path: Path, family: str, dtype: str
+) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    write_folder(source, family)
+    (source / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
+    config, mesh = hf.read_config(source), make_mesh("MESH_SHAPE", "2,2,2", jax.devices())
+    params = hf.load_params(source, config, mesh, jnp.float32)
+    hf.save_model(target, params, config, source, dtype=dtype, shard_size=20_000)
+    before, after = tensors(source), tensors(target)
+    assert before.keys() == after.keys(), "tied heads stay tied"
+    for name, tensor in after.items():
+        assert tensor.dtype == jnp.dtype(dtype)
+        assert (tensor == before[name].astype(dtype)).all(), name
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == after.keys() and len(set(index["weight_map"].values())) > 1
+    ours, theirs = (json.loads((f / "config.json").read_text()) for f in (target, source))
+    named = "torch_dtype" if "torch_dtype" in theirs else "dtype"
+    assert ours == theirs | {named: dtype}
+    assert (target / "generation_config.json").read_text() == '{"eos_token_id": [1, 2]}'
+
+
+def test_an_export_replaces_an_earlier_one_and_nothing_else(tmp_path: Path) -> None:
+    source, config = REPO / "tiny", hf.read_config(REPO / "tiny")
+    mesh = make_mesh("MESH_SHAPE", "1,1,1", jax.devices()[:1])
+    params = hf.load_params(source, config, mesh, jnp.float32)
+    (tmp_path / "notes.md").write_text("mine")
+    hf.save_model(tmp_path, params, config, source, dtype="float32", shard_size="1MB")
+    assert len([*tmp_path.glob("*.safetensors")]) > 1
+    hf.save_model(tmp_path, params, config, source, dtype="float32")
+    assert sorted(f.name for f in tmp_path.iterdir()) == [
+        "config.json", "exported_from.json", "model.safetensors", "notes.md", "tokenizer.json",
+        "tokenizer_config.json",
+    ]  # fmt: skip
+    hf.load_params(tmp_path, hf.read_config(tmp_path), mesh, jnp.float32)
+    hf.load_tokenizer(tmp_path)
+
+
+def test_a_model_that_no_run_has_exported_is_not_overwritten(tmp_path: Path) -> None:
+    shutil.copytree(REPO / "tiny", tmp_path / "mine" / "hf")
+    before = (tmp_path / "mine" / "hf" / "config.json").read_bytes()
+    for env in (
+        {"EXPORT_HF": str(tmp_path / "mine" / "hf")},
+        {"OUTPUT_DIR": str(tmp_path / "mine")},
+        {"OUTPUT_DIR": str(tmp_path / "mine"), "MODEL_PATH": str(tmp_path / "mine" / "hf"),
+         "DATASET": str(REPO / "tiny")},
+    ):  # fmt: skip
+        result = finish(start(tmp_path / "run", env, 1), tmp_path / "run")
+        assert result.code == 2, result.lines
+        assert "EXPORT_HF=" in result.errors or "its hf" in result.errors
+        assert (tmp_path / "mine" / "hf" / "config.json").read_bytes() == before
+
+
+def test_a_run_of_two_processes_exports_what_a_run_of_one_does(tmp_path: Path) -> None:
+    one = train(tmp_path / "one", BATCH_SIZE="4", NUM_PRE_Q="4", TRAIN_MICRO_BATCH_SIZE="16")
+    outs = [tmp_path / "two", tmp_path / "two_1"]
+    each = {"BATCH_SIZE": "2", "NUM_PRE_Q": "4", "TRAIN_MICRO_BATCH_SIZE": "8"}
+    running = start_two(outs, 1, **each, MESH_SHAPE="1,2,1", EXPORT_HF=str(tmp_path / "elsewhere"))
+    results = [finish(process, out) for process, out in zip(running, outs, strict=True)]
+    assert [result.code for result in (one, *results)] == [0, 0, 0]
+    ours, theirs = tensors(tmp_path / "one" / "hf"), tensors(tmp_path / "elsewhere")
+    assert ours.keys() == theirs.keys() and not (outs[0] / "hf").exists()
+    start = tensors(REPO / "tiny")
+    assert any((ours[name] != start[name]).any() for name in ours), "it was trained"
+    for name in ours:
+        np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-5, atol=1e-6)
+
+
+def test_transformers_opens_the_end_of_a_run_with_the_same_logits(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch", reason="a parity test")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    assert train(tmp_path / "run", BATCH_SIZE="2", LEARNING_RATE="1e-3").code == 0
+    folder = tmp_path / "run" / "hf"
+    ids = np.arange(3, 43).reshape(2, 20)
+    theirs = AutoModelForCausalLM.from_pretrained(folder)(torch.tensor(ids)).logits.detach().numpy()
+    config, mesh = hf.read_config(folder), make_mesh("MESH_SHAPE", "1,1,1", jax.devices()[:1])
+    params = hf.load_params(folder, config, mesh, jnp.float32)
+    positions = np.broadcast_to(np.arange(20), (2, 20))
+    hidden, _ = forward(params, config, jnp.asarray(ids), jnp.asarray(positions), dtype=jnp.float32)
+    np.testing.assert_allclose(hidden @ lm_head(params).T, theirs, rtol=1e-4, atol=1e-4)
+    assert AutoTokenizer.from_pretrained(folder).chat_template
+
+
+@pytest.mark.parametrize("wrong", ["gradient", "loss"])
+def test_a_step_that_is_not_finite_leaves_the_state_to_the_bit(wrong: str) -> None:
+    mesh = make_mesh("MESH_SHAPE", "1,1,1", jax.devices()[:1])
+
+    def step(grads, loss: float):
+        state = init_state(laid_out(mesh), optimizer=ADAMW, config=CONFIG)
+        lr = np.float32(0.1)
+        return optimizer_step(state, grads, lr, np.float32(loss), optimizer=ADAMW, config=CONFIG)[0]
+
+    grads = laid_out(mesh)
+    bad = grads.replace(embed=grads.embed.at[0, 0].set(jnp.nan)) if wrong == "gradient" else grads
+    before = init_state(laid_out(mesh), optimizer=ADAMW, config=CONFIG)
+    after = step(bad, np.nan if wrong == "loss" else 1.0)
+    for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    changed = step(laid_out(mesh), 1.0)
+    assert (np.asarray(changed.params.embed) != np.asarray(before.params.embed)).any()
+    assert int(changed.step) == 1

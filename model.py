@@ -141,6 +141,14 @@ def param_shardings(config: ModelConfig, mesh: Mesh, setting: str = "MESH_SHAPE"
     return jax.tree.map(sharding, param_table(config))
 
 
+def abstract_params(config: ModelConfig, mesh: Mesh, dtype: Any) -> Params:
+    """Shapes, dtypes and shardings of the parameters on a mesh, which need not be here."""
+    return jax.tree.map(
+        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=where),
+        param_table(config), param_shardings(config, mesh),
+    )  # fmt: skip
+
+
 def init_params(config: ModelConfig, key: jax.Array) -> Params:
     """Random float32 Params: normal(0, 0.02), norms one, biases zero (transformers' own rule)."""
     leaves, tree = jax.tree.flatten(param_table(config))

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -21,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 import config as settings
 from attention import KV
 from layout import Layout
-from model import ModelConfig, Params, param_shardings, param_table
+from model import ModelConfig, Params, abstract_params
 from rollout import Sampling, decode, prefill, share
 from roofline import SLICES
 from sizes import Sizes, eval_questions
@@ -31,11 +30,11 @@ from update import (
     Counts,
     MicroBatch,
     TrainState,
+    abstract_state,
     micro_step,
     optimizer_step,
     score_tokens,
     sync_program,
-    transform,
 )
 
 ROLLOUT = ("prefill", "decode", "eval_prefill", "eval_decode")
@@ -96,23 +95,10 @@ def array(mesh: Mesh, shape: tuple[int, ...], dtype: Any, *axes: Any) -> jax.Sha
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*axes)))
 
 
-def params_on(config: ModelConfig, mesh: Mesh, dtype: Any) -> Params:
-    return jax.tree.map(
-        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=where),
-        param_table(config), param_shardings(config, mesh),
-    )  # fmt: skip
-
-
 def train_state(plan: Plan) -> TrainState:
     """As init_state makes it."""
-    mesh, rule = plan.compute.layout.mesh, transform(optimizer_of(plan.cfg), plan.config)
-    params = params_on(plan.config, mesh, jnp.dtype(plan.cfg.param_dtype))
-    opt_state = optax.tree_utils.tree_map_params(
-        rule, lambda x, p: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=p.sharding),
-        jax.eval_shape(rule.init, params), params,
-        transform_non_params=lambda x: array(mesh, x.shape, x.dtype),
-    )  # fmt: skip
-    return TrainState(params=params, opt_state=opt_state, step=array(mesh, (), jnp.int32))
+    mesh, dtype = plan.compute.layout.mesh, jnp.dtype(plan.cfg.param_dtype)
+    return abstract_state(plan.config, mesh, dtype, optimizer_of(plan.cfg))
 
 
 def reference(plan: Plan) -> Params | None:
@@ -120,7 +106,7 @@ def reference(plan: Plan) -> Params | None:
     if plan.cfg.beta == 0:
         return None
     dtype = jnp.float32 if plan.cfg.ref_sync_steps else plan.compute.dtype
-    return params_on(plan.config, plan.compute.layout.mesh, dtype)
+    return abstract_params(plan.config, plan.compute.layout.mesh, dtype)
 
 
 def micro_batch(plan: Plan) -> MicroBatch:
@@ -161,7 +147,7 @@ def runs(plan: Plan, program: str) -> bool:
 def call(plan: Plan, program: str) -> tuple[Any, tuple, dict[str, Any]]:
     """The jitted function, its arguments and its static ones, as the run calls it."""
     cfg, config, compute, state = plan.cfg, plan.config, plan.compute, train_state(plan)
-    grads = params_on(config, compute.layout.mesh, jnp.float32)
+    grads = abstract_params(config, compute.layout.mesh, jnp.float32)
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
     if program == "sync_weights":
         return sync_program(config, plan.rollout.mesh, compute.dtype), (state.params,), {}
@@ -174,14 +160,14 @@ def call(plan: Plan, program: str) -> tuple[Any, tuple, dict[str, Any]]:
         return micro_step, arguments, static | {"compute": compute}
     if program == "optimizer_step":
         static = {"optimizer": optimizer_of(cfg), "config": config}
-        return optimizer_step, (state, grads, scalar), static
+        return optimizer_step, (state, grads, scalar, scalar), static
     plan = plan.evaluation() if program.startswith("eval_") else plan
     return prefill_call(plan) if program.endswith("prefill") else decode_call(plan)
 
 
 def prefill_call(plan: Plan) -> tuple[Any, tuple, dict[str, Any]]:
     (_, G), layout, compute = plan.rollout_rows(), plan.rollout, plan.compute
-    weights = params_on(plan.config, layout.mesh, compute.dtype)
+    weights = abstract_params(plan.config, layout.mesh, compute.dtype)
     prompt = array(layout.mesh, (G, plan.S + 1), jnp.int32, layout.rows)
     static = {"dtype": compute.dtype, "layout": layout, "attention_impl": compute.attention_impl}
     return prefill, (weights, plan.config, prompt, prompt), static

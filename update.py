@@ -21,6 +21,7 @@ from loss_pallas import token_logps
 from model import (
     ModelConfig,
     Params,
+    abstract_params,
     forward,
     lm_head,
     param_shardings,
@@ -191,18 +192,37 @@ def init_state(params: Params, *, optimizer: Optimizer, config: ModelConfig) -> 
     return jax.tree.map(lambda x: x if x.ndim else jnp.zeros_like(x, device=scalar), state)
 
 
+def abstract_state(config: ModelConfig, mesh: Mesh, dtype: Any, optimizer: Optimizer) -> TrainState:
+    """Shapes, dtypes and shardings of what init_state makes, on a mesh that need not be here."""
+    params, rule = abstract_params(config, mesh, dtype), transform(optimizer, config)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    opt_state = optax.tree_utils.tree_map_params(
+        rule, lambda x, p: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=p.sharding),
+        jax.eval_shape(rule.init, params), params,
+        transform_non_params=lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere),
+    )  # fmt: skip
+    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
+    return TrainState(params=params, opt_state=opt_state, step=step)
+
+
 @functools.partial(jax.jit, static_argnames=("optimizer", "config"), donate_argnames=("state",))
 def optimizer_step(
-    state: TrainState, grads: Params, lr: jax.Array, *, optimizer: Optimizer, config: ModelConfig
-) -> tuple[TrainState, jax.Array]:
-    """The state after one update with the step's summed gradient, and its norm before clipping."""
+    state: TrainState, grads: Params, lr: jax.Array, loss: jax.Array | float = 0.0,
+    *, optimizer: Optimizer, config: ModelConfig,
+) -> tuple[TrainState, jax.Array]:  # fmt: skip
+    """The state after one update with the step's summed gradient, and its norm before clipping.
+
+    Where the norm or the loss is not finite the state stays as it is, to the bit.
+    """
     norm = optax.tree.norm(grads)
     if optimizer.clip_norm > 0:
         factor = jnp.minimum(1.0, optimizer.clip_norm / (norm + 1e-6))  # as torch and TRL
         grads = jax.tree.map(lambda g: g * factor, grads)
     updates, opt_state = transform(optimizer, config).update(grads, state.opt_state, state.params)
     params = jax.tree.map(lambda p, u: (p - lr * u).astype(p.dtype), state.params, updates)
-    return TrainState(params=params, opt_state=opt_state, step=state.step + 1), norm
+    updated = TrainState(params=params, opt_state=opt_state, step=state.step + 1)
+    finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+    return jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state), norm
 
 
 def learning_rate(

@@ -8,6 +8,7 @@ import functools
 import itertools
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -132,8 +133,13 @@ def _parse(text: str, file: Path, first_line: int) -> Any:
 
 
 def text_of(setting: str) -> str:
-    """SYSTEM_PROMPT's text: of the file it names, or itself."""
+    """SYSTEM_PROMPT's text: of the file it names, or itself.
+
+    Raises ValueError for a file that is not there, or is no UTF-8 text.
+    """
     if not os.path.isfile(setting):
+        if re.fullmatch(r"\S+\.(txt|md)|\S*/\S+", setting):
+            raise ValueError(f"SYSTEM_PROMPT={setting}: no such file")
         return setting
     try:
         return Path(setting).read_text(encoding="utf-8")

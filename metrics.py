@@ -7,12 +7,15 @@ import collections
 import json
 import math
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
+
+WANDB_LIMIT_S = 30  # for W&B to answer at the start
 
 
 class Clock:
@@ -38,28 +41,44 @@ class Clock:
 
 
 class RunLog:
-    """The run's outputs; `out` is its folder, on process 0 created here."""
+    """The run's outputs; `out` is its folder, on process 0 created here.
+
+    Once it is open nothing outside takes the run down: what a full disk or W&B does not take costs
+    one line.
+    """
 
     def __init__(
-        self, out: Path, *, steps: int, writes: bool, wandb: dict[str, Any] | None
-    ) -> None:
-        self._writes, self._wandb = writes, None
+        self, out: Path, *, steps: int, writes: bool, wandb: dict[str, Any] | None,
+        first_step: int = 0,
+    ) -> None:  # fmt: skip
+        """first_step: of a run that goes on; what it logged of this and later steps is dropped."""
         self._recent: collections.deque[float] = collections.deque(maxlen=10)
-        self._bar = tqdm(total=steps, unit="step", disable=None if writes else True)  # None: a tty
+        self._bar = tqdm(
+            total=steps, initial=first_step, unit="step", disable=None if writes else True
+        )  # None: unless on a terminal
+        self._out, self._files = out, {}
+        self._lost: set[str] = set()  # what does not take what it is given
+        self._wandb, self.wandb_id = None, ""
         if not writes:
             return
         out.mkdir(parents=True, exist_ok=True)
-        self._metrics = open(out / "metrics.jsonl", "w", encoding="utf-8")
-        self._samples = open(out / "samples.jsonl", "w", encoding="utf-8")
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            keep_steps_before(first_step, out / name)
+            self._files[name] = open(out / name, "a", encoding="utf-8")
         if wandb:
-            self._wandb = _start_wandb(out, wandb)
+            self._start_wandb(out, wandb)
 
     def line(self, text: str) -> None:
         """Prints one line; above the progress bar where there is one."""
-        if self._bar.disable:
-            print(text, flush=True)
-        else:
-            self._bar.write(text)
+        try:
+            if self._bar.disable:
+                print(text, flush=True)
+            else:
+                self._bar.write(text)
+        except OSError as error:  # a full disk; stderr may be elsewhere
+            if "stdout" not in self._lost:
+                self._lost.add("stdout")
+                print(f"the log cannot be written: {error.strerror}", file=sys.stderr)
 
     def record(self, step: int, values: dict[str, Any]) -> None:
         """Appends one record to metrics.jsonl, and to W&B."""
@@ -67,29 +86,86 @@ class RunLog:
             self._recent.append(values["time/train/step_s"])
             values = values | {"time/train/step_avg_last10_s": np.mean(self._recent)}
         values = {name: _plain(value) for name, value in values.items()}
-        if self._writes:
-            self._metrics.write(json.dumps({"step": step, **values}) + "\n")
-            self._metrics.flush()
+        self._write("metrics.jsonl", [{"step": step, **values}])
         if self._wandb:
-            self._wandb.log(values, step=step)
+            try:
+                self._wandb.log(values, step=step)
+            except Exception as error:  # W&B's, its transports' and its service's
+                self._lose_wandb(error)
 
     def samples(self, step: int, samples: list[dict[str, Any]]) -> None:
         """Appends whole texts to samples.jsonl: a look at what is rewarded."""
-        if self._writes:
-            for sample in samples:
-                self._samples.write(json.dumps({"step": step, **sample}, default=str) + "\n")
-            self._samples.flush()
+        self._write("samples.jsonl", [{"step": step, **sample} for sample in samples])
+
+    def arrays(self, name: str, arrays: dict[str, np.ndarray]) -> None:
+        """Writes an .npz file into the run's folder."""
+        if self._files:
+            try:
+                np.savez_compressed(self._out / name, **arrays)
+            except OSError as error:
+                self.line(f"{self._out / name} cannot be written: {error.strerror}")
 
     def step_done(self) -> None:
         self._bar.update()
 
     def close(self) -> None:
         self._bar.close()
-        if self._writes:
-            self._metrics.close()
-            self._samples.close()
+        for name in self._files:
+            self._write(name, [])
         if self._wandb:
-            self._wandb.finish()
+            try:
+                self._wandb.finish()
+            except Exception as error:
+                self._lose_wandb(error)
+
+    def _write(self, name: str, records: list[dict[str, Any]]) -> None:
+        """Appends lines; those that a full disk does not take wait in the file's buffer."""
+        file = self._files.get(name)
+        if file is None:
+            return
+        try:
+            for record in records:
+                file.write(json.dumps(record, default=str) + "\n")
+            file.flush()
+        except OSError as error:
+            if name not in self._lost:
+                self._lost.add(name)
+                self.line(f"{file.name} cannot be written: {error.strerror}; the run goes on")
+
+    def _start_wandb(self, out: Path, settings: dict[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError:
+            mode = settings["mode"]
+            raise ValueError(f"WANDB_MODE={mode} needs wandb: pip install wandb") from None
+        try:
+            limit = wandb.Settings(init_timeout=WANDB_LIMIT_S, login_timeout=WANDB_LIMIT_S)
+            self._wandb = wandb.init(dir=os.fspath(out), settings=limit, **settings)
+            self.wandb_id = self._wandb.id
+        except Exception as error:
+            self._lose_wandb(error)
+
+    def _lose_wandb(self, error: Exception) -> None:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        self.line(f"W&B: {reason}; the run goes on without it")
+        self._wandb = None
+
+
+def keep_steps_before(step: int, file: Path) -> None:
+    """Drops the records of this and later steps, and a last line that was cut off."""
+    if not file.exists():
+        return
+    kept = []
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if line.endswith("\n") and isinstance(record, dict) and record.get("step", step) < step:
+            kept.append(line)
+    partial = file.with_name(f"{file.name}.partial")
+    partial.write_text("".join(kept), encoding="utf-8")
+    partial.replace(file)
 
 
 def _plain(value: Any) -> Any:
@@ -98,15 +174,6 @@ def _plain(value: Any) -> Any:
         return value
     value = value.item() if hasattr(value, "item") else value
     return value if np.isfinite(value) else None
-
-
-def _start_wandb(out: Path, settings: dict[str, Any]) -> Any:
-    try:
-        import wandb
-    except ImportError:
-        mode = settings["mode"]
-        raise ValueError(f"WANDB_MODE={mode} needs wandb: pip install wandb") from None
-    return wandb.init(dir=os.fspath(out), **settings)
 
 
 # ---- A step --------------------------------------------------------------------------------------
@@ -134,11 +201,10 @@ class StepRows(NamedTuple):
         return ~differ.any(axis=1)
 
 
-def stop_if_not_finite(step: int, metrics: dict[str, float]) -> None:
-    """Ends the run with exit code 1, naming step and metric, when one is infinite or no number."""
-    for name, value in metrics.items():
-        if not math.isfinite(value):
-            raise SystemExit(f"error: step {step}: {name} is {value}; lower LEARNING_RATE?")
+def not_finite(metrics: dict[str, float]) -> str:
+    """The loss or the gradient's norm with its value, if it is infinite or no number; else ""."""
+    wrong = [n for n in ("loss", "grad_norm") if not math.isfinite(metrics[n])]
+    return f"{wrong[0]} is {metrics[wrong[0]]}" if wrong else ""
 
 
 def step_line(

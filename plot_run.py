@@ -5,6 +5,7 @@ One line a run; left the accuracy of its evaluations, right the mean reward of i
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 
@@ -13,7 +14,12 @@ def read_series(folder: Path, name: str) -> tuple[list[int], list[float]]:
     file = folder / "metrics.jsonl"
     if not file.is_file():
         raise SystemExit(f"error: {folder} has no metrics.jsonl; give a run's OUTPUT_DIR")
-    records = [json.loads(line) for line in file.open(encoding="utf-8")]
+    records = []
+    for number, line in enumerate(file.open(encoding="utf-8"), start=1):
+        try:
+            records.append(json.loads(line))
+        except ValueError:  # a run that was killed; it drops the line when it goes on
+            print(f"{file} line {number} is not JSON; left out", file=sys.stderr)
     pairs = [(r["step"], r[name]) for r in records if r.get(name) is not None]
     return [step for step, _ in pairs], [value for _, value in pairs]
 
@@ -39,7 +45,10 @@ def main() -> None:
     for axes in (left, right):
         axes.grid(alpha=0.3)
     left.legend()
-    figure.savefig(args.out, dpi=120)
+    try:
+        figure.savefig(args.out, dpi=120)
+    except (OSError, ValueError) as error:  # the latter for an ending that is no picture's
+        raise SystemExit(f"error: --out {args.out} cannot be written: {error}") from None
     print(args.out)
 
 

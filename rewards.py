@@ -36,6 +36,7 @@ RewardFunction = Callable[..., Rewards]
 
 # Longest number and largest power of ten read: int() refuses 4301 digits, 1e999999999 is 400 MB.
 _MAX_NUMBER = 300
+_WINDOW = 4096  # characters up to the last digit in which the last number is looked for
 _LOAD_LIMIT_S = 60.0  # a reward's file may import torch; scoring has its own limit
 
 # Minus sign, en dash and fraction slash are written as their ASCII cousins.
@@ -65,8 +66,9 @@ def parse_number(text: str) -> Fraction | None:
     units, currency and the percent sign are dropped (50% is 50, as GSM8K writes it). Several
     numbers ("23+45=68", "5 or 6"): the last. A zero denominator is no number.
     """
-    text = text.strip().translate(_PLAIN).replace("{,}", ",").replace(r",\!", ",")
-    match = None
+    text = text.strip().translate(_PLAIN)
+    last, match = max(map(text.rfind, "0123456789")), None
+    text = text[max(0, last - _WINDOW) : last + 2].replace("{,}", ",").replace(r",\!", ",")
     for found in _NUMBER.finditer(_LATEX_FRACTION.sub(r" \1/\2", text)):
         match = found if found["number"] else match
     if match is None or len(match[0]) > _MAX_NUMBER:
@@ -155,8 +157,9 @@ def penalties(
         """-(the share of its n-grams of tokens that occurred in it before)."""
         rewards: Rewards = []
         for ids in completion_ids:
-            ngrams = list(zip(*(ids[i:] for i in range(repetition_ngram)), strict=False))
-            rewards.append(len(set(ngrams)) / len(ngrams) - 1 if ngrams else 0.0)
+            distinct = set(zip(*(ids[i:] for i in range(repetition_ngram)), strict=False))
+            total = len(ids) - repetition_ngram + 1
+            rewards.append(len(distinct) / total - 1 if distinct else 0.0)
         return rewards
 
     return {f.__name__: f for f in (soft_overlong_penalty, repetition_penalty)}
@@ -235,7 +238,8 @@ class RewardWorker:
         program = [sys.executable, "-u", __file__]
         command = [*program, os.path.abspath(file), self.__name__, str(timeout_s)]
         env = {**os.environ, "JAX_PLATFORMS": "cpu"}
-        self._process = Popen(command, stdin=PIPE, stdout=PIPE, env=env)
+        # In a session of its own: Ctrl-C is for the run to answer.
+        self._process = Popen(command, stdin=PIPE, stdout=PIPE, env=env, start_new_session=True)
         self._ask(b"", _LOAD_LIMIT_S, f"did not load within {_LOAD_LIMIT_S:g} s")
 
     def __call__(self, completions: list[str], /, **columns: list) -> Rewards:

@@ -146,13 +146,20 @@ def test_plot_run_draws_a_run_and_names_a_folder_without_one(tmp_path: Path) -> 
     rows = [{"step": 0, "eval/accuracy": 0.25}, {"step": 0, "train-reward/total/mean": 1.0}]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def plot(folder: Path) -> subprocess.CompletedProcess:
-        command = [sys.executable, "plot_run.py", folder, "--out", tmp_path / "curve.png"]
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 1, "eval')
+
+    def plot(folder: Path, out: str = "curve.png") -> subprocess.CompletedProcess:
+        command = [sys.executable, "plot_run.py", folder, "--out", tmp_path / out]
         return subprocess.run(command, cwd=REPO, capture_output=True, text=True)
 
     drawn = plot(run)
     assert drawn.returncode == 0, drawn.stderr
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert "metrics.jsonl line 3 is not JSON; left out" in drawn.stderr
+    for out in ("nowhere/curve.png", "curve.xyz"):
+        failed = plot(run, out)
+        assert failed.returncode == 1 and failed.stderr.splitlines()[-1].startswith("error: --out ")
     failed = plot(tmp_path)
     assert failed.returncode == 1
     assert (

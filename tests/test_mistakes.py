@@ -1,0 +1,222 @@
+"""Mistakes of a user: one line that names the setting or file, exit code 2, no traceback."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from test_smoke import REPO, train
+
+# ---- Known before any device is touched ----------------------------------------------------------
+
+SETTINGS = [  # environment, words of the line
+    ({"LERNING_RATE": "1"}, "unknown setting LERNING_RATE; did you mean LEARNING_RATE?"),
+    ({"NUM_GENERATIONS": "8"}, "NUM_GENERATIONS is called NUM_PRE_Q here"),
+    ({"NUM_PRE_Q": "eight"}, "NUM_PRE_Q='eight' is not a whole number"),
+    ({"STEPS": "-1"}, "STEPS=-1 must be at least 0"),
+    ({"TEMPERATURE": "0"}, "TEMPERATURE=0.0 must be above 0"),
+    ({"TOP_P": "1.5"}, "TOP_P=1.5 must be at most 1"),
+    ({"LEARNING_RATE": "nan"}, "LEARNING_RATE='nan' is not finite"),
+    ({"EVAL_FULL_SWEEP": "maybe"}, "EVAL_FULL_SWEEP='maybe' is not a bool"),
+    ({"OPTIMIZER": "adam"}, "OPTIMIZER='adam' is not one of adamw|lion|sgd"),
+    ({"MESH_SHAPE": "8x1"}, "MESH_SHAPE='8x1' does not fit"),
+    ({"NUM_PRE_Q": "1"}, "NUM_PRE_Q=1 leaves ADV_ESTIMATOR=grpo nothing to compare"),
+    ({"DELTA": "1.1"}, "DELTA=1.1 must be above 1 + EPS_HIGH"),
+    ({"KL_ESTIMATOR": "k1"}, "KL_ESTIMATOR=k1 does nothing with BETA=0"),
+    ({"LOSS_TYPE": "cispo"}, "EPS_HIGH=0.2"),
+    ({"REF_SYNC_STEPS": "5"}, "REF_SYNC_STEPS=5 does nothing with BETA=0"),
+    ({"ROLLOUT_BACKEND": "vllm"}, "ROLLOUT_BACKEND='vllm' is not one of"),
+    ({"OUTPUT_DIR": "gs://bucket/run"}, "CHECKPOINT_DIR may be gs://"),
+    ({"PREEMPTION_GRACE_S": "1"}, "PREEMPTION_GRACE_S=1 must be at least 2"),
+]
+
+
+def assert_one_line(mistaken, words: str) -> None:
+    assert mistaken.code == 2, mistaken.errors
+    last = mistaken.errors.strip().splitlines()[-1]
+    assert last.startswith("error: ") and words in last, last
+    assert "Traceback" not in mistaken.errors
+    assert not mistaken.out.exists(), "nothing is left behind"
+
+
+@pytest.mark.parametrize("env, words", SETTINGS, ids=lambda v: "-".join(v) * isinstance(v, dict))
+def test_a_setting_that_cannot_be(tmp_path: Path, env: dict[str, str], words: str) -> None:
+    mistaken = train(tmp_path / "run", **env)
+    assert_one_line(mistaken, words)
+    assert "backend=" not in mistaken.lines, "no device was touched"
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        (None, "run.yaml cannot be read"),
+        ("train: {steps: [1", "run.yaml cannot be read"),
+        ("train.step: 3", "run.yaml: unknown setting train.step; did you mean train.steps?"),
+        ("train: {steps: 1}\ntrain.steps: 2", "train.steps is set twice"),
+        ("- 1", "run.yaml holds a sequence"),
+    ],
+)
+def test_a_file_of_settings_that_cannot_be(tmp_path: Path, text: str | None, words: str) -> None:
+    if text is not None:
+        (tmp_path / "run.yaml").write_text(text)
+    mistaken = train(tmp_path / "run", "--config", str(tmp_path / "run.yaml"))
+    assert_one_line(mistaken, words)
+    assert "backend=" not in mistaken.lines
+
+
+# ---- Sizes, devices, rewards, outputs ------------------------------------------------------------
+
+RUN = [
+    ({"TRAIN_MICRO_BATCH_SIZE": "7"}, "TRAIN_MICRO_BATCH_SIZE=7 must divide local_batch"),
+    ({"ROLLOUT_BATCH_SIZE": "100"}, "ROLLOUT_BATCH_SIZE=100 must be a multiple of"),
+    ({"GRAD_ACCUM_STEPS": "3"}, "GRAD_ACCUM_STEPS=3 contradicts local_batch"),
+    ({"MESH_SHAPE": "1,3,1"}, "MESH_SHAPE=1,3,1 does not make 1 devices"),
+    ({"JAX_PLATFORMS": "rocm"}, "JAX_PLATFORMS=rocm: no such device here"),
+    ({"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1"}, "needs JAX_NUM_PROCESSES"),
+    ({"REQUIRE_MULTIHOST": "1"}, "REQUIRE_MULTIHOST=1, and this process is alone"),
+    ({"REQUIRE_JAX_PROCESS_COUNT": "2"}, "REQUIRE_JAX_PROCESS_COUNT=2, and 1 joined"),
+    ({"MAX_PROMPT_LENGTH": "5"}, "MAX_PROMPT_LENGTH=5: every train prompt is longer"),
+    ({"MAX_PROMPT_LENGTH": "60", "PROMPT_TOO_LONG": "error"}, "MAX_PROMPT_LENGTH=60: "),
+    ({"MAX_LENGTH_SAMPLE": "5000"}, "MAX_LENGTH_SAMPLE=5000 after the longest prompt"),
+    ({"SYSTEM_PROMPT": "prompts/mine.txt"}, "SYSTEM_PROMPT=prompts/mine.txt: no such file"),
+    ({"REWARD_FN": "mine.py:score"}, "REWARD_FN: there is no file mine.py"),
+    ({"REWARD_FN": "score"}, "REWARD_FN: 'score' is not file.py:name"),
+    ({"REWARD_WEIGHTS": "1,1"}, "REWARD_WEIGHTS=1.0,1.0 has 2 numbers; give 3"),
+    ({"OUTPUT_DIR": str(REPO / "LICENSE")}, "LICENSE cannot be written"),
+    ({"RESUME": "nowhere"}, "RESUME=nowhere is no folder of a whole checkpoint"),
+    ({"EXPORT_HF": str(REPO / "tiny")}, "is MODEL_PATH; the model would be overwritten"),
+    ({"CHECKPOINT_DIR": "gs://bucket/run"}, "CHECKPOINT_DIR=gs://bucket/run: "),
+    ({"ATTENTION_IMPL": "splash"}, "ATTENTION_IMPL=splash: it is a TPU kernel"),
+    ({"MODEL_PATH": "no/such/folder"}, "MODEL_PATH=no/such/folder: no such folder"),
+]
+
+
+@pytest.mark.parametrize("env, words", RUN, ids=lambda v: "-".join(v) * isinstance(v, dict))
+def test_a_run_that_cannot_be(tmp_path: Path, env: dict[str, str], words: str) -> None:
+    assert_one_line(train(tmp_path / "run", **env, HF_HUB_OFFLINE="1"), words)
+
+
+# ---- Model folders -------------------------------------------------------------------------------
+
+
+def change_json(name: str, **values: object) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        content = json.loads((folder / name).read_text()) | values
+        content = {key: value for key, value in content.items() if value is not None}
+        (folder / name).write_text(json.dumps(content))
+
+    return change
+
+
+def change_weights(change: Callable[[dict[str, np.ndarray]], object]) -> Callable[[Path], None]:
+    def changed(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors")
+
+    return changed
+
+
+def truncate(folder: Path) -> None:
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
+
+
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+NORM = "model.norm.weight"
+FOLDERS = {
+    "no config.json": (lambda f: (f / "config.json").unlink(), "has no config.json"),
+    "config.json is cut off": (
+        lambda f: (f / "config.json").write_text("{"), "config.json is not JSON"),
+    "another architecture": (
+        change_json("config.json", model_type="gpt2"), "model_type='gpt2' is not supported"),
+    "a config without sizes": (
+        change_json("config.json", hidden_size=None), "config.json has no 'hidden_size'"),
+    "a wrong vocabulary": (change_json("config.json", vocab_size=64), "they are of two models"),
+    "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer.json"),
+    "a damaged tokenizer": (
+        lambda f: (f / "tokenizer.json").write_text("{}"), "its tokenizer cannot be read"),
+    "no chat template": (
+        change_json("tokenizer_config.json", chat_template=None), "has no chat template"),
+    "a chat template that fails": (
+        change_json("tokenizer_config.json", chat_template="{{ raise_exception('no') }}"),
+        "its chat template fails"),
+    "a missing tensor": (change_weights(lambda t: t.pop(NORM)), f"lacks tensors {NORM}"),
+    "an unknown tensor": (
+        change_weights(lambda t: t.update(extra=t[NORM])), "has unknown tensors extra"),
+    "a wrong shape": (
+        change_weights(lambda t: t.update({NORM: t[NORM][:-1]})), f"{NORM} is ["),
+    "a wrong dtype": (
+        change_weights(lambda t: t.update({NORM: t[NORM].astype(np.int32)})), f"{NORM} is I32"),
+    "truncated weights": (truncate, "is not a whole safetensors file"),
+    "pickled weights": (pickled, "weights are read as safetensors"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_model_that_cannot_be(tmp_path: Path, name: str) -> None:
+    damage, words = FOLDERS[name]
+    folder = tmp_path / "model"
+    shutil.copytree(REPO / "tiny", folder)
+    damage(folder)
+    env = {"MODEL_PATH": str(folder), "DATASET": str(REPO / "tiny"), "MAX_LENGTH_SAMPLE": "8"}
+    assert_one_line(train(tmp_path / "run", **env), words)
+
+
+# ---- Datasets ------------------------------------------------------------------------------------
+
+ROW = b'{"question": "1+1?", "answer": "#### 2"}\n'
+DATASETS = {
+    "no file": (None, "no such file"),
+    "an empty one": (b"", "rows"),
+    "a single row": (ROW, "needs 2 rows, to hold one out; it has 1"),
+    "no question": (ROW + b'{"answer": "2"}\n', "line 2 has no text in 'question'"),
+    "an empty answer": (ROW + b'{"question": "q", "answer": " "}\n', "line 2 has no text in 'answ"),
+    "a number for a text": (ROW + b'{"question": 1, "answer": "2"}\n', "line 2 has no text in"),
+    "not UTF-8": (ROW + b'{"question": "\xff", "answer": "2"}\n', "line 2 is not UTF-8 text"),
+    "not JSON": (ROW + b"question: 1\n", "line 2 is not JSON"),
+    "a row that is a list": (ROW + b"[1]\n", "line 2 has no text in 'question'"),
+    "a huge question": (
+        ROW * 20 + json.dumps({"question": "1 " * 50_000, "answer": "2"}).encode(),
+        "set MAX_PROMPT_LENGTH="),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DATASETS)
+def test_a_dataset_that_cannot_be(tmp_path: Path, name: str) -> None:
+    content, words = DATASETS[name]
+    if content is not None:
+        (tmp_path / "data.jsonl").write_bytes(content)
+    assert_one_line(train(tmp_path / "run", DATASET=str(tmp_path / "data.jsonl")), words)
+
+
+# ---- Reward functions ----------------------------------------------------------------------------
+
+REWARDS = {
+    "no such function": ("def other(completions, **columns): return []", "score"),
+    "no Python": ("def score(:", "SyntaxError"),
+    "a wrong length": ("def score(completions, **columns): return [1.0]", "16 rewards, not 1"),
+    "no number": ("def score(completions, **_): return ['a'] * len(completions)", "'a' is no"),
+    "it hangs": (
+        "import time\ndef score(completions, **columns): time.sleep(99)", "REWARD_TIMEOUT_S=1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REWARDS)
+def test_a_reward_that_cannot_be(tmp_path: Path, name: str) -> None:
+    source, words = REWARDS[name]
+    (tmp_path / "mine.py").write_text(source)
+    env = {"REWARD_FN": f"{tmp_path}/mine.py:score", "REWARD_TIMEOUT_S": "1", "STEPS": "1"}
+    mistaken = train(tmp_path / "run", **env, EVAL_EVERY_STEPS="0", BATCH_SIZE="2")
+    assert mistaken.code == 2, mistaken.errors
+    last = mistaken.errors.strip().splitlines()[-1]
+    assert re.match("error: (REWARD_FN|reward score)", last) and words in last, last
+    assert "Traceback" not in mistaken.errors

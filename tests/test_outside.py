@@ -1,0 +1,170 @@
+"""What comes from outside - completions, a full disk, W&B - neither ends a run nor changes it."""
+
+import errno
+import json
+import random
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from metrics import RunLog, keep_steps_before
+from rewards import BUILT_IN, penalties
+from test_smoke import train
+
+# ---- Completions ---------------------------------------------------------------------------------
+
+PIECES = """
+    <think> </think> <answer> </answer> <Think> <answer <<>> \n \r\n \t #### #### - -- + . .. , , %
+    $ 1 0 42 -7 1,234 1,23,4 .5 5. 1e9 1e999 1e-999 nan inf ∞ ½ ٣ ４２ \\frac{1}{2} \\boxed{ } { } (
+    ) * / = 0x1F 1_000 999999999999999999999999999999 é 𝟙 \x00 \ud800 \u202e \u2028 ​ 🙂 the a
+""".split(" ")
+ANSWERS = [
+    "#### 42",
+    "#### -1,234.5",
+    "#### nan",
+    "",
+    "####",
+    "no number",
+    "#### 1/0",
+    "#### " + "9" * 400,
+]
+REWARDS = BUILT_IN | penalties(max_length=64, overlong_cache=8, repetition_ngram=3)
+
+
+def test_a_hundred_thousand_odd_completions_raise_nothing() -> None:
+    rng = random.Random(0)
+    for _ in range(100):
+        completions = ["".join(rng.choices(PIECES, k=rng.randrange(30))) for _ in range(1000)]
+        answers = [rng.choice(ANSWERS) for _ in completions]
+        ids = [[rng.randrange(5) for _ in range(rng.randrange(20))] for _ in completions]
+        for name, reward in REWARDS.items():
+            scores = reward(completions, answer=answers, completion_ids=ids)
+            assert len(scores) == 1000
+            assert all(score is None or -1 <= score <= 1 for score in scores), name
+
+
+HUGE = [  # 100 kB each, of what makes patterns slow
+    "<think>" * 14_000, "<answer>" * 12_000, "<think>\n" + "a" * 100_000, "1" * 100_000,
+    "1," * 50_000, "-" * 100_000, "1.1" * 33_000, " " * 100_000, "\n" * 100_000, "<" * 100_000,
+    "<answer>" + "1 " * 50_000 + "</answer>", "<answer>" + "," * 100_000, "#### " * 20_000,
+    "<think></think>\n" * 6_000 + "<answer>42</answer>", "\\frac{" * 16_000, "$" * 100_000,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REWARDS)
+def test_a_completion_of_a_hundred_kilobytes_costs_under_five_milliseconds(name: str) -> None:
+    ids = [list(range(1000)) * 25]  # tokens of such a text
+    for text in HUGE:
+        seconds = []
+        for _ in range(5):
+            start = time.perf_counter()
+            REWARDS[name]([text], answer=["#### 42"], completion_ids=ids)
+            seconds.append(time.perf_counter() - start)
+        assert min(seconds) < 0.005, text[:20]
+
+
+# ---- The disk ------------------------------------------------------------------------------------
+
+
+def test_lines_that_a_full_disk_does_not_take_are_written_when_it_does(tmp_path, capsys) -> None:
+    log = RunLog(tmp_path / "run", steps=3, writes=True, wandb=None)
+    log.record(0, {"a": 0})
+    file, flush = log._files["metrics.jsonl"], log._files["metrics.jsonl"].flush
+
+    class Full:
+        name, write = file.name, file.write
+
+        def flush(self) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    log._files["metrics.jsonl"] = Full()
+    log.record(1, {"a": 1})
+    log.record(2, {"a": 2})
+    said = capsys.readouterr().out.splitlines()
+    assert said == [f"{file.name} cannot be written: No space left on device; the run goes on"]
+    log._files["metrics.jsonl"] = file
+    flush()
+    log.close()
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["a"] for line in lines] == [0, 1, 2]
+
+
+def test_a_log_on_a_full_disk_costs_no_step(tmp_path: Path) -> None:
+    program = (
+        "import sys; sys.stdout = open('/dev/full', 'w'); sys.path.insert(0, '.'); "
+        "from metrics import RunLog; from pathlib import Path; "
+        f"log = RunLog(Path({str(tmp_path / 'run')!r}), steps=2, writes=True, wandb=None); "
+        "[(log.line('x'), log.record(i, {'a': i})) for i in (0, 1)]; log.close(); "
+        "import os; sys.stderr.flush(); os._exit(0)"
+    )
+    repo = Path(__file__).resolve().parent.parent
+    done = subprocess.run([sys.executable, "-c", program], cwd=repo, capture_output=True, text=True)
+    assert done.returncode == 0
+    assert done.stderr.count("the log cannot be written: No space left on device") == 1
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_resumed_log_keeps_the_steps_before_and_drops_what_was_cut_off(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    whole = [json.dumps({"step": step, "a": "\u2028é"}) for step in (0, 0, 1, 2, 2, 3)]
+    file.write_text("\n".join(whole) + '\n{"step": 1, "a', encoding="utf-8")
+    keep_steps_before(2, file)
+    assert file.read_text(encoding="utf-8") == "\n".join(whole[:3]) + "\n"
+    file.write_text("not json\n[1]\n" + whole[0] + "\n" + whole[0], encoding="utf-8")
+    keep_steps_before(9, file)
+    assert file.read_text(encoding="utf-8") == whole[0] + "\n"
+    keep_steps_before(0, tmp_path / "nowhere")
+    assert [*tmp_path.iterdir()] == [file]
+
+
+# ---- W&B -----------------------------------------------------------------------------------------
+
+
+def offline(tmp_path: Path, **env: str):
+    pytest.importorskip("wandb", reason="an optional package")
+    settings = {"STEPS": "2", "EVAL_EVERY_STEPS": "0", "BATCH_SIZE": "2", "WANDB_SILENT": "true"}
+    return train(tmp_path / "run", **settings | env)
+
+
+def test_wandb_offline_gets_the_run(tmp_path: Path) -> None:
+    done = offline(tmp_path, WANDB_MODE="offline")
+    assert done.code == 0, done.errors
+    assert [*(tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")]
+
+
+def test_a_wandb_that_refuses_or_does_not_answer_costs_a_line(tmp_path: Path) -> None:
+    """A server that accepts connections and is silent, as when W&B is down; and a wrong key."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=lambda: [server.accept() for _ in range(99)], daemon=True).start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        down = {"WANDB_MODE": "online", "WANDB_BASE_URL": url, "WANDB_API_KEY": "a" * 40}
+        began = time.monotonic()
+        (tmp_path / "down").mkdir()
+        done = offline(tmp_path / "down", **down)
+        assert done.code == 0, done.errors
+        assert time.monotonic() - began < 120
+        assert done.lines.count("the run goes on without it") == 1
+        assert "DONE: steps=2" in done.lines and len(done.records()) == 2
+    (tmp_path / "key").mkdir()
+    done = offline(tmp_path / "key", WANDB_MODE="online", WANDB_API_KEY="short")
+    assert done.code == 0, done.errors
+    assert done.lines.count("the run goes on without it") == 1 and "short" not in done.lines
+
+
+def test_a_wandb_that_fails_in_mid_run_is_dropped(tmp_path: Path, capsys) -> None:
+    class Failing:
+        def log(self, values: dict, step: int) -> None:
+            raise ConnectionError("service is gone")
+
+    log = RunLog(tmp_path / "run", steps=2, writes=True, wandb=None)
+    log._wandb = Failing()
+    for step in range(2):
+        log.record(step, {"a": step})
+    log.close()
+    assert capsys.readouterr().out == "W&B: service is gone; the run goes on without it\n"
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2

@@ -148,6 +148,19 @@ class Config:
     eval_samples: int = knob("eval", 1, "completions per question", at_least=1)
 
     output_dir: str = knob("run", "", "empty: a new runs/NAME_UTC")
+    checkpoint_dir: str = knob("run", "", "empty: OUTPUT_DIR/checkpoints; gs://bucket/folder too")
+    save_every_steps: int = knob("run", 50, "steps between checkpoints; 0: none, not at the end")
+    save_keep: int = knob("run", 2, "newest checkpoints that stay, besides the best; 0: all")
+    resume: str = knob(
+        "run", "auto", "auto: newest checkpoint there, never, or a checkpoint's path"
+    )
+    resume_force: bool = knob("run", False, "go on although settings changed that change results")
+    preemption_grace_s: int = knob("run", 30, "seconds from SIGTERM to the end", at_least=2)
+    nonfinite_limit: int = knob("run", 3, "steps not finite in a row that end a run", at_least=1)
+    export_hf: str = knob("run", "", "folder of the trained model; empty: OUTPUT_DIR/hf; none")
+    export_dtype: str = knob(
+        "run", "auto", "of that; auto: DTYPE's", choices="auto|bfloat16|float32"
+    )
     print_train_time_breakdown: bool = knob("run", False, "seconds per phase in the step line")
     wandb_mode: str = knob("run", "disabled", "W&B", choices="disabled|online|offline")
     wandb_project: str = knob("run", "", "W&B project")
@@ -221,6 +234,8 @@ def stop_at_contradictions(cfg: Config) -> None:
         (cfg.is_mode.startswith("sequence") and filtered,
          f"IS_MODE={cfg.is_mode} with TOP_K, TOP_P or MIN_P shrinks a sequence's weight with every "
          f"token; set token_truncate or token_mask"),
+        ("://" in cfg.output_dir + cfg.export_hf,
+         "OUTPUT_DIR and EXPORT_HF are folders of this machine; CHECKPOINT_DIR may be gs://"),
         (cfg.overlong_cache > cfg.max_length_sample,
          f"OVERLONG_CACHE={cfg.overlong_cache} must be at most "
          f"MAX_LENGTH_SAMPLE={cfg.max_length_sample}"),
@@ -263,9 +278,8 @@ def load(argv: Sequence[str], env: Mapping[str, str] | None = None) -> tuple[Con
     if min(args.processes, args.local_devices) < 1:
         parser.error("--processes and --local-devices must be at least 1")
     try:
-        if (
-            env is None
-        ):  # keys for W&B and the Hub, and settings too; other programs read them there
+        # Keys for W&B and the Hub, which read them there, and settings too.
+        if env is None:
             env = os.environ
             for name, value in read_dotenv(REPO / ".env").items():
                 env.setdefault(name, value)

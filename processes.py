@@ -1,15 +1,18 @@
-"""Many processes, one run: they join, compare what they are about to run, and end together."""
+"""Many processes, one run: they join, compare what they are about to run, and stop together."""
 
 import contextlib
 import json
 import os
 import re
+import select
+import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -17,6 +20,8 @@ from jax.experimental import multihost_utils
 
 # What libraries say when another process is gone: Gloo on CPUs, NCCL on GPUs, jax's own service.
 LOST_CONTACT = re.compile(r"gloo|nccl|coordination.?service|heartbeat", re.IGNORECASE)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+STATUS = re.compile("[A-Z_]+: ")  # how such a ValueError begins, and none of a user's mistake
 
 
 def join(*, init_timeout_s: int, heartbeat_timeout_s: int) -> None:
@@ -42,6 +47,7 @@ def join(*, init_timeout_s: int, heartbeat_timeout_s: int) -> None:
     limit = threading.Timer(init_timeout_s, _nobody_came, [init_timeout_s, where])
     limit.daemon = True
     limit.start()
+    jax.config.update("jax_enable_preemption_service", False)  # SIGTERM is StopSignal's
     jax.distributed.initialize(
         *where,
         initialization_timeout=init_timeout_s + 30,
@@ -79,7 +85,7 @@ def stop_if_different(facts: dict[str, str], mistake: ValueError | None) -> None
     facts: {name: value} of what has to be the same everywhere. mistake: of this process, if any.
     """
     if jax.process_count() > 1:
-        told = _gather_texts(json.dumps([str(mistake or ""), facts]))
+        told = gather_texts(json.dumps([str(mistake or ""), facts]))
         everyone = [json.loads(text) for text in told]
         for i, (text, _) in enumerate(everyone):
             if text and not mistake:
@@ -103,8 +109,10 @@ def differences(everyone: list[dict[str, str]]) -> list[str]:
     return list(found.values())
 
 
-def _gather_texts(text: str) -> list[str]:
-    """The text of every process, in process order."""
+def gather_texts(text: str) -> list[str]:
+    """The text of every process, in process order; all have to call it."""
+    if jax.process_count() == 1:
+        return [text]
     data = np.frombuffer(text.encode(), np.uint8)
     sizes = multihost_utils.process_allgather(np.int32(data.size))  # [processes]
     padded = np.pad(data, (0, int(sizes.max()) - data.size))
@@ -112,9 +120,75 @@ def _gather_texts(text: str) -> list[str]:
     return [bytes(row[:size]).decode() for row, size in zip(rows, sizes, strict=True)]
 
 
+# ---- Stopping ------------------------------------------------------------------------------------
+
+
+class Stopped(Exception):
+    """The run is to stop here, for the signal of this number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.exit_code = 128 + number
+
+
+class StopSignal:
+    """SIGTERM and SIGINT, from here on: seen at once, obeyed at the next `check`.
+
+    A thread of its own sees them, since Python's handlers wait while the main thread compiles or
+    waits for a device. It ends the process by itself when no check comes in time, at a second
+    signal, and at once while not `running`. Make it on the main thread.
+    """
+
+    def __init__(self, grace_s: int) -> None:
+        """grace_s: seconds from a signal to the end of the process at the latest."""
+        self.running = False  # True once there are steps to stop between
+        self._grace_s, self._number = grace_s, 0
+        self._seen, wakeup = os.pipe()
+        os.set_blocking(wakeup, False)
+        signal.set_wakeup_fd(wakeup)
+        for number in STOP_SIGNALS:
+            signal.signal(number, lambda *_: None)  # what counts is the byte in the pipe
+        os.register_at_fork(after_in_child=_forget_signals)
+        threading.Thread(target=self._wait, daemon=True).start()
+
+    def _wait(self) -> None:
+        number = self._next(None)
+        name = signal.Signals(number).name
+        if not self.running:
+            _say(f"{name}: stopped before the first step", sys.stdout)
+            _end(128 + number)
+        self._number = number
+        _say(f"{name}: stopping at the next point where the run can be saved", sys.stdout)
+        end = time.monotonic() + max(1, self._grace_s - 1)
+        time.sleep(0.5)  # one Ctrl-C may come twice, from the terminal and from a wrapper
+        while self._next(0):
+            pass
+        again = self._next(end - time.monotonic())
+        why = "a second signal" if again else f"PREEMPTION_GRACE_S={self._grace_s} seconds are over"
+        _say(f"error: {why}; nothing more is saved", sys.stderr)
+        _end(128 + number)
+
+    def _next(self, seconds: float | None) -> int:
+        """The next of STOP_SIGNALS in so many seconds, else 0; others have the same pipe."""
+        while select.select([self._seen], [], [], seconds)[0]:
+            if (number := os.read(self._seen, 1)[0]) in STOP_SIGNALS:
+                return number
+        return 0
+
+    def check(self) -> None:
+        """Raises Stopped, on all processes at the same call, after a signal to one of them."""
+        number = self._number
+        if jax.process_count() > 1:
+            number = int(multihost_utils.process_allgather(np.int32(number)).max())
+        if number:
+            raise Stopped(number)
+
+
 def lost_contact(error: BaseException) -> bool:
     """True if the error says that another process is gone."""
-    return isinstance(error, RuntimeError | ValueError) and bool(LOST_CONTACT.search(str(error)))
+    ours = isinstance(error, ValueError) and not STATUS.match(str(error))
+    told = isinstance(error, RuntimeError | ValueError) and not ours
+    return told and bool(LOST_CONTACT.search(str(error)))
 
 
 @contextlib.contextmanager
@@ -139,7 +213,20 @@ def ending_together() -> Iterator[None]:
         _end(code)
 
 
+def _forget_signals() -> None:
+    """In a forked child, whose signals are its own."""
+    signal.set_wakeup_fd(-1)
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _say(line: str, where: Any) -> None:
+    with contextlib.suppress(OSError, ValueError):  # a full disk, a closed pipe
+        print(line, file=where, flush=True)
+
+
 def _end(code: int) -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
     os._exit(code)

@@ -12,7 +12,6 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,9 +30,9 @@ from loss_pallas import block_sizes
 from metrics import RunLog
 from model import ModelConfig, param_shardings
 from rollout import Sampling, prompt_width, share
-from roofline import Rows, best_tp, layer_tp, memory_bytes
+from roofline import Rows, best_tp, layer_tp, memory_bytes, num_params
 from sizes import Sizes, derive
-from update import Compute, Optimizer, TrainState, init_state
+from update import Compute, Optimizer
 
 # Settings that a process may have for itself: what it writes, where, and how long it waits.
 OWN_SETTINGS = (
@@ -47,6 +46,8 @@ class Run(NamedTuple):
 
     cfg: settings.Config
     sizes: Sizes
+    folder: Path  # of the model
+    digests: dict[str, str]  # of the files that results follow from
     tokenizer: Any
     stop_ids: tuple[int, ...]
     train: list[data.Prompt]
@@ -79,15 +80,16 @@ def start_jax(cfg: settings.Config) -> None:
     )
 
 
-def set_up(cfg: settings.Config) -> tuple[Run, TrainState]:
+def set_up(cfg: settings.Config) -> Run:
     """Everything a step needs, cheapest checks first. Raises ValueError for a user's mistake."""
     inputs, mistake = None, None
     try:
         inputs = read_inputs(cfg)
     except ValueError as error:
         mistake = error
-    facts = facts_of(cfg, inputs) if jax.process_count() > 1 else {}
-    processes.stop_if_different(facts, mistake)
+    digests = digests_of(cfg, inputs) if inputs else {}
+    here = facts_of(cfg, inputs) if jax.process_count() > 1 else {}
+    processes.stop_if_different(here | digests, mistake)
     sizes, functions, folder, config, tokenizer, train, test = inputs
 
     longest = max(len(p.ids) for p in train + test)
@@ -97,6 +99,8 @@ def set_up(cfg: settings.Config) -> tuple[Run, TrainState]:
     run = Run(
         cfg=cfg,
         sizes=sizes,
+        folder=folder,
+        digests=digests,
         tokenizer=tokenizer,
         stop_ids=hf.stop_ids(folder, tokenizer),
         train=train,
@@ -108,11 +112,10 @@ def set_up(cfg: settings.Config) -> tuple[Run, TrainState]:
         compute=compute,
         rollout=rollout,
     )
-    params = hf.load_params(folder, config, compute.layout.mesh, jnp.dtype(cfg.param_dtype))
-    size = sum(x.size for x in jax.tree.leaves(params))
     print(
-        f"model={folder} parameters={size / 1e6:.2f}M dtype={compute.dtype} train={len(train)} "
-        f"test={len(test)} prompts rewards={','.join(f.__name__ for f in functions)}\n"
+        f"model={folder} parameters={num_params(config) / 1e6:.2f}M dtype={compute.dtype} "
+        f"train={len(train)} test={len(test)} prompts "
+        f"rewards={cfg.reward_fn or ','.join(f.__name__ for f in functions)}\n"
         f"mesh dp,fsdp,tp train={mesh_text(compute.layout.mesh)} ({cfg.mesh_shape}) "
         f"rollout={mesh_text(rollout.mesh)} ({cfg.rollout_mesh_shape}{why})\n"
         f"rollout.backend={cfg.rollout_backend} loss.loss_type={cfg.loss_type} "
@@ -120,7 +123,19 @@ def set_up(cfg: settings.Config) -> tuple[Run, TrainState]:
         f"train.attention_impl={compute.attention_impl}",
         flush=True,
     )
-    return run, init_state(params, optimizer=run.optimizer, config=config)
+    return run
+
+
+def stop_if_overwritten(cfg: settings.Config, model: Path) -> None:
+    """Raises ValueError if the export would replace a model that no run has exported."""
+    if cfg.export_hf == "none" or not (cfg.export_hf or cfg.output_dir):
+        return
+    folder = Path(cfg.export_hf or f"{cfg.output_dir}/hf")
+    name = f"EXPORT_HF={folder}" if cfg.export_hf else f"OUTPUT_DIR={cfg.output_dir}: its hf"
+    if folder.resolve() == model.resolve():
+        raise ValueError(f"{name} is MODEL_PATH; the model would be overwritten")
+    if (folder / "config.json").exists() and not (folder / hf.EXPORTED).exists():
+        raise ValueError(f"{name} holds a model that no run has exported; choose another folder")
 
 
 class Inputs(NamedTuple):
@@ -148,6 +163,7 @@ def read_inputs(cfg: settings.Config) -> Inputs:
     )
     functions = reward_functions(cfg)
     folder = hf.fetch_model(cfg.model_path, cfg.model_revision)
+    stop_if_overwritten(cfg, folder)
     config = hf.read_config(folder)
     tokenizer = hf.load_tokenizer(folder)
     if len(tokenizer) > config.vocab_size:
@@ -161,29 +177,33 @@ def read_inputs(cfg: settings.Config) -> Inputs:
 
 
 def facts_of(cfg: settings.Config, inputs: Inputs | None) -> dict[str, str]:
-    """What has to be the same on every process: settings, code, versions, the model and the data,
-    the larger ones as the beginning of their SHA-256."""
+    """The settings, code, versions and files that have to be the same on every process."""
     facts = {
         field.name.upper(): str(getattr(cfg, field.name)).replace(str(settings.REPO), "{repo}")
         for field in dataclasses.fields(cfg)
         if field.name not in OWN_SETTINGS
     }
     sources = {Path(m.__file__) for m in [*sys.modules.values()] if getattr(m, "__file__", None)}
-    ours = sorted(source for source in sources if source.parent == settings.REPO)
-    rewards_of_others = (e.rpartition(":")[0] for e in cfg.reward_fn.split(",") if ":" in e)
-    for source in [*ours, *map(Path, rewards_of_others)]:
-        if source.is_file():
-            facts[source.name] = digest(source.read_bytes())
-    facts |= {f"the version of {name}": version for name, version in versions().items()}
+    for source in sorted(source for source in sources if source.parent == settings.REPO):
+        facts[source.name] = digest(source.read_bytes())
     if inputs:
         files = [*inputs.folder.glob("*.json"), *inputs.folder.glob("*.safetensors")]
         listing = sorted((file.name, file.stat().st_size) for file in files)
-        facts["the model's config.json"] = digest((inputs.folder / "config.json").read_bytes())
         facts["the list of the model's files"] = digest(json.dumps(listing).encode())
-        for split, prompts in ((cfg.train_split, inputs.train), (cfg.eval_split, inputs.test)):
-            text = json.dumps(prompts, default=str)
-            facts[f"DATASET's split {split}, tokenized,"] = digest(text.encode())
-    return facts
+        facts["the evaluated prompts"] = digest(json.dumps(inputs.test, default=str).encode())
+    return facts | {f"the version of {name}": version for name, version in versions().items()}
+
+
+def digests_of(cfg: settings.Config, inputs: Inputs) -> dict[str, str]:
+    """The beginning of the SHA-256 of all that training follows from besides settings and code."""
+    found = {
+        f"the model's {name}": digest((inputs.folder / name).read_bytes())
+        for name in ("config.json", "tokenizer.json")
+    }
+    found["the tokenized prompts"] = digest(json.dumps(inputs.train, default=str).encode())
+    for file in {entry.rpartition(":")[0] for entry in cfg.reward_fn.split(",") if ":" in entry}:
+        found[f"the file of REWARD_FN {Path(file).name}"] = digest(Path(file).read_bytes())
+    return found
 
 
 def versions() -> dict[str, str]:
@@ -305,22 +325,22 @@ def load_prompts(cfg: settings.Config, tokenizer: Any, split: str) -> list[data.
     return data.fit_prompts(prompts, cfg.max_prompt_length, cfg.prompt_too_long, split)
 
 
-def open_log(run: Run) -> RunLog:
-    cfg, now = run.cfg, datetime.now(UTC).strftime("%Y%m%d_%H%M%S")
-    out = Path(cfg.output_dir or f"runs/{cfg.wandb_name or Path(cfg.model_path).name}_{now}")
-    writes = jax.process_index() == 0
+def open_log(run: Run, out: Path, first_step: int, wandb_id: str) -> RunLog:
+    """first_step, wandb_id: of a run that goes on; what it logged of later steps is dropped."""
+    cfg, writes = run.cfg, jax.process_index() == 0
     wandb = None
     if cfg.wandb_mode != "disabled":
         wandb = {"mode": cfg.wandb_mode, "config": dataclasses.asdict(cfg)}
         wandb |= {"project": cfg.wandb_project or "grpo", "name": cfg.wandb_name or None}
+        wandb |= {"id": wandb_id, "resume": "allow"} if wandb_id else {}
     try:
-        log = RunLog(out, steps=cfg.steps, writes=writes, wandb=wandb)
+        log = RunLog(out, steps=cfg.steps, first_step=first_step, writes=writes, wandb=wandb)
+        if writes:
+            text = settings.describe(cfg, jax.process_count(), jax.local_device_count())
+            (out / "config.yaml").write_text(text + "\n", encoding="utf-8")
+            log.line(f"output={out}")
     except OSError as error:
         raise ValueError(f"OUTPUT_DIR={out} cannot be written: {error.strerror}") from None
-    if writes:
-        text = settings.describe(cfg, jax.process_count(), jax.local_device_count())
-        (out / "config.yaml").write_text(text + "\n", encoding="utf-8")
-        log.line(f"output={out}")
     return log
 
 

@@ -2,7 +2,8 @@
 
 One step: sample K completions of each of P prompts, score them, ask of each how much better it is
 than its group, and move the policy towards those that are. Read `main` from top to bottom; the
-formulas are in loss.py, the programs that run on devices in rollout.py and update.py.
+formulas are in loss.py, a round of sampling in sampling.py, the programs that run on devices in
+rollout.py and update.py.
 
 Where this departs from the GRPO paper (arXiv 2402.03300), as most of the field now does:
  1. The loss is the mean over all completion tokens of the step, not over each sequence first
@@ -29,30 +30,43 @@ if __name__ == "__main__":
 
 import math
 import time
-from typing import NamedTuple
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import data
+import hf
 import rewards
-from layout import Layout, gather_rows, local_rows, put_rows
+from layout import gather_rows, local_rows, put_rows
 from loss import group_advantages, top_entropy_mask
 from metrics import (
     Clock,
     RunLog,
     StepRows,
     evaluation,
+    not_finite,
     sample_records,
     sampling_metrics,
     step_line,
     step_records,
-    stop_if_not_finite,
 )
 from model import Params
-from processes import ending_together, lost_contact
-from rollout import Rollout, Sampling, bucket, generate, pad_prompts, prompt_width, share
+from processes import Stopped, StopSignal, ending_together, lost_contact
+from resume import begin, is_finished, mark_finished, open_checkpoints, output_folder, record_of
+from rollout import Rollout, Sampling, bucket, pad_prompts, prompt_width, share
+from sampling import (
+    RewardError,
+    Round,
+    choose_groups,
+    complete,
+    copy_weights,
+    enough,
+    equal_groups,
+    sample_round,
+    score,
+)
 from sizes import eval_questions
 from startup import Run, open_log, set_up, start_jax
 from update import (
@@ -65,217 +79,146 @@ from update import (
     mix_weights,
     optimizer_step,
     score_tokens,
-    sync_weights,
     zero_grads,
 )
 
 
 def main(cfg: settings.Config) -> None:
-    began = time.perf_counter()
+    began, stop = time.perf_counter(), StopSignal(cfg.preemption_grace_s)
     try:
         start_jax(cfg)
-        run, state = set_up(cfg)
-        log = open_log(run)
+        run = set_up(cfg)
+        if is_finished(run):
+            print(f"OUTPUT_DIR={cfg.output_dir}: all STEPS={cfg.steps} are done; raise it to go on")
+            return
+        out = output_folder(cfg)
+        checkpoints, seen = open_checkpoints(cfg, out)
+        state, ref_params, progress = begin(run, checkpoints, out, seen)
+        log = open_log(run, out, progress.step, progress.wandb_id)
     except ValueError as error:
         if lost_contact(error):
             raise
         settings.fail(error)
+    checkpoints.say, saves = log.line, seen and cfg.save_every_steps > 0
+    progress.wandb_id = log.wandb_id or progress.wandb_id
+    stop.running = True
     # B = P*K sequences of a step over all processes, b of them on this one: the rows `own`
     K, b = cfg.num_pre_q, run.sizes.local_batch
     own = slice(jax.process_index() * b, (jax.process_index() + 1) * b)
     rollout_key, eval_key = jax.random.split(jax.random.key(cfg.seed))
-    ref_params = None
-    if cfg.beta > 0:  # a reference that follows by small steps needs float32's digits
-        ref_dtype = jnp.dtype("float32") if cfg.ref_sync_steps else run.compute.dtype
-        ref_params = copy_weights(run, state.params, run.compute.layout, ref_dtype)
-    rounds_done = 0  # of sampling; each takes the next P prompts
 
-    for step in range(cfg.steps):
-        if cfg.eval_every_steps and step % cfg.eval_every_steps == 0:
-            evaluate(run, log, state.params, eval_key, step)
-        clock = Clock()
+    def save() -> None:
+        """So that this run, or another, can go on after progress.step steps."""
+        if saves and checkpoints.latest != progress.step:
+            arrays = {"state": state} | ({"ref_params": ref_params} if cfg.beta > 0 else {})
+            checkpoints.save(progress.step, arrays, record_of(run, progress), progress.evals)
 
-        # ---- Rollout and rewards, from a copy of the weights laid out to decode ------------------
-        decoder = copy_weights(run, state.params, run.rollout, run.compute.dtype)
-        clock.lap("rollout_sync")
-        rounds: list[Round] = []
-        while not enough(run, rounds):  # a second time only with DYNAMIC_SAMPLING
-            rounds.append(sample_round(run, decoder, rollout_key, rounds_done, own, clock))
-            rounds_done += 1
-        del decoder
-        prompts, roll, rows = choose_groups(run, rounds, own)  # [b/K], [b, T], [B]
+    try:
+        if progress.step and checkpoints.latest < 0:  # from another run's checkpoint
+            save()
+        for step in range(progress.step, cfg.steps):
+            stop.check()
+            if cfg.eval_every_steps and step % cfg.eval_every_steps == 0:
+                progress.evals[step] = evaluate(run, log, stop, state.params, eval_key, step)
+            clock = Clock()
 
-        # ---- Advantages --------------------------------------------------------------------------
-        advantages = group_advantages(
-            rows.rewards, K, estimator=cfg.adv_estimator, scale_rewards=cfg.scale_rewards,
-            per_function=rows.per_function, weights=cfg.reward_weights,
-        )  # [B]  # fmt: skip
-        learns = (rows.stopped > 0) | (not cfg.mask_truncated_completions)  # [B]
-        num_tokens = num_top_tokens = int((rows.completion_lengths * learns).sum())
-        clock.lap("advantages")
+            # ---- Rollout and rewards, from a copy of the weights laid out to decode --------------
+            decoder = copy_weights(run, state.params, run.rollout, run.compute.dtype)
+            clock.lap("rollout_sync")
+            rounds: list[Round] = []
+            while not enough(run, rounds):  # a second time only with DYNAMIC_SAMPLING
+                number = progress.rounds + len(rounds)
+                rounds.append(sample_round(run, decoder, stop, rollout_key, number, own, clock))
+                stop.check()
+            del decoder
+            prompts, roll, rows = choose_groups(run, rounds, own)  # [b/K], [b, T], [B]
 
-        # ---- Update: PPO_EPOCHS times, the gradient of every micro-batch, then one step ----------
-        micros = micro_batches(run, prompts, roll, advantages[own], learns[own], rows)
-        clock.lap("shard")
-        if cfg.top_entropy_quantile < 1:
-            micros, num_top_tokens = keep_top_entropy(run, state.params, micros, own)
-        totals = (num_tokens, len(rows.rewards), num_top_tokens)
-        counts = Counts(*(np.float32(max(total, 1)) for total in totals))
-        if ref_params is not None:
-            for i, micro in enumerate(micros):
-                logps, _ = score_tokens(ref_params, micro, cfg.temperature, run.compute)
-                micros[i] = micro._replace(ref_logps=logps)
-        lr = learning_rate(
-            step, peak=cfg.learning_rate, schedule=cfg.lr_schedule, warmup_ratio=cfg.warmup_ratio,
-            decay_steps=cfg.lr_decay_steps or cfg.steps,
-        )  # fmt: skip
-        epochs = []
-        for epoch in range(cfg.ppo_epochs):
-            state, metrics, logps = update(run, state, micros, counts, lr)
-            epochs.append(metrics)
-            if epoch == 0 and cfg.ppo_epochs > 1:  # the next compare with what was before the first
-                micros = [m._replace(old_logps=x) for m, x in zip(micros, logps, strict=True)]
-            updates = step * cfg.ppo_epochs + epoch + 1
-            if cfg.ref_sync_steps and updates % cfg.ref_sync_steps == 0:
-                ref_params = mix_weights(ref_params, state.params, cfg.ref_sync_alpha)
-        means = {name: float(np.mean([e[name] for e in epochs])) for name in epochs[0]}
-        clock.lap("update")
-        stop_if_not_finite(step, means)
+            # ---- Advantages ----------------------------------------------------------------------
+            advantages = group_advantages(
+                rows.rewards, K, estimator=cfg.adv_estimator, scale_rewards=cfg.scale_rewards,
+                per_function=rows.per_function, weights=cfg.reward_weights,
+            )  # [B]  # fmt: skip
+            learns = (rows.stopped > 0) | (not cfg.mask_truncated_completions)  # [B]
+            num_tokens = num_top_tokens = int((rows.completion_lengths * learns).sum())
+            clock.lap("advantages")
 
-        # ---- Log ---------------------------------------------------------------------------------
-        if cfg.dynamic_sampling:
-            sampled = np.concatenate([r.rows.rewards for r in rounds])
-            means |= sampling_metrics(len(rounds), equal_groups(run, rounds), sampled)
-        teaches = bool((advantages * learns).any())
-        log.line(step_line(step, means, rows, teaches, clock, cfg.print_train_time_breakdown))
-        names = [function.__name__ for function in run.functions]
-        records = step_records(means | {"learning_rate": lr}, rows, advantages, clock, K, names)
-        log.record(step, records | {"train-other/batch_local": b})
-        texts = Rollout(*(x[: 2 * K : K] for x in roll)).texts(run.tokenizer)
-        log.samples(
-            step, sample_records(run.tokenizer, prompts[:2], texts, rows.rewards[own][: 2 * K : K])
-        )
-        log.step_done()
+            # ---- Update: PPO_EPOCHS times, the gradient of every micro-batch, then a step --------
+            micros = micro_batches(run, prompts, roll, advantages[own], learns[own], rows)
+            clock.lap("shard")
+            if cfg.top_entropy_quantile < 1:
+                micros, num_top_tokens = keep_top_entropy(run, state.params, micros, own)
+            totals = (num_tokens, len(rows.rewards), num_top_tokens)
+            counts = Counts(*(np.float32(max(total, 1)) for total in totals))
+            lr = learning_rate(
+                step, peak=cfg.learning_rate, schedule=cfg.lr_schedule,
+                warmup_ratio=cfg.warmup_ratio, decay_steps=cfg.lr_decay_steps or cfg.steps,
+            )  # fmt: skip
+            state, ref_params, means = learn(
+                run, stop, state, ref_params, micros, counts, lr, step
+            )  # fmt: skip
+            clock.lap("update")
+            wrong = not_finite(means)
+            progress.not_finite = progress.not_finite + 1 if wrong else 0
 
-    if cfg.eval_every_steps:
-        evaluate(run, log, state.params, eval_key, cfg.steps)
-    if cfg.eval_full_sweep:
-        evaluate(run, log, state.params, eval_key, cfg.steps, full=True)
+            # ---- Log -----------------------------------------------------------------------------
+            if cfg.dynamic_sampling:
+                sampled = np.concatenate([r.rows.rewards for r in rounds])
+                means |= sampling_metrics(len(rounds), equal_groups(run, rounds), sampled)
+            teaches = bool((advantages * learns).any())
+            line = step_line(step, means, rows, teaches, clock, cfg.print_train_time_breakdown)
+            log.line(line + (f" (its update was not applied: {wrong})" if wrong else ""))
+            names = [function.__name__ for function in run.functions]
+            logged = means | {"learning_rate": lr}
+            records = step_records(logged, rows, advantages, clock, K, names)
+            log.record(step, records | {"train-other/batch_local": b})
+            first = slice(None, 2 * K, K)
+            texts = Rollout(*(x[first] for x in roll)).texts(run.tokenizer)
+            rewarded = rows.rewards[own][first]
+            log.samples(step, sample_records(run.tokenizer, prompts[:2], texts, rewarded))
+            log.step_done()
+
+            # ---- Save ----------------------------------------------------------------------------
+            progress.step, progress.rounds = step + 1, progress.rounds + len(rounds)
+            if wrong:
+                log.arrays(f"bad_step_{step}.npz", whole_batch(micros))
+            if progress.not_finite >= cfg.nonfinite_limit:
+                checkpoints.wait()
+                log.close()
+                raise SystemExit(
+                    f"error: step {step}: {wrong}, for NONFINITE_LIMIT={cfg.nonfinite_limit} steps "
+                    f"in a row; their batches are {out}/bad_step_N.npz. Lower LEARNING_RATE?"
+                )
+            if cfg.save_every_steps and progress.step % cfg.save_every_steps == 0:
+                save()
+
+        if cfg.steps:
+            save()
+        if cfg.eval_every_steps:
+            evaluate(run, log, stop, state.params, eval_key, cfg.steps)
+        if cfg.eval_full_sweep:
+            evaluate(run, log, stop, state.params, eval_key, cfg.steps, full=True)
+    except RewardError as error:
+        if jax.process_count() == 1:  # the others do not know of it
+            save()
+            checkpoints.wait()
+        log.close()
+        settings.fail(error)
+    except Stopped as signal:
+        save()
+        checkpoints.wait()
+        saved = checkpoints.newest if checkpoints.newest >= 0 else "none"
+        log.line(f"STOPPED: {signal} steps={progress.step} saved_step={saved}")
+        log.close()
+        raise SystemExit(signal.exit_code) from None
+
+    checkpoints.wait()
+    if cfg.steps:
+        export(run, out, state.params)
+        if saves and checkpoints.newest < cfg.steps:
+            raise SystemExit(f"error: the last checkpoint is not in {checkpoints.folder}")
+        mark_finished(run, out)
     log.line(f"DONE: steps={cfg.steps} elapsed_sec={time.perf_counter() - began:.3f}")
     log.close()
-
-
-# ---- Sampling ------------------------------------------------------------------------------------
-
-
-class Round(NamedTuple):
-    """K completions of each of P prompts, with their rewards."""
-
-    prompts: list[data.Prompt]  # [P], on every process
-    roll: Rollout  # [b, T] of this process
-    rows: StepRows  # [B] of all processes
-
-
-def sample_round(
-    run: Run, decoder: Params, rollout_key: jax.Array, number: int, own: slice, clock: Clock
-) -> Round:
-    """Round `number` (from 0) of the run: it alone decides the prompts and what is drawn."""
-    P, K, size = run.sizes.prompts_per_step, run.cfg.num_pre_q, run.sizes.prompt_batch_size
-    indices = data.batch_indices(len(run.train), P, number, run.cfg.seed)  # [P]
-    prompts = [run.train[i] for i in indices]
-    width = prompt_width(max(len(p.ids) for p in prompts), run.cfg.global_length)
-    mine = prompts[own.start // K : own.stop // K]  # [b/K]
-    row_ids = np.arange(own.start, own.stop, dtype=np.int32)  # [b]
-    key = jax.random.fold_in(rollout_key, number)
-    roll = complete(run, decoder, mine, row_ids, key, K, run.sampling, width, size)
-    clock.lap("rollout_generate")
-
-    scores, per_function = score(run, roll, mine, K)  # [b], [b, F]
-    clock.lap("reward")
-    prompt_lengths = np.repeat([len(p.ids) for p in mine], K)
-    stopped = np.isin(roll.last_ids(), run.stop_ids)
-    columns = [scores, prompt_lengths, roll.lengths(), stopped, *per_function.T]
-    rows = StepRows.of(gather_rows(np.column_stack(columns).astype(np.float64)))
-    clock.lap("advantages")
-    return Round(prompts, roll, rows)
-
-
-def enough(run: Run, rounds: list[Round]) -> bool:
-    """True after one round or, with DYNAMIC_SAMPLING, once the rewards differ in P groups, or
-    after DYNAMIC_SAMPLING_MAX_ROUNDS: the same on every process, which all see all rewards."""
-    limit = run.cfg.dynamic_sampling_max_rounds if run.cfg.dynamic_sampling else 1
-    if not rounds or len(rounds) == limit:
-        return bool(rounds)
-    return (~equal_groups(run, rounds)).sum() >= run.sizes.prompts_per_step
-
-
-def equal_groups(run: Run, rounds: list[Round]) -> np.ndarray:
-    """[rounds * P] bool: the group's rewards are equal; for gdpo, those of each function."""
-    K, by_function = run.cfg.num_pre_q, run.cfg.adv_estimator == "gdpo"
-    return np.concatenate([r.rows.equal_groups(K, by_function) for r in rounds])
-
-
-def choose_groups(
-    run: Run, rounds: list[Round], own: slice
-) -> tuple[list[data.Prompt], Rollout, StepRows]:
-    """The step's P groups: the first whose rewards differ, then others if those are fewer.
-
-    Returns this process's prompts [b/K] and completions [b, T], and all processes' rows [B].
-    """
-    P, K = run.sizes.prompts_per_step, run.cfg.num_pre_q
-    groups = np.sort(np.argsort(equal_groups(run, rounds), kind="stable")[:P])
-    chosen = (groups[:, None] * K + np.arange(K)).reshape(-1)  # [B] of rounds * B
-    columns = zip(*(r.rows for r in rounds), strict=True)
-    rows = StepRows(*(np.concatenate(column)[chosen] for column in columns))
-    prompts = [p for r in rounds for p in r.prompts]
-    mine = [prompts[group] for group in groups[own.start // K : own.stop // K]]
-    if len(rounds) == 1:
-        return mine, rounds[0].roll, rows
-    everyone = []  # of all processes: a group may be learnt from elsewhere than it was sampled
-    for arrays in zip(*(r.roll for r in rounds), strict=True):
-        everyone.append(np.concatenate([gather_rows(x) for x in arrays]))  # [rounds * B, T]
-    return mine, Rollout(*(x[chosen[own]] for x in everyone)), rows
-
-
-def copy_weights(run: Run, params: Params, layout: Layout, dtype: jnp.dtype) -> Params:
-    """The parameters in dtype, laid out for decoding or for training."""
-    return sync_weights(params, config=run.compute.config, mesh=layout.mesh, dtype=dtype)
-
-
-def complete(
-    run: Run, params: Params, prompts: list[data.Prompt], rows: np.ndarray, key: jax.Array,
-    num_pre_q: int, sampling: Sampling, width: int, size: int,
-) -> Rollout:  # fmt: skip
-    """num_pre_q completions of each prompt, in passes of `size` prompts."""
-    passes = []
-    for start in range(0, len(prompts), size):
-        ids, mask = pad_prompts(
-            [p.ids for p in prompts[start : start + size]], width, run.stop_ids[0]
-        )
-        one = generate(
-            params, run.compute.config, ids, mask,
-            rows[start * num_pre_q : (start + size) * num_pre_q], key,
-            num_pre_q=num_pre_q, max_new_tokens=run.cfg.max_length_sample, stop_ids=run.stop_ids,
-            pad_id=run.stop_ids[0], sampling=sampling, dtype=run.compute.dtype, layout=run.rollout,
-            attention_impl=run.compute.attention_impl,
-        )  # fmt: skip
-        passes.append(one)
-    return Rollout(*(np.concatenate(parts) for parts in zip(*passes, strict=True)))
-
-
-def score(
-    run: Run, roll: Rollout, prompts: list[data.Prompt], num_pre_q: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Weighted rewards [b] and those of each function [b, F], NaN where none applies."""
-    names = prompts[0].columns
-    columns = {n: [p.columns.get(n) for p in prompts for _ in range(num_pre_q)] for n in names}
-    columns["completion_ids"] = roll.ids()
-    try:
-        return rewards.score(
-            roll.texts(run.tokenizer), columns, run.functions, run.cfg.reward_weights
-        )
-    except ValueError as error:  # a reward function of the user's failed; the message names it
-        settings.fail(error)
 
 
 # ---- Update --------------------------------------------------------------------------------------
@@ -326,13 +269,57 @@ def keep_top_entropy(
     return [m._replace(top_mask=x) for m, x in zip(micros, masks, strict=True)], int(top.sum())
 
 
+def whole_batch(micros: list[MicroBatch]) -> dict[str, np.ndarray]:
+    """The step's batch, of all micro-batches and processes, by the names in MicroBatch."""
+    parts = {name: x for name, x in zip(MicroBatch._fields, zip(*micros, strict=True), strict=True)}
+    return {
+        name: gather_rows(np.concatenate([local_rows(x) for x in arrays]))
+        for name, arrays in parts.items()
+        if arrays[0] is not None
+    }
+
+
+def learn(
+    run: Run, stop: StopSignal, state: TrainState, ref_params: Params | None,
+    micros: list[MicroBatch], counts: Counts, lr: float, step: int,
+) -> tuple[TrainState, Params | None, dict[str, float]]:  # fmt: skip
+    """PPO_EPOCHS updates: the state, the reference, which may follow, and the epochs' mean metrics.
+
+    After an update whose loss or gradient is not finite, which leaves the state as it was, no more.
+    """
+    cfg, epochs = run.cfg, []
+    if ref_params is not None:
+        for i, micro in enumerate(micros):
+            logps, _ = score_tokens(ref_params, micro, cfg.temperature, run.compute)
+            micros[i] = micro._replace(ref_logps=logps)
+    for epoch in range(cfg.ppo_epochs):
+        # Before the first update a stop costs no more than what the step has done so far.
+        state, metrics, logps = update(run, stop if epoch == 0 else None, state, micros, counts, lr)
+        epochs.append(metrics)
+        if not_finite(metrics):
+            break
+        if epoch == 0 and cfg.ppo_epochs > 1:  # the next compare with what was before the first
+            micros = [m._replace(old_logps=x) for m, x in zip(micros, logps, strict=True)]
+        updates = step * cfg.ppo_epochs + epoch + 1
+        if cfg.ref_sync_steps and updates % cfg.ref_sync_steps == 0:
+            ref_params = mix_weights(ref_params, state.params, cfg.ref_sync_alpha)
+    return state, ref_params, {n: float(np.mean([e[n] for e in epochs])) for n in epochs[0]}
+
+
 def update(
-    run: Run, state: TrainState, micros: list[MicroBatch], counts: Counts, lr: float
+    run: Run,
+    stop: StopSignal | None,
+    state: TrainState,
+    micros: list[MicroBatch],
+    counts: Counts,
+    lr: float,
 ) -> tuple[TrainState, dict[str, float], list[jax.Array]]:
     """One optimizer step on the sum of the micro-batches' gradients: the state, the step's metrics,
     and the logps of each micro-batch before it. The gradient lives in here only."""
     grads, parts, before = zero_grads(state.params), [], []
     for micro in micros:
+        if stop:
+            stop.check()
         grads, metrics, logps = micro_step(
             state.params, grads, micro, counts,
             objective=run.objective, temperature=run.cfg.temperature, compute=run.compute,
@@ -340,8 +327,9 @@ def update(
         parts.append(metrics)
         before.append(logps)
     state, norm = optimizer_step(
-        state, grads, np.float32(lr), optimizer=run.optimizer, config=run.compute.config
-    )
+        state, grads, np.float32(lr), sum(part["loss"] for part in parts),
+        optimizer=run.optimizer, config=run.compute.config,
+    )  # fmt: skip
     return state, merge_metrics(parts) | {"grad_norm": float(norm)}, before
 
 
@@ -349,9 +337,10 @@ def update(
 
 
 def evaluate(
-    run: Run, log: RunLog, params: Params, key: jax.Array, step: int, full: bool = False
-) -> None:
-    """Logs the accuracy on the first EVAL_PROMPTS questions of the eval split, or on all of it.
+    run: Run, log: RunLog, stop: StopSignal, params: Params, key: jax.Array, step: int,
+    full: bool = False,
+) -> float:  # fmt: skip
+    """The accuracy on the first EVAL_PROMPTS questions of the eval split, or on all of it; logged.
 
     Greedy with EVAL_SAMPLES=1; else so many samples a question, at the run's temperature.
     """
@@ -369,7 +358,7 @@ def evaluate(
         first = (i * processes + jax.process_index()) * size  # this process's first question
         own = padded[first : first + size]
         rows = np.arange(first * k, (first + size) * k, dtype=np.int32)
-        roll = complete(run, decoder, own, rows, key, k, sampling, width, size)
+        roll = complete(run, decoder, stop, own, rows, key, k, sampling, width, size)
         clock.lap("rollout_generate")
         scores, per_function = score(run, roll, own, k)
         answers = [p.columns["answer"] for p in own for _ in range(k)]
@@ -381,6 +370,23 @@ def evaluate(
     line, records = evaluation(step, cfg.eval_split, table, k, names, clock, full)
     log.line(line)
     log.record(step, records)
+    return records["eval_full/accuracy" if full else "eval/accuracy"]
+
+
+# ---- The trained model ---------------------------------------------------------------------------
+
+
+def export(run: Run, out: Path, params: Params) -> None:
+    """Writes EXPORT_HF, a Hugging Face folder."""
+    if run.cfg.export_hf == "none":
+        return
+    folder, dtype = Path(run.cfg.export_hf or out / "hf"), run.cfg.export_dtype
+    dtype = jnp.dtype(dtype if dtype != "auto" else run.compute.dtype)
+    writes = jax.process_index() == 0
+    try:
+        hf.save_model(folder, params, run.compute.config, run.folder, dtype=dtype, writes=writes)
+    except OSError as error:
+        raise SystemExit(f"error: EXPORT_HF={folder} cannot be written: {error}") from None
 
 
 if __name__ == "__main__":

@@ -57,7 +57,9 @@ DEFAULTS = """
     kl_bias_correction=True ref_sync_steps=0 ref_sync_alpha=0.6 entropy_coef=0.0
     top_entropy_quantile=1.0 mask_truncated_completions=False is_mode=none is_cap=3.0
     eval_every_steps=10 eval_prompts=128 eval_full_sweep=False eval_samples=1
-    output_dir= print_train_time_breakdown=False wandb_mode=disabled wandb_project= wandb_name=
+    output_dir= checkpoint_dir= save_every_steps=50 save_keep=2 resume=auto resume_force=False
+    preemption_grace_s=30 nonfinite_limit=3 export_hf= export_dtype=auto
+    print_train_time_breakdown=False wandb_mode=disabled wandb_project= wandb_name=
     jax_compilation_cache_dir= require_multihost=False require_jax_process_count=0 init_timeout_s=90
     heartbeat_timeout_s=30
 """

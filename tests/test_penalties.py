@@ -86,7 +86,7 @@ def test_a_function_from_a_file_gets_the_tokens(tmp_path: Path) -> None:
 
 def test_a_penalty_begins_a_fifth_before_the_end_where_nothing_else_is_set() -> None:
     settings = {"REWARD_FN": "soft_overlong_penalty", "REWARD_WEIGHTS": "1"}
-    run, _ = set_up(Config.from_env(settings | {"MAX_LENGTH_SAMPLE": "50"}))
+    run = set_up(Config.from_env(settings | {"MAX_LENGTH_SAMPLE": "50"}))
     ids = [[1] * n for n in (40, 45, 50)]
     assert run.functions[0]([""] * 3, completion_ids=ids) == [0, -0.5, -1]
 

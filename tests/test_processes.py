@@ -32,7 +32,7 @@ def test_processes_that_would_not_run_the_same_stop_and_name_what_differs(tmp_pa
         assert "error: the processes would not run the same: " in error
         assert "SEED is 1 on process 0, 2 on process 1" in error
         assert "DATASET is {repo}/tiny on process 0, " in error
-        assert "DATASET's split train, tokenized, is " in error
+        assert "the tokenized prompts is " in error
         assert "HEARTBEAT" not in error and "Traceback" not in result.errors
 
 
@@ -89,7 +89,7 @@ def test_what_differs_is_compared_with_process_0_and_named_once() -> None:
             RuntimeError("UNAVAILABLE: while calling /xla.coordination.CoordinationService/Get"),
             True,
         ),
-        (ValueError("DATASET=gsm8k: no such file"), False),
+        (ValueError("DATASET=heartbeat.jsonl: no such file"), False),
         (KeyError("gloo"), False),
     ],
 )

@@ -18,8 +18,8 @@ from data import Prompt, batch_indices, load_rows
 from loss import Objective
 from metrics import StepRows
 from rollout import Rollout
+from sampling import Round, choose_groups, enough, equal_groups
 from startup import set_up
-from train_grpo import Round, choose_groups, enough, equal_groups
 
 NAN = math.nan
 P, K, T = 4, 8, 24  # of every run here; T cuts off some of the completions and not others
@@ -411,7 +411,7 @@ def test_every_setting_of_the_objective_reaches_it() -> None:
         "KL_BIAS_CORRECTION": "0", "ENTROPY_COEF": "0.01", "IS_MODE": "token_mask",
         "IS_CAP": "2.5", "MAX_LENGTH_SAMPLE": "24",
     }  # fmt: skip
-    run, _ = set_up(Config.from_env(settings))
+    run = set_up(Config.from_env(settings))
     assert run.objective == Objective(
         "grpo", 0.1, 0.3, 2.0, "sequence", 0.05, "k2", False, 0.01, "token_mask", 2.5, 24
     )

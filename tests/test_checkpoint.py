@@ -1,0 +1,224 @@
+"""checkpoint.py: what is restored is what was saved, onto any mesh, or it is not restored."""
+
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from checkpoint import Checkpoints, checksums
+
+RECORD = {"rounds": 7, "evals": [[0, 0.5]], "made_with": {"SEED": "0"}}
+
+
+def arrays_of(step: int, mesh: Mesh | None = None) -> dict:
+    """Distinct values for each step; float32, bfloat16 and int32, sharded and whole."""
+    rng = np.random.default_rng(step)
+    values = {
+        "matrix": rng.normal(size=(64, 48)).astype(np.float32),
+        "half": rng.normal(size=(16, 8)).astype(ml_dtypes.bfloat16),
+        "count": np.int32(step),
+    }
+    if mesh is None:
+        return {"state": {name: jnp.asarray(value) for name, value in values.items()}}
+    rows = NamedSharding(mesh, PartitionSpec("a", "b"))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    where = {"matrix": rows, "half": rows, "count": everywhere}
+    return {"state": {name: jax.device_put(value, where[name]) for name, value in values.items()}}
+
+
+def abstract(arrays: dict) -> dict:
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays
+    )
+
+
+def mesh_of(*shape: int) -> Mesh:
+    return Mesh(np.array(jax.devices()[: shape[0] * shape[1]]).reshape(shape), ("a", "b"))
+
+
+def saved(folder: Path, steps: int, keep: int = 0, evals: dict | None = None) -> Checkpoints:
+    checkpoints = Checkpoints(str(folder), keep)
+    for step in range(1, steps + 1):
+        checkpoints.save(step, arrays_of(step), RECORD, evals or {})
+    checkpoints.wait()
+    return checkpoints
+
+
+def restored(folder: Path, like: dict | None = None) -> tuple[int, dict, list[str]]:
+    """The step, the arrays and what was said; -1 without a checkpoint."""
+    checkpoints, said = Checkpoints(str(folder), 0), []
+    checkpoints.say = said.append
+    wanted = abstract(like or arrays_of(0))
+    found = checkpoints.restore(lambda record: wanted)
+    return (found[1]["step"], found[0], said) if found else (-1, {}, said)
+
+
+def assert_equal(ours: dict, theirs: dict) -> None:
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert a.dtype == b.dtype and np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def test_the_newest_comes_back_with_its_record_to_the_bit(tmp_path: Path) -> None:
+    checkpoints = saved(tmp_path / "c", 3)
+    assert (checkpoints.newest, checkpoints.latest, checkpoints.steps()) == (3, 3, [1, 2, 3])
+    step, arrays, said = restored(tmp_path / "c")
+    assert (step, said) == (3, [])
+    assert_equal(arrays, arrays_of(3))
+    found = Checkpoints(str(tmp_path / "c"), 0).restore(lambda r: abstract(arrays_of(0)), [2])
+    assert {name: found[1][name] for name in RECORD} == RECORD
+    assert_equal(found[0], arrays_of(2))
+
+
+def test_what_was_saved_on_one_mesh_comes_back_on_another(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(str(tmp_path / "c"), 0)
+    checkpoints.save(1, arrays_of(1, mesh_of(4, 2)), RECORD, {})
+    checkpoints.wait()
+    for mesh in (mesh_of(2, 2), mesh_of(1, 1), mesh_of(2, 4)):
+        like = arrays_of(0, mesh)
+        step, arrays, _ = restored(tmp_path / "c", like)
+        assert step == 1
+        assert_equal(arrays, arrays_of(1))
+        assert arrays["state"]["matrix"].sharding == like["state"]["matrix"].sharding
+
+
+def test_arrays_may_change_as_soon_as_save_returns(tmp_path: Path) -> None:
+    double = jax.jit(lambda x: jax.tree.map(lambda y: y + y, x), donate_argnums=0)
+    checkpoints = Checkpoints(str(tmp_path / "c"), 0)
+    arrays = {"state": {"big": jnp.arange(3_000_000, dtype=jnp.float32)}}
+    for step in (1, 2, 3):
+        checkpoints.save(step, arrays, RECORD, {})
+        arrays = double(arrays)
+    checkpoints.wait()
+    for step in (1, 2, 3):
+        wanted = abstract(arrays)
+        found = Checkpoints(str(tmp_path / "c"), 0).restore(lambda r, w=wanted: w, [step])
+        first = np.arange(3_000_000, dtype=np.float32) * 2 ** (step - 1)
+        assert (np.asarray(found[0]["state"]["big"]) == first).all()
+
+
+def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
+    evals = {1: 0.2, 2: 0.9, 3: 0.5, 5: float("nan")}
+    assert saved(tmp_path / "c", 6, keep=2, evals=evals).steps() == [2, 5, 6]
+    assert saved(tmp_path / "d", 4, keep=1).steps() == [4]
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.rglob("*") if file.is_file())
+
+
+@pytest.mark.parametrize("kind", ["truncated", "deleted", "flipped"])
+def test_a_damaged_checkpoint_is_never_restored_as_something_else(
+    tmp_path: Path, kind: str
+) -> None:
+    """Thirty times another place; what comes back is step 3, or step 2 with a line about 3."""
+    saved(tmp_path / "c", 3)
+    rng, fell_back = random.Random(kind), 0
+    for i in range(30):
+        folder = tmp_path / str(i)
+        shutil.copytree(tmp_path / "c", folder)
+        file = rng.choice(files_of(folder / "3"))
+        size = file.stat().st_size
+        if kind == "deleted":
+            file.unlink()
+        elif kind == "truncated":
+            os.truncate(file, rng.randrange(size))
+        else:
+            content = bytearray(file.read_bytes())
+            content[rng.randrange(size)] ^= 1 << rng.randrange(8)
+            file.write_bytes(content)
+        step, arrays, said = restored(folder)
+        assert step in (2, 3), file
+        assert_equal(arrays, arrays_of(step))
+        if step == 2:
+            fell_back += 1
+            assert len(said) <= 1
+            assert all(f"{folder}/3 is damaged and passed over: " in line for line in said)
+    assert fell_back >= 3, "some places matter"
+
+
+def test_a_half_written_one_is_told_and_a_wrong_record_is_damage(tmp_path: Path) -> None:
+    saved(tmp_path / "c", 2)
+    (tmp_path / "c" / "3.orbax-checkpoint-tmp-9").mkdir()
+    record = tmp_path / "c" / "2" / "record" / "metadata"
+    record.write_text(record.read_text().replace('"rounds": 7', '"rounds": 8'))
+    step, arrays, said = restored(tmp_path / "c")
+    assert step == 1
+    assert said[0].endswith("3.orbax-checkpoint-tmp-9 is half-written and passed over")
+    assert said[1].endswith("/2 is damaged and passed over: its record is not what was saved")
+    assert restored(tmp_path / "nowhere") == (-1, {}, [])
+
+
+def test_none_that_can_be_read_is_an_error_not_a_new_beginning(tmp_path: Path) -> None:
+    saved(tmp_path / "c", 2)
+    for step in (1, 2):
+        (tmp_path / "c" / str(step) / "record" / "metadata").write_text("{}")
+    with pytest.raises(ValueError, match="none of the checkpoints in .* can be read; RESUME=never"):
+        restored(tmp_path / "c")
+
+
+def test_another_run_s_folder_is_only_read(tmp_path: Path) -> None:
+    saved(tmp_path / "c", 1)
+    saving = tmp_path / "c" / "2.orbax-checkpoint-tmp-1"
+    saving.mkdir()
+    there = Checkpoints(str(tmp_path / "c"), read_only=True)
+    assert there.restore(lambda record: abstract(arrays_of(0)))[1]["step"] == 1
+    assert saving.exists()
+
+
+def test_a_refused_record_is_the_caller_s_error(tmp_path: Path) -> None:
+    checkpoints = saved(tmp_path / "c", 1)
+
+    def refuse(record: dict) -> dict:
+        raise ValueError(f"SEED was {record['made_with']['SEED']}")
+
+    with pytest.raises(ValueError, match="SEED was 0"):
+        checkpoints.restore(refuse)
+
+
+def test_later_and_damaged_ones_are_set_aside_not_lost(tmp_path: Path) -> None:
+    checkpoints = saved(tmp_path / "run" / "checkpoints", 4)
+    checkpoints.set_aside(2, tmp_path / "run" / "earlier")
+    assert checkpoints.steps() == [1, 2]
+    assert sorted(f.name for f in (tmp_path / "run" / "earlier").iterdir()) == ["3", "4"]
+    checkpoints.save(3, arrays_of(33), RECORD, {})
+    checkpoints.wait()
+    assert_equal(restored(tmp_path / "run" / "checkpoints")[1], arrays_of(33))
+
+
+def test_a_folder_that_cannot_be_written_costs_a_line_a_time(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    checkpoints, said = Checkpoints(str(tmp_path / "file" / "c"), 1), []
+    checkpoints.say = said.append
+    for step in (1, 2):
+        checkpoints.save(step, arrays_of(step), RECORD, {})
+        checkpoints.wait()
+    assert checkpoints.newest == -1 and len(said) == 2
+    assert said[1].startswith(f"checkpoint of step 2 cannot be written to {tmp_path}/file/c: ")
+
+
+def test_a_checksum_is_the_same_wherever_the_elements_lie_but_not_in_another_order() -> None:
+    values = np.array([[1.0, -2.0], [0.5, np.nan]], np.float32)
+    by_hand = int((values.view(np.uint32).astype(object) * [[1, 3], [5, 7]]).sum() % 2**32)
+    assert int(checksums(values[::-1])) != by_hand
+    assert int(checksums(values)) == by_hand
+    where = NamedSharding(mesh_of(2, 2), PartitionSpec("a", "b"))
+    assert int(checksums(jax.device_put(values, where))) == by_hand
+    assert int(checksums(jnp.array([1, 2**31], jnp.uint32))) == (1 + 3 * 2**31) % 2**32
+    half = np.array([1.0, 3.0], ml_dtypes.bfloat16)
+    assert int(checksums(half)) == int((half.view(np.uint16).astype(int) * [1, 3]).sum())
+
+
+def test_a_record_is_json_that_can_be_read_without_this_project(tmp_path: Path) -> None:
+    saved(tmp_path / "c", 1)
+    record = json.loads((tmp_path / "c" / "1" / "record" / "metadata").read_text())
+    assert record["step"] == 1 and record["made_with"] == {"SEED": "0"}
+    assert len(record["checksums"]) == 3 and len(record["sha256"]) == 64
+    assert "['state']['matrix'] float32[64, 48]" in record["arrays"]

@@ -27,7 +27,7 @@ OBJECTIVES = {  # name -> seeds, settings
 
 def accuracies(out: Path, settings: dict[str, str]) -> list[float]:
     """Held-out accuracy at each evaluation of one run of train_grpo.py, the first before step 0."""
-    env = os.environ | settings | {"OUTPUT_DIR": str(out)}
+    env = os.environ | settings | {"OUTPUT_DIR": str(out), "RESUME": "never"}
     subprocess.run([sys.executable, str(REPO / "train_grpo.py")], env=env, check=True)
     records = map(json.loads, (out / "metrics.jsonl").open(encoding="utf-8"))
     return [record["eval/accuracy"] for record in records if "eval/accuracy" in record]

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -145,14 +146,21 @@ def begin(
             ref_params = copy_weights(run, params, run.compute.layout, reference_dtype(run))
         if seen:
             checkpoints.set_aside(-1, aside)
-        if jax.process_index() == 0:
-            for old in [out / name for name in ("metrics.jsonl", "samples.jsonl", "hf")]:
-                if old.exists():
-                    aside.mkdir(parents=True, exist_ok=True)
-                    old.rename(aside / old.name)
     if jax.process_index() == 0:
-        (out / "finished").unlink(missing_ok=True)
+        make_way(out, aside, () if found else ("metrics.jsonl", "samples.jsonl", "hf"))
     return state, ref_params, progress
+
+
+def make_way(out: Path, aside: Path, names: Sequence[str]) -> None:
+    """Moves these outputs of an earlier run from `out` to `aside`; it is no longer finished."""
+    try:
+        if (out / "finished").exists():
+            (out / "finished").unlink()
+        for old in [out / name for name in names if (out / name).exists()]:
+            aside.mkdir(parents=True, exist_ok=True)
+            old.rename(aside / old.name)
+    except OSError as error:
+        raise ValueError(f"OUTPUT_DIR={out} cannot be written: {error.strerror}") from None
 
 
 def source_of(run: Run, checkpoints: Checkpoints) -> tuple[Checkpoints | None, list[int] | None]:

@@ -1,16 +1,18 @@
 """Mistakes of a user: one line that names the setting or file, exit code 2, no traceback."""
 
 import json
-import re
 import shutil
+import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from test_smoke import REPO, train
+from test_smoke import REPO, Run, train
 
 # ---- Known before any device is touched ----------------------------------------------------------
 
@@ -36,38 +38,13 @@ SETTINGS = [  # environment, words of the line
 ]
 
 
-def assert_one_line(mistaken, words: str) -> None:
-    assert mistaken.code == 2, mistaken.errors
-    last = mistaken.errors.strip().splitlines()[-1]
-    assert last.startswith("error: ") and words in last, last
-    assert "Traceback" not in mistaken.errors
-    assert not mistaken.out.exists(), "nothing is left behind"
-
-
-@pytest.mark.parametrize("env, words", SETTINGS, ids=lambda v: "-".join(v) * isinstance(v, dict))
-def test_a_setting_that_cannot_be(tmp_path: Path, env: dict[str, str], words: str) -> None:
-    mistaken = train(tmp_path / "run", **env)
-    assert_one_line(mistaken, words)
-    assert "backend=" not in mistaken.lines, "no device was touched"
-
-
-@pytest.mark.parametrize(
-    "text, words",
-    [
-        (None, "run.yaml cannot be read"),
-        ("train: {steps: [1", "run.yaml cannot be read"),
-        ("train.step: 3", "run.yaml: unknown setting train.step; did you mean train.steps?"),
-        ("train: {steps: 1}\ntrain.steps: 2", "train.steps is set twice"),
-        ("- 1", "run.yaml holds a sequence"),
-    ],
-)
-def test_a_file_of_settings_that_cannot_be(tmp_path: Path, text: str | None, words: str) -> None:
-    if text is not None:
-        (tmp_path / "run.yaml").write_text(text)
-    mistaken = train(tmp_path / "run", "--config", str(tmp_path / "run.yaml"))
-    assert_one_line(mistaken, words)
-    assert "backend=" not in mistaken.lines
-
+FILES = {  # what is in run.yaml, or that there is none
+    None: "run.yaml cannot be read",
+    "train: {steps: [1": "run.yaml cannot be read",
+    "train.step: 3": "run.yaml: unknown setting train.step; did you mean train.steps?",
+    "train: {steps: 1}\ntrain.steps: 2": "train.steps is set twice",
+    "- 1": "run.yaml holds a sequence",
+}
 
 # ---- Sizes, devices, rewards, outputs ------------------------------------------------------------
 
@@ -94,11 +71,6 @@ RUN = [
     ({"ATTENTION_IMPL": "splash"}, "ATTENTION_IMPL=splash: it is a TPU kernel"),
     ({"MODEL_PATH": "no/such/folder"}, "MODEL_PATH=no/such/folder: no such folder"),
 ]
-
-
-@pytest.mark.parametrize("env, words", RUN, ids=lambda v: "-".join(v) * isinstance(v, dict))
-def test_a_run_that_cannot_be(tmp_path: Path, env: dict[str, str], words: str) -> None:
-    assert_one_line(train(tmp_path / "run", **env, HF_HUB_OFFLINE="1"), words)
 
 
 # ---- Model folders -------------------------------------------------------------------------------
@@ -161,16 +133,6 @@ FOLDERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FOLDERS)
-def test_a_model_that_cannot_be(tmp_path: Path, name: str) -> None:
-    damage, words = FOLDERS[name]
-    folder = tmp_path / "model"
-    shutil.copytree(REPO / "tiny", folder)
-    damage(folder)
-    env = {"MODEL_PATH": str(folder), "DATASET": str(REPO / "tiny"), "MAX_LENGTH_SAMPLE": "8"}
-    assert_one_line(train(tmp_path / "run", **env), words)
-
-
 # ---- Datasets ------------------------------------------------------------------------------------
 
 ROW = b'{"question": "1+1?", "answer": "#### 2"}\n'
@@ -190,14 +152,6 @@ DATASETS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", DATASETS)
-def test_a_dataset_that_cannot_be(tmp_path: Path, name: str) -> None:
-    content, words = DATASETS[name]
-    if content is not None:
-        (tmp_path / "data.jsonl").write_bytes(content)
-    assert_one_line(train(tmp_path / "run", DATASET=str(tmp_path / "data.jsonl")), words)
-
-
 # ---- Reward functions ----------------------------------------------------------------------------
 
 REWARDS = {
@@ -210,13 +164,82 @@ REWARDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REWARDS)
-def test_a_reward_that_cannot_be(tmp_path: Path, name: str) -> None:
-    source, words = REWARDS[name]
-    (tmp_path / "mine.py").write_text(source)
-    env = {"REWARD_FN": f"{tmp_path}/mine.py:score", "REWARD_TIMEOUT_S": "1", "STEPS": "1"}
-    mistaken = train(tmp_path / "run", **env, EVAL_EVERY_STEPS="0", BATCH_SIZE="2")
-    assert mistaken.code == 2, mistaken.errors
-    last = mistaken.errors.strip().splitlines()[-1]
-    assert re.match("error: (REWARD_FN|reward score)", last) and words in last, last
-    assert "Traceback" not in mistaken.errors
+# ---- What they come to ---------------------------------------------------------------------------
+
+
+class Case(NamedTuple):
+    env: dict[str, str]
+    words: str  # of the line
+    flags: tuple[str, ...] = ()
+    early: bool = False  # known before any device is touched
+    leaves: bool = False  # OUTPUT_DIR was made before it could be known
+
+
+def cases(folder: Path) -> dict[str, Case]:
+    """All of them, with their files in `folder`."""
+    found = {}
+    for env, words in SETTINGS:
+        found[" ".join(env)] = Case(env, words, early=True)
+    for i, (text, words) in enumerate(FILES.items()):
+        file = folder / str(i) / "run.yaml"
+        file.parent.mkdir()
+        if text is not None:
+            file.write_text(text)
+        found[f"run.yaml {i}"] = Case({}, words, ("--config", str(file)), early=True)
+    for env, words in RUN:
+        found[f"run with {' '.join(env)} {words[:20]}"] = Case(env | {"HF_HUB_OFFLINE": "1"}, words)
+    for name, (damage, words) in FOLDERS.items():
+        model = folder / name
+        shutil.copytree(REPO / "tiny", model)
+        damage(model)
+        env = {"MODEL_PATH": str(model), "DATASET": str(REPO / "tiny"), "MAX_LENGTH_SAMPLE": "8"}
+        found[f"a model with {name}"] = Case(env, words)
+    for name, (content, words) in DATASETS.items():
+        file = folder / f"{name}.jsonl"
+        if content is not None:
+            file.write_bytes(content)
+        found[f"a dataset: {name}"] = Case({"DATASET": str(file)}, words)
+    for i, (name, (source, words)) in enumerate(REWARDS.items()):
+        file = folder / f"mine{i}.py"
+        file.write_text(source)
+        env = {"REWARD_FN": f"{file}:score", "REWARD_TIMEOUT_S": "1", "STEPS": "1"}
+        env |= {"EVAL_EVERY_STEPS": "0", "BATCH_SIZE": "2"}
+        found[f"a reward: {name}"] = Case(env, words, leaves=i > 1)
+    return found
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Case, Run]]:
+    """Every run's end; two at a time."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    all_cases = cases(folder)
+
+    def run(item: tuple[int, Case]) -> Run:
+        (folder / f"run{item[0]}").mkdir()
+        return train(folder / f"run{item[0]}" / "out", *item[1].flags, **item[1].env)
+
+    with ThreadPoolExecutor(2) as pool:
+        runs = pool.map(run, enumerate(all_cases.values()))
+        return dict(zip(all_cases, zip(all_cases.values(), runs, strict=True), strict=True))
+
+
+def names() -> list[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        return [*cases(Path(folder))]
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_mistake_costs_one_line_and_exit_code_2(
+    outcomes: dict[str, tuple[Case, Run]], name: str
+) -> None:
+    case, run = outcomes[name]
+    assert run.code == 2, run.errors
+    last = run.errors.strip().splitlines()[-1]
+    assert last.startswith("error: ") and case.words in last, last
+    assert "Traceback" not in run.errors
+    assert not case.early or "backend=" not in run.lines, "no device was touched in vain"
+    assert run.out.exists() == case.leaves, "nothing is left behind"
+
+
+def test_there_are_at_least_forty_of_them() -> None:
+    assert len(names()) >= 70

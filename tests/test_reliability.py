@@ -348,9 +348,9 @@ def test_more_steps_continue_and_a_changed_setting_stops_with_its_name(out, shor
     assert not re.search("^step=", result.lines, re.M)
     result = run(STEPS="4", LR_DECAY_STEPS="3", SEED="1")
     assert result.code == 2 and "SEED was 0 and is 1" in result.errors
-    result = run(STEPS="2", LR_DECAY_STEPS="3", RESUME=str(short / "checkpoints" / "4"))
+    result = run(STEPS="3", LR_DECAY_STEPS="3", RESUME=str(short / "checkpoints" / "4"))
     assert result.code == 2
-    assert "STEPS=2, and the checkpoint is after step 4; raise it" in result.errors
+    assert "STEPS=3, and the checkpoint is after step 4; raise it" in result.errors
     result = run(STEPS="5", LR_DECAY_STEPS="3", SEED="1", RESUME_FORCE="1")
     assert result.code == 0
     assert "RESUME_FORCE=1: the run after step 4 was another: SEED was 0" in result.lines

@@ -108,7 +108,10 @@ def is_finished(run: Run) -> bool:
 def mark_finished(run: Run, out: Path) -> None:
     if jax.process_index() == 0:
         done = {"step": run.cfg.steps, "made_with": made_with(run)}
-        (out / "finished").write_text(json.dumps(done) + "\n", encoding="utf-8")
+        try:
+            (out / "finished").write_text(json.dumps(done) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise SystemExit(f"error: {out}/finished: {error.strerror}") from None
 
 
 # ---- The state -----------------------------------------------------------------------------------
@@ -214,10 +217,6 @@ def made_with(run: Run) -> dict[str, str]:
 def stop_if_another(run: Run, record: dict[str, Any]) -> None:
     """Raises ValueError naming the settings that have changed, unless RESUME_FORCE=1."""
     before, now, step = record["made_with"], made_with(run), record["step"]
-    if run.cfg.steps < step and "rounds" in record:
-        raise ValueError(
-            f"STEPS={run.cfg.steps}, and the checkpoint is after step {step}; raise it"
-        )
     changed = [
         f"{name} was {before.get(name, 'not there')} and is {now.get(name, 'not there')}"
         for name in {**before, **now}
@@ -238,6 +237,10 @@ def arrays_of(run: Run, record: dict[str, Any]) -> dict[str, Any]:
 
     Raises ValueError for another one, and for one whose arrays this run has no use for.
     """
+    if run.cfg.steps < record["step"]:
+        raise ValueError(
+            f"STEPS={run.cfg.steps}, and the checkpoint is after step {record['step']}; raise it"
+        )
     stop_if_another(run, record)
     config, mesh = run.compute.config, run.compute.layout.mesh
     dtype = jnp.dtype(run.cfg.param_dtype)

@@ -117,7 +117,6 @@ def main(cfg: settings.Config) -> None:
         if progress.step and checkpoints.latest < 0:  # from another run's checkpoint
             save()
         for step in range(progress.step, cfg.steps):
-            stop.check()
             if cfg.eval_every_steps and step % cfg.eval_every_steps == 0:
                 progress.evals[step] = evaluate(run, log, stop, state.params, eval_key, step)
             clock = Clock()
@@ -129,7 +128,6 @@ def main(cfg: settings.Config) -> None:
             while not enough(run, rounds):  # a second time only with DYNAMIC_SAMPLING
                 number = progress.rounds + len(rounds)
                 rounds.append(sample_round(run, decoder, stop, rollout_key, number, own, clock))
-                stop.check()
             del decoder
             prompts, roll, rows = choose_groups(run, rounds, own)  # [b/K], [b, T], [B]
 

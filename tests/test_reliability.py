@@ -1,5 +1,6 @@
 """Runs that are killed, stopped, resumed or lose their disk end as if nothing had happened."""
 
+import dataclasses
 import json
 import math
 import os
@@ -17,6 +18,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from test_train import Result, finish, start, start_two
+
+from config import Config
+from resume import FREE
 
 STEPS = 16
 # Everything that a checkpoint holds moves: a following reference, two updates a step, extra rounds.
@@ -316,6 +320,22 @@ def test_steps_that_are_not_finite_are_not_applied_and_end_the_run_after_the_lim
         batch = np.load(folder / f"bad_step_{step}.npz", allow_pickle=False)
         assert batch["completion_ids"].shape[0] == batch["advantages"].shape[0] == 16
         assert batch["prompt_ids"].shape == batch["prompt_mask"].shape
+
+
+COMPARED = """
+    param_dtype seed rollout_backend num_pre_q max_length_sample temperature top_k top_p min_p
+    dynamic_sampling dynamic_sampling_max_rounds reward_weights reward_fn overlong_cache
+    repetition_ngram ppo_epochs optimizer learning_rate lr_schedule warmup_ratio weight_decay
+    clip_norm loss_type adv_estimator scale_rewards eps_low eps_high delta importance_sampling_level
+    beta kl_estimator kl_bias_correction ref_sync_steps ref_sync_alpha entropy_coef
+    top_entropy_quantile mask_truncated_completions is_mode is_cap
+"""
+
+
+def test_a_new_setting_has_to_be_sorted_into_those_that_change_results_or_do_not() -> None:
+    settings = [field.name for field in dataclasses.fields(Config)]
+    assert [name for name in settings if name not in FREE] == COMPARED.split()
+    assert set(settings) > FREE
 
 
 # ---- Going on ------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import itertools
 import json
 import random
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ import hf
 from model import ModelConfig, Params, init_params
 from rewards import SYSTEM_PROMPT, TAGS
 from rollout import pad_prompts
-from update import Batch, Compute, completion_logps, learning_rate
+from update import Compute, MicroBatch, completion_logps, learning_rate
 
 SEED = 0
 FOLDER = Path(__file__).parent / "tiny"
@@ -201,14 +202,17 @@ def write_tokenizer(folder: Path, texts: list[str]) -> None:
 # ---- Supervised warm-up --------------------------------------------------------------------------
 
 
-def warm_up(config: ModelConfig, tokenizer: Any, rows: list[dict[str, str]]) -> Params:
+def warm_up(
+    config: ModelConfig, tokenizer: Any, rows: list[dict[str, str]],
+    stages: Sequence[Stage] = STAGES,
+) -> Params:  # fmt: skip
     """Parameters trained on `solution`s of the rows, drawn anew each time a row comes up."""
     rng = random.Random(SEED)
     compute = Compute(config, jnp.float32)
     rule = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam())
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params: Params, opt_state: Any, batch: Batch, lr: jax.Array) -> Any:
+    def step(params: Params, opt_state: Any, batch: MicroBatch, lr: jax.Array) -> Any:
         def cross_entropy(params: Params) -> jax.Array:
             logps, _ = completion_logps(params, batch, 1.0, compute)
             return -(logps * batch.completion_mask).sum() / batch.completion_mask.sum()
@@ -218,7 +222,7 @@ def warm_up(config: ModelConfig, tokenizer: Any, rows: list[dict[str, str]]) -> 
         return jax.tree.map(lambda p, u: p - lr * u, params, updates), opt_state, loss
 
     params = init_params(config, jax.random.key(SEED))
-    for stage in STAGES:
+    for stage in stages:
         opt_state = rule.init(params)
         prompts = [p.ids for p in data.build_prompts(rows, tokenizer, stage.system_prompt)]
         width = max(map(len, prompts))
@@ -231,7 +235,7 @@ def warm_up(config: ModelConfig, tokenizer: Any, rows: list[dict[str, str]]) -> 
             ids, mask = np.zeros((2, len(texts), 32), np.int32)
             for row, completion in enumerate(completions):
                 ids[row, : len(completion)], mask[row, : len(completion)] = completion, 1
-            batch = Batch(prompt_ids, prompt_mask, ids, mask, None, None)
+            batch = MicroBatch(prompt_ids, prompt_mask, ids, mask, None, None)
             lr = learning_rate(
                 i, peak=PEAK_LR, schedule="linear", warmup_ratio=0.05, decay_steps=stage.steps
             )

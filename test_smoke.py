@@ -6,6 +6,7 @@ Each module has its deeper tests in tests/.
 
 import ast
 import dataclasses
+import importlib
 import json
 import math
 import os
@@ -104,7 +105,7 @@ def test_the_main_job_runs_and_prints_the_lines_people_parse(run: Run) -> None:
         rf" prompt_len_mean={number} completion_len_mean={number} completion_len_max=\d+"
         rf" completion_hit_max_frac={number}"
     )
-    accuracy = r"accuracy=[01]\.\d{4}"
+    accuracy = r"accuracy=[01]\.\d{4} accuracy_of=reward_correct"
     for line in (
         "backend=cpu process=0/1 device_count=1 local_device_count=1",
         "local_batch=128 global_batch=128 rollout.prompt_batch_size=16 rollout.passes_per_step=1 "
@@ -204,6 +205,11 @@ def imported(file: Path) -> set[str]:
     names = {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names}
     names |= {n.module for n in nodes if isinstance(n, ast.ImportFrom)}
     return {name.partition(".")[0] for name in names}
+
+
+@pytest.mark.parametrize("file", sorted(REPO.glob("*.py")), ids=lambda file: file.stem)
+def test_every_script_can_be_imported(file: Path) -> None:
+    importlib.import_module(file.stem)
 
 
 @pytest.mark.parametrize("name", IMPORTS)

@@ -4,9 +4,14 @@ import json
 import re
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 from test_train import train
 
+import hf
+import make_tiny
+from model import init_params
 from rewards import extract_answer, parse_number
 
 TINY = Path(__file__).resolve().parent.parent / "tiny"
@@ -40,6 +45,15 @@ def test_every_shown_step_and_answer_is_right() -> None:
 
 def test_the_folder_is_small() -> None:
     assert sum(file.stat().st_size for file in TINY.iterdir()) < 6e6
+
+
+def test_every_stage_of_its_supervised_training_takes_a_step() -> None:
+    tokenizer, config = hf.load_tokenizer(TINY), hf.read_config(TINY)
+    stages = [stage._replace(steps=1, prompts=4) for stage in make_tiny.STAGES]
+    params = make_tiny.warm_up(config, tokenizer, rows("train")[:8], stages)
+    untrained = init_params(config, jax.random.key(make_tiny.SEED))
+    for new, old in zip(jax.tree.leaves(params), jax.tree.leaves(untrained), strict=True):
+        assert np.isfinite(new).all() and (new != old).any()
 
 
 @pytest.fixture(scope="module")

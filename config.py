@@ -49,12 +49,16 @@ class Config:
     dtype: str = knob(
         "model", "auto", "auto: bfloat16, CPU float32", choices="auto|bfloat16|float32"
     )
-    param_dtype: str = knob("model", "float32", "of trained weights", choices="float32|bfloat16")
+    chat_template: str = knob(
+        "model", "", "Jinja file of the chat template; empty: the tokenizer's own"
+    )
 
     dataset: str = knob("data", "openai/gsm8k", "Hugging Face id, file, or folder of SPLIT.jsonl")
     dataset_config: str = knob("data", "main", "configuration of a dataset on the Hub")
     train_split: str = knob("data", "train", "split to train on")
     eval_split: str = knob("data", "test", "split to evaluate on")
+    question_column: str = knob("data", "question", "column of the dataset with the question")
+    answer_column: str = knob("data", "answer", "column of the dataset with the answer")
     system_prompt: str = knob("data", "", "text, or a file of it; empty: the one of rewards.py")
     max_prompt_length: int = knob("data", 0, "tokens; 0: unlimited")
     prompt_too_long: str = knob("data", "skip", "what becomes of one", choices="skip|error")
@@ -146,6 +150,10 @@ class Config:
     eval_prompts: int = knob("eval", 128, "questions in such an evaluation; 0: all")
     eval_full_sweep: bool = knob("eval", False, "evaluate the whole split at the end")
     eval_samples: int = knob("eval", 1, "completions per question", at_least=1)
+    accuracy_of: str = knob(
+        "eval", "", "reward function that accuracy follows; empty: reward_correct, else the first"
+    )
+    accuracy_threshold: float = knob("eval", 1.0, "a completion is right from this reward on")
 
     output_dir: str = knob("run", "", "empty: a new runs/NAME_UTC")
     checkpoint_dir: str = knob("run", "", "empty: OUTPUT_DIR/checkpoints; gs://bucket/folder too")

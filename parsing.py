@@ -22,9 +22,15 @@ PLAIN = r"(?ai:(?!null$)[\w/]([\w/.:\\-]*[\w/])?)"  # text that YAML takes witho
 # What a text must look like, where not every text will do.
 FORMS = {"mesh_shape": MESH, "rollout_mesh_shape": MESH}
 FORMS |= {"dataset": NAME, "train_split": NAME, "eval_split": NAME}
+FORMS |= {"question_column": NAME, "answer_column": NAME}
 # What TRL calls settings that have another name here.
 TRL_NAMES = {"EPSILON": "EPS_LOW", "EPSILON_HIGH": "EPS_HIGH", "NUM_GENERATIONS": "NUM_PRE_Q"}
 TRL_NAMES |= {"NUM_ITERATIONS": "PPO_EPOCHS", "MAX_COMPLETION_LENGTH": "MAX_LENGTH_SAMPLE"}
+# What is no setting and why, with what would do instead.
+NOT_SETTINGS = {
+    "PARAM_DTYPE": "trained weights are float32, since bfloat16 loses most updates of them; to "
+    "save memory lower TRAIN_PER_DEVICE_MICRO_BATCH_SIZE or use more devices"
+}
 # Environment names of other programs, however close to ours.
 FOREIGN = ("WANDB_", "JAX_", "HF_", "TPU_", "XLA_", "SGLANG_")
 
@@ -39,6 +45,8 @@ def stop_at_typos(env: Mapping[str, str], known: list[str]) -> None:
     for name in sorted(env):
         if name in TRL_NAMES:
             raise ValueError(f"{name} is called {TRL_NAMES[name]} here {LIST_ALL}")
+        if name in NOT_SETTINGS:
+            raise ValueError(f"there is no setting {name}: {NOT_SETTINGS[name]}")
         # Three letters are too few to tell a typo of SEED from a tool (SED); TYPE is no DTYPE.
         if name in known or name.startswith(FOREIGN) or len(name) <= 3 or name == "TYPE":
             continue
@@ -95,10 +103,10 @@ def number(kind: type, text: str, label: str, limits: Mapping[str, float]) -> in
 def read_yaml(path: str | Path, config: type) -> dict[str, Any]:
     """The settings in a YAML file, {attribute: value}, from nested groups or group.name keys.
 
-    config: the dataclass whose fields, made by config.knob, are the settings.
+    config: the dataclass whose fields, made by config.knob, are the settings. One that is null is
+    left out, as if the file did not name it; a text that is null is the empty text.
     """
-    import yaml  # here, so that reading the environment needs nothing installed
-
+    yaml = import_yaml()
     try:
         # Nodes, not values: they keep 1e-6 and 0123 as written, and a key that comes twice.
         root = yaml.compose(Path(path).read_bytes(), Loader=yaml.SafeLoader)
@@ -109,16 +117,21 @@ def read_yaml(path: str | Path, config: type) -> dict[str, Any]:
 
     fields = {yaml_name(field): field for field in dataclasses.fields(config)}
     spellings = {name: name for name in fields} | {f.name: name for name, f in fields.items()}
-    settings = {}
+    settings, seen = {}, set()
     for key, node in yaml_items(root) if root else ():
         if key.startswith("derived."):
             continue
+        if (last := key.rpartition(".")[2].upper()) in NOT_SETTINGS:
+            raise ValueError(f"{path}: there is no setting {key}: {NOT_SETTINGS[last]}")
         if key not in fields:
             meant = spellings[difflib.get_close_matches(key.lower(), spellings, 1, cutoff=0)[0]]
             raise ValueError(f"{path}: unknown setting {key}; did you mean {meant}? {LIST_ALL}")
         name, label = fields[key].name, f"{path}: {key}"
-        if name in settings:
+        if name in seen:
             raise ValueError(f"{label} is set twice, again in line {node.start_mark.line + 1}")
+        seen.add(name)
+        if is_null(node) and fields[key].type is not str:  # of a text null is the empty one
+            continue
         settings[name] = parse(fields[key], yaml_text(node, label), label)
     return settings
 
@@ -132,12 +145,28 @@ def yaml_items(mapping: Any, group: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{group}{key.value}", node
 
 
+def import_yaml() -> Any:
+    """The module yaml; imported late, so that reading the environment needs nothing installed."""
+    try:
+        import yaml
+    except ImportError:
+        raise ValueError(
+            "settings are read and printed as YAML, for which pyyaml is not installed: "
+            "pip install -r requirements.txt"
+        ) from None
+    return yaml
+
+
+def is_null(node: Any) -> bool:
+    return node.tag.endswith(":null")
+
+
 def yaml_text(node: Any, label: str) -> str:
     """What the environment would say: null is the empty text, a list is joined by commas."""
     items = node.value if node.id == "sequence" else [node]
     if any(item.id != "scalar" for item in items):
         raise ValueError(f"{label} must be one value, or a list of values")
-    return ",".join("" if item.tag.endswith(":null") else item.value for item in items)
+    return ",".join("" if is_null(item) else item.value for item in items)
 
 
 def read_dotenv(path: Path) -> dict[str, str]:
@@ -175,6 +204,4 @@ def to_text(value: Any) -> str:
         return ",".join(map(str, value))
     if not isinstance(value, str) or re.fullmatch(PLAIN, value):
         return str(value)
-    import yaml
-
-    return yaml.safe_dump(value, default_style='"', width=math.inf).strip()
+    return import_yaml().safe_dump(value, default_style='"', width=math.inf).strip()

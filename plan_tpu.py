@@ -134,7 +134,7 @@ def remedies(plan: Plan, name: str, program: str, limit: float) -> list[str]:
         names, size = PASS_SIZES, sizes.prompt_batch_size
         whole = sizes.prompts_per_step // plan.processes
     else:
-        return ["a larger slice, OPTIMIZER=sgd or lion, PARAM_DTYPE=bfloat16 or BETA=0 may do"]
+        return ["a larger slice, OPTIMIZER=sgd or lion, or BETA=0 may do"]
     per_process = getattr(cfg, names[0]) > 0  # as the user counts: per process or per device
     smaller = [
         {names[0]: n * local} if per_process else {names[1]: n}

@@ -97,8 +97,7 @@ def array(mesh: Mesh, shape: tuple[int, ...], dtype: Any, *axes: Any) -> jax.Sha
 
 def train_state(plan: Plan) -> TrainState:
     """As init_state makes it."""
-    mesh, dtype = plan.compute.layout.mesh, jnp.dtype(plan.cfg.param_dtype)
-    return abstract_state(plan.config, mesh, dtype, optimizer_of(plan.cfg))
+    return abstract_state(plan.config, plan.compute.layout.mesh, optimizer_of(plan.cfg))
 
 
 def reference(plan: Plan) -> Params | None:

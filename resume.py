@@ -27,12 +27,13 @@ FREE = frozenset(
     batch_size rollout_per_device_batch_size rollout_global_batch_size rollout_batch_size
     global_length rollout_mesh_shape reward_timeout_s steps lr_decay_steps train_micro_batch_size
     train_per_device_micro_batch_size grad_accum_steps mesh_shape remat policy_loss_impl
-    attention_impl eval_every_steps eval_prompts eval_full_sweep eval_samples eval_split output_dir
-    checkpoint_dir save_every_steps save_keep resume resume_force preemption_grace_s
-    nonfinite_limit export_hf export_dtype print_train_time_breakdown wandb_mode wandb_project
-    wandb_name jax_compilation_cache_dir require_multihost require_jax_process_count init_timeout_s
-    heartbeat_timeout_s model_path model_revision dataset dataset_config train_split system_prompt
-    max_prompt_length prompt_too_long dtype
+    attention_impl eval_every_steps eval_prompts eval_full_sweep eval_samples eval_split
+    accuracy_of accuracy_threshold output_dir checkpoint_dir save_every_steps save_keep resume
+    resume_force preemption_grace_s nonfinite_limit export_hf export_dtype
+    print_train_time_breakdown wandb_mode wandb_project wandb_name jax_compilation_cache_dir
+    require_multihost require_jax_process_count init_timeout_s heartbeat_timeout_s model_path
+    model_revision dataset dataset_config train_split question_column answer_column chat_template
+    system_prompt max_prompt_length prompt_too_long dtype
 """.split()
 )
 
@@ -141,8 +142,8 @@ def begin(
         checkpoints.newest = progress.step if own else -1
         checkpoints.set_aside(checkpoints.newest, aside)
     else:
-        mesh, dtype = run.compute.layout.mesh, jnp.dtype(cfg.param_dtype)
-        params = hf.load_params(run.folder, run.compute.config, mesh, dtype)
+        mesh = run.compute.layout.mesh
+        params = hf.load_params(run.folder, run.compute.config, mesh, jnp.float32)
         state = init_state(params, optimizer=run.optimizer, config=run.compute.config)
         ref_params, progress = None, Progress()
         if cfg.beta > 0:
@@ -243,8 +244,7 @@ def arrays_of(run: Run, record: dict[str, Any]) -> dict[str, Any]:
         )
     stop_if_another(run, record)
     config, mesh = run.compute.config, run.compute.layout.mesh
-    dtype = jnp.dtype(run.cfg.param_dtype)
-    arrays: dict[str, Any] = {"state": abstract_state(config, mesh, dtype, run.optimizer)}
+    arrays: dict[str, Any] = {"state": abstract_state(config, mesh, run.optimizer)}
     if run.cfg.beta > 0:
         arrays["ref_params"] = abstract_params(config, mesh, reference_dtype(run))
     wanted = Checkpoints.shapes(arrays)

@@ -192,9 +192,9 @@ def init_state(params: Params, *, optimizer: Optimizer, config: ModelConfig) -> 
     return jax.tree.map(lambda x: x if x.ndim else jnp.zeros_like(x, device=scalar), state)
 
 
-def abstract_state(config: ModelConfig, mesh: Mesh, dtype: Any, optimizer: Optimizer) -> TrainState:
+def abstract_state(config: ModelConfig, mesh: Mesh, optimizer: Optimizer) -> TrainState:
     """Shapes, dtypes and shardings of what init_state makes, on a mesh that need not be here."""
-    params, rule = abstract_params(config, mesh, dtype), transform(optimizer, config)
+    params, rule = abstract_params(config, mesh, jnp.float32), transform(optimizer, config)
     everywhere = NamedSharding(mesh, PartitionSpec())
     opt_state = optax.tree_utils.tree_map_params(
         rule, lambda x, p: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=p.sharding),
@@ -219,7 +219,7 @@ def optimizer_step(
         factor = jnp.minimum(1.0, optimizer.clip_norm / (norm + 1e-6))  # as torch and TRL
         grads = jax.tree.map(lambda g: g * factor, grads)
     updates, opt_state = transform(optimizer, config).update(grads, state.opt_state, state.params)
-    params = jax.tree.map(lambda p, u: (p - lr * u).astype(p.dtype), state.params, updates)
+    params = jax.tree.map(lambda p, u: p - lr * u, state.params, updates)
     updated = TrainState(params=params, opt_state=opt_state, step=state.step + 1)
     finite = jnp.isfinite(norm) & jnp.isfinite(loss)
     return jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state), norm

@@ -41,8 +41,9 @@ def run(*args: str, cwd: Path | None = None, **settings: str) -> subprocess.Comp
 # ---- Defaults and layers -------------------------------------------------------------------------
 
 DEFAULTS = """
-    model_path=some/model model_revision= dtype=auto param_dtype=float32
-    dataset=openai/gsm8k dataset_config=main train_split=train eval_split=test system_prompt=
+    model_path=some/model model_revision= dtype=auto chat_template=
+    dataset=openai/gsm8k dataset_config=main train_split=train eval_split=test
+    question_column=question answer_column=answer system_prompt=
     max_prompt_length=0 prompt_too_long=skip seed=0 rollout_backend=naive batch_size=0
     rollout_per_device_batch_size=0 rollout_global_batch_size=0 rollout_batch_size=0 num_pre_q=8
     global_length=0 max_length_sample=1024 temperature=1.0 top_k=0 top_p=1.0 min_p=0.0
@@ -56,7 +57,8 @@ DEFAULTS = """
     eps_high=0.2 delta=0.0 importance_sampling_level=token beta=0.0 kl_estimator=k3
     kl_bias_correction=True ref_sync_steps=0 ref_sync_alpha=0.6 entropy_coef=0.0
     top_entropy_quantile=1.0 mask_truncated_completions=False is_mode=none is_cap=3.0
-    eval_every_steps=10 eval_prompts=128 eval_full_sweep=False eval_samples=1
+    eval_every_steps=10 eval_prompts=128 eval_full_sweep=False eval_samples=1 accuracy_of=
+    accuracy_threshold=1.0
     output_dir= checkpoint_dir= save_every_steps=50 save_keep=2 resume=auto resume_force=False
     preemption_grace_s=30 nonfinite_limit=3 export_hf= export_dtype=auto
     print_train_time_breakdown=False wandb_mode=disabled wandb_project= wandb_name=
@@ -137,6 +139,9 @@ TOP_ENTROPY_QUANTILE=0 -> TOP_ENTROPY_QUANTILE=0.0 must be above 0
 TOP_ENTROPY_QUANTILE=1.1 -> TOP_ENTROPY_QUANTILE=1.1 must be at most 1
 DYNAMIC_SAMPLING_MAX_ROUNDS=0 -> DYNAMIC_SAMPLING_MAX_ROUNDS=0 must be at least 1
 REPETITION_NGRAM=0 -> REPETITION_NGRAM=0 must be at least 1
+PARAM_DTYPE=bfloat16 -> there is no setting PARAM_DTYPE: trained weights are float32, since bfloat16
+    loses most updates of them; to save memory lower TRAIN_PER_DEVICE_MICRO_BATCH_SIZE or use more
+    devices
 EPSILON_HIGH=0.28 -> EPSILON_HIGH is called EPS_HIGH here (`python config.py` lists all)
 MESH_SHAPE=2,4 -> MESH_SHAPE='2,4' does not fit; wanted: auto or dp,fsdp,tp; -1: rest
 MESH_SHAPE=0,1,1 -> MESH_SHAPE='0,1,1' does not fit; wanted: auto or dp,fsdp,tp; -1: rest
@@ -271,6 +276,7 @@ WRITTEN = """
     model: {path: m, model_revision: 0123e4}
     data: {dataset_config: null, train_split: "null", system_prompt: ~}
     reward.reward_weights: [1, 0.5]
+    eval: {eval_prompts: null, eval_samples: ~, accuracy_threshold: }
     train: {learning_rate: 1e-6, mesh_shape: [1, -1, 1]}
     eval.eval_full_sweep: true  # sweep
     loss.adv_estimator: reinforce++
@@ -284,7 +290,10 @@ rollout: {promt_batch_size: 4} -> : unknown setting rollout.promt_batch_size;
 train.steps: 1\ntrain:\n  steps: 1 -> : train.steps is set twice, again in line 3
 train:\n  steps: 1\n  steps: 2 -> : train.steps is set twice, again in line 3
 BATCH_SIZE: 4 -> : unknown setting BATCH_SIZE; did you mean rollout.prompt_batch_size? {list}
-train.steps: -> : train.steps='' is not a whole number
+train: {steps: null, steps: 1} -> : train.steps is set twice, again in line 1
+model.param_dtype: float32 -> : there is no setting model.param_dtype: trained weights are float32,
+    since bfloat16 loses most updates of them; to save memory lower
+    TRAIN_PER_DEVICE_MICRO_BATCH_SIZE or use more devices
 train.steps: true -> : train.steps='true' is not a whole number
 eval.eval_full_sweep: yes -> : eval.eval_full_sweep='yes' is not a bool (0/1/true/false)
 train: {steps: {of: 3}} -> : train.steps must be one value, or a list of values
@@ -301,6 +310,18 @@ def test_nested_and_dotted_yaml_is_taken_as_written(tmp_path: Path) -> None:
     assert (cfg.train_split, cfg.eval_full_sweep, cfg.learning_rate) == ("null", True, 1e-6)
     assert (cfg.reward_weights, cfg.mesh_shape) == ((1.0, 0.5), "1,-1,1")
     assert cfg.adv_estimator == "reinforce++"
+    assert (cfg.eval_prompts, cfg.eval_samples, cfg.accuracy_threshold) == (128, 1, 1.0)
+
+
+def test_null_unsets_any_size_and_leaves_the_lower_layers_alone(tmp_path: Path) -> None:
+    """As the published documents write it."""
+    text = "rollout: {batch_size: null, per_device_batch_size: null, global_prompt_batch_size: }\n"
+    text += "train: {micro_batch_size: null, per_device_micro_batch_size: ~, steps: null}\n"
+    cfg = Config.from_env({}, write(tmp_path, "model.path: m\n" + text))
+    assert cfg == Config(model_path="m")
+    assert Config.from_env({}, write(tmp_path, text)) == Config.from_env({})
+    cfg = Config.from_env({"ROLLOUT_BATCH_SIZE": "8"}, write(tmp_path, text))
+    assert cfg.rollout_batch_size == 8
 
 
 def test_a_file_may_be_empty_and_as_powershell_writes_it(tmp_path: Path) -> None:

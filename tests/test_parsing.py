@@ -1,12 +1,14 @@
-"""parsing.py: misspelt names, and .env files. test_config.py has values and YAML."""
+"""parsing.py: misspelt names, .env files, no pyyaml. test_config.py has values and YAML."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import config
 from config import Config
-from parsing import read_dotenv
+from parsing import REPO, read_dotenv
 
 # ---- Names ---------------------------------------------------------------------------------------
 
@@ -91,3 +93,18 @@ def test_a_dotenv_file_beside_the_code_lies_below_the_environment(tmp_path, monk
     assert (cfg.steps, cfg.num_pre_q) == (7, 2)
     assert config.os.environ == {"NUM_PRE_Q": "2", "STEPS": "7", "A_KEY": "secret"}
     assert "secret" not in config.describe(cfg)
+
+
+# ---- pyyaml --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", ["config", "train_grpo"])
+def test_without_pyyaml_the_line_says_how_to_get_it(module: str) -> None:
+    code = f"import runpy, sys; sys.modules['yaml'] = None; sys.argv = ['{module}.py']; "
+    code += f"runpy.run_path('{module}.py', run_name='__main__')"  # as if it were not installed
+    ended = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == (
+        "error: settings are read and printed as YAML, for which pyyaml is not installed: "
+        "pip install -r requirements.txt\n"
+    )

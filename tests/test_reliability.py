@@ -323,7 +323,7 @@ def test_steps_that_are_not_finite_are_not_applied_and_end_the_run_after_the_lim
 
 
 COMPARED = """
-    param_dtype seed rollout_backend num_pre_q max_length_sample temperature top_k top_p min_p
+    seed rollout_backend num_pre_q max_length_sample temperature top_k top_p min_p
     dynamic_sampling dynamic_sampling_max_rounds reward_weights reward_fn overlong_cache
     repetition_ngram ppo_epochs optimizer learning_rate lr_schedule warmup_ratio weight_decay
     clip_norm loss_type adv_estimator scale_rewards eps_low eps_high delta importance_sampling_level

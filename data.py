@@ -10,11 +10,20 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+# A chat template may print today's date, by the function strftime_now or as date_string. A prompt
+# must not change at midnight, so every template gets the date that Llama 3.2's falls back to.
+# transformers passes text alone to a template; therefore the function is a macro in front of it.
+DATE = datetime(2024, 7, 26)
+_DIRECTIVES = "%a %A %b %B %d %-d %H %I %j %m %-m %M %p %S %y %Y".split()
+_REPLACED = [f"replace('{d}', '{DATE.strftime(d)}')" for d in _DIRECTIVES]
+STRFTIME_NOW = "{% macro strftime_now(format) %}{{ " + " | ".join(["format", *_REPLACED])
+STRFTIME_NOW += " }}{% endmacro +%}"
 SUFFIXES = (".jsonl", ".json", ".parquet")
 HELD_OUT = 0.1  # of a dataset that is one file, for evaluation
 
@@ -27,12 +36,17 @@ class Prompt(NamedTuple):
 # ---- Rows ----------------------------------------------------------------------------------------
 
 
-def load_rows(dataset: str, dataset_config: str, split: str) -> list[dict[str, Any]]:
+def load_rows(
+    dataset: str, dataset_config: str, split: str, question: str = "question",
+    answer: str = "answer",
+) -> list[dict[str, Any]]:  # fmt: skip
     """The rows of one split of a local file, a local folder or a hub id.
 
-    A folder has one file a split (train.jsonl, test-00000-of-00001.parquet). A single file has no
-    splits: the last tenth of its rows is any split but "train".
-    Raises ValueError for what is not there, not JSON, or lacks text in `question` or `answer`.
+    A folder has one file a split (train.jsonl, test-00000-of-00001.parquet). A single file has two
+    splits: "test" is the last tenth of its rows, "train" all rows before it.
+    question, answer: the columns with these texts; each row has them as `question` and `answer`
+    too, beside all of its columns.
+    Raises ValueError for what is not there, not JSON, or lacks text in one of the two columns.
     """
     path = Path(dataset)
     one_file = path.is_file() or (path.suffix in SUFFIXES and not path.is_dir())
@@ -42,7 +56,8 @@ def load_rows(dataset: str, dataset_config: str, split: str) -> list[dict[str, A
         placed = itertools.chain.from_iterable(map(_read_file, _split_files(path, split)))
     else:
         placed = _read_hub(dataset, dataset_config, split)
-    rows = [_checked(place, row) for place, row in placed]
+    wanted = {"question": question, "answer": answer}
+    rows = [_checked(place, row, wanted) for place, row in placed]
     # Rewards get the columns as lists, so every row has every column of the split.
     columns = dict.fromkeys(name for row in rows for name in row)
     for taken in {"completions", "completion_ids"} & set(columns):  # what rewards are given
@@ -51,6 +66,11 @@ def load_rows(dataset: str, dataset_config: str, split: str) -> list[dict[str, A
     if one_file:
         if len(rows) < 2:
             raise ValueError(f"DATASET={dataset} needs 2 rows, to hold one out; it has {len(rows)}")
+        if split not in ("train", "test"):
+            raise ValueError(
+                f"DATASET={dataset} has no split {split!r}: the splits of a single file are train "
+                f"and test, its last tenth; set TRAIN_SPLIT and EVAL_SPLIT to these"
+            )
         held_out = max(1, round(HELD_OUT * len(rows)))
         rows = rows[:-held_out] if split == "train" else rows[-held_out:]
     if not rows:
@@ -58,12 +78,16 @@ def load_rows(dataset: str, dataset_config: str, split: str) -> list[dict[str, A
     return rows
 
 
-def _checked(place: str, row: Any) -> dict[str, Any]:
-    for column in ("question", "answer"):
-        text = row.get(column) if isinstance(row, dict) else None
+def _checked(place: str, row: Any, wanted: dict[str, str]) -> dict[str, Any]:
+    """The row with its `question` and `answer`. wanted: the columns that hold them."""
+    columns = row if isinstance(row, dict) else {}
+    for name, column in wanted.items():
+        text = columns.get(column)
         if not isinstance(text, str) or not text.strip():
-            raise ValueError(f"{place} has no text in {column!r}")
-    return row
+            hint = f"; set {name.upper()}_COLUMN to one of its columns, {', '.join(columns)}"
+            hint = hint if columns and column not in columns else ""
+            raise ValueError(f"{place} has no text in {column!r}{hint}")
+    return columns | {name: columns[column] for name, column in wanted.items()}
 
 
 def _split_files(folder: Path, split: str) -> list[Path]:
@@ -148,16 +172,20 @@ def text_of(setting: str) -> str:
 
 
 def build_prompts(rows: list[dict[str, Any]], tokenizer: Any, system_prompt: str) -> list[Prompt]:
-    """Each row's question through the tokenizer's chat template, tokenized."""
+    """Each row's question through the tokenizer's chat template, tokenized; today is DATE."""
     chats = [
         [{"role": "system", "content": system_prompt}, {"role": "user", "content": row["question"]}]
         for row in rows
     ]
     try:
-        texts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
+        texts = tokenizer.apply_chat_template(
+            chats, tokenize=False, add_generation_prompt=True, date_string=f"{DATE:%d %b %Y}",
+            chat_template=STRFTIME_NOW + tokenizer.get_chat_template(),
+        )  # fmt: skip
     except Exception as error:  # a template may raise anything
         raise ValueError(
-            f"MODEL_PATH: its chat template fails on a system and a user message: {error}"
+            f"MODEL_PATH (or CHAT_TEMPLATE): its chat template fails on a system and a user "
+            f"message: {error}"
         ) from None
     ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
     return [Prompt(i, row) for i, row in zip(ids, rows, strict=True)]

@@ -178,13 +178,14 @@ def hf_tensors(params: Params, config: ModelConfig) -> Iterator[tuple[str, np.nd
 
 def save_model(
     folder: Path, params: Params, config: ModelConfig, source: Path, *, dtype: Any,
-    writes: bool = True, shard_size: int | str = "5GB",
+    writes: bool = True, shard_size: int | str = "5GB", chat_template: str = "",
 ) -> None:  # fmt: skip
     """Writes the parameters as a Hugging Face folder that transformers opens; tied heads stay tied.
 
     source: the folder they come from, whose config and tokenizer go along. dtype: of the weights,
     float32 or bfloat16. writes: True on one process; the others take part all the same.
-    shard_size: of a safetensors file at most. config.json comes last: with it the folder is whole.
+    shard_size: of a safetensors file at most. chat_template: the file of one that goes along
+    instead of the tokenizer's own. config.json comes last: with it the folder is whole.
     Raises OSError.
     """
     dtype = np.dtype(dtype)
@@ -215,6 +216,8 @@ def save_model(
     for file in along:
         if file.name != "config.json" and "safetensors" not in file.name:
             shutil.copyfile(file, folder / file.name)
+    if chat_template:
+        shutil.copyfile(chat_template, folder / "chat_template.jinja")
     values = _read_json(source / "config.json")
     values["torch_dtype" if "torch_dtype" in values else "dtype"] = dtype.name
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
@@ -287,8 +290,10 @@ def _check_tensors(folder: Path, table: Params, files: dict[str, Any]) -> None:
 # ---- Tokenizer -----------------------------------------------------------------------------------
 
 
-def load_tokenizer(folder: Path) -> Any:
+def load_tokenizer(folder: Path, chat_template: str = "") -> Any:
     """The tokenizer of a model folder, exactly as its tokenizer.json has it.
+
+    chat_template: a Jinja file to use instead of the tokenizer's own template.
 
     AutoTokenizer rebuilds the tokenizer of some model types (qwen2) by the rules of the type, and
     then gives other ids than the file does.
@@ -302,11 +307,23 @@ def load_tokenizer(folder: Path) -> Any:
     except Exception as error:  # of no common base, for a damaged file
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(f"MODEL_PATH={folder}: its tokenizer cannot be read: {reason}") from None
+    if chat_template:
+        tokenizer.chat_template = read_chat_template(Path(chat_template))
     if not tokenizer.chat_template:
         raise ValueError(
-            f"MODEL_PATH={folder}: its tokenizer has no chat template; use an instruct model"
+            f"MODEL_PATH={folder}: its tokenizer has no chat template; use an instruct model, or "
+            f"set CHAT_TEMPLATE to a Jinja file such as docs/chat_template.jinja"
         )
     return tokenizer
+
+
+def read_chat_template(file: Path) -> str:
+    if not file.is_file():
+        raise ValueError(f"CHAT_TEMPLATE={file}: no such file")
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"CHAT_TEMPLATE={file} is not UTF-8 text") from None
 
 
 def stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:

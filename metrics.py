@@ -285,24 +285,35 @@ def sample_records(
 # ---- An evaluation -------------------------------------------------------------------------------
 
 
+class AccuracyRule(NamedTuple):
+    """A completion is right if this reward function gives it at least the threshold."""
+
+    function: str  # its name
+    threshold: float
+
+
 def evaluation(
     step: int,
     split: str,
     table: np.ndarray,
     samples: int,
     names: list[str],
+    rule: AccuracyRule,
     clock: Clock,
     full: bool,
 ) -> tuple[str, dict[str, Any]]:
     """The line and the record of one evaluation; full: of EVAL_FULL_SWEEP's.
 
-    table: [questions * samples, 2+F] float64: weighted reward, correct (1/0, NaN: does not apply),
-    and the reward of each function. accuracy is the mean over all samples of all questions.
+    table: [questions * samples, 1+F] float64: weighted reward, and the reward of each function in
+    `names`, NaN where it does not apply. accuracy is the share of right completions, over all
+    samples of all questions to which the rule's function applies.
     """
-    correct = table[:, 1].reshape(-1, samples)
+    reward = table[:, 1 + names.index(rule.function)].reshape(-1, samples)
+    correct = np.where(np.isnan(reward), np.nan, reward >= rule.threshold)
     questions, seconds = len(correct), clock.total()
     accuracy, solved = mean_of(correct), mean_of(correct.max(axis=1))
-    found = f"accuracy={accuracy:.4f}" + (f" pass_at_{samples}={solved:.4f}" if samples > 1 else "")
+    found = f"accuracy={accuracy:.4f} accuracy_of={rule.function}"
+    found += f" pass_at_{samples}={solved:.4f}" if samples > 1 else ""
     if full:
         line = (
             f"eval_full split={split} questions={questions} samples_per_question={samples} "
@@ -318,7 +329,7 @@ def evaluation(
             "time/eval_full/step_s": seconds,
             "time/eval_full/s_per_question": seconds / questions,
         }
-    records = _rewards("eval/reward", table[:, 0], table[:, 2:], names)
+    records = _rewards("eval/reward", table[:, 0], table[:, 1:], names)
     records |= {"eval/accuracy": accuracy, f"eval/pass_at_{samples}": solved}
     records |= {f"time/eval/{phase}_s": value for phase, value in clock.seconds.items()}
     records["time/eval/rollout_s"] = clock.seconds["rollout_generate"]

@@ -27,7 +27,7 @@ import rewards
 from layout import ROLLOUT_ROWS, TRAIN_ROWS, Layout, local_count, make_mesh, mesh_text
 from loss import Objective
 from loss_pallas import block_sizes
-from metrics import RunLog
+from metrics import AccuracyRule, RunLog
 from model import ModelConfig, param_shardings
 from rollout import Sampling, prompt_width, share
 from roofline import Rows, best_tp, layer_tp, memory_bytes, num_params
@@ -53,6 +53,7 @@ class Run(NamedTuple):
     train: list[data.Prompt]
     test: list[data.Prompt]
     functions: list[rewards.RewardFunction]
+    accuracy: AccuracyRule
     sampling: Sampling
     objective: Objective
     optimizer: Optimizer
@@ -106,6 +107,7 @@ def set_up(cfg: settings.Config) -> Run:
         train=train,
         test=test,
         functions=functions,
+        accuracy=accuracy_rule(cfg, functions),
         sampling=sampling_of(cfg),
         objective=objective_of(cfg),
         optimizer=optimizer_of(cfg),
@@ -162,10 +164,11 @@ def read_inputs(cfg: settings.Config) -> Inputs:
         flush=True,
     )
     functions = reward_functions(cfg)
+    accuracy_rule(cfg, functions)  # or it says which functions there are
     folder = hf.fetch_model(cfg.model_path, cfg.model_revision)
     stop_if_overwritten(cfg, folder)
     config = hf.read_config(folder)
-    tokenizer = hf.load_tokenizer(folder)
+    tokenizer = hf.load_tokenizer(folder, cfg.chat_template)
     if len(tokenizer) > config.vocab_size:
         raise ValueError(
             f"MODEL_PATH={folder}: its tokenizer has {len(tokenizer)} tokens, its config.json "
@@ -244,6 +247,20 @@ def reward_functions(cfg: settings.Config) -> list[rewards.RewardFunction]:
     return functions
 
 
+def accuracy_rule(cfg: settings.Config, functions: list[rewards.RewardFunction]) -> AccuracyRule:
+    """What makes a completion right: reward_correct where it is among the functions, else the
+    first of them, unless ACCURACY_OF names another one."""
+    names = [function.__name__ for function in functions]
+    usual = "reward_correct" if "reward_correct" in names else names[0]
+    name = cfg.accuracy_of.rpartition(":")[2] or usual
+    if name not in names:
+        raise ValueError(
+            f"ACCURACY_OF={cfg.accuracy_of} is none of the run's reward functions, "
+            f"{', '.join(names)}; add it to REWARD_FN, with weight 0 if it is only to measure"
+        )
+    return AccuracyRule(name, cfg.accuracy_threshold)
+
+
 def layouts(
     cfg: settings.Config, config: ModelConfig, sizes: Sizes, S: int, devices: Sequence[jax.Device]
 ) -> tuple[Compute, Layout, str]:
@@ -319,7 +336,8 @@ def optimizer_of(cfg: settings.Config) -> Optimizer:
 
 
 def load_prompts(cfg: settings.Config, tokenizer: Any, split: str) -> list[data.Prompt]:
-    rows = data.load_rows(cfg.dataset, cfg.dataset_config, split)
+    columns = cfg.question_column, cfg.answer_column
+    rows = data.load_rows(cfg.dataset, cfg.dataset_config, split, *columns)
     system_prompt = data.text_of(cfg.system_prompt) or rewards.SYSTEM_PROMPT
     prompts = data.build_prompts(rows, tokenizer, system_prompt)
     return data.fit_prompts(prompts, cfg.max_prompt_length, cfg.prompt_too_long, split)

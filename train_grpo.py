@@ -38,7 +38,6 @@ import numpy as np
 
 import data
 import hf
-import rewards
 from layout import gather_rows, local_rows, put_rows
 from loss import group_advantages, top_entropy_mask
 from metrics import (
@@ -359,13 +358,11 @@ def evaluate(
         roll = complete(run, decoder, stop, own, rows, key, k, sampling, width, size)
         clock.lap("rollout_generate")
         scores, per_function = score(run, roll, own, k)
-        answers = [p.columns["answer"] for p in own for _ in range(k)]
-        correct = rewards.reward_correct(roll.texts(run.tokenizer), answers)
-        results.append(gather_rows(np.column_stack([scores, correct, per_function]).astype(float)))
+        results.append(gather_rows(np.column_stack([scores, per_function])))
         clock.lap("reward")
-    table = np.concatenate(results)[: len(prompts) * k]  # [questions * k, 2 + F]
+    table = np.concatenate(results)[: len(prompts) * k]  # [questions * k, 1 + F]
     names = [function.__name__ for function in run.functions]
-    line, records = evaluation(step, cfg.eval_split, table, k, names, clock, full)
+    line, records = evaluation(step, cfg.eval_split, table, k, names, run.accuracy, clock, full)
     log.line(line)
     log.record(step, records)
     return records["eval_full/accuracy" if full else "eval/accuracy"]
@@ -382,7 +379,10 @@ def export(run: Run, out: Path, params: Params) -> None:
     dtype = jnp.dtype(dtype if dtype != "auto" else run.compute.dtype)
     writes = jax.process_index() == 0
     try:
-        hf.save_model(folder, params, run.compute.config, run.folder, dtype=dtype, writes=writes)
+        hf.save_model(
+            folder, params, run.compute.config, run.folder, dtype=dtype, writes=writes,
+            chat_template=run.cfg.chat_template,
+        )  # fmt: skip
     except OSError as error:
         raise SystemExit(f"error: EXPORT_HF={folder} cannot be written: {error}") from None
 

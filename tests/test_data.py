@@ -76,6 +76,40 @@ def test_a_folder_has_a_file_for_each_split(tmp_path: Path, suffix: str) -> None
     assert load_rows(str(tmp_path), "main", "test") == rows_of(7, first=5)
 
 
+def test_a_single_file_has_the_splits_train_and_test_and_no_other(tmp_path: Path) -> None:
+    file = str(write(tmp_path / "sums.jsonl", rows_of(30)))
+    for split in ("training", "Train", "validation"):
+        refused(
+            lambda split=split: load_rows(file, "", split),
+            f"DATASET={file} has no split '{split}': the splits of a single file are train and "
+            f"test, its last tenth; set TRAIN_SPLIT and EVAL_SPLIT to these",
+        )
+
+
+def test_question_and_answer_may_stand_in_columns_of_other_names(tmp_path: Path) -> None:
+    rows = [{"problem": f"{i} + 1?", "target": str(i + 1), "answer": "why"} for i in range(4)]
+    file = str(write(tmp_path / "a.jsonl", rows))
+    found = load_rows(file, "", "train", "problem", "target")
+    assert found == [
+        {
+            "problem": f"{i} + 1?",
+            "target": str(i + 1),
+            "answer": str(i + 1),
+            "question": f"{i} + 1?",
+        }
+        for i in range(3)
+    ]
+    refused(
+        lambda: load_rows(file, "", "train"),
+        "a.jsonl line 1 has no text in 'question'; set QUESTION_COLUMN to one of its columns, "
+        "problem, target, answer",
+    )
+    refused(
+        lambda: load_rows(file, "", "train", "problem", "solution"),
+        "line 1 has no text in 'solution'; set ANSWER_COLUMN to one of its columns, problem, ",
+    )
+
+
 def test_other_columns_are_kept(tmp_path: Path) -> None:
     rows = [{**row, "level": i} for i, row in enumerate(rows_of(2))]
     assert load_rows(str(write(tmp_path / "a.jsonl", rows)), "", "train") == rows[:1]
@@ -258,6 +292,43 @@ def test_prompts_are_the_chat_templates_own_tokens() -> None:
         "<|im_start|>system\nThink first.\nAnswer in <answer></answer>.<|im_end|>\n"
         "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
     )
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "Today: {{ strftime_now('%d %b %Y') }}",
+        "{% if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}"
+        "{% endif %}Today: {{ date_string }}",
+        "{% macro day() %}{{ strftime_now('%-d %B') }}{% endmacro %}Today: "
+        "{% if strftime_now is defined %}{{ day()[:6] }} {{ strftime_now('%Y') }}{% endif %}",
+    ],
+)
+def test_a_template_that_prints_the_date_makes_the_same_prompt_every_day(template: str) -> None:
+    tokenizer = hf.load_tokenizer(ROOT / "tiny")
+    tokenizer.chat_template = template
+    assert tokenizer.decode(build_prompts(ROWS, tokenizer, SYSTEM)[0].ids) == "Today: 26 Jul 2024"
+
+
+def test_a_chat_template_of_a_file_serves_a_model_that_has_none(tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((ROOT / "tiny" / name).read_bytes())
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    del config["chat_template"]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    refused(
+        lambda: hf.load_tokenizer(tmp_path),
+        "its tokenizer has no chat template; use an instruct model, or set CHAT_TEMPLATE to a "
+        "Jinja file such as docs/chat_template.jinja",
+    )
+    for folder in (tmp_path, ROOT / "tiny"):  # it goes over the tokenizer's own
+        tokenizer = hf.load_tokenizer(folder, str(ROOT / "docs" / "chat_template.jinja"))
+        (prompt,) = build_prompts(ROWS[2:], tokenizer, "Think first.")
+        assert tokenizer.decode(prompt.ids) == "System: Think first.\n\nUser: 2+2?\n\nAssistant:"
+    missing = str(tmp_path / "none.jinja")
+    refused(lambda: hf.load_tokenizer(tmp_path, missing), f"CHAT_TEMPLATE={missing}: no such file")
+    (tmp_path / "latin.jinja").write_bytes(b"\xe9")
+    refused(lambda: hf.load_tokenizer(tmp_path, str(tmp_path / "latin.jinja")), "is not UTF-8 text")
 
 
 def test_prompts_that_are_too_long_are_skipped_or_refused() -> None:

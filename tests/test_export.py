@@ -70,6 +70,18 @@ def test_an_export_replaces_an_earlier_one_and_nothing_else(tmp_path: Path) -> N
     hf.load_tokenizer(tmp_path)
 
 
+def test_the_chat_template_of_a_run_goes_along_and_is_the_one_that_is_used(tmp_path: Path) -> None:
+    source, config, template = REPO / "tiny", hf.read_config(REPO / "tiny"), tmp_path / "mine.jinja"
+    mesh = make_mesh("MESH_SHAPE", "1,1,1", jax.devices()[:1])
+    params = hf.load_params(source, config, mesh, jnp.float32)
+    template.write_text("{{ messages[0]['content'] }}!")
+    target = tmp_path / "hf"
+    hf.save_model(target, params, config, source, dtype="float32", chat_template=str(template))
+    tokenizer = hf.load_tokenizer(target)
+    chat = [{"role": "user", "content": "Hi"}]
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == "Hi!"
+
+
 def test_a_model_that_no_run_has_exported_is_not_overwritten(tmp_path: Path) -> None:
     shutil.copytree(REPO / "tiny", tmp_path / "mine" / "hf")
     before = (tmp_path / "mine" / "hf" / "config.json").read_bytes()

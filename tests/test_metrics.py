@@ -4,11 +4,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from config import Config
 from metrics import (
+    AccuracyRule,
     Clock,
     RunLog,
     StepRows,
@@ -17,6 +20,7 @@ from metrics import (
     step_line,
     step_records,
 )
+from startup import accuracy_rule
 
 REPO = Path(__file__).resolve().parent.parent
 NAN = float("nan")
@@ -99,16 +103,51 @@ def test_the_step_record_by_hand() -> None:
 
 
 def test_accuracy_is_over_samples_and_pass_at_k_over_questions() -> None:
-    table = np.array([[2.0, 1, 1], [0.5, 0, 0], [0.0, 0, 0], [0.0, 0, 0]])  # two samples each
-    line, records = evaluation(3, "test", table, 2, ["right"], clock(), False)
-    assert line == "eval step=3 split=test questions=2 accuracy=0.2500 pass_at_2=0.5000 t=0.00s"
+    table = np.array([[2.0, 1], [0.5, 0], [0.0, 0], [0.0, 0]])  # two samples each
+    rule = AccuracyRule("right", 1.0)
+    line, records = evaluation(3, "test", table, 2, ["right"], rule, clock(), False)
+    assert line == (
+        "eval step=3 split=test questions=2 accuracy=0.2500 accuracy_of=right pass_at_2=0.5000 "
+        "t=0.00s"
+    )
     assert (records["eval/accuracy"], records["eval/pass_at_2"]) == (0.25, 0.5)
     assert records["eval/reward/total/mean"] == 0.625
-    line, records = evaluation(3, "test", table, 1, ["right"], clock(), True)
+    line, records = evaluation(3, "test", table, 1, ["right"], rule, clock(), True)
     assert line == (
-        "eval_full split=test questions=4 samples_per_question=1 accuracy=0.2500 t=0.00s"
+        "eval_full split=test questions=4 samples_per_question=1 accuracy=0.2500 "
+        "accuracy_of=right t=0.00s"
     )
     assert records["eval_full/accuracy/pass_at_1"] == 0.25
+
+
+def test_accuracy_is_the_share_of_rewards_of_one_function_from_the_threshold_on() -> None:
+    table = np.array([[0.1, 1.0, 0.0], [0.2, 0.5, 1.0], [0.3, 0.99, NAN], [0.4, 2.0, 0.0]])
+
+    def accuracy(function: str, threshold: float) -> float:
+        rule = AccuracyRule(function, threshold)
+        found = evaluation(0, "test", table, 1, ["a", "b"], rule, clock(), False)[1]
+        return found["eval/accuracy"]
+
+    assert accuracy("a", 1.0) == 0.5
+    assert accuracy("a", 0.5) == 1.0
+    assert accuracy("b", 1.0) == pytest.approx(1 / 3)  # of the three it applies to
+
+
+def test_accuracy_follows_reward_correct_or_the_first_function_or_the_one_named() -> None:
+    def rule(settings: str, functions: str) -> AccuracyRule:
+        cfg = Config.from_env(dict(pair.split("=", 1) for pair in settings.split()))
+        return accuracy_rule(cfg, [SimpleNamespace(__name__=name) for name in functions.split()])
+
+    assert rule("", "reward_format reward_correct") == ("reward_correct", 1.0)
+    assert rule("", "countdown reward_format") == ("countdown", 1.0)
+    assert rule("ACCURACY_OF=reward_format", "reward_correct reward_format")[0] == "reward_format"
+    assert rule("ACCURACY_OF=my.py:f ACCURACY_THRESHOLD=0.5", "reward_correct f") == ("f", 0.5)
+    with pytest.raises(ValueError) as error:
+        rule("ACCURACY_OF=other", "reward_correct f")
+    assert str(error.value) == (
+        "ACCURACY_OF=other is none of the run's reward functions, reward_correct, f; add it to "
+        "REWARD_FN, with weight 0 if it is only to measure"
+    )
 
 
 def test_process_0_alone_writes_and_what_is_not_finite_becomes_null(

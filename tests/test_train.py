@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import pytest
 
+from rewards import load_reward_functions
+
 REPO = Path(__file__).resolve().parent.parent
 FASTER_TO_COMPILE = "--xla_cpu_use_fusion_emitters=false"
 # Scores nothing (its weight is 0) and writes every completion down, with the answer beside it.
@@ -203,6 +205,45 @@ def test_more_samples_a_question_than_a_pass_has_rows_are_evaluated(
     settings = {"STEPS": "0", "EVAL_EVERY_STEPS": "1", "EVAL_PROMPTS": "3", "EVAL_SAMPLES": samples}
     result = train(out / f"samples{samples}", devices, BATCH_SIZE="2", NUM_PRE_Q="4", **settings)
     assert re.search(rf"^eval step=0 .*questions=3 .* pass_at_{samples}=", result.lines, re.M)
+
+
+COUNTDOWN = """
+def countdown(completions, answer, **columns):
+    \"\"\"1 for an expression of two operands that makes the target, 0 for the bare target.\"\"\"
+    def value(text):
+        left, plus, right = text.rpartition("<answer>")[2].partition("</answer>")[0].partition("+")
+        return int(left) + int(right) if plus and left.isdigit() and right.isdigit() else None
+    return [float(value(text) == int(target)) for text, target in zip(completions, answer)]
+"""
+
+
+def test_accuracy_is_the_task_s_own_and_not_gsm8k_s(out: Path) -> None:
+    """The tiny model answers 13 + 14 with the bare target, which countdown does not count."""
+    file, rows = out / "countdown.py", out / "countdown.jsonl"
+    file.write_text(COUNTDOWN)
+    (score,) = load_reward_functions(f"{file}:countdown", timeout_s=10)
+    texts = ["<answer>13+14</answer>", "<answer>27</answer>"]
+    assert score(texts, answer=["27", "27"]) == [1.0, 0.0]
+    score.close()
+    question = "Ana has {a} apples and buys {b} more. Then Ana gives away 0. How many?"
+    pairs = [(a, b) for a in range(10, 15) for b in range(10, 14)]
+    lines = [
+        {"question": question.format(a=a, b=b), "answer": str(a + b), "gsm8k": f"#### {a + b}"}
+        for a, b in pairs
+    ]
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = {"STEPS": "0", "EVAL_EVERY_STEPS": "1", "DATASET": str(rows), "EVAL_SPLIT": "train"}
+
+    def accuracy(name: str, **env: str) -> float:
+        result = train(out / f"accuracy_{name}", REWARD_WEIGHTS="1,1", **run | env)
+        line = re.search(r"^eval step=0 .* accuracy=(\S+) accuracy_of=(\w+) t=", result.lines, re.M)
+        assert line[2] == name and float(line[1]) == round(result.records[0]["eval/accuracy"], 4)
+        return float(line[1])
+
+    assert accuracy("countdown", REWARD_FN=f"{file}:countdown,reward_format") == 0
+    assert accuracy("reward_correct", REWARD_FN=f"{file}:countdown,reward_correct") > 0
+    format_of = {"REWARD_FN": f"{file}:countdown,reward_format", "ACCURACY_OF": "reward_format"}
+    assert accuracy("reward_format", **format_of) > 0.8
 
 
 def test_a_reward_that_raises_stops_the_run_in_one_line(out: Path) -> None:

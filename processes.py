@@ -22,6 +22,11 @@ from jax.experimental import multihost_utils
 LOST_CONTACT = re.compile(r"gloo|nccl|coordination.?service|heartbeat", re.IGNORECASE)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 STATUS = re.compile("[A-Z_]+: ")  # how such a ValueError begins, and none of a user's mistake
+GOOGLE = "0x1ae0"  # the PCI vendor, also of the network cards and disks of Google's cloud
+# The PCI devices that are TPUs, as jax/_src/hardware_utils.py lists them: v2 and v3, one without a
+# public name, v4, v5p, v5e, v6e, 7x.
+TPUS = ("0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076")
+TASKS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")  # where srun and mpirun say how many they start
 
 
 def join(*, init_timeout_s: int, heartbeat_timeout_s: int) -> None:
@@ -32,7 +37,6 @@ def join(*, init_timeout_s: int, heartbeat_timeout_s: int) -> None:
     with exit code 1; when one falls silent later, jax ends the others after heartbeat_timeout_s.
     """
     address, where = os.environ.get("JAX_COORDINATOR_ADDRESS"), ()
-    on_tpu_vm = any(Path("/dev").glob("accel*")) or any(Path("/dev/vfio").glob("[0-9]*"))
     if address:
         counts = [os.environ.get(name, "") for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")]
         if not all(count.isdecimal() for count in counts) or int(counts[1]) >= int(counts[0]):
@@ -41,7 +45,8 @@ def join(*, init_timeout_s: int, heartbeat_timeout_s: int) -> None:
                 f"everywhere) and JAX_PROCESS_ID (from 0, below it, each process its own)"
             )
         where = (address, *map(int, counts))
-    elif not (on_tpu_vm and os.environ.get("JAX_PLATFORMS", "tpu").startswith("tpu")):
+    elif not (os.environ.get("JAX_PLATFORMS", "tpu").startswith("tpu") and has_tpu()):
+        _say_if_alone()
         return
     # jax's own limit ends the process with a dump of C++ frames; this one comes a little earlier.
     limit = threading.Timer(init_timeout_s, _nobody_came, [init_timeout_s, where])
@@ -54,6 +59,30 @@ def join(*, init_timeout_s: int, heartbeat_timeout_s: int) -> None:
         heartbeat_timeout_seconds=heartbeat_timeout_s,
     )
     limit.cancel()
+
+
+def has_tpu(devices: Path = Path("/sys/bus/pci/devices")) -> bool:
+    """True if this machine has a TPU. The files in /dev do not tell: a GPU that is passed through
+    to a virtual machine is in /dev/vfio too, and other makers' accelerators are in /dev/accel."""
+    return any(
+        (device / "vendor").read_text().strip() == GOOGLE
+        and (device / "device").read_text().strip() in TPUS
+        for device in devices.glob("*")
+    )
+
+
+def _say_if_alone() -> None:
+    """One line if a launcher has started many tasks, none of which knows of the others."""
+    for name in TASKS:
+        count = os.environ.get(name, "")
+        if count.isdecimal() and int(count) > 1:
+            print(
+                f"{name}={count}, but JAX_COORDINATOR_ADDRESS is not set: each of the {count} "
+                f"tasks trains alone. For one run of all tasks set JAX_COORDINATOR_ADDRESS, "
+                f"JAX_NUM_PROCESSES and JAX_PROCESS_ID; REQUIRE_MULTIHOST=1 makes this an error",
+                flush=True,
+            )
+            return
 
 
 def _nobody_came(seconds: int, where: tuple) -> NoReturn:

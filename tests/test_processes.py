@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from jax._src import hardware_utils  # private, and the only list of the TPUs that jax can use
 from test_train import Result, finish, start_two
 
 import processes
@@ -103,3 +104,50 @@ def test_a_process_number_beyond_their_count_is_a_mistake(monkeypatch) -> None:
         monkeypatch.setitem(os.environ, name, value)
     with pytest.raises(ValueError, match="JAX_PROCESS_ID .from 0, below it"):
         processes.join(init_timeout_s=1, heartbeat_timeout_s=10)
+
+
+@pytest.mark.parametrize(
+    "device, found",
+    [
+        (("0x1ae0", "0x006f"), True),  # TPU v6e
+        (("0x1ae0", "0x0027"), True),  # TPU v2
+        (("0x1ae0", "0x0042"), False),  # the network card of a VM in Google's cloud
+        (("0x10de", "0x2330"), False),  # a GPU, which may well be in /dev/vfio
+        (("0x10de", "0x006f"), False),
+    ],
+)
+def test_a_tpu_is_told_from_other_devices(
+    tmp_path: Path, device: tuple[str, str], found: bool
+) -> None:
+    for slot, (vendor, number) in enumerate([("0x8086", "0x1237"), device]):
+        folder = tmp_path / f"0000:00:{slot:02x}.0"
+        folder.mkdir()
+        (folder / "vendor").write_text(f"{vendor}\n")
+        (folder / "device").write_text(f"{number}\n")
+    assert processes.has_tpu(tmp_path) is found
+    assert processes.has_tpu(tmp_path / "none") is False
+
+
+def test_every_tpu_that_jax_knows_is_known_here() -> None:
+    assert sorted(hardware_utils._TPU_PCI_DEVICE_IDS) == sorted(processes.TPUS)
+    assert hardware_utils._GOOGLE_PCI_VENDOR_ID == processes.GOOGLE
+
+
+@pytest.mark.parametrize("name", ["SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"])
+def test_tasks_that_do_not_know_of_each_other_are_told_what_to_set(
+    monkeypatch, capsys, name: str
+) -> None:
+    for other in ("JAX_COORDINATOR_ADDRESS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    for count in ("", "1"):
+        monkeypatch.setenv(name, count)
+        processes.join(init_timeout_s=1, heartbeat_timeout_s=10)
+        assert capsys.readouterr().out == ""
+    monkeypatch.setenv(name, "4")
+    processes.join(init_timeout_s=1, heartbeat_timeout_s=10)
+    assert capsys.readouterr().out == (
+        f"{name}=4, but JAX_COORDINATOR_ADDRESS is not set: each of the 4 tasks trains alone. For "
+        "one run of all tasks set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID; "
+        "REQUIRE_MULTIHOST=1 makes this an error\n"
+    )

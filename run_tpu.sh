@@ -87,13 +87,17 @@ own_verb() {  # VERB ARGUMENT...: the command that runs this very file on a work
   echo "cd $TPU_DIR && bash run_tpu.sh $verb$( (($# == 0)) || printf ' %q' "$@")"
 }
 
-describe() {  # state and number of workers, or GONE; fails when gcloud cannot tell
-  local found code=0
+describe() {  # state and number of workers, or GONE; fails with what gcloud says if it cannot tell
+  local found errors code=0
+  errors=$(mktemp)  # apart from the output: gcloud writes warnings to stderr when all is well
   found=$(gcloud_tpu "$SSH_TIMEOUT_S" describe "$TPU_NAME" \
-    "--format=value(state,networkEndpoints.len())" 2>&1) || code=$?
-  if [[ $code != 0 && $found == *NOT_FOUND* ]]; then
+    "--format=value(state,networkEndpoints.len())" 2>"$errors") || code=$?
+  if [[ $code != 0 ]] && grep -q '^ERROR: .*NOT_FOUND' "$errors"; then
     found=GONE code=0
+  elif [[ $code != 0 ]]; then
+    found=$(cat "$errors")
   fi
+  rm -f "$errors"
   echo "$found" | tr '\t' ' '
   return "$code"
 }
@@ -230,7 +234,7 @@ attach() {  # to the log, again and again if ssh fails (255) but the TPU VM is t
   while true; do
     code=0
     on 0 "${WORKER/all/0}" "$(own_verb logs "$NAME" "$stamp")" || code=$?
-    [[ $code == 255 && $(describe 2>&1) == READY* ]] || return "$code"
+    [[ $code == 255 && $(describe) == READY* ]] || return "$code"
     sleep "$RETRY_S"
   done
 }
@@ -241,7 +245,8 @@ run() {
 }
 
 run_on_spot() {  # run, and again on a new TPU VM whenever the old one is preempted
-  local code found fresh='' waited
+  local code found last fresh='' waited
+  found=''
   while true; do
     for waited in 1 2 3 4 5; do  # a network may be away for a while
       code=0
@@ -255,10 +260,12 @@ run_on_spot() {  # run, and again on a new TPU VM whenever the old one is preemp
         if [[ -n $fresh ]]; then
           setup || { sleep "$RETRY_S"; continue; }
           [[ ! -f .env ]] || send_env || { sleep "$RETRY_S"; continue; }
+    last=$found
         fi
         fresh='' code=0
         run || code=$?
         [[ $code != 0 && $code != 2 ]] || return "$code"
+      [[ $waited != 1 ]] || echo "gcloud does not tell the state of TPU VM $TPU_NAME; asking again"
         for waited in 0 1 2 3; do  # a worker's end is seen before its TPU VM's
           [[ $waited == 0 ]] || sleep "$RETRY_S"
           case $(describe) in PREEMPTED* | TERMINATED* | GONE) continue 2 ;; esac
@@ -271,13 +278,17 @@ run_on_spot() {  # run, and again on a new TPU VM whenever the old one is preemp
         [[ $settings == *' RESUME=auto' ]] || settings="$settings RESUME=auto"  # of this very run
         ;;
       GONE)
+        echo "the run has failed with exit code $code; is TPU VM $TPU_NAME preempted?"
         fresh=1
-        found=$(create 2>&1) || case $found in
+        found=$(create 2>&1) || case $(echo "$found" | grep -v '^WARNING: ') in
           *[Cc]apacity* | *EXHAUSTED*) echo "no TPU VM to be had; trying again"; sleep "$RETRY_S" ;;
           *) echo "$found" >&2; return 1 ;;
         esac
         ;;
-      *) sleep "$RETRY_S" ;;  # on its way
+      *)  # on its way
+        [[ $found == "$last" ]] || echo "TPU VM $TPU_NAME is ${found% *}; waiting for it to be READY"
+        sleep "$RETRY_S"
+        ;;
     esac
   done
 }
@@ -513,7 +524,7 @@ case $verb in
     [[ -z $restart || -n ${TPU_TYPE:-} ]] || fail "--restart has to know TPU_TYPE"
     [[ -z $restart || -z $detach ]] || fail "--restart follows the run; leave out --detach"
     read_settings
-    if [[ -n $restart ]]; then run_on_spot; else run; fi
+    if [[ -n $restart && -z $dry_run ]]; then run_on_spot; else run; fi
     ;;
   status) on "$SSH_TIMEOUT_S" "$WORKER" "$(own_verb status "$NAME")" ;;
   stop) on "$((SSH_TIMEOUT_S + 60))" "$WORKER" "$(own_verb stop "$NAME")" ;;

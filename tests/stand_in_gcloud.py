@@ -4,7 +4,8 @@
 `gcloud compute tpus tpu-vm VERB ...` as run_tpu.sh calls it. The TPU VM lives in $CLOUD: `state`
 (absent: there is none), `worker0`, `worker1`, ... as the workers' home folders, `environ.json` for
 what their processes have besides, `calls` with every command line. `faults.json` breaks things:
-[[worker, a part of the command, "fail" | "hang" | "again"], ...].
+[[worker, a part of the command, "fail" | "hang" | "again"], ...]. Every call prints a
+warning and a notice on stderr, as the real one may, whether it succeeds or fails.
 """
 
 import argparse
@@ -19,6 +20,8 @@ from pathlib import Path
 
 CLOUD = Path(os.environ["CLOUD"])
 HOSTS = 2
+WARNING = "WARNING: Your project is not the quota project; a resource may be NOT_FOUND for it."
+NOTICE = "Updates are available for some Google Cloud CLI components."
 
 
 def environment(worker: int) -> dict[str, str]:
@@ -111,6 +114,9 @@ def main() -> int:
             file.write_bytes(Path(source).read_bytes())  # as scp: an existing file keeps its mode
         return 0
     assert args.verb == "ssh", args.verb
+    print(f"Using ssh batch size of 1, for {len(workers)} workers.", file=sys.stderr)
+    for worker in workers:
+        print(f"SSH: Attempting to connect to worker {worker}...", file=sys.stderr)
     codes: dict[int, int] = {}
     threads = [threading.Thread(target=on_worker, args=(w, args.command, codes)) for w in workers]
     for thread in threads:
@@ -122,4 +128,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    print(WARNING, file=sys.stderr, flush=True)
+    exit_code = main()
+    print(NOTICE, file=sys.stderr)
+    sys.exit(exit_code)

@@ -228,7 +228,11 @@ def test_a_second_start_is_refused_and_stop_ends_the_first(cloud: Cloud) -> None
 
 
 def test_a_preempted_tpu_vm_is_made_anew_and_the_run_started_again(cloud: Cloud) -> None:
+    (cloud.folder / "state").write_text("CREATING")
     running = cloud.start("--restart", **SHORT | {"STEPS": "3"}, TPU_TYPE="v6e-8", TPU_SPOT="1")
+    while cloud.calls().count('"describe"') < 3:
+        time.sleep(0.1)
+    (cloud.folder / "state").write_text("READY")
     cloud.wait_for(0, "^backend=")
     for worker in range(2):
         os.kill(cloud.pid(worker), signal.SIGKILL)
@@ -236,6 +240,8 @@ def test_a_preempted_tpu_vm_is_made_anew_and_the_run_started_again(cloud: Cloud)
     (cloud.folder / "state").write_text("PREEMPTED")
     lines, _ = running.communicate(timeout=300)
     assert running.returncode == 0, lines
+    told = "TPU VM mine is CREATING; waiting for it to be READY\n"
+    assert lines.count(told) == 1, "once, however often it asks"
     assert "TPU VM mine is PREEMPTED" in lines and "DONE: steps=3" in lines
     assert "no TPU VM to be had; trying again" in lines
     calls = [json.loads(call) for call in cloud.calls().splitlines()]
@@ -255,6 +261,14 @@ def test_only_a_preempted_tpu_vm_is_made_anew(cloud: Cloud) -> None:
     program.write_text("#!/bin/sh\necho Reauthentication required >&2; exit 1\n")
     code, lines = restart()
     assert code == 1 and lines.count("Reauthentication required") == 1
+    assert lines.count("gcloud does not tell the state of TPU VM mine; asking again\n") == 1
+    for said in ("ERROR: no login", "WARNING: a login may be NOT_FOUND"):
+        program.write_text(f"#!/bin/sh\n[ $4 = describe ] || touch made; echo {said} >&2; exit 1\n")
+        assert restart()[0] == 1 and not (cloud.laptop / "made").exists(), said
+    gone = "if [ $4 = describe ]; then echo ERROR: NOT_FOUND; else echo WARNING: capacity; fi >&2"
+    program.write_text(f"#!/bin/sh\n{gone}; echo ERROR: PERMISSION_DENIED >&2; exit 1\n")
+    code, lines = restart()
+    assert code == 1 and lines.count("ERROR: PERMISSION_DENIED") == 1, "no capacity to wait for"
     program.write_text(works)
     cloud.faults((0, "worker-start", "fail"))
     code, lines = restart()
@@ -383,6 +397,8 @@ def test_a_dry_run_prints_commands_that_a_shell_takes_and_runs_none(cloud: Cloud
         assert subprocess.run(["bash", "-n", "-c", line]).returncode == 0
     command = next(w for w in words_of(gcloud[2]) if w.startswith("--command="))
     assert f"SYSTEM_PROMPT={prompt}" in words_of(command.partition("&& ")[2])
+    again = cloud.call("run", "--dry-run", "--restart", TPU_GCLOUD="alpha", TPU_TYPE="v6e-8")
+    assert again[0] == 0 and again[1].count("gcloud alpha compute tpus tpu-vm ") == 5
     assert "REQUIRE_JAX_PROCESS_COUNT" not in lines, "nobody was asked how many there are"
 
 

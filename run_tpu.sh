@@ -213,8 +213,7 @@ start() {  # starts one run on every worker; sets stamp
   echo "$started"
   if [[ $code != 0 ]]; then
     echo "error: not every worker of $TPU_NAME has started; ending those that have" >&2
-    [[ $started != *' started'* ]] ||
-      on "$((SSH_TIMEOUT_S + 60))" "$WORKER" "$(own_verb stop "$NAME" "$stamp")" || true
+    [[ $started != *' started'* ]] || stop "$NAME" "$stamp" || true
   fi
   return "$code"
 }
@@ -226,6 +225,19 @@ follow() {  # worker 0's log until the run ends, then how it ended everywhere; t
   attach | awk '/^@log begins$/ {n = 0; next} ++n > seen {seen = n; print; fflush()}' || code=$?
   on "$((SSH_TIMEOUT_S + 60))" "$WORKER" "$(own_verb ended "$NAME" "$stamp")" || others=$?
   [[ $code != 0 ]] || code=$others
+  return "$code"
+}
+
+stop() {  # NAME [UTC]: ends that run on every worker, and waits for as long as it may take to end
+  local told seconds code=0
+  told=$(on "$SSH_TIMEOUT_S" "$WORKER" "$(own_verb stop "$@")") || code=$?
+  echo "$told"
+  # How long is the setting of the run, which may be in the workers' .env: only they can tell.
+  seconds=$(echo "$told" | sed -n 's/.* is stopping .* within \([0-9]*\) seconds$/\1/p' |
+    sort -n | tail -1)
+  if [[ -n $seconds || -n $dry_run ]]; then
+    on "$((SSH_TIMEOUT_S + 10 + seconds))" "$WORKER" "$(own_verb stopped "$@")" || code=$?
+  fi
   return "$code"
 }
 
@@ -248,10 +260,12 @@ run_on_spot() {  # run, and again on a new TPU VM whenever the old one is preemp
   local code found last fresh='' waited
   found=''
   while true; do
+    last=$found
     for waited in 1 2 3 4 5; do  # a network may be away for a while
       code=0
       found=$(describe) || code=$?
       [[ $code != 0 ]] || break
+      [[ $waited != 1 ]] || echo "gcloud does not tell the state of TPU VM $TPU_NAME; asking again"
       sleep "$RETRY_S"
     done
     [[ $code == 0 ]] || { echo "$found" >&2; return 1; }
@@ -260,12 +274,11 @@ run_on_spot() {  # run, and again on a new TPU VM whenever the old one is preemp
         if [[ -n $fresh ]]; then
           setup || { sleep "$RETRY_S"; continue; }
           [[ ! -f .env ]] || send_env || { sleep "$RETRY_S"; continue; }
-    last=$found
         fi
         fresh='' code=0
         run || code=$?
         [[ $code != 0 && $code != 2 ]] || return "$code"
-      [[ $waited != 1 ]] || echo "gcloud does not tell the state of TPU VM $TPU_NAME; asking again"
+        echo "the run has failed with exit code $code; is TPU VM $TPU_NAME preempted?"
         for waited in 0 1 2 3; do  # a worker's end is seen before its TPU VM's
           [[ $waited == 0 ]] || sleep "$RETRY_S"
           case $(describe) in PREEMPTED* | TERMINATED* | GONE) continue 2 ;; esac
@@ -278,7 +291,6 @@ run_on_spot() {  # run, and again on a new TPU VM whenever the old one is preemp
         [[ $settings == *' RESUME=auto' ]] || settings="$settings RESUME=auto"  # of this very run
         ;;
       GONE)
-        echo "the run has failed with exit code $code; is TPU VM $TPU_NAME preempted?"
         fresh=1
         found=$(create 2>&1) || case $(echo "$found" | grep -v '^WARNING: ') in
           *[Cc]apacity* | *EXHAUSTED*) echo "no TPU VM to be had; trying again"; sleep "$RETRY_S" ;;
@@ -390,6 +402,11 @@ worker-run() {  # BASE VENV CONFIG [SETTING=VALUE...]: train_grpo.py, its log, i
     ln -sfn "$(basename "$base").$kind" "${name}_latest.$kind"
   done
   touch "$base.log"
+  # So that stop knows how long to wait. After a mistake in a setting the run ends by itself.
+  { env "${@:4}" "$python" -c '
+import sys, config
+print(config.load(sys.argv[1:])[0].preemption_grace_s)' ${config:+--config "$config"} 2>/dev/null ||
+    echo 0; } >"$base.grace"
   exec 8> >(exec tee "$base.log" >/dev/null)  # which goes on when the disk is full
   tee=$!
   env PYTHONUNBUFFERED=1 "${@:4}" "$python" train_grpo.py ${config:+--config "$config"} >&8 2>&1 8>&- &
@@ -441,7 +458,7 @@ worker-ended() {  # NAME UTC: how it ended, for which it waits
   worker-status "$@"
 }
 
-worker-stop() {  # [NAME [UTC]]
+worker-stop() {  # [NAME [UTC]]: SIGTERM to a run, but once: a second one would cut its saving short
   local base pid
   base=$(base_of "$@")
   pid=$(cat "$base.pid")
@@ -449,8 +466,23 @@ worker-stop() {  # [NAME [UTC]]
     echo "$HOSTNAME has nothing running"
     return
   fi
-  kill -TERM "$pid"
-  [[ $(exit_code "$base" 45) != running ]] || kill -KILL "$pid" 2>/dev/null || true
+  if [[ ! -e $base.stop ]]; then
+    mv "$base.grace" "$base.stop"
+    kill -TERM "$pid"
+  fi
+  echo "$HOSTNAME is stopping $(basename "$base"), which ends within $(limit_of "$base") seconds"
+}
+
+limit_of() {  # BASE: seconds that a run has from SIGTERM to SIGKILL
+  echo "$(($(cat "$1.stop") + 15))"  # PREEMPTION_GRACE_S of the run, and then some
+}
+
+worker-stopped() {  # [NAME [UTC]]: how the run ended that worker-stop has sent SIGTERM to
+  local base
+  base=$(base_of "$@" 2>/dev/null) || return 0
+  [[ -e $base.stop ]] || return 0
+  [[ $(exit_code "$base" "$(limit_of "$base")") != running ]] ||
+    kill -KILL "$(cat "$base.pid")" 2>/dev/null || true
   echo "$HOSTNAME stopped $(basename "$base"): exit=$(exit_code "$base" 10)"
 }
 
@@ -527,6 +559,6 @@ case $verb in
     if [[ -n $restart && -z $dry_run ]]; then run_on_spot; else run; fi
     ;;
   status) on "$SSH_TIMEOUT_S" "$WORKER" "$(own_verb status "$NAME")" ;;
-  stop) on "$((SSH_TIMEOUT_S + 60))" "$WORKER" "$(own_verb stop "$NAME")" ;;
+  stop) stop "$NAME" ;;
   logs) on 0 "$WORKER" "$(own_verb logs "$NAME" $followed)" | grep -v '^@log begins$' ;;
 esac

@@ -1,7 +1,8 @@
-"""run_tpu.sh's half on a worker: exit files, locks and a second start, on this machine."""
+"""run_tpu.sh's half on a worker: exit files, locks, a second start and stop, on this machine."""
 
 import fcntl
 import os
+import re
 import subprocess
 import sys
 import time
@@ -70,3 +71,84 @@ def test_a_stale_libtpu_lockfile_goes_and_one_in_use_stops_the_start(cloud: Clou
         assert cloud.lockfile.exists()
     assert worker(cloud, *start).returncode == 0
     assert not cloud.lockfile.exists()
+
+
+@pytest.mark.parametrize(
+    "where, seconds",
+    [("forwarded", 100 + 15), (".env", 80 + 15), ("--config", 60 + 15), ("default", 30 + 15)],
+)
+def test_stop_kills_15_s_after_the_run_s_preemption_grace_s_wherever_it_is_set(
+    cloud: Cloud, where: str, seconds: int
+) -> None:
+    (cloud.laptop / "train_grpo.py").write_text(
+        "import signal, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: print('error: asked to stop', flush=True))\n"
+        "print('step=0', flush=True)\n"
+        "for _ in range(600):\n"
+        "    time.sleep(0.1)\n"
+    )
+    (cloud.laptop / "slow.yaml").write_text("run: {preemption_grace_s: 60}")
+    if where == ".env":
+        (cloud.laptop / ".env").write_text("PREEMPTION_GRACE_S=80\n")
+    config = "slow.yaml" if where != "default" else ""
+    settings = ["PREEMPTION_GRACE_S=100"] if where == "forwarded" else []
+    begun = worker(cloud, "worker-start", "x", "20260101T000000Z", sys.prefix, config, *settings)
+    assert begun.returncode == 0, begun.stderr
+    log = cloud.laptop / "logs" / "nohup_x_latest.log"
+    while "step=0" not in log.read_text():
+        time.sleep(0.1)
+
+    # Time goes by as often as sleep is called, for the script counts its waiting in sleeps.
+    slept, sleep = cloud.folder / "slept", cloud.folder / "bin" / "sleep"
+    sleep.write_text(f'#!/bin/sh\necho "$1" >>{slept}\nexec /bin/sleep 0.01\n')
+    sleep.chmod(0o755)
+    path = f"{cloud.folder}/bin:{os.environ['PATH']}"
+    asked = [worker(cloud, "worker-stop", "x", PATH=path).stdout for _ in range(2)]
+    assert (
+        asked
+        == [f"w is stopping nohup_x_20260101T000000Z, which ends within {seconds} seconds\n"] * 2
+    )
+    stopped = worker(cloud, "worker-stopped", "x", PATH=path)
+    assert stopped.stdout == "w stopped nohup_x_20260101T000000Z: exit=137\n"
+    waited = sum(map(float, slept.read_text().split()))
+    assert seconds - 1 < waited < seconds + 10, "10 more for the exit file"
+    assert log.read_text().count("asked to stop") == 1, "a second SIGTERM would hinder its saving"
+
+
+# ---- From the laptop too -------------------------------------------------------------------------
+
+
+def test_a_connection_that_breaks_is_made_anew_and_the_run_followed_to_its_end(
+    cloud: Cloud,
+) -> None:
+    assert cloud.call("sync")[0] == 0
+    cloud.faults((0, "worker-logs", "fail"))
+    running = cloud.start("run", **SHORT)
+    while cloud.calls().count("worker-logs") < 2:
+        assert running.poll() is None, running.stdout.read()
+        time.sleep(0.1)
+    cloud.faults()
+    lines, _ = running.communicate(timeout=120)
+    assert running.returncode == 0, lines
+    assert re.search("^DONE: steps=1 ", lines, re.M), lines
+
+
+def test_stop_tells_within_the_limit_that_a_worker_is_down_and_stops_the_others(
+    cloud: Cloud,
+) -> None:
+    (cloud.laptop / "train_grpo.py").write_text("import time; time.sleep(600)")
+    cloud.commit("a run that ends at SIGTERM")
+    assert cloud.call("sync")[0] == 0
+    code, lines = cloud.call("--detach", **SHORT)
+    assert code == 0, lines
+    cloud.faults((1, "worker-stop ", "hang"), (1, "worker-stopped", "fail"))
+    began = time.monotonic()
+    code, lines = cloud.call("stop", SSH_TIMEOUT_S="4")
+    assert code == 255 and time.monotonic() - began < 15, lines
+    assert "error: no answer in 4 seconds (SSH_TIMEOUT_S); is every worker up?" in lines
+    assert len(re.findall(r"^worker-0 stopped \S+: exit=143$", lines, re.M)) == 1
+
+    cloud.faults((1, "worker-stop ", "again"))
+    code, lines = cloud.call("stop")
+    assert code == 0, lines
+    assert lines.count("worker-1 stopped") == 1 and "worker-0 has nothing running" in lines

@@ -13,12 +13,23 @@ the environment.
 import argparse
 import dataclasses
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
-from parsing import REPO, parse, read_dotenv, read_yaml, stop_at_typos, to_text, yaml_name
+from contradictions import contradictions, notes
+from parsing import (
+    REPO,
+    Mistake,
+    overlay,
+    read_dotenv,
+    read_env,
+    read_yaml,
+    to_text,
+    yaml_name,
+)
 from sizes import MICRO_SIZES, PASS_SIZES, STEP_SIZES, derive
 
 TINY = REPO / "recipes" / "tiny.yaml"
@@ -29,14 +40,18 @@ ANY_SIZES = PASS_SIZES + STEP_SIZES
 TINY_YIELDS = [(ANY_SIZES, ANY_SIZES + MICRO_SIZES), (("num_pre_q", *MICRO_SIZES), MICRO_SIZES)]
 
 
-def knob(group: str, default: Any, help: str, *, choices: str = "", **limits: float) -> Any:
+def knob(
+    group: str, default: Any, help: str, *, choices: str = "", others: str = "", **limits: float
+) -> Any:
     """One setting; `group` is its YAML group, or group.name where that name is not the env's.
 
+    others: what other programs call it, to be told its name here; in lower case only in YAML.
     limits: at_least, at_most, above, below; a number is at least 0 where no lower one is given.
     """
     if not {"at_least", "above"} & limits.keys():
         limits["at_least"] = 0
     metadata = {"group": group, "help": help, "choices": choices, "limits": limits}
+    metadata["others"] = others.split()
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -44,7 +59,12 @@ def knob(group: str, default: Any, help: str, *, choices: str = "", **limits: fl
 class Config:
     """All settings, under their environment names in lower case."""
 
-    model_path: str = knob("model.path", "", "Hugging Face id or folder; empty: recipes/tiny.yaml")
+    model_path: str = knob(
+        "model.path",
+        "",
+        "Hugging Face id or folder; empty: recipes/tiny.yaml",
+        others="MODEL_NAME_OR_PATH",
+    )
     model_revision: str = knob("model", "", "branch, tag or commit on the Hub; empty: its main")
     dtype: str = knob(
         "model", "auto", "auto: bfloat16, CPU float32", choices="auto|bfloat16|float32"
@@ -62,10 +82,19 @@ class Config:
     system_prompt: str = knob("data", "", "text, or a file of it; empty: the one of rewards.py")
     max_prompt_length: int = knob("data", 0, "tokens; 0: unlimited")
     prompt_too_long: str = knob("data", "skip", "what becomes of one", choices="skip|error")
-    seed: int = knob("data", 0, "of the data order and all sampling", at_most=2**31 - 1)
+    seed: int = knob(
+        "data", 0, "of the data order and all sampling", at_most=2**31 - 1, others="RANDOM_SEED"
+    )
 
-    rollout_backend: str = knob("rollout.backend", "naive", "who generates", choices="naive")
-    batch_size: int = knob("rollout.prompt_batch_size", 0, "prompts per pass per process; 0: unset")
+    rollout_backend: str = knob(
+        "rollout.backend", "naive", "who generates", choices="naive", others="ROLLOUT_ENGINE"
+    )
+    batch_size: int = knob(
+        "rollout.prompt_batch_size",
+        0,
+        "prompts per pass per process; 0: unset",
+        others="ROLLOUT_PROMPT_BATCH_SIZE",
+    )
     rollout_per_device_batch_size: int = knob(
         "rollout.per_device_batch_size", 0, "prompts per pass per device; 0: unset (then 2)"
     )
@@ -73,9 +102,21 @@ class Config:
         "rollout.global_prompt_batch_size", 0, "prompts per step over all processes; 0: unset"
     )
     rollout_batch_size: int = knob("rollout.batch_size", 0, "sequences per step in all; 0: unset")
-    num_pre_q: int = knob("rollout", 8, "K: completions per prompt", at_least=1)
+    num_pre_q: int = knob(
+        "rollout",
+        8,
+        "K: completions per prompt",
+        at_least=1,
+        others="NUM_GENERATIONS GROUP_SIZE rollout.n",
+    )
     global_length: int = knob("rollout", 0, "tokens; prompts are padded to at least this")
-    max_length_sample: int = knob("rollout", 1024, "tokens; a completion ends here", at_least=1)
+    max_length_sample: int = knob(
+        "rollout",
+        1024,
+        "tokens; a completion ends here",
+        at_least=1,
+        others="MAX_NEW_TOKENS MAX_COMPLETION_LENGTH",
+    )
     temperature: float = knob("rollout", 1.0, "of sampling", above=0)
     top_k: int = knob("rollout", 0, "sample among the k likeliest tokens; 0: all")
     top_p: float = knob("rollout", 1.0, "sample within this probability mass", above=0, at_most=1)
@@ -86,7 +127,9 @@ class Config:
     dynamic_sampling_max_rounds: int = knob("rollout", 4, "rollouts in a step at most", at_least=1)
 
     reward_weights: tuple[float, ...] = knob("reward", (1.0, 0.5, 0.5), "with REWARD_FN 1 each")
-    reward_fn: str = knob("reward", "", "functions, such as my.py:name; empty: the built-in")
+    reward_fn: str = knob(
+        "reward", "", "functions, such as my.py:name; empty: the built-in", others="REWARD_FUNCS"
+    )
     reward_timeout_s: float = knob("reward", 10.0, "seconds for a call to one of yours", above=0)
 
     overlong_cache: int = knob(
@@ -94,26 +137,53 @@ class Config:
     )
     repetition_ngram: int = knob("reward", 3, "tokens that repetition_penalty counts", at_least=1)
 
-    steps: int = knob("train", 100, "rollouts to learn from; 0: only evaluate")
+    steps: int = knob(
+        "train",
+        100,
+        "rollouts to learn from; 0: only evaluate",
+        others="MAX_STEPS TOTAL_TRAINING_STEPS",
+    )
     train_micro_batch_size: int = knob(
-        "train.micro_batch_size", 0, "sequences per micro-step per process; 0: unset"
+        "train.micro_batch_size",
+        0,
+        "sequences per micro-step per process; 0: unset",
+        others="MICRO_BATCH_SIZE",
     )
     train_per_device_micro_batch_size: int = knob(
-        "train.per_device_micro_batch_size", 0, "the same per device; 0: unset (then up to 4)"
+        "train.per_device_micro_batch_size",
+        0,
+        "the same per device; 0: unset (then up to 4)",
+        others="PER_DEVICE_TRAIN_BATCH_SIZE MICRO_BATCH_SIZE_PER_DEVICE",
     )
-    grad_accum_steps: int = knob("train", 0, "follows from the sizes above; 0: unset")
-    ppo_epochs: int = knob("train", 1, "updates per rollout", at_least=1)
+    grad_accum_steps: int = knob(
+        "train", 0, "follows from the sizes above; 0: unset", others="GRADIENT_ACCUMULATION_STEPS"
+    )
+    ppo_epochs: int = knob("train", 1, "updates per rollout", at_least=1, others="NUM_ITERATIONS")
     optimizer: str = knob("train", "adamw", "update rule", choices="adamw|lion|sgd")
-    learning_rate: float = knob("train", 1e-6, "at its peak")
+    learning_rate: float = knob("train", 1e-6, "at its peak", others="LR")
     lr_schedule: str = knob(
-        "train", "warmup_cosine", "to zero", choices="warmup_cosine|linear|constant"
+        "train",
+        "warmup_cosine",
+        "to zero",
+        choices="warmup_cosine|linear|constant",
+        others="LR_SCHEDULER_TYPE",
     )
     warmup_ratio: float = knob("train", 0.05, "share of the decay steps that warm up", at_most=1)
     lr_decay_steps: int = knob("train", 0, "steps until the schedule ends; 0: STEPS")
     weight_decay: float = knob("train", 0.0, "decoupled from the gradient")
-    clip_norm: float = knob("train", 1.0, "largest global norm of a gradient; 0: any")
-    mesh_shape: str = knob("train", "auto", "auto or dp,fsdp,tp; -1: rest")
-    remat: str = knob("train", "full", "what backward recomputes", choices="none|dots|full")
+    clip_norm: float = knob(
+        "train", 1.0, "largest global norm of a gradient; 0: any", others="MAX_GRAD_NORM"
+    )
+    mesh_shape: str = knob(
+        "train", "auto", "auto or dp,fsdp,tp; -1: rest", others="MESH_SHAPE_FSDP"
+    )
+    remat: str = knob(
+        "train",
+        "full",
+        "what backward recomputes",
+        choices="none|dots|full",
+        others="GRADIENT_CHECKPOINTING",
+    )
     policy_loss_impl: str = knob("train", "jax", "pallas: a TPU kernel", choices="jax|pallas")
     attention_impl: str = knob("train", "auto", "splash: a TPU kernel", choices="auto|xla|splash")
 
@@ -124,29 +194,55 @@ class Config:
         "loss", "grpo", "advantages", choices="grpo|rloo|reinforce|reinforce++|gdpo"
     )
     scale_rewards: str = knob("loss", "group", "grpo's std", choices="group|batch|none")
-    eps_low: float = knob("loss", 0.2, "the ratio is clipped below 1 - eps_low", at_most=1)
-    eps_high: float = knob("loss", 0.2, "the ratio is clipped above 1 + eps_high; cispo: eps_high")
+    eps_low: float = knob(
+        "loss",
+        0.2,
+        "the ratio is clipped below 1 - eps_low",
+        at_most=1,
+        others="EPSILON CLIP_RATIO_LOW",
+    )
+    eps_high: float = knob(
+        "loss",
+        0.2,
+        "the ratio is clipped above 1 + eps_high; cispo: eps_high",
+        others="EPSILON_HIGH CLIP_RATIO_HIGH",
+    )
     delta: float = knob("loss", 0.0, "two-sided clipping: no ratio counts as more; 0: any does")
     importance_sampling_level: str = knob(
         "loss", "token", "what has a ratio; gspo: sequence", choices="token|sequence"
     )
-    beta: float = knob("loss", 0.0, "weight of the KL to the reference; 0: none")
+    beta: float = knob("loss", 0.0, "weight of the KL to the reference; 0: none", others="KL_COEF")
     kl_estimator: str = knob("loss", "k3", "of that KL", choices="k1|k2|k3")
     kl_bias_correction: bool = knob("loss", True, "times the ratio: the gradient is the KL's own")
-    ref_sync_steps: int = knob("loss", 0, "updates until the reference moves; 0: never")
-    ref_sync_alpha: float = knob("loss", 0.6, "the policy's share in it then", at_most=1)
+    ref_sync_steps: int = knob(
+        "loss", 0, "updates until the reference moves; 0: never", others="REF_MODEL_SYNC_STEPS"
+    )
+    ref_sync_alpha: float = knob(
+        "loss", 0.6, "the policy's share in it then", at_most=1, others="REF_MODEL_MIXUP_ALPHA"
+    )
     entropy_coef: float = knob("loss", 0.0, "weight of the entropy bonus")
     top_entropy_quantile: float = knob(
         "loss", 1.0, "share of tokens, of the highest entropy, to learn from", above=0, at_most=1
     )
     mask_truncated_completions: bool = knob("loss", False, "learn nothing from what was cut off")
     is_mode: str = knob(
-        "loss", "none", "weight by trainer's / sampler's probability",
+        "loss",
+        "none",
+        "weight by trainer's / sampler's probability",
         choices="none|token_truncate|token_mask|sequence_truncate|sequence_mask",
-    )  # fmt: skip
-    is_cap: float = knob("loss", 3.0, "largest such weight; beyond: cut to it, or 0", at_least=1)
+        others="VLLM_IMPORTANCE_SAMPLING_MODE",
+    )
+    is_cap: float = knob(
+        "loss",
+        3.0,
+        "largest such weight; beyond: cut to it, or 0",
+        at_least=1,
+        others="VLLM_IMPORTANCE_SAMPLING_CAP",
+    )
 
-    eval_every_steps: int = knob("eval", 10, "from step 0 on; 0: never")
+    eval_every_steps: int = knob(
+        "eval", 10, "from step 0 on; 0: never", others="EVAL_STEPS TEST_FREQ"
+    )
     eval_prompts: int = knob("eval", 128, "questions in such an evaluation; 0: all")
     eval_full_sweep: bool = knob("eval", False, "evaluate the whole split at the end")
     eval_samples: int = knob("eval", 1, "completions per question", at_least=1)
@@ -157,10 +253,23 @@ class Config:
 
     output_dir: str = knob("run", "", "empty: a new runs/NAME_UTC")
     checkpoint_dir: str = knob("run", "", "empty: OUTPUT_DIR/checkpoints; gs://bucket/folder too")
-    save_every_steps: int = knob("run", 50, "steps between checkpoints; 0: none, not at the end")
-    save_keep: int = knob("run", 2, "newest checkpoints that stay, besides the best; 0: all")
+    save_every_steps: int = knob(
+        "run",
+        50,
+        "steps between checkpoints; 0: none, not at the end",
+        others="SAVE_STEPS SAVE_FREQ",
+    )
+    save_keep: int = knob(
+        "run",
+        2,
+        "newest checkpoints that stay, besides the best; 0: all",
+        others="SAVE_TOTAL_LIMIT",
+    )
     resume: str = knob(
-        "run", "auto", "auto: newest checkpoint there, never, or a checkpoint's path"
+        "run",
+        "auto",
+        "auto: newest checkpoint there, never, or a checkpoint's path",
+        others="RESUME_FROM_CHECKPOINT",
     )
     resume_force: bool = knob("run", False, "go on although settings changed that change results")
     preemption_grace_s: int = knob("run", 30, "seconds from SIGTERM to the end", at_least=2)
@@ -181,82 +290,50 @@ class Config:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str], config_file: str | Path = "") -> "Config":
-        """The settings of `env` over those of `config_file`, over the recipe and the defaults."""
-        known = {field.name.upper(): field for field in dataclasses.fields(cls)}
-        stop_at_typos(env, list(known))
-        settings = {f.name: parse(f, env[name], name) for name, f in known.items() if name in env}
-        if config_file:
-            settings = overlay(settings, read_yaml(config_file, cls), SYNONYMS)
-        if not settings.get("model_path"):
-            settings.pop("model_path", None)
-            settings = overlay(settings, read_yaml(TINY, cls), TINY_YIELDS)
-        if settings.get("reward_fn") and "reward_weights" not in settings:
-            settings["reward_weights"] = (1.0,) * len(settings["reward_fn"].split(","))
-        cfg = cls(**settings)
-        stop_at_contradictions(cfg)
-        return cfg
+        """The settings of `env` over those of `config_file`, over the recipe and the defaults.
+
+        Raises ValueError with a line for every mistake.
+        """
+        return read_layers(env, config_file)[0]
 
 
-def stop_at_contradictions(cfg: Config) -> None:
-    """Raises ValueError where one setting makes another wrong or idle."""
-    loss, estimator = f"LOSS_TYPE={cfg.loss_type}", f"ADV_ESTIMATOR={cfg.adv_estimator}"
-    filtered = cfg.top_k > 0 or cfg.top_p < 1 or cfg.min_p > 0
-    updates = cfg.steps * cfg.ppo_epochs
-    idle = [  # setting, whether it does something, why not
-        ("kl_estimator", cfg.beta, "BETA=0"),
-        ("kl_bias_correction", cfg.beta, "BETA=0"),
-        ("ref_sync_steps", cfg.beta, "BETA=0"),
-        ("ref_sync_alpha", cfg.ref_sync_steps, "REF_SYNC_STEPS=0"),
-        ("is_cap", cfg.is_mode != "none", "IS_MODE=none"),
-        ("scale_rewards", cfg.adv_estimator == "grpo", estimator),
-        ("delta", cfg.loss_type not in ("cispo", "sapo"), loss),
-        ("eps_low", cfg.loss_type not in ("cispo", "sapo"), loss),
-        ("eps_high", cfg.loss_type != "sapo", loss),
-        ("dynamic_sampling_max_rounds", cfg.dynamic_sampling, "DYNAMIC_SAMPLING=0"),
-        ("overlong_cache", "soft_overlong_penalty" in cfg.reward_fn, f"REWARD_FN={cfg.reward_fn}"),
-        ("repetition_ngram", "repetition_penalty" in cfg.reward_fn, f"REWARD_FN={cfg.reward_fn}"),
-    ]
-    defaults = Config()
-    for name, works, reason in idle:
-        value = getattr(cfg, name)
-        if value != getattr(defaults, name) and not works:
-            setting = f"{name.upper()}={to_text(value)}"
-            raise ValueError(f"{setting} does nothing with {reason}; leave it out")
-    wrong = [  # whether it is, what is wrong and what would do
-        (cfg.num_pre_q == 1 and cfg.steps and cfg.adv_estimator != "reinforce",
-         f"NUM_PRE_Q=1 leaves {estimator} nothing to compare a completion with; set at least 2, "
-         f"or ADV_ESTIMATOR=reinforce"),
-        (cfg.dynamic_sampling and cfg.adv_estimator == "reinforce",
-         "DYNAMIC_SAMPLING=1 drops groups of equal rewards, which teach with "
-         "ADV_ESTIMATOR=reinforce; leave it out"),
-        (cfg.loss_type == "cispo" and cfg.eps_high < 1,
-         f"EPS_HIGH={cfg.eps_high}: with {loss} this is the largest ratio, and below 1 it shrinks "
-         f"every gradient; set EPS_HIGH=5"),
-        (cfg.delta and cfg.delta <= 1 + cfg.eps_high,
-         f"DELTA={cfg.delta} must be above 1 + EPS_HIGH = {1 + cfg.eps_high}, where clipping "
-         f"begins"),
-        (cfg.beta and cfg.kl_estimator == "k1" and not cfg.kl_bias_correction,
-         "KL_ESTIMATOR=k1 has no gradient on average with KL_BIAS_CORRECTION=0; set it to 1"),
-        (cfg.ref_sync_steps > updates > 0,
-         f"REF_SYNC_STEPS={cfg.ref_sync_steps} is more than the run's {updates} updates; lower it"),
-        (cfg.is_mode.startswith("sequence") and filtered,
-         f"IS_MODE={cfg.is_mode} with TOP_K, TOP_P or MIN_P shrinks a sequence's weight with every "
-         f"token; set token_truncate or token_mask"),
-        ("://" in cfg.output_dir + cfg.export_hf,
-         "OUTPUT_DIR and EXPORT_HF are folders of this machine; CHECKPOINT_DIR may be gs://"),
-        (cfg.overlong_cache > cfg.max_length_sample,
-         f"OVERLONG_CACHE={cfg.overlong_cache} must be at most "
-         f"MAX_LENGTH_SAMPLE={cfg.max_length_sample}"),
-    ]  # fmt: skip
-    for is_wrong, message in wrong:
-        if is_wrong:
-            raise ValueError(message)
+def read_layers(
+    env: Mapping[str, str], config_file: str | Path = ""
+) -> tuple[Config, dict[str, str]]:
+    """Config.from_env's settings, and the layer that each comes from, {attribute: layer}."""
+    mistakes: list[Mistake] = []
+    settings = read_env(env, Config, mistakes)
+    layers = dict.fromkeys(settings, "environment")
+    if config_file:
+        found = read_yaml(config_file, Config, mistakes)
+        layers = dict.fromkeys(found, str(config_file)) | layers
+        settings = overlay(settings, found, SYNONYMS)
+    if not settings.get("model_path"):
+        settings.pop("model_path", None)
+        found = read_yaml(TINY, Config, mistakes)
+        layers = dict.fromkeys(found, "recipes/tiny.yaml") | layers
+        settings = overlay(settings, found, TINY_YIELDS)
+    if settings.get("reward_fn") and "reward_weights" not in settings:
+        settings["reward_weights"] = (1.0,) * len(settings["reward_fn"].split(","))
+        layers["reward_weights"] = layers["reward_fn"]
+    cfg = Config(**settings)
+    texts = [mistake.text for mistake in mistakes]
+    for text in contradictions(cfg):
+        # One that names a setting whose value could not be read says nothing.
+        if not any(re.search(rf"\b{mistake.setting}\b", text) for mistake in mistakes):
+            texts.append(text)
+    if texts:
+        raise ValueError("\n".join(texts))
+    return cfg, layers
 
 
-def overlay(upper: dict, lower: dict, rivals: Sequence[tuple[Sequence, Sequence]]) -> dict:
-    """`upper` over `lower`; what is set in `upper` silences its rivals, (set, silenced) names."""
-    silenced = {n for names, rest in rivals if any(map(upper.get, names)) for n in rest}
-    return {name: value for name, value in lower.items() if name not in silenced} | upper
+def changed(cfg: Config, layers: Mapping[str, str]) -> str:
+    """A line with every setting that differs from its default, and the layer it comes from."""
+    return "changed: " + " ".join(
+        f"{field.name.upper()}={to_text(getattr(cfg, field.name))} ({layers[field.name]})"
+        for field in dataclasses.fields(cfg)
+        if getattr(cfg, field.name) != field.default
+    )
 
 
 def describe(cfg: Config, processes: int = 1, local_devices: int = 1) -> str:
@@ -273,9 +350,16 @@ def describe(cfg: Config, processes: int = 1, local_devices: int = 1) -> str:
     return "\n".join(lines + [f"derived.{name}: {value}" for name, value in sizes.items()])
 
 
-def load(argv: Sequence[str], env: Mapping[str, str] | None = None) -> tuple[Config, str]:
-    """The settings of a command line and the environment, and --plan's slice or "". Exits if they
-    are only to be printed."""
+class Command(NamedTuple):
+    """What a command line and the environment ask for."""
+
+    cfg: Config
+    slice_name: str  # of --plan, or ""
+    lines: list[str]  # for the log: the settings that are not the default's, and idle ones
+
+
+def load(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Command:
+    """The settings of a command line and the environment. Exits if they are only to be printed."""
     parser = argparse.ArgumentParser(description="Settings are environment variables: STEPS=1 ...")
     parser.add_argument("--config", metavar="FILE.yaml", default="", help="settings below the env")
     parser.add_argument("--print-config", action="store_true", help="print every setting and exit")
@@ -287,22 +371,24 @@ def load(argv: Sequence[str], env: Mapping[str, str] | None = None) -> tuple[Con
         parser.error("--processes and --local-devices must be at least 1")
     try:
         # Keys for W&B and the Hub, which read them there, and settings too.
-        if env is None:
-            env = os.environ
-            for name, value in read_dotenv(REPO / ".env").items():
-                env.setdefault(name, value)
-        cfg = Config.from_env(env, args.config)
+        dotenv = read_dotenv(REPO / ".env") if env is None else {}
+        env = os.environ if env is None else env
+        dotenv = {name: value for name, value in dotenv.items() if name not in env}
+        env.update(dotenv)
+        cfg, layers = read_layers(env, args.config)
+        layers |= {name.lower(): ".env" for name in dotenv}
         if args.print_config:
             print(describe(cfg, args.processes, args.local_devices))
             raise SystemExit(0)
     except ValueError as error:
         fail(error)
-    return cfg, args.plan
+    return Command(cfg, args.plan, [changed(cfg, layers), *notes(cfg)])
 
 
 def fail(error: ValueError) -> NoReturn:
-    """Ends the program the way a user's mistake does."""
-    print(f"error: {error}", file=sys.stderr)
+    """Ends the program the way a user's mistakes do: a line for each, and exit code 2."""
+    for line in str(error).splitlines():
+        print(f"error: {line}", file=sys.stderr)
     raise SystemExit(2)
 
 

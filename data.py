@@ -24,6 +24,7 @@ _DIRECTIVES = "%a %A %b %B %d %-d %H %I %j %m %-m %M %p %S %y %Y".split()
 _REPLACED = [f"replace('{d}', '{DATE.strftime(d)}')" for d in _DIRECTIVES]
 STRFTIME_NOW = "{% macro strftime_now(format) %}{{ " + " | ".join(["format", *_REPLACED])
 STRFTIME_NOW += " }}{% endmacro +%}"
+_TAIL = 16  # tokens at a prompt's end, more than a tag and the white space after it have
 SUFFIXES = (".jsonl", ".json", ".parquet")
 HELD_OUT = 0.1  # of a dataset that is one file, for evaluation
 
@@ -54,6 +55,8 @@ def load_rows(
         placed = _read_file(path)
     elif path.is_dir():
         placed = itertools.chain.from_iterable(map(_read_file, _split_files(path, split)))
+    elif dataset.startswith(("/", "~", "./", "../")):  # no id of the hub begins like this
+        raise ValueError(f"DATASET={dataset}: this file or folder does not exist")
     else:
         placed = _read_hub(dataset, dataset_config, split)
     wanted = {"question": question, "answer": answer}
@@ -189,6 +192,16 @@ def build_prompts(rows: list[dict[str, Any]], tokenizer: Any, system_prompt: str
         ) from None
     ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
     return [Prompt(i, row) for i, row in zip(ids, rows, strict=True)]
+
+
+def opened_tag(prompt: Prompt, tokenizer: Any) -> str:
+    """The <think> that the chat template opens at the prompt's end for the assistant, with the
+    white space after it; "" where the template opens none.
+
+    Such a completion begins behind its own first tag, which rewards have to see.
+    """
+    found = re.search(r"<think>\s*\Z", tokenizer.decode(prompt.ids[-_TAIL:]))
+    return found[0] if found else ""
 
 
 def fit_prompts(prompts: list[Prompt], limit: int, too_long: str, what: str) -> list[Prompt]:

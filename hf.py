@@ -42,6 +42,8 @@ def fetch_model(path: str, revision: str = "", files: Sequence[str] = FILES) -> 
     """The local folder of a model: `path` itself, or the files of a hub id, downloaded once."""
     if Path(path).is_dir():
         return Path(path)
+    if path.startswith(("/", "~", "./", "../")):  # no id of the hub begins like this
+        raise ValueError(f"MODEL_PATH={path}: this folder does not exist")
     from huggingface_hub import snapshot_download
 
     try:

@@ -1,16 +1,17 @@
 """The text of settings -> their values, from environment, YAML and .env; and back to text.
 
-Every error names the setting and where it stands. Imports neither jax nor flax.
+A mistake is a line that names the setting and where it stands; all mistakes are found in one
+reading. Imports neither jax nor flax.
 """
 
 import dataclasses
 import difflib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from operator import ge, gt, le, lt
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 REPO = Path(__file__).resolve().parent
 LIST_ALL = "(`python config.py` lists all)"
@@ -23,14 +24,18 @@ PLAIN = r"(?ai:(?!null$)[\w/]([\w/.:\\-]*[\w/])?)"  # text that YAML takes witho
 FORMS = {"mesh_shape": MESH, "rollout_mesh_shape": MESH}
 FORMS |= {"dataset": NAME, "train_split": NAME, "eval_split": NAME}
 FORMS |= {"question_column": NAME, "answer_column": NAME}
-# What TRL calls settings that have another name here.
-TRL_NAMES = {"EPSILON": "EPS_LOW", "EPSILON_HIGH": "EPS_HIGH", "NUM_GENERATIONS": "NUM_PRE_Q"}
-TRL_NAMES |= {"NUM_ITERATIONS": "PPO_EPOCHS", "MAX_COMPLETION_LENGTH": "MAX_LENGTH_SAMPLE"}
-# What is no setting and why, with what would do instead.
+# What other programs have and this one has not, with what to use instead.
 NOT_SETTINGS = {
     "PARAM_DTYPE": "trained weights are float32, since bfloat16 loses most updates of them; to "
-    "save memory lower TRAIN_PER_DEVICE_MICRO_BATCH_SIZE or use more devices"
+    "save memory lower TRAIN_PER_DEVICE_MICRO_BATCH_SIZE or use more devices",
+    "NUM_EPOCHS": "a run takes STEPS steps; an epoch has as many steps as the dataset has rows, "
+    "divided by the prompts of a step",
+    "EVAL_BATCHES": "EVAL_PROMPTS is the number of questions in an evaluation",
+    "MAX_LENGTH_TOTAL": "a row is as long as its prompt and MAX_LENGTH_SAMPLE new tokens need; "
+    "MAX_PROMPT_LENGTH limits the prompt",
+    "USE_VLLM": "ROLLOUT_BACKEND says who generates",
 }
+NOT_SETTINGS["NUM_TRAIN_EPOCHS"] = NOT_SETTINGS["TOTAL_EPOCHS"] = NOT_SETTINGS["NUM_EPOCHS"]
 # Environment names of other programs, however close to ours.
 FOREIGN = ("WANDB_", "JAX_", "HF_", "TPU_", "XLA_", "SGLANG_")
 
@@ -40,19 +45,45 @@ def yaml_name(field: dataclasses.Field) -> str:
     return group if "." in group else f"{group}.{field.name}"
 
 
-def stop_at_typos(env: Mapping[str, str], known: list[str]) -> None:
-    """Raises ValueError at a name in `env` that can only be one of `known` misspelt."""
+class Mistake(NamedTuple):
+    """What is wrong, in a line, with the setting of this environment name."""
+
+    setting: str
+    text: str
+
+
+def read_env(env: Mapping[str, str], config: type, mistakes: list[Mistake]) -> dict[str, Any]:
+    """The settings in the environment, {attribute: value}; adds to `mistakes`.
+
+    config: the dataclass whose fields, made by config.knob, are the settings.
+    """
+    known = {field.name.upper(): field for field in dataclasses.fields(config)}
+    others = {name: n for n, field in known.items() for name in field.metadata["others"]}
+    settings = {}
     for name in sorted(env):
-        if name in TRL_NAMES:
-            raise ValueError(f"{name} is called {TRL_NAMES[name]} here {LIST_ALL}")
-        if name in NOT_SETTINGS:
-            raise ValueError(f"there is no setting {name}: {NOT_SETTINGS[name]}")
-        # Three letters are too few to tell a typo of SEED from a tool (SED); TYPE is no DTYPE.
-        if name in known or name.startswith(FOREIGN) or len(name) <= 3 or name == "TYPE":
-            continue
-        for meant in difflib.get_close_matches(name.upper(), known, cutoff=0.85):
-            if is_misspelt(name.upper(), meant):
-                raise ValueError(f"unknown setting {name}; did you mean {meant}? {LIST_ALL}")
+        if name in known:
+            try:
+                settings[known[name].name] = parse(known[name], env[name], name)
+            except ValueError as error:
+                mistakes.append(Mistake(name, str(error)))
+        elif name in others:
+            text = f"{name} is called {others[name]} here {LIST_ALL}"
+            mistakes.append(Mistake(others[name], text))
+        elif name in NOT_SETTINGS:
+            mistakes.append(Mistake(name, f"there is no setting {name}: {NOT_SETTINGS[name]}"))
+        elif meant := misspelt(name, list(known)):
+            text = f"unknown setting {name}; did you mean {meant}? {LIST_ALL}"
+            mistakes.append(Mistake(meant, text))
+    return settings
+
+
+def misspelt(name: str, known: list[str]) -> str:
+    """The one of `known` that an environment variable can only be meant to be, or ""."""
+    # Three letters are too few to tell a typo of SEED from a tool (SED); TYPE is no DTYPE.
+    if name.startswith(FOREIGN) or len(name) <= 3 or name == "TYPE":
+        return ""
+    close = difflib.get_close_matches(name.upper(), known, cutoff=0.85)
+    return next((meant for meant in close if is_misspelt(name.upper(), meant)), "")
 
 
 def is_misspelt(name: str, meant: str) -> bool:
@@ -100,11 +131,12 @@ def number(kind: type, text: str, label: str, limits: Mapping[str, float]) -> in
     return value
 
 
-def read_yaml(path: str | Path, config: type) -> dict[str, Any]:
-    """The settings in a YAML file, {attribute: value}, from nested groups or group.name keys.
+def read_yaml(path: str | Path, config: type, mistakes: list[Mistake]) -> dict[str, Any]:
+    """The settings in a YAML file, {attribute: value}, from nested groups or group.name keys; adds
+    to `mistakes`. Raises ValueError for what is no such file.
 
-    config: the dataclass whose fields, made by config.knob, are the settings. One that is null is
-    left out, as if the file did not name it; a text that is null is the empty text.
+    A setting that is null is left out, as if the file did not name it; a text that is null is the
+    empty text. config: as read_env's.
     """
     yaml = import_yaml()
     try:
@@ -116,24 +148,37 @@ def read_yaml(path: str | Path, config: type) -> dict[str, Any]:
         raise ValueError(f"{path} holds a {root.id}; wanted: `group.name: value` lines")
 
     fields = {yaml_name(field): field for field in dataclasses.fields(config)}
-    spellings = {name: name for name in fields} | {f.name: name for name, f in fields.items()}
     settings, seen = {}, set()
     for key, node in yaml_items(root) if root else ():
         if key.startswith("derived."):
             continue
-        if (last := key.rpartition(".")[2].upper()) in NOT_SETTINGS:
-            raise ValueError(f"{path}: there is no setting {key}: {NOT_SETTINGS[last]}")
         if key not in fields:
-            meant = spellings[difflib.get_close_matches(key.lower(), spellings, 1, cutoff=0)[0]]
-            raise ValueError(f"{path}: unknown setting {key}; did you mean {meant}? {LIST_ALL}")
-        name, label = fields[key].name, f"{path}: {key}"
-        if name in seen:
-            raise ValueError(f"{label} is set twice, again in line {node.start_mark.line + 1}")
-        seen.add(name)
-        if is_null(node) and fields[key].type is not str:  # of a text null is the empty one
+            mistakes.append(unknown_key(path, key, fields))
             continue
-        settings[name] = parse(fields[key], yaml_text(node, label), label)
+        name, label = fields[key].name, f"{path}: {key}"
+        try:
+            if name in seen:
+                raise ValueError(f"{label} is set twice, again in line {node.start_mark.line + 1}")
+            if not is_null(node) or fields[key].type is str:  # of a text null is the empty one
+                settings[name] = parse(fields[key], yaml_text(node, label), label)
+        except ValueError as error:
+            mistakes.append(Mistake(name.upper(), str(error)))
+        seen.add(name)
     return settings
+
+
+def unknown_key(path: str | Path, key: str, fields: dict[str, dataclasses.Field]) -> Mistake:
+    """Says what a key of a YAML file that is no setting could mean. fields: by their YAML names."""
+    last = key.rpartition(".")[2].upper()
+    if last in NOT_SETTINGS:
+        return Mistake(last, f"{path}: there is no setting {key}: {NOT_SETTINGS[last]}")
+    for name, field in fields.items():
+        if {key, last} & {field.name.upper(), *field.metadata["others"]}:
+            return Mistake(field.name.upper(), f"{path}: {key} is called {name} here {LIST_ALL}")
+    spellings = {name: name for name in fields} | {f.name: name for name, f in fields.items()}
+    meant = spellings[difflib.get_close_matches(key.lower(), spellings, 1, cutoff=0)[0]]
+    text = f"{path}: unknown setting {key}; did you mean {meant}? {LIST_ALL}"
+    return Mistake(fields[meant].name.upper(), text)
 
 
 def yaml_items(mapping: Any, group: str = "") -> Iterator[tuple[str, Any]]:
@@ -167,6 +212,12 @@ def yaml_text(node: Any, label: str) -> str:
     if any(item.id != "scalar" for item in items):
         raise ValueError(f"{label} must be one value, or a list of values")
     return ",".join("" if is_null(item) else item.value for item in items)
+
+
+def overlay(upper: dict, lower: dict, rivals: Sequence[tuple[Sequence, Sequence]]) -> dict:
+    """`upper` over `lower`; what is set in `upper` silences its rivals, (set, silenced) names."""
+    silenced = {n for names, rest in rivals if any(map(upper.get, names)) for n in rest}
+    return {name: value for name, value in lower.items() if name not in silenced} | upper
 
 
 def read_dotenv(path: Path) -> dict[str, str]:

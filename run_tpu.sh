@@ -184,14 +184,13 @@ read_settings() {  # sets settings: NAME=value of those of this shell that confi
   settings=$("$PYTHON" -c '
 import dataclasses, os, shlex, sys
 import config, parsing
-fields = {field.name.upper(): field for field in dataclasses.fields(config.Config)}
-try:
-    parsing.stop_at_typos(os.environ, list(fields))
-    for name in fields.keys() & os.environ.keys():
-        parsing.parse(fields[name], os.environ[name], name)
-except ValueError as error:
-    sys.exit(f"error: {error}")
-print(*[f"{name}={shlex.quote(os.environ[name])}" for name in fields if name in os.environ])
+mistakes = []
+settings = parsing.read_env(os.environ, config.Config, mistakes)
+if mistakes:
+    sys.exit("\n".join(f"error: {mistake.text}" for mistake in mistakes))
+fields = dataclasses.fields(config.Config)
+names = [field.name.upper() for field in fields if field.name in settings]
+print(*[f"{name}={shlex.quote(os.environ[name])}" for name in names])
 ') || exit 2
 }
 
@@ -405,7 +404,7 @@ worker-run() {  # BASE VENV CONFIG [SETTING=VALUE...]: train_grpo.py, its log, i
   # So that stop knows how long to wait. After a mistake in a setting the run ends by itself.
   { env "${@:4}" "$python" -c '
 import sys, config
-print(config.load(sys.argv[1:])[0].preemption_grace_s)' ${config:+--config "$config"} 2>/dev/null ||
+print(config.load(sys.argv[1:]).cfg.preemption_grace_s)' ${config:+--config "$config"} 2>/dev/null ||
     echo 0; } >"$base.grace"
   exec 8> >(exec tee "$base.log" >/dev/null)  # which goes on when the disk is full
   tee=$!

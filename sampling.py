@@ -129,13 +129,16 @@ def complete(
 def score(
     run: Run, roll: Rollout, prompts: list[data.Prompt], num_pre_q: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Weighted rewards [b] and those of each function [b, F], NaN where none applies."""
+    """Weighted rewards [b] and those of each function [b, F], NaN where none applies.
+
+    A tag that the chat template opened belongs to the text that is scored, not to its tokens.
+    """
+    opened = [data.opened_tag(p, run.tokenizer) for p in prompts for _ in range(num_pre_q)]
+    texts = [tag + text for tag, text in zip(opened, roll.texts(run.tokenizer), strict=True)]
     names = prompts[0].columns
     columns = {n: [p.columns.get(n) for p in prompts for _ in range(num_pre_q)] for n in names}
     columns["completion_ids"] = roll.ids()
     try:
-        return rewards.score(
-            roll.texts(run.tokenizer), columns, run.functions, run.cfg.reward_weights
-        )
+        return rewards.score(texts, columns, run.functions, run.cfg.reward_weights)
     except ValueError as error:  # the message names the function
         raise RewardError(str(error)) from None

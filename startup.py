@@ -365,7 +365,7 @@ def open_log(run: Run, out: Path, first_step: int, wandb_id: str) -> RunLog:
 if __name__ == "__main__":
     with processes.ending_together():
         try:
-            start_jax(settings.load(sys.argv[1:])[0])
+            start_jax(settings.load(sys.argv[1:]).cfg)
         except ValueError as error:
             settings.fail(error)
         print("versions", *(f"{name}={version}" for name, version in versions().items()))

@@ -19,14 +19,15 @@ import sys
 import config as settings
 
 if __name__ == "__main__":
-    CFG, SLICE = settings.load(sys.argv[1:])  # prints them and exits, with --print-config
-    if SLICE:
+    COMMAND = settings.load(sys.argv[1:])  # prints the settings and exits, with --print-config
+    if COMMAND.slice_name:
         import plan_tpu
 
         try:
-            raise SystemExit(plan_tpu.main(CFG, SLICE))
+            raise SystemExit(plan_tpu.main(COMMAND.cfg, COMMAND.slice_name))
         except ValueError as error:
             settings.fail(error)
+    print(*COMMAND.lines, sep="\n", flush=True)
 
 import math
 import time
@@ -389,4 +390,4 @@ def export(run: Run, out: Path, params: Params) -> None:
 
 if __name__ == "__main__":
     with ending_together():
-        main(CFG)
+        main(COMMAND.cfg)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import hf
-from data import Prompt, batch_indices, build_prompts, fit_prompts, load_rows
+from data import Prompt, batch_indices, build_prompts, fit_prompts, load_rows, opened_tag
 
 ROOT = Path(__file__).parent.parent
 
@@ -194,6 +194,11 @@ def test_a_folder_names_the_file_that_is_bad(tmp_path: Path) -> None:
 def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
     missing = f"{tmp_path}/none.jsonl"
     refused(lambda: load_rows(missing, "", "train"), f"DATASET={missing}: no such file")
+    for path in (f"{tmp_path}/none", "~/none", "../none/there"):
+        told = f"DATASET={path}: this file or folder does not exist"
+        refused(lambda path=path: load_rows(path, "", "train"), told)
+        told = f"MODEL_PATH={path}: this folder does not exist"
+        refused(lambda path=path: hf.fetch_model(path), told)
     empty = f"DATASET={tmp_path} has no file of split 'train'; it has no .jsonl, .json or .parquet"
     refused(lambda: load_rows(str(tmp_path), "", "train"), empty)
     write(tmp_path / "train.jsonl", rows_of(2))
@@ -308,6 +313,25 @@ def test_a_template_that_prints_the_date_makes_the_same_prompt_every_day(templat
     tokenizer = hf.load_tokenizer(ROOT / "tiny")
     tokenizer.chat_template = template
     assert tokenizer.decode(build_prompts(ROWS, tokenizer, SYSTEM)[0].ids) == "Today: 26 Jul 2024"
+
+
+@pytest.mark.parametrize(
+    "end, opened",
+    [
+        ("<think>", "<think>"),
+        ("<think>\n\n", "<think>\n\n"),
+        ("<think>\n\n</think>\n\n", ""),
+        ("<think> Well,", ""),
+        ("", ""),
+    ],
+)
+def test_only_a_think_tag_that_is_left_open_belongs_to_the_completion(
+    end: str, opened: str
+) -> None:
+    tokenizer = hf.load_tokenizer(ROOT / "tiny")
+    tokenizer.chat_template += f"{{{{ {end!r} }}}}"
+    (prompt,) = build_prompts(ROWS[2:], tokenizer, "Think in <think>.")
+    assert opened_tag(prompt, tokenizer) == opened
 
 
 def test_a_chat_template_of_a_file_serves_a_model_that_has_none(tmp_path: Path) -> None:

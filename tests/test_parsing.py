@@ -1,5 +1,7 @@
 """parsing.py: misspelt names, .env files, no pyyaml. test_config.py has values and YAML."""
 
+import dataclasses
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import config
+import parsing
 from config import Config
 from parsing import REPO, read_dotenv
 
@@ -25,7 +28,7 @@ ORDINARY = """
     APPDATA ComSpec HOMEPATH NUMBER_OF_PROCESSORS OS PATHEXT PSModulePath SystemRoot USERPROFILE CI
     GITHUB_STEP_SUMMARY GITHUB_OUTPUT STAGE_NAME SLURM_NTASKS_PER_NODE SLURM_STEP_ID CLOUDSDK_CONFIG
     KUBERNETES_SERVICE_HOST PJRT_DEVICE TPU_WORKER_ID JAX_COMPILATION_CACHE_DIRS XLA_FLAGS HF_HOME
-    WANDB_PROJCT SGLANG_PORT PYTHONPATH VIRTUAL_ENV OMP_NUM_THREADS RANK MASTER_ADDR WORLD_SIZE LR
+    WANDB_PROJCT SGLANG_PORT PYTHONPATH VIRTUAL_ENV OMP_NUM_THREADS RANK MASTER_ADDR WORLD_SIZE
     BATCH BATCH_SIZES_DIR MY_BATCH_SIZE BATCH_SIZE_2 EVAL_BATCH_SIZE TRAIN_BATCH_SIZE SEED_FILE ETA
     DATASET_DIR DATASET_NAME OUTPUT OUTPUT_PATH TRAIN_STEPS BETA_DIR META TYPE STEMS TOPS MESH
     TPU_NAME TPU_TYPE ZONE PROJECT WORKER REF REPO_URL SSH_TIMEOUT_S PYTHON
@@ -36,6 +39,143 @@ ORDINARY = """
 def test_a_name_within_a_typo_of_a_setting_is_an_error(name: str, meant: str) -> None:
     with pytest.raises(ValueError, match=f"unknown setting {name}; did you mean {meant}\\?"):
         Config.from_env({name: "1"})
+
+
+CALLED = """
+    LR=LEARNING_RATE GROUP_SIZE=NUM_PRE_Q NUM_GENERATIONS=NUM_PRE_Q MAX_NEW_TOKENS=MAX_LENGTH_SAMPLE
+    MICRO_BATCH_SIZE=TRAIN_MICRO_BATCH_SIZE ROLLOUT_PROMPT_BATCH_SIZE=BATCH_SIZE
+    MESH_SHAPE_FSDP=MESH_SHAPE ROLLOUT_ENGINE=ROLLOUT_BACKEND EPSILON=EPS_LOW
+    NUM_ITERATIONS=PPO_EPOCHS MAX_COMPLETION_LENGTH=MAX_LENGTH_SAMPLE
+    GRADIENT_ACCUMULATION_STEPS=GRAD_ACCUM_STEPS
+"""
+CALLED_IN_YAML = """
+    rollout.n=rollout.num_pre_q model_path=model.path steps=train.steps wandb_mode=run.wandb_mode
+    train.micro_batch_size_per_device=train.per_device_micro_batch_size LR=train.learning_rate
+    optim.lr=train.learning_rate rollout.max_new_tokens=rollout.max_length_sample
+"""
+NOT_HERE = {
+    "NUM_EPOCHS": "a run takes STEPS steps; an epoch has as many steps as ",
+    "EVAL_BATCHES": "EVAL_PROMPTS is the number of questions in an evaluation",
+    "MAX_LENGTH_TOTAL": "a row is as long as its prompt and MAX_LENGTH_SAMPLE new tokens need",
+}
+
+
+@pytest.mark.parametrize(("name", "ours"), [pair.split("=") for pair in CALLED.split()])
+def test_the_names_of_other_programs_are_told_ours(name: str, ours: str) -> None:
+    with pytest.raises(ValueError) as error:
+        Config.from_env({name: "1"})
+    assert str(error.value) == f"{name} is called {ours} here (`python config.py` lists all)"
+
+
+@pytest.mark.parametrize(("key", "ours"), [pair.split("=") for pair in CALLED_IN_YAML.split()])
+def test_the_names_of_other_programs_in_yaml_are_told_ours(tmp_path, key: str, ours: str) -> None:
+    (tmp_path / "run.yaml").write_text(f"{key}: 1")
+    with pytest.raises(ValueError, match=rf"run.yaml: {key} is called {ours} here \(`python"):
+        Config.from_env({}, tmp_path / "run.yaml")
+
+
+@pytest.mark.parametrize("name", NOT_HERE)
+def test_a_name_without_a_counterpart_is_told_what_to_use_instead(tmp_path, name: str) -> None:
+    with pytest.raises(ValueError, match=f"^there is no setting {name}: {NOT_HERE[name]}"):
+        Config.from_env({name: "1"})
+    (tmp_path / "run.yaml").write_text(f"train: {{{name.lower()}: 1}}")
+    with pytest.raises(
+        ValueError, match=f"there is no setting train.{name.lower()}: {NOT_HERE[name]}"
+    ):
+        Config.from_env({}, tmp_path / "run.yaml")
+
+
+def test_no_other_name_is_a_setting_s_or_that_of_two() -> None:
+    fields = dataclasses.fields(Config)
+    others = [name for field in fields for name in field.metadata["others"]]
+    assert len(set(others)) == len(others)
+    assert not {field.name.upper() for field in fields} & {*others, *parsing.NOT_SETTINGS}
+
+
+# ---- All at once ---------------------------------------------------------------------------------
+
+
+def test_all_mistakes_of_a_start_are_told_at_once(tmp_path: Path, capsys) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("rollout: {n: 4, temperature: 0}\nloss.kl_estimator: k1\n")
+    env = {"LR": "1", "LERNING_RATE": "1", "NUM_PRE_Q": "eight", "NUM_EPOCHS": "3", "STEPS": "5"}
+    with pytest.raises(SystemExit) as stop:
+        config.load(["--config", str(file)], env | {"IS_CAP": "2"})
+    assert stop.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(" (`python")[0] for line in lines] == [
+        "error: unknown setting LERNING_RATE; did you mean LEARNING_RATE?",
+        "error: LR is called LEARNING_RATE here",
+        "error: there is no setting NUM_EPOCHS: " + parsing.NOT_SETTINGS["NUM_EPOCHS"],
+        "error: NUM_PRE_Q='eight' is not a whole number",
+        f"error: {file}: rollout.n is called rollout.num_pre_q here",
+        f"error: {file}: rollout.temperature=0.0 must be above 0",
+        "error: KL_ESTIMATOR=k1 does nothing with BETA=0; leave it out",
+        "error: IS_CAP=2.0 does nothing with IS_MODE=none; leave it out",
+    ]
+
+
+def test_a_contradiction_with_a_value_that_cannot_be_read_is_not_told() -> None:
+    with pytest.raises(ValueError) as error:
+        Config.from_env({"BETA": "much", "KL_ESTIMATOR": "k1"})
+    assert str(error.value) == "BETA='much' is not a number"
+
+
+# ---- What differs from the defaults --------------------------------------------------------------
+
+
+def test_every_changed_setting_is_told_with_the_layer_it_comes_from(tmp_path, monkeypatch) -> None:
+    (tmp_path / ".env").write_text("SEED=3\nSTEPS=9\n")
+    (tmp_path / "run.yaml").write_text("model.path: m\ntrain: {steps: 7, learning_rate: 1e-5}\n")
+    monkeypatch.setattr(config, "REPO", tmp_path)
+    for name in {field.name.upper() for field in dataclasses.fields(Config)} & os.environ.keys():
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("STEPS", "5")
+    monkeypatch.setenv("NUM_PRE_Q", "8")  # its default
+    monkeypatch.setenv("SYSTEM_PROMPT", "Be brief.")
+    file = str(tmp_path / "run.yaml")
+    assert config.load(["--config", file]).lines == [
+        f'changed: MODEL_PATH=m ({file}) SYSTEM_PROMPT="Be brief." (environment) SEED=3 (.env) '
+        f"STEPS=5 (environment) LEARNING_RATE=1e-05 ({file})"
+    ]
+    (told,) = config.load([], {"REWARD_FN": "a.py:f"}).lines
+    assert "REWARD_WEIGHTS=1.0 (environment) REWARD_FN=a.py:f (environment)" in told
+    assert "NUM_PRE_Q" not in told and "STEPS=200 (recipes/tiny.yaml)" in told
+
+
+@pytest.mark.parametrize(
+    "settings, idle",
+    [
+        ("EPS_HIGH=0.3", "EPS_HIGH=0.3"),
+        ("DELTA=4 EPS_LOW=0.1", "EPS_LOW=0.1 and DELTA=4.0"),
+        ("LOSS_TYPE=gspo EPS_LOW=3e-4", "EPS_LOW=0.0003 and the ratios of LOSS_TYPE=gspo"),
+        ("LOSS_TYPE=sapo", "the ratios of LOSS_TYPE=sapo"),
+        ("EPS_HIGH=0.3 PPO_EPOCHS=2", ""),
+        ("LOSS_TYPE=gspo STEPS=0", ""),
+        ("LOSS_TYPE=grpo", ""),
+    ],
+)
+def test_a_line_says_which_settings_of_ratios_do_nothing_with_one_update(settings, idle) -> None:
+    lines = config.load([], dict(pair.split("=") for pair in settings.split())).lines[1:]
+    told = (
+        f"PPO_EPOCHS=1 makes every ratio 1, so that {idle} do nothing; with PPO_EPOCHS=2 they count"
+    )
+    assert lines == ([told] if idle else [])
+
+
+def test_settings_that_do_nothing_for_a_local_folder_are_refused(tmp_path: Path) -> None:
+    for env, message in (
+        ({"MODEL_PATH": str(tmp_path), "MODEL_REVISION": "v2"},
+         f"MODEL_REVISION=v2 does nothing with a folder, {tmp_path}; leave it out"),
+        ({"DATASET": str(tmp_path), "DATASET_CONFIG": "socratic"},
+         f"DATASET_CONFIG=socratic does nothing with a local DATASET, {tmp_path}; leave it out"),
+        ({"EXPORT_HF": "none", "EXPORT_DTYPE": "float32"},
+         "EXPORT_DTYPE=float32 does nothing with EXPORT_HF=none; leave it out"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError) as error:
+            Config.from_env(env)
+        assert str(error.value) == message
+    Config.from_env({"MODEL_PATH": "org/name", "MODEL_REVISION": "v2", "DATASET_CONFIG": "x"})
 
 
 def test_names_of_ordinary_machines_are_no_typos() -> None:
@@ -89,7 +229,7 @@ def test_a_dotenv_file_beside_the_code_lies_below_the_environment(tmp_path, monk
     (tmp_path / ".env").write_text("STEPS=7\nNUM_PRE_Q=4\nA_KEY=secret\n")
     monkeypatch.setattr(config, "REPO", tmp_path)
     monkeypatch.setattr(config.os, "environ", {"NUM_PRE_Q": "2"})
-    cfg, _ = config.load([])
+    cfg = config.load([]).cfg
     assert (cfg.steps, cfg.num_pre_q) == (7, 2)
     assert config.os.environ == {"NUM_PRE_Q": "2", "STEPS": "7", "A_KEY": "secret"}
     assert "secret" not in config.describe(cfg)

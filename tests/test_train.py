@@ -246,6 +246,25 @@ def test_accuracy_is_the_task_s_own_and_not_gsm8k_s(out: Path) -> None:
     assert accuracy("reward_format", **format_of) > 0.8
 
 
+def test_a_think_tag_that_the_chat_template_opens_belongs_to_the_completion(out: Path) -> None:
+    """The tiny model goes on behind the opened tag as it was taught to: with its reasoning."""
+    tiny = json.loads((REPO / "tiny" / "tokenizer_config.json").read_text())["chat_template"]
+    result = {}
+    for name, tag in (("open", "<think>"), ("lines", "<think>\n")):
+        template = out / f"{name}.jinja"
+        template.write_text(tiny + f"{{{{ {tag!r} }}}}")
+        env = {"CHAT_TEMPLATE": str(template), "STEPS": "0", "EVAL_EVERY_STEPS": "1"}
+        result[name] = train(out / f"think_{name}", EVAL_PROMPTS="64", **env)
+    texts = [text for _, text in result["open"].completions[:64]]
+    assert all(text.startswith("<think>") for text in texts), "a user's function sees the tag"
+    assert not any(text.startswith("<think><think>") for text in texts)
+    rewarded = result["open"].records[0]
+    assert rewarded["eval/reward/func/reward_format/mean"] > 0.8
+    assert rewarded["eval/reward/func/tag_count_reward/mean"] > 0.9
+    texts = [text for _, text in result["lines"].completions[:64]]
+    assert all(text.startswith("<think>\n") for text in texts)
+
+
 def test_a_reward_that_raises_stops_the_run_in_one_line(out: Path) -> None:
     file = out / "raises.py"
     file.write_text("def wrong(completions, **columns):\n    return [1.0 / 0]\n")

@@ -207,12 +207,13 @@ def not_finite(metrics: dict[str, float]) -> str:
     return f"{wrong[0]} is {metrics[wrong[0]]}" if wrong else ""
 
 
-def step_line(
+def step_lines(
     step: int, means: dict[str, float], rows: StepRows, teaches: bool, clock: Clock, phases: bool
-) -> str:
-    """The line people parse; with `phases`, PRINT_TRAIN_TIME_BREAKDOWN's seconds and lengths.
+) -> list[str]:
+    """The line people parse, then a line for each thing to note about the step.
 
-    teaches: some completion that counts has an advantage.
+    phases: the line ends in PRINT_TRAIN_TIME_BREAKDOWN's seconds and lengths. teaches: some
+    completion that counts has an advantage.
     """
     lengths, seconds = rows.completion_lengths, clock.train_seconds()
     text = (
@@ -226,14 +227,15 @@ def step_line(
             f"completion_len_mean={lengths.mean():.1f} completion_len_max={lengths.max():.0f} "
             f"completion_hit_max_frac={1 - rows.stopped.mean():.4f}"
         )
+    lines, note = [text], f"note step={step}"
     if "dynamic_sampling/rounds" in means:
-        text += (
-            f" rounds={means['dynamic_sampling/rounds']:.0f} "
-            f"kept={means['dynamic_sampling/kept_frac']:.4f}"
-        )
+        rounds, kept = (means[f"dynamic_sampling/{name}"] for name in ("rounds", "kept_frac"))
+        lines.append(f"dynamic_sampling step={step} rounds={rounds:.0f} kept={kept:.4f}")
     if not teaches:
-        text += " (no completion that counts has an advantage: no policy gradient)"
-    return text
+        lines.append(f"{note}: no completion that counts has an advantage: no policy gradient")
+    if wrong := not_finite(means):
+        lines.append(f"{note}: its update was not applied: {wrong}")
+    return lines
 
 
 def step_records(

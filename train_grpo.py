@@ -49,7 +49,7 @@ from metrics import (
     not_finite,
     sample_records,
     sampling_metrics,
-    step_line,
+    step_lines,
     step_records,
 )
 from model import Params
@@ -90,6 +90,7 @@ def main(cfg: settings.Config) -> None:
         run = set_up(cfg)
         if is_finished(run):
             print(f"OUTPUT_DIR={cfg.output_dir}: all STEPS={cfg.steps} are done; raise it to go on")
+            print(f"DONE: steps={cfg.steps} elapsed_sec={time.perf_counter() - began:.3f}")
             return
         out = output_folder(cfg)
         checkpoints, seen = open_checkpoints(cfg, out)
@@ -163,8 +164,9 @@ def main(cfg: settings.Config) -> None:
                 sampled = np.concatenate([r.rows.rewards for r in rounds])
                 means |= sampling_metrics(len(rounds), equal_groups(run, rounds), sampled)
             teaches = bool((advantages * learns).any())
-            line = step_line(step, means, rows, teaches, clock, cfg.print_train_time_breakdown)
-            log.line(line + (f" (its update was not applied: {wrong})" if wrong else ""))
+            breakdown = cfg.print_train_time_breakdown
+            for line in step_lines(step, means, rows, teaches, clock, breakdown):
+                log.line(line)
             names = [function.__name__ for function in run.functions]
             logged = means | {"learning_rate": lr}
             records = step_records(logged, rows, advantages, clock, K, names)

@@ -17,7 +17,7 @@ from metrics import (
     StepRows,
     evaluation,
     sampling_metrics,
-    step_line,
+    step_lines,
     step_records,
 )
 from startup import accuracy_rule
@@ -35,7 +35,7 @@ ROWS = StepRows.of(
         ]
     )
 )
-MEANS = {"loss": 0.25, "entropy": 1.5}
+MEANS = {"loss": 0.25, "entropy": 1.5, "grad_norm": 2.0}
 
 
 def clock() -> Clock:
@@ -45,21 +45,27 @@ def clock() -> Clock:
     return one
 
 
-def test_the_step_line_has_the_mean_reward_and_says_when_there_is_nothing_to_learn() -> None:
-    line = "step=7 loss=0.250000 entropy=1.5000 reward_mean=1.1250 dt=0.00s"
-    assert step_line(7, MEANS, ROWS, True, clock(), False) == line
-    assert step_line(7, MEANS, ROWS, False, clock(), False) == (
-        f"{line} (no completion that counts has an advantage: no policy gradient)"
-    )
+LINE = "step=7 loss=0.250000 entropy=1.5000 reward_mean=1.1250 dt=0.00s"
+NOTHING = "note step=7: no completion that counts has an advantage: no policy gradient"
 
 
-def test_the_step_line_of_dynamic_sampling_has_its_rounds_and_the_share_of_groups_kept() -> None:
+def test_the_step_line_ends_in_its_seconds_and_what_is_to_note_has_lines_of_its_own() -> None:
+    assert step_lines(7, MEANS, ROWS, True, clock(), False) == [LINE]
+    assert step_lines(7, MEANS, ROWS, False, clock(), False) == [LINE, NOTHING]
+    means = MEANS | {"grad_norm": NAN}
+    assert step_lines(7, means, ROWS, True, clock(), False) == [
+        LINE,
+        "note step=7: its update was not applied: grad_norm is nan",
+    ]
+
+
+def test_dynamic_sampling_has_a_line_with_its_rounds_and_the_share_of_groups_kept() -> None:
     sampled = {"rounds": 3.0, "kept_frac": 5 / 12, "reward_mean": 0.5}
     means = MEANS | {f"dynamic_sampling/{name}": value for name, value in sampled.items()}
-    line = step_line(7, means, ROWS, True, clock(), False)
-    assert line.endswith(" reward_mean=1.1250 dt=0.00s rounds=3 kept=0.4167")
-    line = step_line(7, means, ROWS, False, clock(), True)
-    assert " completion_hit_max_frac=0.2500 rounds=3 kept=0.4167 (no completion" in line
+    told = "dynamic_sampling step=7 rounds=3 kept=0.4167"
+    assert step_lines(7, means, ROWS, True, clock(), False) == [LINE, told]
+    line, *others = step_lines(7, means, ROWS, False, clock(), True)
+    assert line.endswith(" completion_hit_max_frac=0.2500") and others == [told, NOTHING]
     records = step_records(means, ROWS, np.zeros(4), clock(), 2, ["first", "second"])
     assert {f"train-other/dynamic_sampling/{name}": x for name, x in sampled.items()}.items() <= (
         records.items()
@@ -73,7 +79,7 @@ def test_a_group_whose_applicable_rewards_are_equal_teaches_nothing() -> None:
 
 
 def test_the_breakdown_names_phases_and_lengths() -> None:
-    line = step_line(7, MEANS, ROWS, True, clock(), True)
+    (line,) = step_lines(7, MEANS, ROWS, True, clock(), True)
     assert " rollout=0.00s rollout_sync=0.00s rollout_generate=0.00s reward=0.00s" in line
     assert line.endswith(
         "prompt_len_mean=15.0 completion_len_mean=5.0 completion_len_max=8 "

@@ -385,11 +385,11 @@ def load(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Command:
     return Command(cfg, args.plan, [changed(cfg, layers), *notes(cfg)])
 
 
-def fail(error: ValueError) -> NoReturn:
-    """Ends the program the way a user's mistakes do: a line for each, and exit code 2."""
+def fail(error: ValueError | str, code: int = 2) -> NoReturn:
+    """Ends the program the way a user's mistakes do: a line for each, and an exit code."""
     for line in str(error).splitlines():
         print(f"error: {line}", file=sys.stderr)
-    raise SystemExit(2)
+    raise SystemExit(code)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from hlo import collectives
 from layout import mesh_text
 from programs import PROGRAMS, ROLLOUT, Plan, bytes_of, call, rest_of_run, runs, slice_devices
 from rollout import prompt_width
-from sizes import MICRO_SIZES, PASS_SIZES, derive
+from sizes import MICRO_SIZES, PASS_SIZES, derive, smaller_sizes
 from startup import layouts, sampling_of, stop_if_too_long
 
 GIB = 2**30
@@ -129,20 +129,12 @@ def remedies(plan: Plan, name: str, program: str, limit: float) -> list[str]:
     """Settings with which the program fits, each confirmed by compiling it with them."""
     cfg, sizes, local = plan.cfg, plan.sizes, plan.rollout.mesh.size // plan.processes
     if program in ("micro_step", "score_tokens"):
-        names, size, whole = MICRO_SIZES, sizes.micro_batch_size, sizes.local_batch
+        names = MICRO_SIZES
     elif program in ROLLOUT:
-        names, size = PASS_SIZES, sizes.prompt_batch_size
-        whole = sizes.prompts_per_step // plan.processes
+        names = PASS_SIZES
     else:
         return ["a larger slice, OPTIMIZER=sgd or lion, or BETA=0 may do"]
-    per_process = getattr(cfg, names[0]) > 0  # as the user counts: per process or per device
-    smaller = [
-        {names[0]: n * local} if per_process else {names[1]: n}
-        for n in range(1, size // local)
-        if whole // local % n == 0
-    ]
-    if names is PASS_SIZES and not (cfg.rollout_batch_size or cfg.rollout_global_batch_size):
-        smaller = [one | {"rollout_batch_size": sizes.global_batch} for one in smaller]
+    smaller = smaller_sizes(cfg, sizes, plan.processes, local, names)
     step = -(-plan.T // 16 // 128) * 128
     shorter = [{"max_length_sample": T} for T in range(step, plan.T, step)]
     if program.endswith("prefill"):
@@ -150,7 +142,7 @@ def remedies(plan: Plan, name: str, program: str, limit: float) -> list[str]:
 
     def planned(changes: dict[str, int]) -> Plan:
         free = dict.fromkeys(names if changes.keys() & set(names) else (), 0)
-        changed = dataclasses.replace(cfg, grad_accum_steps=0, **free | changes)
+        changed = dataclasses.replace(cfg, **{"grad_accum_steps": 0} | free | changes)
         return make_plan(changed, name)[0]
 
     def total(changes: dict[str, int]) -> float:

@@ -60,6 +60,32 @@ def derive(cfg: Any, processes: int, local_devices: int) -> Sizes:
     return Sizes(local_batch, per_step * k, prompts, passes, micro, accum, per_step)
 
 
+def smaller_sizes(
+    cfg: Any, sizes: Sizes, processes: int, local_devices: int, names: tuple[str, str]
+) -> list[dict[str, int]]:
+    """Settings, smallest first, of every smaller size that leaves the step as it is.
+
+    names: PASS_SIZES for a smaller rollout pass, MICRO_SIZES for a smaller micro-batch. A size is
+    in the unit that the user has set it in, per process or per device.
+    """
+    if names == PASS_SIZES:
+        size, whole = sizes.prompt_batch_size, sizes.prompts_per_step // processes
+        free = (
+            {}
+            if cfg.rollout_batch_size or cfg.rollout_global_batch_size
+            else {"rollout_batch_size": sizes.global_batch}
+        )
+    else:
+        size, whole = sizes.micro_batch_size, sizes.local_batch
+        free = {"grad_accum_steps": 0} if cfg.grad_accum_steps else {}
+    per_process = getattr(cfg, names[0]) > 0
+    return [
+        ({names[0]: n * local_devices} if per_process else {names[1]: n}) | free
+        for n in range(1, size // local_devices)
+        if whole // local_devices % n == 0
+    ]
+
+
 def eval_questions(cfg: Any, sizes: Sizes, local_devices: int) -> int:
     """Questions of an evaluation's pass per process: about as many sequences as a rollout's."""
     sequences = sizes.prompt_batch_size * cfg.num_pre_q

@@ -26,7 +26,8 @@ REPO = Path(__file__).resolve().parent
 IMPORTS = {
     "sizes": set(),
     "parsing": set(),
-    "config": {"sizes", "parsing"},
+    "contradictions": {"parsing"},
+    "config": {"sizes", "parsing", "contradictions"},
     "rewards": set(),
     "data": set(),
     "layout": set(),
@@ -40,6 +41,7 @@ IMPORTS = {
     "metrics": set(),
     "roofline": {"model", "loss_pallas"},
     "processes": set(),
+    "memory": {"roofline", "sizes"},
     "startup": {
         *("config", "sizes", "rewards", "data", "layout", "model", "hf", "rollout", "loss"),
         *("loss_pallas", "update", "metrics", "roofline", "processes"),

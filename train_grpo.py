@@ -39,6 +39,7 @@ import numpy as np
 
 import data
 import hf
+import memory
 from layout import gather_rows, local_rows, put_rows
 from loss import group_advantages, top_entropy_mask
 from metrics import (
@@ -203,6 +204,11 @@ def main(cfg: settings.Config) -> None:
             checkpoints.wait()
         log.close()
         settings.fail(error)
+    except jax.errors.JaxRuntimeError as error:
+        if not (line := memory.out_of_memory(cfg, run.sizes, error)):
+            raise
+        log.close()
+        settings.fail(line, memory.EXIT_CODE)
     except Stopped as signal:
         save()
         checkpoints.wait()

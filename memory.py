@@ -1,0 +1,53 @@
+"""What to do when a device has run out of memory, in words of the run's settings."""
+
+import math
+import traceback
+from typing import Any
+
+import jax
+
+from roofline import CHIPS, SLICES, chip_of
+from sizes import MICRO_SIZES, PASS_SIZES, Sizes, smaller_sizes
+
+EXIT_CODE = 3  # as --plan's where a run does not fit
+# The function that was waiting for the device -> what it runs there, and the sizes that decide.
+PROGRAMS = {
+    "complete": ("prefill or decode", PASS_SIZES),
+    "keep_top_entropy": ("score_tokens", MICRO_SIZES),
+    "update": ("micro_step or optimizer_step", MICRO_SIZES),
+    "learn": ("score_tokens", MICRO_SIZES),
+}
+
+
+def out_of_memory(cfg: Any, sizes: Sizes, error: jax.errors.JaxRuntimeError) -> str:
+    """The line for a program that a device had too little memory for; "" for any other error.
+
+    It names the program, what it asked for, the next smaller size that leaves the step as it is,
+    and on a TPU the command that checks this size.
+    """
+    if "RESOURCE_EXHAUSTED" not in str(error):
+        return ""
+    frames = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+    waiting = next((name for name in reversed(frames) if name in PROGRAMS), "")
+    program, names = PROGRAMS.get(waiting, ("a copy of the weights", ()))
+    wanted = " ".join(str(error).partition("RESOURCE_EXHAUSTED:")[2].split())[:200].rstrip(".")
+    found = names and smaller_sizes(
+        cfg, sizes, jax.process_count(), jax.local_device_count(), names
+    )
+    if not found:
+        remedy = "use more devices, or a lower MAX_LENGTH_SAMPLE or MAX_PROMPT_LENGTH"
+        return f"{program} does not fit the memory of a device: {wanted}. {remedy.capitalize()}"
+    settings = " ".join(f"{name.upper()}={size}" for name, size in found[-1].items())
+    text = f"{program} does not fit the memory of a device: {wanted}. Try {settings}"
+    if name := slice_name(jax.devices()):
+        text += f"; this checks it: {settings} python train_grpo.py --plan {name}"
+    return text
+
+
+def slice_name(devices: list[jax.Device]) -> str:
+    """The name by which --plan knows the TPU slice of these devices; "" for any other."""
+    chip = chip_of(devices[0])
+    for name, where in SLICES.items():
+        if CHIPS[where.chip] is chip and math.prod(where.shape) == len(devices):
+            return name
+    return ""

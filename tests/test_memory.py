@@ -1,0 +1,87 @@
+"""memory.py: a program that a device has too little memory for ends the run in words of sizes."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+from test_config import env
+from test_train import REPO
+
+import memory
+import programs
+from config import Config
+from sizes import MICRO_SIZES, PASS_SIZES, derive, smaller_sizes
+
+LIMIT = 6 * 10**9  # bytes of address space, enough for jax itself
+RUNS = [  # settings, exit line
+    pytest.param(
+        "BATCH_SIZE=1024 NUM_PRE_Q=8 MAX_LENGTH_SAMPLE=1024",
+        "error: prefill or decode does not fit the memory of a device: Out of memory allocating ",
+        ". Try BATCH_SIZE=512 ROLLOUT_BATCH_SIZE=8192",
+        id="rollout",
+    ),
+    pytest.param(
+        "BATCH_SIZE=256 NUM_PRE_Q=8 MAX_LENGTH_SAMPLE=24 TRAIN_MICRO_BATCH_SIZE=2048 REMAT=none",
+        "error: micro_step or optimizer_step does not fit the memory of a device: Out of memory ",
+        ". Try TRAIN_MICRO_BATCH_SIZE=1024",
+        id="update",
+        marks=pytest.mark.slow,
+    ),
+]
+
+
+@pytest.mark.parametrize("settings, begins, ends", RUNS)
+def test_a_program_that_exhausts_the_memory_is_named_with_the_size_to_try(
+    tmp_path: Path, settings: str, begins: str, ends: str
+) -> None:
+    program = (
+        f"import resource, runpy; resource.setrlimit(resource.RLIMIT_AS, ({LIMIT}, {LIMIT})); "
+        f"runpy.run_path('train_grpo.py', run_name='__main__')"
+    )
+    more = {"JAX_PLATFORMS": "cpu", "OUTPUT_DIR": str(tmp_path / "run"), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPO, text=True, capture_output=True, timeout=300,
+        env=env(settings) | more | {"STEPS": "1", "EVAL_EVERY_STEPS": "0"},
+    )  # fmt: skip
+    assert done.returncode == 3, done.stderr
+    assert "Traceback" not in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(begins) and last.endswith(ends), last
+
+
+def smaller(settings: str, slice_: tuple[int, int], names: tuple[str, str]) -> list[dict]:
+    cfg = Config.from_env(env(f"MODEL_PATH=m {settings}"))
+    return smaller_sizes(cfg, derive(cfg, *slice_), *slice_, names)
+
+
+def test_smaller_sizes_leave_the_step_as_it_is_and_are_in_the_user_s_unit() -> None:
+    assert smaller("BATCH_SIZE=6", (1, 1), PASS_SIZES) == [
+        {"batch_size": n, "rollout_batch_size": 48} for n in (1, 2, 3)
+    ]
+    step = "ROLLOUT_BATCH_SIZE=256 ROLLOUT_PER_DEVICE_BATCH_SIZE=4"
+    assert smaller(step, (2, 4), PASS_SIZES) == [
+        {"rollout_per_device_batch_size": n} for n in (1, 2)
+    ]
+    micro = "BATCH_SIZE=8 TRAIN_MICRO_BATCH_SIZE=32"
+    assert smaller(micro, (2, 4), MICRO_SIZES) == [
+        {"train_micro_batch_size": n} for n in (4, 8, 16)
+    ]
+    micro = "BATCH_SIZE=8 TRAIN_PER_DEVICE_MICRO_BATCH_SIZE=8 GRAD_ACCUM_STEPS=2"
+    assert smaller(micro, (2, 4), MICRO_SIZES) == [
+        {"train_per_device_micro_batch_size": n, "grad_accum_steps": 0} for n in (1, 2, 4)
+    ]
+    assert smaller("BATCH_SIZE=1", (1, 1), PASS_SIZES) == []
+
+
+def test_other_errors_are_not_about_memory() -> None:
+    error = jax.errors.JaxRuntimeError("INTERNAL: something else")
+    cfg = Config.from_env({})
+    assert memory.out_of_memory(cfg, derive(cfg, 1, 1), error) == ""
+
+
+@pytest.mark.parametrize("name", ["v6e-8", "v4-16"])
+def test_the_line_names_the_slice_whose_plan_checks_the_size(name: str) -> None:
+    pytest.importorskip("libtpu", reason='the TPU compiler: pip install "jax[tpu]"')
+    assert memory.slice_name(programs.slice_devices(name)) == name

@@ -20,8 +20,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from etils import epath
 
-from processes import gather_texts
+from processes import gather_texts, told_by_all
 
 RECORD, ARRAYS = "record", "arrays"  # the items of a checkpoint, folders in its folder
 HALF_WRITTEN = ".orbax-checkpoint-tmp"  # in the name of a folder that is not whole
@@ -45,8 +46,18 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """Of the checkpoints that look whole."""
         there = self._path is None or self._path.is_dir()
+        everywhere = gather_texts("yes" if there else "")
+        if any(everywhere) and not all(everywhere):
+            raise ValueError(f"{self.folder} is there on some hosts and not on others")
         steps = sorted(self._open().all_steps()) if there else []
         return json.loads(gather_texts(json.dumps(steps))[0])  # as process 0 sees them
+
+    def stop_if_out_of_reach(self) -> None:
+        """Raises ValueError if a folder in a bucket cannot be looked into from here."""
+        try:
+            epath.Path(self.folder).exists()
+        except Exception as error:  # gs:// needs gcsfs, whose own errors have no common base
+            raise ValueError(f"CHECKPOINT_DIR={self.folder}: {_brief(error)}") from None
 
     def _open(self) -> ocp.CheckpointManager:
         if self._manager is None:
@@ -59,7 +70,7 @@ class Checkpoints:
             try:
                 self._manager = ocp.CheckpointManager(self.folder, options=options)
             except ImportError as error:  # gs:// needs gcsfs
-                raise ValueError(f"CHECKPOINT_DIR={self.folder}: {error}") from None
+                raise ValueError(f"{self.folder} cannot be opened: {error}") from None
         return self._manager
 
     @property
@@ -199,11 +210,15 @@ class Checkpoints:
                 f"CHECKPOINT_DIR={self.folder} has checkpoints of steps {later[0]} to {later[-1]} "
                 f"of another run; choose an empty folder"
             )
-        if later and jax.process_index() == 0:
-            where.mkdir(parents=True, exist_ok=True)
-            for step in later:
-                (self._path / str(step)).rename(where / str(step))
-        gather_texts("")  # nobody looks before they are gone
+        with told_by_all():  # nobody looks before they are gone
+            try:
+                if later and jax.process_index() == 0:
+                    where.mkdir(parents=True, exist_ok=True)
+                    for step in later:
+                        shutil.move(self._path / str(step), where / str(step))
+            except OSError as error:
+                name = f"the checkpoints in {self.folder}"
+                raise ValueError(f"{name} cannot be moved to {where}: {error.strerror}") from None
         self._manager = None
 
 

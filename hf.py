@@ -136,6 +136,11 @@ def _read_json(path: Path) -> dict[str, Any]:
 # ---- Weights -------------------------------------------------------------------------------------
 
 
+def check_weights(folder: Path, config: ModelConfig) -> None:
+    """Raises the ValueErrors of load_params, from what the files say of their tensors alone."""
+    _check_tensors(folder, param_table(config), _open_safetensors(folder))
+
+
 def load_params(folder: Path, config: ModelConfig, mesh: Mesh, dtype: Any) -> Params:
     """Params read from a folder's safetensors, each shard straight to its device.
 

@@ -4,6 +4,8 @@ Every process prints its lines; only process 0 writes files and W&B.
 """
 
 import collections
+import contextlib
+import io
 import json
 import math
 import os
@@ -38,6 +40,26 @@ class Clock:
         names = ("rollout_sync", "rollout_generate", "reward", "advantages", "shard", "update")
         phases = {name: self.seconds[name] for name in names}
         return {"rollout": phases["rollout_sync"] + phases["rollout_generate"], **phases}
+
+
+def check_wandb(mode: str) -> None:
+    """Raises ValueError for a WANDB_MODE that cannot work here; asks no server and no user."""
+    if mode == "disabled":
+        return
+    try:
+        import wandb
+    except ImportError:
+        raise ValueError(f"WANDB_MODE={mode} needs wandb: pip install wandb") from None
+    if mode == "offline" or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return
+    with contextlib.redirect_stderr(io.StringIO()):  # it warns that it is old; wandb.login asks
+        key = wandb.api.api_key or ""  # of WANDB_API_KEY, or what `wandb login` has left
+    if len(key) < 40:
+        found = f"the API key that is set has {len(key)} characters, not 40 or more"
+        raise ValueError(
+            f"WANDB_MODE=online: {found if key else 'there is no API key'}; set WANDB_API_KEY or "
+            f"run `wandb login`, or set WANDB_MODE=offline"
+        )
 
 
 class RunLog:
@@ -133,11 +155,8 @@ class RunLog:
                 self.line(f"{file.name} cannot be written: {error.strerror}; the run goes on")
 
     def _start_wandb(self, out: Path, settings: dict[str, Any]) -> None:
-        try:
-            import wandb
-        except ImportError:
-            mode = settings["mode"]
-            raise ValueError(f"WANDB_MODE={mode} needs wandb: pip install wandb") from None
+        import wandb
+
         try:
             limit = wandb.Settings(init_timeout=WANDB_LIMIT_S, login_timeout=WANDB_LIMIT_S)
             self._wandb = wandb.init(dir=os.fspath(out), settings=limit, **settings)

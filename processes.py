@@ -127,6 +127,19 @@ def stop_if_different(facts: dict[str, str], mistake: ValueError | None) -> None
         raise mistake
 
 
+@contextlib.contextmanager
+def told_by_all() -> Iterator[None]:
+    """A ValueError that one process raises within it is raised on all, in the same words, so that
+    all end alike. Nothing within it may wait for another process."""
+    mistake = ""
+    try:
+        yield
+    except ValueError as error:
+        mistake = str(error)
+    if first := next((text for text in gather_texts(mistake) if text), ""):
+        raise ValueError(first)
+
+
 def differences(everyone: list[dict[str, str]]) -> list[str]:
     """A text for each name whose value on some process is not that on process 0."""
     first, found = everyone[0], {}

@@ -1,8 +1,12 @@
 """Where a run begins: with the model, or after the steps of a checkpoint that is the same run's."""
 
+import contextlib
 import dataclasses
 import functools
+import itertools
 import json
+import os
+import platform
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -36,6 +40,7 @@ FREE = frozenset(
     system_prompt max_prompt_length prompt_too_long dtype
 """.split()
 )
+LOCK = ".lock"  # in a run's folders; process 0 holds it for as long as it lives
 
 
 @dataclasses.dataclass
@@ -53,33 +58,99 @@ class Progress:
 
 
 def output_folder(cfg: settings.Config) -> Path:
-    """OUTPUT_DIR, or a new folder under runs/; the same on every process."""
-    name = cfg.wandb_name or Path(cfg.model_path).name
-    new = f"runs/{name}_{datetime.now(UTC):%Y%m%d_%H%M%S}"
-    return Path(processes.gather_texts(cfg.output_dir or new)[0])
+    """OUTPUT_DIR, or a new folder under runs/; the same on every process, and held by this run."""
+    chosen = ""
+    with processes.told_by_all():
+        if jax.process_index() == 0:
+            chosen = cfg.output_dir or new_folder(cfg.wandb_name or Path(cfg.model_path).name)
+            hold(Path(chosen), f"OUTPUT_DIR={chosen}")
+    return Path(processes.gather_texts(chosen)[0])
+
+
+def new_folder(name: str) -> str:
+    """Makes runs/NAME_UTC, or with _2, _3, ... after it where another run was as quick."""
+    start = f"runs/{name}_{datetime.now(UTC):%Y%m%d_%H%M%S}"
+    for number in itertools.count(1):
+        folder = Path(start if number == 1 else f"{start}_{number}")
+        try:
+            folder.mkdir(parents=True)
+            return str(folder)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise ValueError(f"OUTPUT_DIR={folder} cannot be written: {error.strerror}") from None
+
+
+def hold(folder: Path, name: str) -> None:
+    """Makes the folder, and keeps other runs out of it until this process ends, however it ends.
+
+    name: the setting and its value. Raises ValueError if another run holds the folder, or if it
+    cannot be written.
+    """
+    import fcntl  # not on Windows, where only config.py has to run
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)  # no child inherits it
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            who = os.pread(lock, 200, 0).decode(errors="replace")
+            raise ValueError(
+                f"{name} belongs to another run, which is alive: {who}. Choose another folder, or "
+                f"wait until that run has ended"
+            ) from None
+        except OSError as error:  # some network file systems have no locks
+            why = f"{name} cannot be locked: {error.strerror}"
+            print(f"{why}; nothing stops a second run in this folder", flush=True)
+            return
+        if os.fstat(lock).st_nlink == 0:  # a run that did not begin has just removed the file
+            os.close(lock)
+            return hold(folder, name)
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, this_process().encode(), 0)
+    except OSError as error:
+        raise ValueError(f"{name} cannot be written: {error.strerror}") from None
+
+
+def this_process() -> str:
+    return f"process {os.getpid()} on {platform.node()}"
+
+
+def leave(*folders: Path) -> None:
+    """Removes each folder in which this process, whose run does not begin, has left only a lock."""
+    for folder in folders:
+        if folder.is_dir() and [file.name for file in folder.iterdir()] == [LOCK]:
+            if (folder / LOCK).read_text(errors="replace") == this_process():
+                (folder / LOCK).unlink()
+                with contextlib.suppress(OSError):  # where something else is mounted
+                    folder.rmdir()
 
 
 def open_checkpoints(cfg: settings.Config, out: Path) -> tuple[Checkpoints, bool]:
-    """The run's checkpoints, and whether all processes see their folder: else there are none."""
+    """The run's checkpoints, and whether all processes see their folder: else there are none.
+
+    Where they do, this run holds the folder. Raises ValueError for one that cannot be used.
+    """
     checkpoints = Checkpoints(cfg.checkpoint_dir or str(out / "checkpoints"), cfg.save_keep)
-    if jax.process_count() == 1 or "://" in checkpoints.folder:
+    if "://" in checkpoints.folder:
+        with processes.told_by_all():
+            checkpoints.stop_if_out_of_reach()
         return checkpoints, True
-    folder = Path(checkpoints.folder)
+    folder, alone = Path(checkpoints.folder), jax.process_count() == 1
     mark = folder / f".seen_{processes.gather_texts(datetime.now(UTC).isoformat())[0]}"
-    wrong = ""
-    if jax.process_index() == 0:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
+    with processes.told_by_all():
+        used = cfg.save_every_steps > 0 or folder.is_dir() or not alone
+        if jax.process_index() == 0 and used:
+            name = f"CHECKPOINT_DIR={folder}" if cfg.checkpoint_dir else f"OUTPUT_DIR={out}"
+            if folder.resolve() != out.resolve():
+                hold(folder, name)
             mark.touch()
-        except OSError as error:
-            wrong = f"OUTPUT_DIR={out} cannot be written: {error.strerror}"
-    if wrong := processes.gather_texts(wrong)[0]:
-        raise ValueError(wrong)
-    seen = all(processes.gather_texts("yes" if mark.exists() else ""))
+    seen = all(processes.gather_texts("yes" if mark.exists() or alone else ""))
     if jax.process_index() == 0:
-        mark.unlink()
-        if not seen and not any(folder.iterdir()):
-            folder.rmdir()
+        mark.unlink(missing_ok=True)
+        if not seen:
+            leave(folder)
     if not seen and cfg.save_every_steps:
         checkpoints.say(
             f"no checkpoints: {folder} is not the same folder on all hosts; set CHECKPOINT_DIR to "
@@ -132,6 +203,9 @@ def begin(
     if cfg.resume not in ("auto", "never") and found is None:
         raise ValueError(f"RESUME={cfg.resume} is no folder of a whole checkpoint")
     aside = out / f"earlier_{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
+    with processes.told_by_all():
+        if jax.process_index() == 0:
+            make_way(out, aside, () if found else ("metrics.jsonl", "samples.jsonl", "hf"))
     if found:
         arrays, record = found
         state, ref_params = arrays["state"], arrays.get("ref_params")
@@ -142,16 +216,14 @@ def begin(
         checkpoints.newest = progress.step if own else -1
         checkpoints.set_aside(checkpoints.newest, aside)
     else:
+        if seen:
+            checkpoints.set_aside(-1, aside)
         mesh = run.compute.layout.mesh
         params = hf.load_params(run.folder, run.compute.config, mesh, jnp.float32)
         state = init_state(params, optimizer=run.optimizer, config=run.compute.config)
         ref_params, progress = None, Progress()
         if cfg.beta > 0:
             ref_params = copy_weights(run, params, run.compute.layout, reference_dtype(run))
-        if seen:
-            checkpoints.set_aside(-1, aside)
-    if jax.process_index() == 0:
-        make_way(out, aside, () if found else ("metrics.jsonl", "samples.jsonl", "hf"))
     return state, ref_params, progress
 
 

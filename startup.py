@@ -27,7 +27,7 @@ import rewards
 from layout import ROLLOUT_ROWS, TRAIN_ROWS, Layout, local_count, make_mesh, mesh_text
 from loss import Objective
 from loss_pallas import block_sizes
-from metrics import AccuracyRule, RunLog
+from metrics import AccuracyRule, RunLog, check_wandb
 from model import ModelConfig, param_shardings
 from rollout import Sampling, prompt_width, share
 from roofline import Rows, best_tp, layer_tp, memory_bytes, num_params
@@ -83,6 +83,11 @@ def start_jax(cfg: settings.Config) -> None:
 
 def set_up(cfg: settings.Config) -> Run:
     """Everything a step needs, cheapest checks first. Raises ValueError for a user's mistake."""
+    with processes.told_by_all():
+        if jax.process_index() == 0:  # which alone writes
+            check_wandb(cfg.wandb_mode)
+            if cfg.export_hf not in ("", "none"):
+                stop_if_not_writable(f"EXPORT_HF={cfg.export_hf}", Path(cfg.export_hf))
     inputs, mistake = None, None
     try:
         inputs = read_inputs(cfg)
@@ -140,6 +145,14 @@ def stop_if_overwritten(cfg: settings.Config, model: Path) -> None:
         raise ValueError(f"{name} holds a model that no run has exported; choose another folder")
 
 
+def stop_if_not_writable(name: str, folder: Path) -> None:
+    """Raises ValueError, naming the setting, if the folder cannot be made or written."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        why = "is not writable" if there.is_dir() else "is not a folder"
+        raise ValueError(f"{name} cannot be written: {there} {why}")
+
+
 class Inputs(NamedTuple):
     """What a process reads by itself, before it needs a device or the others."""
 
@@ -168,6 +181,7 @@ def read_inputs(cfg: settings.Config) -> Inputs:
     folder = hf.fetch_model(cfg.model_path, cfg.model_revision)
     stop_if_overwritten(cfg, folder)
     config = hf.read_config(folder)
+    hf.check_weights(folder, config)
     tokenizer = hf.load_tokenizer(folder, cfg.chat_template)
     if len(tokenizer) > config.vocab_size:
         raise ValueError(
@@ -351,14 +365,15 @@ def open_log(run: Run, out: Path, first_step: int, wandb_id: str) -> RunLog:
         wandb = {"mode": cfg.wandb_mode, "config": dataclasses.asdict(cfg)}
         wandb |= {"project": cfg.wandb_project or "grpo", "name": cfg.wandb_name or None}
         wandb |= {"id": wandb_id, "resume": "allow"} if wandb_id else {}
-    try:
-        log = RunLog(out, steps=cfg.steps, first_step=first_step, writes=writes, wandb=wandb)
-        if writes:
-            text = settings.describe(cfg, jax.process_count(), jax.local_device_count())
-            (out / "config.yaml").write_text(text + "\n", encoding="utf-8")
-            log.line(f"output={out}")
-    except OSError as error:
-        raise ValueError(f"OUTPUT_DIR={out} cannot be written: {error.strerror}") from None
+    with processes.told_by_all():
+        try:
+            log = RunLog(out, steps=cfg.steps, first_step=first_step, writes=writes, wandb=wandb)
+            if writes:
+                text = settings.describe(cfg, jax.process_count(), jax.local_device_count())
+                (out / "config.yaml").write_text(text + "\n", encoding="utf-8")
+                log.line(f"output={out}")
+        except OSError as error:
+            raise ValueError(f"OUTPUT_DIR={out} cannot be written: {error.strerror}") from None
     return log
 
 

@@ -55,7 +55,15 @@ from metrics import (
 )
 from model import Params
 from processes import Stopped, StopSignal, ending_together, lost_contact
-from resume import begin, is_finished, mark_finished, open_checkpoints, output_folder, record_of
+from resume import (
+    begin,
+    is_finished,
+    leave,
+    mark_finished,
+    open_checkpoints,
+    output_folder,
+    record_of,
+)
 from rollout import Rollout, Sampling, bucket, pad_prompts, prompt_width, share
 from sampling import (
     RewardError,
@@ -85,7 +93,7 @@ from update import (
 
 
 def main(cfg: settings.Config) -> None:
-    began, stop = time.perf_counter(), StopSignal(cfg.preemption_grace_s)
+    began, stop, out = time.perf_counter(), StopSignal(cfg.preemption_grace_s), None
     try:
         start_jax(cfg)
         run = set_up(cfg)
@@ -100,6 +108,8 @@ def main(cfg: settings.Config) -> None:
     except ValueError as error:
         if lost_contact(error):
             raise
+        if out and jax.process_index() == 0:
+            leave(Path(cfg.checkpoint_dir or out / "checkpoints"), out)
         settings.fail(error)
     checkpoints.say, saves = log.line, seen and cfg.save_every_steps > 0
     progress.wandb_id = log.wandb_id or progress.wandb_id

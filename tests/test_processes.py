@@ -1,21 +1,33 @@
 """processes.py: what two processes refuse to start, and how one's end ends the other."""
 
+import datetime
+import errno
+import fcntl
 import os
+import platform
+import shutil
 import signal
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
 from jax._src import hardware_utils  # private, and the only list of the TPUs that jax can use
-from test_train import Result, finish, start_two
+from test_train import REPO, Result, finish, start, start_two
 
 import processes
+import resume
+from config import Config
 
 
 def run_two(out: Path, *each: dict[str, str], **env: str) -> list[Result]:
     outs = [out / str(i) for i in range(2)]
     running = start_two(outs, 1, *each, EVAL_EVERY_STEPS="0", **env)
     return [finish(process, o) for process, o in zip(running, outs, strict=True)]
+
+
+def wait_for(process: subprocess.Popen, words: str) -> None:
+    next(line for line in process.stdout if line.startswith(words))
 
 
 def last_error(result: Result) -> str:
@@ -151,3 +163,134 @@ def test_tasks_that_do_not_know_of_each_other_are_told_what_to_set(
         "one run of all tasks set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID; "
         "REQUIRE_MULTIHOST=1 makes this an error\n"
     )
+
+
+# ---- What stops a run stops it everywhere, before the weights are read --------------------------
+
+
+def assert_all_stop_alike(results: list[Result], line: str) -> None:
+    for result in results:
+        assert result.code == 2, result.errors
+        assert last_error(result) == line
+        assert result.errors.strip().splitlines()[-1] == line, "no dump of another library"
+        assert "\nstep=" not in result.lines and "output=" not in result.lines
+
+
+def test_a_missing_wandb_ends_all_processes_alike_before_anything_is_read(tmp_path: Path) -> None:
+    (tmp_path / "wandb.py").write_text("raise ImportError('no such package')\n")
+    env = {"WANDB_MODE": "offline", "PYTHONPATH": str(tmp_path)}
+    results = run_two(tmp_path, **env)
+    assert_all_stop_alike(results, "error: WANDB_MODE=offline needs wandb: pip install wandb")
+    for result in results:
+        assert "local_batch=" not in result.lines and "model=" not in result.lines
+
+
+def test_a_folder_that_process_0_cannot_write_ends_all_processes_alike(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("no folder")
+    results = run_two(tmp_path, EXPORT_HF=str(file / "hf"))
+    assert_all_stop_alike(
+        results, f"error: EXPORT_HF={file}/hf cannot be written: {file} is not a folder"
+    )
+    results = run_two(tmp_path, CHECKPOINT_DIR=str(file / "c"))
+    assert_all_stop_alike(
+        results, f"error: CHECKPOINT_DIR={file}/c cannot be written: Not a directory"
+    )
+    (tmp_path / "0" / "config.yaml").mkdir(parents=True)
+    results = run_two(tmp_path)
+    assert_all_stop_alike(
+        results, f"error: OUTPUT_DIR={tmp_path}/0 cannot be written: Is a directory"
+    )
+
+
+def test_damaged_weights_of_one_process_end_all_before_they_are_read(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(REPO / "tiny", model)
+    weights = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    results = run_two(tmp_path, {}, {"MODEL_PATH": str(model), "DATASET": str(REPO / "tiny")})
+    assert [result.code for result in results] == [2, 2]
+    told = f"{model}/model.safetensors is not a whole safetensors file"
+    assert last_error(results[0]).startswith(f"error: process 1: {told}")
+    assert last_error(results[1]).startswith(f"error: {told}")
+
+
+# ---- Two runs, one folder ------------------------------------------------------------------------
+
+
+def test_a_folder_of_a_run_that_is_alive_takes_no_second_run(tmp_path: Path) -> None:
+    """Neither its OUTPUT_DIR nor its checkpoints; once it is killed, they are free."""
+    folder, short = tmp_path / "held", {"BATCH_SIZE": "2", "RESUME": "never"}
+    process = start(folder, short | {"STEPS": "1000"}, 1)
+    wait_for(process, "step=1 ")
+    mine = f"process {process.pid} on {platform.node()}"
+    before = (folder / "metrics.jsonl").read_text()
+    for setting, env in (
+        (f"OUTPUT_DIR={folder}", {}),
+        (f"CHECKPOINT_DIR={folder}/checkpoints",
+         {"OUTPUT_DIR": str(tmp_path / "second"), "CHECKPOINT_DIR": f"{folder}/checkpoints"}),
+    ):  # fmt: skip
+        second = finish(start(folder, short | env, 1), folder)
+        assert second.code == 2
+        assert second.errors.splitlines()[-1] == (
+            f"error: {setting} belongs to another run, which is alive: {mine}. Choose another "
+            f"folder, or wait until that run has ended"
+        )
+        assert "\nstep=" not in second.lines
+    assert process.poll() is None
+    assert (folder / "metrics.jsonl").read_text().startswith(before)
+    assert not (tmp_path / "second").exists() and not [*folder.glob("earlier_*")]
+    process.kill()
+    process.communicate()
+    again = finish(start(folder, short, 1), folder)
+    assert again.code == 0, again.errors
+
+
+def test_two_processes_are_told_of_a_folder_that_is_taken(tmp_path: Path) -> None:
+    folder = tmp_path / "taken"
+    process = start(folder, {"STEPS": "1000", "BATCH_SIZE": "2"}, 1)
+    wait_for(process, "step=0 ")
+    outs = [folder, tmp_path / "taken_1"]
+    results = [finish(p, o) for p, o in zip(start_two(outs, 1), outs, strict=True)]
+    process.kill()
+    process.communicate()
+    lines = [result.errors.splitlines()[-1] for result in results]
+    assert [result.code for result in results] == [2, 2] and lines[0] == lines[1]
+    assert lines[0].startswith(f"error: OUTPUT_DIR={folder} belongs to another run")
+
+
+def test_runs_that_start_in_the_same_second_get_a_folder_each(tmp_path: Path, monkeypatch) -> None:
+    class Stopped(datetime.datetime):
+        @classmethod
+        def now(cls, zone: datetime.tzinfo) -> datetime.datetime:
+            return cls(2026, 1, 2, 3, 4, 5, tzinfo=zone)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(resume, "datetime", Stopped)
+    cfg = Config.from_env({"WANDB_NAME": "mine"})
+    folders = [resume.output_folder(cfg) for _ in range(3)]
+    name = "runs/mine_20260102_030405"
+    assert [str(folder) for folder in folders] == [name, f"{name}_2", f"{name}_3"]
+    assert all((tmp_path / folder / ".lock").is_file() for folder in folders)
+
+
+def test_a_file_system_without_locks_costs_a_line(tmp_path: Path, monkeypatch, capsys) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    resume.hold(tmp_path / "run", f"OUTPUT_DIR={tmp_path}/run")
+    assert capsys.readouterr().out == (
+        f"OUTPUT_DIR={tmp_path}/run cannot be locked: No locks available; nothing stops a second "
+        f"run in this folder\n"
+    )
+
+
+def test_a_run_that_does_not_begin_takes_no_folder_away_from_another(tmp_path: Path) -> None:
+    for name in ("mine", "other", "used"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ".lock").write_text(resume.this_process())
+    (tmp_path / "other" / ".lock").write_text("process 1 on another")
+    (tmp_path / "used" / "metrics.jsonl").touch()
+    resume.leave(*(tmp_path / name for name in ("mine", "other", "used", "nowhere")))
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["other", "used"]

@@ -81,6 +81,8 @@ class RunLog:
         self._out, self._files = out, {}
         self._lost: set[str] = set()  # what does not take what it is given
         self._wandb, self.wandb_id = None, ""
+        self._unsent: list[str] = []  # what W&B does not have, for the end
+        self._step = first_step  # of the newest record
         if not writes:
             return
         out.mkdir(parents=True, exist_ok=True)
@@ -104,6 +106,7 @@ class RunLog:
 
     def record(self, step: int, values: dict[str, Any]) -> None:
         """Appends one record to metrics.jsonl, and to W&B."""
+        self._step = step
         if "time/train/step_s" in values:
             self._recent.append(values["time/train/step_s"])
             values = values | {"time/train/step_avg_last10_s": np.mean(self._recent)}
@@ -112,8 +115,8 @@ class RunLog:
         if self._wandb:
             try:
                 self._wandb.log(values, step=step)
-            except Exception as error:  # W&B's, its transports' and its service's
-                self._lose_wandb(error)
+            except Exception as error:
+                self._lose_wandb(error, step)
 
     def samples(self, step: int, samples: list[dict[str, Any]]) -> None:
         """Appends whole texts to samples.jsonl: a look at what is rewarded."""
@@ -138,7 +141,9 @@ class RunLog:
             try:
                 self._wandb.finish()
             except Exception as error:
-                self._lose_wandb(error)
+                self._lose_wandb(error, self._step)
+        for line in self._unsent:
+            self.line(line)
 
     def _write(self, name: str, records: list[dict[str, Any]]) -> None:
         """Appends lines; those that a full disk does not take wait in the file's buffer."""
@@ -155,19 +160,37 @@ class RunLog:
                 self.line(f"{file.name} cannot be written: {error.strerror}; the run goes on")
 
     def _start_wandb(self, out: Path, settings: dict[str, Any]) -> None:
+        """Without an answer of W&B's server its records go to a file, which can be sent later."""
         import wandb
 
+        limit = wandb.Settings(init_timeout=WANDB_LIMIT_S, login_timeout=WANDB_LIMIT_S)
+        settings = {"dir": os.fspath(out), "settings": limit} | settings
         try:
-            limit = wandb.Settings(init_timeout=WANDB_LIMIT_S, login_timeout=WANDB_LIMIT_S)
-            self._wandb = wandb.init(dir=os.fspath(out), settings=limit, **settings)
-            self.wandb_id = self._wandb.id
-        except Exception as error:
-            self._lose_wandb(error)
+            self._wandb = wandb.init(**settings)
+        except Exception as error:  # W&B's, its transports' and its service's
+            if settings["mode"] == "offline":
+                self._lose_wandb(error, 0)
+                return
+            self.line(f"W&B: {_brief(error)}; the run is logged for it in {out}/wandb instead")
+            try:
+                self._wandb = wandb.init(**settings | {"mode": "offline"})
+            except Exception as again:
+                self._lose_wandb(again, 0)
+                return
+            folder = Path(self._wandb.dir).parent
+            self._unsent.append(f"W&B does not have this run; upload it by: wandb sync {folder}")
+        self.wandb_id = self._wandb.id
 
-    def _lose_wandb(self, error: Exception) -> None:
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        self.line(f"W&B: {reason}; the run goes on without it")
+    def _lose_wandb(self, error: Exception, step: int) -> None:
+        self.line(f"W&B: {_brief(error)}; the run goes on without it")
+        self._unsent.append(
+            f"W&B may have no records from step {step} on; {self._out}/metrics.jsonl has them all"
+        )
         self._wandb = None
+
+
+def _brief(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def keep_steps_before(step: int, file: Path) -> None:

@@ -52,6 +52,7 @@ class Progress:
     not_finite: int = 0  # steps in a row whose loss or gradient was not finite
     evals: dict[int, float] = dataclasses.field(default_factory=dict)  # accuracy at each step
     wandb_id: str = ""
+    forked_from: str = ""  # the checkpoint of another run that this one began with
 
 
 # ---- Folders -------------------------------------------------------------------------------------
@@ -209,10 +210,14 @@ def begin(
     if found:
         arrays, record = found
         state, ref_params = arrays["state"], arrays.get("ref_params")
-        saved = {field.name: record[field.name] for field in dataclasses.fields(Progress)}
+        names = [field.name for field in dataclasses.fields(Progress) if field.name in record]
+        saved = {name: record[name] for name in names}  # old records have no forked_from
         progress = Progress(**saved | {"evals": {int(s): a for s, a in record["evals"]}})
         checkpoints.say(f"resumed after step {progress.step} of {cfg.steps}")
         own = source[0].folder == checkpoints.folder
+        if not own:  # this is another run, and W&B has it as one
+            progress.wandb_id = ""
+            progress.forked_from = f"{source[0].folder}/{progress.step}"
         checkpoints.newest = progress.step if own else -1
         checkpoints.set_aside(checkpoints.newest, aside)
     else:

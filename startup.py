@@ -181,13 +181,13 @@ def read_inputs(cfg: settings.Config) -> Inputs:
     folder = hf.fetch_model(cfg.model_path, cfg.model_revision)
     stop_if_overwritten(cfg, folder)
     config = hf.read_config(folder)
-    hf.check_weights(folder, config)
     tokenizer = hf.load_tokenizer(folder, cfg.chat_template)
     if len(tokenizer) > config.vocab_size:
         raise ValueError(
             f"MODEL_PATH={folder}: its tokenizer has {len(tokenizer)} tokens, its config.json "
             f"vocab_size={config.vocab_size}; they are of two models"
         )
+    hf.check_weights(folder, config)
     train = load_prompts(cfg, tokenizer, cfg.train_split)
     test = load_prompts(cfg, tokenizer, cfg.eval_split)
     return Inputs(sizes, functions, folder, config, tokenizer, train, test)
@@ -357,13 +357,17 @@ def load_prompts(cfg: settings.Config, tokenizer: Any, split: str) -> list[data.
     return data.fit_prompts(prompts, cfg.max_prompt_length, cfg.prompt_too_long, split)
 
 
-def open_log(run: Run, out: Path, first_step: int, wandb_id: str) -> RunLog:
-    """first_step, wandb_id: of a run that goes on; what it logged of later steps is dropped."""
+def open_log(
+    run: Run, out: Path, first_step: int, wandb_id: str, forked_from: str = ""
+) -> RunLog:  # fmt: skip
+    """first_step, wandb_id: of a run that goes on; what it logged of later steps is dropped.
+    forked_from: the checkpoint of another run, if this one began with that; W&B is told."""
     cfg, writes = run.cfg, jax.process_index() == 0
     wandb = None
     if cfg.wandb_mode != "disabled":
         wandb = {"mode": cfg.wandb_mode, "config": dataclasses.asdict(cfg)}
         wandb |= {"project": cfg.wandb_project or "grpo", "name": cfg.wandb_name or None}
+        wandb["config"] |= {"forked_from": forked_from} if forked_from else {}
         wandb |= {"id": wandb_id, "resume": "allow"} if wandb_id else {}
     with processes.told_by_all():
         try:

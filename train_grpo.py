@@ -104,7 +104,7 @@ def main(cfg: settings.Config) -> None:
         out = output_folder(cfg)
         checkpoints, seen = open_checkpoints(cfg, out)
         state, ref_params, progress = begin(run, checkpoints, out, seen)
-        log = open_log(run, out, progress.step, progress.wandb_id)
+        log = open_log(run, out, progress.step, progress.wandb_id, progress.forked_from)
     except ValueError as error:
         if lost_contact(error):
             raise

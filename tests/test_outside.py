@@ -1,8 +1,11 @@
 """What comes from outside - completions, a full disk, W&B - neither ends a run nor changes it."""
 
+import contextlib
 import errno
+import http.server
 import json
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -14,7 +17,7 @@ import pytest
 
 from metrics import RunLog, keep_steps_before
 from rewards import BUILT_IN, penalties
-from test_smoke import train
+from test_smoke import Run, train
 
 # ---- Completions ---------------------------------------------------------------------------------
 
@@ -125,38 +128,117 @@ def test_a_resumed_log_keeps_the_steps_before_and_drops_what_was_cut_off(tmp_pat
 # ---- W&B -----------------------------------------------------------------------------------------
 
 
-def offline(tmp_path: Path, **env: str):
+QUICK = {"STEPS": "2", "EVAL_EVERY_STEPS": "0", "BATCH_SIZE": "2", "WANDB_SILENT": "true"}
+
+
+def with_wandb(out: Path, **env: str) -> Run:
+    """A run of two steps beside which no W&B key lies about."""
     pytest.importorskip("wandb", reason="an optional package")
-    settings = {"STEPS": "2", "EVAL_EVERY_STEPS": "0", "BATCH_SIZE": "2", "WANDB_SILENT": "true"}
-    return train(tmp_path / "run", **settings | env)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    (out.parent / "netrc").touch()
+    nobody = {"NETRC": str(out.parent / "netrc"), "WANDB_API_KEY": "", "HOME": str(out.parent)}
+    return train(out, **QUICK | nobody | env)
+
+
+def offline_runs(out: Path) -> list[Path]:
+    return sorted((out / "wandb").glob("offline-run-*"))
+
+
+def wandb_ids(out: Path) -> list[str]:
+    return [folder.name.rpartition("-")[2] for folder in offline_runs(out)]
+
+
+def told_to_wandb(folder: Path, text: str) -> bool:
+    return any(text.encode() in file.read_bytes() for file in folder.glob("run-*.wandb"))
 
 
 def test_wandb_offline_gets_the_run(tmp_path: Path) -> None:
-    done = offline(tmp_path, WANDB_MODE="offline")
+    done = with_wandb(tmp_path / "run", WANDB_MODE="offline")
     assert done.code == 0, done.errors
     assert [*(tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")]
 
 
-def test_a_wandb_that_refuses_or_does_not_answer_costs_a_line(tmp_path: Path) -> None:
-    """A server that accepts connections and is silent, as when W&B is down; and a wrong key."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        threading.Thread(target=lambda: [server.accept() for _ in range(99)], daemon=True).start()
-        url = f"http://127.0.0.1:{server.getsockname()[1]}"
-        down = {"WANDB_MODE": "online", "WANDB_BASE_URL": url, "WANDB_API_KEY": "a" * 40}
-        began = time.monotonic()
-        (tmp_path / "down").mkdir()
-        done = offline(tmp_path / "down", **down)
+def test_a_run_that_goes_on_keeps_its_wandb_run_and_a_fork_gets_its_own(tmp_path: Path) -> None:
+    parent, fork = tmp_path / "parent", tmp_path / "fork"
+    more = {"WANDB_MODE": "offline", "LR_SCHEDULE": "constant", "WARMUP_RATIO": "0"}
+    assert with_wandb(parent, **more).code == 0
+    assert with_wandb(parent, **more, STEPS="3").code == 0
+    assert len(wandb_ids(parent)) == 2 and len({*wandb_ids(parent)}) == 1
+    there = f"{parent}/checkpoints/2"
+    for steps in ("4", "5"):  # it begins, and goes on
+        done = with_wandb(fork, **more, STEPS=steps, RESUME=there if steps == "4" else "auto")
         assert done.code == 0, done.errors
-        assert time.monotonic() - began < 120
-        assert done.lines.count("the run goes on without it") == 1
-        assert "DONE: steps=2" in done.lines and len(done.records()) == 2
-    (tmp_path / "key").mkdir()
-    done = offline(tmp_path / "key", WANDB_MODE="online", WANDB_API_KEY="short")
+    assert len(wandb_ids(fork)) == 2 and len({*wandb_ids(fork)}) == 1
+    assert wandb_ids(fork)[0] != wandb_ids(parent)[0]
+    for folder in offline_runs(fork):
+        assert told_to_wandb(folder, "forked_from") and told_to_wandb(folder, there)
+    assert not told_to_wandb(offline_runs(parent)[0], "forked_from")
+
+
+@pytest.mark.parametrize("kind", ["silent", "refuses"])
+def test_a_wandb_that_does_not_take_the_run_leaves_it_to_be_uploaded(
+    tmp_path: Path, kind: str
+) -> None:
+    """A server that accepts connections and is silent, as when W&B is down; or one that refuses
+    the key. The line comes at the start, and again behind the last one with the command."""
+
+    class Refuses(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(401)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_GET = do_POST
+        log_message = lambda self, *_: None  # noqa: E731
+
+    with contextlib.ExitStack() as stack:
+        if kind == "silent":
+            server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            kept: list = []
+            wait = lambda: [kept.append(server.accept()) for _ in range(99)]  # noqa: E731
+            threading.Thread(target=wait, daemon=True).start()
+            port = server.getsockname()[1]
+        else:
+            server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refuses)
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            stack.callback(server.shutdown)
+            port = server.server_address[1]
+        began, out = time.monotonic(), tmp_path / "run"
+        url = {"WANDB_BASE_URL": f"http://127.0.0.1:{port}", "WANDB_API_KEY": "a" * 40}
+        done = with_wandb(out, WANDB_MODE="online", **url)
     assert done.code == 0, done.errors
-    assert done.lines.count("the run goes on without it") == 1 and "short" not in done.lines
+    assert time.monotonic() - began < 150
+    assert len(re.findall(f"^W&B: .*; the run is logged for it in {out}/wandb instead$",
+                          done.lines, re.M)) == 1  # fmt: skip
+    [folder] = offline_runs(out)
+    last = done.lines.strip().splitlines()[-2:]
+    assert last[0].startswith("DONE: steps=2")
+    assert last[1] == f"W&B does not have this run; upload it by: wandb sync {folder}"
+    assert [*folder.glob("run-*.wandb")] and len(done.records()) == 2
+    assert "a" * 40 not in done.lines + done.errors
 
 
-def test_a_wandb_that_fails_in_mid_run_is_dropped(tmp_path: Path, capsys) -> None:
+@pytest.mark.parametrize(
+    "key, words",
+    [
+        ("", "WANDB_MODE=online: there is no API key; set WANDB_API_KEY or run `wandb login`"),
+        ("short", "WANDB_MODE=online: the API key that is set has 5 characters, not 40 or more"),
+    ],
+)
+def test_an_api_key_that_cannot_work_stops_the_run_before_it_starts(
+    tmp_path: Path, key: str, words: str
+) -> None:
+    done = with_wandb(tmp_path / "run", WANDB_MODE="online", WANDB_API_KEY=key)
+    assert done.code == 2
+    last = done.errors.strip().splitlines()[-1]
+    assert last.startswith(f"error: {words}") and "WANDB_MODE=offline" in last
+    assert "model=" not in done.lines and not (tmp_path / "run").exists()
+
+
+def test_a_wandb_that_fails_in_mid_run_is_dropped_and_named_again_at_the_end(
+    tmp_path: Path, capsys
+) -> None:
     class Failing:
         def log(self, values: dict, step: int) -> None:
             raise ConnectionError("service is gone")
@@ -165,6 +247,11 @@ def test_a_wandb_that_fails_in_mid_run_is_dropped(tmp_path: Path, capsys) -> Non
     log._wandb = Failing()
     for step in range(2):
         log.record(step, {"a": step})
+    log.line("DONE: ")
     log.close()
-    assert capsys.readouterr().out == "W&B: service is gone; the run goes on without it\n"
+    assert capsys.readouterr().out.splitlines() == [
+        "W&B: service is gone; the run goes on without it",
+        "DONE: ",
+        f"W&B may have no records from step 0 on; {tmp_path}/run/metrics.jsonl has them all",
+    ]
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2

@@ -6,13 +6,17 @@ counts once it is whole. With it go a checksum of every array, which is the same
 is sharded, and one of the record; what does not match them is never restored.
 """
 
+import collections
 import errno
+import functools
 import hashlib
 import json
 import logging
 import math
 import os
 import shutil
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +29,42 @@ from etils import epath
 from processes import gather_texts, told_by_all
 
 RECORD, ARRAYS = "record", "arrays"  # the items of a checkpoint, folders in its folder
+MISSED = "another process could not do its part"
+SAVE_LIMIT_S = 1200  # for all processes to have written a checkpoint
 HALF_WRITTEN = ".orbax-checkpoint-tmp"  # in the name of a folder that is not whole
+
+
+class Meeting:
+    """Where all processes wait for each other while orbax saves: its barrier.
+
+    Jax's own barrier would keep the others for 20 minutes from one whose write failed, which skips
+    it. This one also ends, by an error, when a process has gone on without having come to it.
+    """
+
+    def __init__(self, name: str) -> None:
+        """name: the same on all processes, and used once."""
+        self._name, self._times = name, collections.Counter()
+        self._been: set[str] = set()
+        self.is_over = False  # True: nobody comes any more
+
+    def __call__(self, *, key: str, timeout_ms: int) -> None:
+        client = ocp.multihost.get_jax_distributed_client()
+        me, count = jax.process_index(), jax.process_count()
+        self._times[key] += 1  # orbax uses some keys again
+        here, end = f"{key}:{self._times[key]}", time.monotonic() + timeout_ms / 1000
+        self._been.add(here)
+        client.key_value_set(f"{self._name}/came/{here}/{me}", "yes")
+        client.key_value_set(f"{self._name}/newest/{me}", here, allow_overwrite=True)
+        while True:
+            newest = [where for _, where in client.key_value_dir_get(f"{self._name}/newest/")]
+            came = client.key_value_dir_get(f"{self._name}/came/{here}/")
+            if len(came) == count:
+                return
+            if self.is_over or not self._been.issuperset(newest):
+                raise RuntimeError(MISSED)
+            if time.monotonic() > end:
+                raise TimeoutError(f"not all processes have done it in {timeout_ms // 1000} s")
+            time.sleep(0.1)
 
 
 class Checkpoints:
@@ -42,6 +81,7 @@ class Checkpoints:
         self._manager: ocp.CheckpointManager | None = None
         self._evals: dict[int, float] = {}
         self._saving = self.newest = -1  # step
+        self._opened, self._meeting = 0, None  # times; of the manager
 
     def steps(self) -> list[int]:
         """Of the checkpoints that look whole."""
@@ -63,10 +103,18 @@ class Checkpoints:
         if self._manager is None:
             # Orbax logs an error once for each of its threads, with all frames; here it is a line.
             logging.getLogger("absl").setLevel(logging.CRITICAL)
-            own = not self._read_only
+            own, self._meeting = not self._read_only, None
+            if own:
+                hook = functools.partial(_leave_out_closed_loops, sys.__unraisablehook__)
+                sys.unraisablehook = hook
+            if own and jax.process_count() > 1:
+                self._opened += 1
+                self._meeting = Meeting(f"{_digest({'folder': self.folder})}:{self._opened}")
             options = ocp.CheckpointManagerOptions(
-                create=own, cleanup_tmp_directories=own, read_only=not own, save_root_metadata=False
-            )
+                create=own, cleanup_tmp_directories=own, read_only=not own,
+                save_root_metadata=False,
+                async_options=ocp.AsyncOptions(SAVE_LIMIT_S, barrier_sync_fn=self._meeting),
+            )  # fmt: skip
             try:
                 self._manager = ocp.CheckpointManager(self.folder, options=options)
             except ImportError as error:  # gs:// needs gcsfs
@@ -142,6 +190,8 @@ class Checkpoints:
         left = f"step {self.newest} stays the newest" if self.newest >= 0 else "there is none yet"
         self.say(f"checkpoint of step {step} cannot be written to {self.folder}: {wrong}; {left}")
         self._manager = None
+        if self._meeting:
+            self._meeting.is_over = True
         if self._path is not None and jax.process_index() == 0:
             for rest in self._path.glob(f"{step}{HALF_WRITTEN}*"):
                 shutil.rmtree(rest, ignore_errors=True)
@@ -249,4 +299,12 @@ def _brief(error: Exception) -> str:
 
 
 def _first(texts: list[str]) -> str:
-    return next((text for text in texts if text), "")
+    """The first that is not empty; of what a save says, a reason before its consequence."""
+    return next((text for text in sorted(texts, key=MISSED.__eq__) if text), "")
+
+
+def _leave_out_closed_loops(hook: Callable[[Any], object], unraisable: Any) -> None:
+    """Prints an error that a library's thread can raise to nobody, but for one: when a write of
+    orbax's fails, its other writes find the event loop closed that they report to."""
+    if str(unraisable.exc_value) != "Event loop is closed" or unraisable.object is not None:
+        hook(unraisable)

@@ -82,6 +82,23 @@ def test_a_process_that_dies_between_steps_takes_the_other_down(tmp_path: Path) 
     assert survivor.code != 1 or "Traceback" not in survivor.errors
 
 
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_frozen_process_ends_the_other_as_a_dead_one_does(tmp_path: Path, frozen: int) -> None:
+    """Its connections stay open; what it misses are the heartbeats, whoever keeps count of them."""
+    outs = [tmp_path / str(i) for i in range(2)]
+    both = {"STEPS": "5000", "BATCH_SIZE": "2", "HEARTBEAT_TIMEOUT_S": "10"}
+    running = start_two(outs, 1, **both)
+    wait_for(running[frozen], "step=1 ")
+    running[frozen].send_signal(signal.SIGSTOP)
+    stopped = time.monotonic()
+    other = finish(running[1 - frozen], outs[1 - frozen])
+    running[frozen].kill()
+    running[frozen].communicate()
+    assert time.monotonic() - stopped < 40
+    assert other.code in (1, -signal.SIGABRT)
+    assert "another process is gone" in other.errors or "another task died" in other.errors
+
+
 def test_what_differs_is_compared_with_process_0_and_named_once() -> None:
     everyone = [{"a": "1", "b": "x"}, {"a": "1", "b": "x"}, {"a": "2", "c": "z"}, {"a": "3"}]
     assert processes.differences(everyone) == [

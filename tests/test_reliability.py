@@ -294,6 +294,7 @@ def test_a_full_disk_under_checkpoints_costs_a_line_and_no_step(out: Path) -> No
     assert [r["step"] for r in records(folder)] == [0, 1, 2]
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("error: ")
+    assert "Traceback" not in done.stderr, "a library's thread has shown what our lines say"
     assert not [*folder.glob("checkpoints/*orbax-checkpoint-tmp*")]
 
 

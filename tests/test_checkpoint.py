@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+import time
 from pathlib import Path
 
 import jax
@@ -12,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from test_train import finish, start_two
 
 from checkpoint import Checkpoints, checksums
 
@@ -222,3 +224,40 @@ def test_a_record_is_json_that_can_be_read_without_this_project(tmp_path: Path) 
     assert record["step"] == 1 and record["made_with"] == {"SEED": "0"}
     assert len(record["checksums"]) == 3 and len(record["sha256"]) == 64
     assert "['state']['matrix'] float32[64, 48]" in record["arrays"]
+
+
+LIMIT = """
+import os, resource
+if size := int(os.environ.get("FILE_LIMIT", "0")):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fails", [0, 1])
+def test_a_save_that_fails_on_one_process_costs_both_a_line_and_no_step(
+    tmp_path: Path, fails: int
+) -> None:
+    """The other one does not wait for it; later saves are tried, and the end says what is lost."""
+    (tmp_path / "sitecustomize.py").write_text(LIMIT)
+    outs, each = [tmp_path / "0", tmp_path / "1"], [{}, {}]
+    each[fails] = {"FILE_LIMIT": "300000"}
+    both = {"STEPS": "3", "SAVE_EVERY_STEPS": "1", "BATCH_SIZE": "2", "EXPORT_HF": "none"}
+    began = time.monotonic()
+    running = start_two(outs, 1, *each, **both, PYTHONPATH=str(tmp_path))
+    results = [finish(process, out) for process, out in zip(running, outs, strict=True)]
+    assert time.monotonic() - began < 200
+    lost = [
+        f"checkpoint of step {step} cannot be written to {tmp_path}/0/checkpoints: File too large; "
+        f"there is none yet"
+        for step in (1, 2, 3)
+    ]
+    for result in results:
+        lines = result.lines.splitlines()
+        assert [line for line in lines if line.startswith("checkpoint")] == lost
+        assert [line[:7] for line in lines if line.startswith("step=")] == [
+            "step=0 ", "step=1 ", "step=2 ",
+        ]  # fmt: skip
+        assert result.code == 1 and "Traceback" not in result.errors
+        last = result.errors.strip().splitlines()[-1]
+        assert last == f"error: the last checkpoint is not in {tmp_path}/0/checkpoints"

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -305,6 +306,7 @@ def load_tokenizer(folder: Path, chat_template: str = "") -> Any:
     AutoTokenizer rebuilds the tokenizer of some model types (qwen2) by the rules of the type, and
     then gives other ids than the file does.
     """
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # else: no PyTorch was found
     from transformers import PreTrainedTokenizerFast  # a second of import, and only here
 
     if not (folder / "tokenizer.json").is_file():

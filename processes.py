@@ -22,11 +22,23 @@ from jax.experimental import multihost_utils
 LOST_CONTACT = re.compile(r"gloo|nccl|coordination.?service|heartbeat", re.IGNORECASE)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 STATUS = re.compile("[A-Z_]+: ")  # how such a ValueError begins, and none of a user's mistake
-GOOGLE = "0x1ae0"  # the PCI vendor, also of the network cards and disks of Google's cloud
-# The PCI devices that are TPUs, as jax/_src/hardware_utils.py lists them: v2 and v3, one without a
-# public name, v4, v5p, v5e, v6e, 7x.
-TPUS = ("0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076")
+GOOGLE = "0x1ae0"  # the PCI vendor
+DISK, NETWORK = "0x01", "0x02"  # how the PCI class of one begins
 TASKS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")  # where srun and mpirun say how many they start
+
+
+def has_tpu(pci: Path = Path("/sys/bus/pci/devices")) -> bool:
+    """True if this machine has a TPU: a PCI device of Google's that is no disk and no network card.
+
+    The files in /dev do not tell: a GPU that is passed through to a virtual machine is in /dev/vfio
+    too, and other makers' accelerators are in /dev/accel.
+    """
+    for vendor in pci.glob("*/vendor"):
+        kind = vendor.with_name("class")
+        other = kind.exists() and kind.read_text().startswith((DISK, NETWORK))
+        if vendor.read_text().strip() == GOOGLE and not other:
+            return True
+    return False
 
 
 def join(*, init_timeout_s: int, heartbeat_timeout_s: int) -> None:
@@ -59,16 +71,6 @@ def join(*, init_timeout_s: int, heartbeat_timeout_s: int) -> None:
         heartbeat_timeout_seconds=heartbeat_timeout_s,
     )
     limit.cancel()
-
-
-def has_tpu(devices: Path = Path("/sys/bus/pci/devices")) -> bool:
-    """True if this machine has a TPU. The files in /dev do not tell: a GPU that is passed through
-    to a virtual machine is in /dev/vfio too, and other makers' accelerators are in /dev/accel."""
-    return any(
-        (device / "vendor").read_text().strip() == GOOGLE
-        and (device / "device").read_text().strip() in TPUS
-        for device in devices.glob("*")
-    )
 
 
 def _say_if_alone() -> None:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.backend import register_backend_factory
 
 import config as settings
 import data
@@ -66,6 +67,9 @@ def start_jax(cfg: settings.Config) -> None:
     cache = cfg.jax_compilation_cache_dir or ".jax_cache"
     jax.config.update("jax_compilation_cache_dir", os.path.abspath(cache))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    if not os.environ.get("JAX_PLATFORMS") and not processes.has_tpu():
+        # jax would start libtpu, if it is installed, which prints errors where there is no TPU.
+        register_backend_factory("tpu", lambda: None)
     processes.join(init_timeout_s=cfg.init_timeout_s, heartbeat_timeout_s=cfg.heartbeat_timeout_s)
     try:
         jax.devices()

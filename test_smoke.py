@@ -153,6 +153,20 @@ def test_the_record_has_the_names_that_dashboards_read(run: Run) -> None:
     assert swept["eval_full/accuracy/pass_at_1"] == swept["eval_full/accuracy"]
 
 
+KNOWN_LINES = re.compile(
+    "(backend|local_batch|model|rollout.backend|output|step)=.*|mesh dp,fsdp,tp train=.*|"
+    "eval(_full)? .*|DONE: .*"
+)
+
+
+def test_a_run_prints_nothing_but_its_own_lines(run: Run, tmp_path: Path) -> None:
+    """Also where jax itself looks for a device and finds no TPU, with jax[tpu] installed."""
+    plain = train(tmp_path / "plain", STEPS="0", EVAL_EVERY_STEPS="0", JAX_PLATFORMS="")
+    for done in (run, plain):
+        assert (done.code, done.errors) == (0, "")
+        assert [line for line in done.lines.splitlines() if not KNOWN_LINES.fullmatch(line)] == []
+
+
 def test_the_trainer_gives_the_tokens_the_sampler_s_own_probabilities(run: Run) -> None:
     steps = [r for r in run.records() if "train-other/loss" in r]
     assert [r["step"] for r in steps] == [0, 1]
@@ -220,14 +234,28 @@ def test_imports_go_one_way(name: str) -> None:
     assert imported(REPO / f"{name}.py") & own <= IMPORTS[name]
 
 
+def settings_read(code: str) -> set[str]:
+    """Names of what is read from a `cfg`, or from the `cfg` of something, as in run.cfg.seed."""
+    reads = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Attribute)]
+    reads = [node for node in reads if isinstance(node.ctx, ast.Load)]
+    return {
+        node.attr
+        for node in reads
+        if getattr(node.value, "id", getattr(node.value, "attr", "")) == "cfg"
+    }
+
+
 def test_every_setting_is_read() -> None:
-    files = [
-        REPO / f"{name}.py" for name in ("sizes", "startup", "resume", "train_grpo", "sampling")
-    ]
-    code = "".join(file.read_text(encoding="utf-8") for file in files)
-    for field in dataclasses.fields(config.Config):
-        by_name = (*sizes.PASS_SIZES, *sizes.STEP_SIZES, *sizes.MICRO_SIZES)
-        assert f"cfg.{field.name}" in code or field.name in by_name, field.name
+    files = ("sizes", "startup", "resume", "train_grpo", "sampling")
+    texts = [(REPO / f"{name}.py").read_text(encoding="utf-8") for name in files]
+    read = set.union(*map(settings_read, texts))
+    read |= {*sizes.PASS_SIZES, *sizes.STEP_SIZES, *sizes.MICRO_SIZES}  # these are read by name
+    assert {field.name for field in dataclasses.fields(config.Config)} - read == set()
+
+
+def test_a_setting_is_not_read_by_another_whose_name_begins_with_it() -> None:
+    assert settings_read("f(cfg.dataset_config)") == {"dataset_config"}
+    assert settings_read("cfg.steps = other.seed = run.cfg.top_k  # cfg.top_p") == {"top_k"}
 
 
 def test_the_readme_lists_every_setting_with_its_default() -> None:

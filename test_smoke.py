@@ -268,8 +268,15 @@ def test_the_readme_lists_every_setting_with_its_default() -> None:
 
 def test_the_readme_s_commands_are_those_that_ci_runs() -> None:
     readme = (REPO / "README.md").read_text(encoding="utf-8")
-    ci = (REPO / ".ci" / "run").read_text(encoding="utf-8")
-    for command in ("pip install -r requirements.txt", "STEPS=1 python train_grpo.py"):
-        assert command in readme
-    for command in ("-r requirements.txt", "STEPS=1", "python train_grpo.py", "\npytest"):
-        assert command in ci
+    ci = (REPO / ".ci" / "run").read_text(encoding="utf-8").replace(" --quiet", "")
+    lines = [line.replace(" --durations=10", "") for line in ci.splitlines()]
+    commands = [
+        *("pip install -r requirements.txt", "STEPS=1 python train_grpo.py"),
+        *("pip install -r requirements-dev.txt", "pytest", "pytest -m slow"),
+        *("pip install -r requirements-parity.txt", "pytest -m parity"),
+    ]
+    found = [next(i for i, line in enumerate(lines) if line.endswith(c)) for c in commands]
+    assert found == sorted(found), "in the README's order"
+    for command in commands:
+        assert re.search(rf"{re.escape(command)}[`\n ]", readme), command
+    assert ci.count("--durations=10") == 3

@@ -2,9 +2,9 @@
 
 import dataclasses
 import os
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -402,14 +402,20 @@ def test_load_prints_nothing_unasked_and_ends_with_2_and_one_line_on_a_mistake(c
     assert run("--processes", "0").returncode == run("STEPS=1").returncode == 2
 
 
+def processor_seconds() -> float:
+    """Of the processes that this one has started and waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def test_printing_takes_under_a_second_and_imports_neither_jax_nor_flax() -> None:
     code = "import sys, config; config.describe(config.Config()); print(*sys.modules)"
     seconds = []
-    for _ in range(3):  # the best of three, for a machine that is busy with other tests
-        start = time.perf_counter()
+    for _ in range(3):  # the best of three, for a machine that is busy
+        start = processor_seconds()
         command = [sys.executable, "-c", code]
         printed = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(processor_seconds() - start)
     assert min(seconds) < 1.0
     modules = set(printed.stdout.split())
     assert {"config", "yaml"} <= modules

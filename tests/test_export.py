@@ -97,6 +97,7 @@ def test_a_model_that_no_run_has_exported_is_not_overwritten(tmp_path: Path) -> 
         assert (tmp_path / "mine" / "hf" / "config.json").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_run_of_two_processes_exports_what_a_run_of_one_does(tmp_path: Path) -> None:
     one = train(tmp_path / "one", BATCH_SIZE="4", NUM_PRE_Q="4", TRAIN_MICRO_BATCH_SIZE="16")
     outs = [tmp_path / "two", tmp_path / "two_1"]
@@ -112,6 +113,7 @@ def test_a_run_of_two_processes_exports_what_a_run_of_one_does(tmp_path: Path) -
         np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parity
 def test_transformers_opens_the_end_of_a_run_with_the_same_logits(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch", reason="a parity test")
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -278,6 +278,7 @@ def test_damaged_files_are_named_in_one_line(tmp_path: Path) -> None:
     refused(lambda: load(tmp_path), f"{pointer} is not a whole safetensors file")
 
 
+@pytest.mark.parity
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_opens_what_we_write_and_gives_the_same_logits(tmp_path, family):
     pytest.importorskip("torch", reason="opens our folder with transformers' torch model")

@@ -292,10 +292,15 @@ HEADS = {
     "Llama-3-8B": bench.Shape(16 * 1024, 4096, 128256),
     "Qwen2.5-14B": bench.Shape(16 * 1024, 5120, 152064),
 }
+QUICK = ("v6e", "Qwen2.5-3B")
+ALL_KERNELS = [
+    pytest.param(chip, head, marks=() if (chip, head) == QUICK else pytest.mark.slow)
+    for chip in bench.CHIPS
+    for head in HEADS
+]
 
 
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("chip", bench.CHIPS)
+@pytest.mark.parametrize("chip, head", ALL_KERNELS)
 def test_the_kernels_compile_for_every_tpu(chip: str, head: str) -> None:
     pytest.importorskip("libtpu", reason='the TPU compiler: pip install "jax[tpu]"')
     text = bench.compile_loss("pallas", True, HEADS[head], chip).as_text()
@@ -310,6 +315,7 @@ def test_a_model_too_wide_for_the_chip_is_named() -> None:
     assert loss_pallas.block_sizes(8192, 2, "TPU v6 lite")[1] >= 1024
 
 
+@pytest.mark.slow
 def test_the_loss_takes_less_than_an_eighth_of_the_memory_of_full_logits() -> None:
     """16 x 1024 tokens a device of Qwen2.5-3B on a v6e-8, gradients included."""
     pytest.importorskip("libtpu", reason='the TPU compiler: pip install "jax[tpu]"')

@@ -155,6 +155,7 @@ def logits_of(folder, **changes) -> np.ndarray:
     return np.asarray(hidden @ lm_head(params).T)
 
 
+@pytest.mark.parity
 @pytest.mark.parametrize("rope_parameters", [False, True], ids=["rope_theta", "rope_parameters"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_transformers_own_model(tmp_path, family, rope_parameters):

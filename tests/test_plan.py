@@ -66,6 +66,7 @@ def test_a_plan_lists_every_program_of_the_run_and_fits(model: Path) -> None:
     assert list(model.iterdir()) == [model / "config.json"]  # and leaves nothing behind
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_run_that_cannot_fit_is_told_what_would(model: Path) -> None:
     wide = MODEL | {"hidden_size": 512, "intermediate_size": 8192}

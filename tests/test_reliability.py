@@ -378,6 +378,7 @@ def test_more_steps_continue_and_a_changed_setting_stops_with_its_name(out, shor
     assert "RESUME_FORCE=1: the run after step 4 was another: SEED was 0" in result.lines
 
 
+@pytest.mark.slow
 def test_resume_may_name_a_checkpoint_or_begin_anew_and_loses_nothing(out, short: Path) -> None:
     settings = {"EVAL_EVERY_STEPS": "0", "SAVE_KEEP": "0", "STEPS": "3"}
 

@@ -227,6 +227,7 @@ def test_a_second_start_is_refused_and_stop_ends_the_first(cloud: Cloud) -> None
         assert re.search("^STOPPED: SIGTERM ", cloud.logs("log", worker, "long").read_text(), re.M)
 
 
+@pytest.mark.slow
 def test_a_preempted_tpu_vm_is_made_anew_and_the_run_started_again(cloud: Cloud) -> None:
     (cloud.folder / "state").write_text("CREATING")
     running = cloud.start("--restart", **SHORT | {"STEPS": "3"}, TPU_TYPE="v6e-8", TPU_SPOT="1")
@@ -304,7 +305,7 @@ def test_a_worker_that_never_joins_is_told_within_the_limit(cloud: Cloud) -> Non
     assert cloud.exits() == ["1\n", "1\n"]
 
 
-@pytest.mark.parametrize("kind", ["hang", "fail"])
+@pytest.mark.parametrize("kind", [pytest.param("hang", marks=pytest.mark.slow), "fail"])
 def test_a_worker_that_is_down_stops_the_start_everywhere(cloud: Cloud, kind: str) -> None:
     cloud.faults((1, "git", kind))
     began = time.monotonic()

@@ -374,9 +374,11 @@ OBJECTIVES = {
         lambda r, f: over_std(centered(r), r), lambda A, n: -A.mean()
     ),
 }  # fmt: skip
+SLOW = [x for x in OBJECTIVES if "cispo" not in x and "sapo" not in x]
+ALL = [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in OBJECTIVES]
 
 
-@pytest.mark.parametrize("settings", OBJECTIVES)
+@pytest.mark.parametrize("settings", ALL)
 def test_every_objective_and_estimator_takes_its_step(
     folder: Path, base: dict[str, str], settings: str
 ) -> None:

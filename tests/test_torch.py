@@ -30,6 +30,7 @@ from update import (
     zero_grads,
 )
 
+pytestmark = pytest.mark.parity
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 

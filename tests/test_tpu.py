@@ -28,6 +28,12 @@ RUNS = {  # model, slice, prompt tokens
     "7b": ("Qwen/Qwen2.5-7B", "v4-16", {"GLOBAL_LENGTH": "128"}),
     "0.5b": ("Qwen/Qwen2.5-0.5B", "v6e-8", {"GLOBAL_LENGTH": "128", "MAX_LENGTH_SAMPLE": "128"}),
 }
+ALL_RUNS = ["3b", *(pytest.param(run, marks=pytest.mark.slow) for run in ("7b", "0.5b"))]
+ALL_KERNELS = [
+    pytest.param(chip, dim, marks=() if (chip, dim) == ("v6e", 128) else pytest.mark.slow)
+    for chip in roofline.CHIPS
+    for dim in (64, 128)
+]
 
 
 @functools.cache
@@ -68,16 +74,17 @@ def gathered_weights(plan: programs.Plan) -> list[str]:
     return [one.shape for one in gathers if elements(one) >= smallest_weight(plan)]
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", ALL_RUNS)
 def test_decoding_gathers_no_weight_and_no_prompt(run: str) -> None:
     assert gathered_weights(plan_of(run)) == []
 
 
+@pytest.mark.slow
 def test_decoding_on_weights_sharded_for_training_would_be_caught() -> None:
     assert gathered_weights(plan_of("3b", ROLLOUT_MESH_SHAPE="1,8,1"))
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", ALL_RUNS)
 def test_a_token_costs_two_all_reduces_and_four_exchanges_in_each_layer(run: str) -> None:
     _, found = compiled(plan_of(run), "decode")
     kinds = sorted(one.kind for one in found if one.loops == (None, 2))
@@ -95,10 +102,12 @@ def whole_weights(plan: programs.Plan) -> list[str]:
     return [one.shape for one in found if elements(one) >= limits.get(one.kind, math.inf)]
 
 
+@pytest.mark.slow
 def test_training_never_has_a_gradient_or_the_embedding_whole_on_a_device() -> None:
     assert whole_weights(plan_of("3b")) == []
 
 
+@pytest.mark.slow
 def test_an_embedding_gathered_to_look_tokens_up_would_be_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -109,6 +118,7 @@ def test_an_embedding_gathered_to_look_tokens_up_would_be_caught(
     assert whole_weights(plan_of("0.5b"))
 
 
+@pytest.mark.slow
 def test_estimated_bytes_between_chips_are_those_of_the_compiled_programs() -> None:
     plan = plan_of("3b")
     n, tp = plan.rollout.mesh.size, plan.rollout.mesh.shape["tp"]
@@ -124,6 +134,7 @@ def test_estimated_bytes_between_chips_are_those_of_the_compiled_programs() -> N
         assert work.ici_bytes == pytest.approx(sent, rel=0.2), program
 
 
+@pytest.mark.slow
 def test_twice_the_chips_hold_half_each_and_send_at_most_half_more() -> None:
     other = {"TEMPERATURE": "0.9"}  # jit remembers what the test above made of the usual one
     (small, few), (large, many) = (
@@ -136,8 +147,7 @@ def test_twice_the_chips_hold_half_each_and_send_at_most_half_more() -> None:
     assert sent_by_many < 1.5 * sent * (15 / 16) / (7 / 8)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("chip", roofline.CHIPS)
+@pytest.mark.parametrize("chip, head_dim", ALL_KERNELS)
 def test_splash_attention_and_its_gradient_compile(chip: str, head_dim: int) -> None:
     devices = programs.slice_devices(f"{chip}-8")
     layout = Layout(Mesh(np.array(devices).reshape(1, -1, 1), ("dp", "fsdp", "tp")), TRAIN_ROWS)

@@ -118,7 +118,7 @@ def reference(out: Path) -> Result:
     return train(out / "reference", TRAIN_MICRO_BATCH_SIZE="128")
 
 
-@pytest.mark.parametrize("size", [4, 8])
+@pytest.mark.parametrize("size", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_the_micro_batch_changes_nothing(out: Path, reference: Result, size: int) -> None:
     assert_same_step(reference, train(out / f"micro{size}", TRAIN_MICRO_BATCH_SIZE=str(size)))
 
@@ -129,13 +129,14 @@ def test_two_passes_sample_what_one_does(out: Path, reference: Result) -> None:
     assert_same_step(reference, two)
 
 
-@pytest.mark.parametrize("mesh", ["1,8,1", "1,4,2"])
+@pytest.mark.parametrize("mesh", [pytest.param("1,8,1", marks=pytest.mark.slow), "1,4,2"])
 def test_eight_devices_do_what_one_does(out: Path, reference: Result, mesh: str) -> None:
     eight = train(out / f"mesh{mesh[2:5:2]}", 8, MESH_SHAPE=mesh, TRAIN_MICRO_BATCH_SIZE="8")
     assert "device_count=8" in eight.lines
     assert_same_step(reference, eight)
 
 
+@pytest.mark.slow
 def test_decoding_with_tensor_parallelism_samples_the_same(out: Path, reference: Result) -> None:
     mesh = {"ROLLOUT_MESH_SHAPE": "2,1,4", "MESH_SHAPE": "2,2,2", "BATCH_SIZE": "8"}
     assert_same_step(reference, train(out / "tp", 8, ROLLOUT_GLOBAL_BATCH_SIZE="16", **mesh))
@@ -157,9 +158,9 @@ SMOKE_4B = {
         (SMOKE_4A, {"BATCH_SIZE": "4", "TRAIN_MICRO_BATCH_SIZE": "8"},
          "local_batch=16 global_batch=32 rollout.prompt_batch_size=2 rollout.passes_per_step=1 "
          "train.micro_batch_size=4 train.grad_accum_steps=4"),
-        (SMOKE_4B, {},
+        pytest.param(SMOKE_4B, {},
          "local_batch=16 global_batch=32 rollout.prompt_batch_size=4 rollout.passes_per_step=2 "
-         "train.micro_batch_size=4 train.grad_accum_steps=4"),
+         "train.micro_batch_size=4 train.grad_accum_steps=4", marks=pytest.mark.slow),
     ],
     ids=["4a", "4b"],
 )  # fmt: skip

@@ -112,7 +112,6 @@ def test_a_log_on_a_full_disk_costs_no_step(tmp_path: Path) -> None:
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-@pytest.mark.parity
 def test_a_resumed_log_keeps_the_steps_before_and_drops_what_was_cut_off(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     whole = [json.dumps({"step": step, "a": "\u2028é"}) for step in (0, 0, 1, 2, 2, 3)]

@@ -16,6 +16,7 @@ import math
 import os
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,41 +31,37 @@ from processes import gather_texts, told_by_all
 
 RECORD, ARRAYS = "record", "arrays"  # the items of a checkpoint, folders in its folder
 MISSED = "another process could not do its part"
-SAVE_LIMIT_S = 1200  # for all processes to have written a checkpoint
+PROBE_BYTES = 2**20  # of a file that is made and removed before a save
+VOTE_LIMIT_S = 60  # for the other processes to tell how a save went, where it failed on this one
+SAVE_LIMIT_S = 1200  # the same, where it did not: the others may write for longer
 HALF_WRITTEN = ".orbax-checkpoint-tmp"  # in the name of a folder that is not whole
 
 
-class Meeting:
-    """Where all processes wait for each other while orbax saves: its barrier.
+class SaveBarrier:
+    """Where the processes wait for each other while orbax saves in the background.
 
-    Jax's own barrier would keep the others for 20 minutes from one whose write failed, which skips
-    it. This one also ends, by an error, when a process has gone on without having come to it.
+    At jax's own barrier the others would wait 20 minutes for a process whose write has failed.
+    At this one such a process leaves a mark, which ends the waiting of all by an error.
     """
 
     def __init__(self, name: str) -> None:
         """name: the same on all processes, and used once."""
         self._name, self._times = name, collections.Counter()
-        self._been: set[str] = set()
-        self.is_over = False  # True: nobody comes any more
 
     def __call__(self, *, key: str, timeout_ms: int) -> None:
-        client = ocp.multihost.get_jax_distributed_client()
-        me, count = jax.process_index(), jax.process_count()
-        self._times[key] += 1  # orbax uses some keys again
-        here, end = f"{key}:{self._times[key]}", time.monotonic() + timeout_ms / 1000
-        self._been.add(here)
-        client.key_value_set(f"{self._name}/came/{here}/{me}", "yes")
-        client.key_value_set(f"{self._name}/newest/{me}", here, allow_overwrite=True)
-        while True:
-            newest = [where for _, where in client.key_value_dir_get(f"{self._name}/newest/")]
-            came = client.key_value_dir_get(f"{self._name}/came/{here}/")
-            if len(came) == count:
-                return
-            if self.is_over or not self._been.issuperset(newest):
+        client, me = ocp.multihost.get_jax_distributed_client(), jax.process_index()
+        if sys.exc_info()[1]:  # orbax comes by here in a `finally`, its save has failed already
+            client.key_value_set(f"{self._name}/failed/{me}", "", allow_overwrite=True)
+            return
+        self._times[key] += 1  # orbax uses its keys again
+        here, end = f"{self._name}/{key}:{self._times[key]}/", time.monotonic() + timeout_ms / 1000
+        client.key_value_set(f"{here}{me}", "")
+        while len(client.key_value_dir_get(here)) < jax.process_count():
+            if client.key_value_dir_get(f"{self._name}/failed/"):
                 raise RuntimeError(MISSED)
             if time.monotonic() > end:
-                raise TimeoutError(f"not all processes have done it in {timeout_ms // 1000} s")
-            time.sleep(0.1)
+                raise TimeoutError(f"not all processes have written it in {timeout_ms // 1000} s")
+            time.sleep(0.05)
 
 
 class Checkpoints:
@@ -76,12 +73,13 @@ class Checkpoints:
         local = "://" not in folder
         self.folder = str(Path(folder).absolute()) if local else folder
         self._path, self._keep = Path(self.folder) if local else None, keep
-        self._read_only = read_only
+        self._read_only, self._short_name = read_only, _digest({"folder": self.folder})[:12]
         self.say: Callable[[str], None] = lambda line: print(line, flush=True)
         self._manager: ocp.CheckpointManager | None = None
         self._evals: dict[int, float] = {}
         self._saving = self.newest = -1  # step
-        self._opened, self._meeting = 0, None  # times; of the manager
+        self._votes = self._opened = 0  # how often
+        self._lost = -1  # the newest step whose save has failed
 
     def steps(self) -> list[int]:
         """Of the checkpoints that look whole."""
@@ -103,17 +101,18 @@ class Checkpoints:
         if self._manager is None:
             # Orbax logs an error once for each of its threads, with all frames; here it is a line.
             logging.getLogger("absl").setLevel(logging.CRITICAL)
-            own, self._meeting = not self._read_only, None
+            own = not self._read_only
             if own:
                 hook = functools.partial(_leave_out_closed_loops, sys.__unraisablehook__)
                 sys.unraisablehook = hook
-            if own and jax.process_count() > 1:
-                self._opened += 1
-                self._meeting = Meeting(f"{_digest({'folder': self.folder})}:{self._opened}")
+            self._opened += 1
+            barrier = SaveBarrier(f"{self._short_name}/barrier{self._opened}")
             options = ocp.CheckpointManagerOptions(
                 create=own, cleanup_tmp_directories=own, read_only=not own,
                 save_root_metadata=False,
-                async_options=ocp.AsyncOptions(SAVE_LIMIT_S, barrier_sync_fn=self._meeting),
+                async_options=ocp.AsyncOptions(
+                    SAVE_LIMIT_S, barrier_sync_fn=barrier if jax.process_count() > 1 else None
+                ),
             )  # fmt: skip
             try:
                 self._manager = ocp.CheckpointManager(self.folder, options=options)
@@ -138,9 +137,14 @@ class Checkpoints:
         """Begins to save the arrays after `step` steps; they may change as soon as this returns.
 
         record: JSON values. evals: the accuracy at each step evaluated so far; besides the newest
-        checkpoints the one of the best stays. One that cannot be written costs a line, not the run.
+        checkpoints the one of the best stays. One that cannot be written costs a line, not the run,
+        and is not tried again.
         """
+        if step == self._lost:
+            return
         self.wait()
+        if self._failed(step, gather_texts(self._no_room(arrays))):
+            return
         sums = [int(x) for x in jax.device_get(jax.tree.leaves(checksums(arrays)))]
         record = record | {"step": step, "checksums": sums, "arrays": self.shapes(arrays)}
         record["sha256"] = _digest(record)
@@ -157,8 +161,59 @@ class Checkpoints:
             )
         except Exception as error:  # the storage's errors have no common base
             wrong = _brief(error)
-        if not self._failed(step, wrong):
+        if not self._failed(step, self._vote(wrong)):
             self._saving = step
+
+    def _no_room(self, arrays: Any) -> str:
+        """Why this process could not write its part of the arrays; "" if it most likely can.
+
+        All processes find this out and tell each other before a save begins, since orbax lets the
+        others wait for one that fails in the midst of it.
+        """
+        if self._path is None:
+            return ""
+        shards = [shard for x in jax.tree.leaves(arrays) for shard in x.addressable_shards]
+        size = sum(shard.data.nbytes for shard in shards if shard.replica_id == 0)
+        try:
+            self._path.mkdir(parents=True, exist_ok=True)
+            if shutil.disk_usage(self._path).free < size:
+                return os.strerror(errno.ENOSPC)
+            with tempfile.TemporaryFile(dir=self._path) as file:
+                file.write(b"0" * min(size, PROBE_BYTES))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            return _brief(error)
+        return ""
+
+    def _vote(self, wrong: str) -> list[str]:
+        """What went wrong in this part of a save, of every process; "" where nothing did.
+
+        The processes tell each other through the service by which they have joined, because one
+        that waits within orbax cannot take part in a collective of arrays. If this process has
+        failed and another one says nothing for VOTE_LIMIT_S, the other waits for this process in
+        a collective of orbax's, which only the end of this process releases. Raises SystemExit.
+        """
+        if jax.process_count() == 1:
+            return [wrong]
+        self._votes += 1
+        votes = f"{self._short_name}/vote{self._votes}"
+        client = ocp.multihost.get_jax_distributed_client()
+        client.key_value_set(f"{votes}/{jax.process_index()}", wrong or "done")
+        limit_s = VOTE_LIMIT_S if wrong else SAVE_LIMIT_S
+        try:
+            told = [
+                client.blocking_key_value_get(f"{votes}/{i}", limit_s * 1000)
+                for i in range(jax.process_count())
+            ]
+        except jax.errors.JaxRuntimeError as error:
+            if not wrong or "DEADLINE_EXCEEDED" not in str(error):
+                raise
+            raise SystemExit(
+                f"error: a checkpoint cannot be written to {self.folder} from here: {wrong}; "
+                f"another process waits for this part of it, so that the run has to end"
+            ) from None
+        return ["" if text == "done" else text for text in told]
 
     def wait(self) -> None:
         """Until what is being saved is whole; then drops those that need not stay."""
@@ -169,7 +224,7 @@ class Checkpoints:
             self._manager.wait_until_finished()
         except Exception as error:
             wrong = _brief(error)
-        if self._failed(step, wrong):
+        if self._failed(step, self._vote(wrong)):
             return
         self.newest = step
         steps = self.steps()
@@ -182,16 +237,14 @@ class Checkpoints:
                 except Exception as error:
                     self.say(f"checkpoint {self.folder}/{old} stays: {_brief(error)}")
 
-    def _failed(self, step: int, wrong: str) -> bool:
-        """True, with a line, if a process could not save: then none has."""
-        wrong = _first(gather_texts(wrong))
+    def _failed(self, step: int, told: list[str]) -> bool:
+        """True, with a line, if a process could not save: then none has. told: by each process."""
+        wrong = _first(told)
         if not wrong:
             return False
         left = f"step {self.newest} stays the newest" if self.newest >= 0 else "there is none yet"
         self.say(f"checkpoint of step {step} cannot be written to {self.folder}: {wrong}; {left}")
-        self._manager = None
-        if self._meeting:
-            self._meeting.is_over = True
+        self._manager, self._lost = None, step
         if self._path is not None and jax.process_index() == 0:
             for rest in self._path.glob(f"{step}{HALF_WRITTEN}*"):
                 shutil.rmtree(rest, ignore_errors=True)
@@ -299,7 +352,7 @@ def _brief(error: Exception) -> str:
 
 
 def _first(texts: list[str]) -> str:
-    """The first that is not empty; of what a save says, a reason before its consequence."""
+    """The first that is not empty; a reason comes before its consequence."""
     return next((text for text in sorted(texts, key=MISSED.__eq__) if text), "")
 
 

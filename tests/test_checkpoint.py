@@ -4,8 +4,12 @@ import json
 import os
 import random
 import shutil
+import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
+from subprocess import PIPE
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +17,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from test_train import finish, start_two
+from test_train import REPO, Result, finish, start_two
 
 from checkpoint import Checkpoints, checksums
 
@@ -233,26 +237,34 @@ if size := int(os.environ.get("FILE_LIMIT", "0")):
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fails", [0, 1])
-def test_a_save_that_fails_on_one_process_costs_both_a_line_and_no_step(
-    tmp_path: Path, fails: int
-) -> None:
-    """The other one does not wait for it; later saves are tried, and the end says what is lost."""
+def limited(tmp_path: Path, fails: int, size: str) -> list[Result]:
+    """Two processes that save after each of three steps; one may write no file above `size`."""
     (tmp_path / "sitecustomize.py").write_text(LIMIT)
     outs, each = [tmp_path / "0", tmp_path / "1"], [{}, {}]
-    each[fails] = {"FILE_LIMIT": "300000"}
+    each[fails] = {"FILE_LIMIT": size}
     both = {"STEPS": "3", "SAVE_EVERY_STEPS": "1", "BATCH_SIZE": "2", "EXPORT_HF": "none"}
+    both |= {"HEARTBEAT_TIMEOUT_S": "10", "PYTHONPATH": str(tmp_path)}
+    running = start_two(outs, 1, *each, **both)
+    return [finish(process, out) for process, out in zip(running, outs, strict=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fails, size",
+    [(1, "300000"), (0, "2000000"), (1, "2000000")],
+    ids=["1 before a save", "0 in its midst", "1 in its midst"],
+)
+def test_a_save_that_fails_on_one_process_costs_both_a_line_and_no_step(
+    tmp_path: Path, fails: int, size: str
+) -> None:
+    """The other one does not wait for it, and later saves are tried."""
     began = time.monotonic()
-    running = start_two(outs, 1, *each, **both, PYTHONPATH=str(tmp_path))
-    results = [finish(process, out) for process, out in zip(running, outs, strict=True)]
-    assert time.monotonic() - began < 200
     lost = [
         f"checkpoint of step {step} cannot be written to {tmp_path}/0/checkpoints: File too large; "
         f"there is none yet"
         for step in (1, 2, 3)
     ]
-    for result in results:
+    for result in limited(tmp_path, fails, size):
         lines = result.lines.splitlines()
         assert [line for line in lines if line.startswith("checkpoint")] == lost
         assert [line[:7] for line in lines if line.startswith("step=")] == [
@@ -261,3 +273,41 @@ def test_a_save_that_fails_on_one_process_costs_both_a_line_and_no_step(
         assert result.code == 1 and "Traceback" not in result.errors
         last = result.errors.strip().splitlines()[-1]
         assert last == f"error: the last checkpoint is not in {tmp_path}/0/checkpoints"
+    assert time.monotonic() - began < 200
+
+
+VOTER = """
+import sys, time, jax, checkpoint, processes
+checkpoint.VOTE_LIMIT_S = 3
+processes.join(init_timeout_s=60, heartbeat_timeout_s=10)
+saves = checkpoint.Checkpoints(sys.argv[1])
+print(saves._vote("no space" if jax.process_index() else ""), flush=True)
+if jax.process_index() == 0:
+    time.sleep(30)  # as if it waited for process 1 within orbax
+with processes.ending_together():
+    saves._vote("no space again")
+"""
+
+
+def test_a_process_for_which_another_waits_within_orbax_ends_by_itself(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    where = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2", "JAX_PLATFORMS": "cpu"}
+    began = time.monotonic()
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", VOTER, str(tmp_path)], cwd=REPO, text=True,
+            env=os.environ | where | {"JAX_PROCESS_ID": str(i)}, stdout=PIPE, stderr=PIPE,
+        )
+        for i in range(2)
+    ]  # fmt: skip
+    lines, errors = running[1].communicate(timeout=100)
+    assert time.monotonic() - began < 60 and running[1].returncode == 1
+    assert lines.splitlines()[-1] == "['', 'no space']"
+    assert errors.splitlines()[-1] == (
+        f"error: a checkpoint cannot be written to {tmp_path} from here: no space again; another "
+        f"process waits for this part of it, so that the run has to end"
+    )
+    assert running[0].stdout.readline() == "['', 'no space']\n"
+    running[0].kill()
+    running[0].communicate()

@@ -15,6 +15,7 @@ from metrics import (
     Clock,
     RunLog,
     StepRows,
+    check_wandb,
     evaluation,
     sampling_metrics,
     step_lines,
@@ -176,12 +177,11 @@ def test_process_0_alone_writes_and_what_is_not_finite_becomes_null(
     assert sample == {"step": 0, "completion": "é"}
 
 
-def test_wandb_is_asked_for_by_its_install_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_is_asked_for_by_its_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
+    check_wandb("disabled")
     with pytest.raises(ValueError, match="WANDB_MODE=offline needs wandb: pip install wandb"):
-        RunLog(tmp_path / "run", steps=1, writes=True, wandb={"mode": "offline"})
+        check_wandb("offline")
 
 
 def test_plot_run_draws_a_run_and_names_a_folder_without_one(tmp_path: Path) -> None:

@@ -271,11 +271,11 @@ def test_a_damaged_newest_checkpoint_is_passed_over_in_a_real_run(out: Path, sho
     assert len(kept) == 1, "the damaged one is set aside, not deleted"
 
 
-def test_a_full_disk_under_checkpoints_costs_a_line_and_no_step(out: Path) -> None:
-    folder = out / "full"
-    limit = (
-        "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (300000, 300000)); "
-    )
+@pytest.mark.parametrize("size", [300_000, 2_000_000], ids=["before a save", "in its midst"])
+def test_a_full_disk_under_checkpoints_costs_a_line_and_no_step(out: Path, size: int) -> None:
+    folder = out / f"full{size}"
+    limit = f"import resource, runpy, sys; limit = ({size}, {size}); "
+    limit += "resource.setrlimit(resource.RLIMIT_FSIZE, limit); "
     program = (
         limit + "sys.argv = sys.argv[1:]; runpy.run_path('train_grpo.py', run_name='__main__')"
     )

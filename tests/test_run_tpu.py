@@ -201,7 +201,7 @@ def test_from_setup_to_stop_two_workers_train_one_model(cloud: Cloud) -> None:
 
 def test_a_second_start_is_refused_and_stop_ends_the_first(cloud: Cloud) -> None:
     assert cloud.call("sync")[0] == 0
-    cloud.faults((1, "worker-start", "again"))
+    cloud.faults((1, "run_tpu_worker.sh start", "again"))
     code, lines = cloud.call("--detach", "--name=long", **SHORT | {"STEPS": "5000"})
     assert code == 0, lines
     assert lines.count("worker-1 started") == 1, "sent twice by gcloud, started once"
@@ -271,7 +271,7 @@ def test_only_a_preempted_tpu_vm_is_made_anew(cloud: Cloud) -> None:
     code, lines = restart()
     assert code == 1 and lines.count("ERROR: PERMISSION_DENIED") == 1, "no capacity to wait for"
     program.write_text(works)
-    cloud.faults((0, "worker-start", "fail"))
+    cloud.faults((0, "run_tpu_worker.sh start", "fail"))
     code, lines = restart()
     assert code == 255, lines
     assert not re.search('"(create|delete)"', cloud.calls())
@@ -315,7 +315,7 @@ def test_a_worker_that_is_down_stops_the_start_everywhere(cloud: Cloud, kind: st
     assert "worker-0 HEAD=" in lines and "not every worker of mine has the commit" in lines
     assert not (cloud.clone(0) / "logs").exists()
 
-    cloud.faults((1, "worker-start", kind))
+    cloud.faults((1, "run_tpu_worker.sh start", kind))
     code, lines = cloud.call("run", **SHORT, SSH_TIMEOUT_S="12")
     assert code != 0 and "not every worker of mine has started; ending those that have" in lines
     assert "worker-0 stopped" in lines

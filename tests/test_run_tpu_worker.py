@@ -1,4 +1,4 @@
-"""run_tpu.sh's half on a worker: exit files, locks, a second start and stop, on this machine."""
+"""run_tpu_worker.sh: exit files, locks, a second start and stop, on this machine."""
 
 import fcntl
 import os
@@ -21,7 +21,7 @@ def worker(cloud: Cloud, *words: str, **env: str) -> subprocess.CompletedProcess
     alone = {"PATH": os.environ["PATH"], "HOME": str(cloud.home(0)), "JAX_PLATFORMS": "cpu"}
     alone |= {"HOSTNAME": "w", "LIBTPU_LOCKFILE": str(cloud.lockfile)}
     return subprocess.run(
-        ["bash", "run_tpu.sh", *words], cwd=cloud.laptop, env=alone | env, text=True,
+        ["bash", "run_tpu_worker.sh", *words], cwd=cloud.laptop, env=alone | env, text=True,
         capture_output=True, timeout=120,
     )  # fmt: skip
 
@@ -32,15 +32,15 @@ def test_the_exit_file_is_true_when_the_disk_is_full_for_the_log(cloud: Cloud) -
     (logs / "nohup_x_20260101T000000Z.log").symlink_to("/dev/full")
     base, cache = "logs/nohup_x_20260101T000000Z", f"JAX_COMPILATION_CACHE_DIR={cloud.cache}"
     settings = [f"{name}={value}" for name, value in SHORT.items()]
-    assert worker(cloud, "worker-run", base, sys.prefix, "", cache, *settings).returncode == 0
+    assert worker(cloud, "run", base, sys.prefix, "", cache, *settings).returncode == 0
     assert (logs / "nohup_x_latest.exit").read_text() == "0\n"
     assert len([*cloud.laptop.glob("runs/*/metrics.jsonl")]) == 1
-    worker(cloud, "worker-run", base, sys.prefix, "", "STEPS=-1")
+    worker(cloud, "run", base, sys.prefix, "", "STEPS=-1")
     assert (logs / "nohup_x_latest.exit").read_text() == "2\n"
 
 
 def test_a_command_sent_again_does_not_start_a_run_that_has_ended(cloud: Cloud) -> None:
-    start = ["worker-start", "x", "20260101T000000Z", sys.prefix, "", "STEPS=-1"]
+    start = ["start", "x", "20260101T000000Z", sys.prefix, "", "STEPS=-1"]
     assert "w started: process" in worker(cloud, *start).stdout
     exit_file = cloud.laptop / "logs" / "nohup_x_latest.exit"
     while not exit_file.exists():
@@ -55,14 +55,14 @@ def test_stop_ends_no_stranger_with_the_number_of_a_run_that_is_gone(cloud: Clou
     stranger = subprocess.Popen(["sleep", "60"])
     (cloud.laptop / "logs" / "nohup_x_20260101T000000Z.pid").write_text(f"{stranger.pid}\n")
     (cloud.laptop / "logs" / "nohup_x_20260101T000000Z.log").touch()
-    assert "exit=unknown (nothing logged yet)" in worker(cloud, "worker-status").stdout
-    assert "w has nothing running" in worker(cloud, "worker-stop").stdout
+    assert "exit=unknown (nothing logged yet)" in worker(cloud, "status").stdout
+    assert "w has nothing running" in worker(cloud, "stop").stdout
     assert stranger.poll() is None
     stranger.kill()
 
 
 def test_a_stale_libtpu_lockfile_goes_and_one_in_use_stops_the_start(cloud: Cloud) -> None:
-    start = ["worker-start", "x", "20260101T000000Z", sys.prefix, "", "STEPS=-1"]
+    start = ["start", "x", "20260101T000000Z", sys.prefix, "", "STEPS=-1"]
     with cloud.lockfile.open("w") as file:
         fcntl.lockf(file, fcntl.LOCK_EX)
         held = worker(cloud, *start)
@@ -92,7 +92,7 @@ def test_stop_kills_15_s_after_the_run_s_preemption_grace_s_wherever_it_is_set(
         (cloud.laptop / ".env").write_text("PREEMPTION_GRACE_S=80\n")
     config = "slow.yaml" if where != "default" else ""
     settings = ["PREEMPTION_GRACE_S=100"] if where == "forwarded" else []
-    begun = worker(cloud, "worker-start", "x", "20260101T000000Z", sys.prefix, config, *settings)
+    begun = worker(cloud, "start", "x", "20260101T000000Z", sys.prefix, config, *settings)
     assert begun.returncode == 0, begun.stderr
     log = cloud.laptop / "logs" / "nohup_x_latest.log"
     while "step=0" not in log.read_text():
@@ -103,12 +103,12 @@ def test_stop_kills_15_s_after_the_run_s_preemption_grace_s_wherever_it_is_set(
     sleep.write_text(f'#!/bin/sh\necho "$1" >>{slept}\nexec /bin/sleep 0.01\n')
     sleep.chmod(0o755)
     path = f"{cloud.folder}/bin:{os.environ['PATH']}"
-    asked = [worker(cloud, "worker-stop", "x", PATH=path).stdout for _ in range(2)]
+    asked = [worker(cloud, "stop", "x", PATH=path).stdout for _ in range(2)]
     assert (
         asked
         == [f"w is stopping nohup_x_20260101T000000Z, which ends within {seconds} seconds\n"] * 2
     )
-    stopped = worker(cloud, "worker-stopped", "x", PATH=path)
+    stopped = worker(cloud, "stopped", "x", PATH=path)
     assert stopped.stdout == "w stopped nohup_x_20260101T000000Z: exit=137\n"
     waited = sum(map(float, slept.read_text().split()))
     assert seconds - 1 < waited < seconds + 10, "10 more for the exit file"
@@ -122,9 +122,9 @@ def test_a_connection_that_breaks_is_made_anew_and_the_run_followed_to_its_end(
     cloud: Cloud,
 ) -> None:
     assert cloud.call("sync")[0] == 0
-    cloud.faults((0, "worker-logs", "fail"))
+    cloud.faults((0, "run_tpu_worker.sh logs", "fail"))
     running = cloud.start("run", **SHORT)
-    while cloud.calls().count("worker-logs") < 2:
+    while cloud.calls().count("run_tpu_worker.sh logs") < 2:
         assert running.poll() is None, running.stdout.read()
         time.sleep(0.1)
     cloud.faults()
@@ -141,14 +141,14 @@ def test_stop_tells_within_the_limit_that_a_worker_is_down_and_stops_the_others(
     assert cloud.call("sync")[0] == 0
     code, lines = cloud.call("--detach", **SHORT)
     assert code == 0, lines
-    cloud.faults((1, "worker-stop ", "hang"), (1, "worker-stopped", "fail"))
+    cloud.faults((1, "run_tpu_worker.sh stop ", "hang"), (1, "run_tpu_worker.sh stopped", "fail"))
     began = time.monotonic()
     code, lines = cloud.call("stop", SSH_TIMEOUT_S="4")
     assert code == 255 and time.monotonic() - began < 15, lines
     assert "error: no answer in 4 seconds (SSH_TIMEOUT_S); is every worker up?" in lines
     assert len(re.findall(r"^worker-0 stopped \S+: exit=143$", lines, re.M)) == 1
 
-    cloud.faults((1, "worker-stop ", "again"))
+    cloud.faults((1, "run_tpu_worker.sh stop ", "again"))
     code, lines = cloud.call("stop")
     assert code == 0, lines
     assert lines.count("worker-1 stopped") == 1 and "worker-0 has nothing running" in lines

@@ -1,0 +1,76 @@
+# shellcheck shell=bash
+# How run_tpu.sh, which sources this file, reaches a TPU VM and its workers: all calls of gcloud.
+
+# So that a machine that is gone is noticed within a minute.
+ssh_flags=(--ssh-flag=-oConnectTimeout=10 --ssh-flag=-oServerAliveInterval=15
+  --ssh-flag=-oServerAliveCountMax=2)
+
+limited() {  # SECONDS COMMAND...: its exit code, or 124 if it had to be ended
+  local seconds=$1 command watch code=0
+  shift
+  set -m  # each in a process group of its own, so that gcloud's ssh ends with gcloud
+  "$@" </dev/null &
+  command=$!
+  { sleep "$seconds"; kill -- "-$command"; } >/dev/null 2>&1 &
+  watch=$!
+  set +m
+  trap 'kill -- "-$command" "-$watch" 2>/dev/null; exit 130' INT
+  wait "$command" || code=$?
+  trap - INT
+  kill -- "-$watch" 2>/dev/null || true
+  if [[ $code == 143 ]]; then
+    echo "error: no answer in $seconds seconds (SSH_TIMEOUT_S); is every worker up?" >&2
+    code=124
+  fi
+  return "$code"
+}
+
+gcloud_tpu() {  # SECONDS VERB ARGUMENT...: gcloud compute tpus tpu-vm VERB; 0 SECONDS: no limit
+  local seconds=$1
+  shift
+  local words=(gcloud ${TPU_GCLOUD:+"$TPU_GCLOUD"} compute tpus tpu-vm "$@" "--zone=$ZONE")
+  [[ -z $PROJECT ]] || words+=("--project=$PROJECT")
+  if [[ -n $dry_run ]]; then
+    printf '%q ' "${words[@]}"
+    echo
+  elif [[ $seconds == 0 ]]; then
+    "${words[@]}"  # in the foreground, where Ctrl-C reaches it
+  else
+    limited "$seconds" "${words[@]}"
+  fi
+}
+
+on() {  # SECONDS WORKERS COMMAND: runs COMMAND on them; gcloud retries, so that it may come twice
+  gcloud_tpu "$1" ssh "$TPU_NAME" "${ssh_flags[@]}" "--worker=$2" "--command=$3"
+}
+
+there() {  # VERB ARGUMENT...: the command that runs this verb of run_tpu_worker.sh on a worker
+  echo "cd $TPU_DIR && bash run_tpu_worker.sh$(printf ' %q' "$@")"
+}
+
+describe() {  # state and number of workers, or GONE; fails with what gcloud says if it cannot tell
+  local found code=0
+  found=$(gcloud_tpu "$SSH_TIMEOUT_S" describe "$TPU_NAME" \
+    "--format=value(state,networkEndpoints.len())" 2>&1) || code=$?
+  if [[ $code != 0 ]] && echo "$found" | grep -q '^ERROR: .*NOT_FOUND'; then
+    echo GONE
+    return
+  fi
+  # gcloud writes warnings to stderr when all is well too; the answer is the line with a tab.
+  [[ $code != 0 || -n $dry_run ]] || found=$(echo "$found" | grep $'\t' | tr '\t' ' ')
+  echo "$found"
+  return "$code"
+}
+
+create() {
+  local version
+  case ${TPU_TYPE:-} in
+    '') fail "set TPU_TYPE, say to v6e-8" ;;
+    v6e*) version=v2-alpha-tpuv6e ;;
+    v5p*) version=v2-alpha-tpuv5 ;;
+    v5*) version=v2-alpha-tpuv5-lite ;;
+    *) version=tpu-ubuntu2204-base ;;
+  esac
+  gcloud_tpu 0 create "$TPU_NAME" "--accelerator-type=$TPU_TYPE" \
+    "--version=${TPU_VERSION:-$version}" ${TPU_SPOT:+--spot}
+}

@@ -21,12 +21,14 @@ usage() {
   logs [-f]        of the newest run, on worker 0 or --worker N; -f goes on until it ends
 
   --config FILE    settings, a file of this repository; those set in this shell go over it and
-                   are forwarded if config.py knows them: STEPS=10 ./run_tpu.sh --config FILE
+                   are forwarded (those of config.py, HF_*, TOKENIZERS_PARALLELISM, WANDB_ENTITY;
+                   a name ending in TOKEN, KEY or SECRET never): STEPS=10 ./run_tpu.sh --config FILE
   --name NAME      of the run and its logs/nohup_NAME_UTC.{log,pid,exit}; else as FILE is called
   --detach         do not follow
   --restart        when the TPU VM is preempted make it anew and start the same run again
-  --tpu NAME, --zone ZONE, --project ID, --worker all|N, --ref COMMIT   (or TPU_NAME, ZONE,
-                   PROJECT, WORKER, REF)  which TPU VM, which of its workers, what to check out
+  --tpu NAME, --zone ZONE, --project ID, --user NAME, --worker all|N, --ref COMMIT
+                   which TPU VM, who logs in, on which of its workers, what to check out there
+                   (or TPU_NAME, ZONE, PROJECT, TPU_USER, WORKER, REF)
   --ssh-flag=F, --strict-host-key-checking=V, --internal-ip, --tunnel-through-iap   as gcloud's
   --dry-run        print the commands, run none
   Besides: TPU_GCLOUD=alpha (gcloud alpha), REPO_URL (to clone from), TPU_DIR (the clone's folder
@@ -92,31 +94,34 @@ setup() {
 
 send_env() {
   [[ -f .env ]] || fail ".env is not here: write WANDB_API_KEY=... into it, and what else is secret"
-  local flags=() flag word
-  for flag in "${ssh_flags[@]}"; do
-    case $flag in
-      --ssh-flag=*) for word in ${flag#--ssh-flag=}; do flags+=("--scp-flag=$word"); done ;;
-      *) flags+=("$flag") ;;
-    esac
-  done
   on "$SSH_TIMEOUT_S" "$WORKER" "cd $TPU_DIR && touch .env && chmod 600 .env" &&
-    gcloud_tpu "$SSH_TIMEOUT_S" scp .env "$TPU_NAME:$TPU_DIR/.env" "${flags[@]}" \
-      "--worker=$WORKER" &&
+    copy .env "$TPU_DIR/.env" &&
     on "$SSH_TIMEOUT_S" "$WORKER" "$(there env "$TPU_VENV")"
 }
 
-read_settings() {  # sets settings: NAME=value of those of this shell that config.py knows
+read_settings() {  # sets settings: NAME=value of what this shell has for the run
   "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
     fail "PYTHON=$PYTHON has to be Python 3.10 or newer, to read config.py"
   settings=$("$PYTHON" -c '
 import dataclasses, os, shlex, sys
 import config, parsing
+
 mistakes = []
-settings = parsing.read_env(os.environ, config.Config, mistakes)
+known = parsing.read_env(os.environ, config.Config, mistakes)
 if mistakes:
     sys.exit("\n".join(f"error: {mistake.text}" for mistake in mistakes))
-fields = dataclasses.fields(config.Config)
-names = [field.name.upper() for field in fields if field.name in settings]
+names = [field.name.upper() for field in dataclasses.fields(config.Config) if field.name in known]
+for name in sorted(os.environ):
+    of_a_library = name.startswith("HF_") or name in ("TOKENIZERS_PARALLELISM", "WANDB_ENTITY")
+    if of_a_library and not name.endswith(("TOKEN", "KEY", "SECRET")):  # secrets go by .env alone
+        names.append(name)
+home = os.path.expanduser("~") + "/"
+for name in names:
+    paths = [part.partition(":")[0] for part in os.environ[name].split(",")]  # FILE:FUNCTION,...
+    for path in paths:
+        if path.startswith(home) or os.path.isabs(path) and os.path.exists(path):
+            print(f"warning: {name} has {path}, a path of this machine; the workers need the same "
+                  "path", file=sys.stderr)
 print(*[f"{name}={shlex.quote(os.environ[name])}" for name in names])
 ') || exit 2
 }
@@ -236,22 +241,27 @@ run_on_spot() {  # run, and again on a new TPU VM whenever the old one is preemp
 # ---- Which verb ----------------------------------------------------------------------------------
 
 TPU_NAME=${TPU_NAME:-} ZONE=${ZONE:-} PROJECT=${PROJECT:-} WORKER=${WORKER:-} REF=${REF:-}
-TPU_GCLOUD=${TPU_GCLOUD:-} TPU_DIR=${TPU_DIR:-$(basename "$PWD")} TPU_VENV=${TPU_VENV:-.venv}
-SSH_TIMEOUT_S=${SSH_TIMEOUT_S:-90} RETRY_S=${RETRY_S:-20} PYTHON=${PYTHON:-python3}
+TPU_GCLOUD=${TPU_GCLOUD:-} TPU_USER=${TPU_USER:-} TPU_DIR=${TPU_DIR:-$(basename "$PWD")}
+TPU_VENV=${TPU_VENV:-.venv} PYTHON=${PYTHON:-python3}
+SSH_TIMEOUT_S=${SSH_TIMEOUT_S:-90} RETRY_S=${RETRY_S:-20}
 CONFIG='' NAME='' verb='' detach='' restart='' dry_run='' followed=''
 while [[ $# -gt 0 ]]; do
   case $1 in
-    --config=* | --name=* | --tpu=* | --zone=* | --project=* | --worker=* | --ref=*)
+    --config=* | --name=* | --tpu=* | --user=* | --zone=* | --project=* | --worker=* | --ref=*)
       set -- "${1%%=*}" "${1#*=}" "${@:2}" ;;
   esac
   case $1 in
     create | delete | setup | sync | env | check | run | status | logs | stop)
       [[ -z $verb ]] || fail "one verb, not $verb and $1"
       verb=$1 ;;
-    --config | --name | --tpu | --zone | --project | --worker | --ref)
+    --config | --name | --tpu | --user | --zone | --project | --worker | --ref)
       [[ -n ${2:-} ]] || fail "$1 needs a value"
-      variable=$(echo "${1#--}" | tr '[:lower:]' '[:upper:]')
-      printf -v "${variable/TPU/TPU_NAME}" %s "$2"
+      case $1 in
+        --tpu) variable=TPU_NAME ;;
+        --user) variable=TPU_USER ;;
+        *) variable=$(echo "${1#--}" | tr '[:lower:]' '[:upper:]') ;;
+      esac
+      printf -v "$variable" %s "$2"
       shift ;;
     --ssh-flag=* | --strict-host-key-checking=* | --internal-ip | --tunnel-through-iap)
       ssh_flags+=("$1") ;;
@@ -275,6 +285,7 @@ if [[ $verb == run && -z $NAME ]]; then
   NAME=$(basename "${CONFIG:-train_grpo}" .yaml | tr -c 'A-Za-z0-9_.\n-' _)
 fi
 [[ $NAME != *[!A-Za-z0-9_.-]* ]] || fail "--name takes letters, digits, _ . and -"
+[[ $TPU_USER != *[!A-Za-z0-9_.-]* ]] || fail "--user takes letters, digits, _ . and -"
 [[ $TPU_DIR != *[!A-Za-z0-9_./-]* ]] || fail "TPU_DIR takes letters, digits, _ . / and -"
 [[ $verb != logs ]] || WORKER=${WORKER:-0}
 WORKER=${WORKER:-all}

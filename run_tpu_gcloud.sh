@@ -1,9 +1,13 @@
 # shellcheck shell=bash
 # How run_tpu.sh, which sources this file, reaches a TPU VM and its workers: all calls of gcloud.
 
-# So that a machine that is gone is noticed within a minute.
-ssh_flags=(--ssh-flag=-oConnectTimeout=10 --ssh-flag=-oServerAliveInterval=15
-  --ssh-flag=-oServerAliveCountMax=2)
+ssh_flags=()
+case "$(uname -s) $(ssh -V 2>&1 || true)" in
+  MINGW* | MSYS* | CYGWIN*) ;;  # gcloud calls plink there, whichever ssh is on the PATH
+  *OpenSSH*)  # whose options these are; with them a machine that is gone is noticed in a minute
+    ssh_flags=(--ssh-flag=-oConnectTimeout=10 --ssh-flag=-oServerAliveInterval=15
+      --ssh-flag=-oServerAliveCountMax=2) ;;
+esac
 
 limited() {  # SECONDS COMMAND...: its exit code, or 124 if it had to be ended
   local seconds=$1 command watch code=0
@@ -41,7 +45,20 @@ gcloud_tpu() {  # SECONDS VERB ARGUMENT...: gcloud compute tpus tpu-vm VERB; 0 S
 }
 
 on() {  # SECONDS WORKERS COMMAND: runs COMMAND on them; gcloud retries, so that it may come twice
-  gcloud_tpu "$1" ssh "$TPU_NAME" "${ssh_flags[@]}" "--worker=$2" "--command=$3"
+  gcloud_tpu "$1" ssh "${TPU_USER:+$TPU_USER@}$TPU_NAME" ${ssh_flags[@]+"${ssh_flags[@]}"} \
+    "--worker=$2" "--command=$3"
+}
+
+copy() {  # FILE TARGET: to the workers
+  local flags=() flag word
+  for flag in ${ssh_flags[@]+"${ssh_flags[@]}"}; do
+    case $flag in
+      --ssh-flag=*) for word in ${flag#--ssh-flag=}; do flags+=("--scp-flag=$word"); done ;;
+      *) flags+=("$flag") ;;
+    esac
+  done
+  gcloud_tpu "$SSH_TIMEOUT_S" scp "$1" "${TPU_USER:+$TPU_USER@}$TPU_NAME:$2" \
+    ${flags[@]+"${flags[@]}"} "--worker=$WORKER"
 }
 
 there() {  # VERB ARGUMENT...: the command that runs this verb of run_tpu_worker.sh on a worker

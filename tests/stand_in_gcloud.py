@@ -79,6 +79,8 @@ def main() -> int:
         parser.add_argument(f"--{flag}", action="store_true")
     args = parser.parse_args(words[3:])
     assert args.zone, "no zone"
+    logs_in = args.verb in ("ssh", "scp")
+    assert logs_in or args.names == ["mine"], f"no TPU VM {args.names}; only ssh and scp log in"
     state = CLOUD / "state"
 
     if args.verb == "create":

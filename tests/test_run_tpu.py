@@ -57,6 +57,12 @@ class Cloud:
             self.home(worker).mkdir()
         (folder / "state").write_text("READY")
 
+    def program(self, name: str, prints: str) -> None:
+        """A program on the laptop's PATH that prints a text on stderr, as ssh -V does."""
+        file = self.folder / "bin" / name
+        file.write_text(f"#!/bin/sh\necho '{prints}' | tee /dev/stderr\n")
+        file.chmod(0o755)
+
     def machines(self, *each: dict[str, str]) -> None:
         """What the workers' processes find in their environment, as a TPU VM's find each other."""
         shared = {"JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_ADDRESS": self.address}
@@ -277,6 +283,79 @@ def test_only_a_preempted_tpu_vm_is_made_anew(cloud: Cloud) -> None:
     assert not re.search('"(create|delete)"', cloud.calls())
 
 
+# ---- What the workers get ------------------------------------------------------------------------
+
+
+def test_settings_of_libraries_are_forwarded_and_secrets_are_not(cloud: Cloud) -> None:
+    (cloud.laptop / "train_grpo.py").write_text(
+        "import os, pathlib\n"
+        "print('names', *sorted(n for n in os.environ if n[:3] in ('HF_', 'WAN', 'TOK', 'STE')))\n"
+        "print('transfer', os.environ['HF_HUB_ENABLE_HF_TRANSFER'])\n"
+        "for pid in (os.getpid(), os.getppid()):\n"
+        "    print('words', pathlib.Path(f'/proc/{pid}/cmdline').read_text())\n"
+    )
+    cloud.commit("a run that prints what it gets")
+    code, lines = cloud.call(
+        "run", STEPS="3", HF_HUB_ENABLE_HF_TRANSFER="1", TOKENIZERS_PARALLELISM="false",
+        WANDB_ENTITY="us", HF_TOKEN=KEY, HF_API_KEY=KEY, HF_SECRET=KEY, WANDB_API_KEY=KEY,
+        WANDB_DIR="elsewhere",
+    )  # fmt: skip
+    assert code == 0, lines
+    names = "names HF_HUB_ENABLE_HF_TRANSFER STEPS TOKENIZERS_PARALLELISM WANDB_ENTITY\n"
+    for worker in range(2):
+        log = cloud.logs("log", worker).read_text()
+        assert names in log and "transfer 1\n" in log
+        assert all(KEY not in file.read_text() for file in cloud.clone(worker).glob("logs/*"))
+    assert KEY not in lines and KEY not in cloud.calls()
+
+
+def test_a_path_of_this_machine_is_forwarded_with_a_warning(cloud: Cloud) -> None:
+    home, there = str(cloud.folder / "me"), str(cloud.laptop / "rewards.py")
+    code, lines = cloud.call(
+        "run", "--dry-run", HOME=home, MODEL_PATH=f"{home}/model", REWARD_FN=f"{there}:mine",
+        HF_HOME="/nowhere/else", OUTPUT_DIR="runs/here", CHECKPOINT_DIR="gs://bucket/run",
+        JAX_COMPILATION_CACHE_DIR="",
+    )  # fmt: skip
+    assert code == 0 and f"MODEL_PATH={home}/model" in lines, lines
+    end = "a path of this machine; the workers need the same path"
+    assert [line for line in lines.splitlines() if line.startswith("warning: ")] == [
+        f"warning: MODEL_PATH has {home}/model, {end}",
+        f"warning: REWARD_FN has {there}, {end}",
+    ]
+
+
+def test_the_user_of_the_login_is_named_to_ssh_and_scp_alone(cloud: Cloud) -> None:
+    (cloud.laptop / ".env").write_text(f"WANDB_API_KEY={KEY}\n")
+    assert cloud.call("sync", "--user", "me")[0] == 0
+    assert cloud.call("env", "--user=me")[0] == 0
+    assert "no run has been started here" in cloud.call("status", TPU_USER="me")[1]
+    calls = [json.loads(call)[3:] for call in cloud.calls().splitlines()]
+    assert {call[1] for call in calls if call[0] == "ssh"} == {"me@mine"}
+    assert [call[2] for call in calls if call[0] == "scp"] == ["me@mine:grpo/.env"]
+
+
+@pytest.mark.parametrize(
+    "ssh, system, keepalives",
+    [
+        ("OpenSSH_9.6p1, OpenSSL 3.0.13", "Darwin", 1),
+        ("plink: Release 0.80", "Linux", 0),
+        ("OpenSSH_for_Windows_9.5p1", "MINGW64_NT-10.0", 0),  # gcloud brings plink there
+    ],
+)
+def test_options_of_openssh_are_for_openssh_alone(
+    cloud: Cloud, ssh: str, system: str, keepalives: int
+) -> None:
+    cloud.program("ssh", ssh)
+    cloud.program("uname", system)
+    (cloud.laptop / ".env").write_text(f"WANDB_API_KEY={KEY}\n")
+    code, lines = cloud.call("env", "--dry-run", "--ssh-flag=-v")
+    assert code == 0, lines
+    assert [lines.count(f"--{kind}-flag=-v ") for kind in ("ssh", "scp")] == [2, 1], lines
+    found = [lines.count(f"--{kind}-flag=-oServerAliveInterval=15") for kind in ("ssh", "scp")]
+    assert found == [2 * keepalives, keepalives], lines
+    assert keepalives or "-o" not in lines, lines
+
+
 # ---- A worker fails ------------------------------------------------------------------------------
 
 
@@ -374,6 +453,7 @@ def test_only_what_is_pushed_and_the_same_everywhere_is_run(cloud: Cloud) -> Non
         (["run"], {"TPU_NAME": ""}, "which TPU VM?"),
         (["run", "--restart"], {}, "--restart has to know TPU_TYPE"),
         (["run", "--name=a/b"], {}, "--name takes letters"),
+        (["run", "--user=a b"], {}, "--user takes letters"),
         (["sync"], {"REPO_URL": f"https://me:{KEY}@host/repo"}, "has a user or a password in it"),
     ],
 )

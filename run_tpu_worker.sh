@@ -94,6 +94,8 @@ for name, value in parsing.read_dotenv(pathlib.Path(".env")).items():
 
 check() {  # VENV [SETTING=VALUE...]
   need_python "$1"
+  echo "$HOSTNAME check: $(sed -n 's/^PRETTY_NAME="\(.*\)"$/\1/p' /etc/os-release), $(uname -sr)," \
+    "$("$1/bin/python" --version)"
   free_tpu
   env "${@:2}" "$1/bin/python" startup.py
 }
@@ -119,18 +121,21 @@ start() {  # NAME UTC VENV CONFIG [SETTING=VALUE...]
 }
 
 run() {  # BASE VENV CONFIG [SETTING=VALUE...]: train_grpo.py, its log, its exit code
-  local base=$1 python=$2/bin/python config=$3 code=0 kind name=${1%_*} tee waited
+  local base=$1 python=$2/bin/python config=$3 code=0 kind name=${1%_*} limits tee waited
   # Written in place and renamed at the end, which a full disk does not hinder.
   printf '%-8s' running >"$base.exit.part"
   for kind in log pid exit; do
     ln -sfn "$(basename "$base").$kind" "${name}_latest.$kind"
   done
   touch "$base.log"
-  # So that stop knows how long to wait. After a mistake in a setting the run ends by itself.
-  { env "${@:4}" "$python" -c '
+  # For stop and for status. After a mistake in a setting the run ends by itself.
+  limits=$(env "${@:4}" "$python" -c '
 import sys, config
-print(config.load(sys.argv[1:]).cfg.preemption_grace_s)' ${config:+--config "$config"} 2>/dev/null ||
-    echo 0; } >"$base.grace"
+cfg = config.load(sys.argv[1:]).cfg
+print(cfg.preemption_grace_s, cfg.steps)' ${config:+--config "$config"} 2>/dev/null) ||
+    limits=0
+  echo "${limits% *}" >"$base.grace"
+  [[ $limits == 0 ]] || echo "${limits#* }" >"$base.steps"
   exec 8> >(exec tee "$base.log" >/dev/null)  # which goes on when the disk is full
   tee=$!
   env PYTHONUNBUFFERED=1 "${@:4}" "$python" train_grpo.py ${config:+--config "$config"} >&8 2>&1 8>&- &
@@ -167,11 +172,24 @@ logs() {  # NAME [UTC]: the log; with UTC, or -f for it, until the run ends, and
   esac
 }
 
-status() {  # [NAME [UTC]]
-  local base last
+status() {  # [NAME [UTC]]: one line: how far the run is, and the last line of its log that counts
+  local base code end seconds steps step progress last
   base=$(base_of "$@")
+  code=$(exit_code "$base" 0)
+  case $code in
+    running) end=$(date +%s) ;;
+    unknown) end=$(stat -c %Y "$base.log") ;;
+    *) end=$(stat -c %Y "$base.exit") ;;
+  esac
+  seconds=$((end - $(stat -c %Y "$base.pid")))
+  steps=$(sed 's/^/ of /' "$base.steps" 2>/dev/null) || true
+  step=$(grep -a '^step=' "$base.log" | tail -1) || true
+  progress=$(echo "$step" |
+    sed -n "s/^step=\([0-9]*\) .* dt=\([0-9.]*\)s.*/step \1$steps, \2 s a step/p")
   last=$(grep -aE '^(step=|eval|DONE|STOPPED|error)' "$base.log" | tail -1 | cut -c1-160) || true
-  echo "$HOSTNAME $(basename "$base") exit=$(exit_code "$base" 0) ${last:-(nothing logged yet)}"
+  printf '%s %s exit=%s pid=%s elapsed=%d:%02d:%02d %s: %s\n' "$HOSTNAME" "$(basename "$base")" \
+    "$code" "$(cat "$base.pid")" $((seconds / 3600)) $((seconds / 60 % 60)) $((seconds % 60)) \
+    "${progress:-no step$steps yet}" "${last:-(nothing logged yet)}"
 }
 
 ended() {  # NAME UTC: how it ended, for which it waits

@@ -165,6 +165,9 @@ def test_from_setup_to_stop_two_workers_train_one_model(cloud: Cloud) -> None:
     for worker in range(2):
         assert f"backend=cpu process={worker}/2 device_count=2 local_device_count=1" in lines
     assert lines.count("versions python=3.") == 2
+    for worker in range(2):
+        wanted = rf"^worker-{worker} check: \w.*, Linux \d\S+, Python 3\.\d+\.\d+$"
+        assert re.search(wanted, lines, re.M), "host name, OS, Python"
 
     prompt = """It's "quoted"; $HOME `date` \\ & <answer>\nsecond line"""
     code, lines = cloud.call(
@@ -172,7 +175,7 @@ def test_from_setup_to_stop_two_workers_train_one_model(cloud: Cloud) -> None:
         UNRELATED="elsewhere",
     )  # fmt: skip
     assert code == 0, lines
-    assert len(re.findall(r"^worker-\d nohup_\S+ exit=0 DONE: steps=1", lines, re.M)) == 2
+    assert len(re.findall(r"^worker-\d nohup_\S+ exit=0 .*: DONE: steps=1", lines, re.M)) == 2
     assert cloud.exits() == ["0\n", "0\n"]
     for worker in range(2):
         log = cloud.logs("log", worker)
@@ -194,7 +197,9 @@ def test_from_setup_to_stop_two_workers_train_one_model(cloud: Cloud) -> None:
     assert "--ssh-flag=-o ConnectTimeout=9" in cloud.calls()
 
     code, lines = cloud.call("status")
-    assert code == 0 and len(re.findall(r"^worker-\d nohup_\S+Z exit=0 DONE: ", lines, re.M)) == 2
+    assert (
+        code == 0 and len(re.findall(r"^worker-\d nohup_\S+Z exit=0 .*: DONE: ", lines, re.M)) == 2
+    )
     code, lines = cloud.call("logs", "--worker=1")
     assert code == 0 and "process=1/2" in lines and "process=0/2" not in lines
     code, lines = cloud.call("stop")
@@ -220,7 +225,13 @@ def test_a_second_start_is_refused_and_stop_ends_the_first(cloud: Cloud) -> None
     assert code == 2 and "error: worker-0: a run is alive; ./run_tpu.sh stop ends it" in lines
     assert (cloud.pid(0, "long"), git(cloud.clone(0), "rev-parse", "HEAD")) == (first, head)
     code, lines = cloud.call("status")
-    assert code == 0 and len(re.findall(r"^worker-\d \S+ exit=running step=", lines, re.M)) == 2
+    wanted = r"^worker-(\d) nohup_long_\S+Z exit=running pid=(\d+) elapsed=0:0\d:\d\d "
+    wanted += r"step (\d+) of 5000, (\d+\.\d\d) s a step: step=(\d+) loss=.* dt=(\S+)s$"
+    found = {int(line[0]): line[1:] for line in re.findall(wanted, lines, re.M)}
+    assert code == 0 and sorted(found) == [0, 1], lines
+    for worker, (pid, step, seconds, step_of_line, dt) in found.items():
+        assert int(pid) == cloud.pid(worker, "long")
+        assert (step, seconds) == (step_of_line, dt)
 
     began = time.monotonic()
     code, lines = cloud.call("stop")
@@ -371,7 +382,7 @@ def test_a_worker_killed_in_mid_step_takes_the_run_down_within_a_minute(cloud: C
     assert cloud.logs("exit", 1).read_text() == "137\n"
     assert int(cloud.logs("exit", 0).read_text()) == running.returncode
     assert re.search("^error: (another process is gone|exit code 134: jax ended)", lines, re.M)
-    assert re.search(r"^worker-1 nohup_\S+ exit=137 error: exit code 137: ", lines, re.M), lines
+    assert re.search(r"^worker-1 nohup_\S+ exit=137 .*: error: exit code 137: ", lines, re.M), lines
     assert "error: exit code 137" in cloud.logs("log", 1).read_text()
 
 

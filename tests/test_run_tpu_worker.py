@@ -50,12 +50,30 @@ def test_a_command_sent_again_does_not_start_a_run_that_has_ended(cloud: Cloud) 
     assert (again.returncode, again.stdout) == (0, "")
 
 
+def test_status_is_one_line_of_process_time_step_and_seconds_a_step(cloud: Cloud) -> None:
+    base = cloud.laptop / "logs" / "nohup_x_20260101T000000Z"
+    base.parent.mkdir()
+    for kind, text in (("pid", "4242"), ("steps", "100"), ("exit", "143"), ("log", "")):
+        base.with_suffix(f".{kind}").write_text(text)
+    os.utime(base.with_suffix(".pid"), (1_700_000_000, 1_700_000_000))
+    os.utime(base.with_suffix(".exit"), (1_700_003_723, 1_700_003_723))
+    begin = "w nohup_x_20260101T000000Z exit=143 pid=4242 elapsed=1:02:03 "
+    assert worker(cloud, "status").stdout == begin + "no step of 100 yet: (nothing logged yet)\n"
+    base.with_suffix(".log").write_text(
+        "step=6 loss=0.1 reward_mean=0.5 dt=41.00s\nstep=7 loss=0.1 reward_mean=0.5 dt=3.21s\n"
+        "eval step=8 split=test t=9.00s\nstep by step\n"
+    )
+    end = "step 7 of 100, 3.21 s a step: eval step=8 split=test t=9.00s\n"
+    assert worker(cloud, "status").stdout == begin + end
+
+
 def test_stop_ends_no_stranger_with_the_number_of_a_run_that_is_gone(cloud: Cloud) -> None:
     (cloud.laptop / "logs").mkdir()
     stranger = subprocess.Popen(["sleep", "60"])
     (cloud.laptop / "logs" / "nohup_x_20260101T000000Z.pid").write_text(f"{stranger.pid}\n")
     (cloud.laptop / "logs" / "nohup_x_20260101T000000Z.log").touch()
-    assert "exit=unknown (nothing logged yet)" in worker(cloud, "status").stdout
+    status = worker(cloud, "status").stdout
+    assert f"exit=unknown pid={stranger.pid} elapsed=0:00:00 no step yet: " in status
     assert "w has nothing running" in worker(cloud, "stop").stdout
     assert stranger.poll() is None
     stranger.kill()

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # From your own machine to every worker of a Cloud TPU VM: ./run_tpu.sh --help
 #
-# This file runs where you are (bash 3.2 will do) and reaches the workers through gcloud alone, by
-# run_tpu_gcloud.sh. What it calls there is run_tpu_worker.sh, from the workers' own clone.
+# This file runs where you are (bash 3.2 will do) and calls gcloud by run_tpu_gcloud.sh. What it
+# calls on the workers is run_tpu_worker.sh, from their own clone.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -13,9 +13,10 @@ usage() {
   create, delete   the TPU VM: TPU_TYPE (say v6e-8), TPU_VERSION (goes by the type), TPU_SPOT=1
   setup            clone, make a Python >= 3.11 .venv, install requirements.txt and jax[tpu] there,
                    and TPU_PACKAGES (say wandb)
-  sync             check out, on every worker, the commit that is checked out here and pushed
+  sync [--force]   check out, on every worker, the commit that is checked out here and pushed;
+                   --force puts what differs there into git stash
   env              copy ./.env there (WANDB_API_KEY=..., HF_TOKEN=...), readable by you alone
-  check            what JAX sees on every worker: backend, processes, devices, versions
+  check            every worker's system, and what JAX sees there: processes, devices, versions
   run              sync, start on every worker, follow worker 0, exit with the run's own code
   status, stop     of the newest run, on every worker       (run is what happens without a VERB)
   logs [-f]        of the newest run, on worker 0 or --worker N; -f goes on until it ends
@@ -69,19 +70,18 @@ find_commit() {  # sets sha, what to check out, and url, where from
 
 sync() {
   find_commit
-  local heads code=0 clone checkout
+  local said code=0 clone checkout
   clone="[ -d $TPU_DIR/.git ] || git clone --quiet $(printf %q "$url") $TPU_DIR; cd $TPU_DIR"
   clone="$clone; git remote set-url origin $(printf %q "$url"); git fetch --quiet --tags origin"
   # A new clone may have no run_tpu_worker.sh, and an old one another: take the commit's.
   checkout="worker=\$(git show $sha:run_tpu_worker.sh); bash -c \"\$worker\" run_tpu_worker.sh sync"
-  heads=$(on "$SSH_TIMEOUT_S" "$WORKER" "set -e; $clone; $checkout $sha") || code=$?
-  echo "$heads"
+  said=$(on "$SSH_TIMEOUT_S" "$WORKER" "set -e; $clone; $checkout $sha $force" 2>&1) || code=$?
+  echo "$said" | grep -v '^error: ' || true
   [[ -z $dry_run ]] || return 0
   if [[ $code != 0 ]]; then
-    echo "error: not every worker of $TPU_NAME has the commit; above are those that have" >&2
-  elif ! echo "$heads" | grep -q "HEAD=$sha\$" || echo "$heads" | grep HEAD= | grep -qv "HEAD=$sha\$"; then
-    echo "error: the workers' HEADs above are not all $sha; look at git on the others" >&2
-    code=2
+    tell_why "$said" "not every worker of $TPU_NAME has the commit; above are those that have"
+  elif [[ $(echo "$said" | sed -n 's/.* HEAD=//p' | sort -u) != "$sha" ]]; then
+    fail "the workers' HEADs above are not all $sha; look at git on the others"
   fi
   return "$code"
 }
@@ -117,8 +117,8 @@ for name in sorted(os.environ):
         names.append(name)
 home = os.path.expanduser("~") + "/"
 for name in names:
-    paths = [part.partition(":")[0] for part in os.environ[name].split(",")]  # FILE:FUNCTION,...
-    for path in paths:
+    for part in os.environ[name].split(","):  # REWARD_FN has FILE:FUNCTION,...
+        path = part.partition(":")[0]
         if path.startswith(home) or os.path.isabs(path) and os.path.exists(path):
             print(f"warning: {name} has {path}, a path of this machine; the workers need the same "
                   "path", file=sys.stderr)
@@ -129,7 +129,7 @@ print(*[f"{name}={shlex.quote(os.environ[name])}" for name in names])
 # ---- A run ---------------------------------------------------------------------------------------
 
 start() {  # starts one run on every worker; sets stamp
-  local found started code=0
+  local found said code=0
   found=$(describe) || { echo "$found" >&2; return 1; }
   if [[ -n $dry_run ]]; then
     echo "$found"
@@ -141,19 +141,23 @@ start() {  # starts one run on every worker; sets stamp
   fi
   sync || return
   stamp=$(date -u +%Y%m%dT%H%M%SZ)
-  started=$(on "$SSH_TIMEOUT_S" "$WORKER" \
-    "$(there start "$NAME" "$stamp" "$TPU_VENV" "$CONFIG") $settings") || code=$?
-  echo "$started"
+  said=$(on "$SSH_TIMEOUT_S" "$WORKER" \
+    "$(there start "$NAME" "$stamp" "$TPU_VENV" "$CONFIG") $settings" 2>&1) || code=$?
+  echo "$said" | grep -v '^error: ' || true
   if [[ $code != 0 ]]; then
-    echo "error: not every worker of $TPU_NAME has started; ending those that have" >&2
-    [[ $started != *' started'* ]] || stop "$NAME" "$stamp" || true
+    if [[ $said == *' started'* ]]; then
+      echo "not every worker of $TPU_NAME has started; ending those that have"
+      stop "$NAME" "$stamp" || true
+    fi
+    tell_why "$said" "not every worker of $TPU_NAME has started"
   fi
   return "$code"
 }
 
 follow() {  # worker 0's log until the run ends, then how it ended everywhere; the run's exit code
   local code=0 others=0
-  echo "following worker ${WORKER/all/0}; Ctrl-C leaves the run alone: logs -f goes on, stop ends it"
+  echo "following worker ${WORKER/all/0}; Ctrl-C leaves the run alone: stop ends it," \
+    "logs -f goes on"
   # Whenever the connection is made anew the log begins again: print what is new.
   attach | awk '/^@log begins$/ {n = 0; next} ++n > seen {seen = n; print; fflush()}' || code=$?
   on "$((SSH_TIMEOUT_S + 60))" "$WORKER" "$(there ended "$NAME" "$stamp")" || others=$?
@@ -190,51 +194,28 @@ run() {
 }
 
 run_on_spot() {  # run, and again on a new TPU VM whenever the old one is preempted
-  local code found last fresh='' waited
-  found=''
+  local code fresh='' waited
   while true; do
-    last=$found
-    for waited in 1 2 3 4 5; do  # a network may be away for a while
-      code=0
-      found=$(describe) || code=$?
-      [[ $code != 0 ]] || break
-      [[ $waited != 1 ]] || echo "gcloud does not tell the state of TPU VM $TPU_NAME; asking again"
-      sleep "$RETRY_S"
+    make_ready || return
+    code=0
+    if [[ -n $fresh ]]; then
+      { setup && { [[ ! -f .env ]] || send_env; }; } || code=$?
+      [[ $code != 2 ]] || return 2  # a mistake stays one
+      [[ $code == 0 ]] || { sleep "$RETRY_S"; continue; }
+      fresh=''
+    fi
+    run || code=$?
+    [[ $code != 0 && $code != 2 ]] || return "$code"
+    echo "the run has failed with exit code $code; is TPU VM $TPU_NAME preempted?"
+    for waited in 0 1 2 3; do  # a worker's end is seen before its TPU VM's
+      [[ $waited == 0 ]] || sleep "$RETRY_S"
+      case $(describe) in
+        PREEMPTED* | TERMINATED* | GONE)
+          [[ $settings == *' RESUME=auto' ]] || settings="$settings RESUME=auto"  # of this very run
+          continue 2 ;;
+      esac
     done
-    [[ $code == 0 ]] || { echo "$found" >&2; return 1; }
-    case $found in
-      READY*)
-        if [[ -n $fresh ]]; then
-          setup || { sleep "$RETRY_S"; continue; }
-          [[ ! -f .env ]] || send_env || { sleep "$RETRY_S"; continue; }
-        fi
-        fresh='' code=0
-        run || code=$?
-        [[ $code != 0 && $code != 2 ]] || return "$code"
-        echo "the run has failed with exit code $code; is TPU VM $TPU_NAME preempted?"
-        for waited in 0 1 2 3; do  # a worker's end is seen before its TPU VM's
-          [[ $waited == 0 ]] || sleep "$RETRY_S"
-          case $(describe) in PREEMPTED* | TERMINATED* | GONE) continue 2 ;; esac
-        done
-        return "$code"
-        ;;
-      PREEMPTED* | TERMINATED*)
-        echo "TPU VM $TPU_NAME is ${found% *}; making it anew"
-        gcloud_tpu 0 delete "$TPU_NAME" --quiet || sleep "$RETRY_S"
-        [[ $settings == *' RESUME=auto' ]] || settings="$settings RESUME=auto"  # of this very run
-        ;;
-      GONE)
-        fresh=1
-        found=$(create 2>&1) || case $(echo "$found" | grep -v '^WARNING: ') in
-          *[Cc]apacity* | *EXHAUSTED*) echo "no TPU VM to be had; trying again"; sleep "$RETRY_S" ;;
-          *) echo "$found" >&2; return 1 ;;
-        esac
-        ;;
-      *)  # on its way
-        [[ $found == "$last" ]] || echo "TPU VM $TPU_NAME is ${found% *}; waiting for it to be READY"
-        sleep "$RETRY_S"
-        ;;
-    esac
+    return "$code"
   done
 }
 
@@ -244,7 +225,7 @@ TPU_NAME=${TPU_NAME:-} ZONE=${ZONE:-} PROJECT=${PROJECT:-} WORKER=${WORKER:-} RE
 TPU_GCLOUD=${TPU_GCLOUD:-} TPU_USER=${TPU_USER:-} TPU_DIR=${TPU_DIR:-$(basename "$PWD")}
 TPU_VENV=${TPU_VENV:-.venv} PYTHON=${PYTHON:-python3}
 SSH_TIMEOUT_S=${SSH_TIMEOUT_S:-90} RETRY_S=${RETRY_S:-20}
-CONFIG='' NAME='' verb='' detach='' restart='' dry_run='' followed=''
+CONFIG='' NAME='' verb='' detach='' restart='' dry_run='' followed='' force=''
 while [[ $# -gt 0 ]]; do
   case $1 in
     --config=* | --name=* | --tpu=* | --user=* | --zone=* | --project=* | --worker=* | --ref=*)
@@ -268,6 +249,7 @@ while [[ $# -gt 0 ]]; do
     --detach) detach=1 ;;
     --restart) restart=1 ;;
     --dry-run) dry_run=1 ;;
+    --force) force=--force ;;
     -f) followed=-f ;;
     -h | --help) usage; exit ;;
     -*) fail "there is no flag $1; ./run_tpu.sh --help" ;;
@@ -277,6 +259,7 @@ while [[ $# -gt 0 ]]; do
 done
 verb=${verb:-run}
 [[ -z $followed || $verb == logs ]] || fail "-f is a flag of logs"
+[[ -z $force || $verb == sync ]] || fail "--force is a flag of sync"
 [[ -n $TPU_NAME ]] || fail "which TPU VM? Set TPU_NAME or --tpu"
 command -v gcloud >/dev/null || fail "gcloud is not installed here"
 [[ -n $ZONE ]] || ZONE=$(gcloud config get-value compute/zone 2>/dev/null || true)
@@ -292,10 +275,8 @@ WORKER=${WORKER:-all}
 [[ $WORKER == all || $WORKER != *[!0-9]* ]] || fail "--worker is all or the number of one"
 
 case $verb in
-  create) create ;;
   delete) gcloud_tpu 0 delete "$TPU_NAME" ;;
-  setup) setup ;;
-  sync) sync ;;
+  create | setup | sync) "$verb" ;;
   env) send_env ;;
   check)
     read_settings

@@ -1,5 +1,6 @@
 # shellcheck shell=bash
-# How run_tpu.sh, which sources this file, reaches a TPU VM and its workers: all calls of gcloud.
+# All calls of gcloud, for run_tpu.sh, which sources this file: commands to a TPU VM's workers, and
+# the TPU VM itself.
 
 ssh_flags=()
 case "$(uname -s) $(ssh -V 2>&1 || true)" in
@@ -10,7 +11,7 @@ case "$(uname -s) $(ssh -V 2>&1 || true)" in
 esac
 
 limited() {  # SECONDS COMMAND...: its exit code, or 124 if it had to be ended
-  local seconds=$1 command watch code=0
+  local seconds=$1 limit=SSH_TIMEOUT_S command watch code=0
   shift
   set -m  # each in a process group of its own, so that gcloud's ssh ends with gcloud
   "$@" </dev/null &
@@ -23,7 +24,9 @@ limited() {  # SECONDS COMMAND...: its exit code, or 124 if it had to be ended
   trap - INT
   kill -- "-$watch" 2>/dev/null || true
   if [[ $code == 143 ]]; then
-    echo "error: no answer in $seconds seconds (SSH_TIMEOUT_S); is every worker up?" >&2
+    [[ $seconds == "$SSH_TIMEOUT_S" ]] ||
+      limit="SSH_TIMEOUT_S=$SSH_TIMEOUT_S, and $((seconds - SSH_TIMEOUT_S)) more for the run to end"
+    echo "error: no answer in $seconds seconds ($limit); is every worker up?" >&2
     code=124
   fi
   return "$code"
@@ -65,6 +68,17 @@ there() {  # VERB ARGUMENT...: the command that runs this verb of run_tpu_worker
   echo "cd $TPU_DIR && bash run_tpu_worker.sh$(printf ' %q' "$@")"
 }
 
+tell_why() {  # TEXT MESSAGE: MESSAGE, and last its cause, the errors that the workers told
+  local causes
+  if causes=$(echo "$1" | grep '^error: '); then
+    printf '%s\n' "$2" "$causes" >&2
+  else
+    echo "error: $2" >&2
+  fi
+}
+
+# ---- The TPU VM ----------------------------------------------------------------------------------
+
 describe() {  # state and number of workers, or GONE; fails with what gcloud says if it cannot tell
   local found code=0
   found=$(gcloud_tpu "$SSH_TIMEOUT_S" describe "$TPU_NAME" \
@@ -90,4 +104,53 @@ create() {
   esac
   gcloud_tpu 0 create "$TPU_NAME" "--accelerator-type=$TPU_TYPE" \
     "--version=${TPU_VERSION:-$version}" ${TPU_SPOT:+--spot}
+}
+
+describe_patiently() {  # as describe does, but a network may be away for a while
+  local found code waited
+  for waited in 1 2 3 4 5; do
+    code=0
+    found=$(describe) || code=$?
+    [[ $code != 0 ]] || break
+    [[ $waited != 1 ]] ||
+      echo "gcloud does not tell the state of TPU VM $TPU_NAME; asking again" >&2
+    sleep "$RETRY_S"
+  done
+  echo "$found"
+  return "$code"
+}
+
+make_ready() {  # returns when the TPU VM is READY; sets fresh if it had to be made anew
+  local found='' last scarce=''
+  while true; do
+    last=$found
+    found=$(describe_patiently) || { echo "$found" >&2; return 1; }
+    case $found in
+      READY*) return ;;
+      PREEMPTED* | TERMINATED*)
+        [[ $found == "$last" ]] || echo "TPU VM $TPU_NAME is ${found% *}; making it anew"
+        gcloud_tpu 0 delete "$TPU_NAME" --quiet || sleep "$RETRY_S"
+        ;;
+      GONE)
+        # shellcheck disable=SC2034  # run_on_spot reads it
+        fresh=1
+        if found=$(create 2>&1); then
+          scarce=''
+          continue
+        fi
+        case $(echo "$found" | grep -v '^WARNING: ') in
+          *[Cc]apacity* | *EXHAUSTED*) ;;
+          *) echo "$found" >&2; return 1 ;;
+        esac
+        [[ -n $scarce ]] || echo "no TPU VM to be had; trying again every $RETRY_S seconds"
+        scarce=1
+        sleep "$RETRY_S"
+        ;;
+      *)  # on its way
+        [[ $found == "$last" ]] ||
+          echo "TPU VM $TPU_NAME is ${found% *}; waiting for it to be READY"
+        sleep "$RETRY_S"
+        ;;
+    esac
+  done
 }

@@ -56,10 +56,23 @@ free_tpu() {  # or it says which process has a TPU open or holds libtpu's lock
 
 # ---- The clone and what it needs -----------------------------------------------------------------
 
-sync() {  # COMMIT: checks it out
+sync() {  # COMMIT [--force]: checks it out; with --force what differs here goes into git stash
+  local file overwritten=() names
   ! alive || fail "$HOSTNAME: a run is alive; ./run_tpu.sh stop ends it"
-  [[ -z $(git diff --name-only HEAD) ]] ||
-    fail "$HOSTNAME: a file is changed in $(basename "$PWD"); look at git status"
+  while IFS= read -r -d '' file; do
+    [[ ! -e $file ]] || overwritten+=("$file")
+  done < <(git diff -z --name-only --no-renames --diff-filter=A HEAD "$1")
+  names=$({
+    git -c core.quotePath=off diff --name-only HEAD
+    printf '%s\n' "${overwritten[@]}"
+  } | sed '/^$/d' | sort -u | paste -s -d ' ')
+  if [[ -n $names ]]; then
+    [[ ${2:-} == --force ]] ||
+      fail "$HOSTNAME: these files differ there: $names; ./run_tpu.sh sync --force stashes them"
+    [[ ${#overwritten[@]} == 0 ]] || git add --force -- "${overwritten[@]}"  # for stash to take
+    git stash push --quiet --message "run_tpu.sh sync --force to $1"
+    echo "$HOSTNAME has put into git stash: $names"
+  fi
   git checkout --quiet --detach "$1"
   echo "$HOSTNAME HEAD=$(git rev-parse HEAD)"
 }

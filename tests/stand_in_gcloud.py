@@ -4,7 +4,7 @@
 `gcloud compute tpus tpu-vm VERB ...` as run_tpu.sh calls it. The TPU VM lives in $CLOUD: `state`
 (absent: there is none), `worker0`, `worker1`, ... as the workers' home folders, `environ.json` for
 what their processes have besides, `calls` with every command line. `faults.json` breaks things:
-[[worker, a part of the command, "fail" | "hang" | "again"], ...]. Every call prints a
+[[worker, a part of the command, "fail" | "hang" | "again" | "mistake"], ...]. Every call prints a
 warning and a notice on stderr, as the real one may, whether it succeeds or fails.
 """
 
@@ -42,6 +42,10 @@ def on_worker(worker: int, command: str, codes: dict[int, int]) -> None:
             if kind == "fail":
                 print("ssh: connect to host: Connection refused", file=sys.stderr)
                 codes[worker] = 255
+                return
+            if kind == "mistake":
+                print(f"error: worker-{worker}: this will not do", file=sys.stderr)
+                codes[worker] = 2
                 return
             if kind == "again":  # the connection broke after the command was done; gcloud retries
                 subprocess.run(["bash", "-c", command], cwd=home(worker), env=environment(worker))

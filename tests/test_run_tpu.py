@@ -125,6 +125,11 @@ class Cloud:
         return [self.logs("exit", worker).read_text() for worker in range(2)]
 
 
+def last_line(lines: str) -> str:
+    """Of what run_tpu.sh says; the stand-in for gcloud ends each call with a notice."""
+    return lines.splitlines()[-1]
+
+
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
@@ -222,7 +227,8 @@ def test_a_second_start_is_refused_and_stop_ends_the_first(cloud: Cloud) -> None
     (cloud.laptop / "README.md").write_text("changed")
     cloud.commit("second")
     code, lines = cloud.call("--name", "another", **SHORT)
-    assert code == 2 and "error: worker-0: a run is alive; ./run_tpu.sh stop ends it" in lines
+    assert code == 2
+    assert re.fullmatch(r"error: worker-[01]: a run is alive; .* stop ends it", last_line(lines))
     assert (cloud.pid(0, "long"), git(cloud.clone(0), "rev-parse", "HEAD")) == (first, head)
     code, lines = cloud.call("status")
     wanted = r"^worker-(\d) nohup_long_\S+Z exit=running pid=(\d+) elapsed=0:0\d:\d\d "
@@ -254,19 +260,36 @@ def test_a_preempted_tpu_vm_is_made_anew_and_the_run_started_again(cloud: Cloud)
     cloud.wait_for(0, "^backend=")
     for worker in range(2):
         os.kill(cloud.pid(worker), signal.SIGKILL)
-    (cloud.folder / "scarce").write_text("1")
+    (cloud.folder / "scarce").write_text("3")
     (cloud.folder / "state").write_text("PREEMPTED")
     lines, _ = running.communicate(timeout=300)
     assert running.returncode == 0, lines
     told = "TPU VM mine is CREATING; waiting for it to be READY\n"
     assert lines.count(told) == 1, "once, however often it asks"
     assert "TPU VM mine is PREEMPTED" in lines and "DONE: steps=3" in lines
-    assert "no TPU VM to be had; trying again" in lines
+    assert lines.count("no TPU VM to be had") == 1, "once, however often it asks"
     calls = [json.loads(call) for call in cloud.calls().splitlines()]
     changed = [call for call in calls if call[3] in ("create", "delete")]
-    assert [call[3] for call in changed] == ["delete", "create", "create"]
+    assert [call[3] for call in changed] == ["delete"] + ["create"] * 4
     assert "--spot" in changed[1] and "--version=v2-alpha-tpuv6e" in changed[1]
+    starts = [call for call in calls if "run_tpu_worker.sh start " in call[-2]]
+    assert ["RESUME=auto" in start[-2] for start in starts] == [False, True]
     assert cloud.exits() == ["0\n", "0\n"]
+
+
+def test_a_mistake_in_the_setup_of_a_new_tpu_vm_ends_restart(cloud: Cloud) -> None:
+    (cloud.folder / "state").unlink()
+    for worker in range(2):
+        cloud.home(worker).rmdir()
+    cloud.faults((0, "setup", "mistake"), (1, "setup", "mistake"))
+    running = cloud.start("--restart", **SHORT, TPU_TYPE="v6e-8")
+    try:
+        lines, _ = running.communicate(timeout=60)
+    finally:
+        running.kill()
+    assert running.returncode == 2, lines
+    assert "error: worker-0: this will not do" in lines
+    assert sum("setup" in call for call in cloud.calls().splitlines()) == 1
 
 
 def test_only_a_preempted_tpu_vm_is_made_anew(cloud: Cloud) -> None:
@@ -403,12 +426,16 @@ def test_a_worker_that_is_down_stops_the_start_everywhere(cloud: Cloud, kind: st
     assert code == {"hang": 124, "fail": 255}[kind] and time.monotonic() - began < 15
     assert ("no answer in 6 seconds (SSH_TIMEOUT_S)" in lines) == (kind == "hang")
     assert "worker-0 HEAD=" in lines and "not every worker of mine has the commit" in lines
+    cause = {"hang": "no answer in 6 seconds", "fail": "not every worker of mine has the commit"}
+    assert last_line(lines).startswith(f"error: {cause[kind]}")
     assert not (cloud.clone(0) / "logs").exists()
 
     cloud.faults((1, "run_tpu_worker.sh start", kind))
     code, lines = cloud.call("run", **SHORT, SSH_TIMEOUT_S="12")
     assert code != 0 and "not every worker of mine has started; ending those that have" in lines
     assert "worker-0 stopped" in lines
+    cause = {"hang": "no answer in 12 seconds", "fail": "not every worker of mine has started"}
+    assert last_line(lines).startswith(f"error: {cause[kind]}")
     with pytest.raises(ProcessLookupError):
         os.kill(cloud.pid(0), 0)
 
@@ -439,12 +466,45 @@ def test_only_what_is_pushed_and_the_same_everywhere_is_run(cloud: Cloud) -> Non
 
     (cloud.clone(0) / "loss.py").write_text("mine")
     code, lines = cloud.call("sync")
-    assert code == 2 and "error: worker-0: a file is changed in grpo" in lines
+    assert code == 2
+    assert "error: worker-0: these files differ there: loss.py; ./run_tpu.sh sync --force" in lines
     (cloud.laptop / ".env").write_text(f"KEY={KEY}\n")
     assert git(cloud.laptop, "status", "--porcelain") == "", "keys are not for git"
     git(cloud.laptop, "add", "--force", ".env")
     code, lines = cloud.call("sync", "--ref=HEAD")
     assert code == 2 and ".env is in git" in lines
+
+
+def test_sync_force_stashes_what_differs_on_a_worker_and_names_it(cloud: Cloud) -> None:
+    assert cloud.call("sync")[0] == 0
+    for name in ("new.py", "runs/kept.txt"):
+        (cloud.laptop / name).parent.mkdir(exist_ok=True)
+        (cloud.laptop / name).write_text("of the commit")
+    git(cloud.laptop, "add", "--force", "runs/kept.txt")
+    cloud.commit("two new files, one of them in a folder that git ignores")
+    clone = cloud.clone(1)
+    (clone / "runs").mkdir()
+    for name in ("loss.py", "new.py", "runs/kept.txt", "notes.txt"):
+        (clone / name).write_text("of the worker")
+    (clone / "data.py").unlink()
+    code, lines = cloud.call("sync")
+    names = "data.py loss.py new.py runs/kept.txt"
+    assert code == 2 and last_line(lines) == (
+        f"error: worker-1: these files differ there: {names}; "
+        "./run_tpu.sh sync --force stashes them"
+    )
+    assert (clone / "new.py").read_text() == "of the worker"
+
+    code, lines = cloud.call("sync", "--force")
+    assert code == 0, lines
+    assert f"worker-1 has put into git stash: {names}\n" in lines
+    assert "worker-0 has put into" not in lines
+    assert (clone / "new.py").read_text() == "of the commit" and (clone / "data.py").exists()
+    assert (clone / "notes.txt").read_text() == "of the worker", "in nobody's way"
+    stashed = ["loss.py", "new.py", "runs/kept.txt"]
+    assert [git(clone, "show", f"stash@{{0}}:{name}") for name in stashed] == ["of the worker"] * 3
+    assert cloud.call("sync", "--force")[0] == 0
+    assert len(git(clone, "stash", "list").splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -456,6 +516,7 @@ def test_only_what_is_pushed_and_the_same_everywhere_is_run(cloud: Cloud) -> Non
         (["create"], {}, "set TPU_TYPE"),
         (["run", "--worker=0,2"], {}, "--worker is all or the number of one"),
         (["run", "-f"], {}, "-f is a flag of logs"),
+        (["run", "--force"], {}, "--force is a flag of sync"),
         (["run", "--steps=3"], {}, "there is no flag --steps=3"),
         (["run", "--config"], {}, "--config needs a value"),
         (["run", "--config=recipes/none.yaml"], {}, "is no file of this repository"),

@@ -170,3 +170,16 @@ def test_stop_tells_within_the_limit_that_a_worker_is_down_and_stops_the_others(
     code, lines = cloud.call("stop")
     assert code == 0, lines
     assert lines.count("worker-1 stopped") == 1 and "worker-0 has nothing running" in lines
+
+
+@pytest.mark.parametrize(
+    "seconds, limit",
+    [(1, "SSH_TIMEOUT_S"), (2, "SSH_TIMEOUT_S=1, and 1 more for the run to end")],
+)
+def test_a_limit_is_told_as_long_as_it_is(cloud: Cloud, seconds: int, limit: str) -> None:
+    script = f"SSH_TIMEOUT_S=1; source run_tpu_gcloud.sh; limited {seconds} sleep 60"
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=cloud.laptop, text=True, capture_output=True, timeout=30
+    )
+    told = f"error: no answer in {seconds} seconds ({limit}); is every worker up?"
+    assert done.returncode == 124 and told in done.stderr

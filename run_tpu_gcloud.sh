@@ -87,8 +87,11 @@ describe() {  # state and number of workers, or GONE; fails with what gcloud say
     echo GONE
     return
   fi
-  # gcloud writes warnings to stderr when all is well too; the answer is the line with a tab.
-  [[ $code != 0 || -n $dry_run ]] || found=$(echo "$found" | grep $'\t' | tr '\t' ' ')
+  if [[ $code == 0 && -z $dry_run ]]; then  # among the warnings, which come when all is well too
+    found=$(echo "$found" | grep -E '^[A-Z_]+([[:space:]][0-9]*)?$' | tr '\t' ' ') || {
+      found="error: gcloud tells no state of TPU VM $TPU_NAME" code=1
+    }
+  fi
   echo "$found"
   return "$code"
 }

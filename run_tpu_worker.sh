@@ -79,11 +79,14 @@ sync() {  # COMMIT [--force]: checks it out; with --force what differs here goes
 
 setup() {  # VENV PACKAGE...
   local venv=$1 python found=
+  local new_enough='import sys, ensurepip; sys.exit(sys.version_info < (3, 11))'
   shift
   if [[ ! -x $venv/bin/python ]]; then
     for python in python3.13 python3.12 python3.11 python3; do
-      [[ -n $found ]] || ! "$python" -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' \
-        2>/dev/null || found=$python
+      if "$python" -c "$new_enough" 2>/dev/null; then
+        found=$python
+        break
+      fi
     done
     if [[ -n $found ]]; then
       "$found" -m venv "$venv"
@@ -151,7 +154,8 @@ print(cfg.preemption_grace_s, cfg.steps)' ${config:+--config "$config"} 2>/dev/n
   [[ $limits == 0 ]] || echo "${limits#* }" >"$base.steps"
   exec 8> >(exec tee "$base.log" >/dev/null)  # which goes on when the disk is full
   tee=$!
-  env PYTHONUNBUFFERED=1 "${@:4}" "$python" train_grpo.py ${config:+--config "$config"} >&8 2>&1 8>&- &
+  env PYTHONUNBUFFERED=1 "${@:4}" "$python" train_grpo.py ${config:+--config "$config"} \
+    >&8 2>&1 8>&- &
   echo $! >"$base.pid"
   wait $! || code=$?
   case $code in
@@ -217,7 +221,8 @@ stop() {  # [NAME [UTC]]: SIGTERM to a run, but once: a second one would cut its
   local base pid
   base=$(base_of "$@")
   pid=$(cat "$base.pid")
-  if ! alive || [[ -e $base.exit ]] || ! grep -q train_grpo.py "/proc/$pid/cmdline" 2>/dev/null; then
+  if ! alive || [[ -e $base.exit ]] ||
+    ! grep -q train_grpo.py "/proc/$pid/cmdline" 2>/dev/null; then
     echo "$HOSTNAME has nothing running"
     return
   fi

@@ -101,7 +101,8 @@ def main() -> int:
         print("ERROR: (gcloud.compute.tpus.tpu-vm) NOT_FOUND", file=sys.stderr)
         return 1
     if args.verb == "describe":
-        print(f"{state.read_text()}\t{HOSTS}")
+        found = state.read_text()
+        print(f"{found}\t{HOSTS}" if found == "READY" else found)
         return 0
     if args.verb == "delete":
         end_everything()

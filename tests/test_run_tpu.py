@@ -418,15 +418,16 @@ def test_a_worker_that_never_joins_is_told_within_the_limit(cloud: Cloud) -> Non
     assert cloud.exits() == ["1\n", "1\n"]
 
 
-@pytest.mark.parametrize("kind", [pytest.param("hang", marks=pytest.mark.slow), "fail"])
+@pytest.mark.parametrize("kind", [pytest.param("hang", marks=pytest.mark.slow), "fail", "mistake"])
 def test_a_worker_that_is_down_stops_the_start_everywhere(cloud: Cloud, kind: str) -> None:
     cloud.faults((1, "git", kind))
     began = time.monotonic()
     code, lines = cloud.call("run", **SHORT, SSH_TIMEOUT_S="6")
-    assert code == {"hang": 124, "fail": 255}[kind] and time.monotonic() - began < 15
+    assert code == {"hang": 124, "fail": 255, "mistake": 2}[kind] and time.monotonic() - began < 15
     assert ("no answer in 6 seconds (SSH_TIMEOUT_S)" in lines) == (kind == "hang")
     assert "worker-0 HEAD=" in lines and "not every worker of mine has the commit" in lines
     cause = {"hang": "no answer in 6 seconds", "fail": "not every worker of mine has the commit"}
+    cause["mistake"] = "worker-1: this will not do"
     assert last_line(lines).startswith(f"error: {cause[kind]}")
     assert not (cloud.clone(0) / "logs").exists()
 
@@ -434,7 +435,7 @@ def test_a_worker_that_is_down_stops_the_start_everywhere(cloud: Cloud, kind: st
     code, lines = cloud.call("run", **SHORT, SSH_TIMEOUT_S="12")
     assert code != 0 and "not every worker of mine has started; ending those that have" in lines
     assert "worker-0 stopped" in lines
-    cause = {"hang": "no answer in 12 seconds", "fail": "not every worker of mine has started"}
+    cause |= {"hang": "no answer in 12 seconds", "fail": "not every worker of mine has started"}
     assert last_line(lines).startswith(f"error: {cause[kind]}")
     with pytest.raises(ProcessLookupError):
         os.kill(cloud.pid(0), 0)

@@ -120,7 +120,8 @@ def stop_if_different(facts: dict[str, str], mistake: ValueError | None) -> None
         everyone = [json.loads(text) for text in told]
         for i, (text, _) in enumerate(everyone):
             if text and not mistake:
-                raise ValueError(f"process {i}: {text}")
+                lines = [f"process {i}: {line}" for line in text.splitlines()]
+                raise ValueError("\n".join(lines))
         if not mistake and (different := differences([facts for _, facts in everyone])):
             more = f", and {len(different) - 5} more" if len(different) > 5 else ""
             named = ", ".join(different[:5])

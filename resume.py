@@ -19,9 +19,10 @@ import config as settings
 import hf
 import processes
 from checkpoint import Checkpoints
+from inputs import versions
 from model import Params, abstract_params
 from sampling import copy_weights
-from startup import Run, versions
+from startup import Run
 from update import TrainState, abstract_state, init_state
 
 # Settings that change no result, or only by rounding: speed, memory, outputs, evaluation; and those

@@ -1,18 +1,13 @@
-"""Everything before the first step: joins the processes, checks the settings, loads data and model.
+"""What comes before the first step: joins the processes, settles meshes, objective and programs.
 
-Cheapest checks first; a user's mistake is a ValueError of one line. `python startup.py` only joins
-the processes and prints what they see.
+Cheapest checks first; a user's mistakes are a ValueError with a line each. `python startup.py` only
+joins the processes and prints what they see.
 """
 
-import contextlib
 import dataclasses
-import hashlib
-import json
 import os
-import platform
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +20,7 @@ import data
 import hf
 import processes
 import rewards
+from inputs import digests_of, facts_of, read_inputs, versions
 from layout import ROLLOUT_ROWS, TRAIN_ROWS, Layout, local_count, make_mesh, mesh_text
 from loss import Objective
 from loss_pallas import block_sizes
@@ -32,14 +28,8 @@ from metrics import AccuracyRule, RunLog, check_wandb
 from model import ModelConfig, param_shardings
 from rollout import Sampling, prompt_width, share
 from roofline import Rows, best_tp, layer_tp, memory_bytes, num_params
-from sizes import Sizes, derive
+from sizes import Sizes
 from update import Compute, Optimizer
-
-# Settings that a process may have for itself: what it writes, where, and how long it waits.
-OWN_SETTINGS = (
-    *("wandb_mode", "wandb_project", "wandb_name", "jax_compilation_cache_dir"),
-    *("print_train_time_breakdown", "init_timeout_s", "heartbeat_timeout_s"),
-)
 
 
 class Run(NamedTuple):
@@ -100,7 +90,7 @@ def set_up(cfg: settings.Config) -> Run:
     digests = digests_of(cfg, inputs) if inputs else {}
     here = facts_of(cfg, inputs) if jax.process_count() > 1 else {}
     processes.stop_if_different(here | digests, mistake)
-    sizes, functions, folder, config, tokenizer, train, test = inputs
+    sizes, functions, accuracy, folder, config, tokenizer, train, test = inputs
 
     longest = max(len(p.ids) for p in train + test)
     stop_if_too_long(cfg, config, longest)
@@ -116,7 +106,7 @@ def set_up(cfg: settings.Config) -> Run:
         train=train,
         test=test,
         functions=functions,
-        accuracy=accuracy_rule(cfg, functions),
+        accuracy=accuracy,
         sampling=sampling_of(cfg),
         objective=objective_of(cfg),
         optimizer=optimizer_of(cfg),
@@ -137,106 +127,12 @@ def set_up(cfg: settings.Config) -> Run:
     return run
 
 
-def stop_if_overwritten(cfg: settings.Config, model: Path) -> None:
-    """Raises ValueError if the export would replace a model that no run has exported."""
-    if cfg.export_hf == "none" or not (cfg.export_hf or cfg.output_dir):
-        return
-    folder = Path(cfg.export_hf or f"{cfg.output_dir}/hf")
-    name = f"EXPORT_HF={folder}" if cfg.export_hf else f"OUTPUT_DIR={cfg.output_dir}: its hf"
-    if folder.resolve() == model.resolve():
-        raise ValueError(f"{name} is MODEL_PATH; the model would be overwritten")
-    if (folder / "config.json").exists() and not (folder / hf.EXPORTED).exists():
-        raise ValueError(f"{name} holds a model that no run has exported; choose another folder")
-
-
 def stop_if_not_writable(name: str, folder: Path) -> None:
     """Raises ValueError, naming the setting, if the folder cannot be made or written."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         why = "is not writable" if there.is_dir() else "is not a folder"
         raise ValueError(f"{name} cannot be written: {there} {why}")
-
-
-class Inputs(NamedTuple):
-    """What a process reads by itself, before it needs a device or the others."""
-
-    sizes: Sizes
-    functions: list[rewards.RewardFunction]
-    folder: Path  # of the model
-    config: ModelConfig
-    tokenizer: Any
-    train: list[data.Prompt]
-    test: list[data.Prompt]
-
-
-def read_inputs(cfg: settings.Config) -> Inputs:
-    processes.stop_if_not_so_many(cfg.require_multihost, cfg.require_jax_process_count)
-    sizes = derive(cfg, jax.process_count(), jax.local_device_count())
-    print(
-        f"local_batch={sizes.local_batch} global_batch={sizes.global_batch} "
-        f"rollout.prompt_batch_size={sizes.prompt_batch_size} "
-        f"rollout.passes_per_step={sizes.passes_per_step} "
-        f"train.micro_batch_size={sizes.micro_batch_size} "
-        f"train.grad_accum_steps={sizes.grad_accum_steps}",
-        flush=True,
-    )
-    functions = reward_functions(cfg)
-    accuracy_rule(cfg, functions)  # or it says which functions there are
-    folder = hf.fetch_model(cfg.model_path, cfg.model_revision)
-    stop_if_overwritten(cfg, folder)
-    config = hf.read_config(folder)
-    tokenizer = hf.load_tokenizer(folder, cfg.chat_template)
-    if len(tokenizer) > config.vocab_size:
-        raise ValueError(
-            f"MODEL_PATH={folder}: its tokenizer has {len(tokenizer)} tokens, its config.json "
-            f"vocab_size={config.vocab_size}; they are of two models"
-        )
-    hf.check_weights(folder, config)
-    train = load_prompts(cfg, tokenizer, cfg.train_split)
-    test = load_prompts(cfg, tokenizer, cfg.eval_split)
-    return Inputs(sizes, functions, folder, config, tokenizer, train, test)
-
-
-def facts_of(cfg: settings.Config, inputs: Inputs | None) -> dict[str, str]:
-    """The settings, code, versions and files that have to be the same on every process."""
-    facts = {
-        field.name.upper(): str(getattr(cfg, field.name)).replace(str(settings.REPO), "{repo}")
-        for field in dataclasses.fields(cfg)
-        if field.name not in OWN_SETTINGS
-    }
-    sources = {Path(m.__file__) for m in [*sys.modules.values()] if getattr(m, "__file__", None)}
-    for source in sorted(source for source in sources if source.parent == settings.REPO):
-        facts[source.name] = digest(source.read_bytes())
-    if inputs:
-        files = [*inputs.folder.glob("*.json"), *inputs.folder.glob("*.safetensors")]
-        listing = sorted((file.name, file.stat().st_size) for file in files)
-        facts["the list of the model's files"] = digest(json.dumps(listing).encode())
-        facts["the evaluated prompts"] = digest(json.dumps(inputs.test, default=str).encode())
-    return facts | {f"the version of {name}": version for name, version in versions().items()}
-
-
-def digests_of(cfg: settings.Config, inputs: Inputs) -> dict[str, str]:
-    """The beginning of the SHA-256 of all that training follows from besides settings and code."""
-    found = {
-        f"the model's {name}": digest((inputs.folder / name).read_bytes())
-        for name in ("config.json", "tokenizer.json")
-    }
-    found["the tokenized prompts"] = digest(json.dumps(inputs.train, default=str).encode())
-    for file in {entry.rpartition(":")[0] for entry in cfg.reward_fn.split(",") if ":" in entry}:
-        found[f"the file of REWARD_FN {Path(file).name}"] = digest(Path(file).read_bytes())
-    return found
-
-
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in ("jax", "jaxlib", "libtpu", "flax", "optax", "numpy", "transformers"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found
-
-
-def digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:12]
 
 
 def stop_if_too_long(cfg: settings.Config, config: ModelConfig, longest: int) -> None:
@@ -248,35 +144,6 @@ def stop_if_too_long(cfg: settings.Config, config: ModelConfig, longest: int) ->
             f"MAX_LENGTH_SAMPLE={cfg.max_length_sample} after the longest prompt makes {length} "
             f"tokens, and the model has {config.max_positions} positions; lower it{shorter}"
         )
-
-
-def reward_functions(cfg: settings.Config) -> list[rewards.RewardFunction]:
-    """Those of REWARD_FN, as many as there are REWARD_WEIGHTS."""
-    cache = cfg.overlong_cache or cfg.max_length_sample // 5
-    penalties = rewards.penalties(cfg.max_length_sample, cache, cfg.repetition_ngram)
-    functions = rewards.load_reward_functions(cfg.reward_fn, cfg.reward_timeout_s, penalties)
-    if len(cfg.reward_weights) != len(functions):
-        names = ", ".join(f.__name__ for f in functions)
-        weights = ",".join(map(str, cfg.reward_weights))
-        raise ValueError(
-            f"REWARD_WEIGHTS={weights} has {len(cfg.reward_weights)} numbers; "
-            f"give {len(functions)}, one each for {names}"
-        )
-    return functions
-
-
-def accuracy_rule(cfg: settings.Config, functions: list[rewards.RewardFunction]) -> AccuracyRule:
-    """What makes a completion right: reward_correct where it is among the functions, else the
-    first of them, unless ACCURACY_OF names another one."""
-    names = [function.__name__ for function in functions]
-    usual = "reward_correct" if "reward_correct" in names else names[0]
-    name = cfg.accuracy_of.rpartition(":")[2] or usual
-    if name not in names:
-        raise ValueError(
-            f"ACCURACY_OF={cfg.accuracy_of} is none of the run's reward functions, "
-            f"{', '.join(names)}; add it to REWARD_FN, with weight 0 if it is only to measure"
-        )
-    return AccuracyRule(name, cfg.accuracy_threshold)
 
 
 def layouts(
@@ -353,12 +220,16 @@ def optimizer_of(cfg: settings.Config) -> Optimizer:
     return Optimizer(cfg.optimizer, cfg.weight_decay, cfg.clip_norm)
 
 
-def load_prompts(cfg: settings.Config, tokenizer: Any, split: str) -> list[data.Prompt]:
-    columns = cfg.question_column, cfg.answer_column
-    rows = data.load_rows(cfg.dataset, cfg.dataset_config, split, *columns)
-    system_prompt = data.text_of(cfg.system_prompt) or rewards.SYSTEM_PROMPT
-    prompts = data.build_prompts(rows, tokenizer, system_prompt)
-    return data.fit_prompts(prompts, cfg.max_prompt_length, cfg.prompt_too_long, split)
+def what_ran(run: Run) -> dict[str, str]:
+    """What this machine has made of the settings that leave a choice, by the names on record."""
+    compute = run.compute
+    return {
+        "derived.policy_loss_impl": compute.impl,
+        "derived.attention_impl": compute.attention_impl,
+        "derived.dtype": str(compute.dtype),
+        "derived.mesh_shape": mesh_text(compute.layout.mesh),
+        "derived.rollout_mesh_shape": mesh_text(run.rollout.mesh),
+    }
 
 
 def open_log(
@@ -369,7 +240,9 @@ def open_log(
     cfg, writes = run.cfg, jax.process_index() == 0
     wandb = None
     if cfg.wandb_mode != "disabled":
-        wandb = {"mode": cfg.wandb_mode, "config": dataclasses.asdict(cfg)}
+        derived = {f"derived.{name}": value for name, value in run.sizes._asdict().items()}
+        asked_for = dataclasses.asdict(cfg)
+        wandb = {"mode": cfg.wandb_mode, "config": asked_for | derived | what_ran(run)}
         wandb |= {"project": cfg.wandb_project or "grpo", "name": cfg.wandb_name or None}
         wandb["config"] |= {"forked_from": forked_from} if forked_from else {}
         wandb |= {"id": wandb_id, "resume": "allow"} if wandb_id else {}
@@ -378,6 +251,7 @@ def open_log(
             log = RunLog(out, steps=cfg.steps, first_step=first_step, writes=writes, wandb=wandb)
             if writes:
                 text = settings.describe(cfg, jax.process_count(), jax.local_device_count())
+                text += "".join(f"\n{name}: {value}" for name, value in what_ran(run).items())
                 (out / "config.yaml").write_text(text + "\n", encoding="utf-8")
                 log.line(f"output={out}")
         except OSError as error:

@@ -42,9 +42,10 @@ IMPORTS = {
     "roofline": {"model", "loss_pallas"},
     "processes": set(),
     "memory": {"roofline", "sizes"},
+    "inputs": {"config", "sizes", "rewards", "data", "model", "hf", "metrics", "processes"},
     "startup": {
         *("config", "sizes", "rewards", "data", "layout", "model", "hf", "rollout", "loss"),
-        *("loss_pallas", "update", "metrics", "roofline", "processes"),
+        *("loss_pallas", "update", "metrics", "roofline", "processes", "inputs"),
     },
     "checkpoint": {"processes"},
     "sampling": {
@@ -52,7 +53,8 @@ IMPORTS = {
         "startup",
     },
     "resume": {
-        *("config", "model", "hf", "update", "processes", "startup", "checkpoint", "sampling"),
+        *("config", "model", "hf", "update", "processes", "inputs", "startup", "checkpoint"),
+        "sampling",
     },
     "hlo": set(),
     "programs": {
@@ -187,6 +189,10 @@ def test_the_tiny_model_has_format_and_leaves_arithmetic_to_learn(run: Run) -> N
 def test_the_run_keeps_its_settings_and_samples(run: Run) -> None:
     again = config.Config.from_env({}, run.out / "config.yaml")
     assert (again.steps, again.eval_full_sweep, again.output_dir) == (2, True, str(run.out))
+    ran = dict(re.findall(r"^derived\.(\w+): (.*)$", (run.out / "config.yaml").read_text(), re.M))
+    assert (ran["global_batch"], ran["policy_loss_impl"], ran["dtype"]) == ("128", "jax", "float32")
+    assert (ran["mesh_shape"], ran["rollout_mesh_shape"]) == ("1,1,1", "1,1,1")
+    assert ran["attention_impl"] == "xla"
     samples = [json.loads(line) for line in (run.out / "samples.jsonl").open(encoding="utf-8")]
     assert [s["step"] for s in samples] == [0, 0, 1, 1]
     assert all("<think>" in s["completion"] and "####" in s["answer"] for s in samples)
@@ -246,7 +252,7 @@ def settings_read(code: str) -> set[str]:
 
 
 def test_every_setting_is_read() -> None:
-    files = ("sizes", "startup", "resume", "train_grpo", "sampling")
+    files = ("sizes", "inputs", "startup", "resume", "train_grpo", "sampling")
     texts = [(REPO / f"{name}.py").read_text(encoding="utf-8") for name in files]
     read = set.union(*map(settings_read, texts))
     read |= {*sizes.PASS_SIZES, *sizes.STEP_SIZES, *sizes.MICRO_SIZES}  # these are read by name

@@ -5,8 +5,11 @@ XLA's older emitters compile in half the time; runs that tests start by themselv
 
 import importlib.util
 import os
+import signal
+from pathlib import Path
 
 import pytest
+from cloud import Cloud
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 flags = os.environ.get("XLA_FLAGS", "")
@@ -17,7 +20,8 @@ QUICK = "not slow and not parity"  # the addopts of pyproject.toml
 # A worker takes whole files: those that take longest come first, so that both end together.
 LONGEST = """
     test_run_tpu.py test_train.py test_reliability.py test_tpu.py test_sampling_rounds.py
-    test_mistakes.py test_loss_pallas.py test_plan.py test_variants.py test_processes.py
+    test_run_tpu_start.py test_mistakes.py test_loss_pallas.py test_plan.py test_variants.py
+    test_processes.py
 """.split()
 
 
@@ -46,3 +50,19 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if claims and os.environ.get("NO_SKIPS") == "1":
         print("\nerror: NO_SKIPS=1, and these were skipped:", *claims, sep="\n  ")
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def cloud(tmp_path: Path, cache: Path):
+    made = Cloud(tmp_path, cache)
+    yield made
+    for file in tmp_path.glob("worker*/grpo/logs/*Z.pid"):  # of a test that failed
+        try:
+            os.kill(int(file.read_text()), signal.SIGKILL)
+        except (ProcessLookupError, ValueError):
+            continue

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from config import Config
+from inputs import accuracy_rule
 from metrics import (
     AccuracyRule,
     Clock,
@@ -21,7 +22,6 @@ from metrics import (
     step_lines,
     step_records,
 )
-from startup import accuracy_rule
 
 REPO = Path(__file__).resolve().parent.parent
 NAN = float("nan")

@@ -241,5 +241,21 @@ def test_a_mistake_costs_one_line_and_exit_code_2(
     assert run.out.exists() == case.leaves, "nothing is left behind"
 
 
+def test_mistakes_in_different_files_are_told_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonl"
+    file.write_bytes(b"")
+    env = {"TRAIN_MICRO_BATCH_SIZE": "7", "REWARD_FN": "mine.py:score", "DATASET": str(file)}
+    run = train(tmp_path / "run", MODEL_PATH=str(tmp_path / "none"), **env)
+    assert run.code == 2 and not run.out.exists()
+    lines = run.errors.strip().splitlines()
+    for line, words in zip(lines, (
+        "error: TRAIN_MICRO_BATCH_SIZE=7 must divide local_batch",
+        "error: REWARD_FN: there is no file mine.py",
+        f"error: MODEL_PATH={tmp_path}/none: this folder does not exist",
+        f"error: DATASET={file} needs 2 rows, to hold one out; it has 0",
+    ), strict=True):  # fmt: skip
+        assert line.startswith(words)
+
+
 def test_there_are_at_least_forty_of_them() -> None:
     assert len(names()) >= 70

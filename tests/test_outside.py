@@ -156,7 +156,9 @@ def told_to_wandb(folder: Path, text: str) -> bool:
 def test_wandb_offline_gets_the_run(tmp_path: Path) -> None:
     done = with_wandb(tmp_path / "run", WANDB_MODE="offline")
     assert done.code == 0, done.errors
-    assert [*(tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")]
+    (folder,) = offline_runs(tmp_path / "run")
+    for name in ("ppo_epochs", "derived.global_batch", "derived.policy_loss_impl"):
+        assert told_to_wandb(folder, name)
 
 
 @pytest.mark.parity

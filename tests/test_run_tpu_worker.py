@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from test_run_tpu import SHORT, Cloud
+from cloud import SHORT, Cloud
 
 
 @pytest.fixture

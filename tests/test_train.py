@@ -266,6 +266,15 @@ def test_a_think_tag_that_the_chat_template_opens_belongs_to_the_completion(out:
     assert all(text.startswith("<think>\n") for text in texts)
 
 
+def test_config_yaml_keeps_what_was_asked_for_and_says_what_ran(out: Path) -> None:
+    result = train(out / "asked", STEPS="0", POLICY_LOSS_IMPL="pallas")
+    assert "POLICY_LOSS_IMPL=pallas is for bfloat16 on a TPU: float32 on cpu is jax" in result.lines
+    saved = (out / "asked" / "config.yaml").read_text().splitlines()
+    asked = [line.partition("#")[0].strip() for line in saved]
+    assert "train.policy_loss_impl: pallas" in asked and "model.dtype: auto" in asked
+    assert "derived.policy_loss_impl: jax" in asked and "derived.dtype: float32" in asked
+
+
 def test_a_reward_that_raises_stops_the_run_in_one_line(out: Path) -> None:
     file = out / "raises.py"
     file.write_text("def wrong(completions, **columns):\n    return [1.0 / 0]\n")

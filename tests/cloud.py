@@ -1,0 +1,128 @@
+"""A laptop and a TPU VM of two workers, for the tests of run_tpu.sh.
+
+Git, commands, processes and training are real; only gcloud is a stand-in (stand_in_gcloud.py),
+which runs what it is given in a folder per worker.
+"""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+KEY = "fake0key1which2nobody3may4see5"
+SHORT = {"STEPS": "1", "BATCH_SIZE": "2", "EVAL_EVERY_STEPS": "0", "TRAIN_MICRO_BATCH_SIZE": "16"}
+
+
+def git(folder: Path, *words: str) -> str:
+    who = ["-c", "user.name=t", "-c", "user.email=t@t", "-c", "commit.gpgsign=false"]
+    done = subprocess.run(
+        ["git", *who, *words], cwd=folder, text=True, capture_output=True, check=True
+    )
+    return done.stdout.strip()
+
+
+class Cloud:
+    """A laptop with a clone of this working tree, and a TPU VM of two workers."""
+
+    def __init__(self, folder: Path, cache: Path) -> None:
+        self.folder, self.laptop, origin = folder, folder / "grpo", folder / "origin.git"
+        left_out = shutil.ignore_patterns(".*", "__pycache__", "runs", "wandb", "logs")
+        shutil.copytree(REPO, self.laptop, ignore=left_out)
+        shutil.copy(REPO / ".gitignore", self.laptop)
+        git(folder, "init", "--quiet", "--bare", "--initial-branch=main", str(origin))
+        git(self.laptop, "init", "--quiet", "--initial-branch=main")
+        git(self.laptop, "remote", "add", "origin", str(origin))
+        self.commit("first")
+        (folder / "bin").mkdir()
+        program = folder / "bin" / "gcloud"
+        program.write_text(
+            f'#!/bin/sh\nexec "{sys.executable}" "{REPO}/tests/stand_in_gcloud.py" "$@"\n'
+        )
+        program.chmod(0o755)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.address = f"127.0.0.1:{probe.getsockname()[1]}"
+        self.lockfile = folder / "libtpu_lockfile"
+        self.machines()
+        self.cache = cache
+        for worker in range(2):
+            self.home(worker).mkdir()
+        (folder / "state").write_text("READY")
+
+    def program(self, name: str, prints: str) -> None:
+        """A program on the laptop's PATH that prints a text on stderr, as ssh -V does."""
+        file = self.folder / "bin" / name
+        file.write_text(f"#!/bin/sh\necho '{prints}' | tee /dev/stderr\n")
+        file.chmod(0o755)
+
+    def machines(self, *each: dict[str, str]) -> None:
+        """What the workers' processes find in their environment, as a TPU VM's find each other."""
+        shared = {"JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_ADDRESS": self.address}
+        shared |= {"JAX_NUM_PROCESSES": "2", "LIBTPU_LOCKFILE": str(self.lockfile)}
+        (self.folder / "environ.json").write_text(json.dumps([shared, *each]))
+
+    def faults(self, *faults: tuple[int, str, str]) -> None:
+        (self.folder / "faults.json").write_text(json.dumps(faults))
+
+    def commit(self, message: str, push: bool = True) -> None:
+        git(self.laptop, "add", "--all")
+        git(self.laptop, "commit", "--quiet", "--message", message)
+        if push:
+            git(self.laptop, "push", "--quiet", "origin", "HEAD")
+
+    def home(self, worker: int) -> Path:
+        return self.folder / f"worker{worker}"
+
+    def clone(self, worker: int) -> Path:
+        return self.home(worker) / "grpo"
+
+    def environ(self, **settings: str) -> dict[str, str]:
+        shell = {k: os.environ[k] for k in os.environ if k in ("PATH", "HOME", "LANG", "TMPDIR")}
+        shell |= {k: v for k, v in os.environ.items() if k.startswith("PIP_")}
+        shell["PATH"] = f"{self.folder}/bin:{shell['PATH']}"
+        shell |= {"TPU_NAME": "mine", "ZONE": "a-zone", "CLOUD": str(self.folder)}
+        shell |= {"TPU_VENV": sys.prefix, "PYTHON": sys.executable, "RETRY_S": "1"}
+        return shell | {"JAX_COMPILATION_CACHE_DIR": str(self.cache)} | settings
+
+    def start(self, *words: str, **settings: str) -> subprocess.Popen:
+        """./run_tpu.sh, its output and errors in one text."""
+        return subprocess.Popen(
+            ["./run_tpu.sh", *words], cwd=self.laptop, env=self.environ(**settings), text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    def call(self, *words: str, **settings: str) -> tuple[int, str]:
+        process = self.start(*words, **settings)
+        lines, _ = process.communicate(timeout=300)
+        return process.returncode, lines
+
+    def calls(self) -> str:
+        file = self.folder / "calls"
+        return file.read_text() if file.exists() else ""
+
+    def logs(self, kind: str, worker: int, name: str = "train_grpo") -> Path:
+        return self.clone(worker) / "logs" / f"nohup_{name}_latest.{kind}"
+
+    def wait_for(self, worker: int, words: str, name: str = "train_grpo") -> None:
+        """Until the worker's log has the words."""
+        log, deadline = self.logs("log", worker, name), time.monotonic() + 120
+        while not (log.exists() and re.search(words, log.read_text(), re.M)):
+            assert time.monotonic() < deadline, log.read_text() if log.exists() else "no log"
+            time.sleep(0.2)
+
+    def pid(self, worker: int, name: str = "train_grpo") -> int:
+        return int(self.logs("pid", worker, name).read_text())
+
+    def exits(self) -> list[str]:
+        return [self.logs("exit", worker).read_text() for worker in range(2)]
+
+
+def last_line(lines: str) -> str:
+    """Of what run_tpu.sh says; the stand-in for gcloud ends each call with a notice."""
+    return lines.splitlines()[-1]

@@ -17,6 +17,7 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -50,7 +51,8 @@ class SaveBarrier:
 
     def __call__(self, *, key: str, timeout_ms: int) -> None:
         client, me = ocp.multihost.get_jax_distributed_client(), jax.process_index()
-        if sys.exc_info()[1]:  # orbax comes by here in a `finally`, its save has failed already
+        in_background = threading.current_thread() is not threading.main_thread()
+        if in_background and sys.exc_info()[1]:  # on orbax's way out of a save that has failed
             client.key_value_set(f"{self._name}/failed/{me}", "", allow_overwrite=True)
             return
         self._times[key] += 1  # orbax uses its keys again

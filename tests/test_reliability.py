@@ -208,22 +208,23 @@ def test_two_processes_stop_together_and_go_on_together(out: Path) -> None:
     each = {"BATCH_SIZE": "2", "TRAIN_MICRO_BATCH_SIZE": "4", "STEPS": "10"}
     straight, folder = out / "two", out / "two_stopped"
 
-    def launch(where: Path) -> tuple[list[subprocess.Popen], list[Path]]:
+    def launch(where: Path, **env: str) -> tuple[list[subprocess.Popen], list[Path]]:
         outs = [where, where.with_name(f"{where.name}_1")]
-        return start_two(outs, 1, **SETTINGS | each | {"HEARTBEAT_TIMEOUT_S": "10"}), outs
+        return start_two(outs, 1, **SETTINGS | each | {"HEARTBEAT_TIMEOUT_S": "10"} | env), outs
 
     def ended(running: list[subprocess.Popen], outs: list[Path]) -> list[Result]:
         return [finish(process, o) for process, o in zip(running, outs, strict=True)]
 
     assert [result.code for result in ended(*launch(straight))] == [0, 0]
 
-    running, outs = launch(folder)
+    running, outs = launch(folder, SAVE_EVERY_STEPS="1000")
     wait_for(running[1], r"^step=2 ")
     running[1].send_signal(signal.SIGTERM)  # to one of them alone
     results = ended(running, outs)
     assert [result.code for result in results] == [143, 143]
     stopped = [re.search(r"^STOPPED: SIGTERM .*$", r.lines, re.M)[0] for r in results]
     assert stopped[0] == stopped[1]
+    assert re.search(r" steps=(\d+) saved_step=\1$", stopped[0]), "the last whole step is saved"
 
     running, outs = launch(folder)
     wait_for(running[0], r"^step=5 ")

@@ -33,8 +33,8 @@ from processes import gather_texts, told_by_all
 RECORD, ARRAYS = "record", "arrays"  # the items of a checkpoint, folders in its folder
 MISSED = "another process could not do its part"
 PROBE_BYTES = 2**20  # of a file that is made and removed before a save
-VOTE_LIMIT_S = 60  # for the other processes to tell how a save went, where it failed on this one
-SAVE_LIMIT_S = 1200  # the same, where it did not: the others may write for longer
+BEGIN_LIMIT_S = 60  # for the others to tell how a save began, where it failed to on this process
+SAVE_LIMIT_S = 1200  # for all processes to have written a checkpoint
 HALF_WRITTEN = ".orbax-checkpoint-tmp"  # in the name of a folder that is not whole
 
 
@@ -71,7 +71,7 @@ class Checkpoints:
 
     def __init__(self, folder: str, keep: int = 0, read_only: bool = False) -> None:
         """folder: local, or gs://bucket/folder. keep: how many of the newest stay; 0: all.
-        read_only: of another run, which may be alive."""
+        read_only: True for the folder of another run, which may be alive."""
         local = "://" not in folder
         self.folder = str(Path(folder).absolute()) if local else folder
         self._path, self._keep = Path(self.folder) if local else None, keep
@@ -163,7 +163,7 @@ class Checkpoints:
             )
         except Exception as error:  # the storage's errors have no common base
             wrong = _brief(error)
-        if not self._failed(step, self._vote(wrong)):
+        if not self._failed(step, self._vote(wrong, BEGIN_LIMIT_S)):
             self._saving = step
 
     def _no_room(self, arrays: Any) -> str:
@@ -188,13 +188,13 @@ class Checkpoints:
             return _brief(error)
         return ""
 
-    def _vote(self, wrong: str) -> list[str]:
+    def _vote(self, wrong: str, limit_s: int) -> list[str]:
         """What went wrong in this part of a save, of every process; "" where nothing did.
 
         The processes tell each other through the service by which they have joined, because one
         that waits within orbax cannot take part in a collective of arrays. If this process has
-        failed and another one says nothing for VOTE_LIMIT_S, the other waits for this process in
-        a collective of orbax's, which only the end of this process releases. Raises SystemExit.
+        failed and another one says nothing for limit_s, the other waits for this process in a
+        collective of orbax's, which only the end of this process releases. Raises SystemExit.
         """
         if jax.process_count() == 1:
             return [wrong]
@@ -202,7 +202,7 @@ class Checkpoints:
         votes = f"{self._short_name}/vote{self._votes}"
         client = ocp.multihost.get_jax_distributed_client()
         client.key_value_set(f"{votes}/{jax.process_index()}", wrong or "done")
-        limit_s = VOTE_LIMIT_S if wrong else SAVE_LIMIT_S
+        limit_s = limit_s if wrong else SAVE_LIMIT_S
         try:
             told = [
                 client.blocking_key_value_get(f"{votes}/{i}", limit_s * 1000)
@@ -226,7 +226,7 @@ class Checkpoints:
             self._manager.wait_until_finished()
         except Exception as error:
             wrong = _brief(error)
-        if self._failed(step, self._vote(wrong)):
+        if self._failed(step, self._vote(wrong, SAVE_LIMIT_S)):
             return
         self.newest = step
         steps = self.steps()
@@ -280,6 +280,8 @@ class Checkpoints:
                 try:
                     arrays = self._restore(step, wanted)
                 except Exception as error:
+                    if "RESOURCE_EXHAUSTED" in str(error):  # the checkpoint is not to blame
+                        raise
                     wrong = _brief(error)
                 wrong = _first(gather_texts(wrong))
             if not wrong:
@@ -359,7 +361,7 @@ def _first(texts: list[str]) -> str:
 
 
 def _leave_out_closed_loops(hook: Callable[[Any], object], unraisable: Any) -> None:
-    """Prints an error that a library's thread can raise to nobody, but for one: when a write of
-    orbax's fails, its other writes find the event loop closed that they report to."""
+    """Prints an error that has no caller who could catch it, as Python does, but for one: when one
+    write of orbax fails, its other writes report to an event loop that is closed by then."""
     if str(unraisable.exc_value) != "Event loop is closed" or unraisable.object is not None:
         hook(unraisable)

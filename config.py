@@ -315,12 +315,12 @@ def read_layers(
         settings = overlay(settings, found, TINY_YIELDS)
     if settings.get("reward_fn") and "reward_weights" not in settings:
         settings["reward_weights"] = (1.0,) * len(settings["reward_fn"].split(","))
-        layers["reward_weights"] = layers["reward_fn"]
+        layers["reward_weights"] = "for REWARD_FN"
     cfg = Config(**settings)
-    texts = [mistake.text for mistake in mistakes]
-    for text in contradictions(cfg):
+    texts, wrong = [mistake.text for mistake in mistakes], {m.setting for m in mistakes}
+    for text in [] if "MODEL_PATH" in wrong else contradictions(cfg):
         # One that names a setting whose value could not be read says nothing.
-        if not any(re.search(rf"\b{mistake.setting}\b", text) for mistake in mistakes):
+        if not any(re.search(rf"\b{name}\b", text) for name in wrong):
             texts.append(text)
     if texts:
         raise ValueError("\n".join(texts))
@@ -380,16 +380,16 @@ def load(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Command:
         if args.print_config:
             print(describe(cfg, args.processes, args.local_devices))
             raise SystemExit(0)
+        return Command(cfg, args.plan, [changed(cfg, layers), *notes(cfg)])
     except ValueError as error:
         fail(error)
-    return Command(cfg, args.plan, [changed(cfg, layers), *notes(cfg)])
 
 
-def fail(error: ValueError | str, code: int = 2) -> NoReturn:
-    """Ends the program the way a user's mistakes do: a line for each, and an exit code."""
+def fail(error: ValueError) -> NoReturn:
+    """Ends the program the way a user's mistakes do: a line for each, and exit code 2."""
     for line in str(error).splitlines():
         print(f"error: {line}", file=sys.stderr)
-    raise SystemExit(code)
+    raise SystemExit(2)
 
 
 if __name__ == "__main__":

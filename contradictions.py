@@ -51,7 +51,8 @@ def contradictions(cfg: Any) -> list[str]:
         (cfg.beta and cfg.kl_estimator == "k1" and not cfg.kl_bias_correction,
          "KL_ESTIMATOR=k1 has no gradient on average with KL_BIAS_CORRECTION=0; set it to 1"),
         (cfg.ref_sync_steps > updates > 0,
-         f"REF_SYNC_STEPS={cfg.ref_sync_steps} is more than the run's {updates} updates; lower it"),
+         f"REF_SYNC_STEPS={cfg.ref_sync_steps} is more than the run's {updates} updates "
+         f"(STEPS * PPO_EPOCHS); lower it"),
         (cfg.is_mode.startswith("sequence") and filtered,
          f"IS_MODE={cfg.is_mode} with TOP_K, TOP_P or MIN_P shrinks a sequence's weight with every "
          f"token; set token_truncate or token_mask"),

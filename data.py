@@ -198,7 +198,7 @@ def opened_tag(prompt: Prompt, tokenizer: Any) -> str:
     """The <think> that the chat template opens at the prompt's end for the assistant, with the
     white space after it; "" where the template opens none.
 
-    Such a completion begins behind its own first tag, which rewards have to see.
+    The sampled completion then lacks this tag, but rewards have to see it.
     """
     found = re.search(r"<think>\s*\Z", tokenizer.decode(prompt.ids[-_TAIL:]))
     return found[0] if found else ""

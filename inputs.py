@@ -54,6 +54,8 @@ def read_inputs(cfg: settings.Config) -> Inputs:
             return read(*arguments)
         except ValueError as error:
             mistakes.append(str(error))
+        except OSError as error:  # such as a file that this user may not read
+            mistakes.append(f"{error.filename}: {error.strerror}")
 
     sizes = tried(read_sizes, cfg)
     functions = tried(reward_functions, cfg)

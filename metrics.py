@@ -48,8 +48,9 @@ def check_wandb(mode: str) -> None:
         return
     try:
         import wandb
-    except ImportError:
-        raise ValueError(f"WANDB_MODE={mode} needs wandb: pip install wandb") from None
+    except Exception as error:  # ImportError, or what a half-installed one raises
+        why = "" if isinstance(error, ImportError) else f" ({_in_one_line(error)})"
+        raise ValueError(f"WANDB_MODE={mode} needs wandb: pip install wandb{why}") from None
     if mode == "offline" or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return
     with contextlib.redirect_stderr(io.StringIO()):  # it warns that it is old; wandb.login asks
@@ -171,7 +172,9 @@ class RunLog:
             if settings["mode"] == "offline":
                 self._lose_wandb(error, 0)
                 return
-            self.line(f"W&B: {_brief(error)}; the run is logged for it in {out}/wandb instead")
+            self.line(
+                f"W&B: {_in_one_line(error)}; the run is logged for it in {out}/wandb instead"
+            )
             try:
                 self._wandb = wandb.init(**settings | {"mode": "offline"})
             except Exception as again:
@@ -182,14 +185,14 @@ class RunLog:
         self.wandb_id = self._wandb.id
 
     def _lose_wandb(self, error: Exception, step: int) -> None:
-        self.line(f"W&B: {_brief(error)}; the run goes on without it")
+        self.line(f"W&B: {_in_one_line(error)}; the run goes on without it")
         self._unsent.append(
             f"W&B may have no records from step {step} on; {self._out}/metrics.jsonl has them all"
         )
         self._wandb = None
 
 
-def _brief(error: Exception) -> str:
+def _in_one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 

@@ -57,7 +57,7 @@ def join(*, init_timeout_s: int, heartbeat_timeout_s: int) -> None:
                 f"everywhere) and JAX_PROCESS_ID (from 0, below it, each process its own)"
             )
         where = (address, *map(int, counts))
-    elif not (os.environ.get("JAX_PLATFORMS", "tpu").startswith("tpu") and has_tpu()):
+    elif not ((os.environ.get("JAX_PLATFORMS") or "tpu").startswith("tpu") and has_tpu()):
         _say_if_alone()
         return
     # jax's own limit ends the process with a dump of C++ frames; this one comes a little earlier.
@@ -132,13 +132,15 @@ def stop_if_different(facts: dict[str, str], mistake: ValueError | None) -> None
 
 @contextlib.contextmanager
 def told_by_all() -> Iterator[None]:
-    """A ValueError that one process raises within it is raised on all, in the same words, so that
-    all end alike. Nothing within it may wait for another process."""
+    """A ValueError or OSError that one process raises within it is raised on all as a ValueError in
+    the same words, so that all end alike. Nothing within it may wait for another process."""
     mistake = ""
     try:
         yield
     except ValueError as error:
         mistake = str(error)
+    except OSError as error:  # such as a folder that this user may not look into
+        mistake = f"{error.filename}: {error.strerror}"
     if first := next((text for text in gather_texts(mistake) if text), ""):
         raise ValueError(first)
 

@@ -203,7 +203,10 @@ def begin(
     cfg, source = run.cfg, source_of(run, checkpoints) if seen else (None, None)
     found = source[0].restore(functools.partial(arrays_of, run), source[1]) if source[0] else None
     if cfg.resume not in ("auto", "never") and found is None:
-        raise ValueError(f"RESUME={cfg.resume} is no folder of a whole checkpoint")
+        why = "is no folder of a whole checkpoint"
+        if not seen:
+            why = f"needs a folder for checkpoints that all hosts see; {checkpoints.folder} is none"
+        raise ValueError(f"RESUME={cfg.resume} {why}")
     aside = out / f"earlier_{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
     with processes.told_by_all():
         if jax.process_index() == 0:

@@ -136,7 +136,7 @@ start() {  # starts one run on every worker; sets stamp
   elif [[ $found != READY* ]]; then
     echo "error: TPU VM $TPU_NAME is ${found% *}; create or --restart makes a new one" >&2
     return 1
-  elif [[ $WORKER == all && -z ${REQUIRE_JAX_PROCESS_COUNT:-} ]]; then
+  elif [[ $WORKER == all && -z ${REQUIRE_JAX_PROCESS_COUNT:-} && ${found##* } =~ ^[0-9]+$ ]]; then
     settings="$settings REQUIRE_JAX_PROCESS_COUNT=${found##* }"
   fi
   sync || return

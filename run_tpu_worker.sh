@@ -190,7 +190,7 @@ logs() {  # NAME [UTC]: the log; with UTC, or -f for it, until the run ends, and
 }
 
 status() {  # [NAME [UTC]]: one line: how far the run is, and the last line of its log that counts
-  local base code end seconds steps step progress last
+  local base code end seconds steps told progress last
   base=$(base_of "$@")
   code=$(exit_code "$base" 0)
   case $code in
@@ -200,10 +200,12 @@ status() {  # [NAME [UTC]]: one line: how far the run is, and the last line of i
   esac
   seconds=$((end - $(stat -c %Y "$base.pid")))
   steps=$(sed 's/^/ of /' "$base.steps" 2>/dev/null) || true
-  step=$(grep -a '^step=' "$base.log" | tail -1) || true
-  progress=$(echo "$step" |
-    sed -n "s/^step=\([0-9]*\) .* dt=\([0-9.]*\)s.*/step \1$steps, \2 s a step/p")
-  last=$(grep -aE '^(step=|eval|DONE|STOPPED|error)' "$base.log" | tail -1 | cut -c1-160) || true
+  told=$(grep -aE '^(step=|eval|DONE|STOPPED|error)' "$base.log") || true
+  last=$(echo "$told" | tail -1 | cut -c1-160)
+  progress=$(echo "$told" | grep '^step=' | tail -1 |
+    sed -n 's/^step=\([0-9]*\) .* dt=\([0-9.]*\)s.*/\1 \2/p') || true
+  # step=0 is the first step: after it one step is done.
+  [[ -z $progress ]] || progress="step $((${progress% *} + 1))$steps, ${progress#* } s a step"
   printf '%s %s exit=%s pid=%s elapsed=%d:%02d:%02d %s: %s\n' "$HOSTNAME" "$(basename "$base")" \
     "$code" "$(cat "$base.pid")" $((seconds / 3600)) $((seconds / 60 % 60)) $((seconds % 60)) \
     "${progress:-no step$steps yet}" "${last:-(nothing logged yet)}"

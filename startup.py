@@ -156,7 +156,9 @@ def layouts(
     if dtype == "auto":
         dtype = "float32" if backend == "cpu" else "bfloat16"
     if impl == "pallas" and (backend, dtype) != ("tpu", "bfloat16"):
-        print(f"POLICY_LOSS_IMPL=pallas is for bfloat16 on a TPU: {dtype} on {backend} is jax")
+        print(
+            f"POLICY_LOSS_IMPL=pallas needs bfloat16 on a TPU; with {dtype} on {backend} jax runs"
+        )
         impl = "jax"
     if impl == "pallas":
         block_sizes(config.hidden_size, 2, device.device_kind)  # or it says that none fits

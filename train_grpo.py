@@ -120,7 +120,7 @@ def main(cfg: settings.Config) -> None:
     rollout_key, eval_key = jax.random.split(jax.random.key(cfg.seed))
 
     def save() -> None:
-        """So that this run, or another, can go on after progress.step steps."""
+        """Saves a checkpoint, unless there is one of this step or there are to be none."""
         if saves and checkpoints.latest != progress.step:
             arrays = {"state": state} | ({"ref_params": ref_params} if cfg.beta > 0 else {})
             checkpoints.save(progress.step, arrays, record_of(run, progress), progress.evals)
@@ -215,10 +215,9 @@ def main(cfg: settings.Config) -> None:
         log.close()
         settings.fail(error)
     except jax.errors.JaxRuntimeError as error:
-        if not (line := memory.out_of_memory(cfg, run.sizes, error)):
-            raise
-        log.close()
-        settings.fail(line, memory.EXIT_CODE)
+        if memory.out_of_memory(cfg, run.sizes, error):  # told below, where the program ends
+            log.close()
+        raise
     except Stopped as signal:
         save()
         checkpoints.wait()
@@ -229,8 +228,9 @@ def main(cfg: settings.Config) -> None:
 
     checkpoints.wait()
     if cfg.steps:
-        export(run, out, state.params)
+        export(run, log, out, state.params)
         if saves and checkpoints.newest < cfg.steps:
+            log.close()
             raise SystemExit(f"error: the last checkpoint is not in {checkpoints.folder}")
         mark_finished(run, out)
     log.line(f"DONE: steps={cfg.steps} elapsed_sec={time.perf_counter() - began:.3f}")
@@ -390,7 +390,7 @@ def evaluate(
 # ---- The trained model ---------------------------------------------------------------------------
 
 
-def export(run: Run, out: Path, params: Params) -> None:
+def export(run: Run, log: RunLog, out: Path, params: Params) -> None:
     """Writes EXPORT_HF, a Hugging Face folder."""
     if run.cfg.export_hf == "none":
         return
@@ -403,9 +403,10 @@ def export(run: Run, out: Path, params: Params) -> None:
             chat_template=run.cfg.chat_template,
         )  # fmt: skip
     except OSError as error:
+        log.close()
         raise SystemExit(f"error: EXPORT_HF={folder} cannot be written: {error}") from None
 
 
 if __name__ == "__main__":
-    with ending_together():
+    with ending_together(), memory.told_in_sizes(COMMAND.cfg):
         main(COMMAND.cfg)

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 REPO = Path(__file__).resolve().parent.parent
 
 
@@ -30,6 +32,7 @@ def test_the_loss_bench_times_each_implementation_that_runs_here(tmp_path: Path)
     assert "| pallas | needs a TPU | | | |" in table
 
 
+@pytest.mark.slow
 def test_the_objectives_are_compared_in_a_table(tmp_path: Path) -> None:
     quick = {"STEPS": "1", "EVAL_EVERY_STEPS": "1", "EVAL_PROMPTS": "8", "BATCH_SIZE": "2"}
     lines = printed("compare_objectives.py", "rloo", "cispo", cwd=tmp_path, **quick)

@@ -278,14 +278,13 @@ def test_a_save_that_fails_on_one_process_costs_both_a_line_and_no_step(
 
 VOTER = """
 import sys, time, jax, checkpoint, processes
-checkpoint.VOTE_LIMIT_S = 3
 processes.join(init_timeout_s=60, heartbeat_timeout_s=10)
 saves = checkpoint.Checkpoints(sys.argv[1])
-print(saves._vote("no space" if jax.process_index() else ""), flush=True)
+print(saves._vote("no space" if jax.process_index() else "", 60), flush=True)
 if jax.process_index() == 0:
     time.sleep(30)  # as if it waited for process 1 within orbax
 with processes.ending_together():
-    saves._vote("no space again")
+    saves._vote("no space again", 3)
 """
 
 

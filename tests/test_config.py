@@ -191,8 +191,8 @@ BETA=1 KL_ESTIMATOR=k1 KL_BIAS_CORRECTION=0 -> KL_ESTIMATOR=k1 has no gradient o
     KL_BIAS_CORRECTION=0; set it to 1
 IS_MODE=sequence_mask TOP_P=0.9 -> IS_MODE=sequence_mask with TOP_K, TOP_P or MIN_P shrinks a
     sequence's weight with every token; set token_truncate or token_mask
-BETA=1 REF_SYNC_STEPS=201 PPO_EPOCHS=2 -> REF_SYNC_STEPS=201 is more than the run's 200 updates;
-    lower it
+BETA=1 REF_SYNC_STEPS=201 PPO_EPOCHS=2 -> REF_SYNC_STEPS=201 is more than the run's 200 updates
+    (STEPS * PPO_EPOCHS); lower it
 LOSS_TYPE=cispo EPS_HIGH=5 DELTA=7 -> DELTA=7.0 does nothing with LOSS_TYPE=cispo; leave it out
 LOSS_TYPE=sapo DELTA=2 -> DELTA=2.0 does nothing with LOSS_TYPE=sapo; leave it out
 DELTA=1.5 EPS_HIGH=0.5 -> DELTA=1.5 must be above 1 + EPS_HIGH = 1.5, where clipping begins
@@ -312,17 +312,6 @@ def test_nested_and_dotted_yaml_is_taken_as_written(tmp_path: Path) -> None:
     assert (cfg.reward_weights, cfg.mesh_shape) == ((1.0, 0.5), "1,-1,1")
     assert cfg.adv_estimator == "reinforce++"
     assert (cfg.eval_prompts, cfg.eval_samples, cfg.accuracy_threshold) == (128, 1, 1.0)
-
-
-def test_null_unsets_any_size_and_leaves_the_lower_layers_alone(tmp_path: Path) -> None:
-    """As the published documents write it."""
-    text = "rollout: {batch_size: null, per_device_batch_size: null, global_prompt_batch_size: }\n"
-    text += "train: {micro_batch_size: null, per_device_micro_batch_size: ~, steps: null}\n"
-    cfg = Config.from_env({}, write(tmp_path, "model.path: m\n" + text))
-    assert cfg == Config(model_path="m")
-    assert Config.from_env({}, write(tmp_path, text)) == Config.from_env({})
-    cfg = Config.from_env({"ROLLOUT_BATCH_SIZE": "8"}, write(tmp_path, text))
-    assert cfg.rollout_batch_size == 8
 
 
 def test_a_file_may_be_empty_and_as_powershell_writes_it(tmp_path: Path) -> None:

@@ -14,15 +14,16 @@ import programs
 from config import Config
 from sizes import MICRO_SIZES, PASS_SIZES, derive, smaller_sizes
 
-LIMIT = 6 * 10**9  # bytes of address space, enough for jax itself
-RUNS = [  # settings, exit line
+RUNS = [  # GB of address space, which jax itself needs too, settings, how the line begins and ends
     pytest.param(
+        16,
         "BATCH_SIZE=1024 NUM_PRE_Q=8 MAX_LENGTH_SAMPLE=1024",
         "error: prefill or decode does not fit the memory of a device: Out of memory allocating ",
         ". Try BATCH_SIZE=512 ROLLOUT_BATCH_SIZE=8192",
         id="rollout",
     ),
     pytest.param(
+        6,
         "BATCH_SIZE=256 NUM_PRE_Q=8 MAX_LENGTH_SAMPLE=24 TRAIN_MICRO_BATCH_SIZE=2048 REMAT=none",
         "error: micro_step or optimizer_step does not fit the memory of a device: Out of memory ",
         ". Try TRAIN_MICRO_BATCH_SIZE=1024",
@@ -32,12 +33,13 @@ RUNS = [  # settings, exit line
 ]
 
 
-@pytest.mark.parametrize("settings, begins, ends", RUNS)
+@pytest.mark.parametrize("limit, settings, begins, ends", RUNS)
 def test_a_program_that_exhausts_the_memory_is_named_with_the_size_to_try(
-    tmp_path: Path, settings: str, begins: str, ends: str
+    tmp_path: Path, limit: int, settings: str, begins: str, ends: str
 ) -> None:
+    limit *= 10**9
     program = (
-        f"import resource, runpy; resource.setrlimit(resource.RLIMIT_AS, ({LIMIT}, {LIMIT})); "
+        f"import resource, runpy; resource.setrlimit(resource.RLIMIT_AS, ({limit}, {limit})); "
         f"runpy.run_path('train_grpo.py', run_name='__main__')"
     )
     more = {"JAX_PLATFORMS": "cpu", "OUTPUT_DIR": str(tmp_path / "run"), "PATH": "/usr/bin:/bin"}

@@ -119,6 +119,13 @@ def test_a_contradiction_with_a_value_that_cannot_be_read_is_not_told() -> None:
     with pytest.raises(ValueError) as error:
         Config.from_env({"BETA": "much", "KL_ESTIMATOR": "k1"})
     assert str(error.value) == "BETA='much' is not a number"
+    with pytest.raises(ValueError) as error:
+        Config.from_env({"STEPS": "1e3", "REF_SYNC_STEPS": "500", "BETA": "0.1"})
+    assert str(error.value) == "STEPS='1e3' is not a whole number"
+    with pytest.raises(ValueError) as error:  # without the model tiny's settings would hold
+        Config.from_env({"MODEL_NAME_OR_PATH": "org/m", "DATASET_CONFIG": "socratic"})
+    assert str(error.value).startswith("MODEL_NAME_OR_PATH is called MODEL_PATH here")
+    assert "\n" not in str(error.value)
 
 
 # ---- What differs from the defaults --------------------------------------------------------------
@@ -139,7 +146,7 @@ def test_every_changed_setting_is_told_with_the_layer_it_comes_from(tmp_path, mo
         f"STEPS=5 (environment) LEARNING_RATE=1e-05 ({file})"
     ]
     (told,) = config.load([], {"REWARD_FN": "a.py:f"}).lines
-    assert "REWARD_WEIGHTS=1.0 (environment) REWARD_FN=a.py:f (environment)" in told
+    assert "REWARD_WEIGHTS=1.0 (for REWARD_FN) REWARD_FN=a.py:f (environment)" in told
     assert "NUM_PRE_Q" not in told and "STEPS=200 (recipes/tiny.yaml)" in told
 
 
@@ -233,6 +240,21 @@ def test_a_dotenv_file_beside_the_code_lies_below_the_environment(tmp_path, monk
     assert (cfg.steps, cfg.num_pre_q) == (7, 2)
     assert config.os.environ == {"NUM_PRE_Q": "2", "STEPS": "7", "A_KEY": "secret"}
     assert "secret" not in config.describe(cfg)
+
+
+# ---- null in YAML --------------------------------------------------------------------------------
+
+
+def test_null_unsets_any_size_and_leaves_the_lower_layers_alone(tmp_path: Path) -> None:
+    """As the published documents write it."""
+    file = tmp_path / "run.yaml"
+    text = "rollout: {batch_size: null, per_device_batch_size: null, global_prompt_batch_size: }\n"
+    text += "train: {micro_batch_size: null, per_device_micro_batch_size: ~, steps: null}\n"
+    file.write_text("model.path: m\n" + text)
+    assert Config.from_env({}, file) == Config(model_path="m")
+    file.write_text(text)
+    assert Config.from_env({}, file) == Config.from_env({})
+    assert Config.from_env({"ROLLOUT_BATCH_SIZE": "8"}, file).rollout_batch_size == 8
 
 
 # ---- pyyaml --------------------------------------------------------------------------------------

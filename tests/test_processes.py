@@ -81,6 +81,7 @@ def test_a_process_that_dies_between_steps_takes_the_other_down(tmp_path: Path) 
     assert survivor.code != 1 or "Traceback" not in survivor.errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_a_frozen_process_ends_the_other_as_a_dead_one_does(tmp_path: Path, frozen: int) -> None:
     """Its connections stay open; what it misses are the heartbeats, whoever keeps count of them."""

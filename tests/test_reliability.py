@@ -343,6 +343,7 @@ def test_a_new_setting_has_to_be_sorted_into_those_that_change_results_or_do_not
 # ---- Going on ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_more_steps_continue_and_a_changed_setting_stops_with_its_name(out, short: Path) -> None:
     def run(**env: str) -> Result:
         settings = {"EVAL_EVERY_STEPS": "0", "SAVE_KEEP": "0", "STEPS": "3"}

@@ -63,7 +63,7 @@ def test_status_is_one_line_of_process_time_step_and_seconds_a_step(cloud: Cloud
         "step=6 loss=0.1 reward_mean=0.5 dt=41.00s\nstep=7 loss=0.1 reward_mean=0.5 dt=3.21s\n"
         "eval step=8 split=test t=9.00s\nstep by step\n"
     )
-    end = "step 7 of 100, 3.21 s a step: eval step=8 split=test t=9.00s\n"
+    end = "step 8 of 100, 3.21 s a step: eval step=8 split=test t=9.00s\n"
     assert worker(cloud, "status").stdout == begin + end
 
 
@@ -72,6 +72,9 @@ def test_stop_ends_no_stranger_with_the_number_of_a_run_that_is_gone(cloud: Clou
     stranger = subprocess.Popen(["sleep", "60"])
     (cloud.laptop / "logs" / "nohup_x_20260101T000000Z.pid").write_text(f"{stranger.pid}\n")
     (cloud.laptop / "logs" / "nohup_x_20260101T000000Z.log").touch()
+    for kind in ("pid", "log"):
+        file = cloud.laptop / "logs" / f"nohup_x_20260101T000000Z.{kind}"
+        os.utime(file, (1_700_000_000, 1_700_000_000))
     status = worker(cloud, "status").stdout
     assert f"exit=unknown pid={stranger.pid} elapsed=0:00:00 no step yet: " in status
     assert "w has nothing running" in worker(cloud, "stop").stdout

@@ -1,8 +1,5 @@
-"""What a step learns from: which groups, which of their tokens, by which objective.
-
-The runs' rewards write down what they saw, and losses are worked out from that: before the first
-update the ratio is 1, so the loss of a token is minus its advantage.
-"""
+"""What a step learns from: groups, tokens, objectives. The runs' rewards write down what they saw;
+before the first update the ratio is 1, so that the loss of a token is minus its advantage."""
 
 import math
 from pathlib import Path
@@ -280,6 +277,7 @@ def test_rounds_of_one_prompt_draw_anew_and_without_a_difference_there_is_no_gra
         assert told in result.lines
 
 
+@pytest.mark.slow
 def test_two_processes_choose_the_groups_and_the_tokens_that_one_does(
     folder: Path, picky: dict[str, str], picked: Result
 ) -> None:

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -101,8 +102,11 @@ class Checkpoints:
 
     def _open(self) -> ocp.CheckpointManager:
         if self._manager is None:
-            # Orbax logs an error once for each of its threads, with all frames; here it is a line.
-            logging.getLogger("absl").setLevel(logging.CRITICAL)
+            # Of a failed save orbax, and asyncio for it, show every thread's and task's error with
+            # all frames, some only when the program ends; here it is a line.
+            for name in ("absl", "asyncio"):
+                logging.getLogger(name).setLevel(logging.CRITICAL)
+            warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
             own = not self._read_only
             if own:
                 hook = functools.partial(_leave_out_closed_loops, sys.__unraisablehook__)

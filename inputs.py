@@ -47,26 +47,32 @@ class Inputs(NamedTuple):
 
 def read_inputs(cfg: settings.Config) -> Inputs:
     """Raises ValueError with a line for every mistake that can be found beside the others."""
-    mistakes = []
-
-    def tried(read: Callable[..., Any], *arguments: Any) -> Any:
-        try:
-            return read(*arguments)
-        except ValueError as error:
-            mistakes.append(str(error))
-        except OSError as error:  # such as a file that this user may not read
-            mistakes.append(f"{error.filename}: {error.strerror}")
-
-    sizes = tried(read_sizes, cfg)
-    functions = tried(reward_functions, cfg)
-    accuracy = functions and tried(accuracy_rule, cfg, functions)
-    model = tried(read_model, cfg)
-    splits = [(name, tried(load_rows, cfg, name)) for name in (cfg.train_split, cfg.eval_split)]
-    if model and all(rows for _, rows in splits):
-        splits = [tried(prompts_of, cfg, model[-1], rows, name) for name, rows in splits]
+    mistakes: list[str] = []
+    sizes = tried(mistakes, read_sizes, cfg)
+    functions = tried(mistakes, reward_functions, cfg)
+    accuracy = functions and tried(mistakes, accuracy_rule, cfg, functions)
+    model = tried(mistakes, read_model, cfg)
+    names = cfg.train_split, cfg.eval_split
+    splits = [tried(mistakes, load_rows, cfg, name) for name in names]
+    if model and all(splits):
+        splits = [
+            tried(mistakes, prompts_of, cfg, model[-1], rows, name)
+            for rows, name in zip(splits, names, strict=True)
+        ]
     if mistakes:
         raise ValueError("\n".join(dict.fromkeys(mistakes)))
     return Inputs(sizes, functions, accuracy, *model, *splits)
+
+
+def tried(mistakes: list[str], read: Callable[..., Any], *arguments: Any) -> Any:
+    """What `read` returns; None if it finds a mistake of the user's, which goes to `mistakes`."""
+    try:
+        return read(*arguments)
+    except ValueError as error:
+        mistakes.append(str(error))
+    except OSError as error:  # such as a file that this user may not read
+        mistakes.append(f"{error.filename}: {error.strerror}")
+    return None
 
 
 def read_sizes(cfg: settings.Config) -> Sizes:

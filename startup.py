@@ -20,7 +20,7 @@ import data
 import hf
 import processes
 import rewards
-from inputs import digests_of, facts_of, read_inputs, versions
+from inputs import digests_of, facts_of, read_inputs, tried, versions
 from layout import ROLLOUT_ROWS, TRAIN_ROWS, Layout, local_count, make_mesh, mesh_text
 from loss import Objective
 from loss_pallas import block_sizes
@@ -77,16 +77,10 @@ def start_jax(cfg: settings.Config) -> None:
 
 def set_up(cfg: settings.Config) -> Run:
     """Everything a step needs, cheapest checks first. Raises ValueError for a user's mistake."""
-    with processes.told_by_all():
-        if jax.process_index() == 0:  # which alone writes
-            check_wandb(cfg.wandb_mode)
-            if cfg.export_hf not in ("", "none"):
-                stop_if_not_writable(f"EXPORT_HF={cfg.export_hf}", Path(cfg.export_hf))
-    inputs, mistake = None, None
-    try:
-        inputs = read_inputs(cfg)
-    except ValueError as error:
-        mistake = error
+    lines: list[str] = []
+    tried(lines, stop_if_unable_to_write, cfg)
+    inputs = tried(lines, read_inputs, cfg)
+    mistake = ValueError("\n".join(lines)) if lines else None
     digests = digests_of(cfg, inputs) if inputs else {}
     here = facts_of(cfg, inputs) if jax.process_count() > 1 else {}
     processes.stop_if_different(here | digests, mistake)
@@ -125,6 +119,20 @@ def set_up(cfg: settings.Config) -> Run:
         flush=True,
     )
     return run
+
+
+def stop_if_unable_to_write(cfg: settings.Config) -> None:
+    """Raises ValueError on every process, with a line for each output that process 0, which alone
+    writes, could not write."""
+    lines: list[str] = []
+    with processes.told_by_all():
+        if jax.process_index() == 0:
+            tried(lines, check_wandb, cfg.wandb_mode)
+            if cfg.export_hf not in ("", "none"):
+                folder = Path(cfg.export_hf)
+                tried(lines, stop_if_not_writable, f"EXPORT_HF={cfg.export_hf}", folder)
+        if lines:
+            raise ValueError("\n".join(lines))
 
 
 def stop_if_not_writable(name: str, folder: Path) -> None:

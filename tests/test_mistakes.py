@@ -246,10 +246,12 @@ def test_mistakes_in_different_files_are_told_at_once(tmp_path: Path) -> None:
     file = tmp_path / "mine.jsonl"
     file.write_bytes(b"")
     env = {"TRAIN_MICRO_BATCH_SIZE": "7", "REWARD_FN": "mine.py:score", "DATASET": str(file)}
+    env |= {"EXPORT_HF": str(file / "hf")}
     run = train(tmp_path / "run", MODEL_PATH=str(tmp_path / "none"), **env)
     assert run.code == 2 and not run.out.exists()
     lines = run.errors.strip().splitlines()
     for line, words in zip(lines, (
+        f"error: EXPORT_HF={file}/hf cannot be written: {file} is not a folder",
         "error: TRAIN_MICRO_BATCH_SIZE=7 must divide local_batch",
         "error: REWARD_FN: there is no file mine.py",
         f"error: MODEL_PATH={tmp_path}/none: this folder does not exist",

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from contradictions import contradictions, notes
-from parsing import (
+from runtime.parsing import (
     REPO,
     Mistake,
     overlay,
@@ -30,7 +30,7 @@ from parsing import (
     to_text,
     yaml_name,
 )
-from sizes import MICRO_SIZES, PASS_SIZES, STEP_SIZES, derive
+from runtime.sizes import MICRO_SIZES, PASS_SIZES, STEP_SIZES, derive
 
 TINY = REPO / "recipes" / "tiny.yaml"
 SYNONYMS = [(sizes, sizes) for sizes in (PASS_SIZES, STEP_SIZES, MICRO_SIZES)]  # (set, silenced)

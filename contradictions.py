@@ -4,7 +4,7 @@ import dataclasses
 import os
 from typing import Any
 
-from parsing import to_text
+from runtime.parsing import to_text
 
 
 def contradictions(cfg: Any) -> list[str]:

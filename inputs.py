@@ -18,12 +18,12 @@ import jax
 
 import config as settings
 import data
-import hf
-import processes
 import rewards
 from metrics import AccuracyRule
-from model import ModelConfig
-from sizes import Sizes, derive
+from models import hf
+from models.model import ModelConfig
+from runtime import processes
+from runtime.sizes import Sizes, derive
 
 # Settings that a process may have for itself: what it writes, where, and how long it waits.
 OWN_SETTINGS = (

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attention import KV, MASKED
-from layout import TRAIN_ROWS, Layout, constrain, local_rows, put_rows
-from model import ModelConfig, Params, forward, lm_head, prefix_of
+from models.attention import KV, MASKED
+from models.model import ModelConfig, Params, forward, lm_head, prefix_of
+from runtime.layout import TRAIN_ROWS, Layout, constrain, local_rows, put_rows
 
 
 class Sampling(NamedTuple):

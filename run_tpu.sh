@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # From your own machine to every worker of a Cloud TPU VM: ./run_tpu.sh --help
 #
-# This file runs where you are (bash 3.2 will do) and calls gcloud by run_tpu_gcloud.sh. What it
-# calls on the workers is run_tpu_worker.sh, from their own clone.
+# This file runs where you are (bash 3.2 will do) and calls gcloud by tools/run_tpu_gcloud.sh. What it
+# calls on the workers is tools/run_tpu_worker.sh, from their own clone.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -43,8 +43,8 @@ fail() {  # MESSAGE: a user's mistake
   exit 2
 }
 
-# shellcheck source=run_tpu_gcloud.sh
-source run_tpu_gcloud.sh
+# shellcheck source=tools/run_tpu_gcloud.sh
+source tools/run_tpu_gcloud.sh
 
 # ---- What the workers get ------------------------------------------------------------------------
 
@@ -64,8 +64,8 @@ find_commit() {  # sets sha, what to check out, and url, where from
     fail "${REF:-HEAD} ($sha) is on no branch of origin: git push first"
   [[ -z $CONFIG ]] || git cat-file -e "$sha:$CONFIG" 2>/dev/null ||
     fail "--config $CONFIG is no file of this repository at ${REF:-HEAD}"
-  git cat-file -e "$sha:run_tpu_worker.sh" 2>/dev/null ||
-    fail "${REF:-HEAD} has no run_tpu_worker.sh, which this run_tpu.sh calls; take a newer commit"
+  git cat-file -e "$sha:tools/run_tpu_worker.sh" 2>/dev/null ||
+    fail "${REF:-HEAD} has no tools/run_tpu_worker.sh, which this run_tpu.sh calls; take a newer commit"
 }
 
 sync() {
@@ -73,8 +73,8 @@ sync() {
   local said code=0 clone checkout
   clone="[ -d $TPU_DIR/.git ] || git clone --quiet $(printf %q "$url") $TPU_DIR; cd $TPU_DIR"
   clone="$clone; git remote set-url origin $(printf %q "$url"); git fetch --quiet --tags origin"
-  # A new clone may have no run_tpu_worker.sh, and an old one another: take the commit's.
-  checkout="worker=\$(git show $sha:run_tpu_worker.sh); bash -c \"\$worker\" run_tpu_worker.sh sync"
+  # A new clone may have no tools/run_tpu_worker.sh, and an old one another: take the commit's.
+  checkout="worker=\$(git show $sha:tools/run_tpu_worker.sh); bash -c \"\$worker\" run_tpu_worker.sh sync"
   said=$(on "$SSH_TIMEOUT_S" "$WORKER" "set -e; $clone; $checkout $sha $force" 2>&1) || code=$?
   echo "$said" | grep -v '^error: ' || true
   [[ -z $dry_run ]] || return 0
@@ -104,7 +104,8 @@ read_settings() {  # sets settings: NAME=value of what this shell has for the ru
     fail "PYTHON=$PYTHON has to be Python 3.10 or newer, to read config.py"
   settings=$("$PYTHON" -c '
 import dataclasses, os, shlex, sys
-import config, parsing
+import config
+from runtime import parsing
 
 mistakes = []
 known = parsing.read_env(os.environ, config.Config, mistakes)

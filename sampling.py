@@ -11,11 +11,11 @@ import numpy as np
 
 import data
 import rewards
-from layout import Layout, gather_rows
 from metrics import Clock, StepRows
-from model import Params
-from processes import StopSignal
+from models.model import Params
 from rollout import Rollout, Sampling, generate, pad_prompts, prompt_width
+from runtime.layout import Layout, gather_rows
+from runtime.processes import StopSignal
 from startup import Run
 from update import sync_weights
 

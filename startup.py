@@ -17,18 +17,18 @@ from jax.extend.backend import register_backend_factory
 
 import config as settings
 import data
-import hf
-import processes
 import rewards
 from inputs import digests_of, facts_of, read_inputs, tried, versions
-from layout import ROLLOUT_ROWS, TRAIN_ROWS, Layout, local_count, make_mesh, mesh_text
 from loss import Objective
 from loss_pallas import block_sizes
 from metrics import AccuracyRule, RunLog, check_wandb
-from model import ModelConfig, param_shardings
+from models import hf
+from models.model import ModelConfig, param_shardings
 from rollout import Sampling, prompt_width, share
-from roofline import Rows, best_tp, layer_tp, memory_bytes, num_params
-from sizes import Sizes
+from runtime import processes
+from runtime.layout import ROLLOUT_ROWS, TRAIN_ROWS, Layout, local_count, make_mesh, mesh_text
+from runtime.sizes import Sizes
+from tools.roofline import Rows, best_tp, layer_tp, memory_bytes, num_params
 from update import Compute, Optimizer
 
 

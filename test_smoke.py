@@ -19,7 +19,7 @@ from typing import NamedTuple
 import pytest
 
 import config
-import sizes
+from runtime import sizes
 
 REPO = Path(__file__).resolve().parent
 # name -> what it may import of the project; the order is the reading order

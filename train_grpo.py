@@ -21,7 +21,7 @@ import config as settings
 if __name__ == "__main__":
     COMMAND = settings.load(sys.argv[1:])  # prints the settings and exits, with --print-config
     if COMMAND.slice_name:
-        import plan_tpu
+        from tools import plan_tpu
 
         try:
             raise SystemExit(plan_tpu.main(COMMAND.cfg, COMMAND.slice_name))
@@ -38,9 +38,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import data
-import hf
-import memory
-from layout import gather_rows, local_rows, put_rows
 from loss import group_advantages, top_entropy_mask
 from metrics import (
     Clock,
@@ -53,9 +50,13 @@ from metrics import (
     step_lines,
     step_records,
 )
-from model import Params
-from processes import Stopped, StopSignal, ending_together, lost_contact
-from resume import (
+from models import hf
+from models.model import Params
+from rollout import Rollout, Sampling, bucket, pad_prompts, prompt_width, share
+from runtime import memory
+from runtime.layout import gather_rows, local_rows, put_rows
+from runtime.processes import Stopped, StopSignal, ending_together, lost_contact
+from runtime.resume import (
     begin,
     is_finished,
     leave,
@@ -64,7 +65,7 @@ from resume import (
     output_folder,
     record_of,
 )
-from rollout import Rollout, Sampling, bucket, pad_prompts, prompt_width, share
+from runtime.sizes import eval_questions
 from sampling import (
     RewardError,
     Round,
@@ -76,7 +77,6 @@ from sampling import (
     sample_round,
     score,
 )
-from sizes import eval_questions
 from startup import Run, open_log, set_up, start_jax
 from update import (
     Counts,

@@ -15,10 +15,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from layout import Layout
 from loss import Objective, policy_loss
 from loss_pallas import token_logps
-from model import (
+from models.model import (
     ModelConfig,
     Params,
     abstract_params,
@@ -28,6 +27,7 @@ from model import (
     param_table,
     prefix_of,
 )
+from runtime.layout import Layout
 
 
 @flax.struct.dataclass

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import attention
-from attention import KV, SharedPromptMask
-from layout import ROLLOUT_ROWS, TRAIN_ROWS, Layout, make_mesh
+from models import attention
+from models.attention import KV, SharedPromptMask
+from runtime.layout import ROLLOUT_ROWS, TRAIN_ROWS, Layout, make_mesh
 
 # (G, S, s, T, H, N, h): rows, prompt tokens, sequences of a row, their tokens, heads, head_dim.
 SMALL = [

@@ -23,7 +23,7 @@ def printed(script: str, *args: str, cwd: Path, **env: str) -> str:
 
 def test_the_loss_bench_times_each_implementation_that_runs_here(tmp_path: Path) -> None:
     sizes = ("--tokens", "64", "-D", "32", "-V", "512", "--repeats", "1")
-    table = printed("bench.py", "loss", *sizes, cwd=tmp_path)
+    table = printed("tools/bench.py", "loss", *sizes, cwd=tmp_path)
     assert table.startswith("cpu: 64 tokens, D 32, V 512, float32\n")
     number = r"[\d.e-]+"
     for impl in ("full", "jax"):
@@ -35,7 +35,7 @@ def test_the_loss_bench_times_each_implementation_that_runs_here(tmp_path: Path)
 @pytest.mark.slow
 def test_the_objectives_are_compared_in_a_table(tmp_path: Path) -> None:
     quick = {"STEPS": "1", "EVAL_EVERY_STEPS": "1", "EVAL_PROMPTS": "8", "BATCH_SIZE": "2"}
-    lines = printed("compare_objectives.py", "rloo", "cispo", cwd=tmp_path, **quick)
+    lines = printed("tools/compare_objectives.py", "rloo", "cispo", cwd=tmp_path, **quick)
     for row in ("rloo | ADV_ESTIMATOR=rloo", "cispo | LOSS_TYPE=cispo EPS_HIGH=5 PPO_EPOCHS=2"):
         assert re.search(rf"^\| {row} \| [01]\.\d+ -> [01]\.\d+ \|$", lines, re.M), lines
     assert (tmp_path / "runs" / "objectives" / "cispo_0" / "metrics.jsonl").is_file()

@@ -19,7 +19,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from test_train import REPO, Result, finish, start_two
 
-from checkpoint import Checkpoints, checksums
+from runtime.checkpoint import Checkpoints, checksums
 
 RECORD = {"rounds": 7, "evals": [[0, 0.5]], "made_with": {"SEED": "0"}}
 
@@ -231,7 +231,8 @@ def test_a_record_is_json_that_can_be_read_without_this_project(tmp_path: Path) 
 
 
 LIMIT = """
-import os, resource
+import os
+import resource
 if size := int(os.environ.get("FILE_LIMIT", "0")):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 """
@@ -277,7 +278,11 @@ def test_a_save_that_fails_on_one_process_costs_both_a_line_and_no_step(
 
 
 VOTER = """
-import sys, time, jax, checkpoint, processes
+import sys
+import time
+import jax
+from runtime import checkpoint
+from runtime import processes
 processes.join(init_timeout_s=60, heartbeat_timeout_s=10)
 saves = checkpoint.Checkpoints(sys.argv[1])
 print(saves._vote("no space" if jax.process_index() else "", 60), flush=True)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import config
-import parsing
 from config import Config
-from sizes import Sizes, derive
+from runtime import parsing
+from runtime.sizes import Sizes, derive
 
 REPO = Path(config.__file__).resolve().parent
 REAL = "MODEL_PATH=some/model"  # a run without recipes/tiny.yaml

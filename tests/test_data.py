@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-import hf
 from data import Prompt, batch_indices, build_prompts, fit_prompts, load_rows, opened_tag
+from models import hf
 
 ROOT = Path(__file__).parent.parent
 

@@ -13,9 +13,9 @@ from safetensors import safe_open
 from test_train import finish, start, start_two, train
 from test_update import ADAMW, CONFIG, laid_out
 
-import hf
-from layout import make_mesh
-from model import forward, lm_head
+from models import hf
+from models.model import forward, lm_head
+from runtime.layout import make_mesh
 from update import init_state, optimizer_step
 
 REPO = Path(__file__).resolve().parent.parent

@@ -19,9 +19,9 @@ from formula_model import FAMILIES, LLAMA3, tensors, transformers_logits, write_
 from jax.sharding import PartitionSpec
 from safetensors.numpy import save_file
 
-import hf
-from layout import make_mesh
-from model import ModelConfig, param_shardings
+from models import hf
+from models.model import ModelConfig, param_shardings
+from runtime.layout import make_mesh
 
 TINY = Path(__file__).parent.parent / "tiny"
 
@@ -395,7 +395,7 @@ def test_a_hub_that_has_or_gives_nothing_is_one_line_error(tmp_path: Path) -> No
         ("HTTPS_PROXY", here): "ProxyError: 407",
     }
     code = """if True:
-        import hf
+        from models import hf
         try:
             hf.fetch_model("nobody/nothing-here")
         except ValueError as error:

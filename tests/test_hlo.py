@@ -2,7 +2,7 @@
 
 import pytest
 
-from hlo import Collective, collectives
+from tools.hlo import Collective, collectives
 
 TO = "use_global_device_ids=true"
 

@@ -19,10 +19,10 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
 
-import bench
 import loss_pallas
 from loss import policy_loss
 from loss_pallas import token_logps
+from tools import bench
 
 GOLDENS = Path(__file__).parent / "goldens"
 TRL = json.loads((GOLDENS / "trl.json").read_text(encoding="utf-8"))["logits"]

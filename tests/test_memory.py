@@ -9,10 +9,10 @@ import pytest
 from test_config import env
 from test_train import REPO
 
-import memory
-import programs
 from config import Config
-from sizes import MICRO_SIZES, PASS_SIZES, derive, smaller_sizes
+from runtime import memory
+from runtime.sizes import MICRO_SIZES, PASS_SIZES, derive, smaller_sizes
+from tools import programs
 
 RUNS = [  # GB of address space, which jax itself needs too, settings, how the line begins and ends
     pytest.param(

@@ -195,7 +195,7 @@ def test_plot_run_draws_a_run_and_names_a_folder_without_one(tmp_path: Path) -> 
         file.write('{"step": 1, "eval')
 
     def plot(folder: Path, out: str = "curve.png") -> subprocess.CompletedProcess:
-        command = [sys.executable, "plot_run.py", folder, "--out", tmp_path / out]
+        command = [sys.executable, "tools/plot_run.py", folder, "--out", tmp_path / out]
         return subprocess.run(command, cwd=REPO, capture_output=True, text=True)
 
     drawn = plot(run)

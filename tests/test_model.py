@@ -22,18 +22,9 @@ from formula_model import (
     write_folder,
 )
 
-import hf
-from attention import KV
-from layout import (
-    ROLLOUT_ROWS,
-    TRAIN_ROWS,
-    Layout,
-    local_rows,
-    make_mesh,
-    mesh_text,
-    put_rows,
-)
-from model import (
+from models import hf
+from models.attention import KV
+from models.model import (
     ModelConfig,
     Params,
     forward,
@@ -42,6 +33,15 @@ from model import (
     param_shardings,
     param_table,
     prefix_of,
+)
+from runtime.layout import (
+    ROLLOUT_ROWS,
+    TRAIN_ROWS,
+    Layout,
+    local_rows,
+    make_mesh,
+    mesh_text,
+    put_rows,
 )
 
 # Everything at once: biases, head norms, scaled rotary angles, an lm_head of its own, h != D/H.

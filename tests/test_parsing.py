@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import config
-import parsing
 from config import Config
-from parsing import REPO, read_dotenv
+from runtime import parsing
+from runtime.parsing import REPO, read_dotenv
 
 # ---- Names ---------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-import programs
+from tools import programs
 
 REPO = Path(__file__).resolve().parent.parent
 MODEL = {

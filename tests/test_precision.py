@@ -15,11 +15,11 @@ import pytest
 from jax.sharding import Mesh
 
 import data
-import hf
 import rewards
-from layout import TRAIN_ROWS, Layout, put_rows
 from loss import Objective
+from models import hf
 from rollout import pad_prompts
+from runtime.layout import TRAIN_ROWS, Layout, put_rows
 from update import Compute, Counts, MicroBatch, micro_step, zero_grads
 
 TINY = Path(__file__).resolve().parent.parent / "tiny"

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 from test_train import REPO, Result, finish, start, start_two
 
-import processes
-import resume
 from config import Config
+from runtime import processes, resume
 
 
 def run_two(out: Path, *each: dict[str, str], **env: str) -> list[Result]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from config import Config
-from sizes import derive
+from runtime.sizes import derive
 
 REPO = Path(__file__).resolve().parent.parent
 RECIPES = sorted((REPO / "recipes").glob("*.yaml"))

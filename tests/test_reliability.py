@@ -20,7 +20,7 @@ import pytest
 from test_train import Result, finish, start, start_two
 
 from config import Config
-from resume import FREE
+from runtime.resume import FREE
 
 STEPS = 16
 # Everything that a checkpoint holds moves: a following reference, two updates a step, extra rounds.

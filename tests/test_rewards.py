@@ -214,7 +214,11 @@ def test_each_function_has_a_weight() -> None:
 
 
 USER_FILE = """
-import os, re, subprocess, sys, time
+import os
+import re
+import subprocess
+import sys
+import time
 import numpy as np
 from neighbour import HALF, boom
 def brevity(completions, answer, **columns):
@@ -406,7 +410,9 @@ def test_a_reply_that_ctrl_c_left_behind_is_never_taken_for_the_next_one(folder:
 @pytest.mark.parametrize("name", ["echo", "sleep"])
 def test_the_worker_ends_with_its_parent_also_inside_a_call(folder: Path, name: str) -> None:
     script = f"""
-    import os, threading, time
+    import os
+    import threading
+    import time
     from rewards import RewardWorker
     function = RewardWorker({str(folder / "mine.py") + ":" + name!r}, 1.0)
     threading.Thread(target=function, args=[["1"]]).start()

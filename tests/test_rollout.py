@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from layout import ROLLOUT_ROWS, Layout
-from model import Leaf, ModelConfig, Params, param_shardings, param_table
+from models.model import Leaf, ModelConfig, Params, param_shardings, param_table
 from rollout import (
     Rollout,
     Sampling,
@@ -29,6 +28,7 @@ from rollout import (
     sample,
     share,
 )
+from runtime.layout import ROLLOUT_ROWS, Layout
 
 CONFIG = ModelConfig(
     vocab_size=40,

@@ -8,12 +8,12 @@ from typing import Any
 import jax
 import pytest
 
-import hf
-import roofline
-from layout import make_mesh
-from model import ModelConfig, param_shardings
-from roofline import CHIPS, Rows, Work, best_tp, chip_of, layer_tp, memory_bytes, num_params
+from models import hf
+from models.model import ModelConfig, param_shardings
+from runtime.layout import make_mesh
 from startup import attention_impl
+from tools import roofline
+from tools.roofline import CHIPS, Rows, Work, best_tp, chip_of, layer_tp, memory_bytes, num_params
 
 # A layer's matrices: 16*32 + 2*16*16 + 32*16 + 3*16*24 = 2688 numbers; of three layers, 8064.
 # All parameters: 48*16 + 3*(2688 + 2*16) + 16 = 8944.

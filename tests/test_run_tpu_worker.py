@@ -21,7 +21,7 @@ def worker(cloud: Cloud, *words: str, **env: str) -> subprocess.CompletedProcess
     alone = {"PATH": os.environ["PATH"], "HOME": str(cloud.home(0)), "JAX_PLATFORMS": "cpu"}
     alone |= {"HOSTNAME": "w", "LIBTPU_LOCKFILE": str(cloud.lockfile)}
     return subprocess.run(
-        ["bash", "run_tpu_worker.sh", *words], cwd=cloud.laptop, env=alone | env, text=True,
+        ["bash", "tools/run_tpu_worker.sh", *words], cwd=cloud.laptop, env=alone | env, text=True,
         capture_output=True, timeout=120,
     )  # fmt: skip
 
@@ -180,7 +180,7 @@ def test_stop_tells_within_the_limit_that_a_worker_is_down_and_stops_the_others(
     [(1, "SSH_TIMEOUT_S"), (2, "SSH_TIMEOUT_S=1, and 1 more for the run to end")],
 )
 def test_a_limit_is_told_as_long_as_it_is(cloud: Cloud, seconds: int, limit: str) -> None:
-    script = f"SSH_TIMEOUT_S=1; source run_tpu_gcloud.sh; limited {seconds} sleep 60"
+    script = f"SSH_TIMEOUT_S=1; source tools/run_tpu_gcloud.sh; limited {seconds} sleep 60"
     done = subprocess.run(
         ["bash", "-c", script], cwd=cloud.laptop, text=True, capture_output=True, timeout=30
     )

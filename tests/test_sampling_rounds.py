@@ -23,7 +23,9 @@ P, K, T = 4, 8, 24  # of every run here; T cuts off some of the completions and 
 END = 2  # the tiny model's stop token
 # Depends on the text where the answer is a multiple of DIFFER, and is 0.7 elsewhere.
 REWARDS = """
-import json, os, zlib
+import json
+import os
+import zlib
 def hashed(completions, question, answer, completion_ids, **columns):
     varied = [int(a.rpartition("####")[2]) % int(os.environ["DIFFER"]) == 0 for a in answer]
     pairs = zip(completions, varied)

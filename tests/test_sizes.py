@@ -7,7 +7,7 @@ import pytest
 from test_config import REAL, env, rows
 
 from config import Config
-from sizes import Sizes, derive, eval_questions
+from runtime.sizes import Sizes, derive, eval_questions
 
 # Sizes(local_batch, global_batch, prompt_batch_size, passes_per_step, micro_batch_size,
 #       grad_accum_steps, prompts_per_step)

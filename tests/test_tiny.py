@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from test_train import train
 
-import hf
-import make_tiny
-from model import init_params
+from models import hf
+from models.model import init_params
 from rewards import extract_answer, parse_number
+from tools import make_tiny
 
 TINY = Path(__file__).resolve().parent.parent / "tiny"
 

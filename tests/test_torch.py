@@ -15,9 +15,9 @@ import pytest
 from formula_model import write_folder
 from jax.sharding import Mesh
 
-import hf
-from layout import TRAIN_ROWS, Layout, put_rows
 from loss import Objective, group_advantages
+from models import hf
+from runtime.layout import TRAIN_ROWS, Layout, put_rows
 from update import (
     Compute,
     Counts,

@@ -11,15 +11,11 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-import attention
-import hf
-import model
-import plan_tpu
-import programs
-import roofline
 from config import Config
-from hlo import Collective, collectives
-from layout import TRAIN_ROWS, Layout, constrain
+from models import attention, hf, model
+from runtime.layout import TRAIN_ROWS, Layout, constrain
+from tools import plan_tpu, programs, roofline
+from tools.hlo import Collective, collectives
 
 pytest.importorskip("libtpu", reason='the TPU compiler: pip install "jax[tpu]"')
 RUN = {"NUM_PRE_Q": "8", "ROLLOUT_PER_DEVICE_BATCH_SIZE": "2", "MAX_LENGTH_SAMPLE": "1024"}

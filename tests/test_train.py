@@ -19,7 +19,8 @@ REPO = Path(__file__).resolve().parent.parent
 FASTER_TO_COMPILE = "--xla_cpu_use_fusion_emitters=false"
 # Scores nothing (its weight is 0) and writes every completion down, with the answer beside it.
 RECORDER = """
-import json, os
+import json
+import os
 def record(completions, answer, **columns):
     with open(os.environ["RECORD_TO"], "a", encoding="utf-8") as file:
         file.write("".join(json.dumps(pair) + "\\n" for pair in zip(answer, completions)))

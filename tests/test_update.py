@@ -15,9 +15,9 @@ import pytest
 from jax.sharding import Mesh
 from test_rollout import CONFIG, PAD, numpy_logits, numpy_softmax, weights
 
-from layout import TRAIN_ROWS, Layout, put_rows
 from loss import Objective
-from model import Params, param_shardings
+from models.model import Params, param_shardings
+from runtime.layout import TRAIN_ROWS, Layout, put_rows
 from update import (
     Compute,
     Counts,

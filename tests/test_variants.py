@@ -29,7 +29,7 @@ from test_update import (
 
 import loss_pallas
 from loss import Objective
-from model import Params
+from models.model import Params
 from update import merge_metrics, mix_weights
 
 CLIP = {"eps_low": 0.2, "eps_high": 0.3}

@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
-# What run_tpu.sh calls on every worker of a TPU VM, from the worker's clone:
-#     bash run_tpu_worker.sh VERB ARGUMENT...
+# What run_tpu.sh calls on every worker of a TPU VM, in the worker's clone:
+#     bash tools/run_tpu_worker.sh VERB ARGUMENT...
 # Where there is no clone yet, sync is called with this file's text from the commit to check out.
 set -euo pipefail
-cd "$(dirname "$0")"
 LIBTPU_LOCKFILE=${LIBTPU_LOCKFILE:-/tmp/libtpu_lockfile}
 export HOSTNAME
 
@@ -103,7 +102,8 @@ setup() {  # VENV PACKAGE...
 show_env() {  # VENV: the names in .env with the lengths of their values
   chmod 600 .env
   "$1/bin/python" -c '
-import os, pathlib, parsing
+import os, pathlib
+from runtime import parsing
 for name, value in parsing.read_dotenv(pathlib.Path(".env")).items():
     print(os.environ["HOSTNAME"], f".env {name}: {len(value)} characters")'
 }
@@ -127,7 +127,7 @@ start() {  # NAME UTC VENV CONFIG [SETTING=VALUE...]
   exec 9>logs/.lock
   flock --nonblock 9 || fail "$HOSTNAME: a run is alive ($(base_of)); ./run_tpu.sh stop ends it"
   free_tpu
-  nohup setsid bash run_tpu_worker.sh run "$base" "${@:3}" </dev/null >/dev/null 2>&1 &
+  nohup setsid bash tools/run_tpu_worker.sh run "$base" "${@:3}" </dev/null >/dev/null 2>&1 &
   for ((waited = 0; waited < 100; waited++)); do
     [[ ! -s $base.pid ]] || break
     sleep 0.1

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-REPO = Path(__file__).resolve().parent
+REPO = Path(__file__).resolve().parents[1]
 OBJECTIVES = {  # name -> seeds, settings
     "dapo": ((0, 1, 2), {}),
     "grpo": ((0,), {"LOSS_TYPE": "grpo"}),

@@ -15,8 +15,8 @@ from jax.sharding import Mesh, NamedSharding
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from layout import on_host
-from model import Leaf, ModelConfig, Params, param_shardings, param_table
+from models.model import Leaf, ModelConfig, Params, param_shardings, param_table
+from runtime.layout import on_host
 
 FILES = ["*.json", "*.safetensors", "*.jinja"]
 EXPORTED = "exported_from.json"  # beside an exported model: it may be replaced by another

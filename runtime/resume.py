@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 
 import config as settings
-import hf
-import processes
-from checkpoint import Checkpoints
 from inputs import versions
-from model import Params, abstract_params
+from models import hf
+from models.model import Params, abstract_params
+from runtime import processes
+from runtime.checkpoint import Checkpoints
 from sampling import copy_weights
 from startup import Run
 from update import TrainState, abstract_state, init_state

@@ -65,7 +65,7 @@ copy() {  # FILE TARGET: to the workers
 }
 
 there() {  # VERB ARGUMENT...: the command that runs this verb of run_tpu_worker.sh on a worker
-  echo "cd $TPU_DIR && bash run_tpu_worker.sh$(printf ' %q' "$@")"
+  echo "cd $TPU_DIR && bash tools/run_tpu_worker.sh$(printf ' %q' "$@")"
 }
 
 tell_why() {  # TEXT MESSAGE: MESSAGE, and last its cause, the errors that the workers told

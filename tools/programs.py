@@ -18,13 +18,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import config as settings
-from attention import KV
-from layout import Layout
-from model import ModelConfig, Params, abstract_params
+from models.attention import KV
+from models.model import ModelConfig, Params, abstract_params
 from rollout import Sampling, decode, prefill, share
-from roofline import SLICES
-from sizes import Sizes, eval_questions
+from runtime.layout import Layout
+from runtime.sizes import Sizes, eval_questions
 from startup import objective_of, optimizer_of
+from tools.roofline import SLICES
 from update import (
     Compute,
     Counts,

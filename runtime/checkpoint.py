@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 
-from processes import gather_texts, told_by_all
+from runtime.processes import gather_texts, told_by_all
 
 RECORD, ARRAYS = "record", "arrays"  # the items of a checkpoint, folders in its folder
 MISSED = "another process could not do its part"

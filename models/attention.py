@@ -19,7 +19,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jax.sharding import PartitionSpec as P
 
-from layout import Layout, by_row
+from runtime.layout import Layout, by_row
 
 MASKED = -1e30  # finite, so that a fully padded row gives a uniform softmax and not a NaN
 # float32 scores that `xla` may hold per device: little beside a chip's 16 GiB.

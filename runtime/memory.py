@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
-from roofline import CHIPS, SLICES, chip_of
-from sizes import MICRO_SIZES, PASS_SIZES, Sizes, derive, smaller_sizes
+from runtime.sizes import MICRO_SIZES, PASS_SIZES, Sizes, derive, smaller_sizes
+from tools.roofline import CHIPS, SLICES, chip_of
 
 EXIT_CODE = 3  # as --plan's where a run does not fit
 # The function that was waiting for the device -> what it runs there, and the sizes that decide.

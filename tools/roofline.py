@@ -15,7 +15,7 @@ import jax
 from jax.sharding import Mesh
 
 from loss_pallas import LOGITS_TILE_BYTES, block_sizes
-from model import ModelConfig, param_table
+from models.model import ModelConfig, param_table
 
 
 class Chip(NamedTuple):

@@ -17,14 +17,14 @@ from typing import NamedTuple
 import jax
 
 import config as settings
-import hf
-import roofline
-from hlo import collectives
-from layout import mesh_text
-from programs import PROGRAMS, ROLLOUT, Plan, bytes_of, call, rest_of_run, runs, slice_devices
+from models import hf
 from rollout import prompt_width
-from sizes import MICRO_SIZES, PASS_SIZES, derive, smaller_sizes
+from runtime.layout import mesh_text
+from runtime.sizes import MICRO_SIZES, PASS_SIZES, derive, smaller_sizes
 from startup import layouts, sampling_of, stop_if_too_long
+from tools import roofline
+from tools.hlo import collectives
+from tools.programs import PROGRAMS, ROLLOUT, Plan, bytes_of, call, rest_of_run, runs, slice_devices
 
 GIB = 2**30
 ASSUMED_PROMPT = 512  # tokens, where neither MAX_PROMPT_LENGTH nor GLOBAL_LENGTH says

@@ -25,8 +25,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from attention import KV, attention, cached_attention
-from layout import TRAIN_ROWS, Layout, constrain, whole
+from models.attention import KV, attention, cached_attention
+from runtime.layout import TRAIN_ROWS, Layout, constrain, whole
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,8 +21,8 @@ from jax.sharding import Mesh
 
 from config import fail
 from loss_pallas import token_logps, token_logps_reference
-from programs import array, slice_devices
-from roofline import CHIPS, loss_costs
+from tools.programs import array, slice_devices
+from tools.roofline import CHIPS, loss_costs
 
 IMPLEMENTATIONS = ("full", "jax", "pallas")
 

@@ -23,14 +23,14 @@ from safetensors.numpy import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import data
-import hf
-from model import ModelConfig, Params, init_params
+from models import hf
+from models.model import ModelConfig, Params, init_params
 from rewards import SYSTEM_PROMPT, TAGS
 from rollout import pad_prompts
 from update import Compute, MicroBatch, completion_logps, learning_rate
 
 SEED = 0
-FOLDER = Path(__file__).parent / "tiny"
+FOLDER = Path(__file__).resolve().parents[1] / "tiny"
 TRAIN, TEST = 4000, 500  # word problems
 
 

@@ -1,0 +1,1 @@
+"""What nobody needs to train: the plan for a TPU that is not here, times, pictures."""

@@ -1,144 +1,225 @@
-"""The completions of a step and their rewards: rounds of sampling, and the groups to learn from.
+"""Prompts -> completions and their sampling log-probabilities, by the device programs of this file.
 
-P prompts, K completions of each, B = P*K sequences over all processes, of which this one has b.
+Dimensions: R sequences of a rollout pass over all processes and r on this process, G = R/share
+prompts, each shared by `share` consecutive sequences, S+1 padded prompt tokens, T padded completion
+tokens, V vocabulary.
 """
 
-from typing import NamedTuple
+import functools
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-import data
-import rewards
-from metrics import Clock, StepRows
-from models.model import Params
-from rollout import Rollout, Sampling, generate, pad_prompts, prompt_width
-from runtime.layout import Layout, gather_rows
-from runtime.processes import StopSignal
-from startup import Run
-from update import sync_weights
+from models.attention import KV, MASKED, Cache
+from models.model import Compute, Params, forward, lm_head, prefix_of
+from runtime.layout import TRAIN_BATCH_AXES, constrain, local_part, shard_batch
+from runtime.sizes import prompt_share
 
 
-class RewardError(ValueError):
-    """A reward function of the user's has failed."""
+class Sampling(NamedTuple):
+    """How a token is drawn. The filters apply in this order; each is off at its default."""
+
+    temperature: float = 1.0  # 0: greedy
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
 
 
-class Round(NamedTuple):
-    """K completions of each of P prompts, with their rewards."""
+class Stopping(NamedTuple):
+    """Where completions end."""
 
-    prompts: list[data.Prompt]  # [P], on every process
-    roll: Rollout  # [b, T] of this process
-    rows: StepRows  # [B] of all processes
-
-
-def sample_round(
-    run: Run,
-    decoder: Params,
-    stop: StopSignal,
-    rollout_key: jax.Array,
-    number: int,
-    own: slice,
-    clock: Clock,
-) -> Round:
-    """Round `number` (from 0) of the run: it alone decides the prompts and what is drawn."""
-    P, K, size = run.sizes.prompts_per_step, run.cfg.num_pre_q, run.sizes.prompt_batch_size
-    indices = data.batch_indices(len(run.train), P, number, run.cfg.seed)  # [P]
-    prompts = [run.train[i] for i in indices]
-    width = prompt_width(max(len(p.ids) for p in prompts), run.cfg.global_length)
-    mine = prompts[own.start // K : own.stop // K]  # [b/K]
-    row_ids = np.arange(own.start, own.stop, dtype=np.int32)  # [b]
-    key = jax.random.fold_in(rollout_key, number)
-    roll = complete(run, decoder, stop, mine, row_ids, key, K, run.sampling, width, size)
-    clock.lap("rollout_generate")
-
-    scores, per_function = score(run, roll, mine, K)  # [b], [b, F]
-    clock.lap("reward")
-    prompt_lengths = np.repeat([len(p.ids) for p in mine], K)
-    stopped = np.isin(roll.last_ids(), run.stop_ids)
-    columns = [scores, prompt_lengths, roll.lengths(), stopped, *per_function.T]
-    rows = StepRows.of(gather_rows(np.column_stack(columns).astype(np.float64)))
-    clock.lap("advantages")
-    return Round(prompts, roll, rows)
+    max_new_tokens: int  # T
+    stop_ids: tuple[int, ...]  # a completion ends with the first of these; it stays in it
+    pad_id: int  # what follows the end of a completion
 
 
-def enough(run: Run, rounds: list[Round]) -> bool:
-    """True after one round or, with DYNAMIC_SAMPLING, once the rewards differ in P groups, or
-    after DYNAMIC_SAMPLING_MAX_ROUNDS: the same on every process, which all see all rewards."""
-    limit = run.cfg.dynamic_sampling_max_rounds if run.cfg.dynamic_sampling else 1
-    if not rounds or len(rounds) == limit:
-        return bool(rounds)
-    return (~equal_groups(run, rounds)).sum() >= run.sizes.prompts_per_step
+class Prompts(NamedTuple):
+    """The prompts of a program; on the host those of this process."""
+
+    ids: Any  # [G, S+1] int32, left-padded
+    mask: Any  # [G, S+1] int32, 0 on padding
 
 
-def equal_groups(run: Run, rounds: list[Round]) -> np.ndarray:
-    """[rounds * P] bool: the group's rewards are equal; for gdpo, those of each function."""
-    K, by_function = run.cfg.num_pre_q, run.cfg.adv_estimator == "gdpo"
-    return np.concatenate([r.rows.equal_groups(K, by_function) for r in rounds])
+class Completions(NamedTuple):
+    """Completions of this process, on the host."""
+
+    completion_ids: np.ndarray  # [b, T] int32, right-padded
+    completion_mask: np.ndarray  # [b, T] int32, 1 up to and including the stop token
+    sampling_logps: np.ndarray  # [b, T] float32 nats, of the distribution that was sampled
+
+    def lengths(self) -> np.ndarray:
+        """[b] int: the tokens of each completion, its stop token included."""
+        return self.completion_mask.sum(axis=1)
+
+    def ids(self) -> list[list[int]]:
+        """The token ids of each completion, its stop token included."""
+        padded = zip(self.completion_ids.tolist(), self.lengths(), strict=True)
+        return [ids[:length] for ids, length in padded]
+
+    def texts(self, tokenizer: Any) -> list[str]:
+        """The text of each completion, without its stop token and other special tokens."""
+        return tokenizer.batch_decode(self.ids(), skip_special_tokens=True)
+
+    def last_ids(self) -> np.ndarray:
+        """[b] int32: the last token of each completion: a stop token, or it was cut off."""
+        return np.take_along_axis(self.completion_ids, self.lengths()[:, None] - 1, axis=1)[:, 0]
 
 
-def choose_groups(
-    run: Run, rounds: list[Round], own: slice
-) -> tuple[list[data.Prompt], Rollout, StepRows]:
-    """The step's P groups: the first whose rewards differ, then others if those are fewer.
+def generate(
+    params: Params,
+    compute: Compute,
+    prompts: Prompts,
+    sequence_ids: np.ndarray,
+    key: jax.Array,
+    *,
+    sampling: Sampling,
+    stopping: Stopping,
+) -> Completions:
+    """The completions of one rollout pass, those of a prompt one after the other.
 
-    Returns this process's prompts [b/K] and completions [b, T], and all processes' rows [B].
+    prompts: of this process, each once. sequence_ids: [r] int32, the numbers of this process's
+    sequences within the step. What a sequence draws follows from (key, sequence id, token number)
+    alone, on whatever device it runs.
     """
-    P, K = run.sizes.prompts_per_step, run.cfg.num_pre_q
-    groups = np.sort(np.argsort(equal_groups(run, rounds), kind="stable")[:P])
-    chosen = (groups[:, None] * K + np.arange(K)).reshape(-1)  # [B] of rounds * B
-    columns = zip(*(r.rows for r in rounds), strict=True)
-    rows = StepRows(*(np.concatenate(column)[chosen] for column in columns))
-    prompts = [p for r in rounds for p in r.prompts]
-    mine = [prompts[group] for group in groups[own.start // K : own.stop // K]]
-    if len(rounds) == 1:
-        return mine, rounds[0].roll, rows
-    everyone = []  # of all processes: a group may be learnt from elsewhere than it was sampled
-    for arrays in zip(*(r.roll for r in rounds), strict=True):
-        everyone.append(np.concatenate([gather_rows(x) for x in arrays]))  # [rounds * B, T]
-    return mine, Rollout(*(x[chosen[own]] for x in everyone)), rows
+    layout, num_pre_q = compute.layout, len(sequence_ids) // len(prompts.ids)
+    per_shard = len(sequence_ids) * jax.process_count() // layout.batch_shards
+    copies = num_pre_q // prompt_share(num_pre_q, per_shard)  # of a prompt, so that none is split
+    prompts = Prompts(*(shard_batch(np.repeat(x, copies, axis=0), layout) for x in prompts))
+    prefix = prefill(params, compute, prompts)
+    ids, logps, lengths = decode(
+        params,
+        compute,
+        prompts,
+        prefix,
+        shard_batch(sequence_ids, layout),
+        key,
+        sampling=sampling,
+        stopping=stopping,
+    )
+    mask = np.arange(stopping.max_new_tokens) < local_part(lengths)[:, None]  # [r, T]
+    return Completions(local_part(ids), mask.astype(np.int32), local_part(logps))
 
 
-def copy_weights(run: Run, params: Params, layout: Layout, dtype: jnp.dtype) -> Params:
-    """The parameters in dtype, laid out for decoding or for training."""
-    return sync_weights(params, config=run.compute.config, mesh=layout.mesh, dtype=dtype)
+@functools.partial(jax.jit, static_argnames=("compute",))
+def prefill(params: Params, compute: Compute, prompts: Prompts) -> KV:
+    """Keys and values [L, G, N, S, h] of the prompts without their last token."""
+    ids, positions, mask = prefix_of(*prompts)
+    _, prefix = forward(params, compute, ids, positions, prompt_mask=mask)
+    return prefix
 
 
-def complete(
-    run: Run, params: Params, stop: StopSignal, prompts: list[data.Prompt], rows: np.ndarray,
-    key: jax.Array, num_pre_q: int, sampling: Sampling, width: int, size: int,
-) -> Rollout:  # fmt: skip
-    """num_pre_q completions of each prompt, in passes of `size` prompts."""
-    passes = []
-    for start in range(0, len(prompts), size):
-        stop.check()
-        ids, mask = pad_prompts(
-            [p.ids for p in prompts[start : start + size]], width, run.stop_ids[0]
+@functools.partial(jax.jit, static_argnames=("compute", "sampling", "stopping"))
+def decode(
+    params: Params,
+    compute: Compute,
+    prompts: Prompts,
+    prefix: KV,
+    sequence_ids: jax.Array,
+    key: jax.Array,
+    *,
+    sampling: Sampling,
+    stopping: Stopping,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """completion_ids [R, T], sampling_logps [R, T], lengths [R]; stops when all sequences have."""
+    R, T, layout = sequence_ids.shape[0], stopping.max_new_tokens, compute.layout
+    L, G, N, _, h = prefix.k.shape
+    share = R // G
+    *_, prefix_mask = prefix_of(*prompts)
+    last_position = jnp.repeat(prompts.mask.sum(axis=1) - 1, share)  # [R]
+    sequence_keys = jax.vmap(jax.random.fold_in, (None, 0))(key, sequence_ids)  # [R]
+
+    def unfinished(state: Any) -> jax.Array:
+        t, _, done, *_ = state
+        return (t < T) & ~done.all()
+
+    def next_token(state: Any) -> Any:
+        t, token, done, ids, logps, lengths, completion = state
+        hidden, completion = forward(
+            params,
+            compute,
+            token[:, None],
+            (last_position + t)[:, None],
+            cache=Cache(prefix, prefix_mask, completion, t),
         )
-        one = generate(
-            params, run.compute.config, ids, mask,
-            rows[start * num_pre_q : (start + size) * num_pre_q], key,
-            num_pre_q=num_pre_q, max_new_tokens=run.cfg.max_length_sample, stop_ids=run.stop_ids,
-            pad_id=run.stop_ids[0], sampling=sampling, dtype=run.compute.dtype, layout=run.rollout,
-            attention_impl=run.compute.attention_impl,
-        )  # fmt: skip
-        passes.append(one)
-    return Rollout(*(np.concatenate(parts) for parts in zip(*passes, strict=True)))
+        head = lm_head(params).astype(compute.dtype)
+        logits = jnp.einsum(
+            "rd,vd->rv", hidden[:, 0], head, preferred_element_type=jnp.float32
+        )  # [R, V]
+        if layout is not None:
+            # First as the lm_head is split, then complete on the device that draws the token.
+            logits = constrain(logits, layout, TRAIN_BATCH_AXES, "tp")
+            logits = constrain(logits, layout, layout.batch_axes)
+        keys = jax.vmap(jax.random.fold_in, (0, None))(sequence_keys, t)  # [R]
+        token, logp = draw_tokens(keys, logits, sampling)
+        token = jnp.where(done, stopping.pad_id, token)
+        ids = ids.at[:, t].set(token)
+        logps = logps.at[:, t].set(jnp.where(done, 0.0, logp))
+        lengths = lengths + ~done
+        done = done | jnp.isin(token, jnp.array(stopping.stop_ids))
+        return t + 1, token, done, ids, logps, lengths, completion
+
+    empty = jnp.zeros((L, R, N, T, h), prefix.k.dtype)
+    last_token = jnp.repeat(prompts.ids[:, -1], share)  # [R]
+    ids, logps = jnp.full((R, T), stopping.pad_id, jnp.int32), jnp.zeros((R, T), jnp.float32)
+    lengths, done = jnp.zeros(R, jnp.int32), jnp.zeros(R, bool)
+    state = (0, last_token, done, ids, logps, lengths, KV(empty, empty))
+    _, _, _, ids, logps, lengths, _ = jax.lax.while_loop(unfinished, next_token, state)
+    return ids, logps, lengths
 
 
-def score(
-    run: Run, roll: Rollout, prompts: list[data.Prompt], num_pre_q: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Weighted rewards [b] and those of each function [b, F], NaN where none applies.
+# ---- One token -----------------------------------------------------------------------------------
 
-    A tag that the chat template opened belongs to the text that is scored, not to its tokens.
+
+def draw_tokens(
+    keys: jax.Array, logits: jax.Array, sampling: Sampling
+) -> tuple[jax.Array, jax.Array]:
+    """A token [R] int32 for each sequence, and its log-probability [R] float32 as it was drawn.
+
+    keys: [R], one for each sequence. logits: [R, V] float32. A greedy token gets its
+    log-probability at temperature 1.
     """
-    opened = [data.opened_tag(p, run.tokenizer) for p in prompts for _ in range(num_pre_q)]
-    texts = [tag + text for tag, text in zip(opened, roll.texts(run.tokenizer), strict=True)]
-    names = prompts[0].columns
-    columns = {n: [p.columns.get(n) for p in prompts for _ in range(num_pre_q)] for n in names}
-    columns["completion_ids"] = roll.ids()
-    try:
-        return rewards.score(texts, columns, run.functions, run.cfg.reward_weights)
-    except ValueError as error:  # the message names the function
-        raise RewardError(str(error)) from None
+    if sampling.temperature == 0:
+        token = jnp.argmax(logits, axis=-1)
+    else:
+        logits = filter_logits(logits / sampling.temperature, sampling)
+        token = jax.vmap(_categorical)(keys, logits)
+    chosen = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
+    return token.astype(jnp.int32), chosen - jax.nn.logsumexp(logits, axis=-1)
+
+
+def _categorical(key: jax.Array, logits: jax.Array) -> jax.Array:
+    """One index of logits [V]: it draws a block of about sqrt(V) tokens, then a token in the block.
+
+    The distribution is that of jax.random.categorical, with 2 sqrt(V) random numbers instead of V.
+    """
+    V = logits.shape[0]
+    width = 2 ** math.ceil(math.log2(V) / 2)
+    blocks = jnp.pad(logits, (0, -V % width), constant_values=MASKED).reshape(-1, width)
+    block_key, token_key = jax.random.split(key)
+    block = jax.random.categorical(block_key, jax.nn.logsumexp(blocks, axis=-1))
+    return block * width + jax.random.categorical(token_key, blocks[block])
+
+
+def filter_logits(logits: jax.Array, sampling: Sampling) -> jax.Array:
+    """logits [R, V] with the tokens masked that top-k, top-p and min-p drop.
+
+    logits: already divided by the temperature. A token that ties with the last token that is kept
+    is kept too.
+    """
+    V = logits.shape[-1]
+    if 0 < sampling.top_k < V:
+        kth = jax.lax.top_k(logits, sampling.top_k)[0][:, -1:]  # [R, 1]
+        logits = jnp.where(logits < kth, MASKED, logits)
+    if sampling.top_p < 1:
+        ranked = jnp.sort(logits, axis=-1, descending=True)
+        probs = jax.nn.softmax(ranked)
+        before = jnp.cumsum(probs, axis=-1) - probs  # the mass of the more likely tokens
+        last = jnp.min(jnp.where(before < sampling.top_p, ranked, jnp.inf), axis=-1, keepdims=True)
+        logits = jnp.where(logits < last, MASKED, logits)
+    if sampling.min_p > 0:
+        floor = jnp.max(logits, axis=-1, keepdims=True) + math.log(sampling.min_p)
+        logits = jnp.where(logits < floor, MASKED, logits)
+    return logits

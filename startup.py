@@ -1,129 +1,179 @@
-"""What comes before the first step: joins the processes, settles meshes, objective and programs.
+"""Everything before the first step: reads and checks the inputs, decides how the model is computed,
+and loads or resumes the training state.
 
-Cheapest checks first; a user's mistakes are a ValueError with a line each. `python startup.py` only
-joins the processes and prints what they see.
+The cheapest checks come first. A user's mistakes are a ValueError with a line for each.
+`python startup.py` only joins the processes and prints the devices and versions they see.
 """
 
 import dataclasses
-import os
+import json
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.backend import register_backend_factory
 
-import config as settings
+import config
 import data
 import rewards
-from inputs import digests_of, facts_of, read_inputs, tried, versions
+from config import Config
 from loss import Objective
-from loss_pallas import block_sizes
-from metrics import AccuracyRule, RunLog, check_wandb
+from loss_pallas import stop_if_too_wide
 from models import hf
-from models.model import ModelConfig, param_shardings
-from rollout import Sampling, prompt_width, share
-from runtime import processes
-from runtime.layout import ROLLOUT_ROWS, TRAIN_ROWS, Layout, local_count, make_mesh, mesh_text
-from runtime.sizes import Sizes
-from tools.roofline import Rows, best_tp, layer_tp, memory_bytes, num_params
-from update import Compute, Optimizer
+from models.model import Compute, ModelConfig, Params, abstract_params
+from models.placement import Workload, choose_attention, choose_layouts, num_params
+from runtime import processes, resume
+from runtime.checkpoint import Checkpoints
+from runtime.layout import local_count, mesh_text
+from runtime.lifecycle import Lifecycle
+from runtime.parsing import REPO, compared_by_value, fail, shared_by_processes, to_text
+from runtime.processes import StopSignal
+from runtime.run_log import RunLog, check_wandb, stop_if_not_writable
+from runtime.sizes import Sizes, derive, prompt_share, prompt_width
+from sampling import Sampling, Stopping
+from update import Optimizer, TrainState, abstract_state, init_state, sync_weights
 
 
 class Run(NamedTuple):
-    """What is settled before the first step and does not change."""
+    """What is decided before the first step and does not change."""
 
-    cfg: settings.Config
+    cfg: Config
     sizes: Sizes
     folder: Path  # of the model
-    digests: dict[str, str]  # of the files that results follow from
     tokenizer: Any
-    stop_ids: tuple[int, ...]
     train: list[data.Prompt]
     test: list[data.Prompt]
     functions: list[rewards.RewardFunction]
-    accuracy: AccuracyRule
+    accuracy: rewards.AccuracyRule
     sampling: Sampling
+    stopping: Stopping
     objective: Objective
     optimizer: Optimizer
-    compute: Compute  # of training
-    rollout: Layout
+    training: Compute
+    rollout: Compute
+    made_with: dict[str, str]  # all that the results follow from, but for the code
+
+    def local_sequences(self) -> slice:
+        """This process's part, b, of the B sequences of a step."""
+        b = self.sizes.local_batch
+        return slice(jax.process_index() * b, (jax.process_index() + 1) * b)
+
+    def local_prompts(self) -> slice:
+        """This process's part of the P prompts of a step."""
+        sequences = self.local_sequences()
+        return slice(sequences.start // self.cfg.num_pre_q, sequences.stop // self.cfg.num_pre_q)
 
 
-def start_jax(cfg: settings.Config) -> None:
-    """Joins the other processes, if there are any, before anything touches a device."""
-    cache = cfg.jax_compilation_cache_dir or ".jax_cache"
-    jax.config.update("jax_compilation_cache_dir", os.path.abspath(cache))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-    if not os.environ.get("JAX_PLATFORMS") and not processes.has_tpu():
-        # jax would start libtpu, if it is installed, which prints errors where there is no TPU.
-        register_backend_factory("tpu", lambda: None)
-    processes.join(init_timeout_s=cfg.init_timeout_s, heartbeat_timeout_s=cfg.heartbeat_timeout_s)
+class Inputs(NamedTuple):
+    """What a process reads without a device and without the other processes."""
+
+    sizes: Sizes
+    functions: list[rewards.RewardFunction]
+    accuracy: rewards.AccuracyRule
+    folder: Path  # of the model
+    model: ModelConfig
+    tokenizer: Any
+    train: list[data.Prompt]
+    test: list[data.Prompt]
+
+
+def start(cfg: Config) -> tuple[Run, Lifecycle, TrainState, Params | None] | None:
+    """The run, its life-cycle, its training state and the reference of BETA, at the first step.
+
+    None if OUTPUT_DIR holds this run and all is done. Ends the program for a user's mistake.
+    """
+    began, stop, out = time.perf_counter(), StopSignal(cfg.preemption_grace_s), None
     try:
-        jax.devices()
-    except (RuntimeError, AssertionError) as error:  # the latter for a platform not installed
+        start_jax(cfg)
+        run = set_up(cfg)
+        if resume.is_finished(cfg, run.made_with):
+            print(f"OUTPUT_DIR={cfg.output_dir}: all STEPS={cfg.steps} are done; raise it to go on")
+            print(f"DONE: steps={cfg.steps} elapsed_sec={time.perf_counter() - began:.3f}")
+            return None
+        out = resume.output_folder(cfg)
+        checkpoints, seen = resume.open_checkpoints(cfg, out)
+        state, ref_params, progress = load_state(run, checkpoints, out, seen)
+        log = open_log(run, out, progress)
+    except ValueError as error:
         if processes.lost_contact(error):
             raise
-        wanted, reason = os.environ.get("JAX_PLATFORMS", ""), " ".join(str(error).split())
-        raise ValueError(f"JAX_PLATFORMS={wanted}: no such device here. {reason}") from None
-    print(
-        f"backend={jax.default_backend()} process={jax.process_index()}/{jax.process_count()} "
-        f"device_count={jax.device_count()} local_device_count={jax.local_device_count()}",
-        flush=True,
+        if out and jax.process_index() == 0:
+            resume.leave(Path(cfg.checkpoint_dir or out / "checkpoints"), out)
+        fail(error)
+    checkpoints.say = log.line
+    progress.wandb_id = log.wandb_id or progress.wandb_id
+    stop.running = True
+    saves = seen and cfg.save_every_steps > 0
+    life = Lifecycle(
+        cfg, out, log, stop, checkpoints, progress, run.made_with, saves=saves, began=began
+    )
+    return run, life, state, ref_params
+
+
+def start_jax(cfg: Config) -> None:
+    """Joins the other processes, if there are any, before anything touches a device."""
+    processes.start_jax(
+        cache_dir=cfg.jax_compilation_cache_dir or ".jax_cache",
+        init_timeout_s=cfg.init_timeout_s,
+        heartbeat_timeout_s=cfg.heartbeat_timeout_s,
     )
 
 
-def set_up(cfg: settings.Config) -> Run:
-    """Everything a step needs, cheapest checks first. Raises ValueError for a user's mistake."""
-    lines: list[str] = []
-    tried(lines, stop_if_unable_to_write, cfg)
-    inputs = tried(lines, read_inputs, cfg)
-    mistake = ValueError("\n".join(lines)) if lines else None
+def set_up(cfg: Config) -> Run:
+    """Reads and checks all inputs, on all processes. Raises ValueError for a user's mistakes."""
+    mistakes: list[str] = []
+    tried(mistakes, stop_if_unable_to_write, cfg)
+    inputs = tried(mistakes, read_inputs, cfg)
+    mistake = ValueError("\n".join(mistakes)) if mistakes else None
     digests = digests_of(cfg, inputs) if inputs else {}
     here = facts_of(cfg, inputs) if jax.process_count() > 1 else {}
     processes.stop_if_different(here | digests, mistake)
-    sizes, functions, accuracy, folder, config, tokenizer, train, test = inputs
 
-    longest = max(len(p.ids) for p in train + test)
-    stop_if_too_long(cfg, config, longest)
+    longest = max(len(prompt.ids) for prompt in inputs.train + inputs.test)
+    stop_if_too_long(cfg, inputs.model, longest)
     S = prompt_width(longest, cfg.global_length) - 1
-    compute, rollout, why = layouts(cfg, config, sizes, S, jax.devices())
+    training, rollout, reason = how_to_compute(cfg, inputs.model, inputs.sizes, S, jax.devices())
+    stop_ids = hf.stop_ids(inputs.folder, inputs.tokenizer)
     run = Run(
         cfg=cfg,
-        sizes=sizes,
-        folder=folder,
-        digests=digests,
-        tokenizer=tokenizer,
-        stop_ids=hf.stop_ids(folder, tokenizer),
-        train=train,
-        test=test,
-        functions=functions,
-        accuracy=accuracy,
+        sizes=inputs.sizes,
+        folder=inputs.folder,
+        tokenizer=inputs.tokenizer,
+        train=inputs.train,
+        test=inputs.test,
+        functions=inputs.functions,
+        accuracy=inputs.accuracy,
         sampling=sampling_of(cfg),
+        stopping=Stopping(cfg.max_length_sample, stop_ids, pad_id=stop_ids[0]),
         objective=objective_of(cfg),
         optimizer=optimizer_of(cfg),
-        compute=compute,
+        training=training,
         rollout=rollout,
+        made_with=made_with(cfg, inputs.sizes, training, stop_ids) | digests,
     )
     print(
-        f"model={folder} parameters={num_params(config) / 1e6:.2f}M dtype={compute.dtype} "
-        f"train={len(train)} test={len(test)} prompts "
-        f"rewards={cfg.reward_fn or ','.join(f.__name__ for f in functions)}\n"
-        f"mesh dp,fsdp,tp train={mesh_text(compute.layout.mesh)} ({cfg.mesh_shape}) "
-        f"rollout={mesh_text(rollout.mesh)} ({cfg.rollout_mesh_shape}{why})\n"
+        f"model={inputs.folder} parameters={num_params(inputs.model) / 1e6:.2f}M "
+        f"dtype={training.dtype} train={len(inputs.train)} test={len(inputs.test)} prompts "
+        f"rewards={cfg.reward_fn or ','.join(f.__name__ for f in inputs.functions)}\n"
+        f"mesh dp,fsdp,tp train={mesh_text(training.layout.mesh)} ({cfg.mesh_shape}) "
+        f"rollout={mesh_text(rollout.layout.mesh)} ({cfg.rollout_mesh_shape}{reason})\n"
         f"rollout.backend={cfg.rollout_backend} loss.loss_type={cfg.loss_type} "
-        f"loss.adv_estimator={cfg.adv_estimator} train.policy_loss_impl={compute.impl} "
-        f"train.attention_impl={compute.attention_impl}",
+        f"loss.adv_estimator={cfg.adv_estimator} "
+        f"train.policy_loss_impl={training.policy_loss_impl} "
+        f"train.attention_impl={training.attention_impl}",
         flush=True,
     )
     return run
 
 
-def stop_if_unable_to_write(cfg: settings.Config) -> None:
-    """Raises ValueError on every process, with a line for each output that process 0, which alone
-    writes, could not write."""
+def stop_if_unable_to_write(cfg: Config) -> None:
+    """Raises ValueError on every process, with a line for each output that cannot be written.
+
+    Process 0, which alone writes, tries them.
+    """
     lines: list[str] = []
     with processes.told_by_all():
         if jax.process_index() == 0:
@@ -135,118 +185,82 @@ def stop_if_unable_to_write(cfg: settings.Config) -> None:
             raise ValueError("\n".join(lines))
 
 
-def stop_if_not_writable(name: str, folder: Path) -> None:
-    """Raises ValueError, naming the setting, if the folder cannot be made or written."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        why = "is not writable" if there.is_dir() else "is not a folder"
-        raise ValueError(f"{name} cannot be written: {there} {why}")
-
-
-def stop_if_too_long(cfg: settings.Config, config: ModelConfig, longest: int) -> None:
+def stop_if_too_long(cfg: Config, model: ModelConfig, longest: int) -> None:
     """Raises ValueError if the model has too few positions for a prompt of `longest` tokens."""
-    length, room = longest + cfg.max_length_sample, config.max_positions - cfg.max_length_sample
-    if length > config.max_positions:
+    length, room = longest + cfg.max_length_sample, model.max_positions - cfg.max_length_sample
+    if length > model.max_positions:
         shorter = f" or set MAX_PROMPT_LENGTH={room}" if room > 0 else ""
         raise ValueError(
             f"MAX_LENGTH_SAMPLE={cfg.max_length_sample} after the longest prompt makes {length} "
-            f"tokens, and the model has {config.max_positions} positions; lower it{shorter}"
+            f"tokens, and the model has {model.max_positions} positions; lower it{shorter}"
         )
 
 
-def layouts(
-    cfg: settings.Config, config: ModelConfig, sizes: Sizes, S: int, devices: Sequence[jax.Device]
-) -> tuple[Compute, Layout, str]:
-    """How to train and how to roll out with prompts of S tokens, on devices that need not be here,
-    and why ROLLOUT_MESH_SHAPE=auto is what it is. Raises ValueError for what they cannot do."""
-    device, backend = devices[0], devices[0].platform
+def how_to_compute(
+    cfg: Config, model: ModelConfig, sizes: Sizes, S: int, devices: Sequence[jax.Device]
+) -> tuple[Compute, Compute, str]:
+    """How training and rollout are computed, and why ROLLOUT_MESH_SHAPE=auto is what it is.
+
+    S: prompt tokens. devices: they need not exist on this machine. Raises ValueError for settings
+    that the devices or the model cannot do.
+    """
+    platform = devices[0].platform
     dtype, impl = cfg.dtype, cfg.policy_loss_impl
     if dtype == "auto":
-        dtype = "float32" if backend == "cpu" else "bfloat16"
-    if impl == "pallas" and (backend, dtype) != ("tpu", "bfloat16"):
+        dtype = "float32" if platform == "cpu" else "bfloat16"
+    if impl == "pallas" and (platform, dtype) != ("tpu", "bfloat16"):
         print(
-            f"POLICY_LOSS_IMPL=pallas needs bfloat16 on a TPU; with {dtype} on {backend} jax runs"
+            f"POLICY_LOSS_IMPL=pallas needs bfloat16 on a TPU; with {dtype} on {platform} jax runs"
         )
         impl = "jax"
     if impl == "pallas":
-        block_sizes(config.hidden_size, 2, device.device_kind)  # or it says that none fits
+        stop_if_too_wide(model.hidden_size, 2, devices[0].device_kind)
 
-    # Only this process's devices tell their memory; those that are not here have their chip's.
-    mine = next((d for d in devices if d.process_index == jax.process_index()), device)
-    local = local_count(devices)
-    auto = (1, -1, layer_tp(config, memory_bytes(mine), local))
-    mesh = make_mesh("MESH_SHAPE", cfg.mesh_shape, devices, auto)
-    R = sizes.prompt_batch_size * cfg.num_pre_q * len(devices) // local
-    G = R // share(cfg.num_pre_q, R // len(devices))
-    rows = Rows(R, G, S, cfg.max_length_sample)
-    tp, why = best_tp(config, mine, len(devices), local, rows, jnp.dtype(dtype).itemsize)
-    rollout_mesh = make_mesh("ROLLOUT_MESH_SHAPE", cfg.rollout_mesh_shape, devices, (-1, 1, tp))
-    param_shardings(config, mesh)  # or they say which size a mesh does not divide
-    param_shardings(config, rollout_mesh, "ROLLOUT_MESH_SHAPE")
-    why = f"; {why}" if why and cfg.rollout_mesh_shape == "auto" else ""
-
-    attention = attention_impl(cfg.attention_impl, config, backend, mesh.shape["tp"])
-    train = Layout(mesh, TRAIN_ROWS)
-    compute = Compute(config, jnp.dtype(dtype), train, cfg.remat, impl, attention)
-    return compute, Layout(rollout_mesh, ROLLOUT_ROWS), why
-
-
-def attention_impl(setting: str, config: ModelConfig, backend: str, tp: int) -> str:
-    """xla or splash; ValueError if splash is asked for and cannot be."""
-    why_not = ""
-    if backend != "tpu":
-        why_not = f"it is a TPU kernel, and this is {backend}"
-    elif config.head_dim % 64:
-        why_not = f"it wants a head_dim that is a multiple of 64, not {config.head_dim}"
-    elif config.num_kv_heads % tp:
-        why_not = f"MESH_SHAPE's tp={tp} does not divide {config.num_kv_heads} kv heads"
-    if setting == "splash" and why_not:
-        raise ValueError(f"ATTENTION_IMPL=splash: {why_not}; leave it at auto")
-    return setting if setting != "auto" else "xla" if why_not else "splash"
-
-
-def objective_of(cfg: settings.Config) -> Objective:
-    return Objective(
-        loss_type=cfg.loss_type,
-        eps_low=cfg.eps_low,
-        eps_high=cfg.eps_high,
-        delta=cfg.delta,
-        importance_sampling_level=cfg.importance_sampling_level,
-        beta=cfg.beta,
-        kl_estimator=cfg.kl_estimator,
-        kl_bias_correction=cfg.kl_bias_correction,
-        entropy_coef=cfg.entropy_coef,
-        is_mode=cfg.is_mode,
-        is_cap=cfg.is_cap,
-        max_completion_length=cfg.max_length_sample,
+    R = sizes.prompt_batch_size * cfg.num_pre_q * len(devices) // local_count(devices)
+    G = R // prompt_share(cfg.num_pre_q, R // len(devices))
+    layouts = choose_layouts(
+        model,
+        devices,
+        Workload(R, G, S, cfg.max_length_sample),
+        jnp.dtype(dtype).itemsize,
+        mesh_shape=cfg.mesh_shape,
+        rollout_mesh_shape=cfg.rollout_mesh_shape,
     )
+    tp = layouts.train.mesh.shape["tp"]
+    attention = choose_attention(cfg.attention_impl, model, platform, tp)
+    training = Compute(model, jnp.dtype(dtype), layouts.train, cfg.remat, impl, attention)
+    rollout = training._replace(layout=layouts.rollout, remat="none")
+    return training, rollout, f"; {layouts.reason}" if layouts.reason else ""
 
 
-def sampling_of(cfg: settings.Config) -> Sampling:
+def objective_of(cfg: Config) -> Objective:
+    """The settings of policy_loss, whose names in Objective are those of the settings."""
+    same_names = [name for name in Objective._fields if hasattr(cfg, name)]
+    settings = {name: getattr(cfg, name) for name in same_names}
+    return Objective(**settings, max_completion_length=cfg.max_length_sample)
+
+
+def sampling_of(cfg: Config) -> Sampling:
     return Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p)
 
 
-def optimizer_of(cfg: settings.Config) -> Optimizer:
+def optimizer_of(cfg: Config) -> Optimizer:
     return Optimizer(cfg.optimizer, cfg.weight_decay, cfg.clip_norm)
 
 
 def what_ran(run: Run) -> dict[str, str]:
-    """What this machine has made of the settings that leave a choice, by the names on record."""
-    compute = run.compute
+    """What this machine has made of the settings that leave a choice, as config.yaml names it."""
     return {
-        "derived.policy_loss_impl": compute.impl,
-        "derived.attention_impl": compute.attention_impl,
-        "derived.dtype": str(compute.dtype),
-        "derived.mesh_shape": mesh_text(compute.layout.mesh),
-        "derived.rollout_mesh_shape": mesh_text(run.rollout.mesh),
+        "derived.policy_loss_impl": run.training.policy_loss_impl,
+        "derived.attention_impl": run.training.attention_impl,
+        "derived.dtype": str(run.training.dtype),
+        "derived.mesh_shape": mesh_text(run.training.layout.mesh),
+        "derived.rollout_mesh_shape": mesh_text(run.rollout.layout.mesh),
     }
 
 
-def open_log(
-    run: Run, out: Path, first_step: int, wandb_id: str, forked_from: str = ""
-) -> RunLog:  # fmt: skip
-    """first_step, wandb_id: of a run that goes on; what it logged of later steps is dropped.
-    forked_from: the checkpoint of another run, if this one began with that; W&B is told."""
+def open_log(run: Run, out: Path, progress: resume.Progress) -> RunLog:
+    """The run's log in its folder, with config.yaml; a resumed run loses its later records."""
     cfg, writes = run.cfg, jax.process_index() == 0
     wandb = None
     if cfg.wandb_mode != "disabled":
@@ -254,13 +268,15 @@ def open_log(
         asked_for = dataclasses.asdict(cfg)
         wandb = {"mode": cfg.wandb_mode, "config": asked_for | derived | what_ran(run)}
         wandb |= {"project": cfg.wandb_project or "grpo", "name": cfg.wandb_name or None}
-        wandb["config"] |= {"forked_from": forked_from} if forked_from else {}
-        wandb |= {"id": wandb_id, "resume": "allow"} if wandb_id else {}
+        if progress.forked_from:
+            wandb["config"]["forked_from"] = progress.forked_from
+        if progress.wandb_id:
+            wandb |= {"id": progress.wandb_id, "resume": "allow"}
     with processes.told_by_all():
         try:
-            log = RunLog(out, steps=cfg.steps, first_step=first_step, writes=writes, wandb=wandb)
+            log = RunLog(out, steps=cfg.steps, first_step=progress.step, writes=writes, wandb=wandb)
             if writes:
-                text = settings.describe(cfg, jax.process_count(), jax.local_device_count())
+                text = config.describe(cfg, jax.process_count(), jax.local_device_count())
                 text += "".join(f"\n{name}: {value}" for name, value in what_ran(run).items())
                 (out / "config.yaml").write_text(text + "\n", encoding="utf-8")
                 log.line(f"output={out}")
@@ -269,10 +285,183 @@ def open_log(
     return log
 
 
+# ---- Inputs --------------------------------------------------------------------------------------
+
+
+def read_inputs(cfg: Config) -> Inputs:
+    """Raises ValueError with a line for every mistake that does not depend on another mistake."""
+    mistakes: list[str] = []
+    sizes = tried(mistakes, read_sizes, cfg)
+    functions = tried(mistakes, reward_functions, cfg)
+    accuracy = functions and tried(mistakes, accuracy_rule, cfg, functions)
+    model = tried(mistakes, read_model, cfg)
+    names = cfg.train_split, cfg.eval_split
+    splits = [tried(mistakes, load_examples, cfg, name) for name in names]
+    if model and all(splits):
+        splits = [
+            tried(mistakes, prompts_of, cfg, model[-1], examples, name)
+            for examples, name in zip(splits, names, strict=True)
+        ]
+    if mistakes:
+        raise ValueError("\n".join(dict.fromkeys(mistakes)))
+    return Inputs(sizes, functions, accuracy, *model, *splits)
+
+
+def tried(mistakes: list[str], read: Callable[..., Any], *arguments: Any) -> Any:
+    """What `read` returns; None if it finds a user's mistake, whose text goes to `mistakes`."""
+    try:
+        return read(*arguments)
+    except ValueError as error:
+        mistakes.append(str(error))
+    except OSError as error:  # such as a file that this user may not read
+        mistakes.append(f"{error.filename}: {error.strerror}")
+    return None
+
+
+def read_sizes(cfg: Config) -> Sizes:
+    processes.stop_if_not_so_many(cfg.require_multihost, cfg.require_jax_process_count)
+    sizes = derive(cfg, jax.process_count(), jax.local_device_count())
+    print(
+        f"local_batch={sizes.local_batch} global_batch={sizes.global_batch} "
+        f"rollout.prompt_batch_size={sizes.prompt_batch_size} "
+        f"rollout.passes_per_step={sizes.passes_per_step} "
+        f"train.micro_batch_size={sizes.micro_batch_size} "
+        f"train.grad_accum_steps={sizes.grad_accum_steps}",
+        flush=True,
+    )
+    return sizes
+
+
+def read_model(cfg: Config) -> tuple[Path, ModelConfig, Any]:
+    folder = hf.fetch_model(cfg.model_path, cfg.model_revision)
+    hf.stop_if_overwritten(cfg.export_hf, cfg.output_dir, folder)
+    return folder, *hf.read_model(folder, cfg.chat_template)
+
+
+def reward_functions(cfg: Config) -> list[rewards.RewardFunction]:
+    """The functions of REWARD_FN. Raises ValueError unless REWARD_WEIGHTS has one for each."""
+    cache = cfg.overlong_cache or cfg.max_length_sample // 5
+    penalties = rewards.penalties(cfg.max_length_sample, cache, cfg.repetition_ngram)
+    functions = rewards.load_reward_functions(cfg.reward_fn, cfg.reward_timeout_s, penalties)
+    if len(cfg.reward_weights) != len(functions):
+        names = ", ".join(f.__name__ for f in functions)
+        weights = ",".join(map(str, cfg.reward_weights))
+        raise ValueError(
+            f"REWARD_WEIGHTS={weights} has {len(cfg.reward_weights)} numbers; "
+            f"give {len(functions)}, one each for {names}"
+        )
+    return functions
+
+
+def accuracy_rule(cfg: Config, functions: list[rewards.RewardFunction]) -> AccuracyRule:
+    """What makes a completion right: reward_correct where it is among the functions, else the
+    first of them, unless ACCURACY_OF names another one."""
+    names = [function.__name__ for function in functions]
+    usual = "reward_correct" if "reward_correct" in names else names[0]
+    name = cfg.accuracy_of.rpartition(":")[2] or usual
+    if name not in names:
+        raise ValueError(
+            f"ACCURACY_OF={cfg.accuracy_of} is none of the run's reward functions, "
+            f"{', '.join(names)}; add it to REWARD_FN, with weight 0 if it is only to measure"
+        )
+    return AccuracyRule(name, cfg.accuracy_threshold)
+
+
+def load_examples(cfg: Config, split: str) -> list[dict[str, Any]]:
+    columns = cfg.question_column, cfg.answer_column
+    return data.load_examples(cfg.dataset, cfg.dataset_config, split, *columns)
+
+
+def prompts_of(
+    cfg: Config, tokenizer: Any, examples: list[dict[str, Any]], split: str
+) -> list[data.Prompt]:
+    system_prompt = data.text_of(cfg.system_prompt) or rewards.SYSTEM_PROMPT
+    prompts = data.build_prompts(examples, tokenizer, system_prompt)
+    return data.fit_prompts(prompts, cfg.max_prompt_length, cfg.prompt_too_long, split)
+
+
+# ---- What processes and resumed runs compare -----------------------------------------------------
+
+
+def facts_of(cfg: Config, inputs: Inputs | None) -> dict[str, str]:
+    """The settings, code, versions and files that have to be the same on every process."""
+    facts = {
+        name.upper(): str(getattr(cfg, name)).replace(str(REPO), "{repo}")
+        for name in shared_by_processes(Config)
+    }
+    facts |= processes.code_facts(REPO)
+    if inputs:
+        files = [*inputs.folder.glob("*.json"), *inputs.folder.glob("*.safetensors")]
+        listing = sorted((file.name, file.stat().st_size) for file in files)
+        facts["the list of the model's files"] = processes.digest(json.dumps(listing).encode())
+        evaluated = json.dumps(inputs.test, default=str)
+        facts["the evaluated prompts"] = processes.digest(evaluated.encode())
+    versions = processes.versions().items()
+    return facts | {f"the version of {name}": version for name, version in versions}
+
+
+def digests_of(cfg: Config, inputs: Inputs) -> dict[str, str]:
+    """Digests of all files and data that the results follow from."""
+    found = {
+        f"the model's {name}": processes.digest((inputs.folder / name).read_bytes())
+        for name in ("config.json", "tokenizer.json")
+    }
+    prompts = json.dumps(inputs.train, default=str)
+    found["the tokenized prompts"] = processes.digest(prompts.encode())
+    for file in {entry.rpartition(":")[0] for entry in cfg.reward_fn.split(",") if ":" in entry}:
+        content = Path(file).read_bytes()
+        found[f"the file of REWARD_FN {Path(file).name}"] = processes.digest(content)
+    return found
+
+
+def made_with(
+    cfg: Config, sizes: Sizes, training: Compute, stop_ids: tuple[int, ...]
+) -> dict[str, str]:
+    """The settings and sizes that the results follow from; a resumed run must have the same."""
+    values = {name.upper(): to_text(getattr(cfg, name)) for name in compared_by_value(Config)}
+    values["REWARD_FN"] = ",".join(Path(entry).name for entry in cfg.reward_fn.split(","))
+    scheduled = cfg.lr_schedule != "constant" or cfg.warmup_ratio > 0
+    values["LR_DECAY_STEPS (else STEPS)"] = str((cfg.lr_decay_steps or cfg.steps) * scheduled)
+    values["prompts per step"] = str(sizes.prompts_per_step)
+    values["DTYPE"] = str(training.dtype)
+    values["the stop tokens"] = str(stop_ids)
+    return values
+
+
+# ---- The training state --------------------------------------------------------------------------
+
+
+def load_state(
+    run: Run, checkpoints: Checkpoints, out: Path, seen: bool
+) -> tuple[TrainState, Params | None, resume.Progress]:
+    """The training state, the reference of BETA, and how far the run is.
+
+    From the checkpoint that RESUME asks for, else from the model; see resume.restore.
+    """
+    model, mesh = run.training.model, run.training.layout.mesh
+    wanted: dict[str, Any] = {"state": abstract_state(model, mesh, run.optimizer)}
+    if run.cfg.beta > 0:
+        wanted["ref_params"] = abstract_params(model, mesh, reference_dtype(run))
+    if found := resume.restore(run.cfg, checkpoints, out, seen, wanted, run.made_with):
+        arrays, progress = found
+        return arrays["state"], arrays.get("ref_params"), progress
+    params = hf.load_params(run.folder, model, mesh, jnp.float32)
+    state, ref_params = init_state(params, optimizer=run.optimizer, model=model), None
+    if run.cfg.beta > 0:
+        ref_params = sync_weights(model, mesh, reference_dtype(run))(params)
+    return state, ref_params, resume.Progress()
+
+
+def reference_dtype(run: Run) -> Any:
+    """The dtype of the reference; one that follows the policy in small steps needs float32."""
+    return jnp.dtype("float32") if run.cfg.ref_sync_steps else run.training.dtype
+
+
 if __name__ == "__main__":
     with processes.ending_together():
         try:
-            start_jax(settings.load(sys.argv[1:]).cfg)
+            start_jax(config.load(sys.argv[1:]).cfg)
         except ValueError as error:
-            settings.fail(error)
-        print("versions", *(f"{name}={version}" for name, version in versions().items()))
+            fail(error)
+        versions = processes.versions().items()
+        print("versions", *(f"{name}={version}" for name, version in versions))

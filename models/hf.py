@@ -68,6 +68,22 @@ def config_of(path: str, revision: str = "") -> ModelConfig:
     )  # fmt: skip
 
 
+def read_model(folder: Path, chat_template: str) -> tuple[ModelConfig, Any]:
+    """The config and the tokenizer of a model's folder; its weights are checked, but not read.
+
+    Raises ValueError for a folder that is not complete or that this project cannot compute.
+    """
+    model = read_config(folder)
+    tokenizer = load_tokenizer(folder, chat_template)
+    if len(tokenizer) > model.vocab_size:
+        raise ValueError(
+            f"MODEL_PATH={folder}: its tokenizer has {len(tokenizer)} tokens, its config.json "
+            f"vocab_size={model.vocab_size}; they are of two models"
+        )
+    check_weights(folder, model)
+    return model, tokenizer
+
+
 def read_config(folder: Path) -> ModelConfig:
     """The ModelConfig of a Hugging Face folder.
 
@@ -229,6 +245,18 @@ def save_model(
     values = _read_json(source / "config.json")
     values["torch_dtype" if "torch_dtype" in values else "dtype"] = dtype.name
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def stop_if_overwritten(export_hf: str, output_dir: str, model_folder: Path) -> None:
+    """Raises ValueError if the export would replace a model that no run has exported."""
+    if export_hf == "none" or not (export_hf or output_dir):
+        return
+    folder = Path(export_hf or f"{output_dir}/hf")
+    name = f"EXPORT_HF={folder}" if export_hf else f"OUTPUT_DIR={output_dir}: its hf"
+    if folder.resolve() == model_folder.resolve():
+        raise ValueError(f"{name} is MODEL_PATH; the model would be overwritten")
+    if (folder / "config.json").exists() and not (folder / EXPORTED).exists():
+        raise ValueError(f"{name} holds a model that no run has exported; choose another folder")
 
 
 def _save_tensors(tensors: dict[str, np.ndarray], file: Path) -> None:

@@ -1,32 +1,32 @@
-"""Qwen2/Qwen2.5, Qwen3 (dense) and Llama 3: one forward for prefill, decode and training.
+"""Qwen2/Qwen2.5, Qwen3 (dense) and Llama 3: one forward function for prefill, decode and training.
 
-Dimensions: G rows of t tokens, R sequences, S prompt tokens before the last one, T completion
-tokens, V vocabulary, D model, F feed-forward, L layers, H query heads, N kv heads, h head_dim.
+Dimensions: R sequences of a program, G = R/share prompts, each shared by `share` consecutive
+sequences, t tokens of an input, S prompt tokens before the last one, T completion tokens, V
+vocabulary, D model, F feed-forward, L layers, H query heads, N kv heads, h head_dim.
 
-The last prompt token is fed together with the completion, in all three uses. So the prompt gives
-only keys and values, hidden state i predicts completion token i, and no use has a special case:
+In all three uses the last prompt token is fed together with the completion. So the prompt gives
+only keys and values, hidden state i predicts completion token i, and no use is a special case:
 
-    prefill   _, kv = forward(prompt[:, :-1])                               once per prompt row
-    decode    hidden, cache = forward(last token, prompt=kv, cache=...)     once per new token
-    training  hidden, _ = forward([prompt[:-1], (last prompt token, completion[:-1]) * s])
+    prefill   _, kv = forward(prompt[:, :-1])                        once per prompt
+    decode    hidden, kv = forward(last token, cache=Cache(kv, ...)) once per new token
+    training  hidden, _ = forward([prompt[:-1], (last prompt token, completion[:-1]) * share])
 
-A training row holds a prompt once and the s sequences that continue it.
+A training input holds a prompt once, followed by the sequences that continue it.
 """
 
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from models.attention import KV, attention, cached_attention
-from runtime.layout import TRAIN_ROWS, Layout, constrain, whole
+from models.attention import KV, Cache, attention, cached_attention
+from runtime.layout import TRAIN_BATCH_AXES, Layout, constrain, gather_fsdp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,12 +47,27 @@ class ModelConfig:
     max_positions: int  # tokens
 
 
+class Compute(NamedTuple):
+    """How a model is computed. Results do not depend on it beyond rounding, but for the model.
+
+    It is hashable: jitted functions take it as a static argument.
+    """
+
+    model: ModelConfig
+    dtype: Any  # of matmuls and activations; softmax, norms and rotary angles are float32
+    layout: Layout | None = None  # None: everything is on one device
+    remat: str = "none"  # what the backward pass computes again: none, dots (not matmuls), full
+    policy_loss_impl: str = "jax"  # jax or pallas, see loss_pallas.py
+    attention_impl: str = "xla"  # xla or splash, see attention.py
+
+
 # ---- The parameters: shapes, mesh axes and Hugging Face names, side by side ----------------------
 
 
 @flax.struct.dataclass
 class Layers:
-    """Every array has a leading layer axis; lax.scan walks it. None: the family has no such one."""
+    """The weights of all layers; the first axis of each array is the layer, over which lax.scan
+    runs. An array that a model family lacks is None."""
 
     attn_norm: Any
     wq: Any
@@ -72,32 +87,37 @@ class Layers:
 
 @flax.struct.dataclass
 class Params:
+    """All weights of a model; the same tree also holds their shapes, shardings or gradients."""
+
     embed: Any
     layers: Layers
     final_norm: Any
-    lm_head: Any  # None: tied to embed
+    lm_head: Any  # None: the embedding is also the lm_head
 
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
+    """What one weight array of Params is."""
+
     shape: tuple[int, ...]
-    axes: tuple[Any, ...]  # mesh axis of each dimension, or axes, or None
-    name: str  # in the Hugging Face file; {} is the layer
-    transposed: bool = False  # there [out, in], here [in, out]
+    axes: tuple[Any, ...]  # for each dimension the mesh axis or axes that split it, or None
+    name: str  # its name in a Hugging Face file; {} stands for the layer's number
+    transposed: bool = False  # the file holds [out, in], Params hold [in, out]
 
 
-def param_table(c: ModelConfig) -> Params:
-    """A Params of Leaf: what every parameter is, where it lies, and what others call it."""
-    L, D, F, V = c.num_layers, c.hidden_size, c.intermediate_size, c.vocab_size
-    Hh, Nh, h = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.head_dim
+def param_table(model: ModelConfig) -> Params:
+    """A Params of Leaf: the shape, the sharding and the Hugging Face name of every weight."""
+    L, D, F, V = model.num_layers, model.hidden_size, model.intermediate_size, model.vocab_size
+    h = model.head_dim
+    Hh, Nh = model.num_heads * h, model.num_kv_heads * h
     block = "model.layers.{}."
     attn, mlp = block + "self_attn.", block + "mlp."
 
     def bias(width: int, name: str) -> Leaf | None:
-        return Leaf((L, width), (None, "tp"), attn + name) if c.qkv_bias else None
+        return Leaf((L, width), (None, "tp"), attn + name) if model.qkv_bias else None
 
     def head_norm(name: str) -> Leaf | None:
-        return Leaf((L, h), (None, None), attn + name) if c.qk_norm else None
+        return Leaf((L, h), (None, None), attn + name) if model.qk_norm else None
 
     layers = Layers(
         attn_norm=Leaf((L, D), (None, None), block + "input_layernorm.weight"),
@@ -119,14 +139,20 @@ def param_table(c: ModelConfig) -> Params:
         embed=Leaf((V, D), ("tp", "fsdp"), "model.embed_tokens.weight"),
         layers=layers,
         final_norm=Leaf((D,), (None,), "model.norm.weight"),
-        lm_head=None if c.tied else Leaf((V, D), ("tp", "fsdp"), "lm_head.weight"),
+        lm_head=None if model.tied else Leaf((V, D), ("tp", "fsdp"), "lm_head.weight"),
     )
 
 
-def param_shardings(config: ModelConfig, mesh: Mesh, setting: str = "MESH_SHAPE") -> Params:
-    """A Params of NamedSharding. ValueError, naming `setting`, if an axis divides no parameter."""
+def param_shardings(model: ModelConfig, mesh: Mesh) -> Params:
+    """A Params of NamedSharding: where every weight lies on the mesh."""
+    return jax.tree.map(
+        lambda leaf: NamedSharding(mesh, PartitionSpec(*leaf.axes)), param_table(model)
+    )
 
-    def sharding(leaf: Leaf) -> NamedSharding:
+
+def stop_if_indivisible(setting: str, model: ModelConfig, mesh: Mesh) -> None:
+    """Raises ValueError, naming the setting, if the mesh does not divide every weight evenly."""
+    for leaf in jax.tree.leaves(param_table(model)):
         for size, axes in zip(leaf.shape, leaf.axes, strict=True):
             axes = (axes,) if isinstance(axes, str) else axes or ()
             if size % math.prod(mesh.shape[axis] for axis in axes):
@@ -136,22 +162,20 @@ def param_shardings(config: ModelConfig, mesh: Mesh, setting: str = "MESH_SHAPE"
                     f"{setting} (dp,fsdp,tp) = {shape}: {sizes} does not divide {leaf.name} "
                     f"{list(leaf.shape)}; use a smaller {axes[-1]} and more dp"
                 )
-        return NamedSharding(mesh, P(*leaf.axes))
-
-    return jax.tree.map(sharding, param_table(config))
 
 
-def abstract_params(config: ModelConfig, mesh: Mesh, dtype: Any) -> Params:
-    """Shapes, dtypes and shardings of the parameters on a mesh, which need not be here."""
+def abstract_params(model: ModelConfig, mesh: Mesh, dtype: Any) -> Params:
+    """Shapes, dtypes and shardings of the weights on a mesh, whose devices need not exist here."""
     return jax.tree.map(
         lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=where),
-        param_table(config), param_shardings(config, mesh),
-    )  # fmt: skip
+        param_table(model),
+        param_shardings(model, mesh),
+    )
 
 
-def init_params(config: ModelConfig, key: jax.Array) -> Params:
-    """Random float32 Params: normal(0, 0.02), norms one, biases zero (transformers' own rule)."""
-    leaves, tree = jax.tree.flatten(param_table(config))
+def init_params(model: ModelConfig, key: jax.Array) -> Params:
+    """Random float32 Params as transformers makes them: normal(0, 0.02), norms 1, biases 0."""
+    leaves, tree = jax.tree.flatten(param_table(model))
 
     def init(leaf: Leaf, leaf_key: jax.Array) -> jax.Array:
         if "norm" in leaf.name:
@@ -168,67 +192,64 @@ def init_params(config: ModelConfig, key: jax.Array) -> Params:
 
 def forward(
     params: Params,
-    config: ModelConfig,
+    compute: Compute,
     ids: jax.Array,
     positions: jax.Array,
     *,
-    dtype: Any,
     prompt_mask: jax.Array | None = None,
-    num_sequences: int = 1,
-    prompt: tuple[KV, jax.Array] | None = None,
-    cache: KV | None = None,
-    cache_index: jax.Array | int = 0,
-    layout: Layout | None = None,
-    remat: str = "none",
-    attention_impl: str = "xla",
+    share: int = 1,
+    cache: Cache | None = None,
 ) -> tuple[jax.Array, KV]:
-    """The final hidden states of `ids`, after the last norm, and their keys and values.
+    """The final hidden states of `ids`, after the last norm, and keys and values.
 
-    ids, positions: [G, t] int32. A row is a prompt of S tokens, then num_sequences sequences of
-    equal length; each continues the prompt and does not see the others.
-    prompt_mask: [G, S] bool, False hides a token (left padding). None: all is prompt and seen.
-    cache: KV [L, R, N, T, h]; then ids are [R, 1], written at cache_index, and see what is before
-    and their prompt: KV [L, G, N, S, h], which row r sees as row r // (R/G), and its mask [G, S].
-    dtype: the compute dtype; softmax, norms and rotary angles are float32.
-    remat: what the backward pass recomputes of a layer: none, dots (all but matmuls), full.
-    attention_impl: xla or splash, see attention.py.
-    Returns hidden [G, t, D] in dtype, and the cache, or without one the own KV [L, G, N, t, h].
+    ids, positions: [G, t] int32. Each input is a prompt of S tokens, followed by `share` sequences
+    of equal length; each sequence continues the prompt and does not see the others.
+    prompt_mask: [G, S] bool, False hides a token (left padding). None: the input is a prompt
+    without padding.
+    cache: the keys and values of earlier tokens; then ids are [R, 1], one new token per sequence.
+    Returns hidden [G, t, D] in compute.dtype, and the keys and values of `ids` [L, G, N, t, h], or
+    with a cache those of the completions [L, R, N, T, h] with the new token's written to them.
     """
-    assert prompt is None or cache is not None, "a prompt's keys are for sequences with a cache"
+    model, layout = compute.model, compute.layout
     prompt_mask = jnp.ones(ids.shape, bool) if prompt_mask is None else prompt_mask
-    prompt_kv, cached_mask = prompt or (None, None)
-    rotary = _rotary(config, positions)
-    specs = jax.tree.map(lambda leaf: leaf.axes, param_table(config))
+    rotary = _rotary(model, positions)
+    specs = jax.tree.map(lambda leaf: leaf.axes, param_table(model))
 
     def layer(carry: Any, per_layer: Any) -> tuple[Any, KV | None]:
-        x, cache, i = carry
-        w, prompt_kv = per_layer
-        w = jax.tree.map(lambda a, axes: whole(a.astype(dtype), axes[1:], layout), w, specs.layers)
-        q, k, v = _qkv(_rms_norm(x, w.attn_norm, config), w, config, rotary, layout)
-        own = KV(k, v)
+        x, completion, i = carry
+        w, prompt = per_layer
+        w = jax.tree.map(
+            lambda a, axes: gather_fsdp(a.astype(compute.dtype), axes[1:], layout), w, specs.layers
+        )
+        q, k, v = _qkv(_rms_norm(x, w.attn_norm, model), w, model, rotary, layout)
+        kv = KV(k, v)
         if cache is None:
-            out = attention(q, own, prompt_mask, num_sequences, layout, attention_impl)
+            out = attention(q, kv, prompt_mask, share, layout, compute.attention_impl)
         else:
-            at = (i, 0, 0, cache_index, 0)
-            cache = jax.tree.map(
-                lambda c, u: jax.lax.dynamic_update_slice(c, u[None], at), cache, own
+            place = (i, 0, 0, cache.index, 0)
+            completion = jax.tree.map(
+                lambda c, new: jax.lax.dynamic_update_slice(c, new[None], place), completion, kv
             )
-            own = jax.tree.map(lambda c: jax.lax.dynamic_index_in_dim(c, i, keepdims=False), cache)
-            seen = prompt and (prompt_kv, cached_mask)
-            out = cached_attention(q, own, cache_index, seen, layout)
-        x = x + constrain(constrain(out, layout, TRAIN_ROWS, None, "tp") @ w.wo, layout, TRAIN_ROWS)
-        y = _rms_norm(x, w.mlp_norm, config)
+            written = jax.tree.map(
+                lambda c: jax.lax.dynamic_index_in_dim(c, i, keepdims=False), completion
+            )
+            out = cached_attention(q, cache._replace(prompt=prompt, completion=written), layout)
+        out = constrain(out, layout, TRAIN_BATCH_AXES, None, "tp") @ w.wo
+        x = x + constrain(out, layout, TRAIN_BATCH_AXES)
+        y = _rms_norm(x, w.mlp_norm, model)
         y = (jax.nn.silu(y @ w.gate) * (y @ w.up)) @ w.down
-        x = x + constrain(y, layout, TRAIN_ROWS)
-        return (x, cache, i + 1), (None if cache is not None else own)
+        x = x + constrain(y, layout, TRAIN_BATCH_AXES)
+        return (x, completion, i + 1), (kv if cache is None else None)
 
-    if remat != "none":
+    if compute.remat != "none":
         saved = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
-        layer = jax.checkpoint(layer, policy=saved[remat], prevent_cse=False)
-    x = _embed(params.embed, ids, dtype, layout)
-    # The cache is a carry, updated in place; as scan input and output it would be copied.
-    (x, cache, _), own = jax.lax.scan(layer, (x, cache, 0), (params.layers, prompt_kv))
-    return _rms_norm(x, params.final_norm, config), own if cache is None else cache
+        layer = jax.checkpoint(layer, policy=saved[compute.remat], prevent_cse=False)
+    x = _embed(params.embed, ids, compute.dtype, layout)
+    # The completions' cache is a carry of the scan, which is updated in place; an input and output
+    # of the scan would be copied.
+    completion, prompt = (None, None) if cache is None else (cache.completion, cache.prompt)
+    (x, completion, _), kv = jax.lax.scan(layer, (x, completion, 0), (params.layers, prompt))
+    return _rms_norm(x, params.final_norm, model), kv if cache is None else completion
 
 
 def lm_head(params: Params) -> jax.Array:
@@ -237,68 +258,71 @@ def lm_head(params: Params) -> jax.Array:
 
 
 def prefix_of(prompt_ids: jax.Array, prompt_mask: jax.Array) -> tuple[jax.Array, ...]:
-    """ids, positions and mask [G, S] of a left-padded prompt [G, S+1] but for its last token."""
+    """ids, positions and mask [G, S] of left-padded prompts [G, S+1] without their last token."""
     mask = prompt_mask[:, :-1].astype(bool)
     positions = jnp.maximum(jnp.cumsum(mask, axis=1) - 1, 0)  # [G, S]
     return prompt_ids[:, :-1], positions, mask
 
 
 def _embed(embed: jax.Array, ids: jax.Array, dtype: Any, layout: Layout | None) -> jax.Array:
-    """[R, t, D]. Where D lies over fsdp each device looks its part up for all of fsdp's rows, and
-    rows are exchanged for parts: the table stays where it is, forward and backward."""
+    """[G, t, D] embeddings of ids [G, t].
+
+    fsdp splits D of the table, so each device looks up its slice of D for all inputs of fsdp; an
+    all-to-all then gives it complete vectors of its inputs. The table and its gradient never move.
+    """
     x = embed[constrain(ids, layout, "dp")].astype(dtype)
-    return constrain(constrain(x, layout, "dp", None, "fsdp"), layout, TRAIN_ROWS)
+    return constrain(constrain(x, layout, "dp", None, "fsdp"), layout, TRAIN_BATCH_AXES)
 
 
-def _rms_norm(x: jax.Array, scale: jax.Array, config: ModelConfig) -> jax.Array:
+def _rms_norm(x: jax.Array, scale: jax.Array, model: ModelConfig) -> jax.Array:
     wide = x.astype(jnp.float32)
-    inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + config.rms_norm_eps)
+    inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + model.rms_norm_eps)
     return (wide * inverse).astype(x.dtype) * scale.astype(x.dtype)
 
 
 def _qkv(
-    y: jax.Array, w: Layers, c: ModelConfig, rotary: tuple[jax.Array, jax.Array], layout: Layout
+    y: jax.Array, w: Layers, model: ModelConfig, rotary: tuple[jax.Array, jax.Array], layout: Layout
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Rotated queries [R, t, H, h], rotated keys and values [R, N, t, h]."""
-    R, t, _ = y.shape
+    """Rotated queries [G, t, H, h], rotated keys and values [G, N, t, h] of y [G, t, D]."""
+    G, t, _ = y.shape
 
     def heads(weight: jax.Array, bias: jax.Array | None, norm: jax.Array | None, count: int) -> Any:
         z = y @ weight
         z = z if bias is None else z + bias
-        # First the layout the weights give, then the one attention wants: asked for the second
-        # alone, the partitioner gathers the weights themselves, in every layer of every token.
-        z = constrain(z, layout, TRAIN_ROWS, None, "tp").reshape(R, t, count, c.head_dim)
-        if layout is not None and "tp" in layout.rows:
-            z = constrain(z, layout, layout.rows)
-        return z if norm is None else _rms_norm(z, norm, c)
+        # First comes the layout that the weights give, then the layout that attention needs. With
+        # the second alone the compiler would gather the weights in every layer, for every token.
+        z = constrain(z, layout, TRAIN_BATCH_AXES, None, "tp").reshape(G, t, count, model.head_dim)
+        if layout is not None and "tp" in layout.batch_axes:
+            z = constrain(z, layout, layout.batch_axes)
+        return z if norm is None else _rms_norm(z, norm, model)
 
-    q = _rotate(heads(w.wq, w.bq, w.q_norm, c.num_heads), rotary)
-    k = _rotate(heads(w.wk, w.bk, w.k_norm, c.num_kv_heads), rotary)
-    v = heads(w.wv, w.bv, None, c.num_kv_heads)
+    q = _rotate(heads(w.wq, w.bq, w.q_norm, model.num_heads), rotary)
+    k = _rotate(heads(w.wk, w.bk, w.k_norm, model.num_kv_heads), rotary)
+    v = heads(w.wv, w.bv, None, model.num_kv_heads)
     return q, k.swapaxes(1, 2), v.swapaxes(1, 2)
 
 
-def _rotary(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """cos and sin [R, t, 1, h/2] float32 of the rotary angles."""
-    angles = positions[:, :, None, None].astype(jnp.float32) * _inverse_frequencies(config)
+def _rotary(model: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """cos and sin [G, t, 1, h/2] float32 of the rotary angles."""
+    angles = positions[:, :, None, None].astype(jnp.float32) * _inverse_frequencies(model)
     return jnp.cos(angles), jnp.sin(angles)
 
 
 @functools.lru_cache
-def _inverse_frequencies(config: ModelConfig) -> np.ndarray:
-    """[h/2] float32. With rope_llama3, long wavelengths are slowed (Llama 3.1's scaling)."""
-    half = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
-    inverse = config.rope_theta**-half
-    if config.rope_llama3:
-        factor, low, high, original = config.rope_llama3
-        turns = original * inverse / (2 * np.pi)  # in the original context
-        keep = np.clip((turns - low) / (high - low), 0.0, 1.0)  # 1: short wavelength, untouched
+def _inverse_frequencies(model: ModelConfig) -> np.ndarray:
+    """[h/2] float32 radians per position. rope_llama3 slows long wavelengths, as Llama 3.1 does."""
+    half = np.arange(0, model.head_dim, 2, dtype=np.float64) / model.head_dim
+    inverse = model.rope_theta**-half
+    if model.rope_llama3:
+        factor, low, high, original = model.rope_llama3
+        turns = original * inverse / (2 * np.pi)  # full turns within the original context
+        keep = np.clip((turns - low) / (high - low), 0.0, 1.0)  # 1 leaves a wavelength as it is
         inverse = keep * inverse + (1 - keep) * inverse / factor
     return inverse.astype(np.float32)
 
 
 def _rotate(x: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """x [R, t, heads, h] with halves (not pairs) rotated, as Hugging Face's checkpoints want it."""
+    """x [G, t, heads, h] with its halves (not pairs) rotated, as Hugging Face's weights need it."""
     cos, sin = rotary
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

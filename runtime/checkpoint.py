@@ -259,13 +259,17 @@ class Checkpoints:
     # ---- Restoring -------------------------------------------------------------------------------
 
     def restore(
-        self, abstract: Callable[[dict[str, Any]], Any], steps: list[int] | None = None
+        self,
+        wanted: Any,
+        check: Callable[[dict[str, Any]], None],
+        steps: list[int] | None = None,
     ) -> tuple[Any, dict[str, Any]] | None:
-        """The arrays and the record of the newest checkpoint that is whole; None if there is none.
+        """The arrays and the record of the newest checkpoint that is complete, or None.
 
-        abstract: of a record, the shapes, dtypes and shardings of its arrays; it may refuse the
-        record by a ValueError, which is passed on. steps: the only ones to try. One that cannot be
-        used, by all processes, costs a line. Raises ValueError if there are some and none can be.
+        wanted: the shapes, dtypes and shardings of the arrays. check: raises ValueError if this run
+        may not go on from a checkpoint with this record. steps: the only steps to try.
+        A checkpoint that some process cannot read costs a line. Raises ValueError if there are
+        checkpoints and none of them can be read.
         """
         if self._path is not None and self._path.is_dir() and not self._read_only:
             for rest in sorted(self._path.glob(f"*{HALF_WRITTEN}*")):
@@ -280,7 +284,7 @@ class Checkpoints:
                 wrong = _brief(error)
             wrong = _first(gather_texts(wrong))
             if not wrong:
-                wanted = abstract(record)
+                check(record)
                 try:
                     arrays = self._restore(step, wanted)
                 except Exception as error:

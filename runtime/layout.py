@@ -1,4 +1,8 @@
-"""Where arrays lie: meshes of axes (dp, fsdp, tp), rows over processes and devices, and back."""
+"""Where arrays lie: meshes with axes (dp, fsdp, tp); the way from hosts to devices and back.
+
+dp copies the weights and splits the batch; fsdp splits the weights and the batch; tp splits the
+weights and the heads, within one host.
+"""
 
 import math
 from collections.abc import Sequence
@@ -7,41 +11,45 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-TRAIN_ROWS = ("dp", "fsdp")
-ROLLOUT_ROWS = ("dp", "fsdp", "tp")
+# The mesh axes that split the batch dimension of activations.
+TRAIN_BATCH_AXES = ("dp", "fsdp")
+ROLLOUT_BATCH_AXES = ("dp", "fsdp", "tp")
 
 
 class Layout(NamedTuple):
-    """Where activations lie on the mesh (axes dp, fsdp, tp).
+    """Where activations lie on a mesh with the axes dp, fsdp and tp.
 
-    Matmuls run on rows over (dp, fsdp) with weights over tp. Attention runs on rows over `rows`:
-    with tp among them (decode) every device attends for whole sequences, so that the kv cache is
-    sharded by sequence however few kv heads there are; without it (training) for its own heads.
+    Matmuls split the batch over (dp, fsdp) and the weights over tp. Attention splits the batch over
+    `batch_axes`. If tp is one of them (decoding), a device attends for complete sequences, so that
+    the kv cache is split by sequence however few kv heads there are. If it is not (training), a
+    device attends for a part of the heads.
     """
 
     mesh: Mesh
-    rows: tuple[str, ...]
+    batch_axes: tuple[str, ...]
 
     @property
-    def row_shards(self) -> int:
-        return int(np.prod([self.mesh.shape[axis] for axis in self.rows]))
+    def batch_shards(self) -> int:
+        """The number of parts into which the batch is split."""
+        return math.prod(self.mesh.shape[axis] for axis in self.batch_axes)
 
     @property
-    def heads(self) -> str | None:
-        """The mesh axis over which attention's heads lie."""
-        return None if "tp" in self.rows else "tp"
+    def heads_axis(self) -> str | None:
+        """The mesh axis that splits the heads of attention, or None."""
+        return None if "tp" in self.batch_axes else "tp"
 
 
 def make_mesh(
     setting: str, shape: str, devices: Sequence[jax.Device], auto: Sequence[int] = (1, -1, 1)
 ) -> Mesh:
-    """The devices as a (dp, fsdp, tp) mesh. shape: "auto", which is `auto`, or such as "1,4,2".
+    """The devices as a mesh (dp, fsdp, tp).
 
-    One order of devices for every mesh, process by process, so that arrays move between meshes
-    within a program. -1 stands for the rest. ValueError names `setting`.
+    setting: the name of the setting, for error messages. shape: "auto", which means `auto`, or
+    sizes such as "1,4,2"; -1 stands for all remaining devices.
+    All meshes list the devices in the same order, process by process, so that arrays can move
+    between two meshes within one program. Raises ValueError for sizes that do not fit the devices.
     """
     devices = sorted(devices, key=lambda d: (d.process_index, d.id))
     sizes = list(auto if shape == "auto" else map(int, shape.split(",")))
@@ -53,33 +61,42 @@ def make_mesh(
     if local % sizes[2]:
         raise ValueError(
             f"{setting}={shape}: tp={sizes[2]} does not divide the {local} devices of a host; "
-            f"tensor parallelism stays inside one"
+            f"tensor parallelism stays inside one host"
         )
     return Mesh(np.array(devices).reshape(sizes), ("dp", "fsdp", "tp"))
 
 
 def local_count(devices: Sequence[jax.Device]) -> int:
-    """Devices of one process; all have as many."""
+    """The number of devices of one process; every process has the same number."""
     return sum(d.process_index == devices[0].process_index for d in devices)
 
 
 def mesh_text(mesh: Mesh) -> str:
+    """The sizes of the mesh as MESH_SHAPE writes them, such as "1,4,2"."""
     return ",".join(str(size) for size in mesh.shape.values())
 
 
-def put_rows(x: np.ndarray, layout: Layout) -> jax.Array:
-    """The global array whose rows are each process's `x`, in process order, sharded over rows."""
-    return jax.make_array_from_process_local_data(NamedSharding(layout.mesh, P(layout.rows)), x)
+# ---- From host to devices and back ---------------------------------------------------------------
 
 
-def local_rows(x: jax.Array) -> np.ndarray:
-    """This process's rows of an array sharded over rows: what it gave to put_rows, and in order."""
+def shard_batch(x: np.ndarray, layout: Layout) -> jax.Array:
+    """The global array that joins `x` of every process along the first axis, in process order,
+    split over the layout's batch axes."""
+    sharding = NamedSharding(layout.mesh, PartitionSpec(layout.batch_axes))
+    return jax.make_array_from_process_local_data(sharding, x)
+
+
+def local_part(x: jax.Array) -> np.ndarray:
+    """The part of a global array that this process gave to shard_batch, in the same order."""
     shards = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
     return np.concatenate([np.asarray(shards[start]) for start in sorted(shards)])
 
 
-def gather_rows(x: np.ndarray) -> np.ndarray:
-    """The rows of every process's `x`, in process order; float64 stays float64."""
+def gather_processes(x: np.ndarray) -> np.ndarray:
+    """`x` of all processes, joined along the first axis in process order; float64 stays float64.
+
+    All processes have to call it.
+    """
     if jax.process_count() == 1:
         return x
     bits = multihost_utils.process_allgather(np.ascontiguousarray(x).view(np.uint32))
@@ -87,7 +104,7 @@ def gather_rows(x: np.ndarray) -> np.ndarray:
 
 
 def on_host(x: jax.Array) -> np.ndarray:
-    """The whole of an array, on every process; all have to ask for it."""
+    """The complete array on every process; all processes have to call it."""
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return multihost_utils.process_allgather(x, tiled=True)
     return np.asarray(x)
@@ -97,21 +114,27 @@ def on_host(x: jax.Array) -> np.ndarray:
 
 
 def constrain(x: jax.Array, layout: Layout | None, *axes: Any) -> jax.Array:
-    """x laid out on these mesh axes, one entry a dimension, as in a PartitionSpec."""
+    """x split over these mesh axes; one entry for each dimension, as in a PartitionSpec."""
     if layout is None:
         return x
-    return jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, P(*axes)))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, PartitionSpec(*axes)))
 
 
-def by_row(x: jax.Array, layout: Layout | None) -> jax.Array:
-    """x with its rows where attention wants them; a reshape of rows loses that, and the
-    partitioner then gathers the keys. The other dimensions stay as they are."""
+def constrain_batch(x: jax.Array, layout: Layout | None) -> jax.Array:
+    """x with its first dimension split as attention needs it; other dimensions stay as they are.
+
+    A reshape of the batch dimension loses its sharding, and the compiler would then gather keys.
+    """
     if layout is None:
         return x
-    return constrain(x, layout, layout.rows, *[P.UNCONSTRAINED] * (x.ndim - 1))
+    free = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
+    return constrain(x, layout, layout.batch_axes, *free)
 
 
-def whole(weight: jax.Array, axes: tuple[Any, ...], layout: Layout | None) -> jax.Array:
-    """A weight gathered over fsdp, just before its use: activations move over tp only."""
-    without = {"fsdp": None, ("tp", "fsdp"): "tp"}
-    return constrain(weight, layout, *(without.get(axis, axis) for axis in axes))
+def gather_fsdp(weight: jax.Array, axes: tuple[Any, ...], layout: Layout | None) -> jax.Array:
+    """A weight gathered over fsdp just before its use, so that only tp moves activations.
+
+    axes: the mesh axis, or axes, of each dimension of the weight.
+    """
+    without_fsdp = {"fsdp": None, ("tp", "fsdp"): "tp"}
+    return constrain(weight, layout, *(without_fsdp.get(axis, axis) for axis in axes))

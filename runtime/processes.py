@@ -1,8 +1,10 @@
 """Many processes, one run: they join, compare what they are about to run, and stop together."""
 
 import contextlib
+import hashlib
 import json
 import os
+import platform
 import re
 import select
 import signal
@@ -11,27 +13,56 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.extend.backend import register_backend_factory
 
-# What libraries say when another process is gone: Gloo on CPUs, NCCL on GPUs, jax's own service.
+# What the errors of Gloo (CPUs), NCCL (GPUs) and jax's service say when another process is gone.
 LOST_CONTACT = re.compile(r"gloo|nccl|coordination.?service|heartbeat", re.IGNORECASE)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-STATUS = re.compile("[A-Z_]+: ")  # how such a ValueError begins, and none of a user's mistake
-GOOGLE = "0x1ae0"  # the PCI vendor
-DISK, NETWORK = "0x01", "0x02"  # how the PCI class of one begins
-TASKS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")  # where srun and mpirun say how many they start
+STATUS = re.compile("[A-Z_]+: ")  # the beginning of such a ValueError, but of no user's mistake
+GOOGLE = "0x1ae0"  # a PCI vendor
+DISK, NETWORK = "0x01", "0x02"  # the beginning of the PCI class of a disk and of a network card
+TASKS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")  # the numbers of tasks that srun and mpirun start
+ROOMS = ("", "models", "runtime", "tools")  # the folders of this project's code
+
+
+def start_jax(*, cache_dir: str, init_timeout_s: int, heartbeat_timeout_s: int) -> None:
+    """Joins the other processes, if there are any, and prints the devices.
+
+    It comes before anything touches a device. cache_dir: of compiled programs. Raises ValueError
+    if there is no device of the kind that JAX_PLATFORMS names.
+    """
+    jax.config.update("jax_compilation_cache_dir", os.path.abspath(cache_dir))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    if not os.environ.get("JAX_PLATFORMS") and not has_tpu():
+        # jax would start libtpu, if it is installed, and libtpu prints errors without a TPU.
+        register_backend_factory("tpu", lambda: None)
+    join(init_timeout_s=init_timeout_s, heartbeat_timeout_s=heartbeat_timeout_s)
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # an AssertionError: it is not installed
+        if lost_contact(error):
+            raise
+        wanted, reason = os.environ.get("JAX_PLATFORMS", ""), " ".join(str(error).split())
+        raise ValueError(f"JAX_PLATFORMS={wanted}: no such device here. {reason}") from None
+    print(
+        f"backend={jax.default_backend()} process={jax.process_index()}/{jax.process_count()} "
+        f"device_count={jax.device_count()} local_device_count={jax.local_device_count()}",
+        flush=True,
+    )
 
 
 def has_tpu(pci: Path = Path("/sys/bus/pci/devices")) -> bool:
     """True if this machine has a TPU: a PCI device of Google's that is no disk and no network card.
 
-    The files in /dev do not tell: a GPU that is passed through to a virtual machine is in /dev/vfio
-    too, and other makers' accelerators are in /dev/accel.
+    The files in /dev cannot tell: a GPU that is passed through to a virtual machine is in /dev/vfio
+    too, and accelerators of other makers are in /dev/accel.
     """
     for vendor in pci.glob("*/vendor"):
         kind = vendor.with_name("class")
@@ -42,11 +73,12 @@ def has_tpu(pci: Path = Path("/sys/bus/pci/devices")) -> bool:
 
 
 def join(*, init_timeout_s: int, heartbeat_timeout_s: int) -> None:
-    """Joins the other processes, if there are any; to be called before anything touches a device.
+    """Joins the other processes, if there are any, before anything touches a device.
 
     The hosts of a TPU slice find each other; elsewhere JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES
-    and JAX_PROCESS_ID say who there is. After init_timeout_s without all of them this process ends
-    with exit code 1; when one falls silent later, jax ends the others after heartbeat_timeout_s.
+    and JAX_PROCESS_ID name the processes. If they have not all joined after init_timeout_s, this
+    process ends with exit code 1. If one falls silent later, jax ends the others after
+    heartbeat_timeout_s.
     """
     address, where = os.environ.get("JAX_COORDINATOR_ADDRESS"), ()
     if address:
@@ -60,8 +92,8 @@ def join(*, init_timeout_s: int, heartbeat_timeout_s: int) -> None:
     elif not ((os.environ.get("JAX_PLATFORMS") or "tpu").startswith("tpu") and has_tpu()):
         _say_if_alone()
         return
-    # jax's own limit ends the process with a dump of C++ frames; this one comes a little earlier.
-    limit = threading.Timer(init_timeout_s, _nobody_came, [init_timeout_s, where])
+    # This limit comes before jax's, which ends the process with a dump of C++ frames.
+    limit = threading.Timer(init_timeout_s, _end_alone, [init_timeout_s, where])
     limit.daemon = True
     limit.start()
     jax.config.update("jax_enable_preemption_service", False)  # SIGTERM is StopSignal's
@@ -74,7 +106,7 @@ def join(*, init_timeout_s: int, heartbeat_timeout_s: int) -> None:
 
 
 def _say_if_alone() -> None:
-    """One line if a launcher has started many tasks, none of which knows of the others."""
+    """Prints a line if a launcher has started many tasks that do not know of each other."""
     for name in TASKS:
         count = os.environ.get(name, "")
         if count.isdecimal() and int(count) > 1:
@@ -87,7 +119,7 @@ def _say_if_alone() -> None:
             return
 
 
-def _nobody_came(seconds: int, where: tuple) -> NoReturn:
+def _end_alone(seconds: int, where: tuple) -> NoReturn:
     who = f" at {where[0]}; this is process {where[2]} of {where[1]}" if where else ""
     print(
         f"error: not all processes have joined in INIT_TIMEOUT_S={seconds} seconds{who}. Is the "
@@ -98,7 +130,7 @@ def _nobody_came(seconds: int, where: tuple) -> NoReturn:
 
 
 def stop_if_not_so_many(require_multihost: bool, require_process_count: int) -> None:
-    """Raises ValueError if this process trains alone, or beside others than there should be."""
+    """Raises ValueError if fewer or more processes have joined than the settings require."""
     count = jax.process_count()
     if require_multihost and count == 1:
         raise ValueError(
@@ -110,10 +142,10 @@ def stop_if_not_so_many(require_multihost: bool, require_process_count: int) -> 
 
 
 def stop_if_different(facts: dict[str, str], mistake: ValueError | None) -> None:
-    """Raises the same ValueError on every process if one of them made a mistake, or if their facts
-    differ; it names up to five that do. All have to call it.
+    """Raises the same ValueError on every process if one of them has found a mistake, or if their
+    facts differ; it names up to five of these. All processes have to call it.
 
-    facts: {name: value} of what has to be the same everywhere. mistake: of this process, if any.
+    facts: {name: value} of all that has to be the same. mistake: what this process has found.
     """
     if jax.process_count() > 1:
         told = gather_texts(json.dumps([str(mistake or ""), facts]))
@@ -132,8 +164,11 @@ def stop_if_different(facts: dict[str, str], mistake: ValueError | None) -> None
 
 @contextlib.contextmanager
 def told_by_all() -> Iterator[None]:
-    """A ValueError or OSError that one process raises within it is raised on all as a ValueError in
-    the same words, so that all end alike. Nothing within it may wait for another process."""
+    """If one process raises a ValueError or OSError within this context, all processes raise a
+    ValueError of the same words, so that all end alike.
+
+    Nothing within it may wait for another process.
+    """
     mistake = ""
     try:
         yield
@@ -145,8 +180,30 @@ def told_by_all() -> Iterator[None]:
         raise ValueError(first)
 
 
+def code_facts(root: Path) -> dict[str, str]:
+    """{file: digest} of this project's code that is imported. root: the project's folder."""
+    files = [Path(m.__file__) for m in [*sys.modules.values()] if getattr(m, "__file__", None)]
+    rooms = {root / room for room in ROOMS}
+    code = sorted({file for file in files if file.parent in rooms})
+    return {str(file.relative_to(root)): digest(file.read_bytes()) for file in code}
+
+
+def versions() -> dict[str, str]:
+    """The versions of Python and of the packages on which results depend."""
+    found = {"python": platform.python_version()}
+    for package in ("jax", "jaxlib", "libtpu", "flax", "optax", "numpy", "transformers"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
+
+
+def digest(content: bytes) -> str:
+    """The first 12 digits of the SHA-256."""
+    return hashlib.sha256(content).hexdigest()[:12]
+
+
 def differences(everyone: list[dict[str, str]]) -> list[str]:
-    """A text for each name whose value on some process is not that on process 0."""
+    """A text for each name whose value differs between process 0 and another process."""
     first, found = everyone[0], {}
     for i, facts in enumerate(everyone):
         for name in [*first, *(name for name in facts if name not in first)]:
@@ -157,21 +214,21 @@ def differences(everyone: list[dict[str, str]]) -> list[str]:
 
 
 def gather_texts(text: str) -> list[str]:
-    """The text of every process, in process order; all have to call it."""
+    """The text of every process, in process order; all processes have to call it."""
     if jax.process_count() == 1:
         return [text]
     data = np.frombuffer(text.encode(), np.uint8)
     sizes = multihost_utils.process_allgather(np.int32(data.size))  # [processes]
     padded = np.pad(data, (0, int(sizes.max()) - data.size))
-    rows = multihost_utils.process_allgather(padded)  # [processes, bytes]
-    return [bytes(row[:size]).decode() for row, size in zip(rows, sizes, strict=True)]
+    gathered = multihost_utils.process_allgather(padded)  # [processes, bytes]
+    return [bytes(x[:size]).decode() for x, size in zip(gathered, sizes, strict=True)]
 
 
 # ---- Stopping ------------------------------------------------------------------------------------
 
 
 class Stopped(Exception):
-    """The run is to stop here, for the signal of this number."""
+    """The run has to stop here, because of the signal with this number."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -179,22 +236,22 @@ class Stopped(Exception):
 
 
 class StopSignal:
-    """SIGTERM and SIGINT, from here on: seen at once, obeyed at the next `check`.
+    """Watches for SIGTERM and SIGINT from now on; the run obeys at its next `check`.
 
-    A thread of its own sees them, since Python's handlers wait while the main thread compiles or
-    waits for a device. It ends the process by itself when no check comes in time, at a second
-    signal, and at once while not `running`. Make it on the main thread.
+    A separate thread watches, because Python's signal handlers wait while the main thread compiles
+    or waits for a device. This thread ends the process by itself if no check comes in time, at a
+    second signal, and at once while `running` is False. It has to be made on the main thread.
     """
 
     def __init__(self, grace_s: int) -> None:
-        """grace_s: seconds from a signal to the end of the process at the latest."""
-        self.running = False  # True once there are steps to stop between
+        """grace_s: the longest time in seconds from a signal to the end of the process."""
+        self.running = False  # becomes True before the first step
         self._grace_s, self._number = grace_s, 0
         self._seen, wakeup = os.pipe()
         os.set_blocking(wakeup, False)
         signal.set_wakeup_fd(wakeup)
         for number in STOP_SIGNALS:
-            signal.signal(number, lambda *_: None)  # what counts is the byte in the pipe
+            signal.signal(number, lambda *_: None)  # only the byte in the pipe counts
         os.register_at_fork(after_in_child=_forget_signals)
         threading.Thread(target=self._wait, daemon=True).start()
 
@@ -207,7 +264,7 @@ class StopSignal:
         self._number = number
         _say(f"{name}: stopping at the next point where the run can be saved", sys.stdout)
         end = time.monotonic() + max(1, self._grace_s - 1)
-        time.sleep(0.5)  # one Ctrl-C may come twice, from the terminal and from a wrapper
+        time.sleep(0.5)  # a Ctrl-C may arrive twice, from the terminal and from a wrapper
         while self._next(0):
             pass
         again = self._next(end - time.monotonic())
@@ -216,14 +273,14 @@ class StopSignal:
         _end(128 + number)
 
     def _next(self, seconds: float | None) -> int:
-        """The next of STOP_SIGNALS in so many seconds, else 0; others have the same pipe."""
+        """The next of STOP_SIGNALS within so many seconds, else 0; the pipe has other signals too."""
         while select.select([self._seen], [], [], seconds)[0]:
             if (number := os.read(self._seen, 1)[0]) in STOP_SIGNALS:
                 return number
         return 0
 
     def check(self) -> None:
-        """Raises Stopped, on all processes at the same call, after a signal to one of them."""
+        """Raises Stopped on all processes, at the same call, after a signal to any of them."""
         number = self._number
         if jax.process_count() > 1:
             number = int(multihost_utils.process_allgather(np.int32(number)).max())
@@ -240,8 +297,10 @@ def lost_contact(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def ending_together() -> Iterator[None]:
-    """Whatever ends this process within it ends it at once, so that the others notice: jax's own
-    exit waits minutes for all of them, while they wait for this one."""
+    """An error within this context ends this process at once, so that the others notice it.
+
+    jax's normal exit would wait for minutes for the other processes, which wait for this one.
+    """
     try:
         yield
     except BaseException as error:
@@ -261,14 +320,14 @@ def ending_together() -> Iterator[None]:
 
 
 def _forget_signals() -> None:
-    """In a forked child, whose signals are its own."""
+    """Makes a forked child process handle its signals in the usual way again."""
     signal.set_wakeup_fd(-1)
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
 
 
 def _say(line: str, where: Any) -> None:
-    with contextlib.suppress(OSError, ValueError):  # a full disk, a closed pipe
+    with contextlib.suppress(OSError, ValueError):  # the disk is full, or the pipe is closed
         print(line, file=where, flush=True)
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from models import attention
 from models.attention import KV, SharedPromptMask
-from runtime.layout import ROLLOUT_ROWS, TRAIN_ROWS, Layout, make_mesh
+from runtime.layout import ROLLOUT_BATCH_AXES, TRAIN_BATCH_AXES, Layout, make_mesh
 
 # (G, S, s, T, H, N, h): rows, prompt tokens, sequences of a row, their tokens, heads, head_dim.
 SMALL = [
@@ -199,7 +199,8 @@ def test_one_token_from_a_cache_sees_what_it_sees_in_a_row(shared: bool, cache_i
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("impl", ["xla", "splash"])
 @pytest.mark.parametrize(
-    "mesh_shape, rows", [("2,2,2", TRAIN_ROWS), ("1,4,2", TRAIN_ROWS), ("2,1,4", ROLLOUT_ROWS)]
+    "mesh_shape, rows",
+    [("2,2,2", TRAIN_BATCH_AXES), ("1,4,2", TRAIN_BATCH_AXES), ("2,1,4", ROLLOUT_BATCH_AXES)],
 )
 def test_devices_do_what_one_does(mesh_shape: str, rows: tuple[str, ...], impl: str) -> None:
     x = inputs(8, 37, 2, 30, 4, 2, 64)
@@ -210,9 +211,9 @@ def test_devices_do_what_one_does(mesh_shape: str, rows: tuple[str, ...], impl: 
 @pytest.mark.parametrize(
     "mesh_shape, rows, shape",
     [
-        ("2,2,2", TRAIN_ROWS, (4, 97, 2, 64)),
-        ("1,2,4", TRAIN_ROWS, (8, 97, 1, 64)),
-        ("2,1,4", ROLLOUT_ROWS, (2, 97, 4, 64)),
+        ("2,2,2", TRAIN_BATCH_AXES, (4, 97, 2, 64)),
+        ("1,2,4", TRAIN_BATCH_AXES, (8, 97, 1, 64)),
+        ("2,1,4", ROLLOUT_BATCH_AXES, (2, 97, 4, 64)),
     ],
 )
 def test_a_device_s_kernel_sees_its_own_rows_and_in_training_its_own_heads(
@@ -269,7 +270,7 @@ def test_a_chunk_at_a_time_the_values_and_gradients_are_the_same(
 def test_a_device_counts_its_own_scores_only(monkeypatch: pytest.MonkeyPatch) -> None:
     x = inputs(8, 16, 2, 4, 4, 2, 8)
     monkeypatch.setattr(attention, "SCORES_BYTES", 4 * 8 * 4 * 16 * 16 // 8)  # an eighth of all
-    layout = Layout(make_mesh("MESH_SHAPE", "2,2,2", jax.devices()), TRAIN_ROWS)
+    layout = Layout(make_mesh("MESH_SHAPE", "2,2,2", jax.devices()), TRAIN_BATCH_AXES)
     assert chunks(x) == [8, 4] and chunks(x, layout) == []
 
 

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from inputs import accuracy_rule
 
 from config import Config
-from inputs import accuracy_rule
 from metrics import (
     AccuracyRule,
     Clock,

@@ -35,13 +35,13 @@ from models.model import (
     prefix_of,
 )
 from runtime.layout import (
-    ROLLOUT_ROWS,
-    TRAIN_ROWS,
+    ROLLOUT_BATCH_AXES,
+    TRAIN_BATCH_AXES,
     Layout,
-    local_rows,
+    local_part,
     make_mesh,
     mesh_text,
-    put_rows,
+    shard_batch,
 )
 
 # Everything at once: biases, head norms, scaled rotary angles, an lm_head of its own, h != D/H.
@@ -253,29 +253,29 @@ def placed(mesh_shape: str, rows: tuple[str, ...], s: int) -> tuple[Layout, Para
     """The layout, the parameters and the inputs of share s where a run has them."""
     layout = Layout(make_mesh("MESH_SHAPE", mesh_shape, jax.devices()), rows)
     params = jax.tree.map(jax.device_put, PARAMS, param_shardings(CONFIG, layout.mesh))
-    return layout, params, [put_rows(x, layout) for x in (*shared(s), COMPLETION_IDS)]
+    return layout, params, [shard_batch(x, layout) for x in (*shared(s), COMPLETION_IDS)]
 
 
 @pytest.mark.parametrize("mesh_shape, s", [("1,8,1", 1), ("1,4,2", 2), ("2,2,2", 2)])
 def test_training_layouts_leave_states_and_gradient_unchanged(mesh_shape: tuple, s: Any) -> None:
-    layout, params, inputs = placed(mesh_shape, TRAIN_ROWS, s)
+    layout, params, inputs = placed(mesh_shape, TRAIN_BATCH_AXES, s)
     (_, hidden), grads = gradient_jit(params, *inputs, layout=layout, remat="full")
     assert_same((hidden, grads), plain_gradient(), 1e-5)
 
 
 @pytest.mark.parametrize("mesh_shape", ["8,1,1", "4,1,2", "1,2,4"])
 def test_decoding_layouts_leave_states_unchanged(mesh_shape: tuple) -> None:
-    layout, params, inputs = placed(mesh_shape, ROLLOUT_ROWS, 1)
+    layout, params, inputs = placed(mesh_shape, ROLLOUT_BATCH_AXES, 1)
     hidden = decoded_jit(params, *inputs, layout=layout)
     np.testing.assert_allclose(hidden, whole(), rtol=0, atol=1e-5)
 
 
 def test_local_rows_gives_back_what_put_rows_was_given() -> None:
-    layout = Layout(make_mesh("MESH_SHAPE", "2,2,2", jax.devices()), TRAIN_ROWS)
+    layout = Layout(make_mesh("MESH_SHAPE", "2,2,2", jax.devices()), TRAIN_BATCH_AXES)
     x = np.arange(24).reshape(8, 3)
-    assert put_rows(x, layout).addressable_shards[0].data.shape == (2, 3)
-    np.testing.assert_array_equal(local_rows(put_rows(x, layout)), x)
-    assert layout.row_shards == 4 and layout._replace(rows=ROLLOUT_ROWS).row_shards == 8
+    assert shard_batch(x, layout).addressable_shards[0].data.shape == (2, 3)
+    np.testing.assert_array_equal(local_part(shard_batch(x, layout)), x)
+    assert layout.batch_shards == 4 and layout._replace(rows=ROLLOUT_BATCH_AXES).batch_shards == 8
 
 
 # ---- Shapes, axes and meshes ---------------------------------------------------------------------

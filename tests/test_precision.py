@@ -19,13 +19,15 @@ import rewards
 from loss import Objective
 from models import hf
 from rollout import pad_prompts
-from runtime.layout import TRAIN_ROWS, Layout, put_rows
+from runtime.layout import TRAIN_BATCH_AXES, Layout, shard_batch
 from update import Compute, Counts, MicroBatch, micro_step, zero_grads
 
 TINY = Path(__file__).resolve().parent.parent / "tiny"
 P, K, T = 8, 4, 32
 B = P * K
-WHERE = Layout(Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), ("dp", "fsdp", "tp")), TRAIN_ROWS)
+WHERE = Layout(
+    Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), ("dp", "fsdp", "tp")), TRAIN_BATCH_AXES
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -69,8 +71,8 @@ def gradient(dtype: str, micro: int, wrong: str = "") -> np.ndarray:
         own, prompts = slice(start, start + micro), slice(start // K, (start + micro) // K)
         tokens = mask.size if wrong == "padding is counted" else mask.sum()
         batch = MicroBatch(
-            *(put_rows(x[prompts], WHERE) for x in (prompt_ids, prompt_mask)),
-            *(put_rows(x[own], WHERE) for x in sequences),
+            *(shard_batch(x[prompts], WHERE) for x in (prompt_ids, prompt_mask)),
+            *(shard_batch(x[own], WHERE) for x in sequences),
         )
         total, _, _ = micro_step(
             params, total, batch, Counts(*map(np.float32, (tokens, B, tokens))),

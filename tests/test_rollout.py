@@ -28,7 +28,7 @@ from rollout import (
     sample,
     share,
 )
-from runtime.layout import ROLLOUT_ROWS, Layout
+from runtime.layout import ROLLOUT_BATCH_AXES, Layout
 
 CONFIG = ModelConfig(
     vocab_size=40,
@@ -127,7 +127,7 @@ def numpy_filter(probs: np.ndarray, sampling: Sampling) -> np.ndarray:
 
 def layout(*shape: int) -> Layout:
     devices = np.array(jax.devices()[: math.prod(shape)]).reshape(shape)
-    return Layout(Mesh(devices, ("dp", "fsdp", "tp")), ROLLOUT_ROWS)
+    return Layout(Mesh(devices, ("dp", "fsdp", "tp")), ROLLOUT_BATCH_AXES)
 
 
 def run(
@@ -371,7 +371,7 @@ def test_the_documented_shapes() -> None:
         dtype=dtype,
     )  # fmt: skip
     drawn = jax.eval_shape(
-        drawn, params, prefix=prefix, prompt_ids=ids, prompt_mask=ids, row_ids=rows,
+        drawn, params, prefix=prefix, prompt_ids=ids, prompt_mask=ids, sequence_ids=rows,
         key=jax.random.key(0),
     )  # fmt: skip
     assert [(x.shape, x.dtype) for x in drawn] == [

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from loss import Objective, group_advantages
 from models import hf
-from runtime.layout import TRAIN_ROWS, Layout, put_rows
+from runtime.layout import TRAIN_BATCH_AXES, Layout, shard_batch
 from update import (
     Compute,
     Counts,
@@ -164,7 +164,7 @@ def our_step(folder: Path, variant: str, optimizer: str) -> Step:
     """In 4 micro-batches of 2 rows with one prompt, as train_grpo.py does it."""
     config = hf.read_config(folder)
     where = Layout(
-        Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), ("dp", "fsdp", "tp")), TRAIN_ROWS
+        Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), ("dp", "fsdp", "tp")), TRAIN_BATCH_AXES
     )
     params = hf.load_params(folder, config, where.mesh, np.dtype("float32"))
     before = dict(hf.hf_tensors(params, config))
@@ -200,7 +200,7 @@ def micro_batches(x: Given, micro: int, where: Layout) -> list[MicroBatch]:
         own = slice(start, start + micro)
         prompts = [a[own][:1] for a in (prompt_ids, prompt_mask)]
         rows = [a[own] for a in (ids, mask, old, x.advantages, old, ref)]  # the sampler's are old
-        batches.append(MicroBatch(*(put_rows(a, where) for a in [*prompts, *rows])))
+        batches.append(MicroBatch(*(shard_batch(a, where) for a in [*prompts, *rows])))
     return batches
 
 

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from config import Config
 from models import attention, hf, model
-from runtime.layout import TRAIN_ROWS, Layout, constrain
+from runtime.layout import TRAIN_BATCH_AXES, Layout, constrain
 from tools import plan_tpu, programs, roofline
 from tools.hlo import Collective, collectives
 
@@ -108,7 +108,7 @@ def test_an_embedding_gathered_to_look_tokens_up_would_be_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def gathered(embed: jax.Array, ids: jax.Array, dtype: jnp.dtype, layout: Layout) -> jax.Array:
-        return constrain(constrain(embed.astype(dtype), layout)[ids], layout, TRAIN_ROWS)
+        return constrain(constrain(embed.astype(dtype), layout)[ids], layout, TRAIN_BATCH_AXES)
 
     monkeypatch.setattr(model, "_embed", gathered)
     assert whole_weights(plan_of("0.5b"))
@@ -146,11 +146,13 @@ def test_twice_the_chips_hold_half_each_and_send_at_most_half_more() -> None:
 @pytest.mark.parametrize("chip, head_dim", ALL_KERNELS)
 def test_splash_attention_and_its_gradient_compile(chip: str, head_dim: int) -> None:
     devices = programs.slice_devices(f"{chip}-8")
-    layout = Layout(Mesh(np.array(devices).reshape(1, -1, 1), ("dp", "fsdp", "tp")), TRAIN_ROWS)
+    layout = Layout(
+        Mesh(np.array(devices).reshape(1, -1, 1), ("dp", "fsdp", "tp")), TRAIN_BATCH_AXES
+    )
     G, t, S, s = len(devices), 384 + 2 * 1000, 384, 2
 
     def array(*shape: int, dtype: jnp.dtype = jnp.bfloat16) -> jax.ShapeDtypeStruct:
-        return programs.array(layout.mesh, shape, dtype, layout.rows)
+        return programs.array(layout.mesh, shape, dtype, layout.batch_axes)
 
     def total(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
         out = attention.attention(q, attention.KV(k, v), mask, s, layout, "splash")

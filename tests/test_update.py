@@ -17,18 +17,18 @@ from test_rollout import CONFIG, PAD, numpy_logits, numpy_softmax, weights
 
 from loss import Objective
 from models.model import Params, param_shardings
-from runtime.layout import TRAIN_ROWS, Layout, put_rows
+from runtime.layout import TRAIN_BATCH_AXES, Layout, shard_batch
 from update import (
     Compute,
     Counts,
     MicroBatch,
     Optimizer,
+    compute_logps,
     init_state,
     learning_rate,
     merge_metrics,
     micro_step,
     optimizer_step,
-    score_tokens,
     sync_weights,
     zero_grads,
 )
@@ -98,7 +98,7 @@ class Step(NamedTuple):
 
 def layout(*shape: int) -> Layout:
     devices = np.array(jax.devices()[: math.prod(shape)]).reshape(shape)
-    return Layout(Mesh(devices, ("dp", "fsdp", "tp")), TRAIN_ROWS)
+    return Layout(Mesh(devices, ("dp", "fsdp", "tp")), TRAIN_BATCH_AXES)
 
 
 def laid_out(mesh: Mesh, params: Params | None = None) -> Params:
@@ -121,8 +121,8 @@ def micro_batches(x: Sequences, micro: int, s: int, wider: int, where: Layout) -
 
     def one(start: int) -> MicroBatch:
         own = slice(start, start + micro)
-        prompts = [put_rows(a[own][::s], where) for a in (ids, mask)]
-        completions, completion_mask, *rest = (put_rows(a[own], where) for a in rows)
+        prompts = [shard_batch(a[own][::s], where) for a in (ids, mask)]
+        completions, completion_mask, *rest = (shard_batch(a[own], where) for a in rows)
         return MicroBatch(*prompts, completions, completion_mask, *rest)
 
     return [one(start) for start in range(0, 2 * K, micro)]
@@ -252,7 +252,7 @@ def test_reference_logps_are_the_policy_s_own_before_it_moves() -> None:
     where = layout(1, 1, 1)
     [batch] = micro_batches(sequences(), 16, 8, 0, where)
     compute = Compute(CONFIG, FLOAT32, where)
-    logps, entropy = score_tokens(laid_out(where.mesh), batch, TEMPERATURE, compute)
+    logps, entropy = compute_logps(laid_out(where.mesh), batch, TEMPERATURE, compute)
     assert logps.shape == entropy.shape == (16, T) and logps.dtype == FLOAT32
     np.testing.assert_allclose(logps, whole().logps, atol=1e-6)
 

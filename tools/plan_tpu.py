@@ -128,7 +128,7 @@ def compiled(plan: Plan, program: str) -> tuple[Memory, str]:
 def remedies(plan: Plan, name: str, program: str, limit: float) -> list[str]:
     """Settings with which the program fits, each confirmed by compiling it with them."""
     cfg, sizes, local = plan.cfg, plan.sizes, plan.rollout.mesh.size // plan.processes
-    if program in ("micro_step", "score_tokens"):
+    if program in ("micro_step", "compute_logps"):
         names = MICRO_SIZES
     elif program in ROLLOUT:
         names = PASS_SIZES

@@ -31,14 +31,14 @@ from update import (
     MicroBatch,
     TrainState,
     abstract_state,
+    compute_logps,
     micro_step,
     optimizer_step,
-    score_tokens,
     sync_program,
 )
 
 ROLLOUT = ("prefill", "decode", "eval_prefill", "eval_decode")
-PROGRAMS = ("sync_weights", *ROLLOUT, "score_tokens", "micro_step", "optimizer_step")
+PROGRAMS = ("sync_weights", *ROLLOUT, "compute_logps", "micro_step", "optimizer_step")
 
 
 class Plan(NamedTuple):
@@ -67,12 +67,12 @@ class Plan(NamedTuple):
     def rollout_rows(self) -> tuple[int, int]:
         """B and G."""
         B = self.sizes.prompt_batch_size * self.cfg.num_pre_q * self.processes
-        return B, B // share(self.cfg.num_pre_q, B // self.rollout.row_shards)
+        return B, B // share(self.cfg.num_pre_q, B // self.rollout.batch_shards)
 
     def train_rows(self) -> tuple[int, int]:
         """R and G."""
         R = self.sizes.micro_batch_size * self.processes
-        return R, R // share(self.cfg.num_pre_q, R // self.compute.layout.row_shards)
+        return R, R // share(self.cfg.num_pre_q, R // self.compute.layout.batch_shards)
 
 
 def slice_devices(name: str) -> Sequence[jax.Device]:
@@ -112,7 +112,7 @@ def micro_batch(plan: Plan) -> MicroBatch:
     (R, G), cfg, layout = plan.train_rows(), plan.cfg, plan.compute.layout
 
     def rows(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
-        return array(layout.mesh, shape, dtype, layout.rows)
+        return array(layout.mesh, shape, dtype, layout.batch_axes)
 
     prompt, tokens = rows(jnp.int32, G, plan.S + 1), rows(jnp.int32, R, plan.T)
     logps = rows(jnp.float32, R, plan.T)
@@ -138,7 +138,7 @@ def bytes_of(tree: Any) -> int:
 def runs(plan: Plan, program: str) -> bool:
     """False for what the settings switch off."""
     cfg = plan.cfg
-    if program == "score_tokens":
+    if program == "compute_logps":
         return cfg.beta > 0 or cfg.top_entropy_quantile < 1
     return not program.startswith("eval_") or cfg.eval_every_steps > 0 or cfg.eval_full_sweep
 
@@ -150,9 +150,9 @@ def call(plan: Plan, program: str) -> tuple[Any, tuple, dict[str, Any]]:
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
     if program == "sync_weights":
         return sync_program(config, plan.rollout.mesh, compute.dtype), (state.params,), {}
-    if program == "score_tokens":
+    if program == "compute_logps":
         scored = reference(plan) or state.params
-        return score_tokens, (scored, micro_batch(plan), cfg.temperature, compute), {}
+        return compute_logps, (scored, micro_batch(plan), cfg.temperature, compute), {}
     if program == "micro_step":
         static = {"objective": objective_of(cfg), "temperature": cfg.temperature}
         arguments = (state.params, grads, micro_batch(plan), Counts(scalar, scalar, scalar))
@@ -167,7 +167,7 @@ def call(plan: Plan, program: str) -> tuple[Any, tuple, dict[str, Any]]:
 def prefill_call(plan: Plan) -> tuple[Any, tuple, dict[str, Any]]:
     (_, G), layout, compute = plan.rollout_rows(), plan.rollout, plan.compute
     weights = abstract_params(plan.config, layout.mesh, compute.dtype)
-    prompt = array(layout.mesh, (G, plan.S + 1), jnp.int32, layout.rows)
+    prompt = array(layout.mesh, (G, plan.S + 1), jnp.int32, layout.batch_axes)
     static = {"dtype": compute.dtype, "layout": layout, "attention_impl": compute.attention_impl}
     return prefill, (weights, plan.config, prompt, prompt), static
 
@@ -182,8 +182,8 @@ def decode_call(plan: Plan) -> tuple[Any, tuple, dict[str, Any]]:
         "dtype": dtype, "layout": plan.rollout, "max_new_tokens": plan.T, "stop_ids": (0, 1),
         "pad_id": 0, "sampling": plan.sampling,
     }  # fmt: skip
-    row_ids = array(mesh, (B,), jnp.int32, rows)
-    return decode, (weights, config, KV(kv, kv), prompt, prompt, row_ids, key), static
+    sequence_ids = array(mesh, (B,), jnp.int32, rows)
+    return decode, (weights, config, KV(kv, kv), prompt, prompt, sequence_ids, key), static
 
 
 def rest_of_run(plan: Plan, program: str) -> int:
@@ -192,7 +192,7 @@ def rest_of_run(plan: Plan, program: str) -> int:
     params, opt_state = bytes_of(state.params), bytes_of(state.opt_state)
     given = {
         "sync_weights": params,
-        "score_tokens": ref or params,
+        "compute_logps": ref or params,
         "micro_step": params,
         "optimizer_step": params + opt_state,
     }

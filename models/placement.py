@@ -1,0 +1,167 @@
+"""Which meshes a model gets: the smallest useful tensor parallelism for training and decoding.
+
+Dimensions: n devices, R sequences and G prompts of a program over all devices, S prompt tokens, T
+completion tokens, V vocabulary, D model.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+
+from models.model import ModelConfig, param_table, stop_if_indivisible
+from runtime.chips import Work, chip_of, memory_bytes
+from runtime.layout import ROLLOUT_BATCH_AXES, TRAIN_BATCH_AXES, Layout, local_count, make_mesh
+
+
+class Workload(NamedTuple):
+    """What a rollout pass or a micro-step works on, over all devices."""
+
+    R: int  # sequences
+    G: int  # prompts; each is shared by R/G sequences
+    S: int
+    T: int
+
+    @property
+    def tokens(self) -> int:
+        return self.R * self.T + self.G * self.S
+
+    @property
+    def pairs(self) -> float:
+        """Pairs of a query and a key that it sees."""
+        return self.G * self.S**2 / 2 + self.R * (self.T * self.S + self.T**2 / 2)
+
+
+class Layouts(NamedTuple):
+    """Where training and rollout lie, and why the rollout's mesh was chosen ("" if it was set)."""
+
+    train: Layout
+    rollout: Layout
+    reason: str
+
+
+def choose_layouts(
+    model: ModelConfig,
+    devices: Sequence[jax.Device],
+    workload: Workload,
+    itemsize: int,
+    *,
+    mesh_shape: str,
+    rollout_mesh_shape: str,
+) -> Layouts:
+    """The layouts for MESH_SHAPE and ROLLOUT_MESH_SHAPE, on devices that need not exist here.
+
+    workload: one rollout pass. itemsize: bytes of a weight in the copy that decodes.
+    Raises ValueError for a mesh that does not divide the devices or the weights.
+    """
+    # A process can ask only for the memory of its devices; a device of another machine has the
+    # memory of its chip.
+    local = next((d for d in devices if d.process_index == jax.process_index()), devices[0])
+    auto = (1, -1, smallest_tp(model, memory_bytes(local), local_count(devices)))
+    mesh = make_mesh("MESH_SHAPE", mesh_shape, devices, auto)
+    tp, reason = fastest_tp(model, local, len(devices), local_count(devices), workload, itemsize)
+    rollout_mesh = make_mesh("ROLLOUT_MESH_SHAPE", rollout_mesh_shape, devices, (-1, 1, tp))
+    stop_if_indivisible("MESH_SHAPE", model, mesh)
+    stop_if_indivisible("ROLLOUT_MESH_SHAPE", model, rollout_mesh)
+    train, rollout = Layout(mesh, TRAIN_BATCH_AXES), Layout(rollout_mesh, ROLLOUT_BATCH_AXES)
+    return Layouts(train, rollout, reason if rollout_mesh_shape == "auto" else "")
+
+
+def choose_attention(setting: str, model: ModelConfig, platform: str, tp: int) -> str:
+    """xla or splash; raises ValueError if ATTENTION_IMPL=splash cannot run here."""
+    why_not = ""
+    if platform != "tpu":
+        why_not = f"it is a TPU kernel, and this is {platform}"
+    elif model.head_dim % 64:
+        why_not = f"it wants a head_dim that is a multiple of 64, not {model.head_dim}"
+    elif model.num_kv_heads % tp:
+        why_not = f"MESH_SHAPE's tp={tp} does not divide {model.num_kv_heads} kv heads"
+    if setting == "splash" and why_not:
+        raise ValueError(f"ATTENTION_IMPL=splash: {why_not}; leave it at auto")
+    return setting if setting != "auto" else "xla" if why_not else "splash"
+
+
+# ---- Tensor parallelism --------------------------------------------------------------------------
+
+
+def possible_tp(model: ModelConfig, local_devices: int) -> list[int]:
+    """The powers of two that divide a host's devices and every dimension that tp splits."""
+    leaves = jax.tree.leaves(param_table(model))
+    pairs = [pair for leaf in leaves for pair in zip(leaf.shape, leaf.axes, strict=True)]
+    sizes = [size for size, axes in pairs if axes and "tp" in axes]
+    powers = [2**i for i in range(local_devices.bit_length())]
+    return [tp for tp in powers if not any(size % tp for size in (local_devices, *sizes))]
+
+
+def smallest_tp(model: ModelConfig, memory: float, local_devices: int) -> int:
+    """The tp of training: the smallest that leaves enough memory, or the largest that is possible.
+
+    Enough means that two layers gathered over fsdp and one gradient, all in bfloat16, take at most
+    a quarter of a device's memory.
+    """
+    possible = possible_tp(model, local_devices)
+    small = [tp for tp in possible if 3 * 2 * layer_weights(model) / tp <= memory / 4]
+    return (small or possible[-1:])[0]
+
+
+def fastest_tp(
+    model: ModelConfig,
+    device: jax.Device,
+    n: int,
+    local_devices: int,
+    workload: Workload,
+    itemsize: int,
+) -> tuple[int, str]:
+    """The tp of decoding, and why: the one for which a token is estimated to take least time.
+
+    Only those count whose weights take at most 40 % of the memory of `device`, a device of this
+    process. On other devices than TPUs it is the smallest of them. n: devices of all processes.
+    """
+    chip, possible = chip_of(device), possible_tp(model, local_devices)
+    limit = 0.4 * memory_bytes(device)
+    fits = [tp for tp in possible if itemsize * num_params(model) / tp <= limit]
+    fits = fits or possible[-1:]
+    if chip is None:
+        return fits[0], ""
+    costs = {}
+    for tp in fits:
+        _, hbm, ici = (1e3 * x for x in decode_work(model, n, tp, workload).seconds(chip, 2))
+        costs[tp] = (hbm + ici, f"tp={tp} {hbm:.2f} + {ici:.2f}")
+    fastest = min(costs, key=lambda tp: costs[tp][0])
+    reason = ", ".join(text for _, text in costs.values())
+    return fastest, f"estimated ms per token, HBM + collectives: {reason}"
+
+
+# ---- The sizes of a model, and the work of a token -----------------------------------------------
+
+
+def num_params(model: ModelConfig) -> int:
+    """The number of all weights."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(param_table(model)))
+
+
+def layer_weights(model: ModelConfig) -> int:
+    """The numbers in the matrices of one layer; every token is multiplied by each of them once."""
+    layers = jax.tree.leaves(param_table(model).layers)
+    return sum(math.prod(leaf.shape[1:]) for leaf in layers if len(leaf.shape) == 3)
+
+
+def attention_flops(model: ModelConfig, pairs: float) -> float:
+    """FLOPs of attention, forward, in all layers, for so many pairs of a query and a key."""
+    return 4 * model.num_heads * model.head_dim * model.num_layers * pairs
+
+
+def decode_work(model: ModelConfig, n: int, tp: int, workload: Workload) -> Work:
+    """The work of one new token of every sequence. The caches are read up to their capacity."""
+    R = workload.R / n
+    weights = model.num_layers * layer_weights(model) + model.vocab_size * model.hidden_size
+    cached = workload.G * workload.S / n + R * workload.T  # tokens
+    kv = 2 * 2 * model.num_kv_heads * model.head_dim * model.num_layers * cached
+    logits = 4 * R * model.vocab_size
+    flops = 2 * weights * R + attention_flops(model, R * (workload.S + workload.T))
+    heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    # A layer has two all-reduces, and four exchanges between heads and batch; the logits follow.
+    sent = model.num_layers * (2 * 2 * 2 * R * tp * model.hidden_size + 2 * R * heads) + logits
+    hops = (6 * model.num_layers + 2) * tp if tp > 1 else 0
+    return Work(flops, 2 * weights / tp + kv + 4 * logits, sent * (tp - 1) / tp, hops)

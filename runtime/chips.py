@@ -1,0 +1,145 @@
+"""The devices of a run: facts of TPU chips and slices, and what to do when memory runs out."""
+
+import contextlib
+import math
+import shlex
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from runtime.sizes import Sizes, derive, smaller_sizes
+
+OUT_OF_MEMORY_CODE = 3  # the exit code, which is also that of a --plan that does not fit
+HOP_SECONDS = 1e-6  # from a chip to its neighbour, for a transfer so small that only latency counts
+
+
+class Chip(NamedTuple):
+    """Facts of one chip, as Google publishes them."""
+
+    kinds: tuple[str, ...]  # the beginnings of its jax device_kind
+    tflops: float  # bfloat16
+    hbm_gib: float  # what the compiler lets a program use
+    hbm_gbps: float  # GB/s
+    ici_gbps: float  # GB/s of one link between chips, in one direction
+
+
+CHIPS = {
+    "v4": Chip(("TPU v4",), 275, 30.75, 1228, 45),
+    "v5e": Chip(("TPU v5 lite", "TPU v5e"), 197, 15.75, 819, 45),
+    "v5p": Chip(("TPU v5",), 459, 95.74, 2765, 90),
+    "v6e": Chip(("TPU v6",), 918, 31.25, 1640, 90),
+}
+
+
+class Slice(NamedTuple):
+    """The shape of a slice's torus, and its hosts."""
+
+    chip: str
+    shape: tuple[int, ...]
+    hosts: int
+    options: dict[str, Any]  # of jax's get_topology_desc
+
+    @property
+    def topology(self) -> dict[str, Any]:
+        shape = "x".join(map(str, self.shape))
+        return {"platform": "tpu", "topology_name": f"{self.chip}:{shape}", **self.options}
+
+
+MEGACORE = {"chip_config_name": "megacore"}  # the two cores of a chip are one device
+ONE_HOST = {"chips_per_host_bounds": [2, 4, 1]}  # without it jax assumes hosts of four chips
+SLICES = {
+    "v4-8": Slice("v4", (2, 2, 1), 1, MEGACORE),
+    "v4-16": Slice("v4", (2, 2, 2), 2, MEGACORE),
+    "v4-32": Slice("v4", (2, 2, 4), 4, MEGACORE),
+    "v5e-8": Slice("v5e", (2, 4), 1, ONE_HOST),
+    "v5e-16": Slice("v5e", (4, 4), 4, {}),
+    "v5p-8": Slice("v5p", (2, 2, 1), 1, MEGACORE),
+    "v6e-8": Slice("v6e", (2, 4), 1, ONE_HOST),
+    "v6e-16": Slice("v6e", (4, 4), 4, {}),
+    "v6e-64": Slice("v6e", (8, 8), 16, {}),
+    "v6e-256": Slice("v6e", (16, 16), 64, {}),
+}
+
+
+def chip_of(device: jax.Device) -> Chip | None:
+    """The facts of a TPU device, found by its kind; None for any other device."""
+    chips = [chip for chip in CHIPS.values() if device.device_kind.startswith(chip.kinds)]
+    return chips[0] if chips else None
+
+
+def slice_of(devices: list[jax.Device]) -> str:
+    """The name by which --plan knows the TPU slice of these devices; "" for any other slice."""
+    chip = chip_of(devices[0])
+    for name, known in SLICES.items():
+        if CHIPS[known.chip] is chip and math.prod(known.shape) == len(devices):
+            return name
+    return ""
+
+
+def memory_bytes(device: jax.Device) -> float:
+    """The bytes of a device's memory that programs may use; infinite if the device does not say."""
+    if chip := chip_of(device):
+        return chip.hbm_gib * 2**30
+    return (device.memory_stats() or {}).get("bytes_limit", math.inf)
+
+
+class Work(NamedTuple):
+    """What one device has to do in one phase of a step."""
+
+    flops: float
+    hbm_bytes: float
+    ici_bytes: float = 0.0  # from chip to chip
+    hops: float = 0.0  # transfers that wait for one another
+
+    def seconds(self, chip: Chip, links: int) -> tuple[float, float, float]:
+        """Seconds of the arithmetic, of the memory traffic, of the traffic over `links` links."""
+        ici = self.ici_bytes / (links * chip.ici_gbps * 1e9) + self.hops * HOP_SECONDS
+        return self.flops / (chip.tflops * 1e12), self.hbm_bytes / (chip.hbm_gbps * 1e9), ici
+
+
+# ---- A device has run out of memory --------------------------------------------------------------
+
+# The function that waited for the device -> the programs it runs, and the sizes they depend on.
+Waiting = Mapping[str, tuple[str, tuple[str, ...]]]
+
+
+def out_of_memory(cfg: Any, sizes: Sizes, waiting: Waiting, error: Exception) -> str:
+    """The line about a program for which a device has too little memory; "" for any other error.
+
+    It names the program, what the program asked for, the next smaller size that leaves the step as
+    it is, and on a TPU the command that checks this size.
+    """
+    if "RESOURCE_EXHAUSTED" not in str(error):
+        return ""
+    frames = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+    function = next((name for name in reversed(frames) if name in waiting), "")
+    program, names = waiting.get(function, ("a copy of the weights", ()))
+    wanted = " ".join(str(error).partition("RESOURCE_EXHAUSTED:")[2].split())[:200].rstrip(".")
+    text = f"{program} does not fit the memory of a device: {wanted}. "
+    if not names:
+        return text + "Use more devices; OPTIMIZER=sgd or lion, or BETA=0, need less"
+    found = smaller_sizes(cfg, sizes, jax.process_count(), jax.local_device_count(), names)
+    if not found:
+        return text + "Use more devices, or a lower MAX_LENGTH_SAMPLE or MAX_PROMPT_LENGTH"
+    smaller = " ".join(f"{name.upper()}={size}" for name, size in found[-1].items())
+    text += f"Try {smaller}"
+    if name := slice_of(jax.devices()):
+        flags = shlex.join([*sys.argv[1:], "--plan", name])
+        text += f"; this checks it: {smaller} python train_grpo.py {flags}"
+    return text
+
+
+@contextlib.contextmanager
+def memory_errors_in_sizes(cfg: Any, waiting: Waiting) -> Iterator[None]:
+    """Ends the program with the line of out_of_memory if a device runs out of memory within."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        sizes = derive(cfg, jax.process_count(), jax.local_device_count())
+        if line := out_of_memory(cfg, sizes, waiting, error):
+            print(f"error: {line}", file=sys.stderr)
+            raise SystemExit(OUT_OF_MEMORY_CODE) from None
+        raise

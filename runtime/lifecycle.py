@@ -1,0 +1,110 @@
+"""How a run goes on and ends: what it saves, and what follows a signal, a mistake or a bad step.
+
+Every ending leaves a line, the newest checkpoint and closed files behind.
+"""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from runtime.checkpoint import Checkpoints
+from runtime.parsing import fail
+from runtime.processes import Stopped, StopSignal
+from runtime.resume import Progress, mark_finished, record_of
+from runtime.run_log import RunLog
+
+
+class UserMistake(ValueError):
+    """A mistake of the user's that shows only while the run goes on, such as a failing reward."""
+
+
+@dataclasses.dataclass
+class Lifecycle:
+    """What changes while a run goes on, besides the weights."""
+
+    cfg: Any  # the run's settings
+    out: Path  # the run's folder
+    log: RunLog
+    stop: StopSignal
+    checkpoints: Checkpoints
+    progress: Progress
+    made_with: Mapping[str, str]  # all that the results follow from
+    saves: bool  # False: SAVE_EVERY_STEPS=0, or the processes do not see one folder
+    began: float  # time.perf_counter() at the start
+
+    def save(self, arrays: Any) -> None:
+        """Saves a checkpoint, unless this step has one already or the run saves none."""
+        if self.saves and self.checkpoints.latest != self.progress.step:
+            record = record_of(self.progress, self.made_with)
+            self.checkpoints.save(self.progress.step, arrays, record, self.progress.evals)
+
+    @contextlib.contextmanager
+    def ending(self, save: Callable[[], None]) -> Iterator[None]:
+        """Runs the steps, and ends the program after a signal, a user's mistake or too little
+        memory. save: calls Lifecycle.save with the newest arrays."""
+        try:
+            if self.progress.step and self.checkpoints.latest < 0:  # it goes on another run's
+                save()
+            yield
+        except Stopped as signal:
+            save()
+            self.checkpoints.wait()
+            saved = self.checkpoints.newest if self.checkpoints.newest >= 0 else "none"
+            self.log.line(f"STOPPED: {signal} steps={self.progress.step} saved_step={saved}")
+            self.log.close()
+            raise SystemExit(signal.exit_code) from None
+        except UserMistake as error:
+            if jax.process_count() == 1:  # the other processes do not know of the mistake
+                save()
+                self.checkpoints.wait()
+            self.log.close()
+            fail(error)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" in str(error):
+                self.log.close()
+            raise
+
+    def step_done(self, rounds: int, wrong: str, batch: dict[str, np.ndarray]) -> None:
+        """Counts a step; ends the run if NONFINITE_LIMIT steps in a row were not finite.
+
+        rounds: of sampling, in this step. wrong: what was not finite, or "". batch: the arrays of a
+        step that was not finite, which are kept.
+        """
+        progress, step = self.progress, self.progress.step
+        progress.step, progress.rounds = step + 1, progress.rounds + rounds
+        progress.not_finite = progress.not_finite + 1 if wrong else 0
+        if wrong:
+            self.log.arrays(f"bad_step_{step}.npz", batch)
+        if progress.not_finite >= self.cfg.nonfinite_limit:
+            self.checkpoints.wait()
+            self.log.close()
+            raise SystemExit(
+                f"error: step {step}: {wrong}, for NONFINITE_LIMIT={self.cfg.nonfinite_limit} "
+                f"steps in a row; their batches are {self.out}/bad_step_N.npz. Lower LEARNING_RATE?"
+            )
+
+    def finish(self, export: Callable[[], None]) -> None:
+        """Waits for the last checkpoint, exports the model and prints the last line.
+
+        export: writes the trained model; it may raise OSError, whose text names the folder.
+        """
+        self.checkpoints.wait()
+        if self.cfg.steps:
+            try:
+                export()
+            except OSError as error:
+                self.log.close()
+                raise SystemExit(f"error: {error}") from None
+            if self.saves and self.checkpoints.newest < self.cfg.steps:
+                self.log.close()
+                raise SystemExit(f"error: the last checkpoint is not in {self.checkpoints.folder}")
+            mark_finished(self.out, self.cfg.steps, self.made_with)
+        seconds = time.perf_counter() - self.began
+        self.log.line(f"DONE: steps={self.cfg.steps} elapsed_sec={seconds:.3f}")
+        self.log.close()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from config import Config
-from rewards import Rewards, load_reward_functions, penalties, score
+from rewards import Rewards, load_reward_functions, penalties, total_rewards
 from startup import set_up
 
 
@@ -52,7 +52,7 @@ def test_reward_fn_names_a_penalty_beside_a_built_in_one() -> None:
     named = load_reward_functions("repetition_penalty, tag_count_reward", 1, penalties(9, 2, 2))
     assert [f.__name__ for f in named] == ["repetition_penalty", "tag_count_reward"]
     columns = {"answer": ["1", "1"], "completion_ids": [[3, 3, 3, 4], [3, 4]]}
-    total, per_function = score(["<think>", ""], columns, named, [3.0, 1.0])
+    total, per_function = total_rewards(["<think>", ""], columns, named, [3.0, 1.0])
     assert total.tolist() == pytest.approx([-0.75, 0.0])
     assert per_function.tolist() == [[pytest.approx(-1 / 3), 0.25], [0.0, 0.0]]
 
@@ -80,7 +80,7 @@ def test_a_function_from_a_file_gets_the_tokens(tmp_path: Path) -> None:
     functions = load_reward_functions(f"{tmp_path / 'mine.py'}:last", 30)
     with closing(functions[0]):
         columns = {"answer": ["1"] * 3, "completion_ids": [[5, 6], [], [7]]}
-        total, _ = score(["a", "", "b"], columns, functions, [0.5])
+        total, _ = total_rewards(["a", "", "b"], columns, functions, [0.5])
     assert total.tolist() == pytest.approx([3.0, float("nan"), 3.5], nan_ok=True)
 
 

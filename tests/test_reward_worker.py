@@ -1,0 +1,256 @@
+"""Claims about runtime/reward_worker.py: the reward function of a user's file, and its faults."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from contextlib import closing
+from datetime import date
+from pathlib import Path
+
+import pytest
+
+from rewards import load_reward_functions, total_rewards
+from runtime import reward_worker
+from runtime.reward_worker import RewardWorker
+
+TOP = Path(reward_worker.__file__).parent.parent  # the repo's top folder
+
+USER_FILE = """
+import os
+import re
+import subprocess
+import sys
+import time
+import numpy as np
+from neighbour import HALF, boom
+def brevity(completions, answer, **columns):
+    return [HALF if len(text) < len(a) else None for text, a in zip(completions, answer)]
+def echo(completions, pause=(0,), **columns):
+    time.sleep(pause[0])
+    return [float(text) for text in completions]
+def surroundings(completions, **columns):
+    main = os.path.basename(sys.modules["__main__"].__file__)
+    return ["jax" in sys.modules, os.environ["JAX_PLATFORMS"] == "cpu", main == "reward_worker.py"]
+def ours(completions, **columns):
+    from rewards import extract_answer
+    runtime = [path for path in sys.path if os.path.basename(path) == "runtime"]
+    return [*map(extract_answer, completions), len(runtime), "jax" in sys.modules]
+def pid_then_hang(completions, **columns):
+    if completions[0] == "pid":
+        return [os.getpid()]
+    re.match("(a+)+$", "a" * 60 + "b")  # holds the interpreter's lock for ages
+def sleep(completions, **columns):
+    time.sleep(60)
+def noisy(completions, **columns):
+    print('{"rewards": [9.0]}')
+    os.write(1, b'{"rewards": [9.0]}\\n')
+    subprocess.run([sys.executable, "-c", "print('from a child')"])
+    try:
+        input()
+    except EOFError:
+        return [1.0]
+def arrays(completions, **columns):
+    return np.array([0.5, 1.0], np.float32)
+def huge(completions, **columns):
+    return [10**400]
+def short(completions, **columns):
+    return [0.0]
+def fails(completions, **columns):
+    boom()
+def leaves(completions, **columns):
+    sys.exit("bye")
+def dies(completions, **columns):
+    os._exit(7)
+number = 3
+"""
+NEIGHBOUR = "HALF = 0.5\n\ndef boom():\n    raise OSError('two\\nlines')\n"
+FAULT = USER_FILE[: USER_FILE.index("    boom()")].count("\n") + 1  # its line
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("user")
+    (folder / "mine.py").write_text(USER_FILE)
+    (folder / "neighbour.py").write_text(NEIGHBOUR)
+    (folder / "syntax.py").write_text("def f(:\n    pass\n")
+    (folder / "broken.py").write_text("\nimport no_such_module\n")
+    return folder
+
+
+def worker(folder, name: str, timeout_s: float = 30.0) -> closing:
+    return closing(RewardWorker(f"{folder / 'mine.py'}:{name}", timeout_s))
+
+
+def test_a_function_from_a_file_works_beside_a_built_in_one(folder: Path) -> None:
+    functions = load_reward_functions(f"reward_correct, {folder / 'mine.py'}:brevity", 30)
+    with closing(functions[1]):
+        assert [f.__name__ for f in functions] == ["reward_correct", "brevity"]
+        columns = {"answer": ["#### 72", "#### 7"], "question": ["\ud800?", "é"]}
+        for _ in range(2):  # the worker answers again and again
+            total, _ = total_rewards(["72", "a long one: 7"], columns, functions, [1.0, 0.5])
+            assert total.tolist() == [1.25, 1.0]
+
+
+def test_the_worker_has_neither_jax_nor_our_main_script_nor_the_accelerator(folder: Path) -> None:
+    with worker(folder, "surroundings") as function:
+        assert function(["a", "b", "c"], act=[1], self=[2]) == [False, True, True]
+
+
+def test_a_user_s_file_imports_rewards_py_from_any_folder(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    with worker(folder, "ours") as function:
+        assert function(["<answer>3/4</answer>", "5"]) == [0.75, 5, 0, 0]
+
+
+def test_the_example_of_the_docs_is_a_reward_function(tmp_path: Path) -> None:
+    text = (TOP / "docs" / "rewards_and_data.md").read_text(encoding="utf-8")
+    (tmp_path / "my_rewards.py").write_text(text.split("```python\n")[1].split("```")[0])
+    functions = load_reward_functions(f"{tmp_path}/my_rewards.py:close_answer, reward_format", 30)
+    with closing(functions[0]):
+        completions = ["<think>3 * 4</think>\n<answer>12.5</answer>", "14", "?", "<answer>9"]
+        columns = {"answer": ["#### 12", "3 and #### 12", "#### 12", "no number"]}
+        totals, _ = total_rewards(completions, columns, functions, [1.0, 0.5])
+    assert totals.tolist() == [1.5, 0.0, 0.0, 0.0]
+
+
+def test_an_array_comes_back_as_floats(folder: Path) -> None:
+    with worker(folder, "arrays") as function:
+        assert function(["a", "b"]) == [0.5, 1.0]
+
+
+def test_a_hang_is_ended_at_the_limit_on_any_thread(folder: Path) -> None:
+    caught, pids = [], []
+
+    def off_the_main_thread():
+        with worker(folder, "pid_then_hang", timeout_s=1.0) as function:
+            pids.extend(function(["pid"]))
+            for _ in range(2):  # the second call finds the worker gone
+                try:
+                    function(["hang"])
+                except ValueError as error:
+                    caught.append(str(error))
+
+    thread = threading.Thread(target=off_the_main_thread)
+    start = time.monotonic()
+    thread.start()
+    thread.join()
+    assert time.monotonic() - start < 10.0, "the limit is one second"
+    assert "mine.py:pid_then_hang is not done after REWARD_TIMEOUT_S=1; raise it" in caught[0]
+    assert "died" in caught[1] and "\n" not in caught[0] + caught[1]
+    if os.name == "posix":
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pids[0]), 0)
+
+
+def test_prints_and_reads_of_the_function_stay_out_of_the_replies(folder, capfd):
+    with worker(folder, "noisy") as function:
+        assert [function(["a"]), function(["b"])] == [[1.0], [1.0]]
+    out, err = capfd.readouterr()
+    assert out == "" and err.count('{"rewards": [9.0]}') == 4 and "from a child" in err
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("fails", rf"mine.py:fails raised OSError: two lines \(mine.py:{FAULT}\)$"),
+        ("leaves", r"mine.py:leaves raised SystemExit: bye \(mine.py:\d+\)$"),
+        ("dies", r"mine.py:dies died: its process ended with exit code 7$"),
+        ("short", r"reward short must return a list of 2 rewards, not 1$"),
+    ],
+)
+def test_a_fault_of_the_function_is_one_clear_line(folder: Path, name: str, message: str) -> None:
+    with worker(folder, name) as function, pytest.raises(ValueError, match=message) as caught:
+        total_rewards(["a", "b"], {"answer": ["1", "2"]}, [function], [1.0])
+    assert "\n" not in str(caught.value)
+
+
+def test_an_int_beyond_the_floats_is_refused(folder: Path) -> None:
+    with (
+        worker(folder, "huge") as function,
+        pytest.raises(ValueError, match="completion 0: inf is no"),
+    ):
+        total_rewards(["a"], {}, [function], [1.0])
+
+
+def test_a_column_that_json_cannot_carry_is_refused(folder: Path) -> None:
+    with worker(folder, "short") as function, pytest.raises(ValueError, match="s day: .*date"):
+        function(["a"], day=[date(2024, 1, 1)])
+
+
+@pytest.mark.parametrize(
+    "entry, message",
+    [
+        ("absent.py:f", "there is no file .*absent.py"),
+        ("mine.py:absent", r"mine.py:absent raised ValueError: mine.py defines no function absent"),
+        ("mine.py:number", r"mine.py defines no function number"),
+        ("syntax.py:f", r"raised SyntaxError: invalid syntax \(syntax.py, line 1\)"),
+        ("broken.py:f", r"ModuleNotFoundError: No module named 'no_such_module' \(broken.py:2\)"),
+        ("mine.py", "is not file.py:name, nor one of .*reward_format"),
+        ("mine.py:brevity,", "REWARD_FN: '' is not file.py:name"),
+        ("mine.py:brevity,mine.py:brevity", "two rewards have the name brevity"),
+    ],
+)
+def test_a_reward_that_cannot_load_stops_at_once(folder, monkeypatch, entry, message):
+    monkeypatch.chdir(folder)
+    with pytest.raises(ValueError, match=message):
+        load_reward_functions(entry, timeout_s=30)
+
+
+def test_a_file_that_hangs_on_import_is_given_up(tmp_path, monkeypatch):
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(60)\n")
+    monkeypatch.setattr(reward_worker, "LOAD_LIMIT_S", 0.5)
+    with pytest.raises(ValueError, match="slow.py:f did not load within 0.5 s"):
+        load_reward_functions(f"{tmp_path / 'slow.py'}:f", timeout_s=30)
+
+
+def test_an_idle_worker_outlives_the_limit_of_its_last_call(folder: Path) -> None:
+    with worker(folder, "echo", timeout_s=0.4) as function:
+        assert function(["1"]) == [1.0]
+        time.sleep(1.0)
+        assert function(["2"]) == [2.0]
+
+
+def test_calls_from_two_threads_get_their_own_replies(folder: Path) -> None:
+    with worker(folder, "echo") as function:
+        results: dict[int, list] = {}
+
+        def ask(k: int) -> None:
+            results[k] = [function([str(10 * k + i)])[0] for i in range(10)]
+
+        threads = [threading.Thread(target=ask, args=(k,)) for k in range(4)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+    assert results == {k: [10.0 * k + i for i in range(10)] for k in range(4)}
+
+
+def test_a_reply_that_ctrl_c_left_behind_is_never_taken_for_the_next_one(folder: Path) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+    with worker(folder, "echo") as function:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            function(["1"], pause=[1.0])
+        with pytest.raises(ValueError, match="died"):
+            function(["2"])
+
+
+@pytest.mark.parametrize("name", ["echo", "sleep"])
+def test_the_worker_ends_with_its_parent_also_inside_a_call(folder: Path, name: str) -> None:
+    script = f"""
+    import os
+    import threading
+    import time
+    from runtime.reward_worker import RewardWorker
+    function = RewardWorker({str(folder / "mine.py") + ":" + name!r}, 1.0)
+    threading.Thread(target=function, args=[["1"]]).start()
+    time.sleep(0.3)
+    os._exit(3)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    env = os.environ | {"PYTHONPATH": str(TOP)}
+    done = subprocess.run(command, env=env, stderr=subprocess.PIPE, timeout=20)  # until both end
+    assert done.returncode == 3, done.stderr.decode()

@@ -1,7 +1,8 @@
-"""GSM8K, or any JSONL of question/answer -> prompt token ids.
+"""Examples of GSM8K or of any dataset with questions and answers, and their prompts as token ids.
 
-Which questions a step sees is a pure function of (seed, step): see `batch_indices`.
-P: prompts of a step.
+The examples of a training step depend on (seed, step) alone; see `batch_indices`.
+
+Dimensions: P prompts of a training step.
 """
 
 import functools
@@ -16,38 +17,44 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-# A chat template may print today's date, by the function strftime_now or as date_string. A prompt
-# must not change at midnight, so every template gets the date that Llama 3.2's falls back to.
-# transformers passes text alone to a template; therefore the function is a macro in front of it.
+# A chat template may print today's date, with the function strftime_now or from date_string. A
+# prompt must not change at midnight, so every template gets the date that Llama 3.2's template uses
+# by default. transformers accepts the template as text alone, so a macro in front of the template
+# defines the function.
 DATE = datetime(2024, 7, 26)
 _DIRECTIVES = "%a %A %b %B %d %-d %H %I %j %m %-m %M %p %S %y %Y".split()
 _REPLACED = [f"replace('{d}', '{DATE.strftime(d)}')" for d in _DIRECTIVES]
 STRFTIME_NOW = "{% macro strftime_now(format) %}{{ " + " | ".join(["format", *_REPLACED])
 STRFTIME_NOW += " }}{% endmacro +%}"
-_TAIL = 16  # tokens at a prompt's end, more than a tag and the white space after it have
+_TAIL = 16  # A tag and the white space after it have fewer tokens than this.
 SUFFIXES = (".jsonl", ".json", ".parquet")
-HELD_OUT = 0.1  # of a dataset that is one file, for evaluation
+HELD_OUT = 0.1  # share of a single-file dataset that is held out for evaluation
 
 
 class Prompt(NamedTuple):
-    ids: list[int]  # through the chat template, up to where the assistant speaks
-    columns: dict[str, Any]  # the dataset's row; `question` and `answer` (GSM8K's form) are texts
+    """An example of the dataset with its prompt."""
+
+    ids: list[int]  # tokens of the chat template, up to where the assistant begins to speak
+    columns: dict[str, Any]  # columns of the example; `question` and `answer` are texts
 
 
-# ---- Rows ----------------------------------------------------------------------------------------
+# ---- Examples ------------------------------------------------------------------------------------
 
 
-def load_rows(
-    dataset: str, dataset_config: str, split: str, question: str = "question",
+def load_examples(
+    dataset: str,
+    dataset_config: str,
+    split: str,
+    question: str = "question",
     answer: str = "answer",
-) -> list[dict[str, Any]]:  # fmt: skip
-    """The rows of one split of a local file, a local folder or a hub id.
+) -> list[dict[str, Any]]:
+    """Returns the examples of one split of a local file, a local folder or a hub dataset.
 
-    A folder has one file a split (train.jsonl, test-00000-of-00001.parquet). A single file has two
-    splits: "test" is the last tenth of its rows, "train" all rows before it.
-    question, answer: the columns with these texts; each row has them as `question` and `answer`
-    too, beside all of its columns.
-    Raises ValueError for what is not there, not JSON, or lacks text in one of the two columns.
+    A folder has a file for each split (train.jsonl, test-00000-of-00001.parquet). A single file has
+    two splits: "test" is the last tenth of the examples, "train" all examples before.
+    question, answer: names of the columns that hold the question and the answer. Each example keeps
+    all of its columns and also has these two texts as `question` and `answer`.
+    Raises ValueError if a file is missing or is not JSON, or if an example lacks one of the texts.
     """
     path = Path(dataset)
     one_file = path.is_file() or (path.suffix in SUFFIXES and not path.is_dir())
@@ -55,35 +62,39 @@ def load_rows(
         placed = _read_file(path)
     elif path.is_dir():
         placed = itertools.chain.from_iterable(map(_read_file, _split_files(path, split)))
-    elif dataset.startswith(("/", "~", "./", "../")):  # no id of the hub begins like this
+    elif dataset.startswith(("/", "~", "./", "../")):  # No hub id begins like this.
         raise ValueError(f"DATASET={dataset}: this file or folder does not exist")
     else:
         placed = _read_hub(dataset, dataset_config, split)
     wanted = {"question": question, "answer": answer}
-    rows = [_checked(place, row, wanted) for place, row in placed]
-    # Rewards get the columns as lists, so every row has every column of the split.
-    columns = dict.fromkeys(name for row in rows for name in row)
-    for taken in {"completions", "completion_ids"} & set(columns):  # what rewards are given
+    examples = [_with_texts(place, example, wanted) for place, example in placed]
+    # Rewards receive the columns as lists, so every example needs every column of the split.
+    columns = dict.fromkeys(name for example in examples for name in example)
+    for taken in {"completions", "completion_ids"} & set(columns):  # arguments of reward functions
         raise ValueError(f"DATASET={dataset}: a column may not be called {taken}; rename it")
-    rows = [{name: row.get(name) for name in columns} for row in rows]
+    examples = [{name: example.get(name) for name in columns} for example in examples]
     if one_file:
-        if len(rows) < 2:
-            raise ValueError(f"DATASET={dataset} needs 2 rows, to hold one out; it has {len(rows)}")
+        count = len(examples)
+        if count < 2:
+            raise ValueError(f"DATASET={dataset} needs 2 rows, to hold one out; it has {count}")
         if split not in ("train", "test"):
             raise ValueError(
                 f"DATASET={dataset} has no split {split!r}: the splits of a single file are train "
                 f"and test, its last tenth; set TRAIN_SPLIT and EVAL_SPLIT to these"
             )
-        held_out = max(1, round(HELD_OUT * len(rows)))
-        rows = rows[:-held_out] if split == "train" else rows[-held_out:]
-    if not rows:
+        held_out = max(1, round(HELD_OUT * count))
+        examples = examples[:-held_out] if split == "train" else examples[-held_out:]
+    if not examples:
         raise ValueError(f"DATASET={dataset} has no rows in split {split!r}")
-    return rows
+    return examples
 
 
-def _checked(place: str, row: Any, wanted: dict[str, str]) -> dict[str, Any]:
-    """The row with its `question` and `answer`. wanted: the columns that hold them."""
-    columns = row if isinstance(row, dict) else {}
+def _with_texts(place: str, example: Any, wanted: dict[str, str]) -> dict[str, Any]:
+    """Adds `question` and `answer` to the example.
+
+    place: where the example stands, for the error. wanted: {"question": column, "answer": column}.
+    """
+    columns = example if isinstance(example, dict) else {}
     for name, column in wanted.items():
         text = columns.get(column)
         if not isinstance(text, str) or not text.strip():
@@ -103,47 +114,49 @@ def _split_files(folder: Path, split: str) -> list[Path]:
 
 
 def _read_hub(dataset: str, dataset_config: str, split: str) -> Iterator[tuple[str, Any]]:
-    import datasets  # heavy, and only for the hub
+    import datasets  # slow to import, and needed for the hub alone
 
     try:
-        rows = datasets.load_dataset(dataset, dataset_config or None, split=split).to_list()
-    except Exception as error:  # datasets', the hub's and a proxy's have no common base
+        loaded = datasets.load_dataset(dataset, dataset_config or None, split=split)
+        examples = loaded.to_list()
+    except Exception as error:  # The errors of datasets, hub and proxy have no common base.
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(
             f"DATASET={dataset}: no such local file or folder, and the hub says: {reason}"
         ) from None
-    yield from _numbered(f"DATASET={dataset}:{split}", rows)
+    yield from _numbered(f"DATASET={dataset}:{split}", examples)
 
 
-def _numbered(source: Any, rows: list[Any]) -> Iterator[tuple[str, Any]]:
-    return ((f"{source} row {number}", row) for number, row in enumerate(rows, start=1))
+def _numbered(source: Any, examples: list[Any]) -> Iterator[tuple[str, Any]]:
+    """Yields (place, example), where the place is a number from 1."""
+    return ((f"{source} row {i}", example) for i, example in enumerate(examples, start=1))
 
 
 def _read_file(file: Path) -> Iterator[tuple[str, Any]]:
-    """(where it stands, row) of each row of a file."""
+    """Yields (place, example) for each example of a file; the place is its line or number."""
     if not file.is_file():
         raise ValueError(f"DATASET={file}: no such file")
     if file.suffix == ".parquet":
-        import pyarrow.parquet  # comes with datasets
+        import pyarrow.parquet  # a requirement of datasets
 
         try:
-            rows = pyarrow.parquet.read_table(file).to_pylist()
+            examples = pyarrow.parquet.read_table(file).to_pylist()
         except (OSError, ValueError) as error:
             raise ValueError(f"{file} is not a whole parquet file: {error}") from None
-        yield from _numbered(file, rows)
+        yield from _numbered(file, examples)
         return
     try:
-        text = file.read_text(encoding="utf-8-sig")  # Windows editors put a byte order mark first
+        text = file.read_text(encoding="utf-8-sig")  # Windows editors write a byte order mark.
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         raise ValueError(f"{file} line {line} is not UTF-8 text") from None
     if file.suffix == ".json":
-        rows = _parse(text, file, 1)
-        if not isinstance(rows, list):
+        examples = _parse(text, file, 1)
+        if not isinstance(examples, list):
             raise ValueError(f"{file} is not a JSON list of rows; one row a line is a .jsonl")
-        yield from _numbered(file, rows)
+        yield from _numbered(file, examples)
         return
-    for number, line in enumerate(text.split("\n"), start=1):  # not splitlines: U+2028 is text
+    for number, line in enumerate(text.split("\n"), start=1):  # splitlines would split at U+2028.
         if line.strip():
             yield f"{file} line {number}", _parse(line, file, number)
 
@@ -160,9 +173,9 @@ def _parse(text: str, file: Path, first_line: int) -> Any:
 
 
 def text_of(setting: str) -> str:
-    """SYSTEM_PROMPT's text: of the file it names, or itself.
+    """Returns the text of SYSTEM_PROMPT: the content of the file that it names, or the setting.
 
-    Raises ValueError for a file that is not there, or is no UTF-8 text.
+    Raises ValueError if the file does not exist or is not UTF-8 text.
     """
     if not os.path.isfile(setting):
         if re.fullmatch(r"\S+\.(txt|md)|\S*/\S+", setting):
@@ -174,41 +187,48 @@ def text_of(setting: str) -> str:
         raise ValueError(f"SYSTEM_PROMPT={setting} is not UTF-8 text") from None
 
 
-def build_prompts(rows: list[dict[str, Any]], tokenizer: Any, system_prompt: str) -> list[Prompt]:
-    """Each row's question through the tokenizer's chat template, tokenized; today is DATE."""
-    chats = [
-        [{"role": "system", "content": system_prompt}, {"role": "user", "content": row["question"]}]
-        for row in rows
-    ]
+def build_prompts(
+    examples: list[dict[str, Any]], tokenizer: Any, system_prompt: str
+) -> list[Prompt]:
+    """Returns the prompt of each example, made by the chat template of the tokenizer.
+
+    Raises ValueError if the template fails.
+    """
+    system = {"role": "system", "content": system_prompt}
+    chats = [[system, {"role": "user", "content": e["question"]}] for e in examples]
     try:
         texts = tokenizer.apply_chat_template(
-            chats, tokenize=False, add_generation_prompt=True, date_string=f"{DATE:%d %b %Y}",
+            chats,
+            tokenize=False,
+            add_generation_prompt=True,
+            date_string=f"{DATE:%d %b %Y}",
             chat_template=STRFTIME_NOW + tokenizer.get_chat_template(),
-        )  # fmt: skip
-    except Exception as error:  # a template may raise anything
+        )
+    except Exception as error:  # A template may raise anything.
         raise ValueError(
             f"MODEL_PATH (or CHAT_TEMPLATE): its chat template fails on a system and a user "
             f"message: {error}"
         ) from None
     ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    return [Prompt(i, row) for i, row in zip(ids, rows, strict=True)]
+    return [Prompt(i, example) for i, example in zip(ids, examples, strict=True)]
 
 
 def opened_tag(prompt: Prompt, tokenizer: Any) -> str:
-    """The <think> that the chat template opens at the prompt's end for the assistant, with the
-    white space after it; "" where the template opens none.
+    """Returns the <think> at the end of the prompt, with the white space after the tag, or "".
 
-    The sampled completion then lacks this tag, but rewards have to see it.
+    Some chat templates open this tag for the assistant. The completion then begins after the tag,
+    so the caller puts the tag in front of the completion for the reward functions.
     """
     found = re.search(r"<think>\s*\Z", tokenizer.decode(prompt.ids[-_TAIL:]))
     return found[0] if found else ""
 
 
-def fit_prompts(prompts: list[Prompt], limit: int, too_long: str, what: str) -> list[Prompt]:
-    """The prompts of at most `limit` tokens (0 = all). too_long: "skip", which says how many it
-    skips, or "error".
+def fit_prompts(prompts: list[Prompt], limit: int, too_long: str, split: str) -> list[Prompt]:
+    """Returns the prompts of at most `limit` tokens; 0 means no limit.
 
-    Raises ValueError when one is too long and may not be skipped, and when none is left.
+    too_long: "skip" leaves out longer prompts and prints their number; "error" refuses them.
+    split: the name of the split in messages.
+    Raises ValueError for a longer prompt if too_long is "error", and if no prompt is left.
     """
     if not limit:
         return prompts
@@ -216,28 +236,50 @@ def fit_prompts(prompts: list[Prompt], limit: int, too_long: str, what: str) -> 
     if len(kept) < len(prompts) and too_long == "error":
         worst = max(len(p.ids) for p in prompts)
         raise ValueError(
-            f"MAX_PROMPT_LENGTH={limit}: {len(prompts) - len(kept)} {what} prompts are longer, up "
+            f"MAX_PROMPT_LENGTH={limit}: {len(prompts) - len(kept)} {split} prompts are longer, up "
             f"to {worst} tokens; raise it or set PROMPT_TOO_LONG=skip"
         )
     if not kept:
         shortest = min(len(p.ids) for p in prompts)
         raise ValueError(
-            f"MAX_PROMPT_LENGTH={limit}: every {what} prompt is longer; the shortest has {shortest}"
+            f"MAX_PROMPT_LENGTH={limit}: every {split} prompt is longer; the shortest has "
+            f"{shortest}"
         )
     if len(kept) < len(prompts):
-        skipped = f"{len(prompts) - len(kept)} of {len(prompts)} {what} prompts"
+        skipped = f"{len(prompts) - len(kept)} of {len(prompts)} {split} prompts"
         print(f"skipped {skipped}: longer than MAX_PROMPT_LENGTH={limit} tokens", flush=True)
     return kept
 
 
-def batch_indices(num_rows: int, prompts_per_step: int, step: int, seed: int) -> np.ndarray:
-    """[P] int64: the rows that step `step` (from 0) sees. Every epoch visits every row once, in
-    an order that depends on (seed, epoch) alone; a step may begin one epoch and end in the next."""
-    places = np.arange(step * prompts_per_step, (step + 1) * prompts_per_step)
-    epochs, offsets = np.divmod(places, num_rows)
-    return np.array([_order(num_rows, seed, e)[o] for e, o in zip(epochs, offsets, strict=True)])
+def pad_prompts(prompts: list[list[int]], width: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns prompt_ids and prompt_mask, both [len(prompts), width] int32, padded on the left.
+
+    prompts: the token ids of each prompt. The mask is 1 on the tokens of the prompt, 0 on padding.
+    """
+    prompt_ids = np.full((len(prompts), width), pad_id, np.int32)  # [prompts, width]
+    prompt_mask = np.zeros((len(prompts), width), np.int32)  # [prompts, width]
+    for i, ids in enumerate(prompts):
+        prompt_ids[i, width - len(ids) :] = ids
+        prompt_mask[i, width - len(ids) :] = 1
+    return prompt_ids, prompt_mask
+
+
+# ---- The examples of a step ----------------------------------------------------------------------
+
+
+def batch_indices(num_examples: int, prompts_per_step: int, step: int, seed: int) -> np.ndarray:
+    """Returns [P] int64, the indices of the examples of training step `step`, which counts from 0.
+
+    Each epoch visits every example once, in an order that depends on (seed, epoch) alone. A step
+    may begin in one epoch and end in the next.
+    """
+    places = np.arange(step * prompts_per_step, (step + 1) * prompts_per_step)  # [P]
+    epochs, offsets = np.divmod(places, num_examples)  # [P], [P]
+    pairs = zip(epochs, offsets, strict=True)
+    return np.array([_order(num_examples, seed, epoch)[offset] for epoch, offset in pairs])
 
 
 @functools.lru_cache(maxsize=2)
-def _order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
-    return np.random.default_rng((seed, int(epoch))).permutation(num_rows)
+def _order(num_examples: int, seed: int, epoch: int) -> np.ndarray:
+    """Returns [num_examples] int64, a permutation of the examples."""
+    return np.random.default_rng((seed, int(epoch))).permutation(num_examples)

@@ -1,4 +1,4 @@
-"""Claims about data.py: which rows, in which order, as which tokens; and what is refused."""
+"""Claims about data.py: which examples, in which order, as which tokens; and refused files."""
 
 import http.server
 import json
@@ -13,29 +13,30 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data import Prompt, batch_indices, build_prompts, fit_prompts, load_rows, opened_tag
+from data import Prompt, batch_indices, build_prompts, fit_prompts, load_examples, opened_tag
 from models import hf
 
 ROOT = Path(__file__).parent.parent
 
 
-def rows_of(n: int, first: int = 0) -> list[dict[str, str]]:
+def examples_of(n: int, first: int = 0) -> list[dict[str, str]]:
     return [{"question": f"What is {i} + 1?", "answer": f"#### {i + 1}"} for i in range(first, n)]
 
 
-def lines_of(rows: list) -> bytes:
-    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+def lines_of(examples: list) -> bytes:
+    return "".join(json.dumps(e) + "\n" for e in examples).encode()
 
 
-def write(file: Path, rows: list) -> Path:
-    """The rows in the form the file's name says."""
+def write(file: Path, examples: list) -> Path:
+    """Writes the examples in the format that the file's name asks for."""
     if file.suffix == ".parquet":
         import pyarrow
         import pyarrow.parquet
 
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(examples), file)
     else:
-        file.write_bytes(json.dumps(rows).encode() if file.suffix == ".json" else lines_of(rows))
+        is_json = file.suffix == ".json"
+        file.write_bytes(json.dumps(examples).encode() if is_json else lines_of(examples))
     return file
 
 
@@ -53,43 +54,43 @@ def refused(call: Callable, *parts: str) -> None:
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
 def test_one_file_holds_out_its_last_tenth(tmp_path: Path, suffix: str) -> None:
-    file = str(write(tmp_path / f"sums{suffix}", rows_of(30)))
-    assert load_rows(file, "main", "train") == rows_of(27)
-    assert load_rows(file, "main", "test") == rows_of(30, first=27)
+    file = str(write(tmp_path / f"sums{suffix}", examples_of(30)))
+    assert load_examples(file, "main", "train") == examples_of(27)
+    assert load_examples(file, "main", "test") == examples_of(30, first=27)
 
 
 @pytest.mark.parametrize("n, held_out", [(2, 1), (4, 1), (24, 2), (26, 3)])
-def test_a_short_file_holds_out_at_least_one_row(tmp_path: Path, n: Any, held_out: Any) -> None:
-    file = str(write(tmp_path / "sums.jsonl", rows_of(n)))
-    assert len(load_rows(file, "", "train")) == n - held_out
-    assert len(load_rows(file, "", "test")) == held_out
+def test_a_short_file_holds_out_at_least_one_example(tmp_path: Path, n: Any, held_out: Any) -> None:
+    file = str(write(tmp_path / "sums.jsonl", examples_of(n)))
+    assert len(load_examples(file, "", "train")) == n - held_out
+    assert len(load_examples(file, "", "test")) == held_out
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
 def test_a_folder_has_a_file_for_each_split(tmp_path: Path, suffix: str) -> None:
-    write(tmp_path / f"train-00000-of-00002{suffix}", rows_of(3))
-    write(tmp_path / f"train-00001-of-00002{suffix}", rows_of(5, first=3))
-    write(tmp_path / f"test{suffix}", rows_of(7, first=5))
+    write(tmp_path / f"train-00000-of-00002{suffix}", examples_of(3))
+    write(tmp_path / f"train-00001-of-00002{suffix}", examples_of(5, first=3))
+    write(tmp_path / f"test{suffix}", examples_of(7, first=5))
     (tmp_path / "README.md").write_text("train")
     (tmp_path / "trained.jsonl").write_text("another file")
-    assert load_rows(str(tmp_path), "main", "train") == rows_of(5)
-    assert load_rows(str(tmp_path), "main", "test") == rows_of(7, first=5)
+    assert load_examples(str(tmp_path), "main", "train") == examples_of(5)
+    assert load_examples(str(tmp_path), "main", "test") == examples_of(7, first=5)
 
 
 def test_a_single_file_has_the_splits_train_and_test_and_no_other(tmp_path: Path) -> None:
-    file = str(write(tmp_path / "sums.jsonl", rows_of(30)))
+    file = str(write(tmp_path / "sums.jsonl", examples_of(30)))
     for split in ("training", "Train", "validation"):
         refused(
-            lambda split=split: load_rows(file, "", split),
+            lambda split=split: load_examples(file, "", split),
             f"DATASET={file} has no split '{split}': the splits of a single file are train and "
             f"test, its last tenth; set TRAIN_SPLIT and EVAL_SPLIT to these",
         )
 
 
 def test_question_and_answer_may_stand_in_columns_of_other_names(tmp_path: Path) -> None:
-    rows = [{"problem": f"{i} + 1?", "target": str(i + 1), "answer": "why"} for i in range(4)]
-    file = str(write(tmp_path / "a.jsonl", rows))
-    found = load_rows(file, "", "train", "problem", "target")
+    examples = [{"problem": f"{i} + 1?", "target": str(i + 1), "answer": "why"} for i in range(4)]
+    file = str(write(tmp_path / "a.jsonl", examples))
+    found = load_examples(file, "", "train", "problem", "target")
     assert found == [
         {
             "problem": f"{i} + 1?",
@@ -100,46 +101,46 @@ def test_question_and_answer_may_stand_in_columns_of_other_names(tmp_path: Path)
         for i in range(3)
     ]
     refused(
-        lambda: load_rows(file, "", "train"),
+        lambda: load_examples(file, "", "train"),
         "a.jsonl line 1 has no text in 'question'; set QUESTION_COLUMN to one of its columns, "
         "problem, target, answer",
     )
     refused(
-        lambda: load_rows(file, "", "train", "problem", "solution"),
+        lambda: load_examples(file, "", "train", "problem", "solution"),
         "line 1 has no text in 'solution'; set ANSWER_COLUMN to one of its columns, problem, ",
     )
 
 
 def test_other_columns_are_kept(tmp_path: Path) -> None:
-    rows = [{**row, "level": i} for i, row in enumerate(rows_of(2))]
-    assert load_rows(str(write(tmp_path / "a.jsonl", rows)), "", "train") == rows[:1]
+    examples = [{**e, "level": i} for i, e in enumerate(examples_of(2))]
+    assert load_examples(str(write(tmp_path / "a.jsonl", examples)), "", "train") == examples[:1]
 
 
 @pytest.mark.parametrize(
     "content",
     [
-        lines_of(rows_of(10)).replace(b"\n", b"\r\n"),
-        b"\xef\xbb\xbf" + lines_of(rows_of(10)),  # with a byte order mark
-        lines_of(rows_of(10)).rstrip(b"\n"),
-        lines_of(rows_of(5)) + b"\n  \n" + lines_of(rows_of(10, first=5)) + b"\n",
+        lines_of(examples_of(10)).replace(b"\n", b"\r\n"),
+        b"\xef\xbb\xbf" + lines_of(examples_of(10)),  # with a byte order mark
+        lines_of(examples_of(10)).rstrip(b"\n"),
+        lines_of(examples_of(5)) + b"\n  \n" + lines_of(examples_of(10, first=5)) + b"\n",
     ],
     ids=["crlf", "byte order mark", "no last newline", "empty lines"],
 )
 def test_line_ends_and_marks_of_editors_are_no_text(tmp_path: Path, content: Any) -> None:
     file = tmp_path / "sums.jsonl"
     file.write_bytes(content)
-    assert load_rows(str(file), "", "train") == rows_of(9)
+    assert load_examples(str(file), "", "train") == examples_of(9)
 
 
 def test_unicode_line_separators_are_text(tmp_path: Path) -> None:
-    rows = [{"question": "a\u2028b\x85c\x1cd", "answer": "é\u2029"}] * 2
+    examples = [{"question": "a\u2028b\x85c\x1cd", "answer": "é\u2029"}] * 2
     file = tmp_path / "sums.jsonl"
-    lines = [json.dumps(row, ensure_ascii=False).replace("\x1c", "\\u001c") for row in rows]
+    lines = [json.dumps(e, ensure_ascii=False).replace("\x1c", "\\u001c") for e in examples]
     file.write_text("\n".join(lines), encoding="utf-8")
-    assert load_rows(str(file), "", "train") == rows[:1]
+    assert load_examples(str(file), "", "train") == examples[:1]
 
 
-LINES = lines_of(rows_of(3))
+LINES = lines_of(examples_of(3))
 
 
 @pytest.mark.parametrize(
@@ -157,7 +158,7 @@ LINES = lines_of(rows_of(3))
         ("a.jsonl", b'{"question": "q", "answer": " "}', "a.jsonl line 1 has no text in 'answer'"),
         ("a.jsonl", b'{"question": "q", "answer": 5}', "a.jsonl line 1 has no text in 'answer'"),
         ("a.jsonl", b"", "a.jsonl needs 2 rows, to hold one out; it has 0"),
-        ("a.jsonl", lines_of(rows_of(1)), "a.jsonl needs 2 rows, to hold one out; it has 1"),
+        ("a.jsonl", lines_of(examples_of(1)), "a.jsonl needs 2 rows, to hold one out; it has 1"),
         ("a.json", b"", "a.json line 1 is not JSON"),
         ("a.json", b'[\n{"question": "q"},\n{]', "a.json line 3 is not JSON"),
         ("a.json", b'{"question": "q", "answer": "a"}', "a.json is not a JSON list of rows"),
@@ -165,46 +166,48 @@ LINES = lines_of(rows_of(3))
         ("a.parquet", LINES, "a.parquet is not a whole parquet file"),
         ("a.csv", b"question,answer\n", "a.csv line 1 is not JSON"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_a_bad_file_is_refused_by_name_and_line(tmp_path, name, content, says, split):
     (tmp_path / name).write_bytes(content)
-    refused(lambda: load_rows(str(tmp_path / name), "", split), f"{tmp_path}/{says}")
+    refused(lambda: load_examples(str(tmp_path / name), "", split), f"{tmp_path}/{says}")
 
 
 def test_parquet_without_the_columns_is_refused(tmp_path: Path) -> None:
     file = write(tmp_path / "a.parquet", [{"prompt": "q", "answer": "a"}])
-    refused(lambda: load_rows(str(file), "", "train"), f"{file} row 1 has no text in 'question'")
+    refused(
+        lambda: load_examples(str(file), "", "train"), f"{file} row 1 has no text in 'question'"
+    )
 
 
 def test_a_folder_names_the_file_that_is_bad(tmp_path: Path) -> None:
-    write(tmp_path / "train-0.jsonl", rows_of(3))
-    write(tmp_path / "train-1.jsonl", [*rows_of(1), {"question": "q"}])
+    write(tmp_path / "train-0.jsonl", examples_of(3))
+    write(tmp_path / "train-1.jsonl", [*examples_of(1), {"question": "q"}])
     bad = f"{tmp_path}/train-1.jsonl line 2 has no text in 'answer'"
-    refused(lambda: load_rows(str(tmp_path), "", "train"), bad)
+    refused(lambda: load_examples(str(tmp_path), "", "train"), bad)
     write(tmp_path / "train-1.jsonl", [])
-    assert load_rows(str(tmp_path), "", "train") == rows_of(3)
+    assert load_examples(str(tmp_path), "", "train") == examples_of(3)
     write(tmp_path / "train-0.jsonl", [])
     refused(
-        lambda: load_rows(str(tmp_path), "", "train"),
+        lambda: load_examples(str(tmp_path), "", "train"),
         f"DATASET={tmp_path} has no rows in split 'train'",
     )
 
 
 def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
     missing = f"{tmp_path}/none.jsonl"
-    refused(lambda: load_rows(missing, "", "train"), f"DATASET={missing}: no such file")
+    refused(lambda: load_examples(missing, "", "train"), f"DATASET={missing}: no such file")
     for path in (f"{tmp_path}/none", "~/none", "../none/there"):
         told = f"DATASET={path}: this file or folder does not exist"
-        refused(lambda path=path: load_rows(path, "", "train"), told)
+        refused(lambda path=path: load_examples(path, "", "train"), told)
         told = f"MODEL_PATH={path}: this folder does not exist"
         refused(lambda path=path: hf.fetch_model(path), told)
     empty = f"DATASET={tmp_path} has no file of split 'train'; it has no .jsonl, .json or .parquet"
-    refused(lambda: load_rows(str(tmp_path), "", "train"), empty)
-    write(tmp_path / "train.jsonl", rows_of(2))
-    write(tmp_path / "test.json", rows_of(2))
+    refused(lambda: load_examples(str(tmp_path), "", "train"), empty)
+    write(tmp_path / "train.jsonl", examples_of(2))
+    write(tmp_path / "test.json", examples_of(2))
     other = f"DATASET={tmp_path} has no file of split 'dev'; it has test.json, train.jsonl"
-    refused(lambda: load_rows(str(tmp_path), "", "dev"), other)
+    refused(lambda: load_examples(str(tmp_path), "", "dev"), other)
 
 
 def test_a_hub_that_cannot_be_reached_is_one_line_error(tmp_path: Path) -> None:
@@ -217,26 +220,30 @@ def test_a_hub_that_cannot_be_reached_is_one_line_error(tmp_path: Path) -> None:
     code = """if True:
         import data
         try:
-            data.load_rows("nobody/nothing-here", "main", "train")
+            data.load_examples("nobody/nothing-here", "main", "train")
         except ValueError as error:
             print(error)
     """
     base = {k: v for k, v in os.environ.items() if "proxy" not in k.lower() and k[:3] != "HF_"}
     for (name, value), says in cases.items():
         run = subprocess.run(
-            [sys.executable, "-c", code], cwd=ROOT, text=True, stdout=subprocess.PIPE, timeout=120,
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            text=True,
+            stdout=subprocess.PIPE,
+            timeout=120,
             env={**base, "HF_HOME": str(tmp_path), name: value},
-        )  # fmt: skip
+        )
         (printed,) = run.stdout.splitlines()
         known = "DATASET=nobody/nothing-here: no such local file or folder, and the hub says: "
         assert printed.startswith(known) and says in printed
     server.shutdown()
 
 
-# ---- Which rows a step sees ----------------------------------------------------------------------
+# ---- The examples of a step ----------------------------------------------------------------------
 
 
-def test_an_epoch_visits_every_row_once() -> None:
+def test_an_epoch_visits_every_example_once() -> None:
     seen = np.concatenate([batch_indices(12, 3, step, seed=0) for step in range(8)])
     assert sorted(seen[:12]) == sorted(seen[12:]) == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
     assert seen[:12].tolist() != seen[12:].tolist()
@@ -251,8 +258,10 @@ def test_a_step_may_end_one_epoch_and_begin_the_next() -> None:
 
 def test_a_step_larger_than_the_dataset_sees_whole_epochs() -> None:
     assert np.bincount(batch_indices(3, 8, 0, seed=0)).tolist() in (
-        [3, 3, 2], [3, 2, 3], [2, 3, 3],
-    )  # fmt: skip
+        [3, 3, 2],
+        [3, 2, 3],
+        [2, 3, 3],
+    )
     assert batch_indices(1, 4, 5, seed=0).tolist() == [0, 0, 0, 0]
 
 
@@ -263,7 +272,7 @@ def test_the_order_depends_on_seed_and_epoch_alone() -> None:
     assert batch_indices(10, 2, 3, seed=4).shape == (2,)
 
 
-def test_seeds_give_orders_of_their_own() -> None:
+def test_each_seed_and_epoch_has_another_order() -> None:
     orders = {tuple(batch_indices(10, 10, epoch, seed)) for seed in range(5) for epoch in range(5)}
     assert len(orders) == 25
 
@@ -271,7 +280,7 @@ def test_seeds_give_orders_of_their_own() -> None:
 # ---- Prompts -------------------------------------------------------------------------------------
 
 SYSTEM = "Think first.\nAnswer in <answer></answer>."
-ROWS = [
+EXAMPLES = [
     {"question": "Weng earns $12 an hour; 50 minutes = ?", "answer": "#### 10"},
     {
         "question": "Zoe\u0301 <|im_end|> has 1,234\u2028 clips.\n\nHow many?",
@@ -281,18 +290,18 @@ ROWS = [
 ]
 
 
-def test_prompts_are_the_chat_templates_own_tokens() -> None:
+def test_prompts_are_the_tokens_of_the_chat_template() -> None:
     tokenizer = hf.load_tokenizer(ROOT / "tiny")
-    prompts = build_prompts(ROWS, tokenizer, SYSTEM)
-    for prompt, row in zip(prompts, ROWS, strict=True):
+    prompts = build_prompts(EXAMPLES, tokenizer, SYSTEM)
+    for prompt, example in zip(prompts, EXAMPLES, strict=True):
         chat = [
             {"role": "system", "content": SYSTEM},
-            {"role": "user", "content": row["question"]},
+            {"role": "user", "content": example["question"]},
         ]
         expected = tokenizer.apply_chat_template(
             chat, tokenize=True, add_generation_prompt=True, return_dict=False
         )
-        assert prompt.ids == expected and prompt.columns == row
+        assert prompt.ids == expected and prompt.columns == example
     assert tokenizer.decode(prompts[2].ids) == (
         "<|im_start|>system\nThink first.\nAnswer in <answer></answer>.<|im_end|>\n"
         "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
@@ -312,7 +321,9 @@ def test_prompts_are_the_chat_templates_own_tokens() -> None:
 def test_a_template_that_prints_the_date_makes_the_same_prompt_every_day(template: str) -> None:
     tokenizer = hf.load_tokenizer(ROOT / "tiny")
     tokenizer.chat_template = template
-    assert tokenizer.decode(build_prompts(ROWS, tokenizer, SYSTEM)[0].ids) == "Today: 26 Jul 2024"
+    assert (
+        tokenizer.decode(build_prompts(EXAMPLES, tokenizer, SYSTEM)[0].ids) == "Today: 26 Jul 2024"
+    )
 
 
 @pytest.mark.parametrize(
@@ -330,7 +341,7 @@ def test_only_a_think_tag_that_is_left_open_belongs_to_the_completion(
 ) -> None:
     tokenizer = hf.load_tokenizer(ROOT / "tiny")
     tokenizer.chat_template += f"{{{{ {end!r} }}}}"
-    (prompt,) = build_prompts(ROWS[2:], tokenizer, "Think in <think>.")
+    (prompt,) = build_prompts(EXAMPLES[2:], tokenizer, "Think in <think>.")
     assert opened_tag(prompt, tokenizer) == opened
 
 
@@ -345,9 +356,9 @@ def test_a_chat_template_of_a_file_serves_a_model_that_has_none(tmp_path: Path) 
         "its tokenizer has no chat template; use an instruct model, or set CHAT_TEMPLATE to a "
         "Jinja file such as docs/chat_template.jinja",
     )
-    for folder in (tmp_path, ROOT / "tiny"):  # it goes over the tokenizer's own
+    for folder in (tmp_path, ROOT / "tiny"):  # It replaces the tokenizer's template.
         tokenizer = hf.load_tokenizer(folder, str(ROOT / "docs" / "chat_template.jinja"))
-        (prompt,) = build_prompts(ROWS[2:], tokenizer, "Think first.")
+        (prompt,) = build_prompts(EXAMPLES[2:], tokenizer, "Think first.")
         assert tokenizer.decode(prompt.ids) == "System: Think first.\n\nUser: 2+2?\n\nAssistant:"
     missing = str(tmp_path / "none.jinja")
     refused(lambda: hf.load_tokenizer(tmp_path, missing), f"CHAT_TEMPLATE={missing}: no such file")
@@ -372,14 +383,14 @@ def test_prompts_that_are_too_long_are_skipped_or_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["completions", "completion_ids"])
-def test_every_row_has_every_column_and_none_that_rewards_are_given(
+def test_every_example_has_every_column_and_none_that_rewards_are_given(
     tmp_path: Path, name: str
 ) -> None:
     file = tmp_path / "mine.jsonl"
-    row = {"question": "1 + 1?", "answer": "#### 2"}
-    rows = [row, {**row, "level": 3}, row]
-    file.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    assert [r["level"] for r in load_rows(str(file), "", "train")] == [None, 3]
-    file.write_text("".join(json.dumps({**r, name: []}) + "\n" for r in rows))
+    example = {"question": "1 + 1?", "answer": "#### 2"}
+    examples = [example, {**example, "level": 3}, example]
+    file.write_text("".join(json.dumps(e) + "\n" for e in examples))
+    assert [e["level"] for e in load_examples(str(file), "", "train")] == [None, 3]
+    file.write_text("".join(json.dumps({**e, name: []}) + "\n" for e in examples))
     with pytest.raises(ValueError, match=f"a column may not be called {name}; rename it"):
-        load_rows(str(file), "", "train")
+        load_examples(str(file), "", "train")

@@ -1,21 +1,29 @@
-"""Group advantages and the policy objective, in every published variant, equal to TRL's numbers.
+"""Group advantages and the policy objective in every published variant, with TRL's numbers.
 
-Dimensions: P prompts, K completions per prompt, B = P*K sequences of a whole step, R sequences of
-one micro-batch, T completion tokens (padded).
+Dimensions: P prompts of a step, K completions per prompt (NUM_PRE_Q), B = P*K sequences of a step,
+R sequences of one micro-batch, T completion tokens (padded), F reward functions.
 
-The loss is a SUM over a micro-batch, divided by counts of the whole step (all micro-batches, passes
-and processes): how the step is cut into micro-batches leaves the gradient unchanged.
+The loss is a SUM over a micro-batch, divided by counts of the entire step (all micro-batches and
+all processes). The gradient therefore does not depend on how a step is cut into micro-batches.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-STD_EPS = 1e-4  # TRL's
-SAPO_TAU_POSITIVE, SAPO_TAU_NEGATIVE = 1.0, 1.05  # the paper's
+STD_EPS = 1e-4  # as in TRL
+SAPO_TAU_POSITIVE, SAPO_TAU_NEGATIVE = 1.0, 1.05  # as in the paper
+
+# How a metric of the micro-batches becomes a metric of the step: MERGE.get(name, sum). Metrics that
+# are not named here are shares of a mean over the step, so the shares add up to that mean.
+MERGE: Mapping[str, Callable] = {
+    "clip_ratio/low_min": min,
+    "clip_ratio/high_max": max,
+    "sampling_logp_difference/max": max,
+}
 
 # ---- Advantages, on the host in float64 ----------------------------------------------------------
 
@@ -29,20 +37,22 @@ def group_advantages(
     per_function: np.ndarray | None = None,
     weights: Sequence[float] = (),
 ) -> np.ndarray:
-    """How much better each completion is than the others: [B] float64.
+    """Returns how much better each completion is than the others: [B] float64.
 
-    rewards: [B] of the whole step, groups of num_pre_q contiguous rows; NaN (no reward applies)
-    counts in no mean or std and gets 0. All but reinforce give exactly 0 to a group whose rewards
-    are equal (gdpo: in every function).
+    rewards: [B] of the entire step; each num_pre_q consecutive rewards are a group. NaN means that
+    no reward applies: it enters no mean and no std, and its advantage is 0. If all rewards of a
+    group are equal (gdpo: of every function), all advantages of the group are exactly 0, except
+    with reinforce.
     estimator:
-      grpo         (r - group mean) / std of the "group" or the "batch", by scale_rewards, or "none"
-      rloo         r - mean of the group's others
+      grpo         (r - group mean) / std of the "group" or of the "batch", as scale_rewards says;
+                   scale_rewards "none": without the division
+      rloo         r - mean of the other rewards of the group
       reinforce    (r - batch mean) / batch std
-      reinforce++  r - group mean, then divided by its batch std
-      gdpo         grpo for each function, their weighted sum, then divided by its batch std;
-                   per_function: [B, F] rewards, NaN where one does not apply; weights: [F]
-    Every std is of ddof 1 and has STD_EPS added. Source: GRPO, arXiv 2402.03300 section 4.1; RLOO,
-    2402.14740; REINFORCE++, 2501.03262; GDPO, 2601.05242; TRL.
+      reinforce++  r - group mean, then divided by the batch std of these differences
+      gdpo         grpo for each function, then the weighted sum, divided by its batch std;
+                   per_function: [B, F] rewards, NaN where a function does not apply; weights: [F]
+    Every std has ddof 1, and STD_EPS is added to it. Source: GRPO, arXiv 2402.03300 section 4.1;
+    RLOO, 2402.14740; REINFORCE++, 2501.03262; GDPO, 2601.05242; TRL.
     """
     groups = np.asarray(rewards, np.float64).reshape(-1, num_pre_q)  # [P, K]
     centered = _centered(groups)
@@ -50,34 +60,45 @@ def group_advantages(
         spread = _std(groups, axis=1 if scale_rewards == "group" else None)
         advantages = centered if scale_rewards == "none" else centered / (spread + STD_EPS)
     elif estimator == "rloo":
-        count = (~np.isnan(groups)).sum(axis=1, keepdims=True)
+        count = (~np.isnan(groups)).sum(axis=1, keepdims=True)  # [P, 1]
         advantages = centered * count / np.maximum(count - 1, 1)
     elif estimator == "reinforce":
         advantages = _centered(groups.reshape(1, -1)) / (_std(groups) + STD_EPS)
-    elif estimator == "reinforce++":  # the batch mean of what is centered is 0
+    elif estimator == "reinforce++":  # The batch mean of centered rewards is 0.
         advantages = centered / (_std(centered) + STD_EPS)
     elif estimator == "gdpo":
         columns = [column.reshape(-1, num_pre_q) for column in per_function.T]
         scaled = [_centered(c) / (_std(c, axis=1) + STD_EPS) for c in columns]
         total = sum(w * np.nan_to_num(x) for w, x in zip(weights, scaled, strict=True))
-        total = np.where(np.isnan(groups), np.nan, total)  # its batch mean is 0 again
+        total = np.where(np.isnan(groups), np.nan, total)  # [P, K], again of mean 0
         advantages = total / (_std(total) + STD_EPS)
     else:
         raise ValueError(f"ADV_ESTIMATOR={estimator!r} is not one of those above")
     return np.nan_to_num(advantages.reshape(-1))
 
 
+def equal_groups(rewards: np.ndarray, num_pre_q: int) -> np.ndarray:
+    """Returns [P] bool: whether all rewards of a group are equal; it has no advantages then.
+
+    rewards: [B], or [B, F] of several functions; then the rewards must be equal in each column.
+    NaN is left out of the comparison.
+    """
+    groups = rewards.reshape(len(rewards) // num_pre_q, num_pre_q, -1)  # [P, K, 1] or [P, K, F]
+    differ = np.fmin.reduce(groups, axis=1) < np.fmax.reduce(groups, axis=1)  # [P, 1] or [P, F]
+    return ~differ.any(axis=1)
+
+
 def _centered(groups: np.ndarray) -> np.ndarray:
-    """[P, K] minus the mean of each row, past NaN; exactly 0 where a row's values are equal."""
+    """Groups [P, K] minus the mean of each group, without NaN; exact zeros for equal rewards."""
     count = np.maximum((~np.isnan(groups)).sum(axis=1, keepdims=True), 1)
     centered = groups - np.nansum(groups, axis=1, keepdims=True) / count
-    low, high = (f.reduce(groups, axis=1, keepdims=True) for f in (np.fmin, np.fmax))
-    # max == min and not std == 0: the mean of three 0.7 is not 0.7 in binary.
+    low, high = (f.reduce(groups, axis=1, keepdims=True) for f in (np.fmin, np.fmax))  # [P, 1]
+    # std == 0 would not find equal rewards: the mean of three 0.7 is not 0.7 in binary.
     return np.where(low < high, centered, 0.0 * groups)
 
 
 def _std(values: np.ndarray, axis: int | None = None) -> np.ndarray:
-    """With ddof 1 and past NaN; 0 of fewer than two values."""
+    """Returns the std with ddof 1, without NaN; 0 for fewer than two values."""
     count = (~np.isnan(values)).sum(axis=axis, keepdims=True)
     mean = np.nansum(values, axis=axis, keepdims=True) / np.maximum(count, 1)
     squares = np.nansum((values - mean) ** 2, axis=axis, keepdims=True)
@@ -90,28 +111,29 @@ def _std(values: np.ndarray, axis: int | None = None) -> np.ndarray:
 class Objective(NamedTuple):
     """The settings of policy_loss; hashable. A = advantage, ratio = exp(logps - old_logps).
 
-    loss_type: the loss of a token, and how those of all tokens are averaged:
+    loss_type: the loss of a token, and how the losses of all tokens are averaged:
       dapo     -min(ratio A, clip(ratio, 1 - eps_low, 1 + eps_high) A), mean over the step's tokens
-      bnpo     the same here: TRL's divides by the tokens of a micro-batch, so memory would decide
-      grpo     the same loss; mean over each sequence's tokens, then over the step's sequences
-      dr_grpo  the same loss; sum over tokens / (sequences * max_completion_length)
+      bnpo     the same as dapo. In TRL bnpo divides by the tokens of a micro-batch, so the result
+               would depend on the size of micro-batches.
+      grpo     the loss of dapo; mean over each sequence's tokens, then over the step's sequences
+      dr_grpo  the loss of dapo; sum over tokens / (sequences * max_completion_length)
       gspo     as grpo, with one ratio for each sequence: importance_sampling_level "sequence"
-      cispo    -min(ratio, eps_high) A logps, no gradient through the ratio; averaged as dapo
+      cispo    -min(ratio, eps_high) A logps, without gradient through the ratio; averaged as dapo
       sapo     -(4 / tau) sigmoid(tau (ratio - 1)) A; averaged as grpo
     """
 
     loss_type: str = "dapo"
     eps_low: float = 0.2
     eps_high: float = 0.2
-    delta: float = 0.0  # where clipping: the ratio counts as this at most; 0: no such limit
-    importance_sampling_level: str = "token"  # "sequence": exp of the mean over the row's tokens
+    delta: float = 0.0  # upper limit of the ratio in clipped losses; 0: no limit
+    importance_sampling_level: str = "token"  # "sequence": exp of the mean log ratio
     beta: float = 0.0
     kl_estimator: str = "k3"
-    kl_bias_correction: bool = True  # times the ratio: the gradient is that of the KL itself
+    kl_bias_correction: bool = True  # multiplies by the ratio: the exact gradient of the KL
     entropy_coef: float = 0.0
     is_mode: str = "none"
     is_cap: float = 3.0
-    max_completion_length: int = 0  # tokens; dr_grpo's
+    max_completion_length: int = 0  # tokens; for dr_grpo
 
 
 def policy_loss(
@@ -129,16 +151,18 @@ def policy_loss(
     top_mask: jax.Array | None = None,
     **settings: Any,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The objective, a scalar, and its metrics; of a micro-batch, to be summed over the step.
+    """Returns the objective of a micro-batch, a scalar, and its metrics, both parts of the step's.
 
-    logps, old_logps, ref_logps, sampling_logps: [R, T] float32 nats of the sampled tokens, of the
-    policy now, when the step began, of the reference (when beta > 0) and of the sampler (when
-    is_mode is on). entropy: [R, T] (when entropy_coef > 0). advantages: [R].
-    mask: [R, T], 1 on the completion tokens that count; what is under 0 may be any garbage.
-    top_mask: [R, T], of top_entropy_mask: the tokens that the policy learns from; None: all.
-    num_tokens, num_sequences, num_top_tokens: mask.sum(), rows and (mask * top_mask).sum() of the
-    WHOLE step; None for the latter two: this is the whole step. settings: fields of Objective.
-    Metrics that end in min or max are extremes over the step, the rest add up to its means.
+    The objectives of a step's micro-batches are summed; MERGE says how the metrics are merged.
+    logps, old_logps, ref_logps, sampling_logps: [R, T] float32 nats of the sampled tokens, by the
+    policy now, by the policy before the step, by the reference (if beta > 0) and by the sampler (if
+    is_mode is not "none"). entropy: [R, T] nats (if entropy_coef > 0). advantages: [R].
+    mask: [R, T], 1 on the completion tokens that count; where it is 0, the other arrays may hold
+    anything.
+    top_mask: [R, T], 1 on the tokens that the policy learns from, from top_entropy_mask; None: all.
+    num_tokens, num_sequences, num_top_tokens: mask.sum(), the number of sequences and
+    (mask * top_mask).sum() of the ENTIRE step. The last two may be None if this micro-batch is the
+    entire step. settings: fields of Objective.
     Source: PPO, arXiv 1707.06347 eq. 7; DAPO, 2503.14476 eq. 8; Dr. GRPO, 2503.20783; GSPO,
     2507.18071; CISPO, 2506.13585; SAPO, 2511.20347; TRL.
     """
@@ -147,7 +171,7 @@ def policy_loss(
     top = mask if top_mask is None else mask & (top_mask > 0)  # [R, T]
     num_sequences = len(advantages) if num_sequences is None else num_sequences
     num_top_tokens = jnp.maximum(top.sum(), 1) if num_top_tokens is None else num_top_tokens
-    own_tokens = jnp.maximum(mask.sum(axis=1, keepdims=True), 1)  # [R, 1]
+    sequence_tokens = jnp.maximum(mask.sum(axis=1, keepdims=True), 1)  # [R, 1]
 
     def token_mean(x: jax.Array) -> jax.Array:
         return jnp.where(mask, x, 0.0).sum() / num_tokens
@@ -155,8 +179,8 @@ def policy_loss(
     log_ratio = jnp.where(mask, logps - old_logps, 0.0)  # [R, T]
     by_sequence = o.importance_sampling_level == "sequence" or o.loss_type == "gspo"
     if by_sequence:
-        log_ratio = log_ratio.sum(axis=1, keepdims=True) / own_tokens  # [R, 1]
-    ratio = jnp.exp(log_ratio)
+        log_ratio = log_ratio.sum(axis=1, keepdims=True) / sequence_tokens  # [R, 1]
+    ratio = jnp.exp(log_ratio)  # [R, T] or [R, 1]
     loss, cut = _token_loss(o, ratio, A, jnp.where(mask, logps, 0.0))  # [R, T] or [R, 1]
     metrics = _shares_cut(cut, mask, num_sequences if by_sequence else num_tokens)
 
@@ -167,14 +191,15 @@ def policy_loss(
         metrics |= {"is_weight/mean": token_mean(weight), "is_weight/over_cap": token_mean(over)}
     if o.beta > 0:
         kl = _kl(o.kl_estimator, jnp.where(mask, ref_logps - logps, 0.0))  # [R, T]
-        if o.kl_bias_correction:  # the gradient of k2 is the KL's as it is, but for the samples
+        if o.kl_bias_correction:
+            # For samples of the policy, the gradient of k2 is already that of the KL.
             kl = kl * (jax.lax.stop_gradient(ratio) if o.kl_estimator == "k2" else ratio)
         metrics["kl"] = token_mean(kl)
         loss = loss + o.beta * kl
 
     divisor = num_tokens
     if o.loss_type in ("grpo", "gspo", "sapo"):
-        divisor = own_tokens * num_sequences
+        divisor = sequence_tokens * num_sequences
     elif o.loss_type == "dr_grpo":
         divisor = num_sequences * o.max_completion_length
     loss = jnp.where(mask, loss / divisor, 0.0).sum()
@@ -187,7 +212,10 @@ def policy_loss(
 def _token_loss(
     o: Objective, ratio: jax.Array, A: jax.Array, logps: jax.Array
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The loss of each token, and where its ratio is cut; [R, T], or [R, 1] as the ratio may be."""
+    """Returns the loss of each token, and where its ratio is cut, both in the shape of the ratio.
+
+    ratio: [R, T], or [R, 1] of sequences. A: [R, 1] advantages. logps: [R, T].
+    """
     if o.loss_type == "cispo":
         loss = -jax.lax.stop_gradient(jnp.minimum(ratio, o.eps_high)) * A * logps
         return loss, {"cispo_clip_ratio": (ratio > o.eps_high) & (A > 0)}
@@ -206,9 +234,10 @@ def _token_loss(
 def _shares_cut(
     cut: dict[str, jax.Array], mask: jax.Array, count: jax.Array | float
 ) -> dict[str, jax.Array]:
-    """Means of `cut` over the step, and the extremes over the rows that have a token.
+    """Returns the step's means of `cut`, and the extremes over the sequences that have a token.
 
-    cut: of _token_loss, False under the mask, where the ratio is 1. count: the step's ratios.
+    cut: from _token_loss, [R, T] or [R, 1] bool; False under the mask, where the ratio is 1.
+    mask: [R, T]. count: the number of ratios of the step.
     """
     metrics = {name: x.sum() / count for name, x in cut.items()}
     if "clip_ratio/low_mean" in cut:
@@ -222,7 +251,10 @@ def _shares_cut(
 
 
 def _kl(estimator: str, gap: jax.Array) -> jax.Array:
-    """Of each token; gap: ref_logps - logps. Source: http://joschu.net/blog/kl-approx.html."""
+    """Returns the KL estimate of each token [R, T]. gap: ref_logps - logps [R, T].
+
+    Source: http://joschu.net/blog/kl-approx.html.
+    """
     if estimator == "k1":
         return -gap
     return gap**2 / 2 if estimator == "k2" else jnp.expm1(gap) - gap
@@ -231,24 +263,27 @@ def _kl(estimator: str, gap: jax.Array) -> jax.Array:
 def sampler_weights(
     old_logps: jax.Array, sampling_logps: jax.Array, mask: jax.Array, mode: str, cap: float
 ) -> tuple[jax.Array, jax.Array]:
-    """What makes up for a sampler of slightly other probabilities, and where it exceeds the cap.
+    """Returns weights that correct for a sampler whose probabilities differ slightly from ours.
 
-    The trainer's probability of what was drawn over the sampler's, of each token [R, T] or, mode
-    sequence_*, of the whole sequence [R, 1]; above cap it counts as cap (*_truncate) or 0 (*_mask).
+    A weight is the trainer's probability of the sample / the sampler's probability: of each token
+    [R, T], or of the sequence [R, 1] if mode is sequence_*. A weight above cap becomes cap
+    (*_truncate) or 0 (*_mask). The second result, of the same shape, is True where it was.
+    old_logps, sampling_logps, mask: [R, T].
     Source: https://fengyao.notion.site/off-policy-rl; TRL.
     """
-    gap = jnp.nan_to_num(jnp.where(mask, old_logps - sampling_logps, 0.0))
+    gap = jnp.nan_to_num(jnp.where(mask, old_logps - sampling_logps, 0.0))  # [R, T]
     if mode.startswith("sequence"):
-        gap = gap.sum(axis=1, keepdims=True)
+        gap = gap.sum(axis=1, keepdims=True)  # [R, 1]
     ratio = jax.lax.stop_gradient(jnp.exp(gap))
     over = ratio > cap
     return jnp.where(over, cap if mode.endswith("truncate") else 0.0, ratio), over
 
 
 def top_entropy_mask(entropy: np.ndarray, mask: np.ndarray, quantile: float) -> np.ndarray:
-    """[B, T] bool: the tokens of a whole step whose entropy is in its highest share, `quantile`.
+    """Returns [B, T] bool: the tokens of a step whose entropy is among the highest.
 
-    Source: arXiv 2506.01939; the threshold is interpolated between tokens, as TRL's.
+    entropy, mask: [B, T]. quantile: the share of tokens to keep.
+    Source: arXiv 2506.01939; the threshold is interpolated between tokens, as in TRL.
     """
     mask = mask.astype(bool)
     if not mask.any():

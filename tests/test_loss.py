@@ -1,4 +1,4 @@
-"""Claims about loss.py: the advantages and the objective, in every variant.
+"""Claims about the objective of loss.py, in every variant; its advantages: test_advantages.py.
 
 goldens/trl.npz holds what TRL 1.16 makes of seeded random inputs, trl.json the settings behind it.
 """
@@ -13,106 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from loss import group_advantages, policy_loss, sampler_weights, top_entropy_mask
+from loss import MERGE, policy_loss, sampler_weights, top_entropy_mask
 
 GOLDENS = Path(__file__).parent / "goldens"
 TRL = json.loads((GOLDENS / "trl.json").read_text(encoding="utf-8"))
 ARRAYS = dict(np.load(GOLDENS / "trl.npz"))
 NAN, INF, LN2 = math.nan, math.inf, math.log(2)
-
-
-# ---- Advantages ----------------------------------------------------------------------------------
-
-
-@np.errstate(divide="raise", invalid="raise")
-def advantages_of(per_function: np.ndarray, weights: Any, K: int, how: str) -> np.ndarray:
-    """per_function: [B, F]; how: the scale of grpo, or another estimator."""
-    rewards = np.nansum(per_function * weights, axis=1)
-    rewards[np.isnan(per_function).all(axis=1)] = NAN
-    if how in ("group", "batch", "none"):
-        return group_advantages(rewards, K, scale_rewards=how)
-    functions = {"per_function": per_function, "weights": weights} if how == "gdpo" else {}
-    return group_advantages(rewards, K, estimator=how, **functions)
-
-
-@pytest.mark.parametrize(
-    "rewards, K, how, expected",
-    [
-        # std of 1,0,0,0 (ddof 1) is 0.5; of 1,0,2 is 1
-        ([1, 0, 0, 0, 1, 1, 1, 1], 4, "none", [0.75, -0.25, -0.25, -0.25, 0, 0, 0, 0]),
-        ([1, 0, 0, 0], 4, "group", [0.75 / 0.5001, *[-0.25 / 0.5001] * 3]),
-        ([1, 0, 2], 3, "group", [0, -1 / 1.0001, 1 / 1.0001]),
-        # "batch": the std of all of 2,0,1,1 is sqrt(2/3); the mean is still the group's
-        ([2, 0, 1, 1], 2, "batch", [1 / 0.8165966, -1 / 0.8165966, 0, 0]),
-        ([5, 7], 1, "group", [0, 0]),
-        ([5, 7], 1, "batch", [0, 0]),
-        # NaN counts in neither mean nor std and gets 0
-        ([1, NAN, 0, 2], 4, "group", [0, 0, -1 / 1.0001, 1 / 1.0001]),
-        ([1, NAN, 3, NAN], 4, "none", [-1, 0, 1, 0]),
-        ([2, NAN, 0, NAN, 1, 1], 2, "batch", [0] * 6),  # alone in its group: nothing to compare to
-        ([4, 2, NAN, NAN], 2, "batch", [1 / 1.4143136, -1 / 1.4143136, 0, 0]),
-        ([NAN, NAN, 1, 3], 2, "none", [0, 0, -1, 1]),
-        ([NAN] * 4, 2, "group", [0] * 4),
-        ([NAN] * 4, 2, "batch", [0] * 4),
-        # the mean of the others: 7/3, 8/3, 2, 1
-        ([1, 0, 2, 5], 4, "rloo", [-4 / 3, -8 / 3, 0, 4]),
-        ([1, NAN, 3, NAN, 5, NAN, NAN, NAN], 4, "rloo", [-2, 0, 2, 0, 0, 0, 0, 0]),
-        ([5, 7], 1, "rloo", [0, 0]),
-        # the mean of all is 2, the std sqrt(14/3); the groups do not matter
-        ([1, 0, 2, 5], 2, "reinforce", [-1 / 2.1603469, -2 / 2.1603469, 0, 3 / 2.1603469]),
-        ([1, 0, 2, 5], 1, "reinforce", [-1 / 2.1603469, -2 / 2.1603469, 0, 3 / 2.1603469]),
-        ([1, NAN, 3], 1, "reinforce", [-1 / 1.4143136, 0, 1 / 1.4143136]),
-        ([0.7] * 6, 3, "reinforce", [0] * 6),
-        ([5], 1, "reinforce", [0]),
-        # the std of 1,-1,1/2,-1/2 is sqrt(2.5/3); of 1,-1,0 is 1
-        ([2, 0, 5, 4], 2, "reinforce++", np.array([1, -1, 0.5, -0.5]) / 0.9129709),
-        ([2, 0, NAN, 4], 2, "reinforce++", [1 / 1.0001, -1 / 1.0001, 0, 0]),
-    ],
-)
-def test_advantages_by_hand(rewards: list, K: int, how: str, expected: list) -> None:
-    advantages = advantages_of(np.array(rewards, float)[:, None], [1.0], K, how)
-    np.testing.assert_allclose(advantages, expected, atol=1e-7)
-    assert advantages.shape == (len(rewards),) and advantages.dtype == np.float64
-
-
-def test_gdpo_by_hand() -> None:
-    """Groups (1, 0), (0, 0) scale to +-.5/.7072068, 0; (0, 4), (3, 1) to -+2/2.8285271, +-1/1.4143.
-
-    Weighted by 1 and 1/2 they are +-.3534659, +-.3535284, of std 0.4081833.
-    """
-    advantages = advantages_of(np.array([[1, 0], [0, 4], [0, 3], [0, 1.0]]), [1, 0.5], 2, "gdpo")
-    expected = [0.8657368, -0.8657368, 0.8658898, -0.8658898]
-    np.testing.assert_allclose(advantages, expected, rtol=1e-6)
-    # The second function skips row 1, so that row 0 has nothing to compare to; row 3 has no reward.
-    # +-.7070068, 0 have a std of .7070068.
-    per_function = np.array([[1, 0], [0, NAN], [0, 3], [NAN, NAN]])
-    advantages = advantages_of(per_function, [1, 0.5], 2, "gdpo")
-    np.testing.assert_allclose(advantages, [0.9998586, -0.9998586, 0, 0], rtol=1e-6)
-
-
-@pytest.mark.parametrize("value", [0.7, 0.1, 1.0, -0.3, 1e6 + 0.1])
-@pytest.mark.parametrize("how", ["group", "batch", "none", "rloo", "reinforce++", "gdpo"])
-def test_equal_rewards_have_no_advantage_at_all(value: float, how: str) -> None:
-    for rewards in (np.full(6, value), np.full(6, value, np.float32)):
-        rewards[3:] = [1, 0, NAN]  # the other group has some
-        advantages = advantages_of(rewards[:, None], np.ones(1, rewards.dtype), 3, how)
-        assert advantages[:3].tolist() == [0, 0, 0]
-        assert advantages[3] > 0 > advantages[4] and advantages[5] == 0
-
-
-@pytest.mark.parametrize("name", TRL["advantages"])
-def test_advantages_are_those_of_trl(name: str) -> None:
-    golden, (case, how) = TRL["advantages"][name], name.split(".")
-    per_function = ARRAYS[f"advantages.{case}.rewards"].astype(float)  # [B, F]
-    advantages = advantages_of(per_function, golden["weights"], golden["num_generations"], how)
-    # TRL leaks float32 noise into the equal group of point1; the rest is 2e-7 of its size.
-    atol = 4e-6 if case == "point1" else 2e-7
-    np.testing.assert_allclose(advantages, ARRAYS[f"advantages.{name}"], rtol=2e-7, atol=atol)
-
-
-def test_an_unknown_estimator_is_named() -> None:
-    with pytest.raises(ValueError, match="ADV_ESTIMATOR='ppo'"):
-        group_advantages(np.array([1.0, 0.0]), 2, estimator="ppo")
 
 
 # ---- The objective: TRL's figures ----------------------------------------------------------------
@@ -134,7 +40,7 @@ def value_and_grad(
 
 
 def trl_inputs(old: str = "old_logps", tool: bool = False, weight: str = "is_ratio_token") -> dict:
-    """Finite garbage under the mask, row 4 without a token."""
+    """Inputs with finite garbage under the mask; sequence 4 has no token."""
     names = ("logps", "ref_logps", "entropy", "advantages")
     x = {name: ARRAYS[f"loss.in.{name}"] for name in names}
     x["old_logps"], x["mask"] = ARRAYS[f"loss.in.{old}"], ARRAYS["loss.in.completion_mask"]
@@ -147,26 +53,27 @@ def trl_inputs(old: str = "old_logps", tool: bool = False, weight: str = "is_rat
     return {name: value.copy() for name, value in x.items()}
 
 
-def part(x: dict, rows: slice = slice(8), quantile: float = 1.0, **others: Any) -> tuple:
-    """value_and_grad of the micro-batch `rows` of the step x."""
+def part(x: dict, chosen: slice = slice(8), quantile: float = 1.0, **others: Any) -> tuple:
+    """Returns value_and_grad of the micro-batch `chosen` of the sequences of x."""
     top = top_entropy_mask(x["entropy"], x["mask"], quantile)
     counts = {"num_tokens": max(x["mask"].sum(), 1), "num_sequences": len(x["mask"])}
     counts["num_top_tokens"] = max(top.sum(), 1)
-    own = {name: value[rows] for name, value in x.items()}
-    own["old"] = own.pop("old_logps")
-    own["top_mask"] = (top | (x["mask"] == 0))[rows]  # 1 under the mask is garbage as well
-    return value_and_grad(**own, **counts | others)
+    arrays = {name: value[chosen] for name, value in x.items()}
+    arrays["old"] = arrays.pop("old_logps")
+    arrays["top_mask"] = (top | (x["mask"] == 0))[chosen]  # 1 under the mask is garbage too.
+    return value_and_grad(**arrays, **counts | others)
 
 
 @pytest.mark.parametrize("name", TRL["loss"])
 def test_the_objective_is_that_of_trl(name: str) -> None:
     golden = TRL["loss"][name]
-    x, rows, settings = trl_inputs(**golden["inputs"]), slice(*golden["rows"]), golden["settings"]
-    loss, grad, metrics = part(x, rows, **settings)
+    x, settings = trl_inputs(**golden["inputs"]), golden["settings"]
+    chosen = slice(*golden["rows"])
+    loss, grad, metrics = part(x, chosen, **settings)
     assert loss == pytest.approx(ARRAYS[f"loss.{name}.loss"], abs=1e-6)
     np.testing.assert_allclose(grad, ARRAYS[f"loss.{name}.grad_logps"], atol=1e-6)
     # TRL's means are over the tokens of a micro-batch, ours are its share of the step's mean.
-    share = x["mask"][rows].sum() / settings["num_tokens"]
+    share = x["mask"][chosen].sum() / settings["num_tokens"]
     expected = {n: v * share if n.endswith("mean") else v for n, v in golden["metrics"].items()}
     metrics = {n: v for n, v in metrics.items() if not n.startswith("is_weight/")}
     assert metrics == pytest.approx(expected, abs=1e-6)
@@ -216,9 +123,9 @@ def test_micro_batches_add_up_to_the_batch(variant: dict) -> None:
         losses, grads, partial = zip(*parts, strict=True)
         assert sum(losses) == pytest.approx(loss, abs=1e-6)
         np.testing.assert_allclose(np.concatenate(grads), grad, atol=1e-7)
-        for name, whole in metrics.items():
-            over_step = {"min": min, "max": max}.get(name[-3:], sum)
-            assert over_step(p[name] for p in partial) == pytest.approx(whole, abs=1e-6), name
+        for name, of_step in metrics.items():
+            merged = MERGE.get(name, sum)(p[name] for p in partial)
+            assert merged == pytest.approx(of_step, abs=1e-6), name
 
 
 @every_variant
@@ -272,9 +179,9 @@ def test_the_loss_of_a_token_by_hand(
     settings: dict, ratio: float, advantage: float, loss: float, slope: float, metrics: dict
 ) -> None:
     token = ([[math.log(ratio) - 3]], [[-3.0]], [advantage], [[1]], 1.0)
-    value, grad, own_metrics = value_and_grad(*token, **settings)
+    value, grad, found = value_and_grad(*token, **settings)
     assert (value, grad[0, 0]) == pytest.approx((loss, slope), rel=1e-6)
-    assert own_metrics == metrics
+    assert found == metrics
 
 
 def test_a_ratio_of_1_is_beyond_no_epsilon() -> None:
@@ -283,8 +190,8 @@ def test_a_ratio_of_1_is_beyond_no_epsilon() -> None:
         assert value_and_grad(*token, eps_low=0.0, eps_high=0.0)[2] == NONE
 
 
-def test_the_extremes_of_clipping_are_of_rows_with_a_token() -> None:
-    """Of 5 tokens 3 are clipped, 1/2 and 2/3 of the rows' tokens; the third row has none."""
+def test_the_extremes_of_clipping_are_of_sequences_with_a_token() -> None:
+    """3 of 5 tokens are clipped: 1/2 and 2/3 of two sequences; the third has no token."""
     mask = [[1, 1, 0], [1, 1, 1], [0, 0, 0]]
     low, high = clip_ratios(0.6, 0, 0.6, 0.5, 0), clip_ratios(0, 0.6, 0.6, 0, 2 / 3)
     for advantage, far, expected in ((-1.0, -LN2, low), (1.0, LN2, high)):
@@ -295,7 +202,7 @@ def test_the_extremes_of_clipping_are_of_rows_with_a_token() -> None:
 
 @pytest.mark.parametrize(
     "loss_type, loss, first, second",
-    [  # the loss, and its slope at a token of the first row and at each of the second's
+    [  # the loss; its slope at a token of the first and of the second sequence
         ("dapo", -(5 + 3) / 8, -5 / 8, -1 / 8),
         ("bnpo", -(5 + 3) / 8, -5 / 8, -1 / 8),
         ("cispo", (5 + 3) / 8, -5 / 8, -1 / 8),  # times the logp, -1
@@ -306,7 +213,7 @@ def test_the_extremes_of_clipping_are_of_rows_with_a_token() -> None:
     ],
 )
 def test_the_denominators_by_hand(loss_type: str, loss: float, first: float, second: float) -> None:
-    """Rows of 1 and 3 tokens, advantages 5 and 1; 8 tokens and 4 sequences of up to 10 a step."""
+    """Sequences of 1 and 3 tokens with advantages 5 and 1, in a step of 8 tokens, 4 sequences."""
     logps, mask = np.full((2, 3), -1.0), [[1, 0, 0], [1, 1, 1]]
     step = (logps, logps, [5.0, 1.0], mask, 8.0)
     settings = {"loss_type": loss_type, "max_completion_length": 10, "eps_high": 1.0}
@@ -319,7 +226,7 @@ def test_the_denominators_by_hand(loss_type: str, loss: float, first: float, sec
 
 @pytest.mark.parametrize("loss_type, level", [("gspo", "token"), ("grpo", "sequence")])
 def test_the_ratio_of_a_sequence_is_the_geometric_mean(loss_type: str, level: str) -> None:
-    """Of 2, 4 and 1 it is 2; the row's slope, -2 A, is spread over its three tokens."""
+    """The mean of 2, 4 and 1 is 2. The slope -2 A is spread over the sequence's three tokens."""
     logps = [[LN2, 2 * LN2, 0.0], [-LN2, 0, 0], [0, 0, 0]]
     mask = [[1, 1, 1], [1, 0, 0], [0, 0, 0]]
     step = (logps, np.zeros((3, 3)), [1.0, -1.0, 1.0], mask, 5.0)

@@ -1,12 +1,13 @@
-"""Token log-probabilities and entropies straight from hidden states: no [n, V] is ever whole.
+"""Token log-probabilities and entropies from hidden states, without an array of all logits.
 
-The vocabulary is walked in tiles of the lm_head. Forward keeps a running maximum, sum, entropy and
-the sampled token's logit per token; backward makes each tile's logits again. What happens within a
-tile is plain jnp (`jax`) or one TPU kernel (`pallas`); what goes around it, the mesh included, is
-the same. bench.py counts the bytes and matmul passes of both, README.md has its table.
+The program walks the vocabulary in tiles of the lm_head. Forward keeps a running maximum, sum,
+entropy and the sampled token's logit for each token. Backward computes the logits of each tile
+again. Inside a tile runs plain jnp (`jax`) or a TPU kernel (`pallas`); all code around the tiles is
+the same for both. docs/kernel.md compares their memory and time.
 
-Dimensions: n tokens of a device, V vocabulary, D model, v rows of a tile. On a mesh tokens lie over
-(dp, fsdp), V over tp, D over fsdp; a tile is gathered over fsdp when its turn comes.
+Dimensions: n tokens of a device, V vocabulary, D model width, v lm_head rows of a tile. On a mesh
+the tokens are split over (dp, fsdp), V over tp, D over fsdp. Each tile is gathered over fsdp just
+before it is used.
 """
 
 import functools
@@ -17,27 +18,27 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, PartitionSpec
 
-# float32 logits that one tile of `jax` may hold per device, and the whole if they fit: little
-# beside a chip's 16 GiB, and 4096 columns for 16k tokens, enough for a full matmul.
+# Bytes of float32 logits that `jax` may hold per device: of a tile, or of the vocabulary if they
+# fit. This is little of a chip's 16 GiB, and 4096 columns for 16k tokens, enough for fast matmuls.
 LOGITS_TILE_BYTES = 256 * 2**20
-MASKED = -1e30  # a logit of probability 0; finite, since inf - inf is not
-ROWS = ("dp", "fsdp")
+MASKED = -1e30  # A logit of probability 0. It is finite because inf - inf is NaN.
+BATCH_AXES = ("dp", "fsdp")  # mesh axes over which the tokens are split
 
-# Two arrays [n, 4] float32 go along with the tokens. `stats`, of the tiles so far: the largest
-# logit, the sum of e = exp(logit - largest), the sum of e (logit - largest), the sampled token's
-# logit. `known`, in backward: logsumexp, entropy, and the gradients towards logp and entropy.
+# Two arrays [n, 4] float32 belong to the tokens. The columns of `stats`, over the tiles so far: the
+# largest logit, the sum of e = exp(logit - largest), the sum of e (logit - largest), the logit of
+# the sampled token. The columns of `known`, in backward: logsumexp, entropy, and the gradients of
+# the loss in logp and in the entropy.
 
 
 class Static(NamedTuple):
-    """Hashable settings of one call."""
+    """The settings of one call; hashable."""
 
     temperature: float
     impl: str
     mesh: Mesh | None
-    interpret: Any  # False, True or pltpu.InterpretParams: the kernel runs on any device
+    interpret: Any  # False on a TPU; True or pltpu.InterpretParams run the kernel on any device.
 
 
 def token_logps(
@@ -50,12 +51,13 @@ def token_logps(
     mesh: Mesh | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """log p of `ids` and the entropy of each distribution: two arrays [..., n] float32, nats.
+    """Returns log p of `ids` and the entropy of each distribution, both [..., n] float32 nats.
 
-    hidden: [..., n, D] float32 or bfloat16, the operands' dtype; lm_head: [V, D]; ids: [..., n]
-    int32. Logits are float32, divided by temperature. mesh: of axes dp, fsdp, tp, over which the
-    leading axis of hidden and both of lm_head lie; None: all is on one device.
-    impl: "jax" runs anywhere, "pallas" on a TPU.
+    hidden: [..., n, D] float32 or bfloat16; the matmuls use this dtype. lm_head: [V, D].
+    ids: [..., n] int32. The logits are float32, divided by temperature.
+    mesh: the axes are dp, fsdp and tp; the first axis of hidden and both axes of lm_head are split
+    over them. None: one device holds everything. impl: "jax" runs anywhere, "pallas" on a TPU.
+    Raises ValueError for an unknown impl.
     """
     if impl not in ("jax", "pallas"):
         raise ValueError(f"POLICY_LOSS_IMPL={impl!r} is not one of jax, pallas")
@@ -69,17 +71,14 @@ def token_logps(
 def token_logps_reference(
     hidden: jax.Array, lm_head: jax.Array, ids: jax.Array, *, temperature: float = 1.0
 ) -> tuple[jax.Array, jax.Array]:
-    """What token_logps returns, computed from the whole of the logits."""
+    """Returns the same as token_logps, computed from an array of all logits."""
     head = lm_head.astype(hidden.dtype)
-    logits = jnp.einsum(
-        "...d,vd->...v", hidden, head, precision=_precision(hidden.dtype),
-        preferred_element_type=jnp.float32,
-    )  # fmt: skip
-    logits = logits / temperature  # [..., n, V]
-    logsumexp = jax.nn.logsumexp(logits, axis=-1)
-    chosen = jnp.take_along_axis(logits, ids[..., None], axis=-1)[..., 0]
-    log_probs = logits - logsumexp[..., None]
-    # Not logsumexp - sum(p z): large logits would cancel to an entropy of few digits.
+    kind = {"precision": _precision(hidden.dtype), "preferred_element_type": jnp.float32}
+    logits = jnp.einsum("...d,vd->...v", hidden, head, **kind) / temperature  # [..., n, V]
+    logsumexp = jax.nn.logsumexp(logits, axis=-1)  # [..., n]
+    chosen = jnp.take_along_axis(logits, ids[..., None], axis=-1)[..., 0]  # [..., n]
+    log_probs = logits - logsumexp[..., None]  # [..., n, V]
+    # logsumexp - sum(p logits) would cancel for large logits and leave few digits of the entropy.
     return chosen - logsumexp, -(jnp.exp(log_probs) * log_probs).sum(axis=-1)
 
 
@@ -100,37 +99,39 @@ def _forward(hidden: jax.Array, lm_head: jax.Array, ids: jax.Array, static: Stat
 
 def _backward(static: Static, saved: Any, towards: tuple[jax.Array, jax.Array]) -> Any:
     hidden, lm_head, ids, logsumexp, entropy = saved
-    rows = (logsumexp, entropy, *towards)
-    to_hidden, to_lm_head = _on_mesh(_backward_shard, static, hidden, lm_head, ids, *rows)
+    known = (logsumexp, entropy, *towards)
+    to_hidden, to_lm_head = _on_mesh(_backward_shard, static, hidden, lm_head, ids, *known)
     return to_hidden, to_lm_head, np.zeros(ids.shape, jax.dtypes.float0)
 
 
 _token_logps.defvjp(_forward, _backward)
 
 
-def _on_mesh(program: Any, static: Static, hidden: Any, lm_head: Any, ids: Any, *rows: Any) -> Any:
-    """`program` on each device's part, or on all of it where there is no mesh."""
+def _on_mesh(program: Any, static: Static, hidden: Any, lm_head: Any, ids: Any, *known: Any) -> Any:
+    """Runs `program` on each device's part of the arrays; without a mesh on the entire arrays."""
     program = functools.partial(program, static)
     if static.mesh is None:
-        return program(hidden, lm_head, ids, *rows)
-    row, head = P(ROWS), P("tp", "fsdp")
-    back = (row, head) if rows else (row, row, row)
-    return jax.shard_map(
-        program, mesh=static.mesh, in_specs=(row, head, row, *[row for _ in rows]),
-        out_specs=back, check_vma=False,  # the gradient is written out below
-    )(hidden, lm_head, ids, *rows)  # fmt: skip
+        return program(hidden, lm_head, ids, *known)
+    tokens, head = PartitionSpec(BATCH_AXES), PartitionSpec("tp", "fsdp")
+    specs = {
+        "in_specs": (tokens, head, tokens, *[tokens for _ in known]),
+        "out_specs": (tokens, head) if known else (tokens, tokens, tokens),
+    }
+    # check_vma=False: the programs make the sums over devices themselves.
+    program = jax.shard_map(program, mesh=static.mesh, check_vma=False, **specs)
+    return program(hidden, lm_head, ids, *known)
 
 
 class Tile(NamedTuple):
-    """v rows of the lm_head and their place."""
+    """v rows of the lm_head, and their place in the vocabulary."""
 
-    w: jax.Array  # [v, D] in the operands' dtype
-    first: Any  # the first row's token id
-    seen: Any  # rows at the front that belong to the tile before: they do not count here
+    w: jax.Array  # [v, D] in the dtype of hidden
+    first: Any  # the token id of the first row
+    seen: Any  # The first `seen` rows belong to the previous tile and do not count here.
 
 
 def _tile_size(static: Static, lm_head: jax.Array, h: jax.Array) -> int:
-    """v, of a device's lm_head [V / tp, D / fsdp] and its hidden h [n, D]."""
+    """Returns v for a device's part of the lm_head [V / tp, D / fsdp] and its hidden h [n, D]."""
     if static.impl == "pallas":
         size = block_sizes(h.shape[1], h.dtype.itemsize, _device_kind(static))[1]
     else:
@@ -139,22 +140,22 @@ def _tile_size(static: Static, lm_head: jax.Array, h: jax.Array) -> int:
 
 
 def _tile(static: Static, lm_head: jax.Array, size: int, i: Any, dtype: Any) -> Tile:
-    """Tile i, from all of fsdp. The last one reaches back over rows of the one before it, so that
-    all have one size and none is padded."""
-    rows = lm_head.shape[0]
-    start = jnp.minimum(i * size, rows - size)
-    w = jax.lax.dynamic_slice_in_dim(lm_head, start, size).astype(dtype)
+    """Returns tile i, gathered over fsdp. The last tile overlaps the previous tile, so that all
+    tiles have the same size without padding."""
+    height = lm_head.shape[0]  # V / tp
+    start = jnp.minimum(i * size, height - size)
+    w = jax.lax.dynamic_slice_in_dim(lm_head, start, size).astype(dtype)  # [v, D / fsdp]
     if static.mesh is None:
         return Tile(w, start, i * size - start)
-    w = jax.lax.all_gather(w, "fsdp", axis=1, tiled=True)
-    return Tile(w, jax.lax.axis_index("tp") * rows + start, i * size - start)
+    w = jax.lax.all_gather(w, "fsdp", axis=1, tiled=True)  # [v, D]
+    return Tile(w, jax.lax.axis_index("tp") * height + start, i * size - start)
 
 
 def _add_tile(static: Static, total: jax.Array, size: int, i: Any, to_w: jax.Array) -> jax.Array:
-    """total [V / tp, D / fsdp] with the gradient of tile i [v, D] of all of fsdp added."""
+    """Adds the gradient of tile i, to_w [v, D], to total [V / tp, D / fsdp]; sums over fsdp."""
     start = jnp.minimum(i * size, total.shape[0] - size)
     if static.mesh:
-        to_w = jax.lax.psum_scatter(to_w, "fsdp", scatter_dimension=1, tiled=True)
+        to_w = jax.lax.psum_scatter(to_w, "fsdp", scatter_dimension=1, tiled=True)  # [v, D / fsdp]
     before = jax.lax.dynamic_slice_in_dim(total, start, size)
     return jax.lax.dynamic_update_slice_in_dim(total, before + to_w, start, 0)
 
@@ -162,7 +163,7 @@ def _add_tile(static: Static, total: jax.Array, size: int, i: Any, to_w: jax.Arr
 def _forward_shard(
     static: Static, hidden: jax.Array, lm_head: jax.Array, ids: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """logps, entropy and logsumexp [..., n] of this device's tokens."""
+    """Returns logps, entropy and logsumexp of this device's tokens, each [..., n]."""
     h, target = hidden.reshape(-1, hidden.shape[-1]), ids.reshape(-1, 1)  # [n, D], [n, 1]
     size = _tile_size(static, lm_head, h)
     forward = _forward_tile if static.impl == "jax" else _forward_kernel_call
@@ -170,9 +171,9 @@ def _forward_shard(
     def step(i: jax.Array, stats: jax.Array) -> jax.Array:
         return forward(static, h, _tile(static, lm_head, size, i, h.dtype), target, stats)
 
-    stats = jnp.zeros((len(h), 4), jnp.float32).at[:, 0].set(MASKED)
+    stats = jnp.zeros((len(h), 4), jnp.float32).at[:, 0].set(MASKED)  # [n, 4]
     stats = jax.lax.fori_loop(0, -(-lm_head.shape[0] // size), step, stats)
-    largest, total, entropy_sum, chosen = stats.T
+    largest, total, entropy_sum, chosen = stats.T  # each [n]
     if static.mesh:
         over_all = jax.lax.pmax(largest, "tp")
         scale = jnp.exp(largest - over_all)
@@ -187,8 +188,8 @@ def _forward_shard(
 def _backward_shard(
     static: Static, hidden: jax.Array, lm_head: jax.Array, ids: jax.Array, *known: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The gradients of hidden and lm_head, in their dtypes. known: its columns, [..., n]."""
-    h, target = hidden.reshape(-1, hidden.shape[-1]), ids.reshape(-1, 1)
+    """Returns the gradients of hidden and lm_head, in their dtypes. known: 4 columns [..., n]."""
+    h, target = hidden.reshape(-1, hidden.shape[-1]), ids.reshape(-1, 1)  # [n, D], [n, 1]
     size = _tile_size(static, lm_head, h)
     backward = _backward_tile if static.impl == "jax" else _backward_kernel_call
     known = jnp.stack([x.reshape(-1) for x in known], axis=1)  # [n, 4]
@@ -206,27 +207,26 @@ def _backward_shard(
     return to_hidden.reshape(hidden.shape).astype(hidden.dtype), to_lm_head.astype(lm_head.dtype)
 
 
-# ---- Within a tile, in jnp: on values, so that the kernels call it too ---------------------------
+# ---- Inside a tile, in jnp; the TPU kernels call these functions too -----------------------------
 
 
 def _dot(a: jax.Array, b: jax.Array, i: int, j: int) -> jax.Array:
-    """a and b contracted over axis i of a and axis j of b, in float32."""
-    return jax.lax.dot_general(
-        a, b, (((i,), (j,)), ((), ())), precision=_precision(a.dtype),
-        preferred_element_type=jnp.float32,
-    )  # fmt: skip
+    """Contracts axis i of a with axis j of b, in float32."""
+    kind = {"precision": _precision(a.dtype), "preferred_element_type": jnp.float32}
+    return jax.lax.dot_general(a, b, (((i,), (j,)), ((), ())), **kind)
 
 
 def _precision(dtype: Any) -> jax.lax.Precision | None:
-    """float32 operands are multiplied as such, on a TPU too, which would round them to bfloat16."""
+    """Keeps float32 operands in float32; a TPU would round them to bfloat16 by default."""
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
 def _logits(
     static: Static, h: jax.Array, tile: Tile, target: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The tile's logits [n, v] float32; where they count; where they are the sampled token's."""
-    x = _dot(h, tile.w, 1, 1) * (1 / static.temperature)
+    """Returns, each [n, v], the logits of the tile in float32, whether a logit counts, and whether
+    it is the logit of the sampled token."""
+    x = _dot(h, tile.w, 1, 1) * (1 / static.temperature)  # [n, v]
     column = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
     counts = column >= tile.seen
     return x, counts, counts & (column == target - tile.first)
@@ -235,7 +235,7 @@ def _logits(
 def _forward_tile(
     static: Static, h: jax.Array, tile: Tile, target: jax.Array, stats: jax.Array
 ) -> jax.Array:
-    """stats [n, 4] float32 with the tile taken in. h: [n, D]. target: [n, 1] int32."""
+    """Adds the tile to stats [n, 4] float32. h: [n, D]. target: [n, 1] int32."""
     x, counts, hit = _logits(static, h, tile, target)
     x = jnp.where(counts, x, MASKED)
     before, total, entropy_sum, chosen = (stats[:, i : i + 1] for i in range(4))
@@ -256,7 +256,8 @@ def _forward_tile(
 def _to_logits(
     static: Static, h: jax.Array, tile: Tile, target: jax.Array, known: jax.Array
 ) -> jax.Array:
-    """The gradient of h w^T, before the temperature: [n, v] in h's dtype. known: [n, 4]."""
+    """Returns the gradient of h w^T, the logits before the division by the temperature: [n, v] in
+    the dtype of h. known: [n, 4]."""
     x, counts, hit = _logits(static, h, tile, target)
     lse, entropy, to_logp, to_entropy = (known[:, i : i + 1] for i in range(4))
     logp = x - lse
@@ -266,18 +267,22 @@ def _to_logits(
 
 
 def _backward_tile(
-    static: Static, h: jax.Array, tile: Tile, target: jax.Array, known: jax.Array,
+    static: Static,
+    h: jax.Array,
+    tile: Tile,
+    target: jax.Array,
+    known: jax.Array,
     to_hidden: jax.Array,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """to_hidden [n, D] with the tile's share added, and the gradient of w [v, D]; float32."""
+) -> tuple[jax.Array, jax.Array]:
+    """Returns to_hidden [n, D] plus the tile's part, and the gradient of w [v, D], in float32."""
     d = _to_logits(static, h, tile, target, known)
     return to_hidden + _dot(d, tile.w, 1, 0), _dot(d, h, 0, 0)
 
 
-# ---- Within a tile, on a TPU ---------------------------------------------------------------------
+# ---- Inside a tile, on a TPU ---------------------------------------------------------------------
 
-# MiB of VMEM of a core, and cores of a device, by the beginning of its device_kind; jax knows them
-# only of the device that is here.
+# (MiB of VMEM of a core, cores of a device) by the beginning of device_kind. jax tells them for the
+# devices of this machine alone.
 CORES = {
     "TPU v4": (16, 2),
     "TPU v5 lite": (128, 1),
@@ -293,23 +298,25 @@ def _device_kind(static: Static) -> str:
 
 
 def _vmem_and_cores(device_kind: str) -> tuple[int, int]:
-    """VMEM bytes of a core, cores of a device; of the smallest chip where it is unknown."""
+    """Returns (VMEM bytes of a core, cores of a device); of the smallest chip for unknown kinds."""
     names = [name for name in CORES if device_kind.startswith(name)]
     mib, cores = CORES[names[0]] if names else (16, 1)
     return mib * 2**20, cores
 
 
 def block_sizes(D: int, itemsize: int, device_kind: str) -> tuple[int, int]:
-    """Tokens of a block and rows of a tile, as large as backward's blocks fit into VMEM.
+    """Returns (n tokens of a block, v rows of a tile), the largest whose backward fits into VMEM.
 
-    The more rows, the fewer times hidden and its gradient pass through HBM. ValueError if no size
-    fits.
+    More rows mean that hidden and its gradient pass through HBM fewer times.
+    Raises ValueError if no size fits.
     """
 
     def vmem_bytes(n: int, v: int) -> int:
-        tile = v * D * (2 * itemsize + 4)  # the weights, turned too, and their gradient
-        tokens = n * D * (2 * itemsize + 4 * 4 + 4)  # hidden, its gradient in and out: two; a sum
-        return tile + tokens + 12 * n * v * 4  # logits, probabilities and what the compiler adds
+        # The weights and their transpose; the gradient of the weights.
+        tile = v * D * (2 * itemsize + 4)
+        # Two buffers of hidden, of its gradient in and of its gradient out; a temporary sum.
+        tokens = n * D * (2 * itemsize + 4 * 4 + 4)
+        return tile + tokens + 12 * n * v * 4  # Logits, probabilities, temporaries of the compiler.
 
     limit = _vmem_and_cores(device_kind)[0]
     for v in (2048, 1024, 512, 256, 128):
@@ -331,7 +338,7 @@ def _params(static: Static, *semantics: str) -> dict[str, Any]:
 def _forward_kernel_call(
     static: Static, h: jax.Array, tile: Tile, target: jax.Array, stats: jax.Array
 ) -> jax.Array:
-    """_forward_tile, one block of tokens after the other."""
+    """Runs _forward_tile on one block of tokens after the other, in a kernel."""
     n, D = h.shape
     block = min(block_sizes(D, h.dtype.itemsize, _device_kind(static))[0], n)
 
@@ -339,28 +346,36 @@ def _forward_kernel_call(
         tile = Tile(w[...], place[0], place[1])
         new_stats[...] = _forward_tile(static, h[...], tile, target[...], stats[...])
 
-    def rows(width: int) -> pl.BlockSpec:
+    def token_block(width: int) -> pl.BlockSpec:
         return pl.BlockSpec((block, width), lambda i: (i, 0))
 
-    whole = pl.BlockSpec(tile.w.shape, lambda i: (0, 0), pipeline_mode=pl.Buffered(1))
-    place = jnp.stack([tile.first, tile.seen]).astype(jnp.int32)
+    scalars = pl.BlockSpec(memory_space=pltpu.SMEM)
+    weights_block = pl.BlockSpec(tile.w.shape, lambda i: (0, 0), pipeline_mode=pl.Buffered(1))
+    place = jnp.stack([tile.first, tile.seen]).astype(jnp.int32)  # [2]
     return pl.pallas_call(
         kernel,
         grid=(pl.cdiv(n, block),),
-        in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), rows(D), whole, rows(1), rows(4)],
-        out_specs=rows(4),
+        in_specs=[scalars, token_block(D), weights_block, token_block(1), token_block(4)],
+        out_specs=token_block(4),
         out_shape=jax.ShapeDtypeStruct(stats.shape, stats.dtype),
         **_params(static, "parallel"),
     )(place, h, tile.w, target, stats)
 
 
 def _backward_kernel_call(
-    static: Static, h: jax.Array, tile: Tile, target: jax.Array, known: jax.Array,
+    static: Static,
+    h: jax.Array,
+    tile: Tile,
+    target: jax.Array,
+    known: jax.Array,
     to_hidden: jax.Array,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """_backward_tile: each block of tokens adds to its rows of to_hidden, and all blocks of a core
-    to one gradient of w. One kernel and not one for each: the logits are made again once, not
-    twice, at the price of to_hidden passing through HBM for every tile."""
+) -> tuple[jax.Array, jax.Array]:
+    """Runs _backward_tile in a kernel: each block of tokens adds to its part of to_hidden, and all
+    blocks of a core add to one gradient of w.
+
+    A single kernel makes the logits again once. Two kernels, one for each gradient, would make them
+    twice, but to_hidden would not pass through HBM for every tile.
+    """
     (n, D), v = h.shape, tile.w.shape[0]
     block = min(block_sizes(D, h.dtype.itemsize, _device_kind(static))[0], n)
     blocks = pl.cdiv(n, block)
@@ -370,10 +385,10 @@ def _backward_kernel_call(
     def kernel(place, h, w, target, known, before, to_hidden, to_w):
         h, tile = h[...], Tile(w[...], place[0], place[1])
         d = _to_logits(static, h, tile, target[...], known[...])
-        if n % block:  # the last block reads past the end: what is there may be NaN
+        if n % block:  # The last block reads past the end, where the values may be NaN.
             i = pl.program_id(0) * (blocks // cores) + pl.program_id(1)
-            row = i * block + jax.lax.broadcasted_iota(jnp.int32, (block, 1), 0)
-            h, d = jnp.where(row < n, h, 0), jnp.where(row < n, d, 0)
+            token = i * block + jax.lax.broadcasted_iota(jnp.int32, (block, 1), 0)
+            h, d = jnp.where(token < n, h, 0), jnp.where(token < n, d, 0)
         to_hidden[...] = before[...] + _dot(d, tile.w, 1, 0)
 
         @pl.when(pl.program_id(1) == 0)
@@ -382,25 +397,24 @@ def _backward_kernel_call(
 
         to_w[...] += _dot(d, h, 0, 0)
 
-    def rows(width: int) -> pl.BlockSpec:
+    def token_block(width: int) -> pl.BlockSpec:
         return pl.BlockSpec((block, width), lambda core, i: (core * (blocks // cores) + i, 0))
 
-    once = pl.Buffered(1)
-    whole = pl.BlockSpec((v, D), lambda core, i: (0, 0), pipeline_mode=once)
-    own = pl.BlockSpec((None, v, D), lambda core, i: (core, 0, 0), pipeline_mode=once)
-    place = jnp.stack([tile.first, tile.seen]).astype(jnp.int32)
+    scalars, once = pl.BlockSpec(memory_space=pltpu.SMEM), pl.Buffered(1)
+    weights_block = pl.BlockSpec((v, D), lambda core, i: (0, 0), pipeline_mode=once)
+    gradient_block = pl.BlockSpec((None, v, D), lambda core, i: (core, 0, 0), pipeline_mode=once)
+    place = jnp.stack([tile.first, tile.seen]).astype(jnp.int32)  # [2]
+    token_blocks = [token_block(width) for width in (1, 4, D)]  # of target, known, to_hidden
     to_hidden, to_w = pl.pallas_call(
         kernel,
         grid=(cores, blocks // cores),
-        in_specs=[
-            pl.BlockSpec(memory_space=pltpu.SMEM), rows(D), whole, rows(1), rows(4), rows(D)
-        ],
-        out_specs=[rows(D), own],
+        in_specs=[scalars, token_block(D), weights_block, *token_blocks],
+        out_specs=[token_block(D), gradient_block],
         out_shape=[
             jax.ShapeDtypeStruct((n, D), jnp.float32),
             jax.ShapeDtypeStruct((cores, v, D), jnp.float32),
         ],
-        input_output_aliases={5: 0},
+        input_output_aliases={5: 0},  # to_hidden is updated in place.
         **_params(static, "parallel", "arbitrary"),
-    )(place, h, tile.w, target, known, to_hidden)  # fmt: skip
+    )(place, h, tile.w, target, known, to_hidden)
     return to_hidden, to_w.sum(axis=0)

@@ -1,6 +1,6 @@
 """Claims about loss_pallas.py: token log-probabilities and entropies, of both implementations.
 
-The TPU kernel runs here in Pallas' interpreter, and through the TPU's own compiler.
+The TPU kernel runs here in Pallas' interpreter, and through the compiler of the TPU.
 
 goldens/trl.npz holds what TRL 1.16 makes of seeded random inputs, trl.json the settings behind it.
 """
@@ -88,10 +88,8 @@ def numpy_gradients(
     to_logits = (
         -p * (to_logps + to_entropy * entropy)[..., None] - p * table * to_entropy[..., None]
     )
-    np.put_along_axis(
-        to_logits, ids[..., None],
-        np.take_along_axis(to_logits, ids[..., None], -1) + to_logps[..., None], -1,
-    )  # fmt: skip
+    chosen = np.take_along_axis(to_logits, ids[..., None], -1) + to_logps[..., None]
+    np.put_along_axis(to_logits, ids[..., None], chosen, -1)
     to_logits = to_logits / temperature
     flat = to_logits.reshape(-1, lm_head.shape[0])
     to_lm_head = flat.T @ hidden.reshape(-1, hidden.shape[-1]).astype(float)
@@ -226,7 +224,7 @@ def test_a_tied_lm_head_gets_both_gradients(impl: str) -> None:
 @pytest.mark.parametrize("impl", ["jax", "pallas"])
 @pytest.mark.parametrize("shape", [(1, 8, 1), (8, 1, 1), (2, 2, 2), (1, 2, 4)], ids=str)
 def test_devices_do_what_one_does(shape: tuple[int, int, int], impl: str) -> None:
-    """Tokens over dp and fsdp, the vocabulary over tp: 1000 rows of a device, uneven tiles."""
+    """A device holds 1000 to 4000 words of the vocabulary, in uneven tiles."""
     mesh = Mesh(np.array(jax.devices()).reshape(shape), ("dp", "fsdp", "tp"))
     hidden, lm_head, ids = inputs(8, 37, V=4000)
     towards = towards_of(8, 37)
@@ -238,7 +236,7 @@ def test_devices_do_what_one_does(shape: tuple[int, int, int], impl: str) -> Non
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("cores", [1, 2])
 def test_the_kernels_race_with_nobody(monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
-    """Every block adds to the gradients of the one before; the cores of a v4 have their own."""
+    """Every block adds to the gradients of the one before; each core of a v4 has one gradient."""
     monkeypatch.setitem(loss_pallas.CORES, "cpu", (16, cores))
     hidden, lm_head, ids = inputs(256, V=300)
     towards = towards_of(256)
@@ -270,7 +268,7 @@ def test_of_many_logits_only_a_tile_exists(monkeypatch: pytest.MonkeyPatch) -> N
     assert temporary_bytes(n, V) < n * V * 4 / 2
 
 
-def test_a_device_counts_its_own_logits_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_counts_only_the_logits_that_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, lm_head, ids = inputs(8, 16, V=256)
     monkeypatch.setattr(loss_pallas, "LOGITS_TILE_BYTES", 16 * 256 * 4)  # an eighth of all
     mesh = Mesh(np.array(jax.devices()).reshape(1, 8, 1), ("dp", "fsdp", "tp"))
@@ -282,7 +280,7 @@ def test_a_device_counts_its_own_logits_only(monkeypatch: pytest.MonkeyPatch) ->
     assert in_tiles(None) and not in_tiles(mesh)
 
 
-# ---- The TPU's own compiler ----------------------------------------------------------------------
+# ---- The compiler of the TPU ---------------------------------------------------------------------
 
 HEADS = {
     "Qwen2.5-0.5B": bench.Shape(16 * 1024, 896, 151936),

@@ -1,325 +1,356 @@
-"""Every setting of a run: read once, checked, derived, printed. Imports neither jax nor flax.
+"""Every setting of a run: read, checked and printed. Imports neither jax nor flax.
 
-Names are environment variables (NUM_PRE_Q); in YAML and in print they are group.name
-(rollout.num_pre_q), in code attributes (cfg.num_pre_q). Layers, lowest first: the defaults below;
-recipes/tiny.yaml, if no layer sets MODEL_PATH; `--config FILE.yaml`; the file .env beside this one;
-the environment.
+A setting is an environment variable, such as `NUM_PRE_Q=4`, or a line of YAML, such as
+`rollout.num_pre_q: 4`, in the file that `--config FILE.yaml` names. The YAML name is group.name in
+lower case; where it is another name, the table gives it. The environment wins over the file `.env`
+beside config.py, `.env` over the YAML file, and the YAML file over the defaults. If no layer sets
+MODEL_PATH, the settings of recipes/tiny.yaml replace the defaults.
 
-    python config.py                                   # every setting, its value, default and help
-    python config.py --processes 2 --local-devices 4   # with the sizes that follow on that slice
-    python config.py > run.yaml; python train_grpo.py --config run.yaml
+`python config.py` prints every setting with its value, meaning and default, as YAML that `--config`
+reads; with `--processes 2 --local-devices 4` the batch sizes at the end are those of 2 processes
+with 4 devices each. A run prints a line `changed:` with each setting that is not at its default and
+the layer that set it. A run stops with exit code 2 and a line for each setting that is misspelt,
+malformed, without effect, in contradiction with another, or under the name of another program.
+
+In the tables, every number is at least 0 if no other limit is given. "Results depend on" is `value`
+if a resumed run must keep the value of the setting, `content` if a resumed run must come to the
+same files, prompts or sizes, which the checkpoint records, and `none` if the setting may change:
+speed, memory, outputs or evaluation depend on it, and results at most by rounding. "Per process" is
+yes if the processes of a run may have different values.
 """
 
 import argparse
 import dataclasses
+import functools
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple
 
-from contradictions import contradictions, notes
-from runtime.parsing import (
-    REPO,
-    Mistake,
-    overlay,
-    read_dotenv,
-    read_env,
-    read_yaml,
-    to_text,
-    yaml_name,
-)
-from runtime.sizes import MICRO_SIZES, PASS_SIZES, STEP_SIZES, derive
+from runtime import parsing, sizes
+from runtime.parsing import REPO, Mistake, knob, to_text
+from runtime.sizes import MICRO_SIZES, PASS_SIZES, STEP_SIZES
 
+DTYPES = "auto|bfloat16|float32"
 TINY = REPO / "recipes" / "tiny.yaml"
-SYNONYMS = [(sizes, sizes) for sizes in (PASS_SIZES, STEP_SIZES, MICRO_SIZES)]  # (set, silenced)
-# The sizes of tiny.yaml are defaults, which give way to any size that the user sets: BATCH_SIZE=2
-# alone means one pass of two prompts, whatever tiny.yaml would have made of the step.
+# Names of sizes (set, silenced): a size that a layer sets hides its synonyms in the layers below.
+SYNONYMS = [(names, names) for names in (PASS_SIZES, STEP_SIZES, MICRO_SIZES)]
+# Any size that the user sets hides the sizes of recipes/tiny.yaml: BATCH_SIZE=2 alone means one
+# pass of two prompts.
 ANY_SIZES = PASS_SIZES + STEP_SIZES
 TINY_YIELDS = [(ANY_SIZES, ANY_SIZES + MICRO_SIZES), (("num_pre_q", *MICRO_SIZES), MICRO_SIZES)]
 
-
-def knob(
-    group: str, default: Any, help: str, *, choices: str = "", others: str = "", **limits: float
-) -> Any:
-    """One setting; `group` is its YAML group, or group.name where that name is not the env's.
-
-    others: what other programs call it, to be told its name here; in lower case only in YAML.
-    limits: at_least, at_most, above, below; a number is at least 0 where no lower one is given.
-    """
-    if not {"at_least", "above"} & limits.keys():
-        limits["at_least"] = 0
-    metadata = {"group": group, "help": help, "choices": choices, "limits": limits}
-    metadata["others"] = others.split()
-    return dataclasses.field(default=default, metadata=metadata)
+# `knob` for each group; `results` says how the results of a run depend on a setting.
+model = functools.partial(knob, "model", results="content")
+data = functools.partial(knob, "data", results="content")
+rollout = functools.partial(knob, "rollout")
+rollout_size = functools.partial(rollout, results="content")
+reward = functools.partial(knob, "reward")
+train = functools.partial(knob, "train")
+speed = functools.partial(train, results="none")  # speed and memory of training
+loss = functools.partial(knob, "loss")
+evaluation = functools.partial(knob, "eval", results="none")
+run = functools.partial(knob, "run", results="none")
+local = functools.partial(run, per_process=True)  # settings of a single process
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """All settings, under their environment names in lower case."""
 
-    model_path: str = knob(
-        "model.path",
-        "",
-        "Hugging Face id or folder; empty: recipes/tiny.yaml",
-        others="MODEL_NAME_OR_PATH",
+    model_path: str = model(
+        "", "Hugging Face id or folder of the model; empty: recipes/tiny.yaml.", yaml="path"
     )
-    model_revision: str = knob("model", "", "branch, tag or commit on the Hub; empty: its main")
-    dtype: str = knob(
-        "model", "auto", "auto: bfloat16, CPU float32", choices="auto|bfloat16|float32"
+    model_revision: str = model("", "Branch, tag or commit on the Hub; empty: the main branch.")
+    dtype: str = model(
+        "auto", "Compute dtype; auto: float32 on a CPU, else bfloat16.", choices=DTYPES
     )
-    chat_template: str = knob(
-        "model", "", "Jinja file of the chat template; empty: the tokenizer's own"
-    )
+    chat_template: str = model("", "Jinja chat template; empty: the tokenizer's template.")
 
-    dataset: str = knob("data", "openai/gsm8k", "Hugging Face id, file, or folder of SPLIT.jsonl")
-    dataset_config: str = knob("data", "main", "configuration of a dataset on the Hub")
-    train_split: str = knob("data", "train", "split to train on")
-    eval_split: str = knob("data", "test", "split to evaluate on")
-    question_column: str = knob("data", "question", "column of the dataset with the question")
-    answer_column: str = knob("data", "answer", "column of the dataset with the answer")
-    system_prompt: str = knob("data", "", "text, or a file of it; empty: the one of rewards.py")
-    max_prompt_length: int = knob("data", 0, "tokens; 0: unlimited")
-    prompt_too_long: str = knob("data", "skip", "what becomes of one", choices="skip|error")
-    seed: int = knob(
-        "data", 0, "of the data order and all sampling", at_most=2**31 - 1, others="RANDOM_SEED"
+    dataset: str = data("openai/gsm8k", "Hugging Face id, file, or folder with SPLIT.jsonl files.")
+    dataset_config: str = data("main", "Configuration of a dataset on the Hub.")
+    train_split: str = data("train", "Split to train on.")
+    eval_split: str = data("test", "Split to evaluate on.", results="none")
+    question_column: str = data("question", "Column of the dataset that holds the question.")
+    answer_column: str = data("answer", "Column of the dataset that holds the answer.")
+    system_prompt: str = data("", "System prompt, or its file; empty: SYSTEM_PROMPT of rewards.py.")
+    max_prompt_length: int = data(0, "Longest prompt in tokens; 0: no limit.")
+    prompt_too_long: str = data(
+        "skip",
+        "What to do with prompts longer than MAX_PROMPT_LENGTH: skip them, or stop with an error.",
+        choices="skip|error",
     )
+    seed: int = data(0, "Seed of data order and sampling.", at_most=2**31 - 1, results="value")
 
-    rollout_backend: str = knob(
-        "rollout.backend", "naive", "who generates", choices="naive", others="ROLLOUT_ENGINE"
+    rollout_backend: str = rollout(
+        "naive", "Program that samples completions.", choices="naive", yaml="backend"
     )
-    batch_size: int = knob(
-        "rollout.prompt_batch_size",
-        0,
-        "prompts per pass per process; 0: unset",
-        others="ROLLOUT_PROMPT_BATCH_SIZE",
+    batch_size: int = rollout_size(
+        0, "Prompts per pass on each process; 0: not set.", yaml="prompt_batch_size"
     )
-    rollout_per_device_batch_size: int = knob(
-        "rollout.per_device_batch_size", 0, "prompts per pass per device; 0: unset (then 2)"
+    rollout_per_device_batch_size: int = rollout_size(
+        0, "Prompts per pass on each device; 0: not set.", yaml="per_device_batch_size"
     )
-    rollout_global_batch_size: int = knob(
-        "rollout.global_prompt_batch_size", 0, "prompts per step over all processes; 0: unset"
+    rollout_global_batch_size: int = rollout_size(
+        0, "Prompts per step over all processes; 0: not set.", yaml="global_prompt_batch_size"
     )
-    rollout_batch_size: int = knob("rollout.batch_size", 0, "sequences per step in all; 0: unset")
-    num_pre_q: int = knob(
-        "rollout",
-        8,
-        "K: completions per prompt",
-        at_least=1,
-        others="NUM_GENERATIONS GROUP_SIZE rollout.n",
+    rollout_batch_size: int = rollout_size(
+        0, "Sequences per step over all processes; 0: not set.", yaml="batch_size"
     )
-    global_length: int = knob("rollout", 0, "tokens; prompts are padded to at least this")
-    max_length_sample: int = knob(
-        "rollout",
-        1024,
-        "tokens; a completion ends here",
-        at_least=1,
-        others="MAX_NEW_TOKENS MAX_COMPLETION_LENGTH",
-    )
-    temperature: float = knob("rollout", 1.0, "of sampling", above=0)
-    top_k: int = knob("rollout", 0, "sample among the k likeliest tokens; 0: all")
-    top_p: float = knob("rollout", 1.0, "sample within this probability mass", above=0, at_most=1)
-    min_p: float = knob("rollout", 0.0, "drop tokens below min_p * the likeliest one's", below=1)
-    rollout_mesh_shape: str = knob("rollout.mesh_shape", "auto", "auto or dp,fsdp,tp; -1: rest")
-
-    dynamic_sampling: bool = knob("rollout", False, "sample until enough groups' rewards differ")
-    dynamic_sampling_max_rounds: int = knob("rollout", 4, "rollouts in a step at most", at_least=1)
-
-    reward_weights: tuple[float, ...] = knob("reward", (1.0, 0.5, 0.5), "with REWARD_FN 1 each")
-    reward_fn: str = knob(
-        "reward", "", "functions, such as my.py:name; empty: the built-in", others="REWARD_FUNCS"
-    )
-    reward_timeout_s: float = knob("reward", 10.0, "seconds for a call to one of yours", above=0)
-
-    overlong_cache: int = knob(
-        "reward", 0, "tokens in which soft_overlong_penalty grows; 0: a fifth of the completion's"
-    )
-    repetition_ngram: int = knob("reward", 3, "tokens that repetition_penalty counts", at_least=1)
-
-    steps: int = knob(
-        "train",
-        100,
-        "rollouts to learn from; 0: only evaluate",
-        others="MAX_STEPS TOTAL_TRAINING_STEPS",
-    )
-    train_micro_batch_size: int = knob(
-        "train.micro_batch_size",
-        0,
-        "sequences per micro-step per process; 0: unset",
-        others="MICRO_BATCH_SIZE",
-    )
-    train_per_device_micro_batch_size: int = knob(
-        "train.per_device_micro_batch_size",
-        0,
-        "the same per device; 0: unset (then up to 4)",
-        others="PER_DEVICE_TRAIN_BATCH_SIZE MICRO_BATCH_SIZE_PER_DEVICE",
-    )
-    grad_accum_steps: int = knob(
-        "train", 0, "follows from the sizes above; 0: unset", others="GRADIENT_ACCUMULATION_STEPS"
-    )
-    ppo_epochs: int = knob("train", 1, "updates per rollout", at_least=1, others="NUM_ITERATIONS")
-    optimizer: str = knob("train", "adamw", "update rule", choices="adamw|lion|sgd")
-    learning_rate: float = knob("train", 1e-6, "at its peak", others="LR")
-    lr_schedule: str = knob(
-        "train",
-        "warmup_cosine",
-        "to zero",
-        choices="warmup_cosine|linear|constant",
-        others="LR_SCHEDULER_TYPE",
-    )
-    warmup_ratio: float = knob("train", 0.05, "share of the decay steps that warm up", at_most=1)
-    lr_decay_steps: int = knob("train", 0, "steps until the schedule ends; 0: STEPS")
-    weight_decay: float = knob("train", 0.0, "decoupled from the gradient")
-    clip_norm: float = knob(
-        "train", 1.0, "largest global norm of a gradient; 0: any", others="MAX_GRAD_NORM"
-    )
-    mesh_shape: str = knob(
-        "train", "auto", "auto or dp,fsdp,tp; -1: rest", others="MESH_SHAPE_FSDP"
-    )
-    remat: str = knob(
-        "train",
-        "full",
-        "what backward recomputes",
-        choices="none|dots|full",
-        others="GRADIENT_CHECKPOINTING",
-    )
-    policy_loss_impl: str = knob("train", "jax", "pallas: a TPU kernel", choices="jax|pallas")
-    attention_impl: str = knob("train", "auto", "splash: a TPU kernel", choices="auto|xla|splash")
-
-    loss_type: str = knob(
-        "loss", "dapo", "loss.py says of each", choices="dapo|grpo|bnpo|dr_grpo|cispo|gspo|sapo"
-    )
-    adv_estimator: str = knob(
-        "loss", "grpo", "advantages", choices="grpo|rloo|reinforce|reinforce++|gdpo"
-    )
-    scale_rewards: str = knob("loss", "group", "grpo's std", choices="group|batch|none")
-    eps_low: float = knob(
-        "loss",
-        0.2,
-        "the ratio is clipped below 1 - eps_low",
-        at_most=1,
-        others="EPSILON CLIP_RATIO_LOW",
-    )
-    eps_high: float = knob(
-        "loss",
-        0.2,
-        "the ratio is clipped above 1 + eps_high; cispo: eps_high",
-        others="EPSILON_HIGH CLIP_RATIO_HIGH",
-    )
-    delta: float = knob("loss", 0.0, "two-sided clipping: no ratio counts as more; 0: any does")
-    importance_sampling_level: str = knob(
-        "loss", "token", "what has a ratio; gspo: sequence", choices="token|sequence"
-    )
-    beta: float = knob("loss", 0.0, "weight of the KL to the reference; 0: none", others="KL_COEF")
-    kl_estimator: str = knob("loss", "k3", "of that KL", choices="k1|k2|k3")
-    kl_bias_correction: bool = knob("loss", True, "times the ratio: the gradient is the KL's own")
-    ref_sync_steps: int = knob(
-        "loss", 0, "updates until the reference moves; 0: never", others="REF_MODEL_SYNC_STEPS"
-    )
-    ref_sync_alpha: float = knob(
-        "loss", 0.6, "the policy's share in it then", at_most=1, others="REF_MODEL_MIXUP_ALPHA"
-    )
-    entropy_coef: float = knob("loss", 0.0, "weight of the entropy bonus")
-    top_entropy_quantile: float = knob(
-        "loss", 1.0, "share of tokens, of the highest entropy, to learn from", above=0, at_most=1
-    )
-    mask_truncated_completions: bool = knob("loss", False, "learn nothing from what was cut off")
-    is_mode: str = knob(
-        "loss",
-        "none",
-        "weight by trainer's / sampler's probability",
-        choices="none|token_truncate|token_mask|sequence_truncate|sequence_mask",
-        others="VLLM_IMPORTANCE_SAMPLING_MODE",
-    )
-    is_cap: float = knob(
-        "loss",
-        3.0,
-        "largest such weight; beyond: cut to it, or 0",
-        at_least=1,
-        others="VLLM_IMPORTANCE_SAMPLING_CAP",
-    )
-
-    eval_every_steps: int = knob(
-        "eval", 10, "from step 0 on; 0: never", others="EVAL_STEPS TEST_FREQ"
-    )
-    eval_prompts: int = knob("eval", 128, "questions in such an evaluation; 0: all")
-    eval_full_sweep: bool = knob("eval", False, "evaluate the whole split at the end")
-    eval_samples: int = knob("eval", 1, "completions per question", at_least=1)
-    accuracy_of: str = knob(
-        "eval", "", "reward function that accuracy follows; empty: reward_correct, else the first"
-    )
-    accuracy_threshold: float = knob("eval", 1.0, "a completion is right from this reward on")
-
-    output_dir: str = knob("run", "", "empty: a new runs/NAME_UTC")
-    checkpoint_dir: str = knob("run", "", "empty: OUTPUT_DIR/checkpoints; gs://bucket/folder too")
-    save_every_steps: int = knob(
-        "run",
-        50,
-        "steps between checkpoints; 0: none, not at the end",
-        others="SAVE_STEPS SAVE_FREQ",
-    )
-    save_keep: int = knob(
-        "run",
-        2,
-        "newest checkpoints that stay, besides the best; 0: all",
-        others="SAVE_TOTAL_LIMIT",
-    )
-    resume: str = knob(
-        "run",
+    num_pre_q: int = rollout(8, "K: number of completions per prompt.", at_least=1)
+    global_length: int = rollout(0, "Smallest padded length of a prompt in tokens.", results="none")
+    max_length_sample: int = rollout(1024, "Longest completion in tokens.", at_least=1)
+    temperature: float = rollout(1.0, "Temperature of sampling.", above=0)
+    top_k: int = rollout(0, "Sample among this many likeliest tokens; 0: all.")
+    top_p: float = rollout(1.0, "Sample within this probability mass.", above=0, at_most=1)
+    min_p: float = rollout(0.0, "Drop tokens below MIN_P times the highest probability.", below=1)
+    rollout_mesh_shape: str = rollout(
         "auto",
-        "auto: newest checkpoint there, never, or a checkpoint's path",
-        others="RESUME_FROM_CHECKPOINT",
+        "Rollout mesh: auto, or dp,fsdp,tp where -1 takes all other devices.",
+        yaml="mesh_shape",
+        results="none",
     )
-    resume_force: bool = knob("run", False, "go on although settings changed that change results")
-    preemption_grace_s: int = knob("run", 30, "seconds from SIGTERM to the end", at_least=2)
-    nonfinite_limit: int = knob("run", 3, "steps not finite in a row that end a run", at_least=1)
-    export_hf: str = knob("run", "", "folder of the trained model; empty: OUTPUT_DIR/hf; none")
-    export_dtype: str = knob(
-        "run", "auto", "of that; auto: DTYPE's", choices="auto|bfloat16|float32"
+
+    dynamic_sampling: bool = rollout(False, "Sample until the rewards differ within enough groups.")
+    dynamic_sampling_max_rounds: int = rollout(4, "Most sampling rounds in a step.", at_least=1)
+
+    reward_weights: tuple[float, ...] = reward(
+        (1.0, 0.5, 0.5), "Weight of each reward function; 1 each if only REWARD_FN is set."
     )
-    print_train_time_breakdown: bool = knob("run", False, "seconds per phase in the step line")
-    wandb_mode: str = knob("run", "disabled", "W&B", choices="disabled|online|offline")
-    wandb_project: str = knob("run", "", "W&B project")
-    wandb_name: str = knob("run", "", "W&B name of the run")
-    jax_compilation_cache_dir: str = knob("run", "", "empty: .jax_cache")
-    require_multihost: bool = knob("run", False, "stop if this process is alone")
-    require_jax_process_count: int = knob("run", 0, "stop unless so many joined; 0: any number")
-    init_timeout_s: int = knob("run", 90, "seconds for all processes to join", at_least=1)
-    heartbeat_timeout_s: int = knob("run", 30, "seconds until a silent one is dead", at_least=10)
+    reward_fn: str = reward("", "Reward functions, such as my.py:name; empty: the built-in ones.")
+    reward_timeout_s: float = reward(
+        10.0, "Seconds that a call of your function may take.", above=0, results="none"
+    )
+    overlong_cache: int = reward(
+        0, "Tokens over which soft_overlong_penalty grows; 0: a fifth of MAX_LENGTH_SAMPLE."
+    )
+    repetition_ngram: int = reward(3, "Tokens per n-gram of repetition_penalty.", at_least=1)
+
+    steps: int = train(100, "Number of training steps; 0: only evaluate.", results="content")
+    train_micro_batch_size: int = speed(
+        0, "Sequences per micro-step on each process; 0: not set.", yaml="micro_batch_size"
+    )
+    train_per_device_micro_batch_size: int = speed(
+        0,
+        "Sequences per micro-step on each device; 0: not set.",
+        yaml="per_device_micro_batch_size",
+    )
+    grad_accum_steps: int = speed(0, "Micro-steps per update; 0: derived from the sizes.")
+    ppo_epochs: int = train(1, "Number of updates per step.", at_least=1)
+    optimizer: str = train("adamw", "Update rule of the weights.", choices="adamw|lion|sgd")
+    learning_rate: float = train(1e-6, "Highest learning rate of the schedule.")
+    lr_schedule: str = train(
+        "warmup_cosine", "Learning rate after the warmup.", choices="warmup_cosine|linear|constant"
+    )
+    warmup_ratio: float = train(0.05, "Fraction of the schedule that is warmup.", at_most=1)
+    lr_decay_steps: int = train(0, "Steps until the schedule ends; 0: STEPS.", results="content")
+    weight_decay: float = train(0.0, "Weight decay, decoupled from the gradient.")
+    clip_norm: float = train(1.0, "Largest global norm of the gradient; 0: no limit.")
+    mesh_shape: str = speed(
+        "auto", "Training mesh: auto, or dp,fsdp,tp where -1 takes all other devices."
+    )
+    remat: str = speed("full", "What the backward pass recomputes.", choices="none|dots|full")
+    policy_loss_impl: str = speed(
+        "jax", "Code that computes logps; pallas: a TPU kernel.", choices="jax|pallas"
+    )
+    attention_impl: str = speed(
+        "auto", "Code of the attention; splash: a TPU kernel.", choices="auto|xla|splash"
+    )
+
+    loss_type: str = loss(
+        "dapo",
+        "Policy loss; see Objective in loss.py.",
+        choices="dapo|grpo|bnpo|dr_grpo|cispo|gspo|sapo",
+    )
+    adv_estimator: str = loss(
+        "grpo",
+        "Advantages; see group_advantages in loss.py.",
+        choices="grpo|rloo|reinforce|reinforce++|gdpo",
+    )
+    scale_rewards: str = loss(
+        "group", "Standard deviation that divides grpo's advantages.", choices="group|batch|none"
+    )
+    eps_low: float = loss(0.2, "The ratio is clipped below 1 - EPS_LOW.", at_most=1)
+    eps_high: float = loss(0.2, "The ratio is clipped above 1 + EPS_HIGH; cispo: above EPS_HIGH.")
+    delta: float = loss(0.0, "Largest ratio in two-sided clipping; 0: no limit.")
+    importance_sampling_level: str = loss(
+        "token", "What each ratio belongs to; gspo: always a sequence.", choices="token|sequence"
+    )
+    beta: float = loss(0.0, "Weight of the KL to the reference; 0: no reference.")
+    kl_estimator: str = loss("k3", "Estimator of the KL.", choices="k1|k2|k3")
+    kl_bias_correction: bool = loss(
+        True, "Multiply the KL by the ratio, so that its gradient is unbiased."
+    )
+    ref_sync_steps: int = loss(0, "Policy updates per update of the reference; 0: no updates.")
+    ref_sync_alpha: float = loss(
+        0.6, "Weight of the policy in each update of the reference.", at_most=1
+    )
+    entropy_coef: float = loss(0.0, "Weight of the entropy bonus.")
+    top_entropy_quantile: float = loss(
+        1.0, "Fraction of the tokens, those of highest entropy, to learn from.", above=0, at_most=1
+    )
+    mask_truncated_completions: bool = loss(False, "Learn nothing from truncated completions.")
+    is_mode: str = loss(
+        "none",
+        "Weight of the loss: the trainer's / the sampler's probability, or none.",
+        choices="none|token_truncate|token_mask|sequence_truncate|sequence_mask",
+    )
+    is_cap: float = loss(
+        3.0, "Largest weight of IS_MODE; larger ones become IS_CAP (mask modes: 0).", at_least=1
+    )
+
+    eval_every_steps: int = evaluation(10, "Steps between evaluations, from step 0 on; 0: never.")
+    eval_prompts: int = evaluation(128, "Questions per evaluation; 0: all.")
+    eval_full_sweep: bool = evaluation(False, "Evaluate the full split at the end.")
+    eval_samples: int = evaluation(1, "Completions per question; 1: greedy.", at_least=1)
+    accuracy_of: str = evaluation(
+        "", "Reward function of the accuracy; empty: reward_correct, else the first one."
+    )
+    accuracy_threshold: float = evaluation(1.0, "Smallest reward that counts as right.")
+
+    output_dir: str = run("", "Folder of all outputs; empty: a new runs/NAME_UTC.")
+    checkpoint_dir: str = run(
+        "", "Folder of checkpoints, also gs://bucket/folder; empty: OUTPUT_DIR/checkpoints."
+    )
+    save_every_steps: int = run(50, "Steps between checkpoints; 0: none, not even at the end.")
+    save_keep: int = run(2, "Newest checkpoints to keep besides the best; 0: all.")
+    resume: str = run(
+        "auto", "Checkpoint to resume from: the newest (auto), none (never), or a path."
+    )
+    resume_force: bool = run(False, "Resume although settings that change results have changed.")
+    preemption_grace_s: int = run(30, "Seconds in which a run ends after SIGTERM.", at_least=2)
+    nonfinite_limit: int = run(3, "Consecutive non-finite steps that end a run.", at_least=1)
+    export_hf: str = run("", "Folder of the exported model; empty: OUTPUT_DIR/hf; none: no export.")
+    export_dtype: str = run(
+        "auto",
+        "Dtype of the exported weights; auto: the dtype in which the run computes.",
+        choices=DTYPES,
+    )
+    print_train_time_breakdown: bool = local(False, "Print the seconds of each phase per step.")
+    wandb_mode: str = local(
+        "disabled", "Whether and how W&B logs the run.", choices="disabled|online|offline"
+    )
+    wandb_project: str = local("", "Project in W&B.")
+    wandb_name: str = local("", "Name of the run in W&B.")
+    jax_compilation_cache_dir: str = local("", "Folder of compiled programs; empty: .jax_cache.")
+    require_multihost: bool = run(False, "Stop if only one process joins.")
+    require_jax_process_count: int = run(0, "Stop unless this many processes join; 0: any number.")
+    init_timeout_s: int = local(90, "Seconds in which all processes must join.", at_least=1)
+    heartbeat_timeout_s: int = local(
+        30, "Seconds until a silent process counts as dead.", at_least=10
+    )
 
     @classmethod
     def from_env(cls, env: Mapping[str, str], config_file: str | Path = "") -> "Config":
-        """The settings of `env` over those of `config_file`, over the recipe and the defaults.
-
-        Raises ValueError with a line for every mistake.
-        """
+        """The settings of all layers. Raises ValueError with a line for every mistake."""
         return read_layers(env, config_file)[0]
+
+
+def contradictions(cfg: Config) -> list[str]:
+    """A line for each setting that another setting makes wrong or idle."""
+    loss_type, estimator = f"LOSS_TYPE={cfg.loss_type}", f"ADV_ESTIMATOR={cfg.adv_estimator}"
+    functions, updates = f"REWARD_FN={cfg.reward_fn}", cfg.steps * cfg.ppo_epochs
+    filtered = cfg.top_k > 0 or cfg.top_p < 1 or cfg.min_p > 0
+    idle = [  # setting, whether it does something, why not
+        ("kl_estimator", cfg.beta, "BETA=0"),
+        ("kl_bias_correction", cfg.beta, "BETA=0"),
+        ("ref_sync_steps", cfg.beta, "BETA=0"),
+        ("ref_sync_alpha", cfg.ref_sync_steps, "REF_SYNC_STEPS=0"),
+        ("is_cap", cfg.is_mode != "none", "IS_MODE=none"),
+        ("scale_rewards", cfg.adv_estimator == "grpo", estimator),
+        ("delta", cfg.loss_type not in ("cispo", "sapo"), loss_type),
+        ("eps_low", cfg.loss_type not in ("cispo", "sapo"), loss_type),
+        ("eps_high", cfg.loss_type != "sapo", loss_type),
+        ("dynamic_sampling_max_rounds", cfg.dynamic_sampling, "DYNAMIC_SAMPLING=0"),
+        ("overlong_cache", "soft_overlong_penalty" in cfg.reward_fn, functions),
+        ("repetition_ngram", "repetition_penalty" in cfg.reward_fn, functions),
+        ("model_revision", not os.path.isdir(cfg.model_path), f"a folder, {cfg.model_path}"),
+        ("dataset_config", not os.path.exists(cfg.dataset), f"a local DATASET, {cfg.dataset}"),
+        ("export_dtype", cfg.export_hf != "none", "EXPORT_HF=none"),
+    ]
+    wrong = {  # what is wrong and what would do: whether this is so
+        f"NUM_PRE_Q=1 leaves {estimator} nothing to compare a completion with; set at least 2, "
+        f"or ADV_ESTIMATOR=reinforce": (
+            cfg.num_pre_q == 1 and cfg.steps and cfg.adv_estimator != "reinforce"
+        ),
+        "DYNAMIC_SAMPLING=1 drops groups of equal rewards, which teach with "
+        "ADV_ESTIMATOR=reinforce; leave it out": (
+            cfg.dynamic_sampling and cfg.adv_estimator == "reinforce"
+        ),
+        f"EPS_HIGH={cfg.eps_high}: with {loss_type} this is the largest ratio, and below 1 it "
+        f"shrinks every gradient; set EPS_HIGH=5": cfg.loss_type == "cispo" and cfg.eps_high < 1,
+        f"DELTA={cfg.delta} must be above 1 + EPS_HIGH = {1 + cfg.eps_high}, where clipping "
+        f"begins": cfg.delta and cfg.delta <= 1 + cfg.eps_high,
+        "KL_ESTIMATOR=k1 has no gradient on average with KL_BIAS_CORRECTION=0; set it to 1": (
+            cfg.beta and cfg.kl_estimator == "k1" and not cfg.kl_bias_correction
+        ),
+        f"REF_SYNC_STEPS={cfg.ref_sync_steps} is more than the run's {updates} updates "
+        f"(STEPS * PPO_EPOCHS); lower it": cfg.ref_sync_steps > updates > 0,
+        f"IS_MODE={cfg.is_mode} with TOP_K, TOP_P or MIN_P shrinks a sequence's weight with every "
+        f"token; set token_truncate or token_mask": (
+            cfg.is_mode.startswith("sequence") and filtered
+        ),
+        "OUTPUT_DIR and EXPORT_HF are folders of this machine; CHECKPOINT_DIR may be gs://": (
+            "://" in cfg.output_dir + cfg.export_hf
+        ),
+        f"OVERLONG_CACHE={cfg.overlong_cache} must be at most "
+        f"MAX_LENGTH_SAMPLE={cfg.max_length_sample}": cfg.overlong_cache > cfg.max_length_sample,
+    }
+    default = {field.name: field.default for field in dataclasses.fields(cfg)}
+    return [
+        f"{name.upper()}={to_text(getattr(cfg, name))} does nothing with {reason}; leave it out"
+        for name, works, reason in idle
+        if getattr(cfg, name) != default[name] and not works
+    ] + [message for message, is_wrong in wrong.items() if is_wrong]
+
+
+def notes(cfg: Config) -> list[str]:
+    """A line for settings that do nothing in this run and are no mistake."""
+    if cfg.ppo_epochs > 1 or not cfg.steps:
+        return []
+    idle = [
+        f"{field.name.upper()}={getattr(cfg, field.name)}"
+        for field in dataclasses.fields(cfg)
+        if field.name in ("eps_low", "eps_high", "delta")
+        and getattr(cfg, field.name) != field.default
+    ]
+    if cfg.loss_type in ("gspo", "cispo", "sapo"):
+        idle.append(f"the ratios of LOSS_TYPE={cfg.loss_type}")
+    return idle and [
+        f"PPO_EPOCHS=1 makes every ratio 1, so that {' and '.join(idle)} do nothing; with "
+        f"PPO_EPOCHS=2 they count"
+    ]
 
 
 def read_layers(
     env: Mapping[str, str], config_file: str | Path = ""
 ) -> tuple[Config, dict[str, str]]:
-    """Config.from_env's settings, and the layer that each comes from, {attribute: layer}."""
+    """The settings of all layers, and the layer that set each, {attribute: layer}.
+
+    Raises ValueError with a line for every mistake.
+    """
     mistakes: list[Mistake] = []
-    settings = read_env(env, Config, mistakes)
+    settings = parsing.read_env(env, Config, mistakes)
     layers = dict.fromkeys(settings, "environment")
     if config_file:
-        found = read_yaml(config_file, Config, mistakes)
+        found = parsing.read_yaml(config_file, Config, mistakes)
         layers = dict.fromkeys(found, str(config_file)) | layers
-        settings = overlay(settings, found, SYNONYMS)
+        settings = parsing.overlay(settings, found, SYNONYMS)
     if not settings.get("model_path"):
         settings.pop("model_path", None)
-        found = read_yaml(TINY, Config, mistakes)
+        found = parsing.read_yaml(TINY, Config, mistakes)
         layers = dict.fromkeys(found, "recipes/tiny.yaml") | layers
-        settings = overlay(settings, found, TINY_YIELDS)
+        settings = parsing.overlay(settings, found, TINY_YIELDS)
     if settings.get("reward_fn") and "reward_weights" not in settings:
         settings["reward_weights"] = (1.0,) * len(settings["reward_fn"].split(","))
         layers["reward_weights"] = "for REWARD_FN"
     cfg = Config(**settings)
     texts, wrong = [mistake.text for mistake in mistakes], {m.setting for m in mistakes}
     for text in [] if "MODEL_PATH" in wrong else contradictions(cfg):
-        # One that names a setting whose value could not be read says nothing.
+        # A contradiction with a setting that could not be read may not exist.
         if not any(re.search(rf"\b{name}\b", text) for name in wrong):
             texts.append(text)
     if texts:
@@ -327,51 +358,47 @@ def read_layers(
     return cfg, layers
 
 
-def changed(cfg: Config, layers: Mapping[str, str]) -> str:
-    """A line with every setting that differs from its default, and the layer it comes from."""
-    return "changed: " + " ".join(
-        f"{field.name.upper()}={to_text(getattr(cfg, field.name))} ({layers[field.name]})"
-        for field in dataclasses.fields(cfg)
-        if getattr(cfg, field.name) != field.default
-    )
-
-
 def describe(cfg: Config, processes: int = 1, local_devices: int = 1) -> str:
-    """Every setting as a line of YAML that `--config` reads back, then what follows from them."""
-    lines = []
-    for field in dataclasses.fields(cfg):
-        value, help = getattr(cfg, field.name), field.metadata["help"]
-        choices = f" ({field.metadata['choices']})" if field.metadata["choices"] else ""
-        mark = "default" if value == field.default else f"changed from {to_text(field.default)}"
-        line = f"{yaml_name(field)}: {to_text(value)}"
-        lines.append(f"{line:<40}  # {field.name.upper()}: {help}{choices}  [{mark}]")
-    lines.append(f"# On {processes} x {local_devices} devices (processes x local); not read back:")
-    sizes = derive(cfg, processes, local_devices)._asdict()
-    return "\n".join(lines + [f"derived.{name}: {value}" for name, value in sizes.items()])
+    """A line of YAML for every setting, then the batch sizes that follow from the settings."""
+    derived = sizes.derive(cfg, processes, local_devices)._asdict()
+    slice_ = f"# On {processes} x {local_devices} devices (processes x local); not read back:"
+    lines = [f"derived.{name}: {value}" for name, value in derived.items()]
+    return "\n".join([*parsing.yaml_lines(cfg), slice_, *lines])
+
+
+def markdown() -> str:
+    """The text of docs/settings.md: what begins this file and sizes.py, and tables of settings."""
+    texts = [text for module in (__doc__, sizes.__doc__) for text in module.split("\n\n")[1:]]
+    lines = [f"{textwrap.fill(text, 200, break_on_hyphens=False)}\n" for text in texts]
+    return "\n".join(["# Settings\n", *lines, *parsing.markdown_tables(Config)])
 
 
 class Command(NamedTuple):
     """What a command line and the environment ask for."""
 
     cfg: Config
-    slice_name: str  # of --plan, or ""
-    lines: list[str]  # for the log: the settings that are not the default's, and idle ones
+    slice_name: str  # the slice that --plan names, or ""
+    lines: list[str]  # lines to print: the settings that are not at their defaults, and idle ones
 
 
 def load(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Command:
-    """The settings of a command line and the environment. Exits if they are only to be printed."""
+    """The settings of a command line and the environment; exits if they are only to be printed."""
     parser = argparse.ArgumentParser(description="Settings are environment variables: STEPS=1 ...")
-    parser.add_argument("--config", metavar="FILE.yaml", default="", help="settings below the env")
+    parser.add_argument("--config", metavar="FILE.yaml", default="", help="settings as YAML")
     parser.add_argument("--print-config", action="store_true", help="print every setting and exit")
-    parser.add_argument("--plan", metavar="SLICE", default="", help="does it fit, say, a v6e-8?")
-    parser.add_argument("--processes", type=int, default=1, help="to print sizes for; default 1")
-    parser.add_argument("--local-devices", type=int, default=1, help="of each process; default 1")
+    parser.add_argument("--plan", metavar="SLICE", default="", help="say if the run fits a slice")
+    parser.add_argument("--processes", type=int, default=1, help="processes to print sizes for")
+    parser.add_argument("--local-devices", type=int, default=1, help="devices of each process")
+    parser.add_argument("--markdown", action="store_true", help="print docs/settings.md and exit")
     args = parser.parse_args(argv)
     if min(args.processes, args.local_devices) < 1:
         parser.error("--processes and --local-devices must be at least 1")
+    if args.markdown:
+        print(markdown())
+        raise SystemExit(0)
     try:
-        # Keys for W&B and the Hub, which read them there, and settings too.
-        dotenv = read_dotenv(REPO / ".env") if env is None else {}
+        # W&B and the Hub read their keys in the environment, so .env goes there.
+        dotenv = parsing.read_dotenv(REPO / ".env") if env is None else {}
         env = os.environ if env is None else env
         dotenv = {name: value for name, value in dotenv.items() if name not in env}
         env.update(dotenv)
@@ -380,16 +407,9 @@ def load(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Command:
         if args.print_config:
             print(describe(cfg, args.processes, args.local_devices))
             raise SystemExit(0)
-        return Command(cfg, args.plan, [changed(cfg, layers), *notes(cfg)])
+        return Command(cfg, args.plan, [parsing.changed(cfg, layers), *notes(cfg)])
     except ValueError as error:
-        fail(error)
-
-
-def fail(error: ValueError) -> NoReturn:
-    """Ends the program the way a user's mistakes do: a line for each, and exit code 2."""
-    for line in str(error).splitlines():
-        print(f"error: {line}", file=sys.stderr)
-    raise SystemExit(2)
+        parsing.fail(error)
 
 
 if __name__ == "__main__":

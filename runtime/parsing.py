@@ -1,17 +1,19 @@
-"""The text of settings -> their values, from environment, YAML and .env; and back to text.
+"""Reads settings from the environment, YAML and .env, and writes settings as text.
 
-A mistake is a line that names the setting and where it stands; all mistakes are found in one
-reading. Imports neither jax nor flax.
+A mistake is a line of text that names the setting and where it stands; one reading finds all of
+them. Imports neither jax nor flax.
 """
 
 import dataclasses
 import difflib
+import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import ge, gt, le, lt
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 REPO = Path(__file__).resolve().parents[1]
 LIST_ALL = "(`python config.py` lists all)"
@@ -20,45 +22,150 @@ LIMITS = {"at_least": ge, "at_most": le, "above": gt, "below": lt}
 MESH = r"auto|(?!.*-1.*-1)(-1|[1-9]\d*)(,(-1|[1-9]\d*)){2}"
 NAME = r"\S.*"
 PLAIN = r"(?ai:(?!null$)[\w/]([\w/.:\\-]*[\w/])?)"  # text that YAML takes without quotes
-# What a text must look like, where not every text will do.
+# The form that the text of a setting must have, for settings that do not take every text.
 FORMS = {"mesh_shape": MESH, "rollout_mesh_shape": MESH}
 FORMS |= {"dataset": NAME, "train_split": NAME, "eval_split": NAME}
 FORMS |= {"question_column": NAME, "answer_column": NAME}
-# What other programs have and this one has not, with what to use instead.
-NOT_SETTINGS = {
-    "PARAM_DTYPE": "trained weights are float32, since bfloat16 loses most updates of them; to "
-    "save memory lower TRAIN_PER_DEVICE_MICRO_BATCH_SIZE or use more devices",
-    "NUM_EPOCHS": "a run takes STEPS steps; an epoch has as many steps as the dataset has rows, "
-    "divided by the prompts of a step",
-    "EVAL_BATCHES": "EVAL_PROMPTS is the number of questions in an evaluation",
-    "MAX_LENGTH_TOTAL": "a row is as long as its prompt and MAX_LENGTH_SAMPLE new tokens need; "
-    "MAX_PROMPT_LENGTH limits the prompt",
-    "USE_VLLM": "ROLLOUT_BACKEND says who generates",
-}
-NOT_SETTINGS["NUM_TRAIN_EPOCHS"] = NOT_SETTINGS["TOTAL_EPOCHS"] = NOT_SETTINGS["NUM_EPOCHS"]
-# Environment names of other programs, however close to ours.
-FOREIGN = ("WANDB_", "JAX_", "HF_", "TPU_", "XLA_", "SGLANG_")
-
-
-def yaml_name(field: dataclasses.Field) -> str:
-    group = field.metadata["group"]
-    return group if "." in group else f"{group}.{field.name}"
 
 
 class Mistake(NamedTuple):
-    """What is wrong, in a line, with the setting of this environment name."""
+    """What is wrong, as a line of text, and the environment name of the setting."""
 
     setting: str
     text: str
 
 
+# ---- Making settings -----------------------------------------------------------------------------
+
+
+def knob(
+    group: str,
+    default: Any,
+    help: str,
+    *,
+    yaml: str = "",
+    choices: str = "",
+    results: str = "value",
+    per_process: bool = False,
+    **limits: float,
+) -> Any:
+    """A setting, as the field of a dataclass.
+
+    group: the group in YAML. yaml: the name in that group; empty: the name of the field.
+    choices: the allowed texts, separated by |.
+    results: how the results of a run depend on the setting:
+      value    on its value: a resumed run must keep the value
+      content  on what the setting leads to (files, data, sizes): a checkpoint records that
+               content, and a resumed run must come to the same content
+      none     not at all, or only by rounding: only speed, memory, outputs or evaluation depend
+    per_process: whether the value may differ between processes.
+    limits: at_least, at_most, above, below; without a lower limit a number is at least 0.
+    """
+    if not {"at_least", "above"} & limits.keys():
+        limits["at_least"] = 0
+    metadata = {"group": group, "help": help, "yaml": yaml, "choices": choices, "limits": limits}
+    metadata |= {"results": results, "per_process": per_process}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def yaml_name(field: dataclasses.Field) -> str:
+    return f"{field.metadata['group']}.{field.metadata['yaml'] or field.name}"
+
+
+def compared_by_value(config: Any) -> list[str]:
+    """The settings whose values a resumed run must keep: field names of a class or an instance."""
+    return [f.name for f in dataclasses.fields(config) if f.metadata["results"] == "value"]
+
+
+def shared_by_processes(config: Any) -> list[str]:
+    """The settings that must be equal on all processes: field names of a class or an instance."""
+    return [f.name for f in dataclasses.fields(config) if not f.metadata["per_process"]]
+
+
+# ---- Names of other programs ---------------------------------------------------------------------
+
+# Names that other programs use for our settings. A name in lower case occurs only in YAML.
+OTHER_NAMES = {
+    "MODEL_NAME_OR_PATH": "MODEL_PATH",
+    "RANDOM_SEED": "SEED",
+    "ROLLOUT_ENGINE": "ROLLOUT_BACKEND",
+    "ROLLOUT_PROMPT_BATCH_SIZE": "BATCH_SIZE",
+    "NUM_GENERATIONS": "NUM_PRE_Q",
+    "GROUP_SIZE": "NUM_PRE_Q",
+    "rollout.n": "NUM_PRE_Q",
+    "MAX_NEW_TOKENS": "MAX_LENGTH_SAMPLE",
+    "MAX_COMPLETION_LENGTH": "MAX_LENGTH_SAMPLE",
+    "REWARD_FUNCS": "REWARD_FN",
+    "MAX_STEPS": "STEPS",
+    "TOTAL_TRAINING_STEPS": "STEPS",
+    "MICRO_BATCH_SIZE": "TRAIN_MICRO_BATCH_SIZE",
+    "PER_DEVICE_TRAIN_BATCH_SIZE": "TRAIN_PER_DEVICE_MICRO_BATCH_SIZE",
+    "MICRO_BATCH_SIZE_PER_DEVICE": "TRAIN_PER_DEVICE_MICRO_BATCH_SIZE",
+    "GRADIENT_ACCUMULATION_STEPS": "GRAD_ACCUM_STEPS",
+    "NUM_ITERATIONS": "PPO_EPOCHS",
+    "LR": "LEARNING_RATE",
+    "LR_SCHEDULER_TYPE": "LR_SCHEDULE",
+    "MAX_GRAD_NORM": "CLIP_NORM",
+    "MESH_SHAPE_FSDP": "MESH_SHAPE",
+    "GRADIENT_CHECKPOINTING": "REMAT",
+    "EPSILON": "EPS_LOW",
+    "CLIP_RATIO_LOW": "EPS_LOW",
+    "EPSILON_HIGH": "EPS_HIGH",
+    "CLIP_RATIO_HIGH": "EPS_HIGH",
+    "KL_COEF": "BETA",
+    "REF_MODEL_SYNC_STEPS": "REF_SYNC_STEPS",
+    "REF_MODEL_MIXUP_ALPHA": "REF_SYNC_ALPHA",
+    "VLLM_IMPORTANCE_SAMPLING_MODE": "IS_MODE",
+    "VLLM_IMPORTANCE_SAMPLING_CAP": "IS_CAP",
+    "EVAL_STEPS": "EVAL_EVERY_STEPS",
+    "TEST_FREQ": "EVAL_EVERY_STEPS",
+    "SAVE_STEPS": "SAVE_EVERY_STEPS",
+    "SAVE_FREQ": "SAVE_EVERY_STEPS",
+    "SAVE_TOTAL_LIMIT": "SAVE_KEEP",
+    "RESUME_FROM_CHECKPOINT": "RESUME",
+}
+# Settings of other programs that have no counterpart here, and what to use instead.
+NOT_SETTINGS = {
+    "PARAM_DTYPE": "trained weights are float32, since bfloat16 loses most updates of them; to "
+    "save memory lower TRAIN_PER_DEVICE_MICRO_BATCH_SIZE or use more devices",
+    "NUM_EPOCHS": "a run takes STEPS steps; an epoch has as many steps as the dataset has "
+    "examples, divided by the prompts of a step",
+    "EVAL_BATCHES": "EVAL_PROMPTS is the number of questions in an evaluation",
+    "MAX_LENGTH_TOTAL": "a sequence is as long as its prompt and MAX_LENGTH_SAMPLE new tokens "
+    "need; MAX_PROMPT_LENGTH limits the prompt",
+    "USE_VLLM": "ROLLOUT_BACKEND says who generates",
+}
+NOT_SETTINGS["NUM_TRAIN_EPOCHS"] = NOT_SETTINGS["TOTAL_EPOCHS"] = NOT_SETTINGS["NUM_EPOCHS"]
+# Environment names that start like this are never read as misspelt settings.
+FOREIGN = ("WANDB_", "JAX_", "HF_", "TPU_", "XLA_", "SGLANG_")
+
+
+def other_name(
+    key: str, names: Iterable[str], spelling: Mapping[str, str], place: str = ""
+) -> Mistake | None:
+    """The mistake of using a name that is not the setting's name here; None for other names.
+
+    key: the name as the user wrote it. names: the forms of `key` to look up. spelling: environment
+    name -> the name that the setting has in this place. place: the start of the text.
+    """
+    for name in names:
+        if name in NOT_SETTINGS:
+            return Mistake(name, f"{place}there is no setting {key}: {NOT_SETTINGS[name]}")
+        ours = OTHER_NAMES.get(name, name)
+        if ours in spelling:
+            return Mistake(ours, f"{place}{key} is called {spelling[ours]} here {LIST_ALL}")
+    return None
+
+
+# ---- Reading the environment and YAML ------------------------------------------------------------
+
+
 def read_env(env: Mapping[str, str], config: type, mistakes: list[Mistake]) -> dict[str, Any]:
     """The settings in the environment, {attribute: value}; adds to `mistakes`.
 
-    config: the dataclass whose fields, made by config.knob, are the settings.
+    config: a dataclass whose fields are made by `knob`.
     """
     known = {field.name.upper(): field for field in dataclasses.fields(config)}
-    others = {name: n for n, field in known.items() for name in field.metadata["others"]}
     settings = {}
     for name in sorted(env):
         if name in known:
@@ -66,11 +173,8 @@ def read_env(env: Mapping[str, str], config: type, mistakes: list[Mistake]) -> d
                 settings[known[name].name] = parse(known[name], env[name], name)
             except ValueError as error:
                 mistakes.append(Mistake(name, str(error)))
-        elif name in others:
-            text = f"{name} is called {others[name]} here {LIST_ALL}"
-            mistakes.append(Mistake(others[name], text))
-        elif name in NOT_SETTINGS:
-            mistakes.append(Mistake(name, f"there is no setting {name}: {NOT_SETTINGS[name]}"))
+        elif mistake := other_name(name, [name], {ours: ours for ours in known}):
+            mistakes.append(mistake)
         elif meant := misspelt(name, list(known)):
             text = f"unknown setting {name}; did you mean {meant}? {LIST_ALL}"
             mistakes.append(Mistake(meant, text))
@@ -78,8 +182,8 @@ def read_env(env: Mapping[str, str], config: type, mistakes: list[Mistake]) -> d
 
 
 def misspelt(name: str, known: list[str]) -> str:
-    """The one of `known` that an environment variable can only be meant to be, or ""."""
-    # Three letters are too few to tell a typo of SEED from a tool (SED); TYPE is no DTYPE.
+    """The setting of which an environment variable is a misspelling, or an empty text."""
+    # SED is a tool and no typo of SEED; TYPE is no typo of DTYPE.
     if name.startswith(FOREIGN) or len(name) <= 3 or name == "TYPE":
         return ""
     close = difflib.get_close_matches(name.upper(), known, cutoff=0.85)
@@ -98,7 +202,7 @@ def is_misspelt(name: str, meant: str) -> bool:
 
 
 def parse(field: dataclasses.Field, text: str, label: str) -> Any:
-    """The value of one setting from its text, which is the same in YAML and in the environment."""
+    """The value of a setting from its text; YAML and the environment have the same texts."""
     choices, help = field.metadata["choices"], field.metadata["help"]
     if text.startswith("{repo}/"):
         text = str(REPO / text.removeprefix("{repo}/"))
@@ -132,15 +236,15 @@ def number(kind: type, text: str, label: str, limits: Mapping[str, float]) -> in
 
 
 def read_yaml(path: str | Path, config: type, mistakes: list[Mistake]) -> dict[str, Any]:
-    """The settings in a YAML file, {attribute: value}, from nested groups or group.name keys; adds
-    to `mistakes`. Raises ValueError for what is no such file.
+    """The settings in a YAML file, {attribute: value}; adds to `mistakes`.
 
-    A setting that is null is left out, as if the file did not name it; a text that is null is the
-    empty text. config: as read_env's.
+    A key is group.name, or a name inside a group. A null number is left out, as if the file did not
+    name the setting; a null text is the empty text. config: a dataclass of `knob` fields.
+    Raises ValueError if the file cannot be read as such keys.
     """
     yaml = import_yaml()
     try:
-        # Nodes, not values: they keep 1e-6 and 0123 as written, and a key that comes twice.
+        # Nodes keep 1e-6 and 0123 as written, and also a key that occurs twice; values do not.
         root = yaml.compose(Path(path).read_bytes(), Loader=yaml.SafeLoader)
     except (OSError, yaml.YAMLError) as error:
         raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
@@ -159,7 +263,7 @@ def read_yaml(path: str | Path, config: type, mistakes: list[Mistake]) -> dict[s
         try:
             if name in seen:
                 raise ValueError(f"{label} is set twice, again in line {node.start_mark.line + 1}")
-            if not is_null(node) or fields[key].type is str:  # of a text null is the empty one
+            if not is_null(node) or fields[key].type is str:
                 settings[name] = parse(fields[key], yaml_text(node, label), label)
         except ValueError as error:
             mistakes.append(Mistake(name.upper(), str(error)))
@@ -168,30 +272,27 @@ def read_yaml(path: str | Path, config: type, mistakes: list[Mistake]) -> dict[s
 
 
 def unknown_key(path: str | Path, key: str, fields: dict[str, dataclasses.Field]) -> Mistake:
-    """Says what a key of a YAML file that is no setting could mean. fields: by their YAML names."""
-    last = key.rpartition(".")[2].upper()
-    if last in NOT_SETTINGS:
-        return Mistake(last, f"{path}: there is no setting {key}: {NOT_SETTINGS[last]}")
-    for name, field in fields.items():
-        if {key, last} & {field.name.upper(), *field.metadata["others"]}:
-            return Mistake(field.name.upper(), f"{path}: {key} is called {name} here {LIST_ALL}")
-    spellings = {name: name for name in fields} | {f.name: name for name, f in fields.items()}
-    meant = spellings[difflib.get_close_matches(key.lower(), spellings, 1, cutoff=0)[0]]
+    """The mistake of an unknown key in a YAML file. fields: all settings by their YAML names."""
+    spelling = {field.name.upper(): name for name, field in fields.items()}
+    if mistake := other_name(key, [key, key.rpartition(".")[2].upper()], spelling, f"{path}: "):
+        return mistake
+    yaml_names = {name: name for name in fields} | {f.name: name for name, f in fields.items()}
+    meant = yaml_names[difflib.get_close_matches(key.lower(), yaml_names, 1, cutoff=0)[0]]
     text = f"{path}: unknown setting {key}; did you mean {meant}? {LIST_ALL}"
     return Mistake(fields[meant].name.upper(), text)
 
 
 def yaml_items(mapping: Any, group: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (group.name, node of the value) from a mapping node and the groups in it."""
+    """Yields (group.name, node of the value) of each setting in a mapping node and its groups."""
     for key, node in mapping.value:
         if node.id == "mapping" and not group:
             yield from yaml_items(node, f"{key.value}.")
-        elif group or node.value or "." in key.value:  # not a group that is empty
+        elif group or node.value or "." in key.value:  # an empty group is skipped
             yield f"{group}{key.value}", node
 
 
 def import_yaml() -> Any:
-    """The module yaml; imported late, so that reading the environment needs nothing installed."""
+    """The module yaml, imported late: reading the environment alone does not need pyyaml."""
     try:
         import yaml
     except ImportError:
@@ -207,7 +308,7 @@ def is_null(node: Any) -> bool:
 
 
 def yaml_text(node: Any, label: str) -> str:
-    """What the environment would say: null is the empty text, a list is joined by commas."""
+    """The text of a node as in the environment: null is empty, a list is joined by commas."""
     items = node.value if node.id == "sequence" else [node]
     if any(item.id != "scalar" for item in items):
         raise ValueError(f"{label} must be one value, or a list of values")
@@ -215,16 +316,20 @@ def yaml_text(node: Any, label: str) -> str:
 
 
 def overlay(upper: dict, lower: dict, rivals: Sequence[tuple[Sequence, Sequence]]) -> dict:
-    """`upper` over `lower`; what is set in `upper` silences its rivals, (set, silenced) names."""
+    """`lower`, replaced by `upper` wherever `upper` has a value.
+
+    rivals: pairs of names (set, silenced). If `upper` sets one of the first names, then all of the
+    second names are removed from `lower`.
+    """
     silenced = {n for names, rest in rivals if any(map(upper.get, names)) for n in rest}
     return {name: value for name, value in lower.items() if name not in silenced} | upper
 
 
 def read_dotenv(path: Path) -> dict[str, str]:
-    """The NAME=value lines of a file, if it is there; read as text, nothing in it is executed.
+    """The NAME=value lines of a file, {} without the file; nothing in the file is executed.
 
     An `export` before the name, quotes around the value and a ` # comment` after it are dropped.
-    Raises ValueError with the number of a line that is something else, never with the line.
+    Raises ValueError with the number of a line of any other form, never with its text.
     """
     if not path.exists():
         return {}
@@ -247,8 +352,11 @@ def read_dotenv(path: Path) -> dict[str, str]:
     return values
 
 
+# ---- Printing ------------------------------------------------------------------------------------
+
+
 def to_text(value: Any) -> str:
-    """A value as one line of ASCII, which YAML reads back to the same value."""
+    """The value as a line of ASCII that YAML reads back as the same value."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):
@@ -256,3 +364,57 @@ def to_text(value: Any) -> str:
     if not isinstance(value, str) or re.fullmatch(PLAIN, value):
         return str(value)
     return import_yaml().safe_dump(value, default_style='"', width=math.inf).strip()
+
+
+def yaml_lines(cfg: Any) -> list[str]:
+    """A line of YAML for each setting, with its environment name, help and default."""
+    lines = []
+    for field in dataclasses.fields(cfg):
+        value, help = getattr(cfg, field.name), field.metadata["help"]
+        choices = f" ({field.metadata['choices']})" if field.metadata["choices"] else ""
+        mark = "default" if value == field.default else f"changed from {to_text(field.default)}"
+        line = f"{yaml_name(field)}: {to_text(value)}"
+        lines.append(f"{line:<40}  # {field.name.upper()}: {help}{choices}  [{mark}]")
+    return lines
+
+
+def changed(cfg: Any, layers: Mapping[str, str]) -> str:
+    """A line with every setting that differs from its default, and the layer that set it."""
+    return "changed: " + " ".join(
+        f"{field.name.upper()}={to_text(getattr(cfg, field.name))} ({layers[field.name]})"
+        for field in dataclasses.fields(cfg)
+        if getattr(cfg, field.name) != field.default
+    )
+
+
+def markdown_tables(config: type) -> list[str]:
+    """Lines of Markdown: for each group a table of its settings."""
+    lines: list[str] = []
+    for group, fields in itertools.groupby(
+        dataclasses.fields(config), lambda field: field.metadata["group"]
+    ):
+        columns = f"{group} | default | what it does | results depend on | per process"
+        lines += ["", f"| {columns} |", "|---|---|---|---|---|", *map(markdown_line, fields)]
+    return lines[1:]
+
+
+def markdown_line(field: dataclasses.Field) -> str:
+    about = field.metadata
+    name = field.name.upper() + (f", in YAML {yaml_name(field)}" if about["yaml"] else "")
+    default = "empty" if field.default == "" else to_text(field.default)
+    text = about["help"]
+    if about["choices"]:
+        text += f" Choices: {about['choices'].replace('|', ', ')}."
+    limits = [(word.replace("_", " "), bound) for word, bound in about["limits"].items()]
+    limits = [f"{word} {bound}" for word, bound in limits if (word, bound) != ("at least", 0)]
+    if limits and field.type in (int, float):
+        text += f" {', '.join(limits).capitalize()}."
+    per_process = "yes" if about["per_process"] else "no"
+    return f"| {name} | {default} | {text} | {about['results']} | {per_process} |"
+
+
+def fail(error: ValueError) -> NoReturn:
+    """Ends the program after mistakes of the user: a line for each mistake, and exit code 2."""
+    for line in str(error).splitlines():
+        print(f"error: {line}", file=sys.stderr)
+    raise SystemExit(2)

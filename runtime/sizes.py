@@ -1,52 +1,63 @@
-"""The sizes of a step that follow from the batch settings on a slice; exact, or an error.
+"""The sizes of a step, from the batch settings and the devices. Imports neither jax nor numpy.
 
-A size is in prompts or in sequences (a prompt with one of its K = NUM_PRE_Q completions), of one
-pass or of the whole step, per device, per process or in all: README.md, "Settings".
+Batch sizes count prompts or sequences; a sequence is a prompt with one of its K = NUM_PRE_Q
+completions. ROLLOUT_GLOBAL_BATCH_SIZE (prompts) and ROLLOUT_BATCH_SIZE (sequences) are sizes of a
+step over all processes. BATCH_SIZE is the prompts of a pass (one call of the decode program) on
+each process, and TRAIN_MICRO_BATCH_SIZE the sequences of a micro-step (forward and backward of one
+micro-batch) on each process; the settings with PER_DEVICE in their names give the same sizes per
+device. A layer that sets a size hides the other settings of the same size in the layers below.
+Without rollout sizes a step is a pass of 2 prompts per device; without micro sizes a micro-step has
+up to 4 sequences per device. Every division must be exact; otherwise an error names the nearest
+sizes that fit.
 """
 
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-# Prompts per rollout pass and sequences per micro-step, per device, where no setting says.
+# Prompts per pass and sequences per micro-step, per device, if no setting gives them.
 DEFAULT_PROMPTS_PER_DEVICE = 2
 DEFAULT_MICRO_BATCH_PER_DEVICE = 4
 
-# Two names for one size. A size set at a higher layer silences its synonyms at lower ones.
+# Pairs of settings for the same size: a layer that sets one hides both in the layers below.
 PASS_SIZES = ("batch_size", "rollout_per_device_batch_size")
 STEP_SIZES = ("rollout_batch_size", "rollout_global_batch_size")
 MICRO_SIZES = ("train_micro_batch_size", "train_per_device_micro_batch_size")
 
 
 class Sizes(NamedTuple):
-    """The sizes of one step; a sequence is a prompt with one of its completions."""
+    """The sizes of a step."""
 
     local_batch: int  # sequences per step per process
-    global_batch: int  # sequences per step over all processes
-    prompt_batch_size: int  # prompts per rollout pass per process
+    global_batch: int  # B: sequences per step over all processes
+    prompt_batch_size: int  # prompts per pass per process
     passes_per_step: int
     micro_batch_size: int  # sequences per micro-step per process
     grad_accum_steps: int  # micro-steps per update
-    prompts_per_step: int  # P, over all processes
+    prompts_per_step: int  # P: prompts per step over all processes
 
 
 def derive(cfg: Any, processes: int, local_devices: int) -> Sizes:
-    """The sizes of a step on `processes` with `local_devices` each; ValueError if none fit."""
+    """The sizes of a step on `processes` with `local_devices` each.
+
+    Raises ValueError if the settings contradict each other or do not divide exactly.
+    """
     k, devices = cfg.num_pre_q, f"{local_devices} local devices"
-    _, size, unit = one_size(cfg, *PASS_SIZES, local_devices, devices)
+    _, size, unit = size_of(cfg, *PASS_SIZES, local_devices, devices)
     prompts = size * unit  # per pass per process
-    step_name, step_size, step_unit = one_size(cfg, *STEP_SIZES, k, f"NUM_PRE_Q {k}")
+    step_name, step_size, step_unit = size_of(cfg, *STEP_SIZES, k, f"NUM_PRE_Q {k}")
     if not prompts and not step_size:
         prompts = DEFAULT_PROMPTS_PER_DEVICE * local_devices
-    fill = local_devices // math.gcd(local_devices, k)  # prompts whose sequences fill the devices
+    # The fewest prompts whose sequences divide evenly among the devices.
+    fill = local_devices // math.gcd(local_devices, k)
     filling = f"{fill} prompts (NUM_PRE_Q {k} on {devices})"
     exact_quotient("BATCH_SIZE", prompts, fill, filling)
     passes = 1
     if step_size:
-        share = f"{processes} processes * " + (f"BATCH_SIZE {prompts}" if prompts else filling)
-        share += f" * NUM_PRE_Q {k}" if step_unit == 1 else ""
+        factors = f"{processes} processes * " + (f"BATCH_SIZE {prompts}" if prompts else filling)
+        factors += f" * NUM_PRE_Q {k}" if step_unit == 1 else ""
         smallest = processes * (prompts or fill) * k // step_unit
-        quotient = exact_quotient(step_name, step_size, smallest, share)
+        quotient = exact_quotient(step_name, step_size, smallest, factors)
         passes, prompts = (quotient, prompts) if prompts else (1, quotient * fill)
 
     local_batch = passes * prompts * k
@@ -63,42 +74,47 @@ def derive(cfg: Any, processes: int, local_devices: int) -> Sizes:
 def smaller_sizes(
     cfg: Any, sizes: Sizes, processes: int, local_devices: int, names: tuple[str, str]
 ) -> list[dict[str, int]]:
-    """Settings, smallest first, of every smaller size that leaves the step as it is.
+    """The settings of every smaller pass or micro-batch in the same step, smallest first.
 
-    names: PASS_SIZES for a smaller rollout pass, MICRO_SIZES for a smaller micro-batch. A size is
-    in the unit that the user has set it in, per process or per device.
+    names: PASS_SIZES for a smaller pass, MICRO_SIZES for a smaller micro-batch. The settings are
+    per process or per device, as the user has set the size.
     """
     if names == PASS_SIZES:
-        size, whole = sizes.prompt_batch_size, sizes.prompts_per_step // processes
-        free = (
+        size, total = sizes.prompt_batch_size, sizes.prompts_per_step // processes
+        others = (
             {}
             if cfg.rollout_batch_size or cfg.rollout_global_batch_size
             else {"rollout_batch_size": sizes.global_batch}
         )
     else:
-        size, whole = sizes.micro_batch_size, sizes.local_batch
-        free = {"grad_accum_steps": 0} if cfg.grad_accum_steps else {}
+        size, total = sizes.micro_batch_size, sizes.local_batch
+        others = {"grad_accum_steps": 0} if cfg.grad_accum_steps else {}
     per_process = getattr(cfg, names[0]) > 0
     return [
-        ({names[0]: n * local_devices} if per_process else {names[1]: n}) | free
+        ({names[0]: n * local_devices} if per_process else {names[1]: n}) | others
         for n in range(1, size // local_devices)
-        if whole // local_devices % n == 0
+        if total // local_devices % n == 0
     ]
 
 
 def eval_questions(cfg: Any, sizes: Sizes, local_devices: int) -> int:
-    """Questions of an evaluation's pass per process: about as many sequences as a rollout's."""
+    """Questions per evaluation pass per process, with about as many sequences as a rollout pass."""
     sequences = sizes.prompt_batch_size * cfg.num_pre_q
     return local_devices * max(1, sequences // (cfg.eval_samples * local_devices))
 
 
-def one_size(cfg: Any, whole: str, part: str, unit: int, unit_text: str) -> tuple[str, int, int]:
-    """The one of two synonyms that is set: name, value, and how many of `whole` one of it makes."""
-    total, parts = getattr(cfg, whole), getattr(cfg, part)
-    if total and parts and total != parts * unit:
-        product = f"{part.upper()}={parts} * {unit_text} = {parts * unit}"
-        raise ValueError(f"{whole.upper()}={total} contradicts {product}; set only one of them")
-    return (part.upper(), parts, unit) if parts else (whole.upper(), total, 1)
+def size_of(cfg: Any, large: str, small: str, unit: int, unit_text: str) -> tuple[str, int, int]:
+    """The setting that gives a size: its name, its value, and the factor to the unit of `large`.
+
+    large, small: two settings of the same size, `small` per device, for example. unit: the factor
+    from the unit of `small` to the unit of `large`. unit_text: the factor in words.
+    Raises ValueError if the two settings contradict each other.
+    """
+    total, count = getattr(cfg, large), getattr(cfg, small)
+    if total and count and total != count * unit:
+        product = f"{small.upper()}={count} * {unit_text} = {count * unit}"
+        raise ValueError(f"{large.upper()}={total} contradicts {product}; set only one of them")
+    return (small.upper(), count, unit) if count else (large.upper(), total, 1)
 
 
 def exact_quotient(name: str, size: int, unit: int, made: str) -> int:
@@ -113,9 +129,9 @@ def exact_quotient(name: str, size: int, unit: int, made: str) -> int:
 def micro_batch(cfg: Any, local_devices: int, local_batch: int, made: str) -> int:
     """Sequences per micro-step per process: a multiple of the devices that divides local_batch."""
     devices = f"{local_devices} local devices"
-    name, size, unit = one_size(cfg, *MICRO_SIZES, local_devices, devices)
-    rows = local_batch // local_devices
-    fits = [n * local_devices for n in range(1, rows + 1) if rows % n == 0]
+    name, size, unit = size_of(cfg, *MICRO_SIZES, local_devices, devices)
+    per_device = local_batch // local_devices
+    fits = [n * local_devices for n in range(1, per_device + 1) if per_device % n == 0]
     if not size:
         return max(n for n in fits if n <= DEFAULT_MICRO_BATCH_PER_DEVICE * local_devices)
     if size * unit not in fits:
@@ -127,7 +143,35 @@ def micro_batch(cfg: Any, local_devices: int, local_batch: int, made: str) -> in
 
 
 def nearest(size: int, works: Sequence[int]) -> str:
-    """Of the sizes that work, the next below `size` and the next above."""
+    """The largest size in `works` below `size`, and the smallest above, as text."""
     below = [n for n in works if 0 < n < size][-1:]
     above = [n for n in works if n > size][:1]
     return ", ".join(map(str, below + above))
+
+
+# ---- Padded lengths ------------------------------------------------------------------------------
+
+
+def bucket(length: int) -> int:
+    """The smallest of 16, 24, 32, 48, 64, 96, ... that is at least `length`, in tokens.
+
+    Padding to few lengths means few shapes, and so few compilations.
+    """
+    power = 16
+    while power < length:
+        power *= 2
+    return power * 3 // 4 if power > 16 and length <= power * 3 // 4 else power
+
+
+def prompt_width(longest: int, floor: int = 0) -> int:
+    """S+1: the padded length of prompts of up to `longest` tokens.
+
+    All tokens but the last are padded to a bucket of at least `floor`; the last token is fed with
+    the completion.
+    """
+    return bucket(max(floor, longest - 1)) + 1
+
+
+def prompt_share(num_pre_q: int, sequences_per_shard: int) -> int:
+    """`share`: how many consecutive sequences of a shard have one prompt in common."""
+    return math.gcd(num_pre_q, sequences_per_shard)

@@ -1,4 +1,4 @@
-"""config.py: layers, names, checks and print, each by literal values."""
+"""config.py: layers, names, checks and print, by literal values. Other tests: test_parsing.py."""
 
 import dataclasses
 import os
@@ -28,7 +28,7 @@ def write(tmp_path: Path, text: str) -> Path:
 
 
 def rows(table: str) -> list[list[str]]:
-    """The columns of a table; an indented line continues the one above."""
+    """The columns of each row of a table; an indented line continues the line above."""
     table = table.replace("{list}", "(`python config.py` lists all)")
     return [row.split(" -> ") for row in table.strip().replace("\n    ", " ").splitlines()]
 
@@ -80,24 +80,24 @@ def test_nothing_set_means_the_tiny_model_and_its_problems_from_any_folder(tmp_p
     assert Config.from_env({"MODEL_PATH": ""}) == cfg
 
 
-def test_the_environment_and_a_file_have_their_say_over_the_tiny_recipe(tmp_path: Path) -> None:
+def test_the_environment_and_a_file_win_over_the_tiny_recipe(tmp_path: Path) -> None:
     assert Config.from_env({"DATASET": "openai/gsm8k"}).dataset == "openai/gsm8k"
     cfg = Config.from_env({}, write(tmp_path, "data.dataset: mine.jsonl\nmodel.path: ''\n"))
     assert (cfg.model_path, cfg.dataset) == (str(REPO / "tiny"), "mine.jsonl")
 
 
-def test_the_environment_goes_over_the_file_and_the_file_over_the_defaults(tmp_path: Path) -> None:
+def test_the_environment_wins_over_the_file_and_the_file_over_the_defaults(tmp_path: Path) -> None:
     file = write(tmp_path, "model.path: m\ntrain:\n  steps: 7\n  learning_rate: 1e-5\n")
     cfg = Config.from_env({"STEPS": "9"}, file)
     assert (cfg.steps, cfg.learning_rate) == (9, 1e-5)
     assert (cfg.lr_schedule, cfg.dataset) == ("warmup_cosine", "openai/gsm8k")  # no tiny recipe
 
 
-def test_a_size_silences_its_synonyms_in_the_file_and_nothing_else(tmp_path: Path) -> None:
+def test_a_size_hides_its_synonyms_in_the_file_and_nothing_else(tmp_path: Path) -> None:
     text = "model.path: m\nrollout.per_device_batch_size: 2\nrollout.batch_size: 256\n"
     file = write(tmp_path, text + "train.micro_batch_size: 16\n")
     for setting, batch in {
-        "BATCH_SIZE=0": Sizes(128, 256, 8, 2, 16, 8, 32),  # 0 is not set, and silences nothing
+        "BATCH_SIZE=0": Sizes(128, 256, 8, 2, 16, 8, 32),  # 0 means not set, and hides nothing
         "BATCH_SIZE=4": Sizes(128, 256, 4, 4, 16, 8, 32),
         "ROLLOUT_GLOBAL_BATCH_SIZE=16": Sizes(64, 128, 8, 1, 16, 4, 16),
         "TRAIN_PER_DEVICE_MICRO_BATCH_SIZE=1": Sizes(128, 256, 8, 2, 4, 32, 32),
@@ -144,10 +144,14 @@ PARAM_DTYPE=bfloat16 -> there is no setting PARAM_DTYPE: trained weights are flo
     loses most updates of them; to save memory lower TRAIN_PER_DEVICE_MICRO_BATCH_SIZE or use more
     devices
 EPSILON_HIGH=0.28 -> EPSILON_HIGH is called EPS_HIGH here (`python config.py` lists all)
-MESH_SHAPE=2,4 -> MESH_SHAPE='2,4' does not fit; wanted: auto or dp,fsdp,tp; -1: rest
-MESH_SHAPE=0,1,1 -> MESH_SHAPE='0,1,1' does not fit; wanted: auto or dp,fsdp,tp; -1: rest
-MESH_SHAPE=-1,-1,1 -> MESH_SHAPE='-1,-1,1' does not fit; wanted: auto or dp,fsdp,tp; -1: rest
-DATASET= -> DATASET='' does not fit; wanted: Hugging Face id, file, or folder of SPLIT.jsonl
+MESH_SHAPE=2,4 -> MESH_SHAPE='2,4' does not fit; wanted: Training mesh: auto, or
+    dp,fsdp,tp where -1 takes all other devices.
+MESH_SHAPE=0,1,1 -> MESH_SHAPE='0,1,1' does not fit; wanted: Training mesh: auto, or
+    dp,fsdp,tp where -1 takes all other devices.
+MESH_SHAPE=-1,-1,1 -> MESH_SHAPE='-1,-1,1' does not fit; wanted: Training mesh: auto, or
+    dp,fsdp,tp where -1 takes all other devices.
+DATASET= -> DATASET='' does not fit; wanted: Hugging Face id, file, or folder with
+    SPLIT.jsonl files.
 """
 GOOD = [
     ("EVAL_FULL_SWEEP=True", True),
@@ -235,7 +239,7 @@ IS_MODE=token_mask IS_CAP=2 TOP_P=0.9
 
 
 @pytest.mark.parametrize(("settings", "message"), rows(CONTRADICTIONS))
-def test_settings_that_contradict_each_other_are_one_error_that_says_what_would_do(
+def test_settings_that_contradict_each_other_are_an_error_that_says_what_would_do(
     settings, message
 ):
     with pytest.raises(ValueError) as error:
@@ -244,13 +248,12 @@ def test_settings_that_contradict_each_other_are_one_error_that_says_what_would_
 
 
 @pytest.mark.parametrize("settings", AGREEMENTS.strip().splitlines())
-def test_their_neighbours_that_make_sense_pass(settings: str) -> None:
+def test_similar_settings_without_a_contradiction_pass(settings: str) -> None:
     Config.from_env(env(f"{REAL} {settings}"))
 
 
-def test_every_knob_has_a_help_and_a_default_that_passes_its_own_checks() -> None:
+def test_every_default_passes_the_checks_of_its_setting() -> None:
     for field in dataclasses.fields(Config):
-        assert field.metadata["help"], field.name
         text = parsing.to_text(field.default).strip('"')
         assert parsing.parse(field, text, field.name) == field.default
 
@@ -347,8 +350,12 @@ PHRASES = "| |a: b # c|- x| '\"|1\n  2:\n\n|tab\there|\u2028 \U0001f600 \udc80|"
 def test_print_has_one_line_per_setting_with_its_name_help_and_default() -> None:
     printed = config.describe(Config(model_path="m", num_pre_q=4), 2, 4)
     lines = [" ".join(line.split()) for line in printed.splitlines()]
-    assert "rollout.backend: naive # ROLLOUT_BACKEND: who generates (naive) [default]" in lines
-    assert "rollout.num_pre_q: 4 # NUM_PRE_Q: K: completions per prompt [changed from 8]" in lines
+    for line in (
+        "model.dtype: auto # DTYPE: Compute dtype; auto: float32 on a CPU, else bfloat16. "
+        "(auto|bfloat16|float32) [default]",
+        "rollout.num_pre_q: 4 # NUM_PRE_Q: K: number of completions per prompt. [changed from 8]",
+    ):
+        assert line in lines
     assert "\neval.eval_full_sweep: false " in printed
     assert lines[-8] == "# On 2 x 4 devices (processes x local); not read back:"
     assert "".join(lines[-7:]).replace("derived.", " ").replace(": ", "=") == (
@@ -392,7 +399,7 @@ def test_load_prints_nothing_unasked_and_ends_with_2_and_one_line_on_a_mistake(c
 
 
 def processor_seconds() -> float:
-    """Of the processes that this one has started and waited for."""
+    """Processor time of all processes that this process has started and waited for."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -400,7 +407,7 @@ def processor_seconds() -> float:
 def test_printing_takes_under_a_second_and_imports_neither_jax_nor_flax() -> None:
     code = "import sys, config; config.describe(config.Config()); print(*sys.modules)"
     seconds = []
-    for _ in range(3):  # the best of three, for a machine that is busy
+    for _ in range(3):  # the best of three runs, since the machine may be busy
         start = processor_seconds()
         command = [sys.executable, "-c", code]
         printed = subprocess.run(command, cwd=REPO, capture_output=True, text=True)

@@ -1,4 +1,7 @@
-"""parsing.py: misspelt names, .env files, no pyyaml. test_config.py has values and YAML."""
+"""parsing.py: names, how results depend on settings, docs/settings.md, .env files, no pyyaml.
+
+test_config.py has the tests of values and YAML.
+"""
 
 import dataclasses
 import os
@@ -56,7 +59,7 @@ CALLED_IN_YAML = """
 NOT_HERE = {
     "NUM_EPOCHS": "a run takes STEPS steps; an epoch has as many steps as ",
     "EVAL_BATCHES": "EVAL_PROMPTS is the number of questions in an evaluation",
-    "MAX_LENGTH_TOTAL": "a row is as long as its prompt and MAX_LENGTH_SAMPLE new tokens need",
+    "MAX_LENGTH_TOTAL": "a sequence is as long as its prompt and MAX_LENGTH_SAMPLE new tokens need",
 }
 
 
@@ -85,11 +88,88 @@ def test_a_name_without_a_counterpart_is_told_what_to_use_instead(tmp_path, name
         Config.from_env({}, tmp_path / "run.yaml")
 
 
-def test_no_other_name_is_a_setting_s_or_that_of_two() -> None:
+def test_other_names_are_no_settings_and_lead_to_settings() -> None:
+    names = {field.name.upper() for field in dataclasses.fields(Config)}
+    assert set(parsing.OTHER_NAMES.values()) <= names
+    assert not names & {*parsing.OTHER_NAMES, *parsing.NOT_SETTINGS}
+    assert not parsing.OTHER_NAMES.keys() & parsing.NOT_SETTINGS.keys()
+
+
+# ---- What the results depend on ------------------------------------------------------------------
+
+
+def test_these_settings_must_keep_their_value_in_a_resumed_run() -> None:
+    assert (
+        parsing.compared_by_value(Config)
+        == """
+        seed rollout_backend num_pre_q max_length_sample temperature top_k top_p min_p
+        dynamic_sampling dynamic_sampling_max_rounds reward_weights reward_fn overlong_cache
+        repetition_ngram ppo_epochs optimizer learning_rate lr_schedule warmup_ratio weight_decay
+        clip_norm loss_type adv_estimator scale_rewards eps_low eps_high delta
+        importance_sampling_level beta kl_estimator kl_bias_correction ref_sync_steps
+        ref_sync_alpha entropy_coef top_entropy_quantile mask_truncated_completions is_mode is_cap
+    """.split()
+    )
+    assert parsing.compared_by_value(Config()) == parsing.compared_by_value(Config)
+
+
+def test_these_settings_may_lead_to_the_same_content_by_other_values() -> None:
     fields = dataclasses.fields(Config)
-    others = [name for field in fields for name in field.metadata["others"]]
-    assert len(set(others)) == len(others)
-    assert not {field.name.upper() for field in fields} & {*others, *parsing.NOT_SETTINGS}
+    assert {field.metadata["results"] for field in fields} == {"value", "content", "none"}
+    content = [field.name for field in fields if field.metadata["results"] == "content"]
+    assert (
+        content
+        == """
+        model_path model_revision dtype chat_template dataset dataset_config train_split
+        question_column answer_column system_prompt max_prompt_length prompt_too_long batch_size
+        rollout_per_device_batch_size rollout_global_batch_size rollout_batch_size steps
+        lr_decay_steps
+    """.split()
+    )
+
+
+def test_processes_may_differ_in_what_they_write_and_how_long_they_wait() -> None:
+    shared = parsing.shared_by_processes(Config())
+    names = [field.name for field in dataclasses.fields(Config)]
+    assert (
+        [name for name in names if name not in shared]
+        == """
+        print_train_time_breakdown wandb_mode wandb_project wandb_name jax_compilation_cache_dir
+        init_timeout_s heartbeat_timeout_s
+    """.split()
+    )
+
+
+# ---- docs/settings.md ----------------------------------------------------------------------------
+
+
+def test_the_page_of_settings_is_what_the_command_prints(capsys) -> None:
+    page = (REPO / "docs" / "settings.md").read_text(encoding="utf-8")
+    with pytest.raises(SystemExit, match="0"):
+        config.load(["--markdown"], {"STEPS": "many"})  # a mistake in a setting does not matter
+    told = "docs/settings.md is old: run `python config.py --markdown > docs/settings.md`"
+    assert page == capsys.readouterr().out, told
+    assert max(map(len, page.splitlines())) <= 200
+
+
+def test_the_page_names_limits_choices_yaml_names_and_processes() -> None:
+    lines = config.markdown().splitlines()
+    for line in (
+        "| rollout | default | what it does | results depend on | per process |",
+        "| NUM_PRE_Q | 8 | K: number of completions per prompt. At least 1. | value | no |",
+        "| TOP_P | 1.0 | Sample within this probability mass. Above 0, at most 1. | value | no |",
+        "| KL_ESTIMATOR | k3 | Estimator of the KL. Choices: k1, k2, k3. | value | no |",
+        "| ROLLOUT_BATCH_SIZE, in YAML rollout.batch_size | 0 | Sequences per step over all "
+        "processes; 0: not set. | content | no |",
+        "| WANDB_NAME | empty | Name of the run in W&B. | none | yes |",
+    ):
+        assert line in lines
+
+
+def test_every_help_text_is_short_and_ends_like_a_sentence() -> None:
+    for field in dataclasses.fields(Config):
+        help = field.metadata["help"]
+        assert help[0].isupper() and help.endswith(".") and len(help) <= 90, field.name
 
 
 # ---- All at once ---------------------------------------------------------------------------------
@@ -128,7 +208,7 @@ def test_a_contradiction_with_a_value_that_cannot_be_read_is_not_told() -> None:
     assert "\n" not in str(error.value)
 
 
-# ---- What differs from the defaults --------------------------------------------------------------
+# ---- Lines about the settings of a run -----------------------------------------------------------
 
 
 def test_every_changed_setting_is_told_with_the_layer_it_comes_from(tmp_path, monkeypatch) -> None:
@@ -172,13 +252,19 @@ def test_a_line_says_which_settings_of_ratios_do_nothing_with_one_update(setting
 
 def test_settings_that_do_nothing_for_a_local_folder_are_refused(tmp_path: Path) -> None:
     for env, message in (
-        ({"MODEL_PATH": str(tmp_path), "MODEL_REVISION": "v2"},
-         f"MODEL_REVISION=v2 does nothing with a folder, {tmp_path}; leave it out"),
-        ({"DATASET": str(tmp_path), "DATASET_CONFIG": "socratic"},
-         f"DATASET_CONFIG=socratic does nothing with a local DATASET, {tmp_path}; leave it out"),
-        ({"EXPORT_HF": "none", "EXPORT_DTYPE": "float32"},
-         "EXPORT_DTYPE=float32 does nothing with EXPORT_HF=none; leave it out"),
-    ):  # fmt: skip
+        (
+            {"MODEL_PATH": str(tmp_path), "MODEL_REVISION": "v2"},
+            f"MODEL_REVISION=v2 does nothing with a folder, {tmp_path}; leave it out",
+        ),
+        (
+            {"DATASET": str(tmp_path), "DATASET_CONFIG": "socratic"},
+            f"DATASET_CONFIG=socratic does nothing with a local DATASET, {tmp_path}; leave it out",
+        ),
+        (
+            {"EXPORT_HF": "none", "EXPORT_DTYPE": "float32"},
+            "EXPORT_DTYPE=float32 does nothing with EXPORT_HF=none; leave it out",
+        ),
+    ):
         with pytest.raises(ValueError) as error:
             Config.from_env(env)
         assert str(error.value) == message

@@ -1,4 +1,4 @@
-"""recipes/: each begins with the command that runs it, and has the sizes of the run of its name."""
+"""recipes/: every recipe begins with its command, and makes the sizes of the run of its name."""
 
 import re
 import shlex
@@ -20,7 +20,7 @@ SMOKE_4B = {
 
 
 def commands(recipe: Path) -> list[list[str]]:
-    """The words of each command in the comment at its top: the lines that are indented there."""
+    """The words of each command in the comment at the top: commands are the indented lines."""
     top = recipe.read_text(encoding="utf-8").split("\n\n")[0].replace("\\\n#", "")
     return [shlex.split(line) for line in re.findall(r"^#     (.*)$", top, re.M)]
 
@@ -35,8 +35,8 @@ def test_a_recipe_begins_with_the_command_that_runs_it(recipe: Path) -> None:
         Config.from_env(env, recipe)
 
 
-# recipe, environment, (processes, local devices): prompts a pass, passes, local batch,
-# micro-batch, micro-steps
+# recipe, environment, (processes, local devices), (prompts per pass, passes per step,
+# sequences per step per process, sequences per micro-step, micro-steps)
 SIZES = [
     ("grpo_gsm8k_qwen25_3b_bs128_steps100", {}, (1, 8), (16, 1, 128, 16, 8)),
     ("grpo_gsm8k_qwen25_3b_bs128_steps100_pallas", {}, (1, 8), (16, 1, 128, 16, 8)),
@@ -59,12 +59,15 @@ def test_a_recipe_makes_the_published_sizes(
     cfg = Config.from_env(env, REPO / "recipes" / f"{name}.yaml")
     made = derive(cfg, *devices)
     assert sizes == (
-        made.prompt_batch_size, made.passes_per_step, made.local_batch, made.micro_batch_size,
+        made.prompt_batch_size,
+        made.passes_per_step,
+        made.local_batch,
+        made.micro_batch_size,
         made.grad_accum_steps,
-    )  # fmt: skip
+    )
 
 
-def test_the_twins_differ_in_the_kernel_alone() -> None:
+def test_the_two_recipes_for_the_3b_model_differ_only_in_the_kernel() -> None:
     plain, pallas = (
         Config.from_env({}, REPO / "recipes" / f"grpo_gsm8k_qwen25_3b_bs128_steps100{end}.yaml")
         for end in ("", "_pallas")
@@ -75,7 +78,7 @@ def test_the_twins_differ_in_the_kernel_alone() -> None:
     assert (plain.steps, plain.max_length_sample, plain.num_pre_q) == (100, 1024, 8)
 
 
-def test_the_readme_s_commands_for_a_tpu_vm_name_recipes_and_verbs_that_exist() -> None:
+def test_the_commands_for_a_tpu_vm_in_the_readme_name_recipes_and_verbs_that_exist() -> None:
     readme = (REPO / "README.md").read_text(encoding="utf-8")
     named = set(re.findall(r"recipes/(\w+)\.yaml", readme))
     assert named - {"NAME"} <= {recipe.stem for recipe in RECIPES}

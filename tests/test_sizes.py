@@ -1,12 +1,15 @@
-"""sizes.py: what a step amounts to on a slice, each by literal values."""
+"""sizes.py: the sizes of a step on a slice, by literal values."""
 
 import itertools
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 from test_config import REAL, env, rows
 
 from config import Config
+from runtime.parsing import REPO
 from runtime.sizes import Sizes, derive, eval_questions
 
 # Sizes(local_batch, global_batch, prompt_batch_size, passes_per_step, micro_batch_size,
@@ -42,7 +45,9 @@ def test_sizes_left_at_their_defaults_are_2_prompts_and_4_sequences_per_device_o
     assert sizes("1x1", f"{REAL} BATCH_SIZE=2 NUM_PRE_Q=5").micro_batch_size == 2
     assert sizes("1x4", f"{REAL} BATCH_SIZE=1 NUM_PRE_Q=8").micro_batch_size == 8
     assert sizes("1x4", f"{REAL} BATCH_SIZE=1 NUM_PRE_Q=20").micro_batch_size == 4
-    assert sizes("1x1", "BATCH_SIZE=1 NUM_PRE_Q=7").micro_batch_size == 1  # the tiny recipe's too
+    assert (
+        sizes("1x1", "BATCH_SIZE=1 NUM_PRE_Q=7").micro_batch_size == 1
+    )  # also with the tiny recipe
 
 
 def test_synonyms_that_agree_are_no_error() -> None:
@@ -77,7 +82,7 @@ MISFITS = """
 
 
 @pytest.mark.parametrize(("case", "message"), rows(MISFITS))
-def test_sizes_that_do_not_fit_are_an_error_and_the_nearest_ones_it_names_work(case, message):
+def test_sizes_that_do_not_fit_are_an_error_that_names_the_nearest_sizes_that_work(case, message):
     slice_, settings = case.split(" ", 1)
     with pytest.raises(ValueError) as error:
         sizes(slice_, f"{REAL} {settings}")
@@ -106,11 +111,25 @@ def test_every_division_of_an_accepted_step_is_exact() -> None:
     assert accepted > 60
 
 
-@pytest.mark.parametrize("prompts, k, samples, devices, questions", [
-    (16, 8, 1, 8, 128), (16, 8, 4, 8, 32), (16, 8, 3, 8, 40), (1, 2, 1, 8, 8), (2, 8, 64, 4, 4),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "prompts, k, samples, devices, questions",
+    [
+        (16, 8, 1, 8, 128),
+        (16, 8, 4, 8, 32),
+        (16, 8, 3, 8, 40),
+        (1, 2, 1, 8, 8),
+        (2, 8, 64, 4, 4),
+    ],
+)
 def test_an_evaluation_s_pass_has_about_as_many_sequences_as_a_rollout_s(
     prompts: int, k: int, samples: int, devices: int, questions: int
 ) -> None:
     cfg = Config(num_pre_q=k, eval_samples=samples)
     assert eval_questions(cfg, Sizes(0, 0, prompts, 1, 0, 0, 0), devices) == questions
+
+
+def test_sizes_are_computed_without_jax_and_numpy() -> None:
+    code = "import sys, runtime.sizes; print(*sys.modules)"
+    printed = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
+    modules = set(printed.stdout.split())
+    assert "runtime.sizes" in modules and not {"jax", "jaxlib", "numpy"} & modules

@@ -36,7 +36,7 @@ from runtime.sizes import MICRO_SIZES, PASS_SIZES, STEP_SIZES
 
 DTYPES = "auto|bfloat16|float32"
 TINY = REPO / "recipes" / "tiny.yaml"
-# Names of sizes (set, silenced): a size that a layer sets hides its synonyms in the layers below.
+# Names of sizes (set, hidden): a size that a layer sets hides its synonyms in the layers below.
 SYNONYMS = [(names, names) for names in (PASS_SIZES, STEP_SIZES, MICRO_SIZES)]
 # Any size that the user sets hides the sizes of recipes/tiny.yaml: BATCH_SIZE=2 alone means one
 # pass of two prompts.

@@ -133,7 +133,7 @@ NOT_SETTINGS = {
     "EVAL_BATCHES": "EVAL_PROMPTS is the number of questions in an evaluation",
     "MAX_LENGTH_TOTAL": "a sequence is as long as its prompt and MAX_LENGTH_SAMPLE new tokens "
     "need; MAX_PROMPT_LENGTH limits the prompt",
-    "USE_VLLM": "ROLLOUT_BACKEND says who generates",
+    "USE_VLLM": "ROLLOUT_BACKEND names the program that samples",
 }
 NOT_SETTINGS["NUM_TRAIN_EPOCHS"] = NOT_SETTINGS["TOTAL_EPOCHS"] = NOT_SETTINGS["NUM_EPOCHS"]
 # Environment names that start like this are never read as misspelt settings.
@@ -183,7 +183,7 @@ def read_env(env: Mapping[str, str], config: type, mistakes: list[Mistake]) -> d
 
 def misspelt(name: str, known: list[str]) -> str:
     """The setting of which an environment variable is a misspelling, or an empty text."""
-    # SED is a tool and no typo of SEED; TYPE is no typo of DTYPE.
+    # SED is a tool, not a typo of SEED, and TYPE is not a typo of DTYPE.
     if name.startswith(FOREIGN) or len(name) <= 3 or name == "TYPE":
         return ""
     close = difflib.get_close_matches(name.upper(), known, cutoff=0.85)
@@ -238,8 +238,8 @@ def number(kind: type, text: str, label: str, limits: Mapping[str, float]) -> in
 def read_yaml(path: str | Path, config: type, mistakes: list[Mistake]) -> dict[str, Any]:
     """The settings in a YAML file, {attribute: value}; adds to `mistakes`.
 
-    A key is group.name, or a name inside a group. A null number is left out, as if the file did not
-    name the setting; a null text is the empty text. config: a dataclass of `knob` fields.
+    A key is group.name, or a name inside a group. A setting that is null counts as not set, but a
+    text that is null is empty. config: a dataclass of `knob` fields.
     Raises ValueError if the file cannot be read as such keys.
     """
     yaml = import_yaml()
@@ -318,11 +318,11 @@ def yaml_text(node: Any, label: str) -> str:
 def overlay(upper: dict, lower: dict, rivals: Sequence[tuple[Sequence, Sequence]]) -> dict:
     """`lower`, replaced by `upper` wherever `upper` has a value.
 
-    rivals: pairs of names (set, silenced). If `upper` sets one of the first names, then all of the
+    rivals: pairs of names (set, hidden). If `upper` sets one of the first names, then all of the
     second names are removed from `lower`.
     """
-    silenced = {n for names, rest in rivals if any(map(upper.get, names)) for n in rest}
-    return {name: value for name, value in lower.items() if name not in silenced} | upper
+    hidden = {n for names, rest in rivals if any(map(upper.get, names)) for n in rest}
+    return {name: value for name, value in lower.items() if name not in hidden} | upper
 
 
 def read_dotenv(path: Path) -> dict[str, str]:

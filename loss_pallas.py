@@ -26,10 +26,9 @@ LOGITS_TILE_BYTES = 256 * 2**20
 MASKED = -1e30  # A logit of probability 0. It is finite because inf - inf is NaN.
 BATCH_AXES = ("dp", "fsdp")  # mesh axes over which the tokens are split
 
-# Two arrays [n, 4] float32 belong to the tokens. The columns of `stats`, over the tiles so far: the
-# largest logit, the sum of e = exp(logit - largest), the sum of e (logit - largest), the logit of
-# the sampled token. The columns of `known`, in backward: logsumexp, entropy, and the gradients of
-# the loss in logp and in the entropy.
+# Two arrays [n, 4] float32 belong to the tokens. Columns of `stats`, over the tiles so far: the
+# largest logit, sums of e = exp(logit - largest) and of e (logit - largest), the sampled token's
+# logit. Columns of `known`, in backward: logsumexp, entropy, gradients in logp and in entropy.
 
 
 class Static(NamedTuple):
@@ -312,21 +311,24 @@ def block_sizes(D: int, itemsize: int, device_kind: str) -> tuple[int, int]:
     """
 
     def vmem_bytes(n: int, v: int) -> int:
-        # The weights and their transpose; the gradient of the weights.
-        tile = v * D * (2 * itemsize + 4)
+        tile = v * D * (2 * itemsize + 4)  # The weights, their transpose and their gradient.
         # Two buffers of hidden, of its gradient in and of its gradient out; a temporary sum.
         tokens = n * D * (2 * itemsize + 4 * 4 + 4)
         return tile + tokens + 12 * n * v * 4  # Logits, probabilities, temporaries of the compiler.
 
     limit = _vmem_and_cores(device_kind)[0]
-    for v in (2048, 1024, 512, 256, 128):
-        for n in (256, 128, 64):
-            if vmem_bytes(n, v) < limit:
-                return n, v
+    sizes = [(n, v) for v in (2048, 1024, 512, 256, 128) for n in (256, 128, 64)]
+    if fits := [size for size in sizes if vmem_bytes(*size) < limit]:
+        return fits[0]
     raise ValueError(
         f"POLICY_LOSS_IMPL=pallas: hidden size {D} is too wide for the {limit / 2**20:.0f} MiB of "
         f"VMEM of {device_kind}; set POLICY_LOSS_IMPL=jax"
     )
+
+
+def stop_if_too_wide(D: int, itemsize: int, device_kind: str) -> None:
+    """Raises the ValueError of block_sizes if the kernel cannot run."""
+    block_sizes(D, itemsize, device_kind)
 
 
 def _params(static: Static, *semantics: str) -> dict[str, Any]:

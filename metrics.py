@@ -30,7 +30,7 @@ class Step(NamedTuple):
 
 
 def not_finite(metrics: dict[str, float]) -> str:
-    """The loss or the gradient's norm with its value, if it is infinite or not a number; else ""."""
+    """The loss or the gradient's norm, with its value, if it is not finite; else ""."""
     wrong = [name for name in ("loss", "grad_norm") if not math.isfinite(metrics[name])]
     return f"{wrong[0]} is {metrics[wrong[0]]}" if wrong else ""
 

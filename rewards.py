@@ -18,8 +18,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from runtime.reward_worker import RewardWorker
-
 SYSTEM_PROMPT = """\
 Reason step by step inside <think> </think>. Then, on the next line, write only the final number \
 inside <answer> </answer>. Use exactly this form:
@@ -178,9 +176,7 @@ def total_rewards(
     does not apply, and a total is NaN where no function applies.
     Raises ValueError if the number of weights or a returned list is wrong.
     """
-    if len(weights) != len(functions):
-        names = ", ".join(function.__name__ for function in functions)
-        raise ValueError(f"REWARD_WEIGHTS has {len(weights)} numbers; give one each for {names}")
+    stop_if_not_as_many(weights, functions)
     per_function = np.full((len(completions), len(functions)), np.nan)  # [B, F]
     for k, function in enumerate(functions):
         per_function[:, k] = _as_floats(
@@ -189,6 +185,16 @@ def total_rewards(
     applies = ~np.isnan(per_function)  # [B, F]
     totals = np.where(applies, per_function * np.asarray(weights, float), 0.0).sum(1)  # [B]
     return np.where(applies.any(1), totals, np.nan), per_function
+
+
+def stop_if_not_as_many(weights: Sequence[float], functions: Sequence[RewardFunction]) -> None:
+    """Raises ValueError unless REWARD_WEIGHTS has one number for each function."""
+    if len(weights) != len(functions):
+        names = ", ".join(function.__name__ for function in functions)
+        raise ValueError(
+            f"REWARD_WEIGHTS={','.join(map(str, weights))} has {len(weights)} numbers; "
+            f"give {len(functions)}, one each for {names}"
+        )
 
 
 def _as_floats(function: RewardFunction, returned: object, count: int) -> list[float]:
@@ -226,6 +232,9 @@ def load_reward_functions(
             raise ValueError(f"REWARD_FN: there is no file {file} (looked in {os.getcwd()})")
         if names.count(name) > 1:
             raise ValueError(f"REWARD_FN: two rewards have the name {name}; rename one")
+    # Imported here, so that a file of REWARD_FN may import rewards.py beside a runtime.py of yours.
+    from runtime.reward_worker import RewardWorker
+
     return [known.get(entry) or RewardWorker(entry, timeout_s) for entry in entries]
 
 
@@ -234,3 +243,22 @@ class AccuracyRule(NamedTuple):
 
     function: str  # the name of the reward function
     threshold: float
+
+
+def accuracy_rule(
+    accuracy_of: str, threshold: float, functions: Sequence[RewardFunction]
+) -> AccuracyRule:
+    """Returns the rule of the function that ACCURACY_OF names.
+
+    accuracy_of: "" means reward_correct if it is one of the functions, else the first function.
+    Raises ValueError if it names none of the functions.
+    """
+    names = [function.__name__ for function in functions]
+    usual = "reward_correct" if "reward_correct" in names else names[0]
+    name = accuracy_of.rpartition(":")[2] or usual
+    if name not in names:
+        raise ValueError(
+            f"ACCURACY_OF={accuracy_of} is none of the run's reward functions, "
+            f"{', '.join(names)}; add it to REWARD_FN, with weight 0 if it is only to measure"
+        )
+    return AccuracyRule(name, threshold)

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,12 +42,13 @@ class Run(NamedTuple):
 
     cfg: Config
     sizes: Sizes
+    functions: list[rewards.RewardFunction]
+    accuracy: rewards.AccuracyRule
     folder: Path  # of the model
+    model: ModelConfig
     tokenizer: Any
     train: list[data.Prompt]
     test: list[data.Prompt]
-    functions: list[rewards.RewardFunction]
-    accuracy: rewards.AccuracyRule
     sampling: Sampling
     stopping: Stopping
     objective: Objective
@@ -125,8 +126,8 @@ def start_jax(cfg: Config) -> None:
 def set_up(cfg: Config) -> Run:
     """Reads and checks all inputs, on all processes. Raises ValueError for a user's mistakes."""
     mistakes: list[str] = []
-    tried(mistakes, stop_if_unable_to_write, cfg)
-    inputs = tried(mistakes, read_inputs, cfg)
+    processes.tried(mistakes, stop_if_unable_to_write, cfg)
+    inputs = processes.tried(mistakes, read_inputs, cfg)
     mistake = ValueError("\n".join(mistakes)) if mistakes else None
     digests = digests_of(cfg, inputs) if inputs else {}
     here = facts_of(cfg, inputs) if jax.process_count() > 1 else {}
@@ -138,14 +139,8 @@ def set_up(cfg: Config) -> Run:
     training, rollout, reason = how_to_compute(cfg, inputs.model, inputs.sizes, S, jax.devices())
     stop_ids = hf.stop_ids(inputs.folder, inputs.tokenizer)
     run = Run(
-        cfg=cfg,
-        sizes=inputs.sizes,
-        folder=inputs.folder,
-        tokenizer=inputs.tokenizer,
-        train=inputs.train,
-        test=inputs.test,
-        functions=inputs.functions,
-        accuracy=inputs.accuracy,
+        cfg,
+        **inputs._asdict(),
         sampling=sampling_of(cfg),
         stopping=Stopping(cfg.max_length_sample, stop_ids, pad_id=stop_ids[0]),
         objective=objective_of(cfg),
@@ -177,10 +172,10 @@ def stop_if_unable_to_write(cfg: Config) -> None:
     lines: list[str] = []
     with processes.told_by_all():
         if jax.process_index() == 0:
-            tried(lines, check_wandb, cfg.wandb_mode)
+            processes.tried(lines, check_wandb, cfg.wandb_mode)
             if cfg.export_hf not in ("", "none"):
                 folder = Path(cfg.export_hf)
-                tried(lines, stop_if_not_writable, f"EXPORT_HF={cfg.export_hf}", folder)
+                processes.tried(lines, stop_if_not_writable, f"EXPORT_HF={cfg.export_hf}", folder)
         if lines:
             raise ValueError("\n".join(lines))
 
@@ -291,15 +286,17 @@ def open_log(run: Run, out: Path, progress: resume.Progress) -> RunLog:
 def read_inputs(cfg: Config) -> Inputs:
     """Raises ValueError with a line for every mistake that does not depend on another mistake."""
     mistakes: list[str] = []
-    sizes = tried(mistakes, read_sizes, cfg)
-    functions = tried(mistakes, reward_functions, cfg)
-    accuracy = functions and tried(mistakes, accuracy_rule, cfg, functions)
-    model = tried(mistakes, read_model, cfg)
+    sizes = processes.tried(mistakes, read_sizes, cfg)
+    functions = processes.tried(mistakes, reward_functions, cfg)
+    accuracy = functions and processes.tried(
+        mistakes, rewards.accuracy_rule, cfg.accuracy_of, cfg.accuracy_threshold, functions
+    )
+    model = processes.tried(mistakes, read_model, cfg)
     names = cfg.train_split, cfg.eval_split
-    splits = [tried(mistakes, load_examples, cfg, name) for name in names]
+    splits = [processes.tried(mistakes, load_examples, cfg, name) for name in names]
     if model and all(splits):
         splits = [
-            tried(mistakes, prompts_of, cfg, model[-1], examples, name)
+            processes.tried(mistakes, prompts_of, cfg, model[-1], examples, name)
             for examples, name in zip(splits, names, strict=True)
         ]
     if mistakes:
@@ -307,28 +304,10 @@ def read_inputs(cfg: Config) -> Inputs:
     return Inputs(sizes, functions, accuracy, *model, *splits)
 
 
-def tried(mistakes: list[str], read: Callable[..., Any], *arguments: Any) -> Any:
-    """What `read` returns; None if it finds a user's mistake, whose text goes to `mistakes`."""
-    try:
-        return read(*arguments)
-    except ValueError as error:
-        mistakes.append(str(error))
-    except OSError as error:  # such as a file that this user may not read
-        mistakes.append(f"{error.filename}: {error.strerror}")
-    return None
-
-
 def read_sizes(cfg: Config) -> Sizes:
     processes.stop_if_not_so_many(cfg.require_multihost, cfg.require_jax_process_count)
     sizes = derive(cfg, jax.process_count(), jax.local_device_count())
-    print(
-        f"local_batch={sizes.local_batch} global_batch={sizes.global_batch} "
-        f"rollout.prompt_batch_size={sizes.prompt_batch_size} "
-        f"rollout.passes_per_step={sizes.passes_per_step} "
-        f"train.micro_batch_size={sizes.micro_batch_size} "
-        f"train.grad_accum_steps={sizes.grad_accum_steps}",
-        flush=True,
-    )
+    print(sizes.line(), flush=True)
     return sizes
 
 
@@ -339,32 +318,11 @@ def read_model(cfg: Config) -> tuple[Path, ModelConfig, Any]:
 
 
 def reward_functions(cfg: Config) -> list[rewards.RewardFunction]:
-    """The functions of REWARD_FN. Raises ValueError unless REWARD_WEIGHTS has one for each."""
     cache = cfg.overlong_cache or cfg.max_length_sample // 5
     penalties = rewards.penalties(cfg.max_length_sample, cache, cfg.repetition_ngram)
     functions = rewards.load_reward_functions(cfg.reward_fn, cfg.reward_timeout_s, penalties)
-    if len(cfg.reward_weights) != len(functions):
-        names = ", ".join(f.__name__ for f in functions)
-        weights = ",".join(map(str, cfg.reward_weights))
-        raise ValueError(
-            f"REWARD_WEIGHTS={weights} has {len(cfg.reward_weights)} numbers; "
-            f"give {len(functions)}, one each for {names}"
-        )
+    rewards.stop_if_not_as_many(cfg.reward_weights, functions)
     return functions
-
-
-def accuracy_rule(cfg: Config, functions: list[rewards.RewardFunction]) -> AccuracyRule:
-    """What makes a completion right: reward_correct where it is among the functions, else the
-    first of them, unless ACCURACY_OF names another one."""
-    names = [function.__name__ for function in functions]
-    usual = "reward_correct" if "reward_correct" in names else names[0]
-    name = cfg.accuracy_of.rpartition(":")[2] or usual
-    if name not in names:
-        raise ValueError(
-            f"ACCURACY_OF={cfg.accuracy_of} is none of the run's reward functions, "
-            f"{', '.join(names)}; add it to REWARD_FN, with weight 0 if it is only to measure"
-        )
-    return AccuracyRule(name, cfg.accuracy_threshold)
 
 
 def load_examples(cfg: Config, split: str) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
@@ -202,6 +202,17 @@ def digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:12]
 
 
+def tried(mistakes: list[str], read: Callable[..., Any], *arguments: Any) -> Any:
+    """What `read` returns; None if it finds a user's mistake, whose text goes to `mistakes`."""
+    try:
+        return read(*arguments)
+    except ValueError as error:
+        mistakes.append(str(error))
+    except OSError as error:  # such as a file that this user may not read
+        mistakes.append(f"{error.filename}: {error.strerror}")
+    return None
+
+
 def differences(everyone: list[dict[str, str]]) -> list[str]:
     """A text for each name whose value differs between process 0 and another process."""
     first, found = everyone[0], {}
@@ -273,7 +284,7 @@ class StopSignal:
         _end(128 + number)
 
     def _next(self, seconds: float | None) -> int:
-        """The next of STOP_SIGNALS within so many seconds, else 0; the pipe has other signals too."""
+        """The next of STOP_SIGNALS within so many seconds, else 0; it skips other signals."""
         while select.select([self._seen], [], [], seconds)[0]:
             if (number := os.read(self._seen, 1)[0]) in STOP_SIGNALS:
                 return number

@@ -206,8 +206,8 @@ def restore(
     """The arrays and the progress of the checkpoint that RESUME asks for; None: begin anew.
 
     What an earlier run has left of later steps is set aside in `out`. seen: whether all processes
-    see the folder of the checkpoints. wanted: shapes, dtypes and shardings of the arrays. made_with:
-    all that the results follow from.
+    see the folder of the checkpoints. wanted: shapes, dtypes and shardings of the arrays.
+    made_with: all that the results follow from.
     Raises ValueError for a checkpoint of another run, and for a RESUME that names no checkpoint.
     """
     source, steps = checkpoint_source(cfg, checkpoints) if seen else (None, None)

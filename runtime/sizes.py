@@ -36,6 +36,16 @@ class Sizes(NamedTuple):
     grad_accum_steps: int  # micro-steps per update
     prompts_per_step: int  # P: prompts per step over all processes
 
+    def line(self) -> str:
+        """The line that people parse."""
+        return (
+            f"local_batch={self.local_batch} global_batch={self.global_batch} "
+            f"rollout.prompt_batch_size={self.prompt_batch_size} "
+            f"rollout.passes_per_step={self.passes_per_step} "
+            f"train.micro_batch_size={self.micro_batch_size} "
+            f"train.grad_accum_steps={self.grad_accum_steps}"
+        )
+
 
 def derive(cfg: Any, processes: int, local_devices: int) -> Sizes:
     """The sizes of a step on `processes` with `local_devices` each.

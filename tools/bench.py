@@ -19,10 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from config import fail
 from loss_pallas import token_logps, token_logps_reference
+from runtime.chips import CHIPS
+from runtime.parsing import fail
 from tools.programs import array, slice_devices
-from tools.roofline import CHIPS, loss_costs
+from tools.roofline import loss_costs
 
 IMPLEMENTATIONS = ("full", "jax", "pallas")
 
@@ -109,7 +110,6 @@ def plan_loss(shape: Shape, name: str) -> None:
         memory = [c.memory_analysis().temp_size_in_bytes / 2**30 for c in compiled]
         row = " | ".join(f"{gib:.2f}" for gib in memory)
         print(f"| {impl} | {row} | {estimate(impl, shape, name)} |", flush=True)
-    print(f"| pallas, were backward two kernels | - | - | {estimate('two kernels', shape, name)} |")
 
 
 def estimate(impl: str, shape: Shape, name: str) -> str:

@@ -24,10 +24,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 import data
 from models import hf
-from models.model import ModelConfig, Params, init_params
+from models.model import Compute, ModelConfig, Params, init_params
 from rewards import SYSTEM_PROMPT, TAGS
-from rollout import pad_prompts
-from update import Compute, MicroBatch, completion_logps, learning_rate
+from update import MicroBatch, completion_logps, learning_rate
 
 SEED = 0
 FOLDER = Path(__file__).resolve().parents[1] / "tiny"
@@ -203,12 +202,12 @@ def write_tokenizer(folder: Path, texts: list[str]) -> None:
 
 
 def warm_up(
-    config: ModelConfig, tokenizer: Any, rows: list[dict[str, str]],
+    model: ModelConfig, tokenizer: Any, rows: list[dict[str, str]],
     stages: Sequence[Stage] = STAGES,
 ) -> Params:  # fmt: skip
     """Parameters trained on `solution`s of the rows, drawn anew each time a row comes up."""
     rng = random.Random(SEED)
-    compute = Compute(config, jnp.float32)
+    compute = Compute(model, jnp.float32)
     rule = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam())
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
@@ -221,14 +220,14 @@ def warm_up(
         updates, opt_state = rule.update(grads, opt_state)
         return jax.tree.map(lambda p, u: p - lr * u, params, updates), opt_state, loss
 
-    params = init_params(config, jax.random.key(SEED))
+    params = init_params(model, jax.random.key(SEED))
     for stage in stages:
         opt_state = rule.init(params)
         prompts = [p.ids for p in data.build_prompts(rows, tokenizer, stage.system_prompt)]
         width = max(map(len, prompts))
         for i in range(stage.steps):
             indices = data.batch_indices(len(rows), stage.prompts, i, SEED)
-            prompt_ids, prompt_mask = pad_prompts([prompts[j] for j in indices], width, 0)
+            prompt_ids, prompt_mask = data.pad_prompts([prompts[j] for j in indices], width, 0)
             drawn = np.repeat(indices, stage.solutions)
             texts = [solution(rows[j], stage.forget, rng) + END for j in drawn]
             completions = tokenizer(texts, add_special_tokens=False)["input_ids"]
@@ -255,12 +254,12 @@ def main() -> None:
     texts = [f"{row['question']} {solution(row, 0.0, rng)}" for row in train]
     write_tokenizer(FOLDER, texts + [f"{SYSTEM_PROMPT} system user assistant"] * 50)
     tokenizer = hf.load_tokenizer(FOLDER)
-    model = {**MODEL, "vocab_size": -(-len(tokenizer) // 64) * 64}
-    model["eos_token_id"] = tokenizer.eos_token_id
-    (FOLDER / "config.json").write_text(json.dumps(model, indent=1) + "\n")
-    config = hf.read_config(FOLDER)
-    params = warm_up(config, tokenizer, train)
-    tensors = dict(hf.hf_tensors(params, config))
+    values = {**MODEL, "vocab_size": -(-len(tokenizer) // 64) * 64}
+    values["eos_token_id"] = tokenizer.eos_token_id
+    (FOLDER / "config.json").write_text(json.dumps(values, indent=1) + "\n")
+    model = hf.read_config(FOLDER)
+    params = warm_up(model, tokenizer, train)
+    tensors = dict(hf.hf_tensors(params, model))
     save_file(tensors, FOLDER / "model.safetensors", metadata={"format": "pt"})
 
 

@@ -16,12 +16,13 @@ from typing import NamedTuple
 
 import jax
 
-import config as settings
+from config import Config
 from models import hf
-from rollout import prompt_width
+from models.placement import decode_work, num_params
+from runtime.chips import CHIPS, OUT_OF_MEMORY_CODE, SLICES
 from runtime.layout import mesh_text
-from runtime.sizes import MICRO_SIZES, PASS_SIZES, derive, smaller_sizes
-from startup import layouts, sampling_of, stop_if_too_long
+from runtime.sizes import MICRO_SIZES, PASS_SIZES, derive, prompt_width, smaller_sizes
+from startup import how_to_compute, sampling_of, stop_if_too_long
 from tools import roofline
 from tools.hlo import collectives
 from tools.programs import PROGRAMS, ROLLOUT, Plan, bytes_of, call, rest_of_run, runs, slice_devices
@@ -42,11 +43,11 @@ class Memory(NamedTuple):
         return sum(self)
 
 
-def main(cfg: settings.Config, name: str) -> int:
+def main(cfg: Config, name: str) -> int:
     """Prints the plan of the run that cfg describes on that slice; returns the exit code."""
     plan, why = make_plan(cfg, name)
     print_plan(plan, name, why)
-    chip = roofline.CHIPS[roofline.SLICES[name].chip]
+    chip = CHIPS[SLICES[name].chip]
     limit = chip.hbm_gib * GIB
     print("| GiB per device | arguments | temporaries | rest of run | total | fits | compiled in |"
           " collectives: GiB sent; by loops, MiB each time |")  # fmt: skip
@@ -70,37 +71,38 @@ def main(cfg: settings.Config, name: str) -> int:
     most = max(memories, key=lambda program: memories[program].total)
     total = f"{memories[most].total / GIB:.2f} of {chip.hbm_gib} GiB in {most}"
     print(f"{name}: {'DOES NOT FIT' if misfits else 'fits'}, {total}")
-    return 3 if misfits else 0
+    return OUT_OF_MEMORY_CODE if misfits else 0
 
 
-def make_plan(cfg: settings.Config, name: str) -> tuple[Plan, str]:
+def make_plan(cfg: Config, name: str) -> tuple[Plan, str]:
     """And why the rollout's mesh is what it is. Raises ValueError for settings that do not suit the
     model or the slice."""
-    devices, hosts = slice_devices(name), roofline.SLICES[name].hosts
+    devices, hosts = slice_devices(name), SLICES[name].hosts
     sizes = derive(cfg, hosts, len(devices) // hosts)
-    config = hf.config_of(cfg.model_path, cfg.model_revision)
+    model = hf.config_of(cfg.model_path, cfg.model_revision)
     longest = cfg.max_prompt_length or cfg.global_length or ASSUMED_PROMPT
-    stop_if_too_long(cfg, config, longest)
+    stop_if_too_long(cfg, model, longest)
     S, T = prompt_width(longest, cfg.global_length) - 1, cfg.max_length_sample
-    compute, rollout, why = layouts(cfg, config, sizes, S, devices)
-    return Plan(cfg, config, sizes, compute, rollout, hosts, sampling_of(cfg), S, T), why
+    training, rollout, reason = how_to_compute(cfg, model, sizes, S, devices)
+    return Plan(cfg, sizes, training, rollout, hosts, sampling_of(cfg), S, T), reason
 
 
 def print_plan(plan: Plan, name: str, why: str) -> None:
-    cfg, sizes, compute, mesh = plan.cfg, plan.sizes, plan.compute, plan.rollout.mesh
+    cfg, sizes, training = plan.cfg, plan.sizes, plan.training
+    mesh = plan.rollout.layout.mesh
     local = mesh.size // plan.processes
     S = f"{plan.S}{'' if cfg.max_prompt_length else ' (assumed, as MAX_PROMPT_LENGTH=0)'}"
     print(
         f"{name}: {mesh.size} x {mesh.devices.flat[0].device_kind}, hosts={plan.processes}, "
-        f"{cfg.model_path} of {roofline.num_params(plan.config) / 1e9:.2f}B parameters\n"
+        f"{cfg.model_path} of {num_params(training.model) / 1e9:.2f}B parameters\n"
         f"a step: {sizes.global_batch} sequences of {S} + {plan.T} tokens; per device "
         f"{sizes.prompt_batch_size * cfg.num_pre_q // local} in each of {sizes.passes_per_step} "
         f"passes, {sizes.micro_batch_size // local} in each of {sizes.grad_accum_steps} "
         f"micro-steps\n"
-        f"mesh dp,fsdp,tp train={mesh_text(compute.layout.mesh)} ({cfg.mesh_shape}) "
+        f"mesh dp,fsdp,tp train={mesh_text(training.layout.mesh)} ({cfg.mesh_shape}) "
         f"rollout={mesh_text(mesh)} ({cfg.rollout_mesh_shape}{why})\n"
-        f"dtype={compute.dtype} remat={compute.remat} attention_impl={compute.attention_impl} "
-        f"policy_loss_impl={compute.impl}",
+        f"dtype={training.dtype} remat={training.remat} attention_impl={training.attention_impl} "
+        f"policy_loss_impl={training.policy_loss_impl}",
         flush=True,
     )
 
@@ -127,7 +129,7 @@ def compiled(plan: Plan, program: str) -> tuple[Memory, str]:
 
 def remedies(plan: Plan, name: str, program: str, limit: float) -> list[str]:
     """Settings with which the program fits, each confirmed by compiling it with them."""
-    cfg, sizes, local = plan.cfg, plan.sizes, plan.rollout.mesh.size // plan.processes
+    cfg, sizes, local = plan.cfg, plan.sizes, plan.rollout.layout.mesh.size // plan.processes
     if program in ("micro_step", "compute_logps"):
         names = MICRO_SIZES
     elif program in ROLLOUT:
@@ -171,10 +173,10 @@ def remedies(plan: Plan, name: str, program: str, limit: float) -> list[str]:
 def tokens(plan: Plan, program: str) -> float:
     """That a program has in memory, over all devices."""
     if program not in ROLLOUT:
-        R, G = plan.train_rows()
-        return R * plan.T + G * plan.S
-    R, G = (plan.evaluation() if program.startswith("eval_") else plan).rollout_rows()
-    return G * plan.S + (0 if program.endswith("prefill") else R * plan.T)
+        return plan.train_workload().tokens
+    plan = plan.evaluation() if program.startswith("eval_") else plan
+    work = plan.rollout_workload()
+    return work.G * work.S if program.endswith("prefill") else work.tokens
 
 
 # ---- Collectives and estimates -------------------------------------------------------------------
@@ -197,28 +199,32 @@ def collectives_text(hlo_text: str) -> str:
 
 def print_estimates(plan: Plan, name: str) -> None:
     """Roofline times of the phases of a step in which every completion runs to its end."""
-    where, cfg, config, sizes = roofline.SLICES[name], plan.cfg, plan.config, plan.sizes
-    chip, n, tp = roofline.CHIPS[where.chip], plan.rollout.mesh.size, plan.rollout.mesh.shape["tp"]
-    shards = math.prod(plan.compute.layout.mesh.shape[axis] for axis in ("fsdp", "tp"))
+    where, cfg, model, sizes = SLICES[name], plan.cfg, plan.training.model, plan.sizes
+    chip, n, tp = (
+        CHIPS[where.chip],
+        plan.rollout.layout.mesh.size,
+        plan.rollout.layout.mesh.shape["tp"],
+    )
+    shards = math.prod(plan.training.layout.mesh.shape[axis] for axis in ("fsdp", "tp"))
     links = sum(2 if size >= 16 else 1 for size in where.shape if size > 1)
-    sampled = roofline.Rows(*plan.rollout_rows(), plan.S, plan.T)
-    learnt = roofline.Rows(*plan.train_rows(), plan.S, plan.T)
+    sampled = plan.rollout_workload()
+    learnt = plan.train_workload()
     passes, accum, epochs = sizes.passes_per_step, sizes.grad_accum_steps, cfg.ppo_epochs
     scorings = accum * ((cfg.beta > 0) + (cfg.top_entropy_quantile < 1))
     scoring, training = (
-        roofline.train_pass(
-            config, plan.compute.layout.mesh, learnt, backward=backward, remat=cfg.remat,
-            impl=plan.compute.impl,
+        roofline.train_work(
+            model, plan.training.layout.mesh, learnt, backward=backward, remat=cfg.remat,
+            impl=plan.training.policy_loss_impl,
         )
         for backward in (False, True)
     )  # fmt: skip
     phases = [
-        ("weight sync", roofline.sync(config, shards, tp), 1),
-        ("prefill", roofline.prefill(config, n, tp, sampled), passes),
-        ("decode, a token", roofline.decode_token(config, n, tp, sampled), passes * plan.T),
+        ("weight sync", roofline.sync_work(model, shards, tp), 1),
+        ("prefill", roofline.prefill_work(model, n, tp, sampled), passes),
+        ("decode, a token", decode_work(model, n, tp, sampled), passes * plan.T),
         ("scoring", scoring, scorings),
         ("micro-step", training, accum * epochs),
-        ("optimizer step", roofline.optimizer_step(config, shards, cfg.optimizer), epochs),
+        ("optimizer step", roofline.optimizer_work(model, shards, cfg.optimizer), epochs),
     ]
     print("| estimate, all completions full | times | TFLOP | HBM GB | ICI GB | compute ms |"
           " HBM ms | ICI ms | s per step |\n|---|---|---|---|---|---|---|---|---|")  # fmt: skip
@@ -234,7 +240,7 @@ def print_estimates(plan: Plan, name: str) -> None:
         print(f"| {phase} | {times} | {' | '.join(f'{x:.3g}' for x in columns)} |")
         step += times * one
         update += times * one if phase in ("micro-step", "optimizer step") else 0
-    flops = 3 * accum * epochs * roofline.model_flops(config, learnt)
+    flops = 3 * accum * epochs * roofline.model_flops(model, learnt)
     peak = n * chip.tflops * 1e12
     print(
         f"{step:.1f} s a step by this estimate, {sizes.global_batch * plan.T / step / n:.0f} new "

@@ -14,19 +14,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-import config as settings
+from config import Config
 from models.attention import KV
-from models.model import ModelConfig, Params, abstract_params
-from rollout import Sampling, decode, prefill, share
-from runtime.layout import Layout
-from runtime.sizes import Sizes, eval_questions
+from models.model import Compute, Params, abstract_params
+from models.placement import Workload
+from runtime.chips import SLICES
+from runtime.sizes import Sizes, eval_questions, prompt_share
+from sampling import Prompts, Sampling, Stopping, decode, prefill
 from startup import objective_of, optimizer_of
-from tools.roofline import SLICES
 from update import (
-    Compute,
     Counts,
     MicroBatch,
     TrainState,
@@ -34,7 +32,7 @@ from update import (
     compute_logps,
     micro_step,
     optimizer_step,
-    sync_program,
+    sync_weights,
 )
 
 ROLLOUT = ("prefill", "decode", "eval_prefill", "eval_decode")
@@ -42,37 +40,38 @@ PROGRAMS = ("sync_weights", *ROLLOUT, "compute_logps", "micro_step", "optimizer_
 
 
 class Plan(NamedTuple):
-    """What the shapes of all programs follow from."""
+    """All that decides the shapes of the programs of a run."""
 
-    cfg: settings.Config
-    config: ModelConfig
+    cfg: Config
     sizes: Sizes
-    compute: Compute  # of training
-    rollout: Layout
+    training: Compute
+    rollout: Compute
     processes: int
     sampling: Sampling
-    S: int  # prompt tokens but for the last
+    S: int  # prompt tokens without the last
     T: int  # completion tokens
 
     def evaluation(self) -> "Plan":
-        """With the sizes and the sampling of an evaluation's rollout, for that alone."""
-        k, local = self.cfg.eval_samples, self.rollout.mesh.size // self.processes
+        """The plan with the sizes and the sampling of an evaluation; only for its rollout."""
+        samples, local = self.cfg.eval_samples, self.rollout.layout.mesh.size // self.processes
         size = eval_questions(self.cfg, self.sizes, local)
         return self._replace(
-            cfg=dataclasses.replace(self.cfg, num_pre_q=k),
+            cfg=dataclasses.replace(self.cfg, num_pre_q=samples),
             sizes=self.sizes._replace(prompt_batch_size=size),
-            sampling=self.sampling if k > 1 else Sampling(temperature=0.0),
+            sampling=self.sampling if samples > 1 else Sampling(temperature=0.0),
         )
 
-    def rollout_rows(self) -> tuple[int, int]:
-        """B and G."""
-        B = self.sizes.prompt_batch_size * self.cfg.num_pre_q * self.processes
-        return B, B // share(self.cfg.num_pre_q, B // self.rollout.batch_shards)
+    def rollout_workload(self) -> Workload:
+        """What a rollout pass works on."""
+        R = self.sizes.prompt_batch_size * self.cfg.num_pre_q * self.processes
+        share = prompt_share(self.cfg.num_pre_q, R // self.rollout.layout.batch_shards)
+        return Workload(R, R // share, self.S, self.T)
 
-    def train_rows(self) -> tuple[int, int]:
-        """R and G."""
+    def train_workload(self) -> Workload:
+        """What a micro-step works on."""
         R = self.sizes.micro_batch_size * self.processes
-        return R, R // share(self.cfg.num_pre_q, R // self.compute.layout.batch_shards)
+        share = prompt_share(self.cfg.num_pre_q, R // self.training.layout.batch_shards)
+        return Workload(R, R // share, self.S, self.T)
 
 
 def slice_devices(name: str) -> Sequence[jax.Device]:
@@ -92,36 +91,43 @@ def slice_devices(name: str) -> Sequence[jax.Device]:
 
 
 def array(mesh: Mesh, shape: tuple[int, ...], dtype: Any, *axes: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*axes)))
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
 
 
 def train_state(plan: Plan) -> TrainState:
-    """As init_state makes it."""
-    return abstract_state(plan.config, plan.compute.layout.mesh, optimizer_of(plan.cfg))
+    """The training state, as init_state makes it."""
+    training = plan.training
+    return abstract_state(training.model, training.layout.mesh, optimizer_of(plan.cfg))
 
 
 def reference(plan: Plan) -> Params | None:
-    """The weights that BETA compares with."""
+    """The weights with which BETA compares, or None."""
     if plan.cfg.beta == 0:
         return None
-    dtype = jnp.float32 if plan.cfg.ref_sync_steps else plan.compute.dtype
-    return abstract_params(plan.config, plan.compute.layout.mesh, dtype)
+    dtype = jnp.float32 if plan.cfg.ref_sync_steps else plan.training.dtype
+    return abstract_params(plan.training.model, plan.training.layout.mesh, dtype)
 
 
 def micro_batch(plan: Plan) -> MicroBatch:
-    (R, G), cfg, layout = plan.train_rows(), plan.cfg, plan.compute.layout
+    """The arrays of one micro-step."""
+    (R, G, S, T), cfg, layout = plan.train_workload(), plan.cfg, plan.training.layout
 
-    def rows(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+    def batch(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
         return array(layout.mesh, shape, dtype, layout.batch_axes)
 
-    prompt, tokens = rows(jnp.int32, G, plan.S + 1), rows(jnp.int32, R, plan.T)
-    logps = rows(jnp.float32, R, plan.T)
+    prompt, tokens = batch(jnp.int32, G, S + 1), batch(jnp.int32, R, T)
+    logps = batch(jnp.float32, R, T)
     return MicroBatch(
-        prompt, prompt, tokens, tokens, logps, rows(jnp.float32, R),
+        prompt,
+        prompt,
+        tokens,
+        tokens,
+        logps,
+        batch(jnp.float32, R),
         old_logps=logps if cfg.ppo_epochs > 1 else None,
         ref_logps=logps if cfg.beta > 0 else None,
         top_mask=tokens if cfg.top_entropy_quantile < 1 else None,
-    )  # fmt: skip
+    )
 
 
 def bytes_of(tree: Any) -> int:
@@ -144,46 +150,48 @@ def runs(plan: Plan, program: str) -> bool:
 
 
 def call(plan: Plan, program: str) -> tuple[Any, tuple, dict[str, Any]]:
-    """The jitted function, its arguments and its static ones, as the run calls it."""
-    cfg, config, compute, state = plan.cfg, plan.config, plan.compute, train_state(plan)
-    grads = abstract_params(config, compute.layout.mesh, jnp.float32)
+    """The jitted function, its arguments and its static arguments, as the run calls it."""
+    cfg, training, state = plan.cfg, plan.training, train_state(plan)
+    model = training.model
+    grads = abstract_params(model, training.layout.mesh, jnp.float32)
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
     if program == "sync_weights":
-        return sync_program(config, plan.rollout.mesh, compute.dtype), (state.params,), {}
+        sync = sync_weights(model, plan.rollout.layout.mesh, plan.rollout.dtype)
+        return sync, (state.params,), {}
     if program == "compute_logps":
-        scored = reference(plan) or state.params
-        return compute_logps, (scored, micro_batch(plan), cfg.temperature, compute), {}
+        params = reference(plan) or state.params
+        return compute_logps, (params, micro_batch(plan), cfg.temperature, training), {}
     if program == "micro_step":
         static = {"objective": objective_of(cfg), "temperature": cfg.temperature}
         arguments = (state.params, grads, micro_batch(plan), Counts(scalar, scalar, scalar))
-        return micro_step, arguments, static | {"compute": compute}
+        return micro_step, arguments, static | {"compute": training}
     if program == "optimizer_step":
-        static = {"optimizer": optimizer_of(cfg), "config": config}
+        static = {"optimizer": optimizer_of(cfg), "model": model}
         return optimizer_step, (state, grads, scalar, scalar), static
     plan = plan.evaluation() if program.startswith("eval_") else plan
     return prefill_call(plan) if program.endswith("prefill") else decode_call(plan)
 
 
 def prefill_call(plan: Plan) -> tuple[Any, tuple, dict[str, Any]]:
-    (_, G), layout, compute = plan.rollout_rows(), plan.rollout, plan.compute
-    weights = abstract_params(plan.config, layout.mesh, compute.dtype)
-    prompt = array(layout.mesh, (G, plan.S + 1), jnp.int32, layout.batch_axes)
-    static = {"dtype": compute.dtype, "layout": layout, "attention_impl": compute.attention_impl}
-    return prefill, (weights, plan.config, prompt, prompt), static
+    """As `call`, for the prefill of a rollout pass."""
+    workload, rollout, layout = plan.rollout_workload(), plan.rollout, plan.rollout.layout
+    weights = abstract_params(rollout.model, layout.mesh, rollout.dtype)
+    shape = (workload.G, workload.S + 1)
+    prompt = array(layout.mesh, shape, jnp.int32, layout.batch_axes)
+    return prefill, (weights, rollout, Prompts(prompt, prompt)), {}
 
 
 def decode_call(plan: Plan) -> tuple[Any, tuple, dict[str, Any]]:
-    _, (weights, config, prompt, _), _ = prefill_call(plan)
-    (B, G), (mesh, rows), dtype = plan.rollout_rows(), plan.rollout, plan.compute.dtype
-    shape = (config.num_layers, G, config.num_kv_heads, plan.S, config.head_dim)
-    kv = array(mesh, shape, dtype, None, rows)
+    """As `call`, for the decoding of a rollout pass."""
+    _, (weights, rollout, prompts), _ = prefill_call(plan)
+    (R, G, S, T), model = plan.rollout_workload(), rollout.model
+    mesh, batch_axes = rollout.layout
+    shape = (model.num_layers, G, model.num_kv_heads, S, model.head_dim)
+    kv = array(mesh, shape, rollout.dtype, None, batch_axes)
     key = array(mesh, (), jax.eval_shape(lambda: jax.random.key(0)).dtype)
-    static = {
-        "dtype": dtype, "layout": plan.rollout, "max_new_tokens": plan.T, "stop_ids": (0, 1),
-        "pad_id": 0, "sampling": plan.sampling,
-    }  # fmt: skip
-    sequence_ids = array(mesh, (B,), jnp.int32, rows)
-    return decode, (weights, config, KV(kv, kv), prompt, prompt, sequence_ids, key), static
+    static = {"sampling": plan.sampling, "stopping": Stopping(T, stop_ids=(0, 1), pad_id=0)}
+    sequence_ids = array(mesh, (R,), jnp.int32, batch_axes)
+    return decode, (weights, rollout, prompts, KV(kv, kv), sequence_ids, key), static
 
 
 def rest_of_run(plan: Plan, program: str) -> int:

@@ -96,14 +96,10 @@ def loss_costs(impl: str, n: int, D: int, V: int, device_kind: str) -> tuple[int
         tiles = max(logits / LOGITS_TILE_BYTES, 1)
         per_tile = 3 * hidden + 2 * to_hidden
         return 4, 6.5 * logits + tiles * per_tile + 3 * weights + to_weights
-    block, v = block_sizes(D, 2, device_kind)
+    _, v = block_sizes(D, 2, device_kind)
     forward = V / v * (hidden + 2 * stats) + weights
-    if impl == "pallas":
-        per_tile = hidden + 2 * to_hidden + stats
-        return 4, forward + V / v * per_tile + weights + to_weights
-    # two kernels: hidden's walks the weights for each block of tokens, the weights' the tokens
-    apart = n / block * weights + hidden + to_hidden + V / v * hidden + weights + to_weights
-    return 5, forward + apart
+    per_tile = hidden + 2 * to_hidden + stats
+    return 4, forward + V / v * per_tile + weights + to_weights
 
 
 def optimizer_work(model: ModelConfig, shards: int, optimizer: str) -> Work:

@@ -1,44 +1,58 @@
 #!/usr/bin/env bash
-# From your own machine to every worker of a Cloud TPU VM: ./run_tpu.sh --help
+# Runs train_grpo.py on every worker of a Cloud TPU VM, from your machine. ./run_tpu.sh --help
+# describes the verbs and the flags, and docs/tpu_vm.md describes the whole procedure.
 #
-# This file runs where you are (bash 3.2 will do) and calls gcloud by tools/run_tpu_gcloud.sh. What it
-# calls on the workers is tools/run_tpu_worker.sh, from their own clone.
+# This script runs on your machine and needs no more than bash 3.2. It calls gcloud through
+# tools/run_tpu_gcloud.sh. On each worker it calls tools/run_tpu_worker.sh in the worker's clone.
 set -euo pipefail
 cd "$(dirname "$0")"
 
 usage() {
   cat <<'END'
-./run_tpu.sh [VERB] [FLAG...]: train_grpo.py on every worker of a Cloud TPU VM, through gcloud
+./run_tpu.sh [VERB] [FLAG...] runs train_grpo.py on every worker of a Cloud TPU VM, through gcloud.
+On your machine you need gcloud, git and Python 3.10; the TPU VM needs nothing more.
 
-  create, delete   the TPU VM: TPU_TYPE (say v6e-8), TPU_VERSION (goes by the type), TPU_SPOT=1
-  setup            clone, make a Python >= 3.11 .venv, install requirements.txt and jax[tpu] there,
-                   and TPU_PACKAGES (say wandb)
-  sync [--force]   check out, on every worker, the commit that is checked out here and pushed;
-                   --force puts what differs there into git stash
-  env              copy ./.env there (WANDB_API_KEY=..., HF_TOKEN=...), readable by you alone
-  check            every worker's system, and what JAX sees there: processes, devices, versions
-  run              sync, start on every worker, follow worker 0, exit with the run's own code
-  status, stop     of the newest run, on every worker       (run is what happens without a VERB)
-  logs [-f]        of the newest run, on worker 0 or --worker N; -f goes on until it ends
+Verbs (the default is run):
+  create, delete   Create or delete the TPU VM. TPU_TYPE is its type, such as v6e-8. TPU_VERSION is
+                   its software; the default depends on the type. TPU_SPOT=1 asks for a spot VM.
+  setup            Sync, create .venv with Python 3.11 or newer, and install requirements.txt,
+                   jax[tpu] and TPU_PACKAGES (such as wandb) in .venv.
+  sync [--force]   Check out on every worker the commit that is checked out here. You must have
+                   pushed the commit. --force puts files that differ there into git stash.
+  env              Copy ./.env, which has WANDB_API_KEY=... and other secrets, to every worker.
+  check            Show every worker's system, and its processes, devices and versions in JAX.
+  run              Sync, start the run on every worker and follow the log of worker 0.
+  status           Show the newest run of every worker in one line.
+  stop             Stop the newest run on every worker.
+  logs [-f]        Show the log of the newest run on worker 0 or on --worker N. With -f the log is
+                   followed until the run ends.
 
-  --config FILE    settings, a file of this repository; those set in this shell go over it and
-                   are forwarded (those of config.py, HF_*, TOKENIZERS_PARALLELISM, WANDB_ENTITY;
-                   a name ending in TOKEN, KEY or SECRET never): STEPS=10 ./run_tpu.sh --config FILE
-  --name NAME      of the run and its logs/nohup_NAME_UTC.{log,pid,exit}; else as FILE is called
-  --detach         do not follow
-  --restart        when the TPU VM is preempted make it anew and start the same run again
+Flags:
+  --config FILE    Read settings from FILE, a file of this repository. The settings of this shell
+                   override FILE and are sent to the workers: STEPS=10 ./run_tpu.sh --config FILE.
+                   These are the settings of config.py, HF_*, TOKENIZERS_PARALLELISM and
+                   WANDB_ENTITY. Names that end in TOKEN, KEY or SECRET are never sent.
+  --name NAME      Name the run and its files logs/nohup_NAME_UTC.{log,pid,exit}. The default is
+                   the name of FILE.
+  --detach         Start the run and do not follow it.
+  --restart        When the TPU VM is preempted, create it again and start the same run again.
   --tpu NAME, --zone ZONE, --project ID, --user NAME, --worker all|N, --ref COMMIT
-                   which TPU VM, who logs in, on which of its workers, what to check out there
-                   (or TPU_NAME, ZONE, PROJECT, TPU_USER, WORKER, REF)
-  --ssh-flag=F, --strict-host-key-checking=V, --internal-ip, --tunnel-through-iap   as gcloud's
-  --dry-run        print the commands, run none
-  Besides: TPU_GCLOUD=alpha (gcloud alpha), REPO_URL (to clone from), TPU_DIR (the clone's folder
-  there), SSH_TIMEOUT_S=90 (for a worker to answer), PYTHON (>= 3.10 here), TPU_VENV (there).
-Exit codes: the run's own; 2 a mistake; 1 anything else.
+                   Choose the TPU VM, the user who logs in, the workers and the commit. Or set
+                   TPU_NAME, ZONE, PROJECT, TPU_USER, WORKER and REF.
+  --ssh-flag=F, --strict-host-key-checking=V, --internal-ip, --tunnel-through-iap
+                   Pass this flag to gcloud.
+  --dry-run        Print the gcloud commands and do not run them.
+
+More variables: TPU_GCLOUD=alpha calls gcloud alpha. The workers clone REPO_URL (default: origin)
+without a key into the folder TPU_DIR. Their Python environment is TPU_VENV. SSH_TIMEOUT_S=90 is
+the time in seconds for a worker to answer. PYTHON is the Python of your machine.
+Exit codes: run and logs -f exit with the run's exit code. 2 means that you made a mistake, 124
+that a worker did not answer, 130 Ctrl-C. Any other code is that of gcloud or ssh, or 1.
 END
 }
 
-fail() {  # MESSAGE: a user's mistake
+# fail MESSAGE: reports a mistake of the user and exits with code 2.
+fail() {
   echo "error: $1" >&2
   exit 2
 }
@@ -48,40 +62,46 @@ source tools/run_tpu_gcloud.sh
 
 # ---- What the workers get ------------------------------------------------------------------------
 
-find_commit() {  # sets sha, what to check out, and url, where from
+# Sets sha, the commit that the workers check out, and url, which they clone.
+find_commit() {
   [[ -z $(git diff --name-only HEAD) || -n $REF ]] ||
-    fail "uncommitted changes in $(git diff --name-only HEAD | head -3 | xargs); commit and push"
-  ! git ls-files --error-unmatch .env >/dev/null 2>&1 || fail ".env is in git; git rm --cached .env"
-  sha=$(git rev-parse --verify --quiet "${REF:-HEAD}^{commit}") || fail "REF=$REF is no commit here"
-  url=${REPO_URL:-$(git remote get-url origin)} || fail "this clone has no remote origin"
-  url=${url/#ssh:\/\/git@/https://}  # the workers have no keys
+    fail "commit and push your changes in $(git diff --name-only HEAD | head -3 | xargs) first"
+  ! git ls-files --error-unmatch .env >/dev/null 2>&1 ||
+    fail ".env is in git; remove it from git with: git rm --cached .env"
+  sha=$(git rev-parse --verify --quiet "${REF:-HEAD}^{commit}") ||
+    fail "REF=$REF is not a commit of this clone"
+  url=${REPO_URL:-$(git remote get-url origin)} || fail "this clone has no remote named origin"
+  url=${url/#ssh:\/\/git@/https://}  # The workers have no ssh keys for the repository.
   case $url in
     git@*:*) url=${url#git@} url=https://${url/://} ;;
-    *://*@*) fail "REPO_URL or the remote origin has a user or a password in it; leave it out" ;;
+    *://*@*) fail "REPO_URL or the remote origin has a user or a password in it; remove it" ;;
   esac
-  git fetch --quiet origin || fail "git fetch origin does not work here"
+  git fetch --quiet origin || fail "git fetch origin fails on this machine"
   [[ -n $(git for-each-ref "--contains=$sha" refs/remotes/origin) ]] ||
-    fail "${REF:-HEAD} ($sha) is on no branch of origin: git push first"
+    fail "${REF:-HEAD} ($sha) is on no branch of origin; run git push first"
   [[ -z $CONFIG ]] || git cat-file -e "$sha:$CONFIG" 2>/dev/null ||
-    fail "--config $CONFIG is no file of this repository at ${REF:-HEAD}"
+    fail "--config $CONFIG is not a file of this repository at ${REF:-HEAD}"
   git cat-file -e "$sha:tools/run_tpu_worker.sh" 2>/dev/null ||
-    fail "${REF:-HEAD} has no tools/run_tpu_worker.sh, which this run_tpu.sh calls; take a newer commit"
+    fail "${REF:-HEAD} has no tools/run_tpu_worker.sh, which run_tpu.sh needs; use a newer commit"
 }
 
 sync() {
   find_commit
-  local said code=0 clone checkout
+  local output code=0 clone checkout
   clone="[ -d $TPU_DIR/.git ] || git clone --quiet $(printf %q "$url") $TPU_DIR; cd $TPU_DIR"
   clone="$clone; git remote set-url origin $(printf %q "$url"); git fetch --quiet --tags origin"
-  # A new clone may have no tools/run_tpu_worker.sh, and an old one another: take the commit's.
-  checkout="worker=\$(git show $sha:tools/run_tpu_worker.sh); bash -c \"\$worker\" run_tpu_worker.sh sync"
-  said=$(on "$SSH_TIMEOUT_S" "$WORKER" "set -e; $clone; $checkout $sha $force" 2>&1) || code=$?
-  echo "$said" | grep -v '^error: ' || true
+  # The files that are checked out on a worker may have no tools/run_tpu_worker.sh, or an older
+  # one. The worker therefore runs the script of the new commit.
+  checkout="worker=\$(git show $sha:tools/run_tpu_worker.sh); bash -c \"\$worker\""
+  checkout="$checkout run_tpu_worker.sh sync $sha $force"
+  output=$(on_workers "$SSH_TIMEOUT_S" "$WORKER" "set -e; $clone; $checkout" 2>&1) || code=$?
+  echo "$output" | grep -v '^error: ' || true
   [[ -z $dry_run ]] || return 0
   if [[ $code != 0 ]]; then
-    tell_why "$said" "not every worker of $TPU_NAME has the commit; above are those that have"
-  elif [[ $(echo "$said" | sed -n 's/.* HEAD=//p' | sort -u) != "$sha" ]]; then
-    fail "the workers' HEADs above are not all $sha; look at git on the others"
+    report_causes "$output" \
+      "not every worker of $TPU_NAME has the commit; the workers above have the commit"
+  elif [[ $(echo "$output" | sed -n 's/.* HEAD=//p' | sort -u) != "$sha" ]]; then
+    fail "the HEADs of the workers above are not all $sha; look at git on the other workers"
   fi
   return "$code"
 }
@@ -89,19 +109,21 @@ sync() {
 setup() {
   local packages
   read -r -a packages <<<"${TPU_PACKAGES:-}"
-  sync && on 0 "$WORKER" "$(there setup "$TPU_VENV" ${packages[@]+"${packages[@]}"})"
+  sync &&
+    on_workers 0 "$WORKER" "$(worker_command setup "$TPU_VENV" ${packages[@]+"${packages[@]}"})"
 }
 
 send_env() {
-  [[ -f .env ]] || fail ".env is not here: write WANDB_API_KEY=... into it, and what else is secret"
-  on "$SSH_TIMEOUT_S" "$WORKER" "cd $TPU_DIR && touch .env && chmod 600 .env" &&
+  [[ -f .env ]] || fail "there is no file .env here; write your secrets into it: WANDB_API_KEY=..."
+  on_workers "$SSH_TIMEOUT_S" "$WORKER" "cd $TPU_DIR && touch .env && chmod 600 .env" &&
     copy .env "$TPU_DIR/.env" &&
-    on "$SSH_TIMEOUT_S" "$WORKER" "$(there env "$TPU_VENV")"
+    on_workers "$SSH_TIMEOUT_S" "$WORKER" "$(worker_command env "$TPU_VENV")"
 }
 
-read_settings() {  # sets settings: NAME=value of what this shell has for the run
+# Sets settings: the NAME=value words of this shell that are sent to the run.
+read_settings() {
   "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
-    fail "PYTHON=$PYTHON has to be Python 3.10 or newer, to read config.py"
+    fail "PYTHON=$PYTHON must be Python 3.10 or newer, because it reads config.py"
   settings=$("$PYTHON" -c '
 import dataclasses, os, shlex, sys
 import config
@@ -114,76 +136,85 @@ if mistakes:
 names = [field.name.upper() for field in dataclasses.fields(config.Config) if field.name in known]
 for name in sorted(os.environ):
     of_a_library = name.startswith("HF_") or name in ("TOKENIZERS_PARALLELISM", "WANDB_ENTITY")
-    if of_a_library and not name.endswith(("TOKEN", "KEY", "SECRET")):  # secrets go by .env alone
+    # Secrets reach the workers in .env alone.
+    if of_a_library and not name.endswith(("TOKEN", "KEY", "SECRET")):
         names.append(name)
 home = os.path.expanduser("~") + "/"
 for name in names:
-    for part in os.environ[name].split(","):  # REWARD_FN has FILE:FUNCTION,...
+    for part in os.environ[name].split(","):  # REWARD_FN is FILE:FUNCTION,FILE:FUNCTION,...
         path = part.partition(":")[0]
         if path.startswith(home) or os.path.isabs(path) and os.path.exists(path):
-            print(f"warning: {name} has {path}, a path of this machine; the workers need the same "
-                  "path", file=sys.stderr)
+            print(f"warning: {name} has {path}, a path of this machine; the same path must exist "
+                  "on the workers", file=sys.stderr)
 print(*[f"{name}={shlex.quote(os.environ[name])}" for name in names])
 ') || exit 2
 }
 
 # ---- A run ---------------------------------------------------------------------------------------
 
-start() {  # starts one run on every worker; sets stamp
-  local found said code=0
+# Starts one run on every worker and sets stamp, the UTC time in the names of its files.
+start() {
+  local found output code=0
   found=$(describe) || { echo "$found" >&2; return 1; }
   if [[ -n $dry_run ]]; then
     echo "$found"
   elif [[ $found != READY* ]]; then
-    echo "error: TPU VM $TPU_NAME is ${found% *}; create or --restart makes a new one" >&2
+    echo "error: TPU VM $TPU_NAME is ${found% *}; create it again, or use --restart" >&2
     return 1
   elif [[ $WORKER == all && -z ${REQUIRE_JAX_PROCESS_COUNT:-} && ${found##* } =~ ^[0-9]+$ ]]; then
     settings="$settings REQUIRE_JAX_PROCESS_COUNT=${found##* }"
   fi
   sync || return
   stamp=$(date -u +%Y%m%dT%H%M%SZ)
-  said=$(on "$SSH_TIMEOUT_S" "$WORKER" \
-    "$(there start "$NAME" "$stamp" "$TPU_VENV" "$CONFIG") $settings" 2>&1) || code=$?
-  echo "$said" | grep -v '^error: ' || true
+  output=$(on_workers "$SSH_TIMEOUT_S" "$WORKER" \
+    "$(worker_command start "$NAME" "$stamp" "$TPU_VENV" "$CONFIG") $settings" 2>&1) || code=$?
+  echo "$output" | grep -v '^error: ' || true
   if [[ $code != 0 ]]; then
-    if [[ $said == *' started'* ]]; then
-      echo "not every worker of $TPU_NAME has started; ending those that have"
+    if [[ $output == *' started'* ]]; then
+      echo "not every worker of $TPU_NAME has started the run; stopping the workers that have"
       stop "$NAME" "$stamp" || true
     fi
-    tell_why "$said" "not every worker of $TPU_NAME has started"
+    report_causes "$output" "not every worker of $TPU_NAME has started the run"
   fi
   return "$code"
 }
 
-follow() {  # worker 0's log until the run ends, then how it ended everywhere; the run's exit code
+# Prints the log of worker 0 until the run ends, then how the run ended on every worker. Returns
+# the exit code of the run.
+follow() {
   local code=0 others=0
-  echo "following worker ${WORKER/all/0}; Ctrl-C leaves the run alone: stop ends it," \
-    "logs -f goes on"
-  # Whenever the connection is made anew the log begins again: print what is new.
+  echo "following the log of worker ${WORKER/all/0}; after Ctrl-C the run continues: use stop to" \
+    "end it, or logs -f to follow it again"
+  # Every new connection sends the log from its beginning. Only the lines that are new are printed.
   attach | awk '/^@log begins$/ {n = 0; next} ++n > seen {seen = n; print; fflush()}' || code=$?
-  on "$((SSH_TIMEOUT_S + 60))" "$WORKER" "$(there ended "$NAME" "$stamp")" || others=$?
+  on_workers "$((SSH_TIMEOUT_S + 60))" "$WORKER" "$(worker_command ended "$NAME" "$stamp")" ||
+    others=$?
   [[ $code != 0 ]] || code=$others
   return "$code"
 }
 
-stop() {  # NAME [UTC]: ends that run on every worker, and waits for as long as it may take to end
-  local told seconds code=0
-  told=$(on "$SSH_TIMEOUT_S" "$WORKER" "$(there stop "$@")") || code=$?
-  echo "$told"
-  # How long is the setting of the run, which may be in the workers' .env: only they can tell.
-  seconds=$(echo "$told" | sed -n 's/.* is stopping .* within \([0-9]*\) seconds$/\1/p' |
+# stop NAME [UTC]: stops this run on every worker, and waits until it has ended.
+stop() {
+  local output seconds code=0
+  output=$(on_workers "$SSH_TIMEOUT_S" "$WORKER" "$(worker_command stop "$@")") || code=$?
+  echo "$output"
+  # The workers say how long the run may take to end. PREEMPTION_GRACE_S of the run decides, and
+  # this setting may be in the workers' .env.
+  seconds=$(echo "$output" | sed -n 's/.* is stopping .* within \([0-9]*\) seconds$/\1/p' |
     sort -n | tail -1)
   if [[ -n $seconds || -n $dry_run ]]; then
-    on "$((SSH_TIMEOUT_S + 10 + seconds))" "$WORKER" "$(there stopped "$@")" || code=$?
+    on_workers "$((SSH_TIMEOUT_S + 10 + seconds))" "$WORKER" "$(worker_command stopped "$@")" ||
+      code=$?
   fi
   return "$code"
 }
 
-attach() {  # to the log, again and again if ssh fails (255) but the TPU VM is there
+# Prints the log. Connects again when ssh fails (exit code 255) while the TPU VM is READY.
+attach() {
   local code
   while true; do
     code=0
-    on 0 "${WORKER/all/0}" "$(there logs "$NAME" "$stamp")" || code=$?
+    on_workers 0 "${WORKER/all/0}" "$(worker_command logs "$NAME" "$stamp")" || code=$?
     [[ $code == 255 && $(describe) == READY* ]] || return "$code"
     sleep "$RETRY_S"
   done
@@ -194,25 +225,28 @@ run() {
   [[ -n $detach ]] || follow
 }
 
-run_on_spot() {  # run, and again on a new TPU VM whenever the old one is preempted
+# Starts and follows the run, and does so again on a new TPU VM whenever the TPU VM is preempted.
+run_on_spot() {
   local code fresh='' waited
   while true; do
     make_ready || return
     code=0
     if [[ -n $fresh ]]; then
       { setup && { [[ ! -f .env ]] || send_env; }; } || code=$?
-      [[ $code != 2 ]] || return 2  # a mistake stays one
+      [[ $code != 2 ]] || return 2  # A mistake of the user would only repeat itself.
       [[ $code == 0 ]] || { sleep "$RETRY_S"; continue; }
       fresh=''
     fi
     run || code=$?
     [[ $code != 0 && $code != 2 ]] || return "$code"
-    echo "the run has failed with exit code $code; is TPU VM $TPU_NAME preempted?"
-    for waited in 0 1 2 3; do  # a worker's end is seen before its TPU VM's
+    echo "the run has failed with exit code $code; looking whether TPU VM $TPU_NAME is preempted"
+    # The workers disappear some time before the state of the TPU VM changes.
+    for waited in 0 1 2 3; do
       [[ $waited == 0 ]] || sleep "$RETRY_S"
       case $(describe) in
         PREEMPTED* | TERMINATED* | GONE)
-          [[ $settings == *' RESUME=auto' ]] || settings="$settings RESUME=auto"  # of this very run
+          # RESUME=auto continues this run, even if the user started it from another checkpoint.
+          [[ $settings == *' RESUME=auto' ]] || settings="$settings RESUME=auto"
           continue 2 ;;
       esac
     done
@@ -220,7 +254,7 @@ run_on_spot() {  # run, and again on a new TPU VM whenever the old one is preemp
   done
 }
 
-# ---- Which verb ----------------------------------------------------------------------------------
+# ---- The command line ----------------------------------------------------------------------------
 
 TPU_NAME=${TPU_NAME:-} ZONE=${ZONE:-} PROJECT=${PROJECT:-} WORKER=${WORKER:-} REF=${REF:-}
 TPU_GCLOUD=${TPU_GCLOUD:-} TPU_USER=${TPU_USER:-} TPU_DIR=${TPU_DIR:-$(basename "$PWD")}
@@ -234,7 +268,7 @@ while [[ $# -gt 0 ]]; do
   esac
   case $1 in
     create | delete | setup | sync | env | check | run | status | logs | stop)
-      [[ -z $verb ]] || fail "one verb, not $verb and $1"
+      [[ -z $verb ]] || fail "give one verb, not both $verb and $1"
       verb=$1 ;;
     --config | --name | --tpu | --user | --zone | --project | --worker | --ref)
       [[ -n ${2:-} ]] || fail "$1 needs a value"
@@ -253,27 +287,27 @@ while [[ $# -gt 0 ]]; do
     --force) force=--force ;;
     -f) followed=-f ;;
     -h | --help) usage; exit ;;
-    -*) fail "there is no flag $1; ./run_tpu.sh --help" ;;
-    *) fail "there is no verb $1; ./run_tpu.sh --help" ;;
+    -*) fail "there is no flag $1; see ./run_tpu.sh --help" ;;
+    *) fail "there is no verb $1; see ./run_tpu.sh --help" ;;
   esac
   shift
 done
 verb=${verb:-run}
-[[ -z $followed || $verb == logs ]] || fail "-f is a flag of logs"
-[[ -z $force || $verb == sync ]] || fail "--force is a flag of sync"
-[[ -n $TPU_NAME ]] || fail "which TPU VM? Set TPU_NAME or --tpu"
-command -v gcloud >/dev/null || fail "gcloud is not installed here"
+[[ -z $followed || $verb == logs ]] || fail "-f is a flag of logs only"
+[[ -z $force || $verb == sync ]] || fail "--force is a flag of sync only"
+[[ -n $TPU_NAME ]] || fail "the name of the TPU VM is missing; set TPU_NAME or --tpu"
+command -v gcloud >/dev/null || fail "gcloud is not installed on this machine"
 [[ -n $ZONE ]] || ZONE=$(gcloud config get-value compute/zone 2>/dev/null || true)
-[[ -n $ZONE ]] || fail "which zone is $TPU_NAME in? Set ZONE or --zone"
+[[ -n $ZONE ]] || fail "the zone of $TPU_NAME is missing; set ZONE or --zone"
 if [[ $verb == run && -z $NAME ]]; then
   NAME=$(basename "${CONFIG:-train_grpo}" .yaml | tr -c 'A-Za-z0-9_.\n-' _)
 fi
-[[ $NAME != *[!A-Za-z0-9_.-]* ]] || fail "--name takes letters, digits, _ . and -"
-[[ $TPU_USER != *[!A-Za-z0-9_.-]* ]] || fail "--user takes letters, digits, _ . and -"
-[[ $TPU_DIR != *[!A-Za-z0-9_./-]* ]] || fail "TPU_DIR takes letters, digits, _ . / and -"
+[[ $NAME != *[!A-Za-z0-9_.-]* ]] || fail "--name may have only letters, digits, _ . and -"
+[[ $TPU_USER != *[!A-Za-z0-9_.-]* ]] || fail "--user may have only letters, digits, _ . and -"
+[[ $TPU_DIR != *[!A-Za-z0-9_./-]* ]] || fail "TPU_DIR may have only letters, digits, _ . / and -"
 [[ $verb != logs ]] || WORKER=${WORKER:-0}
 WORKER=${WORKER:-all}
-[[ $WORKER == all || $WORKER != *[!0-9]* ]] || fail "--worker is all or the number of one"
+[[ $WORKER == all || $WORKER != *[!0-9]* ]] || fail "--worker must be all or the number of a worker"
 
 case $verb in
   delete) gcloud_tpu 0 delete "$TPU_NAME" ;;
@@ -281,15 +315,17 @@ case $verb in
   env) send_env ;;
   check)
     read_settings
-    on 0 "$WORKER" "$(there check "$TPU_VENV") $settings"
+    on_workers 0 "$WORKER" "$(worker_command check "$TPU_VENV") $settings"
     ;;
   run)
-    [[ -z $restart || -n ${TPU_TYPE:-} ]] || fail "--restart has to know TPU_TYPE"
-    [[ -z $restart || -z $detach ]] || fail "--restart follows the run; leave out --detach"
+    [[ -z $restart || -n ${TPU_TYPE:-} ]] || fail "--restart needs TPU_TYPE to create the TPU VM"
+    [[ -z $restart || -z $detach ]] || fail "--restart follows the run; remove --detach"
     read_settings
     if [[ -n $restart && -z $dry_run ]]; then run_on_spot; else run; fi
     ;;
-  status) on "$SSH_TIMEOUT_S" "$WORKER" "$(there status "$NAME")" ;;
+  status) on_workers "$SSH_TIMEOUT_S" "$WORKER" "$(worker_command status "$NAME")" ;;
   stop) stop "$NAME" ;;
-  logs) on 0 "$WORKER" "$(there logs "$NAME" $followed)" | grep -v '^@log begins$' ;;
+  logs)
+    on_workers 0 "$WORKER" "$(worker_command logs "$NAME" $followed)" | grep -v '^@log begins$'
+    ;;
 esac

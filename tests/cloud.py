@@ -1,7 +1,7 @@
 """A laptop and a TPU VM of two workers, for the tests of run_tpu.sh.
 
-Git, commands, processes and training are real; only gcloud is a stand-in (stand_in_gcloud.py),
-which runs what it is given in a folder per worker.
+Git, the commands, the processes and the training are real. Only gcloud is a stand-in
+(stand_in_gcloud.py), which runs the commands in one folder for each worker.
 """
 
 import json
@@ -16,6 +16,8 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
 KEY = "fake0key1which2nobody3may4see5"
+# A run needs none of these files, and every test copies all other files.
+LEFT_OUT = (".*", "__pycache__", "runs", "wandb", "logs", "shared", "tests", "docs", "*.png")
 SHORT = {"STEPS": "1", "BATCH_SIZE": "2", "EVAL_EVERY_STEPS": "0", "TRAIN_MICRO_BATCH_SIZE": "16"}
 
 
@@ -32,8 +34,7 @@ class Cloud:
 
     def __init__(self, folder: Path, cache: Path) -> None:
         self.folder, self.laptop, origin = folder, folder / "grpo", folder / "origin.git"
-        left_out = shutil.ignore_patterns(".*", "__pycache__", "runs", "wandb", "logs")
-        shutil.copytree(REPO, self.laptop, ignore=left_out)
+        shutil.copytree(REPO, self.laptop, ignore=shutil.ignore_patterns(*LEFT_OUT))
         shutil.copy(REPO / ".gitignore", self.laptop)
         git(folder, "init", "--quiet", "--bare", "--initial-branch=main", str(origin))
         git(self.laptop, "init", "--quiet", "--initial-branch=main")
@@ -56,18 +57,19 @@ class Cloud:
         (folder / "state").write_text("READY")
 
     def program(self, name: str, prints: str) -> None:
-        """A program on the laptop's PATH that prints a text on stderr, as ssh -V does."""
+        """Puts a program on the laptop's PATH that prints a text on stdout and stderr."""
         file = self.folder / "bin" / name
         file.write_text(f"#!/bin/sh\necho '{prints}' | tee /dev/stderr\n")
         file.chmod(0o755)
 
     def machines(self, *each: dict[str, str]) -> None:
-        """What the workers' processes find in their environment, as a TPU VM's find each other."""
+        """Sets the environment variables of all workers, and then those of each worker."""
         shared = {"JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_ADDRESS": self.address}
         shared |= {"JAX_NUM_PROCESSES": "2", "LIBTPU_LOCKFILE": str(self.lockfile)}
         (self.folder / "environ.json").write_text(json.dumps([shared, *each]))
 
     def faults(self, *faults: tuple[int, str, str]) -> None:
+        """Breaks commands on workers from now on; stand_in_gcloud.py describes the faults."""
         (self.folder / "faults.json").write_text(json.dumps(faults))
 
     def commit(self, message: str, push: bool = True) -> None:
@@ -91,11 +93,15 @@ class Cloud:
         return shell | {"JAX_COMPILATION_CACHE_DIR": str(self.cache)} | settings
 
     def start(self, *words: str, **settings: str) -> subprocess.Popen:
-        """./run_tpu.sh, its output and errors in one text."""
+        """Starts ./run_tpu.sh, with stdout and stderr in one text."""
         return subprocess.Popen(
-            ["./run_tpu.sh", *words], cwd=self.laptop, env=self.environ(**settings), text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            ["./run_tpu.sh", *words],
+            cwd=self.laptop,
+            env=self.environ(**settings),
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
 
     def call(self, *words: str, **settings: str) -> tuple[int, str]:
         process = self.start(*words, **settings)
@@ -110,7 +116,7 @@ class Cloud:
         return self.clone(worker) / "logs" / f"nohup_{name}_latest.{kind}"
 
     def wait_for(self, worker: int, words: str, name: str = "train_grpo") -> None:
-        """Until the worker's log has the words."""
+        """Waits until the worker's log has the words, a regular expression."""
         log, deadline = self.logs("log", worker, name), time.monotonic() + 120
         while not (log.exists() and re.search(words, log.read_text(), re.M)):
             assert time.monotonic() < deadline, log.read_text() if log.exists() else "no log"
@@ -124,5 +130,5 @@ class Cloud:
 
 
 def last_line(lines: str) -> str:
-    """Of what run_tpu.sh says; the stand-in for gcloud ends each call with a notice."""
+    """The last line of the output of run_tpu.sh."""
     return lines.splitlines()[-1]

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """A `gcloud` for tests: a TPU VM whose workers are folders and whose processes are real.
 
-`gcloud compute tpus tpu-vm VERB ...` as run_tpu.sh calls it. The TPU VM lives in $CLOUD: `state`
-(absent: there is none), `worker0`, `worker1`, ... as the workers' home folders, `environ.json` for
-what their processes have besides, `calls` with every command line. `faults.json` breaks things:
+It understands `gcloud compute tpus tpu-vm VERB ...` as run_tpu.sh calls it. The folder $CLOUD is
+the TPU VM. The file `state` has its state, and without this file there is no TPU VM. `worker0` and
+`worker1` are the home folders of the workers. `environ.json` has the environment variables of their
+processes. `calls` gets every command line. `faults.json` makes commands fail:
 [[worker, a part of the command, "fail" | "hang" | "again" | "mistake"], ...]. Every call prints a
-warning and a notice on stderr, as the real one may, whether it succeeds or fails.
+warning and a notice on stderr, as the real gcloud may do, whether the call succeeds or fails.
 """
 
 import argparse
@@ -25,19 +26,23 @@ NOTICE = "Updates are available for some Google Cloud CLI components."
 
 
 def environment(worker: int) -> dict[str, str]:
-    """A login's: nothing of the caller's but what finds programs and packages."""
+    """The environment of a login on a worker.
+
+    Of the caller's variables it has only those with which programs and packages are found.
+    """
     kept = {k: v for k, v in os.environ.items() if k.startswith("PIP_") or k in ("PATH", "LANG")}
     home = CLOUD / f"worker{worker}"
-    own = {"HOME": str(home), "HOSTNAME": f"worker-{worker}", "JAX_PROCESS_ID": str(worker)}
+    login = {"HOME": str(home), "HOSTNAME": f"worker-{worker}", "JAX_PROCESS_ID": str(worker)}
     shared, *each = json.loads((CLOUD / "environ.json").read_text())
-    return kept | own | shared | (each[worker] if each else {})
+    return kept | login | shared | (each[worker] if each else {})
 
 
 def on_worker(worker: int, command: str, codes: dict[int, int]) -> None:
+    """Runs the command on one worker, or breaks it, and puts its exit code into `codes`."""
     faults = CLOUD / "faults.json"
     for where, part, kind in json.loads(faults.read_text()) if faults.exists() else []:
         if where == worker and part in command:
-            if kind == "hang":  # as ssh does, a process of its own
+            if kind == "hang":  # The real gcloud waits for a process too: ssh.
                 subprocess.run(["sleep", "3600"])
             if kind == "fail":
                 print("ssh: connect to host: Connection refused", file=sys.stderr)
@@ -47,7 +52,7 @@ def on_worker(worker: int, command: str, codes: dict[int, int]) -> None:
                 print(f"error: worker-{worker}: this will not do", file=sys.stderr)
                 codes[worker] = 2
                 return
-            if kind == "again":  # the connection broke after the command was done; gcloud retries
+            if kind == "again":  # The connection breaks after the command, and gcloud retries.
                 subprocess.run(["bash", "-c", command], cwd=home(worker), env=environment(worker))
     done = subprocess.run(["bash", "-c", command], cwd=home(worker), env=environment(worker))
     codes[worker] = done.returncode
@@ -58,7 +63,7 @@ def home(worker: int) -> Path:
 
 
 def end_everything() -> None:
-    """As when a machine is taken away: no signal that a process could answer."""
+    """Kills all runs, as when the machines are taken away."""
     for file in CLOUD.glob("worker*/*/logs/*Z.pid"):
         try:
             if os.getsid(int(file.read_text())):
@@ -88,7 +93,7 @@ def main() -> int:
     state = CLOUD / "state"
 
     if args.verb == "create":
-        scarce = CLOUD / "scarce"  # how often there is no TPU VM to be had
+        scarce = CLOUD / "scarce"  # How many more times create fails for lack of capacity.
         if scarce.exists() and int(scarce.read_text()):
             scarce.write_text(str(int(scarce.read_text()) - 1))
             print("ERROR: There is no more capacity in the zone", file=sys.stderr)
@@ -118,7 +123,9 @@ def main() -> int:
         source, target = args.names
         for worker in workers:
             file = home(worker) / target.partition(":")[2]
-            file.write_bytes(Path(source).read_bytes())  # as scp: an existing file keeps its mode
+            file.write_bytes(
+                Path(source).read_bytes()
+            )  # With scp, too, an existing file keeps its mode.
         return 0
     assert args.verb == "ssh", args.verb
     print(f"Using ssh batch size of 1, for {len(workers)} workers.", file=sys.stderr)

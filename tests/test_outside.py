@@ -1,4 +1,4 @@
-"""What comes from outside - completions, a full disk, W&B - neither ends a run nor changes it."""
+"""Odd completions, a full disk and a W&B that is down neither end a run nor change its result."""
 
 import contextlib
 import errno
@@ -39,29 +39,42 @@ ANSWERS = [
 REWARDS = BUILT_IN | penalties(max_length=64, overlong_cache=8, repetition_ngram=3)
 
 
-def test_a_hundred_thousand_odd_completions_raise_nothing() -> None:
+def test_no_reward_function_raises_on_a_hundred_thousand_odd_completions() -> None:
     rng = random.Random(0)
     for _ in range(100):
         completions = ["".join(rng.choices(PIECES, k=rng.randrange(30))) for _ in range(1000)]
         answers = [rng.choice(ANSWERS) for _ in completions]
         ids = [[rng.randrange(5) for _ in range(rng.randrange(20))] for _ in completions]
         for name, reward in REWARDS.items():
-            scores = reward(completions, answer=answers, completion_ids=ids)
-            assert len(scores) == 1000
-            assert all(score is None or -1 <= score <= 1 for score in scores), name
+            rewards = reward(completions, answer=answers, completion_ids=ids)
+            assert len(rewards) == 1000
+            assert all(value is None or -1 <= value <= 1 for value in rewards), name
 
 
-HUGE = [  # 100 kB each, of what makes patterns slow
-    "<think>" * 14_000, "<answer>" * 12_000, "<think>\n" + "a" * 100_000, "1" * 100_000,
-    "1," * 50_000, "-" * 100_000, "1.1" * 33_000, " " * 100_000, "\n" * 100_000, "<" * 100_000,
-    "<answer>" + "1 " * 50_000 + "</answer>", "<answer>" + "," * 100_000, "#### " * 20_000,
-    "<think></think>\n" * 6_000 + "<answer>42</answer>", "\\frac{" * 16_000, "$" * 100_000,
-]  # fmt: skip
+# Each text has about 100 kB of what makes regular expressions slow.
+HUGE = [
+    "<think>" * 14_000,
+    "<answer>" * 12_000,
+    "<think>\n" + "a" * 100_000,
+    "1" * 100_000,
+    "1," * 50_000,
+    "-" * 100_000,
+    "1.1" * 33_000,
+    " " * 100_000,
+    "\n" * 100_000,
+    "<" * 100_000,
+    "<answer>" + "1 " * 50_000 + "</answer>",
+    "<answer>" + "," * 100_000,
+    "#### " * 20_000,
+    "<think></think>\n" * 6_000 + "<answer>42</answer>",
+    "\\frac{" * 16_000,
+    "$" * 100_000,
+]
 
 
 @pytest.mark.parametrize("name", REWARDS)
-def test_a_completion_of_a_hundred_kilobytes_costs_under_five_milliseconds(name: str) -> None:
-    ids = [list(range(1000)) * 25]  # tokens of such a text
+def test_a_reward_of_a_hundred_kilobytes_takes_less_than_five_milliseconds(name: str) -> None:
+    ids = [list(range(1000)) * 25]  # As many tokens as such a text may have.
     for text in HUGE:
         seconds = []
         for _ in range(5):
@@ -74,7 +87,7 @@ def test_a_completion_of_a_hundred_kilobytes_costs_under_five_milliseconds(name:
 # ---- The disk ------------------------------------------------------------------------------------
 
 
-def test_lines_that_a_full_disk_does_not_take_are_written_when_it_does(tmp_path, capsys) -> None:
+def test_lines_that_a_full_disk_refuses_are_written_when_there_is_space(tmp_path, capsys) -> None:
     log = RunLog(tmp_path / "run", steps=3, writes=True, wandb=None)
     log.record(0, {"a": 0})
     file, flush = log._files["metrics.jsonl"], log._files["metrics.jsonl"].flush
@@ -97,7 +110,7 @@ def test_lines_that_a_full_disk_does_not_take_are_written_when_it_does(tmp_path,
     assert [json.loads(line)["a"] for line in lines] == [0, 1, 2]
 
 
-def test_a_log_on_a_full_disk_costs_no_step(tmp_path: Path) -> None:
+def test_a_full_disk_under_the_log_does_not_stop_the_steps(tmp_path: Path) -> None:
     program = (
         "import sys; sys.stdout = open('/dev/full', 'w'); sys.path.insert(0, '.'); "
         "from metrics import RunLog; from pathlib import Path; "
@@ -112,7 +125,9 @@ def test_a_log_on_a_full_disk_costs_no_step(tmp_path: Path) -> None:
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-def test_a_resumed_log_keeps_the_steps_before_and_drops_what_was_cut_off(tmp_path: Path) -> None:
+def test_a_resumed_log_keeps_the_earlier_steps_and_drops_a_line_that_was_cut_off(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "metrics.jsonl"
     whole = [json.dumps({"step": step, "a": "\u2028é"}) for step in (0, 0, 1, 2, 2, 3)]
     file.write_text("\n".join(whole) + '\n{"step": 1, "a', encoding="utf-8")
@@ -132,7 +147,7 @@ QUICK = {"STEPS": "2", "EVAL_EVERY_STEPS": "0", "BATCH_SIZE": "2", "WANDB_SILENT
 
 
 def with_wandb(out: Path, **env: str) -> Run:
-    """A run of two steps beside which no W&B key lies about."""
+    """A run of two steps that finds no W&B key on this machine."""
     pytest.importorskip("wandb", reason="an optional package")
     out.parent.mkdir(parents=True, exist_ok=True)
     (out.parent / "netrc").touch()
@@ -153,7 +168,7 @@ def told_to_wandb(folder: Path, text: str) -> bool:
 
 
 @pytest.mark.parity
-def test_wandb_offline_gets_the_run(tmp_path: Path) -> None:
+def test_wandb_offline_has_the_settings_of_the_run(tmp_path: Path) -> None:
     done = with_wandb(tmp_path / "run", WANDB_MODE="offline")
     assert done.code == 0, done.errors
     (folder,) = offline_runs(tmp_path / "run")
@@ -162,14 +177,14 @@ def test_wandb_offline_gets_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parity
-def test_a_run_that_goes_on_keeps_its_wandb_run_and_a_fork_gets_its_own(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_its_wandb_run_and_a_fork_gets_a_new_one(tmp_path: Path) -> None:
     parent, fork = tmp_path / "parent", tmp_path / "fork"
     more = {"WANDB_MODE": "offline", "LR_SCHEDULE": "constant", "WARMUP_RATIO": "0"}
     assert with_wandb(parent, **more).code == 0
     assert with_wandb(parent, **more, STEPS="3").code == 0
     assert len(wandb_ids(parent)) == 2 and len({*wandb_ids(parent)}) == 1
     there = f"{parent}/checkpoints/2"
-    for steps in ("4", "5"):  # it begins, and goes on
+    for steps in ("4", "5"):  # The fork begins, and then it is resumed.
         done = with_wandb(fork, **more, STEPS=steps, RESUME=there if steps == "4" else "auto")
         assert done.code == 0, done.errors
     assert len(wandb_ids(fork)) == 2 and len({*wandb_ids(fork)}) == 1
@@ -181,11 +196,11 @@ def test_a_run_that_goes_on_keeps_its_wandb_run_and_a_fork_gets_its_own(tmp_path
 
 @pytest.mark.parity
 @pytest.mark.parametrize("kind", ["silent", "refuses"])
-def test_a_wandb_that_does_not_take_the_run_leaves_it_to_be_uploaded(
-    tmp_path: Path, kind: str
-) -> None:
-    """A server that accepts connections and is silent, as when W&B is down; or one that refuses
-    the key. The line comes at the start, and again behind the last one with the command."""
+def test_a_run_that_wandb_refuses_can_be_uploaded_later(tmp_path: Path, kind: str) -> None:
+    """The server accepts connections and is silent, as when W&B is down, or it refuses the key.
+
+    A line says so at the start, and the last line of the run has the command that uploads it.
+    """
 
     class Refuses(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -214,8 +229,14 @@ def test_a_wandb_that_does_not_take_the_run_leaves_it_to_be_uploaded(
         done = with_wandb(out, WANDB_MODE="online", **url)
     assert done.code == 0, done.errors
     assert time.monotonic() - began < 150
-    assert len(re.findall(f"^W&B: .*; the run is logged for it in {out}/wandb instead$",
-                          done.lines, re.M)) == 1  # fmt: skip
+    assert (
+        len(
+            re.findall(
+                f"^W&B: .*; the run is logged for it in {out}/wandb instead$", done.lines, re.M
+            )
+        )
+        == 1
+    )
     [folder] = offline_runs(out)
     last = done.lines.strip().splitlines()[-2:]
     assert last[0].startswith("DONE: steps=2")
@@ -232,7 +253,7 @@ def test_a_wandb_that_does_not_take_the_run_leaves_it_to_be_uploaded(
         ("short", "WANDB_MODE=online: the API key that is set has 5 characters, not 40 or more"),
     ],
 )
-def test_an_api_key_that_cannot_work_stops_the_run_before_it_starts(
+def test_a_wrong_api_key_stops_the_run_before_it_starts(
     tmp_path: Path, key: str, words: str
 ) -> None:
     done = with_wandb(tmp_path / "run", WANDB_MODE="online", WANDB_API_KEY=key)
@@ -242,7 +263,7 @@ def test_an_api_key_that_cannot_work_stops_the_run_before_it_starts(
     assert "model=" not in done.lines and not (tmp_path / "run").exists()
 
 
-def test_a_wandb_that_fails_in_mid_run_is_dropped_and_named_again_at_the_end(
+def test_a_run_continues_when_wandb_fails_and_says_so_again_at_its_end(
     tmp_path: Path, capsys
 ) -> None:
     class Failing:

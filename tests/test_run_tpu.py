@@ -1,6 +1,7 @@
-"""run_tpu.sh from a laptop to two workers: real git, ssh commands, processes and training on CPU.
+"""A run with run_tpu.sh, from a laptop to two workers, that succeeds, is stopped, or fails.
 
-Only gcloud is a stand-in (stand_in_gcloud.py): it runs what it is given in a folder per worker.
+Git, the commands, the processes and the training on CPUs are real. Only gcloud is a stand-in
+(stand_in_gcloud.py), which runs the commands in one folder for each worker.
 """
 
 import json
@@ -14,7 +15,7 @@ import time
 import pytest
 from cloud import KEY, REPO, SHORT, Cloud, git, last_line
 
-# ---- All goes well -------------------------------------------------------------------------------
+# ---- The run succeeds ----------------------------------------------------------------------------
 
 
 def test_from_setup_to_stop_two_workers_train_one_model(cloud: Cloud) -> None:
@@ -40,13 +41,16 @@ def test_from_setup_to_stop_two_workers_train_one_model(cloud: Cloud) -> None:
     assert lines.count("versions python=3.") == 2
     for worker in range(2):
         wanted = rf"^worker-{worker} check: \w.*, Linux \d\S+, Python 3\.\d+\.\d+$"
-        assert re.search(wanted, lines, re.M), "host name, OS, Python"
+        assert re.search(wanted, lines, re.M), "the host name, the system and Python"
 
     prompt = """It's "quoted"; $HOME `date` \\ & <answer>\nsecond line"""
     code, lines = cloud.call(
-        "run", "--ssh-flag=-o ConnectTimeout=9", **SHORT, SYSTEM_PROMPT=prompt,
+        "run",
+        "--ssh-flag=-o ConnectTimeout=9",
+        **SHORT,
+        SYSTEM_PROMPT=prompt,
         UNRELATED="elsewhere",
-    )  # fmt: skip
+    )
     assert code == 0, lines
     assert len(re.findall(r"^worker-\d nohup_\S+ exit=0 .*: DONE: steps=1", lines, re.M)) == 2
     assert cloud.exits() == ["0\n", "0\n"]
@@ -57,14 +61,21 @@ def test_from_setup_to_stop_two_workers_train_one_model(cloud: Cloud) -> None:
         assert f"process={worker}/2" in text
         assert re.search(r"^DONE: steps=1 elapsed_sec=\d+\.\d{3}$", text, re.M)
         assert KEY not in text
-    assert re.search(r"^step=0 loss=", lines, re.M), "worker 0's log is followed"
+    assert re.search(r"^step=0 loss=", lines, re.M), "the log of worker 0 is followed"
     saved = [*cloud.clone(0).glob("runs/*/config.yaml")]
-    assert len(saved) == 1 and not (cloud.clone(1) / "runs").exists(), "process 0 alone writes"
+    assert len(saved) == 1 and not (cloud.clone(1) / "runs").exists(), "only process 0 writes"
     settings = subprocess.run(
-        [sys.executable, "-c", "import config, sys; c = config.Config.from_env({}, sys.argv[1]); "
-         "print(c.system_prompt, c.require_jax_process_count)", saved[0]],
-        cwd=REPO, text=True, capture_output=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-c",
+            "import config, sys; c = config.Config.from_env({}, sys.argv[1]); "
+            "print(c.system_prompt, c.require_jax_process_count)",
+            saved[0],
+        ],
+        cwd=REPO,
+        text=True,
+        capture_output=True,
+    )
     assert settings.stdout == f"{prompt} 2\n", settings.stderr
     assert "UNRELATED" not in cloud.calls() and "elsewhere" not in cloud.calls()
     assert "--ssh-flag=-o ConnectTimeout=9" in cloud.calls()
@@ -88,7 +99,9 @@ def test_a_second_start_is_refused_and_stop_ends_the_first(cloud: Cloud) -> None
     cloud.faults((1, "run_tpu_worker.sh start", "again"))
     code, lines = cloud.call("--detach", "--name=long", **SHORT | {"STEPS": "5000"})
     assert code == 0, lines
-    assert lines.count("worker-1 started") == 1, "sent twice by gcloud, started once"
+    assert lines.count("worker-1 started") == 1, (
+        "gcloud sent the command twice, and one run started"
+    )
     first, head = cloud.pid(0, "long"), git(cloud.clone(0), "rev-parse", "HEAD")
     cloud.wait_for(1, "^step=1 ", "long")
 
@@ -96,7 +109,9 @@ def test_a_second_start_is_refused_and_stop_ends_the_first(cloud: Cloud) -> None
     cloud.commit("second")
     code, lines = cloud.call("--name", "another", **SHORT)
     assert code == 2
-    assert re.fullmatch(r"error: worker-[01]: a run is alive; .* stop ends it", last_line(lines))
+    assert re.fullmatch(
+        r"error: worker-[01]: a run is still alive; end it .* stop", last_line(lines)
+    )
     assert (cloud.pid(0, "long"), git(cloud.clone(0), "rev-parse", "HEAD")) == (first, head)
     code, lines = cloud.call("status")
     wanted = r"^worker-(\d) nohup_long_\S+Z exit=running pid=(\d+) elapsed=0:0\d:\d\d "
@@ -119,7 +134,7 @@ def test_a_second_start_is_refused_and_stop_ends_the_first(cloud: Cloud) -> None
 
 
 @pytest.mark.slow
-def test_a_preempted_tpu_vm_is_made_anew_and_the_run_started_again(cloud: Cloud) -> None:
+def test_a_preempted_tpu_vm_is_created_again_and_the_run_starts_again(cloud: Cloud) -> None:
     (cloud.folder / "state").write_text("CREATING")
     running = cloud.start("--restart", **SHORT | {"STEPS": "3"}, TPU_TYPE="v6e-8", TPU_SPOT="1")
     while cloud.calls().count('"describe"') < 3:
@@ -133,9 +148,9 @@ def test_a_preempted_tpu_vm_is_made_anew_and_the_run_started_again(cloud: Cloud)
     lines, _ = running.communicate(timeout=300)
     assert running.returncode == 0, lines
     told = "TPU VM mine is CREATING; waiting for it to be READY\n"
-    assert lines.count(told) == 1, "once, however often it asks"
+    assert lines.count(told) == 1, "the state is printed once"
     assert "TPU VM mine is PREEMPTED" in lines and "DONE: steps=3" in lines
-    assert lines.count("no TPU VM to be had") == 1, "once, however often it asks"
+    assert lines.count("there is no capacity") == 1, "it is printed once"
     calls = [json.loads(call) for call in cloud.calls().splitlines()]
     changed = [call for call in calls if call[3] in ("create", "delete")]
     assert [call[3] for call in changed] == ["delete"] + ["create"] * 4
@@ -160,7 +175,7 @@ def test_a_mistake_in_the_setup_of_a_new_tpu_vm_ends_restart(cloud: Cloud) -> No
     assert sum("setup" in call for call in cloud.calls().splitlines()) == 1
 
 
-def test_only_a_preempted_tpu_vm_is_made_anew(cloud: Cloud) -> None:
+def test_only_a_preempted_tpu_vm_is_created_again(cloud: Cloud) -> None:
     def restart() -> tuple[int, str]:
         (cloud.folder / "calls").unlink(missing_ok=True)
         return cloud.call("--restart", **SHORT, TPU_TYPE="v6e-8", LERNING="1")
@@ -170,14 +185,16 @@ def test_only_a_preempted_tpu_vm_is_made_anew(cloud: Cloud) -> None:
     program.write_text("#!/bin/sh\necho Reauthentication required >&2; exit 1\n")
     code, lines = restart()
     assert code == 1 and lines.count("Reauthentication required") == 1
-    assert lines.count("gcloud does not tell the state of TPU VM mine; asking again\n") == 1
+    assert lines.count("gcloud cannot describe TPU VM mine; trying again\n") == 1
     for said in ("ERROR: no login", "WARNING: a login may be NOT_FOUND"):
         program.write_text(f"#!/bin/sh\n[ $4 = describe ] || touch made; echo {said} >&2; exit 1\n")
         assert restart()[0] == 1 and not (cloud.laptop / "made").exists(), said
     gone = "if [ $4 = describe ]; then echo ERROR: NOT_FOUND; else echo WARNING: capacity; fi >&2"
     program.write_text(f"#!/bin/sh\n{gone}; echo ERROR: PERMISSION_DENIED >&2; exit 1\n")
     code, lines = restart()
-    assert code == 1 and lines.count("ERROR: PERMISSION_DENIED") == 1, "no capacity to wait for"
+    assert code == 1 and lines.count("ERROR: PERMISSION_DENIED") == 1, (
+        "it does not wait for capacity"
+    )
     program.write_text(works)
     cloud.faults((0, "run_tpu_worker.sh start", "fail"))
     code, lines = restart()
@@ -188,7 +205,7 @@ def test_only_a_preempted_tpu_vm_is_made_anew(cloud: Cloud) -> None:
 # ---- A worker fails ------------------------------------------------------------------------------
 
 
-def test_a_worker_killed_in_mid_step_takes_the_run_down_within_a_minute(cloud: Cloud) -> None:
+def test_a_run_ends_within_a_minute_after_one_worker_is_killed(cloud: Cloud) -> None:
     assert cloud.call("sync")[0] == 0
     running = cloud.start("run", **SHORT | {"STEPS": "5000"})
     cloud.wait_for(1, "^step=1 ")
@@ -204,7 +221,7 @@ def test_a_worker_killed_in_mid_step_takes_the_run_down_within_a_minute(cloud: C
     assert "error: exit code 137" in cloud.logs("log", 1).read_text()
 
 
-def test_a_worker_that_never_joins_is_told_within_the_limit(cloud: Cloud) -> None:
+def test_a_worker_that_never_joins_is_reported_within_the_time_limit(cloud: Cloud) -> None:
     assert cloud.call("sync")[0] == 0
     cloud.machines({}, {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1"})
     code, lines = cloud.call("run", **SHORT, INIT_TIMEOUT_S="8")
@@ -214,7 +231,7 @@ def test_a_worker_that_never_joins_is_told_within_the_limit(cloud: Cloud) -> Non
 
 
 @pytest.mark.parametrize("kind", [pytest.param("hang", marks=pytest.mark.slow), "fail", "mistake"])
-def test_a_worker_that_is_down_stops_the_start_everywhere(cloud: Cloud, kind: str) -> None:
+def test_a_worker_that_is_down_stops_the_start_on_all_workers(cloud: Cloud, kind: str) -> None:
     cloud.faults((1, "git", kind))
     began = time.monotonic()
     code, lines = cloud.call("run", **SHORT, SSH_TIMEOUT_S="6")
@@ -228,9 +245,14 @@ def test_a_worker_that_is_down_stops_the_start_everywhere(cloud: Cloud, kind: st
 
     cloud.faults((1, "run_tpu_worker.sh start", kind))
     code, lines = cloud.call("run", **SHORT, SSH_TIMEOUT_S="12")
-    assert code != 0 and "not every worker of mine has started; ending those that have" in lines
+    assert (
+        code != 0 and "not every worker of mine has started the run; stopping the workers" in lines
+    )
     assert "worker-0 stopped" in lines
-    cause |= {"hang": "no answer in 12 seconds", "fail": "not every worker of mine has started"}
+    cause |= {
+        "hang": "no answer in 12 seconds",
+        "fail": "not every worker of mine has started the run",
+    }
     assert last_line(lines).startswith(f"error: {cause[kind]}")
     with pytest.raises(ProcessLookupError):
         os.kill(cloud.pid(0), 0)

@@ -1,4 +1,4 @@
-"""run_tpu.sh before a run starts: what reaches the workers, and what is refused."""
+"""run_tpu.sh before a run starts: what it sends to the workers, and which mistakes it finds."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from cloud import KEY, SHORT, Cloud, git, last_line
 # ---- What the workers get ------------------------------------------------------------------------
 
 
-def test_settings_of_libraries_are_forwarded_and_secrets_are_not(cloud: Cloud) -> None:
+def test_settings_of_libraries_are_sent_and_secrets_are_not(cloud: Cloud) -> None:
     (cloud.laptop / "train_grpo.py").write_text(
         "import os, pathlib\n"
         "print('names', *sorted(n for n in os.environ if n[:3] in ('HF_', 'WAN', 'TOK', 'STE')))\n"
@@ -18,12 +18,19 @@ def test_settings_of_libraries_are_forwarded_and_secrets_are_not(cloud: Cloud) -
         "for pid in (os.getpid(), os.getppid()):\n"
         "    print('words', pathlib.Path(f'/proc/{pid}/cmdline').read_text())\n"
     )
-    cloud.commit("a run that prints what it gets")
+    cloud.commit("a run that prints its environment")
     code, lines = cloud.call(
-        "run", STEPS="3", HF_HUB_ENABLE_HF_TRANSFER="1", TOKENIZERS_PARALLELISM="false",
-        WANDB_ENTITY="us", HF_TOKEN=KEY, HF_API_KEY=KEY, HF_SECRET=KEY, WANDB_API_KEY=KEY,
+        "run",
+        STEPS="3",
+        HF_HUB_ENABLE_HF_TRANSFER="1",
+        TOKENIZERS_PARALLELISM="false",
+        WANDB_ENTITY="us",
+        HF_TOKEN=KEY,
+        HF_API_KEY=KEY,
+        HF_SECRET=KEY,
+        WANDB_API_KEY=KEY,
         WANDB_DIR="elsewhere",
-    )  # fmt: skip
+    )
     assert code == 0, lines
     names = "names HF_HUB_ENABLE_HF_TRANSFER STEPS TOKENIZERS_PARALLELISM WANDB_ENTITY\n"
     for worker in range(2):
@@ -33,26 +40,32 @@ def test_settings_of_libraries_are_forwarded_and_secrets_are_not(cloud: Cloud) -
     assert KEY not in lines and KEY not in cloud.calls()
 
 
-def test_a_path_of_this_machine_is_forwarded_with_a_warning(cloud: Cloud) -> None:
+def test_a_path_of_this_machine_is_sent_with_a_warning(cloud: Cloud) -> None:
     home, there = str(cloud.folder / "me"), str(cloud.laptop / "rewards.py")
     code, lines = cloud.call(
-        "run", "--dry-run", HOME=home, MODEL_PATH=f"{home}/model", REWARD_FN=f"{there}:mine",
-        HF_HOME="/nowhere/else", OUTPUT_DIR="runs/here", CHECKPOINT_DIR="gs://bucket/run",
+        "run",
+        "--dry-run",
+        HOME=home,
+        MODEL_PATH=f"{home}/model",
+        REWARD_FN=f"{there}:mine",
+        HF_HOME="/nowhere/else",
+        OUTPUT_DIR="runs/here",
+        CHECKPOINT_DIR="gs://bucket/run",
         JAX_COMPILATION_CACHE_DIR="",
-    )  # fmt: skip
+    )
     assert code == 0 and f"MODEL_PATH={home}/model" in lines, lines
-    end = "a path of this machine; the workers need the same path"
+    end = "a path of this machine; the same path must exist on the workers"
     assert [line for line in lines.splitlines() if line.startswith("warning: ")] == [
         f"warning: MODEL_PATH has {home}/model, {end}",
         f"warning: REWARD_FN has {there}, {end}",
     ]
 
 
-def test_the_user_of_the_login_is_named_to_ssh_and_scp_alone(cloud: Cloud) -> None:
+def test_the_user_who_logs_in_is_named_only_to_ssh_and_scp(cloud: Cloud) -> None:
     (cloud.laptop / ".env").write_text(f"WANDB_API_KEY={KEY}\n")
     assert cloud.call("sync", "--user", "me")[0] == 0
     assert cloud.call("env", "--user=me")[0] == 0
-    assert "no run has been started here" in cloud.call("status", TPU_USER="me")[1]
+    assert "no run has been started on this worker" in cloud.call("status", TPU_USER="me")[1]
     calls = [json.loads(call)[3:] for call in cloud.calls().splitlines()]
     assert {call[1] for call in calls if call[0] == "ssh"} == {"me@mine"}
     assert [call[2] for call in calls if call[0] == "scp"] == ["me@mine:grpo/.env"]
@@ -63,10 +76,10 @@ def test_the_user_of_the_login_is_named_to_ssh_and_scp_alone(cloud: Cloud) -> No
     [
         ("OpenSSH_9.6p1, OpenSSL 3.0.13", "Darwin", 1),
         ("plink: Release 0.80", "Linux", 0),
-        ("OpenSSH_for_Windows_9.5p1", "MINGW64_NT-10.0", 0),  # gcloud brings plink there
+        ("OpenSSH_for_Windows_9.5p1", "MINGW64_NT-10.0", 0),  # On Windows gcloud calls plink.
     ],
 )
-def test_options_of_openssh_are_for_openssh_alone(
+def test_options_of_openssh_are_passed_only_to_openssh(
     cloud: Cloud, ssh: str, system: str, keepalives: int
 ) -> None:
     cloud.program("ssh", ssh)
@@ -83,39 +96,41 @@ def test_options_of_openssh_are_for_openssh_alone(
 # ---- Mistakes ------------------------------------------------------------------------------------
 
 
-def test_only_what_is_pushed_and_the_same_everywhere_is_run(cloud: Cloud) -> None:
+def test_a_run_needs_a_commit_that_is_pushed_and_checked_out_on_all_workers(cloud: Cloud) -> None:
     readme = cloud.laptop / "README.md"
     readme.write_text("changed")
     code, lines = cloud.call("run", **SHORT)
-    assert code == 2 and "error: uncommitted changes in README.md; commit and push" in lines
+    assert code == 2 and "error: commit and push your changes in README.md first" in lines
     cloud.commit("second", push=False)
     code, lines = cloud.call("sync")
     assert code == 2
-    assert re.search(r"^error: HEAD \(\w{40}\) is on no branch of origin: git push", lines, re.M)
+    assert re.search(
+        r"^error: HEAD \(\w{40}\) is on no branch of origin; run git push", lines, re.M
+    )
     assert cloud.call("sync", "--ref=HEAD~1")[0] == 0
     assert cloud.call("sync", "--ref", "nowhere")[0] == 2
     git(cloud.laptop, "push", "--quiet", "origin", "HEAD")
 
-    hook = cloud.clone(1) / ".git" / "hooks" / "post-checkout"  # its checkout goes astray
+    hook = cloud.clone(1) / ".git" / "hooks" / "post-checkout"  # This hook moves HEAD.
     hook.write_text("#!/bin/sh\nGIT_DIR=.git git update-ref --no-deref HEAD HEAD~1\n")
     hook.chmod(0o755)
     code, lines = cloud.call("run", **SHORT)
-    assert code == 2 and "the workers' HEADs above are not all" in lines, lines
+    assert code == 2 and "the HEADs of the workers above are not all" in lines, lines
     assert len(set(re.findall(r"HEAD=(\w{40})$", lines, re.M))) == 2
     hook.unlink()
 
     (cloud.clone(0) / "loss.py").write_text("mine")
     code, lines = cloud.call("sync")
     assert code == 2
-    assert "error: worker-0: these files differ there: loss.py; ./run_tpu.sh sync --force" in lines
+    assert "error: worker-0: these files differ: loss.py; ./run_tpu.sh sync --force" in lines
     (cloud.laptop / ".env").write_text(f"KEY={KEY}\n")
-    assert git(cloud.laptop, "status", "--porcelain") == "", "keys are not for git"
+    assert git(cloud.laptop, "status", "--porcelain") == "", "git ignores .env"
     git(cloud.laptop, "add", "--force", ".env")
     code, lines = cloud.call("sync", "--ref=HEAD")
     assert code == 2 and ".env is in git" in lines
 
 
-def test_sync_force_stashes_what_differs_on_a_worker_and_names_it(cloud: Cloud) -> None:
+def test_sync_force_stashes_files_that_differ_on_a_worker_and_names_them(cloud: Cloud) -> None:
     assert cloud.call("sync")[0] == 0
     for name in ("new.py", "runs/kept.txt"):
         (cloud.laptop / name).parent.mkdir(exist_ok=True)
@@ -130,17 +145,16 @@ def test_sync_force_stashes_what_differs_on_a_worker_and_names_it(cloud: Cloud) 
     code, lines = cloud.call("sync")
     names = "data.py loss.py new.py runs/kept.txt"
     assert code == 2 and last_line(lines) == (
-        f"error: worker-1: these files differ there: {names}; "
-        "./run_tpu.sh sync --force stashes them"
+        f"error: worker-1: these files differ: {names}; ./run_tpu.sh sync --force stashes them"
     )
     assert (clone / "new.py").read_text() == "of the worker"
 
     code, lines = cloud.call("sync", "--force")
     assert code == 0, lines
-    assert f"worker-1 has put into git stash: {names}\n" in lines
-    assert "worker-0 has put into" not in lines
+    assert f"worker-1 has put these files into git stash: {names}\n" in lines
+    assert "worker-0 has put" not in lines
     assert (clone / "new.py").read_text() == "of the commit" and (clone / "data.py").exists()
-    assert (clone / "notes.txt").read_text() == "of the worker", "in nobody's way"
+    assert (clone / "notes.txt").read_text() == "of the worker", "the commit has no such file"
     stashed = ["loss.py", "new.py", "runs/kept.txt"]
     assert [git(clone, "show", f"stash@{{0}}:{name}") for name in stashed] == ["of the worker"] * 3
     assert cloud.call("sync", "--force")[0] == 0
@@ -150,26 +164,26 @@ def test_sync_force_stashes_what_differs_on_a_worker_and_names_it(cloud: Cloud) 
 @pytest.mark.parametrize(
     "words, settings, message",
     [
-        (["env"], {}, ".env is not here"),
+        (["env"], {}, "there is no file .env here"),
         (["start"], {}, "there is no verb start"),
-        (["--tpu", "x", "stop", "run"], {}, "one verb, not stop and run"),
+        (["--tpu", "x", "stop", "run"], {}, "one verb, not both stop and run"),
         (["create"], {}, "set TPU_TYPE"),
-        (["run", "--worker=0,2"], {}, "--worker is all or the number of one"),
+        (["run", "--worker=0,2"], {}, "--worker must be all or the number of a worker"),
         (["run", "-f"], {}, "-f is a flag of logs"),
         (["run", "--force"], {}, "--force is a flag of sync"),
         (["run", "--steps=3"], {}, "there is no flag --steps=3"),
         (["run", "--config"], {}, "--config needs a value"),
-        (["run", "--config=recipes/none.yaml"], {}, "is no file of this repository"),
+        (["run", "--config=recipes/none.yaml"], {}, "is not a file of this repository"),
         (["run"], {"LERNING_RATE": "1"}, "unknown setting LERNING_RATE; did you mean LEARN"),
         (["run"], {"NUM_PRE_Q": "eight"}, "NUM_PRE_Q='eight' is not a whole number"),
-        (["run"], {"TPU_NAME": ""}, "which TPU VM?"),
-        (["run", "--restart"], {}, "--restart has to know TPU_TYPE"),
-        (["run", "--name=a/b"], {}, "--name takes letters"),
-        (["run", "--user=a b"], {}, "--user takes letters"),
+        (["run"], {"TPU_NAME": ""}, "the name of the TPU VM is missing"),
+        (["run", "--restart"], {}, "--restart needs TPU_TYPE"),
+        (["run", "--name=a/b"], {}, "--name may have only letters"),
+        (["run", "--user=a b"], {}, "--user may have only letters"),
         (["sync"], {"REPO_URL": f"https://me:{KEY}@host/repo"}, "has a user or a password in it"),
     ],
 )
-def test_a_mistake_costs_one_line(
+def test_a_mistake_is_reported_in_one_line(
     cloud: Cloud, words: list[str], settings: dict[str, str], message: str
 ) -> None:
     code, lines = cloud.call(*words, **settings)
@@ -178,7 +192,7 @@ def test_a_mistake_costs_one_line(
     assert "Traceback" not in lines and KEY not in lines + cloud.calls()
 
 
-def test_a_dry_run_prints_commands_that_a_shell_takes_and_runs_none(cloud: Cloud) -> None:
+def test_a_dry_run_prints_commands_in_the_syntax_of_bash_and_runs_none(cloud: Cloud) -> None:
     prompt = 'it\'s "so"'
     code, lines = cloud.call("run", "--dry-run", SYSTEM_PROMPT=prompt, TPU_GCLOUD="alpha")
     assert code == 0, lines
@@ -192,16 +206,31 @@ def test_a_dry_run_prints_commands_that_a_shell_takes_and_runs_none(cloud: Cloud
     assert f"SYSTEM_PROMPT={prompt}" in words_of(command.partition("&& ")[2])
     again = cloud.call("run", "--dry-run", "--restart", TPU_GCLOUD="alpha", TPU_TYPE="v6e-8")
     assert again[0] == 0 and again[1].count("gcloud alpha compute tpus tpu-vm ") == 5
-    assert "REQUIRE_JAX_PROCESS_COUNT" not in lines, "nobody was asked how many there are"
+    assert "REQUIRE_JAX_PROCESS_COUNT" not in lines, (
+        "gcloud was not asked for the number of workers"
+    )
 
 
 def words_of(command: str) -> list[str]:
-    """As bash takes them apart."""
+    """The words into which bash splits the command."""
     done = subprocess.run(["bash", "-c", f"printf '%s\\0' {command}"], capture_output=True)
     return done.stdout.decode().split("\0")[:-1]
 
 
-def test_the_help_fits_one_screen(cloud: Cloud) -> None:
+def test_it_works_from_another_folder(cloud: Cloud) -> None:
+    for words in (["--help"], ["run", "--dry-run"]):
+        done = subprocess.run(
+            [cloud.laptop / "run_tpu.sh", *words],
+            cwd=cloud.folder,
+            env=cloud.environ(),
+            text=True,
+            capture_output=True,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "tpu-vm ssh mine" in done.stdout or "--help" in words
+
+
+def test_the_help_has_at_most_40_lines(cloud: Cloud) -> None:
     code, lines = cloud.call("--help")
     assert code == 0
-    assert len(lines.splitlines()) <= 30 and max(map(len, lines.splitlines())) <= 100
+    assert len(lines.splitlines()) <= 40 and max(map(len, lines.splitlines())) <= 100

@@ -1,4 +1,4 @@
-"""run_tpu_worker.sh: exit files, locks, a second start and stop, on this machine."""
+"""run_tpu_worker.sh on this machine: exit files, locks, a second start, and stop."""
 
 import fcntl
 import os
@@ -21,12 +21,16 @@ def worker(cloud: Cloud, *words: str, **env: str) -> subprocess.CompletedProcess
     alone = {"PATH": os.environ["PATH"], "HOME": str(cloud.home(0)), "JAX_PLATFORMS": "cpu"}
     alone |= {"HOSTNAME": "w", "LIBTPU_LOCKFILE": str(cloud.lockfile)}
     return subprocess.run(
-        ["bash", "tools/run_tpu_worker.sh", *words], cwd=cloud.laptop, env=alone | env, text=True,
-        capture_output=True, timeout=120,
-    )  # fmt: skip
+        ["bash", "tools/run_tpu_worker.sh", *words],
+        cwd=cloud.laptop,
+        env=alone | env,
+        text=True,
+        capture_output=True,
+        timeout=120,
+    )
 
 
-def test_the_exit_file_is_true_when_the_disk_is_full_for_the_log(cloud: Cloud) -> None:
+def test_the_exit_file_has_the_exit_code_when_the_log_is_on_a_full_disk(cloud: Cloud) -> None:
     logs = cloud.laptop / "logs"
     logs.mkdir()
     (logs / "nohup_x_20260101T000000Z.log").symlink_to("/dev/full")
@@ -39,7 +43,7 @@ def test_the_exit_file_is_true_when_the_disk_is_full_for_the_log(cloud: Cloud) -
     assert (logs / "nohup_x_latest.exit").read_text() == "2\n"
 
 
-def test_a_command_sent_again_does_not_start_a_run_that_has_ended(cloud: Cloud) -> None:
+def test_a_start_that_is_sent_again_does_not_repeat_a_run_that_has_ended(cloud: Cloud) -> None:
     start = ["start", "x", "20260101T000000Z", sys.prefix, "", "STEPS=-1"]
     assert "w started: process" in worker(cloud, *start).stdout
     exit_file = cloud.laptop / "logs" / "nohup_x_latest.exit"
@@ -50,7 +54,7 @@ def test_a_command_sent_again_does_not_start_a_run_that_has_ended(cloud: Cloud) 
     assert (again.returncode, again.stdout) == (0, "")
 
 
-def test_status_is_one_line_of_process_time_step_and_seconds_a_step(cloud: Cloud) -> None:
+def test_status_is_one_line_with_process_time_step_and_seconds_a_step(cloud: Cloud) -> None:
     base = cloud.laptop / "logs" / "nohup_x_20260101T000000Z"
     base.parent.mkdir()
     for kind, text in (("pid", "4242"), ("steps", "100"), ("exit", "143"), ("log", "")):
@@ -67,7 +71,7 @@ def test_status_is_one_line_of_process_time_step_and_seconds_a_step(cloud: Cloud
     assert worker(cloud, "status").stdout == begin + end
 
 
-def test_stop_ends_no_stranger_with_the_number_of_a_run_that_is_gone(cloud: Cloud) -> None:
+def test_stop_does_not_end_another_process_that_has_the_number_of_an_old_run(cloud: Cloud) -> None:
     (cloud.laptop / "logs").mkdir()
     stranger = subprocess.Popen(["sleep", "60"])
     (cloud.laptop / "logs" / "nohup_x_20260101T000000Z.pid").write_text(f"{stranger.pid}\n")
@@ -82,7 +86,7 @@ def test_stop_ends_no_stranger_with_the_number_of_a_run_that_is_gone(cloud: Clou
     stranger.kill()
 
 
-def test_a_stale_libtpu_lockfile_goes_and_one_in_use_stops_the_start(cloud: Cloud) -> None:
+def test_an_old_libtpu_lockfile_is_removed_and_a_lock_in_use_stops_the_start(cloud: Cloud) -> None:
     start = ["start", "x", "20260101T000000Z", sys.prefix, "", "STEPS=-1"]
     with cloud.lockfile.open("w") as file:
         fcntl.lockf(file, fcntl.LOCK_EX)
@@ -98,7 +102,7 @@ def test_a_stale_libtpu_lockfile_goes_and_one_in_use_stops_the_start(cloud: Clou
     "where, seconds",
     [("forwarded", 100 + 15), (".env", 80 + 15), ("--config", 60 + 15), ("default", 30 + 15)],
 )
-def test_stop_kills_15_s_after_the_run_s_preemption_grace_s_wherever_it_is_set(
+def test_stop_kills_a_run_15_s_after_its_preemption_grace_s(
     cloud: Cloud, where: str, seconds: int
 ) -> None:
     (cloud.laptop / "train_grpo.py").write_text(
@@ -119,7 +123,7 @@ def test_stop_kills_15_s_after_the_run_s_preemption_grace_s_wherever_it_is_set(
     while "step=0" not in log.read_text():
         time.sleep(0.1)
 
-    # Time goes by as often as sleep is called, for the script counts its waiting in sleeps.
+    # The script measures time by its calls of sleep. This sleep is short and notes the seconds.
     slept, sleep = cloud.folder / "slept", cloud.folder / "bin" / "sleep"
     sleep.write_text(f'#!/bin/sh\necho "$1" >>{slept}\nexec /bin/sleep 0.01\n')
     sleep.chmod(0o755)
@@ -132,14 +136,16 @@ def test_stop_kills_15_s_after_the_run_s_preemption_grace_s_wherever_it_is_set(
     stopped = worker(cloud, "stopped", "x", PATH=path)
     assert stopped.stdout == "w stopped nohup_x_20260101T000000Z: exit=137\n"
     waited = sum(map(float, slept.read_text().split()))
-    assert seconds - 1 < waited < seconds + 10, "10 more for the exit file"
-    assert log.read_text().count("asked to stop") == 1, "a second SIGTERM would hinder its saving"
+    assert seconds - 1 < waited < seconds + 10, "it waits up to 10 seconds more for the exit file"
+    assert log.read_text().count("asked to stop") == 1, (
+        "a second SIGTERM would prevent a checkpoint"
+    )
 
 
-# ---- From the laptop too -------------------------------------------------------------------------
+# ---- From the laptop -----------------------------------------------------------------------------
 
 
-def test_a_connection_that_breaks_is_made_anew_and_the_run_followed_to_its_end(
+def test_a_run_is_followed_to_its_end_when_a_connection_breaks(
     cloud: Cloud,
 ) -> None:
     assert cloud.call("sync")[0] == 0
@@ -154,7 +160,7 @@ def test_a_connection_that_breaks_is_made_anew_and_the_run_followed_to_its_end(
     assert re.search("^DONE: steps=1 ", lines, re.M), lines
 
 
-def test_stop_tells_within_the_limit_that_a_worker_is_down_and_stops_the_others(
+def test_stop_reports_a_worker_that_is_down_and_stops_the_others(
     cloud: Cloud,
 ) -> None:
     (cloud.laptop / "train_grpo.py").write_text("import time; time.sleep(600)")
@@ -179,7 +185,7 @@ def test_stop_tells_within_the_limit_that_a_worker_is_down_and_stops_the_others(
     "seconds, limit",
     [(1, "SSH_TIMEOUT_S"), (2, "SSH_TIMEOUT_S=1, and 1 more for the run to end")],
 )
-def test_a_limit_is_told_as_long_as_it_is(cloud: Cloud, seconds: int, limit: str) -> None:
+def test_the_error_names_the_time_limit_in_seconds(cloud: Cloud, seconds: int, limit: str) -> None:
     script = f"SSH_TIMEOUT_S=1; source tools/run_tpu_gcloud.sh; limited {seconds} sleep 60"
     done = subprocess.run(
         ["bash", "-c", script], cwd=cloud.laptop, text=True, capture_output=True, timeout=30

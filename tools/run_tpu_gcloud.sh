@@ -1,19 +1,24 @@
 # shellcheck shell=bash
-# All calls of gcloud, for run_tpu.sh, which sources this file: commands to a TPU VM's workers, and
-# the TPU VM itself.
+# run_tpu.sh sources this file. It contains all calls of gcloud: those that run a command on the
+# workers of a TPU VM, and those that create, describe and delete the TPU VM.
 
 ssh_flags=()
 case "$(uname -s) $(ssh -V 2>&1 || true)" in
-  MINGW* | MSYS* | CYGWIN*) ;;  # gcloud calls plink there, whichever ssh is on the PATH
-  *OpenSSH*)  # whose options these are; with them a machine that is gone is noticed in a minute
+  # On Windows gcloud calls plink, whichever ssh is on the PATH.
+  MINGW* | MSYS* | CYGWIN*) ;;
+  # These are options of OpenSSH alone. With them ssh notices in a minute that a machine is gone.
+  *OpenSSH*)
     ssh_flags=(--ssh-flag=-oConnectTimeout=10 --ssh-flag=-oServerAliveInterval=15
       --ssh-flag=-oServerAliveCountMax=2) ;;
 esac
 
-limited() {  # SECONDS COMMAND...: its exit code, or 124 if it had to be ended
+# limited SECONDS COMMAND...: runs COMMAND and ends it after SECONDS. Returns its exit code, or 124
+# if COMMAND had to be ended.
+limited() {
   local seconds=$1 limit=SSH_TIMEOUT_S command watch code=0
   shift
-  set -m  # each in a process group of its own, so that gcloud's ssh ends with gcloud
+  # Every background job gets a process group, so that the ssh of gcloud ends together with gcloud.
+  set -m
   "$@" </dev/null &
   command=$!
   { sleep "$seconds"; kill -- "-$command"; } >/dev/null 2>&1 &
@@ -32,7 +37,9 @@ limited() {  # SECONDS COMMAND...: its exit code, or 124 if it had to be ended
   return "$code"
 }
 
-gcloud_tpu() {  # SECONDS VERB ARGUMENT...: gcloud compute tpus tpu-vm VERB; 0 SECONDS: no limit
+# gcloud_tpu SECONDS VERB ARGUMENT...: calls gcloud compute tpus tpu-vm VERB for at most SECONDS.
+# 0 means that there is no limit.
+gcloud_tpu() {
   local seconds=$1
   shift
   local words=(gcloud ${TPU_GCLOUD:+"$TPU_GCLOUD"} compute tpus tpu-vm "$@" "--zone=$ZONE")
@@ -41,18 +48,21 @@ gcloud_tpu() {  # SECONDS VERB ARGUMENT...: gcloud compute tpus tpu-vm VERB; 0 S
     printf '%q ' "${words[@]}"
     echo
   elif [[ $seconds == 0 ]]; then
-    "${words[@]}"  # in the foreground, where Ctrl-C reaches it
+    "${words[@]}"  # gcloud runs in the foreground, where Ctrl-C reaches it.
   else
     limited "$seconds" "${words[@]}"
   fi
 }
 
-on() {  # SECONDS WORKERS COMMAND: runs COMMAND on them; gcloud retries, so that it may come twice
+# on_workers SECONDS WORKERS COMMAND: runs COMMAND on all workers or on one. gcloud retries when a
+# connection fails, so COMMAND may run twice on a worker.
+on_workers() {
   gcloud_tpu "$1" ssh "${TPU_USER:+$TPU_USER@}$TPU_NAME" ${ssh_flags[@]+"${ssh_flags[@]}"} \
     "--worker=$2" "--command=$3"
 }
 
-copy() {  # FILE TARGET: to the workers
+# copy FILE TARGET: copies FILE to the workers as TARGET.
+copy() {
   local flags=() flag word
   for flag in ${ssh_flags[@]+"${ssh_flags[@]}"}; do
     case $flag in
@@ -64,11 +74,15 @@ copy() {  # FILE TARGET: to the workers
     ${flags[@]+"${flags[@]}"} "--worker=$WORKER"
 }
 
-there() {  # VERB ARGUMENT...: the command that runs this verb of run_tpu_worker.sh on a worker
+# worker_command VERB ARGUMENT...: prints the command that runs VERB of run_tpu_worker.sh on a
+# worker.
+worker_command() {
   echo "cd $TPU_DIR && bash tools/run_tpu_worker.sh$(printf ' %q' "$@")"
 }
 
-tell_why() {  # TEXT MESSAGE: MESSAGE, and last its cause, the errors that the workers told
+# report_causes OUTPUT MESSAGE: prints MESSAGE, and after it the errors in the workers' OUTPUT. If
+# OUTPUT has no errors, MESSAGE is the error.
+report_causes() {
   local causes
   if causes=$(echo "$1" | grep '^error: '); then
     printf '%s\n' "$2" "$causes" >&2
@@ -79,7 +93,9 @@ tell_why() {  # TEXT MESSAGE: MESSAGE, and last its cause, the errors that the w
 
 # ---- The TPU VM ----------------------------------------------------------------------------------
 
-describe() {  # state and number of workers, or GONE; fails with what gcloud says if it cannot tell
+# Prints the state of the TPU VM and its number of workers, or GONE if there is no such TPU VM. If
+# gcloud fails otherwise, prints the output of gcloud and fails.
+describe() {
   local found code=0
   found=$(gcloud_tpu "$SSH_TIMEOUT_S" describe "$TPU_NAME" \
     "--format=value(state,networkEndpoints.len())" 2>&1) || code=$?
@@ -87,9 +103,10 @@ describe() {  # state and number of workers, or GONE; fails with what gcloud say
     echo GONE
     return
   fi
-  if [[ $code == 0 && -z $dry_run ]]; then  # among the warnings, which come when all is well too
+  if [[ $code == 0 && -z $dry_run ]]; then
+    # gcloud prints warnings around the state, even when everything is well.
     found=$(echo "$found" | grep -E '^[A-Z_]+([[:space:]][0-9]*)?$' | tr '\t' ' ') || {
-      found="error: gcloud tells no state of TPU VM $TPU_NAME" code=1
+      found="error: gcloud does not print the state of TPU VM $TPU_NAME" code=1
     }
   fi
   echo "$found"
@@ -99,7 +116,7 @@ describe() {  # state and number of workers, or GONE; fails with what gcloud say
 create() {
   local version
   case ${TPU_TYPE:-} in
-    '') fail "set TPU_TYPE, say to v6e-8" ;;
+    '') fail "set TPU_TYPE to the type of the TPU VM, such as v6e-8" ;;
     v6e*) version=v2-alpha-tpuv6e ;;
     v5p*) version=v2-alpha-tpuv5 ;;
     v5*) version=v2-alpha-tpuv5-lite ;;
@@ -109,21 +126,23 @@ create() {
     "--version=${TPU_VERSION:-$version}" ${TPU_SPOT:+--spot}
 }
 
-describe_patiently() {  # as describe does, but a network may be away for a while
+# Does the same as describe, and tries several times, because the network may be down for a while.
+describe_patiently() {
   local found code waited
   for waited in 1 2 3 4 5; do
     code=0
     found=$(describe) || code=$?
     [[ $code != 0 ]] || break
     [[ $waited != 1 ]] ||
-      echo "gcloud does not tell the state of TPU VM $TPU_NAME; asking again" >&2
+      echo "gcloud cannot describe TPU VM $TPU_NAME; trying again" >&2
     sleep "$RETRY_S"
   done
   echo "$found"
   return "$code"
 }
 
-make_ready() {  # returns when the TPU VM is READY; sets fresh if it had to be made anew
+# Returns when the TPU VM is READY. Sets fresh if the TPU VM was created here.
+make_ready() {
   local found='' last scarce=''
   while true; do
     last=$found
@@ -131,11 +150,11 @@ make_ready() {  # returns when the TPU VM is READY; sets fresh if it had to be m
     case $found in
       READY*) return ;;
       PREEMPTED* | TERMINATED*)
-        [[ $found == "$last" ]] || echo "TPU VM $TPU_NAME is ${found% *}; making it anew"
+        [[ $found == "$last" ]] || echo "TPU VM $TPU_NAME is ${found% *}; creating it again"
         gcloud_tpu 0 delete "$TPU_NAME" --quiet || sleep "$RETRY_S"
         ;;
       GONE)
-        # shellcheck disable=SC2034  # run_on_spot reads it
+        # shellcheck disable=SC2034  # run_on_spot in run_tpu.sh reads fresh.
         fresh=1
         if found=$(create 2>&1); then
           scarce=''
@@ -145,11 +164,11 @@ make_ready() {  # returns when the TPU VM is READY; sets fresh if it had to be m
           *[Cc]apacity* | *EXHAUSTED*) ;;
           *) echo "$found" >&2; return 1 ;;
         esac
-        [[ -n $scarce ]] || echo "no TPU VM to be had; trying again every $RETRY_S seconds"
+        [[ -n $scarce ]] || echo "there is no capacity; trying again every $RETRY_S seconds"
         scarce=1
         sleep "$RETRY_S"
         ;;
-      *)  # on its way
+      *)  # The TPU VM is being created or started.
         [[ $found == "$last" ]] ||
           echo "TPU VM $TPU_NAME is ${found% *}; waiting for it to be READY"
         sleep "$RETRY_S"

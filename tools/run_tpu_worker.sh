@@ -1,32 +1,38 @@
 #!/usr/bin/env bash
-# What run_tpu.sh calls on every worker of a TPU VM, in the worker's clone:
+# run_tpu.sh calls this script on every worker of a TPU VM, in the folder of the worker's clone:
 #     bash tools/run_tpu_worker.sh VERB ARGUMENT...
-# Where there is no clone yet, sync is called with this file's text from the commit to check out.
+# For sync it calls the text of this script in the commit that the worker will check out.
 set -euo pipefail
 LIBTPU_LOCKFILE=${LIBTPU_LOCKFILE:-/tmp/libtpu_lockfile}
 export HOSTNAME
 
-fail() {  # MESSAGE: a user's mistake
+# fail MESSAGE: reports a mistake of the user and exits with code 2.
+fail() {
   echo "error: $1" >&2
   exit 2
 }
 
-# ---- What the verbs share ------------------------------------------------------------------------
+# ---- What several verbs use ----------------------------------------------------------------------
 
-base_of() {  # [NAME [UTC]]: logs/nohup_NAME_UTC, of the newest run where one is left out
+# base_of [NAME [UTC]]: prints logs/nohup_NAME_UTC, the beginning of the names of a run's files.
+# Without UTC this is the newest run of that NAME, without NAME the newest run.
+base_of() {
   local file found='' pattern="logs/nohup_${1:-*}_${2:-????????T??????Z}.pid"
   for file in $pattern; do
     [[ -n $found && ! $file -nt $found ]] || found=$file
   done
-  [[ -e $found ]] || fail "$HOSTNAME: no run${1:+ of the name $1} has been started here"
+  [[ -e $found ]] || fail "$HOSTNAME: no run${1:+ named $1} has been started on this worker"
   echo "${found%.pid}"
 }
 
-alive() {  # while anything of a run is: it has the lock
+# Succeeds while any process of a run is alive, because these processes hold the lock.
+alive() {
   [[ -e logs/.lock ]] && ! flock --nonblock logs/.lock true
 }
 
-exit_code() {  # BASE SECONDS: of a run, for which it waits so long; else running, or unknown
+# exit_code BASE SECONDS: waits up to SECONDS for the run to end and prints its exit code. Prints
+# running if the run has not ended, and unknown if the run is gone and has left no exit code.
+exit_code() {
   local waited
   for ((waited = 0; waited < 5 * $2; waited++)); do
     [[ ! -e $1.exit ]] || break
@@ -35,11 +41,14 @@ exit_code() {  # BASE SECONDS: of a run, for which it waits so long; else runnin
   cat "$1.exit" 2>/dev/null || if alive; then echo running; else echo unknown; fi
 }
 
-need_python() {  # VENV
-  [[ -x $1/bin/python ]] || fail "$HOSTNAME has no $1: ./run_tpu.sh setup makes it"
+# need_python VENV
+need_python() {
+  [[ -x $1/bin/python ]] || fail "$HOSTNAME has no $1; run ./run_tpu.sh setup first"
 }
 
-free_tpu() {  # or it says which process has a TPU open or holds libtpu's lock
+# Removes the lock file of libtpu, which an earlier process may have left. Fails if a process has a
+# TPU open or holds the lock.
+free_tpu() {
   local holder inode sudo=()
   ! sudo -n true 2>/dev/null || sudo=(sudo -n)
   inode=$(stat -c %i "$LIBTPU_LOCKFILE" 2>/dev/null || echo none)
@@ -53,11 +62,13 @@ free_tpu() {  # or it says which process has a TPU open or holds libtpu's lock
   rm -f "$LIBTPU_LOCKFILE" 2>/dev/null || sudo -n rm -f "$LIBTPU_LOCKFILE"
 }
 
-# ---- The clone and what it needs -----------------------------------------------------------------
+# ---- The clone and its packages ------------------------------------------------------------------
 
-sync() {  # COMMIT [--force]: checks it out; with --force what differs here goes into git stash
+# sync COMMIT [--force]: checks out COMMIT. With --force, files that differ on this worker are put
+# into git stash.
+sync() {
   local file overwritten=() names
-  ! alive || fail "$HOSTNAME: a run is alive; ./run_tpu.sh stop ends it"
+  ! alive || fail "$HOSTNAME: a run is still alive; end it with ./run_tpu.sh stop"
   while IFS= read -r -d '' file; do
     [[ ! -e $file ]] || overwritten+=("$file")
   done < <(git diff -z --name-only --no-renames --diff-filter=A HEAD "$1")
@@ -67,16 +78,18 @@ sync() {  # COMMIT [--force]: checks it out; with --force what differs here goes
   } | sed '/^$/d' | sort -u | paste -s -d ' ')
   if [[ -n $names ]]; then
     [[ ${2:-} == --force ]] ||
-      fail "$HOSTNAME: these files differ there: $names; ./run_tpu.sh sync --force stashes them"
-    [[ ${#overwritten[@]} == 0 ]] || git add --force -- "${overwritten[@]}"  # for stash to take
+      fail "$HOSTNAME: these files differ: $names; ./run_tpu.sh sync --force stashes them"
+    # git stash takes only files that git knows.
+    [[ ${#overwritten[@]} == 0 ]] || git add --force -- "${overwritten[@]}"
     git stash push --quiet --message "run_tpu.sh sync --force to $1"
-    echo "$HOSTNAME has put into git stash: $names"
+    echo "$HOSTNAME has put these files into git stash: $names"
   fi
   git checkout --quiet --detach "$1"
   echo "$HOSTNAME HEAD=$(git rev-parse HEAD)"
 }
 
-setup() {  # VENV PACKAGE...
+# setup VENV PACKAGE...: creates the Python environment VENV and installs the packages in it.
+setup() {
   local venv=$1 python found=
   local new_enough='import sys, ensurepip; sys.exit(sys.version_info < (3, 11))'
   shift
@@ -89,7 +102,7 @@ setup() {  # VENV PACKAGE...
     done
     if [[ -n $found ]]; then
       "$found" -m venv "$venv"
-    else  # the image has none that will do; uv brings its own
+    else  # This machine has no Python that is new enough; uv downloads one.
       PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --quiet --user uv
       python3 -m uv venv --quiet --seed --python 3.12 "$venv"
     fi
@@ -99,7 +112,8 @@ setup() {  # VENV PACKAGE...
     2>/dev/null | awk '/^(jax|libtpu|flax|transformers) / {printf "%s %s ", $1, $2}')"
 }
 
-show_env() {  # VENV: the names in .env with the lengths of their values
+# show_env VENV: prints the names in .env and the lengths of their values, never the values.
+show_env() {
   chmod 600 .env
   "$1/bin/python" -c '
 import os, pathlib
@@ -108,7 +122,8 @@ for name, value in parsing.read_dotenv(pathlib.Path(".env")).items():
     print(os.environ["HOSTNAME"], f".env {name}: {len(value)} characters")'
 }
 
-check() {  # VENV [SETTING=VALUE...]
+# check VENV [SETTING=VALUE...]: prints the system of this worker and the devices that JAX sees.
+check() {
   need_python "$1"
   echo "$HOSTNAME check: $(sed -n 's/^PRETTY_NAME="\(.*\)"$/\1/p' /etc/os-release), $(uname -sr)," \
     "$("$1/bin/python" --version)"
@@ -118,14 +133,16 @@ check() {  # VENV [SETTING=VALUE...]
 
 # ---- A run ---------------------------------------------------------------------------------------
 
-start() {  # NAME UTC VENV CONFIG [SETTING=VALUE...]
+# start NAME UTC VENV CONFIG [SETTING=VALUE...]: starts a run in the background.
+start() {
   local base=logs/nohup_$1_$2 venv=$3 waited
-  [[ ! -e $base.pid ]] || return 0  # gcloud has sent the command again
+  [[ ! -e $base.pid ]] || return 0  # gcloud has sent the command a second time.
   need_python "$venv"
   mkdir -p logs
-  # The run inherits this lock, and has it for as long as anything of it is alive.
+  # All processes of the run inherit this lock and hold it until the last of them ends.
   exec 9>logs/.lock
-  flock --nonblock 9 || fail "$HOSTNAME: a run is alive ($(base_of)); ./run_tpu.sh stop ends it"
+  flock --nonblock 9 ||
+    fail "$HOSTNAME: $(base_of) is still alive; end it with ./run_tpu.sh stop"
   free_tpu
   nohup setsid bash tools/run_tpu_worker.sh run "$base" "${@:3}" </dev/null >/dev/null 2>&1 &
   for ((waited = 0; waited < 100; waited++)); do
@@ -136,15 +153,17 @@ start() {  # NAME UTC VENV CONFIG [SETTING=VALUE...]
   echo "$HOSTNAME started: process $(cat "$base.pid"), $base.log"
 }
 
-run() {  # BASE VENV CONFIG [SETTING=VALUE...]: train_grpo.py, its log, its exit code
+# run BASE VENV CONFIG [SETTING=VALUE...]: runs train_grpo.py and writes its log and exit code.
+run() {
   local base=$1 python=$2/bin/python config=$3 code=0 kind name=${1%_*} limits tee waited
-  # Written in place and renamed at the end, which a full disk does not hinder.
+  # The exit code overwrites these bytes, and the file is renamed. Both work on a full disk too.
   printf '%-8s' running >"$base.exit.part"
   for kind in log pid exit; do
     ln -sfn "$(basename "$base").$kind" "${name}_latest.$kind"
   done
   touch "$base.log"
-  # For stop and for status. After a mistake in a setting the run ends by itself.
+  # stop needs PREEMPTION_GRACE_S, and status needs STEPS. If a setting is wrong, neither is known,
+  # and the run ends by itself.
   limits=$(env "${@:4}" "$python" -c '
 import sys, config
 cfg = config.load(sys.argv[1:]).cfg
@@ -152,19 +171,19 @@ print(cfg.preemption_grace_s, cfg.steps)' ${config:+--config "$config"} 2>/dev/n
     limits=0
   echo "${limits% *}" >"$base.grace"
   [[ $limits == 0 ]] || echo "${limits#* }" >"$base.steps"
-  exec 8> >(exec tee "$base.log" >/dev/null)  # which goes on when the disk is full
+  exec 8> >(exec tee "$base.log" >/dev/null)  # tee continues when the disk is full.
   tee=$!
   env PYTHONUNBUFFERED=1 "${@:4}" "$python" train_grpo.py ${config:+--config "$config"} \
     >&8 2>&1 8>&- &
   echo $! >"$base.pid"
   wait $! || code=$?
   case $code in
-    134) echo "error: exit code 134: jax ended this process, most likely as another one was gone" ;;
-    137) echo "error: exit code 137: somebody killed this process, or the memory ran out" ;;
-    139) echo "error: exit code 139: a segmentation fault" ;;
+    134) echo "error: exit code 134: jax ended the process, probably because another was gone" ;;
+    137) echo "error: exit code 137: the process was killed, or the machine ran out of memory" ;;
+    139) echo "error: exit code 139: the process ended by a segmentation fault" ;;
   esac >&8
   exec 8>&-
-  for ((waited = 0; waited < 20; waited++)); do  # for the last lines of the log
+  for ((waited = 0; waited < 20; waited++)); do  # Wait for the last lines of the log.
     kill -0 "$tee" 2>/dev/null || break
     sleep 0.1
   done
@@ -173,7 +192,9 @@ print(cfg.preemption_grace_s, cfg.steps)' ${config:+--config "$config"} 2>/dev/n
   mv "$base.exit.part" "$base.exit"
 }
 
-logs() {  # NAME [UTC]: the log; with UTC, or -f for it, until the run ends, and its exit code
+# logs NAME [UTC | -f]: prints the log. With UTC or -f, follows the log until the run ends and exits
+# with the exit code of the run.
+logs() {
   local base code utc=${2:-}
   base=$(base_of "$1" "${utc#-f}")
   if [[ -z $utc ]]; then
@@ -184,12 +205,14 @@ logs() {  # NAME [UTC]: the log; with UTC, or -f for it, until the run ends, and
   tail --lines=+1 --follow=name --pid="$(cat "$base.pid")" "$base.log"
   code=$(exit_code "$base" 20)
   case $code in
-    running | unknown | 255) exit 1 ;;  # 255 is ssh's own
+    running | unknown | 255) exit 1 ;;  # 255 would mean that ssh has failed.
     *) exit "$code" ;;
   esac
 }
 
-status() {  # [NAME [UTC]]: one line: how far the run is, and the last line of its log that counts
+# status [NAME [UTC]]: prints one line with the state and the progress of the run, and the last line
+# of its log that is a step, an evaluation, the end or an error.
+status() {
   local base code end seconds steps told progress last
   base=$(base_of "$@")
   code=$(exit_code "$base" 0)
@@ -204,14 +227,15 @@ status() {  # [NAME [UTC]]: one line: how far the run is, and the last line of i
   last=$(echo "$told" | tail -1 | cut -c1-160)
   progress=$(echo "$told" | grep '^step=' | tail -1 |
     sed -n 's/^step=\([0-9]*\) .* dt=\([0-9.]*\)s.*/\1 \2/p') || true
-  # step=0 is the first step: after it one step is done.
+  # Steps are counted from 0: after step=0 the run has done 1 step.
   [[ -z $progress ]] || progress="step $((${progress% *} + 1))$steps, ${progress#* } s a step"
   printf '%s %s exit=%s pid=%s elapsed=%d:%02d:%02d %s: %s\n' "$HOSTNAME" "$(basename "$base")" \
     "$code" "$(cat "$base.pid")" $((seconds / 3600)) $((seconds / 60 % 60)) $((seconds % 60)) \
     "${progress:-no step$steps yet}" "${last:-(nothing logged yet)}"
 }
 
-ended() {  # NAME UTC: how it ended, for which it waits
+# ended NAME UTC: waits until the run has ended and prints its status. Fails if the run failed.
+ended() {
   [[ $(exit_code "$(base_of "$@")" 60) == 0 ]] || {
     status "$@"
     exit 1
@@ -219,7 +243,9 @@ ended() {  # NAME UTC: how it ended, for which it waits
   status "$@"
 }
 
-stop() {  # [NAME [UTC]]: SIGTERM to a run, but once: a second one would cut its saving short
+# stop [NAME [UTC]]: sends SIGTERM to the run once. A second SIGTERM would end the run before it has
+# saved its checkpoint.
+stop() {
   local base pid
   base=$(base_of "$@")
   pid=$(cat "$base.pid")
@@ -235,11 +261,14 @@ stop() {  # [NAME [UTC]]: SIGTERM to a run, but once: a second one would cut its
   echo "$HOSTNAME is stopping $(basename "$base"), which ends within $(limit_of "$base") seconds"
 }
 
-limit_of() {  # BASE: seconds that a run has from SIGTERM to SIGKILL
-  echo "$(($(cat "$1.stop") + 15))"  # PREEMPTION_GRACE_S of the run, and then some
+# limit_of BASE: prints how many seconds the run has from SIGTERM to SIGKILL.
+limit_of() {
+  echo "$(($(cat "$1.stop") + 15))"  # The file holds PREEMPTION_GRACE_S of the run.
 }
 
-stopped() {  # [NAME [UTC]]: how the run ended that stop has sent SIGTERM to
+# stopped [NAME [UTC]]: waits for the run to which stop has sent SIGTERM and prints its exit code.
+# A run that does not end in time is killed.
+stopped() {
   local base
   base=$(base_of "$@" 2>/dev/null) || return 0
   [[ -e $base.stop ]] || return 0
@@ -248,12 +277,12 @@ stopped() {  # [NAME [UTC]]: how the run ended that stop has sent SIGTERM to
   echo "$HOSTNAME stopped $(basename "$base"): exit=$(exit_code "$base" 10)"
 }
 
-# ---- Which verb ----------------------------------------------------------------------------------
+# ---- The command line ----------------------------------------------------------------------------
 
 verb=${1:-}
 shift || true
 case $verb in
   sync | setup | check | start | run | logs | status | ended | stop | stopped) "$verb" "$@" ;;
   env) show_env "$@" ;;
-  *) fail "there is no verb $verb for a worker; ./run_tpu.sh --help tells the verbs for you" ;;
+  *) fail "there is no verb $verb for a worker; ./run_tpu.sh --help lists your verbs" ;;
 esac

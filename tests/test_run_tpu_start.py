@@ -1,11 +1,15 @@
 """run_tpu.sh before a run starts: what it sends to the workers, and which mistakes it finds."""
 
+import dataclasses
 import json
 import re
 import subprocess
 
 import pytest
-from cloud import KEY, SHORT, Cloud, git, last_line
+from cloud import KEY, REPO, SHORT, Cloud, git, last_line
+
+from config import Config
+from runtime.parsing import yaml_name
 
 # ---- What the workers get ------------------------------------------------------------------------
 
@@ -234,3 +238,26 @@ def test_the_help_has_at_most_40_lines(cloud: Cloud) -> None:
     code, lines = cloud.call("--help")
     assert code == 0
     assert len(lines.splitlines()) <= 40 and max(map(len, lines.splitlines())) <= 100
+
+
+# ---- The pages in docs/ --------------------------------------------------------------------------
+
+
+def test_the_page_on_tpu_vms_names_only_verbs_and_flags_that_exist() -> None:
+    usage = (REPO / "run_tpu.sh").read_text(encoding="utf-8")
+    page = (REPO / "docs" / "tpu_vm.md").read_text(encoding="utf-8")
+    verbs = set(re.findall(r"\./run_tpu\.sh ([a-z]+)", page))
+    assert verbs == {"create", "setup", "env", "check", "status", "logs", "stop", "delete"}
+    assert all(re.search(rf"^  (\w+, )?{verb}\b", usage, re.M) for verb in verbs), verbs
+    flags = set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", page))
+    assert "--restart" in flags and all(re.search(rf"{flag}\b", usage) for flag in flags), flags
+
+
+def test_the_page_on_migration_names_only_settings_that_exist() -> None:
+    names = {field.name.upper(): yaml_name(field) for field in dataclasses.fields(Config)}
+    page = (REPO / "docs" / "migration.md").read_text(encoding="utf-8")
+    cells = re.findall(r"^\| ([A-Z_]{4,}(?:, [A-Z_]{4,})*)(?:=none)? [|(]", page, re.M)
+    found = {name for cell in cells for name in cell.split(", ")}
+    assert len(found) >= 30 and found <= names.keys(), found - names.keys()
+    in_a_file = re.findall(r"^\| ([A-Z_]+) \| `([a-z]+\.[a-z_]+)` \|", page, re.M)
+    assert len(in_a_file) == 6 and dict(in_a_file).items() <= names.items()

@@ -41,7 +41,7 @@ exit_code() {
   cat "$1.exit" 2>/dev/null || if alive; then echo running; else echo unknown; fi
 }
 
-# need_python VENV
+# need_python VENV: fails if the Python environment VENV does not exist on this worker.
 need_python() {
   [[ -x $1/bin/python ]] || fail "$HOSTNAME has no $1; run ./run_tpu.sh setup first"
 }

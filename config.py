@@ -4,15 +4,14 @@ A setting is an environment variable, such as `NUM_PRE_Q=4`, or a line of YAML, 
 `rollout.num_pre_q: 4`, in the file that `--config FILE.yaml` names. The YAML name is group.name in
 lower case; where it is another name, the table gives it. The environment wins over the file `.env`
 beside config.py, `.env` over the YAML file, and the YAML file over the defaults. If no layer sets
-MODEL_PATH, the settings of recipes/tiny.yaml replace the defaults.
+MODEL_PATH, the settings of recipes/tiny.yaml replace the defaults. `python config.py` prints every
+setting with its value, meaning and default, as YAML that `--config` reads; with `--processes 2
+--local-devices 4` the batch sizes at the end are those of 2 processes with 4 devices each. A run
+prints a line `changed:` with each setting that is not at its default and the layer that set it. A
+run stops with exit code 2 and a line for each setting that is misspelt, malformed, without effect,
+in contradiction with another, or under the name of another program.
 
-`python config.py` prints every setting with its value, meaning and default, as YAML that `--config`
-reads; with `--processes 2 --local-devices 4` the batch sizes at the end are those of 2 processes
-with 4 devices each. A run prints a line `changed:` with each setting that is not at its default and
-the layer that set it. A run stops with exit code 2 and a line for each setting that is misspelt,
-malformed, without effect, in contradiction with another, or under the name of another program.
-
-In the tables, every number is at least 0 if no other limit is given. "Results depend on" is `value`
+In the table, every number is at least 0 if no other limit is given. "Results depend on" is `value`
 if a resumed run must keep the value of the setting, `content` if a resumed run must come to the
 same files, prompts or sizes, which the checkpoint records, and `none` if the setting may change:
 speed, memory, outputs or evaluation depend on it, and results at most by rounding. "Per process" is
@@ -367,10 +366,10 @@ def describe(cfg: Config, processes: int = 1, local_devices: int = 1) -> str:
 
 
 def markdown() -> str:
-    """The text of docs/settings.md: what begins this file and sizes.py, and tables of settings."""
+    """The text of docs/settings.md: the docstrings of this file and sizes.py, and the table."""
     texts = [text for module in (__doc__, sizes.__doc__) for text in module.split("\n\n")[1:]]
     lines = [f"{textwrap.fill(text, 200, break_on_hyphens=False)}\n" for text in texts]
-    return "\n".join(["# Settings\n", *lines, *parsing.markdown_tables(Config)])
+    return "\n".join(["# Settings\n", *lines, *parsing.markdown_table(Config)])
 
 
 class Command(NamedTuple):

@@ -5,9 +5,8 @@ entropy and the sampled token's logit for each token. Backward computes the logi
 again. Inside a tile runs plain jnp (`jax`) or a TPU kernel (`pallas`); all code around the tiles is
 the same for both. docs/kernel.md compares their memory and time.
 
-Dimensions: n tokens of a device, V vocabulary, D model width, v lm_head rows of a tile. On a mesh
-the tokens are split over (dp, fsdp), V over tp, D over fsdp. Each tile is gathered over fsdp just
-before it is used.
+Dimensions: n tokens of a device, V vocabulary, D model width, v lm_head rows of a tile. A mesh
+splits the tokens over (dp, fsdp), V over tp and D over fsdp; a tile is gathered before its use.
 """
 
 import functools
@@ -20,8 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, PartitionSpec
 
-# Bytes of float32 logits that `jax` may hold per device: of a tile, or of the vocabulary if they
-# fit. This is little of a chip's 16 GiB, and 4096 columns for 16k tokens, enough for fast matmuls.
+# Float32 logits that `jax` may hold per device; 4096 columns for 16k tokens make fast matmuls.
 LOGITS_TILE_BYTES = 256 * 2**20
 MASKED = -1e30  # A logit of probability 0. It is finite because inf - inf is NaN.
 BATCH_AXES = ("dp", "fsdp")  # mesh axes over which the tokens are split

@@ -88,7 +88,7 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, TrainState, Params | None] | Non
     """
     began, stop, out = time.perf_counter(), StopSignal(cfg.preemption_grace_s), None
     try:
-        start_jax(cfg)
+        processes.start_jax(cfg)
         run = set_up(cfg)
         if resume.is_finished(cfg, run.made_with):
             print(f"OUTPUT_DIR={cfg.output_dir}: all STEPS={cfg.steps} are done; raise it to go on")
@@ -112,15 +112,6 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, TrainState, Params | None] | Non
         cfg, out, log, stop, checkpoints, progress, run.made_with, saves=saves, began=began
     )
     return run, life, state, ref_params
-
-
-def start_jax(cfg: Config) -> None:
-    """Joins the other processes, if there are any, before anything touches a device."""
-    processes.start_jax(
-        cache_dir=cfg.jax_compilation_cache_dir or ".jax_cache",
-        init_timeout_s=cfg.init_timeout_s,
-        heartbeat_timeout_s=cfg.heartbeat_timeout_s,
-    )
 
 
 def set_up(cfg: Config) -> Run:
@@ -224,7 +215,7 @@ def how_to_compute(
     tp = layouts.train.mesh.shape["tp"]
     attention = choose_attention(cfg.attention_impl, model, platform, tp)
     training = Compute(model, jnp.dtype(dtype), layouts.train, cfg.remat, impl, attention)
-    rollout = training._replace(layout=layouts.rollout, remat="none")
+    rollout = training._replace(layout=layouts.rollout, remat="none")  # it has no backward pass
     return training, rollout, f"; {layouts.reason}" if layouts.reason else ""
 
 
@@ -418,7 +409,7 @@ def reference_dtype(run: Run) -> Any:
 if __name__ == "__main__":
     with processes.ending_together():
         try:
-            start_jax(config.load(sys.argv[1:]).cfg)
+            processes.start_jax(config.load(sys.argv[1:]).cfg)
         except ValueError as error:
             fail(error)
         versions = processes.versions().items()

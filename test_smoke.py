@@ -19,54 +19,16 @@ from typing import NamedTuple
 import pytest
 
 import config
+from loss import Objective
 from runtime import sizes
 
 REPO = Path(__file__).resolve().parent
-# name -> what it may import of the project; the order is the reading order
-IMPORTS = {
-    "sizes": set(),
-    "parsing": set(),
-    "contradictions": {"parsing"},
-    "config": {"sizes", "parsing", "contradictions"},
-    "rewards": set(),
-    "data": set(),
-    "layout": set(),
-    "attention": {"layout"},
-    "model": {"layout", "attention"},
-    "hf": {"layout", "model"},
-    "rollout": {"layout", "attention", "model"},
-    "loss": set(),
-    "loss_pallas": set(),
-    "update": {"layout", "model", "loss", "loss_pallas"},
-    "metrics": set(),
-    "roofline": {"model", "loss_pallas"},
-    "processes": set(),
-    "memory": {"roofline", "sizes"},
-    "inputs": {"config", "sizes", "rewards", "data", "model", "hf", "metrics", "processes"},
-    "startup": {
-        *("config", "sizes", "rewards", "data", "layout", "model", "hf", "rollout", "loss"),
-        *("loss_pallas", "update", "metrics", "roofline", "processes", "inputs"),
-    },
-    "checkpoint": {"processes"},
-    "sampling": {
-        *("rewards", "data", "layout", "model", "rollout", "update", "metrics", "processes"),
-        "startup",
-    },
-    "resume": {
-        *("config", "model", "hf", "update", "processes", "inputs", "startup", "checkpoint"),
-        "sampling",
-    },
-    "hlo": set(),
-    "programs": {
-        *("config", "sizes", "layout", "attention", "model", "rollout", "update", "roofline"),
-        "startup",
-    },
-    "plan_tpu": {
-        *("config", "sizes", "layout", "hf", "rollout", "roofline", "startup", "hlo", "programs"),
-    },
-    "bench": {"config", "loss_pallas", "roofline", "programs"},
-    "compare_objectives": set(),
-    "plot_run": set(),
+# room -> the rooms whose files it may import; "" is the top level
+ROOMS = {
+    "runtime": {"runtime"},
+    "models": {"runtime", "models"},
+    "": {"runtime", "models", ""},
+    "tools": {"runtime", "models", "", "tools"},
 }
 
 
@@ -221,23 +183,67 @@ def test_a_mistake_ends_in_one_line_and_exit_code_2(
 # ---- Guards on the text --------------------------------------------------------------------------
 
 
+def code() -> dict[str, Path]:
+    """{module: file} of all code but the tests, such as "models.hf"."""
+    files = [file for room in ROOMS for file in sorted((REPO / room).glob("*.py"))]
+    named = {".".join(file.relative_to(REPO).with_suffix("").parts): file for file in files}
+    return {name: file for name, file in named.items() if file.stem != "__init__"}
+
+
 def imported(file: Path) -> set[str]:
-    """Top names of every import in a file."""
+    """The modules of this project that a file imports anywhere in it."""
     nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
     names = {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names}
-    names |= {n.module for n in nodes if isinstance(n, ast.ImportFrom)}
-    return {name.partition(".")[0] for name in names}
+    froms = [n for n in nodes if isinstance(n, ast.ImportFrom)]
+    names |= {n.module for n in froms} | {f"{n.module}.{a.name}" for n in froms for a in n.names}
+    return names & code().keys()
 
 
-@pytest.mark.parametrize("file", sorted(REPO.glob("*.py")), ids=lambda file: file.stem)
-def test_every_script_can_be_imported(file: Path) -> None:
-    importlib.import_module(file.stem)
+def room(module: str) -> str:
+    return module.rpartition(".")[0]
 
 
-@pytest.mark.parametrize("name", IMPORTS)
-def test_imports_go_one_way(name: str) -> None:
-    own = {file.stem for file in REPO.glob("*.py")}
-    assert imported(REPO / f"{name}.py") & own <= IMPORTS[name]
+@pytest.mark.parametrize("module", code())
+def test_every_file_can_be_imported(module: str) -> None:
+    importlib.import_module(module)
+
+
+@pytest.mark.parametrize("module", code())
+def test_a_file_imports_only_from_its_room_and_the_rooms_below(module: str) -> None:
+    above = {name for name in imported(code()[module]) if room(name) not in ROOMS[room(module)]}
+    assert above == ({"tools.plan_tpu"} if module == "train_grpo" else set())  # for --plan
+
+
+def test_imports_have_no_circles() -> None:
+    graph = {name: imported(file) for name, file in code().items()}
+    graph["train_grpo"].remove("tools.plan_tpu")
+    while leaves := [name for name, needs in graph.items() if not needs & graph.keys()]:
+        for name in leaves:
+            del graph[name]
+    assert graph == {}
+
+
+def test_the_top_level_has_at_most_twelve_files_and_each_room_says_what_it_is() -> None:
+    top = {module for module in code() if room(module) == ""}
+    assert top == set(
+        "train_grpo config rewards data rollout sampling loss loss_pallas update metrics startup "
+        "test_smoke".split()
+    )
+    for folder in ROOMS.keys() - {""}:
+        text = (REPO / folder / "__init__.py").read_text(encoding="utf-8")
+        assert re.fullmatch(r'"""[^"]+[.]"""\n', text), folder
+
+
+def test_files_that_people_copy_alone_import_nothing_of_ours() -> None:
+    for name in ("loss", "loss_pallas", "data"):
+        assert imported(code()[name]) == set(), name
+    everyone = {name: imported(file) for name, file in code().items()}
+    takes_config = {name for name, needs in everyone.items() if "config" in needs}
+    assert {n for n in takes_config if room(n) != "tools"} == {
+        "train_grpo",
+        "startup",
+        "test_smoke",
+    }
 
 
 def settings_read(code: str) -> set[str]:
@@ -252,10 +258,11 @@ def settings_read(code: str) -> set[str]:
 
 
 def test_every_setting_is_read() -> None:
-    files = ("sizes", "inputs", "startup", "resume", "train_grpo", "sampling")
-    texts = [(REPO / f"{name}.py").read_text(encoding="utf-8") for name in files]
+    modules = [name for name in code() if room(name) != "tools"]
+    texts = [code()[name].read_text(encoding="utf-8") for name in modules]
     read = set.union(*map(settings_read, texts))
-    read |= {*sizes.PASS_SIZES, *sizes.STEP_SIZES, *sizes.MICRO_SIZES}  # these are read by name
+    # These are read by name.
+    read |= {*sizes.PASS_SIZES, *sizes.STEP_SIZES, *sizes.MICRO_SIZES, *Objective._fields}
     assert {field.name for field in dataclasses.fields(config.Config)} - read == set()
 
 
@@ -264,12 +271,22 @@ def test_a_setting_is_not_read_by_another_whose_name_begins_with_it() -> None:
     assert settings_read("cfg.steps = other.seed = run.cfg.top_k  # cfg.top_p") == {"top_k"}
 
 
-def test_the_readme_lists_every_setting_with_its_default() -> None:
+def test_the_readme_is_short_and_its_settings_and_files_exist() -> None:
     readme = (REPO / "README.md").read_text(encoding="utf-8")
-    for field in dataclasses.fields(config.Config):
-        default = config.to_text(field.default).strip('"')
-        entry = f"{field.name.upper()} {default}".strip()
-        assert re.search(rf"[ ,]{re.escape(entry)}[, ]", readme), entry
+    assert len(readme.splitlines()) <= 150
+    pages = [readme, *(page.read_text("utf-8") for page in sorted((REPO / "docs").glob("*.md")))]
+    for page in pages:
+        assert len(page.splitlines()) <= 150 and max(map(len, page.splitlines())) <= 200
+    known = {
+        field.name.upper(): config.to_text(field.default)
+        for field in dataclasses.fields(config.Config)
+    }
+    table = re.findall(r"^\| `?([A-Z][A-Z_]+)`? \| `?([^|`]*)`? \|", readme, re.M)
+    assert len(table) == 15
+    for name, default in table:
+        assert known[name].strip('"') == default.strip().removeprefix("empty"), name
+    for link in re.findall(r"\]\(([\w/.]+)\)", readme):
+        assert (REPO / link).exists(), link
 
 
 def test_the_readme_s_commands_are_those_that_ci_runs() -> None:

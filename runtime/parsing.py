@@ -387,15 +387,14 @@ def changed(cfg: Any, layers: Mapping[str, str]) -> str:
     )
 
 
-def markdown_tables(config: type) -> list[str]:
-    """Lines of Markdown: for each group a table of its settings."""
-    lines: list[str] = []
-    for group, fields in itertools.groupby(
-        dataclasses.fields(config), lambda field: field.metadata["group"]
-    ):
-        columns = f"{group} | default | what it does | results depend on | per process"
-        lines += ["", f"| {columns} |", "|---|---|---|---|---|", *map(markdown_line, fields)]
-    return lines[1:]
+def markdown_table(config: type) -> list[str]:
+    """Lines of Markdown: a table of the settings, with a line for the name of each group."""
+    header = "| setting | default | what it does | results depend on | per process |"
+    lines = [header, "|---|---|---|---|---|"]
+    groups = itertools.groupby(dataclasses.fields(config), lambda field: field.metadata["group"])
+    for group, fields in groups:
+        lines += [f"| **{group}** | | | | |", *map(markdown_line, fields)]
+    return lines
 
 
 def markdown_line(field: dataclasses.Field) -> str:

@@ -32,18 +32,19 @@ TASKS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")  # the numbers of tasks that sr
 ROOMS = ("", "models", "runtime", "tools")  # the folders of this project's code
 
 
-def start_jax(*, cache_dir: str, init_timeout_s: int, heartbeat_timeout_s: int) -> None:
+def start_jax(cfg: Any) -> None:
     """Joins the other processes, if there are any, and prints the devices.
 
-    It comes before anything touches a device. cache_dir: of compiled programs. Raises ValueError
-    if there is no device of the kind that JAX_PLATFORMS names.
+    It has to come before anything touches a device. Raises ValueError if there is no device of the
+    kind that JAX_PLATFORMS names.
     """
-    jax.config.update("jax_compilation_cache_dir", os.path.abspath(cache_dir))
+    cache = os.path.abspath(cfg.jax_compilation_cache_dir or ".jax_cache")
+    jax.config.update("jax_compilation_cache_dir", cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     if not os.environ.get("JAX_PLATFORMS") and not has_tpu():
         # jax would start libtpu, if it is installed, and libtpu prints errors without a TPU.
         register_backend_factory("tpu", lambda: None)
-    join(init_timeout_s=init_timeout_s, heartbeat_timeout_s=heartbeat_timeout_s)
+    join(init_timeout_s=cfg.init_timeout_s, heartbeat_timeout_s=cfg.heartbeat_timeout_s)
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # an AssertionError: it is not installed

@@ -207,5 +207,8 @@ def test_a_malformed_return_is_named(returned: object, message: str) -> None:
 
 def test_each_function_has_a_weight() -> None:
     functions = load_reward_functions("reward_correct,reward_format", timeout_s=1)
-    with pytest.raises(ValueError, match="REWARD_WEIGHTS has 3 numbers.*correct, reward_format"):
+    with pytest.raises(
+        ValueError,
+        match="=1.0,0.5,0.5 has 3 numbers; give 2, one each for reward_correct, reward_format",
+    ):
         total_rewards(["a"], {"answer": ["1"]}, functions, [1.0, 0.5, 0.5])

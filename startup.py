@@ -86,7 +86,9 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, TrainState, Params | None] | Non
 
     None if OUTPUT_DIR holds this run and all is done. Ends the program for a user's mistake.
     """
-    began, stop, out = time.perf_counter(), StopSignal(cfg.preemption_grace_s), None
+    began = time.perf_counter()
+    stop = StopSignal(cfg.preemption_grace_s)
+    out = None
     try:
         processes.start_jax(cfg)
         run = set_up(cfg)

@@ -76,18 +76,6 @@ from update import (
     zero_grads,
 )
 
-# If a device runs out of memory: the function that waited for it -> the programs that it runs, and
-# the settings of the sizes on which their memory depends.
-WAITING = {
-    "load_state": ("what holds the weights and the optimizer's state", ()),
-    "save": ("checksums", ()),
-    "generate": ("prefill or decode", PASS_SIZES),
-    "with_ref_logps": ("compute_logps", MICRO_SIZES),
-    "keep_top_entropy": ("compute_logps", MICRO_SIZES),
-    "one_update": ("micro_step or optimizer_step", MICRO_SIZES),
-    "update_policy": ("mix_weights", MICRO_SIZES),
-}
-
 
 def main(cfg: Config) -> None:
     """Trains the model for STEPS steps, evaluates it on the way, and exports it."""
@@ -100,38 +88,42 @@ def main(cfg: Config) -> None:
     def save() -> None:
         life.save({"state": state} | ({"ref_params": ref_params} if cfg.beta > 0 else {}))
 
-    with life.ending(save):  # a signal or a mistake ends the run in here, after a save
+    with life.ending(save):  # after a signal it saves a checkpoint and ends the program
         for step in range(life.progress.step, cfg.steps):
             # ---- Evaluation: the accuracy on held-out questions; step 0 is the baseline ----------
             if cfg.eval_every_steps and step % cfg.eval_every_steps == 0:
                 life.progress.evals[step] = evaluate(run, life, state.params, eval_key, step)
             clock = Clock()
 
-            # ---- Rollout and rewards: K completions of each of P prompts -------------------------
+            # ---- Rollout: K completions of each of P prompts, to the host and rewarded there -----
             decoder = copy_to_decode(run, state.params)
             clock.lap("rollout_sync")
-            first_round = life.progress.rounds
-            sampled = sample_groups(run, decoder, life.stop, rollout_key, first_round, clock)
-            groups, results = sampled.groups, sampled.groups.results  # [b, T] here, [B] of all
+            rounds = life.progress.rounds
+            sampled = sample_groups(run, decoder, life.stop, rollout_key, rounds, clock)
+            groups = sampled.groups  # completions of this process [b, T], rewards of all [B]
             del decoder
 
             # ---- Advantages: how much better each completion is than its group -------------------
             advantages = group_advantages(
-                results.rewards,
+                groups.results.rewards,
                 cfg.num_pre_q,
                 estimator=cfg.adv_estimator,
                 scale_rewards=cfg.scale_rewards,
-                per_function=results.per_function,
+                per_function=groups.results.per_function,
                 weights=cfg.reward_weights,
             )  # [B]
-            counted = (results.stopped > 0) | (not cfg.mask_truncated_completions)  # [B]
+            stopped = groups.results.stopped > 0  # [B] False: cut off at MAX_LENGTH_SAMPLE
+            counted = stopped | (not cfg.mask_truncated_completions)  # [B] what the loss takes
             clock.lap("advantages")
 
-            # ---- Update: PPO_EPOCHS times the gradient of all micro-batches, then the optimizer --
+            # ---- Micro-batches, on the devices ---------------------------------------------------
             micro_batches = split_into_micro_batches(run, groups, advantages, counted)
             clock.lap("shard")
             micro_batches = with_ref_logps(run, ref_params, micro_batches)
-            micro_batches, counts = count_tokens(run, state.params, micro_batches, results, counted)
+            micro_batches = with_top_entropy(run, state.params, micro_batches)
+            counts = count_tokens(groups.results, counted, micro_batches)
+
+            # ---- Update: PPO_EPOCHS optimizer steps, each on the gradients of all micro-batches --
             lr = learning_rate(
                 step,
                 peak=cfg.learning_rate,
@@ -148,9 +140,8 @@ def main(cfg: Config) -> None:
             if cfg.dynamic_sampling:
                 metrics |= sampling_metrics(sampled)
             metrics["learning_rate"] = lr
-            log_step(
-                run, life.log, Step(step, metrics, results, advantages, counted, clock), groups
-            )
+            done = Step(step, metrics, groups.results, advantages, counted, clock)
+            log_step(run, life.log, done, groups)
 
             # ---- Save ----------------------------------------------------------------------------
             wrong = not_finite(metrics)
@@ -205,22 +196,6 @@ def split_into_micro_batches(
     return [micro_batch(i) for i in range(run.sizes.grad_accum_steps)]
 
 
-def count_tokens(
-    run: Run,
-    params: Params,
-    micro_batches: list[MicroBatch],
-    results: StepResults,
-    counted: np.ndarray,
-) -> tuple[list[MicroBatch], Counts]:
-    """What the sums over the step are divided by, and the micro-batches, which get their top_mask
-    if TOP_ENTROPY_QUANTILE chooses tokens. counted: [B] bool."""
-    num_tokens = num_top_tokens = int((results.completion_lengths * counted).sum())
-    if run.cfg.top_entropy_quantile < 1:
-        micro_batches, num_top_tokens = keep_top_entropy(run, params, micro_batches)
-    totals = (num_tokens, len(results.rewards), num_top_tokens)
-    return micro_batches, Counts(*(np.float32(max(total, 1)) for total in totals))
-
-
 def with_ref_logps(
     run: Run, ref_params: Params | None, micro_batches: list[MicroBatch]
 ) -> list[MicroBatch]:
@@ -234,28 +209,39 @@ def with_ref_logps(
     ]
 
 
-def keep_top_entropy(
-    run: Run, params: Params, micro_batches: list[MicroBatch]
-) -> tuple[list[MicroBatch], int]:
-    """The micro-batches with their top_mask, and how many tokens of the step it keeps.
+def with_top_entropy(run: Run, params: Params, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+    """The micro-batches with their top_mask, if TOP_ENTROPY_QUANTILE chooses tokens.
 
     The entropies come from a forward pass before the first update. The threshold is that of the
     complete step, so that it does not depend on the micro-batch.
     """
-    cfg, layout, r = run.cfg, run.training.layout, run.sizes.micro_batch_size
+    if run.cfg.top_entropy_quantile == 1:
+        return micro_batches
+    layout, r = run.training.layout, run.sizes.micro_batch_size
     entropies = [
-        local_part(compute_logps(params, micro_batch, cfg.temperature, run.training)[1])
-        for micro_batch in micro_batches
+        local_part(compute_logps(params, batch, run.cfg.temperature, run.training)[1])
+        for batch in micro_batches
     ]
-    masks = [local_part(micro_batch.completion_mask) for micro_batch in micro_batches]
+    masks = [local_part(batch.completion_mask) for batch in micro_batches]
     entropy, mask = (gather_processes(np.concatenate(x)) for x in (entropies, masks))  # [B, T]
-    top = top_entropy_mask(entropy, mask, cfg.top_entropy_quantile)  # [B, T]
+    top = top_entropy_mask(entropy, mask, run.cfg.top_entropy_quantile)  # [B, T]
     local = top[run.local_sequences()].astype(np.int32)  # [b, T]
-    kept = [
-        micro_batch._replace(top_mask=shard_batch(local[i * r : (i + 1) * r], layout))
-        for i, micro_batch in enumerate(micro_batches)
+    return [
+        batch._replace(top_mask=shard_batch(local[i * r : (i + 1) * r], layout))
+        for i, batch in enumerate(micro_batches)
     ]
-    return kept, int(top.sum())
+
+
+def count_tokens(
+    results: StepResults, counted: np.ndarray, micro_batches: list[MicroBatch]
+) -> Counts:
+    """What the sums over the complete step are divided by. counted: [B] bool."""
+    num_tokens = num_top_tokens = int((results.completion_lengths * counted).sum())
+    if micro_batches[0].top_mask is not None:
+        top_masks = [local_part(batch.top_mask) for batch in micro_batches]
+        num_top_tokens = int(gather_processes(np.concatenate(top_masks)).sum())
+    totals = (num_tokens, len(results.rewards), num_top_tokens)
+    return Counts(*(np.float32(max(total, 1)) for total in totals))
 
 
 def gather_batch(micro_batches: list[MicroBatch]) -> dict[str, np.ndarray]:
@@ -286,7 +272,8 @@ def update_policy(
 
     An update whose loss or gradient is not finite leaves the state as it is, and is the last one.
     """
-    cfg, epochs = run.cfg, []
+    cfg = run.cfg
+    epochs = []
     for epoch in range(cfg.ppo_epochs):
         # Once the first update is applied, the run stops only after the step.
         check = stop if epoch == 0 else None
@@ -314,7 +301,8 @@ def one_update(
 ) -> tuple[TrainState, dict[str, float], list[jax.Array]]:
     """One optimizer step on the sum of the gradients of all micro-batches: the state, the metrics,
     and the log-probabilities [R, T] of each micro-batch before the update."""
-    grads, parts, before = zero_grads(state.params), [], []
+    grads = zero_grads(state.params)
+    parts, before = [], []
     for micro_batch in micro_batches:
         if stop:
             stop.check()
@@ -351,14 +339,16 @@ def evaluate(
     Decoding is greedy with EVAL_SAMPLES=1; else it draws so many completions of each question at
     the run's temperature.
     """
-    clock, cfg, samples = Clock(), run.cfg, run.cfg.eval_samples
+    clock = Clock()
+    cfg, samples = run.cfg, run.cfg.eval_samples
     prompts = run.test if full or not cfg.eval_prompts else run.test[: cfg.eval_prompts]
     processes = jax.process_count()
     size = eval_questions(cfg, run.sizes, jax.local_device_count())  # of a pass, per process
     passes = math.ceil(len(prompts) / (size * processes))
     padded = [*prompts, *[prompts[-1]] * (passes * size * processes - len(prompts))]
     width = prompt_width(max(len(prompt.ids) for prompt in prompts), cfg.global_length)
-    decoder, tables = copy_to_decode(run, params), []
+    decoder = copy_to_decode(run, params)
+    tables = []
     for i in range(passes):
         life.stop.check()
         first = (i * processes + jax.process_index()) * size  # this process's first question
@@ -405,6 +395,19 @@ def export(run: Run, out: Path, params: Params) -> None:
         )
     except OSError as error:
         raise OSError(f"EXPORT_HF={folder} cannot be written: {error}") from None
+
+
+# If a device runs out of memory: the function that waited for it -> the programs that it runs, and
+# the settings of the sizes on which their memory depends.
+WAITING = {
+    "load_state": ("what holds the weights and the optimizer's state", ()),
+    "save": ("checksums", ()),
+    "generate": ("prefill or decode", PASS_SIZES),
+    "with_ref_logps": ("compute_logps", MICRO_SIZES),
+    "with_top_entropy": ("compute_logps", MICRO_SIZES),
+    "one_update": ("micro_step or optimizer_step", MICRO_SIZES),
+    "update_policy": ("mix_weights", MICRO_SIZES),
+}
 
 
 if __name__ == "__main__":

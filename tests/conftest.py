@@ -1,11 +1,13 @@
-"""Eight CPU devices, set before jax is imported, so that sharded programs run anywhere.
+"""Gives the tests eight CPU devices, before jax is imported, so that sharded programs run anywhere.
 
-XLA's older emitters compile in half the time; runs that tests start by themselves use its defaults.
+XLA's older emitters compile in half the time. The runs that tests start as processes do not read
+these flags.
 """
 
 import importlib.util
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,9 +19,10 @@ flags += " --xla_force_host_platform_device_count=8 --xla_cpu_use_fusion_emitter
 os.environ["XLA_FLAGS"] = flags.strip()
 
 QUICK = "not slow and not parity"  # the addopts of pyproject.toml
-# A worker takes whole files: those that take longest come first, so that both end together.
+# A worker takes one file after the other. The files that take longest come first, so that both
+# workers end together.
 LONGEST = """
-    test_run_tpu.py test_train.py test_reliability.py test_tpu.py test_sampling_rounds.py
+    test_run_tpu.py test_train.py test_reliability.py test_tpu.py test_rollout.py
     test_run_tpu_start.py test_mistakes.py test_loss_pallas.py test_plan.py test_variants.py
     test_processes.py
 """.split()
@@ -27,12 +30,12 @@ LONGEST = """
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr == QUICK and all("::" in arg for arg in config.args):
-        config.option.markexpr = ""  # a test that is asked for by its name runs, whatever its tier
+        config.option.markexpr = ""  # a test that the user names runs, also if it is slow
     lacking = [name for name in ("torch", "wandb") if importlib.util.find_spec(name) is None]
     if config.option.markexpr == "parity" and lacking:
         raise pytest.UsageError(
             f"`pytest -m parity` compares with {' and '.join(lacking)}, which this environment "
-            f"lacks; in one of its own: pip install -r requirements-parity.txt"
+            f"lacks; in an environment for it: pip install -r requirements-parity.txt"
         )
 
 
@@ -43,12 +46,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """With NO_SKIPS=1, as .ci/run sets it, a claim that was skipped is a failure."""
+    """With NO_SKIPS=1, which .ci/run sets, a skipped test is a failure."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     reports = reporter.stats.get("skipped", []) if reporter else []
-    claims = [report.nodeid for report in reports if isinstance(report, pytest.TestReport)]
-    if claims and os.environ.get("NO_SKIPS") == "1":
-        print("\nerror: NO_SKIPS=1, and these were skipped:", *claims, sep="\n  ")
+    skipped = [report.nodeid for report in reports if isinstance(report, pytest.TestReport)]
+    if skipped and os.environ.get("NO_SKIPS") == "1":
+        print("\nerror: NO_SKIPS=1, and these were skipped:", *skipped, sep="\n  ")
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
@@ -57,11 +60,21 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
+@pytest.fixture(scope="module")
+def quick_compiles() -> Iterator[None]:
+    """Programs compile sooner and run slower. A test file asks for it with usefixtures."""
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture
 def cloud(tmp_path: Path, cache: Path):
     made = Cloud(tmp_path, cache)
     yield made
-    for file in tmp_path.glob("worker*/grpo/logs/*Z.pid"):  # of a test that failed
+    for file in tmp_path.glob("worker*/grpo/logs/*Z.pid"):  # a failed test leaves them
         try:
             os.kill(int(file.read_text()), signal.SIGKILL)
         except (ProcessLookupError, ValueError):

@@ -1,405 +1,421 @@
-"""Claims about rollout.py: what is drawn, with which probability, and where a completion ends.
+"""What a step learns from: groups, tokens, objectives. The runs' rewards write down what they saw;
+before the first update the ratio is 1, so that the loss of a token is minus its advantage."""
 
-The reference is a Qwen2 in float64 numpy that sees one unpadded sequence and has no cache.
-"""
-
-import functools
 import math
-import operator
-from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from test_train import Result, train, train_two
 
-from models.model import Leaf, ModelConfig, Params, param_shardings, param_table
-from rollout import (
-    Rollout,
-    Sampling,
-    bucket,
-    decode,
-    filter_logits,
-    generate,
-    pad_prompts,
-    prefill,
-    prompt_width,
-    sample,
-    share,
-)
-from runtime.layout import ROLLOUT_BATCH_AXES, Layout
+from config import Config
+from data import Prompt, batch_indices, load_rows
+from loss import Objective
+from metrics import StepRows
+from rollout import Rollout
+from sampling import Round, choose_groups, enough, equal_groups
+from startup import set_up
 
-CONFIG = ModelConfig(
-    vocab_size=40,
-    hidden_size=16,
-    intermediate_size=24,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    rms_norm_eps=1e-5,
-    rope_theta=100.0,
-    rope_llama3=None,
-    tied=False,
-    qkv_bias=True,
-    qk_norm=False,
-    max_positions=64,
-)
-PAD = 39  # also an ordinary token, that may be drawn and does not stop
-NEVER = -1  # a stop id that no token has
-WARM = Sampling(0.7)
-PROMPTS = [[5, 11, 2], [7, 7, 30, 1, 19, 8, 24]]
+NAN = math.nan
+P, K, T = 4, 8, 24  # of every run here; T cuts off some of the completions and not others
+END = 2  # the tiny model's stop token
+# Depends on the text where the answer is a multiple of DIFFER, and is 0.7 elsewhere.
+REWARDS = """
+import json
+import os
+import zlib
+def hashed(completions, question, answer, completion_ids, **columns):
+    varied = [int(a.rpartition("####")[2]) % int(os.environ["DIFFER"]) == 0 for a in answer]
+    pairs = zip(completions, varied)
+    rewards = [zlib.crc32(text.encode()) % 5 / 2 if v else 0.7 for text, v in pairs]
+    with open(os.environ["RECORD_TO"], "a", encoding="utf-8") as file:
+        for row in zip(question, rewards, completion_ids):
+            file.write(json.dumps(row) + "\\n")
+    return rewards
+"""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compiles() -> Iterator[None]:
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+class Group(NamedTuple):
+    """What the reward saw of one prompt's completions."""
+
+    question: str
+    rewards: np.ndarray  # [K]
+    ids: list[list[int]]  # [K] tokens
+
+    def differs(self) -> bool:
+        return len(set(self.rewards)) > 1
 
 
-@functools.cache
-def weights() -> Params:
-    """Float64 numpy parameters whose distributions have about 2 nats and depend on every token."""
-    rng = np.random.default_rng(0)
-
-    def draw(leaf: Leaf) -> np.ndarray:
-        scales = {"norm": 0.2, "bias": 0.3, "embed": 1.0, "lm_head": 0.4}
-        known = [scale for word, scale in scales.items() if word in leaf.name]
-        scale = known[0] if known else leaf.shape[1] ** -0.5
-        return scale * rng.normal(size=leaf.shape) + ("norm" in leaf.name)
-
-    return jax.tree.map(draw, param_table(CONFIG))
+def groups_of(result: Result) -> list[Group]:
+    columns = [zip(*rows, strict=True) for rows in parts(result.completions, K)]
+    return [Group(questions[0], np.array(rewards), ids) for questions, rewards, ids in columns]
 
 
-def numpy_logits(params: Params, ids: list[int]) -> np.ndarray:
-    """[n, V] float64: the logits after each of n tokens."""
-    c, n = CONFIG, len(ids)
-    angles = np.arange(n)[:, None] * c.rope_theta ** (-np.arange(0, c.head_dim, 2) / c.head_dim)
-    cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
-
-    def norm(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
-        return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + c.rms_norm_eps) * scale
-
-    def heads(x: np.ndarray, count: int, rotated: bool = True) -> np.ndarray:
-        x = x.reshape(n, count, c.head_dim)
-        a, b = np.split(x, 2, axis=-1)
-        turned = np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-        return (turned if rotated else x).repeat(c.num_heads // count, axis=1)  # [n, H, h]
-
-    x = params.embed[ids]
-    for i in range(c.num_layers):
-        w = jax.tree.map(operator.itemgetter(i), params.layers)
-        y = norm(x, w.attn_norm)
-        q, k = heads(y @ w.wq + w.bq, c.num_heads), heads(y @ w.wk + w.bk, c.num_kv_heads)
-        v = heads(y @ w.wv + w.bv, c.num_kv_heads, rotated=False)
-        scores = np.einsum("ihd,jhd->hij", q, k) / math.sqrt(c.head_dim)
-        scores = np.exp(np.where(np.tri(n, dtype=bool), scores, -np.inf))
-        attention = scores / scores.sum(axis=-1, keepdims=True)
-        x = x + np.einsum("hij,jhd->ihd", attention, v).reshape(n, -1) @ w.wo
-        y = norm(x, w.mlp_norm)
-        gate = y @ w.gate
-        x = x + (gate / (1 + np.exp(-gate)) * (y @ w.up)) @ w.down
-    return norm(x, params.final_norm) @ params.lm_head.T
+def parts(items: list, size: int) -> list[list]:
+    return [items[i : i + size] for i in range(0, len(items), size)]
 
 
-def numpy_softmax(logits: np.ndarray) -> np.ndarray:
-    unnormalised = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    return unnormalised / unnormalised.sum(axis=-1, keepdims=True)
+def lengths(groups: list[Group]) -> np.ndarray:
+    return np.array([len(ids) for g in groups for ids in g.ids])
 
 
-def numpy_filter(probs: np.ndarray, sampling: Sampling) -> np.ndarray:
-    """probs [V] with what the filters drop at 0, and the rest made to sum to 1."""
-    ranked = list(np.argsort(-probs))
-    if sampling.top_k:
-        ranked = ranked[: sampling.top_k]
-    total, mass, kept = probs[ranked].sum(), 0.0, []
-    for token in ranked:
-        if mass < sampling.top_p * total:
-            kept.append(token)
-        mass += probs[token]
-    kept = [token for token in kept if probs[token] >= sampling.min_p * probs.max()]
-    filtered = np.zeros_like(probs)
-    filtered[kept] = probs[kept] / probs[kept].sum()
-    return filtered
+def centered(r: np.ndarray) -> np.ndarray:
+    return r - r.mean(axis=1, keepdims=True)
 
 
-def layout(*shape: int) -> Layout:
-    devices = np.array(jax.devices()[: math.prod(shape)]).reshape(shape)
-    return Layout(Mesh(devices, ("dp", "fsdp", "tp")), ROLLOUT_BATCH_AXES)
+def scaled(r: np.ndarray) -> np.ndarray:
+    return centered(r) / (r.std(axis=1, ddof=1, keepdims=True) + 1e-4)
 
 
-def run(
-    sampling: Sampling = WARM,
-    prompts: list[list[int]] = PROMPTS,
-    K: int = 8,
-    *,
-    T: int = 12,
-    rows: range | None = None,
-    key: int = 0,
-    stop_ids: tuple[int, ...] = (NEVER,),
-    mesh: tuple[int, int, int] = (1, 1, 1),
-    params: Params | None = None,
-) -> Rollout:
-    where = layout(*mesh)
-    params = jax.tree.map(np.float32, params or weights())
-    ids, mask = pad_prompts(prompts, 11, PAD)
-    return generate(
-        jax.device_put(params, param_shardings(CONFIG, where.mesh)), CONFIG, ids, mask,
-        np.array(rows or range(len(prompts) * K), np.int32), jax.random.key(key),
-        num_pre_q=K, max_new_tokens=T, stop_ids=stop_ids, pad_id=PAD, sampling=sampling,
-        dtype=jnp.dtype("float32"), layout=where,
-    )  # fmt: skip
+def advantages(groups: list[Group]) -> np.ndarray:
+    """[P*K], the default ones."""
+    return scaled(np.array([g.rewards for g in groups])).reshape(-1)
 
 
-def assert_same(a: Rollout, b: Rollout) -> None:
-    assert a.completion_ids.tolist() == b.completion_ids.tolist()
-    assert a.completion_mask.tolist() == b.completion_mask.tolist()
-    np.testing.assert_allclose(a.sampling_logps, b.sampling_logps, atol=1e-5)
+def token_mean_loss(advantages: np.ndarray, lengths: np.ndarray) -> float:
+    return -(advantages * lengths).sum() / lengths.sum()
 
 
-# ---- What is drawn -------------------------------------------------------------------------------
+def of(result: Result, name: str) -> list[float]:
+    """A number of every step."""
+    return [record[f"train-{name}"] for record in result.records]
 
 
-def test_greedy_tokens_are_the_argmax_of_the_whole_sequence_s_forward() -> None:
-    """Until every row has ended; what comes after is padding that no one computed."""
-    prompts, K, T = [*PROMPTS, [33]], 5, 7  # the last has nothing before its last token
-    tokens: list[list[int]] = [[], [], []]
-    logps: list[list[float]] = [[], [], []]
-    for p, prompt in enumerate(prompts):
-        for _ in range(T):
-            probs = numpy_softmax(numpy_logits(weights(), prompt + tokens[p])[-1])
-            tokens[p].append(int(probs.argmax()))
-            logps[p].append(math.log(probs.max()))
-    stop_ids = tuple({row[4] for row in tokens})
-    roll = run(Sampling(temperature=0.0), prompts, K, T=T, stop_ids=stop_ids)
-    for name, dtype in zip(roll._fields, ("int32", "int32", "float32"), strict=True):
-        assert getattr(roll, name).shape == (15, 7) and getattr(roll, name).dtype == dtype
-    for p in range(3):
-        n = 1 + min(t for t in range(T) if tokens[p][t] in stop_ids)
-        group = slice(p * K, (p + 1) * K)
-        assert roll.completion_ids[group].tolist() == [tokens[p][:n] + [PAD] * (T - n)] * K
-        assert roll.lengths()[group].tolist() == [n] * K
-        expected = [logps[p][:n] + [0.0] * (T - n)] * K
-        np.testing.assert_allclose(roll.sampling_logps[group], expected, atol=2e-5)
+def assert_same(a: Result, b: Result, *names: str) -> None:
+    for name in names:
+        assert of(a, f"other/{name}") == pytest.approx(of(b, f"other/{name}"), 1e-5, 1e-7), name
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rounds")
+    (folder / "mine.py").write_text(REWARDS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(folder: Path) -> dict[str, str]:
+    """The settings of every run here."""
+    return {
+        "REWARD_FN": f"{folder / 'mine.py'}:hashed",
+        "REWARD_WEIGHTS": "1",
+        "DIFFER": "1",
+        "ROLLOUT_GLOBAL_BATCH_SIZE": str(P),
+        "NUM_PRE_Q": str(K),
+        "MAX_LENGTH_SAMPLE": str(T),
+        "TRAIN_MICRO_BATCH_SIZE": str(P * K),
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # compiles sooner
+    }
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path, base: dict[str, str]) -> Result:
+    return train(folder / "plain", **base)
+
+
+@pytest.fixture(scope="module")
+def picky(base: dict[str, str]) -> dict[str, str]:
+    """Of all groups, completions and tokens, learn from some."""
+    settings = {"DIFFER": "2", "DYNAMIC_SAMPLING": "1", "MASK_TRUNCATED_COMPLETIONS": "1"}
+    return base | settings | {"TOP_ENTROPY_QUANTILE": "0.2", "ENTROPY_COEF": "0.01"}
+
+
+@pytest.fixture(scope="module")
+def picked(folder: Path, picky: dict[str, str]) -> Result:
+    return train(folder / "picked", **picky)
+
+
+# ---- Dynamic sampling ----------------------------------------------------------------------------
+
+
+def rounds_of(*rewards: list[float], size: int = 3) -> tuple[SimpleNamespace, list[Round]]:
+    """A run of P=3, K=4 and its rounds with these rewards; prompts and rows are numbered."""
+    rounds = []
+    for number, row in enumerate(rewards):
+        first, count = number * len(row), len(row)
+        ids = np.arange(first, first + count)[:, None]  # [B, 1]
+        prompts = [Prompt([first // 4 + i], {}) for i in range(count // 4)]
+        table = np.column_stack([row, 100 + ids, 200 + ids, ids % 2, ids, -ids])
+        rounds.append(Round(prompts, Rollout(ids, ids + 1000, ids + 0.5), StepRows.of(table)))
+    settings = {"dynamic_sampling": True, "dynamic_sampling_max_rounds": 3}
+    cfg = SimpleNamespace(num_pre_q=4, adv_estimator="grpo", **settings)
+    return SimpleNamespace(cfg=cfg, sizes=SimpleNamespace(prompts_per_step=size)), rounds
+
+
+SAME = [[0.7] * 4, [0.0] * 4, [1.0] * 4, [NAN] * 4, [NAN, 1.0, 1.0, 1.0]]
+# The mean of the first is that of no reward at all; the last has two rewards that apply.
+VARY = [[0.5, 0.5, 0.0, 1.0], [0.0, 0.0, 0.0, 1.0], [0.7, 0.7, 0.7, 0.7000001], [NAN, 0, 1, NAN]]
 
 
 @pytest.mark.parametrize(
-    "sampling",
-    [WARM, Sampling(1.3, top_k=9, top_p=0.8, min_p=0.1)],
-    ids=["temperature", "filtered"],
-)
-def test_sampling_logps_are_of_the_distribution_that_was_drawn_from(sampling: Sampling) -> None:
-    roll = run(sampling)
-    for row, tokens in enumerate(roll.completion_ids.tolist()):
-        prompt = PROMPTS[row // 8]
-        logits = numpy_logits(weights(), prompt + tokens)[len(prompt) - 1 : -1]
-        probs = numpy_softmax(logits / sampling.temperature)  # [T, V]
-        drawn = [numpy_filter(p, sampling)[token] for p, token in zip(probs, tokens, strict=True)]
-        assert min(drawn) > 0, "a token that the filters drop was drawn"
-        np.testing.assert_allclose(roll.sampling_logps[row], np.log(drawn), atol=2e-5)
-
-
-@pytest.mark.parametrize("mesh", [(8, 1, 1), (2, 1, 4)], ids=str)
-def test_eight_devices_draw_what_one_does(mesh: tuple[int, int, int]) -> None:
-    assert_same(run(mesh=mesh), run())
-
-
-def test_two_passes_draw_what_one_does() -> None:
-    first, second = run(prompts=PROMPTS[:1]), run(prompts=PROMPTS[1:], rows=range(8, 16))
-    both = Rollout(*(np.concatenate(pair) for pair in zip(first, second, strict=True)))
-    assert_same(both, run())
-
-
-def test_a_prompt_repeated_draws_what_one_prompt_with_a_group_does() -> None:
-    assert_same(run(prompts=[p for p in PROMPTS for _ in range(8)], K=1), run())
-
-
-def test_the_rows_of_a_group_and_the_keys_draw_different_tokens() -> None:
-    rolls = [run(), run(key=1), run(rows=range(16, 32))]
-    rows = [(row // 8 % 2, tuple(r)) for roll in rolls for row, r in enumerate(roll.completion_ids)]
-    assert len(set(rows)) == 48
-
-
-def test_every_token_of_a_sequence_is_drawn_anew() -> None:
-    """With all logits equal, the tokens of every row and step together are uniform."""
-    flat = weights().replace(lm_head=np.zeros((40, 16)))
-    tokens = np.stack([run(key=key, params=flat).completion_ids for key in range(20)])
-    assert_drawn_from(tokens.reshape(-1), np.full(40, 1 / 40))
-    pairs = tokens[..., :-1] % 4 * 4 + tokens[..., 1:] % 4  # of neighbours
-    assert_drawn_from(pairs.reshape(-1), np.full(16, 1 / 16))
-
-
-# ---- Where a completion ends ---------------------------------------------------------------------
-
-
-def test_every_stop_id_ends_a_completion_from_the_first_token_on() -> None:
-    free = run().completion_ids
-    stop_ids = (int(free[0, 0]), int(free[9, 5]))
-    stopped = run(stop_ids=stop_ids)
-    lengths = []
-    for row, tokens in enumerate(free.tolist()):
-        ends = [t + 1 for t, token in enumerate(tokens) if token in stop_ids]
-        length = min(ends, default=12)
-        assert stopped.completion_ids[row].tolist() == tokens[:length] + [PAD] * (12 - length)
-        assert stopped.completion_mask[row].tolist() == [1] * length + [0] * (12 - length)
-        assert (stopped.sampling_logps[row, :length] < 0).all()
-        assert (stopped.sampling_logps[row, length:] == 0).all()
-        lengths.append(length)
-    # The cases are all there: ended by each, at the first token, in the middle, never.
-    assert set(stop_ids) <= set(stopped.last_ids().tolist())
-    assert lengths[0] == 1 and set(range(2, 12)) & set(lengths)
-    cut_off = [row for row, token in enumerate(stopped.last_ids()) if token not in stop_ids]
-    assert cut_off and all(lengths[row] == 12 for row in cut_off)
-    assert stopped.lengths().tolist() == lengths
-
-
-def test_lengths_ids_and_last_ids_read_the_mask() -> None:
-    ids = np.array([[7, 9, 9, 9], [5, 6, 7, 8], [1, 2, 3, 9]], np.int32)
-    mask = np.array([[1, 0, 0, 0], [1, 1, 1, 1], [1, 1, 1, 0]], np.int32)
-    roll = Rollout(ids, mask, np.zeros((3, 4), np.float32))
-    assert roll.lengths().tolist() == [1, 4, 3]
-    assert roll.ids() == [[7], [5, 6, 7, 8], [1, 2, 3]]
-    assert roll.last_ids().tolist() == [7, 8, 3]
-
-
-# ---- The sampler ---------------------------------------------------------------------------------
-
-
-def assert_drawn_from(tokens: np.ndarray, probs: np.ndarray) -> None:
-    """Pearson's chi-square is within 5 of its standard deviations; nothing impossible is drawn."""
-    counts = np.bincount(tokens, minlength=len(probs))
-    assert len(counts) == len(probs), f"index {len(counts) - 1} of {len(probs)}"
-    possible = probs > 0
-    assert counts[~possible].sum() == 0
-    expected = len(tokens) * probs[possible]
-    chi_square, freedom = ((counts[possible] - expected) ** 2 / expected).sum(), possible.sum() - 1
-    assert chi_square <= freedom + 5 * math.sqrt(2 * freedom), (chi_square, freedom)
-
-
-def draw(logits: np.ndarray, sampling: Sampling, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """count tokens, and their logps, from logits [V], each with its own key."""
-    rows = jnp.broadcast_to(jnp.float32(logits), (count, len(logits)))  # [count, V]
-    keys = jax.random.split(jax.random.key(3), count)
-    token, logp = jax.jit(sample, static_argnums=2)(keys, rows, sampling)
-    assert token.shape == logp.shape == (count,)
-    assert token.dtype == jnp.int32 and logp.dtype == jnp.float32
-    return np.asarray(token), np.asarray(logp)
-
-
-@pytest.mark.parametrize(
-    "V, sampling",
+    "first, second, chosen",
     [
-        (1000, Sampling(1.0)),
-        (37, Sampling(0.5)),
-        (37, Sampling(1.0, top_k=5)),
-        (37, Sampling(2.0, top_k=20, top_p=0.7, min_p=0.3)),
+        ([SAME[0], VARY[0], SAME[1]], [VARY[1], SAME[3], VARY[3]], [1, 3, 5]),
+        ([SAME[0], VARY[0], SAME[1]], [VARY[1], VARY[2], VARY[3]], [1, 3, 4]),  # the first three
+        ([SAME[0], SAME[1], VARY[0]], [SAME[2], SAME[3], VARY[2]], [0, 2, 5]),  # and one to fill up
+        ([SAME[4], SAME[1], SAME[2]], [SAME[3], SAME[4], VARY[3]], [0, 1, 5]),
+        ([SAME[0], SAME[1], SAME[2]], [SAME[3], SAME[4], SAME[0]], [0, 1, 2]),
     ],
-    ids=["large", "temperature", "top_k", "all"],
 )
-def test_tokens_come_as_often_as_their_probability_says(V: int, sampling: Sampling) -> None:
-    logits = np.random.default_rng(V).normal(scale=0.7, size=V)
-    token, logp = draw(logits, sampling, 10000)
-    probs = numpy_filter(numpy_softmax(logits / sampling.temperature), sampling)
-    assert_drawn_from(token, probs)
-    np.testing.assert_allclose(logp, np.log(probs[token]), atol=1e-5)
+def test_a_step_takes_the_first_groups_whose_rewards_differ_then_fills_up(
+    first: list, second: list, chosen: list[int]
+) -> None:
+    run, rounds = rounds_of(sum(first, []), sum(second, []))
+    rows = [4 * group + k for group in chosen for k in range(4)]
+    prompts, roll, table = choose_groups(run, rounds, slice(0, 12))
+    assert [p.ids for p in prompts] == [[group] for group in chosen]
+    assert roll.completion_ids[:, 0].tolist() == rows
+    assert roll.completion_mask[:, 0].tolist() == [1000 + row for row in rows]
+    assert roll.sampling_logps[:, 0].tolist() == [row + 0.5 for row in rows]
+    rewards = np.array(sum(first + second, []))[rows]
+    np.testing.assert_array_equal(table.rewards, rewards)
+    assert table.prompt_lengths.tolist() == [100 + row for row in rows]
+    assert table.completion_lengths.tolist() == [200 + row for row in rows]
+    assert table.stopped.tolist() == [row % 2 for row in rows]
+    assert table.per_function.tolist() == [[row, -row] for row in rows]
+    # The second of three processes has the second group, and everyone's rows.
+    prompts, roll, table = choose_groups(run, rounds, slice(4, 8))
+    assert [p.ids for p in prompts] == [[chosen[1]]]
+    assert roll.completion_ids[:, 0].tolist() == rows[4:8]
+    assert table.prompt_lengths.tolist() == [100 + row for row in rows]
 
 
-@pytest.mark.parametrize("V", [1, 3, 17, 37])
-def test_a_vocabulary_that_fills_no_whole_block_yields_no_token_beyond_it(V: int) -> None:
-    logits = np.where(np.arange(V) == V - 1, -40.0, -45.0)  # far below 0, as padding is
-    token, _ = draw(logits, Sampling(), 2000)
-    assert_drawn_from(token, numpy_softmax(logits))
+def test_of_many_groups_the_first_are_taken_in_order() -> None:
+    equal = [group % 3 != 1 and group < 50 for group in range(60)]
+    rewards = sum((SAME[0] if e else VARY[0] for e in equal), [])
+    run, rounds = rounds_of(rewards[:120], rewards[120:], size=30)
+    prompts, *_ = choose_groups(run, rounds, slice(0, 120))
+    kept = [g for g in range(60) if g % 3 == 1 or g >= 50]
+    assert len(kept) == 27 and [p.ids[0] for p in prompts] == sorted([0, 2, 3] + kept)
 
 
-# probabilities .25 .03 .5 .07 .15, not in order
-LOGITS = np.log([[0.25, 0.03, 0.5, 0.07, 0.15]])
+def test_rounds_go_on_until_enough_groups_differ_or_the_limit_is_reached() -> None:
+    one, none, two = VARY[0] + SAME[0] + SAME[3], SAME[0] + SAME[1] + SAME[4], sum(VARY[2:], [])
+    run, rounds = rounds_of(one, two + SAME[0], none)
+    assert [enough(run, rounds[:n]) for n in range(4)] == [False, False, True, True]
+    run, rounds = rounds_of(none, one, one)
+    assert [enough(run, rounds[:n]) for n in range(4)] == [False, False, False, True]
+    run.cfg.dynamic_sampling = False
+    assert [enough(run, rounds[:n]) for n in range(2)] == [False, True]
 
 
-@pytest.mark.parametrize(
-    "sampling, kept",
-    [
-        (Sampling(), [0, 1, 2, 3, 4]),
-        (Sampling(top_k=1), [2]),
-        (Sampling(top_k=3), [0, 2, 4]),
-        (Sampling(top_k=5), [0, 1, 2, 3, 4]),
-        (Sampling(top_k=99), [0, 1, 2, 3, 4]),
-        (Sampling(top_p=0.01), [2]),
-        (Sampling(top_p=0.49), [2]),
-        (Sampling(top_p=0.51), [0, 2]),
-        (Sampling(top_p=0.74), [0, 2]),
-        (Sampling(top_p=0.76), [0, 2, 4]),
-        (Sampling(top_p=0.98), [0, 1, 2, 3, 4]),
-        (Sampling(min_p=0.16), [0, 2, 4]),  # at least .08
-        (Sampling(min_p=0.13), [0, 2, 3, 4]),  # at least .065
-        (Sampling(min_p=0.9), [2]),
-        (Sampling(top_k=3, top_p=0.8), [0, 2]),  # of what top-k left: .56 .28 .17
-        (Sampling(top_p=0.8, min_p=0.4), [0, 2]),
-    ],
-    ids=lambda v: "-".join(map(str, v)) if isinstance(v, Sampling) else "",
-)
-def test_a_filter_keeps_just_these(sampling: Sampling, kept: list[int]) -> None:
-    other = np.log([[0.03, 0.9, 0.04, 0.02, 0.01]])  # a second row has a filter of its own
-    filtered = np.asarray(filter_logits(jnp.float32(np.concatenate([LOGITS, other])), sampling))
-    assert np.flatnonzero(filtered[0] > -1e29).tolist() == kept
-    np.testing.assert_allclose(filtered[0, kept], LOGITS[0, kept], rtol=1e-6)
-    assert filtered[1].argmax() == 1
+def test_for_gdpo_a_group_differs_if_one_function_does() -> None:
+    """Here the functions give the row's number and its opposite, whatever the total."""
+    run, rounds = rounds_of(SAME[0] * 3)
+    assert equal_groups(run, rounds).tolist() == [True, True, True]
+    run.cfg.adv_estimator = "gdpo"
+    assert equal_groups(run, rounds).tolist() == [False, False, False]
 
 
-def test_a_token_that_ties_with_the_last_one_kept_is_kept() -> None:
-    logits = jnp.log(jnp.array([[0.2, 0.4, 0.2, 0.2]]))
-    for sampling in (Sampling(top_k=2), Sampling(top_p=0.5)):
-        assert (filter_logits(logits, sampling) > -1e29).all()
+def test_one_round_is_the_step_without_dynamic_sampling(
+    folder: Path, base: dict[str, str], plain: Result
+) -> None:
+    one = train(folder / "one", **base, DYNAMIC_SAMPLING="1", DYNAMIC_SAMPLING_MAX_ROUNDS="1")
+    assert one.completions == plain.completions
+    same, added = plain.records[0], one.records[0].keys() - plain.records[0].keys()
+    seconds = {name for name in same if name.startswith(("time/", "throughput/"))}
+    assert {n: one.records[0][n] for n in same.keys() - seconds} == {
+        n: same[n] for n in same.keys() - seconds
+    }
+    assert {name.rpartition("/")[0] for name in added} == {"train-other/dynamic_sampling"}
+    groups = groups_of(plain)
+    loss = token_mean_loss(advantages(groups), lengths(groups))
+    assert of(plain, "other/loss") == pytest.approx([loss], abs=1e-6) and abs(loss) > 1e-3
+    assert of(plain, "other/total_valid_token_count") == [lengths(groups).sum()]
 
 
-# ---- Shapes --------------------------------------------------------------------------------------
+@pytest.mark.parametrize("differ, runs_out", [("2", False), ("8", True)])
+def test_a_step_learns_from_the_groups_that_differ_and_the_next_takes_new_prompts(
+    folder: Path, base: dict[str, str], differ: str, runs_out: bool
+) -> None:
+    settings = {"STEPS": "2", "DYNAMIC_SAMPLING": "1", "DYNAMIC_SAMPLING_MAX_ROUNDS": "3"}
+    result = train(folder / f"differ{differ}", **base | settings | {"DIFFER": differ})
+    left = groups_of(result)
+    tiny = load_rows(str(Path(__file__).parent.parent / "tiny"), "", "train")
+    in_order = batch_indices(len(tiny), len(left), 0, 0)  # of the epoch; none comes twice
+    assert [g.question for g in left] == [tiny[i]["question"] for i in in_order]
+
+    for record in result.records:
+        sampled: list[Group] = []
+        while len(sampled) < 3 * P and sum(g.differs() for g in sampled) < P:
+            sampled, left = sampled + left[:P], left[P:]
+        kept = [g for g in sampled if g.differs()]
+        step = (kept + [g for g in sampled if not g.differs()])[:P]
+        assert len(sampled) > P and 0 < len(kept) and (len(kept) < P) == runs_out
+        expected = {
+            "other/batch_global": 32,
+            "other/dynamic_sampling/rounds": len(sampled) // P,
+            "other/dynamic_sampling/kept_frac": len(kept) / len(sampled),
+            "other/dynamic_sampling/reward_mean": np.mean([g.rewards for g in sampled]),
+            "other/frac_reward_zero_std": max(0, 1 - len(kept) / P),
+            "other/total_valid_token_count": lengths(step).sum(),
+            "other/loss": token_mean_loss(advantages(step), lengths(step)),
+            "reward/total/mean": np.mean([g.rewards for g in step]),
+        }
+        found = {name: record[f"train-{name}"] for name in expected}
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
+        told = f" rounds={len(sampled) // P} kept={len(kept) / len(sampled):.4f}\n"
+        assert told in result.lines
+    assert not left
 
 
-def test_the_documented_shapes() -> None:
-    L, G, s, N, S, h, T = 3, 5, 7, 2, 10, 8, 13
-    ids = jax.ShapeDtypeStruct((G, S + 1), jnp.int32)
-    rows = jax.ShapeDtypeStruct((G * s,), jnp.int32)
-    params = jax.tree.map(jnp.float32, weights())
-    dtype = jnp.dtype("bfloat16")
-    prefilled = functools.partial(prefill, config=CONFIG, dtype=dtype)
-    prefix = jax.eval_shape(prefilled, params, prompt_ids=ids, prompt_mask=ids)
-    assert prefix.k.shape == prefix.v.shape == (L, G, N, S, h)
-    assert prefix.k.dtype == dtype
-    drawn = functools.partial(
-        decode, config=CONFIG, max_new_tokens=T, stop_ids=(3,), pad_id=3, sampling=Sampling(),
-        dtype=dtype,
-    )  # fmt: skip
-    drawn = jax.eval_shape(
-        drawn, params, prefix=prefix, prompt_ids=ids, prompt_mask=ids, sequence_ids=rows,
-        key=jax.random.key(0),
-    )  # fmt: skip
-    assert [(x.shape, x.dtype) for x in drawn] == [
-        ((G * s, T), jnp.int32), ((G * s, T), jnp.float32), ((G * s,), jnp.int32)
-    ]  # fmt: skip
+def test_rounds_of_one_prompt_draw_anew_and_without_a_difference_there_is_no_gradient(
+    folder: Path, base: dict[str, str]
+) -> None:
+    row = '{"question": "What is 3 + 4 + 5?", "answer": "#### 12"}\n'
+    (folder / "same.jsonl").write_text(50 * row)
+    settings = {"DATASET": str(folder / "same.jsonl"), "DIFFER": "1000", "STEPS": "2"}
+    settings |= {"DYNAMIC_SAMPLING": "1", "DYNAMIC_SAMPLING_MAX_ROUNDS": "2"}
+    result = train(folder / "same", **base | settings)
+    drawn = [str([g.ids for g in four]) for four in parts(groups_of(result), P)]
+    assert len(drawn) == len(set(drawn)) == 4
+    assert of(result, "other/batch_global") == [32, 32]
+    assert of(result, "other/frac_reward_zero_std") == [1, 1]
+    assert of(result, "other/loss") == of(result, "other/grad_norm") == [0, 0]
+    for step in (0, 1):
+        told = f"dynamic_sampling step={step} rounds=2 kept=0.0000\nnote step={step}: no completion"
+        assert told in result.lines
 
 
-def test_bucket_is_the_next_power_of_two_or_three_quarters_of_it() -> None:
-    lengths = [0, 1, 16, 17, 24, 25, 32, 33, 48, 49, 64, 65, 96, 97, 128, 250, 1000, 1025, 1537]
-    widths = [16, 16, 16, 24, 24, 32, 32, 48, 48, 64, 64, 96, 96, 128, 128, 256, 1024, 1536, 2048]
-    assert [bucket(n) for n in lengths] == widths
+@pytest.mark.slow
+def test_two_processes_choose_the_groups_and_the_tokens_that_one_does(
+    folder: Path, picky: dict[str, str], picked: Result
+) -> None:
+    first, second = train_two(folder / "two", 2, **picky | {"TRAIN_MICRO_BATCH_SIZE": "8"})
+    halves = [parts(groups_of(r), P // 2) for r in (first, second)]
+    groups = [g for pair in zip(*halves, strict=True) for half in pair for g in half]
+    assert [g.ids for g in groups] == [g.ids for g in groups_of(picked)]
+    kept = [i for i, g in enumerate(groups) if g.differs()][:P]
+    assert len(groups) > P == len(kept)
+    assert all(finished([groups[i] for i in half]).any() for half in parts(kept, 2))
+    assert [i % P // 2 for i in kept] != [0, 0, 1, 1], "none learns where it was not sampled"
+    assert_same(picked, first, "loss", "policy_loss", "grad_norm", "entropy")
+    assert_same(picked, first, "dynamic_sampling/rounds", "dynamic_sampling/kept_frac")
+    assert of(first, "reward/total/mean") == [np.mean([groups[i].rewards for i in kept])]
 
 
-def test_a_prompt_is_as_wide_as_a_bucket_and_its_last_token() -> None:
-    assert [prompt_width(n) for n in (1, 17, 18, 25, 26)] == [17, 17, 25, 25, 33]
-    assert [prompt_width(n, 30) for n in (1, 33, 34)] == [33, 33, 49]  # at least 30 and it
+# ---- Which tokens --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "num_pre_q, rows_per_shard, s",
-    [(8, 16, 8), (8, 8, 8), (8, 12, 4), (8, 4, 4), (8, 2, 2), (8, 1, 1), (6, 4, 2), (3, 8, 1)],
-)
-def test_share_divides_the_group_and_the_shard(num_pre_q: int, rows_per_shard: int, s: int) -> None:
-    assert share(num_pre_q, rows_per_shard) == s
+def finished(groups: list[Group]) -> np.ndarray:
+    """[P*K] bool: ended by a stop token."""
+    return np.array([ids[-1] == END for g in groups for ids in g.ids])
 
 
-def test_prompts_are_padded_on_the_left() -> None:
-    ids, mask = pad_prompts([[5, 6], [1, 2, 3, 4], [7]], 4, 9)
-    assert ids.tolist() == [[9, 9, 5, 6], [1, 2, 3, 4], [9, 9, 9, 7]]
-    assert mask.tolist() == [[0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 1]]
-    assert ids.dtype == mask.dtype == np.int32
+def test_completions_that_were_cut_off_teach_nothing(
+    folder: Path, base: dict[str, str], plain: Result
+) -> None:
+    masked = train(folder / "masked", **base, MASK_TRUNCATED_COMPLETIONS="1")
+    assert masked.completions == plain.completions
+    groups = groups_of(masked)
+    whole = finished(groups)
+    assert 0.1 < whole.mean() < 0.9
+    loss = token_mean_loss(advantages(groups)[whole], lengths(groups)[whole])
+    assert of(masked, "other/loss") == pytest.approx([loss], abs=1e-6)
+    assert abs(loss - of(plain, "other/loss")[0]) > 1e-3
+    assert of(masked, "seq_len/completion/hit_max_frac") == pytest.approx([1 - whole.mean()])
+    assert of(masked, "reward/total/mean") == of(plain, "reward/total/mean")
+
+
+def test_the_tokens_of_the_highest_entropy_are_those_of_the_step_whatever_the_micro_batch(
+    folder: Path, picky: dict[str, str], picked: Result
+) -> None:
+    eight = train(folder / "micro4", **picky | {"TRAIN_MICRO_BATCH_SIZE": "4"})
+    assert_same(picked, eight, "loss", "policy_loss", "grad_norm", "entropy")
+    groups = [g for g in groups_of(picked) if g.differs()][:P]
+    whole = finished(groups)
+    assert 0.1 < whole.mean() < 0.9
+    every_token = token_mean_loss(advantages(groups)[whole], lengths(groups)[whole])
+    values = {n: of(picked, f"other/{n}")[0] for n in ("loss", "policy_loss", "entropy")}
+    assert abs(values["policy_loss"] - every_token) > 1e-3
+    # The bonus is the mean over the fifth of the tokens that has nearly all of the entropy.
+    bonus = (values["policy_loss"] - values["loss"]) / 0.01
+    assert 2 < bonus / values["entropy"] < 5.1
+
+
+# ---- Which objective -----------------------------------------------------------------------------
+
+
+def test_the_reference_becomes_the_policy_every_ref_sync_steps_updates(
+    folder: Path, base: dict[str, str]
+) -> None:
+    settings = {"BETA": "0.1", "REF_SYNC_STEPS": "2", "REF_SYNC_ALPHA": "1", "STEPS": "4"}
+    settings |= {"LEARNING_RATE": "1e-3", "LR_SCHEDULE": "constant", "WARMUP_RATIO": "0"}
+    kl = of(train(folder / "sync", **base | settings), "other/kl")
+    assert [x < 1e-9 for x in kl] == [True, False, True, False]
+    assert min(kl[1], kl[3]) > 1e-5
+
+
+def over_std(x: np.ndarray, of: np.ndarray) -> np.ndarray:
+    return x / (of.std(ddof=1) + 1e-4)
+
+
+# settings -> advantages from rewards r [P, K], of each function f [F, P, K]; loss from A, n [P*K]
+OBJECTIVES = {
+    "LOSS_TYPE=gspo ADV_ESTIMATOR=rloo": (
+        lambda r, f: centered(r) * 8 / 7, lambda A, n: -A.mean()
+    ),
+    "LOSS_TYPE=cispo EPS_HIGH=5 ADV_ESTIMATOR=reinforce": (
+        lambda r, f: over_std(r - r.mean(), r), None  # it needs the logps
+    ),
+    "LOSS_TYPE=dr_grpo SCALE_REWARDS=none": (
+        lambda r, f: centered(r), lambda A, n: -(A * n).sum() / (P * K * T)
+    ),
+    "LOSS_TYPE=sapo ADV_ESTIMATOR=gdpo": (
+        lambda r, f: over_std(x := scaled(f[0]) + 0.5 * scaled(f[1]) + 2 * scaled(f[2]), x),
+        lambda A, n: -(2 * A / np.where(A > 0, 1, 1.05)).mean(),
+    ),
+    "LOSS_TYPE=bnpo ADV_ESTIMATOR=reinforce++": (
+        lambda r, f: over_std(centered(r), centered(r)), token_mean_loss
+    ),
+    "LOSS_TYPE=grpo SCALE_REWARDS=batch IS_MODE=sequence_mask": (
+        lambda r, f: over_std(centered(r), r), lambda A, n: -A.mean()
+    ),
+}  # fmt: skip
+SLOW = [x for x in OBJECTIVES if "cispo" not in x and "sapo" not in x]
+ALL = [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in OBJECTIVES]
+
+
+@pytest.mark.parametrize("settings", ALL)
+def test_every_objective_and_estimator_takes_its_step(
+    folder: Path, base: dict[str, str], settings: str
+) -> None:
+    env = dict(setting.split("=") for setting in settings.split())
+    functions = f"{base['REWARD_FN']},soft_overlong_penalty,repetition_penalty"
+    env |= {"REWARD_FN": functions, "REWARD_WEIGHTS": "1,0.5,2", "OVERLONG_CACHE": "8"}
+    result = train(folder / env["LOSS_TYPE"], **base | env | {"REPETITION_NGRAM": "1"})
+    assert f"loss.loss_type={env['LOSS_TYPE']} loss.adv_estimator=" in result.lines
+
+    groups = groups_of(result)
+    n = lengths(groups)
+    hashed = np.concatenate([g.rewards for g in groups])
+    distinct = np.array([len(set(ids)) for g in groups for ids in g.ids])
+    f = np.array([hashed, np.clip((T - 8 - n) / 8, -1, 0), distinct / n - 1]).reshape(3, P, K)
+    names = ("hashed", "soft_overlong_penalty", "repetition_penalty")
+    means = [of(result, f"reward/func/{name}/mean")[0] for name in names]
+    assert means == pytest.approx([x.mean() for x in f]) and max(means[1:]) < 0
+    advantages_of, loss_of = OBJECTIVES[settings]
+    A = advantages_of(f[0] + 0.5 * f[1] + 2 * f[2], f).reshape(-1)
+    spread = [of(result, f"reward/advantage/{name}")[0] for name in ("min", "std", "max")]
+    assert spread == pytest.approx([A.min(), A.std(), A.max()], 1e-6)
+    if loss_of:
+        assert of(result, "other/loss") == pytest.approx([loss_of(A, n)], 1e-5, 1e-6)
+    assert of(result, "other/grad_norm")[0] > 1e-3
+    if "IS_MODE" in env:
+        assert of(result, "other/is_weight/mean") == pytest.approx([1], 1e-3)
+        assert of(result, "other/is_weight/over_cap") == [0]
+
+
+def test_every_setting_of_the_objective_reaches_it() -> None:
+    settings = {
+        "LOSS_TYPE": "grpo", "EPS_LOW": "0.1", "EPS_HIGH": "0.3", "DELTA": "2",
+        "IMPORTANCE_SAMPLING_LEVEL": "sequence", "BETA": "0.05", "KL_ESTIMATOR": "k2",
+        "KL_BIAS_CORRECTION": "0", "ENTROPY_COEF": "0.01", "IS_MODE": "token_mask",
+        "IS_CAP": "2.5", "MAX_LENGTH_SAMPLE": "24",
+    }  # fmt: skip
+    run = set_up(Config.from_env(settings))
+    assert run.objective == Objective(
+        "grpo", 0.1, 0.3, 2.0, "sequence", 0.05, "k2", False, 0.01, "token_mask", 2.5, 24
+    )

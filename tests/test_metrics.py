@@ -1,60 +1,55 @@
-"""What a run prints and leaves behind, on figures worked by hand."""
+"""Claims about metrics.py: what a run prints and records, on numbers worked by hand."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from inputs import accuracy_rule
+from test_rollout import completions_of
 
 from config import Config
-from metrics import (
-    AccuracyRule,
-    Clock,
-    RunLog,
-    StepRows,
-    check_wandb,
-    evaluation,
-    sampling_metrics,
-    step_lines,
-    step_records,
-)
+from metrics import Step, evaluation, log_step, sampling_metrics, step_lines, step_records
+from rewards import AccuracyRule, accuracy_rule
+from rollout import Groups, Sampled, StepResults
+from runtime.run_log import Clock, RunLog
+from startup import set_up
 
-REPO = Path(__file__).resolve().parent.parent
 NAN = float("nan")
-# Two groups of two; the second's rewards are equal. One row is cut off, one has no first reward.
-ROWS = StepRows.of(
-    np.array(
-        [
-            [2.0, 10, 3, 1, 1.0, 1.0],
-            [0.5, 10, 5, 0, 0.0, 0.5],
-            [1.0, 20, 4, 1, 1.0, 0.0],
-            [1.0, 20, 8, 1, NAN, 1.0],
-        ]
-    )
+# Two groups of two; the rewards of the second group are equal. One completion was cut off, and the
+# first function does not apply to the last completion.
+RESULTS = StepResults(
+    rewards=np.array([2.0, 0.5, 1.0, 1.0]),
+    prompt_lengths=np.array([10.0, 10, 20, 20]),
+    completion_lengths=np.array([3.0, 5, 4, 8]),
+    stopped=np.array([1.0, 0, 1, 1]),
+    per_function=np.array([[1.0, 1.0], [0.0, 0.5], [1.0, 0.0], [NAN, 1.0]]),
 )
-MEANS = {"loss": 0.25, "entropy": 1.5, "grad_norm": 2.0}
-
-
-def clock() -> Clock:
-    one = Clock()
-    for phase in ("rollout_sync", "rollout_generate", "update"):
-        one.lap(phase)
-    return one
-
-
+METRICS = {"loss": 0.25, "entropy": 1.5, "grad_norm": 2.0}
 LINE = "step=7 loss=0.250000 entropy=1.5000 reward_mean=1.1250 dt=0.00s"
 NOTHING = "note step=7: no completion that counts has an advantage: no policy gradient"
 
 
-def test_the_step_line_ends_in_its_seconds_and_what_is_to_note_has_lines_of_its_own() -> None:
-    assert step_lines(7, MEANS, ROWS, True, clock(), False) == [LINE]
-    assert step_lines(7, MEANS, ROWS, False, clock(), False) == [LINE, NOTHING]
-    means = MEANS | {"grad_norm": NAN}
-    assert step_lines(7, means, ROWS, True, clock(), False) == [
+def clock() -> Clock:
+    made = Clock()
+    for phase in ("rollout_sync", "rollout_generate", "update"):
+        made.lap(phase)
+    return made
+
+
+def step(metrics: dict[str, float] = METRICS, learns: bool = True) -> Step:
+    """Step 7. learns: the advantages of the first group are not 0."""
+    advantages = np.array([1.0, -1.0, 0.0, 0.0]) * learns
+    return Step(7, metrics, RESULTS, advantages, np.ones(4, bool), clock())
+
+
+def test_the_step_line_ends_with_its_seconds_and_each_note_has_a_line() -> None:
+    assert step_lines(step(), False) == [LINE]
+    assert step_lines(step(learns=False), False) == [LINE, NOTHING]
+    # Only completions without an advantage count.
+    counted = step()._replace(counted=np.array([False, False, True, True]))
+    assert step_lines(counted, False) == [LINE, NOTHING]
+    assert step_lines(step(METRICS | {"grad_norm": NAN}), False) == [
         LINE,
         "note step=7: its update was not applied: grad_norm is nan",
     ]
@@ -62,25 +57,19 @@ def test_the_step_line_ends_in_its_seconds_and_what_is_to_note_has_lines_of_its_
 
 def test_dynamic_sampling_has_a_line_with_its_rounds_and_the_share_of_groups_kept() -> None:
     sampled = {"rounds": 3.0, "kept_frac": 5 / 12, "reward_mean": 0.5}
-    means = MEANS | {f"dynamic_sampling/{name}": value for name, value in sampled.items()}
+    metrics = METRICS | {f"dynamic_sampling/{name}": value for name, value in sampled.items()}
     told = "dynamic_sampling step=7 rounds=3 kept=0.4167"
-    assert step_lines(7, means, ROWS, True, clock(), False) == [LINE, told]
-    line, *others = step_lines(7, means, ROWS, False, clock(), True)
+    assert step_lines(step(metrics), False) == [LINE, told]
+    line, *others = step_lines(step(metrics, learns=False), True)
     assert line.endswith(" completion_hit_max_frac=0.2500") and others == [told, NOTHING]
-    records = step_records(means, ROWS, np.zeros(4), clock(), 2, ["first", "second"])
+    records = step_records(step(metrics), 2, ["first", "second"])
     assert {f"train-other/dynamic_sampling/{name}": x for name, x in sampled.items()}.items() <= (
         records.items()
     )
 
 
-def test_a_group_whose_applicable_rewards_are_equal_teaches_nothing() -> None:
-    rewards = [NAN, NAN, NAN, NAN, 1, NAN, 1, 1, 0, NAN, 1, 1]
-    rows = ROWS._replace(rewards=np.array(rewards))
-    assert rows.equal_groups(4).tolist() == [True, True, False]
-
-
 def test_the_breakdown_names_phases_and_lengths() -> None:
-    (line,) = step_lines(7, MEANS, ROWS, True, clock(), True)
+    (line,) = step_lines(step(), True)
     assert " rollout=0.00s rollout_sync=0.00s rollout_generate=0.00s reward=0.00s" in line
     assert line.endswith(
         "prompt_len_mean=15.0 completion_len_mean=5.0 completion_len_max=8 "
@@ -89,8 +78,7 @@ def test_the_breakdown_names_phases_and_lengths() -> None:
 
 
 def test_the_step_record_by_hand() -> None:
-    advantages = np.array([1.0, -1.0, 0.0, 0.0])
-    records = step_records(MEANS, ROWS, advantages, clock(), 2, ["first", "second"])
+    records = step_records(step(), 2, ["first", "second"])
     expected = {
         "train-other/loss": 0.25,
         "train-other/batch_global": 4,
@@ -99,7 +87,7 @@ def test_the_step_record_by_hand() -> None:
         "train-reward/total/mean": 1.125,
         "train-reward/total/min": 0.5,
         "train-reward/total/max": 2.0,
-        "train-reward/func/first/mean": 2 / 3,  # of the three rows it applies to
+        "train-reward/func/first/mean": 2 / 3,  # the function applies to three completions
         "train-reward/func/second/mean": 0.625,
         "train-reward/advantage/std": np.sqrt(0.5),
         "train-seq_len/prompt/mean": 15.0,
@@ -109,8 +97,50 @@ def test_the_step_record_by_hand() -> None:
     assert {name: records[name] for name in expected} == pytest.approx(expected)
 
 
-def test_accuracy_is_over_samples_and_pass_at_k_over_questions() -> None:
-    table = np.array([[2.0, 1], [0.5, 0], [0.0, 0], [0.0, 0]])  # two samples each
+def test_a_step_writes_its_lines_its_record_and_two_samples(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A step with 4 completions of each of 2 prompts; a sample is the first one of a prompt."""
+    settings = {"BATCH_SIZE": "2", "NUM_PRE_Q": "4", "REWARD_FN": "reward_correct,reward_format"}
+    run = set_up(Config.from_env(settings | {"REWARD_WEIGHTS": "1,0.5"}))
+    texts = [f"<answer>{number}</answer>" for number in range(8)]
+    per_function = np.array([[1.0, 1], [0, 1], [0, 0], [0, 0], [0, 1], [1, 0], [1, 1], [0, 0]])
+    rewards = np.array([1.5, 0.5, 0, 0, 0.5, 1, 1.5, 0])
+    results = StepResults(rewards, np.full(8, 9.0), np.full(8, 5.0), np.ones(8), per_function)
+    groups = Groups(run.train[:2], completions_of(texts, run.tokenizer), results)
+    log = RunLog(tmp_path, steps=10, writes=True, wandb=None)
+    capsys.readouterr()
+    log_step(run, log, Step(7, METRICS, results, np.zeros(8), np.ones(8, bool), clock()), groups)
+    log.close()
+
+    line = "step=7 loss=0.250000 entropy=1.5000 reward_mean=0.6250 dt=0.00s"
+    assert capsys.readouterr().out == f"{line}\n{NOTHING}\n"
+    (record,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    expected = {
+        "step": 7,
+        "train-other/grad_norm": 2.0,
+        "train-other/batch_local": 8,
+        "train-other/batch_global": 8,
+        "train-reward/func/reward_correct/mean": 3 / 8,
+        "train-reward/func/reward_format/mean": 4 / 8,
+        "train-seq_len/total/mean": 14.0,
+    }
+    assert {name: record[name] for name in expected} == expected
+    samples = [json.loads(x) for x in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    for sample, prompt in zip(samples, run.train[:2], strict=True):
+        assert prompt.columns["question"] in sample.pop("prompt")
+        assert sample.pop("answer") == prompt.columns["answer"]
+    assert samples == [
+        {"step": 7, "completion": "<answer>0</answer>", "reward": 1.5},
+        {"step": 7, "completion": "<answer>4</answer>", "reward": 0.5},
+    ]
+
+
+# ---- Evaluation ----------------------------------------------------------------------------------
+
+
+def test_accuracy_is_over_samples_and_pass_at_k_is_over_questions() -> None:
+    table = np.array([[2.0, 1], [0.5, 0], [0.0, 0], [0.0, 0]])  # two samples of each question
     rule = AccuracyRule("right", 1.0)
     line, records = evaluation(3, "test", table, 2, ["right"], rule, clock(), False)
     assert line == (
@@ -127,7 +157,7 @@ def test_accuracy_is_over_samples_and_pass_at_k_over_questions() -> None:
     assert records["eval_full/accuracy/pass_at_1"] == 0.25
 
 
-def test_accuracy_is_the_share_of_rewards_of_one_function_from_the_threshold_on() -> None:
+def test_accuracy_is_the_share_of_completions_whose_reward_reaches_the_threshold() -> None:
     table = np.array([[0.1, 1.0, 0.0], [0.2, 0.5, 1.0], [0.3, 0.99, NAN], [0.4, 2.0, 0.0]])
 
     def accuracy(function: str, threshold: float) -> float:
@@ -137,13 +167,14 @@ def test_accuracy_is_the_share_of_rewards_of_one_function_from_the_threshold_on(
 
     assert accuracy("a", 1.0) == 0.5
     assert accuracy("a", 0.5) == 1.0
-    assert accuracy("b", 1.0) == pytest.approx(1 / 3)  # of the three it applies to
+    assert accuracy("b", 1.0) == pytest.approx(1 / 3)  # the function applies to three completions
 
 
-def test_accuracy_follows_reward_correct_or_the_first_function_or_the_one_named() -> None:
+def test_accuracy_follows_accuracy_of_or_reward_correct_or_the_first_function() -> None:
     def rule(settings: str, functions: str) -> AccuracyRule:
         cfg = Config.from_env(dict(pair.split("=", 1) for pair in settings.split()))
-        return accuracy_rule(cfg, [SimpleNamespace(__name__=name) for name in functions.split()])
+        named = [SimpleNamespace(__name__=name) for name in functions.split()]
+        return accuracy_rule(cfg.accuracy_of, cfg.accuracy_threshold, named)
 
     assert rule("", "reward_format reward_correct") == ("reward_correct", 1.0)
     assert rule("", "countdown reward_format") == ("countdown", 1.0)
@@ -157,70 +188,16 @@ def test_accuracy_follows_reward_correct_or_the_first_function_or_the_one_named(
     )
 
 
-def test_process_0_alone_writes_and_what_is_not_finite_becomes_null(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for writes, out in ((True, tmp_path / "0"), (False, tmp_path / "1")):
-        log = RunLog(out, steps=1, writes=writes, wandb=None)
-        log.line("hello")
-        log.record(0, {"time/train/step_s": 2.0, "a": np.float32(0.5), "b": NAN, "c": "test"})
-        log.record(1, {"time/train/step_s": 4.0})
-        log.samples(0, [{"completion": "é"}])
-        log.close()
-    assert capsys.readouterr().out == "hello\nhello\n"
-    assert not (tmp_path / "1").exists()
-    lines = (tmp_path / "0" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    first, second = map(json.loads, lines)
-    assert (first["step"], first["a"], first["b"], first["c"]) == (0, 0.5, None, "test")
-    assert second["time/train/step_avg_last10_s"] == 3.0
-    sample = json.loads((tmp_path / "0" / "samples.jsonl").read_text(encoding="utf-8"))
-    assert sample == {"step": 0, "completion": "é"}
-
-
-def test_wandb_is_asked_for_by_its_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
-    check_wandb("disabled")
-    with pytest.raises(ValueError, match="WANDB_MODE=offline needs wandb: pip install wandb"):
-        check_wandb("offline")
-
-
-def test_plot_run_draws_a_run_and_names_a_folder_without_one(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="a development package")
-    run = tmp_path / "run"
-    run.mkdir()
-    rows = [{"step": 0, "eval/accuracy": 0.25}, {"step": 0, "train-reward/total/mean": 1.0}]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 1, "eval')
-
-    def plot(folder: Path, out: str = "curve.png") -> subprocess.CompletedProcess:
-        command = [sys.executable, "tools/plot_run.py", folder, "--out", tmp_path / out]
-        return subprocess.run(command, cwd=REPO, capture_output=True, text=True)
-
-    drawn = plot(run)
-    assert drawn.returncode == 0, drawn.stderr
-    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
-    assert "metrics.jsonl line 3 is not JSON; left out" in drawn.stderr
-    for out in ("nowhere/curve.png", "curve.xyz"):
-        failed = plot(run, out)
-        assert failed.returncode == 1 and failed.stderr.splitlines()[-1].startswith("error: --out ")
-    failed = plot(tmp_path)
-    assert failed.returncode == 1
-    assert (
-        failed.stderr.strip() == f"error: {tmp_path} has no metrics.jsonl; give a run's OUTPUT_DIR"
-    )
-
-
-def test_the_metrics_of_dynamic_sampling_are_of_all_that_was_sampled() -> None:
+def test_the_metrics_of_dynamic_sampling_cover_everything_that_was_sampled() -> None:
+    groups = Groups([], None, RESULTS)
     equal = np.array([True, False, True, True, True, False])
     rewards = np.array([0.7, 0.7, 0.5, 0, NAN, NAN, 1, 1, 0, 0, 1, 0])
-    assert sampling_metrics(2, equal, rewards) == pytest.approx(
+    assert sampling_metrics(Sampled(groups, 2, equal, rewards)) == pytest.approx(
         {
             "dynamic_sampling/rounds": 2,
             "dynamic_sampling/kept_frac": 1 / 3,
             "dynamic_sampling/reward_mean": 4.9 / 10,
         }
     )
-    none = sampling_metrics(4, np.array([True]), np.array([NAN]))
+    none = sampling_metrics(Sampled(groups, 4, np.array([True]), np.array([NAN])))
     assert np.isnan(none["dynamic_sampling/reward_mean"])

@@ -1,4 +1,4 @@
-"""Claims about the two penalties of rewards.py, on TRL 1.16's figures and at their edges."""
+"""Claims about the two penalties of rewards.py, on numbers of TRL 1.16 and at their edges."""
 
 from contextlib import closing
 from pathlib import Path
@@ -20,7 +20,7 @@ def repetition(completion_ids: list[list[int]], ngram: int) -> Rewards:
     return function([""] * len(completion_ids), completion_ids=completion_ids, answer=["1"])
 
 
-def test_the_overlong_penalty_is_trl_s_line_over_the_last_tokens() -> None:
+def test_the_overlong_penalty_falls_linearly_over_the_last_tokens_as_in_trl() -> None:
     lengths = [1, 50, 79, 80, 81, 90, 99, 100, 101, 200]
     expected = [0.0, 0.0, 0.0, 0.0, -0.05, -0.5, -0.95, -1.0, -1.0, -1.0]
     assert overlong(lengths, 100, 20) == pytest.approx(expected)
@@ -28,7 +28,7 @@ def test_the_overlong_penalty_is_trl_s_line_over_the_last_tokens() -> None:
 
 def test_the_overlong_penalty_at_its_edges() -> None:
     assert overlong([0, 1, 5, 9, 10], 10, 10) == pytest.approx([0, -0.1, -0.5, -0.9, -1])
-    for cache in (0, 1):  # no line: only the last token costs
+    for cache in (0, 1):  # only a completion of the full length is penalized
         assert overlong([0, 8, 9, 10, 11], 10, cache) == [0, 0, 0, -1, -1]
     assert overlong([], 10, 2) == []
 
@@ -36,9 +36,9 @@ def test_the_overlong_penalty_at_its_edges() -> None:
 IDS = [[1, 2, 3, 4], [5, 5, 5, 5, 5], [1, 2, 1, 2, 1, 2], [7], [1, 2, 3, 1, 2, 3, 4]]
 
 
-def test_the_repetition_penalty_is_trl_s_share_of_repeated_ngrams() -> None:
+def test_the_repetition_penalty_is_the_share_of_repeated_ngrams_as_in_trl() -> None:
     assert repetition(IDS, 2) == pytest.approx([0.0, -0.75, -0.6, 0.0, -1 / 3])
-    trl_at_most_half = [0.0, -1 / 3, -0.25, 0.0, -0.1]  # TRL's with max_penalty -0.5
+    trl_at_most_half = [0.0, -1 / 3, -0.25, 0.0, -0.1]  # TRL with max_penalty -0.5
     assert [r / 2 for r in repetition(IDS, 3)] == pytest.approx(trl_at_most_half)
 
 
@@ -57,13 +57,13 @@ def test_reward_fn_names_a_penalty_beside_a_built_in_one() -> None:
     assert per_function.tolist() == [[pytest.approx(-1 / 3), 0.25], [0.0, 0.0]]
 
 
-def test_no_penalty_is_on_unless_named() -> None:
+def test_no_penalty_counts_unless_reward_fn_names_it() -> None:
     functions = load_reward_functions("", 1, penalties(9, 2, 2))
     names = "reward_correct reward_format tag_count_reward"
     assert [f.__name__ for f in functions] == names.split()
 
 
-def test_a_name_that_is_none_is_refused_with_all_that_are() -> None:
+def test_an_unknown_name_is_refused_with_all_known_names() -> None:
     names = "reward_correct reward_format tag_count_reward soft_overlong_penalty repetition_penalty"
     with pytest.raises(ValueError) as error:
         load_reward_functions("overlong_penalty", 1, penalties(9, 2, 2))
@@ -72,7 +72,7 @@ def test_a_name_that_is_none_is_refused_with_all_that_are() -> None:
     )
 
 
-def test_a_function_from_a_file_gets_the_tokens(tmp_path: Path) -> None:
+def test_a_function_of_a_file_gets_the_tokens(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "def last(completions, completion_ids, **columns):\n"
         "    return [ids[-1] if ids else None for ids in completion_ids]\n"
@@ -84,7 +84,7 @@ def test_a_function_from_a_file_gets_the_tokens(tmp_path: Path) -> None:
     assert total.tolist() == pytest.approx([3.0, float("nan"), 3.5], nan_ok=True)
 
 
-def test_a_penalty_begins_a_fifth_before_the_end_where_nothing_else_is_set() -> None:
+def test_the_overlong_penalty_begins_a_fifth_before_the_end_by_default() -> None:
     settings = {"REWARD_FN": "soft_overlong_penalty", "REWARD_WEIGHTS": "1"}
     run = set_up(Config.from_env(settings | {"MAX_LENGTH_SAMPLE": "50"}))
     ids = [[1] * n for n in (40, 45, 50)]
@@ -100,5 +100,7 @@ def test_a_penalty_begins_a_fifth_before_the_end_where_nothing_else_is_set() -> 
         ({"REWARD_FN": "reward_format", "REWARD_WEIGHTS": "0.5"}, (0.5,)),
     ],
 )
-def test_rewards_that_are_named_weigh_one_each_unless_told(settings: dict, weights: tuple) -> None:
+def test_each_reward_that_reward_fn_names_has_weight_1_by_default(
+    settings: dict, weights: tuple
+) -> None:
     assert Config.from_env(settings).reward_weights == weights

@@ -1,11 +1,10 @@
-"""How far micro-batches and bfloat16 move a step's gradient, on the embedded model `tiny/`.
+"""Claims about how far micro-batches and bfloat16 change a step's gradient, on the model tiny/.
 
-In float32 the micro-batch changes nothing; in bfloat16 each forward and backward pass rounds.
+In float32 micro-batches change nothing; in bfloat16 each forward and backward pass rounds.
 """
 
 import functools
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -18,9 +17,11 @@ import data
 import rewards
 from loss import Objective
 from models import hf
-from rollout import pad_prompts
+from models.model import Compute
 from runtime.layout import TRAIN_BATCH_AXES, Layout, shard_batch
-from update import Compute, Counts, MicroBatch, micro_step, zero_grads
+from update import Counts, MicroBatch, micro_step, zero_grads
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 TINY = Path(__file__).resolve().parent.parent / "tiny"
 P, K, T = 8, 4, 32
@@ -30,18 +31,14 @@ WHERE = Layout(
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compiles() -> Iterator[None]:
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @functools.cache
-def rows() -> tuple[np.ndarray, ...]:
-    """Of P questions of the test split K answers each: right, or wrong by 10, 1 or no answer."""
+def arrays() -> tuple[np.ndarray, ...]:
+    """The arrays of MicroBatch for the step, of P questions with K answers each.
+
+    One answer is right, two are wrong by 10 and by 1, and one has no answer.
+    """
     tokenizer = hf.load_tokenizer(TINY)
-    questions = data.load_rows(str(TINY), "main", "test")[:P]
+    questions = data.load_examples(str(TINY), "main", "test")[:P]
     prompts = data.build_prompts(questions, tokenizer, rewards.SYSTEM_PROMPT)
     ids, mask, answers = np.zeros((B, T), np.int32), np.zeros((B, T), np.int32), []
     for question in questions:
@@ -54,30 +51,35 @@ def rows() -> tuple[np.ndarray, ...]:
         tokens = [*tokenizer(answer)["input_ids"], tokenizer.eos_token_id][:T]
         ids[i, : len(tokens)], mask[i, : len(tokens)] = tokens, 1
     width = max(len(p.ids) for p in prompts)
-    prompt_ids, prompt_mask = pad_prompts([p.ids for p in prompts], width, 0)
+    prompt_ids, prompt_mask = data.pad_prompts([p.ids for p in prompts], width, 0)
     advantages = np.tile(np.float32([1.5, -0.5, -0.5, -0.5]), P)
     return prompt_ids, prompt_mask, ids, mask, np.zeros((B, T), np.float32), advantages
 
 
 @functools.cache
 def gradient(dtype: str, micro: int, wrong: str = "") -> np.ndarray:
-    """Of the whole step, as one vector; wrong: a mistake made on purpose."""
-    config = hf.read_config(TINY)
-    params = hf.load_params(TINY, config, WHERE.mesh, jnp.float32)
-    prompt_ids, prompt_mask, *sequences = rows()
+    """The gradient of the step as a vector. wrong: a mistake made on purpose."""
+    model = hf.read_config(TINY)
+    params = hf.load_params(TINY, model, WHERE.mesh, jnp.float32)
+    prompt_ids, prompt_mask, *sequences = arrays()
     mask = sequences[1]
-    total, compute = zero_grads(params), Compute(config, jnp.dtype(dtype), WHERE)
+    total, compute = zero_grads(params), Compute(model, jnp.dtype(dtype), WHERE)
     for start in range(0, B - micro if wrong == "one is left out" else B, micro):
-        own, prompts = slice(start, start + micro), slice(start // K, (start + micro) // K)
+        part, prompts = slice(start, start + micro), slice(start // K, (start + micro) // K)
         tokens = mask.size if wrong == "padding is counted" else mask.sum()
         batch = MicroBatch(
             *(shard_batch(x[prompts], WHERE) for x in (prompt_ids, prompt_mask)),
-            *(shard_batch(x[own], WHERE) for x in sequences),
+            *(shard_batch(x[part], WHERE) for x in sequences),
         )
         total, _, _ = micro_step(
-            params, total, batch, Counts(*map(np.float32, (tokens, B, tokens))),
-            objective=Objective(), temperature=1.0, compute=compute,
-        )  # fmt: skip
+            params,
+            total,
+            batch,
+            Counts(*map(np.float32, (tokens, B, tokens))),
+            objective=Objective(),
+            temperature=1.0,
+            compute=compute,
+        )
     return np.concatenate([np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(total)])
 
 
@@ -86,19 +88,21 @@ def difference(a: np.ndarray, b: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("micro", [4, 8])
-def test_in_float32_the_micro_batch_moves_the_gradient_by_less_than_1e_5(micro: int) -> None:
+def test_in_float32_micro_batches_change_the_gradient_by_less_than_1e_5(micro: int) -> None:
     assert difference(gradient("float32", micro), gradient("float32", B)) < 1e-5
 
 
-def test_in_bfloat16_the_micro_batch_moves_the_gradient_by_less_than_2_percent() -> None:
+def test_in_bfloat16_micro_batches_change_the_gradient_by_less_than_2_percent() -> None:
     assert 1e-4 < difference(gradient("bfloat16", 4), gradient("bfloat16", B)) < 0.02
 
 
 @pytest.mark.parametrize("micro", [4, B])
-def test_a_gradient_in_bfloat16_is_within_4_percent_of_the_one_in_float32(micro: int) -> None:
+def test_a_gradient_in_bfloat16_is_within_4_percent_of_the_gradient_in_float32(micro: int) -> None:
     assert 1e-4 < difference(gradient("bfloat16", micro), gradient("float32", B)) < 0.04
 
 
 @pytest.mark.parametrize("wrong", ["one is left out", "padding is counted"])
-def test_a_micro_batch_left_out_or_a_wrong_divisor_is_further_away_than_that(wrong: str) -> None:
+def test_a_micro_batch_left_out_or_a_wrong_divisor_changes_the_gradient_more_than_that(
+    wrong: str,
+) -> None:
     assert difference(gradient("bfloat16", 4, wrong), gradient("float32", B)) > 0.04

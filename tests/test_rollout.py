@@ -1,27 +1,36 @@
-"""What a step learns from: groups, tokens, objectives. The runs' rewards write down what they saw;
-before the first update the ratio is 1, so that the loss of a token is minus its advantage."""
+"""Claims about rollout.py, and about the groups and tokens from which a step learns.
+
+The reward function of these runs records what it rewards. Before the first update every ratio is 1,
+so that the loss of a token is minus its advantage.
+"""
 
 import math
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from test_train import Result, train, train_two
 
-from config import Config
-from data import Prompt, batch_indices, load_rows
-from loss import Objective
-from metrics import StepRows
-from rollout import Rollout
-from sampling import Round, choose_groups, enough, equal_groups
-from startup import set_up
+from data import Prompt, batch_indices, load_examples
+from models import hf
+from rollout import (
+    Groups,
+    StepResults,
+    choose_groups,
+    enough,
+    have_equal_rewards,
+    reward_completions,
+)
+from runtime.lifecycle import UserMistake
+from sampling import Completions
 
 NAN = math.nan
-P, K, T = 4, 8, 24  # of every run here; T cuts off some of the completions and not others
+TINY = Path(__file__).resolve().parent.parent / "tiny"
+P, K, T = 4, 8, 24  # the sizes of every run here; T cuts off a part of the completions
 END = 2  # the tiny model's stop token
-# Depends on the text where the answer is a multiple of DIFFER, and is 0.7 elsewhere.
+# The reward depends on the text if the answer is a multiple of DIFFER; else it is 0.7.
 REWARDS = """
 import json
 import os
@@ -31,25 +40,25 @@ def hashed(completions, question, answer, completion_ids, **columns):
     pairs = zip(completions, varied)
     rewards = [zlib.crc32(text.encode()) % 5 / 2 if v else 0.7 for text, v in pairs]
     with open(os.environ["RECORD_TO"], "a", encoding="utf-8") as file:
-        for row in zip(question, rewards, completion_ids):
-            file.write(json.dumps(row) + "\\n")
+        for entry in zip(question, rewards, completion_ids):
+            file.write(json.dumps(entry) + "\\n")
     return rewards
 """
 
 
 class Group(NamedTuple):
-    """What the reward saw of one prompt's completions."""
+    """The completions of one prompt, as the reward function recorded them."""
 
     question: str
     rewards: np.ndarray  # [K]
-    ids: list[list[int]]  # [K] tokens
+    ids: list[list[int]]  # the tokens of K completions
 
     def differs(self) -> bool:
         return len(set(self.rewards)) > 1
 
 
 def groups_of(result: Result) -> list[Group]:
-    columns = [zip(*rows, strict=True) for rows in parts(result.completions, K)]
+    columns = [zip(*entries, strict=True) for entries in parts(result.completions, K)]
     return [Group(questions[0], np.array(rewards), ids) for questions, rewards, ids in columns]
 
 
@@ -70,7 +79,7 @@ def scaled(r: np.ndarray) -> np.ndarray:
 
 
 def advantages(groups: list[Group]) -> np.ndarray:
-    """[P*K], the default ones."""
+    """[P*K] the advantages with the default settings."""
     return scaled(np.array([g.rewards for g in groups])).reshape(-1)
 
 
@@ -79,7 +88,7 @@ def token_mean_loss(advantages: np.ndarray, lengths: np.ndarray) -> float:
 
 
 def of(result: Result, name: str) -> list[float]:
-    """A number of every step."""
+    """The values of a metric, one for each step."""
     return [record[f"train-{name}"] for record in result.records]
 
 
@@ -88,16 +97,9 @@ def assert_same(a: Result, b: Result, *names: str) -> None:
         assert of(a, f"other/{name}") == pytest.approx(of(b, f"other/{name}"), 1e-5, 1e-7), name
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("rounds")
+def settings_of(folder: Path) -> dict[str, str]:
+    """The settings of every run here, after the reward function is written to the folder."""
     (folder / "mine.py").write_text(REWARDS)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def base(folder: Path) -> dict[str, str]:
-    """The settings of every run here."""
     return {
         "REWARD_FN": f"{folder / 'mine.py'}:hashed",
         "REWARD_WEIGHTS": "1",
@@ -106,8 +108,18 @@ def base(folder: Path) -> dict[str, str]:
         "NUM_PRE_Q": str(K),
         "MAX_LENGTH_SAMPLE": str(T),
         "TRAIN_MICRO_BATCH_SIZE": str(P * K),
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # compiles sooner
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # programs compile sooner
     }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("rollout")
+
+
+@pytest.fixture(scope="module")
+def base(folder: Path) -> dict[str, str]:
+    return settings_of(folder)
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +129,7 @@ def plain(folder: Path, base: dict[str, str]) -> Result:
 
 @pytest.fixture(scope="module")
 def picky(base: dict[str, str]) -> dict[str, str]:
-    """Of all groups, completions and tokens, learn from some."""
+    """The settings with which a step learns from a part of its groups, completions and tokens."""
     settings = {"DIFFER": "2", "DYNAMIC_SAMPLING": "1", "MASK_TRUNCATED_COMPLETIONS": "1"}
     return base | settings | {"TOP_ENTROPY_QUANTILE": "0.2", "ENTROPY_COEF": "0.01"}
 
@@ -127,25 +139,94 @@ def picked(folder: Path, picky: dict[str, str]) -> Result:
     return train(folder / "picked", **picky)
 
 
+# ---- The rewards of completions ------------------------------------------------------------------
+
+
+def rewarding(*functions: Any) -> SimpleNamespace:
+    """What reward_completions reads of a run, with these reward functions."""
+    cfg = SimpleNamespace(reward_weights=(1.0,) * len(functions))
+    return SimpleNamespace(tokenizer=hf.load_tokenizer(TINY), functions=functions, cfg=cfg)
+
+
+def completions_of(texts: list[str], tokenizer: Any) -> Completions:
+    ids = [tokenizer(text)["input_ids"] for text in texts]
+    width = max(map(len, ids)) + 1
+    padded = np.array([[*tokens, *[END] * (width - len(tokens))] for tokens in ids], np.int32)
+    mask = np.array([[1] * (len(tokens) + 1) + [0] * (width - len(tokens) - 1) for tokens in ids])
+    return Completions(padded, mask, np.zeros(mask.shape, np.float32))
+
+
+def test_each_completion_is_rewarded_with_the_tag_that_its_prompt_has_opened() -> None:
+    """The tag is no part of the tokens. The columns of a prompt belong to all its completions."""
+    rewarded: dict[str, list] = {}
+
+    def lengths(completions: list[str], **columns: list) -> list[float]:
+        rewarded.update(columns, completions=completions)
+        return [float(len(ids)) for ids in columns["completion_ids"]]
+
+    run = rewarding(lengths)
+    starts = ["Add.<think>\n", "Add.", "Add.<think>"]
+    prompts = [
+        Prompt(run.tokenizer(start)["input_ids"], {"answer": f"{i}"})
+        for i, start in enumerate(starts)
+    ]
+    texts = ["1+1=2", "2</think>", "3", "4 5", "6", "7"]
+    completions = completions_of(texts, run.tokenizer)
+    totals, per_function = reward_completions(run, completions, prompts)
+    assert rewarded["completions"] == [
+        "<think>\n1+1=2",
+        "<think>\n2</think>",
+        "3",
+        "4 5",
+        "<think>6",
+        "<think>7",
+    ]
+    assert rewarded["answer"] == ["0", "0", "1", "1", "2", "2"]
+    assert rewarded["completion_ids"] == completions.ids()
+    assert totals.tolist() == completions.lengths().tolist()
+    assert per_function.tolist() == [[total] for total in totals]
+
+
+def test_a_reward_function_that_returns_too_few_rewards_is_a_mistake_of_the_user() -> None:
+    def short(completions: list[str], **columns: list) -> list[float]:
+        return [0.0]
+
+    run = rewarding(short)
+    completions = completions_of(["1", "2"], run.tokenizer)
+    with pytest.raises(UserMistake, match="reward short must return a list of 2 rewards, not 1"):
+        reward_completions(run, completions, [Prompt([5], {"answer": "1"})])
+
+
 # ---- Dynamic sampling ----------------------------------------------------------------------------
 
 
-def rounds_of(*rewards: list[float], size: int = 3) -> tuple[SimpleNamespace, list[Round]]:
-    """A run of P=3, K=4 and its rounds with these rewards; prompts and rows are numbered."""
+def rounds_of(*rewards: list[float], P: int = 3) -> tuple[SimpleNamespace, list[Groups]]:
+    """A run with P prompts per step and K=4, and its rounds with these rewards.
+
+    Prompts and sequences are numbered over all rounds.
+    """
     rounds = []
-    for number, row in enumerate(rewards):
-        first, count = number * len(row), len(row)
-        ids = np.arange(first, first + count)[:, None]  # [B, 1]
-        prompts = [Prompt([first // 4 + i], {}) for i in range(count // 4)]
-        table = np.column_stack([row, 100 + ids, 200 + ids, ids % 2, ids, -ids])
-        rounds.append(Round(prompts, Rollout(ids, ids + 1000, ids + 0.5), StepRows.of(table)))
+    for number, round_rewards in enumerate(rewards):
+        count = len(round_rewards)
+        ids = number * count + np.arange(count)  # [B]
+        prompts = [Prompt([number * count // 4 + i], {}) for i in range(count // 4)]
+        arrays = (x[:, None] for x in (ids, ids + 1000, ids + 0.5))  # [B, 1] each
+        per_function = np.column_stack([ids, -ids])
+        results = (np.array(round_rewards), 100 + ids, 200 + ids, ids % 2, per_function)
+        rounds.append(Groups(prompts, Completions(*arrays), StepResults(*results)))
     settings = {"dynamic_sampling": True, "dynamic_sampling_max_rounds": 3}
     cfg = SimpleNamespace(num_pre_q=4, adv_estimator="grpo", **settings)
-    return SimpleNamespace(cfg=cfg, sizes=SimpleNamespace(prompts_per_step=size)), rounds
+    return SimpleNamespace(cfg=cfg, sizes=SimpleNamespace(prompts_per_step=P)), rounds
+
+
+def choose_for(local: slice, run: SimpleNamespace, rounds: list[Groups]) -> Groups:
+    """The groups of the process that has this part of the step's sequences."""
+    run.local_sequences = lambda: local
+    return choose_groups(run, rounds)
 
 
 SAME = [[0.7] * 4, [0.0] * 4, [1.0] * 4, [NAN] * 4, [NAN, 1.0, 1.0, 1.0]]
-# The mean of the first is that of no reward at all; the last has two rewards that apply.
+# In VARY[0] two rewards equal the mean; in VARY[3] only two rewards apply.
 VARY = [[0.5, 0.5, 0.0, 1.0], [0.0, 0.0, 0.0, 1.0], [0.7, 0.7, 0.7, 0.7000001], [NAN, 0, 1, NAN]]
 
 
@@ -154,7 +235,7 @@ VARY = [[0.5, 0.5, 0.0, 1.0], [0.0, 0.0, 0.0, 1.0], [0.7, 0.7, 0.7, 0.7000001], 
     [
         ([SAME[0], VARY[0], SAME[1]], [VARY[1], SAME[3], VARY[3]], [1, 3, 5]),
         ([SAME[0], VARY[0], SAME[1]], [VARY[1], VARY[2], VARY[3]], [1, 3, 4]),  # the first three
-        ([SAME[0], SAME[1], VARY[0]], [SAME[2], SAME[3], VARY[2]], [0, 2, 5]),  # and one to fill up
+        ([SAME[0], SAME[1], VARY[0]], [SAME[2], SAME[3], VARY[2]], [0, 2, 5]),  # one group fills up
         ([SAME[4], SAME[1], SAME[2]], [SAME[3], SAME[4], VARY[3]], [0, 1, 5]),
         ([SAME[0], SAME[1], SAME[2]], [SAME[3], SAME[4], SAME[0]], [0, 1, 2]),
     ],
@@ -163,30 +244,30 @@ def test_a_step_takes_the_first_groups_whose_rewards_differ_then_fills_up(
     first: list, second: list, chosen: list[int]
 ) -> None:
     run, rounds = rounds_of(sum(first, []), sum(second, []))
-    rows = [4 * group + k for group in chosen for k in range(4)]
-    prompts, roll, table = choose_groups(run, rounds, slice(0, 12))
+    ids = [4 * group + k for group in chosen for k in range(4)]
+    prompts, completions, results = choose_for(slice(0, 12), run, rounds)
     assert [p.ids for p in prompts] == [[group] for group in chosen]
-    assert roll.completion_ids[:, 0].tolist() == rows
-    assert roll.completion_mask[:, 0].tolist() == [1000 + row for row in rows]
-    assert roll.sampling_logps[:, 0].tolist() == [row + 0.5 for row in rows]
-    rewards = np.array(sum(first + second, []))[rows]
-    np.testing.assert_array_equal(table.rewards, rewards)
-    assert table.prompt_lengths.tolist() == [100 + row for row in rows]
-    assert table.completion_lengths.tolist() == [200 + row for row in rows]
-    assert table.stopped.tolist() == [row % 2 for row in rows]
-    assert table.per_function.tolist() == [[row, -row] for row in rows]
-    # The second of three processes has the second group, and everyone's rows.
-    prompts, roll, table = choose_groups(run, rounds, slice(4, 8))
-    assert [p.ids for p in prompts] == [[chosen[1]]]
-    assert roll.completion_ids[:, 0].tolist() == rows[4:8]
-    assert table.prompt_lengths.tolist() == [100 + row for row in rows]
+    assert completions.completion_ids[:, 0].tolist() == ids
+    assert completions.completion_mask[:, 0].tolist() == [1000 + i for i in ids]
+    assert completions.sampling_logps[:, 0].tolist() == [i + 0.5 for i in ids]
+    rewards = np.array(sum(first + second, []))[ids]
+    np.testing.assert_array_equal(results.rewards, rewards)
+    assert results.prompt_lengths.tolist() == [100 + i for i in ids]
+    assert results.completion_lengths.tolist() == [200 + i for i in ids]
+    assert results.stopped.tolist() == [i % 2 for i in ids]
+    assert results.per_function.tolist() == [[i, -i] for i in ids]
+    # The second of three processes has the completions of the second group, and all results.
+    prompts, completions, results = choose_for(slice(4, 8), run, rounds)
+    assert [p.ids for p in prompts] == [[group] for group in chosen]
+    assert completions.completion_ids[:, 0].tolist() == ids[4:8]
+    assert results.prompt_lengths.tolist() == [100 + i for i in ids]
 
 
 def test_of_many_groups_the_first_are_taken_in_order() -> None:
     equal = [group % 3 != 1 and group < 50 for group in range(60)]
     rewards = sum((SAME[0] if e else VARY[0] for e in equal), [])
-    run, rounds = rounds_of(rewards[:120], rewards[120:], size=30)
-    prompts, *_ = choose_groups(run, rounds, slice(0, 120))
+    run, rounds = rounds_of(rewards[:120], rewards[120:], P=30)
+    prompts, *_ = choose_for(slice(0, 120), run, rounds)
     kept = [g for g in range(60) if g % 3 == 1 or g >= 50]
     assert len(kept) == 27 and [p.ids[0] for p in prompts] == sorted([0, 2, 3] + kept)
 
@@ -201,15 +282,15 @@ def test_rounds_go_on_until_enough_groups_differ_or_the_limit_is_reached() -> No
     assert [enough(run, rounds[:n]) for n in range(2)] == [False, True]
 
 
-def test_for_gdpo_a_group_differs_if_one_function_does() -> None:
-    """Here the functions give the row's number and its opposite, whatever the total."""
+def test_for_gdpo_a_group_differs_if_the_rewards_of_one_function_differ() -> None:
+    """The functions here give the number of the sequence and its opposite, whatever the total."""
     run, rounds = rounds_of(SAME[0] * 3)
-    assert equal_groups(run, rounds).tolist() == [True, True, True]
+    assert have_equal_rewards(run, rounds).tolist() == [True, True, True]
     run.cfg.adv_estimator = "gdpo"
-    assert equal_groups(run, rounds).tolist() == [False, False, False]
+    assert have_equal_rewards(run, rounds).tolist() == [False, False, False]
 
 
-def test_one_round_is_the_step_without_dynamic_sampling(
+def test_one_round_gives_the_step_without_dynamic_sampling(
     folder: Path, base: dict[str, str], plain: Result
 ) -> None:
     one = train(folder / "one", **base, DYNAMIC_SAMPLING="1", DYNAMIC_SAMPLING_MAX_ROUNDS="1")
@@ -233,8 +314,8 @@ def test_a_step_learns_from_the_groups_that_differ_and_the_next_takes_new_prompt
     settings = {"STEPS": "2", "DYNAMIC_SAMPLING": "1", "DYNAMIC_SAMPLING_MAX_ROUNDS": "3"}
     result = train(folder / f"differ{differ}", **base | settings | {"DIFFER": differ})
     left = groups_of(result)
-    tiny = load_rows(str(Path(__file__).parent.parent / "tiny"), "", "train")
-    in_order = batch_indices(len(tiny), len(left), 0, 0)  # of the epoch; none comes twice
+    tiny = load_examples(str(TINY), "", "train")
+    in_order = batch_indices(len(tiny), len(left), 0, 0)  # the epoch's order, without repeats
     assert [g.question for g in left] == [tiny[i]["question"] for i in in_order]
 
     for record in result.records:
@@ -261,11 +342,11 @@ def test_a_step_learns_from_the_groups_that_differ_and_the_next_takes_new_prompt
     assert not left
 
 
-def test_rounds_of_one_prompt_draw_anew_and_without_a_difference_there_is_no_gradient(
+def test_each_round_draws_new_tokens_and_equal_rewards_give_no_gradient(
     folder: Path, base: dict[str, str]
 ) -> None:
-    row = '{"question": "What is 3 + 4 + 5?", "answer": "#### 12"}\n'
-    (folder / "same.jsonl").write_text(50 * row)
+    example = '{"question": "What is 3 + 4 + 5?", "answer": "#### 12"}\n'
+    (folder / "same.jsonl").write_text(50 * example)
     settings = {"DATASET": str(folder / "same.jsonl"), "DIFFER": "1000", "STEPS": "2"}
     settings |= {"DYNAMIC_SAMPLING": "1", "DYNAMIC_SAMPLING_MAX_ROUNDS": "2"}
     result = train(folder / "same", **base | settings)
@@ -280,7 +361,7 @@ def test_rounds_of_one_prompt_draw_anew_and_without_a_difference_there_is_no_gra
 
 
 @pytest.mark.slow
-def test_two_processes_choose_the_groups_and_the_tokens_that_one_does(
+def test_two_processes_choose_the_groups_and_the_tokens_that_one_process_chooses(
     folder: Path, picky: dict[str, str], picked: Result
 ) -> None:
     first, second = train_two(folder / "two", 2, **picky | {"TRAIN_MICRO_BATCH_SIZE": "8"})
@@ -290,7 +371,9 @@ def test_two_processes_choose_the_groups_and_the_tokens_that_one_does(
     kept = [i for i, g in enumerate(groups) if g.differs()][:P]
     assert len(groups) > P == len(kept)
     assert all(finished([groups[i] for i in half]).any() for half in parts(kept, 2))
-    assert [i % P // 2 for i in kept] != [0, 0, 1, 1], "none learns where it was not sampled"
+    assert [i % P // 2 for i in kept] != [0, 0, 1, 1], (
+        "no group is trained on another process than the one that sampled it"
+    )
     assert_same(picked, first, "loss", "policy_loss", "grad_norm", "entropy")
     assert_same(picked, first, "dynamic_sampling/rounds", "dynamic_sampling/kept_frac")
     assert of(first, "reward/total/mean") == [np.mean([groups[i].rewards for i in kept])]
@@ -300,7 +383,7 @@ def test_two_processes_choose_the_groups_and_the_tokens_that_one_does(
 
 
 def finished(groups: list[Group]) -> np.ndarray:
-    """[P*K] bool: ended by a stop token."""
+    """[P*K] bool: a stop token ended the completion."""
     return np.array([ids[-1] == END for g in groups for ids in g.ids])
 
 
@@ -310,112 +393,26 @@ def test_completions_that_were_cut_off_teach_nothing(
     masked = train(folder / "masked", **base, MASK_TRUNCATED_COMPLETIONS="1")
     assert masked.completions == plain.completions
     groups = groups_of(masked)
-    whole = finished(groups)
-    assert 0.1 < whole.mean() < 0.9
-    loss = token_mean_loss(advantages(groups)[whole], lengths(groups)[whole])
+    ended = finished(groups)
+    assert 0.1 < ended.mean() < 0.9
+    loss = token_mean_loss(advantages(groups)[ended], lengths(groups)[ended])
     assert of(masked, "other/loss") == pytest.approx([loss], abs=1e-6)
     assert abs(loss - of(plain, "other/loss")[0]) > 1e-3
-    assert of(masked, "seq_len/completion/hit_max_frac") == pytest.approx([1 - whole.mean()])
+    assert of(masked, "seq_len/completion/hit_max_frac") == pytest.approx([1 - ended.mean()])
     assert of(masked, "reward/total/mean") == of(plain, "reward/total/mean")
 
 
-def test_the_tokens_of_the_highest_entropy_are_those_of_the_step_whatever_the_micro_batch(
+def test_the_tokens_of_highest_entropy_in_a_step_do_not_depend_on_the_micro_batch(
     folder: Path, picky: dict[str, str], picked: Result
 ) -> None:
-    eight = train(folder / "micro4", **picky | {"TRAIN_MICRO_BATCH_SIZE": "4"})
-    assert_same(picked, eight, "loss", "policy_loss", "grad_norm", "entropy")
+    small = train(folder / "micro4", **picky | {"TRAIN_MICRO_BATCH_SIZE": "4"})
+    assert_same(picked, small, "loss", "policy_loss", "grad_norm", "entropy")
     groups = [g for g in groups_of(picked) if g.differs()][:P]
-    whole = finished(groups)
-    assert 0.1 < whole.mean() < 0.9
-    every_token = token_mean_loss(advantages(groups)[whole], lengths(groups)[whole])
+    ended = finished(groups)
+    assert 0.1 < ended.mean() < 0.9
+    every_token = token_mean_loss(advantages(groups)[ended], lengths(groups)[ended])
     values = {n: of(picked, f"other/{n}")[0] for n in ("loss", "policy_loss", "entropy")}
     assert abs(values["policy_loss"] - every_token) > 1e-3
-    # The bonus is the mean over the fifth of the tokens that has nearly all of the entropy.
+    # The bonus is the mean entropy of a fifth of the tokens, which have nearly all the entropy.
     bonus = (values["policy_loss"] - values["loss"]) / 0.01
     assert 2 < bonus / values["entropy"] < 5.1
-
-
-# ---- Which objective -----------------------------------------------------------------------------
-
-
-def test_the_reference_becomes_the_policy_every_ref_sync_steps_updates(
-    folder: Path, base: dict[str, str]
-) -> None:
-    settings = {"BETA": "0.1", "REF_SYNC_STEPS": "2", "REF_SYNC_ALPHA": "1", "STEPS": "4"}
-    settings |= {"LEARNING_RATE": "1e-3", "LR_SCHEDULE": "constant", "WARMUP_RATIO": "0"}
-    kl = of(train(folder / "sync", **base | settings), "other/kl")
-    assert [x < 1e-9 for x in kl] == [True, False, True, False]
-    assert min(kl[1], kl[3]) > 1e-5
-
-
-def over_std(x: np.ndarray, of: np.ndarray) -> np.ndarray:
-    return x / (of.std(ddof=1) + 1e-4)
-
-
-# settings -> advantages from rewards r [P, K], of each function f [F, P, K]; loss from A, n [P*K]
-OBJECTIVES = {
-    "LOSS_TYPE=gspo ADV_ESTIMATOR=rloo": (
-        lambda r, f: centered(r) * 8 / 7, lambda A, n: -A.mean()
-    ),
-    "LOSS_TYPE=cispo EPS_HIGH=5 ADV_ESTIMATOR=reinforce": (
-        lambda r, f: over_std(r - r.mean(), r), None  # it needs the logps
-    ),
-    "LOSS_TYPE=dr_grpo SCALE_REWARDS=none": (
-        lambda r, f: centered(r), lambda A, n: -(A * n).sum() / (P * K * T)
-    ),
-    "LOSS_TYPE=sapo ADV_ESTIMATOR=gdpo": (
-        lambda r, f: over_std(x := scaled(f[0]) + 0.5 * scaled(f[1]) + 2 * scaled(f[2]), x),
-        lambda A, n: -(2 * A / np.where(A > 0, 1, 1.05)).mean(),
-    ),
-    "LOSS_TYPE=bnpo ADV_ESTIMATOR=reinforce++": (
-        lambda r, f: over_std(centered(r), centered(r)), token_mean_loss
-    ),
-    "LOSS_TYPE=grpo SCALE_REWARDS=batch IS_MODE=sequence_mask": (
-        lambda r, f: over_std(centered(r), r), lambda A, n: -A.mean()
-    ),
-}  # fmt: skip
-SLOW = [x for x in OBJECTIVES if "cispo" not in x and "sapo" not in x]
-ALL = [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in OBJECTIVES]
-
-
-@pytest.mark.parametrize("settings", ALL)
-def test_every_objective_and_estimator_takes_its_step(
-    folder: Path, base: dict[str, str], settings: str
-) -> None:
-    env = dict(setting.split("=") for setting in settings.split())
-    functions = f"{base['REWARD_FN']},soft_overlong_penalty,repetition_penalty"
-    env |= {"REWARD_FN": functions, "REWARD_WEIGHTS": "1,0.5,2", "OVERLONG_CACHE": "8"}
-    result = train(folder / env["LOSS_TYPE"], **base | env | {"REPETITION_NGRAM": "1"})
-    assert f"loss.loss_type={env['LOSS_TYPE']} loss.adv_estimator=" in result.lines
-
-    groups = groups_of(result)
-    n = lengths(groups)
-    hashed = np.concatenate([g.rewards for g in groups])
-    distinct = np.array([len(set(ids)) for g in groups for ids in g.ids])
-    f = np.array([hashed, np.clip((T - 8 - n) / 8, -1, 0), distinct / n - 1]).reshape(3, P, K)
-    names = ("hashed", "soft_overlong_penalty", "repetition_penalty")
-    means = [of(result, f"reward/func/{name}/mean")[0] for name in names]
-    assert means == pytest.approx([x.mean() for x in f]) and max(means[1:]) < 0
-    advantages_of, loss_of = OBJECTIVES[settings]
-    A = advantages_of(f[0] + 0.5 * f[1] + 2 * f[2], f).reshape(-1)
-    spread = [of(result, f"reward/advantage/{name}")[0] for name in ("min", "std", "max")]
-    assert spread == pytest.approx([A.min(), A.std(), A.max()], 1e-6)
-    if loss_of:
-        assert of(result, "other/loss") == pytest.approx([loss_of(A, n)], 1e-5, 1e-6)
-    assert of(result, "other/grad_norm")[0] > 1e-3
-    if "IS_MODE" in env:
-        assert of(result, "other/is_weight/mean") == pytest.approx([1], 1e-3)
-        assert of(result, "other/is_weight/over_cap") == [0]
-
-
-def test_every_setting_of_the_objective_reaches_it() -> None:
-    settings = {
-        "LOSS_TYPE": "grpo", "EPS_LOW": "0.1", "EPS_HIGH": "0.3", "DELTA": "2",
-        "IMPORTANCE_SAMPLING_LEVEL": "sequence", "BETA": "0.05", "KL_ESTIMATOR": "k2",
-        "KL_BIAS_CORRECTION": "0", "ENTROPY_COEF": "0.01", "IS_MODE": "token_mask",
-        "IS_CAP": "2.5", "MAX_LENGTH_SAMPLE": "24",
-    }  # fmt: skip
-    run = set_up(Config.from_env(settings))
-    assert run.objective == Objective(
-        "grpo", 0.1, 0.3, 2.0, "sequence", 0.05, "k2", False, 0.01, "token_mask", 2.5, 24
-    )

@@ -1,7 +1,8 @@
-"""One training step is torch's: transformers' Qwen2 in float64, autograd and torch.optim.
+"""Claims that an update equals torch's: transformers' Qwen2 in float64, autograd and torch.optim.
 
-Tokens and rewards are given. The reference sees each row alone and without padding. transformers
-keeps norms, rotary angles and the softmax in float32 even so, so that neither side is exact.
+Tokens and rewards are given. The reference sees each sequence alone and without padding. Even in
+float64, transformers keeps norms, rotary angles and the softmax in float32, so that neither side is
+exact.
 """
 
 import functools
@@ -17,9 +18,9 @@ from jax.sharding import Mesh
 
 from loss import Objective, group_advantages
 from models import hf
+from models.model import Compute
 from runtime.layout import TRAIN_BATCH_AXES, Layout, shard_batch
 from update import (
-    Compute,
     Counts,
     MicroBatch,
     Optimizer,
@@ -35,7 +36,8 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 PROMPTS = [[5, 11, 2], [7, 7, 30, 1, 19, 8]]
-LENGTHS = [4, 1, 7, 2, 7, 5, 6, 3]  # of 4 completions each, but for the third and fifth stopped
+# The completions of both prompts; a stop token ends each but those of 7 tokens.
+LENGTHS = [4, 1, 7, 2, 7, 5, 6, 3]
 K, T, WIDTH, STOP = 4, 7, 8, 9
 REWARDS = [1.0, 0.0, 0.5, 0.0, 0.0, 1.0, 1.0, 0.2]
 TEMPERATURE, BETA = 0.9, 0.1
@@ -50,12 +52,10 @@ LR = {"sgd": 1.0, "adamw": 0.01}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick() -> Iterator[None]:
+def one_thread(quick_compiles: None) -> Iterator[None]:
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # of arrays this small, more wait for one another
-    jax.config.update("jax_disable_most_optimizations", True)
+    torch.set_num_threads(1)  # with arrays this small, several threads wait for one another
     yield
-    jax.config.update("jax_disable_most_optimizations", False)
     torch.set_num_threads(threads)
 
 
@@ -65,27 +65,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Given(NamedTuple):
-    """A step's 8 rows; of each list an entry a row, of a row's numbers one a token."""
+    """The 8 sequences of a step; each list has an entry for each sequence."""
 
     prompts: list[list[int]]
     completions: list[list[int]]
     advantages: np.ndarray
-    old_logps: list[np.ndarray]
-    ref_logps: list[np.ndarray]
+    old_logps: list[np.ndarray]  # a number for each token
+    ref_logps: list[np.ndarray]  # a number for each token
 
 
 @functools.cache
 def given(folder: Path) -> Given:
     """Old and reference log-probabilities are near the model's, so that some tokens clip."""
     rng = np.random.default_rng(0)
-    prompts = [PROMPTS[row // K] for row in range(2 * K)]
+    prompts = [PROMPTS[i // K] for i in range(2 * K)]
     completions = [rng.integers(STOP + 1, 48, n).tolist() for n in LENGTHS]
     for tokens in completions:
         tokens[-1] = STOP if len(tokens) < T else tokens[-1]
     model = load_torch(folder)
-    rows = zip(prompts, completions, strict=True)
     with torch.no_grad():
-        logps = [torch_logps(model, *row).numpy() for row in rows]
+        pairs = zip(prompts, completions, strict=True)
+        logps = [torch_logps(model, *pair).numpy() for pair in pairs]
     old, ref = ([np.float32(x + s * rng.normal(size=x.shape)) for x in logps] for s in (0.3, 0.5))
     advantages = np.float32(group_advantages(np.array(REWARDS), K))
     return Given(prompts, completions, advantages, old, ref)
@@ -93,10 +93,10 @@ def given(folder: Path) -> Given:
 
 class Step(NamedTuple):
     loss: float
-    norm: float  # of the gradient, before clipping
-    grads: dict[str, np.ndarray]  # by transformers' names
-    before: dict[str, np.ndarray]
-    after: dict[str, np.ndarray]
+    norm: float  # the norm of the gradient before clipping
+    grads: dict[str, np.ndarray]  # by the names of transformers
+    before: dict[str, np.ndarray]  # the weights before the update
+    after: dict[str, np.ndarray]  # the weights after the update
 
 
 # ---- By torch ------------------------------------------------------------------------------------
@@ -115,24 +115,24 @@ def torch_logps(model: Any, prompt: list[int], completion: list[int]) -> Any:
 
 
 def torch_loss(model: Any, x: Given, variant: str, micro: int) -> Any:
-    """The step's objective, of all rows; micro < 8: wrongly, the mean of its micro-batches'."""
+    """The objective of the step. With micro < 8 it is wrong: the mean over the micro-batches."""
     low, high = (LOW_GSPO, HIGH_GSPO) if variant == "gspo" else (LOW, HIGH)
     means = []
     for start in range(0, 2 * K, micro):
-        rows, tokens = [], 0
-        for row in range(start, start + micro):
-            now = torch_logps(model, x.prompts[row], x.completions[row])
-            old, ref = (torch.tensor(a[row]).double() for a in (x.old_logps, x.ref_logps))
-            A, log_ratio = float(x.advantages[row]), now - old
+        of_sequences, tokens = [], 0
+        for i in range(start, start + micro):
+            now = torch_logps(model, x.prompts[i], x.completions[i])
+            old, ref = (torch.tensor(a[i]).double() for a in (x.old_logps, x.ref_logps))
+            A, log_ratio = float(x.advantages[i]), now - old
             if variant == "gspo":
                 log_ratio = log_ratio.mean().expand(len(now))
             ratio = log_ratio.exp()
             surrogate = torch.minimum(ratio * A, ratio.clamp(1 - low, 1 + high) * A)
             k3 = (ref - now).exp() - (ref - now) - 1
             losses = -surrogate + BETA * ratio * k3
-            rows.append(losses.sum() if variant == "dapo" else losses.mean())
+            of_sequences.append(losses.sum() if variant == "dapo" else losses.mean())
             tokens += len(now)
-        means.append(sum(rows) / (tokens if variant == "dapo" else micro))
+        means.append(sum(of_sequences) / (tokens if variant == "dapo" else micro))
     return sum(means) / len(means)
 
 
@@ -147,7 +147,7 @@ def torch_step(folder: Path, variant: str, optimizer: str, micro: int = 2 * K) -
     norm = torch.nn.utils.clip_grad_norm_(named.values(), CLIP_NORM)
     if optimizer == "sgd":
         torch.optim.SGD(named.values(), LR["sgd"]).step()
-    else:  # biases and norms, the vectors, do not decay
+    else:  # biases and norms, which are vectors, do not decay
         groups = [
             {"params": [p for p in named.values() if p.ndim > 1], "weight_decay": DECAY},
             {"params": [p for p in named.values() if p.ndim == 1], "weight_decay": 0.0},
@@ -157,50 +157,56 @@ def torch_step(folder: Path, variant: str, optimizer: str, micro: int = 2 * K) -
     return Step(loss.item(), norm.item(), grads, before, after)
 
 
-# ---- By ours -------------------------------------------------------------------------------------
+# ---- By this project -----------------------------------------------------------------------------
 
 
 def our_step(folder: Path, variant: str, optimizer: str) -> Step:
-    """In 4 micro-batches of 2 rows with one prompt, as train_grpo.py does it."""
-    config = hf.read_config(folder)
+    """In 4 micro-batches of 2 sequences with a prompt in common, as train_grpo.py does it."""
+    model = hf.read_config(folder)
     where = Layout(
         Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), ("dp", "fsdp", "tp")), TRAIN_BATCH_AXES
     )
-    params = hf.load_params(folder, config, where.mesh, np.dtype("float32"))
-    before = dict(hf.hf_tensors(params, config))
+    params = hf.load_params(folder, model, where.mesh, np.dtype("float32"))
+    before = dict(hf.hf_tensors(params, model))
     counts = Counts(*map(np.float32, (sum(LENGTHS), 2 * K, sum(LENGTHS))))
     grads, parts = zero_grads(params), []
     for batch in micro_batches(given(folder), 2, where):
         grads, metrics, _ = micro_step(
-            params, grads, batch, counts, objective=OBJECTIVES[variant], temperature=TEMPERATURE,
-            compute=Compute(config, np.dtype("float32"), where),
-        )  # fmt: skip
+            params,
+            grads,
+            batch,
+            counts,
+            objective=OBJECTIVES[variant],
+            temperature=TEMPERATURE,
+            compute=Compute(model, np.dtype("float32"), where),
+        )
         parts.append(metrics)
     metrics = merge_metrics(parts)
     assert min(metrics["clip_ratio/low_mean"], metrics["clip_ratio/high_mean"]) > 0
     rule = Optimizer(optimizer, DECAY if optimizer == "adamw" else 0.0, CLIP_NORM)
-    state = init_state(params, optimizer=rule, config=config)
+    state = init_state(params, optimizer=rule, model=model)
     lr = np.float32(LR[optimizer])
-    state, norm = optimizer_step(state, grads, lr, optimizer=rule, config=config)
-    exported = [dict(hf.hf_tensors(tree, config)) for tree in (grads, state.params)]
+    state, norm = optimizer_step(state, grads, lr, optimizer=rule, model=model)
+    exported = [dict(hf.hf_tensors(tree, model)) for tree in (grads, state.params)]
     return Step(metrics["loss"], float(norm), exported[0], before, exported[1])
 
 
 def micro_batches(x: Given, micro: int, where: Layout) -> list[MicroBatch]:
-    """Prompts left-padded; garbage after the stop token."""
+    """The prompts are left-padded; after the stop token there is garbage."""
     prompt_ids, ids = (np.full((2 * K, n), STOP, np.int32) for n in (WIDTH, T))
     prompt_mask, mask = np.zeros_like(prompt_ids), np.zeros_like(ids)
     old, ref = np.full((2, 2 * K, T), 99, np.float32)
-    for row, (prompt, n) in enumerate(zip(x.prompts, LENGTHS, strict=True)):
-        prompt_ids[row, -len(prompt) :], prompt_mask[row, -len(prompt) :] = prompt, 1
-        ids[row, :n], mask[row, :n] = x.completions[row], 1
-        old[row, :n], ref[row, :n] = x.old_logps[row], x.ref_logps[row]
+    for i, (prompt, n) in enumerate(zip(x.prompts, LENGTHS, strict=True)):
+        prompt_ids[i, -len(prompt) :], prompt_mask[i, -len(prompt) :] = prompt, 1
+        ids[i, :n], mask[i, :n] = x.completions[i], 1
+        old[i, :n], ref[i, :n] = x.old_logps[i], x.ref_logps[i]
     batches = []
     for start in range(0, 2 * K, micro):
-        own = slice(start, start + micro)
-        prompts = [a[own][:1] for a in (prompt_ids, prompt_mask)]
-        rows = [a[own] for a in (ids, mask, old, x.advantages, old, ref)]  # the sampler's are old
-        batches.append(MicroBatch(*(shard_batch(a, where) for a in [*prompts, *rows])))
+        part = slice(start, start + micro)
+        prompts = [a[part][:1] for a in (prompt_ids, prompt_mask)]
+        # The logps of the sampler are old_logps.
+        sequences = [a[part] for a in (ids, mask, old, x.advantages, old, ref)]
+        batches.append(MicroBatch(*(shard_batch(a, where) for a in [*prompts, *sequences])))
     return batches
 
 
@@ -209,7 +215,7 @@ def micro_batches(x: Given, micro: int, where: Layout) -> list[MicroBatch]:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("variant", OBJECTIVES)
-def test_loss_gradient_and_new_weights_are_torch_s(
+def test_loss_gradient_and_new_weights_equal_those_of_torch(
     folder: Path, variant: str, optimizer: str
 ) -> None:
     ours, theirs = our_step(folder, variant, optimizer), torch_step(folder, variant, optimizer)
@@ -221,9 +227,10 @@ def test_loss_gradient_and_new_weights_are_torch_s(
         grad = theirs.grads[name]
         np.testing.assert_array_equal(ours.before[name], theirs.before[name])
         np.testing.assert_allclose(ours.grads[name], grad, rtol=1e-5, atol=5e-6, err_msg=name)
-        # AdamW's first step is the gradient's sign: noise where that is 0 but for rounding.
+        # The first update of AdamW is the sign of the gradient: noise where the gradient is only
+        # rounding.
         sure = np.abs(grad) > (1e-6 * theirs.norm if optimizer == "adamw" else -1)
-        sure |= grad == 0  # embeddings of tokens that are no input
+        sure |= grad == 0  # the embeddings of tokens that do not occur
         unsure += (~sure).sum()
         np.testing.assert_allclose(
             ours.after[name][sure], expected[sure], rtol=0, atol=2e-6, err_msg=name
@@ -233,7 +240,7 @@ def test_loss_gradient_and_new_weights_are_torch_s(
 
 
 def test_the_comparison_sees_a_wrong_denominator(folder: Path) -> None:
-    """Each micro-batch divided by its own tokens, and those means averaged."""
+    """Here torch divides each micro-batch by its tokens, and averages the micro-batches."""
     ours = our_step(folder, "dapo", "sgd")
     theirs = torch_step(folder, "dapo", "sgd", micro=2)
     assert abs(ours.loss - theirs.loss) > 1e-3 and abs(ours.norm - theirs.norm) > 1e-3

@@ -1,11 +1,12 @@
-"""Claims about update.py: one step of every variant of the objective, however it is cut.
+"""Claims about update.py: one step of every variant of the objective, in any micro-batches.
 
-The reference is the whole step in float64 numpy; gradients are its finite differences.
+The reference is the complete step in float64 numpy; it gives gradients as finite differences.
 """
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from test_rollout import weights
+from test_sampling import weights
 from test_update import (
     K,
     Sequences,
@@ -22,15 +23,18 @@ from test_update import (
     laid_out,
     layout,
     numpy_logps,
-    places,
+    same_shardings,
     sequences,
+    shardings,
     step,
 )
 
 import loss_pallas
-from loss import Objective
+from loss import MERGE, Objective
 from models.model import Params
 from update import merge_metrics, mix_weights
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 CLIP = {"eps_low": 0.2, "eps_high": 0.3}
 KL, ENTROPY = {"beta": 0.1}, {"entropy_coef": 0.2}
@@ -43,20 +47,13 @@ VARIANTS = {
     "gspo": Objective("gspo", 3e-4, 4e-4, **KL, is_mode="sequence_truncate", is_cap=1.2),
     "sapo": Objective("sapo", **ENTROPY, **KL, kl_estimator="k2", kl_bias_correction=False),
 }
-TOP = ("cispo", "gspo", "sapo")  # those that learn from some of the tokens only
-NOT_COUNTED = [4, 5, 11]  # rows: truncated completions, of no effect but on the number of rows
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compiles() -> Iterator[None]:
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+TOP = ("cispo", "gspo", "sapo")  # the variants that learn from a part of the tokens
+NOT_COUNTED = [4, 5, 11]  # truncated completions; they count only in the number of sequences
 
 
 @functools.cache
 def given(variant: str) -> Sequences:
-    """Those of test_update.py, some rows without a token that counts; of 2 rows, one has none."""
+    """The sequences of test_update.py; three of them have no token that counts."""
     x, rng = sequences(), np.random.default_rng(2)
     mask = x.mask.copy()
     mask[NOT_COUNTED] = 0
@@ -68,31 +65,31 @@ def given(variant: str) -> Sequences:
 
 
 def run(variant: str, **settings: Any) -> Step:
-    settings = {"micro": 2, "s": 2, "x": given(variant)} | settings
+    settings = {"micro": 2, "share": 2, "x": given(variant)} | settings
     return step(objective=VARIANTS[variant], **settings)
 
 
 @functools.cache
 def in_pairs(variant: str) -> Step:
-    """The step in micro-batches of 2 rows, one of them without any token that counts."""
+    """The step in micro-batches of 2 sequences; one micro-batch has no token that counts."""
     return run(variant)
 
 
-# ---- The whole step in numpy ---------------------------------------------------------------------
+# ---- The step in numpy ---------------------------------------------------------------------------
 
 
 def numpy_step(
     o: Objective, x: Sequences, logps: np.ndarray, entropy: np.ndarray
 ) -> dict[str, float]:
-    """The metrics of the whole step in float64, its loss among them."""
-    num_tokens, num_sequences, tokens, rows = x.mask.sum(), 2 * K, [], []
+    """The metrics of the step in float64, its loss among them."""
+    num_tokens, num_sequences, tokens, sequences_cut = x.mask.sum(), 2 * K, [], []
     top = x.mask if x.top_mask is None else x.mask * x.top_mask
-    fixed = numpy_logps(weights(), x.completion_ids)[0]  # what no gradient goes through
+    fixed = numpy_logps(weights(), x.completion_ids)[0]  # no gradient goes through these
     for i in np.flatnonzero(x.mask.any(axis=1)):
-        own = np.flatnonzero(x.mask[i])
-        n, A = len(own), float(x.advantages[i])
+        counted = np.flatnonzero(x.mask[i])
+        n, A = len(counted), float(x.advantages[i])
         arrays = (logps, fixed, x.old_logps, x.sampling_logps, x.ref_logps)
-        now, held, old, sampling, ref = (a[i, own].astype(float) for a in arrays)
+        now, held, old, sampling, ref = (a[i, counted].astype(float) for a in arrays)
 
         ratio = np.exp(np.full(n, (now - old).mean()) if o.loss_type == "gspo" else now - old)
         bound = np.minimum(ratio, o.delta or math.inf)
@@ -112,16 +109,14 @@ def numpy_step(
         weight = np.ones(n) if o.is_mode == "none" else weight
         kl = np.exp(ref - now) - (ref - now) - 1 if o.kl_estimator == "k3" else (ref - now) ** 2 / 2
         kl = kl * ratio if o.kl_bias_correction else kl
-        divisor = {
-            "dr_grpo": 9 * num_sequences, "grpo": n * num_sequences, "gspo": n * num_sequences,
-            "sapo": n * num_sequences,
-        }.get(o.loss_type, num_tokens)  # fmt: skip
-        losses = (loss * weight * top[i, own] + o.beta * kl) / divisor
+        divisor = n * num_sequences if o.loss_type in ("grpo", "gspo", "sapo") else num_tokens
+        divisor = 9 * num_sequences if o.loss_type == "dr_grpo" else divisor
+        losses = (loss * weight * top[i, counted] + o.beta * kl) / divisor
         tokens.append([losses, low, high, kl, weight, over, np.abs(gap)])
-        rows.append([low.mean(), high.mean()])
+        sequences_cut.append([low.mean(), high.mean()])
 
     losses, low, high, kl, weight, over, gap = np.concatenate(tokens, axis=1)
-    low_by_row, high_by_row = np.transpose(rows)
+    low_of, high_of = np.transpose(sequences_cut)  # of each sequence
     bonus = o.entropy_coef * entropy[top == 1].mean()
     metrics = {
         "loss": losses.sum() - bonus,
@@ -134,9 +129,9 @@ def numpy_step(
     elif o.loss_type != "sapo":
         shares = [low.mean(), high.mean()]
         if o.loss_type == "gspo":
-            shares = [low_by_row.sum() / num_sequences, high_by_row.sum() / num_sequences]
+            shares = [low_of.sum() / num_sequences, high_of.sum() / num_sequences]
         names = ("low_mean", "high_mean", "region_mean", "low_min", "high_max")
-        values = (*shares, sum(shares), low_by_row.min(), high_by_row.max())
+        values = (*shares, sum(shares), low_of.min(), high_of.max())
         metrics |= {f"clip_ratio/{name}": x for name, x in zip(names, values, strict=True)}
     if o.beta:
         metrics["kl"] = kl.mean()
@@ -149,7 +144,7 @@ def numpy_step(
 
 @functools.cache
 def moved() -> list[tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray]]]]:
-    """For each kind of parameter a random direction, and numpy_logps a little ahead and behind."""
+    """For each array of parameters: a random direction, and numpy_logps ahead and behind."""
     leaves, tree = jax.tree.flatten(weights())
     rng = np.random.default_rng(5)
     found = []
@@ -162,7 +157,7 @@ def moved() -> list[tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray]]]]:
 
 
 def slopes(value: Callable[[np.ndarray, np.ndarray], float]) -> list[float]:
-    """Of value(logps, entropy), along each direction."""
+    """The slopes of value(logps, entropy), along each direction."""
     return [(value(*ahead) - value(*behind)) / 2e-5 for _, (ahead, behind) in moved()]
 
 
@@ -172,8 +167,7 @@ def along(grads: Params) -> list[float]:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_step_in_micro_batches_is_that_of_the_formulas(variant: str) -> None:
-    """Loss, metrics and gradient."""
+def test_loss_metrics_and_gradient_in_micro_batches_follow_the_formulas(variant: str) -> None:
     o, x, got = VARIANTS[variant], given(variant), in_pairs(variant)
     expected = numpy_step(o, x, *numpy_logps(weights(), x.completion_ids))
     cuts = [expected[n] for n in expected if "clip" in n and "min" not in n or "over" in n]
@@ -187,10 +181,10 @@ def test_a_step_in_micro_batches_is_that_of_the_formulas(variant: str) -> None:
 @pytest.mark.parametrize(
     "variant, settings",
     [
-        ("gspo", {"micro": 16, "s": 8}),
-        ("cispo", {"micro": 1, "s": 1}),
-        ("sapo", {"micro": 4, "s": 4, "wider": 3}),
-        ("dr_grpo", {"micro": 16, "s": 4, "mesh": (1, 4, 2)}),
+        ("gspo", {"micro": 16, "share": 8}),
+        ("cispo", {"micro": 1, "share": 1}),
+        ("sapo", {"micro": 4, "share": 4, "wider": 3}),
+        ("dr_grpo", {"micro": 16, "share": 4, "mesh": (1, 4, 2)}),
     ],
     ids=str,
 )
@@ -207,18 +201,18 @@ def test_how_a_variant_is_computed_does_not_change_it(variant: str, settings: di
 def test_the_vocabulary_in_tiles_changes_nothing(
     monkeypatch: pytest.MonkeyPatch, impl: str, mesh: tuple[int, int, int]
 ) -> None:
-    """POLICY_LOSS_IMPL under remat and on a mesh, with the entropy's gradient."""
+    """So it is with remat and on a mesh, and for the gradient of the entropy."""
     monkeypatch.setattr(loss_pallas, "LOGITS_TILE_BYTES", 1)
     with pltpu.force_tpu_interpret_mode():
-        got = run("cispo", micro=16, s=4, mesh=mesh, impl=impl, remat="full")
+        got = run("cispo", micro=16, share=4, mesh=mesh, impl=impl, remat="full")
     expected = in_pairs("cispo")
     assert got.metrics == pytest.approx(expected.metrics, rel=1e-5, abs=1e-6)
     assert_close(got.grads, expected.grads, 1e-6)
     assert got.stayed
 
 
-def test_the_kl_moves_the_gradient_and_is_not_only_logged() -> None:
-    """BNPO here is DAPO (the difference is TRL's micro-batch); that variant has BETA = 0.1."""
+def test_the_kl_changes_the_gradient_and_not_only_the_log() -> None:
+    """The two variants differ in the KL alone: bnpo is dapo, and here it has beta = 0.1."""
     x = given("bnpo")
     apart = jax.tree.map(np.subtract, in_pairs("bnpo").grads, in_pairs("dapo").grads)
     kl = slopes(lambda *policy: 0.1 * numpy_step(VARIANTS["bnpo"], x, *policy)["kl"])
@@ -227,7 +221,7 @@ def test_the_kl_moves_the_gradient_and_is_not_only_logged() -> None:
 
 
 def test_the_sampler_is_compared_with_the_policy_before_the_first_update() -> None:
-    """Off by 0.5, or by 3 on the first token, whatever the policy is by now."""
+    """The sampler is 0.5 off, and 3 at the first token. The policy of now does not matter."""
     x = given("dapo")
     assert x.mask[0, 0] and not x.mask[5].any()
     sampling = x.old_logps + np.float32(0.5)
@@ -239,8 +233,8 @@ def test_the_sampler_is_compared_with_the_policy_before_the_first_update() -> No
     assert metrics["sampling_logp_difference/max"] == pytest.approx(3, rel=1e-5)
 
 
-def test_a_row_or_micro_batch_without_a_token_is_no_extreme() -> None:
-    """Every token that counts has become 1/e as likely and was bad: all are clipped."""
+def test_a_sequence_or_micro_batch_without_a_token_is_no_extreme() -> None:
+    """Every token that counts was bad and has become 1/e as likely, so all are clipped."""
     x = given("dapo")
     old, advantages = in_pairs("dapo").logps + 1, np.full(2 * K, -1, np.float32)
     metrics = run("dapo", x=x._replace(old_logps=old, advantages=advantages)).metrics
@@ -251,7 +245,19 @@ def test_a_row_or_micro_batch_without_a_token_is_no_extreme() -> None:
     )
 
 
-def test_metrics_named_min_or_max_are_extremes_and_the_others_sums() -> None:
+def test_every_metric_that_is_an_extreme_is_merged_as_its_name_says() -> None:
+    """The metrics are those that micro_step gives for all variants. All others are summed."""
+    found = {name for variant in VARIANTS for name in in_pairs(variant).metrics}
+    extremes = {name for name in found if re.search("(^|[_/])(min|max)$", name)}
+    assert extremes == {
+        "clip_ratio/low_min",
+        "clip_ratio/high_max",
+        "sampling_logp_difference/max",
+    }
+    assert {name: MERGE[name].__name__ for name in MERGE} == {n: n[-3:] for n in extremes}
+
+
+def test_extremes_are_merged_as_extremes_and_other_metrics_are_summed() -> None:
     parts = [
         {"loss": 0.5, "clip_ratio/low_min": 0.25, "clip_ratio/high_max": 0.5, "entropy": 1.0},
         {"loss": -2.0, "clip_ratio/low_min": 1.0, "clip_ratio/high_max": 0.75, "entropy": 0.5},
@@ -270,25 +276,24 @@ def test_metrics_named_min_or_max_are_extremes_and_the_others_sums() -> None:
 # ---- The reference policy ------------------------------------------------------------------------
 
 
-def test_the_reference_moves_towards_the_policy_and_stays_where_it_lies() -> None:
+def test_the_reference_moves_towards_the_policy_and_keeps_its_sharding() -> None:
     mesh = layout(1, 4, 2).mesh
     ref, params = (
         laid_out(mesh, jax.tree.map(lambda w, v=value: np.full(w.shape, v), weights()))
         for value in (1.0, 3.0)
     )
-    before = places(ref)
+    before = shardings(ref)
     mixed = mix_weights(ref, params, 0.6)  # 0.6 * 3 + 0.4 * 1
     jax.tree.map(lambda x: np.testing.assert_allclose(x, 2.2, rtol=1e-6), mixed)
-    pairs = zip(before, places(mixed), strict=True)
-    assert all(a.is_equivalent_to(b, ndim) for (a, ndim), (b, _) in pairs)
+    assert same_shardings(before, shardings(mixed))
     assert ref.embed.is_deleted(), "a second reference would not fit"
     jax.tree.map(lambda x: np.testing.assert_array_equal(x, 3), params)
 
 
 def test_a_bfloat16_reference_is_mixed_in_float32_and_rounded_once() -> None:
-    """0.6 * 1.0064 + 0.4 = 1.00384, and bfloat16 has 1 and 1.0078125: the nearer is 1.
+    """0.6 * 1.0064 + 0.4 = 1.00384; of the neighbours in bfloat16, 1 and 1.0078125, 1 is nearer.
 
-    With 1.0064 rounded first (1.0078) or 0.4 * 1 (0.4004), it would be 1.0078125.
+    If 1.0064 were rounded first (to 1.0078), or 0.4 * 1 (to 0.4004), it would be 1.0078125.
     """
     ref = {"w": jnp.ones(3, jnp.bfloat16)}
     policy = {"w": jnp.array([1.0064, 1.0104, -7.0], jnp.float32)}
@@ -297,7 +302,7 @@ def test_a_bfloat16_reference_is_mixed_in_float32_and_rounded_once() -> None:
     assert mixed.tolist() == [1.0, 1.0078125, -3.796875]
 
 
-def test_a_share_of_one_gives_the_policy() -> None:
+def test_an_alpha_of_1_gives_the_policy() -> None:
     mesh = layout(1, 1, 1).mesh
     ref = laid_out(mesh, jax.tree.map(np.zeros_like, weights()))
     params = laid_out(mesh)

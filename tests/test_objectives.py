@@ -1,0 +1,144 @@
+"""Claims about the objectives and estimators of a step, on runs of the main job.
+
+The reward functions of these runs record what they reward. Before the first update every ratio is
+1, so that the loss follows from the advantages alone.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_rollout import (
+    K,
+    P,
+    T,
+    centered,
+    groups_of,
+    lengths,
+    of,
+    scaled,
+    settings_of,
+    token_mean_loss,
+)
+from test_train import train
+
+from config import Config
+from loss import Objective
+from startup import set_up
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("objectives")
+
+
+@pytest.fixture(scope="module")
+def base(folder: Path) -> dict[str, str]:
+    return settings_of(folder)
+
+
+def test_the_reference_becomes_the_policy_every_ref_sync_steps_updates(
+    folder: Path, base: dict[str, str]
+) -> None:
+    settings = {"BETA": "0.1", "REF_SYNC_STEPS": "2", "REF_SYNC_ALPHA": "1", "STEPS": "4"}
+    settings |= {"LEARNING_RATE": "1e-3", "LR_SCHEDULE": "constant", "WARMUP_RATIO": "0"}
+    kl = of(train(folder / "sync", **base | settings), "other/kl")
+    assert [x < 1e-9 for x in kl] == [True, False, True, False]
+    assert min(kl[1], kl[3]) > 1e-5
+
+
+def over_std(x: np.ndarray, of: np.ndarray) -> np.ndarray:
+    return x / (of.std(ddof=1) + 1e-4)
+
+
+def gdpo(r: np.ndarray, f: np.ndarray) -> np.ndarray:
+    x = scaled(f[0]) + 0.5 * scaled(f[1]) + 2 * scaled(f[2])
+    return over_std(x, x)
+
+
+def sequence_mean_loss(A: np.ndarray, n: np.ndarray) -> float:
+    return -A.mean()
+
+
+def dr_grpo_loss(A: np.ndarray, n: np.ndarray) -> float:
+    return -(A * n).sum() / (P * K * T)
+
+
+def sapo_loss(A: np.ndarray, n: np.ndarray) -> float:
+    return -(2 * A / np.where(A > 0, 1, 1.05)).mean()
+
+
+# The advantages [P, K] follow from the rewards r [P, K] and, for gdpo, from the rewards f [F, P, K]
+# of each function. The loss follows from the advantages A [P*K] and the lengths n [P*K]; it is None
+# for cispo, whose loss needs the logps.
+OBJECTIVES: dict[str, tuple[Callable, Callable | None]] = {
+    "LOSS_TYPE=gspo ADV_ESTIMATOR=rloo": (lambda r, f: centered(r) * 8 / 7, sequence_mean_loss),
+    "LOSS_TYPE=cispo EPS_HIGH=5 ADV_ESTIMATOR=reinforce": (
+        lambda r, f: over_std(r - r.mean(), r),
+        None,
+    ),
+    "LOSS_TYPE=dr_grpo SCALE_REWARDS=none": (lambda r, f: centered(r), dr_grpo_loss),
+    "LOSS_TYPE=sapo ADV_ESTIMATOR=gdpo": (gdpo, sapo_loss),
+    "LOSS_TYPE=bnpo ADV_ESTIMATOR=reinforce++": (
+        lambda r, f: over_std(centered(r), centered(r)),
+        token_mean_loss,
+    ),
+    "LOSS_TYPE=grpo SCALE_REWARDS=batch IS_MODE=sequence_mask": (
+        lambda r, f: over_std(centered(r), r),
+        sequence_mean_loss,
+    ),
+}
+SLOW = [x for x in OBJECTIVES if "cispo" not in x and "sapo" not in x]
+ALL = [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in OBJECTIVES]
+
+
+@pytest.mark.parametrize("settings", ALL)
+def test_every_objective_and_estimator_takes_its_step(
+    folder: Path, base: dict[str, str], settings: str
+) -> None:
+    env = dict(setting.split("=") for setting in settings.split())
+    functions = f"{base['REWARD_FN']},soft_overlong_penalty,repetition_penalty"
+    env |= {"REWARD_FN": functions, "REWARD_WEIGHTS": "1,0.5,2", "OVERLONG_CACHE": "8"}
+    result = train(folder / env["LOSS_TYPE"], **base | env | {"REPETITION_NGRAM": "1"})
+    assert f"loss.loss_type={env['LOSS_TYPE']} loss.adv_estimator=" in result.lines
+
+    groups = groups_of(result)
+    n = lengths(groups)
+    hashed = np.concatenate([g.rewards for g in groups])
+    distinct = np.array([len(set(ids)) for g in groups for ids in g.ids])
+    f = np.array([hashed, np.clip((T - 8 - n) / 8, -1, 0), distinct / n - 1]).reshape(3, P, K)
+    names = ("hashed", "soft_overlong_penalty", "repetition_penalty")
+    means = [of(result, f"reward/func/{name}/mean")[0] for name in names]
+    assert means == pytest.approx([x.mean() for x in f]) and max(means[1:]) < 0
+    advantages_of, loss_of = OBJECTIVES[settings]
+    A = advantages_of(f[0] + 0.5 * f[1] + 2 * f[2], f).reshape(-1)
+    spread = [of(result, f"reward/advantage/{name}")[0] for name in ("min", "std", "max")]
+    assert spread == pytest.approx([A.min(), A.std(), A.max()], 1e-6)
+    if loss_of:
+        assert of(result, "other/loss") == pytest.approx([loss_of(A, n)], 1e-5, 1e-6)
+    assert of(result, "other/grad_norm")[0] > 1e-3
+    if "IS_MODE" in env:
+        assert of(result, "other/is_weight/mean") == pytest.approx([1], 1e-3)
+        assert of(result, "other/is_weight/over_cap") == [0]
+
+
+def test_every_setting_of_the_objective_reaches_it() -> None:
+    settings = {
+        "LOSS_TYPE": "grpo",
+        "EPS_LOW": "0.1",
+        "EPS_HIGH": "0.3",
+        "DELTA": "2",
+        "IMPORTANCE_SAMPLING_LEVEL": "sequence",
+        "BETA": "0.05",
+        "KL_ESTIMATOR": "k2",
+        "KL_BIAS_CORRECTION": "0",
+        "ENTROPY_COEF": "0.01",
+        "IS_MODE": "token_mask",
+        "IS_CAP": "2.5",
+        "MAX_LENGTH_SAMPLE": "24",
+    }
+    run = set_up(Config.from_env(settings))
+    assert run.objective == Objective(
+        "grpo", 0.1, 0.3, 2.0, "sequence", 0.05, "k2", False, 0.01, "token_mask", 2.5, 24
+    )

@@ -1,0 +1,157 @@
+"""Claims about update.py: the optimizer, the learning rate, and the copies of the weights.
+
+The reference of the optimizer is its formula in float64 numpy.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_sampling import MODEL, weights
+from test_update import (
+    ADAMW,
+    FLOAT32,
+    SGD,
+    assert_close,
+    laid_out,
+    layout,
+    same_shardings,
+    shardings,
+)
+
+from models.model import Params, param_shardings
+from update import Optimizer, init_state, learning_rate, optimizer_step, sync_weights
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+
+# 1 for each array that decays, in the order: embed, attn_norm, wq wk wv wo, bq bk bv, mlp_norm,
+# gate up down, final_norm, lm_head.
+DECAYED = [1, 0, 1, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1, 0, 1]
+
+
+def numpy_optimizer(name: str, grads: list, params: Params, decay: float, clip: float) -> Params:
+    """Float64 parameters after steps with lr 0.1, 0.2, ..."""
+    leaves, tree = jax.tree.flatten(params)
+    p = [x.astype(float) for x in leaves]
+    m, v = [0 * x for x in p], [0 * x for x in p]
+    for t, grad in enumerate(grads, start=1):
+        g = [x.astype(float) for x in jax.tree.leaves(grad)]
+        norm = math.sqrt(sum((x**2).sum() for x in g))
+        factor = min(1, clip / (norm + 1e-6)) if clip else 1
+        g, lr = [x * factor for x in g], 0.1 * t
+        for i, x in enumerate(g):
+            if name == "adamw":
+                m[i], v[i] = 0.9 * m[i] + 0.1 * x, 0.999 * v[i] + 0.001 * x * x
+                way = m[i] / (1 - 0.9**t) / (np.sqrt(v[i] / (1 - 0.999**t)) + 1e-8)
+            elif name == "lion":
+                way = np.sign(0.9 * m[i] + 0.1 * x)
+                m[i] = 0.99 * m[i] + 0.01 * x
+            else:
+                way = x
+            p[i] = p[i] - lr * (way + decay * DECAYED[i] * p[i])
+    return tree.unflatten(p)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [ADAMW, SGD, Optimizer("sgd", clip_norm=0), Optimizer("lion", weight_decay=0.2)],
+    ids=lambda o: "-".join(map(str, o)),
+)
+def test_three_updates_follow_the_formulas(optimizer: Optimizer) -> None:
+    """The first and the third gradient are clipped; the second is far from being clipped."""
+    rng = np.random.default_rng(1)
+    mesh = layout(1, 1, 1).mesh
+    grads = [
+        jax.tree.map(lambda p, scale=scale: scale * rng.normal(size=p.shape), weights())
+        for scale in (1.0, 1e-3, 0.1)
+    ]
+    state = init_state(laid_out(mesh), optimizer=optimizer, model=MODEL)
+    for t, grad in enumerate(grads, start=1):
+        norm = math.sqrt(sum((g**2).sum() for g in jax.tree.leaves(grad)))
+        state, logged = optimizer_step(
+            state, laid_out(mesh, grad), np.float32(0.1 * t), optimizer=optimizer, model=MODEL
+        )
+        assert float(logged) == pytest.approx(norm, rel=1e-5), "the norm before clipping"
+    assert int(state.step) == 3
+    name, decay, clip = optimizer
+    expected = numpy_optimizer(name, grads, weights(), decay, clip)
+    assert_close(state.params, expected, 2e-5 if clip else 2e-4)
+
+
+def test_the_arrays_of_the_optimizer_are_sharded_like_the_parameters() -> None:
+    """They are so from the start: a full copy on each device would not fit."""
+    params = laid_out(layout(1, 4, 2).mesh)
+    expected = shardings(params)
+    assert not all(sharding.is_fully_replicated for sharding, _ in expected)
+    grads = jax.tree.map(jnp.zeros_like, params)
+    state = init_state(params, optimizer=ADAMW, model=MODEL)
+    for _ in range(2):
+        adam = state.opt_state[0]
+        for tree in (adam.mu, adam.nu, state.params):
+            assert same_shardings(shardings(tree), expected)
+        assert adam.count.sharding.is_equivalent_to(state.step.sharding, 0)
+        state, _ = optimizer_step(state, grads, np.float32(0), optimizer=ADAMW, model=MODEL)
+
+
+# ---- The learning rate ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "schedule, warmup_ratio, expected",
+    [
+        # Warm-up of 2 of 8 steps; then 1 - x or (1 + cos pi x) / 2 at x = 0, 1/6, 2/6, ...
+        ("warmup_cosine", 0.25, [0.5, 1, 1, 0.9330127, 0.75, 0.5, 0.25, 0.0669873, 0, 0]),
+        ("linear", 0.25, [0.5, 1, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6, 0, 0]),
+        ("constant", 0.25, [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 1]),
+        ("constant", 0.0, [1] * 10),
+        ("linear", 0.0, [1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8, 0, 0]),
+        ("linear", 1.0, [1 / 8, 2 / 8, 3 / 8, 4 / 8, 5 / 8, 6 / 8, 7 / 8, 1, 0, 0]),
+    ],
+)
+def test_the_learning_rate_by_hand(schedule: str, warmup_ratio: float, expected: list) -> None:
+    settings = {"peak": 2e-6, "schedule": schedule, "warmup_ratio": warmup_ratio, "decay_steps": 8}
+    rates = [learning_rate(step, **settings) for step in range(10)]
+    np.testing.assert_allclose(rates, 2e-6 * np.array(expected), atol=1e-13)
+    assert min(rates[0], rates[7]) > 0
+
+
+def test_an_unknown_schedule_of_the_learning_rate_is_refused_with_all_that_exist() -> None:
+    with pytest.raises(ValueError) as error:
+        learning_rate(5, peak=1e-6, schedule="cosine", warmup_ratio=0.0, decay_steps=10)
+    assert str(error.value) == (
+        "LR_SCHEDULE='cosine' is not one of warmup_cosine, linear, constant"
+    )
+
+
+# ---- Copies of the weights -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", [(1, 1, 8), (8, 1, 1), (1, 8, 1)], ids=str)
+def test_synced_weights_are_rounded_and_laid_out_for_the_rollout(target: tuple) -> None:
+    values = jax.tree.map(np.float32, weights())
+    values.embed[0, 0] = 257  # bfloat16 has 256 and 258
+    params = laid_out(layout(1, 8, 1).mesh, values)
+    mesh = layout(*target).mesh
+    copy = sync_weights(MODEL, mesh, jnp.dtype("bfloat16"))(params)
+    assert float(copy.embed[0, 0]) == 256
+    leaves = map(jax.tree.leaves, (copy, values, param_shardings(MODEL, mesh)))
+    pairs = zip(*leaves, strict=True)
+    for x, value, sharding in pairs:
+        assert x.sharding == sharding and x.dtype == jnp.bfloat16
+        assert np.array_equal(np.asarray(x), value.astype(jnp.bfloat16))
+    jax.tree.map(np.testing.assert_array_equal, params, values)
+    assert {x.dtype for x in jax.tree.leaves(params)} == {FLOAT32}
+
+
+def test_a_copy_of_the_same_dtype_and_layout_outlives_the_update_of_the_original() -> None:
+    """The reference is such a copy. optimizer_step takes over the buffers that it is given."""
+    mesh = layout(1, 1, 1).mesh
+    params = laid_out(mesh)
+    state = init_state(params, optimizer=SGD, model=MODEL)
+    copy = sync_weights(MODEL, mesh, FLOAT32)(params)
+    optimizer_step(state, laid_out(mesh), np.float32(0.1), optimizer=SGD, model=MODEL)
+    assert params.embed.is_deleted()
+    jax.tree.map(np.testing.assert_array_equal, copy, jax.tree.map(np.float32, weights()))

@@ -1,0 +1,70 @@
+"""Claims about runtime/run_log.py, and about the tool that plots its records."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from runtime.run_log import RunLog, check_wandb
+
+REPO = Path(__file__).resolve().parent.parent
+NAN = float("nan")
+
+
+def test_only_process_0_writes_and_numbers_that_are_not_finite_become_null(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for writes, out in ((True, tmp_path / "0"), (False, tmp_path / "1")):
+        log = RunLog(out, steps=1, writes=writes, wandb=None)
+        log.line("hello")
+        log.record(0, {"time/train/step_s": 2.0, "a": np.float32(0.5), "b": NAN, "c": "test"})
+        log.record(1, {"time/train/step_s": 4.0})
+        log.samples(0, [{"completion": "é"}])
+        log.close()
+    assert capsys.readouterr().out == "hello\nhello\n"
+    assert not (tmp_path / "1").exists()
+    lines = (tmp_path / "0" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    first, second = map(json.loads, lines)
+    assert (first["step"], first["a"], first["b"], first["c"]) == (0, 0.5, None, "test")
+    assert second["time/train/step_avg_last10_s"] == 3.0
+    sample = json.loads((tmp_path / "0" / "samples.jsonl").read_text(encoding="utf-8"))
+    assert sample == {"step": 0, "completion": "é"}
+
+
+def test_a_missing_wandb_is_reported_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # import wandb fails now
+    check_wandb("disabled")
+    with pytest.raises(ValueError, match="WANDB_MODE=offline needs wandb: pip install wandb"):
+        check_wandb("offline")
+
+
+def test_plot_run_draws_a_run_and_names_a_folder_that_holds_none(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="a development package")
+    run = tmp_path / "run"
+    run.mkdir()
+    records = [{"step": 0, "eval/accuracy": 0.25}, {"step": 0, "train-reward/total/mean": 1.0}]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in records))
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 1, "eval')
+
+    def plot(folder: Path, out: str = "curve.png") -> subprocess.CompletedProcess:
+        command = [sys.executable, "tools/plot_run.py", folder, "--out", tmp_path / out]
+        return subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+
+    drawn = plot(run)
+    assert drawn.returncode == 0, drawn.stderr
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert "metrics.jsonl line 3 is not JSON; left out" in drawn.stderr
+    for out in ("nowhere/curve.png", "curve.xyz"):
+        failed = plot(run, out)
+        assert failed.returncode == 1 and failed.stderr.splitlines()[-1].startswith("error: --out ")
+    failed = plot(tmp_path)
+    assert failed.returncode == 1
+    assert (
+        failed.stderr.strip() == f"error: {tmp_path} has no metrics.jsonl; give a run's OUTPUT_DIR"
+    )

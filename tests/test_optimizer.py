@@ -33,7 +33,7 @@ DECAYED = [1, 0, 1, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1, 0, 1]
 
 
 def numpy_optimizer(name: str, grads: list, params: Params, decay: float, clip: float) -> Params:
-    """Float64 parameters after steps with lr 0.1, 0.2, ..."""
+    """Float64 parameters after updates with the learning rates 0.1, 0.2, ..."""
     leaves, tree = jax.tree.flatten(params)
     p = [x.astype(float) for x in leaves]
     m, v = [0 * x for x in p], [0 * x for x in p]

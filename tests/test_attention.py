@@ -1,6 +1,6 @@
-"""Claims about attention.py: float64 numpy's values and gradients, by every route and layout.
+"""Claims about attention.py: every implementation and layout gives float64 numpy's results.
 
-The TPU kernel runs here in Pallas' interpreter.
+Pallas' interpreter runs the TPU kernel here.
 """
 
 import functools
@@ -15,23 +15,24 @@ import numpy as np
 import pytest
 
 from models import attention
-from models.attention import KV, SharedPromptMask
+from models.attention import KV, Cache, SharedPromptMask
 from runtime.layout import ROLLOUT_BATCH_AXES, TRAIN_BATCH_AXES, Layout, make_mesh
 
-# (G, S, s, T, H, N, h): rows, prompt tokens, sequences of a row, their tokens, heads, head_dim.
+# (G, S, share, T, H, N, h): inputs, prompt tokens, sequences of an input, tokens of a sequence,
+# query heads, kv heads, head_dim.
 SMALL = [
     (3, 7, 3, 5, 6, 2, 11),
     (2, 13, 1, 7, 3, 3, 5),
     (1, 5, 5, 3, 4, 1, 7),
-    (2, 11, 1, 0, 6, 3, 5),  # a row that is only a prompt
+    (2, 11, 1, 0, 6, 3, 5),  # an input that is only a prompt
 ]
 FOR_SPLASH = [
-    (1, 128, 1, 128, 2, 1, 64),  # two blocks of 128, nothing padded
-    (1, 256, 2, 128, 2, 2, 64),  # four, of which the second sequence does not see the first
-    (2, 100, 3, 60, 4, 2, 128),  # all are padded
-    (1, 250, 1, 256, 2, 1, 64),  # blocks of 256, the prompt padded by 6
-    (1, 128, 3, 20, 2, 1, 64),  # only sequences are
-    (2, 150, 1, 0, 2, 1, 128),  # a row that is only a prompt
+    (1, 128, 1, 128, 2, 1, 64),  # two blocks of 128; nothing is padded
+    (1, 256, 2, 128, 2, 2, 64),  # four blocks; the second sequence does not see the first
+    (2, 100, 3, 60, 4, 2, 128),  # the prompt and the sequences are padded
+    (1, 250, 1, 256, 2, 1, 64),  # blocks of 256; the prompt is padded by 6
+    (1, 128, 3, 20, 2, 1, 64),  # only the sequences are padded
+    (2, 150, 1, 0, 2, 1, 128),  # an input that is only a prompt
 ]
 
 
@@ -39,15 +40,17 @@ class Inputs(NamedTuple):
     q: np.ndarray  # [G, t, H, h]
     kv: KV  # [G, N, t, h]
     prompt_mask: np.ndarray  # [G, S]
-    s: int
-    towards: np.ndarray  # [G, t, H*h], 0 at hidden tokens: what they attend to means nothing
+    share: int
+    # [G, t, H*h], the gradient of the loss with respect to the result. It is 0 at hidden tokens,
+    # whose results mean nothing.
+    towards: np.ndarray
 
     @property
     def seen(self) -> np.ndarray:
         """[G, t, 1]: the tokens that are not hidden."""
         G, t = self.q.shape[:2]
-        own = np.ones((G, t - self.prompt_mask.shape[1]), bool)
-        return np.concatenate([self.prompt_mask, own], axis=1)[..., None]
+        sequences = np.ones((G, t - self.prompt_mask.shape[1]), bool)
+        return np.concatenate([self.prompt_mask, sequences], axis=1)[..., None]
 
 
 class Result(NamedTuple):
@@ -58,39 +61,43 @@ class Result(NamedTuple):
 
 
 def inputs(
-    G: int, S: int, s: int, T: int, H: int, N: int, h: int, hidden: tuple[int, ...] = ()
+    G: int, S: int, share: int, T: int, H: int, N: int, h: int, hidden: tuple[int, ...] = ()
 ) -> Inputs:
-    """hidden: prompt tokens that the padding of each row hides; half, none, all but one, ..."""
-    rng, t = np.random.default_rng(S), S + s * T
+    """Random inputs.
+
+    hidden: how many tokens of each prompt the padding hides; by default half of the first prompt,
+    none of the second, all but one of the third, and so on.
+    """
+    rng, t = np.random.default_rng(S), S + share * T
     hidden = hidden or tuple((S // 2, 0, S - 1)[g % 3] for g in range(G))
     made = Inputs(
         rng.normal(size=(G, t, H, h)).astype(np.float32),
         KV(*rng.normal(size=(2, G, N, t, h)).astype(np.float32)),
         np.arange(S) >= np.array(hidden)[:, None],
-        s,
+        share,
         rng.normal(size=(G, t, H * h)).astype(np.float32),
     )
     return made._replace(towards=made.towards * made.seen)
 
 
-def visible(i: int, mask: np.ndarray, s: int, t: int) -> list[int]:
-    """The keys that token i of a row sees: none, if it is hidden."""
+def visible(i: int, mask: np.ndarray, share: int, t: int) -> list[int]:
+    """The keys that token i of an input sees; a hidden token sees none."""
     S = len(mask)
     before = [j for j in range(min(i + 1, S)) if mask[j]]
     if i < S:
         return before if mask[i] else []
-    T = (t - S) // s
+    T = (t - S) // share
     return before + list(range(i - (i - S) % T, i + 1))
 
 
 def numpy_attention(x: Inputs) -> Result:
-    """Float64, one query at a time."""
+    """The values and gradients in float64, computed for each query separately."""
     q, k, v = (np.asarray(a, float) for a in (x.q, *x.kv))
     (G, t, H, h), N = q.shape, k.shape[1]
     towards = np.asarray(x.towards, float).reshape(q.shape)
     out, to_q, to_k, to_v = (np.zeros(a.shape) for a in (q, q, k, v))
     for g, head, i in np.ndindex(G, H, t):
-        if keys := visible(i, x.prompt_mask[g], x.s, t):
+        if keys := visible(i, x.prompt_mask[g], x.share, t):
             n = head // (H // N)
             scores = k[g, n, keys] @ q[g, i, head] / math.sqrt(h)
             p = np.exp(scores - scores.max())
@@ -104,17 +111,17 @@ def numpy_attention(x: Inputs) -> Result:
     return Result(out.reshape(x.towards.shape), to_q, to_k, to_v)
 
 
-# Compiling is what these tests cost; unoptimised it takes less.
+# Most of the time of these tests is compilation, which takes less without optimizations.
 unoptimised = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def program(
     x: Inputs, impl: str, layout: Layout | None = None, jit: Callable[..., Any] = unoptimised
 ) -> Callable[[Any, KV], tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, KV]]]:
-    """(q, kv) -> value_and_grad of the sum of attention times `towards`; with the attention."""
+    """A function of (q, kv): the sum of attention times `towards`, its gradient, the attention."""
 
     def loss(q: jax.Array, kv: KV) -> tuple[jax.Array, jax.Array]:
-        out = attention.attention(q, kv, jnp.asarray(x.prompt_mask), x.s, layout, impl)
+        out = attention.attention(q, kv, jnp.asarray(x.prompt_mask), x.share, layout, impl)
         return (out * x.towards).sum(), out
 
     return jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
@@ -128,7 +135,7 @@ def run(x: Inputs, impl: str, layout: Layout | None = None) -> Result:
 
 
 def assert_same(got: Result, expected: Result, tolerance: float = 1e-5) -> None:
-    """Of each array, to its largest number."""
+    """The arrays are equal, up to `tolerance` times the largest number of each array."""
     for name, a, b in zip(Result._fields, got, expected, strict=True):
         assert a.shape == b.shape, name
         assert np.abs(a - b).max() <= tolerance * np.abs(b).max(), name
@@ -136,7 +143,7 @@ def assert_same(got: Result, expected: Result, tolerance: float = 1e-5) -> None:
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The TPU's kernel, here."""
+    """Makes splash run in Pallas' interpreter."""
     splash = functools.partial(attention._splash, interpret=True)
     monkeypatch.setattr(attention, "_splash", splash)
 
@@ -171,25 +178,33 @@ def test_a_fully_padded_prompt_is_finite_and_its_sequences_see_only_themselves(i
 def test_bfloat16_is_near_float64(impl: str) -> None:
     x = inputs(1, 37, 2, 29, 4, 2, 64)
     q, kv = jax.tree.map(lambda a: jnp.asarray(a, jnp.bfloat16), (x.q, x.kv))
-    out = unoptimised(lambda q, kv: attention.attention(q, kv, x.prompt_mask, 2, None, impl))(q, kv)
+    attend = unoptimised(lambda q, kv: attention.attention(q, kv, x.prompt_mask, 2, None, impl))
+    out = attend(q, kv)
     assert out.dtype == jnp.bfloat16 and out.shape == (1, 95, 256)
     error = np.where(x.seen, np.asarray(out, float), 0) - numpy_attention(x).out
     assert 0 < np.abs(error).max() < 0.03
 
 
-@pytest.mark.parametrize("cache_index", [0, 3, 6])
-@pytest.mark.parametrize("shared", [True, False], ids=["prompt", "no_prompt"])
-def test_one_token_from_a_cache_sees_what_it_sees_in_a_row(shared: bool, cache_index: int) -> None:
-    G, S, s, T, H, N, h = 2, 5, 3, 7, 6, 2, 11
-    x = inputs(G, S, s, T, H, N, h, hidden=(2, 0) if shared else (S, S))
-    own = [a[:, :, S:].reshape(G, N, s, T, h).swapaxes(1, 2).reshape(G * s, N, T, h) for a in x.kv]
-    written = np.arange(T)[:, None] <= cache_index
-    cache = KV(*[np.where(written, a, np.float32(1e4)) for a in own])  # the rest is not read
-    prompt = KV(*[a[:, :, :S] for a in x.kv]), x.prompt_mask
-    q = x.q[:, S:].reshape(G * s, T, H, h)[:, cache_index][:, None]
-    out = attention.cached_attention(q, cache, cache_index, prompt if shared else None, None)
+@pytest.mark.parametrize("index", [0, 3, 6])
+@pytest.mark.parametrize("with_prompt", [True, False], ids=["prompt", "no_prompt"])
+def test_a_new_token_sees_in_the_cache_what_it_sees_in_a_complete_input(
+    with_prompt: bool, index: int
+) -> None:
+    G, S, share, T, H, N, h = 2, 5, 3, 7, 6, 2, 11
+    R = G * share
+    x = inputs(G, S, share, T, H, N, h, hidden=(2, 0) if with_prompt else (S, S))
+    prompt = KV(*[a[:, :, :S] for a in x.kv])
+    completion = [a[:, :, S:].reshape(G, N, share, T, h).swapaxes(1, 2) for a in x.kv]
+    # Places of the cache that are not written yet must not be read.
+    written = np.arange(T)[:, None] <= index
+    completion = KV(
+        *[np.where(written, a.reshape(R, N, T, h), np.float32(1e4)) for a in completion]
+    )
+    cache = Cache(prompt if with_prompt else None, x.prompt_mask, completion, index)
+    q = x.q[:, S:].reshape(R, T, H, h)[:, index][:, None]
+    out = attention.cached_attention(q, cache, None)
     assert out.shape == (6, 1, 66)  # [R, 1, H*h]
-    expected = numpy_attention(x).out[:, S:].reshape(G * s, T, H * h)[:, cache_index]
+    expected = numpy_attention(x).out[:, S:].reshape(R, T, H * h)[:, index]
     np.testing.assert_allclose(out[:, 0], expected, rtol=0, atol=1e-5)
 
 
@@ -199,38 +214,42 @@ def test_one_token_from_a_cache_sees_what_it_sees_in_a_row(shared: bool, cache_i
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("impl", ["xla", "splash"])
 @pytest.mark.parametrize(
-    "mesh_shape, rows",
+    "mesh_shape, batch_axes",
     [("2,2,2", TRAIN_BATCH_AXES), ("1,4,2", TRAIN_BATCH_AXES), ("2,1,4", ROLLOUT_BATCH_AXES)],
 )
-def test_devices_do_what_one_does(mesh_shape: str, rows: tuple[str, ...], impl: str) -> None:
+def test_several_devices_give_what_one_device_gives(
+    mesh_shape: str, batch_axes: tuple[str, ...], impl: str
+) -> None:
     x = inputs(8, 37, 2, 30, 4, 2, 64)
-    layout = Layout(make_mesh("MESH_SHAPE", mesh_shape, jax.devices()), rows)
+    layout = Layout(make_mesh("MESH_SHAPE", mesh_shape, jax.devices()), batch_axes)
     assert_same(run(x, impl, layout), numpy_attention(x))
 
 
 @pytest.mark.parametrize(
-    "mesh_shape, rows, shape",
+    "mesh_shape, batch_axes, shape",
     [
         ("2,2,2", TRAIN_BATCH_AXES, (4, 97, 2, 64)),
         ("1,2,4", TRAIN_BATCH_AXES, (8, 97, 1, 64)),
         ("2,1,4", ROLLOUT_BATCH_AXES, (2, 97, 4, 64)),
     ],
 )
-def test_a_device_s_kernel_sees_its_own_rows_and_in_training_its_own_heads(
+def test_each_device_s_kernel_gets_a_part_of_the_inputs_and_in_training_a_part_of_the_heads(
     monkeypatch: pytest.MonkeyPatch,
     mesh_shape: str,
-    rows: tuple[str, ...],
+    batch_axes: tuple[str, ...],
     shape: tuple[int, ...],
 ) -> None:
     x, shapes = inputs(16, 37, 2, 30, 4, 4, 64), []
 
-    def shard(s: int, interpret: bool, q: jax.Array, kv: KV, prompt_mask: jax.Array) -> jax.Array:
+    def shard(
+        share: int, interpret: bool, q: jax.Array, kv: KV, prompt_mask: jax.Array
+    ) -> jax.Array:
         shapes.append(q.shape)
         assert kv.k.shape == kv.v.shape == (shape[0], shape[2], 97, 64)
         return q.reshape(*q.shape[:2], -1)
 
     monkeypatch.setattr(attention, "_splash_shard", shard)
-    layout = Layout(make_mesh("MESH_SHAPE", mesh_shape, jax.devices()), rows)
+    layout = Layout(make_mesh("MESH_SHAPE", mesh_shape, jax.devices()), batch_axes)
     jax.eval_shape(
         lambda q, kv: attention.attention(q, kv, x.prompt_mask, 2, layout, "splash"), x.q, x.kv
     )
@@ -241,9 +260,9 @@ def test_a_device_s_kernel_sees_its_own_rows_and_in_training_its_own_heads(
 
 
 def chunks(x: Inputs, layout: Layout | None = None) -> list[int]:
-    """How many chunks of queries the prompts' attention has, and the sequences', where not one."""
+    """The number of chunks of the prompts' attention and of the sequences'; 1 is left out."""
     jaxpr = jax.make_jaxpr(
-        lambda q, kv: attention.attention(q, kv, x.prompt_mask, x.s, layout, "xla")
+        lambda q, kv: attention.attention(q, kv, x.prompt_mask, x.share, layout, "xla")
     )
     return [int(n) for n in re.findall(r" length=(\d+)", str(jaxpr(x.q, x.kv)))]
 
@@ -258,7 +277,7 @@ def chunks(x: Inputs, layout: Layout | None = None) -> list[int]:
         (2**20, []),
     ],
 )
-def test_a_chunk_at_a_time_the_values_and_gradients_are_the_same(
+def test_chunks_leave_values_and_gradients_unchanged(
     monkeypatch: pytest.MonkeyPatch, scores_bytes: int, expected: list[int]
 ) -> None:
     monkeypatch.setattr(attention, "SCORES_BYTES", scores_bytes)
@@ -267,7 +286,9 @@ def test_a_chunk_at_a_time_the_values_and_gradients_are_the_same(
     assert_same(run(x, "xla"), numpy_attention(x))
 
 
-def test_a_device_counts_its_own_scores_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_scores_of_one_device_count_against_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     x = inputs(8, 16, 2, 4, 4, 2, 8)
     monkeypatch.setattr(attention, "SCORES_BYTES", 4 * 8 * 4 * 16 * 16 // 8)  # an eighth of all
     layout = Layout(make_mesh("MESH_SHAPE", "2,2,2", jax.devices()), TRAIN_BATCH_AXES)
@@ -275,19 +296,19 @@ def test_a_device_counts_its_own_scores_only(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("shape", [(1, 1024, 1, 0), (1, 512, 2, 256)], ids=["prompt", "sequences"])
-def test_of_many_scores_only_a_chunk_exists(
+def test_many_scores_never_exist_at_once(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
 ) -> None:
-    """In the gradient's program too, which could keep them from forward."""
+    """Nor do they in the program of the gradient, which could keep them from the forward pass."""
     x = inputs(*shape, 4, 2, 8)
-    G, S, s, T = shape
-    scores = 4 * 4 * max(S * S, s * T * (S + T))  # float32 of four heads
+    _, S, share, T = shape
+    scores = 4 * 4 * max(S * S, share * T * (S + T))  # float32 of four heads
 
     def temporaries() -> int:
         compiled = program(x, "xla", jit=jax.jit).lower(x.q, x.kv).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
-    assert temporaries() > scores  # they are few, and kept
+    assert temporaries() > scores  # below the limit they are kept
     monkeypatch.setattr(attention, "SCORES_BYTES", scores // 16)
     assert temporaries() < scores / 2
 
@@ -295,8 +316,8 @@ def test_of_many_scores_only_a_chunk_exists(
 # ---- The kernel's mask and blocks ----------------------------------------------------------------
 
 
-def test_who_sees_whom_by_hand() -> None:
-    mask = SharedPromptMask(S=2, s=2, T=3)
+def test_the_mask_by_hand() -> None:
+    mask = SharedPromptMask(S=2, share=2, T=3)
     assert mask.shape == (8, 8)
     assert mask[:, :].astype(int).tolist() == [
         [1, 0, 0, 0, 0, 0, 0, 0],
@@ -309,13 +330,14 @@ def test_who_sees_whom_by_hand() -> None:
         [1, 1, 0, 0, 0, 1, 1, 1],
     ]
     assert mask[4:6, 1:6].astype(int).tolist() == [[1, 1, 1, 1, 0], [1, 0, 0, 0, 1]]
-    prompt = SharedPromptMask(S=3, s=1, T=0)
+    prompt = SharedPromptMask(S=3, share=1, T=0)
     assert prompt[:, :].astype(int).tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
 
 
-# What prompt and sequences take padded to 512, 384, 256 and 128 tokens:
+# The comments tell the tokens of prompt and sequences after padding to blocks of 512, 384, 256
+# and 128.
 @pytest.mark.parametrize(
-    "S, s, T, block",
+    "S, share, T, block",
     [
         (512, 8, 1024, 512),  # 8704, ., ., 8704
         (512, 8, 768, 384),  # 8704, 6912, ., 6656
@@ -332,18 +354,20 @@ def test_who_sees_whom_by_hand() -> None:
         (1, 4, 0, 128),  # 512, 384, 256, 128
     ],
 )
-def test_a_block_is_as_large_as_a_tenth_more_padding_allows(
-    S: int, s: int, T: int, block: int
+def test_the_block_is_the_largest_that_needs_at_most_a_tenth_more_padding(
+    S: int, share: int, T: int, block: int
 ) -> None:
-    assert attention._block(S, s, T) == block
+    assert attention._block(S, share, T) == block
 
 
-@pytest.mark.parametrize("S, s, T", [(500, 3, 1024), (300, 3, 380), (250, 2, 256), (100, 4, 60)])
-def test_of_the_padded_blocks_only_those_on_the_diagonal_are_partial(
-    S: int, s: int, T: int
+@pytest.mark.parametrize(
+    "S, share, T", [(500, 3, 1024), (300, 3, 380), (250, 2, 256), (100, 4, 60)]
+)
+def test_after_padding_only_blocks_on_a_diagonal_are_partly_masked(
+    S: int, share: int, T: int
 ) -> None:
-    block = attention._block(S, s, T)
-    mask = SharedPromptMask(S + -S % block, s, T + -T % block)
+    block = attention._block(S, share, T)
+    mask = SharedPromptMask(S + -S % block, share, T + -T % block)
     count = mask.shape[0] // block
     parts = [slice(i * block, (i + 1) * block) for i in range(count)]
     for i, j in np.ndindex(count, count):

@@ -5,7 +5,6 @@ import functools
 import json
 import types
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +22,9 @@ from formula_model import (
 )
 
 from models import hf
-from models.attention import KV
+from models.attention import KV, Cache
 from models.model import (
+    Compute,
     ModelConfig,
     Params,
     forward,
@@ -33,6 +33,7 @@ from models.model import (
     param_shardings,
     param_table,
     prefix_of,
+    stop_if_indivisible,
 )
 from runtime.layout import (
     ROLLOUT_BATCH_AXES,
@@ -44,12 +45,26 @@ from runtime.layout import (
     shard_batch,
 )
 
-# Everything at once: biases, head norms, scaled rotary angles, an lm_head of its own, h != D/H.
-CONFIG = ModelConfig(
-    vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2,
-    head_dim=8, rms_norm_eps=1e-5, rope_theta=100.0, rope_llama3=(8.0, 1.0, 4.0, 16), tied=False,
-    qkv_bias=True, qk_norm=True, max_positions=64,
-)  # fmt: skip
+# Everything at once: biases, head norms, scaled rotary angles, an lm_head beside the embedding, and
+# h != D/H.
+MODEL = ModelConfig(
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    rms_norm_eps=1e-5,
+    rope_theta=100.0,
+    rope_llama3=(8.0, 1.0, 4.0, 16),
+    tied=False,
+    qkv_bias=True,
+    qk_norm=True,
+    max_positions=64,
+)
+FLOAT32 = Compute(MODEL, jnp.dtype("float32"))
+BFLOAT16 = Compute(MODEL, jnp.dtype("bfloat16"))
 R, S, T, K = 8, 6, 5, 4  # two prompts of 7 and 4 tokens, four completions of each
 RNG = np.random.default_rng(0)
 PROMPT_IDS = RNG.integers(0, 32, (2, S + 1)).astype(np.int32)
@@ -58,88 +73,88 @@ COMPLETION_IDS = RNG.integers(0, 32, (R, T)).astype(np.int32)
 PROBE = RNG.standard_normal((R, T, 16)).astype(np.float32)  # a loss whose gradient reaches all
 PARAMS = jax.tree.map(
     lambda leaf: ("norm" in leaf.name) + 0.4 * RNG.standard_normal(leaf.shape).astype(np.float32),
-    param_table(CONFIG),
+    param_table(MODEL),
 )
 
 
-def shared(s: int, prompt_mask: np.ndarray = PROMPT_MASK) -> tuple[np.ndarray, np.ndarray]:
-    """prompt_ids and prompt_mask [R/s, S+1]: a row for each run of s sequences."""
-    return np.repeat(PROMPT_IDS, K // s, axis=0), np.repeat(prompt_mask, K // s, axis=0)
+def prompts_for(share: int, prompt_mask: np.ndarray = PROMPT_MASK) -> tuple[np.ndarray, np.ndarray]:
+    """prompt_ids and prompt_mask [R/share, S+1]: a copy for every `share` sequences."""
+    copies = K // share
+    return np.repeat(PROMPT_IDS, copies, axis=0), np.repeat(prompt_mask, copies, axis=0)
 
 
-def hidden_of(
-    params, prompt_ids, prompt_mask, ids, *, dtype=jnp.float32, layout=None, remat="none"
-):
-    """[R, T, D] states that predict completions `ids`, as in training: a row for each prompt."""
-    (G, width), s = prompt_ids.shape, len(ids) // len(prompt_ids)
+def hidden_of(params, compute, prompt_ids, prompt_mask, completion_ids):
+    """[R, T, D] hidden states that predict the completions, computed as in training."""
+    (G, width), share = prompt_ids.shape, len(completion_ids) // len(prompt_ids)
     before, positions, mask = prefix_of(prompt_ids, prompt_mask)
-    last = jnp.repeat(prompt_ids[:, -1:], s, axis=0)
-    start = jnp.repeat(prompt_mask.sum(axis=1) - 1, s)[:, None]
-    fed = jnp.concatenate([last, ids[:, :-1]], axis=1)
-    ids = jnp.concatenate([before, fed.reshape(G, s * T)], axis=1)
-    positions = jnp.concatenate([positions, (start + jnp.arange(T)).reshape(G, s * T)], axis=1)
-    hidden, _ = forward(
-        params, CONFIG, ids, positions, prompt_mask=mask, num_sequences=s, dtype=dtype,
-        layout=layout, remat=remat,
-    )  # fmt: skip
-    return hidden[:, width - 1 :].reshape(G * s, T, -1)
+    last = jnp.repeat(prompt_ids[:, -1:], share, axis=0)
+    start = jnp.repeat(prompt_mask.sum(axis=1) - 1, share)[:, None]
+    fed = jnp.concatenate([last, completion_ids[:, :-1]], axis=1)
+    ids = jnp.concatenate([before, fed.reshape(G, share * T)], axis=1)
+    positions = jnp.concatenate([positions, (start + jnp.arange(T)).reshape(G, share * T)], axis=1)
+    hidden, _ = forward(params, compute, ids, positions, prompt_mask=mask, share=share)
+    return hidden[:, width - 1 :].reshape(G * share, T, -1)
 
 
-def decoded(params, prompt_ids, prompt_mask, ids, *, layout=None):
-    """The same states token by token, from a cache."""
-    s = len(ids) // len(prompt_ids)
+def decoded(params, compute, prompt_ids, prompt_mask, completion_ids):
+    """The same hidden states, computed token by token from a cache."""
+    sequences = len(completion_ids)
+    share = sequences // len(prompt_ids)
     before, positions, mask = prefix_of(prompt_ids, prompt_mask)
-    options = {"dtype": jnp.float32, "layout": layout}
-    _, prompt = forward(params, CONFIG, before, positions, prompt_mask=mask, **options)
-    start = jnp.repeat(prompt_mask.sum(axis=1) - 1, s)
+    _, prompt = forward(params, compute, before, positions, prompt_mask=mask)
+    start = jnp.repeat(prompt_mask.sum(axis=1) - 1, share)
 
     def step(state, t):
-        token, cache = state
-        hidden, cache = forward(
-            params, CONFIG, token[:, None], (start + t)[:, None],
-            prompt=(prompt, mask), cache=cache, cache_index=t, **options,
-        )  # fmt: skip
-        return (ids[:, t], cache), hidden[:, 0]
+        token, completion = state
+        cache = Cache(prompt, mask, completion, t)
+        hidden, completion = forward(
+            params, compute, token[:, None], (start + t)[:, None], cache=cache
+        )
+        return (completion_ids[:, t], completion), hidden[:, 0]
 
-    empty = jnp.full((2, len(ids), 2, T, 8), jnp.float32(1e4))  # what is not written is not read
-    first = jnp.repeat(prompt_ids[:, -1], s)
+    # Places of the cache that are not written yet must not be read.
+    empty = jnp.full((2, sequences, 2, T, 8), jnp.float32(1e4))
+    first = jnp.repeat(prompt_ids[:, -1], share)
     _, hidden = jax.lax.scan(step, (first, KV(empty, empty)), jnp.arange(T))
     return hidden.swapaxes(0, 1)
 
 
-def loss_of(params, *inputs, **options):
-    hidden = hidden_of(params, *inputs, **options)
+def loss_of(params, compute, *inputs):
+    hidden = hidden_of(params, compute, *inputs)
     return (hidden * PROBE).sum(), hidden
 
 
-# Compiling is what these tests cost; unoptimised it takes half the time.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-forward_jit = jit(forward, static_argnames=("config", "dtype"))
-hidden_jit = jit(hidden_of, static_argnames=("dtype", "layout", "remat"))
-decoded_jit = jit(decoded, static_argnames=("layout",))
-gradient_jit = jit(jax.value_and_grad(loss_of, has_aux=True), static_argnames=("layout", "remat"))
+# Most of the time of these tests is compilation, which takes half as long without optimizations.
+jit = functools.partial(
+    jax.jit,
+    static_argnames=("compute",),
+    compiler_options={"xla_backend_optimization_level": 0},
+)
+forward_jit, hidden_jit, decoded_jit = jit(forward), jit(hidden_of), jit(decoded)
+gradient_jit = jit(jax.value_and_grad(loss_of, has_aux=True))
 
 
 @functools.cache
-def whole() -> np.ndarray:
-    """[R, T, D]: each sequence unpadded and whole in one forward, no prefix and no cache."""
-    rows = []
-    for prompt, mask, ids in zip(*shared(1), COMPLETION_IDS, strict=True):
-        line = np.concatenate([prompt[mask == 1], ids[:-1]])[None]
-        places = np.arange(line.shape[1])[None]
-        hidden, _ = forward_jit(PARAMS, CONFIG, line, places, dtype=jnp.float32)
-        rows.append(np.asarray(hidden[0, -T:]))
-    return np.stack(rows)
+def unpadded() -> np.ndarray:
+    """[R, T, D] from one forward per sequence: no padding, no shared prompt and no cache."""
+    found = []
+    for prompt, mask, ids in zip(*prompts_for(1), COMPLETION_IDS, strict=True):
+        sequence = np.concatenate([prompt[mask == 1], ids[:-1]])[None]
+        positions = np.arange(sequence.shape[1])[None]
+        hidden, _ = forward_jit(PARAMS, FLOAT32, sequence, positions)
+        found.append(np.asarray(hidden[0, -T:]))
+    return np.stack(found)
 
 
 @functools.cache
 def plain_gradient():
-    (_, hidden), grads = gradient_jit(PARAMS, *shared(1), COMPLETION_IDS)
+    """The hidden states and the gradient of loss_of on one device, without remat."""
+    (_, hidden), grads = gradient_jit(PARAMS, FLOAT32, *prompts_for(1), COMPLETION_IDS)
     return hidden, grads
 
 
 def assert_same(a, b, atol):
-    """Equal trees of arrays, to atol times the largest number of each."""
+    """The two trees have equal arrays, up to atol times the largest number of each array."""
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=atol * max(1.0, np.abs(y).max()))
 
@@ -148,10 +163,10 @@ def assert_same(a, b, atol):
 
 
 def logits_of(folder, **changes) -> np.ndarray:
-    config = hf.read_config(folder)
-    params = hf.load_params(folder, config, make_mesh("MESH_SHAPE", "8,1,1", jax.devices()), "f4")
-    config = dataclasses.replace(config, **changes)
-    hidden, _ = forward_jit(params, config, IDS, POSITIONS, prompt_mask=MASK, dtype=jnp.float32)
+    model = hf.read_config(folder)
+    params = hf.load_params(folder, model, make_mesh("MESH_SHAPE", "8,1,1", jax.devices()), "f4")
+    compute = Compute(dataclasses.replace(model, **changes), jnp.dtype("float32"))
+    hidden, _ = forward_jit(params, compute, IDS, POSITIONS, prompt_mask=MASK)
     return np.asarray(hidden @ lm_head(params).T)
 
 
@@ -183,53 +198,54 @@ def test_llama3_logits_tell_scaled_angles_from_plain_ones(tmp_path: Path) -> Non
 # ---- One forward, every route --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("s", [1, 2, 4])
-def test_prefix_and_completion_equal_one_unpadded_forward(s: Any) -> None:
-    hidden = hidden_jit(PARAMS, *shared(s), COMPLETION_IDS)
-    np.testing.assert_allclose(hidden, whole(), rtol=0, atol=1e-5)
+@pytest.mark.parametrize("share", [1, 2, 4])
+def test_prompt_and_completions_in_one_input_equal_one_unpadded_forward(share: int) -> None:
+    hidden = hidden_jit(PARAMS, FLOAT32, *prompts_for(share), COMPLETION_IDS)
+    np.testing.assert_allclose(hidden, unpadded(), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("s", [1, 4])
-def test_decoding_token_by_token_equals_one_forward(s: Any) -> None:
-    hidden = decoded_jit(PARAMS, *shared(s), COMPLETION_IDS)
-    np.testing.assert_allclose(hidden, whole(), rtol=0, atol=1e-5)
+@pytest.mark.parametrize("share", [1, 4])
+def test_decoding_token_by_token_equals_one_unpadded_forward(share: int) -> None:
+    hidden = decoded_jit(PARAMS, FLOAT32, *prompts_for(share), COMPLETION_IDS)
+    np.testing.assert_allclose(hidden, unpadded(), rtol=0, atol=1e-5)
 
 
-def test_what_stands_under_the_padding_changes_nothing() -> None:
-    prompt_ids, prompt_mask = shared(4)
+def test_the_tokens_under_the_padding_change_nothing() -> None:
+    prompt_ids, prompt_mask = prompts_for(4)
     noise = np.where(prompt_mask, prompt_ids, 31 - prompt_ids)
     assert (noise != prompt_ids).sum() == 3
-    hidden = hidden_jit(PARAMS, noise, prompt_mask, COMPLETION_IDS)
-    clean = hidden_jit(PARAMS, prompt_ids, prompt_mask, COMPLETION_IDS)
+    hidden = hidden_jit(PARAMS, FLOAT32, noise, prompt_mask, COMPLETION_IDS)
+    clean = hidden_jit(PARAMS, FLOAT32, prompt_ids, prompt_mask, COMPLETION_IDS)
     np.testing.assert_array_equal(hidden, clean)
 
 
-def test_a_fully_padded_row_is_finite_and_leaves_the_others_alone() -> None:
-    prompt_ids, prompt_mask = shared(1, PROMPT_MASK * np.array([[1], [0]], np.int32))
-    (_, hidden), grads = gradient_jit(PARAMS, prompt_ids, prompt_mask, COMPLETION_IDS)
+def test_a_fully_padded_prompt_gives_finite_numbers_and_leaves_the_others_alone() -> None:
+    inputs = *prompts_for(1, PROMPT_MASK * np.array([[1], [0]], np.int32)), COMPLETION_IDS
+    (_, hidden), grads = gradient_jit(PARAMS, FLOAT32, *inputs)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((hidden, grads)))
-    np.testing.assert_allclose(hidden[:K], whole()[:K], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(hidden[:K], unpadded()[:K], rtol=0, atol=1e-5)
 
 
 def test_bfloat16_is_near_float32() -> None:
-    hidden = hidden_jit(PARAMS, *shared(4), COMPLETION_IDS, dtype=jnp.bfloat16)
+    hidden = hidden_jit(PARAMS, BFLOAT16, *prompts_for(4), COMPLETION_IDS)
     assert hidden.dtype == jnp.bfloat16
-    error = np.asarray(hidden, np.float32) - whole()
-    assert 0 < np.sqrt((error**2).mean() / (whole() ** 2).mean()) < 0.03
+    error = np.asarray(hidden, np.float32) - unpadded()
+    assert 0 < np.sqrt((error**2).mean() / (unpadded() ** 2).mean()) < 0.03
 
 
 def test_bfloat16_tells_far_positions_apart() -> None:
     start = np.arange(T)[None].repeat(R, axis=0)
     near, far = (
-        np.asarray(forward_jit(PARAMS, CONFIG, COMPLETION_IDS, places, dtype=jnp.bfloat16)[0], "f4")
-        for places in (start, start + 4001)  # bfloat16 rounds 4001 and 4005 alike, to 4000
+        np.asarray(forward_jit(PARAMS, BFLOAT16, COMPLETION_IDS, positions)[0], "f4")
+        for positions in (start, start + 4001)  # bfloat16 rounds 4001 and 4005 alike, to 4000
     )
     assert np.sqrt(((near - far) ** 2).mean() / (near**2).mean()) < 0.03
 
 
 @pytest.mark.parametrize("remat", ["dots", "full"])
 def test_remat_leaves_the_gradient_unchanged(remat: str) -> None:
-    (_, hidden), grads = gradient_jit(PARAMS, *shared(1), COMPLETION_IDS, remat=remat)
+    compute = FLOAT32._replace(remat=remat)
+    (_, hidden), grads = gradient_jit(PARAMS, compute, *prompts_for(1), COMPLETION_IDS)
     assert_same((hidden, grads), plain_gradient(), 1e-6)
 
 
@@ -241,7 +257,8 @@ def test_the_gradient_is_the_slope_of_the_loss() -> None:
 
     def loss(t: float) -> float:
         moved = jax.tree.map(lambda x, d: x + np.float32(t) * d, PARAMS, direction)
-        return float((np.asarray(hidden_jit(moved, *shared(1), COMPLETION_IDS)) * PROBE).sum())
+        hidden = hidden_jit(moved, FLOAT32, *prompts_for(1), COMPLETION_IDS)
+        return float((np.asarray(hidden) * PROBE).sum())
 
     assert slope == pytest.approx((loss(1e-3) - loss(-1e-3)) / 2e-3, rel=5e-3)
 
@@ -249,69 +266,82 @@ def test_the_gradient_is_the_slope_of_the_loss() -> None:
 # ---- Layouts -------------------------------------------------------------------------------------
 
 
-def placed(mesh_shape: str, rows: tuple[str, ...], s: int) -> tuple[Layout, Params, list]:
-    """The layout, the parameters and the inputs of share s where a run has them."""
-    layout = Layout(make_mesh("MESH_SHAPE", mesh_shape, jax.devices()), rows)
-    params = jax.tree.map(jax.device_put, PARAMS, param_shardings(CONFIG, layout.mesh))
-    return layout, params, [shard_batch(x, layout) for x in (*shared(s), COMPLETION_IDS)]
+def placed(
+    mesh_shape: str, batch_axes: tuple[str, ...], share: int
+) -> tuple[Layout, Params, list[jax.Array]]:
+    """The layout, the parameters and the inputs, placed on the devices as in a run."""
+    layout = Layout(make_mesh("MESH_SHAPE", mesh_shape, jax.devices()), batch_axes)
+    params = jax.tree.map(jax.device_put, PARAMS, param_shardings(MODEL, layout.mesh))
+    return layout, params, [shard_batch(x, layout) for x in (*prompts_for(share), COMPLETION_IDS)]
 
 
-@pytest.mark.parametrize("mesh_shape, s", [("1,8,1", 1), ("1,4,2", 2), ("2,2,2", 2)])
-def test_training_layouts_leave_states_and_gradient_unchanged(mesh_shape: tuple, s: Any) -> None:
-    layout, params, inputs = placed(mesh_shape, TRAIN_BATCH_AXES, s)
-    (_, hidden), grads = gradient_jit(params, *inputs, layout=layout, remat="full")
+@pytest.mark.parametrize("mesh_shape, share", [("1,8,1", 1), ("1,4,2", 2), ("2,2,2", 2)])
+def test_training_layouts_leave_hidden_states_and_gradient_unchanged(
+    mesh_shape: str, share: int
+) -> None:
+    layout, params, inputs = placed(mesh_shape, TRAIN_BATCH_AXES, share)
+    compute = FLOAT32._replace(layout=layout, remat="full")
+    (_, hidden), grads = gradient_jit(params, compute, *inputs)
     assert_same((hidden, grads), plain_gradient(), 1e-5)
 
 
 @pytest.mark.parametrize("mesh_shape", ["8,1,1", "4,1,2", "1,2,4"])
-def test_decoding_layouts_leave_states_unchanged(mesh_shape: tuple) -> None:
+def test_decoding_layouts_leave_hidden_states_unchanged(mesh_shape: str) -> None:
     layout, params, inputs = placed(mesh_shape, ROLLOUT_BATCH_AXES, 1)
-    hidden = decoded_jit(params, *inputs, layout=layout)
-    np.testing.assert_allclose(hidden, whole(), rtol=0, atol=1e-5)
+    hidden = decoded_jit(params, FLOAT32._replace(layout=layout), *inputs)
+    np.testing.assert_allclose(hidden, unpadded(), rtol=0, atol=1e-5)
 
 
-def test_local_rows_gives_back_what_put_rows_was_given() -> None:
+def test_local_part_gives_back_the_array_that_shard_batch_was_given() -> None:
     layout = Layout(make_mesh("MESH_SHAPE", "2,2,2", jax.devices()), TRAIN_BATCH_AXES)
     x = np.arange(24).reshape(8, 3)
     assert shard_batch(x, layout).addressable_shards[0].data.shape == (2, 3)
     np.testing.assert_array_equal(local_part(shard_batch(x, layout)), x)
-    assert layout.batch_shards == 4 and layout._replace(rows=ROLLOUT_BATCH_AXES).batch_shards == 8
+    assert layout.batch_shards == 4
+    assert layout._replace(batch_axes=ROLLOUT_BATCH_AXES).batch_shards == 8
 
 
 # ---- Shapes, axes and meshes ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_documented_shapes(tied: Any) -> None:
-    c = dataclasses.replace(
-        CONFIG, vocab_size=31, hidden_size=13, intermediate_size=17, num_layers=3, num_heads=6,
-        num_kv_heads=2, head_dim=22, tied=tied,
-    )  # fmt: skip
+def test_the_documented_shapes(tied: bool) -> None:
+    model = dataclasses.replace(
+        MODEL,
+        vocab_size=31,
+        hidden_size=13,
+        intermediate_size=17,
+        num_layers=3,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=22,
+        tied=tied,
+    )
     R, G, t, S, T = 14, 7, 5, 11, 19
 
     def ints(*shape: int) -> jax.Array:
         return jnp.zeros(shape, jnp.int32)
 
-    params = jax.eval_shape(functools.partial(init_params, c), jax.random.key(0))
-    run = functools.partial(forward, dtype=jnp.float32)
-    kv = jax.eval_shape(lambda p: run(p, c, ints(G, S), ints(G, S))[1], params)
-    seen = jnp.ones((G, S), bool)
-    hidden, own = jax.eval_shape(
-        lambda p: run(p, c, ints(G, S + 2 * t), ints(G, S + 2 * t), prompt_mask=seen,
-                      num_sequences=2),
+    params = jax.eval_shape(functools.partial(init_params, model), jax.random.key(0))
+    compute, mask, packed = FLOAT32._replace(model=model), jnp.ones((G, S), bool), (G, S + 2 * t)
+    _, prompt = jax.eval_shape(lambda p: forward(p, compute, ints(G, S), ints(G, S)), params)
+    hidden, kv = jax.eval_shape(
+        lambda p: forward(p, compute, ints(*packed), ints(*packed), prompt_mask=mask, share=2),
         params,
-    )  # fmt: skip
-    cache = KV(*[jax.ShapeDtypeStruct((3, R, 2, T, 22), jnp.float32)] * 2)
-    one, written = jax.eval_shape(
-        lambda p, kv, cache: run(
-            p, c, ints(R, 1), ints(R, 1), prompt=(kv, seen), cache=cache, cache_index=4
+    )
+    completion = KV(*[jax.ShapeDtypeStruct((3, R, 2, T, 22), jnp.float32)] * 2)
+    new, written = jax.eval_shape(
+        lambda p, *kvs: forward(
+            p, compute, ints(R, 1), ints(R, 1), cache=Cache(kvs[0], mask, kvs[1], 4)
         ),
-        params, kv, cache,
-    )  # fmt: skip
-    assert kv.k.shape == kv.v.shape == (3, 7, 2, 11, 22)  # [L, G, N, S, h]
-    assert hidden.shape == (7, 21, 13)  # [G, S + s*T, D]
-    assert own.k.shape == own.v.shape == (3, 7, 2, 21, 22)  # [L, G, N, S + s*T, h]
-    assert one.shape == (14, 1, 13)
+        params,
+        prompt,
+        completion,
+    )
+    assert prompt.k.shape == prompt.v.shape == (3, 7, 2, 11, 22)  # [L, G, N, S, h]
+    assert hidden.shape == (7, 21, 13)  # [G, S + share*T, D]
+    assert kv.k.shape == kv.v.shape == (3, 7, 2, 21, 22)  # [L, G, N, S + share*T, h]
+    assert new.shape == (14, 1, 13)
     assert written.k.shape == written.v.shape == (3, 14, 2, 19, 22)  # [L, R, N, T, h]
     assert lm_head(params).shape == (31, 13)  # [V, D]
     assert (params.lm_head is None) == tied
@@ -329,15 +359,15 @@ def test_prefix_of_by_hand() -> None:
 
 def test_every_dimension_of_every_parameter_has_an_axis_entry() -> None:
     for tied, bias, norm in ((False, True, True), (True, False, False)):
-        config = dataclasses.replace(CONFIG, tied=tied, qkv_bias=bias, qk_norm=norm)
-        for leaf in jax.tree.leaves(param_table(config)):
+        model = dataclasses.replace(MODEL, tied=tied, qkv_bias=bias, qk_norm=norm)
+        for leaf in jax.tree.leaves(param_table(model)):
             assert len(leaf.axes) == len(leaf.shape), leaf.name
             assert set(leaf.axes) <= {None, "fsdp", "tp", ("tp", "fsdp")}, leaf.name
 
 
 def test_init_follows_transformers_rule() -> None:
-    config = dataclasses.replace(CONFIG, vocab_size=4096)
-    params = jit(init_params, static_argnums=0)(config, jax.random.key(0))
+    model = dataclasses.replace(MODEL, vocab_size=4096)
+    params = jax.jit(init_params, static_argnums=0)(model, jax.random.key(0))
     assert (params.layers.q_norm == 1).all() and (params.final_norm == 1).all()
     assert (params.layers.bk == 0).all()
     assert float(params.embed.std()) == pytest.approx(0.02, rel=0.02)
@@ -347,7 +377,7 @@ def test_init_follows_transformers_rule() -> None:
 def test_a_mesh_that_does_not_divide_a_parameter_is_named() -> None:
     mesh = make_mesh("MESH_SHAPE", "1,8,1", jax.devices())
     with pytest.raises(ValueError) as error:
-        param_shardings(dataclasses.replace(CONFIG, hidden_size=12), mesh)
+        stop_if_indivisible("MESH_SHAPE", dataclasses.replace(MODEL, hidden_size=12), mesh)
     assert str(error.value) == (
         "MESH_SHAPE (dp,fsdp,tp) = 1,8,1: fsdp=8 does not divide model.embed_tokens.weight "
         "[32, 12]; use a smaller fsdp and more dp"
@@ -371,7 +401,7 @@ def test_mesh_sizes(shape: str, auto: tuple, sizes: str) -> None:
 
 
 @pytest.mark.parametrize("shape", ["1,3,1", "1,4,1", "2,8,1", "-1,3,1", "-1,-1,1"])
-def test_a_mesh_of_other_than_all_devices_is_refused(shape: tuple) -> None:
+def test_a_mesh_of_other_than_all_devices_is_refused(shape: str) -> None:
     with pytest.raises(ValueError, match=f"ROLLOUT_MESH_SHAPE={shape} does not make 8 devices"):
         make_mesh("ROLLOUT_MESH_SHAPE", shape, jax.devices())
 

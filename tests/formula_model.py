@@ -1,7 +1,7 @@
-"""Tiny Hugging Face folders of every family: weights by a formula, logits by transformers' torch.
+"""Tiny Hugging Face folders of every family, with weights by a formula, and their logits.
 
-`python tests/formula_model.py` writes goldens/logits.json anew, which takes torch. The formula's
-arithmetic is of integers, so no version of a library changes it.
+`python tests/formula_model.py` writes goldens/logits.json again, with transformers' torch model; it
+needs torch. The formula computes with integers, so that no version of a library changes it.
 """
 
 import json
@@ -48,7 +48,7 @@ FAMILIES: dict[str, dict[str, Any]] = {  # config.json, as written before transf
         "rope_theta": 300.0,
         "tie_word_embeddings": True,
     },
-    "qwen3": {  # 12 is not 32/4
+    "qwen3": {  # its head_dim 12 is not 32/4
         **SIZES,
         "model_type": "qwen3",
         "architectures": ["Qwen3ForCausalLM"],
@@ -56,7 +56,7 @@ FAMILIES: dict[str, dict[str, Any]] = {  # config.json, as written before transf
         "rope_theta": 200.0,
         "tie_word_embeddings": False,
     },
-    "llama3": {  # its frequencies: one kept, one blended, two slowed by 8
+    "llama3": {  # of its four frequencies one is kept, one is blended and two are slowed by 8
         **SIZES,
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -66,16 +66,16 @@ FAMILIES: dict[str, dict[str, Any]] = {  # config.json, as written before transf
     },
 }
 
-# Two rows, the second left-padded. The golden logits are those of PLACES and of 12 tokens.
+# Two inputs; the second is left-padded. The golden logits are those of 12 tokens at PLACES.
 LENGTH, PADDING = 80, 23
 IDS = (np.arange(2 * LENGTH) ** 2 // 3 % 48).reshape(2, LENGTH).astype(np.int32)
 MASK = np.arange(LENGTH) >= np.array([[0], [PADDING]])
 POSITIONS = np.maximum(np.arange(LENGTH) - np.array([[0], [PADDING]]), 0).astype(np.int32)
-PLACES = (np.array([0, 0, 1, 1]), np.array([40, 79, 40, 79]))  # rows, columns
+PLACES = (np.array([0, 0, 1, 1]), np.array([40, 79, 40, 79]))  # inputs, tokens
 
 
 def tensor_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the family's checkpoint, under transformers' names."""
+    """The shape of every tensor of a checkpoint, under transformers' names."""
     D, F, V = c["hidden_size"], c["intermediate_size"], c["vocab_size"]
     h = c.get("head_dim", D // c["num_attention_heads"])
     q, kv = c["num_attention_heads"] * h, c["num_key_value_heads"] * h
@@ -101,7 +101,7 @@ def tensor_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def uniform(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Numbers in [-0.5, 0.5) that follow from the name: a hash of name and index."""
+    """Numbers in [-0.5, 0.5): hashes of the name and the index."""
     n = np.arange(math.prod(shape), dtype=np.uint64) + np.uint64(zlib.crc32(name.encode()))
     for _ in range(2):
         n = (n ^ (n >> np.uint64(16))) * np.uint64(0x45D9F3B) & np.uint64(0xFFFFFFFF)
@@ -109,7 +109,7 @@ def uniform(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def tensors(c: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Name -> float32: norm scales 0.5 to 1.5, biases -1 to 1, matrices that keep variance."""
+    """Name -> float32 array: norms 0.5 to 1.5, biases -1 to 1, matrices that keep the variance."""
     made = {}
     for name, shape in tensor_shapes(c).items():
         x = uniform(name, shape)
@@ -123,7 +123,7 @@ def tensors(c: dict[str, Any]) -> dict[str, np.ndarray]:
 
 
 def write_config(folder: Path, c: dict[str, Any], *, rope_parameters: bool = False) -> None:
-    """config.json, with rope_theta and rope_scaling or, as of transformers 5, rope_parameters."""
+    """Writes config.json. transformers 5 writes rope_parameters for rope_theta and rope_scaling."""
     if rope_parameters:
         c = dict(c)
         rope = {"rope_type": "default", **c.pop("rope_scaling", {})}
@@ -132,14 +132,14 @@ def write_config(folder: Path, c: dict[str, Any], *, rope_parameters: bool = Fal
 
 
 def write_folder(folder: Path, family: str, *, rope_parameters: bool = False) -> Path:
-    """A whole model folder (but for a tokenizer) of the family."""
+    """Writes a folder of the family that is complete except for a tokenizer; returns it."""
     write_config(folder, FAMILIES[family], rope_parameters=rope_parameters)
     save_file(tensors(FAMILIES[family]), folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
 def transformers_logits(folder: Path) -> np.ndarray:
-    """[2, LENGTH, V] float32 logits of IDS, by transformers' own torch model."""
+    """[2, LENGTH, V] float32 logits of IDS, computed by transformers' torch model."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -158,13 +158,13 @@ def transformers_logits(folder: Path) -> np.ndarray:
 def main() -> None:
     import tempfile
 
-    rows = []
+    lines = []
     for family in FAMILIES:
         with tempfile.TemporaryDirectory() as folder:
             logits = transformers_logits(write_folder(Path(folder), family))
         golden = logits[PLACES][:, :12].astype(np.float64).round(6)
-        rows.append(f'"{family}": {json.dumps(golden.tolist())}')
-    GOLDENS.write_text("{" + ",\n".join(rows) + "}\n")
+        lines.append(f'"{family}": {json.dumps(golden.tolist())}')
+    GOLDENS.write_text("{" + ",\n".join(lines) + "}\n")
 
 
 if __name__ == "__main__":

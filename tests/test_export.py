@@ -1,4 +1,4 @@
-"""The trained model as a Hugging Face folder: what was trained, as transformers reads it."""
+"""Claims about the export: the trained weights in a Hugging Face folder that transformers reads."""
 
 import json
 import shutil
@@ -11,12 +11,11 @@ import pytest
 from formula_model import FAMILIES, write_folder
 from safetensors import safe_open
 from test_train import finish, start, start_two, train
-from test_update import ADAMW, CONFIG, laid_out
 
 from models import hf
-from models.model import forward, lm_head
+from models.model import Compute, Params, forward, lm_head
 from runtime.layout import make_mesh
-from update import init_state, optimizer_step
+from update import Optimizer, TrainState, init_state, optimizer_step
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -38,9 +37,9 @@ def test_an_export_is_the_source_s_folder_with_the_new_weights(
     source.mkdir()
     write_folder(source, family)
     (source / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
-    config, mesh = hf.read_config(source), make_mesh("MESH_SHAPE", "2,2,2", jax.devices())
-    params = hf.load_params(source, config, mesh, jnp.float32)
-    hf.save_model(target, params, config, source, dtype=dtype, shard_size=20_000)
+    model, mesh = hf.read_config(source), make_mesh("MESH_SHAPE", "2,2,2", jax.devices())
+    params = hf.load_params(source, model, mesh, jnp.float32)
+    hf.save_model(target, params, model, source, dtype=dtype, shard_size=20_000)
     before, after = tensors(source), tensors(target)
     assert before.keys() == after.keys(), "tied heads stay tied"
     for name, tensor in after.items():
@@ -54,29 +53,35 @@ def test_an_export_is_the_source_s_folder_with_the_new_weights(
     assert (target / "generation_config.json").read_text() == '{"eos_token_id": [1, 2]}'
 
 
-def test_an_export_replaces_an_earlier_one_and_nothing_else(tmp_path: Path) -> None:
-    source, config = REPO / "tiny", hf.read_config(REPO / "tiny")
+def test_an_export_replaces_an_earlier_export_and_no_other_file(tmp_path: Path) -> None:
+    source, model = REPO / "tiny", hf.read_config(REPO / "tiny")
     mesh = make_mesh("MESH_SHAPE", "1,1,1", jax.devices()[:1])
-    params = hf.load_params(source, config, mesh, jnp.float32)
+    params = hf.load_params(source, model, mesh, jnp.float32)
     (tmp_path / "notes.md").write_text("mine")
-    hf.save_model(tmp_path, params, config, source, dtype="float32", shard_size="1MB")
+    hf.save_model(tmp_path, params, model, source, dtype="float32", shard_size="1MB")
     assert len([*tmp_path.glob("*.safetensors")]) > 1
-    hf.save_model(tmp_path, params, config, source, dtype="float32")
+    hf.save_model(tmp_path, params, model, source, dtype="float32")
     assert sorted(f.name for f in tmp_path.iterdir()) == [
-        "config.json", "exported_from.json", "model.safetensors", "notes.md", "tokenizer.json",
+        "config.json",
+        "exported_from.json",
+        "model.safetensors",
+        "notes.md",
+        "tokenizer.json",
         "tokenizer_config.json",
-    ]  # fmt: skip
+    ]
     hf.load_params(tmp_path, hf.read_config(tmp_path), mesh, jnp.float32)
     hf.load_tokenizer(tmp_path)
 
 
-def test_the_chat_template_of_a_run_goes_along_and_is_the_one_that_is_used(tmp_path: Path) -> None:
-    source, config, template = REPO / "tiny", hf.read_config(REPO / "tiny"), tmp_path / "mine.jinja"
+def test_the_chat_template_of_a_run_is_exported_and_replaces_the_tokenizer_s(
+    tmp_path: Path,
+) -> None:
+    source, model, template = REPO / "tiny", hf.read_config(REPO / "tiny"), tmp_path / "mine.jinja"
     mesh = make_mesh("MESH_SHAPE", "1,1,1", jax.devices()[:1])
-    params = hf.load_params(source, config, mesh, jnp.float32)
+    params = hf.load_params(source, model, mesh, jnp.float32)
     template.write_text("{{ messages[0]['content'] }}!")
     target = tmp_path / "hf"
-    hf.save_model(target, params, config, source, dtype="float32", chat_template=str(template))
+    hf.save_model(target, params, model, source, dtype="float32", chat_template=str(template))
     tokenizer = hf.load_tokenizer(target)
     chat = [{"role": "user", "content": "Hi"}]
     assert tokenizer.apply_chat_template(chat, tokenize=False) == "Hi!"
@@ -88,9 +93,12 @@ def test_a_model_that_no_run_has_exported_is_not_overwritten(tmp_path: Path) -> 
     for env in (
         {"EXPORT_HF": str(tmp_path / "mine" / "hf")},
         {"OUTPUT_DIR": str(tmp_path / "mine")},
-        {"OUTPUT_DIR": str(tmp_path / "mine"), "MODEL_PATH": str(tmp_path / "mine" / "hf"),
-         "DATASET": str(REPO / "tiny")},
-    ):  # fmt: skip
+        {
+            "OUTPUT_DIR": str(tmp_path / "mine"),
+            "MODEL_PATH": str(tmp_path / "mine" / "hf"),
+            "DATASET": str(REPO / "tiny"),
+        },
+    ):
         result = finish(start(tmp_path / "run", env, 1), tmp_path / "run")
         assert result.code == 2, result.lines
         assert "EXPORT_HF=" in result.errors or "its hf" in result.errors
@@ -98,7 +106,7 @@ def test_a_model_that_no_run_has_exported_is_not_overwritten(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_run_of_two_processes_exports_what_a_run_of_one_does(tmp_path: Path) -> None:
+def test_two_processes_export_the_same_weights_as_one_process(tmp_path: Path) -> None:
     one = train(tmp_path / "one", BATCH_SIZE="4", NUM_PRE_Q="4", TRAIN_MICRO_BATCH_SIZE="16")
     outs = [tmp_path / "two", tmp_path / "two_1"]
     each = {"BATCH_SIZE": "2", "NUM_PRE_Q": "4", "TRAIN_MICRO_BATCH_SIZE": "8"}
@@ -114,7 +122,7 @@ def test_a_run_of_two_processes_exports_what_a_run_of_one_does(tmp_path: Path) -
 
 
 @pytest.mark.parity
-def test_transformers_opens_the_end_of_a_run_with_the_same_logits(tmp_path: Path) -> None:
+def test_transformers_opens_the_export_of_a_run_with_the_same_logits(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch", reason="a parity test")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -122,29 +130,33 @@ def test_transformers_opens_the_end_of_a_run_with_the_same_logits(tmp_path: Path
     folder = tmp_path / "run" / "hf"
     ids = np.arange(3, 43).reshape(2, 20)
     theirs = AutoModelForCausalLM.from_pretrained(folder)(torch.tensor(ids)).logits.detach().numpy()
-    config, mesh = hf.read_config(folder), make_mesh("MESH_SHAPE", "1,1,1", jax.devices()[:1])
-    params = hf.load_params(folder, config, mesh, jnp.float32)
+    model, mesh = hf.read_config(folder), make_mesh("MESH_SHAPE", "1,1,1", jax.devices()[:1])
+    params = hf.load_params(folder, model, mesh, jnp.float32)
     positions = np.broadcast_to(np.arange(20), (2, 20))
-    hidden, _ = forward(params, config, jnp.asarray(ids), jnp.asarray(positions), dtype=jnp.float32)
+    compute = Compute(model, jnp.dtype("float32"))
+    hidden, _ = forward(params, compute, jnp.asarray(ids), jnp.asarray(positions))
     np.testing.assert_allclose(hidden @ lm_head(params).T, theirs, rtol=1e-4, atol=1e-4)
     assert AutoTokenizer.from_pretrained(folder).chat_template
 
 
 @pytest.mark.parametrize("wrong", ["gradient", "loss"])
-def test_a_step_that_is_not_finite_leaves_the_state_to_the_bit(wrong: str) -> None:
-    mesh = make_mesh("MESH_SHAPE", "1,1,1", jax.devices()[:1])
+def test_an_update_that_is_not_finite_leaves_the_state_unchanged_to_the_bit(wrong: str) -> None:
+    model, mesh = hf.read_config(REPO / "tiny"), make_mesh("MESH_SHAPE", "1,1,1", jax.devices()[:1])
+    settings = {"optimizer": Optimizer("adamw", weight_decay=0.1, clip_norm=0.5), "model": model}
 
-    def step(grads, loss: float):
-        state = init_state(laid_out(mesh), optimizer=ADAMW, config=CONFIG)
-        lr = np.float32(0.1)
-        return optimizer_step(state, grads, lr, np.float32(loss), optimizer=ADAMW, config=CONFIG)[0]
+    def weights() -> Params:  # optimizer_step reuses the memory of the weights that it is given
+        return hf.load_params(REPO / "tiny", model, mesh, jnp.float32)
 
-    grads = laid_out(mesh)
+    def step(grads: Params, loss: float) -> TrainState:
+        state = init_state(weights(), **settings)
+        return optimizer_step(state, grads, np.float32(0.1), np.float32(loss), **settings)[0]
+
+    grads = weights()
     bad = grads.replace(embed=grads.embed.at[0, 0].set(jnp.nan)) if wrong == "gradient" else grads
-    before = init_state(laid_out(mesh), optimizer=ADAMW, config=CONFIG)
+    before = init_state(weights(), **settings)
     after = step(bad, np.nan if wrong == "loss" else 1.0)
     for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
-    changed = step(laid_out(mesh), 1.0)
+    changed = step(weights(), 1.0)
     assert (np.asarray(changed.params.embed) != np.asarray(before.params.embed)).any()
     assert int(changed.step) == 1

@@ -1,10 +1,9 @@
-"""Claims about hf.py: folders in and out, and one clear line for each that cannot be used."""
+"""Claims about hf.py: folders are read and written exactly, and a bad folder gives a clear line."""
 
 import dataclasses
 import http.server
 import json
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -35,7 +34,7 @@ def load(folder: Path):
 
 
 def refused(call: Callable, *parts: str) -> None:
-    """The call raises a ValueError of one line that has the parts."""
+    """The call raises a ValueError of one line that contains the parts."""
     with pytest.raises(ValueError) as error:
         call()
     for part in parts:
@@ -48,10 +47,21 @@ def refused(call: Callable, *parts: str) -> None:
 @pytest.mark.parametrize("rope_parameters", [False, True], ids=["rope_theta", "rope_parameters"])
 def test_config_by_hand(tmp_path: Path, rope_parameters: object) -> None:
     common = ModelConfig(
-        vocab_size=48, hidden_size=32, intermediate_size=40, num_layers=2, num_heads=4,
-        num_kv_heads=2, head_dim=8, rms_norm_eps=1e-5, rope_theta=700.0, rope_llama3=None,
-        tied=False, qkv_bias=True, qk_norm=False, max_positions=256,
-    )  # fmt: skip
+        vocab_size=48,
+        hidden_size=32,
+        intermediate_size=40,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        rms_norm_eps=1e-5,
+        rope_theta=700.0,
+        rope_llama3=None,
+        tied=False,
+        qkv_bias=True,
+        qk_norm=False,
+        max_positions=256,
+    )
     plain = dataclasses.replace(common, qkv_bias=False)
     expected = {
         "qwen2": common,
@@ -75,7 +85,7 @@ def test_transformers_own_config_files_are_read(tmp_path: Path, family: str) -> 
     assert hf.read_config(tmp_path / "saved") == ours
 
 
-BAD_CONFIGS = [  # family, changed keys (None: taken out), what the line says
+BAD_CONFIGS = [  # family, changed keys (None removes a key), a part of the error
     (
         "qwen2",
         {"model_type": "gpt2"},
@@ -118,7 +128,7 @@ BAD_CONFIGS = [  # family, changed keys (None: taken out), what the line says
 
 
 @pytest.mark.parametrize("family, changes, says", BAD_CONFIGS)
-def test_a_config_we_do_not_compute_is_refused_in_one_line(tmp_path, family, changes, says):
+def test_a_config_that_is_not_supported_is_refused_in_one_line(tmp_path, family, changes, says):
     changed = {**FAMILIES[family], **changes}
     write_config(tmp_path, {key: value for key, value in changed.items() if value is not None})
     refused(lambda: hf.read_config(tmp_path), str(tmp_path / "config.json"), says)
@@ -149,7 +159,7 @@ def test_a_folder_without_a_readable_config_is_refused_in_one_line(tmp_path, con
 
 
 def write_shards(folder: Path, shards: list[dict[str, np.ndarray]]) -> None:
-    """The tensors in several files and their index, as large checkpoints come."""
+    """Writes the tensors as several files with an index, as large checkpoints have them."""
     names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
     for name, shard in zip(names, shards, strict=True):
         save_file(shard, folder / name)
@@ -167,7 +177,7 @@ def halves(all_tensors: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
 @pytest.mark.parametrize("mesh_shape", ["1,8,1", "2,2,2"])
 @pytest.mark.parametrize("sharded", [False, True], ids=["one_file", "index"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
-def test_load_and_save_give_back_every_tensor(tmp_path, dtype, sharded, mesh_shape):
+def test_loading_and_writing_gives_back_every_tensor(tmp_path, dtype, sharded, mesh_shape):
     family = "qwen3" if sharded else "qwen2"
     source = {name: x.astype(dtype) for name, x in tensors(FAMILIES[family]).items()}
     write_config(tmp_path, FAMILIES[family])
@@ -175,29 +185,29 @@ def test_load_and_save_give_back_every_tensor(tmp_path, dtype, sharded, mesh_sha
         write_shards(tmp_path, halves(source))
     else:
         save_file(source, tmp_path / "model.safetensors")
-    config = hf.read_config(tmp_path)
-    params = hf.load_params(tmp_path, config, mesh(mesh_shape), np.float32)
+    model = hf.read_config(tmp_path)
+    params = hf.load_params(tmp_path, model, mesh(mesh_shape), np.float32)
     leaves = jax.tree.leaves(params)
-    shardings = jax.tree.leaves(param_shardings(config, mesh(mesh_shape)))
+    shardings = jax.tree.leaves(param_shardings(model, mesh(mesh_shape)))
     assert all(x.dtype == np.float32 for x in leaves)
     assert all(x.sharding == s for x, s in zip(leaves, shardings, strict=True))
-    saved = dict(hf.hf_tensors(params, config))
+    saved = dict(hf.hf_tensors(params, model))
     assert saved.keys() == source.keys()
     for name, x in source.items():
         np.testing.assert_array_equal(saved[name], x.astype(np.float32), err_msg=name)
 
 
-def test_what_is_saved_loads_again_in_its_own_dtype(tmp_path: Path) -> None:
-    config = hf.read_config(write_folder(tmp_path, "llama3"))
-    params = hf.load_params(tmp_path, config, mesh(), ml_dtypes.bfloat16)
-    save_file(dict(hf.hf_tensors(params, config)), tmp_path / "model.safetensors")
-    again = hf.load_params(tmp_path, config, mesh("8,1,1"), ml_dtypes.bfloat16)
+def test_tensors_that_were_written_load_again_to_the_bit(tmp_path: Path) -> None:
+    model = hf.read_config(write_folder(tmp_path, "llama3"))
+    params = hf.load_params(tmp_path, model, mesh(), ml_dtypes.bfloat16)
+    save_file(dict(hf.hf_tensors(params, model)), tmp_path / "model.safetensors")
+    again = hf.load_params(tmp_path, model, mesh("8,1,1"), ml_dtypes.bfloat16)
     for x, y in zip(jax.tree.leaves(params), jax.tree.leaves(again), strict=True):
         assert x.dtype == y.dtype == ml_dtypes.bfloat16
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
-def test_matrices_stand_as_input_by_output_in_their_layer_and_sharded(tmp_path: Path) -> None:
+def test_matrices_are_input_by_output_stacked_by_layer_and_sharded(tmp_path: Path) -> None:
     params = load(write_folder(tmp_path, "qwen2"))
     source = tensors(FAMILIES["qwen2"])
     down = source["model.layers.1.mlp.down_proj.weight"]  # [32, 40]
@@ -280,97 +290,22 @@ def test_damaged_files_are_named_in_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.parity
 @pytest.mark.parametrize("family", FAMILIES)
-def test_transformers_opens_what_we_write_and_gives_the_same_logits(tmp_path, family):
-    pytest.importorskip("torch", reason="opens our folder with transformers' torch model")
-    config = hf.read_config(write_folder(tmp_path, family))
+def test_transformers_opens_the_written_weights_and_gives_the_same_logits(tmp_path, family):
+    pytest.importorskip("torch", reason="opens the folder with transformers' torch model")
+    model = hf.read_config(write_folder(tmp_path, family))
     ours = tmp_path / "ours"
     ours.mkdir()
     write_config(ours, FAMILIES[family])
-    written = dict(hf.hf_tensors(load(tmp_path), config))
+    written = dict(hf.hf_tensors(load(tmp_path), model))
     save_file(written, ours / "model.safetensors", metadata={"format": "pt"})
     np.testing.assert_array_equal(transformers_logits(ours), transformers_logits(tmp_path))
-
-
-# ---- Tokenizer -----------------------------------------------------------------------------------
-
-QUESTIONS = [  # in GSM8K's form
-    "Natalia sold 48 clips in April, and half as many in May. How many clips did she sell?",
-    "Weng earns $12 an hour. Yesterday she did 50 minutes: <<12/60=0.2>>\n50*0.2=$10\n#### 10",
-    "A house costs $1,234,567.50; repairs raised its value by 150%.\r\n\r\nWhat is the profit?\t",
-    "Zoe\u0308's cafe\u0301 sells 3 ½-litre jugs at 7 € — how much?",  # accents by combining marks
-    "Bob’s \U0001f600 emoji: 2³ × 10^-4 = ?\u2028  Next   line",
-    "<|im_start|>user\n<think>5 + 5</think> <answer>10</answer><|im_end|>",
-]
-
-
-def test_token_ids_are_those_of_tokenizer_json_itself() -> None:
-    from tokenizers import Tokenizer
-
-    assert json.loads((TINY / "config.json").read_text())["model_type"] == "qwen2"
-    raw, ours = Tokenizer.from_file(str(TINY / "tokenizer.json")), hf.load_tokenizer(TINY)
-    for question in QUESTIONS:
-        ids = raw.encode(question, add_special_tokens=False).ids
-        assert ours(question, add_special_tokens=False)["input_ids"] == ids
-        assert ours.decode(ids) == question
-
-
-def test_a_folder_without_a_usable_tokenizer_is_refused_in_one_line(tmp_path: Path) -> None:
-    def bad(says: str) -> None:
-        refused(lambda: hf.load_tokenizer(tmp_path), f"MODEL_PATH={tmp_path}", says)
-
-    bad("has no tokenizer.json")
-    shutil.copy(TINY / "tokenizer.json", tmp_path)
-    bad("its tokenizer has no chat template; use an instruct model")
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
-    bad("its tokenizer has no chat template; use an instruct model")
-    (tmp_path / "tokenizer.json").write_text("{\n")
-    bad("its tokenizer cannot be read: JSONDecodeError")
-    (tmp_path / "tokenizer.json").write_text("{}")
-    bad("its tokenizer cannot be read: ")
-
-
-def test_a_chat_template_may_stand_in_its_own_file(tmp_path: Path) -> None:
-    shutil.copy(TINY / "tokenizer.json", tmp_path)
-    (tmp_path / "chat_template.jinja").write_text("{{ messages[0]['content'] }}!")
-    tokenizer = hf.load_tokenizer(tmp_path)
-    chat = [{"role": "user", "content": "Hi"}]
-    assert tokenizer.apply_chat_template(chat, tokenize=False) == "Hi!"
-
-
-@pytest.mark.parametrize(
-    "generation, config, eos, expected",
-    [
-        (None, {}, "<|im_end|>", (2,)),
-        (None, {"eos_token_id": 5}, "<|im_end|>", (2, 5)),
-        ({"eos_token_id": 0}, {"eos_token_id": 5}, "<|im_end|>", (0, 2, 5)),
-        ({"eos_token_id": [9, 0, 2]}, {"eos_token_id": None}, "<|im_end|>", (0, 2, 9)),
-        ({"eos_token_id": [9]}, {"eos_token_id": [5, 9]}, None, (5, 9)),
-        ({}, {"eos_token_id": 0}, None, (0,)),
-    ],
-)
-def test_stop_ids_are_those_of_all_files(tmp_path, generation, config, eos, expected):
-    tokenizer = hf.load_tokenizer(TINY)
-    tokenizer.eos_token = eos  # <|im_end|> is 2
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    if generation is not None:
-        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    assert hf.stop_ids(tmp_path, tokenizer) == expected
-
-
-def test_a_model_that_names_no_end_is_refused(tmp_path: Path) -> None:
-    tokenizer = hf.load_tokenizer(TINY)
-    tokenizer.eos_token = None
-    refused(
-        lambda: hf.stop_ids(tmp_path, tokenizer),
-        f"MODEL_PATH={tmp_path}: neither its configs nor its tokenizer name",
-    )
 
 
 # ---- The hub -------------------------------------------------------------------------------------
 
 
 class Refuses(http.server.BaseHTTPRequestHandler):
-    """Says 401 to a hub's client, which means no such repository, and 407 to a proxy's."""
+    """Answers 401 to a client of the hub (no such repository) and 407 to a client of a proxy."""
 
     def do_GET(self) -> None:
         self.send_response(407 if self.command == "CONNECT" else 401)
@@ -384,11 +319,11 @@ class Refuses(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def test_a_hub_that_has_or_gives_nothing_is_one_line_error(tmp_path: Path) -> None:
+def test_a_hub_that_does_not_give_the_model_is_an_error_of_one_line(tmp_path: Path) -> None:
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refuses)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     here = f"http://127.0.0.1:{server.server_port}"
-    cases = {  # environment -> what the line says
+    cases = {  # a variable of the environment -> a part of the error
         ("HF_HUB_OFFLINE", "1"): "outgoing traffic has been disabled",
         ("HF_ENDPOINT", "http://127.0.0.1:1"): "Connection refused",
         ("HF_ENDPOINT", here): "Repository Not Found",
@@ -404,11 +339,14 @@ def test_a_hub_that_has_or_gives_nothing_is_one_line_error(tmp_path: Path) -> No
     base = {k: v for k, v in os.environ.items() if "proxy" not in k.lower() and k[:3] != "HF_"}
     runs = [
         subprocess.Popen(
-            [sys.executable, "-c", code], cwd=TINY.parent, text=True, stdout=subprocess.PIPE,
+            [sys.executable, "-c", code],
+            cwd=TINY.parent,
+            text=True,
+            stdout=subprocess.PIPE,
             env={**base, "HF_HOME": str(tmp_path), name: value},
         )
         for name, value in cases
-    ]  # fmt: skip
+    ]
     lines = [run.communicate(timeout=120)[0].splitlines() for run in runs]
     server.shutdown()
     for (printed,), says in zip(lines, cases.values(), strict=True):
@@ -416,5 +354,5 @@ def test_a_hub_that_has_or_gives_nothing_is_one_line_error(tmp_path: Path) -> No
         assert says in printed
 
 
-def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_a_folder_is_used_in_place(tmp_path: Path) -> None:
     assert hf.fetch_model(str(tmp_path)) == tmp_path

@@ -1,4 +1,4 @@
-"""Claims about train_grpo.py --plan: what it prints, what it suggests and how it exits."""
+"""Claims about train_grpo.py --plan: its tables, its suggestions and its exit codes."""
 
 import importlib.util
 import json
@@ -14,11 +14,18 @@ from tools import programs
 
 REPO = Path(__file__).resolve().parent.parent
 MODEL = {
-    "model_type": "qwen2", "vocab_size": 8192, "hidden_size": 256, "intermediate_size": 512,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 32768,
+    "model_type": "qwen2",
+    "vocab_size": 8192,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "max_position_embeddings": 32768,
     "tie_word_embeddings": True,
-}  # fmt: skip
+}
 SMALL = {"NUM_PRE_Q": "8", "MAX_PROMPT_LENGTH": "128", "MAX_LENGTH_SAMPLE": "128"}
 needs_compiler = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason='the TPU compiler: pip install "jax[tpu]"'
@@ -27,7 +34,7 @@ needs_compiler = pytest.mark.skipif(
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A folder with nothing but a config.json: no weights, no tokenizer."""
+    """A folder with only a config.json, without weights and tokenizer."""
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     return tmp_path
 
@@ -35,15 +42,19 @@ def model(tmp_path: Path) -> Path:
 def planned(
     slice_name: str, model: Path, *, before: str = "", **env: str
 ) -> subprocess.CompletedProcess:
-    """train_grpo.py --plan as a user runs it, after some Python."""
+    """train_grpo.py --plan as a user runs it, after the Python code `before`."""
     keep = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     argv = [str(REPO / "train_grpo.py"), "--plan", slice_name]
     run = f"import runpy, sys; sys.argv = {argv}; sys.path.insert(0, {str(REPO)!r}); {before}\n"
     run += "runpy.run_path(sys.argv[0], run_name='__main__')"
     return subprocess.run(
-        [sys.executable, "-c", run], cwd=model, text=True, capture_output=True, timeout=500,
+        [sys.executable, "-c", run],
+        cwd=model,
+        text=True,
+        capture_output=True,
+        timeout=500,
         env=keep | {"MODEL_PATH": str(model)} | SMALL | env,
-    )  # fmt: skip
+    )
 
 
 @needs_compiler
@@ -51,7 +62,7 @@ def test_a_plan_lists_every_program_of_the_run_and_fits(model: Path) -> None:
     done = planned("v6e-8", model, BETA="0.04")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
-    for program in programs.PROGRAMS:  # three columns that add up to the fourth
+    for program in programs.PROGRAMS:  # the first three columns add up to the fourth
         row = re.search(
             rf"^\| {program} \| ([\d. |]+) \| yes \| \d+ s \| (.*) \|$", done.stdout, re.M
         )
@@ -63,12 +74,12 @@ def test_a_plan_lists_every_program_of_the_run_and_fits(model: Path) -> None:
     assert re.search(r"^\| decode, a token \| 128 \| ", done.stdout, re.M)
     assert re.search(r"MFU of the update \d+%, of the step \d+%$", done.stdout, re.M)
     assert re.search(r"^v6e-8: fits, [\d.]+ of 31.25 GiB in \w+$", done.stdout, re.M)
-    assert list(model.iterdir()) == [model / "config.json"]  # and leaves nothing behind
+    assert list(model.iterdir()) == [model / "config.json"]  # the plan leaves no file behind
 
 
 @pytest.mark.slow
 @needs_compiler
-def test_a_run_that_cannot_fit_is_told_what_would(model: Path) -> None:
+def test_a_plan_that_does_not_fit_names_sizes_that_fit(model: Path) -> None:
     wide = MODEL | {"hidden_size": 512, "intermediate_size": 8192}
     (model / "config.json").write_text(json.dumps(wide))
     sizes = {"ROLLOUT_PER_DEVICE_BATCH_SIZE": "32", "TRAIN_PER_DEVICE_MICRO_BATCH_SIZE": "256"}
@@ -77,12 +88,14 @@ def test_a_run_that_cannot_fit_is_told_what_would(model: Path) -> None:
     assert re.search(r"^\| micro_step \| .* \| NO \| ", done.stdout, re.M)
     remedy = re.search(
         r"^micro_step does not fit; TRAIN_PER_DEVICE_MICRO_BATCH_SIZE=(\d+) does \(([\d.]+) GiB\), "
-        r"or MAX_LENGTH_SAMPLE=(\d+) does \(([\d.]+) GiB\)$", done.stdout, re.M,
-    )  # fmt: skip
+        r"or MAX_LENGTH_SAMPLE=(\d+) does \(([\d.]+) GiB\)$",
+        done.stdout,
+        re.M,
+    )
     assert remedy, done.stdout
     size, first, length, second = map(float, remedy.groups())
     assert 256 % size == 0 and size < 256 and length < 1024
-    assert max(first, second) <= 15.75 and min(first, second) > 15.75 / 4  # and not far too small
+    assert max(first, second) <= 15.75 and min(first, second) > 15.75 / 4  # nor far too small
     assert re.search(r"^v5e-8: DOES NOT FIT, ", done.stdout, re.M)
 
 
@@ -101,7 +114,7 @@ def test_a_plan_for_an_unknown_slice_names_the_known_ones(model: Path) -> None:
 
 
 @needs_compiler
-def test_a_plan_stops_at_settings_that_cannot_be(model: Path) -> None:
+def test_a_plan_stops_at_wrong_settings(model: Path) -> None:
     done = planned("v6e-8", model, TRAIN_MICRO_BATCH_SIZE="7")
     assert done.returncode == 2 and done.stderr.startswith("error: TRAIN_MICRO_BATCH_SIZE=7 must")
     (model / "config.json").unlink()

@@ -1,4 +1,4 @@
-"""The embedded default: what tiny/ holds, and what its model can and cannot do before training."""
+"""Claims about tiny/: its dataset is right, and its model can do a part of the task untrained."""
 
 import json
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from test_train import train
+from test_train import train as run
 
 from models import hf
 from models.model import init_params
@@ -17,30 +17,30 @@ from tools import make_tiny
 TINY = Path(__file__).resolve().parent.parent / "tiny"
 
 
-def rows(split: str) -> list[dict]:
+def examples(split: str) -> list[dict[str, str]]:
     return [json.loads(line) for line in (TINY / f"{split}.jsonl").open(encoding="utf-8")]
 
 
-def operands(row: dict) -> tuple[str, ...]:
-    """(first step, second operation and operand): 12+7 and -4 of <<12+7=19>>, <<19-4=15>>."""
-    first, second = re.findall(r"<<(.*?)=", row["answer"])
+def operands(example: dict[str, str]) -> tuple[str, ...]:
+    """The first calculation and the rest of the second: 12+7 and -4 for 12+7=19, 19-4=15."""
+    first, second = re.findall(r"<<(.*?)=", example["answer"])
     return first, second.lstrip("0123456789")
 
 
-def test_held_out_questions_and_operands_are_not_in_train() -> None:
-    train_rows, test_rows = rows("train"), rows("test")
-    assert (len(train_rows), len(test_rows)) == (4000, 500)
-    assert not {r["question"] for r in train_rows} & {r["question"] for r in test_rows}
-    assert not set(map(operands, train_rows)) & set(map(operands, test_rows))
+def test_no_question_and_no_operands_of_test_are_in_train() -> None:
+    train, test = examples("train"), examples("test")
+    assert (len(train), len(test)) == (4000, 500)
+    assert not {x["question"] for x in train} & {x["question"] for x in test}
+    assert not set(map(operands, train)) & set(map(operands, test))
 
 
 def test_every_shown_step_and_answer_is_right() -> None:
-    for row in rows("train") + rows("test"):
-        steps = re.findall(r"<<(\d+)([-+])(\d+)=(\d+)>>\4\n", row["answer"])
+    for example in examples("train") + examples("test"):
+        steps = re.findall(r"<<(\d+)([-+])(\d+)=(\d+)>>\4\n", example["answer"])
         assert len(steps) == 2
         for a, sign, b, result in steps:
             assert int(a) + (int(b) if sign == "+" else -int(b)) == int(result)
-        assert extract_answer(row["answer"]) == parse_number(steps[1][3])
+        assert extract_answer(example["answer"]) == parse_number(steps[1][3])
 
 
 def test_the_folder_is_small() -> None:
@@ -48,19 +48,19 @@ def test_the_folder_is_small() -> None:
 
 
 def test_every_stage_of_its_supervised_training_takes_a_step() -> None:
-    tokenizer, config = hf.load_tokenizer(TINY), hf.read_config(TINY)
+    tokenizer, model = hf.load_tokenizer(TINY), hf.read_config(TINY)
     stages = [stage._replace(steps=1, prompts=4) for stage in make_tiny.STAGES]
-    params = make_tiny.warm_up(config, tokenizer, rows("train")[:8], stages)
-    untrained = init_params(config, jax.random.key(make_tiny.SEED))
+    params = make_tiny.warm_up(model, tokenizer, examples("train")[:8], stages)
+    untrained = init_params(model, jax.random.key(make_tiny.SEED))
     for new, old in zip(jax.tree.leaves(params), jax.tree.leaves(untrained), strict=True):
         assert np.isfinite(new).all() and (new != old).any()
 
 
 @pytest.fixture(scope="module")
 def evaluated(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """Step 0, eight samples of each held-out question."""
+    """The metrics of an evaluation before training, with eight samples of each test question."""
     out = tmp_path_factory.mktemp("tiny") / "run"
-    return train(out, STEPS="0", EVAL_EVERY_STEPS="1", EVAL_SAMPLES="8").records[0]
+    return run(out, STEPS="0", EVAL_EVERY_STEPS="1", EVAL_SAMPLES="8").records[0]
 
 
 def test_before_training_it_has_the_format_and_finds_most_answers_in_eight_tries(

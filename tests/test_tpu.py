@@ -1,4 +1,4 @@
-"""The programs of a real run, compiled by the real TPU compiler, which needs no TPU."""
+"""Claims about the device programs of a run, as compiled by the TPU compiler, without a TPU."""
 
 import dataclasses
 import functools
@@ -12,14 +12,15 @@ import pytest
 from jax.sharding import Mesh
 
 from config import Config
-from models import attention, hf, model
+from models import attention, hf, model, placement
+from runtime import chips
 from runtime.layout import TRAIN_BATCH_AXES, Layout, constrain
 from tools import plan_tpu, programs, roofline
 from tools.hlo import Collective, collectives
 
 pytest.importorskip("libtpu", reason='the TPU compiler: pip install "jax[tpu]"')
 RUN = {"NUM_PRE_Q": "8", "ROLLOUT_PER_DEVICE_BATCH_SIZE": "2", "MAX_LENGTH_SAMPLE": "1024"}
-RUNS = {  # model, slice, prompt tokens
+RUNS = {  # model, slice, settings
     "3b": ("Qwen/Qwen2.5-3B", "v6e-8", {"GLOBAL_LENGTH": "512"}),
     "7b": ("Qwen/Qwen2.5-7B", "v4-16", {"GLOBAL_LENGTH": "128"}),
     "0.5b": ("Qwen/Qwen2.5-0.5B", "v6e-8", {"GLOBAL_LENGTH": "128", "MAX_LENGTH_SAMPLE": "128"}),
@@ -27,14 +28,14 @@ RUNS = {  # model, slice, prompt tokens
 ALL_RUNS = ["3b", *(pytest.param(run, marks=pytest.mark.slow) for run in ("7b", "0.5b"))]
 ALL_KERNELS = [
     pytest.param(chip, dim, marks=() if (chip, dim) == ("v6e", 128) else pytest.mark.slow)
-    for chip in roofline.CHIPS
+    for chip in chips.CHIPS
     for dim in (64, 128)
 ]
 
 
 @functools.cache
 def plan_of(run: str, slice_name: str = "", **env: str) -> programs.Plan:
-    """The plan of that run with two of its layers: they are scanned, so two tell what all do."""
+    """The plan of the run with two layers; lax.scan compiles the same program for any number."""
     name, usual_slice, sizes = RUNS[run]
     known = hf.config_of(name)
     with pytest.MonkeyPatch.context() as patch:
@@ -49,25 +50,26 @@ def compiled(plan: programs.Plan, program: str) -> tuple[plan_tpu.Memory, list[C
     return memory, collectives(text)
 
 
-def elements(one: Collective) -> int:
-    """Of the largest array in it."""
-    shapes = re.findall(r"\[([\d,]*)\]", one.shape)
+def elements(collective: Collective) -> int:
+    """The number of elements of its largest array."""
+    shapes = re.findall(r"\[([\d,]*)\]", collective.shape)
     return max(math.prod(int(n) for n in shape.split(",") if n) for shape in shapes)
 
 
 def smallest_weight(plan: programs.Plan) -> int:
-    """Elements of wk in a layer."""
-    return plan.config.hidden_size * plan.config.num_kv_heads * plan.config.head_dim
+    """The number of elements of wk in a layer."""
+    model = plan.training.model
+    return model.hidden_size * model.num_kv_heads * model.head_dim
 
 
 # ---- Decode --------------------------------------------------------------------------------------
 
 
 def gathered_weights(plan: programs.Plan) -> list[str]:
-    """All-gathers in decode's loops as large as a weight or the prompts' keys."""
+    """The all-gathers of decode that are as large as a weight or the prompts' keys."""
     _, found = compiled(plan, "decode")
-    gathers = [one for one in found if one.kind == "all-gather"]
-    return [one.shape for one in gathers if elements(one) >= smallest_weight(plan)]
+    gathers = [x for x in found if x.kind == "all-gather"]
+    return [x.shape for x in gathers if elements(x) >= smallest_weight(plan)]
 
 
 @pytest.mark.parametrize("run", ALL_RUNS)
@@ -81,65 +83,68 @@ def test_decoding_on_weights_sharded_for_training_would_be_caught() -> None:
 
 
 @pytest.mark.parametrize("run", ALL_RUNS)
-def test_a_token_costs_two_all_reduces_and_four_exchanges_in_each_layer(run: str) -> None:
+def test_each_layer_has_two_all_reduces_and_four_exchanges_per_token(run: str) -> None:
     _, found = compiled(plan_of(run), "decode")
-    kinds = sorted(one.kind for one in found if one.loops == (None, 2))
+    kinds = sorted(x.kind for x in found if x.loops == (None, 2))
     assert kinds.count("all-reduce") == 2 and len(kinds) == 6
 
 
 # ---- Training ------------------------------------------------------------------------------------
 
 
-def whole_weights(plan: programs.Plan) -> list[str]:
-    """Collectives of a micro-step that leave a gradient or the embedding whole on each device."""
-    table = plan.config.vocab_size * plan.config.hidden_size
+def complete_weights(plan: programs.Plan) -> list[str]:
+    """The collectives of a micro-step that put a complete gradient or embedding on a device."""
+    table = plan.training.model.vocab_size * plan.training.model.hidden_size
     limits = {"all-reduce": smallest_weight(plan), "all-gather": table}
     _, found = compiled(plan, "micro_step")
-    return [one.shape for one in found if elements(one) >= limits.get(one.kind, math.inf)]
+    return [x.shape for x in found if elements(x) >= limits.get(x.kind, math.inf)]
 
 
 @pytest.mark.slow
-def test_training_never_has_a_gradient_or_the_embedding_whole_on_a_device() -> None:
-    assert whole_weights(plan_of("3b")) == []
+def test_training_never_puts_a_complete_gradient_or_embedding_on_a_device() -> None:
+    assert complete_weights(plan_of("3b")) == []
 
 
 @pytest.mark.slow
-def test_an_embedding_gathered_to_look_tokens_up_would_be_caught(
+def test_an_embedding_that_is_gathered_for_the_lookup_would_be_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def gathered(embed: jax.Array, ids: jax.Array, dtype: jnp.dtype, layout: Layout) -> jax.Array:
         return constrain(constrain(embed.astype(dtype), layout)[ids], layout, TRAIN_BATCH_AXES)
 
     monkeypatch.setattr(model, "_embed", gathered)
-    assert whole_weights(plan_of("0.5b"))
+    assert complete_weights(plan_of("0.5b"))
 
 
 @pytest.mark.slow
 def test_estimated_bytes_between_chips_are_those_of_the_compiled_programs() -> None:
     plan = plan_of("3b")
-    n, tp = plan.rollout.mesh.size, plan.rollout.mesh.shape["tp"]
-    token = roofline.decode_token(
-        plan.config, n, tp, roofline.Rows(*plan.rollout_rows(), plan.S, plan.T)
+    model, mesh = plan.training.model, plan.rollout.layout.mesh
+    token = placement.decode_work(model, mesh.size, mesh.shape["tp"], plan.rollout_workload())
+    update = roofline.train_work(
+        model,
+        plan.training.layout.mesh,
+        plan.train_workload(),
+        backward=True,
+        remat="full",
+        impl="jax",
     )
-    update = roofline.train_pass(
-        plan.config, plan.compute.layout.mesh, roofline.Rows(*plan.train_rows(), plan.S, plan.T),
-        backward=True, remat="full", impl="jax",
-    )  # fmt: skip
     for program, work in (("decode", token), ("micro_step", update)):
-        sent = sum(one.times * one.sent_bytes for one in compiled(plan, program)[1])
+        sent = sum(x.times * x.sent_bytes for x in compiled(plan, program)[1])
         assert work.ici_bytes == pytest.approx(sent, rel=0.2), program
 
 
 @pytest.mark.slow
-def test_twice_the_chips_hold_half_each_and_send_at_most_half_more() -> None:
-    other = {"TEMPERATURE": "0.9"}  # jit remembers what the test above made of the usual one
+def test_with_twice_the_chips_each_holds_half_and_sends_at_most_half_more() -> None:
+    # Another temperature, because jit would reuse the trace that the test above has patched.
+    other = {"TEMPERATURE": "0.9"}
     (small, few), (large, many) = (
         compiled(plan_of("0.5b", name, **other), "micro_step") for name in ("v6e-8", "v6e-16")
     )
     assert large.arguments == pytest.approx(small.arguments / 2, rel=0.01)
     assert large.total < small.total
-    # Of a sharded gradient the compiler may make an all-reduce, twice the bytes, on many chips.
-    sent, sent_by_many = (sum(one.times * one.sent_bytes for one in x) for x in (few, many))
+    # On many chips the compiler may reduce a sharded gradient by all-reduce, twice the bytes.
+    sent, sent_by_many = (sum(x.times * x.sent_bytes for x in found) for found in (few, many))
     assert sent_by_many < 1.5 * sent * (15 / 16) / (7 / 8)
 
 
@@ -149,33 +154,44 @@ def test_splash_attention_and_its_gradient_compile(chip: str, head_dim: int) -> 
     layout = Layout(
         Mesh(np.array(devices).reshape(1, -1, 1), ("dp", "fsdp", "tp")), TRAIN_BATCH_AXES
     )
-    G, t, S, s = len(devices), 384 + 2 * 1000, 384, 2
+    G, t, S, share = len(devices), 384 + 2 * 1000, 384, 2
 
     def array(*shape: int, dtype: jnp.dtype = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         return programs.array(layout.mesh, shape, dtype, layout.batch_axes)
 
     def total(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
-        out = attention.attention(q, attention.KV(k, v), mask, s, layout, "splash")
+        out = attention.attention(q, attention.KV(k, v), mask, share, layout, "splash")
         return out.astype(jnp.float32).sum()
 
     kv = array(G, 2, t, head_dim)
     program = jax.jit(jax.grad(total, (0, 1, 2)))
     arguments = array(G, t, 4, head_dim), kv, kv, array(G, S, dtype=jnp.bool_)
     text = program.lower(*arguments).compile().as_text()
-    assert text.count("tpu_custom_call") >= 3  # forward, and backward's two
+    assert text.count("tpu_custom_call") >= 3  # one kernel of forward and two of backward
 
 
 # ---- Slices --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, devices, hosts", [
-    ("v4-8", 4, 1), ("v4-16", 8, 2), ("v4-32", 16, 4), ("v5e-8", 8, 1), ("v5e-16", 16, 4),
-    ("v5p-8", 4, 1), ("v6e-8", 8, 1), ("v6e-16", 16, 4), ("v6e-64", 64, 16), ("v6e-256", 256, 64),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, devices, hosts",
+    [
+        ("v4-8", 4, 1),
+        ("v4-16", 8, 2),
+        ("v4-32", 16, 4),
+        ("v5e-8", 8, 1),
+        ("v5e-16", 16, 4),
+        ("v5p-8", 4, 1),
+        ("v6e-8", 8, 1),
+        ("v6e-16", 16, 4),
+        ("v6e-64", 64, 16),
+        ("v6e-256", 256, 64),
+    ],
+)
 def test_a_slice_has_the_devices_and_hosts_that_the_cloud_gives(
     name: str, devices: int, hosts: int
 ) -> None:
     found = programs.slice_devices(name)
     assert len(found) == devices and len({d.process_index for d in found}) == hosts
-    assert roofline.SLICES[name].hosts == hosts
-    assert roofline.chip_of(found[0]) is roofline.CHIPS[roofline.SLICES[name].chip]
+    assert chips.SLICES[name].hosts == hosts
+    assert chips.chip_of(found[0]) is chips.CHIPS[chips.SLICES[name].chip]

@@ -1,4 +1,4 @@
-"""A Hugging Face folder: its config, weights and tokenizer, in and out."""
+"""Reads and writes Hugging Face folders: config.json, weights and tokenizer."""
 
 import json
 import math
@@ -19,12 +19,16 @@ from models.model import Leaf, ModelConfig, Params, param_shardings, param_table
 from runtime.layout import on_host
 
 FILES = ["*.json", "*.safetensors", "*.jinja"]
-EXPORTED = "exported_from.json"  # beside an exported model: it may be replaced by another
+EXPORTED = "exported_from.json"  # marks an exported model, which a later export may replace
+SIZE_KEYS = """
+    vocab_size hidden_size intermediate_size max_position_embeddings num_hidden_layers
+    num_attention_heads
+""".split()  # keys of config.json that must be positive integers
 
-# The config.json of these, and of those whose name ends in -Instruct or -Base, for plan_tpu.py;
-# positions are the least that any of them has.
-_QWEN = {"eps": 1e-6, "theta": 1e6, "llama3": None}
-_LLAMA = {"eps": 1e-5, "theta": 5e5, "llama3": (32.0, 1.0, 4.0, 8192)}
+# plan_tpu.py reads the sizes of these models here instead of from the hub. Those whose names end in
+# -Instruct or -Base have the same sizes; `positions` is the smallest number among them.
+_QWEN = (1e-6, 1e6, None)  # rms_norm_eps, rope_theta, rope_llama3
+_LLAMA = (1e-5, 5e5, (32.0, 1.0, 4.0, 8192))
 _KNOWN = {  # V, D, F, L, H, N, h, tied, positions
     "Qwen/Qwen2.5-0.5B": (151936, 896, 4864, 24, 14, 2, 64, True, 32768, _QWEN),
     "Qwen/Qwen2.5-1.5B": (151936, 1536, 8960, 28, 12, 2, 128, True, 32768, _QWEN),
@@ -40,38 +44,36 @@ _KNOWN = {  # V, D, F, L, H, N, h, tied, positions
 
 
 def fetch_model(path: str, revision: str = "", files: Sequence[str] = FILES) -> Path:
-    """The local folder of a model: `path` itself, or the files of a hub id, downloaded once."""
+    """The local folder of a model: `path` itself, or the cached download of a hub id."""
     if Path(path).is_dir():
         return Path(path)
-    if path.startswith(("/", "~", "./", "../")):  # no id of the hub begins like this
+    if path.startswith(("/", "~", "./", "../")):  # an id of the hub never begins like this
         raise ValueError(f"MODEL_PATH={path}: this folder does not exist")
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(path, revision=revision or None, allow_patterns=files))
-    except Exception as error:  # the hub's, its transports' and a proxy's have no common base
+    except Exception as error:  # errors of the hub, of its transports and of proxies share no base
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(f"MODEL_PATH={path}: no such folder, and the hub says: {reason}") from None
 
 
 def config_of(path: str, revision: str = "") -> ModelConfig:
-    """The ModelConfig of a folder, of a model known here, or of a hub id: no weights are needed."""
+    """The ModelConfig of a folder, of a model in _KNOWN, or of a hub id; it needs no weights."""
     name = path.removesuffix("-2507").removesuffix("-Instruct").removesuffix("-Base")
     known = [full for full in _KNOWN if name in (full, full.rpartition("/")[2])]
     if Path(path).is_dir() or revision or not known:
         return read_config(fetch_model(path, revision, ["config.json"]))
     V, D, F, L, H, N, h, tied, positions, family = _KNOWN[known[0]]
-    return ModelConfig(
-        V, D, F, L, H, N, h, family["eps"], family["theta"], family["llama3"], tied,
-        qkv_bias="Qwen2" in name, qk_norm="Qwen3" in name,
-        max_positions=positions,
-    )  # fmt: skip
+    eps, theta, llama3 = family
+    bias, norm = "Qwen2" in name, "Qwen3" in name
+    return ModelConfig(V, D, F, L, H, N, h, eps, theta, llama3, tied, bias, norm, positions)
 
 
 def read_model(folder: Path, chat_template: str) -> tuple[ModelConfig, Any]:
-    """The config and the tokenizer of a model's folder; its weights are checked, but not read.
+    """The ModelConfig and the tokenizer of a folder, whose weights are checked, but not read.
 
-    Raises ValueError for a folder that is not complete or that this project cannot compute.
+    Raises ValueError for a folder that is not complete, or whose model is not supported.
     """
     model = read_config(folder)
     tokenizer = load_tokenizer(folder, chat_template)
@@ -87,7 +89,7 @@ def read_model(folder: Path, chat_template: str) -> tuple[ModelConfig, Any]:
 def read_config(folder: Path) -> ModelConfig:
     """The ModelConfig of a Hugging Face folder.
 
-    Raises ValueError, naming config.json's key, for what this file does not compute.
+    Raises ValueError, naming the key of config.json, for a model that is not supported.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -103,13 +105,12 @@ def read_config(folder: Path) -> ModelConfig:
     need(c.get("hidden_act", "silu") == "silu", "hidden_act", "silu")
     need(not c.get("use_sliding_window", False), "use_sliding_window", "false")
     need(not c.get("mlp_bias", False), "mlp_bias", "false")
-    # Qwen2 always has the three biases; Qwen3 and Llama have a switch, off in every release.
+    # Qwen2 always has the three biases; Qwen3 and Llama have a key for them, which every release
+    # leaves at false.
     need(not c.get("attention_bias", False) or family == "qwen2", "attention_bias", "false")
-    for key in ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings",
-                "num_hidden_layers", "num_attention_heads"):  # fmt: skip
-        whole = isinstance(c.get(key, 1), int) and c.get(key, 1) > 0
-        need(whole, key, "a positive whole number")
-    # transformers 5 writes rope_parameters; before it were rope_theta and rope_scaling.
+    for key in SIZE_KEYS:
+        need(isinstance(c.get(key, 1), int) and c.get(key, 1) > 0, key, "a positive whole number")
+    # transformers 5 writes rope_parameters; earlier versions write rope_theta and rope_scaling.
     rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     key = "rope_parameters" if c.get("rope_parameters") else "rope_scaling"
@@ -153,18 +154,18 @@ def _read_json(path: Path) -> dict[str, Any]:
 # ---- Weights -------------------------------------------------------------------------------------
 
 
-def check_weights(folder: Path, config: ModelConfig) -> None:
-    """Raises the ValueErrors of load_params, from what the files say of their tensors alone."""
-    _check_tensors(folder, param_table(config), _open_safetensors(folder))
+def check_weights(folder: Path, model: ModelConfig) -> None:
+    """Raises the ValueErrors of load_params, but reads only the headers of the files."""
+    _check_tensors(folder, param_table(model), _open_safetensors(folder))
 
 
-def load_params(folder: Path, config: ModelConfig, mesh: Mesh, dtype: Any) -> Params:
-    """Params read from a folder's safetensors, each shard straight to its device.
+def load_params(folder: Path, model: ModelConfig, mesh: Mesh, dtype: Any) -> Params:
+    """The weights of a folder's safetensors files as Params on a mesh.
 
-    A process reads only the slices its devices hold. Raises ValueError naming missing, unknown
-    and repeated tensors, and wrong shapes and dtypes.
+    A process reads only the parts of the tensors that its devices hold. Raises ValueError, naming
+    the tensor, if one is missing, unknown or repeated, or has a wrong shape or dtype.
     """
-    table = param_table(config)
+    table = param_table(model)
     files = _open_safetensors(folder)
     _check_tensors(folder, table, files)
 
@@ -176,45 +177,54 @@ def load_params(folder: Path, config: ModelConfig, mesh: Mesh, dtype: Any) -> Pa
         def shard(index: tuple[slice, ...]) -> np.ndarray:
             if "{}" not in leaf.name:
                 return slice_of(leaf.name, index).astype(dtype)
-            layers = range(leaf.shape[0])[index[0]]
-            return np.stack([slice_of(leaf.name.format(i), index[1:]) for i in layers]).astype(
-                dtype
-            )
+            numbers = range(leaf.shape[0])[index[0]]
+            layers = [slice_of(leaf.name.format(i), index[1:]) for i in numbers]
+            return np.stack(layers).astype(dtype)
 
         return jax.make_array_from_callback(leaf.shape, sharding, shard)
 
-    return jax.tree.map(read, table, param_shardings(config, mesh))
+    return jax.tree.map(read, table, param_shardings(model, mesh))
 
 
-def hf_tensors(params: Params, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, array) of every tensor of a Hugging Face checkpoint, in the params' dtype; one after
-    the other on the host. On many processes all have to take them."""
-    for leaf, array in zip(
-        jax.tree.leaves(param_table(config)), jax.tree.leaves(params), strict=True
-    ):
+def hf_tensors(params: Params, model: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
+    """The (name, array) pairs of a Hugging Face checkpoint, in the dtype of params.
+
+    Only one tensor at a time is gathered on the host. All processes have to take all tensors.
+    """
+    leaves = jax.tree.leaves(param_table(model))
+    for leaf, array in zip(leaves, jax.tree.leaves(params), strict=True):
         if "{}" not in leaf.name:
             yield leaf.name, on_host(array)
             continue
         for i in range(leaf.shape[0]):
-            one = on_host(array[i])
-            yield leaf.name.format(i), np.ascontiguousarray(one.T if leaf.transposed else one)
+            layer = on_host(array[i])
+            yield leaf.name.format(i), np.ascontiguousarray(layer.T if leaf.transposed else layer)
 
 
 def save_model(
-    folder: Path, params: Params, config: ModelConfig, source: Path, *, dtype: Any,
-    writes: bool = True, shard_size: int | str = "5GB", chat_template: str = "",
-) -> None:  # fmt: skip
-    """Writes the parameters as a Hugging Face folder that transformers opens; tied heads stay tied.
+    folder: Path,
+    params: Params,
+    model: ModelConfig,
+    source: Path,
+    *,
+    dtype: Any,
+    writes: bool = True,
+    shard_size: int | str = "5GB",
+    chat_template: str = "",
+) -> None:
+    """Writes the weights as a Hugging Face folder that transformers opens; tied heads stay tied.
 
-    source: the folder they come from, whose config and tokenizer go along. dtype: of the weights,
-    float32 or bfloat16. writes: True on one process; the others take part all the same.
-    shard_size: of a safetensors file at most. chat_template: the file of one that goes along
-    instead of the tokenizer's own. config.json comes last: with it the folder is whole.
+    All processes have to call it; config.json is written last, so that it marks a complete folder.
+    source: the folder of the original model, whose config and tokenizer are copied.
+    dtype: of the written weights, float32 or bfloat16.
+    writes: True on the one process that writes.
+    shard_size: the largest size of a safetensors file.
+    chat_template: a file that replaces the tokenizer's template; "" keeps the tokenizer's.
     Raises OSError.
     """
     dtype = np.dtype(dtype)
     split = split_state_dict_into_shards_factory(
-        _tensor_shapes(param_table(config)),
+        _tensor_shapes(param_table(model)),
         get_storage_size=lambda shape: math.prod(shape) * dtype.itemsize,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=shard_size,
@@ -224,8 +234,9 @@ def save_model(
         (folder / EXPORTED).write_text(json.dumps({"model": str(source)}) + "\n", encoding="utf-8")
         for old in [folder / "config.json", *folder.glob("model*.safetensors*")]:
             old.unlink(missing_ok=True)
+    # A file is written as soon as its last tensor has come, so that the host holds little.
     held: dict[str, dict[str, np.ndarray]] = {name: {} for name in split.filename_to_tensors}
-    for name, array in hf_tensors(params, config):
+    for name, array in hf_tensors(params, model):
         if writes:
             file = split.tensor_to_filename[name]
             held[file][name] = array.astype(dtype)
@@ -236,9 +247,9 @@ def save_model(
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-    along = [file for file in source.iterdir() if file.suffix in (".json", ".jinja", ".txt")]
-    for file in along:
-        if file.name != "config.json" and "safetensors" not in file.name:
+    for file in source.iterdir():
+        written = file.name == "config.json" or "safetensors" in file.name
+        if file.suffix in (".json", ".jinja", ".txt") and not written:
             shutil.copyfile(file, folder / file.name)
     if chat_template:
         shutil.copyfile(chat_template, folder / "chat_template.jinja")
@@ -248,7 +259,7 @@ def save_model(
 
 
 def stop_if_overwritten(export_hf: str, output_dir: str, model_folder: Path) -> None:
-    """Raises ValueError if the export would replace a model that no run has exported."""
+    """Raises ValueError if the export would overwrite a model that no run has exported."""
     if export_hf == "none" or not (export_hf or output_dir):
         return
     folder = Path(export_hf or f"{output_dir}/hf")
@@ -267,7 +278,7 @@ def _save_tensors(tensors: dict[str, np.ndarray], file: Path) -> None:
 
 
 def _tensor_shapes(table: Params) -> dict[str, list[int]]:
-    """Name -> shape of every tensor of a checkpoint, as its files have them."""
+    """Name -> shape of every tensor of a Hugging Face checkpoint."""
     shapes = {}
     for leaf in jax.tree.leaves(table):
         stacked = "{}" in leaf.name
@@ -293,9 +304,9 @@ def _open_safetensors(folder: Path) -> dict[str, Any]:
             raise ValueError(f"MODEL_PATH={folder} has no {name}; weights are read as safetensors")
         try:
             handle = safe_open(folder / name, framework="numpy")
-        except Exception as error:  # safetensors raises its own type for a damaged header
+        except Exception as error:  # safetensors has no public type for a damaged header
             raise ValueError(f"{folder / name} is not a whole safetensors file: {error}") from None
-        for tensor in handle.keys():  # noqa: SIM118 - a safe_open is no mapping
+        for tensor in handle.keys():  # noqa: SIM118 - safe_open is not a mapping
             if tensor in files:
                 raise ValueError(f"{folder / name} repeats tensor {tensor} of another file")
             files[tensor] = handle
@@ -304,7 +315,7 @@ def _open_safetensors(folder: Path) -> dict[str, Any]:
 
 def _check_tensors(folder: Path, table: Params, files: dict[str, Any]) -> None:
     wanted = _tensor_shapes(table)
-    # A tied checkpoint may repeat its embedding; old ones store the rotary frequencies.
+    # Tied checkpoints may repeat the embedding, and old checkpoints store the rotary frequencies.
     ignored = {n for n in files if n == "lm_head.weight" or n.endswith("rotary_emb.inv_freq")}
     missing, unknown = sorted(wanted.keys() - files), sorted(files.keys() - wanted - ignored)
     for what, names in (("lacks", missing), ("has unknown", unknown)):
@@ -327,21 +338,22 @@ def _check_tensors(folder: Path, table: Params, files: dict[str, Any]) -> None:
 
 
 def load_tokenizer(folder: Path, chat_template: str = "") -> Any:
-    """The tokenizer of a model folder, exactly as its tokenizer.json has it.
+    """The tokenizer of a model folder, exactly as its tokenizer.json describes it.
 
-    chat_template: a Jinja file to use instead of the tokenizer's own template.
-
-    AutoTokenizer rebuilds the tokenizer of some model types (qwen2) by the rules of the type, and
-    then gives other ids than the file does.
+    chat_template: a Jinja file that replaces the tokenizer's template; "" keeps the tokenizer's.
+    Raises ValueError if the folder has no usable tokenizer or chat template.
     """
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # else: no PyTorch was found
-    from transformers import PreTrainedTokenizerFast  # a second of import, and only here
+    # transformers would warn that PyTorch is missing, which this project does not need.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    # This is not AutoTokenizer, which rebuilds the tokenizers of some model types (qwen2) by rules
+    # of the type, and then gives other ids than the file does. The import takes a second.
+    from transformers import PreTrainedTokenizerFast
 
     if not (folder / "tokenizer.json").is_file():
         raise ValueError(f"MODEL_PATH={folder} has no tokenizer.json")
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    except Exception as error:  # of no common base, for a damaged file
+    except Exception as error:  # a damaged file raises errors that share no base
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(f"MODEL_PATH={folder}: its tokenizer cannot be read: {reason}") from None
     if chat_template:
@@ -364,7 +376,10 @@ def read_chat_template(file: Path) -> str:
 
 
 def stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
-    """Every token id that ends a completion: of generation_config.json, config.json, tokenizer."""
+    """Every token id that ends a completion, sorted.
+
+    They come from generation_config.json, config.json and the tokenizer.
+    """
     found = {tokenizer.eos_token_id}
     for name in ("generation_config.json", "config.json"):
         if (folder / name).is_file():

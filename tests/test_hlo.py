@@ -171,9 +171,9 @@ def test_only_instructions_count_and_in_the_order_of_the_text() -> None:
     [
         (0, 36, 1, 36),
         (4, 36, 1, 36),  # the counter is element 4 of the tuple
-        (4, 4, 2, 2),  # two iterations a round, as in a windowed matmul
-        (0, 75, 2, 38),  # the last round has one iteration
-        (3, 75, 1, 11),  # element 3 grows by 7 in each round
+        (4, 4, 2, 2),  # two iterations a trip, as in a windowed matmul
+        (0, 75, 2, 38),  # the last trip has one iteration
+        (3, 75, 1, 11),  # element 3 grows by 7 in each trip
     ],
 )
 def test_a_loop_runs_until_its_counter_reaches_the_constant(

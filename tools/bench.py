@@ -1,23 +1,29 @@
-"""Times the parts whose speed is claimed, each beside what it replaces.
+"""Times the log-probability kernel, or compiles it for a TPU, beside two other implementations.
 
-    python bench.py loss              # token_logps on this machine's device
-    python bench.py loss --tpu v6e    # its memory on a TPU, by that TPU's compiler (needs libtpu)
+    python tools/bench.py loss              # times token_logps on the device of this machine
+    python tools/bench.py loss --tpu v6e    # compiles it for a TPU that is not here; needs libtpu
 
-`loss`: token log-probabilities, entropies and both gradients from hidden states, as full logits,
-`jax` and `pallas` (POLICY_LOSS_IMPL). Times are medians of synchronised calls after a warm-up.
+`loss` computes the log-probabilities and entropies of tokens from hidden states, and the gradients
+for the hidden states and the lm_head. The three implementations are `full`, which keeps all logits
+in memory, and `jax` and `pallas`, the two values of POLICY_LOSS_IMPL.
 """
+# ruff: noqa: E402 - the folder of the project has to be on the path before its modules are imported
 
 import argparse
 import functools
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
 
 from loss_pallas import token_logps, token_logps_reference
 from runtime.chips import CHIPS
@@ -29,13 +35,18 @@ IMPLEMENTATIONS = ("full", "jax", "pallas")
 
 
 class Shape(NamedTuple):
+    """The sizes of the benchmark."""
+
     n: int  # tokens per device
-    D: int
-    V: int
+    D: int  # width of the model
+    V: int  # size of the vocabulary
 
 
 def loss_program(impl: str, backward: bool, mesh: Any = None) -> Callable:
-    """(hidden [R, T, D], lm_head [V, D], ids [R, T]) -> a scalar, or its two gradients."""
+    """A function of hidden [R, T, D], lm_head [V, D] and ids [R, T].
+
+    It returns a scalar or, with `backward`, the gradients for hidden and lm_head.
+    """
     program = functools.partial(token_logps, impl=impl, mesh=mesh)
     program = token_logps_reference if impl == "full" else program
 
@@ -46,10 +57,11 @@ def loss_program(impl: str, backward: bool, mesh: Any = None) -> Callable:
     return jax.grad(loss, (0, 1)) if backward else loss
 
 
-# ---- On the device that is here ------------------------------------------------------------------
+# ---- On the device of this machine ---------------------------------------------------------------
 
 
 def bench_loss(shape: Shape, repeats: int) -> None:
+    """Prints a table of times, FLOP rate and memory on the first device."""
     device = jax.devices()[0]
     on_cpu = device.platform == "cpu"
     dtype = jnp.float32 if on_cpu else jnp.bfloat16
@@ -70,12 +82,15 @@ def bench_loss(shape: Shape, repeats: int) -> None:
             times.append(median_seconds(lambda p=program: p(hidden, lm_head, ids), repeats))
         tflops = 6 * shape.n * shape.D * shape.V / times[1] / 1e12
         memory = program.memory_analysis().temp_size_in_bytes / 2**30
-        row = f"{times[0] * 1e3:.1f} | {times[1] * 1e3:.1f} | {tflops:.3g} | {memory:.2f}"
-        print(f"| {impl} | {row} |", flush=True)
+        columns = f"{times[0] * 1e3:.1f} | {times[1] * 1e3:.1f} | {tflops:.3g} | {memory:.2f}"
+        print(f"| {impl} | {columns} |", flush=True)
 
 
 def median_seconds(call: Callable[[], Any], repeats: int) -> float:
-    """Of `repeats` calls, each waited for, after two that are not counted."""
+    """The median time of `repeats` calls, after two calls that are not counted.
+
+    Each call is timed until its results are ready.
+    """
     seconds = []
     for _ in range(repeats + 2):
         began = time.perf_counter()
@@ -84,36 +99,39 @@ def median_seconds(call: Callable[[], Any], repeats: int) -> float:
     return statistics.median(seconds[2:])
 
 
-# ---- On a TPU that is not ------------------------------------------------------------------------
+# ---- For a TPU that is not here ------------------------------------------------------------------
 
 
 def compile_loss(impl: str, backward: bool, shape: Shape, name: str) -> Any:
-    """The program, compiled for a slice of that chip with fsdp over its devices, 16 rows each."""
+    """The program compiled for eight chips of this name.
+
+    fsdp splits the batch and the weights; each device has 16 sequences.
+    """
     devices = slice_devices(f"{name}-8")
     mesh = Mesh(np.array(devices).reshape(1, -1, 1), ("dp", "fsdp", "tp"))
-    rows, T = 16 * len(devices), shape.n // 16
-    hidden = array(mesh, (rows, T, shape.D), jnp.bfloat16, ("dp", "fsdp"))
+    R, T = 16 * len(devices), shape.n // 16
+    hidden = array(mesh, (R, T, shape.D), jnp.bfloat16, ("dp", "fsdp"))
     lm_head = array(mesh, (shape.V, shape.D), jnp.float32, "tp", "fsdp")
-    ids = array(mesh, (rows, T), jnp.int32, ("dp", "fsdp"))
-    where = (hidden.sharding, lm_head.sharding) if backward else None
-    program = jax.jit(loss_program(impl, backward, mesh), out_shardings=where)
+    ids = array(mesh, (R, T), jnp.int32, ("dp", "fsdp"))
+    out_shardings = (hidden.sharding, lm_head.sharding) if backward else None
+    program = jax.jit(loss_program(impl, backward, mesh), out_shardings=out_shardings)
     return program.lower(hidden, lm_head, ids).compile()
 
 
 def plan_loss(shape: Shape, name: str) -> None:
-    """Temporaries by the TPU's own compiler; bytes and times by the formulas of `loss_costs`."""
+    """Prints a table: memory by the TPU compiler, bytes and times by the formulas of loss_costs."""
     print(f"{name}: {shape.n} tokens per device, D {shape.D}, V {shape.V}")
     print("| | temporaries GiB: forward | with gradient | matmul passes | HBM GB | roofline ms |")
     print("|---|---|---|---|---|---|")
     for impl in IMPLEMENTATIONS:
         compiled = [compile_loss(impl, backward, shape, name) for backward in (False, True)]
         memory = [c.memory_analysis().temp_size_in_bytes / 2**30 for c in compiled]
-        row = " | ".join(f"{gib:.2f}" for gib in memory)
-        print(f"| {impl} | {row} | {estimate(impl, shape, name)} |", flush=True)
+        columns = " | ".join(f"{gib:.2f}" for gib in memory)
+        print(f"| {impl} | {columns} | {estimate(impl, shape, name)} |", flush=True)
 
 
 def estimate(impl: str, shape: Shape, name: str) -> str:
-    """Matmul passes over [n, D] x [D, V], HBM GB and roofline ms of forward and gradient."""
+    """Three columns: matmul passes over [n, D] x [D, V], HBM GB and roofline ms, with gradient."""
     chip = CHIPS[name]
     passes, hbm_bytes = loss_costs(impl, *shape, chip.kinds[0])
     compute_ms = passes * 2 * shape.n * shape.D * shape.V / chip.tflops / 1e9
@@ -123,12 +141,16 @@ def estimate(impl: str, shape: Shape, name: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["loss"])
-    parser.add_argument("--tpu", choices=CHIPS, help="compile for this TPU instead of timing")
-    parser.add_argument("--tokens", type=int, help="per device")
-    parser.add_argument("-D", type=int, help="of the model")
-    parser.add_argument("-V", type=int, help="of the vocabulary")
-    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("what", choices=["loss"], help="the benchmark")
+    parser.add_argument(
+        "--tpu",
+        choices=CHIPS,
+        help="compile for this TPU instead of timing the device of this machine",
+    )
+    parser.add_argument("--tokens", type=int, help="tokens per device")
+    parser.add_argument("-D", type=int, help="width of the model")
+    parser.add_argument("-V", type=int, help="size of the vocabulary")
+    parser.add_argument("--repeats", type=int, default=10, help="timed calls, 10 by default")
     args = parser.parse_args()
 
     big = Shape(16 * 1024, 2048, 151936)  # Qwen2.5-3B

@@ -1,10 +1,10 @@
-"""Trains the embedded default with each objective and prints README.md's table of them.
+"""Trains the embedded model with each objective and prints a table of the accuracies.
 
-    python compare_objectives.py            # all: about 25 minutes on 2 CPU cores
-    python compare_objectives.py rloo gspo  # some
+    python tools/compare_objectives.py            # all objectives: about 25 minutes on 2 CPU cores
+    python tools/compare_objectives.py rloo gspo  # two objectives
 
-Each run's metrics.jsonl is left in runs/objectives/NAME_SEED. gspo and cispo are about updates that
-are off-policy, so they get two of them per rollout: with one, every ratio is 1.
+The runs are in runs/objectives/NAME_SEED. gspo and cispo clip ratios of off-policy updates, so they
+get two updates per step; in a single update every ratio is 1.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[1]
-OBJECTIVES = {  # name -> seeds, settings
+OBJECTIVES = {  # name -> the seeds, the settings
     "dapo": ((0, 1, 2), {}),
     "grpo": ((0,), {"LOSS_TYPE": "grpo"}),
     "dr_grpo": ((0,), {"LOSS_TYPE": "dr_grpo", "SCALE_REWARDS": "none"}),
@@ -26,7 +26,7 @@ OBJECTIVES = {  # name -> seeds, settings
 
 
 def accuracies(out: Path, settings: dict[str, str]) -> list[float]:
-    """Held-out accuracy at each evaluation of one run of train_grpo.py, the first before step 0."""
+    """The accuracies of all evaluations of a run, of which the first is before training."""
     env = os.environ | settings | {"OUTPUT_DIR": str(out), "RESUME": "never"}
     subprocess.run([sys.executable, str(REPO / "train_grpo.py")], env=env, check=True)
     records = map(json.loads, (out / "metrics.jsonl").open(encoding="utf-8"))
@@ -34,13 +34,18 @@ def accuracies(out: Path, settings: dict[str, str]) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The learning demo with each objective.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(OBJECTIVES)}")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help=f"an objective: {', '.join(OBJECTIVES)} (default: all)",
+    )
     names = parser.parse_args().names or list(OBJECTIVES)
     if unknown := set(names) - set(OBJECTIVES):
         parser.error(f"{', '.join(unknown)}: not one of {', '.join(OBJECTIVES)}")
 
-    rows = []
+    lines = []
     for name in names:
         seeds, settings = OBJECTIVES[name]
         runs = [
@@ -49,9 +54,9 @@ def main() -> None:
         ]
         text = " ".join(f"{key}={value}" for key, value in settings.items()) or "the defaults"
         ends = ", ".join(f"{run[0]:.3f} -> {run[-1]:.3f}" for run in runs)
-        rows.append(f"| {name} | {text} | {ends} |")
+        lines.append(f"| {name} | {text} | {ends} |")
     print("| objective | settings | held-out accuracy before -> after |\n|---|---|---|")
-    print("\n".join(rows))
+    print("\n".join(lines))
 
 
 if __name__ == "__main__":

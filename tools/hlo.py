@@ -1,7 +1,8 @@
-"""The collectives of a compiled program, read from its optimized HLO text.
+"""The collectives of a compiled program, read from the text of its optimized HLO.
 
-A TPU's loops do not state how often they run. The conditions of those we meet compare a counter
-with a constant; a loop that also stops early (decoding) has no number: None.
+The loops of a TPU program do not state their trips, which is how often the body runs. The condition
+of most loops compares a counter with a constant, which gives the number of trips. A loop that may
+also stop early, such as decoding, has no such number: None.
 """
 
 import math
@@ -9,27 +10,28 @@ import re
 from typing import NamedTuple
 
 KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
-BITS = {"pred": 8, "s4": 4, "u4": 4}  # else the number in the name: bf16, f32, s8, f8e4m3fn
+# Other types have their bits in their names: bf16, f32, s8, f8e4m3fn.
+BITS = {"pred": 8, "s4": 4, "u4": 4}
 SHAPE = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
 INSTRUCTION = re.compile(rf"= (.*?) ({KINDS})(-start)?\(")
 
 
 class Collective(NamedTuple):
-    """One instruction; `loops` holds how often each loop around it runs, from the outermost."""
+    """A collective instruction of a program."""
 
     kind: str
-    shape: str  # of its result
-    sent_bytes: float  # by each device, each time, as a ring does it
-    loops: tuple[int | None, ...]
+    shape: str  # of the result, such as "bf16[2048,16]"
+    sent_bytes: float  # bytes that a device sends each time, in a ring
+    loops: tuple[int | None, ...]  # trips of each loop around it, the outermost loop first
 
     @property
     def times(self) -> int:
-        """How often it runs, for each round of a loop without a number."""
+        """How often the instruction runs; a loop without a number counts once."""
         return math.prod(n or 1 for n in self.loops)
 
 
 def collectives(hlo: str) -> list[Collective]:
-    """Every collective of a program's compiled.as_text(), in the order of the text."""
+    """Every collective in the text of compiled.as_text(), in the order of the text."""
     computations = dict(_computations(hlo))
     loops = _loops(computations)
     found = []
@@ -38,10 +40,10 @@ def collectives(hlo: str) -> list[Collective]:
             if match := INSTRUCTION.search(line):
                 result, kind, start = match.groups()
                 if kind == "all-reduce" and name.startswith("all-reduce-scatter"):
-                    kind = "reduce-scatter"  # a fusion, which keeps a part of its all-reduce
+                    kind = "reduce-scatter"  # a fusion that keeps a part of its all-reduce
                     found.append(_collective(kind, result, _group_size(line), 1, loops[name]))
                     continue
-                # The tuple of a start begins with its operands, but for an all-reduce's.
+                # The tuple of a start lists the operands first; that of an all-reduce has none.
                 shapes = SHAPE.findall(result)
                 if start and kind != "all-reduce":
                     operands = len(
@@ -49,18 +51,19 @@ def collectives(hlo: str) -> list[Collective]:
                     )
                     result = " ".join("{}[{}]".format(*x) for x in shapes[operands : 2 * operands])
                 group = _group_size(line)
-                whole = group if kind == "reduce-scatter" else 1
-                found.append(_collective(kind, result, group, whole, loops[name]))
+                parts = group if kind == "reduce-scatter" else 1
+                found.append(_collective(kind, result, group, parts, loops[name]))
     return found
 
 
 def _collective(
-    kind: str, result: str, group: int, whole: int, loops: tuple[int | None, ...]
+    kind: str, result: str, group: int, parts: int, loops: tuple[int | None, ...]
 ) -> Collective:
+    """The Collective of an instruction whose result is a part of an array of `parts` parts."""
     shapes = SHAPE.findall(result)
-    size = whole * sum(_bytes(*shape) for shape in shapes)
-    share = {"all-reduce": 2 * (group - 1) / group, "collective-permute": 1}
-    sent = size * share.get(kind, (group - 1) / group)
+    size = parts * sum(_bytes(*shape) for shape in shapes)
+    per_byte = {"all-reduce": 2 * (group - 1) / group, "collective-permute": 1}
+    sent = size * per_byte.get(kind, (group - 1) / group)
     return Collective(kind, " ".join(f"{t}[{dims}]" for t, dims in shapes), sent, loops)
 
 
@@ -71,7 +74,7 @@ def _bytes(dtype: str, dims: str) -> float:
 
 
 def _group_size(line: str) -> int:
-    """Devices that take part in one: of {{0,1},{2,3}}, [4,2]<=[8] or mesh[...] {'axis_0'}."""
+    """The devices of a group, from {{0,1},{2,3}}, [4,2]<=[8] or mesh[...] {'axis_0'}."""
     if match := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
         return len(match.group(1).split(","))
     if match := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
@@ -80,10 +83,11 @@ def _group_size(line: str) -> int:
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", match.group(1)))
         return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", match.group(2)))
     assert "replica_groups" not in line, f"unknown form of replica_groups: {line}"
-    return 2  # a permutation has pairs
+    return 2  # a permutation has pairs of devices instead of groups
 
 
 def _computations(hlo: str) -> list[tuple[str, list[str]]]:
+    """The name and the lines of every computation."""
     found, lines = [], []
     for line in hlo.splitlines():
         if match := re.match(r"(?:ENTRY )?%([\w.\-]+) \(.*\{$", line):
@@ -94,8 +98,8 @@ def _computations(hlo: str) -> list[tuple[str, list[str]]]:
 
 
 def _loops(computations: dict[str, list[str]]) -> dict[str, tuple[int | None, ...]]:
-    """Computation -> the loops around it."""
-    callers = {}  # computation -> (its caller, the trips of the loop whose body it is or ())
+    """Computation -> the numbers of trips of the loops around it, the outermost loop first."""
+    callers = {}  # computation -> its caller, and (trips,) if it is the body of a loop, else ()
     for name, lines in computations.items():
         for line in lines:
             trips: tuple[int | None, ...] = ()
@@ -115,7 +119,7 @@ def _loops(computations: dict[str, list[str]]) -> dict[str, tuple[int | None, ..
 
 
 def _trips(condition: list[str], body: list[str]) -> int | None:
-    """Of a loop that counts from 0 by a constant up to a constant."""
+    """The trips of a loop that counts from 0 by a constant up to a constant, else None."""
     root = next(line for line in condition if "ROOT" in line)
     match = re.search(r" compare\(%([\w.\-]+), %([\w.\-]+)\), direction=LT", root)
     if not match:

@@ -1,16 +1,21 @@
-"""Builds tiny/: a Hugging Face folder with a Qwen2 of about 1M parameters, its tokenizer, and
-two-step word problems in GSM8K's form. `python make_tiny.py` takes minutes on 2 cores.
+"""Makes tiny/: a Qwen2 of about 1M parameters, its tokenizer, and word problems like GSM8K's.
 
-Supervised training teaches the model to calculate, then, with a run's own prompt, the ways of a
-pupil who forgets most carries. It then has the answer format and finds most answers in a few
-tries, but its likeliest one is often wrong: what reinforcement learning teaches is arithmetic.
+    python tools/make_tiny.py    # takes minutes on 2 cores and replaces the files of tiny/
+
+Supervised training first teaches the model to calculate. Then it teaches, with the prompt of a run,
+the answers of a pupil who forgets most carries. After that the model keeps to the answer format and
+finds most answers in a few attempts, but its most likely answer is often wrong. So reinforcement
+learning has arithmetic to teach.
 """
+# ruff: noqa: E402 - the folder of the project has to be on the path before its modules are imported
 
+import argparse
 import functools
 import itertools
 import json
 import random
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +25,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from safetensors.numpy import save_file
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
 
 import data
 from models import hf
@@ -34,15 +43,16 @@ TRAIN, TEST = 4000, 500  # word problems
 
 
 class Stage(NamedTuple):
-    """Of supervised training: first to calculate, then a run's prompt and a pupil's mistakes."""
+    """A stage of the supervised training."""
 
     steps: int
-    prompts: int
-    solutions: int  # of each prompt, which share its tokens
+    prompts: int  # per step
+    solutions: int  # per prompt
     system_prompt: str
     forget: float  # probability that a step of a solution forgets its carry
 
 
+# First the model learns to calculate, then the prompt of a run and the mistakes of a pupil.
 STAGES = (Stage(900, 64, 1, "", 0.0), Stage(150, 32, 4, SYSTEM_PROMPT, 0.6))
 PEAK_LR = 1e-3
 
@@ -74,9 +84,12 @@ THINGS = ["apples", "books", "coins", "eggs", "marbles", "pens", "shells", "stam
 
 
 class Kind(NamedTuple):
-    """Two steps: x = a op1 b, then y = x op2 c. Every number has at most two digits."""
+    """A kind of problem, with two steps: x = a op1 b, then y = x op2 c.
 
-    ops: str
+    Every number has at most two digits.
+    """
+
+    ops: str  # op1 and op2
     first: tuple[int, int]  # range of a
     second: tuple[int, int]  # range of b
     third: tuple[int, int]  # range of c
@@ -84,43 +97,67 @@ class Kind(NamedTuple):
 
 
 KINDS = (
-    Kind("+-", (5, 20), (5, 20), (2, 9), (
-        "{name} has {a} {things} and buys {b} more. Then {name} gives away {c}. "
-        "How many {things} does {name} have now?",
-        "There were {a} {things} on the table. {name} put {b} more there and took {c} away. "
-        "How many {things} are on the table?",
-        "{name} found {a} {things} on Monday and {b} on Tuesday, but lost {c} of them. "
-        "How many {things} are left?",
-    )),
-    Kind("++", (5, 20), (5, 20), (2, 9), (
-        "{name} has {a} {things}. A friend gives {name} {b} more, and another friend {c} more. "
-        "How many {things} does {name} have?",
-        "On three days {name} collected {a}, {b} and {c} {things}. "
-        "How many {things} is that altogether?",
-        "A red box holds {a} {things}, a blue box {b} and a green box {c}. "
-        "How many {things} are in the boxes?",
-    )),
-    Kind("--", (25, 40), (5, 15), (2, 9), (
-        "{name} had {a} {things}. In the morning {name} sold {b}, and later {c}. "
-        "How many {things} are left?",
-        "There are {a} {things} in a shop. {name} buys {b} and Kim buys {c}. "
-        "How many {things} remain in the shop?",
-        "Of {a} {things}, {b} were red, {c} were blue and the rest green. "
-        "How many {things} were green?",
-    )),
-    Kind("-+", (20, 40), (5, 19), (2, 9), (
-        "{name} had {a} {things}, lost {b} and then found {c}. "
-        "How many {things} does {name} have now?",
-        "A bus carries {a} people. At the next stop {b} get off and {c} get on. "
-        "How many people are on the bus?",
-        "{name} sold {b} of {a} {things} and bought {c} new ones. "
-        "How many {things} does {name} have?",
-    )),
-)  # fmt: skip
+    Kind(
+        "+-",
+        (5, 20),
+        (5, 20),
+        (2, 9),
+        (
+            "{name} has {a} {things} and buys {b} more. Then {name} gives away {c}. "
+            "How many {things} does {name} have now?",
+            "There were {a} {things} on the table. {name} put {b} more there and took {c} away. "
+            "How many {things} are on the table?",
+            "{name} found {a} {things} on Monday and {b} on Tuesday, but lost {c} of them. "
+            "How many {things} are left?",
+        ),
+    ),
+    Kind(
+        "++",
+        (5, 20),
+        (5, 20),
+        (2, 9),
+        (
+            "{name} has {a} {things}. A friend gives {name} {b} more, and another friend {c} more. "
+            "How many {things} does {name} have?",
+            "On three days {name} collected {a}, {b} and {c} {things}. "
+            "How many {things} is that altogether?",
+            "A red box holds {a} {things}, a blue box {b} and a green box {c}. "
+            "How many {things} are in the boxes?",
+        ),
+    ),
+    Kind(
+        "--",
+        (25, 40),
+        (5, 15),
+        (2, 9),
+        (
+            "{name} had {a} {things}. In the morning {name} sold {b}, and later {c}. "
+            "How many {things} are left?",
+            "There are {a} {things} in a shop. {name} buys {b} and Kim buys {c}. "
+            "How many {things} remain in the shop?",
+            "Of {a} {things}, {b} were red, {c} were blue and the rest green. "
+            "How many {things} were green?",
+        ),
+    ),
+    Kind(
+        "-+",
+        (20, 40),
+        (5, 19),
+        (2, 9),
+        (
+            "{name} had {a} {things}, lost {b} and then found {c}. "
+            "How many {things} does {name} have now?",
+            "A bus carries {a} people. At the next stop {b} get off and {c} get on. "
+            "How many people are on the bus?",
+            "{name} sold {b} of {a} {things} and bought {c} new ones. "
+            "How many {things} does {name} have?",
+        ),
+    ),
+)
 
 
 def problem(kind: Kind, operands: tuple[int, int, int], rng: random.Random) -> dict[str, str]:
-    """A GSM8K row; its answer shows each step as <<a+b=x>>."""
+    """An example in the form of GSM8K, whose answer shows each step as <<a+b=x>>."""
     a, b, c = operands
     names = {"name": rng.choice(NAMES), "things": rng.choice(THINGS)}
     question = rng.choice(kind.texts).format(a=a, b=b, c=c, **names)
@@ -132,7 +169,7 @@ def problem(kind: Kind, operands: tuple[int, int, int], rng: random.Random) -> d
 
 
 def calculate(a: int, op: str, b: int, carry: bool = True) -> int:
-    """a + b or a - b; without `carry`, column by column, as a pupil who forgets it."""
+    """a + b or a - b; without `carry` as a pupil calculates who forgets the carry of the units."""
     sign = 1 if op == "+" else -1
     if carry:
         return a + sign * b
@@ -140,23 +177,25 @@ def calculate(a: int, op: str, b: int, carry: bool = True) -> int:
 
 
 def word_problems(rng: random.Random) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """Train and test rows; no kind and operands of the one occur in the other."""
+    """The train and the test examples; no kind occurs in both with the same operands."""
     train, test = [], []
     for kind in KINDS:
         ranges = [range(low, high + 1) for low, high in (kind.first, kind.second, kind.third)]
-        operands = rng.sample(list(itertools.product(*ranges)), (TRAIN + TEST) // len(KINDS))
-        rows = [problem(kind, one, rng) for one in operands]
-        test += rows[: TEST // len(KINDS)]
-        train += rows[TEST // len(KINDS) :]
+        chosen = rng.sample(list(itertools.product(*ranges)), (TRAIN + TEST) // len(KINDS))
+        examples = [problem(kind, operands, rng) for operands in chosen]
+        test += examples[: TEST // len(KINDS)]
+        train += examples[TEST // len(KINDS) :]
     rng.shuffle(train)
     rng.shuffle(test)
     return train, test
 
 
-def solution(row: dict[str, str], forget: float, rng: random.Random) -> str:
-    """The completion that supervised training teaches. Each step forgets its carry with
-    probability `forget`, and goes on from what came out."""
-    steps = [line.split("<<")[1].split("=")[0] for line in row["answer"].split("\n")[:-1]]
+def solution(example: dict[str, str], forget: float, rng: random.Random) -> str:
+    """The completion that supervised training teaches.
+
+    Each step forgets its carry with probability `forget`; the next step uses the wrong result.
+    """
+    steps = [line.split("<<")[1].split("=")[0] for line in example["answer"].split("\n")[:-1]]
     (a, op, b), (_, op2, c) = (re.split("([-+])", step) for step in steps)
     x = calculate(int(a), op, int(b), rng.random() >= forget)
     y = calculate(x, op2, int(c), rng.random() >= forget)
@@ -167,8 +206,8 @@ def solution(row: dict[str, str], forget: float, rng: random.Random) -> str:
 
 
 def write_tokenizer(folder: Path, texts: list[str]) -> None:
-    """A byte-level BPE (any text encodes) that keeps digits apart, in Hugging Face's files."""
-    tokenizer = Tokenizer(models.BPE())
+    """Writes the files of a byte-level BPE tokenizer, in which each digit is a separate token."""
+    tokenizer = Tokenizer(BPE())
     words = Regex(r" ?[A-Za-z]+|[0-9]|\n| ?[^\sA-Za-z0-9]|\s")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -178,7 +217,7 @@ def write_tokenizer(folder: Path, texts: list[str]) -> None:
     )
     tokenizer.decoder = decoders.ByteLevel()
     specials = [PAD, "<|im_start|>", END]
-    trainer = trainers.BpeTrainer(
+    trainer = BpeTrainer(
         vocab_size=1024,
         special_tokens=specials,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
@@ -202,10 +241,12 @@ def write_tokenizer(folder: Path, texts: list[str]) -> None:
 
 
 def warm_up(
-    model: ModelConfig, tokenizer: Any, rows: list[dict[str, str]],
+    model: ModelConfig,
+    tokenizer: Any,
+    examples: list[dict[str, str]],
     stages: Sequence[Stage] = STAGES,
-) -> Params:  # fmt: skip
-    """Parameters trained on `solution`s of the rows, drawn anew each time a row comes up."""
+) -> Params:
+    """Weights trained on solutions of the examples; each use of an example draws a new solution."""
     rng = random.Random(SEED)
     compute = Compute(model, jnp.float32)
     rule = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam())
@@ -223,17 +264,18 @@ def warm_up(
     params = init_params(model, jax.random.key(SEED))
     for stage in stages:
         opt_state = rule.init(params)
-        prompts = [p.ids for p in data.build_prompts(rows, tokenizer, stage.system_prompt)]
+        prompts = [p.ids for p in data.build_prompts(examples, tokenizer, stage.system_prompt)]
         width = max(map(len, prompts))
         for i in range(stage.steps):
-            indices = data.batch_indices(len(rows), stage.prompts, i, SEED)
+            indices = data.batch_indices(len(examples), stage.prompts, i, SEED)
             prompt_ids, prompt_mask = data.pad_prompts([prompts[j] for j in indices], width, 0)
             drawn = np.repeat(indices, stage.solutions)
-            texts = [solution(rows[j], stage.forget, rng) + END for j in drawn]
+            texts = [solution(examples[j], stage.forget, rng) + END for j in drawn]
             completions = tokenizer(texts, add_special_tokens=False)["input_ids"]
             ids, mask = np.zeros((2, len(texts), 32), np.int32)
-            for row, completion in enumerate(completions):
-                ids[row, : len(completion)], mask[row, : len(completion)] = completion, 1
+            for place, completion in enumerate(completions):
+                ids[place, : len(completion)] = completion
+                mask[place, : len(completion)] = 1
             batch = MicroBatch(prompt_ids, prompt_mask, ids, mask, None, None)
             lr = learning_rate(
                 i, peak=PEAK_LR, schedule="linear", warmup_ratio=0.05, decay_steps=stage.steps
@@ -245,13 +287,14 @@ def warm_up(
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     rng = random.Random(SEED)
     FOLDER.mkdir(exist_ok=True)
     train, test = word_problems(rng)
-    for name, rows in (("train", train), ("test", test)):
-        text = "".join(json.dumps(row) + "\n" for row in rows)
+    for name, examples in (("train", train), ("test", test)):
+        text = "".join(json.dumps(example) + "\n" for example in examples)
         (FOLDER / f"{name}.jsonl").write_text(text)
-    texts = [f"{row['question']} {solution(row, 0.0, rng)}" for row in train]
+    texts = [f"{example['question']} {solution(example, 0.0, rng)}" for example in train]
     write_tokenizer(FOLDER, texts + [f"{SYSTEM_PROMPT} system user assistant"] * 50)
     tokenizer = hf.load_tokenizer(FOLDER)
     values = {**MODEL, "vocab_size": -(-len(tokenizer) // 64) * 64}

@@ -1,10 +1,11 @@
-"""Does a run fit a TPU slice, and what does it cost there? Asked of the TPU's compiler, anywhere.
+"""Tells whether a run fits a TPU slice, and estimates its times, without a TPU and without weights.
 
-    python train_grpo.py --plan v6e-8        # environment and --config as for the run itself
+    python train_grpo.py --plan v6e-8        # the environment and --config are as for the run
 
-Compiles the run's own programs, for the layouts in which they run, with libtpu; no TPU and no
-weights are needed. Memory and collectives are the compiler's. Times are estimates (roofline.py).
-Exit codes: 0 it fits, 3 it does not, 2 a mistake in the settings or no libtpu.
+The device programs of the run are compiled with libtpu, for the layouts that they have in the run.
+Memory and collectives are read from the compiled programs; times are estimates (roofline.py).
+The exit code is 0 if the run fits, 3 if it does not, and 2 if the settings are wrong or libtpu is
+missing.
 """
 
 import dataclasses
@@ -28,15 +29,15 @@ from tools.hlo import collectives
 from tools.programs import PROGRAMS, ROLLOUT, Plan, bytes_of, call, rest_of_run, runs, slice_devices
 
 GIB = 2**30
-ASSUMED_PROMPT = 512  # tokens, where neither MAX_PROMPT_LENGTH nor GLOBAL_LENGTH says
+ASSUMED_PROMPT = 512  # tokens, if neither MAX_PROMPT_LENGTH nor GLOBAL_LENGTH is set
 
 
 class Memory(NamedTuple):
-    """Of one program, bytes per device."""
+    """The memory of a program, in bytes per device."""
 
     arguments: float
-    temporaries: float  # and outputs that do not replace arguments
-    rest: float  # what else the run holds meanwhile
+    temporaries: float  # with the outputs that do not reuse the memory of arguments
+    rest: float  # other arrays of the run, which stay in memory meanwhile
 
     @property
     def total(self) -> float:
@@ -44,14 +45,16 @@ class Memory(NamedTuple):
 
 
 def main(cfg: Config, name: str) -> int:
-    """Prints the plan of the run that cfg describes on that slice; returns the exit code."""
-    plan, why = make_plan(cfg, name)
-    print_plan(plan, name, why)
+    """Prints the plan of the run with these settings on the slice `name`; returns the exit code."""
+    plan, reason = make_plan(cfg, name)
+    print_plan(plan, name, reason)
     chip = CHIPS[SLICES[name].chip]
     limit = chip.hbm_gib * GIB
-    print("| GiB per device | arguments | temporaries | rest of run | total | fits | compiled in |"
-          " collectives: GiB sent; by loops, MiB each time |")  # fmt: skip
-    print("|---|---|---|---|---|---|---|---|", flush=True)
+    print(
+        "| GiB per device | arguments | temporaries | rest of run | total | fits | compiled in | "
+        "collectives: GiB sent; by loops, MiB each time |\n|---|---|---|---|---|---|---|---|",
+        flush=True,
+    )
     memories = {}
     for program in PROGRAMS:
         if not runs(plan, program):
@@ -59,10 +62,10 @@ def main(cfg: Config, name: str) -> int:
         began = time.perf_counter()
         memories[program], text = memory, _ = compiled(plan, program)
         seconds = time.perf_counter() - began
-        row = " | ".join(f"{x / GIB:.2f}" for x in (*memory, memory.total))
+        columns = " | ".join(f"{x / GIB:.2f}" for x in (*memory, memory.total))
         barely = "yes" if memory.total <= 0.95 * limit else "barely"
         verdict = f"{barely if memory.total <= limit else 'NO'} | {seconds:.0f} s"
-        print(f"| {program} | {row} | {verdict} | {collectives_text(text)} |", flush=True)
+        print(f"| {program} | {columns} | {verdict} | {collectives_text(text)} |", flush=True)
     print_estimates(plan, name)
 
     misfits = [program for program, memory in memories.items() if memory.total > limit]
@@ -75,8 +78,10 @@ def main(cfg: Config, name: str) -> int:
 
 
 def make_plan(cfg: Config, name: str) -> tuple[Plan, str]:
-    """And why the rollout's mesh is what it is. Raises ValueError for settings that do not suit the
-    model or the slice."""
+    """The plan of the run, and the reason for the rollout's mesh.
+
+    Raises ValueError for settings that do not suit the model or the slice.
+    """
     devices, hosts = slice_devices(name), SLICES[name].hosts
     sizes = derive(cfg, hosts, len(devices) // hosts)
     model = hf.config_of(cfg.model_path, cfg.model_revision)
@@ -87,7 +92,8 @@ def make_plan(cfg: Config, name: str) -> tuple[Plan, str]:
     return Plan(cfg, sizes, training, rollout, hosts, sampling_of(cfg), S, T), reason
 
 
-def print_plan(plan: Plan, name: str, why: str) -> None:
+def print_plan(plan: Plan, name: str, reason: str) -> None:
+    """Prints the sizes and the layouts of the run."""
     cfg, sizes, training = plan.cfg, plan.sizes, plan.training
     mesh = plan.rollout.layout.mesh
     local = mesh.size // plan.processes
@@ -100,7 +106,7 @@ def print_plan(plan: Plan, name: str, why: str) -> None:
         f"passes, {sizes.micro_batch_size // local} in each of {sizes.grad_accum_steps} "
         f"micro-steps\n"
         f"mesh dp,fsdp,tp train={mesh_text(training.layout.mesh)} ({cfg.mesh_shape}) "
-        f"rollout={mesh_text(mesh)} ({cfg.rollout_mesh_shape}{why})\n"
+        f"rollout={mesh_text(mesh)} ({cfg.rollout_mesh_shape}{reason})\n"
         f"dtype={training.dtype} remat={training.remat} attention_impl={training.attention_impl} "
         f"policy_loss_impl={training.policy_loss_impl}",
         flush=True,
@@ -108,7 +114,10 @@ def print_plan(plan: Plan, name: str, why: str) -> None:
 
 
 def compiled(plan: Plan, program: str) -> tuple[Memory, str]:
-    """The memory of a program by the TPU's compiler, and its HLO: "" if it is too large for it."""
+    """The memory of a program as compiled for the TPU, and the text of its HLO.
+
+    The text is "" if the compiler refuses the program because it is too large.
+    """
     function, arguments, static = call(plan, program)
     rest = rest_of_run(plan, program)
     try:
@@ -118,7 +127,8 @@ def compiled(plan: Plan, program: str) -> tuple[Memory, str]:
         if not match:
             raise
         given = bytes_of(arguments)
-        return Memory(given, float(match.group(1)) * GIB - given, rest), ""  # it counts them too
+        # This number of the compiler includes the arguments.
+        return Memory(given, float(match.group(1)) * GIB - given, rest), ""
     m = executable.memory_analysis()
     made = m.temp_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
     return Memory(m.argument_size_in_bytes, made, rest), executable.as_text()
@@ -128,19 +138,19 @@ def compiled(plan: Plan, program: str) -> tuple[Memory, str]:
 
 
 def remedies(plan: Plan, name: str, program: str, limit: float) -> list[str]:
-    """Settings with which the program fits, each confirmed by compiling it with them."""
+    """What to change so that the program fits; sizes are compiled before they are proposed."""
     cfg, sizes, local = plan.cfg, plan.sizes, plan.rollout.layout.mesh.size // plan.processes
     if program in ("micro_step", "compute_logps"):
         names = MICRO_SIZES
     elif program in ROLLOUT:
         names = PASS_SIZES
     else:
-        return ["a larger slice, OPTIMIZER=sgd or lion, or BETA=0 may do"]
+        return ["use a larger slice, OPTIMIZER=sgd or lion, or BETA=0"]
     smaller = smaller_sizes(cfg, sizes, plan.processes, local, names)
     step = -(-plan.T // 16 // 128) * 128
     shorter = [{"max_length_sample": T} for T in range(step, plan.T, step)]
     if program.endswith("prefill"):
-        shorter = []  # its size does not depend on the completion's
+        shorter = []  # its size does not depend on the completions
 
     def planned(changes: dict[str, int]) -> Plan:
         free = dict.fromkeys(names if changes.keys() & set(names) else (), 0)
@@ -150,28 +160,31 @@ def remedies(plan: Plan, name: str, program: str, limit: float) -> list[str]:
     def total(changes: dict[str, int]) -> float:
         return compiled(planned(changes), program)[0].total
 
-    # Memory grows by the token: a line through two small programs says where to begin.
+    # Memory grows linearly with the tokens, so two small programs tell where to begin the search.
     room, sizes_to_try = math.inf, smaller or shorter
     if len(sizes_to_try) > 1:
         probes = sizes_to_try[0], sizes_to_try[len(sizes_to_try) // 2]
-        (x1, y1), (x2, y2) = ((tokens(planned(one), program), total(one)) for one in probes)
+        (x1, y1), (x2, y2) = (
+            (tokens(planned(changes), program), total(changes)) for changes in probes
+        )
         room = x1 + (limit - y1) * (x2 - x1) / (y2 - y1) if y2 > y1 else math.inf
 
     def largest(candidates: list[dict[str, int]]) -> str:
-        i = sum(tokens(planned(one), program) <= room for one in candidates) - 1
+        """The largest of the candidates that fits, as a text; "" if none fits."""
+        i = sum(tokens(planned(changes), program) <= room for changes in candidates) - 1
         while i >= 0:
             if (memory := total(candidates[i])) <= limit:
                 text = " ".join(f"{key.upper()}={n}" for key, n in candidates[i].items())
-                return f"{text} does ({memory / GIB:.2f} GiB)"
+                return f"{text} would fit ({memory / GIB:.2f} GiB)"
             i = min(i - 1, i * 3 // 4)
         return ""
 
     texts = [text for text in (largest(smaller), largest(shorter)) if text]
-    return texts or ["none of its sizes does: take a larger slice"]
+    return texts or ["none of its smaller sizes fits either: use a larger slice"]
 
 
 def tokens(plan: Plan, program: str) -> float:
-    """That a program has in memory, over all devices."""
+    """The tokens that a program has in memory, over all devices."""
     if program not in ROLLOUT:
         return plan.train_workload().tokens
     plan = plan.evaluation() if program.startswith("eval_") else plan
@@ -183,13 +196,17 @@ def tokens(plan: Plan, program: str) -> float:
 
 
 def collectives_text(hlo_text: str) -> str:
-    """GiB that a program sends, or a token of it; how many collectives there are in each of its
-    loops, and the MiB that they send each time."""
+    """The collectives of a program as a text.
+
+    It tells the GiB that a device sends (in decode per token), and then for each loop the number of
+    its collectives and the MiB that they send each time.
+    """
     found = collectives(hlo_text)
     sent: dict[tuple, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for one in found:
-        sent[one.loops][one.kind].append(one.sent_bytes / 2**20)
-    texts = [f"{sum(one.times * one.sent_bytes for one in found) / GIB:.2f} GiB"] if found else []
+    for collective in found:
+        sent[collective.loops][collective.kind].append(collective.sent_bytes / 2**20)
+    total = sum(collective.times * collective.sent_bytes for collective in found)
+    texts = [f"{total / GIB:.2f} GiB"] if found else []
     for loops, kinds in sorted(sent.items(), key=lambda item: len(item[0])):
         where = ", ".join("each token" if n is None else f"{n} x" for n in loops) or "once"
         counts = [f"{len(mib)} {kind} {sum(mib):.2f}" for kind, mib in kinds.items()]
@@ -198,49 +215,47 @@ def collectives_text(hlo_text: str) -> str:
 
 
 def print_estimates(plan: Plan, name: str) -> None:
-    """Roofline times of the phases of a step in which every completion runs to its end."""
-    where, cfg, model, sizes = SLICES[name], plan.cfg, plan.training.model, plan.sizes
-    chip, n, tp = (
-        CHIPS[where.chip],
-        plan.rollout.layout.mesh.size,
-        plan.rollout.layout.mesh.shape["tp"],
-    )
-    shards = math.prod(plan.training.layout.mesh.shape[axis] for axis in ("fsdp", "tp"))
-    links = sum(2 if size >= 16 else 1 for size in where.shape if size > 1)
-    sampled = plan.rollout_workload()
-    learnt = plan.train_workload()
+    """Prints estimated times of the phases of a step whose completions all have T tokens."""
+    cfg, model, sizes = plan.cfg, plan.training.model, plan.sizes
+    mesh, rollout_mesh = plan.training.layout.mesh, plan.rollout.layout.mesh
+    chip, n, tp = CHIPS[SLICES[name].chip], rollout_mesh.size, rollout_mesh.shape["tp"]
+    shards = mesh.shape["fsdp"] * mesh.shape["tp"]
+    # A dimension of 16 chips or more is a ring, so that a chip has two links in it.
+    links = sum(2 if size >= 16 else 1 for size in SLICES[name].shape if size > 1)
+    sampled, trained = plan.rollout_workload(), plan.train_workload()
     passes, accum, epochs = sizes.passes_per_step, sizes.grad_accum_steps, cfg.ppo_epochs
-    scorings = accum * ((cfg.beta > 0) + (cfg.top_entropy_quantile < 1))
-    scoring, training = (
-        roofline.train_work(
-            model, plan.training.layout.mesh, learnt, backward=backward, remat=cfg.remat,
-            impl=plan.training.policy_loss_impl,
-        )
+    forwards = accum * ((cfg.beta > 0) + (cfg.top_entropy_quantile < 1))
+    impl = plan.training.policy_loss_impl
+    logps, micro_step = (
+        roofline.train_work(model, mesh, trained, backward=backward, remat=cfg.remat, impl=impl)
         for backward in (False, True)
-    )  # fmt: skip
+    )
     phases = [
         ("weight sync", roofline.sync_work(model, shards, tp), 1),
         ("prefill", roofline.prefill_work(model, n, tp, sampled), passes),
         ("decode, a token", decode_work(model, n, tp, sampled), passes * plan.T),
-        ("scoring", scoring, scorings),
-        ("micro-step", training, accum * epochs),
+        ("compute logps", logps, forwards),
+        ("micro-step", micro_step, accum * epochs),
         ("optimizer step", roofline.optimizer_work(model, shards, cfg.optimizer), epochs),
     ]
-    print("| estimate, all completions full | times | TFLOP | HBM GB | ICI GB | compute ms |"
-          " HBM ms | ICI ms | s per step |\n|---|---|---|---|---|---|---|---|---|")  # fmt: skip
+    print(
+        "| estimate, all completions full | times | TFLOP | HBM GB | ICI GB | compute ms | HBM ms "
+        "| ICI ms | s per step |\n|---|---|---|---|---|---|---|---|---|"
+    )
     step = update = 0.0
     for phase, work, times in phases:
         if not times:
             continue
         compute, hbm, ici = work.seconds(chip, links)
-        # A token waits for every collective; elsewhere they run beside the matmuls.
-        one = max(compute, hbm) + ici if phase.startswith("decode") else max(compute, hbm, ici)
+        # Decoding a token waits for every collective; elsewhere they overlap with the matmuls.
+        decodes = phase.startswith("decode")
+        seconds = max(compute, hbm) + ici if decodes else max(compute, hbm, ici)
         columns = [work.flops / 1e12, work.hbm_bytes / 1e9, work.ici_bytes / 1e9]
-        columns += [1e3 * compute, 1e3 * hbm, 1e3 * ici, times * one]
+        columns += [1e3 * compute, 1e3 * hbm, 1e3 * ici, times * seconds]
         print(f"| {phase} | {times} | {' | '.join(f'{x:.3g}' for x in columns)} |")
-        step += times * one
-        update += times * one if phase in ("micro-step", "optimizer step") else 0
-    flops = 3 * accum * epochs * roofline.model_flops(model, learnt)
+        step += times * seconds
+        update += times * seconds if phase in ("micro-step", "optimizer step") else 0
+    flops = 3 * accum * epochs * roofline.model_flops(model, trained)
     peak = n * chip.tflops * 1e12
     print(
         f"{step:.1f} s a step by this estimate, {sizes.global_batch * plan.T / step / n:.0f} new "

@@ -1,6 +1,9 @@
-"""Draws runs: `python plot_run.py runs/a runs/b --out curve.png` (needs matplotlib).
+"""Draws the curves of runs into a picture; needs matplotlib.
 
-One line a run; left the accuracy of its evaluations, right the mean reward of its steps.
+    python tools/plot_run.py runs/a runs/b --out curve.png
+
+The left half shows the accuracy of the evaluations, the right half the mean reward of the steps,
+each with a line per run.
 """
 
 import argparse
@@ -10,7 +13,7 @@ from pathlib import Path
 
 
 def read_series(folder: Path, name: str) -> tuple[list[int], list[float]]:
-    """Steps and values of one metric in a run's metrics.jsonl."""
+    """The steps and the values of a metric in the metrics.jsonl of a run."""
     file = folder / "metrics.jsonl"
     if not file.is_file():
         raise SystemExit(f"error: {folder} has no metrics.jsonl; give a run's OUTPUT_DIR")
@@ -18,7 +21,7 @@ def read_series(folder: Path, name: str) -> tuple[list[int], list[float]]:
     for number, line in enumerate(file.open(encoding="utf-8"), start=1):
         try:
             records.append(json.loads(line))
-        except ValueError:  # a run that was killed; it drops the line when it goes on
+        except ValueError:  # a killed run leaves half a line, and drops it when it is resumed
             print(f"{file} line {number} is not JSON; left out", file=sys.stderr)
     pairs = [(r["step"], r[name]) for r in records if r.get(name) is not None]
     return [step for step, _ in pairs], [value for _, value in pairs]
@@ -26,8 +29,8 @@ def read_series(folder: Path, name: str) -> tuple[list[int], list[float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("runs", nargs="+", type=Path, help="folders with a metrics.jsonl")
-    parser.add_argument("--out", type=Path, required=True, help="the picture")
+    parser.add_argument("runs", nargs="+", type=Path, help="the folders of the runs")
+    parser.add_argument("--out", type=Path, required=True, help="the file of the picture")
     args = parser.parse_args()
     try:
         import matplotlib
@@ -47,7 +50,7 @@ def main() -> None:
     left.legend()
     try:
         figure.savefig(args.out, dpi=120)
-    except (OSError, ValueError) as error:  # the latter for an ending that is no picture's
+    except (OSError, ValueError) as error:  # ValueError: matplotlib does not know the file's ending
         raise SystemExit(f"error: --out {args.out} cannot be written: {error}") from None
     print(args.out)
 

@@ -1,7 +1,9 @@
-"""The device programs of a run with their arguments as shapes: to compile what runs, not to run it.
+"""The device programs of a run with shapes as arguments, so that they can be compiled, not run.
 
-plan_tpu.py and tests compile these for TPU slices that are not here. Dimensions: B sequences and G
-prompt rows of a rollout pass, R sequences of a micro-batch, S prompt tokens, T completion tokens.
+plan_tpu.py and the tests compile these programs for TPU slices that are not here.
+
+Dimensions: R sequences of a rollout pass or of a micro-batch, over all processes, G = R/share
+prompts, each shared by `share` sequences, S prompt tokens without the last, T completion tokens.
 """
 
 import dataclasses
@@ -40,7 +42,7 @@ PROGRAMS = ("sync_weights", *ROLLOUT, "compute_logps", "micro_step", "optimizer_
 
 
 class Plan(NamedTuple):
-    """All that decides the shapes of the programs of a run."""
+    """The settings, sizes and layouts that the shapes of a run's programs follow from."""
 
     cfg: Config
     sizes: Sizes
@@ -52,7 +54,7 @@ class Plan(NamedTuple):
     T: int  # completion tokens
 
     def evaluation(self) -> "Plan":
-        """The plan with the sizes and the sampling of an evaluation; only for its rollout."""
+        """The plan with the sizes and the sampling of an evaluation, to plan its rollout pass."""
         samples, local = self.cfg.eval_samples, self.rollout.layout.mesh.size // self.processes
         size = eval_questions(self.cfg, self.sizes, local)
         return self._replace(
@@ -62,25 +64,28 @@ class Plan(NamedTuple):
         )
 
     def rollout_workload(self) -> Workload:
-        """What a rollout pass works on."""
+        """The sequences and prompts of a rollout pass."""
         R = self.sizes.prompt_batch_size * self.cfg.num_pre_q * self.processes
         share = prompt_share(self.cfg.num_pre_q, R // self.rollout.layout.batch_shards)
         return Workload(R, R // share, self.S, self.T)
 
     def train_workload(self) -> Workload:
-        """What a micro-step works on."""
+        """The sequences and prompts of a micro-step."""
         R = self.sizes.micro_batch_size * self.processes
         share = prompt_share(self.cfg.num_pre_q, R // self.training.layout.batch_shards)
         return Workload(R, R // share, self.S, self.T)
 
 
 def slice_devices(name: str) -> Sequence[jax.Device]:
-    """The devices of a TPU slice that is not here; ValueError for an unknown one or no libtpu."""
+    """The devices of a TPU slice that is not here.
+
+    Raises ValueError if the slice is unknown or libtpu is not installed.
+    """
     if name not in SLICES:
         raise ValueError(f"{name!r} is not a slice known here; these are: {', '.join(SLICES)}")
     if importlib.util.find_spec("libtpu") is None:
         raise ValueError('the TPU compiler is not installed: pip install "jax[tpu]"')
-    # The compiler needs no TPU, nor one for itself alone, but libtpu looks for the host it is on.
+    # libtpu asks which host this is, and lets only one process load it; compiling needs neither.
     os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     os.environ |= {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v6e-8"}
     jax.config.update("jax_platforms", "cpu")
@@ -91,17 +96,18 @@ def slice_devices(name: str) -> Sequence[jax.Device]:
 
 
 def array(mesh: Mesh, shape: tuple[int, ...], dtype: Any, *axes: Any) -> jax.ShapeDtypeStruct:
+    """The shape of an array on a mesh; axes: the mesh axis or axes that split each dimension."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
 
 
 def train_state(plan: Plan) -> TrainState:
-    """The training state, as init_state makes it."""
+    """The shapes of the training state."""
     training = plan.training
     return abstract_state(training.model, training.layout.mesh, optimizer_of(plan.cfg))
 
 
 def reference(plan: Plan) -> Params | None:
-    """The weights with which BETA compares, or None."""
+    """The shapes of the reference's weights; None if BETA is 0."""
     if plan.cfg.beta == 0:
         return None
     dtype = jnp.float32 if plan.cfg.ref_sync_steps else plan.training.dtype
@@ -109,7 +115,7 @@ def reference(plan: Plan) -> Params | None:
 
 
 def micro_batch(plan: Plan) -> MicroBatch:
-    """The arrays of one micro-step."""
+    """The shapes of a micro-batch."""
     (R, G, S, T), cfg, layout = plan.train_workload(), plan.cfg, plan.training.layout
 
     def batch(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
@@ -131,7 +137,7 @@ def micro_batch(plan: Plan) -> MicroBatch:
 
 
 def bytes_of(tree: Any) -> int:
-    """Per device, of the arrays among the leaves."""
+    """The bytes per device of the arrays among the leaves."""
     arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.ShapeDtypeStruct)]
     shapes = [x.sharding.shard_shape(x.shape) if x.sharding else x.shape for x in arrays]
     sizes = [math.prod(shape) for shape in shapes]
@@ -142,7 +148,7 @@ def bytes_of(tree: Any) -> int:
 
 
 def runs(plan: Plan, program: str) -> bool:
-    """False for what the settings switch off."""
+    """False if the settings switch the program off."""
     cfg = plan.cfg
     if program == "compute_logps":
         return cfg.beta > 0 or cfg.top_entropy_quantile < 1
@@ -150,7 +156,7 @@ def runs(plan: Plan, program: str) -> bool:
 
 
 def call(plan: Plan, program: str) -> tuple[Any, tuple, dict[str, Any]]:
-    """The jitted function, its arguments and its static arguments, as the run calls it."""
+    """The jitted function, its arguments and its static keyword arguments, as in the run."""
     cfg, training, state = plan.cfg, plan.training, train_state(plan)
     model = training.model
     grads = abstract_params(model, training.layout.mesh, jnp.float32)
@@ -173,7 +179,7 @@ def call(plan: Plan, program: str) -> tuple[Any, tuple, dict[str, Any]]:
 
 
 def prefill_call(plan: Plan) -> tuple[Any, tuple, dict[str, Any]]:
-    """As `call`, for the prefill of a rollout pass."""
+    """The result of `call` for the prefill of a rollout pass."""
     workload, rollout, layout = plan.rollout_workload(), plan.rollout, plan.rollout.layout
     weights = abstract_params(rollout.model, layout.mesh, rollout.dtype)
     shape = (workload.G, workload.S + 1)
@@ -182,7 +188,7 @@ def prefill_call(plan: Plan) -> tuple[Any, tuple, dict[str, Any]]:
 
 
 def decode_call(plan: Plan) -> tuple[Any, tuple, dict[str, Any]]:
-    """As `call`, for the decoding of a rollout pass."""
+    """The result of `call` for the decoding of a rollout pass."""
     _, (weights, rollout, prompts), _ = prefill_call(plan)
     (R, G, S, T), model = plan.rollout_workload(), rollout.model
     mesh, batch_axes = rollout.layout
@@ -195,7 +201,7 @@ def decode_call(plan: Plan) -> tuple[Any, tuple, dict[str, Any]]:
 
 
 def rest_of_run(plan: Plan, program: str) -> int:
-    """Bytes per device of what the run keeps all the time and this program is not given."""
+    """The bytes per device of arrays that the run always keeps and the program does not get."""
     state, ref = train_state(plan), bytes_of(reference(plan))
     params, opt_state = bytes_of(state.params), bytes_of(state.opt_state)
     given = {

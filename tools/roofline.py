@@ -1,11 +1,11 @@
-"""What a phase of a step costs a TPU at least: estimates from the model and the layout.
+"""The work of each phase of a training step, from which plan_tpu.py estimates the least time.
 
-FLOPs, HBM bytes and ICI (chip to chip) bytes of one device, which computes in bfloat16, divided by
-what the chip can do. These are not measurements: kernels reach a part of these rates, and small
-transfers less. plan_tpu.py prints them.
+A Work has the FLOPs, HBM bytes and ICI (chip to chip) bytes of one device, which computes in
+bfloat16. Divided by the rates of the chip they give the least time of the phase. Real kernels reach
+only a part of these rates, and small transfers an even smaller part.
 
-Dimensions: n devices, R sequences and G prompts of a program, S prompt tokens, T completion tokens,
-V vocabulary, D model.
+Dimensions: n devices, R sequences and G prompts of a program over all devices, S prompt tokens, T
+completion tokens, V vocabulary, D model.
 """
 
 from jax.sharding import Mesh
@@ -17,7 +17,7 @@ from runtime.chips import Work
 
 
 def _activation_bytes(model: ModelConfig) -> int:
-    """bfloat16 that the matmuls of a layer read and write per token."""
+    """The bytes of bfloat16 that the matmuls of a layer read and write per token."""
     Hh, Nh = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     return 2 * (4 * model.hidden_size + 2 * Hh + 2 * Nh + 3 * model.intermediate_size)
 
@@ -26,18 +26,19 @@ def _activation_bytes(model: ModelConfig) -> int:
 
 
 def sync_work(model: ModelConfig, shards: int, tp: int) -> Work:
-    """float32 over `shards` devices -> a bfloat16 copy over tp."""
+    """The copy of float32 weights, split over `shards` devices, to bfloat16 split over tp."""
     W = num_params(model)
     received = 2 * W / tp * max(1 - tp / shards, 0)
     return Work(0, 4 * W / shards + 2 * W / tp, received)
 
 
 def prefill_work(model: ModelConfig, n: int, tp: int, workload: Workload) -> Work:
+    """The prefill of a rollout pass."""
     tokens = workload.G * workload.S / n
     weights = model.num_layers * layer_weights(model)
     flops = 2 * weights * tokens + attention_flops(model, tokens * workload.S / 2)
     hbm = 2 * weights / tp + tokens * model.num_layers * _activation_bytes(model)
-    # two all-reduces a layer, of the tokens of the tp devices that share them
+    # Each layer has two all-reduces, of the tokens of all tp devices.
     ici = model.num_layers * 2 * 2 * (2 * tokens * tp * model.hidden_size) * (tp - 1) / tp
     return Work(flops, hbm, ici, 2 * model.num_layers * tp if tp > 1 else 0)
 
@@ -46,7 +47,7 @@ def prefill_work(model: ModelConfig, n: int, tp: int, workload: Workload) -> Wor
 
 
 def model_flops(model: ModelConfig, workload: Workload) -> float:
-    """Of forward over all devices, as MFU counts: nothing is made twice."""
+    """The FLOPs of a forward pass over all devices, as MFU counts them: without recomputation."""
     head = model.vocab_size * model.hidden_size * workload.R * workload.T
     weights = model.num_layers * layer_weights(model) * workload.tokens
     return 2 * (weights + head) + attention_flops(model, workload.pairs)
@@ -55,11 +56,11 @@ def model_flops(model: ModelConfig, workload: Workload) -> float:
 def train_work(
     model: ModelConfig, mesh: Mesh, workload: Workload, *, backward: bool, remat: str, impl: str
 ) -> Work:
-    """A forward pass, or a micro-step with backward, on a mesh of dp, fsdp and tp."""
+    """A forward pass or, with `backward`, a micro-step."""
     dp, fsdp, tp = mesh.shape.values()
     n, L, D = dp * fsdp * tp, model.num_layers, model.hidden_size
     again = backward and remat == "full"
-    passes = 1 + again + 2 * backward  # backward is two matmuls for each of forward's
+    passes = 1 + again + 2 * backward  # backward has two matmuls for each matmul of forward
     weights = L * layer_weights(model)
     layers = 2 * weights * workload.tokens + attention_flops(model, workload.pairs)
     kind = mesh.devices.flat[0].device_kind
@@ -68,31 +69,37 @@ def train_work(
     )
     loss_passes = loss_passes if backward else 1
     head = 2 * workload.R * workload.T * D * model.vocab_size * loss_passes
-    tokens = workload.tokens * tp / n  # of the devices that share their rows
+    tokens = workload.tokens * tp / n  # of the tp devices that share them
     hbm = passes * tokens / tp * L * _activation_bytes(model) + (loss_bytes if backward else 0)
-    hbm += (1 + 2 * backward) * 2 * 2 * weights / tp  # written when gathered, read when used
-    gathered = 2 * weights / tp * (1 + 2 * backward)  # forward; backward, and gradients back
+    hbm += (
+        (1 + 2 * backward) * 2 * 2 * weights / tp
+    )  # weights are written when gathered and read when used
+    gathered = 2 * weights / tp * (1 + 2 * backward)  # forward; backward, with gradients
     gathered += model.vocab_size * D / tp * (8 if backward else 2)
-    gathered += (2 if backward else 1) * 2 * tokens * D  # rows of the embedding, for its parts
+    gathered += (2 if backward else 1) * 2 * tokens * D  # embeddings: see models.model._embed
     ici = gathered * (fsdp - 1) / fsdp
-    if backward:  # gradients, each device its part
+    if backward:  # an all-reduce over dp of the part of the gradients that a device has
         ici += 2 * 4 * (weights + model.vocab_size * D) / (fsdp * tp) * (dp - 1) / dp
-    if tp > 1:  # two all-reduces a layer and pass
+    if tp > 1:  # each layer has two all-reduces per pass
         ici += L * (passes - backward) * 2 * 2 * 2 * tokens * D * (tp - 1) / tp
     return Work((passes * layers + head) / n, hbm, ici)
 
 
 def loss_costs(impl: str, n: int, D: int, V: int, device_kind: str) -> tuple[int, float]:
-    """Matmul passes over [n, D] x [D, V] and HBM bytes of token_logps and its gradients: what each
-    matmul, and each pass over logits that are in HBM, reads and writes."""
+    """Matmul passes over [n, D] x [D, V], and HBM bytes, of token_logps and its gradients.
+
+    The bytes are those that each matmul, and each pass over logits in HBM, reads and writes.
+    n: tokens per device.
+    """
     hidden, weights, logits = 2 * n * D, 2 * V * D, 4 * n * V  # bfloat16, bfloat16, float32
     to_hidden, to_weights, stats = 4 * n * D, 4 * V * D, 4 * n * 128  # float32
     if impl == "full":
-        # forward writes the logits and reads them for maximum, sum and entropy; backward reads
-        # them, writes the gradient towards them and reads it for two matmuls
+        # Forward writes the logits and reads them for maximum, sum and entropy. Backward reads
+        # them, writes their gradient and reads the gradient for two matmuls.
         return 3, 8 * logits + 3 * (weights + hidden) + to_weights
     if impl == "jax":
-        # written and read twice; backward: written, read, its gradient half as wide
+        # Forward writes and reads the logits twice. Backward writes and reads them; their gradient
+        # is half as wide.
         tiles = max(logits / LOGITS_TILE_BYTES, 1)
         per_tile = 3 * hidden + 2 * to_hidden
         return 4, 6.5 * logits + tiles * per_tile + 3 * weights + to_weights
@@ -103,6 +110,9 @@ def loss_costs(impl: str, n: int, D: int, V: int, device_kind: str) -> tuple[int
 
 
 def optimizer_work(model: ModelConfig, shards: int, optimizer: str) -> Work:
-    """float32, over `shards` devices: weights and moments are read and written, gradients read."""
+    """An update of float32 arrays split over `shards` devices.
+
+    Weights and moments are read and written, gradients are read.
+    """
     moments = {"adamw": 2, "lion": 1, "sgd": 0}[optimizer]
     return Work(0, 4 * num_params(model) / shards * (3 + 2 * moments))

@@ -48,9 +48,9 @@ class ModelConfig:
 
 
 class Compute(NamedTuple):
-    """How a model is computed. Results do not depend on it beyond rounding, but for the model.
+    """A model and how it is computed. Apart from rounding, results depend only on the model.
 
-    It is hashable: jitted functions take it as a static argument.
+    It is hashable, so that jitted functions can take it as a static argument.
     """
 
     model: ModelConfig
@@ -267,8 +267,9 @@ def prefix_of(prompt_ids: jax.Array, prompt_mask: jax.Array) -> tuple[jax.Array,
 def _embed(embed: jax.Array, ids: jax.Array, dtype: Any, layout: Layout | None) -> jax.Array:
     """[G, t, D] embeddings of ids [G, t].
 
-    fsdp splits D of the table, so each device looks up its slice of D for all inputs of fsdp; an
-    all-to-all then gives it complete vectors of its inputs. The table and its gradient never move.
+    fsdp splits D of the table, so each device looks up a slice of D for the inputs of all devices
+    along fsdp; an all-to-all then gives each device the complete vectors of its inputs. The table
+    and its gradient never move.
     """
     x = embed[constrain(ids, layout, "dp")].astype(dtype)
     return constrain(constrain(x, layout, "dp", None, "fsdp"), layout, TRAIN_BATCH_AXES)

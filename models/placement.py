@@ -29,12 +29,12 @@ class Workload(NamedTuple):
 
     @property
     def pairs(self) -> float:
-        """Pairs of a query and a key that it sees."""
+        """The number of pairs of a query and a key that this query sees."""
         return self.G * self.S**2 / 2 + self.R * (self.T * self.S + self.T**2 / 2)
 
 
 class Layouts(NamedTuple):
-    """Where training and rollout lie, and why the rollout's mesh was chosen ("" if it was set)."""
+    """Where training and rollout lie, and why ROLLOUT_MESH_SHAPE=auto chose its mesh, else ""."""
 
     train: Layout
     rollout: Layout
@@ -113,10 +113,11 @@ def fastest_tp(
     workload: Workload,
     itemsize: int,
 ) -> tuple[int, str]:
-    """The tp of decoding, and why: the one for which a token is estimated to take least time.
+    """The tp with which decoding a token is estimated to take the least time, and the reason.
 
-    Only those count whose weights take at most 40 % of the memory of `device`, a device of this
-    process. On other devices than TPUs it is the smallest of them. n: devices of all processes.
+    Only values count for which the weights take at most 40 % of the memory of `device`, which must
+    be a device of this process. On devices other than TPUs it is the smallest of these values, and
+    the reason is "". n: devices of all processes.
     """
     chip, possible = chip_of(device), possible_tp(model, local_devices)
     limit = 0.4 * memory_bytes(device)

@@ -87,7 +87,8 @@ def test_a_plan_that_does_not_fit_names_sizes_that_fit(model: Path) -> None:
     assert done.returncode == 3, done.stdout + done.stderr
     assert re.search(r"^\| micro_step \| .* \| NO \| ", done.stdout, re.M)
     remedy = re.search(
-        r"^micro_step does not fit; TRAIN_PER_DEVICE_MICRO_BATCH_SIZE=(\d+) would fit \(([\d.]+) GiB\), "
+        r"^micro_step does not fit; "
+        r"TRAIN_PER_DEVICE_MICRO_BATCH_SIZE=(\d+) would fit \(([\d.]+) GiB\), "
         r"or MAX_LENGTH_SAMPLE=(\d+) would fit \(([\d.]+) GiB\)$",
         done.stdout,
         re.M,

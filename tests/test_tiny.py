@@ -1,6 +1,7 @@
 """Claims about tiny/: its dataset is right, and its model can do a part of the task untrained."""
 
 import json
+import random
 import re
 from pathlib import Path
 
@@ -41,6 +42,11 @@ def test_every_shown_step_and_answer_is_right() -> None:
         for a, sign, b, result in steps:
             assert int(a) + (int(b) if sign == "+" else -int(b)) == int(result)
         assert extract_answer(example["answer"]) == parse_number(steps[1][3])
+
+
+def test_make_tiny_makes_this_dataset() -> None:
+    made = make_tiny.word_problems(random.Random(make_tiny.SEED))
+    assert made == (examples("train"), examples("test"))
 
 
 def test_the_folder_is_small() -> None:

@@ -4,8 +4,8 @@
     python tools/bench.py loss --tpu v6e    # compiles it for a TPU that is not here; needs libtpu
 
 `loss` computes the log-probabilities and entropies of tokens from hidden states, and the gradients
-for the hidden states and the lm_head. The three implementations are `full`, which keeps all logits
-in memory, and `jax` and `pallas`, the two values of POLICY_LOSS_IMPL.
+with respect to the hidden states and the lm_head. The three implementations are `full`, which keeps
+all logits in memory, and `jax` and `pallas`, the two values of POLICY_LOSS_IMPL.
 """
 # ruff: noqa: E402 - the folder of the project has to be on the path before its modules are imported
 
@@ -45,7 +45,7 @@ class Shape(NamedTuple):
 def loss_program(impl: str, backward: bool, mesh: Any = None) -> Callable:
     """A function of hidden [R, T, D], lm_head [V, D] and ids [R, T].
 
-    It returns a scalar or, with `backward`, the gradients for hidden and lm_head.
+    It returns a scalar or, with `backward`, the gradients with respect to hidden and lm_head.
     """
     program = functools.partial(token_logps, impl=impl, mesh=mesh)
     program = token_logps_reference if impl == "full" else program
@@ -103,7 +103,7 @@ def median_seconds(call: Callable[[], Any], repeats: int) -> float:
 
 
 def compile_loss(impl: str, backward: bool, shape: Shape, name: str) -> Any:
-    """The program compiled for eight chips of this name.
+    """The program compiled for the slice NAME-8.
 
     fsdp splits the batch and the weights; each device has 16 sequences.
     """
@@ -153,11 +153,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10, help="timed calls, 10 by default")
     args = parser.parse_args()
 
-    big = Shape(16 * 1024, 2048, 151936)  # Qwen2.5-3B
-    shape = big
-    if not args.tpu:
-        small = Shape(4096, 256, 32768)
-        shape = small if jax.default_backend() == "cpu" else big
+    shape = Shape(16 * 1024, 2048, 151936)  # Qwen2.5-3B
+    if not args.tpu and jax.default_backend() == "cpu":
+        shape = Shape(4096, 256, 32768)
     shape = Shape(args.tokens or shape.n, args.D or shape.D, args.V or shape.V)
     try:
         plan_loss(shape, args.tpu) if args.tpu else bench_loss(shape, args.repeats)

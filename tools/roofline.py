@@ -26,14 +26,14 @@ def _activation_bytes(model: ModelConfig) -> int:
 
 
 def sync_work(model: ModelConfig, shards: int, tp: int) -> Work:
-    """The copy of float32 weights, split over `shards` devices, to bfloat16 split over tp."""
+    """The work of copying float32 weights on `shards` devices to bfloat16 weights split over tp."""
     W = num_params(model)
     received = 2 * W / tp * max(1 - tp / shards, 0)
     return Work(0, 4 * W / shards + 2 * W / tp, received)
 
 
 def prefill_work(model: ModelConfig, n: int, tp: int, workload: Workload) -> Work:
-    """The prefill of a rollout pass."""
+    """The work of the prefill of a rollout pass."""
     tokens = workload.G * workload.S / n
     weights = model.num_layers * layer_weights(model)
     flops = 2 * weights * tokens + attention_flops(model, tokens * workload.S / 2)
@@ -56,7 +56,7 @@ def model_flops(model: ModelConfig, workload: Workload) -> float:
 def train_work(
     model: ModelConfig, mesh: Mesh, workload: Workload, *, backward: bool, remat: str, impl: str
 ) -> Work:
-    """A forward pass or, with `backward`, a micro-step."""
+    """The work of a forward pass or, with `backward`, of a micro-step."""
     dp, fsdp, tp = mesh.shape.values()
     n, L, D = dp * fsdp * tp, model.num_layers, model.hidden_size
     again = backward and remat == "full"
@@ -71,9 +71,8 @@ def train_work(
     head = 2 * workload.R * workload.T * D * model.vocab_size * loss_passes
     tokens = workload.tokens * tp / n  # of the tp devices that share them
     hbm = passes * tokens / tp * L * _activation_bytes(model) + (loss_bytes if backward else 0)
-    hbm += (
-        (1 + 2 * backward) * 2 * 2 * weights / tp
-    )  # weights are written when gathered and read when used
+    # Weights are written when they are gathered, and read when they are used.
+    hbm += (1 + 2 * backward) * 2 * 2 * weights / tp
     gathered = 2 * weights / tp * (1 + 2 * backward)  # forward; backward, with gradients
     gathered += model.vocab_size * D / tp * (8 if backward else 2)
     gathered += (2 if backward else 1) * 2 * tokens * D  # embeddings: see models.model._embed
@@ -98,8 +97,8 @@ def loss_costs(impl: str, n: int, D: int, V: int, device_kind: str) -> tuple[int
         # them, writes their gradient and reads the gradient for two matmuls.
         return 3, 8 * logits + 3 * (weights + hidden) + to_weights
     if impl == "jax":
-        # Forward writes and reads the logits twice. Backward writes and reads them; their gradient
-        # is half as wide.
+        # Forward writes the logits and reads them twice. Backward writes and reads them again. It
+        # also writes their gradient, in half the bytes, and reads it for two matmuls.
         tiles = max(logits / LOGITS_TILE_BYTES, 1)
         per_tile = 3 * hidden + 2 * to_hidden
         return 4, 6.5 * logits + tiles * per_tile + 3 * weights + to_weights
@@ -110,7 +109,7 @@ def loss_costs(impl: str, n: int, D: int, V: int, device_kind: str) -> tuple[int
 
 
 def optimizer_work(model: ModelConfig, shards: int, optimizer: str) -> Work:
-    """An update of float32 arrays split over `shards` devices.
+    """The work of an optimizer step on float32 arrays split over `shards` devices.
 
     Weights and moments are read and written, gradients are read.
     """

@@ -1,9 +1,10 @@
-"""Checkpoints of a whole run: saved by orbax while the run goes on, restored onto any mesh.
+"""Checkpoints of a run: orbax saves them while the run goes on, and restores them onto any mesh.
 
-A checkpoint N holds what a run needs to go on after N steps as if it had never stopped: arrays (the
-training state, a moving reference) and a record (JSON: settings, data position, evaluations). It
-counts once it is whole. With it go a checksum of every array, which is the same however the array
-is sharded, and one of the record; what does not match them is never restored.
+Checkpoint N holds what a run needs to go on after N steps as if it had never stopped: its arrays
+(the training state, the reference of BETA) and a record (JSON: settings, data position,
+evaluations). Only a complete checkpoint counts. The record also holds a checksum of every array,
+which does not depend on how the array is sharded, and a checksum of the record. Arrays or a record
+that do not match their checksums are never restored.
 """
 
 import collections
@@ -33,46 +34,52 @@ from runtime.processes import gather_texts, told_by_all
 
 RECORD, ARRAYS = "record", "arrays"  # the items of a checkpoint, folders in its folder
 MISSED = "another process could not do its part"
-PROBE_BYTES = 2**20  # of a file that is made and removed before a save
-BEGIN_LIMIT_S = 60  # for the others to tell how a save began, where it failed to on this process
-SAVE_LIMIT_S = 1200  # for all processes to have written a checkpoint
-HALF_WRITTEN = ".orbax-checkpoint-tmp"  # in the name of a folder that is not whole
+PROBE_BYTES = 2**20  # the largest size of a test file that is written before a save
+BEGIN_LIMIT_S = 60  # the time to wait for the other processes if a save fails to begin on this one
+SAVE_LIMIT_S = 1200  # the time in which all processes must have written a checkpoint
+HALF_WRITTEN = ".orbax-checkpoint-tmp"  # a part of the name of a folder that is not complete
 
 
 class SaveBarrier:
-    """Where the processes wait for each other while orbax saves in the background.
+    """A barrier at which the processes wait for each other while orbax saves in the background.
 
-    At jax's own barrier the others would wait 20 minutes for a process whose write has failed.
-    At this one such a process leaves a mark, which ends the waiting of all by an error.
+    At jax's barrier the other processes would wait 20 minutes for a process whose write has failed.
+    At this barrier the failed process leaves a mark, and the mark ends the waiting with an error.
     """
 
     def __init__(self, name: str) -> None:
-        """name: the same on all processes, and used once."""
+        """name: the same on all processes, and used by no other barrier."""
         self._name, self._times = name, collections.Counter()
 
     def __call__(self, *, key: str, timeout_ms: int) -> None:
         client, me = ocp.multihost.get_jax_distributed_client(), jax.process_index()
         in_background = threading.current_thread() is not threading.main_thread()
-        if in_background and sys.exc_info()[1]:  # on orbax's way out of a save that has failed
+        if in_background and sys.exc_info()[1]:  # orbax is leaving a failed save
             client.key_value_set(f"{self._name}/failed/{me}", "", allow_overwrite=True)
             return
-        self._times[key] += 1  # orbax uses its keys again
+        self._times[key] += 1  # orbax uses a key more than once
         here, end = f"{self._name}/{key}:{self._times[key]}/", time.monotonic() + timeout_ms / 1000
         client.key_value_set(f"{here}{me}", "")
         while len(client.key_value_dir_get(here)) < jax.process_count():
             if client.key_value_dir_get(f"{self._name}/failed/"):
                 raise RuntimeError(MISSED)
             if time.monotonic() > end:
-                raise TimeoutError(f"not all processes have written it in {timeout_ms // 1000} s")
+                raise TimeoutError(
+                    f"not all processes have written their parts in {timeout_ms // 1000} s"
+                )
             time.sleep(0.05)
 
 
 class Checkpoints:
-    """Those in one folder, which every process has to see; made by the first save."""
+    """The checkpoints in one folder, which all processes must see. The first save makes the folder.
+
+    newest: the step of the newest complete checkpoint; -1 if there is none.
+    say: prints a line; the run's log replaces it.
+    """
 
     def __init__(self, folder: str, keep: int = 0, read_only: bool = False) -> None:
-        """folder: local, or gs://bucket/folder. keep: how many of the newest stay; 0: all.
-        read_only: True for the folder of another run, which may be alive."""
+        """folder: a local folder, or gs://bucket/folder. keep: how many of the newest checkpoints
+        stay; 0: all stay. read_only: True for the folder of another run, which may be alive."""
         local = "://" not in folder
         self.folder = str(Path(folder).absolute()) if local else folder
         self._path, self._keep = Path(self.folder) if local else None, keep
@@ -80,46 +87,49 @@ class Checkpoints:
         self.say: Callable[[str], None] = lambda line: print(line, flush=True)
         self._manager: ocp.CheckpointManager | None = None
         self._evals: dict[int, float] = {}
-        self._saving = self.newest = -1  # step
-        self._votes = self._opened = 0  # how often
+        self._saving = -1  # the step whose checkpoint is being saved
+        self.newest = -1
         self._lost = -1  # the newest step whose save has failed
+        self._votes = self._opened = 0  # the numbers of votes and of managers so far
 
     def steps(self) -> list[int]:
-        """Of the checkpoints that look whole."""
+        """The steps of the checkpoints that look complete, in order."""
         there = self._path is None or self._path.is_dir()
         everywhere = gather_texts("yes" if there else "")
         if any(everywhere) and not all(everywhere):
-            raise ValueError(f"{self.folder} is there on some hosts and not on others")
+            raise ValueError(f"{self.folder} exists on some hosts and not on others")
         steps = sorted(self._open().all_steps()) if there else []
-        return json.loads(gather_texts(json.dumps(steps))[0])  # as process 0 sees them
+        return json.loads(gather_texts(json.dumps(steps))[0])  # process 0 decides
 
     def stop_if_out_of_reach(self) -> None:
-        """Raises ValueError if a folder in a bucket cannot be looked into from here."""
+        """Raises ValueError if this process cannot look into a folder in a bucket."""
         try:
             epath.Path(self.folder).exists()
-        except Exception as error:  # gs:// needs gcsfs, whose own errors have no common base
+        except Exception as error:  # gs:// needs gcsfs, whose errors have no common base
             raise ValueError(f"CHECKPOINT_DIR={self.folder}: {_brief(error)}") from None
 
     def _open(self) -> ocp.CheckpointManager:
         if self._manager is None:
-            # Of a failed save orbax, and asyncio for it, show every thread's and task's error with
-            # all frames, some only when the program ends; here it is a line.
+            # After a failed save orbax and asyncio print the errors of all threads and tasks with
+            # all frames, some of them only when the program ends. One line of ours replaces them.
             for name in ("absl", "asyncio"):
                 logging.getLogger(name).setLevel(logging.CRITICAL)
             warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
-            own = not self._read_only
-            if own:
+            writes = not self._read_only
+            if writes:
                 hook = functools.partial(_leave_out_closed_loops, sys.__unraisablehook__)
                 sys.unraisablehook = hook
             self._opened += 1
-            barrier = SaveBarrier(f"{self._short_name}/barrier{self._opened}")
+            barrier = None
+            if jax.process_count() > 1:
+                barrier = SaveBarrier(f"{self._short_name}/barrier{self._opened}")
             options = ocp.CheckpointManagerOptions(
-                create=own, cleanup_tmp_directories=own, read_only=not own,
+                create=writes,
+                cleanup_tmp_directories=writes,
+                read_only=not writes,
                 save_root_metadata=False,
-                async_options=ocp.AsyncOptions(
-                    SAVE_LIMIT_S, barrier_sync_fn=barrier if jax.process_count() > 1 else None
-                ),
-            )  # fmt: skip
+                async_options=ocp.AsyncOptions(SAVE_LIMIT_S, barrier_sync_fn=barrier),
+            )
             try:
                 self._manager = ocp.CheckpointManager(self.folder, options=options)
             except ImportError as error:  # gs:// needs gcsfs
@@ -128,12 +138,12 @@ class Checkpoints:
 
     @property
     def latest(self) -> int:
-        """The step of the newest checkpoint, whole or being saved; -1: there is none."""
+        """The step of the newest checkpoint, complete or being saved; -1 if there is none."""
         return max(self.newest, self._saving)
 
     @staticmethod
     def shapes(arrays: Any) -> list[str]:
-        """A text for each array, or what stands for it: path, dtype and shape."""
+        """A text for each array or abstract array: its path, dtype and shape."""
         leaves = jax.tree.leaves_with_path(arrays)
         return [f"{jax.tree_util.keystr(path)} {x.dtype}{[*x.shape]}" for path, x in leaves]
 
@@ -142,9 +152,9 @@ class Checkpoints:
     def save(self, step: int, arrays: Any, record: dict[str, Any], evals: dict[int, float]) -> None:
         """Begins to save the arrays after `step` steps; they may change as soon as this returns.
 
-        record: JSON values. evals: the accuracy at each step evaluated so far; besides the newest
-        checkpoints the one of the best stays. One that cannot be written costs a line, not the run,
-        and is not tried again.
+        record: JSON values. evals: {step: accuracy} of all evaluations so far; the checkpoint with
+        the best accuracy stays, besides the newest checkpoints. If a checkpoint cannot be written,
+        this prints a line, and the run goes on; the same step is not tried again.
         """
         if step == self._lost:
             return
@@ -156,7 +166,7 @@ class Checkpoints:
         record["sha256"] = _digest(record)
         self._evals, wrong = evals, ""
         try:
-            if step in self._open().all_steps():  # of an earlier run, passed over
+            if step in self._open().all_steps():  # it was damaged and skipped
                 self._open().delete(step)
             self._open().save(
                 step,
@@ -171,10 +181,10 @@ class Checkpoints:
             self._saving = step
 
     def _no_room(self, arrays: Any) -> str:
-        """Why this process could not write its part of the arrays; "" if it most likely can.
+        """The reason why this process cannot write its part of the arrays; "" if it probably can.
 
-        All processes find this out and tell each other before a save begins, since orbax lets the
-        others wait for one that fails in the midst of it.
+        All processes try this and tell each other before a save begins, because in orbax the other
+        processes wait for a process that fails during the save.
         """
         if self._path is None:
             return ""
@@ -193,12 +203,13 @@ class Checkpoints:
         return ""
 
     def _vote(self, wrong: str, limit_s: int) -> list[str]:
-        """What went wrong in this part of a save, of every process; "" where nothing did.
+        """What went wrong on each process in this part of a save; "" for a process without errors.
 
-        The processes tell each other through the service by which they have joined, because one
-        that waits within orbax cannot take part in a collective of arrays. If this process has
-        failed and another one says nothing for limit_s, the other waits for this process in a
-        collective of orbax's, which only the end of this process releases. Raises SystemExit.
+        wrong: the error of this process, or "". The processes tell each other through the service
+        by which they have joined, because a process that waits within orbax cannot take part in a
+        collective of arrays. If this process has failed and another process says nothing for
+        limit_s seconds, the other process waits for this process in a collective of orbax, and only
+        the end of this process releases the other. Raises SystemExit for that reason.
         """
         if jax.process_count() == 1:
             return [wrong]
@@ -216,13 +227,13 @@ class Checkpoints:
             if not wrong or "DEADLINE_EXCEEDED" not in str(error):
                 raise
             raise SystemExit(
-                f"error: a checkpoint cannot be written to {self.folder} from here: {wrong}; "
-                f"another process waits for this part of it, so that the run has to end"
+                f"error: this process cannot write its part of a checkpoint to {self.folder}: "
+                f"{wrong}; another process waits for this part, so the run has to end"
             ) from None
         return ["" if text == "done" else text for text in told]
 
     def wait(self) -> None:
-        """Until what is being saved is whole; then drops those that need not stay."""
+        """Waits until the save is complete; then deletes the checkpoints that need not stay."""
         if self._saving < 0:
             return
         step, self._saving, wrong = self._saving, -1, ""
@@ -244,7 +255,10 @@ class Checkpoints:
                     self.say(f"checkpoint {self.folder}/{old} stays: {_brief(error)}")
 
     def _failed(self, step: int, told: list[str]) -> bool:
-        """True, with a line, if a process could not save: then none has. told: by each process."""
+        """True if a process could not save; then this prints a line, and no process has saved.
+
+        told: what went wrong on each process.
+        """
         wrong = _first(told)
         if not wrong:
             return False
@@ -268,8 +282,8 @@ class Checkpoints:
 
         wanted: the shapes, dtypes and shardings of the arrays. check: raises ValueError if this run
         may not go on from a checkpoint with this record. steps: the only steps to try.
-        A checkpoint that some process cannot read costs a line. Raises ValueError if there are
-        checkpoints and none of them can be read.
+        If some process cannot read a checkpoint, this prints a line and tries the next older one.
+        Raises ValueError if there are checkpoints and none of them can be read.
         """
         if self._path is not None and self._path.is_dir() and not self._read_only:
             for rest in sorted(self._path.glob(f"*{HALF_WRITTEN}*")):
@@ -280,7 +294,7 @@ class Checkpoints:
             record, arrays, wrong = None, None, ""
             try:
                 record = self._read(step)
-            except Exception as error:  # whatever a damaged file makes of a reader
+            except Exception as error:  # damaged files raise errors of any kind
                 wrong = _brief(error)
             wrong = _first(gather_texts(wrong))
             if not wrong:
@@ -317,15 +331,17 @@ class Checkpoints:
         return self._open().restore(step, args=args)[ARRAYS]
 
     def set_aside(self, after: int, where: Path) -> None:
-        """Moves the checkpoints of later steps than `after`, which this run will make anew, to a
-        folder `where`. ValueError if the folder is not local and has some."""
+        """Moves the checkpoints of later steps than `after` to the folder `where`.
+
+        This run will make these checkpoints again. Raises ValueError if they are in a bucket.
+        """
         later = [step for step in self.steps() if step > after]
         if later and self._path is None:
             raise ValueError(
                 f"CHECKPOINT_DIR={self.folder} has checkpoints of steps {later[0]} to {later[-1]} "
                 f"of another run; choose an empty folder"
             )
-        with told_by_all():  # nobody looks before they are gone
+        with told_by_all():  # no process looks into the folder before they are moved
             try:
                 if later and jax.process_index() == 0:
                     where.mkdir(parents=True, exist_ok=True)
@@ -339,10 +355,12 @@ class Checkpoints:
 
 @jax.jit
 def checksums(arrays: Any) -> Any:
-    """uint32 of each array: the sum over its elements of their bits times 2 * index + 1, modulo
-    2^32, which is the same in whatever order it is added up."""
+    """A checksum of each array, uint32: the sum of (bits of the element) * (2 * index + 1).
 
-    def of(x: jax.Array) -> jax.Array:
+    The sum is modulo 2^32, so that the order of the additions does not matter.
+    """
+
+    def checksum(x: jax.Array) -> jax.Array:
         unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
         bits = jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
         index = jnp.zeros(bits.shape, jnp.uint32)
@@ -350,7 +368,7 @@ def checksums(arrays: Any) -> Any:
             index = index * size + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
         return (bits * (2 * index + 1)).sum(dtype=jnp.uint32)
 
-    return jax.tree.map(of, arrays)
+    return jax.tree.map(checksum, arrays)
 
 
 def _digest(record: dict[str, Any]) -> str:
@@ -364,12 +382,15 @@ def _brief(error: Exception) -> str:
 
 
 def _first(texts: list[str]) -> str:
-    """The first that is not empty; a reason comes before its consequence."""
+    """The first text that is not empty; MISSED comes last, because another text is its reason."""
     return next((text for text in sorted(texts, key=MISSED.__eq__) if text), "")
 
 
 def _leave_out_closed_loops(hook: Callable[[Any], object], unraisable: Any) -> None:
-    """Prints an error that has no caller who could catch it, as Python does, but for one: when one
-    write of orbax fails, its other writes report to an event loop that is closed by then."""
+    """Passes an error that no caller can catch to `hook`, which prints it, with one exception.
+
+    When a write of orbax fails, orbax's other writes report to an event loop that is closed by
+    then; the error about that is left out.
+    """
     if str(unraisable.exc_value) != "Event loop is closed" or unraisable.object is not None:
         hook(unraisable)

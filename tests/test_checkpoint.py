@@ -1,4 +1,4 @@
-"""checkpoint.py: what is restored is what was saved, onto any mesh, or it is not restored."""
+"""runtime/checkpoint.py: a restored checkpoint is equal to what was saved, on any mesh."""
 
 import json
 import os
@@ -25,7 +25,10 @@ RECORD = {"rounds": 7, "evals": [[0, 0.5]], "made_with": {"SEED": "0"}}
 
 
 def arrays_of(step: int, mesh: Mesh | None = None) -> dict:
-    """Distinct values for each step; float32, bfloat16 and int32, sharded and whole."""
+    """Arrays with other values for each step: float32, bfloat16 and int32.
+
+    mesh: where they are sharded or replicated; without a mesh they are on one device.
+    """
     rng = np.random.default_rng(step)
     values = {
         "matrix": rng.normal(size=(64, 48)).astype(np.float32),
@@ -34,10 +37,14 @@ def arrays_of(step: int, mesh: Mesh | None = None) -> dict:
     }
     if mesh is None:
         return {"state": {name: jnp.asarray(value) for name, value in values.items()}}
-    rows = NamedSharding(mesh, PartitionSpec("a", "b"))
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    where = {"matrix": rows, "half": rows, "count": everywhere}
+    sharded = NamedSharding(mesh, PartitionSpec("a", "b"))
+    replicated = NamedSharding(mesh, PartitionSpec())
+    where = {"matrix": sharded, "half": sharded, "count": replicated}
     return {"state": {name: jax.device_put(value, where[name]) for name, value in values.items()}}
+
+
+def accept(record: dict) -> None:
+    """A check of a record that refuses no record."""
 
 
 def abstract(arrays: dict) -> dict:
@@ -59,11 +66,11 @@ def saved(folder: Path, steps: int, keep: int = 0, evals: dict | None = None) ->
 
 
 def restored(folder: Path, like: dict | None = None) -> tuple[int, dict, list[str]]:
-    """The step, the arrays and what was said; -1 without a checkpoint."""
+    """The step, the arrays and the lines that were printed; step -1 without a checkpoint."""
     checkpoints, said = Checkpoints(str(folder), 0), []
     checkpoints.say = said.append
     wanted = abstract(like or arrays_of(0))
-    found = checkpoints.restore(lambda record: wanted)
+    found = checkpoints.restore(wanted, accept)
     return (found[1]["step"], found[0], said) if found else (-1, {}, said)
 
 
@@ -72,18 +79,18 @@ def assert_equal(ours: dict, theirs: dict) -> None:
         assert a.dtype == b.dtype and np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-def test_the_newest_comes_back_with_its_record_to_the_bit(tmp_path: Path) -> None:
+def test_the_newest_checkpoint_and_its_record_are_restored_to_the_bit(tmp_path: Path) -> None:
     checkpoints = saved(tmp_path / "c", 3)
     assert (checkpoints.newest, checkpoints.latest, checkpoints.steps()) == (3, 3, [1, 2, 3])
     step, arrays, said = restored(tmp_path / "c")
     assert (step, said) == (3, [])
     assert_equal(arrays, arrays_of(3))
-    found = Checkpoints(str(tmp_path / "c"), 0).restore(lambda r: abstract(arrays_of(0)), [2])
+    found = Checkpoints(str(tmp_path / "c"), 0).restore(abstract(arrays_of(0)), accept, [2])
     assert {name: found[1][name] for name in RECORD} == RECORD
     assert_equal(found[0], arrays_of(2))
 
 
-def test_what_was_saved_on_one_mesh_comes_back_on_another(tmp_path: Path) -> None:
+def test_arrays_saved_on_one_mesh_are_restored_onto_another_mesh(tmp_path: Path) -> None:
     checkpoints = Checkpoints(str(tmp_path / "c"), 0)
     checkpoints.save(1, arrays_of(1, mesh_of(4, 2)), RECORD, {})
     checkpoints.wait()
@@ -104,13 +111,12 @@ def test_arrays_may_change_as_soon_as_save_returns(tmp_path: Path) -> None:
         arrays = double(arrays)
     checkpoints.wait()
     for step in (1, 2, 3):
-        wanted = abstract(arrays)
-        found = Checkpoints(str(tmp_path / "c"), 0).restore(lambda r, w=wanted: w, [step])
+        found = Checkpoints(str(tmp_path / "c"), 0).restore(abstract(arrays), accept, [step])
         first = np.arange(3_000_000, dtype=np.float32) * 2 ** (step - 1)
         assert (np.asarray(found[0]["state"]["big"]) == first).all()
 
 
-def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
+def test_the_newest_checkpoints_and_the_best_one_stay(tmp_path: Path) -> None:
     evals = {1: 0.2, 2: 0.9, 3: 0.5, 5: float("nan")}
     assert saved(tmp_path / "c", 6, keep=2, evals=evals).steps() == [2, 5, 6]
     assert saved(tmp_path / "d", 4, keep=1).steps() == [4]
@@ -124,7 +130,7 @@ def files_of(folder: Path) -> list[Path]:
 def test_a_damaged_checkpoint_is_never_restored_as_something_else(
     tmp_path: Path, kind: str
 ) -> None:
-    """Thirty times another place; what comes back is step 3, or step 2 with a line about 3."""
+    """Each of 30 copies is damaged elsewhere; step 3 is restored, or step 2 and a line names 3."""
     saved(tmp_path / "c", 3)
     rng, fell_back = random.Random(kind), 0
     for i in range(30):
@@ -147,10 +153,12 @@ def test_a_damaged_checkpoint_is_never_restored_as_something_else(
             fell_back += 1
             assert len(said) <= 1
             assert all(f"{folder}/3 is damaged and passed over: " in line for line in said)
-    assert fell_back >= 3, "some places matter"
+    assert fell_back >= 3, "the damage matters in some places"
 
 
-def test_a_half_written_one_is_told_and_a_wrong_record_is_damage(tmp_path: Path) -> None:
+def test_half_written_checkpoints_and_changed_records_are_reported_and_skipped(
+    tmp_path: Path,
+) -> None:
     saved(tmp_path / "c", 2)
     (tmp_path / "c" / "3.orbax-checkpoint-tmp-9").mkdir()
     record = tmp_path / "c" / "2" / "record" / "metadata"
@@ -162,7 +170,7 @@ def test_a_half_written_one_is_told_and_a_wrong_record_is_damage(tmp_path: Path)
     assert restored(tmp_path / "nowhere") == (-1, {}, [])
 
 
-def test_none_that_can_be_read_is_an_error_not_a_new_beginning(tmp_path: Path) -> None:
+def test_a_run_does_not_begin_anew_when_no_checkpoint_can_be_read(tmp_path: Path) -> None:
     saved(tmp_path / "c", 2)
     for step in (1, 2):
         (tmp_path / "c" / str(step) / "record" / "metadata").write_text("{}")
@@ -170,26 +178,26 @@ def test_none_that_can_be_read_is_an_error_not_a_new_beginning(tmp_path: Path) -
         restored(tmp_path / "c")
 
 
-def test_another_run_s_folder_is_only_read(tmp_path: Path) -> None:
+def test_nothing_is_deleted_in_the_folder_of_another_run(tmp_path: Path) -> None:
     saved(tmp_path / "c", 1)
     saving = tmp_path / "c" / "2.orbax-checkpoint-tmp-1"
     saving.mkdir()
     there = Checkpoints(str(tmp_path / "c"), read_only=True)
-    assert there.restore(lambda record: abstract(arrays_of(0)))[1]["step"] == 1
+    assert there.restore(abstract(arrays_of(0)), accept)[1]["step"] == 1
     assert saving.exists()
 
 
-def test_a_refused_record_is_the_caller_s_error(tmp_path: Path) -> None:
+def test_the_error_of_the_check_of_a_record_reaches_the_caller(tmp_path: Path) -> None:
     checkpoints = saved(tmp_path / "c", 1)
 
-    def refuse(record: dict) -> dict:
+    def refuse(record: dict) -> None:
         raise ValueError(f"SEED was {record['made_with']['SEED']}")
 
     with pytest.raises(ValueError, match="SEED was 0"):
-        checkpoints.restore(refuse)
+        checkpoints.restore(abstract(arrays_of(0)), refuse)
 
 
-def test_later_and_damaged_ones_are_set_aside_not_lost(tmp_path: Path) -> None:
+def test_later_checkpoints_are_set_aside_and_not_lost(tmp_path: Path) -> None:
     checkpoints = saved(tmp_path / "run" / "checkpoints", 4)
     checkpoints.set_aside(2, tmp_path / "run" / "earlier")
     assert checkpoints.steps() == [1, 2]
@@ -199,7 +207,7 @@ def test_later_and_damaged_ones_are_set_aside_not_lost(tmp_path: Path) -> None:
     assert_equal(restored(tmp_path / "run" / "checkpoints")[1], arrays_of(33))
 
 
-def test_a_folder_that_cannot_be_written_costs_a_line_a_time(tmp_path: Path) -> None:
+def test_each_save_into_a_folder_that_cannot_be_written_prints_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     checkpoints, said = Checkpoints(str(tmp_path / "file" / "c"), 1), []
     checkpoints.say = said.append
@@ -210,7 +218,7 @@ def test_a_folder_that_cannot_be_written_costs_a_line_a_time(tmp_path: Path) -> 
     assert said[1].startswith(f"checkpoint of step 2 cannot be written to {tmp_path}/file/c: ")
 
 
-def test_a_checksum_is_the_same_wherever_the_elements_lie_but_not_in_another_order() -> None:
+def test_a_checksum_depends_on_the_order_of_the_elements_and_not_on_the_sharding() -> None:
     values = np.array([[1.0, -2.0], [0.5, np.nan]], np.float32)
     by_hand = int((values.view(np.uint32).astype(object) * [[1, 3], [5, 7]]).sum() % 2**32)
     assert int(checksums(values[::-1])) != by_hand
@@ -222,7 +230,7 @@ def test_a_checksum_is_the_same_wherever_the_elements_lie_but_not_in_another_ord
     assert int(checksums(half)) == int((half.view(np.uint16).astype(int) * [1, 3]).sum())
 
 
-def test_a_record_is_json_that_can_be_read_without_this_project(tmp_path: Path) -> None:
+def test_a_record_is_a_json_file_that_any_program_can_read(tmp_path: Path) -> None:
     saved(tmp_path / "c", 1)
     record = json.loads((tmp_path / "c" / "1" / "record" / "metadata").read_text())
     assert record["step"] == 1 and record["made_with"] == {"SEED": "0"}
@@ -239,7 +247,10 @@ if size := int(os.environ.get("FILE_LIMIT", "0")):
 
 
 def limited(tmp_path: Path, fails: int, size: str) -> list[Result]:
-    """Two processes that save after each of three steps; one may write no file above `size`."""
+    """The results of two processes that save after each of three steps.
+
+    Process `fails` cannot write a file of more than `size` bytes.
+    """
     (tmp_path / "sitecustomize.py").write_text(LIMIT)
     outs, each = [tmp_path / "0", tmp_path / "1"], [{}, {}]
     each[fails] = {"FILE_LIMIT": size}
@@ -253,12 +264,12 @@ def limited(tmp_path: Path, fails: int, size: str) -> list[Result]:
 @pytest.mark.parametrize(
     "fails, size",
     [(1, "300000"), (0, "2000000"), (1, "2000000")],
-    ids=["1 before a save", "0 in its midst", "1 in its midst"],
+    ids=["1 before a save", "0 during a save", "1 during a save"],
 )
-def test_a_save_that_fails_on_one_process_costs_both_a_line_and_no_step(
+def test_after_a_failed_save_on_one_process_both_processes_go_on(
     tmp_path: Path, fails: int, size: str
 ) -> None:
-    """The other one does not wait for it, and later saves are tried."""
+    """Both do all steps, neither waits for the other, and they try every later save."""
     began = time.monotonic()
     lost = [
         f"checkpoint of step {step} cannot be written to {tmp_path}/0/checkpoints: File too large; "
@@ -268,9 +279,8 @@ def test_a_save_that_fails_on_one_process_costs_both_a_line_and_no_step(
     for result in limited(tmp_path, fails, size):
         lines = result.lines.splitlines()
         assert [line for line in lines if line.startswith("checkpoint")] == lost
-        assert [line[:7] for line in lines if line.startswith("step=")] == [
-            "step=0 ", "step=1 ", "step=2 ",
-        ]  # fmt: skip
+        steps = [line.partition(" ")[0] for line in lines if line.startswith("step=")]
+        assert steps == ["step=0", "step=1", "step=2"]
         assert result.code == 1 and "Traceback" not in result.errors
         last = result.errors.strip().splitlines()[-1]
         assert last == f"error: the last checkpoint is not in {tmp_path}/0/checkpoints"
@@ -281,36 +291,37 @@ VOTER = """
 import sys
 import time
 import jax
-from runtime import checkpoint
-from runtime import processes
+from runtime import checkpoint, processes
 processes.join(init_timeout_s=60, heartbeat_timeout_s=10)
 saves = checkpoint.Checkpoints(sys.argv[1])
 print(saves._vote("no space" if jax.process_index() else "", 60), flush=True)
 if jax.process_index() == 0:
-    time.sleep(30)  # as if it waited for process 1 within orbax
+    time.sleep(30)  # it stands for a process that waits for process 1 within orbax
 with processes.ending_together():
     saves._vote("no space again", 3)
 """
 
 
-def test_a_process_for_which_another_waits_within_orbax_ends_by_itself(tmp_path: Path) -> None:
+def test_a_process_ends_by_itself_if_another_process_waits_for_it_within_orbax(
+    tmp_path: Path,
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     where = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2", "JAX_PLATFORMS": "cpu"}
     began = time.monotonic()
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", VOTER, str(tmp_path)], cwd=REPO, text=True,
-            env=os.environ | where | {"JAX_PROCESS_ID": str(i)}, stdout=PIPE, stderr=PIPE,
+    command = [sys.executable, "-c", VOTER, str(tmp_path)]
+    running = []
+    for i in range(2):
+        env = os.environ | where | {"JAX_PROCESS_ID": str(i)}
+        running.append(
+            subprocess.Popen(command, cwd=REPO, env=env, text=True, stdout=PIPE, stderr=PIPE)
         )
-        for i in range(2)
-    ]  # fmt: skip
     lines, errors = running[1].communicate(timeout=100)
     assert time.monotonic() - began < 60 and running[1].returncode == 1
     assert lines.splitlines()[-1] == "['', 'no space']"
     assert errors.splitlines()[-1] == (
-        f"error: a checkpoint cannot be written to {tmp_path} from here: no space again; another "
-        f"process waits for this part of it, so that the run has to end"
+        f"error: this process cannot write its part of a checkpoint to {tmp_path}: no space again; "
+        f"another process waits for this part, so the run has to end"
     )
     assert running[0].stdout.readline() == "['', 'no space']\n"
     running[0].kill()

@@ -1,4 +1,4 @@
-"""The run as a user starts it: one process or two, one device or eight, any batch sizes."""
+"""Runs as a user starts them: one or two processes, one or eight devices, any batch sizes."""
 
 import itertools
 import json
@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE
 from typing import NamedTuple
 
 import pytest
@@ -17,7 +18,7 @@ from rewards import load_reward_functions
 
 REPO = Path(__file__).resolve().parent.parent
 FASTER_TO_COMPILE = "--xla_cpu_use_fusion_emitters=false"
-# Scores nothing (its weight is 0) and writes every completion down, with the answer beside it.
+# A reward function of weight 0 that writes every completion and its answer to a file.
 RECORDER = """
 import json
 import os
@@ -33,10 +34,11 @@ class Result(NamedTuple):
     lines: str  # stdout
     errors: str  # stderr
     records: list[dict]  # metrics.jsonl
-    completions: list  # (answer, text), in the order of the rows
+    completions: list  # (answer, text) of each sequence, in their order
 
 
 def start(out: Path, env: dict[str, str], devices: int) -> subprocess.Popen:
+    """Starts train_grpo.py for one step without evaluation, unless `env` says otherwise."""
     out.mkdir(parents=True, exist_ok=True)
     recorder = out.parent / "recorder.py"
     recorder.write_text(RECORDER)
@@ -56,20 +58,19 @@ def start(out: Path, env: dict[str, str], devices: int) -> subprocess.Popen:
         "MAX_LENGTH_SAMPLE": "32",
     }
     command = [sys.executable, "train_grpo.py"]
-    return subprocess.Popen(
-        command, cwd=REPO, env=keep | settings | recorded | env, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+    env = keep | settings | recorded | env
+    return subprocess.Popen(command, cwd=REPO, env=env, text=True, stdout=PIPE, stderr=PIPE)
 
 
 def finish(process: subprocess.Popen, out: Path) -> Result:
+    """Waits for the end of a process that `start` has started with the folder `out`."""
     lines, errors = process.communicate(timeout=600)
 
-    def rows(name: str) -> list:
+    def read(name: str) -> list:
         file = out / name
         return [json.loads(line) for line in file.open()] if file.exists() else []
 
-    records, completions = rows("metrics.jsonl"), rows("completions.jsonl")
+    records, completions = read("metrics.jsonl"), read("completions.jsonl")
     return Result(process.returncode, lines, errors, records, completions)
 
 
@@ -82,14 +83,14 @@ def train(out: Path, devices: int = 1, **env: str) -> Result:
 def start_two(
     outs: list[Path], devices: int, *each: dict[str, str], **env: str
 ) -> list[subprocess.Popen]:
-    """Two processes on this machine; each: what a process has besides env."""
+    """Starts two processes of one run on this machine. each: more settings for each process."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     both = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2"}
     both["OUTPUT_DIR"] = str(outs[0])
-    own = [{"JAX_PROCESS_ID": str(i)} | more for i, more in enumerate(each or ({}, {}))]
-    return [start(o, env | both | more, devices) for o, more in zip(outs, own, strict=True)]
+    each = [{"JAX_PROCESS_ID": str(i)} | more for i, more in enumerate(each or ({}, {}))]
+    return [start(out, env | both | more, devices) for out, more in zip(outs, each, strict=True)]
 
 
 def train_two(out: Path, devices: int, **env: str) -> list[Result]:
@@ -102,7 +103,7 @@ def train_two(out: Path, devices: int, **env: str) -> list[Result]:
 
 
 def assert_same_step(a: Result, b: Result) -> None:
-    """Same tokens, and loss and gradient norm to 1e-5."""
+    """The tokens are equal; the loss, the gradient norm and the entropy are equal to 1e-5."""
     assert sorted(a.completions) == sorted(b.completions)
     for name in ("loss", "grad_norm", "entropy", "total_valid_token_count"):
         pair = [r.records[0][f"train-other/{name}"] for r in (a, b)]
@@ -120,18 +121,22 @@ def reference(out: Path) -> Result:
 
 
 @pytest.mark.parametrize("size", [4, pytest.param(8, marks=pytest.mark.slow)])
-def test_the_micro_batch_changes_nothing(out: Path, reference: Result, size: int) -> None:
+def test_the_micro_batch_size_does_not_change_the_step(
+    out: Path, reference: Result, size: int
+) -> None:
     assert_same_step(reference, train(out / f"micro{size}", TRAIN_MICRO_BATCH_SIZE=str(size)))
 
 
-def test_two_passes_sample_what_one_does(out: Path, reference: Result) -> None:
+def test_two_passes_sample_the_same_as_one_pass(out: Path, reference: Result) -> None:
     two = train(out / "passes", BATCH_SIZE="8", ROLLOUT_GLOBAL_BATCH_SIZE="16")
     assert "rollout.passes_per_step=2" in two.lines
     assert_same_step(reference, two)
 
 
 @pytest.mark.parametrize("mesh", [pytest.param("1,8,1", marks=pytest.mark.slow), "1,4,2"])
-def test_eight_devices_do_what_one_does(out: Path, reference: Result, mesh: str) -> None:
+def test_eight_devices_do_the_same_step_as_one_device(
+    out: Path, reference: Result, mesh: str
+) -> None:
     eight = train(out / f"mesh{mesh[2:5:2]}", 8, MESH_SHAPE=mesh, TRAIN_MICRO_BATCH_SIZE="8")
     assert "device_count=8" in eight.lines
     assert_same_step(reference, eight)
@@ -153,19 +158,25 @@ SMOKE_4B = {
 }
 
 
+SIZES_4A = (
+    "local_batch=16 global_batch=32 rollout.prompt_batch_size=2 rollout.passes_per_step=1 "
+    "train.micro_batch_size=4 train.grad_accum_steps=4"
+)
+SIZES_4B = (
+    "local_batch=16 global_batch=32 rollout.prompt_batch_size=4 rollout.passes_per_step=2 "
+    "train.micro_batch_size=4 train.grad_accum_steps=4"
+)
+
+
 @pytest.mark.parametrize(
     "env, alone, sizes",
     [
-        (SMOKE_4A, {"BATCH_SIZE": "4", "TRAIN_MICRO_BATCH_SIZE": "8"},
-         "local_batch=16 global_batch=32 rollout.prompt_batch_size=2 rollout.passes_per_step=1 "
-         "train.micro_batch_size=4 train.grad_accum_steps=4"),
-        pytest.param(SMOKE_4B, {},
-         "local_batch=16 global_batch=32 rollout.prompt_batch_size=4 rollout.passes_per_step=2 "
-         "train.micro_batch_size=4 train.grad_accum_steps=4", marks=pytest.mark.slow),
+        (SMOKE_4A, {"BATCH_SIZE": "4", "TRAIN_MICRO_BATCH_SIZE": "8"}, SIZES_4A),
+        pytest.param(SMOKE_4B, {}, SIZES_4B, marks=pytest.mark.slow),
     ],
     ids=["4a", "4b"],
-)  # fmt: skip
-def test_two_processes_do_what_one_does(
+)
+def test_two_processes_do_the_same_step_as_one_process(
     out: Path, env: dict[str, str], alone: dict[str, str], sizes: str
 ) -> None:
     name = "4a" if env is SMOKE_4A else "4b"
@@ -179,11 +190,11 @@ def test_two_processes_do_what_one_does(
     first, second = (result.completions for result in two)
     assert len(first) == len(second) == 16
     assert not {text for _, text in first} & {text for _, text in second}
-    assert not two[1].records, "process 0 alone writes files"
+    assert not two[1].records, "only process 0 writes files"
     assert_same_step(one, two[0]._replace(completions=first + second))
 
 
-def test_more_epochs_clip_the_reference_penalizes_and_every_step_samples_anew(
+def test_later_epochs_clip_the_reference_follows_and_each_step_samples_other_completions(
     out: Path,
 ) -> None:
     settings = {"STEPS": "3", "PPO_EPOCHS": "3", "BETA": "0.1", "LEARNING_RATE": "1e-4"}
@@ -194,14 +205,14 @@ def test_more_epochs_clip_the_reference_penalizes_and_every_step_samples_anew(
         # The sampler is compared with the policy before the first update, in every epoch.
         assert record["train-other/sampling_logp_difference/max"] < 1e-4
     kl = [record["train-other/kl"] for record in result.records]
-    assert 0 < kl[0] and 2 * kl[2] < kl[1], "six updates, and the reference is the policy again"
+    assert 0 < kl[0] and 2 * kl[2] < kl[1], "after six updates the reference is set to the policy"
     steps = [result.completions[i : i + 128] for i in (0, 128, 256)]
     for a, b in itertools.combinations(steps, 2):
         assert len({text for _, text in a} & {text for _, text in b}) < 5
 
 
 @pytest.mark.parametrize("devices, samples", [(1, "8"), (8, "5")])
-def test_more_samples_a_question_than_a_pass_has_rows_are_evaluated(
+def test_a_question_may_have_more_samples_than_an_evaluation_pass_has_sequences(
     out: Path, devices: int, samples: str
 ) -> None:
     settings = {"STEPS": "0", "EVAL_EVERY_STEPS": "1", "EVAL_PROMPTS": "3", "EVAL_SAMPLES": samples}
@@ -219,22 +230,22 @@ def countdown(completions, answer, **columns):
 """
 
 
-def test_accuracy_is_the_task_s_own_and_not_gsm8k_s(out: Path) -> None:
+def test_accuracy_is_of_the_user_s_task_and_not_of_gsm8k(out: Path) -> None:
     """The tiny model answers 13 + 14 with the bare target, which countdown does not count."""
-    file, rows = out / "countdown.py", out / "countdown.jsonl"
+    file, dataset = out / "countdown.py", out / "countdown.jsonl"
     file.write_text(COUNTDOWN)
-    (score,) = load_reward_functions(f"{file}:countdown", timeout_s=10)
+    (countdown,) = load_reward_functions(f"{file}:countdown", timeout_s=10)
     texts = ["<answer>13+14</answer>", "<answer>27</answer>"]
-    assert score(texts, answer=["27", "27"]) == [1.0, 0.0]
-    score.close()
+    assert countdown(texts, answer=["27", "27"]) == [1.0, 0.0]
+    countdown.close()
     question = "Ana has {a} apples and buys {b} more. Then Ana gives away 0. How many?"
     pairs = [(a, b) for a in range(10, 15) for b in range(10, 14)]
     lines = [
         {"question": question.format(a=a, b=b), "answer": str(a + b), "gsm8k": f"#### {a + b}"}
         for a, b in pairs
     ]
-    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    run = {"STEPS": "0", "EVAL_EVERY_STEPS": "1", "DATASET": str(rows), "EVAL_SPLIT": "train"}
+    dataset.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = {"STEPS": "0", "EVAL_EVERY_STEPS": "1", "DATASET": str(dataset), "EVAL_SPLIT": "train"}
 
     def accuracy(name: str, **env: str) -> float:
         result = train(out / f"accuracy_{name}", REWARD_WEIGHTS="1,1", **run | env)
@@ -249,7 +260,7 @@ def test_accuracy_is_the_task_s_own_and_not_gsm8k_s(out: Path) -> None:
 
 
 def test_a_think_tag_that_the_chat_template_opens_belongs_to_the_completion(out: Path) -> None:
-    """The tiny model goes on behind the opened tag as it was taught to: with its reasoning."""
+    """The tiny model writes its reasoning after the open tag, as in its training data."""
     tiny = json.loads((REPO / "tiny" / "tokenizer_config.json").read_text())["chat_template"]
     result = {}
     for name, tag in (("open", "<think>"), ("lines", "<think>\n")):
@@ -258,7 +269,9 @@ def test_a_think_tag_that_the_chat_template_opens_belongs_to_the_completion(out:
         env = {"CHAT_TEMPLATE": str(template), "STEPS": "0", "EVAL_EVERY_STEPS": "1"}
         result[name] = train(out / f"think_{name}", EVAL_PROMPTS="64", **env)
     texts = [text for _, text in result["open"].completions[:64]]
-    assert all(text.startswith("<think>") for text in texts), "a user's function sees the tag"
+    assert all(text.startswith("<think>") for text in texts), (
+        "the user's reward function sees the tag"
+    )
     assert not any(text.startswith("<think><think>") for text in texts)
     rewarded = result["open"].records[0]
     assert rewarded["eval/reward/func/reward_format/mean"] > 0.8
@@ -267,7 +280,7 @@ def test_a_think_tag_that_the_chat_template_opens_belongs_to_the_completion(out:
     assert all(text.startswith("<think>\n") for text in texts)
 
 
-def test_config_yaml_keeps_what_was_asked_for_and_says_what_ran(out: Path) -> None:
+def test_config_yaml_has_the_settings_and_what_the_machine_has_made_of_them(out: Path) -> None:
     result = train(out / "asked", STEPS="0", POLICY_LOSS_IMPL="pallas")
     told = "POLICY_LOSS_IMPL=pallas needs bfloat16 on a TPU; with float32 on cpu jax runs"
     assert told in result.lines

@@ -1,4 +1,4 @@
-"""Mistakes of a user: one line that names the setting or file, exit code 2, no traceback."""
+"""A mistake of a user ends in one line that names the setting or file, and in exit code 2."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from test_smoke import REPO, Run, train
 
-# ---- Known before any device is touched ----------------------------------------------------------
+# ---- Found before any device is touched ----------------------------------------------------------
 
 SETTINGS = [  # environment, words of the line
     ({"LERNING_RATE": "1"}, "unknown setting LERNING_RATE; did you mean LEARNING_RATE?"),
@@ -38,7 +38,7 @@ SETTINGS = [  # environment, words of the line
 ]
 
 
-FILES = {  # what is in run.yaml, or that there is none
+FILES = {  # the text of run.yaml, or None for a file that is not there -> words of the line
     None: "run.yaml cannot be read",
     "train: {steps: [1": "run.yaml cannot be read",
     "train.step: 3": "run.yaml: unknown setting train.step; did you mean train.steps?",
@@ -61,8 +61,8 @@ RUN = [
     ({"MAX_PROMPT_LENGTH": "60", "PROMPT_TOO_LONG": "error"}, "MAX_PROMPT_LENGTH=60: "),
     ({"MAX_LENGTH_SAMPLE": "5000"}, "MAX_LENGTH_SAMPLE=5000 after the longest prompt"),
     ({"SYSTEM_PROMPT": "prompts/mine.txt"}, "SYSTEM_PROMPT=prompts/mine.txt: no such file"),
-    ({"REWARD_FN": "mine.py:score"}, "REWARD_FN: there is no file mine.py"),
-    ({"REWARD_FN": "score"}, "REWARD_FN: 'score' is not file.py:name"),
+    ({"REWARD_FN": "mine.py:reward"}, "REWARD_FN: there is no file mine.py"),
+    ({"REWARD_FN": "reward"}, "REWARD_FN: 'reward' is not file.py:name"),
     ({"REWARD_WEIGHTS": "1,1"}, "REWARD_WEIGHTS=1.0,1.0 has 2 numbers; give 3"),
     ({"OUTPUT_DIR": str(REPO / "LICENSE")}, "LICENSE cannot be written"),
     ({"RESUME": "nowhere"}, "RESUME=nowhere is no folder of a whole checkpoint"),
@@ -103,80 +103,103 @@ def pickled(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
+def write(name: str, text: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / name).write_text(text)
+
+    return change
+
+
+def remove(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
 NORM = "model.norm.weight"
-FOLDERS = {
-    "no config.json": (lambda f: (f / "config.json").unlink(), "has no config.json"),
-    "config.json is cut off": (
-        lambda f: (f / "config.json").write_text("{"), "config.json is not JSON"),
+NO_TEMPLATE = {"chat_template": None}
+BAD_TEMPLATE = {"chat_template": "{{ raise_exception('no') }}"}
+FOLDERS = {  # what is wrong -> how it is made, words of the line
+    "no config.json": (remove("config.json"), "has no config.json"),
+    "an incomplete config.json": (write("config.json", "{"), "config.json is not JSON"),
     "another architecture": (
-        change_json("config.json", model_type="gpt2"), "model_type='gpt2' is not supported"),
+        change_json("config.json", model_type="gpt2"),
+        "model_type='gpt2' is not supported",
+    ),
     "a config without sizes": (
-        change_json("config.json", hidden_size=None), "config.json has no 'hidden_size'"),
+        change_json("config.json", hidden_size=None),
+        "config.json has no 'hidden_size'",
+    ),
     "a wrong vocabulary": (change_json("config.json", vocab_size=64), "they are of two models"),
-    "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer.json"),
-    "a damaged tokenizer": (
-        lambda f: (f / "tokenizer.json").write_text("{}"), "its tokenizer cannot be read"),
+    "no tokenizer": (remove("tokenizer.json"), "has no tokenizer.json"),
+    "a damaged tokenizer": (write("tokenizer.json", "{}"), "its tokenizer cannot be read"),
     "no chat template": (
-        change_json("tokenizer_config.json", chat_template=None), "has no chat template"),
+        change_json("tokenizer_config.json", **NO_TEMPLATE),
+        "has no chat template",
+    ),
     "a chat template that fails": (
-        change_json("tokenizer_config.json", chat_template="{{ raise_exception('no') }}"),
-        "its chat template fails"),
+        change_json("tokenizer_config.json", **BAD_TEMPLATE),
+        "its chat template fails",
+    ),
     "a missing tensor": (change_weights(lambda t: t.pop(NORM)), f"lacks tensors {NORM}"),
     "an unknown tensor": (
-        change_weights(lambda t: t.update(extra=t[NORM])), "has unknown tensors extra"),
-    "a wrong shape": (
-        change_weights(lambda t: t.update({NORM: t[NORM][:-1]})), f"{NORM} is ["),
+        change_weights(lambda t: t.update(extra=t[NORM])),
+        "has unknown tensors extra",
+    ),
+    "a wrong shape": (change_weights(lambda t: t.update({NORM: t[NORM][:-1]})), f"{NORM} is ["),
     "a wrong dtype": (
-        change_weights(lambda t: t.update({NORM: t[NORM].astype(np.int32)})), f"{NORM} is I32"),
+        change_weights(lambda t: t.update({NORM: t[NORM].astype(np.int32)})),
+        f"{NORM} is I32",
+    ),
     "truncated weights": (truncate, "is not a whole safetensors file"),
     "pickled weights": (pickled, "weights are read as safetensors"),
-}  # fmt: skip
+}
 
 
 # ---- Datasets ------------------------------------------------------------------------------------
 
-ROW = b'{"question": "1+1?", "answer": "#### 2"}\n'
-DATASETS = {
+LINE = b'{"question": "1+1?", "answer": "#### 2"}\n'  # an example that has no mistake
+HUGE = json.dumps({"question": "1 " * 50_000, "answer": "2"}).encode()
+DATASETS = {  # what is wrong -> content of the file, words of the line
     "no file": (None, "no such file"),
-    "an empty one": (b"", "rows"),
-    "a single row": (ROW, "needs 2 rows, to hold one out; it has 1"),
-    "no question": (ROW + b'{"answer": "2"}\n', "line 2 has no text in 'question'"),
-    "an empty answer": (ROW + b'{"question": "q", "answer": " "}\n', "line 2 has no text in 'answ"),
-    "a number for a text": (ROW + b'{"question": 1, "answer": "2"}\n', "line 2 has no text in"),
-    "not UTF-8": (ROW + b'{"question": "\xff", "answer": "2"}\n', "line 2 is not UTF-8 text"),
-    "not JSON": (ROW + b"question: 1\n", "line 2 is not JSON"),
-    "a row that is a list": (ROW + b"[1]\n", "line 2 has no text in 'question'"),
-    "a huge question": (
-        ROW * 20 + json.dumps({"question": "1 " * 50_000, "answer": "2"}).encode(),
-        "set MAX_PROMPT_LENGTH="),
-}  # fmt: skip
+    "no examples": (b"", "rows"),
+    "a single example": (LINE, "needs 2 rows, to hold one out; it has 1"),
+    "no question": (LINE + b'{"answer": "2"}\n', "line 2 has no text in 'question'"),
+    "an empty answer": (
+        LINE + b'{"question": "q", "answer": " "}\n',
+        "line 2 has no text in 'answ",
+    ),
+    "a number for a text": (LINE + b'{"question": 1, "answer": "2"}\n', "line 2 has no text in"),
+    "not UTF-8": (LINE + b'{"question": "\xff", "answer": "2"}\n', "line 2 is not UTF-8 text"),
+    "not JSON": (LINE + b"question: 1\n", "line 2 is not JSON"),
+    "an example that is a list": (LINE + b"[1]\n", "line 2 has no text in 'question'"),
+    "a huge question": (LINE * 20 + HUGE, "set MAX_PROMPT_LENGTH="),
+}
 
 
 # ---- Reward functions ----------------------------------------------------------------------------
 
-REWARDS = {
-    "no such function": ("def other(completions, **columns): return []", "score"),
-    "no Python": ("def score(:", "SyntaxError"),
-    "a wrong length": ("def score(completions, **columns): return [1.0]", "16 rewards, not 1"),
-    "no number": ("def score(completions, **_): return ['a'] * len(completions)", "'a' is no"),
-    "it hangs": (
-        "import time\ndef score(completions, **columns): time.sleep(99)", "REWARD_TIMEOUT_S=1"),
-}  # fmt: skip
+HANGS = "import time\ndef reward(completions, **columns): time.sleep(99)"
+REWARDS = {  # what is wrong -> source of the file, words of the line
+    "no such function": ("def other(completions, **columns): return []", "reward"),
+    "no Python": ("def reward(:", "SyntaxError"),
+    "a wrong length": ("def reward(completions, **columns): return [1.0]", "16 rewards, not 1"),
+    "no number": ("def reward(completions, **_): return ['a'] * len(completions)", "'a' is no"),
+    "a function that hangs": (HANGS, "REWARD_TIMEOUT_S=1"),
+}
 
 
-# ---- What they come to ---------------------------------------------------------------------------
+# ---- The runs ------------------------------------------------------------------------------------
 
 
 class Case(NamedTuple):
     env: dict[str, str]
     words: str  # of the line
     flags: tuple[str, ...] = ()
-    early: bool = False  # known before any device is touched
-    leaves: bool = False  # OUTPUT_DIR was made before it could be known
+    early: bool = False  # found before any device is touched
+    leaves: bool = False  # the run has made OUTPUT_DIR before it could find the mistake
 
 
 def cases(folder: Path) -> dict[str, Case]:
-    """All of them, with their files in `folder`."""
+    """{name: case} of all mistakes; this writes their files into `folder`."""
     found = {}
     for env, words in SETTINGS:
         found[" ".join(env)] = Case(env, words, early=True)
@@ -202,7 +225,7 @@ def cases(folder: Path) -> dict[str, Case]:
     for i, (name, (source, words)) in enumerate(REWARDS.items()):
         file = folder / f"mine{i}.py"
         file.write_text(source)
-        env = {"REWARD_FN": f"{file}:score", "REWARD_TIMEOUT_S": "1", "STEPS": "1"}
+        env = {"REWARD_FN": f"{file}:reward", "REWARD_TIMEOUT_S": "1", "STEPS": "1"}
         env |= {"EVAL_EVERY_STEPS": "0", "BATCH_SIZE": "2"}
         found[f"a reward: {name}"] = Case(env, words, leaves=i > 1)
     return found
@@ -210,7 +233,7 @@ def cases(folder: Path) -> dict[str, Case]:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Case, Run]]:
-    """Every run's end; two at a time."""
+    """{name: (case, end of its run)}; two runs go on at a time."""
     folder = tmp_path_factory.mktemp("mistakes")
     all_cases = cases(folder)
 
@@ -238,27 +261,28 @@ def test_a_mistake_costs_one_line_and_exit_code_2(
     told = [line for line in lines if line.startswith("error: ")]
     assert lines[-1] in told and any(case.words in line for line in told), run.errors
     assert "Traceback" not in run.errors
-    assert not case.early or "backend=" not in run.lines, "no device was touched in vain"
+    assert not case.early or "backend=" not in run.lines, "no device was touched before"
     assert run.out.exists() == case.leaves, "nothing is left behind"
 
 
-def test_mistakes_in_different_files_are_told_at_once(tmp_path: Path) -> None:
+def test_mistakes_in_different_files_are_reported_together(tmp_path: Path) -> None:
     file = tmp_path / "mine.jsonl"
     file.write_bytes(b"")
-    env = {"TRAIN_MICRO_BATCH_SIZE": "7", "REWARD_FN": "mine.py:score", "DATASET": str(file)}
+    env = {"TRAIN_MICRO_BATCH_SIZE": "7", "REWARD_FN": "mine.py:reward", "DATASET": str(file)}
     env |= {"EXPORT_HF": str(file / "hf")}
     run = train(tmp_path / "run", MODEL_PATH=str(tmp_path / "none"), **env)
     assert run.code == 2 and not run.out.exists()
     lines = run.errors.strip().splitlines()
-    for line, words in zip(lines, (
+    expected = (
         f"error: EXPORT_HF={file}/hf cannot be written: {file} is not a folder",
         "error: TRAIN_MICRO_BATCH_SIZE=7 must divide local_batch",
         "error: REWARD_FN: there is no file mine.py",
         f"error: MODEL_PATH={tmp_path}/none: this folder does not exist",
         f"error: DATASET={file} needs 2 rows, to hold one out; it has 0",
-    ), strict=True):  # fmt: skip
+    )
+    for line, words in zip(lines, expected, strict=True):
         assert line.startswith(words)
 
 
-def test_there_are_at_least_forty_of_them() -> None:
+def test_at_least_seventy_mistakes_are_tried() -> None:
     assert len(names()) >= 70

@@ -1,4 +1,4 @@
-"""memory.py: a program that a device has too little memory for ends the run in words of sizes."""
+"""runtime/chips.py: a run that needs too much memory names the program and a smaller size."""
 
 import subprocess
 import sys
@@ -10,11 +10,12 @@ from test_config import env
 from test_train import REPO
 
 from config import Config
-from runtime import memory
+from runtime import chips
 from runtime.sizes import MICRO_SIZES, PASS_SIZES, derive, smaller_sizes
 from tools import programs
 
-RUNS = [  # GB of address space, which jax itself needs too, settings, how the line begins and ends
+# GB of address space, of which jax needs a part, settings, the beginning and the end of the line.
+RUNS = [
     pytest.param(
         16,
         "BATCH_SIZE=1024 NUM_PRE_Q=8 MAX_LENGTH_SAMPLE=1024",
@@ -44,9 +45,13 @@ def test_a_program_that_exhausts_the_memory_is_named_with_the_size_to_try(
     )
     more = {"JAX_PLATFORMS": "cpu", "OUTPUT_DIR": str(tmp_path / "run"), "PATH": "/usr/bin:/bin"}
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=REPO, text=True, capture_output=True, timeout=300,
+        [sys.executable, "-c", program],
+        cwd=REPO,
         env=env(settings) | more | {"STEPS": "1", "EVAL_EVERY_STEPS": "0"},
-    )  # fmt: skip
+        text=True,
+        capture_output=True,
+        timeout=300,
+    )
     assert done.returncode == 3, done.stderr
     assert "Traceback" not in done.stderr
     last = done.stderr.splitlines()[-1]
@@ -54,11 +59,12 @@ def test_a_program_that_exhausts_the_memory_is_named_with_the_size_to_try(
 
 
 def smaller(settings: str, slice_: tuple[int, int], names: tuple[str, str]) -> list[dict]:
+    """The smaller sizes on a slice. slice_: the number of processes and of devices of each."""
     cfg = Config.from_env(env(f"MODEL_PATH=m {settings}"))
     return smaller_sizes(cfg, derive(cfg, *slice_), *slice_, names)
 
 
-def test_smaller_sizes_leave_the_step_as_it_is_and_are_in_the_user_s_unit() -> None:
+def test_smaller_sizes_do_not_change_the_step_and_use_the_user_s_unit() -> None:
     assert smaller("BATCH_SIZE=6", (1, 1), PASS_SIZES) == [
         {"batch_size": n, "rollout_batch_size": 48} for n in (1, 2, 3)
     ]
@@ -77,13 +83,13 @@ def test_smaller_sizes_leave_the_step_as_it_is_and_are_in_the_user_s_unit() -> N
     assert smaller("BATCH_SIZE=1", (1, 1), PASS_SIZES) == []
 
 
-def test_other_errors_are_not_about_memory() -> None:
+def test_other_errors_of_jax_are_not_about_memory() -> None:
     error = jax.errors.JaxRuntimeError("INTERNAL: something else")
     cfg = Config.from_env({})
-    assert memory.out_of_memory(cfg, derive(cfg, 1, 1), error) == ""
+    assert chips.out_of_memory(cfg, derive(cfg, 1, 1), {}, error) == ""
 
 
 @pytest.mark.parametrize("name", ["v6e-8", "v4-16"])
-def test_the_line_names_the_slice_whose_plan_checks_the_size(name: str) -> None:
+def test_the_line_names_the_slice_with_which_the_plan_checks_the_size(name: str) -> None:
     pytest.importorskip("libtpu", reason='the TPU compiler: pip install "jax[tpu]"')
-    assert memory.slice_name(programs.slice_devices(name)) == name
+    assert chips.slice_of(programs.slice_devices(name)) == name

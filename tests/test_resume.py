@@ -1,0 +1,144 @@
+"""runtime/resume.py: which checkpoint a run goes on from, and which changes of settings stop it."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from test_reliability import arrays, records, start_run, wait_for
+from test_train import Result, finish
+
+from config import Config
+from runtime.parsing import compared_by_value
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture
+def short(out: Path, tmp_path: Path) -> Path:
+    """A copy of a run of three steps with a checkpoint of each step, for a test to change."""
+    source = out / "short"
+    if not source.exists():
+        settings = {"STEPS": "3", "SAVE_KEEP": "0", "EVAL_EVERY_STEPS": "0"}
+        assert finish(start_run(source, **settings), source).code == 0
+    shutil.copytree(source, tmp_path / "run")
+    (tmp_path / "run" / "finished").unlink()
+    return tmp_path / "run"
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(out: Path, short: Path) -> None:
+    (short / "checkpoints" / "3" / "arrays" / "manifest.ocdbt").write_bytes(b"")
+    half = short / "checkpoints" / "4.orbax-checkpoint-tmp-17"
+    half.mkdir()
+    settings = {"STEPS": "3", "SAVE_KEEP": "0", "EVAL_EVERY_STEPS": "0"}
+    result = finish(start_run(short, **settings), short)
+    assert result.code == 0, result.errors
+    assert f"checkpoint {half} is half-written and passed over" in result.lines
+    assert re.search(
+        r"^checkpoint \S+/checkpoints/3 is damaged and passed over: ", result.lines, re.M
+    )
+    assert "resumed after step 2 of 3" in result.lines
+    ours, theirs = arrays(short, 3), arrays(out / "short", 3)
+    assert all(ours[name].tobytes() == theirs[name].tobytes() for name in theirs)
+    assert records(short) == records(out / "short")
+    kept = [*short.glob("earlier_*/3")]
+    assert len(kept) == 1, "the damaged checkpoint is set aside, not deleted"
+
+
+COMPARED = """
+    seed rollout_backend num_pre_q max_length_sample temperature top_k top_p min_p
+    dynamic_sampling dynamic_sampling_max_rounds reward_weights reward_fn overlong_cache
+    repetition_ngram ppo_epochs optimizer learning_rate lr_schedule warmup_ratio weight_decay
+    clip_norm loss_type adv_estimator scale_rewards eps_low eps_high delta importance_sampling_level
+    beta kl_estimator kl_bias_correction ref_sync_steps ref_sync_alpha entropy_coef
+    top_entropy_quantile mask_truncated_completions is_mode is_cap
+"""
+
+
+def test_a_resumed_run_must_keep_exactly_these_settings() -> None:
+    """A new setting has to be added here, or marked as one that does not change the results."""
+    assert compared_by_value(Config) == COMPARED.split()
+
+
+# ---- Going on ------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_more_steps_and_a_changed_setting_stops_it_with_its_name(
+    out, short: Path
+) -> None:
+    def run(**env: str) -> Result:
+        settings = {"EVAL_EVERY_STEPS": "0", "SAVE_KEEP": "0", "STEPS": "3"}
+        return finish(start_run(short, **settings | env), short)
+
+    def refused(words: str, **env: str) -> None:
+        result = run(**env)
+        assert result.code == 2, result.lines
+        last = result.errors.strip().splitlines()[-1]
+        assert last.startswith("error: ") and words in last, last
+        assert [r["step"] for r in records(short)] == [0, 1, 2], "no record is lost"
+
+    another = "the run after step 3 was another: "
+    refused(f"{another}LEARNING_RATE was 0.0003 and is 1e-05", LEARNING_RATE="1e-5")
+    refused(f"{another}NUM_PRE_Q was 4 and is 8", NUM_PRE_Q="8")
+    refused("prompts per step was 4 and is 8", BATCH_SIZE="8")
+    refused("LR_DECAY_STEPS (else STEPS) was 3 and is 4", STEPS="4")
+    refused("the tokenized prompts was", SYSTEM_PROMPT="Short.")
+    refused("has ['state'].opt_state[0].nu.embed", OPTIMIZER="lion", RESUME_FORCE="1")
+    speed = {"TRAIN_MICRO_BATCH_SIZE": "4", "REMAT": "none", "SAVE_EVERY_STEPS": "3"}
+    result = run(STEPS="4", LR_DECAY_STEPS="3", EVAL_SPLIT="train", **speed)
+    assert result.code == 0 and "resumed after step 3 of 4" in result.lines
+    result = run(STEPS="4", LR_DECAY_STEPS="3")
+    assert result.code == 0 and "all STEPS=4 are done" in result.lines
+    assert re.search(r"^DONE: steps=4 elapsed_sec=", result.lines, re.M)
+    assert not re.search("^step=", result.lines, re.M)
+    result = run(STEPS="4", LR_DECAY_STEPS="3", SEED="1")
+    assert result.code == 2 and "SEED was 0 and is 1" in result.errors
+    result = run(STEPS="3", LR_DECAY_STEPS="3", RESUME=str(short / "checkpoints" / "4"))
+    assert result.code == 2
+    assert "STEPS=3, and the checkpoint is after step 4; raise it" in result.errors
+    result = run(STEPS="5", LR_DECAY_STEPS="3", SEED="1", RESUME_FORCE="1")
+    assert result.code == 0
+    assert "RESUME_FORCE=1: the run after step 4 was another: SEED was 0" in result.lines
+
+
+@pytest.mark.slow
+def test_resume_names_a_checkpoint_or_begins_anew_and_nothing_is_lost(out, short: Path) -> None:
+    settings = {"EVAL_EVERY_STEPS": "0", "SAVE_KEEP": "0", "STEPS": "3"}
+
+    def run(folder: Path, **env: str) -> Result:
+        return finish(start_run(folder, **settings | env), folder)
+
+    result = run(short, RESUME=str(short / "checkpoints" / "2"))
+    assert result.code == 0 and "resumed after step 2 of 3" in result.lines
+    assert len([*short.glob("earlier_*/3")]) == 1
+    assert records(short) == records(out / "short")
+
+    other = short.with_name("other")
+    process = start_run(
+        other, **settings | {"RESUME": str(short), "STEPS": "5", "LR_DECAY_STEPS": "3"}
+    )
+    wait_for(process, "^step=3 ")
+    process.kill()
+    process.communicate()
+    result = run(other, STEPS="5", LR_DECAY_STEPS="3")
+    assert result.code == 0 and "resumed after step" in result.lines, result.errors
+    assert [r["step"] for r in records(other)] == [3, 4]
+
+    result = run(short, RESUME="never")
+    assert result.code == 0 and "resumed" not in result.lines
+    assert [r["step"] for r in records(short)] == [0, 1, 2]
+    aside = [f.name for f in short.glob("earlier_*/*")]
+    assert {"1", "2", "3", "metrics.jsonl", "samples.jsonl", "hf"} <= {*aside}
+    process = start_run(short, **settings | {"RESUME": "never"})
+    wait_for(process, "^step=0 ")
+    process.kill()
+    process.communicate()
+    result = run(short)
+    assert "are done" not in result.lines and "step=2 " in result.lines, "the run was not finished"
+    result = run(short, RESUME=str(short / "nowhere"))
+    assert result.code == 2
+    assert f"RESUME={short}/nowhere is no folder of a whole checkpoint" in result.errors

@@ -1,30 +1,37 @@
-"""processes.py: what two processes refuse to start, and how one's end ends the other."""
+"""runtime/processes.py: two processes run only if they run the same, and they end together."""
 
 import datetime
 import errno
 import fcntl
+import hashlib
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
-from test_train import REPO, Result, finish, start, start_two
+from test_train import REPO, Result, copy_repository, finish, start, start_two
 
 from config import Config
 from runtime import processes, resume
 
 
-def run_two(out: Path, *each: dict[str, str], **env: str) -> list[Result]:
+def run_two(
+    out: Path, *each: dict[str, str], repos: tuple[Path, Path] = (REPO, REPO), **env: str
+) -> list[Result]:
     outs = [out / str(i) for i in range(2)]
-    running = start_two(outs, 1, *each, EVAL_EVERY_STEPS="0", **env)
+    running = start_two(outs, 1, *each, repos=repos, EVAL_EVERY_STEPS="0", **env)
     return [finish(process, o) for process, o in zip(running, outs, strict=True)]
 
 
 def wait_for(process: subprocess.Popen, words: str) -> None:
+    """Reads the lines of a process up to a line that begins with these words."""
     next(line for line in process.stdout if line.startswith(words))
 
 
@@ -32,7 +39,9 @@ def last_error(result: Result) -> str:
     return [line for line in result.errors.splitlines() if line.startswith("error: ")][-1]
 
 
-def test_processes_that_would_not_run_the_same_stop_and_name_what_differs(tmp_path: Path) -> None:
+def test_processes_with_different_settings_or_data_stop_and_name_the_differences(
+    tmp_path: Path,
+) -> None:
     other = tmp_path / "other.jsonl"
     other.write_text('{"question": "1+1?", "answer": "#### 2"}\n' * 10)
     each = ({"SEED": "1"}, {"SEED": "2", "DATASET": str(other), "HEARTBEAT_TIMEOUT_S": "11"})
@@ -47,14 +56,50 @@ def test_processes_that_would_not_run_the_same_stop_and_name_what_differs(tmp_pa
         assert "HEARTBEAT" not in error and "Traceback" not in result.errors
 
 
-def test_a_mistake_of_one_process_is_told_by_all(tmp_path: Path) -> None:
+def test_processes_with_different_code_in_any_room_stop_and_name_the_files(
+    tmp_path: Path,
+) -> None:
+    repo = copy_repository(tmp_path / "copy")
+    for name in ("models/model.py", "runtime/layout.py"):
+        with open(repo / name, "a") as file:
+            file.write("# another version\n")
+    for result in run_two(tmp_path, repos=(REPO, repo)):
+        assert result.code == 2
+        error = last_error(result)
+        files = r"models/model\.py is {0} on process 1, runtime/layout\.py is {0} on process 1$"
+        files = files.format(r"\w{12} on process 0, \w{12}")
+        assert re.search(f"would not run the same: {files}", error), error
+
+
+def test_the_compared_code_is_in_the_rooms_and_not_in_a_virtual_environment(
+    tmp_path: Path, monkeypatch
+) -> None:
+    repo = tmp_path / "repo"
+    compared = ["loss.py", "models/model.py", "runtime/layout.py", "tools/hlo.py"]
+    others = [".venv/lib/python3/site-packages/flax/core.py", "venv/site.py", "../other/loss.py"]
+    for i, name in enumerate(compared + others):
+        file = repo / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"number = {i}\n")
+        module = types.ModuleType(f"imported{i}")
+        module.__file__ = str(file)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    digests = [hashlib.sha256(b"number = %d\n" % i).hexdigest()[:12] for i in range(4)]
+    assert processes.code_facts(repo) == dict(zip(compared, digests, strict=True))
+    packages = {file.parent.name for file in REPO.glob("*/__init__.py")}
+    assert {"", *packages} == set(processes.ROOMS), "every folder of our code is a room"
+
+
+def test_all_processes_report_a_mistake_of_one_process(tmp_path: Path) -> None:
     results = run_two(tmp_path, {}, {"DATASET": "nowhere.jsonl"})
     assert [result.code for result in results] == [2, 2]
     assert last_error(results[0]) == "error: process 1: DATASET=nowhere.jsonl: no such file"
     assert last_error(results[1]) == "error: DATASET=nowhere.jsonl: no such file"
 
 
-def test_two_processes_are_not_three_and_one_is_not_many(tmp_path: Path) -> None:
+def test_a_run_stops_if_more_or_fewer_processes_join_than_the_settings_require(
+    tmp_path: Path,
+) -> None:
     for result in run_two(tmp_path, REQUIRE_JAX_PROCESS_COUNT="3"):
         assert result.code == 2
         assert last_error(result) == "error: REQUIRE_JAX_PROCESS_COUNT=3, and 2 joined"
@@ -62,7 +107,7 @@ def test_two_processes_are_not_three_and_one_is_not_many(tmp_path: Path) -> None
         assert result.code == 2 and "REQUIRE_MULTIHOST is False on process 0" in last_error(result)
 
 
-def test_a_process_that_dies_between_steps_takes_the_other_down(tmp_path: Path) -> None:
+def test_a_process_that_dies_between_steps_ends_the_other_process(tmp_path: Path) -> None:
     outs = [tmp_path / str(i) for i in range(2)]
     both = {"STEPS": "5000", "EVAL_EVERY_STEPS": "0", "HEARTBEAT_TIMEOUT_S": "10"}
     running = start_two(outs, 1, **both)
@@ -75,15 +120,15 @@ def test_a_process_that_dies_between_steps_takes_the_other_down(tmp_path: Path) 
     assert time.monotonic() - killed < 40
     assert dead.code == -signal.SIGKILL
     assert survivor.code in (1, -signal.SIGABRT)
-    told = ("error: another process is gone", "another task died")  # ours, or jax's own
+    told = ("error: another process is gone", "another task died")  # our line, or a line of jax
     assert any(words in survivor.errors for words in told), survivor.errors
     assert survivor.code != 1 or "Traceback" not in survivor.errors
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("frozen", [0, 1])
-def test_a_frozen_process_ends_the_other_as_a_dead_one_does(tmp_path: Path, frozen: int) -> None:
-    """Its connections stay open; what it misses are the heartbeats, whoever keeps count of them."""
+def test_a_frozen_process_ends_the_other_process_too(tmp_path: Path, frozen: int) -> None:
+    """The connections of a frozen process stay open, but it sends no heartbeats."""
     outs = [tmp_path / str(i) for i in range(2)]
     both = {"STEPS": "5000", "BATCH_SIZE": "2", "HEARTBEAT_TIMEOUT_S": "10"}
     running = start_two(outs, 1, **both)
@@ -98,7 +143,7 @@ def test_a_frozen_process_ends_the_other_as_a_dead_one_does(tmp_path: Path, froz
     assert "another process is gone" in other.errors or "another task died" in other.errors
 
 
-def test_what_differs_is_compared_with_process_0_and_named_once() -> None:
+def test_each_difference_from_process_0_is_named_once() -> None:
     everyone = [{"a": "1", "b": "x"}, {"a": "1", "b": "x"}, {"a": "2", "c": "z"}, {"a": "3"}]
     assert processes.differences(everyone) == [
         "a is 1 on process 0, 2 on process 2",
@@ -122,11 +167,13 @@ def test_what_differs_is_compared_with_process_0_and_named_once() -> None:
         (KeyError("gloo"), False),
     ],
 )
-def test_another_s_end_is_told_from_a_mistake(error: Exception, lost: bool) -> None:
+def test_the_error_after_the_end_of_another_process_is_not_taken_for_a_mistake(
+    error: Exception, lost: bool
+) -> None:
     assert processes.lost_contact(error) is lost
 
 
-def test_a_process_number_beyond_their_count_is_a_mistake(monkeypatch) -> None:
+def test_a_process_number_must_be_below_the_number_of_processes(monkeypatch) -> None:
     names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
     for name, value in zip(names, ("127.0.0.1:1", "2", "2"), strict=True):
         monkeypatch.setitem(os.environ, name, value)
@@ -141,12 +188,14 @@ def test_a_process_number_beyond_their_count_is_a_mistake(monkeypatch) -> None:
         ({"vendor": "0x1ae0\n", "class": "0x120000\n"}, True),
         ({"vendor": "0x1ae0\n"}, True),
         ({"vendor": "0x8086\n", "class": "0x120000\n"}, False),
-        ({"vendor": "0x10de\n", "class": "0x030200\n"}, False),  # a GPU, which may be in /dev/vfio
-        ({"vendor": "0x1ae0\n", "class": "0x020000\n"}, False),  # a network card of Google's cloud
-        ({"vendor": "0x1ae0\n", "class": "0x010802\n"}, False),  # and a disk
+        ({"vendor": "0x10de\n", "class": "0x030200\n"}, False),  # a GPU, which can be in /dev/vfio
+        ({"vendor": "0x1ae0\n", "class": "0x020000\n"}, False),  # a network card of Google
+        ({"vendor": "0x1ae0\n", "class": "0x010802\n"}, False),  # a disk of Google
     ],
 )
-def test_a_tpu_is_known_by_its_maker_and_is_no_network_card(tmp_path, files, tpu: bool) -> None:
+def test_a_tpu_is_a_device_of_google_that_is_no_disk_and_no_network_card(
+    tmp_path, files, tpu: bool
+) -> None:
     device = tmp_path / "0000:00:05.0"
     device.mkdir()
     for name, text in files.items():
@@ -156,7 +205,7 @@ def test_a_tpu_is_known_by_its_maker_and_is_no_network_card(tmp_path, files, tpu
 
 
 @pytest.mark.parametrize("name", ["SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"])
-def test_tasks_that_do_not_know_of_each_other_are_told_what_to_set(
+def test_tasks_that_do_not_know_of_each_other_print_what_to_set(
     monkeypatch, capsys, name: str
 ) -> None:
     for other in ("JAX_COORDINATOR_ADDRESS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):
@@ -175,47 +224,51 @@ def test_tasks_that_do_not_know_of_each_other_are_told_what_to_set(
     )
 
 
-# ---- What stops a run stops it everywhere, before the weights are read --------------------------
+# ---- What stops one process stops all, before they read the weights ------------------------------
 
 
-def assert_all_stop_alike(results: list[Result], line: str) -> None:
+def assert_all_stop_with(results: list[Result], line: str) -> None:
     for result in results:
         assert result.code == 2, result.errors
         assert last_error(result) == line
-        assert result.errors.strip().splitlines()[-1] == line, "no dump of another library"
+        assert result.errors.strip().splitlines()[-1] == line, "no library prints its frames"
         assert "\nstep=" not in result.lines and "output=" not in result.lines
 
 
-def test_a_missing_wandb_ends_all_processes_alike_before_the_weights_are_read(
+def test_a_missing_wandb_ends_all_processes_before_they_read_the_weights(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "wandb.py").write_text("raise ImportError('no such package')\n")
     env = {"WANDB_MODE": "offline", "PYTHONPATH": str(tmp_path)}
     results = run_two(tmp_path, **env)
-    assert_all_stop_alike(results, "error: WANDB_MODE=offline needs wandb: pip install wandb")
+    assert_all_stop_with(results, "error: WANDB_MODE=offline needs wandb: pip install wandb")
     for result in results:
-        assert "model=" not in result.lines, "the weights are not read"
+        assert "model=" not in result.lines, "no process reads the weights"
 
 
-def test_a_folder_that_process_0_cannot_write_ends_all_processes_alike(tmp_path: Path) -> None:
+def test_a_folder_that_process_0_cannot_write_ends_all_processes_with_one_text(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "file"
     file.write_text("no folder")
     results = run_two(tmp_path, EXPORT_HF=str(file / "hf"))
-    assert_all_stop_alike(
+    assert_all_stop_with(
         results, f"error: EXPORT_HF={file}/hf cannot be written: {file} is not a folder"
     )
     results = run_two(tmp_path, CHECKPOINT_DIR=str(file / "c"))
-    assert_all_stop_alike(
+    assert_all_stop_with(
         results, f"error: CHECKPOINT_DIR={file}/c cannot be written: Not a directory"
     )
     (tmp_path / "0" / "config.yaml").mkdir(parents=True)
     results = run_two(tmp_path)
-    assert_all_stop_alike(
+    assert_all_stop_with(
         results, f"error: OUTPUT_DIR={tmp_path}/0 cannot be written: Is a directory"
     )
 
 
-def test_damaged_weights_of_one_process_end_all_before_they_are_read(tmp_path: Path) -> None:
+def test_damaged_weights_of_one_process_end_all_processes_before_they_read_weights(
+    tmp_path: Path,
+) -> None:
     model = tmp_path / "model"
     shutil.copytree(REPO / "tiny", model)
     weights = (model / "model.safetensors").read_bytes()
@@ -230,22 +283,20 @@ def test_damaged_weights_of_one_process_end_all_before_they_are_read(tmp_path: P
 # ---- Two runs, one folder ------------------------------------------------------------------------
 
 
-def test_a_folder_of_a_run_that_is_alive_takes_no_second_run(tmp_path: Path) -> None:
-    """Neither its OUTPUT_DIR nor its checkpoints; once it is killed, they are free."""
+def test_a_second_run_cannot_use_the_folders_of_a_run_that_is_alive(tmp_path: Path) -> None:
+    """It cannot use OUTPUT_DIR or CHECKPOINT_DIR; when the first run is killed, they are free."""
     folder, short = tmp_path / "held", {"BATCH_SIZE": "2", "RESUME": "never"}
     process = start(folder, short | {"STEPS": "1000"}, 1)
     wait_for(process, "step=1 ")
-    mine = f"process {process.pid} on {platform.node()}"
+    holder = f"process {process.pid} on {platform.node()}"
     before = (folder / "metrics.jsonl").read_text()
-    for setting, env in (
-        (f"OUTPUT_DIR={folder}", {}),
-        (f"CHECKPOINT_DIR={folder}/checkpoints",
-         {"OUTPUT_DIR": str(tmp_path / "second"), "CHECKPOINT_DIR": f"{folder}/checkpoints"}),
-    ):  # fmt: skip
+    shared = f"{folder}/checkpoints"
+    elsewhere = {"OUTPUT_DIR": str(tmp_path / "second"), "CHECKPOINT_DIR": shared}
+    for setting, env in ((f"OUTPUT_DIR={folder}", {}), (f"CHECKPOINT_DIR={shared}", elsewhere)):
         second = finish(start(folder, short | env, 1), folder)
         assert second.code == 2
         assert second.errors.splitlines()[-1] == (
-            f"error: {setting} belongs to another run, which is alive: {mine}. Choose another "
+            f"error: {setting} belongs to another run, which is alive: {holder}. Choose another "
             f"folder, or wait until that run has ended"
         )
         assert "\nstep=" not in second.lines
@@ -258,7 +309,7 @@ def test_a_folder_of_a_run_that_is_alive_takes_no_second_run(tmp_path: Path) -> 
     assert again.code == 0, again.errors
 
 
-def test_two_processes_are_told_of_a_folder_that_is_taken(tmp_path: Path) -> None:
+def test_both_processes_of_a_second_run_name_the_folder_that_is_taken(tmp_path: Path) -> None:
     folder = tmp_path / "taken"
     process = start(folder, {"STEPS": "1000", "BATCH_SIZE": "2"}, 1)
     wait_for(process, "step=0 ")
@@ -271,7 +322,9 @@ def test_two_processes_are_told_of_a_folder_that_is_taken(tmp_path: Path) -> Non
     assert lines[0].startswith(f"error: OUTPUT_DIR={folder} belongs to another run")
 
 
-def test_runs_that_start_in_the_same_second_get_a_folder_each(tmp_path: Path, monkeypatch) -> None:
+def test_runs_that_start_in_the_same_second_get_different_folders(
+    tmp_path: Path, monkeypatch
+) -> None:
     class Stopped(datetime.datetime):
         @classmethod
         def now(cls, zone: datetime.tzinfo) -> datetime.datetime:
@@ -286,7 +339,9 @@ def test_runs_that_start_in_the_same_second_get_a_folder_each(tmp_path: Path, mo
     assert all((tmp_path / folder / ".lock").is_file() for folder in folders)
 
 
-def test_a_file_system_without_locks_costs_a_line(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_a_run_on_a_file_system_without_locks_goes_on_and_says_so(
+    tmp_path: Path, monkeypatch, capsys
+) -> None:
     def no_locks(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -298,7 +353,7 @@ def test_a_file_system_without_locks_costs_a_line(tmp_path: Path, monkeypatch, c
     )
 
 
-def test_a_run_that_does_not_begin_takes_no_folder_away_from_another(tmp_path: Path) -> None:
+def test_a_run_that_does_not_begin_removes_only_folders_of_its_process(tmp_path: Path) -> None:
     for name in ("mine", "other", "used"):
         (tmp_path / name).mkdir()
         (tmp_path / name / ".lock").write_text(resume.this_process())

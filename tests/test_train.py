@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -37,7 +38,7 @@ class Result(NamedTuple):
     completions: list  # (answer, text) of each sequence, in their order
 
 
-def start(out: Path, env: dict[str, str], devices: int) -> subprocess.Popen:
+def start(out: Path, env: dict[str, str], devices: int, repo: Path = REPO) -> subprocess.Popen:
     """Starts train_grpo.py for one step without evaluation, unless `env` says otherwise."""
     out.mkdir(parents=True, exist_ok=True)
     recorder = out.parent / "recorder.py"
@@ -59,7 +60,7 @@ def start(out: Path, env: dict[str, str], devices: int) -> subprocess.Popen:
     }
     command = [sys.executable, "train_grpo.py"]
     env = keep | settings | recorded | env
-    return subprocess.Popen(command, cwd=REPO, env=env, text=True, stdout=PIPE, stderr=PIPE)
+    return subprocess.Popen(command, cwd=repo, env=env, text=True, stdout=PIPE, stderr=PIPE)
 
 
 def finish(process: subprocess.Popen, out: Path) -> Result:
@@ -81,16 +82,36 @@ def train(out: Path, devices: int = 1, **env: str) -> Result:
 
 
 def start_two(
-    outs: list[Path], devices: int, *each: dict[str, str], **env: str
+    outs: list[Path],
+    devices: int,
+    *each: dict[str, str],
+    repos: tuple[Path, Path] = (REPO, REPO),
+    **env: str,
 ) -> list[subprocess.Popen]:
-    """Starts two processes of one run on this machine. each: more settings for each process."""
+    """Starts two processes of one run on this machine.
+
+    each: more settings for each process. repos: the folder of the code of each process.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     both = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2"}
     both["OUTPUT_DIR"] = str(outs[0])
     each = [{"JAX_PROCESS_ID": str(i)} | more for i, more in enumerate(each or ({}, {}))]
-    return [start(out, env | both | more, devices) for out, more in zip(outs, each, strict=True)]
+    return [
+        start(out, env | both | more, devices, repo)
+        for out, more, repo in zip(outs, each, repos, strict=True)
+    ]
+
+
+def copy_repository(to: Path) -> Path:
+    """Copies the code, the recipes and the tiny model; returns the folder of the copy."""
+    to.mkdir()
+    for file in REPO.glob("*.py"):
+        shutil.copy(file, to)
+    for folder in ("models", "runtime", "tools", "recipes", "tiny"):
+        shutil.copytree(REPO / folder, to / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    return to
 
 
 def train_two(out: Path, devices: int, **env: str) -> list[Result]:
@@ -100,6 +121,47 @@ def train_two(out: Path, devices: int, **env: str) -> list[Result]:
     for result in results:
         assert result.code == 0, result.errors
     return results
+
+
+# ---- Other folders -------------------------------------------------------------------------------
+
+
+def run_from(folder: Path, script: Path, *flags: str, **env: str) -> str:
+    """The output of a script of the repository that is started by its path, from a folder."""
+    keep = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    command = [sys.executable, str(script), *flags]
+    env = keep | {"JAX_PLATFORMS": "cpu"} | env
+    done = subprocess.run(command, cwd=folder, env=env, text=True, capture_output=True, timeout=99)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def test_repo_and_dotenv_are_those_beside_the_code_in_a_run_from_another_folder(
+    tmp_path: Path,
+) -> None:
+    repo, elsewhere = copy_repository(tmp_path / "repo"), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (repo / ".env").write_text("SEED=3\n")
+    (elsewhere / ".env").write_text("SEED=4\n")
+    script, dataset = repo / "train_grpo.py", "{repo}/tiny/train.jsonl"
+    settings = run_from(elsewhere, script, "--print-config", DATASET=dataset)
+    settings = [line.partition("#")[0].strip() for line in settings.splitlines()]
+    assert "data.seed: 3" in settings
+    assert f"data.dataset: {repo}/tiny/train.jsonl" in settings
+    assert f"model.path: {repo}/tiny" in settings
+
+
+def test_startup_shows_the_devices_from_the_top_folder_and_from_another_folder(
+    tmp_path: Path,
+) -> None:
+    for folder, script in ((REPO, Path("startup.py")), (tmp_path, REPO / "startup.py")):
+        lines = run_from(folder, script, STEPS="1").splitlines()
+        assert "backend=cpu process=0/1 device_count=1 local_device_count=1" in lines
+        assert re.fullmatch(r"versions python=3\S+ jax=\S+ jaxlib=\S+ .*", lines[-1])
+    assert not [*tmp_path.iterdir()], "nothing is left behind"
+
+
+# ---- Equal steps ---------------------------------------------------------------------------------
 
 
 def assert_same_step(a: Result, b: Result) -> None:

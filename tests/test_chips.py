@@ -1,5 +1,6 @@
 """runtime/chips.py: a run that needs too much memory names the program and a smaller size."""
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +10,10 @@ import pytest
 from test_config import env
 from test_train import REPO
 
+import train_grpo
 from config import Config
 from runtime import chips
+from runtime.processes import ROOMS
 from runtime.sizes import MICRO_SIZES, PASS_SIZES, derive, smaller_sizes
 from tools import programs
 
@@ -87,6 +90,14 @@ def test_other_errors_of_jax_are_not_about_memory() -> None:
     error = jax.errors.JaxRuntimeError("INTERNAL: something else")
     cfg = Config.from_env({})
     assert chips.out_of_memory(cfg, derive(cfg, 1, 1), {}, error) == ""
+
+
+def test_every_function_that_waits_for_a_device_exists() -> None:
+    """Under another name its error would not say which size to lower."""
+    files = [file for room in ROOMS for file in (REPO / room).glob("*.py")]
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
+    defined = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+    assert set(train_grpo.WAITING) <= defined
 
 
 @pytest.mark.parametrize("name", ["v6e-8", "v4-16"])

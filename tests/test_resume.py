@@ -1,5 +1,6 @@
 """runtime/resume.py: which checkpoint a run goes on from, and which changes of settings stop it."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -61,6 +62,37 @@ COMPARED = """
 def test_a_resumed_run_must_keep_exactly_these_settings() -> None:
     """A new setting has to be added here, or marked as one that does not change the results."""
     assert compared_by_value(Config) == COMPARED.split()
+
+
+WEIGHTS = """
+    embed final_norm layers.attn_norm layers.wq layers.wk layers.wv layers.wo layers.bq layers.bk
+    layers.bv layers.mlp_norm layers.gate layers.up layers.down
+""".split()
+TREES = """
+    ['state'].params ['state'].opt_state[0].mu ['state'].opt_state[0].nu ['ref_params']
+""".split()
+
+
+def test_a_checkpoint_keeps_the_names_by_which_older_checkpoints_are_compared(short: Path) -> None:
+    """A run refuses a checkpoint with other names, even if nothing but the names has changed."""
+    record = json.loads((short / "checkpoints" / "3" / "record" / "metadata").read_text())
+    assert list(record["made_with"]) == [
+        *(name.upper() for name in COMPARED.split()),
+        "LR_DECAY_STEPS (else STEPS)",
+        "prompts per step",
+        "DTYPE",
+        "the stop tokens",
+        "the model's config.json",
+        "the model's tokenizer.json",
+        "the tokenized prompts",
+        "the file of REWARD_FN recorder.py",
+    ]
+    progress = "step rounds not_finite evals wandb_id forked_from".split()
+    others = "made_with versions checksums arrays sha256".split()
+    assert sorted(record) == sorted(progress + others)
+    scalars = ["['state'].opt_state[0].count", "['state'].step"]
+    names = [text.partition(" ")[0] for text in record["arrays"]]
+    assert sorted(names) == sorted([f"{t}.{w}" for t in TREES for w in WEIGHTS] + scalars)
 
 
 # ---- Going on ------------------------------------------------------------------------------------

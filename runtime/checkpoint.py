@@ -73,7 +73,7 @@ class SaveBarrier:
 class Checkpoints:
     """The checkpoints in one folder, which all processes must see. The first save makes the folder.
 
-    newest: the step of the newest complete checkpoint; -1 if there is none.
+    newest: the step of the newest checkpoint that this run has saved or restored; -1: none.
     say: prints a line; the run's log replaces it.
     """
 

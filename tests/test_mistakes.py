@@ -252,7 +252,7 @@ def names() -> list[str]:
 
 
 @pytest.mark.parametrize("name", names())
-def test_a_mistake_costs_one_line_and_exit_code_2(
+def test_a_mistake_ends_a_run_in_one_line_with_exit_code_2(
     outcomes: dict[str, tuple[Case, Run]], name: str
 ) -> None:
     case, run = outcomes[name]

@@ -224,7 +224,7 @@ def test_tasks_that_do_not_know_of_each_other_print_what_to_set(
     )
 
 
-# ---- What stops one process stops all, before they read the weights ------------------------------
+# ---- A mistake on one process stops all processes before they read the weights -------------------
 
 
 def assert_all_stop_with(results: list[Result], line: str) -> None:

@@ -1,0 +1,107 @@
+"""Asks one question of several models, and prints their greedy completions side by side.
+
+    python tools/ask.py tiny runs/seed0/hf --number 1
+    python tools/ask.py tiny --question "Kim has 5 pens and buys 8 more. How many pens are there?"
+
+A model is a Hugging Face folder, such as the `hf` of a run, or the id of a model on the hub. The
+prompt is that of a run: the chat template of the model, with the system prompt of rewards.py.
+Every model is computed on one device.
+"""
+
+import argparse
+import os
+import shutil
+import sys
+import textwrap
+from itertools import zip_longest
+from pathlib import Path
+
+import jax
+import numpy as np
+
+REPO = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPO))  # Python looks for modules beside a script only, here in tools/.
+
+import data  # noqa: E402
+from models import hf  # noqa: E402
+from models.model import Compute  # noqa: E402
+from rewards import SYSTEM_PROMPT  # noqa: E402
+from runtime.layout import ROLLOUT_BATCH_AXES, Layout, make_mesh  # noqa: E402
+from runtime.parsing import fail  # noqa: E402
+from runtime.processes import start_jax  # noqa: E402
+from runtime.sizes import prompt_width  # noqa: E402
+from sampling import Prompts, Sampling, Stopping, generate  # noqa: E402
+
+
+def complete(path: str, question: str, system_prompt: str, max_tokens: int) -> str:
+    """The greedy completion of a model, with a <think> that its chat template has opened.
+
+    path: a folder or an id of the hub. Raises ValueError for a model that cannot be read.
+    """
+    folder = hf.fetch_model(path)
+    model, tokenizer = hf.read_model(folder, "")
+    (prompt,) = data.build_prompts([{"question": question}], tokenizer, system_prompt)
+    mesh = make_mesh("MESH_SHAPE", "1,1,1", jax.devices()[:1])
+    dtype = np.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    stop_ids = hf.stop_ids(folder, tokenizer)
+    room = model.max_positions - len(prompt.ids)
+    if room < 1:
+        raise ValueError(
+            f"{path}: the prompt has {len(prompt.ids)} tokens; the model has "
+            f"{model.max_positions} positions"
+        )
+    completions = generate(
+        hf.load_params(folder, model, mesh, dtype),
+        Compute(model, dtype, Layout(mesh, ROLLOUT_BATCH_AXES)),
+        Prompts(*data.pad_prompts([prompt.ids], prompt_width(len(prompt.ids)), stop_ids[0])),
+        np.zeros(1, np.int32),
+        jax.random.key(0),
+        sampling=Sampling(temperature=0.0),
+        stopping=Stopping(min(max_tokens, room), stop_ids, pad_id=stop_ids[0]),
+    )
+    return data.opened_tag(prompt, tokenizer) + completions.texts(tokenizer)[0]
+
+
+def side_by_side(texts: dict[str, str], width: int) -> str:
+    """The texts as columns under their names; together they are at most `width` characters wide."""
+    each = max(20, (width + 3) // len(texts) - 3)
+    columns = [
+        [part for line in [name, *text.splitlines()] for part in textwrap.wrap(line, each) or [""]]
+        for name, text in texts.items()
+    ]
+    lines = zip_longest(*columns, fillvalue="")
+    return "\n".join(" | ".join(part.ljust(each) for part in line).rstrip() for line in lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("models", nargs="+", metavar="MODEL", help="a folder, or an id of the hub")
+    parser.add_argument("--question", help="a text; default: a held-out question of the dataset")
+    parser.add_argument("--number", type=int, default=1, help="of the question, counted from 1")
+    parser.add_argument("--dataset", default=str(REPO / "tiny"), help="as the setting DATASET")
+    parser.add_argument("--system-prompt", default="", help="as the setting SYSTEM_PROMPT")
+    parser.add_argument("--max-tokens", type=int, default=512, help="of a completion")
+    args = parser.parse_args()
+    try:
+        cache_dir = os.environ.get("JAX_COMPILATION_CACHE_DIR", ".jax_cache")
+        start_jax(cache_dir=cache_dir, init_timeout_s=90, heartbeat_timeout_s=30)
+        example = {"question": args.question}
+        if not args.question:
+            examples = data.load_examples(args.dataset, "main", "test")
+            if not 1 <= args.number <= len(examples):
+                raise ValueError(
+                    f"--number {args.number}: the dataset has the questions 1 to {len(examples)}"
+                )
+            example = examples[args.number - 1]
+        system_prompt = data.text_of(args.system_prompt) or SYSTEM_PROMPT
+        print(*(example[name] for name in ("question", "answer") if name in example), sep="\n")
+        ask = (example["question"], system_prompt, args.max_tokens)
+        texts = {path: complete(path, *ask) for path in args.models}
+    except ValueError as error:
+        fail(error)
+    print()
+    print(side_by_side(texts, shutil.get_terminal_size().columns))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""README.md and docs/: what they say about settings, files and exit codes is true of the code."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+import config
+
+REPO = Path(__file__).resolve().parent.parent
+README = (REPO / "README.md").read_text(encoding="utf-8")
+PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
+SETTINGS = {field.name.upper(): field for field in dataclasses.fields(config.Config)}
+
+
+def table(heading: str) -> list[list[str]]:
+    """The cells of each row of the first table below a heading, without the table's head."""
+    lines = README.partition(f"## {heading}\n")[2].splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("|"))
+    rows = []
+    for line in lines[first + 2 :]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.strip("|").split(" | ")])
+    return rows
+
+
+def test_the_table_of_fifteen_settings_has_their_defaults() -> None:
+    rows = table("Settings")
+    assert len(rows) == 15
+    for name, default, _ in rows:
+        text = config.to_text(SETTINGS[name].default).strip('"')
+        assert default == (text or "empty"), name
+
+
+def test_every_settings_of_an_objective_is_accepted() -> None:
+    found = [commands for _, commands, _ in table("Objectives")]
+    settings = [text for cell in found for text in re.findall(r"`(.*?)`", cell)]
+    assert len(settings) == 15 and "the defaults" in found
+    for text in settings:
+        env = dict(word.split("=", 1) for word in text.split())
+        config.Config.from_env({"MODEL_PATH": "m", "STEPS": "100", **env})
+
+
+def test_the_table_of_files_names_all_files_of_the_top_level_once() -> None:
+    named = re.findall(
+        r"`(\w+\.py|\w+/)`", " ".join(row[0] for row in table("Read these files in this order"))
+    )
+    files = [file.name for file in REPO.glob("*.py")]
+    assert sorted(named) == sorted([*files, "models/", "runtime/", "tools/"])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_files_that_a_page_names_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for link in re.findall(r"\]\((?!http)([^)#]+)\)", text):
+        assert (page.parent / link).exists(), link
+    for name in re.findall(r"`((?:tools|models|runtime|docs|recipes|tests)/\w+\.\w+)`", text):
+        assert (REPO / name).exists(), name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_are_short_and_their_lines_fit(page: Path) -> None:
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert max(map(len, lines)) <= 200
+    assert len(lines) <= 150

@@ -48,9 +48,13 @@ def train(out: Path, *flags: str, **env: str) -> Run:
     shell = {k: v for k, v in os.environ.items() if k not in names | {"XLA_FLAGS"}}
     env = {"JAX_PLATFORMS": "cpu", "OUTPUT_DIR": str(out), **env}
     done = subprocess.run(
-        [sys.executable, str(REPO / "train_grpo.py"), *flags], env=shell | env, text=True,
-        capture_output=True, cwd=out.parent, timeout=300,
-    )  # fmt: skip
+        [sys.executable, str(REPO / "train_grpo.py"), *flags],
+        env=shell | env,
+        text=True,
+        capture_output=True,
+        cwd=out.parent,
+        timeout=300,
+    )
     return Run(done.returncode, done.stdout, done.stderr, out)
 
 

@@ -183,9 +183,10 @@ def told_by_all() -> Iterator[None]:
 
 def code_facts(root: Path) -> dict[str, str]:
     """{file: digest} of this project's code that is imported. root: the project's folder."""
-    files = [Path(m.__file__) for m in [*sys.modules.values()] if getattr(m, "__file__", None)]
+    imported = [m.__file__ for m in [*sys.modules.values()] if getattr(m, "__file__", None)]
+    files = {Path(file).resolve() for file in imported}
     rooms = {root / room for room in ROOMS}
-    code = sorted({file for file in files if file.parent in rooms})
+    code = sorted(file for file in files if file.parent in rooms)
     return {str(file.relative_to(root)): digest(file.read_bytes()) for file in code}
 
 

@@ -75,12 +75,14 @@ def side_by_side(texts: dict[str, str], width: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("models", nargs="+", metavar="MODEL", help="a folder, or an id of the hub")
-    parser.add_argument("--question", help="a text; default: a held-out question of the dataset")
-    parser.add_argument("--number", type=int, default=1, help="of the question, counted from 1")
-    parser.add_argument("--dataset", default=str(REPO / "tiny"), help="as the setting DATASET")
-    parser.add_argument("--system-prompt", default="", help="as the setting SYSTEM_PROMPT")
-    parser.add_argument("--max-tokens", type=int, default=512, help="of a completion")
+    parser.add_argument("models", nargs="+", metavar="MODEL", help="Folder of a model, or its id.")
+    parser.add_argument("--question", help="Text of a question; default: --number.")
+    parser.add_argument(
+        "--number", type=int, default=1, help="Number of a held-out question, from 1."
+    )
+    parser.add_argument("--dataset", default=str(REPO / "tiny"), help="As the setting DATASET.")
+    parser.add_argument("--system-prompt", default="", help="As SYSTEM_PROMPT.")
+    parser.add_argument("--max-tokens", type=int, default=512, help="Longest completion.")
     args = parser.parse_args()
     try:
         cache_dir = os.environ.get("JAX_COMPILATION_CACHE_DIR", ".jax_cache")

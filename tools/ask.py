@@ -8,6 +8,8 @@ prompt is that of a run: the chat template of the model, with the system prompt 
 Every model is computed on one device.
 """
 
+# ruff: noqa: E402 - the project's folder comes into sys.path before the imports from it
+
 import argparse
 import os
 import shutil
@@ -22,15 +24,16 @@ import numpy as np
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))  # Python looks for modules beside a script only, here in tools/.
 
-import data  # noqa: E402
-from models import hf  # noqa: E402
-from models.model import Compute  # noqa: E402
-from rewards import SYSTEM_PROMPT  # noqa: E402
-from runtime.layout import ROLLOUT_BATCH_AXES, Layout, make_mesh  # noqa: E402
-from runtime.parsing import fail  # noqa: E402
-from runtime.processes import start_jax  # noqa: E402
-from runtime.sizes import prompt_width  # noqa: E402
-from sampling import Prompts, Sampling, Stopping, generate  # noqa: E402
+import data
+from config import Config
+from models import hf
+from models.model import Compute
+from rewards import SYSTEM_PROMPT
+from runtime.layout import ROLLOUT_BATCH_AXES, Layout, make_mesh
+from runtime.parsing import fail
+from runtime.processes import start_jax
+from runtime.sizes import prompt_width
+from sampling import Prompts, Sampling, Stopping, generate
 
 
 def complete(path: str, question: str, system_prompt: str, max_tokens: int) -> str:
@@ -85,8 +88,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=512, help="Longest completion.")
     args = parser.parse_args()
     try:
-        cache_dir = os.environ.get("JAX_COMPILATION_CACHE_DIR", ".jax_cache")
-        start_jax(cache_dir=cache_dir, init_timeout_s=90, heartbeat_timeout_s=30)
+        start_jax(Config.from_env(os.environ))
         example = {"question": args.question}
         if not args.question:
             examples = data.load_examples(args.dataset, "main", "test")

@@ -24,7 +24,6 @@ import functools
 import os
 import re
 import sys
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -35,7 +34,7 @@ from runtime.sizes import MICRO_SIZES, PASS_SIZES, STEP_SIZES
 
 DTYPES = "auto|bfloat16|float32"
 TINY = REPO / "recipes" / "tiny.yaml"
-# Names of sizes (set, hidden): a size that a layer sets hides its synonyms in the layers below.
+# Pairs (names, hidden): if a layer sets one of the names, lower layers lose all hidden ones.
 SYNONYMS = [(names, names) for names in (PASS_SIZES, STEP_SIZES, MICRO_SIZES)]
 # Any size that the user sets hides the sizes of recipes/tiny.yaml: BATCH_SIZE=2 alone means one
 # pass of two prompts.
@@ -78,9 +77,7 @@ class Config:
     system_prompt: str = data("", "System prompt, or its file; empty: SYSTEM_PROMPT of rewards.py.")
     max_prompt_length: int = data(0, "Longest prompt in tokens; 0: no limit.")
     prompt_too_long: str = data(
-        "skip",
-        "What to do with prompts longer than MAX_PROMPT_LENGTH: skip them, or stop with an error.",
-        choices="skip|error",
+        "skip", "Skip prompts that are too long, or stop with an error.", choices="skip|error"
     )
     seed: int = data(0, "Seed of data order and sampling.", at_most=2**31 - 1, results="value")
 
@@ -88,7 +85,9 @@ class Config:
         "naive", "Program that samples completions.", choices="naive", yaml="backend"
     )
     batch_size: int = rollout_size(
-        0, "Prompts per pass on each process; 0: not set.", yaml="prompt_batch_size"
+        0,
+        "Prompts per pass on each process, and per step without step sizes.",
+        yaml="prompt_batch_size",
     )
     rollout_per_device_batch_size: int = rollout_size(
         0, "Prompts per pass on each device; 0: not set.", yaml="per_device_batch_size"
@@ -108,7 +107,7 @@ class Config:
     min_p: float = rollout(0.0, "Drop tokens below MIN_P times the highest probability.", below=1)
     rollout_mesh_shape: str = rollout(
         "auto",
-        "Rollout mesh: auto, or dp,fsdp,tp where -1 takes all other devices.",
+        "Rollout mesh: auto, or dp,fsdp,tp; -1: the rest.",
         yaml="mesh_shape",
         results="none",
     )
@@ -151,7 +150,9 @@ class Config:
     mesh_shape: str = speed(
         "auto", "Training mesh: auto, or dp,fsdp,tp where -1 takes all other devices."
     )
-    remat: str = speed("full", "What the backward pass recomputes.", choices="none|dots|full")
+    remat: str = speed(
+        "full", "What backward computes again; dots: all but matmuls.", choices="none|dots|full"
+    )
     policy_loss_impl: str = speed(
         "jax", "Code that computes logps; pallas: a TPU kernel.", choices="jax|pallas"
     )
@@ -176,7 +177,9 @@ class Config:
     eps_high: float = loss(0.2, "The ratio is clipped above 1 + EPS_HIGH; cispo: above EPS_HIGH.")
     delta: float = loss(0.0, "Largest ratio in two-sided clipping; 0: no limit.")
     importance_sampling_level: str = loss(
-        "token", "What each ratio belongs to; gspo: always a sequence.", choices="token|sequence"
+        "token",
+        "One ratio per token or per sequence; gspo: per sequence.",
+        choices="token|sequence",
     )
     beta: float = loss(0.0, "Weight of the KL to the reference; 0: no reference.")
     kl_estimator: str = loss("k3", "Estimator of the KL.", choices="k1|k2|k3")
@@ -194,7 +197,7 @@ class Config:
     mask_truncated_completions: bool = loss(False, "Learn nothing from truncated completions.")
     is_mode: str = loss(
         "none",
-        "Weight of the loss: the trainer's / the sampler's probability, or none.",
+        "Weigh by the trainer's / the sampler's probability, capped by IS_CAP.",
         choices="none|token_truncate|token_mask|sequence_truncate|sequence_mask",
     )
     is_cap: float = loss(
@@ -216,17 +219,15 @@ class Config:
     )
     save_every_steps: int = run(50, "Steps between checkpoints; 0: none, not even at the end.")
     save_keep: int = run(2, "Newest checkpoints to keep besides the best; 0: all.")
-    resume: str = run(
-        "auto", "Checkpoint to resume from: the newest (auto), none (never), or a path."
-    )
+    resume: str = run("auto", "Checkpoint to begin with: auto (the newest), never, or a path.")
     resume_force: bool = run(False, "Resume although settings that change results have changed.")
-    preemption_grace_s: int = run(30, "Seconds in which a run ends after SIGTERM.", at_least=2)
+    preemption_grace_s: int = run(
+        30, "Longest time in seconds from SIGTERM to the end.", at_least=2
+    )
     nonfinite_limit: int = run(3, "Consecutive non-finite steps that end a run.", at_least=1)
     export_hf: str = run("", "Folder of the exported model; empty: OUTPUT_DIR/hf; none: no export.")
     export_dtype: str = run(
-        "auto",
-        "Dtype of the exported weights; auto: the dtype in which the run computes.",
-        choices=DTYPES,
+        "auto", "Dtype of the exported weights; auto: as in the run.", choices=DTYPES
     )
     print_train_time_breakdown: bool = local(False, "Print the seconds of each phase per step.")
     wandb_mode: str = local(
@@ -238,9 +239,7 @@ class Config:
     require_multihost: bool = run(False, "Stop if only one process joins.")
     require_jax_process_count: int = run(0, "Stop unless this many processes join; 0: any number.")
     init_timeout_s: int = local(90, "Seconds in which all processes must join.", at_least=1)
-    heartbeat_timeout_s: int = local(
-        30, "Seconds until a silent process counts as dead.", at_least=10
-    )
+    heartbeat_timeout_s: int = local(30, "Seconds until a silent process is dead.", at_least=10)
 
     @classmethod
     def from_env(cls, env: Mapping[str, str], config_file: str | Path = "") -> "Config":
@@ -252,12 +251,11 @@ def contradictions(cfg: Config) -> list[str]:
     """A line for each setting that another setting makes wrong or idle."""
     loss_type, estimator = f"LOSS_TYPE={cfg.loss_type}", f"ADV_ESTIMATOR={cfg.adv_estimator}"
     functions, updates = f"REWARD_FN={cfg.reward_fn}", cfg.steps * cfg.ppo_epochs
-    filtered = cfg.top_k > 0 or cfg.top_p < 1 or cfg.min_p > 0
-    idle = [  # setting, whether it does something, why not
-        ("kl_estimator", cfg.beta, "BETA=0"),
-        ("kl_bias_correction", cfg.beta, "BETA=0"),
-        ("ref_sync_steps", cfg.beta, "BETA=0"),
-        ("ref_sync_alpha", cfg.ref_sync_steps, "REF_SYNC_STEPS=0"),
+    idle = [  # a setting, what it needs to have an effect, and why it has none
+        ("kl_estimator", cfg.beta > 0, "BETA=0"),
+        ("kl_bias_correction", cfg.beta > 0, "BETA=0"),
+        ("ref_sync_steps", cfg.beta > 0, "BETA=0"),
+        ("ref_sync_alpha", cfg.ref_sync_steps > 0, "REF_SYNC_STEPS=0"),
         ("is_cap", cfg.is_mode != "none", "IS_MODE=none"),
         ("scale_rewards", cfg.adv_estimator == "grpo", estimator),
         ("delta", cfg.loss_type not in ("cispo", "sapo"), loss_type),
@@ -270,40 +268,55 @@ def contradictions(cfg: Config) -> list[str]:
         ("dataset_config", not os.path.exists(cfg.dataset), f"a local DATASET, {cfg.dataset}"),
         ("export_dtype", cfg.export_hf != "none", "EXPORT_HF=none"),
     ]
-    wrong = {  # what is wrong and what would do: whether this is so
-        f"NUM_PRE_Q=1 leaves {estimator} nothing to compare a completion with; set at least 2, "
-        f"or ADV_ESTIMATOR=reinforce": (
-            cfg.num_pre_q == 1 and cfg.steps and cfg.adv_estimator != "reinforce"
-        ),
-        "DYNAMIC_SAMPLING=1 drops groups of equal rewards, which teach with "
-        "ADV_ESTIMATOR=reinforce; leave it out": (
-            cfg.dynamic_sampling and cfg.adv_estimator == "reinforce"
-        ),
-        f"EPS_HIGH={cfg.eps_high}: with {loss_type} this is the largest ratio, and below 1 it "
-        f"shrinks every gradient; set EPS_HIGH=5": cfg.loss_type == "cispo" and cfg.eps_high < 1,
-        f"DELTA={cfg.delta} must be above 1 + EPS_HIGH = {1 + cfg.eps_high}, where clipping "
-        f"begins": cfg.delta and cfg.delta <= 1 + cfg.eps_high,
-        "KL_ESTIMATOR=k1 has no gradient on average with KL_BIAS_CORRECTION=0; set it to 1": (
-            cfg.beta and cfg.kl_estimator == "k1" and not cfg.kl_bias_correction
-        ),
-        f"REF_SYNC_STEPS={cfg.ref_sync_steps} is more than the run's {updates} updates "
-        f"(STEPS * PPO_EPOCHS); lower it": cfg.ref_sync_steps > updates > 0,
-        f"IS_MODE={cfg.is_mode} with TOP_K, TOP_P or MIN_P shrinks a sequence's weight with every "
-        f"token; set token_truncate or token_mask": (
-            cfg.is_mode.startswith("sequence") and filtered
-        ),
-        "OUTPUT_DIR and EXPORT_HF are folders of this machine; CHECKPOINT_DIR may be gs://": (
-            "://" in cfg.output_dir + cfg.export_hf
-        ),
-        f"OVERLONG_CACHE={cfg.overlong_cache} must be at most "
-        f"MAX_LENGTH_SAMPLE={cfg.max_length_sample}": cfg.overlong_cache > cfg.max_length_sample,
-    }
     default = {field.name: field.default for field in dataclasses.fields(cfg)}
-    return [
+    found = [
         f"{name.upper()}={to_text(getattr(cfg, name))} does nothing with {reason}; leave it out"
-        for name, works, reason in idle
-        if getattr(cfg, name) != default[name] and not works
-    ] + [message for message, is_wrong in wrong.items() if is_wrong]
+        for name, has_effect, reason in idle
+        if getattr(cfg, name) != default[name] and not has_effect
+    ]
+    if cfg.num_pre_q == 1 and cfg.steps and cfg.adv_estimator != "reinforce":
+        found.append(
+            f"NUM_PRE_Q=1 leaves {estimator} nothing to compare a completion with; set at least 2, "
+            f"or ADV_ESTIMATOR=reinforce"
+        )
+    if cfg.dynamic_sampling and cfg.adv_estimator == "reinforce":
+        found.append(
+            "DYNAMIC_SAMPLING=1 drops groups of equal rewards, which teach with "
+            "ADV_ESTIMATOR=reinforce; leave it out"
+        )
+    if cfg.loss_type == "cispo" and cfg.eps_high < 1:
+        found.append(
+            f"EPS_HIGH={cfg.eps_high}: with {loss_type} this is the largest ratio, and below 1 it "
+            f"shrinks every gradient; set EPS_HIGH=5"
+        )
+    if cfg.delta and cfg.delta <= (limit := 1 + cfg.eps_high):
+        found.append(
+            f"DELTA={cfg.delta} must be above 1 + EPS_HIGH = {limit}, where clipping begins"
+        )
+    if cfg.beta and cfg.kl_estimator == "k1" and not cfg.kl_bias_correction:
+        found.append(
+            "KL_ESTIMATOR=k1 has no gradient on average with KL_BIAS_CORRECTION=0; set it to 1"
+        )
+    if cfg.ref_sync_steps > updates > 0:
+        found.append(
+            f"REF_SYNC_STEPS={cfg.ref_sync_steps} is more than the run's {updates} updates "
+            f"(STEPS * PPO_EPOCHS); lower it"
+        )
+    if cfg.is_mode.startswith("sequence") and (cfg.top_k > 0 or cfg.top_p < 1 or cfg.min_p > 0):
+        found.append(
+            f"IS_MODE={cfg.is_mode} with TOP_K, TOP_P or MIN_P shrinks a sequence's weight with "
+            f"every token; set token_truncate or token_mask"
+        )
+    if "://" in cfg.output_dir + cfg.export_hf:
+        found.append(
+            "OUTPUT_DIR and EXPORT_HF are folders of this machine; CHECKPOINT_DIR may be gs://"
+        )
+    if cfg.overlong_cache > cfg.max_length_sample:
+        found.append(
+            f"OVERLONG_CACHE={cfg.overlong_cache} must be at most "
+            f"MAX_LENGTH_SAMPLE={cfg.max_length_sample}"
+        )
+    return found
 
 
 def notes(cfg: Config) -> list[str]:
@@ -365,13 +378,6 @@ def describe(cfg: Config, processes: int = 1, local_devices: int = 1) -> str:
     return "\n".join([*parsing.yaml_lines(cfg), slice_, *lines])
 
 
-def markdown() -> str:
-    """The text of docs/settings.md: the docstrings of this file and sizes.py, and the table."""
-    texts = [text for module in (__doc__, sizes.__doc__) for text in module.split("\n\n")[1:]]
-    lines = [f"{textwrap.fill(text, 200, break_on_hyphens=False)}\n" for text in texts]
-    return "\n".join(["# Settings\n", *lines, *parsing.markdown_table(Config)])
-
-
 class Command(NamedTuple):
     """What a command line and the environment ask for."""
 
@@ -382,19 +388,17 @@ class Command(NamedTuple):
 
 def load(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Command:
     """The settings of a command line and the environment; exits if they are only to be printed."""
-    parser = argparse.ArgumentParser(description="Settings are environment variables: STEPS=1 ...")
+    parser = argparse.ArgumentParser(description="Example: STEPS=1 python train_grpo.py")
     parser.add_argument("--config", metavar="FILE.yaml", default="", help="settings as YAML")
     parser.add_argument("--print-config", action="store_true", help="print every setting and exit")
-    parser.add_argument("--plan", metavar="SLICE", default="", help="say if the run fits a slice")
+    parser.add_argument(
+        "--plan", metavar="SLICE", default="", help="say if the run fits, e.g., v6e-8"
+    )
     parser.add_argument("--processes", type=int, default=1, help="processes to print sizes for")
     parser.add_argument("--local-devices", type=int, default=1, help="devices of each process")
-    parser.add_argument("--markdown", action="store_true", help="print docs/settings.md and exit")
     args = parser.parse_args(argv)
     if min(args.processes, args.local_devices) < 1:
         parser.error("--processes and --local-devices must be at least 1")
-    if args.markdown:
-        print(markdown())
-        raise SystemExit(0)
     try:
         # W&B and the Hub read their keys in the environment, so .env goes there.
         dotenv = parsing.read_dotenv(REPO / ".env") if env is None else {}

@@ -1,6 +1,6 @@
 """Examples of GSM8K or of any dataset with questions and answers, and their prompts as token ids.
 
-The examples of a training step depend on (seed, step) alone; see `batch_indices`.
+The examples of a round of sampling depend on (seed, round number) alone; see `batch_indices`.
 
 Dimensions: P prompts of a training step.
 """
@@ -28,7 +28,7 @@ STRFTIME_NOW = "{% macro strftime_now(format) %}{{ " + " | ".join(["format", *_R
 STRFTIME_NOW += " }}{% endmacro +%}"
 _TAIL = 16  # A tag and the white space after it have fewer tokens than this.
 SUFFIXES = (".jsonl", ".json", ".parquet")
-HELD_OUT = 0.1  # share of a single-file dataset that is held out for evaluation
+HELD_OUT = 0.1  # fraction of a single-file dataset that is held out for evaluation
 
 
 class Prompt(NamedTuple):
@@ -267,13 +267,17 @@ def pad_prompts(prompts: list[list[int]], width: int, pad_id: int) -> tuple[np.n
 # ---- The examples of a step ----------------------------------------------------------------------
 
 
-def batch_indices(num_examples: int, prompts_per_step: int, step: int, seed: int) -> np.ndarray:
-    """Returns [P] int64, the indices of the examples of training step `step`, which counts from 0.
+def batch_indices(
+    num_examples: int, prompts_per_step: int, round_number: int, seed: int
+) -> np.ndarray:
+    """Returns [P] int64, the indices of the examples of a round of sampling, counted from 0.
 
-    Each epoch visits every example once, in an order that depends on (seed, epoch) alone. A step
+    Each epoch visits every example once, in an order that depends on (seed, epoch) alone. A round
     may begin in one epoch and end in the next.
     """
-    places = np.arange(step * prompts_per_step, (step + 1) * prompts_per_step)  # [P]
+    places = np.arange(
+        round_number * prompts_per_step, (round_number + 1) * prompts_per_step
+    )  # [P]
     epochs, offsets = np.divmod(places, num_examples)  # [P], [P]
     pairs = zip(epochs, offsets, strict=True)
     return np.array([_order(num_examples, seed, epoch)[offset] for epoch, offset in pairs])

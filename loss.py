@@ -1,7 +1,9 @@
-"""Group advantages and the policy objective in every published variant, with TRL's numbers.
+"""Group advantages, and the policy objective in the variants that Objective lists.
+
+Tests compare both with TRL's numbers.
 
 Dimensions: P prompts of a step, K completions per prompt (NUM_PRE_Q), B = P*K sequences of a step,
-R sequences of one micro-batch, T completion tokens (padded), F reward functions.
+R sequences of one micro-batch, T completion tokens (padded).
 
 The loss is a SUM over a micro-batch, divided by counts of the entire step (all micro-batches and
 all processes). The gradient therefore does not depend on how a step is cut into micro-batches.
@@ -18,7 +20,7 @@ STD_EPS = 1e-4  # as in TRL
 SAPO_TAU_POSITIVE, SAPO_TAU_NEGATIVE = 1.0, 1.05  # as in the paper
 
 # How a metric of the micro-batches becomes a metric of the step: MERGE.get(name, sum). Metrics that
-# are not named here are shares of a mean over the step, so the shares add up to that mean.
+# are not named here are parts of a mean over the step, which add up to that mean.
 MERGE: Mapping[str, Callable] = {
     "clip_ratio/low_min": min,
     "clip_ratio/high_max": max,
@@ -50,7 +52,8 @@ def group_advantages(
       reinforce    (r - batch mean) / batch std
       reinforce++  r - group mean, then divided by the batch std of these differences
       gdpo         grpo for each function, then the weighted sum, divided by its batch std;
-                   per_function: [B, F] rewards, NaN where a function does not apply; weights: [F]
+                   weights: [functions]; per_function: [B, functions] rewards, NaN where a
+                   function does not apply
     Every std has ddof 1, and STD_EPS is added to it. Source: GRPO, arXiv 2402.03300 section 4.1;
     RLOO, 2402.14740; REINFORCE++, 2501.03262; GDPO, 2601.05242; TRL.
     """
@@ -80,11 +83,11 @@ def group_advantages(
 def equal_groups(rewards: np.ndarray, num_pre_q: int) -> np.ndarray:
     """Returns [P] bool: whether all rewards of a group are equal; it has no advantages then.
 
-    rewards: [B], or [B, F] of several functions; then the rewards must be equal in each column.
-    NaN is left out of the comparison.
+    rewards: [B], or [B, functions]; then the rewards must be equal in each column. NaN is left out
+    of the comparison.
     """
-    groups = rewards.reshape(len(rewards) // num_pre_q, num_pre_q, -1)  # [P, K, 1] or [P, K, F]
-    differ = np.fmin.reduce(groups, axis=1) < np.fmax.reduce(groups, axis=1)  # [P, 1] or [P, F]
+    groups = rewards.reshape(len(rewards) // num_pre_q, num_pre_q, -1)  # [P, K, 1 or functions]
+    differ = np.fmin.reduce(groups, axis=1) < np.fmax.reduce(groups, axis=1)  # [P, 1 or functions]
     return ~differ.any(axis=1)
 
 
@@ -155,8 +158,8 @@ def policy_loss(
 
     The objectives of a step's micro-batches are summed; MERGE says how the metrics are merged.
     logps, old_logps, ref_logps, sampling_logps: [R, T] float32 nats of the sampled tokens, by the
-    policy now, by the policy before the step, by the reference (if beta > 0) and by the sampler (if
-    is_mode is not "none"). entropy: [R, T] nats (if entropy_coef > 0). advantages: [R].
+    policy now, by the policy before the first update, by the reference (if beta > 0) and by the
+    sampler (if is_mode is not "none"). entropy: [R, T] nats (if entropy_coef > 0). advantages: [R].
     mask: [R, T], 1 on the completion tokens that count; where it is 0, the other arrays may hold
     anything.
     top_mask: [R, T], 1 on the tokens that the policy learns from, from top_entropy_mask; None: all.
@@ -182,7 +185,7 @@ def policy_loss(
         log_ratio = log_ratio.sum(axis=1, keepdims=True) / sequence_tokens  # [R, 1]
     ratio = jnp.exp(log_ratio)  # [R, T] or [R, 1]
     loss, cut = _token_loss(o, ratio, A, jnp.where(mask, logps, 0.0))  # [R, T] or [R, 1]
-    metrics = _shares_cut(cut, mask, num_sequences if by_sequence else num_tokens)
+    metrics = _cut_metrics(cut, mask, num_sequences if by_sequence else num_tokens)
 
     loss = jnp.where(top, loss, 0.0)  # [R, T]
     if o.is_mode != "none":
@@ -212,9 +215,10 @@ def policy_loss(
 def _token_loss(
     o: Objective, ratio: jax.Array, A: jax.Array, logps: jax.Array
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns the loss of each token, and where its ratio is cut, both in the shape of the ratio.
+    """Returns the loss of each token, and where its ratio is cut.
 
-    ratio: [R, T], or [R, 1] of sequences. A: [R, 1] advantages. logps: [R, T].
+    ratio: [R, T], or [R, 1] of sequences. A: [R, 1] advantages. logps: [R, T]. Both results have
+    the shape of the ratio, but the loss of cispo is always [R, T].
     """
     if o.loss_type == "cispo":
         loss = -jax.lax.stop_gradient(jnp.minimum(ratio, o.eps_high)) * A * logps
@@ -231,7 +235,7 @@ def _token_loss(
     return -jnp.minimum(ratio * A, clipped * A), cut
 
 
-def _shares_cut(
+def _cut_metrics(
     cut: dict[str, jax.Array], mask: jax.Array, count: jax.Array | float
 ) -> dict[str, jax.Array]:
     """Returns the step's means of `cut`, and the extremes over the sequences that have a token.
@@ -282,7 +286,7 @@ def sampler_weights(
 def top_entropy_mask(entropy: np.ndarray, mask: np.ndarray, quantile: float) -> np.ndarray:
     """Returns [B, T] bool: the tokens of a step whose entropy is among the highest.
 
-    entropy, mask: [B, T]. quantile: the share of tokens to keep.
+    entropy, mask: [B, T]. quantile: the fraction of tokens to keep.
     Source: arXiv 2506.01939; the threshold is interpolated between tokens, as in TRL.
     """
     mask = mask.astype(bool)

@@ -7,10 +7,9 @@ import numpy as np
 
 from loss import equal_groups
 from rewards import AccuracyRule
-from rollout import Groups, Sampled, StepResults
+from rollout import Groups, Run, Sampled, StepResults
 from runtime.run_log import Clock, RunLog
 from sampling import Completions
-from startup import Run
 
 PHASES = ("rollout_sync", "rollout_generate", "reward", "advantages", "shard", "update")
 
@@ -68,9 +67,9 @@ def step_lines(step: Step, breakdown: bool) -> list[str]:
         rounds, kept = (metrics[f"dynamic_sampling/{name}"] for name in ("rounds", "kept_frac"))
         lines.append(f"dynamic_sampling step={step.number} rounds={rounds:.0f} kept={kept:.4f}")
     if not (step.advantages * step.counted).any():
-        lines.append(f"{note}: no completion that counts has an advantage: no policy gradient")
+        lines.append(f"{note}: all advantages that count are 0, and so is the policy gradient")
     if wrong := not_finite(metrics):
-        lines.append(f"{note}: its update was not applied: {wrong}")
+        lines.append(f"{note}: an update was not applied: {wrong}")
     return lines
 
 
@@ -143,10 +142,10 @@ def evaluation(
 ) -> tuple[str, dict[str, Any]]:
     """The line and the record of one evaluation.
 
-    table: [questions * samples, 1+F] float64: the weighted reward and the reward of each function
-    in `names`, NaN where it does not apply. full: True for the evaluation of EVAL_FULL_SWEEP.
-    The accuracy is the share of right completions, over all samples of all questions to which the
-    rule's function applies.
+    table: [questions * samples, 1 + functions] float64: the weighted reward, and the reward of each
+    function in `names`, NaN where it does not apply. full: True for EVAL_FULL_SWEEP's evaluation.
+    The accuracy is the fraction of right completions, over all samples of all questions to which
+    the rule's function applies.
     """
     reward = table[:, 1 + names.index(rule.function)].reshape(-1, samples)
     correct = np.where(np.isnan(reward), np.nan, reward >= rule.threshold)

@@ -6,7 +6,7 @@ the same length. It returns a list with one number per completion, or None where
 not apply. Three reward functions are built in. REWARD_FN may also name the two penalties, and with
 file.py:name a function of any file, which runs in a separate process.
 
-Dimensions: B completions, F reward functions.
+Dimensions: B completions.
 """
 
 import os
@@ -94,14 +94,14 @@ def extract_answer(text: str) -> Fraction | None:
 
 
 def reward_correct(completions: list[str], answer: list[str], **columns: list) -> Rewards:
-    """Gives 1.0 to a completion whose answer equals the reference, else 0.0.
+    """Gives 1.0 to a completion whose answer equals the right answer, else 0.0.
 
-    answer: the references. A reference's number stands after the last ####, as in GSM8K; without
-    #### it is the last number. A reference without a number gives None.
+    answer: the right answers. The number stands after the last ####, as in GSM8K; without #### it
+    is the last number. A right answer without a number gives None.
     """
     rewards: Rewards = []
-    for completion, reference in zip(completions, answer, strict=True):
-        expected = parse_number(str(reference).rpartition("####")[2])
+    for completion, right in zip(completions, answer, strict=True):
+        expected = parse_number(str(right).rpartition("####")[2])
         rewards.append(None if expected is None else float(extract_answer(completion) == expected))
     return rewards
 
@@ -169,20 +169,20 @@ def total_rewards(
     functions: Sequence[RewardFunction],
     weights: Sequence[float],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the total rewards [B] and the rewards of each function [B, F], both float64.
+    """Returns the total rewards [B] and the rewards of each function [B, functions], both float64.
 
-    completions: [B] texts. columns: lists of B values. weights: [F]. A total is the weighted sum
-    over the functions that apply to the completion, as in TRL. A reward is NaN where the function
-    does not apply, and a total is NaN where no function applies.
+    completions: [B] texts. columns: lists of B values. weights: [functions]. A total is the
+    weighted sum over the functions that apply to the completion, as in TRL. A reward is NaN where
+    the function does not apply, and a total is NaN where no function applies.
     Raises ValueError if the number of weights or a returned list is wrong.
     """
     stop_if_not_as_many(weights, functions)
-    per_function = np.full((len(completions), len(functions)), np.nan)  # [B, F]
+    per_function = np.full((len(completions), len(functions)), np.nan)  # [B, functions]
     for k, function in enumerate(functions):
         per_function[:, k] = _as_floats(
             function, function(completions, **columns), len(completions)
         )
-    applies = ~np.isnan(per_function)  # [B, F]
+    applies = ~np.isnan(per_function)  # [B, functions]
     totals = np.where(applies, per_function * np.asarray(weights, float), 0.0).sum(1)  # [B]
     return np.where(applies.any(1), totals, np.nan), per_function
 

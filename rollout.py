@@ -1,25 +1,57 @@
 """The completions of a step and their rewards: rounds of sampling, and the groups to learn from.
 
 Dimensions: P prompts of a step, K completions per prompt, B = P*K sequences over all processes, b
-of them on this process, T padded completion tokens, F reward functions.
+of them on this process, T padded completion tokens.
 """
 
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 import data
 import rewards
-from loss import equal_groups
-from models.model import Params
+from loss import Objective, equal_groups
+from models.model import Compute, ModelConfig, Params
 from runtime.layout import gather_processes
 from runtime.lifecycle import UserMistake
 from runtime.processes import StopSignal
 from runtime.run_log import Clock
-from runtime.sizes import prompt_width
-from sampling import Completions, Prompts, generate
-from startup import Run
+from runtime.sizes import Sizes, prompt_width
+from sampling import Completions, Prompts, Sampling, Stopping, generate
+from update import Optimizer
+
+
+class Run(NamedTuple):
+    """What startup.py decides before the first step; it does not change."""
+
+    cfg: Any  # the settings, a config.Config
+    sizes: Sizes
+    functions: list[rewards.RewardFunction]
+    accuracy: rewards.AccuracyRule
+    folder: Path  # of the model
+    model: ModelConfig
+    tokenizer: Any
+    train_prompts: list[data.Prompt]
+    eval_prompts: list[data.Prompt]
+    sampling: Sampling
+    stopping: Stopping
+    objective: Objective
+    optimizer: Optimizer
+    training: Compute
+    rollout: Compute
+    made_with: dict[str, str]  # all that the results follow from, but for the code
+
+    def local_sequences(self) -> slice:
+        """This process's part, b, of the B sequences of a step."""
+        b = self.sizes.local_batch
+        return slice(jax.process_index() * b, (jax.process_index() + 1) * b)
+
+    def local_prompts(self) -> slice:
+        """This process's part of the P prompts of a step."""
+        sequences = self.local_sequences()
+        return slice(sequences.start // self.cfg.num_pre_q, sequences.stop // self.cfg.num_pre_q)
 
 
 class StepResults(NamedTuple):
@@ -29,7 +61,7 @@ class StepResults(NamedTuple):
     prompt_lengths: np.ndarray  # [B] tokens
     completion_lengths: np.ndarray  # [B] tokens, stop token included
     stopped: np.ndarray  # [B] 1: a stop token ended it, 0: it was cut off
-    per_function: np.ndarray  # [B, F] float64, NaN where a function does not apply
+    per_function: np.ndarray  # [B, functions] float64, NaN where a function does not apply
 
 
 class Groups(NamedTuple):
@@ -89,24 +121,24 @@ def _sample_round(
 ) -> Groups:
     """The groups of round `number` of the run, from 0."""
     P, K = run.sizes.prompts_per_step, run.cfg.num_pre_q
-    indices = data.batch_indices(len(run.train), P, number, run.cfg.seed)  # [P]
-    prompts = [run.train[i] for i in indices]
+    indices = data.batch_indices(len(run.train_prompts), P, number, run.cfg.seed)  # [P]
+    prompts = [run.train_prompts[i] for i in indices]
     completions = _complete_prompts(run, decoder, stop, prompts, jax.random.fold_in(key, number))
     clock.lap("rollout_generate")
 
     local = prompts[run.local_prompts()]  # [b/K]
-    totals, per_function = reward_completions(run, completions, local)  # [b], [b, F]
+    totals, per_function = reward_completions(run, completions, local)  # [b], [b, functions]
     clock.lap("reward")
     prompt_lengths = np.repeat([len(prompt.ids) for prompt in local], K)
     stopped = np.isin(completions.last_ids(), run.stopping.stop_ids)
     columns = [totals, prompt_lengths, completions.lengths(), stopped, *per_function.T]
-    table = gather_processes(np.column_stack(columns).astype(np.float64))  # [B, 4 + F]
+    table = gather_processes(np.column_stack(columns).astype(np.float64))  # [B, 4 + functions]
     clock.lap("advantages")
     return Groups(prompts, completions, StepResults(*table[:, :4].T, table[:, 4:]))
 
 
 def choose_groups(run: Run, rounds: list[Groups]) -> Groups:
-    """P of the sampled groups: the first whose rewards differ; others fill up if they are fewer."""
+    """P of the sampled groups, in their order: all whose rewards differ, and others if needed."""
     if len(rounds) == 1:
         return rounds[0]
     P, K = run.sizes.prompts_per_step, run.cfg.num_pre_q
@@ -156,7 +188,7 @@ def _complete_prompts(
 def reward_completions(
     run: Run, completions: Completions, prompts: list[data.Prompt]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Weighted rewards [b] and the rewards of each function [b, F], NaN where none applies.
+    """Weighted rewards [b] and the rewards of each function [b, functions], NaN where none applies.
 
     A tag that the chat template has opened belongs to the text that is rewarded, but not to the
     tokens of the completion. Raises UserMistake.

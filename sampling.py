@@ -44,14 +44,14 @@ class Prompts(NamedTuple):
 
 
 class Completions(NamedTuple):
-    """Completions of this process, on the host."""
+    """Completions of this process, on the host: r of a pass, b of a step."""
 
-    completion_ids: np.ndarray  # [b, T] int32, right-padded
-    completion_mask: np.ndarray  # [b, T] int32, 1 up to and including the stop token
-    sampling_logps: np.ndarray  # [b, T] float32 nats, of the distribution that was sampled
+    completion_ids: np.ndarray  # [r or b, T] int32, right-padded
+    completion_mask: np.ndarray  # [r or b, T] int32, 1 up to and including the stop token
+    sampling_logps: np.ndarray  # [r or b, T] float32 nats, of the distribution that was sampled
 
     def lengths(self) -> np.ndarray:
-        """[b] int: the tokens of each completion, its stop token included."""
+        """[r or b] int: the tokens of each completion, its stop token included."""
         return self.completion_mask.sum(axis=1)
 
     def ids(self) -> list[list[int]]:
@@ -64,7 +64,7 @@ class Completions(NamedTuple):
         return tokenizer.batch_decode(self.ids(), skip_special_tokens=True)
 
     def last_ids(self) -> np.ndarray:
-        """[b] int32: the last token of each completion: a stop token, or it was cut off."""
+        """[r or b] int32: the last token of each completion: a stop token, or it was cut off."""
         return np.take_along_axis(self.completion_ids, self.lengths()[:, None] - 1, axis=1)[:, 0]
 
 
@@ -149,7 +149,8 @@ def decode(
             "rd,vd->rv", hidden[:, 0], head, preferred_element_type=jnp.float32
         )  # [R, V]
         if layout is not None:
-            # First as the lm_head is split, then complete on the device that draws the token.
+            # First V is split over tp like the lm_head; then each device gets all V logits of the
+            # sequences for which it draws tokens.
             logits = constrain(logits, layout, TRAIN_BATCH_AXES, "tp")
             logits = constrain(logits, layout, layout.batch_axes)
         keys = jax.vmap(jax.random.fold_in, (0, None))(sequence_keys, t)  # [R]

@@ -25,6 +25,7 @@ from loss_pallas import stop_if_too_wide
 from models import hf
 from models.model import Compute, ModelConfig, Params, abstract_params
 from models.placement import Workload, choose_attention, choose_layouts, num_params
+from rollout import Run
 from runtime import processes, resume
 from runtime.checkpoint import Checkpoints
 from runtime.layout import local_count, mesh_text
@@ -37,37 +38,6 @@ from sampling import Sampling, Stopping
 from update import Optimizer, TrainState, abstract_state, init_state, sync_weights
 
 
-class Run(NamedTuple):
-    """What is decided before the first step and does not change."""
-
-    cfg: Config
-    sizes: Sizes
-    functions: list[rewards.RewardFunction]
-    accuracy: rewards.AccuracyRule
-    folder: Path  # of the model
-    model: ModelConfig
-    tokenizer: Any
-    train: list[data.Prompt]
-    test: list[data.Prompt]
-    sampling: Sampling
-    stopping: Stopping
-    objective: Objective
-    optimizer: Optimizer
-    training: Compute
-    rollout: Compute
-    made_with: dict[str, str]  # all that the results follow from, but for the code
-
-    def local_sequences(self) -> slice:
-        """This process's part, b, of the B sequences of a step."""
-        b = self.sizes.local_batch
-        return slice(jax.process_index() * b, (jax.process_index() + 1) * b)
-
-    def local_prompts(self) -> slice:
-        """This process's part of the P prompts of a step."""
-        sequences = self.local_sequences()
-        return slice(sequences.start // self.cfg.num_pre_q, sequences.stop // self.cfg.num_pre_q)
-
-
 class Inputs(NamedTuple):
     """What a process reads without a device and without the other processes."""
 
@@ -77,8 +47,8 @@ class Inputs(NamedTuple):
     folder: Path  # of the model
     model: ModelConfig
     tokenizer: Any
-    train: list[data.Prompt]
-    test: list[data.Prompt]
+    train_prompts: list[data.Prompt]
+    eval_prompts: list[data.Prompt]
 
 
 def start(cfg: Config) -> tuple[Run, Lifecycle, TrainState, Params | None] | None:
@@ -97,8 +67,8 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, TrainState, Params | None] | Non
             print(f"DONE: steps={cfg.steps} elapsed_sec={time.perf_counter() - began:.3f}")
             return None
         out = resume.output_folder(cfg)
-        checkpoints, seen = resume.open_checkpoints(cfg, out)
-        state, ref_params, progress = load_state(run, checkpoints, out, seen)
+        checkpoints, reachable = resume.open_checkpoints(cfg, out)
+        state, ref_params, progress = load_state(run, checkpoints, out, reachable)
         log = open_log(run, out, progress)
     except ValueError as error:
         if processes.lost_contact(error):
@@ -109,7 +79,7 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, TrainState, Params | None] | Non
     checkpoints.say = log.line
     progress.wandb_id = log.wandb_id or progress.wandb_id
     stop.running = True
-    saves = seen and cfg.save_every_steps > 0
+    saves = reachable and cfg.save_every_steps > 0
     life = Lifecycle(
         cfg, out, log, stop, checkpoints, progress, run.made_with, saves=saves, began=began
     )
@@ -126,7 +96,7 @@ def set_up(cfg: Config) -> Run:
     here = facts_of(cfg, inputs) if jax.process_count() > 1 else {}
     processes.stop_if_different(here | digests, mistake)
 
-    longest = max(len(prompt.ids) for prompt in inputs.train + inputs.test)
+    longest = max(len(prompt.ids) for prompt in inputs.train_prompts + inputs.eval_prompts)
     stop_if_too_long(cfg, inputs.model, longest)
     S = prompt_width(longest, cfg.global_length) - 1
     training, rollout, reason = how_to_compute(cfg, inputs.model, inputs.sizes, S, jax.devices())
@@ -144,7 +114,8 @@ def set_up(cfg: Config) -> Run:
     )
     print(
         f"model={inputs.folder} parameters={num_params(inputs.model) / 1e6:.2f}M "
-        f"dtype={training.dtype} train={len(inputs.train)} test={len(inputs.test)} prompts "
+        f"dtype={training.dtype} train={len(inputs.train_prompts)} "
+        f"test={len(inputs.eval_prompts)} prompts "
         f"rewards={cfg.reward_fn or ','.join(f.__name__ for f in inputs.functions)}\n"
         f"mesh dp,fsdp,tp train={mesh_text(training.layout.mesh)} ({cfg.mesh_shape}) "
         f"rollout={mesh_text(rollout.layout.mesh)} ({cfg.rollout_mesh_shape}{reason})\n"
@@ -345,7 +316,7 @@ def facts_of(cfg: Config, inputs: Inputs | None) -> dict[str, str]:
         files = [*inputs.folder.glob("*.json"), *inputs.folder.glob("*.safetensors")]
         listing = sorted((file.name, file.stat().st_size) for file in files)
         facts["the list of the model's files"] = processes.digest(json.dumps(listing).encode())
-        evaluated = json.dumps(inputs.test, default=str)
+        evaluated = json.dumps(inputs.eval_prompts, default=str)
         facts["the evaluated prompts"] = processes.digest(evaluated.encode())
     versions = processes.versions().items()
     return facts | {f"the version of {name}": version for name, version in versions}
@@ -357,7 +328,7 @@ def digests_of(cfg: Config, inputs: Inputs) -> dict[str, str]:
         f"the model's {name}": processes.digest((inputs.folder / name).read_bytes())
         for name in ("config.json", "tokenizer.json")
     }
-    prompts = json.dumps(inputs.train, default=str)
+    prompts = json.dumps(inputs.train_prompts, default=str)
     found["the tokenized prompts"] = processes.digest(prompts.encode())
     for file in {entry.rpartition(":")[0] for entry in cfg.reward_fn.split(",") if ":" in entry}:
         content = Path(file).read_bytes()
@@ -383,7 +354,7 @@ def made_with(
 
 
 def load_state(
-    run: Run, checkpoints: Checkpoints, out: Path, seen: bool
+    run: Run, checkpoints: Checkpoints, out: Path, reachable: bool
 ) -> tuple[TrainState, Params | None, resume.Progress]:
     """The training state, the reference of BETA, and how far the run is.
 
@@ -393,7 +364,7 @@ def load_state(
     wanted: dict[str, Any] = {"state": abstract_state(model, mesh, run.optimizer)}
     if run.cfg.beta > 0:
         wanted["ref_params"] = abstract_params(model, mesh, reference_dtype(run))
-    if found := resume.restore(run.cfg, checkpoints, out, seen, wanted, run.made_with):
+    if found := resume.restore(run.cfg, checkpoints, out, reachable, wanted, run.made_with):
         arrays, progress = found
         return arrays["state"], arrays.get("ref_params"), progress
     params = hf.load_params(run.folder, model, mesh, jnp.float32)

@@ -46,7 +46,7 @@ from loss import group_advantages, top_entropy_mask
 from metrics import Step, evaluation, log_step, not_finite, sampling_metrics
 from models import hf
 from models.model import Params
-from rollout import Groups, StepResults, reward_completions, sample_groups
+from rollout import Groups, Run, StepResults, reward_completions, sample_groups
 from runtime.chips import memory_errors_in_sizes
 from runtime.layout import gather_processes, local_part, shard_batch
 from runtime.lifecycle import Lifecycle
@@ -61,7 +61,7 @@ from runtime.sizes import (
     prompt_width,
 )
 from sampling import Prompts, Sampling, generate
-from startup import Run, start
+from startup import start
 from update import (
     Counts,
     MicroBatch,
@@ -113,7 +113,9 @@ def main(cfg: Config) -> None:
                 weights=cfg.reward_weights,
             )  # [B]
             stopped = groups.results.stopped > 0  # [B] False: cut off at MAX_LENGTH_SAMPLE
-            counted = stopped | (not cfg.mask_truncated_completions)  # [B] what the loss takes
+            counted = stopped | (
+                not cfg.mask_truncated_completions
+            )  # [B] True: the loss includes it
             clock.lap("advantages")
 
             # ---- Micro-batches, on the devices ---------------------------------------------------
@@ -179,7 +181,7 @@ def split_into_micro_batches(
     T = min(bucket(int(results.completion_lengths.max())), run.cfg.max_length_sample)
     width = prompt_width(int(results.prompt_lengths.max()), run.cfg.global_length)
     share = prompt_share(K, r * jax.process_count() // layout.batch_shards)
-    # One prompt for each `share` sequences, so that a prompt lies on the device of its sequences.
+    # A prompt is repeated for every `share` sequences; each copy lies on the device of these.
     prompts = [p.ids for p in groups.prompts[run.local_prompts()] for _ in range(K // share)]
     prompt_arrays = data.pad_prompts(prompts, width, run.stopping.pad_id)  # [b/share, S+1] each
     ids, mask, sampling_logps = (x[:, :T] for x in groups.completions)  # [b, T] each
@@ -212,7 +214,7 @@ def with_ref_logps(
 def with_top_entropy(run: Run, params: Params, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
     """The micro-batches with their top_mask, if TOP_ENTROPY_QUANTILE chooses tokens.
 
-    The entropies come from a forward pass before the first update. The threshold is that of the
+    The entropies are those before the first update. The threshold is that of the
     complete step, so that it does not depend on the micro-batch.
     """
     if run.cfg.top_entropy_quantile == 1:
@@ -341,7 +343,9 @@ def evaluate(
     """
     clock = Clock()
     cfg, samples = run.cfg, run.cfg.eval_samples
-    prompts = run.test if full or not cfg.eval_prompts else run.test[: cfg.eval_prompts]
+    prompts = (
+        run.eval_prompts if full or not cfg.eval_prompts else run.eval_prompts[: cfg.eval_prompts]
+    )
     processes = jax.process_count()
     size = eval_questions(cfg, run.sizes, jax.local_device_count())  # of a pass, per process
     passes = math.ceil(len(prompts) / (size * processes))
@@ -367,7 +371,7 @@ def evaluate(
         totals, per_function = reward_completions(run, completions, questions)
         tables.append(gather_processes(np.column_stack([totals, per_function])))
         clock.lap("reward")
-    table = np.concatenate(tables)[: len(prompts) * samples]  # [questions * samples, 1 + F]
+    table = np.concatenate(tables)[: len(prompts) * samples]  # [questions * samples, 1 + functions]
     names = [function.__name__ for function in run.functions]
     line, records = evaluation(
         step, cfg.eval_split, table, samples, names, run.accuracy, clock, full
@@ -397,8 +401,8 @@ def export(run: Run, out: Path, params: Params) -> None:
         raise OSError(f"EXPORT_HF={folder} cannot be written: {error}") from None
 
 
-# If a device runs out of memory: the function that waited for it -> the programs that it runs, and
-# the settings of the sizes on which their memory depends.
+# For the line about a device that ran out of memory: a function in the stack trace -> the programs
+# that it runs, and the settings that make them smaller.
 WAITING = {
     "load_state": ("what holds the weights and the optimizer's state", ()),
     "save": ("checksums", ()),

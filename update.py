@@ -37,7 +37,7 @@ class TrainState:
 
     params: Params
     opt_state: Any
-    step: jax.Array  # int32, the number of updates done
+    step: jax.Array  # int32, the number of updates done, as optimizers count their steps
 
 
 class MicroBatch(NamedTuple):
@@ -49,7 +49,7 @@ class MicroBatch(NamedTuple):
     completion_mask: jax.Array  # [R, T] int32, 1 on the tokens that count, the stop token included
     sampling_logps: jax.Array  # [R, T] float32 nats
     advantages: jax.Array  # [R] float32
-    old_logps: jax.Array | None = None  # [R, T] float32 nats; None: those of this forward pass
+    old_logps: jax.Array | None = None  # [R, T] float32 nats; None: logps, so that the ratio is 1
     ref_logps: jax.Array | None = None  # [R, T] float32 nats; None: no reference
     top_mask: jax.Array | None = None  # [R, T] int32, 1 where the policy learns; None: everywhere
 
@@ -99,11 +99,11 @@ compute_logps = jax.jit(completion_logps, static_argnames=("temperature", "compu
 
 
 @functools.partial(
-    jax.jit, static_argnames=("objective", "temperature", "compute"), donate_argnames=("total",)
+    jax.jit, static_argnames=("objective", "temperature", "compute"), donate_argnames=("grad_sum",)
 )
 def micro_step(
     params: Params,
-    total: Params,
+    grad_sum: Params,
     batch: MicroBatch,
     counts: Counts,
     *,
@@ -111,7 +111,7 @@ def micro_step(
     temperature: float,
     compute: Compute,
 ) -> tuple[Params, dict[str, jax.Array], jax.Array]:
-    """`total` with the gradient of this micro-batch added, the micro-batch's part of the step's
+    """`grad_sum` with the gradient of this micro-batch added, the micro-batch's part of the step's
     metrics (for merge_metrics), and the log-probabilities [R, T] of its tokens."""
 
     def loss_of(params: Params) -> tuple[jax.Array, tuple[dict[str, jax.Array], jax.Array]]:
@@ -141,11 +141,11 @@ def micro_step(
     if compute.layout:
         shardings = param_shardings(compute.model, compute.layout.mesh)
         grads = jax.lax.with_sharding_constraint(grads, shardings)
-    return jax.tree.map(jnp.add, total, grads), metrics, logps
+    return jax.tree.map(jnp.add, grad_sum, grads), metrics, logps
 
 
 def zero_grads(params: Params) -> Params:
-    """Float32 zeros, laid out like params: the `total` of the first micro_step of an update."""
+    """Float32 zeros, laid out like params: the `grad_sum` of the first micro_step of an update."""
     return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32, device=x.sharding), params)
 
 

@@ -118,14 +118,14 @@ def _causal(
     size = -(-t // chunks)  # chunks of equal size need the least padding
     q = jnp.pad(q, ((0, 0), (0, chunks * size - t), (0, 0), (0, 0)))
     q = q.reshape(R, chunks, size, H, h).swapaxes(0, 1)
-    # No scores are kept; the backward pass computes the scores of each chunk again.
+    # No scores are kept; backward computes the scores of each chunk again.
     recomputed = jax.checkpoint(lambda x: chunk(*x), prevent_cse=False)
     out = jax.lax.map(recomputed, (jnp.arange(chunks) * size, q))  # [chunks, R, size, H*h]
     return out.swapaxes(0, 1).reshape(R, chunks * size, H * h)[:, :t]
 
 
 def _score_shards(N: int, layout: Layout | None) -> int:
-    """The number of devices that share the scores: by batch, and by heads if tp divides N."""
+    """The number of devices that split the scores: by batch, and by heads if tp divides N."""
     if layout is None:
         return 1
     tp = layout.mesh.shape["tp"] if layout.heads_axis else 1

@@ -56,7 +56,7 @@ class Compute(NamedTuple):
     model: ModelConfig
     dtype: Any  # of matmuls and activations; softmax, norms and rotary angles are float32
     layout: Layout | None = None  # None: everything is on one device
-    remat: str = "none"  # what the backward pass computes again: none, dots (not matmuls), full
+    remat: str = "none"  # what backward computes again; dots: all but matmuls
     policy_loss_impl: str = "jax"  # jax or pallas, see loss_pallas.py
     attention_impl: str = "xla"  # xla or splash, see attention.py
 

@@ -6,7 +6,6 @@ them. Imports neither jax nor flax.
 
 import dataclasses
 import difflib
-import itertools
 import math
 import re
 import sys
@@ -85,45 +84,39 @@ def shared_by_processes(config: Any) -> list[str]:
 # ---- Names of other programs ---------------------------------------------------------------------
 
 # Names that other programs use for our settings. A name in lower case occurs only in YAML.
-OTHER_NAMES = {
-    "MODEL_NAME_OR_PATH": "MODEL_PATH",
-    "RANDOM_SEED": "SEED",
-    "ROLLOUT_ENGINE": "ROLLOUT_BACKEND",
-    "ROLLOUT_PROMPT_BATCH_SIZE": "BATCH_SIZE",
-    "NUM_GENERATIONS": "NUM_PRE_Q",
-    "GROUP_SIZE": "NUM_PRE_Q",
-    "rollout.n": "NUM_PRE_Q",
-    "MAX_NEW_TOKENS": "MAX_LENGTH_SAMPLE",
-    "MAX_COMPLETION_LENGTH": "MAX_LENGTH_SAMPLE",
-    "REWARD_FUNCS": "REWARD_FN",
-    "MAX_STEPS": "STEPS",
-    "TOTAL_TRAINING_STEPS": "STEPS",
-    "MICRO_BATCH_SIZE": "TRAIN_MICRO_BATCH_SIZE",
-    "PER_DEVICE_TRAIN_BATCH_SIZE": "TRAIN_PER_DEVICE_MICRO_BATCH_SIZE",
-    "MICRO_BATCH_SIZE_PER_DEVICE": "TRAIN_PER_DEVICE_MICRO_BATCH_SIZE",
-    "GRADIENT_ACCUMULATION_STEPS": "GRAD_ACCUM_STEPS",
-    "NUM_ITERATIONS": "PPO_EPOCHS",
-    "LR": "LEARNING_RATE",
-    "LR_SCHEDULER_TYPE": "LR_SCHEDULE",
-    "MAX_GRAD_NORM": "CLIP_NORM",
-    "MESH_SHAPE_FSDP": "MESH_SHAPE",
-    "GRADIENT_CHECKPOINTING": "REMAT",
-    "EPSILON": "EPS_LOW",
-    "CLIP_RATIO_LOW": "EPS_LOW",
-    "EPSILON_HIGH": "EPS_HIGH",
-    "CLIP_RATIO_HIGH": "EPS_HIGH",
-    "KL_COEF": "BETA",
-    "REF_MODEL_SYNC_STEPS": "REF_SYNC_STEPS",
-    "REF_MODEL_MIXUP_ALPHA": "REF_SYNC_ALPHA",
-    "VLLM_IMPORTANCE_SAMPLING_MODE": "IS_MODE",
-    "VLLM_IMPORTANCE_SAMPLING_CAP": "IS_CAP",
-    "EVAL_STEPS": "EVAL_EVERY_STEPS",
-    "TEST_FREQ": "EVAL_EVERY_STEPS",
-    "SAVE_STEPS": "SAVE_EVERY_STEPS",
-    "SAVE_FREQ": "SAVE_EVERY_STEPS",
-    "SAVE_TOTAL_LIMIT": "SAVE_KEEP",
-    "RESUME_FROM_CHECKPOINT": "RESUME",
+_NAMES_ELSEWHERE = {
+    "MODEL_PATH": "MODEL_NAME_OR_PATH",
+    "SEED": "RANDOM_SEED",
+    "ROLLOUT_BACKEND": "ROLLOUT_ENGINE",
+    "BATCH_SIZE": "ROLLOUT_PROMPT_BATCH_SIZE",
+    "NUM_PRE_Q": "NUM_GENERATIONS GROUP_SIZE rollout.n",
+    "MAX_LENGTH_SAMPLE": "MAX_NEW_TOKENS MAX_COMPLETION_LENGTH MAX_RESPONSE_LENGTH",
+    "REWARD_FN": "REWARD_FUNCS",
+    "STEPS": "MAX_STEPS TOTAL_TRAINING_STEPS",
+    "TRAIN_MICRO_BATCH_SIZE": "MICRO_BATCH_SIZE MICRO_BATCH",
+    "TRAIN_PER_DEVICE_MICRO_BATCH_SIZE": "PER_DEVICE_TRAIN_BATCH_SIZE MICRO_BATCH_SIZE_PER_DEVICE "
+    "PPO_MICRO_BATCH_SIZE_PER_GPU",
+    "GRAD_ACCUM_STEPS": "GRADIENT_ACCUMULATION_STEPS",
+    "PPO_EPOCHS": "NUM_ITERATIONS",
+    "LEARNING_RATE": "LR",
+    "LR_SCHEDULE": "LR_SCHEDULER_TYPE",
+    "CLIP_NORM": "MAX_GRAD_NORM GRAD_CLIP",
+    "MESH_SHAPE": "MESH_SHAPE_FSDP",
+    "REMAT": "GRADIENT_CHECKPOINTING",
+    "EPS_LOW": "EPSILON CLIP_RATIO_LOW CLIP_RATIO",
+    "EPS_HIGH": "EPSILON_HIGH CLIP_RATIO_HIGH",
+    "BETA": "KL_COEF KL_LOSS_COEF KL_BETA",
+    "REF_SYNC_STEPS": "REF_MODEL_SYNC_STEPS",
+    "REF_SYNC_ALPHA": "REF_MODEL_MIXUP_ALPHA",
+    "IS_MODE": "VLLM_IMPORTANCE_SAMPLING_MODE",
+    "IS_CAP": "VLLM_IMPORTANCE_SAMPLING_CAP VLLM_IMPORTANCE_SAMPLING_CLIP_MAX",
+    "EVAL_EVERY_STEPS": "EVAL_STEPS TEST_FREQ EVAL_EVERY",
+    "SAVE_EVERY_STEPS": "SAVE_STEPS SAVE_FREQ",
+    "SAVE_KEEP": "SAVE_TOTAL_LIMIT",
+    "RESUME": "RESUME_FROM_CHECKPOINT",
+    "ROLLOUT_BATCH_SIZE": "GENERATION_BATCH_SIZE",
 }
+OTHER_NAMES = {other: ours for ours, others in _NAMES_ELSEWHERE.items() for other in others.split()}
 # Settings of other programs that have no counterpart here, and what to use instead.
 NOT_SETTINGS = {
     "PARAM_DTYPE": "trained weights are float32, since bfloat16 loses most updates of them; to "
@@ -135,7 +128,9 @@ NOT_SETTINGS = {
     "need; MAX_PROMPT_LENGTH limits the prompt",
     "USE_VLLM": "ROLLOUT_BACKEND names the program that samples",
 }
-NOT_SETTINGS["NUM_TRAIN_EPOCHS"] = NOT_SETTINGS["TOTAL_EPOCHS"] = NOT_SETTINGS["NUM_EPOCHS"]
+NOT_SETTINGS |= dict.fromkeys(
+    ("EPOCHS", "NUM_TRAIN_EPOCHS", "TOTAL_EPOCHS"), NOT_SETTINGS["NUM_EPOCHS"]
+)
 # Environment names that start like this are never read as misspelt settings.
 FOREIGN = ("WANDB_", "JAX_", "HF_", "TPU_", "XLA_", "SGLANG_")
 
@@ -385,31 +380,6 @@ def changed(cfg: Any, layers: Mapping[str, str]) -> str:
         for field in dataclasses.fields(cfg)
         if getattr(cfg, field.name) != field.default
     )
-
-
-def markdown_table(config: type) -> list[str]:
-    """Lines of Markdown: a table of the settings, with a line for the name of each group."""
-    header = "| setting | default | what it does | results depend on | per process |"
-    lines = [header, "|---|---|---|---|---|"]
-    groups = itertools.groupby(dataclasses.fields(config), lambda field: field.metadata["group"])
-    for group, fields in groups:
-        lines += [f"| **{group}** | | | | |", *map(markdown_line, fields)]
-    return lines
-
-
-def markdown_line(field: dataclasses.Field) -> str:
-    about = field.metadata
-    name = field.name.upper() + (f", in YAML {yaml_name(field)}" if about["yaml"] else "")
-    default = "empty" if field.default == "" else to_text(field.default)
-    text = about["help"]
-    if about["choices"]:
-        text += f" Choices: {about['choices'].replace('|', ', ')}."
-    limits = [(word.replace("_", " "), bound) for word, bound in about["limits"].items()]
-    limits = [f"{word} {bound}" for word, bound in limits if (word, bound) != ("at least", 0)]
-    if limits and field.type in (int, float):
-        text += f" {', '.join(limits).capitalize()}."
-    per_process = "yes" if about["per_process"] else "no"
-    return f"| {name} | {default} | {text} | {about['results']} | {per_process} |"
 
 
 def fail(error: ValueError) -> NoReturn:

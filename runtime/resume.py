@@ -106,7 +106,7 @@ def leave(*folders: Path) -> None:
 
 
 def open_checkpoints(cfg: Any, out: Path) -> tuple[Checkpoints, bool]:
-    """The run's checkpoints, and whether all processes see their folder.
+    """The run's checkpoints, and whether all processes reach their folder.
 
     If they do, this run holds the folder; if they do not, the run saves no checkpoints. Raises
     ValueError for a folder that cannot be used.
@@ -125,17 +125,17 @@ def open_checkpoints(cfg: Any, out: Path) -> tuple[Checkpoints, bool]:
             if folder.resolve() != out.resolve():
                 hold(folder, name)
             mark.touch()
-    seen = all(processes.gather_texts("yes" if mark.exists() or alone else ""))
+    reachable = all(processes.gather_texts("yes" if mark.exists() or alone else ""))
     if jax.process_index() == 0:
         mark.unlink(missing_ok=True)
-        if not seen:
+        if not reachable:
             leave(folder)
-    if not seen and cfg.save_every_steps:
+    if not reachable and cfg.save_every_steps:
         checkpoints.say(
             f"no checkpoints: {folder} is not the same folder on all hosts; set CHECKPOINT_DIR to "
             f"one they share, such as gs://bucket/folder"
         )
-    return checkpoints, seen
+    return checkpoints, reachable
 
 
 # ---- A run that is finished ----------------------------------------------------------------------
@@ -199,23 +199,23 @@ def restore(
     cfg: Any,
     checkpoints: Checkpoints,
     out: Path,
-    seen: bool,
+    reachable: bool,
     wanted: Any,
     made_with: Mapping[str, str],
 ) -> tuple[Any, Progress] | None:
     """The arrays and the progress of the checkpoint that RESUME asks for; None: begin anew.
 
-    What an earlier run has left of later steps is set aside in `out`. seen: whether all processes
-    see the folder of the checkpoints. wanted: shapes, dtypes and shardings of the arrays.
+    What an earlier run has left of later steps is set aside in `out`. reachable: whether all
+    processes see the folder of the checkpoints. wanted: shapes, dtypes and shardings of the arrays.
     made_with: all that the results follow from.
     Raises ValueError for a checkpoint of another run, and for a RESUME that names no checkpoint.
     """
-    source, steps = checkpoint_source(cfg, checkpoints) if seen else (None, None)
+    source, steps = checkpoint_source(cfg, checkpoints) if reachable else (None, None)
     check = functools.partial(stop_if_unusable, cfg, wanted, made_with)
     found = source.restore(wanted, check, steps) if source else None
     if cfg.resume not in ("auto", "never") and found is None:
         why = "is no folder of a whole checkpoint"
-        if not seen:
+        if not reachable:
             why = f"needs a folder for checkpoints that all hosts see; {checkpoints.folder} is none"
         raise ValueError(f"RESUME={cfg.resume} {why}")
     aside = out / f"earlier_{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
@@ -223,7 +223,7 @@ def restore(
         if jax.process_index() == 0:
             make_way(out, aside, () if found else ("metrics.jsonl", "samples.jsonl", "hf"))
     if not found:
-        if seen:
+        if reachable:
             checkpoints.set_aside(-1, aside)
         return None
     arrays, record = found

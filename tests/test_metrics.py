@@ -27,7 +27,7 @@ RESULTS = StepResults(
 )
 METRICS = {"loss": 0.25, "entropy": 1.5, "grad_norm": 2.0}
 LINE = "step=7 loss=0.250000 entropy=1.5000 reward_mean=1.1250 dt=0.00s"
-NOTHING = "note step=7: no completion that counts has an advantage: no policy gradient"
+NOTHING = "note step=7: all advantages that count are 0, and so is the policy gradient"
 
 
 def clock() -> Clock:
@@ -51,7 +51,7 @@ def test_the_step_line_ends_with_its_seconds_and_each_note_has_a_line() -> None:
     assert step_lines(counted, False) == [LINE, NOTHING]
     assert step_lines(step(METRICS | {"grad_norm": NAN}), False) == [
         LINE,
-        "note step=7: its update was not applied: grad_norm is nan",
+        "note step=7: an update was not applied: grad_norm is nan",
     ]
 
 
@@ -107,7 +107,7 @@ def test_a_step_writes_its_lines_its_record_and_two_samples(
     per_function = np.array([[1.0, 1], [0, 1], [0, 0], [0, 0], [0, 1], [1, 0], [1, 1], [0, 0]])
     rewards = np.array([1.5, 0.5, 0, 0, 0.5, 1, 1.5, 0])
     results = StepResults(rewards, np.full(8, 9.0), np.full(8, 5.0), np.ones(8), per_function)
-    groups = Groups(run.train[:2], completions_of(texts, run.tokenizer), results)
+    groups = Groups(run.train_prompts[:2], completions_of(texts, run.tokenizer), results)
     log = RunLog(tmp_path, steps=10, writes=True, wandb=None)
     capsys.readouterr()
     log_step(run, log, Step(7, METRICS, results, np.zeros(8), np.ones(8, bool), clock()), groups)
@@ -127,7 +127,7 @@ def test_a_step_writes_its_lines_its_record_and_two_samples(
     }
     assert {name: record[name] for name in expected} == expected
     samples = [json.loads(x) for x in (tmp_path / "samples.jsonl").read_text().splitlines()]
-    for sample, prompt in zip(samples, run.train[:2], strict=True):
+    for sample, prompt in zip(samples, run.train_prompts[:2], strict=True):
         assert prompt.columns["question"] in sample.pop("prompt")
         assert sample.pop("answer") == prompt.columns["answer"]
     assert samples == [

@@ -281,7 +281,7 @@ def test_steps_that_are_not_finite_are_not_applied_and_end_the_run_after_the_lim
         f"error: step 3: loss is nan, for NONFINITE_LIMIT=3 steps in a row; their batches are "
         f"{folder}/bad_step_N.npz. Lower LEARNING_RATE?"
     )
-    assert result.lines.count(": its update was not applied: loss is nan\n") == 3
+    assert result.lines.count(": an update was not applied: loss is nan\n") == 3
     good, bad = arrays(folder, 1), arrays(folder, 3)
     assert all(good[name].tobytes() == bad[name].tobytes() for name in good)
     for step in (1, 2, 3):

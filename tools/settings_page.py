@@ -1,0 +1,57 @@
+"""Prints docs/settings.md, the page of all settings, from config.py.
+
+python tools/settings_page.py > docs/settings.md
+"""
+# ruff: noqa: E402 - the project's folder comes into sys.path before the imports from it
+
+import dataclasses
+import itertools
+import sys
+import textwrap
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
+
+import config
+from runtime import sizes
+from runtime.parsing import to_text, yaml_name
+
+
+def page() -> str:
+    """The text of docs/settings.md: the docstrings of config.py and sizes.py, and a table."""
+    modules = (config.__doc__, sizes.__doc__)
+    texts = [text for module in modules for text in module.split("\n\n")[1:]]
+    lines = [f"{textwrap.fill(text, 200, break_on_hyphens=False)}\n" for text in texts]
+    return "\n".join(["# Settings\n", *lines, *table()])
+
+
+def table() -> list[str]:
+    """Lines of Markdown: a table of the settings, with a line for the name of each group."""
+    header = "| setting | default | what it does | results depend on | per process |"
+    lines = [header, "|---|---|---|---|---|"]
+    groups = itertools.groupby(
+        dataclasses.fields(config.Config), lambda field: field.metadata["group"]
+    )
+    for group, fields in groups:
+        lines += [f"| **{group}** | | | | |", *map(line_of, fields)]
+    return lines
+
+
+def line_of(field: dataclasses.Field) -> str:
+    """The line of one setting in the table."""
+    about = field.metadata
+    name = field.name.upper() + (f", in YAML {yaml_name(field)}" if about["yaml"] else "")
+    default = "empty" if field.default == "" else to_text(field.default)
+    text = about["help"]
+    if about["choices"]:
+        text += f" Choices: {about['choices'].replace('|', ', ')}."
+    limits = [(word.replace("_", " "), bound) for word, bound in about["limits"].items()]
+    limits = [f"{word} {bound}" for word, bound in limits if (word, bound) != ("at least", 0)]
+    if limits and field.type in (int, float):
+        text += f" {', '.join(limits).capitalize()}."
+    per_process = "yes" if about["per_process"] else "no"
+    return f"| {name} | {default} | {text} | {about['results']} | {per_process} |"
+
+
+if __name__ == "__main__":
+    print(page())

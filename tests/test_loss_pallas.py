@@ -61,42 +61,42 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 class Gradients(NamedTuple):
     logps: np.ndarray
     entropy: np.ndarray
-    to_hidden: np.ndarray
-    to_lm_head: np.ndarray
+    grad_hidden: np.ndarray
+    grad_lm_head: np.ndarray
 
 
 def program(ids: Any, temperature: float, **settings: Any) -> Callable[..., Gradients]:
-    """(hidden, lm_head, towards) -> token_logps and its pullback of `towards`, [2, ...]."""
+    """(hidden, lm_head, cotangents) -> token_logps and its pullback of `cotangents`, [2, ...]."""
 
     def both(hidden: jax.Array, lm_head: jax.Array) -> Any:
         return token_logps(hidden, lm_head, ids, temperature=temperature, **settings)
 
     @jax.jit
-    def all_four(hidden: jax.Array, lm_head: jax.Array, towards: Any) -> Gradients:
+    def all_four(hidden: jax.Array, lm_head: jax.Array, cotangents: Any) -> Gradients:
         outputs, pull = jax.vjp(both, hidden, lm_head)
-        return Gradients(*outputs, *pull((towards[0], towards[1])))
+        return Gradients(*outputs, *pull((cotangents[0], cotangents[1])))
 
     return lambda *arrays: jax.device_get(all_four(*arrays))
 
 
 def numpy_gradients(
-    hidden: np.ndarray, lm_head: np.ndarray, ids: np.ndarray, towards: Any, temperature: float
+    hidden: np.ndarray, lm_head: np.ndarray, ids: np.ndarray, cotangents: Any, temperature: float
 ) -> Gradients:
     """The same in float64."""
     logps, entropy, table = numpy_token_logps(hidden, lm_head, ids, temperature)
-    p, (to_logps, to_entropy) = np.exp(table), np.asarray(towards, float)
-    to_logits = (
-        -p * (to_logps + to_entropy * entropy)[..., None] - p * table * to_entropy[..., None]
+    p, (grad_logps, grad_entropy) = np.exp(table), np.asarray(cotangents, float)
+    grad_logits = (
+        -p * (grad_logps + grad_entropy * entropy)[..., None] - p * table * grad_entropy[..., None]
     )
-    chosen = np.take_along_axis(to_logits, ids[..., None], -1) + to_logps[..., None]
-    np.put_along_axis(to_logits, ids[..., None], chosen, -1)
-    to_logits = to_logits / temperature
-    flat = to_logits.reshape(-1, lm_head.shape[0])
-    to_lm_head = flat.T @ hidden.reshape(-1, hidden.shape[-1]).astype(float)
-    return Gradients(logps, entropy, to_logits @ lm_head.astype(float), to_lm_head)
+    chosen = np.take_along_axis(grad_logits, ids[..., None], -1) + grad_logps[..., None]
+    np.put_along_axis(grad_logits, ids[..., None], chosen, -1)
+    grad_logits = grad_logits / temperature
+    flat = grad_logits.reshape(-1, lm_head.shape[0])
+    grad_lm_head = flat.T @ hidden.reshape(-1, hidden.shape[-1]).astype(float)
+    return Gradients(logps, entropy, grad_logits @ lm_head.astype(float), grad_lm_head)
 
 
-def towards_of(*lead: int, entropy: bool = True) -> np.ndarray:
+def random_cotangents(*lead: int, entropy: bool = True) -> np.ndarray:
     """[2, *lead] float32, the second 0 where no entropy bonus is asked for."""
     rng = np.random.default_rng(1)
     return np.float32(
@@ -163,9 +163,9 @@ def test_values_and_gradients_are_those_of_numpy(
     lm_head *= 3 / math.sqrt(D)  # logits of std 3
     run = program(ids, temperature, impl=impl, interpret=impl == "pallas")
     for entropy in (True, False):
-        towards = towards_of(n, entropy=entropy)
-        expected = numpy_gradients(hidden, lm_head, ids, towards, temperature)
-        assert_relative(run(hidden, lm_head, towards), expected, 1e-5)
+        cotangents = random_cotangents(n, entropy=entropy)
+        expected = numpy_gradients(hidden, lm_head, ids, cotangents, temperature)
+        assert_relative(run(hidden, lm_head, cotangents), expected, 1e-5)
 
 
 @pytest.mark.parametrize("impl", ["jax", "pallas"])
@@ -187,12 +187,12 @@ def test_bfloat16_operands_have_float32_logits(impl: str, lm_head_type: Any) -> 
     hidden, lm_head, ids = inputs(3, 43, V=1009)
     lm_head *= 0.3
     hidden, lm_head = jnp.asarray(hidden, jnp.bfloat16), jnp.asarray(lm_head, lm_head_type)
-    towards = towards_of(3, 43)
-    got = program(ids, 1.0, impl=impl, interpret=impl == "pallas")(hidden, lm_head, towards)
+    cotangents = random_cotangents(3, 43)
+    got = program(ids, 1.0, impl=impl, interpret=impl == "pallas")(hidden, lm_head, cotangents)
     assert got.logps.dtype == got.entropy.dtype == np.float32
-    assert (got.to_hidden.dtype, got.to_lm_head.dtype) == (jnp.bfloat16, lm_head_type)
+    assert (got.grad_hidden.dtype, got.grad_lm_head.dtype) == (jnp.bfloat16, lm_head_type)
     exact = [np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64) for x in (hidden, lm_head)]
-    expected = numpy_gradients(*exact, ids, towards, 1.0)
+    expected = numpy_gradients(*exact, ids, cotangents, 1.0)
     assert_relative(got, expected, 2e-2)
     np.testing.assert_allclose(got.logps, expected.logps, atol=2e-5)
     np.testing.assert_allclose(got.entropy, expected.entropy, atol=2e-5)
@@ -210,10 +210,10 @@ def test_a_tied_lm_head_gets_both_gradients(impl: str) -> None:
 
     got = jax.grad(loss)(jnp.asarray(embed), impl=impl, interpret=impl == "pallas")
     hidden = np.tanh(embed[tokens])
-    towards = np.stack([np.ones(20), np.full(20, 0.1)])
-    expected = numpy_gradients(hidden, embed, ids, towards, 1.0)
-    through = expected.to_lm_head.copy()
-    np.add.at(through, tokens, expected.to_hidden * (1 - hidden.astype(float) ** 2))
+    cotangents = np.stack([np.ones(20), np.full(20, 0.1)])
+    expected = numpy_gradients(hidden, embed, ids, cotangents, 1.0)
+    through = expected.grad_lm_head.copy()
+    np.add.at(through, tokens, expected.grad_hidden * (1 - hidden.astype(float) ** 2))
     assert np.abs(got - through).max() < 1e-5 * np.abs(through).max()
 
 
@@ -227,10 +227,10 @@ def test_devices_do_what_one_does(shape: tuple[int, int, int], impl: str) -> Non
     """A device holds 1000 to 4000 words of the vocabulary, in uneven tiles."""
     mesh = Mesh(np.array(jax.devices()).reshape(shape), ("dp", "fsdp", "tp"))
     hidden, lm_head, ids = inputs(8, 37, V=4000)
-    towards = towards_of(8, 37)
+    cotangents = random_cotangents(8, 37)
     how = {"impl": impl, "interpret": impl == "pallas"}
-    got = program(ids, 0.7, mesh=mesh, **how)(hidden, lm_head, towards)
-    assert_relative(got, numpy_gradients(hidden, lm_head, ids, towards, 0.7), 1e-5)
+    got = program(ids, 0.7, mesh=mesh, **how)(hidden, lm_head, cotangents)
+    assert_relative(got, numpy_gradients(hidden, lm_head, ids, cotangents, 0.7), 1e-5)
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -239,11 +239,11 @@ def test_the_kernels_race_with_nobody(monkeypatch: pytest.MonkeyPatch, cores: in
     """Every block adds to the gradients of the one before; each core of a v4 has one gradient."""
     monkeypatch.setitem(loss_pallas.CORES, "cpu", (16, cores))
     hidden, lm_head, ids = inputs(256, V=300)
-    towards = towards_of(256)
+    cotangents = random_cotangents(256)
     watch = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=cores)
-    got = program(ids, 1.0, impl="pallas", interpret=watch)(hidden, lm_head, towards)
+    got = program(ids, 1.0, impl="pallas", interpret=watch)(hidden, lm_head, cotangents)
     assert not interpret_pallas_call.races.races_found
-    assert_relative(got, numpy_gradients(hidden, lm_head, ids, towards, 1.0), 1e-5)
+    assert_relative(got, numpy_gradients(hidden, lm_head, ids, cotangents, 1.0), 1e-5)
 
 
 # ---- Memory --------------------------------------------------------------------------------------

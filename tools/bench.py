@@ -121,7 +121,7 @@ def compile_loss(impl: str, backward: bool, shape: Shape, name: str) -> Any:
 def plan_loss(shape: Shape, name: str) -> None:
     """Prints a table: memory by the TPU compiler, bytes and times by the formulas of loss_costs."""
     print(f"{name}: {shape.n} tokens per device, D {shape.D}, V {shape.V}")
-    print("| | temporaries GiB: forward | with gradient | matmul passes | HBM GB | roofline ms |")
+    print("| | temporaries GiB: forward | with gradient | matmuls | HBM GB | roofline ms |")
     print("|---|---|---|---|---|---|")
     for impl in IMPLEMENTATIONS:
         compiled = [compile_loss(impl, backward, shape, name) for backward in (False, True)]
@@ -131,12 +131,12 @@ def plan_loss(shape: Shape, name: str) -> None:
 
 
 def estimate(impl: str, shape: Shape, name: str) -> str:
-    """Three columns: matmul passes over [n, D] x [D, V], HBM GB and roofline ms, with gradient."""
+    """Three columns: number of matmuls [n, D] x [D, V], HBM GB and roofline ms, with gradient."""
     chip = CHIPS[name]
-    passes, hbm_bytes = loss_costs(impl, *shape, chip.kinds[0])
-    compute_ms = passes * 2 * shape.n * shape.D * shape.V / chip.tflops / 1e9
+    matmuls, hbm_bytes = loss_costs(impl, *shape, chip.kinds[0])
+    compute_ms = matmuls * 2 * shape.n * shape.D * shape.V / chip.tflops / 1e9
     ms = max(compute_ms, hbm_bytes / chip.hbm_gbps / 1e6)
-    return f"{passes} | {hbm_bytes / 1e9:.0f} | {ms:.0f}"
+    return f"{matmuls} | {hbm_bytes / 1e9:.0f} | {ms:.0f}"
 
 
 def main() -> None:

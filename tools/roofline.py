@@ -64,11 +64,11 @@ def train_work(
     weights = L * layer_weights(model)
     layers = 2 * weights * workload.tokens + attention_flops(model, workload.pairs)
     kind = mesh.devices.flat[0].device_kind
-    loss_passes, loss_bytes = loss_costs(
+    loss_matmuls, loss_bytes = loss_costs(
         impl, workload.R * workload.T * tp // n, D, model.vocab_size // tp, kind
     )
-    loss_passes = loss_passes if backward else 1
-    head = 2 * workload.R * workload.T * D * model.vocab_size * loss_passes
+    loss_matmuls = loss_matmuls if backward else 1
+    head = 2 * workload.R * workload.T * D * model.vocab_size * loss_matmuls
     tokens = workload.tokens * tp / n  # of the tp devices that share them
     hbm = passes * tokens / tp * L * _activation_bytes(model) + (loss_bytes if backward else 0)
     # Weights are written when they are gathered, and read when they are used.
@@ -85,27 +85,27 @@ def train_work(
 
 
 def loss_costs(impl: str, n: int, D: int, V: int, device_kind: str) -> tuple[int, float]:
-    """Matmul passes over [n, D] x [D, V], and HBM bytes, of token_logps and its gradients.
+    """Returns the number of matmuls [n, D] x [D, V] and the HBM bytes of token_logps and gradients.
 
-    The bytes are those that each matmul, and each pass over logits in HBM, reads and writes.
+    The bytes are those that the matmuls and the other operations on logits in HBM read and write.
     n: tokens per device.
     """
     hidden, weights, logits = 2 * n * D, 2 * V * D, 4 * n * V  # bfloat16, bfloat16, float32
-    to_hidden, to_weights, stats = 4 * n * D, 4 * V * D, 4 * n * 128  # float32
+    grad_hidden, grad_weights, stats = 4 * n * D, 4 * V * D, 4 * n * 128  # float32
     if impl == "full":
         # Forward writes the logits and reads them for maximum, sum and entropy. Backward reads
         # them, writes their gradient and reads the gradient for two matmuls.
-        return 3, 8 * logits + 3 * (weights + hidden) + to_weights
+        return 3, 8 * logits + 3 * (weights + hidden) + grad_weights
     if impl == "jax":
         # Forward writes the logits and reads them twice. Backward writes and reads them again. It
         # also writes their gradient, in half the bytes, and reads it for two matmuls.
         tiles = max(logits / LOGITS_TILE_BYTES, 1)
-        per_tile = 3 * hidden + 2 * to_hidden
-        return 4, 6.5 * logits + tiles * per_tile + 3 * weights + to_weights
+        per_tile = 3 * hidden + 2 * grad_hidden
+        return 4, 6.5 * logits + tiles * per_tile + 3 * weights + grad_weights
     _, v = block_sizes(D, 2, device_kind)
     forward = V / v * (hidden + 2 * stats) + weights
-    per_tile = hidden + 2 * to_hidden + stats
-    return 4, forward + V / v * per_tile + weights + to_weights
+    per_tile = hidden + 2 * grad_hidden + stats
+    return 4, forward + V / v * per_tile + weights + grad_weights
 
 
 def optimizer_work(model: ModelConfig, shards: int, optimizer: str) -> Work:

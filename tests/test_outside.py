@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from metrics import RunLog, keep_steps_before
 from rewards import BUILT_IN, penalties
+from runtime.run_log import RunLog, keep_steps_before
 from test_smoke import Run, train
 
 # ---- Completions ---------------------------------------------------------------------------------

@@ -356,7 +356,9 @@ def test_each_round_draws_new_tokens_and_equal_rewards_give_no_gradient(
     assert of(result, "other/frac_reward_zero_std") == [1, 1]
     assert of(result, "other/loss") == of(result, "other/grad_norm") == [0, 0]
     for step in (0, 1):
-        told = f"dynamic_sampling step={step} rounds=2 kept=0.0000\nnote step={step}: no completion"
+        told = (
+            f"dynamic_sampling step={step} rounds=2 kept=0.0000\nnote step={step}: all advantages"
+        )
         assert told in result.lines
 
 

@@ -264,8 +264,12 @@ def contradictions(cfg: Config) -> list[str]:
         ("dynamic_sampling_max_rounds", cfg.dynamic_sampling, "DYNAMIC_SAMPLING=0"),
         ("overlong_cache", "soft_overlong_penalty" in cfg.reward_fn, functions),
         ("repetition_ngram", "repetition_penalty" in cfg.reward_fn, functions),
-        ("model_revision", not os.path.isdir(cfg.model_path), f"a folder, {cfg.model_path}"),
-        ("dataset_config", not os.path.exists(cfg.dataset), f"a local DATASET, {cfg.dataset}"),
+        (
+            "model_revision",
+            not os.path.isdir(cfg.model_path),
+            f"the folder MODEL_PATH={cfg.model_path}",
+        ),
+        ("dataset_config", not os.path.exists(cfg.dataset), f"the local DATASET={cfg.dataset}"),
         ("export_dtype", cfg.export_hf != "none", "EXPORT_HF=none"),
     ]
     default = {field.name: field.default for field in dataclasses.fields(cfg)}

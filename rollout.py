@@ -41,7 +41,7 @@ class Run(NamedTuple):
     optimizer: Optimizer
     training: Compute
     rollout: Compute
-    made_with: dict[str, str]  # all that the results follow from, but for the code
+    made_with: dict[str, str]  # all settings and files that decide the results, but not the code
 
     def local_sequences(self) -> slice:
         """This process's part, b, of the B sequences of a step."""

@@ -207,9 +207,8 @@ class Checkpoints:
 
         wrong: the error of this process, or "". The processes tell each other through the service
         by which they have joined, because a process that waits within orbax cannot take part in a
-        collective of arrays. If this process has failed and another process says nothing for
-        limit_s seconds, the other process waits for this process in a collective of orbax, and only
-        the end of this process releases the other. Raises SystemExit for that reason.
+        collective of arrays. Raises SystemExit if this process has failed and another one says
+        nothing for limit_s seconds: the other one then waits within orbax until this one ends.
         """
         if jax.process_count() == 1:
             return [wrong]

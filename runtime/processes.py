@@ -25,10 +25,10 @@ from jax.extend.backend import register_backend_factory
 # What the errors of Gloo (CPUs), NCCL (GPUs) and jax's service say when another process is gone.
 LOST_CONTACT = re.compile(r"gloo|nccl|coordination.?service|heartbeat", re.IGNORECASE)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-STATUS = re.compile("[A-Z_]+: ")  # the beginning of such a ValueError, but of no user's mistake
+STATUS = re.compile("[A-Z_]+: ")  # a status, with which ValueErrors of jax begin, but none of ours
 GOOGLE = "0x1ae0"  # a PCI vendor
 DISK, NETWORK = "0x01", "0x02"  # the beginning of the PCI class of a disk and of a network card
-TASKS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")  # the numbers of tasks that srun and mpirun start
+TASKS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")  # how srun and mpirun name the number of tasks
 ROOMS = ("", "models", "runtime", "tools")  # the folders of this project's code
 
 

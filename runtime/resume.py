@@ -184,7 +184,7 @@ def stop_if_another(
     ]
     if not changed:
         return
-    text = f"the run after step {record['step']} was another: {'; '.join(changed[:5])}"
+    text = f"step {record['step']} was made with other settings or files: {'; '.join(changed[:5])}"
     if not resume_force:
         raise ValueError(
             f"{text}; set it back, or RESUME_FORCE=1 to go on, or RESUME=never to begin anew"
@@ -214,7 +214,7 @@ def restore(
     check = functools.partial(stop_if_unusable, cfg, wanted, made_with)
     found = source.restore(wanted, check, steps) if source else None
     if cfg.resume not in ("auto", "never") and found is None:
-        why = "is no folder of a whole checkpoint"
+        why = "is not the folder of a complete checkpoint"
         if not reachable:
             why = f"needs a folder for checkpoints that all hosts see; {checkpoints.folder} is none"
         raise ValueError(f"RESUME={cfg.resume} {why}")

@@ -65,7 +65,7 @@ RUN = [
     ({"REWARD_FN": "reward"}, "REWARD_FN: 'reward' is not file.py:name"),
     ({"REWARD_WEIGHTS": "1,1"}, "REWARD_WEIGHTS=1.0,1.0 has 2 numbers; give 3"),
     ({"OUTPUT_DIR": str(REPO / "LICENSE")}, "LICENSE cannot be written"),
-    ({"RESUME": "nowhere"}, "RESUME=nowhere is no folder of a whole checkpoint"),
+    ({"RESUME": "nowhere"}, "RESUME=nowhere is not the folder of a complete checkpoint"),
     ({"EXPORT_HF": str(REPO / "tiny")}, "is MODEL_PATH; the model would be overwritten"),
     ({"CHECKPOINT_DIR": "gs://bucket/run"}, "CHECKPOINT_DIR=gs://bucket/run: "),
     ({"ATTENTION_IMPL": "splash"}, "ATTENTION_IMPL=splash: it is a TPU kernel"),

@@ -255,11 +255,11 @@ def test_settings_that_do_nothing_for_a_local_folder_are_refused(tmp_path: Path)
     for env, message in (
         (
             {"MODEL_PATH": str(tmp_path), "MODEL_REVISION": "v2"},
-            f"MODEL_REVISION=v2 does nothing with a folder, {tmp_path}; leave it out",
+            f"MODEL_REVISION=v2 does nothing with the folder MODEL_PATH={tmp_path}; leave it out",
         ),
         (
             {"DATASET": str(tmp_path), "DATASET_CONFIG": "socratic"},
-            f"DATASET_CONFIG=socratic does nothing with a local DATASET, {tmp_path}; leave it out",
+            f"DATASET_CONFIG=socratic does nothing with the local DATASET={tmp_path}; leave it out",
         ),
         (
             {"EXPORT_HF": "none", "EXPORT_DTYPE": "float32"},

@@ -113,7 +113,7 @@ def test_a_run_goes_on_with_more_steps_and_a_changed_setting_stops_it_with_its_n
         assert last.startswith("error: ") and words in last, last
         assert [r["step"] for r in records(short)] == [0, 1, 2], "no record is lost"
 
-    another = "the run after step 3 was another: "
+    another = "step 3 was made with other settings or files: "
     refused(f"{another}LEARNING_RATE was 0.0003 and is 1e-05", LEARNING_RATE="1e-5")
     refused(f"{another}NUM_PRE_Q was 4 and is 8", NUM_PRE_Q="8")
     refused("prompts per step was 4 and is 8", BATCH_SIZE="8")
@@ -134,7 +134,9 @@ def test_a_run_goes_on_with_more_steps_and_a_changed_setting_stops_it_with_its_n
     assert "STEPS=3, and the checkpoint is after step 4; raise it" in result.errors
     result = run(STEPS="5", LR_DECAY_STEPS="3", SEED="1", RESUME_FORCE="1")
     assert result.code == 0
-    assert "RESUME_FORCE=1: the run after step 4 was another: SEED was 0" in result.lines
+    assert (
+        "RESUME_FORCE=1: step 4 was made with other settings or files: SEED was 0" in result.lines
+    )
 
 
 @pytest.mark.slow
@@ -173,4 +175,4 @@ def test_resume_names_a_checkpoint_or_begins_anew_and_nothing_is_lost(out, short
     assert "are done" not in result.lines and "step=2 " in result.lines, "the run was not finished"
     result = run(short, RESUME=str(short / "nowhere"))
     assert result.code == 2
-    assert f"RESUME={short}/nowhere is no folder of a whole checkpoint" in result.errors
+    assert f"RESUME={short}/nowhere is not the folder of a complete checkpoint" in result.errors

@@ -99,7 +99,9 @@ def _with_texts(place: str, example: Any, wanted: dict[str, str]) -> dict[str, A
         text = columns.get(column)
         if not isinstance(text, str) or not text.strip():
             hint = f"; set {name.upper()}_COLUMN to one of its columns, {', '.join(columns)}"
-            hint = hint if columns and column not in columns else ""
+            if column in columns and not isinstance(text, str):
+                hint = f", but {text!r:.80}; write it as text"
+            hint = hint if columns and not isinstance(text, str) else ""
             raise ValueError(f"{place} has no text in {column!r}{hint}")
     return columns | {name: columns[column] for name, column in wanted.items()}
 

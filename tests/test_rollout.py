@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from test_train import Result, train, train_two
 
+from config import Config
 from data import Prompt, batch_indices, load_examples
 from models import hf
 from rollout import (
@@ -144,7 +145,7 @@ def picked(folder: Path, picky: dict[str, str]) -> Result:
 
 def rewarding(*functions: Any) -> SimpleNamespace:
     """What reward_completions reads of a run, with these reward functions."""
-    cfg = SimpleNamespace(reward_weights=(1.0,) * len(functions))
+    cfg = Config(reward_weights=(1.0,) * len(functions))
     return SimpleNamespace(tokenizer=hf.load_tokenizer(TINY), functions=functions, cfg=cfg)
 
 
@@ -214,8 +215,7 @@ def rounds_of(*rewards: list[float], P: int = 3) -> tuple[SimpleNamespace, list[
         per_function = np.column_stack([ids, -ids])
         results = (np.array(round_rewards), 100 + ids, 200 + ids, ids % 2, per_function)
         rounds.append(Groups(prompts, Completions(*arrays), StepResults(*results)))
-    settings = {"dynamic_sampling": True, "dynamic_sampling_max_rounds": 3}
-    cfg = SimpleNamespace(num_pre_q=4, adv_estimator="grpo", **settings)
+    cfg = Config(num_pre_q=4, dynamic_sampling=True, dynamic_sampling_max_rounds=3)
     return SimpleNamespace(cfg=cfg, sizes=SimpleNamespace(prompts_per_step=P)), rounds
 
 
@@ -278,7 +278,7 @@ def test_rounds_go_on_until_enough_groups_differ_or_the_limit_is_reached() -> No
     assert [enough(run, rounds[:n]) for n in range(4)] == [False, False, True, True]
     run, rounds = rounds_of(none, one, one)
     assert [enough(run, rounds[:n]) for n in range(4)] == [False, False, False, True]
-    run.cfg.dynamic_sampling = False
+    run.cfg = Config(num_pre_q=4)
     assert [enough(run, rounds[:n]) for n in range(2)] == [False, True]
 
 
@@ -286,7 +286,7 @@ def test_for_gdpo_a_group_differs_if_the_rewards_of_one_function_differ() -> Non
     """The functions here give the number of the sequence and its opposite, whatever the total."""
     run, rounds = rounds_of(SAME[0] * 3)
     assert have_equal_rewards(run, rounds).tolist() == [True, True, True]
-    run.cfg.adv_estimator = "gdpo"
+    run.cfg = Config(num_pre_q=4, adv_estimator="gdpo")
     assert have_equal_rewards(run, rounds).tolist() == [False, False, False]
 
 

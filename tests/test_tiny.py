@@ -3,6 +3,8 @@
 import json
 import random
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -15,7 +17,8 @@ from models.model import init_params
 from rewards import extract_answer, parse_number
 from tools import make_tiny
 
-TINY = Path(__file__).resolve().parent.parent / "tiny"
+REPO = Path(__file__).resolve().parent.parent
+TINY = REPO / "tiny"
 
 
 def examples(split: str) -> list[dict[str, str]]:
@@ -75,3 +78,27 @@ def test_before_training_it_has_the_format_and_finds_most_answers_in_eight_tries
     assert evaluated["eval/reward/func/reward_format/mean"] >= 0.8
     assert evaluated["eval/pass_at_8"] >= 0.8
     assert evaluated["eval/accuracy"] <= 0.5
+
+
+# ---- make_random.py ------------------------------------------------------------------------------
+
+
+def made(folder: Path, *words: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(REPO / "tools" / "make_random.py"), str(TINY), "small", *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
+
+
+def test_a_random_model_has_the_given_sizes_and_can_be_read(tmp_path: Path) -> None:
+    assert made(tmp_path, "hidden_size=64", "num_hidden_layers=2").returncode == 0
+    model, _ = hf.read_model(tmp_path / "small", "")
+    assert (model.hidden_size, model.num_layers, model.intermediate_size) == (64, 2, 384)
+    again = made(tmp_path, "hidden_size=64")
+    assert (again.returncode, again.stderr) == (2, "error: small exists; choose another folder\n")
+
+
+def test_a_random_model_that_cannot_be_computed_leaves_no_folder(tmp_path: Path) -> None:
+    unknown = made(tmp_path, "hidden=64")
+    assert unknown.returncode == 2 and "config.json has no hidden; it has [" in unknown.stderr
+    zero = made(tmp_path, "num_hidden_layers=0")
+    assert zero.returncode == 2 and "num_hidden_layers=0 is not supported" in zero.stderr
+    assert not (tmp_path / "small").exists()

@@ -4,7 +4,8 @@
     python tools/ask.py tiny --question "Kim has 5 pens and buys 8 more. How many pens are there?"
 
 A model is a Hugging Face folder, such as the `hf` of a run, or the id of a model on the hub. The
-prompt is that of a run: the chat template of the model, with the system prompt of rewards.py.
+prompt is that of a run: the chat template of the model, with the system prompt of rewards.py. The
+settings QUESTION_COLUMN, ANSWER_COLUMN, EVAL_SPLIT and DATASET_CONFIG count as they do in a run.
 Every model is computed on one device.
 """
 
@@ -88,10 +89,14 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=512, help="Longest completion.")
     args = parser.parse_args()
     try:
-        start_jax(Config.from_env(os.environ))
+        cfg = Config.from_env(os.environ)
+        start_jax(cfg)
         example = {"question": args.question}
         if not args.question:
-            examples = data.load_examples(args.dataset, "main", "test")
+            columns = cfg.question_column, cfg.answer_column
+            examples = data.load_examples(
+                args.dataset, cfg.dataset_config, cfg.eval_split, *columns
+            )
             if not 1 <= args.number <= len(examples):
                 raise ValueError(
                     f"--number {args.number}: the dataset has the questions 1 to {len(examples)}"

@@ -12,10 +12,10 @@ run stops with exit code 2 and a line for each setting that is misspelt, malform
 in contradiction with another, or under the name of another program.
 
 In the table, every number is at least 0 if no other limit is given. "Results depend on" is `value`
-if a resumed run must keep the value of the setting, `content` if a resumed run must come to the
-same files, prompts or sizes, which the checkpoint records, and `none` if the setting may change:
-speed, memory, outputs or evaluation depend on it, and results at most by rounding. "Per process" is
-yes if the processes of a run may have different values.
+if a resumed run must keep the value of the setting, `content` if a resumed run must load the same
+files and get the same prompts and sizes, which the checkpoint records, and `none` if the setting
+may change: speed, memory, outputs or evaluation depend on it, and results at most by rounding. "Per
+process" is yes if the processes of a run may have different values.
 """
 
 import argparse
@@ -86,7 +86,7 @@ class Config:
     )
     batch_size: int = rollout_size(
         0,
-        "Prompts per pass on each process, and per step without step sizes.",
+        "Prompts per pass on each process, and per step if no other size is set; 0: not set.",
         yaml="prompt_batch_size",
     )
     rollout_per_device_batch_size: int = rollout_size(
@@ -147,18 +147,12 @@ class Config:
     lr_decay_steps: int = train(0, "Steps until the schedule ends; 0: STEPS.", results="content")
     weight_decay: float = train(0.0, "Weight decay, decoupled from the gradient.")
     clip_norm: float = train(1.0, "Largest global norm of the gradient; 0: no limit.")
-    mesh_shape: str = speed(
-        "auto", "Training mesh: auto, or dp,fsdp,tp where -1 takes all other devices."
-    )
+    mesh_shape: str = speed("auto", "Training mesh: auto, or dp,fsdp,tp; -1: the rest.")
     remat: str = speed(
         "full", "What backward computes again; dots: all but matmuls.", choices="none|dots|full"
     )
-    policy_loss_impl: str = speed(
-        "jax", "Code that computes logps; pallas: a TPU kernel.", choices="jax|pallas"
-    )
-    attention_impl: str = speed(
-        "auto", "Code of the attention; splash: a TPU kernel.", choices="auto|xla|splash"
-    )
+    policy_loss_impl: str = speed("jax", "Code that computes logps.", choices="jax|pallas")
+    attention_impl: str = speed("auto", "Code of attention.", choices="auto|xla|splash")
 
     loss_type: str = loss(
         "dapo",
@@ -197,7 +191,7 @@ class Config:
     mask_truncated_completions: bool = loss(False, "Learn nothing from truncated completions.")
     is_mode: str = loss(
         "none",
-        "Weigh by the trainer's / the sampler's probability, capped by IS_CAP.",
+        "Multiply the loss by p_trainer / p_sampler, capped by IS_CAP.",
         choices="none|token_truncate|token_mask|sequence_truncate|sequence_mask",
     )
     is_cap: float = loss(
@@ -230,9 +224,7 @@ class Config:
         "auto", "Dtype of the exported weights; auto: as in the run.", choices=DTYPES
     )
     print_train_time_breakdown: bool = local(False, "Print the seconds of each phase per step.")
-    wandb_mode: str = local(
-        "disabled", "Whether and how W&B logs the run.", choices="disabled|online|offline"
-    )
+    wandb_mode: str = local("disabled", "How W&B logs.", choices="disabled|online|offline")
     wandb_project: str = local("", "Project in W&B.")
     wandb_name: str = local("", "Name of the run in W&B.")
     jax_compilation_cache_dir: str = local("", "Folder of compiled programs; empty: .jax_cache.")
@@ -395,14 +387,14 @@ def load(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Command:
     parser = argparse.ArgumentParser(description="Example: STEPS=1 python train_grpo.py")
     parser.add_argument("--config", metavar="FILE.yaml", default="", help="settings as YAML")
     parser.add_argument("--print-config", action="store_true", help="print every setting and exit")
-    parser.add_argument(
-        "--plan", metavar="SLICE", default="", help="say if the run fits, e.g., v6e-8"
-    )
+    parser.add_argument("--plan", metavar="SLICE", default="", help="say if the run fits there")
     parser.add_argument("--processes", type=int, default=1, help="processes to print sizes for")
     parser.add_argument("--local-devices", type=int, default=1, help="devices of each process")
     args = parser.parse_args(argv)
     if min(args.processes, args.local_devices) < 1:
         parser.error("--processes and --local-devices must be at least 1")
+    if (args.processes, args.local_devices) != (1, 1) and not args.print_config:
+        parser.error("--processes and --local-devices are only for --print-config")
     try:
         # W&B and the Hub read their keys in the environment, so .env goes there.
         dotenv = parsing.read_dotenv(REPO / ".env") if env is None else {}

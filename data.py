@@ -41,6 +41,12 @@ class Prompt(NamedTuple):
 # ---- Examples ------------------------------------------------------------------------------------
 
 
+def is_local(dataset: str) -> bool:
+    """Returns False if `dataset` can only be the id of a dataset on the hub."""
+    path = Path(dataset)
+    return path.exists() or path.suffix in SUFFIXES or dataset.startswith(("/", "~", "./", "../"))
+
+
 def load_examples(
     dataset: str,
     dataset_config: str,
@@ -62,7 +68,7 @@ def load_examples(
         placed = _read_file(path)
     elif path.is_dir():
         placed = itertools.chain.from_iterable(map(_read_file, _split_files(path, split)))
-    elif dataset.startswith(("/", "~", "./", "../")):  # No hub id begins like this.
+    elif is_local(dataset):
         raise ValueError(f"DATASET={dataset}: this file or folder does not exist")
     else:
         placed = _read_hub(dataset, dataset_config, split)

@@ -154,7 +154,7 @@ def policy_loss(
     top_mask: jax.Array | None = None,
     **settings: Any,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns the objective of a micro-batch, a scalar, and its metrics, both parts of the step's.
+    """Returns the objective of a micro-batch, a scalar, and its metrics: its parts of the step's.
 
     The objectives of a step's micro-batches are summed; MERGE says how the metrics are merged.
     logps, old_logps, ref_logps, sampling_logps: [R, T] float32 nats of the sampled tokens, by the

@@ -1,4 +1,4 @@
-"""What a step's record is: the lines that people parse, and the names in metrics.jsonl and W&B."""
+"""The lines that a step prints for people to parse, and its record in metrics.jsonl and W&B."""
 
 import math
 from typing import Any, NamedTuple

@@ -6,7 +6,7 @@ the same length. It returns a list with one number per completion, or None where
 not apply. Three reward functions are built in. REWARD_FN may also name the two penalties, and with
 file.py:name a function of any file, which runs in a separate process.
 
-Dimensions: B completions.
+Dimensions: B completions of one call.
 """
 
 import os
@@ -97,7 +97,7 @@ def reward_correct(completions: list[str], answer: list[str], **columns: list) -
     """Gives 1.0 to a completion whose answer equals the right answer, else 0.0.
 
     answer: the right answers. The number stands after the last ####, as in GSM8K; without #### it
-    is the last number. A right answer without a number gives None.
+    is the last number. If it has no number, the reward is None.
     """
     rewards: Rewards = []
     for completion, right in zip(completions, answer, strict=True):

@@ -188,7 +188,8 @@ def _complete_prompts(
 def reward_completions(
     run: Run, completions: Completions, prompts: list[data.Prompt]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Weighted rewards [b] and the rewards of each function [b, functions], NaN where none applies.
+    """Weighted rewards and the rewards of each function, [n] and [n, functions] for n completions;
+    NaN where none applies.
 
     A tag that the chat template has opened belongs to the text that is rewarded, but not to the
     tokens of the completion. Raises UserMistake.

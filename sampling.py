@@ -123,7 +123,7 @@ def decode(
     sampling: Sampling,
     stopping: Stopping,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """completion_ids [R, T], sampling_logps [R, T], lengths [R]; stops when all sequences have."""
+    """completion_ids [R, T], sampling_logps [R, T], lengths [R], once every sequence has ended."""
     R, T, layout = sequence_ids.shape[0], stopping.max_new_tokens, compute.layout
     L, G, N, _, h = prefix.k.shape
     share = R // G

@@ -1,7 +1,7 @@
 """Everything before the first step: reads and checks the inputs, decides how the model is computed,
 and loads or resumes the training state.
 
-The cheapest checks come first. A user's mistakes are a ValueError with a line for each.
+The checks that cost little come first. A user's mistakes are a ValueError with a line for each.
 `python startup.py` only joins the processes and prints the devices and versions they see.
 """
 
@@ -129,7 +129,7 @@ def set_up(cfg: Config) -> Run:
 
 
 def stop_if_unable_to_write(cfg: Config) -> None:
-    """Raises ValueError on every process, with a line for each output that cannot be written.
+    """Raises ValueError on every process if W&B or EXPORT_HF cannot be written.
 
     Process 0, which alone writes, tries them.
     """
@@ -219,7 +219,7 @@ def what_ran(run: Run) -> dict[str, str]:
 
 
 def open_log(run: Run, out: Path, progress: resume.Progress) -> RunLog:
-    """The run's log in its folder, with config.yaml; a resumed run loses its later records."""
+    """The run's log in its folder, with config.yaml; it drops records after the checkpoint."""
     cfg, writes = run.cfg, jax.process_index() == 0
     wandb = None
     if cfg.wandb_mode != "disabled":
@@ -248,16 +248,22 @@ def open_log(run: Run, out: Path, progress: resume.Progress) -> RunLog:
 
 
 def read_inputs(cfg: Config) -> Inputs:
-    """Raises ValueError with a line for every mistake that does not depend on another mistake."""
+    """Reads all inputs. Raises ValueError with a line for every mistake that it finds.
+
+    After a mistake it does not go to the hub, which may take long.
+    """
     mistakes: list[str] = []
     sizes = processes.tried(mistakes, read_sizes, cfg)
     functions = processes.tried(mistakes, reward_functions, cfg)
     accuracy = functions and processes.tried(
         mistakes, rewards.accuracy_rule, cfg.accuracy_of, cfg.accuracy_threshold, functions
     )
-    model = processes.tried(mistakes, read_model, cfg)
+    model, splits = None, [None, None]
+    if not mistakes or hf.is_local(cfg.model_path):
+        model = processes.tried(mistakes, read_model, cfg)
     names = cfg.train_split, cfg.eval_split
-    splits = [processes.tried(mistakes, load_examples, cfg, name) for name in names]
+    if not mistakes or data.is_local(cfg.dataset):
+        splits = [processes.tried(mistakes, load_examples, cfg, name) for name in names]
     if model and all(splits):
         splits = [
             processes.tried(mistakes, prompts_of, cfg, model[-1], examples, name)

@@ -6,14 +6,14 @@ formulas are in loss.py, what happens in a rollout in rollout.py, the programs t
 in sampling.py and update.py, and all that comes before the first step in startup.py.
 
 Dimensions: P prompts of a step, K completions per prompt, B = P*K sequences, R sequences of a
-micro-batch, all over all processes; b and r are the parts of B and R on this process. S+1 padded
-prompt tokens, T padded completion tokens.
+micro-batch. P, B and R count all processes together; b and r are this process's parts of B and R.
+S+1 padded prompt tokens, T padded completion tokens.
 
 This departs from the GRPO paper (arXiv 2402.03300) in three points, as most of the field does:
  1. The loss is the mean over all completion tokens of the step, not the mean over each sequence
     first (LOSS_TYPE=grpo is the paper's).
- 2. There is no KL penalty unless BETA > 0. It then is the k3 estimate times the ratio, so that its
-    gradient is the gradient of the KL itself (KL_BIAS_CORRECTION=0 is the paper's).
+ 2. There is no KL penalty unless BETA > 0. It then is the k3 estimate times the ratio, so
+    that its gradient is on average that of the KL itself (KL_BIAS_CORRECTION=0 is the paper's).
  3. Advantages divide by std + 1e-4 (ddof = 1), and are exactly 0 if a group's rewards are equal.
 """
 # ruff: noqa: E402 - settings are read and checked before jax is imported
@@ -21,18 +21,9 @@ This departs from the GRPO paper (arXiv 2402.03300) in three points, as most of 
 import sys
 
 from config import Config, load
-from runtime.parsing import fail
 
 if __name__ == "__main__":
-    COMMAND = load(sys.argv[1:])  # with --print-config it prints the settings and exits
-    if COMMAND.slice_name:
-        from tools import plan_tpu
-
-        try:
-            raise SystemExit(plan_tpu.main(COMMAND.cfg, COMMAND.slice_name))
-        except ValueError as error:
-            fail(error)
-    print(*COMMAND.lines, sep="\n", flush=True)
+    COMMAND = load(sys.argv[1:])  # it ends the program for --print-config and for mistakes
 
 import math
 from pathlib import Path
@@ -154,7 +145,8 @@ def main(cfg: Config) -> None:
         if cfg.steps:
             save()
         if cfg.eval_every_steps:
-            evaluate(run, life, state.params, eval_key, cfg.steps)
+            accuracy = evaluate(run, life, state.params, eval_key, cfg.steps)
+            life.progress.evals[cfg.steps] = accuracy
         if cfg.eval_full_sweep:
             evaluate(run, life, state.params, eval_key, cfg.steps, full=True)
     life.finish(lambda: export(run, life.out, state.params))
@@ -415,5 +407,10 @@ WAITING = {
 
 
 if __name__ == "__main__":
+    if COMMAND.slice_name:
+        from tools.plan_tpu import plan_and_exit
+
+        plan_and_exit(COMMAND.cfg, COMMAND.slice_name)
+    print(*COMMAND.lines, sep="\n", flush=True)
     with ending_together(), memory_errors_in_sizes(COMMAND.cfg, WAITING):
         main(COMMAND.cfg)

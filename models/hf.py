@@ -43,11 +43,16 @@ _KNOWN = {  # V, D, F, L, H, N, h, tied, positions
 }
 
 
+def is_local(path: str) -> bool:
+    """False if `path` can only be the id of a model on the hub."""
+    return Path(path).is_dir() or path.startswith(("/", "~", "./", "../"))
+
+
 def fetch_model(path: str, revision: str = "", files: Sequence[str] = FILES) -> Path:
     """The local folder of a model: `path` itself, or the cached download of a hub id."""
     if Path(path).is_dir():
         return Path(path)
-    if path.startswith(("/", "~", "./", "../")):  # an id of the hub never begins like this
+    if is_local(path):
         raise ValueError(f"MODEL_PATH={path}: this folder does not exist")
     from huggingface_hub import snapshot_download
 

@@ -1,1 +1,1 @@
-"""What keeps a run alive and knows nothing of GRPO."""
+"""What keeps a run alive: sizes, processes, checkpoints, logs; it knows no loss and no reward."""

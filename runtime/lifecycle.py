@@ -49,7 +49,7 @@ class Lifecycle:
         """Runs the steps, and ends the program after a signal, a user's mistake or too little
         memory. save: calls Lifecycle.save with the newest arrays."""
         try:
-            if self.progress.step and self.checkpoints.latest < 0:  # it began with another run's
+            if self.progress.step and self.checkpoints.latest < 0:  # from another run's checkpoint
                 save()
             yield
         except Stopped as signal:

@@ -81,7 +81,7 @@ class RunLog:
         """out: the run's folder, which is made if writes is True, on process 0.
 
         wandb: the arguments of wandb.init, or None. first_step: the first step of a resumed run;
-        its older records of this and later steps are dropped.
+        records of this and later steps, from before, are dropped.
         """
         self._recent: collections.deque[float] = collections.deque(maxlen=10)
         hidden = None if writes else True  # tqdm takes None as: hidden unless on a terminal

@@ -98,6 +98,13 @@ def logged_steps(folder: Path) -> list[dict]:
 # ---- Killed and stopped --------------------------------------------------------------------------
 
 
+def wait_for_half_a_checkpoint(checkpoints: Path) -> None:
+    """Until a checkpoint is being written, but at most 2 seconds."""
+    deadline = time.monotonic() + 2
+    while time.monotonic() < deadline and not [*checkpoints.glob("*orbax-checkpoint-tmp*")]:
+        pass
+
+
 @pytest.mark.slow
 def test_a_run_killed_twenty_times_ends_like_the_undisturbed_run(out, undisturbed) -> None:
     folder, rng, kills = out / "killed", random.Random(0), 0
@@ -113,10 +120,7 @@ def test_a_run_killed_twenty_times_ends_like_the_undisturbed_run(out, undisturbe
             if moment == "step":  # in the rollout or the update of the next step
                 time.sleep(rng.uniform(0.0, 0.5))
             else:  # while a checkpoint is half-written
-                deadline = time.monotonic() + 2
-                while time.monotonic() < deadline:
-                    if [*(folder / "checkpoints").glob("*orbax-checkpoint-tmp*")]:
-                        break
+                wait_for_half_a_checkpoint(folder / "checkpoints")
         if process.poll() is not None:
             break  # the run has ended before the twentieth kill
         process.kill()

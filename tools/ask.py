@@ -80,7 +80,7 @@ def side_by_side(texts: dict[str, str], width: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="+", metavar="MODEL", help="Folder of a model, or its id.")
-    parser.add_argument("--question", help="Text of a question; default: --number.")
+    parser.add_argument("--question", help="Question to ask; without it, --number counts.")
     parser.add_argument(
         "--number", type=int, default=1, help="Number of a held-out question, from 1."
     )

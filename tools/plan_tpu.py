@@ -13,7 +13,7 @@ import math
 import re
 import time
 from collections import defaultdict
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import jax
 
@@ -22,6 +22,7 @@ from models import hf
 from models.placement import decode_work, num_params
 from runtime.chips import CHIPS, OUT_OF_MEMORY_CODE, SLICES
 from runtime.layout import mesh_text
+from runtime.parsing import fail
 from runtime.sizes import MICRO_SIZES, PASS_SIZES, derive, prompt_width, smaller_sizes
 from startup import how_to_compute, sampling_of, stop_if_too_long
 from tools import roofline
@@ -44,8 +45,16 @@ class Memory(NamedTuple):
         return sum(self)
 
 
-def main(cfg: Config, name: str) -> int:
-    """Prints the plan of the run with these settings on the slice `name`; returns the exit code."""
+def plan_and_exit(cfg: Config, name: str) -> NoReturn:
+    """Prints the plan of the run with these settings on the slice `name`, and ends the program."""
+    try:
+        raise SystemExit(print_all(cfg, name))
+    except ValueError as error:
+        fail(error)
+
+
+def print_all(cfg: Config, name: str) -> int:
+    """Prints the plan; returns the exit code."""
     plan, reason = make_plan(cfg, name)
     print_plan(plan, name, reason)
     chip = CHIPS[SLICES[name].chip]

@@ -85,7 +85,7 @@ def shared_by_processes(config: Any) -> list[str]:
 
 # Names that other programs use for our settings. A name in lower case occurs only in YAML.
 _NAMES_ELSEWHERE = {
-    "MODEL_PATH": "MODEL_NAME_OR_PATH MODEL_NAME MODEL_ID",
+    "MODEL_PATH": "MODEL_NAME_OR_PATH MODEL_ID",
     "SEED": "RANDOM_SEED",
     "ROLLOUT_BACKEND": "ROLLOUT_ENGINE",
     "BATCH_SIZE": "ROLLOUT_PROMPT_BATCH_SIZE",

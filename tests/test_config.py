@@ -145,11 +145,11 @@ PARAM_DTYPE=bfloat16 -> there is no setting PARAM_DTYPE: trained weights are flo
     devices
 EPSILON_HIGH=0.28 -> EPSILON_HIGH is called EPS_HIGH here (`python config.py` lists all)
 MESH_SHAPE=2,4 -> MESH_SHAPE='2,4' does not fit; wanted: Training mesh: auto, or
-    dp,fsdp,tp where -1 takes all other devices.
+    dp,fsdp,tp; -1: the rest.
 MESH_SHAPE=0,1,1 -> MESH_SHAPE='0,1,1' does not fit; wanted: Training mesh: auto, or
-    dp,fsdp,tp where -1 takes all other devices.
+    dp,fsdp,tp; -1: the rest.
 MESH_SHAPE=-1,-1,1 -> MESH_SHAPE='-1,-1,1' does not fit; wanted: Training mesh: auto, or
-    dp,fsdp,tp where -1 takes all other devices.
+    dp,fsdp,tp; -1: the rest.
 DATASET= -> DATASET='' does not fit; wanted: Hugging Face id, file, or folder with
     SPLIT.jsonl files.
 """
@@ -396,6 +396,8 @@ def test_load_prints_nothing_unasked_and_ends_with_2_and_one_line_on_a_mistake(c
     assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
     assert ended.stderr.startswith("error: BATCH_SIZE=4 must be a multiple of 3 prompts")
     assert run("--processes", "0").returncode == run("STEPS=1").returncode == 2
+    with pytest.raises(SystemExit, match="2"):
+        config.load(["--processes", "4"], {})  # a run has the processes that join it
 
 
 def processor_seconds() -> float:

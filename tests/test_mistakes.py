@@ -284,5 +284,12 @@ def test_mistakes_in_different_files_are_reported_together(tmp_path: Path) -> No
         assert line.startswith(words)
 
 
+def test_after_a_mistake_nothing_is_asked_of_the_hub(tmp_path: Path) -> None:
+    hub = {"MODEL_PATH": "nobody/no-model", "DATASET": "nobody/no-dataset", "HF_HUB_OFFLINE": "1"}
+    ended = train(tmp_path / "a", **hub, REWARD_FN="absent.py:f")
+    assert (ended.code, "hub says" in ended.errors) == (2, False), ended.errors
+    assert "REWARD_FN: there is no file absent.py" in ended.errors
+
+
 def test_at_least_seventy_mistakes_are_tried() -> None:
     assert len(names()) >= 70

@@ -309,6 +309,7 @@ def test_a_second_run_cannot_use_the_folders_of_a_run_that_is_alive(tmp_path: Pa
     assert again.code == 0, again.errors
 
 
+@pytest.mark.slow
 def test_both_processes_of_a_second_run_name_the_folder_that_is_taken(tmp_path: Path) -> None:
     folder = tmp_path / "taken"
     process = start(folder, {"STEPS": "1000", "BATCH_SIZE": "2"}, 1)

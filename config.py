@@ -8,8 +8,8 @@ MODEL_PATH, the settings of recipes/tiny.yaml replace the defaults. `python conf
 setting with its value, meaning and default, as YAML that `--config` reads; with `--processes 2
 --local-devices 4` the batch sizes at the end are those of 2 processes with 4 devices each. A run
 prints a line `changed:` with each setting that is not at its default and the layer that set it. A
-run stops with exit code 2 and a line for each setting that is misspelt, malformed, without effect,
-in contradiction with another, or under the name of another program.
+run stops with exit code 2 and a line for each setting that is misspelt, malformed, in contradiction
+with another, or under the name of another program.
 
 In the table, every number is at least 0 if no other limit is given. "Results depend on" is `value`
 if a resumed run must keep the value of the setting, `content` if a resumed run must load the same
@@ -36,8 +36,7 @@ DTYPES = "auto|bfloat16|float32"
 TINY = REPO / "recipes" / "tiny.yaml"
 # Pairs (names, hidden): if a layer sets one of the names, lower layers lose all hidden ones.
 SYNONYMS = [(names, names) for names in (PASS_SIZES, STEP_SIZES, MICRO_SIZES)]
-# Any size that the user sets hides the sizes of recipes/tiny.yaml: BATCH_SIZE=2 alone means one
-# pass of two prompts.
+# Any size that the user sets hides the sizes of recipes/tiny.yaml.
 ANY_SIZES = PASS_SIZES + STEP_SIZES
 TINY_YIELDS = [(ANY_SIZES, ANY_SIZES + MICRO_SIZES), (("num_pre_q", *MICRO_SIZES), MICRO_SIZES)]
 
@@ -86,7 +85,7 @@ class Config:
     )
     batch_size: int = rollout_size(
         0,
-        "Prompts per pass on each process, and per step if no other size is set; 0: not set.",
+        "Prompts per pass on each process, and per step if no step size is set; 0: not set.",
         yaml="prompt_batch_size",
     )
     rollout_per_device_batch_size: int = rollout_size(
@@ -149,7 +148,9 @@ class Config:
     clip_norm: float = train(1.0, "Largest global norm of the gradient; 0: no limit.")
     mesh_shape: str = speed("auto", "Training mesh: auto, or dp,fsdp,tp; -1: the rest.")
     remat: str = speed(
-        "full", "What backward computes again; dots: all but matmuls.", choices="none|dots|full"
+        "full",
+        "What backward recomputes: nothing, all but matmuls (dots), or all.",
+        choices="none|dots|full",
     )
     policy_loss_impl: str = speed("jax", "Code that computes logps.", choices="jax|pallas")
     attention_impl: str = speed("auto", "Code of attention.", choices="auto|xla|splash")
@@ -264,11 +265,10 @@ def contradictions(cfg: Config) -> list[str]:
         ("dataset_config", not os.path.exists(cfg.dataset), f"the local DATASET={cfg.dataset}"),
         ("export_dtype", cfg.export_hf != "none", "EXPORT_HF=none"),
     ]
-    default = {field.name: field.default for field in dataclasses.fields(cfg)}
     found = [
         f"{name.upper()}={to_text(getattr(cfg, name))} does nothing with {reason}; leave it out"
         for name, has_effect, reason in idle
-        if getattr(cfg, name) != default[name] and not has_effect
+        if getattr(cfg, name) != getattr(Config, name) and not has_effect
     ]
     if cfg.num_pre_q == 1 and cfg.steps and cfg.adv_estimator != "reinforce":
         found.append(
@@ -316,21 +316,25 @@ def contradictions(cfg: Config) -> list[str]:
 
 
 def notes(cfg: Config) -> list[str]:
-    """A line for settings that do nothing in this run and are no mistake."""
+    """Lines about settings that may not do what the user expects, but are no mistakes."""
+    lines = []
+    if 0 < cfg.lr_decay_steps < cfg.steps and cfg.lr_schedule != "constant":
+        lines.append(
+            f"LR_DECAY_STEPS={cfg.lr_decay_steps} is less than STEPS={cfg.steps}: later steps have "
+            f"learning rate 0"
+        )
     if cfg.ppo_epochs > 1 or not cfg.steps:
-        return []
-    idle = [
-        f"{field.name.upper()}={getattr(cfg, field.name)}"
-        for field in dataclasses.fields(cfg)
-        if field.name in ("eps_low", "eps_high", "delta")
-        and getattr(cfg, field.name) != field.default
-    ]
+        return lines
+    names = [n for n in ("eps_low", "eps_high", "delta") if getattr(cfg, n) != getattr(Config, n)]
+    idle = [f"{name.upper()}={getattr(cfg, name)}" for name in names]
     if cfg.loss_type in ("gspo", "cispo", "sapo"):
         idle.append(f"the ratios of LOSS_TYPE={cfg.loss_type}")
-    return idle and [
-        f"PPO_EPOCHS=1 makes every ratio 1, so that {' and '.join(idle)} do nothing; with "
-        f"PPO_EPOCHS=2 they count"
-    ]
+    if idle:
+        lines.append(
+            f"PPO_EPOCHS=1 makes every ratio 1, so that {' and '.join(idle)} do nothing; with "
+            f"PPO_EPOCHS=2 they count"
+        )
+    return lines
 
 
 def read_layers(

@@ -5,7 +5,7 @@ entropy and the sampled token's logit for each token. Backward computes the logi
 again. Inside a tile runs plain jnp (`jax`) or a TPU kernel (`pallas`); all code around the tiles is
 the same for both. docs/kernel.md compares their memory and time.
 
-Dimensions: T tokens of a sequence, n tokens of a device, V vocabulary, D model width, v lm_head
+Dimensions: T tokens of an input, n tokens of a device, V vocabulary, D model width, v lm_head
 rows of a tile. A mesh splits the sequences over (dp, fsdp), V over tp and D over fsdp.
 """
 

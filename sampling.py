@@ -37,10 +37,10 @@ class Stopping(NamedTuple):
 
 
 class Prompts(NamedTuple):
-    """The prompts of a program; on the host those of this process."""
+    """The prompts of a program: on the host each prompt of this process once, else G prompts."""
 
-    ids: Any  # [G, S+1] int32, left-padded
-    mask: Any  # [G, S+1] int32, 0 on padding
+    ids: Any  # [n or G, S+1] int32, left-padded
+    mask: Any  # [n or G, S+1] int32, 0 on padding
 
 
 class Completions(NamedTuple):
@@ -81,12 +81,12 @@ def generate(
     """The completions of one rollout pass, those of a prompt one after the other.
 
     prompts: of this process, each once. sequence_ids: [r] int32, the numbers of this process's
-    sequences within the step. What a sequence draws follows from (key, sequence id, token number)
+    sequences. What a sequence draws follows from (key, sequence id, token number)
     alone, on whatever device it runs.
     """
-    layout, num_pre_q = compute.layout, len(sequence_ids) // len(prompts.ids)
+    layout, per_prompt = compute.layout, len(sequence_ids) // len(prompts.ids)
     per_shard = len(sequence_ids) * jax.process_count() // layout.batch_shards
-    copies = num_pre_q // prompt_share(num_pre_q, per_shard)  # of a prompt, so that none is split
+    copies = per_prompt // prompt_share(per_prompt, per_shard)  # of each prompt, for its devices
     prompts = Prompts(*(shard_batch(np.repeat(x, copies, axis=0), layout) for x in prompts))
     prefix = prefill(params, compute, prompts)
     ids, logps, lengths = decode(

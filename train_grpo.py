@@ -103,10 +103,8 @@ def main(cfg: Config) -> None:
                 per_function=groups.results.per_function,
                 weights=cfg.reward_weights,
             )  # [B]
-            stopped = groups.results.stopped > 0  # [B] False: cut off at MAX_LENGTH_SAMPLE
-            counted = stopped | (
-                not cfg.mask_truncated_completions
-            )  # [B] True: the loss includes it
+            # [B] True: the loss includes this completion. One that was cut off may be left out.
+            counted = (groups.results.stopped > 0) | (not cfg.mask_truncated_completions)
             clock.lap("advantages")
 
             # ---- Micro-batches, on the devices ---------------------------------------------------
@@ -330,8 +328,8 @@ def evaluate(
 ) -> float:
     """The accuracy on the first EVAL_PROMPTS questions of the eval split, or on all; logged.
 
-    Decoding is greedy with EVAL_SAMPLES=1; else it draws so many completions of each question at
-    the run's temperature.
+    With EVAL_SAMPLES=1 decoding is greedy. With more it samples EVAL_SAMPLES completions of each
+    question at the run's temperature.
     """
     clock = Clock()
     cfg, samples = run.cfg, run.cfg.eval_samples

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 from runtime.layout import Layout, constrain_batch
 
 MASKED = -1e30  # finite, so that the softmax of a fully masked query is uniform and not NaN
-# `xla` holds at most so many bytes of float32 scores per device, which is little beside 16 GiB.
+# `xla` holds at most so many bytes of float32 scores per device, a small part of its memory.
 SCORES_BYTES = 256 * 2**20
 LANES = 128  # a block of splash is a multiple of 128 tokens
 BLOCKS = (512, 384, 256, LANES)  # possible numbers of queries and of keys in a block

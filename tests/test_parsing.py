@@ -220,6 +220,14 @@ def test_every_changed_setting_is_told_with_the_layer_it_comes_from(tmp_path, mo
     assert "NUM_PRE_Q" not in told and "STEPS=200 (recipes/tiny.yaml)" in told
 
 
+def test_a_line_says_that_steps_after_the_schedule_have_learning_rate_0() -> None:
+    env = {"STEPS": "200", "LR_DECAY_STEPS": "100"}
+    assert config.load([], env).lines[1:] == [
+        "LR_DECAY_STEPS=100 is less than STEPS=200: later steps have learning rate 0"
+    ]
+    assert config.load([], env | {"LR_SCHEDULE": "constant"}).lines[1:] == []
+
+
 @pytest.mark.parametrize(
     "settings, idle",
     [

@@ -81,7 +81,7 @@ def group_advantages(
 
 
 def equal_groups(rewards: np.ndarray, num_pre_q: int) -> np.ndarray:
-    """Returns [P] bool: whether all rewards of a group are equal; it has no advantages then.
+    """Returns [P] bool: whether all rewards of a group are equal.
 
     rewards: [B], or [B, functions]; then the rewards must be equal in each column. NaN is left out
     of the comparison.

@@ -90,7 +90,7 @@ def set_up(cfg: Config) -> Run:
     """Reads and checks all inputs, on all processes. Raises ValueError for a user's mistakes."""
     mistakes: list[str] = []
     processes.tried(mistakes, stop_if_unable_to_write, cfg)
-    inputs = processes.tried(mistakes, read_inputs, cfg)
+    inputs = processes.tried(mistakes, read_inputs, cfg, not mistakes)
     mistake = ValueError("\n".join(mistakes)) if mistakes else None
     digests = digests_of(cfg, inputs) if inputs else {}
     here = facts_of(cfg, inputs) if jax.process_count() > 1 else {}
@@ -247,10 +247,11 @@ def open_log(run: Run, out: Path, progress: resume.Progress) -> RunLog:
 # ---- Inputs --------------------------------------------------------------------------------------
 
 
-def read_inputs(cfg: Config) -> Inputs:
+def read_inputs(cfg: Config, ask_hub: bool) -> Inputs:
     """Reads all inputs. Raises ValueError with a line for every mistake that it finds.
 
-    After a mistake it does not go to the hub, which may take long.
+    ask_hub: False after a mistake; then, and after a mistake here, it does not go to the hub, which
+    may take long.
     """
     mistakes: list[str] = []
     sizes = processes.tried(mistakes, read_sizes, cfg)
@@ -259,10 +260,10 @@ def read_inputs(cfg: Config) -> Inputs:
         mistakes, rewards.accuracy_rule, cfg.accuracy_of, cfg.accuracy_threshold, functions
     )
     model, splits = None, [None, None]
-    if not mistakes or hf.is_local(cfg.model_path):
+    if (ask_hub and not mistakes) or hf.is_local(cfg.model_path):
         model = processes.tried(mistakes, read_model, cfg)
     names = cfg.train_split, cfg.eval_split
-    if not mistakes or data.is_local(cfg.dataset):
+    if (ask_hub and not mistakes) or data.is_local(cfg.dataset):
         splits = [processes.tried(mistakes, load_examples, cfg, name) for name in names]
     if model and all(splits):
         splits = [

@@ -315,7 +315,7 @@ def one_update(
         np.float32(lr),
         sum(part["loss"] for part in parts),
         optimizer=run.optimizer,
-        model=run.training.model,
+        model=run.model,
     )
     return state, merge_metrics(parts) | {"grad_norm": float(norm)}, before
 
@@ -381,7 +381,7 @@ def export(run: Run, out: Path, params: Params) -> None:
         hf.save_model(
             folder,
             params,
-            run.training.model,
+            run.model,
             run.folder,
             dtype=jnp.dtype(run.training.dtype if cfg.export_dtype == "auto" else cfg.export_dtype),
             writes=jax.process_index() == 0,

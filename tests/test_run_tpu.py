@@ -125,7 +125,8 @@ def test_a_second_start_is_refused_and_stop_ends_the_first(cloud: Cloud) -> None
     began = time.monotonic()
     code, lines = cloud.call("stop")
     assert time.monotonic() - began < 20
-    assert code == 0 and len(re.findall(r"stopped nohup_long_\w+: exit=143$", lines, re.M)) == 2
+    stopped = re.findall(r"stopped nohup_long_\w+: exit=143$", lines, re.M)
+    assert code == 0 and len(stopped) == 2, lines
     for worker in range(2):
         assert cloud.logs("exit", worker, "long").read_text() == "143\n"
         with pytest.raises(ProcessLookupError):

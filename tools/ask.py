@@ -5,7 +5,7 @@
 
 A model is a Hugging Face folder, such as the `hf` of a run, or the id of a model on the hub. The
 prompt is that of a run: the chat template of the model, with the system prompt of rewards.py. The
-settings QUESTION_COLUMN, ANSWER_COLUMN, EVAL_SPLIT and DATASET_CONFIG count as they do in a run.
+settings CHAT_TEMPLATE, QUESTION_COLUMN, ANSWER_COLUMN, EVAL_SPLIT and DATASET_CONFIG count too.
 Every model is computed on one device.
 """
 
@@ -26,7 +26,7 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))  # Python looks for modules beside a script only, here in tools/.
 
 import data
-from config import Config
+from config import load
 from models import hf
 from models.model import Compute
 from rewards import SYSTEM_PROMPT
@@ -37,13 +37,15 @@ from runtime.sizes import prompt_width
 from sampling import Prompts, Sampling, Stopping, generate
 
 
-def complete(path: str, question: str, system_prompt: str, max_tokens: int) -> str:
+def complete(
+    path: str, question: str, system_prompt: str, max_tokens: int, chat_template: str
+) -> str:
     """The greedy completion of a model, with a <think> that its chat template has opened.
 
     path: a folder or an id of the hub. Raises ValueError for a model that cannot be read.
     """
     folder = hf.fetch_model(path)
-    model, tokenizer = hf.read_model(folder, "")
+    model, tokenizer = hf.read_model(folder, chat_template)
     (prompt,) = data.build_prompts([{"question": question}], tokenizer, system_prompt)
     mesh = make_mesh("MESH_SHAPE", "1,1,1", jax.devices()[:1])
     dtype = np.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
@@ -89,8 +91,11 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=512, help="Longest completion.")
     args = parser.parse_args()
     try:
-        cfg = Config.from_env(os.environ)
+        os.environ["DATASET"] = args.dataset
+        cfg = load([]).cfg
         start_jax(cfg)
+        if jax.process_count() > 1:
+            raise ValueError("ask.py computes on one host; start it without the other processes")
         example = {"question": args.question}
         if not args.question:
             columns = cfg.question_column, cfg.answer_column
@@ -104,7 +109,7 @@ def main() -> None:
             example = examples[args.number - 1]
         system_prompt = data.text_of(args.system_prompt) or SYSTEM_PROMPT
         print(*(example[name] for name in ("question", "answer") if name in example), sep="\n")
-        ask = (example["question"], system_prompt, args.max_tokens)
+        ask = (example["question"], system_prompt, args.max_tokens, cfg.chat_template)
         texts = {path: complete(path, *ask) for path in args.models}
     except ValueError as error:
         fail(error)

@@ -246,6 +246,7 @@ def test_a_missing_wandb_ends_all_processes_before_they_read_the_weights(
         assert "model=" not in result.lines, "no process reads the weights"
 
 
+@pytest.mark.slow
 def test_a_folder_that_process_0_cannot_write_ends_all_processes_with_one_text(
     tmp_path: Path,
 ) -> None:

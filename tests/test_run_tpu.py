@@ -176,6 +176,7 @@ def test_a_mistake_in_the_setup_of_a_new_tpu_vm_ends_restart(cloud: Cloud) -> No
     assert sum("setup" in call for call in cloud.calls().splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_only_a_preempted_tpu_vm_is_created_again(cloud: Cloud) -> None:
     def restart() -> tuple[int, str]:
         (cloud.folder / "calls").unlink(missing_ok=True)

@@ -145,6 +145,7 @@ def test_stop_kills_a_run_15_s_after_its_preemption_grace_s(
 # ---- From the laptop -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_is_followed_to_its_end_when_a_connection_breaks(
     cloud: Cloud,
 ) -> None:

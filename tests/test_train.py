@@ -256,6 +256,7 @@ def test_two_processes_do_the_same_step_as_one_process(
     assert_same_step(one, two[0]._replace(completions=first + second))
 
 
+@pytest.mark.slow
 def test_later_epochs_clip_the_reference_follows_and_each_step_samples_other_completions(
     out: Path,
 ) -> None:

@@ -154,6 +154,7 @@ class Config:
     )
     policy_loss_impl: str = speed("jax", "Code that computes logps.", choices="jax|pallas")
     attention_impl: str = speed("auto", "Code of attention.", choices="auto|xla|splash")
+    layer_loop: str = speed("auto", "How a program runs layers.", choices="auto|scan|unroll")
 
     loss_type: str = loss(
         "dapo",

@@ -13,10 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.attention import KV, MASKED, Cache
+from models.attention import MASKED, Cache, map_kv
 from models.model import Compute, Params, forward, lm_head, prefix_of
 from runtime.layout import TRAIN_BATCH_AXES, constrain, local_part, shard_batch
 from runtime.sizes import prompt_share
+
+STAGES, STAGE_TOKENS = 4, 128  # of decode, see stage_ends
 
 
 class Sampling(NamedTuple):
@@ -104,8 +106,8 @@ def generate(
 
 
 @functools.partial(jax.jit, static_argnames=("compute",))
-def prefill(params: Params, compute: Compute, prompts: Prompts) -> KV:
-    """Keys and values [L, G, N, S, h] of the prompts without their last token."""
+def prefill(params: Params, compute: Compute, prompts: Prompts) -> Any:
+    """The KV of the prompts without their last token, as `forward` returns it."""
     ids, positions, mask = prefix_of(*prompts)
     _, prefix = forward(params, compute, ids, positions, prompt_mask=mask)
     return prefix
@@ -116,24 +118,27 @@ def decode(
     params: Params,
     compute: Compute,
     prompts: Prompts,
-    prefix: KV,
+    prefix: Any,
     sequence_ids: jax.Array,
     key: jax.Array,
     *,
     sampling: Sampling,
     stopping: Stopping,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """completion_ids [R, T], sampling_logps [R, T], lengths [R], once every sequence has ended."""
+    """completion_ids [R, T], sampling_logps [R, T], lengths [R], once every sequence has ended.
+
+    prefix: from prefill. The completions' cache grows in stages, so that attention reads few places
+    that are not written yet.
+    """
     R, T, layout = sequence_ids.shape[0], stopping.max_new_tokens, compute.layout
-    L, G, N, _, h = prefix.k.shape
-    share = R // G
+    share = R // len(prompts.ids)
     *_, prefix_mask = prefix_of(*prompts)
     last_position = jnp.repeat(prompts.mask.sum(axis=1) - 1, share)  # [R]
     sequence_keys = jax.vmap(jax.random.fold_in, (None, 0))(key, sequence_ids)  # [R]
 
-    def unfinished(state: Any) -> jax.Array:
+    def unfinished(end: int, state: Any) -> jax.Array:
         t, _, done, *_ = state
-        return (t < T) & ~done.all()
+        return (t < end) & ~done.all()
 
     def next_token(state: Any) -> Any:
         t, token, done, ids, logps, lengths, completion = state
@@ -162,13 +167,28 @@ def decode(
         done = done | jnp.isin(token, jnp.array(stopping.stop_ids))
         return t + 1, token, done, ids, logps, lengths, completion
 
-    empty = jnp.zeros((L, R, N, T, h), prefix.k.dtype)
+    ends = stage_ends(T)
+    completion = map_kv(lambda kv: kv.empty(R, ends[0]), prefix)
     last_token = jnp.repeat(prompts.ids[:, -1], share)  # [R]
     ids, logps = jnp.full((R, T), stopping.pad_id, jnp.int32), jnp.zeros((R, T), jnp.float32)
     lengths, done = jnp.zeros(R, jnp.int32), jnp.zeros(R, bool)
-    state = (0, last_token, done, ids, logps, lengths, KV(empty, empty))
-    _, _, _, ids, logps, lengths, _ = jax.lax.while_loop(unfinished, next_token, state)
+    state = (0, last_token, done, ids, logps, lengths, completion)
+    for end in ends:
+        *rest, completion = state
+        completion = map_kv(lambda kv, end=end: kv.widen(end), completion)
+        unfinished_stage = functools.partial(unfinished, end)
+        state = jax.lax.while_loop(unfinished_stage, next_token, (*rest, completion))
+    _, _, _, ids, logps, lengths, _ = state
     return ids, logps, lengths
+
+
+def stage_ends(T: int) -> list[int]:
+    """The number of tokens at which each stage of decoding T tokens ends.
+
+    A stage compiles its own loop, so there are at most STAGES, of STAGE_TOKENS or more.
+    """
+    stages = max(min(STAGES, T // STAGE_TOKENS), 1)
+    return [math.ceil(T * (i + 1) / stages) for i in range(stages)]
 
 
 # ---- One token -----------------------------------------------------------------------------------

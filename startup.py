@@ -24,7 +24,13 @@ from loss import Objective
 from loss_pallas import stop_if_too_wide
 from models import hf
 from models.model import Compute, ModelConfig, Params, abstract_params
-from models.placement import Workload, choose_attention, choose_layouts, num_params
+from models.placement import (
+    Workload,
+    choose_attention,
+    choose_layer_loop,
+    choose_layouts,
+    num_params,
+)
 from rollout import Run
 from runtime import processes, resume
 from runtime.checkpoint import Checkpoints
@@ -187,8 +193,12 @@ def how_to_compute(
     )
     tp = layouts.train.mesh.shape["tp"]
     attention = choose_attention(cfg.attention_impl, model, platform, tp)
-    training = Compute(model, jnp.dtype(dtype), layouts.train, cfg.remat, impl, attention)
-    rollout = training._replace(layout=layouts.rollout, remat="none")  # it has no backward pass
+    loop, rollout_loop = (
+        choose_layer_loop(cfg.layer_loop, platform, remat) for remat in (cfg.remat, "none")
+    )
+    training = Compute(model, jnp.dtype(dtype), layouts.train, cfg.remat, impl, attention, loop)
+    # The rollout has no backward pass.
+    rollout = training._replace(layout=layouts.rollout, remat="none", layer_loop=rollout_loop)
     return training, rollout, f"; {layouts.reason}" if layouts.reason else ""
 
 
@@ -212,6 +222,7 @@ def what_ran(run: Run) -> dict[str, str]:
     return {
         "derived.policy_loss_impl": run.training.policy_loss_impl,
         "derived.attention_impl": run.training.attention_impl,
+        "derived.layer_loop": run.training.layer_loop,
         "derived.dtype": str(run.training.dtype),
         "derived.mesh_shape": mesh_text(run.training.layout.mesh),
         "derived.rollout_mesh_shape": mesh_text(run.rollout.layout.mesh),

@@ -153,7 +153,8 @@ def main(cfg: Config) -> None:
 def copy_to_decode(run: Run, params: Params) -> Params:
     """The weights in the dtype of the rollout, laid out for decoding."""
     rollout = run.rollout
-    return sync_weights(rollout.model, rollout.layout.mesh, rollout.dtype)(params)
+    sync = sync_weights(rollout.model, rollout.layout.mesh, rollout.dtype, rollout.layer_loop)
+    return sync(params)
 
 
 # ---- Micro-batches -------------------------------------------------------------------------------
@@ -293,7 +294,7 @@ def one_update(
 ) -> tuple[TrainState, dict[str, float], list[jax.Array]]:
     """One optimizer step on the sum of the gradients of all micro-batches: the state, the metrics,
     and the log-probabilities [R, T] of each micro-batch before the update."""
-    grads = zero_grads(state.params)
+    grads = zero_grads(state.params) if len(micro_batches) > 1 else None
     parts, before = [], []
     for micro_batch in micro_batches:
         if stop:

@@ -23,6 +23,7 @@ from models.model import (
     ModelConfig,
     Params,
     abstract_params,
+    for_loop,
     forward,
     lm_head,
     param_shardings,
@@ -95,7 +96,12 @@ def completion_logps(
     return logps.reshape(R, T), entropy.reshape(R, T)
 
 
-compute_logps = jax.jit(completion_logps, static_argnames=("temperature", "compute"))
+@functools.partial(jax.jit, static_argnames=("temperature", "compute"))
+def compute_logps(
+    params: Params, batch: MicroBatch, temperature: float, compute: Compute
+) -> tuple[jax.Array, jax.Array]:
+    """The result of completion_logps, from the weights as the training state holds them."""
+    return completion_logps(for_loop(params, compute.layer_loop), batch, temperature, compute)
 
 
 @functools.partial(
@@ -103,7 +109,7 @@ compute_logps = jax.jit(completion_logps, static_argnames=("temperature", "compu
 )
 def micro_step(
     params: Params,
-    grad_sum: Params,
+    grad_sum: Params | None,
     batch: MicroBatch,
     counts: Counts,
     *,
@@ -112,7 +118,10 @@ def micro_step(
     compute: Compute,
 ) -> tuple[Params, dict[str, jax.Array], jax.Array]:
     """`grad_sum` with the gradient of this micro-batch added, the micro-batch's part of the step's
-    metrics (for merge_metrics), and the log-probabilities [R, T] of its tokens."""
+    metrics (for merge_metrics), and the log-probabilities [R, T] of its tokens.
+
+    grad_sum: None if the step has a single micro-batch.
+    """
 
     def loss_of(params: Params) -> tuple[jax.Array, tuple[dict[str, jax.Array], jax.Array]]:
         logps, entropy = completion_logps(params, batch, temperature, compute)
@@ -137,11 +146,30 @@ def micro_step(
         metrics["sampling_logp_difference/max"] = gap.max()
         return loss, (metrics, now)
 
-    grads, (metrics, logps) = jax.grad(loss_of, has_aux=True)(params)
+    weights = for_loop(params, compute.layer_loop)
+    grads, (metrics, logps) = jax.grad(loss_of, has_aux=True)(weights)
     if compute.layout:
-        shardings = param_shardings(compute.model, compute.layout.mesh)
+        mesh = compute.layout.mesh
+        shardings = param_shardings(compute.model, mesh, compute.layer_loop)
         grads = jax.lax.with_sharding_constraint(grads, shardings)
-    return jax.tree.map(jnp.add, grad_sum, grads), metrics, logps
+    return _add(grad_sum, grads), metrics, logps
+
+
+def _add(grad_sum: Params | None, grads: Params) -> Params:
+    """The sum, with stacked layers. grads: of a scanned or of an unrolled program."""
+    if not isinstance(grads.layers, tuple):
+        return grads if grad_sum is None else jax.tree.map(jnp.add, grad_sum, grads)
+    if grad_sum is None:
+        return grads.replace(layers=jax.tree.map(lambda *g: jnp.stack(g), *grads.layers))
+    layers = grad_sum.layers
+    for i, layer in reversed(list(enumerate(grads.layers))):  # backward makes the last one first
+        layers = jax.tree.map(
+            lambda total, g, i=i: jax.lax.dynamic_update_index_in_dim(total, total[i] + g, i, 0),
+            layers,
+            layer,
+        )
+    rest = jax.tree.map(jnp.add, grad_sum.replace(layers=None), grads.replace(layers=None))
+    return rest.replace(layers=layers)
 
 
 def zero_grads(params: Params) -> Params:
@@ -258,16 +286,19 @@ def learning_rate(
 
 
 @functools.lru_cache
-def sync_weights(model: ModelConfig, mesh: Mesh, dtype: Any) -> Callable[[Params], Params]:
+def sync_weights(
+    model: ModelConfig, mesh: Mesh, dtype: Any, layer_loop: str = "scan"
+) -> Callable[[Params], Params]:
     """The jitted program that copies Params to a mesh in a dtype, such as the rollout's.
 
-    Both meshes have to list the devices in the same order.
+    Both meshes have to list the devices in the same order. The layers of the copy are unrolled if
+    layer_loop is "unroll".
     """
 
     def copy(params: Params) -> Params:
-        return jax.tree.map(lambda x: x.astype(dtype), params)
+        return for_loop(jax.tree.map(lambda x: x.astype(dtype), params), layer_loop)
 
-    return jax.jit(copy, out_shardings=param_shardings(model, mesh))
+    return jax.jit(copy, out_shardings=param_shardings(model, mesh, layer_loop))
 
 
 @functools.partial(jax.jit, donate_argnames=("ref_params",))

@@ -11,6 +11,7 @@ a sequence, H query heads, N kv heads, h head_dim.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -30,18 +31,48 @@ BLOCKS = (512, 384, 256, LANES)  # possible numbers of queries and of keys in a 
 
 
 class KV(NamedTuple):
-    """Keys (already rotated) and values, both [L, G or R, N, tokens, h]; one layer has no L."""
+    """Keys and values of X = G inputs or R sequences. Those of several layers are either stacked,
+    with a first dimension L, or a tuple with a KV for each layer."""
 
-    k: jax.Array
-    v: jax.Array
+    k: jax.Array  # [X, N, h, tokens], rotated; a new token's scores read it in this order
+    v: jax.Array  # [X, N, tokens, h]
+
+    def empty(self, X: int, tokens: int) -> "KV":
+        """Zeros for X sequences of `tokens` tokens; all else is as in this KV."""
+        *stacked, _, N, h, _ = self.k.shape
+        k = jnp.zeros((*stacked, X, N, h, tokens), self.k.dtype)
+        return KV(k, jnp.zeros((*stacked, X, N, tokens, h), self.v.dtype))
+
+    def widen(self, tokens: int) -> "KV":
+        """This KV with zeros behind its tokens, so that there is room for `tokens` tokens."""
+        pad = [(0, 0)] * self.k.ndim
+        pad[-1] = 0, tokens - self.k.shape[-1]
+        return KV(jnp.pad(self.k, pad), jnp.pad(self.v, [*pad[:-2], pad[-1], pad[-2]]))
+
+    def write(self, new: "KV", index: jax.Array, layer: jax.Array | None = None) -> "KV":
+        """This KV with the keys and values of a token, which `new` holds, at place `index`.
+
+        layer: the layer to write to if this KV is stacked; `new` is of one layer.
+        """
+        first = () if layer is None else (layer,)
+        k, v = new if layer is None else (new.k[None], new.v[None])
+        return KV(
+            jax.lax.dynamic_update_slice(self.k, k, (*first, 0, 0, 0, index)),
+            jax.lax.dynamic_update_slice(self.v, v, (*first, 0, 0, index, 0)),
+        )
+
+
+def map_kv(change: Callable[[KV], KV], kvs: Any) -> Any:
+    """`change` of a stacked KV, or of each KV of a tuple of layers."""
+    return jax.tree.map(change, kvs, is_leaf=lambda x: isinstance(x, KV))
 
 
 class Cache(NamedTuple):
-    """The keys and values that a new token of each sequence may see; one layer has no L."""
+    """The keys and values that a new token of each sequence may see."""
 
-    prompt: KV | None  # [L, G, N, S, h]; sequence i continues prompt i // (R/G)
-    prompt_mask: jax.Array | None  # [G, S] bool, False hides a prompt token (left padding)
-    completion: KV  # [L, R, N, T, h], written up to and including `index`
+    prompt: Any  # KV of the G prompts; sequence i continues prompt i // (R/G)
+    prompt_mask: jax.Array  # [G, S] bool, False hides a prompt token (left padding)
+    completion: Any  # KV of the R sequences, written up to and including `index`
     index: jax.Array  # the place of the new token in its completion, from 0
 
 
@@ -50,7 +81,7 @@ def attention(
 ) -> jax.Array:
     """softmax(q k^T / sqrt(h)) v over the keys that a token may see: [G, t, H*h] in q's dtype.
 
-    q: [G, t, H, h]. kv: [G, N, t, h]. A token sees itself and the earlier tokens of its sequence
+    q: [G, t, H, h]. kv: of the G inputs. A token sees itself and the earlier tokens of its sequence
     and of the prompt. prompt_mask: [G, S] bool, False hides a prompt token (left padding).
     impl: xla, or splash on a TPU.
     """
@@ -58,11 +89,11 @@ def attention(
     S = prompt_mask.shape[1]
     if impl == "splash":
         return _splash(q, kv, prompt_mask, share, layout)
-    prompt = KV(*(x[:, :, :S] for x in kv))
+    prompt = KV(kv.k[..., :S], kv.v[:, :, :S])
     out = _causal(q[:, :S], prompt, prompt_mask, None, layout)  # [G, S, H*h]
     if q.shape[1] == S:
         return out
-    sequences = KV(*(_unpack(x[:, :, S:], share, 2) for x in kv))
+    sequences = KV(_unpack(kv.k[..., S:], share, 3), _unpack(kv.v[:, :, S:], share, 2))
     seen = (prompt, prompt_mask)
     out_sequences = _causal(_unpack(q[:, S:], share, 1), sequences, None, seen, layout)
     return jnp.concatenate([out, out_sequences.reshape(*out.shape[:1], -1, out.shape[2])], axis=1)
@@ -80,9 +111,8 @@ def cached_attention(q: jax.Array, cache: Cache, layout: Layout | None) -> jax.A
 
     q: [R, 1, H, h]. cache: of one layer, in which the new token's key and value are written.
     """
-    written = jnp.arange(cache.completion.k.shape[2]) <= cache.index  # [T]
-    prompt = None if cache.prompt is None else (cache.prompt, cache.prompt_mask)
-    q = q * q.shape[-1] ** -0.5
+    written = jnp.arange(cache.completion.k.shape[-1]) <= cache.index  # [T]
+    q, prompt = q * q.shape[-1] ** -0.5, (cache.prompt, cache.prompt_mask)
     return _dense(q, cache.completion, written[None, None], prompt, layout)
 
 
@@ -98,12 +128,12 @@ def _causal(
 ) -> jax.Array:
     """Causal attention: [R, t, H*h]. It takes as many queries at a time as SCORES_BYTES allows.
 
-    q: [R, t, H, h]. kv: [R, N, t, h], of which a query sees the keys up to its position.
-    mask: [R, t] bool, False hides a key. prompt: keys and values [G, N, S, h] and their mask
+    q: [R, t, H, h]. kv: of t tokens; a query sees the keys up to its position.
+    mask: [R, t] bool, False hides a key. prompt: keys and values of G prompts and their mask
     [G, S]; each query sees all of them that are not masked.
     """
     R, t, H, h = q.shape
-    keys = t + (prompt[0].k.shape[2] if prompt else 0)
+    keys = t + (prompt[0].k.shape[-1] if prompt else 0)
     query_bytes = 4 * R * H * keys // _score_shards(kv.k.shape[1], layout)
     size = min(max(SCORES_BYTES // max(query_bytes, 1), 1), t)  # queries of a chunk
 
@@ -139,7 +169,7 @@ def _dense(
     prompt: tuple[KV, jax.Array] | None,
     layout: Layout | None,
 ) -> jax.Array:
-    """Attention with all scores at once: [R, t, H*h]. kv: [R, N, u, h]. mask: [R or 1, t, u]."""
+    """Attention with all scores at once: [R, t, H*h]. kv: of u tokens. mask: [R or 1, t, u]."""
     R, t, H, h = q.shape
     N = kv.k.shape[1]
     M = t * H // N  # queries of a kv head
@@ -163,10 +193,10 @@ def _unnormalized(q: jax.Array, kv: KV, mask: jax.Array) -> list[jax.Array]:
     """Three float32 arrays: the highest score [R, N, M, 1], and relative to it the sum of the
     weights [R, N, M, 1] and the weighted sum of the values [R, N, M, h].
 
-    q: [R, N, M, h]. kv: [R, N, u, h]. mask: broadcast to [R, N, M, u].
+    q: [R, N, M, h]. kv: of u tokens. mask: broadcast to [R, N, M, u].
     """
     f32 = {"preferred_element_type": jnp.float32}
-    scores = jnp.where(mask, jnp.einsum("rnmh,rnuh->rnmu", q, kv.k, **f32), MASKED)
+    scores = jnp.where(mask, jnp.einsum("rnmh,rnhu->rnmu", q, kv.k, **f32), MASKED)
     top = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))  # it cancels in the quotient
     weights = jnp.exp(scores - top)
     values = jnp.einsum("rnmu,rnuh->rnmh", weights.astype(q.dtype), kv.v, **f32)
@@ -273,7 +303,10 @@ def _splash_shard(
     seen = jnp.pad(seen, ((0, 0), (0, share * (T + end))), constant_values=True).astype(jnp.int32)
     kernel = _kernel(SharedPromptMask(S + front, share, T + end), H, block, interpret)
     out = jax.vmap(kernel)(
-        pad(q.swapaxes(1, 2)), pad(kv.k), pad(kv.v), splash.SegmentIds(q=seen, kv=seen)
+        pad(q.swapaxes(1, 2)),
+        pad(kv.k.swapaxes(2, 3)),
+        pad(kv.v),
+        splash.SegmentIds(q=seen, kv=seen),
     )  # [G, H, padded t, h]
     if front or end:
         rest = out[:, :, S + front :].reshape(G, H, share, T + end, h)[:, :, :, :T]

@@ -59,6 +59,7 @@ class Compute(NamedTuple):
     remat: str = "none"  # what backward computes again; dots: all but matmuls
     policy_loss_impl: str = "jax"  # jax or pallas, see loss_pallas.py
     attention_impl: str = "xla"  # xla or splash, see attention.py
+    layer_loop: str = "scan"  # unroll: the program has code, arrays and caches for each layer
 
 
 # ---- The parameters: shapes, mesh axes and Hugging Face names, side by side ----------------------
@@ -66,8 +67,8 @@ class Compute(NamedTuple):
 
 @flax.struct.dataclass
 class Layers:
-    """The weights of all layers; the first axis of each array is the layer, over which lax.scan
-    runs. An array that a model family lacks is None."""
+    """The weights of all layers, with the layer as the first dimension of each array, or of one
+    layer, without it. An array that a model family lacks is None."""
 
     attn_norm: Any
     wq: Any
@@ -90,7 +91,7 @@ class Params:
     """All weights of a model; the same tree also holds their shapes, shardings or gradients."""
 
     embed: Any
-    layers: Layers
+    layers: Layers | tuple[Layers, ...]  # of all layers; unrolled: one for each layer
     final_norm: Any
     lm_head: Any  # None: the embedding is also the lm_head
 
@@ -105,7 +106,7 @@ class Leaf:
     transposed: bool = False  # the file holds [out, in], Params hold [in, out]
 
 
-def param_table(model: ModelConfig) -> Params:
+def param_table(model: ModelConfig, layer_loop: str = "scan") -> Params:
     """A Params of Leaf: the shape, the sharding and the Hugging Face name of every weight."""
     L, D, F, V = model.num_layers, model.hidden_size, model.intermediate_size, model.vocab_size
     h = model.head_dim
@@ -135,6 +136,9 @@ def param_table(model: ModelConfig) -> Params:
         up=Leaf((L, D, F), (None, "fsdp", "tp"), mlp + "up_proj.weight", True),
         down=Leaf((L, F, D), (None, ("tp", "fsdp"), None), mlp + "down_proj.weight", True),
     )
+    if layer_loop == "unroll":
+        layer = jax.tree.map(lambda leaf: Leaf(leaf.shape[1:], leaf.axes[1:], leaf.name), layers)
+        layers = (layer,) * L
     return Params(
         embed=Leaf((V, D), ("tp", "fsdp"), "model.embed_tokens.weight"),
         layers=layers,
@@ -143,11 +147,20 @@ def param_table(model: ModelConfig) -> Params:
     )
 
 
-def param_shardings(model: ModelConfig, mesh: Mesh) -> Params:
+def param_shardings(model: ModelConfig, mesh: Mesh, layer_loop: str = "scan") -> Params:
     """A Params of NamedSharding: where every weight lies on the mesh."""
     return jax.tree.map(
-        lambda leaf: NamedSharding(mesh, PartitionSpec(*leaf.axes)), param_table(model)
+        lambda leaf: NamedSharding(mesh, PartitionSpec(*leaf.axes)), param_table(model, layer_loop)
     )
+
+
+def for_loop(params: Params, layer_loop: str) -> Params:
+    """Params with stacked layers as `forward` needs them for this LAYER_LOOP."""
+    if layer_loop == "scan":
+        return params
+    L = len(params.layers.attn_norm)
+    layers = tuple(jax.tree.map(lambda a, i=i: a[i], params.layers) for i in range(L))
+    return params.replace(layers=layers)
 
 
 def stop_if_indivisible(setting: str, model: ModelConfig, mesh: Mesh) -> None:
@@ -164,12 +177,12 @@ def stop_if_indivisible(setting: str, model: ModelConfig, mesh: Mesh) -> None:
                 )
 
 
-def abstract_params(model: ModelConfig, mesh: Mesh, dtype: Any) -> Params:
+def abstract_params(model: ModelConfig, mesh: Mesh, dtype: Any, layer_loop: str = "scan") -> Params:
     """Shapes, dtypes and shardings of the weights on a mesh, whose devices need not exist here."""
     return jax.tree.map(
         lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=where),
-        param_table(model),
-        param_shardings(model, mesh),
+        param_table(model, layer_loop),
+        param_shardings(model, mesh, layer_loop),
     )
 
 
@@ -207,49 +220,58 @@ def forward(
     prompt_mask: [G, S] bool, False hides a token (left padding). None: the input is a prompt
     without padding.
     cache: the keys and values of earlier tokens; then ids are [R, 1], one new token per sequence.
-    Returns hidden [G, t, D] in compute.dtype, and the keys and values of `ids` [L, G, N, t, h], or
-    with a cache those of the completions [L, R, N, T, h] with the new token's written to them.
+    Returns hidden [G, t, D] in compute.dtype, and the KV of `ids`, or with a cache the KV of the
+    completions with the new token's keys and values written to them. Params, cache and KV are
+    stacked, or unrolled and then tuples of layers.
     """
     model, layout = compute.model, compute.layout
     prompt_mask = jnp.ones(ids.shape, bool) if prompt_mask is None else prompt_mask
     rotary = _rotary(model, positions)
-    specs = jax.tree.map(lambda leaf: leaf.axes, param_table(model))
+    axes = param_table(model, "unroll").layers[0]
+    scanned = isinstance(params.layers, Layers)
 
     def layer(carry: Any, per_layer: Any) -> tuple[Any, KV | None]:
-        x, completion, i = carry
-        w, prompt = per_layer
+        x, stack, i = carry  # x [G*t, D]: matmuls with two dimensions have fast gradients on a CPU
+        w, prompt, completion = per_layer
         w = jax.tree.map(
-            lambda a, axes: gather_fsdp(a.astype(compute.dtype), axes[1:], layout), w, specs.layers
+            lambda a, leaf: gather_fsdp(a.astype(compute.dtype), leaf.axes, layout), w, axes
         )
-        q, k, v = _qkv(_rms_norm(x, w.attn_norm, model), w, model, rotary, layout)
-        kv = KV(k, v)
+        q, kv = _qkv(_rms_norm(x, w.attn_norm, model), w, model, rotary, layout)
         if cache is None:
             out = attention(q, kv, prompt_mask, share, layout, compute.attention_impl)
         else:
-            place = (i, 0, 0, cache.index, 0)
-            completion = jax.tree.map(
-                lambda c, new: jax.lax.dynamic_update_slice(c, new[None], place), completion, kv
-            )
-            written = jax.tree.map(
-                lambda c: jax.lax.dynamic_index_in_dim(c, i, keepdims=False), completion
-            )
-            out = cached_attention(q, cache._replace(prompt=prompt, completion=written), layout)
-        out = constrain(out, layout, TRAIN_BATCH_AXES, None, "tp") @ w.wo
+            if scanned:
+                stack = stack.write(kv, cache.index, i)
+                completion = KV(*(jax.lax.dynamic_index_in_dim(c, i, 0, False) for c in stack))
+            else:
+                completion = completion.write(kv, cache.index)
+            out = cached_attention(q, cache._replace(prompt=prompt, completion=completion), layout)
+            kv = None if scanned else completion
+        out = constrain(out.reshape(len(x), -1), layout, TRAIN_BATCH_AXES, "tp") @ w.wo
         x = x + constrain(out, layout, TRAIN_BATCH_AXES)
         y = _rms_norm(x, w.mlp_norm, model)
         y = (jax.nn.silu(y @ w.gate) * (y @ w.up)) @ w.down
-        x = x + constrain(y, layout, TRAIN_BATCH_AXES)
-        return (x, completion, i + 1), (kv if cache is None else None)
+        return (x + constrain(y, layout, TRAIN_BATCH_AXES), stack, i + 1), kv
 
     if compute.remat != "none":
         saved = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
-        layer = jax.checkpoint(layer, policy=saved[compute.remat], prevent_cse=False)
-    x = _embed(params.embed, ids, compute.dtype, layout)
-    # The completions' cache is a carry of the scan, which is updated in place; an input and output
-    # of the scan would be copied.
-    completion, prompt = (None, None) if cache is None else (cache.completion, cache.prompt)
-    (x, completion, _), kv = jax.lax.scan(layer, (x, completion, 0), (params.layers, prompt))
-    return _rms_norm(x, params.final_norm, model), kv if cache is None else completion
+        layer = jax.checkpoint(layer, policy=saved[compute.remat], prevent_cse=not scanned)
+    x = _embed(params.embed, ids, compute.dtype, layout).reshape(ids.size, -1)
+    prompt, completion = (None, None) if cache is None else (cache.prompt, cache.completion)
+    if scanned:
+        # The completions' cache is a carry of the scan, which is updated in place; an input and
+        # output of the scan would be copied.
+        (x, completion, _), kv = jax.lax.scan(
+            layer, (x, completion, 0), (params.layers, prompt, None)
+        )
+        kv = kv if cache is None else completion
+    else:
+        kv, nothing = [], (None,) * model.num_layers
+        for per_layer in zip(params.layers, prompt or nothing, completion or nothing, strict=True):
+            (x, _, _), of_layer = layer((x, None, 0), per_layer)
+            kv.append(of_layer)
+        kv = tuple(kv)
+    return _rms_norm(x, params.final_norm, model).reshape(*ids.shape, -1), kv
 
 
 def lm_head(params: Params) -> jax.Array:
@@ -283,16 +305,16 @@ def _rms_norm(x: jax.Array, scale: jax.Array, model: ModelConfig) -> jax.Array:
 
 def _qkv(
     y: jax.Array, w: Layers, model: ModelConfig, rotary: tuple[jax.Array, jax.Array], layout: Layout
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Rotated queries [G, t, H, h], rotated keys and values [G, N, t, h] of y [G, t, D]."""
-    G, t, _ = y.shape
+) -> tuple[jax.Array, KV]:
+    """Rotated queries [G, t, H, h], and the keys and values, of y [G*t, D]."""
+    G, t = rotary[0].shape[:2]
 
     def heads(weight: jax.Array, bias: jax.Array | None, norm: jax.Array | None, count: int) -> Any:
         z = y @ weight
         z = z if bias is None else z + bias
         # First comes the layout that the weights give, then the layout that attention needs. With
         # the second alone the compiler would gather the weights in every layer, for every token.
-        z = constrain(z, layout, TRAIN_BATCH_AXES, None, "tp").reshape(G, t, count, model.head_dim)
+        z = constrain(z, layout, TRAIN_BATCH_AXES, "tp").reshape(G, t, count, model.head_dim)
         if layout is not None and "tp" in layout.batch_axes:
             z = constrain(z, layout, layout.batch_axes)
         return z if norm is None else _rms_norm(z, norm, model)
@@ -300,7 +322,7 @@ def _qkv(
     q = _rotate(heads(w.wq, w.bq, w.q_norm, model.num_heads), rotary)
     k = _rotate(heads(w.wk, w.bk, w.k_norm, model.num_kv_heads), rotary)
     v = heads(w.wv, w.bv, None, model.num_kv_heads)
-    return q, k.swapaxes(1, 2), v.swapaxes(1, 2)
+    return q, KV(k.transpose(0, 2, 3, 1), v.swapaxes(1, 2))
 
 
 def _rotary(model: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -82,6 +82,17 @@ def choose_attention(setting: str, model: ModelConfig, platform: str, tp: int) -
     return setting if setting != "auto" else "xla" if why_not else "splash"
 
 
+def choose_layer_loop(setting: str, platform: str, remat: str) -> str:
+    """scan or unroll.
+
+    A scan copies each layer's weights and caches out of stacked arrays, which TPUs avoid and which
+    their compile time is worth. Unrolled on a CPU, XLA would not compute again what REMAT drops.
+    """
+    if setting != "auto":
+        return setting
+    return "scan" if platform == "tpu" or (platform == "cpu" and remat != "none") else "unroll"
+
+
 # ---- Tensor parallelism --------------------------------------------------------------------------
 
 

@@ -72,12 +72,17 @@ def inputs(
     hidden = hidden or tuple((S // 2, 0, S - 1)[g % 3] for g in range(G))
     made = Inputs(
         rng.normal(size=(G, t, H, h)).astype(np.float32),
-        KV(*rng.normal(size=(2, G, N, t, h)).astype(np.float32)),
+        kv_of(*rng.normal(size=(2, G, N, t, h)).astype(np.float32)),
         np.arange(S) >= np.array(hidden)[:, None],
         share,
         rng.normal(size=(G, t, H * h)).astype(np.float32),
     )
     return made._replace(towards=made.towards * made.seen)
+
+
+def kv_of(k: np.ndarray, v: np.ndarray) -> KV:
+    """A KV of keys and values that are both [..., tokens, h]."""
+    return KV(np.ascontiguousarray(np.swapaxes(k, -1, -2)), v)
 
 
 def visible(i: int, mask: np.ndarray, share: int, t: int) -> list[int]:
@@ -92,7 +97,7 @@ def visible(i: int, mask: np.ndarray, share: int, t: int) -> list[int]:
 
 def numpy_attention(x: Inputs) -> Result:
     """The values and gradients in float64, computed for each query separately."""
-    q, k, v = (np.asarray(a, float) for a in (x.q, *x.kv))
+    q, k, v = (np.asarray(a, float) for a in (x.q, x.kv.k.swapaxes(2, 3), x.kv.v))
     (G, t, H, h), N = q.shape, k.shape[1]
     towards = np.asarray(x.towards, float).reshape(q.shape)
     out, to_q, to_k, to_v = (np.zeros(a.shape) for a in (q, q, k, v))
@@ -108,7 +113,7 @@ def numpy_attention(x: Inputs) -> Result:
             to_q[g, i, head] = to_scores @ k[g, n, keys]
             to_k[g, n, keys] += np.outer(to_scores, q[g, i, head])
             to_v[g, n, keys] += np.outer(p, towards[g, i, head])
-    return Result(out.reshape(x.towards.shape), to_q, to_k, to_v)
+    return Result(out.reshape(x.towards.shape), to_q, to_k.swapaxes(2, 3), to_v)
 
 
 # Most of the time of these tests is compilation, which takes less without optimizations.
@@ -193,14 +198,15 @@ def test_a_new_token_sees_in_the_cache_what_it_sees_in_a_complete_input(
     G, S, share, T, H, N, h = 2, 5, 3, 7, 6, 2, 11
     R = G * share
     x = inputs(G, S, share, T, H, N, h, hidden=(2, 0) if with_prompt else (S, S))
-    prompt = KV(*[a[:, :, :S] for a in x.kv])
-    completion = [a[:, :, S:].reshape(G, N, share, T, h).swapaxes(1, 2) for a in x.kv]
+    keys_and_values = x.kv.k.swapaxes(2, 3), x.kv.v
+    prompt = kv_of(*[a[:, :, :S] for a in keys_and_values])
+    completion = [a[:, :, S:].reshape(G, N, share, T, h).swapaxes(1, 2) for a in keys_and_values]
     # Places of the cache that are not written yet must not be read.
     written = np.arange(T)[:, None] <= index
-    completion = KV(
+    completion = kv_of(
         *[np.where(written, a.reshape(R, N, T, h), np.float32(1e4)) for a in completion]
     )
-    cache = Cache(prompt if with_prompt else None, x.prompt_mask, completion, index)
+    cache = Cache(prompt, x.prompt_mask, completion, index)
     q = x.q[:, S:].reshape(R, T, H, h)[:, index][:, None]
     out = attention.cached_attention(q, cache, None)
     assert out.shape == (6, 1, 66)  # [R, 1, H*h]
@@ -245,7 +251,8 @@ def test_each_device_s_kernel_gets_a_part_of_the_inputs_and_in_training_a_part_o
         share: int, interpret: bool, q: jax.Array, kv: KV, prompt_mask: jax.Array
     ) -> jax.Array:
         shapes.append(q.shape)
-        assert kv.k.shape == kv.v.shape == (shape[0], shape[2], 97, 64)
+        assert kv.k.shape == (shape[0], shape[2], 64, 97)
+        assert kv.v.shape == (shape[0], shape[2], 97, 64)
         return q.reshape(*q.shape[:2], -1)
 
     monkeypatch.setattr(attention, "_splash_shard", shard)

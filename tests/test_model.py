@@ -22,11 +22,12 @@ from formula_model import (
 )
 
 from models import hf
-from models.attention import KV, Cache
+from models.attention import Cache, map_kv
 from models.model import (
     Compute,
     ModelConfig,
     Params,
+    for_loop,
     forward,
     init_params,
     lm_head,
@@ -85,6 +86,7 @@ def prompts_for(share: int, prompt_mask: np.ndarray = PROMPT_MASK) -> tuple[np.n
 
 def hidden_of(params, compute, prompt_ids, prompt_mask, completion_ids):
     """[R, T, D] hidden states that predict the completions, computed as in training."""
+    params = for_loop(params, compute.layer_loop)
     (G, width), share = prompt_ids.shape, len(completion_ids) // len(prompt_ids)
     before, positions, mask = prefix_of(prompt_ids, prompt_mask)
     last = jnp.repeat(prompt_ids[:, -1:], share, axis=0)
@@ -98,7 +100,7 @@ def hidden_of(params, compute, prompt_ids, prompt_mask, completion_ids):
 
 def decoded(params, compute, prompt_ids, prompt_mask, completion_ids):
     """The same hidden states, computed token by token from a cache."""
-    sequences = len(completion_ids)
+    params, sequences = for_loop(params, compute.layer_loop), len(completion_ids)
     share = sequences // len(prompt_ids)
     before, positions, mask = prefix_of(prompt_ids, prompt_mask)
     _, prompt = forward(params, compute, before, positions, prompt_mask=mask)
@@ -113,9 +115,10 @@ def decoded(params, compute, prompt_ids, prompt_mask, completion_ids):
         return (completion_ids[:, t], completion), hidden[:, 0]
 
     # Places of the cache that are not written yet must not be read.
-    empty = jnp.full((2, sequences, 2, T, 8), jnp.float32(1e4))
+    empty = map_kv(lambda kv: kv.empty(sequences, T), prompt)
+    empty = jax.tree.map(lambda x: jnp.full_like(x, 1e4), empty)
     first = jnp.repeat(prompt_ids[:, -1], share)
-    _, hidden = jax.lax.scan(step, (first, KV(empty, empty)), jnp.arange(T))
+    _, hidden = jax.lax.scan(step, (first, empty), jnp.arange(T))
     return hidden.swapaxes(0, 1)
 
 
@@ -242,9 +245,14 @@ def test_bfloat16_tells_far_positions_apart() -> None:
     assert np.sqrt(((near - far) ** 2).mean() / (near**2).mean()) < 0.03
 
 
-@pytest.mark.parametrize("remat", ["dots", "full"])
-def test_remat_leaves_the_gradient_unchanged(remat: str) -> None:
-    compute = FLOAT32._replace(remat=remat)
+@pytest.mark.parametrize(
+    "remat, layer_loop",
+    [("dots", "scan"), ("full", "scan"), ("none", "unroll"), ("full", "unroll")],
+)
+def test_remat_and_unrolled_layers_leave_the_gradient_unchanged(
+    remat: str, layer_loop: str
+) -> None:
+    compute = FLOAT32._replace(remat=remat, layer_loop=layer_loop)
     (_, hidden), grads = gradient_jit(PARAMS, compute, *prompts_for(1), COMPLETION_IDS)
     assert_same((hidden, grads), plain_gradient(), 1e-6)
 
@@ -285,10 +293,13 @@ def test_training_layouts_leave_hidden_states_and_gradient_unchanged(
     assert_same((hidden, grads), plain_gradient(), 1e-5)
 
 
-@pytest.mark.parametrize("mesh_shape", ["8,1,1", "4,1,2", "1,2,4"])
-def test_decoding_layouts_leave_hidden_states_unchanged(mesh_shape: str) -> None:
+@pytest.mark.parametrize(
+    "mesh_shape, layer_loop",
+    [("8,1,1", "scan"), ("4,1,2", "scan"), ("1,2,4", "scan"), ("4,1,2", "unroll")],
+)
+def test_decoding_layouts_leave_hidden_states_unchanged(mesh_shape: str, layer_loop: str) -> None:
     layout, params, inputs = placed(mesh_shape, ROLLOUT_BATCH_AXES, 1)
-    hidden = decoded_jit(params, FLOAT32._replace(layout=layout), *inputs)
+    hidden = decoded_jit(params, FLOAT32._replace(layout=layout, layer_loop=layer_loop), *inputs)
     np.testing.assert_allclose(hidden, unpadded(), rtol=0, atol=1e-5)
 
 
@@ -329,7 +340,7 @@ def test_the_documented_shapes(tied: bool) -> None:
         lambda p: forward(p, compute, ints(*packed), ints(*packed), prompt_mask=mask, share=2),
         params,
     )
-    completion = KV(*[jax.ShapeDtypeStruct((3, R, 2, T, 22), jnp.float32)] * 2)
+    completion = jax.eval_shape(lambda kv: kv.empty(R, T), prompt)
     new, written = jax.eval_shape(
         lambda p, *kvs: forward(
             p, compute, ints(R, 1), ints(R, 1), cache=Cache(kvs[0], mask, kvs[1], 4)
@@ -338,11 +349,13 @@ def test_the_documented_shapes(tied: bool) -> None:
         prompt,
         completion,
     )
-    assert prompt.k.shape == prompt.v.shape == (3, 7, 2, 11, 22)  # [L, G, N, S, h]
+    assert prompt.k.shape == (3, 7, 2, 22, 11)  # [L, G, N, h, S]
+    assert prompt.v.shape == (3, 7, 2, 11, 22)  # [L, G, N, S, h]
     assert hidden.shape == (7, 21, 13)  # [G, S + share*T, D]
-    assert kv.k.shape == kv.v.shape == (3, 7, 2, 21, 22)  # [L, G, N, S + share*T, h]
+    assert kv.v.shape == (3, 7, 2, 21, 22)  # [L, G, N, S + share*T, h]
     assert new.shape == (14, 1, 13)
-    assert written.k.shape == written.v.shape == (3, 14, 2, 19, 22)  # [L, R, N, T, h]
+    assert written.k.shape == (3, 14, 2, 22, 19)  # [L, R, N, h, T]
+    assert written.v.shape == (3, 14, 2, 19, 22)  # [L, R, N, T, h]
     assert lm_head(params).shape == (31, 13)  # [V, D]
     assert (params.lm_head is None) == tied
 

@@ -363,7 +363,8 @@ def test_prefill_and_decode_give_the_documented_shapes() -> None:
     prefix = jax.eval_shape(
         lambda *given: prefill(given[0], Compute(MODEL, dtype), given[1]), params, prompts
     )
-    assert prefix.k.shape == prefix.v.shape == (L, G, N, S, h)
+    assert prefix.k.shape == (L, G, N, h, S)
+    assert prefix.v.shape == (L, G, N, S, h)
     assert prefix.k.dtype == dtype
     decoding = functools.partial(decode, sampling=Sampling(), stopping=Stopping(T, (3,), 3))
     drawn = jax.eval_shape(

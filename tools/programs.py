@@ -160,9 +160,11 @@ def call(plan: Plan, program: str) -> tuple[Any, tuple, dict[str, Any]]:
     cfg, training, state = plan.cfg, plan.training, train_state(plan)
     model = training.model
     grads = abstract_params(model, training.layout.mesh, jnp.float32)
+    grads = grads if plan.sizes.grad_accum_steps > 1 else None
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
     if program == "sync_weights":
-        sync = sync_weights(model, plan.rollout.layout.mesh, plan.rollout.dtype)
+        rollout = plan.rollout
+        sync = sync_weights(model, rollout.layout.mesh, rollout.dtype, rollout.layer_loop)
         return sync, (state.params,), {}
     if program == "compute_logps":
         params = reference(plan) or state.params
@@ -181,7 +183,7 @@ def call(plan: Plan, program: str) -> tuple[Any, tuple, dict[str, Any]]:
 def prefill_call(plan: Plan) -> tuple[Any, tuple, dict[str, Any]]:
     """The result of `call` for the prefill of a rollout pass."""
     workload, rollout, layout = plan.rollout_workload(), plan.rollout, plan.rollout.layout
-    weights = abstract_params(rollout.model, layout.mesh, rollout.dtype)
+    weights = abstract_params(rollout.model, layout.mesh, rollout.dtype, rollout.layer_loop)
     shape = (workload.G, workload.S + 1)
     prompt = array(layout.mesh, shape, jnp.int32, layout.batch_axes)
     return prefill, (weights, rollout, Prompts(prompt, prompt)), {}
@@ -192,12 +194,19 @@ def decode_call(plan: Plan) -> tuple[Any, tuple, dict[str, Any]]:
     _, (weights, rollout, prompts), _ = prefill_call(plan)
     (R, G, S, T), model = plan.rollout_workload(), rollout.model
     mesh, batch_axes = rollout.layout
-    shape = (model.num_layers, G, model.num_kv_heads, S, model.head_dim)
-    kv = array(mesh, shape, rollout.dtype, None, batch_axes)
+    heads, h = (G, model.num_kv_heads), model.head_dim
+
+    def kv(*stacked: int) -> KV:
+        axes = (*(None for _ in stacked), batch_axes)
+        shapes = (*stacked, *heads, h, S), (*stacked, *heads, S, h)
+        return KV(*(array(mesh, shape, rollout.dtype, *axes) for shape in shapes))
+
+    scanned = rollout.layer_loop == "scan"
+    prefix = kv(model.num_layers) if scanned else (kv(),) * model.num_layers
     key = array(mesh, (), jax.eval_shape(lambda: jax.random.key(0)).dtype)
     static = {"sampling": plan.sampling, "stopping": Stopping(T, stop_ids=(0, 1), pad_id=0)}
     sequence_ids = array(mesh, (R,), jnp.int32, batch_axes)
-    return decode, (weights, rollout, prompts, KV(kv, kv), sequence_ids, key), static
+    return decode, (weights, rollout, prompts, prefix, sequence_ids, key), static
 
 
 def rest_of_run(plan: Plan, program: str) -> int:

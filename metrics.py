@@ -91,6 +91,8 @@ def step_records(step: Step, num_pre_q: int, names: list[str]) -> dict[str, floa
     records["train-seq_len/completion/hit_max_frac"] = 1 - results.stopped.mean()
     records |= {f"time/train/{phase}_s": value for phase, value in seconds.items()}
     records["time/train/step_s"] = step.clock.total()
+    records["compile/programs"] = len(step.clock.compiled())
+    records["compile/s"] = sum(step.clock.compiled())
     records["throughput/train/valid_tokens_per_s"] = tokens / step.clock.total()
     records["throughput/train/valid_tokens_per_s_update"] = tokens / seconds["update"]
     return records

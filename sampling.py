@@ -127,8 +127,8 @@ def decode(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """completion_ids [R, T], sampling_logps [R, T], lengths [R], once every sequence has ended.
 
-    prefix: from prefill. The completions' cache grows in stages, so that attention reads few places
-    that are not written yet.
+    prefix: from prefill. The caches of unrolled layers grow in stages, so that attention reads few
+    places that are not written yet. A stacked cache would be in memory twice while it grows.
     """
     R, T, layout = sequence_ids.shape[0], stopping.max_new_tokens, compute.layout
     share = R // len(prompts.ids)
@@ -167,7 +167,7 @@ def decode(
         done = done | jnp.isin(token, jnp.array(stopping.stop_ids))
         return t + 1, token, done, ids, logps, lengths, completion
 
-    ends = stage_ends(T)
+    ends = stage_ends(T) if compute.layer_loop == "unroll" else [T]
     completion = map_kv(lambda kv: kv.empty(R, ends[0]), prefix)
     last_token = jnp.repeat(prompts.ids[:, -1], share)  # [R]
     ids, logps = jnp.full((R, T), stopping.pad_id, jnp.int32), jnp.zeros((R, T), jnp.float32)

@@ -106,7 +106,7 @@ def test_the_record_has_the_names_that_dashboards_read(run: Run) -> None:
         time/train/rollout_s time/train/rollout_sync_s time/train/rollout_generate_s
         time/train/reward_s time/train/advantages_s time/train/shard_s time/train/update_s
         time/train/step_s time/train/step_avg_last10_s throughput/train/valid_tokens_per_s
-        throughput/train/valid_tokens_per_s_update
+        throughput/train/valid_tokens_per_s_update compile/programs compile/s
     """.split():
         assert math.isfinite(first[name]), name
     evaluated = next(r for r in run.records() if "eval/accuracy" in r)

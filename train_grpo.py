@@ -294,11 +294,11 @@ def one_update(
 ) -> tuple[TrainState, dict[str, float], list[jax.Array]]:
     """One optimizer step on the sum of the gradients of all micro-batches: the state, the metrics,
     and the log-probabilities [R, T] of each micro-batch before the update."""
+    if stop:
+        stop.check()
     grads = zero_grads(state.params) if len(micro_batches) > 1 else None
     parts, before = [], []
     for micro_batch in micro_batches:
-        if stop:
-            stop.check()
         grads, metrics, logps = micro_step(
             state.params,
             grads,

@@ -13,18 +13,34 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from tqdm import tqdm
+
+COMPILE_SECONDS: list[float] = []  # of every compilation of this process
+
+
+def _on_duration(event: str, seconds: float, **_: Any) -> None:
+    if event == "/jax/core/compile/backend_compile_duration":
+        COMPILE_SECONDS.append(seconds)
+
+
+jax.monitoring.register_event_duration_secs_listener(_on_duration)
 
 WANDB_LIMIT_S = 30  # how long a run waits for W&B's answer at the start
 
 
 class Clock:
-    """Seconds of each phase of a step."""
+    """Seconds of each phase of a step, and what jax compiled in it."""
 
     def __init__(self) -> None:
         self.started = self._last = time.perf_counter()
         self.seconds: dict[str, float] = collections.defaultdict(float)
+        self._compiled_before = len(COMPILE_SECONDS)
+
+    def compiled(self) -> list[float]:
+        """Seconds of each compilation since the clock was made."""
+        return COMPILE_SECONDS[self._compiled_before :]
 
     def lap(self, phase: str) -> None:
         """Ends a phase: the seconds since the end of the phase before belong to it."""

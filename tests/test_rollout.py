@@ -296,7 +296,7 @@ def test_one_round_gives_the_step_without_dynamic_sampling(
     one = train(folder / "one", **base, DYNAMIC_SAMPLING="1", DYNAMIC_SAMPLING_MAX_ROUNDS="1")
     assert one.completions == plain.completions
     same, added = plain.records[0], one.records[0].keys() - plain.records[0].keys()
-    seconds = {name for name in same if name.startswith(("time/", "throughput/"))}
+    seconds = {name for name in same if name.startswith(("time/", "throughput/", "compile/"))}
     assert {n: one.records[0][n] for n in same.keys() - seconds} == {
         n: same[n] for n in same.keys() - seconds
     }

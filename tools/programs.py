@@ -160,7 +160,6 @@ def call(plan: Plan, program: str) -> tuple[Any, tuple, dict[str, Any]]:
     cfg, training, state = plan.cfg, plan.training, train_state(plan)
     model = training.model
     grads = abstract_params(model, training.layout.mesh, jnp.float32)
-    grads = grads if plan.sizes.grad_accum_steps > 1 else None
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
     if program == "sync_weights":
         rollout = plan.rollout
@@ -171,7 +170,8 @@ def call(plan: Plan, program: str) -> tuple[Any, tuple, dict[str, Any]]:
         return compute_logps, (params, micro_batch(plan), cfg.temperature, training), {}
     if program == "micro_step":
         static = {"objective": objective_of(cfg), "temperature": cfg.temperature}
-        arguments = (state.params, grads, micro_batch(plan), Counts(scalar, scalar, scalar))
+        grad_sum = grads if plan.sizes.grad_accum_steps > 1 else None
+        arguments = (state.params, grad_sum, micro_batch(plan), Counts(scalar, scalar, scalar))
         return micro_step, arguments, static | {"compute": training}
     if program == "optimizer_step":
         static = {"optimizer": optimizer_of(cfg), "model": model}

@@ -111,8 +111,8 @@ def main(cfg: Config) -> None:
             micro_batches = split_into_micro_batches(run, groups, advantages, counted)
             clock.lap("shard")
             micro_batches = with_ref_logps(run, ref_params, micro_batches)
-            micro_batches = with_top_entropy(run, state.params, micro_batches)
-            counts = count_tokens(groups.results, counted, micro_batches)
+            micro_batches, num_top_tokens = with_top_entropy(run, state.params, micro_batches)
+            counts = count_tokens(groups.results, counted, num_top_tokens)
 
             # ---- Update: PPO_EPOCHS optimizer steps, each on the gradients of all micro-batches --
             lr = learning_rate(
@@ -202,14 +202,17 @@ def with_ref_logps(
     ]
 
 
-def with_top_entropy(run: Run, params: Params, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
-    """The micro-batches with their top_mask, if TOP_ENTROPY_QUANTILE chooses tokens.
+def with_top_entropy(
+    run: Run, params: Params, micro_batches: list[MicroBatch]
+) -> tuple[list[MicroBatch], int | None]:
+    """The micro-batches with their top_mask, and the number of tokens in the step that it keeps.
 
-    The entropies are those before the first update. The threshold is that of the
-    complete step, so that it does not depend on the micro-batch.
+    Without TOP_ENTROPY_QUANTILE there is no top_mask, and the number is None. The entropies are
+    those before the first update. The threshold is that of the complete step, so that it does not
+    depend on the micro-batch.
     """
     if run.cfg.top_entropy_quantile == 1:
-        return micro_batches
+        return micro_batches, None
     layout, r = run.training.layout, run.sizes.micro_batch_size
     entropies = [
         local_part(compute_logps(params, batch, run.cfg.temperature, run.training)[1])
@@ -219,21 +222,21 @@ def with_top_entropy(run: Run, params: Params, micro_batches: list[MicroBatch]) 
     entropy, mask = (gather_processes(np.concatenate(x)) for x in (entropies, masks))  # [B, T]
     top = top_entropy_mask(entropy, mask, run.cfg.top_entropy_quantile)  # [B, T]
     local = top[run.local_sequences()].astype(np.int32)  # [b, T]
-    return [
+    micro_batches = [
         batch._replace(top_mask=shard_batch(local[i * r : (i + 1) * r], layout))
         for i, batch in enumerate(micro_batches)
     ]
+    return micro_batches, int(top.sum())
 
 
-def count_tokens(
-    results: StepResults, counted: np.ndarray, micro_batches: list[MicroBatch]
-) -> Counts:
-    """What the sums over the complete step are divided by. counted: [B] bool."""
-    num_tokens = num_top_tokens = int((results.completion_lengths * counted).sum())
-    if micro_batches[0].top_mask is not None:
-        top_masks = [local_part(batch.top_mask) for batch in micro_batches]
-        num_top_tokens = int(gather_processes(np.concatenate(top_masks)).sum())
-    totals = (num_tokens, len(results.rewards), num_top_tokens)
+def count_tokens(results: StepResults, counted: np.ndarray, num_top_tokens: int | None) -> Counts:
+    """What the sums over the complete step are divided by.
+
+    counted: [B] bool. num_top_tokens: how many tokens top_mask keeps; None: all that count.
+    """
+    num_tokens = int((results.completion_lengths * counted).sum())
+    top = num_tokens if num_top_tokens is None else num_top_tokens
+    totals = (num_tokens, len(results.rewards), top)
     return Counts(*(np.float32(max(total, 1)) for total in totals))
 
 

@@ -122,7 +122,7 @@ def main(cfg: Config) -> None:
                 warmup_ratio=cfg.warmup_ratio,
                 decay_steps=cfg.lr_decay_steps or cfg.steps,
             )
-            state, ref_params, metrics = update_policy(
+            state, ref_params, micro_batches, metrics = update_policy(
                 run, life.stop, state, ref_params, micro_batches, counts, lr, step
             )
             clock.lap("update")
@@ -241,7 +241,7 @@ def count_tokens(results: StepResults, counted: np.ndarray, num_top_tokens: int 
 
 
 def gather_batch(micro_batches: list[MicroBatch]) -> dict[str, np.ndarray]:
-    """The step's batch, of all micro-batches and processes, by the names in MicroBatch."""
+    """The arrays of all micro-batches and processes, by the names in MicroBatch."""
     arrays = zip(MicroBatch._fields, zip(*micro_batches, strict=True), strict=True)
     return {
         name: gather_processes(np.concatenate([local_part(x) for x in parts]))
@@ -262,9 +262,9 @@ def update_policy(
     counts: Counts,
     lr: float,
     step: int,
-) -> tuple[TrainState, Params | None, dict[str, float]]:
-    """PPO_EPOCHS updates: the state, the reference (which may follow the policy), and the mean
-    metrics of the updates.
+) -> tuple[TrainState, Params | None, list[MicroBatch], dict[str, float]]:
+    """PPO_EPOCHS updates: the state, the reference (which may follow the policy), the micro-batches
+    of the last update, and the mean metrics of the updates.
 
     An update whose loss or gradient is not finite leaves the state as it is, and is the last one.
     """
@@ -284,7 +284,7 @@ def update_policy(
         if cfg.ref_sync_steps and updates % cfg.ref_sync_steps == 0:
             ref_params = mix_weights(ref_params, state.params, cfg.ref_sync_alpha)
     means = {name: float(np.mean([metrics[name] for metrics in epochs])) for name in epochs[0]}
-    return state, ref_params, means
+    return state, ref_params, micro_batches, means
 
 
 def one_update(

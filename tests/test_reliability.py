@@ -273,22 +273,26 @@ def test_a_run_whose_checkpoints_do_not_fit_the_disk_goes_on_and_says_so(
 
 
 def test_steps_that_are_not_finite_are_not_applied_and_end_the_run_after_the_limit(out) -> None:
-    """With this learning rate the weights leave the range of float32 in the second step."""
+    """With this learning rate the weights leave the range of float32 in the first update.
+
+    The second update of step 0 and the first updates of steps 1 and 2 are not finite.
+    """
     folder = out / "nan"
     settings = {"LEARNING_RATE": "1e38", "LR_SCHEDULE": "constant", "WARMUP_RATIO": "0"}
-    settings |= {"PPO_EPOCHS": "1", "BETA": "0", "REF_SYNC_STEPS": "0", "DYNAMIC_SAMPLING": "0"}
+    settings |= {"PPO_EPOCHS": "2", "BETA": "0", "REF_SYNC_STEPS": "0", "DYNAMIC_SAMPLING": "0"}
     settings |= {"DYNAMIC_SAMPLING_MAX_ROUNDS": "4", "EVAL_EVERY_STEPS": "0", "SAVE_KEEP": "0"}
     result = finish(start_run(folder, **settings), folder)
     assert result.code == 1
     last = result.errors.strip().splitlines()[-1]
     assert last == (
-        f"error: step 3: loss is nan, for NONFINITE_LIMIT=3 steps in a row; their batches are "
+        f"error: step 2: loss is nan, for NONFINITE_LIMIT=3 steps in a row; their batches are "
         f"{folder}/bad_step_N.npz. Lower LEARNING_RATE?"
     )
     assert result.lines.count(": an update was not applied: loss is nan\n") == 3
-    good, bad = arrays(folder, 1), arrays(folder, 3)
+    good, bad = arrays(folder, 1), arrays(folder, 2)
     assert all(good[name].tobytes() == bad[name].tobytes() for name in good)
-    for step in (1, 2, 3):
+    for step in (0, 1, 2):
         batch = np.load(folder / f"bad_step_{step}.npz", allow_pickle=False)
         assert batch["completion_ids"].shape[0] == batch["advantages"].shape[0] == 16
         assert batch["prompt_ids"].shape == batch["prompt_mask"].shape
+        assert ("old_logps" in batch) == (step == 0), "the ratios of a second update need them"

@@ -379,22 +379,26 @@ def load_state(
     From the checkpoint that RESUME asks for, else from the model; see resume.restore.
     """
     model, mesh = run.training.model, run.training.layout.mesh
+    ref_dtype = reference_dtype(run.cfg, run.training.dtype)
     wanted: dict[str, Any] = {"state": abstract_state(model, mesh, run.optimizer)}
     if run.cfg.beta > 0:
-        wanted["ref_params"] = abstract_params(model, mesh, reference_dtype(run))
+        wanted["ref_params"] = abstract_params(model, mesh, ref_dtype)
     if found := resume.restore(run.cfg, checkpoints, out, reachable, wanted, run.made_with):
         arrays, progress = found
         return arrays["state"], arrays.get("ref_params"), progress
     params = hf.load_params(run.folder, model, mesh, jnp.float32)
     state, ref_params = init_state(params, optimizer=run.optimizer, model=model), None
     if run.cfg.beta > 0:
-        ref_params = sync_weights(model, mesh, reference_dtype(run))(params)
+        ref_params = sync_weights(model, mesh, ref_dtype)(params)
     return state, ref_params, resume.Progress()
 
 
-def reference_dtype(run: Run) -> Any:
-    """The dtype of the reference; one that follows the policy in small steps needs float32."""
-    return jnp.dtype("float32") if run.cfg.ref_sync_steps else run.training.dtype
+def reference_dtype(cfg: Config, dtype: Any) -> Any:
+    """The dtype of the reference; one that follows the policy in small steps needs float32.
+
+    dtype: of training.
+    """
+    return jnp.dtype("float32") if cfg.ref_sync_steps else dtype
 
 
 if __name__ == "__main__":

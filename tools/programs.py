@@ -25,7 +25,7 @@ from models.placement import Workload
 from runtime.chips import SLICES
 from runtime.sizes import Sizes, eval_questions, prompt_share
 from sampling import Prompts, Sampling, Stopping, decode, prefill
-from startup import objective_of, optimizer_of
+from startup import objective_of, optimizer_of, reference_dtype
 from update import (
     Counts,
     MicroBatch,
@@ -110,8 +110,9 @@ def reference(plan: Plan) -> Params | None:
     """The shapes of the reference's weights; None if BETA is 0."""
     if plan.cfg.beta == 0:
         return None
-    dtype = jnp.float32 if plan.cfg.ref_sync_steps else plan.training.dtype
-    return abstract_params(plan.training.model, plan.training.layout.mesh, dtype)
+    training = plan.training
+    dtype = reference_dtype(plan.cfg, training.dtype)
+    return abstract_params(training.model, training.layout.mesh, dtype)
 
 
 def micro_batch(plan: Plan) -> MicroBatch:

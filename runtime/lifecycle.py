@@ -1,6 +1,8 @@
 """How a run goes on and ends: what it saves, and what follows a signal, a mistake or a bad step.
 
-Every ending leaves a line, the newest checkpoint and closed files behind.
+After a signal, a mistake or too many bad steps the run leaves a line and closed files. A signal,
+and a mistake in a run of one process, also leave a checkpoint of the last complete step. If memory
+runs out or another process is gone, nothing more is saved: the newest complete checkpoint remains.
 """
 
 import contextlib

@@ -4,6 +4,7 @@ Dimensions: P prompts of a step, K completions per prompt, B = P*K sequences ove
 of them on this process, T padded completion tokens.
 """
 
+import dataclasses
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,8 +24,9 @@ from sampling import Completions, Prompts, Sampling, Stopping, generate
 from update import Optimizer
 
 
-class Run(NamedTuple):
-    """What startup.py decides before the first step; it does not change."""
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """What a process reads without a device and without the other processes."""
 
     cfg: Any  # the settings, a config.Config
     sizes: Sizes
@@ -35,6 +37,12 @@ class Run(NamedTuple):
     tokenizer: Any
     train_prompts: list[data.Prompt]
     eval_prompts: list[data.Prompt]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run(Inputs):
+    """The inputs and what startup.py makes of them before the first step; it does not change."""
+
     sampling: Sampling
     stopping: Stopping
     objective: Objective

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ from models.placement import (
     choose_layouts,
     num_params,
 )
-from rollout import Run
+from rollout import Inputs, Run
 from runtime import processes, resume
 from runtime.checkpoint import Checkpoints
 from runtime.layout import local_count, mesh_text
@@ -42,19 +42,6 @@ from runtime.run_log import RunLog, check_wandb, stop_if_not_writable
 from runtime.sizes import Sizes, derive, prompt_share, prompt_width
 from sampling import Sampling, Stopping
 from update import Optimizer, TrainState, abstract_state, init_state, sync_weights
-
-
-class Inputs(NamedTuple):
-    """What a process reads without a device and without the other processes."""
-
-    sizes: Sizes
-    functions: list[rewards.RewardFunction]
-    accuracy: rewards.AccuracyRule
-    folder: Path  # of the model
-    model: ModelConfig
-    tokenizer: Any
-    train_prompts: list[data.Prompt]
-    eval_prompts: list[data.Prompt]
 
 
 def start(cfg: Config) -> tuple[Run, Lifecycle, TrainState, Params | None] | None:
@@ -98,7 +85,7 @@ def set_up(cfg: Config) -> Run:
     processes.tried(mistakes, stop_if_unable_to_write, cfg)
     inputs = processes.tried(mistakes, read_inputs, cfg, not mistakes)
     mistake = ValueError("\n".join(mistakes)) if mistakes else None
-    digests = digests_of(cfg, inputs) if inputs else {}
+    digests = digests_of(inputs) if inputs else {}
     here = facts_of(cfg, inputs) if jax.process_count() > 1 else {}
     processes.stop_if_different(here | digests, mistake)
 
@@ -108,8 +95,7 @@ def set_up(cfg: Config) -> Run:
     training, rollout, reason = how_to_compute(cfg, inputs.model, inputs.sizes, S, jax.devices())
     stop_ids = hf.stop_ids(inputs.folder, inputs.tokenizer)
     run = Run(
-        cfg,
-        **inputs._asdict(),
+        **vars(inputs),
         sampling=sampling_of(cfg),
         stopping=Stopping(cfg.max_length_sample, stop_ids, pad_id=stop_ids[0]),
         objective=objective_of(cfg),
@@ -283,7 +269,7 @@ def read_inputs(cfg: Config, ask_hub: bool) -> Inputs:
         ]
     if mistakes:
         raise ValueError("\n".join(dict.fromkeys(mistakes)))
-    return Inputs(sizes, functions, accuracy, *model, *splits)
+    return Inputs(cfg, sizes, functions, accuracy, *model, *splits)
 
 
 def read_sizes(cfg: Config) -> Sizes:
@@ -340,7 +326,7 @@ def facts_of(cfg: Config, inputs: Inputs | None) -> dict[str, str]:
     return facts | {f"the version of {name}": version for name, version in versions}
 
 
-def digests_of(cfg: Config, inputs: Inputs) -> dict[str, str]:
+def digests_of(inputs: Inputs) -> dict[str, str]:
     """Digests of all files and data that the results follow from."""
     found = {
         f"the model's {name}": processes.digest((inputs.folder / name).read_bytes())
@@ -348,7 +334,8 @@ def digests_of(cfg: Config, inputs: Inputs) -> dict[str, str]:
     }
     prompts = json.dumps(inputs.train_prompts, default=str)
     found["the tokenized prompts"] = processes.digest(prompts.encode())
-    for file in {entry.rpartition(":")[0] for entry in cfg.reward_fn.split(",") if ":" in entry}:
+    entries = inputs.cfg.reward_fn.split(",")
+    for file in {entry.rpartition(":")[0] for entry in entries if ":" in entry}:
         content = Path(file).read_bytes()
         found[f"the file of REWARD_FN {Path(file).name}"] = processes.digest(content)
     return found

@@ -3,6 +3,7 @@
 The reference is a Qwen2 in float64 numpy. It sees a single unpadded sequence and has no cache.
 """
 
+import dataclasses
 import functools
 import math
 import operator
@@ -11,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import small_model
 from jax.sharding import Mesh
 
 from data import pad_prompts
-from models.model import Compute, Leaf, ModelConfig, Params, param_shardings, param_table
+from models.model import Compute, Leaf, Params, param_shardings, param_table
 from runtime.layout import ROLLOUT_BATCH_AXES, Layout
 from runtime.sizes import bucket, prompt_share, prompt_width
 from sampling import (
@@ -31,21 +33,8 @@ from sampling import (
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
-MODEL = ModelConfig(
-    vocab_size=40,
-    hidden_size=16,
-    intermediate_size=24,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    rms_norm_eps=1e-5,
-    rope_theta=100.0,
-    rope_llama3=None,
-    tied=False,
-    qkv_bias=True,
-    qk_norm=False,
-    max_positions=64,
+MODEL = dataclasses.replace(
+    small_model.MODEL, vocab_size=40, rms_norm_eps=1e-5, rope_theta=100.0, tied=False, qkv_bias=True
 )
 PAD = 39  # this is also an ordinary token: it may be drawn and does not stop
 NEVER = -1  # a stop id that no token has

@@ -59,8 +59,11 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, TrainState, Params | None] | Non
             print(f"OUTPUT_DIR={cfg.output_dir}: all STEPS={cfg.steps} are done; raise it to go on")
             print(f"DONE: steps={cfg.steps} elapsed_sec={time.perf_counter() - began:.3f}")
             return None
-        out = resume.output_folder(cfg)
-        checkpoints, reachable = resume.open_checkpoints(cfg, out)
+        name = cfg.wandb_name or Path(cfg.model_path).name
+        out = resume.output_folder(cfg.output_dir, name)
+        checkpoints, reachable = resume.open_checkpoints(
+            out, cfg.checkpoint_dir, cfg.save_every_steps, cfg.save_keep
+        )
         state, ref_params, progress = load_state(run, checkpoints, out, reachable)
         log = open_log(run, out, progress)
     except ValueError as error:

@@ -341,7 +341,8 @@ def evaluate(
         run.eval_prompts if full or not cfg.eval_prompts else run.eval_prompts[: cfg.eval_prompts]
     )
     processes = jax.process_count()
-    size = eval_questions(cfg, run.sizes, jax.local_device_count())  # of a pass, per process
+    # Questions of a pass on each process.
+    size = eval_questions(run.sizes, cfg.num_pre_q, samples, jax.local_device_count())
     passes = math.ceil(len(prompts) / (size * processes))
     padded = [*prompts, *[prompts[-1]] * (passes * size * processes - len(prompts))]
     width = prompt_width(max(len(prompt.ids) for prompt in prompts), cfg.global_length)

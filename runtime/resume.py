@@ -35,12 +35,12 @@ class Progress:
 # ---- Folders -------------------------------------------------------------------------------------
 
 
-def output_folder(cfg: Any) -> Path:
-    """OUTPUT_DIR, or a new folder under runs/, the same on all processes; this run holds it."""
+def output_folder(output_dir: str, name: str) -> Path:
+    """OUTPUT_DIR, or a new folder runs/NAME_UTC, the same on all processes; this run holds it."""
     chosen = ""
     with processes.told_by_all():
         if jax.process_index() == 0:
-            chosen = cfg.output_dir or new_folder(cfg.wandb_name or Path(cfg.model_path).name)
+            chosen = output_dir or new_folder(name)
             hold(Path(chosen), f"OUTPUT_DIR={chosen}")
     return Path(processes.gather_texts(chosen)[0])
 
@@ -105,13 +105,15 @@ def leave(*folders: Path) -> None:
                     folder.rmdir()
 
 
-def open_checkpoints(cfg: Any, out: Path) -> tuple[Checkpoints, bool]:
+def open_checkpoints(
+    out: Path, checkpoint_dir: str, save_every_steps: int, save_keep: int
+) -> tuple[Checkpoints, bool]:
     """The run's checkpoints, and whether all processes reach their folder.
 
     If they do, this run holds the folder; if they do not, the run saves no checkpoints. Raises
     ValueError for a folder that cannot be used.
     """
-    checkpoints = Checkpoints(cfg.checkpoint_dir or str(out / "checkpoints"), cfg.save_keep)
+    checkpoints = Checkpoints(checkpoint_dir or str(out / "checkpoints"), save_keep)
     if "://" in checkpoints.folder:
         with processes.told_by_all():
             checkpoints.stop_if_out_of_reach()
@@ -119,9 +121,9 @@ def open_checkpoints(cfg: Any, out: Path) -> tuple[Checkpoints, bool]:
     folder, alone = Path(checkpoints.folder), jax.process_count() == 1
     mark = folder / f".seen_{processes.gather_texts(datetime.now(UTC).isoformat())[0]}"
     with processes.told_by_all():
-        used = cfg.save_every_steps > 0 or folder.is_dir() or not alone
+        used = save_every_steps > 0 or folder.is_dir() or not alone
         if jax.process_index() == 0 and used:
-            name = f"CHECKPOINT_DIR={folder}" if cfg.checkpoint_dir else f"OUTPUT_DIR={out}"
+            name = f"CHECKPOINT_DIR={folder}" if checkpoint_dir else f"OUTPUT_DIR={out}"
             if folder.resolve() != out.resolve():
                 hold(folder, name)
             mark.touch()
@@ -130,7 +132,7 @@ def open_checkpoints(cfg: Any, out: Path) -> tuple[Checkpoints, bool]:
         mark.unlink(missing_ok=True)
         if not reachable:
             leave(folder)
-    if not reachable and cfg.save_every_steps:
+    if not reachable and save_every_steps:
         checkpoints.say(
             f"no checkpoints: {folder} is not the same folder on all hosts; set CHECKPOINT_DIR to "
             f"one they share, such as gs://bucket/folder"
@@ -211,7 +213,7 @@ def restore(
     Raises ValueError for a checkpoint of another run, and for a RESUME that names no checkpoint.
     """
     source, steps = checkpoint_source(cfg, checkpoints) if reachable else (None, None)
-    check = functools.partial(stop_if_unusable, cfg, wanted, made_with)
+    check = functools.partial(stop_if_unusable, cfg.steps, cfg.resume_force, wanted, made_with)
     found = source.restore(wanted, check, steps) if source else None
     if cfg.resume not in ("auto", "never") and found is None:
         why = "is not the folder of a complete checkpoint"
@@ -258,16 +260,20 @@ def checkpoint_source(
 
 
 def stop_if_unusable(
-    cfg: Any, wanted: Any, made_with: Mapping[str, str], record: Mapping[str, Any]
+    steps: int,
+    resume_force: bool,
+    wanted: Any,
+    made_with: Mapping[str, str],
+    record: Mapping[str, Any],
 ) -> None:
     """Raises ValueError for a checkpoint of another run, and for arrays that this run does not use.
 
     record: of the checkpoint.
     """
     step = record["step"]
-    if cfg.steps < step:
-        raise ValueError(f"STEPS={cfg.steps}, and the checkpoint is after step {step}; raise it")
-    stop_if_another(record, made_with, cfg.resume_force)
+    if steps < step:
+        raise ValueError(f"STEPS={steps}, and the checkpoint is after step {step}; raise it")
+    stop_if_another(record, made_with, resume_force)
     shapes = Checkpoints.shapes(wanted)
     if missing := [text for text in shapes if text not in record["arrays"]]:
         raise ValueError(

@@ -107,10 +107,10 @@ def smaller_sizes(
     ]
 
 
-def eval_questions(cfg: Any, sizes: Sizes, local_devices: int) -> int:
+def eval_questions(sizes: Sizes, num_pre_q: int, eval_samples: int, local_devices: int) -> int:
     """Questions per evaluation pass per process, with about as many sequences as a rollout pass."""
-    sequences = sizes.prompt_batch_size * cfg.num_pre_q
-    return local_devices * max(1, sequences // (cfg.eval_samples * local_devices))
+    sequences = sizes.prompt_batch_size * num_pre_q
+    return local_devices * max(1, sequences // (eval_samples * local_devices))
 
 
 def size_of(cfg: Any, large: str, small: str, unit: int, unit_text: str) -> tuple[str, int, int]:

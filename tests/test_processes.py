@@ -18,7 +18,6 @@ from pathlib import Path
 import pytest
 from test_train import REPO, Result, copy_repository, finish, start, start_two
 
-from config import Config
 from runtime import processes, resume
 
 
@@ -334,8 +333,7 @@ def test_runs_that_start_in_the_same_second_get_different_folders(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(resume, "datetime", Stopped)
-    cfg = Config.from_env({"WANDB_NAME": "mine"})
-    folders = [resume.output_folder(cfg) for _ in range(3)]
+    folders = [resume.output_folder("", "mine") for _ in range(3)]
     name = "runs/mine_20260102_030405"
     assert [str(folder) for folder in folders] == [name, f"{name}_2", f"{name}_3"]
     assert all((tmp_path / folder / ".lock").is_file() for folder in folders)

@@ -124,8 +124,7 @@ def test_every_division_of_an_accepted_step_is_exact() -> None:
 def test_an_evaluation_s_pass_has_about_as_many_sequences_as_a_rollout_s(
     prompts: int, k: int, samples: int, devices: int, questions: int
 ) -> None:
-    cfg = Config(num_pre_q=k, eval_samples=samples)
-    assert eval_questions(cfg, Sizes(0, 0, prompts, 1, 0, 0, 0), devices) == questions
+    assert eval_questions(Sizes(0, 0, prompts, 1, 0, 0, 0), k, samples, devices) == questions
 
 
 def test_sizes_are_computed_without_jax_and_numpy() -> None:

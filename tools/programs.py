@@ -56,7 +56,7 @@ class Plan(NamedTuple):
     def evaluation(self) -> "Plan":
         """The plan with the sizes and the sampling of an evaluation, to plan its rollout pass."""
         samples, local = self.cfg.eval_samples, self.rollout.layout.mesh.size // self.processes
-        size = eval_questions(self.cfg, self.sizes, local)
+        size = eval_questions(self.sizes, self.cfg.num_pre_q, samples, local)
         return self._replace(
             cfg=dataclasses.replace(self.cfg, num_pre_q=samples),
             sizes=self.sizes._replace(prompt_batch_size=size),

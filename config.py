@@ -217,9 +217,7 @@ class Config:
     save_keep: int = run(2, "Newest checkpoints to keep besides the best; 0: all.")
     resume: str = run("auto", "Checkpoint to begin with: auto (the newest), never, or a path.")
     resume_force: bool = run(False, "Resume although settings that change results have changed.")
-    preemption_grace_s: int = run(
-        30, "Longest time in seconds from SIGTERM to the end.", at_least=2
-    )
+    preemption_grace_s: int = run(30, "Most seconds from SIGTERM to the end.", at_least=2)
     nonfinite_limit: int = run(3, "Consecutive non-finite steps that end a run.", at_least=1)
     export_hf: str = run("", "Folder of the exported model; empty: OUTPUT_DIR/hf; none: no export.")
     export_dtype: str = run(
@@ -401,6 +399,8 @@ def load(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Command:
     if (args.processes, args.local_devices) != (1, 1) and not args.print_config:
         parser.error("--processes and --local-devices are only for --print-config")
     try:
+        if args.plan and args.print_config:
+            raise ValueError("--plan is only for train_grpo.py, without --print-config")
         # W&B and the Hub read their keys in the environment, so .env goes there.
         dotenv = parsing.read_dotenv(REPO / ".env") if env is None else {}
         env = os.environ if env is None else env
@@ -409,8 +409,7 @@ def load(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Command:
         cfg, layers = read_layers(env, args.config)
         layers |= {name.lower(): ".env" for name in dotenv}
         if args.print_config:
-            print(describe(cfg, args.processes, args.local_devices))
-            raise SystemExit(0)
+            parsing.print_and_exit(describe(cfg, args.processes, args.local_devices))
         return Command(cfg, args.plan, [parsing.changed(cfg, layers), *notes(cfg)])
     except ValueError as error:
         parsing.fail(error)

@@ -394,7 +394,10 @@ def reference_dtype(cfg: Config, dtype: Any) -> Any:
 if __name__ == "__main__":
     with processes.ending_together():
         try:
-            processes.start_jax(config.load(sys.argv[1:]).cfg)
+            command = config.load(sys.argv[1:])
+            if command.slice_name:
+                raise ValueError("--plan is only for train_grpo.py, without --print-config")
+            processes.start_jax(command.cfg)
         except ValueError as error:
             fail(error)
         versions = processes.versions().items()

@@ -7,6 +7,7 @@ them. Imports neither jax nor flax.
 import dataclasses
 import difflib
 import math
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -380,6 +381,17 @@ def changed(cfg: Any, layers: Mapping[str, str]) -> str:
         for field in dataclasses.fields(cfg)
         if getattr(cfg, field.name) != field.default
     )
+
+
+def print_and_exit(text: str) -> NoReturn:
+    """Prints the text and ends the program, also if the reader of a pipe, such as `head`, has ended
+    before."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # Python flushes again at the end, and would print a traceback.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    raise SystemExit(0)
 
 
 def fail(error: ValueError) -> NoReturn:

@@ -341,6 +341,27 @@ def test_null_unsets_any_size_and_leaves_the_lower_layers_alone(tmp_path: Path) 
     assert Config.from_env({"ROLLOUT_BATCH_SIZE": "8"}, file).rollout_batch_size == 8
 
 
+# ---- The command line ----------------------------------------------------------------------------
+
+
+def test_a_reader_that_closes_the_pipe_ends_the_print_without_a_traceback() -> None:
+    """As `head -1` does."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "config.py"]
+    ended = subprocess.run(command, cwd=REPO, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("script", ["config.py", "startup.py"])
+def test_a_plan_is_refused_where_nothing_plans(script: str) -> None:
+    command = [sys.executable, script, "--plan", "v6e-8"]
+    ended = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == "error: --plan is only for train_grpo.py, without --print-config\n"
+
+
 # ---- pyyaml --------------------------------------------------------------------------------------
 
 

@@ -63,7 +63,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Two steps of the defaults, from another folder than the repository's."""
     out = tmp_path_factory.mktemp("smoke") / "run"
     settings = {"STEPS": "2", "EVAL_EVERY_STEPS": "2", "EVAL_FULL_SWEEP": "1"}
-    return train(out, **settings, PRINT_TRAIN_TIME_BREAKDOWN="1")
+    return train(out, **settings, SAVE_EVERY_STEPS="2", PRINT_TRAIN_TIME_BREAKDOWN="1")
 
 
 def test_the_main_job_runs_and_prints_the_lines_people_parse(run: Run) -> None:
@@ -150,6 +150,14 @@ def test_the_tiny_model_has_format_and_leaves_arithmetic_to_learn(run: Run) -> N
     assert evaluated["step"] == 0
     assert 0.2 <= evaluated["eval/accuracy"] <= 0.5
     assert evaluated["eval/reward/func/reward_format/mean"] >= 0.8
+
+
+def test_the_last_checkpoint_has_the_last_accuracy_too(run: Run) -> None:
+    """So that a run that goes on with more steps keeps the checkpoint if it is the best one."""
+    record = json.loads((run.out / "checkpoints" / "2" / "record" / "metadata").read_text())
+    evaluated = [r for r in run.records() if "eval/accuracy" in r]
+    assert [r["step"] for r in evaluated] == [0, 2]
+    assert record["evals"] == [[r["step"], r["eval/accuracy"]] for r in evaluated]
 
 
 def test_the_run_keeps_its_settings_and_samples(run: Run) -> None:

@@ -137,14 +137,14 @@ def main(cfg: Config) -> None:
             # ---- Save ----------------------------------------------------------------------------
             wrong = not_finite(metrics)
             life.step_done(sampled.rounds, wrong, gather_batch(micro_batches) if wrong else {})
-            if cfg.save_every_steps and life.progress.step % cfg.save_every_steps == 0:
+            due = cfg.save_every_steps and life.progress.step % cfg.save_every_steps == 0
+            if due and life.progress.step < cfg.steps:
                 save()
 
-        if cfg.steps:
-            save()
         if cfg.eval_every_steps:
-            accuracy = evaluate(run, life, state.params, eval_key, cfg.steps)
-            life.progress.evals[cfg.steps] = accuracy
+            life.progress.evals[cfg.steps] = evaluate(run, life, state.params, eval_key, cfg.steps)
+        if cfg.steps:
+            save()  # the last checkpoint, with the last accuracy
         if cfg.eval_full_sweep:
             evaluate(run, life, state.params, eval_key, cfg.steps, full=True)
     life.finish(lambda: export(run, life.out, state.params))

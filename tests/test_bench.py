@@ -1,12 +1,24 @@
 """Claims about the tools: they run from any folder, and the benches print what the docs say."""
 
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
+
+from config import Config
+from loss import Objective
+from models.model import Compute, ModelConfig, init_params
+from models.placement import Workload, attention_flops
+from tools import bench, bench_step
+from tools.bench_run import step_flops
+from tools.make_random import make_random
+from update import Counts, MicroBatch, micro_step
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -20,7 +32,7 @@ def printed(script: str, *args: str, cwd: Path, **env: str) -> str:
         env=keep | env,
         text=True,
         capture_output=True,
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -42,6 +54,147 @@ def test_the_loss_bench_times_each_implementation_that_runs_here(tmp_path: Path)
         line = rf"^\| {impl} \| {number} \| {number} \| {number} \| \d+\.\d\d \|$"
         assert re.search(line, table, re.M), table
     assert "| pallas | needs a TPU | | | |" in table
+
+
+# ---- bench.py step -------------------------------------------------------------------------------
+
+# The matrices of a layer have 2*256*256 + 2*256*128 + 3*256*1024 = 983,040 numbers.
+RACE = ModelConfig(
+    vocab_size=4096,
+    hidden_size=256,
+    intermediate_size=1024,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    rms_norm_eps=1e-6,
+    rope_theta=1e4,
+    rope_llama3=None,
+    tied=True,
+    qkv_bias=True,
+    qk_norm=False,
+    max_positions=4096,
+)
+
+
+def test_the_flops_of_a_step_by_hand() -> None:
+    # 8 prompts of 63 tokens and 32 * 128 tokens of completions are 4600 tokens, with
+    # 8 * 63 * 63 / 2 + 32 * (128 * 63 + 128 * 128 / 2) = 536,068 pairs of a query and a key.
+    layers = 2 * 4 * 983_040 * 4600 + 4 * 256 * 4 * 536_068
+    forward = layers + 2 * 256 * 4096 * 32 * 128
+    assert forward == 46_961_541_120
+    a, b = Workload(R=32, G=8, S=63, T=128), Workload(R=32, G=4, S=383, T=256)
+    assert step_flops(RACE, Config(), a) == (forward, 3 * forward)
+    assert step_flops(RACE, Config(), b)[1] == pytest.approx(336.0e9, rel=1e-4)
+    more = Config(ppo_epochs=2, beta=0.1, top_entropy_quantile=0.2)  # 2 * 3 + 1 + 1 passes
+    assert step_flops(RACE, more, a) == (forward, 8 * forward)
+
+
+def test_the_flops_of_an_update_are_those_that_xla_counts() -> None:
+    R, G, S, T = workload = Workload(R=8, G=2, S=32, T=32)
+    # XLA counts the body of the loop over the layers once.
+    model = ModelConfig(**vars(RACE) | {"num_layers": 1, "vocab_size": 512})
+    params = jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
+
+    def array(*shape: int, dtype: type = jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    prompt, tokens, logps = array(G, S + 1), array(R, T), array(R, T, dtype=jnp.float32)
+    scalar, advantages = array(dtype=jnp.float32), array(R, dtype=jnp.float32)
+    lowered = micro_step.lower(
+        params,
+        params,
+        MicroBatch(prompt, prompt, tokens, tokens, logps, advantages),
+        Counts(scalar, scalar, scalar),
+        objective=Objective(),
+        temperature=1.0,
+        compute=Compute(model, jnp.dtype("float32")),
+    )
+    _, update = step_flops(model, Config(), workload)
+    # The program also computes the masked half of the scores, which no query sees.
+    masked = 3 * attention_flops(model, G * S * S / 2 + R * T * T / 2)
+    counted = lowered.cost_analysis()["flops"]  # with the operations that are no matmuls
+    assert 1.0 < counted / (update + masked) < 1.02
+
+
+@pytest.mark.slow
+def test_the_bench_of_a_step_measures_a_run_of_exact_lengths(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    make_random(REPO / "tiny", tmp_path / "model", sizes)
+    work = tmp_path / "work"
+    work.mkdir()
+    line = printed(
+        *("tools/bench.py", "step", "--model", str(tmp_path / "model")),
+        *("--prompts", "2", "--completions", "4", "--prompt-tokens", "20", "--new-tokens", "90"),
+        *("--micro", "4", "--steps", "3", "PPO_EPOCHS=2"),
+        cwd=work,
+        BETA="0.1",  # settings in the environment do not count
+    )
+    assert not [*work.iterdir()]
+    found = json.loads(line)
+    assert (found["plen"], found["clen"], found["tokens"]) == (20, 90, 2 * 4 * 90)
+    # 32*32 + 2*32*16 + 32*32 + 3*32*64 numbers in the matrices; 2 * 19 + 720 tokens of the layer;
+    # 32 columns of queries; the lm_head of 576 x 32
+    pairs = 2 * 19 * 19 / 2 + 8 * (90 * 19 + 90 * 90 / 2)
+    forward = 2 * 9216 * 758 + 4 * 32 * pairs + 2 * 32 * 576 * 720
+    assert (found["rollout_flops"], found["update_flops"]) == (forward, 6 * forward)
+    update_s, step_s = found["steady_train_s"], found["steady_step_s"]
+    assert 0 < update_s < step_s and 0 < found["steady_rollout_s"] < step_s
+    assert 0 < found["min_step_s"] <= step_s and found["first_step_s"] < found["wall_s"]
+    tokens_s = found["steady_rollout_tok_s"] * found["steady_rollout_s"]
+    assert tokens_s == pytest.approx(720, rel=0.05)  # the seconds are rounded
+    share = found["update_flops"] / update_s / found["matmul_peak_gflops"] / 1e9
+    assert found["update_share_of_peak"] == pytest.approx(share, rel=0.2, abs=1e-4)
+    assert found["peak_rss_mib"] > 100 and found["device"] == "cpu"
+
+
+@pytest.mark.slow
+def test_a_table_has_a_row_for_each_size_and_says_what_failed(tmp_path: Path) -> None:
+    few = ("--prompt-tokens", "8", "--steps", "2", "-B", "4", "-T", "5000", "-V", "4096")
+    table = printed("tools/bench.py", "step", "--scale", *few, cwd=tmp_path)
+    number = r"\d+(\.\d+)?"
+    assert re.search(rf"^\| 4 \| 128 \| 4096( \| {number}){{6}} \|$", table, re.M), table
+    assert re.search(rf"^\| 32 \| 128 \| 4096( \| {number}){{6}} \|$", table, re.M), table
+    assert "| 32 | 5000 | 4096 | error: MAX_LENGTH_SAMPLE=5000" in table
+
+
+def test_a_table_ends_when_its_time_is_over(capsys: pytest.CaptureFixture) -> None:
+    lists = ((8, 32), (128,), (4096, 16384))
+    bench_step.print_table(lists, bench_step.SHAPES["A"], 3, {}, minutes=0)
+    head, *rows = capsys.readouterr().out.splitlines()[2:]
+    assert [row.split(" | ")[:3] for row in rows[1:]] == [
+        ["| 8", "128", "4096"],
+        ["| 32", "128", "4096"],
+        ["| 32", "128", "16384"],
+    ]
+    assert {row.count("|") for row in (head, *rows)} == {10}
+    assert all("not measured, the time is over" in row for row in rows[1:])
+
+
+@pytest.mark.parametrize(
+    "argument, message",
+    [
+        ("--prompts=0", "argument --prompts: '0' is not a whole number above 0"),
+        ("REMAT", "'REMAT' is not NAME=VALUE, such as REMAT=none"),
+        ("NUM_GENERATIONS=4", "NUM_GENERATIONS is called NUM_PRE_Q here"),
+        ("REMATT=none", "there is no setting REMATT"),
+        ("NUM_PRE_Q=4", "NUM_PRE_Q is --completions here"),
+        ("DATASET=tiny", "bench.py sets DATASET; leave it out"),
+        ("--steps=1", "--steps 1: the first step compiles and does not count"),
+    ],
+)
+def test_a_wrong_argument_of_step_is_refused_in_one_line(
+    argument: str, message: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench.py", "step", argument])
+    with pytest.raises(SystemExit) as ended:
+        bench.main()
+    assert ended.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "error: " in last and message in last
+
+
+# ---- compare_objectives.py -----------------------------------------------------------------------
 
 
 @pytest.mark.slow

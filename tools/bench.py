@@ -1,11 +1,14 @@
-"""Times the log-probability kernel, or compiles it for a TPU, beside two other implementations.
+"""Times the steps of a run, or the log-probability kernel beside two other implementations.
 
+    python tools/bench.py step              # times a run on the device of this machine
+    python tools/bench.py step --scale      # prints a table over batch, length and vocabulary
     python tools/bench.py loss              # times token_logps on the device of this machine
     python tools/bench.py loss --tpu v6e    # compiles it for a TPU that is not here; needs libtpu
 
-`loss` computes the log-probabilities and entropies of tokens from hidden states, and the gradients
-with respect to the hidden states and the lm_head. The three implementations are `full`, which keeps
-all logits in memory, and `jax` and `pallas`, the two values of POLICY_LOSS_IMPL.
+`step` is explained in docs/speed.md, and its code is in bench_step.py. `loss` computes the
+log-probabilities and entropies of tokens from hidden states, and the gradients with respect to the
+hidden states and the lm_head. The three implementations are `full`, which keeps all logits in
+memory, and `jax` and `pallas`, the two values of POLICY_LOSS_IMPL.
 """
 # ruff: noqa: E402 - the folder of the project has to be on the path before its modules are imported
 
@@ -28,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs 
 from loss_pallas import token_logps, token_logps_reference
 from runtime.chips import CHIPS
 from runtime.parsing import fail
+from tools import bench_step
 from tools.programs import array, slice_devices
 from tools.roofline import loss_costs
 
@@ -141,26 +145,35 @@ def estimate(impl: str, shape: Shape, name: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["loss"], help="the benchmark")
-    parser.add_argument(
+    what = parser.add_subparsers(dest="what", required=True, help="the benchmark")
+    step = what.add_parser(
+        "step", usage="%(prog)s [arguments] [NAME=VALUE ...]", help="the steps of a run"
+    )
+    bench_step.add_arguments(step)
+    loss = what.add_parser("loss", help="the log-probability kernel")
+    loss.add_argument(
         "--tpu",
         choices=CHIPS,
         help="compile for this TPU instead of timing the device of this machine",
     )
-    parser.add_argument("--tokens", type=int, help="tokens per device")
-    parser.add_argument("-D", type=int, help="width of the model")
-    parser.add_argument("-V", type=int, help="size of the vocabulary")
-    parser.add_argument("--repeats", type=int, default=10, help="timed calls, 10 by default")
+    loss.add_argument("--tokens", type=int, help="tokens per device")
+    loss.add_argument("-D", type=int, help="width of the model")
+    loss.add_argument("-V", type=int, help="size of the vocabulary")
+    loss.add_argument("--repeats", type=int, default=10, help="timed calls, 10 by default")
     args = parser.parse_args()
+    try:
+        bench_step.bench_step(args) if args.what == "step" else time_or_plan_loss(args)
+    except ValueError as error:
+        fail(error)
 
+
+def time_or_plan_loss(args: argparse.Namespace) -> None:
+    """Does what the arguments of `loss` ask for."""
     shape = Shape(16 * 1024, 2048, 151936)  # Qwen2.5-3B
     if not args.tpu and jax.default_backend() == "cpu":
         shape = Shape(4096, 256, 32768)
     shape = Shape(args.tokens or shape.n, args.D or shape.D, args.V or shape.V)
-    try:
-        plan_loss(shape, args.tpu) if args.tpu else bench_loss(shape, args.repeats)
-    except ValueError as error:
-        fail(error)
+    plan_loss(shape, args.tpu) if args.tpu else bench_loss(shape, args.repeats)
 
 
 if __name__ == "__main__":

@@ -155,7 +155,7 @@ def test_a_table_has_a_row_for_each_size_and_says_what_failed(tmp_path: Path) ->
     number = r"\d+(\.\d+)?"
     assert re.search(rf"^\| 4 \| 128 \| 4096( \| {number}){{6}} \|$", table, re.M), table
     assert re.search(rf"^\| 32 \| 128 \| 4096( \| {number}){{6}} \|$", table, re.M), table
-    assert "| 32 | 5000 | 4096 | error: MAX_LENGTH_SAMPLE=5000" in table
+    assert "| 32 | 5000 | 4096 | exit code 2: error: MAX_LENGTH_SAMPLE=5000" in table
 
 
 def test_a_table_ends_when_its_time_is_over(capsys: pytest.CaptureFixture) -> None:
@@ -172,7 +172,7 @@ def test_a_table_ends_when_its_time_is_over(capsys: pytest.CaptureFixture) -> No
 
 
 @pytest.mark.parametrize(
-    "argument, message",
+    "arguments, message",
     [
         ("--prompts=0", "argument --prompts: '0' is not a whole number above 0"),
         ("REMAT", "'REMAT' is not NAME=VALUE, such as REMAT=none"),
@@ -181,12 +181,16 @@ def test_a_table_ends_when_its_time_is_over(capsys: pytest.CaptureFixture) -> No
         ("NUM_PRE_Q=4", "NUM_PRE_Q is --completions here"),
         ("DATASET=tiny", "bench.py sets DATASET; leave it out"),
         ("--steps=1", "--steps 1: the first step compiles and does not count"),
+        ("-T 64", "--minutes, -B, -T and -V are only for --scale"),
+        ("--scale --prompts 4", "--scale has its own models, prompts and lengths"),
+        ("--scale -B 4,6", "--completions 4 must divide each B of the table, such as 6"),
+        ("--scale -B 12 --completions 6", "must divide each B of the table, such as 32"),
     ],
 )
 def test_a_wrong_argument_of_step_is_refused_in_one_line(
-    argument: str, message: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    arguments: str, message: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["bench.py", "step", argument])
+    monkeypatch.setattr(sys, "argv", ["bench.py", "step", *arguments.split()])
     with pytest.raises(SystemExit) as ended:
         bench.main()
     assert ended.value.code == 2

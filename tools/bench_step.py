@@ -69,11 +69,11 @@ class StepShape(NamedTuple):
 
 
 SHAPES = {"A": StepShape(8, 4, 64, 128, 8), "B": StepShape(4, 8, 384, 256, 8)}
-SCALE = (  # B, T and V of the table
-    (8, 16, 32, 64, 128),
-    (64, 128, 256, 512, 1024),
-    (4096, 16384, 65536, 151936),
-)
+SCALE = {  # the rows of the table
+    "B": (8, 16, 32, 64, 128),
+    "T": (64, 128, 256, 512, 1024),
+    "V": (4096, 16384, 65536, 151936),
+}
 MIDDLE = (32, 128, 4096)  # B, T and V of the table where another of them varies
 COLUMNS = "B | T | V | rollout tok/s | rollout s | update s | step s | peak MiB | share of peak"
 
@@ -189,7 +189,7 @@ def print_table(
     settings: dict[str, str],
     minutes: float,
 ) -> None:
-    """Prints a row for each B, each T and each V; the other two have the values of MIDDLE.
+    """Prints a row for each B, each V and each T; the other two have the values of MIDDLE.
 
     lists: the values of B, of T and of V. minutes: how long the table may take; a run that does not
     end in this time is stopped, and the rows that follow say that they were not measured.
@@ -201,9 +201,8 @@ def print_table(
         f"steps.\n\n| {COLUMNS} |\n|{'---|' * len(COLUMNS.split('|'))}",
         flush=True,
     )
-    varied = [
-        (*MIDDLE[:i], value, *MIDDLE[i + 1 :]) for i, values in enumerate(lists) for value in values
-    ]
+    # The longest completions come last, so that they are lost if the time is not enough.
+    varied = [(*MIDDLE[:i], n, *MIDDLE[i + 1 :]) for i in (0, 2, 1) for n in lists[i]]
     with tempfile.TemporaryDirectory() as folder:
         for B, T, V in dict.fromkeys(varied):
             sized = shape._replace(
@@ -231,9 +230,10 @@ def measured_cells(
             found = measure(model, shape, steps, settings, log, timeout_s)
         except subprocess.TimeoutExpired:
             return "stopped, the time is over" + empty
-        except subprocess.CalledProcessError:
+        except subprocess.CalledProcessError as error:
             log.seek(0)
-            return log.read().splitlines()[-1] + empty
+            last = (log.read().splitlines() or [""])[-1].replace("|", "/")
+            return f"exit code {error.returncode}: {last}{empty}"
     memory = found.get("peak_device_mib", found["peak_rss_mib"])
     seconds = [found[f"steady_{name}_s"] for name in ("rollout", "train", "step")]
     columns = [f"{found['steady_rollout_tok_s']:.0f}", *(f"{x:.2f}" for x in seconds)]
@@ -275,9 +275,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--micro", type=positive, help=f"sequences of a micro-batch; A: {A.micro}")
     add("--steps", type=positive, help="steps of a run; the default is 8, with --scale 3")
     add("--scale", action="store_true", help="print a table over B = P*K, T and the vocabulary V")
-    add("--minutes", type=positive, default=10, help="when a table ends, 10 by default")
-    for flag, name, values in zip(("-B", "-T", "-V"), "BTV", SCALE, strict=True):
-        add(flag, type=positives, metavar="N,N,...", default=values, help=f"values of {name}")
+    add("--minutes", type=positive, help="with --scale: when the table ends, 10 by default")
+    for name, values in SCALE.items():
+        text = ",".join(map(str, values))
+        add(f"-{name}", type=positives, metavar="N,N", help=f"with --scale: by default {text}")
     add("settings", nargs="*", type=setting, metavar="NAME=VALUE", help="a setting of the run")
 
 
@@ -295,10 +296,16 @@ def bench_step(args: argparse.Namespace) -> None:
     if args.scale:
         if args.model or {"prompts", "new_tokens"} & changes.keys():
             raise ValueError("--scale has its own models, prompts and lengths; set -B, -T or -V")
-        if wrong := [B for B in args.B if B % shape.completions]:
-            raise ValueError(f"-B {wrong[0]} must be a multiple of --completions")
-        print_table((args.B, args.T, args.V), shape, args.steps or 3, settings, args.minutes)
+        lists = [getattr(args, name) or values for name, values in SCALE.items()]
+        if wrong := [B for B in (*lists[0], MIDDLE[0]) if B % shape.completions]:
+            raise ValueError(
+                f"--completions {shape.completions} must divide each B of the table, such as "
+                f"{wrong[0]}"
+            )
+        print_table(lists, shape, args.steps or 3, settings, args.minutes or 10)
         return
+    if args.minutes or args.B or args.T or args.V:
+        raise ValueError("--minutes, -B, -T and -V are only for --scale")
     with tempfile.TemporaryDirectory() as folder:
         if args.model:
             model = hf.fetch_model(args.model)

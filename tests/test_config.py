@@ -54,8 +54,8 @@ DEFAULTS = """
     steps=100 train_micro_batch_size=0 train_per_device_micro_batch_size=0 grad_accum_steps=0
     ppo_epochs=1 optimizer=adamw learning_rate=1e-06 lr_schedule=warmup_cosine warmup_ratio=0.05
     lr_decay_steps=0 weight_decay=0.0 clip_norm=1.0 mesh_shape=auto remat=full policy_loss_impl=jax
-    attention_impl=auto loss_type=dapo adv_estimator=grpo scale_rewards=group eps_low=0.2
-    eps_high=0.2 delta=0.0 importance_sampling_level=token beta=0.0 kl_estimator=k3
+    attention_impl=auto layer_loop=auto loss_type=dapo adv_estimator=grpo scale_rewards=group
+    eps_low=0.2 eps_high=0.2 delta=0.0 importance_sampling_level=token beta=0.0 kl_estimator=k3
     kl_bias_correction=True ref_sync_steps=0 ref_sync_alpha=0.6 entropy_coef=0.0
     top_entropy_quantile=1.0 mask_truncated_completions=False is_mode=none is_cap=3.0
     eval_every_steps=10 eval_prompts=128 eval_full_sweep=False eval_samples=1 accuracy_of=

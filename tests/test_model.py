@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import json
-import types
 from pathlib import Path
 
 import jax
@@ -40,9 +39,7 @@ from runtime.layout import (
     ROLLOUT_BATCH_AXES,
     TRAIN_BATCH_AXES,
     Layout,
-    local_part,
     make_mesh,
-    mesh_text,
     shard_batch,
 )
 
@@ -303,16 +300,7 @@ def test_decoding_layouts_leave_hidden_states_unchanged(mesh_shape: str, layer_l
     np.testing.assert_allclose(hidden, unpadded(), rtol=0, atol=1e-5)
 
 
-def test_local_part_gives_back_the_array_that_shard_batch_was_given() -> None:
-    layout = Layout(make_mesh("MESH_SHAPE", "2,2,2", jax.devices()), TRAIN_BATCH_AXES)
-    x = np.arange(24).reshape(8, 3)
-    assert shard_batch(x, layout).addressable_shards[0].data.shape == (2, 3)
-    np.testing.assert_array_equal(local_part(shard_batch(x, layout)), x)
-    assert layout.batch_shards == 4
-    assert layout._replace(batch_axes=ROLLOUT_BATCH_AXES).batch_shards == 8
-
-
-# ---- Shapes, axes and meshes ---------------------------------------------------------------------
+# ---- Shapes and axes -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -395,31 +383,3 @@ def test_a_mesh_that_does_not_divide_a_parameter_is_named() -> None:
         "MESH_SHAPE (dp,fsdp,tp) = 1,8,1: fsdp=8 does not divide model.embed_tokens.weight "
         "[32, 12]; use a smaller fsdp and more dp"
     )
-
-
-@pytest.mark.parametrize(
-    "shape, auto, sizes",
-    [
-        ("2,2,2", (1, -1, 1), "2,2,2"),
-        ("-1,4,1", (1, -1, 1), "2,4,1"),
-        ("1,-1,2", (1, -1, 1), "1,4,2"),
-        ("auto", (1, -1, 1), "1,8,1"),
-        ("auto", (-1, 1, 4), "2,1,4"),
-    ],
-)
-def test_mesh_sizes(shape: str, auto: tuple, sizes: str) -> None:
-    mesh = make_mesh("MESH_SHAPE", shape, jax.devices()[::-1], auto)
-    assert mesh_text(mesh) == sizes and mesh.axis_names == ("dp", "fsdp", "tp")
-    assert [device.id for device in mesh.devices.flat] == [0, 1, 2, 3, 4, 5, 6, 7]
-
-
-@pytest.mark.parametrize("shape", ["1,3,1", "1,4,1", "2,8,1", "-1,3,1", "-1,-1,1"])
-def test_a_mesh_of_other_than_all_devices_is_refused(shape: str) -> None:
-    with pytest.raises(ValueError, match=f"ROLLOUT_MESH_SHAPE={shape} does not make 8 devices"):
-        make_mesh("ROLLOUT_MESH_SHAPE", shape, jax.devices())
-
-
-def test_tensor_parallelism_across_hosts_is_refused() -> None:
-    four_hosts = [types.SimpleNamespace(process_index=i // 2, id=i) for i in range(8)]
-    with pytest.raises(ValueError, match="MESH_SHAPE=1,2,4: tp=4 does not divide the 2 devices of"):
-        make_mesh("MESH_SHAPE", "1,2,4", four_hosts)

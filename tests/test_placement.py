@@ -14,6 +14,7 @@ from models.model import ModelConfig, stop_if_indivisible
 from models.placement import (
     Workload,
     choose_attention,
+    choose_layer_loop,
     choose_layouts,
     decode_work,
     fastest_tp,
@@ -247,6 +248,23 @@ def test_auto_chooses_the_kernel_where_it_can_run(
     setting: str, model: ModelConfig, platform: str, tp: int, impl: str
 ) -> None:
     assert choose_attention(setting, model, platform, tp) == impl
+
+
+@pytest.mark.parametrize(
+    "setting, platform, remat, loop",
+    [
+        ("auto", "tpu", "none", "scan"),
+        ("auto", "cpu", "none", "unroll"),
+        ("auto", "cpu", "full", "scan"),
+        ("auto", "gpu", "full", "unroll"),
+        ("unroll", "tpu", "full", "unroll"),
+        ("scan", "gpu", "none", "scan"),
+    ],
+)
+def test_layers_are_unrolled_where_a_scan_copies_them(
+    setting: str, platform: str, remat: str, loop: str
+) -> None:
+    assert choose_layer_loop(setting, platform, remat) == loop
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import small_model
 from jax.sharding import Mesh
 
 from data import pad_prompts
-from models.model import Compute, Leaf, Params, param_shardings, param_table
+from models.model import Compute, Leaf, Params, param_table
 from runtime.layout import ROLLOUT_BATCH_AXES, Layout
 from runtime.sizes import bucket, prompt_share, prompt_width
 from sampling import (
@@ -29,7 +29,9 @@ from sampling import (
     filter_logits,
     generate,
     prefill,
+    stage_ends,
 )
+from update import sync_weights
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -124,12 +126,13 @@ def run(
     stop_ids: tuple[int, ...] = (NEVER,),
     mesh: tuple[int, int, int] = (1, 1, 1),
     params: Params | None = None,
+    layer_loop: str = "scan",
 ) -> Completions:
-    where = layout(*mesh)
+    where, dtype = layout(*mesh), jnp.dtype("float32")
     params = jax.tree.map(np.float32, params or weights())
     return generate(
-        jax.device_put(params, param_shardings(MODEL, where.mesh)),
-        Compute(MODEL, jnp.dtype("float32"), where),
+        sync_weights(MODEL, where.mesh, dtype, layer_loop)(params),
+        Compute(MODEL, dtype, where, layer_loop=layer_loop),
         Prompts(*pad_prompts(prompts, 11, PAD)),
         np.array(sequence_ids or range(len(prompts) * K), np.int32),
         jax.random.key(key),
@@ -189,6 +192,20 @@ def test_sampling_logps_are_of_the_distribution_that_was_drawn_from(sampling: Sa
 @pytest.mark.parametrize("mesh", [(8, 1, 1), (2, 1, 4)], ids=str)
 def test_eight_devices_draw_the_tokens_that_one_device_draws(mesh: tuple[int, int, int]) -> None:
     assert_same(run(mesh=mesh), run())
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 4)], ids=str)
+def test_unrolled_layers_and_a_cache_that_grows_draw_the_same_tokens(
+    mesh: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sampling.STAGE_TOKENS", 4)
+    assert stage_ends(12) == [4, 8, 12]
+    assert_same(run(mesh=mesh, layer_loop="unroll"), run())
+
+
+def test_a_cache_grows_in_at_most_four_stages_of_128_tokens_or_more() -> None:
+    ends = [stage_ends(T) for T in (1, 128, 255, 257, 1000)]
+    assert ends == [[1], [128], [255], [129, 257], [250, 500, 750, 1000]]
 
 
 def test_two_passes_draw_the_tokens_that_one_pass_draws() -> None:

@@ -148,13 +148,15 @@ def step(
     lr: float = 0.1,
     objective: Objective = OBJECTIVE,
     impl: str = "jax",
+    layer_loop: str = "scan",
 ) -> Step:
     """One update, as train_grpo.py does it."""
     x, where = x or sequences(), layout(*mesh)
-    compute = Compute(MODEL, FLOAT32, where, remat, impl)
+    compute = Compute(MODEL, FLOAT32, where, remat, impl, layer_loop=layer_loop)
     state = init_state(laid_out(where.mesh, params), optimizer=optimizer, model=MODEL)
     grads, parts, logps = zero_grads(state.params), [], []
     before = shardings((state, grads))
+    grads = grads if micro < 2 * K else None
     top = x.mask if x.top_mask is None else x.mask * x.top_mask
     counts = Counts(*map(np.float32, (x.mask.sum(), 2 * K, top.sum())))
     how = {"objective": objective, "temperature": TEMPERATURE, "compute": compute}
@@ -291,11 +293,13 @@ def test_five_updates_lower_the_loss_and_make_the_rewarded_tokens_likelier() -> 
         {"micro": 4, "share": 4, "remat": "full"},
         {"share": 2, "mesh": (1, 8, 1)},
         {"share": 4, "mesh": (1, 4, 2), "remat": "full"},
+        {"layer_loop": "unroll"},
+        {"micro": 8, "share": 2, "mesh": (1, 2, 2), "layer_loop": "unroll"},
     ],
     ids=str,
 )
 def test_how_a_step_is_computed_does_not_change_it(settings: dict[str, Any]) -> None:
-    """Micro-batches, shared prompts, recomputation, padding and devices."""
+    """Micro-batches, shared prompts, recomputation, padding, devices and unrolled layers."""
     got = step(**settings)
     assert got.metrics == pytest.approx(reference().metrics, rel=1e-5, abs=1e-6)
     np.testing.assert_allclose(got.logps, reference().logps, atol=1e-5)

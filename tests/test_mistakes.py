@@ -48,22 +48,26 @@ FILES = {  # the text of run.yaml, or None for a file that is not there -> words
 
 # ---- Sizes, devices, rewards, outputs ------------------------------------------------------------
 
-RUN = [
+SIZES = [
     ({"TRAIN_MICRO_BATCH_SIZE": "7"}, "TRAIN_MICRO_BATCH_SIZE=7 must divide local_batch"),
     ({"ROLLOUT_BATCH_SIZE": "100"}, "ROLLOUT_BATCH_SIZE=100 must be a multiple of"),
     ({"GRAD_ACCUM_STEPS": "3"}, "GRAD_ACCUM_STEPS=3 contradicts local_batch"),
+    ({"REQUIRE_MULTIHOST": "1"}, "REQUIRE_MULTIHOST=1, and this process is alone"),
+    ({"REQUIRE_JAX_PROCESS_COUNT": "2"}, "REQUIRE_JAX_PROCESS_COUNT=2, and 1 joined"),
+]
+FUNCTIONS = [
+    ({"REWARD_FN": "mine.py:reward"}, "REWARD_FN: there is no file mine.py"),
+    ({"REWARD_FN": "reward"}, "REWARD_FN: 'reward' is not file.py:name"),
+    ({"REWARD_WEIGHTS": "1,1"}, "REWARD_WEIGHTS=1.0,1.0 has 2 numbers; give 3"),
+]
+RUN = [
     ({"MESH_SHAPE": "1,3,1"}, "MESH_SHAPE=1,3,1 does not make 1 devices"),
     ({"JAX_PLATFORMS": "rocm"}, "JAX_PLATFORMS=rocm: no such device here"),
     ({"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1"}, "needs JAX_NUM_PROCESSES"),
-    ({"REQUIRE_MULTIHOST": "1"}, "REQUIRE_MULTIHOST=1, and this process is alone"),
-    ({"REQUIRE_JAX_PROCESS_COUNT": "2"}, "REQUIRE_JAX_PROCESS_COUNT=2, and 1 joined"),
     ({"MAX_PROMPT_LENGTH": "5"}, "MAX_PROMPT_LENGTH=5: every train prompt is longer"),
     ({"MAX_PROMPT_LENGTH": "60", "PROMPT_TOO_LONG": "error"}, "MAX_PROMPT_LENGTH=60: "),
     ({"MAX_LENGTH_SAMPLE": "5000"}, "MAX_LENGTH_SAMPLE=5000 after the longest prompt"),
     ({"SYSTEM_PROMPT": "prompts/mine.txt"}, "SYSTEM_PROMPT=prompts/mine.txt: no such file"),
-    ({"REWARD_FN": "mine.py:reward"}, "REWARD_FN: there is no file mine.py"),
-    ({"REWARD_FN": "reward"}, "REWARD_FN: 'reward' is not file.py:name"),
-    ({"REWARD_WEIGHTS": "1,1"}, "REWARD_WEIGHTS=1.0,1.0 has 2 numbers; give 3"),
     ({"OUTPUT_DIR": str(REPO / "LICENSE")}, "LICENSE cannot be written"),
     ({"RESUME": "nowhere"}, "RESUME=nowhere is not the folder of a complete checkpoint"),
     ({"EXPORT_HF": str(REPO / "tiny")}, "is MODEL_PATH; the model would be overwritten"),
@@ -187,6 +191,10 @@ REWARDS = {  # what is wrong -> source of the file, words of the line
 }
 
 
+# These are found when the prompts are made, which needs a model and data without mistakes.
+WITH_PROMPTS = ("a chat template that fails", "a huge question")
+
+
 # ---- The runs ------------------------------------------------------------------------------------
 
 
@@ -194,6 +202,7 @@ class Case(NamedTuple):
     env: dict[str, str]
     words: str  # of the line
     flags: tuple[str, ...] = ()
+    kind: str = ""  # a run reports mistakes of different kinds together; "": it is reported alone
     early: bool = False  # found before any device is touched
     leaves: bool = False  # the run has made OUTPUT_DIR before it could find the mistake
 
@@ -209,41 +218,69 @@ def cases(folder: Path) -> dict[str, Case]:
         if text is not None:
             file.write_text(text)
         found[f"run.yaml {i}"] = Case({}, words, ("--config", str(file)), early=True)
-    for env, words in RUN:
-        found[f"run with {' '.join(env)} {words[:20]}"] = Case(env | {"HF_HUB_OFFLINE": "1"}, words)
+    for kind, listed in {"sizes": SIZES, "rewards": FUNCTIONS, "": RUN}.items():
+        for env, words in listed:
+            offline = env | {"HF_HUB_OFFLINE": "1"}
+            found[f"run with {' '.join(env)} {words[:20]}"] = Case(offline, words, kind=kind)
     for name, (damage, words) in FOLDERS.items():
         model = folder / name
         shutil.copytree(REPO / "tiny", model)
         damage(model)
-        env = {"MODEL_PATH": str(model), "DATASET": str(REPO / "tiny"), "MAX_LENGTH_SAMPLE": "8"}
-        found[f"a model with {name}"] = Case(env, words)
+        kind = "" if name in WITH_PROMPTS else "model"
+        found[f"a model with {name}"] = Case({"MODEL_PATH": str(model)}, words, kind=kind)
     for name, (content, words) in DATASETS.items():
         file = folder / f"{name}.jsonl"
         if content is not None:
             file.write_bytes(content)
-        found[f"a dataset: {name}"] = Case({"DATASET": str(file)}, words)
+        kind = "" if name in WITH_PROMPTS else "data"
+        found[f"a dataset: {name}"] = Case({"DATASET": str(file)}, words, kind=kind)
     for i, (name, (source, words)) in enumerate(REWARDS.items()):
         file = folder / f"mine{i}.py"
         file.write_text(source)
         env = {"REWARD_FN": f"{file}:reward", "REWARD_TIMEOUT_S": "1", "STEPS": "1"}
-        env |= {"EVAL_EVERY_STEPS": "0", "BATCH_SIZE": "2"}
-        found[f"a reward: {name}"] = Case(env, words, leaves=i > 1)
+        env |= {"EVAL_EVERY_STEPS": "0", "BATCH_SIZE": "2", "MAX_LENGTH_SAMPLE": "8"}
+        env["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # programs compile sooner
+        called = i > 1  # the mistake shows when the function is called
+        kind = "" if called else "rewards"
+        found[f"a reward: {name}"] = Case(env, words, kind=kind, leaves=called)
     return found
+
+
+def share_runs(all_cases: dict[str, Case]) -> list[dict[str, Case]]:
+    """The cases of each run: one alone, or one of each kind."""
+    runs: list[dict[str, Case]] = []
+    for name, case in all_cases.items():
+        kinds = [{other.kind for other in run.values()} for run in runs]
+        fits = [run for run, has in zip(runs, kinds, strict=True) if not has & {"", case.kind}]
+        if case.kind and fits:
+            fits[0][name] = case
+        else:
+            runs.append({name: case})
+    return runs
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Case, Run]]:
-    """{name: (case, end of its run)}; two runs go on at a time."""
+    """{name: (case, end of its run)}; two runs go on at a time, on a few examples of tiny/."""
     folder = tmp_path_factory.mktemp("mistakes")
-    all_cases = cases(folder)
+    (folder / "few").mkdir()
+    for name in ("train.jsonl", "test.jsonl"):
+        lines = (REPO / "tiny" / name).read_text(encoding="utf-8").splitlines(keepends=True)
+        (folder / "few" / name).write_text("".join(lines[:32]), encoding="utf-8")
 
-    def run(item: tuple[int, Case]) -> Run:
-        (folder / f"run{item[0]}").mkdir()
-        return train(folder / f"run{item[0]}" / "out", *item[1].flags, **item[1].env)
+    def run(item: tuple[int, dict[str, Case]]) -> dict[str, tuple[Case, Run]]:
+        number, shared = item
+        env = {"DATASET": str(folder / "few")}
+        for case in shared.values():
+            env |= case.env
+        (folder / f"run{number}").mkdir()
+        flags = [flag for case in shared.values() for flag in case.flags]
+        end = train(folder / f"run{number}" / "out", *flags, **env)
+        return {name: (case, end) for name, case in shared.items()}
 
     with ThreadPoolExecutor(2) as pool:
-        runs = pool.map(run, enumerate(all_cases.values()))
-        return dict(zip(all_cases, zip(all_cases.values(), runs, strict=True), strict=True))
+        ends = pool.map(run, enumerate(share_runs(cases(folder))))
+        return {name: end for found in ends for name, end in found.items()}
 
 
 def names() -> list[str]:

@@ -46,11 +46,11 @@ def group_advantages(
     group are equal (gdpo: of every function), all advantages of the group are exactly 0, except
     with reinforce.
     estimator:
-      grpo         (r - group mean) / std of the "group" or of the "batch", as scale_rewards says;
-                   scale_rewards "none": without the division
-      rloo         r - mean of the other rewards of the group
-      reinforce    (r - batch mean) / batch std
-      reinforce++  r - group mean, then divided by the batch std of these differences
+      grpo         (reward - group mean) / std of the "group" or of the "batch", as scale_rewards
+                   says; scale_rewards "none": without the division
+      rloo         reward - mean of the other rewards of the group
+      reinforce    (reward - batch mean) / batch std
+      reinforce++  reward - group mean, then divided by the batch std of these differences
       gdpo         grpo for each function, then the weighted sum, divided by its batch std;
                    weights: [functions]; per_function: [B, functions] rewards, NaN where a
                    function does not apply
@@ -163,9 +163,9 @@ def policy_loss(
     mask: [R, T], 1 on the completion tokens that count; where it is 0, the other arrays may hold
     anything.
     top_mask: [R, T], 1 on the tokens that the policy learns from, from top_entropy_mask; None: all.
-    num_tokens, num_sequences, num_top_tokens: mask.sum(), the number of sequences and
-    (mask * top_mask).sum() of the ENTIRE step. The last two may be None if this micro-batch is the
-    entire step. settings: fields of Objective.
+    num_tokens, num_sequences, num_top_tokens: mask.sum(), the number of sequences (also of those
+    whose mask is 0 everywhere) and (mask * top_mask).sum() of the ENTIRE step. The last two may be
+    None if this micro-batch is the entire step. settings: fields of Objective.
     Source: PPO, arXiv 1707.06347 eq. 7; DAPO, 2503.14476 eq. 8; Dr. GRPO, 2503.20783; GSPO,
     2507.18071; CISPO, 2506.13585; SAPO, 2511.20347; TRL.
     """

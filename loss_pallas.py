@@ -2,8 +2,7 @@
 
 The program walks the vocabulary in tiles of the lm_head. Forward keeps a running maximum, sum,
 entropy and the sampled token's logit for each token. Backward computes the logits of each tile
-again. Inside a tile runs plain jnp (`jax`) or a TPU kernel (`pallas`); all code around the tiles is
-the same for both. docs/kernel.md compares their memory and time.
+again. Inside a tile runs plain jnp (`jax`) or a TPU kernel (`pallas`): docs/kernel.md has both.
 
 Dimensions: T tokens of an input, n tokens of a device, V vocabulary, D model width, v lm_head
 rows of a tile. A mesh splits the sequences over (dp, fsdp), V over tp and D over fsdp.
@@ -280,9 +279,8 @@ def _backward_tile(
 
 # ---- Inside a tile, on a TPU ---------------------------------------------------------------------
 
-# (MiB of VMEM of a core, cores of a device) by the beginning of device_kind. The figures are those
-# of jax/_src/pallas/mosaic/tpu_info.py in jax 0.10. The order matters, because the first match
-# counts: the longer "TPU v5 lite" (v5e) must stand before "TPU v5" (v5p).
+# (MiB of VMEM of a core, cores of a device) by the beginning of device_kind, as in jax 0.10's
+# jax/_src/pallas/mosaic/tpu_info.py. The first match counts, so v5e ("v5 lite") stands before v5p.
 CORES = {
     "TPU v4": (16, 2),
     "TPU v5 lite": (128, 1),
@@ -314,7 +312,9 @@ def block_sizes(D: int, itemsize: int, device_kind: str) -> tuple[int, int]:
         tile = v * D * (2 * itemsize + 4)  # The weights, their transpose and their gradient.
         # Two buffers of hidden, of its gradient in and of its gradient out; a temporary sum.
         tokens = block * D * (2 * itemsize + 4 * 4 + 4)
-        return tile + tokens + 12 * block * v * 4  # Logits, probabilities, compiler temporaries.
+        # 12 float32 arrays: logits, probabilities and what the compiler adds. The margin is wide:
+        # at the sizes that were compiled (libtpu 0.0.42) the compiler added less than one array.
+        return tile + tokens + 12 * block * v * 4
 
     limit = _vmem_and_cores(device_kind)[0]
     sizes = [(block, v) for v in (2048, 1024, 512, 256, 128) for block in (256, 128, 64)]

@@ -1,12 +1,13 @@
-"""Attention of a prompt and the sequences that continue it, and attention with a cache.
+"""Attention of a prompt and its continuations, and attention with a cache.
 
-Two implementations give the same values. `xla` multiplies dense matrices: a sequence attends to
-the prompt's keys and to the sequence's keys, and the two parts are merged by their maxima. It takes
-the queries in chunks, so that the scores [H, t, S+T] never exist at once. `splash` is the
+Two implementations give the same values. `xla` multiplies dense matrices: a continuation attends to
+the prompt's keys and to the continuation's keys, and the two parts are merged by their maxima. It
+takes the queries in chunks, so that the scores [H, t, S+T] never exist at once. `splash` is the
 block-sparse TPU kernel that ships with jax; it skips the blocks of keys that no query may see.
 
-Dimensions: G inputs of t = S + share*T tokens, R = G*share sequences, S prompt tokens, T tokens of
-a sequence, H query heads, N kv heads, h head_dim.
+Dimensions: G inputs of t = S + share*T tokens, each a prompt and its `share` continuations, so that
+R = G*share sequences; S prompt tokens, T tokens of a continuation, H query heads, N kv heads, h
+head_dim.
 """
 
 import dataclasses
@@ -70,7 +71,7 @@ def map_kv(change: Callable[[KV], KV], kvs: Any) -> Any:
 class Cache(NamedTuple):
     """The keys and values that a new token of each sequence may see."""
 
-    prompt: Any  # KV of the G prompts; sequence i continues prompt i // (R/G)
+    prompt: Any  # KV of the G prompts; sequence i begins with prompt i // (R/G)
     prompt_mask: jax.Array  # [G, S] bool, False hides a prompt token (left padding)
     completion: Any  # KV of the R sequences, written up to and including `index`
     index: jax.Array  # the place of the new token in its completion, from 0
@@ -81,9 +82,9 @@ def attention(
 ) -> jax.Array:
     """softmax(q k^T / sqrt(h)) v over the keys that a token may see: [G, t, H*h] in q's dtype.
 
-    q: [G, t, H, h]. kv: of the G inputs. A token sees itself and the earlier tokens of its sequence
-    and of the prompt. prompt_mask: [G, S] bool, False hides a prompt token (left padding).
-    impl: xla, or splash on a TPU.
+    q: [G, t, H, h]. kv: of the G inputs. A token sees itself and the earlier tokens of its
+    continuation and of the prompt. prompt_mask: [G, S] bool, False hides a prompt token (left
+    padding). impl: xla, or splash on a TPU.
     """
     q = q * q.shape[-1] ** -0.5
     S = prompt_mask.shape[1]
@@ -93,10 +94,10 @@ def attention(
     out = _causal(q[:, :S], prompt, prompt_mask, None, layout)  # [G, S, H*h]
     if q.shape[1] == S:
         return out
-    sequences = KV(_unpack(kv.k[..., S:], share, 3), _unpack(kv.v[:, :, S:], share, 2))
+    continuations = KV(_unpack(kv.k[..., S:], share, 3), _unpack(kv.v[:, :, S:], share, 2))
     seen = (prompt, prompt_mask)
-    out_sequences = _causal(_unpack(q[:, S:], share, 1), sequences, None, seen, layout)
-    return jnp.concatenate([out, out_sequences.reshape(*out.shape[:1], -1, out.shape[2])], axis=1)
+    after = _causal(_unpack(q[:, S:], share, 1), continuations, None, seen, layout)  # [R, T, H*h]
+    return jnp.concatenate([out, after.reshape(*out.shape[:1], -1, out.shape[2])], axis=1)
 
 
 def _unpack(x: jax.Array, share: int, axis: int) -> jax.Array:
@@ -126,15 +127,15 @@ def _causal(
     prompt: tuple[KV, jax.Array] | None,
     layout: Layout | None,
 ) -> jax.Array:
-    """Causal attention: [R, t, H*h]. It takes as many queries at a time as SCORES_BYTES allows.
+    """Causal attention: [X, t, H*h]. It takes as many queries at a time as SCORES_BYTES allows.
 
-    q: [R, t, H, h]. kv: of t tokens; a query sees the keys up to its position.
-    mask: [R, t] bool, False hides a key. prompt: keys and values of G prompts and their mask
-    [G, S]; each query sees all of them that are not masked.
+    X: R continuations, or G prompts. q: [X, t, H, h]. kv: of t tokens; a query sees the keys up to
+    its position. mask: [X, t] bool, False hides a key. prompt: keys and values of G prompts and
+    their mask [G, S]; each query sees all of them that are not masked.
     """
-    R, t, H, h = q.shape
+    X, t, H, h = q.shape
     keys = t + (prompt[0].k.shape[-1] if prompt else 0)
-    query_bytes = 4 * R * H * keys // _score_shards(kv.k.shape[1], layout)
+    query_bytes = 4 * X * H * keys // _score_shards(kv.k.shape[1], layout)
     size = min(max(SCORES_BYTES // max(query_bytes, 1), 1), t)  # queries of a chunk
 
     def chunk(first: Any, q: jax.Array) -> jax.Array:
@@ -147,11 +148,11 @@ def _causal(
     chunks = -(-t // size)
     size = -(-t // chunks)  # chunks of equal size need the least padding
     q = jnp.pad(q, ((0, 0), (0, chunks * size - t), (0, 0), (0, 0)))
-    q = q.reshape(R, chunks, size, H, h).swapaxes(0, 1)
+    q = q.reshape(X, chunks, size, H, h).swapaxes(0, 1)
     # No scores are kept; backward computes the scores of each chunk again.
     recomputed = jax.checkpoint(lambda x: chunk(*x), prevent_cse=False)
-    out = jax.lax.map(recomputed, (jnp.arange(chunks) * size, q))  # [chunks, R, size, H*h]
-    return out.swapaxes(0, 1).reshape(R, chunks * size, H * h)[:, :t]
+    out = jax.lax.map(recomputed, (jnp.arange(chunks) * size, q))  # [chunks, X, size, H*h]
+    return out.swapaxes(0, 1).reshape(X, chunks * size, H * h)[:, :t]
 
 
 def _score_shards(N: int, layout: Layout | None) -> int:
@@ -169,37 +170,41 @@ def _dense(
     prompt: tuple[KV, jax.Array] | None,
     layout: Layout | None,
 ) -> jax.Array:
-    """Attention with all scores at once: [R, t, H*h]. kv: of u tokens. mask: [R or 1, t, u]."""
-    R, t, H, h = q.shape
+    """Attention with all scores at once: [X, t, H*h]. kv: of u tokens. mask: [X or 1, t, u].
+
+    X: R continuations, or G prompts. prompt: as for _causal; then X is R.
+    """
+    X, t, H, h = q.shape
     N = kv.k.shape[1]
     M = t * H // N  # queries of a kv head
-    q = q.reshape(R, t, N, H // N, h).swapaxes(1, 2).reshape(R, N, M, h)
+    q = q.reshape(X, t, N, H // N, h).swapaxes(1, 2).reshape(X, N, M, h)
     parts = [_unnormalized(q, kv, jnp.repeat(mask, H // N, axis=1)[:, None])]
-    if prompt:  # one product for the queries of all sequences that share a prompt
+    if prompt:  # one product for the queries of all continuations of a prompt
         G = prompt[0].k.shape[0]
-        share = R // G
+        share = X // G
         grouped = q.reshape(G, share, N, M, h).swapaxes(1, 2).reshape(G, N, share * M, h)
         part = _unnormalized(constrain_batch(grouped, layout), prompt[0], prompt[1][:, None, None])
-        part = [x.reshape(G, N, share, M, -1).swapaxes(1, 2).reshape(R, N, M, -1) for x in part]
+        part = [x.reshape(G, N, share, M, -1).swapaxes(1, 2).reshape(X, N, M, -1) for x in part]
         parts.append([constrain_batch(x, layout) for x in part])
-    top = functools.reduce(jnp.maximum, [top for top, _, _ in parts])  # [R, N, M, 1]
+    top = functools.reduce(jnp.maximum, [top for top, _, _ in parts])  # [X, N, M, 1]
     total = sum(total * jnp.exp(part_top - top) for part_top, total, _ in parts)
     out = sum(values * jnp.exp(part_top - top) for part_top, _, values in parts) / total
-    out = out.astype(q.dtype).reshape(R, N, t, H // N, h)
-    return out.swapaxes(1, 2).reshape(R, t, H * h)
+    out = out.astype(q.dtype).reshape(X, N, t, H // N, h)
+    return out.swapaxes(1, 2).reshape(X, t, H * h)
 
 
 def _unnormalized(q: jax.Array, kv: KV, mask: jax.Array) -> list[jax.Array]:
-    """Three float32 arrays: the highest score [R, N, M, 1], and relative to it the sum of the
-    weights [R, N, M, 1] and the weighted sum of the values [R, N, M, h].
+    """Three float32 arrays: the highest score [X, N, M, 1], and relative to it the sum of the
+    weights [X, N, M, 1] and the weighted sum of the values [X, N, M, h].
 
-    q: [R, N, M, h]. kv: of u tokens. mask: broadcast to [R, N, M, u].
+    X: R continuations, or G prompts. q: [X, N, M, h]. kv: of u tokens. mask: broadcast to
+    [X, N, M, u].
     """
     f32 = {"preferred_element_type": jnp.float32}
-    scores = jnp.where(mask, jnp.einsum("rnmh,rnhu->rnmu", q, kv.k, **f32), MASKED)
+    scores = jnp.where(mask, jnp.einsum("xnmh,xnhu->xnmu", q, kv.k, **f32), MASKED)
     top = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))  # it cancels in the quotient
     weights = jnp.exp(scores - top)
-    values = jnp.einsum("rnmu,rnuh->rnmh", weights.astype(q.dtype), kv.v, **f32)
+    values = jnp.einsum("xnmu,xnuh->xnmh", weights.astype(q.dtype), kv.v, **f32)
     return [top, weights.sum(axis=-1, keepdims=True), values]
 
 
@@ -208,7 +213,7 @@ def _unnormalized(q: jax.Array, kv: KV, mask: jax.Array) -> list[jax.Array]:
 
 @dataclasses.dataclass(frozen=True)
 class SharedPromptMask(masks.Mask):
-    """Which keys each query sees in a prompt of S tokens followed by `share` sequences of T tokens.
+    """Which keys each query sees in a prompt of S tokens and its `share` continuations of T tokens.
 
     The kernel asks for the mask block by block.
     """
@@ -224,15 +229,15 @@ class SharedPromptMask(masks.Mask):
     def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
         query, key = (np.arange(n)[part] for n, part in zip(self.shape, index, strict=True))
         query, key = query[:, None], key[None]
-        same_sequence = (query - self.S) // max(self.T, 1) == (key - self.S) // max(self.T, 1)
-        return (key <= query) & ((key < self.S) | same_sequence)
+        same = (query - self.S) // max(self.T, 1) == (key - self.S) // max(self.T, 1)
+        return (key <= query) & ((key < self.S) | same)
 
 
 def _block(S: int, share: int, T: int) -> int:
     """Tokens of a block: the largest block that needs at most a tenth more padding than LANES.
 
-    Prompt and sequences are padded to complete blocks, so that only the blocks on a diagonal need a
-    mask, and all of these need the same mask.
+    Prompt and continuations are padded to complete blocks, so that only the blocks on a diagonal
+    need a mask, and all of these need the same mask.
     """
 
     def padded(block: int) -> int:
@@ -289,7 +294,7 @@ def _splash_shard(
     front, end = -S % block, -T % block
 
     def pad(x: jax.Array) -> jax.Array:
-        """x [G, heads, t, h] with the prompt padded in front and each sequence at its end."""
+        """x [G, heads, t, h] with the prompt padded in front and each continuation at its end."""
         if front == end == 0:
             return x
         heads = x.shape[1]

@@ -11,7 +11,7 @@ only keys and values, hidden state i predicts completion token i, and no use is 
     decode    hidden, kv = forward(last token, cache=Cache(kv, ...)) once per new token
     training  hidden, _ = forward([prompt[:-1], (last prompt token, completion[:-1]) * share])
 
-A training input holds a prompt once, followed by the sequences that continue it.
+A training input holds a prompt once, followed by its continuations (the inner brackets).
 """
 
 import dataclasses
@@ -215,8 +215,8 @@ def forward(
 ) -> tuple[jax.Array, KV]:
     """The final hidden states of `ids`, after the last norm, and keys and values.
 
-    ids, positions: [G, t] int32. Each input is a prompt of S tokens, followed by `share` sequences
-    of equal length; each sequence continues the prompt and does not see the others.
+    ids, positions: [G, t] int32. Each input is a prompt of S tokens, followed by `share`
+    continuations of equal length, which do not see each other.
     prompt_mask: [G, S] bool, False hides a token (left padding). None: the input is a prompt
     without padding.
     cache: the keys and values of earlier tokens; then ids are [R, 1], one new token per sequence.

@@ -1,4 +1,4 @@
-"""Runs a user's reward function in a separate process, the reward worker.
+"""Runs a user's reward function in a reward worker, a separate Python interpreter.
 
 The first half of this file runs in the trainer. The second half runs in the reward worker, which
 executes this file as its main script. Both sides speak JSON, a line per message.
@@ -24,11 +24,11 @@ LOAD_LIMIT_S = 60.0  # The user's file may import torch. Each call has its own l
 
 
 class RewardWorker:
-    """Calls the function that `source` ("file.py:name") names, in a separate process.
+    """Calls the function that `source` ("file.py:name") names, in a reward worker.
 
-    Because of the process a time limit holds on any thread, and a hang or a crash costs one line.
-    The process is a fresh interpreter: a fork would copy the locks of JAX, and multiprocessing's
-    spawn would import the main script of the trainer. The process does not use the accelerator. It
+    Because of the worker a time limit holds on any thread, and a hang or a crash costs one line.
+    The worker is a fresh interpreter: a fork would copy the locks of JAX, and multiprocessing's
+    spawn would import the main script of the trainer. The worker does not use the accelerator. It
     ends when its stdin closes: at close(), or when the trainer ends.
     Raises ValueError with a message of one line for every failure.
     """
@@ -58,7 +58,7 @@ class RewardWorker:
     def _ask(self, request: bytes, limit_s: float, late: str) -> list[float | None]:
         """Sends the request and returns the rewards of the reply.
 
-        Without a reply within limit_s it ends the process; `late` is the error message then.
+        Without a reply within limit_s it ends the worker; `late` is the error message then.
         """
         replies: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
@@ -67,7 +67,7 @@ class RewardWorker:
                 self._process.stdin.write(request)
                 self._process.stdin.flush()
                 replies.put(self._process.stdout.readline())
-            except (OSError, ValueError):  # The process is dead, or close() has closed the pipes.
+            except (OSError, ValueError):  # The worker is dead, or close() has closed the pipes.
                 replies.put(b"")
 
         # A thread waits on the pipes because no portable read or write takes a time limit.
@@ -89,11 +89,11 @@ class RewardWorker:
         return reply["rewards"]
 
     def close(self) -> None:
-        """Ends the process at once, also during a call."""
+        """Ends the worker at once, also during a call."""
         self._process.kill()
         self._process.wait()
         self._talker.join(timeout=1)
-        if not self._talker.is_alive():  # Otherwise a child of the process still holds the pipes.
+        if not self._talker.is_alive():  # Otherwise a child of the worker still holds the pipes.
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
             self._process.stdout.close()
@@ -110,7 +110,7 @@ def _serve(file: str, name: str, timeout_s: float) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The trainer handles Ctrl-C.
 
     def respond(limit_s: float, act: Callable, args: list, columns: dict) -> None:
-        # Ends this process if it hangs, even inside a regular expression, after the trainer has
+        # Ends the worker if it hangs, even inside a regular expression, after the trainer has
         # died. A living trainer ends it earlier.
         faulthandler.dump_traceback_later(2 * limit_s, exit=True)
         try:

@@ -306,7 +306,7 @@ def test_only_the_scores_of_one_device_count_against_the_limit(
 def test_many_scores_never_exist_at_once(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
 ) -> None:
-    """Nor do they in the program of the gradient, which could keep them from the forward pass."""
+    """Nor do they in the program of the gradient, which could keep them from forward."""
     x = inputs(*shape, 4, 2, 8)
     _, S, share, T = shape
     scores = 4 * 4 * max(S * S, share * T * (S + T))  # float32 of four heads

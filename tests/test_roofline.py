@@ -42,7 +42,7 @@ LAYERS = 2 * 8064 * 68 + 128 * 3 * 724  # FLOPs of forward
 HEAD = 2 * 48 * 16 * 48
 
 
-def test_model_flops_are_the_flops_of_one_forward_pass() -> None:
+def test_model_flops_are_the_flops_of_one_forward() -> None:
     assert (WORKLOAD.tokens, WORKLOAD.pairs) == (68, 724)
     assert roofline.model_flops(MODEL, WORKLOAD) == LAYERS + HEAD == 1_448_448
 
@@ -62,7 +62,7 @@ def test_model_flops_are_the_flops_of_one_forward_pass() -> None:
         ({"impl": "pallas", "backward": False}, 1, 1),
     ],
 )
-def test_a_micro_step_has_the_flops_of_this_many_forward_passes(
+def test_a_micro_step_has_the_flops_of_this_many_forwards(
     changes: dict[str, Any], layers: int, head: int
 ) -> None:
     for mesh_shape in ("1,8,1", "2,2,2"):
@@ -79,7 +79,7 @@ def test_a_forward_pass_by_hand() -> None:
 
 
 def test_a_micro_step_by_hand() -> None:
-    # four passes of activations; weights gathered twice, gradients once; and the loss
+    # activations four times; weights gathered twice, gradients once; and the loss
     loss = roofline.loss_costs("jax", 12, 16, 24, "cpu")[1]
     work = train_work("1,4,2")
     assert work.hbm_bytes == 4 * 8.5 * 3 * 464 + 3 * 16128 + loss

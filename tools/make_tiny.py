@@ -49,7 +49,7 @@ class Stage(NamedTuple):
     prompts: int  # per step
     solutions: int  # per prompt
     system_prompt: str
-    forget: float  # probability that a step of a solution forgets its carry
+    forget: float  # probability that a calculation of a solution forgets its carry
 
 
 # First the model learns to calculate, then the prompt of a run and the mistakes of a pupil.
@@ -84,7 +84,7 @@ THINGS = ["apples", "books", "coins", "eggs", "marbles", "pens", "shells", "stam
 
 
 class Kind(NamedTuple):
-    """A kind of problem, with two steps: x = a op1 b, then y = x op2 c.
+    """A kind of problem, with two calculations: x = a op1 b, then y = x op2 c.
 
     Every number has at most two digits.
     """
@@ -157,14 +157,14 @@ KINDS = (
 
 
 def problem(kind: Kind, operands: tuple[int, int, int], rng: random.Random) -> dict[str, str]:
-    """An example in the form of GSM8K, whose answer shows each step as <<a+b=x>>."""
+    """An example in the form of GSM8K, whose answer shows each calculation as <<a+b=x>>."""
     a, b, c = operands
     names = {"name": rng.choice(NAMES), "things": rng.choice(THINGS)}
     question = rng.choice(kind.texts).format(a=a, b=b, c=c, **names)
     x = calculate(a, kind.ops[0], b)
     y = calculate(x, kind.ops[1], c)
-    steps = f"{a}{kind.ops[0]}{b}={x}", f"{x}{kind.ops[1]}{c}={y}"
-    lines = [f"{step.split('=')[0]} = <<{step}>>{step.split('=')[1]}" for step in steps]
+    both = f"{a}{kind.ops[0]}{b}={x}", f"{x}{kind.ops[1]}{c}={y}"
+    lines = [f"{text.split('=')[0]} = <<{text}>>{text.split('=')[1]}" for text in both]
     return {"question": question, "answer": "\n".join([*lines, f"#### {y}"])}
 
 
@@ -193,10 +193,10 @@ def word_problems(rng: random.Random) -> tuple[list[dict[str, str]], list[dict[s
 def solution(example: dict[str, str], forget: float, rng: random.Random) -> str:
     """The completion that supervised training teaches.
 
-    Each step forgets its carry with probability `forget`; the next step uses the wrong result.
+    Each calculation forgets its carry with probability `forget`; the next uses the wrong result.
     """
-    steps = [line.split("<<")[1].split("=")[0] for line in example["answer"].split("\n")[:-1]]
-    (a, op, b), (_, op2, c) = (re.split("([-+])", step) for step in steps)
+    texts = [line.split("<<")[1].split("=")[0] for line in example["answer"].split("\n")[:-1]]
+    (a, op, b), (_, op2, c) = (re.split("([-+])", text) for text in texts)
     x = calculate(int(a), op, int(b), rng.random() >= forget)
     y = calculate(x, op2, int(c), rng.random() >= forget)
     return f"<think>{a}{op}{b}={x}, {x}{op2}{c}={y}</think>\n<answer>{y}</answer>"

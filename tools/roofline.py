@@ -47,7 +47,7 @@ def prefill_work(model: ModelConfig, n: int, tp: int, workload: Workload) -> Wor
 
 
 def model_flops(model: ModelConfig, workload: Workload) -> float:
-    """The FLOPs of a forward pass over all devices, as MFU counts them: without recomputation."""
+    """The FLOPs of one forward over all devices, as MFU counts them: without recomputation."""
     head = model.vocab_size * model.hidden_size * workload.R * workload.T
     weights = model.num_layers * layer_weights(model) * workload.tokens
     return 2 * (weights + head) + attention_flops(model, workload.pairs)
@@ -56,11 +56,11 @@ def model_flops(model: ModelConfig, workload: Workload) -> float:
 def train_work(
     model: ModelConfig, mesh: Mesh, workload: Workload, *, backward: bool, remat: str, impl: str
 ) -> Work:
-    """The work of a forward pass or, with `backward`, of a micro-step."""
+    """The work of one forward or, with `backward`, of a micro-step."""
     dp, fsdp, tp = mesh.shape.values()
     n, L, D = dp * fsdp * tp, model.num_layers, model.hidden_size
     again = backward and remat == "full"
-    passes = 1 + again + 2 * backward  # backward has two matmuls for each matmul of forward
+    times = 1 + again + 2 * backward  # backward has two matmuls for each matmul of forward
     weights = L * layer_weights(model)
     layers = 2 * weights * workload.tokens + attention_flops(model, workload.pairs)
     kind = mesh.devices.flat[0].device_kind
@@ -70,7 +70,7 @@ def train_work(
     loss_matmuls = loss_matmuls if backward else 1
     head = 2 * workload.R * workload.T * D * model.vocab_size * loss_matmuls
     tokens = workload.tokens * tp / n  # of the tp devices that share them
-    hbm = passes * tokens / tp * L * _activation_bytes(model) + (loss_bytes if backward else 0)
+    hbm = times * tokens / tp * L * _activation_bytes(model) + (loss_bytes if backward else 0)
     # Weights are written when they are gathered, and read when they are used.
     hbm += (1 + 2 * backward) * 2 * 2 * weights / tp
     gathered = 2 * weights / tp * (1 + 2 * backward)  # forward; backward, with gradients
@@ -79,9 +79,9 @@ def train_work(
     ici = gathered * (fsdp - 1) / fsdp
     if backward:  # an all-reduce over dp of the part of the gradients that a device has
         ici += 2 * 4 * (weights + model.vocab_size * D) / (fsdp * tp) * (dp - 1) / dp
-    if tp > 1:  # each layer has two all-reduces per pass
-        ici += L * (passes - backward) * 2 * 2 * 2 * tokens * D * (tp - 1) / tp
-    return Work((passes * layers + head) / n, hbm, ici)
+    if tp > 1:  # each layer has two all-reduces in forward, in forward again, and in backward
+        ici += L * (times - backward) * 2 * 2 * 2 * tokens * D * (tp - 1) / tp
+    return Work((times * layers + head) / n, hbm, ici)
 
 
 def loss_costs(impl: str, n: int, D: int, V: int, device_kind: str) -> tuple[int, float]:

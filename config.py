@@ -2,20 +2,21 @@
 
 A setting is an environment variable, such as `NUM_PRE_Q=4`, or a line of YAML, such as
 `rollout.num_pre_q: 4`, in the file that `--config FILE.yaml` names. The YAML name is group.name in
-lower case; where it is another name, the table gives it. The environment wins over the file `.env`
-beside config.py, `.env` over the YAML file, and the YAML file over the defaults. If no layer sets
+lower case; docs/settings.md has those that differ. The environment wins over the file `.env` beside
+config.py, `.env` over the YAML file, and the YAML file over the defaults. If no layer sets
 MODEL_PATH, the settings of recipes/tiny.yaml replace the defaults. `python config.py` prints every
 setting with its value, meaning and default, as YAML that `--config` reads; with `--processes 2
 --local-devices 4` the batch sizes at the end are those of 2 processes with 4 devices each. A run
-prints a line `changed:` with each setting that is not at its default and the layer that set it. A
-run stops with exit code 2 and a line for each setting that is misspelt, malformed, in contradiction
-with another, or under the name of another program.
+prints a line `changed:` with the settings that are not at their defaults and the layer of each, and
+a line `note:` for what may be a mistake. It stops with exit code 2 and a line for each setting that
+is malformed or contradicts another, and for each name that is close to a setting's or is known from
+another program.
 
-In the table, every number is at least 0 if no other limit is given. "Results depend on" is `value`
-if a resumed run must keep the value of the setting, `content` if a resumed run must load the same
-files and get the same prompts and sizes, which the checkpoint records, and `none` if the setting
-may change: speed, memory, outputs or evaluation depend on it, and results at most by rounding. "Per
-process" is yes if the processes of a run may have different values.
+In the table of docs/settings.md, every number is at least 0 if no other limit is given. "Results
+depend on" is `value` if a resumed run must keep the value of the setting, `content` if it must load
+the same files and get the same prompts and sizes, which the checkpoint records, and `none` if the
+setting may change: speed, memory, outputs or evaluation depend on it, and results at most by
+rounding. "Per process" is yes if the processes of a run may have different values.
 """
 
 import argparse
@@ -24,7 +25,7 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,7 +34,8 @@ from runtime.parsing import REPO, Mistake, knob, to_text
 from runtime.sizes import MICRO_SIZES, PASS_SIZES, STEP_SIZES
 
 DTYPES = "auto|bfloat16|float32"
-TINY = REPO / "recipes" / "tiny.yaml"
+TINY_LAYER = "recipes/tiny.yaml"
+TINY = REPO / TINY_LAYER
 # Pairs (names, hidden): if a layer sets one of the names, lower layers lose all hidden ones.
 SYNONYMS = [(names, names) for names in (PASS_SIZES, STEP_SIZES, MICRO_SIZES)]
 # Any size that the user sets hides the sizes of recipes/tiny.yaml.
@@ -41,46 +43,46 @@ ANY_SIZES = PASS_SIZES + STEP_SIZES
 TINY_YIELDS = [(ANY_SIZES, ANY_SIZES + MICRO_SIZES), (("num_pre_q", *MICRO_SIZES), MICRO_SIZES)]
 
 # `knob` for each group; `results` says how the results of a run depend on a setting.
-model = functools.partial(knob, "model", results="content")
-data = functools.partial(knob, "data", results="content")
-rollout = functools.partial(knob, "rollout")
-rollout_size = functools.partial(rollout, results="content")
-reward = functools.partial(knob, "reward")
-train = functools.partial(knob, "train")
-speed = functools.partial(train, results="none")  # speed and memory of training
-loss = functools.partial(knob, "loss")
-evaluation = functools.partial(knob, "eval", results="none")
-run = functools.partial(knob, "run", results="none")
-local = functools.partial(run, per_process=True)  # settings of a single process
+in_model = functools.partial(knob, "model", results="content")
+in_data = functools.partial(knob, "data", results="content")
+in_rollout = functools.partial(knob, "rollout")
+rollout_size = functools.partial(in_rollout, results="content")
+in_reward = functools.partial(knob, "reward")
+in_train = functools.partial(knob, "train")
+speed = functools.partial(in_train, results="none")  # speed and memory of training
+in_loss = functools.partial(knob, "loss")
+in_eval = functools.partial(knob, "eval", results="none")
+in_run = functools.partial(knob, "run", results="none")
+local = functools.partial(in_run, per_process=True)  # settings of a single process
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """All settings, under their environment names in lower case."""
 
-    model_path: str = model(
+    model_path: str = in_model(
         "", "Hugging Face id or folder of the model; empty: recipes/tiny.yaml.", yaml="path"
     )
-    model_revision: str = model("", "Branch, tag or commit on the Hub; empty: the main branch.")
-    dtype: str = model(
+    model_revision: str = in_model("", "Branch, tag or commit on the Hub; empty: the main branch.")
+    dtype: str = in_model(
         "auto", "Compute dtype; auto: float32 on a CPU, else bfloat16.", choices=DTYPES
     )
-    chat_template: str = model("", "Jinja chat template; empty: the tokenizer's template.")
+    chat_template: str = in_model("", "Jinja chat template; empty: the tokenizer's template.")
 
-    dataset: str = data("openai/gsm8k", "Hugging Face id, file, or folder with SPLIT.jsonl files.")
-    dataset_config: str = data("main", "Configuration of a dataset on the Hub.")
-    train_split: str = data("train", "Split to train on.")
-    eval_split: str = data("test", "Split to evaluate on.", results="none")
-    question_column: str = data("question", "Column of the dataset that holds the question.")
-    answer_column: str = data("answer", "Column of the dataset that holds the answer.")
-    system_prompt: str = data("", "System prompt, or its file; empty: SYSTEM_PROMPT of rewards.py.")
-    max_prompt_length: int = data(0, "Longest prompt in tokens; 0: no limit.")
-    prompt_too_long: str = data(
+    dataset: str = in_data("openai/gsm8k", "Hugging Face id, file, or folder of SPLIT.jsonl files.")
+    dataset_config: str = in_data("", "Hub configuration; empty: main for GSM8K, else the default.")
+    train_split: str = in_data("train", "Split to train on.")
+    eval_split: str = in_data("test", "Split to evaluate on.", results="none")
+    question_column: str = in_data("question", "Column of the dataset that holds the question.")
+    answer_column: str = in_data("answer", "Column of the dataset that holds the answer.")
+    system_prompt: str = in_data("", "System prompt, or its file; empty: that of rewards.py.")
+    max_prompt_length: int = in_data(0, "Longest prompt in tokens; 0: no limit.")
+    prompt_too_long: str = in_data(
         "skip", "Skip prompts that are too long, or stop with an error.", choices="skip|error"
     )
-    seed: int = data(0, "Seed of data order and sampling.", at_most=2**31 - 1, results="value")
+    seed: int = in_data(0, "Seed of data order and sampling.", at_most=2**31 - 1, results="value")
 
-    rollout_backend: str = rollout(
+    rollout_backend: str = in_rollout(
         "naive", "Program that samples completions.", choices="naive", yaml="backend"
     )
     batch_size: int = rollout_size(
@@ -97,36 +99,33 @@ class Config:
     rollout_batch_size: int = rollout_size(
         0, "Sequences per step over all processes; 0: not set.", yaml="batch_size"
     )
-    num_pre_q: int = rollout(8, "K: number of completions per prompt.", at_least=1)
-    global_length: int = rollout(0, "Smallest padded length of a prompt in tokens.", results="none")
-    max_length_sample: int = rollout(1024, "Longest completion in tokens.", at_least=1)
-    temperature: float = rollout(1.0, "Temperature of sampling.", above=0)
-    top_k: int = rollout(0, "Sample among this many likeliest tokens; 0: all.")
-    top_p: float = rollout(1.0, "Sample within this probability mass.", above=0, at_most=1)
-    min_p: float = rollout(0.0, "Drop tokens below MIN_P times the highest probability.", below=1)
-    rollout_mesh_shape: str = rollout(
-        "auto",
-        "Rollout mesh: auto, or dp,fsdp,tp; -1: the rest.",
-        yaml="mesh_shape",
-        results="none",
+    num_pre_q: int = in_rollout(8, "K: number of completions per prompt.", at_least=1)
+    global_length: int = in_rollout(0, "Smallest padded prompt length, in tokens.", results="none")
+    max_length_sample: int = in_rollout(1024, "Longest completion in tokens.", at_least=1)
+    temperature: float = in_rollout(1.0, "Temperature of sampling.", above=0)
+    top_k: int = in_rollout(0, "Sample among this many likeliest tokens; 0: all.")
+    top_p: float = in_rollout(1.0, "Sample within this probability mass.", above=0, at_most=1)
+    min_p: float = in_rollout(0.0, "Drop tokens below MIN_P * the highest probability.", below=1)
+    rollout_mesh_shape: str = in_rollout(
+        "auto", "Rollout mesh: auto, or dp,fsdp,tp; -1: rest.", yaml="mesh_shape", results="none"
     )
 
-    dynamic_sampling: bool = rollout(False, "Sample until the rewards differ within enough groups.")
-    dynamic_sampling_max_rounds: int = rollout(4, "Most sampling rounds in a step.", at_least=1)
+    dynamic_sampling: bool = in_rollout(False, "Sample until rewards differ within enough groups.")
+    dynamic_sampling_max_rounds: int = in_rollout(4, "Most sampling rounds in a step.", at_least=1)
 
-    reward_weights: tuple[float, ...] = reward(
-        (1.0, 0.5, 0.5), "Weight of each reward function; 1 each if only REWARD_FN is set."
+    reward_weights: tuple[float, ...] = in_reward(
+        (), "Weight of each reward; empty: DEFAULTS in rewards.py, or 1 each with REWARD_FN."
     )
-    reward_fn: str = reward("", "Reward functions, such as my.py:name; empty: the built-in ones.")
-    reward_timeout_s: float = reward(
+    reward_fn: str = in_reward("", "Reward functions, such as my.py:name; empty: the default ones.")
+    reward_timeout_s: float = in_reward(
         10.0, "Seconds that a call of your function may take.", above=0, results="none"
     )
-    overlong_cache: int = reward(
+    overlong_cache: int = in_reward(
         0, "Tokens over which soft_overlong_penalty grows; 0: a fifth of MAX_LENGTH_SAMPLE."
     )
-    repetition_ngram: int = reward(3, "Tokens per n-gram of repetition_penalty.", at_least=1)
+    repetition_ngram: int = in_reward(3, "Tokens per n-gram of repetition_penalty.", at_least=1)
 
-    steps: int = train(100, "Number of training steps; 0: only evaluate.", results="content")
+    steps: int = in_train(100, "Number of training steps; 0: only evaluate.", results="content")
     train_micro_batch_size: int = speed(
         0, "Sequences per micro-step on each process; 0: not set.", yaml="micro_batch_size"
     )
@@ -136,100 +135,90 @@ class Config:
         yaml="per_device_micro_batch_size",
     )
     grad_accum_steps: int = speed(0, "Micro-steps per update; 0: derived from the sizes.")
-    ppo_epochs: int = train(1, "Number of updates per step.", at_least=1)
-    optimizer: str = train("adamw", "Update rule of the weights.", choices="adamw|lion|sgd")
-    learning_rate: float = train(1e-6, "Highest learning rate of the schedule.")
-    lr_schedule: str = train(
+    ppo_epochs: int = in_train(1, "Number of updates per step.", at_least=1)
+    optimizer: str = in_train("adamw", "Update rule of the weights.", choices="adamw|lion|sgd")
+    learning_rate: float = in_train(1e-6, "Highest learning rate of the schedule.")
+    lr_schedule: str = in_train(
         "warmup_cosine", "Learning rate after the warmup.", choices="warmup_cosine|linear|constant"
     )
-    warmup_ratio: float = train(0.05, "Fraction of the schedule that is warmup.", at_most=1)
-    lr_decay_steps: int = train(0, "Steps until the schedule ends; 0: STEPS.", results="content")
-    weight_decay: float = train(0.0, "Weight decay, decoupled from the gradient.")
-    clip_norm: float = train(1.0, "Largest global norm of the gradient; 0: no limit.")
+    warmup_ratio: float = in_train(0.05, "Fraction of the schedule that is warmup.", at_most=1)
+    lr_decay_steps: int = in_train(0, "Steps until the schedule ends; 0: STEPS.", results="content")
+    weight_decay: float = in_train(0.0, "Weight decay, decoupled from the gradient.")
+    clip_norm: float = in_train(1.0, "Largest global norm of the gradient; 0: no limit.")
     mesh_shape: str = speed("auto", "Training mesh: auto, or dp,fsdp,tp; -1: the rest.")
     remat: str = speed(
-        "full",
-        "What backward recomputes: nothing, all but matmuls (dots), or all.",
-        choices="none|dots|full",
+        "full", "What backward recomputes; dots: all but the matmuls.", choices="none|dots|full"
     )
     policy_loss_impl: str = speed("jax", "Code that computes logps.", choices="jax|pallas")
     attention_impl: str = speed("auto", "Code of attention.", choices="auto|xla|splash")
     layer_loop: str = speed("auto", "How a program runs layers.", choices="auto|scan|unroll")
 
-    loss_type: str = loss(
-        "dapo",
-        "Policy loss; see Objective in loss.py.",
-        choices="dapo|grpo|bnpo|dr_grpo|cispo|gspo|sapo",
+    loss_type: str = in_loss(
+        "dapo", "Loss; see Objective in loss.py.", choices="dapo|grpo|bnpo|dr_grpo|cispo|gspo|sapo"
     )
-    adv_estimator: str = loss(
-        "grpo",
-        "Advantages; see group_advantages in loss.py.",
-        choices="grpo|rloo|reinforce|reinforce++|gdpo",
+    adv_estimator: str = in_loss(
+        "grpo", "See group_advantages in loss.py.", choices="grpo|rloo|reinforce|reinforce++|gdpo"
     )
-    scale_rewards: str = loss(
+    scale_rewards: str = in_loss(
         "group", "Standard deviation that divides grpo's advantages.", choices="group|batch|none"
     )
-    eps_low: float = loss(0.2, "The ratio is clipped below 1 - EPS_LOW.", at_most=1)
-    eps_high: float = loss(0.2, "The ratio is clipped above 1 + EPS_HIGH; cispo: above EPS_HIGH.")
-    delta: float = loss(0.0, "Largest ratio in two-sided clipping; 0: no limit.")
-    importance_sampling_level: str = loss(
-        "token",
-        "One ratio per token or per sequence; gspo: per sequence.",
-        choices="token|sequence",
+    eps_low: float = in_loss(0.2, "The ratio is clipped below 1 - EPS_LOW.", at_most=1)
+    eps_high: float = in_loss(0.2, "The ratio is clipped above 1 + EPS_HIGH; cispo: at EPS_HIGH.")
+    delta: float = in_loss(0.0, "Largest ratio in two-sided clipping; 0: no limit.")
+    importance_sampling_level: str = in_loss(
+        "token", "One ratio per token or per sequence.", choices="token|sequence"
     )
-    beta: float = loss(0.0, "Weight of the KL to the reference; 0: no reference.")
-    kl_estimator: str = loss("k3", "Estimator of the KL.", choices="k1|k2|k3")
-    kl_bias_correction: bool = loss(
+    beta: float = in_loss(0.0, "Weight of the KL to the reference; 0: no reference.")
+    kl_estimator: str = in_loss("k3", "Estimator of the KL.", choices="k1|k2|k3")
+    kl_bias_correction: bool = in_loss(
         True, "Multiply the KL by the ratio, so that its gradient is unbiased."
     )
-    ref_sync_steps: int = loss(0, "Policy updates per update of the reference; 0: no updates.")
-    ref_sync_alpha: float = loss(
+    ref_sync_steps: int = in_loss(0, "Policy updates per update of the reference; 0: no updates.")
+    ref_sync_alpha: float = in_loss(
         0.6, "Weight of the policy in each update of the reference.", at_most=1
     )
-    entropy_coef: float = loss(0.0, "Weight of the entropy bonus.")
-    top_entropy_quantile: float = loss(
+    entropy_coef: float = in_loss(0.0, "Weight of the entropy bonus.")
+    top_entropy_quantile: float = in_loss(
         1.0, "Fraction of the tokens, those of highest entropy, to learn from.", above=0, at_most=1
     )
-    mask_truncated_completions: bool = loss(False, "Learn nothing from truncated completions.")
-    is_mode: str = loss(
+    mask_truncated_completions: bool = in_loss(False, "Learn nothing from truncated completions.")
+    is_mode: str = in_loss(
         "none",
         "Multiply the loss by p_trainer / p_sampler, capped by IS_CAP.",
         choices="none|token_truncate|token_mask|sequence_truncate|sequence_mask",
     )
-    is_cap: float = loss(
+    is_cap: float = in_loss(
         3.0, "Largest weight of IS_MODE; larger ones become IS_CAP (mask modes: 0).", at_least=1
     )
 
-    eval_every_steps: int = evaluation(10, "Steps between evaluations, from step 0 on; 0: never.")
-    eval_prompts: int = evaluation(128, "Questions per evaluation; 0: all.")
-    eval_full_sweep: bool = evaluation(False, "Evaluate the full split at the end.")
-    eval_samples: int = evaluation(1, "Completions per question; 1: greedy.", at_least=1)
-    accuracy_of: str = evaluation(
+    eval_every_steps: int = in_eval(10, "Steps between evaluations, from step 0 on; 0: never.")
+    eval_prompts: int = in_eval(128, "Questions per evaluation; 0: all.")
+    eval_full_sweep: bool = in_eval(False, "Evaluate the full split at the end.")
+    eval_samples: int = in_eval(1, "Completions per question; 1: greedy.", at_least=1)
+    accuracy_of: str = in_eval(
         "", "Reward function of the accuracy; empty: reward_correct, else the first one."
     )
-    accuracy_threshold: float = evaluation(1.0, "Smallest reward that counts as right.")
+    accuracy_threshold: float = in_eval(1.0, "Smallest reward that counts as right.")
 
-    output_dir: str = run("", "Folder of all outputs; empty: a new runs/NAME_UTC.")
-    checkpoint_dir: str = run(
+    output_dir: str = in_run("", "Folder of all outputs; empty: a new runs/NAME_UTC.")
+    checkpoint_dir: str = in_run(
         "", "Folder of checkpoints, also gs://bucket/folder; empty: OUTPUT_DIR/checkpoints."
     )
-    save_every_steps: int = run(50, "Steps between checkpoints; 0: none, not even at the end.")
-    save_keep: int = run(2, "Newest checkpoints to keep besides the best; 0: all.")
-    resume: str = run("auto", "Checkpoint to begin with: auto (the newest), never, or a path.")
-    resume_force: bool = run(False, "Resume although settings that change results have changed.")
-    preemption_grace_s: int = run(30, "Most seconds from SIGTERM to the end.", at_least=2)
-    nonfinite_limit: int = run(3, "Consecutive non-finite steps that end a run.", at_least=1)
-    export_hf: str = run("", "Folder of the exported model; empty: OUTPUT_DIR/hf; none: no export.")
-    export_dtype: str = run(
-        "auto", "Dtype of the exported weights; auto: as in the run.", choices=DTYPES
-    )
+    save_every_steps: int = in_run(50, "Steps between checkpoints; 0: none, not even at the end.")
+    save_keep: int = in_run(2, "Newest checkpoints to keep besides the best; 0: all.")
+    resume: str = in_run("auto", "Checkpoint to begin with: auto (the newest), never, or a path.")
+    resume_force: bool = in_run(False, "Resume although settings that change results have changed.")
+    preemption_grace_s: int = in_run(30, "Most seconds from SIGTERM to the end.", at_least=2)
+    nonfinite_limit: int = in_run(3, "Consecutive non-finite steps that end a run.", at_least=1)
+    export_hf: str = in_run("", "Folder of the export; empty: OUTPUT_DIR/hf; none: no export.")
+    export_dtype: str = in_run("auto", "Dtype of the export; auto: as in the run.", choices=DTYPES)
     print_train_time_breakdown: bool = local(False, "Print the seconds of each phase per step.")
     wandb_mode: str = local("disabled", "How W&B logs.", choices="disabled|online|offline")
     wandb_project: str = local("", "Project in W&B.")
     wandb_name: str = local("", "Name of the run in W&B.")
     jax_compilation_cache_dir: str = local("", "Folder of compiled programs; empty: .jax_cache.")
-    require_multihost: bool = run(False, "Stop if only one process joins.")
-    require_jax_process_count: int = run(0, "Stop unless this many processes join; 0: any number.")
+    require_multihost: bool = in_run(False, "Stop if only one process joins.")
+    require_jax_process_count: int = in_run(0, "Stop unless so many processes join; 0: any number.")
     init_timeout_s: int = local(90, "Seconds in which all processes must join.", at_least=1)
     heartbeat_timeout_s: int = local(30, "Seconds until a silent process is dead.", at_least=10)
 
@@ -239,101 +228,110 @@ class Config:
         return read_layers(env, config_file)[0]
 
 
-def contradictions(cfg: Config) -> list[str]:
-    """A line for each setting that another setting makes wrong or idle."""
+def idle_settings(cfg: Config) -> list[tuple[dataclasses.Field, str]]:
+    """The settings that are not at their defaults and that the table finds idle, with a line."""
     loss_type, estimator = f"LOSS_TYPE={cfg.loss_type}", f"ADV_ESTIMATOR={cfg.adv_estimator}"
-    functions, updates = f"REWARD_FN={cfg.reward_fn}", cfg.steps * cfg.ppo_epochs
-    idle = [  # a setting, what it needs to have an effect, and why it has none
-        ("kl_estimator", cfg.beta > 0, "BETA=0"),
-        ("kl_bias_correction", cfg.beta > 0, "BETA=0"),
-        ("ref_sync_steps", cfg.beta > 0, "BETA=0"),
-        ("ref_sync_alpha", cfg.ref_sync_steps > 0, "REF_SYNC_STEPS=0"),
-        ("is_cap", cfg.is_mode != "none", "IS_MODE=none"),
-        ("scale_rewards", cfg.adv_estimator == "grpo", estimator),
-        ("delta", cfg.loss_type not in ("cispo", "sapo"), loss_type),
-        ("eps_low", cfg.loss_type not in ("cispo", "sapo"), loss_type),
-        ("eps_high", cfg.loss_type != "sapo", loss_type),
+    functions, folder = f"REWARD_FN={cfg.reward_fn}", f"the folder MODEL_PATH={cfg.model_path}"
+    scheduled = cfg.lr_schedule != "constant" or cfg.warmup_ratio > 0
+    evaluates = cfg.eval_every_steps > 0 or cfg.eval_full_sweep
+    table = [  # settings, what they need to have an effect, and why they have none
+        ("model_revision", not os.path.isdir(cfg.model_path), folder),
+        ("dataset_config", not os.path.exists(cfg.dataset), f"the local DATASET={cfg.dataset}"),
+        ("prompt_too_long", cfg.max_prompt_length > 0, "MAX_PROMPT_LENGTH=0"),
         ("dynamic_sampling_max_rounds", cfg.dynamic_sampling, "DYNAMIC_SAMPLING=0"),
+        ("reward_timeout_s", ":" in cfg.reward_fn, functions),
         ("overlong_cache", "soft_overlong_penalty" in cfg.reward_fn, functions),
         ("repetition_ngram", "repetition_penalty" in cfg.reward_fn, functions),
-        (
-            "model_revision",
-            not os.path.isdir(cfg.model_path),
-            f"the folder MODEL_PATH={cfg.model_path}",
-        ),
-        ("dataset_config", not os.path.exists(cfg.dataset), f"the local DATASET={cfg.dataset}"),
+        ("lr_decay_steps", scheduled, "LR_SCHEDULE=constant and WARMUP_RATIO=0"),
+        ("scale_rewards", cfg.adv_estimator == "grpo", estimator),
+        ("delta eps_low", cfg.loss_type not in ("cispo", "sapo"), loss_type),
+        ("eps_high", cfg.loss_type != "sapo", loss_type),
+        ("importance_sampling_level", cfg.loss_type != "gspo", loss_type),
+        ("kl_estimator kl_bias_correction ref_sync_steps", cfg.beta > 0, "BETA=0"),
+        ("ref_sync_alpha", cfg.ref_sync_steps > 0, "REF_SYNC_STEPS=0"),
+        ("is_cap", cfg.is_mode != "none", "IS_MODE=none"),
+        ("eval_prompts", cfg.eval_every_steps > 0, "EVAL_EVERY_STEPS=0"),
+        ("eval_samples accuracy_of accuracy_threshold", evaluates, "EVAL_EVERY_STEPS=0"),
+        ("save_keep", cfg.save_every_steps > 0, "SAVE_EVERY_STEPS=0"),
+        ("resume_force", cfg.resume != "never", "RESUME=never"),
         ("export_dtype", cfg.export_hf != "none", "EXPORT_HF=none"),
+        ("wandb_project", cfg.wandb_mode != "disabled", "WANDB_MODE=disabled"),
     ]
-    found = [
-        f"{name.upper()}={to_text(getattr(cfg, name))} does nothing with {reason}; leave it out"
-        for name, has_effect, reason in idle
-        if getattr(cfg, name) != getattr(Config, name) and not has_effect
+    idle = {n: reason for names, needs, reason in table if not needs for n in names.split()}
+    return [
+        (field, f"{name.upper()}={to_text(getattr(cfg, name))} does nothing with {idle[name]}")
+        for name, field in Config.__dataclass_fields__.items()
+        if name in idle and getattr(cfg, name) != field.default
     ]
+
+
+def contradictions(cfg: Config) -> Iterator[str]:
+    """Lines about combinations that stop a run, idle settings of which results depend included."""
+    loss_type, estimator = f"LOSS_TYPE={cfg.loss_type}", f"ADV_ESTIMATOR={cfg.adv_estimator}"
+    updates = cfg.steps * cfg.ppo_epochs
+    for field, text in idle_settings(cfg):
+        if field.metadata["results"] != "none":
+            yield f"{text}; leave it out"
     if cfg.num_pre_q == 1 and cfg.steps and cfg.adv_estimator != "reinforce":
-        found.append(
+        yield (
             f"NUM_PRE_Q=1 leaves {estimator} nothing to compare a completion with; set at least 2, "
             f"or ADV_ESTIMATOR=reinforce"
         )
     if cfg.dynamic_sampling and cfg.adv_estimator == "reinforce":
-        found.append(
+        yield (
             "DYNAMIC_SAMPLING=1 drops groups of equal rewards, which teach with "
             "ADV_ESTIMATOR=reinforce; leave it out"
         )
     if cfg.loss_type == "cispo" and cfg.eps_high < 1:
-        found.append(
+        yield (
             f"EPS_HIGH={cfg.eps_high}: with {loss_type} this is the largest ratio, and below 1 it "
             f"shrinks every gradient; set EPS_HIGH=5"
         )
     if cfg.delta and cfg.delta <= (limit := 1 + cfg.eps_high):
-        found.append(
-            f"DELTA={cfg.delta} must be above 1 + EPS_HIGH = {limit}, where clipping begins"
-        )
+        yield f"DELTA={cfg.delta} must be above 1 + EPS_HIGH = {limit}, where clipping begins"
     if cfg.beta and cfg.kl_estimator == "k1" and not cfg.kl_bias_correction:
-        found.append(
-            "KL_ESTIMATOR=k1 has no gradient on average with KL_BIAS_CORRECTION=0; set it to 1"
-        )
+        yield "KL_ESTIMATOR=k1 has no gradient on average with KL_BIAS_CORRECTION=0; set it to 1"
     if cfg.ref_sync_steps > updates > 0:
-        found.append(
+        yield (
             f"REF_SYNC_STEPS={cfg.ref_sync_steps} is more than the run's {updates} updates "
             f"(STEPS * PPO_EPOCHS); lower it"
         )
     if cfg.is_mode.startswith("sequence") and (cfg.top_k > 0 or cfg.top_p < 1 or cfg.min_p > 0):
-        found.append(
+        yield (
             f"IS_MODE={cfg.is_mode} with TOP_K, TOP_P or MIN_P shrinks a sequence's weight with "
             f"every token; set token_truncate or token_mask"
         )
     if "://" in cfg.output_dir + cfg.export_hf:
-        found.append(
-            "OUTPUT_DIR and EXPORT_HF are folders of this machine; CHECKPOINT_DIR may be gs://"
-        )
+        yield "OUTPUT_DIR and EXPORT_HF are folders of this machine; CHECKPOINT_DIR may be gs://"
     if cfg.overlong_cache > cfg.max_length_sample:
-        found.append(
+        yield (
             f"OVERLONG_CACHE={cfg.overlong_cache} must be at most "
             f"MAX_LENGTH_SAMPLE={cfg.max_length_sample}"
         )
-    return found
 
 
-def notes(cfg: Config) -> list[str]:
-    """Lines about settings that may not do what the user expects, but are no mistakes."""
-    lines = []
+def notes(cfg: Config, layers: Mapping[str, str]) -> Iterator[str]:
+    """Lines about settings that may not do what the user expects, but are no mistakes.
+
+    layers: as from read_layers.
+    """
+    for field, text in idle_settings(cfg):
+        if field.metadata["results"] == "none" and layers[field.name] != TINY_LAYER:
+            yield text
     if 0 < cfg.lr_decay_steps < cfg.steps and cfg.lr_schedule != "constant":
-        lines.append(
+        yield (
             f"LR_DECAY_STEPS={cfg.lr_decay_steps} is less than STEPS={cfg.steps}: later steps have "
             f"learning rate 0"
         )
-    if cfg.ppo_epochs > 1 or not cfg.steps:
-        return lines
     names = [n for n in ("eps_low", "eps_high", "delta") if getattr(cfg, n) != getattr(Config, n)]
     idle = [f"{name.upper()}={getattr(cfg, name)}" for name in names]
     if cfg.loss_type in ("gspo", "cispo", "sapo"):
         idle.append(f"the ratios of LOSS_TYPE={cfg.loss_type}")
-    if idle:
-        lines.append(
+    if idle and cfg.ppo_epochs == 1 and cfg.steps:
+        yield (
             f"PPO_EPOCHS=1 makes every ratio 1, so that {' and '.join(idle)} do nothing; with "
             f"PPO_EPOCHS=2 they count"
         )
-    return lines
 
 
 def read_layers(
@@ -353,11 +351,8 @@ def read_layers(
     if not settings.get("model_path"):
         settings.pop("model_path", None)
         found = parsing.read_yaml(TINY, Config, mistakes)
-        layers = dict.fromkeys(found, "recipes/tiny.yaml") | layers
+        layers = dict.fromkeys(found, TINY_LAYER) | layers
         settings = parsing.overlay(settings, found, TINY_YIELDS)
-    if settings.get("reward_fn") and "reward_weights" not in settings:
-        settings["reward_weights"] = (1.0,) * len(settings["reward_fn"].split(","))
-        layers["reward_weights"] = "for REWARD_FN"
     cfg = Config(**settings)
     texts, wrong = [mistake.text for mistake in mistakes], {m.setting for m in mistakes}
     for text in [] if "MODEL_PATH" in wrong else contradictions(cfg):
@@ -382,12 +377,15 @@ class Command(NamedTuple):
 
     cfg: Config
     slice_name: str  # the slice that --plan names, or ""
-    lines: list[str]  # lines to print: the settings that are not at their defaults, and idle ones
+    lines: list[str]  # lines to print: the settings that are not at their defaults, and notes
 
 
 def load(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Command:
     """The settings of a command line and the environment; exits if they are only to be printed."""
-    parser = argparse.ArgumentParser(description="Example: STEPS=1 python train_grpo.py")
+    parser = argparse.ArgumentParser(
+        description="Settings are environment variables: STEPS=1 python train_grpo.py",
+        epilog="`python config.py` lists all settings.",
+    )
     parser.add_argument("--config", metavar="FILE.yaml", default="", help="settings as YAML")
     parser.add_argument("--print-config", action="store_true", help="print every setting and exit")
     parser.add_argument("--plan", metavar="SLICE", default="", help="say if the run fits there")
@@ -410,7 +408,8 @@ def load(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Command:
         layers |= {name.lower(): ".env" for name in dotenv}
         if args.print_config:
             parsing.print_and_exit(describe(cfg, args.processes, args.local_devices))
-        return Command(cfg, args.plan, [parsing.changed(cfg, layers), *notes(cfg)])
+        lines = [f"note: {line}" for line in (*notes(cfg, layers), *parsing.ignored_names(env))]
+        return Command(cfg, args.plan, [parsing.changed(cfg, layers), *lines])
     except ValueError as error:
         parsing.fail(error)
 

@@ -28,6 +28,8 @@ STRFTIME_NOW = "{% macro strftime_now(format) %}{{ " + " | ".join(["format", *_R
 STRFTIME_NOW += " }}{% endmacro +%}"
 _TAIL = 16  # A tag and the white space after it have fewer tokens than this.
 SUFFIXES = (".jsonl", ".json", ".parquet")
+# DATASET_CONFIG, if it is empty, of hub datasets with several configurations and no default.
+HUB_CONFIGS = {"openai/gsm8k": "main"}
 HELD_OUT = 0.1  # fraction of a single-file dataset that is held out for evaluation
 
 
@@ -58,6 +60,7 @@ def load_examples(
 
     A folder has a file for each split (train.jsonl, test-00000-of-00001.parquet). A single file has
     two splits: "test" is the last tenth of the examples, "train" all examples before.
+    dataset_config: of a hub dataset; "": HUB_CONFIGS, else the dataset's only or default one.
     question, answer: names of the columns that hold the question and the answer. Each example keeps
     all of its columns and also has these two texts as `question` and `answer`.
     Raises ValueError if a file is missing or is not JSON, or if an example lacks one of the texts.
@@ -124,13 +127,15 @@ def _split_files(folder: Path, split: str) -> list[Path]:
 def _read_hub(dataset: str, dataset_config: str, split: str) -> Iterator[tuple[str, Any]]:
     import datasets  # slow to import, and needed for the hub alone
 
+    name = dataset_config or HUB_CONFIGS.get(dataset, "")
     try:
-        loaded = datasets.load_dataset(dataset, dataset_config or None, split=split)
+        loaded = datasets.load_dataset(dataset, name or None, split=split)
         examples = loaded.to_list()
     except Exception as error:  # The errors of datasets, hub and proxy have no common base.
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(
-            f"DATASET={dataset}: no such local file or folder, and the hub says: {reason}"
+            f"DATASET={dataset}: no such local file or folder, and the hub says "
+            f"(DATASET_CONFIG={name}): {reason}"
         ) from None
     yield from _numbered(f"DATASET={dataset}:{split}", examples)
 

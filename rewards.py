@@ -3,10 +3,10 @@
 A reward function is `fn(completions, **columns)`. completions: the texts. columns: the tokens of
 the completions, `completion_ids`, and each column of the dataset (`answer` among them), as lists of
 the same length. It returns a list with one number per completion, or None where the function does
-not apply. Three reward functions are built in. REWARD_FN may also name the two penalties, and with
-file.py:name a function of any file, which runs in a separate process.
+not apply. REWARD_FN may name the functions of this file, two penalties among them, and with
+file.py:name a function of any file, which a reward worker runs.
 
-Dimensions: B completions of one call.
+Dimensions: n completions of one call.
 """
 
 import os
@@ -129,6 +129,8 @@ def tag_count_reward(completions: list[str], **columns: list) -> Rewards:
 
 
 BUILT_IN = {f.__name__: f for f in (reward_correct, reward_format, tag_count_reward)}
+# The functions of a run without REWARD_FN, and their weights if REWARD_WEIGHTS is empty.
+DEFAULTS = {"reward_correct": 1.0, "reward_format": 0.5, "tag_count_reward": 0.5}
 
 
 def penalties(
@@ -169,22 +171,29 @@ def total_rewards(
     functions: Sequence[RewardFunction],
     weights: Sequence[float],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the total rewards [B] and the rewards of each function [B, functions], both float64.
+    """Returns the total rewards [n] and the rewards of each function [n, functions], both float64.
 
-    completions: [B] texts. columns: lists of B values. weights: [functions]. A total is the
+    completions: [n] texts. columns: lists of n values. weights: [functions]. A total is the
     weighted sum over the functions that apply to the completion, as in TRL. A reward is NaN where
     the function does not apply, and a total is NaN where no function applies.
     Raises ValueError if the number of weights or a returned list is wrong.
     """
     stop_if_not_as_many(weights, functions)
-    per_function = np.full((len(completions), len(functions)), np.nan)  # [B, functions]
+    per_function = np.full((len(completions), len(functions)), np.nan)  # [n, functions]
     for k, function in enumerate(functions):
         per_function[:, k] = _as_floats(
             function, function(completions, **columns), len(completions)
         )
-    applies = ~np.isnan(per_function)  # [B, functions]
-    totals = np.where(applies, per_function * np.asarray(weights, float), 0.0).sum(1)  # [B]
+    applies = ~np.isnan(per_function)  # [n, functions]
+    totals = np.where(applies, per_function * np.asarray(weights, float), 0.0).sum(1)  # [n]
     return np.where(applies.any(1), totals, np.nan), per_function
+
+
+def weights_of(reward_weights: tuple[float, ...], reward_fn: str) -> tuple[float, ...]:
+    """Returns REWARD_WEIGHTS; if it is empty, 1 for each function that REWARD_FN names, and without
+    REWARD_FN the weights of DEFAULTS."""
+    ones = (1.0,) * len(reward_fn.split(","))
+    return reward_weights or (ones if reward_fn else tuple(DEFAULTS.values()))
 
 
 def stop_if_not_as_many(weights: Sequence[float], functions: Sequence[RewardFunction]) -> None:
@@ -215,13 +224,13 @@ def _as_floats(function: RewardFunction, returned: object, count: int) -> list[f
 def load_reward_functions(
     reward_fn: str, timeout_s: float, penalties: Mapping[str, RewardFunction] = MappingProxyType({})
 ) -> list[RewardFunction]:
-    """Returns the functions that REWARD_FN names, in its order; without names the built-in ones.
+    """Returns the functions that REWARD_FN names, in its order; without names those of DEFAULTS.
 
     reward_fn: names separated by commas, each of a built-in function, of one of `penalties`, or
     file.py:name. timeout_s: REWARD_TIMEOUT_S, the time limit of each call to a function of a file.
     Raises ValueError for an unknown name, a missing file, or a file that does not load.
     """
-    entries = [entry.strip() for entry in reward_fn.split(",")] if reward_fn else list(BUILT_IN)
+    entries = [entry.strip() for entry in reward_fn.split(",")] if reward_fn else list(DEFAULTS)
     names = [entry.rpartition(":")[2] for entry in entries]
     known = BUILT_IN | dict(penalties)
     for entry, name in zip(entries, names, strict=True):

@@ -212,6 +212,7 @@ def reward_completions(
     }
     columns["completion_ids"] = completions.ids()
     try:
-        return rewards.total_rewards(texts, columns, run.functions, run.cfg.reward_weights)
+        weights = rewards.weights_of(run.cfg.reward_weights, run.cfg.reward_fn)
+        return rewards.total_rewards(texts, columns, run.functions, weights)
     except ValueError as error:  # its message names the function
         raise UserMistake(str(error)) from None

@@ -186,7 +186,7 @@ def how_to_compute(
         choose_layer_loop(cfg.layer_loop, platform, remat) for remat in (cfg.remat, "none")
     )
     training = Compute(model, jnp.dtype(dtype), layouts.train, cfg.remat, impl, attention, loop)
-    # The rollout has no backward pass.
+    # The rollout has no backward.
     rollout = training._replace(layout=layouts.rollout, remat="none", layer_loop=rollout_loop)
     return training, rollout, f"; {layouts.reason}" if layouts.reason else ""
 
@@ -208,7 +208,9 @@ def optimizer_of(cfg: Config) -> Optimizer:
 
 def what_ran(run: Run) -> dict[str, str]:
     """What this machine has made of the settings that leave a choice, as config.yaml names it."""
+    weights = rewards.weights_of(run.cfg.reward_weights, run.cfg.reward_fn)
     return {
+        "derived.reward_weights": to_text(weights),
         "derived.policy_loss_impl": run.training.policy_loss_impl,
         "derived.attention_impl": run.training.attention_impl,
         "derived.layer_loop": run.training.layer_loop,
@@ -292,7 +294,8 @@ def reward_functions(cfg: Config) -> list[rewards.RewardFunction]:
     cache = cfg.overlong_cache or cfg.max_length_sample // 5
     penalties = rewards.penalties(cfg.max_length_sample, cache, cfg.repetition_ngram)
     functions = rewards.load_reward_functions(cfg.reward_fn, cfg.reward_timeout_s, penalties)
-    rewards.stop_if_not_as_many(cfg.reward_weights, functions)
+    weights = rewards.weights_of(cfg.reward_weights, cfg.reward_fn)
+    rewards.stop_if_not_as_many(weights, functions)
     return functions
 
 
@@ -349,6 +352,8 @@ def made_with(
 ) -> dict[str, str]:
     """The settings and sizes that the results follow from; a resumed run must have the same."""
     values = {name.upper(): to_text(getattr(cfg, name)) for name in compared_by_value(Config)}
+    weights = rewards.weights_of(cfg.reward_weights, cfg.reward_fn)
+    values["REWARD_WEIGHTS"] = to_text(weights)
     values["REWARD_FN"] = ",".join(Path(entry).name for entry in cfg.reward_fn.split(","))
     scheduled = cfg.lr_schedule != "constant" or cfg.warmup_ratio > 0
     values["LR_DECAY_STEPS (else STEPS)"] = str((cfg.lr_decay_steps or cfg.steps) * scheduled)

@@ -5,9 +5,9 @@ the others of its prompt, and makes the better ones more likely. Read `main` fro
 formulas are in loss.py, what happens in a rollout in rollout.py, the programs that run on devices
 in sampling.py and update.py, and all that comes before the first step in startup.py.
 
-Dimensions: P prompts of a step, K completions per prompt, B = P*K sequences, R sequences of a
-micro-batch. P, B and R count all processes together; b and r are this process's parts of B and R.
-S+1 padded prompt tokens, T padded completion tokens.
+Dimensions: P prompts of a step, K completions per prompt, B = P*K sequences, R sequences and G
+prompts of a micro-batch. P, B, R and G count all processes together; b and r are this process's
+parts of B and R. S+1 padded prompt tokens, T padded completion tokens.
 
 This departs from the GRPO paper (arXiv 2402.03300) in three points, as most of the field does:
  1. The loss is the mean over all completion tokens of the step, not the mean over each sequence
@@ -37,6 +37,7 @@ from loss import group_advantages, top_entropy_mask
 from metrics import Step, evaluation, log_step, not_finite, sampling_metrics
 from models import hf
 from models.model import Params
+from rewards import weights_of
 from rollout import Groups, Run, StepResults, reward_completions, sample_groups
 from runtime.chips import memory_errors_in_sizes
 from runtime.layout import gather_processes, local_part, shard_batch
@@ -101,18 +102,18 @@ def main(cfg: Config) -> None:
                 estimator=cfg.adv_estimator,
                 scale_rewards=cfg.scale_rewards,
                 per_function=groups.results.per_function,
-                weights=cfg.reward_weights,
+                weights=weights_of(cfg.reward_weights, cfg.reward_fn),
             )  # [B]
             # [B] True: the loss includes this completion. One that was cut off may be left out.
             counted = (groups.results.stopped > 0) | (not cfg.mask_truncated_completions)
             clock.lap("advantages")
 
-            # ---- Micro-batches, on the devices ---------------------------------------------------
+            # ---- Micro-batches, on the devices: arrays [G, S+1], [R, T] and [R] ------------------
             micro_batches = split_into_micro_batches(run, groups, advantages, counted)
-            clock.lap("shard")
+            clock.lap("shard")  # the next two programs count in the lap "update"
             micro_batches = with_ref_logps(run, ref_params, micro_batches)
             micro_batches, num_top_tokens = with_top_entropy(run, state.params, micro_batches)
-            counts = count_tokens(groups.results, counted, num_top_tokens)
+            counts = count_tokens(groups.results, counted, num_top_tokens)  # numbers on the host
 
             # ---- Update: PPO_EPOCHS optimizer steps, each on the gradients of all micro-batches --
             lr = learning_rate(
@@ -208,8 +209,7 @@ def with_top_entropy(
     """The micro-batches with their top_mask, and the number of tokens in the step that it keeps.
 
     Without TOP_ENTROPY_QUANTILE there is no top_mask, and the number is None. The entropies are
-    those before the first update. The threshold is that of the complete step, so that it does not
-    depend on the micro-batch.
+    those before the first update; the threshold is that of the complete step, not of a micro-batch.
     """
     if run.cfg.top_entropy_quantile == 1:
         return micro_batches, None

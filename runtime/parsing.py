@@ -90,21 +90,22 @@ _NAMES_ELSEWHERE = {
     "SEED": "RANDOM_SEED",
     "ROLLOUT_BACKEND": "ROLLOUT_ENGINE",
     "BATCH_SIZE": "ROLLOUT_PROMPT_BATCH_SIZE",
-    "NUM_PRE_Q": "NUM_GENERATIONS GROUP_SIZE rollout.n",
-    "MAX_LENGTH_SAMPLE": "MAX_NEW_TOKENS MAX_COMPLETION_LENGTH MAX_RESPONSE_LENGTH",
+    "NUM_PRE_Q": "NUM_GENERATIONS GROUP_SIZE ROLLOUT_N rollout.n",
+    "MAX_LENGTH_SAMPLE": "MAX_NEW_TOKENS MAX_COMPLETION_LENGTH MAX_RESPONSE_LENGTH MAX_LEN_SAMPLE",
     "REWARD_FN": "REWARD_FUNCS",
-    "STEPS": "MAX_STEPS TOTAL_TRAINING_STEPS",
+    "STEPS": "MAX_STEPS NUM_STEPS TOTAL_TRAINING_STEPS",
     "TRAIN_MICRO_BATCH_SIZE": "MICRO_BATCH_SIZE MICRO_BATCH",
     "TRAIN_PER_DEVICE_MICRO_BATCH_SIZE": "PER_DEVICE_TRAIN_BATCH_SIZE MICRO_BATCH_SIZE_PER_DEVICE "
     "PPO_MICRO_BATCH_SIZE_PER_GPU",
-    "GRAD_ACCUM_STEPS": "GRADIENT_ACCUMULATION_STEPS",
+    "GRAD_ACCUM_STEPS": "GRADIENT_ACCUMULATION_STEPS GRAD_ACCUM",
     "PPO_EPOCHS": "NUM_ITERATIONS",
+    "OPTIMIZER": "OPTIM",
     "LEARNING_RATE": "LR",
     "LR_SCHEDULE": "LR_SCHEDULER_TYPE",
     "CLIP_NORM": "MAX_GRAD_NORM GRAD_CLIP",
     "MESH_SHAPE": "MESH_SHAPE_FSDP",
     "REMAT": "GRADIENT_CHECKPOINTING",
-    "EPS_LOW": "EPSILON CLIP_RATIO_LOW CLIP_RATIO",
+    "EPS_LOW": "EPSILON EPSILON_LOW CLIP_RATIO_LOW CLIP_RATIO",
     "EPS_HIGH": "EPSILON_HIGH CLIP_RATIO_HIGH",
     "BETA": "KL_COEF KL_LOSS_COEF KL_BETA",
     "REF_SYNC_STEPS": "REF_MODEL_SYNC_STEPS",
@@ -112,6 +113,7 @@ _NAMES_ELSEWHERE = {
     "IS_MODE": "VLLM_IMPORTANCE_SAMPLING_MODE",
     "IS_CAP": "VLLM_IMPORTANCE_SAMPLING_CAP VLLM_IMPORTANCE_SAMPLING_CLIP_MAX",
     "EVAL_EVERY_STEPS": "EVAL_STEPS TEST_FREQ EVAL_EVERY",
+    "EVAL_SAMPLES": "NUM_GENERATIONS_EVAL",
     "SAVE_EVERY_STEPS": "SAVE_STEPS SAVE_FREQ",
     "SAVE_KEEP": "SAVE_TOTAL_LIMIT",
     "RESUME": "RESUME_FROM_CHECKPOINT",
@@ -128,10 +130,22 @@ NOT_SETTINGS = {
     "MAX_LENGTH_TOTAL": "a sequence is as long as its prompt and MAX_LENGTH_SAMPLE new tokens "
     "need; MAX_PROMPT_LENGTH limits the prompt",
     "USE_VLLM": "ROLLOUT_BACKEND names the program that samples",
+    "WARMUP_STEPS": "WARMUP_RATIO is the fraction of the schedule that is warmup",
+    "STEPS_PER_GENERATION": "a step samples once, and each of its PPO_EPOCHS updates uses all of "
+    "its sequences",
 }
 NOT_SETTINGS |= dict.fromkeys(
     ("EPOCHS", "NUM_TRAIN_EPOCHS", "TOTAL_EPOCHS"), NOT_SETTINGS["NUM_EPOCHS"]
 )
+NOT_SETTINGS["MAX_LENGTH"] = NOT_SETTINGS["MAX_LENGTH_TOTAL"]
+# Names like those of settings that an environment may have for other purposes: they stop no run.
+AMBIGUOUS = {
+    "MODEL": "MODEL_PATH",
+    "MODEL_NAME": "MODEL_PATH",
+    "DATASET_NAME": "DATASET",
+    "TRAIN_BATCH_SIZE": "ROLLOUT_GLOBAL_BATCH_SIZE",
+    "RUN_NAME": "WANDB_NAME",
+}
 # Environment names that start like this are never read as misspelt settings.
 FOREIGN = ("WANDB_", "JAX_", "HF_", "TPU_", "XLA_", "SGLANG_")
 
@@ -153,6 +167,12 @@ def other_name(
     return None
 
 
+def ignored_names(env: Mapping[str, str]) -> list[str]:
+    """A line for each ambiguous name in the environment whose setting the environment lacks."""
+    found = [(name, ours) for name, ours in AMBIGUOUS.items() if name in env and ours not in env]
+    return [f"{name}={env[name]} is ignored; the setting is called {ours}" for name, ours in found]
+
+
 # ---- Reading the environment and YAML ------------------------------------------------------------
 
 
@@ -169,7 +189,7 @@ def read_env(env: Mapping[str, str], config: type, mistakes: list[Mistake]) -> d
                 settings[known[name].name] = parse(known[name], env[name], name)
             except ValueError as error:
                 mistakes.append(Mistake(name, str(error)))
-        elif mistake := other_name(name, [name], {ours: ours for ours in known}):
+        elif mistake := other_name(name, [name, name.upper()], {ours: ours for ours in known}):
             mistakes.append(mistake)
         elif meant := misspelt(name, list(known)):
             text = f"unknown setting {name}; did you mean {meant}? {LIST_ALL}"
@@ -214,7 +234,7 @@ def parse(field: dataclasses.Field, text: str, label: str) -> Any:
         return BOOLS[text.lower()]
     if field.type in (int, float):
         return number(field.type, text, label, field.metadata["limits"])
-    return tuple(number(float, part, label, {}) for part in text.split(","))
+    return tuple(number(float, part, label, {}) for part in text.split(",")) if text else ()
 
 
 def number(kind: type, text: str, label: str, limits: Mapping[str, float]) -> int | float:

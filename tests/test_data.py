@@ -210,7 +210,7 @@ def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
     refused(lambda: load_examples(str(tmp_path), "", "dev"), other)
 
 
-def test_a_hub_that_cannot_be_reached_is_one_line_error(tmp_path: Path) -> None:
+def test_a_hub_that_cannot_be_reached_is_one_line_error_with_the_configuration(tmp_path: Path):
     server = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     cases = {  # environment -> what the line says
@@ -219,10 +219,12 @@ def test_a_hub_that_cannot_be_reached_is_one_line_error(tmp_path: Path) -> None:
     }
     code = """if True:
         import data
-        try:
-            data.load_examples("nobody/nothing-here", "main", "train")
-        except ValueError as error:
-            print(error)
+        for name in ("nobody/nothing-here", "openai/gsm8k"):
+            for config in ("", "socratic"):
+                try:
+                    data.load_examples(name, config, "train")
+                except ValueError as error:
+                    print(error)
     """
     base = {k: v for k, v in os.environ.items() if "proxy" not in k.lower() and k[:3] != "HF_"}
     for (name, value), says in cases.items():
@@ -234,9 +236,15 @@ def test_a_hub_that_cannot_be_reached_is_one_line_error(tmp_path: Path) -> None:
             timeout=120,
             env={**base, "HF_HOME": str(tmp_path), name: value},
         )
-        (printed,) = run.stdout.splitlines()
-        known = "DATASET=nobody/nothing-here: no such local file or folder, and the hub says: "
-        assert printed.startswith(known) and says in printed
+        lines = [line.partition("): ") for line in run.stdout.splitlines()]
+        told = "DATASET={}: no such local file or folder, and the hub says (DATASET_CONFIG={}"
+        assert [start for start, _, _ in lines] == [
+            told.format("nobody/nothing-here", ""),
+            told.format("nobody/nothing-here", "socratic"),
+            told.format("openai/gsm8k", "main"),
+            told.format("openai/gsm8k", "socratic"),
+        ]
+        assert says in lines[0][2]
     server.shutdown()
 
 

@@ -6,7 +6,15 @@ from pathlib import Path
 import pytest
 
 from config import Config
-from rewards import Rewards, load_reward_functions, penalties, total_rewards
+from rewards import (
+    BUILT_IN,
+    DEFAULTS,
+    Rewards,
+    load_reward_functions,
+    penalties,
+    total_rewards,
+    weights_of,
+)
 from startup import set_up
 
 
@@ -103,4 +111,14 @@ def test_the_overlong_penalty_begins_a_fifth_before_the_end_by_default() -> None
 def test_each_reward_that_reward_fn_names_has_weight_1_by_default(
     settings: dict, weights: tuple
 ) -> None:
-    assert Config.from_env(settings).reward_weights == weights
+    cfg = Config.from_env(settings)
+    assert weights_of(cfg.reward_weights, cfg.reward_fn) == weights
+
+
+def test_the_default_functions_are_built_in_and_a_new_built_in_one_changes_no_default() -> None:
+    assert DEFAULTS.keys() <= BUILT_IN.keys()
+    functions = load_reward_functions("", 1)
+    assert [function.__name__ for function in functions] == [*DEFAULTS]
+    assert len(weights_of((), "")) == len(functions)
+    made_with = set_up(Config.from_env({})).made_with
+    assert made_with["REWARD_WEIGHTS"] == "1.0,0.5,0.5"  # as in older checkpoints

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from test_config import DEFAULTS
 from test_reliability import arrays, records, start_run, wait_for
 from test_train import Result, finish
 
@@ -49,19 +50,11 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(out: Path, short
     assert len(kept) == 1, "the damaged checkpoint is set aside, not deleted"
 
 
-COMPARED = """
-    seed rollout_backend num_pre_q max_length_sample temperature top_k top_p min_p
-    dynamic_sampling dynamic_sampling_max_rounds reward_weights reward_fn overlong_cache
-    repetition_ngram ppo_epochs optimizer learning_rate lr_schedule warmup_ratio weight_decay
-    clip_norm loss_type adv_estimator scale_rewards eps_low eps_high delta importance_sampling_level
-    beta kl_estimator kl_bias_correction ref_sync_steps ref_sync_alpha entropy_coef
-    top_entropy_quantile mask_truncated_completions is_mode is_cap
-"""
+COMPARED = [setting.partition("=")[0] for setting in DEFAULTS["value"].split()]
 
 
 def test_a_resumed_run_must_keep_exactly_these_settings() -> None:
-    """A new setting has to be added here, or marked as one that does not change the results."""
-    assert compared_by_value(Config) == COMPARED.split()
+    assert compared_by_value(Config) == COMPARED
 
 
 WEIGHTS = """
@@ -77,7 +70,7 @@ def test_a_checkpoint_keeps_the_names_by_which_older_checkpoints_are_compared(sh
     """A run refuses a checkpoint with other names, even if nothing but the names has changed."""
     record = json.loads((short / "checkpoints" / "3" / "record" / "metadata").read_text())
     assert list(record["made_with"]) == [
-        *(name.upper() for name in COMPARED.split()),
+        *(name.upper() for name in COMPARED),
         "LR_DECAY_STEPS (else STEPS)",
         "prompts per step",
         "DTYPE",

@@ -41,7 +41,7 @@ def line_of(field: dataclasses.Field) -> str:
     """The line of one setting in the table."""
     about = field.metadata
     name = field.name.upper() + (f", in YAML {yaml_name(field)}" if about["yaml"] else "")
-    default = "empty" if field.default == "" else to_text(field.default)
+    default = "empty" if field.default in ("", ()) else to_text(field.default)
     text = about["help"]
     if about["choices"]:
         text += f" Choices: {about['choices'].replace('|', ', ')}."

@@ -1,0 +1,154 @@
+"""config.py: combinations of settings that stop a run, and those that get a line `note:`."""
+
+from pathlib import Path
+
+import pytest
+from test_config import REAL, env, rows
+
+import config
+from config import Config
+from runtime import parsing
+
+HERE = str(Path(__file__).resolve().parent)  # a folder
+
+# ---- Combinations that stop a run ----------------------------------------------------------------
+
+CONTRADICTIONS = """
+NUM_PRE_Q=1 -> NUM_PRE_Q=1 leaves ADV_ESTIMATOR=grpo nothing to compare a completion with;
+    set at least 2, or ADV_ESTIMATOR=reinforce
+NUM_PRE_Q=1 ADV_ESTIMATOR=reinforce++ -> NUM_PRE_Q=1 leaves ADV_ESTIMATOR=reinforce++ nothing to
+    compare a completion with; set at least 2, or ADV_ESTIMATOR=reinforce
+ADV_ESTIMATOR=reinforce DYNAMIC_SAMPLING=1 -> DYNAMIC_SAMPLING=1 drops groups of equal rewards,
+    which teach with ADV_ESTIMATOR=reinforce; leave it out
+LOSS_TYPE=cispo -> EPS_HIGH=0.2: with LOSS_TYPE=cispo this is the largest ratio, and below 1 it
+    shrinks every gradient; set EPS_HIGH=5
+BETA=1 KL_ESTIMATOR=k1 KL_BIAS_CORRECTION=0 -> KL_ESTIMATOR=k1 has no gradient on average with
+    KL_BIAS_CORRECTION=0; set it to 1
+IS_MODE=sequence_mask TOP_P=0.9 -> IS_MODE=sequence_mask with TOP_K, TOP_P or MIN_P shrinks a
+    sequence's weight with every token; set token_truncate or token_mask
+BETA=1 REF_SYNC_STEPS=201 PPO_EPOCHS=2 -> REF_SYNC_STEPS=201 is more than the run's 200 updates
+    (STEPS * PPO_EPOCHS); lower it
+LOSS_TYPE=cispo EPS_HIGH=5 DELTA=7 -> DELTA=7.0 does nothing with LOSS_TYPE=cispo; leave it out
+LOSS_TYPE=sapo DELTA=2 -> DELTA=2.0 does nothing with LOSS_TYPE=sapo; leave it out
+DELTA=1.5 EPS_HIGH=0.5 -> DELTA=1.5 must be above 1 + EPS_HIGH = 1.5, where clipping begins
+ADV_ESTIMATOR=rloo SCALE_REWARDS=none -> SCALE_REWARDS=none does nothing with ADV_ESTIMATOR=rloo;
+    leave it out
+ADV_ESTIMATOR=gdpo SCALE_REWARDS=batch -> SCALE_REWARDS=batch does nothing with ADV_ESTIMATOR=gdpo;
+    leave it out
+KL_ESTIMATOR=k1 -> KL_ESTIMATOR=k1 does nothing with BETA=0; leave it out
+KL_BIAS_CORRECTION=0 -> KL_BIAS_CORRECTION=false does nothing with BETA=0; leave it out
+REF_SYNC_STEPS=5 -> REF_SYNC_STEPS=5 does nothing with BETA=0; leave it out
+REF_SYNC_ALPHA=1 BETA=1 -> REF_SYNC_ALPHA=1.0 does nothing with REF_SYNC_STEPS=0; leave it out
+IS_CAP=2 -> IS_CAP=2.0 does nothing with IS_MODE=none; leave it out
+LOSS_TYPE=cispo EPS_HIGH=5 EPS_LOW=0.1 -> EPS_LOW=0.1 does nothing with LOSS_TYPE=cispo; leave it
+    out
+DYNAMIC_SAMPLING_MAX_ROUNDS=3 -> DYNAMIC_SAMPLING_MAX_ROUNDS=3 does nothing with DYNAMIC_SAMPLING=0;
+    leave it out
+OVERLONG_CACHE=5 -> OVERLONG_CACHE=5 does nothing with REWARD_FN=; leave it out
+REPETITION_NGRAM=2 REWARD_FN=reward_correct -> REPETITION_NGRAM=2 does nothing with
+    REWARD_FN=reward_correct; leave it out
+PROMPT_TOO_LONG=error -> PROMPT_TOO_LONG=error does nothing with MAX_PROMPT_LENGTH=0; leave it out
+LR_DECAY_STEPS=9 LR_SCHEDULE=constant WARMUP_RATIO=0 -> LR_DECAY_STEPS=9 does nothing with
+    LR_SCHEDULE=constant and WARMUP_RATIO=0; leave it out
+LOSS_TYPE=gspo IMPORTANCE_SAMPLING_LEVEL=sequence -> IMPORTANCE_SAMPLING_LEVEL=sequence does nothing
+    with LOSS_TYPE=gspo; leave it out
+MODEL_PATH={tests} MODEL_REVISION=v2 -> MODEL_REVISION=v2 does nothing with the folder
+    MODEL_PATH={tests}; leave it out
+DATASET={tests} DATASET_CONFIG=x -> DATASET_CONFIG=x does nothing with the local DATASET={tests};
+    leave it out
+REWARD_FN=soft_overlong_penalty OVERLONG_CACHE=1025 -> OVERLONG_CACHE=1025 must be at most
+    MAX_LENGTH_SAMPLE=1024
+"""
+AGREEMENTS = """
+NUM_PRE_Q=2
+NUM_PRE_Q=1 ADV_ESTIMATOR=reinforce
+NUM_PRE_Q=1 STEPS=0
+LOSS_TYPE=cispo EPS_HIGH=1
+LOSS_TYPE=sapo
+LOSS_TYPE=gspo DELTA=2
+DELTA=1.5 EPS_HIGH=0.49
+SCALE_REWARDS=none LOSS_TYPE=dr_grpo
+SCALE_REWARDS=batch
+ADV_ESTIMATOR=rloo SCALE_REWARDS=group
+REF_SYNC_STEPS=5 BETA=0.01
+REF_SYNC_STEPS=5 REF_SYNC_ALPHA=1 BETA=1
+REWARD_FN=soft_overlong_penalty OVERLONG_CACHE=1024
+BETA=1 KL_ESTIMATOR=k1
+IS_MODE=token_mask IS_CAP=2 TOP_P=0.9
+PROMPT_TOO_LONG=error MAX_PROMPT_LENGTH=99
+LR_DECAY_STEPS=9 LR_SCHEDULE=constant
+LOSS_TYPE=grpo IMPORTANCE_SAMPLING_LEVEL=sequence
+MODEL_REVISION=v2 DATASET_CONFIG=x
+"""
+
+
+@pytest.mark.parametrize(("settings", "message"), rows(CONTRADICTIONS))
+def test_settings_that_contradict_each_other_are_an_error_that_says_what_would_do(
+    settings, message
+):
+    with pytest.raises(ValueError) as error:
+        Config.from_env(env(f"{REAL} {settings}".replace("{tests}", HERE)))
+    assert str(error.value) == message.replace("{tests}", HERE)
+
+
+@pytest.mark.parametrize("settings", AGREEMENTS.strip().splitlines())
+def test_similar_settings_without_a_contradiction_pass(settings: str) -> None:
+    Config.from_env(env(f"{REAL} {settings}"))
+
+
+# ---- Lines about combinations that are no mistakes -----------------------------------------------
+
+NOTES = """
+LR_DECAY_STEPS=100 STEPS=200 -> LR_DECAY_STEPS=100 is less than STEPS=200: later steps have learning
+    rate 0
+EPS_HIGH=0.3 -> {ratios} EPS_HIGH=0.3 {idle}
+DELTA=4 EPS_LOW=0.1 -> {ratios} EPS_LOW=0.1 and DELTA=4.0 {idle}
+LOSS_TYPE=gspo EPS_LOW=3e-4 -> {ratios} EPS_LOW=0.0003 and the ratios of LOSS_TYPE=gspo {idle}
+LOSS_TYPE=sapo -> {ratios} the ratios of LOSS_TYPE=sapo {idle}
+REWARD_TIMEOUT_S=5 -> REWARD_TIMEOUT_S=5.0 does nothing with REWARD_FN=
+EVAL_PROMPTS=9 EVAL_EVERY_STEPS=0 -> EVAL_PROMPTS=9 does nothing with EVAL_EVERY_STEPS=0
+EVAL_PROMPTS=9 EVAL_EVERY_STEPS=0 EVAL_FULL_SWEEP=1 -> EVAL_PROMPTS=9 does nothing with
+    EVAL_EVERY_STEPS=0
+EVAL_SAMPLES=2 EVAL_EVERY_STEPS=0 -> EVAL_SAMPLES=2 does nothing with EVAL_EVERY_STEPS=0
+ACCURACY_OF=f EVAL_EVERY_STEPS=0 -> ACCURACY_OF=f does nothing with EVAL_EVERY_STEPS=0
+ACCURACY_THRESHOLD=2 EVAL_EVERY_STEPS=0 -> ACCURACY_THRESHOLD=2.0 does nothing with
+    EVAL_EVERY_STEPS=0
+SAVE_KEEP=0 SAVE_EVERY_STEPS=0 -> SAVE_KEEP=0 does nothing with SAVE_EVERY_STEPS=0
+RESUME=never RESUME_FORCE=1 -> RESUME_FORCE=true does nothing with RESUME=never
+EXPORT_HF=none EXPORT_DTYPE=float32 -> EXPORT_DTYPE=float32 does nothing with EXPORT_HF=none
+WANDB_PROJECT=grpo -> WANDB_PROJECT=grpo does nothing with WANDB_MODE=disabled
+MODEL=org/name -> MODEL=org/name is ignored; the setting is called MODEL_PATH
+DATASET_NAME=org/name -> DATASET_NAME=org/name is ignored; the setting is called DATASET
+"""
+NO_NOTES = """
+LR_DECAY_STEPS=100 STEPS=200 LR_SCHEDULE=constant
+EPS_HIGH=0.3 PPO_EPOCHS=2
+LOSS_TYPE=gspo STEPS=0
+LOSS_TYPE=grpo
+REWARD_FN=a.py:f REWARD_TIMEOUT_S=5
+EVAL_EVERY_STEPS=0
+EVAL_SAMPLES=2 EVAL_EVERY_STEPS=0 EVAL_FULL_SWEEP=1
+WANDB_PROJECT=grpo WANDB_MODE=offline
+MODEL=org/name MODEL_PATH=org/other
+"""
+
+
+@pytest.mark.parametrize(("settings", "note"), rows(NOTES))
+def test_a_line_says_what_does_nothing_or_may_not_be_meant(settings: str, note: str) -> None:
+    ratios, idle = "PPO_EPOCHS=1 makes every ratio 1, so that", "do nothing; with PPO_EPOCHS=2 they"
+    note = note.replace("{ratios}", ratios).replace("{idle}", f"{idle} count")
+    assert config.load([], env(settings)).lines[1:] == [f"note: {note}"]
+
+
+@pytest.mark.parametrize("settings", NO_NOTES.strip().splitlines())
+def test_there_is_no_line_about_settings_with_an_effect_nor_about_those_of_the_tiny_recipe(
+    settings: str,
+) -> None:
+    """recipes/tiny.yaml sets EVAL_PROMPTS."""
+    assert config.load([], env(settings)).lines[1:] == []
+
+
+def test_names_that_other_programs_may_set_are_no_settings_and_lead_to_settings() -> None:
+    names = {name.upper() for name in Config.__dataclass_fields__}
+    assert set(parsing.AMBIGUOUS.values()) <= names
+    assert not parsing.AMBIGUOUS.keys() & {*names, *parsing.OTHER_NAMES, *parsing.NOT_SETTINGS}

@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from subprocess import PIPE
 from typing import NamedTuple
@@ -283,24 +284,39 @@ def test_a_question_may_have_more_samples_than_an_evaluation_pass_has_sequences(
     assert re.search(rf"^eval step=0 .*questions=3 .* pass_at_{samples}=", result.lines, re.M)
 
 
+def write_countdown(file: Path) -> None:
+    """Writes the reward function of the last example in docs/rewards_and_data.md."""
+    text = (REPO / "docs" / "rewards_and_data.md").read_text(encoding="utf-8")
+    file.write_text(text.split("```python\n")[2].split("```")[0])
+
+
 COUNTDOWN = """
-def countdown(completions, answer, **columns):
-    \"\"\"1 for an expression of two operands that makes the target, 0 for the bare target.\"\"\"
-    def value(text):
-        left, plus, right = text.rpartition("<answer>")[2].partition("</answer>")[0].partition("+")
-        return int(left) + int(right) if plus and left.isdigit() and right.isdigit() else None
-    return [float(value(text) == int(target)) for text, target in zip(completions, answer)]
+    1 (8-3)*1+1 6 8 3 1 1 | 1 3*8 24 3 8 | 0 24 24 3 8 | 0 8*3*1 24 3 8 | 0 38-14 24 3 8 14
+    0 9**9**9**9 6 9 9 9 9 | 0 3(8) 24 3 8 | 0 3/(3-3) 24 3 3 3 | 0 (3*8 24 3 8 | 0 3+8 24 3 8
 """
+
+
+def test_the_countdown_of_the_docs_rewards_calculations_with_the_numbers_of_the_question(
+    tmp_path: Path,
+) -> None:
+    """Each case is the reward, the calculation, the answer, and the numbers of the question."""
+    write_countdown(tmp_path / "countdown.py")
+    (countdown,) = load_reward_functions(f"{tmp_path}/countdown.py:countdown", timeout_s=10)
+    cases = [case.split() for line in COUNTDOWN.strip().splitlines() for case in line.split("|")]
+    rewards, texts, answers, *_ = zip(*cases, strict=False)
+    with closing(countdown):
+        given = countdown(
+            [f"<answer>{text}</answer>" for text in texts] + ["<answer>" + "-" * 9999 + "3*8"],
+            question=[f"Reach {case[2]} with {case[3:]}." for case in cases] + ["3 8 24"],
+            answer=[*answers, "24"],
+        )
+    assert given == [*map(float, rewards), 0.0]
 
 
 def test_accuracy_is_of_the_user_s_task_and_not_of_gsm8k(out: Path) -> None:
     """The tiny model answers 13 + 14 with the bare target, which countdown does not count."""
     file, dataset = out / "countdown.py", out / "countdown.jsonl"
-    file.write_text(COUNTDOWN)
-    (countdown,) = load_reward_functions(f"{file}:countdown", timeout_s=10)
-    texts = ["<answer>13+14</answer>", "<answer>27</answer>"]
-    assert countdown(texts, answer=["27", "27"]) == [1.0, 0.0]
-    countdown.close()
+    write_countdown(file)
     question = "Ana has {a} apples and buys {b} more. Then Ana gives away 0. How many?"
     pairs = [(a, b) for a in range(10, 15) for b in range(10, 14)]
     lines = [
@@ -350,6 +366,7 @@ def test_config_yaml_has_the_settings_and_what_the_machine_has_made_of_them(out:
     saved = (out / "asked" / "config.yaml").read_text().splitlines()
     asked = [line.partition("#")[0].strip() for line in saved]
     assert "train.policy_loss_impl: pallas" in asked and "model.dtype: auto" in asked
+    assert "derived.reward_weights: 1.0,0.5,0.5,0.0" in asked
     assert "derived.policy_loss_impl: jax" in asked and "derived.dtype: float32" in asked
 
 

@@ -55,7 +55,7 @@ def test_several_models_answer_a_question_of_the_user_s_side_by_side(
 
 
 def test_the_system_prompt_the_dataset_and_the_limit_are_those_of_the_command(
-    cache: Path, tmp_path: Path
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     example = json.dumps({"question": APPLES, "answer": "#### 18"})
     (tmp_path / "two.jsonl").write_text(f"{example}\n{example}\n")
@@ -66,6 +66,8 @@ def test_the_system_prompt_the_dataset_and_the_limit_are_those_of_the_command(
     assert short != "" and BEFORE.startswith(short)
     code, other, _ = ask(cache, *models, "--max-tokens", "8", "--system-prompt", "Answer: 3 ")
     assert code == 0 and other.splitlines()[-1] != short
+    monkeypatch.setenv("SYSTEM_PROMPT", "Answer: 3 ")  # the setting, as in a run
+    assert ask(cache, *models, "--max-tokens", "8")[:2] == (0, other)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@
 
 A model is a Hugging Face folder, such as the `hf` of a run, or the id of a model on the hub. The
 prompt is that of a run: the chat template of the model, with the system prompt of rewards.py. The
-settings CHAT_TEMPLATE, QUESTION_COLUMN, ANSWER_COLUMN, EVAL_SPLIT and DATASET_CONFIG count too.
+settings CHAT_TEMPLATE, SYSTEM_PROMPT, QUESTION_COLUMN, ANSWER_COLUMN, EVAL_SPLIT and DATASET_CONFIG
+count too.
 Every model is computed on one device.
 """
 
@@ -87,7 +88,7 @@ def main() -> None:
         "--number", type=int, default=1, help="Number of a held-out question, from 1."
     )
     parser.add_argument("--dataset", default=str(REPO / "tiny"), help="As the setting DATASET.")
-    parser.add_argument("--system-prompt", default="", help="As SYSTEM_PROMPT.")
+    parser.add_argument("--system-prompt", default="", help="Instead of SYSTEM_PROMPT.")
     parser.add_argument("--max-tokens", type=int, default=512, help="Longest completion.")
     args = parser.parse_args()
     try:
@@ -107,7 +108,7 @@ def main() -> None:
                     f"--number {args.number}: the dataset has the questions 1 to {len(examples)}"
                 )
             example = examples[args.number - 1]
-        system_prompt = data.text_of(args.system_prompt) or SYSTEM_PROMPT
+        system_prompt = data.text_of(args.system_prompt or cfg.system_prompt) or SYSTEM_PROMPT
         print(*(example[name] for name in ("question", "answer") if name in example), sep="\n")
         ask = (example["question"], system_prompt, args.max_tokens, cfg.chat_template)
         texts = {path: complete(path, *ask) for path in args.models}

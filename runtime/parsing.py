@@ -131,21 +131,15 @@ NOT_SETTINGS = {
     "need; MAX_PROMPT_LENGTH limits the prompt",
     "USE_VLLM": "ROLLOUT_BACKEND names the program that samples",
     "WARMUP_STEPS": "WARMUP_RATIO is the fraction of the schedule that is warmup",
-    "STEPS_PER_GENERATION": "a step samples once, and each of its PPO_EPOCHS updates uses all of "
-    "its sequences",
+    "STEPS_PER_GENERATION": "a step makes PPO_EPOCHS updates, each with all of its sequences",
 }
 NOT_SETTINGS |= dict.fromkeys(
     ("EPOCHS", "NUM_TRAIN_EPOCHS", "TOTAL_EPOCHS"), NOT_SETTINGS["NUM_EPOCHS"]
 )
 NOT_SETTINGS["MAX_LENGTH"] = NOT_SETTINGS["MAX_LENGTH_TOTAL"]
 # Names like those of settings that an environment may have for other purposes: they stop no run.
-AMBIGUOUS = {
-    "MODEL": "MODEL_PATH",
-    "MODEL_NAME": "MODEL_PATH",
-    "DATASET_NAME": "DATASET",
-    "TRAIN_BATCH_SIZE": "ROLLOUT_GLOBAL_BATCH_SIZE",
-    "RUN_NAME": "WANDB_NAME",
-}
+AMBIGUOUS = {"MODEL": "MODEL_PATH", "MODEL_NAME": "MODEL_PATH", "DATASET_NAME": "DATASET"}
+AMBIGUOUS |= {"TRAIN_BATCH_SIZE": "ROLLOUT_GLOBAL_BATCH_SIZE", "RUN_NAME": "WANDB_NAME"}
 # Environment names that start like this are never read as misspelt settings.
 FOREIGN = ("WANDB_", "JAX_", "HF_", "TPU_", "XLA_", "SGLANG_")
 

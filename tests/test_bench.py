@@ -86,7 +86,7 @@ def test_the_flops_of_a_step_by_hand() -> None:
     a, b = Workload(R=32, G=8, S=63, T=128), Workload(R=32, G=4, S=383, T=256)
     assert step_flops(RACE, Config(), a) == (forward, 3 * forward)
     assert step_flops(RACE, Config(), b)[1] == pytest.approx(336.0e9, rel=1e-4)
-    more = Config(ppo_epochs=2, beta=0.1, top_entropy_quantile=0.2)  # 2 * 3 + 1 + 1 passes
+    more = Config(ppo_epochs=2, beta=0.1, top_entropy_quantile=0.2)  # 2 * 3 + 1 + 1 forwards
     assert step_flops(RACE, more, a) == (forward, 8 * forward)
 
 

@@ -65,7 +65,7 @@ NOT_HERE = {
     "MAX_LENGTH_TOTAL": "a sequence is as long as its prompt and MAX_LENGTH_SAMPLE new tokens need",
     "MAX_LENGTH": "a sequence is as long as its prompt and MAX_LENGTH_SAMPLE new tokens need",
     "WARMUP_STEPS": "WARMUP_RATIO is the fraction of the schedule that is warmup",
-    "STEPS_PER_GENERATION": "a step samples once, and each of its PPO_EPOCHS updates uses all of ",
+    "STEPS_PER_GENERATION": "a step makes PPO_EPOCHS updates, each with all of its sequences",
 }
 
 

@@ -41,13 +41,13 @@ from tools.roofline import model_flops
 def step_flops(model: ModelConfig, cfg: Config, workload: Workload) -> tuple[float, float]:
     """The FLOPs of the matmuls that the rollout and the update of a step need.
 
-    The rollout is one forward pass. An update is three: its backward has two matmuls for each
+    The rollout is one forward. An update is three: its backward has two matmuls for each
     matmul of forward. What remat, tiles and padding add is not counted. workload: the entire step,
     with each prompt once for its K completions.
     """
     forward = model_flops(model, workload)
-    passes = 3 * cfg.ppo_epochs + (cfg.beta > 0) + (cfg.top_entropy_quantile < 1)
-    return forward, passes * forward
+    times = 3 * cfg.ppo_epochs + (cfg.beta > 0) + (cfg.top_entropy_quantile < 1)
+    return forward, times * forward
 
 
 def matmul_gflops() -> float:
@@ -120,9 +120,9 @@ def main() -> None:
     # The devices that jax shows of a CPU share its cores.
     devices = 1 if jax.default_backend() == "cpu" else jax.device_count()
     result |= {"update_flops": update, "rollout_flops": rollout, "matmul_peak_gflops": peak}
-    share = update / result["steady_train_s"] / (peak * 1e9 * devices)
+    fraction = update / result["steady_train_s"] / (peak * 1e9 * devices)
     result = {name: round(value, 3) for name, value in result.items()}
-    result |= {"update_share_of_peak": round(share, 4), "device": jax.devices()[0].device_kind}
+    result |= {"update_share_of_peak": round(fraction, 4), "device": jax.devices()[0].device_kind}
     Path(sys.argv[1]).write_text(json.dumps(result), encoding="utf-8")
 
 

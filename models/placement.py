@@ -86,11 +86,12 @@ def choose_layer_loop(setting: str, platform: str, remat: str) -> str:
     """scan or unroll.
 
     A scan copies each layer's weights and caches out of stacked arrays, which TPUs avoid and which
-    their compile time is worth. Unrolled on a CPU, XLA would not compute again what REMAT drops.
+    their compile time is worth. REMAT is for memory, and a scan needs less: unrolled, XLA would not
+    compute again on a CPU what REMAT drops, and on a GPU it keeps more arrays and compiles slowly.
     """
     if setting != "auto":
         return setting
-    return "scan" if platform == "tpu" or (platform == "cpu" and remat != "none") else "unroll"
+    return "scan" if platform == "tpu" or remat != "none" else "unroll"
 
 
 # ---- Tensor parallelism --------------------------------------------------------------------------

@@ -281,3 +281,20 @@ def test_a_kernel_that_cannot_run_here_is_refused_with_the_reason(
     with pytest.raises(ValueError) as error:
         choose_attention("splash", model, platform, tp)
     assert str(error.value) == f"ATTENTION_IMPL=splash: {why}; leave it at auto"
+
+
+@pytest.mark.parametrize(
+    "platform, remat, loop",
+    [
+        ("tpu", "none", "scan"),
+        ("gpu", "none", "unroll"),
+        ("gpu", "full", "scan"),
+        ("cpu", "none", "unroll"),
+        ("cpu", "dots", "scan"),
+    ],
+)
+def test_layers_are_unrolled_where_no_memory_has_to_be_saved(
+    platform: str, remat: str, loop: str
+) -> None:
+    assert choose_layer_loop("auto", platform, remat) == loop
+    assert choose_layer_loop("unroll", platform, remat) == "unroll"

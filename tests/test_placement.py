@@ -251,23 +251,6 @@ def test_auto_chooses_the_kernel_where_it_can_run(
 
 
 @pytest.mark.parametrize(
-    "setting, platform, remat, loop",
-    [
-        ("auto", "tpu", "none", "scan"),
-        ("auto", "cpu", "none", "unroll"),
-        ("auto", "cpu", "full", "scan"),
-        ("auto", "gpu", "full", "unroll"),
-        ("unroll", "tpu", "full", "unroll"),
-        ("scan", "gpu", "none", "scan"),
-    ],
-)
-def test_layers_are_unrolled_where_a_scan_copies_them(
-    setting: str, platform: str, remat: str, loop: str
-) -> None:
-    assert choose_layer_loop(setting, platform, remat) == loop
-
-
-@pytest.mark.parametrize(
     "model, platform, tp, why",
     [
         (WIDE, "gpu", 1, "it is a TPU kernel, and this is gpu"),

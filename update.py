@@ -101,7 +101,8 @@ def compute_logps(
     params: Params, batch: MicroBatch, temperature: float, compute: Compute
 ) -> tuple[jax.Array, jax.Array]:
     """The result of completion_logps, from the weights as the training state holds them."""
-    return completion_logps(for_loop(params, compute.layer_loop), batch, temperature, compute)
+    weights = for_loop(params, compute.layer_loop, compute.dtype)
+    return completion_logps(weights, batch, temperature, compute)
 
 
 @functools.partial(
@@ -146,7 +147,7 @@ def micro_step(
         metrics["sampling_logp_difference/max"] = gap.max()
         return loss, (metrics, now)
 
-    weights = for_loop(params, compute.layer_loop)
+    weights = for_loop(params, compute.layer_loop, compute.dtype)
     grads, (metrics, logps) = jax.grad(loss_of, has_aux=True)(weights)
     if compute.layout:
         mesh = compute.layout.mesh
@@ -156,11 +157,12 @@ def micro_step(
 
 
 def _add(grad_sum: Params | None, grads: Params) -> Params:
-    """The sum, with stacked layers. grads: of a scanned or of an unrolled program."""
+    """The float32 sum, with stacked layers. grads: of a scanned or of an unrolled program."""
     if not isinstance(grads.layers, tuple):
         return grads if grad_sum is None else jax.tree.map(jnp.add, grad_sum, grads)
     if grad_sum is None:
-        return grads.replace(layers=jax.tree.map(lambda *g: jnp.stack(g), *grads.layers))
+        stacked = jax.tree.map(lambda *g: jnp.stack(g).astype(jnp.float32), *grads.layers)
+        return grads.replace(layers=stacked)
     layers = grad_sum.layers
     for i, layer in reversed(list(enumerate(grads.layers))):  # backward makes the last one first
         layers = jax.tree.map(
@@ -296,7 +298,7 @@ def sync_weights(
     """
 
     def copy(params: Params) -> Params:
-        return for_loop(jax.tree.map(lambda x: x.astype(dtype), params), layer_loop)
+        return for_loop(jax.tree.map(lambda x: x.astype(dtype), params), layer_loop, dtype)
 
     return jax.jit(copy, out_shardings=param_shardings(model, mesh, layer_loop))
 

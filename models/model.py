@@ -154,12 +154,15 @@ def param_shardings(model: ModelConfig, mesh: Mesh, layer_loop: str = "scan") ->
     )
 
 
-def for_loop(params: Params, layer_loop: str) -> Params:
-    """Params with stacked layers as `forward` needs them for this LAYER_LOOP."""
+def for_loop(params: Params, layer_loop: str, dtype: Any) -> Params:
+    """Params with stacked layers as `forward` needs them for this LAYER_LOOP.
+
+    dtype: of unrolled layers. They are copies, so they should have the dtype of the matmuls.
+    """
     if layer_loop == "scan":
         return params
     L = len(params.layers.attn_norm)
-    layers = tuple(jax.tree.map(lambda a, i=i: a[i], params.layers) for i in range(L))
+    layers = tuple(jax.tree.map(lambda a, i=i: a[i].astype(dtype), params.layers) for i in range(L))
     return params.replace(layers=layers)
 
 

@@ -234,17 +234,54 @@ def filter_logits(logits: jax.Array, sampling: Sampling) -> jax.Array:
     logits: already divided by the temperature. A token that ties with the last token that is kept
     is kept too.
     """
-    V = logits.shape[-1]
-    if 0 < sampling.top_k < V:
-        kth = jax.lax.top_k(logits, sampling.top_k)[0][:, -1:]  # [R, 1]
+    candidates = logits  # [R, n], for the last token that top-p keeps
+    if 0 < sampling.top_k < logits.shape[-1]:
+        candidates = _largest(logits, sampling.top_k)
+        # XLA compiles the minimum to a fast top_k, and the last of the candidates to a full sort.
+        kth = candidates.min(axis=-1, keepdims=True)
         logits = jnp.where(logits < kth, MASKED, logits)
     if sampling.top_p < 1:
-        ranked = jnp.sort(logits, axis=-1, descending=True)
-        probs = jax.nn.softmax(ranked)
-        before = jnp.cumsum(probs, axis=-1) - probs  # the mass of the more likely tokens
-        last = jnp.min(jnp.where(before < sampling.top_p, ranked, jnp.inf), axis=-1, keepdims=True)
-        logits = jnp.where(logits < last, MASKED, logits)
+        # Tokens that tie with the k-th are missing in the candidates, but not in the mass. If top-p
+        # needs their mass, it keeps them all: no candidate is the last, and the floor is -inf.
+        highest = logits.max(axis=-1, keepdims=True)
+        mass = jnp.exp(logits - highest).sum(axis=-1, keepdims=True)
+        floor = _weighted_floor(candidates, jnp.exp(candidates - highest), sampling.top_p * mass)
+        logits = jnp.where(logits < floor, MASKED, logits)
     if sampling.min_p > 0:
         floor = jnp.max(logits, axis=-1, keepdims=True) + math.log(sampling.min_p)
         logits = jnp.where(logits < floor, MASKED, logits)
     return logits
+
+
+def _largest(logits: jax.Array, k: int) -> jax.Array:
+    """The k largest of logits [R, V]. They lie in the k blocks with the largest maxima."""
+    R, V = logits.shape
+    width = 128  # the lanes of a TPU
+    if k * width < V / 2:
+        blocks = jnp.pad(logits, ((0, 0), (0, -V % width)), constant_values=-jnp.inf)
+        blocks = blocks.reshape(R, -1, width)
+        _, places = jax.lax.top_k(blocks.max(axis=-1), k)  # [R, k]
+        logits = jnp.take_along_axis(blocks, places[..., None], axis=1).reshape(R, -1)
+    return jax.lax.top_k(logits, k)[0]
+
+
+def _weighted_floor(values: jax.Array, weights: jax.Array, limit: jax.Array) -> jax.Array:
+    """The highest floor [R, 1] such that the values [R, n] at or above it weigh at least `limit`.
+
+    The floor is one of the values, or -inf if all values together weigh less. It needs no sort of
+    the values: each of 16 passes finds the next two of its 32 bits.
+    """
+
+    def add_bits(i: jax.Array, found: jax.Array) -> jax.Array:
+        unit = jnp.uint32(1) << (30 - 2 * i).astype(jnp.uint32)
+        above = [jnp.where(values >= _float_at(found + n * unit), weights, 0) for n in (1, 2, 3)]
+        return found + unit * sum(w.sum(axis=-1, keepdims=True) >= limit for w in above)
+
+    found = jax.lax.fori_loop(0, 16, add_bits, jnp.zeros(limit.shape, jnp.uint32))
+    return jnp.where(found == 0, -jnp.inf, _float_at(found))
+
+
+def _float_at(place: jax.Array) -> jax.Array:
+    """The float32 at a place, a uint32, in the ascending order of all float32."""
+    bits = jnp.where(place >> 31 == 1, place ^ jnp.uint32(1 << 31), ~place)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)

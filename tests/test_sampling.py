@@ -26,7 +26,6 @@ from sampling import (
     Stopping,
     decode,
     draw_tokens,
-    filter_logits,
     generate,
     prefill,
     stage_ends,
@@ -316,46 +315,6 @@ def test_no_token_beyond_a_vocabulary_that_does_not_fill_its_blocks_is_drawn(V: 
     )  # far below 0, like the padding of a block
     token, _ = draw(logits, Sampling(), 2000)
     assert_drawn_from(token, numpy_softmax(logits))
-
-
-# The probabilities are not in order.
-LOGITS = np.log([[0.25, 0.03, 0.5, 0.07, 0.15]])
-
-
-@pytest.mark.parametrize(
-    "sampling, kept",
-    [
-        (Sampling(), [0, 1, 2, 3, 4]),
-        (Sampling(top_k=1), [2]),
-        (Sampling(top_k=3), [0, 2, 4]),
-        (Sampling(top_k=5), [0, 1, 2, 3, 4]),
-        (Sampling(top_k=99), [0, 1, 2, 3, 4]),
-        (Sampling(top_p=0.01), [2]),
-        (Sampling(top_p=0.49), [2]),
-        (Sampling(top_p=0.51), [0, 2]),
-        (Sampling(top_p=0.74), [0, 2]),
-        (Sampling(top_p=0.76), [0, 2, 4]),
-        (Sampling(top_p=0.98), [0, 1, 2, 3, 4]),
-        (Sampling(min_p=0.16), [0, 2, 4]),  # probabilities of at least .08
-        (Sampling(min_p=0.13), [0, 2, 3, 4]),  # probabilities of at least .065
-        (Sampling(min_p=0.9), [2]),
-        (Sampling(top_k=3, top_p=0.8), [0, 2]),  # top-k leaves .56 .28 .17
-        (Sampling(top_p=0.8, min_p=0.4), [0, 2]),
-    ],
-    ids=lambda v: "-".join(map(str, v)) if isinstance(v, Sampling) else "",
-)
-def test_a_filter_keeps_exactly_these_tokens(sampling: Sampling, kept: list[int]) -> None:
-    other = np.log([[0.03, 0.9, 0.04, 0.02, 0.01]])  # a second sequence, whose filter differs
-    filtered = np.asarray(filter_logits(jnp.float32(np.concatenate([LOGITS, other])), sampling))
-    assert np.flatnonzero(filtered[0] > -1e29).tolist() == kept
-    np.testing.assert_allclose(filtered[0, kept], LOGITS[0, kept], rtol=1e-6)
-    assert filtered[1].argmax() == 1
-
-
-def test_a_token_that_ties_with_the_last_kept_token_is_kept() -> None:
-    logits = jnp.log(jnp.array([[0.2, 0.4, 0.2, 0.2]]))
-    for sampling in (Sampling(top_k=2), Sampling(top_p=0.5)):
-        assert (filter_logits(logits, sampling) > -1e29).all()
 
 
 # ---- Shapes --------------------------------------------------------------------------------------

@@ -1,0 +1,193 @@
+"""Claims about the filters of sampling.py: top-k, top-p and min-p keep the tokens of their rule."""
+
+import math
+import re
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from models.attention import MASKED
+from sampling import Sampling, filter_logits
+from tools import programs
+from tools.hlo import collectives
+
+filtered = jax.jit(filter_logits, static_argnums=1)
+LARGE = 20011  # a prime; the blocks of the vocabulary do not divide it
+
+
+def kept(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
+    """[R, V] bool: the tokens that the filters keep. A token of probability 0 is not kept."""
+    found = np.asarray(filtered(jnp.float32(logits), sampling))
+    assert ((found == np.float32(logits)) | (found <= MASKED)).all(), "a logit is changed"
+    return found > MASKED
+
+
+def kept_by_rule(logits: np.ndarray, sampling: Sampling, slack: float = 0.0) -> np.ndarray:
+    """[V] bool: the tokens that the rule of each filter keeps, in float64.
+
+    slack: how much mass and how many nats more than the settings the filters may keep.
+    """
+    x = np.float64(np.float32(logits))
+    keep = x > MASKED
+    if sampling.top_k:
+        larger = len(x) - np.searchsorted(np.sort(x), x, side="right")
+        keep &= larger < sampling.top_k
+    if sampling.top_p < 1:
+        probs = np.where(keep, np.exp(x - x.max()), 0.0)
+        probs /= probs.sum()
+        values, places = np.unique(x, return_inverse=True)
+        masses = np.bincount(places, probs)  # of each value
+        likelier = masses[::-1].cumsum()[::-1] - masses
+        keep &= likelier[places] < sampling.top_p + slack
+    if sampling.min_p:
+        keep &= x >= x.max() + math.log(sampling.min_p) - slack
+    return keep
+
+
+def many_kinds(V: int) -> np.ndarray:
+    """[R, V] float32 logits."""
+    rng = np.random.default_rng(V)
+    flat = rng.normal(scale=0.1, size=(3, V))
+    peaked = rng.normal(scale=2.0, size=(3, V)) + 12 * (rng.random((3, V)) < 3 / V)
+    tied = np.round(2 * peaked) / 2
+    few_values = rng.integers(-1, 2, (2, V))  # far more tokens tie than any top-k keeps
+    ends = np.full((2, V), -3.0)
+    ends[0, -1], ends[1, 0] = 50, 50  # a token has all the mass
+    descending = -np.arange(V)[None] * 30.0 / V  # all that a filter keeps lies in the first blocks
+    special = peaked.copy()
+    special[0, ::3] = MASKED
+    special[1, ::3] = -np.inf
+    special[2, V // 2] = 3e38
+    kinds = [flat, peaked, tied, few_values, ends, descending, -descending, special, 0 * ends]
+    return np.float32(np.concatenate(kinds))
+
+
+@pytest.mark.parametrize("V", [2, 6, 300, LARGE])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(top_k=50),
+        Sampling(top_p=0.9),
+        Sampling(top_p=0.99999),
+        Sampling(top_k=3, top_p=0.6),
+        Sampling(top_k=100, top_p=0.95, min_p=0.02),
+    ],
+    ids=lambda v: "-".join(map(str, v)),
+)
+def test_the_filters_keep_the_tokens_of_their_rule(V: int, sampling: Sampling) -> None:
+    logits = many_kinds(V)
+    for i, found in enumerate(kept(logits, sampling)):
+        least, most = (kept_by_rule(logits[i], sampling, slack) for slack in (-2e-6, 2e-6))
+        assert (least <= found).all() and (found <= most).all(), i
+        assert found.any()
+
+
+def test_top_k_keeps_exactly_k_tokens_that_differ() -> None:
+    logits = np.random.default_rng(0).permuted(np.tile(np.arange(LARGE), (9, 1)), axis=1)
+    for k in (1, 2, 70, 1000, LARGE - 1):
+        assert (kept(logits, Sampling(top_k=k)) == (logits >= LARGE - k)).all()
+
+
+@pytest.mark.parametrize("top_p, number", [(0.19, 2), (0.21, 3), (0.49, 5), (0.51, 2005)])
+def test_ties_with_the_last_token_of_top_k_count_in_the_mass_of_top_p(
+    top_p: float, number: int
+) -> None:
+    """Five tokens have a tenth of the mass each. The other half is that of 2000 tokens that tie."""
+    probs = np.full(LARGE, 1e-20)
+    probs[::10][:2000] = 0.5 / 2000
+    probs[[101, 3001, 8001, 12001, 20001]] = 0.1 * np.array([1.01, 1, 0.99, 1.02, 0.98])
+    assert kept(np.log(probs)[None], Sampling(top_k=20, top_p=top_p)).sum() == number
+
+
+# The probabilities are not in order.
+LOGITS = np.log([[0.25, 0.03, 0.5, 0.07, 0.15]])
+
+
+@pytest.mark.parametrize(
+    "sampling, tokens",
+    [
+        (Sampling(), [0, 1, 2, 3, 4]),
+        (Sampling(top_k=1), [2]),
+        (Sampling(top_k=3), [0, 2, 4]),
+        (Sampling(top_k=5), [0, 1, 2, 3, 4]),
+        (Sampling(top_k=99), [0, 1, 2, 3, 4]),
+        (Sampling(top_p=0.01), [2]),
+        (Sampling(top_p=0.49), [2]),
+        (Sampling(top_p=0.51), [0, 2]),
+        (Sampling(top_p=0.74), [0, 2]),
+        (Sampling(top_p=0.76), [0, 2, 4]),
+        (Sampling(top_p=0.98), [0, 1, 2, 3, 4]),
+        (Sampling(min_p=0.16), [0, 2, 4]),  # probabilities of at least .08
+        (Sampling(min_p=0.13), [0, 2, 3, 4]),  # probabilities of at least .065
+        (Sampling(min_p=0.9), [2]),
+        (Sampling(top_k=3, top_p=0.8), [0, 2]),  # top-k leaves .56 .28 .17
+        (Sampling(top_p=0.8, min_p=0.4), [0, 2]),
+    ],
+    ids=lambda v: "-".join(map(str, v)) if isinstance(v, Sampling) else "",
+)
+def test_a_filter_keeps_exactly_these_tokens(sampling: Sampling, tokens: list[int]) -> None:
+    other = np.log([[0.03, 0.9, 0.04, 0.02, 0.01]])  # a second sequence, whose filter differs
+    found = kept(np.concatenate([LOGITS, other]), sampling)
+    assert np.flatnonzero(found[0]).tolist() == tokens
+    assert found[1, 1]
+
+
+def test_a_token_that_ties_with_the_last_kept_token_is_kept() -> None:
+    logits = np.log([[0.2, 0.4, 0.2, 0.2]])
+    for sampling in (Sampling(top_k=2), Sampling(top_p=0.5)):
+        assert kept(logits, sampling).all()
+
+
+def test_logits_that_are_not_a_number_stay_so_and_change_no_other_sequence() -> None:
+    logits = many_kinds(300)[:4]
+    logits[2] = np.nan
+    for sampling in (Sampling(top_k=3), Sampling(top_p=0.5), Sampling(top_k=9, top_p=0.9)):
+        found = np.asarray(filtered(jnp.asarray(logits), sampling))
+        assert np.isnan(found[2]).all() and not np.isnan(found[[0, 1, 3]]).any()
+
+
+# ---- The compiled program ------------------------------------------------------------------------
+
+
+def sharded(devices: Sequence[jax.Device]) -> NamedSharding:
+    return NamedSharding(Mesh(np.array(devices), ("batch",)), PartitionSpec("batch"))
+
+
+def sorted_widths(program: jax.stages.Compiled) -> list[int]:
+    """How many values each sort of the program puts in order."""
+    sorts = re.findall(r"= \(?\w+\[([\d,]+)\].* sort\(", program.as_text())
+    return [int(shape.split(",")[-1]) for shape in sorts]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(top_k=50), Sampling(top_p=0.9)], ids=str)
+def test_eight_devices_keep_the_tokens_that_one_device_keeps(sampling: Sampling) -> None:
+    logits = many_kinds(LARGE)[:16]
+    shared = jax.device_put(logits, sharded(jax.devices()[:8]))
+    np.testing.assert_array_equal(filtered(shared, sampling), filtered(logits, sampling))
+
+
+def test_no_filter_sorts_on_a_cpu() -> None:
+    logits = jax.ShapeDtypeStruct((3, LARGE), jnp.float32)
+    compiled = filtered.lower(logits, Sampling(top_k=50, top_p=0.9)).compile()
+    assert sorted_widths(compiled) == []
+    last = jax.jit(lambda logits: jax.lax.top_k(logits, 50)[0][:, -1:])
+    for rank in (jax.jit(jnp.sort), last):
+        assert sorted_widths(rank.lower(logits).compile()) == [LARGE], "the test would miss it"
+
+
+def test_no_filter_sorts_the_vocabulary_or_exchanges_logits_on_tpus() -> None:
+    pytest.importorskip("libtpu", reason='the TPU compiler: pip install "jax[tpu]"')
+    batch = sharded(programs.slice_devices("v6e-8"))
+    logits = jax.ShapeDtypeStruct((32, 151936), jnp.float32, sharding=batch)
+    for sampling in (Sampling(top_k=50), Sampling(top_p=0.9)):
+        compiled = filtered.lower(logits, sampling).compile()
+        assert max(sorted_widths(compiled), default=0) <= 151936 // 128  # the maxima of the blocks
+        assert collectives(compiled.as_text()) == []
+    logits = jax.ShapeDtypeStruct(
+        (8, 1024), jnp.float32, sharding=batch
+    )  # larger ones compile long
+    assert sorted_widths(jax.jit(jnp.sort).lower(logits).compile()) == [1024]

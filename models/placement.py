@@ -85,9 +85,9 @@ def choose_attention(setting: str, model: ModelConfig, platform: str, tp: int) -
 def choose_layer_loop(setting: str, platform: str, remat: str) -> str:
     """scan or unroll.
 
-    A scan copies each layer's weights and caches out of stacked arrays, which TPUs avoid and which
-    their compile time is worth. REMAT is for memory, and a scan needs less: unrolled, XLA would not
-    compute again on a CPU what REMAT drops, and on a GPU it keeps more arrays and compiles slowly.
+    A scan copies each layer's weights and caches out of stacked arrays, except on TPUs. With REMAT
+    unrolled layers are not worth it: on a CPU XLA would not compute again what REMAT drops, and on
+    a GPU they move as many bytes and REMAT=full saves less.
     """
     if setting != "auto":
         return setting

@@ -163,9 +163,9 @@ def test_splash_attention_and_its_gradient_compile(chip: str, head_dim: int) -> 
         out = attention.attention(q, attention.KV(k, v), mask, share, layout, "splash")
         return out.astype(jnp.float32).sum()
 
-    kv = array(G, 2, t, head_dim)
+    k, v = array(G, 2, head_dim, t), array(G, 2, t, head_dim)
     program = jax.jit(jax.grad(total, (0, 1, 2)))
-    arguments = array(G, t, 4, head_dim), kv, kv, array(G, S, dtype=jnp.bool_)
+    arguments = array(G, t, 4, head_dim), k, v, array(G, S, dtype=jnp.bool_)
     text = program.lower(*arguments).compile().as_text()
     assert text.count("tpu_custom_call") >= 3  # one kernel of forward and two of backward
 

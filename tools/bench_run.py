@@ -121,8 +121,8 @@ def main() -> None:
     devices = 1 if jax.default_backend() == "cpu" else jax.device_count()
     result |= {"update_flops": update, "rollout_flops": rollout, "matmul_peak_gflops": peak}
     fraction = update / result["steady_train_s"] / (peak * 1e9 * devices)
-    result = {name: round(value, 3) for name, value in result.items()}
-    result |= {"update_share_of_peak": round(fraction, 4), "device": jax.devices()[0].device_kind}
+    result = {name: round(value, 6) for name, value in result.items()}
+    result |= {"update_share_of_peak": round(fraction, 6), "device": jax.devices()[0].device_kind}
     Path(sys.argv[1]).write_text(json.dumps(result), encoding="utf-8")
 
 

@@ -27,6 +27,26 @@ MERGE: Mapping[str, Callable] = {
     "sampling_logp_difference/max": max,
 }
 
+# The texts that these settings may have.
+CHOICES: Mapping[str, str] = {
+    "adv_estimator": "grpo rloo reinforce reinforce++ gdpo",
+    "scale_rewards": "group batch none",
+    "loss_type": "dapo grpo bnpo dr_grpo cispo gspo sapo",
+    "importance_sampling_level": "token sequence",
+    "kl_estimator": "k1 k2 k3",
+    "is_mode": "none token_truncate token_mask sequence_truncate sequence_mask",
+}
+
+
+def _stop_if_unknown(**settings: str) -> None:
+    """Raises ValueError for a text that is not in CHOICES."""
+    for name, text in settings.items():
+        if text not in CHOICES[name].split():
+            raise ValueError(
+                f"{name.upper()}={text!r} is not one of {CHOICES[name]}; see CHOICES in loss.py"
+            )
+
+
 # ---- Advantages, on the host in float64 ----------------------------------------------------------
 
 
@@ -54,9 +74,12 @@ def group_advantages(
       gdpo         grpo for each function, then the weighted sum, divided by its batch std;
                    weights: [functions]; per_function: [B, functions] rewards, NaN where a
                    function does not apply
-    Every std has ddof 1, and STD_EPS is added to it. Source: GRPO, arXiv 2402.03300 section 4.1;
-    RLOO, 2402.14740; REINFORCE++, 2501.03262; GDPO, 2601.05242; TRL.
+    Every std has ddof 1, and STD_EPS is added to it.
+    Raises ValueError for a text that is not in CHOICES.
+    Source: GRPO, arXiv 2402.03300 section 4.1; RLOO, 2402.14740; REINFORCE++, 2501.03262; GDPO,
+    2601.05242; TRL.
     """
+    _stop_if_unknown(adv_estimator=estimator, scale_rewards=scale_rewards)
     groups = np.asarray(rewards, np.float64).reshape(-1, num_pre_q)  # [P, K]
     centered = _centered(groups)
     if estimator == "grpo":
@@ -75,8 +98,6 @@ def group_advantages(
         total = sum(w * np.nan_to_num(x) for w, x in zip(weights, scaled, strict=True))
         total = np.where(np.isnan(groups), np.nan, total)  # [P, K], again of mean 0
         advantages = total / (_std(total) + STD_EPS)
-    else:
-        raise ValueError(f"ADV_ESTIMATOR={estimator!r} is not one of those above")
     return np.nan_to_num(advantages.reshape(-1))
 
 
@@ -166,10 +187,14 @@ def policy_loss(
     num_tokens, num_sequences, num_top_tokens: mask.sum(), the number of sequences (also of those
     whose mask is 0 everywhere) and (mask * top_mask).sum() of the ENTIRE step. The last two may be
     None if this micro-batch is the entire step. settings: fields of Objective.
+    Raises ValueError for a text that is not in CHOICES, and for arrays of other shapes than these.
     Source: PPO, arXiv 1707.06347 eq. 7; DAPO, 2503.14476 eq. 8; Dr. GRPO, 2503.20783; GSPO,
     2507.18071; CISPO, 2506.13585; SAPO, 2511.20347; TRL.
     """
     o = Objective(**settings)
+    _stop_if_unknown(**{name: text for name, text in o._asdict().items() if name in CHOICES})
+    others = (ref_logps, sampling_logps, entropy, top_mask)
+    _stop_if_misshapen(advantages, logps, old_logps, mask, *others)
     mask, A = mask.astype(bool), advantages[:, None]  # [R, T], [R, 1]
     top = mask if top_mask is None else mask & (top_mask > 0)  # [R, T]
     num_sequences = len(advantages) if num_sequences is None else num_sequences
@@ -210,6 +235,16 @@ def policy_loss(
         metrics["policy_loss"] = loss
         loss = loss - o.entropy_coef * jnp.where(top, entropy, 0.0).sum() / num_top_tokens
     return loss, {"loss": loss, **metrics}
+
+
+def _stop_if_misshapen(advantages: jax.Array, *arrays: jax.Array | None) -> None:
+    """Raises ValueError unless advantages are [R] and the arrays, if they are given, [R, T]."""
+    shapes = {x.shape for x in arrays if x is not None}
+    if shapes != {(*advantages.shape, arrays[0].shape[-1])}:
+        raise ValueError(
+            f"policy_loss needs advantages [R] and other arrays [R, T], but the advantages are "
+            f"{[*advantages.shape]} and the others {', '.join(str([*s]) for s in sorted(shapes))}"
+        )
 
 
 def _token_loss(

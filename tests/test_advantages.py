@@ -105,11 +105,6 @@ def test_advantages_are_those_of_trl(name: str) -> None:
     np.testing.assert_allclose(advantages, ARRAYS[f"advantages.{name}"], rtol=2e-7, atol=atol)
 
 
-def test_an_unknown_estimator_is_named() -> None:
-    with pytest.raises(ValueError, match="ADV_ESTIMATOR='ppo'"):
-        group_advantages(np.array([1.0, 0.0]), 2, estimator="ppo")
-
-
 # ---- Groups of equal rewards ---------------------------------------------------------------------
 
 

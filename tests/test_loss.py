@@ -3,8 +3,10 @@
 goldens/trl.npz holds what TRL 1.16 makes of seeded random inputs, trl.json the settings behind it.
 """
 
+import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from loss import MERGE, policy_loss, sampler_weights, top_entropy_mask
+from config import Config
+from loss import (
+    CHOICES,
+    MERGE,
+    Objective,
+    group_advantages,
+    policy_loss,
+    sampler_weights,
+    top_entropy_mask,
+)
 
 GOLDENS = Path(__file__).parent / "goldens"
 TRL = json.loads((GOLDENS / "trl.json").read_text(encoding="utf-8"))
@@ -282,6 +293,52 @@ def test_what_weights_top_tokens_and_entropy_apply_to() -> None:
     for others, policy, entropy in ((settings, -1, 1.5), (settings | {"top_mask": None}, -7, 4.5)):
         loss = value_and_grad(*step, **others)[0]
         assert loss == pytest.approx((policy + 0.6137056) / 8 - 0.1 * entropy)
+
+
+# ---- What is refused -----------------------------------------------------------------------------
+
+
+def test_the_choices_are_those_of_the_settings() -> None:
+    """A new LOSS_TYPE has to be added to both, and to policy_loss."""
+    fields = {field.name: field.metadata["choices"] for field in dataclasses.fields(Config)}
+    assert {name: fields[name].split("|") for name in CHOICES} == {
+        name: texts.split() for name, texts in CHOICES.items()
+    }
+    advantages = {"adv_estimator", "scale_rewards"}
+    assert CHOICES.keys() - advantages == {n for n in Objective._fields if fields.get(n)}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_an_unknown_text_is_refused_with_all_that_are_known(name: str) -> None:
+    known = re.escape(CHOICES[name])
+    text = rf"^{name.upper()}='grop' is not one of {known}; see CHOICES in loss\.py"
+    with pytest.raises(ValueError, match=text):
+        if name in Objective._fields:
+            part(trl_inputs(), **{name: "grop"})
+        else:
+            setting = name.removeprefix("adv_")
+            group_advantages(np.array([1.0, 0.0]), 2, **{setting: "grop"})
+
+
+@pytest.mark.parametrize(
+    "name, shape",
+    [
+        ("advantages", "[1] and the others [8, 12]"),
+        ("old_logps", "[8] and the others [1, 12], [8, 12]"),
+        ("mask", "[8] and the others [1, 12], [8, 12]"),
+        ("ref_logps", "[8] and the others [1, 12], [8, 12]"),
+        ("sampling_logps", "[8] and the others [1, 12], [8, 12]"),
+        ("entropy", "[8] and the others [1, 12], [8, 12]"),
+    ],
+)
+def test_an_array_of_a_wrong_shape_is_refused_and_not_broadcast(name: str, shape: str) -> None:
+    x = trl_inputs()
+    top = {"top_mask": np.ones((8, 12)), "num_tokens": 9.0, "old": x.pop("old_logps")}
+    x |= top
+    name = {"old_logps": "old"}.get(name, name)
+    x[name] = x[name][:1]
+    with pytest.raises(ValueError, match=re.escape(f"but the advantages are {shape}")):
+        value_and_grad(**x)
 
 
 # ---- Sampler weights and top tokens --------------------------------------------------------------

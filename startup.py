@@ -192,18 +192,18 @@ def how_to_compute(
 
 
 def objective_of(cfg: Config) -> Objective:
-    """The settings of policy_loss, whose names in Objective are those of the settings."""
-    same_names = [name for name in Objective._fields if hasattr(cfg, name)]
+    """The settings of policy_loss; all but one have the same names in Objective as in Config."""
+    same_names = [name for name in Objective._fields if name != "max_completion_length"]
     settings = {name: getattr(cfg, name) for name in same_names}
     return Objective(**settings, max_completion_length=cfg.max_length_sample)
 
 
 def sampling_of(cfg: Config) -> Sampling:
-    return Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p)
+    return Sampling(temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p, min_p=cfg.min_p)
 
 
 def optimizer_of(cfg: Config) -> Optimizer:
-    return Optimizer(cfg.optimizer, cfg.weight_decay, cfg.clip_norm)
+    return Optimizer(name=cfg.optimizer, weight_decay=cfg.weight_decay, clip_norm=cfg.clip_norm)
 
 
 def what_ran(run: Run) -> dict[str, str]:

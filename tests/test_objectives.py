@@ -25,7 +25,9 @@ from test_train import train
 
 from config import Config
 from loss import Objective
+from sampling import Sampling
 from startup import set_up
+from update import Optimizer
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def base(folder: Path) -> dict[str, str]:
-    return settings_of(folder)
+    return settings_of(folder) | {"TEMPERATURE": "0.7"}
 
 
 def test_the_reference_becomes_the_policy_every_ref_sync_steps_updates(
@@ -43,7 +45,9 @@ def test_the_reference_becomes_the_policy_every_ref_sync_steps_updates(
 ) -> None:
     settings = {"BETA": "0.1", "REF_SYNC_STEPS": "2", "REF_SYNC_ALPHA": "1", "STEPS": "4"}
     settings |= {"LEARNING_RATE": "1e-3", "LR_SCHEDULE": "constant", "WARMUP_RATIO": "0"}
-    kl = of(train(folder / "sync", **base | settings), "other/kl")
+    result = train(folder / "sync", **base | settings)
+    assert max(of(result, "other/sampling_logp_difference/max")) < 1e-4, "all at one temperature"
+    kl = of(result, "other/kl")
     assert [x < 1e-9 for x in kl] == [True, False, True, False]
     assert min(kl[1], kl[3]) > 1e-5
 
@@ -123,7 +127,7 @@ def test_every_objective_and_estimator_takes_its_step(
         assert of(result, "other/is_weight/over_cap") == [0]
 
 
-def test_every_setting_of_the_objective_reaches_it() -> None:
+def test_every_setting_of_the_objective_the_sampler_and_the_optimizer_reaches_it() -> None:
     settings = {
         "LOSS_TYPE": "grpo",
         "EPS_LOW": "0.1",
@@ -137,8 +141,31 @@ def test_every_setting_of_the_objective_reaches_it() -> None:
         "IS_MODE": "token_mask",
         "IS_CAP": "2.5",
         "MAX_LENGTH_SAMPLE": "24",
+        "TEMPERATURE": "0.7",
+        "TOP_K": "9",
+        "TOP_P": "0.8",
+        "MIN_P": "0.2",
+        "OPTIMIZER": "lion",
+        "WEIGHT_DECAY": "0.04",
+        "CLIP_NORM": "0.5",
     }
     run = set_up(Config.from_env(settings))
     assert run.objective == Objective(
-        "grpo", 0.1, 0.3, 2.0, "sequence", 0.05, "k2", False, 0.01, "token_mask", 2.5, 24
+        loss_type="grpo",
+        eps_low=0.1,
+        eps_high=0.3,
+        delta=2.0,
+        importance_sampling_level="sequence",
+        beta=0.05,
+        kl_estimator="k2",
+        kl_bias_correction=False,
+        entropy_coef=0.01,
+        is_mode="token_mask",
+        is_cap=2.5,
+        max_completion_length=24,
     )
+    assert run.sampling == Sampling(temperature=0.7, top_k=9, top_p=0.8, min_p=0.2)
+    assert run.optimizer == Optimizer(name="lion", weight_decay=0.04, clip_norm=0.5)
+    for made in (run.objective, run.sampling, run.optimizer):
+        left = [name for name, x in made._asdict().items() if x == made._field_defaults[name]]
+        assert left == [], "a new field needs a value in this test"

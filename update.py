@@ -38,7 +38,6 @@ class TrainState:
 
     params: Params
     opt_state: Any
-    step: jax.Array  # int32, the number of updates done, as optimizers count their steps
 
 
 class MicroBatch(NamedTuple):
@@ -216,7 +215,7 @@ def init_state(params: Params, *, optimizer: Optimizer, model: ModelConfig) -> T
     """The state before the first step; the optimizer's arrays are sharded like the parameters."""
     # This is not jitted, because zeros like a traced parameter would be replicated.
     opt_state = transform(optimizer, model).init(params)
-    state = TrainState(params=params, opt_state=opt_state, step=jnp.zeros((), jnp.int32))
+    state = TrainState(params=params, opt_state=opt_state)
     # Scalars are replicated, like the outputs of jit, so that the second call does not compile
     # again.
     replicated = NamedSharding(params.embed.sharding.mesh, PartitionSpec())
@@ -234,8 +233,7 @@ def abstract_state(model: ModelConfig, mesh: Mesh, optimizer: Optimizer) -> Trai
         params,
         transform_non_params=lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated),
     )
-    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
-    return TrainState(params=params, opt_state=opt_state, step=step)
+    return TrainState(params=params, opt_state=opt_state)
 
 
 @functools.partial(jax.jit, static_argnames=("optimizer", "model"), donate_argnames=("state",))
@@ -258,7 +256,7 @@ def optimizer_step(
         grads = jax.tree.map(lambda g: g * factor, grads)
     updates, opt_state = transform(optimizer, model).update(grads, state.opt_state, state.params)
     params = jax.tree.map(lambda p, u: p - lr * u, state.params, updates)
-    updated = TrainState(params=params, opt_state=opt_state, step=state.step + 1)
+    updated = TrainState(params=params, opt_state=opt_state)
     finite = jnp.isfinite(norm) & jnp.isfinite(loss)
     return jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state), norm
 

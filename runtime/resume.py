@@ -281,7 +281,10 @@ def stop_if_unusable(
             f"model, the optimizer or BETA a run cannot go on from it"
         )
     if extra := [text for text in record["arrays"] if text not in shapes]:
-        raise ValueError(f"the checkpoint of step {step} has {extra[0]}, unused by this run")
+        raise ValueError(
+            f"the checkpoint of step {step} has {extra[0]}, unused by this run: it was saved with "
+            f"other settings or by another version of the code; RESUME=never begins anew"
+        )
     before, now = record["versions"], processes.versions()
     if old := [f"{name}={before.get(name)}" for name in now if before.get(name) != now[name]]:
         print(f"the checkpoint was made with {' '.join(old)}", flush=True)

@@ -75,7 +75,6 @@ def test_three_updates_follow_the_formulas(optimizer: Optimizer) -> None:
             state, laid_out(mesh, grad), np.float32(0.1 * t), optimizer=optimizer, model=MODEL
         )
         assert float(logged) == pytest.approx(norm, rel=1e-5), "the norm before clipping"
-    assert int(state.step) == 3
     name, decay, clip = optimizer
     expected = numpy_optimizer(name, grads, weights(), decay, clip)
     assert_close(state.params, expected, 2e-5 if clip else 2e-4)
@@ -92,7 +91,8 @@ def test_the_arrays_of_the_optimizer_are_sharded_like_the_parameters() -> None:
         adam = state.opt_state[0]
         for tree in (adam.mu, adam.nu, state.params):
             assert same_shardings(shardings(tree), expected)
-        assert adam.count.sharding.is_equivalent_to(state.step.sharding, 0)
+        count = adam.count.sharding
+        assert count.is_fully_replicated and len(count.device_set) == 8
         state, _ = optimizer_step(state, grads, np.float32(0), optimizer=ADAMW, model=MODEL)
 
 

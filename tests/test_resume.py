@@ -83,9 +83,9 @@ def test_a_checkpoint_keeps_the_names_by_which_older_checkpoints_are_compared(sh
     progress = "step rounds not_finite evals wandb_id forked_from".split()
     others = "made_with versions checksums arrays sha256".split()
     assert sorted(record) == sorted(progress + others)
-    scalars = ["['state'].opt_state[0].count", "['state'].step"]
     names = [text.partition(" ")[0] for text in record["arrays"]]
-    assert sorted(names) == sorted([f"{t}.{w}" for t in TREES for w in WEIGHTS] + scalars)
+    weights = [f"{tree}.{weight}" for tree in TREES for weight in WEIGHTS]
+    assert sorted(names) == sorted([*weights, "['state'].opt_state[0].count"])
 
 
 # ---- Going on ------------------------------------------------------------------------------------

@@ -69,8 +69,7 @@ def config_of(path: str, revision: str = "") -> ModelConfig:
     known = [full for full in _KNOWN if name in (full, full.rpartition("/")[2])]
     if Path(path).is_dir() or revision or not known:
         return read_config(fetch_model(path, revision, ["config.json"]))
-    V, D, F, L, H, N, h, tied, positions, family = _KNOWN[known[0]]
-    eps, theta, llama3 = family
+    V, D, F, L, H, N, h, tied, positions, (eps, theta, llama3) = _KNOWN[known[0]]
     bias, norm = "Qwen2" in name, "Qwen3" in name
     return ModelConfig(V, D, F, L, H, N, h, eps, theta, llama3, tied, bias, norm, positions)
 
@@ -105,14 +104,14 @@ def read_config(folder: Path) -> ModelConfig:
         if not ok:
             raise ValueError(f"{path}: {key}={c.get(key)!r} is not supported; {supported} is")
 
-    family = c.get("model_type")
-    need(family in ("qwen2", "qwen3", "llama"), "model_type", "qwen2, qwen3 or llama")
+    model_type = c.get("model_type")
+    need(model_type in ("qwen2", "qwen3", "llama"), "model_type", "qwen2, qwen3 or llama")
     need(c.get("hidden_act", "silu") == "silu", "hidden_act", "silu")
     need(not c.get("use_sliding_window", False), "use_sliding_window", "false")
     need(not c.get("mlp_bias", False), "mlp_bias", "false")
     # Qwen2 always has the three biases; Qwen3 and Llama have a key for them, which every release
     # leaves at false.
-    need(not c.get("attention_bias", False) or family == "qwen2", "attention_bias", "false")
+    need(not c.get("attention_bias", False) or model_type == "qwen2", "attention_bias", "false")
     for key in SIZE_KEYS:
         need(isinstance(c.get(key, 1), int) and c.get(key, 1) > 0, key, "a positive whole number")
     # transformers 5 writes rope_parameters; earlier versions write rope_theta and rope_scaling.
@@ -138,8 +137,8 @@ def read_config(folder: Path) -> ModelConfig:
             rope_theta=float(rope.get("rope_theta") or c.get("rope_theta") or 10000.0),
             rope_llama3=llama3,
             tied=bool(c.get("tie_word_embeddings", False)),
-            qkv_bias=family == "qwen2",
-            qk_norm=family == "qwen3",
+            qkv_bias=model_type == "qwen2",
+            qk_norm=model_type == "qwen3",
             max_positions=c["max_position_embeddings"],
         )
     except KeyError as missing:

@@ -276,7 +276,14 @@ def warm_up(
             for place, completion in enumerate(completions):
                 ids[place, : len(completion)] = completion
                 mask[place, : len(completion)] = 1
-            batch = MicroBatch(prompt_ids, prompt_mask, ids, mask, None, None)
+            batch = MicroBatch(
+                prompt_ids=prompt_ids,
+                prompt_mask=prompt_mask,
+                completion_ids=ids,
+                completion_mask=mask,
+                sampling_logps=None,
+                advantages=None,
+            )
             lr = learning_rate(
                 i, peak=PEAK_LR, schedule="linear", warmup_ratio=0.05, decay_steps=stage.steps
             )

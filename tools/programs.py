@@ -125,12 +125,12 @@ def micro_batch(plan: Plan) -> MicroBatch:
     prompt, tokens = batch(jnp.int32, G, S + 1), batch(jnp.int32, R, T)
     logps = batch(jnp.float32, R, T)
     return MicroBatch(
-        prompt,
-        prompt,
-        tokens,
-        tokens,
-        logps,
-        batch(jnp.float32, R),
+        prompt_ids=prompt,
+        prompt_mask=prompt,
+        completion_ids=tokens,
+        completion_mask=tokens,
+        sampling_logps=logps,
+        advantages=batch(jnp.float32, R),
         old_logps=logps if cfg.ppo_epochs > 1 else None,
         ref_logps=logps if cfg.beta > 0 else None,
         top_mask=tokens if cfg.top_entropy_quantile < 1 else None,

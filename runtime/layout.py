@@ -99,8 +99,9 @@ def gather_processes(x: np.ndarray) -> np.ndarray:
     """
     if jax.process_count() == 1:
         return x
-    bits = multihost_utils.process_allgather(np.ascontiguousarray(x).view(np.uint32))
-    return np.concatenate(bits).view(x.dtype)
+    # As bytes, because jax would round float64.
+    data = multihost_utils.process_allgather(np.ascontiguousarray(x).view(np.uint8))
+    return np.concatenate(data).view(x.dtype)
 
 
 def on_host(x: jax.Array) -> np.ndarray:

@@ -6,7 +6,9 @@ import types
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
+from jax.experimental import multihost_utils
 from small_model import MODEL, WORKLOAD
 
 from models import hf
@@ -23,7 +25,7 @@ from models.placement import (
 )
 from runtime import chips
 from runtime.chips import CHIPS, Work, chip_of, memory_bytes
-from runtime.layout import make_mesh
+from runtime.layout import gather_processes, make_mesh
 
 QWEN3B = hf.config_of("Qwen/Qwen2.5-3B-Instruct")
 
@@ -281,3 +283,31 @@ def test_layers_are_unrolled_where_no_memory_has_to_be_saved(
 ) -> None:
     assert choose_layer_loop("auto", platform, remat) == loop
     assert choose_layer_loop("unroll", platform, remat) == "unroll"
+
+
+# ---- Between processes ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        np.arange(12).reshape(4, 3) % 2 == 0,
+        np.arange(6, dtype=np.float64).reshape(2, 3) / 7,
+        np.arange(5, dtype=np.int32),
+        np.ones((2, 3, 5), np.float16),
+    ],
+    ids=lambda x: f"{x.dtype}{[*x.shape]}",
+)
+def test_arrays_of_any_dtype_and_shape_are_gathered_as_they_are(monkeypatch, x: np.ndarray) -> None:
+    """jax sends them as bytes; as numbers it would round float64."""
+    sent = []
+
+    def allgather(data: np.ndarray) -> np.ndarray:
+        sent.append(data.dtype)
+        return np.stack([data, data])
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(multihost_utils, "process_allgather", allgather)
+    gathered = gather_processes(x)
+    assert gathered.dtype == x.dtype and sent == [np.uint8]
+    np.testing.assert_array_equal(gathered, np.concatenate([x, x]))

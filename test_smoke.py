@@ -202,13 +202,18 @@ def code() -> dict[str, Path]:
     return {name: file for name, file in named.items() if file.stem != "__init__"}
 
 
-def imported(file: Path) -> set[str]:
-    """The modules of this project that a file imports anywhere in it."""
+def imports(file: Path) -> set[str]:
+    """The names of all that a file imports anywhere in it."""
     nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
     names = {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names}
     froms = [n for n in nodes if isinstance(n, ast.ImportFrom)]
     names |= {n.module for n in froms} | {f"{n.module}.{a.name}" for n in froms for a in n.names}
-    return names & code().keys()
+    return names
+
+
+def imported(file: Path) -> set[str]:
+    """The modules of this project that a file imports."""
+    return imports(file) & code().keys()
 
 
 def room(module: str) -> str:
@@ -224,6 +229,11 @@ def test_every_file_can_be_imported(module: str) -> None:
 def test_a_file_imports_only_from_its_room_and_the_rooms_below(module: str) -> None:
     above = {name for name in imported(code()[module]) if room(name) not in ROOMS[room(module)]}
     assert above == ({"tools.plan_tpu"} if module == "train_grpo" else set())  # for --plan
+
+
+def test_every_folder_of_code_is_a_room_with_rules_for_its_imports() -> None:
+    used = {name.partition(".")[0] for file in code().values() for name in imports(file)}
+    assert {folder for folder in used if (REPO / folder).is_dir()} == ROOMS.keys() - {""}
 
 
 def test_imports_have_no_circles() -> None:

@@ -29,7 +29,6 @@ STATUS = re.compile("[A-Z_]+: ")  # a status, with which ValueErrors of jax begi
 GOOGLE = "0x1ae0"  # a PCI vendor
 DISK, NETWORK = "0x01", "0x02"  # the beginning of the PCI class of a disk and of a network card
 TASKS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")  # how srun and mpirun name the number of tasks
-ROOMS = ("", "models", "runtime", "tools")  # the folders of this project's code
 
 
 def start_jax(cfg: Any) -> None:
@@ -185,8 +184,11 @@ def code_facts(root: Path) -> dict[str, str]:
     """{file: digest} of this project's code that is imported. root: the project's folder."""
     imported = [m.__file__ for m in [*sys.modules.values()] if getattr(m, "__file__", None)]
     files = {Path(file).resolve() for file in imported}
-    rooms = {root / room for room in ROOMS}
-    code = sorted(file for file in files if file.parent in rooms)
+    # Our module models.hf is the file models/hf.py of the folder. A package of a virtual
+    # environment within the folder has a path that is longer than its name.
+    names = [name.replace(".", "/") for name in [*sys.modules]]
+    places = {root / f"{name}{end}" for name in names for end in (".py", "/__init__.py")}
+    code = sorted(file for file in files if file.parent == root or file in places)
     return {str(file.relative_to(root)): digest(file.read_bytes()) for file in code}
 
 

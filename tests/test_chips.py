@@ -13,8 +13,8 @@ from test_train import REPO
 import train_grpo
 from config import Config
 from runtime import chips
-from runtime.processes import ROOMS
 from runtime.sizes import MICRO_SIZES, PASS_SIZES, derive, smaller_sizes
+from test_smoke import code
 from tools import programs
 
 # GB of address space, of which jax needs a part, settings, the beginning and the end of the line.
@@ -94,8 +94,7 @@ def test_other_errors_of_jax_are_not_about_memory() -> None:
 
 def test_every_function_that_waits_for_a_device_exists() -> None:
     """Under another name its error would not say which size to lower."""
-    files = [file for room in ROOMS for file in (REPO / room).glob("*.py")]
-    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
+    nodes = [node for file in code().values() for node in ast.walk(ast.parse(file.read_text()))]
     defined = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
     assert set(train_grpo.WAITING) <= defined
 

@@ -224,7 +224,7 @@ class Config:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str], config_file: str | Path = "") -> "Config":
-        """The settings of all layers. Raises ValueError with a line for every mistake."""
+        """The settings of all layers. Raises UserMistake with a line for every mistake."""
         return read_layers(env, config_file)[0]
 
 
@@ -339,7 +339,7 @@ def read_layers(
 ) -> tuple[Config, dict[str, str]]:
     """The settings of all layers, and the layer that set each, {attribute: layer}.
 
-    Raises ValueError with a line for every mistake.
+    Raises UserMistake with a line for every mistake.
     """
     mistakes: list[Mistake] = []
     settings = parsing.read_env(env, Config, mistakes)
@@ -360,7 +360,7 @@ def read_layers(
         if not any(re.search(rf"\b{name}\b", text) for name in wrong):
             texts.append(text)
     if texts:
-        raise ValueError("\n".join(texts))
+        raise parsing.UserMistake("\n".join(texts))
     return cfg, layers
 
 
@@ -398,7 +398,7 @@ def load(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Command:
         parser.error("--processes and --local-devices are only for --print-config")
     try:
         if args.plan and args.print_config:
-            raise ValueError("--plan is only for train_grpo.py, without --print-config")
+            raise parsing.UserMistake("--plan is only for train_grpo.py, without --print-config")
         # W&B and the Hub read their keys in the environment, so .env goes there.
         dotenv = parsing.read_dotenv(REPO / ".env") if env is None else {}
         env = os.environ if env is None else env
@@ -410,7 +410,7 @@ def load(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Command:
             parsing.print_and_exit(describe(cfg, args.processes, args.local_devices))
         lines = [f"note: {line}" for line in (*notes(cfg, layers), *parsing.ignored_names(env))]
         return Command(cfg, args.plan, [parsing.changed(cfg, layers), *lines])
-    except ValueError as error:
+    except parsing.UserMistake as error:
         parsing.fail(error)
 
 

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from runtime.parsing import UserMistake
+
 # A chat template may print today's date, with the function strftime_now or from date_string. A
 # prompt must not change at midnight, so every template gets the date that Llama 3.2's template uses
 # by default. transformers accepts the template as text alone, so a macro in front of the template
@@ -63,7 +65,7 @@ def load_examples(
     dataset_config: of a hub dataset; "": HUB_CONFIGS, else the dataset's only or default one.
     question, answer: names of the columns that hold the question and the answer. Each example keeps
     all of its columns and also has these two texts as `question` and `answer`.
-    Raises ValueError if a file is missing or is not JSON, or if an example lacks one of the texts.
+    Raises UserMistake if a file is missing or is not JSON, or if an example lacks one of the texts.
     """
     path = Path(dataset)
     one_file = path.is_file() or (path.suffix in SUFFIXES and not path.is_dir())
@@ -72,7 +74,7 @@ def load_examples(
     elif path.is_dir():
         placed = itertools.chain.from_iterable(map(_read_file, _split_files(path, split)))
     elif is_local(dataset):
-        raise ValueError(f"DATASET={dataset}: this file or folder does not exist")
+        raise UserMistake(f"DATASET={dataset}: this file or folder does not exist")
     else:
         placed = _read_hub(dataset, dataset_config, split)
     wanted = {"question": question, "answer": answer}
@@ -80,21 +82,21 @@ def load_examples(
     # Rewards receive the columns as lists, so every example needs every column of the split.
     columns = dict.fromkeys(name for example in examples for name in example)
     for taken in {"completions", "completion_ids"} & set(columns):  # arguments of reward functions
-        raise ValueError(f"DATASET={dataset}: a column may not be called {taken}; rename it")
+        raise UserMistake(f"DATASET={dataset}: a column may not be called {taken}; rename it")
     examples = [{name: example.get(name) for name in columns} for example in examples]
     if one_file:
         count = len(examples)
         if count < 2:
-            raise ValueError(f"DATASET={dataset} needs 2 rows, to hold one out; it has {count}")
+            raise UserMistake(f"DATASET={dataset} needs 2 rows, to hold one out; it has {count}")
         if split not in ("train", "test"):
-            raise ValueError(
+            raise UserMistake(
                 f"DATASET={dataset} has no split {split!r}: the splits of a single file are train "
                 f"and test, its last tenth; set TRAIN_SPLIT and EVAL_SPLIT to these"
             )
         held_out = max(1, round(HELD_OUT * count))
         examples = examples[:-held_out] if split == "train" else examples[-held_out:]
     if not examples:
-        raise ValueError(f"DATASET={dataset} has no rows in split {split!r}")
+        raise UserMistake(f"DATASET={dataset} has no rows in split {split!r}")
     return examples
 
 
@@ -111,7 +113,7 @@ def _with_texts(place: str, example: Any, wanted: dict[str, str]) -> dict[str, A
             if column in columns and not isinstance(text, str):
                 hint = f", but {text!r:.80}; write it as text"
             hint = hint if columns and not isinstance(text, str) else ""
-            raise ValueError(f"{place} has no text in {column!r}{hint}")
+            raise UserMistake(f"{place} has no text in {column!r}{hint}")
     return columns | {name: columns[column] for name, column in wanted.items()}
 
 
@@ -120,7 +122,7 @@ def _split_files(folder: Path, split: str) -> list[Path]:
     chosen = [f for f in files if f.stem == split or f.stem.startswith(f"{split}-")]
     if not chosen:
         there = ", ".join(f.name for f in files) or "no .jsonl, .json or .parquet"
-        raise ValueError(f"DATASET={folder} has no file of split {split!r}; it has {there}")
+        raise UserMistake(f"DATASET={folder} has no file of split {split!r}; it has {there}")
     return chosen
 
 
@@ -133,7 +135,7 @@ def _read_hub(dataset: str, dataset_config: str, split: str) -> Iterator[tuple[s
         examples = loaded.to_list()
     except Exception as error:  # The errors of datasets, hub and proxy have no common base.
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(
+        raise UserMistake(
             f"DATASET={dataset}: no such local file or folder, and the hub says "
             f"(DATASET_CONFIG={name}): {reason}"
         ) from None
@@ -148,25 +150,25 @@ def _numbered(source: Any, examples: list[Any]) -> Iterator[tuple[str, Any]]:
 def _read_file(file: Path) -> Iterator[tuple[str, Any]]:
     """Yields (place, example) for each example of a file; the place is its line or number."""
     if not file.is_file():
-        raise ValueError(f"DATASET={file}: no such file")
+        raise UserMistake(f"DATASET={file}: no such file")
     if file.suffix == ".parquet":
         import pyarrow.parquet  # a requirement of datasets
 
         try:
             examples = pyarrow.parquet.read_table(file).to_pylist()
         except (OSError, ValueError) as error:
-            raise ValueError(f"{file} is not a whole parquet file: {error}") from None
+            raise UserMistake(f"{file} is not a whole parquet file: {error}") from None
         yield from _numbered(file, examples)
         return
     try:
         text = file.read_text(encoding="utf-8-sig")  # Windows editors write a byte order mark.
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
-        raise ValueError(f"{file} line {line} is not UTF-8 text") from None
+        raise UserMistake(f"{file} line {line} is not UTF-8 text") from None
     if file.suffix == ".json":
         examples = _parse(text, file, 1)
         if not isinstance(examples, list):
-            raise ValueError(f"{file} is not a JSON list of rows; one row a line is a .jsonl")
+            raise UserMistake(f"{file} is not a JSON list of rows; one row a line is a .jsonl")
         yield from _numbered(file, examples)
         return
     for number, line in enumerate(text.split("\n"), start=1):  # splitlines would split at U+2028.
@@ -179,7 +181,9 @@ def _parse(text: str, file: Path, first_line: int) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         line = first_line + error.lineno - 1
-        raise ValueError(f"{file} line {line} is not JSON: {error.msg}") from None
+        raise UserMistake(f"{file} line {line} is not JSON: {error.msg}") from None
+    except ValueError as error:  # a number of more than 4300 digits
+        raise UserMistake(f"{file} cannot be read from line {first_line} on: {error}") from None
 
 
 # ---- Prompts -------------------------------------------------------------------------------------
@@ -188,16 +192,16 @@ def _parse(text: str, file: Path, first_line: int) -> Any:
 def text_of(setting: str) -> str:
     """Returns the text of SYSTEM_PROMPT: the content of the file that it names, or the setting.
 
-    Raises ValueError if the file does not exist or is not UTF-8 text.
+    Raises UserMistake if the file does not exist or is not UTF-8 text.
     """
     if not os.path.isfile(setting):
         if re.fullmatch(r"\S+\.(txt|md)|\S*/\S+", setting):
-            raise ValueError(f"SYSTEM_PROMPT={setting}: no such file")
+            raise UserMistake(f"SYSTEM_PROMPT={setting}: no such file")
         return setting
     try:
         return Path(setting).read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise ValueError(f"SYSTEM_PROMPT={setting} is not UTF-8 text") from None
+        raise UserMistake(f"SYSTEM_PROMPT={setting} is not UTF-8 text") from None
 
 
 def build_prompts(
@@ -205,7 +209,7 @@ def build_prompts(
 ) -> list[Prompt]:
     """Returns the prompt of each example, made by the chat template of the tokenizer.
 
-    Raises ValueError if the template fails.
+    Raises UserMistake if the template fails.
     """
     system = {"role": "system", "content": system_prompt}
     chats = [[system, {"role": "user", "content": e["question"]}] for e in examples]
@@ -218,7 +222,7 @@ def build_prompts(
             chat_template=STRFTIME_NOW + tokenizer.get_chat_template(),
         )
     except Exception as error:  # A template may raise anything.
-        raise ValueError(
+        raise UserMistake(
             f"MODEL_PATH (or CHAT_TEMPLATE): its chat template fails on a system and a user "
             f"message: {error}"
         ) from None
@@ -241,20 +245,20 @@ def fit_prompts(prompts: list[Prompt], limit: int, too_long: str, split: str) ->
 
     too_long: "skip" leaves out longer prompts and prints their number; "error" refuses them.
     split: the name of the split in messages.
-    Raises ValueError for a longer prompt if too_long is "error", and if no prompt is left.
+    Raises UserMistake for a longer prompt if too_long is "error", and if no prompt is left.
     """
     if not limit:
         return prompts
     kept = [p for p in prompts if len(p.ids) <= limit]
     if len(kept) < len(prompts) and too_long == "error":
         worst = max(len(p.ids) for p in prompts)
-        raise ValueError(
+        raise UserMistake(
             f"MAX_PROMPT_LENGTH={limit}: {len(prompts) - len(kept)} {split} prompts are longer, up "
             f"to {worst} tokens; raise it or set PROMPT_TOO_LONG=skip"
         )
     if not kept:
         shortest = min(len(p.ids) for p in prompts)
-        raise ValueError(
+        raise UserMistake(
             f"MAX_PROMPT_LENGTH={limit}: every {split} prompt is longer; the shortest has "
             f"{shortest}"
         )

@@ -176,7 +176,7 @@ def total_rewards(
     completions: [n] texts. columns: lists of n values. weights: [functions]. A total is the
     weighted sum over the functions that apply to the completion, as in TRL. A reward is NaN where
     the function does not apply, and a total is NaN where no function applies.
-    Raises ValueError if the number of weights or a returned list is wrong.
+    Raises UserMistake if the number of weights or a returned list is wrong.
     """
     stop_if_not_as_many(weights, functions)
     per_function = np.full((len(completions), len(functions)), np.nan)  # [n, functions]
@@ -197,10 +197,10 @@ def weights_of(reward_weights: tuple[float, ...], reward_fn: str) -> tuple[float
 
 
 def stop_if_not_as_many(weights: Sequence[float], functions: Sequence[RewardFunction]) -> None:
-    """Raises ValueError unless REWARD_WEIGHTS has one number for each function."""
+    """Raises UserMistake unless REWARD_WEIGHTS has one number for each function."""
     if len(weights) != len(functions):
         names = ", ".join(function.__name__ for function in functions)
-        raise ValueError(
+        raise _mistake(
             f"REWARD_WEIGHTS={','.join(map(str, weights))} has {len(weights)} numbers; "
             f"give {len(functions)}, one each for {names}"
         )
@@ -211,14 +211,22 @@ def _as_floats(function: RewardFunction, returned: object, count: int) -> list[f
     name, listed = function.__name__, isinstance(returned, list | tuple | np.ndarray)
     got = len(returned) if listed else type(returned).__name__
     if got != count:
-        raise ValueError(f"reward {name} must return a list of {count} rewards, not {got}")
+        raise _mistake(f"reward {name} must return a list of {count} rewards, not {got}")
     for i, value in enumerate(returned):
         finite = isinstance(value, int | float | np.number | np.bool_) and -np.inf < value < np.inf
         if value is not None and not finite:
-            raise ValueError(
+            raise _mistake(
                 f"reward {name}, completion {i}: {value!r:.80} is no finite number or None"
             )
     return [np.nan if value is None else float(value) for value in returned]
+
+
+def _mistake(text: str) -> Exception:
+    """Returns the UserMistake with this text."""
+    # Imported here, so that a file of REWARD_FN may import rewards.py beside a runtime.py of yours.
+    from runtime.parsing import UserMistake
+
+    return UserMistake(text)
 
 
 def load_reward_functions(
@@ -228,7 +236,7 @@ def load_reward_functions(
 
     reward_fn: names separated by commas, each of a built-in function, of one of `penalties`, or
     file.py:name. timeout_s: REWARD_TIMEOUT_S, the time limit of each call to a function of a file.
-    Raises ValueError for an unknown name, a missing file, or a file that does not load.
+    Raises UserMistake for an unknown name, a missing file, or a file that does not load.
     """
     entries = [entry.strip() for entry in reward_fn.split(",")] if reward_fn else list(DEFAULTS)
     names = [entry.rpartition(":")[2] for entry in entries]
@@ -236,13 +244,12 @@ def load_reward_functions(
     for entry, name in zip(entries, names, strict=True):
         file = entry.rpartition(":")[0]
         if entry not in known and not (file.endswith(".py") and name.isidentifier()):
-            raise ValueError(f"REWARD_FN: {entry!r} is not file.py:name, nor one of {[*known]}")
+            raise _mistake(f"REWARD_FN: {entry!r} is not file.py:name, nor one of {[*known]}")
         if file and not os.path.isfile(file):
-            raise ValueError(f"REWARD_FN: there is no file {file} (looked in {os.getcwd()})")
+            raise _mistake(f"REWARD_FN: there is no file {file} (looked in {os.getcwd()})")
         if names.count(name) > 1:
-            raise ValueError(f"REWARD_FN: two rewards have the name {name}; rename one")
-    # Imported here, so that a file of REWARD_FN may import rewards.py beside a runtime.py of yours.
-    from runtime.reward_worker import RewardWorker
+            raise _mistake(f"REWARD_FN: two rewards have the name {name}; rename one")
+    from runtime.reward_worker import RewardWorker  # here, for the reason that _mistake has
 
     return [known.get(entry) or RewardWorker(entry, timeout_s) for entry in entries]
 
@@ -260,13 +267,13 @@ def accuracy_rule(
     """Returns the rule of the function that ACCURACY_OF names.
 
     accuracy_of: "" means reward_correct if it is one of the functions, else the first function.
-    Raises ValueError if it names none of the functions.
+    Raises UserMistake if it names none of the functions.
     """
     names = [function.__name__ for function in functions]
     usual = "reward_correct" if "reward_correct" in names else names[0]
     name = accuracy_of.rpartition(":")[2] or usual
     if name not in names:
-        raise ValueError(
+        raise _mistake(
             f"ACCURACY_OF={accuracy_of} is none of the run's reward functions, "
             f"{', '.join(names)}; add it to REWARD_FN, with weight 0 if it is only to measure"
         )

@@ -16,7 +16,6 @@ import rewards
 from loss import Objective, equal_groups
 from models.model import Compute, ModelConfig, Params
 from runtime.layout import gather_processes
-from runtime.lifecycle import UserMistake
 from runtime.processes import StopSignal
 from runtime.run_log import Clock
 from runtime.sizes import Sizes, prompt_width
@@ -211,8 +210,5 @@ def reward_completions(
         for name in prompts[0].columns
     }
     columns["completion_ids"] = completions.ids()
-    try:
-        weights = rewards.weights_of(run.cfg.reward_weights, run.cfg.reward_fn)
-        return rewards.total_rewards(texts, columns, run.functions, weights)
-    except ValueError as error:  # its message names the function
-        raise UserMistake(str(error)) from None
+    weights = rewards.weights_of(run.cfg.reward_weights, run.cfg.reward_fn)
+    return rewards.total_rewards(texts, columns, run.functions, weights)

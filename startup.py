@@ -1,7 +1,7 @@
 """Everything before the first step: reads and checks the inputs, decides how the model is computed,
 and loads or resumes the training state.
 
-The checks that cost little come first. A user's mistakes are a ValueError with a line for each.
+The checks that cost little come first. A user's mistakes are a UserMistake with a line for each.
 `python startup.py` only joins the processes and prints the devices and versions they see.
 """
 
@@ -36,7 +36,14 @@ from runtime import processes, resume
 from runtime.checkpoint import Checkpoints
 from runtime.layout import local_count, mesh_text
 from runtime.lifecycle import Lifecycle
-from runtime.parsing import REPO, compared_by_value, fail, shared_by_processes, to_text
+from runtime.parsing import (
+    REPO,
+    UserMistake,
+    compared_by_value,
+    fail,
+    shared_by_processes,
+    to_text,
+)
 from runtime.processes import StopSignal
 from runtime.run_log import RunLog, check_wandb, stop_if_not_writable
 from runtime.sizes import Sizes, derive, prompt_share, prompt_width
@@ -66,9 +73,7 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, TrainState, Params | None] | Non
         )
         state, ref_params, progress = load_state(run, checkpoints, out, reachable)
         log = open_log(run, out, progress)
-    except ValueError as error:
-        if processes.lost_contact(error):
-            raise
+    except UserMistake as error:
         if out and jax.process_index() == 0:
             resume.leave(Path(cfg.checkpoint_dir or out / "checkpoints"), out)
         fail(error)
@@ -83,11 +88,11 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, TrainState, Params | None] | Non
 
 
 def set_up(cfg: Config) -> Run:
-    """Reads and checks all inputs, on all processes. Raises ValueError for a user's mistakes."""
+    """Reads and checks all inputs, on all processes. Raises UserMistake for a user's mistakes."""
     mistakes: list[str] = []
     processes.tried(mistakes, stop_if_unable_to_write, cfg)
     inputs = processes.tried(mistakes, read_inputs, cfg, not mistakes)
-    mistake = ValueError("\n".join(mistakes)) if mistakes else None
+    mistake = UserMistake("\n".join(mistakes)) if mistakes else None
     digests = digests_of(inputs) if inputs else {}
     here = facts_of(cfg, inputs) if jax.process_count() > 1 else {}
     processes.stop_if_different(here | digests, mistake)
@@ -124,7 +129,7 @@ def set_up(cfg: Config) -> Run:
 
 
 def stop_if_unable_to_write(cfg: Config) -> None:
-    """Raises ValueError on every process if W&B or EXPORT_HF cannot be written.
+    """Raises UserMistake on every process if W&B or EXPORT_HF cannot be written.
 
     Process 0, which alone writes, tries them.
     """
@@ -136,18 +141,26 @@ def stop_if_unable_to_write(cfg: Config) -> None:
                 folder = Path(cfg.export_hf)
                 processes.tried(lines, stop_if_not_writable, f"EXPORT_HF={cfg.export_hf}", folder)
         if lines:
-            raise ValueError("\n".join(lines))
+            raise UserMistake("\n".join(lines))
 
 
 def stop_if_too_long(cfg: Config, model: ModelConfig, longest: int) -> None:
-    """Raises ValueError if the model has too few positions for a prompt of `longest` tokens."""
+    """Raises UserMistake if the model has too few positions for a prompt of `longest` tokens."""
     length, room = longest + cfg.max_length_sample, model.max_positions - cfg.max_length_sample
     if length > model.max_positions:
         shorter = f" or set MAX_PROMPT_LENGTH={room}" if room > 0 else ""
-        raise ValueError(
+        raise UserMistake(
             f"MAX_LENGTH_SAMPLE={cfg.max_length_sample} after the longest prompt makes {length} "
             f"tokens, and the model has {model.max_positions} positions; lower it{shorter}"
         )
+
+
+def stop_if_too_wide_for_pallas(D: int, device_kind: str) -> None:
+    """Raises UserMistake if POLICY_LOSS_IMPL=pallas cannot run with hidden states of width D."""
+    try:
+        stop_if_too_wide(D, 2, device_kind)
+    except ValueError as error:  # loss_pallas.py imports nothing of ours
+        raise UserMistake(str(error)) from None
 
 
 def how_to_compute(
@@ -155,7 +168,7 @@ def how_to_compute(
 ) -> tuple[Compute, Compute, str]:
     """How training and rollout are computed, and why ROLLOUT_MESH_SHAPE=auto is what it is.
 
-    S: prompt tokens. devices: they need not exist on this machine. Raises ValueError for settings
+    S: prompt tokens. devices: they need not exist on this machine. Raises UserMistake for settings
     that the devices or the model cannot do.
     """
     platform = devices[0].platform
@@ -168,7 +181,7 @@ def how_to_compute(
         )
         impl = "jax"
     if impl == "pallas":
-        stop_if_too_wide(model.hidden_size, 2, devices[0].device_kind)
+        stop_if_too_wide_for_pallas(model.hidden_size, devices[0].device_kind)
 
     R = sizes.prompt_batch_size * cfg.num_pre_q * len(devices) // local_count(devices)
     G = R // prompt_share(cfg.num_pre_q, R // len(devices))
@@ -242,7 +255,7 @@ def open_log(run: Run, out: Path, progress: resume.Progress) -> RunLog:
                 (out / "config.yaml").write_text(text + "\n", encoding="utf-8")
                 log.line(f"output={out}")
         except OSError as error:
-            raise ValueError(f"OUTPUT_DIR={out} cannot be written: {error.strerror}") from None
+            raise UserMistake(f"OUTPUT_DIR={out} cannot be written: {error.strerror}") from None
     return log
 
 
@@ -250,7 +263,7 @@ def open_log(run: Run, out: Path, progress: resume.Progress) -> RunLog:
 
 
 def read_inputs(cfg: Config, ask_hub: bool) -> Inputs:
-    """Reads all inputs. Raises ValueError with a line for every mistake that it finds.
+    """Reads all inputs. Raises UserMistake with a line for every mistake that it finds.
 
     ask_hub: False after a mistake; then, and after a mistake here, it does not go to the hub, which
     may take long.
@@ -273,7 +286,7 @@ def read_inputs(cfg: Config, ask_hub: bool) -> Inputs:
             for examples, name in zip(splits, names, strict=True)
         ]
     if mistakes:
-        raise ValueError("\n".join(dict.fromkeys(mistakes)))
+        raise UserMistake("\n".join(dict.fromkeys(mistakes)))
     return Inputs(cfg, sizes, functions, accuracy, *model, *splits)
 
 
@@ -401,9 +414,9 @@ if __name__ == "__main__":
         try:
             command = config.load(sys.argv[1:])
             if command.slice_name:
-                raise ValueError("--plan is only for train_grpo.py, without --print-config")
+                raise UserMistake("--plan is only for train_grpo.py, without --print-config")
             processes.start_jax(command.cfg)
-        except ValueError as error:
+        except UserMistake as error:
             fail(error)
         versions = processes.versions().items()
         print("versions", *(f"{name}={version}" for name, version in versions))

@@ -257,7 +257,7 @@ def test_the_top_level_is_a_handful_of_files_and_each_room_says_what_it_is() -> 
 
 
 def test_files_that_people_copy_alone_import_nothing_of_ours() -> None:
-    for name in ("loss", "loss_pallas", "data"):
+    for name in ("loss", "loss_pallas"):
         assert imported(code()[name]) == set(), name
     everyone = {name: imported(file) for name, file in code().items()}
     takes_config = {name for name, needs in everyone.items() if "config" in needs}

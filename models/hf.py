@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 
 from models.model import Leaf, ModelConfig, Params, param_shardings, param_table
 from runtime.layout import on_host
+from runtime.parsing import UserMistake
 
 FILES = ["*.json", "*.safetensors", "*.jinja"]
 EXPORTED = "exported_from.json"  # marks an exported model, which a later export may replace
@@ -53,14 +54,15 @@ def fetch_model(path: str, revision: str = "", files: Sequence[str] = FILES) -> 
     if Path(path).is_dir():
         return Path(path)
     if is_local(path):
-        raise ValueError(f"MODEL_PATH={path}: this folder does not exist")
+        raise UserMistake(f"MODEL_PATH={path}: this folder does not exist")
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(path, revision=revision or None, allow_patterns=files))
     except Exception as error:  # errors of the hub, of its transports and of proxies share no base
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(f"MODEL_PATH={path}: no such folder, and the hub says: {reason}") from None
+        text = f"MODEL_PATH={path}: no such folder, and the hub says: {reason}"
+        raise UserMistake(text) from None
 
 
 def config_of(path: str, revision: str = "") -> ModelConfig:
@@ -77,12 +79,12 @@ def config_of(path: str, revision: str = "") -> ModelConfig:
 def read_model(folder: Path, chat_template: str) -> tuple[ModelConfig, Any]:
     """The ModelConfig and the tokenizer of a folder, whose weights are checked, but not read.
 
-    Raises ValueError for a folder that is not complete, or whose model is not supported.
+    Raises UserMistake for a folder that is not complete, or whose model is not supported.
     """
     model = read_config(folder)
     tokenizer = load_tokenizer(folder, chat_template)
     if len(tokenizer) > model.vocab_size:
-        raise ValueError(
+        raise UserMistake(
             f"MODEL_PATH={folder}: its tokenizer has {len(tokenizer)} tokens, its config.json "
             f"vocab_size={model.vocab_size}; they are of two models"
         )
@@ -93,16 +95,22 @@ def read_model(folder: Path, chat_template: str) -> tuple[ModelConfig, Any]:
 def read_config(folder: Path) -> ModelConfig:
     """The ModelConfig of a Hugging Face folder.
 
-    Raises ValueError, naming the key of config.json, for a model that is not supported.
+    Raises UserMistake, naming the key of config.json, for a model that is not supported.
     """
     path = folder / "config.json"
     if not path.is_file():
-        raise ValueError(f"MODEL_PATH={folder} has no config.json; give a Hugging Face folder")
+        raise UserMistake(f"MODEL_PATH={folder} has no config.json; give a Hugging Face folder")
     c = _read_json(path)
 
     def need(ok: bool, key: str, supported: str) -> None:
         if not ok:
-            raise ValueError(f"{path}: {key}={c.get(key)!r} is not supported; {supported} is")
+            raise UserMistake(f"{path}: {key}={c.get(key)!r} is not supported; {supported} is")
+
+    def number(values: dict[str, Any], key: str) -> float:
+        try:
+            return float(values[key])
+        except (TypeError, ValueError):
+            raise UserMistake(f"{path}: {key}={values[key]!r} is not a number") from None
 
     model_type = c.get("model_type")
     need(model_type in ("qwen2", "qwen3", "llama"), "model_type", "qwen2, qwen3 or llama")
@@ -123,8 +131,9 @@ def read_config(folder: Path) -> ModelConfig:
         llama3 = None
         if rope_type == "llama3":
             names = ("factor", "low_freq_factor", "high_freq_factor")
-            original = int(rope["original_max_position_embeddings"])
-            llama3 = (*(float(rope[n]) for n in names), original)
+            original = int(number(rope, "original_max_position_embeddings"))
+            llama3 = (*(number(rope, name) for name in names), original)
+        theta = rope.get("rope_theta") or c.get("rope_theta") or 10000.0
         return ModelConfig(
             vocab_size=c["vocab_size"],
             hidden_size=c["hidden_size"],
@@ -133,8 +142,8 @@ def read_config(folder: Path) -> ModelConfig:
             num_heads=c["num_attention_heads"],
             num_kv_heads=c.get("num_key_value_heads") or c["num_attention_heads"],
             head_dim=c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"],
-            rms_norm_eps=float(c["rms_norm_eps"]),
-            rope_theta=float(rope.get("rope_theta") or c.get("rope_theta") or 10000.0),
+            rms_norm_eps=number(c, "rms_norm_eps"),
+            rope_theta=number({"rope_theta": theta}, "rope_theta"),
             rope_llama3=llama3,
             tied=bool(c.get("tie_word_embeddings", False)),
             qkv_bias=model_type == "qwen2",
@@ -142,16 +151,16 @@ def read_config(folder: Path) -> ModelConfig:
             max_positions=c["max_position_embeddings"],
         )
     except KeyError as missing:
-        raise ValueError(f"{path} has no {missing.args[0]!r}") from None
+        raise UserMistake(f"{path} has no {missing.args[0]!r}") from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # not UTF-8, or not JSON
-        raise ValueError(f"{path} is not JSON: {error}") from None
+        raise UserMistake(f"{path} is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{path} is not a JSON object")
+        raise UserMistake(f"{path} is not a JSON object")
     return value
 
 
@@ -159,14 +168,14 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def check_weights(folder: Path, model: ModelConfig) -> None:
-    """Raises the ValueErrors of load_params, but reads only the headers of the files."""
+    """Raises the UserMistakes of load_params, but reads only the headers of the files."""
     _check_tensors(folder, param_table(model), _open_safetensors(folder))
 
 
 def load_params(folder: Path, model: ModelConfig, mesh: Mesh, dtype: Any) -> Params:
     """The weights of a folder's safetensors files as Params on a mesh.
 
-    A process reads only the parts of the tensors that its devices hold. Raises ValueError, naming
+    A process reads only the parts of the tensors that its devices hold. Raises UserMistake, naming
     the tensor, if one is missing, unknown or repeated, or has a wrong shape or dtype.
     """
     table = param_table(model)
@@ -263,15 +272,15 @@ def save_model(
 
 
 def stop_if_overwritten(export_hf: str, output_dir: str, model_folder: Path) -> None:
-    """Raises ValueError if the export would overwrite a model that no run has exported."""
+    """Raises UserMistake if the export would overwrite a model that no run has exported."""
     if export_hf == "none" or not (export_hf or output_dir):
         return
     folder = Path(export_hf or f"{output_dir}/hf")
     name = f"EXPORT_HF={folder}" if export_hf else f"OUTPUT_DIR={output_dir}: its hf"
     if folder.resolve() == model_folder.resolve():
-        raise ValueError(f"{name} is MODEL_PATH; the model would be overwritten")
+        raise UserMistake(f"{name} is MODEL_PATH; the model would be overwritten")
     if (folder / "config.json").exists() and not (folder / EXPORTED).exists():
-        raise ValueError(f"{name} holds a model that no run has exported; choose another folder")
+        raise UserMistake(f"{name} holds a model that no run has exported; choose another folder")
 
 
 def _save_tensors(tensors: dict[str, np.ndarray], file: Path) -> None:
@@ -298,21 +307,21 @@ def _open_safetensors(folder: Path) -> dict[str, Any]:
     if index.is_file():
         weight_map = _read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
-            raise ValueError(f"{index} has no weight_map")
+            raise UserMistake(f"{index} has no weight_map")
         names = sorted(set(weight_map.values()))
     else:
         names = ["model.safetensors"]
     files: dict[str, Any] = {}
     for name in names:
         if not (folder / name).is_file():
-            raise ValueError(f"MODEL_PATH={folder} has no {name}; weights are read as safetensors")
+            raise UserMistake(f"MODEL_PATH={folder} has no {name}; weights are read as safetensors")
         try:
             handle = safe_open(folder / name, framework="numpy")
         except Exception as error:  # safetensors has no public type for a damaged header
-            raise ValueError(f"{folder / name} is not a whole safetensors file: {error}") from None
+            raise UserMistake(f"{folder / name} is not a whole safetensors file: {error}") from None
         for tensor in handle.keys():  # noqa: SIM118 - safe_open is not a mapping
             if tensor in files:
-                raise ValueError(f"{folder / name} repeats tensor {tensor} of another file")
+                raise UserMistake(f"{folder / name} repeats tensor {tensor} of another file")
             files[tensor] = handle
     return files
 
@@ -325,15 +334,15 @@ def _check_tensors(folder: Path, table: Params, files: dict[str, Any]) -> None:
     for what, names in (("lacks", missing), ("has unknown", unknown)):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise ValueError(f"MODEL_PATH={folder} {what} tensors {', '.join(names[:3])}{more}")
+            raise UserMistake(f"MODEL_PATH={folder} {what} tensors {', '.join(names[:3])}{more}")
     for name, shape in wanted.items():
         tensor = files[name].get_slice(name)
         if tensor.get_shape() != shape:
-            raise ValueError(
+            raise UserMistake(
                 f"MODEL_PATH={folder}: {name} is {tensor.get_shape()}, config.json says {shape}"
             )
         if tensor.get_dtype() not in ("F32", "F16", "BF16"):
-            raise ValueError(
+            raise UserMistake(
                 f"MODEL_PATH={folder}: {name} is {tensor.get_dtype()}, not F32/F16/BF16"
             )
 
@@ -345,7 +354,7 @@ def load_tokenizer(folder: Path, chat_template: str = "") -> Any:
     """The tokenizer of a model folder, exactly as its tokenizer.json describes it.
 
     chat_template: a Jinja file that replaces the tokenizer's template; "" keeps the tokenizer's.
-    Raises ValueError if the folder has no usable tokenizer or chat template.
+    Raises UserMistake if the folder has no usable tokenizer or chat template.
     """
     # transformers would warn that PyTorch is missing, which this project does not need.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -354,16 +363,16 @@ def load_tokenizer(folder: Path, chat_template: str = "") -> Any:
     from transformers import PreTrainedTokenizerFast
 
     if not (folder / "tokenizer.json").is_file():
-        raise ValueError(f"MODEL_PATH={folder} has no tokenizer.json")
+        raise UserMistake(f"MODEL_PATH={folder} has no tokenizer.json")
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     except Exception as error:  # a damaged file raises errors that share no base
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(f"MODEL_PATH={folder}: its tokenizer cannot be read: {reason}") from None
+        raise UserMistake(f"MODEL_PATH={folder}: its tokenizer cannot be read: {reason}") from None
     if chat_template:
         tokenizer.chat_template = read_chat_template(Path(chat_template))
     if not tokenizer.chat_template:
-        raise ValueError(
+        raise UserMistake(
             f"MODEL_PATH={folder}: its tokenizer has no chat template; use an instruct model, or "
             f"set CHAT_TEMPLATE to a Jinja file such as docs/chat_template.jinja"
         )
@@ -372,11 +381,11 @@ def load_tokenizer(folder: Path, chat_template: str = "") -> Any:
 
 def read_chat_template(file: Path) -> str:
     if not file.is_file():
-        raise ValueError(f"CHAT_TEMPLATE={file}: no such file")
+        raise UserMistake(f"CHAT_TEMPLATE={file}: no such file")
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise ValueError(f"CHAT_TEMPLATE={file} is not UTF-8 text") from None
+        raise UserMistake(f"CHAT_TEMPLATE={file} is not UTF-8 text") from None
 
 
 def stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
@@ -391,5 +400,5 @@ def stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
             found.update(eos if isinstance(eos, list) else [eos])
     ids = tuple(sorted(found - {None}))
     if not ids:
-        raise ValueError(f"MODEL_PATH={folder}: neither its configs nor its tokenizer name an EOS")
+        raise UserMistake(f"MODEL_PATH={folder}: neither its configs nor its tokenizer name an EOS")
     return ids

@@ -27,6 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models.attention import KV, Cache, attention, cached_attention
 from runtime.layout import TRAIN_BATCH_AXES, Layout, constrain, gather_fsdp
+from runtime.parsing import UserMistake
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,14 +168,14 @@ def for_loop(params: Params, layer_loop: str, dtype: Any) -> Params:
 
 
 def stop_if_indivisible(setting: str, model: ModelConfig, mesh: Mesh) -> None:
-    """Raises ValueError, naming the setting, if the mesh does not divide every weight evenly."""
+    """Raises UserMistake, naming the setting, if the mesh does not divide every weight evenly."""
     for leaf in jax.tree.leaves(param_table(model)):
         for size, axes in zip(leaf.shape, leaf.axes, strict=True):
             axes = (axes,) if isinstance(axes, str) else axes or ()
             if size % math.prod(mesh.shape[axis] for axis in axes):
                 shape = ",".join(str(n) for n in mesh.shape.values())
                 sizes = " * ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
-                raise ValueError(
+                raise UserMistake(
                     f"{setting} (dp,fsdp,tp) = {shape}: {sizes} does not divide {leaf.name} "
                     f"{list(leaf.shape)}; use a smaller {axes[-1]} and more dp"
                 )

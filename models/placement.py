@@ -13,6 +13,7 @@ import jax
 from models.model import ModelConfig, param_table, stop_if_indivisible
 from runtime.chips import Work, chip_of, memory_bytes
 from runtime.layout import ROLLOUT_BATCH_AXES, TRAIN_BATCH_AXES, Layout, local_count, make_mesh
+from runtime.parsing import UserMistake
 
 
 class Workload(NamedTuple):
@@ -53,7 +54,7 @@ def choose_layouts(
     """The layouts for MESH_SHAPE and ROLLOUT_MESH_SHAPE, on devices that need not exist here.
 
     workload: one rollout pass. itemsize: bytes of a weight in the copy that decodes.
-    Raises ValueError for a mesh that does not divide the devices or the weights.
+    Raises UserMistake for a mesh that does not divide the devices or the weights.
     """
     # A process can ask only for the memory of its devices; a device of another machine has the
     # memory of its chip.
@@ -69,7 +70,7 @@ def choose_layouts(
 
 
 def choose_attention(setting: str, model: ModelConfig, platform: str, tp: int) -> str:
-    """xla or splash; raises ValueError if ATTENTION_IMPL=splash cannot run here."""
+    """xla or splash; raises UserMistake if ATTENTION_IMPL=splash cannot run here."""
     why_not = ""
     if platform != "tpu":
         why_not = f"it is a TPU kernel, and this is {platform}"
@@ -78,7 +79,7 @@ def choose_attention(setting: str, model: ModelConfig, platform: str, tp: int) -
     elif model.num_kv_heads % tp:
         why_not = f"MESH_SHAPE's tp={tp} does not divide {model.num_kv_heads} kv heads"
     if setting == "splash" and why_not:
-        raise ValueError(f"ATTENTION_IMPL=splash: {why_not}; leave it at auto")
+        raise UserMistake(f"ATTENTION_IMPL=splash: {why_not}; leave it at auto")
     return setting if setting != "auto" else "xla" if why_not else "splash"
 
 

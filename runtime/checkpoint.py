@@ -30,6 +30,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 
+from runtime.parsing import UserMistake
 from runtime.processes import gather_texts, told_by_all
 
 RECORD, ARRAYS = "record", "arrays"  # the items of a checkpoint, folders in its folder
@@ -97,16 +98,16 @@ class Checkpoints:
         there = self._path is None or self._path.is_dir()
         everywhere = gather_texts("yes" if there else "")
         if any(everywhere) and not all(everywhere):
-            raise ValueError(f"{self.folder} exists on some hosts and not on others")
+            raise UserMistake(f"{self.folder} exists on some hosts and not on others")
         steps = sorted(self._open().all_steps()) if there else []
         return json.loads(gather_texts(json.dumps(steps))[0])  # process 0 decides
 
     def stop_if_out_of_reach(self) -> None:
-        """Raises ValueError if this process cannot look into a folder in a bucket."""
+        """Raises UserMistake if this process cannot look into a folder in a bucket."""
         try:
             epath.Path(self.folder).exists()
         except Exception as error:  # gs:// needs gcsfs, whose errors have no common base
-            raise ValueError(f"CHECKPOINT_DIR={self.folder}: {_brief(error)}") from None
+            raise UserMistake(f"CHECKPOINT_DIR={self.folder}: {_brief(error)}") from None
 
     def _open(self) -> ocp.CheckpointManager:
         if self._manager is None:
@@ -133,7 +134,7 @@ class Checkpoints:
             try:
                 self._manager = ocp.CheckpointManager(self.folder, options=options)
             except ImportError as error:  # gs:// needs gcsfs
-                raise ValueError(f"{self.folder} cannot be opened: {error}") from None
+                raise UserMistake(f"{self.folder} cannot be opened: {error}") from None
         return self._manager
 
     @property
@@ -279,10 +280,10 @@ class Checkpoints:
     ) -> tuple[Any, dict[str, Any]] | None:
         """The arrays and the record of the newest checkpoint that is complete, or None.
 
-        wanted: the shapes, dtypes and shardings of the arrays. check: raises ValueError if this run
-        may not go on from a checkpoint with this record. steps: the only steps to try.
+        wanted: the shapes, dtypes and shardings of the arrays. check: raises UserMistake if this
+        run may not go on from a checkpoint with this record. steps: the only steps to try.
         If some process cannot read a checkpoint, this prints a line and tries the next older one.
-        Raises ValueError if there are checkpoints and none of them can be read.
+        Raises UserMistake if there are checkpoints and none of them can be read.
         """
         if self._path is not None and self._path.is_dir() and not self._read_only:
             for rest in sorted(self._path.glob(f"*{HALF_WRITTEN}*")):
@@ -313,7 +314,7 @@ class Checkpoints:
                 return arrays, record
             self.say(f"checkpoint {self.folder}/{step} is damaged and passed over: {wrong}")
         if tried:
-            raise ValueError(
+            raise UserMistake(
                 f"none of the checkpoints in {self.folder} can be read; RESUME=never begins anew"
             )
         return None
@@ -332,11 +333,11 @@ class Checkpoints:
     def set_aside(self, after: int, where: Path) -> None:
         """Moves the checkpoints of later steps than `after` to the folder `where`.
 
-        This run will make these checkpoints again. Raises ValueError if they are in a bucket.
+        This run will make these checkpoints again. Raises UserMistake if they are in a bucket.
         """
         later = [step for step in self.steps() if step > after]
         if later and self._path is None:
-            raise ValueError(
+            raise UserMistake(
                 f"CHECKPOINT_DIR={self.folder} has checkpoints of steps {later[0]} to {later[-1]} "
                 f"of another run; choose an empty folder"
             )
@@ -348,7 +349,7 @@ class Checkpoints:
                         shutil.move(self._path / str(step), where / str(step))
             except OSError as error:
                 name = f"the checkpoints in {self.folder}"
-                raise ValueError(f"{name} cannot be moved to {where}: {error.strerror}") from None
+                raise UserMistake(f"{name} cannot be moved to {where}: {error.strerror}") from None
         self._manager = None
 
 

@@ -13,6 +13,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from runtime.parsing import UserMistake
+
 # The mesh axes that split the batch dimension of activations.
 TRAIN_BATCH_AXES = ("dp", "fsdp")
 ROLLOUT_BATCH_AXES = ("dp", "fsdp", "tp")
@@ -49,17 +51,17 @@ def make_mesh(
     setting: the name of the setting, for error messages. shape: "auto", which means `auto`, or
     sizes such as "1,4,2"; -1 stands for all remaining devices.
     All meshes list the devices in the same order, process by process, so that arrays can move
-    between two meshes within one program. Raises ValueError for sizes that do not fit the devices.
+    between two meshes within one program. Raises UserMistake for sizes that do not fit the devices.
     """
     devices = sorted(devices, key=lambda d: (d.process_index, d.id))
     sizes = list(auto if shape == "auto" else map(int, shape.split(",")))
     known = math.prod(n for n in sizes if n > 0)
     sizes = [len(devices) // known if n == -1 else n for n in sizes]
     if math.prod(sizes) != len(devices):
-        raise ValueError(f"{setting}={shape} does not make {len(devices)} devices; auto does")
+        raise UserMistake(f"{setting}={shape} does not make {len(devices)} devices; auto does")
     local = local_count(devices)
     if local % sizes[2]:
-        raise ValueError(
+        raise UserMistake(
             f"{setting}={shape}: tp={sizes[2]} does not divide the {local} devices of a host; "
             f"tensor parallelism stays inside one host"
         )

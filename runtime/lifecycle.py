@@ -16,14 +16,10 @@ import jax
 import numpy as np
 
 from runtime.checkpoint import Checkpoints
-from runtime.parsing import fail
+from runtime.parsing import UserMistake, fail
 from runtime.processes import Stopped, StopSignal
 from runtime.resume import Progress, mark_finished, record_of
 from runtime.run_log import RunLog
-
-
-class UserMistake(ValueError):
-    """A mistake of the user's that shows only while the run goes on, such as a failing reward."""
 
 
 @dataclasses.dataclass

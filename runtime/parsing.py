@@ -35,6 +35,13 @@ class Mistake(NamedTuple):
     text: str
 
 
+class UserMistake(ValueError):
+    """A mistake in what the user has given: a line of text for each, which names what to change.
+
+    It ends the program without a traceback; see `fail`. All other errors keep their traceback.
+    """
+
+
 # ---- Making settings -----------------------------------------------------------------------------
 
 
@@ -181,7 +188,7 @@ def read_env(env: Mapping[str, str], config: type, mistakes: list[Mistake]) -> d
         if name in known:
             try:
                 settings[known[name].name] = parse(known[name], env[name], name)
-            except ValueError as error:
+            except UserMistake as error:
                 mistakes.append(Mistake(name, str(error)))
         elif mistake := other_name(name, [name, name.upper()], {ours: ours for ours in known}):
             mistakes.append(mistake)
@@ -216,15 +223,17 @@ def parse(field: dataclasses.Field, text: str, label: str) -> Any:
     choices, help = field.metadata["choices"], field.metadata["help"]
     if text.startswith("{repo}/"):
         text = str(REPO / text.removeprefix("{repo}/"))
+    if re.search("[\0\ud800-\udc7f\udd00-\udfff]", text):
+        raise UserMistake(f"{label}={text!r} is not UTF-8 text")
     if choices and text not in choices.split("|"):
-        raise ValueError(f"{label}={text!r} is not one of {choices}")
+        raise UserMistake(f"{label}={text!r} is not one of {choices}")
     if field.name in FORMS and not re.fullmatch(FORMS[field.name], text):
-        raise ValueError(f"{label}={text!r} does not fit; wanted: {help}")
+        raise UserMistake(f"{label}={text!r} does not fit; wanted: {help}")
     if field.type is str:
         return text
     if field.type is bool:
         if text.lower() not in BOOLS:
-            raise ValueError(f"{label}={text!r} is not a bool (0/1/true/false)")
+            raise UserMistake(f"{label}={text!r} is not a bool (0/1/true/false)")
         return BOOLS[text.lower()]
     if field.type in (int, float):
         return number(field.type, text, label, field.metadata["limits"])
@@ -236,12 +245,12 @@ def number(kind: type, text: str, label: str, limits: Mapping[str, float]) -> in
         value = kind(text)
     except ValueError:
         noun = {int: "whole number", float: "number"}[kind]
-        raise ValueError(f"{label}={text!r} is not a {noun}") from None
+        raise UserMistake(f"{label}={text!r} is not a {noun}") from None
     if not -math.inf < value < math.inf:
-        raise ValueError(f"{label}={text!r} is not finite")
+        raise UserMistake(f"{label}={text!r} is not finite")
     for word, bound in limits.items():
         if not LIMITS[word](value, bound):
-            raise ValueError(f"{label}={value} must be {word.replace('_', ' ')} {bound}")
+            raise UserMistake(f"{label}={value} must be {word.replace('_', ' ')} {bound}")
     return value
 
 
@@ -250,16 +259,16 @@ def read_yaml(path: str | Path, config: type, mistakes: list[Mistake]) -> dict[s
 
     A key is group.name, or a name inside a group. A setting that is null counts as not set, but a
     text that is null is empty. config: a dataclass of `knob` fields.
-    Raises ValueError if the file cannot be read as such keys.
+    Raises UserMistake if the file cannot be read as such keys.
     """
     yaml = import_yaml()
     try:
         # Nodes keep 1e-6 and 0123 as written, and also a key that occurs twice; values do not.
         root = yaml.compose(Path(path).read_bytes(), Loader=yaml.SafeLoader)
     except (OSError, yaml.YAMLError) as error:
-        raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+        raise UserMistake(f"{path} cannot be read: {' '.join(str(error).split())}") from None
     if root and root.id != "mapping":
-        raise ValueError(f"{path} holds a {root.id}; wanted: `group.name: value` lines")
+        raise UserMistake(f"{path} holds a {root.id}; wanted: `group.name: value` lines")
 
     fields = {yaml_name(field): field for field in dataclasses.fields(config)}
     settings, seen = {}, set()
@@ -272,10 +281,10 @@ def read_yaml(path: str | Path, config: type, mistakes: list[Mistake]) -> dict[s
         name, label = fields[key].name, f"{path}: {key}"
         try:
             if name in seen:
-                raise ValueError(f"{label} is set twice, again in line {node.start_mark.line + 1}")
+                raise UserMistake(f"{label} is set twice, again in line {node.start_mark.line + 1}")
             if not is_null(node) or fields[key].type is str:
                 settings[name] = parse(fields[key], yaml_text(node, label), label)
-        except ValueError as error:
+        except UserMistake as error:
             mistakes.append(Mistake(name.upper(), str(error)))
         seen.add(name)
     return settings
@@ -306,7 +315,7 @@ def import_yaml() -> Any:
     try:
         import yaml
     except ImportError:
-        raise ValueError(
+        raise UserMistake(
             "settings are read and printed as YAML, for which pyyaml is not installed: "
             "pip install -r requirements.txt"
         ) from None
@@ -321,7 +330,7 @@ def yaml_text(node: Any, label: str) -> str:
     """The text of a node as in the environment: null is empty, a list is joined by commas."""
     items = node.value if node.id == "sequence" else [node]
     if any(item.id != "scalar" for item in items):
-        raise ValueError(f"{label} must be one value, or a list of values")
+        raise UserMistake(f"{label} must be one value, or a list of values")
     return ",".join("" if is_null(item) else item.value for item in items)
 
 
@@ -339,21 +348,21 @@ def read_dotenv(path: Path) -> dict[str, str]:
     """The NAME=value lines of a file, {} without the file; nothing in the file is executed.
 
     An `export` before the name, quotes around the value and a ` # comment` after it are dropped.
-    Raises ValueError with the number of a line of any other form, never with its text.
+    Raises UserMistake with the number of a line of any other form, never with its text.
     """
     if not path.exists():
         return {}
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeError) as error:
-        raise ValueError(f"{path} cannot be read: {type(error).__name__}") from None
+        raise UserMistake(f"{path} cannot be read: {type(error).__name__}") from None
     values = {}
     for number, line in enumerate(lines, 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         match = re.fullmatch(r"\s*(?:export\s+)?([A-Za-z_]\w*)=(.*?)\s*", line, re.ASCII)
-        if not match:
-            raise ValueError(f"{path}: line {number} is not NAME=value")
+        if not match or "\0" in line:
+            raise UserMistake(f"{path}: line {number} is not NAME=value")
         name, value = match.groups()
         if quoted := re.fullmatch(r"""(["'])(.*)\1(\s+#.*)?""", value):
             values[name] = quoted[2]
@@ -408,7 +417,7 @@ def print_and_exit(text: str) -> NoReturn:
     raise SystemExit(0)
 
 
-def fail(error: ValueError) -> NoReturn:
+def fail(error: UserMistake) -> NoReturn:
     """Ends the program after mistakes of the user: a line for each mistake, and exit code 2."""
     for line in str(error).splitlines():
         print(f"error: {line}", file=sys.stderr)

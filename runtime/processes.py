@@ -22,6 +22,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.extend.backend import register_backend_factory
 
+from runtime.parsing import UserMistake
+
 # What the errors of Gloo (CPUs), NCCL (GPUs) and jax's service say when another process is gone.
 LOST_CONTACT = re.compile(r"gloo|nccl|coordination.?service|heartbeat", re.IGNORECASE)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -34,7 +36,7 @@ TASKS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")  # how srun and mpirun name the
 def start_jax(cfg: Any) -> None:
     """Joins the other processes, if there are any, and prints the devices.
 
-    It has to come before anything touches a device. Raises ValueError if there is no device of the
+    It has to come before anything touches a device. Raises UserMistake if there is no device of the
     kind that JAX_PLATFORMS names.
     """
     cache = os.path.abspath(cfg.jax_compilation_cache_dir or ".jax_cache")
@@ -50,7 +52,7 @@ def start_jax(cfg: Any) -> None:
         if lost_contact(error):
             raise
         wanted, reason = os.environ.get("JAX_PLATFORMS", ""), " ".join(str(error).split())
-        raise ValueError(f"JAX_PLATFORMS={wanted}: no such device here. {reason}") from None
+        raise UserMistake(f"JAX_PLATFORMS={wanted}: no such device here. {reason}") from None
     print(
         f"backend={jax.default_backend()} process={jax.process_index()}/{jax.process_count()} "
         f"device_count={jax.device_count()} local_device_count={jax.local_device_count()}",
@@ -84,7 +86,7 @@ def join(*, init_timeout_s: int, heartbeat_timeout_s: int) -> None:
     if address:
         counts = [os.environ.get(name, "") for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")]
         if not all(count.isdecimal() for count in counts) or int(counts[1]) >= int(counts[0]):
-            raise ValueError(
+            raise UserMistake(
                 f"JAX_COORDINATOR_ADDRESS={address} needs JAX_NUM_PROCESSES (a number, the same "
                 f"everywhere) and JAX_PROCESS_ID (from 0, below it, each process its own)"
             )
@@ -130,19 +132,19 @@ def _end_alone(seconds: int, where: tuple) -> NoReturn:
 
 
 def stop_if_not_so_many(require_multihost: bool, require_process_count: int) -> None:
-    """Raises ValueError if fewer or more processes have joined than the settings require."""
+    """Raises UserMistake if fewer or more processes have joined than the settings require."""
     count = jax.process_count()
     if require_multihost and count == 1:
-        raise ValueError(
+        raise UserMistake(
             "REQUIRE_MULTIHOST=1, and this process is alone: start the same command on every host "
             "of the slice, elsewhere with JAX_COORDINATOR_ADDRESS"
         )
     if require_process_count not in (0, count):
-        raise ValueError(f"REQUIRE_JAX_PROCESS_COUNT={require_process_count}, and {count} joined")
+        raise UserMistake(f"REQUIRE_JAX_PROCESS_COUNT={require_process_count}, and {count} joined")
 
 
-def stop_if_different(facts: dict[str, str], mistake: ValueError | None) -> None:
-    """Raises the same ValueError on every process if one of them has found a mistake, or if their
+def stop_if_different(facts: dict[str, str], mistake: UserMistake | None) -> None:
+    """Raises the same UserMistake on every process if one of them has found a mistake, or if their
     facts differ; it names up to five of these. All processes have to call it.
 
     facts: {name: value} of all that has to be the same. mistake: what this process has found.
@@ -153,31 +155,33 @@ def stop_if_different(facts: dict[str, str], mistake: ValueError | None) -> None
         for i, (text, _) in enumerate(everyone):
             if text and not mistake:
                 lines = [f"process {i}: {line}" for line in text.splitlines()]
-                raise ValueError("\n".join(lines))
+                raise UserMistake("\n".join(lines))
         if not mistake and (different := differences([facts for _, facts in everyone])):
             more = f", and {len(different) - 5} more" if len(different) > 5 else ""
             named = ", ".join(different[:5])
-            raise ValueError(f"the processes would not run the same: {named}{more}")
+            raise UserMistake(f"the processes would not run the same: {named}{more}")
     if mistake:
         raise mistake
 
 
 @contextlib.contextmanager
 def told_by_all() -> Iterator[None]:
-    """If one process raises a ValueError or OSError within this context, all processes raise a
-    ValueError of the same words, so that all end alike.
+    """If one process raises a UserMistake, or an OSError about a file, within this context, all
+    processes raise a UserMistake of the same words, so that all end alike.
 
     Nothing within it may wait for another process.
     """
     mistake = ""
     try:
         yield
-    except ValueError as error:
+    except UserMistake as error:
         mistake = str(error)
     except OSError as error:  # such as a folder that this user may not look into
+        if not error.filename:
+            raise
         mistake = f"{error.filename}: {error.strerror}"
     if first := next((text for text in gather_texts(mistake) if text), ""):
-        raise ValueError(first)
+        raise UserMistake(first)
 
 
 def code_facts(root: Path) -> dict[str, str]:
@@ -210,9 +214,11 @@ def tried(mistakes: list[str], read: Callable[..., Any], *arguments: Any) -> Any
     """What `read` returns; None if it finds a user's mistake, whose text goes to `mistakes`."""
     try:
         return read(*arguments)
-    except ValueError as error:
+    except UserMistake as error:
         mistakes.append(str(error))
     except OSError as error:  # such as a file that this user may not read
+        if not error.filename:
+            raise
         mistakes.append(f"{error.filename}: {error.strerror}")
     return None
 

@@ -16,6 +16,7 @@ import jax
 
 from runtime import processes
 from runtime.checkpoint import Checkpoints
+from runtime.parsing import UserMistake
 
 LOCK = ".lock"  # a file in the folders of a run; process 0 locks it for as long as it lives
 
@@ -56,13 +57,13 @@ def new_folder(name: str) -> str:
         except FileExistsError:
             continue
         except OSError as error:
-            raise ValueError(f"OUTPUT_DIR={folder} cannot be written: {error.strerror}") from None
+            raise UserMistake(f"OUTPUT_DIR={folder} cannot be written: {error.strerror}") from None
 
 
 def hold(folder: Path, name: str) -> None:
     """Makes the folder and locks it against other runs, until this process ends in any way.
 
-    name: the setting and its value. Raises ValueError if another run holds the folder, or if it
+    name: the setting and its value. Raises UserMistake if another run holds the folder, or if it
     cannot be written.
     """
     import fcntl  # Windows has none, but there only config.py has to run
@@ -74,7 +75,7 @@ def hold(folder: Path, name: str) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             who = os.pread(lock, 200, 0).decode(errors="replace")
-            raise ValueError(
+            raise UserMistake(
                 f"{name} belongs to another run, which is alive: {who}. Choose another folder, or "
                 f"wait until that run has ended"
             ) from None
@@ -88,7 +89,7 @@ def hold(folder: Path, name: str) -> None:
         os.ftruncate(lock, 0)
         os.pwrite(lock, this_process().encode(), 0)
     except OSError as error:
-        raise ValueError(f"{name} cannot be written: {error.strerror}") from None
+        raise UserMistake(f"{name} cannot be written: {error.strerror}") from None
 
 
 def this_process() -> str:
@@ -111,7 +112,7 @@ def open_checkpoints(
     """The run's checkpoints, and whether all processes reach their folder.
 
     If they do, this run holds the folder; if they do not, the run saves no checkpoints. Raises
-    ValueError for a folder that cannot be used.
+    UserMistake for a folder that cannot be used.
     """
     checkpoints = Checkpoints(checkpoint_dir or str(out / "checkpoints"), save_keep)
     if "://" in checkpoints.folder:
@@ -146,7 +147,7 @@ def open_checkpoints(
 def is_finished(cfg: Any, made_with: Mapping[str, str]) -> bool:
     """True if OUTPUT_DIR holds this run with all its steps, evaluations and the export done.
 
-    Raises ValueError if it holds another run, as stop_if_another does.
+    Raises UserMistake if it holds another run, as stop_if_another does.
     """
     told = ""
     file = Path(cfg.output_dir) / "finished"
@@ -154,7 +155,10 @@ def is_finished(cfg: Any, made_with: Mapping[str, str]) -> bool:
         told = file.read_text(encoding="utf-8")
     if not (told := processes.gather_texts(told)[0]):
         return False
-    done = json.loads(told)
+    try:
+        done = json.loads(told)
+    except ValueError as error:
+        raise UserMistake(f"{file} is damaged: {error}; remove this file to go on") from None
     if done["step"] < cfg.steps:
         return False
     stop_if_another(done, made_with, cfg.resume_force)
@@ -174,7 +178,7 @@ def mark_finished(out: Path, steps: int, made_with: Mapping[str, str]) -> None:
 def stop_if_another(
     record: Mapping[str, Any], made_with: Mapping[str, str], resume_force: bool
 ) -> None:
-    """Raises ValueError naming what has changed since the record, unless RESUME_FORCE=1.
+    """Raises UserMistake naming what has changed since the record, unless RESUME_FORCE=1.
 
     made_with: all that the results follow from, now.
     """
@@ -188,7 +192,7 @@ def stop_if_another(
         return
     text = f"step {record['step']} was made with other settings or files: {'; '.join(changed[:5])}"
     if not resume_force:
-        raise ValueError(
+        raise UserMistake(
             f"{text}; set it back, or RESUME_FORCE=1 to go on, or RESUME=never to begin anew"
         )
     print(f"RESUME_FORCE=1: {text}", flush=True)
@@ -210,7 +214,7 @@ def restore(
     What an earlier run has left of later steps is set aside in `out`. reachable: whether all
     processes see the folder of the checkpoints. wanted: shapes, dtypes and shardings of the arrays.
     made_with: all that the results follow from.
-    Raises ValueError for a checkpoint of another run, and for a RESUME that names no checkpoint.
+    Raises UserMistake for a checkpoint of another run, and for a RESUME that names no checkpoint.
     """
     source, steps = checkpoint_source(cfg, checkpoints) if reachable else (None, None)
     check = functools.partial(stop_if_unusable, cfg.steps, cfg.resume_force, wanted, made_with)
@@ -219,7 +223,7 @@ def restore(
         why = "is not the folder of a complete checkpoint"
         if not reachable:
             why = f"needs a folder for checkpoints that all hosts see; {checkpoints.folder} is none"
-        raise ValueError(f"RESUME={cfg.resume} {why}")
+        raise UserMistake(f"RESUME={cfg.resume} {why}")
     aside = out / f"earlier_{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
     with processes.told_by_all():
         if jax.process_index() == 0:
@@ -266,22 +270,22 @@ def stop_if_unusable(
     made_with: Mapping[str, str],
     record: Mapping[str, Any],
 ) -> None:
-    """Raises ValueError for a checkpoint of another run, and for arrays that this run does not use.
+    """Raises UserMistake for a checkpoint of another run, or with other arrays than this run's.
 
     record: of the checkpoint.
     """
     step = record["step"]
     if steps < step:
-        raise ValueError(f"STEPS={steps}, and the checkpoint is after step {step}; raise it")
+        raise UserMistake(f"STEPS={steps}, and the checkpoint is after step {step}; raise it")
     stop_if_another(record, made_with, resume_force)
     shapes = Checkpoints.shapes(wanted)
     if missing := [text for text in shapes if text not in record["arrays"]]:
-        raise ValueError(
+        raise UserMistake(
             f"the checkpoint of step {step} has no array {missing[0]}: with other settings of the "
             f"model, the optimizer or BETA a run cannot go on from it"
         )
     if extra := [text for text in record["arrays"] if text not in shapes]:
-        raise ValueError(
+        raise UserMistake(
             f"the checkpoint of step {step} has {extra[0]}, unused by this run: it was saved with "
             f"other settings or by another version of the code; RESUME=never begins anew"
         )
@@ -299,7 +303,7 @@ def make_way(out: Path, aside: Path, names: Sequence[str]) -> None:
             aside.mkdir(parents=True, exist_ok=True)
             old.rename(aside / old.name)
     except OSError as error:
-        raise ValueError(f"OUTPUT_DIR={out} cannot be written: {error.strerror}") from None
+        raise UserMistake(f"OUTPUT_DIR={out} cannot be written: {error.strerror}") from None
 
 
 def record_of(progress: Progress, made_with: Mapping[str, str]) -> dict[str, Any]:

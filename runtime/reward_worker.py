@@ -17,6 +17,9 @@ import traceback
 from collections.abc import Callable
 from subprocess import PIPE, Popen
 
+if __name__ != "__main__":  # As a script this file cannot import its neighbours.
+    from runtime.parsing import UserMistake
+
 LOAD_LIMIT_S = 60.0  # The user's file may import torch. Each call has its own limit.
 
 
@@ -30,7 +33,7 @@ class RewardWorker:
     The worker is a fresh interpreter: a fork would copy the locks of JAX, and multiprocessing's
     spawn would import the main script of the trainer. The worker does not use the accelerator. It
     ends when its stdin closes: at close(), or when the trainer ends.
-    Raises ValueError with a message of one line for every failure.
+    Raises UserMistake with a message of one line for every failure.
     """
 
     def __init__(self, source: str, timeout_s: float) -> None:
@@ -50,7 +53,7 @@ class RewardWorker:
             request = json.dumps([[completions], columns])
         except (TypeError, ValueError) as error:
             names = ", ".join(columns)
-            raise ValueError(f"REWARD_FN {self._source}: columns {names}: {error}") from error
+            raise UserMistake(f"REWARD_FN {self._source}: columns {names}: {error}") from error
         late = f"is not done after REWARD_TIMEOUT_S={self._timeout_s:g}; raise it or speed it up"
         with self._lock:
             return self._ask(request.encode() + b"\n", self._timeout_s, late)
@@ -85,7 +88,7 @@ class RewardWorker:
                 self.close()
         if "rewards" not in reply:
             died = f"died: its process ended with exit code {self._process.returncode}"
-            raise ValueError(f"REWARD_FN {self._source} {reply.get('error', died)}")
+            raise UserMistake(f"REWARD_FN {self._source} {reply.get('error', died)}")
         return reply["rewards"]
 
     def close(self) -> None:

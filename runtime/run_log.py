@@ -17,6 +17,8 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
+from runtime.parsing import UserMistake
+
 COMPILE_SECONDS: list[float] = []  # of every compilation of this process
 
 
@@ -54,32 +56,32 @@ class Clock:
 
 
 def check_wandb(mode: str) -> None:
-    """Raises ValueError if WANDB_MODE cannot work here; it asks neither a server nor the user."""
+    """Raises UserMistake if WANDB_MODE cannot work here; it asks neither a server nor the user."""
     if mode == "disabled":
         return
     try:
         import wandb
     except Exception as error:  # an ImportError, or any error of a broken installation
         why = "" if isinstance(error, ImportError) else f" ({_in_one_line(error)})"
-        raise ValueError(f"WANDB_MODE={mode} needs wandb: pip install wandb{why}") from None
+        raise UserMistake(f"WANDB_MODE={mode} needs wandb: pip install wandb{why}") from None
     if mode == "offline" or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return
     with contextlib.redirect_stderr(io.StringIO()):  # wandb warns that it is old
         key = wandb.api.api_key or ""  # from WANDB_API_KEY, or from `wandb login`
     if len(key) < 40:
         found = f"the API key that is set has {len(key)} characters, not 40 or more"
-        raise ValueError(
+        raise UserMistake(
             f"WANDB_MODE=online: {found if key else 'there is no API key'}; set WANDB_API_KEY or "
             f"run `wandb login`, or set WANDB_MODE=offline"
         )
 
 
 def stop_if_not_writable(name: str, folder: Path) -> None:
-    """Raises ValueError, naming the setting, if the folder cannot be made or written."""
+    """Raises UserMistake, naming the setting, if the folder cannot be made or written."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         why = "is not writable" if there.is_dir() else "is not a folder"
-        raise ValueError(f"{name} cannot be written: {there} {why}")
+        raise UserMistake(f"{name} cannot be written: {there} {why}")
 
 
 class RunLog:

@@ -15,6 +15,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from runtime.parsing import UserMistake
+
 # Prompts per pass and sequences per micro-step, per device, if no setting gives them.
 DEFAULT_PROMPTS_PER_DEVICE = 2
 DEFAULT_MICRO_BATCH_PER_DEVICE = 4
@@ -50,7 +52,7 @@ class Sizes(NamedTuple):
 def derive(cfg: Any, processes: int, local_devices: int) -> Sizes:
     """The sizes of a step on `processes` with `local_devices` each.
 
-    Raises ValueError if the settings contradict each other or do not divide exactly.
+    Raises UserMistake if the settings contradict each other or do not divide exactly.
     """
     k, devices = cfg.num_pre_q, f"{local_devices} local devices"
     _, size, unit = size_of(cfg, *PASS_SIZES, local_devices, devices)
@@ -76,7 +78,7 @@ def derive(cfg: Any, processes: int, local_devices: int) -> Sizes:
     accum = local_batch // micro
     if cfg.grad_accum_steps not in (0, accum):
         wrong = f"GRAD_ACCUM_STEPS={cfg.grad_accum_steps} contradicts {made} / micro-batch {micro}"
-        raise ValueError(f"{wrong} = {accum}; leave it out, it follows from the sizes")
+        raise UserMistake(f"{wrong} = {accum}; leave it out, it follows from the sizes")
     per_step = processes * passes * prompts
     return Sizes(local_batch, per_step * k, prompts, passes, micro, accum, per_step)
 
@@ -118,19 +120,19 @@ def size_of(cfg: Any, large: str, small: str, unit: int, unit_text: str) -> tupl
 
     large, small: two settings of the same size, `small` per device, for example. unit: the factor
     from the unit of `small` to the unit of `large`. unit_text: the factor in words.
-    Raises ValueError if the two settings contradict each other.
+    Raises UserMistake if the two settings contradict each other.
     """
     total, count = getattr(cfg, large), getattr(cfg, small)
     if total and count and total != count * unit:
         product = f"{small.upper()}={count} * {unit_text} = {count * unit}"
-        raise ValueError(f"{large.upper()}={total} contradicts {product}; set only one of them")
+        raise UserMistake(f"{large.upper()}={total} contradicts {product}; set only one of them")
     return (small.upper(), count, unit) if count else (large.upper(), total, 1)
 
 
 def exact_quotient(name: str, size: int, unit: int, made: str) -> int:
     if size % unit:
         works = nearest(size, [size // unit * unit, size // unit * unit + unit])
-        raise ValueError(
+        raise UserMistake(
             f"{name}={size} must be a multiple of {made} = {unit}; nearest that are: {works}"
         )
     return size // unit
@@ -148,7 +150,9 @@ def micro_batch(cfg: Any, local_devices: int, local_batch: int, made: str) -> in
         times = f" * {devices} = {size * unit}" if unit > 1 else ""
         fill = f" and fill {devices}" if local_devices > 1 else ""
         works = nearest(size, [n // unit for n in fits])
-        raise ValueError(f"{name}={size}{times} must divide {made}{fill}; nearest that do: {works}")
+        raise UserMistake(
+            f"{name}={size}{times} must divide {made}{fill}; nearest that do: {works}"
+        )
     return size * unit
 
 

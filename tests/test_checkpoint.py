@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from test_train import REPO, Result, finish, start_two
 
 from runtime.checkpoint import Checkpoints, checksums
+from runtime.parsing import UserMistake
 
 RECORD = {"rounds": 7, "evals": [[0, 0.5]], "made_with": {"SEED": "0"}}
 
@@ -174,7 +175,9 @@ def test_a_run_does_not_begin_anew_when_no_checkpoint_can_be_read(tmp_path: Path
     saved(tmp_path / "c", 2)
     for step in (1, 2):
         (tmp_path / "c" / str(step) / "record" / "metadata").write_text("{}")
-    with pytest.raises(ValueError, match="none of the checkpoints in .* can be read; RESUME=never"):
+    with pytest.raises(
+        UserMistake, match="none of the checkpoints in .* can be read; RESUME=never"
+    ):
         restored(tmp_path / "c")
 
 
@@ -191,9 +194,9 @@ def test_the_error_of_the_check_of_a_record_reaches_the_caller(tmp_path: Path) -
     checkpoints = saved(tmp_path / "c", 1)
 
     def refuse(record: dict) -> None:
-        raise ValueError(f"SEED was {record['made_with']['SEED']}")
+        raise UserMistake(f"SEED was {record['made_with']['SEED']}")
 
-    with pytest.raises(ValueError, match="SEED was 0"):
+    with pytest.raises(UserMistake, match="SEED was 0"):
         checkpoints.restore(abstract(arrays_of(0)), refuse)
 
 
@@ -292,6 +295,7 @@ import sys
 import time
 import jax
 from runtime import checkpoint, processes
+from runtime.parsing import UserMistake
 processes.join(init_timeout_s=60, heartbeat_timeout_s=10)
 saves = checkpoint.Checkpoints(sys.argv[1])
 print(saves._vote("no space" if jax.process_index() else "", 60), flush=True)

@@ -241,6 +241,7 @@ train: {steps: null, steps: 1} -> : train.steps is set twice, again in line 1
 model.param_dtype: float32 -> : there is no setting model.param_dtype: trained weights are float32,
     since bfloat16 loses most updates of them; to save memory lower
     TRAIN_PER_DEVICE_MICRO_BATCH_SIZE or use more devices
+run.output_dir: "a\0b" -> : run.output_dir='a\x00b' is not UTF-8 text
 train.steps: true -> : train.steps='true' is not a whole number
 eval.eval_full_sweep: yes -> : eval.eval_full_sweep='yes' is not a bool (0/1/true/false)
 train: {steps: {of: 3}} -> : train.steps must be one value, or a list of values
@@ -278,9 +279,9 @@ def test_a_bad_file_stops_the_run_with_one_line_that_names_it(text, message, tmp
 
 @pytest.mark.parametrize("text", NOT_YAML)
 def test_a_file_that_is_missing_or_not_yaml_is_an_error_of_one_line(text, tmp_path):
-    with pytest.raises(ValueError, match="no.yaml cannot be read: .*No such file"):
+    with pytest.raises(parsing.UserMistake, match="no.yaml cannot be read: .*No such file"):
         Config.from_env({}, tmp_path / "no.yaml")
-    with pytest.raises(ValueError, match=r"run.yaml cannot be read: [^\n]*\Z"):
+    with pytest.raises(parsing.UserMistake, match=r"run.yaml cannot be read: [^\n]*\Z"):
         Config.from_env({}, write(tmp_path, text))
 
 

@@ -86,7 +86,7 @@ MODEL_REVISION=v2 DATASET_CONFIG=x
 def test_settings_that_contradict_each_other_are_an_error_that_says_what_would_do(
     settings, message
 ):
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(parsing.UserMistake) as error:
         Config.from_env(env(f"{REAL} {settings}".replace("{tests}", HERE)))
     assert str(error.value) == message.replace("{tests}", HERE)
 

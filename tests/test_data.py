@@ -15,6 +15,7 @@ import pytest
 
 from data import Prompt, batch_indices, build_prompts, fit_prompts, load_examples, opened_tag
 from models import hf
+from runtime.parsing import UserMistake
 
 ROOT = Path(__file__).parent.parent
 
@@ -41,8 +42,8 @@ def write(file: Path, examples: list) -> Path:
 
 
 def refused(call: Callable, *parts: str) -> None:
-    """The call raises a ValueError of one line that has the parts."""
-    with pytest.raises(ValueError) as error:
+    """The call raises a UserMistake of one line that has the parts."""
+    with pytest.raises(UserMistake) as error:
         call()
     assert "\n" not in str(error.value)
     for part in parts:
@@ -159,6 +160,11 @@ LINES = lines_of(examples_of(3))
         ("a.jsonl", b'{"question": "q", "answer": 5}', "a.jsonl line 1 has no text in 'answer'"),
         ("a.jsonl", b"", "a.jsonl needs 2 rows, to hold one out; it has 0"),
         ("a.jsonl", lines_of(examples_of(1)), "a.jsonl needs 2 rows, to hold one out; it has 1"),
+        (
+            "a.jsonl",
+            LINES + b"9" * 5000,
+            "a.jsonl cannot be read from line 4 on: Exceeds",
+        ),
         ("a.json", b"", "a.json line 1 is not JSON"),
         ("a.json", b'[\n{"question": "q"},\n{]', "a.json line 3 is not JSON"),
         ("a.json", b'{"question": "q", "answer": "a"}', "a.json is not a JSON list of rows"),
@@ -219,11 +225,12 @@ def test_a_hub_that_cannot_be_reached_is_one_line_error_with_the_configuration(t
     }
     code = """if True:
         import data
+        from runtime.parsing import UserMistake
         for name in ("nobody/nothing-here", "openai/gsm8k"):
             for config in ("", "socratic"):
                 try:
                     data.load_examples(name, config, "train")
-                except ValueError as error:
+                except UserMistake as error:
                     print(error)
     """
     base = {k: v for k, v in os.environ.items() if "proxy" not in k.lower() and k[:3] != "HF_"}
@@ -400,5 +407,5 @@ def test_every_example_has_every_column_and_none_that_rewards_are_given(
     file.write_text("".join(json.dumps(e) + "\n" for e in examples))
     assert [e["level"] for e in load_examples(str(file), "", "train")] == [None, 3]
     file.write_text("".join(json.dumps({**e, name: []}) + "\n" for e in examples))
-    with pytest.raises(ValueError, match=f"a column may not be called {name}; rename it"):
+    with pytest.raises(UserMistake, match=f"a column may not be called {name}; rename it"):
         load_examples(str(file), "", "train")

@@ -21,6 +21,7 @@ from safetensors.numpy import save_file
 from models import hf
 from models.model import ModelConfig, param_shardings
 from runtime.layout import make_mesh
+from runtime.parsing import UserMistake
 
 TINY = Path(__file__).parent.parent / "tiny"
 
@@ -34,8 +35,8 @@ def load(folder: Path):
 
 
 def refused(call: Callable, *parts: str) -> None:
-    """The call raises a ValueError of one line that contains the parts."""
-    with pytest.raises(ValueError) as error:
+    """The call raises a UserMistake of one line that contains the parts."""
+    with pytest.raises(UserMistake) as error:
         call()
     for part in parts:
         assert part in str(error.value) and "\n" not in str(error.value)
@@ -124,6 +125,9 @@ BAD_CONFIGS = [  # family, changed keys (None removes a key), a part of the erro
     ("qwen2", {"hidden_size": None}, "has no 'hidden_size'"),
     ("qwen2", {"rms_norm_eps": None}, "has no 'rms_norm_eps'"),
     ("qwen2", {"num_attention_heads": None}, "has no 'num_attention_heads'"),
+    ("qwen2", {"rms_norm_eps": "small"}, "rms_norm_eps='small' is not a number"),
+    ("qwen2", {"rope_theta": [1e6]}, "rope_theta=[1000000.0] is not a number"),
+    ("llama3", {"rope_scaling": {**LLAMA3, "factor": "8x"}}, "factor='8x' is not a number"),
 ]
 
 
@@ -331,9 +335,10 @@ def test_a_hub_that_does_not_give_the_model_is_an_error_of_one_line(tmp_path: Pa
     }
     code = """if True:
         from models import hf
+        from runtime.parsing import UserMistake
         try:
             hf.fetch_model("nobody/nothing-here")
-        except ValueError as error:
+        except UserMistake as error:
             print(error)
     """
     base = {k: v for k, v in os.environ.items() if "proxy" not in k.lower() and k[:3] != "HF_"}

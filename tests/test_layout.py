@@ -15,6 +15,7 @@ from runtime.layout import (
     mesh_text,
     shard_batch,
 )
+from runtime.parsing import UserMistake
 
 
 def test_local_part_gives_back_the_array_that_shard_batch_was_given() -> None:
@@ -44,11 +45,13 @@ def test_mesh_sizes(shape: str, auto: tuple, sizes: str) -> None:
 
 @pytest.mark.parametrize("shape", ["1,3,1", "1,4,1", "2,8,1", "-1,3,1", "-1,-1,1"])
 def test_a_mesh_of_other_than_all_devices_is_refused(shape: str) -> None:
-    with pytest.raises(ValueError, match=f"ROLLOUT_MESH_SHAPE={shape} does not make 8 devices"):
+    with pytest.raises(UserMistake, match=f"ROLLOUT_MESH_SHAPE={shape} does not make 8 devices"):
         make_mesh("ROLLOUT_MESH_SHAPE", shape, jax.devices())
 
 
 def test_tensor_parallelism_across_hosts_is_refused() -> None:
     four_hosts = [types.SimpleNamespace(process_index=i // 2, id=i) for i in range(8)]
-    with pytest.raises(ValueError, match="MESH_SHAPE=1,2,4: tp=4 does not divide the 2 devices of"):
+    with pytest.raises(
+        UserMistake, match="MESH_SHAPE=1,2,4: tp=4 does not divide the 2 devices of"
+    ):
         make_mesh("MESH_SHAPE", "1,2,4", four_hosts)

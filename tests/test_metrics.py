@@ -12,6 +12,7 @@ from config import Config
 from metrics import Step, evaluation, log_step, sampling_metrics, step_lines, step_records
 from rewards import AccuracyRule, accuracy_rule
 from rollout import Groups, Sampled, StepResults
+from runtime.parsing import UserMistake
 from runtime.run_log import Clock, RunLog
 from startup import set_up
 
@@ -180,7 +181,7 @@ def test_accuracy_follows_accuracy_of_or_reward_correct_or_the_first_function() 
     assert rule("", "countdown reward_format") == ("countdown", 1.0)
     assert rule("ACCURACY_OF=reward_format", "reward_correct reward_format")[0] == "reward_format"
     assert rule("ACCURACY_OF=my.py:f ACCURACY_THRESHOLD=0.5", "reward_correct f") == ("f", 0.5)
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(UserMistake) as error:
         rule("ACCURACY_OF=other", "reward_correct f")
     assert str(error.value) == (
         "ACCURACY_OF=other is none of the run's reward functions, reward_correct, f; add it to "

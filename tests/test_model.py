@@ -42,6 +42,7 @@ from runtime.layout import (
     make_mesh,
     shard_batch,
 )
+from runtime.parsing import UserMistake
 
 # Everything at once: biases, head norms, scaled rotary angles, an lm_head beside the embedding, and
 # h != D/H.
@@ -377,7 +378,7 @@ def test_init_follows_transformers_rule() -> None:
 
 def test_a_mesh_that_does_not_divide_a_parameter_is_named() -> None:
     mesh = make_mesh("MESH_SHAPE", "1,8,1", jax.devices())
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(UserMistake) as error:
         stop_if_indivisible("MESH_SHAPE", dataclasses.replace(MODEL, hidden_size=12), mesh)
     assert str(error.value) == (
         "MESH_SHAPE (dp,fsdp,tp) = 1,8,1: fsdp=8 does not divide model.embed_tokens.weight "

@@ -14,7 +14,7 @@ import pytest
 import config
 from config import Config
 from runtime import parsing
-from runtime.parsing import REPO, read_dotenv
+from runtime.parsing import REPO, UserMistake, read_dotenv
 from tools import settings_page
 
 # ---- Names ---------------------------------------------------------------------------------------
@@ -41,7 +41,7 @@ ORDINARY = """
 
 @pytest.mark.parametrize(("name", "meant"), [pair.split("=") for pair in TYPOS.split()])
 def test_a_name_within_a_typo_of_a_setting_is_an_error(name: str, meant: str) -> None:
-    with pytest.raises(ValueError, match=f"unknown setting {name}; did you mean {meant}\\?"):
+    with pytest.raises(UserMistake, match=f"unknown setting {name}; did you mean {meant}\\?"):
         Config.from_env({name: "1"})
 
 
@@ -71,7 +71,7 @@ NOT_HERE = {
 
 @pytest.mark.parametrize(("name", "ours"), [pair.split("=") for pair in CALLED.split()])
 def test_the_names_of_other_programs_are_told_ours(name: str, ours: str) -> None:
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(UserMistake) as error:
         Config.from_env({name: "1"})
     assert str(error.value) == f"{name} is called {ours} here (`python config.py` lists all)"
 
@@ -79,17 +79,17 @@ def test_the_names_of_other_programs_are_told_ours(name: str, ours: str) -> None
 @pytest.mark.parametrize(("key", "ours"), [pair.split("=") for pair in CALLED_IN_YAML.split()])
 def test_the_names_of_other_programs_in_yaml_are_told_ours(tmp_path, key: str, ours: str) -> None:
     (tmp_path / "run.yaml").write_text(f"{key}: 1")
-    with pytest.raises(ValueError, match=rf"run.yaml: {key} is called {ours} here \(`python"):
+    with pytest.raises(UserMistake, match=rf"run.yaml: {key} is called {ours} here \(`python"):
         Config.from_env({}, tmp_path / "run.yaml")
 
 
 @pytest.mark.parametrize("name", NOT_HERE)
 def test_a_name_without_a_counterpart_is_told_what_to_use_instead(tmp_path, name: str) -> None:
-    with pytest.raises(ValueError, match=f"^there is no setting {name}: {NOT_HERE[name]}"):
+    with pytest.raises(UserMistake, match=f"^there is no setting {name}: {NOT_HERE[name]}"):
         Config.from_env({name: "1"})
     (tmp_path / "run.yaml").write_text(f"train: {{{name.lower()}: 1}}")
     with pytest.raises(
-        ValueError, match=f"there is no setting train.{name.lower()}: {NOT_HERE[name]}"
+        UserMistake, match=f"there is no setting train.{name.lower()}: {NOT_HERE[name]}"
     ):
         Config.from_env({}, tmp_path / "run.yaml")
 
@@ -176,13 +176,13 @@ def test_all_mistakes_of_a_start_are_told_at_once(tmp_path: Path, capsys) -> Non
 
 
 def test_a_contradiction_with_a_value_that_cannot_be_read_is_not_told() -> None:
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(UserMistake) as error:
         Config.from_env({"BETA": "much", "KL_ESTIMATOR": "k1"})
     assert str(error.value) == "BETA='much' is not a number"
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(UserMistake) as error:
         Config.from_env({"STEPS": "1e3", "REF_SYNC_STEPS": "500", "BETA": "0.1"})
     assert str(error.value) == "STEPS='1e3' is not a whole number"
-    with pytest.raises(ValueError) as error:  # without the model tiny's settings would hold
+    with pytest.raises(UserMistake) as error:  # without the model tiny's settings would hold
         Config.from_env({"MODEL_NAME_OR_PATH": "org/m", "DATASET_CONFIG": "socratic"})
     assert str(error.value).startswith("MODEL_NAME_OR_PATH is called MODEL_PATH here")
     assert "\n" not in str(error.value)
@@ -247,13 +247,13 @@ def test_a_dotenv_file_is_read_as_text_and_never_executed(tmp_path: Path) -> Non
 
 def test_a_bad_line_of_a_dotenv_file_is_named_by_its_number_alone(tmp_path: Path) -> None:
     file = tmp_path / ".env"
-    for text in ("A=1\nmy secret key", "A=1\nmy-name=secret", "A=1\n=secret", "A=1\n\xe9=secret"):
-        file.write_text(text, encoding="utf-8")
-        with pytest.raises(ValueError, match=r"\.env: line 2 is not NAME=value$") as error:
+    for line in ("my secret key", "my-name=secret", "=secret", "\xe9=secret", "A=secret\0"):
+        file.write_text(f"A=1\n{line}", encoding="utf-8")
+        with pytest.raises(UserMistake, match=r"\.env: line 2 is not NAME=value$") as error:
             read_dotenv(file)
         assert "secret" not in str(error.value)
     file.write_bytes(b"A=\xff")
-    with pytest.raises(ValueError, match="cannot be read: UnicodeDecodeError"):
+    with pytest.raises(UserMistake, match="cannot be read: UnicodeDecodeError"):
         read_dotenv(file)
 
 

@@ -26,6 +26,7 @@ from models.placement import (
 from runtime import chips
 from runtime.chips import CHIPS, Work, chip_of, memory_bytes
 from runtime.layout import gather_processes, make_mesh
+from runtime.parsing import UserMistake
 
 QWEN3B = hf.config_of("Qwen/Qwen2.5-3B-Instruct")
 
@@ -162,7 +163,9 @@ def test_tp_divides_every_dimension_that_it_splits_and_the_message_names_the_set
     odd = dataclasses.replace(QWEN3B, vocab_size=151665)  # an embedding cut to its tokenizer
     assert tps(fastest(odd, V6E_8, 8, BATCH)[1]) == [1]
     assert smallest_tp(odd, 1e6, 8) == 1
-    with pytest.raises(ValueError, match="^ROLLOUT_MESH_SHAPE .* tp=8 does not divide model.embed"):
+    with pytest.raises(
+        UserMistake, match="^ROLLOUT_MESH_SHAPE .* tp=8 does not divide model.embed"
+    ):
         mesh = make_mesh("ROLLOUT_MESH_SHAPE", "1,1,8", jax.devices())
         stop_if_indivisible("ROLLOUT_MESH_SHAPE", odd, mesh)
 
@@ -197,7 +200,7 @@ def test_a_mesh_that_does_not_divide_the_weights_is_refused_under_its_setting(se
     shapes = {"mesh_shape": "auto", "rollout_mesh_shape": "auto", setting.lower(): "4,1,2"}
     if setting == "ROLLOUT_MESH_SHAPE":
         shapes["mesh_shape"] = "8,1,1"
-    with pytest.raises(ValueError, match=f"^{setting} .* tp=2 does not divide model.embed_tokens"):
+    with pytest.raises(UserMistake, match=f"^{setting} .* tp=2 does not divide model.embed_tokens"):
         choose_layouts(odd, jax.devices(), WORKLOAD, 4, **shapes)
 
 
@@ -263,7 +266,7 @@ def test_auto_chooses_the_kernel_where_it_can_run(
 def test_a_kernel_that_cannot_run_here_is_refused_with_the_reason(
     model: ModelConfig, platform: str, tp: int, why: str
 ) -> None:
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(UserMistake) as error:
         choose_attention("splash", model, platform, tp)
     assert str(error.value) == f"ATTENTION_IMPL=splash: {why}; leave it at auto"
 

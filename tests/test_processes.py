@@ -19,6 +19,7 @@ import pytest
 from test_train import REPO, Result, copy_repository, finish, start, start_two
 
 from runtime import processes, resume
+from runtime.parsing import UserMistake
 
 
 def run_two(
@@ -162,7 +163,7 @@ def test_each_difference_from_process_0_is_named_once() -> None:
             RuntimeError("UNAVAILABLE: while calling /xla.coordination.CoordinationService/Get"),
             True,
         ),
-        (ValueError("DATASET=heartbeat.jsonl: no such file"), False),
+        (UserMistake("DATASET=heartbeat.jsonl: no such file"), False),
         (KeyError("gloo"), False),
     ],
 )
@@ -176,7 +177,7 @@ def test_a_process_number_must_be_below_the_number_of_processes(monkeypatch) -> 
     names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
     for name, value in zip(names, ("127.0.0.1:1", "2", "2"), strict=True):
         monkeypatch.setitem(os.environ, name, value)
-    with pytest.raises(ValueError, match="JAX_PROCESS_ID .from 0, below it"):
+    with pytest.raises(UserMistake, match="JAX_PROCESS_ID .from 0, below it"):
         processes.join(init_timeout_s=1, heartbeat_timeout_s=10)
 
 
@@ -221,6 +222,22 @@ def test_tasks_that_do_not_know_of_each_other_print_what_to_set(
         "one run of all tasks set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID; "
         "REQUIRE_MULTIHOST=1 makes this an error\n"
     )
+
+
+@pytest.mark.parametrize("error", [ValueError("bug"), KeyError("bug"), OSError(32, "bug")])
+def test_an_error_that_is_no_mistake_of_the_user_is_not_gathered(error: Exception) -> None:
+    """numpy, jax and zip raise ValueErrors; an OSError without a file is no wrong path."""
+
+    def buggy() -> None:
+        raise error
+
+    mistakes: list[str] = []
+    with pytest.raises(type(error)) as raised:
+        processes.tried(mistakes, buggy)
+    assert raised.value is error and mistakes == []
+    with pytest.raises(type(error)) as raised, processes.told_by_all():
+        buggy()
+    assert raised.value is error
 
 
 # ---- A mistake on one process stops all processes before they read the weights -------------------

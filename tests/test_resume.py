@@ -5,13 +5,17 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from test_config import DEFAULTS
 from test_reliability import arrays, records, start_run, wait_for
 from test_train import Result, finish
 
 from config import Config
-from runtime.parsing import compared_by_value
+from runtime.checkpoint import Checkpoints
+from runtime.parsing import UserMistake, compared_by_value
+from runtime.resume import is_finished, stop_if_unusable
+from update import TrainState
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +90,25 @@ def test_a_checkpoint_keeps_the_names_by_which_older_checkpoints_are_compared(sh
     names = [text.partition(" ")[0] for text in record["arrays"]]
     weights = [f"{tree}.{weight}" for tree in TREES for weight in WEIGHTS]
     assert sorted(names) == sorted([*weights, "['state'].opt_state[0].count"])
+
+
+def test_a_checkpoint_with_an_array_of_an_earlier_version_is_refused_in_one_line() -> None:
+    """TrainState once counted the updates in `step`."""
+    state = TrainState(params=np.zeros(3), opt_state=())
+    arrays = [*Checkpoints.shapes({"state": state}), "['state'].step int32[]"]
+    record = {"step": 3, "made_with": {}, "arrays": arrays, "versions": {}}
+    with pytest.raises(UserMistake) as error:
+        stop_if_unusable(Config(steps=3), {"state": state}, {}, record)
+    assert str(error.value) == (
+        "the checkpoint of step 3 has ['state'].step int32[], unused by this run: it was saved "
+        "with other settings or by another version of the code; RESUME=never begins anew"
+    )
+
+
+def test_a_damaged_mark_of_a_finished_run_is_named(tmp_path: Path) -> None:
+    (tmp_path / "finished").write_text('{"step": 3, "ma')
+    with pytest.raises(UserMistake, match=f"^{tmp_path}/finished is damaged: .*; remove this file"):
+        is_finished(Config(steps=3, output_dir=str(tmp_path)), {})
 
 
 # ---- Going on ------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import pytest
 
 from rewards import load_reward_functions, total_rewards
 from runtime import reward_worker
+from runtime.parsing import UserMistake
 from runtime.reward_worker import RewardWorker
 
 TOP = Path(reward_worker.__file__).parent.parent  # the repo's top folder
@@ -132,7 +133,7 @@ def test_a_hang_is_ended_at_the_limit_on_any_thread(folder: Path) -> None:
             for _ in range(2):  # the second call finds the worker gone
                 try:
                     function(["hang"])
-                except ValueError as error:
+                except UserMistake as error:
                     caught.append(str(error))
 
     thread = threading.Thread(target=off_the_main_thread)
@@ -164,7 +165,7 @@ def test_prints_and_reads_of_the_function_stay_out_of_the_replies(folder, capfd)
     ],
 )
 def test_a_fault_of_the_function_is_one_clear_line(folder: Path, name: str, message: str) -> None:
-    with worker(folder, name) as function, pytest.raises(ValueError, match=message) as caught:
+    with worker(folder, name) as function, pytest.raises(UserMistake, match=message) as caught:
         total_rewards(["a", "b"], {"answer": ["1", "2"]}, [function], [1.0])
     assert "\n" not in str(caught.value)
 
@@ -172,13 +173,13 @@ def test_a_fault_of_the_function_is_one_clear_line(folder: Path, name: str, mess
 def test_an_int_beyond_the_floats_is_refused(folder: Path) -> None:
     with (
         worker(folder, "huge") as function,
-        pytest.raises(ValueError, match="completion 0: inf is no"),
+        pytest.raises(UserMistake, match="completion 0: inf is no"),
     ):
         total_rewards(["a"], {}, [function], [1.0])
 
 
 def test_a_column_that_json_cannot_carry_is_refused(folder: Path) -> None:
-    with worker(folder, "short") as function, pytest.raises(ValueError, match="s day: .*date"):
+    with worker(folder, "short") as function, pytest.raises(UserMistake, match="s day: .*date"):
         function(["a"], day=[date(2024, 1, 1)])
 
 
@@ -197,14 +198,14 @@ def test_a_column_that_json_cannot_carry_is_refused(folder: Path) -> None:
 )
 def test_a_reward_that_cannot_load_stops_at_once(folder, monkeypatch, entry, message):
     monkeypatch.chdir(folder)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserMistake, match=message):
         load_reward_functions(entry, timeout_s=30)
 
 
 def test_a_file_that_hangs_on_import_is_given_up(tmp_path, monkeypatch):
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(60)\n")
     monkeypatch.setattr(reward_worker, "LOAD_LIMIT_S", 0.5)
-    with pytest.raises(ValueError, match="slow.py:f did not load within 0.5 s"):
+    with pytest.raises(UserMistake, match="slow.py:f did not load within 0.5 s"):
         load_reward_functions(f"{tmp_path / 'slow.py'}:f", timeout_s=30)
 
 
@@ -234,7 +235,7 @@ def test_a_reply_that_ctrl_c_left_behind_is_never_taken_for_the_next_one(folder:
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
             function(["1"], pause=[1.0])
-        with pytest.raises(ValueError, match="died"):
+        with pytest.raises(UserMistake, match="died"):
             function(["2"])
 
 

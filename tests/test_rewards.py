@@ -6,9 +6,13 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from test_rollout import completions_of, rewarding
 
 import rewards
+from data import Prompt
 from rewards import load_reward_functions, parse_number, total_rewards
+from rollout import reward_completions
+from runtime.parsing import UserMistake
 
 GSM8K = "She has 6*12=<<6*12=72>>72 clips.\n#### "
 
@@ -201,14 +205,24 @@ def test_a_malformed_return_is_named(returned: object, message: str) -> None:
     def odd(completions, **columns):
         return returned
 
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserMistake, match=message):
         total_rewards(["a", "b"], {}, [odd], [1.0])
 
 
 def test_each_function_has_a_weight() -> None:
     functions = load_reward_functions("reward_correct,reward_format", timeout_s=1)
     with pytest.raises(
-        ValueError,
+        UserMistake,
         match="=1.0,0.5,0.5 has 3 numbers; give 2, one each for reward_correct, reward_format",
     ):
         total_rewards(["a"], {"answer": ["1"]}, functions, [1.0, 0.5, 0.5])
+
+
+def test_a_bug_in_a_built_in_reward_keeps_its_traceback() -> None:
+    def buggy(completions: list[str], **columns: list) -> list[float]:
+        return [float(int("1.5")) for _ in completions]
+
+    run = rewarding(buggy)
+    with pytest.raises(ValueError, match="invalid literal") as error:
+        reward_completions(run, completions_of(["1"], run.tokenizer), [Prompt([5], {})])
+    assert type(error.value) is ValueError and error.traceback[-1].name == "<listcomp>"

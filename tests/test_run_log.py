@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from runtime.parsing import UserMistake
 from runtime.run_log import RunLog, check_wandb
 
 REPO = Path(__file__).resolve().parent.parent
@@ -39,7 +40,7 @@ def test_a_missing_wandb_is_reported_with_the_command_that_installs_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # import wandb fails now
     check_wandb("disabled")
-    with pytest.raises(ValueError, match="WANDB_MODE=offline needs wandb: pip install wandb"):
+    with pytest.raises(UserMistake, match="WANDB_MODE=offline needs wandb: pip install wandb"):
         check_wandb("offline")
 
 

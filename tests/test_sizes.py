@@ -9,7 +9,7 @@ import pytest
 from test_config import REAL, env, rows
 
 from config import Config
-from runtime.parsing import REPO
+from runtime.parsing import REPO, UserMistake
 from runtime.sizes import Sizes, derive, eval_questions
 
 # Sizes(local_batch, global_batch, prompt_batch_size, passes_per_step, micro_batch_size,
@@ -84,7 +84,7 @@ MISFITS = """
 @pytest.mark.parametrize(("case", "message"), rows(MISFITS))
 def test_sizes_that_do_not_fit_are_an_error_that_names_the_nearest_sizes_that_work(case, message):
     slice_, settings = case.split(" ", 1)
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(UserMistake) as error:
         sizes(slice_, f"{REAL} {settings}")
     assert str(error.value) == message
     name, nearest = message.split("=")[0], message.split("nearest that ")[1:]
@@ -100,7 +100,7 @@ def test_every_division_of_an_accepted_step_is_exact() -> None:
         settings = f"NUM_PRE_Q={k} BATCH_SIZE={pass_} ROLLOUT_GLOBAL_BATCH_SIZE={step}"
         try:
             b = sizes(f"{processes}x{devices}", f"{REAL} {settings}")
-        except ValueError:
+        except UserMistake:
             continue
         accepted += 1
         assert b.local_batch == b.passes_per_step * b.prompt_batch_size * k

@@ -379,3 +379,16 @@ def test_a_reward_that_raises_stops_the_run_in_one_line(out: Path) -> None:
     last = result.errors.strip().splitlines()[-1]
     assert last.startswith("error: REWARD_FN") and "ZeroDivisionError" in last and ":2)" in last
     assert "Traceback" not in result.errors
+
+
+def test_a_bug_in_the_code_keeps_its_traceback_and_is_no_mistake_of_the_user(out: Path) -> None:
+    """numpy, jax and zip raise ValueErrors, too."""
+    repo = copy_repository(out / "buggy")
+    text = (repo / "models" / "hf.py").read_text()
+    bug = "    table = np.zeros(512).reshape(3, -1)\n    files = _open"
+    (repo / "models" / "hf.py").write_text(text.replace("    files = _open", bug, 1))
+    result = finish(start(out / "bug", {}, 1, repo), out / "bug")
+    assert result.code == 1
+    assert "Traceback" in result.errors and 'hf.py", line' in result.errors
+    last = result.errors.strip().splitlines()[-1]
+    assert last == "ValueError: cannot reshape array of size 512 into shape (3,newaxis)"

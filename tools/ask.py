@@ -32,7 +32,7 @@ from models import hf
 from models.model import Compute
 from rewards import SYSTEM_PROMPT
 from runtime.layout import ROLLOUT_BATCH_AXES, Layout, make_mesh
-from runtime.parsing import fail
+from runtime.parsing import UserMistake, fail
 from runtime.processes import start_jax
 from runtime.sizes import prompt_width
 from sampling import Prompts, Sampling, Stopping, generate
@@ -43,7 +43,7 @@ def complete(
 ) -> str:
     """The greedy completion of a model, with a <think> that its chat template has opened.
 
-    path: a folder or an id of the hub. Raises ValueError for a model that cannot be read.
+    path: a folder or an id of the hub. Raises UserMistake for a model that cannot be read.
     """
     folder = hf.fetch_model(path)
     model, tokenizer = hf.read_model(folder, chat_template)
@@ -53,7 +53,7 @@ def complete(
     stop_ids = hf.stop_ids(folder, tokenizer)
     room = model.max_positions - len(prompt.ids)
     if room < 1:
-        raise ValueError(
+        raise UserMistake(
             f"{path}: the prompt has {len(prompt.ids)} tokens; the model has "
             f"{model.max_positions} positions"
         )
@@ -96,7 +96,7 @@ def main() -> None:
         cfg = load([]).cfg
         start_jax(cfg)
         if jax.process_count() > 1:
-            raise ValueError("ask.py computes on one host; start it without the other processes")
+            raise UserMistake("ask.py computes on one host; start it without the other processes")
         example = {"question": args.question}
         if not args.question:
             columns = cfg.question_column, cfg.answer_column
@@ -104,7 +104,7 @@ def main() -> None:
                 args.dataset, cfg.dataset_config, cfg.eval_split, *columns
             )
             if not 1 <= args.number <= len(examples):
-                raise ValueError(
+                raise UserMistake(
                     f"--number {args.number}: the dataset has the questions 1 to {len(examples)}"
                 )
             example = examples[args.number - 1]
@@ -112,7 +112,7 @@ def main() -> None:
         print(*(example[name] for name in ("question", "answer") if name in example), sep="\n")
         ask = (example["question"], system_prompt, args.max_tokens, cfg.chat_template)
         texts = {path: complete(path, *ask) for path in args.models}
-    except ValueError as error:
+    except UserMistake as error:
         fail(error)
     print()
     print(side_by_side(texts, shutil.get_terminal_size().columns))

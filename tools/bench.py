@@ -30,7 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs 
 
 from loss_pallas import token_logps, token_logps_reference
 from runtime.chips import CHIPS
-from runtime.parsing import fail
+from runtime.parsing import UserMistake, fail
+from startup import stop_if_too_wide_for_pallas
 from tools import bench_step
 from tools.programs import array, slice_devices
 from tools.roofline import loss_costs
@@ -124,6 +125,7 @@ def compile_loss(impl: str, backward: bool, shape: Shape, name: str) -> Any:
 
 def plan_loss(shape: Shape, name: str) -> None:
     """Prints a table: memory by the TPU compiler, bytes and times by the formulas of loss_costs."""
+    stop_if_too_wide_for_pallas(shape.D, CHIPS[name].kinds[0])
     print(f"{name}: {shape.n} tokens per device, D {shape.D}, V {shape.V}")
     print("| | temporaries GiB: forward | with gradient | matmuls | HBM GB | roofline ms |")
     print("|---|---|---|---|---|---|")
@@ -163,7 +165,7 @@ def main() -> None:
     args = parser.parse_args()
     try:
         bench_step.bench_step(args) if args.what == "step" else time_or_plan_loss(args)
-    except ValueError as error:
+    except UserMistake as error:
         fail(error)
 
 

@@ -32,7 +32,7 @@ from models import hf
 from models.model import ModelConfig
 from models.placement import Workload
 from runtime.chips import memory_errors_in_sizes
-from runtime.parsing import fail
+from runtime.parsing import UserMistake, fail
 from runtime.processes import ending_together
 from tools.bench import median_seconds
 from tools.roofline import model_flops
@@ -97,7 +97,7 @@ def steady(records: list[dict[str, Any]], sequences: int) -> dict[str, float]:
 def main() -> None:
     try:
         cfg = Config.from_env(os.environ)
-    except ValueError as error:
+    except UserMistake as error:
         fail(error)
     with ending_together(), memory_errors_in_sizes(cfg, train_grpo.WAITING):
         train_grpo.main(cfg)

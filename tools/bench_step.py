@@ -27,7 +27,7 @@ from tokenizers.models import WordLevel
 
 from config import Config
 from models import hf
-from runtime.parsing import REPO, other_name
+from runtime.parsing import REPO, UserMistake, other_name
 from tools.make_random import make_random
 
 # The default model has 5 million parameters.
@@ -130,16 +130,16 @@ def settings_of(folder: Path, shape: StepShape, steps: int) -> dict[str, str]:
 
 
 def check_settings(settings: dict[str, str]) -> None:
-    """Raises ValueError for a name that is no setting, or that bench.py sets."""
+    """Raises UserMistake for a name that is no setting, or that bench.py sets."""
     for name in settings:
         if name not in SETTINGS:
             mistake = other_name(name, [name], {known: known for known in SETTINGS})
             unknown = f"there is no setting {name} (`python config.py` lists all)"
-            raise ValueError(mistake.text if mistake else unknown)
+            raise UserMistake(mistake.text if mistake else unknown)
         if name in ARGUMENTS:
-            raise ValueError(f"{name} is {ARGUMENTS[name]} here")
+            raise UserMistake(f"{name} is {ARGUMENTS[name]} here")
         if name in settings_of(Path(), SHAPES["A"], 1):
-            raise ValueError(f"bench.py sets {name}; leave it out")
+            raise UserMistake(f"bench.py sets {name}; leave it out")
 
 
 # ---- A run ---------------------------------------------------------------------------------------
@@ -156,8 +156,9 @@ def measure(
     """What bench_run.py measures in a run of so many steps.
 
     settings: more settings of the run; those in the environment do not count. log: a file that gets
-    the lines of the run. Raises ValueError for a mistake in the settings, CalledProcessError if the
-    run fails, and TimeoutExpired after timeout_s.
+    the lines of the run.
+    Raises UserMistake for a mistake in the settings, CalledProcessError if the run fails, and
+    TimeoutExpired after timeout_s.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -289,23 +290,23 @@ def bench_step(args: argparse.Namespace) -> None:
     shape = SHAPES[args.shape]._replace(**changes)
     check_settings(settings)
     if os.environ.get("JAX_COORDINATOR_ADDRESS"):
-        raise ValueError("bench.py times one host; unset JAX_COORDINATOR_ADDRESS")
+        raise UserMistake("bench.py times one host; unset JAX_COORDINATOR_ADDRESS")
     if args.steps == 1:
-        raise ValueError("--steps 1: the first step compiles and does not count; take 2 or more")
+        raise UserMistake("--steps 1: the first step compiles and does not count; take 2 or more")
     jax.config.update("jax_platforms", "cpu")  # the accelerator is for the other process
     if args.scale:
         if args.model or {"prompts", "new_tokens"} & changes.keys():
-            raise ValueError("--scale has its own models, prompts and lengths; set -B, -T or -V")
+            raise UserMistake("--scale has its own models, prompts and lengths; set -B, -T or -V")
         lists = [getattr(args, name) or values for name, values in SCALE.items()]
         if wrong := [B for B in (*lists[0], MIDDLE[0]) if B % shape.completions]:
-            raise ValueError(
+            raise UserMistake(
                 f"--completions {shape.completions} must divide each B of the table, such as "
                 f"{wrong[0]}"
             )
         print_table(lists, shape, args.steps or 3, settings, args.minutes or 10)
         return
     if args.minutes or args.B or args.T or args.V:
-        raise ValueError("--minutes, -B, -T and -V are only for --scale")
+        raise UserMistake("--minutes, -B, -T and -V are only for --scale")
     with tempfile.TemporaryDirectory() as folder:
         if args.model:
             model = hf.fetch_model(args.model)

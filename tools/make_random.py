@@ -20,31 +20,32 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs 
 
 from models import hf
 from models.model import init_params
-from runtime.parsing import fail
+from runtime.parsing import UserMistake, fail
 
 
 def make_random(source: Path, target: Path, changes: dict[str, int]) -> None:
     """Writes a Hugging Face folder with random weights.
 
     source: a model's folder, whose weights are not needed. changes: new values for config.json.
-    Raises ValueError if `target` exists, or for a config that this project cannot compute.
+    Raises UserMistake if `target` exists, or for a config that this project cannot compute.
     """
     if target.exists():
-        raise ValueError(f"{target} exists; choose another folder")
+        raise UserMistake(f"{target} exists; choose another folder")
     if not (source / "config.json").is_file():
-        raise ValueError(f"{source} has no config.json; give a Hugging Face folder")
+        raise UserMistake(f"{source} has no config.json; give a Hugging Face folder")
+    hf.read_config(source)  # refuses a damaged config.json
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors*", "*.jsonl"))
     try:
         values = json.loads((source / "config.json").read_text(encoding="utf-8"))
         if unknown := sorted(changes.keys() - values.keys()):
-            raise ValueError(
+            raise UserMistake(
                 f"{source}/config.json has no {', '.join(unknown)}; it has {[*values]}"
             )
         (target / "config.json").write_text(json.dumps(values | changes, indent=1) + "\n")
         model = hf.read_config(target)
         tensors = dict(hf.hf_tensors(init_params(model, jax.random.key(0)), model))
         save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-    except ValueError:
+    except Exception:
         shutil.rmtree(target)
         raise
 
@@ -66,7 +67,7 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")  # no accelerator is needed
     try:
         make_random(args.source, args.target, dict(args.changes))
-    except ValueError as error:
+    except UserMistake as error:
         fail(error)
     print(args.target)
 

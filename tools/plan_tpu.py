@@ -22,7 +22,7 @@ from models import hf
 from models.placement import decode_work, num_params
 from runtime.chips import CHIPS, OUT_OF_MEMORY_CODE, SLICES
 from runtime.layout import mesh_text
-from runtime.parsing import fail
+from runtime.parsing import UserMistake, fail
 from runtime.sizes import MICRO_SIZES, PASS_SIZES, derive, prompt_width, smaller_sizes
 from startup import how_to_compute, sampling_of, stop_if_too_long
 from tools import roofline
@@ -49,7 +49,7 @@ def plan_and_exit(cfg: Config, name: str) -> NoReturn:
     """Prints the plan of the run with these settings on the slice `name`, and ends the program."""
     try:
         raise SystemExit(print_all(cfg, name))
-    except ValueError as error:
+    except UserMistake as error:
         fail(error)
 
 
@@ -89,7 +89,7 @@ def print_all(cfg: Config, name: str) -> int:
 def make_plan(cfg: Config, name: str) -> tuple[Plan, str]:
     """The plan of the run, and the reason for the rollout's mesh.
 
-    Raises ValueError for settings that do not suit the model or the slice.
+    Raises UserMistake for settings that do not suit the model or the slice.
     """
     devices, hosts = slice_devices(name), SLICES[name].hosts
     sizes = derive(cfg, hosts, len(devices) // hosts)

@@ -23,6 +23,7 @@ from models.attention import KV
 from models.model import Compute, Params, abstract_params
 from models.placement import Workload
 from runtime.chips import SLICES
+from runtime.parsing import UserMistake
 from runtime.sizes import Sizes, eval_questions, prompt_share
 from sampling import Prompts, Sampling, Stopping, decode, prefill
 from startup import objective_of, optimizer_of, reference_dtype
@@ -79,12 +80,12 @@ class Plan(NamedTuple):
 def slice_devices(name: str) -> Sequence[jax.Device]:
     """The devices of a TPU slice that is not here.
 
-    Raises ValueError if the slice is unknown or libtpu is not installed.
+    Raises UserMistake if the slice is unknown or libtpu is not installed.
     """
     if name not in SLICES:
-        raise ValueError(f"{name!r} is not a slice known here; these are: {', '.join(SLICES)}")
+        raise UserMistake(f"{name!r} is not a slice known here; these are: {', '.join(SLICES)}")
     if importlib.util.find_spec("libtpu") is None:
-        raise ValueError('the TPU compiler is not installed: pip install "jax[tpu]"')
+        raise UserMistake('the TPU compiler is not installed: pip install "jax[tpu]"')
     # libtpu asks which host this is, and lets only one process load it; compiling needs neither.
     os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     os.environ |= {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v6e-8"}

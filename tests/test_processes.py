@@ -109,7 +109,7 @@ def test_a_run_stops_if_more_or_fewer_processes_join_than_the_settings_require(
 
 def test_a_process_that_dies_between_steps_ends_the_other_process(tmp_path: Path) -> None:
     outs = [tmp_path / str(i) for i in range(2)]
-    both = {"STEPS": "5000", "EVAL_EVERY_STEPS": "0", "HEARTBEAT_TIMEOUT_S": "10"}
+    both = {"STEPS": "5000", "BATCH_SIZE": "2", "HEARTBEAT_TIMEOUT_S": "10"}
     running = start_two(outs, 1, **both)
     for line in running[1].stdout:
         if line.startswith("step=1 "):

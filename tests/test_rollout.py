@@ -109,7 +109,6 @@ def settings_of(folder: Path) -> dict[str, str]:
         "NUM_PRE_Q": str(K),
         "MAX_LENGTH_SAMPLE": str(T),
         "TRAIN_MICRO_BATCH_SIZE": str(P * K),
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # programs compile sooner
     }
 
 

@@ -11,12 +11,6 @@ prints a line `changed:` with the settings that are not at their defaults and th
 a line `note:` for what may be a mistake. It stops with exit code 2 and a line for each setting that
 is malformed or contradicts another, and for each name that is close to a setting's or is known from
 another program.
-
-In the table of docs/settings.md, every number is at least 0 if no other limit is given. "Results
-depend on" is `value` if a resumed run must keep the value of the setting, `content` if it must load
-the same files and get the same prompts and sizes, which the checkpoint records, and `none` if the
-setting may change: speed, memory, outputs or evaluation depend on it, and results at most by
-rounding. "Per process" is yes if the processes of a run may have different values.
 """
 
 import argparse
@@ -30,17 +24,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 from runtime import parsing, sizes
-from runtime.parsing import REPO, Mistake, knob, to_text
+from runtime.mistakes import Mistake, UserMistake, fail, ignored_names
+from runtime.parsing import REPO, knob, to_text
 from runtime.sizes import MICRO_SIZES, PASS_SIZES, STEP_SIZES
 
 DTYPES = "auto|bfloat16|float32"
 TINY_LAYER = "recipes/tiny.yaml"
 TINY = REPO / TINY_LAYER
+MICRO_SETTINGS = (*MICRO_SIZES, "grad_accum_steps")
 # Pairs (names, hidden): if a layer sets one of the names, lower layers lose all hidden ones.
-SYNONYMS = [(names, names) for names in (PASS_SIZES, STEP_SIZES, MICRO_SIZES)]
+SYNONYMS = [(names, names) for names in (PASS_SIZES, STEP_SIZES, MICRO_SETTINGS)]
 # Any size that the user sets hides the sizes of recipes/tiny.yaml.
 ANY_SIZES = PASS_SIZES + STEP_SIZES
-TINY_YIELDS = [(ANY_SIZES, ANY_SIZES + MICRO_SIZES), (("num_pre_q", *MICRO_SIZES), MICRO_SIZES)]
+TINY_YIELDS = [(ANY_SIZES, ANY_SIZES + MICRO_SIZES)]
+TINY_YIELDS += [(("num_pre_q", *MICRO_SETTINGS), MICRO_SIZES)]
 
 # `knob` for each group; `results` says how the results of a run depend on a setting.
 in_model = functools.partial(knob, "model", results="content")
@@ -109,7 +106,6 @@ class Config:
     rollout_mesh_shape: str = in_rollout(
         "auto", "Rollout mesh: auto, or dp,fsdp,tp; -1: rest.", yaml="mesh_shape", results="none"
     )
-
     dynamic_sampling: bool = in_rollout(False, "Sample until rewards differ within enough groups.")
     dynamic_sampling_max_rounds: int = in_rollout(4, "Most sampling rounds in a step.", at_least=1)
 
@@ -134,7 +130,9 @@ class Config:
         "Sequences per micro-step on each device; 0: not set.",
         yaml="per_device_micro_batch_size",
     )
-    grad_accum_steps: int = speed(0, "Micro-steps per update; 0: derived from the sizes.")
+    grad_accum_steps: int = speed(
+        0, "Micro-steps per update, which set the micro-batch; 0: not set."
+    )
     ppo_epochs: int = in_train(1, "Number of updates per step.", at_least=1)
     optimizer: str = in_train("adamw", "Update rule of the weights.", choices="adamw|lion|sgd")
     learning_rate: float = in_train(1e-6, "Highest learning rate of the schedule.")
@@ -227,13 +225,20 @@ class Config:
         """The settings of all layers. Raises UserMistake with a line for every mistake."""
         return read_layers(env, config_file)[0]
 
+    def evaluates(self) -> bool:
+        """Whether the run ever evaluates the model."""
+        return self.eval_every_steps > 0 or self.eval_full_sweep
+
+    def filters(self) -> bool:
+        """Whether the sampler drops tokens of low probability."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
 
 def idle_settings(cfg: Config) -> list[tuple[dataclasses.Field, str]]:
     """The settings that are not at their defaults and that the table finds idle, with a line."""
     loss_type, estimator = f"LOSS_TYPE={cfg.loss_type}", f"ADV_ESTIMATOR={cfg.adv_estimator}"
     functions, folder = f"REWARD_FN={cfg.reward_fn}", f"the folder MODEL_PATH={cfg.model_path}"
     scheduled = cfg.lr_schedule != "constant" or cfg.warmup_ratio > 0
-    evaluates = cfg.eval_every_steps > 0 or cfg.eval_full_sweep
     table = [  # settings, what they need to have an effect, and why they have none
         ("model_revision", not os.path.isdir(cfg.model_path), folder),
         ("dataset_config", not os.path.exists(cfg.dataset), f"the local DATASET={cfg.dataset}"),
@@ -251,7 +256,9 @@ def idle_settings(cfg: Config) -> list[tuple[dataclasses.Field, str]]:
         ("ref_sync_alpha", cfg.ref_sync_steps > 0, "REF_SYNC_STEPS=0"),
         ("is_cap", cfg.is_mode != "none", "IS_MODE=none"),
         ("eval_prompts", cfg.eval_every_steps > 0, "EVAL_EVERY_STEPS=0"),
-        ("eval_samples accuracy_of accuracy_threshold", evaluates, "EVAL_EVERY_STEPS=0"),
+        ("eval_split eval_samples", cfg.evaluates(), "EVAL_EVERY_STEPS=0"),
+        ("accuracy_of accuracy_threshold", cfg.evaluates(), "EVAL_EVERY_STEPS=0"),
+        ("save_every_steps", cfg.steps > 0, "STEPS=0"),
         ("save_keep", cfg.save_every_steps > 0, "SAVE_EVERY_STEPS=0"),
         ("resume_force", cfg.resume != "never", "RESUME=never"),
         ("export_dtype", cfg.export_hf != "none", "EXPORT_HF=none"),
@@ -267,15 +274,14 @@ def idle_settings(cfg: Config) -> list[tuple[dataclasses.Field, str]]:
 
 def contradictions(cfg: Config) -> Iterator[str]:
     """Lines about combinations that stop a run, idle settings of which results depend included."""
-    loss_type, estimator = f"LOSS_TYPE={cfg.loss_type}", f"ADV_ESTIMATOR={cfg.adv_estimator}"
     updates = cfg.steps * cfg.ppo_epochs
     for field, text in idle_settings(cfg):
         if field.metadata["results"] != "none":
             yield f"{text}; leave it out"
     if cfg.num_pre_q == 1 and cfg.steps and cfg.adv_estimator != "reinforce":
         yield (
-            f"NUM_PRE_Q=1 leaves {estimator} nothing to compare a completion with; set at least 2, "
-            f"or ADV_ESTIMATOR=reinforce"
+            f"NUM_PRE_Q=1 leaves ADV_ESTIMATOR={cfg.adv_estimator} nothing to compare a completion "
+            f"with; set at least 2, or ADV_ESTIMATOR=reinforce"
         )
     if cfg.dynamic_sampling and cfg.adv_estimator == "reinforce":
         yield (
@@ -284,19 +290,17 @@ def contradictions(cfg: Config) -> Iterator[str]:
         )
     if cfg.loss_type == "cispo" and cfg.eps_high < 1:
         yield (
-            f"EPS_HIGH={cfg.eps_high}: with {loss_type} this is the largest ratio, and below 1 it "
-            f"shrinks every gradient; set EPS_HIGH=5"
+            f"EPS_HIGH={cfg.eps_high}: with LOSS_TYPE=cispo this is the largest ratio, and below 1 "
+            f"it shrinks every gradient; set EPS_HIGH=5"
         )
     if cfg.delta and cfg.delta <= (limit := 1 + cfg.eps_high):
         yield f"DELTA={cfg.delta} must be above 1 + EPS_HIGH = {limit}, where clipping begins"
     if cfg.beta and cfg.kl_estimator == "k1" and not cfg.kl_bias_correction:
         yield "KL_ESTIMATOR=k1 has no gradient on average with KL_BIAS_CORRECTION=0; set it to 1"
     if cfg.ref_sync_steps > updates > 0:
-        yield (
-            f"REF_SYNC_STEPS={cfg.ref_sync_steps} is more than the run's {updates} updates "
-            f"(STEPS * PPO_EPOCHS); lower it"
-        )
-    if cfg.is_mode.startswith("sequence") and (cfg.top_k > 0 or cfg.top_p < 1 or cfg.min_p > 0):
+        steps = f"REF_SYNC_STEPS={cfg.ref_sync_steps}"
+        yield f"{steps} is more than the run's {updates} updates (STEPS * PPO_EPOCHS); lower it"
+    if cfg.is_mode.startswith("sequence") and cfg.filters():
         yield (
             f"IS_MODE={cfg.is_mode} with TOP_K, TOP_P or MIN_P shrinks a sequence's weight with "
             f"every token; set token_truncate or token_mask"
@@ -304,10 +308,8 @@ def contradictions(cfg: Config) -> Iterator[str]:
     if "://" in cfg.output_dir + cfg.export_hf:
         yield "OUTPUT_DIR and EXPORT_HF are folders of this machine; CHECKPOINT_DIR may be gs://"
     if cfg.overlong_cache > cfg.max_length_sample:
-        yield (
-            f"OVERLONG_CACHE={cfg.overlong_cache} must be at most "
-            f"MAX_LENGTH_SAMPLE={cfg.max_length_sample}"
-        )
+        limit = f"MAX_LENGTH_SAMPLE={cfg.max_length_sample}"
+        yield f"OVERLONG_CACHE={cfg.overlong_cache} must be at most {limit}"
 
 
 def notes(cfg: Config, layers: Mapping[str, str]) -> Iterator[str]:
@@ -318,20 +320,18 @@ def notes(cfg: Config, layers: Mapping[str, str]) -> Iterator[str]:
     for field, text in idle_settings(cfg):
         if field.metadata["results"] == "none" and layers[field.name] != TINY_LAYER:
             yield text
+    if cfg.filters() and cfg.is_mode == "none" and cfg.steps:
+        yield "TOP_K, TOP_P, MIN_P change sampling only; IS_MODE=token_truncate weighs the change"
     if 0 < cfg.lr_decay_steps < cfg.steps and cfg.lr_schedule != "constant":
-        yield (
-            f"LR_DECAY_STEPS={cfg.lr_decay_steps} is less than STEPS={cfg.steps}: later steps have "
-            f"learning rate 0"
-        )
+        decay = f"LR_DECAY_STEPS={cfg.lr_decay_steps} is less than STEPS={cfg.steps}"
+        yield f"{decay}: later steps have learning rate 0"
     names = [n for n in ("eps_low", "eps_high", "delta") if getattr(cfg, n) != getattr(Config, n)]
     idle = [f"{name.upper()}={getattr(cfg, name)}" for name in names]
     if cfg.loss_type in ("gspo", "cispo", "sapo"):
         idle.append(f"the ratios of LOSS_TYPE={cfg.loss_type}")
     if idle and cfg.ppo_epochs == 1 and cfg.steps:
-        yield (
-            f"PPO_EPOCHS=1 makes every ratio 1, so that {' and '.join(idle)} do nothing; with "
-            f"PPO_EPOCHS=2 they count"
-        )
+        found = f"PPO_EPOCHS=1 makes every ratio 1, so that {' and '.join(idle)} do nothing"
+        yield f"{found}; with PPO_EPOCHS=2 they count"
 
 
 def read_layers(
@@ -360,7 +360,7 @@ def read_layers(
         if not any(re.search(rf"\b{name}\b", text) for name in wrong):
             texts.append(text)
     if texts:
-        raise parsing.UserMistake("\n".join(texts))
+        raise UserMistake("\n".join(texts))
     return cfg, layers
 
 
@@ -398,7 +398,7 @@ def load(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Command:
         parser.error("--processes and --local-devices are only for --print-config")
     try:
         if args.plan and args.print_config:
-            raise parsing.UserMistake("--plan is only for train_grpo.py, without --print-config")
+            raise UserMistake("--plan is only for train_grpo.py, without --print-config")
         # W&B and the Hub read their keys in the environment, so .env goes there.
         dotenv = parsing.read_dotenv(REPO / ".env") if env is None else {}
         env = os.environ if env is None else env
@@ -408,10 +408,10 @@ def load(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Command:
         layers |= {name.lower(): ".env" for name in dotenv}
         if args.print_config:
             parsing.print_and_exit(describe(cfg, args.processes, args.local_devices))
-        lines = [f"note: {line}" for line in (*notes(cfg, layers), *parsing.ignored_names(env))]
+        lines = [f"note: {line}" for line in (*notes(cfg, layers), *ignored_names(env))]
         return Command(cfg, args.plan, [parsing.changed(cfg, layers), *lines])
-    except parsing.UserMistake as error:
-        parsing.fail(error)
+    except UserMistake as error:
+        fail(error)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from runtime.parsing import UserMistake
+from runtime.mistakes import UserMistake
 
 # A chat template may print today's date, with the function strftime_now or from date_string. A
 # prompt must not change at midnight, so every template gets the date that Llama 3.2's template uses

@@ -75,7 +75,7 @@ def group_advantages(
                    weights: [functions]; per_function: [B, functions] rewards, NaN where a
                    function does not apply
     Every std has ddof 1, and STD_EPS is added to it.
-    Raises ValueError for a text that is not in CHOICES.
+    Raises ValueError for a text that is not in CHOICES, and for gdpo without per_function.
     Source: GRPO, arXiv 2402.03300 section 4.1; RLOO, 2402.14740; REINFORCE++, 2501.03262; GDPO,
     2601.05242; TRL.
     """
@@ -93,6 +93,8 @@ def group_advantages(
     elif estimator == "reinforce++":  # The batch mean of centered rewards is 0.
         advantages = centered / (_std(centered) + STD_EPS)
     elif estimator == "gdpo":
+        if per_function is None:
+            raise ValueError("ADV_ESTIMATOR=gdpo needs per_function, the rewards of each function")
         columns = [column.reshape(-1, num_pre_q) for column in per_function.T]
         scaled = [_centered(c) / (_std(c, axis=1) + STD_EPS) for c in columns]
         total = sum(w * np.nan_to_num(x) for w, x in zip(weights, scaled, strict=True))
@@ -187,7 +189,8 @@ def policy_loss(
     num_tokens, num_sequences, num_top_tokens: mask.sum(), the number of sequences (also of those
     whose mask is 0 everywhere) and (mask * top_mask).sum() of the ENTIRE step. The last two may be
     None if this micro-batch is the entire step. settings: fields of Objective.
-    Raises ValueError for a text that is not in CHOICES, and for arrays of other shapes than these.
+    Raises ValueError for a text that is not in CHOICES, for arrays of other shapes than these, and
+    for dr_grpo without max_completion_length.
     Source: PPO, arXiv 1707.06347 eq. 7; DAPO, 2503.14476 eq. 8; Dr. GRPO, 2503.20783; GSPO,
     2507.18071; CISPO, 2506.13585; SAPO, 2511.20347; TRL.
     """
@@ -229,6 +232,8 @@ def policy_loss(
     if o.loss_type in ("grpo", "gspo", "sapo"):
         divisor = sequence_tokens * num_sequences
     elif o.loss_type == "dr_grpo":
+        if o.max_completion_length < 1:
+            raise ValueError("LOSS_TYPE=dr_grpo needs max_completion_length, in tokens")
         divisor = num_sequences * o.max_completion_length
     loss = jnp.where(mask, loss / divisor, 0.0).sum()
     if o.entropy_coef > 0:

@@ -4,7 +4,7 @@ The program walks the vocabulary in tiles of the lm_head. Forward keeps a runnin
 entropy and the sampled token's logit for each token. Backward computes the logits of each tile
 again. Inside a tile runs plain jnp (`jax`) or a TPU kernel (`pallas`): docs/kernel.md has both.
 
-Dimensions: T tokens of an input, n tokens of a device, V vocabulary, D model width, v lm_head
+Dimensions: t tokens of an input, n tokens of a device, V vocabulary, D model width, v lm_head
 rows of a tile. A mesh splits the sequences over (dp, fsdp), V over tp and D over fsdp.
 """
 
@@ -49,10 +49,10 @@ def token_logps(
     mesh: Mesh | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns log p of `ids` and the entropy of each distribution, both [..., T] float32 nats.
+    """Returns log p of `ids` and the entropy of each distribution, both [..., t] float32 nats.
 
-    hidden: [..., T, D] float32 or bfloat16; the matmuls use this dtype. lm_head: [V, D].
-    ids: [..., T] int32. The logits are float32, divided by temperature.
+    hidden: [..., t, D] float32 or bfloat16; the matmuls use this dtype. lm_head: [V, D].
+    ids: [..., t] int32. The logits are float32, divided by temperature.
     mesh: the axes are dp, fsdp and tp; the first axis of hidden and both axes of lm_head are split
     over them. None: one device holds everything. impl: "jax" runs anywhere, "pallas" on a TPU.
     Raises ValueError for an unknown impl.
@@ -72,10 +72,10 @@ def token_logps_reference(
     """Returns the same as token_logps, computed from an array of all logits."""
     head = lm_head.astype(hidden.dtype)
     in_float32 = {"precision": _precision(hidden.dtype), "preferred_element_type": jnp.float32}
-    logits = jnp.einsum("...d,vd->...v", hidden, head, **in_float32) / temperature  # [..., T, V]
-    logsumexp = jax.nn.logsumexp(logits, axis=-1)  # [..., T]
-    chosen = jnp.take_along_axis(logits, ids[..., None], axis=-1)[..., 0]  # [..., T]
-    log_probs = logits - logsumexp[..., None]  # [..., T, V]
+    logits = jnp.einsum("...d,vd->...v", hidden, head, **in_float32) / temperature  # [..., t, V]
+    logsumexp = jax.nn.logsumexp(logits, axis=-1)  # [..., t]
+    chosen = jnp.take_along_axis(logits, ids[..., None], axis=-1)[..., 0]  # [..., t]
+    log_probs = logits - logsumexp[..., None]  # [..., t, V]
     # logsumexp - sum(p logits) would cancel for large logits and leave few digits of the entropy.
     return chosen - logsumexp, -(jnp.exp(log_probs) * log_probs).sum(axis=-1)
 
@@ -160,7 +160,7 @@ def _add_tile(call: CallSettings, grad_lm_head: jax.Array, i: Any, grad_w: jax.A
 def _forward_shard(
     call: CallSettings, hidden: jax.Array, lm_head: jax.Array, ids: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns logps, entropy and logsumexp of this device's tokens, each [..., T]."""
+    """Returns logps, entropy and logsumexp of this device's tokens, each [..., t]."""
     hidden, target = hidden.reshape(-1, hidden.shape[-1]), ids.reshape(-1, 1)  # [n, D], [n, 1]
     size = _tile_size(call, lm_head, hidden)
     forward = _forward_tile if call.impl == "jax" else _forward_kernel_call
@@ -185,7 +185,7 @@ def _forward_shard(
 def _backward_shard(
     call: CallSettings, hidden: jax.Array, lm_head: jax.Array, ids: jax.Array, *saved: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the gradients of hidden and lm_head, in their dtypes. saved: 4 arrays [..., T]."""
+    """Returns the gradients of hidden and lm_head, in their dtypes. saved: 4 arrays [..., t]."""
     hidden, target = hidden.reshape(-1, hidden.shape[-1]), ids.reshape(-1, 1)  # [n, D], [n, 1]
     size = _tile_size(call, lm_head, hidden)
     backward = _backward_tile if call.impl == "jax" else _backward_kernel_call
@@ -200,7 +200,7 @@ def _backward_shard(
     grads = jax.lax.fori_loop(0, -(-lm_head.shape[0] // size), one_tile, zeros)
     if call.mesh:
         grads = jax.lax.psum(grads[0], "tp"), jax.lax.psum(grads[1], "dp")
-    grad_hidden = grads[0].reshape(*ids.shape, -1).astype(hidden.dtype)  # [..., T, D]
+    grad_hidden = grads[0].reshape(*ids.shape, -1).astype(hidden.dtype)  # [..., t, D]
     return grad_hidden, grads[1].astype(lm_head.dtype)
 
 

@@ -7,7 +7,8 @@ import numpy as np
 
 from loss import equal_groups
 from rewards import AccuracyRule
-from rollout import Groups, Run, Sampled, StepResults
+from rollout import Groups, Sampled, StepResults
+from run import Run
 from runtime.run_log import Clock, RunLog
 from sampling import Completions
 
@@ -107,7 +108,7 @@ def phase_seconds(clock: Clock) -> dict[str, float]:
 def sampling_metrics(sampled: Sampled) -> dict[str, float]:
     """The metrics of DYNAMIC_SAMPLING."""
     kept, mean = 1 - sampled.equal.mean(), mean_of(sampled.rewards)
-    metrics = {"rounds": sampled.rounds, "kept_frac": kept, "reward_mean": mean}
+    metrics = {"rounds": sampled.num_rounds, "kept_frac": kept, "reward_mean": mean}
     return {f"dynamic_sampling/{name}": float(value) for name, value in metrics.items()}
 
 

@@ -178,7 +178,7 @@ def total_rewards(
     the function does not apply, and a total is NaN where no function applies.
     Raises UserMistake if the number of weights or a returned list is wrong.
     """
-    stop_if_not_as_many(weights, functions)
+    _stop_if_not_as_many(weights, [function.__name__ for function in functions])
     per_function = np.full((len(completions), len(functions)), np.nan)  # [n, functions]
     for k, function in enumerate(functions):
         per_function[:, k] = _as_floats(
@@ -189,20 +189,27 @@ def total_rewards(
     return np.where(applies.any(1), totals, np.nan), per_function
 
 
+def entries_of(reward_fn: str) -> list[str]:
+    """Returns what REWARD_FN names, each a function or file.py:name; without REWARD_FN, the names
+    in DEFAULTS."""
+    return [entry.strip() for entry in reward_fn.split(",")] if reward_fn else list(DEFAULTS)
+
+
 def weights_of(reward_weights: tuple[float, ...], reward_fn: str) -> tuple[float, ...]:
     """Returns REWARD_WEIGHTS; if it is empty, 1 for each function that REWARD_FN names, and without
-    REWARD_FN the weights of DEFAULTS."""
-    ones = (1.0,) * len(reward_fn.split(","))
-    return reward_weights or (ones if reward_fn else tuple(DEFAULTS.values()))
+    REWARD_FN the weights of DEFAULTS. Raises UserMistake if the number of weights is wrong."""
+    names = [entry.rpartition(":")[2] for entry in entries_of(reward_fn)]
+    weights = reward_weights or tuple(1.0 if reward_fn else DEFAULTS[name] for name in names)
+    _stop_if_not_as_many(weights, names)
+    return weights
 
 
-def stop_if_not_as_many(weights: Sequence[float], functions: Sequence[RewardFunction]) -> None:
-    """Raises UserMistake unless REWARD_WEIGHTS has one number for each function."""
-    if len(weights) != len(functions):
-        names = ", ".join(function.__name__ for function in functions)
+def _stop_if_not_as_many(weights: Sequence[float], names: Sequence[str]) -> None:
+    """Raises UserMistake unless REWARD_WEIGHTS has one number for each of these functions."""
+    if len(weights) != len(names):
         raise _mistake(
             f"REWARD_WEIGHTS={','.join(map(str, weights))} has {len(weights)} numbers; "
-            f"give {len(functions)}, one each for {names}"
+            f"give {len(names)}, one each for {', '.join(names)}"
         )
 
 
@@ -224,7 +231,7 @@ def _as_floats(function: RewardFunction, returned: object, count: int) -> list[f
 def _mistake(text: str) -> Exception:
     """Returns the UserMistake with this text."""
     # Imported here, so that a file of REWARD_FN may import rewards.py beside a runtime.py of yours.
-    from runtime.parsing import UserMistake
+    from runtime.mistakes import UserMistake
 
     return UserMistake(text)
 
@@ -238,7 +245,7 @@ def load_reward_functions(
     file.py:name. timeout_s: REWARD_TIMEOUT_S, the time limit of each call to a function of a file.
     Raises UserMistake for an unknown name, a missing file, or a file that does not load.
     """
-    entries = [entry.strip() for entry in reward_fn.split(",")] if reward_fn else list(DEFAULTS)
+    entries = entries_of(reward_fn)
     names = [entry.rpartition(":")[2] for entry in entries]
     known = BUILT_IN | dict(penalties)
     for entry, name in zip(entries, names, strict=True):

@@ -4,61 +4,21 @@ Dimensions: P prompts of a step, K completions per prompt, B = P*K sequences ove
 of them on this process, T padded completion tokens.
 """
 
-import dataclasses
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 import data
 import rewards
-from loss import Objective, equal_groups
-from models.model import Compute, ModelConfig, Params
+from loss import equal_groups
+from models.model import Params
+from run import Run
 from runtime.layout import gather_processes
 from runtime.processes import StopSignal
 from runtime.run_log import Clock
-from runtime.sizes import Sizes, prompt_width
-from sampling import Completions, Prompts, Sampling, Stopping, generate
-from update import Optimizer
-
-
-@dataclasses.dataclass(frozen=True)
-class Inputs:
-    """What a process reads without a device and without the other processes."""
-
-    cfg: Any  # the settings, a config.Config
-    sizes: Sizes
-    functions: list[rewards.RewardFunction]
-    accuracy: rewards.AccuracyRule
-    folder: Path  # of the model
-    model: ModelConfig
-    tokenizer: Any
-    train_prompts: list[data.Prompt]
-    eval_prompts: list[data.Prompt]
-
-
-@dataclasses.dataclass(frozen=True)
-class Run(Inputs):
-    """The inputs and what startup.py makes of them before the first step; it does not change."""
-
-    sampling: Sampling
-    stopping: Stopping
-    objective: Objective
-    optimizer: Optimizer
-    training: Compute
-    rollout: Compute
-    made_with: dict[str, str]  # all settings and files that decide the results, but not the code
-
-    def local_sequences(self) -> slice:
-        """This process's part, b, of the B sequences of a step."""
-        b = self.sizes.local_batch
-        return slice(jax.process_index() * b, (jax.process_index() + 1) * b)
-
-    def local_prompts(self) -> slice:
-        """This process's part of the P prompts of a step."""
-        sequences = self.local_sequences()
-        return slice(sequences.start // self.cfg.num_pre_q, sequences.stop // self.cfg.num_pre_q)
+from runtime.sizes import prompt_width
+from sampling import Completions, Prompts, generate
 
 
 class StepResults(NamedTuple):
@@ -83,9 +43,9 @@ class Sampled(NamedTuple):
     """The groups of a step, and what was sampled to find them."""
 
     groups: Groups
-    rounds: int
-    equal: np.ndarray  # [rounds * P] bool: all rewards of this group are equal
-    rewards: np.ndarray  # [rounds * B] float64
+    num_rounds: int
+    equal: np.ndarray  # [num_rounds * P] bool: all rewards of this group are equal
+    rewards: np.ndarray  # [num_rounds * B] float64
 
 
 def sample_groups(
@@ -103,7 +63,10 @@ def sample_groups(
         rounds.append(_sample_round(run, decoder, stop, key, first_round + len(rounds), clock))
     rewarded = np.concatenate([groups.results.rewards for groups in rounds])
     return Sampled(
-        choose_groups(run, rounds), len(rounds), have_equal_rewards(run, rounds), rewarded
+        groups=choose_groups(run, rounds),
+        num_rounds=len(rounds),
+        equal=have_equal_rewards(run, rounds),
+        rewards=rewarded,
     )
 
 
@@ -210,5 +173,4 @@ def reward_completions(
         for name in prompts[0].columns
     }
     columns["completion_ids"] = completions.ids()
-    weights = rewards.weights_of(run.cfg.reward_weights, run.cfg.reward_fn)
-    return rewards.total_rewards(texts, columns, run.functions, weights)
+    return rewards.total_rewards(texts, columns, run.functions, run.weights)

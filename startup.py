@@ -20,7 +20,6 @@ import config
 import data
 import rewards
 from config import Config
-from loss import Objective
 from loss_pallas import stop_if_too_wide
 from models import hf
 from models.model import Compute, ModelConfig, Params, abstract_params
@@ -31,24 +30,18 @@ from models.placement import (
     choose_layouts,
     num_params,
 )
-from rollout import Inputs, Run
+from run import Inputs, Run, objective_of, optimizer_of, reference_dtype, sampling_of
 from runtime import processes, resume
 from runtime.checkpoint import Checkpoints
 from runtime.layout import local_count, mesh_text
 from runtime.lifecycle import Lifecycle
-from runtime.parsing import (
-    REPO,
-    UserMistake,
-    compared_by_value,
-    fail,
-    shared_by_processes,
-    to_text,
-)
+from runtime.mistakes import UserMistake, fail
+from runtime.parsing import REPO, compared_by_value, shared_by_processes, to_text
 from runtime.processes import StopSignal
 from runtime.run_log import RunLog, check_wandb, stop_if_not_writable
 from runtime.sizes import Sizes, derive, prompt_share, prompt_width
-from sampling import Sampling, Stopping
-from update import Optimizer, TrainState, abstract_state, init_state, sync_weights
+from sampling import Stopping
+from update import TrainState, abstract_state, init_state, sync_weights
 
 
 def start(cfg: Config) -> tuple[Run, Lifecycle, TrainState, Params | None] | None:
@@ -110,7 +103,7 @@ def set_up(cfg: Config) -> Run:
         optimizer=optimizer_of(cfg),
         training=training,
         rollout=rollout,
-        made_with=made_with(cfg, inputs.sizes, training, stop_ids) | digests,
+        made_with=made_with(inputs, training, stop_ids) | digests,
     )
     print(
         f"model={inputs.folder} parameters={num_params(inputs.model) / 1e6:.2f}M "
@@ -198,32 +191,24 @@ def how_to_compute(
     loop, rollout_loop = (
         choose_layer_loop(cfg.layer_loop, platform, remat) for remat in (cfg.remat, "none")
     )
-    training = Compute(model, jnp.dtype(dtype), layouts.train, cfg.remat, impl, attention, loop)
+    training = Compute(
+        model,
+        dtype=jnp.dtype(dtype),
+        layout=layouts.train,
+        remat=cfg.remat,
+        policy_loss_impl=impl,
+        attention_impl=attention,
+        layer_loop=loop,
+    )
     # The rollout has no backward.
     rollout = training._replace(layout=layouts.rollout, remat="none", layer_loop=rollout_loop)
     return training, rollout, f"; {layouts.reason}" if layouts.reason else ""
 
 
-def objective_of(cfg: Config) -> Objective:
-    """The settings of policy_loss; all but one have the same names in Objective as in Config."""
-    same_names = [name for name in Objective._fields if name != "max_completion_length"]
-    settings = {name: getattr(cfg, name) for name in same_names}
-    return Objective(**settings, max_completion_length=cfg.max_length_sample)
-
-
-def sampling_of(cfg: Config) -> Sampling:
-    return Sampling(temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p, min_p=cfg.min_p)
-
-
-def optimizer_of(cfg: Config) -> Optimizer:
-    return Optimizer(name=cfg.optimizer, weight_decay=cfg.weight_decay, clip_norm=cfg.clip_norm)
-
-
 def what_ran(run: Run) -> dict[str, str]:
     """What this machine has made of the settings that leave a choice, as config.yaml names it."""
-    weights = rewards.weights_of(run.cfg.reward_weights, run.cfg.reward_fn)
     return {
-        "derived.reward_weights": to_text(weights),
+        "derived.reward_weights": to_text(run.weights),
         "derived.policy_loss_impl": run.training.policy_loss_impl,
         "derived.attention_impl": run.training.attention_impl,
         "derived.layer_loop": run.training.layer_loop,
@@ -270,24 +255,28 @@ def read_inputs(cfg: Config, ask_hub: bool) -> Inputs:
     """
     mistakes: list[str] = []
     sizes = processes.tried(mistakes, read_sizes, cfg)
-    functions = processes.tried(mistakes, reward_functions, cfg)
-    accuracy = functions and processes.tried(
-        mistakes, rewards.accuracy_rule, cfg.accuracy_of, cfg.accuracy_threshold, functions
-    )
-    model, splits = None, [None, None]
+    rewarding = processes.tried(mistakes, reward_inputs, cfg)
+    model, examples = None, {}
     if (ask_hub and not mistakes) or hf.is_local(cfg.model_path):
-        model = processes.tried(mistakes, read_model, cfg)
-    names = cfg.train_split, cfg.eval_split
+        model = processes.tried(mistakes, model_inputs, cfg)
+    splits = [cfg.train_split, cfg.eval_split] if cfg.evaluates() else [cfg.train_split]
     if (ask_hub and not mistakes) or data.is_local(cfg.dataset):
-        splits = [processes.tried(mistakes, load_examples, cfg, name) for name in names]
-    if model and all(splits):
-        splits = [
-            processes.tried(mistakes, prompts_of, cfg, model[-1], examples, name)
-            for examples, name in zip(splits, names, strict=True)
-        ]
+        examples = {split: processes.tried(mistakes, examples_of, cfg, split) for split in splits}
+    prompts = {
+        split: processes.tried(mistakes, prompts_of, cfg, model["tokenizer"], entries, split)
+        for split, entries in examples.items()
+        if model and entries
+    }
     if mistakes:
         raise UserMistake("\n".join(dict.fromkeys(mistakes)))
-    return Inputs(cfg, sizes, functions, accuracy, *model, *splits)
+    return Inputs(
+        cfg=cfg,
+        sizes=sizes,
+        train_prompts=prompts[cfg.train_split],
+        eval_prompts=prompts[cfg.eval_split] if cfg.evaluates() else [],
+        **rewarding,
+        **model,
+    )
 
 
 def read_sizes(cfg: Config) -> Sizes:
@@ -297,22 +286,27 @@ def read_sizes(cfg: Config) -> Sizes:
     return sizes
 
 
-def read_model(cfg: Config) -> tuple[Path, ModelConfig, Any]:
+def model_inputs(cfg: Config) -> dict[str, Any]:
+    """The fields of Inputs that come from the model's folder."""
     folder = hf.fetch_model(cfg.model_path, cfg.model_revision)
     hf.stop_if_overwritten(cfg.export_hf, cfg.output_dir, folder)
-    return folder, *hf.read_model(folder, cfg.chat_template)
+    model, tokenizer = hf.read_model(folder, cfg.chat_template)
+    return {"folder": folder, "model": model, "tokenizer": tokenizer}
 
 
-def reward_functions(cfg: Config) -> list[rewards.RewardFunction]:
+def reward_inputs(cfg: Config) -> dict[str, Any]:
+    """The fields of Inputs that say how completions are rewarded."""
     cache = cfg.overlong_cache or cfg.max_length_sample // 5
     penalties = rewards.penalties(cfg.max_length_sample, cache, cfg.repetition_ngram)
     functions = rewards.load_reward_functions(cfg.reward_fn, cfg.reward_timeout_s, penalties)
-    weights = rewards.weights_of(cfg.reward_weights, cfg.reward_fn)
-    rewards.stop_if_not_as_many(weights, functions)
-    return functions
+    return {
+        "functions": functions,
+        "weights": rewards.weights_of(cfg.reward_weights, cfg.reward_fn),
+        "accuracy": rewards.accuracy_rule(cfg.accuracy_of, cfg.accuracy_threshold, functions),
+    }
 
 
-def load_examples(cfg: Config, split: str) -> list[dict[str, Any]]:
+def examples_of(cfg: Config, split: str) -> list[dict[str, Any]]:
     columns = cfg.question_column, cfg.answer_column
     return data.load_examples(cfg.dataset, cfg.dataset_config, split, *columns)
 
@@ -353,24 +347,22 @@ def digests_of(inputs: Inputs) -> dict[str, str]:
     }
     prompts = json.dumps(inputs.train_prompts, default=str)
     found["the tokenized prompts"] = processes.digest(prompts.encode())
-    entries = inputs.cfg.reward_fn.split(",")
+    entries = rewards.entries_of(inputs.cfg.reward_fn)
     for file in {entry.rpartition(":")[0] for entry in entries if ":" in entry}:
         content = Path(file).read_bytes()
         found[f"the file of REWARD_FN {Path(file).name}"] = processes.digest(content)
     return found
 
 
-def made_with(
-    cfg: Config, sizes: Sizes, training: Compute, stop_ids: tuple[int, ...]
-) -> dict[str, str]:
+def made_with(inputs: Inputs, training: Compute, stop_ids: tuple[int, ...]) -> dict[str, str]:
     """The settings and sizes that the results follow from; a resumed run must have the same."""
+    cfg, entries = inputs.cfg, rewards.entries_of(inputs.cfg.reward_fn)
     values = {name.upper(): to_text(getattr(cfg, name)) for name in compared_by_value(Config)}
-    weights = rewards.weights_of(cfg.reward_weights, cfg.reward_fn)
-    values["REWARD_WEIGHTS"] = to_text(weights)
-    values["REWARD_FN"] = ",".join(Path(entry).name for entry in cfg.reward_fn.split(","))
+    values["REWARD_WEIGHTS"] = to_text(inputs.weights)
+    values["REWARD_FN"] = ",".join(Path(entry).name for entry in entries)
     scheduled = cfg.lr_schedule != "constant" or cfg.warmup_ratio > 0
     values["LR_DECAY_STEPS (else STEPS)"] = str((cfg.lr_decay_steps or cfg.steps) * scheduled)
-    values["prompts per step"] = str(sizes.prompts_per_step)
+    values["prompts per step"] = str(inputs.sizes.prompts_per_step)
     values["DTYPE"] = str(training.dtype)
     values["the stop tokens"] = str(stop_ids)
     return values
@@ -399,14 +391,6 @@ def load_state(
     if run.cfg.beta > 0:
         ref_params = sync_weights(model, mesh, ref_dtype)(params)
     return state, ref_params, resume.Progress()
-
-
-def reference_dtype(cfg: Config, dtype: Any) -> Any:
-    """The dtype of the reference; one that follows the policy in small steps needs float32.
-
-    dtype: of training.
-    """
-    return jnp.dtype("float32") if cfg.ref_sync_steps else dtype
 
 
 if __name__ == "__main__":

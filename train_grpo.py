@@ -9,12 +9,13 @@ Dimensions: P prompts of a step, K completions per prompt, B = P*K sequences, R 
 prompts of a micro-batch. P, B, R and G count all processes together; b and r are this process's
 parts of B and R. S+1 padded prompt tokens, T padded completion tokens.
 
-This departs from the GRPO paper (arXiv 2402.03300) in three points, as most of the field does:
+This departs from the GRPO paper (arXiv 2402.03300) in four points, as most of the field does:
  1. The loss is the mean over all completion tokens of the step, not the mean over each sequence
     first (LOSS_TYPE=grpo is the paper's).
  2. There is no KL penalty unless BETA > 0. It then is the k3 estimate times the ratio, so
     that its gradient is on average that of the KL itself (KL_BIAS_CORRECTION=0 is the paper's).
  3. Advantages divide by std + 1e-4 (ddof = 1), and are exactly 0 if a group's rewards are equal.
+ 4. TOP_K, TOP_P and MIN_P drop tokens in sampling only; the ratios are those of all tokens.
 """
 # ruff: noqa: E402 - settings are read and checked before jax is imported
 
@@ -37,8 +38,8 @@ from loss import group_advantages, top_entropy_mask
 from metrics import Step, evaluation, log_step, not_finite, sampling_metrics
 from models import hf
 from models.model import Params
-from rewards import weights_of
-from rollout import Groups, Run, StepResults, reward_completions, sample_groups
+from rollout import Groups, StepResults, reward_completions, sample_groups
+from run import Run
 from runtime.chips import memory_errors_in_sizes
 from runtime.layout import gather_processes, local_part, shard_batch
 from runtime.lifecycle import Lifecycle
@@ -90,8 +91,8 @@ def main(cfg: Config) -> None:
             # ---- Rollout: K completions of each of P prompts, to the host and rewarded there -----
             decoder = copy_to_decode(run, state.params)
             clock.lap("rollout_sync")
-            rounds = life.progress.rounds
-            sampled = sample_groups(run, decoder, life.stop, rollout_key, rounds, clock)
+            first_round = life.progress.rounds  # the rounds that all earlier steps took
+            sampled = sample_groups(run, decoder, life.stop, rollout_key, first_round, clock)
             groups = sampled.groups  # completions of this process [b, T], rewards of all [B]
             del decoder
 
@@ -102,7 +103,7 @@ def main(cfg: Config) -> None:
                 estimator=cfg.adv_estimator,
                 scale_rewards=cfg.scale_rewards,
                 per_function=groups.results.per_function,
-                weights=weights_of(cfg.reward_weights, cfg.reward_fn),
+                weights=run.weights,
             )  # [B]
             # [B] True: the loss includes this completion. One that was cut off may be left out.
             counted = (groups.results.stopped > 0) | (not cfg.mask_truncated_completions)
@@ -137,7 +138,7 @@ def main(cfg: Config) -> None:
 
             # ---- Save ----------------------------------------------------------------------------
             wrong = not_finite(metrics)
-            life.step_done(sampled.rounds, wrong, gather_batch(micro_batches) if wrong else {})
+            life.step_done(sampled.num_rounds, wrong, gather_batch(micro_batches) if wrong else {})
             due = cfg.save_every_steps and life.progress.step % cfg.save_every_steps == 0
             if due and life.progress.step < cfg.steps:
                 save()
@@ -152,10 +153,10 @@ def main(cfg: Config) -> None:
 
 
 def copy_to_decode(run: Run, params: Params) -> Params:
-    """The weights in the dtype of the rollout, laid out for decoding."""
+    """The weights in the dtype of the rollout, laid out for decoding, once they are ready."""
     rollout = run.rollout
     sync = sync_weights(rollout.model, rollout.layout.mesh, rollout.dtype, rollout.layer_loop)
-    return sync(params)
+    return jax.block_until_ready(sync(params))
 
 
 # ---- Micro-batches -------------------------------------------------------------------------------

@@ -206,7 +206,7 @@ def transform(optimizer: Optimizer, model: ModelConfig) -> optax.GradientTransfo
         "sgd": optax.identity(),
     }
     table = param_table(model)
-    decays = jax.tree.map(lambda leaf: "norm" not in leaf.name and "bias" not in leaf.name, table)
+    decays = jax.tree.map(lambda leaf: leaf.kind == "matrix", table)
     decay = optax.add_decayed_weights(optimizer.weight_decay, mask=decays)
     return optax.chain(rules[optimizer.name], decay)
 

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from models.model import Leaf, ModelConfig, Params, param_shardings, param_table
 from runtime.layout import on_host
-from runtime.parsing import UserMistake
+from runtime.mistakes import UserMistake
 
 FILES = ["*.json", "*.safetensors", "*.jinja"]
 EXPORTED = "exported_from.json"  # marks an exported model, which a later export may replace

@@ -1,8 +1,9 @@
 """Qwen2/Qwen2.5, Qwen3 (dense) and Llama 3: one forward function for prefill, decode and training.
 
 Dimensions: R sequences of a program, G = R/share prompts, each shared by `share` consecutive
-sequences, t tokens of an input, S prompt tokens before the last one, T completion tokens, V
-vocabulary, D model, F feed-forward, L layers, H query heads, N kv heads, h head_dim.
+sequences, X inputs: the G prompts, or with a cache the R sequences, t tokens of an input, S prompt
+tokens before the last one, T completion tokens, V vocabulary, D model, F feed-forward, L layers, H
+query heads, N kv heads, h head_dim.
 
 In all three uses the last prompt token is fed together with the completion. So the prompt gives
 only keys and values, hidden state i predicts completion token i, and no use is a special case:
@@ -27,7 +28,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models.attention import KV, Cache, attention, cached_attention
 from runtime.layout import TRAIN_BATCH_AXES, Layout, constrain, gather_fsdp
-from runtime.parsing import UserMistake
+from runtime.mistakes import UserMistake
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +106,7 @@ class Leaf:
     axes: tuple[Any, ...]  # for each dimension the mesh axis or axes that split it, or None
     name: str  # its name in a Hugging Face file; {} stands for the layer's number
     transposed: bool = False  # the file holds [out, in], Params hold [in, out]
+    kind: str = "matrix"  # matrix, norm or bias: how it is initialized, and whether it decays
 
 
 def param_table(model: ModelConfig, layer_loop: str = "scan") -> Params:
@@ -116,13 +118,14 @@ def param_table(model: ModelConfig, layer_loop: str = "scan") -> Params:
     attn, mlp = block + "self_attn.", block + "mlp."
 
     def bias(width: int, name: str) -> Leaf | None:
-        return Leaf((L, width), (None, "tp"), attn + name) if model.qkv_bias else None
+        leaf = Leaf((L, width), (None, "tp"), attn + name, kind="bias")
+        return leaf if model.qkv_bias else None
 
-    def head_norm(name: str) -> Leaf | None:
-        return Leaf((L, h), (None, None), attn + name) if model.qk_norm else None
+    def norm(width: int, name: str) -> Leaf:
+        return Leaf((L, width), (None, None), name, kind="norm")
 
     layers = Layers(
-        attn_norm=Leaf((L, D), (None, None), block + "input_layernorm.weight"),
+        attn_norm=norm(D, block + "input_layernorm.weight"),
         wq=Leaf((L, D, Hh), (None, "fsdp", "tp"), attn + "q_proj.weight", True),
         wk=Leaf((L, D, Nh), (None, "fsdp", "tp"), attn + "k_proj.weight", True),
         wv=Leaf((L, D, Nh), (None, "fsdp", "tp"), attn + "v_proj.weight", True),
@@ -130,20 +133,22 @@ def param_table(model: ModelConfig, layer_loop: str = "scan") -> Params:
         bq=bias(Hh, "q_proj.bias"),
         bk=bias(Nh, "k_proj.bias"),
         bv=bias(Nh, "v_proj.bias"),
-        q_norm=head_norm("q_norm.weight"),
-        k_norm=head_norm("k_norm.weight"),
-        mlp_norm=Leaf((L, D), (None, None), block + "post_attention_layernorm.weight"),
+        q_norm=norm(h, attn + "q_norm.weight") if model.qk_norm else None,
+        k_norm=norm(h, attn + "k_norm.weight") if model.qk_norm else None,
+        mlp_norm=norm(D, block + "post_attention_layernorm.weight"),
         gate=Leaf((L, D, F), (None, "fsdp", "tp"), mlp + "gate_proj.weight", True),
         up=Leaf((L, D, F), (None, "fsdp", "tp"), mlp + "up_proj.weight", True),
         down=Leaf((L, F, D), (None, ("tp", "fsdp"), None), mlp + "down_proj.weight", True),
     )
     if layer_loop == "unroll":
-        layer = jax.tree.map(lambda leaf: Leaf(leaf.shape[1:], leaf.axes[1:], leaf.name), layers)
+        layer = jax.tree.map(
+            lambda leaf: dataclasses.replace(leaf, shape=leaf.shape[1:], axes=leaf.axes[1:]), layers
+        )
         layers = (layer,) * L
     return Params(
         embed=Leaf((V, D), ("tp", "fsdp"), "model.embed_tokens.weight"),
         layers=layers,
-        final_norm=Leaf((D,), (None,), "model.norm.weight"),
+        final_norm=Leaf((D,), (None,), "model.norm.weight", kind="norm"),
         lm_head=None if model.tied else Leaf((V, D), ("tp", "fsdp"), "lm_head.weight"),
     )
 
@@ -195,11 +200,10 @@ def init_params(model: ModelConfig, key: jax.Array) -> Params:
     leaves, tree = jax.tree.flatten(param_table(model))
 
     def init(leaf: Leaf, leaf_key: jax.Array) -> jax.Array:
-        if "norm" in leaf.name:
-            return jnp.ones(leaf.shape)
-        return jnp.zeros(leaf.shape) if "bias" in leaf.name else 0.02 * normal(leaf_key, leaf.shape)
+        if leaf.kind == "matrix":
+            return 0.02 * jax.random.normal(leaf_key, leaf.shape)
+        return jnp.ones(leaf.shape) if leaf.kind == "norm" else jnp.zeros(leaf.shape)
 
-    normal = jax.random.normal
     keys = jax.random.split(key, len(leaves))
     return tree.unflatten([init(leaf, k) for leaf, k in zip(leaves, keys, strict=True)])
 
@@ -219,12 +223,12 @@ def forward(
 ) -> tuple[jax.Array, KV]:
     """The final hidden states of `ids`, after the last norm, and keys and values.
 
-    ids, positions: [G, t] int32. Each input is a prompt of S tokens, followed by `share`
-    continuations of equal length, which do not see each other.
+    ids, positions: [X, t] int32. Without a cache each input is a prompt of S tokens, followed by
+    `share` continuations of equal length, which do not see each other, and X is G.
     prompt_mask: [G, S] bool, False hides a token (left padding). None: the input is a prompt
     without padding.
     cache: the keys and values of earlier tokens; then ids are [R, 1], one new token per sequence.
-    Returns hidden [G, t, D] in compute.dtype, and the KV of `ids`, or with a cache the KV of the
+    Returns hidden [X, t, D] in compute.dtype, and the KV of `ids`, or with a cache the KV of the
     completions with the new token's keys and values written to them. Params, cache and KV are
     stacked, or unrolled and then tuples of layers.
     """
@@ -235,7 +239,7 @@ def forward(
     scanned = isinstance(params.layers, Layers)
 
     def layer(carry: Any, per_layer: Any) -> tuple[Any, KV | None]:
-        x, stack, i = carry  # x [G*t, D]: matmuls with two dimensions have fast gradients on a CPU
+        x, stack, i = carry  # x [X*t, D]: matmuls with two dimensions have fast gradients on a CPU
         w, prompt, completion = per_layer
         w = jax.tree.map(
             lambda a, leaf: gather_fsdp(a.astype(compute.dtype), leaf.axes, layout), w, axes
@@ -291,7 +295,7 @@ def prefix_of(prompt_ids: jax.Array, prompt_mask: jax.Array) -> tuple[jax.Array,
 
 
 def _embed(embed: jax.Array, ids: jax.Array, dtype: Any, layout: Layout | None) -> jax.Array:
-    """[G, t, D] embeddings of ids [G, t].
+    """[X, t, D] embeddings of ids [X, t].
 
     fsdp splits D of the table, so each device looks up a slice of D for the inputs of all devices
     along fsdp; an all-to-all then gives each device the complete vectors of its inputs. The table
@@ -310,15 +314,15 @@ def _rms_norm(x: jax.Array, scale: jax.Array, model: ModelConfig) -> jax.Array:
 def _qkv(
     y: jax.Array, w: Layers, model: ModelConfig, rotary: tuple[jax.Array, jax.Array], layout: Layout
 ) -> tuple[jax.Array, KV]:
-    """Rotated queries [G, t, H, h], and the keys and values, of y [G*t, D]."""
-    G, t = rotary[0].shape[:2]
+    """Rotated queries [X, t, H, h], and the keys and values, of y [X*t, D]."""
+    X, t = rotary[0].shape[:2]
 
     def heads(weight: jax.Array, bias: jax.Array | None, norm: jax.Array | None, count: int) -> Any:
         z = y @ weight
         z = z if bias is None else z + bias
         # First comes the layout that the weights give, then the layout that attention needs. With
         # the second alone the compiler would gather the weights in every layer, for every token.
-        z = constrain(z, layout, TRAIN_BATCH_AXES, "tp").reshape(G, t, count, model.head_dim)
+        z = constrain(z, layout, TRAIN_BATCH_AXES, "tp").reshape(X, t, count, model.head_dim)
         if layout is not None and "tp" in layout.batch_axes:
             z = constrain(z, layout, layout.batch_axes)
         return z if norm is None else _rms_norm(z, norm, model)
@@ -330,7 +334,7 @@ def _qkv(
 
 
 def _rotary(model: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """cos and sin [G, t, 1, h/2] float32 of the rotary angles."""
+    """cos and sin [X, t, 1, h/2] float32 of the rotary angles."""
     angles = positions[:, :, None, None].astype(jnp.float32) * _inverse_frequencies(model)
     return jnp.cos(angles), jnp.sin(angles)
 
@@ -349,7 +353,7 @@ def _inverse_frequencies(model: ModelConfig) -> np.ndarray:
 
 
 def _rotate(x: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """x [G, t, heads, h] with its halves (not pairs) rotated, as Hugging Face's weights need it."""
+    """x [X, t, heads, h] with its halves (not pairs) rotated, as Hugging Face's weights need it."""
     cos, sin = rotary
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

@@ -13,7 +13,7 @@ import jax
 from models.model import ModelConfig, param_table, stop_if_indivisible
 from runtime.chips import Work, chip_of, memory_bytes
 from runtime.layout import ROLLOUT_BATCH_AXES, TRAIN_BATCH_AXES, Layout, local_count, make_mesh
-from runtime.parsing import UserMistake
+from runtime.mistakes import UserMistake
 
 
 class Workload(NamedTuple):

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 
-from runtime.parsing import UserMistake
+from runtime.mistakes import UserMistake
 from runtime.processes import gather_texts, told_by_all
 
 RECORD, ARRAYS = "record", "arrays"  # the items of a checkpoint, folders in its folder

@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from runtime.parsing import UserMistake
+from runtime.mistakes import UserMistake
 
 # The mesh axes that split the batch dimension of activations.
 TRAIN_BATCH_AXES = ("dp", "fsdp")

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from runtime.checkpoint import Checkpoints
-from runtime.parsing import UserMistake, fail
+from runtime.mistakes import UserMistake, fail
 from runtime.processes import Stopped, StopSignal
 from runtime.resume import Progress, mark_finished, record_of
 from runtime.run_log import RunLog

@@ -10,13 +10,14 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import ge, gt, le, lt
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
+
+from runtime.mistakes import LIST_ALL, Mistake, UserMistake, misspelt, other_name
 
 REPO = Path(__file__).resolve().parents[1]
-LIST_ALL = "(`python config.py` lists all)"
 BOOLS = {"0": False, "1": True, "false": False, "true": True}
 LIMITS = {"at_least": ge, "at_most": le, "above": gt, "below": lt}
 MESH = r"auto|(?!.*-1.*-1)(-1|[1-9]\d*)(,(-1|[1-9]\d*)){2}"
@@ -26,20 +27,6 @@ PLAIN = r"(?ai:(?!null$)[\w/]([\w/.:\\-]*[\w/])?)"  # text that YAML takes witho
 FORMS = {"mesh_shape": MESH, "rollout_mesh_shape": MESH}
 FORMS |= {"dataset": NAME, "train_split": NAME, "eval_split": NAME}
 FORMS |= {"question_column": NAME, "answer_column": NAME}
-
-
-class Mistake(NamedTuple):
-    """What is wrong, as a line of text, and the environment name of the setting."""
-
-    setting: str
-    text: str
-
-
-class UserMistake(ValueError):
-    """A mistake in what the user has given: a line of text for each, which names what to change.
-
-    It ends the program without a traceback; see `fail`. All other errors keep their traceback.
-    """
 
 
 # ---- Making settings -----------------------------------------------------------------------------
@@ -89,91 +76,6 @@ def shared_by_processes(config: Any) -> list[str]:
     return [f.name for f in dataclasses.fields(config) if not f.metadata["per_process"]]
 
 
-# ---- Names of other programs ---------------------------------------------------------------------
-
-# Names that other programs use for our settings. A name in lower case occurs only in YAML.
-_NAMES_ELSEWHERE = {
-    "MODEL_PATH": "MODEL_NAME_OR_PATH MODEL_ID",
-    "SEED": "RANDOM_SEED",
-    "ROLLOUT_BACKEND": "ROLLOUT_ENGINE",
-    "BATCH_SIZE": "ROLLOUT_PROMPT_BATCH_SIZE",
-    "NUM_PRE_Q": "NUM_GENERATIONS GROUP_SIZE ROLLOUT_N rollout.n",
-    "MAX_LENGTH_SAMPLE": "MAX_NEW_TOKENS MAX_COMPLETION_LENGTH MAX_RESPONSE_LENGTH MAX_LEN_SAMPLE",
-    "REWARD_FN": "REWARD_FUNCS",
-    "STEPS": "MAX_STEPS NUM_STEPS TOTAL_TRAINING_STEPS",
-    "TRAIN_MICRO_BATCH_SIZE": "MICRO_BATCH_SIZE MICRO_BATCH",
-    "TRAIN_PER_DEVICE_MICRO_BATCH_SIZE": "PER_DEVICE_TRAIN_BATCH_SIZE MICRO_BATCH_SIZE_PER_DEVICE "
-    "PPO_MICRO_BATCH_SIZE_PER_GPU",
-    "GRAD_ACCUM_STEPS": "GRADIENT_ACCUMULATION_STEPS GRAD_ACCUM",
-    "PPO_EPOCHS": "NUM_ITERATIONS",
-    "OPTIMIZER": "OPTIM",
-    "LEARNING_RATE": "LR",
-    "LR_SCHEDULE": "LR_SCHEDULER_TYPE",
-    "CLIP_NORM": "MAX_GRAD_NORM GRAD_CLIP",
-    "MESH_SHAPE": "MESH_SHAPE_FSDP",
-    "REMAT": "GRADIENT_CHECKPOINTING",
-    "EPS_LOW": "EPSILON EPSILON_LOW CLIP_RATIO_LOW CLIP_RATIO",
-    "EPS_HIGH": "EPSILON_HIGH CLIP_RATIO_HIGH",
-    "BETA": "KL_COEF KL_LOSS_COEF KL_BETA",
-    "REF_SYNC_STEPS": "REF_MODEL_SYNC_STEPS",
-    "REF_SYNC_ALPHA": "REF_MODEL_MIXUP_ALPHA",
-    "IS_MODE": "VLLM_IMPORTANCE_SAMPLING_MODE",
-    "IS_CAP": "VLLM_IMPORTANCE_SAMPLING_CAP VLLM_IMPORTANCE_SAMPLING_CLIP_MAX",
-    "EVAL_EVERY_STEPS": "EVAL_STEPS TEST_FREQ EVAL_EVERY",
-    "EVAL_SAMPLES": "NUM_GENERATIONS_EVAL",
-    "SAVE_EVERY_STEPS": "SAVE_STEPS SAVE_FREQ",
-    "SAVE_KEEP": "SAVE_TOTAL_LIMIT",
-    "RESUME": "RESUME_FROM_CHECKPOINT",
-    "ROLLOUT_BATCH_SIZE": "GENERATION_BATCH_SIZE",
-}
-OTHER_NAMES = {other: ours for ours, others in _NAMES_ELSEWHERE.items() for other in others.split()}
-# Settings of other programs that have no counterpart here, and what to use instead.
-NOT_SETTINGS = {
-    "PARAM_DTYPE": "trained weights are float32, since bfloat16 loses most updates of them; to "
-    "save memory lower TRAIN_PER_DEVICE_MICRO_BATCH_SIZE or use more devices",
-    "NUM_EPOCHS": "a run takes STEPS steps; an epoch has as many steps as the dataset has "
-    "examples, divided by the prompts of a step",
-    "EVAL_BATCHES": "EVAL_PROMPTS is the number of questions in an evaluation",
-    "MAX_LENGTH_TOTAL": "a sequence is as long as its prompt and MAX_LENGTH_SAMPLE new tokens "
-    "need; MAX_PROMPT_LENGTH limits the prompt",
-    "USE_VLLM": "ROLLOUT_BACKEND names the program that samples",
-    "WARMUP_STEPS": "WARMUP_RATIO is the fraction of the schedule that is warmup",
-    "STEPS_PER_GENERATION": "a step makes PPO_EPOCHS updates, each with all of its sequences",
-}
-NOT_SETTINGS |= dict.fromkeys(
-    ("EPOCHS", "NUM_TRAIN_EPOCHS", "TOTAL_EPOCHS"), NOT_SETTINGS["NUM_EPOCHS"]
-)
-NOT_SETTINGS["MAX_LENGTH"] = NOT_SETTINGS["MAX_LENGTH_TOTAL"]
-# Names like those of settings that an environment may have for other purposes: they stop no run.
-AMBIGUOUS = {"MODEL": "MODEL_PATH", "MODEL_NAME": "MODEL_PATH", "DATASET_NAME": "DATASET"}
-AMBIGUOUS |= {"TRAIN_BATCH_SIZE": "ROLLOUT_GLOBAL_BATCH_SIZE", "RUN_NAME": "WANDB_NAME"}
-# Environment names that start like this are never read as misspelt settings.
-FOREIGN = ("WANDB_", "JAX_", "HF_", "TPU_", "XLA_", "SGLANG_")
-
-
-def other_name(
-    key: str, names: Iterable[str], spelling: Mapping[str, str], place: str = ""
-) -> Mistake | None:
-    """The mistake of using a name that is not the setting's name here; None for other names.
-
-    key: the name as the user wrote it. names: the forms of `key` to look up. spelling: environment
-    name -> the name that the setting has in this place. place: the start of the text.
-    """
-    for name in names:
-        if name in NOT_SETTINGS:
-            return Mistake(name, f"{place}there is no setting {key}: {NOT_SETTINGS[name]}")
-        ours = OTHER_NAMES.get(name, name)
-        if ours in spelling:
-            return Mistake(ours, f"{place}{key} is called {spelling[ours]} here {LIST_ALL}")
-    return None
-
-
-def ignored_names(env: Mapping[str, str]) -> list[str]:
-    """A line for each ambiguous name in the environment whose setting the environment lacks."""
-    found = [(name, ours) for name, ours in AMBIGUOUS.items() if name in env and ours not in env]
-    return [f"{name}={env[name]} is ignored; the setting is called {ours}" for name, ours in found]
-
-
 # ---- Reading the environment and YAML ------------------------------------------------------------
 
 
@@ -196,26 +98,6 @@ def read_env(env: Mapping[str, str], config: type, mistakes: list[Mistake]) -> d
             text = f"unknown setting {name}; did you mean {meant}? {LIST_ALL}"
             mistakes.append(Mistake(meant, text))
     return settings
-
-
-def misspelt(name: str, known: list[str]) -> str:
-    """The setting of which an environment variable is a misspelling, or an empty text."""
-    # SED is a tool, not a typo of SEED, and TYPE is not a typo of DTYPE.
-    if name.startswith(FOREIGN) or len(name) <= 3 or name == "TYPE":
-        return ""
-    close = difflib.get_close_matches(name.upper(), known, cutoff=0.85)
-    return next((meant for meant in close if is_misspelt(name.upper(), meant)), "")
-
-
-def is_misspelt(name: str, meant: str) -> bool:
-    """True if the words that two similar names do not share are similar too, or only left out.
-
-    LERNING_RATE and BATCHSIZE are misspelt; MODULE_PATH and MY_BATCH_SIZE are other names.
-    """
-    words, meant_words = name.split("_"), meant.split("_")
-    extra = "".join(word for word in words if word not in meant_words)
-    missing = "".join(word for word in meant_words if word not in words)
-    return not extra or difflib.SequenceMatcher(None, extra, missing).ratio() >= 0.75
 
 
 def parse(field: dataclasses.Field, text: str, label: str) -> Any:
@@ -415,10 +297,3 @@ def print_and_exit(text: str) -> NoReturn:
         # Python flushes again at the end, and would print a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     raise SystemExit(0)
-
-
-def fail(error: UserMistake) -> NoReturn:
-    """Ends the program after mistakes of the user: a line for each mistake, and exit code 2."""
-    for line in str(error).splitlines():
-        print(f"error: {line}", file=sys.stderr)
-    raise SystemExit(2)

@@ -22,7 +22,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.extend.backend import register_backend_factory
 
-from runtime.parsing import UserMistake
+from runtime.mistakes import UserMistake
 
 # What the errors of Gloo (CPUs), NCCL (GPUs) and jax's service say when another process is gone.
 LOST_CONTACT = re.compile(r"gloo|nccl|coordination.?service|heartbeat", re.IGNORECASE)

@@ -16,7 +16,7 @@ import jax
 
 from runtime import processes
 from runtime.checkpoint import Checkpoints
-from runtime.parsing import UserMistake
+from runtime.mistakes import UserMistake
 
 LOCK = ".lock"  # a file in the folders of a run; process 0 locks it for as long as it lives
 

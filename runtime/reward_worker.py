@@ -18,7 +18,7 @@ from collections.abc import Callable
 from subprocess import PIPE, Popen
 
 if __name__ != "__main__":  # As a script this file cannot import its neighbours.
-    from runtime.parsing import UserMistake
+    from runtime.mistakes import UserMistake
 
 LOAD_LIMIT_S = 60.0  # The user's file may import torch. Each call has its own limit.
 

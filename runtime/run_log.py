@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from runtime.parsing import UserMistake
+from runtime.mistakes import UserMistake
 
 COMPILE_SECONDS: list[float] = []  # of every compilation of this process
 

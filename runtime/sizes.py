@@ -5,7 +5,8 @@ completions. ROLLOUT_GLOBAL_BATCH_SIZE (prompts) and ROLLOUT_BATCH_SIZE (sequenc
 step over all processes. BATCH_SIZE is the prompts of a pass (one call of the decode program) on
 each process, and TRAIN_MICRO_BATCH_SIZE the sequences of a micro-step (forward and backward of one
 micro-batch) on each process; the settings with PER_DEVICE in their names give the same sizes per
-device. A layer that sets a size hides the other settings of the same size in the layers below.
+device. GRAD_ACCUM_STEPS, the micro-steps of an update, may set the micro-batch instead. A layer
+that sets a size hides the other settings of the same size in the layers below.
 Without rollout sizes a step is a pass of 2 prompts per device; without micro sizes a micro-step has
 up to 4 sequences per device. Every division must be exact; otherwise an error names the nearest
 sizes that fit.
@@ -15,7 +16,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from runtime.parsing import UserMistake
+from runtime.mistakes import UserMistake
 
 # Prompts per pass and sequences per micro-step, per device, if no setting gives them.
 DEFAULT_PROMPTS_PER_DEVICE = 2
@@ -78,7 +79,7 @@ def derive(cfg: Any, processes: int, local_devices: int) -> Sizes:
     accum = local_batch // micro
     if cfg.grad_accum_steps not in (0, accum):
         wrong = f"GRAD_ACCUM_STEPS={cfg.grad_accum_steps} contradicts {made} / micro-batch {micro}"
-        raise UserMistake(f"{wrong} = {accum}; leave it out, it follows from the sizes")
+        raise UserMistake(f"{wrong} = {accum}; set only one of the two")
     per_step = processes * passes * prompts
     return Sizes(local_batch, per_step * k, prompts, passes, micro, accum, per_step)
 
@@ -144,6 +145,15 @@ def micro_batch(cfg: Any, local_devices: int, local_batch: int, made: str) -> in
     name, size, unit = size_of(cfg, *MICRO_SIZES, local_devices, devices)
     per_device = local_batch // local_devices
     fits = [n * local_devices for n in range(1, per_device + 1) if per_device % n == 0]
+    if not size and cfg.grad_accum_steps:
+        works = [local_batch // n for n in reversed(fits)]  # micro-steps
+        if cfg.grad_accum_steps not in works:
+            fill = f" into micro-batches that fill {devices}" if local_devices > 1 else ""
+            raise UserMistake(
+                f"GRAD_ACCUM_STEPS={cfg.grad_accum_steps} must divide {made}{fill}; nearest that "
+                f"do: {nearest(cfg.grad_accum_steps, works)}"
+            )
+        return local_batch // cfg.grad_accum_steps
     if not size:
         return max(n for n in fits if n <= DEFAULT_MICRO_BATCH_PER_DEVICE * local_devices)
     if size * unit not in fits:

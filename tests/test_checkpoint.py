@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from test_train import REPO, Result, finish, start_two
 
 from runtime.checkpoint import Checkpoints, checksums
-from runtime.parsing import UserMistake
+from runtime.mistakes import UserMistake
 
 RECORD = {"rounds": 7, "evals": [[0, 0.5]], "made_with": {"SEED": "0"}}
 
@@ -295,7 +295,7 @@ import sys
 import time
 import jax
 from runtime import checkpoint, processes
-from runtime.parsing import UserMistake
+from runtime.mistakes import UserMistake
 processes.join(init_timeout_s=60, heartbeat_timeout_s=10)
 saves = checkpoint.Checkpoints(sys.argv[1])
 print(saves._vote("no space" if jax.process_index() else "", 60), flush=True)

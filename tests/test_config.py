@@ -12,6 +12,7 @@ import pytest
 import config
 from config import Config
 from runtime import parsing
+from runtime.mistakes import UserMistake
 from runtime.sizes import Sizes, derive
 
 REPO = Path(config.__file__).resolve().parent
@@ -279,9 +280,9 @@ def test_a_bad_file_stops_the_run_with_one_line_that_names_it(text, message, tmp
 
 @pytest.mark.parametrize("text", NOT_YAML)
 def test_a_file_that_is_missing_or_not_yaml_is_an_error_of_one_line(text, tmp_path):
-    with pytest.raises(parsing.UserMistake, match="no.yaml cannot be read: .*No such file"):
+    with pytest.raises(UserMistake, match="no.yaml cannot be read: .*No such file"):
         Config.from_env({}, tmp_path / "no.yaml")
-    with pytest.raises(parsing.UserMistake, match=r"run.yaml cannot be read: [^\n]*\Z"):
+    with pytest.raises(UserMistake, match=r"run.yaml cannot be read: [^\n]*\Z"):
         Config.from_env({}, write(tmp_path, text))
 
 

@@ -7,7 +7,7 @@ from test_config import REAL, env, rows
 
 import config
 from config import Config
-from runtime import parsing
+from runtime.mistakes import AMBIGUOUS, NOT_SETTINGS, OTHER_NAMES, UserMistake
 
 HERE = str(Path(__file__).resolve().parent)  # a folder
 
@@ -86,7 +86,7 @@ MODEL_REVISION=v2 DATASET_CONFIG=x
 def test_settings_that_contradict_each_other_are_an_error_that_says_what_would_do(
     settings, message
 ):
-    with pytest.raises(parsing.UserMistake) as error:
+    with pytest.raises(UserMistake) as error:
         Config.from_env(env(f"{REAL} {settings}".replace("{tests}", HERE)))
     assert str(error.value) == message.replace("{tests}", HERE)
 
@@ -150,5 +150,5 @@ def test_there_is_no_line_about_settings_with_an_effect_nor_about_those_of_the_t
 
 def test_names_that_other_programs_may_set_are_no_settings_and_lead_to_settings() -> None:
     names = {name.upper() for name in Config.__dataclass_fields__}
-    assert set(parsing.AMBIGUOUS.values()) <= names
-    assert not parsing.AMBIGUOUS.keys() & {*names, *parsing.OTHER_NAMES, *parsing.NOT_SETTINGS}
+    assert set(AMBIGUOUS.values()) <= names
+    assert not AMBIGUOUS.keys() & {*names, *OTHER_NAMES, *NOT_SETTINGS}

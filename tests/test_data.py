@@ -15,7 +15,7 @@ import pytest
 
 from data import Prompt, batch_indices, build_prompts, fit_prompts, load_examples, opened_tag
 from models import hf
-from runtime.parsing import UserMistake
+from runtime.mistakes import UserMistake
 
 ROOT = Path(__file__).parent.parent
 
@@ -225,7 +225,7 @@ def test_a_hub_that_cannot_be_reached_is_one_line_error_with_the_configuration(t
     }
     code = """if True:
         import data
-        from runtime.parsing import UserMistake
+        from runtime.mistakes import UserMistake
         for name in ("nobody/nothing-here", "openai/gsm8k"):
             for config in ("", "socratic"):
                 try:

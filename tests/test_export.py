@@ -159,4 +159,4 @@ def test_an_update_that_is_not_finite_leaves_the_state_unchanged_to_the_bit(wron
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
     changed = step(weights(), 1.0)
     assert (np.asarray(changed.params.embed) != np.asarray(before.params.embed)).any()
-    assert int(changed.step) == 1
+    assert int(changed.opt_state[0].count) == 1

@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 from models import hf
 from models.model import ModelConfig, param_shardings
 from runtime.layout import make_mesh
-from runtime.parsing import UserMistake
+from runtime.mistakes import UserMistake
 
 TINY = Path(__file__).parent.parent / "tiny"
 
@@ -335,7 +335,7 @@ def test_a_hub_that_does_not_give_the_model_is_an_error_of_one_line(tmp_path: Pa
     }
     code = """if True:
         from models import hf
-        from runtime.parsing import UserMistake
+        from runtime.mistakes import UserMistake
         try:
             hf.fetch_model("nobody/nothing-here")
         except UserMistake as error:

@@ -15,7 +15,7 @@ from runtime.layout import (
     mesh_text,
     shard_batch,
 )
-from runtime.parsing import UserMistake
+from runtime.mistakes import UserMistake
 
 
 def test_local_part_gives_back_the_array_that_shard_batch_was_given() -> None:

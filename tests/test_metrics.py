@@ -12,7 +12,7 @@ from config import Config
 from metrics import Step, evaluation, log_step, sampling_metrics, step_lines, step_records
 from rewards import AccuracyRule, accuracy_rule
 from rollout import Groups, Sampled, StepResults
-from runtime.parsing import UserMistake
+from runtime.mistakes import UserMistake
 from runtime.run_log import Clock, RunLog
 from startup import set_up
 

@@ -51,7 +51,7 @@ FILES = {  # the text of run.yaml, or None for a file that is not there -> words
 SIZES = [
     ({"TRAIN_MICRO_BATCH_SIZE": "7"}, "TRAIN_MICRO_BATCH_SIZE=7 must divide local_batch"),
     ({"ROLLOUT_BATCH_SIZE": "100"}, "ROLLOUT_BATCH_SIZE=100 must be a multiple of"),
-    ({"GRAD_ACCUM_STEPS": "3"}, "GRAD_ACCUM_STEPS=3 contradicts local_batch"),
+    ({"GRAD_ACCUM_STEPS": "3"}, "GRAD_ACCUM_STEPS=3 must divide local_batch"),
     ({"REQUIRE_MULTIHOST": "1"}, "REQUIRE_MULTIHOST=1, and this process is alone"),
     ({"REQUIRE_JAX_PROCESS_COUNT": "2"}, "REQUIRE_JAX_PROCESS_COUNT=2, and 1 joined"),
 ]

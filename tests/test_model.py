@@ -42,7 +42,7 @@ from runtime.layout import (
     make_mesh,
     shard_batch,
 )
-from runtime.parsing import UserMistake
+from runtime.mistakes import UserMistake
 
 # Everything at once: biases, head norms, scaled rotary angles, an lm_head beside the embedding, and
 # h != D/H.

@@ -14,7 +14,8 @@ import pytest
 import config
 from config import Config
 from runtime import parsing
-from runtime.parsing import REPO, UserMistake, read_dotenv
+from runtime.mistakes import NOT_SETTINGS, OTHER_NAMES, UserMistake
+from runtime.parsing import REPO, read_dotenv
 from tools import settings_page
 
 # ---- Names ---------------------------------------------------------------------------------------
@@ -96,9 +97,9 @@ def test_a_name_without_a_counterpart_is_told_what_to_use_instead(tmp_path, name
 
 def test_other_names_are_no_settings_and_lead_to_settings() -> None:
     names = {field.name.upper() for field in dataclasses.fields(Config)}
-    assert set(parsing.OTHER_NAMES.values()) <= names
-    assert not names & {*parsing.OTHER_NAMES, *parsing.NOT_SETTINGS}
-    assert not parsing.OTHER_NAMES.keys() & parsing.NOT_SETTINGS.keys()
+    assert set(OTHER_NAMES.values()) <= names
+    assert not names & {*OTHER_NAMES, *NOT_SETTINGS}
+    assert not OTHER_NAMES.keys() & NOT_SETTINGS.keys()
 
 
 # ---- What the results depend on ------------------------------------------------------------------
@@ -166,7 +167,7 @@ def test_all_mistakes_of_a_start_are_told_at_once(tmp_path: Path, capsys) -> Non
     assert [line.partition(" (`python")[0] for line in lines] == [
         "error: unknown setting LERNING_RATE; did you mean LEARNING_RATE?",
         "error: LR is called LEARNING_RATE here",
-        "error: there is no setting NUM_EPOCHS: " + parsing.NOT_SETTINGS["NUM_EPOCHS"],
+        "error: there is no setting NUM_EPOCHS: " + NOT_SETTINGS["NUM_EPOCHS"],
         "error: NUM_PRE_Q='eight' is not a whole number",
         f"error: {file}: rollout.n is called rollout.num_pre_q here",
         f"error: {file}: rollout.temperature=0.0 must be above 0",

@@ -15,7 +15,7 @@ from rewards import (
     total_rewards,
     weights_of,
 )
-from runtime.parsing import UserMistake
+from runtime.mistakes import UserMistake
 from startup import set_up
 
 

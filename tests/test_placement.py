@@ -26,7 +26,7 @@ from models.placement import (
 from runtime import chips
 from runtime.chips import CHIPS, Work, chip_of, memory_bytes
 from runtime.layout import gather_processes, make_mesh
-from runtime.parsing import UserMistake
+from runtime.mistakes import UserMistake
 
 QWEN3B = hf.config_of("Qwen/Qwen2.5-3B-Instruct")
 

@@ -19,7 +19,7 @@ import pytest
 from test_train import REPO, Result, copy_repository, finish, start, start_two
 
 from runtime import processes, resume
-from runtime.parsing import UserMistake
+from runtime.mistakes import UserMistake
 
 
 def run_two(

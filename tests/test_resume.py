@@ -13,7 +13,8 @@ from test_train import Result, finish
 
 from config import Config
 from runtime.checkpoint import Checkpoints
-from runtime.parsing import UserMistake, compared_by_value
+from runtime.mistakes import UserMistake
+from runtime.parsing import compared_by_value
 from runtime.resume import is_finished, stop_if_unusable
 from update import TrainState
 
@@ -98,7 +99,7 @@ def test_a_checkpoint_with_an_array_of_an_earlier_version_is_refused_in_one_line
     arrays = [*Checkpoints.shapes({"state": state}), "['state'].step int32[]"]
     record = {"step": 3, "made_with": {}, "arrays": arrays, "versions": {}}
     with pytest.raises(UserMistake) as error:
-        stop_if_unusable(Config(steps=3), {"state": state}, {}, record)
+        stop_if_unusable(3, False, {"state": state}, {}, record)
     assert str(error.value) == (
         "the checkpoint of step 3 has ['state'].step int32[], unused by this run: it was saved "
         "with other settings or by another version of the code; RESUME=never begins anew"

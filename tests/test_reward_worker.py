@@ -15,7 +15,7 @@ import pytest
 
 from rewards import load_reward_functions, total_rewards
 from runtime import reward_worker
-from runtime.parsing import UserMistake
+from runtime.mistakes import UserMistake
 from runtime.reward_worker import RewardWorker
 
 TOP = Path(reward_worker.__file__).parent.parent  # the repo's top folder

@@ -12,7 +12,7 @@ import rewards
 from data import Prompt
 from rewards import load_reward_functions, parse_number, total_rewards
 from rollout import reward_completions
-from runtime.parsing import UserMistake
+from runtime.mistakes import UserMistake
 
 GSM8K = "She has 6*12=<<6*12=72>>72 clips.\n#### "
 

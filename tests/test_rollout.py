@@ -24,7 +24,7 @@ from rollout import (
     have_equal_rewards,
     reward_completions,
 )
-from runtime.parsing import UserMistake
+from runtime.mistakes import UserMistake
 from sampling import Completions
 
 NAN = math.nan
@@ -144,8 +144,8 @@ def picked(folder: Path, picky: dict[str, str]) -> Result:
 
 def rewarding(*functions: Any) -> SimpleNamespace:
     """What reward_completions reads of a run, with these reward functions."""
-    cfg = Config(reward_weights=(1.0,) * len(functions))
-    return SimpleNamespace(tokenizer=hf.load_tokenizer(TINY), functions=functions, cfg=cfg)
+    weights = (1.0,) * len(functions)
+    return SimpleNamespace(tokenizer=hf.load_tokenizer(TINY), functions=functions, weights=weights)
 
 
 def completions_of(texts: list[str], tokenizer: Any) -> Completions:

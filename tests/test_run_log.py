@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runtime.parsing import UserMistake
+from runtime.mistakes import UserMistake
 from runtime.run_log import RunLog, check_wandb
 
 REPO = Path(__file__).resolve().parent.parent

@@ -9,7 +9,8 @@ import pytest
 from test_config import REAL, env, rows
 
 from config import Config
-from runtime.parsing import REPO, UserMistake
+from runtime.mistakes import UserMistake
+from runtime.parsing import REPO
 from runtime.sizes import Sizes, derive, eval_questions
 
 # Sizes(local_batch, global_batch, prompt_batch_size, passes_per_step, micro_batch_size,
@@ -50,6 +51,12 @@ def test_sizes_left_at_their_defaults_are_2_prompts_and_4_sequences_per_device_o
     )  # also with the tiny recipe
 
 
+def test_grad_accum_steps_alone_set_the_micro_batch() -> None:
+    assert sizes("2x1", f"{REAL} BATCH_SIZE=4 GRAD_ACCUM_STEPS=2").micro_batch_size == 16
+    assert sizes("1x4", f"{REAL} BATCH_SIZE=8 GRAD_ACCUM_STEPS=16").micro_batch_size == 4
+    assert sizes("1x1", "GRAD_ACCUM_STEPS=4").micro_batch_size == 32  # also with the tiny recipe
+
+
 def test_synonyms_that_agree_are_no_error() -> None:
     rollout = "BATCH_SIZE=1 ROLLOUT_PER_DEVICE_BATCH_SIZE=1 ROLLOUT_GLOBAL_BATCH_SIZE=4"
     train = "TRAIN_MICRO_BATCH_SIZE=2 TRAIN_PER_DEVICE_MICRO_BATCH_SIZE=2 GRAD_ACCUM_STEPS=8"
@@ -75,9 +82,14 @@ MISFITS = """
     (NUM_PRE_Q 8 on 1 local devices) * NUM_PRE_Q 8 = 8; nearest that are: 8
 1x1 ROLLOUT_BATCH_SIZE=64 ROLLOUT_GLOBAL_BATCH_SIZE=16 -> ROLLOUT_BATCH_SIZE=64 contradicts
     ROLLOUT_GLOBAL_BATCH_SIZE=16 * NUM_PRE_Q 8 = 128; set only one of them
-1x1 BATCH_SIZE=2 GRAD_ACCUM_STEPS=3 -> GRAD_ACCUM_STEPS=3 contradicts
+1x1 BATCH_SIZE=2 TRAIN_MICRO_BATCH_SIZE=4 GRAD_ACCUM_STEPS=3 -> GRAD_ACCUM_STEPS=3 contradicts
     local_batch = passes 1 * BATCH_SIZE 2 * NUM_PRE_Q 8 = 16 / micro-batch 4 = 4;
-    leave it out, it follows from the sizes
+    set only one of the two
+1x1 BATCH_SIZE=2 GRAD_ACCUM_STEPS=3 -> GRAD_ACCUM_STEPS=3 must divide
+    local_batch = passes 1 * BATCH_SIZE 2 * NUM_PRE_Q 8 = 16; nearest that do: 2, 4
+1x4 BATCH_SIZE=2 GRAD_ACCUM_STEPS=8 -> GRAD_ACCUM_STEPS=8 must divide
+    local_batch = passes 1 * BATCH_SIZE 2 * NUM_PRE_Q 8 = 16 into micro-batches that fill
+    4 local devices; nearest that do: 4
 """
 
 

@@ -32,7 +32,7 @@ from models import hf
 from models.model import Compute
 from rewards import SYSTEM_PROMPT
 from runtime.layout import ROLLOUT_BATCH_AXES, Layout, make_mesh
-from runtime.parsing import UserMistake, fail
+from runtime.mistakes import UserMistake, fail
 from runtime.processes import start_jax
 from runtime.sizes import prompt_width
 from sampling import Prompts, Sampling, Stopping, generate

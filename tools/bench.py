@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs 
 
 from loss_pallas import token_logps, token_logps_reference
 from runtime.chips import CHIPS
-from runtime.parsing import UserMistake, fail
+from runtime.mistakes import UserMistake, fail
 from startup import stop_if_too_wide_for_pallas
 from tools import bench_step
 from tools.programs import array, slice_devices

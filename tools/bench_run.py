@@ -32,7 +32,7 @@ from models import hf
 from models.model import ModelConfig
 from models.placement import Workload
 from runtime.chips import memory_errors_in_sizes
-from runtime.parsing import UserMistake, fail
+from runtime.mistakes import UserMistake, fail
 from runtime.processes import ending_together
 from tools.bench import median_seconds
 from tools.roofline import model_flops

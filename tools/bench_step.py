@@ -27,7 +27,8 @@ from tokenizers.models import WordLevel
 
 from config import Config
 from models import hf
-from runtime.parsing import REPO, UserMistake, other_name
+from runtime.mistakes import UserMistake, other_name
+from runtime.parsing import REPO
 from tools.make_random import make_random
 
 # The default model has 5 million parameters.

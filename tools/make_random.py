@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs 
 
 from models import hf
 from models.model import init_params
-from runtime.parsing import UserMistake, fail
+from runtime.mistakes import UserMistake, fail
 
 
 def make_random(source: Path, target: Path, changes: dict[str, int]) -> None:

@@ -20,11 +20,12 @@ import jax
 from config import Config
 from models import hf
 from models.placement import decode_work, num_params
+from run import sampling_of
 from runtime.chips import CHIPS, OUT_OF_MEMORY_CODE, SLICES
 from runtime.layout import mesh_text
-from runtime.parsing import UserMistake, fail
+from runtime.mistakes import UserMistake, fail
 from runtime.sizes import MICRO_SIZES, PASS_SIZES, derive, prompt_width, smaller_sizes
-from startup import how_to_compute, sampling_of, stop_if_too_long
+from startup import how_to_compute, stop_if_too_long
 from tools import roofline
 from tools.hlo import collectives
 from tools.programs import PROGRAMS, ROLLOUT, Plan, bytes_of, call, rest_of_run, runs, slice_devices

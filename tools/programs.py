@@ -22,11 +22,11 @@ from config import Config
 from models.attention import KV
 from models.model import Compute, Params, abstract_params
 from models.placement import Workload
+from run import objective_of, optimizer_of, reference_dtype
 from runtime.chips import SLICES
-from runtime.parsing import UserMistake
+from runtime.mistakes import UserMistake
 from runtime.sizes import Sizes, eval_questions, prompt_share
 from sampling import Prompts, Sampling, Stopping, decode, prefill
-from startup import objective_of, optimizer_of, reference_dtype
 from update import (
     Counts,
     MicroBatch,

@@ -16,11 +16,19 @@ import config
 from runtime import sizes
 from runtime.parsing import to_text, yaml_name
 
+ABOUT_THE_TABLE = """\
+In the table, every number is at least 0 if no other limit is given. "Results depend on" is \
+`value` if a resumed run must keep the value of the setting, `content` if it must load the same \
+files and get the same prompts and sizes, which the checkpoint records, and `none` if the setting \
+may change: speed, memory, outputs or evaluation depend on it, and results at most by rounding. \
+"Per process" is yes if the processes of a run may have different values."""
+
 
 def page() -> str:
     """The text of docs/settings.md: the docstrings of config.py and sizes.py, and a table."""
     modules = (config.__doc__, sizes.__doc__)
     texts = [text for module in modules for text in module.split("\n\n")[1:]]
+    texts.append(ABOUT_THE_TABLE)
     lines = [f"{textwrap.fill(text, 200, break_on_hyphens=False)}\n" for text in texts]
     return "\n".join(["# Settings\n", *lines, *table()])
 

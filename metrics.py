@@ -64,6 +64,7 @@ def step_lines(step: Step, breakdown: bool) -> list[str]:
             f"completion_hit_max_frac={1 - results.stopped.mean():.4f}"
         )
     lines, note = [text], f"note step={step.number}"
+    lines += compiled_lines(f"step={step.number}", step.clock)
     if "dynamic_sampling/rounds" in metrics:
         rounds, kept = (metrics[f"dynamic_sampling/{name}"] for name in ("rounds", "kept_frac"))
         lines.append(f"dynamic_sampling step={step.number} rounds={rounds:.0f} kept={kept:.4f}")
@@ -72,6 +73,15 @@ def step_lines(step: Step, breakdown: bool) -> list[str]:
     if wrong := not_finite(metrics):
         lines.append(f"{note}: an update was not applied: {wrong}")
     return lines
+
+
+def compiled_lines(where: str, clock: Clock) -> list[str]:
+    """A line about what jax compiled if a program took 0.1 s or longer, with these programs."""
+    compiled = clock.compiled()
+    long = [f"{x.program}={x.seconds:.2f}s" for x in compiled if x.seconds >= 0.1]
+    seconds = sum(compilation.seconds for compilation in compiled)
+    text = f"compiled {where} programs={len(compiled)} t={seconds:.2f}s {' '.join(long)}"
+    return [text] if long else []
 
 
 def step_records(step: Step, num_pre_q: int, names: list[str]) -> dict[str, float]:
@@ -93,7 +103,7 @@ def step_records(step: Step, num_pre_q: int, names: list[str]) -> dict[str, floa
     records |= {f"time/train/{phase}_s": value for phase, value in seconds.items()}
     records["time/train/step_s"] = step.clock.total()
     records["compile/programs"] = len(step.clock.compiled())
-    records["compile/s"] = sum(step.clock.compiled())
+    records["compile/s"] = sum(compilation.seconds for compilation in step.clock.compiled())
     records["throughput/train/valid_tokens_per_s"] = tokens / step.clock.total()
     records["throughput/train/valid_tokens_per_s_update"] = tokens / seconds["update"]
     return records
@@ -131,6 +141,23 @@ def sample_records(run: Run, groups: Groups) -> list[dict[str, Any]]:
 
 
 # ---- An evaluation -------------------------------------------------------------------------------
+
+
+def log_evaluation(
+    run: Run, log: RunLog, step: int, table: np.ndarray, clock: Clock, full: bool
+) -> float:
+    """Prints the lines of an evaluation, writes its record and returns the accuracy.
+
+    table, full: as for `evaluation`.
+    """
+    cfg, names = run.cfg, [function.__name__ for function in run.functions]
+    line, records = evaluation(
+        step, cfg.eval_split, table, cfg.eval_samples, names, run.accuracy, clock, full
+    )
+    for text in [line, *compiled_lines(f"eval step={step}", clock)]:
+        log.line(text)
+    log.record(step, records)
+    return records["eval_full/accuracy" if full else "eval/accuracy"]
 
 
 def evaluation(

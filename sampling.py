@@ -19,6 +19,8 @@ from runtime.layout import TRAIN_BATCH_AXES, constrain, local_part, shard_batch
 from runtime.sizes import prompt_share
 
 STAGES, STAGE_TOKENS = 4, 128  # of decode, see stage_ends
+# Processes ask each other so rarely, in tokens, whether all sequences have ended.
+ASK_EVERY = 8
 
 
 class Sampling(NamedTuple):
@@ -140,6 +142,10 @@ def decode(
         t, _, done, *_ = state
         return (t < end) & ~done.all()
 
+    def next_tokens(end: int, state: Any) -> Any:
+        last = jnp.minimum(state[0] + ASK_EVERY, end)
+        return jax.lax.while_loop(lambda state: state[0] < last, next_token, state)
+
     def next_token(state: Any) -> Any:
         t, token, done, ids, logps, lengths, completion = state
         hidden, completion = forward(
@@ -167,6 +173,7 @@ def decode(
         done = done | jnp.isin(token, jnp.array(stopping.stop_ids))
         return t + 1, token, done, ids, logps, lengths, completion
 
+    alone = layout is None or len({d.process_index for d in layout.mesh.devices.flat}) == 1
     ends = stage_ends(T) if compute.layer_loop == "unroll" else [T]
     completion = map_kv(lambda kv: kv.empty(R, ends[0]), prefix)
     last_token = jnp.repeat(prompts.ids[:, -1], share)  # [R]
@@ -176,8 +183,9 @@ def decode(
     for end in ends:
         *rest, completion = state
         completion = map_kv(lambda kv, end=end: kv.widen(end), completion)
+        body = next_token if alone else functools.partial(next_tokens, end)
         unfinished_stage = functools.partial(unfinished, end)
-        state = jax.lax.while_loop(unfinished_stage, next_token, (*rest, completion))
+        state = jax.lax.while_loop(unfinished_stage, body, (*rest, completion))
     _, _, _, ids, logps, lengths, _ = state
     return ids, logps, lengths
 

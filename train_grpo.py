@@ -35,7 +35,7 @@ import numpy as np
 
 import data
 from loss import group_advantages, top_entropy_mask
-from metrics import Step, evaluation, log_step, not_finite, sampling_metrics
+from metrics import Step, log_evaluation, log_step, not_finite, sampling_metrics
 from models import hf
 from models.model import Params
 from rollout import Groups, StepResults, reward_completions, sample_groups
@@ -368,13 +368,7 @@ def evaluate(
         tables.append(gather_processes(np.column_stack([totals, per_function])))
         clock.lap("reward")
     table = np.concatenate(tables)[: len(prompts) * samples]  # [questions * samples, 1 + functions]
-    names = [function.__name__ for function in run.functions]
-    line, records = evaluation(
-        step, cfg.eval_split, table, samples, names, run.accuracy, clock, full
-    )
-    life.log.line(line)
-    life.log.record(step, records)
-    return records["eval_full/accuracy" if full else "eval/accuracy"]
+    return log_evaluation(run, life.log, step, table, clock, full)
 
 
 def export(run: Run, out: Path, params: Params) -> None:

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -19,12 +19,21 @@ from tqdm import tqdm
 
 from runtime.mistakes import UserMistake
 
-COMPILE_SECONDS: list[float] = []  # of every compilation of this process
+
+class Compilation(NamedTuple):
+    """A program that jax has compiled, or read from its cache of compiled programs."""
+
+    program: str  # the name of the jitted function
+    seconds: float
 
 
-def _on_duration(event: str, seconds: float, **_: Any) -> None:
+COMPILATIONS: list[Compilation] = []  # of this process
+
+
+def _on_duration(event: str, seconds: float, *, fun_name: str = "", **_: Any) -> None:
     if event == "/jax/core/compile/backend_compile_duration":
-        COMPILE_SECONDS.append(seconds)
+        program = fun_name.removeprefix("jit(").removesuffix(")")
+        COMPILATIONS.append(Compilation(program, seconds))
 
 
 jax.monitoring.register_event_duration_secs_listener(_on_duration)
@@ -38,11 +47,11 @@ class Clock:
     def __init__(self) -> None:
         self.started = self._last = time.perf_counter()
         self.seconds: dict[str, float] = collections.defaultdict(float)
-        self._compiled_before = len(COMPILE_SECONDS)
+        self._compiled_before = len(COMPILATIONS)
 
-    def compiled(self) -> list[float]:
-        """Seconds of each compilation since the clock was made."""
-        return COMPILE_SECONDS[self._compiled_before :]
+    def compiled(self) -> list[Compilation]:
+        """What jax compiled since the clock was made."""
+        return COMPILATIONS[self._compiled_before :]
 
     def lap(self, phase: str) -> None:
         """Ends a phase: the seconds since the end of the phase before belong to it."""

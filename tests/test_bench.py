@@ -143,8 +143,9 @@ def test_the_bench_of_a_step_measures_a_run_of_exact_lengths(tmp_path: Path) -> 
     assert 0 < found["min_step_s"] <= step_s and found["first_step_s"] < found["wall_s"]
     tokens_s = found["steady_rollout_tok_s"] * found["steady_rollout_s"]
     assert tokens_s == pytest.approx(720, rel=0.05)  # the seconds are rounded
-    share = found["update_flops"] / update_s / found["matmul_peak_gflops"] / 1e9
-    assert found["update_share_of_peak"] == pytest.approx(share, rel=0.2, abs=1e-4)
+    fraction = found["update_flops"] / update_s / found["matmul_peak_gflops"] / 1e9
+    assert found["update_fraction_of_peak"] == pytest.approx(fraction, rel=0.2, abs=1e-4)
+    assert found["recompiled"] == 0, "the lengths of all steps are equal"
     assert found["peak_rss_mib"] > 100 and found["device"] == "cpu"
 
 

@@ -109,6 +109,10 @@ REWARD_TIMEOUT_S=5 -> REWARD_TIMEOUT_S=5.0 does nothing with REWARD_FN=
 EVAL_PROMPTS=9 EVAL_EVERY_STEPS=0 -> EVAL_PROMPTS=9 does nothing with EVAL_EVERY_STEPS=0
 EVAL_PROMPTS=9 EVAL_EVERY_STEPS=0 EVAL_FULL_SWEEP=1 -> EVAL_PROMPTS=9 does nothing with
     EVAL_EVERY_STEPS=0
+EVAL_SPLIT=x EVAL_EVERY_STEPS=0 -> EVAL_SPLIT=x does nothing with EVAL_EVERY_STEPS=0
+SAVE_EVERY_STEPS=9 STEPS=0 -> SAVE_EVERY_STEPS=9 does nothing with STEPS=0
+TOP_K=9 -> {sampling}
+TOP_P=0.9 MIN_P=0.1 -> {sampling}
 EVAL_SAMPLES=2 EVAL_EVERY_STEPS=0 -> EVAL_SAMPLES=2 does nothing with EVAL_EVERY_STEPS=0
 ACCURACY_OF=f EVAL_EVERY_STEPS=0 -> ACCURACY_OF=f does nothing with EVAL_EVERY_STEPS=0
 ACCURACY_THRESHOLD=2 EVAL_EVERY_STEPS=0 -> ACCURACY_THRESHOLD=2.0 does nothing with
@@ -123,6 +127,8 @@ DATASET_NAME=org/name -> DATASET_NAME=org/name is ignored; the setting is called
 NO_NOTES = """
 LR_DECAY_STEPS=100 STEPS=200 LR_SCHEDULE=constant
 EPS_HIGH=0.3 PPO_EPOCHS=2
+TOP_K=9 IS_MODE=token_truncate
+TOP_K=9 STEPS=0
 LOSS_TYPE=gspo STEPS=0
 LOSS_TYPE=grpo
 REWARD_FN=a.py:f REWARD_TIMEOUT_S=5
@@ -137,6 +143,8 @@ MODEL=org/name MODEL_PATH=org/other
 def test_a_line_says_what_does_nothing_or_may_not_be_meant(settings: str, note: str) -> None:
     ratios, idle = "PPO_EPOCHS=1 makes every ratio 1, so that", "do nothing; with PPO_EPOCHS=2 they"
     note = note.replace("{ratios}", ratios).replace("{idle}", f"{idle} count")
+    weighs = "TOP_K, TOP_P, MIN_P change sampling only; IS_MODE=token_truncate weighs the change"
+    note = note.replace("{sampling}", weighs)
     assert config.load([], env(settings)).lines[1:] == [f"note: {note}"]
 
 

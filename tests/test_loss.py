@@ -341,6 +341,13 @@ def test_an_array_of_a_wrong_shape_is_refused_and_not_broadcast(name: str, shape
         value_and_grad(**x)
 
 
+def test_an_objective_without_what_it_divides_by_or_sums_is_refused() -> None:
+    with pytest.raises(ValueError, match="^LOSS_TYPE=dr_grpo needs max_completion_length"):
+        part(trl_inputs(), loss_type="dr_grpo", max_completion_length=0)
+    with pytest.raises(ValueError, match="^ADV_ESTIMATOR=gdpo needs per_function"):
+        group_advantages(np.array([1.0, 0.0]), 2, estimator="gdpo")
+
+
 # ---- Sampler weights and top tokens --------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ from config import Config
 from metrics import Step, evaluation, log_step, sampling_metrics, step_lines, step_records
 from rewards import AccuracyRule, accuracy_rule
 from rollout import Groups, Sampled, StepResults
+from runtime import run_log
 from runtime.mistakes import UserMistake
 from runtime.run_log import Clock, RunLog
 from startup import set_up
@@ -54,6 +55,18 @@ def test_the_step_line_ends_with_its_seconds_and_each_note_has_a_line() -> None:
         LINE,
         "note step=7: an update was not applied: grad_norm is nan",
     ]
+
+
+def test_a_line_says_what_jax_compiled_in_a_step_if_it_took_long(monkeypatch) -> None:
+    def compiled(*programs: tuple[str, float]) -> list[str]:
+        done = step()
+        monkeypatch.setattr(run_log, "COMPILATIONS", [run_log.Compilation(*x) for x in programs])
+        return step_lines(done, False)[1:]
+
+    assert compiled(("decode", 1.25), ("iota", 0.01), ("micro_step", 3.0)) == [
+        "compiled step=7 programs=3 t=4.26s decode=1.25s micro_step=3.00s"
+    ]
+    assert compiled(("iota", 0.01)) == compiled() == []
 
 
 def test_dynamic_sampling_has_a_line_with_its_rounds_and_the_share_of_groups_kept() -> None:

@@ -123,3 +123,22 @@ def test_the_default_functions_are_built_in_and_a_new_built_in_one_changes_no_de
     assert len(weights_of((), "")) == len(functions)
     made_with = set_up(Config.from_env({})).made_with
     assert made_with["REWARD_WEIGHTS"] == "1.0,0.5,0.5"  # as in older checkpoints
+
+
+def test_spaces_between_the_entries_of_reward_fn_change_nothing(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def zero(completions, **columns):\n    return [0.0]\n")
+    entries = ["reward_correct", f"{tmp_path / 'mine.py'}:zero"]
+    found = [
+        set_up(Config.from_env({"REWARD_FN": joint.join(entries)})).made_with
+        for joint in (",", " , ")
+    ]
+    assert found[0] == found[1]
+    assert found[0]["REWARD_FN"] == "reward_correct,mine.py:zero"
+    assert len(found[0]["the file of REWARD_FN mine.py"]) > 8  # its digest
+
+
+def test_a_run_that_never_evaluates_needs_no_split_to_evaluate_on() -> None:
+    settings = {"EVAL_SPLIT": "absent", "EVAL_EVERY_STEPS": "0"}
+    assert set_up(Config.from_env(settings)).eval_prompts == []
+    with pytest.raises(UserMistake, match="has no split 'absent'|absent"):
+        set_up(Config.from_env(settings | {"EVAL_FULL_SWEEP": "1"}))

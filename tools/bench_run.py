@@ -87,6 +87,7 @@ def steady(records: list[dict[str, Any]], sequences: int) -> dict[str, float]:
         "steady_train_s": update_s,
         "steady_step_s": step_s,
         "min_step_s": min(columns["time/train/step_s"]),
+        "recompiled": sum(columns["compile/programs"]),
         "first_step_s": records[0]["time/train/step_s"],
         "tokens": tokens,
         "plen": records[-1]["train-seq_len/prompt/mean"],
@@ -122,7 +123,10 @@ def main() -> None:
     result |= {"update_flops": update, "rollout_flops": rollout, "matmul_peak_gflops": peak}
     fraction = update / result["steady_train_s"] / (peak * 1e9 * devices)
     result = {name: round(value, 6) for name, value in result.items()}
-    result |= {"update_share_of_peak": round(fraction, 6), "device": jax.devices()[0].device_kind}
+    result |= {
+        "update_fraction_of_peak": round(fraction, 6),
+        "device": jax.devices()[0].device_kind,
+    }
     Path(sys.argv[1]).write_text(json.dumps(result), encoding="utf-8")
 
 

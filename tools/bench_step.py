@@ -76,7 +76,7 @@ SCALE = {  # the rows of the table
     "V": (4096, 16384, 65536, 151936),
 }
 MIDDLE = (32, 128, 4096)  # B, T and V of the table where another of them varies
-COLUMNS = "B | T | V | rollout tok/s | rollout s | update s | step s | peak MiB | share of peak"
+COLUMNS = "B | T | V | rollout tok/s | rollout s | update s | step s | peak MiB | update / peak"
 
 
 # ---- The inputs of a run -------------------------------------------------------------------------
@@ -239,7 +239,7 @@ def measured_cells(
     memory = found.get("peak_device_mib", found["peak_rss_mib"])
     seconds = [found[f"steady_{name}_s"] for name in ("rollout", "train", "step")]
     columns = [f"{found['steady_rollout_tok_s']:.0f}", *(f"{x:.2f}" for x in seconds)]
-    columns += [f"{memory:.0f}", f"{found['update_share_of_peak']:.2f}"]
+    columns += [f"{memory:.0f}", f"{found['update_fraction_of_peak']:.2f}"]
     return " | ".join(columns)
 
 

@@ -123,7 +123,7 @@ def test_the_record_has_the_names_that_dashboards_read(run: Run) -> None:
 
 KNOWN_LINES = re.compile(
     "(backend|local_batch|model|rollout.backend|output|step)=.*|mesh dp,fsdp,tp train=.*|"
-    "changed: .*|eval(_full)? .*|DONE: .*"
+    "changed: .*|eval(_full)? .*|compiled .*|DONE: .*"
 )
 
 

@@ -40,8 +40,10 @@ TINY_YIELDS = [(ANY_SIZES, ANY_SIZES + MICRO_SIZES)]
 TINY_YIELDS += [(("num_pre_q", *MICRO_SETTINGS), MICRO_SIZES)]
 
 # `knob` for each group; `results` says how the results of a run depend on a setting.
+mesh = functools.partial(knob, form=parsing.MESH, results="none")
 in_model = functools.partial(knob, "model", results="content")
 in_data = functools.partial(knob, "data", results="content")
+named = functools.partial(in_data, form=parsing.NAME)  # a text that is not blank
 in_rollout = functools.partial(knob, "rollout")
 rollout_size = functools.partial(in_rollout, results="content")
 in_reward = functools.partial(knob, "reward")
@@ -66,12 +68,12 @@ class Config:
     )
     chat_template: str = in_model("", "Jinja chat template; empty: the tokenizer's template.")
 
-    dataset: str = in_data("openai/gsm8k", "Hugging Face id, file, or folder of SPLIT.jsonl files.")
+    dataset: str = named("openai/gsm8k", "Hugging Face id, file, or folder of SPLIT.jsonl files.")
     dataset_config: str = in_data("", "Hub configuration; empty: main for GSM8K, else the default.")
-    train_split: str = in_data("train", "Split to train on.")
-    eval_split: str = in_data("test", "Split to evaluate on.", results="none")
-    question_column: str = in_data("question", "Column of the dataset that holds the question.")
-    answer_column: str = in_data("answer", "Column of the dataset that holds the answer.")
+    train_split: str = named("train", "Split to train on.")
+    eval_split: str = named("test", "Split to evaluate on.", results="none")
+    question_column: str = named("question", "Column of the dataset that holds the question.")
+    answer_column: str = named("answer", "Column of the dataset that holds the answer.")
     system_prompt: str = in_data("", "System prompt, or its file; empty: that of rewards.py.")
     max_prompt_length: int = in_data(0, "Longest prompt in tokens; 0: no limit.")
     prompt_too_long: str = in_data(
@@ -99,12 +101,14 @@ class Config:
     num_pre_q: int = in_rollout(8, "K: number of completions per prompt.", at_least=1)
     global_length: int = in_rollout(0, "Smallest padded prompt length, in tokens.", results="none")
     max_length_sample: int = in_rollout(1024, "Longest completion in tokens.", at_least=1)
-    temperature: float = in_rollout(1.0, "Temperature of sampling.", above=0)
+    temperature: float = in_rollout(
+        1.0, "Temperature of sampling and of the loss's logps.", above=0
+    )
     top_k: int = in_rollout(0, "Sample among this many likeliest tokens; 0: all.")
     top_p: float = in_rollout(1.0, "Sample within this probability mass.", above=0, at_most=1)
     min_p: float = in_rollout(0.0, "Drop tokens below MIN_P * the highest probability.", below=1)
-    rollout_mesh_shape: str = in_rollout(
-        "auto", "Rollout mesh: auto, or dp,fsdp,tp; -1: rest.", yaml="mesh_shape", results="none"
+    rollout_mesh_shape: str = mesh(
+        "rollout", "auto", "Rollout mesh: auto, or dp,fsdp,tp; -1: the rest.", yaml="mesh_shape"
     )
     dynamic_sampling: bool = in_rollout(False, "Sample until rewards differ within enough groups.")
     dynamic_sampling_max_rounds: int = in_rollout(4, "Most sampling rounds in a step.", at_least=1)
@@ -143,7 +147,7 @@ class Config:
     lr_decay_steps: int = in_train(0, "Steps until the schedule ends; 0: STEPS.", results="content")
     weight_decay: float = in_train(0.0, "Weight decay, decoupled from the gradient.")
     clip_norm: float = in_train(1.0, "Largest global norm of the gradient; 0: no limit.")
-    mesh_shape: str = speed("auto", "Training mesh: auto, or dp,fsdp,tp; -1: the rest.")
+    mesh_shape: str = mesh("train", "auto", "Training mesh: auto, or dp,fsdp,tp; -1: the rest.")
     remat: str = speed(
         "full", "What backward recomputes; dots: all but the matmuls.", choices="none|dots|full"
     )
@@ -284,15 +288,9 @@ def contradictions(cfg: Config) -> Iterator[str]:
             f"with; set at least 2, or ADV_ESTIMATOR=reinforce"
         )
     if cfg.dynamic_sampling and cfg.adv_estimator == "reinforce":
-        yield (
-            "DYNAMIC_SAMPLING=1 drops groups of equal rewards, which teach with "
-            "ADV_ESTIMATOR=reinforce; leave it out"
-        )
+        yield "DYNAMIC_SAMPLING=1 drops groups that ADV_ESTIMATOR=reinforce can use; leave it out"
     if cfg.loss_type == "cispo" and cfg.eps_high < 1:
-        yield (
-            f"EPS_HIGH={cfg.eps_high}: with LOSS_TYPE=cispo this is the largest ratio, and below 1 "
-            f"it shrinks every gradient; set EPS_HIGH=5"
-        )
+        yield f"EPS_HIGH={cfg.eps_high} is the largest ratio of LOSS_TYPE=cispo; set EPS_HIGH=5"
     if cfg.delta and cfg.delta <= (limit := 1 + cfg.eps_high):
         yield f"DELTA={cfg.delta} must be above 1 + EPS_HIGH = {limit}, where clipping begins"
     if cfg.beta and cfg.kl_estimator == "k1" and not cfg.kl_bias_correction:
@@ -381,7 +379,8 @@ class Command(NamedTuple):
 
 
 def load(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Command:
-    """The settings of a command line and the environment; exits if they are only to be printed."""
+    """The settings of a command line and of `env`, or of os.environ, to which it adds those of
+    `.env`. Ends the program for --print-config and for mistakes."""
     parser = argparse.ArgumentParser(
         description="Settings are environment variables: STEPS=1 python train_grpo.py",
         epilog="`python config.py` lists all settings.",

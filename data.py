@@ -1,6 +1,7 @@
 """Examples of GSM8K or of any dataset with questions and answers, and their prompts as token ids.
 
-The examples of a round of sampling depend on (seed, round number) alone; see `batch_indices`.
+The examples of a round of sampling follow from the seed, the number of the round, P and the number
+of examples; see `batch_indices`.
 
 Dimensions: P prompts of a training step.
 """
@@ -87,7 +88,9 @@ def load_examples(
     if one_file:
         count = len(examples)
         if count < 2:
-            raise UserMistake(f"DATASET={dataset} needs 2 rows, to hold one out; it has {count}")
+            raise UserMistake(
+                f"DATASET={dataset} needs 2 examples, to hold one out; it has {count}"
+            )
         if split not in ("train", "test"):
             raise UserMistake(
                 f"DATASET={dataset} has no split {split!r}: the splits of a single file are train "
@@ -96,7 +99,7 @@ def load_examples(
         held_out = max(1, round(HELD_OUT * count))
         examples = examples[:-held_out] if split == "train" else examples[-held_out:]
     if not examples:
-        raise UserMistake(f"DATASET={dataset} has no rows in split {split!r}")
+        raise UserMistake(f"DATASET={dataset} has no examples in split {split!r}")
     return examples
 
 

@@ -155,7 +155,7 @@ class Objective(NamedTuple):
     importance_sampling_level: str = "token"  # "sequence": exp of the mean log ratio
     beta: float = 0.0
     kl_estimator: str = "k3"
-    kl_bias_correction: bool = True  # multiplies by the ratio: the exact gradient of the KL
+    kl_bias_correction: bool = True  # multiplies by the ratio; one per token: unbiased gradient
     entropy_coef: float = 0.0
     is_mode: str = "none"
     is_cap: float = 3.0
@@ -188,7 +188,9 @@ def policy_loss(
     top_mask: [R, T], 1 on the tokens that the policy learns from, from top_entropy_mask; None: all.
     num_tokens, num_sequences, num_top_tokens: mask.sum(), the number of sequences (also of those
     whose mask is 0 everywhere) and (mask * top_mask).sum() of the ENTIRE step. The last two may be
-    None if this micro-batch is the entire step. settings: fields of Objective.
+    None if this micro-batch is the entire step. num_top_tokens divides only the entropy bonus; with
+    a top_mask the other sums still are divided by the counts of all tokens. settings: fields of
+    Objective.
     Raises ValueError for a text that is not in CHOICES, for arrays of other shapes than these, and
     for dr_grpo without max_completion_length.
     Source: PPO, arXiv 1707.06347 eq. 7; DAPO, 2503.14476 eq. 8; Dr. GRPO, 2503.20783; GSPO,

@@ -1,6 +1,7 @@
-"""Token log-probabilities and entropies from hidden states, without an array of all logits.
+"""Token log-probabilities and entropies from hidden states, without a large array of all logits.
 
-The program walks the vocabulary in tiles of the lm_head. Forward keeps a running maximum, sum,
+If the logits need more than LOGITS_TILE_BYTES, or `pallas` computes them, the program walks the
+vocabulary in tiles of the lm_head. Forward keeps a running maximum, sum,
 entropy and the sampled token's logit for each token. Backward computes the logits of each tile
 again. Inside a tile runs plain jnp (`jax`) or a TPU kernel (`pallas`): docs/kernel.md has both.
 
@@ -54,7 +55,8 @@ def token_logps(
     hidden: [..., t, D] float32 or bfloat16; the matmuls use this dtype. lm_head: [V, D].
     ids: [..., t] int32. The logits are float32, divided by temperature.
     mesh: the axes are dp, fsdp and tp; the first axis of hidden and both axes of lm_head are split
-    over them. None: one device holds everything. impl: "jax" runs anywhere, "pallas" on a TPU.
+    over them. None: one device holds everything. impl: "jax" runs anywhere, for small inputs as
+    token_logps_reference; "pallas" runs on a TPU.
     Raises ValueError for an unknown impl.
     """
     if impl not in ("jax", "pallas"):
@@ -324,11 +326,6 @@ def block_sizes(D: int, itemsize: int, device_kind: str) -> tuple[int, int]:
         f"POLICY_LOSS_IMPL=pallas: hidden size {D} is too wide for the {limit / 2**20:.0f} MiB of "
         f"VMEM of {device_kind}; set POLICY_LOSS_IMPL=jax"
     )
-
-
-def stop_if_too_wide(D: int, itemsize: int, device_kind: str) -> None:
-    """Raises the ValueError of block_sizes if the kernel cannot run."""
-    block_sizes(D, itemsize, device_kind)
 
 
 def _kernel_settings(call: CallSettings, *semantics: str) -> dict[str, Any]:

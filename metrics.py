@@ -29,7 +29,7 @@ class Step(NamedTuple):
     clock: Clock
 
 
-def not_finite(metrics: dict[str, float]) -> str:
+def what_is_not_finite(metrics: dict[str, float]) -> str:
     """The loss or the gradient's norm, with its value, if it is not finite; else ""."""
     wrong = [name for name in ("loss", "grad_norm") if not math.isfinite(metrics[name])]
     return f"{wrong[0]} is {metrics[wrong[0]]}" if wrong else ""
@@ -70,7 +70,7 @@ def step_lines(step: Step, breakdown: bool) -> list[str]:
         lines.append(f"dynamic_sampling step={step.number} rounds={rounds:.0f} kept={kept:.4f}")
     if not (step.advantages * step.counted).any():
         lines.append(f"{note}: all advantages that count are 0, and so is the policy gradient")
-    if wrong := not_finite(metrics):
+    if wrong := what_is_not_finite(metrics):
         lines.append(f"{note}: an update was not applied: {wrong}")
     return lines
 
@@ -201,7 +201,8 @@ def evaluation(
     records = _rewards("eval/reward", table[:, 0], table[:, 1:], names)
     records |= {"eval/accuracy": accuracy, f"eval/pass_at_{samples}": solved}
     records |= {f"time/eval/{phase}_s": value for phase, value in clock.seconds.items()}
-    records["time/eval/rollout_s"] = clock.seconds["rollout_generate"]
+    seconds_of = clock.seconds
+    records["time/eval/rollout_s"] = seconds_of["rollout_sync"] + seconds_of["rollout_generate"]
     records["time/eval/step_s"] = seconds
     return f"eval step={step} split={split} questions={questions} {found} t={seconds:.2f}s", records
 

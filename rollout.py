@@ -1,7 +1,7 @@
 """The completions of a step and their rewards: rounds of sampling, and the groups to learn from.
 
 Dimensions: P prompts of a step, K completions per prompt, B = P*K sequences over all processes, b
-of them on this process, T padded completion tokens.
+of them on this process, T completion tokens, padded to MAX_LENGTH_SAMPLE.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from runtime.layout import gather_processes
 from runtime.processes import StopSignal
 from runtime.run_log import Clock
 from runtime.sizes import prompt_width
-from sampling import Completions, Prompts, generate
+from sampling import Completions, PaddedPrompts, generate
 
 
 class StepResults(NamedTuple):
@@ -55,8 +55,8 @@ def sample_groups(
 
     With DYNAMIC_SAMPLING it samples P more prompts until P groups have rewards that differ, at most
     DYNAMIC_SAMPLING_MAX_ROUNDS times. decoder: the weights laid out for decoding. first_round: how
-    many rounds the run has sampled before; the number of a round alone decides its prompts and what
-    is drawn.
+    many rounds the run has sampled before; the number of a round decides its prompts and what is
+    drawn.
     """
     rounds: list[Groups] = []
     while not enough(run, rounds):
@@ -80,9 +80,11 @@ def enough(run: Run, rounds: list[Groups]) -> bool:
 
 
 def have_equal_rewards(run: Run, rounds: list[Groups]) -> np.ndarray:
-    """[rounds * P] bool: all rewards of the group are equal; for gdpo, those of each function."""
-    results = [groups.results for groups in rounds]
-    compared = [x.per_function if run.cfg.adv_estimator == "gdpo" else x.rewards for x in results]
+    """[rounds * P] bool: all rewards of the group are equal; for gdpo, those of each function that
+    has a weight."""
+    results, counts = [groups.results for groups in rounds], np.asarray(run.weights) != 0
+    gdpo = run.cfg.adv_estimator == "gdpo"
+    compared = [x.per_function[:, counts] if gdpo else x.rewards for x in results]
     return np.concatenate([equal_groups(x, run.cfg.num_pre_q) for x in compared])
 
 
@@ -145,7 +147,7 @@ def _complete_prompts(
             generate(
                 decoder,
                 run.rollout,
-                Prompts(*data.pad_prompts(ids, width, pad_id)),
+                PaddedPrompts(*data.pad_prompts(ids, width, pad_id)),
                 np.arange(first * K, (first + size) * K, dtype=np.int32),
                 key,
                 sampling=run.sampling,

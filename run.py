@@ -19,7 +19,7 @@ from update import Optimizer
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """What a process reads without a device and without the other processes."""
+    """What a process reads and derives before there are meshes and weights."""
 
     cfg: Config
     sizes: Sizes

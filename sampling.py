@@ -15,12 +15,12 @@ import numpy as np
 
 from models.attention import MASKED, Cache, map_kv
 from models.model import Compute, Params, forward, lm_head, prefix_of
-from runtime.layout import TRAIN_BATCH_AXES, constrain, local_part, shard_batch
+from runtime.layout import TRAIN_BATCH_AXES, Layout, constrain, local_part, shard_batch
 from runtime.sizes import prompt_share
 
 STAGES, STAGE_TOKENS = 4, 128  # of decode, see stage_ends
 # Processes ask each other so rarely, in tokens, whether all sequences have ended.
-ASK_EVERY = 8
+ASK_EVERY = 10
 
 
 class Sampling(NamedTuple):
@@ -40,7 +40,7 @@ class Stopping(NamedTuple):
     pad_id: int  # what follows the end of a completion
 
 
-class Prompts(NamedTuple):
+class PaddedPrompts(NamedTuple):
     """The prompts of a program: on the host each prompt of this process once, else G prompts."""
 
     ids: Any  # [n or G, S+1] int32, left-padded
@@ -75,7 +75,7 @@ class Completions(NamedTuple):
 def generate(
     params: Params,
     compute: Compute,
-    prompts: Prompts,
+    prompts: PaddedPrompts,
     sequence_ids: np.ndarray,
     key: jax.Array,
     *,
@@ -91,7 +91,7 @@ def generate(
     layout, per_prompt = compute.layout, len(sequence_ids) // len(prompts.ids)
     per_shard = len(sequence_ids) * jax.process_count() // layout.batch_shards
     copies = per_prompt // prompt_share(per_prompt, per_shard)  # of each prompt, for its devices
-    prompts = Prompts(*(shard_batch(np.repeat(x, copies, axis=0), layout) for x in prompts))
+    prompts = PaddedPrompts(*(shard_batch(np.repeat(x, copies, axis=0), layout) for x in prompts))
     prefix = prefill(params, compute, prompts)
     ids, logps, lengths = decode(
         params,
@@ -108,7 +108,7 @@ def generate(
 
 
 @functools.partial(jax.jit, static_argnames=("compute",))
-def prefill(params: Params, compute: Compute, prompts: Prompts) -> Any:
+def prefill(params: Params, compute: Compute, prompts: PaddedPrompts) -> Any:
     """The KV of the prompts without their last token, as `forward` returns it."""
     ids, positions, mask = prefix_of(*prompts)
     _, prefix = forward(params, compute, ids, positions, prompt_mask=mask)
@@ -119,7 +119,7 @@ def prefill(params: Params, compute: Compute, prompts: Prompts) -> Any:
 def decode(
     params: Params,
     compute: Compute,
-    prompts: Prompts,
+    prompts: PaddedPrompts,
     prefix: Any,
     sequence_ids: jax.Array,
     key: jax.Array,
@@ -173,7 +173,6 @@ def decode(
         done = done | jnp.isin(token, jnp.array(stopping.stop_ids))
         return t + 1, token, done, ids, logps, lengths, completion
 
-    alone = layout is None or len({d.process_index for d in layout.mesh.devices.flat}) == 1
     ends = stage_ends(T) if compute.layer_loop == "unroll" else [T]
     completion = map_kv(lambda kv: kv.empty(R, ends[0]), prefix)
     last_token = jnp.repeat(prompts.ids[:, -1], share)  # [R]
@@ -183,11 +182,16 @@ def decode(
     for end in ends:
         *rest, completion = state
         completion = map_kv(lambda kv, end=end: kv.widen(end), completion)
-        body = next_token if alone else functools.partial(next_tokens, end)
+        body = functools.partial(next_tokens, end) if _has_processes(layout) else next_token
         unfinished_stage = functools.partial(unfinished, end)
         state = jax.lax.while_loop(unfinished_stage, body, (*rest, completion))
     _, _, _, ids, logps, lengths, _ = state
     return ids, logps, lengths
+
+
+def _has_processes(layout: Layout | None) -> bool:
+    """True if the devices belong to several processes."""
+    return layout is not None and len({d.process_index for d in layout.mesh.devices.flat}) > 1
 
 
 def stage_ends(T: int) -> list[int]:

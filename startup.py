@@ -20,7 +20,7 @@ import config
 import data
 import rewards
 from config import Config
-from loss_pallas import stop_if_too_wide
+from loss_pallas import block_sizes
 from models import hf
 from models.model import Compute, ModelConfig, Params, abstract_params
 from models.placement import (
@@ -151,7 +151,7 @@ def stop_if_too_long(cfg: Config, model: ModelConfig, longest: int) -> None:
 def stop_if_too_wide_for_pallas(D: int, device_kind: str) -> None:
     """Raises UserMistake if POLICY_LOSS_IMPL=pallas cannot run with hidden states of width D."""
     try:
-        stop_if_too_wide(D, 2, device_kind)
+        block_sizes(D, 2, device_kind)
     except ValueError as error:  # loss_pallas.py imports nothing of ours
         raise UserMistake(str(error)) from None
 
@@ -263,9 +263,9 @@ def read_inputs(cfg: Config, ask_hub: bool) -> Inputs:
     if (ask_hub and not mistakes) or data.is_local(cfg.dataset):
         examples = {split: processes.tried(mistakes, examples_of, cfg, split) for split in splits}
     prompts = {
-        split: processes.tried(mistakes, prompts_of, cfg, model["tokenizer"], entries, split)
-        for split, entries in examples.items()
-        if model and entries
+        split: processes.tried(mistakes, prompts_of, cfg, model["tokenizer"], found, split)
+        for split, found in examples.items()
+        if model and found
     }
     if mistakes:
         raise UserMistake("\n".join(dict.fromkeys(mistakes)))
@@ -398,7 +398,7 @@ if __name__ == "__main__":
         try:
             command = config.load(sys.argv[1:])
             if command.slice_name:
-                raise UserMistake("--plan is only for train_grpo.py, without --print-config")
+                raise UserMistake("--plan is only for train_grpo.py")
             processes.start_jax(command.cfg)
         except UserMistake as error:
             fail(error)

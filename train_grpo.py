@@ -7,7 +7,8 @@ in sampling.py and update.py, and all that comes before the first step in startu
 
 Dimensions: P prompts of a step, K completions per prompt, B = P*K sequences, R sequences and G
 prompts of a micro-batch. P, B, R and G count all processes together; b and r are this process's
-parts of B and R. S+1 padded prompt tokens, T padded completion tokens.
+parts of B and R. S+1 padded prompt tokens, T padded completion tokens: MAX_LENGTH_SAMPLE in
+the rollout, and after it as many as the step's longest completion needs.
 
 This departs from the GRPO paper (arXiv 2402.03300) in four points, as most of the field does:
  1. The loss is the mean over all completion tokens of the step, not the mean over each sequence
@@ -15,7 +16,8 @@ This departs from the GRPO paper (arXiv 2402.03300) in four points, as most of t
  2. There is no KL penalty unless BETA > 0. It then is the k3 estimate times the ratio, so
     that its gradient is on average that of the KL itself (KL_BIAS_CORRECTION=0 is the paper's).
  3. Advantages divide by std + 1e-4 (ddof = 1), and are exactly 0 if a group's rewards are equal.
- 4. TOP_K, TOP_P and MIN_P drop tokens in sampling only; the ratios are those of all tokens.
+ 4. TEMPERATURE divides the logits in sampling and in all log-probabilities of the loss. TOP_K,
+    TOP_P and MIN_P drop tokens in sampling only.
 """
 # ruff: noqa: E402 - settings are read and checked before jax is imported
 
@@ -35,7 +37,7 @@ import numpy as np
 
 import data
 from loss import group_advantages, top_entropy_mask
-from metrics import Step, log_evaluation, log_step, not_finite, sampling_metrics
+from metrics import Step, log_evaluation, log_step, sampling_metrics, what_is_not_finite
 from models import hf
 from models.model import Params
 from rollout import Groups, StepResults, reward_completions, sample_groups
@@ -53,7 +55,7 @@ from runtime.sizes import (
     prompt_share,
     prompt_width,
 )
-from sampling import Prompts, Sampling, generate
+from sampling import PaddedPrompts, Sampling, generate
 from startup import start
 from update import (
     Counts,
@@ -62,6 +64,7 @@ from update import (
     compute_logps,
     learning_rate,
     merge_metrics,
+    merge_updates,
     micro_step,
     mix_weights,
     optimizer_step,
@@ -137,7 +140,7 @@ def main(cfg: Config) -> None:
             log_step(run, life.log, done, groups)
 
             # ---- Save ----------------------------------------------------------------------------
-            wrong = not_finite(metrics)
+            wrong = what_is_not_finite(metrics)
             life.step_done(sampled.num_rounds, wrong, gather_batch(micro_batches) if wrong else {})
             due = cfg.save_every_steps and life.progress.step % cfg.save_every_steps == 0
             if due and life.progress.step < cfg.steps:
@@ -265,7 +268,7 @@ def update_policy(
     step: int,
 ) -> tuple[TrainState, Params | None, list[MicroBatch], dict[str, float]]:
     """PPO_EPOCHS updates: the state, the reference (which may follow the policy), the micro-batches
-    of the last update, and the mean metrics of the updates.
+    of the last update, and the metrics of the step.
 
     An update whose loss or gradient is not finite leaves the state as it is, and is the last one.
     """
@@ -276,7 +279,7 @@ def update_policy(
         check = stop if epoch == 0 else None
         state, metrics, logps = one_update(run, check, state, micro_batches, counts, lr)
         epochs.append(metrics)
-        if not_finite(metrics):
+        if what_is_not_finite(metrics):
             break
         if epoch == 0 and cfg.ppo_epochs > 1:  # later updates compare with the policy before it
             pairs = zip(micro_batches, logps, strict=True)
@@ -284,8 +287,7 @@ def update_policy(
         updates = step * cfg.ppo_epochs + epoch + 1
         if cfg.ref_sync_steps and updates % cfg.ref_sync_steps == 0:
             ref_params = mix_weights(ref_params, state.params, cfg.ref_sync_alpha)
-    means = {name: float(np.mean([metrics[name] for metrics in epochs])) for name in epochs[0]}
-    return state, ref_params, micro_batches, means
+    return state, ref_params, micro_batches, merge_updates(epochs)
 
 
 def one_update(
@@ -348,6 +350,7 @@ def evaluate(
     padded = [*prompts, *[prompts[-1]] * (passes * size * processes - len(prompts))]
     width = prompt_width(max(len(prompt.ids) for prompt in prompts), cfg.global_length)
     decoder = copy_to_decode(run, params)
+    clock.lap("rollout_sync")
     tables = []
     for i in range(passes):
         life.stop.check()
@@ -357,7 +360,7 @@ def evaluate(
         completions = generate(
             decoder,
             run.rollout,
-            Prompts(*data.pad_prompts(ids, width, run.stopping.pad_id)),
+            PaddedPrompts(*data.pad_prompts(ids, width, run.stopping.pad_id)),
             np.arange(first * samples, (first + size) * samples, dtype=np.int32),
             key,
             sampling=run.sampling if samples > 1 else Sampling(temperature=0.0),

@@ -7,12 +7,13 @@ Dimensions: R sequences of a micro-batch over all processes, G = R/share prompts
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -23,7 +24,7 @@ from models.model import (
     ModelConfig,
     Params,
     abstract_params,
-    for_loop,
+    arrange_layers,
     forward,
     lm_head,
     param_shardings,
@@ -100,7 +101,7 @@ def compute_logps(
     params: Params, batch: MicroBatch, temperature: float, compute: Compute
 ) -> tuple[jax.Array, jax.Array]:
     """The result of completion_logps, from the weights as the training state holds them."""
-    weights = for_loop(params, compute.layer_loop, compute.dtype)
+    weights = arrange_layers(params, compute.layer_loop, compute.dtype)
     return completion_logps(weights, batch, temperature, compute)
 
 
@@ -146,7 +147,7 @@ def micro_step(
         metrics["sampling_logp_difference/max"] = gap.max()
         return loss, (metrics, now)
 
-    weights = for_loop(params, compute.layer_loop, compute.dtype)
+    weights = arrange_layers(params, compute.layer_loop, compute.dtype)
     grads, (metrics, logps) = jax.grad(loss_of, has_aux=True)(weights)
     if compute.layout:
         mesh = compute.layout.mesh
@@ -182,6 +183,15 @@ def merge_metrics(parts: list[dict[str, jax.Array]]) -> dict[str, float]:
     """The metrics of an update from those of its micro-steps, merged as loss.MERGE says."""
     parts = jax.device_get(parts)
     return {name: float(MERGE.get(name, sum)(part[name] for part in parts)) for name in parts[0]}
+
+
+def merge_updates(updates: list[dict[str, float]]) -> dict[str, float]:
+    """The metrics of a step from those of its updates: extremes as loss.MERGE says, else means."""
+
+    def mean(values: Iterable[float]) -> float:
+        return float(np.mean([*values]))
+
+    return {name: MERGE.get(name, mean)(x[name] for x in updates) for name in updates[0]}
 
 
 # ---- The optimizer -------------------------------------------------------------------------------
@@ -266,8 +276,8 @@ def learning_rate(
 ) -> float:
     """The learning rate of training step `step` (from 0): linear warm-up, then the schedule.
 
-    schedule: warmup_cosine, linear or constant. Neither the first nor the last step has rate 0;
-    from decay_steps on the rate is 0, unless it is constant.
+    schedule: warmup_cosine, linear or constant. The rate is above 0 in all
+    steps before decay_steps, and 0 from then on, unless it is constant.
     """
     warmup = round(warmup_ratio * decay_steps)
     if step < warmup:
@@ -296,7 +306,7 @@ def sync_weights(
     """
 
     def copy(params: Params) -> Params:
-        return for_loop(jax.tree.map(lambda x: x.astype(dtype), params), layer_loop, dtype)
+        return arrange_layers(jax.tree.map(lambda x: x.astype(dtype), params), layer_loop, dtype)
 
     return jax.jit(copy, out_shardings=param_shardings(model, mesh, layer_loop))
 

@@ -1,8 +1,9 @@
 """Attention of a prompt and its continuations, and attention with a cache.
 
 Two implementations give the same values. `xla` multiplies dense matrices: a continuation attends to
-the prompt's keys and to the continuation's keys, and the two parts are merged by their maxima. It
-takes the queries in chunks, so that the scores [H, t, S+T] never exist at once. `splash` is the
+the prompt's keys and to the continuation's keys, and the two parts are merged by their maxima. If
+the scores [H, t, S+T] of an input need more than SCORES_BYTES, it takes the queries in chunks, so
+that they never exist at once. `splash` is the
 block-sparse TPU kernel that ships with jax; it skips the blocks of keys that no query may see.
 
 Dimensions: G inputs of t = S + share*T tokens, each a prompt and its `share` continuations, so that
@@ -25,7 +26,7 @@ from jax.sharding import PartitionSpec
 from runtime.layout import Layout, constrain_batch
 
 MASKED = -1e30  # finite, so that the softmax of a fully masked query is uniform and not NaN
-# `xla` holds at most so many bytes of float32 scores per device, a small part of its memory.
+# In training and prefill `xla` holds about so many bytes of float32 scores per device.
 SCORES_BYTES = 256 * 2**20
 LANES = 128  # a block of splash is a multiple of 128 tokens
 BLOCKS = (512, 384, 256, LANES)  # possible numbers of queries and of keys in a block

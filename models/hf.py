@@ -30,7 +30,7 @@ SIZE_KEYS = """
 # -Instruct or -Base have the same sizes; `positions` is the smallest number among them.
 _QWEN = (1e-6, 1e6, None)  # rms_norm_eps, rope_theta, rope_llama3
 _LLAMA = (1e-5, 5e5, (32.0, 1.0, 4.0, 8192))
-_KNOWN = {  # V, D, F, L, H, N, h, tied, positions
+_KNOWN = {  # V, D, F, L, H, N, h, tied, positions, numbers of the family
     "Qwen/Qwen2.5-0.5B": (151936, 896, 4864, 24, 14, 2, 64, True, 32768, _QWEN),
     "Qwen/Qwen2.5-1.5B": (151936, 1536, 8960, 28, 12, 2, 128, True, 32768, _QWEN),
     "Qwen/Qwen2.5-3B": (151936, 2048, 11008, 36, 16, 2, 128, True, 32768, _QWEN),

@@ -168,14 +168,17 @@ def attention_flops(model: ModelConfig, pairs: float) -> float:
 
 def decode_work(model: ModelConfig, n: int, tp: int, workload: Workload) -> Work:
     """The work of one new token of every sequence. The caches are read up to their capacity."""
-    R = workload.R / n
+    local_R = workload.R / n
     weights = model.num_layers * layer_weights(model) + model.vocab_size * model.hidden_size
-    cached = workload.G * workload.S / n + R * workload.T  # tokens
+    cached = workload.G * workload.S / n + local_R * workload.T  # tokens
     kv = 2 * 2 * model.num_kv_heads * model.head_dim * model.num_layers * cached
-    logits = 4 * R * model.vocab_size
-    flops = 2 * weights * R + attention_flops(model, R * (workload.S + workload.T))
+    logits = 4 * local_R * model.vocab_size
+    flops = 2 * weights * local_R + attention_flops(model, local_R * (workload.S + workload.T))
     heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     # A layer has two all-reduces, and four exchanges between heads and batch; the logits follow.
-    sent = model.num_layers * (2 * 2 * 2 * R * tp * model.hidden_size + 2 * R * heads) + logits
+    sent = (
+        model.num_layers * (2 * 2 * 2 * local_R * tp * model.hidden_size + 2 * local_R * heads)
+        + logits
+    )
     hops = (6 * model.num_layers + 2) * tp if tp > 1 else 0
     return Work(flops, 2 * weights / tp + kv + 4 * logits, sent * (tp - 1) / tp, hops)

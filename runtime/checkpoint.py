@@ -138,7 +138,7 @@ class Checkpoints:
         return self._manager
 
     @property
-    def latest(self) -> int:
+    def newest_begun(self) -> int:
         """The step of the newest checkpoint, complete or being saved; -1 if there is none."""
         return max(self.newest, self._saving)
 

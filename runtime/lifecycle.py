@@ -24,7 +24,7 @@ from runtime.run_log import RunLog
 
 @dataclasses.dataclass
 class Lifecycle:
-    """What changes while a run goes on, besides the weights."""
+    """What `main` needs to save a run, to log it and to end it."""
 
     cfg: Any  # the run's settings
     out: Path  # the run's folder
@@ -38,7 +38,7 @@ class Lifecycle:
 
     def save(self, arrays: Any) -> None:
         """Saves a checkpoint, unless this step has one already or the run saves none."""
-        if self.saves and self.checkpoints.latest != self.progress.step:
+        if self.saves and self.checkpoints.newest_begun != self.progress.step:
             record = record_of(self.progress, self.made_with)
             self.checkpoints.save(self.progress.step, arrays, record, self.progress.evals)
 
@@ -47,7 +47,9 @@ class Lifecycle:
         """Runs the steps, and ends the program after a signal, a user's mistake or too little
         memory. save: calls Lifecycle.save with the newest arrays."""
         try:
-            if self.progress.step and self.checkpoints.latest < 0:  # from another run's checkpoint
+            if (
+                self.progress.step and self.checkpoints.newest_begun < 0
+            ):  # from another run's checkpoint
                 save()
             yield
         except Stopped as signal:

@@ -55,7 +55,7 @@ _NAMES_ELSEWHERE = {
     "CLIP_NORM": "MAX_GRAD_NORM GRAD_CLIP",
     "MESH_SHAPE": "MESH_SHAPE_FSDP",
     "REMAT": "GRADIENT_CHECKPOINTING",
-    "EPS_LOW": "EPSILON EPSILON_LOW CLIP_RATIO_LOW CLIP_RATIO",
+    "EPS_LOW": "EPSILON EPSILON_LOW CLIP_RATIO_LOW CLIP_RATIO CLIP_EPS",
     "EPS_HIGH": "EPSILON_HIGH CLIP_RATIO_HIGH",
     "BETA": "KL_COEF KL_LOSS_COEF KL_BETA",
     "REF_SYNC_STEPS": "REF_MODEL_SYNC_STEPS",
@@ -90,6 +90,8 @@ NOT_SETTINGS["MAX_LENGTH"] = NOT_SETTINGS["MAX_LENGTH_TOTAL"]
 # Names like those of settings that an environment may have for other purposes: they stop no run.
 AMBIGUOUS = {"MODEL": "MODEL_PATH", "MODEL_NAME": "MODEL_PATH", "DATASET_NAME": "DATASET"}
 AMBIGUOUS |= {"TRAIN_BATCH_SIZE": "ROLLOUT_GLOBAL_BATCH_SIZE", "RUN_NAME": "WANDB_NAME"}
+# Names with these beginnings are hardly meant for another program. TRAIN_STEPS may be.
+OUR_GROUPS = ("ROLLOUT_", "LOSS_")
 # Environment names that start like this are never read as misspelt settings.
 FOREIGN = ("WANDB_", "JAX_", "HF_", "TPU_", "XLA_", "SGLANG_")
 

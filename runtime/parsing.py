@@ -15,7 +15,7 @@ from operator import ge, gt, le, lt
 from pathlib import Path
 from typing import Any, NoReturn
 
-from runtime.mistakes import LIST_ALL, Mistake, UserMistake, misspelt, other_name
+from runtime.mistakes import LIST_ALL, OUR_GROUPS, Mistake, UserMistake, misspelt, other_name
 
 REPO = Path(__file__).resolve().parents[1]
 BOOLS = {"0": False, "1": True, "false": False, "true": True}
@@ -23,10 +23,6 @@ LIMITS = {"at_least": ge, "at_most": le, "above": gt, "below": lt}
 MESH = r"auto|(?!.*-1.*-1)(-1|[1-9]\d*)(,(-1|[1-9]\d*)){2}"
 NAME = r"\S.*"
 PLAIN = r"(?ai:(?!null$)[\w/]([\w/.:\\-]*[\w/])?)"  # text that YAML takes without quotes
-# The form that the text of a setting must have, for settings that do not take every text.
-FORMS = {"mesh_shape": MESH, "rollout_mesh_shape": MESH}
-FORMS |= {"dataset": NAME, "train_split": NAME, "eval_split": NAME}
-FORMS |= {"question_column": NAME, "answer_column": NAME}
 
 
 # ---- Making settings -----------------------------------------------------------------------------
@@ -39,6 +35,7 @@ def knob(
     *,
     yaml: str = "",
     choices: str = "",
+    form: str = "",
     results: str = "value",
     per_process: bool = False,
     **limits: float,
@@ -46,7 +43,7 @@ def knob(
     """A setting, as the field of a dataclass.
 
     group: the group in YAML. yaml: the name in that group; empty: the name of the field.
-    choices: the allowed texts, separated by |.
+    choices: the allowed texts, separated by |. form: a regular expression that a text must match.
     results: how the results of a run depend on the setting:
       value    on its value: a resumed run must keep the value
       content  on what the setting leads to (files, data, sizes): a checkpoint records that
@@ -58,7 +55,7 @@ def knob(
     if not {"at_least", "above"} & limits.keys():
         limits["at_least"] = 0
     metadata = {"group": group, "help": help, "yaml": yaml, "choices": choices, "limits": limits}
-    metadata |= {"results": results, "per_process": per_process}
+    metadata |= {"form": form, "results": results, "per_process": per_process}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -84,7 +81,10 @@ def read_env(env: Mapping[str, str], config: type, mistakes: list[Mistake]) -> d
 
     config: a dataclass whose fields are made by `knob`.
     """
-    known = {field.name.upper(): field for field in dataclasses.fields(config)}
+    fields = dataclasses.fields(config)
+    known = {field.name.upper(): field for field in fields}
+    with_group = {yaml_name(f).upper().replace(".", "_"): f.name.upper() for f in fields}
+    with_group = {n: ours for n, ours in with_group.items() if n.startswith(OUR_GROUPS)}
     settings = {}
     for name in sorted(env):
         if name in known:
@@ -94,6 +94,8 @@ def read_env(env: Mapping[str, str], config: type, mistakes: list[Mistake]) -> d
                 mistakes.append(Mistake(name, str(error)))
         elif mistake := other_name(name, [name, name.upper()], {ours: ours for ours in known}):
             mistakes.append(mistake)
+        elif ours := with_group.get(name):
+            mistakes.append(Mistake(ours, f"{name} is called {ours} here {LIST_ALL}"))
         elif meant := misspelt(name, list(known)):
             text = f"unknown setting {name}; did you mean {meant}? {LIST_ALL}"
             mistakes.append(Mistake(meant, text))
@@ -102,14 +104,14 @@ def read_env(env: Mapping[str, str], config: type, mistakes: list[Mistake]) -> d
 
 def parse(field: dataclasses.Field, text: str, label: str) -> Any:
     """The value of a setting from its text; YAML and the environment have the same texts."""
-    choices, help = field.metadata["choices"], field.metadata["help"]
+    choices, form, help = (field.metadata[name] for name in ("choices", "form", "help"))
     if text.startswith("{repo}/"):
         text = str(REPO / text.removeprefix("{repo}/"))
     if re.search("[\0\ud800-\udc7f\udd00-\udfff]", text):
         raise UserMistake(f"{label}={text!r} is not UTF-8 text")
     if choices and text not in choices.split("|"):
         raise UserMistake(f"{label}={text!r} is not one of {choices}")
-    if field.name in FORMS and not re.fullmatch(FORMS[field.name], text):
+    if form and not re.fullmatch(form, text):
         raise UserMistake(f"{label}={text!r} does not fit; wanted: {help}")
     if field.type is str:
         return text

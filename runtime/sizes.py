@@ -2,7 +2,7 @@
 
 Batch sizes count prompts or sequences; a sequence is a prompt with one of its K = NUM_PRE_Q
 completions. ROLLOUT_GLOBAL_BATCH_SIZE (prompts) and ROLLOUT_BATCH_SIZE (sequences) are sizes of a
-step over all processes. BATCH_SIZE is the prompts of a pass (one call of the decode program) on
+step over all processes. BATCH_SIZE is the prompts of a pass (prefill and decode of one batch) on
 each process, and TRAIN_MICRO_BATCH_SIZE the sequences of a micro-step (forward and backward of one
 micro-batch) on each process; the settings with PER_DEVICE in their names give the same sizes per
 device. GRAD_ACCUM_STEPS, the micro-steps of an update, may set the micro-batch instead. A layer
@@ -61,8 +61,7 @@ def derive(cfg: Any, processes: int, local_devices: int) -> Sizes:
     step_name, step_size, step_unit = size_of(cfg, *STEP_SIZES, k, f"NUM_PRE_Q {k}")
     if not prompts and not step_size:
         prompts = DEFAULT_PROMPTS_PER_DEVICE * local_devices
-    # The fewest prompts whose sequences divide evenly among the devices.
-    fill = local_devices // math.gcd(local_devices, k)
+    fill = fewest_prompts(k, local_devices)
     filling = f"{fill} prompts (NUM_PRE_Q {k} on {devices})"
     exact_quotient("BATCH_SIZE", prompts, fill, filling)
     passes = 1
@@ -103,11 +102,19 @@ def smaller_sizes(
         size, total = sizes.micro_batch_size, sizes.local_batch
         others = {"grad_accum_steps": 0} if cfg.grad_accum_steps else {}
     per_process = getattr(cfg, names[0]) > 0
+    unit = local_devices
+    if per_process and names == PASS_SIZES:
+        unit = fewest_prompts(cfg.num_pre_q, local_devices)
     return [
-        ({names[0]: n * local_devices} if per_process else {names[1]: n}) | others
-        for n in range(1, size // local_devices)
-        if total // local_devices % n == 0
+        ({names[0]: n * unit} if per_process else {names[1]: n}) | others
+        for n in range(1, size // unit)
+        if total // unit % n == 0
     ]
+
+
+def fewest_prompts(num_pre_q: int, local_devices: int) -> int:
+    """The fewest prompts whose sequences divide evenly among the devices."""
+    return local_devices // math.gcd(local_devices, num_pre_q)
 
 
 def eval_questions(sizes: Sizes, num_pre_q: int, eval_samples: int, local_devices: int) -> int:

@@ -82,7 +82,7 @@ def assert_equal(ours: dict, theirs: dict) -> None:
 
 def test_the_newest_checkpoint_and_its_record_are_restored_to_the_bit(tmp_path: Path) -> None:
     checkpoints = saved(tmp_path / "c", 3)
-    assert (checkpoints.newest, checkpoints.latest, checkpoints.steps()) == (3, 3, [1, 2, 3])
+    assert (checkpoints.newest, checkpoints.newest_begun, checkpoints.steps()) == (3, 3, [1, 2, 3])
     step, arrays, said = restored(tmp_path / "c")
     assert (step, said) == (3, [])
     assert_equal(arrays, arrays_of(3))

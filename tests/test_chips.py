@@ -71,6 +71,10 @@ def test_smaller_sizes_do_not_change_the_step_and_use_the_user_s_unit() -> None:
     assert smaller("BATCH_SIZE=6", (1, 1), PASS_SIZES) == [
         {"batch_size": n, "rollout_batch_size": 48} for n in (1, 2, 3)
     ]
+    # 8 completions of one prompt fill 8 devices.
+    assert smaller("BATCH_SIZE=8", (1, 8), PASS_SIZES) == [
+        {"batch_size": n, "rollout_batch_size": 64} for n in (1, 2, 4)
+    ]
     step = "ROLLOUT_BATCH_SIZE=256 ROLLOUT_PER_DEVICE_BATCH_SIZE=4"
     assert smaller(step, (2, 4), PASS_SIZES) == [
         {"rollout_per_device_batch_size": n} for n in (1, 2)

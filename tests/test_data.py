@@ -158,8 +158,12 @@ LINES = lines_of(examples_of(3))
         ("a.jsonl", b'{"question": "", "answer": "a"}', "a.jsonl line 1 has no text in 'question'"),
         ("a.jsonl", b'{"question": "q", "answer": " "}', "a.jsonl line 1 has no text in 'answer'"),
         ("a.jsonl", b'{"question": "q", "answer": 5}', "a.jsonl line 1 has no text in 'answer'"),
-        ("a.jsonl", b"", "a.jsonl needs 2 rows, to hold one out; it has 0"),
-        ("a.jsonl", lines_of(examples_of(1)), "a.jsonl needs 2 rows, to hold one out; it has 1"),
+        ("a.jsonl", b"", "a.jsonl needs 2 examples, to hold one out; it has 0"),
+        (
+            "a.jsonl",
+            lines_of(examples_of(1)),
+            "a.jsonl needs 2 examples, to hold one out; it has 1",
+        ),
         (
             "a.jsonl",
             LINES + b"9" * 5000,
@@ -196,7 +200,7 @@ def test_a_folder_names_the_file_that_is_bad(tmp_path: Path) -> None:
     write(tmp_path / "train-0.jsonl", [])
     refused(
         lambda: load_examples(str(tmp_path), "", "train"),
-        f"DATASET={tmp_path} has no rows in split 'train'",
+        f"DATASET={tmp_path} has no examples in split 'train'",
     )
 
 

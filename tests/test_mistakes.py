@@ -164,8 +164,8 @@ LINE = b'{"question": "1+1?", "answer": "#### 2"}\n'  # an example that has no m
 HUGE = json.dumps({"question": "1 " * 50_000, "answer": "2"}).encode()
 DATASETS = {  # what is wrong -> content of the file, words of the line
     "no file": (None, "no such file"),
-    "no examples": (b"", "rows"),
-    "a single example": (LINE, "needs 2 rows, to hold one out; it has 1"),
+    "no examples": (b"", "examples"),
+    "a single example": (LINE, "needs 2 examples, to hold one out; it has 1"),
     "no question": (LINE + b'{"answer": "2"}\n', "line 2 has no text in 'question'"),
     "an empty answer": (
         LINE + b'{"question": "q", "answer": " "}\n',
@@ -315,7 +315,7 @@ def test_mistakes_in_different_files_are_reported_together(tmp_path: Path) -> No
         "error: TRAIN_MICRO_BATCH_SIZE=7 must divide local_batch",
         "error: REWARD_FN: there is no file mine.py",
         f"error: MODEL_PATH={tmp_path}/none: this folder does not exist",
-        f"error: DATASET={file} needs 2 rows, to hold one out; it has 0",
+        f"error: DATASET={file} needs 2 examples, to hold one out; it has 0",
     )
     for line, words in zip(lines, expected, strict=True):
         assert line.startswith(words)

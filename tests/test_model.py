@@ -26,7 +26,7 @@ from models.model import (
     Compute,
     ModelConfig,
     Params,
-    for_loop,
+    arrange_layers,
     forward,
     init_params,
     lm_head,
@@ -84,7 +84,7 @@ def prompts_for(share: int, prompt_mask: np.ndarray = PROMPT_MASK) -> tuple[np.n
 
 def hidden_of(params, compute, prompt_ids, prompt_mask, completion_ids):
     """[R, T, D] hidden states that predict the completions, computed as in training."""
-    params = for_loop(params, compute.layer_loop, compute.dtype)
+    params = arrange_layers(params, compute.layer_loop, compute.dtype)
     (G, width), share = prompt_ids.shape, len(completion_ids) // len(prompt_ids)
     before, positions, mask = prefix_of(prompt_ids, prompt_mask)
     last = jnp.repeat(prompt_ids[:, -1:], share, axis=0)
@@ -98,7 +98,10 @@ def hidden_of(params, compute, prompt_ids, prompt_mask, completion_ids):
 
 def decoded(params, compute, prompt_ids, prompt_mask, completion_ids):
     """The same hidden states, computed token by token from a cache."""
-    params, sequences = for_loop(params, compute.layer_loop, compute.dtype), len(completion_ids)
+    params, sequences = (
+        arrange_layers(params, compute.layer_loop, compute.dtype),
+        len(completion_ids),
+    )
     share = sequences // len(prompt_ids)
     before, positions, mask = prefix_of(prompt_ids, prompt_mask)
     _, prompt = forward(params, compute, before, positions, prompt_mask=mask)

@@ -29,7 +29,8 @@ from sampling import Completions
 
 NAN = math.nan
 TINY = Path(__file__).resolve().parent.parent / "tiny"
-P, K, T = 4, 8, 24  # the sizes of every run here; T cuts off a part of the completions
+# The sizes of every run here; T cuts off a part of the completions.
+P, K, T = 4, 8, 24
 END = 2  # the tiny model's stop token
 # The reward depends on the text if the answer is a multiple of DIFFER; else it is 0.7.
 REWARDS = """
@@ -215,7 +216,8 @@ def rounds_of(*rewards: list[float], P: int = 3) -> tuple[SimpleNamespace, list[
         results = (np.array(round_rewards), 100 + ids, 200 + ids, ids % 2, per_function)
         rounds.append(Groups(prompts, Completions(*arrays), StepResults(*results)))
     cfg = Config(num_pre_q=4, dynamic_sampling=True, dynamic_sampling_max_rounds=3)
-    return SimpleNamespace(cfg=cfg, sizes=SimpleNamespace(prompts_per_step=P)), rounds
+    sizes = SimpleNamespace(prompts_per_step=P)
+    return SimpleNamespace(cfg=cfg, sizes=sizes, weights=(1.0, 1.0)), rounds
 
 
 def choose_for(local: slice, run: SimpleNamespace, rounds: list[Groups]) -> Groups:
@@ -287,6 +289,8 @@ def test_for_gdpo_a_group_differs_if_the_rewards_of_one_function_differ() -> Non
     assert have_equal_rewards(run, rounds).tolist() == [True, True, True]
     run.cfg = Config(num_pre_q=4, adv_estimator="gdpo")
     assert have_equal_rewards(run, rounds).tolist() == [False, False, False]
+    run.weights = (0.0, 0.0)  # functions without a weight only measure
+    assert have_equal_rewards(run, rounds).tolist() == [True, True, True]
 
 
 def test_one_round_gives_the_step_without_dynamic_sampling(

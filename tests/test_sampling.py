@@ -21,7 +21,7 @@ from runtime.layout import ROLLOUT_BATCH_AXES, Layout
 from runtime.sizes import bucket, prompt_share, prompt_width
 from sampling import (
     Completions,
-    Prompts,
+    PaddedPrompts,
     Sampling,
     Stopping,
     decode,
@@ -132,7 +132,7 @@ def run(
     return generate(
         sync_weights(MODEL, where.mesh, dtype, layer_loop)(params),
         Compute(MODEL, dtype, where, layer_loop=layer_loop),
-        Prompts(*pad_prompts(prompts, 11, PAD)),
+        PaddedPrompts(*pad_prompts(prompts, 11, PAD)),
         np.array(sequence_ids or range(len(prompts) * K), np.int32),
         jax.random.key(key),
         sampling=sampling,
@@ -200,6 +200,15 @@ def test_unrolled_layers_and_a_cache_that_grows_draw_the_same_tokens(
     monkeypatch.setattr("sampling.STAGE_TOKENS", 4)
     assert stage_ends(12) == [4, 8, 12]
     assert_same(run(mesh=mesh, layer_loop="unroll"), run())
+
+
+def test_asking_rarely_whether_all_sequences_have_ended_draws_the_same_tokens(monkeypatch) -> None:
+    """As several processes do; the stages and the completions end between two questions."""
+    monkeypatch.setattr("sampling.STAGE_TOKENS", 4)
+    monkeypatch.setattr("sampling.ASK_EVERY", 3)
+    monkeypatch.setattr("sampling._has_processes", lambda layout: True)
+    assert stage_ends(13) == [5, 9, 13]
+    assert_same(run(T=13, layer_loop="unroll"), run(T=13))
 
 
 def test_a_cache_grows_in_at_most_four_stages_of_128_tokens_or_more() -> None:
@@ -324,7 +333,7 @@ def test_prefill_and_decode_give_the_documented_shapes() -> None:
     L, G, share, N, S, h, T = 3, 5, 7, 2, 10, 8, 13
     R, dtype = G * share, jnp.dtype("bfloat16")
     padded = jax.ShapeDtypeStruct((G, S + 1), jnp.int32)
-    prompts, params = Prompts(padded, padded), jax.tree.map(jnp.float32, weights())
+    prompts, params = PaddedPrompts(padded, padded), jax.tree.map(jnp.float32, weights())
     prefix = jax.eval_shape(
         lambda *given: prefill(given[0], Compute(MODEL, dtype), given[1]), params, prompts
     )

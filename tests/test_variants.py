@@ -32,7 +32,7 @@ from test_update import (
 import loss_pallas
 from loss import MERGE, Objective
 from models.model import Params
-from update import merge_metrics, mix_weights
+from update import merge_metrics, merge_updates, mix_weights
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -255,6 +255,16 @@ def test_every_metric_that_is_an_extreme_is_merged_as_its_name_says() -> None:
         "sampling_logp_difference/max",
     }
     assert {name: MERGE[name].__name__ for name in MERGE} == {n: n[-3:] for n in extremes}
+
+
+def test_the_updates_of_a_step_have_means_and_the_extremes_of_all() -> None:
+    updates = [
+        {"loss": 0.5, "clip_ratio/low_min": 0.0, "clip_ratio/high_max": 0.0, "grad_norm": 1.0},
+        {"loss": 0.1, "clip_ratio/low_min": 0.25, "clip_ratio/high_max": 0.5, "grad_norm": 2.0},
+    ]
+    assert merge_updates(updates) == pytest.approx(
+        {"loss": 0.3, "clip_ratio/low_min": 0.0, "clip_ratio/high_max": 0.5, "grad_norm": 1.5}
+    )
 
 
 def test_extremes_are_merged_as_extremes_and_other_metrics_are_summed() -> None:

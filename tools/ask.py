@@ -35,7 +35,7 @@ from runtime.layout import ROLLOUT_BATCH_AXES, Layout, make_mesh
 from runtime.mistakes import UserMistake, fail
 from runtime.processes import start_jax
 from runtime.sizes import prompt_width
-from sampling import Prompts, Sampling, Stopping, generate
+from sampling import PaddedPrompts, Sampling, Stopping, generate
 
 
 def complete(
@@ -60,7 +60,7 @@ def complete(
     completions = generate(
         hf.load_params(folder, model, mesh, dtype),
         Compute(model, dtype, Layout(mesh, ROLLOUT_BATCH_AXES)),
-        Prompts(*data.pad_prompts([prompt.ids], prompt_width(len(prompt.ids)), stop_ids[0])),
+        PaddedPrompts(*data.pad_prompts([prompt.ids], prompt_width(len(prompt.ids)), stop_ids[0])),
         np.zeros(1, np.int32),
         jax.random.key(0),
         sampling=Sampling(temperature=0.0),

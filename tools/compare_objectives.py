@@ -1,4 +1,4 @@
-"""Trains the embedded model with each objective and prints a table of the accuracies.
+"""Trains the tiny model with each objective and prints a table of the accuracies.
 
     python tools/compare_objectives.py            # all objectives: about 25 minutes on 2 CPU cores
     python tools/compare_objectives.py rloo gspo  # two objectives

@@ -26,7 +26,7 @@ from run import objective_of, optimizer_of, reference_dtype
 from runtime.chips import SLICES
 from runtime.mistakes import UserMistake
 from runtime.sizes import Sizes, eval_questions, prompt_share
-from sampling import Prompts, Sampling, Stopping, decode, prefill
+from sampling import PaddedPrompts, Sampling, Stopping, decode, prefill
 from update import (
     Counts,
     MicroBatch,
@@ -188,7 +188,7 @@ def prefill_call(plan: Plan) -> tuple[Any, tuple, dict[str, Any]]:
     weights = abstract_params(rollout.model, layout.mesh, rollout.dtype, rollout.layer_loop)
     shape = (workload.G, workload.S + 1)
     prompt = array(layout.mesh, shape, jnp.int32, layout.batch_axes)
-    return prefill, (weights, rollout, Prompts(prompt, prompt)), {}
+    return prefill, (weights, rollout, PaddedPrompts(prompt, prompt)), {}
 
 
 def decode_call(plan: Plan) -> tuple[Any, tuple, dict[str, Any]]:

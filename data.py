@@ -37,7 +37,7 @@ HELD_OUT = 0.1  # fraction of a single-file dataset that is held out for evaluat
 
 
 class Prompt(NamedTuple):
-    """An example of the dataset with its prompt."""
+    """The prompt of an example as token ids, with what else the example holds."""
 
     ids: list[int]  # tokens of the chat template, up to where the assistant begins to speak
     columns: dict[str, Any]  # columns of the example; `question` and `answer` are texts

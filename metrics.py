@@ -92,7 +92,7 @@ def step_records(step: Step, num_pre_q: int, names: list[str]) -> dict[str, floa
     records = {f"train-other/{name}": value for name, value in step.metrics.items()}
     records["train-other/batch_global"] = len(results.rewards)
     records["train-other/total_valid_token_count"] = tokens
-    equal = equal_groups(results.rewards, num_pre_q)
+    equal = equal_groups(results.rewards, num_pre_q)  # of the totals, as in TRL
     records["train-other/frac_reward_zero_std"] = equal.mean()
     records |= _rewards("train-reward", results.rewards, results.per_function, names)
     records |= _spread("train-reward/advantage", step.advantages, "mean", "std", "min", "max")

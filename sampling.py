@@ -19,7 +19,7 @@ from runtime.layout import TRAIN_BATCH_AXES, Layout, constrain, local_part, shar
 from runtime.sizes import prompt_share
 
 STAGES, STAGE_TOKENS = 4, 128  # of decode, see stage_ends
-# Processes ask each other so rarely, in tokens, whether all sequences have ended.
+# The tokens between two questions to other processes whether all sequences have ended.
 ASK_EVERY = 10
 
 
@@ -182,16 +182,17 @@ def decode(
     for end in ends:
         *rest, completion = state
         completion = map_kv(lambda kv, end=end: kv.widen(end), completion)
-        body = functools.partial(next_tokens, end) if _has_processes(layout) else next_token
+        body = functools.partial(next_tokens, end) if _asking_is_slow(layout) else next_token
         unfinished_stage = functools.partial(unfinished, end)
         state = jax.lax.while_loop(unfinished_stage, body, (*rest, completion))
     _, _, _, ids, logps, lengths, _ = state
     return ids, logps, lengths
 
 
-def _has_processes(layout: Layout | None) -> bool:
-    """True if the devices belong to several processes."""
-    return layout is not None and len({d.process_index for d in layout.mesh.devices.flat}) > 1
+def _asking_is_slow(layout: Layout | None) -> bool:
+    """True if the devices belong to several processes, and no links of a TPU join them."""
+    devices = [] if layout is None else [*layout.mesh.devices.flat]
+    return len({d.process_index for d in devices}) > 1 and devices[0].platform != "tpu"
 
 
 def stage_ends(T: int) -> list[int]:

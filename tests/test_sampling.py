@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 import operator
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from sampling import (
     PaddedPrompts,
     Sampling,
     Stopping,
+    _asking_is_slow,
     decode,
     draw_tokens,
     generate,
@@ -202,11 +204,20 @@ def test_unrolled_layers_and_a_cache_that_grows_draw_the_same_tokens(
     assert_same(run(mesh=mesh, layer_loop="unroll"), run())
 
 
+@pytest.mark.parametrize(
+    "processes, platform, slow",
+    [((0, 0), "cpu", False), ((0, 1), "cpu", True), ((0, 1), "gpu", True), ((0, 1), "tpu", False)],
+)
+def test_processes_ask_rarely_unless_links_of_a_tpu_join_them(processes, platform, slow) -> None:
+    devices = [SimpleNamespace(process_index=i, platform=platform) for i in processes]
+    assert _asking_is_slow(Layout(SimpleNamespace(devices=np.array(devices)), ())) is slow
+
+
 def test_asking_rarely_whether_all_sequences_have_ended_draws_the_same_tokens(monkeypatch) -> None:
     """As several processes do; the stages and the completions end between two questions."""
     monkeypatch.setattr("sampling.STAGE_TOKENS", 4)
     monkeypatch.setattr("sampling.ASK_EVERY", 3)
-    monkeypatch.setattr("sampling._has_processes", lambda layout: True)
+    monkeypatch.setattr("sampling._asking_is_slow", lambda layout: True)
     assert stage_ends(13) == [5, 9, 13]
     assert_same(run(T=13, layer_loop="unroll"), run(T=13))
 

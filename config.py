@@ -290,7 +290,7 @@ def contradictions(cfg: Config) -> Iterator[str]:
     if cfg.dynamic_sampling and cfg.adv_estimator == "reinforce":
         yield "DYNAMIC_SAMPLING=1 drops groups that ADV_ESTIMATOR=reinforce can use; leave it out"
     if cfg.loss_type == "cispo" and cfg.eps_high < 1:
-        yield f"EPS_HIGH={cfg.eps_high} is the largest ratio of LOSS_TYPE=cispo; set EPS_HIGH=5"
+        yield f"EPS_HIGH={cfg.eps_high} caps every ratio of LOSS_TYPE=cispo below 1; set EPS_HIGH=5"
     if cfg.delta and cfg.delta <= (limit := 1 + cfg.eps_high):
         yield f"DELTA={cfg.delta} must be above 1 + EPS_HIGH = {limit}, where clipping begins"
     if cfg.beta and cfg.kl_estimator == "k1" and not cfg.kl_bias_correction:
@@ -400,9 +400,10 @@ def load(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Command:
             raise UserMistake("--plan is only for train_grpo.py, without --print-config")
         # W&B and the Hub read their keys in the environment, so .env goes there.
         dotenv = parsing.read_dotenv(REPO / ".env") if env is None else {}
-        env = os.environ if env is None else env
-        dotenv = {name: value for name, value in dotenv.items() if name not in env}
-        env.update(dotenv)
+        if env is None:
+            dotenv = {name: value for name, value in dotenv.items() if name not in os.environ}
+            os.environ.update(dotenv)
+            env = os.environ
         cfg, layers = read_layers(env, args.config)
         layers |= {name.lower(): ".env" for name in dotenv}
         if args.print_config:

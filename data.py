@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from runtime.mistakes import UserMistake
+from runtime.mistakes import UserMistake, in_one_line
 
 # A chat template may print today's date, with the function strftime_now or from date_string. A
 # prompt must not change at midnight, so every template gets the date that Llama 3.2's template uses
@@ -137,10 +137,9 @@ def _read_hub(dataset: str, dataset_config: str, split: str) -> Iterator[tuple[s
         loaded = datasets.load_dataset(dataset, name or None, split=split)
         examples = loaded.to_list()
     except Exception as error:  # The errors of datasets, hub and proxy have no common base.
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserMistake(
             f"DATASET={dataset}: no such local file or folder, and the hub says "
-            f"(DATASET_CONFIG={name}): {reason}"
+            f"(DATASET_CONFIG={name}): {in_one_line(error)}"
         ) from None
     yield from _numbered(f"DATASET={dataset}:{split}", examples)
 

@@ -155,7 +155,7 @@ class Objective(NamedTuple):
     importance_sampling_level: str = "token"  # "sequence": exp of the mean log ratio
     beta: float = 0.0
     kl_estimator: str = "k3"
-    kl_bias_correction: bool = True  # multiplies by the ratio; one per token: unbiased gradient
+    kl_bias_correction: bool = True  # multiplies by the ratio; per token, the gradient is unbiased
     entropy_coef: float = 0.0
     is_mode: str = "none"
     is_cap: float = 3.0

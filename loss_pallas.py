@@ -1,9 +1,9 @@
 """Token log-probabilities and entropies from hidden states, without a large array of all logits.
 
 If the logits need more than LOGITS_TILE_BYTES, or `pallas` computes them, the program walks the
-vocabulary in tiles of the lm_head. Forward keeps a running maximum, sum,
-entropy and the sampled token's logit for each token. Backward computes the logits of each tile
-again. Inside a tile runs plain jnp (`jax`) or a TPU kernel (`pallas`): docs/kernel.md has both.
+vocabulary in tiles of the lm_head. Forward keeps a running maximum, sum, entropy and the sampled
+token's logit for each token. Backward computes the logits of each tile again. Inside a tile runs
+plain jnp (`jax`) or a TPU kernel (`pallas`): docs/kernel.md has both.
 
 Dimensions: t tokens of an input, n tokens of a device, V vocabulary, D model width, v lm_head
 rows of a tile. A mesh splits the sequences over (dp, fsdp), V over tp and D over fsdp.

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from models.model import Leaf, ModelConfig, Params, param_shardings, param_table
 from runtime.layout import on_host
-from runtime.mistakes import UserMistake
+from runtime.mistakes import UserMistake, in_one_line
 
 FILES = ["*.json", "*.safetensors", "*.jinja"]
 EXPORTED = "exported_from.json"  # marks an exported model, which a later export may replace
@@ -60,8 +60,7 @@ def fetch_model(path: str, revision: str = "", files: Sequence[str] = FILES) -> 
     try:
         return Path(snapshot_download(path, revision=revision or None, allow_patterns=files))
     except Exception as error:  # errors of the hub, of its transports and of proxies share no base
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        text = f"MODEL_PATH={path}: no such folder, and the hub says: {reason}"
+        text = f"MODEL_PATH={path}: no such folder, and the hub says: {in_one_line(error)}"
         raise UserMistake(text) from None
 
 
@@ -367,8 +366,8 @@ def load_tokenizer(folder: Path, chat_template: str = "") -> Any:
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     except Exception as error:  # a damaged file raises errors that share no base
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UserMistake(f"MODEL_PATH={folder}: its tokenizer cannot be read: {reason}") from None
+        text = f"MODEL_PATH={folder}: its tokenizer cannot be read: {in_one_line(error)}"
+        raise UserMistake(text) from None
     if chat_template:
         tokenizer.chat_template = read_chat_template(Path(chat_template))
     if not tokenizer.chat_template:

@@ -32,6 +32,11 @@ def fail(error: UserMistake) -> NoReturn:
     raise SystemExit(2)
 
 
+def in_one_line(error: BaseException) -> str:
+    """The type and the message of an error, without line breaks."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
 # ---- Names of other programs ---------------------------------------------------------------------
 
 # Names that other programs use for our settings. A name in lower case occurs only in YAML.

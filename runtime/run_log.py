@@ -71,7 +71,7 @@ def check_wandb(mode: str) -> None:
     try:
         import wandb
     except Exception as error:  # an ImportError, or any error of a broken installation
-        why = "" if isinstance(error, ImportError) else f" ({_in_one_line(error)})"
+        why = "" if isinstance(error, ImportError) else f" ({_message(error)})"
         raise UserMistake(f"WANDB_MODE={mode} needs wandb: pip install wandb{why}") from None
     if mode == "offline" or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return
@@ -209,7 +209,7 @@ class RunLog:
                 self._lose_wandb(error, 0)
                 return
             self.line(
-                f"W&B: {_in_one_line(error)}; the run is logged for it in {out}/wandb instead"
+                f"W&B: {_message(error)}; the run is logged for it in {out}/wandb instead"
             )
             try:
                 self._wandb = wandb.init(**settings | {"mode": "offline"})
@@ -221,14 +221,14 @@ class RunLog:
         self.wandb_id = self._wandb.id
 
     def _lose_wandb(self, error: Exception, step: int) -> None:
-        self.line(f"W&B: {_in_one_line(error)}; the run goes on without it")
+        self.line(f"W&B: {_message(error)}; the run goes on without it")
         self._unsent.append(
             f"W&B may have no records from step {step} on; {self._out}/metrics.jsonl has them all"
         )
         self._wandb = None
 
 
-def _in_one_line(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 

@@ -20,7 +20,7 @@ NUM_PRE_Q=1 ADV_ESTIMATOR=reinforce++ -> NUM_PRE_Q=1 leaves ADV_ESTIMATOR=reinfo
     compare a completion with; set at least 2, or ADV_ESTIMATOR=reinforce
 ADV_ESTIMATOR=reinforce DYNAMIC_SAMPLING=1 -> DYNAMIC_SAMPLING=1 drops groups that
     ADV_ESTIMATOR=reinforce can use; leave it out
-LOSS_TYPE=cispo -> EPS_HIGH=0.2 is the largest ratio of LOSS_TYPE=cispo; set EPS_HIGH=5
+LOSS_TYPE=cispo -> EPS_HIGH=0.2 caps every ratio of LOSS_TYPE=cispo below 1; set EPS_HIGH=5
 BETA=1 KL_ESTIMATOR=k1 KL_BIAS_CORRECTION=0 -> KL_ESTIMATOR=k1 has no gradient on average with
     KL_BIAS_CORRECTION=0; set it to 1
 IS_MODE=sequence_mask TOP_P=0.9 -> IS_MODE=sequence_mask with TOP_K, TOP_P or MIN_P shrinks a

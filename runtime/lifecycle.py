@@ -47,9 +47,8 @@ class Lifecycle:
         """Runs the steps, and ends the program after a signal, a user's mistake or too little
         memory. save: calls Lifecycle.save with the newest arrays."""
         try:
-            if (
-                self.progress.step and self.checkpoints.newest_begun < 0
-            ):  # from another run's checkpoint
+            # Without a checkpoint of its own, the run went on from that of another run.
+            if self.progress.step and self.checkpoints.newest_begun < 0:
                 save()
             yield
         except Stopped as signal:

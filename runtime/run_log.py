@@ -208,9 +208,7 @@ class RunLog:
             if settings["mode"] == "offline":
                 self._lose_wandb(error, 0)
                 return
-            self.line(
-                f"W&B: {_message(error)}; the run is logged for it in {out}/wandb instead"
-            )
+            self.line(f"W&B: {_message(error)}; the run is logged for it in {out}/wandb instead")
             try:
                 self._wandb = wandb.init(**settings | {"mode": "offline"})
             except Exception as again:

@@ -13,7 +13,6 @@ is malformed or contradicts another, and for each name that is close to a settin
 another program.
 """
 
-import argparse
 import dataclasses
 import functools
 import os
@@ -82,7 +81,7 @@ class Config:
     seed: int = in_data(0, "Seed of data order and sampling.", at_most=2**31 - 1, results="value")
 
     rollout_backend: str = in_rollout(
-        "naive", "Program that samples completions.", choices="naive", yaml="backend"
+        "naive", "Program that samples completions.", choices="naive|sglang_jax", yaml="backend"
     )
     batch_size: int = rollout_size(
         0,
@@ -110,6 +109,16 @@ class Config:
     rollout_mesh_shape: str = mesh(
         "rollout", "auto", "Rollout mesh: auto, or dp,fsdp,tp; -1: the rest.", yaml="mesh_shape"
     )
+    sglang_jax_mem_fraction_static: float = in_rollout(
+        0.25, "Part of each device's free memory for the engine.", above=0, below=1, results="none"
+    )
+    sglang_jax_max_total_tokens: int = in_rollout(
+        0, "Tokens in the engine's pool; 0: those of a pass.", results="none"
+    )
+    sglang_jax_context_length: int = in_rollout(
+        0, "Longest prompt with completion in the engine; 0: the run's.", results="none"
+    )
+    sglang_jax_dtype: str = in_rollout("bfloat16", "Dtype of the engine.", choices=DTYPES)
     dynamic_sampling: bool = in_rollout(False, "Sample until rewards differ within enough groups.")
     dynamic_sampling_max_rounds: int = in_rollout(4, "Most sampling rounds in a step.", at_least=1)
 
@@ -233,13 +242,15 @@ class Config:
         """Whether the run ever evaluates the model."""
         return self.eval_every_steps > 0 or self.eval_full_sweep
 
-    def filters(self) -> bool:
-        """Whether the sampler drops tokens of low probability."""
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+    def filters_logps(self) -> bool:
+        """Whether sampling_logps are of the tokens that filters leave; an engine's are of all."""
+        filtered = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        return filtered and self.rollout_backend == "naive"
 
 
 def idle_settings(cfg: Config) -> list[tuple[dataclasses.Field, str]]:
     """The settings that are not at their defaults and that the table finds idle, with a line."""
+    engine = " ".join(name for name in Config.__dataclass_fields__ if name.startswith("sglang_jax"))
     loss_type, estimator = f"LOSS_TYPE={cfg.loss_type}", f"ADV_ESTIMATOR={cfg.adv_estimator}"
     functions, folder = f"REWARD_FN={cfg.reward_fn}", f"the folder MODEL_PATH={cfg.model_path}"
     scheduled = cfg.lr_schedule != "constant" or cfg.warmup_ratio > 0
@@ -247,6 +258,8 @@ def idle_settings(cfg: Config) -> list[tuple[dataclasses.Field, str]]:
         ("model_revision", not os.path.isdir(cfg.model_path), folder),
         ("dataset_config", not os.path.exists(cfg.dataset), f"the local DATASET={cfg.dataset}"),
         ("prompt_too_long", cfg.max_prompt_length > 0, "MAX_PROMPT_LENGTH=0"),
+        (engine, cfg.rollout_backend == "sglang_jax", f"ROLLOUT_BACKEND={cfg.rollout_backend}"),
+        ("rollout_mesh_shape", cfg.rollout_backend == "naive", "ROLLOUT_BACKEND=sglang_jax"),
         ("dynamic_sampling_max_rounds", cfg.dynamic_sampling, "DYNAMIC_SAMPLING=0"),
         ("reward_timeout_s", ":" in cfg.reward_fn, functions),
         ("overlong_cache", "soft_overlong_penalty" in cfg.reward_fn, functions),
@@ -280,7 +293,7 @@ def contradictions(cfg: Config) -> Iterator[str]:
     """Lines about combinations that stop a run, idle settings of which results depend included."""
     updates = cfg.steps * cfg.ppo_epochs
     for field, text in idle_settings(cfg):
-        if field.metadata["results"] != "none":
+        if field.metadata["results"] != "none" or field.name.startswith("sglang_jax"):
             yield f"{text}; leave it out"
     if cfg.num_pre_q == 1 and cfg.steps and cfg.adv_estimator != "reinforce":
         yield (
@@ -298,7 +311,7 @@ def contradictions(cfg: Config) -> Iterator[str]:
     if cfg.ref_sync_steps > updates > 0:
         steps = f"REF_SYNC_STEPS={cfg.ref_sync_steps}"
         yield f"{steps} is more than the run's {updates} updates (STEPS * PPO_EPOCHS); lower it"
-    if cfg.is_mode.startswith("sequence") and cfg.filters():
+    if cfg.is_mode.startswith("sequence") and cfg.filters_logps():
         yield (
             f"IS_MODE={cfg.is_mode} with TOP_K, TOP_P or MIN_P shrinks a sequence's weight with "
             f"every token; set token_truncate or token_mask"
@@ -318,7 +331,7 @@ def notes(cfg: Config, layers: Mapping[str, str]) -> Iterator[str]:
     for field, text in idle_settings(cfg):
         if field.metadata["results"] == "none" and layers[field.name] != TINY_LAYER:
             yield text
-    if cfg.filters() and cfg.is_mode == "none" and cfg.steps:
+    if cfg.filters_logps() and cfg.is_mode == "none" and cfg.steps:
         yield "TOP_K, TOP_P, MIN_P change sampling only; IS_MODE=token_truncate weighs the change"
     if 0 < cfg.lr_decay_steps < cfg.steps and cfg.lr_schedule != "constant":
         decay = f"LR_DECAY_STEPS={cfg.lr_decay_steps} is less than STEPS={cfg.steps}"
@@ -381,20 +394,7 @@ class Command(NamedTuple):
 def load(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Command:
     """The settings of a command line and of `env`, or of os.environ, to which it adds those of
     `.env`. Ends the program for --print-config and for mistakes."""
-    parser = argparse.ArgumentParser(
-        description="Settings are environment variables: STEPS=1 python train_grpo.py",
-        epilog="`python config.py` lists all settings.",
-    )
-    parser.add_argument("--config", metavar="FILE.yaml", default="", help="settings as YAML")
-    parser.add_argument("--print-config", action="store_true", help="print every setting and exit")
-    parser.add_argument("--plan", metavar="SLICE", default="", help="say if the run fits there")
-    parser.add_argument("--processes", type=int, default=1, help="processes to print sizes for")
-    parser.add_argument("--local-devices", type=int, default=1, help="devices of each process")
-    args = parser.parse_args(argv)
-    if min(args.processes, args.local_devices) < 1:
-        parser.error("--processes and --local-devices must be at least 1")
-    if (args.processes, args.local_devices) != (1, 1) and not args.print_config:
-        parser.error("--processes and --local-devices are only for --print-config")
+    args = parsing.parse_command_line(argv)
     try:
         if args.plan and args.print_config:
             raise UserMistake("--plan is only for train_grpo.py, without --print-config")

@@ -12,6 +12,10 @@ from run import Run
 from runtime.run_log import Clock, RunLog
 from sampling import Completions
 
+# The mean difference between the sampler's log-probabilities and the trainer's which rounding does
+# not explain. With float32 it is about 1e-6. With bfloat16, which has 8 bits, logits near 20 are
+# rounded to steps of 0.125, and a mean of 0.01 to 0.03 is usual; wrong weights give 0.1 or more.
+DRIFT_LEVELS = {"float32": 1e-3, "bfloat16": 0.05}
 PHASES = ("rollout_sync", "rollout_generate", "reward", "advantages", "shard", "update")
 
 
@@ -37,7 +41,7 @@ def what_is_not_finite(metrics: dict[str, float]) -> str:
 
 def log_step(run: Run, log: RunLog, step: Step, groups: Groups) -> None:
     """Prints the step's lines, and writes its record and two of its completions."""
-    for line in step_lines(step, run.cfg.print_train_time_breakdown):
+    for line in step_lines(step, run.cfg.print_train_time_breakdown, drift_level(run)):
         log.line(line)
     records = step_records(step, run.cfg.num_pre_q, [f.__name__ for f in run.functions])
     log.record(step.number, records | {"train-other/batch_local": run.sizes.local_batch})
@@ -45,10 +49,19 @@ def log_step(run: Run, log: RunLog, step: Step, groups: Groups) -> None:
     log.step_done()
 
 
-def step_lines(step: Step, breakdown: bool) -> list[str]:
+def drift_level(run: Run) -> float:
+    """The level of DRIFT_LEVELS for the dtypes of a run; infinite where the difference also has
+    another cause: the log-probabilities of `naive` are those of the filtered distribution."""
+    if run.cfg.filters_logps():
+        return math.inf
+    return max(DRIFT_LEVELS[str(x.dtype)] for x in (run.training, run.rollout))
+
+
+def step_lines(step: Step, breakdown: bool, drift_level: float = math.inf) -> list[str]:
     """The line that people parse, then a line for each thing to note about the step.
 
-    breakdown: the first line ends with the seconds of each phase and with lengths.
+    breakdown: the first line ends with the seconds of each phase and with lengths. drift_level: of
+    sampling_logp_difference/mean; above it a line says so.
     """
     results, metrics = step.results, step.metrics
     text = (
@@ -70,6 +83,11 @@ def step_lines(step: Step, breakdown: bool) -> list[str]:
         lines.append(f"dynamic_sampling step={step.number} rounds={rounds:.0f} kept={kept:.4f}")
     if not (step.advantages * step.counted).any():
         lines.append(f"{note}: all advantages that count are 0, and so is the policy gradient")
+    if (drift := metrics["sampling_logp_difference/mean"]) > drift_level:
+        lines.append(
+            f"{note}: sampling_logp_difference/mean={drift:.4g} is above {drift_level:g}, which "
+            f"rounding does not explain: the sampler's weights or programs are not the trainer's"
+        )
     if wrong := what_is_not_finite(metrics):
         lines.append(f"{note}: an update was not applied: {wrong}")
     return lines

@@ -4,6 +4,7 @@ Dimensions: P prompts of a step, K completions per prompt, B = P*K sequences ove
 of them on this process, T completion tokens, padded to MAX_LENGTH_SAMPLE.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -12,13 +13,14 @@ import numpy as np
 import data
 import rewards
 from loss import equal_groups
-from models.model import Params
-from run import Run
+from models.model import Compute, Params
+from run import Backend, Run
 from runtime.layout import gather_processes
 from runtime.processes import StopSignal
 from runtime.run_log import Clock
 from runtime.sizes import prompt_width
-from sampling import Completions, PaddedPrompts, generate
+from sampling import Completions, PaddedPrompts, Sampling, Stopping, generate
+from update import sync_weights
 
 
 class StepResults(NamedTuple):
@@ -48,19 +50,71 @@ class Sampled(NamedTuple):
     rewards: np.ndarray  # [num_rounds * B] float64
 
 
+class NaiveBackend:
+    """ROLLOUT_BACKEND=naive: the programs of sampling.py, on the devices of all processes."""
+
+    def __init__(self, rollout: Compute, stopping: Stopping) -> None:
+        self._rollout, self._stopping = rollout, stopping
+        self._weights: Params | None = None
+
+    def update_weights(self, params: Params) -> None:
+        """Copies the weights in the dtype and the layout of the rollout, and waits until they are
+        there."""
+        rollout = self._rollout
+        sync = sync_weights(rollout.model, rollout.layout.mesh, rollout.dtype, rollout.layer_loop)
+        self._weights = jax.block_until_ready(sync(params))
+
+    def generate(
+        self, prompts: PaddedPrompts, sequence_ids: np.ndarray, key: jax.Array, sampling: Sampling
+    ) -> Completions:
+        """The completions of one rollout pass; see generate in sampling.py."""
+        return generate(
+            self._weights,
+            self._rollout,
+            prompts,
+            sequence_ids,
+            key,
+            sampling=sampling,
+            stopping=self._stopping,
+        )
+
+    def release(self) -> None:
+        """Frees the copy of the weights, until the next update_weights."""
+        self._weights = None
+
+    def close(self) -> None:
+        """Does nothing; other backends end their threads."""
+
+
+def make_backend(run: Run) -> Backend:
+    """The backend that ROLLOUT_BACKEND names. Raises UserMistake if it cannot compute the run."""
+    if run.cfg.rollout_backend == "naive":
+        return NaiveBackend(run.rollout, run.stopping)
+    from rollout_sglang import SglangBackend  # its packages are needed only here
+
+    return SglangBackend(run)
+
+
+def stop_if_no_engine(backend: str, devices: Sequence[jax.Device]) -> None:
+    """Raises UserMistake if ROLLOUT_BACKEND=backend is an engine that cannot run on the devices."""
+    if backend == "sglang_jax":
+        from rollout_sglang import import_engine
+
+        import_engine(devices)
+
+
 def sample_groups(
-    run: Run, decoder: Params, stop: StopSignal, key: jax.Array, first_round: int, clock: Clock
+    run: Run, backend: Backend, stop: StopSignal, key: jax.Array, first_round: int, clock: Clock
 ) -> Sampled:
     """The P groups of a step: K completions of each of P prompts, with their rewards.
 
     With DYNAMIC_SAMPLING it samples P more prompts until P groups have rewards that differ, at most
-    DYNAMIC_SAMPLING_MAX_ROUNDS times. decoder: the weights laid out for decoding. first_round: how
-    many rounds the run has sampled before; the number of a round decides its prompts and what is
-    drawn.
+    DYNAMIC_SAMPLING_MAX_ROUNDS times. backend: it has the weights. first_round: how many rounds the
+    run has sampled before; the number of a round decides its prompts and what is drawn.
     """
     rounds: list[Groups] = []
     while not enough(run, rounds):
-        rounds.append(_sample_round(run, decoder, stop, key, first_round + len(rounds), clock))
+        rounds.append(_sample_round(run, backend, stop, key, first_round + len(rounds), clock))
     rewarded = np.concatenate([groups.results.rewards for groups in rounds])
     return Sampled(
         groups=choose_groups(run, rounds),
@@ -89,13 +143,13 @@ def have_equal_rewards(run: Run, rounds: list[Groups]) -> np.ndarray:
 
 
 def _sample_round(
-    run: Run, decoder: Params, stop: StopSignal, key: jax.Array, number: int, clock: Clock
+    run: Run, backend: Backend, stop: StopSignal, key: jax.Array, number: int, clock: Clock
 ) -> Groups:
     """The groups of round `number` of the run, from 0."""
     P, K = run.sizes.prompts_per_step, run.cfg.num_pre_q
     indices = data.batch_indices(len(run.train_prompts), P, number, run.cfg.seed)  # [P]
     prompts = [run.train_prompts[i] for i in indices]
-    completions = _complete_prompts(run, decoder, stop, prompts, jax.random.fold_in(key, number))
+    completions = _complete_prompts(run, backend, stop, prompts, jax.random.fold_in(key, number))
     clock.lap("rollout_generate")
 
     local = prompts[run.local_prompts()]  # [b/K]
@@ -133,7 +187,7 @@ def choose_groups(run: Run, rounds: list[Groups]) -> Groups:
 
 
 def _complete_prompts(
-    run: Run, decoder: Params, stop: StopSignal, prompts: list[data.Prompt], key: jax.Array
+    run: Run, backend: Backend, stop: StopSignal, prompts: list[data.Prompt], key: jax.Array
 ) -> Completions:
     """K completions of each of this process's part of P prompts, in passes of the rollout."""
     K, size, pad_id = run.cfg.num_pre_q, run.sizes.prompt_batch_size, run.stopping.pad_id
@@ -144,14 +198,11 @@ def _complete_prompts(
         stop.check()
         ids = [prompt.ids for prompt in prompts[first : first + size]]
         passes.append(
-            generate(
-                decoder,
-                run.rollout,
+            backend.generate(
                 PaddedPrompts(*data.pad_prompts(ids, width, pad_id)),
                 np.arange(first * K, (first + size) * K, dtype=np.int32),
                 key,
-                sampling=run.sampling,
-                stopping=run.stopping,
+                run.sampling,
             )
         )
     return Completions(*(np.concatenate(arrays) for arrays in zip(*passes, strict=True)))

@@ -2,18 +2,19 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import data
 import rewards
 from config import Config
 from loss import Objective
-from models.model import Compute, ModelConfig
+from models.model import Compute, ModelConfig, Params
 from runtime.sizes import Sizes
-from sampling import Sampling, Stopping
+from sampling import Completions, PaddedPrompts, Sampling, Stopping
 from update import Optimizer
 
 
@@ -54,6 +55,24 @@ class Run(Inputs):
         """This process's part of the P prompts of a step."""
         sequences = self.local_sequences()
         return slice(sequences.start // self.cfg.num_pre_q, sequences.stop // self.cfg.num_pre_q)
+
+
+class Backend(Protocol):
+    """What samples completions, as ROLLOUT_BACKEND names it: token ids in, token ids out."""
+
+    def update_weights(self, params: Params) -> None:
+        """Takes these weights, before the rollout passes of a step or of an evaluation."""
+
+    def generate(
+        self, prompts: PaddedPrompts, sequence_ids: np.ndarray, key: jax.Array, sampling: Sampling
+    ) -> Completions:
+        """The completions of one rollout pass, as generate in sampling.py describes them."""
+
+    def release(self) -> None:
+        """Frees the memory that the update needs."""
+
+    def close(self) -> None:
+        """Ends what the backend has started."""
 
 
 # ---- From settings -------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ Verbs (the default is run):
   create, delete   Create or delete the TPU VM. TPU_TYPE is its type, such as v6e-8. TPU_VERSION is
                    its software; the default depends on the type. TPU_SPOT=1 asks for a spot VM.
   setup            Sync, create .venv with Python 3.11 or newer, and install requirements.txt,
-                   jax[tpu] and TPU_PACKAGES (such as wandb) in .venv.
+                   jax[tpu] and TPU_PACKAGES (such as wandb) in .venv. With settings that have
+                   ROLLOUT_BACKEND=sglang_jax, install sglang-jax too.
   sync [--force]   Check out on every worker the commit that is checked out here. You must have
                    pushed the commit. --force puts files that differ there into git stash.
   env              Copy ./.env, which has WANDB_API_KEY=... and other secrets, to every worker.
@@ -107,10 +108,10 @@ sync() {
 }
 
 setup() {
-  local packages
-  read -r -a packages <<<"${TPU_PACKAGES:-}"
+  read_settings
   sync &&
-    on_workers 0 "$WORKER" "$(worker_command setup "$TPU_VENV" ${packages[@]+"${packages[@]}"})"
+    on_workers 0 "$WORKER" \
+      "$(worker_command setup "$TPU_VENV" "$CONFIG" "${TPU_PACKAGES:-}") $settings"
 }
 
 send_env() {

@@ -30,7 +30,8 @@ from models.placement import (
     choose_layouts,
     num_params,
 )
-from run import Inputs, Run, objective_of, optimizer_of, reference_dtype, sampling_of
+from rollout import make_backend, stop_if_no_engine
+from run import Backend, Inputs, Run, objective_of, optimizer_of, reference_dtype, sampling_of
 from runtime import processes, resume
 from runtime.checkpoint import Checkpoints
 from runtime.layout import local_count, mesh_text
@@ -44,8 +45,8 @@ from sampling import Stopping
 from update import TrainState, abstract_state, init_state, sync_weights
 
 
-def start(cfg: Config) -> tuple[Run, Lifecycle, TrainState, Params | None] | None:
-    """The run, its life-cycle, its training state and the reference of BETA, at the first step.
+def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | None] | None:
+    """The run, its life-cycle, what samples, the training state and the reference of BETA.
 
     None if OUTPUT_DIR holds this run and all is done. Ends the program for a user's mistake.
     """
@@ -59,6 +60,7 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, TrainState, Params | None] | Non
             print(f"OUTPUT_DIR={cfg.output_dir}: all STEPS={cfg.steps} are done; raise it to go on")
             print(f"DONE: steps={cfg.steps} elapsed_sec={time.perf_counter() - began:.3f}")
             return None
+        backend = make_backend(run)
         name = cfg.wandb_name or Path(cfg.model_path).name
         out = resume.output_folder(cfg.output_dir, name)
         checkpoints, reachable = resume.open_checkpoints(
@@ -77,12 +79,13 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, TrainState, Params | None] | Non
     life = Lifecycle(
         cfg, out, log, stop, checkpoints, progress, run.made_with, saves=saves, began=began
     )
-    return run, life, state, ref_params
+    return run, life, backend, state, ref_params
 
 
 def set_up(cfg: Config) -> Run:
     """Reads and checks all inputs, on all processes. Raises UserMistake for a user's mistakes."""
     mistakes: list[str] = []
+    processes.tried(mistakes, stop_if_no_engine, cfg.rollout_backend, jax.devices())
     processes.tried(mistakes, stop_if_unable_to_write, cfg)
     inputs = processes.tried(mistakes, read_inputs, cfg, not mistakes)
     mistake = UserMistake("\n".join(mistakes)) if mistakes else None
@@ -112,7 +115,7 @@ def set_up(cfg: Config) -> Run:
         f"rewards={cfg.reward_fn or ','.join(f.__name__ for f in inputs.functions)}\n"
         f"mesh dp,fsdp,tp train={mesh_text(training.layout.mesh)} ({cfg.mesh_shape}) "
         f"rollout={mesh_text(rollout.layout.mesh)} ({cfg.rollout_mesh_shape}{reason})\n"
-        f"rollout.backend={cfg.rollout_backend} loss.loss_type={cfg.loss_type} "
+        f"rollout.backend: {cfg.rollout_backend}\nloss.loss_type={cfg.loss_type} "
         f"loss.adv_estimator={cfg.adv_estimator} "
         f"train.policy_loss_impl={training.policy_loss_impl} "
         f"train.attention_impl={training.attention_impl}",
@@ -202,6 +205,9 @@ def how_to_compute(
     )
     # The rollout has no backward.
     rollout = training._replace(layout=layouts.rollout, remat="none", layer_loop=rollout_loop)
+    if cfg.rollout_backend == "sglang_jax":  # this is the copy of the weights that the engine gets
+        name = dtype if cfg.sglang_jax_dtype == "auto" else cfg.sglang_jax_dtype
+        rollout = rollout._replace(layout=layouts.train, dtype=jnp.dtype(name), layer_loop="unroll")
     return training, rollout, f"; {layouts.reason}" if layouts.reason else ""
 
 

@@ -122,8 +122,8 @@ def test_the_record_has_the_names_that_dashboards_read(run: Run) -> None:
 
 
 KNOWN_LINES = re.compile(
-    "(backend|local_batch|model|rollout.backend|output|step)=.*|mesh dp,fsdp,tp train=.*|"
-    "changed: .*|eval(_full)? .*|compiled .*|DONE: .*"
+    "(backend|local_batch|model|loss.loss_type|output|step)=.*|mesh dp,fsdp,tp train=.*|"
+    "rollout.backend: naive|changed: .*|eval(_full)? .*|compiled .*|DONE: .*"
 )
 
 
@@ -265,6 +265,7 @@ def test_files_that_people_copy_alone_import_nothing_of_ours() -> None:
         "train_grpo",
         "startup",
         "run",
+        "rollout_sglang",
         "test_smoke",
     }
 
@@ -302,9 +303,10 @@ def test_the_readme_s_commands_are_those_that_ci_runs() -> None:
         *("pip install -r requirements.txt", "STEPS=1 python train_grpo.py"),
         *("pip install -r requirements-dev.txt", "pytest", "pytest -m slow"),
         *("pip install -r requirements-parity.txt", "pytest -m parity"),
+        "pytest -m engine",
     ]
     found = [next(i for i, line in enumerate(lines) if line.endswith(c)) for c in commands]
     assert found == sorted(found), "in the README's order"
     for command in commands:
         assert re.search(rf"{re.escape(command)}[`\n ]", readme), command
-    assert ci.count("--durations=10") == 3
+    assert ci.count("--durations=10") == 4

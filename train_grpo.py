@@ -28,6 +28,7 @@ from config import Config, load
 if __name__ == "__main__":
     COMMAND = load(sys.argv[1:])  # it ends the program for --print-config and for mistakes
 
+import contextlib
 import math
 from pathlib import Path
 
@@ -41,7 +42,7 @@ from metrics import Step, log_evaluation, log_step, sampling_metrics, what_is_no
 from models import hf
 from models.model import Params
 from rollout import Groups, StepResults, reward_completions, sample_groups
-from run import Run
+from run import Backend, Run
 from runtime.chips import memory_errors_in_sizes
 from runtime.layout import gather_processes, local_part, shard_batch
 from runtime.lifecycle import Lifecycle
@@ -55,7 +56,7 @@ from runtime.sizes import (
     prompt_share,
     prompt_width,
 )
-from sampling import PaddedPrompts, Sampling, generate
+from sampling import PaddedPrompts, Sampling
 from startup import start
 from update import (
     Counts,
@@ -68,7 +69,6 @@ from update import (
     micro_step,
     mix_weights,
     optimizer_step,
-    sync_weights,
     zero_grads,
 )
 
@@ -78,26 +78,28 @@ def main(cfg: Config) -> None:
     started = start(cfg)
     if started is None:  # all steps were done before
         return
-    run, life, state, ref_params = started
+    run, life, backend, state, ref_params = started
     rollout_key, eval_key = jax.random.split(jax.random.key(cfg.seed))
 
     def save() -> None:
         life.save({"state": state} | ({"ref_params": ref_params} if cfg.beta > 0 else {}))
 
-    with life.ending(save):  # after a signal it saves a checkpoint and ends the program
+    # After a signal `ending` saves a checkpoint and ends the program.
+    with contextlib.closing(backend), life.ending(save):
         for step in range(life.progress.step, cfg.steps):
             # ---- Evaluation: the accuracy on held-out questions; step 0 is the baseline ----------
             if cfg.eval_every_steps and step % cfg.eval_every_steps == 0:
-                life.progress.evals[step] = evaluate(run, life, state.params, eval_key, step)
+                accuracy = evaluate(run, life, backend, state.params, eval_key, step)
+                life.progress.evals[step] = accuracy
             clock = Clock()
 
             # ---- Rollout: K completions of each of P prompts, to the host and rewarded there -----
-            decoder = copy_to_decode(run, state.params)
+            backend.update_weights(state.params)
             clock.lap("rollout_sync")
             first_round = life.progress.rounds  # the rounds that all earlier steps took
-            sampled = sample_groups(run, decoder, life.stop, rollout_key, first_round, clock)
+            sampled = sample_groups(run, backend, life.stop, rollout_key, first_round, clock)
             groups = sampled.groups  # completions of this process [b, T], rewards of all [B]
-            del decoder
+            backend.release()
 
             # ---- Advantages: how much better each completion is than its group -------------------
             advantages = group_advantages(
@@ -147,19 +149,13 @@ def main(cfg: Config) -> None:
                 save()
 
         if cfg.eval_every_steps:
-            life.progress.evals[cfg.steps] = evaluate(run, life, state.params, eval_key, cfg.steps)
+            accuracy = evaluate(run, life, backend, state.params, eval_key, cfg.steps)
+            life.progress.evals[cfg.steps] = accuracy
         if cfg.steps:
             save()  # the last checkpoint, with the last accuracy
         if cfg.eval_full_sweep:
-            evaluate(run, life, state.params, eval_key, cfg.steps, full=True)
+            evaluate(run, life, backend, state.params, eval_key, cfg.steps, full=True)
     life.finish(lambda: export(run, life.out, state.params))
-
-
-def copy_to_decode(run: Run, params: Params) -> Params:
-    """The weights in the dtype of the rollout, laid out for decoding, once they are ready."""
-    rollout = run.rollout
-    sync = sync_weights(rollout.model, rollout.layout.mesh, rollout.dtype, rollout.layer_loop)
-    return jax.block_until_ready(sync(params))
 
 
 # ---- Micro-batches -------------------------------------------------------------------------------
@@ -331,7 +327,13 @@ def one_update(
 
 
 def evaluate(
-    run: Run, life: Lifecycle, params: Params, key: jax.Array, step: int, full: bool = False
+    run: Run,
+    life: Lifecycle,
+    backend: Backend,
+    params: Params,
+    key: jax.Array,
+    step: int,
+    full: bool = False,
 ) -> float:
     """The accuracy on the first EVAL_PROMPTS questions of the eval split, or on all; logged.
 
@@ -349,7 +351,7 @@ def evaluate(
     passes = math.ceil(len(prompts) / (size * processes))
     padded = [*prompts, *[prompts[-1]] * (passes * size * processes - len(prompts))]
     width = prompt_width(max(len(prompt.ids) for prompt in prompts), cfg.global_length)
-    decoder = copy_to_decode(run, params)
+    backend.update_weights(params)
     clock.lap("rollout_sync")
     tables = []
     for i in range(passes):
@@ -357,19 +359,17 @@ def evaluate(
         first = (i * processes + jax.process_index()) * size  # this process's first question
         questions = padded[first : first + size]
         ids = [prompt.ids for prompt in questions]
-        completions = generate(
-            decoder,
-            run.rollout,
+        completions = backend.generate(
             PaddedPrompts(*data.pad_prompts(ids, width, run.stopping.pad_id)),
             np.arange(first * samples, (first + size) * samples, dtype=np.int32),
             key,
-            sampling=run.sampling if samples > 1 else Sampling(temperature=0.0),
-            stopping=run.stopping,
+            run.sampling if samples > 1 else Sampling(temperature=0.0),
         )
         clock.lap("rollout_generate")
         totals, per_function = reward_completions(run, completions, questions)
         tables.append(gather_processes(np.column_stack([totals, per_function])))
         clock.lap("reward")
+    backend.release()
     table = np.concatenate(tables)[: len(prompts) * samples]  # [questions * samples, 1 + functions]
     return log_evaluation(run, life.log, step, table, clock, full)
 

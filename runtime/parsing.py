@@ -4,6 +4,7 @@ A mistake is a line of text that names the setting and where it stands; one read
 them. Imports neither jax nor flax.
 """
 
+import argparse
 import dataclasses
 import difflib
 import math
@@ -73,7 +74,26 @@ def shared_by_processes(config: Any) -> list[str]:
     return [f.name for f in dataclasses.fields(config) if not f.metadata["per_process"]]
 
 
-# ---- Reading the environment and YAML ------------------------------------------------------------
+# ---- Reading the command line, the environment and YAML ------------------------------------------
+
+
+def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
+    """The flags; a wrong one ends the program with exit code 2."""
+    parser = argparse.ArgumentParser(
+        description="Settings are environment variables: STEPS=1 python train_grpo.py",
+        epilog="`python config.py` lists all settings.",
+    )
+    parser.add_argument("--config", metavar="FILE.yaml", default="", help="settings as YAML")
+    parser.add_argument("--print-config", action="store_true", help="print every setting and exit")
+    parser.add_argument("--plan", metavar="SLICE", default="", help="say if the run fits there")
+    parser.add_argument("--processes", type=int, default=1, help="processes to print sizes for")
+    parser.add_argument("--local-devices", type=int, default=1, help="devices of each process")
+    args = parser.parse_args(argv)
+    if min(args.processes, args.local_devices) < 1:
+        parser.error("--processes and --local-devices must be at least 1")
+    if (args.processes, args.local_devices) != (1, 1) and not args.print_config:
+        parser.error("--processes and --local-devices are only for --print-config")
+    return args
 
 
 def read_env(env: Mapping[str, str], config: type, mistakes: list[Mistake]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ flags = os.environ.get("XLA_FLAGS", "")
 flags += " --xla_force_host_platform_device_count=8 --xla_cpu_use_fusion_emitters=false"
 os.environ["XLA_FLAGS"] = flags.strip()
 
-QUICK = "not slow and not parity"  # the addopts of pyproject.toml
+QUICK = "not slow and not parity and not engine"  # the addopts of pyproject.toml
 # A worker takes one file after the other. The files that take longest come first, so that both
 # workers end together.
 LONGEST = """

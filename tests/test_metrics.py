@@ -1,6 +1,7 @@
 """Claims about metrics.py: what a run prints and records, on numbers worked by hand."""
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,7 +10,15 @@ import pytest
 from test_rollout import completions_of
 
 from config import Config
-from metrics import Step, evaluation, log_step, sampling_metrics, step_lines, step_records
+from metrics import (
+    Step,
+    drift_level,
+    evaluation,
+    log_step,
+    sampling_metrics,
+    step_lines,
+    step_records,
+)
 from rewards import AccuracyRule, accuracy_rule
 from rollout import Groups, Sampled, StepResults
 from runtime import run_log
@@ -27,7 +36,8 @@ RESULTS = StepResults(
     stopped=np.array([1.0, 0, 1, 1]),
     per_function=np.array([[1.0, 1.0], [0.0, 0.5], [1.0, 0.0], [NAN, 1.0]]),
 )
-METRICS = {"loss": 0.25, "entropy": 1.5, "grad_norm": 2.0}
+DRIFT = "sampling_logp_difference/mean"
+METRICS = {"loss": 0.25, "entropy": 1.5, "grad_norm": 2.0, DRIFT: 1e-6}
 LINE = "step=7 loss=0.250000 entropy=1.5000 reward_mean=1.1250 dt=0.00s"
 NOTHING = "note step=7: all advantages that count are 0, and so is the policy gradient"
 
@@ -55,6 +65,31 @@ def test_the_step_line_ends_with_its_seconds_and_each_note_has_a_line() -> None:
         LINE,
         "note step=7: an update was not applied: grad_norm is nan",
     ]
+
+
+def test_a_line_warns_of_a_difference_between_sampler_and_trainer_that_is_not_rounding() -> None:
+    drifted = step(METRICS | {DRIFT: 0.25})
+    assert step_lines(drifted, False) == step_lines(drifted, False, 0.25) == [LINE]
+    (line, note) = step_lines(drifted, False, 0.05)
+    assert note.startswith(
+        "note step=7: sampling_logp_difference/mean=0.25 is above 0.05, which rounding"
+    )
+
+
+@pytest.mark.parametrize(
+    "settings, dtypes, level",
+    [
+        ({}, ("float32", "float32"), 1e-3),
+        ({}, ("bfloat16", "bfloat16"), 0.05),
+        ({"ROLLOUT_BACKEND": "sglang_jax"}, ("float32", "bfloat16"), 0.05),
+        ({"TOP_K": "20"}, ("float32", "float32"), math.inf),  # the filter is a difference too
+        ({"TOP_K": "20", "ROLLOUT_BACKEND": "sglang_jax"}, ("float32", "float32"), 1e-3),
+    ],
+)
+def test_the_level_of_the_difference_follows_from_the_dtypes(settings, dtypes, level) -> None:
+    cfg = Config.from_env(settings)
+    training, rollout = (SimpleNamespace(dtype=np.dtype(dtype)) for dtype in dtypes)
+    assert drift_level(SimpleNamespace(cfg=cfg, training=training, rollout=rollout)) == level
 
 
 def test_a_line_says_what_jax_compiled_in_a_step_if_it_took_long(monkeypatch) -> None:

@@ -58,6 +58,22 @@ def planned(
 
 
 @needs_compiler
+def test_the_engine_s_memory_is_its_weights_and_its_pool(model: Path) -> None:
+    """The pool has 4 kv heads, since each of the 4 devices holds one of the model's 2."""
+    layer = 256 * (2 * 256 + 2 * 128 + 3 * 512) + 512 + 2 * 256
+    parameters, pool = 8192 * 256 + 2 * layer + 256, 3_000_000 * 2 * 2 * 4 * 64
+    gib = (parameters + pool) * 2 / 4 / 2**30
+    env = {"ROLLOUT_BACKEND": "sglang_jax", "BATCH_SIZE": "2", "EVAL_EVERY_STEPS": "0"}
+    env["SGLANG_JAX_MAX_TOTAL_TOKENS"] = "3000000"
+    assert f"{gib:.2f}" == "1.43"
+    done = planned("v4-8", model, **env)
+    assert done.returncode == 0, done.stderr
+    names = re.findall(r"^\| (\w+) \|.* (?:\d+ s|not compiled) \|", done.stdout, re.M)
+    assert names == ["engine", "sync_weights", "micro_step", "optimizer_step"]
+    assert f"| engine | 0.00 | {gib:.2f} | " in done.stdout
+
+
+@needs_compiler
 def test_a_plan_lists_every_program_of_the_run_and_fits(model: Path) -> None:
     done = planned("v6e-8", model, BETA="0.04")
     assert done.returncode == 0, done.stdout + done.stderr

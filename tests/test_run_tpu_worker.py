@@ -43,6 +43,21 @@ def test_the_exit_file_has_the_exit_code_when_the_log_is_on_a_full_disk(cloud: C
     assert (logs / "nohup_x_latest.exit").read_text() == "2\n"
 
 
+def test_setup_installs_the_engine_that_the_settings_ask_for(cloud: Cloud) -> None:
+    recipe = "recipes/tunix_qwen3_4b_10steps_sglang.yaml"
+    told, env = "w installs sglang-jax", {"PIP_DRY_RUN": "1"}  # pip looks, but installs nothing
+    without = worker(cloud, "setup", sys.prefix, "", "", **env)
+    assert without.returncode == 0 and told not in without.stdout
+    overridden = worker(cloud, "setup", sys.prefix, recipe, "", "ROLLOUT_BACKEND=naive", **env)
+    assert "SGLANG_JAX_MEM_FRACTION_STATIC=0.8 does nothing" in overridden.stderr
+    for asked in ([recipe, ""], ["", "", "ROLLOUT_BACKEND=sglang_jax"]):
+        done = worker(cloud, "setup", sys.prefix, *asked, **env)
+        if sys.version_info < (3, 12):
+            assert done.returncode == 2 and "has a Python older than 3.12" in done.stderr
+        else:
+            assert done.returncode == 0 and told in done.stdout
+
+
 def test_a_start_that_is_sent_again_does_not_repeat_a_run_that_has_ended(cloud: Cloud) -> None:
     start = ["start", "x", "20260101T000000Z", sys.prefix, "", "STEPS=-1"]
     assert "w started: process" in worker(cloud, *start).stdout

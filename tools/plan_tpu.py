@@ -20,6 +20,7 @@ import jax
 from config import Config
 from models import hf
 from models.placement import decode_work, num_params
+from rollout_sglang import pool_of
 from run import sampling_of
 from runtime.chips import CHIPS, OUT_OF_MEMORY_CODE, SLICES
 from runtime.layout import mesh_text
@@ -66,16 +67,17 @@ def print_all(cfg: Config, name: str) -> int:
         flush=True,
     )
     memories = {}
+    if plan.cfg.rollout_backend == "sglang_jax":
+        memories["engine"] = memory = engine_memory(plan, limit)
+        print(f"| engine | {row(memory, limit)} | not compiled | |", flush=True)
     for program in PROGRAMS:
         if not runs(plan, program):
             continue
         began = time.perf_counter()
         memories[program], text = memory, _ = compiled(plan, program)
         seconds = time.perf_counter() - began
-        columns = " | ".join(f"{x / GIB:.2f}" for x in (*memory, memory.total))
-        barely = "yes" if memory.total <= 0.95 * limit else "barely"
-        verdict = f"{barely if memory.total <= limit else 'NO'} | {seconds:.0f} s"
-        print(f"| {program} | {columns} | {verdict} | {collectives_text(text)} |", flush=True)
+        columns = f"{row(memory, limit)} | {seconds:.0f} s"
+        print(f"| {program} | {columns} | {collectives_text(text)} |", flush=True)
     print_estimates(plan, name)
 
     misfits = [program for program, memory in memories.items() if memory.total > limit]
@@ -85,6 +87,26 @@ def print_all(cfg: Config, name: str) -> int:
     total = f"{memories[most].total / GIB:.2f} of {chip.hbm_gib} GiB in {most}"
     print(f"{name}: {'DOES NOT FIT' if misfits else 'fits'}, {total}")
     return OUT_OF_MEMORY_CODE if misfits else 0
+
+
+def engine_memory(plan: Plan, limit: float) -> Memory:
+    """What the serving engine holds while it samples: its weights, and a pool of keys and values,
+    which together get at most a fraction of the memory that is free without the training state."""
+    cfg, model, rollout = plan.cfg, plan.rollout.model, plan.rollout
+    devices = [*rollout.layout.mesh.devices.flat]
+    _, tokens = pool_of(cfg, plan.sizes, plan.S + 1, devices)
+    heads = max(model.num_kv_heads, len(devices))  # each device holds at least one
+    numbers = num_params(model) + tokens * model.num_layers * 2 * heads * model.head_dim
+    held = numbers * rollout.dtype.itemsize / len(devices)
+    most = cfg.sglang_jax_mem_fraction_static * limit
+    return Memory(0, min(held, most), rest_of_run(plan, "engine"))
+
+
+def row(memory: Memory, limit: float) -> str:
+    """The memory of a program in GiB, and whether it fits, as columns of the table."""
+    columns = " | ".join(f"{x / GIB:.2f}" for x in (*memory, memory.total))
+    barely = "yes" if memory.total <= 0.95 * limit else "barely"
+    return f"{columns} | {barely if memory.total <= limit else 'NO'}"
 
 
 def make_plan(cfg: Config, name: str) -> tuple[Plan, str]:
@@ -154,6 +176,9 @@ def remedies(plan: Plan, name: str, program: str, limit: float) -> list[str]:
         names = MICRO_SIZES
     elif program in ROLLOUT:
         names = PASS_SIZES
+    elif program == "engine":
+        free = 1 - rest_of_run(plan, program) / limit
+        return [f"SGLANG_JAX_MEM_FRACTION_STATIC={math.floor(100 * free) / 100:.2f} would fit"]
     else:
         return ["use a larger slice, OPTIMIZER=sgd or lion, or BETA=0"]
     smaller = smaller_sizes(cfg, sizes, plan.processes, local, names)

@@ -152,6 +152,8 @@ def bytes_of(tree: Any) -> int:
 def runs(plan: Plan, program: str) -> bool:
     """False if the settings switch the program off."""
     cfg = plan.cfg
+    if program in ROLLOUT and cfg.rollout_backend != "naive":  # the engine has programs of its own
+        return False
     if program == "compute_logps":
         return cfg.beta > 0 or cfg.top_entropy_quantile < 1
     return not program.startswith("eval_") or cfg.eval_every_steps > 0 or cfg.eval_full_sweep

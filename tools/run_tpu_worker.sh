@@ -88,11 +88,12 @@ sync() {
   echo "$HOSTNAME HEAD=$(git rev-parse HEAD)"
 }
 
-# setup VENV PACKAGE...: creates the Python environment VENV and installs the packages in it.
+# setup VENV CONFIG PACKAGES [SETTING=VALUE...]: creates the Python environment VENV and installs in
+# it what the settings need, and PACKAGES, which are separated by spaces.
 setup() {
-  local venv=$1 python found=
+  local venv=$1 config=$2 python packages found=
   local new_enough='import sys, ensurepip; sys.exit(sys.version_info < (3, 11))'
-  shift
+  read -r -a packages <<<"$3"
   if [[ ! -x $venv/bin/python ]]; then
     for python in python3.13 python3.12 python3.11 python3; do
       if "$python" -c "$new_enough" 2>/dev/null; then
@@ -107,7 +108,17 @@ setup() {
       python3 -m uv venv --quiet --seed --python 3.12 "$venv"
     fi
   fi
-  "$venv/bin/python" -m pip install --quiet -r requirements.txt "jax[tpu]" "$@"
+  "$venv/bin/python" -m pip install --quiet -r requirements.txt "jax[tpu]" \
+    ${packages[@]+"${packages[@]}"}
+  if env "${@:4}" "$venv/bin/python" config.py ${config:+--config "$config"} |
+    grep -q '^rollout.backend: sglang_jax'; then
+    "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 12))' ||
+      fail "$HOSTNAME: $venv has a Python older than 3.12, which sglang-jax needs; install a newer \
+Python there, remove $venv and repeat setup"
+    echo "$HOSTNAME installs sglang-jax"
+    "$venv/bin/python" -m pip install --quiet --no-deps --pre "sglang-jax==0.1.0rc0"
+    "$venv/bin/python" -m pip install --quiet -r requirements-sglang.txt
+  fi
   echo "$HOSTNAME set up: $("$venv/bin/python" --version), $("$venv/bin/python" -m pip list \
     2>/dev/null | awk '/^(jax|libtpu|flax|transformers) / {printf "%s %s ", $1, $2}')"
 }

@@ -1,0 +1,519 @@
+"""ROLLOUT_BACKEND=sglang_jax: what stops a run, how weights are mapped, and runs with the engine.
+
+`pytest -m engine` runs the tests with the engine, in an environment as docs/sglang.md describes it.
+"""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import SingleDeviceSharding
+from small_model import MODEL
+from test_reliability import records, wait_for
+from test_train import Result, finish, start, train
+
+import rollout_sglang
+from config import Config, load
+from models import hf
+from models.model import Compute, arrange_layers, forward, init_params
+from models.placement import num_params
+from rollout_sglang import engine_arguments, engine_leaves, import_engine, stop_if_unable
+from runtime.layout import make_mesh
+from runtime.mistakes import UserMistake
+from tools.make_random import make_random
+from tools.widen_heads import widen_heads
+
+REPO = Path(__file__).resolve().parent.parent
+TINY = REPO / "tiny"
+engine = pytest.mark.engine
+needs_engine = pytest.mark.skipif(
+    importlib.util.find_spec("sgl_jax") is None, reason="sglang-jax is not installed"
+)
+
+# ---- What stops a run ----------------------------------------------------------------------------
+
+CPU = SimpleNamespace(platform="cpu", device_kind="cpu")
+V4 = SimpleNamespace(platform="tpu", device_kind="TPU v4")
+
+
+@pytest.fixture
+def new_python(monkeypatch) -> pytest.MonkeyPatch:
+    """A Python that is new enough, without the variable that conftest.py sets."""
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.setattr(rollout_sglang.sys, "version_info", (3, 12, 1, "final", 0))
+    return monkeypatch
+
+
+def refusal(device: SimpleNamespace = CPU) -> str:
+    with pytest.raises(UserMistake) as error:
+        import_engine([device])
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_an_engine_is_refused_in_several_processes(new_python) -> None:
+    new_python.setattr(jax, "process_count", lambda: 2)
+    assert "runs in one process, and 2 have joined" in refusal()
+    assert refusal().endswith("use ROLLOUT_BACKEND=naive")
+
+
+def test_an_engine_is_refused_on_an_old_python(new_python) -> None:
+    new_python.setattr(rollout_sglang.sys, "version_info", (3, 11, 7, "final", 0))
+    assert "needs Python 3.12 or newer" in refusal()
+
+
+@pytest.mark.parametrize(
+    "platform, kind, words",
+    [
+        ("gpu", "NVIDIA H100", "needs a TPU, or a CPU for tests, not a gpu"),
+        ("tpu", "TPU v2", "needs a TPU v4 or newer, and this is a TPU v2"),
+        ("tpu", "TPU v3", "needs a TPU v4 or newer, and this is a TPU v3"),
+    ],
+)
+def test_an_engine_is_refused_on_devices_that_it_does_not_know(
+    new_python, platform, kind, words
+) -> None:
+    assert words in refusal(SimpleNamespace(platform=platform, device_kind=kind))
+
+
+@pytest.mark.parametrize("device, names", [(V4, "tpu"), (V4, "tpu,cpu"), (CPU, "cpu,tpu")])
+def test_an_engine_is_refused_with_jax_platforms_that_stop_it(new_python, device, names) -> None:
+    new_python.setenv("JAX_PLATFORMS", names)
+    assert refusal(device).startswith(f"JAX_PLATFORMS={names} stops the engine")
+
+
+def fake_package(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        file = folder / "sgl_jax" / "srt" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+
+OLD = {  # the modules of a version without `enable_single_process`
+    "entrypoints/engine.py": "",
+    "managers/tokenizer_manager.py": "",
+    "model_executor/model_runner.py": "class ModelRunner: pass",
+    "server_args.py": "import dataclasses\n@dataclasses.dataclass\nclass ServerArgs:\n  a: int",
+}
+
+
+@pytest.mark.parametrize(
+    "files, words",
+    [
+        ({}, "needs sglang-jax, whose import says: "),
+        ({"entrypoints/engine.py": "class A[T :\n  pass"}, "whose import says: SyntaxError"),
+        (OLD, "this sglang-jax is too old; pip install"),
+    ],
+)
+def test_an_engine_that_is_missing_or_old_is_refused_with_the_command_that_installs_it(
+    new_python, tmp_path, files, words
+) -> None:
+    fake_package(tmp_path, files)
+    for name in [name for name in sys.modules if name.startswith("sgl_jax")]:
+        new_python.delitem(sys.modules, name)
+    new_python.syspath_prepend(tmp_path)
+    if not files:
+        new_python.setitem(sys.modules, "sgl_jax", None)  # as if it were not installed
+    assert words in refusal() and rollout_sglang.INSTALL in refusal()
+
+
+@pytest.mark.parametrize(
+    "settings, changes, kind, words",
+    [
+        ({"SGLANG_JAX_CONTEXT_LENGTH": "171"}, {}, "tpu", "SGLANG_JAX_CONTEXT_LENGTH=171"),
+        ({"SGLANG_JAX_MAX_TOTAL_TOKENS": "171"}, {}, "tpu", "is less than 172: the longest"),
+        ({}, {"qkv_bias": False}, "tpu", "samples qwen2 and qwen3, and the model is of the family"),
+        ({}, {"head_dim": 64}, "cpu", "needs a head_dim that is a multiple of 128"),
+    ],
+)
+def test_a_model_and_lengths_that_the_engine_cannot_compute_are_refused(
+    settings, changes, kind, words
+) -> None:
+    model = dataclasses.replace(MODEL, **{"qkv_bias": True, "head_dim": 128} | changes)
+    backend = {"ROLLOUT_BACKEND": "sglang_jax", "MAX_LENGTH_SAMPLE": "64", "MODEL_PATH": "x"}
+    with pytest.raises(UserMistake, match=words):
+        stop_if_unable(Config.from_env(backend | settings), model, 100, kind)
+    # One token more, or the same model on a TPU, is right.
+    right = {name: "172" for name in settings}
+    model = dataclasses.replace(model, qkv_bias=True)
+    stop_if_unable(Config.from_env(backend | right), model, 100, "tpu")
+
+
+@pytest.mark.parametrize("setting", ["MEM_FRACTION_STATIC=0.5", "DTYPE=float32"])
+def test_settings_of_the_engine_are_refused_without_it(setting) -> None:
+    name, _, value = setting.partition("=")
+    with pytest.raises(UserMistake, match="does nothing with ROLLOUT_BACKEND=naive; leave it out"):
+        Config.from_env({f"SGLANG_JAX_{name}": value})
+
+
+def test_filters_do_not_count_in_the_engine_s_log_probabilities() -> None:
+    """So a weight of a complete sequence, which `naive` refuses, is right with the engine."""
+    given = {"MODEL_PATH": "x", "TOP_K": "20", "IS_MODE": "sequence_mask"}
+    assert not Config.from_env(given | {"ROLLOUT_BACKEND": "sglang_jax"}).filters_logps()
+    with pytest.raises(UserMistake, match="IS_MODE=sequence_mask with TOP_K"):
+        Config.from_env(given)
+
+
+def test_the_backend_is_printed_on_a_line_of_its_own(capsys) -> None:
+    with pytest.raises(SystemExit):
+        load(["--print-config"], {"ROLLOUT_BACKEND": "sglang_jax"})
+    assert "\nrollout.backend: sglang_jax " in capsys.readouterr().out.replace("\n", " \n")
+
+
+def test_a_run_without_the_engine_ends_in_one_line(tmp_path) -> None:
+    env = {"ROLLOUT_BACKEND": "sglang_jax", "PYTHONPATH": str(tmp_path)}
+    fake_package(tmp_path, OLD)
+    result = finish(start(tmp_path / "out", env, 1), tmp_path / "out")
+    assert result.code == 2
+    words = "too old" if sys.version_info >= (3, 12) else "needs Python 3.12"
+    assert words in result.errors and len(result.errors.splitlines()) == 1
+
+
+# ---- Its arguments and its weights ---------------------------------------------------------------
+
+
+def test_the_arguments_of_the_engine_follow_from_the_run() -> None:
+    text = "BATCH_SIZE=3 NUM_PRE_Q=4 MAX_LENGTH_SAMPLE=64 SGLANG_JAX_MEM_FRACTION_STATIC=0.8"
+    env = dict(setting.split("=") for setting in text.split())
+    cfg = Config.from_env(env | {"ROLLOUT_BACKEND": "sglang_jax", "MODEL_PATH": "x"})
+    model = dataclasses.replace(MODEL, qkv_bias=True, head_dim=128)
+    run = SimpleNamespace(
+        cfg=cfg,
+        model=model,
+        folder=Path("/models/x"),
+        sizes=SimpleNamespace(prompt_batch_size=3),
+        rollout=SimpleNamespace(dtype=jnp.dtype("bfloat16")),
+        train_prompts=[SimpleNamespace(ids=[1] * 100)],
+        eval_prompts=[SimpleNamespace(ids=[1] * 120)],
+    )
+    found = engine_arguments(run, [V4] * 4)
+    # 3 * 4 sequences of a rollout pass, or 12 questions; 120 + 64 + 8 tokens are two pages of 128.
+    assert found["max_running_requests"] == 12 and found["context_length"] == 192
+    assert found["max_total_tokens"] == 12 * 256 and found["page_size"] == 128
+    assert found["tp_size"] == 4 and found["dtype"] == "bfloat16" and found["device"] == "tpu"
+    assert found["mem_fraction_static"] == 0.8 and not found["disable_overlap_schedule"]
+    assert found["json_model_override_args"] == '{"rope_theta": 10000.0}'
+    assert engine_arguments(run, [CPU])["max_total_tokens"] == 12 * 192
+
+
+def engine_table(copies: int) -> tuple[dict, list[str], list[jax.ShapeDtypeStruct]]:
+    """The table, paths and shapes of an engine whose kv heads are there `copies` times, in another
+    order than the trainer's."""
+    D, h, H, N, F, V = 16, 8, 4, 2 * copies, 24, 48
+    table, shapes = {}, {}
+
+    def add(name: str, path: str, shape: tuple[int, ...], turned: bool = True, kv: bool = False):
+        table[name] = SimpleNamespace(target_path=path, transpose=turned, kv_head_padding=kv)
+        shapes[path] = shape
+
+    for i in (2, 1, 0):
+        block = f"model.layers.{i}"
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            add(f"{block}.{norm}.weight", f"{block}.{norm}.scale", (D,), False)
+        for name, width, kv in (("q", H, False), ("k", N, True), ("v", N, True)):
+            place = f"{block}.self_attn.{name}_proj"
+            add(f"{place}.weight", f"{place}.weight", (D, width * h), True, kv)
+            add(f"{place}.bias", f"{place}.bias", (width * h,), False, kv)
+        add(f"{block}.self_attn.o_proj.weight", f"{block}.self_attn.o_proj.weight", (H * h, D))
+        for name, shape in (("gate", (D, F)), ("up", (D, F)), ("down", (F, D))):
+            add(f"{block}.mlp.{name}_proj.weight", f"{block}.mlp.{name}_proj.weight", shape)
+    add("model.norm.weight", "model.norm.scale", (D,), False)
+    add("model.embed_tokens.weight", "model.embed_tokens.embedding", (V, D), False)
+    table["model.layers.0.self_attn.o_proj.bias"] = SimpleNamespace(
+        target_path="model.layers.0.self_attn.o_proj.bias", transpose=False, kv_head_padding=False
+    )  # the engine's table has names that its model does not have
+    where = SingleDeviceSharding(jax.devices()[0])
+    made = [jax.ShapeDtypeStruct(x, jnp.bfloat16, sharding=where) for x in shapes.values()]
+    return table, [*shapes], made
+
+
+QWEN2 = dataclasses.replace(MODEL, qkv_bias=True)
+
+
+@pytest.fixture(scope="module")
+def params():
+    made = init_params(QWEN2, jax.random.key(0))
+    made = jax.tree.map(lambda x: x + jnp.arange(x.size).reshape(x.shape) / x.size, made)
+    return arrange_layers(made, "unroll", jnp.float32)
+
+
+def test_every_weight_of_the_engine_gets_its_source(params) -> None:
+    table, paths, shapes = engine_table(copies=2)
+    leaves = dict(zip(paths, engine_leaves(params, QWEN2, table, paths, shapes), strict=True))
+    assert len(leaves) == 3 * 12 + 2 and all(x.dtype == jnp.bfloat16 for x in leaves.values())
+    found = {name: np.asarray(x, np.float32) for name, x in leaves.items()}
+    layer = params.layers[1]
+
+    def check(name: str, expected: jax.Array) -> None:
+        wanted = np.asarray(expected.astype(jnp.bfloat16), np.float32)
+        np.testing.assert_array_equal(found[name], wanted)
+
+    check("model.embed_tokens.embedding", params.embed)
+    check("model.norm.scale", params.final_norm)
+    check("model.layers.1.mlp.down_proj.weight", layer.down)
+    check("model.layers.1.self_attn.q_proj.bias", layer.bq)
+    # Two kv heads of 8 numbers, each of them twice.
+    first, second = layer.wk[:, :8], layer.wk[:, 8:]
+    check("model.layers.1.self_attn.k_proj.weight", jnp.hstack([first, first, second, second]))
+    first, second = layer.bv[:8], layer.bv[8:]
+    check("model.layers.1.self_attn.v_proj.bias", jnp.hstack([first, first, second, second]))
+
+
+def test_a_table_that_does_not_transpose_gets_the_transposed_weight(params) -> None:
+    table, paths, shapes = engine_table(copies=1)
+    name = "model.layers.0.mlp.up_proj.weight"
+    table[name].transpose = False  # this engine holds [out, in], as the files of Hugging Face do
+    i = paths.index(name)
+    shapes[i] = jax.ShapeDtypeStruct((24, 16), jnp.float32, sharding=shapes[i].sharding)
+    leaf = engine_leaves(params, QWEN2, table, paths, shapes)[i]
+    np.testing.assert_array_equal(leaf, params.layers[0].up.T)
+
+
+def test_weights_that_do_not_match_are_refused_by_name(params) -> None:
+    def words(change) -> str:
+        table, paths, shapes = engine_table(copies=1)
+        change(table, paths, shapes)
+        with pytest.raises(UserMistake) as error:
+            engine_leaves(params, QWEN2, table, paths, shapes)
+        return str(error.value)
+
+    def new_weight(table, paths, shapes) -> None:
+        paths.append("model.layers.0.self_attn.gate.weight")
+        shapes.append(shapes[0])
+
+    def other_shape(table, paths, shapes) -> None:
+        shapes[0] = jax.ShapeDtypeStruct((17,), jnp.float32, sharding=shapes[0].sharding)
+
+    def lost(table, paths, shapes) -> None:
+        paths.pop(), shapes.pop()
+
+    assert "model.layers.0.self_attn.gate.weight has no source; pip" in words(new_weight)
+    assert "input_layernorm.scale is [17], and model.layers.2.input" in words(other_shape)
+    assert "trainer: model.embed_tokens.weight is not used; pip" in words(lost)
+
+
+# ---- Runs with the engine ------------------------------------------------------------------------
+
+# A reward that differs within groups, also for a model with random weights.
+REWARD = """
+def even(completions, completion_ids, **columns):
+    return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in completion_ids]
+"""
+SETTINGS = {
+    "BATCH_SIZE": "2",
+    "NUM_PRE_Q": "4",
+    "MAX_LENGTH_SAMPLE": "12",
+    "STEPS": "3",
+    "EVAL_EVERY_STEPS": "2",
+    "EVAL_PROMPTS": "8",
+    "SAVE_EVERY_STEPS": "1",
+    "SAVE_KEEP": "0",
+    "LEARNING_RATE": "2e-3",
+    "DATASET": str(TINY),
+    "EXPORT_HF": "none",
+}
+ENGINE = {"ROLLOUT_BACKEND": "sglang_jax", "SGLANG_JAX_DTYPE": "float32"}
+DRIFT = "train-other/sampling_logp_difference/max"
+# The second line holds for what is the same, apart from rounding, if the same tokens are drawn.
+SAME = (
+    "train-reward/total/mean train-seq_len/completion/mean train-other/loss eval/accuracy".split()
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("sglang")
+    (folder / "even.py").write_text(REWARD)
+    sizes = "hidden_size=256 intermediate_size=256 num_hidden_layers=2 num_attention_heads=2"
+    changes = dict(pair.split("=") for pair in sizes.split())
+    changes = {name: int(value) for name, value in changes.items()} | {"num_key_value_heads": 1}
+    make_random(TINY, folder / "qwen2", changes)
+    values = json.loads((folder / "qwen2" / "config.json").read_text())
+    values |= {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 128}
+    values |= {"attention_bias": False, "tie_word_embeddings": False, "rope_theta": 500.0}
+    shapes = folder / "shapes"
+    shapes.mkdir()
+    for file in TINY.glob("*.json"):
+        (shapes / file.name).write_bytes(file.read_bytes())
+    (shapes / "config.json").write_text(json.dumps(values))
+    make_random(shapes, folder / "qwen3", {})
+    return folder
+
+
+def settings(folder: Path, model: str, **more: str) -> dict[str, str]:
+    reward = {"REWARD_FN": f"{folder}/even.py:even,{folder}/recorder.py:record"}
+    paths = {"MODEL_PATH": str(folder / model), "REWARD_WEIGHTS": "1,0"}
+    return SETTINGS | reward | paths | more
+
+
+def assert_same(ours: Result, theirs: Result, bound: float = 1e-4) -> None:
+    """The engine drew the tokens that `naive` drew, and its log-probabilities are the trainer's."""
+    assert ours.completions == theirs.completions
+    for a, b in zip(ours.records, theirs.records, strict=True):
+        assert a.get(DRIFT, 0) <= bound
+        assert {name: a[name] for name in SAME if name in a} == pytest.approx(
+            {name: b[name] for name in SAME if name in b}, abs=bound
+        )
+
+
+@engine
+@needs_engine
+@pytest.mark.parametrize("model", ["qwen2", "qwen3"])
+def test_a_run_with_the_engine_is_the_run_without_it(folder, model) -> None:
+    ours = train(folder / f"{model}_engine", **settings(folder, model), **ENGINE)
+    theirs = train(folder / f"{model}_naive", **settings(folder, model))
+    assert sum(DRIFT in record for record in ours.records) == 3
+    assert_same(ours, theirs)
+    assert "\nrollout.backend: sglang_jax\n" in ours.lines
+    assert re.search(r"\nsglang_jax version=\S+ dtype=float32 tp_size=1 mem_frac", ours.lines)
+    assert re.search(r"\nsglang_jax weights=\d+ bytes=\d+ t=\d", ours.lines)
+    assert ours.errors == ""
+
+
+@engine
+@needs_engine
+def test_two_devices_share_the_engine_and_the_filters_are_those_of_naive(folder) -> None:
+    filters = {"TEMPERATURE": "0.7", "TOP_K": "20", "TOP_P": "0.9", "MIN_P": "0.02"}
+    given = settings(folder, "qwen2", **filters, STEPS="2")
+    ours = train(folder / "two_engine", devices=2, **given, **ENGINE)
+    theirs = train(folder / "two_naive", devices=2, **given)
+    assert "tp_size=2" in ours.lines  # the model has one kv head, which both devices hold
+    assert ours.completions == theirs.completions
+    # The engine's log-probabilities are those of the whole vocabulary, as the trainer's are; those
+    # of `naive` are of the tokens that the filters leave.
+    drifts = [[r[DRIFT] for r in x.records if DRIFT in r] for x in (ours, theirs)]
+    assert max(drifts[0]) < 1e-4 < 0.1 < min(drifts[1])
+
+
+@engine
+@needs_engine
+def test_a_run_with_the_engine_that_is_stopped_and_killed_ends_like_the_undisturbed_one(
+    folder,
+) -> None:
+    given, out = settings(folder, "qwen2"), folder / "disturbed"
+    first = start(out, given | ENGINE, 1)
+    wait_for(first, "^step=0")
+    first.send_signal(signal.SIGTERM)
+    stopped = finish(first, out)
+    assert stopped.code == 128 + signal.SIGTERM and "STOPPED: SIGTERM" in stopped.lines
+    second = start(out, given | ENGINE | {"SGLANG_JAX_MAX_TOTAL_TOKENS": "120"}, 1)
+    wait_for(second, "^step=1")
+    second.kill()
+    second.communicate()
+    assert finish(start(out, given | ENGINE, 1), out).code == 0
+    undisturbed = folder / "qwen2_engine"
+    if not undisturbed.exists():
+        train(undisturbed, **given, **ENGINE)
+    assert records(out) == records(undisturbed)
+
+
+# Prints what the engine has changed in its process, and what closing it leaves.
+FACTS = """
+import asyncio, json, logging, os, random, signal, subprocess, sys, tempfile, threading, time
+import jax, numpy as np
+import data, startup
+from config import Config
+from sampling import PaddedPrompts
+
+quiet = subprocess.DEVNULL
+child = subprocess.Popen(["sleep", "100"], stdout=quiet, stderr=quiet)
+signals = signal.SIGCHLD, signal.SIGQUIT
+def state():
+    numbers = np.random.get_state()[1].tolist(), random.getstate()
+    handlers = [signal.getsignal(number) for number in signals]
+    root = logging.getLogger()
+    policy = asyncio.get_event_loop_policy()
+    return numbers, handlers[0], root.level, root.handlers[:], policy, threading._register_atexit
+before, handler = state(), signal.getsignal(signal.SIGQUIT)
+cfg = Config.from_env(os.environ)
+run, life, backend, training, _ = startup.start(cfg)
+facts = {"changed": [i for i, pair in enumerate(zip(before, state())) if pair[0] != pair[1]]}
+ids = [prompt.ids for prompt in run.train_prompts[:2]]
+prompts = PaddedPrompts(*data.pad_prompts(ids, 96, run.stopping.pad_id))
+def held():
+    return sum(x.nbytes for x in jax.live_arrays())
+def sample():
+    backend.update_weights(training.params)
+    with_weights = held()
+    backend.generate(prompts, np.arange(8, dtype=np.int32), jax.random.key(0), run.sampling)
+    backend.release()
+    return with_weights - held()
+facts["first"], facts["second"] = sample(), sample()
+used = time.process_time()
+time.sleep(2)
+facts["idle"] = (time.process_time() - used) / 2
+if "BREAK" in os.environ:
+    backend._runner.forward = lambda *a, **k: 1 / 0
+    with __import__("contextlib").closing(backend):
+        sample()
+backend.close()
+facts["threads"] = [t.name for t in threading.enumerate() if t.name.startswith("sglang::")]
+facts["files"] = os.listdir(tempfile.gettempdir())
+facts["child"], facts["handler"] = child.poll(), signal.getsignal(signal.SIGQUIT) == handler
+child.kill()
+print(json.dumps(facts))
+"""
+
+
+def in_a_process(folder: Path, **more: str) -> subprocess.CompletedProcess:
+    (folder / "temporary").mkdir(exist_ok=True)
+    (folder / "recorder.py").write_text("def record(completions, **columns): return [0.0]")
+    env = settings(folder, "qwen2") | ENGINE | more | {"PYTHONPATH": str(REPO)}
+    env |= {"TMPDIR": str(folder / "temporary"), "RECORD_TO": os.devnull, "JAX_PLATFORMS": "cpu"}
+    env |= {"OUTPUT_DIR": str(folder / "facts"), "JAX_COMPILATION_CACHE_DIR": str(folder / "cache")}
+    keep = {name: os.environ[name] for name in ("PATH", "HOME")}
+    command = [sys.executable, "-c", FACTS]
+    return subprocess.run(command, env=keep | env, cwd=folder, capture_output=True, text=True)
+
+
+@engine
+@needs_engine
+def test_the_engine_leaves_its_process_as_it_was(folder) -> None:
+    done = in_a_process(folder)
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout.splitlines()[-1])
+    assert facts["changed"] == [] and facts["handler"]
+    assert facts["idle"] < 0.1  # of a core
+    assert facts["child"] is None and facts["threads"] == []
+    assert not [name for name in facts["files"] if name.startswith("tmp")]
+    # Each time the weights, and keys and values, come and go.
+    weights = 4 * num_params(hf.read_config(folder / "qwen2"))
+    assert min(facts["first"], facts["second"]) > weights
+
+
+@engine
+@needs_engine
+def test_an_exception_in_the_engine_ends_the_run_with_its_traceback(folder) -> None:
+    done = in_a_process(folder, BREAK="1")
+    assert done.returncode == 1
+    assert "runtime.containment.EngineFailed: Scheduler hit an exception" in done.stderr
+    assert "ZeroDivisionError: division by zero" in done.stderr
+
+
+def test_wider_heads_compute_the_same(tmp_path) -> None:
+    widen_heads(TINY, tmp_path / "wide", 64)
+    logits = []
+    for path in (TINY, tmp_path / "wide"):
+        logits.append(hidden_states(path))
+    assert np.abs(logits[0]).max() > 1
+    np.testing.assert_allclose(logits[0], logits[1], atol=2e-5)
+
+
+def hidden_states(path: Path) -> np.ndarray:
+    model = hf.read_config(path)
+    mesh = make_mesh("MESH_SHAPE", "1,1,1", jax.devices()[:1])
+    params = hf.load_params(path, model, mesh, jnp.float32)
+    ids = jnp.arange(5, 37)[None]
+    hidden, _ = forward(params, Compute(model, jnp.dtype("float32")), ids, jnp.arange(32)[None])
+    return np.asarray(hidden)

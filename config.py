@@ -5,12 +5,9 @@ A setting is an environment variable, such as `NUM_PRE_Q=4`, or a line of YAML, 
 lower case; docs/settings.md has those that differ. The environment wins over the file `.env` beside
 config.py, `.env` over the YAML file, and the YAML file over the defaults. If no layer sets
 MODEL_PATH, the settings of recipes/tiny.yaml replace the defaults. `python config.py` prints every
-setting with its value, meaning and default, as YAML that `--config` reads; with `--processes 2
---local-devices 4` the batch sizes at the end are those of 2 processes with 4 devices each. A run
-prints a line `changed:` with the settings that are not at their defaults and the layer of each, and
-a line `note:` for what may be a mistake. It stops with exit code 2 and a line for each setting that
-is malformed or contradicts another, and for each name that is close to a setting's or is known from
-another program.
+setting with its value, meaning and default, as YAML that `--config` reads. A run prints a line
+`changed:` with the settings that are not at their defaults and the layer of each, and stops with a
+line for each one that is malformed, contradicts another, or has the name of another program.
 """
 
 import dataclasses
@@ -28,6 +25,7 @@ from runtime.parsing import REPO, knob, to_text
 from runtime.sizes import MICRO_SIZES, PASS_SIZES, STEP_SIZES
 
 DTYPES = "auto|bfloat16|float32"
+IS_MODES = "none|token_truncate|token_mask|sequence_truncate|sequence_mask"
 TINY_LAYER = "recipes/tiny.yaml"
 TINY = REPO / TINY_LAYER
 MICRO_SETTINGS = (*MICRO_SIZES, "grad_accum_steps")
@@ -36,7 +34,7 @@ SYNONYMS = [(names, names) for names in (PASS_SIZES, STEP_SIZES, MICRO_SETTINGS)
 # Any size that the user sets hides the sizes of recipes/tiny.yaml.
 ANY_SIZES = PASS_SIZES + STEP_SIZES
 TINY_YIELDS = [(ANY_SIZES, ANY_SIZES + MICRO_SIZES)]
-TINY_YIELDS += [(("num_pre_q", *MICRO_SETTINGS), MICRO_SIZES)]
+TINY_YIELDS += [(("num_pre_q", "num_mini_batches", *MICRO_SETTINGS), MICRO_SIZES)]
 
 # `knob` for each group; `results` says how the results of a run depend on a setting.
 mesh = functools.partial(knob, form=parsing.MESH, results="none")
@@ -146,7 +144,8 @@ class Config:
     grad_accum_steps: int = speed(
         0, "Micro-steps per update, which set the micro-batch; 0: not set."
     )
-    ppo_epochs: int = in_train(1, "Number of updates per step.", at_least=1)
+    ppo_epochs: int = in_train(1, "How often a step uses each part.", at_least=1)
+    num_mini_batches: int = in_train(1, "Parts of a step, one update each.", at_least=1)
     optimizer: str = in_train("adamw", "Update rule of the weights.", choices="adamw|lion|sgd")
     learning_rate: float = in_train(1e-6, "Highest learning rate of the schedule.")
     lr_schedule: str = in_train(
@@ -168,7 +167,9 @@ class Config:
         "dapo", "Loss; see Objective in loss.py.", choices="dapo|grpo|bnpo|dr_grpo|cispo|gspo|sapo"
     )
     adv_estimator: str = in_loss(
-        "grpo", "See group_advantages in loss.py.", choices="grpo|rloo|reinforce|reinforce++|gdpo"
+        "grpo",
+        "See group_advantages in loss.py.",
+        choices="grpo|rloo|reinforce|reinforce++|gdpo|maxrl",
     )
     scale_rewards: str = in_loss(
         "group", "Standard deviation that divides grpo's advantages.", choices="group|batch|none"
@@ -194,13 +195,11 @@ class Config:
     )
     mask_truncated_completions: bool = in_loss(False, "Learn nothing from truncated completions.")
     is_mode: str = in_loss(
-        "none",
-        "Multiply the loss by p_trainer / p_sampler, capped by IS_CAP.",
-        choices="none|token_truncate|token_mask|sequence_truncate|sequence_mask",
+        "none", "Multiply the loss by weights, p_trainer / p_sampler.", choices=IS_MODES
     )
-    is_cap: float = in_loss(
-        3.0, "Largest weight of IS_MODE; larger ones become IS_CAP (mask modes: 0).", at_least=1
-    )
+    is_floor: float = in_loss(0.0, "Smallest weight; lower ones become it, or 0.", at_most=1)
+    is_cap: float = in_loss(3.0, "Largest weight; larger ones become it, or 0.", at_least=1)
+    off_policy_mask_threshold: float = in_loss(0.0, "See policy_loss in loss.py; 0: off.")
 
     eval_every_steps: int = in_eval(10, "Steps between evaluations, from step 0 on; 0: never.")
     eval_prompts: int = in_eval(128, "Questions per evaluation; 0: all.")
@@ -271,7 +270,7 @@ def idle_settings(cfg: Config) -> list[tuple[dataclasses.Field, str]]:
         ("importance_sampling_level", cfg.loss_type != "gspo", loss_type),
         ("kl_estimator kl_bias_correction ref_sync_steps", cfg.beta > 0, "BETA=0"),
         ("ref_sync_alpha", cfg.ref_sync_steps > 0, "REF_SYNC_STEPS=0"),
-        ("is_cap", cfg.is_mode != "none", "IS_MODE=none"),
+        ("is_floor is_cap", cfg.is_mode != "none", "IS_MODE=none"),
         ("eval_prompts", cfg.eval_every_steps > 0, "EVAL_EVERY_STEPS=0"),
         ("eval_split eval_samples", cfg.evaluates(), "EVAL_EVERY_STEPS=0"),
         ("accuracy_of accuracy_threshold", cfg.evaluates(), "EVAL_EVERY_STEPS=0"),
@@ -291,7 +290,7 @@ def idle_settings(cfg: Config) -> list[tuple[dataclasses.Field, str]]:
 
 def contradictions(cfg: Config) -> Iterator[str]:
     """Lines about combinations that stop a run, idle settings of which results depend included."""
-    updates = cfg.steps * cfg.ppo_epochs
+    updates = cfg.steps * cfg.ppo_epochs * cfg.num_mini_batches
     for field, text in idle_settings(cfg):
         if field.metadata["results"] != "none" or field.name.startswith("sglang_jax"):
             yield f"{text}; leave it out"
@@ -309,18 +308,21 @@ def contradictions(cfg: Config) -> Iterator[str]:
     if cfg.beta and cfg.kl_estimator == "k1" and not cfg.kl_bias_correction:
         yield "KL_ESTIMATOR=k1 has no gradient on average with KL_BIAS_CORRECTION=0; set it to 1"
     if cfg.ref_sync_steps > updates > 0:
-        steps = f"REF_SYNC_STEPS={cfg.ref_sync_steps}"
-        yield f"{steps} is more than the run's {updates} updates (STEPS * PPO_EPOCHS); lower it"
+        made = f"{updates} = STEPS * PPO_EPOCHS * NUM_MINI_BATCHES updates"
+        yield f"REF_SYNC_STEPS={cfg.ref_sync_steps} is more than the run's {made}; lower it"
     if cfg.is_mode.startswith("sequence") and cfg.filters_logps():
         yield (
             f"IS_MODE={cfg.is_mode} with TOP_K, TOP_P or MIN_P shrinks a sequence's weight with "
             f"every token; set token_truncate or token_mask"
         )
+    if cfg.off_policy_mask_threshold and cfg.filters_logps():
+        yield "OFF_POLICY_MASK_THRESHOLD would measure TOP_K, TOP_P or MIN_P; leave it out"
+    if cfg.adv_estimator == "maxrl" and re.search("(overlong|repetition)_penalty", cfg.reward_fn):
+        yield "ADV_ESTIMATOR=maxrl needs rewards of at least 0; leave the penalties out"
     if "://" in cfg.output_dir + cfg.export_hf:
         yield "OUTPUT_DIR and EXPORT_HF are folders of this machine; CHECKPOINT_DIR may be gs://"
-    if cfg.overlong_cache > cfg.max_length_sample:
-        limit = f"MAX_LENGTH_SAMPLE={cfg.max_length_sample}"
-        yield f"OVERLONG_CACHE={cfg.overlong_cache} must be at most {limit}"
+    if cfg.overlong_cache > (T := cfg.max_length_sample):
+        yield f"OVERLONG_CACHE={cfg.overlong_cache} must be at most MAX_LENGTH_SAMPLE={T}"
 
 
 def notes(cfg: Config, layers: Mapping[str, str]) -> Iterator[str]:
@@ -340,9 +342,9 @@ def notes(cfg: Config, layers: Mapping[str, str]) -> Iterator[str]:
     idle = [f"{name.upper()}={getattr(cfg, name)}" for name in names]
     if cfg.loss_type in ("gspo", "cispo", "sapo"):
         idle.append(f"the ratios of LOSS_TYPE={cfg.loss_type}")
-    if idle and cfg.ppo_epochs == 1 and cfg.steps:
-        found = f"PPO_EPOCHS=1 makes every ratio 1, so that {' and '.join(idle)} do nothing"
-        yield f"{found}; with PPO_EPOCHS=2 they count"
+    if idle and cfg.ppo_epochs * cfg.num_mini_batches == 1 and cfg.steps:
+        found = f"with one update per step every ratio is 1, and {' and '.join(idle)} do nothing"
+        yield f"{found}; with NUM_MINI_BATCHES=2 or PPO_EPOCHS=2 they count"
 
 
 def read_layers(

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 STD_EPS = 1e-4  # as in TRL
+MEAN_EPS = 1e-6  # of maxrl
 SAPO_TAU_POSITIVE, SAPO_TAU_NEGATIVE = 1.0, 1.05  # as in the paper
 
 # How a metric of the micro-batches becomes a metric of the step: MERGE.get(name, sum). Metrics that
@@ -29,7 +30,7 @@ MERGE: Mapping[str, Callable] = {
 
 # The texts that these settings may have.
 CHOICES: Mapping[str, str] = {
-    "adv_estimator": "grpo rloo reinforce reinforce++ gdpo",
+    "adv_estimator": "grpo rloo reinforce reinforce++ gdpo maxrl",
     "scale_rewards": "group batch none",
     "loss_type": "dapo grpo bnpo dr_grpo cispo gspo sapo",
     "importance_sampling_level": "token sequence",
@@ -74,10 +75,12 @@ def group_advantages(
       gdpo         grpo for each function, then the weighted sum, divided by its batch std;
                    weights: [functions]; per_function: [B, functions] rewards, NaN where a
                    function does not apply
+      maxrl        (reward - group mean) / (group mean + MEAN_EPS), for rewards of at least 0
     Every std has ddof 1, and STD_EPS is added to it.
-    Raises ValueError for a text that is not in CHOICES, and for gdpo without per_function.
+    Raises ValueError for a text that is not in CHOICES, for gdpo without per_function, and for
+    maxrl with a negative reward.
     Source: GRPO, arXiv 2402.03300 section 4.1; RLOO, 2402.14740; REINFORCE++, 2501.03262; GDPO,
-    2601.05242; TRL.
+    2601.05242; MaxRL, 2602.02710; TRL.
     """
     _stop_if_unknown(adv_estimator=estimator, scale_rewards=scale_rewards)
     groups = np.asarray(rewards, np.float64).reshape(-1, num_pre_q)  # [P, K]
@@ -92,6 +95,11 @@ def group_advantages(
         advantages = _centered(groups.reshape(1, -1)) / (_std(groups) + STD_EPS)
     elif estimator == "reinforce++":  # The batch mean of centered rewards is 0.
         advantages = centered / (_std(centered) + STD_EPS)
+    elif estimator == "maxrl":
+        if (groups < 0).any():
+            raise ValueError("ADV_ESTIMATOR=maxrl needs rewards of at least 0")
+        count = np.maximum((~np.isnan(groups)).sum(axis=1, keepdims=True), 1)
+        advantages = centered / (np.nansum(groups, axis=1, keepdims=True) / count + MEAN_EPS)
     elif estimator == "gdpo":
         if per_function is None:
             raise ValueError("ADV_ESTIMATOR=gdpo needs per_function, the rewards of each function")
@@ -158,7 +166,9 @@ class Objective(NamedTuple):
     kl_bias_correction: bool = True  # multiplies by the ratio; per token, the gradient is unbiased
     entropy_coef: float = 0.0
     is_mode: str = "none"
+    is_floor: float = 0.0
     is_cap: float = 3.0
+    off_policy_mask_threshold: float = 0.0  # nats; 0: no sequence is dropped
     max_completion_length: int = 0  # tokens; for dr_grpo
 
 
@@ -182,9 +192,11 @@ def policy_loss(
     The objectives of a step's micro-batches are summed; MERGE says how the metrics are merged.
     logps, old_logps, ref_logps, sampling_logps: [R, T] float32 nats of the sampled tokens, by the
     policy now, by the policy before the first update, by the reference (if beta > 0) and by the
-    sampler (if is_mode is not "none"). entropy: [R, T] nats (if entropy_coef > 0). advantages: [R].
-    mask: [R, T], 1 on the completion tokens that count; where it is 0, the other arrays may hold
-    anything.
+    sampler (if is_mode is not "none"; the off-policy mask compares with old_logps without it).
+    entropy: [R, T] nats (if entropy_coef > 0). advantages: [R]. mask: [R, T], 1 on the completion
+    tokens that count; where it is 0, the other arrays may hold anything.
+    off_policy_mask_threshold > 0 drops sequences with a negative advantage whose tokens have in the
+    mean more than so many nats of sampling_logps - logps.
     top_mask: [R, T], 1 on the tokens that the policy learns from, from top_entropy_mask; None: all.
     num_tokens, num_sequences, num_top_tokens: mask.sum(), the number of sequences (also of those
     whose mask is 0 everywhere) and (mask * top_mask).sum() of the ENTIRE step. The last two may be
@@ -194,7 +206,8 @@ def policy_loss(
     Raises ValueError for a text that is not in CHOICES, for arrays of other shapes than these, and
     for dr_grpo without max_completion_length.
     Source: PPO, arXiv 1707.06347 eq. 7; DAPO, 2503.14476 eq. 8; Dr. GRPO, 2503.20783; GSPO,
-    2507.18071; CISPO, 2506.13585; SAPO, 2511.20347; TRL.
+    2507.18071; CISPO, 2506.13585; SAPO, 2511.20347; the off-policy mask, DeepSeek-V3.2,
+    2512.02556; TRL.
     """
     o = Objective(**settings)
     _stop_if_unknown(**{name: text for name, text in o._asdict().items() if name in CHOICES})
@@ -218,10 +231,19 @@ def policy_loss(
     metrics = _cut_metrics(cut, mask, num_sequences if by_sequence else num_tokens)
 
     loss = jnp.where(top, loss, 0.0)  # [R, T]
+    if o.off_policy_mask_threshold > 0:
+        behaviour = old_logps if sampling_logps is None else sampling_logps
+        gap = jnp.where(mask, behaviour - jax.lax.stop_gradient(logps), 0.0)  # [R, T]
+        distance = gap.sum(axis=1, keepdims=True) / sequence_tokens  # [R, 1] nats
+        dropped = (A < 0) & (distance > o.off_policy_mask_threshold)
+        loss = jnp.where(dropped, 0.0, loss)
+        metrics["off_policy_mask/dropped"] = dropped.sum() / num_sequences
     if o.is_mode != "none":
-        weight, over = sampler_weights(old_logps, sampling_logps, mask, o.is_mode, o.is_cap)
+        limits = o.is_mode, o.is_floor, o.is_cap
+        weight, under, over = sampler_weights(old_logps, sampling_logps, mask, *limits)
         loss = loss * weight
         metrics |= {"is_weight/mean": token_mean(weight), "is_weight/over_cap": token_mean(over)}
+        metrics |= {"is_weight/under_floor": token_mean(under)} if o.is_floor else {}
     if o.beta > 0:
         kl = _kl(o.kl_estimator, jnp.where(mask, ref_logps - logps, 0.0))  # [R, T]
         if o.kl_bias_correction:
@@ -307,22 +329,28 @@ def _kl(estimator: str, gap: jax.Array) -> jax.Array:
 
 
 def sampler_weights(
-    old_logps: jax.Array, sampling_logps: jax.Array, mask: jax.Array, mode: str, cap: float
-) -> tuple[jax.Array, jax.Array]:
+    old_logps: jax.Array,
+    sampling_logps: jax.Array,
+    mask: jax.Array,
+    mode: str,
+    floor: float,
+    cap: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns weights that correct for a sampler whose probabilities differ slightly from ours.
 
     A weight is the trainer's probability of the sample / the sampler's probability: of each token
-    [R, T], or of the sequence [R, 1] if mode is sequence_*. A weight above cap becomes cap
-    (*_truncate) or 0 (*_mask). The second result, of the same shape, is True where it was.
-    old_logps, sampling_logps, mask: [R, T].
-    Source: https://fengyao.notion.site/off-policy-rl; TRL.
+    [R, T], or of the sequence [R, 1] if mode is sequence_*. A weight below floor or above cap
+    becomes floor or cap (*_truncate) or 0 (*_mask). The other results, of the same shape, are True
+    where it was below, and above. old_logps, sampling_logps, mask: [R, T].
+    Source: https://fengyao.notion.site/off-policy-rl; IcePop (a floor), arXiv 2510.18855; TRL.
     """
     gap = jnp.nan_to_num(jnp.where(mask, old_logps - sampling_logps, 0.0))  # [R, T]
     if mode.startswith("sequence"):
         gap = gap.sum(axis=1, keepdims=True)  # [R, 1]
     ratio = jax.lax.stop_gradient(jnp.exp(gap))
-    over = ratio > cap
-    return jnp.where(over, cap if mode.endswith("truncate") else 0.0, ratio), over
+    under, over = ratio < floor, ratio > cap
+    truncated = jnp.clip(ratio, floor, cap) if mode.endswith("truncate") else 0.0
+    return jnp.where(under | over, truncated, ratio), under, over
 
 
 def top_entropy_mask(entropy: np.ndarray, mask: np.ndarray, quantile: float) -> np.ndarray:

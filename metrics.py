@@ -89,7 +89,8 @@ def step_lines(step: Step, breakdown: bool, drift_level: float = math.inf) -> li
             f"rounding does not explain: the sampler's weights or programs are not the trainer's"
         )
     if wrong := what_is_not_finite(metrics):
-        lines.append(f"{note}: an update was not applied: {wrong}")
+        applied = f", after {metrics['updates_applied']:.0f} that were"
+        lines.append(f"{note}: an update was not applied{applied}: {wrong}")
     return lines
 
 

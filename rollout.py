@@ -4,6 +4,7 @@ Dimensions: P prompts of a step, K completions per prompt, B = P*K sequences ove
 of them on this process, T completion tokens, padded to MAX_LENGTH_SAMPLE.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,9 +17,10 @@ from loss import equal_groups
 from models.model import Compute, Params
 from run import Backend, Run
 from runtime.layout import gather_processes
+from runtime.mistakes import UserMistake
 from runtime.processes import StopSignal
 from runtime.run_log import Clock
-from runtime.sizes import prompt_width
+from runtime.sizes import eval_questions, prompt_width
 from sampling import Completions, PaddedPrompts, Sampling, Stopping, generate
 from update import sync_weights
 
@@ -155,6 +157,11 @@ def _sample_round(
     local = prompts[run.local_prompts()]  # [b/K]
     totals, per_function = reward_completions(run, completions, local)  # [b], [b, functions]
     clock.lap("reward")
+    if run.cfg.adv_estimator == "maxrl" and (totals < 0).any():
+        raise UserMistake(
+            f"ADV_ESTIMATOR=maxrl needs rewards of at least 0, and one is {np.nanmin(totals):g}; "
+            f"use another REWARD_FN or estimator"
+        )
     prompt_lengths = np.repeat([len(prompt.ids) for prompt in local], K)
     stopped = np.isin(completions.last_ids(), run.stopping.stop_ids)
     columns = [totals, prompt_lengths, completions.lengths(), stopped, *per_function.T]
@@ -206,6 +213,41 @@ def _complete_prompts(
             )
         )
     return Completions(*(np.concatenate(arrays) for arrays in zip(*passes, strict=True)))
+
+
+def answer_questions(
+    run: Run,
+    backend: Backend,
+    stop: StopSignal,
+    questions: list[data.Prompt],
+    key: jax.Array,
+    clock: Clock,
+) -> np.ndarray:
+    """[questions * EVAL_SAMPLES, 1 + functions] float64: the weighted rewards of the completions,
+    and those of each function. The completions are greedy if EVAL_SAMPLES is 1."""
+    cfg, samples, processes = run.cfg, run.cfg.eval_samples, jax.process_count()
+    # Questions of a pass on each process.
+    size = eval_questions(run.sizes, cfg.num_pre_q, samples, jax.local_device_count())
+    passes = math.ceil(len(questions) / (size * processes))
+    padded = [*questions, *[questions[-1]] * (passes * size * processes - len(questions))]
+    width = prompt_width(max(len(prompt.ids) for prompt in questions), cfg.global_length)
+    tables = []
+    for i in range(passes):
+        stop.check()
+        first = (i * processes + jax.process_index()) * size  # this process's first question
+        local = padded[first : first + size]
+        ids = [prompt.ids for prompt in local]
+        completions = backend.generate(
+            PaddedPrompts(*data.pad_prompts(ids, width, run.stopping.pad_id)),
+            np.arange(first * samples, (first + size) * samples, dtype=np.int32),
+            key,
+            run.sampling if samples > 1 else Sampling(temperature=0.0),
+        )
+        clock.lap("rollout_generate")
+        totals, per_function = reward_completions(run, completions, local)
+        tables.append(gather_processes(np.column_stack([totals, per_function])))
+        clock.lap("reward")
+    return np.concatenate(tables)[: len(questions) * samples]
 
 
 def reward_completions(

@@ -79,7 +79,7 @@ def test_the_main_job_runs_and_prints_the_lines_people_parse(run: Run) -> None:
     for line in (
         "backend=cpu process=0/1 device_count=1 local_device_count=1",
         "local_batch=128 global_batch=128 rollout.prompt_batch_size=16 rollout.passes_per_step=1 "
-        r"train.micro_batch_size=\d+ train.grad_accum_steps=\d+",
+        r"train.micro_batch_size=\d+ train.grad_accum_steps=\d+ train.updates_per_step=1",
         rf"eval step=0 split=test questions=\d+ {accuracy} t={seconds}",
         r"step=0 loss=-?\d+\.\d{6} entropy=\d\.\d{4} reward_mean=\d\.\d{4} "
         rf"dt={seconds}{breakdown}{lengths}",

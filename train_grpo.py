@@ -29,7 +29,6 @@ if __name__ == "__main__":
     COMMAND = load(sys.argv[1:])  # it ends the program for --print-config and for mistakes
 
 import contextlib
-import math
 from pathlib import Path
 
 import jax
@@ -41,28 +40,22 @@ from loss import group_advantages, top_entropy_mask
 from metrics import Step, log_evaluation, log_step, sampling_metrics, what_is_not_finite
 from models import hf
 from models.model import Params
-from rollout import Groups, StepResults, reward_completions, sample_groups
+from rollout import Groups, answer_questions, sample_groups
 from run import Backend, Run
 from runtime.chips import memory_errors_in_sizes
 from runtime.layout import gather_processes, local_part, shard_batch
 from runtime.lifecycle import Lifecycle
 from runtime.processes import StopSignal, ending_together
 from runtime.run_log import Clock
-from runtime.sizes import (
-    MICRO_SIZES,
-    PASS_SIZES,
-    bucket,
-    eval_questions,
-    prompt_share,
-    prompt_width,
-)
-from sampling import PaddedPrompts, Sampling
+from runtime.sizes import MICRO_SIZES, PASS_SIZES, bucket, prompt_share, prompt_width
 from startup import start
 from update import (
-    Counts,
     MicroBatch,
+    MiniBatch,
     TrainState,
     compute_logps,
+    count,
+    gather_batch,
     learning_rate,
     merge_metrics,
     merge_updates,
@@ -116,12 +109,14 @@ def main(cfg: Config) -> None:
 
             # ---- Micro-batches, on the devices: arrays [G, S+1], [R, T] and [R] ------------------
             micro_batches = split_into_micro_batches(run, groups, advantages, counted)
-            clock.lap("shard")  # the next two programs count in the lap "update"
+            clock.lap("shard")  # the programs from here on count in the lap "update"
             micro_batches = with_ref_logps(run, ref_params, micro_batches)
             micro_batches, num_top_tokens = with_top_entropy(run, state.params, micro_batches)
-            counts = count_tokens(groups.results, counted, num_top_tokens)  # numbers on the host
+            num_tokens = int((groups.results.completion_lengths * counted).sum())
+            counts = count(num_tokens, len(counted), num_top_tokens)
+            all_groups = MiniBatch(np.arange(len(groups.prompts)), micro_batches, counts)
 
-            # ---- Update: PPO_EPOCHS optimizer steps, each on the gradients of all micro-batches --
+            # ---- Update: PPO_EPOCHS times an optimizer step for each of NUM_MINI_BATCHES parts ---
             lr = learning_rate(
                 step,
                 peak=cfg.learning_rate,
@@ -129,8 +124,8 @@ def main(cfg: Config) -> None:
                 warmup_ratio=cfg.warmup_ratio,
                 decay_steps=cfg.lr_decay_steps or cfg.steps,
             )
-            state, ref_params, micro_batches, metrics = update_policy(
-                run, life.stop, state, ref_params, micro_batches, counts, lr, step
+            state, ref_params, last, metrics = update_policy(
+                run, life.stop, state, ref_params, all_groups, lr, step
             )
             clock.lap("update")
 
@@ -143,7 +138,8 @@ def main(cfg: Config) -> None:
 
             # ---- Save ----------------------------------------------------------------------------
             wrong = what_is_not_finite(metrics)
-            life.step_done(sampled.num_rounds, wrong, gather_batch(micro_batches) if wrong else {})
+            arrays = gather_batch(last.micro_batches) if wrong else {}
+            life.step_done(sampled.num_rounds, wrong, arrays)
             due = cfg.save_every_steps and life.progress.step % cfg.save_every_steps == 0
             if due and life.progress.step < cfg.steps:
                 save()
@@ -187,7 +183,7 @@ def split_into_micro_batches(
             *(shard_batch(x[sequences], layout) for x in sequence_arrays),
         )
 
-    return [micro_batch(i) for i in range(run.sizes.grad_accum_steps)]
+    return [micro_batch(i) for i in range(len(ids) // r)]
 
 
 def with_ref_logps(
@@ -229,25 +225,46 @@ def with_top_entropy(
     return micro_batches, int(top.sum())
 
 
-def count_tokens(results: StepResults, counted: np.ndarray, num_top_tokens: int | None) -> Counts:
-    """What the sums over the complete step are divided by.
+def with_old_logps(run: Run, params: Params, part: MiniBatch) -> MiniBatch:
+    """The part with the log-probabilities of the policy before the step's first update."""
+    temperature, training = run.cfg.temperature, run.training
+    scored = [
+        batch._replace(old_logps=compute_logps(params, batch, temperature, training)[0])
+        for batch in part.micro_batches
+    ]
+    return part._replace(micro_batches=scored)
 
-    counted: [B] bool. num_top_tokens: how many tokens top_mask keeps; None: all that count.
-    """
-    num_tokens = int((results.completion_lengths * counted).sum())
-    top = num_tokens if num_top_tokens is None else num_top_tokens
-    totals = (num_tokens, len(results.rewards), top)
-    return Counts(*(np.float32(max(total, 1)) for total in totals))
+
+def shuffle_groups(run: Run, parts: list[MiniBatch], step: int, epoch: int) -> list[MiniBatch]:
+    """The groups of all parts in NUM_MINI_BATCHES new parts, which follow from SEED, the step and
+    the epoch alone. A group may come to another process."""
+    n = run.cfg.num_mini_batches
+    if n == 1:
+        return parts
+    # Each process gets all arrays of the step, as [P, rows of a group, ...] in the groups' order.
+    place = np.argsort(np.concatenate([part.groups for part in parts]))  # [P]
+    by_part = [
+        {name: x.reshape(len(part.groups), -1, *x.shape[1:]) for name, x in arrays.items()}
+        for part in parts
+        for arrays in [gather_batch(part.micro_batches)]
+    ]
+    arrays = {name: np.concatenate([x[name] for x in by_part])[place] for name in by_part[0]}
+    order = np.random.default_rng([run.cfg.seed, step, epoch]).permutation(len(place))
+    return [_mini_batch(run, arrays, groups) for groups in order.reshape(n, -1)]
 
 
-def gather_batch(micro_batches: list[MicroBatch]) -> dict[str, np.ndarray]:
-    """The arrays of all micro-batches and processes, by the names in MicroBatch."""
-    arrays = zip(MicroBatch._fields, zip(*micro_batches, strict=True), strict=True)
-    return {
-        name: gather_processes(np.concatenate([local_part(x) for x in parts]))
-        for name, parts in arrays
-        if parts[0] is not None
-    }
+def _mini_batch(run: Run, arrays: dict[str, np.ndarray], groups: np.ndarray) -> MiniBatch:
+    """Some groups of a step on the devices. arrays: {name: [P, rows of a group, ...]}."""
+    local = np.array_split(groups, jax.process_count())[jax.process_index()]
+    rows = {name: x[local].reshape(-1, *x.shape[2:]) for name, x in arrays.items()}
+    pieces = {name: np.split(x, run.sizes.grad_accum_steps) for name, x in rows.items()}
+    micro_batches = [
+        MicroBatch(**{name: shard_batch(x[i], run.training.layout) for name, x in pieces.items()})
+        for i in range(run.sizes.grad_accum_steps)
+    ]
+    mask = arrays["completion_mask"][groups]  # [groups, K, T]
+    top = arrays["top_mask"][groups].sum() if "top_mask" in arrays else None
+    return MiniBatch(groups, micro_batches, count(mask.sum(), mask[..., 0].size, top))
 
 
 # ---- Update --------------------------------------------------------------------------------------
@@ -258,69 +275,66 @@ def update_policy(
     stop: StopSignal,
     state: TrainState,
     ref_params: Params | None,
-    micro_batches: list[MicroBatch],
-    counts: Counts,
+    all_groups: MiniBatch,
     lr: float,
     step: int,
-) -> tuple[TrainState, Params | None, list[MicroBatch], dict[str, float]]:
-    """PPO_EPOCHS updates: the state, the reference (which may follow the policy), the micro-batches
-    of the last update, and the metrics of the step.
+) -> tuple[TrainState, Params | None, MiniBatch, dict[str, float]]:
+    """The updates of a step: the state, the reference (which may follow the policy), what the last
+    update learnt from, and the metrics of the step.
 
     An update whose loss or gradient is not finite leaves the state as it is, and is the last one.
     """
-    cfg = run.cfg
-    epochs = []
+    cfg, updates = run.cfg, []
+    # Only before the first update the run may stop; after it, it stops after the step.
+    stop.check()
+    first, *later = shuffle_groups(run, [all_groups], step, epoch=0)
+    parts = [first, *(with_old_logps(run, state.params, part) for part in later)]
     for epoch in range(cfg.ppo_epochs):
-        # Once the first update is applied, the run stops only after the step.
-        check = stop if epoch == 0 else None
-        state, metrics, logps = one_update(run, check, state, micro_batches, counts, lr)
-        epochs.append(metrics)
-        if what_is_not_finite(metrics):
-            break
-        if epoch == 0 and cfg.ppo_epochs > 1:  # later updates compare with the policy before it
-            pairs = zip(micro_batches, logps, strict=True)
-            micro_batches = [batch._replace(old_logps=before) for batch, before in pairs]
-        updates = step * cfg.ppo_epochs + epoch + 1
-        if cfg.ref_sync_steps and updates % cfg.ref_sync_steps == 0:
-            ref_params = mix_weights(ref_params, state.params, cfg.ref_sync_alpha)
-    return state, ref_params, micro_batches, merge_updates(epochs)
+        parts = shuffle_groups(run, parts, step, epoch) if epoch else parts
+        for i, part in enumerate(parts):
+            state, metrics, logps = one_update(run, state, part, lr)
+            updates.append(metrics)
+            if what_is_not_finite(metrics):
+                applied = {"updates_applied": len(updates) - 1}
+                return state, ref_params, part, merge_updates(updates) | applied
+            if part is first and cfg.ppo_epochs > 1:
+                pairs = zip(first.micro_batches, logps, strict=True)
+                scored = [batch._replace(old_logps=before) for batch, before in pairs]
+                parts[i] = first._replace(micro_batches=scored)
+            number = step * run.sizes.updates_per_step + len(updates)
+            if cfg.ref_sync_steps and number % cfg.ref_sync_steps == 0:
+                ref_params = mix_weights(ref_params, state.params, cfg.ref_sync_alpha)
+    return state, ref_params, part, merge_updates(updates) | {"updates_applied": len(updates)}
 
 
 def one_update(
-    run: Run,
-    stop: StopSignal | None,
-    state: TrainState,
-    micro_batches: list[MicroBatch],
-    counts: Counts,
-    lr: float,
+    run: Run, state: TrainState, part: MiniBatch, lr: float
 ) -> tuple[TrainState, dict[str, float], list[jax.Array]]:
     """One optimizer step on the sum of the gradients of all micro-batches: the state, the metrics,
     and the log-probabilities [R, T] of each micro-batch before the update."""
-    if stop:
-        stop.check()
-    grads = zero_grads(state.params) if len(micro_batches) > 1 else None
-    parts, before = [], []
-    for micro_batch in micro_batches:
+    grads = zero_grads(state.params) if len(part.micro_batches) > 1 else None
+    metrics_of, before = [], []
+    for micro_batch in part.micro_batches:
         grads, metrics, logps = micro_step(
             state.params,
             grads,
             micro_batch,
-            counts,
+            part.counts,
             objective=run.objective,
             temperature=run.cfg.temperature,
             compute=run.training,
         )
-        parts.append(metrics)
+        metrics_of.append(metrics)
         before.append(logps)
     state, norm = optimizer_step(
         state,
         grads,
         np.float32(lr),
-        sum(part["loss"] for part in parts),
+        sum(metrics["loss"] for metrics in metrics_of),
         optimizer=run.optimizer,
         model=run.model,
     )
-    return state, merge_metrics(parts) | {"grad_norm": float(norm)}, before
+    return state, merge_metrics(metrics_of) | {"grad_norm": float(norm)}, before
 
 
 # ---- Evaluation and export -----------------------------------------------------------------------
@@ -340,37 +354,12 @@ def evaluate(
     With EVAL_SAMPLES=1 decoding is greedy. With more it samples EVAL_SAMPLES completions of each
     question at the run's temperature.
     """
-    clock = Clock()
-    cfg, samples = run.cfg, run.cfg.eval_samples
-    prompts = (
-        run.eval_prompts if full or not cfg.eval_prompts else run.eval_prompts[: cfg.eval_prompts]
-    )
-    processes = jax.process_count()
-    # Questions of a pass on each process.
-    size = eval_questions(run.sizes, cfg.num_pre_q, samples, jax.local_device_count())
-    passes = math.ceil(len(prompts) / (size * processes))
-    padded = [*prompts, *[prompts[-1]] * (passes * size * processes - len(prompts))]
-    width = prompt_width(max(len(prompt.ids) for prompt in prompts), cfg.global_length)
+    clock, limit = Clock(), run.cfg.eval_prompts
+    questions = run.eval_prompts if full or not limit else run.eval_prompts[:limit]
     backend.update_weights(params)
     clock.lap("rollout_sync")
-    tables = []
-    for i in range(passes):
-        life.stop.check()
-        first = (i * processes + jax.process_index()) * size  # this process's first question
-        questions = padded[first : first + size]
-        ids = [prompt.ids for prompt in questions]
-        completions = backend.generate(
-            PaddedPrompts(*data.pad_prompts(ids, width, run.stopping.pad_id)),
-            np.arange(first * samples, (first + size) * samples, dtype=np.int32),
-            key,
-            run.sampling if samples > 1 else Sampling(temperature=0.0),
-        )
-        clock.lap("rollout_generate")
-        totals, per_function = reward_completions(run, completions, questions)
-        tables.append(gather_processes(np.column_stack([totals, per_function])))
-        clock.lap("reward")
+    table = answer_questions(run, backend, life.stop, questions, key, clock)
     backend.release()
-    table = np.concatenate(tables)[: len(prompts) * samples]  # [questions * samples, 1 + functions]
     return log_evaluation(run, life.log, step, table, clock, full)
 
 
@@ -402,6 +391,7 @@ WAITING = {
     "generate": ("prefill or decode", PASS_SIZES),
     "with_ref_logps": ("compute_logps", MICRO_SIZES),
     "with_top_entropy": ("compute_logps", MICRO_SIZES),
+    "with_old_logps": ("compute_logps", MICRO_SIZES),
     "one_update": ("micro_step or optimizer_step", MICRO_SIZES),
     "update_policy": ("mix_weights", MICRO_SIZES),
 }

@@ -31,6 +31,7 @@ from models.model import (
     param_table,
     prefix_of,
 )
+from runtime.layout import gather_processes, local_part
 
 
 @flax.struct.dataclass
@@ -56,11 +57,35 @@ class MicroBatch(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """What the sums over a step are divided by; float32 counts of the complete step."""
+    """What the sums over an update are divided by; float32 counts over all its sequences."""
 
     num_tokens: Any  # completion tokens that count, at least 1
     num_sequences: Any
     num_top_tokens: Any  # the part of num_tokens that top_mask keeps, at least 1
+
+
+class MiniBatch(NamedTuple):
+    """What one update learns from: complete groups of the step."""
+
+    groups: np.ndarray  # [P] or [P / NUM_MINI_BATCHES], which groups of the step these are
+    micro_batches: list[MicroBatch]
+    counts: Counts
+
+
+def count(num_tokens: int, num_sequences: int, num_top_tokens: int | None) -> Counts:
+    """The counts of an update. num_top_tokens: None if there is no top_mask."""
+    top = num_tokens if num_top_tokens is None else num_top_tokens
+    return Counts(*(np.float32(max(x, 1)) for x in (num_tokens, num_sequences, top)))
+
+
+def gather_batch(micro_batches: list[MicroBatch]) -> dict[str, np.ndarray]:
+    """The arrays of all micro-batches and processes, by the names in MicroBatch."""
+    arrays = zip(MicroBatch._fields, zip(*micro_batches, strict=True), strict=True)
+    return {
+        name: gather_processes(np.concatenate([local_part(x) for x in parts]))
+        for name, parts in arrays
+        if parts[0] is not None
+    }
 
 
 def completion_logps(
@@ -186,12 +211,25 @@ def merge_metrics(parts: list[dict[str, jax.Array]]) -> dict[str, float]:
 
 
 def merge_updates(updates: list[dict[str, float]]) -> dict[str, float]:
-    """The metrics of a step from those of its updates: extremes as loss.MERGE says, else means."""
+    """The metrics of a step from those of its updates: extremes as loss.MERGE says, else means.
+
+    After several updates clip_ratio_first/* are those of the first one, in which every ratio is 1,
+    and clip_ratio_later/* those of all others.
+    """
 
     def mean(values: Iterable[float]) -> float:
         return float(np.mean([*values]))
 
-    return {name: MERGE.get(name, mean)(x[name] for x in updates) for name in updates[0]}
+    def merge(updates: list[dict[str, float]]) -> dict[str, float]:
+        return {name: MERGE.get(name, mean)(x[name] for x in updates) for name in updates[0]}
+
+    merged, parts = merge(updates), {}
+    if len(updates) > 1:
+        parts = {"clip_ratio_first/": merge(updates[:1]), "clip_ratio_later/": merge(updates[1:])}
+    clipped = [name for name in merged if name.startswith("clip_ratio/")]
+    for group, part in parts.items():
+        merged |= {name.replace("clip_ratio/", group): part[name] for name in clipped}
+    return merged
 
 
 # ---- The optimizer -------------------------------------------------------------------------------

@@ -86,7 +86,10 @@ NOT_SETTINGS = {
     "need; MAX_PROMPT_LENGTH limits the prompt",
     "USE_VLLM": "ROLLOUT_BACKEND names the program that samples",
     "WARMUP_STEPS": "WARMUP_RATIO is the fraction of the schedule that is warmup",
-    "STEPS_PER_GENERATION": "a step makes PPO_EPOCHS updates, each with all of its sequences",
+    "STEPS_PER_GENERATION": "NUM_MINI_BATCHES is the number of updates that divide a step's "
+    "groups among them",
+    "PPO_MINI_BATCH_SIZE": "NUM_MINI_BATCHES is the number of parts of a step; a part has the "
+    "step's prompts divided by it",
 }
 NOT_SETTINGS |= dict.fromkeys(
     ("EPOCHS", "NUM_TRAIN_EPOCHS", "TOTAL_EPOCHS"), NOT_SETTINGS["NUM_EPOCHS"]

@@ -6,7 +6,9 @@ step over all processes. BATCH_SIZE is the prompts of a pass (prefill and decode
 each process, and TRAIN_MICRO_BATCH_SIZE the sequences of a micro-step (forward and backward of one
 micro-batch) on each process; the settings with PER_DEVICE in their names give the same sizes per
 device. GRAD_ACCUM_STEPS, the micro-steps of an update, may set the micro-batch instead. A layer
-that sets a size hides the other settings of the same size in the layers below.
+that sets a size hides the other settings of the same size in the layers below. NUM_MINI_BATCHES
+cuts a step into parts of complete groups, each with an update of its own, and PPO_EPOCHS is how
+often all parts are used.
 Without rollout sizes a step is a pass of 2 prompts per device; without micro sizes a micro-step has
 up to 4 sequences per device. Every division must be exact; otherwise an error names the nearest
 sizes that fit.
@@ -38,6 +40,7 @@ class Sizes(NamedTuple):
     micro_batch_size: int  # sequences per micro-step per process
     grad_accum_steps: int  # micro-steps per update
     prompts_per_step: int  # P: prompts per step over all processes
+    updates_per_step: int = 1  # NUM_MINI_BATCHES * PPO_EPOCHS
 
     def line(self) -> str:
         """The line that people parse."""
@@ -46,7 +49,8 @@ class Sizes(NamedTuple):
             f"rollout.prompt_batch_size={self.prompt_batch_size} "
             f"rollout.passes_per_step={self.passes_per_step} "
             f"train.micro_batch_size={self.micro_batch_size} "
-            f"train.grad_accum_steps={self.grad_accum_steps}"
+            f"train.grad_accum_steps={self.grad_accum_steps} "
+            f"train.updates_per_step={self.updates_per_step}"
         )
 
 
@@ -74,13 +78,17 @@ def derive(cfg: Any, processes: int, local_devices: int) -> Sizes:
 
     local_batch = passes * prompts * k
     made = f"local_batch = passes {passes} * BATCH_SIZE {prompts} * NUM_PRE_Q {k} = {local_batch}"
-    micro = micro_batch(cfg, local_devices, local_batch, made)
-    accum = local_batch // micro
+    update_batch = mini_batch(cfg, passes * prompts, fill, processes)  # sequences of this process
+    if cfg.num_mini_batches > 1:
+        made = f"{made} / NUM_MINI_BATCHES {cfg.num_mini_batches} = {update_batch}"
+    micro = micro_batch(cfg, local_devices, update_batch, made)
+    accum = update_batch // micro
     if cfg.grad_accum_steps not in (0, accum):
         wrong = f"GRAD_ACCUM_STEPS={cfg.grad_accum_steps} contradicts {made} / micro-batch {micro}"
         raise UserMistake(f"{wrong} = {accum}; set only one of the two")
     per_step = processes * passes * prompts
-    return Sizes(local_batch, per_step * k, prompts, passes, micro, accum, per_step)
+    updates = cfg.num_mini_batches * cfg.ppo_epochs
+    return Sizes(local_batch, per_step * k, prompts, passes, micro, accum, per_step, updates)
 
 
 def smaller_sizes(
@@ -99,7 +107,8 @@ def smaller_sizes(
             else {"rollout_batch_size": sizes.global_batch}
         )
     else:
-        size, total = sizes.micro_batch_size, sizes.local_batch
+        size = sizes.micro_batch_size
+        total = size * sizes.grad_accum_steps
         others = {"grad_accum_steps": 0} if cfg.grad_accum_steps else {}
     per_process = getattr(cfg, names[0]) > 0
     unit = local_devices
@@ -146,21 +155,39 @@ def exact_quotient(name: str, size: int, unit: int, made: str) -> int:
     return size // unit
 
 
-def micro_batch(cfg: Any, local_devices: int, local_batch: int, made: str) -> int:
-    """Sequences per micro-step per process: a multiple of the devices that divides local_batch."""
+def mini_batch(cfg: Any, prompts: int, fill: int, processes: int) -> int:
+    """Sequences per update per process. prompts: per step per process. fill: the fewest prompts
+    that fill the local devices."""
+    n = cfg.num_mini_batches
+    fits = [i for i in range(1, prompts // fill + 1) if prompts // fill % i == 0]
+    if n not in fits:
+        each = f" on each of {processes} processes" if processes > 1 else ""
+        in_fills = f" in parts of {fill}, which fill the local devices," if fill > 1 else ""
+        raise UserMistake(
+            f"NUM_MINI_BATCHES={n} must divide the step's {prompts} prompts{each}{in_fills} "
+            f"evenly; nearest that do: {nearest(n, fits)}"
+        )
+    return prompts // n * cfg.num_pre_q
+
+
+def micro_batch(cfg: Any, local_devices: int, update_batch: int, made: str) -> int:
+    """Sequences per micro-step per process: a multiple of the devices that divides update_batch.
+
+    update_batch: sequences per update per process. made: how it is made.
+    """
     devices = f"{local_devices} local devices"
     name, size, unit = size_of(cfg, *MICRO_SIZES, local_devices, devices)
-    per_device = local_batch // local_devices
+    per_device = update_batch // local_devices
     fits = [n * local_devices for n in range(1, per_device + 1) if per_device % n == 0]
     if not size and cfg.grad_accum_steps:
-        works = [local_batch // n for n in reversed(fits)]  # micro-steps
+        works = [update_batch // n for n in reversed(fits)]  # micro-steps
         if cfg.grad_accum_steps not in works:
             fill = f" into micro-batches that fill {devices}" if local_devices > 1 else ""
             raise UserMistake(
                 f"GRAD_ACCUM_STEPS={cfg.grad_accum_steps} must divide {made}{fill}; nearest that "
                 f"do: {nearest(cfg.grad_accum_steps, works)}"
             )
-        return local_batch // cfg.grad_accum_steps
+        return update_batch // cfg.grad_accum_steps
     if not size:
         return max(n for n in fits if n <= DEFAULT_MICRO_BATCH_PER_DEVICE * local_devices)
     if size * unit not in fits:

@@ -17,6 +17,8 @@ GOLDENS = Path(__file__).parent / "goldens"
 TRL = json.loads((GOLDENS / "trl.json").read_text(encoding="utf-8"))
 ARRAYS = dict(np.load(GOLDENS / "trl.npz"))
 NAN = math.nan
+# The mean of the first group is 1/4, that of the second one 3/4.
+MAXRL = [0.75 / 0.250001, *[-0.25 / 0.250001] * 3, *[0.25 / 0.750001] * 3, -0.75 / 0.750001]
 
 
 @np.errstate(divide="raise", invalid="raise")
@@ -62,6 +64,10 @@ def advantages_of(per_function: np.ndarray, weights: Any, K: int, how: str) -> n
         # the std of 1,-1,1/2,-1/2 is sqrt(2.5/3); of 1,-1,0 is 1
         ([2, 0, 5, 4], 2, "reinforce++", np.array([1, -1, 0.5, -0.5]) / 0.9129709),
         ([2, 0, NAN, 4], 2, "reinforce++", [1 / 1.0001, -1 / 1.0001, 0, 0]),
+        # one right completion of four weighs 3, three of four 1/3 each
+        ([1, 0, 0, 0, 1, 1, 1, 0], 4, "maxrl", MAXRL),
+        ([2, NAN, 1, 0], 4, "maxrl", [1 / 1.000001, 0, 0, -1 / 1.000001]),
+        ([0, 0, 0, 0, 1, 1, 1, 1], 4, "maxrl", [0] * 8),
     ],
 )
 def test_advantages_by_hand(rewards: list, K: int, how: str, expected: list) -> None:

@@ -48,12 +48,13 @@ DEFAULTS = {
         seed=0 rollout_backend=naive num_pre_q=8 max_length_sample=1024 temperature=1.0 top_k=0
         top_p=1.0 min_p=0.0 sglang_jax_dtype=bfloat16 dynamic_sampling=False
         dynamic_sampling_max_rounds=4 reward_weights=() reward_fn= overlong_cache=0
-        repetition_ngram=3 ppo_epochs=1 optimizer=adamw learning_rate=1e-06
+        repetition_ngram=3 ppo_epochs=1 num_mini_batches=1 optimizer=adamw learning_rate=1e-06
         lr_schedule=warmup_cosine warmup_ratio=0.05 weight_decay=0.0 clip_norm=1.0 loss_type=dapo
         adv_estimator=grpo scale_rewards=group eps_low=0.2 eps_high=0.2 delta=0.0
         importance_sampling_level=token beta=0.0 kl_estimator=k3 kl_bias_correction=True
         ref_sync_steps=0 ref_sync_alpha=0.6 entropy_coef=0.0 top_entropy_quantile=1.0
-        mask_truncated_completions=False is_mode=none is_cap=3.0
+        mask_truncated_completions=False is_mode=none is_floor=0.0 is_cap=3.0
+        off_policy_mask_threshold=0.0
     """,
     "content": """
         model_path=some/model model_revision= dtype=auto chat_template= dataset=openai/gsm8k
@@ -144,7 +145,7 @@ MIN_P=1 -> MIN_P=1.0 must be below 1
 REWARD_WEIGHTS=1,,1 -> REWARD_WEIGHTS='' is not a number
 DTYPE=float16 -> DTYPE='float16' is not one of auto|bfloat16|float32
 LOSS_TYPE=ppo -> LOSS_TYPE='ppo' is not one of dapo|grpo|bnpo|dr_grpo|cispo|gspo|sapo
-ADV_ESTIMATOR=gae -> ADV_ESTIMATOR='gae' is not one of grpo|rloo|reinforce|reinforce++|gdpo
+ADV_ESTIMATOR=gae -> ADV_ESTIMATOR='gae' is not one of grpo|rloo|reinforce|reinforce++|gdpo|maxrl
 IS_MODE=token -> IS_MODE='token' is not one of
     none|token_truncate|token_mask|sequence_truncate|sequence_mask
 IS_CAP=0.9 -> IS_CAP=0.9 must be at least 1
@@ -304,10 +305,10 @@ def test_print_has_one_line_per_setting_with_its_name_help_and_default() -> None
     ):
         assert line in lines
     assert "\neval.eval_full_sweep: false " in printed
-    assert lines[-8] == "# On 2 x 4 devices (processes x local); not read back:"
-    assert "".join(lines[-7:]).replace("derived.", " ").replace(": ", "=") == (
+    assert lines[-9] == "# On 2 x 4 devices (processes x local); not read back:"
+    assert "".join(lines[-8:]).replace("derived.", " ").replace(": ", "=") == (
         " local_batch=32 global_batch=64 prompt_batch_size=8 passes_per_step=1"
-        " micro_batch_size=16 grad_accum_steps=2 prompts_per_step=16"
+        " micro_batch_size=16 grad_accum_steps=2 prompts_per_step=16 updates_per_step=1"
     )
 
 
@@ -317,7 +318,7 @@ def test_what_is_printed_reads_back_to_the_same_settings(text: str, tmp_path: Pa
     others |= env("ADV_ESTIMATOR=reinforce++ DYNAMIC_SAMPLING=1 TOP_ENTROPY_QUANTILE=0.2")
     cfg = Config.from_env({"SYSTEM_PROMPT": text, "WANDB_NAME": text, **others})
     printed = config.describe(cfg, 2, 4)
-    assert printed.isascii() and printed.count("\n") == len(dataclasses.fields(cfg)) + 7
+    assert printed.isascii() and printed.count("\n") == len(dataclasses.fields(cfg)) + 8
     again = Config.from_env({}, write(tmp_path, printed))
     assert again == cfg
     assert config.describe(again, 2, 4) == printed

@@ -25,8 +25,8 @@ BETA=1 KL_ESTIMATOR=k1 KL_BIAS_CORRECTION=0 -> KL_ESTIMATOR=k1 has no gradient o
     KL_BIAS_CORRECTION=0; set it to 1
 IS_MODE=sequence_mask TOP_P=0.9 -> IS_MODE=sequence_mask with TOP_K, TOP_P or MIN_P shrinks a
     sequence's weight with every token; set token_truncate or token_mask
-BETA=1 REF_SYNC_STEPS=201 PPO_EPOCHS=2 -> REF_SYNC_STEPS=201 is more than the run's 200 updates
-    (STEPS * PPO_EPOCHS); lower it
+BETA=1 REF_SYNC_STEPS=201 PPO_EPOCHS=2 -> REF_SYNC_STEPS=201 is more than the run's 200 = STEPS
+    * PPO_EPOCHS * NUM_MINI_BATCHES updates; lower it
 LOSS_TYPE=cispo EPS_HIGH=5 DELTA=7 -> DELTA=7.0 does nothing with LOSS_TYPE=cispo; leave it out
 LOSS_TYPE=sapo DELTA=2 -> DELTA=2.0 does nothing with LOSS_TYPE=sapo; leave it out
 DELTA=1.5 EPS_HIGH=0.5 -> DELTA=1.5 must be above 1 + EPS_HIGH = 1.5, where clipping begins
@@ -39,6 +39,11 @@ KL_BIAS_CORRECTION=0 -> KL_BIAS_CORRECTION=false does nothing with BETA=0; leave
 REF_SYNC_STEPS=5 -> REF_SYNC_STEPS=5 does nothing with BETA=0; leave it out
 REF_SYNC_ALPHA=1 BETA=1 -> REF_SYNC_ALPHA=1.0 does nothing with REF_SYNC_STEPS=0; leave it out
 IS_CAP=2 -> IS_CAP=2.0 does nothing with IS_MODE=none; leave it out
+IS_FLOOR=0.5 -> IS_FLOOR=0.5 does nothing with IS_MODE=none; leave it out
+OFF_POLICY_MASK_THRESHOLD=0.1 TOP_P=0.9 -> OFF_POLICY_MASK_THRESHOLD would measure TOP_K, TOP_P or
+    MIN_P; leave it out
+ADV_ESTIMATOR=maxrl REWARD_FN=reward_correct,soft_overlong_penalty -> ADV_ESTIMATOR=maxrl needs
+    rewards of at least 0; leave the penalties out
 LOSS_TYPE=cispo EPS_HIGH=5 EPS_LOW=0.1 -> EPS_LOW=0.1 does nothing with LOSS_TYPE=cispo; leave it
     out
 DYNAMIC_SAMPLING_MAX_ROUNDS=3 -> DYNAMIC_SAMPLING_MAX_ROUNDS=3 does nothing with DYNAMIC_SAMPLING=0;
@@ -73,7 +78,8 @@ REF_SYNC_STEPS=5 BETA=0.01
 REF_SYNC_STEPS=5 REF_SYNC_ALPHA=1 BETA=1
 REWARD_FN=soft_overlong_penalty OVERLONG_CACHE=1024
 BETA=1 KL_ESTIMATOR=k1
-IS_MODE=token_mask IS_CAP=2 TOP_P=0.9
+IS_MODE=token_mask IS_FLOOR=0.5 IS_CAP=2 TOP_P=0.9
+ADV_ESTIMATOR=maxrl OFF_POLICY_MASK_THRESHOLD=0.1 NUM_MINI_BATCHES=2
 PROMPT_TOO_LONG=error MAX_PROMPT_LENGTH=99
 LR_DECAY_STEPS=9 LR_SCHEDULE=constant
 LOSS_TYPE=grpo IMPORTANCE_SAMPLING_LEVEL=sequence
@@ -126,6 +132,7 @@ DATASET_NAME=org/name -> DATASET_NAME=org/name is ignored; the setting is called
 NO_NOTES = """
 LR_DECAY_STEPS=100 STEPS=200 LR_SCHEDULE=constant
 EPS_HIGH=0.3 PPO_EPOCHS=2
+EPS_HIGH=0.3 NUM_MINI_BATCHES=2
 TOP_K=9 IS_MODE=token_truncate
 TOP_K=9 STEPS=0
 LOSS_TYPE=gspo STEPS=0
@@ -140,8 +147,9 @@ MODEL=org/name MODEL_PATH=org/other
 
 @pytest.mark.parametrize(("settings", "note"), rows(NOTES))
 def test_a_line_says_what_does_nothing_or_may_not_be_meant(settings: str, note: str) -> None:
-    ratios, idle = "PPO_EPOCHS=1 makes every ratio 1, so that", "do nothing; with PPO_EPOCHS=2 they"
-    note = note.replace("{ratios}", ratios).replace("{idle}", f"{idle} count")
+    ratios = "with one update per step every ratio is 1, and"
+    idle = "do nothing; with NUM_MINI_BATCHES=2 or PPO_EPOCHS=2 they count"
+    note = note.replace("{ratios}", ratios).replace("{idle}", idle)
     weighs = "TOP_K, TOP_P, MIN_P change sampling only; IS_MODE=token_truncate weighs the change"
     note = note.replace("{sampling}", weighs)
     assert config.load([], env(settings)).lines[1:] == [f"note: {note}"]

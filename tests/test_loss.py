@@ -80,13 +80,15 @@ def test_the_objective_is_that_of_trl(name: str) -> None:
     golden = TRL["loss"][name]
     x, settings = trl_inputs(**golden["inputs"]), golden["settings"]
     chosen = slice(*golden["rows"])
+    if "off_policy_mask_threshold" in settings:
+        del x["sampling_logps"]  # then both compare with old_logps
     loss, grad, metrics = part(x, chosen, **settings)
     assert loss == pytest.approx(ARRAYS[f"loss.{name}.loss"], abs=1e-6)
     np.testing.assert_allclose(grad, ARRAYS[f"loss.{name}.grad_logps"], atol=1e-6)
     # TRL's means are over the tokens of a micro-batch, ours are its share of the step's mean.
     share = x["mask"][chosen].sum() / settings["num_tokens"]
     expected = {n: v * share if n.endswith("mean") else v for n, v in golden["metrics"].items()}
-    metrics = {n: v for n, v in metrics.items() if not n.startswith("is_weight/")}
+    metrics = {n: v for n, v in metrics.items() if not n.startswith(("is_weight/", "off_policy"))}
     assert metrics == pytest.approx(expected, abs=1e-6)
 
 
@@ -101,6 +103,7 @@ VARIANTS = [
     {"loss_type": "cispo", "eps_high": 1.2, "is_mode": "token_truncate", "is_cap": 1.1},
     {"loss_type": "sapo", "is_mode": "sequence_truncate", "is_cap": 1.1},
     {"loss_type": "sapo", "importance_sampling_level": "sequence"},
+    {"off_policy_mask_threshold": 0.05, "is_mode": "token_mask", "is_floor": 0.9},
     {"importance_sampling_level": "sequence", "eps_high": 0.01, "beta": 0.1, "kl_estimator": "k2"},
     {"loss_type": "cispo", "eps_high": 1.01, "importance_sampling_level": "sequence"},
     {"is_mode": "token_mask", "is_cap": 1.1, "beta": 0.1, "kl_estimator": "k1"},
@@ -357,21 +360,61 @@ def test_sampler_weights_by_hand(how: str, beyond: float) -> None:
     gap = [[LN2, -LN2, 2 * LN2, INF], [LN2, NAN, 0, NAN], [INF, LN2, 0, 9], [-INF, 0, 0, 9]]
     mask = jnp.array([[1, 1, 1, 0]] * 4)
     inputs = (jnp.zeros((4, 4)), -jnp.array(gap), mask)
-    weight, over = sampler_weights(*inputs, f"token_{how}", 3.0)
+    weight, under, over = sampler_weights(*inputs, f"token_{how}", 0.0, 3.0)
     expected = [[2, 0.5, beyond, 1], [2, 1, 1, 1], [beyond, 2, 1, 1], [0, 1, 1, 1]]
     np.testing.assert_allclose(weight, expected, rtol=1e-6)
     assert np.argwhere(over).tolist() == [[0, 2], [2, 0]]
-    weight, over = sampler_weights(*inputs, f"sequence_{how}", 3.0)
+    assert not under.any()
+    weight, under, over = sampler_weights(*inputs, f"sequence_{how}", 0.0, 3.0)
     np.testing.assert_allclose(weight, [[beyond], [2], [beyond], [0]], rtol=1e-6)
     assert over.tolist() == [[True], [False], [True], [False]]
+
+
+@pytest.mark.parametrize("how, limits", [("truncate", (0.5, 5.0)), ("mask", (0.0, 0.0))])
+def test_a_floor_limits_the_weights_on_the_other_side(how: str, limits: tuple) -> None:
+    """IcePop keeps the weights from 0.5 to 5 and drops all others; here these are 1/4 and 8."""
+    gap = jnp.log(jnp.array([[0.25, 0.5, 1, 5, 8]]))
+    inputs = (gap, jnp.zeros((1, 5)), jnp.ones((1, 5)))
+    weight, under, over = sampler_weights(*inputs, f"token_{how}", 0.4999, 5.0001)
+    floor, cap = limits
+    np.testing.assert_allclose(weight, [[floor, 0.5, 1, 5, cap]], atol=2e-4)
+    assert under.tolist() == [[True, False, False, False, False]]
+    assert over.tolist() == [[False, False, False, False, True]]
+
+
+def test_delta_is_the_dual_clip_of_verl() -> None:
+    """verl, with clip_ratio_c=3: for A < 0 the loss of a token is at most -3 A."""
+    x = trl_inputs()
+    x["old_logps"] = np.float32(x["logps"] - np.random.default_rng(0).normal(0, 1.2, (8, 12)))
+    mask, A = x["mask"].astype(bool), x["advantages"].astype(np.float64)[:, None]
+    ratio = np.exp(np.where(mask, x["logps"] - x["old_logps"], 0).astype(np.float64))
+    clipped = np.maximum(-A * ratio, -A * np.clip(ratio, 0.8, 1.2))
+    dual = np.where(A < 0, np.minimum(clipped, -3 * A), clipped)
+    assert ((A < 0) & (clipped > -3 * A) & mask).sum() >= 2
+    loss, _, _ = part(x, delta=3.0)
+    assert loss == pytest.approx(np.where(mask, dual, 0).sum() / mask.sum(), rel=1e-6)
+
+
+def test_a_bad_sequence_far_from_the_policy_is_dropped() -> None:
+    """Its mean of sampling_logps - logps is 0.2; that of the good one is too, and it is kept."""
+    logps, sampling = [[-1.0, -2.0]] * 3, [[-0.8, -1.8], [-0.8, -1.8], [-1.0, -1.9]]
+    arrays = {"sampling_logps": sampling, "mask": [[1, 1], [1, 1], [1, 0]]}
+    kwargs = {"off_policy_mask_threshold": 0.15, "num_sequences": 3}
+    loss, grad, metrics = value_and_grad(
+        logps, logps, [-1.0, 1.0, -1.0], num_tokens=5, **arrays, **kwargs
+    )
+    assert metrics["off_policy_mask/dropped"] == pytest.approx(1 / 3)
+    np.testing.assert_allclose(grad, [[0, 0], [-0.2, -0.2], [0.2, 0]], atol=1e-7)
+    assert loss == pytest.approx((-2 + 1) / 5)
 
 
 @pytest.mark.parametrize("how", ["truncate", "mask"])
 @pytest.mark.parametrize("level, total", [("token", 6), ("sequence", 2)])
 def test_a_weight_at_the_cap_is_kept_and_has_no_gradient(level: str, total: int, how: str) -> None:
     def weights(old: jax.Array, sampling: jax.Array) -> jax.Array:
-        weight, over = sampler_weights(old, sampling, jnp.ones((2, 3)), f"{level}_{how}", 1.0)
-        return weight.sum() + 100 * over.sum()
+        limits = f"{level}_{how}", 1.0, 1.0
+        weight, under, over = sampler_weights(old, sampling, jnp.ones((2, 3)), *limits)
+        return weight.sum() + 100 * (under.sum() + over.sum())
 
     value, grads = jax.value_and_grad(weights, (0, 1))(jnp.ones((2, 3)), jnp.ones((2, 3)))
     assert value == total and not np.any(grads)

@@ -37,7 +37,7 @@ RESULTS = StepResults(
     per_function=np.array([[1.0, 1.0], [0.0, 0.5], [1.0, 0.0], [NAN, 1.0]]),
 )
 DRIFT = "sampling_logp_difference/mean"
-METRICS = {"loss": 0.25, "entropy": 1.5, "grad_norm": 2.0, DRIFT: 1e-6}
+METRICS = {"loss": 0.25, "entropy": 1.5, "grad_norm": 2.0, DRIFT: 1e-6, "updates_applied": 1}
 LINE = "step=7 loss=0.250000 entropy=1.5000 reward_mean=1.1250 dt=0.00s"
 NOTHING = "note step=7: all advantages that count are 0, and so is the policy gradient"
 
@@ -63,7 +63,7 @@ def test_the_step_line_ends_with_its_seconds_and_each_note_has_a_line() -> None:
     assert step_lines(counted, False) == [LINE, NOTHING]
     assert step_lines(step(METRICS | {"grad_norm": NAN}), False) == [
         LINE,
-        "note step=7: an update was not applied: grad_norm is nan",
+        "note step=7: an update was not applied, after 1 that were: grad_norm is nan",
     ]
 
 

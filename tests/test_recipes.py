@@ -47,6 +47,9 @@ SIZES = [
     ("grpo_gsm8k_bs128_steps100", {}, (4, 4), (4, 1, 32, 16, 2)),
     ("tunix_qwen3_4b_10steps", {}, (1, 4), (2, 1, 4, 4, 1)),
     ("tunix_qwen3_4b_10steps", {}, (2, 4), (2, 1, 4, 4, 1)),
+    ("tunix_qwen3_4b_10steps_sglang", {}, (1, 4), (2, 1, 4, 4, 1)),
+    ("grpo_gsm8k_qwen25_7b_v4_8_sglang_smoke", {}, (1, 4), (1, 1, 4, 4, 1)),
+    ("dapo_qwen25_7b", {}, (16, 4), (4, 8, 512, 4, 8)),
     ("tiny", {}, (1, 1), (16, 1, 128, 64, 2)),
     ("tiny", {}, (2, 4), (8, 1, 64, 64, 1)),
 ]
@@ -65,6 +68,13 @@ def test_a_recipe_makes_the_published_sizes(
         made.micro_batch_size,
         made.grad_accum_steps,
     )
+
+
+def test_the_recipe_of_dapo_has_the_paper_s_sizes() -> None:
+    """512 prompts with 16 completions, and 16 updates on 512 sequences each."""
+    made = derive(Config.from_env({}, REPO / "recipes" / "dapo_qwen25_7b.yaml"), 16, 4)
+    assert (made.prompts_per_step, made.global_batch, made.updates_per_step) == (512, 8192, 16)
+    assert made.micro_batch_size * made.grad_accum_steps * 16 == 512  # on 16 processes
 
 
 def test_the_two_recipes_for_the_3b_model_differ_only_in_the_kernel() -> None:

@@ -231,11 +231,11 @@ SMOKE_4B = {
 
 SIZES_4A = (
     "local_batch=16 global_batch=32 rollout.prompt_batch_size=2 rollout.passes_per_step=1 "
-    "train.micro_batch_size=4 train.grad_accum_steps=4"
+    "train.micro_batch_size=4 train.grad_accum_steps=4 train.updates_per_step=1"
 )
 SIZES_4B = (
     "local_batch=16 global_batch=32 rollout.prompt_batch_size=4 rollout.passes_per_step=2 "
-    "train.micro_batch_size=4 train.grad_accum_steps=4"
+    "train.micro_batch_size=4 train.grad_accum_steps=4 train.updates_per_step=1"
 )
 
 

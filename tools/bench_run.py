@@ -47,6 +47,7 @@ def step_flops(model: ModelConfig, cfg: Config, workload: Workload) -> tuple[flo
     """
     forward = model_flops(model, workload)
     times = 3 * cfg.ppo_epochs + (cfg.beta > 0) + (cfg.top_entropy_quantile < 1)
+    times += 1 - 1 / cfg.num_mini_batches  # old_logps of all parts but the first
     return forward, times * forward
 
 

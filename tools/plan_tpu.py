@@ -258,8 +258,9 @@ def print_estimates(plan: Plan, name: str) -> None:
     # A dimension of 16 chips or more is a ring, so that a chip has two links in it.
     links = sum(2 if size >= 16 else 1 for size in SLICES[name].shape if size > 1)
     sampled, trained = plan.rollout_workload(), plan.train_workload()
-    passes, accum, epochs = sizes.passes_per_step, sizes.grad_accum_steps, cfg.ppo_epochs
-    forwards = accum * ((cfg.beta > 0) + (cfg.top_entropy_quantile < 1))
+    passes, accum, updates = sizes.passes_per_step, sizes.grad_accum_steps, sizes.updates_per_step
+    scored = cfg.num_mini_batches * ((cfg.beta > 0) + (cfg.top_entropy_quantile < 1))
+    forwards = accum * (scored + cfg.num_mini_batches - 1)  # old_logps of all parts but the first
     impl = plan.training.policy_loss_impl
     logps, micro_step = (
         roofline.train_work(model, mesh, trained, backward=backward, remat=cfg.remat, impl=impl)
@@ -270,8 +271,8 @@ def print_estimates(plan: Plan, name: str) -> None:
         ("prefill", roofline.prefill_work(model, n, tp, sampled), passes),
         ("decode, a token", decode_work(model, n, tp, sampled), passes * plan.T),
         ("compute logps", logps, forwards),
-        ("micro-step", micro_step, accum * epochs),
-        ("optimizer step", roofline.optimizer_work(model, shards, cfg.optimizer), epochs),
+        ("micro-step", micro_step, accum * updates),
+        ("optimizer step", roofline.optimizer_work(model, shards, cfg.optimizer), updates),
     ]
     print(
         "| estimate, all completions full | times | TFLOP | HBM GB | ICI GB | compute ms | HBM ms "
@@ -290,7 +291,7 @@ def print_estimates(plan: Plan, name: str) -> None:
         print(f"| {phase} | {times} | {' | '.join(f'{x:.3g}' for x in columns)} |")
         step += times * seconds
         update += times * seconds if phase in ("micro-step", "optimizer step") else 0
-    flops = 3 * accum * epochs * roofline.model_flops(model, trained)
+    flops = 3 * accum * updates * roofline.model_flops(model, trained)
     peak = n * chip.tflops * 1e12
     print(
         f"{step:.1f} s a step by this estimate, {sizes.global_batch * plan.T / step / n:.0f} new "

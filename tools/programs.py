@@ -132,7 +132,7 @@ def micro_batch(plan: Plan) -> MicroBatch:
         completion_mask=tokens,
         sampling_logps=logps,
         advantages=batch(jnp.float32, R),
-        old_logps=logps if cfg.ppo_epochs > 1 else None,
+        old_logps=logps if plan.sizes.updates_per_step > 1 else None,
         ref_logps=logps if cfg.beta > 0 else None,
         top_mask=tokens if cfg.top_entropy_quantile < 1 else None,
     )
@@ -155,7 +155,7 @@ def runs(plan: Plan, program: str) -> bool:
     if program in ROLLOUT and cfg.rollout_backend != "naive":  # the engine has programs of its own
         return False
     if program == "compute_logps":
-        return cfg.beta > 0 or cfg.top_entropy_quantile < 1
+        return cfg.beta > 0 or cfg.top_entropy_quantile < 1 or cfg.num_mini_batches > 1
     return not program.startswith("eval_") or cfg.eval_every_steps > 0 or cfg.eval_full_sweep
 
 

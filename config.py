@@ -205,9 +205,7 @@ class Config:
     eval_prompts: int = in_eval(128, "Questions per evaluation; 0: all.")
     eval_full_sweep: bool = in_eval(False, "Evaluate the full split at the end.")
     eval_samples: int = in_eval(1, "Completions per question; 1: greedy.", at_least=1)
-    accuracy_of: str = in_eval(
-        "", "Reward function of the accuracy; empty: reward_correct, else the first one."
-    )
+    accuracy_of: str = in_eval("", "Reward of the accuracy; empty: reward_correct, or the first.")
     accuracy_threshold: float = in_eval(1.0, "Smallest reward that counts as right.")
 
     output_dir: str = in_run("", "Folder of all outputs; empty: a new runs/NAME_UTC.")

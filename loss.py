@@ -168,7 +168,7 @@ class Objective(NamedTuple):
     is_mode: str = "none"
     is_floor: float = 0.0
     is_cap: float = 3.0
-    off_policy_mask_threshold: float = 0.0  # nats; 0: no sequence is dropped
+    off_policy_mask_threshold: float = 0.0  # nats; 0: off_policy_mask drops nothing
     max_completion_length: int = 0  # tokens; for dr_grpo
 
 
@@ -192,11 +192,9 @@ def policy_loss(
     The objectives of a step's micro-batches are summed; MERGE says how the metrics are merged.
     logps, old_logps, ref_logps, sampling_logps: [R, T] float32 nats of the sampled tokens, by the
     policy now, by the policy before the first update, by the reference (if beta > 0) and by the
-    sampler (if is_mode is not "none"; the off-policy mask compares with old_logps without it).
+    sampler (if is_mode is not "none"; without it, off_policy_mask takes old_logps).
     entropy: [R, T] nats (if entropy_coef > 0). advantages: [R]. mask: [R, T], 1 on the completion
     tokens that count; where it is 0, the other arrays may hold anything.
-    off_policy_mask_threshold > 0 drops sequences with a negative advantage whose tokens have in the
-    mean more than so many nats of sampling_logps - logps.
     top_mask: [R, T], 1 on the tokens that the policy learns from, from top_entropy_mask; None: all.
     num_tokens, num_sequences, num_top_tokens: mask.sum(), the number of sequences (also of those
     whose mask is 0 everywhere) and (mask * top_mask).sum() of the ENTIRE step. The last two may be
@@ -206,8 +204,7 @@ def policy_loss(
     Raises ValueError for a text that is not in CHOICES, for arrays of other shapes than these, and
     for dr_grpo without max_completion_length.
     Source: PPO, arXiv 1707.06347 eq. 7; DAPO, 2503.14476 eq. 8; Dr. GRPO, 2503.20783; GSPO,
-    2507.18071; CISPO, 2506.13585; SAPO, 2511.20347; the off-policy mask, DeepSeek-V3.2,
-    2512.02556; TRL.
+    2507.18071; CISPO, 2506.13585; SAPO, 2511.20347; TRL.
     """
     o = Objective(**settings)
     _stop_if_unknown(**{name: text for name, text in o._asdict().items() if name in CHOICES})
@@ -232,18 +229,16 @@ def policy_loss(
 
     loss = jnp.where(top, loss, 0.0)  # [R, T]
     if o.off_policy_mask_threshold > 0:
-        behaviour = old_logps if sampling_logps is None else sampling_logps
-        gap = jnp.where(mask, behaviour - jax.lax.stop_gradient(logps), 0.0)  # [R, T]
-        distance = gap.sum(axis=1, keepdims=True) / sequence_tokens  # [R, 1] nats
-        dropped = (A < 0) & (distance > o.off_policy_mask_threshold)
+        sampled = old_logps if sampling_logps is None else sampling_logps
+        dropped = off_policy_mask(logps, sampled, A, mask, o.off_policy_mask_threshold)  # [R, 1]
         loss = jnp.where(dropped, 0.0, loss)
         metrics["off_policy_mask/dropped"] = dropped.sum() / num_sequences
     if o.is_mode != "none":
         limits = o.is_mode, o.is_floor, o.is_cap
         weight, under, over = sampler_weights(old_logps, sampling_logps, mask, *limits)
         loss = loss * weight
-        metrics |= {"is_weight/mean": token_mean(weight), "is_weight/over_cap": token_mean(over)}
-        metrics |= {"is_weight/under_floor": token_mean(under)} if o.is_floor else {}
+        found = {"mean": weight, "over_cap": over} | ({"under_floor": under} if o.is_floor else {})
+        metrics |= {f"is_weight/{name}": token_mean(x) for name, x in found.items()}
     if o.beta > 0:
         kl = _kl(o.kl_estimator, jnp.where(mask, ref_logps - logps, 0.0))  # [R, T]
         if o.kl_bias_correction:
@@ -252,13 +247,7 @@ def policy_loss(
         metrics["kl"] = token_mean(kl)
         loss = loss + o.beta * kl
 
-    divisor = num_tokens
-    if o.loss_type in ("grpo", "gspo", "sapo"):
-        divisor = sequence_tokens * num_sequences
-    elif o.loss_type == "dr_grpo":
-        if o.max_completion_length < 1:
-            raise ValueError("LOSS_TYPE=dr_grpo needs max_completion_length, in tokens")
-        divisor = num_sequences * o.max_completion_length
+    divisor = _divisor(o, num_tokens, num_sequences, sequence_tokens)
     loss = jnp.where(mask, loss / divisor, 0.0).sum()
     if o.entropy_coef > 0:
         metrics["policy_loss"] = loss
@@ -299,6 +288,17 @@ def _token_loss(
     return -jnp.minimum(ratio * A, clipped * A), cut
 
 
+def _divisor(o: Objective, num_tokens: Any, num_sequences: Any, sequence_tokens: Any) -> Any:
+    """Returns what the loss of a token is divided by: a number, or [R, 1] of the sequences."""
+    if o.loss_type in ("grpo", "gspo", "sapo"):
+        return sequence_tokens * num_sequences
+    if o.loss_type != "dr_grpo":
+        return num_tokens
+    if o.max_completion_length < 1:
+        raise ValueError("LOSS_TYPE=dr_grpo needs max_completion_length, in tokens")
+    return num_sequences * o.max_completion_length
+
+
 def _cut_metrics(
     cut: dict[str, jax.Array], mask: jax.Array, count: jax.Array | float
 ) -> dict[str, jax.Array]:
@@ -326,6 +326,19 @@ def _kl(estimator: str, gap: jax.Array) -> jax.Array:
     if estimator == "k1":
         return -gap
     return gap**2 / 2 if estimator == "k2" else jnp.expm1(gap) - gap
+
+
+def off_policy_mask(
+    logps: jax.Array, sampling_logps: jax.Array, A: jax.Array, mask: jax.Array, threshold: float
+) -> jax.Array:
+    """Returns [R, 1] bool: the sequences that are bad and too far from the policy to learn from.
+
+    They have a negative advantage, and a mean of sampling_logps - logps above threshold nats.
+    logps, sampling_logps, mask: [R, T]. A: [R, 1].
+    Source: DeepSeek-V3.2, arXiv 2512.02556; TRL.
+    """
+    gap = jnp.where(mask, sampling_logps - logps, 0.0).sum(axis=1, keepdims=True)  # [R, 1]
+    return (A < 0) & (gap / jnp.maximum(mask.sum(axis=1, keepdims=True), 1) > threshold)
 
 
 def sampler_weights(

@@ -204,34 +204,34 @@ def test_three_steps_of_four_parts_and_two_epochs_equal_torch_in_float64(tmp_pat
         return torch.log_softmax(logits, -1)[torch.arange(len(ids)), ids]
 
     clipped = 0
+
+    def update(rows: list[int], given: list, sampled: list, A: np.ndarray, old: list) -> tuple:
+        """One update on some sequences: its loss, and the norm of its gradient."""
+        nonlocal clipped
+        tokens, loss = sum(len(sampled[row]) for row in rows), 0.0
+        for row in rows:
+            ratio = torch.exp(logps_of(given[row], sampled[row]) - old[row])
+            within = torch.clamp(ratio, 0.97, 1.05)
+            clipped += int((ratio != within).sum())
+            loss = loss - torch.minimum(ratio * A[row], within * A[row]).sum() / tokens
+        model.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= LR * parameter.grad
+        return loss.item(), norm.item()
+
     for step, sampled in enumerate(steps):
         chosen = data.batch_indices(len(prompts), P, step, 0)
         given = [prompts[i].ids for i in chosen for _ in range(K)]
-        rewards = np.array([(sum(ids) % 7) / 7 for ids in sampled])
-        advantages = group_advantages(rewards, K)
+        A = group_advantages(np.array([(sum(ids) % 7) / 7 for ids in sampled]), K)
         with torch.no_grad():
             old = [logps_of(*pair) for pair in zip(given, sampled, strict=True)]
-        losses, norms = [], []
-        for epoch in range(EPOCHS):
-            order = np.random.default_rng([0, step, epoch]).permutation(P).reshape(PARTS, -1)
-            for groups in order:
-                rows = [group * K + k for group in groups for k in range(K)]
-                tokens = sum(len(sampled[row]) for row in rows)
-                loss = 0.0
-                for row in rows:
-                    ratio = torch.exp(logps_of(given[row], sampled[row]) - old[row])
-                    within = torch.clamp(ratio, 0.97, 1.05)
-                    clipped += int((ratio != within).sum())
-                    A = advantages[row]
-                    loss = loss - torch.minimum(ratio * A, within * A).sum() / tokens
-                model.zero_grad()
-                loss.backward()
-                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                with torch.no_grad():
-                    for parameter in model.parameters():
-                        parameter -= LR * parameter.grad
-                losses.append(loss.item())
-                norms.append(norm.item())
+        orders = [np.random.default_rng([0, step, i]).permutation(P) for i in range(EPOCHS)]
+        parts = [part for order in orders for part in order.reshape(PARTS, -1)]
+        rows = [[group * K + k for group in part for k in range(K)] for part in parts]
+        losses, norms = zip(*(update(r, given, sampled, A, old) for r in rows), strict=True)
         record = result.records[step]
         assert record["train-other/loss"] == pytest.approx(np.mean(losses), abs=2e-6)
         assert record["train-other/grad_norm"] == pytest.approx(np.mean(norms), rel=1e-4)

@@ -7,7 +7,7 @@ config.py, `.env` over the YAML file, and the YAML file over the defaults. If no
 MODEL_PATH, the settings of recipes/tiny.yaml replace the defaults. `python config.py` prints every
 setting with its value, meaning and default, as YAML that `--config` reads. A run prints a line
 `changed:` with the settings that are not at their defaults and the layer of each, and stops with a
-line for each one that is malformed, contradicts another, or has the name of another program.
+line for each one that is malformed or contradicts another, and for names of other programs.
 """
 
 import dataclasses
@@ -111,7 +111,7 @@ class Config:
         0.25, "Part of each device's free memory for the engine.", above=0, below=1, results="none"
     )
     sglang_jax_max_total_tokens: int = in_rollout(
-        0, "Tokens in the engine's pool; 0: those of a pass.", results="none"
+        0, "Tokens for which the engine has memory; 0: all of a pass.", results="none"
     )
     sglang_jax_context_length: int = in_rollout(
         0, "Longest prompt with completion in the engine; 0: the run's.", results="none"
@@ -197,9 +197,9 @@ class Config:
     is_mode: str = in_loss(
         "none", "Multiply the loss by weights, p_trainer / p_sampler.", choices=IS_MODES
     )
-    is_floor: float = in_loss(0.0, "Smallest weight; lower ones become it, or 0.", at_most=1)
-    is_cap: float = in_loss(3.0, "Largest weight; larger ones become it, or 0.", at_least=1)
-    off_policy_mask_threshold: float = in_loss(0.0, "See policy_loss in loss.py; 0: off.")
+    is_floor: float = in_loss(0.0, "Weights below become IS_FLOOR (truncate) or 0.", at_most=1)
+    is_cap: float = in_loss(3.0, "Weights above become IS_CAP (truncate) or 0.", at_least=1)
+    off_policy_mask_threshold: float = in_loss(0.0, "See off_policy_mask in loss.py; 0: off.")
 
     eval_every_steps: int = in_eval(10, "Steps between evaluations, from step 0 on; 0: never.")
     eval_prompts: int = in_eval(128, "Questions per evaluation; 0: all.")
@@ -313,10 +313,12 @@ def contradictions(cfg: Config) -> Iterator[str]:
             f"IS_MODE={cfg.is_mode} with TOP_K, TOP_P or MIN_P shrinks a sequence's weight with "
             f"every token; set token_truncate or token_mask"
         )
+    entries = [name.strip() for name in cfg.reward_fn.split(",")]
+    counted = {f for f, w in zip(entries, cfg.reward_weights or (1,) * 99, strict=False) if w}
+    if cfg.adv_estimator == "maxrl" and counted & {"soft_overlong_penalty", "repetition_penalty"}:
+        yield "ADV_ESTIMATOR=maxrl needs rewards of at least 0; leave the penalties out"
     if cfg.off_policy_mask_threshold and cfg.filters_logps():
         yield "OFF_POLICY_MASK_THRESHOLD would measure TOP_K, TOP_P or MIN_P; leave it out"
-    if cfg.adv_estimator == "maxrl" and re.search("(overlong|repetition)_penalty", cfg.reward_fn):
-        yield "ADV_ESTIMATOR=maxrl needs rewards of at least 0; leave the penalties out"
     if "://" in cfg.output_dir + cfg.export_hf:
         yield "OUTPUT_DIR and EXPORT_HF are folders of this machine; CHECKPOINT_DIR may be gs://"
     if cfg.overlong_cache > (T := cfg.max_length_sample):

@@ -5,8 +5,8 @@ Tests compare both with TRL's numbers.
 Dimensions: P prompts of a step, K completions per prompt (NUM_PRE_Q), B = P*K sequences of a step,
 R sequences of one micro-batch, T completion tokens (padded).
 
-The loss is a SUM over a micro-batch, divided by counts of the entire step (all micro-batches and
-all processes). The gradient therefore does not depend on how a step is cut into micro-batches.
+The loss is a SUM over a micro-batch, divided by counts of the entire update (all its micro-batches
+and all processes). The gradient therefore does not depend on the sizes of the micro-batches.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,8 +20,8 @@ STD_EPS = 1e-4  # as in TRL
 MEAN_EPS = 1e-6  # of maxrl
 SAPO_TAU_POSITIVE, SAPO_TAU_NEGATIVE = 1.0, 1.05  # as in the paper
 
-# How a metric of the micro-batches becomes a metric of the step: MERGE.get(name, sum). Metrics that
-# are not named here are parts of a mean over the step, which add up to that mean.
+# How a metric of the micro-batches becomes one of the update: MERGE.get(name, sum). Metrics that
+# are not named here are parts of a mean over the update, which add up to that mean.
 MERGE: Mapping[str, Callable] = {
     "clip_ratio/low_min": min,
     "clip_ratio/high_max": max,
@@ -146,10 +146,10 @@ class Objective(NamedTuple):
     """The settings of policy_loss; hashable. A = advantage, ratio = exp(logps - old_logps).
 
     loss_type: the loss of a token, and how the losses of all tokens are averaged:
-      dapo     -min(ratio A, clip(ratio, 1 - eps_low, 1 + eps_high) A), mean over the step's tokens
+      dapo     -min(ratio A, clip(ratio, 1 - eps_low, 1 + eps_high) A); mean over all tokens
       bnpo     the same as dapo. In TRL bnpo divides by the tokens of a micro-batch, so the result
                would depend on the size of micro-batches.
-      grpo     the loss of dapo; mean over each sequence's tokens, then over the step's sequences
+      grpo     the loss of dapo; mean over each sequence's tokens, then over the update's sequences
       dr_grpo  the loss of dapo; sum over tokens / (sequences * max_completion_length)
       gspo     as grpo, with one ratio for each sequence: importance_sampling_level "sequence"
       cispo    -min(ratio, eps_high) A logps, without gradient through the ratio; averaged as dapo
@@ -187,9 +187,9 @@ def policy_loss(
     top_mask: jax.Array | None = None,
     **settings: Any,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns the objective of a micro-batch, a scalar, and its metrics: its parts of the step's.
+    """Returns the objective of a micro-batch, a scalar, and its metrics: its parts of the update's.
 
-    The objectives of a step's micro-batches are summed; MERGE says how the metrics are merged.
+    The objectives of an update's micro-batches are summed; MERGE says how the metrics are merged.
     logps, old_logps, ref_logps, sampling_logps: [R, T] float32 nats of the sampled tokens, by the
     policy now, by the policy before the first update, by the reference (if beta > 0) and by the
     sampler (if is_mode is not "none"; without it, off_policy_mask takes old_logps).
@@ -197,10 +197,10 @@ def policy_loss(
     tokens that count; where it is 0, the other arrays may hold anything.
     top_mask: [R, T], 1 on the tokens that the policy learns from, from top_entropy_mask; None: all.
     num_tokens, num_sequences, num_top_tokens: mask.sum(), the number of sequences (also of those
-    whose mask is 0 everywhere) and (mask * top_mask).sum() of the ENTIRE step. The last two may be
-    None if this micro-batch is the entire step. num_top_tokens divides only the entropy bonus; with
-    a top_mask the other sums still are divided by the counts of all tokens. settings: fields of
-    Objective.
+    whose mask is 0 everywhere) and (mask * top_mask).sum() of the ENTIRE update. The last two may
+    be None if this micro-batch is the entire update. num_top_tokens divides only the entropy bonus;
+    with a top_mask the other sums still are divided by the counts of all tokens. settings: fields
+    of Objective.
     Raises ValueError for a text that is not in CHOICES, for arrays of other shapes than these, and
     for dr_grpo without max_completion_length.
     Source: PPO, arXiv 1707.06347 eq. 7; DAPO, 2503.14476 eq. 8; Dr. GRPO, 2503.20783; GSPO,

@@ -157,16 +157,16 @@ def _sample_round(
     local = prompts[run.local_prompts()]  # [b/K]
     totals, per_function = reward_completions(run, completions, local)  # [b], [b, functions]
     clock.lap("reward")
-    if run.cfg.adv_estimator == "maxrl" and (totals < 0).any():
-        raise UserMistake(
-            f"ADV_ESTIMATOR=maxrl needs rewards of at least 0, and one is {np.nanmin(totals):g}; "
-            f"use another REWARD_FN or estimator"
-        )
     prompt_lengths = np.repeat([len(prompt.ids) for prompt in local], K)
     stopped = np.isin(completions.last_ids(), run.stopping.stop_ids)
     columns = [totals, prompt_lengths, completions.lengths(), stopped, *per_function.T]
     table = gather_processes(np.column_stack(columns).astype(np.float64))  # [B, 4 + functions]
     clock.lap("advantages")
+    if run.cfg.adv_estimator == "maxrl" and (table[:, 0] < 0).any():
+        raise UserMistake(
+            f"ADV_ESTIMATOR=maxrl needs rewards of at least 0, and one is "
+            f"{np.nanmin(table[:, 0]):g}; use another REWARD_FN or estimator"
+        )
     return Groups(prompts, completions, StepResults(*table[:, :4].T, table[:, 4:]))
 
 

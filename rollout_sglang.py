@@ -14,20 +14,19 @@ tokens, V vocabulary.
 """
 
 import asyncio
-import atexit
 import dataclasses
 import functools
 import json
 import logging
 import math
 import os
-import platform
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from importlib import metadata
+from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
+from platform import python_version
 from typing import Any
 
 import jax
@@ -36,12 +35,14 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from config import Config
-from models.model import Leaf, ModelConfig, Params, param_table
+from models.engine_weights import engine_leaves, family_of, take_weights
+from models.model import ModelConfig, Params
 from run import Run
 from runtime.containment import (
     ERRORS,
     EngineFailed,
     Gate,
+    ThisProcess,
     fail_on_main_thread,
     side_effects_undone,
 )
@@ -72,21 +73,25 @@ def import_engine(devices: Sequence[jax.Device]) -> Any:
 
     devices: those of the run.
     """
-    asked, kind, device = "ROLLOUT_BACKEND=sglang_jax", devices[0].platform, devices[0].device_kind
+    asked, platform, kind = (
+        "ROLLOUT_BACKEND=sglang_jax",
+        devices[0].platform,
+        devices[0].device_kind,
+    )
     if (count := jax.process_count()) > 1:
         raise UserMistake(
             f"{asked} runs in one process, and {count} have joined: each engine schedules on its "
             f"own, so that the programs of the processes would differ; {NAIVE}"
         )
     if sys.version_info < (3, 12):
-        found = platform.python_version()
+        found = python_version()
         raise UserMistake(f"{asked} needs Python 3.12 or newer, and this is {found}; {NAIVE}")
-    if kind not in PAGE_TOKENS:
-        raise UserMistake(f"{asked} needs a TPU, or a CPU for tests, not a {kind}; {NAIVE}")
-    if device.startswith(("TPU v2", "TPU v3")):
-        raise UserMistake(f"{asked} needs a TPU v4 or newer, and this is a {device}; {NAIVE}")
+    if platform not in PAGE_TOKENS:
+        raise UserMistake(f"{asked} needs a TPU, or a CPU for tests, not a {platform}; {NAIVE}")
+    if kind.startswith(("TPU v2", "TPU v3")):
+        raise UserMistake(f"{asked} needs a TPU v4 or newer, and this is a {kind}; {NAIVE}")
     names = os.environ.get("JAX_PLATFORMS", "")
-    if names and (names, kind) != ("cpu", "cpu"):
+    if names and (names, platform) != ("cpu", "cpu"):
         raise UserMistake(f"JAX_PLATFORMS={names} stops the engine of {asked}; unset it")
     logging.getLogger("sgl_jax").setLevel(logging.ERROR)
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -104,28 +109,40 @@ def import_engine(devices: Sequence[jax.Device]) -> Any:
     if needed - fields or not hasattr(ModelRunner, "sample"):
         raise UserMistake(f"{asked}: this sglang-jax is too old; {INSTALL}")
     engine.kill_process_tree = tokenizer_manager.kill_process_tree = fail_on_main_thread
+    # At exit it would end the children of this process, which are not the engine's.
+    engine.Engine.shutdown = lambda self: None
     return engine
 
 
-def stop_if_unable(cfg: Config, model: ModelConfig, longest: int, kind: str) -> None:
+def stop_if_unable(
+    cfg: Config, model: ModelConfig, longest: int, devices: Sequence[jax.Device]
+) -> None:
     """Raises UserMistake for a model or a length that the engine cannot compute.
 
-    longest: tokens of the longest prompt. kind: of the run's devices, such as tpu.
+    longest: tokens of the longest prompt. devices: those of the run.
     """
-    needed = context_of(cfg, longest)
-    for name in ("context_length", "max_total_tokens"):
-        if 0 < (given := getattr(cfg, f"sglang_jax_{name}")) < needed:
+    platform, needed = devices[0].platform, context_of(cfg, longest)
+    page = PAGE_TOKENS[platform]
+    for name, unit in (("context_length", 1), ("max_total_tokens", page)):
+        given = getattr(cfg, f"sglang_jax_{name}")
+        if given and given // unit * unit < needed:
+            pages = f" in pages of {unit}" if unit > 1 else ""
             raise UserMistake(
-                f"SGLANG_JAX_{name.upper()}={given} is less than {needed}: the longest prompt of "
-                f"{longest} tokens, MAX_LENGTH_SAMPLE={cfg.max_length_sample}, and {SPARE_TOKENS} "
-                f"that the engine keeps free; raise it, or set 0"
+                f"SGLANG_JAX_{name.upper()}={given}{pages} has less than {needed} tokens: the "
+                f"longest prompt has {longest}, MAX_LENGTH_SAMPLE is {cfg.max_length_sample}, and "
+                f"the engine keeps {SPARE_TOKENS} free; raise it, or set 0"
             )
+    if model.num_heads % len(devices):
+        raise UserMistake(
+            f"ROLLOUT_BACKEND=sglang_jax splits the heads among all devices, and {len(devices)} "
+            f"devices do not divide the model's {model.num_heads} heads; {NAIVE}"
+        )
     if family_of(model) not in MAPPINGS:
         raise UserMistake(
             f"ROLLOUT_BACKEND=sglang_jax samples {' and '.join(MAPPINGS)}, and the model is of the "
             f"family {family_of(model)}; {NAIVE}"
         )
-    if kind == "cpu" and model.head_dim % 128:
+    if platform == "cpu" and model.head_dim % 128:
         raise UserMistake(
             f"ROLLOUT_BACKEND=sglang_jax on a CPU needs a head_dim that is a multiple of 128, and "
             f"the model has {model.head_dim}; {NAIVE}, or a copy of the model that "
@@ -152,24 +169,24 @@ def pool_of(
 
 def engine_arguments(run: Run, devices: Sequence[jax.Device]) -> dict[str, Any]:
     """The arguments of the engine, by their names in its ServerArgs. Raises UserMistake."""
-    cfg, kind = run.cfg, devices[0].platform
+    cfg, platform = run.cfg, devices[0].platform
     longest = max(len(prompt.ids) for prompt in run.train_prompts + run.eval_prompts)
-    stop_if_unable(cfg, run.model, longest, kind)
+    stop_if_unable(cfg, run.model, longest, devices)
     sequences, pool_tokens = pool_of(cfg, run.sizes, longest, devices)
     return {
         "model_path": str(run.folder.resolve()),
         "dtype": str(run.rollout.dtype),
         # transformers 5 keeps rope_theta where the engine does not look for it.
         "json_model_override_args": json.dumps({"rope_theta": run.model.rope_theta}),
-        "device": kind,
+        "device": platform,
         "tp_size": len(devices),
         "mem_fraction_static": cfg.sglang_jax_mem_fraction_static,
         "max_total_tokens": pool_tokens,
         "context_length": cfg.sglang_jax_context_length or context_of(cfg, longest),
         "max_running_requests": sequences,
-        "page_size": PAGE_TOKENS[kind],
+        "page_size": PAGE_TOKENS[platform],
         # On a CPU the overlapping schedule overwrites an array that a program still reads.
-        "disable_overlap_schedule": kind == "cpu",
+        "disable_overlap_schedule": platform == "cpu",
         "disable_radix_cache": True,  # it would use keys and values of earlier weights
         "enable_deterministic_sampling": True,  # gives _sample the sequence of each row
         "enable_single_process": True,
@@ -202,7 +219,9 @@ class SglangBackend:
         self._run, self._told = run, False
         module = import_engine(jax.devices())
         arguments = engine_arguments(run, jax.devices())
-        logging.getLogger("sgl_jax").addHandler(ERRORS)
+        log = logging.getLogger("sgl_jax")
+        log.addHandler(ERRORS)
+        log.propagate = False  # what it says comes with the exception
         self._handler_before = signal.signal(signal.SIGQUIT, fail_on_main_thread)
         try:
             with side_effects_undone():
@@ -214,19 +233,28 @@ class SglangBackend:
                 f"SGLANG_JAX_MEM_FRACTION_STATIC={arguments['mem_fraction_static']} leaves no "
                 f"memory for keys and values beside the engine's weights; raise it"
             ) from None
-        atexit.unregister(self._engine.shutdown)  # it would end the children of this process
-        scheduler = self._engine.scheduler_info["scheduler"]
+        scheduler = self._scheduler = self._engine.scheduler_info["scheduler"]
+        # They would send the signal about an exception in a thread to the parent of this process.
+        for part in (scheduler, scheduler.tp_worker, scheduler.tp_worker.worker):
+            part.parent_process = ThisProcess()
         self._gate = Gate(scheduler)
         self._runner = scheduler.tp_worker.worker.model_runner
         self._runner.sample = self._sample
         self._runner.compute_logprobs = lambda logps, tokens: logps  # _sample has computed them
-        self._paths, self._shapes = _take_weights(self._runner.model)
+        self._paths, self._shapes = take_weights(self._runner.model)
         self.release()
-        found = {"version": metadata.version("sglang-jax")}
-        names = "dtype tp_size mem_fraction_static context_length page_size max_running_requests"
-        found |= {name: arguments[name] for name in names.split()}
-        found["max_total_tokens"] = self._engine.scheduler_info["max_total_num_tokens"]
+        names = "dtype tp_size mem_fraction_static context_length page_size"
+        found = {"version": version("sglang-jax")} | {n: arguments[n] for n in names.split()}
+        found["max_running_requests"] = scheduler.max_running_requests
+        found["max_total_tokens"] = tokens = scheduler.max_total_num_tokens
         print("sglang_jax", *(f"{name}={value}" for name, value in found.items()), flush=True)
+        if tokens < arguments["context_length"]:
+            self.close()
+            raise UserMistake(
+                f"SGLANG_JAX_MEM_FRACTION_STATIC={arguments['mem_fraction_static']} leaves memory "
+                f"for {tokens} tokens, and the longest sequence needs "
+                f"{arguments['context_length']}; raise it"
+            )
 
     def update_weights(self, params: Params) -> None:
         """Gives the engine these weights, and memory for keys and values.
@@ -235,9 +263,10 @@ class SglangBackend:
         """
         began = time.perf_counter()
         model, rollout = self._run.model, self._run.rollout
-        weights = sync_weights(model, rollout.layout.mesh, rollout.dtype, "unroll")(params)
+        sync = sync_weights(model, rollout.layout.mesh, rollout.dtype, "unroll")
         mappings = getattr(self._runner.model, MAPPINGS[family_of(model)])()
-        leaves = engine_leaves(weights, model, mappings, self._paths, self._shapes)
+        # engine_leaves frees each array of the copy once the engine has it.
+        leaves = engine_leaves(sync(params), model, mappings, self._paths, self._shapes)
         self._runner.model_state_leaves = jax.block_until_ready(leaves)
         self._runner.token_to_kv_pool._create_buffers()
         if not self._told:
@@ -254,7 +283,7 @@ class SglangBackend:
     ) -> Completions:
         """As NaiveBackend.generate; the log-probabilities are of the whole vocabulary.
 
-        Raises EngineFailed.
+        Raises EngineFailed, or JaxRuntimeError if a device runs out of memory.
         """
         stopping, everywhere = self._run.stopping, NamedSharding(self._runner.mesh, PartitionSpec())
         ids = [row[mask > 0].tolist() for row, mask in zip(*prompts, strict=True)]
@@ -263,15 +292,21 @@ class SglangBackend:
         arrays = jax.device_put((key, sequence_ids, last_positions), everywhere)
         self._draw = functools.partial(_draw, *arrays, sampling=sampling)
         wanted = {"max_new_tokens": stopping.max_new_tokens, "stop_token_ids": [*stopping.stop_ids]}
-        with self._gate.passing(len(ids)):
-            outputs = asyncio.run_coroutine_threadsafe(
-                self._engine.async_generate(
-                    input_ids=ids,
-                    sampling_params=[wanted | {"sampling_seed": row} for row in range(len(ids))],
-                    return_logprob=True,
-                ),
-                self._engine.loop,
-            ).result()
+        asked = self._engine.async_generate(
+            input_ids=ids,
+            sampling_params=[wanted | {"sampling_seed": row} for row in range(len(ids))],
+            return_logprob=True,
+        )
+        try:
+            with self._gate.passing(len(ids)):
+                outputs = asyncio.run_coroutine_threadsafe(asked, self._engine.loop).result()
+        except EngineFailed as error:
+            if "RESOURCE_EXHAUSTED" in str(error):
+                raise jax.errors.JaxRuntimeError(str(error)) from None
+            raise
+        for output in outputs:
+            if (reason := output["meta_info"]["finish_reason"])["type"] not in ("stop", "length"):
+                raise EngineFailed(f"the engine did not finish a sequence: {reason}")
         r, T = len(ids), stopping.max_new_tokens
         completion_ids, logps = np.full((r, T), stopping.pad_id, np.int32), np.zeros((r, T), "f")
         mask = np.zeros((r, T), np.int32)
@@ -290,8 +325,10 @@ class SglangBackend:
         self._runner.model_state_leaves = self._shapes
 
     def close(self) -> None:
-        """Ends the engine's threads, and removes its files."""
+        """Ends what computes, and removes the engine's files. Threads that only wait are left."""
         self._gate.end()
+        if queue := getattr(self._scheduler.tp_worker, "input_queue", None):
+            queue.put((None,) * 4)  # ends the thread of the overlapping schedule
         self._engine.loop.call_soon_threadsafe(self._engine.loop.stop)
         for name in vars(self._engine.port_args).values():
             if str(name).startswith("ipc://"):
@@ -340,77 +377,3 @@ def _draw(
     mesh, split = jax.typeof(logits).sharding.mesh, PartitionSpec("data")
     draw = jax.sharding.auto_axes(draw, axes=mesh.axis_names, out_sharding=(split, split))
     return draw(key, sequence_ids, last_positions, logits, rows, positions)
-
-
-# ---- Weights -------------------------------------------------------------------------------------
-
-
-def family_of(model: ModelConfig) -> str:
-    """The family of a model, as model_type in config.json names it."""
-    return "qwen3" if model.qk_norm else "qwen2" if model.qkv_bias else "llama"
-
-
-def engine_leaves(
-    params: Params,
-    model: ModelConfig,
-    mappings: Mapping[str, Any],
-    paths: Sequence[str],
-    shapes: Sequence[jax.ShapeDtypeStruct],
-) -> list[jax.Array]:
-    """The engine's weights in its order, shapes, dtypes and shardings, from the trainer's.
-
-    params: unrolled. mappings: the engine's own table, {name in a Hugging Face file: an entry with
-    target_path, transpose and kv_head_padding}. paths, shapes: of the engine's weights. Raises
-    UserMistake if a weight has no source or another shape, or if a source is not used.
-    """
-    sources = _sources(params, model)
-    entries = {mappings[name].target_path: name for name in sources if name in mappings}
-    problems = [f"{path} has no source" for path in paths if path not in entries]
-    used = {entries[path] for path in paths if path in entries}
-    problems += [f"{name} is not used" for name in sources if name not in used]
-    leaves = []
-    for path, shape in zip(paths, shapes, strict=True):
-        if path not in entries:
-            continue
-        name = entries[path]
-        leaf, x = sources[name]
-        x = x if mappings[name].transpose == leaf.transposed else x.T
-        if mappings[name].kv_head_padding and x.shape != shape.shape:
-            # With more devices than kv heads, each head is there several times.
-            heads = x.reshape(*x.shape[:-1], -1, model.head_dim)
-            x = jnp.repeat(heads, shape.shape[-1] // x.shape[-1], axis=-2)
-            x = x.reshape(*x.shape[:-2], -1)
-        if x.shape != shape.shape:
-            problems.append(f"{path} is {[*shape.shape]}, and {name} is {[*x.shape]}")
-        leaves.append(x.astype(shape.dtype))
-    if problems:
-        more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
-        raise UserMistake(
-            f"this sglang-jax has other weights than the trainer: {problems[0]}{more}; {INSTALL}"
-        )
-    return jax.device_put(leaves, [shape.sharding for shape in shapes])
-
-
-def _sources(params: Params, model: ModelConfig) -> dict[str, tuple[Leaf, jax.Array]]:
-    """{name in a Hugging Face file: what the array is, and the array} of unrolled params."""
-    table, found = param_table(model, "unroll"), {}
-    for i, (leaves, arrays) in enumerate(zip(table.layers, params.layers, strict=True)):
-        pairs = zip(jax.tree.leaves(leaves), jax.tree.leaves(arrays), strict=True)
-        found |= {leaf.name.format(i): (leaf, array) for leaf, array in pairs}
-    leaves, arrays = (jax.tree.leaves(tree.replace(layers=())) for tree in (table, params))
-    return found | {leaf.name: (leaf, x) for leaf, x in zip(leaves, arrays, strict=True)}
-
-
-def _take_weights(model: Any) -> tuple[list[str], list[jax.ShapeDtypeStruct]]:
-    """Takes the first weights from the engine's model: their paths and shapes are returned, and
-    their memory is free."""
-    from flax import nnx
-
-    state = nnx.split(model)[1]
-    shapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
-    )
-    nnx.update(model, shapes)
-    found = jax.tree.leaves_with_path(shapes)
-    names = [[str(getattr(k, "key", getattr(k, "name", k))) for k in path] for path, _ in found]
-    return [".".join(path).removesuffix(".value") for path in names], [x for _, x in found]

@@ -52,7 +52,7 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | No
     """
     began = time.perf_counter()
     stop = StopSignal(cfg.preemption_grace_s)
-    out = None
+    out = backend = None
     try:
         processes.start_jax(cfg)
         run = set_up(cfg)
@@ -69,6 +69,8 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | No
         state, ref_params, progress = load_state(run, checkpoints, out, reachable)
         log = open_log(run, out, progress)
     except UserMistake as error:
+        if backend:
+            backend.close()
         if out and jax.process_index() == 0:
             resume.leave(Path(cfg.checkpoint_dir or out / "checkpoints"), out)
         fail(error)

@@ -285,10 +285,12 @@ def update_policy(
     An update whose loss or gradient is not finite leaves the state as it is, and is the last one.
     """
     cfg, updates = run.cfg, []
-    # Only before the first update the run may stop; after it, it stops after the step.
-    stop.check()
     first, *later = shuffle_groups(run, [all_groups], step, epoch=0)
-    parts = [first, *(with_old_logps(run, state.params, part) for part in later)]
+    parts = [first]
+    for part in later:
+        stop.check()
+        parts.append(with_old_logps(run, state.params, part))
+    stop.check()  # once the first update is applied, the run stops only after the step
     for epoch in range(cfg.ppo_epochs):
         parts = shuffle_groups(run, parts, step, epoch) if epoch else parts
         for i, part in enumerate(parts):
@@ -388,6 +390,7 @@ def export(run: Run, out: Path, params: Params) -> None:
 WAITING = {
     "load_state": ("what holds the weights and the optimizer's state", ()),
     "save": ("checksums", ()),
+    "update_weights": ("the copy of the weights that samples", ()),
     "generate": ("prefill or decode", PASS_SIZES),
     "with_ref_logps": ("compute_logps", MICRO_SIZES),
     "with_top_entropy": ("compute_logps", MICRO_SIZES),

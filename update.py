@@ -143,10 +143,10 @@ def micro_step(
     temperature: float,
     compute: Compute,
 ) -> tuple[Params, dict[str, jax.Array], jax.Array]:
-    """`grad_sum` with the gradient of this micro-batch added, the micro-batch's part of the step's
-    metrics (for merge_metrics), and the log-probabilities [R, T] of its tokens.
+    """`grad_sum` with the gradient of this micro-batch added, its part of the update's metrics (for
+    merge_metrics), and the log-probabilities [R, T] of its tokens.
 
-    grad_sum: None if the step has a single micro-batch.
+    grad_sum: None if the update has a single micro-batch.
     """
 
     def loss_of(params: Params) -> tuple[jax.Array, tuple[dict[str, jax.Array], jax.Array]]:
@@ -294,7 +294,7 @@ def optimizer_step(
     optimizer: Optimizer,
     model: ModelConfig,
 ) -> tuple[TrainState, jax.Array]:
-    """The state after one update with the step's summed gradient, and its norm before clipping.
+    """The state after one update with its summed gradient, and its norm before clipping.
 
     If the norm or the loss is not finite, the state stays as it is, to the bit.
     """

@@ -37,7 +37,7 @@ class Gate:
     @contextlib.contextmanager
     def passing(self, sequences: int) -> Iterator[None]:
         """The scheduler works within this context, once so many sequences have arrived."""
-        self._missing = sequences
+        ERRORS.text, self._missing = "", sequences
         self._open.set()
         try:
             yield
@@ -61,25 +61,33 @@ class Gate:
         if self._ended:
             raise SystemExit
         self._arrived += self._receive()
-        if len(self._arrived) < self._missing:
+        if not self._arrived or len(self._arrived) < self._missing:
             time.sleep(0.001)
             return []
         arrived, self._arrived, self._missing = self._arrived, [], 0
         return sorted(arrived, key=lambda request: request.sampling_params.sampling_seed)
 
 
-class _Errors(logging.Handler):
-    """Keeps the last error that the engine has logged; its threads log their exceptions."""
+class Errors(logging.Handler):
+    """Keeps the first error that the engine logs; its threads log their exceptions. What it logs
+    after that is about its own end."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
         self.text = ""
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.text = record.getMessage()
+        self.text = self.text or record.getMessage()
 
 
-ERRORS = _Errors()
+ERRORS = Errors()
+
+
+class ThisProcess:
+    """Takes the place of the parent process, to which the engine's threads send their signal."""
+
+    def send_signal(self, number: int) -> None:
+        os.kill(os.getpid(), number)
 
 
 def fail_on_main_thread(*_: Any, **__: Any) -> None:

@@ -105,7 +105,7 @@ def test_a_run_with_the_engine_is_the_run_without_it(folder, model) -> None:
 
 def test_two_devices_share_the_engine_and_the_filters_are_those_of_naive(folder) -> None:
     filters = {"TEMPERATURE": "0.7", "TOP_K": "20", "TOP_P": "0.9", "MIN_P": "0.02"}
-    given = settings(folder, "qwen2", **filters, STEPS="2")
+    given = settings(folder, "qwen2", **filters, STEPS="2", EVAL_SAMPLES="2")
     ours = train(folder / "two_engine", devices=2, **given, **ENGINE)
     theirs = train(folder / "two_naive", devices=2, **given)
     assert "tp_size=2" in ours.lines  # the model has one kv head, which both devices hold
@@ -155,6 +155,11 @@ def state():
     return numbers, handlers[0], root.level, root.handlers[:], policy, threading._register_atexit
 before, handler = state(), signal.getsignal(signal.SIGQUIT)
 cfg = Config.from_env(os.environ)
+if "OVERLAP" in os.environ:
+    import rollout_sglang
+    arguments = rollout_sglang.engine_arguments
+    overlapping = {"disable_overlap_schedule": False}
+    rollout_sglang.engine_arguments = lambda *given: arguments(*given) | overlapping
 run, life, backend, training, _ = startup.start(cfg)
 facts = {"changed": [i for i, pair in enumerate(zip(before, state())) if pair[0] != pair[1]]}
 ids = [prompt.ids for prompt in run.train_prompts[:2]]
@@ -172,7 +177,7 @@ used = time.process_time()
 time.sleep(2)
 facts["idle"] = (time.process_time() - used) / 2
 if "BREAK" in os.environ:
-    backend._runner.forward = lambda *a, **k: 1 / 0
+    backend._runner.forward = lambda *a, **k: 1 / 0  # in another thread with OVERLAP
     with __import__("contextlib").closing(backend):
         sample()
 backend.close()
@@ -208,8 +213,18 @@ def test_the_engine_leaves_its_process_as_it_was(folder) -> None:
     assert min(facts["first"], facts["second"]) > weights
 
 
-def test_an_exception_in_the_engine_ends_the_run_with_its_traceback(folder) -> None:
-    done = in_a_process(folder, BREAK="1")
+@pytest.mark.parametrize("more", [{}, {"OVERLAP": "1"}], ids=["one thread", "overlapping"])
+def test_an_exception_in_the_engine_ends_the_run_with_its_traceback(folder, more) -> None:
+    """The schedule of a TPU computes in another thread than that of the scheduler."""
+    done = in_a_process(folder, BREAK="1", **more)
     assert done.returncode == 1
-    assert "runtime.containment.EngineFailed: Scheduler hit an exception" in done.stderr
+    assert re.search(r"EngineFailed: (Scheduler|ModelWorkerClient) hit an exception", done.stderr)
     assert "ZeroDivisionError: division by zero" in done.stderr
+
+
+def test_too_little_memory_for_the_engine_ends_the_run_in_one_line(folder) -> None:
+    env = settings(folder, "qwen2", SGLANG_JAX_MEM_FRACTION_STATIC="1e-05") | ENGINE
+    result = finish(start(folder / "memory", env, 1), folder / "memory")
+    assert result.code == 2, result.errors
+    assert "SGLANG_JAX_MEM_FRACTION_STATIC=1e-05 leaves no memory" in result.errors
+    assert len(result.errors.splitlines()) == 1

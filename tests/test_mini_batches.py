@@ -17,6 +17,7 @@ from rewards import SYSTEM_PROMPT
 from run import Run
 from runtime.layout import shard_batch
 from runtime.mistakes import UserMistake
+from runtime.sizes import prompt_share
 from startup import set_up
 from train_grpo import shuffle_groups
 from update import MicroBatch, MiniBatch, count, gather_batch
@@ -72,10 +73,12 @@ def test_parts_that_do_not_divide_are_refused_with_those_that_do(slice_, setting
 # ---- The parts -----------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def run() -> Run:
-    """On the eight devices of the tests; a micro-batch has a sequence on each, with its prompt."""
-    env = "BATCH_SIZE=8 NUM_PRE_Q=4 NUM_MINI_BATCHES=4 TRAIN_MICRO_BATCH_SIZE=8 MESH_SHAPE=8,1,1"
+@pytest.fixture(scope="module", params=["8,1,1", "2,1,4"])
+def run(request: pytest.FixtureRequest) -> Run:
+    """On eight devices, which hold a sequence and its prompt each, or in pairs of four, which hold
+    four sequences and their one prompt."""
+    env = "BATCH_SIZE=8 NUM_PRE_Q=4 NUM_MINI_BATCHES=4 TRAIN_MICRO_BATCH_SIZE=8"
+    env += f" MODEL_PATH={TINY} DATASET={TINY} MESH_SHAPE={request.param}"
     return set_up(Config.from_env(dict(pair.split("=") for pair in env.split())))
 
 
@@ -85,11 +88,14 @@ def step_of(run: Run, masked: int) -> MiniBatch:
     masked: the sequence of which no token counts.
     """
     sequence = np.arange(32)
+    batch_shards = run.training.layout.batch_shards
+    copies = 4 // prompt_share(4, 8 // batch_shards)  # of each prompt
+    prompts = np.repeat(np.arange(8), copies)
     mask = np.ones((32, 3), np.int32)
     mask[masked] = 0
     arrays = MicroBatch(
-        prompt_ids=np.repeat(sequence[:, None] // 4, 5, axis=1),
-        prompt_mask=np.ones((32, 5), np.int32),
+        prompt_ids=np.repeat(prompts[:, None], 5, axis=1),
+        prompt_mask=np.ones((len(prompts), 5), np.int32),
         completion_ids=np.repeat(sequence[:, None], 3, axis=1),
         completion_mask=mask,
         sampling_logps=np.zeros((32, 3), np.float32),
@@ -110,7 +116,9 @@ def test_every_group_is_in_one_part_with_all_its_rows_and_each_part_has_its_own_
         arrays = gather_batch(part.micro_batches)
         sequences = (part.groups[:, None] * 4 + np.arange(4)).reshape(-1)  # [8]
         assert [*arrays["completion_ids"][:, 0]] == [*arrays["advantages"]] == [*sequences]
-        assert [*arrays["prompt_ids"][:, 0]] == [*np.repeat(part.groups, 4)]
+        copies = len(arrays["prompt_ids"]) // 2
+        assert copies == {8: 4, 2: 1}[run.training.layout.batch_shards]
+        assert [*arrays["prompt_ids"][:, 0]] == [*np.repeat(part.groups, copies)]
         tokens = 24 - 3 * (1 in part.groups)  # sequence 5 is one of group 1
         assert part.counts == (tokens, 8, tokens)
 
@@ -122,7 +130,8 @@ def test_the_parts_follow_from_seed_step_and_epoch_alone(run) -> None:
         order = np.random.default_rng([0, 3, epoch]).permutation(8)
         assert [*np.concatenate([part.groups for part in found])] == [*order]
     arrays = gather_batch(again[2].micro_batches)
-    assert [*arrays["prompt_ids"][::4, 0]] == [*again[2].groups]
+    copies = len(arrays["prompt_ids"]) // 2
+    assert [*arrays["prompt_ids"][::copies, 0]] == [*again[2].groups]
 
 
 # ---- Runs ----------------------------------------------------------------------------------------

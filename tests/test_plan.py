@@ -59,18 +59,22 @@ def planned(
 
 @needs_compiler
 def test_the_engine_s_memory_is_its_weights_and_its_pool(model: Path) -> None:
-    """The pool has 4 kv heads, since each of the 4 devices holds one of the model's 2."""
+    """The pool has 4 kv heads of 128 numbers: each of the 4 devices holds one of the model's 2, and
+    the engine pads their 64 numbers. It has a page of 128 tokens more than it was asked for."""
     layer = 256 * (2 * 256 + 2 * 128 + 3 * 512) + 512 + 2 * 256
-    parameters, pool = 8192 * 256 + 2 * layer + 256, 3_000_000 * 2 * 2 * 4 * 64
+    parameters, pool = 8192 * 256 + 2 * layer + 256, 3_000_128 * 2 * 2 * 4 * 128
     gib = (parameters + pool) * 2 / 4 / 2**30
     env = {"ROLLOUT_BACKEND": "sglang_jax", "BATCH_SIZE": "2", "EVAL_EVERY_STEPS": "0"}
     env["SGLANG_JAX_MAX_TOTAL_TOKENS"] = "3000000"
-    assert f"{gib:.2f}" == "1.43"
+    assert f"{gib:.2f}" == "2.86"
     done = planned("v4-8", model, **env)
     assert done.returncode == 0, done.stderr
     names = re.findall(r"^\| (\w+) \|.* (?:\d+ s|not compiled) \|", done.stdout, re.M)
     assert names == ["engine", "sync_weights", "micro_step", "optimizer_step"]
     assert f"| engine | 0.00 | {gib:.2f} | " in done.stdout
+    assert "some will wait" not in done.stdout
+    refused = planned("v4-16", model, **env)
+    assert refused.returncode == 2 and "runs on one host; v4-16 has 2" in refused.stderr
 
 
 @needs_compiler

@@ -4,7 +4,11 @@ These tests run without the engine; test_engine.py has those that need it.
 """
 
 import dataclasses
+import logging
+import signal
 import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,8 +23,16 @@ from test_train import finish, start
 import rollout_sglang
 from config import Config, load
 from models import hf
+from models.engine_weights import engine_leaves
 from models.model import Compute, arrange_layers, forward, init_params
-from rollout_sglang import engine_arguments, engine_leaves, import_engine, stop_if_unable
+from rollout_sglang import engine_arguments, import_engine, stop_if_unable
+from runtime.containment import (
+    ERRORS,
+    EngineFailed,
+    Gate,
+    ThisProcess,
+    fail_on_main_thread,
+)
 from runtime.layout import make_mesh
 from runtime.mistakes import UserMistake
 from tools.widen_heads import widen_heads
@@ -115,26 +127,43 @@ def test_an_engine_that_is_missing_or_old_is_refused_with_the_command_that_insta
     assert words in refusal() and rollout_sglang.INSTALL in refusal()
 
 
+MODEL_128 = dataclasses.replace(MODEL, qkv_bias=True, head_dim=128)
+BACKEND = {"ROLLOUT_BACKEND": "sglang_jax", "MAX_LENGTH_SAMPLE": "64", "MODEL_PATH": "x"}
+
+
 @pytest.mark.parametrize(
-    "settings, changes, kind, words",
+    "settings, devices, words",
     [
-        ({"SGLANG_JAX_CONTEXT_LENGTH": "171"}, {}, "tpu", "SGLANG_JAX_CONTEXT_LENGTH=171"),
-        ({"SGLANG_JAX_MAX_TOTAL_TOKENS": "171"}, {}, "tpu", "is less than 172: the longest"),
-        ({}, {"qkv_bias": False}, "tpu", "samples qwen2 and qwen3, and the model is of the family"),
-        ({}, {"head_dim": 64}, "cpu", "needs a head_dim that is a multiple of 128"),
+        ({"SGLANG_JAX_CONTEXT_LENGTH": "171"}, [V4], "CONTEXT_LENGTH=171 has less than 172 tokens"),
+        ({"SGLANG_JAX_MAX_TOTAL_TOKENS": "171"}, [CPU], "MAX_TOTAL_TOKENS=171 has less than 172"),
+        ({"SGLANG_JAX_MAX_TOTAL_TOKENS": "255"}, [V4], "=255 in pages of 128 has less than 172"),
+        ({}, [V4] * 3, "3 devices do not divide the model's 4 heads"),
     ],
 )
-def test_a_model_and_lengths_that_the_engine_cannot_compute_are_refused(
-    settings, changes, kind, words
+def test_lengths_and_devices_that_do_not_suit_the_engine_are_refused(
+    settings, devices, words
 ) -> None:
-    model = dataclasses.replace(MODEL, **{"qkv_bias": True, "head_dim": 128} | changes)
-    backend = {"ROLLOUT_BACKEND": "sglang_jax", "MAX_LENGTH_SAMPLE": "64", "MODEL_PATH": "x"}
+    """The longest prompt has 100 tokens; with 64 new ones and 8 to spare these are 172."""
     with pytest.raises(UserMistake, match=words):
-        stop_if_unable(Config.from_env(backend | settings), model, 100, kind)
-    # One token more, or the same model on a TPU, is right.
-    right = {name: "172" for name in settings}
-    model = dataclasses.replace(model, qkv_bias=True)
-    stop_if_unable(Config.from_env(backend | right), model, 100, "tpu")
+        stop_if_unable(Config.from_env(BACKEND | settings), MODEL_128, 100, devices)
+    enough = dict.fromkeys(settings, "256" if devices == [V4] else "172")
+    stop_if_unable(Config.from_env(BACKEND | enough), MODEL_128, 100, devices[:2])
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"qkv_bias": False}, "samples qwen2 and qwen3, and the model is of the family llama"),
+        ({"head_dim": 64}, "needs a head_dim that is a multiple of 128, and the model has 64"),
+    ],
+)
+def test_a_model_that_the_engine_cannot_compute_is_refused(change, words) -> None:
+    cfg = Config.from_env(BACKEND)
+    with pytest.raises(UserMistake, match=words):
+        stop_if_unable(cfg, dataclasses.replace(MODEL_128, **change), 100, [CPU])
+    stop_if_unable(cfg, MODEL_128, 100, [CPU])
+    if "head_dim" in change:  # the TPU's kernel pads it
+        stop_if_unable(cfg, dataclasses.replace(MODEL_128, **change), 100, [V4])
 
 
 @pytest.mark.parametrize("setting", ["MEM_FRACTION_STATIC=0.5", "DTYPE=float32"])
@@ -167,6 +196,72 @@ def test_a_run_without_the_engine_ends_in_one_line(tmp_path) -> None:
     assert words in result.errors and len(result.errors.splitlines()) == 1
 
 
+# ---- What the engine does to the process ---------------------------------------------------------
+
+
+class Scheduler:
+    """Takes requests as the engine's scheduler does, which asks before each of its programs."""
+
+    def __init__(self) -> None:
+        self.waiting: list[SimpleNamespace] = []
+        self.last_batch = None
+
+    def recv_requests(self) -> list[SimpleNamespace]:
+        arrived, self.waiting = self.waiting, []
+        return arrived
+
+
+def requests(*seeds: int) -> list[SimpleNamespace]:
+    return [SimpleNamespace(sampling_params=SimpleNamespace(sampling_seed=i)) for i in seeds]
+
+
+def test_the_scheduler_gets_all_sequences_of_a_pass_at_once_and_in_their_order() -> None:
+    scheduler = Scheduler()
+    gate = Gate(scheduler)
+    with gate.passing(3):
+        assert scheduler.recv_requests() == []  # an empty look does not end the waiting
+        scheduler.waiting = requests(2, 0)
+        assert scheduler.recv_requests() == []
+        scheduler.waiting = requests(1)
+        found = scheduler.recv_requests()
+        assert [request.sampling_params.sampling_seed for request in found] == [0, 1, 2]
+        assert scheduler.recv_requests() == []
+    gate.end()
+    with pytest.raises(SystemExit):
+        scheduler.recv_requests()
+
+
+def test_a_pass_ends_when_the_scheduler_has_nothing_left() -> None:
+    scheduler = Scheduler()
+    gate = Gate(scheduler)
+    scheduler.last_batch = "a program that still runs"
+    threading.Timer(0.2, lambda: setattr(scheduler, "last_batch", None)).start()
+    began = time.monotonic()
+    with gate.passing(1):
+        pass
+    assert time.monotonic() - began > 0.15
+
+
+def test_the_first_error_of_the_engine_becomes_an_exception_on_the_main_thread() -> None:
+    logger, handler = logging.getLogger("sgl_jax.test"), signal.getsignal(signal.SIGQUIT)
+    logger.addHandler(ERRORS)
+    signal.signal(signal.SIGQUIT, fail_on_main_thread)
+    ERRORS.text = ""
+
+    def thread() -> None:
+        logger.error("Traceback of the cause")
+        logger.error("Received sigquit")
+        ThisProcess().send_signal(signal.SIGQUIT)
+
+    try:
+        with pytest.raises(EngineFailed, match="^Traceback of the cause$"):
+            threading.Thread(target=thread).start()
+            time.sleep(5)
+    finally:
+        signal.signal(signal.SIGQUIT, handler)
+        ERRORS.text = ""
+
+
 # ---- Its arguments and its weights ---------------------------------------------------------------
 
 
@@ -174,10 +269,9 @@ def test_the_arguments_of_the_engine_follow_from_the_run() -> None:
     text = "BATCH_SIZE=3 NUM_PRE_Q=4 MAX_LENGTH_SAMPLE=64 SGLANG_JAX_MEM_FRACTION_STATIC=0.8"
     env = dict(setting.split("=") for setting in text.split())
     cfg = Config.from_env(env | {"ROLLOUT_BACKEND": "sglang_jax", "MODEL_PATH": "x"})
-    model = dataclasses.replace(MODEL, qkv_bias=True, head_dim=128)
     run = SimpleNamespace(
         cfg=cfg,
-        model=model,
+        model=MODEL_128,
         folder=Path("/models/x"),
         sizes=SimpleNamespace(prompt_batch_size=3),
         rollout=SimpleNamespace(dtype=jnp.dtype("bfloat16")),
@@ -285,9 +379,9 @@ def test_weights_that_do_not_match_are_refused_by_name(params) -> None:
     def lost(table, paths, shapes) -> None:
         paths.pop(), shapes.pop()
 
-    assert "model.layers.0.self_attn.gate.weight has no source; pip" in words(new_weight)
+    assert "model.layers.0.self_attn.gate.weight has no source; install" in words(new_weight)
     assert "input_layernorm.scale is [17], and model.layers.2.input" in words(other_shape)
-    assert "trainer: model.embed_tokens.weight is not used; pip" in words(lost)
+    assert "trainer: model.embed_tokens.weight is not used; install" in words(lost)
 
 
 def test_wider_heads_compute_the_same(tmp_path) -> None:

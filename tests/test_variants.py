@@ -262,9 +262,16 @@ def test_the_updates_of_a_step_have_means_and_the_extremes_of_all() -> None:
         {"loss": 0.5, "clip_ratio/low_min": 0.0, "clip_ratio/high_max": 0.0, "grad_norm": 1.0},
         {"loss": 0.1, "clip_ratio/low_min": 0.25, "clip_ratio/high_max": 0.5, "grad_norm": 2.0},
     ]
-    assert merge_updates(updates) == pytest.approx(
-        {"loss": 0.3, "clip_ratio/low_min": 0.0, "clip_ratio/high_max": 0.5, "grad_norm": 1.5}
-    )
+    expected = {
+        "loss": 0.3,
+        "clip_ratio/low_min": 0.0,
+        "clip_ratio/high_max": 0.5,
+        "grad_norm": 1.5,
+    }
+    expected |= {"clip_ratio_first/low_min": 0.0, "clip_ratio_first/high_max": 0.0}
+    expected |= {"clip_ratio_later/low_min": 0.25, "clip_ratio_later/high_max": 0.5}
+    assert merge_updates(updates) == pytest.approx(expected)
+    assert merge_updates(updates[:1]) == updates[0]
 
 
 def test_extremes_are_merged_as_extremes_and_other_metrics_are_summed() -> None:

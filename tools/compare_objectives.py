@@ -5,8 +5,8 @@
 
 The runs are in runs/objectives/NAME_SEED. Those with _4 in their names have four updates per step,
 each on a fourth of its groups: in a single update every ratio is 1, and nothing is clipped. The
-column `clipped` has the part of the ratios that were clipped after the first update of a step, as
-the mean over all steps.
+column `clipped` has the part of the ratios that were clipped in the updates after the first one of
+a step (cispo: in all updates), as the mean over all steps.
 """
 
 import argparse

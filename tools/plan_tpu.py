@@ -20,7 +20,7 @@ import jax
 from config import Config
 from models import hf
 from models.placement import decode_work, num_params
-from rollout_sglang import pool_of
+from rollout_sglang import PAGE_TOKENS, pool_of, stop_if_unable
 from run import sampling_of
 from runtime.chips import CHIPS, OUT_OF_MEMORY_CODE, SLICES
 from runtime.layout import mesh_text
@@ -61,14 +61,15 @@ def print_all(cfg: Config, name: str) -> int:
     print_plan(plan, name, reason)
     chip = CHIPS[SLICES[name].chip]
     limit = chip.hbm_gib * GIB
+    engine = engine_memory(plan, limit) if plan.cfg.rollout_backend == "sglang_jax" else None
     print(
         "| GiB per device | arguments | temporaries | rest of run | total | fits | compiled in | "
         "collectives: GiB sent; by loops, MiB each time |\n|---|---|---|---|---|---|---|---|",
         flush=True,
     )
     memories = {}
-    if plan.cfg.rollout_backend == "sglang_jax":
-        memories["engine"] = memory = engine_memory(plan, limit)
+    if engine:
+        memories["engine"] = memory = engine
         print(f"| engine | {row(memory, limit)} | not compiled | |", flush=True)
     for program in PROGRAMS:
         if not runs(plan, program):
@@ -95,10 +96,17 @@ def engine_memory(plan: Plan, limit: float) -> Memory:
     cfg, model, rollout = plan.cfg, plan.rollout.model, plan.rollout
     devices = [*rollout.layout.mesh.devices.flat]
     _, tokens = pool_of(cfg, plan.sizes, plan.S + 1, devices)
+    tokens += PAGE_TOKENS["tpu"]  # a page that holds what is not needed
     heads = max(model.num_kv_heads, len(devices))  # each device holds at least one
-    numbers = num_params(model) + tokens * model.num_layers * 2 * heads * model.head_dim
+    width = 128 * math.ceil(model.head_dim / 128)
+    numbers = num_params(model) + tokens * model.num_layers * 2 * heads * width
     held = numbers * rollout.dtype.itemsize / len(devices)
     most = cfg.sglang_jax_mem_fraction_static * limit
+    if held > most:
+        print(
+            f"the engine needs {held / GIB:.2f} GiB for all sequences of a pass, and "
+            f"SGLANG_JAX_MEM_FRACTION_STATIC gives it {most / GIB:.2f}: some will wait for others"
+        )
     return Memory(0, min(held, most), rest_of_run(plan, "engine"))
 
 
@@ -119,6 +127,10 @@ def make_plan(cfg: Config, name: str) -> tuple[Plan, str]:
     model = hf.config_of(cfg.model_path, cfg.model_revision)
     longest = cfg.max_prompt_length or cfg.global_length or ASSUMED_PROMPT
     stop_if_too_long(cfg, model, longest)
+    if cfg.rollout_backend == "sglang_jax":
+        if hosts > 1:
+            raise UserMistake(f"ROLLOUT_BACKEND=sglang_jax runs on one host; {name} has {hosts}")
+        stop_if_unable(cfg, model, longest, devices)
     S, T = prompt_width(longest, cfg.global_length) - 1, cfg.max_length_sample
     training, rollout, reason = how_to_compute(cfg, model, sizes, S, devices)
     return Plan(cfg, sizes, training, rollout, hosts, sampling_of(cfg), S, T), reason

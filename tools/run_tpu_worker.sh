@@ -91,7 +91,7 @@ sync() {
 # setup VENV CONFIG PACKAGES [SETTING=VALUE...]: creates the Python environment VENV and installs in
 # it what the settings need, and PACKAGES, which are separated by spaces.
 setup() {
-  local venv=$1 config=$2 python packages found=
+  local venv=$1 config=$2 python packages printed found=
   local new_enough='import sys, ensurepip; sys.exit(sys.version_info < (3, 11))'
   read -r -a packages <<<"$3"
   if [[ ! -x $venv/bin/python ]]; then
@@ -110,8 +110,8 @@ setup() {
   fi
   "$venv/bin/python" -m pip install --quiet -r requirements.txt "jax[tpu]" \
     ${packages[@]+"${packages[@]}"}
-  if env "${@:4}" "$venv/bin/python" config.py ${config:+--config "$config"} |
-    grep -q '^rollout.backend: sglang_jax'; then
+  printed=$(env "${@:4}" "$venv/bin/python" config.py ${config:+--config "$config"}) || exit 2
+  if grep -q '^rollout.backend: sglang_jax' <<<"$printed"; then
     "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 12))' ||
       fail "$HOSTNAME: $venv has a Python older than 3.12, which sglang-jax needs; install a newer \
 Python there, remove $venv and repeat setup"

@@ -194,9 +194,7 @@ class Config:
         1.0, "Fraction of the tokens, those of highest entropy, to learn from.", above=0, at_most=1
     )
     mask_truncated_completions: bool = in_loss(False, "Learn nothing from truncated completions.")
-    is_mode: str = in_loss(
-        "none", "Multiply the loss by weights, p_trainer / p_sampler.", choices=IS_MODES
-    )
+    is_mode: str = in_loss("none", "Weights p_trainer / p_sampler of the loss.", choices=IS_MODES)
     is_floor: float = in_loss(0.0, "Weights below become IS_FLOOR (truncate) or 0.", at_most=1)
     is_cap: float = in_loss(3.0, "Weights above become IS_CAP (truncate) or 0.", at_least=1)
     off_policy_mask_threshold: float = in_loss(0.0, "See off_policy_mask in loss.py; 0: off.")
@@ -313,8 +311,8 @@ def contradictions(cfg: Config) -> Iterator[str]:
             f"IS_MODE={cfg.is_mode} with TOP_K, TOP_P or MIN_P shrinks a sequence's weight with "
             f"every token; set token_truncate or token_mask"
         )
-    entries = [name.strip() for name in cfg.reward_fn.split(",")]
-    counted = {f for f, w in zip(entries, cfg.reward_weights or (1,) * 99, strict=False) if w}
+    weighted = zip(cfg.reward_fn.split(","), cfg.reward_weights or (1,) * 99, strict=False)
+    counted = {name.strip() for name, weight in weighted if weight}
     if cfg.adv_estimator == "maxrl" and counted & {"soft_overlong_penalty", "repetition_penalty"}:
         yield "ADV_ESTIMATOR=maxrl needs rewards of at least 0; leave the penalties out"
     if cfg.off_policy_mask_threshold and cfg.filters_logps():

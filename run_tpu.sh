@@ -108,6 +108,7 @@ sync() {
 }
 
 setup() {
+  local settings  # those of a run that is started again have more
   read_settings
   sync &&
     on_workers 0 "$WORKER" \

@@ -57,6 +57,7 @@ def planned(
     )
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_the_engine_s_memory_is_its_weights_and_its_pool(model: Path) -> None:
     """The pool has 4 kv heads of 128 numbers: each of the 4 devices holds one of the model's 2, and

@@ -203,7 +203,8 @@ def test_a_run_goes_on_with_fewer_devices_and_with_more_processes(out, undisturb
         assert a["step"] == b["step"]
         for name in names:
             assert math.isclose(a[name], b[name], rel_tol=1e-5), (a["step"], name)
-    assert_same_run(folder, undisturbed, tolerance=1e-5)
+    # 64 updates of Adam, which divides the rounding of small gradients by their size.
+    assert_same_run(folder, undisturbed, tolerance=5e-5)
 
 
 @pytest.mark.slow

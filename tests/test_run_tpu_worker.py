@@ -43,6 +43,7 @@ def test_the_exit_file_has_the_exit_code_when_the_log_is_on_a_full_disk(cloud: C
     assert (logs / "nohup_x_latest.exit").read_text() == "2\n"
 
 
+@pytest.mark.slow
 def test_setup_installs_the_engine_that_the_settings_ask_for(cloud: Cloud) -> None:
     recipe = "recipes/tunix_qwen3_4b_10steps_sglang.yaml"
     told, env = "w installs sglang-jax", {"PIP_DRY_RUN": "1"}  # pip looks, but installs nothing

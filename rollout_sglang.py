@@ -20,6 +20,7 @@ import json
 import logging
 import math
 import os
+import re
 import signal
 import sys
 import time
@@ -35,6 +36,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from config import Config
+from models.draw import Sampling, draw_tokens
 from models.engine_weights import engine_leaves, family_of, take_weights
 from models.model import ModelConfig, Params
 from run import Run
@@ -48,7 +50,7 @@ from runtime.containment import (
 )
 from runtime.mistakes import UserMistake, in_one_line
 from runtime.sizes import Sizes, eval_questions
-from sampling import Completions, PaddedPrompts, Sampling, draw_tokens
+from sampling import Completions, PaddedPrompts
 from update import sync_weights
 
 INSTALL = (
@@ -185,6 +187,8 @@ def engine_arguments(run: Run, devices: Sequence[jax.Device]) -> dict[str, Any]:
         "context_length": cfg.sglang_jax_context_length or context_of(cfg, longest),
         "max_running_requests": sequences,
         "page_size": PAGE_TOKENS[platform],
+        # On a CPU the engine cannot decode a batch of one row.
+        "precompile_bs_paddings": [2**i for i in range(1, 9)] if platform == "cpu" else None,
         # On a CPU the overlapping schedule overwrites an array that a program still reads.
         "disable_overlap_schedule": platform == "cpu",
         "disable_radix_cache": True,  # it would use keys and values of earlier weights
@@ -227,7 +231,7 @@ class SglangBackend:
             with side_effects_undone():
                 self._engine = module.Engine(**arguments)
         except EngineFailed as error:
-            if "mem-fraction-static" not in str(error):
+            if not re.search("mem-fraction-static|pool size is too small", str(error)):
                 raise
             raise UserMistake(
                 f"SGLANG_JAX_MEM_FRACTION_STATIC={arguments['mem_fraction_static']} leaves no "
@@ -316,7 +320,7 @@ class SglangBackend:
             completion_ids[row, :length] = output["output_ids"]
             logps[row, :length] = [logp for logp, *_ in drawn]
             mask[row, :length] = 1
-        return Completions(completion_ids, mask, logps)
+        return Completions(completion_ids, mask, logps, computed_tokens=mask.sum(axis=1))
 
     def release(self) -> None:
         """Frees the engine's weights, keys and values, until the next update_weights."""

@@ -105,6 +105,7 @@ def test_a_run_with_the_engine_is_the_run_without_it(folder, model) -> None:
 
 def test_two_devices_share_the_engine_and_the_filters_are_those_of_naive(folder) -> None:
     filters = {"TEMPERATURE": "0.7", "TOP_K": "20", "TOP_P": "0.9", "MIN_P": "0.02"}
+    filters["SAMPLING_SUPPORT"] = "full"
     given = settings(folder, "qwen2", **filters, STEPS="2", EVAL_SAMPLES="2")
     ours = train(folder / "two_engine", devices=2, **given, **ENGINE)
     theirs = train(folder / "two_naive", devices=2, **given)
@@ -222,9 +223,37 @@ def test_an_exception_in_the_engine_ends_the_run_with_its_traceback(folder, more
     assert "ZeroDivisionError: division by zero" in done.stderr
 
 
-def test_too_little_memory_for_the_engine_ends_the_run_in_one_line(folder) -> None:
-    env = settings(folder, "qwen2", SGLANG_JAX_MEM_FRACTION_STATIC="1e-05") | ENGINE
+def test_an_engine_with_memory_for_one_sequence_at_a_time_draws_the_same(folder) -> None:
+    env = settings(folder, "qwen2", STEPS="1", EVAL_EVERY_STEPS="0")
+    ours = train(folder / "narrow", **env, **ENGINE, SGLANG_JAX_MAX_TOTAL_TOKENS="111")
+    assert_same(ours, train(folder / "wide", **env))
+    assert " max_total_tokens=111\n" in ours.lines
+
+
+# Python imports this at its start. What other processes do must not change the memory that the
+# engine finds free: the first time 8 GiB, and TAKEN bytes less with each time.
+FREE_MEMORY = """
+import itertools, os, psutil
+
+memory, times = psutil.virtual_memory(), itertools.count()
+taken = int(os.environ["TAKEN"])
+psutil.virtual_memory = lambda: memory._replace(available=2**33 - taken * next(times))
+"""
+NO_MEMORY = "leaves no memory for keys and values beside the engine's weights; raise it"
+FEW_TOKENS = "leaves memory for 41 tokens, and the longest sequence needs 111; raise it"
+
+
+@pytest.mark.parametrize(
+    ("fraction", "taken", "line"),
+    [("1e-05", 2**20, NO_MEMORY), ("1e-09", 0, NO_MEMORY), ("1e-05", 0, FEW_TOKENS)],
+)
+def test_too_little_memory_for_the_engine_ends_the_run_in_one_line(
+    folder, fraction, taken, line
+) -> None:
+    (folder / "free").mkdir(exist_ok=True)
+    (folder / "free" / "sitecustomize.py").write_text(FREE_MEMORY)
+    env = settings(folder, "qwen2", SGLANG_JAX_MEM_FRACTION_STATIC=fraction) | ENGINE
+    env |= {"PYTHONPATH": str(folder / "free"), "TAKEN": str(taken)}
     result = finish(start(folder / "memory", env, 1), folder / "memory")
     assert result.code == 2, result.errors
-    assert "SGLANG_JAX_MEM_FRACTION_STATIC=1e-05 leaves no memory" in result.errors
-    assert len(result.errors.splitlines()) == 1
+    assert result.errors == f"error: SGLANG_JAX_MEM_FRACTION_STATIC={fraction} {line}\n"

@@ -176,6 +176,7 @@ def test_settings_of_the_engine_are_refused_without_it(setting) -> None:
 def test_filters_do_not_count_in_the_engine_s_log_probabilities() -> None:
     """So a weight of a complete sequence, which `naive` refuses, is right with the engine."""
     given = {"MODEL_PATH": "x", "TOP_K": "20", "IS_MODE": "sequence_mask"}
+    given["SAMPLING_SUPPORT"] = "full"
     assert not Config.from_env(given | {"ROLLOUT_BACKEND": "sglang_jax"}).filters_logps()
     with pytest.raises(UserMistake, match="IS_MODE=sequence_mask with TOP_K"):
         Config.from_env(given)

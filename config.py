@@ -15,13 +15,14 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from runtime import parsing, sizes
+from runtime.contradictions import contradictions, notes
 from runtime.mistakes import Mistake, UserMistake, fail, ignored_names
-from runtime.parsing import REPO, knob, to_text
+from runtime.parsing import REPO, knob
 from runtime.sizes import MICRO_SIZES, PASS_SIZES, STEP_SIZES
 
 DTYPES = "auto|bfloat16|float32"
@@ -104,6 +105,17 @@ class Config:
     top_k: int = in_rollout(0, "Sample among this many likeliest tokens; 0: all.")
     top_p: float = in_rollout(1.0, "Sample within this probability mass.", above=0, at_most=1)
     min_p: float = in_rollout(0.0, "Drop tokens below MIN_P * the highest probability.", below=1)
+    sampling_support: str = in_rollout(
+        "auto",
+        "Tokens that the loss compares; full: all; else those that TOP_K, TOP_P, MIN_P leave.",
+        choices="auto|full|replay",
+    )
+    drop_ended: str = in_rollout(
+        "auto",
+        "Remove ended sequences from the batch; auto: if MAX_LENGTH_SAMPLE >= 128.",
+        choices="auto|off",
+        results="none",
+    )
     rollout_mesh_shape: str = mesh(
         "rollout", "auto", "Rollout mesh: auto, or dp,fsdp,tp; -1: the rest.", yaml="mesh_shape"
     )
@@ -156,6 +168,11 @@ class Config:
     weight_decay: float = in_train(0.0, "Weight decay, decoupled from the gradient.")
     clip_norm: float = in_train(1.0, "Largest global norm of the gradient; 0: no limit.")
     mesh_shape: str = mesh("train", "auto", "Training mesh: auto, or dp,fsdp,tp; -1: the rest.")
+    packing: str = speed(
+        "auto",
+        "Train on rows of completions end to end; auto: if MAX_LENGTH_SAMPLE >= 128.",
+        choices="auto|off",
+    )
     remat: str = speed(
         "full", "What backward recomputes; dots: all but the matmuls.", choices="none|dots|full"
     )
@@ -228,6 +245,20 @@ class Config:
     init_timeout_s: int = local(90, "Seconds in which all processes must join.", at_least=1)
     heartbeat_timeout_s: int = local(30, "Seconds until a silent process is dead.", at_least=10)
 
+    def rollout_lines(self) -> str:
+        """Lines that say what samples, whether ended sequences leave the batch and, if the sampler
+        drops tokens, among which tokens the loss's logps are, and why."""
+        text = f"rollout.backend: {self.rollout_backend}\n"
+        if self.rollout_backend == "naive":
+            text += f"rollout.drop_ended: {'on' if self.drops_ended() else 'off'}\n"
+        if not self.filters():
+            return text
+        support = "replay" if self.replays() else "full"
+        why = "as set" if support == self.sampling_support else "TOP_K, TOP_P or MIN_P drops tokens"
+        tokens = "all tokens" if support == "full" else "the tokens that could be drawn"
+        text += f"rollout.sampling_support: {support} ({why}): the loss's logps are among {tokens}"
+        return text + (", the sampler's among fewer\n" if self.filters_logps() else "\n")
+
     @classmethod
     def from_env(cls, env: Mapping[str, str], config_file: str | Path = "") -> "Config":
         """The settings of all layers. Raises UserMistake with a line for every mistake."""
@@ -237,112 +268,28 @@ class Config:
         """Whether the run ever evaluates the model."""
         return self.eval_every_steps > 0 or self.eval_full_sweep
 
+    def drops_ended(self) -> bool:
+        """Whether sequences that have ended leave the batch. With short completions the programs of
+        smaller batches would take longer to compile than they save."""
+        long = self.max_length_sample >= 128
+        return long and self.drop_ended == "auto" and self.rollout_backend == "naive"
+
+    def packs(self) -> bool:
+        """Whether an update's completions stand end to end, without padding between them."""
+        return self.max_length_sample >= 128 and self.packing == "auto"
+
+    def filters(self) -> bool:
+        """Whether the sampler draws among some tokens only."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    def replays(self) -> bool:
+        """Whether the loss's logps are those among the tokens that the sampler could draw."""
+        return self.filters() and self.sampling_support != "full"
+
     def filters_logps(self) -> bool:
-        """Whether sampling_logps are of the tokens that filters leave; an engine's are of all."""
-        filtered = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-        return filtered and self.rollout_backend == "naive"
-
-
-def idle_settings(cfg: Config) -> list[tuple[dataclasses.Field, str]]:
-    """The settings that are not at their defaults and that the table finds idle, with a line."""
-    engine = " ".join(name for name in Config.__dataclass_fields__ if name.startswith("sglang_jax"))
-    loss_type, estimator = f"LOSS_TYPE={cfg.loss_type}", f"ADV_ESTIMATOR={cfg.adv_estimator}"
-    functions, folder = f"REWARD_FN={cfg.reward_fn}", f"the folder MODEL_PATH={cfg.model_path}"
-    scheduled = cfg.lr_schedule != "constant" or cfg.warmup_ratio > 0
-    table = [  # settings, what they need to have an effect, and why they have none
-        ("model_revision", not os.path.isdir(cfg.model_path), folder),
-        ("dataset_config", not os.path.exists(cfg.dataset), f"the local DATASET={cfg.dataset}"),
-        ("prompt_too_long", cfg.max_prompt_length > 0, "MAX_PROMPT_LENGTH=0"),
-        (engine, cfg.rollout_backend == "sglang_jax", f"ROLLOUT_BACKEND={cfg.rollout_backend}"),
-        ("rollout_mesh_shape", cfg.rollout_backend == "naive", "ROLLOUT_BACKEND=sglang_jax"),
-        ("dynamic_sampling_max_rounds", cfg.dynamic_sampling, "DYNAMIC_SAMPLING=0"),
-        ("reward_timeout_s", ":" in cfg.reward_fn, functions),
-        ("overlong_cache", "soft_overlong_penalty" in cfg.reward_fn, functions),
-        ("repetition_ngram", "repetition_penalty" in cfg.reward_fn, functions),
-        ("lr_decay_steps", scheduled, "LR_SCHEDULE=constant and WARMUP_RATIO=0"),
-        ("scale_rewards", cfg.adv_estimator == "grpo", estimator),
-        ("delta eps_low", cfg.loss_type not in ("cispo", "sapo"), loss_type),
-        ("eps_high", cfg.loss_type != "sapo", loss_type),
-        ("importance_sampling_level", cfg.loss_type != "gspo", loss_type),
-        ("kl_estimator kl_bias_correction ref_sync_steps", cfg.beta > 0, "BETA=0"),
-        ("ref_sync_alpha", cfg.ref_sync_steps > 0, "REF_SYNC_STEPS=0"),
-        ("is_floor is_cap", cfg.is_mode != "none", "IS_MODE=none"),
-        ("eval_prompts", cfg.eval_every_steps > 0, "EVAL_EVERY_STEPS=0"),
-        ("eval_split eval_samples", cfg.evaluates(), "EVAL_EVERY_STEPS=0"),
-        ("accuracy_of accuracy_threshold", cfg.evaluates(), "EVAL_EVERY_STEPS=0"),
-        ("save_every_steps", cfg.steps > 0, "STEPS=0"),
-        ("save_keep", cfg.save_every_steps > 0, "SAVE_EVERY_STEPS=0"),
-        ("resume_force", cfg.resume != "never", "RESUME=never"),
-        ("export_dtype", cfg.export_hf != "none", "EXPORT_HF=none"),
-        ("wandb_project", cfg.wandb_mode != "disabled", "WANDB_MODE=disabled"),
-    ]
-    idle = {n: reason for names, needs, reason in table if not needs for n in names.split()}
-    return [
-        (field, f"{name.upper()}={to_text(getattr(cfg, name))} does nothing with {idle[name]}")
-        for name, field in Config.__dataclass_fields__.items()
-        if name in idle and getattr(cfg, name) != field.default
-    ]
-
-
-def contradictions(cfg: Config) -> Iterator[str]:
-    """Lines about combinations that stop a run, idle settings of which results depend included."""
-    updates = cfg.steps * cfg.ppo_epochs * cfg.num_mini_batches
-    for field, text in idle_settings(cfg):
-        if field.metadata["results"] != "none" or field.name.startswith("sglang_jax"):
-            yield f"{text}; leave it out"
-    if cfg.num_pre_q == 1 and cfg.steps and cfg.adv_estimator != "reinforce":
-        yield (
-            f"NUM_PRE_Q=1 leaves ADV_ESTIMATOR={cfg.adv_estimator} nothing to compare a completion "
-            f"with; set at least 2, or ADV_ESTIMATOR=reinforce"
-        )
-    if cfg.dynamic_sampling and cfg.adv_estimator == "reinforce":
-        yield "DYNAMIC_SAMPLING=1 drops groups that ADV_ESTIMATOR=reinforce can use; leave it out"
-    if cfg.loss_type == "cispo" and cfg.eps_high < 1:
-        yield f"EPS_HIGH={cfg.eps_high} caps every ratio of LOSS_TYPE=cispo below 1; set EPS_HIGH=5"
-    if cfg.delta and cfg.delta <= (limit := 1 + cfg.eps_high):
-        yield f"DELTA={cfg.delta} must be above 1 + EPS_HIGH = {limit}, where clipping begins"
-    if cfg.beta and cfg.kl_estimator == "k1" and not cfg.kl_bias_correction:
-        yield "KL_ESTIMATOR=k1 has no gradient on average with KL_BIAS_CORRECTION=0; set it to 1"
-    if cfg.ref_sync_steps > updates > 0:
-        made = f"{updates} = STEPS * PPO_EPOCHS * NUM_MINI_BATCHES updates"
-        yield f"REF_SYNC_STEPS={cfg.ref_sync_steps} is more than the run's {made}; lower it"
-    if cfg.is_mode.startswith("sequence") and cfg.filters_logps():
-        yield (
-            f"IS_MODE={cfg.is_mode} with TOP_K, TOP_P or MIN_P shrinks a sequence's weight with "
-            f"every token; set token_truncate or token_mask"
-        )
-    weighted = zip(cfg.reward_fn.split(","), cfg.reward_weights or (1,) * 99, strict=False)
-    counted = {name.strip() for name, weight in weighted if weight}
-    if cfg.adv_estimator == "maxrl" and counted & {"soft_overlong_penalty", "repetition_penalty"}:
-        yield "ADV_ESTIMATOR=maxrl needs rewards of at least 0; leave the penalties out"
-    if cfg.off_policy_mask_threshold and cfg.filters_logps():
-        yield "OFF_POLICY_MASK_THRESHOLD would measure TOP_K, TOP_P or MIN_P; leave it out"
-    if "://" in cfg.output_dir + cfg.export_hf:
-        yield "OUTPUT_DIR and EXPORT_HF are folders of this machine; CHECKPOINT_DIR may be gs://"
-    if cfg.overlong_cache > (T := cfg.max_length_sample):
-        yield f"OVERLONG_CACHE={cfg.overlong_cache} must be at most MAX_LENGTH_SAMPLE={T}"
-
-
-def notes(cfg: Config, layers: Mapping[str, str]) -> Iterator[str]:
-    """Lines about settings that may not do what the user expects, but are no mistakes.
-
-    layers: as from read_layers.
-    """
-    for field, text in idle_settings(cfg):
-        if field.metadata["results"] == "none" and layers[field.name] != TINY_LAYER:
-            yield text
-    if cfg.filters_logps() and cfg.is_mode == "none" and cfg.steps:
-        yield "TOP_K, TOP_P, MIN_P change sampling only; IS_MODE=token_truncate weighs the change"
-    if 0 < cfg.lr_decay_steps < cfg.steps and cfg.lr_schedule != "constant":
-        decay = f"LR_DECAY_STEPS={cfg.lr_decay_steps} is less than STEPS={cfg.steps}"
-        yield f"{decay}: later steps have learning rate 0"
-    names = [n for n in ("eps_low", "eps_high", "delta") if getattr(cfg, n) != getattr(Config, n)]
-    idle = [f"{name.upper()}={getattr(cfg, name)}" for name in names]
-    if cfg.loss_type in ("gspo", "cispo", "sapo"):
-        idle.append(f"the ratios of LOSS_TYPE={cfg.loss_type}")
-    if idle and cfg.ppo_epochs * cfg.num_mini_batches == 1 and cfg.steps:
-        found = f"with one update per step every ratio is 1, and {' and '.join(idle)} do nothing"
-        yield f"{found}; with NUM_MINI_BATCHES=2 or PPO_EPOCHS=2 they count"
+        """Whether filters make sampling_logps differ from the loss's logps; an engine's are of all
+        tokens."""
+        return self.filters() and not self.replays() and self.rollout_backend == "naive"
 
 
 def read_layers(
@@ -406,9 +353,10 @@ def load(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Command:
             env = os.environ
         cfg, layers = read_layers(env, args.config)
         layers |= {name.lower(): ".env" for name in dotenv}
+        tiny = [name for name, layer in layers.items() if layer == TINY_LAYER]
         if args.print_config:
             parsing.print_and_exit(describe(cfg, args.processes, args.local_devices))
-        lines = [f"note: {line}" for line in (*notes(cfg, layers), *ignored_names(env))]
+        lines = [f"note: {line}" for line in (*notes(cfg, tiny), *ignored_names(env))]
         return Command(cfg, args.plan, [parsing.changed(cfg, layers), *lines])
     except UserMistake as error:
         fail(error)

@@ -10,7 +10,6 @@ from rewards import AccuracyRule
 from rollout import Groups, Sampled, StepResults
 from run import Run
 from runtime.run_log import Clock, RunLog
-from sampling import Completions
 
 # The mean difference between the sampler's log-probabilities and the trainer's which rounding does
 # not explain. With float32 it is about 1e-6. With bfloat16, which has 8 bits, logits near 20 are
@@ -108,9 +107,14 @@ def step_records(step: Step, num_pre_q: int, names: list[str]) -> dict[str, floa
     results, seconds = step.results, phase_seconds(step.clock)
     tokens = results.completion_lengths.sum()
     total_lengths = results.prompt_lengths + results.completion_lengths
-    records = {f"train-other/{name}": value for name, value in step.metrics.items()}
+    records = {
+        name if name.startswith("throughput/") else f"train-other/{name}": value
+        for name, value in step.metrics.items()
+    }
     records["train-other/batch_global"] = len(results.rewards)
     records["train-other/total_valid_token_count"] = tokens
+    if "support/mass" in step.metrics:
+        records["train-other/support/cut_tokens"] = results.cut_tokens.sum()
     equal = equal_groups(results.rewards, num_pre_q)  # of the totals, as in TRL
     records["train-other/frac_reward_zero_std"] = equal.mean()
     records |= _rewards("train-reward", results.rewards, results.per_function, names)
@@ -123,6 +127,8 @@ def step_records(step: Step, num_pre_q: int, names: list[str]) -> dict[str, floa
     records["time/train/step_s"] = step.clock.total()
     records["compile/programs"] = len(step.clock.compiled())
     records["compile/s"] = sum(compilation.seconds for compilation in step.clock.compiled())
+    computed = results.computed_tokens.sum()
+    records["throughput/rollout/computed_per_token"] = computed / tokens
     records["throughput/train/valid_tokens_per_s"] = tokens / step.clock.total()
     records["throughput/train/valid_tokens_per_s_update"] = tokens / seconds["update"]
     return records
@@ -146,7 +152,7 @@ def sample_records(run: Run, groups: Groups) -> list[dict[str, Any]]:
     K = run.cfg.num_pre_q
     first = slice(None, 2 * K, K)
     prompts = groups.prompts[run.local_prompts()][:2]
-    texts = Completions(*(x[first] for x in groups.completions)).texts(run.tokenizer)
+    texts = groups.completions.at(first).texts(run.tokenizer)
     rewards = groups.results.rewards[run.local_sequences()][first]
     return [
         {

@@ -14,6 +14,7 @@ import numpy as np
 import data
 import rewards
 from loss import equal_groups
+from models.draw import Sampling
 from models.model import Compute, Params
 from run import Backend, Run
 from runtime.layout import gather_processes
@@ -21,7 +22,7 @@ from runtime.mistakes import UserMistake
 from runtime.processes import StopSignal
 from runtime.run_log import Clock
 from runtime.sizes import eval_questions, prompt_width
-from sampling import Completions, PaddedPrompts, Sampling, Stopping, generate
+from sampling import Completions, PaddedPrompts, Stopping, generate
 from update import sync_weights
 
 
@@ -32,6 +33,8 @@ class StepResults(NamedTuple):
     prompt_lengths: np.ndarray  # [B] tokens
     completion_lengths: np.ndarray  # [B] tokens, stop token included
     stopped: np.ndarray  # [B] 1: a stop token ended it, 0: it was cut off
+    computed_tokens: np.ndarray  # [B] tokens that decoding computed for it
+    cut_tokens: np.ndarray  # [B] tokens whose support lost ids, see Completions
     per_function: np.ndarray  # [B, functions] float64, NaN where a function does not apply
 
 
@@ -55,8 +58,8 @@ class Sampled(NamedTuple):
 class NaiveBackend:
     """ROLLOUT_BACKEND=naive: the programs of sampling.py, on the devices of all processes."""
 
-    def __init__(self, rollout: Compute, stopping: Stopping) -> None:
-        self._rollout, self._stopping = rollout, stopping
+    def __init__(self, rollout: Compute, stopping: Stopping, drop_ended: bool) -> None:
+        self._rollout, self._stopping, self._drop_ended = rollout, stopping, drop_ended
         self._weights: Params | None = None
 
     def update_weights(self, params: Params) -> None:
@@ -78,6 +81,7 @@ class NaiveBackend:
             key,
             sampling=sampling,
             stopping=self._stopping,
+            drop=self._drop_ended,
         )
 
     def release(self) -> None:
@@ -91,7 +95,7 @@ class NaiveBackend:
 def make_backend(run: Run) -> Backend:
     """The backend that ROLLOUT_BACKEND names. Raises UserMistake if it cannot compute the run."""
     if run.cfg.rollout_backend == "naive":
-        return NaiveBackend(run.rollout, run.stopping)
+        return NaiveBackend(run.rollout, run.stopping, run.cfg.drops_ended())
     from rollout_sglang import SglangBackend  # its packages are needed only here
 
     return SglangBackend(run)
@@ -159,15 +163,17 @@ def _sample_round(
     clock.lap("reward")
     prompt_lengths = np.repeat([len(prompt.ids) for prompt in local], K)
     stopped = np.isin(completions.last_ids(), run.stopping.stop_ids)
-    columns = [totals, prompt_lengths, completions.lengths(), stopped, *per_function.T]
-    table = gather_processes(np.column_stack(columns).astype(np.float64))  # [B, 4 + functions]
+    cut = np.zeros(len(stopped)) if completions.cut_tokens is None else completions.cut_tokens
+    columns = [totals, prompt_lengths, completions.lengths(), stopped]
+    columns += [completions.computed_tokens, cut, *per_function.T]
+    table = gather_processes(np.column_stack(columns).astype(np.float64))  # [B, 6 + functions]
     clock.lap("advantages")
     if run.cfg.adv_estimator == "maxrl" and (table[:, 0] < 0).any():
         raise UserMistake(
             f"ADV_ESTIMATOR=maxrl needs rewards of at least 0, and one is "
             f"{np.nanmin(table[:, 0]):g}; use another REWARD_FN or estimator"
         )
-    return Groups(prompts, completions, StepResults(*table[:, :4].T, table[:, 4:]))
+    return Groups(prompts, completions, StepResults(*table[:, :6].T, table[:, 6:]))
 
 
 def choose_groups(run: Run, rounds: list[Groups]) -> Groups:
@@ -181,14 +187,13 @@ def choose_groups(run: Run, rounds: list[Groups]) -> Groups:
     sequences = (chosen[:, None] * K + np.arange(K)).reshape(-1)  # [B] of rounds * B
     joined = [np.concatenate(x) for x in zip(*(groups.results for groups in rounds), strict=True)]
     # A group may be trained on another process than the one that sampled it.
-    everywhere = [
-        np.concatenate([gather_processes(x) for x in arrays])  # [rounds * B, T]
-        for arrays in zip(*(groups.completions for groups in rounds), strict=True)
-    ]
+    everywhere = Completions.join(  # [rounds * B, T]
+        [groups.completions.each(gather_processes) for groups in rounds]
+    )
     sampled = [prompt for groups in rounds for prompt in groups.prompts]  # [rounds * P]
     return Groups(
         [sampled[group] for group in chosen],
-        Completions(*(x[sequences[run.local_sequences()]] for x in everywhere)),
+        everywhere.at(sequences[run.local_sequences()]),
         StepResults(*(x[sequences] for x in joined)),
     )
 
@@ -212,7 +217,7 @@ def _complete_prompts(
                 run.sampling,
             )
         )
-    return Completions(*(np.concatenate(arrays) for arrays in zip(*passes, strict=True)))
+    return Completions.join(passes)
 
 
 def answer_questions(

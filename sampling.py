@@ -2,34 +2,34 @@
 
 Dimensions: R sequences of a rollout pass over all processes and r on this process, G = R/share
 prompts, each shared by `share` consecutive sequences, S+1 padded prompt tokens, T padded completion
-tokens, V vocabulary.
+tokens, V vocabulary, C places of a support: the tokens that the filters leave to be drawn.
 """
 
 import functools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.attention import MASKED, Cache, map_kv
+from models.attention import Cache, map_kv, prompt_rows
+from models.draw import Sampling, draw_tokens, support_size
 from models.model import Compute, Params, forward, lm_head, prefix_of
-from runtime.layout import TRAIN_BATCH_AXES, Layout, constrain, local_part, shard_batch
+from runtime.layout import (
+    TRAIN_BATCH_AXES,
+    Layout,
+    constrain,
+    constrain_batch,
+    local_part,
+    shard_batch,
+)
 from runtime.sizes import prompt_share
 
 STAGES, STAGE_TOKENS = 4, 128  # of decode, see stage_ends
 # The tokens between two questions to other processes whether all sequences have ended.
 ASK_EVERY = 10
-
-
-class Sampling(NamedTuple):
-    """How a token is drawn. The filters apply in this order; each is off at its default."""
-
-    temperature: float = 1.0  # 0: greedy
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
 
 
 class Stopping(NamedTuple):
@@ -53,6 +53,23 @@ class Completions(NamedTuple):
     completion_ids: np.ndarray  # [r or b, T] int32, right-padded
     completion_mask: np.ndarray  # [r or b, T] int32, 1 up to and including the stop token
     sampling_logps: np.ndarray  # [r or b, T] float32 nats, of the distribution that was sampled
+    computed_tokens: np.ndarray  # [r or b] int32, how long the sequence had a place in the batch
+    support: np.ndarray | None = None  # [r or b, T, C] int32 ids, -1 in unused places
+    cut_tokens: np.ndarray | None = None  # [r or b] int32: how often MAX_SUPPORT cut a support
+
+    def at(self, index: Any) -> "Completions":
+        """The completions at an index of the first dimension."""
+        return self.each(lambda x: x[index])
+
+    def each(self, change: Callable[[np.ndarray], np.ndarray]) -> "Completions":
+        """The result of `change` for each array that there is."""
+        return Completions(*(None if x is None else change(x) for x in self))
+
+    @staticmethod
+    def join(parts: "Sequence[Completions]") -> "Completions":
+        """All completions of the parts, one part after the other."""
+        arrays = zip(*parts, strict=True)
+        return Completions(*(None if x[0] is None else np.concatenate(x) for x in arrays))
 
     def lengths(self) -> np.ndarray:
         """[r or b] int: the tokens of each completion, its stop token included."""
@@ -81,81 +98,210 @@ def generate(
     *,
     sampling: Sampling,
     stopping: Stopping,
+    drop: bool = False,
 ) -> Completions:
     """The completions of one rollout pass, those of a prompt one after the other.
 
     prompts: of this process, each once. sequence_ids: [r] int32, the numbers of this process's
     sequences. What a sequence draws follows from (key, sequence id, token number)
-    alone, on whatever device it runs.
+    alone, on whatever device it runs. drop: sequences that have ended leave the batch.
     """
     layout, per_prompt = compute.layout, len(sequence_ids) // len(prompts.ids)
     per_shard = len(sequence_ids) * jax.process_count() // layout.batch_shards
     copies = per_prompt // prompt_share(per_prompt, per_shard)  # of each prompt, for its devices
     prompts = PaddedPrompts(*(shard_batch(np.repeat(x, copies, axis=0), layout) for x in prompts))
-    prefix = prefill(params, compute, prompts)
-    ids, logps, lengths = decode(
-        params,
+    width = stage_ends(stopping.max_new_tokens, compute.layer_loop)[0]
+    state = begin(
         compute,
         prompts,
-        prefix,
+        prefill(params, compute, prompts),
         shard_batch(sequence_ids, layout),
         key,
+        width=width,
         sampling=sampling,
         stopping=stopping,
     )
-    mask = np.arange(stopping.max_new_tokens) < local_part(lengths)[:, None]  # [r, T]
-    return Completions(local_part(ids), mask.astype(np.int32), local_part(logps))
+    left = decode_all(params, compute, state, sampling=sampling, stopping=stopping, drop=drop)
+    numbers, computed, tokens, logps, lengths, *support = (
+        np.concatenate(x) for x in zip(*left, strict=True)
+    )
+    mask = (np.arange(stopping.max_new_tokens) < lengths[:, None]).astype(np.int32)  # [r, T]
+    found = Completions(tokens, mask, logps, computed, *support)
+    # They are in the order in which they left the batch; sequence_ids has the order asked for.
+    return found.at(np.argsort(numbers)[np.argsort(np.argsort(sequence_ids))])
+
+
+def decode_all(
+    params: Params,
+    compute: Compute,
+    state: "Decoding",
+    *,
+    sampling: Sampling,
+    stopping: Stopping,
+    drop: bool,
+) -> list[list[np.ndarray]]:
+    """The sequences of this process, in the order in which they leave the batch. For those that
+    leave together: their numbers [n], the tokens computed for each [n], and the results of Rows.
+
+    drop: sequences that have ended leave the batch, at the sizes of smaller_batches.
+    """
+    T, layout, all_left = stopping.max_new_tokens, compute.layout, []
+    ends = stage_ends(T, compute.layer_loop)
+    sizes = smaller_batches(len(state.rows.done) // layout.batch_shards) if drop else []
+
+    def leave(rows: Rows, t: int) -> None:
+        ids, *results = (local_part(x) for x in (rows.sequence_ids, *rows.results))
+        all_left.append([ids, np.full(len(ids), t, np.int32), *results])
+
+    while True:
+        fewest = sizes[0] if sizes else 0
+        # decode takes over the memory of the state, so the state has to be there: on a CPU decode
+        # would wait forever for a state that did not fit into memory.
+        state = jax.block_until_ready(state)
+        limits = np.int32(state.width()), np.int32(fewest)
+        state = decode(params, compute, state, *limits, sampling=sampling, stopping=stopping)
+        t, live = int(state.t), int(state.live)
+        if live == 0 or t == T:
+            leave(state.rows, t)
+            return all_left
+        if live <= fewest:
+            size = min(n for n in sizes if n >= live)
+            sizes = [n for n in sizes if n < size]
+            state, rows = drop_rows(compute, state, size=size)
+            leave(rows, t)
+        if t == state.width():
+            state = widen(state, end=ends[ends.index(t) + 1])
+
+
+def stage_ends(T: int, layer_loop: str) -> list[int]:
+    """The number of tokens at which each stage of decoding T tokens ends.
+
+    The caches of unrolled layers grow from stage to stage, so that attention reads few places that
+    are not written yet. A stacked cache would be in memory twice while it grows. A stage compiles
+    its own program, so there are at most STAGES, of STAGE_TOKENS or more.
+    """
+    stages = max(min(STAGES, T // STAGE_TOKENS), 1) if layer_loop == "unroll" else 1
+    return [math.ceil(T * (i + 1) / stages) for i in range(stages)]
+
+
+def smaller_batches(n: int) -> list[int]:
+    """The numbers of sequences to which the n of a device may shrink, in descending order.
+
+    Each compiles a decode of its own, with unrolled layers one for each stage that it meets. If the
+    lengths of completions are geometric, 1.2 tokens are computed for each real one.
+    """
+    parts = (3 / 4, 1 / 2, 3 / 8, 1 / 4, 1 / 8, 1 / 16)
+    return sorted({math.ceil(n * part) for part in parts} - {n}, reverse=True)
 
 
 @functools.partial(jax.jit, static_argnames=("compute",))
 def prefill(params: Params, compute: Compute, prompts: PaddedPrompts) -> Any:
     """The KV of the prompts without their last token, as `forward` returns it."""
     ids, positions, mask = prefix_of(*prompts)
-    _, prefix = forward(params, compute, ids, positions, prompt_mask=mask)
+    _, prefix = forward(params, compute, ids, positions, rows=prompt_rows(mask))
     return prefix
 
 
-@functools.partial(jax.jit, static_argnames=("compute", "sampling", "stopping"))
-def decode(
-    params: Params,
+class Rows(NamedTuple):
+    """What is known of each of R sequences."""
+
+    sequence_ids: jax.Array  # [R] int32
+    last_position: jax.Array  # [R] int32, of the prompt's last token
+    token: jax.Array  # [R] int32, the newest token, first the prompt's last one
+    done: jax.Array  # [R] bool
+    # completion_ids [R, T], sampling_logps [R, T] and lengths [R]; with sampling.replay also
+    # support [R, T, C] and cut_tokens [R], as in Completions
+    results: tuple[jax.Array, ...]
+
+
+class Decoding(NamedTuple):
+    """The sequences that are decoded: first the R of a pass, later fewer, see drop_rows."""
+
+    t: jax.Array  # int32, the tokens of each sequence so far
+    live: jax.Array  # int32, the most sequences of a device that have not ended
+    key: jax.Array  # of the pass
+    rows: Rows
+    prompt: Any  # KV of the prompts without their last token: of G, or of one for each sequence
+    prompt_mask: jax.Array  # [G or R, S] bool
+    completion: Any  # KV of the R sequences
+
+    def width(self) -> int:
+        """The tokens for which the completions have room."""
+        return jax.tree.leaves(self.completion)[0].shape[-1]
+
+
+@functools.partial(
+    jax.jit, static_argnames=("compute", "width", "sampling", "stopping"), donate_argnames="prefix"
+)
+def begin(
     compute: Compute,
     prompts: PaddedPrompts,
     prefix: Any,
     sequence_ids: jax.Array,
     key: jax.Array,
     *,
+    width: int,
     sampling: Sampling,
     stopping: Stopping,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """completion_ids [R, T], sampling_logps [R, T], lengths [R], once every sequence has ended.
-
-    prefix: from prefill. The caches of unrolled layers grow in stages, so that attention reads few
-    places that are not written yet. A stacked cache would be in memory twice while it grows.
-    """
-    R, T, layout = sequence_ids.shape[0], stopping.max_new_tokens, compute.layout
+) -> Decoding:
+    """The sequences before their first token. prefix: from prefill. width: of their caches."""
+    R, T = sequence_ids.shape[0], stopping.max_new_tokens
     share = R // len(prompts.ids)
     *_, prefix_mask = prefix_of(*prompts)
-    last_position = jnp.repeat(prompts.mask.sum(axis=1) - 1, share)  # [R]
-    sequence_keys = jax.vmap(jax.random.fold_in, (None, 0))(key, sequence_ids)  # [R]
+    zeros = jnp.zeros(R, jnp.int32)
+    results = jnp.full((R, T), stopping.pad_id, jnp.int32), jnp.zeros((R, T)), zeros
+    if sampling.replay:
+        C = support_size(sampling, compute.model.vocab_size)
+        results += (jnp.full((R, T, C), -1, jnp.int32), zeros)
+    rows = Rows(
+        sequence_ids,
+        last_position=jnp.repeat(prompts.mask.sum(axis=1) - 1, share),
+        token=jnp.repeat(prompts.ids[:, -1], share),
+        done=jnp.zeros(R, bool),
+        results=results,
+    )
+    rows = _on_their_devices(rows, compute.layout)
+    completion = _kv_on_their_devices(map_kv(lambda kv: kv.empty(R, width), prefix), compute)
+    live = jnp.int32(R // _shards(compute.layout))
+    return Decoding(jnp.int32(0), live, key, rows, prefix, prefix_mask, completion)
 
-    def unfinished(end: int, state: Any) -> jax.Array:
-        t, _, done, *_ = state
-        return (t < end) & ~done.all()
 
-    def next_tokens(end: int, state: Any) -> Any:
-        last = jnp.minimum(state[0] + ASK_EVERY, end)
-        return jax.lax.while_loop(lambda state: state[0] < last, next_token, state)
+@functools.partial(
+    jax.jit, static_argnames=("compute", "sampling", "stopping"), donate_argnames="state"
+)
+def decode(
+    params: Params,
+    compute: Compute,
+    state: Decoding,
+    end: jax.Array,
+    fewest: jax.Array,
+    *,
+    sampling: Sampling,
+    stopping: Stopping,
+) -> Decoding:
+    """The sequences once they have `end` tokens, or once no device has more than `fewest` that have
+    not ended. end: at most state.width()."""
+    layout, rows = compute.layout, state.rows
+    sequence_keys = jax.vmap(jax.random.fold_in, (None, 0))(state.key, rows.sequence_ids)  # [R]
+    head = lm_head(params).astype(compute.dtype)
 
-    def next_token(state: Any) -> Any:
-        t, token, done, ids, logps, lengths, completion = state
+    def unfinished(carry: Any) -> jax.Array:
+        t, live, *_ = carry
+        return (t < end) & (live > fewest)
+
+    def next_tokens(carry: Any) -> Any:
+        last = jnp.minimum(carry[0] + ASK_EVERY, end)
+        return jax.lax.while_loop(lambda carry: carry[0] < last, next_token, carry)
+
+    def next_token(carry: Any) -> Any:
+        t, _, token, done, (ids, logps, lengths, *support), completion = carry
         hidden, completion = forward(
             params,
             compute,
             token[:, None],
-            (last_position + t)[:, None],
-            cache=Cache(prefix, prefix_mask, completion, t),
+            (rows.last_position + t)[:, None],
+            cache=Cache(state.prompt, state.prompt_mask, completion, t),
         )
-        head = lm_head(params).astype(compute.dtype)
         logits = jnp.einsum(
             "rd,vd->rv", hidden[:, 0], head, preferred_element_type=jnp.float32
         )  # [R, V]
@@ -165,136 +311,91 @@ def decode(
             logits = constrain(logits, layout, TRAIN_BATCH_AXES, "tp")
             logits = constrain(logits, layout, layout.batch_axes)
         keys = jax.vmap(jax.random.fold_in, (0, None))(sequence_keys, t)  # [R]
-        token, logp = draw_tokens(keys, logits, sampling)
+        token, logp, *drawn_from = draw_tokens(keys, logits, sampling)
         token = jnp.where(done, stopping.pad_id, token)
         ids = ids.at[:, t].set(token)
         logps = logps.at[:, t].set(jnp.where(done, 0.0, logp))
-        lengths = lengths + ~done
+        if sampling.replay:
+            places, was_cut = drawn_from
+            support = support[0].at[:, t].set(places), support[1] + (was_cut & ~done)
+        results = (ids, logps, lengths + ~done, *support)
         done = done | jnp.isin(token, jnp.array(stopping.stop_ids))
-        return t + 1, token, done, ids, logps, lengths, completion
+        live = (~done).reshape(_shards(layout), -1).sum(axis=1).max()
+        return t + 1, live, token, done, results, completion
 
-    ends = stage_ends(T) if compute.layer_loop == "unroll" else [T]
-    completion = map_kv(lambda kv: kv.empty(R, ends[0]), prefix)
-    last_token = jnp.repeat(prompts.ids[:, -1], share)  # [R]
-    ids, logps = jnp.full((R, T), stopping.pad_id, jnp.int32), jnp.zeros((R, T), jnp.float32)
-    lengths, done = jnp.zeros(R, jnp.int32), jnp.zeros(R, bool)
-    state = (0, last_token, done, ids, logps, lengths, completion)
-    for end in ends:
-        *rest, completion = state
-        completion = map_kv(lambda kv, end=end: kv.widen(end), completion)
-        body = functools.partial(next_tokens, end) if _asking_is_slow(layout) else next_token
-        unfinished_stage = functools.partial(unfinished, end)
-        state = jax.lax.while_loop(unfinished_stage, body, (*rest, completion))
-    _, _, _, ids, logps, lengths, _ = state
-    return ids, logps, lengths
+    carry = (state.t, state.live, rows.token, rows.done, rows.results, state.completion)
+    body = next_tokens if _asking_is_slow(layout) else next_token
+    t, live, token, done, results, completion = jax.lax.while_loop(unfinished, body, carry)
+    rows = _on_their_devices(rows._replace(token=token, done=done, results=results), layout)
+    t, live = (constrain(x, layout) for x in (t, live))
+    return state._replace(t=t, live=live, rows=rows, completion=completion)
+
+
+@functools.partial(jax.jit, static_argnames=("compute", "size"))
+def drop_rows(compute: Compute, state: Decoding, *, size: int) -> tuple[Decoding, Rows]:
+    """`size` sequences of each device, among them all that have not ended, and the others.
+
+    Each sequence gets a copy of its prompt's keys and values, since the sequences of a prompt leave
+    at different times.
+    """
+    layout, shards = compute.layout, _shards(compute.layout)
+    order = jnp.argsort(state.rows.done.reshape(shards, -1), axis=1, stable=True)  # [shards, n]
+    kept, left = order[:, :size], order[:, size:]
+    of_prompt = kept // (len(state.rows.done) // len(state.prompt_mask))
+
+    def pick(x: jax.Array, index: jax.Array, axis: int = 0) -> jax.Array:
+        """x [..., R, ...] at an index [shards, m] into the sequences of each device."""
+        parts = x.reshape(*x.shape[:axis], shards, -1, *x.shape[axis + 1 :])
+        take = jax.vmap(lambda part, i: part[i])
+        parts = jax.vmap(take, (0, None))(parts, index) if axis else take(parts, index)
+        return parts.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
+
+    def pick_kv(kvs: Any, index: jax.Array) -> Any:
+        picked = jax.tree.map(lambda x: pick(x, index, _batch_axis(compute)), kvs)
+        return _kv_on_their_devices(picked, compute)
+
+    rows, gone = (
+        _on_their_devices(jax.tree.map(lambda x, i=index: pick(x, i), state.rows), layout)
+        for index in (kept, left)
+    )
+    smaller = state._replace(
+        rows=rows,
+        prompt=pick_kv(state.prompt, of_prompt),
+        prompt_mask=constrain_batch(pick(state.prompt_mask, of_prompt), layout),
+        completion=pick_kv(state.completion, kept),
+    )
+    return smaller, gone
+
+
+@functools.partial(jax.jit, static_argnames=("end",))
+def widen(state: Decoding, *, end: int) -> Decoding:
+    """The state with room for `end` tokens in the caches."""
+    return state._replace(completion=map_kv(lambda kv: kv.widen(end), state.completion))
+
+
+def _on_their_devices(rows: Rows, layout: Layout | None) -> Rows:
+    """The rows split as attention needs them, also an array that is the same for all of them."""
+    return jax.tree.map(lambda x: constrain_batch(x, layout), rows)
+
+
+def _batch_axis(compute: Compute) -> int:
+    """The dimension of the sequences in a KV; that of stacked layers comes first."""
+    return int(compute.layer_loop == "scan")
+
+
+def _kv_on_their_devices(kvs: Any, compute: Compute) -> Any:
+    """The KV split as attention needs it; zeros alone would lie on every device in full."""
+    if compute.layout is None:
+        return kvs
+    axes = (*[None] * _batch_axis(compute), compute.layout.batch_axes)
+    return jax.tree.map(lambda x: constrain(x, compute.layout, *axes), kvs)
+
+
+def _shards(layout: Layout | None) -> int:
+    return 1 if layout is None else layout.batch_shards
 
 
 def _asking_is_slow(layout: Layout | None) -> bool:
     """True if the devices belong to several processes, and no links of a TPU join them."""
     devices = [] if layout is None else [*layout.mesh.devices.flat]
     return len({d.process_index for d in devices}) > 1 and devices[0].platform != "tpu"
-
-
-def stage_ends(T: int) -> list[int]:
-    """The number of tokens at which each stage of decoding T tokens ends.
-
-    A stage compiles its own loop, so there are at most STAGES, of STAGE_TOKENS or more.
-    """
-    stages = max(min(STAGES, T // STAGE_TOKENS), 1)
-    return [math.ceil(T * (i + 1) / stages) for i in range(stages)]
-
-
-# ---- One token -----------------------------------------------------------------------------------
-
-
-def draw_tokens(
-    keys: jax.Array, logits: jax.Array, sampling: Sampling
-) -> tuple[jax.Array, jax.Array]:
-    """A token [R] int32 for each sequence, and its log-probability [R] float32 as it was drawn.
-
-    keys: [R], one for each sequence. logits: [R, V] float32. A greedy token gets its
-    log-probability at temperature 1.
-    """
-    if sampling.temperature == 0:
-        token, logsumexp = jnp.argmax(logits, axis=-1), jax.nn.logsumexp(logits, axis=-1)
-    else:
-        logits = filter_logits(logits / sampling.temperature, sampling)
-        token, logsumexp = jax.vmap(_categorical)(keys, logits)
-    chosen = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
-    return token.astype(jnp.int32), chosen - logsumexp
-
-
-def _categorical(key: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """One index of logits [V], and their logsumexp.
-
-    It draws a block of about sqrt(V) tokens, then a token in the block. The distribution is that of
-    jax.random.categorical, with 2 sqrt(V) random numbers instead of V. The logsumexp comes from
-    those of the blocks, so that the logits are read less often.
-    """
-    V = logits.shape[0]
-    width = 2 ** math.ceil(math.log2(V) / 2)
-    blocks = jnp.pad(logits, (0, -V % width), constant_values=MASKED).reshape(-1, width)
-    block_key, token_key = jax.random.split(key)
-    of_blocks = jax.nn.logsumexp(blocks, axis=-1)
-    block = jax.random.categorical(block_key, of_blocks)
-    token = block * width + jax.random.categorical(token_key, blocks[block])
-    return token, jax.nn.logsumexp(of_blocks)
-
-
-def filter_logits(logits: jax.Array, sampling: Sampling) -> jax.Array:
-    """logits [R, V] with the tokens masked that top-k, top-p and min-p drop.
-
-    logits: already divided by the temperature. A token that ties with the last token that is kept
-    is kept too.
-    """
-    candidates = logits  # [R, n], for the last token that top-p keeps
-    if 0 < sampling.top_k < logits.shape[-1]:
-        candidates = _largest(logits, sampling.top_k)
-        # XLA compiles the minimum to a fast top_k, and the last of the candidates to a full sort.
-        kth = candidates.min(axis=-1, keepdims=True)
-        logits = jnp.where(logits < kth, MASKED, logits)
-    if sampling.top_p < 1:
-        # Tokens that tie with the k-th are missing in the candidates, but not in the mass. If top-p
-        # needs their mass, it keeps them all: no candidate is the last, and the floor is -inf.
-        highest = logits.max(axis=-1, keepdims=True)
-        mass = jnp.exp(logits - highest).sum(axis=-1, keepdims=True)
-        floor = _weighted_floor(candidates, jnp.exp(candidates - highest), sampling.top_p * mass)
-        logits = jnp.where(logits < floor, MASKED, logits)
-    if sampling.min_p > 0:
-        floor = jnp.max(logits, axis=-1, keepdims=True) + math.log(sampling.min_p)
-        logits = jnp.where(logits < floor, MASKED, logits)
-    return logits
-
-
-def _largest(logits: jax.Array, k: int) -> jax.Array:
-    """The k largest of logits [R, V]. They lie in the k blocks with the largest maxima."""
-    R, V = logits.shape
-    width = 128  # the lanes of a TPU
-    if k * width < V / 2:
-        blocks = jnp.pad(logits, ((0, 0), (0, -V % width)), constant_values=-jnp.inf)
-        blocks = blocks.reshape(R, -1, width)
-        _, places = jax.lax.top_k(blocks.max(axis=-1), k)  # [R, k]
-        logits = jnp.take_along_axis(blocks, places[..., None], axis=1).reshape(R, -1)
-    return jax.lax.top_k(logits, k)[0]
-
-
-def _weighted_floor(values: jax.Array, weights: jax.Array, limit: jax.Array) -> jax.Array:
-    """The highest floor [R, 1] such that the values [R, n] at or above it weigh at least `limit`.
-
-    The floor is one of the values, or -inf if all values together weigh less. It needs no sort of
-    the values: each of 16 passes finds the next two of its 32 bits.
-    """
-
-    def add_bits(i: jax.Array, found: jax.Array) -> jax.Array:
-        unit = jnp.uint32(1) << (30 - 2 * i).astype(jnp.uint32)
-        above = [jnp.where(values >= _float_at(found + n * unit), weights, 0) for n in (1, 2, 3)]
-        return found + unit * sum(w.sum(axis=-1, keepdims=True) >= limit for w in above)
-
-    found = jax.lax.fori_loop(0, 16, add_bits, jnp.zeros(limit.shape, jnp.uint32))
-    return jnp.where(found == 0, -jnp.inf, _float_at(found))
-
-
-def _float_at(place: jax.Array) -> jax.Array:
-    """The float32 at a place, a uint32, in the ascending order of all float32."""
-    bits = jnp.where(place >> 31 == 1, place ^ jnp.uint32(1 << 31), ~place)
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)

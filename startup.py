@@ -9,7 +9,6 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +19,30 @@ import config
 import data
 import rewards
 from config import Config
-from loss_pallas import block_sizes
 from models import hf
 from models.model import Compute, ModelConfig, Params, abstract_params
-from models.placement import (
-    Workload,
-    choose_attention,
-    choose_layer_loop,
-    choose_layouts,
-    num_params,
-)
+from models.placement import num_params
 from rollout import make_backend, stop_if_no_engine
-from run import Backend, Inputs, Run, objective_of, optimizer_of, reference_dtype, sampling_of
+from run import (
+    Backend,
+    Inputs,
+    Run,
+    how_to_compute,
+    limits_of,
+    objective_of,
+    optimizer_of,
+    reference_dtype,
+    sampling_of,
+)
 from runtime import processes, resume
 from runtime.checkpoint import Checkpoints
-from runtime.layout import local_count, mesh_text
+from runtime.layout import mesh_text
 from runtime.lifecycle import Lifecycle
 from runtime.mistakes import UserMistake, fail
 from runtime.parsing import REPO, compared_by_value, shared_by_processes, to_text
 from runtime.processes import StopSignal
 from runtime.run_log import RunLog, check_wandb, stop_if_not_writable
-from runtime.sizes import Sizes, derive, prompt_share, prompt_width
+from runtime.sizes import Sizes, derive, prompt_width
 from sampling import Stopping
 from update import TrainState, abstract_state, init_state, sync_weights
 
@@ -108,6 +110,7 @@ def set_up(cfg: Config) -> Run:
         optimizer=optimizer_of(cfg),
         training=training,
         rollout=rollout,
+        limits=limits_of(cfg, inputs.sizes, training, jax.process_count(), S),
         made_with=made_with(inputs, training, stop_ids) | digests,
     )
     print(
@@ -116,11 +119,12 @@ def set_up(cfg: Config) -> Run:
         f"test={len(inputs.eval_prompts)} prompts "
         f"rewards={cfg.reward_fn or ','.join(f.__name__ for f in inputs.functions)}\n"
         f"mesh dp,fsdp,tp train={mesh_text(training.layout.mesh)} ({cfg.mesh_shape}) "
-        f"rollout={mesh_text(rollout.layout.mesh)} ({cfg.rollout_mesh_shape}{reason})\n"
-        f"rollout.backend: {cfg.rollout_backend}\nloss.loss_type={cfg.loss_type} "
-        f"loss.adv_estimator={cfg.adv_estimator} "
+        f"rollout={rollout_mesh(cfg, rollout)} ({cfg.rollout_mesh_shape}{reason})\n"
+        f"{cfg.rollout_lines()}"
+        f"loss.loss_type={cfg.loss_type} loss.adv_estimator={cfg.adv_estimator} "
         f"train.policy_loss_impl={training.policy_loss_impl} "
-        f"train.attention_impl={training.attention_impl}",
+        f"train.attention_impl={training.attention_impl} "
+        f"train.packing={'on' if run.limits.pack else 'off'}",
         flush=True,
     )
     return run
@@ -153,76 +157,20 @@ def stop_if_too_long(cfg: Config, model: ModelConfig, longest: int) -> None:
         )
 
 
-def stop_if_too_wide_for_pallas(D: int, device_kind: str) -> None:
-    """Raises UserMistake if POLICY_LOSS_IMPL=pallas cannot run with hidden states of width D."""
-    try:
-        block_sizes(D, 2, device_kind)
-    except ValueError as error:  # loss_pallas.py imports nothing of ours
-        raise UserMistake(str(error)) from None
-
-
-def how_to_compute(
-    cfg: Config, model: ModelConfig, sizes: Sizes, S: int, devices: Sequence[jax.Device]
-) -> tuple[Compute, Compute, str]:
-    """How training and rollout are computed, and why ROLLOUT_MESH_SHAPE=auto is what it is.
-
-    S: prompt tokens. devices: they need not exist on this machine. Raises UserMistake for settings
-    that the devices or the model cannot do.
-    """
-    platform = devices[0].platform
-    dtype, impl = cfg.dtype, cfg.policy_loss_impl
-    if dtype == "auto":
-        dtype = "float32" if platform == "cpu" else "bfloat16"
-    if impl == "pallas" and (platform, dtype) != ("tpu", "bfloat16"):
-        print(
-            f"POLICY_LOSS_IMPL=pallas needs bfloat16 on a TPU; with {dtype} on {platform} jax runs"
-        )
-        impl = "jax"
-    if impl == "pallas":
-        stop_if_too_wide_for_pallas(model.hidden_size, devices[0].device_kind)
-
-    R = sizes.prompt_batch_size * cfg.num_pre_q * len(devices) // local_count(devices)
-    G = R // prompt_share(cfg.num_pre_q, R // len(devices))
-    layouts = choose_layouts(
-        model,
-        devices,
-        Workload(R, G, S, cfg.max_length_sample),
-        jnp.dtype(dtype).itemsize,
-        mesh_shape=cfg.mesh_shape,
-        rollout_mesh_shape=cfg.rollout_mesh_shape,
-    )
-    tp = layouts.train.mesh.shape["tp"]
-    attention = choose_attention(cfg.attention_impl, model, platform, tp)
-    loop, rollout_loop = (
-        choose_layer_loop(cfg.layer_loop, platform, remat) for remat in (cfg.remat, "none")
-    )
-    training = Compute(
-        model,
-        dtype=jnp.dtype(dtype),
-        layout=layouts.train,
-        remat=cfg.remat,
-        policy_loss_impl=impl,
-        attention_impl=attention,
-        layer_loop=loop,
-    )
-    # The rollout has no backward.
-    rollout = training._replace(layout=layouts.rollout, remat="none", layer_loop=rollout_loop)
-    if cfg.rollout_backend == "sglang_jax":  # this is the copy of the weights that the engine gets
-        name = dtype if cfg.sglang_jax_dtype == "auto" else cfg.sglang_jax_dtype
-        rollout = rollout._replace(layout=layouts.train, dtype=jnp.dtype(name), layer_loop="unroll")
-    return training, rollout, f"; {layouts.reason}" if layouts.reason else ""
+def rollout_mesh(cfg: Config, rollout: Compute) -> str:
+    """The mesh that samples, as ROLLOUT_MESH_SHAPE writes it; an engine has all devices on tp."""
+    mesh = rollout.layout.mesh
+    return mesh_text(mesh) if cfg.rollout_backend == "naive" else f"1,1,{mesh.size}"
 
 
 def what_ran(run: Run) -> dict[str, str]:
     """What this machine has made of the settings that leave a choice, as config.yaml names it."""
+    chosen = ("policy_loss_impl", "attention_impl", "layer_loop", "dtype")
     return {
         "derived.reward_weights": to_text(run.weights),
-        "derived.policy_loss_impl": run.training.policy_loss_impl,
-        "derived.attention_impl": run.training.attention_impl,
-        "derived.layer_loop": run.training.layer_loop,
-        "derived.dtype": str(run.training.dtype),
+        **{f"derived.{name}": str(getattr(run.training, name)) for name in chosen},
         "derived.mesh_shape": mesh_text(run.training.layout.mesh),
-        "derived.rollout_mesh_shape": mesh_text(run.rollout.layout.mesh),
+        "derived.rollout_mesh_shape": rollout_mesh(run.cfg, run.rollout),
     }
 
 

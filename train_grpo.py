@@ -5,10 +5,10 @@ the others of its prompt, and makes the better ones more likely. Read `main` fro
 formulas are in loss.py, what happens in a rollout in rollout.py, the programs that run on devices
 in sampling.py and update.py, and all that comes before the first step in startup.py.
 
-Dimensions: P prompts of a step, K completions per prompt, B = P*K sequences, R sequences and G
-prompts of a micro-batch. P, B, R and G count all processes together; b and r are this process's
-parts of B and R. S+1 padded prompt tokens, T padded completion tokens: MAX_LENGTH_SAMPLE in
-the rollout, and after it as many as the step's longest completion needs.
+Dimensions: P prompts of a step, K completions per prompt, B = P*K sequences, R places for sequences
+in a micro-batch. P, B and R count all processes together; b is this process's part of B. T padded
+completion tokens: MAX_LENGTH_SAMPLE in the rollout, and after it about as many as the step's
+longest completion has.
 
 This departs from the GRPO paper (arXiv 2402.03300) in four points, as most of the field does:
  1. The loss is the mean over all completion tokens of the step, not the mean over each sequence
@@ -16,8 +16,9 @@ This departs from the GRPO paper (arXiv 2402.03300) in four points, as most of t
  2. There is no KL penalty unless BETA > 0. It then is the k3 estimate times the ratio, so
     that its gradient is on average that of the KL itself (KL_BIAS_CORRECTION=0 is the paper's).
  3. Advantages divide by std + 1e-4 (ddof = 1), and are exactly 0 if a group's rewards are equal.
- 4. TEMPERATURE divides the logits in sampling and in all log-probabilities of the loss. TOP_K,
-    TOP_P and MIN_P drop tokens in sampling only.
+ 4. TEMPERATURE divides the logits in sampling and in all log-probabilities of the loss. The
+    tokens that TOP_K, TOP_P and MIN_P drop in sampling have probability 0 in the loss too
+    (SAMPLING_SUPPORT=full drops them in sampling only).
 """
 # ruff: noqa: E402 - settings are read and checked before jax is imported
 
@@ -35,7 +36,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import data
 from loss import group_advantages, top_entropy_mask
 from metrics import Step, log_evaluation, log_step, sampling_metrics, what_is_not_finite
 from models import hf
@@ -43,19 +43,18 @@ from models.model import Params
 from rollout import Groups, answer_questions, sample_groups
 from run import Backend, Run
 from runtime.chips import memory_errors_in_sizes
-from runtime.layout import gather_processes, local_part, shard_batch
+from runtime.layout import gather_processes, shard_batch
 from runtime.lifecycle import Lifecycle
-from runtime.processes import StopSignal, ending_together
+from runtime.packing import Batch, pack, plan_rows, sequence_index
+from runtime.processes import ending_together
 from runtime.run_log import Clock
-from runtime.sizes import MICRO_SIZES, PASS_SIZES, bucket, prompt_share, prompt_width
+from runtime.sizes import MICRO_SIZES, PASS_SIZES
 from startup import start
 from update import (
     MicroBatch,
-    MiniBatch,
+    Part,
     TrainState,
     compute_logps,
-    count,
-    gather_batch,
     learning_rate,
     merge_metrics,
     merge_updates,
@@ -107,14 +106,11 @@ def main(cfg: Config) -> None:
             counted = (groups.results.stopped > 0) | (not cfg.mask_truncated_completions)
             clock.lap("advantages")
 
-            # ---- Micro-batches, on the devices: arrays [G, S+1], [R, T] and [R] ------------------
-            micro_batches = split_into_micro_batches(run, groups, advantages, counted)
+            # ---- The batch, complete on every process, and what is scored before any update ------
+            batch = gather_batch(run, groups, advantages, counted)  # arrays [B, T] and [B]
             clock.lap("shard")  # the programs from here on count in the lap "update"
-            micro_batches = with_ref_logps(run, ref_params, micro_batches)
-            micro_batches, num_top_tokens = with_top_entropy(run, state.params, micro_batches)
-            num_tokens = int((groups.results.completion_lengths * counted).sum())
-            counts = count(num_tokens, len(counted), num_top_tokens)
-            all_groups = MiniBatch(np.arange(len(groups.prompts)), micro_batches, counts)
+            batch = with_ref_logps(run, life, ref_params, batch)
+            batch = with_top_mask(run, life, state.params, batch)
 
             # ---- Update: PPO_EPOCHS times an optimizer step for each of NUM_MINI_BATCHES parts ---
             lr = learning_rate(
@@ -125,7 +121,7 @@ def main(cfg: Config) -> None:
                 decay_steps=cfg.lr_decay_steps or cfg.steps,
             )
             state, ref_params, last, metrics = update_policy(
-                run, life.stop, state, ref_params, all_groups, lr, step
+                run, life, state, ref_params, batch, lr, step
             )
             clock.lap("update")
 
@@ -138,7 +134,7 @@ def main(cfg: Config) -> None:
 
             # ---- Save ----------------------------------------------------------------------------
             wrong = what_is_not_finite(metrics)
-            arrays = gather_batch(last.micro_batches) if wrong else {}
+            arrays = last.arrays() if wrong else {}
             life.step_done(sampled.num_rounds, wrong, arrays)
             due = cfg.save_every_steps and life.progress.step % cfg.save_every_steps == 0
             if due and life.progress.step < cfg.steps:
@@ -154,117 +150,80 @@ def main(cfg: Config) -> None:
     life.finish(lambda: export(run, life.out, state.params))
 
 
-# ---- Micro-batches -------------------------------------------------------------------------------
+# ---- The batch of a step -------------------------------------------------------------------------
 
 
-def split_into_micro_batches(
-    run: Run, groups: Groups, advantages: np.ndarray, counted: np.ndarray
-) -> list[MicroBatch]:
-    """The step's sequences in micro-batches, on the devices; T holds the step's longest completion.
+def gather_batch(run: Run, groups: Groups, advantages: np.ndarray, counted: np.ndarray) -> Batch:
+    """The step's sequences, of all processes; T holds the longest completion.
 
     advantages: [B] float64. counted: [B] bool, False: the loss leaves this sequence out.
     """
-    layout, K, results = run.training.layout, run.cfg.num_pre_q, groups.results
-    r, local = run.sizes.micro_batch_size, run.local_sequences()
-    T = min(bucket(int(results.completion_lengths.max())), run.cfg.max_length_sample)
-    width = prompt_width(int(results.prompt_lengths.max()), run.cfg.global_length)
-    share = prompt_share(K, r * jax.process_count() // layout.batch_shards)
-    # A prompt is repeated for every `share` sequences; each copy lies on the device of these.
-    prompts = [p.ids for p in groups.prompts[run.local_prompts()] for _ in range(K // share)]
-    prompt_arrays = data.pad_prompts(prompts, width, run.stopping.pad_id)  # [b/share, S+1] each
-    ids, mask, sampling_logps = (x[:, :T] for x in groups.completions)  # [b, T] each
-    mask = mask * counted[local, None].astype(np.int32)
-    sequence_arrays = (ids, mask, sampling_logps, advantages[local].astype(np.float32))
-
-    def micro_batch(i: int) -> MicroBatch:
-        shared, sequences = slice(i * r // share, (i + 1) * r // share), slice(i * r, (i + 1) * r)
-        return MicroBatch(
-            *(shard_batch(x[shared], layout) for x in prompt_arrays),
-            *(shard_batch(x[sequences], layout) for x in sequence_arrays),
-        )
-
-    return [micro_batch(i) for i in range(len(ids) // r)]
+    drawn, local = groups.completions, run.local_sequences()
+    longest = int(groups.results.completion_lengths.max())
+    T = run.limits.completion_width(longest)
+    mask = drawn.completion_mask * counted[local, None].astype(np.int32)
+    arrays = {
+        "completion_ids": drawn.completion_ids,
+        "completion_mask": mask,
+        "sampling_logps": drawn.sampling_logps,
+    }
+    if drawn.support is not None:
+        arrays["support"] = drawn.support
+    return Batch(
+        [prompt.ids for prompt in groups.prompts],
+        advantages=advantages.astype(np.float32),
+        **{name: gather_processes(x[:, :T]) for name, x in arrays.items()},
+    )
 
 
-def with_ref_logps(
-    run: Run, ref_params: Params | None, micro_batches: list[MicroBatch]
-) -> list[MicroBatch]:
-    """The micro-batches with the log-probabilities of the reference, if BETA compares with it."""
+def with_ref_logps(run: Run, life: Lifecycle, ref_params: Params | None, batch: Batch) -> Batch:
+    """The batch with the log-probabilities of the reference, if BETA compares with it."""
     if ref_params is None:
-        return micro_batches
-    temperature, training = run.cfg.temperature, run.training
-    return [
-        batch._replace(ref_logps=compute_logps(ref_params, batch, temperature, training)[0])
-        for batch in micro_batches
-    ]
+        return batch
+    return batch._replace(ref_logps=score(run, life, ref_params, batch)[0])
 
 
-def with_top_entropy(
-    run: Run, params: Params, micro_batches: list[MicroBatch]
-) -> tuple[list[MicroBatch], int | None]:
-    """The micro-batches with their top_mask, and the number of tokens in the step that it keeps.
+def with_top_mask(run: Run, life: Lifecycle, params: Params, batch: Batch) -> Batch:
+    """The batch with its top_mask, if TOP_ENTROPY_QUANTILE leaves tokens out.
 
-    Without TOP_ENTROPY_QUANTILE there is no top_mask, and the number is None. The entropies are
-    those before the first update; the threshold is that of the complete step, not of a micro-batch.
+    The entropies are those before the first update; the threshold is that of the complete step.
     """
-    if run.cfg.top_entropy_quantile == 1:
-        return micro_batches, None
-    layout, r = run.training.layout, run.sizes.micro_batch_size
-    entropies = [
-        local_part(compute_logps(params, batch, run.cfg.temperature, run.training)[1])
-        for batch in micro_batches
+    quantile = run.cfg.top_entropy_quantile
+    if quantile == 1:
+        return batch
+    entropy = score(run, life, params, batch)[1]
+    top = top_entropy_mask(entropy, batch.completion_mask, quantile)  # [B, T]
+    return batch._replace(top_mask=top.astype(np.int32))
+
+
+def score(
+    run: Run, life: Lifecycle, params: Params, batch: Batch, groups: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """The log-probabilities and the entropies of the batch's tokens, both [B, T] float32 nats; 0
+    for sequences that are not computed. groups: which of the P groups; None: all."""
+    part = to_devices(run, life, batch, np.arange(len(batch.prompts)) if groups is None else groups)
+    results = [
+        compute_logps(params, x, run.cfg.temperature, run.training) for x in part.micro_batches
     ]
-    masks = [local_part(batch.completion_mask) for batch in micro_batches]
-    entropy, mask = (gather_processes(np.concatenate(x)) for x in (entropies, masks))  # [B, T]
-    top = top_entropy_mask(entropy, mask, run.cfg.top_entropy_quantile)  # [B, T]
-    local = top[run.local_sequences()].astype(np.int32)  # [b, T]
-    micro_batches = [
-        batch._replace(top_mask=shard_batch(local[i * r : (i + 1) * r], layout))
-        for i, batch in enumerate(micro_batches)
-    ]
-    return micro_batches, int(top.sum())
+    logps, entropies = zip(*results, strict=True)
+    return part.to_batch(logps), part.to_batch(entropies)
 
 
-def with_old_logps(run: Run, params: Params, part: MiniBatch) -> MiniBatch:
-    """The part with the log-probabilities of the policy before the step's first update."""
-    temperature, training = run.cfg.temperature, run.training
-    scored = [
-        batch._replace(old_logps=compute_logps(params, batch, temperature, training)[0])
-        for batch in part.micro_batches
-    ]
-    return part._replace(micro_batches=scored)
-
-
-def shuffle_groups(run: Run, parts: list[MiniBatch], step: int, epoch: int) -> list[MiniBatch]:
-    """The groups of all parts in NUM_MINI_BATCHES new parts, which follow from SEED, the step and
-    the epoch alone. A group may come to another process."""
-    n = run.cfg.num_mini_batches
-    if n == 1:
-        return parts
-    # Each process gets all arrays of the step, as [P, rows of a group, ...] in the groups' order.
-    place = np.argsort(np.concatenate([part.groups for part in parts]))  # [P]
-    by_part = [
-        {name: x.reshape(len(part.groups), -1, *x.shape[1:]) for name, x in arrays.items()}
-        for part in parts
-        for arrays in [gather_batch(part.micro_batches)]
-    ]
-    arrays = {name: np.concatenate([x[name] for x in by_part])[place] for name in by_part[0]}
-    order = np.random.default_rng([run.cfg.seed, step, epoch]).permutation(len(place))
-    return [_mini_batch(run, arrays, groups) for groups in order.reshape(n, -1)]
-
-
-def _mini_batch(run: Run, arrays: dict[str, np.ndarray], groups: np.ndarray) -> MiniBatch:
-    """Some groups of a step on the devices. arrays: {name: [P, rows of a group, ...]}."""
-    local = np.array_split(groups, jax.process_count())[jax.process_index()]
-    rows = {name: x[local].reshape(-1, *x.shape[2:]) for name, x in arrays.items()}
-    pieces = {name: np.split(x, run.sizes.grad_accum_steps) for name, x in rows.items()}
-    micro_batches = [
-        MicroBatch(**{name: shard_batch(x[i], run.training.layout) for name, x in pieces.items()})
-        for i in range(run.sizes.grad_accum_steps)
-    ]
-    mask = arrays["completion_mask"][groups]  # [groups, K, T]
-    top = arrays["top_mask"][groups].sum() if "top_mask" in arrays else None
-    return MiniBatch(groups, micro_batches, count(mask.sum(), mask[..., 0].size, top))
+def to_devices(run: Run, life: Lifecycle, batch: Batch, groups: np.ndarray) -> Part:
+    """The sequences of these groups, packed in rows, on the devices."""
+    K, layout = run.cfg.num_pre_q, run.training.layout
+    sequences = (groups[:, None] * K + np.arange(K)).reshape(-1)
+    rows, widths = plan_rows(
+        batch, sequences[batch.lengths[sequences] > 0], run.limits, life.widths
+    )
+    micro_batches = []
+    for each in rows:
+        local = len(each) // jax.process_count()
+        mine = each[jax.process_index() * local :][:local]
+        arrays = pack(batch, mine, widths, run.stopping.pad_id)
+        micro_batches.append(MicroBatch(**{k: shard_batch(x, layout) for k, x in arrays.items()}))
+    index = [sequence_index(each, widths.n) for each in rows]
+    return Part(batch, sequences, micro_batches, index)
 
 
 # ---- Update --------------------------------------------------------------------------------------
@@ -272,56 +231,63 @@ def _mini_batch(run: Run, arrays: dict[str, np.ndarray], groups: np.ndarray) -> 
 
 def update_policy(
     run: Run,
-    stop: StopSignal,
+    life: Lifecycle,
     state: TrainState,
     ref_params: Params | None,
-    all_groups: MiniBatch,
+    batch: Batch,
     lr: float,
     step: int,
-) -> tuple[TrainState, Params | None, MiniBatch, dict[str, float]]:
+) -> tuple[TrainState, Params | None, Part, dict[str, float]]:
     """The updates of a step: the state, the reference (which may follow the policy), what the last
     update learnt from, and the metrics of the step.
 
     An update whose loss or gradient is not finite leaves the state as it is, and is the last one.
     """
     cfg, updates = run.cfg, []
-    first, *later = shuffle_groups(run, [all_groups], step, epoch=0)
-    parts = [first]
-    for part in later:
-        stop.check()
-        parts.append(with_old_logps(run, state.params, part))
-    stop.check()  # once the first update is applied, the run stops only after the step
+    first, *later = parts_of(run, step, epoch=0)
+    if later:
+        old_logps, _ = score(run, life, state.params, batch, np.concatenate(later))
+    life.stop.check()  # once the first update is applied, the run stops only after the step
     for epoch in range(cfg.ppo_epochs):
-        parts = shuffle_groups(run, parts, step, epoch) if epoch else parts
-        for i, part in enumerate(parts):
+        for groups in parts_of(run, step, epoch):
+            if updates:
+                batch = batch._replace(old_logps=old_logps)
+            part = to_devices(run, life, batch, groups)
             state, metrics, logps = one_update(run, state, part, lr)
             updates.append(metrics)
             if what_is_not_finite(metrics):
                 applied = {"updates_applied": len(updates) - 1}
                 return state, ref_params, part, merge_updates(updates) | applied
-            if part is first and cfg.ppo_epochs > 1:
-                pairs = zip(first.micro_batches, logps, strict=True)
-                scored = [batch._replace(old_logps=before) for batch, before in pairs]
-                parts[i] = first._replace(micro_batches=scored)
+            if len(updates) == 1 and run.sizes.updates_per_step > 1:
+                before = part.to_batch(logps)  # 0 in the other parts
+                old_logps = old_logps + before if later else before
             number = step * run.sizes.updates_per_step + len(updates)
             if cfg.ref_sync_steps and number % cfg.ref_sync_steps == 0:
                 ref_params = mix_weights(ref_params, state.params, cfg.ref_sync_alpha)
     return state, ref_params, part, merge_updates(updates) | {"updates_applied": len(updates)}
 
 
+def parts_of(run: Run, step: int, epoch: int) -> np.ndarray:
+    """[NUM_MINI_BATCHES, groups] the groups of each update in this epoch, in an order that follows
+    from SEED, the step and the epoch alone."""
+    P, n = run.sizes.prompts_per_step, run.cfg.num_mini_batches
+    order = np.random.default_rng([run.cfg.seed, step, epoch]).permutation(P)
+    return (np.arange(P) if n == 1 else order).reshape(n, -1)
+
+
 def one_update(
-    run: Run, state: TrainState, part: MiniBatch, lr: float
+    run: Run, state: TrainState, part: Part, lr: float
 ) -> tuple[TrainState, dict[str, float], list[jax.Array]]:
     """One optimizer step on the sum of the gradients of all micro-batches: the state, the metrics,
     and the log-probabilities [R, T] of each micro-batch before the update."""
-    grads = zero_grads(state.params) if len(part.micro_batches) > 1 else None
-    metrics_of, before = [], []
+    grads = zero_grads(state.params) if run.sizes.grad_accum_steps > 1 else None
+    metrics_of, before, counts = [], [], part.counts()
     for micro_batch in part.micro_batches:
         grads, metrics, logps = micro_step(
             state.params,
             grads,
             micro_batch,
-            part.counts,
+            counts,
             objective=run.objective,
             temperature=run.cfg.temperature,
             compute=run.training,
@@ -336,7 +302,11 @@ def one_update(
         optimizer=run.optimizer,
         model=run.model,
     )
-    return state, merge_metrics(metrics_of) | {"grad_norm": float(norm)}, before
+    # Before the norm: if memory was too small for a micro-step, only its own arrays say so.
+    merged = merge_metrics(metrics_of)
+    merged["grad_norm"] = float(norm)
+    merged["throughput/update/computed_per_token"] = part.computed_per_token()
+    return state, merged, before
 
 
 # ---- Evaluation and export -----------------------------------------------------------------------
@@ -391,10 +361,8 @@ WAITING = {
     "load_state": ("what holds the weights and the optimizer's state", ()),
     "save": ("checksums", ()),
     "update_weights": ("the copy of the weights that samples", ()),
-    "generate": ("prefill or decode", PASS_SIZES),
-    "with_ref_logps": ("compute_logps", MICRO_SIZES),
-    "with_top_entropy": ("compute_logps", MICRO_SIZES),
-    "with_old_logps": ("compute_logps", MICRO_SIZES),
+    "generate": ("prefill, decode or drop_rows", PASS_SIZES),
+    "score": ("compute_logps", MICRO_SIZES),
     "one_update": ("micro_step or optimizer_step", MICRO_SIZES),
     "update_policy": ("mix_weights", MICRO_SIZES),
 }

@@ -1,13 +1,14 @@
 """The training state and the jitted programs of an update: micro_step adds the gradient of one
 micro-batch, optimizer_step applies the sum.
 
-Dimensions: R sequences of a micro-batch over all processes, G = R/share prompts, each shared by
-`share` consecutive sequences, S+1 padded prompt tokens, T padded completion tokens.
+Dimensions: X packed rows of a micro-batch over all devices, t = S + C tokens of a row: S places for
+prompts and C for completions; n places for sequences in a row, R = X*n of them, T tokens of the
+longest completion, padded.
 """
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -19,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from loss import MERGE, Objective, policy_loss
 from loss_pallas import token_logps
+from models.attention import PackedRows
 from models.model import (
     Compute,
     ModelConfig,
@@ -29,9 +31,11 @@ from models.model import (
     lm_head,
     param_shardings,
     param_table,
-    prefix_of,
 )
 from runtime.layout import gather_processes, local_part
+from runtime.packing import Batch
+
+SUPPORT_METRICS = ("support/entropy", "support/mass")  # names of the last results of token_logps
 
 
 @flax.struct.dataclass
@@ -43,17 +47,23 @@ class TrainState:
 
 
 class MicroBatch(NamedTuple):
-    """The sequences of one micro-step."""
+    """The sequences of one micro-step, in packed rows; see runtime/packing.py."""
 
-    prompt_ids: jax.Array  # [G, S+1] int32, left-padded
-    prompt_mask: jax.Array  # [G, S+1] int32
-    completion_ids: jax.Array  # [R, T] int32, right-padded
+    ids: jax.Array  # [X, t] int32, what is fed: S prompt tokens, then C tokens of completions
+    positions: jax.Array  # [X, t] int32, of a token in its sequence
+    group: jax.Array  # [X, t] int32, which prompt of the row a token belongs to; -1: padding
+    start: jax.Array  # [X, t] int32, the place in the row where the token's completion begins
+    targets: jax.Array  # [X, C] int32, the completion token behind each that is fed
+    places: jax.Array  # [X, n, T] int32, where among the C places a sequence's tokens are
     completion_mask: jax.Array  # [R, T] int32, 1 on the tokens that count, the stop token included
     sampling_logps: jax.Array  # [R, T] float32 nats
     advantages: jax.Array  # [R] float32
     old_logps: jax.Array | None = None  # [R, T] float32 nats; None: logps, so that the ratio is 1
     ref_logps: jax.Array | None = None  # [R, T] float32 nats; None: no reference
     top_mask: jax.Array | None = None  # [R, T] int32, 1 where the policy learns; None: everywhere
+    # [X, C, ids] int32, the tokens that could be drawn; all log-probabilities are among them. None:
+    # they are among all tokens.
+    support: jax.Array | None = None
 
 
 class Counts(NamedTuple):
@@ -64,70 +74,92 @@ class Counts(NamedTuple):
     num_top_tokens: Any  # the part of num_tokens that top_mask keeps, at least 1
 
 
-class MiniBatch(NamedTuple):
-    """What one update learns from: complete groups of the step."""
-
-    groups: np.ndarray  # [P] or [P / NUM_MINI_BATCHES], which groups of the step these are
-    micro_batches: list[MicroBatch]
-    counts: Counts
-
-
 def count(num_tokens: int, num_sequences: int, num_top_tokens: int | None) -> Counts:
     """The counts of an update. num_top_tokens: None if there is no top_mask."""
     top = num_tokens if num_top_tokens is None else num_top_tokens
     return Counts(*(np.float32(max(x, 1)) for x in (num_tokens, num_sequences, top)))
 
 
-def gather_batch(micro_batches: list[MicroBatch]) -> dict[str, np.ndarray]:
-    """The arrays of all micro-batches and processes, by the names in MicroBatch."""
-    arrays = zip(MicroBatch._fields, zip(*micro_batches, strict=True), strict=True)
-    return {
-        name: gather_processes(np.concatenate([local_part(x) for x in parts]))
-        for name, parts in arrays
-        if parts[0] is not None
-    }
+class Part(NamedTuple):
+    """What one update learns from: complete groups of a batch, on the devices."""
+
+    batch: Batch
+    sequences: np.ndarray  # those of the groups, also those that no row holds
+    micro_batches: list[MicroBatch]
+    index: list[np.ndarray]  # for each micro-batch [X, n]: which sequence is where; -1: none
+
+    def to_batch(self, results: Sequence[jax.Array]) -> np.ndarray:
+        """[B, T] the results [R, T] of all micro-batches, on every process."""
+        found = np.zeros(self.batch.completion_mask.shape, np.float32)
+        for index, result in zip(self.index, results, strict=True):
+            values = gather_processes(local_part(result))
+            index = index.reshape(-1)  # [R]
+            found[index[index >= 0]] = values[index >= 0]
+        return found
+
+    def counts(self) -> Counts:
+        """What the update's sums are divided by."""
+        top, batch = self.batch.top_mask, self.batch
+        num_tokens = batch.completion_mask[self.sequences].sum()
+        return count(
+            num_tokens, len(self.sequences), None if top is None else top[self.sequences].sum()
+        )
+
+    def prompts(self) -> list[Sequence[int]]:
+        """The prompts of the part's groups, in the order of its sequences."""
+        return [
+            self.batch.prompts[p] for p in dict.fromkeys(map(self.batch.prompt_of, self.sequences))
+        ]
+
+    def computed_per_token(self) -> float:
+        """The tokens that all rows have room for, for each token of a prompt or a completion."""
+        computed = sum(x.ids.size for x in self.micro_batches)
+        tokens = sum(len(prompt) - 1 for prompt in self.prompts())
+        return computed / max(tokens + self.batch.lengths[self.sequences].sum(), 1)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The arrays of the part's sequences, by their names in Batch, and the prompts of its
+        groups, right-padded: prompt_ids and prompt_mask."""
+        prompts = self.prompts()
+        lengths = np.array([len(prompt) for prompt in prompts])
+        mask = (np.arange(lengths.max()) < lengths[:, None]).astype(np.int32)
+        ids = np.zeros_like(mask)
+        ids[mask > 0] = np.concatenate(prompts)
+        values = self.batch._asdict().items()
+        arrays = {k: x[self.sequences] for k, x in values if isinstance(x, np.ndarray)}
+        return arrays | {"prompt_ids": ids, "prompt_mask": mask}
 
 
 def completion_logps(
     params: Params, batch: MicroBatch, temperature: float, compute: Compute
-) -> tuple[jax.Array, jax.Array]:
-    """The log-probability of each completion token and the entropy of its distribution.
-
-    Both are [R, T] float32, in nats.
-    """
-    (R, T), (G, width) = batch.completion_ids.shape, batch.prompt_ids.shape
-    share, S = R // G, width - 1
-    ids, positions, mask = prefix_of(batch.prompt_ids, batch.prompt_mask)  # [G, S]
-    last = jnp.repeat(batch.prompt_ids[:, -1:], share, axis=0)  # [R, 1]
-    fed = jnp.concatenate([last, batch.completion_ids[:, :-1]], axis=1)  # [R, T]
-    start = batch.prompt_mask.sum(axis=1, keepdims=True) - 1  # [G, 1]
-    after = jnp.tile(start + jnp.arange(T), (1, share))  # [G, share*T]
-    hidden, _ = forward(
-        params,
-        compute,
-        jnp.concatenate([ids, fed.reshape(G, share * T)], axis=1),
-        jnp.concatenate([positions, after], axis=1),
-        prompt_mask=mask,
-        share=share,
-    )
-    logps, entropy = token_logps(
+) -> tuple[jax.Array, ...]:
+    """The results of token_logps for the completion tokens, each [R, T] float32."""
+    S = batch.ids.shape[1] - batch.targets.shape[1]
+    rows = PackedRows(batch.group, batch.start, S, longest=batch.places.shape[2])
+    hidden, _ = forward(params, compute, batch.ids, batch.positions, rows=rows)
+    results = token_logps(
         hidden[:, S:],
         lm_head(params),
-        batch.completion_ids.reshape(G, share * T),
+        batch.targets,
+        support=batch.support,
         temperature=temperature,
         impl=compute.policy_loss_impl,
         mesh=compute.layout.mesh if compute.layout else None,
-    )  # [G, share*T]
-    return logps.reshape(R, T), entropy.reshape(R, T)
+    )  # each [X, C]
+    at_places = jax.vmap(lambda x, places: x[places])
+    return tuple(at_places(x, batch.places).reshape(batch.completion_mask.shape) for x in results)
 
 
 @functools.partial(jax.jit, static_argnames=("temperature", "compute"))
 def compute_logps(
     params: Params, batch: MicroBatch, temperature: float, compute: Compute
 ) -> tuple[jax.Array, jax.Array]:
-    """The result of completion_logps, from the weights as the training state holds them."""
+    """The log-probabilities and the entropies of the completion tokens, both [R, T] float32 nats.
+
+    params: the weights as the training state holds them.
+    """
     weights = arrange_layers(params, compute.layer_loop, compute.dtype)
-    return completion_logps(weights, batch, temperature, compute)
+    return completion_logps(weights, batch, temperature, compute)[:2]
 
 
 @functools.partial(
@@ -150,7 +182,7 @@ def micro_step(
     """
 
     def loss_of(params: Params) -> tuple[jax.Array, tuple[dict[str, jax.Array], jax.Array]]:
-        logps, entropy = completion_logps(params, batch, temperature, compute)
+        logps, entropy, *of_support = completion_logps(params, batch, temperature, compute)
         now = jax.lax.stop_gradient(logps)
         old_logps = now if batch.old_logps is None else batch.old_logps
         loss, metrics = policy_loss(
@@ -167,7 +199,9 @@ def micro_step(
         )
         mask = batch.completion_mask.astype(bool)
         gap = jnp.where(mask, jnp.abs(old_logps - batch.sampling_logps), 0.0)
-        metrics["entropy"] = jnp.where(mask, entropy, 0.0).sum() / counts.num_tokens
+        means = {"entropy": entropy} | dict(zip(SUPPORT_METRICS, of_support, strict=False))
+        for name, x in means.items():
+            metrics[name] = jnp.where(mask, x, 0.0).sum() / counts.num_tokens
         metrics["sampling_logp_difference/mean"] = gap.sum() / counts.num_tokens
         metrics["sampling_logp_difference/max"] = gap.max()
         return loss, (metrics, now)

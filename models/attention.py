@@ -1,26 +1,23 @@
-"""Attention of a prompt and its continuations, and attention with a cache.
+"""Attention within packed rows, and attention with a cache.
 
-Two implementations give the same values. `xla` multiplies dense matrices: a continuation attends to
-the prompt's keys and to the continuation's keys, and the two parts are merged by their maxima. If
-the scores [H, t, S+T] of an input need more than SCORES_BYTES, it takes the queries in chunks, so
-that they never exist at once. `splash` is the
+Two implementations give the same values. `xla` multiplies dense matrices: a completion's token
+attends to the row's prompts and to a window of the row's completions, which is as long as the
+longest one, and the two parts are merged by their maxima. If the scores of an input need more than
+SCORES_BYTES, it takes the queries in chunks, so that they never exist at once. `splash` is the
 block-sparse TPU kernel that ships with jax; it skips the blocks of keys that no query may see.
 
-Dimensions: G inputs of t = S + share*T tokens, each a prompt and its `share` continuations, so that
-R = G*share sequences; S prompt tokens, T tokens of a continuation, H query heads, N kv heads, h
-head_dim.
+Dimensions: X rows of t = S + C tokens: S for prompts and C for completions, R = G*share sequences
+and S prompt tokens in decoding, H query heads, N kv heads, h head_dim.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 from jax.sharding import PartitionSpec
 
 from runtime.layout import Layout, constrain_batch
@@ -28,13 +25,17 @@ from runtime.layout import Layout, constrain_batch
 MASKED = -1e30  # finite, so that the softmax of a fully masked query is uniform and not NaN
 # In training and prefill `xla` holds about so many bytes of float32 scores per device.
 SCORES_BYTES = 256 * 2**20
+# In training `xla` takes the queries of completions in so many blocks for each longest completion.
+WINDOW_BLOCKS = 4
 LANES = 128  # a block of splash is a multiple of 128 tokens
 BLOCKS = (512, 384, 256, LANES)  # possible numbers of queries and of keys in a block
+# The most tokens of a row, and of a completion, for splash, which holds both in an int32.
+MOST_PLACES, MOST_TOKENS = 2**17, 2**14
 
 
 class KV(NamedTuple):
-    """Keys and values of X = G inputs or R sequences. Those of several layers are either stacked,
-    with a first dimension L, or a tuple with a KV for each layer."""
+    """Keys and values of X rows, G prompts or R sequences. Those of several layers are either
+    stacked, with a first dimension L, or a tuple with a KV for each layer."""
 
     k: jax.Array  # [X, N, h, tokens], rotated; a new token's scores read it in this order
     v: jax.Array  # [X, N, tokens, h]
@@ -78,34 +79,47 @@ class Cache(NamedTuple):
     index: jax.Array  # the place of the new token in its completion, from 0
 
 
-def attention(
-    q: jax.Array, kv: KV, prompt_mask: jax.Array, share: int, layout: Layout | None, impl: str
-) -> jax.Array:
-    """softmax(q k^T / sqrt(h)) v over the keys that a token may see: [G, t, H*h] in q's dtype.
+class PackedRows(NamedTuple):
+    """Which tokens of packed rows see each other: a token sees the earlier tokens of its group that
+    are prompt tokens or in its own completion."""
 
-    q: [G, t, H, h]. kv: of the G inputs. A token sees itself and the earlier tokens of its
-    continuation and of the prompt. prompt_mask: [G, S] bool, False hides a prompt token (left
-    padding). impl: xla, or splash on a TPU.
+    group: jax.Array  # [X, t] int32, which prompt of the row a token belongs to; -1: padding
+    start: jax.Array  # [X, t] int32, the place in the row where the token's completion begins
+    S: int  # places for prompts, in front of the completions
+    longest: int  # at least the tokens of the longest completion
+
+
+def prompt_rows(mask: jax.Array) -> PackedRows:
+    """PackedRows of one prompt each, without completions. mask: [X, S] bool, False: padding."""
+    return PackedRows(jnp.where(mask, 0, -1), jnp.zeros(mask.shape, jnp.int32), mask.shape[1], 0)
+
+
+def attention(
+    q: jax.Array, kv: KV, rows: PackedRows, layout: Layout | None, impl: str
+) -> jax.Array:
+    """softmax(q k^T / sqrt(h)) v over the keys that a token may see: [X, t, H*h] in q's dtype.
+
+    q: [X, t, H, h]. kv: of the X rows. impl: xla, or splash on a TPU. The values of padding are
+    finite, and mean nothing.
     """
     q = q * q.shape[-1] ** -0.5
-    S = prompt_mask.shape[1]
     if impl == "splash":
-        return _splash(q, kv, prompt_mask, share, layout)
-    prompt = KV(kv.k[..., :S], kv.v[:, :, :S])
-    out = _causal(q[:, :S], prompt, prompt_mask, None, layout)  # [G, S, H*h]
-    if q.shape[1] == S:
+        return _splash(q, kv, rows, layout)
+    S, (X, t) = rows.S, rows.group.shape
+    place = jnp.broadcast_to(jnp.arange(t), (X, t))
+    tokens = jnp.stack([place, rows.group, rows.start], axis=-1)  # [X, t, 3]
+    prompts = KV(kv.k[..., :S], kv.v[:, :, :S]), tokens[:, :S]
+    out = _in_chunks(q[:, :S], tokens[:, :S], [prompts], S, layout)  # [X, S, H*h]
+    if t == S:
         return out
-    continuations = KV(_unpack(kv.k[..., S:], share, 3), _unpack(kv.v[:, :, S:], share, 2))
-    seen = (prompt, prompt_mask)
-    after = _causal(_unpack(q[:, S:], share, 1), continuations, None, seen, layout)  # [R, T, H*h]
-    return jnp.concatenate([out, after.reshape(*out.shape[:1], -1, out.shape[2])], axis=1)
-
-
-def _unpack(x: jax.Array, share: int, axis: int) -> jax.Array:
-    """x [G, ..., share*T, ...] as [G*share, ..., T, ...]; the tokens are at `axis`."""
-    x = x.reshape(*x.shape[:axis], share, x.shape[axis] // share, *x.shape[axis + 1 :])
-    x = jnp.moveaxis(x, axis, 1)
-    return x.reshape(-1, *x.shape[2:])
+    size = -(-rows.longest // WINDOW_BLOCKS)  # queries of a block
+    before = -(-(rows.longest - 1) // size)  # earlier blocks in which their completions may begin
+    window = functools.partial(_windows, size=size, before=before)
+    keys = KV(window(kv.k[..., S:], 3), window(kv.v[:, :, S:], 2)), window(tokens[:, S:], 1)
+    queries = (_windows(x[:, S:], 1, size, 0) for x in (q, tokens))
+    after = _in_chunks(*queries, [keys, prompts], S, layout)  # [X*blocks, size, H*h]
+    after = after.reshape(X, -1, after.shape[-1])[:, : t - S]
+    return jnp.concatenate([out, after], axis=1)
 
 
 def cached_attention(q: jax.Array, cache: Cache, layout: Layout | None) -> jax.Array:
@@ -114,46 +128,78 @@ def cached_attention(q: jax.Array, cache: Cache, layout: Layout | None) -> jax.A
     q: [R, 1, H, h]. cache: of one layer, in which the new token's key and value are written.
     """
     written = jnp.arange(cache.completion.k.shape[-1]) <= cache.index  # [T]
-    q, prompt = q * q.shape[-1] ** -0.5, (cache.prompt, cache.prompt_mask)
-    return _dense(q, cache.completion, written[None, None], prompt, layout)
+    prompt = cache.prompt, cache.prompt_mask[:, None]
+    return _dense(
+        q * q.shape[-1] ** -0.5, [(cache.completion, written[None, None]), prompt], layout
+    )
 
 
 # ---- xla -----------------------------------------------------------------------------------------
 
 
-def _causal(
+def _windows(x: jax.Array, axis: int, size: int, before: int) -> jax.Array:
+    """x [X, ..., C, ...] as [X*blocks, ..., (before+1)*size, ...]: each block of `size` tokens
+    behind the `before` blocks in front of it. axis: that of the tokens.
+    """
+    blocks = -(-x.shape[axis] // size)
+    pad = [(0, 0)] * x.ndim
+    pad[axis] = before * size, blocks * size - x.shape[axis]
+    x = jnp.pad(x, pad, constant_values=-1 if x.dtype == jnp.int32 else 0)
+
+    def shifted(j: int) -> jax.Array:
+        y = jax.lax.slice_in_dim(x, j * size, (j + blocks) * size, axis=axis)
+        y = y.reshape(*y.shape[:axis], blocks, size, *y.shape[axis + 1 :])
+        return jnp.moveaxis(y, axis, 1)
+
+    joined = jnp.concatenate([shifted(j) for j in range(before + 1)], axis=axis + 1)
+    return joined.reshape(-1, *joined.shape[2:])
+
+
+def _seen(queries: jax.Array, keys: jax.Array, S: int) -> jax.Array:
+    """[..., queries, keys] bool: what a query sees. Both hold place, group and start in the last
+    dimension."""
+    place, group, start = jnp.moveaxis(queries[..., :, None, :], -1, 0)
+    key, of, _ = jnp.moveaxis(keys[..., None, :, :], -1, 0)
+    return (key <= place) & (of == group) & ((key < S) | (key >= start))
+
+
+def _in_chunks(
     q: jax.Array,
-    kv: KV,
-    mask: jax.Array | None,
-    prompt: tuple[KV, jax.Array] | None,
+    queries: jax.Array,
+    parts: list[tuple[KV, jax.Array]],
+    S: int,
     layout: Layout | None,
 ) -> jax.Array:
-    """Causal attention: [X, t, H*h]. It takes as many queries at a time as SCORES_BYTES allows.
+    """_dense with the masks of `_seen`: [Y, t, H*h]. It takes as many queries at a time as
+    SCORES_BYTES allows.
 
-    X: R continuations, or G prompts. q: [X, t, H, h]. kv: of t tokens; a query sees the keys up to
-    its position. mask: [X, t] bool, False hides a key. prompt: keys and values of G prompts and
-    their mask [G, S]; each query sees all of them that are not masked.
+    q: [Y, t, H, h], Y blocks of queries. queries: [Y, t, 3]. parts: keys and values, and [.., 3] of
+    their tokens; those of a row serve all its blocks.
     """
-    X, t, H, h = q.shape
-    keys = t + (prompt[0].k.shape[-1] if prompt else 0)
-    query_bytes = 4 * X * H * keys // _score_shards(kv.k.shape[1], layout)
+    Y, t, H, h = q.shape
+    N, keys = parts[0][0].k.shape[1], sum(kv.k.shape[-1] for kv, _ in parts)
+    query_bytes = 4 * Y * H * keys // _score_shards(N, layout)
     size = min(max(SCORES_BYTES // max(query_bytes, 1), 1), t)  # queries of a chunk
 
-    def chunk(first: Any, q: jax.Array) -> jax.Array:
-        seen = (first + jnp.arange(q.shape[1])[:, None] >= jnp.arange(t))[None]  # [1, size, t]
-        seen = seen if mask is None else seen & mask[:, None]
-        return _dense(q, kv, seen, prompt, layout)
+    def chunk(q: jax.Array, queries: jax.Array) -> jax.Array:
+        masked = [
+            (kv, _seen(queries.reshape(len(tokens), -1, 3), tokens, S)) for kv, tokens in parts
+        ]
+        return _dense(q, masked, layout)
 
-    if size == t:
-        return chunk(0, q)
+    if size >= t:
+        return chunk(q, queries)
     chunks = -(-t // size)
     size = -(-t // chunks)  # chunks of equal size need the least padding
-    q = jnp.pad(q, ((0, 0), (0, chunks * size - t), (0, 0), (0, 0)))
-    q = q.reshape(X, chunks, size, H, h).swapaxes(0, 1)
+
+    def cut(x: jax.Array) -> jax.Array:
+        x = jnp.pad(x, ((0, 0), (0, chunks * size - t), *[(0, 0)] * (x.ndim - 2)))
+        return x.reshape(Y, chunks, size, *x.shape[2:]).swapaxes(0, 1)
+
     # No scores are kept; backward computes the scores of each chunk again.
     recomputed = jax.checkpoint(lambda x: chunk(*x), prevent_cse=False)
-    out = jax.lax.map(recomputed, (jnp.arange(chunks) * size, q))  # [chunks, X, size, H*h]
-    return out.swapaxes(0, 1).reshape(X, chunks * size, H * h)[:, :t]
+    out = jax.lax.map(recomputed, (cut(q), cut(queries)))  # [chunks, Y, size, H*h]
+    return out.swapaxes(0, 1).reshape(Y, chunks * size, H * h)[:, :t]
 
 
 def _score_shards(N: int, layout: Layout | None) -> int:
@@ -164,42 +210,40 @@ def _score_shards(N: int, layout: Layout | None) -> int:
     return layout.batch_shards * (tp if N % tp == 0 else 1)
 
 
-def _dense(
-    q: jax.Array,
-    kv: KV,
-    mask: jax.Array,
-    prompt: tuple[KV, jax.Array] | None,
-    layout: Layout | None,
-) -> jax.Array:
-    """Attention with all scores at once: [X, t, H*h]. kv: of u tokens. mask: [X or 1, t, u].
+def _dense(q: jax.Array, parts: list[tuple[KV, jax.Array]], layout: Layout | None) -> jax.Array:
+    """Attention with all scores at once: [Y, t, H*h] in q's dtype.
 
-    X: R continuations, or G prompts. prompt: as for _causal; then X is R.
+    q: [Y, t, H, h]. parts: keys and values, and their mask [Z, queries or 1, keys], False hides a
+    key. If a part has Z < Y inputs, each serves Y/Z consecutive inputs of q.
     """
-    X, t, H, h = q.shape
-    N = kv.k.shape[1]
+    Y, t, H, h = q.shape
+    N = parts[0][0].k.shape[1]
     M = t * H // N  # queries of a kv head
-    q = q.reshape(X, t, N, H // N, h).swapaxes(1, 2).reshape(X, N, M, h)
-    parts = [_unnormalized(q, kv, jnp.repeat(mask, H // N, axis=1)[:, None])]
-    if prompt:  # one product for the queries of all continuations of a prompt
-        G = prompt[0].k.shape[0]
-        share = X // G
-        grouped = q.reshape(G, share, N, M, h).swapaxes(1, 2).reshape(G, N, share * M, h)
-        part = _unnormalized(constrain_batch(grouped, layout), prompt[0], prompt[1][:, None, None])
-        part = [x.reshape(G, N, share, M, -1).swapaxes(1, 2).reshape(X, N, M, -1) for x in part]
-        parts.append([constrain_batch(x, layout) for x in part])
-    top = functools.reduce(jnp.maximum, [top for top, _, _ in parts])  # [X, N, M, 1]
-    total = sum(total * jnp.exp(part_top - top) for part_top, total, _ in parts)
-    out = sum(values * jnp.exp(part_top - top) for part_top, _, values in parts) / total
-    out = out.astype(q.dtype).reshape(X, N, t, H // N, h)
-    return out.swapaxes(1, 2).reshape(X, t, H * h)
+    q = q.reshape(Y, t, N, H // N, h).swapaxes(1, 2).reshape(Y, N, M, h)
+    scored = []
+    for kv, mask in parts:
+        Z = len(kv.k)
+        mask = mask if mask.shape[1] == 1 else jnp.repeat(mask, H // N, axis=1)
+        if Z == Y:
+            scored.append(_unnormalized(q, kv, mask[:, None]))
+            continue
+        share = Y // Z  # one product for all queries that see the same keys
+        grouped = q.reshape(Z, share, N, M, h).swapaxes(1, 2).reshape(Z, N, share * M, h)
+        part = _unnormalized(constrain_batch(grouped, layout), kv, mask[:, None])
+        part = [x.reshape(Z, N, share, M, -1).swapaxes(1, 2).reshape(Y, N, M, -1) for x in part]
+        scored.append([constrain_batch(x, layout) for x in part])
+    top = functools.reduce(jnp.maximum, [top for top, _, _ in scored])  # [Y, N, M, 1]
+    total = sum(total * jnp.exp(part_top - top) for part_top, total, _ in scored)
+    out = sum(values * jnp.exp(part_top - top) for part_top, _, values in scored) / total
+    out = out.astype(q.dtype).reshape(Y, N, t, H // N, h)
+    return out.swapaxes(1, 2).reshape(Y, t, H * h)
 
 
 def _unnormalized(q: jax.Array, kv: KV, mask: jax.Array) -> list[jax.Array]:
-    """Three float32 arrays: the highest score [X, N, M, 1], and relative to it the sum of the
-    weights [X, N, M, 1] and the weighted sum of the values [X, N, M, h].
+    """Three float32 arrays: the highest score [Z, N, M, 1], and relative to it the sum of the
+    weights [Z, N, M, 1] and the weighted sum of the values [Z, N, M, h].
 
-    X: R continuations, or G prompts. q: [X, N, M, h]. kv: of u tokens. mask: broadcast to
-    [X, N, M, u].
+    q: [Z, N, M, h]. kv: of u tokens. mask: broadcast to [Z, N, M, u].
     """
     f32 = {"preferred_element_type": jnp.float32}
     scores = jnp.where(mask, jnp.einsum("xnmh,xnhu->xnmu", q, kv.k, **f32), MASKED)
@@ -212,111 +256,118 @@ def _unnormalized(q: jax.Array, kv: KV, mask: jax.Array) -> list[jax.Array]:
 # ---- splash --------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class SharedPromptMask(masks.Mask):
-    """Which keys each query sees in a prompt of S tokens and its `share` continuations of T tokens.
-
-    The kernel asks for the mask block by block.
-    """
-
-    S: int
-    share: int
-    T: int
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return (self.S + self.share * self.T,) * 2
-
-    def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
-        query, key = (np.arange(n)[part] for n, part in zip(self.shape, index, strict=True))
-        query, key = query[:, None], key[None]
-        same = (query - self.S) // max(self.T, 1) == (key - self.S) // max(self.T, 1)
-        return (key <= query) & ((key < self.S) | same)
-
-
-def _block(S: int, share: int, T: int) -> int:
-    """Tokens of a block: the largest block that needs at most a tenth more padding than LANES.
-
-    Prompt and continuations are padded to complete blocks, so that only the blocks on a diagonal
-    need a mask, and all of these need the same mask.
-    """
-
-    def padded(block: int) -> int:
-        return -(-S // block) * block + share * -(-T // block) * block
-
-    return next(block for block in BLOCKS if padded(block) <= 1.1 * padded(LANES))
-
-
-@functools.lru_cache
-def _kernel(mask: SharedPromptMask, num_heads: int, block: int, interpret: bool) -> Any:
-    """The kernel of one input: q [H, t, h], k [N, t, h], v [N, t, h] -> [H, t, h]."""
-    names = "block_q block_kv block_q_dkv block_kv_dkv block_q_dq block_kv_dq".split()
-    with jax.ensure_compile_time_eval():  # a cached kernel must not hold values of one trace
-        return splash.make_splash_mha(
-            masks.MultiHeadMask([mask] * num_heads),
-            block_sizes=splash.BlockSizes(**dict.fromkeys(names, block)),
-            head_shards=1,
-            q_seq_shards=1,
-            interpret=interpret,
+def _splash(
+    q: jax.Array, kv: KV, rows: PackedRows, layout: Layout | None, interpret: bool = False
+) -> jax.Array:
+    """`attention` by the kernel; each device computes the rows and heads that lie on it."""
+    S, t = rows.S, rows.group.shape[1]
+    front, end = -S % LANES, -(t - S) % LANES  # prompts and completions fill complete blocks
+    if t + front + end > MOST_PLACES or rows.longest > MOST_TOKENS:
+        raise ValueError(
+            f"ATTENTION_IMPL=splash computes at most {MOST_PLACES} tokens in a row and "
+            f"{MOST_TOKENS} in a completion, not {t} and {rows.longest}; use xla"
         )
 
+    def pad(x: jax.Array, value: int = 0) -> jax.Array:
+        """x [X, t, ...] with padding behind the prompts and behind the completions."""
+        if front == end == 0:
+            return x
+        rest = [(0, 0)] * (x.ndim - 2)
+        return jnp.concatenate(
+            [
+                jnp.pad(x[:, :S], ((0, 0), (0, front), *rest), constant_values=value),
+                jnp.pad(x[:, S:], ((0, 0), (0, end), *rest), constant_values=value),
+            ],
+            axis=1,
+        )
 
-def _splash(
-    q: jax.Array,
-    kv: KV,
-    prompt_mask: jax.Array,
-    share: int,
-    layout: Layout | None,
-    interpret: bool = False,
-) -> jax.Array:
-    """`attention` by the kernel; each device computes the inputs and heads that lie on it."""
-    shard = functools.partial(_splash_shard, share, interpret)
-    if layout is None:
-        return shard(q, kv, prompt_mask)
-    batch, heads = layout.batch_axes, layout.heads_axis
-    by_token, by_head = PartitionSpec(batch, None, heads), PartitionSpec(batch, heads)
-    return jax.shard_map(
-        shard,
-        mesh=layout.mesh,
-        in_specs=(by_token, by_head, PartitionSpec(batch)),
-        out_specs=by_token,
-        check_vma=False,
-    )(q, kv, prompt_mask)
+    start = jnp.where(jnp.arange(t) < S, 0, rows.start + front)
+    shard = functools.partial(_splash_shard, S + front, interpret)
+    if layout is not None:
+        batch, heads = layout.batch_axes, layout.heads_axis
+        by_head = PartitionSpec(batch, heads)
+        shard = jax.shard_map(
+            shard,
+            mesh=layout.mesh,
+            in_specs=(by_head,) * 3 + (PartitionSpec(batch),) * 2,
+            out_specs=PartitionSpec(batch, None, heads),
+            check_vma=False,
+        )
+    q, k, v = (pad(x).swapaxes(1, 2) for x in (q, jnp.moveaxis(kv.k, 3, 1), kv.v.swapaxes(1, 2)))
+    out = shard(q, k, v, pad(rows.group, -1), pad(start))  # [X, padded t, H*h]
+    return jnp.concatenate([out[:, :S], out[:, S + front : t + front]], axis=1)
 
 
 def _splash_shard(
-    share: int, interpret: bool, q: jax.Array, kv: KV, prompt_mask: jax.Array
+    S: int,
+    interpret: bool,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    group: jax.Array,
+    start: jax.Array,
 ) -> jax.Array:
-    """`attention` of the inputs and heads of one device."""
-    G, t, H, h = q.shape
-    S = prompt_mask.shape[1]
-    T = (t - S) // share
-    block = _block(S, share, T)
-    front, end = -S % block, -T % block
+    """`attention` of the rows and heads of one device: [X, t, H*h]. q: [X, H, t, h]. k and v:
+    [X, N, t, h]. group, start: [X, t] int32."""
+    t = q.shape[2]
+    block = next(block for block in BLOCKS if S % block == t % block == 0)
+    names = "block_q block_kv block_q_dkv block_kv_dkv block_q_dq block_kv_dq".split()
 
-    def pad(x: jax.Array) -> jax.Array:
-        """x [G, heads, t, h] with the prompt padded in front and each continuation at its end."""
-        if front == end == 0:
-            return x
-        heads = x.shape[1]
-        prompt = jnp.pad(x[:, :, :S], ((0, 0), (0, 0), (front, 0), (0, 0)))
-        rest = x[:, :, S:].reshape(G, heads, share, T, h)
-        rest = jnp.pad(rest, ((0, 0), (0, 0), (0, 0), (0, end), (0, 0)))
-        return jnp.concatenate([prompt, rest.reshape(G, heads, -1, h)], axis=2)
-
-    # Tokens see only tokens of their segment: hidden tokens are one segment, all others another.
-    seen = jnp.pad(prompt_mask, ((0, 0), (front, 0)))
-    seen = jnp.pad(seen, ((0, 0), (0, share * (T + end))), constant_values=True).astype(jnp.int32)
-    kernel = _kernel(SharedPromptMask(S + front, share, T + end), H, block, interpret)
-    out = jax.vmap(kernel)(
-        pad(q.swapaxes(1, 2)),
-        pad(kv.k.swapaxes(2, 3)),
-        pad(kv.v),
-        splash.SegmentIds(q=seen, kv=seen),
-    )  # [G, H, padded t, h]
-    if front or end:
-        rest = out[:, :, S + front :].reshape(G, H, share, T + end, h)[:, :, :, :T]
-        out = jnp.concatenate(
-            [out[:, :, front : S + front], rest.reshape(G, H, share * T, h)], axis=2
+    def kernel(q: jax.Array, k: jax.Array, v: jax.Array, group: jax.Array, start: jax.Array) -> Any:
+        by_query, by_key = _blocks_to_compute(group, start, S, block)
+        attend = splash.SplashAttentionKernel(
+            by_query,
+            by_query,
+            by_key,
+            is_mqa=False,
+            mask_function=functools.partial(_splash_mask, S),
+            mask_value=splash.DEFAULT_MASK_VALUE,
+            attn_logits_soft_cap=None,
+            block_sizes=splash.BlockSizes(**dict.fromkeys(names, block)),
+            save_residuals=False,
+            residual_checkpoint_name=None,
+            interpret=interpret,
         )
-    return out.swapaxes(1, 2).reshape(G, t, H * h)
+        return attend(q, k, v, splash.SegmentIds(q=group, kv=group))
+
+    out = jax.vmap(kernel)(q, k, v, group, start)  # [X, H, t, h]
+    return out.swapaxes(1, 2).reshape(len(q), t, -1)
+
+
+def _splash_mask(S: int, query: jax.Array, key: jax.Array) -> jax.Array:
+    """What a query sees among the tokens of its group. query: its place, and how far behind its
+    start it is, as _blocks_to_compute joins them."""
+    place, behind = query % MOST_PLACES, query // MOST_PLACES
+    return (key <= place) & ((key < S) | (key >= place - behind))
+
+
+def _blocks_to_compute(
+    group: jax.Array, start: jax.Array, S: int, block: int
+) -> tuple[MaskInfo, MaskInfo]:
+    """The blocks of keys that the queries of each block see, and the reverse, of one row.
+
+    group, start: [t] int32. The kernel gets them as its own static masks come, but traced.
+    """
+    t, places = len(group), jnp.arange(len(group), dtype=jnp.int32)
+    queries = places + MOST_PLACES * jnp.where(places < S, 0, places - start)
+    in_blocks = group.reshape(-1, block)
+    lowest = jnp.where(in_blocks < 0, t, in_blocks).min(axis=1)
+    highest = in_blocks.max(axis=1)
+    first = jnp.where(in_blocks < 0, t, start.reshape(-1, block)).min(axis=1)
+    query, key = jnp.arange(t // block)[:, None], jnp.arange(t // block)[None]
+    same = (lowest[None] <= highest[:, None]) & (lowest[:, None] <= highest[None])
+    near = (key * block < S) | ((key + 1) * block > first[:, None])
+    seen = (key <= query) & ((same & near) | (key == query))
+
+    def info(other: jax.Array, axis: int) -> MaskInfo:
+        # For a block that is left out, the kernel keeps the block that it has fetched last.
+        fetched = jax.lax.cummax(jnp.where(seen, other, 0).astype(jnp.int32), axis=axis)
+        return MaskInfo(
+            data_next=fetched[None],
+            mask_next=None,
+            block_mask=seen.astype(jnp.int32)[None],
+            partial_mask_blocks=None,
+            q_sequence=queries,
+        )
+
+    return info(key, 1), info(query, 0)

@@ -1,18 +1,17 @@
 """Qwen2/Qwen2.5, Qwen3 (dense) and Llama 3: one forward function for prefill, decode and training.
 
-Dimensions: R sequences of a program, G = R/share prompts, each shared by `share` consecutive
-sequences, X inputs: the G prompts, or with a cache the R sequences, t tokens of an input, S prompt
-tokens before the last one, T completion tokens, V vocabulary, D model, F feed-forward, L layers, H
-query heads, N kv heads, h head_dim.
+Dimensions: X inputs of t tokens: packed rows, prompts, or with a cache the R sequences; V
+vocabulary, D model, F feed-forward, L layers, H query heads, N kv heads, h head_dim.
 
 In all three uses the last prompt token is fed together with the completion. So the prompt gives
 only keys and values, hidden state i predicts completion token i, and no use is a special case:
 
     prefill   _, kv = forward(prompt[:, :-1])                        once per prompt
     decode    hidden, kv = forward(last token, cache=Cache(kv, ...)) once per new token
-    training  hidden, _ = forward([prompt[:-1], (last prompt token, completion[:-1]) * share])
+    training  hidden, _ = forward([prompt[:-1] of some prompts,
+                                   (last token, completion[:-1]) of their completions])
 
-A training input holds a prompt once, followed by its continuations (the inner brackets).
+A training input is a row of such prompts and completions, end to end (runtime/packing.py).
 """
 
 import dataclasses
@@ -26,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from models.attention import KV, Cache, attention, cached_attention
+from models.attention import KV, Cache, PackedRows, attention, cached_attention, prompt_rows
 from runtime.layout import TRAIN_BATCH_AXES, Layout, constrain, gather_fsdp
 from runtime.mistakes import UserMistake
 
@@ -217,23 +216,20 @@ def forward(
     ids: jax.Array,
     positions: jax.Array,
     *,
-    prompt_mask: jax.Array | None = None,
-    share: int = 1,
+    rows: PackedRows | None = None,
     cache: Cache | None = None,
 ) -> tuple[jax.Array, KV]:
     """The final hidden states of `ids`, after the last norm, and keys and values.
 
-    ids, positions: [X, t] int32. Without a cache each input is a prompt of S tokens, followed by
-    `share` continuations of equal length, which do not see each other, and X is G.
-    prompt_mask: [G, S] bool, False hides a token (left padding). None: the input is a prompt
-    without padding.
+    ids, positions: [X, t] int32. rows: which of them see each other. None without a cache: each
+    input is a prompt without padding.
     cache: the keys and values of earlier tokens; then ids are [R, 1], one new token per sequence.
     Returns hidden [X, t, D] in compute.dtype, and the KV of `ids`, or with a cache the KV of the
     completions with the new token's keys and values written to them. Params, cache and KV are
     stacked, or unrolled and then tuples of layers.
     """
     model, layout = compute.model, compute.layout
-    prompt_mask = jnp.ones(ids.shape, bool) if prompt_mask is None else prompt_mask
+    rows = prompt_rows(jnp.ones(ids.shape, bool)) if rows is None else rows
     rotary = _rotary(model, positions)
     axes = param_table(model, "unroll").layers[0]
     scanned = isinstance(params.layers, Layers)
@@ -246,7 +242,7 @@ def forward(
         )
         q, kv = _qkv(_rms_norm(x, w.attn_norm, model), w, model, rotary, layout)
         if cache is None:
-            out = attention(q, kv, prompt_mask, share, layout, compute.attention_impl)
+            out = attention(q, kv, rows, layout, compute.attention_impl)
         else:
             if scanned:
                 stack = stack.write(kv, cache.index, i)

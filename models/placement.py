@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 
+from models.attention import MOST_PLACES, MOST_TOKENS
 from models.model import ModelConfig, param_table, stop_if_indivisible
 from runtime.chips import Work, chip_of, memory_bytes
 from runtime.layout import ROLLOUT_BATCH_AXES, TRAIN_BATCH_AXES, Layout, local_count, make_mesh
@@ -69,8 +70,13 @@ def choose_layouts(
     return Layouts(train, rollout, reason if rollout_mesh_shape == "auto" else "")
 
 
-def choose_attention(setting: str, model: ModelConfig, platform: str, tp: int) -> str:
-    """xla or splash; raises UserMistake if ATTENTION_IMPL=splash cannot run here."""
+def choose_attention(
+    setting: str, model: ModelConfig, platform: str, tp: int, row: int = 0, completion: int = 0
+) -> str:
+    """xla or splash; raises UserMistake if ATTENTION_IMPL=splash cannot run here.
+
+    row, completion: the most tokens of a row and of a completion in training.
+    """
     why_not = ""
     if platform != "tpu":
         why_not = f"it is a TPU kernel, and this is {platform}"
@@ -78,6 +84,9 @@ def choose_attention(setting: str, model: ModelConfig, platform: str, tp: int) -
         why_not = f"it wants a head_dim that is a multiple of 64, not {model.head_dim}"
     elif model.num_kv_heads % tp:
         why_not = f"MESH_SHAPE's tp={tp} does not divide {model.num_kv_heads} kv heads"
+    elif row > MOST_PLACES or completion > MOST_TOKENS:
+        why_not = f"rows may have {MOST_PLACES} tokens and completions {MOST_TOKENS}, and here "
+        why_not += f"they have up to {row} and {completion}"
     if setting == "splash" and why_not:
         raise UserMistake(f"ATTENTION_IMPL=splash: {why_not}; leave it at auto")
     return setting if setting != "auto" else "xla" if why_not else "splash"

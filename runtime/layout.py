@@ -20,6 +20,9 @@ TRAIN_BATCH_AXES = ("dp", "fsdp")
 ROLLOUT_BATCH_AXES = ("dp", "fsdp", "tp")
 
 
+GATHER_BYTES = 2**26  # gather_processes puts at most so many bytes on a device at once
+
+
 class Layout(NamedTuple):
     """Where activations lie on a mesh with the axes dp, fsdp and tp.
 
@@ -101,9 +104,12 @@ def gather_processes(x: np.ndarray) -> np.ndarray:
     """
     if jax.process_count() == 1:
         return x
-    # As bytes, because jax would round float64.
-    data = multihost_utils.process_allgather(np.ascontiguousarray(x).view(np.uint8))
-    return np.concatenate(data).view(x.dtype)
+    # As bytes, because jax would round float64. Each device holds the bytes of all processes, so
+    # that they come in pieces.
+    data = np.frombuffer(np.ascontiguousarray(x).tobytes(), np.uint8)
+    pieces = np.array_split(data, -(-max(data.nbytes, 1) * jax.process_count() // GATHER_BYTES))
+    found = np.concatenate([multihost_utils.process_allgather(y) for y in pieces], axis=1)
+    return found.reshape(-1).view(x.dtype).reshape(-1, *x.shape[1:])
 
 
 def on_host(x: jax.Array) -> np.ndarray:

@@ -17,6 +17,7 @@ import jax
 from runtime import processes
 from runtime.checkpoint import Checkpoints
 from runtime.mistakes import UserMistake
+from runtime.packing import Widths
 
 LOCK = ".lock"  # a file in the folders of a run; process 0 locks it for as long as it lives
 
@@ -30,6 +31,7 @@ class Progress:
     not_finite: int = 0  # steps in a row whose loss or gradient was not finite
     evals: dict[int, float] = dataclasses.field(default_factory=dict)  # accuracy at each step
     wandb_id: str = ""
+    widths: list[Widths] = dataclasses.field(default_factory=list)  # of all rows of updates so far
     forked_from: str = ""  # the checkpoint of another run with which this run began
 
 
@@ -234,8 +236,10 @@ def restore(
         return None
     arrays, record = found
     names = [field.name for field in dataclasses.fields(Progress) if field.name in record]
-    saved = {name: record[name] for name in names}  # old records have no forked_from
-    progress = Progress(**saved | {"evals": {int(s): a for s, a in record["evals"]}})
+    saved = {name: record[name] for name in names}  # old records have no forked_from or widths
+    evals = {int(s): a for s, a in record["evals"]}
+    widths = [Widths(*w) for w in record.get("widths", [])]
+    progress = Progress(**saved | {"evals": evals, "widths": widths})
     checkpoints.say(f"resumed after step {progress.step} of {cfg.steps}")
     same_run = source.folder == checkpoints.folder
     if not same_run:  # W&B has the other run, too

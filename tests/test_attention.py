@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -15,67 +16,81 @@ import numpy as np
 import pytest
 
 from models import attention
-from models.attention import KV, Cache, SharedPromptMask
+from models.attention import KV, Cache, PackedRows, prompt_rows
 from runtime.layout import ROLLOUT_BATCH_AXES, TRAIN_BATCH_AXES, Layout, make_mesh
 
-# (G, S, share, T, H, N, h): inputs, prompt tokens, sequences of an input, tokens of a sequence,
-# query heads, kv heads, head_dim.
+# A row is its prompts and its completions, each as (group, tokens), end to end. Group -1 is
+# padding, which also fills the rest of the places.
+Row = tuple[list[tuple[int, int]], list[tuple[int, int]]]
+EMPTY: Row = [], []  # its results and gradients are finite
+ONE_GROUP: Row = [(0, 30)], [(0, 20), (0, 30)]
+TWO_GROUPS: Row = [(0, 7), (1, 9)], [(0, 5), (0, 17), (1, 1), (1, 11), (0, 13)]
+OTHER: Row = [(1, 20)], [(1, 16), (1, 2), (1, 3)]
+LEFT_PADDED: Row = [(-1, 6), (0, 7)], []
+# A prompt of one token has no place in its row: its completions begin with it.
+NO_PROMPT: Row = [(0, 5)], [(0, 23), (1, 12), (1, 2)]
+
+# (S, C, rows, H, N, h): places for prompts and for completions, query heads, kv heads, head_dim.
 SMALL = [
-    (3, 7, 3, 5, 6, 2, 11),
-    (2, 13, 1, 7, 3, 3, 5),
-    (1, 5, 5, 3, 4, 1, 7),
-    (2, 11, 1, 0, 6, 3, 5),  # an input that is only a prompt
+    (20, 61, [TWO_GROUPS, OTHER], 6, 2, 11),  # the longest completion is 17, a block has 5 queries
+    (16, 47, [TWO_GROUPS], 3, 3, 5),  # nothing is padded
+    (5, 15, [([(0, 5)], [(0, 3)] * 5)], 4, 1, 7),
+    (3, 40, [([(0, 1), (1, 2)], [(1, 1), (0, 37), (1, 1), (0, 1)])], 2, 1, 8),
+    (4, 6, [([(0, 4)], [(0, 1)] * 5)], 2, 1, 8),  # completions of one token
+    (19, 46, [NO_PROMPT, EMPTY, ([], [(0, 20), (0, 23)])], 2, 1, 6),
+    (13, 0, [LEFT_PADDED, ([(0, 13)], [])], 6, 3, 5),  # only prompts
 ]
 FOR_SPLASH = [
-    (1, 128, 1, 128, 2, 1, 64),  # two blocks of 128; nothing is padded
-    (1, 256, 2, 128, 2, 2, 64),  # four blocks; the second sequence does not see the first
-    (2, 100, 3, 60, 4, 2, 128),  # the prompt and the sequences are padded
-    (1, 250, 1, 256, 2, 1, 64),  # blocks of 256; the prompt is padded by 6
-    (1, 128, 3, 20, 2, 1, 64),  # only the sequences are padded
-    (2, 150, 1, 0, 2, 1, 128),  # an input that is only a prompt
+    (128, 256, [([(0, 128)], [(0, 128), (0, 128)])], 2, 1, 64),  # each is a block
+    (130, 300, [([(0, 40), (1, 60)], [(0, 90), (0, 30), (1, 100), (1, 70)]), OTHER], 2, 2, 128),
+    (256, 512, [([(0, 140), (1, 100)], [(0, 90), (1, 300), (1, 70)])], 4, 2, 64),  # blocks of 256
+    (384, 200, [([(0, 384)], [(0, 1), (0, 190), (0, 9)])], 2, 1, 64),
+    (512, 512, [([(0, 500)], [(0, 512)])], 2, 1, 64),
+    (19, 46, [NO_PROMPT, EMPTY, ([], [(0, 20), (0, 23)])], 2, 1, 64),
+    (150, 0, [([(-1, 40), (0, 110)], []), ([(0, 150)], [])], 2, 1, 128),  # only prompts
 ]
 
 
 class Inputs(NamedTuple):
-    q: np.ndarray  # [G, t, H, h]
-    kv: KV  # [G, N, t, h]
-    prompt_mask: np.ndarray  # [G, S]
-    share: int
-    # [G, t, H*h], the gradient of the loss with respect to the result. It is 0 at hidden tokens,
-    # whose results mean nothing.
-    towards: np.ndarray
+    q: np.ndarray  # [X, t, H, h]
+    kv: KV  # [X, N, t, h]
+    rows: PackedRows
+    towards: np.ndarray  # [X, t, H*h], the gradient with respect to the result; 0 at padding
 
     @property
     def seen(self) -> np.ndarray:
-        """[G, t, 1]: the tokens that are not hidden."""
-        G, t = self.q.shape[:2]
-        sequences = np.ones((G, t - self.prompt_mask.shape[1]), bool)
-        return np.concatenate([self.prompt_mask, sequences], axis=1)[..., None]
+        """[X, t, 1]: the tokens that are not padding."""
+        return self.rows.group[..., None] >= 0
 
 
 class Result(NamedTuple):
-    out: np.ndarray  # [G, t, H*h], 0 at hidden tokens
+    out: np.ndarray  # [X, t, H*h], 0 at padding
     to_q: np.ndarray
     to_k: np.ndarray
     to_v: np.ndarray
 
 
-def inputs(
-    G: int, S: int, share: int, T: int, H: int, N: int, h: int, hidden: tuple[int, ...] = ()
-) -> Inputs:
-    """Random inputs.
+def packed(S: int, C: int, rows: list[Row]) -> PackedRows:
+    """The rows as the trainer gives them. A token of padding starts at itself."""
+    group = np.full((len(rows), S + C), -1, np.int32)
+    start = np.tile(np.arange(S + C, dtype=np.int32), (len(rows), 1))
+    for x, row in enumerate(rows):
+        for at, parts in zip((0, S), row, strict=True):
+            for of, tokens in parts:
+                group[x, at : at + tokens] = of
+                start[x, at : at + tokens] = at if of >= 0 else start[x, at : at + tokens]
+                at += tokens
+    return PackedRows(group, start, S, max([n for row in rows for _, n in row[1]], default=0))
 
-    hidden: how many tokens of each prompt the padding hides; by default half of the first prompt,
-    none of the second, all but one of the third, and so on.
-    """
-    rng, t = np.random.default_rng(S), S + share * T
-    hidden = hidden or tuple((S // 2, 0, S - 1)[g % 3] for g in range(G))
+
+def inputs(S: int, C: int, rows: list[Row], H: int, N: int, h: int) -> Inputs:
+    """Random inputs of these rows."""
+    rng, X, t = np.random.default_rng(S), len(rows), S + C
     made = Inputs(
-        rng.normal(size=(G, t, H, h)).astype(np.float32),
-        kv_of(*rng.normal(size=(2, G, N, t, h)).astype(np.float32)),
-        np.arange(S) >= np.array(hidden)[:, None],
-        share,
-        rng.normal(size=(G, t, H * h)).astype(np.float32),
+        rng.normal(size=(X, t, H, h)).astype(np.float32),
+        kv_of(*rng.normal(size=(2, X, N, t, h)).astype(np.float32)),
+        packed(S, C, rows),
+        rng.normal(size=(X, t, H * h)).astype(np.float32),
     )
     return made._replace(towards=made.towards * made.seen)
 
@@ -85,34 +100,32 @@ def kv_of(k: np.ndarray, v: np.ndarray) -> KV:
     return KV(np.ascontiguousarray(np.swapaxes(k, -1, -2)), v)
 
 
-def visible(i: int, mask: np.ndarray, share: int, t: int) -> list[int]:
-    """The keys that token i of an input sees; a hidden token sees none."""
-    S = len(mask)
-    before = [j for j in range(min(i + 1, S)) if mask[j]]
-    if i < S:
-        return before if mask[i] else []
-    T = (t - S) // share
-    return before + list(range(i - (i - S) % T, i + 1))
+def visible(rows: PackedRows, x: int, i: int) -> list[int]:
+    """The keys that token i of row x sees; padding sees none."""
+    group, start = rows.group[x], rows.start[x]
+    before = [j for j in range(i + 1) if group[j] == group[i] >= 0]
+    return [j for j in before if j < rows.S or start[j] == start[i]]
 
 
 def numpy_attention(x: Inputs) -> Result:
     """The values and gradients in float64, computed for each query separately."""
     q, k, v = (np.asarray(a, float) for a in (x.q, x.kv.k.swapaxes(2, 3), x.kv.v))
-    (G, t, H, h), N = q.shape, k.shape[1]
+    (X, t, H, h), N = q.shape, k.shape[1]
     towards = np.asarray(x.towards, float).reshape(q.shape)
     out, to_q, to_k, to_v = (np.zeros(a.shape) for a in (q, q, k, v))
-    for g, head, i in np.ndindex(G, H, t):
-        if keys := visible(i, x.prompt_mask[g], x.share, t):
+    for row, i in np.ndindex(X, t):
+        keys = visible(x.rows, row, i)
+        for head in range(H if keys else 0):
             n = head // (H // N)
-            scores = k[g, n, keys] @ q[g, i, head] / math.sqrt(h)
+            scores = k[row, n, keys] @ q[row, i, head] / math.sqrt(h)
             p = np.exp(scores - scores.max())
             p /= p.sum()
-            out[g, i, head] = p @ v[g, n, keys]
-            to_p = v[g, n, keys] @ towards[g, i, head]
+            out[row, i, head] = p @ v[row, n, keys]
+            to_p = v[row, n, keys] @ towards[row, i, head]
             to_scores = p * (to_p - p @ to_p) / math.sqrt(h)
-            to_q[g, i, head] = to_scores @ k[g, n, keys]
-            to_k[g, n, keys] += np.outer(to_scores, q[g, i, head])
-            to_v[g, n, keys] += np.outer(p, towards[g, i, head])
+            to_q[row, i, head] = to_scores @ k[row, n, keys]
+            to_k[row, n, keys] += np.outer(to_scores, q[row, i, head])
+            to_v[row, n, keys] += np.outer(p, towards[row, i, head])
     return Result(out.reshape(x.towards.shape), to_q, to_k.swapaxes(2, 3), to_v)
 
 
@@ -120,22 +133,34 @@ def numpy_attention(x: Inputs) -> Result:
 unoptimised = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
+def attend(x: Inputs, impl: str, layout: Layout | None = None) -> Callable[..., jax.Array]:
+    """The attention as a function of q, kv, group and start."""
+    _, _, S, longest = x.rows
+    return lambda q, kv, group, start: attention.attention(
+        q, kv, PackedRows(group, start, S, longest), layout, impl
+    )
+
+
+def arguments(x: Inputs) -> tuple[Any, ...]:
+    return x.q, x.kv, x.rows.group, x.rows.start
+
+
 def program(
     x: Inputs, impl: str, layout: Layout | None = None, jit: Callable[..., Any] = unoptimised
-) -> Callable[[Any, KV], tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, KV]]]:
-    """A function of (q, kv): the sum of attention times `towards`, its gradient, the attention."""
+) -> Callable[..., tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, KV]]]:
+    """The sum of attention times `towards`, the attention, and the gradient of the sum."""
 
-    def loss(q: jax.Array, kv: KV) -> tuple[jax.Array, jax.Array]:
-        out = attention.attention(q, kv, jnp.asarray(x.prompt_mask), x.share, layout, impl)
+    def loss(*given: Any) -> tuple[jax.Array, jax.Array]:
+        out = attend(x, impl, layout)(*given)
         return (out * x.towards).sum(), out
 
     return jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
 
 
 def run(x: Inputs, impl: str, layout: Layout | None = None) -> Result:
-    (_, out), (to_q, to_kv) = jax.device_get(program(x, impl, layout)(x.q, x.kv))
+    (_, out), (to_q, to_kv) = jax.device_get(program(x, impl, layout)(*arguments(x)))
     assert out.shape == x.towards.shape and out.dtype == np.float32
-    assert np.isfinite(out).all()  # at hidden tokens too
+    assert np.isfinite(out).all()  # at padding too
     return Result(np.where(x.seen, out, 0), to_q, *to_kv)
 
 
@@ -146,67 +171,82 @@ def assert_same(got: Result, expected: Result, tolerance: float = 1e-5) -> None:
         assert np.abs(a - b).max() <= tolerance * np.abs(b).max(), name
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes splash run in Pallas' interpreter."""
-    splash = functools.partial(attention._splash, interpret=True)
-    monkeypatch.setattr(attention, "_splash", splash)
+    monkeypatch.setattr(attention, "_splash", functools.partial(attention._splash, interpret=True))
 
 
 # ---- The values ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", SMALL, ids=str)
-def test_values_and_gradients_are_those_of_numpy(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    "impl, shape", [*[("xla", x) for x in SMALL], *[("splash", x) for x in FOR_SPLASH]], ids=str
+)
+def test_values_and_gradients_are_those_of_numpy(impl: str, shape: tuple[Any, ...]) -> None:
     x = inputs(*shape)
-    assert_same(run(x, "xla"), numpy_attention(x))
+    assert_same(run(x, impl), numpy_attention(x))
 
 
-@pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("shape", FOR_SPLASH, ids=str)
-def test_the_kernel_s_values_and_gradients_are_those_of_numpy(shape: tuple[int, ...]) -> None:
-    x = inputs(*shape)
-    assert_same(run(x, "splash"), numpy_attention(x))
+@pytest.mark.parametrize("longest", [18, 19, 31, 47, 200])
+def test_a_bound_above_the_longest_completion_changes_nothing(longest: int) -> None:
+    """In training it is the width to which the completions of a step are padded."""
+    x = inputs(20, 61, [TWO_GROUPS, OTHER], 4, 2, 5)
+    wider = x._replace(rows=x.rows._replace(longest=longest))
+    assert_same(run(wider, "xla"), numpy_attention(x))
 
 
-@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("impl", ["xla", "splash"])
-def test_a_fully_padded_prompt_is_finite_and_its_sequences_see_only_themselves(impl: str) -> None:
-    x = inputs(3, 19, 2, 23, 2, 1, 64, hidden=(19, 0, 19))
-    got = run(x, impl)
-    assert all(np.isfinite(a).all() for a in got)
-    assert_same(got, numpy_attention(x))
+def test_a_token_changes_those_that_see_it_and_not_a_bit_of_others(impl: str) -> None:
+    """Each prompt, each completion and the padding of a row in turn gets other numbers."""
+    x = inputs(20, 61, [TWO_GROUPS, OTHER], 2, 1, 64)
+    compiled = unoptimised(attend(x, impl))
+    clean = np.asarray(compiled(*arguments(x)))
+    parts = np.where(x.rows.group[0] < 0, -1, x.rows.start[0])
+    assert sorted(set(parts)) == [-1, 0, 7, 20, 25, 42, 43, 54]
+    for part in sorted(set(parts)):
+        noise = np.zeros(x.q.shape[:2], bool)
+        noise[0] = parts == part
+        k, v = (np.where(noise[:, None, :, None], 9, a) for a in (x.kv.k.swapaxes(2, 3), x.kv.v))
+        q = np.where(noise[..., None, None], -x.q, x.q)
+        out = compiled(q, kv_of(k, v.astype(np.float32)), *arguments(x)[2:])
+        changed = (np.asarray(out) != clean).any(axis=2)
+        may = [i for i in range(81) if any(noise[0, j] for j in visible(x.rows, 0, i))]
+        assert np.flatnonzero(changed[0] & x.seen[0, :, 0]).tolist() == may, part
+        assert not changed[1].any()
 
 
-@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("impl", ["xla", "splash"])
+def test_left_padded_prompts_are_rows_without_completions(impl: str) -> None:
+    x = inputs(13, 0, [([(-1, 13 - n), (0, n)], []) for n in (7, 13, 1, 0)], 2, 1, 64)
+    mask = np.arange(13) >= np.array([6, 0, 12, 13])[:, None]
+    assert_same(run(x._replace(rows=prompt_rows(mask)), impl), numpy_attention(x))
+
+
 @pytest.mark.parametrize("impl", ["xla", "splash"])
 def test_bfloat16_is_near_float64(impl: str) -> None:
-    x = inputs(1, 37, 2, 29, 4, 2, 64)
+    x = inputs(37, 58, [ONE_GROUP], 4, 2, 64)
     q, kv = jax.tree.map(lambda a: jnp.asarray(a, jnp.bfloat16), (x.q, x.kv))
-    attend = unoptimised(lambda q, kv: attention.attention(q, kv, x.prompt_mask, 2, None, impl))
-    out = attend(q, kv)
+    out = unoptimised(attend(x, impl))(q, kv, *arguments(x)[2:])
     assert out.dtype == jnp.bfloat16 and out.shape == (1, 95, 256)
     error = np.where(x.seen, np.asarray(out, float), 0) - numpy_attention(x).out
     assert 0 < np.abs(error).max() < 0.03
 
 
 @pytest.mark.parametrize("index", [0, 3, 6])
-@pytest.mark.parametrize("with_prompt", [True, False], ids=["prompt", "no_prompt"])
-def test_a_new_token_sees_in_the_cache_what_it_sees_in_a_complete_input(
-    with_prompt: bool, index: int
+@pytest.mark.parametrize("prompts", [(3, 5), (0, 0)], ids=["prompt", "no_prompt"])
+def test_a_new_token_sees_in_the_cache_what_it_sees_in_a_packed_row(
+    prompts: tuple[int, ...], index: int
 ) -> None:
-    G, S, share, T, H, N, h = 2, 5, 3, 7, 6, 2, 11
-    R = G * share
-    x = inputs(G, S, share, T, H, N, h, hidden=(2, 0) if with_prompt else (S, S))
+    R, G, S, share, T, H, N, h = 6, 2, 5, 3, 7, 6, 2, 11
+    x = inputs(S, share * T, [([(-1, S - n), (0, n)], [(0, T)] * share) for n in prompts], H, N, h)
     keys_and_values = x.kv.k.swapaxes(2, 3), x.kv.v
     prompt = kv_of(*[a[:, :, :S] for a in keys_and_values])
     completion = [a[:, :, S:].reshape(G, N, share, T, h).swapaxes(1, 2) for a in keys_and_values]
     # Places of the cache that are not written yet must not be read.
     written = np.arange(T)[:, None] <= index
-    completion = kv_of(
-        *[np.where(written, a.reshape(R, N, T, h), np.float32(1e4)) for a in completion]
-    )
-    cache = Cache(prompt, x.prompt_mask, completion, index)
+    completion = [np.where(written, a.reshape(R, N, T, h), np.float32(1e4)) for a in completion]
+    cache = Cache(prompt, x.seen[:, :S, 0], kv_of(*completion), index)
     q = x.q[:, S:].reshape(R, T, H, h)[:, index][:, None]
     out = attention.cached_attention(q, cache, None)
     assert out.shape == (6, 1, 66)  # [R, 1, H*h]
@@ -217,78 +257,50 @@ def test_a_new_token_sees_in_the_cache_what_it_sees_in_a_complete_input(
 # ---- On a mesh -----------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("impl", ["xla", "splash"])
 @pytest.mark.parametrize(
-    "mesh_shape, batch_axes",
-    [("2,2,2", TRAIN_BATCH_AXES), ("1,4,2", TRAIN_BATCH_AXES), ("2,1,4", ROLLOUT_BATCH_AXES)],
-)
-def test_several_devices_give_what_one_device_gives(
-    mesh_shape: str, batch_axes: tuple[str, ...], impl: str
-) -> None:
-    x = inputs(8, 37, 2, 30, 4, 2, 64)
-    layout = Layout(make_mesh("MESH_SHAPE", mesh_shape, jax.devices()), batch_axes)
-    assert_same(run(x, impl, layout), numpy_attention(x))
-
-
-@pytest.mark.parametrize(
-    "mesh_shape, batch_axes, shape",
+    "mesh_shape, batch_axes, part",  # part: the rows, query heads and kv heads of a device
     [
-        ("2,2,2", TRAIN_BATCH_AXES, (4, 97, 2, 64)),
-        ("1,2,4", TRAIN_BATCH_AXES, (8, 97, 1, 64)),
-        ("2,1,4", ROLLOUT_BATCH_AXES, (2, 97, 4, 64)),
+        ("2,2,2", TRAIN_BATCH_AXES, (2, 2, 1)),
+        ("1,4,2", TRAIN_BATCH_AXES, (2, 2, 1)),
+        ("2,1,4", ROLLOUT_BATCH_AXES, (1, 4, 2)),
     ],
 )
-def test_each_device_s_kernel_gets_a_part_of_the_inputs_and_in_training_a_part_of_the_heads(
-    monkeypatch: pytest.MonkeyPatch,
-    mesh_shape: str,
-    batch_axes: tuple[str, ...],
-    shape: tuple[int, ...],
+def test_several_devices_give_what_one_gives_and_each_kernel_gets_its_rows_and_heads(
+    monkeypatch: pytest.MonkeyPatch, mesh_shape: str, batch_axes: Any, part: Any, impl: str
 ) -> None:
-    x, shapes = inputs(16, 37, 2, 30, 4, 4, 64), []
-
-    def shard(
-        share: int, interpret: bool, q: jax.Array, kv: KV, prompt_mask: jax.Array
-    ) -> jax.Array:
-        shapes.append(q.shape)
-        assert kv.k.shape == (shape[0], shape[2], 64, 97)
-        assert kv.v.shape == (shape[0], shape[2], 97, 64)
-        return q.reshape(*q.shape[:2], -1)
-
-    monkeypatch.setattr(attention, "_splash_shard", shard)
+    x = inputs(37, 158, [ONE_GROUP, TWO_GROUPS, OTHER, EMPTY] * 2, 4, 2, 64)
+    kernel = Mock(wraps=attention._splash_shard)
+    monkeypatch.setattr(attention, "_splash_shard", kernel)
     layout = Layout(make_mesh("MESH_SHAPE", mesh_shape, jax.devices()), batch_axes)
-    jax.eval_shape(
-        lambda q, kv: attention.attention(q, kv, x.prompt_mask, 2, layout, "splash"), x.q, x.kv
-    )
-    assert shapes == [shape]
+    assert_same(run(x, impl, layout), numpy_attention(x))
+    shapes = {tuple(a.shape for a in call.args[2:]) for call in kernel.call_args_list}
+    (X, H, N), t = part, 128 + 256  # 37 and 158 places are padded to these
+    expected = {((X, H, t, 64), (X, N, t, 64), (X, N, t, 64), (X, t), (X, t))}
+    assert shapes == (expected if impl == "splash" else set())
 
 
 # ---- In chunks -----------------------------------------------------------------------------------
 
 
 def chunks(x: Inputs, layout: Layout | None = None) -> list[int]:
-    """The number of chunks of the prompts' attention and of the sequences'; 1 is left out."""
-    jaxpr = jax.make_jaxpr(
-        lambda q, kv: attention.attention(q, kv, x.prompt_mask, x.share, layout, "xla")
-    )
-    return [int(n) for n in re.findall(r" length=(\d+)", str(jaxpr(x.q, x.kv)))]
+    """The number of chunks of the prompts' attention and of the completions'; 1 is left out."""
+    jaxpr = jax.make_jaxpr(attend(x, "xla", layout))(*arguments(x))
+    return [int(n) for n in re.findall(r" length=(\d+)", str(jaxpr))]
 
 
-# A query's scores take 4*2*4*13 = 416 bytes in the prompts, 4*6*4*20 = 1920 in the sequences.
+# The longest completion has 28 tokens, so that 61 places are 9 blocks of 7 queries, each with 35
+# keys of completions. A query's scores take 4*2*4*13 = 416 bytes in the prompts; one query of each
+# block takes 4*2*9*4*(35+13) = 13824. The chunks have 1 query; 5, 5 and 3; 3, 3 and 1; all.
 @pytest.mark.parametrize(
-    "scores_bytes, expected",
-    [
-        (1, [13, 7]),  # one query at a time
-        (2080, [3, 7]),  # 5, 5 and 3
-        (5760, [3]),  # 3, 3 and 1
-        (2**20, []),
-    ],
+    "scores_bytes, expected", [(1, [13, 7]), (2080, [3, 7]), (41472, [3]), (2**20, [])]
 )
 def test_chunks_leave_values_and_gradients_unchanged(
     monkeypatch: pytest.MonkeyPatch, scores_bytes: int, expected: list[int]
 ) -> None:
     monkeypatch.setattr(attention, "SCORES_BYTES", scores_bytes)
-    x = inputs(2, 13, 3, 7, 4, 2, 5)
+    row: Row = [(0, 4), (1, 7)], [(0, 5), (1, 28), (1, 1), (0, 26)]
+    x = inputs(13, 61, [row, ([(0, 13)], [(0, 1)] * 30)], 4, 2, 5)
     assert chunks(x) == expected
     assert_same(run(x, "xla"), numpy_attention(x))
 
@@ -296,90 +308,108 @@ def test_chunks_leave_values_and_gradients_unchanged(
 def test_only_the_scores_of_one_device_count_against_the_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    x = inputs(8, 16, 2, 4, 4, 2, 8)
+    x = inputs(16, 8, [([(0, 16)], [(0, 8)])] * 8, 4, 2, 8)
     monkeypatch.setattr(attention, "SCORES_BYTES", 4 * 8 * 4 * 16 * 16 // 8)  # an eighth of all
     layout = Layout(make_mesh("MESH_SHAPE", "2,2,2", jax.devices()), TRAIN_BATCH_AXES)
-    assert chunks(x) == [8, 4] and chunks(x, layout) == []
+    assert chunks(x) == [8, 2] and chunks(x, layout) == []
 
 
-@pytest.mark.parametrize("shape", [(1, 1024, 1, 0), (1, 512, 2, 256)], ids=["prompt", "sequences"])
-def test_many_scores_never_exist_at_once(
-    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
-) -> None:
+def temporaries(x: Inputs) -> int:
+    """The bytes that the program of the gradient needs beside its arguments and results."""
+    compiled = program(x, "xla", jit=jax.jit).lower(*arguments(x)).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("S, C", [(1024, 0), (512, 1024)], ids=["prompt", "completions"])
+def test_many_scores_never_exist_at_once(monkeypatch: pytest.MonkeyPatch, S: int, C: int) -> None:
     """Nor do they in the program of the gradient, which could keep them from forward."""
-    x = inputs(*shape, 4, 2, 8)
-    _, S, share, T = shape
-    scores = 4 * 4 * max(S * S, share * T * (S + T))  # float32 of four heads
-
-    def temporaries() -> int:
-        compiled = program(x, "xla", jit=jax.jit).lower(x.q, x.kv).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
-
-    assert temporaries() > scores  # below the limit they are kept
+    x = inputs(S, C, [([(0, S)], [(0, C // 2)] * 2 if C else [])], 4, 2, 8)
+    scores = 4 * 4 * 1024 * 1024  # float32 of four heads, with 512 keys of completions
+    assert temporaries(x) > scores  # below the limit they are kept
     monkeypatch.setattr(attention, "SCORES_BYTES", scores // 16)
-    assert temporaries() < scores / 2
+    assert temporaries(x) < scores / 2
+
+
+def test_completions_have_no_scores_with_far_completions_of_their_row() -> None:
+    x = inputs(64, 4096, [([(0, 64)], [(0, 64)] * 64)], 4, 2, 8)
+    assert temporaries(x) < 4 * 4 * 4096 * 4096 / 4  # a quarter of float32 scores of four heads
 
 
 # ---- The kernel's mask and blocks ----------------------------------------------------------------
 
 
-def test_the_mask_by_hand() -> None:
-    mask = SharedPromptMask(S=2, share=2, T=3)
-    assert mask.shape == (8, 8)
-    assert mask[:, :].astype(int).tolist() == [
-        [1, 0, 0, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0, 0, 0],
-        [1, 1, 1, 0, 0, 0, 0, 0],
-        [1, 1, 1, 1, 0, 0, 0, 0],
-        [1, 1, 1, 1, 1, 0, 0, 0],
-        [1, 1, 0, 0, 0, 1, 0, 0],
-        [1, 1, 0, 0, 0, 1, 1, 0],
-        [1, 1, 0, 0, 0, 1, 1, 1],
+def test_the_masks_by_hand() -> None:
+    """Prompts of 2 tokens and 1, completions of 2 and 1 of the first and 2 of the second."""
+    _, start, S, _ = rows = packed(3, 5, [([(0, 2), (1, 1)], [(0, 2), (0, 1), (1, 2)])])
+    group, place = rows.group[0], jnp.arange(8)
+    tokens = jnp.stack([place, group, start[0]], axis=1)
+    queries = attention._blocks_to_compute(group, start[0], S, 1)[0].q_sequence
+    of_kernel = attention._splash_mask(S, queries[:, None], place) & (group[:, None] == group)
+    for mask in attention._seen(tokens[None], tokens[None], S)[0], of_kernel:
+        assert mask.astype(int).tolist() == [
+            [1, 0, 0, 0, 0, 0, 0, 0],
+            [1, 1, 0, 0, 0, 0, 0, 0],
+            [0, 0, 1, 0, 0, 0, 0, 0],
+            [1, 1, 0, 1, 0, 0, 0, 0],
+            [1, 1, 0, 1, 1, 0, 0, 0],
+            [1, 1, 0, 0, 0, 1, 0, 0],
+            [0, 0, 1, 0, 0, 0, 1, 0],
+            [0, 0, 1, 0, 0, 0, 1, 1],
+        ]
+
+
+def test_blocks_of_other_groups_and_of_earlier_completions_are_skipped() -> None:
+    row: Row = [(0, 2), (1, 1)], [(0, 3), (0, 3), (1, 2)]
+    group, start, S, _ = packed(4, 10, [row])
+    by_query, by_key = attention._blocks_to_compute(group[0], start[0], S, 2)
+    computed = [
+        [1, 0, 0, 0, 0, 0, 0],
+        [0, 1, 0, 0, 0, 0, 0],
+        [1, 0, 1, 0, 0, 0, 0],  # the first completion
+        [1, 0, 1, 1, 0, 0, 0],  # its end, and where the second begins
+        [1, 0, 0, 1, 1, 0, 0],  # the second
+        [0, 1, 0, 0, 0, 1, 0],  # the third
+        [0, 0, 0, 0, 0, 0, 1],  # padding
     ]
-    assert mask[4:6, 1:6].astype(int).tolist() == [[1, 1, 1, 1, 0], [1, 0, 0, 0, 1]]
-    prompt = SharedPromptMask(S=3, share=1, T=0)
-    assert prompt[:, :].astype(int).tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
-
-
-# The comments tell the tokens of prompt and sequences after padding to blocks of 512, 384, 256
-# and 128.
-@pytest.mark.parametrize(
-    "S, share, T, block",
-    [
-        (512, 8, 1024, 512),  # 8704, ., ., 8704
-        (512, 8, 768, 384),  # 8704, 6912, ., 6656
-        (384, 8, 1024, 512),  # 8704, ., ., 8576
-        (512, 8, 256, 256),  # 4608, 3840, 2560, 2560
-        (2048, 4, 640, 128),  # 6144, 5376, 5120, 4608
-        (64, 8, 100, 128),  # 4608, 3456, 2304, 1152
-        (0, 8, 1024, 512),  # 8192, ., ., 8192
-        (0, 1, 1, 128),  # 512, 384, 256, 128
-        (0, 1, 1150, 384),  # 1536, 1152, ., 1152
-        (0, 1, 1400, 512),  # 1536, ., ., 1408: 9 % more
-        (0, 1, 1700, 384),  # 2048, 1920, ., 1792: 14 and 7 % more
-        (1000, 1, 0, 512),  # 1024, ., ., 1024
-        (1, 4, 0, 128),  # 512, 384, 256, 128
-    ],
-)
-def test_the_block_is_the_largest_that_needs_at_most_a_tenth_more_padding(
-    S: int, share: int, T: int, block: int
-) -> None:
-    assert attention._block(S, share, T) == block
+    assert by_query.block_mask[0].tolist() == by_key.block_mask[0].tolist() == computed
+    # A block that is skipped is not fetched: the one before it stays.
+    assert by_query.data_next[0, 4].tolist() == [0, 0, 0, 3, 4, 4, 4]
+    assert by_key.data_next[0, :, 0].tolist() == [0, 0, 2, 3, 4, 4, 4]
+    # Eight prompts of a block, and for each eight completions of two blocks.
+    row = [(g, 128) for g in range(8)], [(i // 8, 256) for i in range(64)]
+    group, start, S, _ = packed(1024, 16384, [row])
+    (computed,) = attention._blocks_to_compute(group[0], start[0], S, 128)[0].block_mask
+    assert computed.sum() == 8 + 64 * (2 + 3)  # of 136 * 137 / 2 = 9316 below the diagonal
 
 
 @pytest.mark.parametrize(
-    "S, share, T", [(500, 3, 1024), (300, 3, 380), (250, 2, 256), (100, 4, 60)]
+    "S, C, block",
+    [(512, 1024, 512), (384, 768, 384), (500, 768, 256), (512, 0, 512), (1, 1000, 128)],
 )
-def test_after_padding_only_blocks_on_a_diagonal_are_partly_masked(
-    S: int, share: int, T: int
+def test_the_block_is_the_largest_that_divides_the_padded_places(
+    monkeypatch: pytest.MonkeyPatch, S: int, C: int, block: int
 ) -> None:
-    block = attention._block(S, share, T)
-    mask = SharedPromptMask(S + -S % block, share, T + -T % block)
-    count = mask.shape[0] // block
-    parts = [slice(i * block, (i + 1) * block) for i in range(count)]
-    for i, j in np.ndindex(count, count):
-        part = mask[parts[i], parts[j]]
-        if i == j:
-            np.testing.assert_array_equal(part, np.tri(block, dtype=bool))
-        else:
-            assert part.all() or not part.any(), (i, j)
+    compute = Mock(wraps=attention._blocks_to_compute)
+    monkeypatch.setattr(attention, "_blocks_to_compute", compute)
+    x = inputs(S, C, [ONE_GROUP], 2, 1, 64)
+    jax.eval_shape(attend(x, "splash"), *arguments(x))
+    assert compute.call_args.args[3] == block
+
+
+@pytest.mark.parametrize("C, longest", [(2**17, 10), (2**15, 2**14 + 1)])
+def test_a_row_or_a_completion_that_is_too_long_for_splash_is_refused(C: int, longest: int) -> None:
+    x = inputs(4, C, [([(0, 4)], [(0, longest)])], 1, 1, 2)
+    with pytest.raises(ValueError) as error:
+        jax.eval_shape(attend(x, "splash"), *arguments(x))
+    assert str(error.value) == (
+        "ATTENTION_IMPL=splash computes at most 131072 tokens in a row and 16384 in a completion, "
+        f"not {C + 4} and {longest}; use xla"
+    )
+
+
+def test_the_longest_row_and_completion_fit_in_an_int32() -> None:
+    """The last query of the row is the last one of its completion."""
+    group, start, S, _ = packed(2**16, 2**16, [([(0, 9)], [(0, 2**16 - 2**14), (0, 2**14)])])
+    query = attention._blocks_to_compute(group[0], start[0], S, 512)[0].q_sequence[-1]
+    keys = jnp.array([0, 2**16 - 1, 2**16, 2**17 - 2**14 - 1, 2**17 - 2**14, 2**17 - 1])
+    assert attention._splash_mask(S, query, keys).tolist() == [True, True, False, False, True, True]

@@ -99,20 +99,23 @@ def test_the_flops_of_an_update_are_those_that_xla_counts() -> None:
     def array(*shape: int, dtype: type = jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    prompt, tokens, logps = array(G, S + 1), array(R, T), array(R, T, dtype=jnp.float32)
+    n = R // G  # each prompt has a row with its completions
+    row, tokens, logps = array(G, S + n * T), array(R, T), array(R, T, dtype=jnp.float32)
+    targets, places = array(G, n * T), array(G, n, T)
     scalar, advantages = array(dtype=jnp.float32), array(R, dtype=jnp.float32)
     lowered = micro_step.lower(
         params,
         params,
-        MicroBatch(prompt, prompt, tokens, tokens, logps, advantages),
+        MicroBatch(row, row, row, row, targets, places, tokens, logps, advantages),
         Counts(scalar, scalar, scalar),
         objective=Objective(),
         temperature=1.0,
         compute=Compute(model, jnp.dtype("float32")),
     )
     _, update = step_flops(model, Config(), workload)
-    # The program also computes the masked half of the scores, which no query sees.
-    masked = 3 * attention_flops(model, G * S * S / 2 + R * T * T / 2)
+    # The program also computes scores that no query sees: half of each prompt's, and all but T/2 of
+    # the T + T/4 tokens of completions with which each token of a completion is compared.
+    masked = 3 * attention_flops(model, G * S * S / 2 + R * T * (T + T / 4 - T / 2))
     counted = lowered.cost_analysis()["flops"]  # with the operations that are no matmuls
     assert 1.0 < counted / (update + masked) < 1.02
 

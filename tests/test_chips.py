@@ -21,9 +21,9 @@ from tools import programs
 RUNS = [
     pytest.param(
         16,
-        "BATCH_SIZE=1024 NUM_PRE_Q=8 MAX_LENGTH_SAMPLE=1024",
-        "error: prefill or decode does not fit the memory of a device: Out of memory allocating ",
-        ". Try BATCH_SIZE=512 ROLLOUT_BATCH_SIZE=8192",
+        "BATCH_SIZE=4096 NUM_PRE_Q=8 MAX_LENGTH_SAMPLE=1024 LAYER_LOOP=scan",
+        "error: prefill, decode or drop_rows does not fit the memory of a device: Out of memory ",
+        ". Try BATCH_SIZE=2048 ROLLOUT_BATCH_SIZE=32768",
         id="rollout",
     ),
     pytest.param(

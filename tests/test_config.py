@@ -46,7 +46,7 @@ def run(*args: str, cwd: Path | None = None, **settings: str) -> subprocess.Comp
 DEFAULTS = {
     "value": """
         seed=0 rollout_backend=naive num_pre_q=8 max_length_sample=1024 temperature=1.0 top_k=0
-        top_p=1.0 min_p=0.0 sglang_jax_dtype=bfloat16 dynamic_sampling=False
+        top_p=1.0 min_p=0.0 sampling_support=auto sglang_jax_dtype=bfloat16 dynamic_sampling=False
         dynamic_sampling_max_rounds=4 reward_weights=() reward_fn= overlong_cache=0
         repetition_ngram=3 ppo_epochs=1 num_mini_batches=1 optimizer=adamw learning_rate=1e-06
         lr_schedule=warmup_cosine warmup_ratio=0.05 weight_decay=0.0 clip_norm=1.0 loss_type=dapo
@@ -64,10 +64,12 @@ DEFAULTS = {
         lr_decay_steps=0
     """,
     "none": """
-        eval_split=test global_length=0 rollout_mesh_shape=auto sglang_jax_mem_fraction_static=0.25
-        sglang_jax_max_total_tokens=0 sglang_jax_context_length=0 reward_timeout_s=10.0
+        eval_split=test global_length=0 drop_ended=auto rollout_mesh_shape=auto
+        sglang_jax_mem_fraction_static=0.25 sglang_jax_max_total_tokens=0
+        sglang_jax_context_length=0 reward_timeout_s=10.0
         train_micro_batch_size=0 train_per_device_micro_batch_size=0 grad_accum_steps=0
-        mesh_shape=auto remat=full policy_loss_impl=jax attention_impl=auto layer_loop=auto
+        mesh_shape=auto packing=auto remat=full policy_loss_impl=jax attention_impl=auto
+        layer_loop=auto
         eval_every_steps=10 eval_prompts=128 eval_full_sweep=False eval_samples=1 accuracy_of=
         accuracy_threshold=1.0
         output_dir= checkpoint_dir= save_every_steps=50 save_keep=2 resume=auto resume_force=False

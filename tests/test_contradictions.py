@@ -23,8 +23,20 @@ ADV_ESTIMATOR=reinforce DYNAMIC_SAMPLING=1 -> DYNAMIC_SAMPLING=1 drops groups th
 LOSS_TYPE=cispo -> EPS_HIGH=0.2 caps every ratio of LOSS_TYPE=cispo below 1; set EPS_HIGH=5
 BETA=1 KL_ESTIMATOR=k1 KL_BIAS_CORRECTION=0 -> KL_ESTIMATOR=k1 has no gradient on average with
     KL_BIAS_CORRECTION=0; set it to 1
-IS_MODE=sequence_mask TOP_P=0.9 -> IS_MODE=sequence_mask with TOP_K, TOP_P or MIN_P shrinks a
-    sequence's weight with every token; set token_truncate or token_mask
+IS_MODE=sequence_mask TOP_P=0.9 SAMPLING_SUPPORT=full -> IS_MODE=sequence_mask with TOP_K, TOP_P or
+    MIN_P shrinks a sequence's weight with every token; set token_truncate or token_mask, or
+    SAMPLING_SUPPORT=replay
+SAMPLING_SUPPORT=replay -> SAMPLING_SUPPORT=replay does nothing with TOP_K=0, TOP_P=1.0 and
+    MIN_P=0.0; leave it out
+TOP_K=9 POLICY_LOSS_IMPL=pallas -> POLICY_LOSS_IMPL=pallas cannot replay the tokens that TOP_K,
+    TOP_P, MIN_P leave; leave POLICY_LOSS_IMPL out, or set SAMPLING_SUPPORT=full (a biased loss)
+TOP_P=0.9 ROLLOUT_BACKEND=sglang_jax -> ROLLOUT_BACKEND=sglang_jax cannot replay the tokens that
+    TOP_K, TOP_P, MIN_P leave; leave ROLLOUT_BACKEND out, or set SAMPLING_SUPPORT=full (a biased
+    loss)
+TOP_K=9 ROLLOUT_BACKEND=sglang_jax STEPS=0 -> ROLLOUT_BACKEND=sglang_jax cannot replay the tokens
+    that TOP_K, TOP_P, MIN_P leave; leave ROLLOUT_BACKEND out, or set SAMPLING_SUPPORT=full (a
+    biased loss)
+TOP_K=129 -> TOP_K=129 is too many tokens to replay; set at most 128, or SAMPLING_SUPPORT=full
 BETA=1 REF_SYNC_STEPS=201 PPO_EPOCHS=2 -> REF_SYNC_STEPS=201 is more than the run's 200 = STEPS
     * PPO_EPOCHS * NUM_MINI_BATCHES updates; lower it
 LOSS_TYPE=cispo EPS_HIGH=5 DELTA=7 -> DELTA=7.0 does nothing with LOSS_TYPE=cispo; leave it out
@@ -40,8 +52,8 @@ REF_SYNC_STEPS=5 -> REF_SYNC_STEPS=5 does nothing with BETA=0; leave it out
 REF_SYNC_ALPHA=1 BETA=1 -> REF_SYNC_ALPHA=1.0 does nothing with REF_SYNC_STEPS=0; leave it out
 IS_CAP=2 -> IS_CAP=2.0 does nothing with IS_MODE=none; leave it out
 IS_FLOOR=0.5 -> IS_FLOOR=0.5 does nothing with IS_MODE=none; leave it out
-OFF_POLICY_MASK_THRESHOLD=0.1 TOP_P=0.9 -> OFF_POLICY_MASK_THRESHOLD would measure TOP_K, TOP_P or
-    MIN_P; leave it out
+OFF_POLICY_MASK_THRESHOLD=0.1 TOP_P=0.9 SAMPLING_SUPPORT=full -> OFF_POLICY_MASK_THRESHOLD would
+    measure TOP_K, TOP_P or MIN_P; leave it out, or set SAMPLING_SUPPORT=replay
 ADV_ESTIMATOR=maxrl REWARD_FN=reward_correct,soft_overlong_penalty -> ADV_ESTIMATOR=maxrl needs
     rewards of at least 0; leave the penalties out
 LOSS_TYPE=cispo EPS_HIGH=5 EPS_LOW=0.1 -> EPS_LOW=0.1 does nothing with LOSS_TYPE=cispo; leave it
@@ -116,8 +128,8 @@ EVAL_PROMPTS=9 EVAL_EVERY_STEPS=0 EVAL_FULL_SWEEP=1 -> EVAL_PROMPTS=9 does nothi
     EVAL_EVERY_STEPS=0
 EVAL_SPLIT=x EVAL_EVERY_STEPS=0 -> EVAL_SPLIT=x does nothing with EVAL_EVERY_STEPS=0
 SAVE_EVERY_STEPS=9 STEPS=0 -> SAVE_EVERY_STEPS=9 does nothing with STEPS=0
-TOP_K=9 -> {sampling}
-TOP_P=0.9 MIN_P=0.1 -> {sampling}
+TOP_K=9 SAMPLING_SUPPORT=full -> {sampling}
+TOP_P=0.9 MIN_P=0.1 SAMPLING_SUPPORT=full -> {sampling}
 EVAL_SAMPLES=2 EVAL_EVERY_STEPS=0 -> EVAL_SAMPLES=2 does nothing with EVAL_EVERY_STEPS=0
 ACCURACY_OF=f EVAL_EVERY_STEPS=0 -> ACCURACY_OF=f does nothing with EVAL_EVERY_STEPS=0
 ACCURACY_THRESHOLD=2 EVAL_EVERY_STEPS=0 -> ACCURACY_THRESHOLD=2.0 does nothing with
@@ -133,8 +145,11 @@ NO_NOTES = """
 LR_DECAY_STEPS=100 STEPS=200 LR_SCHEDULE=constant
 EPS_HIGH=0.3 PPO_EPOCHS=2
 EPS_HIGH=0.3 NUM_MINI_BATCHES=2
-TOP_K=9 IS_MODE=token_truncate
-TOP_K=9 STEPS=0
+TOP_K=9
+TOP_K=9 IS_MODE=sequence_mask
+TOP_K=9 OFF_POLICY_MASK_THRESHOLD=0.1
+TOP_K=9 SAMPLING_SUPPORT=full IS_MODE=token_truncate
+TOP_K=9 SAMPLING_SUPPORT=full STEPS=0
 LOSS_TYPE=gspo STEPS=0
 LOSS_TYPE=grpo
 REWARD_FN=a.py:f REWARD_TIMEOUT_S=5
@@ -150,8 +165,9 @@ def test_a_line_says_what_does_nothing_or_may_not_be_meant(settings: str, note: 
     ratios = "with one update per step every ratio is 1, and"
     idle = "do nothing; with NUM_MINI_BATCHES=2 or PPO_EPOCHS=2 they count"
     note = note.replace("{ratios}", ratios).replace("{idle}", idle)
-    weighs = "TOP_K, TOP_P, MIN_P change sampling only; IS_MODE=token_truncate weighs the change"
-    note = note.replace("{sampling}", weighs)
+    bias = "TOP_K, TOP_P, MIN_P change sampling only, and the loss has a bias"
+    corrects = "IS_MODE=token_truncate or SAMPLING_SUPPORT=replay corrects it"
+    note = note.replace("{sampling}", f"{bias}; {corrects}")
     assert config.load([], env(settings)).lines[1:] == [f"note: {note}"]
 
 

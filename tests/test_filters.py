@@ -1,4 +1,4 @@
-"""Claims about the filters of sampling.py: top-k, top-p and min-p keep the tokens of their rule."""
+"""The filters of models/draw.py: top-k, top-p and min-p keep the tokens of their rule."""
 
 import math
 import re
@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models.attention import MASKED
-from sampling import Sampling, filter_logits
+from models.draw import Sampling, draw_tokens, filter_logits
 from tools import programs
 from tools.hlo import collectives
 
@@ -183,6 +183,12 @@ def test_no_filter_sorts_the_vocabulary_or_exchanges_logits_on_tpus() -> None:
     for sampling in (Sampling(top_k=50), Sampling(top_p=0.9)):
         compiled = filtered.lower(logits, sampling).compile()
         assert max(sorted_widths(compiled), default=0) <= 151936 // 128  # the maxima of the blocks
+        assert collectives(compiled.as_text()) == []
+        drawing = jax.jit(draw_tokens, static_argnums=2)
+        keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 32))
+        keys = jax.ShapeDtypeStruct(keys.shape, keys.dtype, sharding=batch)
+        compiled = drawing.lower(keys, logits, sampling._replace(replay=True)).compile()
+        assert max(sorted_widths(compiled), default=0) <= 151936 // 9  # 129 blocks of 128 tokens
         assert collectives(compiled.as_text()) == []
     logits = jax.ShapeDtypeStruct(
         (8, 1024), jnp.float32, sharding=batch

@@ -54,7 +54,7 @@ def inputs(*lead: int, V: int, D: int = 64) -> tuple[np.ndarray, np.ndarray, np.
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of 128 columns, so that a vocabulary of 1000 has 8 and the last reaches back."""
-    monkeypatch.setattr(loss_pallas, "LOGITS_TILE_BYTES", 1)
+    monkeypatch.setattr("models.logps.LOGITS_TILE_BYTES", 1)
     monkeypatch.setattr(loss_pallas, "block_sizes", lambda *_: (64, 128))
 
 
@@ -264,13 +264,13 @@ def temporary_bytes(n: int, V: int) -> int:
 def test_of_many_logits_only_a_tile_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     n, V = 256, 8192
     assert temporary_bytes(n, V) > n * V * 4  # they are few, and kept
-    monkeypatch.setattr(loss_pallas, "LOGITS_TILE_BYTES", n * 256 * 4)
+    monkeypatch.setattr("models.logps.LOGITS_TILE_BYTES", n * 256 * 4)
     assert temporary_bytes(n, V) < n * V * 4 / 2
 
 
 def test_a_device_counts_only_the_logits_that_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, lm_head, ids = inputs(8, 16, V=256)
-    monkeypatch.setattr(loss_pallas, "LOGITS_TILE_BYTES", 16 * 256 * 4)  # an eighth of all
+    monkeypatch.setattr("models.logps.LOGITS_TILE_BYTES", 16 * 256 * 4)  # an eighth of all
     mesh = Mesh(np.array(jax.devices()).reshape(1, 8, 1), ("dp", "fsdp", "tp"))
 
     def in_tiles(mesh: Mesh | None) -> bool:

@@ -34,6 +34,8 @@ RESULTS = StepResults(
     prompt_lengths=np.array([10.0, 10, 20, 20]),
     completion_lengths=np.array([3.0, 5, 4, 8]),
     stopped=np.array([1.0, 0, 1, 1]),
+    computed_tokens=np.array([8.0, 8, 8, 16]),
+    cut_tokens=np.array([3.0, 0, 2, 0]),
     per_function=np.array([[1.0, 1.0], [0.0, 0.5], [1.0, 0.0], [NAN, 1.0]]),
 )
 DRIFT = "sampling_logp_difference/mean"
@@ -76,14 +78,18 @@ def test_a_line_warns_of_a_difference_between_sampler_and_trainer_that_is_not_ro
     )
 
 
+FILTERED_ENGINE = {"TOP_K": "20", "SAMPLING_SUPPORT": "full", "ROLLOUT_BACKEND": "sglang_jax"}
+
+
 @pytest.mark.parametrize(
     "settings, dtypes, level",
     [
         ({}, ("float32", "float32"), 1e-3),
         ({}, ("bfloat16", "bfloat16"), 0.05),
         ({"ROLLOUT_BACKEND": "sglang_jax"}, ("float32", "bfloat16"), 0.05),
-        ({"TOP_K": "20"}, ("float32", "float32"), math.inf),  # the filter is a difference too
-        ({"TOP_K": "20", "ROLLOUT_BACKEND": "sglang_jax"}, ("float32", "float32"), 1e-3),
+        ({"TOP_K": "20"}, ("float32", "float32"), 1e-3),
+        ({"TOP_K": "20", "SAMPLING_SUPPORT": "full"}, ("float32", "float32"), math.inf),
+        (FILTERED_ENGINE, ("float32", "float32"), 1e-3),
     ],
 )
 def test_the_level_of_the_difference_follows_from_the_dtypes(settings, dtypes, level) -> None:
@@ -133,6 +139,7 @@ def test_the_step_record_by_hand() -> None:
         "train-other/loss": 0.25,
         "train-other/batch_global": 4,
         "train-other/total_valid_token_count": 20,
+        "throughput/rollout/computed_per_token": 2.0,
         "train-other/frac_reward_zero_std": 0.5,
         "train-reward/total/mean": 1.125,
         "train-reward/total/min": 0.5,
@@ -145,6 +152,9 @@ def test_the_step_record_by_hand() -> None:
         "train-seq_len/completion/hit_max_frac": 0.25,
     }
     assert {name: records[name] for name in expected} == pytest.approx(expected)
+    assert "train-other/support/cut_tokens" not in records
+    records = step_records(step(METRICS | {"support/mass": 0.9}), 2, ["first", "second"])
+    assert records["train-other/support/cut_tokens"] == 5
 
 
 def test_a_step_writes_its_lines_its_record_and_two_samples(
@@ -156,7 +166,9 @@ def test_a_step_writes_its_lines_its_record_and_two_samples(
     texts = [f"<answer>{number}</answer>" for number in range(8)]
     per_function = np.array([[1.0, 1], [0, 1], [0, 0], [0, 0], [0, 1], [1, 0], [1, 1], [0, 0]])
     rewards = np.array([1.5, 0.5, 0, 0, 0.5, 1, 1.5, 0])
-    results = StepResults(rewards, np.full(8, 9.0), np.full(8, 5.0), np.ones(8), per_function)
+    lengths = np.full(8, 9.0), np.full(8, 5.0)
+    others = np.ones(8), np.full(8, 5.0), np.zeros(8)  # stopped, computed and cut tokens
+    results = StepResults(rewards, *lengths, *others, per_function)
     groups = Groups(run.train_prompts[:2], completions_of(texts, run.tokenizer), results)
     log = RunLog(tmp_path, steps=10, writes=True, wandb=None)
     capsys.readouterr()

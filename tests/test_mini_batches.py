@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,17 +11,16 @@ from test_sizes import sizes
 from test_train import Result, finish, start_two, train
 
 import data
+import train_grpo
 from config import Config
 from loss import group_advantages
 from models import hf
 from rewards import SYSTEM_PROMPT
 from run import Run
-from runtime.layout import shard_batch
 from runtime.mistakes import UserMistake
-from runtime.sizes import prompt_share
+from runtime.packing import Batch
 from startup import set_up
-from train_grpo import shuffle_groups
-from update import MicroBatch, MiniBatch, count, gather_batch
+from train_grpo import Part, parts_of, to_devices, update_policy
 
 REPO = Path(__file__).resolve().parent.parent
 TINY = REPO / "tiny"
@@ -73,65 +73,140 @@ def test_parts_that_do_not_divide_are_refused_with_those_that_do(slice_, setting
 # ---- The parts -----------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["8,1,1", "2,1,4"])
-def run(request: pytest.FixtureRequest) -> Run:
-    """On eight devices, which hold a sequence and its prompt each, or in pairs of four, which hold
-    four sequences and their one prompt."""
-    env = "BATCH_SIZE=8 NUM_PRE_Q=4 NUM_MINI_BATCHES=4 TRAIN_MICRO_BATCH_SIZE=8"
-    env += f" MODEL_PATH={TINY} DATASET={TINY} MESH_SHAPE={request.param}"
-    return set_up(Config.from_env(dict(pair.split("=") for pair in env.split())))
+SETTINGS_OF_PARTS = "BATCH_SIZE=8 NUM_PRE_Q=4 NUM_MINI_BATCHES=4 TRAIN_MICRO_BATCH_SIZE=8"
 
 
-def step_of(run: Run, masked: int) -> MiniBatch:
-    """A step of 8 groups of 4 sequences; every array tells the group or the sequence of a row.
+def run_of(settings: str) -> Run:
+    text = f"{SETTINGS_OF_PARTS} MODEL_PATH={TINY} DATASET={TINY} {settings}"
+    return set_up(Config.from_env(dict(pair.split("=") for pair in text.split())))
+
+
+def life() -> SimpleNamespace:
+    """What update_policy uses of a Lifecycle."""
+    stop = SimpleNamespace(check=lambda: None)
+    return SimpleNamespace(stop=stop, widths=[])
+
+
+@pytest.fixture(
+    scope="module",
+    params=[("8,1,1", "off", 4), ("2,1,4", "off", 1), ("8,1,1", "auto", 0), ("2,1,4", "auto", 0)],
+    ids=str,
+)
+def run_and_copies(request: pytest.FixtureRequest) -> tuple[Run, int]:
+    """On eight devices, or on pairs of four; and how often a prompt is computed. In padded rows a
+    device has one sequence with its prompt, or four sequences with their one prompt. 0 stands for
+    packed rows, in which it depends on the lengths."""
+    shape, packing, copies = request.param
+    return run_of(f"MESH_SHAPE={shape} PACKING={packing}"), copies
+
+
+def step_of(masked: int) -> Batch:
+    """A step of 8 groups of 4 sequences; every array tells the group or the sequence.
 
     masked: the sequence of which no token counts.
     """
     sequence = np.arange(32)
-    batch_shards = run.training.layout.batch_shards
-    copies = 4 // prompt_share(4, 8 // batch_shards)  # of each prompt
-    prompts = np.repeat(np.arange(8), copies)
     mask = np.ones((32, 3), np.int32)
     mask[masked] = 0
-    arrays = MicroBatch(
-        prompt_ids=np.repeat(prompts[:, None], 5, axis=1),
-        prompt_mask=np.ones((len(prompts), 5), np.int32),
-        completion_ids=np.repeat(sequence[:, None], 3, axis=1),
+    return Batch(
+        prompts=[[group] * 5 for group in range(8)],
+        completion_ids=np.repeat(sequence[:, None], 3, axis=1).astype(np.int32),
         completion_mask=mask,
-        sampling_logps=np.zeros((32, 3), np.float32),
+        sampling_logps=np.repeat(sequence[:, None], 3, axis=1).astype(np.float32),
         advantages=sequence.astype(np.float32),
     )
-    pieces = [[None] * 4 if x is None else np.split(x, 4) for x in arrays]
-    micro_batches = [
-        MicroBatch(*(x if x is None else shard_batch(x, run.training.layout) for x in piece))
-        for piece in zip(*pieces, strict=True)
-    ]
-    return MiniBatch(np.arange(8), micro_batches, count(31 * 3, 32, None))
 
 
-def test_every_group_is_in_one_part_with_all_its_rows_and_each_part_has_its_own_counts(run) -> None:
-    parts = shuffle_groups(run, [step_of(run, masked=5)], step=3, epoch=0)
-    assert len(parts) == 4
-    for part in parts:
-        arrays = gather_batch(part.micro_batches)
-        sequences = (part.groups[:, None] * 4 + np.arange(4)).reshape(-1)  # [8]
-        assert [*arrays["completion_ids"][:, 0]] == [*arrays["advantages"]] == [*sequences]
-        copies = len(arrays["prompt_ids"]) // 2
-        assert copies == {8: 4, 2: 1}[run.training.layout.batch_shards]
-        assert [*arrays["prompt_ids"][:, 0]] == [*np.repeat(part.groups, copies)]
-        tokens = 24 - 3 * (1 in part.groups)  # sequence 5 is one of group 1
-        assert part.counts == (tokens, 8, tokens)
+def prompts_on_devices(part: Part) -> list[int]:
+    """The prompt of each copy of a prompt, sorted; all tokens of a prompt are its number."""
+    found = []
+    for batch in part.micro_batches:
+        P = batch.ids.shape[1] - batch.targets.shape[1]
+        ids, group = (np.asarray(x)[:, :P] for x in (batch.ids, batch.group))
+        found += [*ids[group >= 0]]
+    assert all(found.count(prompt) % 4 == 0 for prompt in found), "the last token is fed later"
+    return sorted(found)[::4]
 
 
-def test_the_parts_follow_from_seed_step_and_epoch_alone(run) -> None:
-    parts = shuffle_groups(run, [step_of(run, masked=5)], step=3, epoch=0)
-    again = shuffle_groups(run, parts, step=3, epoch=1)
-    for epoch, found in enumerate((parts, again)):
-        order = np.random.default_rng([0, 3, epoch]).permutation(8)
-        assert [*np.concatenate([part.groups for part in found])] == [*order]
-    arrays = gather_batch(again[2].micro_batches)
-    copies = len(arrays["prompt_ids"]) // 2
-    assert [*arrays["prompt_ids"][::copies, 0]] == [*again[2].groups]
+def sequences_on_devices(part: Part) -> list[int]:
+    """The number of each sequence that is computed, sorted; each array tells the same."""
+    found = []
+    for batch in part.micro_batches:
+        places = np.asarray(batch.places)
+        ids = np.take_along_axis(np.asarray(batch.targets)[:, None], places, axis=2)  # [X, n, T]
+        mask = np.asarray(batch.completion_mask)
+        numbers = [*(np.asarray(batch.advantages)[mask[:, 0] > 0])]
+        for x in (ids.reshape(mask.shape), np.asarray(batch.sampling_logps)):
+            assert [*x[mask > 0]] == [*np.repeat(numbers, 3)]
+        found += numbers
+    return sorted(found)
+
+
+def test_every_group_is_in_one_part_with_all_its_sequences_and_each_part_has_its_own_counts(
+    run_and_copies,
+) -> None:
+    """A sequence of which no token counts is not computed, but it is one of the sequences."""
+    run, copies = run_and_copies
+    parts = parts_of(run, step=3, epoch=0)
+    assert parts.shape == (4, 2) and sorted(parts.reshape(-1)) == [*range(8)]
+    for groups in parts:
+        part = to_devices(run, life(), step_of(masked=5), groups)
+        sequences = (groups[:, None] * 4 + np.arange(4)).reshape(-1)  # [8]
+        assert [*part.arrays()["advantages"]] == [*sequences]
+        computed = sorted({*sequences} - {5})
+        assert sequences_on_devices(part) == computed
+        prompts = prompts_on_devices(part)
+        assert {*prompts} == {*groups}
+        if copies:
+            assert prompts == ([i // 4 for i in computed] if copies == 4 else sorted(groups))
+        tokens = 24 - 3 * (1 in groups)  # sequence 5 is one of group 1
+        assert part.counts() == (tokens, 8, tokens)
+        expected = np.repeat(np.where(np.isin(np.arange(32), computed), np.arange(32), 0), 3)
+        found = part.to_batch([batch.sampling_logps for batch in part.micro_batches])
+        assert [*found.reshape(-1)] == [*expected], "results come back to the places of the batch"
+
+
+def test_the_parts_follow_from_seed_step_and_epoch_alone() -> None:
+    run = run_of("SEED=2")
+    for epoch in (0, 1):
+        order = np.random.default_rng([2, 3, epoch]).permutation(8)
+        assert parts_of(run, step=3, epoch=epoch).tolist() == order.reshape(4, 2).tolist()
+
+
+def test_a_single_part_is_not_shuffled() -> None:
+    run = run_of("NUM_MINI_BATCHES=1 TRAIN_MICRO_BATCH_SIZE=32")
+    assert parts_of(run, step=3, epoch=1).tolist() == [[*range(8)]]
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_old_logps_are_those_before_the_first_update(n: int, monkeypatch) -> None:
+    """Here the log-probability of a token is its sequence and 100 for each update before it. The
+    first update gives those of its own part; the other parts are scored once, before it."""
+    run = run_of(f"NUM_MINI_BATCHES={n} TRAIN_MICRO_BATCH_SIZE=8 PPO_EPOCHS=2")
+    scored, updated = [], []
+
+    def score(run, life, params, batch, groups) -> tuple[np.ndarray, None]:
+        assert params == 0, "the weights before the first update"
+        scored.append([*groups])
+        of_groups = np.isin(np.arange(32) // 4, groups)[:, None]
+        return np.where(of_groups, batch.sampling_logps, 0), None
+
+    def one_update(run, state, part, lr) -> tuple:
+        updated.append((part.sequences, part.batch.old_logps))
+        logps = [batch.sampling_logps + 100 * state.params for batch in part.micro_batches]
+        return SimpleNamespace(params=state.params + 1), {"loss": 0.0, "grad_norm": 1.0}, logps
+
+    monkeypatch.setattr(train_grpo, "score", score)
+    monkeypatch.setattr(train_grpo, "one_update", one_update)
+    batch, before = step_of(masked=5), SimpleNamespace(params=0)
+    state, _, _, metrics = update_policy(run, life(), before, None, batch, 0.1, step=3)
+    assert state.params == len(updated) == metrics["updates_applied"] == 2 * n
+    first, *later = parts_of(run, step=3, epoch=0)
+    assert scored == ([[*np.concatenate(later)]] if later else [])
+    assert updated[0][1] is None, "each ratio of the first update is 1"
+    for sequences, old in updated[1:]:
+        counted = sequences[sequences != 5]
+        assert [*old[counted, 0]] == [*counted]
 
 
 # ---- Runs ----------------------------------------------------------------------------------------

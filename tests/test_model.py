@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import jax
@@ -19,9 +20,10 @@ from formula_model import (
     transformers_logits,
     write_folder,
 )
+from small_model import in_rows
 
 from models import hf
-from models.attention import Cache, map_kv
+from models.attention import Cache, PackedRows, map_kv, prompt_rows
 from models.model import (
     Compute,
     ModelConfig,
@@ -35,14 +37,9 @@ from models.model import (
     prefix_of,
     stop_if_indivisible,
 )
-from runtime.layout import (
-    ROLLOUT_BATCH_AXES,
-    TRAIN_BATCH_AXES,
-    Layout,
-    make_mesh,
-    shard_batch,
-)
+from runtime.layout import ROLLOUT_BATCH_AXES, TRAIN_BATCH_AXES, Layout, make_mesh, shard_batch
 from runtime.mistakes import UserMistake
+from runtime.packing import Batch
 
 # Everything at once: biases, head norms, scaled rotary angles, an lm_head beside the embedding, and
 # h != D/H.
@@ -69,6 +66,7 @@ RNG = np.random.default_rng(0)
 PROMPT_IDS = RNG.integers(0, 32, (2, S + 1)).astype(np.int32)
 PROMPT_MASK = np.array([[1, 1, 1, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1, 1]], np.int32)
 COMPLETION_IDS = RNG.integers(0, 32, (R, T)).astype(np.int32)
+COUNTS = np.arange(T) < np.array([5, 2, 4, 1, 3, 5, 5, 2])[:, None]  # [R, T] the tokens of rows
 PROBE = RNG.standard_normal((R, T, 16)).astype(np.float32)  # a loss whose gradient reaches all
 PARAMS = jax.tree.map(
     lambda leaf: ("norm" in leaf.name) + 0.4 * RNG.standard_normal(leaf.shape).astype(np.float32),
@@ -76,51 +74,56 @@ PARAMS = jax.tree.map(
 )
 
 
-def prompts_for(share: int, prompt_mask: np.ndarray = PROMPT_MASK) -> tuple[np.ndarray, np.ndarray]:
+def prompts_for(share: int) -> tuple[np.ndarray, np.ndarray]:
     """prompt_ids and prompt_mask [R/share, S+1]: a copy for every `share` sequences."""
     copies = K // share
-    return np.repeat(PROMPT_IDS, copies, axis=0), np.repeat(prompt_mask, copies, axis=0)
+    return np.repeat(PROMPT_IDS, copies, axis=0), np.repeat(PROMPT_MASK, copies, axis=0)
 
 
-def hidden_of(params, compute, prompt_ids, prompt_mask, completion_ids):
-    """[R, T, D] hidden states that predict the completions, computed as in training."""
+def packed(share, prompts=PROMPT_IDS, completions=COMPLETION_IDS, S=0) -> list[np.ndarray]:
+    """The inputs of hidden_of: all sequences in their order, `share` in each row."""
+    prompts = [ids[mask == 1] for ids, mask in zip(prompts, PROMPT_MASK, strict=True)]
+    unused = np.zeros((R, T), np.float32)
+    batch = Batch(prompts, completions, COUNTS.astype(np.int32), unused, unused[:, 0])
+    names = ("ids", "positions", "group", "start", "targets", "places", "completion_mask")
+    return list(map(in_rows(batch, share, S=S).get, names))
+
+
+def hidden_of(params, compute, ids, positions, group, start, targets, places, mask):
+    """[R, T, D] hidden states that predict the completions, computed as in training; 0 where a
+    completion has no token."""
     params = arrange_layers(params, compute.layer_loop, compute.dtype)
-    (G, width), share = prompt_ids.shape, len(completion_ids) // len(prompt_ids)
-    before, positions, mask = prefix_of(prompt_ids, prompt_mask)
-    last = jnp.repeat(prompt_ids[:, -1:], share, axis=0)
-    start = jnp.repeat(prompt_mask.sum(axis=1) - 1, share)[:, None]
-    fed = jnp.concatenate([last, completion_ids[:, :-1]], axis=1)
-    ids = jnp.concatenate([before, fed.reshape(G, share * T)], axis=1)
-    positions = jnp.concatenate([positions, (start + jnp.arange(T)).reshape(G, share * T)], axis=1)
-    hidden, _ = forward(params, compute, ids, positions, prompt_mask=mask, share=share)
-    return hidden[:, width - 1 :].reshape(G * share, T, -1)
+    rows = PackedRows(group, start, S := ids.shape[1] - targets.shape[1], longest=T)
+    hidden, _ = forward(params, compute, ids, positions, rows=rows)
+    found = jax.vmap(lambda x, at: x[at])(hidden[:, S:], places)  # [X, share, T, D]
+    return (found.reshape(*mask.shape, -1) * mask[..., None].astype(hidden.dtype))[:R]
 
 
 def decoded(params, compute, prompt_ids, prompt_mask, completion_ids):
     """The same hidden states, computed token by token from a cache."""
-    params, sequences = (
-        arrange_layers(params, compute.layer_loop, compute.dtype),
-        len(completion_ids),
-    )
-    share = sequences // len(prompt_ids)
+    params = arrange_layers(params, compute.layer_loop, compute.dtype)
+    share = R // len(prompt_ids)
     before, positions, mask = prefix_of(prompt_ids, prompt_mask)
-    _, prompt = forward(params, compute, before, positions, prompt_mask=mask)
+    _, prompt = forward(params, compute, before, positions, rows=prompt_rows(mask))
     start = jnp.repeat(prompt_mask.sum(axis=1) - 1, share)
 
     def step(state, t):
         token, completion = state
         cache = Cache(prompt, mask, completion, t)
-        hidden, completion = forward(
-            params, compute, token[:, None], (start + t)[:, None], cache=cache
-        )
+        at = (start + t)[:, None]
+        hidden, completion = forward(params, compute, token[:, None], at, cache=cache)
         return (completion_ids[:, t], completion), hidden[:, 0]
 
     # Places of the cache that are not written yet must not be read.
-    empty = map_kv(lambda kv: kv.empty(sequences, T), prompt)
+    empty = map_kv(lambda kv: kv.empty(R, T), prompt)
     empty = jax.tree.map(lambda x: jnp.full_like(x, 1e4), empty)
     first = jnp.repeat(prompt_ids[:, -1], share)
     _, hidden = jax.lax.scan(step, (first, empty), jnp.arange(T))
     return hidden.swapaxes(0, 1)
+
+
+def prefill(params, compute, ids, positions, mask):
+    return forward(params, compute, ids, positions, rows=prompt_rows(mask))
 
 
 def loss_of(params, compute, *inputs):
@@ -130,17 +133,15 @@ def loss_of(params, compute, *inputs):
 
 # Most of the time of these tests is compilation, which takes half as long without optimizations.
 jit = functools.partial(
-    jax.jit,
-    static_argnames=("compute",),
-    compiler_options={"xla_backend_optimization_level": 0},
+    jax.jit, static_argnames=("compute",), compiler_options={"xla_backend_optimization_level": 0}
 )
-forward_jit, hidden_jit, decoded_jit = jit(forward), jit(hidden_of), jit(decoded)
+forward_jit, prefill_jit, hidden_jit, decoded_jit = map(jit, (forward, prefill, hidden_of, decoded))
 gradient_jit = jit(jax.value_and_grad(loss_of, has_aux=True))
 
 
 @functools.cache
 def unpadded() -> np.ndarray:
-    """[R, T, D] from one forward per sequence: no padding, no shared prompt and no cache."""
+    """[R, T, D] from one forward per sequence: no padding, no packed rows and no cache."""
     found = []
     for prompt, mask, ids in zip(*prompts_for(1), COMPLETION_IDS, strict=True):
         sequence = np.concatenate([prompt[mask == 1], ids[:-1]])[None]
@@ -153,7 +154,7 @@ def unpadded() -> np.ndarray:
 @functools.cache
 def plain_gradient():
     """The hidden states and the gradient of loss_of on one device, without remat."""
-    (_, hidden), grads = gradient_jit(PARAMS, FLOAT32, *prompts_for(1), COMPLETION_IDS)
+    (_, hidden), grads = gradient_jit(PARAMS, FLOAT32, *packed(1))
     return hidden, grads
 
 
@@ -170,7 +171,7 @@ def logits_of(folder, **changes) -> np.ndarray:
     model = hf.read_config(folder)
     params = hf.load_params(folder, model, make_mesh("MESH_SHAPE", "8,1,1", jax.devices()), "f4")
     compute = Compute(dataclasses.replace(model, **changes), jnp.dtype("float32"))
-    hidden, _ = forward_jit(params, compute, IDS, POSITIONS, prompt_mask=MASK)
+    hidden, _ = prefill_jit(params, compute, IDS, POSITIONS, MASK)
     return np.asarray(hidden @ lm_head(params).T)
 
 
@@ -202,10 +203,11 @@ def test_llama3_logits_tell_scaled_angles_from_plain_ones(tmp_path: Path) -> Non
 # ---- One forward, every route --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("share", [1, 2, 4])
-def test_prompt_and_completions_in_one_input_equal_one_unpadded_forward(share: int) -> None:
-    hidden = hidden_jit(PARAMS, FLOAT32, *prompts_for(share), COMPLETION_IDS)
-    np.testing.assert_allclose(hidden, unpadded(), rtol=0, atol=1e-5)
+@pytest.mark.parametrize("share", [1, 2, 3, 4, 8])
+def test_packed_rows_equal_one_unpadded_forward(share: int) -> None:
+    """With 3 in a row both groups stand in the second row, and each in another row too."""
+    hidden = hidden_jit(PARAMS, FLOAT32, *packed(share))
+    np.testing.assert_allclose(hidden, unpadded() * COUNTS[..., None], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("share", [1, 4])
@@ -214,27 +216,52 @@ def test_decoding_token_by_token_equals_one_unpadded_forward(share: int) -> None
     np.testing.assert_allclose(hidden, unpadded(), rtol=0, atol=1e-5)
 
 
-def test_the_tokens_under_the_padding_change_nothing() -> None:
-    prompt_ids, prompt_mask = prompts_for(4)
-    noise = np.where(prompt_mask, prompt_ids, 31 - prompt_ids)
-    assert (noise != prompt_ids).sum() == 3
-    hidden = hidden_jit(PARAMS, FLOAT32, noise, prompt_mask, COMPLETION_IDS)
-    clean = hidden_jit(PARAMS, FLOAT32, prompt_ids, prompt_mask, COMPLETION_IDS)
+def test_other_tokens_of_a_row_change_not_a_bit_of_a_sequence() -> None:
+    clean = np.asarray(hidden_jit(PARAMS, FLOAT32, *packed(8)))
+    other = (COMPLETION_IDS + 1) % 32
+    for changed in range(R):
+        mine = np.arange(R)[:, None] == changed
+        rows = packed(8, completions=np.where(mine, other, COMPLETION_IDS))
+        differs = (np.asarray(hidden_jit(PARAMS, FLOAT32, *rows)) != clean).any(axis=2)
+        assert (differs == (mine & COUNTS & (np.arange(T) > 0))).all()  # 0 is of the prompt
+    rows = packed(8, prompts=np.stack([PROMPT_IDS[0], 31 - PROMPT_IDS[1]]))
+    differs = (np.asarray(hidden_jit(PARAMS, FLOAT32, *rows)) != clean).any(axis=2)
+    assert (differs == (COUNTS & (np.arange(R) >= K)[:, None])).all()
+
+
+def test_the_tokens_of_padding_change_nothing() -> None:
+    ids, positions, group, *others = packed(3, S=13)
+    noise = np.where(group < 0, 31, ids), np.where(group < 0, 7, positions)
+    clean = hidden_jit(PARAMS, FLOAT32, ids, positions, group, *others)
+    hidden = hidden_jit(PARAMS, FLOAT32, *noise, group, *others)
+    np.testing.assert_array_equal(hidden, clean)
+    assert_same(clean, hidden_jit(PARAMS, FLOAT32, *packed(3)), 1e-6)  # which has S = 9
+    # Prompts of decoding are padded on the left.
+    noise = np.where(PROMPT_MASK, PROMPT_IDS, 31 - PROMPT_IDS)
+    assert (noise != PROMPT_IDS).sum() == 3
+    hidden, clean = (
+        decoded_jit(PARAMS, FLOAT32, x, PROMPT_MASK, COMPLETION_IDS) for x in (noise, PROMPT_IDS)
+    )
     np.testing.assert_array_equal(hidden, clean)
 
 
-def test_a_fully_padded_prompt_gives_finite_numbers_and_leaves_the_others_alone() -> None:
-    inputs = *prompts_for(1, PROMPT_MASK * np.array([[1], [0]], np.int32)), COMPLETION_IDS
-    (_, hidden), grads = gradient_jit(PARAMS, FLOAT32, *inputs)
+def test_an_empty_row_and_a_fully_padded_prompt_are_finite_and_leave_others_alone() -> None:
+    empty = np.array([[1], [0]])
+    *tokens, group, start, targets, places, mask = packed(4)
+    rows = np.where(empty, group, -1), start, targets, places, mask * np.repeat(empty, K, axis=0)
+    (_, hidden), grads = gradient_jit(PARAMS, FLOAT32, *tokens, *rows)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((hidden, grads)))
+    np.testing.assert_allclose(hidden[:K], (unpadded() * COUNTS[..., None])[:K], rtol=0, atol=1e-5)
+    hidden = decoded_jit(PARAMS, FLOAT32, PROMPT_IDS, PROMPT_MASK * empty, COMPLETION_IDS)
+    assert np.isfinite(hidden).all()
     np.testing.assert_allclose(hidden[:K], unpadded()[:K], rtol=0, atol=1e-5)
 
 
 def test_bfloat16_is_near_float32() -> None:
-    hidden = hidden_jit(PARAMS, BFLOAT16, *prompts_for(4), COMPLETION_IDS)
+    hidden = hidden_jit(PARAMS, BFLOAT16, *packed(4))
     assert hidden.dtype == jnp.bfloat16
-    error = np.asarray(hidden, np.float32) - unpadded()
-    assert 0 < np.sqrt((error**2).mean() / (unpadded() ** 2).mean()) < 0.03
+    error = (np.asarray(hidden, np.float32) - unpadded())[COUNTS]
+    assert 0 < np.sqrt((error**2).mean() / (unpadded()[COUNTS] ** 2).mean()) < 0.03
 
 
 def test_bfloat16_tells_far_positions_apart() -> None:
@@ -254,7 +281,7 @@ def test_remat_and_unrolled_layers_leave_the_gradient_unchanged(
     remat: str, layer_loop: str
 ) -> None:
     compute = FLOAT32._replace(remat=remat, layer_loop=layer_loop)
-    (_, hidden), grads = gradient_jit(PARAMS, compute, *prompts_for(1), COMPLETION_IDS)
+    (_, hidden), grads = gradient_jit(PARAMS, compute, *packed(1))
     assert_same((hidden, grads), plain_gradient(), 1e-6)
 
 
@@ -266,7 +293,7 @@ def test_the_gradient_is_the_slope_of_the_loss() -> None:
 
     def loss(t: float) -> float:
         moved = jax.tree.map(lambda x, d: x + np.float32(t) * d, PARAMS, direction)
-        hidden = hidden_jit(moved, FLOAT32, *prompts_for(1), COMPLETION_IDS)
+        hidden = hidden_jit(moved, FLOAT32, *packed(1))
         return float((np.asarray(hidden) * PROBE).sum())
 
     assert slope == pytest.approx((loss(1e-3) - loss(-1e-3)) / 2e-3, rel=5e-3)
@@ -276,19 +303,19 @@ def test_the_gradient_is_the_slope_of_the_loss() -> None:
 
 
 def placed(
-    mesh_shape: str, batch_axes: tuple[str, ...], share: int
+    mesh_shape: str, batch_axes: tuple[str, ...], inputs: Iterable[np.ndarray]
 ) -> tuple[Layout, Params, list[jax.Array]]:
     """The layout, the parameters and the inputs, placed on the devices as in a run."""
     layout = Layout(make_mesh("MESH_SHAPE", mesh_shape, jax.devices()), batch_axes)
     params = jax.tree.map(jax.device_put, PARAMS, param_shardings(MODEL, layout.mesh))
-    return layout, params, [shard_batch(x, layout) for x in (*prompts_for(share), COMPLETION_IDS)]
+    return layout, params, [shard_batch(x, layout) for x in inputs]
 
 
 @pytest.mark.parametrize("mesh_shape, share", [("1,8,1", 1), ("1,4,2", 2), ("2,2,2", 2)])
 def test_training_layouts_leave_hidden_states_and_gradient_unchanged(
     mesh_shape: str, share: int
 ) -> None:
-    layout, params, inputs = placed(mesh_shape, TRAIN_BATCH_AXES, share)
+    layout, params, inputs = placed(mesh_shape, TRAIN_BATCH_AXES, packed(share))
     compute = FLOAT32._replace(layout=layout, remat="full")
     (_, hidden), grads = gradient_jit(params, compute, *inputs)
     assert_same((hidden, grads), plain_gradient(), 1e-5)
@@ -299,7 +326,8 @@ def test_training_layouts_leave_hidden_states_and_gradient_unchanged(
     [("8,1,1", "scan"), ("4,1,2", "scan"), ("1,2,4", "scan"), ("4,1,2", "unroll")],
 )
 def test_decoding_layouts_leave_hidden_states_unchanged(mesh_shape: str, layer_loop: str) -> None:
-    layout, params, inputs = placed(mesh_shape, ROLLOUT_BATCH_AXES, 1)
+    inputs = *prompts_for(1), COMPLETION_IDS
+    layout, params, inputs = placed(mesh_shape, ROLLOUT_BATCH_AXES, inputs)
     hidden = decoded_jit(params, FLOAT32._replace(layout=layout, layer_loop=layer_loop), *inputs)
     np.testing.assert_allclose(hidden, unpadded(), rtol=0, atol=1e-5)
 
@@ -326,25 +354,23 @@ def test_the_documented_shapes(tied: bool) -> None:
         return jnp.zeros(shape, jnp.int32)
 
     params = jax.eval_shape(functools.partial(init_params, model), jax.random.key(0))
-    compute, mask, packed = FLOAT32._replace(model=model), jnp.ones((G, S), bool), (G, S + 2 * t)
+    compute, mask = FLOAT32._replace(model=model), jnp.ones((G, S), bool)
+    row, token = ints(G, S + 2 * t), ints(R, 1)
     _, prompt = jax.eval_shape(lambda p: forward(p, compute, ints(G, S), ints(G, S)), params)
     hidden, kv = jax.eval_shape(
-        lambda p: forward(p, compute, ints(*packed), ints(*packed), prompt_mask=mask, share=2),
-        params,
+        lambda p: forward(p, compute, row, row, rows=PackedRows(row, row, S, t)), params
     )
     completion = jax.eval_shape(lambda kv: kv.empty(R, T), prompt)
     new, written = jax.eval_shape(
-        lambda p, *kvs: forward(
-            p, compute, ints(R, 1), ints(R, 1), cache=Cache(kvs[0], mask, kvs[1], 4)
-        ),
+        lambda p, *kvs: forward(p, compute, token, token, cache=Cache(kvs[0], mask, kvs[1], 4)),
         params,
         prompt,
         completion,
     )
     assert prompt.k.shape == (3, 7, 2, 22, 11)  # [L, G, N, h, S]
     assert prompt.v.shape == (3, 7, 2, 11, 22)  # [L, G, N, S, h]
-    assert hidden.shape == (7, 21, 13)  # [G, S + share*T, D]
-    assert kv.v.shape == (3, 7, 2, 21, 22)  # [L, G, N, S + share*T, h]
+    assert hidden.shape == (7, 21, 13)  # [X, S + C, D]
+    assert kv.v.shape == (3, 7, 2, 21, 22)  # [L, X, N, S + C, h]
     assert new.shape == (14, 1, 13)
     assert written.k.shape == (3, 14, 2, 22, 19)  # [L, R, N, h, T]
     assert written.v.shape == (3, 14, 2, 19, 22)  # [L, R, N, T, h]

@@ -25,8 +25,7 @@ from test_train import train
 
 from config import Config
 from loss import Objective
-from run import objective_of
-from sampling import Sampling
+from models.draw import Sampling
 from startup import set_up
 from update import Optimizer
 
@@ -142,6 +141,7 @@ def test_every_setting_of_the_objective_the_sampler_and_the_optimizer_reaches_it
         "IS_MODE": "token_mask",
         "IS_FLOOR": "0.5",
         "IS_CAP": "2.5",
+        "OFF_POLICY_MASK_THRESHOLD": "0.3",
         "MAX_LENGTH_SAMPLE": "24",
         "TEMPERATURE": "0.7",
         "TOP_K": "9",
@@ -165,14 +165,11 @@ def test_every_setting_of_the_objective_the_sampler_and_the_optimizer_reaches_it
         is_mode="token_mask",
         is_floor=0.5,
         is_cap=2.5,
-        off_policy_mask_threshold=0.0,
+        off_policy_mask_threshold=0.3,
         max_completion_length=24,
     )
-    assert run.sampling == Sampling(temperature=0.7, top_k=9, top_p=0.8, min_p=0.2)
+    assert run.sampling == Sampling(temperature=0.7, top_k=9, top_p=0.8, min_p=0.2, replay=True)
     assert run.optimizer == Optimizer(name="lion", weight_decay=0.04, clip_norm=0.5)
     for made in (run.objective, run.sampling, run.optimizer):
         left = {name for name, x in made._asdict().items() if x == made._field_defaults[name]}
-        # The mask cannot be on together with TOP_K, TOP_P or MIN_P.
-        assert left <= {"off_policy_mask_threshold"}, "a new field needs a value in this test"
-    masked = Config.from_env({"OFF_POLICY_MASK_THRESHOLD": "0.3"})
-    assert objective_of(masked).off_policy_mask_threshold == 0.3
+        assert not left, "a new field needs a value in this test"

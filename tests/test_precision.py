@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+from small_model import in_rows
 
 import data
 import rewards
@@ -19,6 +20,7 @@ from loss import Objective
 from models import hf
 from models.model import Compute
 from runtime.layout import TRAIN_BATCH_AXES, Layout, shard_batch
+from runtime.packing import Batch
 from update import Counts, MicroBatch, micro_step, zero_grads
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -32,8 +34,8 @@ WHERE = Layout(
 
 
 @functools.cache
-def arrays() -> tuple[np.ndarray, ...]:
-    """The arrays of MicroBatch for the step, of P questions with K answers each.
+def step() -> Batch:
+    """The sequences of the step, of P questions with K answers each.
 
     One answer is right, two are wrong by 10 and by 1, and one has no answer.
     """
@@ -50,10 +52,8 @@ def arrays() -> tuple[np.ndarray, ...]:
     for i, answer in enumerate(answers):
         tokens = [*tokenizer(answer)["input_ids"], tokenizer.eos_token_id][:T]
         ids[i, : len(tokens)], mask[i, : len(tokens)] = tokens, 1
-    width = max(len(p.ids) for p in prompts)
-    prompt_ids, prompt_mask = data.pad_prompts([p.ids for p in prompts], width, 0)
     advantages = np.tile(np.float32([1.5, -0.5, -0.5, -0.5]), P)
-    return prompt_ids, prompt_mask, ids, mask, np.zeros((B, T), np.float32), advantages
+    return Batch([p.ids for p in prompts], ids, mask, np.zeros((B, T), np.float32), advantages)
 
 
 @functools.cache
@@ -61,20 +61,16 @@ def gradient(dtype: str, micro: int, wrong: str = "") -> np.ndarray:
     """The gradient of the step as a vector. wrong: a mistake made on purpose."""
     model = hf.read_config(TINY)
     params = hf.load_params(TINY, model, WHERE.mesh, jnp.float32)
-    prompt_ids, prompt_mask, *sequences = arrays()
-    mask = sequences[1]
+    batch, mask = step(), step().completion_mask
+    longest = max(len(ids) for ids in batch.prompts)
     total, compute = zero_grads(params), Compute(model, jnp.dtype(dtype), WHERE)
     for start in range(0, B - micro if wrong == "one is left out" else B, micro):
-        part, prompts = slice(start, start + micro), slice(start // K, (start + micro) // K)
+        arrays = in_rows(batch, K, range(start, start + micro), S=longest - 1)
         tokens = mask.size if wrong == "padding is counted" else mask.sum()
-        batch = MicroBatch(
-            *(shard_batch(x[prompts], WHERE) for x in (prompt_ids, prompt_mask)),
-            *(shard_batch(x[part], WHERE) for x in sequences),
-        )
         total, _, _ = micro_step(
             params,
             total,
-            batch,
+            MicroBatch(**{name: shard_batch(x, WHERE) for name, x in arrays.items()}),
             Counts(*map(np.float32, (tokens, B, tokens))),
             objective=Objective(),
             temperature=1.0,

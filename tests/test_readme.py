@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import config
+from runtime import parsing
 
 REPO = Path(__file__).resolve().parent.parent
 README = (REPO / "README.md").read_text(encoding="utf-8")
@@ -30,7 +31,7 @@ def test_the_table_of_fifteen_settings_has_their_defaults() -> None:
     rows = table("Settings")
     assert len(rows) == 15
     for name, default, _ in rows:
-        text = config.to_text(SETTINGS[name].default).strip('"')
+        text = parsing.to_text(SETTINGS[name].default).strip('"')
         assert default == (text or "empty"), name
 
 

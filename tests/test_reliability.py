@@ -299,5 +299,9 @@ def test_steps_that_are_not_finite_are_not_applied_and_end_the_run_after_the_lim
     for step in (0, 1, 2):
         batch = np.load(folder / f"bad_step_{step}.npz", allow_pickle=False)
         assert batch["completion_ids"].shape[0] == batch["advantages"].shape[0] == 16
-        assert batch["prompt_ids"].shape == batch["prompt_mask"].shape
+        assert (
+            batch["prompt_ids"].shape
+            == batch["prompt_mask"].shape
+            == (4, batch["prompt_mask"].sum(1).max())
+        )
         assert ("old_logps" in batch) == (step == 0), "the ratios of a second update need them"

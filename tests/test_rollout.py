@@ -154,7 +154,7 @@ def completions_of(texts: list[str], tokenizer: Any) -> Completions:
     width = max(map(len, ids)) + 1
     padded = np.array([[*tokens, *[END] * (width - len(tokens))] for tokens in ids], np.int32)
     mask = np.array([[1] * (len(tokens) + 1) + [0] * (width - len(tokens) - 1) for tokens in ids])
-    return Completions(padded, mask, np.zeros(mask.shape, np.float32))
+    return Completions(padded, mask, np.zeros(mask.shape, np.float32), mask.sum(axis=1))
 
 
 def test_each_completion_is_rewarded_with_the_tag_that_its_prompt_has_opened() -> None:
@@ -211,10 +211,10 @@ def rounds_of(*rewards: list[float], P: int = 3) -> tuple[SimpleNamespace, list[
         count = len(round_rewards)
         ids = number * count + np.arange(count)  # [B]
         prompts = [Prompt([number * count // 4 + i], {}) for i in range(count // 4)]
-        arrays = (x[:, None] for x in (ids, ids + 1000, ids + 0.5))  # [B, 1] each
+        arrays = (*(x[:, None] for x in (ids, ids + 1000, ids + 0.5)), ids)  # [B, 1], [B]
         per_function = np.column_stack([ids, -ids])
-        results = (np.array(round_rewards), 100 + ids, 200 + ids, ids % 2, per_function)
-        rounds.append(Groups(prompts, Completions(*arrays), StepResults(*results)))
+        results = (np.array(round_rewards), 100 + ids, 200 + ids, ids % 2, 300 + ids, 0 * ids)
+        rounds.append(Groups(prompts, Completions(*arrays), StepResults(*results, per_function)))
     cfg = Config(num_pre_q=4, dynamic_sampling=True, dynamic_sampling_max_rounds=3)
     sizes = SimpleNamespace(prompts_per_step=P)
     return SimpleNamespace(cfg=cfg, sizes=sizes, weights=(1.0, 1.0)), rounds

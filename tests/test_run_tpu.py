@@ -126,7 +126,9 @@ def test_a_second_start_is_refused_and_stop_ends_the_first(cloud: Cloud) -> None
     code, lines = cloud.call("stop")
     assert time.monotonic() - began < 20
     stopped = re.findall(r"stopped nohup_long_\w+: exit=143$", lines, re.M)
-    assert code == 0 and len(stopped) == 2, lines
+    # Both processes end together, so a worker may have ended before it is told to.
+    ended = re.findall(r"^worker-1 has nothing running$", lines, re.M)
+    assert code == 0 and stopped and len(stopped + ended) == 2, lines
     for worker in range(2):
         assert cloud.logs("exit", worker, "long").read_text() == "143\n"
         with pytest.raises(ProcessLookupError):

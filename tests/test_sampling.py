@@ -8,6 +8,7 @@ import functools
 import math
 import operator
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,17 +18,17 @@ import small_model
 from jax.sharding import Mesh
 
 from data import pad_prompts
+from models.draw import Sampling, draw_tokens
 from models.model import Compute, Leaf, Params, param_table
 from runtime.layout import ROLLOUT_BATCH_AXES, Layout
-from runtime.sizes import bucket, prompt_share, prompt_width
 from sampling import (
     Completions,
     PaddedPrompts,
-    Sampling,
+    Rows,
     Stopping,
     _asking_is_slow,
+    begin,
     decode,
-    draw_tokens,
     generate,
     prefill,
     stage_ends,
@@ -128,6 +129,7 @@ def run(
     mesh: tuple[int, int, int] = (1, 1, 1),
     params: Params | None = None,
     layer_loop: str = "scan",
+    drop: bool = False,
 ) -> Completions:
     where, dtype = layout(*mesh), jnp.dtype("float32")
     params = jax.tree.map(np.float32, params or weights())
@@ -139,6 +141,7 @@ def run(
         jax.random.key(key),
         sampling=sampling,
         stopping=Stopping(T, stop_ids, PAD),
+        drop=drop,
     )
 
 
@@ -163,7 +166,8 @@ def test_greedy_tokens_are_the_argmax_of_a_forward_pass_over_the_full_sequence()
             logps[p].append(math.log(probs.max()))
     stop_ids = tuple({drawn[4] for drawn in tokens})
     found = run(Sampling(temperature=0.0), prompts, K, T=T, stop_ids=stop_ids)
-    for name, dtype in zip(found._fields, ("int32", "int32", "float32"), strict=True):
+    dtypes = ("int32", "int32", "float32")
+    for name, dtype in zip(found._fields, dtypes, strict=False):
         assert getattr(found, name).shape == (15, 7) and getattr(found, name).dtype == dtype
     for p in range(3):
         n = 1 + min(t for t in range(T) if tokens[p][t] in stop_ids)
@@ -200,7 +204,7 @@ def test_unrolled_layers_and_a_cache_that_grows_draw_the_same_tokens(
     mesh: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sampling.STAGE_TOKENS", 4)
-    assert stage_ends(12) == [4, 8, 12]
+    assert stage_ends(12, "unroll") == [4, 8, 12] and stage_ends(12, "scan") == [12]
     assert_same(run(mesh=mesh, layer_loop="unroll"), run())
 
 
@@ -218,19 +222,18 @@ def test_asking_rarely_whether_all_sequences_have_ended_draws_the_same_tokens(mo
     monkeypatch.setattr("sampling.STAGE_TOKENS", 4)
     monkeypatch.setattr("sampling.ASK_EVERY", 3)
     monkeypatch.setattr("sampling._asking_is_slow", lambda layout: True)
-    assert stage_ends(13) == [5, 9, 13]
+    assert stage_ends(13, "unroll") == [5, 9, 13]
     assert_same(run(T=13, layer_loop="unroll"), run(T=13))
 
 
 def test_a_cache_grows_in_at_most_four_stages_of_128_tokens_or_more() -> None:
-    ends = [stage_ends(T) for T in (1, 128, 255, 257, 1000)]
+    ends = [stage_ends(T, "unroll") for T in (1, 128, 255, 257, 1000)]
     assert ends == [[1], [128], [255], [129, 257], [250, 500, 750, 1000]]
 
 
 def test_two_passes_draw_the_tokens_that_one_pass_draws() -> None:
     first, second = run(prompts=PROMPTS[:1]), run(prompts=PROMPTS[1:], sequence_ids=range(8, 16))
-    both = Completions(*(np.concatenate(pair) for pair in zip(first, second, strict=True)))
-    assert_same(both, run())
+    assert_same(Completions.join([first, second]), run())
 
 
 def test_repeated_prompts_draw_the_tokens_that_one_prompt_with_a_group_draws() -> None:
@@ -280,7 +283,7 @@ def test_every_stop_id_ends_a_completion_from_the_first_token_on() -> None:
 def test_lengths_ids_and_last_ids_read_the_mask() -> None:
     ids = np.array([[7, 9, 9, 9], [5, 6, 7, 8], [1, 2, 3, 9]], np.int32)
     mask = np.array([[1, 0, 0, 0], [1, 1, 1, 1], [1, 1, 1, 0]], np.int32)
-    found = Completions(ids, mask, np.zeros((3, 4), np.float32))
+    found = Completions(ids, mask, np.zeros((3, 4), np.float32), np.full(3, 4))
     assert found.lengths().tolist() == [1, 4, 3]
     assert found.ids() == [[7], [5, 6, 7, 8], [1, 2, 3]]
     assert found.last_ids().tolist() == [7, 8, 3]
@@ -351,49 +354,14 @@ def test_prefill_and_decode_give_the_documented_shapes() -> None:
     assert prefix.k.shape == (L, G, N, h, S)
     assert prefix.v.shape == (L, G, N, S, h)
     assert prefix.k.dtype == dtype
-    decoding = functools.partial(decode, sampling=Sampling(), stopping=Stopping(T, (3,), 3))
-    drawn = jax.eval_shape(
-        lambda params, *given: decoding(params, Compute(MODEL, dtype), *given),
-        params,
-        prompts,
-        prefix,
-        jax.ShapeDtypeStruct((R,), jnp.int32),
-        jax.random.key(0),
-    )
-    shapes = [(x.shape, x.dtype) for x in drawn]
+    how = {"sampling": Sampling(), "stopping": Stopping(T, (3,), 3)}
+
+    def decoding(params: Params, prompts: PaddedPrompts, prefix: Any, *given: jax.Array) -> Rows:
+        compute = Compute(MODEL, dtype)
+        state = begin(compute, prompts, prefix, *given, width=T, **how)
+        return decode(params, compute, state, T, 0, **how).rows
+
+    given = jax.ShapeDtypeStruct((R,), jnp.int32), jax.random.key(0)
+    rows = jax.eval_shape(decoding, params, prompts, prefix, *given)
+    shapes = [(x.shape, x.dtype) for x in rows.results]
     assert shapes == [((R, T), jnp.int32), ((R, T), jnp.float32), ((R,), jnp.int32)]
-
-
-# ---- Padded lengths ------------------------------------------------------------------------------
-
-
-def test_bucket_is_the_next_power_of_two_or_three_quarters_of_it() -> None:
-    lengths = [0, 1, 16, 17, 24, 25, 32, 33, 48, 49, 64, 65, 96, 97, 128, 250, 1000, 1025, 1537]
-    widths = [16, 16, 16, 24, 24, 32, 32, 48, 48, 64, 64, 96, 96, 128, 128, 256, 1024, 1536, 2048]
-    assert [bucket(n) for n in lengths] == widths
-
-
-def test_a_prompt_is_padded_to_a_bucket_and_its_last_token() -> None:
-    assert [prompt_width(n) for n in (1, 17, 18, 25, 26)] == [17, 17, 25, 25, 33]
-    assert [prompt_width(n, 30) for n in (1, 33, 34)] == [
-        33,
-        33,
-        49,
-    ]  # at least 30, and the last token
-
-
-@pytest.mark.parametrize(
-    "num_pre_q, sequences_per_shard, share",
-    [(8, 16, 8), (8, 8, 8), (8, 12, 4), (8, 4, 4), (8, 2, 2), (8, 1, 1), (6, 4, 2), (3, 8, 1)],
-)
-def test_the_share_of_a_prompt_divides_the_group_and_the_shard(
-    num_pre_q: int, sequences_per_shard: int, share: int
-) -> None:
-    assert prompt_share(num_pre_q, sequences_per_shard) == share
-
-
-def test_prompts_are_padded_on_the_left() -> None:
-    ids, mask = pad_prompts([[5, 6], [1, 2, 3, 4], [7]], 4, 9)
-    assert ids.tolist() == [[9, 9, 5, 6], [1, 2, 3, 4], [9, 9, 9, 7]]
-    assert mask.tolist() == [[0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 1]]
-    assert ids.dtype == mask.dtype == np.int32

@@ -5,13 +5,15 @@ import subprocess
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 from test_config import REAL, env, rows
 
 from config import Config
+from data import pad_prompts
 from runtime.mistakes import UserMistake
 from runtime.parsing import REPO
-from runtime.sizes import Sizes, derive, eval_questions
+from runtime.sizes import Sizes, bucket, derive, eval_questions, prompt_share, prompt_width
 
 # Sizes(local_batch, global_batch, prompt_batch_size, passes_per_step, micro_batch_size,
 #       grad_accum_steps, prompts_per_step)
@@ -144,3 +146,38 @@ def test_sizes_are_computed_without_jax_and_numpy() -> None:
     printed = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
     modules = set(printed.stdout.split())
     assert "runtime.sizes" in modules and not {"jax", "jaxlib", "numpy"} & modules
+
+
+# ---- Padded lengths ------------------------------------------------------------------------------
+
+
+def test_bucket_is_the_next_power_of_two_or_three_quarters_of_it() -> None:
+    lengths = [0, 1, 16, 17, 24, 25, 32, 33, 48, 49, 64, 65, 96, 97, 128, 250, 1000, 1025, 1537]
+    widths = [16, 16, 16, 24, 24, 32, 32, 48, 48, 64, 64, 96, 96, 128, 128, 256, 1024, 1536, 2048]
+    assert [bucket(n) for n in lengths] == widths
+
+
+def test_a_prompt_is_padded_to_a_bucket_and_its_last_token() -> None:
+    assert [prompt_width(n) for n in (1, 17, 18, 25, 26)] == [17, 17, 25, 25, 33]
+    assert [prompt_width(n, 30) for n in (1, 33, 34)] == [
+        33,
+        33,
+        49,
+    ]  # at least 30, and the last token
+
+
+@pytest.mark.parametrize(
+    "num_pre_q, sequences_per_shard, share",
+    [(8, 16, 8), (8, 8, 8), (8, 12, 4), (8, 4, 4), (8, 2, 2), (8, 1, 1), (6, 4, 2), (3, 8, 1)],
+)
+def test_the_share_of_a_prompt_divides_the_group_and_the_shard(
+    num_pre_q: int, sequences_per_shard: int, share: int
+) -> None:
+    assert prompt_share(num_pre_q, sequences_per_shard) == share
+
+
+def test_prompts_are_padded_on_the_left() -> None:
+    ids, mask = pad_prompts([[5, 6], [1, 2, 3, 4], [7]], 4, 9)
+    assert ids.tolist() == [[9, 9, 5, 6], [1, 2, 3, 4], [9, 9, 9, 7]]
+    assert mask.tolist() == [[0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 1]]
+    assert ids.dtype == mask.dtype == np.int32

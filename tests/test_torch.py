@@ -15,11 +15,13 @@ import numpy as np
 import pytest
 from formula_model import write_folder
 from jax.sharding import Mesh
+from small_model import in_rows
 
 from loss import Objective, group_advantages
 from models import hf
 from models.model import Compute
 from runtime.layout import TRAIN_BATCH_AXES, Layout, shard_batch
+from runtime.packing import Batch
 from update import (
     Counts,
     MicroBatch,
@@ -38,7 +40,7 @@ transformers = pytest.importorskip("transformers")
 PROMPTS = [[5, 11, 2], [7, 7, 30, 1, 19, 8]]
 # The completions of both prompts; a stop token ends each but those of 7 tokens.
 LENGTHS = [4, 1, 7, 2, 7, 5, 6, 3]
-K, T, WIDTH, STOP = 4, 7, 8, 9
+K, T, WIDTH, STOP = 4, 7, 7, 9  # WIDTH: places for a prompt without its last token
 REWARDS = [1.0, 0.0, 0.5, 0.0, 0.0, 1.0, 1.0, 0.2]
 TEMPERATURE, BETA = 0.9, 0.1
 LOW, HIGH, LOW_GSPO, HIGH_GSPO = 0.2, 0.3, 3e-4, 4e-4
@@ -192,22 +194,19 @@ def our_step(folder: Path, variant: str, optimizer: str) -> Step:
 
 
 def micro_batches(x: Given, micro: int, where: Layout) -> list[MicroBatch]:
-    """The prompts are left-padded; after the stop token there is garbage."""
-    prompt_ids, ids = (np.full((2 * K, n), STOP, np.int32) for n in (WIDTH, T))
-    prompt_mask, mask = np.zeros_like(prompt_ids), np.zeros_like(ids)
+    """After the stop token there is garbage."""
+    ids, mask = np.full((2 * K, T), STOP, np.int32), np.zeros((2 * K, T), np.int32)
     old, ref = np.full((2, 2 * K, T), 99, np.float32)
-    for i, (prompt, n) in enumerate(zip(x.prompts, LENGTHS, strict=True)):
-        prompt_ids[i, -len(prompt) :], prompt_mask[i, -len(prompt) :] = prompt, 1
+    for i, n in enumerate(LENGTHS):
         ids[i, :n], mask[i, :n] = x.completions[i], 1
         old[i, :n], ref[i, :n] = x.old_logps[i], x.ref_logps[i]
-    batches = []
-    for start in range(0, 2 * K, micro):
-        part = slice(start, start + micro)
-        prompts = [a[part][:1] for a in (prompt_ids, prompt_mask)]
-        # The logps of the sampler are old_logps.
-        sequences = [a[part] for a in (ids, mask, old, x.advantages, old, ref)]
-        batches.append(MicroBatch(*(shard_batch(a, where) for a in [*prompts, *sequences])))
-    return batches
+    # The logps of the sampler are old_logps.
+    batch = Batch(PROMPTS, ids, mask, old, x.advantages, old, ref)
+    parts = [range(start, start + micro) for start in range(0, 2 * K, micro)]
+    return [
+        MicroBatch(**{name: shard_batch(a, where) for name, a in arrays.items()})
+        for arrays in (in_rows(batch, micro, part, S=WIDTH) for part in parts)
+    ]
 
 
 # ---- They agree ----------------------------------------------------------------------------------

@@ -154,18 +154,20 @@ def test_splash_attention_and_its_gradient_compile(chip: str, head_dim: int) -> 
     layout = Layout(
         Mesh(np.array(devices).reshape(1, -1, 1), ("dp", "fsdp", "tp")), TRAIN_BATCH_AXES
     )
-    G, t, S, share = len(devices), 384 + 2 * 1000, 384, 2
+    X, S, C = len(devices), 384, 2000
 
     def array(*shape: int, dtype: jnp.dtype = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         return programs.array(layout.mesh, shape, dtype, layout.batch_axes)
 
-    def total(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
-        out = attention.attention(q, attention.KV(k, v), mask, share, layout, "splash")
+    def total(q: jax.Array, k: jax.Array, v: jax.Array, *of_tokens: jax.Array) -> jax.Array:
+        rows = attention.PackedRows(*of_tokens, S=S, longest=1000)
+        out = attention.attention(q, attention.KV(k, v), rows, layout, "splash")
         return out.astype(jnp.float32).sum()
 
-    k, v = array(G, 2, head_dim, t), array(G, 2, t, head_dim)
+    k, v = array(X, 2, head_dim, S + C), array(X, 2, S + C, head_dim)
     program = jax.jit(jax.grad(total, (0, 1, 2)))
-    arguments = array(G, t, 4, head_dim), k, v, array(G, S, dtype=jnp.bool_)
+    of_tokens = (array(X, S + C, dtype=jnp.int32),) * 2
+    arguments = array(X, S + C, 4, head_dim), k, v, *of_tokens
     text = program.lower(*arguments).compile().as_text()
     assert text.count("tpu_custom_call") >= 3  # one kernel of forward and two of backward
 

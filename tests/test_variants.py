@@ -29,7 +29,6 @@ from test_update import (
     step,
 )
 
-import loss_pallas
 from loss import MERGE, Objective
 from models.model import Params
 from update import merge_metrics, merge_updates, mix_weights
@@ -202,7 +201,7 @@ def test_the_vocabulary_in_tiles_changes_nothing(
     monkeypatch: pytest.MonkeyPatch, impl: str, mesh: tuple[int, int, int]
 ) -> None:
     """So it is with remat and on a mesh, and for the gradient of the entropy."""
-    monkeypatch.setattr(loss_pallas, "LOGITS_TILE_BYTES", 1)
+    monkeypatch.setattr("models.logps.LOGITS_TILE_BYTES", 1)
     with pltpu.force_tpu_interpret_mode():
         got = run("cispo", micro=16, share=4, mesh=mesh, impl=impl, remat="full")
     expected = in_pairs("cispo")

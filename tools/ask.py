@@ -29,13 +29,14 @@ sys.path.insert(0, str(REPO))  # Python looks for modules beside a script only, 
 import data
 from config import load
 from models import hf
+from models.draw import Sampling
 from models.model import Compute
 from rewards import SYSTEM_PROMPT
 from runtime.layout import ROLLOUT_BATCH_AXES, Layout, make_mesh
 from runtime.mistakes import UserMistake, fail
 from runtime.processes import start_jax
 from runtime.sizes import prompt_width
-from sampling import PaddedPrompts, Sampling, Stopping, generate
+from sampling import PaddedPrompts, Stopping, generate
 
 
 def complete(

@@ -35,6 +35,7 @@ import data
 from models import hf
 from models.model import Compute, ModelConfig, Params, init_params
 from rewards import SYSTEM_PROMPT, TAGS
+from runtime.packing import Batch, Limits, pack, plan_rows
 from update import MicroBatch, completion_logps, learning_rate
 
 SEED = 0
@@ -265,10 +266,22 @@ def warm_up(
     for stage in stages:
         opt_state = rule.init(params)
         prompts = [p.ids for p in data.build_prompts(examples, tokenizer, stage.system_prompt)]
+        sequences = stage.prompts * stage.solutions
         width = max(map(len, prompts))
+        limits = Limits(
+            shards=1,
+            sequences=sequences,
+            completions=stage.solutions,
+            longest_completion=32,
+            longest_prompt=width,
+            shortest_prompt=width,
+            pack=False,
+            unit=1,
+            row_tokens=sys.maxsize,
+            matmul_keys=0.0,
+        )
         for i in range(stage.steps):
             indices = data.batch_indices(len(examples), stage.prompts, i, SEED)
-            prompt_ids, prompt_mask = data.pad_prompts([prompts[j] for j in indices], width, 0)
             drawn = np.repeat(indices, stage.solutions)
             texts = [solution(examples[j], stage.forget, rng) + END for j in drawn]
             completions = tokenizer(texts, add_special_tokens=False)["input_ids"]
@@ -276,14 +289,10 @@ def warm_up(
             for place, completion in enumerate(completions):
                 ids[place, : len(completion)] = completion
                 mask[place, : len(completion)] = 1
-            batch = MicroBatch(
-                prompt_ids=prompt_ids,
-                prompt_mask=prompt_mask,
-                completion_ids=ids,
-                completion_mask=mask,
-                sampling_logps=None,
-                advantages=None,
-            )
+            logps, advantages = np.zeros(mask.shape, np.float32), np.zeros(len(mask), np.float32)
+            given = Batch([prompts[j] for j in indices], ids, mask, logps, advantages)
+            rows, widths = plan_rows(given, range(len(mask)), limits, [])
+            batch = MicroBatch(**pack(given, rows[0], widths, 0))
             lr = learning_rate(
                 i, peak=PEAK_LR, schedule="linear", warmup_ratio=0.05, decay_steps=stage.steps
             )

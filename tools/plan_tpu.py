@@ -16,17 +16,20 @@ from collections import defaultdict
 from typing import NamedTuple, NoReturn
 
 import jax
+import numpy as np
 
 from config import Config
 from models import hf
-from models.placement import decode_work, num_params
+from models.placement import Workload, decode_work, num_params
 from rollout_sglang import PAGE_TOKENS, pool_of, stop_if_unable
-from run import sampling_of
-from runtime.chips import CHIPS, OUT_OF_MEMORY_CODE, SLICES
+from run import how_to_compute, limits_of, sampling_of
+from runtime.chips import CHIPS, OUT_OF_MEMORY_CODE, SLICES, Chip, Work
 from runtime.layout import mesh_text
 from runtime.mistakes import UserMistake, fail
+from runtime.packing import Batch, plan_rows
 from runtime.sizes import MICRO_SIZES, PASS_SIZES, derive, prompt_width, smaller_sizes
-from startup import how_to_compute, stop_if_too_long
+from sampling import smaller_batches
+from startup import rollout_mesh, stop_if_too_long
 from tools import roofline
 from tools.hlo import collectives
 from tools.programs import PROGRAMS, ROLLOUT, Plan, bytes_of, call, rest_of_run, runs, slice_devices
@@ -150,7 +153,7 @@ def print_plan(plan: Plan, name: str, reason: str) -> None:
         f"passes, {sizes.micro_batch_size // local} in each of {sizes.grad_accum_steps} "
         f"micro-steps\n"
         f"mesh dp,fsdp,tp train={mesh_text(training.layout.mesh)} ({cfg.mesh_shape}) "
-        f"rollout={mesh_text(mesh)} ({cfg.rollout_mesh_shape}{reason})\n"
+        f"rollout={rollout_mesh(cfg, plan.rollout)} ({cfg.rollout_mesh_shape}{reason})\n"
         f"dtype={training.dtype} remat={training.remat} attention_impl={training.attention_impl} "
         f"policy_loss_impl={training.policy_loss_impl}",
         flush=True,
@@ -264,8 +267,8 @@ def collectives_text(hlo_text: str) -> str:
 def print_estimates(plan: Plan, name: str) -> None:
     """Prints estimated times of the phases of a step whose completions all have T tokens."""
     cfg, model, sizes = plan.cfg, plan.training.model, plan.sizes
-    mesh, rollout_mesh = plan.training.layout.mesh, plan.rollout.layout.mesh
-    chip, n, tp = CHIPS[SLICES[name].chip], rollout_mesh.size, rollout_mesh.shape["tp"]
+    mesh, sampling_mesh = plan.training.layout.mesh, plan.rollout.layout.mesh
+    chip, n, tp = CHIPS[SLICES[name].chip], sampling_mesh.size, sampling_mesh.shape["tp"]
     shards = mesh.shape["fsdp"] * mesh.shape["tp"]
     # A dimension of 16 chips or more is a ring, so that a chip has two links in it.
     links = sum(2 if size >= 16 else 1 for size in SLICES[name].shape if size > 1)
@@ -295,9 +298,7 @@ def print_estimates(plan: Plan, name: str) -> None:
         if not times:
             continue
         compute, hbm, ici = work.seconds(chip, links)
-        # Decoding a token waits for every collective; elsewhere they overlap with the matmuls.
-        decodes = phase.startswith("decode")
-        seconds = max(compute, hbm) + ici if decodes else max(compute, hbm, ici)
+        seconds = least_seconds(work, chip, links, phase.startswith("decode"))
         columns = [work.flops / 1e12, work.hbm_bytes / 1e9, work.ici_bytes / 1e9]
         columns += [1e3 * compute, 1e3 * hbm, 1e3 * ici, times * seconds]
         print(f"| {phase} | {times} | {' | '.join(f'{x:.3g}' for x in columns)} |")
@@ -309,4 +310,50 @@ def print_estimates(plan: Plan, name: str) -> None:
         f"{step:.1f} s a step by this estimate, {sizes.global_batch * plan.T / step / n:.0f} new "
         f"tokens per second and device; MFU of the update {flops / update / peak:.0%}, of the step "
         f"{flops / step / peak:.0%}"
+    )
+    if cfg.packs() and cfg.drops_ended():
+        print(shorter_line(plan, chip, links))
+
+
+def least_seconds(work: Work, chip: Chip, links: int, decodes: bool = False) -> float:
+    """The least time of a phase. Decoding a token waits for every collective; elsewhere they
+    overlap with the matmuls."""
+    compute, hbm, ici = work.seconds(chip, links)
+    return max(compute, hbm) + ici if decodes else max(compute, hbm, ici)
+
+
+def shorter_line(plan: Plan, chip: Chip, links: int) -> str:
+    """A line with the time of a step whose completions have T/4 tokens in the mean.
+
+    Their lengths are drawn from a geometric distribution. Ended sequences leave the batch, and
+    rows are packed, as in a run.
+    """
+    cfg, sizes, (mesh, _) = plan.cfg, plan.sizes, plan.training.layout
+    rng, model, prompts = np.random.default_rng(0), plan.training.model, sizes.prompts_per_step
+    lengths = np.minimum(rng.geometric(4 / plan.T, sizes.global_batch), plan.T)
+    mask = (np.arange(plan.T) < lengths[:, None]).astype(np.int32)
+    batch = Batch([range(plan.S + 1)] * prompts, mask, mask, mask, lengths)
+    limits = limits_of(cfg, sizes, plan.training, plan.processes, plan.S)
+    groups = np.arange(sizes.global_batch).reshape(cfg.num_mini_batches, -1)
+    update, used = 0.0, []
+    for part in groups:
+        steps, (rows, S, C, *_) = plan_rows(batch, part, limits, used)
+        X, mean = limits.shards * rows, int(lengths.mean())
+        work = Workload(X * C // mean, X * S // plan.S, plan.S, mean)
+        how = {"backward": True, "remat": cfg.remat, "impl": plan.training.policy_loss_impl}
+        micro_step = roofline.train_work(model, mesh, work, **how)
+        update += len(steps) * least_seconds(micro_step, chip, links)
+    n, tp = plan.rollout.layout.mesh.size, plan.rollout.layout.mesh.shape["tp"]
+    local = plan.rollout_workload().R // n
+    decode = 0.0
+    for of_pass in np.split(lengths, sizes.passes_per_step):
+        for t in range(plan.T):
+            live = -(-int((of_pass > t).sum()) // n)
+            size = min(x for x in (local, *smaller_batches(local)) if x >= live)
+            work = decode_work(model, n, tp, Workload(size * n, size * n, plan.S, plan.T))
+            decode += least_seconds(work, chip, links, decodes=True) if live else 0.0
+    update *= cfg.ppo_epochs
+    return (
+        f"with completions of {mean} tokens in the mean: decoding {decode:.2f} s, micro-steps "
+        f"{update:.2f} s, so that a step takes at least {decode + update:.1f} s"
     )

@@ -20,13 +20,24 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from config import Config
 from models.attention import KV
+from models.draw import Sampling, support_size
 from models.model import Compute, Params, abstract_params
 from models.placement import Workload
-from run import objective_of, optimizer_of, reference_dtype
+from run import limits_of, objective_of, optimizer_of, reference_dtype
 from runtime.chips import SLICES
 from runtime.mistakes import UserMistake
+from runtime.packing import widest
 from runtime.sizes import Sizes, eval_questions, prompt_share
-from sampling import PaddedPrompts, Sampling, Stopping, decode, prefill
+from sampling import (
+    Decoding,
+    PaddedPrompts,
+    Rows,
+    Stopping,
+    decode,
+    drop_rows,
+    prefill,
+    smaller_batches,
+)
 from update import (
     Counts,
     MicroBatch,
@@ -38,7 +49,8 @@ from update import (
     sync_weights,
 )
 
-ROLLOUT = ("prefill", "decode", "eval_prefill", "eval_decode")
+OF_A_PASS = ("prefill", "decode", "drop_rows")
+ROLLOUT = (*OF_A_PASS, *(f"eval_{name}" for name in OF_A_PASS))
 PROGRAMS = ("sync_weights", *ROLLOUT, "compute_logps", "micro_step", "optimizer_step")
 
 
@@ -117,24 +129,34 @@ def reference(plan: Plan) -> Params | None:
 
 
 def micro_batch(plan: Plan) -> MicroBatch:
-    """The shapes of a micro-batch."""
-    (R, G, S, T), cfg, layout = plan.train_workload(), plan.cfg, plan.training.layout
+    """The shapes of a micro-batch of the longest prompts and completions."""
+    cfg, layout, T = plan.cfg, plan.training.layout, plan.T
+    limits = limits_of(cfg, plan.sizes, plan.training, plan.processes, plan.S)
+    of_device, S, C, n, _ = widest(limits)
+    X = layout.batch_shards * of_device
 
     def batch(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
         return array(layout.mesh, shape, dtype, layout.batch_axes)
 
-    prompt, tokens = batch(jnp.int32, G, S + 1), batch(jnp.int32, R, T)
-    logps = batch(jnp.float32, R, T)
+    row, tokens = batch(jnp.int32, X, S + C), batch(jnp.int32, X * n, T)
+    logps, kept = (
+        batch(jnp.float32, X * n, T),
+        support_size(plan.sampling, plan.training.model.vocab_size),
+    )
     return MicroBatch(
-        prompt_ids=prompt,
-        prompt_mask=prompt,
-        completion_ids=tokens,
+        ids=row,
+        positions=row,
+        group=row,
+        start=row,
+        targets=batch(jnp.int32, X, C),
+        places=batch(jnp.int32, X, n, T),
         completion_mask=tokens,
         sampling_logps=logps,
-        advantages=batch(jnp.float32, R),
+        advantages=batch(jnp.float32, X * n),
         old_logps=logps if plan.sizes.updates_per_step > 1 else None,
         ref_logps=logps if cfg.beta > 0 else None,
         top_mask=tokens if cfg.top_entropy_quantile < 1 else None,
+        support=batch(jnp.int32, X, C, kept) if plan.sampling.replay else None,
     )
 
 
@@ -154,6 +176,11 @@ def runs(plan: Plan, program: str) -> bool:
     cfg = plan.cfg
     if program in ROLLOUT and cfg.rollout_backend != "naive":  # the engine has programs of its own
         return False
+    if program.endswith("drop_rows"):
+        plan = plan.evaluation() if program.startswith("eval_") else plan
+        alone = plan.rollout_workload().R == plan.rollout.layout.batch_shards
+        if alone or not cfg.drops_ended():
+            return False
     if program == "compute_logps":
         return cfg.beta > 0 or cfg.top_entropy_quantile < 1 or cfg.num_mini_batches > 1
     return not program.startswith("eval_") or cfg.eval_every_steps > 0 or cfg.eval_full_sweep
@@ -181,7 +208,8 @@ def call(plan: Plan, program: str) -> tuple[Any, tuple, dict[str, Any]]:
         static = {"optimizer": optimizer_of(cfg), "model": model}
         return optimizer_step, (state, grads, scalar, scalar), static
     plan = plan.evaluation() if program.startswith("eval_") else plan
-    return prefill_call(plan) if program.endswith("prefill") else decode_call(plan)
+    calls = {"prefill": prefill_call, "decode": decode_call, "drop_rows": drop_call}
+    return calls[program.removeprefix("eval_")](plan)
 
 
 def prefill_call(plan: Plan) -> tuple[Any, tuple, dict[str, Any]]:
@@ -195,22 +223,46 @@ def prefill_call(plan: Plan) -> tuple[Any, tuple, dict[str, Any]]:
 
 def decode_call(plan: Plan) -> tuple[Any, tuple, dict[str, Any]]:
     """The result of `call` for the decoding of a rollout pass."""
-    _, (weights, rollout, prompts), _ = prefill_call(plan)
+    _, (weights, rollout, _), _ = prefill_call(plan)
     (R, G, S, T), model = plan.rollout_workload(), rollout.model
     mesh, batch_axes = rollout.layout
-    heads, h = (G, model.num_kv_heads), model.head_dim
+    N, h = model.num_kv_heads, model.head_dim
 
-    def kv(*stacked: int) -> KV:
+    def kv(X: int, tokens: int, *stacked: int) -> KV:
         axes = (*(None for _ in stacked), batch_axes)
-        shapes = (*stacked, *heads, h, S), (*stacked, *heads, S, h)
+        shapes = (*stacked, X, N, h, tokens), (*stacked, X, N, tokens, h)
         return KV(*(array(mesh, shape, rollout.dtype, *axes) for shape in shapes))
 
     scanned = rollout.layer_loop == "scan"
-    prefix = kv(model.num_layers) if scanned else (kv(),) * model.num_layers
+    prefix = kv(G, S, model.num_layers) if scanned else (kv(G, S),) * model.num_layers
+    completion = kv(R, T, model.num_layers) if scanned else (kv(R, T),) * model.num_layers
+    mask = array(mesh, (G, S), bool, batch_axes)
     key = array(mesh, (), jax.eval_shape(lambda: jax.random.key(0)).dtype)
+    number = array(mesh, (), jnp.int32)
+    state = Decoding(number, number, key, rows(plan), prefix, mask, completion)
     static = {"sampling": plan.sampling, "stopping": Stopping(T, stop_ids=(0, 1), pad_id=0)}
-    sequence_ids = array(mesh, (R,), jnp.int32, batch_axes)
-    return decode, (weights, rollout, prompts, prefix, sequence_ids, key), static
+    return decode, (weights, rollout, state, number, number), static
+
+
+def rows(plan: Plan) -> Rows:
+    """The shapes of what decoding knows of each sequence."""
+    (R, _, _, T), (mesh, batch_axes) = plan.rollout_workload(), plan.rollout.layout
+
+    def row(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+        return array(mesh, (R, *shape), dtype, batch_axes)
+
+    results = row(jnp.int32, T), row(jnp.float32, T), row(jnp.int32)
+    if plan.sampling.replay:
+        C = support_size(plan.sampling, plan.rollout.model.vocab_size)
+        results += (row(jnp.int32, T, C), row(jnp.int32))
+    return Rows(*[row(jnp.int32)] * 3, row(jnp.bool_), results)
+
+
+def drop_call(plan: Plan) -> tuple[Any, tuple, dict[str, Any]]:
+    """The result of `call` for the first time that sequences leave the batch."""
+    _, (_, rollout, state, *_), _ = decode_call(plan)
+    sizes = smaller_batches(len(state.rows.done) // rollout.layout.batch_shards)
+    return drop_rows, (rollout, state), {"size": sizes[0]}
 
 
 def rest_of_run(plan: Plan, program: str) -> int:
@@ -223,4 +275,8 @@ def rest_of_run(plan: Plan, program: str) -> int:
         "micro_step": params,
         "optimizer_step": params + opt_state,
     }
+    if program.endswith("drop_rows"):
+        rollout = plan.rollout
+        weights = abstract_params(rollout.model, rollout.layout.mesh, rollout.dtype)
+        given[program] = -bytes_of(weights)
     return params + opt_state + ref - given.get(program, 0)

@@ -10,7 +10,8 @@ completion tokens, V vocabulary, D model.
 
 from jax.sharding import Mesh
 
-from loss_pallas import LOGITS_TILE_BYTES, block_sizes
+from loss_pallas import block_sizes
+from models.logps import LOGITS_TILE_BYTES
 from models.model import ModelConfig
 from models.placement import Workload, attention_flops, layer_weights, num_params
 from runtime.chips import Work

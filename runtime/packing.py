@@ -1,0 +1,341 @@
+"""Rows of an update: prompts and completions end to end, so that little padding is computed.
+
+First in a row come its prompts without their last tokens, then its completions, each fed with the
+last token of its prompt first. A completion attends to its prompt and to itself. A prompt stands
+once in a row, however many of its completions follow. All rows of an update have the same widths,
+from a coarse grid, so that few programs are compiled.
+
+Dimensions: B sequences of a step, K completions for each prompt, X rows of a micro-step over all
+devices, t = S + C tokens of a row: S places for prompts and C for completions; n places for
+sequences in a row, T tokens of the longest completion, padded.
+"""
+
+import itertools
+import math
+import operator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from runtime.sizes import bucket, prompt_width
+
+# Adding a micro-step's gradient costs about as much as the matmuls of so many more tokens.
+MICRO_STEP_TOKENS = 256
+GRID = 8  # C has so many values between two powers of two, S a quarter of them
+TRIES = 3  # so many numbers of micro-steps are compared
+RESULTS_PER_TOKEN = 8  # elements of arrays [R, T], at most, for each token of the widest rows
+SLACK = 0.1  # used widths may cost so much more than new ones, which a program is compiled for
+
+
+class Batch(NamedTuple):
+    """The sequences of a step, complete on the host of every process."""
+
+    prompts: list[Sequence[int]]  # [B/K] token ids
+    completion_ids: np.ndarray  # [B, T] int32, right-padded
+    completion_mask: np.ndarray  # [B, T] int32, 1 on the tokens that count, from the first one on
+    sampling_logps: np.ndarray  # [B, T] float32 nats
+    advantages: np.ndarray  # [B] float32
+    old_logps: np.ndarray | None = None  # [B, T] float32 nats
+    ref_logps: np.ndarray | None = None  # [B, T] float32 nats
+    top_mask: np.ndarray | None = None  # [B, T] int32, 1 where the policy learns
+    support: np.ndarray | None = None  # [B, T, ids] int32, the tokens that could be drawn
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """[B] the tokens that count."""
+        return self.completion_mask.sum(axis=1)
+
+    def prompt_of(self, sequence: int) -> int:
+        return sequence * len(self.prompts) // len(self.completion_ids)
+
+
+class Row(NamedTuple):
+    prompts: list[int]  # of the sequences, each once
+    sequences: list[int]  # those of a prompt one after the other
+
+
+class Widths(NamedTuple):
+    """The sizes of all rows of an update."""
+
+    rows: int  # of a device in a micro-step
+    S: int  # places for prompts
+    C: int  # places for completions
+    n: int  # places for sequences
+    T: int  # tokens of the longest completion, padded
+
+
+class Limits(NamedTuple):
+    """What the rows of a run must keep to, and what their computation costs."""
+
+    shards: int  # the parts into which the devices split a micro-step
+    sequences: int  # of such a part if rows are padded, which sets the most tokens of a part
+    completions: int  # K: of each prompt
+    longest_completion: int  # tokens: MAX_LENGTH_SAMPLE
+    longest_prompt: int  # S: padded tokens of the run's longest prompt without the last one
+    shortest_prompt: int  # the fewest tokens to which prompts are padded: GLOBAL_LENGTH
+    pack: bool  # False: each completion has the width of the longest one
+    unit: int  # widths are multiples of it
+    row_tokens: int  # the most tokens of a row
+    matmul_keys: float  # one token's matmuls cost as much as its attention to so many keys
+
+    def completion_width(self, longest: int) -> int:
+        """T: the padded tokens of completions of up to `longest` tokens. In packed rows it costs
+        little, and programs depend on it, so that it has only a few values."""
+        if not self.pack:
+            return min(bucket(longest), self.longest_completion)
+        T = self.longest_completion
+        while T > 1 and -(-T // 2) >= longest:
+            T = -(-T // 2)
+        return T
+
+
+def widest(limits: Limits) -> Widths:
+    """The widths of padded rows of the run's longest prompts and completions."""
+    return padded_widths(limits, limits.longest_prompt, limits.longest_completion)
+
+
+def padded_widths(limits: Limits, S: int, T: int) -> Widths:
+    """The widths of rows of one prompt with S tokens, and as many of its completions with T tokens
+    as the rows of all devices can have."""
+    share = math.gcd(limits.completions, limits.sequences)
+    S, C = (-(-n // limits.unit) * limits.unit for n in (S, share * T))
+    return Widths(limits.sequences // share, S, C, power_of_two(share), T)
+
+
+def plan_rows(
+    batch: Batch, sequences: Sequence[int], limits: Limits, used: list[Widths]
+) -> tuple[list[list[Row]], Widths]:
+    """The rows of each micro-step, those of a device one after the other, for these sequences of
+    the batch, and their widths.
+
+    used: all widths of the run so far; new ones are appended. Among the padded rows and some packed
+    ones it takes those that cost least. No device has more tokens in a micro-step than with padded
+    rows of the run's longest prompts and completions.
+    """
+    share = math.gcd(limits.completions, limits.sequences)
+    cut = [g[i : i + share] for g in groups_of(batch, sequences) for i in range(0, len(g), share)]
+    rows = [_row(batch, part) for part in cut]
+    S = prompt_width(max(map(len, batch.prompts)), limits.shortest_prompt) - 1
+    T = batch.completion_ids.shape[1]
+    widths = padded_widths(limits, S, T)
+    if limits.pack and len(sequences):
+        most_steps = micro_steps(limits, rows, widths)
+        candidates = [(rows, widths), *packed_rows(batch, sequences, limits, used, most_steps)]
+        costs = [cost(limits, *each) for each in candidates]
+        enough = (1 + SLACK) * min(costs)
+        known = [i for i, (_, at) in enumerate(candidates) if at in used and costs[i] <= enough]
+        rows, widths = candidates[min(known or range(len(costs)), key=costs.__getitem__)]
+    if widths not in used:
+        used.append(widths)
+    of_step = limits.shards * widths.rows
+    rows = rows + [Row([], [])] * (micro_steps(limits, rows, widths) * of_step - len(rows))
+    return [rows[i : i + of_step] for i in range(0, len(rows), of_step)], widths
+
+
+def micro_steps(limits: Limits, rows: list[Row], widths: Widths) -> int:
+    return max(-(-len(rows) // (limits.shards * widths.rows)), 1)
+
+
+def cost(limits: Limits, rows: list[Row], widths: Widths) -> float:
+    """What the rows cost a device, in the attention of a token to one key."""
+    count, S, C, _, T = widths
+    keys = S**2 + C * (S + T + T // 4)
+    tokens = count * (S + C) + MICRO_STEP_TOKENS
+    return micro_steps(limits, rows, widths) * (tokens * limits.matmul_keys + count * keys)
+
+
+def fits(limits: Limits, widths: Widths) -> bool:
+    """Whether rows of these widths keep to what `bounds` leaves, and to the unit."""
+    S, n = bounds(limits, widths.rows, widths.C, widths.T)
+    in_units = widths.S % limits.unit == widths.C % limits.unit == 0
+    return in_units and widths.S <= S and widths.n <= n
+
+
+def bounds(limits: Limits, count: int, C: int, T: int) -> tuple[int, int]:
+    """The most tokens of prompts and the most places for sequences of each of `count` rows with C
+    places for completions: a device has no more tokens than the widest rows give it, arrays [R, T]
+    that are not much larger, and no row with too many tokens."""
+    most = widest(limits)
+    tokens = most.rows * (most.S + most.C)
+    n = max(RESULTS_PER_TOKEN * tokens // (count * T), 1)
+    return min(tokens // count, limits.row_tokens) - C, 2 ** (n.bit_length() - 1)
+
+
+def packed_rows(
+    batch: Batch, sequences: Sequence[int], limits: Limits, used: list[Widths], most_steps: int
+) -> Iterator[tuple[list[Row], Widths]]:
+    """Packed rows that keep to the limits: of widths that were used, and of new ones.
+
+    most_steps: micro-steps at most.
+    """
+    lengths, T, most = batch.lengths.tolist(), batch.completion_ids.shape[1], widest(limits)
+    total, longest = sum(lengths[i] for i in sequences), max(lengths[i] for i in sequences)
+    groups = [sorted(group, key=lambda i: -lengths[i]) for group in groups_of(batch, sequences)]
+    groups.sort(key=lambda group: -sum(lengths[i] for i in group))  # those with most tokens first
+    longest_prompt = max(len(batch.prompts[batch.prompt_of(group[0])]) - 1 for group in groups)
+    for at, whole in itertools.product(used, (True, False)):
+        large = at.T == T and at.C >= longest and at.S >= longest_prompt
+        if large and fits(limits, at):
+            rows = fill_rows(batch, lengths, groups, at, whole)
+            if micro_steps(limits, rows, at) <= most_steps:
+                yield rows, at
+    counts = [2**i for i in range(most.rows.bit_length())]  # rows of a device
+    fewest_steps = -(-total // (limits.shards * most.rows * (most.S + most.C)))
+    for count, whole in itertools.product(counts, (True, False)):
+        found, grown = 0, True
+        for steps in range(fewest_steps, most_steps + 1):
+            if found == TRIES or not grown:  # more micro-steps would have the same rows
+                break
+            all_rows, narrowest = (
+                steps * limits.shards * count,
+                round_up(longest, GRID, limits.unit),
+            )
+            C = round_up(max(-(-total // all_rows), longest), GRID, limits.unit)
+            while True:
+                S, n = bounds(limits, count, C, T)
+                S = round_down(S, GRID // 4, limits.unit)
+                if longest_prompt > S:
+                    break
+                rows = fill_rows(batch, lengths, groups, Widths(count, S, C, n, T), whole)
+                if len(rows) <= all_rows:
+                    found, grown = found + 1, C > narrowest
+                    yield rows, widths_of(batch, rows, count, C, limits.unit)
+                    break
+                C = round_up(C + 1, GRID, limits.unit)
+
+
+def widths_of(batch: Batch, rows: list[Row], count: int, C: int, unit: int) -> Widths:
+    """The widths that the rows need. count: rows of a device. C: places for completions."""
+    S = max(sum(len(batch.prompts[p]) - 1 for p in row.prompts) for row in rows)
+    n = power_of_two(max(len(row.sequences) for row in rows))
+    return Widths(count, round_up(S, GRID // 4, unit), C, n, batch.completion_ids.shape[1])
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 2 ** math.ceil(math.log2(max(n, 1)))
+
+
+def round_up(n: int, steps: int, unit: int = 1) -> int:
+    """The smallest number from `n` on that is on the grid: between two powers of two it has so many
+    steps, of multiples of `unit`."""
+    step = max(2 ** (math.ceil(math.log2(max(n, 1))) - 1) // steps, unit)
+    return max(math.ceil(n / step) * step, unit)
+
+
+def round_down(n: int, steps: int, unit: int = 1) -> int:
+    """The largest number up to n on the grid of round_up; 0 or less if there is none."""
+    step = max(2 ** (max(n, 1).bit_length() - 1) // steps, unit)
+    return n // step * step
+
+
+def groups_of(batch: Batch, sequences: Sequence[int]) -> list[list[int]]:
+    """The sequences of each prompt, in their order."""
+    groups: dict[int, list[int]] = {}
+    for i in sequences:
+        groups.setdefault(batch.prompt_of(i), []).append(i)
+    return [*groups.values()]
+
+
+def _row(batch: Batch, sequences: Sequence[int]) -> Row:
+    return Row(sorted({batch.prompt_of(i) for i in sequences}), [*map(int, sequences)])
+
+
+def fill_rows(
+    batch: Batch, lengths: list[int], groups: list[list[int]], most: Widths, whole: bool
+) -> list[Row]:
+    """Rows with all groups that are no wider than `most`. lengths: [B] of the batch.
+
+    whole: a group comes into the first row that has room for all of it, and is split only if a row
+    is too small for it. Otherwise each row is filled before the next one, and groups are split.
+    """
+    empty = (most.S, most.C, most.n)
+    rows: list[list[int]] = []
+    room: list[tuple[int, int, int]] = []  # of each row: for prompts, completions and sequences
+
+    def put(place: int, prompt: int, members: list[int]) -> None:
+        if place == len(rows):
+            rows.append([])
+            room.append(empty)
+        S, C, n = room[place]
+        rows[place] += members
+        room[place] = S - prompt, C - sum(lengths[i] for i in members), n - len(members)
+
+    for members in groups:
+        prompt = len(batch.prompts[batch.prompt_of(members[0])]) - 1
+        need = (prompt, sum(lengths[i] for i in members), len(members))
+        if whole:
+            places = enumerate([*room, empty])
+            place = next((j for j, free in places if all(map(operator.ge, free, need))), None)
+            if place is not None:
+                put(place, prompt, members)
+                continue
+        left = members
+        while left:
+            S, C, n = room[-1] if room else (-1, 0, 0)
+            here: list[int] = []
+            for i in left if prompt <= S else []:
+                if lengths[i] <= C and len(here) < n:
+                    here.append(i)
+                    C -= lengths[i]
+            put(len(rows) - 1 if here else len(rows), prompt if here else 0, here)
+            left = [i for i in left if i not in here]
+    return [_row(batch, row) for row in rows if row]
+
+
+def sequence_index(rows: Sequence[Row], n: int) -> np.ndarray:
+    """[X, n] which sequence of the batch each place for a sequence holds; -1: none."""
+    index = np.full((len(rows), n), -1)
+    for x, row in enumerate(rows):
+        index[x, : len(row.sequences)] = row.sequences
+    return index
+
+
+def pack(batch: Batch, rows: Sequence[Row], widths: Widths, pad_id: int) -> dict[str, np.ndarray]:
+    """The arrays of a micro-batch with these rows, by their names in update.MicroBatch."""
+    (_, S, C, n, T), X = widths, len(rows)
+    place = np.tile(np.arange(S + C, dtype=np.int32), (X, 1))
+    tokens = {
+        "ids": np.full((X, S + C), pad_id, np.int32),
+        "positions": np.zeros((X, S + C), np.int32),
+        "group": np.full((X, S + C), -1, np.int32),
+        "start": place,  # padding begins at itself
+        "targets": np.full((X, C), pad_id, np.int32),
+        "places": np.zeros((X, n, T), np.int32),
+    }
+    if batch.support is not None:
+        tokens["support"] = np.full((X, C, batch.support.shape[2]), -1, np.int32)
+
+    def write(x: int, at: int, ids: Sequence[int], position: int, group: int) -> int:
+        span = slice(at, at + len(ids))
+        tokens["ids"][x, span], tokens["group"][x, span], tokens["start"][x, span] = ids, group, at
+        tokens["positions"][x, span] = np.arange(position, position + len(ids))
+        return at + len(ids)
+
+    lengths = batch.lengths.tolist()
+    for x, row in enumerate(rows):
+        at = 0
+        for group, p in enumerate(row.prompts):
+            at = write(x, at, batch.prompts[p][:-1], 0, group)
+        at = S
+        for j, i in enumerate(row.sequences):
+            p, drawn = batch.prompt_of(i), batch.completion_ids[i, : lengths[i]]
+            span = slice(at - S, at - S + lengths[i])
+            tokens["targets"][x, span] = drawn
+            tokens["places"][x, j, : lengths[i]] = np.arange(span.start, span.stop)
+            if batch.support is not None:
+                tokens["support"][x, span] = batch.support[i, : lengths[i]]
+            fed = [batch.prompts[p][-1], *drawn[:-1].tolist()]
+            at = write(x, at, fed, len(batch.prompts[p]) - 1, row.prompts.index(p))
+    index = sequence_index(rows, n).reshape(-1)  # [R]
+    used = (index >= 0).astype(np.int32)
+    per_sequence = {
+        "completion_mask": batch.completion_mask[index] * used[:, None],
+        "sampling_logps": batch.sampling_logps[index],
+        "advantages": batch.advantages[index] * used.astype(np.float32),
+    }
+    for name in ("old_logps", "ref_logps", "top_mask"):
+        if (values := getattr(batch, name)) is not None:
+            per_sequence[name] = values[index]
+    return tokens | per_sequence

@@ -1,0 +1,270 @@
+"""Rows of an update: what stands where, how full they are, and that they change no result."""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from test_sampling import MODEL
+from test_update import (
+    FLOAT32,
+    OBJECTIVE,
+    PROMPTS,
+    TEMPERATURE,
+    K,
+    T,
+    assert_close,
+    laid_out,
+    layout,
+    reference,
+    sequences,
+)
+
+from models.model import Compute
+from runtime.layout import shard_batch
+from runtime.packing import Batch, Limits, Widths, fill_rows, pack, plan_rows, round_up, widest
+from update import Counts, MicroBatch, merge_metrics, micro_step, zero_grads
+
+
+def batch_of(lengths: list[int], prompts: list[int], T: int = 0) -> Batch:
+    """Sequences with these lengths; every token of prompts and completions is another number."""
+    T = T or max(lengths)
+    mask = (np.arange(T) < np.array(lengths)[:, None]).astype(np.int32)
+    ids = 1000 + np.arange(mask.size, dtype=np.int32).reshape(mask.shape)
+    texts = [[100 * p + i for i in range(n)] for p, n in enumerate(prompts)]
+    logps = -ids.astype(np.float32)
+    return Batch(texts, ids * mask, mask, logps, np.arange(len(lengths), dtype=np.float32))
+
+
+def limits(**changes: Any) -> Limits:
+    """Of one device with padded micro-batches of 4 sequences."""
+    given: dict[str, Any] = {"shards": 1, "sequences": 4, "completions": 4}
+    given |= {"longest_completion": 16, "longest_prompt": 8, "shortest_prompt": 0}
+    return Limits(
+        **given | {"pack": True, "unit": 1, "row_tokens": 2**31, "matmul_keys": 1e4} | changes
+    )
+
+
+# ---- What stands where ---------------------------------------------------------------------------
+
+
+def test_the_grid_by_hand() -> None:
+    assert [round_up(n, 4) for n in (1, 8, 9, 16, 17, 100, 128, 129)] == [
+        1, 8, 10, 16, 20, 112, 128, 160,
+    ]  # fmt: skip
+    assert [round_up(n, 8, 128) for n in (1, 128, 129, 2048, 2049)] == [128, 128, 256, 2048, 2304]
+
+
+def test_rows_are_filled_with_groups_or_parts_of_groups() -> None:
+    batch = batch_of([5, 1, 2, 2, 6, 6, 1, 1], [3, 4])  # groups of 10 and 14 tokens
+    groups = [[4, 5, 6, 7], [0, 2, 3, 1]]  # those with most tokens first
+    whole = fill_rows(batch, batch.lengths.tolist(), groups, Widths(1, 9, 14, 9, 6), whole=True)
+    assert [(row.prompts, row.sequences) for row in whole] == [
+        ([1], [4, 5, 6, 7]),
+        ([0], [0, 2, 3, 1]),
+    ]
+    filled = fill_rows(batch, batch.lengths.tolist(), groups, Widths(1, 9, 12, 9, 6), whole=False)
+    assert [(row.prompts, row.sequences) for row in filled] == [
+        ([1], [4, 5]),
+        ([0, 1], [6, 7, 0, 2, 3, 1]),
+    ]
+
+
+def test_the_arrays_of_a_row_by_hand() -> None:
+    batch = batch_of([2, 0, 3, 1], [3, 2])
+    [[row]], widths = plan_rows(batch, [0, 2, 3], limits(), [])
+    assert (row.prompts, row.sequences) == ([0, 1], [2, 3, 0])
+    assert widths == Widths(rows=1, S=3, C=6, n=4, T=3)
+    arrays = {name: x[0].tolist() for name, x in pack(batch, [row], widths, pad_id=9).items()}
+    # Prompts 0, 1, 2 and 100, 101 without their last tokens, then the last ones with completions.
+    assert arrays["ids"] == [0, 1, 100, 101, 1006, 1007, 101, 2, 1000]
+    assert arrays["positions"] == [0, 1, 0, 1, 2, 3, 1, 2, 3]
+    assert arrays["group"] == [0, 0, 1, 1, 1, 1, 1, 0, 0]
+    assert arrays["start"] == [0, 0, 2, 3, 3, 3, 6, 7, 7]
+    assert arrays["targets"] == [1006, 1007, 1008, 1009, 1000, 1001]
+    assert arrays["places"] == [[0, 1, 2], [3, 0, 0], [4, 5, 0], [0, 0, 0]]
+    packed = pack(batch, [row], widths, pad_id=9)
+    assert packed["completion_mask"].tolist() == [[1, 1, 1], [1, 0, 0], [1, 1, 0], [0, 0, 0]]
+    assert packed["advantages"].tolist() == [2, 3, 0, 0]
+
+
+@functools.cache
+def geometric(mean: int, longest: int, prompts: int, K: int, seed: int) -> Batch:
+    rng = np.random.default_rng(seed)
+    lengths = np.minimum(rng.geometric(1 / mean, prompts * K), longest)
+    return batch_of(lengths.tolist(), rng.integers(20, 60, prompts).tolist(), longest)
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+@pytest.mark.parametrize("pack_rows", [True, False])
+@pytest.mark.parametrize("unit", [1, 128])
+def test_every_token_stands_in_one_place_of_a_row(shards, pack_rows, unit) -> None:
+    batch = geometric(30, 120, 16, 4, 0)
+    chosen = [i for i in range(64) if i % 5]
+    given = limits(
+        shards=shards, longest_completion=120, longest_prompt=60, pack=pack_rows, unit=unit
+    )
+    steps, widths = plan_rows(batch, chosen, given, [])
+    assert sorted(i for rows in steps for row in rows for i in row.sequences) == chosen
+    for rows in steps:
+        assert len(rows) == shards * widths.rows
+        x = pack(batch, rows, widths, pad_id=7)
+        assert x["ids"].shape == (len(rows), widths.S + widths.C)
+        assert widths.S % unit == widths.C % unit == 0
+        for row, *arrays in zip(rows, *(x[n] for n in ("ids", "group", "start", "targets")),
+                                x["places"], strict=True):  # fmt: skip
+            ids, group, start, targets, places = arrays
+            for j, i in enumerate(row.sequences):
+                at = places[j, : batch.lengths[i]]
+                prompt = batch.prompts[batch.prompt_of(i)]
+                drawn = batch.completion_ids[i, : batch.lengths[i]]
+                assert targets[at].tolist() == drawn.tolist()
+                fed, own = at + widths.S, group[at[0] + widths.S]
+                assert ids[fed].tolist() == [prompt[-1], *drawn[:-1]]
+                assert set(group[fed]) == {own} and set(start[fed]) == {fed[0]}
+                before = np.flatnonzero(group[: widths.S] == own)
+                assert ids[before].tolist() == prompt[:-1]
+
+
+# ---- How full rows are ---------------------------------------------------------------------------
+
+
+def test_no_device_has_more_tokens_than_with_padded_rows_of_the_longest() -> None:
+    given = limits(sequences=8, longest_completion=120, longest_prompt=60)
+    rows, S, C, *_ = widest(given)
+    for seed in range(20):
+        _, at = plan_rows(geometric(60, 120, 8, 4, seed), range(32), given, [])
+        assert at.rows * (at.S + at.C) <= rows * (S + C) == 2 * (60 + 4 * 120)
+
+
+def test_one_long_completion_among_short_ones_makes_no_larger_arrays() -> None:
+    """They would have a place of the longest one for each sequence of a row."""
+    lengths = [3] * 1023 + [1024]
+    given = limits(sequences=16, completions=16, longest_completion=1024, longest_prompt=60)
+    batch = batch_of(lengths, [20] * 64)
+    steps, at = plan_rows(batch, range(1024), given, [])
+    most = widest(given)
+    real = batch.lengths.sum() + 64 * 19
+    assert len(steps) * at.rows * (at.S + at.C) < 2.5 * real
+    assert at.rows * at.n * at.T <= 8 * most.rows * (most.S + most.C) < 1024 * 1024
+
+
+def test_rows_keep_to_the_places_of_a_kernel() -> None:
+    given = limits(sequences=8, longest_completion=120, longest_prompt=60, row_tokens=600)
+    for seed in range(10):
+        _, at = plan_rows(geometric(60, 120, 8, 4, seed), range(32), given, [])
+        assert at.S + at.C <= 600
+
+
+def test_the_width_of_completions_is_the_longest_one_halved() -> None:
+    widths = [limits(longest_completion=100).completion_width(n) for n in (0, 1, 2, 13, 14, 26, 51)]
+    assert widths == [1, 1, 2, 13, 25, 50, 100]
+    padded = limits(longest_completion=100, pack=False)
+    assert [padded.completion_width(n) for n in (1, 17, 51, 97)] == [16, 24, 64, 100]
+
+
+def test_an_update_of_one_micro_step_stays_one() -> None:
+    given = limits(shards=2, sequences=16, longest_completion=120, longest_prompt=60)
+    for seed in range(10):
+        steps, _ = plan_rows(geometric(60, 120, 8, 4, seed), range(32), given, [])
+        assert len(steps) == 1
+
+
+def test_rows_of_real_lengths_are_full_and_have_few_widths() -> None:
+    """Lengths with a mean of a quarter of the longest, as GSM8K's are: 16 prompts, 8 completions,
+    micro-batches of 16. Padded rows compute more than three tokens for each real one."""
+    given = limits(sequences=16, completions=8, longest_completion=1024, longest_prompt=60)
+    used: list[Widths] = []
+    packed, padded, known = [], [], []
+    for seed in range(40):
+        batch = geometric(256, 1024, 16, 8, seed)
+        real = batch.lengths.sum() + sum(len(prompt) - 1 for prompt in batch.prompts)
+        for pack_rows, found in ((True, packed), (False, padded)):
+            steps, at = plan_rows(
+                batch, range(128), given._replace(pack=pack_rows), used if pack_rows else []
+            )
+            found.append(len(steps) * at.rows * (at.S + at.C) / real)
+        known.append(len(used))
+    assert np.mean(packed) < 1.13 and max(packed) < 1.25 and np.mean(padded) > 3
+    assert known[-1] <= 10 and known[-1] - known[19] <= 2
+
+
+@pytest.mark.parametrize("mean, most", [(256, 1.6), (32, 3.5)])
+def test_rows_of_one_padded_sequence_are_packed_too(mean: int, most: float) -> None:
+    """A completion of full length leaves room for little else in its row; others share theirs."""
+    given = limits(shards=4, sequences=1, completions=8, longest_completion=1024, longest_prompt=64)
+    lengths = [1024, *geometric(mean, 1024, 16, 8, 0).lengths.tolist()[1:]]
+    batch = batch_of(lengths, [60] * 16)
+    steps, at = plan_rows(batch, range(128), given, [])
+    real = batch.lengths.sum() + 16 * 59
+    assert len(steps) * 4 * (at.S + at.C) < most * real
+    assert at.S + at.C <= 1024 + 64
+
+
+def test_widths_that_were_used_are_used_again_and_decide_nothing_else() -> None:
+    given = limits(sequences=8, longest_completion=120, longest_prompt=60)
+    first, second = geometric(30, 120, 16, 4, 1), geometric(30, 120, 16, 4, 2)
+    used: list[Widths] = []
+    _, at = plan_rows(first, range(64), given, used)
+    assert used == [at]
+    assert plan_rows(second, range(64), given, list(used))[1] == at
+    assert plan_rows(second, range(64), given, [])[1] != at
+    # Those of another run may be too wide for a device of this one.
+    _, of_small = plan_rows(second, range(64), given, [Widths(1, 2**15, 2**15, 64, 120)])
+    assert of_small == plan_rows(second, range(64), given, [])[1]
+
+
+# ---- No result changes ---------------------------------------------------------------------------
+
+
+def packed_step(
+    mesh: tuple[int, int, int] = (1, 1, 1), in_a_row: int = 8, **compute: Any
+) -> tuple[dict[str, float], Any, np.ndarray]:
+    """The metrics, the gradient and the log-probabilities of tests/test_update.py's step."""
+    x, where = sequences(), layout(*mesh)
+    batch = Batch(PROMPTS, *x)
+    given = limits(
+        shards=where.batch_shards, sequences=in_a_row, completions=K, longest_completion=T
+    )
+    steps, widths = plan_rows(batch, np.arange(2 * K), given, [])
+    params = laid_out(where.mesh)
+    grads, parts, found = zero_grads(params), [], np.zeros(x.mask.shape)
+    counts = Counts(*map(np.float32, (x.mask.sum(), 2 * K, x.mask.sum())))
+    for rows in steps:
+        arrays = pack(batch, rows, widths, pad_id=3)
+        micro_batch = MicroBatch(**{name: shard_batch(a, where) for name, a in arrays.items()})
+        grads, metrics, logps = micro_step(
+            params,
+            grads,
+            micro_batch,
+            counts,
+            objective=OBJECTIVE,
+            temperature=TEMPERATURE,
+            compute=Compute(MODEL, FLOAT32, where, **compute),
+        )
+        parts.append(metrics)
+        for row, of_row in zip(rows, np.split(np.asarray(logps), len(rows)), strict=True):
+            found[row.sequences] = of_row[: len(row.sequences)]
+    assert sum(len(row.sequences) for rows in steps for row in rows) == 2 * K
+    return merge_metrics(parts), jax.device_get(grads), found * x.mask
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"in_a_row": 2},
+        {"in_a_row": 16, "remat": "full"},
+        {"in_a_row": 4, "remat": "dots", "layer_loop": "unroll"},
+        {"mesh": (2, 2, 1), "in_a_row": 4},
+        {"mesh": (1, 4, 2), "in_a_row": 2, "remat": "full"},
+    ],
+    ids=str,
+)
+def test_packed_rows_change_no_loss_no_metric_and_no_gradient(settings: dict[str, Any]) -> None:
+    metrics, grads, logps = packed_step(**settings)
+    expected = {k: v for k, v in reference().metrics.items() if k != "grad_norm"}
+    assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    np.testing.assert_allclose(logps, reference().logps * sequences().mask, atol=1e-5)
+    assert_close(grads, reference().grads, 1e-6)

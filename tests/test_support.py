@@ -1,0 +1,299 @@
+"""SAMPLING_SUPPORT=replay: the loss scores tokens among those that the sampler could draw."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from small_model import in_rows
+from test_filters import kept_by_rule
+from test_loss_pallas import inputs
+from test_sampling import MODEL, PROMPTS, assert_drawn_from, numpy_filter, numpy_softmax, weights
+from test_sampling import run as sample
+from test_train import Result, finish, start_two, train
+
+import loss_pallas
+from config import Config
+from loss import Objective
+from models.draw import MAX_SUPPORT, Sampling, draw_tokens
+from models.logps import token_logps, token_logps_reference
+from models.model import Compute
+from runtime.layout import TRAIN_BATCH_AXES, Layout
+from runtime.mistakes import UserMistake
+from runtime.packing import Batch
+from runtime.parsing import REPO
+from tools.make_random import make_random
+from update import Counts, MicroBatch, compute_logps, micro_step
+
+FILTERS = [
+    Sampling(top_k=50),
+    Sampling(top_p=0.9),
+    Sampling(min_p=0.05),
+    Sampling(top_k=50, top_p=0.9, min_p=0.05),
+]
+IDS = ["top_k", "top_p", "min_p", "all"]
+
+# ---- What is drawn -------------------------------------------------------------------------------
+
+
+def draw(logits: np.ndarray, sampling: Sampling) -> list[np.ndarray]:
+    """token, logp, support and was_cut for logits [R, V], each row with a key of its own."""
+    keys = jax.random.split(jax.random.key(0), len(logits))
+    drawing = jax.jit(draw_tokens, static_argnums=2)
+    return [np.asarray(x) for x in drawing(keys, jnp.float32(logits), sampling)]
+
+
+@pytest.mark.parametrize("sampling", FILTERS, ids=IDS)
+@pytest.mark.parametrize("V", [40, 1000, 20011])
+def test_the_support_is_what_the_filters_leave_at_most_128(V: int, sampling: Sampling) -> None:
+    scales = np.repeat([0.1, 1.0, 3.0, 8.0], 5)[:, None]
+    logits = np.float32(scales * np.random.default_rng(V).normal(size=(20, V)))
+    _, _, support, was_cut = draw(logits, sampling._replace(replay=True))
+    assert support.shape[1] == min(sampling.top_k or MAX_SUPPORT, V)
+    for row, ids, cut in zip(logits, support, was_cut, strict=True):
+        found = set(ids[ids >= 0].tolist())
+        assert len(found) == (ids >= 0).sum(), "an id twice"
+        least, most = (
+            set(np.flatnonzero(kept_by_rule(row, sampling, slack)).tolist())
+            for slack in (-1e-5, 1e-5)
+        )
+        if cut:
+            likeliest = np.argsort(-np.float32(row), kind="stable")[:MAX_SUPPORT]
+            assert found == set(likeliest.tolist()) and len(most) > MAX_SUPPORT
+        else:
+            assert least <= found <= most
+    assert was_cut.any() == (V > 40 and not sampling.top_k)
+
+
+@pytest.mark.parametrize("sampling", [FILTERS[0]._replace(top_k=5), FILTERS[3]], ids=["5", "all"])
+def test_tokens_of_the_support_are_drawn_as_often_as_their_probabilities_say(sampling) -> None:
+    sampling = sampling._replace(temperature=0.7, replay=True)
+    logits = np.random.default_rng(1).normal(size=37)
+    token, logp, support, _ = draw(np.tile(logits, (10000, 1)), sampling)
+    probs = numpy_filter(numpy_softmax(logits / 0.7), sampling)
+    assert_drawn_from(token, probs)
+    np.testing.assert_allclose(logp, np.log(probs[token]), atol=1e-5)
+    assert set(support[0][support[0] >= 0].tolist()) == set(np.flatnonzero(probs).tolist())
+
+
+# ---- What is scored ------------------------------------------------------------------------------
+
+
+def random_support(ids: np.ndarray, V: int, C: int) -> np.ndarray:
+    """[..., C] ids of which the first is the sampled one, and some are -1."""
+    rng = np.random.default_rng(2)
+    rows = [rng.choice(V, C, replace=False) for _ in range(ids.size)]
+    support = np.stack(rows).astype(np.int32).reshape(*ids.shape, C)
+    taken = support == ids[..., None]
+    support[..., 1:][rng.random(support[..., 1:].shape) < 0.3] = -1
+    support[taken] = -1
+    support[..., 0] = ids
+    return support
+
+
+def enumerated(
+    hidden: np.ndarray, lm_head: np.ndarray, support: np.ndarray, cotangents: np.ndarray
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """logps, entropy, entropy within the support and its mass, and the gradients of hidden and
+    lm_head, in float64, one token after the other. cotangents: of logps and entropy."""
+    D, w = hidden.shape[-1], lm_head.astype(float)
+    outputs, grad_hidden, grad_w = [], [], np.zeros(w.shape)
+    rows = zip(hidden.reshape(-1, D), support.reshape(-1, support.shape[-1]), strict=True)
+    for (x, kept), (g, g_entropy) in zip(rows, cotangents.reshape(2, -1).T, strict=True):
+        logits = w @ x.astype(float) / 0.7
+        p = numpy_softmax(logits)
+        kept = kept[kept >= 0]
+        within = p[kept] / p[kept].sum()
+        entropy = -(p * np.log(p)).sum()
+        inside = -(within * np.log(within)).sum()
+        outputs.append((np.log(within[0]), entropy, inside, p[kept].sum()))
+        grad = -p * g_entropy * (np.log(p) + entropy)
+        grad[kept] -= g * within
+        grad[kept[0]] += g
+        grad_hidden.append(grad @ w / 0.7)
+        grad_w += np.outer(grad, x) / 0.7
+    shape = hidden.shape[:-1]
+    return [np.reshape(x, shape) for x in zip(*outputs, strict=True)], [
+        np.reshape(grad_hidden, hidden.shape),
+        grad_w,
+    ]
+
+
+def check(shape: tuple[int, ...], V: int, C: int, **how: object) -> None:
+    hidden, lm_head, ids = inputs(*shape, V=V, D=16)
+    lm_head *= 0.3
+    support = random_support(ids, V, C)
+    cotangents = np.float32(np.random.default_rng(3).normal(size=(2, *shape)))
+
+    @jax.jit
+    def both(hidden: jax.Array, lm_head: jax.Array) -> tuple:
+        scored = lambda *x: token_logps(*x, ids, support=support, temperature=0.7, **how)  # noqa: E731
+        outputs, pull = jax.vjp(scored, hidden, lm_head)
+        return outputs, pull((*cotangents, *map(jnp.ones_like, outputs[2:])))
+
+    found, grads = both(hidden, lm_head)
+    expected, expected_grads = enumerated(hidden, lm_head, support, cotangents)
+    for a, b in zip((*found, *grads), (*expected, *expected_grads), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * max(np.abs(b).max(), 1))
+
+
+@pytest.mark.parametrize("V", [1000, 997, 60])
+@pytest.mark.parametrize("tiles", [True, False], ids=["in_tiles", "at_once"])
+def test_log_probabilities_and_gradients_are_those_of_the_support(
+    V: int, tiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if tiles:
+        monkeypatch.setattr("models.logps.LOGITS_TILE_BYTES", 1)  # tiles of 128 columns
+    check((2, 11), V, C=50)
+
+
+@pytest.mark.parametrize("tiles", [True, False], ids=["in_tiles", "at_once"])
+def test_so_they_are_in_the_vocabulary_of_qwen(
+    tiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if tiles:
+        monkeypatch.setattr("models.logps.LOGITS_TILE_BYTES", 8 * 4 * 4096)
+    check((1, 8), 151936, C=128)
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 1), (2, 2, 2), (1, 2, 4)], ids=str)
+def test_so_they_are_on_meshes(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("models.logps.LOGITS_TILE_BYTES", 1)
+    mesh = Mesh(np.array(jax.devices()).reshape(shape), ("dp", "fsdp", "tp"))
+    check((8, 3), 1000, C=20, mesh=mesh)
+
+
+def test_a_support_of_all_tokens_changes_nothing() -> None:
+    hidden, lm_head, ids = inputs(3, 4, V=60, D=16)
+    support = np.broadcast_to(np.arange(60, dtype=np.int32), (3, 4, 60))
+    full = token_logps_reference(hidden, lm_head, ids)
+    logps, entropy, inside, mass = token_logps_reference(hidden, lm_head, ids, support=support)
+    np.testing.assert_allclose((logps, entropy, inside), (*full, full[1]), atol=1e-5)
+    np.testing.assert_allclose(mass, 1, atol=1e-5)
+
+
+# ---- Sampler and trainer -------------------------------------------------------------------------
+
+
+def scored(sampling: Sampling, mesh: tuple[int, int, int]) -> tuple[MicroBatch, Compute]:
+    """What the sampler drew from the small model, in rows of four sequences for the trainer."""
+    drawn = sample(sampling, mesh=mesh)
+    devices = np.array(jax.devices()[: int(np.prod(mesh))]).reshape(mesh)
+    layout = Layout(Mesh(devices, ("dp", "fsdp", "tp")), TRAIN_BATCH_AXES)
+    batch = Batch(
+        PROMPTS,
+        *(drawn.completion_ids, drawn.completion_mask, drawn.sampling_logps),
+        advantages=np.linspace(-1, 1, 16, dtype=np.float32),
+        support=drawn.support,
+    )
+    return MicroBatch(**in_rows(batch, 4)), Compute(MODEL, jnp.dtype("float32"), layout)
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("sampling", FILTERS, ids=IDS)
+def test_the_trainer_s_log_probabilities_are_the_sampler_s(sampling, mesh) -> None:
+    sampling = sampling._replace(top_k=min(sampling.top_k, 9), temperature=0.7, replay=True)
+    batch, compute = scored(sampling, mesh)
+    params = jax.tree.map(jnp.float32, weights())
+    logps, _ = compute_logps(params, batch, 0.7, compute)
+    assert (np.abs(logps - batch.sampling_logps) * batch.completion_mask).max() < 1e-5
+    everything, _ = compute_logps(params, batch._replace(support=None), 0.7, compute)
+    assert (np.abs(everything - batch.sampling_logps) * batch.completion_mask).max() > 0.01
+    counts = Counts(*(np.float32(x) for x in (batch.completion_mask.sum(), 16, 1)))
+    how = {"objective": Objective(), "temperature": 0.7, "compute": compute}
+    _, metrics, _ = micro_step(params, None, batch, counts, **how)
+    assert metrics["support/entropy"] < metrics["entropy"]
+    assert 0.5 < metrics["support/mass"] < 1
+    assert metrics["sampling_logp_difference/max"] < 1e-5
+
+
+# ---- Runs ----------------------------------------------------------------------------------------
+
+SETTINGS = dict(
+    pair.split("=")
+    for pair in """
+    STEPS=2 BATCH_SIZE=8 NUM_PRE_Q=4 NUM_MINI_BATCHES=2 BETA=0.05 LEARNING_RATE=3e-4 EXPORT_HF=none
+    LR_SCHEDULE=constant WARMUP_RATIO=0 EVAL_EVERY_STEPS=0 TOP_K=20 TOP_P=0.95
+    IS_MODE=sequence_truncate
+    """.split()
+)
+
+
+def assert_same(result: Result, expected: Result) -> None:
+    for ours, theirs in zip(result.records, expected.records, strict=True):
+        names = [n for n in theirs if n.startswith("train-other/") and "batch_local" not in n]
+        for name in names:
+            if "logp_difference" in name:
+                assert ours[name] < 3e-5
+            else:
+                assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5), name
+        assert ours["train-other/support/mass"] < 0.9999
+        assert ours["train-other/is_weight/mean"] == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_devices_and_processes_do_not_change_a_run_that_replays(tmp_path: Path) -> None:
+    """A sequence's weight of the sampler is 1, so both score the same distributions."""
+    expected = train(tmp_path / "one", **SETTINGS)
+    assert_same(expected, expected)
+    assert_same(train(tmp_path / "eight", devices=8, **SETTINGS), expected)
+    outs = [tmp_path / "first", tmp_path / "second"]
+    started = start_two(outs, 2, **SETTINGS | {"BATCH_SIZE": "4"})
+    results = [finish(process, out) for process, out in zip(started, outs, strict=True)]
+    assert [result.code for result in results] == [0, 0], results[0].errors
+    assert_same(results[0], expected)
+
+
+def test_a_run_says_among_which_tokens_it_scores_and_how_often_128_are_too_few(
+    tmp_path: Path,
+) -> None:
+    """The random model of the smallest size draws almost uniformly from its whole vocabulary."""
+    small = tmp_path / "small"
+    make_random(REPO / "tiny", small, {"hidden_size": 32, "num_hidden_layers": 1})
+    settings = "STEPS=1 BATCH_SIZE=2 NUM_PRE_Q=4 TOP_P=0.9 MAX_LENGTH_SAMPLE=16 EXPORT_HF=none"
+    settings = dict(pair.split("=") for pair in settings.split())
+    given = {"MODEL_PATH": str(small), "DATASET": str(REPO / "tiny"), "EVAL_EVERY_STEPS": "0"}
+    result = train(tmp_path / "a", **settings, **given)
+    line = "rollout.sampling_support: replay (TOP_K, TOP_P or MIN_P drops tokens): the loss's logps"
+    assert f"{line} are among the tokens that could be drawn\n" in result.lines
+    (record,) = result.records
+    tokens = record["train-other/total_valid_token_count"]
+    assert 0.9 * tokens < record["train-other/support/cut_tokens"] <= tokens
+    assert record["train-other/sampling_logp_difference/max"] < 1e-5
+
+
+def test_the_largest_top_k_that_can_be_replayed_is_a_full_support() -> None:
+    settings = {"MODEL_PATH": "m", "TOP_K": str(MAX_SUPPORT)}
+    assert Config.from_env(settings).replays()
+    with pytest.raises(UserMistake, match=f"TOP_K={MAX_SUPPORT + 1} is too many tokens to replay"):
+        Config.from_env(settings | {"TOP_K": str(MAX_SUPPORT + 1)})
+
+
+# ---- What cannot be scored -----------------------------------------------------------------------
+
+
+def test_the_kernel_refuses_a_support() -> None:
+    hidden, lm_head, ids = inputs(2, 3, V=7)
+    with pytest.raises(ValueError, match="computes no support; jax does"):
+        loss_pallas.token_logps(hidden, lm_head, ids, support=ids[..., None], impl="pallas")
+
+
+@pytest.mark.parametrize("tiles", [True, False], ids=["in_tiles", "at_once"])
+def test_an_improbable_support_and_one_without_tokens_have_finite_gradients(
+    tiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Padding has no support. The others have the least likely tokens, of probability e^-200."""
+    if tiles:
+        monkeypatch.setattr("models.logps.LOGITS_TILE_BYTES", 1)
+    hidden, lm_head = np.ones((2, 3, 1), np.float32), np.linspace(0, 400, 300, dtype=np.float32)
+    ids = np.full((2, 3), 150, np.int32)
+    support = np.stack([ids, ids - 1], axis=-1)
+    support[0] = -1
+
+    def loss(hidden: jax.Array, lm_head: jax.Array) -> jax.Array:
+        return token_logps(hidden, lm_head, ids, support=support)[0].sum()
+
+    value, grads = jax.value_and_grad(loss, (0, 1))(hidden, lm_head[:, None])
+    assert np.isfinite(value) and all(np.isfinite(x).all() for x in grads)

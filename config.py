@@ -173,6 +173,11 @@ class Config:
         "Train on rows of completions end to end; auto: if MAX_LENGTH_SAMPLE >= 128.",
         choices="auto|off",
     )
+    skip_zero_advantage: str = speed(
+        "auto",
+        "Leave out of updates what adds nothing to the gradient; auto: if that is certain.",
+        choices="auto|off",
+    )
     remat: str = speed(
         "full", "What backward recomputes; dots: all but the matmuls.", choices="none|dots|full"
     )
@@ -277,6 +282,17 @@ class Config:
     def packs(self) -> bool:
         """Whether an update's completions stand end to end, without padding between them."""
         return self.max_length_sample >= 128 and self.packing == "auto"
+
+    def skips(self) -> bool:
+        """Whether updates leave out sequences whose advantage is 0.
+
+        No other term of the loss may need them. With filters the step's entropy would need them
+        too: log-probabilities among some tokens only cannot estimate it.
+        """
+        advantage_only = (
+            self.beta == 0 and self.entropy_coef == 0 and self.top_entropy_quantile == 1
+        )
+        return advantage_only and not self.filters() and self.skip_zero_advantage == "auto"
 
     def filters(self) -> bool:
         """Whether the sampler draws among some tokens only."""

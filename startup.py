@@ -124,7 +124,8 @@ def set_up(cfg: Config) -> Run:
         f"loss.loss_type={cfg.loss_type} loss.adv_estimator={cfg.adv_estimator} "
         f"train.policy_loss_impl={training.policy_loss_impl} "
         f"train.attention_impl={training.attention_impl} "
-        f"train.packing={'on' if run.limits.pack else 'off'}",
+        f"train.packing={'on' if run.limits.pack else 'off'} "
+        f"train.skip_zero_advantage={'on' if cfg.skips() else 'off'}",
         flush=True,
     )
     return run

@@ -213,9 +213,10 @@ def to_devices(run: Run, life: Lifecycle, batch: Batch, groups: np.ndarray) -> P
     """The sequences of these groups, packed in rows, on the devices."""
     K, layout = run.cfg.num_pre_q, run.training.layout
     sequences = (groups[:, None] * K + np.arange(K)).reshape(-1)
-    rows, widths = plan_rows(
-        batch, sequences[batch.lengths[sequences] > 0], run.limits, life.widths
-    )
+    computed = sequences[batch.lengths[sequences] > 0]
+    if run.cfg.skips():  # the others add exactly 0 to the gradient
+        computed = computed[batch.advantages[computed] != 0]
+    rows, widths = plan_rows(batch, computed, run.limits, life.widths)
     micro_batches = []
     for each in rows:
         local = len(each) // jax.process_count()
@@ -223,7 +224,7 @@ def to_devices(run: Run, life: Lifecycle, batch: Batch, groups: np.ndarray) -> P
         arrays = pack(batch, mine, widths, run.stopping.pad_id)
         micro_batches.append(MicroBatch(**{k: shard_batch(x, layout) for k, x in arrays.items()}))
     index = [sequence_index(each, widths.n) for each in rows]
-    return Part(batch, sequences, micro_batches, index)
+    return Part(batch, sequences, computed, micro_batches, index)
 
 
 # ---- Update --------------------------------------------------------------------------------------
@@ -303,7 +304,7 @@ def one_update(
         model=run.model,
     )
     # Before the norm: if memory was too small for a micro-step, only its own arrays say so.
-    merged = merge_metrics(metrics_of)
+    merged = part.with_skipped(merge_metrics(metrics_of))
     merged["grad_norm"] = float(norm)
     merged["throughput/update/computed_per_token"] = part.computed_per_token()
     return state, merged, before

@@ -85,6 +85,7 @@ class Part(NamedTuple):
 
     batch: Batch
     sequences: np.ndarray  # those of the groups, also those that no row holds
+    computed: np.ndarray  # those that a row holds
     micro_batches: list[MicroBatch]
     index: list[np.ndarray]  # for each micro-batch [X, n]: which sequence is where; -1: none
 
@@ -105,22 +106,45 @@ class Part(NamedTuple):
             num_tokens, len(self.sequences), None if top is None else top[self.sequences].sum()
         )
 
-    def prompts(self) -> list[Sequence[int]]:
-        """The prompts of the part's groups, in the order of its sequences."""
-        return [
-            self.batch.prompts[p] for p in dict.fromkeys(map(self.batch.prompt_of, self.sequences))
-        ]
+    def with_skipped(self, metrics: dict[str, float]) -> dict[str, float]:
+        """The update's metrics from those that its micro-steps add up to.
+
+        What is not computed has the advantage 0, so that it clips nothing and adds no loss. To the
+        sum of entropies each of its tokens adds minus its log-probability, whose mean over what the
+        sampler may draw is the entropy. Means that need the trainer's log-probabilities are those
+        over the update_token_count tokens that were computed.
+        """
+        skipped = np.setdiff1d(self.sequences, self.computed)
+        lengths, mask = self.batch.lengths, self.batch.completion_mask[skipped]
+        tokens, count = lengths[self.computed].sum(), self.counts().num_tokens
+        metrics = metrics | {"update_token_count": float(tokens)}
+        if not mask.any():
+            return metrics
+        surprise = -np.where(mask > 0, self.batch.sampling_logps[skipped], 0).sum(dtype=np.float64)
+        metrics["entropy"] += float(surprise / count)
+        if "clip_ratio/low_min" in metrics:
+            metrics["clip_ratio/low_min"] = 0.0
+        for name in metrics:
+            if name == "sampling_logp_difference/mean" or name.startswith("is_weight/"):
+                metrics[name] = metrics[name] * float(count / tokens) if tokens else math.nan
+        return metrics
+
+    def prompts(self, sequences: np.ndarray) -> list[Sequence[int]]:
+        """The prompts of these sequences, each once, in their order."""
+        return [self.batch.prompts[p] for p in dict.fromkeys(map(self.batch.prompt_of, sequences))]
 
     def computed_per_token(self) -> float:
-        """The tokens that all rows have room for, for each token of a prompt or a completion."""
-        computed = sum(x.ids.size for x in self.micro_batches)
-        tokens = sum(len(prompt) - 1 for prompt in self.prompts())
-        return computed / max(tokens + self.batch.lengths[self.sequences].sum(), 1)
+        """The tokens that all rows have room for, for each token of a prompt or a completion that
+        they hold."""
+        places = sum(x.ids.size for x in self.micro_batches)
+        tokens = sum(len(prompt) - 1 for prompt in self.prompts(self.computed))
+        tokens += self.batch.lengths[self.computed].sum()
+        return float(places / tokens) if tokens else math.nan
 
     def arrays(self) -> dict[str, np.ndarray]:
         """The arrays of the part's sequences, by their names in Batch, and the prompts of its
         groups, right-padded: prompt_ids and prompt_mask."""
-        prompts = self.prompts()
+        prompts = self.prompts(self.sequences)
         lengths = np.array([len(prompt) for prompt in prompts])
         mask = (np.arange(lengths.max()) < lengths[:, None]).astype(np.int32)
         ids = np.zeros_like(mask)

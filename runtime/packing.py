@@ -126,6 +126,9 @@ def plan_rows(
         enough = (1 + SLACK) * min(costs)
         known = [i for i, (_, at) in enumerate(candidates) if at in used and costs[i] <= enough]
         rows, widths = candidates[min(known or range(len(costs)), key=costs.__getitem__)]
+    if not len(sequences):  # a program that is compiled already serves an empty micro-step too
+        compiled = (at for at in used if at.T == T)
+        widths = min(compiled, key=lambda at: cost(limits, [], at), default=widths)
     if widths not in used:
         used.append(widths)
     of_step = limits.shards * widths.rows

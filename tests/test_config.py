@@ -68,7 +68,8 @@ DEFAULTS = {
         sglang_jax_mem_fraction_static=0.25 sglang_jax_max_total_tokens=0
         sglang_jax_context_length=0 reward_timeout_s=10.0
         train_micro_batch_size=0 train_per_device_micro_batch_size=0 grad_accum_steps=0
-        mesh_shape=auto packing=auto remat=full policy_loss_impl=jax attention_impl=auto
+        mesh_shape=auto packing=auto skip_zero_advantage=auto remat=full
+        policy_loss_impl=jax attention_impl=auto
         layer_loop=auto
         eval_every_steps=10 eval_prompts=128 eval_full_sweep=False eval_samples=1 accuracy_of=
         accuracy_threshold=1.0

@@ -1,0 +1,152 @@
+"""SKIP_ZERO_ADVANTAGE: what adds nothing to the gradient is not computed, and changes nothing."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from test_drop_ended import small_model
+from test_mini_batches import life, run_of, step_of
+from test_packing import geometric, limits
+from test_train import Result, finish, start_two, train
+
+from config import Config
+from runtime.packing import Batch, plan_rows
+from train_grpo import to_devices
+from update import Part
+
+REPO = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.parametrize(
+    "settings, skips",
+    [
+        ("", True),
+        ("SKIP_ZERO_ADVANTAGE=off", False),
+        ("BETA=0.01", False),
+        ("ENTROPY_COEF=0.01", False),
+        ("TOP_ENTROPY_QUANTILE=0.5", False),
+        ("TOP_P=0.9", False),
+        ("TOP_P=0.9 SAMPLING_SUPPORT=full", False),
+        (
+            "LOSS_TYPE=cispo EPS_HIGH=5 ADV_ESTIMATOR=reinforce PPO_EPOCHS=2 IS_MODE=token_mask",
+            True,
+        ),
+    ],
+)
+def test_a_run_skips_only_where_the_advantage_is_all_that_counts(settings, skips) -> None:
+    assert Config.from_env(dict(pair.split("=") for pair in settings.split())).skips() is skips
+
+
+def test_sequences_of_advantage_zero_are_in_no_micro_step() -> None:
+    run, groups = run_of("MESH_SHAPE=8,1,1 PACKING=off NUM_MINI_BATCHES=1"), np.arange(8)
+    batch = step_of(masked=5)
+    advantages = np.where(np.arange(32) % 8 < 4, 1.0, 0.0).astype(np.float32)
+    skipped = to_devices(run, life(), batch._replace(advantages=advantages), groups)
+    every = to_devices(run, life(), batch._replace(advantages=np.ones(32, "f")), groups)
+    assert (len(skipped.micro_batches), len(every.micro_batches)) == (2, 4)
+    held = np.concatenate(skipped.index)
+    assert sorted(held[held >= 0]) == [i for i in range(32) if i % 8 < 4]
+    assert skipped.counts() == every.counts()
+
+
+def test_a_step_in_which_nothing_is_computed_uses_a_program_that_is_there() -> None:
+    given = limits(sequences=16, completions=8, longest_completion=64, longest_prompt=20)
+    batch, used = geometric(16, 64, 4, 8, 0), []
+    _, widths = plan_rows(batch, range(32), given, used)
+    large = widths._replace(C=4 * widths.C)
+    steps, at = plan_rows(batch, [], given, used := [large, widths])
+    assert (at, used) == (widths, [large, widths])
+    assert [[row.sequences for row in rows] for rows in steps] == [[[]] * widths.rows]
+
+
+def test_the_metrics_of_the_whole_step_by_hand() -> None:
+    """Two groups of two sequences; the advantages of the second group are 0."""
+    mask = np.array([[1, 1], [1, 0], [1, 1], [1, 0]], np.int32)
+    logps = np.array([[-1, -1], [-1, 9], [-0.5, -1.5], [-4, 9]], np.float32)
+    advantages = np.array([1, -1, 0, 0], np.float32)
+    batch = Batch([[1], [2]], mask, mask, logps, advantages)
+    part = Part(batch, np.arange(4), np.arange(2), [], [])
+    of_steps = {"loss": 0.3, "entropy": 0.5, "clip_ratio/low_min": 0.2, "clip_ratio/high_max": 0.4}
+    of_steps |= {"sampling_logp_difference/mean": 0.1, "is_weight/mean": 0.5}
+    assert part.with_skipped(of_steps) == pytest.approx(
+        {
+            "loss": 0.3,
+            "entropy": 0.5 + (0.5 + 1.5 + 4) / 6,
+            "clip_ratio/low_min": 0.0,
+            "clip_ratio/high_max": 0.4,
+            "sampling_logp_difference/mean": 0.1 * 6 / 3,
+            "is_weight/mean": 0.5 * 6 / 3,
+            "update_token_count": 3.0,
+        }
+    )
+    everything = part._replace(computed=np.arange(4)).with_skipped(of_steps)
+    assert everything == of_steps | {"update_token_count": 6.0}
+    nothing = part._replace(computed=np.arange(0)).with_skipped(of_steps)
+    assert math.isnan(nothing["is_weight/mean"]) and nothing["loss"] == 0.3
+
+
+# ---- Runs ----------------------------------------------------------------------------------------
+
+# Half of the questions give every completion the same reward.
+REWARD = """
+def half(completions, answer, completion_ids, **columns):
+    odd = [int(text.rsplit(" ", 1)[-1]) % 2 for text in answer]
+    return [float(len(ids)) if i else 1.0 for i, ids in zip(odd, completion_ids)]
+"""
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Of two updates on parts of a step, with ratios that are clipped. With sgd the weights change
+    by the gradient."""
+    folder = tmp_path_factory.mktemp("models")
+    (folder / "half.py").write_text(REWARD)
+    text = f"""STEPS=1 BATCH_SIZE=8 NUM_PRE_Q=4 MAX_LENGTH_SAMPLE=128 TRAIN_MICRO_BATCH_SIZE=8
+    NUM_MINI_BATCHES=2 OPTIMIZER=sgd LEARNING_RATE=1 WARMUP_RATIO=0 EPS_LOW=1e-4 EPS_HIGH=1e-4
+    IS_MODE=token_truncate MODEL_PATH={small_model(folder)} DATASET={REPO / "tiny"}
+    REWARD_FN={folder / "half.py"}:half REWARD_WEIGHTS=1"""
+    return dict(pair.split("=", 1) for pair in text.split())
+
+
+def assert_same(result: Result, expected: Result) -> None:
+    """Of one step: equal, but for the means over what was computed."""
+    [ours], [theirs] = result.records, expected.records
+    count = "train-other/update_token_count"
+    assert ours[count] < 0.7 * theirs[count]
+    names = [name for name in theirs if name.startswith(("train-other/", "train-reward/"))]
+    own = "update_token_count logp_difference is_weight entropy batch_local".split()
+    names = [name for name in names if not any(word in name for word in own)]
+    assert {"train-other/loss", "train-other/clip_ratio_later/low_mean"} <= {*names}
+    assert {n: ours[n] for n in names} == pytest.approx(
+        {n: theirs[n] for n in names}, rel=1e-5, abs=1e-7
+    )
+    assert ours["train-other/entropy"] == pytest.approx(theirs["train-other/entropy"], rel=0.03)
+
+
+def exported(out: Path) -> dict[str, np.ndarray]:
+    return load_file(out / "hf" / "model.safetensors")
+
+
+def test_a_run_learns_the_same(tmp_path: Path, settings: dict[str, str]) -> None:
+    expected = train(tmp_path / "off", **settings, SKIP_ZERO_ADVANTAGE="off")
+    result = train(tmp_path / "auto", **settings)
+    assert_same(result, expected)
+    assert "train.skip_zero_advantage=on" in result.lines
+    assert "train.skip_zero_advantage=off" in expected.lines
+    ours, theirs = exported(tmp_path / "auto"), exported(tmp_path / "off")
+    for name, weights in theirs.items():
+        np.testing.assert_allclose(ours[name], weights, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.slow
+def test_devices_and_processes_skip_the_same(tmp_path: Path, settings: dict[str, str]) -> None:
+    expected = train(tmp_path / "off", **settings, SKIP_ZERO_ADVANTAGE="off")
+    assert_same(train(tmp_path / "eight", devices=8, **settings), expected)
+    outs = [tmp_path / "first", tmp_path / "second"]
+    both = settings | {"BATCH_SIZE": "4", "TRAIN_MICRO_BATCH_SIZE": "4"}
+    started = start_two(outs, 2, **both)
+    results = [finish(process, out) for process, out in zip(started, outs, strict=True)]
+    assert [result.code for result in results] == [0, 0], results[0].errors
+    assert_same(results[0], expected)

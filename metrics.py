@@ -1,21 +1,80 @@
-"""The lines that a step prints for people to parse, and its record in metrics.jsonl and W&B."""
+"""What a step tells: the metrics of its updates, its lines for people to parse, and its record in
+metrics.jsonl and W&B."""
 
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
-from loss import equal_groups
+from loss import MERGE, equal_groups
 from rewards import AccuracyRule
 from rollout import Groups, Sampled, StepResults
 from run import Run
 from runtime.run_log import Clock, RunLog
+from update import Part
 
 # The mean difference between the sampler's log-probabilities and the trainer's which rounding does
 # not explain. With float32 it is about 1e-6. With bfloat16, which has 8 bits, logits near 20 are
 # rounded to steps of 0.125, and a mean of 0.01 to 0.03 is usual; wrong weights give 0.1 or more.
 DRIFT_LEVELS = {"float32": 1e-3, "bfloat16": 0.05}
 PHASES = ("rollout_sync", "rollout_generate", "reward", "advantages", "shard", "update")
+
+
+# ---- An update -----------------------------------------------------------------------------------
+
+
+def merge_metrics(parts: list[dict[str, jax.Array]]) -> dict[str, float]:
+    """The metrics of an update from those of its micro-steps, merged as loss.MERGE says."""
+    parts = jax.device_get(parts)
+    return {name: float(MERGE.get(name, sum)(part[name] for part in parts)) for name in parts[0]}
+
+
+def with_skipped(metrics: dict[str, float], part: Part) -> dict[str, float]:
+    """The update's metrics from those that its micro-steps add up to.
+
+    What is not computed has the advantage 0, so that it clips nothing and adds no loss. To the sum
+    of entropies each of its tokens adds minus its log-probability, whose mean over what the sampler
+    may draw is the entropy. Means that need the trainer's log-probabilities are those over the
+    update_token_count tokens that were computed.
+    """
+    skipped, batch = np.setdiff1d(part.sequences, part.computed), part.batch
+    mask, count = batch.completion_mask[skipped], part.counts().num_tokens
+    tokens = batch.lengths[part.computed].sum()
+    metrics = metrics | {"update_token_count": float(tokens)}
+    if not mask.any():
+        return metrics
+    surprise = -np.where(mask > 0, batch.sampling_logps[skipped], 0).sum(dtype=np.float64)
+    metrics["entropy"] += float(surprise / count)
+    if "clip_ratio/low_min" in metrics:
+        metrics["clip_ratio/low_min"] = 0.0
+    for name in metrics:
+        if name == "sampling_logp_difference/mean" or name.startswith("is_weight/"):
+            metrics[name] = metrics[name] * float(count / tokens) if tokens else math.nan
+    return metrics
+
+
+def merge_updates(updates: list[dict[str, float]]) -> dict[str, float]:
+    """The metrics of a step from those of its updates: extremes as loss.MERGE says, else means.
+
+    After several updates clip_ratio_first/* are those of the first one, in which every ratio is 1,
+    and clip_ratio_later/* those of all others.
+    """
+
+    def mean(values: Iterable[float]) -> float:
+        return float(np.mean([*values]))
+
+    def merge(updates: list[dict[str, float]]) -> dict[str, float]:
+        return {name: MERGE.get(name, mean)(x[name] for x in updates) for name in updates[0]}
+
+    merged, parts = merge(updates), {}
+    if len(updates) > 1:
+        parts = {"clip_ratio_first/": merge(updates[:1]), "clip_ratio_later/": merge(updates[1:])}
+    clipped = [name for name in merged if name.startswith("clip_ratio/")]
+    for group, part in parts.items():
+        merged |= {name.replace("clip_ratio/", group): part[name] for name in clipped}
+    return merged
 
 
 # ---- A step --------------------------------------------------------------------------------------

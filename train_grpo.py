@@ -37,7 +37,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from loss import group_advantages, top_entropy_mask
-from metrics import Step, log_evaluation, log_step, sampling_metrics, what_is_not_finite
+from metrics import (
+    Step,
+    log_evaluation,
+    log_step,
+    merge_metrics,
+    merge_updates,
+    sampling_metrics,
+    what_is_not_finite,
+    with_skipped,
+)
 from models import hf
 from models.model import Params
 from rollout import Groups, answer_questions, sample_groups
@@ -56,8 +65,7 @@ from update import (
     TrainState,
     compute_logps,
     learning_rate,
-    merge_metrics,
-    merge_updates,
+    metrics_of_nothing,
     micro_step,
     mix_weights,
     optimizer_step,
@@ -205,7 +213,7 @@ def score(
     results = [
         compute_logps(params, x, run.cfg.temperature, run.training) for x in part.micro_batches
     ]
-    logps, entropies = zip(*results, strict=True)
+    logps, entropies = [r[0] for r in results], [r[1] for r in results]
     return part.to_batch(logps), part.to_batch(entropies)
 
 
@@ -281,8 +289,13 @@ def one_update(
 ) -> tuple[TrainState, dict[str, float], list[jax.Array]]:
     """One optimizer step on the sum of the gradients of all micro-batches: the state, the metrics,
     and the log-probabilities [R, T] of each micro-batch before the update."""
-    grads = zero_grads(state.params) if run.sizes.grad_accum_steps > 1 else None
     metrics_of, before, counts = [], [], part.counts()
+    several = run.sizes.grad_accum_steps > 1 or not part.micro_batches
+    grads = zero_grads(state.params) if several else None
+    if not part.micro_batches:  # every advantage is 0
+        replay = run.sampling.replay
+        found = metrics_of_nothing(counts, objective=run.objective, replay=replay)
+        metrics_of = [jax.device_get(found)]
     for micro_batch in part.micro_batches:
         grads, metrics, logps = micro_step(
             state.params,
@@ -304,7 +317,7 @@ def one_update(
         model=run.model,
     )
     # Before the norm: if memory was too small for a micro-step, only its own arrays say so.
-    merged = part.with_skipped(merge_metrics(metrics_of))
+    merged = with_skipped(merge_metrics(metrics_of), part)
     merged["grad_norm"] = float(norm)
     merged["throughput/update/computed_per_token"] = part.computed_per_token()
     return state, merged, before

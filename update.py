@@ -8,7 +8,7 @@ longest completion, padded.
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -18,7 +18,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from loss import MERGE, Objective, policy_loss
+from loss import Objective, policy_loss
 from loss_pallas import token_logps
 from models.attention import PackedRows
 from models.model import (
@@ -106,29 +106,6 @@ class Part(NamedTuple):
             num_tokens, len(self.sequences), None if top is None else top[self.sequences].sum()
         )
 
-    def with_skipped(self, metrics: dict[str, float]) -> dict[str, float]:
-        """The update's metrics from those that its micro-steps add up to.
-
-        What is not computed has the advantage 0, so that it clips nothing and adds no loss. To the
-        sum of entropies each of its tokens adds minus its log-probability, whose mean over what the
-        sampler may draw is the entropy. Means that need the trainer's log-probabilities are those
-        over the update_token_count tokens that were computed.
-        """
-        skipped = np.setdiff1d(self.sequences, self.computed)
-        lengths, mask = self.batch.lengths, self.batch.completion_mask[skipped]
-        tokens, count = lengths[self.computed].sum(), self.counts().num_tokens
-        metrics = metrics | {"update_token_count": float(tokens)}
-        if not mask.any():
-            return metrics
-        surprise = -np.where(mask > 0, self.batch.sampling_logps[skipped], 0).sum(dtype=np.float64)
-        metrics["entropy"] += float(surprise / count)
-        if "clip_ratio/low_min" in metrics:
-            metrics["clip_ratio/low_min"] = 0.0
-        for name in metrics:
-            if name == "sampling_logp_difference/mean" or name.startswith("is_weight/"):
-                metrics[name] = metrics[name] * float(count / tokens) if tokens else math.nan
-        return metrics
-
     def prompts(self, sequences: np.ndarray) -> list[Sequence[int]]:
         """The prompts of these sequences, each once, in their order."""
         return [self.batch.prompts[p] for p in dict.fromkeys(map(self.batch.prompt_of, sequences))]
@@ -186,6 +163,47 @@ def compute_logps(
     return completion_logps(weights, batch, temperature, compute)[:2]
 
 
+def loss_of_results(
+    results: Sequence[jax.Array], batch: MicroBatch, counts: Counts, objective: Objective
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The objective of a micro-batch and its part of the update's metrics.
+
+    results: of completion_logps. Of the batch only the arrays [R, T] and [R] are read.
+    """
+    logps, entropy, *of_support = results
+    old_logps = jax.lax.stop_gradient(logps) if batch.old_logps is None else batch.old_logps
+    loss, metrics = policy_loss(
+        logps,
+        old_logps,
+        batch.advantages,
+        batch.completion_mask,
+        **counts._asdict(),
+        ref_logps=batch.ref_logps,
+        sampling_logps=batch.sampling_logps,
+        entropy=entropy,
+        top_mask=batch.top_mask,
+        **objective._asdict(),
+    )
+    mask = batch.completion_mask.astype(bool)
+    gap = jnp.where(mask, jnp.abs(old_logps - batch.sampling_logps), 0.0)
+    means = {"entropy": entropy} | dict(zip(SUPPORT_METRICS, of_support, strict=False))
+    for name, x in means.items():
+        metrics[name] = jnp.where(mask, x, 0.0).sum() / counts.num_tokens
+    metrics["sampling_logp_difference/mean"] = gap.sum() / counts.num_tokens
+    metrics["sampling_logp_difference/max"] = gap.max()
+    return loss, metrics
+
+
+@functools.partial(jax.jit, static_argnames=("objective", "replay"))
+def metrics_of_nothing(
+    counts: Counts, *, objective: Objective, replay: bool
+) -> dict[str, jax.Array]:
+    """The metrics of a micro-step without sequences. replay: as in Sampling."""
+    x = jnp.zeros((1, 1))
+    batch = MicroBatch(*[None] * 6, x, x, x[0], ref_logps=x)
+    return loss_of_results([x] * (4 if replay else 2), batch, counts, objective)[1]
+
+
 @functools.partial(
     jax.jit, static_argnames=("objective", "temperature", "compute"), donate_argnames=("grad_sum",)
 )
@@ -206,29 +224,9 @@ def micro_step(
     """
 
     def loss_of(params: Params) -> tuple[jax.Array, tuple[dict[str, jax.Array], jax.Array]]:
-        logps, entropy, *of_support = completion_logps(params, batch, temperature, compute)
-        now = jax.lax.stop_gradient(logps)
-        old_logps = now if batch.old_logps is None else batch.old_logps
-        loss, metrics = policy_loss(
-            logps,
-            old_logps,
-            batch.advantages,
-            batch.completion_mask,
-            **counts._asdict(),
-            ref_logps=batch.ref_logps,
-            sampling_logps=batch.sampling_logps,
-            entropy=entropy,
-            top_mask=batch.top_mask,
-            **objective._asdict(),
-        )
-        mask = batch.completion_mask.astype(bool)
-        gap = jnp.where(mask, jnp.abs(old_logps - batch.sampling_logps), 0.0)
-        means = {"entropy": entropy} | dict(zip(SUPPORT_METRICS, of_support, strict=False))
-        for name, x in means.items():
-            metrics[name] = jnp.where(mask, x, 0.0).sum() / counts.num_tokens
-        metrics["sampling_logp_difference/mean"] = gap.sum() / counts.num_tokens
-        metrics["sampling_logp_difference/max"] = gap.max()
-        return loss, (metrics, now)
+        results = completion_logps(params, batch, temperature, compute)
+        loss, metrics = loss_of_results(results, batch, counts, objective)
+        return loss, (metrics, jax.lax.stop_gradient(results[0]))
 
     weights = arrange_layers(params, compute.layer_loop, compute.dtype)
     grads, (metrics, logps) = jax.grad(loss_of, has_aux=True)(weights)
@@ -260,34 +258,6 @@ def _add(grad_sum: Params | None, grads: Params) -> Params:
 def zero_grads(params: Params) -> Params:
     """Float32 zeros, laid out like params: the `grad_sum` of the first micro_step of an update."""
     return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32, device=x.sharding), params)
-
-
-def merge_metrics(parts: list[dict[str, jax.Array]]) -> dict[str, float]:
-    """The metrics of an update from those of its micro-steps, merged as loss.MERGE says."""
-    parts = jax.device_get(parts)
-    return {name: float(MERGE.get(name, sum)(part[name] for part in parts)) for name in parts[0]}
-
-
-def merge_updates(updates: list[dict[str, float]]) -> dict[str, float]:
-    """The metrics of a step from those of its updates: extremes as loss.MERGE says, else means.
-
-    After several updates clip_ratio_first/* are those of the first one, in which every ratio is 1,
-    and clip_ratio_later/* those of all others.
-    """
-
-    def mean(values: Iterable[float]) -> float:
-        return float(np.mean([*values]))
-
-    def merge(updates: list[dict[str, float]]) -> dict[str, float]:
-        return {name: MERGE.get(name, mean)(x[name] for x in updates) for name in updates[0]}
-
-    merged, parts = merge(updates), {}
-    if len(updates) > 1:
-        parts = {"clip_ratio_first/": merge(updates[:1]), "clip_ratio_later/": merge(updates[1:])}
-    clipped = [name for name in merged if name.startswith("clip_ratio/")]
-    for group, part in parts.items():
-        merged |= {name.replace("clip_ratio/", group): part[name] for name in clipped}
-    return merged
 
 
 # ---- The optimizer -------------------------------------------------------------------------------

@@ -119,16 +119,15 @@ def plan_rows(
     S = prompt_width(max(map(len, batch.prompts)), limits.shortest_prompt) - 1
     T = batch.completion_ids.shape[1]
     widths = padded_widths(limits, S, T)
-    if limits.pack and len(sequences):
+    if not rows:
+        return [], widths
+    if limits.pack:
         most_steps = micro_steps(limits, rows, widths)
         candidates = [(rows, widths), *packed_rows(batch, sequences, limits, used, most_steps)]
         costs = [cost(limits, *each) for each in candidates]
         enough = (1 + SLACK) * min(costs)
         known = [i for i, (_, at) in enumerate(candidates) if at in used and costs[i] <= enough]
         rows, widths = candidates[min(known or range(len(costs)), key=costs.__getitem__)]
-    if not len(sequences):  # a program that is compiled already serves an empty micro-step too
-        compiled = (at for at in used if at.T == T)
-        widths = min(compiled, key=lambda at: cost(limits, [], at), default=widths)
     if widths not in used:
         used.append(widths)
     of_step = limits.shards * widths.rows
@@ -137,7 +136,7 @@ def plan_rows(
 
 
 def micro_steps(limits: Limits, rows: list[Row], widths: Widths) -> int:
-    return max(-(-len(rows) // (limits.shards * widths.rows)), 1)
+    return -(-len(rows) // (limits.shards * widths.rows))
 
 
 def cost(limits: Limits, rows: list[Row], widths: Widths) -> float:

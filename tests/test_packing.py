@@ -21,10 +21,11 @@ from test_update import (
     sequences,
 )
 
+from metrics import merge_metrics
 from models.model import Compute
 from runtime.layout import shard_batch
 from runtime.packing import Batch, Limits, Widths, fill_rows, pack, plan_rows, round_up, widest
-from update import Counts, MicroBatch, merge_metrics, micro_step, zero_grads
+from update import Counts, MicroBatch, micro_step, zero_grads
 
 
 def batch_of(lengths: list[int], prompts: list[int], T: int = 0) -> Batch:

@@ -8,11 +8,11 @@ import pytest
 from safetensors.numpy import load_file
 from test_drop_ended import small_model
 from test_mini_batches import life, run_of, step_of
-from test_packing import geometric, limits
 from test_train import Result, finish, start_two, train
 
 from config import Config
-from runtime.packing import Batch, plan_rows
+from metrics import with_skipped
+from runtime.packing import Batch
 from train_grpo import to_devices
 from update import Part
 
@@ -51,14 +51,11 @@ def test_sequences_of_advantage_zero_are_in_no_micro_step() -> None:
     assert skipped.counts() == every.counts()
 
 
-def test_a_step_in_which_nothing_is_computed_uses_a_program_that_is_there() -> None:
-    given = limits(sequences=16, completions=8, longest_completion=64, longest_prompt=20)
-    batch, used = geometric(16, 64, 4, 8, 0), []
-    _, widths = plan_rows(batch, range(32), given, used)
-    large = widths._replace(C=4 * widths.C)
-    steps, at = plan_rows(batch, [], given, used := [large, widths])
-    assert (at, used) == (widths, [large, widths])
-    assert [[row.sequences for row in rows] for rows in steps] == [[[]] * widths.rows]
+def test_nothing_is_computed_if_every_advantage_is_zero() -> None:
+    run, batch = run_of("MESH_SHAPE=8,1,1 NUM_MINI_BATCHES=1"), step_of(masked=5)
+    part = to_devices(run, life(), batch._replace(advantages=np.zeros(32, "f")), np.arange(8))
+    assert part.micro_batches == [] and part.counts().num_tokens == 31 * 3
+    assert not part.to_batch([]).any()
 
 
 def test_the_metrics_of_the_whole_step_by_hand() -> None:
@@ -70,7 +67,7 @@ def test_the_metrics_of_the_whole_step_by_hand() -> None:
     part = Part(batch, np.arange(4), np.arange(2), [], [])
     of_steps = {"loss": 0.3, "entropy": 0.5, "clip_ratio/low_min": 0.2, "clip_ratio/high_max": 0.4}
     of_steps |= {"sampling_logp_difference/mean": 0.1, "is_weight/mean": 0.5}
-    assert part.with_skipped(of_steps) == pytest.approx(
+    assert with_skipped(of_steps, part) == pytest.approx(
         {
             "loss": 0.3,
             "entropy": 0.5 + (0.5 + 1.5 + 4) / 6,
@@ -81,9 +78,9 @@ def test_the_metrics_of_the_whole_step_by_hand() -> None:
             "update_token_count": 3.0,
         }
     )
-    everything = part._replace(computed=np.arange(4)).with_skipped(of_steps)
+    everything = with_skipped(of_steps, part._replace(computed=np.arange(4)))
     assert everything == of_steps | {"update_token_count": 6.0}
-    nothing = part._replace(computed=np.arange(0)).with_skipped(of_steps)
+    nothing = with_skipped(of_steps, part._replace(computed=np.arange(0)))
     assert math.isnan(nothing["is_weight/mean"]) and nothing["loss"] == 0.3
 
 
@@ -94,6 +91,9 @@ REWARD = """
 def half(completions, answer, completion_ids, **columns):
     odd = [int(text.rsplit(" ", 1)[-1]) % 2 for text in answer]
     return [float(len(ids)) if i else 1.0 for i, ids in zip(odd, completion_ids)]
+
+def same(completions, **columns):
+    return [1.0] * len(completions)
 """
 
 
@@ -138,6 +138,27 @@ def test_a_run_learns_the_same(tmp_path: Path, settings: dict[str, str]) -> None
     ours, theirs = exported(tmp_path / "auto"), exported(tmp_path / "off")
     for name, weights in theirs.items():
         np.testing.assert_allclose(ours[name], weights, atol=1e-5, err_msg=name)
+
+
+def test_a_step_without_any_advantage_is_a_step_of_zero_gradients(
+    tmp_path: Path, settings: dict[str, str]
+) -> None:
+    everything = settings["REWARD_FN"].replace(":half", ":same")
+    expected = train(tmp_path / "off", **settings | {"SKIP_ZERO_ADVANTAGE": "off"})
+    result = train(tmp_path / "auto", **settings | {"REWARD_FN": everything})
+    [record], [other] = result.records, expected.records
+    assert {name.replace("same", "half") for name in record} == {*other}
+    assert record["train-other/grad_norm"] == record["train-other/loss"] == 0
+    assert record["train-other/update_token_count"] == 0
+    assert record["train-other/sampling_logp_difference/mean"] is None
+    entropy = other["train-other/entropy"]
+    assert record["train-other/entropy"] == pytest.approx(entropy, rel=0.03)
+    before, after = (
+        load_file(f"{settings['MODEL_PATH']}/model.safetensors"),
+        exported(tmp_path / "auto"),
+    )
+    for name, weights in after.items():
+        np.testing.assert_array_equal(weights, before[name], err_msg=name)
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from small_model import in_rows
 
 from loss import Objective, group_advantages
+from metrics import merge_metrics
 from models import hf
 from models.model import Compute
 from runtime.layout import TRAIN_BATCH_AXES, Layout, shard_batch
@@ -27,7 +28,6 @@ from update import (
     MicroBatch,
     Optimizer,
     init_state,
-    merge_metrics,
     micro_step,
     optimizer_step,
     zero_grads,

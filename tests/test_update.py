@@ -17,6 +17,7 @@ from small_model import in_rows
 from test_sampling import MODEL, numpy_logits, numpy_softmax, weights
 
 from loss import Objective
+from metrics import merge_metrics
 from models.model import Compute, Params, param_shardings
 from runtime.layout import TRAIN_BATCH_AXES, Layout, shard_batch
 from runtime.packing import Batch
@@ -26,7 +27,6 @@ from update import (
     Optimizer,
     compute_logps,
     init_state,
-    merge_metrics,
     micro_step,
     optimizer_step,
     zero_grads,

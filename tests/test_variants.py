@@ -30,8 +30,9 @@ from test_update import (
 )
 
 from loss import MERGE, Objective
+from metrics import merge_metrics, merge_updates
 from models.model import Params
-from update import merge_metrics, merge_updates, mix_weights
+from update import mix_weights
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 

@@ -64,27 +64,26 @@ def matmul_gflops() -> float:
     return 2 * rows * inner * columns * calls / seconds / 1e9
 
 
-def steady(records: list[dict[str, Any]], sequences: int) -> dict[str, float]:
+def steady(records: list[dict[str, Any]]) -> dict[str, float]:
     """The medians over the steps of metrics.jsonl, without the first two, or of four steps and
-    fewer without the first one, in which jax compiles.
-
-    sequences: B.
-    """
+    fewer without the first one, in which jax compiles."""
     counted = records[2 if len(records) > 4 else 1 :]
     columns = {name: [record[name] for record in counted] for name in counted[0]}
-    rollout_s, update_s, step_s, tokens = (
+    rollout_s, update_s, step_s, tokens, length, decoded, trained = (
         statistics.median(columns[name])
         for name in (
             "time/train/rollout_s",
             "time/train/update_s",
             "time/train/step_s",
             "train-other/total_valid_token_count",
+            "train-seq_len/completion/mean",
+            "throughput/rollout/computed_per_token",
+            "throughput/update/computed_per_token",
         )
     )
-    completion_tokens = records[-1]["train-seq_len/completion/mean"]
     return {
         "steady_rollout_s": rollout_s,
-        "steady_rollout_tok_s": sequences * completion_tokens / rollout_s,
+        "steady_rollout_tok_s": tokens / rollout_s,
         "steady_train_s": update_s,
         "steady_step_s": step_s,
         "min_step_s": min(columns["time/train/step_s"]),
@@ -92,7 +91,9 @@ def steady(records: list[dict[str, Any]], sequences: int) -> dict[str, float]:
         "first_step_s": records[0]["time/train/step_s"],
         "tokens": tokens,
         "plen": records[-1]["train-seq_len/prompt/mean"],
-        "clen": completion_tokens,
+        "clen": length,
+        "rollout_computed_per_token": decoded,
+        "update_computed_per_token": trained,
     }
 
 
@@ -114,7 +115,7 @@ def main() -> None:
     lines = (Path(cfg.output_dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = [record for record in map(json.loads, lines) if "time/train/step_s" in record]
     B = int(records[0]["train-other/batch_global"])
-    result = steady(records, B) | result
+    result = steady(records) | result
     S, T = round(result["plen"]) - 1, round(result["clen"])
     workload = Workload(R=B, G=B // cfg.num_pre_q, S=S, T=T)
     rollout, update = step_flops(hf.read_config(Path(cfg.model_path)), cfg, workload)

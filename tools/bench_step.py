@@ -2,7 +2,7 @@
 
 The model is a given folder or has random weights. The tokenizer is replaced by a tokenizer of
 words, so that a question of N words is a prompt of exactly N tokens. No token ends a completion, so
-that every completion has MAX_LENGTH_SAMPLE tokens.
+that every completion has MAX_LENGTH_SAMPLE tokens, unless --mean-tokens makes many tokens end it.
 
 Dimensions: P prompts of a step, K completions per prompt, B = P*K sequences, T completion tokens, V
 vocabulary.
@@ -67,6 +67,7 @@ class StepShape(NamedTuple):
     prompt_tokens: int
     new_tokens: int  # T
     micro: int  # sequences of a micro-batch
+    mean_tokens: int = 0  # N: one token of N ends a completion; 0: no token does
 
 
 SHAPES = {"A": StepShape(8, 4, 64, 128, 8), "B": StepShape(4, 8, 384, 256, 8)}
@@ -82,17 +83,20 @@ COLUMNS = "B | T | V | rollout tok/s | rollout s | update s | step s | peak MiB 
 # ---- The inputs of a run -------------------------------------------------------------------------
 
 
-def make_model(source: Path, target: Path) -> int:
+def make_model(source: Path, target: Path, mean_tokens: int) -> int:
     """Makes a folder with the weights of a model and a tokenizer of V words; returns V.
 
-    The weights are links to `source`, which has to exist as long as `target`.
+    The weights are links to `source`, which has to exist as long as `target`. mean_tokens: as in
+    StepShape. Random weights give all tokens about the same probability, so that the lengths are
+    geometric, with about this mean if they are not cut off.
     """
     target.mkdir()
     for file in source.glob("*.safetensors*"):
         (target / file.name).symlink_to(file.resolve())
     V = hf.read_config(source).vocab_size
     values = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    (target / "config.json").write_text(json.dumps(values | {"eos_token_id": NO_TOKEN}))
+    stop_ids = [*range(0, V, mean_tokens)] if mean_tokens else NO_TOKEN
+    (target / "config.json").write_text(json.dumps(values | {"eos_token_id": stop_ids}))
     words = Tokenizer(WordLevel({f"t{i}": i for i in range(V)}, unk_token="t0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words.save(str(target / "tokenizer.json"))
@@ -163,7 +167,7 @@ def measure(
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        V = make_model(model, folder / "model")
+        V = make_model(model, folder / "model", shape.mean_tokens)
         make_dataset(folder / "data", V, shape, steps)
         (folder / "reward.py").write_text(REWARD)
         env = {name: text for name, text in os.environ.items() if name not in SETTINGS}
@@ -269,11 +273,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     A = SHAPES["A"]
     add = parser.add_argument
     add("--model", help="folder or hub id; without it, random weights, 5 million parameters")
-    add("--shape", choices=SHAPES, default="A", help="sizes that the next five arguments replace")
+    add("--shape", choices=SHAPES, default="A", help="sizes that the next six arguments replace")
     add("--prompts", type=positive, help=f"P, prompts of a step; A: {A.prompts}")
     add("--completions", type=positive, help=f"K, completions of each; A: {A.completions}")
     add("--prompt-tokens", type=positive, help=f"tokens of a prompt; A: {A.prompt_tokens}")
     add("--new-tokens", type=positive, help=f"T, tokens of a completion; A: {A.new_tokens}")
+    add("--mean-tokens", type=positive, metavar="N", help="one token of N ends a completion")
     add("--micro", type=positive, help=f"sequences of a micro-batch; A: {A.micro}")
     add("--steps", type=positive, help="steps of a run; the default is 8, with --scale 3")
     add("--scale", action="store_true", help="print a table over B = P*K, T and the vocabulary V")

@@ -2,7 +2,6 @@
 metrics.jsonl and W&B."""
 
 import math
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +18,7 @@ from update import Part
 # not explain. With float32 it is about 1e-6. With bfloat16, which has 8 bits, logits near 20 are
 # rounded to steps of 0.125, and a mean of 0.01 to 0.03 is usual; wrong weights give 0.1 or more.
 DRIFT_LEVELS = {"float32": 1e-3, "bfloat16": 0.05}
+MAY_BE_NAN = ("loss", "grad_norm")  # results; elsewhere NaN says that there is no value
 PHASES = ("rollout_sync", "rollout_generate", "reward", "advantages", "shard", "update")
 
 
@@ -58,15 +58,18 @@ def with_skipped(metrics: dict[str, float], part: Part) -> dict[str, float]:
 def merge_updates(updates: list[dict[str, float]]) -> dict[str, float]:
     """The metrics of a step from those of its updates: extremes as loss.MERGE says, else means.
 
+    NaN says that an update has no value, but not in its loss and norm, which may be NaN.
     After several updates clip_ratio_first/* are those of the first one, in which every ratio is 1,
     and clip_ratio_later/* those of all others.
     """
 
-    def mean(values: Iterable[float]) -> float:
-        return float(np.mean([*values]))
+    def merged_value(name: str, values: list[float]) -> float:
+        if name in MERGE:
+            return MERGE[name](values)
+        return float(np.mean(values)) if name in MAY_BE_NAN else mean_of(np.array(values))
 
     def merge(updates: list[dict[str, float]]) -> dict[str, float]:
-        return {name: MERGE.get(name, mean)(x[name] for x in updates) for name in updates[0]}
+        return {name: merged_value(name, [x[name] for x in updates]) for name in updates[0]}
 
     merged, parts = merge(updates), {}
     if len(updates) > 1:
@@ -93,7 +96,7 @@ class Step(NamedTuple):
 
 def what_is_not_finite(metrics: dict[str, float]) -> str:
     """The loss or the gradient's norm, with its value, if it is not finite; else ""."""
-    wrong = [name for name in ("loss", "grad_norm") if not math.isfinite(metrics[name])]
+    wrong = [name for name in MAY_BE_NAN if not math.isfinite(metrics[name])]
     return f"{wrong[0]} is {metrics[wrong[0]]}" if wrong else ""
 
 

@@ -290,12 +290,11 @@ def one_update(
     """One optimizer step on the sum of the gradients of all micro-batches: the state, the metrics,
     and the log-probabilities [R, T] of each micro-batch before the update."""
     metrics_of, before, counts = [], [], part.counts()
-    several = run.sizes.grad_accum_steps > 1 or not part.micro_batches
-    grads = zero_grads(state.params) if several else None
-    if not part.micro_batches:  # every advantage is 0
-        replay = run.sampling.replay
-        found = metrics_of_nothing(counts, objective=run.objective, replay=replay)
-        metrics_of = [jax.device_get(found)]
+    grads = zero_grads(state.params) if run.sizes.grad_accum_steps > 1 else None
+    if not part.micro_batches:  # nothing to learn from: the gradient is 0
+        grads, replay = zero_grads(state.params), run.sampling.replay
+        nothing = metrics_of_nothing(counts, objective=run.objective, replay=replay)
+        metrics_of = [jax.device_get(nothing)]
     for micro_batch in part.micro_batches:
         grads, metrics, logps = micro_step(
             state.params,

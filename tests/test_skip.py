@@ -11,7 +11,7 @@ from test_mini_batches import life, run_of, step_of
 from test_train import Result, finish, start_two, train
 
 from config import Config
-from metrics import with_skipped
+from metrics import merge_updates, with_skipped
 from runtime.packing import Batch
 from train_grpo import to_devices
 from update import Part
@@ -82,6 +82,8 @@ def test_the_metrics_of_the_whole_step_by_hand() -> None:
     assert everything == of_steps | {"update_token_count": 6.0}
     nothing = with_skipped(of_steps, part._replace(computed=np.arange(0)))
     assert math.isnan(nothing["is_weight/mean"]) and nothing["loss"] == 0.3
+    assert merge_updates([nothing, everything])["is_weight/mean"] == 0.5
+    assert math.isnan(merge_updates([everything, everything | {"loss": math.nan}])["loss"])
 
 
 # ---- Runs ----------------------------------------------------------------------------------------

@@ -51,9 +51,8 @@ def limits(**changes: Any) -> Limits:
 
 
 def test_the_grid_by_hand() -> None:
-    assert [round_up(n, 4) for n in (1, 8, 9, 16, 17, 100, 128, 129)] == [
-        1, 8, 10, 16, 20, 112, 128, 160,
-    ]  # fmt: skip
+    rounded = [round_up(n, 4) for n in (1, 8, 9, 16, 17, 100, 128, 129)]
+    assert rounded == [1, 8, 10, 16, 20, 112, 128, 160]
     assert [round_up(n, 8, 128) for n in (1, 128, 129, 2048, 2049)] == [128, 128, 256, 2048, 2304]
 
 
@@ -113,8 +112,8 @@ def test_every_token_stands_in_one_place_of_a_row(shards, pack_rows, unit) -> No
         x = pack(batch, rows, widths, pad_id=7)
         assert x["ids"].shape == (len(rows), widths.S + widths.C)
         assert widths.S % unit == widths.C % unit == 0
-        for row, *arrays in zip(rows, *(x[n] for n in ("ids", "group", "start", "targets")),
-                                x["places"], strict=True):  # fmt: skip
+        names = ("ids", "group", "start", "targets", "places")
+        for row, *arrays in zip(rows, *(x[name] for name in names), strict=True):
             ids, group, start, targets, places = arrays
             for j, i in enumerate(row.sequences):
                 at = places[j, : batch.lengths[i]]

@@ -175,7 +175,7 @@ class Config:
     )
     skip_zero_advantage: str = speed(
         "auto",
-        "Leave out of updates what adds nothing to the gradient; auto: if that is certain.",
+        "Leave advantages of 0 out of updates; auto: if no other setting needs their sequences.",
         choices="auto|off",
     )
     remat: str = speed(

@@ -18,7 +18,6 @@ from update import Part
 # not explain. With float32 it is about 1e-6. With bfloat16, which has 8 bits, logits near 20 are
 # rounded to steps of 0.125, and a mean of 0.01 to 0.03 is usual; wrong weights give 0.1 or more.
 DRIFT_LEVELS = {"float32": 1e-3, "bfloat16": 0.05}
-MAY_BE_NAN = ("loss", "grad_norm")  # results; elsewhere NaN says that there is no value
 PHASES = ("rollout_sync", "rollout_generate", "reward", "advantages", "shard", "update")
 
 
@@ -34,31 +33,34 @@ def merge_metrics(parts: list[dict[str, jax.Array]]) -> dict[str, float]:
 def with_skipped(metrics: dict[str, float], part: Part) -> dict[str, float]:
     """The update's metrics from those that its micro-steps add up to.
 
-    What is not computed has the advantage 0, so that it clips nothing and adds no loss. To the sum
-    of entropies each of its tokens adds minus its log-probability, whose mean over what the sampler
-    may draw is the entropy. Means that need the trainer's log-probabilities are those over the
-    update_token_count tokens that were computed.
+    A sequence that is skipped has the advantage 0: it clips nothing and adds no loss. If there is
+    one, the entropy is estimated without bias: minus the mean of the sampling_logps of all tokens,
+    also of those that were computed, since what is skipped is easier than the rest. Means that need
+    the trainer's log-probabilities are over the update_token_count tokens that were computed.
     """
-    skipped, batch = np.setdiff1d(part.sequences, part.computed), part.batch
-    mask, count = batch.completion_mask[skipped], part.counts().num_tokens
-    tokens = batch.lengths[part.computed].sum()
+    batch, mask = part.batch, part.batch.completion_mask[part.sequences]
+    counted, tokens = mask.sum(), batch.lengths[part.computed].sum()
     metrics = metrics | {"update_token_count": float(tokens)}
-    if not mask.any():
-        return metrics
-    surprise = -np.where(mask > 0, batch.sampling_logps[skipped], 0).sum(dtype=np.float64)
-    metrics["entropy"] += float(surprise / count)
-    if "clip_ratio/low_min" in metrics:
-        metrics["clip_ratio/low_min"] = 0.0
-    for name in metrics:
-        if name == "sampling_logp_difference/mean" or name.startswith("is_weight/"):
-            metrics[name] = metrics[name] * float(count / tokens) if tokens else math.nan
+    for name in filter(may_be_missing, metrics):
+        metrics[name] = metrics[name] * float(counted / tokens) if tokens else math.nan
+    if tokens < counted:
+        logps = np.where(mask > 0, batch.sampling_logps[part.sequences], 0)
+        metrics["entropy"] = float(-logps.sum(dtype=np.float64) / counted)
+        if "clip_ratio/low_min" in metrics:
+            metrics["clip_ratio/low_min"] = 0.0
     return metrics
+
+
+def may_be_missing(name: str) -> bool:
+    """Whether the metric is NaN, which stands for no value, if an update computes no token."""
+    means = ("sampling_logp_difference/mean", "throughput/update/computed_per_token")
+    return name in means or name.startswith("is_weight/")
 
 
 def merge_updates(updates: list[dict[str, float]]) -> dict[str, float]:
     """The metrics of a step from those of its updates: extremes as loss.MERGE says, else means.
 
-    NaN says that an update has no value, but not in its loss and norm, which may be NaN.
+    An update without a value is left out of its mean.
     After several updates clip_ratio_first/* are those of the first one, in which every ratio is 1,
     and clip_ratio_later/* those of all others.
     """
@@ -66,7 +68,7 @@ def merge_updates(updates: list[dict[str, float]]) -> dict[str, float]:
     def merged_value(name: str, values: list[float]) -> float:
         if name in MERGE:
             return MERGE[name](values)
-        return float(np.mean(values)) if name in MAY_BE_NAN else mean_of(np.array(values))
+        return mean_of(np.array(values)) if may_be_missing(name) else float(np.mean(values))
 
     def merge(updates: list[dict[str, float]]) -> dict[str, float]:
         return {name: merged_value(name, [x[name] for x in updates]) for name in updates[0]}
@@ -96,7 +98,7 @@ class Step(NamedTuple):
 
 def what_is_not_finite(metrics: dict[str, float]) -> str:
     """The loss or the gradient's norm, with its value, if it is not finite; else ""."""
-    wrong = [name for name in MAY_BE_NAN if not math.isfinite(metrics[name])]
+    wrong = [name for name in ("loss", "grad_norm") if not math.isfinite(metrics[name])]
     return f"{wrong[0]} is {metrics[wrong[0]]}" if wrong else ""
 
 

@@ -222,8 +222,9 @@ def to_devices(run: Run, life: Lifecycle, batch: Batch, groups: np.ndarray) -> P
     K, layout = run.cfg.num_pre_q, run.training.layout
     sequences = (groups[:, None] * K + np.arange(K)).reshape(-1)
     computed = sequences[batch.lengths[sequences] > 0]
-    if run.cfg.skips():  # the others add exactly 0 to the gradient
-        computed = computed[batch.advantages[computed] != 0]
+    if run.cfg.skips():  # An advantage of 0 adds 0, but NaN shows that the weights are broken.
+        finite = np.isfinite(batch.sampling_logps).all(axis=1)
+        computed = computed[(batch.advantages[computed] != 0) | ~finite[computed]]
     rows, widths = plan_rows(batch, computed, run.limits, life.widths)
     micro_batches = []
     for each in rows:
@@ -290,9 +291,11 @@ def one_update(
     """One optimizer step on the sum of the gradients of all micro-batches: the state, the metrics,
     and the log-probabilities [R, T] of each micro-batch before the update."""
     metrics_of, before, counts = [], [], part.counts()
-    grads = zero_grads(state.params) if run.sizes.grad_accum_steps > 1 else None
-    if not part.micro_batches:  # nothing to learn from: the gradient is 0
-        grads, replay = zero_grads(state.params), run.sampling.replay
+    no_gradient = not part.micro_batches  # nothing to learn from
+    several = run.sizes.grad_accum_steps > 1
+    grads = zero_grads(state.params) if several or no_gradient else None
+    if no_gradient:
+        replay = run.sampling.replay
         nothing = metrics_of_nothing(counts, objective=run.objective, replay=replay)
         metrics_of = [jax.device_get(nothing)]
     for micro_batch in part.micro_batches:

@@ -1,20 +1,28 @@
 """SKIP_ZERO_ADVANTAGE: what adds nothing to the gradient is not computed, and changes nothing."""
 
+import functools
 import math
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from small_model import in_rows
 from test_drop_ended import small_model
+from test_loss import VARIANTS
 from test_mini_batches import life, run_of, step_of
+from test_sampling import MODEL
 from test_train import Result, finish, start_two, train
+from test_update import FLOAT32, PROMPTS, K, laid_out, layout, sequences
 
 from config import Config
+from loss import Objective
 from metrics import merge_updates, with_skipped
+from models.model import Compute
 from runtime.packing import Batch
 from train_grpo import to_devices
-from update import Part
+from update import Counts, MicroBatch, Part, metrics_of_nothing, micro_step
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -51,6 +59,35 @@ def test_sequences_of_advantage_zero_are_in_no_micro_step() -> None:
     assert skipped.counts() == every.counts()
 
 
+def test_a_sequence_whose_log_probabilities_are_not_finite_is_computed() -> None:
+    """Broken weights draw the same tokens for all sequences, so that all advantages are 0."""
+    run, batch = run_of("MESH_SHAPE=8,1,1 NUM_MINI_BATCHES=1"), step_of(masked=5)
+    logps = np.where(np.arange(32)[:, None] == 7, np.nan, batch.sampling_logps)
+    batch = batch._replace(advantages=np.zeros(32, "f"), sampling_logps=logps)
+    assert to_devices(run, life(), batch, np.arange(8)).computed.tolist() == [7]
+
+
+@pytest.mark.parametrize("settings", VARIANTS, ids=str)
+def test_an_update_that_computes_nothing_has_the_metrics_of_others(settings) -> None:
+    objective = Objective(**{k: x for k, x in settings.items() if k in Objective._fields})
+    x = sequences()
+    arrays = in_rows(Batch(PROMPTS, *x[:4]), K)
+    logps = arrays["sampling_logps"]
+    batch = MicroBatch(**arrays, ref_logps=logps, old_logps=logps)
+    found = jax.eval_shape(
+        functools.partial(
+            micro_step, objective=objective, temperature=1.0, compute=Compute(MODEL, FLOAT32)
+        ),
+        laid_out(layout(1, 1, 1).mesh),
+        None,
+        batch,
+        Counts(*np.ones(3, "f")),
+    )
+    nothing = metrics_of_nothing(Counts(*np.ones(3, "f")), objective=objective, replay=False)
+    assert {*nothing} == {*found[1]}
+    assert nothing["loss"] == 0
+
+
 def test_nothing_is_computed_if_every_advantage_is_zero() -> None:
     run, batch = run_of("MESH_SHAPE=8,1,1 NUM_MINI_BATCHES=1"), step_of(masked=5)
     part = to_devices(run, life(), batch._replace(advantages=np.zeros(32, "f")), np.arange(8))
@@ -70,7 +107,7 @@ def test_the_metrics_of_the_whole_step_by_hand() -> None:
     assert with_skipped(of_steps, part) == pytest.approx(
         {
             "loss": 0.3,
-            "entropy": 0.5 + (0.5 + 1.5 + 4) / 6,
+            "entropy": (1 + 1 + 1 + 0.5 + 1.5 + 4) / 6,
             "clip_ratio/low_min": 0.0,
             "clip_ratio/high_max": 0.4,
             "sampling_logp_difference/mean": 0.1 * 6 / 3,
@@ -83,7 +120,10 @@ def test_the_metrics_of_the_whole_step_by_hand() -> None:
     nothing = with_skipped(of_steps, part._replace(computed=np.arange(0)))
     assert math.isnan(nothing["is_weight/mean"]) and nothing["loss"] == 0.3
     assert merge_updates([nothing, everything])["is_weight/mean"] == 0.5
-    assert math.isnan(merge_updates([everything, everything | {"loss": math.nan}])["loss"])
+    wrong = merge_updates([everything, everything | {"loss": math.nan, "entropy": math.nan}])
+    assert math.isnan(wrong["loss"]) and math.isnan(wrong["entropy"])
+    masked = part._replace(batch=batch._replace(completion_mask=0 * mask))
+    assert math.isnan(with_skipped(of_steps, masked)["is_weight/mean"])
 
 
 # ---- Runs ----------------------------------------------------------------------------------------

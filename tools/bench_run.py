@@ -14,6 +14,7 @@ import time
 STARTED = time.perf_counter()
 
 import json
+import math
 import os
 import resource
 import statistics
@@ -69,8 +70,13 @@ def steady(records: list[dict[str, Any]]) -> dict[str, float]:
     fewer without the first one, in which jax compiles."""
     counted = records[2 if len(records) > 4 else 1 :]
     columns = {name: [record[name] for record in counted] for name in counted[0]}
+
+    def median(name: str) -> float:
+        """NaN if no step has a value."""
+        return statistics.median([x for x in columns[name] if x is not None] or [math.nan])
+
     rollout_s, update_s, step_s, tokens, length, decoded, trained = (
-        statistics.median(columns[name])
+        median(name)
         for name in (
             "time/train/rollout_s",
             "time/train/update_s",

@@ -278,7 +278,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--completions", type=positive, help=f"K, completions of each; A: {A.completions}")
     add("--prompt-tokens", type=positive, help=f"tokens of a prompt; A: {A.prompt_tokens}")
     add("--new-tokens", type=positive, help=f"T, tokens of a completion; A: {A.new_tokens}")
-    add("--mean-tokens", type=positive, metavar="N", help="one token of N ends a completion")
+    add(
+        "--mean-tokens",
+        type=positive,
+        metavar="N",
+        help="every N-th token of the vocabulary ends a completion",
+    )
     add("--micro", type=positive, help=f"sequences of a micro-batch; A: {A.micro}")
     add("--steps", type=positive, help="steps of a run; the default is 8, with --scale 3")
     add("--scale", action="store_true", help="print a table over B = P*K, T and the vocabulary V")

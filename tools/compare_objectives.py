@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[1]
-FOUR = {"NUM_MINI_BATCHES": "4"}
+FOUR = {"NUM_MINI_BATCHES": "4", "TRAIN_MICRO_BATCH_SIZE": "32"}
 DAPO = {"EPS_HIGH": "0.28", "DYNAMIC_SAMPLING": "1"}
 DAPO |= {"REWARD_FN": "reward_correct,soft_overlong_penalty"}
 OBJECTIVES = {  # name -> the seeds, the settings

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from test_drop_ended import small_model
 from test_reliability import assert_same_run, start_run, wait_for
-from test_train import Result, finish, start_two, train
+from test_train import Result, finish, train, train_two
 
 REPO = Path(__file__).resolve().parent.parent
 COMPUTED = "throughput/update/computed_per_token"
@@ -59,11 +59,8 @@ def test_every_part_of_a_step_is_the_same_on_devices_and_processes(
     assert expected.records[1]["train-other/clip_ratio_later/region_mean"] > 0
     assert_same(train(tmp_path / "one", **settings), expected)
     assert_same(train(tmp_path / "eight", devices=8, **settings), expected)
-    outs = [tmp_path / "first", tmp_path / "second"]
     both = settings | {"BATCH_SIZE": "4", "TRAIN_MICRO_BATCH_SIZE": "4"}
-    started = start_two(outs, 2, **both)
-    results = [finish(process, out) for process, out in zip(started, outs, strict=True)]
-    assert [result.code for result in results] == [0, 0], results[0].errors
+    results = train_two(tmp_path / "two", 2, **both)
     texts = [pair for result in results for pair in result.completions]
     assert_same(results[0]._replace(completions=texts), expected)
 

@@ -13,7 +13,7 @@ from test_drop_ended import small_model
 from test_loss import VARIANTS
 from test_mini_batches import life, run_of, step_of
 from test_sampling import MODEL
-from test_train import Result, finish, start_two, train
+from test_train import Result, train, train_two
 from test_update import FLOAT32, PROMPTS, K, laid_out, layout, sequences
 
 from config import Config
@@ -207,9 +207,5 @@ def test_a_step_without_any_advantage_is_a_step_of_zero_gradients(
 def test_devices_and_processes_skip_the_same(tmp_path: Path, settings: dict[str, str]) -> None:
     expected = train(tmp_path / "off", **settings, SKIP_ZERO_ADVANTAGE="off")
     assert_same(train(tmp_path / "eight", devices=8, **settings), expected)
-    outs = [tmp_path / "first", tmp_path / "second"]
     both = settings | {"BATCH_SIZE": "4", "TRAIN_MICRO_BATCH_SIZE": "4"}
-    started = start_two(outs, 2, **both)
-    results = [finish(process, out) for process, out in zip(started, outs, strict=True)]
-    assert [result.code for result in results] == [0, 0], results[0].errors
-    assert_same(results[0], expected)
+    assert_same(train_two(tmp_path / "two", 2, **both)[0], expected)

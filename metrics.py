@@ -9,8 +9,7 @@ import numpy as np
 
 from loss import MERGE, equal_groups
 from rewards import AccuracyRule
-from rollout import Groups, Sampled, StepResults
-from run import Run
+from rollout import Groups, Run, Sampled, StepResults
 from runtime.run_log import Clock, RunLog
 from update import Part
 

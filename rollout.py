@@ -1,29 +1,91 @@
 """The completions of a step and their rewards: rounds of sampling, and the groups to learn from.
 
+`Run` has what all steps need: settings, inputs, and how the programs compute.
+
 Dimensions: P prompts of a step, K completions per prompt, B = P*K sequences over all processes, b
 of them on this process, T completion tokens, padded to MAX_LENGTH_SAMPLE.
 """
 
+import dataclasses
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 
 import data
 import rewards
-from loss import equal_groups
+from config import Config
+from loss import Objective, equal_groups
 from models.draw import Sampling
-from models.model import Compute, Params
-from run import Backend, Run
+from models.model import Compute, ModelConfig, Params
 from runtime.layout import gather_processes
 from runtime.mistakes import UserMistake
+from runtime.packing import Limits
 from runtime.processes import StopSignal
 from runtime.run_log import Clock
-from runtime.sizes import eval_questions, prompt_width
+from runtime.sizes import Sizes, eval_questions, prompt_width
 from sampling import Completions, PaddedPrompts, Stopping, generate
-from update import sync_weights
+from update import Optimizer, sync_weights
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """What a process reads and derives before there are meshes and weights."""
+
+    cfg: Config
+    sizes: Sizes
+    functions: list[rewards.RewardFunction]
+    weights: tuple[float, ...]  # of the functions in the total reward
+    accuracy: rewards.AccuracyRule
+    folder: Path  # of the model
+    model: ModelConfig
+    tokenizer: Any
+    train_prompts: list[data.Prompt]
+    eval_prompts: list[data.Prompt]  # empty for a run that never evaluates
+
+
+@dataclasses.dataclass(frozen=True)
+class Run(Inputs):
+    """The inputs and what startup.py makes of them before the first step; it does not change."""
+
+    sampling: Sampling
+    stopping: Stopping
+    objective: Objective
+    optimizer: Optimizer
+    training: Compute
+    rollout: Compute
+    limits: Limits  # of the rows of an update
+    made_with: dict[str, str]  # all settings and files that decide the results, but not the code
+
+    def local_sequences(self) -> slice:
+        """This process's part, b, of the B sequences of a step."""
+        b = self.sizes.local_batch
+        return slice(jax.process_index() * b, (jax.process_index() + 1) * b)
+
+    def local_prompts(self) -> slice:
+        """This process's part of the P prompts of a step."""
+        sequences = self.local_sequences()
+        return slice(sequences.start // self.cfg.num_pre_q, sequences.stop // self.cfg.num_pre_q)
+
+
+class Backend(Protocol):
+    """What samples completions, as ROLLOUT_BACKEND names it: token ids in, token ids out."""
+
+    def update_weights(self, params: Params) -> None:
+        """Takes these weights, before the rollout passes of a step or of an evaluation."""
+
+    def generate(
+        self, prompts: PaddedPrompts, sequence_ids: np.ndarray, key: jax.Array, sampling: Sampling
+    ) -> Completions:
+        """The completions of one rollout pass, as generate in sampling.py describes them."""
+
+    def release(self) -> None:
+        """Frees the memory that the update needs."""
+
+    def close(self) -> None:
+        """Ends what the backend has started."""
 
 
 class StepResults(NamedTuple):
@@ -90,23 +152,6 @@ class NaiveBackend:
 
     def close(self) -> None:
         """Does nothing; other backends end their threads."""
-
-
-def make_backend(run: Run) -> Backend:
-    """The backend that ROLLOUT_BACKEND names. Raises UserMistake if it cannot compute the run."""
-    if run.cfg.rollout_backend == "naive":
-        return NaiveBackend(run.rollout, run.stopping, run.cfg.drops_ended())
-    from rollout_sglang import SglangBackend  # its packages are needed only here
-
-    return SglangBackend(run)
-
-
-def stop_if_no_engine(backend: str, devices: Sequence[jax.Device]) -> None:
-    """Raises UserMistake if ROLLOUT_BACKEND=backend is an engine that cannot run on the devices."""
-    if backend == "sglang_jax":
-        from rollout_sglang import import_engine
-
-        import_engine(devices)
 
 
 def sample_groups(

@@ -39,7 +39,7 @@ from config import Config
 from models.draw import Sampling, draw_tokens
 from models.engine_weights import engine_leaves, family_of, take_weights
 from models.model import ModelConfig, Params
-from run import Run
+from rollout import Run
 from runtime.containment import (
     ERRORS,
     EngineFailed,

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +20,13 @@ import config
 import data
 import rewards
 from config import Config
+from loss import Objective
+from loss_pallas import block_sizes
 from models import hf
+from models.draw import Sampling
 from models.model import Compute, ModelConfig, Params, abstract_params
-from models.placement import num_params
-from rollout import make_backend, stop_if_no_engine
-from run import (
-    Backend,
-    Inputs,
-    Run,
-    how_to_compute,
-    limits_of,
-    objective_of,
-    optimizer_of,
-    reference_dtype,
-    sampling_of,
-)
+from models.placement import how_to_compute, limits_of, num_params, reference_dtype
+from rollout import Backend, Inputs, NaiveBackend, Run
 from runtime import processes, resume
 from runtime.checkpoint import Checkpoints
 from runtime.layout import mesh_text
@@ -44,7 +37,7 @@ from runtime.processes import StopSignal
 from runtime.run_log import RunLog, check_wandb, stop_if_not_writable
 from runtime.sizes import Sizes, derive, prompt_width
 from sampling import Stopping
-from update import TrainState, abstract_state, init_state, sync_weights
+from update import Optimizer, TrainState, abstract_state, init_state, sync_weights
 
 
 def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | None] | None:
@@ -101,6 +94,8 @@ def set_up(cfg: Config) -> Run:
     stop_if_too_long(cfg, inputs.model, longest)
     S = prompt_width(longest, cfg.global_length) - 1
     training, rollout, reason = how_to_compute(cfg, inputs.model, inputs.sizes, S, jax.devices())
+    if training.policy_loss_impl == "pallas":
+        stop_if_too_wide_for_pallas(inputs.model.hidden_size, jax.devices()[0].device_kind)
     stop_ids = hf.stop_ids(inputs.folder, inputs.tokenizer)
     run = Run(
         **vars(inputs),
@@ -129,6 +124,47 @@ def set_up(cfg: Config) -> Run:
         flush=True,
     )
     return run
+
+
+def make_backend(run: Run) -> Backend:
+    """The backend that ROLLOUT_BACKEND names. Raises UserMistake if it cannot compute the run."""
+    if run.cfg.rollout_backend == "naive":
+        return NaiveBackend(run.rollout, run.stopping, run.cfg.drops_ended())
+    from rollout_sglang import SglangBackend  # its packages are needed only here
+
+    return SglangBackend(run)
+
+
+def stop_if_no_engine(backend: str, devices: Sequence[jax.Device]) -> None:
+    """Raises UserMistake if ROLLOUT_BACKEND=backend is an engine that cannot run on the devices."""
+    if backend == "sglang_jax":
+        from rollout_sglang import import_engine
+
+        import_engine(devices)
+
+
+def objective_of(cfg: Config) -> Objective:
+    """The settings of policy_loss; all but one have the same names in Objective as in Config."""
+    same_names = [name for name in Objective._fields if name != "max_completion_length"]
+    settings = {name: getattr(cfg, name) for name in same_names}
+    return Objective(**settings, max_completion_length=cfg.max_length_sample)
+
+
+def sampling_of(cfg: Config) -> Sampling:
+    filters = {"top_k": cfg.top_k, "top_p": cfg.top_p, "min_p": cfg.min_p}
+    return Sampling(cfg.temperature, **filters, replay=cfg.replays())
+
+
+def optimizer_of(cfg: Config) -> Optimizer:
+    return Optimizer(name=cfg.optimizer, weight_decay=cfg.weight_decay, clip_norm=cfg.clip_norm)
+
+
+def stop_if_too_wide_for_pallas(D: int, device_kind: str) -> None:
+    """Raises UserMistake if POLICY_LOSS_IMPL=pallas cannot run with hidden states of width D."""
+    try:
+        block_sizes(D, 2, device_kind)
+    except ValueError as error:  # loss_pallas.py knows no UserMistake
+        raise UserMistake(str(error)) from None
 
 
 def stop_if_unable_to_write(cfg: Config) -> None:

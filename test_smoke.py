@@ -265,7 +265,7 @@ def test_files_that_people_copy_alone_import_nothing_of_ours() -> None:
     assert {n for n in takes_config if room(n) != "tools"} == {
         "train_grpo",
         "startup",
-        "run",
+        "rollout",
         "rollout_sglang",
         "test_smoke",
     }

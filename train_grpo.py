@@ -49,8 +49,7 @@ from metrics import (
 )
 from models import hf
 from models.model import Params
-from rollout import Groups, answer_questions, sample_groups
-from run import Backend, Run
+from rollout import Backend, Groups, Run, answer_questions, sample_groups
 from runtime.chips import memory_errors_in_sizes
 from runtime.layout import gather_processes, shard_batch
 from runtime.lifecycle import Lifecycle

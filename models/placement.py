@@ -1,20 +1,27 @@
-"""Which meshes a model gets: the smallest useful tensor parallelism for training and decoding.
+"""How a run computes its model: dtypes, kernels and meshes, with the smallest useful tensor
+parallelism for training and decoding.
+
+cfg is the Config of config.py.
 
 Dimensions: n devices, R sequences and G prompts of a program over all devices, S prompt tokens, T
 completion tokens, V vocabulary, D model.
 """
 
 import math
+import sys
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
-from models.attention import MOST_PLACES, MOST_TOKENS
-from models.model import ModelConfig, param_table, stop_if_indivisible
+from models.attention import LANES, MOST_PLACES, MOST_TOKENS
+from models.model import Compute, ModelConfig, param_table, stop_if_indivisible
 from runtime.chips import Work, chip_of, memory_bytes
 from runtime.layout import ROLLOUT_BATCH_AXES, TRAIN_BATCH_AXES, Layout, local_count, make_mesh
 from runtime.mistakes import UserMistake
+from runtime.packing import Limits
+from runtime.sizes import Sizes, prompt_share
 
 
 class Workload(NamedTuple):
@@ -41,6 +48,87 @@ class Layouts(NamedTuple):
     train: Layout
     rollout: Layout
     reason: str
+
+
+def how_to_compute(
+    cfg: Any, model: ModelConfig, sizes: Sizes, S: int, devices: Sequence[jax.Device]
+) -> tuple[Compute, Compute, str]:
+    """How training and rollout are computed, and why ROLLOUT_MESH_SHAPE=auto is what it is.
+
+    S: prompt tokens. devices: they need not exist on this machine. Raises UserMistake for settings
+    that the devices or the model cannot do.
+    """
+    platform = devices[0].platform
+    dtype, impl = cfg.dtype, cfg.policy_loss_impl
+    if dtype == "auto":
+        dtype = "float32" if platform == "cpu" else "bfloat16"
+    if impl == "pallas" and (platform, dtype) != ("tpu", "bfloat16"):
+        print(
+            f"POLICY_LOSS_IMPL=pallas needs bfloat16 on a TPU; with {dtype} on {platform} jax runs"
+        )
+        impl = "jax"
+
+    processes = len(devices) // local_count(devices)
+    R = sizes.prompt_batch_size * cfg.num_pre_q * processes
+    G = R // prompt_share(cfg.num_pre_q, R // len(devices))
+    layouts = choose_layouts(
+        model,
+        devices,
+        Workload(R, G, S, cfg.max_length_sample),
+        jnp.dtype(dtype).itemsize,
+        mesh_shape=cfg.mesh_shape,
+        rollout_mesh_shape=cfg.rollout_mesh_shape,
+    )
+    tp = layouts.train.mesh.shape["tp"]
+    T, of_shard = cfg.max_length_sample, sizes.micro_batch_size * processes
+    share = prompt_share(cfg.num_pre_q, of_shard // layouts.train.batch_shards)
+    row = sum(-(-n // LANES) * LANES for n in (S, share * T))
+    attention = choose_attention(cfg.attention_impl, model, platform, tp, row, T)
+    loop, rollout_loop = (
+        choose_layer_loop(cfg.layer_loop, platform, remat) for remat in (cfg.remat, "none")
+    )
+    training = Compute(
+        model,
+        dtype=jnp.dtype(dtype),
+        layout=layouts.train,
+        remat=cfg.remat,
+        policy_loss_impl=impl,
+        attention_impl=attention,
+        layer_loop=loop,
+    )
+    # The rollout has no backward.
+    rollout = training._replace(layout=layouts.rollout, remat="none", layer_loop=rollout_loop)
+    if cfg.rollout_backend == "sglang_jax":  # this is the copy of the weights that the engine gets
+        name = dtype if cfg.sglang_jax_dtype == "auto" else cfg.sglang_jax_dtype
+        rollout = rollout._replace(layout=layouts.train, dtype=jnp.dtype(name), layer_loop="unroll")
+        return training, rollout, "; the engine has all devices on tp"
+    return training, rollout, f"; {layouts.reason}" if layouts.reason else ""
+
+
+def limits_of(cfg: Any, sizes: Sizes, training: Compute, processes: int, S: int) -> Limits:
+    """The limits of packed rows. S: padded tokens of the longest prompt without the last one."""
+    model, X = training.model, training.layout.batch_shards
+    matmuls = 2 * model.num_layers * layer_weights(model)  # FLOPs of a token
+    return Limits(
+        shards=X,
+        sequences=sizes.micro_batch_size * processes // X,
+        completions=cfg.num_pre_q,
+        longest_completion=cfg.max_length_sample,
+        longest_prompt=S,
+        shortest_prompt=cfg.global_length,
+        pack=cfg.packs(),
+        unit=LANES if training.attention_impl == "splash" else 1,
+        row_tokens=MOST_PLACES if training.attention_impl == "splash" else sys.maxsize,
+        matmul_keys=matmuls / attention_flops(model, 1),
+    )
+
+
+def reference_dtype(cfg: Any, dtype: Any) -> Any:
+    """The dtype of the reference; one that follows the policy in small steps needs float32.
+
+    dtype: of training.
+    """
+    return jnp.dtype("float32") if cfg.ref_sync_steps else dtype
 
 
 def choose_layouts(

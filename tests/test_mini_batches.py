@@ -16,7 +16,7 @@ from config import Config
 from loss import group_advantages
 from models import hf
 from rewards import SYSTEM_PROMPT
-from run import Run
+from rollout import Run
 from runtime.mistakes import UserMistake
 from runtime.packing import Batch
 from startup import set_up

@@ -30,9 +30,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs 
 
 from loss_pallas import token_logps
 from models.logps import token_logps_reference
-from run import stop_if_too_wide_for_pallas
 from runtime.chips import CHIPS
 from runtime.mistakes import UserMistake, fail
+from startup import stop_if_too_wide_for_pallas
 from tools import bench_step
 from tools.programs import array, slice_devices
 from tools.roofline import loss_costs

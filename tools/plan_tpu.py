@@ -20,16 +20,15 @@ import numpy as np
 
 from config import Config
 from models import hf
-from models.placement import Workload, decode_work, num_params
+from models.placement import Workload, decode_work, how_to_compute, limits_of, num_params
 from rollout_sglang import PAGE_TOKENS, pool_of, stop_if_unable
-from run import how_to_compute, limits_of, sampling_of
 from runtime.chips import CHIPS, OUT_OF_MEMORY_CODE, SLICES, Chip, Work
 from runtime.layout import mesh_text
 from runtime.mistakes import UserMistake, fail
 from runtime.packing import Batch, plan_rows
 from runtime.sizes import MICRO_SIZES, PASS_SIZES, derive, prompt_width, smaller_sizes
 from sampling import smaller_batches
-from startup import rollout_mesh, stop_if_too_long
+from startup import rollout_mesh, sampling_of, stop_if_too_long, stop_if_too_wide_for_pallas
 from tools import roofline
 from tools.hlo import collectives
 from tools.programs import PROGRAMS, ROLLOUT, Plan, bytes_of, call, rest_of_run, runs, slice_devices
@@ -136,6 +135,8 @@ def make_plan(cfg: Config, name: str) -> tuple[Plan, str]:
         stop_if_unable(cfg, model, longest, devices)
     S, T = prompt_width(longest, cfg.global_length) - 1, cfg.max_length_sample
     training, rollout, reason = how_to_compute(cfg, model, sizes, S, devices)
+    if training.policy_loss_impl == "pallas":
+        stop_if_too_wide_for_pallas(model.hidden_size, devices[0].device_kind)
     return Plan(cfg, sizes, training, rollout, hosts, sampling_of(cfg), S, T), reason
 
 

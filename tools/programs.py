@@ -22,8 +22,7 @@ from config import Config
 from models.attention import KV
 from models.draw import Sampling, support_size
 from models.model import Compute, Params, abstract_params
-from models.placement import Workload
-from run import limits_of, objective_of, optimizer_of, reference_dtype
+from models.placement import Workload, limits_of, reference_dtype
 from runtime.chips import SLICES
 from runtime.mistakes import UserMistake
 from runtime.packing import widest
@@ -38,6 +37,7 @@ from sampling import (
     prefill,
     smaller_batches,
 )
+from startup import objective_of, optimizer_of
 from update import (
     Counts,
     MicroBatch,

@@ -224,7 +224,10 @@ class Config:
     eval_every_steps: int = in_eval(10, "Steps between evaluations, from step 0 on; 0: never.")
     eval_prompts: int = in_eval(128, "Questions per evaluation; 0: all.")
     eval_full_sweep: bool = in_eval(False, "Evaluate the full split at the end.")
-    eval_samples: int = in_eval(1, "Completions per question; 1: greedy.", at_least=1)
+    eval_samples: int = in_eval(1, "Completions per question.", at_least=1)
+    eval_temperature: float = in_eval(
+        0.0, "Temperature; 0: greedy, or TEMPERATURE if EVAL_SAMPLES is above 1."
+    )
     accuracy_of: str = in_eval("", "Reward of the accuracy; empty: reward_correct, or the first.")
     accuracy_threshold: float = in_eval(1.0, "Smallest reward that counts as right.")
 
@@ -240,6 +243,9 @@ class Config:
     nonfinite_limit: int = in_run(3, "Consecutive non-finite steps that end a run.", at_least=1)
     export_hf: str = in_run("", "Folder of the export; empty: OUTPUT_DIR/hf; none: no export.")
     export_dtype: str = in_run("auto", "Dtype of the export; auto: as in the run.", choices=DTYPES)
+    sample_every_steps: int = in_run(
+        10, "Steps between groups of completions that are shown; 0: never."
+    )
     print_train_time_breakdown: bool = local(False, "Print the seconds of each phase per step.")
     wandb_mode: str = local("disabled", "How W&B logs.", choices="disabled|online|offline")
     wandb_project: str = local("", "Project in W&B.")
@@ -351,6 +357,9 @@ class Command(NamedTuple):
 
     cfg: Config
     slice_name: str  # the slice that --plan names, or ""
+    eval_only: bool  # --eval-only
+    question: str  # of --ask, or ""
+    answer: str | None  # of --answer
     lines: list[str]  # lines to print: the settings that are not at their defaults, and notes
 
 
@@ -359,21 +368,23 @@ def load(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Command:
     `.env`. Ends the program for --print-config and for mistakes."""
     args = parsing.parse_command_line(argv)
     try:
-        if args.plan and args.print_config:
-            raise UserMistake("--plan is only for train_grpo.py, without --print-config")
         # W&B and the Hub read their keys in the environment, so .env goes there.
         dotenv = parsing.read_dotenv(REPO / ".env") if env is None else {}
         if env is None:
             dotenv = {name: value for name, value in dotenv.items() if name not in os.environ}
             os.environ.update(dotenv)
             env = os.environ
-        cfg, layers = read_layers(env, args.config)
+        # A run's weights are evaluated with the run's settings.
+        of_run = Path(env.get("OUTPUT_DIR", "")) / "config.yaml"
+        use_run = (args.eval_only or args.ask) and env.get("OUTPUT_DIR") and of_run.is_file()
+        cfg, layers = read_layers(env, args.config or (of_run if use_run else ""))
         layers |= {name.lower(): ".env" for name in dotenv}
         tiny = [name for name, layer in layers.items() if layer == TINY_LAYER]
         if args.print_config:
             parsing.print_and_exit(describe(cfg, args.processes, args.local_devices))
         lines = [f"note: {line}" for line in (*notes(cfg, tiny), *ignored_names(env))]
-        return Command(cfg, args.plan, [parsing.changed(cfg, layers), *lines])
+        lines = [parsing.changed(cfg, layers), *lines]
+        return Command(cfg, args.plan, args.eval_only, args.ask, args.answer, lines)
     except UserMistake as error:
         fail(error)
 

@@ -1,5 +1,5 @@
-"""What a step tells: the metrics of its updates, its lines for people to parse, and its record in
-metrics.jsonl and W&B."""
+"""What a step and an evaluation tell: metrics, the lines that people parse, the records of
+metrics.jsonl and W&B, and completions to read in samples.jsonl and eval.jsonl."""
 
 import math
 from typing import Any, NamedTuple
@@ -7,9 +7,15 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+import data
 from loss import MERGE, equal_groups
-from rewards import AccuracyRule
-from rollout import Groups, Run, Sampled, StepResults
+from models.model import Params
+from models.placement import update_flops
+from review import answer_entries, sample_entries, sample_table
+from rewards import is_shown, majority_accuracy, mean_of, pass_at, standard_error
+from rollout import Answers, Backend, Groups, Run, Sampled, StepResults, answer_questions
+from runtime.chips import memory_peaks, peak_flops
+from runtime.processes import StopSignal
 from runtime.run_log import Clock, RunLog
 from update import Part
 
@@ -92,6 +98,7 @@ class Step(NamedTuple):
     results: StepResults
     advantages: np.ndarray  # [B] float64
     counted: np.ndarray  # [B] bool, False: the loss leaves this sequence out
+    sampled_tokens: int  # of all rounds of sampling
     clock: Clock
 
 
@@ -101,14 +108,23 @@ def what_is_not_finite(metrics: dict[str, float]) -> str:
     return f"{wrong[0]} is {metrics[wrong[0]]}" if wrong else ""
 
 
-def log_step(run: Run, log: RunLog, step: Step, groups: Groups) -> None:
-    """Prints the step's lines, and writes its record and two of its completions."""
+def log_step(run: Run, log: RunLog, step: Step, groups: Groups) -> dict[str, Any]:
+    """Prints the step's lines, writes its record and returns it; every SAMPLE_EVERY_STEPS steps,
+    and at the last one, it also shows a group of completions."""
     for line in step_lines(step, run.cfg.print_train_time_breakdown, drift_level(run)):
         log.line(line)
     records = step_records(step, run.cfg.num_pre_q, [f.__name__ for f in run.functions])
-    log.record(step.number, records | {"train-other/batch_local": run.sizes.local_batch})
-    log.samples(step.number, sample_records(run, groups))
+    records |= {"train-other/batch_local": run.sizes.local_batch} | device_records(run, step)
+    records["train-reward/accuracy"] = mean_of(are_right(run, step.results.per_function))
+    log.record(step.number, records)
+    every = run.cfg.sample_every_steps
+    if every and (step.number % every == 0 or step.number == run.cfg.steps - 1):
+        entries = sample_entries(run, groups, step.advantages)
+        log.samples(step.number, entries)
+        if jax.process_index() == 0:
+            log.line(sample_table(step.number, entries[0]))
     log.step_done()
+    return {"step": step.number} | records
 
 
 def drift_level(run: Run) -> float:
@@ -197,6 +213,24 @@ def step_records(step: Step, num_pre_q: int, names: list[str]) -> dict[str, floa
     return records
 
 
+def device_records(run: Run, step: Step) -> dict[str, float]:
+    """The speed and the memory of the devices. The MFU of an update is the share of the devices'
+    peak FLOPs that the matmuls of the computed tokens need, without recomputation."""
+    results, seconds = step.results, step.clock.seconds
+    records = {f"memory/{name}": value for name, value in memory_peaks().items()}
+    tokens = step.sampled_tokens / seconds["rollout_generate"]
+    records["throughput/generated_tokens_per_s"] = tokens
+    peak = peak_flops(jax.devices()[0]) * jax.device_count()
+    if math.isfinite(peak):
+        K = run.cfg.num_pre_q
+        lengths = results.completion_lengths.reshape(-1, K)
+        flops = update_flops(run.training.model, results.prompt_lengths[::K], lengths)
+        computed = step.metrics["update_token_count"] * run.sizes.updates_per_step
+        flops *= computed / results.completion_lengths.sum()
+        records["throughput/update/mfu"] = flops / seconds["update"] / peak
+    return records
+
+
 def phase_seconds(clock: Clock) -> dict[str, float]:
     """Seconds of the phases of a training step; rollout is rollout_sync + rollout_generate."""
     phases = {name: clock.seconds[name] for name in PHASES}
@@ -210,95 +244,99 @@ def sampling_metrics(sampled: Sampled) -> dict[str, float]:
     return {f"dynamic_sampling/{name}": float(value) for name, value in metrics.items()}
 
 
-def sample_records(run: Run, groups: Groups) -> list[dict[str, Any]]:
-    """The first completion of this process's first two prompts, in full."""
-    K = run.cfg.num_pre_q
-    first = slice(None, 2 * K, K)
-    prompts = groups.prompts[run.local_prompts()][:2]
-    texts = groups.completions.at(first).texts(run.tokenizer)
-    rewards = groups.results.rewards[run.local_sequences()][first]
-    return [
-        {
-            "prompt": run.tokenizer.decode(prompt.ids),
-            "completion": text,
-            "answer": prompt.columns["answer"],
-            "reward": float(reward),
-        }
-        for prompt, text, reward in zip(prompts, texts, rewards, strict=True)
-    ]
-
-
 # ---- An evaluation -------------------------------------------------------------------------------
 
 
-def log_evaluation(
-    run: Run, log: RunLog, step: int, table: np.ndarray, clock: Clock, full: bool
+def evaluate(
+    run: Run,
+    log: RunLog,
+    stop: StopSignal,
+    backend: Backend,
+    key: jax.Array,
+    params: Params,
+    step: int,
+    full: bool = False,
 ) -> float:
-    """Prints the lines of an evaluation, writes its record and returns the accuracy.
+    """The accuracy on the first EVAL_PROMPTS questions of the eval split, or on all; logged.
 
-    table, full: as for `evaluation`.
+    Each question has EVAL_SAMPLES completions, greedy or at EVAL_TEMPERATURE.
     """
-    cfg, names = run.cfg, [function.__name__ for function in run.functions]
-    line, records = evaluation(
-        step, cfg.eval_split, table, cfg.eval_samples, names, run.accuracy, clock, full
-    )
+    clock, limit = Clock(), run.cfg.eval_prompts
+    questions = run.eval_prompts if full or not limit else run.eval_prompts[:limit]
+    backend.update_weights(params)
+    clock.lap("rollout_sync")
+    answers = answer_questions(run, backend, stop, questions, key, clock)
+    backend.release()
+    return log_evaluation(run, log, step, questions, answers, clock, full)
+
+
+def log_evaluation(
+    run: Run,
+    log: RunLog,
+    step: int,
+    questions: list[data.Prompt],
+    answers: Answers,
+    clock: Clock,
+    full: bool,
+) -> float:
+    """Prints the lines of an evaluation, writes its record and an entry of eval.jsonl for each
+    question, and returns the accuracy. full: True for the evaluation of the complete split."""
+    correct = are_right(run, answers.per_function).reshape(-1, run.cfg.eval_samples)
+    line, records = evaluation(run, step, answers, correct, clock, full)
     for text in [line, *compiled_lines(f"eval step={step}", clock)]:
         log.line(text)
     log.record(step, records)
+    log.answers(step, answer_entries(run, questions, answers, correct, full))
     return records["eval_full/accuracy" if full else "eval/accuracy"]
 
 
+def are_right(run: Run, per_function: np.ndarray) -> np.ndarray:
+    """[n] float64: 1 for a right completion, else 0; NaN where the function of the accuracy does
+    not apply. per_function: [n, functions]."""
+    names = [function.__name__ for function in run.functions]
+    reward = per_function[:, names.index(run.accuracy.function)]
+    return np.where(np.isnan(reward), np.nan, reward >= run.accuracy.threshold)
+
+
 def evaluation(
-    step: int,
-    split: str,
-    table: np.ndarray,
-    samples: int,
-    names: list[str],
-    rule: AccuracyRule,
-    clock: Clock,
-    full: bool,
+    run: Run, step: int, answers: Answers, correct: np.ndarray, clock: Clock, full: bool
 ) -> tuple[str, dict[str, Any]]:
     """The line and the record of one evaluation.
 
-    table: [questions * samples, 1 + functions] float64: the weighted reward, and the reward of each
-    function in `names`, NaN where it does not apply. full: True for EVAL_FULL_SWEEP's evaluation.
-    The accuracy is the fraction of right completions, over all samples of all questions to which
-    the rule's function applies.
+    correct: [questions, samples], see are_right. The accuracy is the share of right
+    completions, over all samples of all questions to which the rule's function applies.
     """
-    reward = table[:, 1 + names.index(rule.function)].reshape(-1, samples)
-    correct = np.where(np.isnan(reward), np.nan, reward >= rule.threshold)
-    questions, seconds = len(correct), clock.total()
-    accuracy, solved = mean_of(correct), mean_of(correct.max(axis=1))
-    found = f"accuracy={accuracy:.4f} accuracy_of={rule.function}"
-    found += f" pass_at_{samples}={solved:.4f}" if samples > 1 else ""
+    n, seconds, split = run.cfg.eval_samples, clock.total(), run.cfg.eval_split
+    group, place = ("eval_full", "eval_full/accuracy") if full else ("eval", "eval")
+    questions, temperature = len(correct), run.eval_sampling.temperature
+    accuracy, error = mean_of(correct), standard_error(correct)
+    more = {f"pass_at_{k}": pass_at(correct, k) for k in range(1, n + 1) if is_shown(k, n)}
+    if n > 1 and run.accuracy.function == "reward_correct":
+        more[f"maj_at_{n}"] = majority_accuracy(correct, answers.texts)
+    found = f"accuracy={accuracy:.4f} accuracy_se={error:.4f} accuracy_of={run.accuracy.function}"
+    found += "".join(f" {k}={x:.4f}" for k, x in more.items() if k.endswith(f"_{n}") and n > 1)
+    found += f" decoding={'sampled' if temperature else 'greedy'} t={seconds:.2f}s"
+    names = [function.__name__ for function in run.functions]
+    records = {f"{group}/accuracy": accuracy, f"{group}/accuracy_se": error}
+    records |= {f"{place}/{name}": value for name, value in more.items()}
+    records |= {f"{group}/temperature": temperature}
+    records |= _rewards(f"{group}/reward", answers.rewards, answers.per_function, names)
+    records |= _spread(f"{group}/seq_len/completion", answers.lengths, "mean", "max")
+    records[f"{group}/seq_len/completion/hit_max_frac"] = 1 - answers.stopped.mean()
     if full:
-        line = (
-            f"eval_full split={split} questions={questions} samples_per_question={samples} "
-            f"{found} t={seconds:.2f}s"
-        )
-        return line, {
+        line = f"eval_full split={split} questions={questions} samples_per_question={n} {found}"
+        return line, records | {
             "eval_full/split": split,
             "eval_full/questions_global": questions,
-            "eval_full/samples_per_question": samples,
-            "eval_full/accuracy": accuracy,
-            "eval_full/accuracy/pass_at_1": accuracy,
-            f"eval_full/accuracy/pass_at_{samples}": solved,
+            "eval_full/samples_per_question": n,
             "time/eval_full/step_s": seconds,
             "time/eval_full/s_per_question": seconds / questions,
         }
-    records = _rewards("eval/reward", table[:, 0], table[:, 1:], names)
-    records |= {"eval/accuracy": accuracy, f"eval/pass_at_{samples}": solved}
-    records |= {f"time/eval/{phase}_s": value for phase, value in clock.seconds.items()}
     seconds_of = clock.seconds
+    records |= {f"time/eval/{phase}_s": value for phase, value in seconds_of.items()}
     records["time/eval/rollout_s"] = seconds_of["rollout_sync"] + seconds_of["rollout_generate"]
-    records["time/eval/step_s"] = seconds
-    return f"eval step={step} split={split} questions={questions} {found} t={seconds:.2f}s", records
-
-
-def mean_of(values: np.ndarray) -> float:
-    """The mean of the values that are not NaN; NaN if there are none."""
-    values = values[~np.isnan(values)]
-    return float(values.mean()) if values.size else math.nan
+    records |= {"time/eval/step_s": seconds, "eval/questions_global": questions}
+    return f"eval step={step} split={split} questions={questions} {found}", records
 
 
 def _spread(name: str, values: np.ndarray, *which: str) -> dict[str, float]:

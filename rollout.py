@@ -7,6 +7,7 @@ of them on this process, T completion tokens, padded to MAX_LENGTH_SAMPLE.
 """
 
 import dataclasses
+import json
 import math
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -23,7 +24,7 @@ from models.model import Compute, ModelConfig, Params
 from runtime.layout import gather_processes
 from runtime.mistakes import UserMistake
 from runtime.packing import Limits
-from runtime.processes import StopSignal
+from runtime.processes import StopSignal, gather_texts
 from runtime.run_log import Clock
 from runtime.sizes import Sizes, eval_questions, prompt_width
 from sampling import Completions, PaddedPrompts, Stopping, generate
@@ -50,7 +51,8 @@ class Inputs:
 class Run(Inputs):
     """The inputs and what startup.py makes of them before the first step; it does not change."""
 
-    sampling: Sampling
+    sampling: Sampling  # of a step
+    eval_sampling: Sampling  # of an evaluation
     stopping: Stopping
     objective: Objective
     optimizer: Optimizer
@@ -115,6 +117,20 @@ class Sampled(NamedTuple):
     num_rounds: int
     equal: np.ndarray  # [num_rounds * P] bool: all rewards of this group are equal
     rewards: np.ndarray  # [num_rounds * B] float64
+    tokens: int  # of all completions, over all processes
+
+
+class Answers(NamedTuple):
+    """The completions of an evaluation and their rewards, on every process.
+
+    n = questions * EVAL_SAMPLES; the completions of a question are adjacent.
+    """
+
+    rewards: np.ndarray  # [n] float64, weighted total
+    per_function: np.ndarray  # [n, functions] float64, NaN where a function does not apply
+    lengths: np.ndarray  # [n] tokens, stop token included
+    stopped: np.ndarray  # [n] 1: a stop token ended it, 0: it was cut off
+    texts: list[str]  # [n] with a <think> that the chat template has opened
 
 
 class NaiveBackend:
@@ -172,6 +188,7 @@ def sample_groups(
         num_rounds=len(rounds),
         equal=have_equal_rewards(run, rounds),
         rewards=rewarded,
+        tokens=int(sum(groups.results.completion_lengths.sum() for groups in rounds)),
     )
 
 
@@ -204,7 +221,7 @@ def _sample_round(
     clock.lap("rollout_generate")
 
     local = prompts[run.local_prompts()]  # [b/K]
-    totals, per_function = reward_completions(run, completions, local)  # [b], [b, functions]
+    _, totals, per_function = reward_completions(run, completions, local)  # [b], [b, functions]
     clock.lap("reward")
     prompt_lengths = np.repeat([len(prompt.ids) for prompt in local], K)
     stopped = np.isin(completions.last_ids(), run.stopping.stop_ids)
@@ -272,16 +289,15 @@ def answer_questions(
     questions: list[data.Prompt],
     key: jax.Array,
     clock: Clock,
-) -> np.ndarray:
-    """[questions * EVAL_SAMPLES, 1 + functions] float64: the weighted rewards of the completions,
-    and those of each function. The completions are greedy if EVAL_SAMPLES is 1."""
+) -> Answers:
+    """EVAL_SAMPLES completions of each question, greedy or sampled as run.eval_sampling says."""
     cfg, samples, processes = run.cfg, run.cfg.eval_samples, jax.process_count()
     # Questions of a pass on each process.
     size = eval_questions(run.sizes, cfg.num_pre_q, samples, jax.local_device_count())
     passes = math.ceil(len(questions) / (size * processes))
     padded = [*questions, *[questions[-1]] * (passes * size * processes - len(questions))]
     width = prompt_width(max(len(prompt.ids) for prompt in questions), cfg.global_length)
-    tables = []
+    tables, texts = [], []
     for i in range(passes):
         stop.check()
         first = (i * processes + jax.process_index()) * size  # this process's first question
@@ -291,20 +307,31 @@ def answer_questions(
             PaddedPrompts(*data.pad_prompts(ids, width, run.stopping.pad_id)),
             np.arange(first * samples, (first + size) * samples, dtype=np.int32),
             key,
-            run.sampling if samples > 1 else Sampling(temperature=0.0),
+            run.eval_sampling,
         )
         clock.lap("rollout_generate")
-        totals, per_function = reward_completions(run, completions, local)
-        tables.append(gather_processes(np.column_stack([totals, per_function])))
+        rewarded = reward_completions(run, completions, local)
+        stopped = np.isin(completions.last_ids(), run.stopping.stop_ids)
+        columns = [rewarded.totals, completions.lengths(), stopped, *rewarded.per_function.T]
+        tables.append(gather_processes(np.column_stack(columns).astype(np.float64)))
+        for told in gather_texts(json.dumps(rewarded.texts)):
+            texts += json.loads(told)
         clock.lap("reward")
-    return np.concatenate(tables)[: len(questions) * samples]
+    n = len(questions) * samples
+    table = np.concatenate(tables)[:n]  # [n, 3 + functions]
+    return Answers(table[:, 0], table[:, 3:], table[:, 1], table[:, 2], texts[:n])
 
 
-def reward_completions(
-    run: Run, completions: Completions, prompts: list[data.Prompt]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Weighted rewards and the rewards of each function, [n] and [n, functions] for n completions;
-    NaN where none applies.
+class Rewarded(NamedTuple):
+    """n completions of this process and their rewards, NaN where no function applies."""
+
+    texts: list[str]  # [n]
+    totals: np.ndarray  # [n] float64, weighted
+    per_function: np.ndarray  # [n, functions] float64
+
+
+def reward_completions(run: Run, completions: Completions, prompts: list[data.Prompt]) -> Rewarded:
+    """The texts and the rewards of the completions of these prompts.
 
     A tag that the chat template has opened belongs to the text that is rewarded, but not to the
     tokens of the completion. Raises UserMistake.
@@ -318,4 +345,4 @@ def reward_completions(
         for name in prompts[0].columns
     }
     columns["completion_ids"] = completions.ids()
-    return rewards.total_rewards(texts, columns, run.functions, run.weights)
+    return Rewarded(texts, *rewards.total_rewards(texts, columns, run.functions, run.weights))

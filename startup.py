@@ -22,10 +22,19 @@ import rewards
 from config import Config
 from loss import Objective
 from loss_pallas import block_sizes
+from metrics import drift_level
 from models import hf
 from models.draw import Sampling
-from models.model import Compute, ModelConfig, Params, abstract_params
-from models.placement import how_to_compute, limits_of, num_params, reference_dtype
+from models.model import Compute, Params, abstract_params
+from models.placement import (
+    how_to_compute,
+    limits_of,
+    num_params,
+    reference_dtype,
+    rollout_mesh,
+    stop_if_too_long,
+)
+from review import Reviewer
 from rollout import Backend, Inputs, NaiveBackend, Run
 from runtime import processes, resume
 from runtime.checkpoint import Checkpoints
@@ -34,6 +43,7 @@ from runtime.lifecycle import Lifecycle
 from runtime.mistakes import UserMistake, fail
 from runtime.parsing import REPO, compared_by_value, shared_by_processes, to_text
 from runtime.processes import StopSignal
+from runtime.records import RUNNING
 from runtime.run_log import RunLog, check_wandb, stop_if_not_writable
 from runtime.sizes import Sizes, derive, prompt_width
 from sampling import Stopping
@@ -56,7 +66,7 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | No
             print(f"DONE: steps={cfg.steps} elapsed_sec={time.perf_counter() - began:.3f}")
             return None
         backend = make_backend(run)
-        name = cfg.wandb_name or Path(cfg.model_path).name
+        name = f"runs/{cfg.wandb_name or Path(cfg.model_path).name}"
         out = resume.output_folder(cfg.output_dir, name)
         checkpoints, reachable = resume.open_checkpoints(
             out, cfg.checkpoint_dir, cfg.save_every_steps, cfg.save_keep
@@ -73,24 +83,30 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | No
     progress.wandb_id = log.wandb_id or progress.wandb_id
     stop.running = True
     saves = reachable and cfg.save_every_steps > 0
+    reviewer = Reviewer(out, log, jax.process_index() == 0)
+    reviewer.write(RUNNING)
     life = Lifecycle(
-        cfg, out, log, stop, checkpoints, progress, run.made_with, saves=saves, began=began
+        cfg, out, log, stop, checkpoints, progress, run.made_with, reviewer, saves, began
     )
     return run, life, backend, state, ref_params
 
 
-def set_up(cfg: Config) -> Run:
-    """Reads and checks all inputs, on all processes. Raises UserMistake for a user's mistakes."""
+def set_up(cfg: Config, example: dict[str, str] | None = None) -> Run:
+    """Reads and checks all inputs, on all processes. Raises UserMistake for a user's mistakes.
+
+    example: the only question to evaluate, instead of the eval split.
+    """
     mistakes: list[str] = []
     processes.tried(mistakes, stop_if_no_engine, cfg.rollout_backend, jax.devices())
     processes.tried(mistakes, stop_if_unable_to_write, cfg)
-    inputs = processes.tried(mistakes, read_inputs, cfg, not mistakes)
+    inputs = processes.tried(mistakes, read_inputs, cfg, not mistakes, example)
     mistake = UserMistake("\n".join(mistakes)) if mistakes else None
     digests = digests_of(inputs) if inputs else {}
     here = facts_of(cfg, inputs) if jax.process_count() > 1 else {}
     processes.stop_if_different(here | digests, mistake)
 
-    longest = max(len(prompt.ids) for prompt in inputs.train_prompts + inputs.eval_prompts)
+    prompts = inputs.train_prompts + inputs.eval_prompts
+    longest = max((len(prompt.ids) for prompt in prompts), default=1)
     stop_if_too_long(cfg, inputs.model, longest)
     S = prompt_width(longest, cfg.global_length) - 1
     training, rollout, reason = how_to_compute(cfg, inputs.model, inputs.sizes, S, jax.devices())
@@ -100,6 +116,7 @@ def set_up(cfg: Config) -> Run:
     run = Run(
         **vars(inputs),
         sampling=sampling_of(cfg),
+        eval_sampling=eval_sampling_of(cfg),
         stopping=Stopping(cfg.max_length_sample, stop_ids, pad_id=stop_ids[0]),
         objective=objective_of(cfg),
         optimizer=optimizer_of(cfg),
@@ -155,6 +172,14 @@ def sampling_of(cfg: Config) -> Sampling:
     return Sampling(cfg.temperature, **filters, replay=cfg.replays())
 
 
+def eval_sampling_of(cfg: Config) -> Sampling:
+    """How evaluations sample; greedy decoding has temperature 0 and no filters."""
+    temperature = cfg.eval_temperature or (cfg.temperature if cfg.eval_samples > 1 else 0.0)
+    if temperature == 0:
+        return Sampling(temperature=0.0)
+    return sampling_of(cfg)._replace(temperature=temperature, replay=False)
+
+
 def optimizer_of(cfg: Config) -> Optimizer:
     return Optimizer(name=cfg.optimizer, weight_decay=cfg.weight_decay, clip_norm=cfg.clip_norm)
 
@@ -183,23 +208,6 @@ def stop_if_unable_to_write(cfg: Config) -> None:
             raise UserMistake("\n".join(lines))
 
 
-def stop_if_too_long(cfg: Config, model: ModelConfig, longest: int) -> None:
-    """Raises UserMistake if the model has too few positions for a prompt of `longest` tokens."""
-    length, room = longest + cfg.max_length_sample, model.max_positions - cfg.max_length_sample
-    if length > model.max_positions:
-        shorter = f" or set MAX_PROMPT_LENGTH={room}" if room > 0 else ""
-        raise UserMistake(
-            f"MAX_LENGTH_SAMPLE={cfg.max_length_sample} after the longest prompt makes {length} "
-            f"tokens, and the model has {model.max_positions} positions; lower it{shorter}"
-        )
-
-
-def rollout_mesh(cfg: Config, rollout: Compute) -> str:
-    """The mesh that samples, as ROLLOUT_MESH_SHAPE writes it; an engine has all devices on tp."""
-    mesh = rollout.layout.mesh
-    return mesh_text(mesh) if cfg.rollout_backend == "naive" else f"1,1,{mesh.size}"
-
-
 def what_ran(run: Run) -> dict[str, str]:
     """What this machine has made of the settings that leave a choice, as config.yaml names it."""
     chosen = ("policy_loss_impl", "attention_impl", "layer_loop", "dtype")
@@ -208,6 +216,8 @@ def what_ran(run: Run) -> dict[str, str]:
         **{f"derived.{name}": str(getattr(run.training, name)) for name in chosen},
         "derived.mesh_shape": mesh_text(run.training.layout.mesh),
         "derived.rollout_mesh_shape": rollout_mesh(run.cfg, run.rollout),
+        "derived.drift_level": to_text(drift_level(run)),
+        "derived.device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
     }
 
 
@@ -240,11 +250,11 @@ def open_log(run: Run, out: Path, progress: resume.Progress) -> RunLog:
 # ---- Inputs --------------------------------------------------------------------------------------
 
 
-def read_inputs(cfg: Config, ask_hub: bool) -> Inputs:
+def read_inputs(cfg: Config, ask_hub: bool, example: dict[str, str] | None) -> Inputs:
     """Reads all inputs. Raises UserMistake with a line for every mistake that it finds.
 
     ask_hub: False after a mistake; then, and after a mistake here, it does not go to the hub, which
-    may take long.
+    may take long. example: the only question of the eval split; None: all of the dataset.
     """
     mistakes: list[str] = []
     sizes = processes.tried(mistakes, read_sizes, cfg)
@@ -252,8 +262,10 @@ def read_inputs(cfg: Config, ask_hub: bool) -> Inputs:
     model, examples = None, {}
     if (ask_hub and not mistakes) or hf.is_local(cfg.model_path):
         model = processes.tried(mistakes, model_inputs, cfg)
-    splits = [cfg.train_split, cfg.eval_split] if cfg.evaluates() else [cfg.train_split]
-    if (ask_hub and not mistakes) or data.is_local(cfg.dataset):
+    splits = [cfg.train_split] * (cfg.steps > 0) + [cfg.eval_split] * cfg.evaluates()
+    if example:
+        examples = {cfg.eval_split: [example]}
+    elif (ask_hub and not mistakes) or data.is_local(cfg.dataset):
         examples = {split: processes.tried(mistakes, examples_of, cfg, split) for split in splits}
     prompts = {
         split: processes.tried(mistakes, prompts_of, cfg, model["tokenizer"], found, split)
@@ -265,7 +277,7 @@ def read_inputs(cfg: Config, ask_hub: bool) -> Inputs:
     return Inputs(
         cfg=cfg,
         sizes=sizes,
-        train_prompts=prompts[cfg.train_split],
+        train_prompts=prompts[cfg.train_split] if cfg.steps else [],
         eval_prompts=prompts[cfg.eval_split] if cfg.evaluates() else [],
         **rewarding,
         **model,
@@ -390,8 +402,8 @@ if __name__ == "__main__":
     with processes.ending_together():
         try:
             command = config.load(sys.argv[1:])
-            if command.slice_name:
-                raise UserMistake("--plan is only for train_grpo.py")
+            if command.slice_name or command.eval_only or command.question:
+                raise UserMistake("--plan, --eval-only and --ask are only for train_grpo.py")
             processes.start_jax(command.cfg)
         except UserMistake as error:
             fail(error)

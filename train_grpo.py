@@ -30,6 +30,7 @@ if __name__ == "__main__":
     COMMAND = load(sys.argv[1:])  # it ends the program for --print-config and for mistakes
 
 import contextlib
+import functools
 from pathlib import Path
 
 import jax
@@ -39,7 +40,7 @@ import numpy as np
 from loss import group_advantages, top_entropy_mask
 from metrics import (
     Step,
-    log_evaluation,
+    evaluate,
     log_step,
     merge_metrics,
     merge_updates,
@@ -49,7 +50,7 @@ from metrics import (
 )
 from models import hf
 from models.model import Params
-from rollout import Backend, Groups, Run, answer_questions, sample_groups
+from rollout import Groups, Run, sample_groups
 from runtime.chips import memory_errors_in_sizes
 from runtime.layout import gather_processes, shard_batch
 from runtime.lifecycle import Lifecycle
@@ -79,6 +80,7 @@ def main(cfg: Config) -> None:
         return
     run, life, backend, state, ref_params = started
     rollout_key, eval_key = jax.random.split(jax.random.key(cfg.seed))
+    measure = functools.partial(evaluate, run, life.log, life.stop, backend, eval_key)
 
     def save() -> None:
         life.save({"state": state} | ({"ref_params": ref_params} if cfg.beta > 0 else {}))
@@ -88,8 +90,7 @@ def main(cfg: Config) -> None:
         for step in range(life.progress.step, cfg.steps):
             # ---- Evaluation: the accuracy on held-out questions; step 0 is the baseline ----------
             if cfg.eval_every_steps and step % cfg.eval_every_steps == 0:
-                accuracy = evaluate(run, life, backend, state.params, eval_key, step)
-                life.progress.evals[step] = accuracy
+                life.evaluated(step, measure(state.params, step))
             clock = Clock()
 
             # ---- Rollout: K completions of each of P prompts, to the host and rewarded there -----
@@ -136,8 +137,9 @@ def main(cfg: Config) -> None:
             if cfg.dynamic_sampling:
                 metrics |= sampling_metrics(sampled)
             metrics["learning_rate"] = lr
-            done = Step(step, metrics, groups.results, advantages, counted, clock)
-            log_step(run, life.log, done, groups)
+            tokens = sampled.tokens
+            done = Step(step, metrics, groups.results, advantages, counted, tokens, clock)
+            life.reviewer.step_done(log_step(run, life.log, done, groups))
 
             # ---- Save ----------------------------------------------------------------------------
             wrong = what_is_not_finite(metrics)
@@ -148,12 +150,11 @@ def main(cfg: Config) -> None:
                 save()
 
         if cfg.eval_every_steps:
-            accuracy = evaluate(run, life, backend, state.params, eval_key, cfg.steps)
-            life.progress.evals[cfg.steps] = accuracy
+            life.evaluated(cfg.steps, measure(state.params, cfg.steps))
         if cfg.steps:
             save()  # the last checkpoint, with the last accuracy
         if cfg.eval_full_sweep:
-            evaluate(run, life, backend, state.params, eval_key, cfg.steps, full=True)
+            measure(state.params, cfg.steps, full=True)
     life.finish(lambda: export(run, life.out, state.params))
 
 
@@ -324,30 +325,7 @@ def one_update(
     return state, merged, before
 
 
-# ---- Evaluation and export -----------------------------------------------------------------------
-
-
-def evaluate(
-    run: Run,
-    life: Lifecycle,
-    backend: Backend,
-    params: Params,
-    key: jax.Array,
-    step: int,
-    full: bool = False,
-) -> float:
-    """The accuracy on the first EVAL_PROMPTS questions of the eval split, or on all; logged.
-
-    With EVAL_SAMPLES=1 decoding is greedy. With more it samples EVAL_SAMPLES completions of each
-    question at the run's temperature.
-    """
-    clock, limit = Clock(), run.cfg.eval_prompts
-    questions = run.eval_prompts if full or not limit else run.eval_prompts[:limit]
-    backend.update_weights(params)
-    clock.lap("rollout_sync")
-    table = answer_questions(run, backend, life.stop, questions, key, clock)
-    backend.release()
-    return log_evaluation(run, life.log, step, table, clock, full)
+# ---- Export --------------------------------------------------------------------------------------
 
 
 def export(run: Run, out: Path, params: Params) -> None:
@@ -390,4 +368,9 @@ if __name__ == "__main__":
         plan_and_exit(COMMAND.cfg, COMMAND.slice_name)
     print(*COMMAND.lines, sep="\n", flush=True)
     with ending_together(), memory_errors_in_sizes(COMMAND.cfg, WAITING):
-        main(COMMAND.cfg)
+        if COMMAND.eval_only or COMMAND.question:
+            from tools.answers import answer_command
+
+            answer_command(COMMAND)
+        else:
+            main(COMMAND.cfg)

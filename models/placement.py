@@ -14,11 +14,19 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from models.attention import LANES, MOST_PLACES, MOST_TOKENS
 from models.model import Compute, ModelConfig, param_table, stop_if_indivisible
 from runtime.chips import Work, chip_of, memory_bytes
-from runtime.layout import ROLLOUT_BATCH_AXES, TRAIN_BATCH_AXES, Layout, local_count, make_mesh
+from runtime.layout import (
+    ROLLOUT_BATCH_AXES,
+    TRAIN_BATCH_AXES,
+    Layout,
+    local_count,
+    make_mesh,
+    mesh_text,
+)
 from runtime.mistakes import UserMistake
 from runtime.packing import Limits
 from runtime.sizes import Sizes, prompt_share
@@ -129,6 +137,23 @@ def reference_dtype(cfg: Any, dtype: Any) -> Any:
     dtype: of training.
     """
     return jnp.dtype("float32") if cfg.ref_sync_steps else dtype
+
+
+def stop_if_too_long(cfg: Any, model: ModelConfig, longest: int) -> None:
+    """Raises UserMistake if the model has too few positions for a prompt of `longest` tokens."""
+    length, room = longest + cfg.max_length_sample, model.max_positions - cfg.max_length_sample
+    if length > model.max_positions:
+        shorter = f" or set MAX_PROMPT_LENGTH={room}" if room > 0 else ""
+        raise UserMistake(
+            f"MAX_LENGTH_SAMPLE={cfg.max_length_sample} after the longest prompt makes {length} "
+            f"tokens, and the model has {model.max_positions} positions; lower it{shorter}"
+        )
+
+
+def rollout_mesh(cfg: Any, rollout: Compute) -> str:
+    """The mesh that samples, as ROLLOUT_MESH_SHAPE writes it; an engine has all devices on tp."""
+    mesh = rollout.layout.mesh
+    return mesh_text(mesh) if cfg.rollout_backend == "naive" else f"1,1,{mesh.size}"
 
 
 def choose_layouts(
@@ -261,6 +286,18 @@ def layer_weights(model: ModelConfig) -> int:
 def attention_flops(model: ModelConfig, pairs: float) -> float:
     """FLOPs of attention, forward, in all layers, for so many pairs of a query and a key."""
     return 4 * model.num_heads * model.head_dim * model.num_layers * pairs
+
+
+def update_flops(model: ModelConfig, prompts: np.ndarray, completions: np.ndarray) -> float:
+    """The FLOPs of forward and backward of all sequences of a step, without recomputation.
+
+    prompts: [P] tokens; a prompt is computed once for its completions. completions: [P, K] tokens.
+    """
+    S, T = prompts[:, None], completions
+    pairs = (S**2 / 2).sum() + (T * S + T**2 / 2).sum()
+    weights = model.num_layers * layer_weights(model) * (S.sum() + T.sum())
+    head = model.vocab_size * model.hidden_size * T.sum()
+    return float(3 * (2 * (weights + head) + attention_flops(model, pairs)))
 
 
 def decode_work(model: ModelConfig, n: int, tp: int, workload: Workload) -> Work:

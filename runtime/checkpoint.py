@@ -277,11 +277,13 @@ class Checkpoints:
         wanted: Any,
         check: Callable[[dict[str, Any]], None],
         steps: list[int] | None = None,
+        part: bool = False,
     ) -> tuple[Any, dict[str, Any]] | None:
         """The arrays and the record of the newest checkpoint that is complete, or None.
 
         wanted: the shapes, dtypes and shardings of the arrays. check: raises UserMistake if this
-        run may not go on from a checkpoint with this record. steps: the only steps to try.
+        run may not go on from a checkpoint with this record. steps: the only steps to try. part:
+        True if the checkpoint may have more arrays than `wanted`; they are not read.
         If some process cannot read a checkpoint, this prints a line and tries the next older one.
         Raises UserMistake if there are checkpoints and none of them can be read.
         """
@@ -300,7 +302,7 @@ class Checkpoints:
             if not wrong:
                 check(record)
                 try:
-                    arrays = self._restore(step, wanted)
+                    arrays = self._restore(step, wanted, part)
                 except Exception as error:
                     if "RESOURCE_EXHAUSTED" in str(error):  # the checkpoint is not to blame
                         raise
@@ -308,7 +310,9 @@ class Checkpoints:
                 wrong = _first(gather_texts(wrong))
             if not wrong:
                 sums = [int(x) for x in jax.device_get(jax.tree.leaves(checksums(arrays)))]
-                wrong = "" if sums == record["checksums"] else "its arrays are not what was saved"
+                saved = dict(zip(record["arrays"], record["checksums"], strict=True))
+                same = sums == [saved[name] for name in self.shapes(arrays)]
+                wrong = "" if same else "its arrays are not what was saved"
             if not wrong:
                 self.newest = step
                 return arrays, record
@@ -326,9 +330,12 @@ class Checkpoints:
             raise ValueError("its record is not what was saved")
         return record
 
-    def _restore(self, step: int, abstract: Any) -> Any:
-        args = ocp.args.Composite(**{ARRAYS: ocp.args.StandardRestore(abstract)})
-        return self._open().restore(step, args=args)[ARRAYS]
+    def _restore(self, step: int, abstract: Any, part: bool) -> Any:
+        args = ocp.args.StandardRestore(abstract)
+        if part:
+            how = ocp.checkpoint_utils.construct_restore_args(abstract)
+            args = ocp.args.PyTreeRestore(abstract, restore_args=how, partial_restore=True)
+        return self._open().restore(step, args=ocp.args.Composite(**{ARRAYS: args}))[ARRAYS]
 
     def set_aside(self, after: int, where: Path) -> None:
         """Moves the checkpoints of later steps than `after` to the folder `where`.

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import resource
 import shlex
 import sys
 import traceback
@@ -32,6 +33,10 @@ CHIPS = {
     "v5p": Chip(("TPU v5",), 459, 95.74, 2765, 90),
     "v6e": Chip(("TPU v6",), 918, 31.25, 1640, 90),
 }
+
+
+# NVIDIA's figures for dense matmuls, by the beginning of the jax device_kind.
+GPU_TFLOPS = {"NVIDIA A100": 312, "NVIDIA H100": 989, "NVIDIA H200": 989, "NVIDIA B200": 2250}
 
 
 class Slice(NamedTuple):
@@ -68,6 +73,24 @@ def chip_of(device: jax.Device) -> Chip | None:
     """The facts of a TPU device, found by its kind; None for any other device."""
     chips = [chip for chip in CHIPS.values() if device.device_kind.startswith(chip.kinds)]
     return chips[0] if chips else None
+
+
+def peak_flops(device: jax.Device) -> float:
+    """The bfloat16 FLOPs per second that the maker of the device states; NaN if not known here."""
+    if chip := chip_of(device):
+        return chip.tflops * 1e12
+    known = [x for kind, x in GPU_TFLOPS.items() if device.device_kind.startswith(kind)]
+    return known[0] * 1e12 if known else math.nan
+
+
+def memory_peaks() -> dict[str, float]:
+    """The most memory so far, in GiB: of this process, and of its devices if they tell."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    peaks = {"host_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30}
+    told = [(d.memory_stats() or {}).get("peak_bytes_in_use") for d in jax.local_devices()]
+    if found := [peak for peak in told if peak]:
+        peaks["device_peak_gib"] = max(found) / 2**30
+    return peaks
 
 
 def slice_of(devices: list[jax.Device]) -> str:

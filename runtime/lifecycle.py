@@ -10,7 +10,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -19,6 +19,7 @@ from runtime.checkpoint import Checkpoints
 from runtime.mistakes import UserMistake, fail
 from runtime.packing import Widths
 from runtime.processes import Stopped, StopSignal
+from runtime.records import DONE, FAILED, RUNNING, STOPPED
 from runtime.resume import Progress, mark_finished, record_of
 from runtime.run_log import RunLog
 
@@ -34,6 +35,7 @@ class Lifecycle:
     checkpoints: Checkpoints
     progress: Progress
     made_with: Mapping[str, str]  # all that the results follow from
+    reviewer: Any  # Reviewer of review.py
     saves: bool  # False: SAVE_EVERY_STEPS=0, or the processes do not see one folder
     began: float  # time.perf_counter() at the start
     widths: list[Widths] = dataclasses.field(init=False)  # of all rows of updates so far
@@ -61,17 +63,17 @@ class Lifecycle:
             self.checkpoints.wait()
             saved = self.checkpoints.newest if self.checkpoints.newest >= 0 else "none"
             self.log.line(f"STOPPED: {signal} steps={self.progress.step} saved_step={saved}")
-            self.log.close()
+            self.close(STOPPED, str(signal))
             raise SystemExit(signal.exit_code) from None
         except UserMistake as error:
             if jax.process_count() == 1:  # the other processes do not know of the mistake
                 save()
                 self.checkpoints.wait()
-            self.log.close()
+            self.close(FAILED, str(error))
             fail(error)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" in str(error):
-                self.log.close()
+                self.close(FAILED, "memory ran out")
             raise
 
     def step_done(self, rounds: int, wrong: str, batch: dict[str, np.ndarray]) -> None:
@@ -88,9 +90,8 @@ class Lifecycle:
             self.log.arrays(f"bad_step_{step}.npz", batch)
         if progress.not_finite >= self.cfg.nonfinite_limit:
             self.checkpoints.wait()
-            self.log.close()
-            raise SystemExit(
-                f"error: step {step}: {wrong}, for NONFINITE_LIMIT={self.cfg.nonfinite_limit} "
+            self.fail(
+                f"step {step}: {wrong}, for NONFINITE_LIMIT={self.cfg.nonfinite_limit} "
                 f"steps in a row; their batches are {self.out}/bad_step_N.npz. Lower LEARNING_RATE?"
             )
 
@@ -104,12 +105,26 @@ class Lifecycle:
             try:
                 export()
             except OSError as error:
-                self.log.close()
-                raise SystemExit(f"error: {error}") from None
+                self.fail(str(error))
             if self.saves and self.checkpoints.newest < self.cfg.steps:
-                self.log.close()
-                raise SystemExit(f"error: the last checkpoint is not in {self.checkpoints.folder}")
+                self.fail(f"the last checkpoint is not in {self.checkpoints.folder}")
             mark_finished(self.out, self.cfg.steps, self.made_with)
+            self.reviewer.verdict()
         seconds = time.perf_counter() - self.began
         self.log.line(f"DONE: steps={self.cfg.steps} elapsed_sec={seconds:.3f}")
+        self.close(DONE)
+
+    def evaluated(self, step: int, accuracy: float) -> None:
+        """Keeps the accuracy of an evaluation, and shows how the run stands."""
+        self.progress.evals[step] = accuracy
+        self.reviewer.write(RUNNING)
+
+    def fail(self, why: str) -> NoReturn:
+        """Ends the program with an error."""
+        self.close(FAILED, why)
+        raise SystemExit(f"error: {why}")
+
+    def close(self, state: str, why: str = "") -> None:
+        """Writes the last review and closes the log. state, why: see runtime/records.py."""
+        self.reviewer.write(state, why)
         self.log.close()

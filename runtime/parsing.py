@@ -84,8 +84,21 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
         epilog="`python config.py` lists all settings.",
     )
     parser.add_argument("--config", metavar="FILE.yaml", default="", help="settings as YAML")
-    parser.add_argument("--print-config", action="store_true", help="print every setting and exit")
-    parser.add_argument("--plan", metavar="SLICE", default="", help="say if the run fits there")
+    others = parser.add_mutually_exclusive_group()
+    others.add_argument("--print-config", action="store_true", help="print every setting and exit")
+    others.add_argument("--plan", metavar="SLICE", default="", help="say if the run fits there")
+    others.add_argument(
+        "--eval-only",
+        action="store_true",
+        help="evaluate OUTPUT_DIR's newest checkpoint, else MODEL_PATH, on the complete eval split",
+    )
+    others.add_argument(
+        "--ask",
+        metavar="QUESTION",
+        default="",
+        help="ask OUTPUT_DIR's newest checkpoint, else MODEL_PATH, and score the greedy answer",
+    )
+    parser.add_argument("--answer", metavar="TEXT", help="the right answer to --ask's question")
     parser.add_argument("--processes", type=int, default=1, help="processes to print sizes for")
     parser.add_argument("--local-devices", type=int, default=1, help="devices of each process")
     args = parser.parse_args(argv)
@@ -93,6 +106,8 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("--processes and --local-devices must be at least 1")
     if (args.processes, args.local_devices) != (1, 1) and not args.print_config:
         parser.error("--processes and --local-devices are only for --print-config")
+    if args.answer is not None and not args.ask:
+        parser.error("--answer is only for --ask")
     return args
 
 

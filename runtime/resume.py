@@ -18,6 +18,7 @@ from runtime import processes
 from runtime.checkpoint import Checkpoints
 from runtime.mistakes import UserMistake
 from runtime.packing import Widths
+from runtime.run_log import FILES
 
 LOCK = ".lock"  # a file in the folders of a run; process 0 locks it for as long as it lives
 
@@ -39,7 +40,7 @@ class Progress:
 
 
 def output_folder(output_dir: str, name: str) -> Path:
-    """OUTPUT_DIR, or a new folder runs/NAME_UTC, the same on all processes; this run holds it."""
+    """OUTPUT_DIR, or a new folder NAME_UTC, the same on all processes; this run holds it."""
     chosen = ""
     with processes.told_by_all():
         if jax.process_index() == 0:
@@ -49,8 +50,8 @@ def output_folder(output_dir: str, name: str) -> Path:
 
 
 def new_folder(name: str) -> str:
-    """Makes runs/NAME_UTC, or runs/NAME_UTC_2 if another run has made it in the same second."""
-    start = f"runs/{name}_{datetime.now(UTC):%Y%m%d_%H%M%S}"
+    """Makes NAME_UTC, or NAME_UTC_2 if another run has made it in the same second."""
+    start = f"{name}_{datetime.now(UTC):%Y%m%d_%H%M%S}"
     for number in itertools.count(1):
         folder = Path(start if number == 1 else f"{start}_{number}")
         try:
@@ -229,7 +230,7 @@ def restore(
     aside = out / f"earlier_{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
     with processes.told_by_all():
         if jax.process_index() == 0:
-            make_way(out, aside, () if found else ("metrics.jsonl", "samples.jsonl", "hf"))
+            make_way(out, aside, () if found else (*FILES, "hf"))
     if not found:
         if reachable:
             checkpoints.set_aside(-1, aside)
@@ -282,12 +283,8 @@ def stop_if_unusable(
     if steps < step:
         raise UserMistake(f"STEPS={steps}, and the checkpoint is after step {step}; raise it")
     stop_if_another(record, made_with, resume_force)
+    stop_if_other_arrays(wanted, record)
     shapes = Checkpoints.shapes(wanted)
-    if missing := [text for text in shapes if text not in record["arrays"]]:
-        raise UserMistake(
-            f"the checkpoint of step {step} has no array {missing[0]}: with other settings of the "
-            f"model, the optimizer or BETA a run cannot go on from it"
-        )
     if extra := [text for text in record["arrays"] if text not in shapes]:
         raise UserMistake(
             f"the checkpoint of step {step} has {extra[0]}, unused by this run: it was saved with "
@@ -296,6 +293,16 @@ def stop_if_unusable(
     before, now = record["versions"], processes.versions()
     if old := [f"{name}={before.get(name)}" for name in now if before.get(name) != now[name]]:
         print(f"the checkpoint was made with {' '.join(old)}", flush=True)
+
+
+def stop_if_other_arrays(wanted: Any, record: Mapping[str, Any]) -> None:
+    """Raises UserMistake if the checkpoint with this record lacks one of the wanted arrays."""
+    shapes = Checkpoints.shapes(wanted)
+    if missing := [text for text in shapes if text not in record["arrays"]]:
+        raise UserMistake(
+            f"the checkpoint of step {record['step']} has no array {missing[0]}: MODEL_PATH, "
+            f"OPTIMIZER and BETA have to be those of its run"
+        )
 
 
 def make_way(out: Path, aside: Path, names: Sequence[str]) -> None:

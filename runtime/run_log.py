@@ -38,6 +38,7 @@ def _on_duration(event: str, seconds: float, *, fun_name: str = "", **_: Any) ->
 
 jax.monitoring.register_event_duration_secs_listener(_on_duration)
 
+FILES = ("metrics.jsonl", "samples.jsonl", "eval.jsonl")  # each line has a step
 WANDB_LIMIT_S = 30  # how long a run waits for W&B's answer at the start
 
 
@@ -121,7 +122,7 @@ class RunLog:
         if not writes:
             return
         out.mkdir(parents=True, exist_ok=True)
-        for name in ("metrics.jsonl", "samples.jsonl"):
+        for name in FILES:
             keep_steps_before(first_step, out / name)
             self._files[name] = open(out / name, "a", encoding="utf-8")
         if wandb:
@@ -156,6 +157,10 @@ class RunLog:
     def samples(self, step: int, samples: list[dict[str, Any]]) -> None:
         """Appends full texts to samples.jsonl, for a look at what is rewarded."""
         self._write("samples.jsonl", [{"step": step, **sample} for sample in samples])
+
+    def answers(self, step: int, entries: list[dict[str, Any]]) -> None:
+        """Appends the questions of an evaluation with their completions to eval.jsonl."""
+        self._write("eval.jsonl", [{"step": step, **entry} for entry in entries])
 
     def arrays(self, name: str, arrays: dict[str, np.ndarray]) -> None:
         """Writes an .npz file into the run's folder."""

@@ -20,7 +20,15 @@ import numpy as np
 
 from config import Config
 from models import hf
-from models.placement import Workload, decode_work, how_to_compute, limits_of, num_params
+from models.placement import (
+    Workload,
+    decode_work,
+    how_to_compute,
+    limits_of,
+    num_params,
+    rollout_mesh,
+    stop_if_too_long,
+)
 from rollout_sglang import PAGE_TOKENS, pool_of, stop_if_unable
 from runtime.chips import CHIPS, OUT_OF_MEMORY_CODE, SLICES, Chip, Work
 from runtime.layout import mesh_text
@@ -28,7 +36,7 @@ from runtime.mistakes import UserMistake, fail
 from runtime.packing import Batch, plan_rows
 from runtime.sizes import MICRO_SIZES, PASS_SIZES, derive, prompt_width, smaller_sizes
 from sampling import smaller_batches
-from startup import rollout_mesh, sampling_of, stop_if_too_long, stop_if_too_wide_for_pallas
+from startup import sampling_of, stop_if_too_wide_for_pallas
 from tools import roofline
 from tools.hlo import collectives
 from tools.programs import PROGRAMS, ROLLOUT, Plan, bytes_of, call, rest_of_run, runs, slice_devices

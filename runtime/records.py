@@ -1,0 +1,105 @@
+"""What the folder of a run says: the records of its files, whether it is alive, and its summary."""
+
+import contextlib
+import json
+import os
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from runtime.mistakes import UserMistake
+from runtime.resume import LOCK
+
+SUMMARY = "summary.json"
+# The states of a run. `died`: it is gone and has left no word; it was killed, or the machine was.
+RUNNING, DONE, STOPPED, FAILED, DIED = "running", "done", "stopped", "failed", "died"
+
+
+def read_settings(out: Path) -> dict[str, Any]:
+    """The values in config.yaml, by their YAML names. Raises UserMistake without this file."""
+    file = out / "config.yaml"
+    if not file.is_file():
+        raise UserMistake(f"{out} has no config.yaml; give the OUTPUT_DIR of a run")
+    return yaml.safe_load(file.read_text(encoding="utf-8"))
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """The records of a .jsonl file, each with its step; none if there is no file."""
+    if not file.is_file():
+        return []
+    found = []
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+        with contextlib.suppress(ValueError):  # a killed run leaves half a line
+            found.append(json.loads(line))
+    return [record for record in found if isinstance(record, dict) and "step" in record]
+
+
+def column(records: Sequence[dict[str, Any]], name: str) -> np.ndarray:
+    """[records] float64: the values of a metric; NaN where it is missing or null."""
+    values = [record.get(name) for record in records]
+    return np.array([np.nan if value is None else value for value in values], np.float64)
+
+
+def is_alive(out: Path) -> bool:
+    """Whether a process holds the folder."""
+    import fcntl  # Windows has none
+
+    try:
+        lock = os.open(out / LOCK, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
+def state_of(out: Path) -> tuple[str, str]:
+    """The state of a run, and why it is so; from its summary and from the lock on its folder."""
+    told: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):
+        told = json.loads((out / SUMMARY).read_text(encoding="utf-8"))
+    state, why = told.get("state", RUNNING), told.get("why", "")
+    if state == RUNNING and not is_alive(out):
+        return DIED, "it left no word: it was killed, or its machine was"
+    return state, why
+
+
+def summary_of(
+    settings: dict[str, Any], records: Sequence[dict[str, Any]], best: Sequence[str]
+) -> dict[str, Any]:
+    """The settings of a run and its last and best values, for summary.json.
+
+    best: the metrics whose highest value is kept, with its step.
+    """
+    last: dict[str, Any] = {}
+    for record in records:
+        last |= {name: value for name, value in record.items() if value is not None}
+    highest = {}
+    for name in best:
+        values = column(records, name)
+        if not np.isnan(values).all():
+            i = int(np.nanargmax(values))
+            highest[name] = {"step": records[i]["step"], "value": float(values[i])}
+    steps = [record["step"] for record in records if "time/train/step_s" in record]
+    return {
+        "steps_done": max(steps, default=-1) + 1,
+        "written": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
+        "last": {name: value for name, value in last.items() if name != "step"},
+        "best": highest,
+        "settings": settings,
+    }
+
+
+def replace_file(file: Path, text: str) -> None:
+    """Replaces a file at once, so that nobody reads a part of it. Raises OSError."""
+    partial = file.with_name(f"{file.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(file)

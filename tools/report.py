@@ -1,0 +1,41 @@
+"""Writes the report of runs as one HTML file: curves, completions, settings and the verdict.
+
+    python tools/report.py runs/a                       # writes runs/a/report.html
+    python tools/report.py runs/a runs/b --out ab.html  # the curves of both over each other
+
+A run writes its own report at each evaluation and at its end. This command writes it at any other
+time, also for a run that was killed, and brings summary.json up to date.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
+
+from review import report, write_review
+from runtime.mistakes import UserMistake, fail
+from runtime.records import replace_file, state_of
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="OUTPUT_DIR of a run")
+    parser.add_argument("--out", type=Path, help="the file; default: report.html in the only run")
+    args = parser.parse_args()
+    if len(args.runs) > 1 and not args.out:
+        parser.error("--out FILE.html is needed for several runs")
+    try:
+        for run in args.runs:
+            write_review(run, *state_of(run))
+        if args.out:
+            replace_file(args.out, report(args.runs))
+    except UserMistake as error:
+        fail(error)
+    except OSError as error:
+        fail(UserMistake(f"{error.filename} cannot be written: {error.strerror}"))
+    print(args.out or args.runs[0] / "report.html")
+
+
+if __name__ == "__main__":
+    main()

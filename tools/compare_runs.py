@@ -1,4 +1,4 @@
-"""Compares two runs: how they ended, how well they do, how fast they are, and whether that is noise.
+"""Compares two runs: how they ended, how good and how fast they are, and what of it is noise.
 
     python tools/compare_runs.py runs/a runs/b
 

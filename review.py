@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import yaml
 
 import data
 from config import Config
 from loss import equal_groups
 from rewards import mean_of
 from rollout import Answers, Groups, Run
-from runtime.page import chart_of, escaped, group_tables, held_out_table, page, settings_table
+from runtime.page import charts_of, escaped, group_tables, held_out_table, page, settings_table
 from runtime.parsing import yaml_lines
 from runtime.records import (
     SUMMARY,
     column,
+    parse_yaml,
     read_lines,
     read_settings,
     replace_file,
@@ -341,29 +341,30 @@ CHARTS = {  # title -> the metrics in it; * stands for every reward function
 }
 
 
-def report(folders: Sequence[Path]) -> str:
+def report(runs: dict[Path, History]) -> str:
     """The HTML of one run, or of several whose curves are drawn over each other.
 
-    Raises UserMistake for a folder that is not a run's.
+    runs: the history of each folder.
     """
-    runs = {folder.resolve().name: read_history(folder) for folder in folders}
-    parts = []
-    for folder, (name, history) in zip(folders, runs.items(), strict=True):
+    parts, names = [], {folder: folder.resolve().name for folder in runs}
+    if len({*names.values()}) < len(runs):
+        names = {folder: str(folder) for folder in runs}
+    for folder, history in runs.items():
         state, why = state_of(folder)
-        told = f"{name}: {state} after {len(history.steps)} steps. {why}"
+        told = f"{names[folder]}: {state} after {len(history.steps)} steps. {why}"
         parts.append(f'<p class="soft">{escaped(told)}</p>')
         for line in verdict(history):
             sick = "" if line.startswith(HEALTHY) else ' class="bad"'
             parts.append(f"<p{sick}>{escaped(line)}</p>")
-    records = {name: history.all() for name, history in runs.items()}
-    charts = [chart_of(title, names, records) for title, names in CHARTS.items()]
+    records = {names[folder]: history.all() for folder, history in runs.items()}
+    charts = [charts_of(title, metrics, records) for title, metrics in CHARTS.items()]
     parts.append(f'<div class="charts">{"".join(charts)}</div>')
     if len(runs) == 1:
-        parts += [held_out_table(folders[0]), group_tables(folders[0])]
-    defaults = yaml.safe_load("\n".join(yaml_lines(Config())))
-    settings = {name: history.settings for name, history in runs.items()}
+        parts += [held_out_table(*runs), group_tables(*runs)]
+    defaults = parse_yaml("\n".join(yaml_lines(Config())))
+    settings = {names[folder]: history.settings for folder, history in runs.items()}
     parts.append(f"<h2>Settings</h2>{settings_table(defaults, settings)}")
-    return page(", ".join(runs), "\n".join(parts))
+    return page(", ".join(names.values()), "\n".join(parts))
 
 
 def write_review(out: Path, state: str, why: str = "") -> dict[str, Any]:
@@ -372,7 +373,7 @@ def write_review(out: Path, state: str, why: str = "") -> dict[str, Any]:
     summary = {"state": state, "why": why, "verdict": verdict(history)}
     summary |= summary_of(history.settings, history.all(), BEST)
     replace_file(out / SUMMARY, json.dumps(summary, indent=1, default=str) + "\n")
-    replace_file(out / "report.html", report([out]))
+    replace_file(out / "report.html", report({out: history}))
     return summary
 
 

@@ -14,8 +14,9 @@ from runtime.records import column, read_lines
 
 SHOWN_QUESTIONS = 6  # held-out questions with their answers
 MOST_POINTS = 300  # of a curve; more points are replaced by means of neighbours
+OUTLIERS = 0.005  # the share of values, at either end, that lie on the edge of a chart
 WIDTH, HEIGHT = 360, 170  # of a chart in its own units
-LEFT, RIGHT, TOP, BOTTOM = 44, 8, 8, 22  # the margins of the curves
+LEFT, RIGHT, TOP, BOTTOM = 52, 8, 8, 22  # the margins of the curves
 STYLE = """
 :root { color-scheme: light dark; --text: #1c1e21; --soft: #667; --line: #d5d8de; --back: #fff;
   --card: #f6f7f9; --bad: #b3261e; --c0: #1f6feb; --c1: #c2571a; --c2: #1a7f4b; --c3: #8250df;
@@ -29,7 +30,8 @@ body { margin: 0 auto; padding: 1rem; max-width: 76rem; color: var(--text);
 h1 { font-size: 1.3rem; overflow-wrap: anywhere; } h2 { font-size: 1.05rem; margin-top: 2rem; }
 p { margin: .3rem 0; } .bad { color: var(--bad); } .soft, figcaption span { color: var(--soft); }
 .charts { display: grid; gap: .8rem; grid-template-columns: repeat(auto-fill, minmax(17rem, 1fr)); }
-figure { margin: 0; padding: .5rem; background: var(--card); border-radius: .4rem; }
+figure { margin: 0; padding: .5rem; background: var(--card); border-radius: .4rem;
+  display: flex; flex-direction: column; justify-content: space-between; }
 figcaption { font-size: .85rem; overflow-wrap: anywhere; } svg { width: 100%; display: block; }
 svg text { fill: var(--soft); font: 11px system-ui, sans-serif; }
 .grid { stroke: var(--line); } .curve { fill: none; stroke-width: 1.6; stroke: var(--c); }
@@ -68,15 +70,22 @@ def page(title: str, body: str) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table that scrolls sideways where it is too wide. head: plain texts. rows: HTML."""
-    top = "".join(f"<th>{escaped(name)}</th>" for name in head)
-    lines = ["<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows]
-    return f'<div class="scroll"><table><tr>{top}</tr>{"".join(lines)}</table></div>'
+    """A table that scrolls sideways where it is too wide. head: plain texts, or none.
+    rows: HTML."""
+    lines = ["".join(f"<th>{escaped(name)}</th>" for name in head)] * bool(head)
+    lines += ["".join(f"<td>{cell}</td>" for cell in row) for row in rows]
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f'<div class="scroll"><table>{body}</table></div>'
 
 
 def figure_text(value: float) -> str:
     """A number for people to read, with four digits that count."""
     return f"{value:.4g}" if math.isfinite(value) else "-"
+
+
+def tick_text(value: float) -> str:
+    """A number beside an axis, short enough for the margin."""
+    return f"{value / 1000:.3g}k" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def chart(title: str, curves: Sequence[Curve]) -> str:
@@ -87,17 +96,18 @@ def chart(title: str, curves: Sequence[Curve]) -> str:
         return ""
     x_low, x_high = bounds([curve.steps for curve in shown])
     reach = [np.add(c.values, sign * errors_of(c)) for c in shown for sign in (-1, 1)]
-    y_low, y_high = bounds(reach)
+    y_low, y_high = bounds(reach, OUTLIERS)
 
     def place(steps: np.ndarray, values: np.ndarray) -> list[str]:
         x = LEFT + (steps - x_low) / (x_high - x_low) * (WIDTH - LEFT - RIGHT)
-        y = HEIGHT - BOTTOM - (values - y_low) / (y_high - y_low) * (HEIGHT - TOP - BOTTOM)
+        share = np.clip((values - y_low) / (y_high - y_low), 0, 1)
+        y = HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
         return [f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True)]
 
     parts = []
     for share in (0, 0.5, 1):
         y = HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
-        label = figure_text(y_low + share * (y_high - y_low))
+        label = tick_text(y_low + share * (y_high - y_low))
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>')
         parts.append(f'<text x="{LEFT - 4}" y="{y + 4}" text-anchor="end">{label}</text>')
     parts.append(f'<text x="{LEFT}" y="{HEIGHT - 5}">{x_low:g}</text>')
@@ -105,7 +115,7 @@ def chart(title: str, curves: Sequence[Curve]) -> str:
     parts += [last, *(drawn(curve, number, place) for number, curve in enumerate(curves))]
     names = ", ".join(legend(curve, number, len(curves) > 1) for number, curve in enumerate(curves))
     return (
-        f"<figure><figcaption>{escaped(title)} {names}</figcaption>"
+        f"<figure><figcaption>{escaped(title)}<br>{names}</figcaption>"
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(parts)}</svg></figure>'
     )
 
@@ -129,11 +139,11 @@ def errors_of(curve: Curve) -> np.ndarray:
     return np.nan_to_num(errors)
 
 
-def bounds(arrays: Sequence[np.ndarray]) -> tuple[float, float]:
-    """The lowest and the highest finite value, made to differ so that an axis has a length."""
+def bounds(arrays: Sequence[np.ndarray], outliers: float = 0) -> tuple[float, float]:
+    """The ends of an axis on which all finite values lie, but for a share of outliers."""
     values = np.concatenate(arrays)
-    values = values[np.isfinite(values)]
-    low, high = float(values.min()), float(values.max())
+    low, high = np.quantile(values[np.isfinite(values)], [outliers, 1 - outliers], method="nearest")
+    low, high = float(low), float(high)
     return (low, high) if high > low else (low - 0.5, high + 0.5)
 
 
@@ -173,20 +183,39 @@ def legend(curve: Curve, number: int, named: bool) -> str:
     return f'<span class="name" style="--c: var(--c{number % 6})">{name}{text}</span>'
 
 
-def chart_of(title: str, names: Sequence[str], runs: Mapping[str, list[dict[str, Any]]]) -> str:
-    """A chart of these metrics, with a curve for each metric of each run; "" without any value.
+def charts_of(title: str, names: Sequence[str], runs: Mapping[str, list[dict[str, Any]]]) -> str:
+    """A chart of these metrics for one run; for several runs a chart of each metric with a curve
+    for each run. It leaves out what has no value.
 
     names: * in a name stands for any part of it. runs: the records of each run in their order.
     """
-    curves = []
-    for run, records in runs.items():
-        found = dict.fromkeys(name for record in records for name in record)
-        for name in [n for wanted in names for n in found if fnmatch.fnmatch(n, wanted)]:
-            having = [record for record in records if name in record]
-            errors = column(having, f"{name}_se") if f"{name}_se" in having[-1] else None
-            label = run if len(runs) > 1 and len(names) == 1 else name
-            curves.append(Curve(label, [r["step"] for r in having], column(having, name), errors))
-    return chart(title, curves)
+    there = dict.fromkeys(name for records in runs.values() for r in records for name in r)
+    found = {n: wanted for wanted in names for n in there if fnmatch.fnmatchcase(n, wanted)}
+    shown = {name: distinct_part(name, wanted) for name, wanted in found.items()}
+    pairs = {(run, name): curve_of(name, runs[run]) for name in shown for run in runs}
+    if len(runs) == 1:
+        return chart(title, [pair._replace(name=shown[name]) for (_, name), pair in pairs.items()])
+    several = len(names) > 1 or "*" in names[0]
+    return "".join(
+        chart(
+            f"{title}: {shown[name]}" if several else title,
+            [pairs[run, name]._replace(name=run) for run in runs],
+        )
+        for name in shown
+    )
+
+
+def curve_of(name: str, records: list[dict[str, Any]]) -> Curve:
+    """The curve of a metric, with its standard errors if they are recorded."""
+    having = [record for record in records if name in record]
+    errors = column(having, f"{name}_se") if having and f"{name}_se" in having[-1] else None
+    return Curve(name, [record["step"] for record in having], column(having, name), errors)
+
+
+def distinct_part(name: str, wanted: str) -> str:
+    """What * stands for in the name of a metric, or the last part of a name without *."""
+    start, star, end = wanted.partition("*")
+    return name.removeprefix(start).removesuffix(end) if star else name.rpartition("/")[2]
 
 
 def settings_table(defaults: Mapping[str, Any], runs: Mapping[str, Mapping[str, Any]]) -> str:
@@ -228,7 +257,7 @@ def group_tables(folder: Path) -> str:
         cells = [completion_cell(completion) for completion in entry["completions"]]
         half = (len(cells) + 1) // 2
         parts.append(f"<h2>A group of step {step}</h2><pre>{escaped(entry['question'])}</pre>")
-        parts.append(table([""] * half, [cells[:half], cells[half:]]))
+        parts.append(table([], [cells[:half], cells[half:]]))
     return "".join(parts)
 
 

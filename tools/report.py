@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
 
-from review import report, write_review
+from review import read_history, report, write_review
 from runtime.mistakes import UserMistake, fail
 from runtime.records import replace_file, state_of
 
@@ -29,7 +29,7 @@ def main() -> None:
         for run in args.runs:
             write_review(run, *state_of(run))
         if args.out:
-            replace_file(args.out, report(args.runs))
+            replace_file(args.out, report({run: read_history(run) for run in args.runs}))
     except UserMistake as error:
         fail(error)
     except OSError as error:

@@ -368,6 +368,11 @@ def load(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Command:
     `.env`. Ends the program for --print-config and for mistakes."""
     args = parsing.parse_command_line(argv)
     try:
+        if sum(map(bool, (args.plan, args.eval_only, args.ask, args.print_config))) > 1:
+            raise UserMistake(
+                "--plan, --eval-only and --ask are only for train_grpo.py, one at a time and "
+                "without --print-config"
+            )
         # W&B and the Hub read their keys in the environment, so .env goes there.
         dotenv = parsing.read_dotenv(REPO / ".env") if env is None else {}
         if env is None:

@@ -31,6 +31,8 @@ ROOMS = {
     "tools": {"runtime", "models", "", "tools"},
 }
 
+COMMANDS = {"tools.plan_tpu", "tools.answers"}  # what train_grpo.py imports for its other flags
+
 
 class Run(NamedTuple):
     code: int
@@ -75,7 +77,8 @@ def test_the_main_job_runs_and_prints_the_lines_people_parse(run: Run) -> None:
         rf" prompt_len_mean={number} completion_len_mean={number} completion_len_max=\d+"
         rf" completion_hit_max_frac={number}"
     )
-    accuracy = r"accuracy=[01]\.\d{4} accuracy_of=reward_correct"
+    accuracy = rf"accuracy=[01]\.\d{{4}} accuracy_se={number} accuracy_of=reward_correct"
+    accuracy += " decoding=greedy"
     for line in (
         "backend=cpu process=0/1 device_count=1 local_device_count=1",
         "local_batch=128 global_batch=128 rollout.prompt_batch_size=16 rollout.passes_per_step=1 "
@@ -123,7 +126,8 @@ def test_the_record_has_the_names_that_dashboards_read(run: Run) -> None:
 
 KNOWN_LINES = re.compile(
     "(backend|local_batch|model|loss.loss_type|output|step)=.*|mesh dp,fsdp,tp train=.*|"
-    "rollout.(backend: naive|drop_ended: off)|changed: .*|eval(_full)? .*|compiled .*|DONE: .*"
+    "rollout.(backend: naive|drop_ended: off)|changed: .*|eval(_full)? .*|compiled .*|DONE: .*|"
+    "sample step=.* question: .*|  .*|verdict: .*"
 )
 
 
@@ -168,8 +172,10 @@ def test_the_run_keeps_its_settings_and_samples(run: Run) -> None:
     assert (ran["mesh_shape"], ran["rollout_mesh_shape"]) == ("1,1,1", "1,1,1")
     assert ran["attention_impl"] == "xla"
     samples = [json.loads(line) for line in (run.out / "samples.jsonl").open(encoding="utf-8")]
-    assert [s["step"] for s in samples] == [0, 0, 1, 1]
-    assert all("<think>" in s["completion"] and "####" in s["answer"] for s in samples)
+    assert [s["step"] for s in samples] == [0, 0, 1, 1]  # of the first and of the last step
+    for group in samples:
+        assert "####" in group["answer"] and len(group["completions"]) == 8
+        assert all("<think>" in completion["text"] for completion in group["completions"])
 
 
 @pytest.mark.parametrize(
@@ -228,7 +234,7 @@ def test_every_file_can_be_imported(module: str) -> None:
 @pytest.mark.parametrize("module", code())
 def test_a_file_imports_only_from_its_room_and_the_rooms_below(module: str) -> None:
     above = {name for name in imported(code()[module]) if room(name) not in ROOMS[room(module)]}
-    assert above == ({"tools.plan_tpu"} if module == "train_grpo" else set())  # for --plan
+    assert above == (COMMANDS if module == "train_grpo" else set())
 
 
 def test_every_folder_of_code_is_a_room_with_rules_for_its_imports() -> None:
@@ -238,7 +244,7 @@ def test_every_folder_of_code_is_a_room_with_rules_for_its_imports() -> None:
 
 def test_imports_have_no_circles() -> None:
     graph = {name: imported(file) for name, file in code().items()}
-    graph["train_grpo"].remove("tools.plan_tpu")
+    graph["train_grpo"] -= COMMANDS
     while leaves := [name for name, needs in graph.items() if not needs & graph.keys()]:
         for name in leaves:
             del graph[name]
@@ -265,6 +271,7 @@ def test_files_that_people_copy_alone_import_nothing_of_ours() -> None:
     assert {n for n in takes_config if room(n) != "tools"} == {
         "train_grpo",
         "startup",
+        "review",
         "rollout",
         "rollout_sglang",
         "test_smoke",

@@ -84,15 +84,14 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
         epilog="`python config.py` lists all settings.",
     )
     parser.add_argument("--config", metavar="FILE.yaml", default="", help="settings as YAML")
-    others = parser.add_mutually_exclusive_group()
-    others.add_argument("--print-config", action="store_true", help="print every setting and exit")
-    others.add_argument("--plan", metavar="SLICE", default="", help="say if the run fits there")
-    others.add_argument(
+    parser.add_argument("--print-config", action="store_true", help="print every setting and exit")
+    parser.add_argument("--plan", metavar="SLICE", default="", help="say if the run fits there")
+    parser.add_argument(
         "--eval-only",
         action="store_true",
         help="evaluate OUTPUT_DIR's newest checkpoint, else MODEL_PATH, on the complete eval split",
     )
-    others.add_argument(
+    parser.add_argument(
         "--ask",
         metavar="QUESTION",
         default="",

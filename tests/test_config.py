@@ -71,11 +71,13 @@ DEFAULTS = {
         mesh_shape=auto packing=auto skip_zero_advantage=auto remat=full
         policy_loss_impl=jax attention_impl=auto
         layer_loop=auto
-        eval_every_steps=10 eval_prompts=128 eval_full_sweep=False eval_samples=1 accuracy_of=
+        eval_every_steps=10 eval_prompts=128 eval_full_sweep=False eval_samples=1
+        eval_temperature=0.0 accuracy_of=
         accuracy_threshold=1.0
         output_dir= checkpoint_dir= save_every_steps=50 save_keep=2 resume=auto resume_force=False
         preemption_grace_s=30 nonfinite_limit=3 export_hf= export_dtype=auto
-        print_train_time_breakdown=False wandb_mode=disabled wandb_project= wandb_name=
+        sample_every_steps=10 print_train_time_breakdown=False
+        wandb_mode=disabled wandb_project= wandb_name=
         jax_compilation_cache_dir= require_multihost=False require_jax_process_count=0
         init_timeout_s=90 heartbeat_timeout_s=30
     """,

@@ -12,6 +12,7 @@ from test_rollout import completions_of
 from config import Config
 from metrics import (
     Step,
+    are_right,
     drift_level,
     evaluation,
     log_step,
@@ -19,8 +20,9 @@ from metrics import (
     step_lines,
     step_records,
 )
+from models.draw import Sampling
 from rewards import AccuracyRule, accuracy_rule
-from rollout import Groups, Sampled, StepResults
+from rollout import Answers, Groups, Sampled, StepResults
 from runtime import run_log
 from runtime.mistakes import UserMistake
 from runtime.run_log import Clock, RunLog
@@ -54,7 +56,7 @@ def clock() -> Clock:
 def step(metrics: dict[str, float] = METRICS, learns: bool = True) -> Step:
     """Step 7. learns: the advantages of the first group are not 0."""
     advantages = np.array([1.0, -1.0, 0.0, 0.0]) * learns
-    return Step(7, metrics, RESULTS, advantages, np.ones(4, bool), clock())
+    return Step(7, metrics, RESULTS, advantages, np.ones(4, bool), 40, clock())
 
 
 def test_the_step_line_ends_with_its_seconds_and_each_note_has_a_line() -> None:
@@ -172,64 +174,124 @@ def test_a_step_writes_its_lines_its_record_and_two_samples(
     groups = Groups(run.train_prompts[:2], completions_of(texts, run.tokenizer), results)
     log = RunLog(tmp_path, steps=10, writes=True, wandb=None)
     capsys.readouterr()
-    log_step(run, log, Step(7, METRICS, results, np.zeros(8), np.ones(8, bool), clock()), groups)
+    advantages = np.array([1.0, -1, 0, 0, -0.5, 0.5, 0, 0])
+    metrics = METRICS | {"update_token_count": 40.0}
+    log_step(run, log, Step(0, metrics, results, advantages, np.ones(8, bool), 40, clock()), groups)
     log.close()
 
-    line = "step=7 loss=0.250000 entropy=1.5000 reward_mean=0.6250 dt=0.00s"
-    assert capsys.readouterr().out == f"{line}\n{NOTHING}\n"
+    line = "step=0 loss=0.250000 entropy=1.5000 reward_mean=0.6250 dt=0.00s"
+    question = run.train_prompts[0].columns["question"]
+    assert capsys.readouterr().out.splitlines()[:4] == [
+        line,
+        f"sample step=0 question: {question}",
+        "  reward=1.5 reward_correct=1.0 reward_format=1.0 advantage=1.000 tokens=5 ended=stop token",
+        "    <answer>0</answer>",
+    ]
     (record,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     expected = {
-        "step": 7,
+        "step": 0,
         "train-other/grad_norm": 2.0,
         "train-other/batch_local": 8,
         "train-other/batch_global": 8,
         "train-reward/func/reward_correct/mean": 3 / 8,
         "train-reward/func/reward_format/mean": 4 / 8,
         "train-seq_len/total/mean": 14.0,
+        "train-reward/accuracy": 3 / 8,
     }
     assert {name: record[name] for name in expected} == expected
     samples = [json.loads(x) for x in (tmp_path / "samples.jsonl").read_text().splitlines()]
     for sample, prompt in zip(samples, run.train_prompts[:2], strict=True):
-        assert prompt.columns["question"] in sample.pop("prompt")
-        assert sample.pop("answer") == prompt.columns["answer"]
-    assert samples == [
-        {"step": 7, "completion": "<answer>0</answer>", "reward": 1.5},
-        {"step": 7, "completion": "<answer>4</answer>", "reward": 0.5},
+        assert prompt.columns["question"] in sample["prompt"]
+        assert sample["question"] == prompt.columns["question"]
+        assert sample["answer"] == prompt.columns["answer"]
+    assert [[c["text"] for c in sample["completions"]] for sample in samples] == [
+        texts[:4],
+        texts[4:],
     ]
+    assert samples[1]["completions"][1] == {
+        "text": "<answer>5</answer>",
+        "reward": 1.0,
+        "rewards": {"reward_correct": 1.0, "reward_format": 0.0},
+        "tokens": 5,
+        "ended": "stop token",
+        "advantage": 0.5,
+    }
 
 
 # ---- Evaluation ----------------------------------------------------------------------------------
 
 
-def test_accuracy_is_over_samples_and_pass_at_k_is_over_questions() -> None:
-    table = np.array([[2.0, 1], [0.5, 0], [0.0, 0], [0.0, 0]])  # two samples of each question
-    rule = AccuracyRule("right", 1.0)
-    line, records = evaluation(3, "test", table, 2, ["right"], rule, clock(), False)
-    assert line == (
-        "eval step=3 split=test questions=2 accuracy=0.2500 accuracy_of=right pass_at_2=0.5000 "
-        "t=0.00s"
+def evaluated(
+    per_function: list[list[float]], samples: int, threshold: float = 1.0, temperature: float = 0.0
+) -> SimpleNamespace:
+    """A run with the functions `first`, which says what is right, and `second`, and what it finds
+    for the completions with these rewards."""
+    cfg = SimpleNamespace(eval_samples=samples, eval_split="test")
+    functions = [SimpleNamespace(__name__=name) for name in ("first", "second")]
+    run = SimpleNamespace(
+        cfg=cfg,
+        functions=functions,
+        accuracy=AccuracyRule("first", threshold),
+        eval_sampling=Sampling(temperature),
     )
-    assert (records["eval/accuracy"], records["eval/pass_at_2"]) == (0.25, 0.5)
-    assert records["eval/reward/total/mean"] == 0.625
-    line, records = evaluation(3, "test", table, 1, ["right"], rule, clock(), True)
+    rewards = np.array(per_function)
+    n = len(rewards)
+    answers = Answers(rewards.sum(1), rewards, np.full(n, 5.0), np.ones(n), [""] * n)
+    correct = are_right(run, rewards).reshape(-1, samples)
+    return SimpleNamespace(run=run, answers=answers, correct=correct)
+
+
+def test_the_line_and_the_record_of_an_evaluation_by_hand() -> None:
+    """Four questions of which the first is right: the variance is 3/16 * 4/3, over 4 questions."""
+    found = evaluated([[1, 0.5], [0, 0.5], [0, 0.5], [0, 0.5]], samples=1)
+    line, records = evaluation(found.run, 3, found.answers, found.correct, clock(), False)
     assert line == (
-        "eval_full split=test questions=4 samples_per_question=1 accuracy=0.2500 "
-        "accuracy_of=right t=0.00s"
+        "eval step=3 split=test questions=4 accuracy=0.2500 accuracy_se=0.2500 accuracy_of=first "
+        "decoding=greedy t=0.00s"
     )
-    assert records["eval_full/accuracy/pass_at_1"] == 0.25
+    expected = {
+        "eval/accuracy": 0.25,
+        "eval/accuracy_se": 0.25,
+        "eval/pass_at_1": 0.25,
+        "eval/temperature": 0.0,
+        "eval/reward/total/mean": 0.75,
+        "eval/reward/func/first/mean": 0.25,
+        "eval/seq_len/completion/mean": 5.0,
+        "eval/seq_len/completion/hit_max_frac": 0.0,
+        "eval/questions_global": 4,
+    }
+    assert {name: records[name] for name in expected} == expected
+
+
+def test_several_samples_give_pass_at_k_and_the_error_is_over_questions() -> None:
+    """Two questions with four samples each: 1 of 4 and 0 of 4 are right."""
+    rewards = [[1, 0]] + [[0, 0]] * 7
+    found = evaluated(rewards, samples=4, temperature=1.0)
+    line, records = evaluation(found.run, 3, found.answers, found.correct, clock(), True)
+    assert line == (
+        "eval_full split=test questions=2 samples_per_question=4 accuracy=0.1250 "
+        "accuracy_se=0.1250 accuracy_of=first pass_at_4=0.5000 decoding=sampled t=0.00s"
+    )
+    names = [name for name in records if name.startswith("eval_full/accuracy")]
+    assert {name: records[name] for name in names} == {
+        "eval_full/accuracy": 0.125,
+        "eval_full/accuracy_se": 0.125,
+        "eval_full/accuracy/pass_at_1": 0.125,
+        "eval_full/accuracy/pass_at_2": 0.25,  # 3 of the 6 pairs of samples hold the right one
+        "eval_full/accuracy/pass_at_4": 0.5,
+    }
 
 
 def test_accuracy_is_the_share_of_completions_whose_reward_reaches_the_threshold() -> None:
-    table = np.array([[0.1, 1.0, 0.0], [0.2, 0.5, 1.0], [0.3, 0.99, NAN], [0.4, 2.0, 0.0]])
+    rewards = [[1.0, 0.0], [0.5, 1.0], [0.99, NAN], [NAN, 0.0]]
 
-    def accuracy(function: str, threshold: float) -> float:
-        rule = AccuracyRule(function, threshold)
-        found = evaluation(0, "test", table, 1, ["a", "b"], rule, clock(), False)[1]
-        return found["eval/accuracy"]
+    def accuracy(threshold: float) -> float:
+        found = evaluated(rewards, samples=1, threshold=threshold)
+        _, records = evaluation(found.run, 0, found.answers, found.correct, clock(), False)
+        return records["eval/accuracy"]
 
-    assert accuracy("a", 1.0) == 0.5
-    assert accuracy("a", 0.5) == 1.0
-    assert accuracy("b", 1.0) == pytest.approx(1 / 3)  # the function applies to three completions
+    assert accuracy(1.0) == pytest.approx(1 / 3)  # the function applies to three completions
+    assert accuracy(0.5) == 1.0
 
 
 def test_accuracy_follows_accuracy_of_or_reward_correct_or_the_first_function() -> None:
@@ -254,12 +316,12 @@ def test_the_metrics_of_dynamic_sampling_cover_everything_that_was_sampled() -> 
     groups = Groups([], None, RESULTS)
     equal = np.array([True, False, True, True, True, False])
     rewards = np.array([0.7, 0.7, 0.5, 0, NAN, NAN, 1, 1, 0, 0, 1, 0])
-    assert sampling_metrics(Sampled(groups, 2, equal, rewards)) == pytest.approx(
+    assert sampling_metrics(Sampled(groups, 2, equal, rewards, 0)) == pytest.approx(
         {
             "dynamic_sampling/rounds": 2,
             "dynamic_sampling/kept_frac": 1 / 3,
             "dynamic_sampling/reward_mean": 4.9 / 10,
         }
     )
-    none = sampling_metrics(Sampled(groups, 4, np.array([True]), np.array([NAN])))
+    none = sampling_metrics(Sampled(groups, 4, np.array([True]), np.array([NAN]), 0))
     assert np.isnan(none["dynamic_sampling/reward_mean"])

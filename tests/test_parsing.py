@@ -303,7 +303,9 @@ def test_a_plan_is_refused_where_nothing_plans(script: str) -> None:
     command = [sys.executable, script, "--plan", "v6e-8"]
     ended = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr.startswith("error: --plan is only for train_grpo.py")
+    assert ended.stderr.startswith(
+        "error: --plan, --eval-only and --ask are only for train_grpo.py"
+    )
 
 
 # ---- pyyaml --------------------------------------------------------------------------------------

@@ -184,7 +184,8 @@ def test_a_step_writes_its_lines_its_record_and_two_samples(
     assert capsys.readouterr().out.splitlines()[:4] == [
         line,
         f"sample step=0 question: {question}",
-        "  reward=1.5 reward_correct=1.0 reward_format=1.0 advantage=1.000 tokens=5 ended=stop token",
+        "  reward=1.5 reward_correct=1.0 reward_format=1.0 advantage=1.000 tokens=5 "
+        "ended=stop token",
         "    <answer>0</answer>",
     ]
     (record,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())

@@ -27,14 +27,16 @@ def table_text(title: str, rows: list[dict[str, str]]) -> str:
 
 
 def drawn_table(title: str, rows: list[dict[str, str]], width: int) -> str:
-    """The rows as a table with borders, `width` characters wide."""
-    table = Table(title=Text(title), title_justify="left", show_lines=True, expand=True)
-    *first, last = rows[0]
-    for name in first:
-        table.add_column(Text(name.replace("_", " ")), justify="right")
-    table.add_column(Text(last), ratio=1)
+    """The rows as a table with borders, `width` characters wide: on the left a line for each short
+    column, on the right the last column."""
+    table = Table(title=Text(title), title_justify="left", show_lines=True, show_header=False)
+    table.expand = True
+    table.add_column(no_wrap=True)
+    table.add_column(ratio=1)
     for row in rows:
-        table.add_row(*(Text(value) for value in row.values()))  # Text: brackets are no markup
+        *pairs, (_, text) = row.items()
+        left = "\n".join(f"{name} {value}" for name, value in pairs)
+        table.add_row(Text(left), Text(text))  # Text: brackets are no markup
     console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
     console.print(table)
     return console.file.getvalue().rstrip()

@@ -10,7 +10,15 @@ from test_rollout import completions_of, rewarding
 
 import rewards
 from data import Prompt
-from rewards import load_reward_functions, parse_number, total_rewards
+from rewards import (
+    is_shown,
+    load_reward_functions,
+    majority_accuracy,
+    parse_number,
+    pass_at,
+    standard_error,
+    total_rewards,
+)
 from rollout import reward_completions
 from runtime.mistakes import UserMistake
 
@@ -226,3 +234,43 @@ def test_a_bug_in_a_built_in_reward_keeps_its_traceback() -> None:
     with pytest.raises(ValueError, match="invalid literal") as error:
         reward_completions(run, completions_of(["1"], run.tokenizer), [Prompt([5], {})])
     assert type(error.value) is ValueError and error.traceback[-1].name == "<listcomp>"
+
+
+# ---- Accuracy over many questions ----------------------------------------------------------------
+
+
+def test_the_standard_error_is_over_questions() -> None:
+    """The means of the questions are 1, 0.5 and 0: their variance is 0.25, over 3 questions."""
+    correct = np.array([[1.0, 1.0], [1.0, 0.0], [0.0, 0.0]])
+    assert standard_error(correct) == pytest.approx((0.25 / 3) ** 0.5)
+    assert standard_error(np.array([[1.0], [np.nan], [0.0]])) == pytest.approx((0.5 / 2) ** 0.5)
+    assert np.isnan(standard_error(np.array([[1.0]])))
+    many = np.arange(1319)[:, None] < 1033  # 78.3 % of the test questions of GSM8K
+    assert standard_error(many.astype(float)) == pytest.approx(0.01135, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "right, n, k, expected",
+    [
+        (1, 4, 1, 1 / 4),
+        (1, 4, 2, 1 / 2),
+        (2, 4, 2, 5 / 6),
+        (0, 4, 4, 0),
+        (3, 4, 2, 1),
+        (4, 4, 1, 1),
+    ],
+)
+def test_pass_at_k_counts_the_sets_of_k_samples_with_a_right_one(right, n, k, expected) -> None:
+    samples = np.array([[1.0] * right + [0.0] * (n - right)])
+    assert pass_at(samples, k) == pytest.approx(expected)
+    both = np.concatenate([samples, np.zeros((1, n)), np.full((1, n), np.nan)])
+    assert pass_at(both, k) == pytest.approx(expected / 2)  # the last question has no answer
+
+
+def test_the_majority_is_of_equal_numbers_and_the_first_of_a_tie() -> None:
+    texts = ["<answer>5</answer>", "<answer>7</answer>", "so 5.0"]  # 5 twice
+    texts += ["<answer>1</answer>", "<answer>2</answer>", "<answer>3</answer>"]  # a tie
+    texts += ["no", "idea", "<answer>9</answer>"]  # no answer is the most frequent
+    correct = np.array([[1.0, 0, 1], [0, 1, 0], [0, 0, 1]])
+    assert majority_accuracy(correct, texts) == pytest.approx(1 / 3)
+    assert [is_shown(k, 6) for k in range(1, 7)] == [True, True, False, True, False, True]

@@ -173,7 +173,7 @@ def test_each_completion_is_rewarded_with_the_tag_that_its_prompt_has_opened() -
     ]
     texts = ["1+1=2", "2</think>", "3", "4 5", "6", "7"]
     completions = completions_of(texts, run.tokenizer)
-    totals, per_function = reward_completions(run, completions, prompts)
+    _, totals, per_function = reward_completions(run, completions, prompts)
     assert rewarded["completions"] == [
         "<think>\n1+1=2",
         "<think>\n2</think>",

@@ -1,0 +1,170 @@
+"""--eval-only and --ask of train_grpo.py: weights answer questions and are not trained."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_train import train_two
+
+from test_smoke import Run, train
+
+REPO = Path(__file__).resolve().parent.parent
+APPLES = "Grace had 22 apples, lost 7 and then found 3. How many apples does Grace have now?"
+GREEDY = "<think>22-7=25, 25+3=28</think>\n<answer>28</answer>"  # of the tiny model
+SPEED = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # programs compile in half the time
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Three steps that change the answers, with a full sweep at the end."""
+    out = tmp_path_factory.mktemp("answers") / "run"
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(out.parent / "cache")}
+    settings = {"STEPS": "3", "EVAL_EVERY_STEPS": "0", "EVAL_FULL_SWEEP": "1", "SEED": "3"}
+    settings |= {"LEARNING_RATE": "3e-4", "DATASET": str(first_questions(out.parent, 60))}
+    done = train(out, **settings, **SPEED, **cache)
+    assert done.code == 0, done.errors
+    return done
+
+
+def again(trained: Run, *flags: str, **env: str) -> Run:
+    """train_grpo.py with these flags for the folder of the run."""
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(trained.out.parent / "cache")}
+    return train(trained.out, *flags, **SPEED, **cache, **env)
+
+
+def answers_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "eval.jsonl").open(encoding="utf-8")]
+
+
+def the_only(folder: Path, pattern: str) -> Path:
+    (found,) = folder.glob(pattern)
+    return found
+
+
+def test_eval_only_repeats_the_sweep_of_the_run_from_its_checkpoint_and_its_settings(
+    trained: Run,
+) -> None:
+    before = {file: file.stat().st_mtime_ns for file in trained.out.rglob("*") if file.is_file()}
+    done = again(trained, "--eval-only")
+    assert (done.code, done.errors) == (0, "")
+    assert f"weights={trained.out}/checkpoints/3\n" in done.lines
+    folder = the_only(trained.out, "eval_*")
+    assert answers_of(folder) == answers_of(trained.out)
+    swept = next(r for r in trained.records() if "eval_full/accuracy" in r)
+    (record,) = map(json.loads, (folder / "metrics.jsonl").open(encoding="utf-8"))
+    same = [name for name in swept if not name.startswith("time/")]
+    assert {name: record[name] for name in same} == {name: swept[name] for name in same}
+    assert f" accuracy={swept['eval_full/accuracy']:.4f} accuracy_se=" in done.lines
+    changed = [file for file, time in before.items() if file.stat().st_mtime_ns != time]
+    assert changed == []
+    shutil.rmtree(folder)
+
+
+def test_eval_only_of_the_exported_folder_gives_the_same_answers(trained: Run) -> None:
+    hf = str(trained.out / "hf")
+    done = train(
+        trained.out.parent / "other",
+        "--eval-only",
+        MODEL_PATH=hf,
+        DATASET=str(trained.out.parent / "data"),
+        MAX_LENGTH_SAMPLE="32",
+        **SPEED,
+    )
+    assert done.code == 0, done.errors
+    assert f"weights={hf}\n" in done.lines
+    folder = the_only(done.out, "eval_*")
+    texts = [[e["completions"][0]["text"] for e in answers_of(x)] for x in (folder, trained.out)]
+    assert texts[0] == texts[1]
+    assert {entry["step"] for entry in answers_of(folder)} == {0}
+
+
+def test_two_processes_write_each_question_once_in_its_order(trained: Run, tmp_path: Path) -> None:
+    settings = {"STEPS": "0", "EVAL_FULL_SWEEP": "1", "EVAL_SAMPLES": "2"}
+    settings["EVAL_EVERY_STEPS"] = "0"
+    settings |= {"DATASET": str(first_questions(tmp_path, 21))}  # the last pass is not full
+    alone = train(tmp_path / "alone", **settings, **SPEED)
+    assert alone.code == 0, alone.errors
+    train_two(tmp_path / "two", 1, **settings, REWARD_FN="", REWARD_WEIGHTS="")
+    assert not (tmp_path / "two" / "1" / "eval.jsonl").exists()
+    entries = answers_of(tmp_path / "two" / "0")
+    assert len(entries) == 21 and all(len(entry["completions"]) == 2 for entry in entries)
+    # What a sequence draws does not depend on the processes.
+    assert entries == answers_of(alone.out)
+
+
+def first_questions(folder: Path, count: int) -> Path:
+    data = folder / "data"
+    data.mkdir()
+    for split in ("train", "test"):
+        lines = (REPO / "tiny" / f"{split}.jsonl").read_text().splitlines(keepends=True)[:count]
+        (data / f"{split}.jsonl").write_text("".join(lines))
+    return data
+
+
+def test_ask_prints_the_greedy_answer_and_the_scores_that_need_no_answer(tmp_path: Path) -> None:
+    done = train(tmp_path / "nothing", "--ask", APPLES, **SPEED)
+    assert (done.code, done.errors) == (0, "")
+    end = f"\n{APPLES}\n\n{GREEDY}\n\nreward_format 1\ntag_count_reward 1\n"
+    assert done.lines.endswith(end) and not done.out.exists()
+    done = train(tmp_path / "nothing", "--ask", APPLES, "--answer", "28", **SPEED)
+    assert done.lines.endswith(end.replace("reward_format", "reward_correct 1\nreward_format"))
+
+
+def test_ask_answers_with_the_newest_checkpoint(trained: Run) -> None:
+    entries = answers_of(trained.out)
+    entry = next(e for e in entries if e["question"] == APPLES)
+    done = again(trained, "--ask", APPLES)
+    assert done.code == 0, done.errors
+    text = entry["completions"][0]["text"]
+    assert f"weights={trained.out}/checkpoints/3\n" in done.lines
+    assert f"\n{APPLES}\n\n{text}\n\n" in done.lines
+
+
+def test_ask_names_a_reward_function_that_cannot_score_without_an_answer(tmp_path: Path) -> None:
+    (tmp_path / "my.py").write_text(
+        "def same(completions, **columns):\n"
+        "    return [float(a in c) for a, c in zip(columns['answer'], completions)]\n"
+        "def length(completions, **columns):\n"
+        "    return [float(len(c)) for c in completions]\n"
+    )
+    functions = {"REWARD_FN": f"{tmp_path}/my.py:same,{tmp_path}/my.py:length"}
+    done = train(tmp_path / "nothing", "--ask", APPLES, **functions, **SPEED)
+    assert done.code == 0, done.errors
+    assert re.search(
+        r"^same gives no score without --answer: .*KeyError: 'answer'", done.lines, re.M
+    )
+    assert done.lines.endswith(f"\n\nlength {len(GREEDY)}\n")
+    done = train(tmp_path / "nothing", "--ask", APPLES, "--answer", "28", **functions, **SPEED)
+    assert done.lines.endswith(f"\n\nsame 1\nlength {len(GREEDY)}\n")
+
+
+@pytest.mark.parametrize(
+    "flags, env, words",
+    [
+        (("--eval-only", "--ask", APPLES), {}, "one at a time"),
+        (("--answer", "3"), {}, "--answer is only for --ask"),
+        (("--eval-only",), {"RESUME": "nowhere"}, "RESUME=nowhere is not the folder of a complete"),
+        (("--ask", "a " * 3000), {}, "the model has 2048 positions"),
+    ],
+)
+def test_a_mistake_ends_in_one_line_and_exit_code_2(
+    tmp_path: Path, flags: tuple[str, ...], env: dict[str, str], words: str
+) -> None:
+    done = train(tmp_path / "nothing", *flags, **env)
+    last = done.errors.strip().splitlines()[-1]
+    assert done.code == 2 and words in last and "Traceback" not in done.errors
+    assert not done.out.exists()
+
+
+def test_a_checkpoint_of_another_model_is_refused(trained: Run) -> None:
+    other = trained.out.parent / "other_model"
+    command = [sys.executable, "tools/make_random.py", "tiny", str(other), "num_hidden_layers=2"]
+    subprocess.run(command, cwd=REPO, check=True, capture_output=True)
+    done = again(trained, "--eval-only", MODEL_PATH=str(other))
+    assert done.code == 2
+    assert "the checkpoint of step 3 has no array ['state'].params" in done.errors
+    assert "MODEL_PATH, OPTIMIZER and BETA have to be those of its run" in done.errors

@@ -1,0 +1,50 @@
+"""Tables for people: drawn on a terminal, plain lines elsewhere."""
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+from runtime.tables import LONGEST_TEXT, drawn_table, shorten, table_text
+
+REPO = Path(__file__).resolve().parent.parent
+ROWS = [
+    {"reward": "2.0", "tokens": "7", "completion": "<think>[red]\n</think>"},
+    {"reward": "0.5", "tokens": "12", "completion": ""},
+]
+DRAWN = """\
+step 3
+┌────────────┬─────────────────────────┐
+│ reward 2.0 │ <think>[red]            │
+│ tokens 7   │ </think>                │
+├────────────┼─────────────────────────┤
+│ reward 0.5 │                         │
+│ tokens 12  │                         │
+└────────────┴─────────────────────────┘"""
+
+
+def test_a_row_is_a_line_of_pairs_and_an_indented_text(capsys) -> None:
+    assert table_text("step 3", ROWS) == (
+        "step 3\n  reward=2.0 tokens=7\n    <think>[red]\n    </think>\n  reward=0.5 tokens=12\n    "
+    )
+
+
+def test_a_drawn_table_fits_its_width_and_shows_brackets_as_they_are() -> None:
+    lines = [line.rstrip() for line in drawn_table("step 3", ROWS, 40).splitlines()]
+    assert lines == DRAWN.splitlines()
+
+
+def test_a_terminal_gets_the_drawn_table() -> None:
+    master, terminal = pty.openpty()
+    code = f"from runtime.tables import table_text; print(table_text('step 3', {ROWS!r}))"
+    env = os.environ | {"COLUMNS": "40", "TERM": "xterm"}
+    subprocess.run([sys.executable, "-c", code], cwd=REPO, stdout=terminal, env=env, check=True)
+    os.close(terminal)
+    told = os.read(master, 10_000).decode().replace("\r\n", "\n")
+    assert [line.rstrip() for line in told.rstrip().splitlines()] == DRAWN.splitlines()
+
+
+def test_a_long_text_is_cut_in_a_table_only() -> None:
+    assert shorten("a" * LONGEST_TEXT) == "a" * LONGEST_TEXT
+    assert shorten("a" * (LONGEST_TEXT + 1)) == "a" * LONGEST_TEXT + " ..."

@@ -84,6 +84,7 @@ NOT_SETTINGS = {
     "EVAL_BATCHES": "EVAL_PROMPTS is the number of questions in an evaluation",
     "MAX_LENGTH_TOTAL": "a sequence is as long as its prompt and MAX_LENGTH_SAMPLE new tokens "
     "need; MAX_PROMPT_LENGTH limits the prompt",
+    "LOG_COMPLETIONS": "every SAMPLE_EVERY_STEPS steps a run shows a group of completions",
     "USE_VLLM": "ROLLOUT_BACKEND names the program that samples",
     "WARMUP_STEPS": "WARMUP_RATIO is the fraction of the schedule that is warmup",
     "STEPS_PER_GENERATION": "NUM_MINI_BATCHES is the number of updates that divide a step's "

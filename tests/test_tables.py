@@ -26,7 +26,12 @@ step 3
 
 def test_a_row_is_a_line_of_pairs_and_an_indented_text(capsys) -> None:
     assert table_text("step 3", ROWS) == (
-        "step 3\n  reward=2.0 tokens=7\n    <think>[red]\n    </think>\n  reward=0.5 tokens=12\n    "
+        "step 3\n"
+        "  reward=2.0 tokens=7\n"
+        "    <think>[red]\n"
+        "    </think>\n"
+        "  reward=0.5 tokens=12\n"
+        "    "
     )
 
 

@@ -37,7 +37,7 @@ from sampling import (
     prefill,
     smaller_batches,
 )
-from startup import objective_of, optimizer_of
+from startup import eval_sampling_of, objective_of, optimizer_of
 from update import (
     Counts,
     MicroBatch,
@@ -73,7 +73,7 @@ class Plan(NamedTuple):
         return self._replace(
             cfg=dataclasses.replace(self.cfg, num_pre_q=samples),
             sizes=self.sizes._replace(prompt_batch_size=size),
-            sampling=self.sampling if samples > 1 else Sampling(temperature=0.0),
+            sampling=eval_sampling_of(self.cfg),
         )
 
     def rollout_workload(self) -> Workload:

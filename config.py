@@ -247,9 +247,13 @@ class Config:
         10, "Steps between groups of completions that are shown; 0: never."
     )
     print_train_time_breakdown: bool = local(False, "Print the seconds of each phase per step.")
-    wandb_mode: str = local("disabled", "How W&B logs.", choices="disabled|online|offline")
-    wandb_project: str = local("", "Project in W&B.")
-    wandb_name: str = local("", "Name of the run in W&B.")
+    wandb_mode: str = local(
+        "",
+        "How W&B logs; empty: online if WANDB_API_KEY is set, else disabled.",
+        choices="disabled|online|offline",
+    )
+    wandb_project: str = local("", "Project in W&B; empty: grpo.")
+    wandb_name: str = local("", "Name of the run in W&B; empty: the name of OUTPUT_DIR's folder.")
     jax_compilation_cache_dir: str = local("", "Folder of compiled programs; empty: .jax_cache.")
     require_multihost: bool = in_run(False, "Stop if only one process joins.")
     require_jax_process_count: int = in_run(0, "Stop unless so many processes join; 0: any number.")

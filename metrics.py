@@ -111,7 +111,8 @@ def what_is_not_finite(metrics: dict[str, float]) -> str:
 def log_step(run: Run, log: RunLog, step: Step, groups: Groups) -> dict[str, Any]:
     """Prints the step's lines, writes its record and returns it; every SAMPLE_EVERY_STEPS steps,
     and at the last one, it also shows a group of completions."""
-    for line in step_lines(step, run.cfg.print_train_time_breakdown, drift_level(run)):
+    first, *others = step_lines(step, run.cfg.print_train_time_breakdown, drift_level(run))
+    for line in (first + log.time_left(step.number, step.clock), *others):
         log.line(line)
     records = step_records(step, run.cfg.num_pre_q, [f.__name__ for f in run.functions])
     records |= {"train-other/batch_local": run.sizes.local_batch} | device_records(run, step)

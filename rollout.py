@@ -22,6 +22,7 @@ from loss import Objective, equal_groups
 from models.draw import Sampling
 from models.model import Compute, ModelConfig, Params
 from runtime.layout import gather_processes
+from runtime.long_work import long_work
 from runtime.mistakes import UserMistake
 from runtime.packing import Limits
 from runtime.processes import StopSignal, gather_texts
@@ -268,17 +269,19 @@ def _complete_prompts(
     width = prompt_width(max(len(prompt.ids) for prompt in prompts), run.cfg.global_length)
     local = run.local_prompts()
     passes = []
-    for first in range(local.start, local.stop, size):
-        stop.check()
-        ids = [prompt.ids for prompt in prompts[first : first + size]]
-        passes.append(
-            backend.generate(
-                PaddedPrompts(*data.pad_prompts(ids, width, pad_id)),
-                np.arange(first * K, (first + size) * K, dtype=np.int32),
-                key,
-                run.sampling,
+    with long_work("rollout", (local.stop - local.start) * K, "completions") as work:
+        for first in range(local.start, local.stop, size):
+            stop.check()
+            ids = [prompt.ids for prompt in prompts[first : first + size]]
+            passes.append(
+                backend.generate(
+                    PaddedPrompts(*data.pad_prompts(ids, width, pad_id)),
+                    np.arange(first * K, (first + size) * K, dtype=np.int32),
+                    key,
+                    run.sampling,
+                )
             )
-        )
+            work.advance(size * K)
     return Completions.join(passes)
 
 
@@ -298,25 +301,27 @@ def answer_questions(
     padded = [*questions, *[questions[-1]] * (passes * size * processes - len(questions))]
     width = prompt_width(max(len(prompt.ids) for prompt in questions), cfg.global_length)
     tables, texts = [], []
-    for i in range(passes):
-        stop.check()
-        first = (i * processes + jax.process_index()) * size  # this process's first question
-        local = padded[first : first + size]
-        ids = [prompt.ids for prompt in local]
-        completions = backend.generate(
-            PaddedPrompts(*data.pad_prompts(ids, width, run.stopping.pad_id)),
-            np.arange(first * samples, (first + size) * samples, dtype=np.int32),
-            key,
-            run.eval_sampling,
-        )
-        clock.lap("rollout_generate")
-        rewarded = reward_completions(run, completions, local)
-        stopped = np.isin(completions.last_ids(), run.stopping.stop_ids)
-        columns = [rewarded.totals, completions.lengths(), stopped, *rewarded.per_function.T]
-        tables.append(gather_processes(np.column_stack(columns).astype(np.float64)))
-        for told in gather_texts(json.dumps(rewarded.texts)):
-            texts += json.loads(told)
-        clock.lap("reward")
+    with long_work("evaluation", len(questions), "questions") as work:
+        for i in range(passes):
+            stop.check()
+            first = (i * processes + jax.process_index()) * size  # this process's first question
+            local = padded[first : first + size]
+            ids = [prompt.ids for prompt in local]
+            completions = backend.generate(
+                PaddedPrompts(*data.pad_prompts(ids, width, run.stopping.pad_id)),
+                np.arange(first * samples, (first + size) * samples, dtype=np.int32),
+                key,
+                run.eval_sampling,
+            )
+            clock.lap("rollout_generate")
+            rewarded = reward_completions(run, completions, local)
+            stopped = np.isin(completions.last_ids(), run.stopping.stop_ids)
+            columns = [rewarded.totals, completions.lengths(), stopped, *rewarded.per_function.T]
+            tables.append(gather_processes(np.column_stack(columns).astype(np.float64)))
+            for told in gather_texts(json.dumps(rewarded.texts)):
+                texts += json.loads(told)
+            work.advance(min(size * processes, len(questions) - work.done))
+            clock.lap("reward")
     n = len(questions) * samples
     table = np.concatenate(tables)[:n]  # [n, 3 + functions]
     return Answers(table[:, 0], table[:, 3:], table[:, 1], table[:, 2], texts[:n])

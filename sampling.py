@@ -25,6 +25,7 @@ from runtime.layout import (
     local_part,
     shard_batch,
 )
+from runtime.long_work import long_work
 from runtime.sizes import prompt_share
 
 STAGES, STAGE_TOKENS = 4, 128  # of decode, see stage_ends
@@ -153,24 +154,26 @@ def decode_all(
         ids, *results = (local_part(x) for x in (rows.sequence_ids, *rows.results))
         all_left.append([ids, np.full(len(ids), t, np.int32), *results])
 
-    while True:
-        fewest = sizes[0] if sizes else 0
-        # decode takes over the memory of the state, so the state has to be there: on a CPU decode
-        # would wait forever for a state that did not fit into memory.
-        state = jax.block_until_ready(state)
-        limits = np.int32(state.width()), np.int32(fewest)
-        state = decode(params, compute, state, *limits, sampling=sampling, stopping=stopping)
-        t, live = int(state.t), int(state.live)
-        if live == 0 or t == T:
-            leave(state.rows, t)
-            return all_left
-        if live <= fewest:
-            size = min(n for n in sizes if n >= live)
-            sizes = [n for n in sizes if n < size]
-            state, rows = drop_rows(compute, state, size=size)
-            leave(rows, t)
-        if t == state.width():
-            state = widen(state, end=ends[ends.index(t) + 1])
+    with long_work("decoding", T, "tokens") as work:
+        while True:
+            fewest = sizes[0] if sizes else 0
+            # decode takes over the memory of the state, so the state has to be there: on a CPU
+            # decode would wait forever for a state that did not fit into memory.
+            state = jax.block_until_ready(state)
+            limits = np.int32(state.width()), np.int32(fewest)
+            state = decode(params, compute, state, *limits, sampling=sampling, stopping=stopping)
+            t, live = int(state.t), int(state.live)
+            work.advance(t - work.done)
+            if live == 0 or t == T:
+                leave(state.rows, t)
+                return all_left
+            if live <= fewest:
+                size = min(n for n in sizes if n >= live)
+                sizes = [n for n in sizes if n < size]
+                state, rows = drop_rows(compute, state, size=size)
+                leave(rows, t)
+            if t == state.width():
+                state = widen(state, end=ends[ends.index(t) + 1])
 
 
 def stage_ends(T: int, layer_loop: str) -> list[int]:

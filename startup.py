@@ -40,12 +40,14 @@ from runtime import processes, resume
 from runtime.checkpoint import Checkpoints
 from runtime.layout import mesh_text
 from runtime.lifecycle import Lifecycle
+from runtime.long_work import tell_compilations
 from runtime.mistakes import UserMistake, fail
 from runtime.parsing import REPO, compared_by_value, shared_by_processes, to_text
 from runtime.processes import StopSignal
 from runtime.records import RUNNING
-from runtime.run_log import RunLog, check_wandb, stop_if_not_writable
+from runtime.run_log import RunLog, stop_if_not_writable
 from runtime.sizes import Sizes, derive, prompt_width
+from runtime.wandb_run import check_wandb, chosen_mode
 from sampling import Stopping
 from update import Optimizer, TrainState, abstract_state, init_state, sync_weights
 
@@ -60,6 +62,7 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | No
     out = backend = None
     try:
         processes.start_jax(cfg)
+        tell_compilations()
         run = set_up(cfg)
         if resume.is_finished(cfg, run.made_with):
             print(f"OUTPUT_DIR={cfg.output_dir}: all STEPS={cfg.steps} are done; raise it to go on")
@@ -217,23 +220,29 @@ def what_ran(run: Run) -> dict[str, str]:
         "derived.mesh_shape": mesh_text(run.training.layout.mesh),
         "derived.rollout_mesh_shape": rollout_mesh(run.cfg, run.rollout),
         "derived.drift_level": to_text(drift_level(run)),
+        "derived.commit": processes.commit_of(REPO),
         "derived.device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
     }
+
+
+def wandb_arguments(run: Run, out: Path, progress: resume.Progress) -> dict[str, Any] | None:
+    """The arguments of wandb.init, or None for a run that is not logged there."""
+    cfg = run.cfg
+    if (mode := chosen_mode(cfg.wandb_mode)) == "disabled":
+        return None
+    derived = {f"derived.{name}": value for name, value in run.sizes._asdict().items()}
+    values = dataclasses.asdict(cfg) | derived | what_ran(run)
+    if progress.forked_from:
+        values["forked_from"] = progress.forked_from
+    wandb = {"mode": mode, "config": values, "project": cfg.wandb_project or "grpo"}
+    wandb["name"] = cfg.wandb_name or out.resolve().name
+    return wandb | ({"id": progress.wandb_id} if progress.wandb_id else {})
 
 
 def open_log(run: Run, out: Path, progress: resume.Progress) -> RunLog:
     """The run's log in its folder, with config.yaml; it drops records after the checkpoint."""
     cfg, writes = run.cfg, jax.process_index() == 0
-    wandb = None
-    if cfg.wandb_mode != "disabled":
-        derived = {f"derived.{name}": value for name, value in run.sizes._asdict().items()}
-        asked_for = dataclasses.asdict(cfg)
-        wandb = {"mode": cfg.wandb_mode, "config": asked_for | derived | what_ran(run)}
-        wandb |= {"project": cfg.wandb_project or "grpo", "name": cfg.wandb_name or None}
-        if progress.forked_from:
-            wandb["config"]["forked_from"] = progress.forked_from
-        if progress.wandb_id:
-            wandb |= {"id": progress.wandb_id, "resume": "allow"}
+    wandb = wandb_arguments(run, out, progress) if writes else None
     with processes.told_by_all():
         try:
             log = RunLog(out, steps=cfg.steps, first_step=progress.step, writes=writes, wandb=wandb)

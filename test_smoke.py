@@ -48,7 +48,7 @@ def train(out: Path, *flags: str, **env: str) -> Run:
     """`python train_grpo.py` in a process of its own, away from this shell's settings."""
     names = {field.name.upper() for field in dataclasses.fields(config.Config)}
     shell = {k: v for k, v in os.environ.items() if k not in names | {"XLA_FLAGS"}}
-    env = {"JAX_PLATFORMS": "cpu", "OUTPUT_DIR": str(out), **env}
+    env = {"JAX_PLATFORMS": "cpu", "WANDB_API_KEY": "", "OUTPUT_DIR": str(out), **env}
     done = subprocess.run(
         [sys.executable, str(REPO / "train_grpo.py"), *flags],
         env=shell | env,

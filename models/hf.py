@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 
 from models.model import Leaf, ModelConfig, Params, param_shardings, param_table
 from runtime.layout import on_host
+from runtime.long_work import long_work
 from runtime.mistakes import UserMistake, in_one_line
 
 FILES = ["*.json", "*.safetensors", "*.jinja"]
@@ -178,13 +179,16 @@ def load_params(folder: Path, model: ModelConfig, mesh: Mesh, dtype: Any) -> Par
     the tensor, if one is missing, unknown or repeated, or has a wrong shape or dtype.
     """
     table = param_table(model)
-    files = _open_safetensors(folder)
+    files, shardings = _open_safetensors(folder), param_shardings(model, mesh)
     _check_tensors(folder, table, files)
+    size_gb = np.dtype(dtype).itemsize / 1e9  # of a number
 
     def read(leaf: Leaf, sharding: NamedSharding) -> jax.Array:
         def slice_of(name: str, index: tuple[slice, ...]) -> np.ndarray:
             tensor = files[name].get_slice(name)
-            return tensor[index[::-1]].T if leaf.transposed else tensor[index]
+            part = tensor[index[::-1]].T if leaf.transposed else tensor[index]
+            work.advance(part.size * size_gb)
+            return part
 
         def shard(index: tuple[slice, ...]) -> np.ndarray:
             if "{}" not in leaf.name:
@@ -195,7 +199,15 @@ def load_params(folder: Path, model: ModelConfig, mesh: Mesh, dtype: Any) -> Par
 
         return jax.make_array_from_callback(leaf.shape, sharding, shard)
 
-    return jax.tree.map(read, table, param_shardings(model, mesh))
+    total_gb = size_gb * sum(jax.tree.leaves(jax.tree.map(_numbers_read, table, shardings)))
+    with long_work("loading weights", total_gb, "GB") as work:
+        return jax.tree.map(read, table, shardings)
+
+
+def _numbers_read(leaf: Leaf, sharding: NamedSharding) -> int:
+    """How many numbers of the leaf this process reads: once if every device holds all of them."""
+    devices = 1 if sharding.is_fully_replicated else len(sharding.addressable_devices)
+    return math.prod(sharding.shard_shape(leaf.shape)) * devices
 
 
 def hf_tensors(params: Params, model: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
@@ -248,12 +260,14 @@ def save_model(
             old.unlink(missing_ok=True)
     # A file is written as soon as its last tensor has come, so that the host holds little.
     held: dict[str, dict[str, np.ndarray]] = {name: {} for name in split.filename_to_tensors}
-    for name, array in hf_tensors(params, model):
-        if writes:
-            file = split.tensor_to_filename[name]
-            held[file][name] = array.astype(dtype)
-            if len(held[file]) == len(split.filename_to_tensors[file]):
-                _save_tensors(held.pop(file), folder / file)
+    with long_work("exporting the model", len(split.tensor_to_filename), "tensors") as work:
+        for name, array in hf_tensors(params, model):
+            if writes:
+                file = split.tensor_to_filename[name]
+                held[file][name] = array.astype(dtype)
+                if len(held[file]) == len(split.filename_to_tensors[file]):
+                    _save_tensors(held.pop(file), folder / file)
+            work.advance()
     if not writes:
         return
     if split.is_sharded:

@@ -17,6 +17,7 @@ def idle_settings(cfg: Any) -> list[tuple[dataclasses.Field, str]]:
     loss_type, estimator = f"LOSS_TYPE={cfg.loss_type}", f"ADV_ESTIMATOR={cfg.adv_estimator}"
     functions, folder = f"REWARD_FN={cfg.reward_fn}", f"the folder MODEL_PATH={cfg.model_path}"
     scheduled = cfg.lr_schedule != "constant" or cfg.warmup_ratio > 0
+    keyless = not (cfg.wandb_mode or os.environ.get("WANDB_API_KEY"))
     table = [  # settings, what they need to have an effect, and why they have none
         ("model_revision", not os.path.isdir(cfg.model_path), folder),
         ("dataset_config", not os.path.exists(cfg.dataset), f"the local DATASET={cfg.dataset}"),
@@ -45,6 +46,7 @@ def idle_settings(cfg: Any) -> list[tuple[dataclasses.Field, str]]:
         ("resume_force", cfg.resume != "never", "RESUME=never"),
         ("export_dtype", cfg.export_hf != "none", "EXPORT_HF=none"),
         ("wandb_project", cfg.wandb_mode != "disabled", "WANDB_MODE=disabled"),
+        ("wandb_project", not keyless, "WANDB_MODE empty and no WANDB_API_KEY"),
     ]
     idle = {n: reason for names, needs, reason in table if not needs for n in names.split()}
     return [

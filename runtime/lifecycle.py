@@ -126,5 +126,5 @@ class Lifecycle:
 
     def close(self, state: str, why: str = "") -> None:
         """Writes the last review and closes the log. state, why: see runtime/records.py."""
-        self.reviewer.write(state, why)
-        self.log.close()
+        summary = self.reviewer.write(state, why)
+        self.log.close(summary, finished=state == DONE)

@@ -44,7 +44,8 @@ def knob(
     """A setting, as the field of a dataclass.
 
     group: the group in YAML. yaml: the name in that group; empty: the name of the field.
-    choices: the allowed texts, separated by |. form: a regular expression that a text must match.
+    choices: the allowed texts beside the default, separated by |. form: a regular expression that
+    a text must match.
     results: how the results of a run depend on the setting:
       value    on its value: a resumed run must keep the value
       content  on what the setting leads to (files, data, sizes): a checkpoint records that
@@ -143,7 +144,7 @@ def parse(field: dataclasses.Field, text: str, label: str) -> Any:
         text = str(REPO / text.removeprefix("{repo}/"))
     if re.search("[\0\ud800-\udc7f\udd00-\udfff]", text):
         raise UserMistake(f"{label}={text!r} is not UTF-8 text")
-    if choices and text not in choices.split("|"):
+    if choices and text not in (field.default, *choices.split("|")):
         raise UserMistake(f"{label}={text!r} is not one of {choices}")
     if form and not re.fullmatch(form, text):
         raise UserMistake(f"{label}={text!r} does not fit; wanted: {help}")

@@ -8,6 +8,7 @@ import platform
 import re
 import select
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -194,6 +195,24 @@ def code_facts(root: Path) -> dict[str, str]:
     places = {root / f"{name}{end}" for name in names for end in (".py", "/__init__.py")}
     code = sorted(file for file in files if file.parent == root or file in places)
     return {str(file.relative_to(root)): digest(file.read_bytes()) for file in code}
+
+
+def commit_of(root: Path) -> str:
+    """The commit of the code in a folder, with "-dirty" if tracked files differ from it.
+
+    It is empty if there is no git, and if git knows nothing of the folder.
+    """
+
+    def git(*arguments: str) -> str:
+        command = ["git", "--no-optional-locks", "-C", str(root), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        return done.stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".")
+        return git("rev-parse", "HEAD") + ("-dirty" if changed else "")
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def versions() -> dict[str, str]:

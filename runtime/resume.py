@@ -230,7 +230,7 @@ def restore(
     aside = out / f"earlier_{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
     with processes.told_by_all():
         if jax.process_index() == 0:
-            make_way(out, aside, () if found else (*FILES, "hf"))
+            make_way(out, aside, () if found else (*FILES, "hf", "wandb"))
     if not found:
         if reachable:
             checkpoints.set_aside(-1, aside)

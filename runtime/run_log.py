@@ -4,8 +4,6 @@ Every process prints its lines; only process 0 writes files and W&B.
 """
 
 import collections
-import contextlib
-import io
 import json
 import os
 import sys
@@ -17,7 +15,9 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
+from runtime.long_work import COMPILING, program_of
 from runtime.mistakes import UserMistake
+from runtime.wandb_run import TRAINED, WandbRun
 
 
 class Compilation(NamedTuple):
@@ -31,15 +31,13 @@ COMPILATIONS: list[Compilation] = []  # of this process
 
 
 def _on_duration(event: str, seconds: float, *, fun_name: str = "", **_: Any) -> None:
-    if event == "/jax/core/compile/backend_compile_duration":
-        program = fun_name.removeprefix("jit(").removesuffix(")")
-        COMPILATIONS.append(Compilation(program, seconds))
+    if event == COMPILING:
+        COMPILATIONS.append(Compilation(program_of(fun_name), seconds))
 
 
 jax.monitoring.register_event_duration_secs_listener(_on_duration)
 
 FILES = ("metrics.jsonl", "samples.jsonl", "eval.jsonl")  # each line has a step
-WANDB_LIMIT_S = 30  # how long a run waits for W&B's answer at the start
 
 
 class Clock:
@@ -63,27 +61,6 @@ class Clock:
     def total(self) -> float:
         """Seconds since the clock was made."""
         return time.perf_counter() - self.started
-
-
-def check_wandb(mode: str) -> None:
-    """Raises UserMistake if WANDB_MODE cannot work here; it asks neither a server nor the user."""
-    if mode == "disabled":
-        return
-    try:
-        import wandb
-    except Exception as error:  # an ImportError, or any error of a broken installation
-        why = "" if isinstance(error, ImportError) else f" ({_message(error)})"
-        raise UserMistake(f"WANDB_MODE={mode} needs wandb: pip install wandb{why}") from None
-    if mode == "offline" or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return
-    with contextlib.redirect_stderr(io.StringIO()):  # wandb warns that it is old
-        key = wandb.api.api_key or ""  # from WANDB_API_KEY, or from `wandb login`
-    if len(key) < 40:
-        found = f"the API key that is set has {len(key)} characters, not 40 or more"
-        raise UserMistake(
-            f"WANDB_MODE=online: {found if key else 'there is no API key'}; set WANDB_API_KEY or "
-            f"run `wandb login`, or set WANDB_MODE=offline"
-        )
 
 
 def stop_if_not_writable(name: str, folder: Path) -> None:
@@ -111,14 +88,14 @@ class RunLog:
         wandb: the arguments of wandb.init, or None. first_step: the first step of a resumed run;
         records of this and later steps, from before, are dropped.
         """
-        self._recent: collections.deque[float] = collections.deque(maxlen=10)
+        self._recent: collections.deque[float] = collections.deque(maxlen=10)  # seconds of steps
+        self._timed: collections.deque[float] = collections.deque(maxlen=10)  # without compiling
         hidden = None if writes else True  # tqdm takes None as: hidden unless on a terminal
         self._bar = tqdm(total=steps, initial=first_step, unit="step", disable=hidden)
         self._out, self._files = out, {}
         self._lost: set[str] = set()  # the outputs that cannot be written
-        self._wandb, self.wandb_id = None, ""
-        self._unsent: list[str] = []  # lines for the end, about records that W&B does not have
-        self._step = first_step  # the step of the newest record
+        self._steps, self._steps_seen = steps, 0
+        self._wandb: WandbRun | None = None
         if not writes:
             return
         out.mkdir(parents=True, exist_ok=True)
@@ -126,7 +103,12 @@ class RunLog:
             keep_steps_before(first_step, out / name)
             self._files[name] = open(out / name, "a", encoding="utf-8")
         if wandb:
-            self._start_wandb(out, wandb)
+            self._wandb = WandbRun(out, wandb, self.line)
+
+    @property
+    def wandb_id(self) -> str:
+        """The id of the run in W&B, or ""."""
+        return self._wandb.id if self._wandb else ""
 
     def line(self, text: str) -> None:
         """Prints one line, above the progress bar if there is one."""
@@ -142,21 +124,23 @@ class RunLog:
 
     def record(self, step: int, values: dict[str, Any]) -> None:
         """Appends one record to metrics.jsonl, and to W&B."""
-        self._step = step
-        if "time/train/step_s" in values:
-            self._recent.append(values["time/train/step_s"])
+        if TRAINED in values:
+            self._recent.append(values[TRAINED])
             values = values | {"time/train/step_avg_last10_s": np.mean(self._recent)}
         values = {name: _plain(value) for name, value in values.items()}
         self._write("metrics.jsonl", [{"step": step, **values}])
         if self._wandb:
-            try:
-                self._wandb.log(values, step=step)
-            except Exception as error:
-                self._lose_wandb(error, step)
+            self._wandb.record(step, values)
 
-    def samples(self, step: int, samples: list[dict[str, Any]]) -> None:
-        """Appends full texts to samples.jsonl, for a look at what is rewarded."""
-        self._write("samples.jsonl", [{"step": step, **sample} for sample in samples])
+    def samples(self, step: int, groups: list[dict[str, Any]]) -> None:
+        """Appends full texts to samples.jsonl and to W&B's table, for a look at what is rewarded.
+
+        groups: each has "question", "prompt", "answer" and "completions", a list in which each has
+        "text", "reward", "rewards" by the functions' names, "advantage", "tokens" and "ended".
+        """
+        self._write("samples.jsonl", [{"step": step, **group} for group in groups])
+        for group in groups if self._wandb else ():
+            self._wandb.sample(step, group)
 
     def answers(self, step: int, entries: list[dict[str, Any]]) -> None:
         """Appends the questions of an evaluation with their completions to eval.jsonl."""
@@ -170,22 +154,35 @@ class RunLog:
             except OSError as error:
                 self.line(f"{self._out / name} cannot be written: {error.strerror}")
 
+    def time_left(self, step: int, clock: Clock) -> str:
+        """The end of the step's line, such as " left=1h02m", or "".
+
+        It follows from the mean of the last 10 steps that compiled nothing. It is empty for the
+        first and the last step, and on a terminal, where the bar has it.
+        """
+        self._steps_seen += 1
+        if not clock.compiled():
+            self._timed.append(clock.total())
+        steps = self._steps - step - 1
+        if not self._bar.disable or self._steps_seen == 1 or not (self._timed and steps > 0):
+            return ""
+        return f" left={_short(steps * float(np.mean(self._timed)))}"
+
     def step_done(self) -> None:
         """Moves the progress bar."""
         self._bar.update()
 
-    def close(self) -> None:
-        """Writes what is left, ends W&B, and prints the lines about records it does not have."""
+    def close(self, summary: dict[str, Any] | None = None, *, finished: bool = False) -> None:
+        """Writes what is left, and ends W&B.
+
+        summary: values for the run's summary in W&B. finished: all steps and evaluations are done.
+        """
         self._bar.close()
         for name in self._files:
             self._write(name, [])
         if self._wandb:
-            try:
-                self._wandb.finish()
-            except Exception as error:
-                self._lose_wandb(error, self._step)
-        for line in self._unsent:
-            self.line(line)
+            values = {name: _plain(value) for name, value in (summary or {}).items()}
+            self._wandb.close(values, finished)
 
     def _write(self, name: str, records: list[dict[str, Any]]) -> None:
         """Appends lines; lines that a full disk cannot take wait in the file's buffer."""
@@ -200,39 +197,6 @@ class RunLog:
             if name not in self._lost:
                 self._lost.add(name)
                 self.line(f"{file.name} cannot be written: {error.strerror}; the run goes on")
-
-    def _start_wandb(self, out: Path, settings: dict[str, Any]) -> None:
-        """Starts W&B; without an answer of its server the records go to files for `wandb sync`."""
-        import wandb
-
-        limit = wandb.Settings(init_timeout=WANDB_LIMIT_S, login_timeout=WANDB_LIMIT_S)
-        settings = {"dir": os.fspath(out), "settings": limit} | settings
-        try:
-            self._wandb = wandb.init(**settings)
-        except Exception as error:  # the errors of W&B and its transports have no common base
-            if settings["mode"] == "offline":
-                self._lose_wandb(error, 0)
-                return
-            self.line(f"W&B: {_message(error)}; the run is logged for it in {out}/wandb instead")
-            try:
-                self._wandb = wandb.init(**settings | {"mode": "offline"})
-            except Exception as again:
-                self._lose_wandb(again, 0)
-                return
-            folder = Path(self._wandb.dir).parent
-            self._unsent.append(f"W&B does not have this run; upload it by: wandb sync {folder}")
-        self.wandb_id = self._wandb.id
-
-    def _lose_wandb(self, error: Exception, step: int) -> None:
-        self.line(f"W&B: {_message(error)}; the run goes on without it")
-        self._unsent.append(
-            f"W&B may have no records from step {step} on; {self._out}/metrics.jsonl has them all"
-        )
-        self._wandb = None
-
-
-def _message(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def keep_steps_before(step: int, file: Path) -> None:
@@ -252,9 +216,18 @@ def keep_steps_before(step: int, file: Path) -> None:
     partial.replace(file)
 
 
+def _short(seconds: float) -> str:
+    """The time in one or two units, such as 45s, 3m05s, 1h02m or 2d03h."""
+    seconds = round(seconds)
+    for size, name, smaller, its_name in ((86400, "d", 3600, "h"), (3600, "h", 60, "m")):
+        if seconds >= size:
+            return f"{seconds // size}{name}{seconds % size // smaller:02d}{its_name}"
+    return f"{seconds // 60}m{seconds % 60:02d}s" if seconds >= 60 else f"{seconds}s"
+
+
 def _plain(value: Any) -> Any:
     """A JSON value; a number that is not finite becomes null, since JSON has no NaN."""
-    if isinstance(value, str):
+    if value is None or isinstance(value, str):
         return value
     value = value.item() if hasattr(value, "item") else value
     return value if np.isfinite(value) else None

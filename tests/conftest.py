@@ -14,6 +14,7 @@ import pytest
 from cloud import Cloud
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["WANDB_API_KEY"] = ""  # no test logs to the W&B of whoever runs it
 flags = os.environ.get("XLA_FLAGS", "")
 flags += " --xla_force_host_platform_device_count=8 --xla_cpu_use_fusion_emitters=false"
 os.environ["XLA_FLAGS"] = flags.strip()

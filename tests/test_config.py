@@ -77,7 +77,7 @@ DEFAULTS = {
         output_dir= checkpoint_dir= save_every_steps=50 save_keep=2 resume=auto resume_force=False
         preemption_grace_s=30 nonfinite_limit=3 export_hf= export_dtype=auto
         sample_every_steps=10 print_train_time_breakdown=False
-        wandb_mode=disabled wandb_project= wandb_name=
+        wandb_mode= wandb_project= wandb_name=
         jax_compilation_cache_dir= require_multihost=False require_jax_process_count=0
         init_timeout_s=90 heartbeat_timeout_s=30
     """,

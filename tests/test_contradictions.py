@@ -137,7 +137,8 @@ ACCURACY_THRESHOLD=2 EVAL_EVERY_STEPS=0 -> ACCURACY_THRESHOLD=2.0 does nothing w
 SAVE_KEEP=0 SAVE_EVERY_STEPS=0 -> SAVE_KEEP=0 does nothing with SAVE_EVERY_STEPS=0
 RESUME=never RESUME_FORCE=1 -> RESUME_FORCE=true does nothing with RESUME=never
 EXPORT_HF=none EXPORT_DTYPE=float32 -> EXPORT_DTYPE=float32 does nothing with EXPORT_HF=none
-WANDB_PROJECT=grpo -> WANDB_PROJECT=grpo does nothing with WANDB_MODE=disabled
+WANDB_PROJECT=grpo -> WANDB_PROJECT=grpo does nothing with WANDB_MODE empty and no WANDB_API_KEY
+WANDB_PROJECT=grpo WANDB_MODE=disabled -> WANDB_PROJECT=grpo does nothing with WANDB_MODE=disabled
 MODEL=org/name -> MODEL=org/name is ignored; the setting is called MODEL_PATH
 DATASET_NAME=org/name -> DATASET_NAME=org/name is ignored; the setting is called DATASET
 """

@@ -144,6 +144,7 @@ def test_a_resumed_log_keeps_the_earlier_steps_and_drops_a_line_that_was_cut_off
 
 
 QUICK = {"STEPS": "2", "EVAL_EVERY_STEPS": "0", "BATCH_SIZE": "2", "WANDB_SILENT": "true"}
+QUICK |= {"MAX_LENGTH_SAMPLE": "8", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
 def with_wandb(out: Path, **env: str) -> Run:
@@ -172,7 +173,7 @@ def test_wandb_offline_has_the_settings_of_the_run(tmp_path: Path) -> None:
     done = with_wandb(tmp_path / "run", WANDB_MODE="offline")
     assert done.code == 0, done.errors
     (folder,) = offline_runs(tmp_path / "run")
-    for name in ("ppo_epochs", "derived.global_batch", "derived.policy_loss_impl"):
+    for name in ("ppo_epochs", "derived.global_batch", "derived.policy_loss_impl", "commit"):
         assert told_to_wandb(folder, name)
 
 
@@ -181,16 +182,16 @@ def test_a_resumed_run_keeps_its_wandb_run_and_a_fork_gets_a_new_one(tmp_path: P
     parent, fork = tmp_path / "parent", tmp_path / "fork"
     more = {"WANDB_MODE": "offline", "LR_SCHEDULE": "constant", "WARMUP_RATIO": "0"}
     assert with_wandb(parent, **more).code == 0
+    (first,) = wandb_ids(parent)
     assert with_wandb(parent, **more, STEPS="3").code == 0
-    assert len(wandb_ids(parent)) == 2 and len({*wandb_ids(parent)}) == 1
+    assert wandb_ids(parent) == [first]  # in a folder that replaces the first one
     there = f"{parent}/checkpoints/2"
     for steps in ("4", "5"):  # The fork begins, and then it is resumed.
         done = with_wandb(fork, **more, STEPS=steps, RESUME=there if steps == "4" else "auto")
         assert done.code == 0, done.errors
-    assert len(wandb_ids(fork)) == 2 and len({*wandb_ids(fork)}) == 1
-    assert wandb_ids(fork)[0] != wandb_ids(parent)[0]
-    for folder in offline_runs(fork):
-        assert told_to_wandb(folder, "forked_from") and told_to_wandb(folder, there)
+    assert len(wandb_ids(fork)) == 1 and wandb_ids(fork) != wandb_ids(parent)
+    (folder,) = offline_runs(fork)
+    assert told_to_wandb(folder, "forked_from") and told_to_wandb(folder, there)
     assert not told_to_wandb(offline_runs(parent)[0], "forked_from")
 
 
@@ -261,24 +262,3 @@ def test_a_wrong_api_key_stops_the_run_before_it_starts(
     last = done.errors.strip().splitlines()[-1]
     assert last.startswith(f"error: {words}") and "WANDB_MODE=offline" in last
     assert "model=" not in done.lines and not (tmp_path / "run").exists()
-
-
-def test_a_run_continues_when_wandb_fails_and_says_so_again_at_its_end(
-    tmp_path: Path, capsys
-) -> None:
-    class Failing:
-        def log(self, values: dict, step: int) -> None:
-            raise ConnectionError("service is gone")
-
-    log = RunLog(tmp_path / "run", steps=2, writes=True, wandb=None)
-    log._wandb = Failing()
-    for step in range(2):
-        log.record(step, {"a": step})
-    log.line("DONE: ")
-    log.close()
-    assert capsys.readouterr().out.splitlines() == [
-        "W&B: service is gone; the run goes on without it",
-        "DONE: ",
-        f"W&B may have no records from step 0 on; {tmp_path}/run/metrics.jsonl has them all",
-    ]
-    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2

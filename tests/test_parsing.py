@@ -144,7 +144,7 @@ def test_the_page_names_limits_choices_yaml_names_and_processes() -> None:
         "| KL_ESTIMATOR | k3 | Estimator of the KL. Choices: k1, k2, k3. | value | no |",
         "| ROLLOUT_BATCH_SIZE, in YAML rollout.batch_size | 0 | Sequences per step over all "
         "processes; 0: not set. | content | no |",
-        "| WANDB_NAME | empty | Name of the run in W&B. | none | yes |",
+        "| WANDB_PROJECT | empty | Project in W&B; empty: grpo. | none | yes |",
     ):
         assert line in lines
 

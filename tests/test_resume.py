@@ -179,11 +179,12 @@ def test_resume_names_a_checkpoint_or_begins_anew_and_nothing_is_lost(out, short
     assert result.code == 0 and "resumed after step" in result.lines, result.errors
     assert [r["step"] for r in records(other)] == [3, 4]
 
+    (short / "wandb").mkdir()
     result = run(short, RESUME="never")
     assert result.code == 0 and "resumed" not in result.lines
     assert [r["step"] for r in records(short)] == [0, 1, 2]
     aside = [f.name for f in short.glob("earlier_*/*")]
-    assert {"1", "2", "3", "metrics.jsonl", "samples.jsonl", "hf"} <= {*aside}
+    assert {"1", "2", "3", "metrics.jsonl", "samples.jsonl", "hf", "wandb"} <= {*aside}
     process = start_run(short, **settings | {"RESUME": "never"})
     wait_for(process, "^step=0 ")
     process.kill()

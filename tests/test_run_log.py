@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runtime.mistakes import UserMistake
-from runtime.run_log import RunLog, check_wandb
+from runtime.run_log import RunLog
 
 REPO = Path(__file__).resolve().parent.parent
 NAN = float("nan")
@@ -35,13 +34,33 @@ def test_only_process_0_writes_and_numbers_that_are_not_finite_become_null(
     assert sample == {"step": 0, "completion": "é"}
 
 
-def test_a_missing_wandb_is_reported_with_the_command_that_installs_it(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    "seconds, text",
+    [
+        (0.4, "0s"),
+        (59.4, "59s"),
+        (59.6, "1m00s"),
+        (185, "3m05s"),
+        (3720, "1h02m"),
+        (183600, "2d03h"),
+    ],
+)
+def test_the_time_left_is_that_of_steps_that_compiled_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, text: str
 ) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)  # import wandb fails now
-    check_wandb("disabled")
-    with pytest.raises(UserMistake, match="WANDB_MODE=offline needs wandb: pip install wandb"):
-        check_wandb("offline")
+    class Took:
+        def __init__(self, seconds: float, *compiled: str) -> None:
+            self.total, self.compiled = lambda: seconds, lambda: [*compiled]
+
+    log = RunLog(tmp_path, steps=14, first_step=3, writes=True, wandb=None)
+    assert log.time_left(3, Took(99.0)) == ""  # the first step of this process
+    assert log.time_left(4, Took(1e6, "micro_step")) == " left=14m51s"  # 9 steps of 99 s
+    for _ in range(10):
+        left = log.time_left(9, Took(seconds / 4))
+    assert left == f" left={text}"  # 4 steps
+    assert log.time_left(13, Took(1.0)) == ""
+    monkeypatch.setattr(log._bar, "disable", False)  # as on a terminal
+    assert log.time_left(9, Took(1.0)) == ""
 
 
 def test_plot_run_draws_a_run_and_names_a_folder_that_holds_none(tmp_path: Path) -> None:

@@ -172,6 +172,7 @@ def measure(
         (folder / "reward.py").write_text(REWARD)
         env = {name: text for name, text in os.environ.items() if name not in SETTINGS}
         env["JAX_COMPILATION_CACHE_DIR"] = str(folder / "cache")  # empty, so that the run compiles
+        env["WANDB_MODE"] = "disabled"
         env |= settings_of(folder, shape, steps) | settings
         Config.from_env(env)
         subprocess.run(

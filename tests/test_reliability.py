@@ -26,7 +26,7 @@ TEXT = f"""
     LEARNING_RATE=3e-4 WEIGHT_DECAY=0.01 EVAL_EVERY_STEPS=6 EVAL_PROMPTS=16 SAVE_EVERY_STEPS=1
 """
 SETTINGS = dict(setting.split("=") for setting in TEXT.split())
-TIMES = ("time/", "throughput/", "memory/", "mfu", "compile/")
+TIMES = ("time/", "throughput/", "memory/", "compile/")
 
 
 def records(out: Path) -> list[dict]:

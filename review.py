@@ -20,6 +20,7 @@ from runtime.parsing import yaml_lines
 from runtime.records import (
     SUMMARY,
     column,
+    names_of,
     parse_yaml,
     read_lines,
     read_settings,
@@ -236,7 +237,7 @@ RULES = (
     Rule(
         "entropy_collapsed",
         lambda v: v.mean(ENTROPY) < 0.1 * v.began(ENTROPY) and v.mean(RIGHT) < 0.7,
-        "The policy has become almost deterministic before it was right, so it tries nothing nev. "
+        "The policy has become almost deterministic before it was right, so it tries nothing new. "
         "Lower LEARNING_RATE, or raise EPS_HIGH, TEMPERATURE, BETA or ENTROPY_COEF.",
         "A policy that is nearly always right may have little entropy; at less than 0.7 right a "
         "tenth of the entropy at the start leaves groups without differences.",
@@ -346,9 +347,7 @@ def report(runs: dict[Path, History]) -> str:
 
     runs: the history of each folder.
     """
-    parts, names = [], {folder: folder.resolve().name for folder in runs}
-    if len({*names.values()}) < len(runs):
-        names = {folder: str(folder) for folder in runs}
+    parts, names = [], dict(zip(runs, names_of([*runs]), strict=True))
     for folder, history in runs.items():
         state, why = state_of(folder)
         told = f"{names[folder]}: {state} after {len(history.steps)} steps. {why}"

@@ -1,8 +1,10 @@
 """A page of curves, completions and tables in one HTML file: it needs no network and no other file,
 and follows the dark or the light mode of the reader's system."""
 
+import contextlib
 import fnmatch
 import html
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -121,12 +123,13 @@ def chart(title: str, curves: Sequence[Curve]) -> str:
 
 
 def thinned(curve: Curve) -> Curve:
-    """The curve in float64 with at most MOST_POINTS points; each is a mean of neighbours."""
+    """The curve in float64 with at most MOST_POINTS points: means of neighbours, and the last."""
     steps, values, errors = (
         np.asarray(x, np.float64) for x in (curve.steps, curve.values, errors_of(curve))
     )
     if len(steps) > MOST_POINTS:
-        parts = np.array_split(np.arange(len(steps)), MOST_POINTS)
+        last = len(steps) - 1
+        parts = [*np.array_split(np.arange(last), MOST_POINTS - 1), np.array([last])]
         steps, values, errors = (
             np.array([x[part].mean() for part in parts]) for x in (steps, values, errors)
         )
@@ -231,10 +234,13 @@ def settings_table(defaults: Mapping[str, Any], runs: Mapping[str, Mapping[str, 
 
 def held_out_table(folder: Path) -> str:
     """The same held-out questions, answered at the first, the middle and the last evaluation."""
-    entries = [e for e in read_lines(folder / "eval.jsonl") if e["evaluation"] == "eval"]
+    file = folder / "eval.jsonl"
+    questions = first_questions(file)
+    entries = read_lines(file, having=[json.dumps(question) for question in questions])
+    entries = [entry for entry in entries if entry["evaluation"] == "eval"]
     steps = three_of(sorted({entry["step"] for entry in entries}))
     rows = []
-    for question in list(dict.fromkeys(entry["question"] for entry in entries))[:SHOWN_QUESTIONS]:
+    for question in questions:
         found = {e["step"]: e for e in entries if e["question"] == question}
         asked = f"<pre>{escaped(question)}</pre>"
         asked += f'<p class="numbers">answer: {escaped(next(iter(found.values()))["answer"])}</p>'
@@ -245,6 +251,19 @@ def held_out_table(folder: Path) -> str:
         return ""
     heads = ["question", *(f"step {step}" for step in steps)]
     return f"<h2>Held-out questions</h2>{table(heads, rows)}"
+
+
+def first_questions(file: Path) -> list[str]:
+    """The first SHOWN_QUESTIONS questions in an eval.jsonl, which may have a million lines."""
+    questions: dict[str, None] = {}
+    with contextlib.suppress(FileNotFoundError), open(file, encoding="utf-8") as lines:
+        for line in lines:
+            with contextlib.suppress(ValueError):  # a killed run leaves half a line
+                entry = json.loads(line)
+                questions |= {entry["question"]: None} if entry["evaluation"] == "eval" else {}
+            if len(questions) == SHOWN_QUESTIONS:
+                break
+    return [*questions]
 
 
 def group_tables(folder: Path) -> str:

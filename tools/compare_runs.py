@@ -9,6 +9,7 @@ an accuracy of 0.78 has a standard error of 1.1 points, and the difference of tw
 import argparse
 import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,12 @@ def last_value(history: History, name: str) -> tuple[float, float]:
     return tuple(float(column(found[-1:], key)[0]) for key in (name, f"{name}_se"))
 
 
+def temperatures(name: str, histories: Sequence[History]) -> list[str]:
+    """The temperatures behind a metric of an evaluation; greedy completions have 0."""
+    key = f"{name.partition('/')[0]}/temperature"
+    return [f"{last_value(history, key)[0]:g}" for history in histories]
+
+
 def number(value: float, error: float = math.nan) -> str:
     """A value for the table, with its standard error if it has one; - without a value."""
     if math.isnan(value):
@@ -65,6 +72,8 @@ def row(name: str, first: History, second: History) -> list[str]:
     change = number(b - a, error)
     if not math.isnan(error) and change != "-":
         change += ": noise" if abs(b - a) <= 2 * error else ": beyond noise"
+    if change != "-" and len(set(temperatures(name, (first, second)))) > 1:
+        change = "other temperature"
     return [name, number(a, a_error), number(b, b_error), change]
 
 
@@ -95,14 +104,22 @@ def conclusion(names: list[str], histories: list[History]) -> list[str]:
     for name in ("eval_full/accuracy", "eval/accuracy"):
         (a, a_error), (b, b_error) = (last_value(history, name) for history in histories)
         error = math.hypot(a_error, b_error)
-        if not math.isnan(error + a + b):
+        if math.isnan(error + a + b):
+            continue
+        told = temperatures(name, histories)
+        if told[0] != told[1]:
+            lines.append(
+                f"verdict: none, since {name} is at temperature {told[0]} and {told[1]}; set "
+                f"EVAL_SAMPLES and EVAL_TEMPERATURE to the same values in both runs"
+            )
+        else:
             better = names[int(np.argmax([a, b]))]
             noise = abs(b - a) <= 2 * error
             lines.append(
                 f"verdict: {name} differs by {b - a:+.4f} with a standard error of {error:.4f}: "
                 + ("that is noise" if noise else f"{better} is better")
             )
-            break
+        break
     return lines
 
 

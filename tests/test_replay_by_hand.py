@@ -1,0 +1,267 @@
+"""Two steps of a real run, computed again by hand: rewards, advantages, entropy, clipping and KL.
+
+A script wraps two functions of train_grpo.py to save what passes through them, and changes nothing.
+The reference is a Qwen2 in float64 numpy that sees one unpadded sequence at a time. With
+logps_u: by the weights before update u; old: by those before the step's first update; ref: by those
+before the run's first update; ratio = exp(logps_u - old); and A, the advantage of the sequence:
+  reward     1.0 if the answer is right + 0.5 for the form + 0.125 for each tag that occurs once
+  A          (reward - mean of its group) / (standard deviation of its group, ddof 1, + 1e-4)
+  entropy    mean over the tokens of -sum over the vocabulary of p log p
+  low, high  share of the tokens with ratio < 1 - EPS_LOW and A < 0, ratio > 1 + EPS_HIGH and A > 0
+  kl         mean over the tokens of ratio (exp(ref - logps_u) - (ref - logps_u) - 1)
+  loss       mean over the tokens of -min(ratio A, clip(ratio, 1 - EPS_LOW, 1 + EPS_HIGH) A), plus
+             BETA times kl
+The tokens are those of the update's sequences; a step has the means over its updates.
+"""
+
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from test_train import REPO, Result, finish, start
+from tokenizers import Tokenizer
+
+TINY = REPO / "tiny"
+K, STEPS, UPDATES = 4, 2, 4  # completions per prompt; steps; updates of a step
+BETA, EPS_LOW, EPS_HIGH, TEMPERATURE = 0.04, 0.01, 0.015, 1.4
+SETTINGS = {
+    "STEPS": f"{STEPS}",
+    "BATCH_SIZE": "4",
+    "NUM_PRE_Q": f"{K}",
+    "NUM_MINI_BATCHES": "2",
+    "PPO_EPOCHS": "2",
+    "TRAIN_MICRO_BATCH_SIZE": "4",
+    "BETA": f"{BETA}",
+    "EPS_LOW": f"{EPS_LOW}",
+    "EPS_HIGH": f"{EPS_HIGH}",
+    "TEMPERATURE": f"{TEMPERATURE}",
+    "LEARNING_RATE": "1e-4",
+    "LR_SCHEDULE": "constant",
+    "WARMUP_RATIO": "0",
+    "SAVE_EVERY_STEPS": "0",
+    "EXPORT_HF": "none",
+}
+SAVING = """
+import os
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from models import hf
+
+folder, counts = Path(os.environ["OUTPUT_DIR"]), [0, 0]
+update_policy, one_update = train_grpo.update_policy, train_grpo.one_update
+
+def saving_policy(run, life, state, ref_params, batch, lr, step):
+    arrays = {name: x for name, x in batch._asdict().items() if isinstance(x, np.ndarray)}
+    prompts = {f"prompt{i}": np.array(ids) for i, ids in enumerate(batch.prompts)}
+    counts[:] = step, 0
+    save_file(arrays | prompts, folder / f"step{step}.safetensors")
+    return update_policy(run, life, state, ref_params, batch, lr, step)
+
+def saving_update(run, state, part, lr):
+    weights = {name: np.array(x) for name, x in hf.hf_tensors(state.params, run.model)}
+    weights["sequences"] = part.sequences
+    save_file(weights, folder / "weights{}_{}.safetensors".format(*counts))
+    counts[1] += 1
+    return one_update(run, state, part, lr)
+
+train_grpo.update_policy, train_grpo.one_update = saving_policy, saving_update
+"""
+
+
+def with_changes(out: Path, changes: str, env: dict[str, str]) -> Result:
+    """A run of train_grpo.py in which a script first does `changes` to the imported module."""
+    repo = out / "script"
+    repo.mkdir(parents=True)
+    (repo / "train_grpo.py").write_text(
+        f"import sys\nsys.path[0] = {str(REPO)!r}\nimport train_grpo\nfrom config import load\n"
+        f"cfg = load([]).cfg\n{changes}\ntrain_grpo.main(cfg)\n"
+    )
+    result = finish(start(out, env, 1, repo), out)
+    assert result.code == 0, result.errors
+    return result
+
+
+# ---- The network ---------------------------------------------------------------------------------
+
+
+def rms_norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + 1e-6) * weight
+
+
+def rotated(x: np.ndarray) -> np.ndarray:
+    """x [heads, n, h] turned by the angles of its positions."""
+    _, n, h = x.shape
+    angles = np.arange(n)[:, None] / 10000 ** (np.arange(0, h, 2) / h)  # [n, h/2]
+    cos, sin = np.cos(angles), np.sin(angles)
+    a, b = x[..., : h // 2], x[..., h // 2 :]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def log_probabilities(weights: dict[str, np.ndarray], ids: np.ndarray) -> np.ndarray:
+    """[n, V] float64: of the token after each of n tokens, at TEMPERATURE. The tiny model has 4
+    layers, and 4 heads for queries, 2 for keys and values."""
+    x, n = weights["model.embed_tokens.weight"][ids], len(ids)  # [n, D]
+    for i in range(4):
+        w = {k.split(".", 3)[3]: v for k, v in weights.items() if k.startswith(f"model.layers.{i}")}
+
+        def heads(name: str, x: np.ndarray, w: dict = w) -> np.ndarray:
+            y = x @ w[f"self_attn.{name}_proj.weight"].T + w[f"self_attn.{name}_proj.bias"]
+            return y.reshape(n, -1, 32).swapaxes(0, 1)  # [heads, n, 32]
+
+        y = rms_norm(x, w["input_layernorm.weight"])
+        q, k, v = rotated(heads("q", y)), rotated(heads("k", y)), heads("v", y)
+        scores = q @ k.repeat(2, axis=0).swapaxes(1, 2) / np.sqrt(32)  # [4, n, n]
+        scores = np.where(np.tri(n) > 0, scores, -np.inf)
+        scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        attended = scores / scores.sum(axis=-1, keepdims=True) @ v.repeat(2, axis=0)
+        x = x + attended.swapaxes(0, 1).reshape(n, -1) @ w["self_attn.o_proj.weight"].T
+        y = rms_norm(x, w["post_attention_layernorm.weight"])
+        gate, up = y @ w["mlp.gate_proj.weight"].T, y @ w["mlp.up_proj.weight"].T
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ w["mlp.down_proj.weight"].T
+    x = rms_norm(x, weights["model.norm.weight"])
+    logits = x @ weights["model.embed_tokens.weight"].T / TEMPERATURE
+    logits = logits - logits.max(axis=-1, keepdims=True)
+    return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+
+
+# ---- The steps by hand ---------------------------------------------------------------------------
+
+
+class Sequence(NamedTuple):
+    prompt: np.ndarray
+    completion: np.ndarray
+    sampling_logps: np.ndarray
+    A: float
+
+    def scored(self, weights: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """The log-probability of each token of the completion, and the entropy behind it."""
+        ids = np.concatenate([self.prompt, self.completion])
+        table = log_probabilities(weights, ids)[len(self.prompt) - 1 : -1]
+        entropy = -(np.exp(table) * table).sum(axis=-1)
+        return table[np.arange(len(self.completion)), self.completion], entropy
+
+
+def reward_of(text: str, answer: str) -> float:
+    """For completions with plain numbers, as the tiny model writes them."""
+    right = answer.rpartition("#### ")[2]
+    given = re.findall(r"<answer>(-?\d+)</answer>", text) or re.findall(r"-?\d+", text)
+    form = re.fullmatch(r"<think>[^<]+</think>\n<answer>[^<]+</answer>", text.strip())
+    tags = [text.count(tag) == 1 for tag in ("<think>", "</think>", "<answer>", "</answer>")]
+    return float(given[-1:] == [right]) + 0.5 * bool(form) + 0.125 * sum(tags)
+
+
+class Saved:
+    """What the script has saved of a run, and what the run has recorded."""
+
+    def __init__(self, result: Result, folder: Path) -> None:
+        self.result, self.folder = result, folder
+        self.steps = [load_file(folder / f"step{i}.safetensors") for i in range(STEPS)]
+
+    def weights(self, step: int, update: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """Float64 weights before an update, and the numbers of the sequences it learns from."""
+        found = load_file(self.folder / f"weights{step}_{update}.safetensors")
+        sequences = found.pop("sequences")
+        return {name: x.astype(np.float64) for name, x in found.items()}, sequences
+
+    def sequences(self, step: int) -> list[Sequence]:
+        x = self.steps[step]
+        lengths = x["completion_mask"].sum(axis=1)
+        return [
+            Sequence(
+                x[f"prompt{i // K}"],
+                x["completion_ids"][i, :n],
+                x["sampling_logps"][i, :n].astype(np.float64),
+                float(x["advantages"][i]),
+            )
+            for i, n in enumerate(lengths)
+        ]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    out = tmp_path_factory.mktemp("runs") / "replay"
+    return Saved(with_changes(out, SAVING, SETTINGS), out)
+
+
+def by_hand(saved: Saved, step: int) -> dict[str, float]:
+    """The metrics of a step's updates."""
+    sequences = saved.sequences(step)
+    (reference, _), (before, _) = saved.weights(0, 0), saved.weights(step, 0)
+    ref = [sequence.scored(reference)[0] for sequence in sequences]
+    old = [sequence.scored(before)[0] for sequence in sequences]
+    updates = []
+    for update in range(UPDATES):
+        weights, chosen = saved.weights(step, update)
+        columns: list[Any] = []
+        for i in chosen:
+            A, (logps, entropy) = sequences[i].A, sequences[i].scored(weights)
+            ratio = np.exp(logps - old[i])
+            low, high = (ratio < 1 - EPS_LOW) & (A < 0), (ratio > 1 + EPS_HIGH) & (A > 0)
+            kl = ratio * (np.exp(ref[i] - logps) - (ref[i] - logps) - 1)
+            clipped = np.clip(ratio, 1 - EPS_LOW, 1 + EPS_HIGH)
+            loss = BETA * kl - np.minimum(ratio * A, clipped * A)
+            gap = np.abs(old[i] - sequences[i].sampling_logps)
+            columns.append(np.array([loss, entropy, low, high, kl, gap]))
+        means = np.concatenate(columns, axis=1).mean(axis=1)
+        extremes = min(c[2].mean() for c in columns), max(c[3].mean() for c in columns)
+        updates.append([*means, *extremes])
+    loss, entropy, low, high, kl, gap, low_min, high_max = np.array(updates).T
+    return {
+        "loss": loss.mean(),
+        "entropy": entropy.mean(),
+        "kl": kl.mean(),
+        "sampling_logp_difference/mean": gap.mean(),
+        "clip_ratio/low_mean": low.mean(),
+        "clip_ratio/high_mean": high.mean(),
+        "clip_ratio/region_mean": (low + high).mean(),
+        "clip_ratio/low_min": low_min.min(),
+        "clip_ratio/high_max": high_max.max(),
+        "clip_ratio_first/region_mean": (low + high)[0],
+        "clip_ratio_later/low_mean": low[1:].mean(),
+        "clip_ratio_later/high_mean": high[1:].mean(),
+    }
+
+
+# ---- They agree ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", range(STEPS))
+def test_the_updates_of_a_step_are_what_the_formulas_give(saved: Saved, step: int) -> None:
+    expected, record = by_hand(saved, step), saved.result.records[step]
+    found = {name: record[f"train-other/{name}"] for name in expected}
+    assert found == pytest.approx(expected, rel=1e-4, abs=2e-6)
+
+    assert min(expected[f"clip_ratio/{name}_mean"] for name in ("low", "high")) > 0.005
+    assert expected["kl"] > 1e-3 and expected["clip_ratio_first/region_mean"] == 0
+
+
+@pytest.mark.parametrize("step", range(STEPS))
+def test_rewards_advantages_and_lengths_are_those_of_the_texts(saved: Saved, step: int) -> None:
+    record, sequences = saved.result.records[step], saved.sequences(step)
+    B = len(sequences)
+    answers, texts = zip(*saved.result.completions[step * B : (step + 1) * B], strict=True)
+    decode = Tokenizer.from_file(str(TINY / "tokenizer.json")).decode
+    assert [decode(s.completion.tolist()) for s in sequences] == list(texts)
+
+    rewards = np.array([reward_of(*pair) for pair in zip(texts, answers, strict=True)])
+    assert len(set(rewards)) > 1
+    assert record["train-reward/total/mean"] == pytest.approx(rewards.mean(), abs=1e-9)
+    assert record["train-reward/total/std"] == pytest.approx(rewards.std(), abs=1e-9)
+    groups = rewards.reshape(-1, K)
+    std = groups.std(axis=1, ddof=1, keepdims=True)
+    advantages = (groups - groups.mean(axis=1, keepdims=True)) / (std + 1e-4)
+    np.testing.assert_allclose([s.A for s in sequences], advantages.reshape(-1), atol=1e-6)
+    assert record["train-reward/advantage/std"] == pytest.approx(advantages.std(), abs=1e-6)
+    assert record["train-other/frac_reward_zero_std"] == (std == 0).mean()
+
+    lengths = [len(s.completion) for s in sequences]
+    assert record["train-seq_len/completion/mean"] == np.mean(lengths)
+    assert record["train-seq_len/completion/max"] == max(lengths)
+    assert record["train-seq_len/prompt/mean"] == np.mean([len(s.prompt) for s in sequences])
+    assert record["train-other/total_valid_token_count"] == sum(lengths)

@@ -158,8 +158,8 @@ def read_history(out: Path) -> History:
 
 # ---- The verdict ---------------------------------------------------------------------------------
 
-WINDOW = 10  # A rule compares so many steps at the start of a run with as many at its end.
-HEALTHY = "verdict: no sign of trouble"
+WINDOW = 10  # The rules look at so many steps at the start and at the end of a run.
+APPLIED, HEALTHY = "train-other/updates_applied", "verdict: no sign of trouble"
 TOTAL, FORMAT = "train-reward/total/mean", "train-reward/func/reward_format/mean"
 EQUAL, CUT = "train-other/frac_reward_zero_std", "train-seq_len/completion/hit_max_frac"
 DRIFT, ENTROPY = "train-other/sampling_logp_difference/mean", "train-other/entropy"
@@ -169,10 +169,9 @@ RIGHT, CLIPPED = "train-reward/accuracy", "train-other/clip_ratio_later/region_m
 class View(NamedTuple):
     """What the rules see of a run."""
 
+    run: History
     first: Sequence[dict[str, Any]]  # the records of the first WINDOW steps
     last: Sequence[dict[str, Any]]  # the records of the last WINDOW steps
-    evals: Sequence[dict[str, Any]]
-    drift: float  # the most that rounding explains between sampler and trainer, nats
 
     def mean(self, name: str) -> float:
         """The mean of a metric over the last steps, without missing values."""
@@ -183,23 +182,31 @@ class View(NamedTuple):
         return mean_of(column(self.first, name))
 
     def rose(self, name: str) -> float:
-        """By how many standard errors the mean of a metric rose from the first to the last steps;
-        99 stands for a rise without any noise."""
-        spread = column(self.first, name).var() + column(self.last, name).var()
-        rise = self.mean(name) - self.began(name)
-        return rise / math.sqrt(spread / WINDOW) if spread else 99 * float(np.sign(rise))
+        """By how many standard errors a metric rose in the run; 99 if it has no noise."""
+        n = max(WINDOW, len(self.run.steps) // 3)  # a slow rise needs long windows
+        before, after = column(self.run.steps[:n], name), column(self.run.steps[-n:], name)
+        rise, spread = mean_of(after) - mean_of(before), np.nanvar(before) + np.nanvar(after)
+        return rise / math.sqrt(spread / n) if spread else 99 * float(np.sign(rise))
 
     def accuracy(self, which: int) -> tuple[float, float]:
         """The accuracy of the first (0) or the newest (-1) evaluation, and its standard error."""
-        if not self.evals:
-            return math.nan, math.nan
-        names = "eval/accuracy", "eval/accuracy_se"
-        return tuple(float(column([self.evals[which]], name)[0]) for name in names)
+        record = self.run.evals[which] if self.run.evals else {}
+        return column([record], "eval/accuracy")[0], column([record], "eval/accuracy_se")[0]
 
     def accuracy_rose(self) -> float:
         """By how many standard errors the accuracy rose from the first to the newest evaluation."""
         (before, error), (after, later_error) = self.accuracy(0), self.accuracy(-1)
         return (after - before) / max(math.hypot(error, later_error), 1e-9)
+
+    def held_out_gap(self) -> float:
+        """How far an evaluation during the last steps is below their accuracy; NaN without one."""
+        recent = self.run.evals and self.run.evals[-1]["step"] >= self.last[0]["step"]
+        return self.mean(RIGHT) - self.accuracy(-1)[0] if recent else math.nan
+
+    def never(self, name: str) -> bool:
+        """Whether a metric was 0 in all steps, and the learning rate has stopped rising."""
+        rates = column(self.last, "train-other/learning_rate")
+        return np.nanmax(column(self.run.steps, name)) == 0 and rates[-1] <= rates[0]
 
 
 class Rule(NamedTuple):
@@ -215,32 +222,28 @@ class Rule(NamedTuple):
 RULES = (
     Rule(
         "non_finite_steps",
-        lambda v: bool(np.isnan(column(v.last, "train-other/grad_norm")).any()),
-        "An update was not finite and was not applied. Lower LEARNING_RATE, and look into "
-        "bad_step_N.npz.",
+        lambda v: (column(v.last, APPLIED) < v.run.settings["derived.updates_per_step"]).any(),
+        "An update was not finite and was not applied. Lower LEARNING_RATE; read bad_step_N.npz.",
         "One such step in ten is enough: a healthy run has none.",
     ),
     Rule(
         "sampler_drift",
-        lambda v: column(v.last, DRIFT).min() > v.drift,
-        "The sampler's log-probabilities are not the trainer's, so the updates follow samples of "
-        "another policy. Its weights or its programs differ.",
+        lambda v: np.nanmin(column(v.last, DRIFT)) > v.run.settings["derived.drift_level"],
+        "The sampler's log-probabilities are not the trainer's: its weights or programs differ.",
         "DRIFT_LEVELS in metrics.py has what rounding explains; ten steps in a row are no noise.",
     ),
     Rule(
         "all_truncated",
         lambda v: v.mean(CUT) >= 0.9,
         "Nearly all completions are cut off before they end. Raise MAX_LENGTH_SAMPLE.",
-        "What is cut off has no answer. In a healthy run up to half of the completions may be cut "
-        "off at the start.",
+        "In a healthy run up to half of the completions may be cut off at the start.",
     ),
     Rule(
         "entropy_collapsed",
         lambda v: v.mean(ENTROPY) < 0.1 * v.began(ENTROPY) and v.mean(RIGHT) < 0.7,
         "The policy has become almost deterministic before it was right, so it tries nothing new. "
         "Lower LEARNING_RATE, or raise EPS_HIGH, TEMPERATURE, BETA or ENTROPY_COEF.",
-        "A policy that is nearly always right may have little entropy; at less than 0.7 right a "
-        "tenth of the entropy at the start leaves groups without differences.",
+        "A tenth of the entropy leaves groups without differences. A right policy needs none.",
     ),
     Rule(
         "no_signal",
@@ -251,10 +254,10 @@ RULES = (
     ),
     Rule(
         "reward_hacked",
-        lambda v: v.rose(TOTAL) > 3 and v.accuracy_rose() < -2,
+        lambda v: v.rose(TOTAL) > 2 and v.accuracy_rose() < -2,
         "The reward rises and the accuracy falls: the policy gets rewards without right answers. "
         "Read samples.jsonl, and change the reward.",
-        "Both changes are larger than noise: three and two standard errors.",
+        "Two standard errors are beyond noise, and noise seldom moves both in these directions.",
     ),
     Rule(
         "format_only",
@@ -265,52 +268,48 @@ RULES = (
     ),
     Rule(
         "held_out_below_train",
-        lambda v: v.mean(RIGHT) - v.accuracy(-1)[0] > max(0.15, 3 * v.accuracy(-1)[1]),
+        lambda v: v.held_out_gap() > max(3 * v.accuracy(-1)[1], 0.15),
         "Held-out questions are answered far worse than those of training: the policy has learnt "
         "them by heart. Take more questions or fewer steps.",
-        "Greedy answers to new questions are usually better than samples in training; 0.15 below "
-        "them, and three standard errors, is no noise.",
+        "Greedy answers usually beat samples; 0.15 and three standard errors are beyond noise.",
     ),
     Rule(
         "never_clipped",
-        lambda v: column([*v.first, *v.last], CLIPPED).max() == 0,
+        lambda v: v.never(CLIPPED),
         "A step has several updates, and none of them ever clips a ratio: the later updates hardly "
         "change the policy. Raise LEARNING_RATE, or take fewer updates per step.",
-        "With a useful learning rate a few ratios in a thousand leave the clip range.",
+        "At the highest learning rate of a useful run a few ratios in a thousand are clipped.",
     ),
     Rule(
         "no_learning",
-        lambda v: v.last[-1]["step"] >= 50 and abs(v.rose(TOTAL)) < 2 and not v.accuracy_rose() > 2,
-        "Neither the reward nor the accuracy has changed beyond noise. Raise LEARNING_RATE, or "
-        "sample more completions per step.",
-        "Fifty steps move the mean of a useful run by more than two standard errors; shorter runs "
-        "are not judged.",
+        lambda v: v.last[-1]["step"] >= 49 and v.rose(TOTAL) <= 2 and not v.accuracy_rose() > 2,
+        "Neither the reward nor the accuracy has risen beyond noise: LEARNING_RATE is too low, or "
+        "so high that it ruins the policy, or a step has too few completions.",
+        "In fifty steps of 64 or more completions a useful run rises beyond noise.",
     ),
 )
 
 
 def broken_rules(view: View) -> list[Rule]:
-    """The rules that hold. That nothing is learnt is said only if no other rule says why."""
-    with warnings.catch_warnings(), np.errstate(invalid="ignore"):
-        warnings.simplefilter("ignore", RuntimeWarning)  # a column may have no value at all
-        found = [rule for rule in RULES if rule.holds(view)]
-    return found[:-1] if len(found) > 1 and found[-1].name == "no_learning" else found
+    """The rules that hold: only the first can before WINDOW steps, and no_learning only alone."""
+    rules = RULES if len(view.last) == WINDOW else RULES[:1]
+    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # means of no value
+        found = [rule for rule in rules if rule.holds(view)]
+    return [rule for rule in found if rule.name != "no_learning"] or found
 
 
 def verdict(history: History) -> list[str]:
     """One to three lines about a run: what is wrong, or what it has reached."""
-    if len(history.steps) < WINDOW:
-        return [f"verdict: a run of {len(history.steps)} steps is too short for one"]
-    steps, drift = history.steps, history.settings["derived.drift_level"]
-    view = View(steps[:WINDOW], steps[-WINDOW:], history.evals, drift)
+    view = View(history, history.steps[:WINDOW], history.steps[-WINDOW:])
     if found := broken_rules(view):
         return [f"verdict: {rule.name}: {rule.says}" for rule in found[:3]]
+    if len(history.steps) < WINDOW:
+        return [f"verdict: a run of {len(history.steps)} steps is too short for one"]
     parts = [f"mean reward {view.began(TOTAL):.4f} -> {view.mean(TOTAL):.4f}"]
     if len(history.evals) > 1:
-        (before, error), (after, later_error) = view.accuracy(0), view.accuracy(-1)
-        change = f"accuracy {before:.4f} (standard error {error:.4f}) -> {after:.4f}"
-        parts.insert(0, f"{change} ({later_error:.4f})")
-    return [f"{HEALTHY} in {len(steps)} steps: {', '.join(parts)}"]
+        pairs = [f"{x:.4f} (standard error {e:.4f})" for x, e in map(view.accuracy, (0, -1))]
+        parts.insert(0, f"accuracy {' -> '.join(pairs)}")
+    return [f"{HEALTHY} in {len(history.steps)} steps: {', '.join(parts)}"]
 
 
 # ---- The report ----------------------------------------------------------------------------------
@@ -384,21 +383,16 @@ class Reviewer:
         """writes: whether this is process 0; the others say and write nothing."""
         self._out, self._log, self._writes, self._lost = out, log, writes, False
         if writes:
-            history = read_history(out)
-            steps, self._evals = history.steps, history.evals
-            self._drift = history.settings["derived.drift_level"]
-            self._first, self._last = steps[:WINDOW], collections.deque(steps[-WINDOW:], WINDOW)
+            self._history = read_history(out)
             self._held, self._told = collections.Counter(), set()
 
     def step_done(self, record: dict[str, Any]) -> None:
         """Prints a note if a rule has held for WINDOW steps, once for each rule."""
         if not self._writes:
             return
-        self._last.append(record)
-        self._first += [record] * (len(self._first) < WINDOW)
-        if len(self._last) < WINDOW:
-            return
-        holding = broken_rules(View(self._first, [*self._last], self._evals, self._drift))
+        steps = self._history.steps
+        steps.append(record)
+        holding = broken_rules(View(self._history, steps[:WINDOW], steps[-WINDOW:]))
         self._held = collections.Counter({r.name: self._held[r.name] + 1 for r in holding})
         for rule in holding:
             if self._held[rule.name] >= WINDOW and rule.name not in self._told:
@@ -415,7 +409,7 @@ class Reviewer:
         if not self._writes:
             return None
         try:
-            self._evals = read_history(self._out).evals
+            self._history = self._history._replace(evals=read_history(self._out).evals)
             return write_review(self._out, state, why)
         except OSError as error:
             if not self._lost:

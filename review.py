@@ -159,7 +159,8 @@ def read_history(out: Path) -> History:
 # ---- The verdict ---------------------------------------------------------------------------------
 
 WINDOW = 10  # The rules look at so many steps at the start and at the end of a run.
-APPLIED, HEALTHY = "train-other/updates_applied", "verdict: no sign of trouble"
+LEVEL, HEALTHY = "derived.drift_level", "verdict: no sign of trouble"
+APPLIED = "train-other/updates_applied"
 TOTAL, FORMAT = "train-reward/total/mean", "train-reward/func/reward_format/mean"
 EQUAL, CUT = "train-other/frac_reward_zero_std", "train-seq_len/completion/hit_max_frac"
 DRIFT, ENTROPY = "train-other/sampling_logp_difference/mean", "train-other/entropy"
@@ -228,14 +229,15 @@ RULES = (
     ),
     Rule(
         "sampler_drift",
-        lambda v: np.nanmin(column(v.last, DRIFT)) > v.run.settings["derived.drift_level"],
+        lambda v: np.nanmin(column(v.last, DRIFT)) > v.run.settings.get(LEVEL, math.inf),
         "The sampler's log-probabilities are not the trainer's: its weights or programs differ.",
         "DRIFT_LEVELS in metrics.py has what rounding explains; ten steps in a row are no noise.",
     ),
     Rule(
         "all_truncated",
         lambda v: v.mean(CUT) >= 0.9,
-        "Nearly all completions are cut off before they end. Raise MAX_LENGTH_SAMPLE.",
+        "Nearly all completions are cut off before they end. Raise MAX_LENGTH_SAMPLE or, if they "
+        "ended at the start of the run, lower LEARNING_RATE.",
         "In a healthy run up to half of the completions may be cut off at the start.",
     ),
     Rule(
@@ -282,7 +284,7 @@ RULES = (
     ),
     Rule(
         "no_learning",
-        lambda v: v.last[-1]["step"] >= 49 and v.rose(TOTAL) <= 2 and not v.accuracy_rose() > 2,
+        lambda v: len(v.run.steps) >= 50 and v.rose(TOTAL) <= 2 and not v.accuracy_rose() > 2,
         "Neither the reward nor the accuracy has risen beyond noise: LEARNING_RATE is too low, or "
         "so high that it ruins the policy, or a step has too few completions.",
         "In fifty steps of 64 or more completions a useful run rises beyond noise.",
@@ -324,10 +326,7 @@ CHARTS = {  # title -> the metrics in it; * stands for every reward function
     "completions that are cut off": (CUT,),
     "entropy, nats per token": (ENTROPY,),
     "KL to the reference, nats per token": ("train-other/kl",),
-    "ratios that are clipped": (
-        "train-other/clip_ratio/region_mean",
-        "train-other/cispo_clip_ratio",
-    ),
+    "ratios that are clipped": ("train-other/clip_ratio/region_mean", "train-other/cispo_clip*"),
     "norm of the gradient": ("train-other/grad_norm",),
     "groups whose rewards are equal": (EQUAL,),
     "sampler and trainer differ, nats": (DRIFT,),
@@ -365,9 +364,8 @@ def report(runs: dict[Path, History]) -> str:
     return page(", ".join(names.values()), "\n".join(parts))
 
 
-def write_review(out: Path, state: str, why: str = "") -> dict[str, Any]:
+def write_review(out: Path, history: History, state: str, why: str) -> dict[str, Any]:
     """Writes summary.json and report.html of a run, and returns the summary. Raises OSError."""
-    history = read_history(out)
     summary = {"state": state, "why": why, "verdict": verdict(history)}
     summary |= summary_of(history.settings, history.all(), BEST)
     replace_file(out / SUMMARY, json.dumps(summary, indent=1, default=str) + "\n")
@@ -401,7 +399,7 @@ class Reviewer:
 
     def verdict(self) -> None:
         """Prints the verdict."""
-        for line in verdict(read_history(self._out)) if self._writes else []:
+        for line in verdict(self._history) if self._writes else []:
             self._log.line(line)
 
     def write(self, state: str, why: str = "") -> dict[str, Any] | None:
@@ -409,8 +407,8 @@ class Reviewer:
         if not self._writes:
             return None
         try:
-            self._history = self._history._replace(evals=read_history(self._out).evals)
-            return write_review(self._out, state, why)
+            self._history = read_history(self._out)
+            return write_review(self._out, self._history, state, why)
         except OSError as error:
             if not self._lost:
                 self._lost = True

@@ -120,7 +120,8 @@ class Lifecycle:
         self.reviewer.write(RUNNING)
 
     def fail(self, why: str) -> NoReturn:
-        """Ends the program with an error."""
+        """Ends the program with an error, after the verdict."""
+        self.reviewer.verdict()
         self.close(FAILED, why)
         raise SystemExit(f"error: {why}")
 

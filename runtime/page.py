@@ -147,7 +147,8 @@ def bounds(arrays: Sequence[np.ndarray], outliers: float = 0) -> tuple[float, fl
     values = np.concatenate(arrays)
     low, high = np.quantile(values[np.isfinite(values)], [outliers, 1 - outliers], method="nearest")
     low, high = float(low), float(high)
-    return (low, high) if high > low else (low - 0.5, high + 0.5)
+    around = max(0.5, abs(low) / 2)
+    return (low, high) if high > low else (low - around, high + around)
 
 
 def drawn(curve: Curve, number: int, place: Callable[..., list[str]]) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from test_train import REPO, finish, start, train
 
-from review import Reviewer, report
+from review import Reviewer, read_history, report
 from runtime.records import read_lines
 from runtime.run_log import RunLog
 
@@ -93,7 +93,7 @@ def test_the_report_of_a_run_needs_no_network_and_no_script(run: Path) -> None:
     assert "short: done after 2 steps." in text
     assert "verdict: a run of 2 steps is too short for one" in text
     for title in ("accuracy on held-out questions", "mean reward", "norm of the gradient"):
-        assert f"<figcaption>{title} " in text
+        assert f"<figcaption>{title}<br>" in text
     for head in ("Held-out questions", "A group of step 0", "A group of step 1", "Settings"):
         assert f"<h2>{head}</h2>" in text
     entry = read_lines(run / "eval.jsonl")[0]
@@ -113,7 +113,7 @@ def test_html_in_texts_is_shown_and_not_executed(run: Path, tmp_path: Path) -> N
         (folder / name).write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     with open(folder / "config.yaml", "a", encoding="utf-8") as file:
         file.write(f"derived.{SCRIPT}: '{SCRIPT}'\n")
-    text = report([folder])
+    text = report({folder: read_history(folder)})
     assert "<script" not in text and "alert(1)</" not in text
     escaped = "&lt;script&gt;alert(1)&lt;/script&gt;"
     for word in ("question", "answer:", "answer", "completion", "derived."):
@@ -130,9 +130,9 @@ def test_the_report_of_1000_steps_is_smaller_than_5_mb(run: Path, tmp_path: Path
         if step % 10 == 0:
             log.samples(step, [sample | {"step": step} for sample in records.samples])
     log.close()
-    text = report([tmp_path / "long"])
+    text = report({tmp_path / "long": read_history(tmp_path / "long")})
     assert "long: died after 1000 steps." in text
-    reward = text.partition("<figcaption>mean reward ")[2].partition("</figure>")[0]
+    reward = text.partition("<figcaption>mean reward<br>")[2].partition("</figure>")[0]
     assert ">0.999</span>" in reward and ">step 999</text>" in reward, "the last step"
     assert re.findall(r"<th>(step \d+)</th>", text) == ["step 0", "step 500", "step 950"]
     assert re.findall(r"<pre>(question \d+)</pre>", text) == [f"question {i}" for i in range(6)]
@@ -152,7 +152,7 @@ def test_several_runs_are_drawn_over_each_other(run: Path, tmp_path: Path) -> No
     assert tool(run, others[0], "--out", ab) == (0, f"{ab}\n", "")
     text = ab.read_text(encoding="utf-8")
     assert "<title>short, other</title>" in text
-    accuracy = text.partition("<figcaption>accuracy on held-out questions ")[2]
+    accuracy = text.partition("<figcaption>accuracy on held-out questions<br>")[2]
     accuracy = accuracy.partition("</figure>")[0]
     assert re.findall(r">(\w+): [\d.]+ ± [\d.]+</span>", accuracy) == ["short", "other"]
     assert accuracy.count("<polyline") == 2

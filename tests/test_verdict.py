@@ -175,7 +175,7 @@ def test_a_sick_run_has_at_most_three_lines_and_causes_come_first() -> None:
         "verdict: sampler_drift: The sampler's log-probabilities are not the trainer's: its "
         "weights or programs differ.",
         "verdict: all_truncated: Nearly all completions are cut off before they end. Raise "
-        "MAX_LENGTH_SAMPLE.",
+        "MAX_LENGTH_SAMPLE or, if they ended at the start of the run, lower LEARNING_RATE.",
     ]
     assert verdict(history(sick, n=60)) == lines
 

@@ -27,7 +27,7 @@ def main() -> None:
         parser.error("--out FILE.html is needed for several runs")
     try:
         for run in args.runs:
-            write_review(run, *state_of(run))
+            write_review(run, read_history(run), *state_of(run))
         if args.out:
             replace_file(args.out, report({run: read_history(run) for run in args.runs}))
     except UserMistake as error:

@@ -402,15 +402,18 @@ class Reviewer:
         for line in verdict(self._history) if self._writes else []:
             self._log.line(line)
 
-    def write(self, state: str, why: str = "") -> dict[str, Any] | None:
-        """Writes the review of the run so far, and returns its summary."""
+    def write(self, state: str, why: str = "") -> dict[str, Any]:
+        """Writes the review of the run so far, and returns the parts of its summary that are
+        numbers and texts."""
         if not self._writes:
-            return None
+            return {}
         try:
             self._history = read_history(self._out)
-            return write_review(self._out, self._history, state, why)
+            summary = write_review(self._out, self._history, state, why)
         except OSError as error:
             if not self._lost:
                 self._lost = True
                 self._log.line(f"{self._out}/report.html cannot be written: {error.strerror}")
-        return None
+            return {}
+        best = {f"best/{name}": found["value"] for name, found in summary["best"].items()}
+        return best | {"state": state, "why": why, "verdict": " ".join(summary["verdict"])}

@@ -226,7 +226,7 @@ class Config:
     eval_full_sweep: bool = in_eval(False, "Evaluate the full split at the end.")
     eval_samples: int = in_eval(1, "Completions per question.", at_least=1)
     eval_temperature: float = in_eval(
-        0.0, "Temperature; 0: greedy, or TEMPERATURE if EVAL_SAMPLES is above 1."
+        0.0, "Temperature of evaluations; 0: TEMPERATURE if EVAL_SAMPLES > 1, else greedy."
     )
     accuracy_of: str = in_eval("", "Reward of the accuracy; empty: reward_correct, or the first.")
     accuracy_threshold: float = in_eval(1.0, "Smallest reward that counts as right.")
@@ -244,7 +244,7 @@ class Config:
     export_hf: str = in_run("", "Folder of the export; empty: OUTPUT_DIR/hf; none: no export.")
     export_dtype: str = in_run("auto", "Dtype of the export; auto: as in the run.", choices=DTYPES)
     sample_every_steps: int = in_run(
-        10, "Steps between groups of completions that are shown; 0: never."
+        10, "Steps between groups of completions that are shown, also the last; 0: never."
     )
     print_train_time_breakdown: bool = local(False, "Print the seconds of each phase per step.")
     wandb_mode: str = local(
@@ -387,11 +387,14 @@ def load(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Command:
         of_run = Path(env.get("OUTPUT_DIR", "")) / "config.yaml"
         use_run = (args.eval_only or args.ask) and env.get("OUTPUT_DIR") and of_run.is_file()
         cfg, layers = read_layers(env, args.config or (of_run if use_run else ""))
+        if use_run and layers.get("resume") == str(of_run):  # it is how that run began
+            cfg = dataclasses.replace(cfg, resume="auto")
         layers |= {name.lower(): ".env" for name in dotenv}
         tiny = [name for name, layer in layers.items() if layer == TINY_LAYER]
         if args.print_config:
             parsing.print_and_exit(describe(cfg, args.processes, args.local_devices))
-        lines = [f"note: {line}" for line in (*notes(cfg, tiny), *ignored_names(env))]
+        told = () if args.eval_only or args.ask else notes(cfg, tiny)
+        lines = [f"note: {line}" for line in (*told, *ignored_names(env))]
         lines = [parsing.changed(cfg, layers), *lines]
         return Command(cfg, args.plan, args.eval_only, args.ask, args.answer, lines)
     except UserMistake as error:

@@ -119,11 +119,11 @@ def log_step(run: Run, log: RunLog, step: Step, groups: Groups) -> dict[str, Any
     records["train-reward/accuracy"] = mean_of(are_right(run, step.results.per_function))
     log.record(step.number, records)
     every = run.cfg.sample_every_steps
-    if every and (step.number % every == 0 or step.number == run.cfg.steps - 1):
+    due = every and (step.number % every == 0 or step.number == run.cfg.steps - 1)
+    if due and jax.process_index() == 0:
         entries = sample_entries(run, groups, step.advantages)
         log.samples(step.number, entries)
-        if jax.process_index() == 0:
-            log.line(sample_table(step.number, entries[0]))
+        log.line(sample_table(step.number, entries[0]))
     log.step_done()
     return {"step": step.number} | records
 
@@ -287,7 +287,8 @@ def log_evaluation(
     for text in [line, *compiled_lines(f"eval step={step}", clock)]:
         log.line(text)
     log.record(step, records)
-    log.answers(step, answer_entries(run, questions, answers, correct, full))
+    if jax.process_index() == 0:
+        log.answers(step, answer_entries(run, questions, answers, correct, full))
     return records["eval_full/accuracy" if full else "eval/accuracy"]
 
 

@@ -15,6 +15,7 @@ from config import Config
 from loss import equal_groups
 from rewards import mean_of
 from rollout import Answers, Groups, Run
+from runtime.mistakes import in_one_line
 from runtime.page import charts_of, escaped, group_tables, held_out_table, page, settings_table
 from runtime.parsing import yaml_lines
 from runtime.records import (
@@ -29,7 +30,7 @@ from runtime.records import (
     summary_of,
 )
 from runtime.run_log import RunLog
-from runtime.tables import shorten, table_text
+from runtime.tables import pairs_of, shorten, table_text
 
 ENDED = ("MAX_LENGTH_SAMPLE", "stop token")  # what ended a completion: without, with stopped
 
@@ -39,26 +40,24 @@ ENDED = ("MAX_LENGTH_SAMPLE", "stop token")  # what ended a completion: without,
 
 def sample_entries(run: Run, groups: Groups, advantages: np.ndarray) -> list[dict[str, Any]]:
     """Entries of samples.jsonl for two groups of this process, with all their completions. Groups
-    whose rewards differ come first, since the step learns from them.
+    whose total rewards differ come first.
 
     advantages: [B] float64.
     """
-    K, local, results = run.cfg.num_pre_q, run.local_sequences(), groups.results
-    prompts, texts = groups.prompts[run.local_prompts()], groups.completions.texts(run.tokenizer)
-    columns = (results.rewards, results.per_function, results.completion_lengths, results.stopped)
-    completions = completion_entries(run, texts, *(column[local] for column in columns))
-    for entry, advantage in zip(completions, advantages[local], strict=True):
-        entry["advantage"] = float(advantage)
-    shown = np.argsort(equal_groups(results.rewards[local], K), kind="stable")[:2]
-    return [
-        {
-            "question": prompts[i].columns["question"],
-            "prompt": run.tokenizer.decode(prompts[i].ids),
-            "answer": prompts[i].columns["answer"],
-            "completions": completions[i * K : (i + 1) * K],
-        }
-        for i in shown
-    ]
+    K, first, found, entries = run.cfg.num_pre_q, run.local_sequences().start, groups.results, []
+    equal = equal_groups(found.rewards[run.local_sequences()], K)
+    for i in np.argsort(equal, kind="stable")[:2]:
+        prompt = groups.prompts[run.local_prompts()][i]
+        drawn = groups.completions.at(slice(i * K, (i + 1) * K)).texts(run.tokenizer)
+        texts = [data.opened_tag(prompt, run.tokenizer) + text for text in drawn]
+        members = slice(first + i * K, first + (i + 1) * K)
+        columns = found.rewards, found.per_function, found.completion_lengths, found.stopped
+        completions = completion_entries(run, texts, *(column[members] for column in columns))
+        for completion, advantage in zip(completions, advantages[members], strict=True):
+            completion["advantage"] = float(advantage)
+        entry = {"question": prompt.columns["question"], "prompt": run.tokenizer.decode(prompt.ids)}
+        entries.append(entry | {"answer": prompt.columns["answer"], "completions": completions})
+    return entries
 
 
 def answer_entries(
@@ -114,17 +113,7 @@ def number_or_none(number: float) -> float | None:
 
 def sample_table(step: int, entry: dict[str, Any]) -> str:
     """The completions of one group as a table: for a terminal, or as plain lines."""
-    rows = [
-        {
-            "reward": f"{completion['reward']}",
-            **{name: f"{x}" for name, x in completion["rewards"].items()},
-            "advantage": f"{completion['advantage']:.3f}",
-            "tokens": f"{completion['tokens']}",
-            "ended": completion["ended"],
-            "completion": shorten(completion["text"]),
-        }
-        for completion in entry["completions"]
-    ]
+    rows = [(pairs_of(each), shorten(each["text"])) for each in entry["completions"]]
     return table_text(f"sample step={step} question: {shorten(entry['question'])}", rows)
 
 
@@ -164,7 +153,9 @@ APPLIED = "train-other/updates_applied"
 TOTAL, FORMAT = "train-reward/total/mean", "train-reward/func/reward_format/mean"
 EQUAL, CUT = "train-other/frac_reward_zero_std", "train-seq_len/completion/hit_max_frac"
 DRIFT, ENTROPY = "train-other/sampling_logp_difference/mean", "train-other/entropy"
-RIGHT, CLIPPED = "train-reward/accuracy", "train-other/clip_ratio_later/region_mean"
+ACCURACY, CLIPPED = "train-reward/accuracy", "train-other/clip_ratio_later/region_mean"
+LR = "train-other/learning_rate"
+SEEN = ("step", TOTAL, FORMAT, EQUAL, CUT, DRIFT, ENTROPY, ACCURACY, CLIPPED, APPLIED, LR)
 
 
 class View(NamedTuple):
@@ -202,11 +193,11 @@ class View(NamedTuple):
     def held_out_gap(self) -> float:
         """How far an evaluation during the last steps is below their accuracy; NaN without one."""
         recent = self.run.evals and self.run.evals[-1]["step"] >= self.last[0]["step"]
-        return self.mean(RIGHT) - self.accuracy(-1)[0] if recent else math.nan
+        return self.mean(ACCURACY) - self.accuracy(-1)[0] if recent else math.nan
 
     def never(self, name: str) -> bool:
         """Whether a metric was 0 in all steps, and the learning rate has stopped rising."""
-        rates = column(self.last, "train-other/learning_rate")
+        rates = column(self.last, LR)
         return np.nanmax(column(self.run.steps, name)) == 0 and rates[-1] <= rates[0]
 
 
@@ -242,7 +233,7 @@ RULES = (
     ),
     Rule(
         "entropy_collapsed",
-        lambda v: v.mean(ENTROPY) < 0.1 * v.began(ENTROPY) and v.mean(RIGHT) < 0.7,
+        lambda v: v.mean(ENTROPY) < 0.1 * v.began(ENTROPY) and v.mean(ACCURACY) < 0.7,
         "The policy has become almost deterministic before it was right, so it tries nothing new. "
         "Lower LEARNING_RATE, or raise EPS_HIGH, TEMPERATURE, BETA or ENTROPY_COEF.",
         "A tenth of the entropy leaves groups without differences. A right policy needs none.",
@@ -263,7 +254,7 @@ RULES = (
     ),
     Rule(
         "format_only",
-        lambda v: v.mean(FORMAT) >= 0.8 and v.rose(FORMAT) > 3 and v.rose(RIGHT) < 2,
+        lambda v: v.mean(FORMAT) >= 0.8 and v.rose(FORMAT) > 3 and v.rose(ACCURACY) < 2,
         "The answer format is learnt, and right answers are not. Raise the weight of "
         "reward_correct, take easier questions, or sample more completions per prompt.",
         "The format is there in four of five completions and rose beyond noise; answers did not.",
@@ -305,6 +296,8 @@ def verdict(history: History) -> list[str]:
     view = View(history, history.steps[:WINDOW], history.steps[-WINDOW:])
     if found := broken_rules(view):
         return [f"verdict: {rule.name}: {rule.says}" for rule in found[:3]]
+    if not history.steps:
+        return []
     if len(history.steps) < WINDOW:
         return [f"verdict: a run of {len(history.steps)} steps is too short for one"]
     parts = [f"mean reward {view.began(TOTAL):.4f} -> {view.mean(TOTAL):.4f}"]
@@ -375,21 +368,40 @@ def write_review(out: Path, history: History, state: str, why: str) -> dict[str,
 
 class Reviewer:
     """What process 0 tells about its run: notes while it goes on, then summary.json, report.html
-    and the verdict. A full disk costs a line."""
+    and the verdict. What fails here costs a line, and never the run."""
 
     def __init__(self, out: Path, log: RunLog, writes: bool) -> None:
         """writes: whether this is process 0; the others say and write nothing."""
-        self._out, self._log, self._writes, self._lost = out, log, writes, False
-        if writes:
-            self._history = read_history(out)
-            self._held, self._told = collections.Counter(), set()
+        self._out, self._log, self._writes, self._failed = out, log, writes, False
+        self._held, self._told = collections.Counter(), set()
+        self._history = read_history(out) if writes else None
 
     def step_done(self, record: dict[str, Any]) -> None:
         """Prints a note if a rule has held for WINDOW steps, once for each rule."""
-        if not self._writes:
-            return
+        self._try(lambda: self._look(record))
+
+    def verdict(self) -> None:
+        """Prints the verdict."""
+        self._try(lambda: [self._log.line(line) for line in verdict(self._history)])
+
+    def write(self, state: str, why: str = "") -> dict[str, Any]:
+        """Writes the review of the run so far, and returns the parts of its summary that are
+        numbers and texts."""
+        return self._try(lambda: self._write(state, why)) or {}
+
+    def _try(self, act: Callable[[], Any]) -> Any:
+        try:
+            return act() if self._writes else None
+        except Exception as error:  # a full disk, or a file that somebody has damaged
+            if not self._failed:
+                self._failed = True
+                why = error.strerror if isinstance(error, OSError) else in_one_line(error)
+                self._log.line(f"{self._out}/report.html cannot be written: {why}")
+        return None
+
+    def _look(self, record: dict[str, Any]) -> None:
         steps = self._history.steps
-        steps.append(record)
+        steps.append({name: record.get(name) for name in SEEN})
         holding = broken_rules(View(self._history, steps[:WINDOW], steps[-WINDOW:]))
         self._held = collections.Counter({r.name: self._held[r.name] + 1 for r in holding})
         for rule in holding:
@@ -397,23 +409,10 @@ class Reviewer:
                 self._told.add(rule.name)
                 self._log.line(f"note step={record['step']}: {rule.name}: {rule.says}")
 
-    def verdict(self) -> None:
-        """Prints the verdict."""
-        for line in verdict(self._history) if self._writes else []:
-            self._log.line(line)
-
-    def write(self, state: str, why: str = "") -> dict[str, Any]:
-        """Writes the review of the run so far, and returns the parts of its summary that are
-        numbers and texts."""
-        if not self._writes:
-            return {}
-        try:
-            self._history = read_history(self._out)
-            summary = write_review(self._out, self._history, state, why)
-        except OSError as error:
-            if not self._lost:
-                self._lost = True
-                self._log.line(f"{self._out}/report.html cannot be written: {error.strerror}")
-            return {}
+    def _write(self, state: str, why: str) -> dict[str, Any]:
+        history = read_history(self._out)
+        seen = [{name: record.get(name) for name in SEEN} for record in history.steps]
+        self._history = history._replace(steps=seen)
+        summary = write_review(self._out, history, state, why)
         best = {f"best/{name}": found["value"] for name, found in summary["best"].items()}
         return best | {"state": state, "why": why, "verdict": " ".join(summary["verdict"])}

@@ -319,8 +319,9 @@ def pass_at(correct: np.ndarray, k: int) -> float:
     correct: [questions, n samples]. Source: arXiv 2107.03374, eq. 1.
     """
     n, right = correct.shape[1], correct.sum(axis=1)  # [questions], NaN stays
-    misses = np.array([math.comb(n - int(c), k) for c in right[~np.isnan(right)]])
-    return mean_of(1 - misses / math.comb(n, k))
+    sets = math.comb(n, k)  # of k samples; an integer of any size
+    hits = [1 - math.comb(n - int(c), k) / sets for c in right[~np.isnan(right)]]
+    return mean_of(np.array(hits, np.float64))
 
 
 def majority_accuracy(correct: np.ndarray, texts: list[str]) -> float:

@@ -7,6 +7,7 @@ The checks that cost little come first. A user's mistakes are a UserMistake with
 
 import dataclasses
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -40,7 +41,6 @@ from runtime import processes, resume
 from runtime.checkpoint import Checkpoints
 from runtime.layout import mesh_text
 from runtime.lifecycle import Lifecycle
-from runtime.long_work import tell_compilations
 from runtime.mistakes import UserMistake, fail
 from runtime.parsing import REPO, compared_by_value, shared_by_processes, to_text
 from runtime.processes import StopSignal
@@ -62,7 +62,6 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | No
     out = backend = None
     try:
         processes.start_jax(cfg)
-        tell_compilations()
         run = set_up(cfg)
         if resume.is_finished(cfg, run.made_with):
             print(f"OUTPUT_DIR={cfg.output_dir}: all STEPS={cfg.steps} are done; raise it to go on")
@@ -214,12 +213,12 @@ def stop_if_unable_to_write(cfg: Config) -> None:
 def what_ran(run: Run) -> dict[str, str]:
     """What this machine has made of the settings that leave a choice, as config.yaml names it."""
     chosen = ("policy_loss_impl", "attention_impl", "layer_loop", "dtype")
-    return {
+    level = drift_level(run)
+    return ({"derived.drift_level": to_text(level)} if level < math.inf else {}) | {
         "derived.reward_weights": to_text(run.weights),
         **{f"derived.{name}": str(getattr(run.training, name)) for name in chosen},
         "derived.mesh_shape": mesh_text(run.training.layout.mesh),
         "derived.rollout_mesh_shape": rollout_mesh(run.cfg, run.rollout),
-        "derived.drift_level": to_text(drift_level(run)),
         "derived.commit": processes.commit_of(REPO),
         "derived.device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
     }

@@ -155,7 +155,8 @@ def main(cfg: Config) -> None:
             save()  # the last checkpoint, with the last accuracy
         if cfg.eval_full_sweep:
             measure(state.params, cfg.steps, full=True)
-    life.finish(lambda: export(run, life.out, state.params))
+    with life.ending(save):
+        life.finish(lambda: export(run, life.out, state.params))
 
 
 # ---- The batch of a step -------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from runtime.checkpoint import Checkpoints
-from runtime.mistakes import UserMistake, fail
+from runtime.mistakes import UserMistake, fail, in_one_line
 from runtime.packing import Widths
 from runtime.processes import Stopped, StopSignal
 from runtime.records import DONE, FAILED, RUNNING, STOPPED
@@ -52,7 +52,8 @@ class Lifecycle:
     @contextlib.contextmanager
     def ending(self, save: Callable[[], None]) -> Iterator[None]:
         """Runs the steps, and ends the program after a signal, a user's mistake or too little
-        memory. save: calls Lifecycle.save with the newest arrays."""
+        memory; any other error is noted in the summary. save: calls Lifecycle.save with the newest
+        arrays."""
         try:
             # Without a checkpoint of its own, the run went on from that of another run.
             if self.progress.step and self.checkpoints.newest_begun < 0:
@@ -74,6 +75,11 @@ class Lifecycle:
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" in str(error):
                 self.close(FAILED, "memory ran out")
+            else:
+                self.reviewer.write(FAILED, in_one_line(error))
+            raise
+        except Exception as error:
+            self.reviewer.write(FAILED, in_one_line(error))
             raise
 
     def step_done(self, rounds: int, wrong: str, batch: dict[str, np.ndarray]) -> None:
@@ -104,11 +110,11 @@ class Lifecycle:
         if self.cfg.steps:
             try:
                 export()
+                if self.saves and self.checkpoints.newest < self.cfg.steps:
+                    self.fail(f"the last checkpoint is not in {self.checkpoints.folder}")
+                mark_finished(self.out, self.cfg.steps, self.made_with)
             except OSError as error:
                 self.fail(str(error))
-            if self.saves and self.checkpoints.newest < self.cfg.steps:
-                self.fail(f"the last checkpoint is not in {self.checkpoints.folder}")
-            mark_finished(self.out, self.cfg.steps, self.made_with)
             self.reviewer.verdict()
         seconds = time.perf_counter() - self.began
         self.log.line(f"DONE: steps={self.cfg.steps} elapsed_sec={seconds:.3f}")

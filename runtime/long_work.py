@@ -1,6 +1,6 @@
 """Says that work which takes long goes on: a bar on a terminal, and elsewhere a line every 30 s.
 
-Work that is done sooner says nothing. A thread looks at all work once in a while, so that work
+LongWork that is done sooner says nothing. A thread looks at all work once in a while, so that work
 itself only counts what it has done.
 """
 
@@ -19,7 +19,7 @@ LOOKS = 30  # how often the thread looks in an interval
 COMPILING = "/jax/core/compile/backend_compile_duration"  # jax's name for a compilation
 
 
-class Work:
+class LongWork:
     """A piece of work that may take long."""
 
     def __init__(self, what: str, total: float | None, unit: str) -> None:
@@ -42,7 +42,8 @@ class Work:
         elif seconds >= interval_s * (self._lines + 1):
             self._lines += 1
             told = "" if self._total is None else f": {self._amounts()}"
-            print(f"{self._what} for {seconds:.0f} s{told}", flush=True)
+            # In one piece, since another thread may print at the same time.
+            print(f"{self._what} for {seconds:.0f} s{told}\n", end="", flush=True)
 
     def end(self) -> None:
         """Removes the bar."""
@@ -67,15 +68,15 @@ class _Watched:
     """The work that a thread looks at, each piece until it ends."""
 
     def __init__(self, interval_s: float) -> None:
-        self._works: list[Work] = []
+        self._works: list[LongWork] = []
         self._interval_s, self._lock = interval_s, threading.Lock()
         threading.Thread(target=self._look, daemon=True, name="long work").start()
 
-    def add(self, work: Work) -> None:
+    def add(self, work: LongWork) -> None:
         with self._lock:
             self._works.append(work)
 
-    def remove(self, work: Work) -> None:
+    def remove(self, work: LongWork) -> None:
         """After this nothing is said about the work."""
         with self._lock, contextlib.suppress(OSError, ValueError):
             self._works.remove(work)
@@ -98,12 +99,12 @@ def _watched(interval_s: float) -> _Watched:
 @contextlib.contextmanager
 def long_work(
     what: str, total: float | None = None, unit: str = "", *, interval_s: float = INTERVAL_S
-) -> Iterator[Work]:
+) -> Iterator[LongWork]:
     """Says how far the work within this context is, while it lasts.
 
     what: such as "loading weights". total: how much there is to do, in `unit`; None: not known.
     """
-    work, watched = Work(what, total, unit), _watched(interval_s)
+    work, watched = LongWork(what, total, unit), _watched(interval_s)
     watched.add(work)
     try:
         yield work

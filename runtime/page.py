@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from runtime.records import column, read_lines
+from runtime.tables import pairs_of
 
 SHOWN_QUESTIONS = 6  # held-out questions with their answers
 MOST_POINTS = 300  # of a curve; more points are replaced by means of neighbours
@@ -131,9 +132,15 @@ def thinned(curve: Curve) -> Curve:
         last = len(steps) - 1
         parts = [*np.array_split(np.arange(last), MOST_POINTS - 1), np.array([last])]
         steps, values, errors = (
-            np.array([x[part].mean() for part in parts]) for x in (steps, values, errors)
+            np.array([mean_of_finite(x[part]) for part in parts]) for x in (steps, values, errors)
         )
     return Curve(curve.name, steps, values, errors if curve.errors is not None else None)
+
+
+def mean_of_finite(values: np.ndarray) -> float:
+    """The mean of the finite values; NaN without any."""
+    finite = values[np.isfinite(values)]
+    return float(finite.mean()) if len(finite) else math.nan
 
 
 def errors_of(curve: Curve) -> np.ndarray:
@@ -269,7 +276,7 @@ def first_questions(file: Path) -> list[str]:
 
 def group_tables(folder: Path) -> str:
     """A group of completions from the start, the middle and the end of training."""
-    entries = read_lines(folder / "samples.jsonl")
+    entries = [e for e in read_lines(folder / "samples.jsonl") if "completions" in e]
     groups = {entry["step"]: entry for entry in reversed(entries)}  # the first of each step
     parts = []
     for step in three_of(sorted(groups)):
@@ -282,14 +289,9 @@ def group_tables(folder: Path) -> str:
 
 
 def completion_cell(completion: dict[str, Any]) -> str:
-    """The HTML of a completion with its rewards, its advantage, its length and how it ended."""
-    numbers = {"reward": completion["reward"], **completion["rewards"]}
-    if "advantage" in completion:
-        numbers["advantage"] = round(completion["advantage"], 3)
-    told = [f"{name} {'-' if x is None else f'{x:g}'}" for name, x in numbers.items()]
-    told += [f"{completion['tokens']} tokens", f"ended by {completion['ended']}"]
-    text = escaped(", ".join(told))
-    return f'<pre>{escaped(completion["text"])}</pre><p class="numbers">{text}</p>'
+    """The HTML of a completion, with what is known of it."""
+    told = escaped(", ".join(f"{name} {value}" for name, value in pairs_of(completion)))
+    return f'<pre>{escaped(completion["text"])}</pre><p class="numbers">{told}</p>'
 
 
 def three_of(values: list[int]) -> list[int]:

@@ -23,6 +23,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.extend.backend import register_backend_factory
 
+from runtime.long_work import tell_compilations
 from runtime.mistakes import UserMistake
 
 # What the errors of Gloo (CPUs), NCCL (GPUs) and jax's service say when another process is gone.
@@ -35,7 +36,8 @@ TASKS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")  # how srun and mpirun name the
 
 
 def start_jax(cfg: Any) -> None:
-    """Joins the other processes, if there are any, and prints the devices.
+    """Joins the other processes, if there are any, and prints the devices. From then on long
+    compilations are told.
 
     It has to come before anything touches a device. Raises UserMistake if there is no device of the
     kind that JAX_PLATFORMS names.
@@ -54,6 +56,7 @@ def start_jax(cfg: Any) -> None:
             raise
         wanted, reason = os.environ.get("JAX_PLATFORMS", ""), " ".join(str(error).split())
         raise UserMistake(f"JAX_PLATFORMS={wanted}: no such device here. {reason}") from None
+    tell_compilations()
     print(
         f"backend={jax.default_backend()} process={jax.process_index()}/{jax.process_count()} "
         f"device_count={jax.device_count()} local_device_count={jax.local_device_count()}",
@@ -259,7 +262,8 @@ def gather_texts(text: str) -> list[str]:
         return [text]
     data = np.frombuffer(text.encode(), np.uint8)
     sizes = multihost_utils.process_allgather(np.int32(data.size))  # [processes]
-    padded = np.pad(data, (0, int(sizes.max()) - data.size))
+    width = 1 << int(sizes.max()).bit_length()  # few widths, so that few programs are compiled
+    padded = np.pad(data, (0, width - data.size))
     gathered = multihost_utils.process_allgather(padded)  # [processes, bytes]
     return [bytes(x[:size]).decode() for x, size in zip(gathered, sizes, strict=True)]
 

@@ -41,10 +41,11 @@ def read_lines(file: Path, having: Sequence[str] = ()) -> list[dict[str, Any]]:
     if not file.is_file():
         return []
     found = []
-    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
-        if not having or any(text in line for text in having):
-            with contextlib.suppress(ValueError):  # a killed run leaves half a line
-                found.append(json.loads(line))
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            if not having or any(text in line for text in having):
+                with contextlib.suppress(ValueError):  # a killed run leaves half a line
+                    found.append(json.loads(line))
     return [record for record in found if isinstance(record, dict) and "step" in record]
 
 
@@ -76,10 +77,13 @@ def state_of(out: Path) -> tuple[str, str]:
     told: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
         told = json.loads((out / SUMMARY).read_text(encoding="utf-8"))
-    state, why = told.get("state", RUNNING), told.get("why", "")
-    if state == RUNNING and not is_alive(out):
-        return DIED, "it left no word: it was killed, or its machine was"
-    return state, why
+    if told.get("state", RUNNING) != RUNNING:
+        return told["state"], told["why"]
+    if is_alive(out):
+        return RUNNING, ""
+    if not told and (out / "finished").exists():
+        return DONE, ""
+    return DIED, "it left no word: it was killed, or its machine was"
 
 
 def summary_of(
@@ -116,6 +120,6 @@ def names_of(folders: Sequence[Path]) -> list[str]:
 
 def replace_file(file: Path, text: str) -> None:
     """Replaces a file at once, so that nobody reads a part of it. Raises OSError."""
-    partial = file.with_name(f"{file.name}.partial")
+    partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
     partial.write_text(text, encoding="utf-8")
     partial.replace(file)

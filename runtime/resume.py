@@ -169,13 +169,16 @@ def is_finished(cfg: Any, made_with: Mapping[str, str]) -> bool:
 
 
 def mark_finished(out: Path, steps: int, made_with: Mapping[str, str]) -> None:
-    """Notes in the run's folder that all is done, so that the same command does nothing again."""
+    """Notes in the run's folder that all is done, so that the same command does nothing again.
+
+    Raises OSError.
+    """
     if jax.process_index() == 0:
         done = {"step": steps, "made_with": made_with}
         try:
             (out / "finished").write_text(json.dumps(done) + "\n", encoding="utf-8")
         except OSError as error:
-            raise SystemExit(f"error: {out}/finished: {error.strerror}") from None
+            raise OSError(f"{out}/finished: {error.strerror}") from None
 
 
 def stop_if_another(
@@ -230,7 +233,8 @@ def restore(
     aside = out / f"earlier_{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
     with processes.told_by_all():
         if jax.process_index() == 0:
-            make_way(out, aside, () if found else (*FILES, "hf", "wandb"))
+            outputs = (*FILES, "summary.json", "report.html", "hf", "wandb")
+            make_way(out, aside, () if found else outputs)
     if not found:
         if reachable:
             checkpoints.set_aside(-1, aside)

@@ -1,4 +1,4 @@
-"""What a run leaves behind: its lines, metrics.jsonl, samples.jsonl and W&B.
+"""What a run leaves behind: its lines, metrics.jsonl, samples.jsonl, eval.jsonl and W&B.
 
 Every process prints its lines; only process 0 writes files and W&B.
 """
@@ -117,6 +117,8 @@ class RunLog:
                 print(text, flush=True)
             else:
                 self._bar.write(text)
+        except UnicodeEncodeError as error:  # stdout may know fewer characters than a model
+            self.line(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
         except OSError as error:  # a full disk; stderr may go to another one
             if "stdout" not in self._lost:
                 self._lost.add("stdout")

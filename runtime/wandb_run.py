@@ -1,8 +1,8 @@
 """The run in W&B: whether there is one, and what it gets.
 
-W&B gets the rows of metrics.jsonl, which has each step once, also after a kill and a resume. A row
-has all records of one step. It is sent once it is complete: W&B takes no more values for a step
-that it has. A resumed run first sends the rows that W&B does not have yet.
+W&B gets the records of metrics.jsonl, which has each step once, also after a kill and a resume. It
+gets all records of a step together, once they are complete: W&B takes no more values for a step
+that it has. A resumed run first sends the steps that W&B does not have yet.
 """
 
 import contextlib
@@ -68,7 +68,7 @@ class WandbRun:
         self.id = ""
         self._out, self._say = out, say
         self._unsent: list[str] = []  # lines for the end, about what W&B does not have
-        self._row: dict[str, Any] = {}  # what is known of the newest step
+        self._values: dict[str, Any] = {}  # of the newest step
         self._samples: list[dict[str, Any]] = []  # of the newest step
         self._step = self._first = 0  # the newest step; the first one that W&B does not have
         self._run = self._start(settings)
@@ -77,24 +77,24 @@ class WandbRun:
             self._try(self._catch_up)
 
     def record(self, step: int, values: dict[str, Any]) -> None:
-        """Adds values to the row of a step; the row of an earlier step is complete now."""
+        """Adds values of a step; an earlier step is complete now."""
         if self._run:
-            self._begin_row(step)
-            self._row |= values
+            self._begin_step(step)
+            self._values |= values
 
     def sample(self, step: int, group: dict[str, Any]) -> None:
         """Adds a group of completions, as RunLog.samples has it, to the table of a step."""
         if self._run and "completions" in group:
-            self._begin_row(step)
+            self._begin_step(step)
             self._samples.append(group)
 
     def close(self, summary: dict[str, Any], finished: bool) -> None:
         """Ends the run in W&B, and prints the lines about what W&B does not have.
 
-        The last row is not sent if it lacks its training record, because a resumed run makes this
-        step again. finished: no step is to come, and the last row is that of the last evaluation.
+        The last step is not sent if it lacks its training record, because a resumed run makes this
+        step again. finished: no step is to come, and the last values are of the last evaluation.
         """
-        if finished or TRAINED in self._row:
+        if finished or TRAINED in self._values:
             self._try(self._send)
         self._try(lambda: self._run.summary.update(summary))
         self._try(lambda: self._run.finish())
@@ -125,40 +125,41 @@ class WandbRun:
         return run
 
     def _catch_up(self) -> None:
-        """Sends the rows that an earlier start of this run has recorded and W&B does not have.
+        """Sends the steps that an earlier start of this run has recorded and W&B does not have.
 
         Files for `wandb sync` are made anew, and those of earlier starts are removed, so that
         there is one folder and it has each step once.
         """
         self._first = self._run.starting_step  # 0 for files, and for a run that W&B does not have
         current = Path(self._run.dir).resolve().parent
-        rows = ((line, self.record) for line in _lines_of(self._out / "metrics.jsonl"))
+        records = ((line, self.record) for line in _lines_of(self._out / "metrics.jsonl"))
         tables = ((line, self.sample) for line in _lines_of(self._out / "samples.jsonl"))
-        for line, add in heapq.merge(rows, tables, key=lambda pair: pair[0]["step"]):
+        for line, add in heapq.merge(records, tables, key=lambda pair: pair[0]["step"]):
             add(line.pop("step"), line)
         older = (self._out / "wandb").glob(f"offline-run-*-{self.id}") if self._run else []
         for folder in older:
             if folder.resolve() != current:
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def _begin_row(self, step: int) -> None:
+    def _begin_step(self, step: int) -> None:
         if step != self._step:
             self._try(self._send)
             self._step = step
 
     def _send(self) -> None:
-        """Sends the newest row, unless W&B has this step, and forgets it."""
-        row, samples, self._row, self._samples = self._row, self._samples, {}, []
-        if self._step < self._first or not (row or samples):
+        """Sends the values of the newest step, unless W&B has them, and forgets them."""
+        values, self._values = self._values, {}
+        samples, self._samples = self._samples, []
+        if self._step < self._first or not (values or samples):
             return
         log = functools.partial(self._run.log, step=self._step, commit=True)
         if not samples:
-            log(row)
+            log(values)
             return
         try:  # logging a table asks the server, which logging numbers does not
-            log(row | {"samples": table_of(self._step, samples)})
+            log(values | {"samples": table_of(self._step, samples)})
         except Exception as error:
-            log(row)
+            log(values)
             self._say(f"W&B: {_message(error)}; it has no samples of step {self._step}")
 
     def _try(self, act: Callable[[], None]) -> None:

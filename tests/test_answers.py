@@ -24,6 +24,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
     out = tmp_path_factory.mktemp("answers") / "run"
     cache = {"JAX_COMPILATION_CACHE_DIR": str(out.parent / "cache")}
     settings = {"STEPS": "3", "EVAL_EVERY_STEPS": "0", "EVAL_FULL_SWEEP": "1", "SEED": "3"}
+    settings |= {"RESUME": "never"}  # how it began does not count for --eval-only
     settings |= {"LEARNING_RATE": "3e-4", "DATASET": str(first_questions(out.parent, 60))}
     done = train(out, **settings, **SPEED, **cache)
     assert done.code == 0, done.errors

@@ -18,7 +18,7 @@ import pytest
 
 from models import hf
 from runtime.layout import make_mesh
-from runtime.long_work import Work, long_work
+from runtime.long_work import LongWork, long_work
 from test_smoke import REPO
 
 TINY = REPO / "tiny"
@@ -120,7 +120,7 @@ def test_loading_and_exporting_count_up_to_their_totals(
     counted = {}
 
     @contextlib.contextmanager
-    def noted(what: str, total: float, unit: str) -> Iterator[Work]:
+    def noted(what: str, total: float, unit: str) -> Iterator[LongWork]:
         with long_work(what, total, unit) as work:
             yield work
         counted[what] = work.done, total

@@ -25,8 +25,10 @@ from rewards import AccuracyRule, accuracy_rule
 from rollout import Answers, Groups, Sampled, StepResults
 from runtime import run_log
 from runtime.mistakes import UserMistake
+from runtime.records import read_settings
+from runtime.resume import Progress
 from runtime.run_log import Clock, RunLog
-from startup import set_up
+from startup import open_log, set_up
 
 NAN = float("nan")
 # Two groups of two; the rewards of the second group are equal. One completion was cut off, and the
@@ -98,6 +100,16 @@ def test_the_level_of_the_difference_follows_from_the_dtypes(settings, dtypes, l
     cfg = Config.from_env(settings)
     training, rollout = (SimpleNamespace(dtype=np.dtype(dtype)) for dtype in dtypes)
     assert drift_level(SimpleNamespace(cfg=cfg, training=training, rollout=rollout)) == level
+
+
+def test_a_run_whose_difference_has_another_cause_keeps_no_level(tmp_path: Path) -> None:
+    filtered = {"TOP_P": "0.9", "SAMPLING_SUPPORT": "full"}
+    levels = []
+    for name, settings in (("plain", {}), ("filtered", filtered)):
+        run = set_up(Config.from_env(settings))
+        open_log(run, tmp_path / name, Progress()).close()
+        levels.append(read_settings(tmp_path / name).get("derived.drift_level"))
+    assert levels == [0.001, None]
 
 
 def test_a_line_says_what_jax_compiled_in_a_step_if_it_took_long(monkeypatch) -> None:
@@ -184,8 +196,7 @@ def test_a_step_writes_its_lines_its_record_and_two_samples(
     assert capsys.readouterr().out.splitlines()[:4] == [
         line,
         f"sample step=0 question: {question}",
-        "  reward=1.5 reward_correct=1.0 reward_format=1.0 advantage=1.000 tokens=5 "
-        "ended=stop token",
+        "  reward=1.5 reward_correct=1 reward_format=1 advantage=1 tokens=5 ended=stop token",
         "    <answer>0</answer>",
     ]
     (record,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())

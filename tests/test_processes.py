@@ -350,7 +350,7 @@ def test_runs_that_start_in_the_same_second_get_different_folders(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(resume, "datetime", Stopped)
-    folders = [resume.output_folder("", "mine") for _ in range(3)]
+    folders = [resume.output_folder("", "runs/mine") for _ in range(3)]
     name = "runs/mine_20260102_030405"
     assert [str(folder) for folder in folders] == [name, f"{name}_2", f"{name}_3"]
     assert all((tmp_path / folder / ".lock").is_file() for folder in folders)

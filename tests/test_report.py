@@ -186,6 +186,28 @@ def test_a_run_that_was_killed_has_died(out: Path, run: Path) -> None:
     assert "killed: died after" in (folder / "report.html").read_text()
 
 
+def test_a_review_that_fails_costs_a_line_and_not_the_run(
+    run: Path, tmp_path: Path, capsys
+) -> None:
+    """Somebody has damaged config.yaml while the run goes on."""
+    records, log = Records(run), new_folder(run, tmp_path / "damaged")
+    reviewer = Reviewer(tmp_path / "damaged", log, writes=True)
+    (tmp_path / "damaged" / "config.yaml").write_text("a: [")
+    for step in (0, 1):
+        reviewer.step_done(records.step | {"step": step})
+        assert reviewer.write("running") == {}
+    log.close()
+    assert capsys.readouterr().out.count("report.html cannot be written: ParserError: ") == 1
+
+
+def test_samples_of_an_older_version_are_left_out(run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "older"
+    shutil.copytree(run, folder)
+    sample = {"step": 0, "prompt": "2+3", "completion": "5", "answer": "5", "reward": 1.0}
+    (folder / "samples.jsonl").write_text(json.dumps(sample) + "\n")
+    assert "A group of step" not in report({folder: read_history(folder)})
+
+
 # ---- What it costs -------------------------------------------------------------------------------
 
 

@@ -54,10 +54,11 @@ def test_only_process_0_shows_samples_and_writes_a_review(folder: Path) -> None:
 
 def test_a_disk_that_is_full_under_the_review_costs_a_line(folder: Path) -> None:
     out = folder / "full"
-    out.mkdir()
-    for name in ("report.html.partial", "summary.json.partial"):
-        (out / name).symlink_to("/dev/full")
-    result = train(out, **BASE, EVAL_EVERY_STEPS="1", EVAL_PROMPTS="2")
+    process = start(out, BASE | {"EVAL_EVERY_STEPS": "1", "EVAL_PROMPTS": "2"}, 1)
+    for name in ("report.html", "summary.json"):  # long before the run writes them
+        (out / f"{name}.{process.pid}.partial").symlink_to("/dev/full")
+    result = finish(process, out)
+    assert result.code == 0, result.errors
     assert result.lines.count(f"{out}/report.html cannot be written: No space left on device") == 1
     assert len(result.records) == 5 and "\nDONE: steps=2" in result.lines
 

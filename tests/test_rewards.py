@@ -263,6 +263,7 @@ def test_the_standard_error_is_over_questions() -> None:
 def test_pass_at_k_counts_the_sets_of_k_samples_with_a_right_one(right, n, k, expected) -> None:
     samples = np.array([[1.0] * right + [0.0] * (n - right)])
     assert pass_at(samples, k) == pytest.approx(expected)
+    assert pass_at(np.eye(128)[:1], 64) == pytest.approx(0.5)  # comb(128, 64) has 38 digits
     both = np.concatenate([samples, np.zeros((1, n)), np.full((1, n), np.nan)])
     assert pass_at(both, k) == pytest.approx(expected / 2)  # the last question has no answer
 

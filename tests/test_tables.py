@@ -6,12 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from runtime.tables import LONGEST_TEXT, drawn_table, shorten, table_text
+from runtime.tables import LONGEST_TEXT, drawn_table, pairs_of, shorten, table_text
 
 REPO = Path(__file__).resolve().parent.parent
 ROWS = [
-    {"reward": "2.0", "tokens": "7", "completion": "<think>[red]\n</think>"},
-    {"reward": "0.5", "tokens": "12", "completion": ""},
+    ([("reward", "2.0"), ("tokens", "7")], "<think>[red]\n</think>"),
+    ([("reward", "0.5"), ("tokens", "12")], ""),
 ]
 DRAWN = """\
 step 3
@@ -53,3 +53,17 @@ def test_a_terminal_gets_the_drawn_table() -> None:
 def test_a_long_text_is_cut_in_a_table_only() -> None:
     assert shorten("a" * LONGEST_TEXT) == "a" * LONGEST_TEXT
     assert shorten("a" * (LONGEST_TEXT + 1)) == "a" * LONGEST_TEXT + " ..."
+
+
+def test_a_completion_without_a_reward_has_a_dash() -> None:
+    """Two functions of the user may be called like the total reward and like a column."""
+    rewards = {"reward": 1.4000000000000001, "tokens": None}
+    told = {"text": "5", "reward": None, "rewards": rewards, "advantage": -0.70711, "tokens": 3}
+    assert pairs_of(told | {"ended": "stop token"}) == [
+        ("reward", "-"),
+        ("reward", "1.4"),
+        ("tokens", "-"),
+        ("advantage", "-0.7071"),
+        ("tokens", "3"),
+        ("ended", "stop token"),
+    ]

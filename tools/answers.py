@@ -19,11 +19,13 @@ from config import Command, Config
 from metrics import evaluate
 from models import hf
 from models.model import Params, abstract_params
+from review import Reviewer
 from rollout import Backend, Run, answer_questions
 from runtime import processes, resume
 from runtime.checkpoint import Checkpoints
 from runtime.mistakes import UserMistake, fail
 from runtime.processes import StopSignal
+from runtime.records import DONE
 from runtime.run_log import Clock
 from runtime.sizes import MICRO_SIZES, PASS_SIZES, STEP_SIZES
 from startup import make_backend, open_log, set_up
@@ -63,10 +65,13 @@ class Answering(NamedTuple):
 def answer_command(command: Command) -> None:
     """Does what --eval-only or --ask asks for."""
     cfg = dataclasses.replace(command.cfg, **NO_STEPS)
-    if command.eval_only:
-        evaluate_weights(cfg)
-    else:
-        ask(dataclasses.replace(cfg, **ONE_QUESTION), command.question, command.answer)
+    try:
+        if command.eval_only:
+            evaluate_weights(cfg)
+        else:
+            ask(dataclasses.replace(cfg, **ONE_QUESTION), command.question, command.answer)
+    except UserMistake as error:
+        fail(error)
 
 
 def evaluate_weights(cfg: Config) -> None:
@@ -80,6 +85,7 @@ def evaluate_weights(cfg: Config) -> None:
         _, key = jax.random.split(jax.random.key(cfg.seed))
         with contextlib.closing(open_log(run, out, resume.Progress(step))) as log:
             evaluate(run, log, stop, backend, key, params, step, full=True)
+            Reviewer(out, log, jax.process_index() == 0).write(DONE)
 
 
 def ask(cfg: Config, question: str, answer: str | None) -> None:
@@ -96,10 +102,7 @@ def ask(cfg: Config, question: str, answer: str | None) -> None:
     with contextlib.closing(backend):
         backend.update_weights(params)
         key = jax.random.key(cfg.seed)
-        try:
-            found = answer_questions(run, backend, stop, run.eval_prompts, key, Clock())
-        except UserMistake as error:
-            fail(error)
+        found = answer_questions(run, backend, stop, run.eval_prompts, key, Clock())
     print(f"\n{question}\n\n{found.texts[0]}\n")
     for function, reward in zip(functions, found.per_function[0], strict=True):
         if not np.isnan(reward):
@@ -130,7 +133,7 @@ def none_after_mistakes(function: rewards.RewardFunction) -> rewards.RewardFunct
 
 
 def start_answering(cfg: Config, example: dict[str, str] | None = None) -> Answering:
-    """Reads all that is needed. Ends the program for a user's mistake.
+    """Reads all that is needed. Raises UserMistake.
 
     example: the only question, instead of the eval split.
     """
@@ -140,10 +143,10 @@ def start_answering(cfg: Config, example: dict[str, str] | None = None) -> Answe
         run = set_up(cfg, example)
         backend = make_backend(run)
         return Answering(run, stop, backend, *load_weights(run))
-    except UserMistake as error:
+    except UserMistake:
         if backend:
             backend.close()
-        fail(error)
+        raise
 
 
 def load_weights(run: Run) -> tuple[Params, int]:

@@ -40,6 +40,7 @@ def train(out: Path, settings: dict[str, str]) -> tuple[list[float], str]:
     """The accuracies of all evaluations of a run, of which the first is before training, and the
     part of the ratios that were clipped, as a text."""
     env = os.environ | settings | {"OUTPUT_DIR": str(out), "RESUME": "never"}
+    env["WANDB_MODE"] = "disabled"
     subprocess.run([sys.executable, str(REPO / "train_grpo.py")], env=env, check=True)
     records = [*map(json.loads, (out / "metrics.jsonl").open(encoding="utf-8"))]
     names = "clip_ratio_later/region_mean", "cispo_clip_ratio"

@@ -62,7 +62,7 @@ def number(value: float, error: float = math.nan) -> str:
     return f"{value:.4f}" + ("" if math.isnan(error) else f" ± {error:.4f}")
 
 
-def row(name: str, first: History, second: History) -> list[str]:
+def cells_of(name: str, first: History, second: History) -> list[str]:
     """The cells of a metric: both values, and their difference with what it means."""
     (a, a_error), (b, b_error) = (last_value(history, name) for history in (first, second))
     if name.startswith("time/"):
@@ -97,9 +97,9 @@ def conclusion(names: list[str], histories: list[History]) -> list[str]:
                 f"computed {first[name]}"
             )
     settings = [history.settings for history in histories]
-    keys = [key for key in settings[0] if not key.startswith(("derived.", "run."))]
-    changed = [key for key in keys if settings[0][key] != settings[1].get(key)]
-    told = [f"{key} {settings[0][key]} and {settings[1].get(key)}" for key in changed]
+    keys = [k for k in settings[0] | settings[1] if not k.startswith(("derived.", "run."))]
+    changed = [key for key in keys if settings[0].get(key) != settings[1].get(key)]
+    told = [f"{key} {settings[0].get(key)} and {settings[1].get(key)}" for key in changed]
     lines.append(f"the settings differ in: {', '.join(told) or 'nothing'}")
     for name in ("eval_full/accuracy", "eval/accuracy"):
         (a, a_error), (b, b_error) = (last_value(history, name) for history in histories)
@@ -135,7 +135,7 @@ def main() -> None:
     states = [state_of(folder) for folder in folders]
     rows = [["state", *(f"{state} {why}".strip() for state, why in states), ""]]
     rows.append(["steps", *(str(len(history.steps)) for history in histories), ""])
-    rows += [row(name, *histories) for name in METRICS]
+    rows += [cells_of(name, *histories) for name in METRICS]
     print(f"| | {names[0]} | {names[1]} | second - first |\n|---|---|---|---|")
     print("\n".join(f"| {' | '.join(cells)} |" for cells in rows))
     print("\n".join(conclusion(names, histories)))

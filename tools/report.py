@@ -4,7 +4,7 @@
     python tools/report.py runs/a runs/b --out ab.html  # the curves of both over each other
 
 A run writes its own report at each evaluation and at its end. This command writes it at any other
-time, also for a run that was killed, and brings summary.json up to date.
+time, also for a run that was killed, whose summary.json it brings up to date.
 """
 
 import argparse
@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs 
 
 from review import read_history, report, write_review
 from runtime.mistakes import UserMistake, fail
-from runtime.records import replace_file, state_of
+from runtime.records import RUNNING, replace_file, state_of
 
 
 def main() -> None:
@@ -26,10 +26,12 @@ def main() -> None:
     if len(args.runs) > 1 and not args.out:
         parser.error("--out FILE.html is needed for several runs")
     try:
-        for run in args.runs:
-            write_review(run, read_history(run), *state_of(run))
-        if args.out:
-            replace_file(args.out, report({run: read_history(run) for run in args.runs}))
+        histories = {run: read_history(run) for run in args.runs}
+        state, why = state_of(args.runs[0])
+        if args.out or state == RUNNING:
+            replace_file(args.out or args.runs[0] / "report.html", report(histories))
+        else:
+            write_review(args.runs[0], histories[args.runs[0]], state, why)
     except UserMistake as error:
         fail(error)
     except OSError as error:

@@ -309,7 +309,7 @@ def evaluation(
     completions, over all samples of all questions to which the rule's function applies.
     """
     n, seconds, split = run.cfg.eval_samples, clock.total(), run.cfg.eval_split
-    group, place = ("eval_full", "eval_full/accuracy") if full else ("eval", "eval")
+    prefix, place = ("eval_full", "eval_full/accuracy") if full else ("eval", "eval")
     questions, temperature = len(correct), run.eval_sampling.temperature
     accuracy, error = mean_of(correct), standard_error(correct)
     more = {f"pass_at_{k}": pass_at(correct, k) for k in range(1, n + 1) if is_shown(k, n)}
@@ -319,12 +319,12 @@ def evaluation(
     found += "".join(f" {k}={x:.4f}" for k, x in more.items() if k.endswith(f"_{n}") and n > 1)
     found += f" decoding={'sampled' if temperature else 'greedy'} t={seconds:.2f}s"
     names = [function.__name__ for function in run.functions]
-    records = {f"{group}/accuracy": accuracy, f"{group}/accuracy_se": error}
+    records = {f"{prefix}/accuracy": accuracy, f"{prefix}/accuracy_se": error}
     records |= {f"{place}/{name}": value for name, value in more.items()}
-    records |= {f"{group}/temperature": temperature}
-    records |= _rewards(f"{group}/reward", answers.rewards, answers.per_function, names)
-    records |= _spread(f"{group}/seq_len/completion", answers.lengths, "mean", "max")
-    records[f"{group}/seq_len/completion/hit_max_frac"] = 1 - answers.stopped.mean()
+    records |= {f"{prefix}/temperature": temperature}
+    records |= _rewards(f"{prefix}/reward", answers.rewards, answers.per_function, names)
+    records |= _spread(f"{prefix}/seq_len/completion", answers.lengths, "mean", "max")
+    records[f"{prefix}/seq_len/completion/hit_max_frac"] = 1 - answers.stopped.mean()
     if full:
         line = f"eval_full split={split} questions={questions} samples_per_question={n} {found}"
         return line, records | {
@@ -349,9 +349,9 @@ def _spread(name: str, values: np.ndarray, *which: str) -> dict[str, float]:
 
 
 def _rewards(
-    group: str, rewards: np.ndarray, per_function: np.ndarray, names: list[str]
+    prefix: str, rewards: np.ndarray, per_function: np.ndarray, names: list[str]
 ) -> dict[str, float]:
-    records = _spread(f"{group}/total", rewards, "mean", "std", "min", "max")
+    records = _spread(f"{prefix}/total", rewards, "mean", "std", "min", "max")
     for name, column in zip(names, per_function.T, strict=True):
-        records |= _spread(f"{group}/func/{name}", column, "mean")
+        records |= _spread(f"{prefix}/func/{name}", column, "mean")
     return records

@@ -396,7 +396,7 @@ def load(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Command:
         told = () if args.eval_only or args.ask else notes(cfg, tiny)
         lines = [f"note: {line}" for line in (*told, *ignored_names(env))]
         lines = [parsing.changed(cfg, layers), *lines]
-        return Command(cfg, args.plan, args.eval_only, args.ask, args.answer, lines)
+        return Command(cfg, args.plan, args.eval_only, args.ask or "", args.answer, lines)
     except UserMistake as error:
         fail(error)
 

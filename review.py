@@ -299,7 +299,7 @@ def verdict(history: History) -> list[str]:
     if not history.steps:
         return []
     if len(history.steps) < WINDOW:
-        return [f"verdict: a run of {len(history.steps)} steps is too short for one"]
+        return [f"verdict: too few steps for one, {len(history.steps)} of {WINDOW}"]
     parts = [f"mean reward {view.began(TOTAL):.4f} -> {view.mean(TOTAL):.4f}"]
     if len(history.evals) > 1:
         pairs = [f"{x:.4f} (standard error {e:.4f})" for x, e in map(view.accuracy, (0, -1))]

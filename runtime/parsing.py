@@ -95,7 +95,6 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--ask",
         metavar="QUESTION",
-        default="",
         help="ask OUTPUT_DIR's newest checkpoint, else MODEL_PATH, and score the greedy answer",
     )
     parser.add_argument("--answer", metavar="TEXT", help="the right answer to --ask's question")
@@ -106,6 +105,8 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("--processes and --local-devices must be at least 1")
     if (args.processes, args.local_devices) != (1, 1) and not args.print_config:
         parser.error("--processes and --local-devices are only for --print-config")
+    if args.ask is not None and not args.ask.strip():
+        parser.error("--ask needs a question")
     if args.answer is not None and not args.ask:
         parser.error("--answer is only for --ask")
     return args

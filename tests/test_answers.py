@@ -148,6 +148,7 @@ def test_ask_names_a_reward_function_that_cannot_score_without_an_answer(tmp_pat
     [
         (("--eval-only", "--ask", APPLES), {}, "one at a time"),
         (("--answer", "3"), {}, "--answer is only for --ask"),
+        (("--ask", " "), {}, "--ask needs a question"),
         (("--eval-only",), {"RESUME": "nowhere"}, "RESUME=nowhere is not the folder of a complete"),
         (("--ask", "a " * 3000), {}, "the model has 2048 positions"),
     ],

@@ -44,14 +44,18 @@ class Run(NamedTuple):
         return [json.loads(line) for line in (self.out / "metrics.jsonl").open(encoding="utf-8")]
 
 
-def train(out: Path, *flags: str, **env: str) -> Run:
-    """`python train_grpo.py` in a process of its own, away from this shell's settings."""
+def environment(out: Path, env: dict[str, str]) -> dict[str, str]:
+    """The environment of a run with the settings `env`, away from this shell's settings."""
     names = {field.name.upper() for field in dataclasses.fields(config.Config)}
     shell = {k: v for k, v in os.environ.items() if k not in names | {"XLA_FLAGS"}}
-    env = {"JAX_PLATFORMS": "cpu", "WANDB_API_KEY": "", "OUTPUT_DIR": str(out), **env}
+    return shell | {"JAX_PLATFORMS": "cpu", "WANDB_API_KEY": "", "OUTPUT_DIR": str(out)} | env
+
+
+def train(out: Path, *flags: str, **env: str) -> Run:
+    """`python train_grpo.py` in a process of its own."""
     done = subprocess.run(
         [sys.executable, str(REPO / "train_grpo.py"), *flags],
-        env=shell | env,
+        env=environment(out, env),
         text=True,
         capture_output=True,
         cwd=out.parent,

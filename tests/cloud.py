@@ -14,6 +14,8 @@ import sys
 import time
 from pathlib import Path
 
+from forked import FASTER_TO_COMPILE
+
 REPO = Path(__file__).resolve().parent.parent
 KEY = "fake0key1which2nobody3may4see5"
 # A run needs none of these files, and every test copies all other files.
@@ -66,6 +68,7 @@ class Cloud:
         """Sets the environment variables of all workers, and then those of each worker."""
         shared = {"JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_ADDRESS": self.address}
         shared |= {"JAX_NUM_PROCESSES": "2", "LIBTPU_LOCKFILE": str(self.lockfile)}
+        shared |= FASTER_TO_COMPILE
         (self.folder / "environ.json").write_text(json.dumps([shared, *each]))
 
     def faults(self, *faults: tuple[int, str, str]) -> None:

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 from cloud import Cloud
+from forked import FLAGS
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["WANDB_API_KEY"] = ""  # no test logs to the W&B of whoever runs it
 flags = os.environ.get("XLA_FLAGS", "")
-flags += " --xla_force_host_platform_device_count=8 --xla_cpu_use_fusion_emitters=false"
+flags += f" --xla_force_host_platform_device_count=8 {FLAGS}"
 os.environ["XLA_FLAGS"] = flags.strip()
 
 QUICK = "not slow and not parity and not engine"  # the addopts of pyproject.toml

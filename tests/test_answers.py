@@ -8,14 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from test_mistakes import train
 from test_train import train_two
 
-from test_smoke import Run, train
+from test_smoke import Run
 
 REPO = Path(__file__).resolve().parent.parent
 APPLES = "Grace had 22 apples, lost 7 and then found 3. How many apples does Grace have now?"
 GREEDY = "<think>22-7=25, 25+3=28</think>\n<answer>28</answer>"  # of the tiny model
-SPEED = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # programs compile in half the time
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
     settings = {"STEPS": "3", "EVAL_EVERY_STEPS": "0", "EVAL_FULL_SWEEP": "1", "SEED": "3"}
     settings |= {"RESUME": "never"}  # how it began does not count for --eval-only
     settings |= {"LEARNING_RATE": "3e-4", "DATASET": str(first_questions(out.parent, 60))}
-    done = train(out, **settings, **SPEED, **cache)
+    done = train(out, **settings, **cache)
     assert done.code == 0, done.errors
     return done
 
@@ -34,7 +34,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def again(trained: Run, *flags: str, **env: str) -> Run:
     """train_grpo.py with these flags for the folder of the run."""
     cache = {"JAX_COMPILATION_CACHE_DIR": str(trained.out.parent / "cache")}
-    return train(trained.out, *flags, **SPEED, **cache, **env)
+    return train(trained.out, *flags, **cache, **env)
 
 
 def answers_of(folder: Path) -> list[dict]:
@@ -73,7 +73,6 @@ def test_eval_only_of_the_exported_folder_gives_the_same_answers(trained: Run) -
         MODEL_PATH=hf,
         DATASET=str(trained.out.parent / "data"),
         MAX_LENGTH_SAMPLE="32",
-        **SPEED,
     )
     assert done.code == 0, done.errors
     assert f"weights={hf}\n" in done.lines
@@ -87,7 +86,7 @@ def test_two_processes_write_each_question_once_in_its_order(trained: Run, tmp_p
     settings = {"STEPS": "0", "EVAL_FULL_SWEEP": "1", "EVAL_SAMPLES": "2"}
     settings["EVAL_EVERY_STEPS"] = "0"
     settings |= {"DATASET": str(first_questions(tmp_path, 21))}  # the last pass is not full
-    alone = train(tmp_path / "alone", **settings, **SPEED)
+    alone = train(tmp_path / "alone", **settings)
     assert alone.code == 0, alone.errors
     train_two(tmp_path / "two", 1, **settings, REWARD_FN="", REWARD_WEIGHTS="")
     assert not (tmp_path / "two" / "1" / "eval.jsonl").exists()
@@ -107,11 +106,11 @@ def first_questions(folder: Path, count: int) -> Path:
 
 
 def test_ask_prints_the_greedy_answer_and_the_scores_that_need_no_answer(tmp_path: Path) -> None:
-    done = train(tmp_path / "nothing", "--ask", APPLES, **SPEED)
+    done = train(tmp_path / "nothing", "--ask", APPLES)
     assert (done.code, done.errors) == (0, "")
     end = f"\n{APPLES}\n\n{GREEDY}\n\nreward_format 1\ntag_count_reward 1\n"
     assert done.lines.endswith(end) and not done.out.exists()
-    done = train(tmp_path / "nothing", "--ask", APPLES, "--answer", "28", **SPEED)
+    done = train(tmp_path / "nothing", "--ask", APPLES, "--answer", "28")
     assert done.lines.endswith(end.replace("reward_format", "reward_correct 1\nreward_format"))
 
 
@@ -133,13 +132,13 @@ def test_ask_names_a_reward_function_that_cannot_score_without_an_answer(tmp_pat
         "    return [float(len(c)) for c in completions]\n"
     )
     functions = {"REWARD_FN": f"{tmp_path}/my.py:same,{tmp_path}/my.py:length"}
-    done = train(tmp_path / "nothing", "--ask", APPLES, **functions, **SPEED)
+    done = train(tmp_path / "nothing", "--ask", APPLES, **functions)
     assert done.code == 0, done.errors
     assert re.search(
         r"^same gives no score without --answer: .*KeyError: 'answer'", done.lines, re.M
     )
     assert done.lines.endswith(f"\n\nlength {len(GREEDY)}\n")
-    done = train(tmp_path / "nothing", "--ask", APPLES, "--answer", "28", **functions, **SPEED)
+    done = train(tmp_path / "nothing", "--ask", APPLES, "--answer", "28", **functions)
     assert done.lines.endswith(f"\n\nsame 1\nlength {len(GREEDY)}\n")
 
 

@@ -9,13 +9,13 @@ import platform
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 import types
 from pathlib import Path
 
 import pytest
+from forked import Process
 from test_train import REPO, Result, copy_repository, finish, start, start_two
 
 from runtime import processes, resume
@@ -30,7 +30,7 @@ def run_two(
     return [finish(process, o) for process, o in zip(running, outs, strict=True)]
 
 
-def wait_for(process: subprocess.Popen, words: str) -> None:
+def wait_for(process: Process, words: str) -> None:
     """Reads the lines of a process up to a line that begins with these words."""
     next(line for line in process.stdout if line.startswith(words))
 

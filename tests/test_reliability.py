@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from forked import Process
 from test_train import REPO, Result, finish, start, start_two
 
 STEPS = 16
@@ -65,11 +66,11 @@ def assert_same_run(a: Path, b: Path, tolerance: float = 0) -> None:
         assert (a / "samples.jsonl").read_bytes() == (b / "samples.jsonl").read_bytes()
 
 
-def start_run(out: Path, devices: int = 1, **env: str) -> subprocess.Popen:
+def start_run(out: Path, devices: int = 1, **env: str) -> Process:
     return start(out, SETTINGS | env, devices)
 
 
-def wait_for(process: subprocess.Popen, words: str) -> None:
+def wait_for(process: Process, words: str) -> None:
     """Reads the lines of a process up to a line in which the pattern `words` occurs."""
     for line in process.stdout:
         if re.search(words, line):
@@ -111,7 +112,7 @@ def latest_checkpoint(folder: Path) -> int:
     return max((int(name) for name in names if name.isdigit()), default=-1)
 
 
-def wait_for_a_checkpoint_after(step: int, folder: Path, process: subprocess.Popen) -> None:
+def wait_for_a_checkpoint_after(step: int, folder: Path, process: Process) -> None:
     while latest_checkpoint(folder) <= step and process.poll() is None:
         time.sleep(0.01)
 
@@ -225,11 +226,11 @@ def test_two_processes_stop_together_and_go_on_together(out: Path) -> None:
     each = {"BATCH_SIZE": "2", "TRAIN_MICRO_BATCH_SIZE": "4", "STEPS": "8"}
     straight, folder = out / "two", out / "two_stopped"
 
-    def launch(where: Path, **env: str) -> tuple[list[subprocess.Popen], list[Path]]:
+    def launch(where: Path, **env: str) -> tuple[list[Process], list[Path]]:
         outs = [where, where.with_name(f"{where.name}_1")]
         return start_two(outs, 1, **SETTINGS | each | {"HEARTBEAT_TIMEOUT_S": "10"} | env), outs
 
-    def ended(running: list[subprocess.Popen], outs: list[Path]) -> list[Result]:
+    def ended(running: list[Process], outs: list[Path]) -> list[Result]:
         return [finish(process, o) for process, o in zip(running, outs, strict=True)]
 
     assert [result.code for result in ended(*launch(straight))] == [0, 0]

@@ -11,15 +11,14 @@ import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
-from subprocess import PIPE
 from typing import NamedTuple
 
+import forked
 import pytest
 
 from rewards import load_reward_functions
 
 REPO = Path(__file__).resolve().parent.parent
-FASTER_TO_COMPILE = "--xla_cpu_use_fusion_emitters=false"
 # A reward function of weight 0 that writes every completion and its answer to a file.
 RECORDER = """
 import json
@@ -39,7 +38,7 @@ class Result(NamedTuple):
     completions: list  # (answer, text) of each sequence, in their order
 
 
-def start(out: Path, env: dict[str, str], devices: int, repo: Path = REPO) -> subprocess.Popen:
+def start(out: Path, env: dict[str, str], devices: int, repo: Path = REPO) -> forked.Process:
     """Starts train_grpo.py for one step without evaluation, unless `env` says otherwise."""
     out.mkdir(parents=True, exist_ok=True)
     recorder = out.parent / "recorder.py"
@@ -51,8 +50,7 @@ def start(out: Path, env: dict[str, str], devices: int, repo: Path = REPO) -> su
     }
     settings = {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {FASTER_TO_COMPILE}",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # programs compile in half the time
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {forked.FLAGS}",
         "JAX_COMPILATION_CACHE_DIR": str(out.parent / "cache"),
         "RECORD_TO": str(out / "completions.jsonl"),
         "OUTPUT_DIR": str(out),
@@ -60,12 +58,11 @@ def start(out: Path, env: dict[str, str], devices: int, repo: Path = REPO) -> su
         "EVAL_EVERY_STEPS": "0",
         "MAX_LENGTH_SAMPLE": "32",
     }
-    command = [sys.executable, "train_grpo.py"]
-    env = keep | settings | recorded | env
-    return subprocess.Popen(command, cwd=repo, env=env, text=True, stdout=PIPE, stderr=PIPE)
+    env = keep | forked.FASTER_TO_COMPILE | settings | recorded | env
+    return forked.start(repo / "train_grpo.py", cwd=repo, env=env)
 
 
-def finish(process: subprocess.Popen, out: Path) -> Result:
+def finish(process: forked.Process, out: Path) -> Result:
     """Waits for the end of a process that `start` has started with the folder `out`."""
     lines, errors = process.communicate(timeout=600)
 
@@ -89,7 +86,7 @@ def start_two(
     *each: dict[str, str],
     repos: tuple[Path, Path] = (REPO, REPO),
     **env: str,
-) -> list[subprocess.Popen]:
+) -> list[forked.Process]:
     """Starts two processes of one run on this machine.
 
     each: more settings for each process. repos: the folder of the code of each process.
@@ -179,44 +176,54 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
 
 
-# The steps that are compared run the programs that a user's step runs, with all optimizations.
-OPTIMIZED = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
+# The slow tests compare the programs that a user's step runs, with all optimizations.
+PLAIN, OPTIMIZED = ({"JAX_DISABLE_MOST_OPTIMIZATIONS": digit} for digit in "10")
+ONLY_SLOW = pytest.param(OPTIMIZED, marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="module", params=[PLAIN, ONLY_SLOW], ids=["plain", "optimized"])
+def how(request: pytest.FixtureRequest) -> dict[str, str]:
+    """Settings of all steps that are compared with each other."""
+    return {"BATCH_SIZE": "4"} | request.param
 
 
 @pytest.fixture(scope="module")
-def reference(out: Path) -> Result:
-    return train(out / "reference", TRAIN_MICRO_BATCH_SIZE="128", **OPTIMIZED)
+def folder(tmp_path_factory: pytest.TempPathFactory, how: dict[str, str]) -> Path:
+    return tmp_path_factory.mktemp("compared")
 
 
-@pytest.mark.parametrize("size", [4, pytest.param(8, marks=pytest.mark.slow)])
-def test_the_micro_batch_size_does_not_change_the_step(
-    out: Path, reference: Result, size: int
-) -> None:
-    small = train(out / f"micro{size}", TRAIN_MICRO_BATCH_SIZE=str(size), **OPTIMIZED)
-    assert_same_step(reference, small)
+@pytest.fixture(scope="module")
+def reference(folder: Path, how: dict[str, str]) -> Result:
+    return train(folder / "reference", **how, TRAIN_MICRO_BATCH_SIZE="32")
 
 
-def test_two_passes_sample_the_same_as_one_pass(out: Path, reference: Result) -> None:
-    two = train(out / "passes", BATCH_SIZE="8", ROLLOUT_GLOBAL_BATCH_SIZE="16", **OPTIMIZED)
+def test_the_micro_batch_size_does_not_change_the_step(folder: Path, reference, how) -> None:
+    assert_same_step(reference, train(folder / "small", **how, TRAIN_MICRO_BATCH_SIZE="4"))
+
+
+def test_two_passes_sample_the_same_as_one_pass(folder: Path, reference, how) -> None:
+    settings = how | {"BATCH_SIZE": "2", "ROLLOUT_GLOBAL_BATCH_SIZE": "4"}
+    two = train(folder / "two", **settings)
     assert "rollout.passes_per_step=2" in two.lines
     assert_same_step(reference, two)
 
 
-@pytest.mark.parametrize("mesh", [pytest.param("1,8,1", marks=pytest.mark.slow), "1,4,2"])
-def test_eight_devices_do_the_same_step_as_one_device(
-    out: Path, reference: Result, mesh: str
-) -> None:
-    settings = OPTIMIZED | {"MESH_SHAPE": mesh, "TRAIN_MICRO_BATCH_SIZE": "8"}
-    eight = train(out / f"mesh{mesh[2:5:2]}", 8, **settings)
+SLOW_MESHES = [pytest.param(OPTIMIZED, x, marks=pytest.mark.slow) for x in ("1,4,2", "1,8,1")]
+
+
+@pytest.mark.parametrize("how, mesh", [(PLAIN, "1,4,2"), *SLOW_MESHES], indirect=["how"])
+def test_eight_devices_do_the_same_step_as_one_device(folder, reference, how, mesh) -> None:
+    settings = how | {"MESH_SHAPE": mesh, "TRAIN_MICRO_BATCH_SIZE": "8"}
+    eight = train(folder / f"mesh{mesh[2:5:2]}", 8, **settings)
     assert "device_count=8" in eight.lines
     assert_same_step(reference, eight)
 
 
-@pytest.mark.slow
-def test_decoding_with_tensor_parallelism_samples_the_same(out: Path, reference: Result) -> None:
-    mesh = {"ROLLOUT_MESH_SHAPE": "2,1,4", "MESH_SHAPE": "2,2,2", "BATCH_SIZE": "8"}
-    settings = OPTIMIZED | mesh | {"ROLLOUT_GLOBAL_BATCH_SIZE": "16"}
-    assert_same_step(reference, train(out / "tp", 8, **settings))
+@pytest.mark.parametrize("how", [ONLY_SLOW], ids=["optimized"], indirect=True)
+def test_decoding_with_tensor_parallelism_samples_the_same(folder: Path, reference, how) -> None:
+    mesh = {"ROLLOUT_MESH_SHAPE": "2,1,4", "MESH_SHAPE": "2,2,2", "BATCH_SIZE": "2"}
+    settings = how | mesh | {"ROLLOUT_GLOBAL_BATCH_SIZE": "4"}
+    assert_same_step(reference, train(folder / "tp", 8, **settings))
 
 
 # The two worked examples of two processes with four devices each.
@@ -243,7 +250,7 @@ SIZES_4B = (
     "env, alone, sizes",
     [
         (SMOKE_4A, {"BATCH_SIZE": "4", "TRAIN_MICRO_BATCH_SIZE": "8"}, SIZES_4A),
-        pytest.param(SMOKE_4B, {}, SIZES_4B, marks=pytest.mark.slow),
+        pytest.param(SMOKE_4B | OPTIMIZED, {}, SIZES_4B, marks=pytest.mark.slow),
     ],
     ids=["4a", "4b"],
 )
@@ -251,8 +258,8 @@ def test_two_processes_do_the_same_step_as_one_process(
     out: Path, env: dict[str, str], alone: dict[str, str], sizes: str
 ) -> None:
     name = "4a" if env is SMOKE_4A else "4b"
-    one = train(out / f"one{name}", 8, **(env | alone | OPTIMIZED))
-    two = train_two(out / f"two{name}", 4, **(env | OPTIMIZED))
+    one = train(out / f"one{name}", 8, **(env | alone))
+    two = train_two(out / f"two{name}", 4, **env)
     for i, result in enumerate(two):
         assert f"process={i}/2 device_count=8 local_device_count=4" in result.lines
         assert sizes in result.lines

@@ -47,7 +47,8 @@ class Run(NamedTuple):
 def environment(out: Path, env: dict[str, str]) -> dict[str, str]:
     """The environment of a run with the settings `env`, away from this shell's settings."""
     names = {field.name.upper() for field in dataclasses.fields(config.Config)}
-    shell = {k: v for k, v in os.environ.items() if k not in names | {"XLA_FLAGS"}}
+    of_tests = {"XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS"}
+    shell = {k: v for k, v in os.environ.items() if k not in names | of_tests}
     return shell | {"JAX_PLATFORMS": "cpu", "WANDB_API_KEY": "", "OUTPUT_DIR": str(out)} | env
 
 

@@ -1,7 +1,7 @@
 """Gives the tests eight CPU devices, before jax is imported, so that sharded programs run anywhere.
 
-XLA's older emitters compile in half the time. The runs that tests start as processes do not read
-these flags.
+Programs compile in less than half the time, and run slower. Runs that tests start as processes do
+not read XLA_FLAGS, but most of them get the same settings from forked.py.
 """
 
 import importlib.util
@@ -12,20 +12,20 @@ from pathlib import Path
 
 import pytest
 from cloud import Cloud
-from forked import FLAGS
+from forked import FASTER_TO_COMPILE, FLAGS
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["WANDB_API_KEY"] = ""  # no test logs to the W&B of whoever runs it
 flags = os.environ.get("XLA_FLAGS", "")
 flags += f" --xla_force_host_platform_device_count=8 {FLAGS}"
-os.environ["XLA_FLAGS"] = flags.strip()
+os.environ |= FASTER_TO_COMPILE | {"XLA_FLAGS": flags.strip()}
 
 QUICK = "not slow and not parity and not engine"  # the addopts of pyproject.toml
 # A worker takes one file after the other. The files that take longest come first, so that both
 # workers end together.
 LONGEST = """
-    test_run_tpu.py test_train.py test_reliability.py test_resume.py test_tpu.py test_rollout.py
-    test_objectives.py test_run_tpu_start.py test_mistakes.py test_loss_pallas.py test_plan.py
+    test_reliability.py test_plan.py test_tpu.py test_run_tpu.py test_train.py test_resume.py
+    test_rollout.py test_objectives.py test_run_tpu_start.py test_mistakes.py test_loss_pallas.py
     test_variants.py test_processes.py
 """.split()
 
@@ -62,14 +62,14 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-@pytest.fixture(scope="module")
-def quick_compiles() -> Iterator[None]:
-    """Programs compile sooner and run slower. A test file asks for it with usefixtures."""
+@pytest.fixture
+def all_optimizations() -> Iterator[None]:
+    """For tests of how a program is compiled for its user. They ask for it with usefixtures."""
     import jax
 
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
     jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture

@@ -65,11 +65,11 @@ def test_sequences_leave_at_few_sizes_and_a_second_pass_compiles_none(monkeypatc
     assert smaller_batches(32) == [24, 16, 12, 8, 4, 2]
     assert smaller_batches(5) == [4, 3, 2, 1] and smaller_batches(1) == []
     before, programs = decode._cache_size(), []
-    for key in [*range(4), *range(4)]:
+    for key in (0, 1, 0, 1):
         sample(T=24, stop_ids=stop_ids, key=key, drop=True, layer_loop="unroll")
         programs.append(decode._cache_size() - before)
     stages = stage_ends(24, "unroll")
-    assert programs[-1] == programs[3] <= len(stages) * (1 + len(smaller_batches(16)))
+    assert programs[3] == programs[1] <= len(stages) * (1 + len(smaller_batches(16)))
 
 
 @pytest.mark.parametrize("layer_loop", ["scan", "unroll"])

@@ -176,6 +176,8 @@ def test_a_cpu_sorts_nothing_and_a_gpu_which_sorts_for_each_top_k_only_blocks() 
         assert sorted_widths(rank.lower(logits).compile()) == [LARGE], "the test would miss it"
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("all_optimizations")
 def test_no_filter_sorts_the_vocabulary_or_exchanges_logits_on_tpus() -> None:
     pytest.importorskip("libtpu", reason='the TPU compiler: pip install "jax[tpu]"')
     batch = sharded(programs.slice_devices("v6e-8"))

@@ -24,9 +24,6 @@ from test_update import (
 from models.model import Params, param_shardings
 from update import Optimizer, init_state, learning_rate, optimizer_step, sync_weights
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
-
 # 1 for each array that decays, in the order: embed, attn_norm, wq wk wv wo, bq bk bv, mlp_norm,
 # gate up down, final_norm, lm_head.
 DECAYED = [1, 0, 1, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1, 0, 1]

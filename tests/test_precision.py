@@ -23,8 +23,6 @@ from runtime.layout import TRAIN_BATCH_AXES, Layout, shard_batch
 from runtime.packing import Batch
 from update import Counts, MicroBatch, micro_step, zero_grads
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 TINY = Path(__file__).resolve().parent.parent / "tiny"
 P, K, T = 8, 4, 32
 B = P * K

@@ -35,8 +35,6 @@ from sampling import (
 )
 from update import sync_weights
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 MODEL = dataclasses.replace(
     small_model.MODEL, vocab_size=40, rms_norm_eps=1e-5, rope_theta=100.0, tied=False, qkv_bias=True
 )

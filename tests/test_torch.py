@@ -54,7 +54,7 @@ LR = {"sgd": 1.0, "adamw": 0.01}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread(quick_compiles: None) -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # with arrays this small, several threads wait for one another
     yield

@@ -19,6 +19,7 @@ from tools import plan_tpu, programs, roofline
 from tools.hlo import Collective, collectives
 
 pytest.importorskip("libtpu", reason='the TPU compiler: pip install "jax[tpu]"')
+pytestmark = pytest.mark.usefixtures("all_optimizations")
 RUN = {"NUM_PRE_Q": "8", "ROLLOUT_PER_DEVICE_BATCH_SIZE": "2", "MAX_LENGTH_SAMPLE": "1024"}
 RUNS = {  # model, slice, settings
     "3b": ("Qwen/Qwen2.5-3B", "v6e-8", {"GLOBAL_LENGTH": "512"}),

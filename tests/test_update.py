@@ -32,8 +32,6 @@ from update import (
     zero_grads,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 K, T = 8, 6
 PROMPTS = [[5, 11, 2], [7, 7, 30, 1, 19, 8]]
 TEMPERATURE = 0.7

@@ -34,8 +34,6 @@ from metrics import merge_metrics, merge_updates
 from models.model import Params
 from update import mix_weights
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 CLIP = {"eps_low": 0.2, "eps_high": 0.3}
 KL, ENTROPY = {"beta": 0.1}, {"entropy_coef": 0.2}
 VARIANTS = {

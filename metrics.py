@@ -17,7 +17,7 @@ from rollout import Answers, Backend, Groups, Run, Sampled, StepResults, answer_
 from runtime.chips import memory_peaks, peak_flops
 from runtime.processes import StopSignal
 from runtime.run_log import Clock, RunLog
-from update import Part
+from update import MiniBatch
 
 # The mean difference between the sampler's log-probabilities and the trainer's which rounding does
 # not explain. With float32 it is about 1e-6. With bfloat16, which has 8 bits, logits near 20 are
@@ -29,13 +29,14 @@ PHASES = ("rollout_sync", "rollout_generate", "reward", "advantages", "shard", "
 # ---- An update -----------------------------------------------------------------------------------
 
 
-def merge_metrics(parts: list[dict[str, jax.Array]]) -> dict[str, float]:
+def merge_metrics(micro_steps: list[dict[str, jax.Array]]) -> dict[str, float]:
     """The metrics of an update from those of its micro-steps, merged as loss.MERGE says."""
-    parts = jax.device_get(parts)
-    return {name: float(MERGE.get(name, sum)(part[name] for part in parts)) for name in parts[0]}
+    all_values = jax.device_get(micro_steps)
+    names = all_values[0]
+    return {name: float(MERGE.get(name, sum)(x[name] for x in all_values)) for name in names}
 
 
-def with_skipped(metrics: dict[str, float], part: Part) -> dict[str, float]:
+def with_skipped(metrics: dict[str, float], mini_batch: MiniBatch) -> dict[str, float]:
     """The update's metrics from those that its micro-steps add up to.
 
     A sequence that is skipped has the advantage 0: it clips nothing and adds no loss. If there is
@@ -43,13 +44,14 @@ def with_skipped(metrics: dict[str, float], part: Part) -> dict[str, float]:
     also of those that were computed, since what is skipped is easier than the rest. Means that need
     the trainer's log-probabilities are over the update_token_count tokens that were computed.
     """
-    batch, mask = part.batch, part.batch.completion_mask[part.sequences]
-    counted, tokens = mask.sum(), batch.lengths[part.computed].sum()
+    batch = mini_batch.batch
+    mask = batch.completion_mask[mini_batch.sequences]
+    counted, tokens = mask.sum(), batch.lengths[mini_batch.computed].sum()
     metrics = metrics | {"update_token_count": float(tokens)}
     for name in filter(may_be_missing, metrics):
         metrics[name] = metrics[name] * float(counted / tokens) if tokens else math.nan
     if tokens < counted:
-        logps = np.where(mask > 0, batch.sampling_logps[part.sequences], 0)
+        logps = np.where(mask > 0, batch.sampling_logps[mini_batch.sequences], 0)
         metrics["entropy"] = float(-logps.sum(dtype=np.float64) / counted)
         if "clip_ratio/low_min" in metrics:
             metrics["clip_ratio/low_min"] = 0.0

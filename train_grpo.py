@@ -61,7 +61,7 @@ from runtime.sizes import MICRO_SIZES, PASS_SIZES
 from startup import start
 from update import (
     MicroBatch,
-    Part,
+    MiniBatch,
     TrainState,
     compute_logps,
     learning_rate,
@@ -120,7 +120,7 @@ def main(cfg: Config) -> None:
             batch = with_ref_logps(run, life, ref_params, batch)
             batch = with_top_mask(run, life, state.params, batch)
 
-            # ---- Update: PPO_EPOCHS times an optimizer step for each of NUM_MINI_BATCHES parts ---
+            # ---- Update: PPO_EPOCHS times an optimizer step for each mini-batch ----------------
             lr = learning_rate(
                 step,
                 peak=cfg.learning_rate,
@@ -189,7 +189,9 @@ def with_ref_logps(run: Run, life: Lifecycle, ref_params: Params | None, batch: 
     """The batch with the log-probabilities of the reference, if BETA compares with it."""
     if ref_params is None:
         return batch
-    return batch._replace(ref_logps=score(run, life, ref_params, batch)[0])
+    every_group = np.arange(len(batch.prompts))
+    ref_logps, _ = logps_and_entropies(run, life, ref_params, batch, every_group)
+    return batch._replace(ref_logps=ref_logps)
 
 
 def with_top_mask(run: Run, life: Lifecycle, params: Params, batch: Batch) -> Batch:
@@ -200,41 +202,41 @@ def with_top_mask(run: Run, life: Lifecycle, params: Params, batch: Batch) -> Ba
     quantile = run.cfg.top_entropy_quantile
     if quantile == 1:
         return batch
-    entropy = score(run, life, params, batch)[1]
-    top = top_entropy_mask(entropy, batch.completion_mask, quantile)  # [B, T]
+    every_group = np.arange(len(batch.prompts))
+    _, entropies = logps_and_entropies(run, life, params, batch, every_group)
+    top = top_entropy_mask(entropies, batch.completion_mask, quantile)  # [B, T]
     return batch._replace(top_mask=top.astype(np.int32))
 
 
-def score(
-    run: Run, life: Lifecycle, params: Params, batch: Batch, groups: np.ndarray | None = None
+def logps_and_entropies(
+    run: Run, life: Lifecycle, params: Params, batch: Batch, group_indices: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The log-probabilities and the entropies of the batch's tokens, both [B, T] float32 nats; 0
-    for sequences that are not computed. groups: which of the P groups; None: all."""
-    part = to_devices(run, life, batch, np.arange(len(batch.prompts)) if groups is None else groups)
-    results = [
-        compute_logps(params, x, run.cfg.temperature, run.training) for x in part.micro_batches
-    ]
+    """The log-probabilities and the entropies of the tokens of these groups, both [B, T] float32
+    nats; 0 for sequences that are not computed. group_indices: which of the step's P groups."""
+    mini_batch = to_devices(run, life, batch, group_indices)
+    temperature, training = run.cfg.temperature, run.training
+    results = [compute_logps(params, x, temperature, training) for x in mini_batch.micro_batches]
     logps, entropies = [r[0] for r in results], [r[1] for r in results]
-    return part.to_batch(logps), part.to_batch(entropies)
+    return mini_batch.to_batch(logps), mini_batch.to_batch(entropies)
 
 
-def to_devices(run: Run, life: Lifecycle, batch: Batch, groups: np.ndarray) -> Part:
+def to_devices(run: Run, life: Lifecycle, batch: Batch, group_indices: np.ndarray) -> MiniBatch:
     """The sequences of these groups, packed in rows, on the devices."""
     K, layout = run.cfg.num_pre_q, run.training.layout
-    sequences = (groups[:, None] * K + np.arange(K)).reshape(-1)
+    sequences = (group_indices[:, None] * K + np.arange(K)).reshape(-1)
     computed = sequences[batch.lengths[sequences] > 0]
     if run.cfg.skips():  # An advantage of 0 adds 0, but NaN shows that the weights are broken.
         finite = np.isfinite(batch.sampling_logps).all(axis=1)
         computed = computed[(batch.advantages[computed] != 0) | ~finite[computed]]
-    rows, widths = plan_rows(batch, computed, run.limits, life.widths)
+    rows_of_steps, widths = plan_rows(batch, computed, run.limits, life.widths)
     micro_batches = []
-    for each in rows:
-        local = len(each) // jax.process_count()
-        mine = each[jax.process_index() * local :][:local]
-        arrays = pack(batch, mine, widths, run.stopping.pad_id)
+    for rows in rows_of_steps:
+        count = len(rows) // jax.process_count()
+        local = rows[jax.process_index() * count :][:count]  # the rows of this process
+        arrays = pack(batch, local, widths, run.stopping.pad_id)
         micro_batches.append(MicroBatch(**{k: shard_batch(x, layout) for k, x in arrays.items()}))
-    index = [sequence_index(each, widths.n) for each in rows]
-    return Part(batch, sequences, computed, micro_batches, index)
+    index = [sequence_index(rows, widths.n) for rows in rows_of_steps]
+    return MiniBatch(batch, sequences, computed, micro_batches, index)
 
 
 # ---- Update --------------------------------------------------------------------------------------
@@ -248,37 +250,37 @@ def update_policy(
     batch: Batch,
     lr: float,
     step: int,
-) -> tuple[TrainState, Params | None, Part, dict[str, float]]:
+) -> tuple[TrainState, Params | None, MiniBatch, dict[str, float]]:
     """The updates of a step: the state, the reference (which may follow the policy), what the last
     update learnt from, and the metrics of the step.
 
     An update whose loss or gradient is not finite leaves the state as it is, and is the last one.
     """
     cfg, updates = run.cfg, []
-    first, *later = parts_of(run, step, epoch=0)
-    if later:
-        old_logps, _ = score(run, life, state.params, batch, np.concatenate(later))
+    epochs = [groups_of_mini_batches(run, step, epoch) for epoch in range(cfg.ppo_epochs)]
+    groups_of_updates = np.concatenate(epochs)  # [updates, groups of a mini-batch]
+    # The ratios of later updates need the log-probabilities of all groups before the first update.
+    # Those of the first mini-batch come from its update; all others are computed here.
+    others = groups_of_updates[1 : cfg.num_mini_batches].reshape(-1)
+    logps_of_others, _ = logps_and_entropies(run, life, state.params, batch, others)  # [B, T]
     life.stop.check()  # once the first update is applied, the run stops only after the step
-    for epoch in range(cfg.ppo_epochs):
-        for groups in parts_of(run, step, epoch):
-            if updates:
-                batch = batch._replace(old_logps=old_logps)
-            part = to_devices(run, life, batch, groups)
-            state, metrics, logps = one_update(run, state, part, lr)
-            updates.append(metrics)
-            if what_is_not_finite(metrics):
-                applied = {"updates_applied": len(updates) - 1}
-                return state, ref_params, part, merge_updates(updates) | applied
-            if len(updates) == 1 and run.sizes.updates_per_step > 1:
-                before = part.to_batch(logps)  # 0 in the other parts
-                old_logps = old_logps + before if later else before
-            number = step * run.sizes.updates_per_step + len(updates)
-            if cfg.ref_sync_steps and number % cfg.ref_sync_steps == 0:
-                ref_params = mix_weights(ref_params, state.params, cfg.ref_sync_alpha)
-    return state, ref_params, part, merge_updates(updates) | {"updates_applied": len(updates)}
+    for number, group_indices in enumerate(groups_of_updates, start=1):
+        mini_batch = to_devices(run, life, batch, group_indices)
+        state, metrics, logps = one_update(run, state, mini_batch, lr)
+        updates.append(metrics)
+        if what_is_not_finite(metrics):
+            applied = {"updates_applied": number - 1}
+            return state, ref_params, mini_batch, merge_updates(updates) | applied
+        if number == 1 and len(groups_of_updates) > 1:
+            # Each of the two arrays is 0 in the groups of the other.
+            batch = batch._replace(old_logps=logps_of_others + mini_batch.to_batch(logps))
+        updates_of_run = step * len(groups_of_updates) + number
+        if cfg.ref_sync_steps and updates_of_run % cfg.ref_sync_steps == 0:
+            ref_params = mix_weights(ref_params, state.params, cfg.ref_sync_alpha)
+    return state, ref_params, mini_batch, merge_updates(updates) | {"updates_applied": number}
 
 
-def parts_of(run: Run, step: int, epoch: int) -> np.ndarray:
+def groups_of_mini_batches(run: Run, step: int, epoch: int) -> np.ndarray:
     """[NUM_MINI_BATCHES, groups] the groups of each update in this epoch, in an order that follows
     from SEED, the step and the epoch alone."""
     P, n = run.sizes.prompts_per_step, run.cfg.num_mini_batches
@@ -287,19 +289,19 @@ def parts_of(run: Run, step: int, epoch: int) -> np.ndarray:
 
 
 def one_update(
-    run: Run, state: TrainState, part: Part, lr: float
+    run: Run, state: TrainState, mini_batch: MiniBatch, lr: float
 ) -> tuple[TrainState, dict[str, float], list[jax.Array]]:
     """One optimizer step on the sum of the gradients of all micro-batches: the state, the metrics,
     and the log-probabilities [R, T] of each micro-batch before the update."""
-    metrics_of, before, counts = [], [], part.counts()
-    no_gradient = not part.micro_batches  # nothing to learn from
+    metrics_of, before, counts = [], [], mini_batch.counts()
+    no_gradient = not mini_batch.micro_batches  # nothing to learn from
     several = run.sizes.grad_accum_steps > 1
     grads = zero_grads(state.params) if several or no_gradient else None
     if no_gradient:
         replay = run.sampling.replay
         nothing = metrics_of_nothing(counts, objective=run.objective, replay=replay)
         metrics_of = [jax.device_get(nothing)]
-    for micro_batch in part.micro_batches:
+    for micro_batch in mini_batch.micro_batches:
         grads, metrics, logps = micro_step(
             state.params,
             grads,
@@ -320,9 +322,9 @@ def one_update(
         model=run.model,
     )
     # Before the norm: if memory was too small for a micro-step, only its own arrays say so.
-    merged = with_skipped(merge_metrics(metrics_of), part)
+    merged = with_skipped(merge_metrics(metrics_of), mini_batch)
     merged["grad_norm"] = float(norm)
-    merged["throughput/update/computed_per_token"] = part.computed_per_token()
+    merged["throughput/update/computed_per_token"] = mini_batch.computed_per_token()
     return state, merged, before
 
 
@@ -356,7 +358,7 @@ WAITING = {
     "save": ("checksums", ()),
     "update_weights": ("the copy of the weights that samples", ()),
     "generate": ("prefill, decode or drop_rows", PASS_SIZES),
-    "score": ("compute_logps", MICRO_SIZES),
+    "logps_and_entropies": ("compute_logps", MICRO_SIZES),
     "one_update": ("micro_step or optimizer_step", MICRO_SIZES),
     "update_policy": ("mix_weights", MICRO_SIZES),
 }

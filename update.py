@@ -80,10 +80,11 @@ def count(num_tokens: int, num_sequences: int, num_top_tokens: int | None) -> Co
     return Counts(*(np.float32(max(x, 1)) for x in (num_tokens, num_sequences, top)))
 
 
-class Part(NamedTuple):
-    """What one update learns from: complete groups of a batch, on the devices."""
+class MiniBatch(NamedTuple):
+    """What one update learns from: complete groups of the step's batch, and their rows on the
+    devices, in micro-batches."""
 
-    batch: Batch
+    batch: Batch  # of the step
     sequences: np.ndarray  # those of the groups, also those that no row holds
     computed: np.ndarray  # those that a row holds
     micro_batches: list[MicroBatch]
@@ -119,8 +120,8 @@ class Part(NamedTuple):
         return float(places / tokens) if tokens else math.nan
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """The arrays of the part's sequences, by their names in Batch, and the prompts of its
-        groups, right-padded: prompt_ids and prompt_mask."""
+        """The arrays of these sequences, by their names in Batch, and the prompts of the groups,
+        right-padded: prompt_ids and prompt_mask."""
         prompts = self.prompts(self.sequences)
         lengths = np.array([len(prompt) for prompt in prompts])
         mask = (np.arange(lengths.max()) < lengths[:, None]).astype(np.int32)

@@ -1,4 +1,4 @@
-"""NUM_MINI_BATCHES: the parts of a step, their sizes, and that the devices do not change them."""
+"""The mini-batches of a step, their sizes, and that the devices do not change them."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ from rollout import Run
 from runtime.mistakes import UserMistake
 from runtime.packing import Batch
 from startup import set_up
-from train_grpo import Part, parts_of, to_devices, update_policy
+from train_grpo import MiniBatch, groups_of_mini_batches, to_devices, update_policy
 
 REPO = Path(__file__).resolve().parent.parent
 TINY = REPO / "tiny"
@@ -64,20 +64,22 @@ def test_the_micro_batch_of_the_tiny_recipe_gives_way() -> None:
         ),
     ],
 )
-def test_parts_that_do_not_divide_are_refused_with_those_that_do(slice_, settings, words) -> None:
+def test_mini_batches_that_do_not_divide_are_refused_with_those_that_do(
+    slice_, settings, words
+) -> None:
     with pytest.raises(UserMistake) as error:
         sizes(slice_, settings)
     assert words in str(error.value)
 
 
-# ---- The parts -----------------------------------------------------------------------------------
+# ---- The mini-batches ----------------------------------------------------------------------------
 
 
-SETTINGS_OF_PARTS = "BATCH_SIZE=8 NUM_PRE_Q=4 NUM_MINI_BATCHES=4 TRAIN_MICRO_BATCH_SIZE=8"
+SMALL = "BATCH_SIZE=8 NUM_PRE_Q=4 NUM_MINI_BATCHES=4 TRAIN_MICRO_BATCH_SIZE=8"
 
 
 def run_of(settings: str) -> Run:
-    text = f"{SETTINGS_OF_PARTS} MODEL_PATH={TINY} DATASET={TINY} {settings}"
+    text = f"{SMALL} MODEL_PATH={TINY} DATASET={TINY} {settings}"
     return set_up(Config.from_env(dict(pair.split("=") for pair in text.split())))
 
 
@@ -117,10 +119,10 @@ def step_of(masked: int) -> Batch:
     )
 
 
-def prompts_on_devices(part: Part) -> list[int]:
+def prompts_on_devices(mini_batch: MiniBatch) -> list[int]:
     """The prompt of each copy of a prompt, sorted; all tokens of a prompt are its number."""
     found = []
-    for batch in part.micro_batches:
+    for batch in mini_batch.micro_batches:
         P = batch.ids.shape[1] - batch.targets.shape[1]
         ids, group = (np.asarray(x)[:, :P] for x in (batch.ids, batch.group))
         found += [*ids[group >= 0]]
@@ -128,10 +130,10 @@ def prompts_on_devices(part: Part) -> list[int]:
     return sorted(found)[::4]
 
 
-def sequences_on_devices(part: Part) -> list[int]:
+def sequences_on_devices(mini_batch: MiniBatch) -> list[int]:
     """The number of each sequence that is computed, sorted; each array tells the same."""
     found = []
-    for batch in part.micro_batches:
+    for batch in mini_batch.micro_batches:
         places = np.asarray(batch.places)
         ids = np.take_along_axis(np.asarray(batch.targets)[:, None], places, axis=2)  # [X, n, T]
         mask = np.asarray(batch.completion_mask)
@@ -142,67 +144,70 @@ def sequences_on_devices(part: Part) -> list[int]:
     return sorted(found)
 
 
-def test_every_group_is_in_one_part_with_all_its_sequences_and_each_part_has_its_own_counts(
+def test_every_group_is_in_one_mini_batch_with_all_its_sequences_and_each_has_its_own_counts(
     run_and_copies,
 ) -> None:
     """A sequence of which no token counts is not computed, but it is one of the sequences."""
     run, copies = run_and_copies
-    parts = parts_of(run, step=3, epoch=0)
-    assert parts.shape == (4, 2) and sorted(parts.reshape(-1)) == [*range(8)]
-    for groups in parts:
-        part = to_devices(run, life(), step_of(masked=5), groups)
+    all_groups = groups_of_mini_batches(run, step=3, epoch=0)
+    assert all_groups.shape == (4, 2) and sorted(all_groups.reshape(-1)) == [*range(8)]
+    for groups in all_groups:
+        mini_batch = to_devices(run, life(), step_of(masked=5), groups)
         sequences = (groups[:, None] * 4 + np.arange(4)).reshape(-1)  # [8]
-        assert [*part.arrays()["advantages"]] == [*sequences]
+        assert [*mini_batch.arrays()["advantages"]] == [*sequences]
         computed = sorted({*sequences} - {5})
-        assert sequences_on_devices(part) == computed
-        prompts = prompts_on_devices(part)
+        assert sequences_on_devices(mini_batch) == computed
+        prompts = prompts_on_devices(mini_batch)
         assert {*prompts} == {*groups}
         if copies:
             assert prompts == ([i // 4 for i in computed] if copies == 4 else sorted(groups))
         tokens = 24 - 3 * (1 in groups)  # sequence 5 is one of group 1
-        assert part.counts() == (tokens, 8, tokens)
+        assert mini_batch.counts() == (tokens, 8, tokens)
         expected = np.repeat(np.where(np.isin(np.arange(32), computed), np.arange(32), 0), 3)
-        found = part.to_batch([batch.sampling_logps for batch in part.micro_batches])
+        found = mini_batch.to_batch([batch.sampling_logps for batch in mini_batch.micro_batches])
         assert [*found.reshape(-1)] == [*expected], "results come back to the places of the batch"
 
 
-def test_the_parts_follow_from_seed_step_and_epoch_alone() -> None:
+def test_the_mini_batches_follow_from_seed_step_and_epoch_alone() -> None:
     run = run_of("SEED=2")
     for epoch in (0, 1):
         order = np.random.default_rng([2, 3, epoch]).permutation(8)
-        assert parts_of(run, step=3, epoch=epoch).tolist() == order.reshape(4, 2).tolist()
+        assert (
+            groups_of_mini_batches(run, step=3, epoch=epoch).tolist()
+            == order.reshape(4, 2).tolist()
+        )
 
 
-def test_a_single_part_is_not_shuffled() -> None:
+def test_a_single_mini_batch_is_not_shuffled() -> None:
     run = run_of("NUM_MINI_BATCHES=1 TRAIN_MICRO_BATCH_SIZE=32")
-    assert parts_of(run, step=3, epoch=1).tolist() == [[*range(8)]]
+    assert groups_of_mini_batches(run, step=3, epoch=1).tolist() == [[*range(8)]]
 
 
 @pytest.mark.parametrize("n", [1, 4])
 def test_old_logps_are_those_before_the_first_update(n: int, monkeypatch) -> None:
     """Here the log-probability of a token is its sequence and 100 for each update before it. The
-    first update gives those of its own part; the other parts are scored once, before it."""
+    first update gives those of its mini-batch; those of all others are computed once, before it."""
     run = run_of(f"NUM_MINI_BATCHES={n} TRAIN_MICRO_BATCH_SIZE=8 PPO_EPOCHS=2")
-    scored, updated = [], []
+    computed, updated = [], []
 
-    def score(run, life, params, batch, groups) -> tuple[np.ndarray, None]:
+    def logps_and_entropies(run, life, params, batch, groups) -> tuple[np.ndarray, None]:
         assert params == 0, "the weights before the first update"
-        scored.append([*groups])
+        computed.append([*groups])
         of_groups = np.isin(np.arange(32) // 4, groups)[:, None]
         return np.where(of_groups, batch.sampling_logps, 0), None
 
-    def one_update(run, state, part, lr) -> tuple:
-        updated.append((part.sequences, part.batch.old_logps))
-        logps = [batch.sampling_logps + 100 * state.params for batch in part.micro_batches]
+    def one_update(run, state, mini_batch, lr) -> tuple:
+        updated.append((mini_batch.sequences, mini_batch.batch.old_logps))
+        logps = [batch.sampling_logps + 100 * state.params for batch in mini_batch.micro_batches]
         return SimpleNamespace(params=state.params + 1), {"loss": 0.0, "grad_norm": 1.0}, logps
 
-    monkeypatch.setattr(train_grpo, "score", score)
+    monkeypatch.setattr(train_grpo, "logps_and_entropies", logps_and_entropies)
     monkeypatch.setattr(train_grpo, "one_update", one_update)
     batch, before = step_of(masked=5), SimpleNamespace(params=0)
     state, _, _, metrics = update_policy(run, life(), before, None, batch, 0.1, step=3)
     assert state.params == len(updated) == metrics["updates_applied"] == 2 * n
-    first, *later = parts_of(run, step=3, epoch=0)
-    assert scored == ([[*np.concatenate(later)]] if later else [])
+    first, *later = groups_of_mini_batches(run, step=3, epoch=0)
+    assert computed == [[group for groups in later for group in groups]]
     assert updated[0][1] is None, "each ratio of the first update is 1"
     for sequences, old in updated[1:]:
         counted = sequences[sequences != 5]
@@ -261,16 +266,16 @@ def by_length(completions, completion_ids, **columns):
         file.write(json.dumps(completion_ids) + "\\n")
     return [(sum(ids) % 7) / 7 for ids in completion_ids]
 """
-STEPS, P, K, PARTS, EPOCHS, LR = 3, 8, 4, 4, 2, 0.05
+STEPS, P, K, EPOCHS, LR = 3, 8, 4, 2, 0.05
 
 
 @pytest.mark.parity
-def test_three_steps_of_four_parts_and_two_epochs_equal_torch_in_float64(tmp_path) -> None:
+def test_three_steps_of_four_mini_batches_and_two_epochs_equal_torch_in_float64(tmp_path) -> None:
     """SGD, since Adam divides the rounding of small gradients by their size."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     (tmp_path / "mine.py").write_text(RECORDER)
-    text = f"""STEPS={STEPS} BATCH_SIZE={P} NUM_PRE_Q={K} NUM_MINI_BATCHES={PARTS} OPTIMIZER=sgd
+    text = f"""STEPS={STEPS} BATCH_SIZE={P} NUM_PRE_Q={K} NUM_MINI_BATCHES=4 OPTIMIZER=sgd
         PPO_EPOCHS={EPOCHS} LEARNING_RATE={LR} LR_SCHEDULE=constant WARMUP_RATIO=0 EPS_HIGH=0.05
         EPS_LOW=0.03 MAX_LENGTH_SAMPLE=16 EXPORT_DTYPE=float32 REWARD_WEIGHTS=1
         REWARD_FN={tmp_path}/mine.py:by_length IDS_TO={tmp_path}/ids.jsonl"""
@@ -313,8 +318,8 @@ def test_three_steps_of_four_parts_and_two_epochs_equal_torch_in_float64(tmp_pat
         with torch.no_grad():
             old = [logps_of(*pair) for pair in zip(given, sampled, strict=True)]
         orders = [np.random.default_rng([0, step, i]).permutation(P) for i in range(EPOCHS)]
-        parts = [part for order in orders for part in order.reshape(PARTS, -1)]
-        rows = [[group * K + k for group in part for k in range(K)] for part in parts]
+        groups = [x for order in orders for x in order.reshape(4, -1)]
+        rows = [[group * K + k for group in x for k in range(K)] for x in groups]
         losses, norms = zip(*(update(r, given, sampled, A, old) for r in rows), strict=True)
         record = result.records[step]
         assert record["train-other/loss"] == pytest.approx(np.mean(losses), abs=2e-6)

@@ -9,9 +9,10 @@ from test_train import Result, finish, train, train_two
 
 REPO = Path(__file__).resolve().parent.parent
 COMPUTED = "throughput/update/computed_per_token"
-# Every part of a step: a reference, a quantile of the step's entropies, several parts and epochs,
-# the tokens that could be drawn, and a ratio for each sequence. At TEMPERATURE=1 the entropies of
-# the random model are so equal that rounding would decide which tokens the quantile keeps.
+# All that a step can have: a reference, a quantile of the step's entropies, several mini-batches,
+# several epochs, the tokens that could be drawn, and a ratio for each sequence. At TEMPERATURE=1
+# the entropies of the random model are so equal that rounding would decide which tokens the
+# quantile keeps.
 EVERYTHING = dict(
     pair.split("=")
     for pair in """

@@ -63,12 +63,12 @@ def saving_policy(run, life, state, ref_params, batch, lr, step):
     save_file(arrays | prompts, folder / f"step{step}.safetensors")
     return update_policy(run, life, state, ref_params, batch, lr, step)
 
-def saving_update(run, state, part, lr):
+def saving_update(run, state, mini_batch, lr):
     weights = {name: np.array(x) for name, x in hf.hf_tensors(state.params, run.model)}
-    weights["sequences"] = part.sequences
+    weights["sequences"] = mini_batch.sequences
     save_file(weights, folder / "weights{}_{}.safetensors".format(*counts))
     counts[1] += 1
-    return one_update(run, state, part, lr)
+    return one_update(run, state, mini_batch, lr)
 
 train_grpo.update_policy, train_grpo.one_update = saving_policy, saving_update
 """

@@ -22,7 +22,7 @@ from metrics import merge_updates, with_skipped
 from models.model import Compute
 from runtime.packing import Batch
 from train_grpo import to_devices
-from update import Counts, MicroBatch, Part, metrics_of_nothing, micro_step
+from update import Counts, MicroBatch, MiniBatch, metrics_of_nothing, micro_step
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -90,9 +90,9 @@ def test_an_update_that_computes_nothing_has_the_metrics_of_others(settings) -> 
 
 def test_nothing_is_computed_if_every_advantage_is_zero() -> None:
     run, batch = run_of("MESH_SHAPE=8,1,1 NUM_MINI_BATCHES=1"), step_of(masked=5)
-    part = to_devices(run, life(), batch._replace(advantages=np.zeros(32, "f")), np.arange(8))
-    assert part.micro_batches == [] and part.counts().num_tokens == 31 * 3
-    assert not part.to_batch([]).any()
+    mini_batch = to_devices(run, life(), batch._replace(advantages=np.zeros(32, "f")), np.arange(8))
+    assert mini_batch.micro_batches == [] and mini_batch.counts().num_tokens == 31 * 3
+    assert not mini_batch.to_batch([]).any()
 
 
 def test_the_metrics_of_the_whole_step_by_hand() -> None:
@@ -101,10 +101,10 @@ def test_the_metrics_of_the_whole_step_by_hand() -> None:
     logps = np.array([[-1, -1], [-1, 9], [-0.5, -1.5], [-4, 9]], np.float32)
     advantages = np.array([1, -1, 0, 0], np.float32)
     batch = Batch([[1], [2]], mask, mask, logps, advantages)
-    part = Part(batch, np.arange(4), np.arange(2), [], [])
+    mini_batch = MiniBatch(batch, np.arange(4), np.arange(2), [], [])
     of_steps = {"loss": 0.3, "entropy": 0.5, "clip_ratio/low_min": 0.2, "clip_ratio/high_max": 0.4}
     of_steps |= {"sampling_logp_difference/mean": 0.1, "is_weight/mean": 0.5}
-    assert with_skipped(of_steps, part) == pytest.approx(
+    assert with_skipped(of_steps, mini_batch) == pytest.approx(
         {
             "loss": 0.3,
             "entropy": (1 + 1 + 1 + 0.5 + 1.5 + 4) / 6,
@@ -115,14 +115,14 @@ def test_the_metrics_of_the_whole_step_by_hand() -> None:
             "update_token_count": 3.0,
         }
     )
-    everything = with_skipped(of_steps, part._replace(computed=np.arange(4)))
+    everything = with_skipped(of_steps, mini_batch._replace(computed=np.arange(4)))
     assert everything == of_steps | {"update_token_count": 6.0}
-    nothing = with_skipped(of_steps, part._replace(computed=np.arange(0)))
+    nothing = with_skipped(of_steps, mini_batch._replace(computed=np.arange(0)))
     assert math.isnan(nothing["is_weight/mean"]) and nothing["loss"] == 0.3
     assert merge_updates([nothing, everything])["is_weight/mean"] == 0.5
     wrong = merge_updates([everything, everything | {"loss": math.nan, "entropy": math.nan}])
     assert math.isnan(wrong["loss"]) and math.isnan(wrong["entropy"])
-    masked = part._replace(batch=batch._replace(completion_mask=0 * mask))
+    masked = mini_batch._replace(batch=batch._replace(completion_mask=0 * mask))
     assert math.isnan(with_skipped(of_steps, masked)["is_weight/mean"])
 
 
@@ -141,8 +141,8 @@ def same(completions, **columns):
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Of two updates on parts of a step, with ratios that are clipped. With sgd the weights change
-    by the gradient."""
+    """Of two updates in a step, with ratios that are clipped. With sgd the weights change by the
+    gradient."""
     folder = tmp_path_factory.mktemp("models")
     (folder / "half.py").write_text(REWARD)
     text = f"""STEPS=1 BATCH_SIZE=8 NUM_PRE_Q=4 MAX_LENGTH_SAMPLE=128 TRAIN_MICRO_BATCH_SIZE=8

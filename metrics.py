@@ -126,7 +126,7 @@ def log_step(run: Run, log: RunLog, step: Step, groups: Groups) -> dict[str, Any
         entries = sample_entries(run, groups, step.advantages)
         log.samples(step.number, entries)
         log.line(sample_table(step.number, entries[0]))
-    log.step_done()
+    log.move_bar()
     return {"step": step.number} | records
 
 

@@ -376,7 +376,7 @@ class Reviewer:
         self._held, self._told = collections.Counter(), set()
         self._history = read_history(out) if writes else None
 
-    def step_done(self, record: dict[str, Any]) -> None:
+    def note_trouble(self, record: dict[str, Any]) -> None:
         """Prints a note if a rule has held for WINDOW steps, once for each rule."""
         self._try(lambda: self._look(record))
 

@@ -1,4 +1,4 @@
-"""The completions of a step and their rewards: rounds of sampling, and the groups to learn from.
+"""The completions of a step and their rewards, as `main` in train_grpo.py asks for them.
 
 `Run` has what all steps need: settings, inputs, and how the programs compute.
 
@@ -91,6 +91,14 @@ class Backend(Protocol):
         """Ends what the backend has started."""
 
 
+class Rewarded(NamedTuple):
+    """n completions of this process and their rewards, NaN where no function applies."""
+
+    texts: list[str]  # [n]
+    totals: np.ndarray  # [n] float64, weighted
+    per_function: np.ndarray  # [n, functions] float64
+
+
 class StepResults(NamedTuple):
     """What came of every sequence of a step, of all processes, on every process."""
 
@@ -112,9 +120,8 @@ class Groups(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """The groups of a step, and what was sampled to find them."""
+    """What was sampled in all rounds of a step, also what the step does not learn from."""
 
-    groups: Groups
     num_rounds: int
     equal: np.ndarray  # [num_rounds * P] bool: all rewards of this group are equal
     rewards: np.ndarray  # [num_rounds * B] float64
@@ -171,26 +178,7 @@ class NaiveBackend:
         """Does nothing; other backends end their threads."""
 
 
-def sample_groups(
-    run: Run, backend: Backend, stop: StopSignal, key: jax.Array, first_round: int, clock: Clock
-) -> Sampled:
-    """The P groups of a step: K completions of each of P prompts, with their rewards.
-
-    With DYNAMIC_SAMPLING it samples P more prompts until P groups have rewards that differ, at most
-    DYNAMIC_SAMPLING_MAX_ROUNDS times. backend: it has the weights. first_round: how many rounds the
-    run has sampled before; the number of a round decides its prompts and what is drawn.
-    """
-    rounds: list[Groups] = []
-    while not enough(run, rounds):
-        rounds.append(_sample_round(run, backend, stop, key, first_round + len(rounds), clock))
-    rewarded = np.concatenate([groups.results.rewards for groups in rounds])
-    return Sampled(
-        groups=choose_groups(run, rounds),
-        num_rounds=len(rounds),
-        equal=have_equal_rewards(run, rounds),
-        rewards=rewarded,
-        tokens=int(sum(groups.results.completion_lengths.sum() for groups in rounds)),
-    )
+# ---- A step --------------------------------------------------------------------------------------
 
 
 def enough(run: Run, rounds: list[Groups]) -> bool:
@@ -211,32 +199,81 @@ def have_equal_rewards(run: Run, rounds: list[Groups]) -> np.ndarray:
     return np.concatenate([equal_groups(x, run.cfg.num_pre_q) for x in compared])
 
 
-def _sample_round(
-    run: Run, backend: Backend, stop: StopSignal, key: jax.Array, number: int, clock: Clock
-) -> Groups:
-    """The groups of round `number` of the run, from 0."""
-    P, K = run.sizes.prompts_per_step, run.cfg.num_pre_q
+def prompts_of_round(run: Run, number: int) -> list[data.Prompt]:
+    """[P] the prompts of round `number` of the run, from 0; the same on every process."""
+    P = run.sizes.prompts_per_step
     indices = data.batch_indices(len(run.train_prompts), P, number, run.cfg.seed)  # [P]
-    prompts = [run.train_prompts[i] for i in indices]
-    completions = _complete_prompts(run, backend, stop, prompts, jax.random.fold_in(key, number))
-    clock.lap("rollout_generate")
+    return [run.train_prompts[i] for i in indices]
 
-    local = prompts[run.local_prompts()]  # [b/K]
-    _, totals, per_function = reward_completions(run, completions, local)  # [b], [b, functions]
-    clock.lap("reward")
-    prompt_lengths = np.repeat([len(prompt.ids) for prompt in local], K)
-    stopped = np.isin(completions.last_ids(), run.stopping.stop_ids)
-    cut = np.zeros(len(stopped)) if completions.cut_tokens is None else completions.cut_tokens
-    columns = [totals, prompt_lengths, completions.lengths(), stopped]
-    columns += [completions.computed_tokens, cut, *per_function.T]
-    table = gather_processes(np.column_stack(columns).astype(np.float64))  # [B, 6 + functions]
-    clock.lap("advantages")
-    if run.cfg.adv_estimator == "maxrl" and (table[:, 0] < 0).any():
+
+def complete_prompts(
+    run: Run, backend: Backend, stop: StopSignal, prompts: list[data.Prompt], key: jax.Array
+) -> Completions:
+    """K completions of each of this process's part of P prompts, in passes of the rollout."""
+    K, size, pad_id = run.cfg.num_pre_q, run.sizes.prompt_batch_size, run.stopping.pad_id
+    width = prompt_width(max(len(prompt.ids) for prompt in prompts), run.cfg.global_length)
+    local = run.local_prompts()
+    passes = []
+    with long_work("rollout", (local.stop - local.start) * K, "completions") as work:
+        for first in range(local.start, local.stop, size):
+            stop.check()
+            ids = [prompt.ids for prompt in prompts[first : first + size]]
+            passes.append(
+                backend.generate(
+                    PaddedPrompts(*data.pad_prompts(ids, width, pad_id)),
+                    np.arange(first * K, (first + size) * K, dtype=np.int32),
+                    key,
+                    run.sampling,
+                )
+            )
+            work.advance(size * K)
+    return Completions.join(passes)
+
+
+def reward_completions(run: Run, completions: Completions, prompts: list[data.Prompt]) -> Rewarded:
+    """The texts and the rewards of the completions of these prompts.
+
+    A tag that the chat template has opened belongs to the text that is rewarded, but not to the
+    tokens of the completion. Raises UserMistake.
+    """
+    texts = completions.texts(run.tokenizer)
+    per_prompt = len(texts) // len(prompts)
+    opened = [data.opened_tag(prompt, run.tokenizer) for prompt in prompts]
+    texts = [opened[i // per_prompt] + text for i, text in enumerate(texts)]
+    columns = {
+        name: [prompt.columns.get(name) for prompt in prompts for _ in range(per_prompt)]
+        for name in prompts[0].columns
+    }
+    columns["completion_ids"] = completions.ids()
+    return Rewarded(texts, *rewards.total_rewards(texts, columns, run.functions, run.weights))
+
+
+def gather_round(
+    run: Run, prompts: list[data.Prompt], completions: Completions, rewarded: Rewarded
+) -> Groups:
+    """The groups of a round. Every process gets the results of all sequences.
+
+    prompts: [P]. completions, rewarded: [b], of this process.
+    """
+    local, cut_tokens = prompts[run.local_prompts()], completions.cut_tokens  # [b/K], [b] or None
+    columns = {  # [b] each
+        "rewards": rewarded.totals,
+        "prompt_lengths": np.repeat([len(prompt.ids) for prompt in local], run.cfg.num_pre_q),
+        "completion_lengths": completions.lengths(),
+        "stopped": np.isin(completions.last_ids(), run.stopping.stop_ids),
+        "computed_tokens": completions.computed_tokens,
+        "cut_tokens": np.zeros(len(rewarded.totals)) if cut_tokens is None else cut_tokens,
+    }
+    table = np.column_stack([*columns.values(), rewarded.per_function]).astype(np.float64)
+    table = gather_processes(table)  # [B, 6 + functions]
+    found = dict(zip(columns, table.T, strict=False))  # [B] each
+    results = StepResults(**found, per_function=table[:, len(columns) :])
+    if run.cfg.adv_estimator == "maxrl" and (results.rewards < 0).any():
         raise UserMistake(
             f"ADV_ESTIMATOR=maxrl needs rewards of at least 0, and one is "
-            f"{np.nanmin(table[:, 0]):g}; use another REWARD_FN or estimator"
+            f"{np.nanmin(results.rewards):g}; use another REWARD_FN or estimator"
         )
-    return Groups(prompts, completions, StepResults(*table[:, :6].T, table[:, 6:]))
+    return Groups(prompts, completions, results)
 
 
 def choose_groups(run: Run, rounds: list[Groups]) -> Groups:
@@ -261,28 +298,17 @@ def choose_groups(run: Run, rounds: list[Groups]) -> Groups:
     )
 
 
-def _complete_prompts(
-    run: Run, backend: Backend, stop: StopSignal, prompts: list[data.Prompt], key: jax.Array
-) -> Completions:
-    """K completions of each of this process's part of P prompts, in passes of the rollout."""
-    K, size, pad_id = run.cfg.num_pre_q, run.sizes.prompt_batch_size, run.stopping.pad_id
-    width = prompt_width(max(len(prompt.ids) for prompt in prompts), run.cfg.global_length)
-    local = run.local_prompts()
-    passes = []
-    with long_work("rollout", (local.stop - local.start) * K, "completions") as work:
-        for first in range(local.start, local.stop, size):
-            stop.check()
-            ids = [prompt.ids for prompt in prompts[first : first + size]]
-            passes.append(
-                backend.generate(
-                    PaddedPrompts(*data.pad_prompts(ids, width, pad_id)),
-                    np.arange(first * K, (first + size) * K, dtype=np.int32),
-                    key,
-                    run.sampling,
-                )
-            )
-            work.advance(size * K)
-    return Completions.join(passes)
+def what_was_sampled(run: Run, rounds: list[Groups]) -> Sampled:
+    results = [groups.results for groups in rounds]
+    return Sampled(
+        num_rounds=len(rounds),
+        equal=have_equal_rewards(run, rounds),
+        rewards=np.concatenate([x.rewards for x in results]),
+        tokens=int(sum(x.completion_lengths.sum() for x in results)),
+    )
+
+
+# ---- An evaluation -------------------------------------------------------------------------------
 
 
 def answer_questions(
@@ -325,29 +351,3 @@ def answer_questions(
     n = len(questions) * samples
     table = np.concatenate(tables)[:n]  # [n, 3 + functions]
     return Answers(table[:, 0], table[:, 3:], table[:, 1], table[:, 2], texts[:n])
-
-
-class Rewarded(NamedTuple):
-    """n completions of this process and their rewards, NaN where no function applies."""
-
-    texts: list[str]  # [n]
-    totals: np.ndarray  # [n] float64, weighted
-    per_function: np.ndarray  # [n, functions] float64
-
-
-def reward_completions(run: Run, completions: Completions, prompts: list[data.Prompt]) -> Rewarded:
-    """The texts and the rewards of the completions of these prompts.
-
-    A tag that the chat template has opened belongs to the text that is rewarded, but not to the
-    tokens of the completion. Raises UserMistake.
-    """
-    texts = completions.texts(run.tokenizer)
-    per_prompt = len(texts) // len(prompts)
-    opened = [data.opened_tag(prompt, run.tokenizer) for prompt in prompts]
-    texts = [opened[i // per_prompt] + text for i, text in enumerate(texts)]
-    columns = {
-        name: [prompt.columns.get(name) for prompt in prompts for _ in range(per_prompt)]
-        for name in prompts[0].columns
-    }
-    columns["completion_ids"] = completions.ids()
-    return Rewarded(texts, *rewards.total_rewards(texts, columns, run.functions, run.weights))

@@ -50,7 +50,17 @@ from metrics import (
 )
 from models import hf
 from models.model import Params
-from rollout import Groups, Run, sample_groups
+from rollout import (
+    Groups,
+    Run,
+    choose_groups,
+    complete_prompts,
+    enough,
+    gather_round,
+    prompts_of_round,
+    reward_completions,
+    what_was_sampled,
+)
 from runtime.chips import memory_errors_in_sizes
 from runtime.layout import gather_processes, shard_batch
 from runtime.lifecycle import Lifecycle
@@ -93,15 +103,24 @@ def main(cfg: Config) -> None:
                 life.evaluated(step, measure(state.params, step))
             clock = Clock()
 
-            # ---- Rollout: K completions of each of P prompts, to the host and rewarded there -----
+            # ---- Rollout and rewards: K completions of each of P prompts, rewarded on the host ---
             backend.update_weights(state.params)
             clock.lap("rollout_sync")
-            first_round = life.progress.rounds  # the rounds that all earlier steps took
-            sampled = sample_groups(run, backend, life.stop, rollout_key, first_round, clock)
-            groups = sampled.groups  # completions of this process [b, T], rewards of all [B]
+            rounds: list[Groups] = []
+            while not enough(run, rounds):  # only DYNAMIC_SAMPLING needs more than one round
+                number = life.progress.rounds + len(rounds)  # of the run, from 0
+                prompts = prompts_of_round(run, number)  # [P], the same on every process
+                key = jax.random.fold_in(rollout_key, number)
+                completions = complete_prompts(run, backend, life.stop, prompts, key)  # [b, T]
+                clock.lap("rollout_generate")
+                rewarded = reward_completions(run, completions, prompts[run.local_prompts()])  # [b]
+                clock.lap("reward")
+                rounds.append(gather_round(run, prompts, completions, rewarded))  # rewards [B]
+                clock.lap("advantages")
             backend.release()
 
             # ---- Advantages: how much better each completion is than its group -------------------
+            groups = choose_groups(run, rounds)  # P groups, those whose rewards differ first
             advantages = group_advantages(
                 groups.results.rewards,
                 cfg.num_pre_q,
@@ -134,17 +153,19 @@ def main(cfg: Config) -> None:
             clock.lap("update")
 
             # ---- Log -----------------------------------------------------------------------------
+            sampled = what_was_sampled(run, rounds)
             if cfg.dynamic_sampling:
                 metrics |= sampling_metrics(sampled)
             metrics["learning_rate"] = lr
             tokens = sampled.tokens
             done = Step(step, metrics, groups.results, advantages, counted, tokens, clock)
-            life.reviewer.step_done(log_step(run, life.log, done, groups))
+            record = log_step(run, life.log, done, groups)
+            life.reviewer.note_trouble(record)
 
             # ---- Save ----------------------------------------------------------------------------
-            wrong = what_is_not_finite(metrics)
-            arrays = last.arrays() if wrong else {}
-            life.step_done(sampled.num_rounds, wrong, arrays)
+            not_finite = what_is_not_finite(metrics)  # its name and value, or ""
+            arrays = last.arrays() if not_finite else {}
+            life.count_step(len(rounds), not_finite, arrays)
             due = cfg.save_every_steps and life.progress.step % cfg.save_every_steps == 0
             if due and life.progress.step < cfg.steps:
                 save()

@@ -82,7 +82,7 @@ class Lifecycle:
             self.reviewer.write(FAILED, in_one_line(error))
             raise
 
-    def step_done(self, rounds: int, wrong: str, batch: dict[str, np.ndarray]) -> None:
+    def count_step(self, rounds: int, wrong: str, batch: dict[str, np.ndarray]) -> None:
         """Counts a step; ends the run if NONFINITE_LIMIT steps in a row were not finite.
 
         rounds: of sampling, in this step. wrong: what was not finite, or "". batch: the arrays of a

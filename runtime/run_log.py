@@ -170,7 +170,7 @@ class RunLog:
             return ""
         return f" left={_short(steps * float(np.mean(self._timed)))}"
 
-    def step_done(self) -> None:
+    def move_bar(self) -> None:
         """Moves the progress bar."""
         self._bar.update()
 

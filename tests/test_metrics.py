@@ -325,15 +325,14 @@ def test_accuracy_follows_accuracy_of_or_reward_correct_or_the_first_function() 
 
 
 def test_the_metrics_of_dynamic_sampling_cover_everything_that_was_sampled() -> None:
-    groups = Groups([], None, RESULTS)
     equal = np.array([True, False, True, True, True, False])
     rewards = np.array([0.7, 0.7, 0.5, 0, NAN, NAN, 1, 1, 0, 0, 1, 0])
-    assert sampling_metrics(Sampled(groups, 2, equal, rewards, 0)) == pytest.approx(
+    assert sampling_metrics(Sampled(2, equal, rewards, 0)) == pytest.approx(
         {
             "dynamic_sampling/rounds": 2,
             "dynamic_sampling/kept_frac": 1 / 3,
             "dynamic_sampling/reward_mean": 4.9 / 10,
         }
     )
-    none = sampling_metrics(Sampled(groups, 4, np.array([True]), np.array([NAN]), 0))
+    none = sampling_metrics(Sampled(4, np.array([True]), np.array([NAN]), 0))
     assert np.isnan(none["dynamic_sampling/reward_mean"])

@@ -194,7 +194,7 @@ def test_a_review_that_fails_costs_a_line_and_not_the_run(
     reviewer = Reviewer(tmp_path / "damaged", log, writes=True)
     (tmp_path / "damaged" / "config.yaml").write_text("a: [")
     for step in (0, 1):
-        reviewer.step_done(records.step | {"step": step})
+        reviewer.note_trouble(records.step | {"step": step})
         assert reviewer.write("running") == {}
     log.close()
     assert capsys.readouterr().out.count("report.html cannot be written: ParserError: ") == 1
@@ -228,6 +228,6 @@ def test_notes_and_reports_take_little_of_a_step(run: Path, tmp_path: Path) -> N
             write_evaluation(log, records, step)
             timed(reviewer.write, "running")
         log.record(step, record)
-        timed(reviewer.step_done, record)
+        timed(reviewer.note_trouble, record)
     log.close()
     assert spent / STEPS < MOST_SHARE * STEP_S

@@ -224,7 +224,7 @@ def go_on(out: Path, first: int, steps: list[dict[str, Any]], writes: bool = Tru
     for record in steps[first:]:
         values = {name: value for name, value in record.items() if name != "step"}
         log.record(record["step"], values)
-        reviewer.step_done(record)
+        reviewer.note_trouble(record)
     log.close()
 
 
@@ -262,7 +262,7 @@ def test_held_out_answers_are_compared_with_the_steps_around_their_evaluation(
             log.record(record["step"], {"eval/accuracy": 0.4, "eval/accuracy_se": 0.02})
             reviewer.write("running")
         log.record(record["step"], {name: x for name, x in record.items() if name != "step"})
-        reviewer.step_done(record)
+        reviewer.note_trouble(record)
     told = capsys.readouterr().out
     assert told.startswith("note step=59: held_out_below_train: Held-out questions are answered ")
     assert told.count("\n") == 1

@@ -13,7 +13,15 @@ from models.model import Params
 from models.placement import update_flops
 from review import answer_entries, sample_entries, sample_table
 from rewards import is_shown, majority_accuracy, mean_of, pass_at, standard_error
-from rollout import Answers, Backend, Groups, Run, Sampled, StepResults, answer_questions
+from rollout import (
+    Backend,
+    EvaluatedCompletions,
+    Groups,
+    Run,
+    Sampled,
+    StepResults,
+    answer_questions,
+)
 from runtime.chips import memory_peaks, peak_flops
 from runtime.processes import StopSignal
 from runtime.run_log import Clock, RunLog
@@ -278,7 +286,7 @@ def log_evaluation(
     log: RunLog,
     step: int,
     questions: list[data.Prompt],
-    answers: Answers,
+    answers: EvaluatedCompletions,
     clock: Clock,
     full: bool,
 ) -> float:
@@ -303,7 +311,12 @@ def are_right(run: Run, per_function: np.ndarray) -> np.ndarray:
 
 
 def evaluation(
-    run: Run, step: int, answers: Answers, correct: np.ndarray, clock: Clock, full: bool
+    run: Run,
+    step: int,
+    answers: EvaluatedCompletions,
+    correct: np.ndarray,
+    clock: Clock,
+    full: bool,
 ) -> tuple[str, dict[str, Any]]:
     """The line and the record of one evaluation.
 

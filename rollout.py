@@ -128,7 +128,7 @@ class Sampled(NamedTuple):
     tokens: int  # of all completions, over all processes
 
 
-class Answers(NamedTuple):
+class EvaluatedCompletions(NamedTuple):
     """The completions of an evaluation and their rewards, on every process.
 
     n = questions * EVAL_SAMPLES; the completions of a question are adjacent.
@@ -318,7 +318,7 @@ def answer_questions(
     questions: list[data.Prompt],
     key: jax.Array,
     clock: Clock,
-) -> Answers:
+) -> EvaluatedCompletions:
     """EVAL_SAMPLES completions of each question, greedy or sampled as run.eval_sampling says."""
     cfg, samples, processes = run.cfg, run.cfg.eval_samples, jax.process_count()
     # Questions of a pass on each process.
@@ -342,12 +342,15 @@ def answer_questions(
             clock.lap("rollout_generate")
             rewarded = reward_completions(run, completions, local)
             stopped = np.isin(completions.last_ids(), run.stopping.stop_ids)
-            columns = [rewarded.totals, completions.lengths(), stopped, *rewarded.per_function.T]
-            tables.append(gather_processes(np.column_stack(columns).astype(np.float64)))
-            for told in gather_texts(json.dumps(rewarded.texts)):
-                texts += json.loads(told)
+            lengths = completions.lengths()
+            columns = {"rewards": rewarded.totals, "lengths": lengths, "stopped": stopped}
+            table = np.column_stack([*columns.values(), rewarded.per_function]).astype(np.float64)
+            tables.append(gather_processes(table))
+            for texts_of_process in gather_texts(json.dumps(rewarded.texts)):
+                texts += json.loads(texts_of_process)
             work.advance(min(size * processes, len(questions) - work.done))
             clock.lap("reward")
     n = len(questions) * samples
     table = np.concatenate(tables)[:n]  # [n, 3 + functions]
-    return Answers(table[:, 0], table[:, 3:], table[:, 1], table[:, 2], texts[:n])
+    found = dict(zip(columns, table.T, strict=False))  # [n] each
+    return EvaluatedCompletions(**found, per_function=table[:, len(columns) :], texts=texts[:n])

@@ -192,7 +192,7 @@ def engine_arguments(run: Run, devices: Sequence[jax.Device]) -> dict[str, Any]:
         # On a CPU the overlapping schedule overwrites an array that a program still reads.
         "disable_overlap_schedule": platform == "cpu",
         "disable_radix_cache": True,  # it would use keys and values of earlier weights
-        "enable_deterministic_sampling": True,  # gives _sample the sequence of each row
+        "enable_deterministic_sampling": True,  # tells _sample whose logits it gets
         "enable_single_process": True,
         "enable_engine_loop_run_forever_daemon": True,
         "load_format": "dummy",  # the weights come from the trainer
@@ -285,12 +285,12 @@ class SglangBackend:
         key: jax.Array,
         sampling: Sampling,
     ) -> Completions:
-        """As NaiveBackend.generate; the log-probabilities are of the whole vocabulary.
+        """As NaiveBackend.generate; the log-probabilities are those among all tokens.
 
         Raises EngineFailed, or JaxRuntimeError if a device runs out of memory.
         """
         stopping, everywhere = self._run.stopping, NamedSharding(self._runner.mesh, PartitionSpec())
-        ids = [row[mask > 0].tolist() for row, mask in zip(*prompts, strict=True)]
+        ids = [padded[mask > 0].tolist() for padded, mask in zip(*prompts, strict=True)]
         ids = [prompt for prompt in ids for _ in range(len(sequence_ids) // len(ids))]  # [r]
         last_positions = np.array([len(prompt) - 1 for prompt in ids], np.int32)  # [r]
         arrays = jax.device_put((key, sequence_ids, last_positions), everywhere)
@@ -298,7 +298,7 @@ class SglangBackend:
         wanted = {"max_new_tokens": stopping.max_new_tokens, "stop_token_ids": [*stopping.stop_ids]}
         asked = self._engine.async_generate(
             input_ids=ids,
-            sampling_params=[wanted | {"sampling_seed": row} for row in range(len(ids))],
+            sampling_params=[wanted | {"sampling_seed": i} for i in range(len(ids))],
             return_logprob=True,
         )
         try:
@@ -314,12 +314,12 @@ class SglangBackend:
         r, T = len(ids), stopping.max_new_tokens
         completion_ids, logps = np.full((r, T), stopping.pad_id, np.int32), np.zeros((r, T), "f")
         mask = np.zeros((r, T), np.int32)
-        for row, output in enumerate(outputs):
+        for i, output in enumerate(outputs):
             drawn = output["meta_info"]["output_token_logprobs"]
             length = len(output["output_ids"])
-            completion_ids[row, :length] = output["output_ids"]
-            logps[row, :length] = [logp for logp, *_ in drawn]
-            mask[row, :length] = 1
+            completion_ids[i, :length] = output["output_ids"]
+            logps[i, :length] = [logp for logp, *_ in drawn]
+            mask[i, :length] = 1
         return Completions(completion_ids, mask, logps, computed_tokens=mask.sum(axis=1))
 
     def release(self) -> None:
@@ -354,24 +354,24 @@ def _draw(
     sequence_ids: jax.Array,
     last_positions: jax.Array,
     logits: jax.Array,
-    rows: jax.Array,
+    index: jax.Array,
     positions: jax.Array,
     *,
     sampling: Sampling,
 ) -> tuple[jax.Array, jax.Array]:
-    """A token [c] int32 for each row of logits [c, V], and its log-probability [c] float32.
+    """A token [c] int32 of logits [c, V] for each sequence, and its log-probability [c] float32.
 
     sequence_ids, last_positions: [r], of a pass: the numbers of its sequences, and the positions of
-    the last tokens of their prompts. rows: [c], which sequence of the pass a row belongs to.
+    the last tokens of their prompts. index: [c], which of the r sequences the logits belong to.
     positions: [c], of the token before the one that is drawn. The filters of `sampling` do not
     count in the log-probability.
     """
 
-    def draw(key, sequence_ids, last_positions, logits, rows, positions):  # noqa: ANN001 - as above
-        axis = "tensor" if len(rows) % mesh.shape["tensor"] == 0 else None
+    def draw(key, sequence_ids, last_positions, logits, index, positions):  # noqa: ANN001 - as above
+        axis = "tensor" if len(index) % mesh.shape["tensor"] == 0 else None
         logits = jax.lax.with_sharding_constraint(logits, PartitionSpec(axis)).astype(jnp.float32)
-        t = positions - last_positions[rows]  # [c], tokens of the completion so far
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, sequence_ids[rows])
+        t = positions - last_positions[index]  # [c], tokens of the completion so far
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, sequence_ids[index])
         keys = jax.vmap(jax.random.fold_in)(keys, t)  # [c]
         tokens, _ = draw_tokens(keys, logits, sampling)
         logps = jax.nn.log_softmax(logits / (sampling.temperature or 1.0))  # [c, V]
@@ -380,4 +380,4 @@ def _draw(
     # The engine's mesh has explicit axes, with which most of jax asks for the sharding of results.
     mesh, split = jax.typeof(logits).sharding.mesh, PartitionSpec("data")
     draw = jax.sharding.auto_axes(draw, axes=mesh.axis_names, out_sharding=(split, split))
-    return draw(key, sequence_ids, last_positions, logits, rows, positions)
+    return draw(key, sequence_ids, last_positions, logits, index, positions)

@@ -1,8 +1,9 @@
 """Prompts -> completions and their sampling log-probabilities, by the device programs of this file.
 
-Dimensions: R sequences of a rollout pass over all processes and r on this process, G = R/share
-prompts, each shared by `share` consecutive sequences, S+1 padded prompt tokens, T padded completion
-tokens, V vocabulary, C places of a support: the tokens that the filters leave to be drawn.
+Dimensions: R sequences of a rollout pass over all processes, r on this process and n on one device;
+b sequences of a step on this process; G = R/share prompts, each shared by `share` consecutive
+sequences; g different prompts of this process; S+1 padded prompt tokens, T padded completion
+tokens, V vocabulary, U places of a support: the tokens that the filters leave to be drawn.
 """
 
 import functools
@@ -42,10 +43,10 @@ class Stopping(NamedTuple):
 
 
 class PaddedPrompts(NamedTuple):
-    """The prompts of a program: on the host each prompt of this process once, else G prompts."""
+    """The prompts of a pass: on the host each prompt of this process once, on devices G prompts."""
 
-    ids: Any  # [n or G, S+1] int32, left-padded
-    mask: Any  # [n or G, S+1] int32, 0 on padding
+    ids: Any  # [g or G, S+1] int32, left-padded
+    mask: Any  # [g or G, S+1] int32, 0 on padding
 
 
 class Completions(NamedTuple):
@@ -55,7 +56,7 @@ class Completions(NamedTuple):
     completion_mask: np.ndarray  # [r or b, T] int32, 1 up to and including the stop token
     sampling_logps: np.ndarray  # [r or b, T] float32 nats, of the distribution that was sampled
     computed_tokens: np.ndarray  # [r or b] int32, how long the sequence had a place in the batch
-    support: np.ndarray | None = None  # [r or b, T, C] int32 ids, -1 in unused places
+    support: np.ndarray | None = None  # [r or b, T, U] int32 ids, -1 in unused places
     cut_tokens: np.ndarray | None = None  # [r or b] int32: how often MAX_SUPPORT cut a support
 
     def at(self, index: Any) -> "Completions":
@@ -104,8 +105,9 @@ def generate(
     """The completions of one rollout pass, those of a prompt one after the other.
 
     prompts: of this process, each once. sequence_ids: [r] int32, the numbers of this process's
-    sequences. What a sequence draws follows from (key, sequence id, token number)
-    alone, on whatever device it runs. drop: sequences that have ended leave the batch.
+    sequences. The random numbers with which a token is drawn follow from the key, the sequence's
+    number and the token's number alone, on whatever device the sequence is computed. drop:
+    sequences that have ended leave the batch.
     """
     layout, per_prompt = compute.layout, len(sequence_ids) // len(prompts.ids)
     per_shard = len(sequence_ids) * jax.process_count() // layout.batch_shards
@@ -141,17 +143,18 @@ def decode_all(
     stopping: Stopping,
     drop: bool,
 ) -> list[list[np.ndarray]]:
-    """The sequences of this process, in the order in which they leave the batch. For those that
-    leave together: their numbers [n], the tokens computed for each [n], and the results of Rows.
+    """The sequences of this process, in the order in which they leave the batch. There is a list
+    for all that leave together, with one entry for each in every array: their numbers, the tokens
+    computed for each, and the results of Sequences.
 
     drop: sequences that have ended leave the batch, at the sizes of smaller_batches.
     """
     T, layout, all_left = stopping.max_new_tokens, compute.layout, []
     ends = stage_ends(T, compute.layer_loop)
-    sizes = smaller_batches(len(state.rows.done) // layout.batch_shards) if drop else []
+    sizes = smaller_batches(len(state.sequences.done) // layout.batch_shards) if drop else []
 
-    def leave(rows: Rows, t: int) -> None:
-        ids, *results = (local_part(x) for x in (rows.sequence_ids, *rows.results))
+    def leave(sequences: Sequences, t: int) -> None:
+        ids, *results = (local_part(x) for x in (sequences.sequence_ids, *sequences.results))
         all_left.append([ids, np.full(len(ids), t, np.int32), *results])
 
     with long_work("decoding", T, "tokens") as work:
@@ -165,13 +168,13 @@ def decode_all(
             t, live = int(state.t), int(state.live)
             work.advance(t - work.done)
             if live == 0 or t == T:
-                leave(state.rows, t)
+                leave(state.sequences, t)
                 return all_left
             if live <= fewest:
                 size = min(n for n in sizes if n >= live)
                 sizes = [n for n in sizes if n < size]
-                state, rows = drop_rows(compute, state, size=size)
-                leave(rows, t)
+                state, sequences = drop_sequences(compute, state, size=size)
+                leave(sequences, t)
             if t == state.width():
                 state = widen(state, end=ends[ends.index(t) + 1])
 
@@ -190,11 +193,11 @@ def stage_ends(T: int, layer_loop: str) -> list[int]:
 def smaller_batches(n: int) -> list[int]:
     """The numbers of sequences to which the n of a device may shrink, in descending order.
 
-    Each compiles a decode of its own, with unrolled layers one for each stage that it meets. If the
-    lengths of completions are geometric, 1.2 tokens are computed for each real one.
+    For each of them a decode is compiled, with unrolled layers one for each stage in which it runs.
+    If the lengths of completions are geometric, 1.2 tokens are computed for each real one.
     """
-    parts = (3 / 4, 1 / 2, 3 / 8, 1 / 4, 1 / 8, 1 / 16)
-    return sorted({math.ceil(n * part) for part in parts} - {n}, reverse=True)
+    shares = (3 / 4, 1 / 2, 3 / 8, 1 / 4, 1 / 8, 1 / 16)
+    return sorted({math.ceil(n * share) for share in shares} - {n}, reverse=True)
 
 
 @functools.partial(jax.jit, static_argnames=("compute",))
@@ -205,7 +208,7 @@ def prefill(params: Params, compute: Compute, prompts: PaddedPrompts) -> Any:
     return prefix
 
 
-class Rows(NamedTuple):
+class Sequences(NamedTuple):
     """What is known of each of R sequences."""
 
     sequence_ids: jax.Array  # [R] int32
@@ -213,17 +216,17 @@ class Rows(NamedTuple):
     token: jax.Array  # [R] int32, the newest token, first the prompt's last one
     done: jax.Array  # [R] bool
     # completion_ids [R, T], sampling_logps [R, T] and lengths [R]; with sampling.replay also
-    # support [R, T, C] and cut_tokens [R], as in Completions
+    # support [R, T, U] and cut_tokens [R], as in Completions
     results: tuple[jax.Array, ...]
 
 
 class Decoding(NamedTuple):
-    """The sequences that are decoded: first the R of a pass, later fewer, see drop_rows."""
+    """The sequences that are decoded: first the R of a pass, later fewer, see drop_sequences."""
 
     t: jax.Array  # int32, the tokens of each sequence so far
-    live: jax.Array  # int32, the most sequences of a device that have not ended
+    live: jax.Array  # int32, the unfinished sequences on the device that has most of them
     key: jax.Array  # of the pass
-    rows: Rows
+    sequences: Sequences
     prompt: Any  # KV of the prompts without their last token: of G, or of one for each sequence
     prompt_mask: jax.Array  # [G or R, S] bool
     completion: Any  # KV of the R sequences
@@ -254,19 +257,19 @@ def begin(
     zeros = jnp.zeros(R, jnp.int32)
     results = jnp.full((R, T), stopping.pad_id, jnp.int32), jnp.zeros((R, T)), zeros
     if sampling.replay:
-        C = support_size(sampling, compute.model.vocab_size)
-        results += (jnp.full((R, T, C), -1, jnp.int32), zeros)
-    rows = Rows(
+        U = support_size(sampling, compute.model.vocab_size)
+        results += (jnp.full((R, T, U), -1, jnp.int32), zeros)
+    sequences = Sequences(
         sequence_ids,
         last_position=jnp.repeat(prompts.mask.sum(axis=1) - 1, share),
         token=jnp.repeat(prompts.ids[:, -1], share),
         done=jnp.zeros(R, bool),
         results=results,
     )
-    rows = _on_their_devices(rows, compute.layout)
+    sequences = _on_their_devices(sequences, compute.layout)
     completion = _kv_on_their_devices(map_kv(lambda kv: kv.empty(R, width), prefix), compute)
     live = jnp.int32(R // _shards(compute.layout))
-    return Decoding(jnp.int32(0), live, key, rows, prefix, prefix_mask, completion)
+    return Decoding(jnp.int32(0), live, key, sequences, prefix, prefix_mask, completion)
 
 
 @functools.partial(
@@ -282,10 +285,11 @@ def decode(
     sampling: Sampling,
     stopping: Stopping,
 ) -> Decoding:
-    """The sequences once they have `end` tokens, or once no device has more than `fewest` that have
-    not ended. end: at most state.width()."""
-    layout, rows = compute.layout, state.rows
-    sequence_keys = jax.vmap(jax.random.fold_in, (None, 0))(state.key, rows.sequence_ids)  # [R]
+    """The state once the sequences have `end` tokens, or once no device has more than `fewest`
+    unfinished sequences. end: at most state.width()."""
+    layout = compute.layout
+    sequence_ids, last_position, token, done, results = state.sequences
+    sequence_keys = jax.vmap(jax.random.fold_in, (None, 0))(state.key, sequence_ids)  # [R]
     head = lm_head(params).astype(compute.dtype)
 
     def unfinished(carry: Any) -> jax.Array:
@@ -302,7 +306,7 @@ def decode(
             params,
             compute,
             token[:, None],
-            (rows.last_position + t)[:, None],
+            (last_position + t)[:, None],
             cache=Cache(state.prompt, state.prompt_mask, completion, t),
         )
         logits = jnp.einsum(
@@ -326,28 +330,29 @@ def decode(
         live = (~done).reshape(_shards(layout), -1).sum(axis=1).max()
         return t + 1, live, token, done, results, completion
 
-    carry = (state.t, state.live, rows.token, rows.done, rows.results, state.completion)
+    carry = state.t, state.live, token, done, results, state.completion
     body = next_tokens if _asking_is_slow(layout) else next_token
     t, live, token, done, results, completion = jax.lax.while_loop(unfinished, body, carry)
-    rows = _on_their_devices(rows._replace(token=token, done=done, results=results), layout)
+    sequences = Sequences(sequence_ids, last_position, token, done, results)
+    sequences = _on_their_devices(sequences, layout)
     t, live = (constrain(x, layout) for x in (t, live))
-    return state._replace(t=t, live=live, rows=rows, completion=completion)
+    return state._replace(t=t, live=live, sequences=sequences, completion=completion)
 
 
 @functools.partial(jax.jit, static_argnames=("compute", "size"))
-def drop_rows(compute: Compute, state: Decoding, *, size: int) -> tuple[Decoding, Rows]:
+def drop_sequences(compute: Compute, state: Decoding, *, size: int) -> tuple[Decoding, Sequences]:
     """`size` sequences of each device, among them all that have not ended, and the others.
 
     Each sequence gets a copy of its prompt's keys and values, since the sequences of a prompt leave
     at different times.
     """
-    layout, shards = compute.layout, _shards(compute.layout)
-    order = jnp.argsort(state.rows.done.reshape(shards, -1), axis=1, stable=True)  # [shards, n]
+    layout, shards, all_of_them = compute.layout, _shards(compute.layout), state.sequences
+    order = jnp.argsort(all_of_them.done.reshape(shards, -1), axis=1, stable=True)  # [shards, n]
     kept, left = order[:, :size], order[:, size:]
-    of_prompt = kept // (len(state.rows.done) // len(state.prompt_mask))
+    of_prompt = kept // (len(all_of_them.done) // len(state.prompt_mask))
 
     def pick(x: jax.Array, index: jax.Array, axis: int = 0) -> jax.Array:
-        """x [..., R, ...] at an index [shards, m] into the sequences of each device."""
+        """x [..., R, ...] at an index [shards, sequences] into those of each device."""
         parts = x.reshape(*x.shape[:axis], shards, -1, *x.shape[axis + 1 :])
         take = jax.vmap(lambda part, i: part[i])
         parts = jax.vmap(take, (0, None))(parts, index) if axis else take(parts, index)
@@ -357,12 +362,12 @@ def drop_rows(compute: Compute, state: Decoding, *, size: int) -> tuple[Decoding
         picked = jax.tree.map(lambda x: pick(x, index, _batch_axis(compute)), kvs)
         return _kv_on_their_devices(picked, compute)
 
-    rows, gone = (
-        _on_their_devices(jax.tree.map(lambda x, i=index: pick(x, i), state.rows), layout)
+    sequences, gone = (
+        _on_their_devices(jax.tree.map(lambda x, i=index: pick(x, i), all_of_them), layout)
         for index in (kept, left)
     )
     smaller = state._replace(
-        rows=rows,
+        sequences=sequences,
         prompt=pick_kv(state.prompt, of_prompt),
         prompt_mask=constrain_batch(pick(state.prompt_mask, of_prompt), layout),
         completion=pick_kv(state.completion, kept),
@@ -376,9 +381,9 @@ def widen(state: Decoding, *, end: int) -> Decoding:
     return state._replace(completion=map_kv(lambda kv: kv.widen(end), state.completion))
 
 
-def _on_their_devices(rows: Rows, layout: Layout | None) -> Rows:
-    """The rows split as attention needs them, also an array that is the same for all of them."""
-    return jax.tree.map(lambda x: constrain_batch(x, layout), rows)
+def _on_their_devices(sequences: Sequences, layout: Layout | None) -> Sequences:
+    """The arrays split as attention needs them, also those that are the same for all sequences."""
+    return jax.tree.map(lambda x: constrain_batch(x, layout), sequences)
 
 
 def _batch_axis(compute: Compute) -> int:

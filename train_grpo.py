@@ -378,7 +378,7 @@ WAITING = {
     "load_state": ("what holds the weights and the optimizer's state", ()),
     "save": ("checksums", ()),
     "update_weights": ("the copy of the weights that samples", ()),
-    "generate": ("prefill, decode or drop_rows", PASS_SIZES),
+    "generate": ("prefill, decode or drop_sequences", PASS_SIZES),
     "logps_and_entropies": ("compute_logps", MICRO_SIZES),
     "one_update": ("micro_step or optimizer_step", MICRO_SIZES),
     "update_policy": ("mix_weights", MICRO_SIZES),

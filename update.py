@@ -3,7 +3,7 @@ micro-batch, optimizer_step applies the sum.
 
 Dimensions: X packed rows of a micro-batch over all devices, t = S + C tokens of a row: S places for
 prompts and C for completions; n places for sequences in a row, R = X*n of them, T tokens of the
-longest completion, padded.
+longest completion, padded; B sequences of a step; U ids of a support.
 """
 
 import functools
@@ -61,7 +61,7 @@ class MicroBatch(NamedTuple):
     old_logps: jax.Array | None = None  # [R, T] float32 nats; None: logps, so that the ratio is 1
     ref_logps: jax.Array | None = None  # [R, T] float32 nats; None: no reference
     top_mask: jax.Array | None = None  # [R, T] int32, 1 where the policy learns; None: everywhere
-    # [X, C, ids] int32, the tokens that could be drawn; all log-probabilities are among them. None:
+    # [X, C, U] int32, the tokens that could be drawn; all log-probabilities are among them. None:
     # they are among all tokens.
     support: jax.Array | None = None
 

@@ -1,7 +1,7 @@
 """One token for each sequence from its logits: temperature, top-k, top-p, min-p, and the support.
 
-Dimensions: R sequences, V vocabulary, C places of a support: the tokens that the filters leave to
-be drawn.
+Dimensions: R sequences, V vocabulary, U places of a support: the tokens that the filters leave to
+be drawn; n tokens among which top-p looks for the last one that it keeps: V, or top_k.
 """
 
 import math
@@ -30,10 +30,10 @@ def draw_tokens(keys: jax.Array, logits: jax.Array, sampling: Sampling) -> tuple
 
     keys: [R], one for each sequence. logits: [R, V] float32. A greedy token gets its
     log-probability at temperature 1. With sampling.replay two more arrays follow: the support
-    [R, C] int32 with -1 in unused places, and [R] whether MAX_SUPPORT cut it.
+    [R, U] int32 with -1 in unused places, and [R] whether MAX_SUPPORT cut it.
     """
     if sampling.replay:
-        kept, ids, was_cut = _support(logits / sampling.temperature, sampling)  # [R, C] each
+        kept, ids, was_cut = _support(logits / sampling.temperature, sampling)  # [R, U] each
         place = jax.vmap(jax.random.categorical)(keys, kept)[:, None]  # [R, 1]
         token, logp = (jnp.take_along_axis(x, place, axis=-1)[:, 0] for x in (ids, kept))
         support = jnp.where(kept > MASKED, ids, -1)
@@ -65,19 +65,19 @@ def _categorical(key: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Arra
 
 
 def support_size(sampling: Sampling, V: int) -> int:
-    """The places C of a support."""
+    """The places U of a support."""
     return min(sampling.top_k or MAX_SUPPORT, V)
 
 
 def _support(logits: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The C largest of logits [R, V], those that the filters drop masked, their ids [R, C], and
-    whether the filters would keep more than C tokens [R] bool.
+    """The U largest of logits [R, V], those that the filters drop masked, their ids [R, U], and
+    whether the filters would keep more than U tokens [R] bool.
 
     The rules are those of filter_logits, but not all tokens that tie with the last one are kept.
-    With top-k nothing is cut, since C is top_k.
+    With top-k nothing is cut, since U is top_k.
     """
-    C, V = support_size(sampling, logits.shape[-1]), logits.shape[-1]
-    values, ids = _largest(logits, C if sampling.top_k else min(C + 1, V))  # descending
+    U, V = support_size(sampling, logits.shape[-1]), logits.shape[-1]
+    values, ids = _largest(logits, U if sampling.top_k else min(U + 1, V))  # descending
     highest = values[:, :1]
     keep = jnp.ones(values.shape, bool)
     if sampling.top_p < 1:
@@ -87,8 +87,8 @@ def _support(logits: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Arra
         keep &= weights.cumsum(axis=-1) - weights < sampling.top_p * mass
     if sampling.min_p > 0:
         keep &= values >= highest + math.log(sampling.min_p)
-    was_cut = keep[:, C:].any(axis=-1)
-    return jnp.where(keep, values, MASKED)[:, :C], ids[:, :C], was_cut
+    was_cut = keep[:, U:].any(axis=-1)
+    return jnp.where(keep, values, MASKED)[:, :U], ids[:, :U], was_cut
 
 
 def filter_logits(logits: jax.Array, sampling: Sampling) -> jax.Array:
@@ -97,7 +97,7 @@ def filter_logits(logits: jax.Array, sampling: Sampling) -> jax.Array:
     logits: already divided by the temperature. A token that ties with the last token that is kept
     is kept too.
     """
-    candidates = logits  # [R, n], for the last token that top-p keeps
+    candidates = logits  # [R, n]
     if 0 < sampling.top_k < logits.shape[-1]:
         candidates, _ = _largest(logits, sampling.top_k)
         # XLA compiles the minimum to a fast top_k, and the last of the candidates to a full sort.
@@ -136,7 +136,7 @@ def _weighted_floor(values: jax.Array, weights: jax.Array, limit: jax.Array) -> 
     """The highest floor [R, 1] such that the values [R, n] at or above it weigh at least `limit`.
 
     The floor is one of the values, or -inf if all values together weigh less. It needs no sort of
-    the values: each of 16 passes finds the next two of its 32 bits.
+    the values: each of 16 iterations finds the next two of its 32 bits.
     """
 
     def add_bits(i: jax.Array, found: jax.Array) -> jax.Array:

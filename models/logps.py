@@ -9,7 +9,7 @@ two files are needed to compute the same in another project.
 A support lists the tokens among which the sampler has drawn, if its filters dropped the others.
 
 Dimensions: t tokens of an input, n tokens of a device, V vocabulary, D model width, v lm_head rows
-of a tile, C ids of a support, k distributions of a token: 1, or 2 with a support. A mesh splits the
+of a tile, U ids of a support, k distributions of a token: 1, or 2 with a support. A mesh splits the
 sequences over (dp, fsdp), V over tp and D over fsdp.
 """
 
@@ -28,7 +28,7 @@ SMALLEST = 1e-37  # A less probable support counts as this, because the logarith
 BATCH_AXES = ("dp", "fsdp")  # mesh axes over which the sequences are split
 
 # The tiles work on three arrays with a row for each token; the last two are float32.
-# `target` [n, 1 + C] has the sampled token's id and the ids of the support (C = 0: no support).
+# `target` [n, 1 + U] has the sampled token's id and the ids of the support (U = 0: no support).
 # `stats` [n, 2 + 2k], in forward, covers the tiles so far. Its columns are the largest logit, the
 #     sampled token's logit, the sum of e = exp(logit - largest), the sum of e (logit - largest),
 #     and these two sums over the tokens of the support alone.
@@ -61,7 +61,7 @@ def token_logps(
     and without a gradient.
     hidden: [..., t, D] float32 or bfloat16; the matmuls use this dtype. lm_head: [V, D].
     ids: [..., t] int32. The logits are float32, divided by temperature.
-    support: [..., t, C] int32. The C ids of a token differ; unused places are -1.
+    support: [..., t, U] int32. The U ids of a token differ; unused places are -1.
     mesh: the axes are dp, fsdp and tp; the first axis of hidden and both axes of lm_head are split
     over them. None: one device holds everything.
     kernel: the Kernel of loss_pallas.py. None: jnp, for small inputs as token_logps_reference.
@@ -103,7 +103,7 @@ def token_logps_reference(
     entropy = -(jnp.exp(log_probs) * log_probs).sum(axis=-1)
     if support is None:
         return chosen - logsumexp, entropy
-    kept = jnp.take_along_axis(log_probs, jnp.maximum(support, 0), axis=-1)  # [..., t, C]
+    kept = jnp.take_along_axis(log_probs, jnp.maximum(support, 0), axis=-1)  # [..., t, U]
     kept = jnp.where(support < 0, MASKED, kept)
     log_mass = jax.nn.logsumexp(kept, axis=-1)
     within = kept - log_mass[..., None]
@@ -277,7 +277,7 @@ def _in_support(target: jax.Array, tile: Tile) -> jax.Array:
     columns. No two of the ids set the same bit, and the sum of their bits is the word.
     """
     words = -(-len(tile.w) // 32)
-    column = target[:, 1:, None] - tile.first  # [n, C, 1]
+    column = target[:, 1:, None] - tile.first  # [n, U, 1]
     word = jnp.where((column >= 0) & (column < 32 * words), column % words, -1)
     bit = jnp.uint32(1) << (column // words).astype(jnp.uint32)
     packed = jnp.where(word == jnp.arange(words), bit, 0).sum(axis=1, dtype=jnp.uint32)

@@ -7,7 +7,7 @@ from a coarse grid, so that few programs are compiled.
 
 Dimensions: B sequences of a step, K completions for each prompt, X rows of a micro-step over all
 devices, t = S + C tokens of a row: S places for prompts and C for completions; n places for
-sequences in a row, T tokens of the longest completion, padded.
+sequences in a row, T tokens of the longest completion, padded; U ids of a support.
 """
 
 import itertools
@@ -39,7 +39,7 @@ class Batch(NamedTuple):
     old_logps: np.ndarray | None = None  # [B, T] float32 nats
     ref_logps: np.ndarray | None = None  # [B, T] float32 nats
     top_mask: np.ndarray | None = None  # [B, T] int32, 1 where the policy learns
-    support: np.ndarray | None = None  # [B, T, ids] int32, the tokens that could be drawn
+    support: np.ndarray | None = None  # [B, T, U] int32, the tokens that could be drawn
 
     @property
     def lengths(self) -> np.ndarray:

@@ -22,7 +22,7 @@ RUNS = [
     pytest.param(
         16,
         "BATCH_SIZE=4096 NUM_PRE_Q=8 MAX_LENGTH_SAMPLE=1024 LAYER_LOOP=scan",
-        "error: prefill, decode or drop_rows does not fit the memory of a device: Out of memory ",
+        "error: prefill, decode or drop_sequences does not fit the memory of a device: Out of ",
         ". Try BATCH_SIZE=2048 ROLLOUT_BATCH_SIZE=32768",
         id="rollout",
     ),

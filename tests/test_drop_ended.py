@@ -22,7 +22,7 @@ from sampling import (
     Stopping,
     begin,
     decode,
-    drop_rows,
+    drop_sequences,
     prefill,
     smaller_batches,
     stage_ends,
@@ -55,8 +55,8 @@ def test_sequences_that_leave_the_batch_change_nothing(
         assert [{*row} for row in ours[:length]] == [{*row} for row in theirs[:length]]
     assert (found.lengths() <= found.computed_tokens).all()
     assert len({*found.lengths()}) > 5, "the sequences have many lengths"
-    part = {16: 0.7, 8: 0.75, 2: 0.95}[16 // math.prod(mesh)]  # by the sequences of a device
-    assert found.computed_tokens.sum() < part * expected.computed_tokens.sum()
+    share = {16: 0.7, 8: 0.75, 2: 0.95}[16 // math.prod(mesh)]  # by the sequences of a device
+    assert found.computed_tokens.sum() < share * expected.computed_tokens.sum()
 
 
 def test_sequences_leave_at_few_sizes_and_a_second_pass_compiles_none(monkeypatch) -> None:
@@ -83,11 +83,11 @@ def test_the_caches_and_all_that_is_known_of_a_sequence_lie_on_its_device(layer_
     how = {"sampling": Sampling(top_k=9, replay=True), "stopping": Stopping(24, (NEVER,), PAD)}
     prefix, ids = prefill(params, compute, prompts), np.arange(32, dtype=np.int32)
     state = begin(compute, prompts, prefix, ids, jax.random.key(0), width=8, **how)
-    smaller, left = drop_rows(compute, state, size=3)
-    for part, rows in ((state, 4), (smaller, 3)):
-        for x in jax.tree.leaves((part.completion, part.rows)):
+    smaller, left = drop_sequences(compute, state, size=3)
+    for decoding, of_device in ((state, 4), (smaller, 3)):
+        for x in jax.tree.leaves((decoding.completion, decoding.sequences)):
             axis = int(x.ndim == 5)
-            assert x.sharding.shard_shape(x.shape)[axis] == rows == x.shape[axis] // 8, x.shape
+            assert x.sharding.shard_shape(x.shape)[axis] == of_device == x.shape[axis] // 8, x.shape
     assert {x.sharding.shard_shape(x.shape)[0] for x in jax.tree.leaves(left)} == {1}
 
 
@@ -147,5 +147,5 @@ def test_a_plan_has_a_smaller_batch_only_where_a_device_has_several_sequences() 
     given = dict(pair.split("=") for pair in text.split())
     for prompts, runs in (("1", False), ("2", True)):
         plan, _ = make_plan(Config.from_env(given | {"BATCH_SIZE": prompts}), "v6e-8")
-        assert device_programs.runs(plan, "drop_rows") is runs
-    assert device_programs.call(plan, "drop_rows")[2] == {"size": 1}
+        assert device_programs.runs(plan, "drop_sequences") is runs
+    assert device_programs.call(plan, "drop_sequences")[2] == {"size": 1}

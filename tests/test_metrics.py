@@ -22,7 +22,7 @@ from metrics import (
 )
 from models.draw import Sampling
 from rewards import AccuracyRule, accuracy_rule
-from rollout import Answers, Groups, Sampled, StepResults
+from rollout import EvaluatedCompletions, Groups, Sampled, StepResults
 from runtime import run_log
 from runtime.mistakes import UserMistake
 from runtime.records import read_settings
@@ -248,7 +248,7 @@ def evaluated(
     )
     rewards = np.array(per_function)
     n = len(rewards)
-    answers = Answers(rewards.sum(1), rewards, np.full(n, 5.0), np.ones(n), [""] * n)
+    answers = EvaluatedCompletions(rewards.sum(1), rewards, np.full(n, 5.0), np.ones(n), [""] * n)
     correct = are_right(run, rewards).reshape(-1, samples)
     return SimpleNamespace(run=run, answers=answers, correct=correct)
 

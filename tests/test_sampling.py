@@ -24,7 +24,7 @@ from runtime.layout import ROLLOUT_BATCH_AXES, Layout
 from sampling import (
     Completions,
     PaddedPrompts,
-    Rows,
+    Sequences,
     Stopping,
     _asking_is_slow,
     begin,
@@ -354,12 +354,14 @@ def test_prefill_and_decode_give_the_documented_shapes() -> None:
     assert prefix.k.dtype == dtype
     how = {"sampling": Sampling(), "stopping": Stopping(T, (3,), 3)}
 
-    def decoding(params: Params, prompts: PaddedPrompts, prefix: Any, *given: jax.Array) -> Rows:
+    def decoding(
+        params: Params, prompts: PaddedPrompts, prefix: Any, *given: jax.Array
+    ) -> Sequences:
         compute = Compute(MODEL, dtype)
         state = begin(compute, prompts, prefix, *given, width=T, **how)
-        return decode(params, compute, state, T, 0, **how).rows
+        return decode(params, compute, state, T, 0, **how).sequences
 
     given = jax.ShapeDtypeStruct((R,), jnp.int32), jax.random.key(0)
-    rows = jax.eval_shape(decoding, params, prompts, prefix, *given)
-    shapes = [(x.shape, x.dtype) for x in rows.results]
+    sequences = jax.eval_shape(decoding, params, prompts, prefix, *given)
+    shapes = [(x.shape, x.dtype) for x in sequences.results]
     assert shapes == [((R, T), jnp.int32), ((R, T), jnp.float32), ((R,), jnp.int32)]

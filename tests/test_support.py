@@ -81,11 +81,11 @@ def test_tokens_of_the_support_are_drawn_as_often_as_their_probabilities_say(sam
 # ---- What is scored ------------------------------------------------------------------------------
 
 
-def random_support(ids: np.ndarray, V: int, C: int) -> np.ndarray:
-    """[..., C] ids of which the first is the sampled one, and some are -1."""
+def random_support(ids: np.ndarray, V: int, U: int) -> np.ndarray:
+    """[..., U] ids of which the first is the sampled one, and some are -1."""
     rng = np.random.default_rng(2)
-    rows = [rng.choice(V, C, replace=False) for _ in range(ids.size)]
-    support = np.stack(rows).astype(np.int32).reshape(*ids.shape, C)
+    rows = [rng.choice(V, U, replace=False) for _ in range(ids.size)]
+    support = np.stack(rows).astype(np.int32).reshape(*ids.shape, U)
     taken = support == ids[..., None]
     support[..., 1:][rng.random(support[..., 1:].shape) < 0.3] = -1
     support[taken] = -1
@@ -121,15 +121,17 @@ def enumerated(
     ]
 
 
-def check(shape: tuple[int, ...], V: int, C: int, **how: object) -> None:
+def check(shape: tuple[int, ...], V: int, U: int, **how: object) -> None:
     hidden, lm_head, ids = inputs(*shape, V=V, D=16)
     lm_head *= 0.3
-    support = random_support(ids, V, C)
+    support = random_support(ids, V, U)
     cotangents = np.float32(np.random.default_rng(3).normal(size=(2, *shape)))
 
     @jax.jit
     def both(hidden: jax.Array, lm_head: jax.Array) -> tuple:
-        scored = lambda *x: token_logps(*x, ids, support=support, temperature=0.7, **how)  # noqa: E731
+        def scored(hidden: jax.Array, lm_head: jax.Array) -> tuple:
+            return token_logps(hidden, lm_head, ids, support=support, temperature=0.7, **how)
+
         outputs, pull = jax.vjp(scored, hidden, lm_head)
         return outputs, pull((*cotangents, *map(jnp.ones_like, outputs[2:])))
 
@@ -146,7 +148,7 @@ def test_log_probabilities_and_gradients_are_those_of_the_support(
 ) -> None:
     if tiles:
         monkeypatch.setattr("models.logps.LOGITS_TILE_BYTES", 1)  # tiles of 128 columns
-    check((2, 11), V, C=50)
+    check((2, 11), V, U=50)
 
 
 @pytest.mark.parametrize("tiles", [True, False], ids=["in_tiles", "at_once"])
@@ -155,14 +157,14 @@ def test_so_they_are_in_the_vocabulary_of_qwen(
 ) -> None:
     if tiles:
         monkeypatch.setattr("models.logps.LOGITS_TILE_BYTES", 8 * 4 * 4096)
-    check((1, 8), 151936, C=128)
+    check((1, 8), 151936, U=128)
 
 
 @pytest.mark.parametrize("shape", [(1, 8, 1), (2, 2, 2), (1, 2, 4)], ids=str)
 def test_so_they_are_on_meshes(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("models.logps.LOGITS_TILE_BYTES", 1)
     mesh = Mesh(np.array(jax.devices()).reshape(shape), ("dp", "fsdp", "tp"))
-    check((8, 3), 1000, C=20, mesh=mesh)
+    check((8, 3), 1000, U=20, mesh=mesh)
 
 
 def test_a_support_of_all_tokens_changes_nothing() -> None:

@@ -30,10 +30,10 @@ from runtime.sizes import Sizes, eval_questions, prompt_share
 from sampling import (
     Decoding,
     PaddedPrompts,
-    Rows,
+    Sequences,
     Stopping,
     decode,
-    drop_rows,
+    drop_sequences,
     prefill,
     smaller_batches,
 )
@@ -49,7 +49,7 @@ from update import (
     sync_weights,
 )
 
-OF_A_PASS = ("prefill", "decode", "drop_rows")
+OF_A_PASS = ("prefill", "decode", "drop_sequences")
 ROLLOUT = (*OF_A_PASS, *(f"eval_{name}" for name in OF_A_PASS))
 PROGRAMS = ("sync_weights", *ROLLOUT, "compute_logps", "micro_step", "optimizer_step")
 
@@ -176,7 +176,7 @@ def runs(plan: Plan, program: str) -> bool:
     cfg = plan.cfg
     if program in ROLLOUT and cfg.rollout_backend != "naive":  # the engine has programs of its own
         return False
-    if program.endswith("drop_rows"):
+    if program.endswith("drop_sequences"):
         plan = plan.evaluation() if program.startswith("eval_") else plan
         alone = plan.rollout_workload().R == plan.rollout.layout.batch_shards
         if alone or not cfg.drops_ended():
@@ -208,7 +208,7 @@ def call(plan: Plan, program: str) -> tuple[Any, tuple, dict[str, Any]]:
         static = {"optimizer": optimizer_of(cfg), "model": model}
         return optimizer_step, (state, grads, scalar, scalar), static
     plan = plan.evaluation() if program.startswith("eval_") else plan
-    calls = {"prefill": prefill_call, "decode": decode_call, "drop_rows": drop_call}
+    calls = {"prefill": prefill_call, "decode": decode_call, "drop_sequences": drop_call}
     return calls[program.removeprefix("eval_")](plan)
 
 
@@ -239,12 +239,12 @@ def decode_call(plan: Plan) -> tuple[Any, tuple, dict[str, Any]]:
     mask = array(mesh, (G, S), bool, batch_axes)
     key = array(mesh, (), jax.eval_shape(lambda: jax.random.key(0)).dtype)
     number = array(mesh, (), jnp.int32)
-    state = Decoding(number, number, key, rows(plan), prefix, mask, completion)
+    state = Decoding(number, number, key, sequences(plan), prefix, mask, completion)
     static = {"sampling": plan.sampling, "stopping": Stopping(T, stop_ids=(0, 1), pad_id=0)}
     return decode, (weights, rollout, state, number, number), static
 
 
-def rows(plan: Plan) -> Rows:
+def sequences(plan: Plan) -> Sequences:
     """The shapes of what decoding knows of each sequence."""
     (R, _, _, T), (mesh, batch_axes) = plan.rollout_workload(), plan.rollout.layout
 
@@ -253,16 +253,16 @@ def rows(plan: Plan) -> Rows:
 
     results = row(jnp.int32, T), row(jnp.float32, T), row(jnp.int32)
     if plan.sampling.replay:
-        C = support_size(plan.sampling, plan.rollout.model.vocab_size)
-        results += (row(jnp.int32, T, C), row(jnp.int32))
-    return Rows(*[row(jnp.int32)] * 3, row(jnp.bool_), results)
+        U = support_size(plan.sampling, plan.rollout.model.vocab_size)
+        results += (row(jnp.int32, T, U), row(jnp.int32))
+    return Sequences(*[row(jnp.int32)] * 3, row(jnp.bool_), results)
 
 
 def drop_call(plan: Plan) -> tuple[Any, tuple, dict[str, Any]]:
     """The result of `call` for the first time that sequences leave the batch."""
     _, (_, rollout, state, *_), _ = decode_call(plan)
-    sizes = smaller_batches(len(state.rows.done) // rollout.layout.batch_shards)
-    return drop_rows, (rollout, state), {"size": sizes[0]}
+    sizes = smaller_batches(len(state.sequences.done) // rollout.layout.batch_shards)
+    return drop_sequences, (rollout, state), {"size": sizes[0]}
 
 
 def rest_of_run(plan: Plan, program: str) -> int:
@@ -275,7 +275,7 @@ def rest_of_run(plan: Plan, program: str) -> int:
         "micro_step": params,
         "optimizer_step": params + opt_state,
     }
-    if program.endswith("drop_rows"):
+    if program.endswith("drop_sequences"):
         rollout = plan.rollout
         weights = abstract_params(rollout.model, rollout.layout.mesh, rollout.dtype)
         given[program] = -bytes_of(weights)

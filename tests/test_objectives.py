@@ -21,7 +21,7 @@ from test_rollout import (
     settings_of,
     token_mean_loss,
 )
-from test_train import train
+from test_train import Result, train
 
 from config import Config
 from loss import Objective
@@ -40,14 +40,24 @@ def base(folder: Path) -> dict[str, str]:
     return settings_of(folder) | {"TEMPERATURE": "0.7"}
 
 
-def test_the_reference_becomes_the_policy_every_ref_sync_steps_updates(
-    folder: Path, base: dict[str, str]
-) -> None:
+@pytest.fixture(scope="module")
+def four_steps(folder: Path, base: dict[str, str]) -> Result:
     settings = {"BETA": "0.1", "REF_SYNC_STEPS": "2", "REF_SYNC_ALPHA": "1", "STEPS": "4"}
-    settings |= {"LEARNING_RATE": "1e-3", "LR_SCHEDULE": "constant", "WARMUP_RATIO": "0"}
-    result = train(folder / "sync", **base | settings)
-    assert max(of(result, "other/sampling_logp_difference/max")) < 1e-4, "all at one temperature"
-    kl = of(result, "other/kl")
+    settings |= {"LEARNING_RATE": "1e-3", "LR_SCHEDULE": "linear", "WARMUP_RATIO": "0.4"}
+    return train(folder / "sync", **base | settings | {"LR_DECAY_STEPS": "5"})
+
+
+def test_the_learning_rates_of_a_run_are_those_of_its_warmup_and_its_schedule(
+    four_steps: Result,
+) -> None:
+    """Two of five steps warm up, and the rate falls to 0 in the three steps after them."""
+    rates = of(four_steps, "other/learning_rate")
+    assert rates == pytest.approx([0.5e-3, 1e-3, 1e-3, 1e-3 * 2 / 3], rel=1e-9)
+
+
+def test_the_reference_becomes_the_policy_every_ref_sync_steps_updates(four_steps: Result) -> None:
+    assert max(of(four_steps, "other/sampling_logp_difference/max")) < 1e-4, "at one temperature"
+    kl = of(four_steps, "other/kl")
     assert [x < 1e-9 for x in kl] == [True, False, True, False]
     assert min(kl[1], kl[3]) > 1e-5
 

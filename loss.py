@@ -179,13 +179,13 @@ def policy_loss(
     mask: jax.Array,
     num_tokens: jax.Array | float,
     *,
+    objective: Objective,
     num_sequences: jax.Array | float | None = None,
     num_top_tokens: jax.Array | float | None = None,
     ref_logps: jax.Array | None = None,
     sampling_logps: jax.Array | None = None,
     entropy: jax.Array | None = None,
     top_mask: jax.Array | None = None,
-    **settings: Any,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns the objective of a micro-batch, a scalar, and its metrics: its parts of the update's.
 
@@ -199,16 +199,14 @@ def policy_loss(
     num_tokens, num_sequences, num_top_tokens: mask.sum(), the number of sequences (also of those
     whose mask is 0 everywhere) and (mask * top_mask).sum() of the ENTIRE update. The last two may
     be None if this micro-batch is the entire update. num_top_tokens divides only the entropy bonus;
-    with a top_mask the other sums still are divided by the counts of all tokens. settings: fields
-    of Objective.
+    with a top_mask the other sums still are divided by the counts of all tokens.
     Raises ValueError for a text that is not in CHOICES, for arrays of other shapes than these, and
     for dr_grpo without max_completion_length.
     Source: PPO, arXiv 1707.06347 eq. 7; DAPO, 2503.14476 eq. 8; Dr. GRPO, 2503.20783; GSPO,
     2507.18071; CISPO, 2506.13585; SAPO, 2511.20347; TRL.
     """
-    o = Objective(**settings)
+    o, others = objective, (ref_logps, sampling_logps, entropy, top_mask)
     _stop_if_unknown(**{name: text for name, text in o._asdict().items() if name in CHOICES})
-    others = (ref_logps, sampling_logps, entropy, top_mask)
     _stop_if_misshapen(advantages, logps, old_logps, mask, *others)
     mask, A = mask.astype(bool), advantages[:, None]  # [R, T], [R, 1]
     top = mask if top_mask is None else mask & (top_mask > 0)  # [R, T]

@@ -1,4 +1,4 @@
-"""The TPU kernel of the policy loss: token log-probabilities and their gradients in VMEM.
+"""Log-probabilities of tokens, by jax or by a TPU kernel that computes them and their gradients.
 
 models/logps.py walks the vocabulary in tiles. The kernel computes a tile without writing its logits
 to HBM, and updates the same arrays as the jnp there: docs/kernel.md compares both.
@@ -42,7 +42,7 @@ def token_logps(
 ) -> tuple[jax.Array, ...]:
     """Returns log p of `ids` and the entropy of each distribution, both [..., t] float32 nats.
 
-    The arguments are those of token_logps in models/logps.py, which has more about them, and two:
+    The arguments are those of tiled_token_logps in models/logps.py, which explains them, and two:
     impl: "jax" runs anywhere, "pallas" on a TPU. interpret: True or pltpu.InterpretParams run the
     kernel on any device.
     Raises ValueError for an unknown impl, and for pallas with a support.
@@ -53,7 +53,7 @@ def token_logps(
     if impl == "pallas":
         devices = mesh.devices.flat if mesh else jax.devices()
         kernel = Kernel(devices[0].device_kind, interpret)
-    return logps.token_logps(
+    return logps.tiled_token_logps(
         hidden, lm_head, ids, support=support, temperature=temperature, mesh=mesh, kernel=kernel
     )
 

@@ -13,15 +13,7 @@ from models.model import Params
 from models.placement import update_flops
 from review import answer_entries, sample_entries, sample_table
 from rewards import is_shown, majority_accuracy, mean_of, pass_at, standard_error
-from rollout import (
-    Backend,
-    EvaluatedCompletions,
-    Groups,
-    Run,
-    Sampled,
-    StepResults,
-    answer_questions,
-)
+from rollout import Backend, Evaluated, Groups, Run, Sampled, StepResults, answer_questions
 from runtime.chips import memory_peaks, peak_flops
 from runtime.processes import StopSignal
 from runtime.run_log import Clock, RunLog
@@ -272,7 +264,7 @@ def evaluate(
 
     Each question has EVAL_SAMPLES completions, greedy or at EVAL_TEMPERATURE.
     """
-    clock, limit = Clock(), run.cfg.eval_prompts
+    clock, limit = Clock(PHASES), run.cfg.eval_prompts
     questions = run.eval_prompts if full or not limit else run.eval_prompts[:limit]
     backend.update_weights(params)
     clock.lap("rollout_sync")
@@ -286,7 +278,7 @@ def log_evaluation(
     log: RunLog,
     step: int,
     questions: list[data.Prompt],
-    answers: EvaluatedCompletions,
+    answers: Evaluated,
     clock: Clock,
     full: bool,
 ) -> float:
@@ -311,12 +303,7 @@ def are_right(run: Run, per_function: np.ndarray) -> np.ndarray:
 
 
 def evaluation(
-    run: Run,
-    step: int,
-    answers: EvaluatedCompletions,
-    correct: np.ndarray,
-    clock: Clock,
-    full: bool,
+    run: Run, step: int, answers: Evaluated, correct: np.ndarray, clock: Clock, full: bool
 ) -> tuple[str, dict[str, Any]]:
     """The line and the record of one evaluation.
 

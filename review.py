@@ -14,7 +14,7 @@ import data
 from config import Config
 from loss import equal_groups
 from rewards import mean_of
-from rollout import EvaluatedCompletions, Groups, Run
+from rollout import Evaluated, Groups, Run
 from runtime.mistakes import in_one_line
 from runtime.page import charts_of, escaped, group_tables, held_out_table, page, settings_table
 from runtime.parsing import yaml_lines
@@ -61,11 +61,7 @@ def sample_entries(run: Run, groups: Groups, advantages: np.ndarray) -> list[dic
 
 
 def answer_entries(
-    run: Run,
-    questions: list[data.Prompt],
-    answers: EvaluatedCompletions,
-    correct: np.ndarray,
-    full: bool,
+    run: Run, questions: list[data.Prompt], answers: Evaluated, correct: np.ndarray, full: bool
 ) -> list[dict[str, Any]]:
     """Entries of eval.jsonl for all questions of an evaluation.
 

@@ -128,7 +128,7 @@ class Sampled(NamedTuple):
     tokens: int  # of all completions, over all processes
 
 
-class EvaluatedCompletions(NamedTuple):
+class Evaluated(NamedTuple):
     """The completions of an evaluation and their rewards, on every process.
 
     n = questions * EVAL_SAMPLES; the completions of a question are adjacent.
@@ -318,7 +318,7 @@ def answer_questions(
     questions: list[data.Prompt],
     key: jax.Array,
     clock: Clock,
-) -> EvaluatedCompletions:
+) -> Evaluated:
     """EVAL_SAMPLES completions of each question, greedy or sampled as run.eval_sampling says."""
     cfg, samples, processes = run.cfg, run.cfg.eval_samples, jax.process_count()
     # Questions of a pass on each process.
@@ -353,4 +353,4 @@ def answer_questions(
     n = len(questions) * samples
     table = np.concatenate(tables)[:n]  # [n, 3 + functions]
     found = dict(zip(columns, table.T, strict=False))  # [n] each
-    return EvaluatedCompletions(**found, per_function=table[:, len(columns) :], texts=texts[:n])
+    return Evaluated(**found, per_function=table[:, len(columns) :], texts=texts[:n])

@@ -7,8 +7,8 @@ in sampling.py and update.py, and all that comes before the first step in startu
 
 Dimensions: P prompts of a step, K completions per prompt, B = P*K sequences, R places for sequences
 in a micro-batch. P, B and R count all processes together; b is this process's part of B. T padded
-completion tokens: MAX_LENGTH_SAMPLE in the rollout, and after it about as many as the step's
-longest completion has.
+completion tokens: MAX_LENGTH_SAMPLE in the rollout, and after it one of a few widths, which holds
+the longest completion of the step (completion_width in runtime/packing.py).
 
 This departs from the GRPO paper (arXiv 2402.03300) in four points, as most of the field does:
  1. The loss is the mean over all completion tokens of the step, not the mean over each sequence
@@ -39,6 +39,7 @@ import numpy as np
 
 from loss import group_advantages, top_entropy_mask
 from metrics import (
+    PHASES,
     Step,
     evaluate,
     log_step,
@@ -73,7 +74,7 @@ from update import (
     MicroBatch,
     MiniBatch,
     TrainState,
-    compute_logps,
+    compute_logps_and_entropies,
     learning_rate,
     metrics_of_nothing,
     micro_step,
@@ -101,7 +102,7 @@ def main(cfg: Config) -> None:
             # ---- Evaluation: the accuracy on held-out questions; step 0 is the baseline ----------
             if cfg.eval_every_steps and step % cfg.eval_every_steps == 0:
                 life.evaluated(step, measure(state.params, step))
-            clock = Clock()
+            clock = Clock(PHASES)
 
             # ---- Rollout and rewards: K completions of each of P prompts, rewarded on the host ---
             backend.update_weights(state.params)
@@ -133,13 +134,13 @@ def main(cfg: Config) -> None:
             counted = (groups.results.stopped > 0) | (not cfg.mask_truncated_completions)
             clock.lap("advantages")
 
-            # ---- The batch, complete on every process, and what is scored before any update ------
+            # ---- The batch, complete on every process, with what no update of the step changes ---
             batch = gather_batch(run, groups, advantages, counted)  # arrays [B, T] and [B]
             clock.lap("shard")  # the programs from here on count in the lap "update"
             batch = with_ref_logps(run, life, ref_params, batch)
             batch = with_top_mask(run, life, state.params, batch)
 
-            # ---- Update: PPO_EPOCHS times an optimizer step for each mini-batch ----------------
+            # ---- Update: PPO_EPOCHS times an optimizer step for each mini-batch ------------------
             lr = learning_rate(
                 step,
                 peak=cfg.learning_rate,
@@ -236,7 +237,10 @@ def logps_and_entropies(
     nats; 0 for sequences that are not computed. group_indices: which of the step's P groups."""
     mini_batch = to_devices(run, life, batch, group_indices)
     temperature, training = run.cfg.temperature, run.training
-    results = [compute_logps(params, x, temperature, training) for x in mini_batch.micro_batches]
+    results = [
+        compute_logps_and_entropies(params, x, temperature, training)
+        for x in mini_batch.micro_batches
+    ]
     logps, entropies = [r[0] for r in results], [r[1] for r in results]
     return mini_batch.to_batch(logps), mini_batch.to_batch(entropies)
 
@@ -379,7 +383,7 @@ WAITING = {
     "save": ("checksums", ()),
     "update_weights": ("the copy of the weights that samples", ()),
     "generate": ("prefill, decode or drop_sequences", PASS_SIZES),
-    "logps_and_entropies": ("compute_logps", MICRO_SIZES),
+    "logps_and_entropies": ("compute_logps_and_entropies", MICRO_SIZES),
     "one_update": ("micro_step or optimizer_step", MICRO_SIZES),
     "update_policy": ("mix_weights", MICRO_SIZES),
 }

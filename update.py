@@ -132,10 +132,11 @@ class MiniBatch(NamedTuple):
         return arrays | {"prompt_ids": ids, "prompt_mask": mask}
 
 
-def completion_logps(
+def completion_results(
     params: Params, batch: MicroBatch, temperature: float, compute: Compute
 ) -> tuple[jax.Array, ...]:
-    """The results of token_logps for the completion tokens, each [R, T] float32."""
+    """The results of token_logps for the completion tokens: log-probabilities, entropies and, with
+    a support, those of SUPPORT_METRICS; each [R, T] float32."""
     S = batch.ids.shape[1] - batch.targets.shape[1]
     rows = PackedRows(batch.group, batch.start, S, longest=batch.places.shape[2])
     hidden, _ = forward(params, compute, batch.ids, batch.positions, rows=rows)
@@ -153,7 +154,7 @@ def completion_logps(
 
 
 @functools.partial(jax.jit, static_argnames=("temperature", "compute"))
-def compute_logps(
+def compute_logps_and_entropies(
     params: Params, batch: MicroBatch, temperature: float, compute: Compute
 ) -> tuple[jax.Array, jax.Array]:
     """The log-probabilities and the entropies of the completion tokens, both [R, T] float32 nats.
@@ -161,7 +162,7 @@ def compute_logps(
     params: the weights as the training state holds them.
     """
     weights = arrange_layers(params, compute.layer_loop, compute.dtype)
-    return completion_logps(weights, batch, temperature, compute)[:2]
+    return completion_results(weights, batch, temperature, compute)[:2]
 
 
 def loss_of_results(
@@ -169,7 +170,7 @@ def loss_of_results(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The objective of a micro-batch and its part of the update's metrics.
 
-    results: of completion_logps. Of the batch only the arrays [R, T] and [R] are read.
+    results: of completion_results. Of the batch only the arrays [R, T] and [R] are read.
     """
     logps, entropy, *of_support = results
     old_logps = jax.lax.stop_gradient(logps) if batch.old_logps is None else batch.old_logps
@@ -178,12 +179,12 @@ def loss_of_results(
         old_logps,
         batch.advantages,
         batch.completion_mask,
+        objective=objective,
         **counts._asdict(),
         ref_logps=batch.ref_logps,
         sampling_logps=batch.sampling_logps,
         entropy=entropy,
         top_mask=batch.top_mask,
-        **objective._asdict(),
     )
     mask = batch.completion_mask.astype(bool)
     gap = jnp.where(mask, jnp.abs(old_logps - batch.sampling_logps), 0.0)
@@ -201,7 +202,8 @@ def metrics_of_nothing(
 ) -> dict[str, jax.Array]:
     """The metrics of a micro-step without sequences. replay: as in Sampling."""
     x = jnp.zeros((1, 1))
-    batch = MicroBatch(*[None] * 6, x, x, x[0], ref_logps=x)
+    arrays = {"completion_mask": x, "sampling_logps": x, "advantages": x[0], "ref_logps": x}
+    batch = MicroBatch(**dict.fromkeys(MicroBatch._fields) | arrays)
     return loss_of_results([x] * (4 if replay else 2), batch, counts, objective)[1]
 
 
@@ -225,7 +227,7 @@ def micro_step(
     """
 
     def loss_of(params: Params) -> tuple[jax.Array, tuple[dict[str, jax.Array], jax.Array]]:
-        results = completion_logps(params, batch, temperature, compute)
+        results = completion_results(params, batch, temperature, compute)
         loss, metrics = loss_of_results(results, batch, counts, objective)
         return loss, (metrics, jax.lax.stop_gradient(results[0]))
 
@@ -318,14 +320,14 @@ def optimizer_step(
     state: TrainState,
     grads: Params,
     lr: jax.Array,
-    loss: jax.Array | float = 0.0,
+    loss: jax.Array,
     *,
     optimizer: Optimizer,
     model: ModelConfig,
 ) -> tuple[TrainState, jax.Array]:
     """The state after one update with its summed gradient, and its norm before clipping.
 
-    If the norm or the loss is not finite, the state stays as it is, to the bit.
+    If the norm or the loss of the update is not finite, the state stays as it is, to the bit.
     """
     norm = optax.tree.norm(grads)
     if optimizer.clip_norm > 0:
@@ -343,8 +345,8 @@ def learning_rate(
 ) -> float:
     """The learning rate of training step `step` (from 0): linear warm-up, then the schedule.
 
-    schedule: warmup_cosine, linear or constant. The rate is above 0 in all
-    steps before decay_steps, and 0 from then on, unless it is constant.
+    schedule: warmup_cosine, linear or constant. The rate is above 0 in all steps before
+    decay_steps, and 0 from then on, unless it is constant.
     """
     warmup = round(warmup_ratio * decay_steps)
     if step < warmup:

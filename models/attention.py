@@ -21,12 +21,11 @@ from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info
 from jax.sharding import PartitionSpec
 
 from runtime.layout import Layout, constrain_batch
+from runtime.packing import WINDOW_BLOCKS
 
 MASKED = -1e30  # finite, so that the softmax of a fully masked query is uniform and not NaN
-# In training and prefill `xla` holds about so many bytes of float32 scores per device.
+# Bytes of float32 scores, about, that `xla` holds on a device in training and prefill.
 SCORES_BYTES = 256 * 2**20
-# In training `xla` takes the queries of completions in so many blocks for each longest completion.
-WINDOW_BLOCKS = 4
 LANES = 128  # a block of splash is a multiple of 128 tokens
 BLOCKS = (512, 384, 256, LANES)  # possible numbers of queries and of keys in a block
 # The most tokens of a row, and of a completion, for splash, which holds both in an int32.
@@ -112,6 +111,7 @@ def attention(
     out = _in_chunks(q[:, :S], tokens[:, :S], [prompts], S, layout)  # [X, S, H*h]
     if t == S:
         return out
+    # The planner of rows counts with the same blocks.
     size = -(-rows.longest // WINDOW_BLOCKS)  # queries of a block
     before = -(-(rows.longest - 1) // size)  # earlier blocks in which their completions may begin
     window = functools.partial(_windows, size=size, before=before)
@@ -346,7 +346,8 @@ def _blocks_to_compute(
 ) -> tuple[MaskInfo, MaskInfo]:
     """The blocks of keys that the queries of each block see, and the reverse, of one row.
 
-    group, start: [t] int32. The kernel gets them as its own static masks come, but traced.
+    group, start: [t] int32. The results have the form of the kernel's static masks, but they are
+    traced arrays, since group and start are.
     """
     t, places = len(group), jnp.arange(len(group), dtype=jnp.int32)
     queries = places + MOST_PLACES * jnp.where(places < S, 0, places - start)

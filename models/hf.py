@@ -27,9 +27,10 @@ SIZE_KEYS = """
     num_attention_heads
 """.split()  # keys of config.json that must be positive integers
 
-# plan_tpu.py reads the sizes of these models here instead of from the hub. Those whose names end in
-# -Instruct or -Base have the same sizes; `positions` is the smallest number among them.
+# plan_tpu.py reads the sizes of these models here instead of from the hub. A model whose name has
+# -Instruct or -Base at its end has the same sizes; `positions` is the smallest number among them.
 _QWEN = (1e-6, 1e6, None)  # rms_norm_eps, rope_theta, rope_llama3
+_QWEN_2507 = (1e-6, 5e6, None)
 _LLAMA = (1e-5, 5e5, (32.0, 1.0, 4.0, 8192))
 _KNOWN = {  # V, D, F, L, H, N, h, tied, positions, numbers of the family
     "Qwen/Qwen2.5-0.5B": (151936, 896, 4864, 24, 14, 2, 64, True, 32768, _QWEN),
@@ -39,6 +40,7 @@ _KNOWN = {  # V, D, F, L, H, N, h, tied, positions, numbers of the family
     "Qwen/Qwen3-0.6B": (151936, 1024, 3072, 28, 16, 8, 128, True, 32768, _QWEN),
     "Qwen/Qwen3-1.7B": (151936, 2048, 6144, 28, 16, 8, 128, True, 32768, _QWEN),
     "Qwen/Qwen3-4B": (151936, 2560, 9728, 36, 32, 8, 128, True, 32768, _QWEN),
+    "Qwen/Qwen3-4B-Instruct-2507": (151936, 2560, 9728, 36, 32, 8, 128, True, 262144, _QWEN_2507),
     "Qwen/Qwen3-8B": (151936, 4096, 12288, 36, 32, 8, 128, False, 32768, _QWEN),
     "meta-llama/Llama-3.2-1B": (128256, 2048, 8192, 16, 32, 8, 64, True, 131072, _LLAMA),
     "meta-llama/Llama-3.2-3B": (128256, 3072, 8192, 28, 24, 8, 128, True, 131072, _LLAMA),
@@ -67,7 +69,7 @@ def fetch_model(path: str, revision: str = "", files: Sequence[str] = FILES) -> 
 
 def config_of(path: str, revision: str = "") -> ModelConfig:
     """The ModelConfig of a folder, of a model in _KNOWN, or of a hub id; it needs no weights."""
-    name = path.removesuffix("-2507").removesuffix("-Instruct").removesuffix("-Base")
+    name = path.removesuffix("-Instruct").removesuffix("-Base")
     known = [full for full in _KNOWN if name in (full, full.rpartition("/")[2])]
     if Path(path).is_dir() or revision or not known:
         return read_config(fetch_model(path, revision, ["config.json"]))
@@ -117,8 +119,7 @@ def read_config(folder: Path) -> ModelConfig:
     need(c.get("hidden_act", "silu") == "silu", "hidden_act", "silu")
     need(not c.get("use_sliding_window", False), "use_sliding_window", "false")
     need(not c.get("mlp_bias", False), "mlp_bias", "false")
-    # Qwen2 always has the three biases; Qwen3 and Llama have a key for them, which every release
-    # leaves at false.
+    # Qwen2 always has the three biases. Every release of Qwen3 and Llama has false in this key.
     need(not c.get("attention_bias", False) or model_type == "qwen2", "attention_bias", "false")
     for key in SIZE_KEYS:
         need(isinstance(c.get(key, 1), int) and c.get(key, 1) > 0, key, "a positive whole number")
@@ -331,7 +332,8 @@ def _open_safetensors(folder: Path) -> dict[str, Any]:
         try:
             handle = safe_open(folder / name, framework="numpy")
         except Exception as error:  # safetensors has no public type for a damaged header
-            raise UserMistake(f"{folder / name} is not a whole safetensors file: {error}") from None
+            text = f"{folder / name} is not a complete safetensors file: {error}"
+            raise UserMistake(text) from None
         for tensor in handle.keys():  # noqa: SIM118 - safe_open is not a mapping
             if tensor in files:
                 raise UserMistake(f"{folder / name} repeats tensor {tensor} of another file")

@@ -37,14 +37,14 @@ BATCH_AXES = ("dp", "fsdp")  # mesh axes over which the sequences are split
 
 
 class CallSettings(NamedTuple):
-    """The arguments of token_logps that are not arrays; hashable, as custom_vjp needs."""
+    """The arguments of tiled_token_logps that are not arrays; hashable, as custom_vjp needs."""
 
     temperature: float
     mesh: Mesh | None
     kernel: Any  # the Kernel of loss_pallas.py; None: jnp
 
 
-def token_logps(
+def tiled_token_logps(
     hidden: jax.Array,
     lm_head: jax.Array,
     ids: jax.Array,
@@ -77,7 +77,7 @@ def token_logps(
     target = ids[..., None]  # [..., t, 1]
     target = target if support is None else jnp.concatenate([target, support], axis=-1)
     call = CallSettings(temperature, mesh, kernel)
-    logps, entropy, logsumexp = _token_logps(hidden, lm_head, target, call)
+    logps, entropy, logsumexp = _tiled_token_logps(hidden, lm_head, target, call)
     if support is None:
         return logps, entropy[..., 0]
     mass = jnp.exp(logsumexp[..., 1] - logsumexp[..., 0])
@@ -92,7 +92,7 @@ def token_logps_reference(
     support: jax.Array | None = None,
     temperature: float = 1.0,
 ) -> tuple[jax.Array, ...]:
-    """Returns the same as token_logps, computed from an array of all logits."""
+    """Returns the same as tiled_token_logps, computed from an array of all logits."""
     head = lm_head.astype(hidden.dtype)
     in_float32 = {"precision": _precision(hidden.dtype), "preferred_element_type": jnp.float32}
     logits = jnp.einsum("...d,vd->...v", hidden, head, **in_float32) / temperature  # [..., t, V]
@@ -115,7 +115,7 @@ def token_logps_reference(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _token_logps(
+def _tiled_token_logps(
     hidden: jax.Array, lm_head: jax.Array, target: jax.Array, call: CallSettings
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns logps [..., t], and the entropy and logsumexp of each distribution [..., t, k]. Only
@@ -136,7 +136,7 @@ def _backward(call: CallSettings, residuals: Any, cotangents: Any) -> Any:
     return grad_hidden, grad_lm_head, np.zeros(target.shape, jax.dtypes.float0)
 
 
-_token_logps.defvjp(_forward, _backward)
+_tiled_token_logps.defvjp(_forward, _backward)
 
 
 def _on_mesh(program: Any, call: CallSettings, *arrays: jax.Array) -> Any:
@@ -194,7 +194,7 @@ def _add_tile(call: CallSettings, grad_lm_head: jax.Array, i: Any, grad_w: jax.A
 def _forward_shard(
     call: CallSettings, hidden: jax.Array, lm_head: jax.Array, target: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns what _token_logps returns, of this device's tokens."""
+    """Returns what _tiled_token_logps returns, of this device's tokens."""
     lead, k = target.shape[:-1], min(target.shape[-1], 2)
     hidden, target = (x.reshape(-1, x.shape[-1]) for x in (hidden, target))
     size = _tile_size(call, lm_head, hidden)

@@ -20,12 +20,18 @@ import numpy as np
 
 from runtime.sizes import bucket, prompt_width
 
-# Adding a micro-step's gradient costs about as much as the matmuls of so many more tokens.
+# Adding a micro-step's gradient costs about as much as the matmuls of this number of tokens.
 MICRO_STEP_TOKENS = 256
-GRID = 8  # C has so many values between two powers of two, S a quarter of them
-TRIES = 3  # so many numbers of micro-steps are compared
+# Between two powers of two C has GRID values, and S a quarter of GRID, so that widths repeat.
+GRID = 8
+TRIES = 3  # the most numbers of micro-steps for which rows of one count are made and compared
 RESULTS_PER_TOKEN = 8  # elements of arrays [R, T], at most, for each token of the widest rows
-SLACK = 0.1  # used widths may cost so much more than new ones, which a program is compiled for
+# Widths of earlier rows are used again if they cost at most this share more than the cheapest ones,
+# for which a program may have to be compiled.
+SLACK = 0.1
+# Blocks of queries into which models/attention.py cuts the longest completion. The queries of a
+# block attend to the keys of T + T // WINDOW_BLOCKS places.
+WINDOW_BLOCKS = 4
 
 
 class Batch(NamedTuple):
@@ -68,8 +74,8 @@ class Widths(NamedTuple):
 class Limits(NamedTuple):
     """What the rows of a run must keep to, and what their computation costs."""
 
-    shards: int  # the parts into which the devices split a micro-step
-    sequences: int  # of such a part if rows are padded, which sets the most tokens of a part
+    shards: int  # of a micro-step: each holds the rows of one device, or of devices that share them
+    sequences: int  # of a shard if rows are padded, which sets the most tokens of a shard
     completions: int  # K: of each prompt
     longest_completion: int  # tokens: MAX_LENGTH_SAMPLE
     longest_prompt: int  # S: padded tokens of the run's longest prompt without the last one
@@ -77,7 +83,7 @@ class Limits(NamedTuple):
     pack: bool  # False: each completion has the width of the longest one
     unit: int  # widths are multiples of it
     row_tokens: int  # the most tokens of a row
-    matmul_keys: float  # one token's matmuls cost as much as its attention to so many keys
+    matmul_keys: float  # the number of keys to which attention costs as much as a token's matmuls
 
     def completion_width(self, longest: int) -> int:
         """T: the padded tokens of completions of up to `longest` tokens. In packed rows it costs
@@ -114,8 +120,8 @@ def plan_rows(
     rows of the run's longest prompts and completions.
     """
     share = math.gcd(limits.completions, limits.sequences)
-    cut = [g[i : i + share] for g in groups_of(batch, sequences) for i in range(0, len(g), share)]
-    rows = [_row(batch, part) for part in cut]
+    groups = groups_of(batch, sequences)
+    rows = [_row(batch, g[i : i + share]) for g in groups for i in range(0, len(g), share)]
     S = prompt_width(max(map(len, batch.prompts)), limits.shortest_prompt) - 1
     T = batch.completion_ids.shape[1]
     widths = padded_widths(limits, S, T)
@@ -142,19 +148,19 @@ def micro_steps(limits: Limits, rows: list[Row], widths: Widths) -> int:
 def cost(limits: Limits, rows: list[Row], widths: Widths) -> float:
     """What the rows cost a device, in the attention of a token to one key."""
     count, S, C, _, T = widths
-    keys = S**2 + C * (S + T + T // 4)
+    keys = S**2 + C * (S + T + T // WINDOW_BLOCKS)
     tokens = count * (S + C) + MICRO_STEP_TOKENS
     return micro_steps(limits, rows, widths) * (tokens * limits.matmul_keys + count * keys)
 
 
 def fits(limits: Limits, widths: Widths) -> bool:
-    """Whether rows of these widths keep to what `bounds` leaves, and to the unit."""
-    S, n = bounds(limits, widths.rows, widths.C, widths.T)
+    """Whether rows of these widths keep to the limits, and to the unit."""
+    S, n = most_per_row(limits, widths.rows, widths.C, widths.T)
     in_units = widths.S % limits.unit == widths.C % limits.unit == 0
     return in_units and widths.S <= S and widths.n <= n
 
 
-def bounds(limits: Limits, count: int, C: int, T: int) -> tuple[int, int]:
+def most_per_row(limits: Limits, count: int, C: int, T: int) -> tuple[int, int]:
     """The most tokens of prompts and the most places for sequences of each of `count` rows with C
     places for completions: a device has no more tokens than the widest rows give it, arrays [R, T]
     that are not much larger, and no row with too many tokens."""
@@ -176,15 +182,15 @@ def packed_rows(
     groups = [sorted(group, key=lambda i: -lengths[i]) for group in groups_of(batch, sequences)]
     groups.sort(key=lambda group: -sum(lengths[i] for i in group))  # those with most tokens first
     longest_prompt = max(len(batch.prompts[batch.prompt_of(group[0])]) - 1 for group in groups)
-    for at, whole in itertools.product(used, (True, False)):
+    for at, keep_groups in itertools.product(used, (True, False)):
         large = at.T == T and at.C >= longest and at.S >= longest_prompt
         if large and fits(limits, at):
-            rows = fill_rows(batch, lengths, groups, at, whole)
+            rows = fill_rows(batch, lengths, groups, at, keep_groups)
             if micro_steps(limits, rows, at) <= most_steps:
                 yield rows, at
     counts = [2**i for i in range(most.rows.bit_length())]  # rows of a device
     fewest_steps = -(-total // (limits.shards * most.rows * (most.S + most.C)))
-    for count, whole in itertools.product(counts, (True, False)):
+    for count, keep_groups in itertools.product(counts, (True, False)):
         found, grown = 0, True
         for steps in range(fewest_steps, most_steps + 1):
             if found == TRIES or not grown:  # more micro-steps would have the same rows
@@ -195,11 +201,11 @@ def packed_rows(
             )
             C = round_up(max(-(-total // all_rows), longest), GRID, limits.unit)
             while True:
-                S, n = bounds(limits, count, C, T)
+                S, n = most_per_row(limits, count, C, T)
                 S = round_down(S, GRID // 4, limits.unit)
                 if longest_prompt > S:
                     break
-                rows = fill_rows(batch, lengths, groups, Widths(count, S, C, n, T), whole)
+                rows = fill_rows(batch, lengths, groups, Widths(count, S, C, n, T), keep_groups)
                 if len(rows) <= all_rows:
                     found, grown = found + 1, C > narrowest
                     yield rows, widths_of(batch, rows, count, C, limits.unit)
@@ -220,8 +226,8 @@ def power_of_two(n: int) -> int:
 
 
 def round_up(n: int, steps: int, unit: int = 1) -> int:
-    """The smallest number from `n` on that is on the grid: between two powers of two it has so many
-    steps, of multiples of `unit`."""
+    """The smallest number of the grid that is at least `n`. Between two powers of two the grid has
+    `steps` numbers, or fewer, since all of them are multiples of `unit`."""
     step = max(2 ** (math.ceil(math.log2(max(n, 1))) - 1) // steps, unit)
     return max(math.ceil(n / step) * step, unit)
 
@@ -245,12 +251,13 @@ def _row(batch: Batch, sequences: Sequence[int]) -> Row:
 
 
 def fill_rows(
-    batch: Batch, lengths: list[int], groups: list[list[int]], most: Widths, whole: bool
+    batch: Batch, lengths: list[int], groups: list[list[int]], most: Widths, keep_groups: bool
 ) -> list[Row]:
     """Rows with all groups that are no wider than `most`. lengths: [B] of the batch.
 
-    whole: a group comes into the first row that has room for all of it, and is split only if a row
-    is too small for it. Otherwise each row is filled before the next one, and groups are split.
+    keep_groups: a group comes into the first row that has room for all of it, and is split only if
+    a row is too small for it. Otherwise each row is filled before the next one, and groups are
+    split.
     """
     empty = (most.S, most.C, most.n)
     rows: list[list[int]] = []
@@ -267,7 +274,7 @@ def fill_rows(
     for members in groups:
         prompt = len(batch.prompts[batch.prompt_of(members[0])]) - 1
         need = (prompt, sum(lengths[i] for i in members), len(members))
-        if whole:
+        if keep_groups:
             places = enumerate([*room, empty])
             place = next((j for j, free in places if all(map(operator.ge, free, need))), None)
             if place is not None:

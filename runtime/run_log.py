@@ -4,10 +4,12 @@ Every process prints its lines; only process 0 writes files and W&B.
 """
 
 import collections
+import functools
 import json
 import os
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,15 +29,18 @@ class Compilation(NamedTuple):
     seconds: float
 
 
-COMPILATIONS: list[Compilation] = []  # of this process
+@functools.cache
+def compilations() -> list[Compilation]:
+    """What jax has compiled in this process since the first call; the list grows."""
+    found: list[Compilation] = []
 
+    def on_duration(event: str, seconds: float, *, fun_name: str = "", **_: Any) -> None:
+        if event == COMPILING:
+            found.append(Compilation(program_of(fun_name), seconds))
 
-def _on_duration(event: str, seconds: float, *, fun_name: str = "", **_: Any) -> None:
-    if event == COMPILING:
-        COMPILATIONS.append(Compilation(program_of(fun_name), seconds))
+    jax.monitoring.register_event_duration_secs_listener(on_duration)
+    return found
 
-
-jax.monitoring.register_event_duration_secs_listener(_on_duration)
 
 FILES = ("metrics.jsonl", "samples.jsonl", "eval.jsonl")  # each line has a step
 
@@ -43,17 +48,17 @@ FILES = ("metrics.jsonl", "samples.jsonl", "eval.jsonl")  # each line has a step
 class Clock:
     """Seconds of each phase of a step, and what jax compiled in it."""
 
-    def __init__(self) -> None:
+    def __init__(self, phases: Iterable[str]) -> None:
         self.started = self._last = time.perf_counter()
-        self.seconds: dict[str, float] = collections.defaultdict(float)
-        self._compiled_before = len(COMPILATIONS)
+        self.seconds = dict.fromkeys(phases, 0.0)
+        self._compiled_before = len(compilations())
 
     def compiled(self) -> list[Compilation]:
         """What jax compiled since the clock was made."""
-        return COMPILATIONS[self._compiled_before :]
+        return compilations()[self._compiled_before :]
 
     def lap(self, phase: str) -> None:
-        """Ends a phase: the seconds since the end of the phase before belong to it."""
+        """Ends a phase, one of `phases`: the seconds since the last phase ended belong to it."""
         now = time.perf_counter()
         self.seconds[phase] += now - self._last
         self._last = now

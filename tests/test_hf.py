@@ -274,7 +274,7 @@ def test_damaged_files_are_named_in_one_line(tmp_path: Path) -> None:
 
     write_shards(tmp_path, [first, second])
     file.write_bytes(file.read_bytes()[:-7])
-    refused(lambda: load(tmp_path), f"{file} is not a whole safetensors file")
+    refused(lambda: load(tmp_path), f"{file} is not a complete safetensors file")
 
     file.unlink()
     refused(lambda: load(tmp_path), f"MODEL_PATH={tmp_path} has no {file.name}")
@@ -289,7 +289,7 @@ def test_damaged_files_are_named_in_one_line(tmp_path: Path) -> None:
 
     pointer = tmp_path / "model.safetensors"
     pointer.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 988\n")
-    refused(lambda: load(tmp_path), f"{pointer} is not a whole safetensors file")
+    refused(lambda: load(tmp_path), f"{pointer} is not a complete safetensors file")
 
 
 @pytest.mark.parity

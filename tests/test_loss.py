@@ -40,10 +40,12 @@ def value_and_grad(
 ) -> tuple[float, np.ndarray, dict[str, float]]:
     """The loss, its gradient [R, T] and its metrics; lists count as float32 arrays."""
     inputs = [jnp.asarray(x, jnp.float32) for x in (old, advantages)]
-    others = {name: jnp.float32(x) if np.ndim(x) else x for name, x in others.items()}
+    settings = {name: others.pop(name) for name in Objective._fields if name in others}
+    how = {name: jnp.float32(x) if np.ndim(x) else x for name, x in others.items()}
+    how["objective"] = Objective(**settings)
 
     def loss(logps: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        return policy_loss(logps, *inputs, jnp.asarray(mask), num_tokens, **others)
+        return policy_loss(logps, *inputs, jnp.asarray(mask), num_tokens, **how)
 
     (value, metrics), grad = jax.value_and_grad(loss, has_aux=True)(jnp.float32(logps))
     assert value.shape == () and float(metrics.pop("loss")) == float(value)

@@ -20,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
 
 import loss_pallas
-from loss import policy_loss
+from loss import Objective, policy_loss
 from loss_pallas import token_logps
 from tools import bench
 
@@ -135,7 +135,8 @@ def test_the_objective_s_gradient_in_the_logits_is_that_of_trl() -> None:
         names = ("old_logps", "advantages", "completion_mask")
         others = [jnp.asarray(LOGITS[name]) for name in names]
         num_tokens = LOGITS["completion_mask"].sum()
-        return policy_loss(logps, *others, num_tokens, entropy=entropy, **golden["settings"])
+        how = {"objective": Objective(**golden["settings"]), "entropy": entropy}
+        return policy_loss(logps, *others, num_tokens, **how)
 
     value_and_grad = jax.value_and_grad(objective, has_aux=True)
     (loss, metrics), grad = value_and_grad(jnp.asarray(LOGITS["logits"]))

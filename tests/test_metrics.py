@@ -11,6 +11,7 @@ from test_rollout import completions_of
 
 from config import Config
 from metrics import (
+    PHASES,
     Step,
     are_right,
     drift_level,
@@ -22,12 +23,11 @@ from metrics import (
 )
 from models.draw import Sampling
 from rewards import AccuracyRule, accuracy_rule
-from rollout import EvaluatedCompletions, Groups, Sampled, StepResults
-from runtime import run_log
+from rollout import Evaluated, Groups, Sampled, StepResults
 from runtime.mistakes import UserMistake
 from runtime.records import read_settings
 from runtime.resume import Progress
-from runtime.run_log import Clock, RunLog
+from runtime.run_log import Clock, Compilation, RunLog, compilations
 from startup import open_log, set_up
 
 NAN = float("nan")
@@ -49,7 +49,7 @@ NOTHING = "note step=7: all advantages that count are 0, and so is the policy gr
 
 
 def clock() -> Clock:
-    made = Clock()
+    made = Clock(PHASES)
     for phase in ("rollout_sync", "rollout_generate", "update"):
         made.lap(phase)
     return made
@@ -112,11 +112,10 @@ def test_a_run_whose_difference_has_another_cause_keeps_no_level(tmp_path: Path)
     assert levels == [0.001, None]
 
 
-def test_a_line_says_what_jax_compiled_in_a_step_if_it_took_long(monkeypatch) -> None:
+def test_a_line_says_what_jax_compiled_in_a_step_if_it_took_long() -> None:
     def compiled(*programs: tuple[str, float]) -> list[str]:
         done = step()
-        later = [run_log.Compilation(*x) for x in programs]
-        monkeypatch.setattr(run_log, "COMPILATIONS", [*run_log.COMPILATIONS, *later])
+        compilations().extend(Compilation(*x) for x in programs)
         return step_lines(done, False)[1:]
 
     assert compiled(("decode", 1.25), ("iota", 0.01), ("micro_step", 3.0)) == [
@@ -248,7 +247,7 @@ def evaluated(
     )
     rewards = np.array(per_function)
     n = len(rewards)
-    answers = EvaluatedCompletions(rewards.sum(1), rewards, np.full(n, 5.0), np.ones(n), [""] * n)
+    answers = Evaluated(rewards.sum(1), rewards, np.full(n, 5.0), np.ones(n), [""] * n)
     correct = are_right(run, rewards).reshape(-1, samples)
     return SimpleNamespace(run=run, answers=answers, correct=correct)
 

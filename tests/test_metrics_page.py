@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from test_train import REPO, train
 
-from loss import CHOICES, policy_loss
+from loss import CHOICES, Objective, policy_loss
 from review import RULES, WINDOW
 
 METRICS_PAGE = (REPO / "docs" / "metrics.md").read_text(encoding="utf-8")
@@ -100,13 +100,15 @@ def test_every_metric_of_every_objective_is_on_the_page() -> None:
             ref_logps=x,
             sampling_logps=x,
             entropy=x,
-            loss_type=loss_type,
-            is_mode=is_mode,
-            max_completion_length=3,
-            beta=0.1,
-            entropy_coef=0.1,
-            is_floor=0.5,
-            off_policy_mask_threshold=0.1,
+            objective=Objective(
+                loss_type=loss_type,
+                is_mode=is_mode,
+                max_completion_length=3,
+                beta=0.1,
+                entropy_coef=0.1,
+                is_floor=0.5,
+                off_policy_mask_threshold=0.1,
+            ),
         )[1]
         found |= set(metrics)
     assert {"kl", "cispo_clip_ratio", "is_weight/under_floor"} <= found

@@ -154,7 +154,7 @@ FOLDERS = {  # what is wrong -> how it is made, words of the line
         change_weights(lambda t: t.update({NORM: t[NORM].astype(np.int32)})),
         f"{NORM} is I32",
     ),
-    "truncated weights": (truncate, "is not a whole safetensors file"),
+    "truncated weights": (truncate, "is not a complete safetensors file"),
     "pickled weights": (pickled, "weights are read as safetensors"),
 }
 

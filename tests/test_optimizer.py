@@ -24,6 +24,9 @@ from test_update import (
 from models.model import Params, param_shardings
 from update import Optimizer, init_state, learning_rate, optimizer_step, sync_weights
 
+ZERO = np.float32(0)
+
+
 # 1 for each array that decays, in the order: embed, attn_norm, wq wk wv wo, bq bk bv, mlp_norm,
 # gate up down, final_norm, lm_head.
 DECAYED = [1, 0, 1, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1, 0, 1]
@@ -69,7 +72,7 @@ def test_three_updates_follow_the_formulas(optimizer: Optimizer) -> None:
     for t, grad in enumerate(grads, start=1):
         norm = math.sqrt(sum((g**2).sum() for g in jax.tree.leaves(grad)))
         state, logged = optimizer_step(
-            state, laid_out(mesh, grad), np.float32(0.1 * t), optimizer=optimizer, model=MODEL
+            state, laid_out(mesh, grad), np.float32(0.1 * t), ZERO, optimizer=optimizer, model=MODEL
         )
         assert float(logged) == pytest.approx(norm, rel=1e-5), "the norm before clipping"
     name, decay, clip = optimizer
@@ -90,7 +93,7 @@ def test_the_arrays_of_the_optimizer_are_sharded_like_the_parameters() -> None:
             assert same_shardings(shardings(tree), expected)
         count = adam.count.sharding
         assert count.is_fully_replicated and len(count.device_set) == 8
-        state, _ = optimizer_step(state, grads, np.float32(0), optimizer=ADAMW, model=MODEL)
+        state, _ = optimizer_step(state, grads, ZERO, ZERO, optimizer=ADAMW, model=MODEL)
 
 
 # ---- The learning rate ---------------------------------------------------------------------------
@@ -149,6 +152,6 @@ def test_a_copy_of_the_same_dtype_and_layout_outlives_the_update_of_the_original
     params = laid_out(mesh)
     state = init_state(params, optimizer=SGD, model=MODEL)
     copy = sync_weights(MODEL, mesh, FLOAT32)(params)
-    optimizer_step(state, laid_out(mesh), np.float32(0.1), optimizer=SGD, model=MODEL)
+    optimizer_step(state, laid_out(mesh), np.float32(0.1), ZERO, optimizer=SGD, model=MODEL)
     assert params.embed.is_deleted()
     jax.tree.map(np.testing.assert_array_equal, copy, jax.tree.map(np.float32, weights()))

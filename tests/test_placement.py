@@ -60,6 +60,13 @@ def test_known_models_have_as_many_parameters_as_published(name: str, published:
     assert num_params(hf.config_of(name)) == published
 
 
+def test_the_second_release_of_qwen3_4b_has_longer_positions_and_another_rope_theta() -> None:
+    first, second = (hf.config_of(f"Qwen/Qwen3-4B{name}") for name in ("", "-Instruct-2507"))
+    assert (second.rope_theta, second.max_positions) == (5e6, 262144)
+    assert (first.rope_theta, first.max_positions) == (1e6, 32768)
+    assert second == dataclasses.replace(first, rope_theta=5e6, max_positions=262144)
+
+
 def test_every_known_model_is_in_that_list() -> None:
     assert len(hf._KNOWN) == 10
 

@@ -292,7 +292,7 @@ def test_damaged_weights_of_one_process_end_all_processes_before_they_read_weigh
     (model / "model.safetensors").write_bytes(weights[: len(weights) // 2])
     results = run_two(tmp_path, {}, {"MODEL_PATH": str(model), "DATASET": str(REPO / "tiny")})
     assert [result.code for result in results] == [2, 2]
-    told = f"{model}/model.safetensors is not a whole safetensors file"
+    told = f"{model}/model.safetensors is not a complete safetensors file"
     assert last_error(results[0]).startswith(f"error: process 1: {told}")
     assert last_error(results[1]).startswith(f"error: {told}")
 

@@ -18,14 +18,14 @@ import loss_pallas
 from config import Config
 from loss import Objective
 from models.draw import MAX_SUPPORT, Sampling, draw_tokens
-from models.logps import token_logps, token_logps_reference
+from models.logps import tiled_token_logps, token_logps_reference
 from models.model import Compute
 from runtime.layout import TRAIN_BATCH_AXES, Layout
 from runtime.mistakes import UserMistake
 from runtime.packing import Batch
 from runtime.parsing import REPO
 from tools.make_random import make_random
-from update import Counts, MicroBatch, compute_logps, micro_step
+from update import Counts, MicroBatch, compute_logps_and_entropies, micro_step
 
 FILTERS = [
     Sampling(top_k=50),
@@ -130,7 +130,7 @@ def check(shape: tuple[int, ...], V: int, U: int, **how: object) -> None:
     @jax.jit
     def both(hidden: jax.Array, lm_head: jax.Array) -> tuple:
         def scored(hidden: jax.Array, lm_head: jax.Array) -> tuple:
-            return token_logps(hidden, lm_head, ids, support=support, temperature=0.7, **how)
+            return tiled_token_logps(hidden, lm_head, ids, support=support, temperature=0.7, **how)
 
         outputs, pull = jax.vjp(scored, hidden, lm_head)
         return outputs, pull((*cotangents, *map(jnp.ones_like, outputs[2:])))
@@ -199,9 +199,9 @@ def test_the_trainer_s_log_probabilities_are_the_sampler_s(sampling, mesh) -> No
     sampling = sampling._replace(top_k=min(sampling.top_k, 9), temperature=0.7, replay=True)
     batch, compute = scored(sampling, mesh)
     params = jax.tree.map(jnp.float32, weights())
-    logps, _ = compute_logps(params, batch, 0.7, compute)
+    logps, _ = compute_logps_and_entropies(params, batch, 0.7, compute)
     assert (np.abs(logps - batch.sampling_logps) * batch.completion_mask).max() < 1e-5
-    everything, _ = compute_logps(params, batch._replace(support=None), 0.7, compute)
+    everything, _ = compute_logps_and_entropies(params, batch._replace(support=None), 0.7, compute)
     assert (np.abs(everything - batch.sampling_logps) * batch.completion_mask).max() > 0.01
     counts = Counts(*(np.float32(x) for x in (batch.completion_mask.sum(), 16, 1)))
     how = {"objective": Objective(), "temperature": 0.7, "compute": compute}
@@ -295,7 +295,7 @@ def test_an_improbable_support_and_one_without_tokens_have_finite_gradients(
     support[0] = -1
 
     def loss(hidden: jax.Array, lm_head: jax.Array) -> jax.Array:
-        return token_logps(hidden, lm_head, ids, support=support)[0].sum()
+        return tiled_token_logps(hidden, lm_head, ids, support=support)[0].sum()
 
     value, grads = jax.value_and_grad(loss, (0, 1))(hidden, lm_head[:, None])
     assert np.isfinite(value) and all(np.isfinite(x).all() for x in grads)

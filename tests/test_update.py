@@ -25,7 +25,7 @@ from update import (
     Counts,
     MicroBatch,
     Optimizer,
-    compute_logps,
+    compute_logps_and_entropies,
     init_state,
     micro_step,
     optimizer_step,
@@ -158,7 +158,10 @@ def step(
         grads, metrics, now = micro_step(state.params, grads, batch, counts, **how)
         parts.append(metrics)
         logps.append(np.where(batch.completion_mask, now, 0)[:, :T])
-    state, norm = optimizer_step(state, grads, np.float32(lr), optimizer=optimizer, model=MODEL)
+    loss = sum(metrics["loss"] for metrics in parts)
+    state, norm = optimizer_step(
+        state, grads, np.float32(lr), loss, optimizer=optimizer, model=MODEL
+    )
     stayed = same_shardings(before, shardings((state, grads)))
     metrics = merge_metrics(parts) | {"grad_norm": float(norm)}
     grads, params = jax.device_get((grads, state.params))
@@ -255,7 +258,7 @@ def test_reference_logps_equal_those_of_the_policy_before_its_first_update() -> 
     where = layout(1, 1, 1)
     [batch] = micro_batches(sequences(), 16, 8, 0, where)
     compute = Compute(MODEL, FLOAT32, where)
-    logps, entropy = compute_logps(laid_out(where.mesh), batch, TEMPERATURE, compute)
+    logps, entropy = compute_logps_and_entropies(laid_out(where.mesh), batch, TEMPERATURE, compute)
     logps, mask = np.asarray(logps), sequences().mask
     assert logps.shape == entropy.shape == (16, T) and logps.dtype == FLOAT32
     np.testing.assert_allclose(logps * mask, reference().logps * mask, atol=1e-5)

@@ -36,7 +36,7 @@ from models import hf
 from models.model import Compute, ModelConfig, Params, init_params
 from rewards import SYSTEM_PROMPT, TAGS
 from runtime.packing import Batch, Limits, pack, plan_rows
-from update import MicroBatch, completion_logps, learning_rate
+from update import MicroBatch, completion_results, learning_rate
 
 SEED = 0
 FOLDER = Path(__file__).resolve().parents[1] / "tiny"
@@ -255,7 +255,7 @@ def warm_up(
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params: Params, opt_state: Any, batch: MicroBatch, lr: jax.Array) -> Any:
         def cross_entropy(params: Params) -> jax.Array:
-            logps, _ = completion_logps(params, batch, 1.0, compute)
+            logps, _ = completion_results(params, batch, 1.0, compute)
             return -(logps * batch.completion_mask).sum() / batch.completion_mask.sum()
 
         loss, grads = jax.value_and_grad(cross_entropy)(params)

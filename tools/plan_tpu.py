@@ -196,7 +196,7 @@ def compiled(plan: Plan, program: str) -> tuple[Memory, str]:
 def remedies(plan: Plan, name: str, program: str, limit: float) -> list[str]:
     """What to change so that the program fits; sizes are compiled before they are proposed."""
     cfg, sizes, local = plan.cfg, plan.sizes, plan.rollout.layout.mesh.size // plan.processes
-    if program in ("micro_step", "compute_logps"):
+    if program in ("micro_step", "compute_logps_and_entropies"):
         names = MICRO_SIZES
     elif program in ROLLOUT:
         names = PASS_SIZES

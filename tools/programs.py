@@ -43,7 +43,7 @@ from update import (
     MicroBatch,
     TrainState,
     abstract_state,
-    compute_logps,
+    compute_logps_and_entropies,
     micro_step,
     optimizer_step,
     sync_weights,
@@ -51,7 +51,7 @@ from update import (
 
 OF_A_PASS = ("prefill", "decode", "drop_sequences")
 ROLLOUT = (*OF_A_PASS, *(f"eval_{name}" for name in OF_A_PASS))
-PROGRAMS = ("sync_weights", *ROLLOUT, "compute_logps", "micro_step", "optimizer_step")
+PROGRAMS = ("sync_weights", *ROLLOUT, "compute_logps_and_entropies", "micro_step", "optimizer_step")
 
 
 class Plan(NamedTuple):
@@ -181,7 +181,7 @@ def runs(plan: Plan, program: str) -> bool:
         alone = plan.rollout_workload().R == plan.rollout.layout.batch_shards
         if alone or not cfg.drops_ended():
             return False
-    if program == "compute_logps":
+    if program == "compute_logps_and_entropies":
         return cfg.beta > 0 or cfg.top_entropy_quantile < 1 or cfg.num_mini_batches > 1
     return not program.startswith("eval_") or cfg.eval_every_steps > 0 or cfg.eval_full_sweep
 
@@ -196,9 +196,13 @@ def call(plan: Plan, program: str) -> tuple[Any, tuple, dict[str, Any]]:
         rollout = plan.rollout
         sync = sync_weights(model, rollout.layout.mesh, rollout.dtype, rollout.layer_loop)
         return sync, (state.params,), {}
-    if program == "compute_logps":
+    if program == "compute_logps_and_entropies":
         params = reference(plan) or state.params
-        return compute_logps, (params, micro_batch(plan), cfg.temperature, training), {}
+        return (
+            compute_logps_and_entropies,
+            (params, micro_batch(plan), cfg.temperature, training),
+            {},
+        )
     if program == "micro_step":
         static = {"objective": objective_of(cfg), "temperature": cfg.temperature}
         grad_sum = grads if plan.sizes.grad_accum_steps > 1 else None
@@ -271,7 +275,7 @@ def rest_of_run(plan: Plan, program: str) -> int:
     params, opt_state = bytes_of(state.params), bytes_of(state.opt_state)
     given = {
         "sync_weights": params,
-        "compute_logps": ref or params,
+        "compute_logps_and_entropies": ref or params,
         "micro_step": params,
         "optimizer_step": params + opt_state,
     }

@@ -186,7 +186,9 @@ class Config:
     layer_loop: str = speed("auto", "How a program runs layers.", choices="auto|scan|unroll")
 
     loss_type: str = in_loss(
-        "dapo", "Loss; see Objective in loss.py.", choices="dapo|grpo|bnpo|dr_grpo|cispo|gspo|sapo"
+        "dapo",
+        "How the loss is computed; see Objective in loss.py.",
+        choices="dapo|grpo|dr_grpo|cispo|gspo|sapo",
     )
     adv_estimator: str = in_loss(
         "grpo",

@@ -32,7 +32,7 @@ MERGE: Mapping[str, Callable] = {
 CHOICES: Mapping[str, str] = {
     "adv_estimator": "grpo rloo reinforce reinforce++ gdpo maxrl",
     "scale_rewards": "group batch none",
-    "loss_type": "dapo grpo bnpo dr_grpo cispo gspo sapo",
+    "loss_type": "dapo grpo dr_grpo cispo gspo sapo",
     "importance_sampling_level": "token sequence",
     "kl_estimator": "k1 k2 k3",
     "is_mode": "none token_truncate token_mask sequence_truncate sequence_mask",
@@ -146,9 +146,9 @@ class Objective(NamedTuple):
     """The settings of policy_loss; hashable. A = advantage, ratio = exp(logps - old_logps).
 
     loss_type: the loss of a token, and how the losses of all tokens are averaged:
-      dapo     -min(ratio A, clip(ratio, 1 - eps_low, 1 + eps_high) A); mean over all tokens
-      bnpo     the same as dapo. In TRL bnpo divides by the tokens of a micro-batch, so the result
-               would depend on the size of micro-batches.
+      dapo     -min(ratio A, clip(ratio, 1 - eps_low, 1 + eps_high) A); mean over all tokens of the
+               update. TRL's bnpo is dapo with the mean over the tokens of each micro-batch, so that
+               the result depends on their size.
       grpo     the loss of dapo; mean over each sequence's tokens, then over the update's sequences
       dr_grpo  the loss of dapo; sum over tokens / (sequences * max_completion_length)
       gspo     as grpo, with one ratio for each sequence: importance_sampling_level "sequence"

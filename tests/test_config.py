@@ -149,7 +149,7 @@ TOP_P=1.01 -> TOP_P=1.01 must be at most 1
 MIN_P=1 -> MIN_P=1.0 must be below 1
 REWARD_WEIGHTS=1,,1 -> REWARD_WEIGHTS='' is not a number
 DTYPE=float16 -> DTYPE='float16' is not one of auto|bfloat16|float32
-LOSS_TYPE=ppo -> LOSS_TYPE='ppo' is not one of dapo|grpo|bnpo|dr_grpo|cispo|gspo|sapo
+LOSS_TYPE=ppo -> LOSS_TYPE='ppo' is not one of dapo|grpo|dr_grpo|cispo|gspo|sapo
 ADV_ESTIMATOR=gae -> ADV_ESTIMATOR='gae' is not one of grpo|rloo|reinforce|reinforce++|gdpo|maxrl
 IS_MODE=token -> IS_MODE='token' is not one of
     none|token_truncate|token_mask|sequence_truncate|sequence_mask

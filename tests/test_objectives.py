@@ -94,7 +94,7 @@ OBJECTIVES: dict[str, tuple[Callable, Callable | None]] = {
     ),
     "LOSS_TYPE=dr_grpo SCALE_REWARDS=none": (lambda r, f: centered(r), dr_grpo_loss),
     "LOSS_TYPE=sapo ADV_ESTIMATOR=gdpo": (gdpo, sapo_loss),
-    "LOSS_TYPE=bnpo ADV_ESTIMATOR=reinforce++": (
+    "LOSS_TYPE=dapo ADV_ESTIMATOR=reinforce++": (
         lambda r, f: over_std(centered(r), centered(r)),
         token_mean_loss,
     ),

@@ -38,7 +38,7 @@ CLIP = {"eps_low": 0.2, "eps_high": 0.3}
 KL, ENTROPY = {"beta": 0.1}, {"entropy_coef": 0.2}
 VARIANTS = {
     "dapo": Objective("dapo", **CLIP),
-    "bnpo": Objective("bnpo", **CLIP, **KL),
+    "dapo with KL": Objective("dapo", **CLIP, **KL),
     "grpo": Objective("grpo", **CLIP, delta=1.5, is_mode="sequence_mask", is_cap=1.2),
     "dr_grpo": Objective("dr_grpo", max_completion_length=9, is_mode="token_truncate", is_cap=1.1),
     "cispo": Objective("cispo", eps_high=1.2, **ENTROPY),
@@ -210,10 +210,10 @@ def test_the_vocabulary_in_tiles_changes_nothing(
 
 
 def test_the_kl_changes_the_gradient_and_not_only_the_log() -> None:
-    """The two variants differ in the KL alone: bnpo is dapo, and here it has beta = 0.1."""
-    x = given("bnpo")
-    apart = jax.tree.map(np.subtract, in_pairs("bnpo").grads, in_pairs("dapo").grads)
-    kl = slopes(lambda *policy: 0.1 * numpy_step(VARIANTS["bnpo"], x, *policy)["kl"])
+    """The two variants differ in the KL alone, which has beta = 0.1."""
+    x = given("dapo with KL")
+    apart = jax.tree.map(np.subtract, in_pairs("dapo with KL").grads, in_pairs("dapo").grads)
+    kl = slopes(lambda *policy: 0.1 * numpy_step(VARIANTS["dapo with KL"], x, *policy)["kl"])
     assert np.abs(kl).max() > 0.01
     assert along(apart) == pytest.approx(kl, rel=1e-4, abs=2e-6)
 

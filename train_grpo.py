@@ -253,14 +253,14 @@ def to_devices(run: Run, life: Lifecycle, batch: Batch, group_indices: np.ndarra
     if run.cfg.skips():  # An advantage of 0 adds 0, but NaN shows that the weights are broken.
         finite = np.isfinite(batch.sampling_logps).all(axis=1)
         computed = computed[(batch.advantages[computed] != 0) | ~finite[computed]]
-    rows_of_steps, widths = plan_rows(batch, computed, run.limits, life.widths)
+    rows_of_micro_steps, widths = plan_rows(batch, computed, run.limits, life.widths)
     micro_batches = []
-    for rows in rows_of_steps:
+    for rows in rows_of_micro_steps:
         count = len(rows) // jax.process_count()
         local = rows[jax.process_index() * count :][:count]  # the rows of this process
         arrays = pack(batch, local, widths, run.stopping.pad_id)
         micro_batches.append(MicroBatch(**{k: shard_batch(x, layout) for k, x in arrays.items()}))
-    index = [sequence_index(rows, widths.n) for rows in rows_of_steps]
+    index = [sequence_index(rows, widths.n) for rows in rows_of_micro_steps]
     return MiniBatch(batch, sequences, computed, micro_batches, index)
 
 

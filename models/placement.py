@@ -284,7 +284,7 @@ def layer_weights(model: ModelConfig) -> int:
 
 
 def attention_flops(model: ModelConfig, pairs: float) -> float:
-    """FLOPs of attention, forward, in all layers, for so many pairs of a query and a key."""
+    """FLOPs of attention, forward, in all layers, for this number of pairs of a query and a key."""
     return 4 * model.num_heads * model.head_dim * model.num_layers * pairs
 
 

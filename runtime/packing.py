@@ -29,8 +29,8 @@ RESULTS_PER_TOKEN = 8  # elements of arrays [R, T], at most, for each token of t
 # Widths of earlier rows are used again if they cost at most this share more than the cheapest ones,
 # for which a program may have to be compiled.
 SLACK = 0.1
-# Blocks of queries into which models/attention.py cuts the longest completion. The queries of a
-# block attend to the keys of T + T // WINDOW_BLOCKS places.
+# Attention cuts the longest completion into this number of blocks of queries. The queries of a
+# block attend to the keys of T + T // WINDOW_BLOCKS places for completions.
 WINDOW_BLOCKS = 4
 
 

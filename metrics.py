@@ -24,6 +24,7 @@ from update import MiniBatch
 # rounded to steps of 0.125, and a mean of 0.01 to 0.03 is usual; wrong weights give 0.1 or more.
 DRIFT_LEVELS = {"float32": 1e-3, "bfloat16": 0.05}
 PHASES = ("rollout_sync", "rollout_generate", "reward", "advantages", "shard", "update")
+EVAL_PHASES = ("rollout_sync", "rollout_generate", "reward")
 
 
 # ---- An update -----------------------------------------------------------------------------------
@@ -264,7 +265,7 @@ def evaluate(
 
     Each question has EVAL_SAMPLES completions, greedy or at EVAL_TEMPERATURE.
     """
-    clock, limit = Clock(PHASES), run.cfg.eval_prompts
+    clock, limit = Clock(EVAL_PHASES), run.cfg.eval_prompts
     questions = run.eval_prompts if full or not limit else run.eval_prompts[:limit]
     backend.update_weights(params)
     clock.lap("rollout_sync")

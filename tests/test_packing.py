@@ -59,12 +59,16 @@ def test_the_grid_by_hand() -> None:
 def test_rows_are_filled_with_groups_or_parts_of_groups() -> None:
     batch = batch_of([5, 1, 2, 2, 6, 6, 1, 1], [3, 4])  # groups of 10 and 14 tokens
     groups = [[4, 5, 6, 7], [0, 2, 3, 1]]  # those with most tokens first
-    whole = fill_rows(batch, batch.lengths.tolist(), groups, Widths(1, 9, 14, 9, 6), whole=True)
+    whole = fill_rows(
+        batch, batch.lengths.tolist(), groups, Widths(1, 9, 14, 9, 6), keep_groups=True
+    )
     assert [(row.prompts, row.sequences) for row in whole] == [
         ([1], [4, 5, 6, 7]),
         ([0], [0, 2, 3, 1]),
     ]
-    filled = fill_rows(batch, batch.lengths.tolist(), groups, Widths(1, 9, 12, 9, 6), whole=False)
+    filled = fill_rows(
+        batch, batch.lengths.tolist(), groups, Widths(1, 9, 12, 9, 6), keep_groups=False
+    )
     assert [(row.prompts, row.sequences) for row in filled] == [
         ([1], [4, 5]),
         ([0, 1], [6, 7, 0, 2, 3, 1]),

@@ -59,10 +59,10 @@ def test_the_grid_by_hand() -> None:
 def test_rows_are_filled_with_groups_or_parts_of_groups() -> None:
     batch = batch_of([5, 1, 2, 2, 6, 6, 1, 1], [3, 4])  # groups of 10 and 14 tokens
     groups = [[4, 5, 6, 7], [0, 2, 3, 1]]  # those with most tokens first
-    whole = fill_rows(
+    kept = fill_rows(
         batch, batch.lengths.tolist(), groups, Widths(1, 9, 14, 9, 6), keep_groups=True
     )
-    assert [(row.prompts, row.sequences) for row in whole] == [
+    assert [(row.prompts, row.sequences) for row in kept] == [
         ([1], [4, 5, 6, 7]),
         ([0], [0, 2, 3, 1]),
     ]

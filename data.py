@@ -46,7 +46,7 @@ class Prompt(NamedTuple):
 # ---- Examples ------------------------------------------------------------------------------------
 
 
-def is_local(dataset: str) -> bool:
+def is_local_dataset(dataset: str) -> bool:
     """Returns False if `dataset` can only be the id of a dataset on the hub."""
     path = Path(dataset)
     return path.exists() or path.suffix in SUFFIXES or dataset.startswith(("/", "~", "./", "../"))
@@ -74,7 +74,7 @@ def load_examples(
         placed = _read_file(path)
     elif path.is_dir():
         placed = itertools.chain.from_iterable(map(_read_file, _split_files(path, split)))
-    elif is_local(dataset):
+    elif is_local_dataset(dataset):
         raise UserMistake(f"DATASET={dataset}: this file or folder does not exist")
     else:
         placed = _read_hub(dataset, dataset_config, split)
@@ -159,7 +159,7 @@ def _read_file(file: Path) -> Iterator[tuple[str, Any]]:
         try:
             examples = pyarrow.parquet.read_table(file).to_pylist()
         except (OSError, ValueError) as error:
-            raise UserMistake(f"{file} is not a whole parquet file: {error}") from None
+            raise UserMistake(f"{file} is not a complete parquet file: {error}") from None
         yield from _numbered(file, examples)
         return
     try:

@@ -225,7 +225,7 @@ def _as_floats(function: RewardFunction, returned: object, count: int) -> list[f
         finite = isinstance(value, int | float | np.number | np.bool_) and -np.inf < value < np.inf
         if value is not None and not finite:
             raise _mistake(
-                f"reward {name}, completion {i}: {value!r:.80} is no finite number or None"
+                f"reward {name}, completion {i}: {value!r:.80} is neither a finite number nor None"
             )
     return [np.nan if value is None else float(value) for value in returned]
 

@@ -64,7 +64,7 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | No
         processes.start_jax(cfg)
         run = set_up(cfg)
         if resume.is_finished(cfg, run.made_with):
-            print(f"OUTPUT_DIR={cfg.output_dir}: all STEPS={cfg.steps} are done; raise it to go on")
+            print(resume.finished_line(cfg))
             print(f"DONE: steps={cfg.steps} elapsed_sec={time.perf_counter() - began:.3f}")
             return None
         backend = make_backend(run)
@@ -273,7 +273,7 @@ def read_inputs(cfg: Config, ask_hub: bool, example: dict[str, str] | None) -> I
     splits = [cfg.train_split] * (cfg.steps > 0) + [cfg.eval_split] * cfg.evaluates()
     if example:
         examples = {cfg.eval_split: [example]}
-    elif (ask_hub and not mistakes) or data.is_local(cfg.dataset):
+    elif (ask_hub and not mistakes) or data.is_local_dataset(cfg.dataset):
         examples = {split: processes.tried(mistakes, examples_of, cfg, split) for split in splits}
     prompts = {
         split: processes.tried(mistakes, prompts_of, cfg, model["tokenizer"], found, split)
@@ -374,7 +374,7 @@ def made_with(inputs: Inputs, training: Compute, stop_ids: tuple[int, ...]) -> d
     values["REWARD_WEIGHTS"] = to_text(inputs.weights)
     values["REWARD_FN"] = ",".join(Path(entry).name for entry in entries)
     scheduled = cfg.lr_schedule != "constant" or cfg.warmup_ratio > 0
-    values["LR_DECAY_STEPS (else STEPS)"] = str((cfg.lr_decay_steps or cfg.steps) * scheduled)
+    values[resume.SCHEDULE_END] = str((cfg.lr_decay_steps or cfg.steps) * scheduled)
     values["prompts per step"] = str(inputs.sizes.prompts_per_step)
     values["DTYPE"] = str(training.dtype)
     values["the stop tokens"] = str(stop_ids)

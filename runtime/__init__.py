@@ -1,1 +1,1 @@
-"""What keeps a run alive: sizes, processes, checkpoints, logs; it knows no loss and no reward."""
+"""What keeps a run alive: settings, sizes, rows, processes, checkpoints, logs and pages."""

@@ -20,6 +20,7 @@ from runtime.mistakes import UserMistake
 from runtime.packing import Widths
 from runtime.run_log import FILES
 
+SCHEDULE_END = "LR_DECAY_STEPS (else STEPS)"  # in made_with: the step at which the schedule ends
 LOCK = ".lock"  # a file in the folders of a run; process 0 locks it for as long as it lives
 
 
@@ -168,6 +169,25 @@ def is_finished(cfg: Any, made_with: Mapping[str, str]) -> bool:
     return True
 
 
+def finished_line(cfg: Any) -> str:
+    """The line about a run that is finished, with what the user sets to train longer.
+
+    A resumed run keeps the end of the schedule, after which only a constant rate is above 0.
+    """
+    line = f"OUTPUT_DIR={cfg.output_dir}: all STEPS={cfg.steps} are done. To train longer, set "
+    if cfg.lr_schedule == "constant":
+        ends_with_steps = cfg.warmup_ratio > 0 and not cfg.lr_decay_steps
+        end = f" and LR_DECAY_STEPS={cfg.steps}" if ends_with_steps else ""
+        return f"{line}a larger STEPS{end}"
+    if cfg.lr_decay_steps > cfg.steps:
+        return f"{line}a larger STEPS"
+    return (
+        f"{line}a larger STEPS{' and LR_DECAY_STEPS' * (cfg.lr_decay_steps > 0)}, and "
+        f"RESUME_FORCE=1 for the longer schedule of the learning rate; with "
+        f"LR_DECAY_STEPS={cfg.lr_decay_steps or cfg.steps} instead, it is 0 in the added steps"
+    )
+
+
 def mark_finished(out: Path, steps: int, made_with: Mapping[str, str]) -> None:
     """Notes in the run's folder that all is done, so that the same command does nothing again.
 
@@ -198,8 +218,10 @@ def stop_if_another(
         return
     text = f"step {record['step']} was made with other settings or files: {'; '.join(changed[:5])}"
     if not resume_force:
+        end = before.get(SCHEDULE_END, "0")
+        back = f" with LR_DECAY_STEPS={end}" if SCHEDULE_END in text and end != "0" else ""
         raise UserMistake(
-            f"{text}; set it back, or RESUME_FORCE=1 to go on, or RESUME=never to begin anew"
+            f"{text}; set it back{back}, or RESUME_FORCE=1 to go on, or RESUME=never to begin anew"
         )
     print(f"RESUME_FORCE=1: {text}", flush=True)
 

@@ -173,7 +173,7 @@ LINES = lines_of(examples_of(3))
         ("a.json", b'[\n{"question": "q"},\n{]', "a.json line 3 is not JSON"),
         ("a.json", b'{"question": "q", "answer": "a"}', "a.json is not a JSON list of rows"),
         ("a.json", b'[{"question": "q", "answer": "a"}, 1]', "a.json row 2 has no text in 'questi"),
-        ("a.parquet", LINES, "a.parquet is not a whole parquet file"),
+        ("a.parquet", LINES, "a.parquet is not a complete parquet file"),
         ("a.csv", b"question,answer\n", "a.csv line 1 is not JSON"),
     ],
 )

@@ -187,7 +187,10 @@ REWARDS = {  # what is wrong -> source of the file, words of the line
     "no such function": ("def other(completions, **columns): return []", "reward"),
     "no Python": ("def reward(:", "SyntaxError"),
     "a wrong length": ("def reward(completions, **columns): return [1.0]", "16 rewards, not 1"),
-    "no number": ("def reward(completions, **_): return ['a'] * len(completions)", "'a' is no"),
+    "no number": (
+        "def reward(completions, **_): return ['a'] * len(completions)",
+        "'a' is neither",
+    ),
     "a function that hangs": (HANGS, "REWARD_TIMEOUT_S=1"),
 }
 

@@ -15,7 +15,7 @@ from config import Config
 from runtime.checkpoint import Checkpoints
 from runtime.mistakes import UserMistake
 from runtime.parsing import compared_by_value
-from runtime.resume import is_finished, stop_if_unusable
+from runtime.resume import finished_line, is_finished, stop_if_another, stop_if_unusable
 from update import TrainState
 
 
@@ -112,6 +112,34 @@ def test_a_damaged_mark_of_a_finished_run_is_named(tmp_path: Path) -> None:
         is_finished(Config(steps=3, output_dir=str(tmp_path)), {})
 
 
+def test_a_finished_run_says_which_settings_make_it_longer() -> None:
+    forced = "RESUME_FORCE=1 for the longer schedule of the learning rate"
+    for settings, advice in {
+        "": f", and {forced}; with LR_DECAY_STEPS=4 instead, it is 0 in the added steps",
+        "LR_SCHEDULE=linear LR_DECAY_STEPS=3": f" and LR_DECAY_STEPS, and {forced}; "
+        "with LR_DECAY_STEPS=3 instead, it is 0 in the added steps",
+        "LR_DECAY_STEPS=9": "",
+        "LR_SCHEDULE=constant": " and LR_DECAY_STEPS=4",
+        "LR_SCHEDULE=constant LR_DECAY_STEPS=3": "",
+        "LR_SCHEDULE=constant WARMUP_RATIO=0": "",
+    }.items():
+        env = dict(pair.split("=") for pair in settings.split())
+        cfg = Config.from_env({"MODEL_PATH": "m", "OUTPUT_DIR": "runs/a", "STEPS": "4"} | env)
+        start = "OUTPUT_DIR=runs/a: all STEPS=4 are done. To train longer, set a larger STEPS"
+        assert finished_line(cfg) == start + advice, settings
+
+
+def test_a_longer_schedule_is_refused_with_the_setting_that_keeps_it() -> None:
+    end = "LR_DECAY_STEPS (else STEPS)"
+    for before, back in {"1": " with LR_DECAY_STEPS=1", "0": ""}.items():
+        with pytest.raises(UserMistake) as error:
+            stop_if_another({"step": 1, "made_with": {end: before}}, {end: "2"}, False)
+        assert str(error.value) == (
+            f"step 1 was made with other settings or files: {end} was {before} and is 2; set it "
+            f"back{back}, or RESUME_FORCE=1 to go on, or RESUME=never to begin anew"
+        )
+
+
 # ---- Going on ------------------------------------------------------------------------------------
 
 
@@ -134,7 +162,8 @@ def test_a_run_goes_on_with_more_steps_and_a_changed_setting_stops_it_with_its_n
     refused(f"{another}LEARNING_RATE was 0.0003 and is 1e-05", LEARNING_RATE="1e-5")
     refused(f"{another}NUM_PRE_Q was 4 and is 8", NUM_PRE_Q="8")
     refused("prompts per step was 4 and is 8", BATCH_SIZE="8")
-    refused("LR_DECAY_STEPS (else STEPS) was 3 and is 4", STEPS="4")
+    schedule = "LR_DECAY_STEPS (else STEPS) was 3 and is 4; set it back with LR_DECAY_STEPS=3, or "
+    refused(schedule, STEPS="4")
     refused("the tokenized prompts was", SYSTEM_PROMPT="Short.")
     refused("has ['state'].opt_state[0].nu.embed", OPTIMIZER="lion", RESUME_FORCE="1")
     speed = {"TRAIN_MICRO_BATCH_SIZE": "4", "REMAT": "none", "SAVE_EVERY_STEPS": "3"}

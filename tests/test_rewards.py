@@ -199,14 +199,17 @@ def test_the_default_rewards_are_the_three_built_in_ones() -> None:
     [
         ([1.0], "reward odd must return a list of 2 rewards, not 1"),
         (None, "reward odd must return a list of 2 rewards, not NoneType"),
-        ([1.0, "1.0"], "reward odd, completion 1: '1.0' is no finite number"),
-        ([1.0, float("nan")], "reward odd, completion 1: nan is no finite number"),
-        ([float("-inf"), 1.0], "reward odd, completion 0: -inf is no finite number"),
+        ([1.0, "1.0"], "reward odd, completion 1: '1.0' is neither a finite number nor None"),
+        ([1.0, float("nan")], "reward odd, completion 1: nan is neither a finite number nor None"),
+        (
+            [float("-inf"), 1.0],
+            "reward odd, completion 0: -inf is neither a finite number nor None",
+        ),
         (
             np.array([1.0, np.inf], np.float32),
-            r"reward odd, completion 1: .*inf.* is no finite number",
+            r"reward odd, completion 1: .*inf.* is neither a finite number nor None",
         ),
-        ([[1.0], [2.0]], r"reward odd, completion 0: \[1.0\] is no finite number"),
+        ([[1.0], [2.0]], r"reward odd, completion 0: \[1.0\] is neither a finite number nor None"),
     ],
 )
 def test_a_malformed_return_is_named(returned: object, message: str) -> None:

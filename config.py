@@ -2,12 +2,13 @@
 
 A setting is an environment variable, such as `NUM_PRE_Q=4`, or a line of YAML, such as
 `rollout.num_pre_q: 4`, in the file that `--config FILE.yaml` names. The YAML name is group.name in
-lower case; docs/settings.md has those that differ. The environment wins over the file `.env` beside
-config.py, `.env` over the YAML file, and the YAML file over the defaults. If no layer sets
-MODEL_PATH, the settings of recipes/tiny.yaml replace the defaults. `python config.py` prints every
-setting with its value, meaning and default, as YAML that `--config` reads. A run prints a line
-`changed:` with the settings that are not at their defaults and the layer of each, and stops with a
-line for each one that is malformed or contradicts another, and for names of other programs.
+lower case, apart from a few names that `python config.py` shows. The environment wins over the file
+`.env` beside config.py, `.env` over the YAML file, and the YAML file over the defaults. If no layer
+sets MODEL_PATH, the settings of recipes/tiny.yaml replace the defaults. `python config.py` prints
+every setting with its value, meaning and default, as YAML that `--config` reads. A run prints a
+line `changed:` with the settings that are not at their defaults and the layer of each. It stops
+with a line for each setting that is malformed or contradicts another one, and for each name that
+belongs to another program.
 """
 
 import dataclasses
@@ -107,8 +108,8 @@ class Config:
     min_p: float = in_rollout(0.0, "Drop tokens below MIN_P * the highest probability.", below=1)
     sampling_support: str = in_rollout(
         "auto",
-        "Tokens that the loss compares; full: all; else those that TOP_K, TOP_P, MIN_P leave.",
-        choices="auto|full|replay",
+        "Tokens that the loss compares; auto: those that TOP_K, TOP_P, MIN_P leave; full: all.",
+        choices="auto|full",
     )
     drop_ended: str = in_rollout(
         "auto",
@@ -154,10 +155,12 @@ class Config:
         yaml="per_device_micro_batch_size",
     )
     grad_accum_steps: int = speed(
-        0, "Micro-steps per update, which set the micro-batch; 0: not set."
+        0, "Most micro-steps of an update; it sets the micro-batch; 0: not set."
     )
-    ppo_epochs: int = in_train(1, "How often a step uses each part.", at_least=1)
-    num_mini_batches: int = in_train(1, "Parts of a step, one update each.", at_least=1)
+    ppo_epochs: int = in_train(1, "How often a step uses each mini-batch.", at_least=1)
+    num_mini_batches: int = in_train(
+        1, "Mini-batches of a step; each makes one update.", at_least=1
+    )
     optimizer: str = in_train("adamw", "Update rule of the weights.", choices="adamw|lion|sgd")
     learning_rate: float = in_train(1e-6, "Highest learning rate of the schedule.")
     lr_schedule: str = in_train(
@@ -175,15 +178,15 @@ class Config:
     )
     skip_zero_advantage: str = speed(
         "auto",
-        "Leave advantages of 0 out of updates; auto: if no other setting needs their sequences.",
+        "Skip sequences of advantage 0, and estimate the entropy; auto: unless they are needed.",
         choices="auto|off",
     )
     remat: str = speed(
         "full", "What backward recomputes; dots: all but the matmuls.", choices="none|dots|full"
     )
-    policy_loss_impl: str = speed("jax", "Code that computes logps.", choices="jax|pallas")
-    attention_impl: str = speed("auto", "Code of attention.", choices="auto|xla|splash")
-    layer_loop: str = speed("auto", "How a program runs layers.", choices="auto|scan|unroll")
+    policy_loss_impl: str = speed("jax", "Code of the loss's logps.", choices="jax|pallas")
+    attention_impl: str = speed("auto", "Code of the attention.", choices="auto|xla|splash")
+    layer_loop: str = speed("auto", "Loop over layers, or unroll it.", choices="auto|scan|unroll")
 
     loss_type: str = in_loss(
         "dapo",
@@ -192,7 +195,7 @@ class Config:
     )
     adv_estimator: str = in_loss(
         "grpo",
-        "See group_advantages in loss.py.",
+        "How rewards become advantages; see group_advantages in loss.py.",
         choices="grpo|rloo|reinforce|reinforce++|gdpo|maxrl",
     )
     scale_rewards: str = in_loss(
@@ -218,10 +221,14 @@ class Config:
         1.0, "Fraction of the tokens, those of highest entropy, to learn from.", above=0, at_most=1
     )
     mask_truncated_completions: bool = in_loss(False, "Learn nothing from truncated completions.")
-    is_mode: str = in_loss("none", "Weights p_trainer / p_sampler of the loss.", choices=IS_MODES)
-    is_floor: float = in_loss(0.0, "Weights below become IS_FLOOR (truncate) or 0.", at_most=1)
-    is_cap: float = in_loss(3.0, "Weights above become IS_CAP (truncate) or 0.", at_least=1)
-    off_policy_mask_threshold: float = in_loss(0.0, "See off_policy_mask in loss.py; 0: off.")
+    is_mode: str = in_loss(
+        "none", "How weights p_trainer / p_sampler correct the loss.", choices=IS_MODES
+    )
+    is_floor: float = in_loss(0.0, "Smaller weights become IS_FLOOR, or 0 (mask).", at_most=1)
+    is_cap: float = in_loss(3.0, "Larger weights become IS_CAP, or 0 (mask).", at_least=1)
+    off_policy_mask_threshold: float = in_loss(
+        0.0, "Drop sequences of negative advantage whose mean drift is more nats; 0: none."
+    )
 
     eval_every_steps: int = in_eval(10, "Steps between evaluations, from step 0 on; 0: never.")
     eval_prompts: int = in_eval(128, "Questions per evaluation; 0: all.")
@@ -230,15 +237,17 @@ class Config:
     eval_temperature: float = in_eval(
         0.0, "Temperature of evaluations; 0: TEMPERATURE if EVAL_SAMPLES > 1, else greedy."
     )
-    accuracy_of: str = in_eval("", "Reward of the accuracy; empty: reward_correct, or the first.")
+    accuracy_of: str = in_eval(
+        "", "Reward function of the accuracy; empty: reward_correct, else the first."
+    )
     accuracy_threshold: float = in_eval(1.0, "Smallest reward that counts as right.")
 
     output_dir: str = in_run("", "Folder of all outputs; empty: a new runs/NAME_UTC.")
     checkpoint_dir: str = in_run(
-        "", "Folder of checkpoints, also gs://bucket/folder; empty: OUTPUT_DIR/checkpoints."
+        "", "Folder of checkpoints, or gs://bucket/folder; empty: OUTPUT_DIR/checkpoints."
     )
     save_every_steps: int = in_run(50, "Steps between checkpoints; 0: none, not even at the end.")
-    save_keep: int = in_run(2, "Newest checkpoints to keep besides the best; 0: all.")
+    save_keep: int = in_run(2, "Number of newest checkpoints to keep besides the best; 0: all.")
     resume: str = in_run("auto", "Checkpoint to begin with: auto (the newest), never, or a path.")
     resume_force: bool = in_run(False, "Resume although settings that change results have changed.")
     preemption_grace_s: int = in_run(30, "Most seconds from SIGTERM to the end.", at_least=2)
@@ -246,7 +255,7 @@ class Config:
     export_hf: str = in_run("", "Folder of the export; empty: OUTPUT_DIR/hf; none: no export.")
     export_dtype: str = in_run("auto", "Dtype of the export; auto: as in the run.", choices=DTYPES)
     sample_every_steps: int = in_run(
-        10, "Steps between groups of completions that are shown, also the last; 0: never."
+        10, "Steps between shown groups of completions; the last step shows one too; 0: never."
     )
     print_train_time_breakdown: bool = local(False, "Print the seconds of each phase per step.")
     wandb_mode: str = local(
@@ -257,8 +266,8 @@ class Config:
     wandb_project: str = local("", "Project in W&B; empty: grpo.")
     wandb_name: str = local("", "Name of the run in W&B; empty: the name of OUTPUT_DIR's folder.")
     jax_compilation_cache_dir: str = local("", "Folder of compiled programs; empty: .jax_cache.")
-    require_multihost: bool = in_run(False, "Stop if only one process joins.")
-    require_jax_process_count: int = in_run(0, "Stop unless so many processes join; 0: any number.")
+    require_multihost: bool = in_run(False, "Stop a run of a single process.")
+    require_jax_process_count: int = in_run(0, "Number of processes that must join; 0: any.")
     init_timeout_s: int = local(90, "Seconds in which all processes must join.", at_least=1)
     heartbeat_timeout_s: int = local(30, "Seconds until a silent process is dead.", at_least=10)
 
@@ -271,7 +280,7 @@ class Config:
         if not self.filters():
             return text
         support = "replay" if self.replays() else "full"
-        why = "as set" if support == self.sampling_support else "TOP_K, TOP_P or MIN_P drops tokens"
+        why = "as set" if support == "full" else "TOP_K, TOP_P or MIN_P drops tokens"
         tokens = "all tokens" if support == "full" else "the tokens that could be drawn"
         text += f"rollout.sampling_support: {support} ({why}): the loss's logps are among {tokens}"
         return text + (", the sampler's among fewer\n" if self.filters_logps() else "\n")

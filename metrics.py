@@ -1,5 +1,5 @@
-"""What a step and an evaluation tell: metrics, the lines that people parse, the records of
-metrics.jsonl and W&B, and completions to read in samples.jsonl and eval.jsonl."""
+"""What a step and an evaluation tell: their metrics, the lines that people parse, and the records
+of metrics.jsonl and W&B. It also runs an evaluation. review.py has the completions to read."""
 
 import math
 from typing import Any, NamedTuple
@@ -40,10 +40,12 @@ def merge_metrics(micro_steps: list[dict[str, jax.Array]]) -> dict[str, float]:
 def with_skipped(metrics: dict[str, float], mini_batch: MiniBatch) -> dict[str, float]:
     """The update's metrics from those that its micro-steps add up to.
 
-    A sequence that is skipped has the advantage 0: it clips nothing and adds no loss. If there is
-    one, the entropy is estimated without bias: minus the mean of the sampling_logps of all tokens,
-    also of those that were computed, since what is skipped is easier than the rest. Means that need
-    the trainer's log-probabilities are over the update_token_count tokens that were computed.
+    A sequence that is skipped has the advantage 0: it clips nothing and adds no loss. The entropy
+    has two definitions. If no sequence is skipped, it is the mean entropy of the distributions from
+    which the tokens were drawn. If one is skipped, it is an estimate of this without bias: minus
+    the mean of the sampling_logps of all tokens, also of those that were computed, because skipped
+    sequences are easier than the others. Means that need the trainer's log-probabilities are over
+    the update_token_count tokens that were computed.
     """
     batch = mini_batch.batch
     mask = batch.completion_mask[mini_batch.sequences]
@@ -171,8 +173,8 @@ def step_lines(step: Step, breakdown: bool, drift_level: float = math.inf) -> li
             f"rounding does not explain: the sampler's weights or programs are not the trainer's"
         )
     if wrong := what_is_not_finite(metrics):
-        applied = f", after {metrics['updates_applied']:.0f} that were"
-        lines.append(f"{note}: an update was not applied{applied}: {wrong}")
+        number = metrics["updates_applied"] + 1
+        lines.append(f"{note}: update {number:.0f} of this step was not applied: {wrong}")
     return lines
 
 
@@ -187,8 +189,8 @@ def compiled_lines(where: str, clock: Clock) -> list[str]:
 
 def step_records(step: Step, num_pre_q: int, names: list[str]) -> dict[str, float]:
     """The step's record in metrics.jsonl. names: of the reward functions."""
-    results, seconds = step.results, phase_seconds(step.clock)
-    tokens = results.completion_lengths.sum()
+    results, seconds, step_s = step.results, phase_seconds(step.clock), step.clock.total()
+    tokens, compiled = results.completion_lengths.sum(), step.clock.compiled()
     total_lengths = results.prompt_lengths + results.completion_lengths
     records = {
         name if name.startswith("throughput/") else f"train-other/{name}": value
@@ -207,12 +209,12 @@ def step_records(step: Step, num_pre_q: int, names: list[str]) -> dict[str, floa
     records |= _spread("train-seq_len/total", total_lengths, "mean", "max")
     records["train-seq_len/completion/hit_max_frac"] = 1 - results.stopped.mean()
     records |= {f"time/train/{phase}_s": value for phase, value in seconds.items()}
-    records["time/train/step_s"] = step.clock.total()
-    records["compile/programs"] = len(step.clock.compiled())
-    records["compile/s"] = sum(compilation.seconds for compilation in step.clock.compiled())
+    records["time/train/step_s"] = step_s
+    records["compile/programs"] = len(compiled)
+    records["compile/s"] = sum(compilation.seconds for compilation in compiled)
     computed = results.computed_tokens.sum()
     records["throughput/rollout/computed_per_token"] = computed / tokens
-    records["throughput/train/valid_tokens_per_s"] = tokens / step.clock.total()
+    records["throughput/train/valid_tokens_per_s"] = tokens / step_s
     records["throughput/train/valid_tokens_per_s_update"] = tokens / seconds["update"]
     return records
 

@@ -368,7 +368,7 @@ def write_review(out: Path, history: History, state: str, why: str) -> dict[str,
 
 class Reviewer:
     """What process 0 tells about its run: notes while it goes on, then summary.json, report.html
-    and the verdict. What fails here costs a line, and never the run."""
+    and the verdict. After an error here it prints one line, and the run goes on."""
 
     def __init__(self, out: Path, log: RunLog, writes: bool) -> None:
         """writes: whether this is process 0; the others say and write nothing."""
@@ -385,18 +385,19 @@ class Reviewer:
         self._try(lambda: [self._log.line(line) for line in verdict(self._history)])
 
     def write(self, state: str, why: str = "") -> dict[str, Any]:
-        """Writes the review of the run so far, and returns the parts of its summary that are
-        numbers and texts."""
-        return self._try(lambda: self._write(state, why)) or {}
+        """Writes the review of the run so far; returns the numbers and texts of its summary."""
+        failed = f"{self._out}/report.html cannot be written"
+        return self._try(lambda: self._write(state, why), failed) or {}
 
-    def _try(self, act: Callable[[], Any]) -> Any:
+    def _try(self, act: Callable[[], Any], failed: str = "the review failed") -> Any:
+        """What `act` returns, or None after an error. Only the first error has a line."""
         try:
             return act() if self._writes else None
-        except Exception as error:  # a full disk, or a file that somebody has damaged
+        except Exception as error:  # a full disk, a file that somebody has damaged, or a bug
             if not self._failed:
                 self._failed = True
                 why = error.strerror if isinstance(error, OSError) else in_one_line(error)
-                self._log.line(f"{self._out}/report.html cannot be written: {why}")
+                self._log.line(f"{failed}: {why}")
         return None
 
     def _look(self, record: dict[str, Any]) -> None:

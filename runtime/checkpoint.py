@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 
-from runtime.mistakes import UserMistake
+from runtime.mistakes import UserMistake, in_one_line
 from runtime.processes import gather_texts, told_by_all
 
 RECORD, ARRAYS = "record", "arrays"  # the items of a checkpoint, folders in its folder
@@ -107,7 +107,7 @@ class Checkpoints:
         try:
             epath.Path(self.folder).exists()
         except Exception as error:  # gs:// needs gcsfs, whose errors have no common base
-            raise UserMistake(f"CHECKPOINT_DIR={self.folder}: {_brief(error)}") from None
+            raise UserMistake(f"CHECKPOINT_DIR={self.folder}: {_reason(error)}") from None
 
     def _open(self) -> ocp.CheckpointManager:
         if self._manager is None:
@@ -177,7 +177,7 @@ class Checkpoints:
                 force=True,
             )
         except Exception as error:  # the storage's errors have no common base
-            wrong = _brief(error)
+            wrong = _reason(error)
         if not self._failed(step, self._vote(wrong, BEGIN_LIMIT_S)):
             self._saving = step
 
@@ -200,7 +200,7 @@ class Checkpoints:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            return _brief(error)
+            return _reason(error)
         return ""
 
     def _vote(self, wrong: str, limit_s: int) -> list[str]:
@@ -240,7 +240,7 @@ class Checkpoints:
         try:
             self._manager.wait_until_finished()
         except Exception as error:
-            wrong = _brief(error)
+            wrong = _reason(error)
         if self._failed(step, self._vote(wrong, SAVE_LIMIT_S)):
             return
         self.newest = step
@@ -252,7 +252,7 @@ class Checkpoints:
                 try:
                     self._manager.delete(old)
                 except Exception as error:
-                    self.say(f"checkpoint {self.folder}/{old} stays: {_brief(error)}")
+                    self.say(f"checkpoint {self.folder}/{old} stays: {_reason(error)}")
 
     def _failed(self, step: int, told: list[str]) -> bool:
         """True if a process could not save; then this prints a line, and no process has saved.
@@ -297,7 +297,7 @@ class Checkpoints:
             try:
                 record = self._read(step)
             except Exception as error:  # damaged files raise errors of any kind
-                wrong = _brief(error)
+                wrong = _reason(error)
             wrong = _first(gather_texts(wrong))
             if not wrong:
                 check(record)
@@ -306,7 +306,7 @@ class Checkpoints:
                 except Exception as error:
                     if "RESOURCE_EXHAUSTED" in str(error):  # the checkpoint is not to blame
                         raise
-                    wrong = _brief(error)
+                    wrong = _reason(error)
                 wrong = _first(gather_texts(wrong))
             if not wrong:
                 sums = [int(x) for x in jax.device_get(jax.tree.leaves(checksums(arrays)))]
@@ -382,10 +382,11 @@ def _digest(record: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
-def _brief(error: Exception) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
+def _reason(error: Exception) -> str:
+    """The message of the system if one is in the error's text, else this text in one line."""
+    text = in_one_line(error, with_type=False)
     known = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
-    return next((os.strerror(n) for n in known if os.strerror(n) in text), text[:200])
+    return next((os.strerror(n) for n in known if os.strerror(n) in str(error)), text)
 
 
 def _first(texts: list[str]) -> str:

@@ -10,6 +10,9 @@ from typing import Any
 
 from runtime.parsing import to_text
 
+MAX_REPLAYED = 128  # MAX_SUPPORT of models/draw.py; this file imports no jax
+DEFAULT_REWARDS = ("reward_correct", "reward_format", "tag_count_reward")  # DEFAULTS of rewards.py
+
 
 def idle_settings(cfg: Any) -> list[tuple[dataclasses.Field, str]]:
     """The settings that are not at their defaults and that the table finds idle, with a line."""
@@ -58,7 +61,7 @@ def idle_settings(cfg: Any) -> list[tuple[dataclasses.Field, str]]:
 
 
 def contradictions(cfg: Any) -> Iterator[str]:
-    """Lines about combinations that stop a run, idle settings of which results depend included."""
+    """Lines about combinations that stop a run, and about idle settings on which results depend."""
     updates = cfg.steps * cfg.ppo_epochs * cfg.num_mini_batches
     for field, text in idle_settings(cfg):
         if field.metadata["results"] != "none" or field.name.startswith("sglang_jax"):
@@ -82,22 +85,29 @@ def contradictions(cfg: Any) -> Iterator[str]:
     if cfg.is_mode.startswith("sequence") and cfg.filters_logps():
         yield (
             f"IS_MODE={cfg.is_mode} with TOP_K, TOP_P or MIN_P shrinks a sequence's weight with "
-            f"every token; set token_truncate or token_mask, or SAMPLING_SUPPORT=replay"
+            f"every token; set token_truncate or token_mask, or leave out "
+            f"SAMPLING_SUPPORT=full"
         )
     for name, text in (("policy_loss_impl", "pallas"), ("rollout_backend", "sglang_jax")):
         if cfg.replays() and getattr(cfg, name) == text:
             found = f"{name.upper()}={text} cannot replay the tokens that TOP_K, TOP_P, MIN_P leave"
             yield f"{found}; leave {name.upper()} out, or set SAMPLING_SUPPORT=full (a biased loss)"
-    if cfg.replays() and cfg.top_k > 128:
+    if cfg.replays() and cfg.top_k > MAX_REPLAYED:
         found = f"TOP_K={cfg.top_k} is too many tokens to replay"
-        yield f"{found}; set at most 128, or SAMPLING_SUPPORT=full"
-    weighted = zip(cfg.reward_fn.split(","), cfg.reward_weights or (1,) * 99, strict=False)
-    counted = {name.strip() for name, weight in weighted if weight}
+        yield f"{found}; set at most {MAX_REPLAYED}, or SAMPLING_SUPPORT=full"
+    entries = [entry.strip() for entry in cfg.reward_fn.split(",")]
+    entries = entries if cfg.reward_fn else DEFAULT_REWARDS
+    weights = cfg.reward_weights or (1.0,) * len(entries)
+    if len(weights) != len(entries):
+        names = ", ".join(entry.rpartition(":")[2] for entry in entries)
+        found = f"REWARD_WEIGHTS={to_text(weights)} has {len(weights)} numbers"
+        yield f"{found}; give {len(entries)}, one each for {names}"
+    counted = {entry for entry, weight in zip(entries, weights, strict=False) if weight}
     if cfg.adv_estimator == "maxrl" and counted & {"soft_overlong_penalty", "repetition_penalty"}:
         yield "ADV_ESTIMATOR=maxrl needs rewards of at least 0; leave the penalties out"
     if cfg.off_policy_mask_threshold and cfg.filters_logps():
         wrong = "OFF_POLICY_MASK_THRESHOLD would measure TOP_K, TOP_P or MIN_P"
-        yield f"{wrong}; leave it out, or set SAMPLING_SUPPORT=replay"
+        yield f"{wrong}; leave it out, or leave out SAMPLING_SUPPORT=full"
     if "://" in cfg.output_dir + cfg.export_hf:
         yield "OUTPUT_DIR and EXPORT_HF are folders of this machine; CHECKPOINT_DIR may be gs://"
     if cfg.overlong_cache > (T := cfg.max_length_sample):
@@ -114,7 +124,7 @@ def notes(cfg: Any, tiny: Collection[str]) -> Iterator[str]:
             yield text
     if cfg.filters_logps() and cfg.is_mode == "none" and cfg.steps:
         wrong = "TOP_K, TOP_P, MIN_P change sampling only, and the loss has a bias"
-        yield f"{wrong}; IS_MODE=token_truncate or SAMPLING_SUPPORT=replay corrects it"
+        yield f"{wrong}; leave out SAMPLING_SUPPORT=full, or set IS_MODE=token_truncate"
     if 0 < cfg.lr_decay_steps < cfg.steps and cfg.lr_schedule != "constant":
         decay = f"LR_DECAY_STEPS={cfg.lr_decay_steps} is less than STEPS={cfg.steps}"
         yield f"{decay}: later steps have learning rate 0"

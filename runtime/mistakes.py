@@ -32,9 +32,13 @@ def fail(error: UserMistake) -> NoReturn:
     raise SystemExit(2)
 
 
-def in_one_line(error: BaseException) -> str:
-    """The type and the message of an error, without line breaks."""
-    return " ".join(f"{type(error).__name__}: {error}".split())
+def in_one_line(error: BaseException, *, with_type: bool = True) -> str:
+    """The type and the message of an error, without line breaks; at most 500 characters.
+
+    with_type: False leaves out the type of an error that has a message.
+    """
+    kind, message = type(error).__name__, " ".join(str(error).split())
+    return (f"{kind}: {message}" if with_type else message or kind)[:500]
 
 
 # ---- Names of other programs ---------------------------------------------------------------------
@@ -48,7 +52,7 @@ _NAMES_ELSEWHERE = {
     "NUM_PRE_Q": "NUM_GENERATIONS GROUP_SIZE ROLLOUT_N rollout.n",
     "MAX_LENGTH_SAMPLE": "MAX_NEW_TOKENS MAX_COMPLETION_LENGTH MAX_RESPONSE_LENGTH MAX_LEN_SAMPLE",
     "REWARD_FN": "REWARD_FUNCS",
-    "STEPS": "MAX_STEPS NUM_STEPS TOTAL_TRAINING_STEPS",
+    "STEPS": "MAX_STEPS NUM_STEPS TOTAL_STEPS TOTAL_TRAINING_STEPS",
     "TRAIN_MICRO_BATCH_SIZE": "MICRO_BATCH_SIZE MICRO_BATCH",
     "TRAIN_PER_DEVICE_MICRO_BATCH_SIZE": "PER_DEVICE_TRAIN_BATCH_SIZE MICRO_BATCH_SIZE_PER_DEVICE "
     "PPO_MICRO_BATCH_SIZE_PER_GPU",
@@ -62,6 +66,7 @@ _NAMES_ELSEWHERE = {
     "REMAT": "GRADIENT_CHECKPOINTING",
     "EPS_LOW": "EPSILON EPSILON_LOW CLIP_RATIO_LOW CLIP_RATIO CLIP_EPS",
     "EPS_HIGH": "EPSILON_HIGH CLIP_RATIO_HIGH",
+    "DELTA": "CLIP_RATIO_C",
     "BETA": "KL_COEF KL_LOSS_COEF KL_BETA",
     "REF_SYNC_STEPS": "REF_MODEL_SYNC_STEPS",
     "REF_SYNC_ALPHA": "REF_MODEL_MIXUP_ALPHA",
@@ -73,6 +78,17 @@ _NAMES_ELSEWHERE = {
     "SAVE_KEEP": "SAVE_TOTAL_LIMIT",
     "RESUME": "RESUME_FROM_CHECKPOINT",
     "ROLLOUT_BATCH_SIZE": "GENERATION_BATCH_SIZE",
+}
+# What other programs call our values of a setting.
+VALUES_ELSEWHERE = {
+    "LOSS_TYPE": {
+        "bnpo": "dapo",
+        "token-mean": "dapo",
+        "seq-mean-token-mean": "grpo",
+        "sequence-mean-token-mean": "grpo",
+    },
+    "KL_ESTIMATOR": {"kl": "k1", "mse": "k2", "mse_kl": "k2", "low_var_kl": "k3"},
+    "LR_SCHEDULE": {"cosine": "warmup_cosine", "constant_with_warmup": "constant"},
 }
 OTHER_NAMES = {other: ours for ours, others in _NAMES_ELSEWHERE.items() for other in others.split()}
 # Settings of other programs that have no counterpart here, and what to use instead.
@@ -87,10 +103,10 @@ NOT_SETTINGS = {
     "LOG_COMPLETIONS": "every SAMPLE_EVERY_STEPS steps a run shows a group of completions",
     "USE_VLLM": "ROLLOUT_BACKEND names the program that samples",
     "WARMUP_STEPS": "WARMUP_RATIO is the fraction of the schedule that is warmup",
-    "STEPS_PER_GENERATION": "NUM_MINI_BATCHES is the number of updates that divide a step's "
-    "groups among them",
-    "PPO_MINI_BATCH_SIZE": "NUM_MINI_BATCHES is the number of parts of a step; a part has the "
-    "step's prompts divided by it",
+    "STEPS_PER_GENERATION": "NUM_MINI_BATCHES is the number of mini-batches, and so of updates, "
+    "into which a step's groups are divided",
+    "PPO_MINI_BATCH_SIZE": "NUM_MINI_BATCHES is the number of mini-batches of a step; each has "
+    "the step's prompts divided by this number",
 }
 NOT_SETTINGS |= dict.fromkeys(
     ("EPOCHS", "NUM_TRAIN_EPOCHS", "TOTAL_EPOCHS"), NOT_SETTINGS["NUM_EPOCHS"]
@@ -129,7 +145,7 @@ def ignored_names(env: Mapping[str, str]) -> list[str]:
 
 
 def misspelt(name: str, known: list[str]) -> str:
-    """The setting of which an environment variable is a misspelling, or an empty text."""
+    """The known name of which an environment variable is a misspelling, or an empty text."""
     # SED is a tool, not a typo of SEED, and TYPE is not a typo of DTYPE.
     if name.startswith(FOREIGN) or len(name) <= 3 or name == "TYPE":
         return ""

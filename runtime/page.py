@@ -97,9 +97,9 @@ def chart(title: str, curves: Sequence[Curve]) -> str:
     shown = [curve for curve in curves if np.isfinite(curve.values).any()]
     if not shown:
         return ""
-    x_low, x_high = bounds([curve.steps for curve in shown])
+    x_low, x_high = axis_ends([curve.steps for curve in shown])
     reach = [np.add(c.values, sign * errors_of(c)) for c in shown for sign in (-1, 1)]
-    y_low, y_high = bounds(reach, OUTLIERS)
+    y_low, y_high = axis_ends(reach, OUTLIERS)
 
     def place(steps: np.ndarray, values: np.ndarray) -> list[str]:
         x = LEFT + (steps - x_low) / (x_high - x_low) * (WIDTH - LEFT - RIGHT)
@@ -149,7 +149,7 @@ def errors_of(curve: Curve) -> np.ndarray:
     return np.nan_to_num(errors)
 
 
-def bounds(arrays: Sequence[np.ndarray], outliers: float = 0) -> tuple[float, float]:
+def axis_ends(arrays: Sequence[np.ndarray], outliers: float = 0) -> tuple[float, float]:
     """The ends of an axis on which all finite values lie, but for a share of outliers."""
     values = np.concatenate(arrays)
     low, high = np.quantile(values[np.isfinite(values)], [outliers, 1 - outliers], method="nearest")

@@ -16,7 +16,16 @@ from operator import ge, gt, le, lt
 from pathlib import Path
 from typing import Any, NoReturn
 
-from runtime.mistakes import LIST_ALL, OUR_GROUPS, Mistake, UserMistake, misspelt, other_name
+from runtime.mistakes import (
+    LIST_ALL,
+    OTHER_NAMES,
+    OUR_GROUPS,
+    VALUES_ELSEWHERE,
+    Mistake,
+    UserMistake,
+    misspelt,
+    other_name,
+)
 
 REPO = Path(__file__).resolve().parents[1]
 BOOLS = {"0": False, "1": True, "false": False, "true": True}
@@ -100,7 +109,11 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--answer", metavar="TEXT", help="the right answer to --ask's question")
     parser.add_argument("--processes", type=int, default=1, help="processes to print sizes for")
     parser.add_argument("--local-devices", type=int, default=1, help="devices of each process")
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        hint = "; settings go before the command: STEPS=1 python train_grpo.py"
+        given = any(re.match(r"[A-Za-z_]\w*=", text) for text in unknown)
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint if given else ''}")
     if min(args.processes, args.local_devices) < 1:
         parser.error("--processes and --local-devices must be at least 1")
     if (args.processes, args.local_devices) != (1, 1) and not args.print_config:
@@ -132,9 +145,11 @@ def read_env(env: Mapping[str, str], config: type, mistakes: list[Mistake]) -> d
             mistakes.append(mistake)
         elif ours := with_group.get(name):
             mistakes.append(Mistake(ours, f"{name} is called {ours} here {LIST_ALL}"))
-        elif meant := misspelt(name, list(known)):
-            text = f"unknown setting {name}; did you mean {meant}? {LIST_ALL}"
-            mistakes.append(Mistake(meant, text))
+        elif meant := misspelt(name, [*known, *filter(str.isupper, OTHER_NAMES)]):
+            ours = OTHER_NAMES.get(meant, meant)
+            called = f"{meant}, which is called {ours} here" if ours != meant else meant
+            text = f"unknown setting {name}; did you mean {called}? {LIST_ALL}"
+            mistakes.append(Mistake(ours, text))
     return settings
 
 
@@ -146,7 +161,9 @@ def parse(field: dataclasses.Field, text: str, label: str) -> Any:
     if re.search("[\0\ud800-\udc7f\udd00-\udfff]", text):
         raise UserMistake(f"{label}={text!r} is not UTF-8 text")
     if choices and text not in (field.default, *choices.split("|")):
-        raise UserMistake(f"{label}={text!r} is not one of {choices}")
+        ours = VALUES_ELSEWHERE.get(field.name.upper(), {}).get(text)
+        here = f"; {text} is called {ours} here" if ours else ""
+        raise UserMistake(f"{label}={text!r} is not one of {choices}{here}")
     if form and not re.fullmatch(form, text):
         raise UserMistake(f"{label}={text!r} does not fit; wanted: {help}")
     if field.type is str:

@@ -29,7 +29,7 @@ LOAD_LIMIT_S = 60.0  # The user's file may import torch. Each call has its own l
 class RewardWorker:
     """Calls the function that `source` ("file.py:name") names, in a reward worker.
 
-    Because of the worker a time limit holds on any thread, and a hang or a crash costs one line.
+    Because of the worker a time limit holds on any thread, and a hang or a crash becomes one line.
     The worker is a fresh interpreter: a fork would copy the locks of JAX, and multiprocessing's
     spawn would import the main script of the trainer. The worker does not use the accelerator. It
     ends when its stdin closes: at close(), or when the trainer ends.
@@ -120,7 +120,7 @@ def _serve(file: str, name: str, timeout_s: float) -> None:
             # default=float converts the scalars of NumPy, JAX and torch.
             reply = json.dumps({"rewards": list(act(*args, **columns))}, default=float)
         except (Exception, SystemExit) as error:  # The user's code may raise anything.
-            reply = json.dumps({"error": "raised " + _in_one_line(error, file)})
+            reply = json.dumps({"error": "raised " + _as_raised(error, file)})
         faulthandler.cancel_dump_traceback_later()
         replies.write(reply.encode() + b"\n")
         replies.flush()
@@ -144,8 +144,11 @@ def _load(file: str, name: str) -> list[float | None]:
     return []
 
 
-def _in_one_line(error: BaseException, file: str) -> str:
-    """Returns the type of the exception, its message, and the last line of `file` that raised."""
+def _as_raised(error: BaseException, file: str) -> str:
+    """Returns the type of the exception, its message, and the last line of `file` that raised.
+
+    runtime.mistakes is not used here: its import would hide a runtime.py beside the user's file.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     at = [f" ({os.path.basename(file)}:{f.lineno})" for f in frames if f.filename == file]
     return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}{''.join(at[-1:])}"

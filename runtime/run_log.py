@@ -77,7 +77,7 @@ def stop_if_not_writable(name: str, folder: Path) -> None:
 
 
 class RunLog:
-    """The run's outputs. Once it is open, a full disk or a failing W&B costs only a line."""
+    """The run's outputs. If W&B or a write fails later, it prints a line and the run goes on."""
 
     def __init__(
         self,

@@ -5,10 +5,10 @@ completions. ROLLOUT_GLOBAL_BATCH_SIZE (prompts) and ROLLOUT_BATCH_SIZE (sequenc
 step over all processes. BATCH_SIZE is the prompts of a pass (prefill and decode of one batch) on
 each process, and TRAIN_MICRO_BATCH_SIZE the sequences of a micro-step (forward and backward of one
 micro-batch) on each process; the settings with PER_DEVICE in their names give the same sizes per
-device. GRAD_ACCUM_STEPS, the micro-steps of an update at most, may set the micro-batch instead. A
-layer that sets a size hides the other settings of the same size in the layers below.
-NUM_MINI_BATCHES cuts a step into parts of complete groups, each with an update of its own, and
-PPO_EPOCHS is how often all parts are used.
+device. GRAD_ACCUM_STEPS, the largest number of micro-steps of an update, may set the micro-batch
+instead. A layer that sets a size hides the other settings of the same size in the layers below.
+NUM_MINI_BATCHES is the number of mini-batches of a step: each has complete groups and makes one
+update. PPO_EPOCHS is how often a step uses all mini-batches.
 Without rollout sizes a step is a pass of 2 prompts per device; without micro sizes a micro-step has
 up to 4 sequences per device. Every division must be exact; otherwise an error names the nearest
 sizes that fit.
@@ -38,7 +38,7 @@ class Sizes(NamedTuple):
     prompt_batch_size: int  # prompts per pass per process
     passes_per_step: int
     micro_batch_size: int  # sequences per micro-step per process
-    grad_accum_steps: int  # micro-steps per update, at most
+    grad_accum_steps: int  # the largest number of micro-steps of an update
     prompts_per_step: int  # P: prompts per step over all processes
     updates_per_step: int = 1  # NUM_MINI_BATCHES * PPO_EPOCHS
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from runtime.mistakes import UserMistake
+from runtime.mistakes import UserMistake, in_one_line
 
 LIMIT_S = 30  # how long a run waits for W&B's answer at the start
 TRAINED = "time/train/step_s"  # the training record of a step has this value
@@ -29,7 +29,7 @@ def check_wandb(mode: str) -> None:
     try:
         import wandb
     except Exception as error:  # an ImportError, or any error of a broken installation
-        why = "" if isinstance(error, ImportError) else f" ({_message(error)})"
+        why = "" if isinstance(error, ImportError) else f" ({in_one_line(error, with_type=False)})"
         raise UserMistake(f"WANDB_MODE={mode} needs wandb: pip install wandb{why}") from None
     if mode == "offline" or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return
@@ -57,7 +57,7 @@ def chosen_mode(mode: str) -> str:
 
 
 class WandbRun:
-    """The run in W&B. What fails here costs a line, and a line at the end, but never the run."""
+    """The run in W&B. After an error it prints a line, and a line at the end; the run goes on."""
 
     def __init__(self, out: Path, settings: dict[str, Any], say: Callable[[str], None]) -> None:
         """out: the run's folder, with metrics.jsonl. settings: the arguments of wandb.init.
@@ -112,8 +112,8 @@ class WandbRun:
             if settings["mode"] != "offline":
                 return wandb.init(**settings | resume)
         except Exception as error:  # the errors of W&B and its transports have no common base
-            folder = f"{self._out}/wandb"
-            self._say(f"W&B: {_message(error)}; the run is logged for it in {folder} instead")
+            why, folder = in_one_line(error, with_type=False), f"{self._out}/wandb"
+            self._say(f"W&B: {why}; the run is logged for it in {folder} instead")
         try:
             run = wandb.init(**settings | {"mode": "offline"})
         except Exception as error:
@@ -160,7 +160,8 @@ class WandbRun:
             log(values | {"samples": table_of(self._step, samples)})
         except Exception as error:
             log(values)
-            self._say(f"W&B: {_message(error)}; it has no samples of step {self._step}")
+            why = in_one_line(error, with_type=False)
+            self._say(f"W&B: {why}; it has no samples of step {self._step}")
 
     def _try(self, act: Callable[[], None]) -> None:
         """Does something with the run, if there still is one."""
@@ -171,7 +172,7 @@ class WandbRun:
             self._lose(error)
 
     def _lose(self, error: Exception) -> None:
-        self._say(f"W&B: {_message(error)}; the run goes on without it")
+        self._say(f"W&B: {in_one_line(error, with_type=False)}; the run goes on without it")
         self._unsent.append(
             f"W&B may have no records from step {self._step} on; {self._out}/metrics.jsonl has "
             f"them all"
@@ -200,7 +201,3 @@ def _lines_of(file: Path) -> Iterator[dict[str, Any]]:
     if file.exists():
         with file.open(encoding="utf-8") as lines:
             yield from map(json.loads, lines)
-
-
-def _message(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

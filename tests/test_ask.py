@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.ask import side_by_side
+from tools.ask import complete, side_by_side
+from tools.make_random import make_random
 
 REPO = Path(__file__).resolve().parent.parent
 APPLES = "Grace had 22 apples, lost 7 and then found 3. How many apples does Grace have now?"
@@ -97,3 +98,11 @@ def test_long_texts_are_wrapped_into_columns() -> None:
         "                     |\n"
         "nine                 |"
     )
+
+
+def test_dtype_is_the_dtype_in_which_the_models_are_computed(tmp_path: Path) -> None:
+    """With random weights rounding soon leads to another greedy token."""
+    model = tmp_path / "random"
+    make_random(REPO / "tiny", model, {"hidden_size": 32, "num_hidden_layers": 1})
+    answers = [complete(str(model), APPLES, "", 32, "", x) for x in ("auto", "float32", "bfloat16")]
+    assert answers[0] == answers[1] != answers[2]

@@ -150,6 +150,12 @@ MIN_P=1 -> MIN_P=1.0 must be below 1
 REWARD_WEIGHTS=1,,1 -> REWARD_WEIGHTS='' is not a number
 DTYPE=float16 -> DTYPE='float16' is not one of auto|bfloat16|float32
 LOSS_TYPE=ppo -> LOSS_TYPE='ppo' is not one of dapo|grpo|dr_grpo|cispo|gspo|sapo
+LOSS_TYPE=bnpo -> LOSS_TYPE='bnpo' is not one of dapo|grpo|dr_grpo|cispo|gspo|sapo; bnpo is called
+    dapo here
+SAMPLING_SUPPORT=replay -> SAMPLING_SUPPORT='replay' is not one of auto|full
+KL_COEFF=0.1 -> unknown setting KL_COEFF; did you mean KL_COEF, which is called BETA here? {list}
+CLIP_RATIO_C=3 -> CLIP_RATIO_C is called DELTA here {list}
+TOTAL_STEPS=3 -> TOTAL_STEPS is called STEPS here {list}
 ADV_ESTIMATOR=gae -> ADV_ESTIMATOR='gae' is not one of grpo|rloo|reinforce|reinforce++|gdpo|maxrl
 IS_MODE=token -> IS_MODE='token' is not one of
     none|token_truncate|token_mask|sequence_truncate|sequence_mask
@@ -181,7 +187,7 @@ GOOD = [
     ("MASK_TRUNCATED_COMPLETIONS=0", False),
     ("TOP_ENTROPY_QUANTILE=1", 1.0),
     ("ADV_ESTIMATOR=reinforce++", "reinforce++"),
-    ("REWARD_WEIGHTS=1, -0.25", (1.0, -0.25)),
+    ("REWARD_WEIGHTS=1, -0.25,0", (1.0, -0.25, 0.0)),
     ("REWARD_WEIGHTS=", ()),
     ("MESH_SHAPE=2,-1,1", "2,-1,1"),
     ("SYSTEM_PROMPT=Think.\nThen answer: 1", "Think.\nThen answer: 1"),
@@ -350,7 +356,13 @@ def test_load_prints_nothing_unasked_and_ends_with_2_and_one_line_on_a_mistake(c
     ended = run("--local-devices", "3", BATCH_SIZE="4")
     assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
     assert ended.stderr.startswith("error: BATCH_SIZE=4 must be a multiple of 3 prompts")
-    assert run("--processes", "0").returncode == run("STEPS=1").returncode == 2
+    assert run("--processes", "0").returncode == 2
+    ended = run("STEPS=1")
+    assert ended.returncode == 2 and ended.stderr.endswith(
+        "unrecognized arguments: STEPS=1; settings go before the command: "
+        "STEPS=1 python train_grpo.py\n"
+    )
+    assert run("now").stderr.endswith("unrecognized arguments: now\n")
     with pytest.raises(SystemExit, match="2"):
         config.load(["--processes", "4"], {})  # a run has the processes that join it
 

@@ -7,6 +7,8 @@ from test_config import REAL, env, rows
 
 import config
 from config import Config
+from rewards import DEFAULTS
+from runtime.contradictions import DEFAULT_REWARDS
 from runtime.mistakes import AMBIGUOUS, NOT_SETTINGS, OTHER_NAMES, UserMistake
 
 HERE = str(Path(__file__).resolve().parent)  # a folder
@@ -24,9 +26,9 @@ LOSS_TYPE=cispo -> EPS_HIGH=0.2 caps every ratio of LOSS_TYPE=cispo below 1; set
 BETA=1 KL_ESTIMATOR=k1 KL_BIAS_CORRECTION=0 -> KL_ESTIMATOR=k1 has no gradient on average with
     KL_BIAS_CORRECTION=0; set it to 1
 IS_MODE=sequence_mask TOP_P=0.9 SAMPLING_SUPPORT=full -> IS_MODE=sequence_mask with TOP_K, TOP_P or
-    MIN_P shrinks a sequence's weight with every token; set token_truncate or token_mask, or
-    SAMPLING_SUPPORT=replay
-SAMPLING_SUPPORT=replay -> SAMPLING_SUPPORT=replay does nothing with TOP_K=0, TOP_P=1.0 and
+    MIN_P shrinks a sequence's weight with every token; set token_truncate or token_mask, or leave
+    out SAMPLING_SUPPORT=full
+SAMPLING_SUPPORT=full -> SAMPLING_SUPPORT=full does nothing with TOP_K=0, TOP_P=1.0 and
     MIN_P=0.0; leave it out
 TOP_K=9 POLICY_LOSS_IMPL=pallas -> POLICY_LOSS_IMPL=pallas cannot replay the tokens that TOP_K,
     TOP_P, MIN_P leave; leave POLICY_LOSS_IMPL out, or set SAMPLING_SUPPORT=full (a biased loss)
@@ -53,9 +55,13 @@ REF_SYNC_ALPHA=1 BETA=1 -> REF_SYNC_ALPHA=1.0 does nothing with REF_SYNC_STEPS=0
 IS_CAP=2 -> IS_CAP=2.0 does nothing with IS_MODE=none; leave it out
 IS_FLOOR=0.5 -> IS_FLOOR=0.5 does nothing with IS_MODE=none; leave it out
 OFF_POLICY_MASK_THRESHOLD=0.1 TOP_P=0.9 SAMPLING_SUPPORT=full -> OFF_POLICY_MASK_THRESHOLD would
-    measure TOP_K, TOP_P or MIN_P; leave it out, or set SAMPLING_SUPPORT=replay
+    measure TOP_K, TOP_P or MIN_P; leave it out, or leave out SAMPLING_SUPPORT=full
 ADV_ESTIMATOR=maxrl REWARD_FN=reward_correct,soft_overlong_penalty -> ADV_ESTIMATOR=maxrl needs
     rewards of at least 0; leave the penalties out
+REWARD_WEIGHTS=1,0.5 -> REWARD_WEIGHTS=1.0,0.5 has 2 numbers; give 3, one each for reward_correct,
+    reward_format, tag_count_reward
+REWARD_FN=a.py:f,reward_format REWARD_WEIGHTS=1 -> REWARD_WEIGHTS=1.0 has 1 numbers; give 2, one
+    each for f, reward_format
 LOSS_TYPE=cispo EPS_HIGH=5 EPS_LOW=0.1 -> EPS_LOW=0.1 does nothing with LOSS_TYPE=cispo; leave it
     out
 DYNAMIC_SAMPLING_MAX_ROUNDS=3 -> DYNAMIC_SAMPLING_MAX_ROUNDS=3 does nothing with DYNAMIC_SAMPLING=0;
@@ -93,6 +99,8 @@ BETA=1 KL_ESTIMATOR=k1
 IS_MODE=token_mask IS_FLOOR=0.5 IS_CAP=2 TOP_P=0.9
 ADV_ESTIMATOR=maxrl OFF_POLICY_MASK_THRESHOLD=0.1 NUM_MINI_BATCHES=2
 PROMPT_TOO_LONG=error MAX_PROMPT_LENGTH=99
+REWARD_WEIGHTS=1,0.5,0
+REWARD_FN=a.py:f,reward_format REWARD_WEIGHTS=1,0.5
 LR_DECAY_STEPS=9 LR_SCHEDULE=constant
 LOSS_TYPE=grpo IMPORTANCE_SAMPLING_LEVEL=sequence
 MODEL_REVISION=v2 DATASET_CONFIG=x
@@ -167,7 +175,7 @@ def test_a_line_says_what_does_nothing_or_may_not_be_meant(settings: str, note: 
     idle = "do nothing; with NUM_MINI_BATCHES=2 or PPO_EPOCHS=2 they count"
     note = note.replace("{ratios}", ratios).replace("{idle}", idle)
     bias = "TOP_K, TOP_P, MIN_P change sampling only, and the loss has a bias"
-    corrects = "IS_MODE=token_truncate or SAMPLING_SUPPORT=replay corrects it"
+    corrects = "leave out SAMPLING_SUPPORT=full, or set IS_MODE=token_truncate"
     note = note.replace("{sampling}", f"{bias}; {corrects}")
     assert config.load([], env(settings)).lines[1:] == [f"note: {note}"]
 
@@ -178,6 +186,10 @@ def test_there_is_no_line_about_settings_with_an_effect_nor_about_those_of_the_t
 ) -> None:
     """recipes/tiny.yaml sets EVAL_PROMPTS."""
     assert config.load([], env(settings)).lines[1:] == []
+
+
+def test_the_reward_functions_without_reward_fn_are_those_of_rewards_py() -> None:
+    assert DEFAULT_REWARDS == tuple(DEFAULTS)
 
 
 def test_names_that_other_programs_may_set_are_no_settings_and_lead_to_settings() -> None:

@@ -69,7 +69,7 @@ def test_the_step_line_ends_with_its_seconds_and_each_note_has_a_line() -> None:
     assert step_lines(counted, False) == [LINE, NOTHING]
     assert step_lines(step(METRICS | {"grad_norm": NAN}), False) == [
         LINE,
-        "note step=7: an update was not applied, after 1 that were: grad_norm is nan",
+        "note step=7: update 2 of this step was not applied: grad_norm is nan",
     ]
 
 

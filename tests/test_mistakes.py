@@ -28,6 +28,7 @@ SETTINGS = [  # environment, words of the line
     ({"EVAL_FULL_SWEEP": "maybe"}, "EVAL_FULL_SWEEP='maybe' is not a bool"),
     ({"OPTIMIZER": "adam"}, "OPTIMIZER='adam' is not one of adamw|lion|sgd"),
     ({"MESH_SHAPE": "8x1"}, "MESH_SHAPE='8x1' does not fit"),
+    ({"REWARD_WEIGHTS": "1,1"}, "REWARD_WEIGHTS=1.0,1.0 has 2 numbers; give 3"),
     ({"NUM_PRE_Q": "1"}, "NUM_PRE_Q=1 leaves ADV_ESTIMATOR=grpo nothing to compare"),
     ({"DELTA": "1.1"}, "DELTA=1.1 must be above 1 + EPS_HIGH"),
     ({"KL_ESTIMATOR": "k1"}, "KL_ESTIMATOR=k1 does nothing with BETA=0"),
@@ -59,7 +60,6 @@ SIZES = [
 FUNCTIONS = [
     ({"REWARD_FN": "mine.py:reward"}, "REWARD_FN: there is no file mine.py"),
     ({"REWARD_FN": "reward"}, "REWARD_FN: 'reward' is not file.py:name"),
-    ({"REWARD_WEIGHTS": "1,1"}, "REWARD_WEIGHTS=1.0,1.0 has 2 numbers; give 3"),
 ]
 RUN = [
     ({"MESH_SHAPE": "1,3,1"}, "MESH_SHAPE=1,3,1 does not make 1 devices"),

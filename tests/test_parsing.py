@@ -67,8 +67,8 @@ NOT_HERE = {
     "MAX_LENGTH_TOTAL": "a sequence is as long as its prompt and MAX_LENGTH_SAMPLE new tokens need",
     "MAX_LENGTH": "a sequence is as long as its prompt and MAX_LENGTH_SAMPLE new tokens need",
     "WARMUP_STEPS": "WARMUP_RATIO is the fraction of the schedule that is warmup",
-    "STEPS_PER_GENERATION": "NUM_MINI_BATCHES is the number of updates",
-    "PPO_MINI_BATCH_SIZE": "NUM_MINI_BATCHES is the number of parts",
+    "STEPS_PER_GENERATION": "NUM_MINI_BATCHES is the number of mini-batches, and so of updates",
+    "PPO_MINI_BATCH_SIZE": "NUM_MINI_BATCHES is the number of mini-batches of a step",
 }
 
 

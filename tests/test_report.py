@@ -186,7 +186,7 @@ def test_a_run_that_was_killed_has_died(out: Path, run: Path) -> None:
     assert "killed: died after" in (folder / "report.html").read_text()
 
 
-def test_a_review_that_fails_costs_a_line_and_not_the_run(
+def test_a_review_that_fails_prints_one_line_and_the_run_goes_on(
     run: Path, tmp_path: Path, capsys
 ) -> None:
     """Somebody has damaged config.yaml while the run goes on."""
@@ -198,6 +198,18 @@ def test_a_review_that_fails_costs_a_line_and_not_the_run(
         assert reviewer.write("running") == {}
     log.close()
     assert capsys.readouterr().out.count("report.html cannot be written: ParserError: ") == 1
+
+
+def test_a_rule_that_raises_is_not_called_a_file_that_cannot_be_written(
+    run: Path, tmp_path: Path, capsys
+) -> None:
+    log = new_folder(run, tmp_path / "raises")
+    reviewer = Reviewer(tmp_path / "raises", log, writes=True)
+    for step in (0, 1):
+        reviewer.step_done(Records(run).step | {"step": step, "train-other/updates_applied": "x"})
+    log.close()
+    out = capsys.readouterr().out
+    assert out.count("the review failed: ValueError: ") == 1 and "report.html" not in out
 
 
 def test_samples_of_an_older_version_are_left_out(run: Path, tmp_path: Path) -> None:

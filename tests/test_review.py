@@ -52,7 +52,9 @@ def test_only_process_0_shows_samples_and_writes_a_review(folder: Path) -> None:
     assert not [file for file in (folder / "two" / "1").iterdir() if file.suffix == ".html"]
 
 
-def test_a_disk_that_is_full_under_the_review_costs_a_line(folder: Path) -> None:
+def test_a_disk_that_is_full_under_the_review_gets_one_line_and_the_run_goes_on(
+    folder: Path,
+) -> None:
     out = folder / "full"
     process = start(out, BASE | {"EVAL_EVERY_STEPS": "1", "EVAL_PROMPTS": "2"}, 1)
     for name in ("report.html", "summary.json"):  # long before the run writes them

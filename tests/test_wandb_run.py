@@ -175,7 +175,7 @@ def test_samples_are_a_table_with_a_row_for_each_completion(opened, tmp_path: Pa
     assert json.loads(lines[0]) == {"step": 0} | GROUP and len(lines) == 2
 
 
-def test_a_table_that_wandb_refuses_costs_a_line_and_not_the_row(opened, capsys) -> None:
+def test_a_table_that_wandb_refuses_gets_a_line_and_the_row_is_kept(opened, capsys) -> None:
     wandb, log = opened()
     wandb.refuses_tables = True
     log.record(0, {"loss": 1.0})
@@ -222,7 +222,7 @@ def test_a_missing_wandb_is_reported_with_the_command_that_installs_it(
         wandb_run.check_wandb("offline")
 
 
-def test_an_api_key_alone_means_online_and_costs_a_line_without_the_package(
+def test_an_api_key_alone_means_online_and_without_the_package_gets_a_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "")

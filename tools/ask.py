@@ -5,9 +5,8 @@
 
 A model is a Hugging Face folder, such as the `hf` of a run, or the id of a model on the hub. The
 prompt is that of a run: the chat template of the model, with the system prompt of rewards.py. The
-settings CHAT_TEMPLATE, SYSTEM_PROMPT, QUESTION_COLUMN, ANSWER_COLUMN, EVAL_SPLIT and DATASET_CONFIG
-count too.
-Every model is computed on one device.
+settings DTYPE, CHAT_TEMPLATE, SYSTEM_PROMPT, QUESTION_COLUMN, ANSWER_COLUMN, EVAL_SPLIT and
+DATASET_CONFIG count too. Every model is computed on one device.
 """
 
 # ruff: noqa: E402 - the project's folder comes into sys.path before the imports from it
@@ -21,6 +20,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 REPO = Path(__file__).resolve().parents[1]
@@ -40,17 +40,24 @@ from sampling import PaddedPrompts, Stopping, generate
 
 
 def complete(
-    path: str, question: str, system_prompt: str, max_tokens: int, chat_template: str
+    path: str,
+    question: str,
+    system_prompt: str,
+    max_tokens: int,
+    chat_template: str,
+    setting: str = "auto",
 ) -> str:
     """The greedy completion of a model, with a <think> that its chat template has opened.
 
-    path: a folder or an id of the hub. Raises UserMistake for a model that cannot be read.
+    path: a folder or an id of the hub. setting: DTYPE. Raises UserMistake for a model that cannot
+    be read.
     """
     folder = hf.fetch_model(path)
     model, tokenizer = hf.read_model(folder, chat_template)
     (prompt,) = data.build_prompts([{"question": question}], tokenizer, system_prompt)
     mesh = make_mesh("MESH_SHAPE", "1,1,1", jax.devices()[:1])
-    dtype = np.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    auto = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    dtype = jnp.dtype(auto if setting == "auto" else setting)
     stop_ids = hf.stop_ids(folder, tokenizer)
     room = model.max_positions - len(prompt.ids)
     if room < 1:
@@ -111,7 +118,7 @@ def main() -> None:
             example = examples[args.number - 1]
         system_prompt = data.text_of(args.system_prompt or cfg.system_prompt) or SYSTEM_PROMPT
         print(*(example[name] for name in ("question", "answer") if name in example), sep="\n")
-        ask = (example["question"], system_prompt, args.max_tokens, cfg.chat_template)
+        ask = (example["question"], system_prompt, args.max_tokens, cfg.chat_template, cfg.dtype)
         texts = {path: complete(path, *ask) for path in args.models}
     except UserMistake as error:
         fail(error)

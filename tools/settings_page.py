@@ -20,7 +20,8 @@ ABOUT_THE_TABLE = """\
 In the table, every number is at least 0 if no other limit is given. "Results depend on" is \
 `value` if a resumed run must keep the value of the setting, `content` if it must load the same \
 files and get the same prompts and sizes, which the checkpoint records, and `none` if the setting \
-may change: speed, memory, outputs or evaluation depend on it, and results at most by rounding. \
+may change: speed, memory, outputs or evaluation depend on it, and results depend on it at most by \
+rounding. \
 "Per process" is yes if the processes of a run may have different values."""
 
 

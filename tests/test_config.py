@@ -237,7 +237,7 @@ def test_yaml_names_are_those_of_the_environment_but_for_nine_short_ones() -> No
 WRITTEN = """
     model: {path: m, model_revision: 0123e4}
     data: {dataset_config: null, train_split: "null", system_prompt: ~}
-    reward.reward_weights: [1, 0.5]
+    reward.reward_weights: [1, 0.5, 0]
     eval: {eval_prompts: null, eval_samples: ~, accuracy_threshold: }
     train: {learning_rate: 1e-6, mesh_shape: [1, -1, 1]}
     eval.eval_full_sweep: true  # sweep
@@ -271,7 +271,7 @@ def test_nested_and_dotted_yaml_is_taken_as_written(tmp_path: Path) -> None:
     cfg = Config.from_env({}, write(tmp_path, WRITTEN))
     assert (cfg.model_revision, cfg.dataset_config, cfg.system_prompt) == ("0123e4", "", "")
     assert (cfg.train_split, cfg.eval_full_sweep, cfg.learning_rate) == ("null", True, 1e-6)
-    assert (cfg.reward_weights, cfg.mesh_shape) == ((1.0, 0.5), "1,-1,1")
+    assert (cfg.reward_weights, cfg.mesh_shape) == ((1.0, 0.5, 0.0), "1,-1,1")
     assert cfg.adv_estimator == "reinforce++"
     assert (cfg.eval_prompts, cfg.eval_samples, cfg.accuracy_threshold) == (128, 1, 1.0)
 

@@ -173,7 +173,7 @@ def test_a_fault_of_the_function_is_one_clear_line(folder: Path, name: str, mess
 def test_an_int_beyond_the_floats_is_refused(folder: Path) -> None:
     with (
         worker(folder, "huge") as function,
-        pytest.raises(UserMistake, match="completion 0: inf is no"),
+        pytest.raises(UserMistake, match="completion 0: inf is neither"),
     ):
         total_rewards(["a"], {}, [function], [1.0])
 

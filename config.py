@@ -340,14 +340,14 @@ def read_layers(
     settings = parsing.read_env(env, Config, mistakes)
     layers = dict.fromkeys(settings, "environment")
     if config_file:
-        found = parsing.read_yaml(config_file, Config, mistakes)
-        layers = dict.fromkeys(found, str(config_file)) | layers
-        settings = parsing.overlay(settings, found, SYNONYMS)
+        lower = parsing.read_yaml(config_file, Config, mistakes)
+        layers = dict.fromkeys(lower, str(config_file)) | layers
+        settings = parsing.overlay(settings, lower, SYNONYMS)
     if not settings.get("model_path"):
         settings.pop("model_path", None)
-        found = parsing.read_yaml(TINY, Config, mistakes)
-        layers = dict.fromkeys(found, TINY_LAYER) | layers
-        settings = parsing.overlay(settings, found, TINY_YIELDS)
+        lower = parsing.read_yaml(TINY, Config, mistakes)
+        layers = dict.fromkeys(lower, TINY_LAYER) | layers
+        settings = parsing.overlay(settings, lower, TINY_YIELDS)
     cfg = Config(**settings)
     texts, wrong = [mistake.text for mistake in mistakes], {m.setting for m in mistakes}
     for text in [] if "MODEL_PATH" in wrong else contradictions(cfg):
@@ -404,8 +404,8 @@ def load(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Command:
         tiny = [name for name, layer in layers.items() if layer == TINY_LAYER]
         if args.print_config:
             parsing.print_and_exit(describe(cfg, args.processes, args.local_devices))
-        told = () if args.eval_only or args.ask else notes(cfg, tiny)
-        lines = [f"note: {line}" for line in (*told, *ignored_names(env))]
+        about_run = () if args.eval_only or args.ask else notes(cfg, tiny)
+        lines = [f"note: {line}" for line in (*about_run, *ignored_names(env))]
         lines = [parsing.changed(cfg, layers), *lines]
         return Command(cfg, args.plan, args.eval_only, args.ask or "", args.answer, lines)
     except UserMistake as error:

@@ -320,9 +320,9 @@ def evaluation(
     more = {f"pass_at_{k}": pass_at(correct, k) for k in range(1, n + 1) if is_shown(k, n)}
     if n > 1 and run.accuracy.function == "reward_correct":
         more[f"maj_at_{n}"] = majority_accuracy(correct, answers.texts)
-    found = f"accuracy={accuracy:.4f} accuracy_se={error:.4f} accuracy_of={run.accuracy.function}"
-    found += "".join(f" {k}={x:.4f}" for k, x in more.items() if k.endswith(f"_{n}") and n > 1)
-    found += f" decoding={'sampled' if temperature else 'greedy'} t={seconds:.2f}s"
+    result = f"accuracy={accuracy:.4f} accuracy_se={error:.4f} accuracy_of={run.accuracy.function}"
+    result += "".join(f" {k}={x:.4f}" for k, x in more.items() if k.endswith(f"_{n}") and n > 1)
+    result += f" decoding={'sampled' if temperature else 'greedy'} t={seconds:.2f}s"
     names = [function.__name__ for function in run.functions]
     records = {f"{prefix}/accuracy": accuracy, f"{prefix}/accuracy_se": error}
     records |= {f"{place}/{name}": value for name, value in more.items()}
@@ -331,7 +331,7 @@ def evaluation(
     records |= _spread(f"{prefix}/seq_len/completion", answers.lengths, "mean", "max")
     records[f"{prefix}/seq_len/completion/hit_max_frac"] = 1 - answers.stopped.mean()
     if full:
-        line = f"eval_full split={split} questions={questions} samples_per_question={n} {found}"
+        line = f"eval_full split={split} questions={questions} samples_per_question={n} {result}"
         return line, records | {
             "eval_full/split": split,
             "eval_full/questions_global": questions,
@@ -343,7 +343,7 @@ def evaluation(
     records |= {f"time/eval/{phase}_s": value for phase, value in seconds_of.items()}
     records["time/eval/rollout_s"] = seconds_of["rollout_sync"] + seconds_of["rollout_generate"]
     records |= {"time/eval/step_s": seconds, "eval/questions_global": questions}
-    return f"eval step={step} split={split} questions={questions} {found}", records
+    return f"eval step={step} split={split} questions={questions} {result}", records
 
 
 def _spread(name: str, values: np.ndarray, *which: str) -> dict[str, float]:

@@ -287,8 +287,8 @@ def broken_rules(view: View) -> list[Rule]:
     """The rules that hold: only the first can before WINDOW steps, and no_learning only alone."""
     rules = RULES if len(view.last) == WINDOW else RULES[:1]
     with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # means of no value
-        found = [rule for rule in rules if rule.holds(view)]
-    return [rule for rule in found if rule.name != "no_learning"] or found
+        broken = [rule for rule in rules if rule.holds(view)]
+    return [rule for rule in broken if rule.name != "no_learning"] or broken
 
 
 def verdict(history: History) -> list[str]:
@@ -341,8 +341,8 @@ def report(runs: dict[Path, History]) -> str:
     parts, names = [], dict(zip(runs, names_of([*runs]), strict=True))
     for folder, history in runs.items():
         state, why = state_of(folder)
-        told = f"{names[folder]}: {state} after {len(history.steps)} steps. {why}"
-        parts.append(f'<p class="soft">{escaped(told)}</p>')
+        text = f"{names[folder]}: {state} after {len(history.steps)} steps. {why}"
+        parts.append(f'<p class="soft">{escaped(text)}</p>')
         for line in verdict(history):
             sick = "" if line.startswith(HEALTHY) else ' class="bad"'
             parts.append(f"<p{sick}>{escaped(line)}</p>")

@@ -354,17 +354,17 @@ def facts_of(cfg: Config, inputs: Inputs | None) -> dict[str, str]:
 
 def digests_of(inputs: Inputs) -> dict[str, str]:
     """Digests of all files and data that the results follow from."""
-    found = {
+    digests = {
         f"the model's {name}": processes.digest((inputs.folder / name).read_bytes())
         for name in ("config.json", "tokenizer.json")
     }
     prompts = json.dumps(inputs.train_prompts, default=str)
-    found["the tokenized prompts"] = processes.digest(prompts.encode())
+    digests["the tokenized prompts"] = processes.digest(prompts.encode())
     entries = rewards.entries_of(inputs.cfg.reward_fn)
     for file in {entry.rpartition(":")[0] for entry in entries if ":" in entry}:
         content = Path(file).read_bytes()
-        found[f"the file of REWARD_FN {Path(file).name}"] = processes.digest(content)
-    return found
+        digests[f"the file of REWARD_FN {Path(file).name}"] = processes.digest(content)
+    return digests
 
 
 def made_with(inputs: Inputs, training: Compute, stop_ids: tuple[int, ...]) -> dict[str, str]:
@@ -396,8 +396,8 @@ def load_state(
     wanted: dict[str, Any] = {"state": abstract_state(model, mesh, run.optimizer)}
     if run.cfg.beta > 0:
         wanted["ref_params"] = abstract_params(model, mesh, ref_dtype)
-    if found := resume.restore(run.cfg, checkpoints, out, reachable, wanted, run.made_with):
-        arrays, progress = found
+    if restored := resume.restore(run.cfg, checkpoints, out, reachable, wanted, run.made_with):
+        arrays, progress = restored
         return arrays["state"], arrays.get("ref_params"), progress
     params = hf.load_params(run.folder, model, mesh, jnp.float32)
     state, ref_params = init_state(params, optimizer=run.optimizer, model=model), None

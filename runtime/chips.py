@@ -87,9 +87,9 @@ def memory_peaks() -> dict[str, float]:
     """The most memory so far, in GiB: of this process, and of its devices if they tell."""
     unit = 1 if sys.platform == "darwin" else 1024
     peaks = {"host_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30}
-    told = [(d.memory_stats() or {}).get("peak_bytes_in_use") for d in jax.local_devices()]
-    if found := [peak for peak in told if peak]:
-        peaks["device_peak_gib"] = max(found) / 2**30
+    device_peaks = [(d.memory_stats() or {}).get("peak_bytes_in_use") for d in jax.local_devices()]
+    if known := [peak for peak in device_peaks if peak]:
+        peaks["device_peak_gib"] = max(known) / 2**30
     return peaks
 
 
@@ -144,10 +144,10 @@ def out_of_memory(cfg: Any, sizes: Sizes, waiting: Waiting, error: Exception) ->
     text = f"{program} does not fit the memory of a device: {wanted}. "
     if not names:
         return text + "Use more devices; OPTIMIZER=sgd or lion, or BETA=0, need less"
-    found = smaller_sizes(cfg, sizes, jax.process_count(), jax.local_device_count(), names)
-    if not found:
+    sizes_to_try = smaller_sizes(cfg, sizes, jax.process_count(), jax.local_device_count(), names)
+    if not sizes_to_try:
         return text + "Use more devices, or a lower MAX_LENGTH_SAMPLE or MAX_PROMPT_LENGTH"
-    smaller = " ".join(f"{name.upper()}={size}" for name, size in found[-1].items())
+    smaller = " ".join(f"{name.upper()}={size}" for name, size in sizes_to_try[-1].items())
     text += f"Try {smaller}"
     if name := slice_of(jax.devices()):
         flags = shlex.join([*sys.argv[1:], "--plan", name])

@@ -90,18 +90,18 @@ def contradictions(cfg: Any) -> Iterator[str]:
         )
     for name, text in (("policy_loss_impl", "pallas"), ("rollout_backend", "sglang_jax")):
         if cfg.replays() and getattr(cfg, name) == text:
-            found = f"{name.upper()}={text} cannot replay the tokens that TOP_K, TOP_P, MIN_P leave"
-            yield f"{found}; leave {name.upper()} out, or set SAMPLING_SUPPORT=full (a biased loss)"
+            why = f"{name.upper()}={text} cannot replay the tokens that TOP_K, TOP_P, MIN_P leave"
+            yield f"{why}; leave {name.upper()} out, or set SAMPLING_SUPPORT=full (a biased loss)"
     if cfg.replays() and cfg.top_k > MAX_REPLAYED:
-        found = f"TOP_K={cfg.top_k} is too many tokens to replay"
-        yield f"{found}; set at most {MAX_REPLAYED}, or SAMPLING_SUPPORT=full"
+        why = f"TOP_K={cfg.top_k} is too many tokens to replay"
+        yield f"{why}; set at most {MAX_REPLAYED}, or SAMPLING_SUPPORT=full"
     entries = [entry.strip() for entry in cfg.reward_fn.split(",")]
     entries = entries if cfg.reward_fn else DEFAULT_REWARDS
     weights = cfg.reward_weights or (1.0,) * len(entries)
     if len(weights) != len(entries):
         names = ", ".join(entry.rpartition(":")[2] for entry in entries)
-        found = f"REWARD_WEIGHTS={to_text(weights)} has {len(weights)} numbers"
-        yield f"{found}; give {len(entries)}, one each for {names}"
+        why = f"REWARD_WEIGHTS={to_text(weights)} has {len(weights)} numbers"
+        yield f"{why}; give {len(entries)}, one each for {names}"
     counted = {entry for entry, weight in zip(entries, weights, strict=False) if weight}
     if cfg.adv_estimator == "maxrl" and counted & {"soft_overlong_penalty", "repetition_penalty"}:
         yield "ADV_ESTIMATOR=maxrl needs rewards of at least 0; leave the penalties out"
@@ -123,8 +123,8 @@ def notes(cfg: Any, tiny: Collection[str]) -> Iterator[str]:
         if field.metadata["results"] == "none" and field.name not in tiny:
             yield text
     if cfg.filters_logps() and cfg.is_mode == "none" and cfg.steps:
-        wrong = "TOP_K, TOP_P, MIN_P change sampling only, and the loss has a bias"
-        yield f"{wrong}; leave out SAMPLING_SUPPORT=full, or set IS_MODE=token_truncate"
+        why = "TOP_K, TOP_P, MIN_P change sampling only, and the loss has a bias"
+        yield f"{why}; leave out SAMPLING_SUPPORT=full, or set IS_MODE=token_truncate"
     if 0 < cfg.lr_decay_steps < cfg.steps and cfg.lr_schedule != "constant":
         decay = f"LR_DECAY_STEPS={cfg.lr_decay_steps} is less than STEPS={cfg.steps}"
         yield f"{decay}: later steps have learning rate 0"
@@ -135,5 +135,5 @@ def notes(cfg: Any, tiny: Collection[str]) -> Iterator[str]:
     if cfg.loss_type in ("gspo", "cispo", "sapo"):
         idle.append(f"the ratios of LOSS_TYPE={cfg.loss_type}")
     if idle and cfg.ppo_epochs * cfg.num_mini_batches == 1 and cfg.steps:
-        found = f"with one update per step every ratio is 1, and {' and '.join(idle)} do nothing"
-        yield f"{found}; with NUM_MINI_BATCHES=2 or PPO_EPOCHS=2 they count"
+        why = f"with one update per step every ratio is 1, and {' and '.join(idle)} do nothing"
+        yield f"{why}; with NUM_MINI_BATCHES=2 or PPO_EPOCHS=2 they count"

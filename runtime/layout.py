@@ -108,8 +108,8 @@ def gather_processes(x: np.ndarray) -> np.ndarray:
     # that they come in pieces.
     data = np.frombuffer(np.ascontiguousarray(x).tobytes(), np.uint8)
     pieces = np.array_split(data, -(-max(data.nbytes, 1) * jax.process_count() // GATHER_BYTES))
-    found = np.concatenate([multihost_utils.process_allgather(y) for y in pieces], axis=1)
-    return found.reshape(-1).view(x.dtype).reshape(-1, *x.shape[1:])
+    gathered = np.concatenate([multihost_utils.process_allgather(y) for y in pieces], axis=1)
+    return gathered.reshape(-1).view(x.dtype).reshape(-1, *x.shape[1:])
 
 
 def on_host(x: jax.Array) -> np.ndarray:

@@ -41,9 +41,9 @@ class LongWork:
                 self._move_bar()
         elif seconds >= interval_s * (self._lines + 1):
             self._lines += 1
-            told = "" if self._total is None else f": {self._amounts()}"
+            amounts = "" if self._total is None else f": {self._amounts()}"
             # In one piece, since another thread may print at the same time.
-            print(f"{self._what} for {seconds:.0f} s{told}\n", end="", flush=True)
+            print(f"{self._what} for {seconds:.0f} s{amounts}\n", end="", flush=True)
 
     def end(self) -> None:
         """Removes the bar."""

@@ -139,7 +139,8 @@ def other_name(
 
 
 def ignored_names(env: Mapping[str, str]) -> list[str]:
-    """A line for each ambiguous name in the environment whose setting the environment lacks."""
+    """A line for each ambiguous name in the environment. A name gets no line if the environment has
+    its setting too."""
     found = [(name, ours) for name, ours in AMBIGUOUS.items() if name in env and ours not in env]
     return [f"{name}={env[name]} is ignored; the setting is called {ours}" for name, ours in found]
 

@@ -220,11 +220,11 @@ def commit_of(root: Path) -> str:
 
 def versions() -> dict[str, str]:
     """The versions of Python and of the packages on which results depend."""
-    found = {"python": platform.python_version()}
+    numbers = {"python": platform.python_version()}
     for package in ("jax", "jaxlib", "libtpu", "flax", "optax", "numpy", "transformers"):
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found
+            numbers[package] = metadata.version(package)
+    return numbers
 
 
 def digest(content: bytes) -> str:

@@ -40,13 +40,13 @@ def read_lines(file: Path, having: Sequence[str] = ()) -> list[dict[str, Any]]:
     """
     if not file.is_file():
         return []
-    found = []
+    parsed = []
     with file.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             if not having or any(text in line for text in having):
                 with contextlib.suppress(ValueError):  # a killed run leaves half a line
-                    found.append(json.loads(line))
-    return [record for record in found if isinstance(record, dict) and "step" in record]
+                    parsed.append(json.loads(line))
+    return [record for record in parsed if isinstance(record, dict) and "step" in record]
 
 
 def column(records: Sequence[dict[str, Any]], name: str) -> np.ndarray:

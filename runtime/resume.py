@@ -153,14 +153,14 @@ def is_finished(cfg: Any, made_with: Mapping[str, str]) -> bool:
 
     Raises UserMistake if it holds another run, as stop_if_another does.
     """
-    told = ""
+    text = ""
     file = Path(cfg.output_dir) / "finished"
     if cfg.output_dir and cfg.resume == "auto" and cfg.steps and file.is_file():
-        told = file.read_text(encoding="utf-8")
-    if not (told := processes.gather_texts(told)[0]):
+        text = file.read_text(encoding="utf-8")
+    if not (text := processes.gather_texts(text)[0]):
         return False
     try:
-        done = json.loads(told)
+        done = json.loads(text)
     except ValueError as error:
         raise UserMistake(f"{file} is damaged: {error}; remove this file to go on") from None
     if done["step"] < cfg.steps:

@@ -2,16 +2,16 @@
 
 Batch sizes count prompts or sequences; a sequence is a prompt with one of its K = NUM_PRE_Q
 completions. ROLLOUT_GLOBAL_BATCH_SIZE (prompts) and ROLLOUT_BATCH_SIZE (sequences) are sizes of a
-step over all processes. BATCH_SIZE is the prompts of a pass (prefill and decode of one batch) on
-each process, and TRAIN_MICRO_BATCH_SIZE the sequences of a micro-step (forward and backward of one
-micro-batch) on each process; the settings with PER_DEVICE in their names give the same sizes per
-device. GRAD_ACCUM_STEPS, the largest number of micro-steps of an update, may set the micro-batch
-instead. A layer that sets a size hides the other settings of the same size in the layers below.
-NUM_MINI_BATCHES is the number of mini-batches of a step: each has complete groups and makes one
-update. PPO_EPOCHS is how often a step uses all mini-batches.
-Without rollout sizes a step is a pass of 2 prompts per device; without micro sizes a micro-step has
-up to 4 sequences per device. Every division must be exact; otherwise an error names the nearest
-sizes that fit.
+step over all processes. BATCH_SIZE is the number of prompts of a pass (prefill and decode of one
+batch) on each process, and TRAIN_MICRO_BATCH_SIZE the number of sequences of a micro-step (forward
+and backward of one micro-batch) on each process. The settings with PER_DEVICE in their names give
+the same sizes per device. GRAD_ACCUM_STEPS, the largest number of micro-steps of an update, may set
+the micro-batch instead. A layer that sets a size hides the other settings of the same size in the
+layers below. NUM_MINI_BATCHES is the number of mini-batches of a step: each has complete groups and
+makes one update. PPO_EPOCHS is how often a step uses all mini-batches. If no rollout size is set, a
+step is one pass of 2 prompts per device; if only the size of the step is set, the step is one pass.
+If no micro-batch size is set, a micro-step has up to 4 sequences per device. Every division must be
+exact; otherwise an error names the nearest sizes that fit.
 """
 
 import math

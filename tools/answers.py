@@ -16,7 +16,7 @@ import numpy as np
 
 import rewards
 from config import Command, Config
-from metrics import EVAL_PHASES, evaluate
+from metrics import evaluate
 from models import hf
 from models.model import Params, abstract_params
 from review import Reviewer
@@ -102,9 +102,9 @@ def ask(cfg: Config, question: str, answer: str | None) -> None:
     with contextlib.closing(backend):
         backend.update_weights(params)
         key = jax.random.key(cfg.seed)
-        found = answer_questions(run, backend, stop, run.eval_prompts, key, Clock(EVAL_PHASES))
-    print(f"\n{question}\n\n{found.texts[0]}\n")
-    for function, reward in zip(functions, found.per_function[0], strict=True):
+        answered = answer_questions(run, backend, stop, run.eval_prompts, key, Clock(EVAL_PHASES))
+    print(f"\n{question}\n\n{answered.texts[0]}\n")
+    for function, reward in zip(functions, answered.per_function[0], strict=True):
         if not np.isnan(reward):
             print(f"{function.__name__} {reward:g}")
 

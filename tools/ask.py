@@ -118,8 +118,9 @@ def main() -> None:
             example = examples[args.number - 1]
         system_prompt = data.text_of(args.system_prompt or cfg.system_prompt) or SYSTEM_PROMPT
         print(*(example[name] for name in ("question", "answer") if name in example), sep="\n")
-        ask = (example["question"], system_prompt, args.max_tokens, cfg.chat_template, cfg.dtype)
-        texts = {path: complete(path, *ask) for path in args.models}
+        settings = args.max_tokens, cfg.chat_template, cfg.dtype
+        asked = example["question"], system_prompt
+        texts = {path: complete(path, *asked, *settings) for path in args.models}
     except UserMistake as error:
         fail(error)
     print()

@@ -1,0 +1,87 @@
+"""Two processes do what one process does, with nearly all features at once.
+
+docs/survival.md lists the tests that compare processes feature by feature.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+from test_drop_ended import small_model
+from test_train import train, train_two
+from test_wandb_run import rows_in
+
+REPO = Path(__file__).resolve().parent.parent
+# Packed rows and ended sequences that leave the batch come with MAX_LENGTH_SAMPLE >= 128. At
+# TEMPERATURE=1 the entropies of the random model are so equal that rounding would decide which
+# tokens the quantile keeps. SGD, since Adam divides the rounding of small gradients by their size.
+EVERYTHING = dict(
+    pair.split("=")
+    for pair in """
+    BATCH_SIZE=8 NUM_PRE_Q=4 MAX_LENGTH_SAMPLE=128 TEMPERATURE=0.3 TRAIN_MICRO_BATCH_SIZE=8
+    DYNAMIC_SAMPLING=1 DYNAMIC_SAMPLING_MAX_ROUNDS=2 NUM_MINI_BATCHES=2 PPO_EPOCHS=2
+    BETA=0.05 REF_SYNC_STEPS=3 REF_SYNC_ALPHA=0.5 TOP_ENTROPY_QUANTILE=0.6 ENTROPY_COEF=0.001
+    TOP_K=20 TOP_P=0.95 IS_MODE=token_mask IS_FLOOR=0.5 MASK_TRUNCATED_COMPLETIONS=1
+    REWARD_FN=soft_overlong_penalty,repetition_penalty REWARD_WEIGHTS=
+    OVERLONG_CACHE=60 REPETITION_NGRAM=5
+    OPTIMIZER=sgd LEARNING_RATE=0.05 LR_SCHEDULE=constant WARMUP_RATIO=0 EXPORT_HF=none
+    EVAL_EVERY_STEPS=1 EVAL_PROMPTS=6 EVAL_SAMPLES=3 SAMPLE_EVERY_STEPS=1
+    """.split()
+)
+HALF = {"BATCH_SIZE": "4", "TRAIN_MICRO_BATCH_SIZE": "4"}
+OF_MACHINE = ("time/", "throughput/", "memory/", "compile/", "train-other/batch_local")
+
+
+def entries_of(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.open()]
+
+
+def measured(out: Path) -> list[dict]:
+    """The records without what the machine decides, and without differences of rounding."""
+    return [
+        {
+            name: value
+            for name, value in record.items()
+            if not name.startswith(OF_MACHINE) and "logp_difference" not in name
+        }
+        for record in entries_of(out / "metrics.jsonl")
+    ]
+
+
+@pytest.mark.slow
+def test_two_processes_and_then_one_process_learn_and_write_what_one_process_does(
+    tmp_path: Path,
+) -> None:
+    """Two processes take the first step, and one process goes on with their checkpoint."""
+    given = {"MODEL_PATH": str(small_model(tmp_path)), "DATASET": str(REPO / "tiny")}
+    settings = EVERYTHING | given | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
+    alone, moved = tmp_path / "alone", tmp_path / "moved" / "0"
+    train(alone, **settings, STEPS="2")
+    train_two(moved.parent, 2, **settings | HALF, STEPS="1")
+    assert "resumed after step 1" in train(moved, **settings, STEPS="2").lines
+    theirs, ours = measured(alone), measured(moved)
+    assert [record["step"] for record in theirs] == [0, 0, 1, 1, 2]  # with three evaluations
+    assert ours == [pytest.approx(record, rel=1e-5, abs=1e-6) for record in theirs]
+    for name in ("samples.jsonl", "eval.jsonl"):
+        assert entries_of(moved / name) == entries_of(alone / name)
+    ours, theirs = (json.loads((out / "summary.json").read_text()) for out in (moved, alone))
+    for name in ("state", "why", "steps_done", "verdict"):
+        assert ours[name] == theirs[name]
+    assert (moved / "report.html").is_file()
+    # What the settings turn on has happened.
+    first, second = (record for record in measured(alone) if "train-other/kl" in record)
+    assert min(step["train-other/kl"] for step in (first, second)) > 0
+    assert max(step["train-other/clip_ratio_later/region_mean"] for step in (first, second)) > 0
+    assert max(step["train-other/dynamic_sampling/rounds"] for step in (first, second)) == 2
+    assert first["train-other/support/mass"] < 0.5 and "eval/pass_at_3" in measured(alone)[0]
+
+
+@pytest.mark.parity
+def test_two_processes_are_one_run_of_wandb_with_each_step_once(tmp_path: Path) -> None:
+    pytest.importorskip("wandb", reason="an optional package")
+    small = {"STEPS": "2", "BATCH_SIZE": "2", "NUM_PRE_Q": "2", "MAX_LENGTH_SAMPLE": "8"}
+    wandb = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "HOME": str(tmp_path)}
+    train_two(tmp_path, 1, **small, **wandb, EXPORT_HF="none")
+    (file,) = tmp_path.glob("*/wandb/offline-run-*/*.wandb")
+    assert file.is_relative_to(tmp_path / "0")
+    assert [row["_step"] for row in rows_in(file)] == [0, 1]

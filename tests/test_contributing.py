@@ -1,6 +1,7 @@
 """CONTRIBUTING.md and .github/: what they say about the tests is true."""
 
 import re
+import subprocess
 from pathlib import Path
 
 import yaml
@@ -40,3 +41,10 @@ def test_github_runs_what_ci_run_runs_and_may_only_read() -> None:
         assert re.fullmatch(r"actions/[a-z-]+@v\d+", step["uses"])
     # The last version is `python3`, which .ci/run uses; it looks for python3.12 by its name.
     assert python["with"]["python-version"].split() == ["3.12", "3.11"]
+
+
+def test_versions_without_a_python_or_with_another_word_says_what_to_give() -> None:
+    for words in ([], ["lowest"], ["oldest", "python3"]):
+        done = subprocess.run([REPO / ".ci" / "versions", *words], text=True, capture_output=True)
+        told = "error: give lowest, newest or beyond, then a Python\n"
+        assert (done.returncode, done.stdout, done.stderr) == (2, told, "")

@@ -11,7 +11,7 @@ from runtime import parsing
 
 REPO = Path(__file__).resolve().parent.parent
 README = (REPO / "README.md").read_text(encoding="utf-8")
-PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
+PAGES = [*sorted(REPO.glob("*.md")), *sorted((REPO / "docs").glob("*.md"))]
 SETTINGS = {field.name.upper(): field for field in dataclasses.fields(config.Config)}
 
 

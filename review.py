@@ -25,11 +25,10 @@ from runtime.records import (
     parse_yaml,
     read_lines,
     read_settings,
-    replace_file,
     state_of,
     summary_of,
 )
-from runtime.run_log import RunLog
+from runtime.run_log import RunLog, replace_file
 from runtime.tables import pairs_of, shorten, table_text
 
 ENDED = ("MAX_LENGTH_SAMPLE", "stop token")  # what ended a completion: without, with stopped

@@ -45,7 +45,7 @@ from runtime.mistakes import UserMistake, fail
 from runtime.parsing import REPO, compared_by_value, shared_by_processes, to_text
 from runtime.processes import StopSignal
 from runtime.records import RUNNING
-from runtime.run_log import RunLog, stop_if_not_writable
+from runtime.run_log import RunLog, replace_file, stop_if_not_writable
 from runtime.sizes import Sizes, derive, prompt_width
 from runtime.wandb_run import check_wandb, chosen_mode
 from sampling import Stopping
@@ -170,8 +170,7 @@ def objective_of(cfg: Config) -> Objective:
 
 
 def sampling_of(cfg: Config) -> Sampling:
-    filters = {"top_k": cfg.top_k, "top_p": cfg.top_p, "min_p": cfg.min_p}
-    return Sampling(cfg.temperature, **filters, replay=cfg.replays())
+    return Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, replay=cfg.replays())
 
 
 def eval_sampling_of(cfg: Config) -> Sampling:
@@ -242,13 +241,14 @@ def open_log(run: Run, out: Path, progress: resume.Progress) -> RunLog:
     """The run's log in its folder, with config.yaml; it drops records after the checkpoint."""
     cfg, writes = run.cfg, jax.process_index() == 0
     wandb = wandb_arguments(run, out, progress) if writes else None
+    resumed = {"first_step": progress.step, "waiting": progress.waiting}
     with processes.told_by_all():
         try:
-            log = RunLog(out, steps=cfg.steps, first_step=progress.step, writes=writes, wandb=wandb)
+            log = RunLog(out, steps=cfg.steps, writes=writes, wandb=wandb, **resumed)
             if writes:
                 text = config.describe(cfg, jax.process_count(), jax.local_device_count())
                 text += "".join(f"\n{name}: {value}" for name, value in what_ran(run).items())
-                (out / "config.yaml").write_text(text + "\n", encoding="utf-8")
+                replace_file(out / "config.yaml", text + "\n")
                 log.line(f"output={out}")
         except OSError as error:
             raise UserMistake(f"OUTPUT_DIR={out} cannot be written: {error.strerror}") from None

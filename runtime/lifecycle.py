@@ -46,6 +46,7 @@ class Lifecycle:
     def save(self, arrays: Any) -> None:
         """Saves a checkpoint, unless this step has one already or the run saves none."""
         if self.saves and self.checkpoints.newest_begun != self.progress.step:
+            self.progress.waiting = self.log.waiting()
             record = record_of(self.progress, self.made_with)
             self.checkpoints.save(self.progress.step, arrays, record, self.progress.evals)
 
@@ -112,6 +113,8 @@ class Lifecycle:
                 export()
                 if self.saves and self.checkpoints.newest < self.cfg.steps:
                     self.fail(f"the last checkpoint is not in {self.checkpoints.folder}")
+                if waiting := self.log.waiting():
+                    self.fail(f"lines of {', '.join(waiting)} in {self.out} cannot be written")
                 mark_finished(self.out, self.cfg.steps, self.made_with)
             except OSError as error:
                 self.fail(str(error))

@@ -343,7 +343,8 @@ def lost_contact(error: BaseException) -> bool:
 def ending_together() -> Iterator[None]:
     """An error within this context ends this process at once, so that the others notice it.
 
-    jax's normal exit would wait for minutes for the other processes, which wait for this one.
+    jax's normal exit would wait for minutes for the other processes, which wait for this one. Lines
+    that a full disk has refused do not change the exit code.
     """
     try:
         yield
@@ -361,6 +362,12 @@ def ending_together() -> Iterator[None]:
         else:
             traceback.print_exception(error)
         _end(code)
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except OSError:  # Python would try again at its end, and end with exit code 120
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _forget_signals() -> None:

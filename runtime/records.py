@@ -116,10 +116,3 @@ def names_of(folders: Sequence[Path]) -> list[str]:
     """The last part of each path, or the complete paths if two of the parts are equal."""
     names = [folder.resolve().name for folder in folders]
     return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
-
-
-def replace_file(file: Path, text: str) -> None:
-    """Replaces a file at once, so that nobody reads a part of it. Raises OSError."""
-    partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(file)

@@ -18,7 +18,7 @@ from runtime import processes
 from runtime.checkpoint import Checkpoints
 from runtime.mistakes import UserMistake
 from runtime.packing import Widths
-from runtime.run_log import FILES
+from runtime.run_log import FILES, replace_file
 
 SCHEDULE_END = "LR_DECAY_STEPS (else STEPS)"  # in made_with: the step at which the schedule ends
 LOCK = ".lock"  # a file in the folders of a run; process 0 locks it for as long as it lives
@@ -35,6 +35,7 @@ class Progress:
     wandb_id: str = ""
     widths: list[Widths] = dataclasses.field(default_factory=list)  # of all rows of updates so far
     forked_from: str = ""  # the checkpoint of another run with which this run began
+    waiting: dict[str, list[str]] = dataclasses.field(default_factory=dict)  # see RunLog.waiting
 
 
 # ---- Folders -------------------------------------------------------------------------------------
@@ -196,7 +197,7 @@ def mark_finished(out: Path, steps: int, made_with: Mapping[str, str]) -> None:
     if jax.process_index() == 0:
         done = {"step": steps, "made_with": made_with}
         try:
-            (out / "finished").write_text(json.dumps(done) + "\n", encoding="utf-8")
+            replace_file(out / "finished", json.dumps(done) + "\n")
         except OSError as error:
             raise OSError(f"{out}/finished: {error.strerror}") from None
 
@@ -263,14 +264,14 @@ def restore(
         return None
     arrays, record = found
     names = [field.name for field in dataclasses.fields(Progress) if field.name in record]
-    saved = {name: record[name] for name in names}  # old records have no forked_from or widths
+    saved = {name: record[name] for name in names}  # old records do not have all of them
     evals = {int(s): a for s, a in record["evals"]}
     widths = [Widths(*w) for w in record.get("widths", [])]
     progress = Progress(**saved | {"evals": evals, "widths": widths})
     checkpoints.say(f"resumed after step {progress.step} of {cfg.steps}")
     same_run = source.folder == checkpoints.folder
     if not same_run:  # W&B has the other run, too
-        progress.wandb_id = ""
+        progress.wandb_id, progress.waiting = "", {}
         progress.forked_from = f"{source.folder}/{progress.step}"
     checkpoints.newest = progress.step if same_run else -1
     checkpoints.set_aside(checkpoints.newest, aside)

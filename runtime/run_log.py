@@ -4,12 +4,13 @@ Every process prints its lines; only process 0 writes files and W&B.
 """
 
 import collections
+import contextlib
 import functools
 import json
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +44,7 @@ def compilations() -> list[Compilation]:
 
 
 FILES = ("metrics.jsonl", "samples.jsonl", "eval.jsonl")  # each line has a step
+PARTIAL = ".partial"  # the end of the name of a file that will replace another one
 
 
 class Clock:
@@ -87,26 +89,31 @@ class RunLog:
         writes: bool,
         wandb: dict[str, Any] | None,
         first_step: int = 0,
+        waiting: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         """out: the run's folder, which is made if writes is True, on process 0.
 
         wandb: the arguments of wandb.init, or None. first_step: the first step of a resumed run;
-        records of this and later steps, from before, are dropped.
+        records of this and later steps, from before, are dropped. waiting: what `waiting` said
+        when the checkpoint of a resumed run was saved.
         """
         self._recent: collections.deque[float] = collections.deque(maxlen=10)  # seconds of steps
         self._timed: collections.deque[float] = collections.deque(maxlen=10)  # without compiling
         hidden = None if writes else True  # tqdm takes None as: hidden unless on a terminal
         self._bar = tqdm(total=steps, initial=first_step, unit="step", disable=hidden)
         self._out, self._files = out, {}
+        self._waiting: dict[str, list[str]] = {name: [] for name in FILES}  # lines, on a full disk
         self._lost: set[str] = set()  # the outputs that cannot be written
         self._steps, self._steps_seen = steps, 0
         self._wandb: WandbRun | None = None
         if not writes:
             return
         out.mkdir(parents=True, exist_ok=True)
+        for rest in out.glob(f"*{PARTIAL}"):  # a killed run may leave one
+            rest.unlink()
         for name in FILES:
-            keep_steps_before(first_step, out / name)
-            self._files[name] = open(out / name, "a", encoding="utf-8")
+            keep_steps_before(first_step, out / name, (waiting or {}).get(name, ()))
+            self._files[name] = open(out / name, "ab", buffering=0)
         if wandb:
             self._wandb = WandbRun(out, wandb, self.line)
 
@@ -127,7 +134,8 @@ class RunLog:
         except OSError as error:  # a full disk; stderr may go to another one
             if "stdout" not in self._lost:
                 self._lost.add("stdout")
-                print(f"the log cannot be written: {error.strerror}", file=sys.stderr)
+                with contextlib.suppress(OSError):
+                    print(f"the log cannot be written: {error.strerror}", file=sys.stderr)
 
     def record(self, step: int, values: dict[str, Any]) -> None:
         """Appends one record to metrics.jsonl, and to W&B."""
@@ -185,42 +193,67 @@ class RunLog:
         summary: values for the run's summary in W&B. finished: all steps and evaluations are done.
         """
         self._bar.close()
-        for name in self._files:
-            self._write(name, [])
+        self.waiting()
         if self._wandb:
             values = {name: _plain(value) for name, value in (summary or {}).items()}
             self._wandb.close(values, finished)
 
+    def waiting(self) -> dict[str, list[str]]:
+        """The lines for each file that could not be written yet, after another try."""
+        for name in self._files:
+            self._write(name, [])
+        return {name: [*lines] for name, lines in self._waiting.items() if lines}
+
     def _write(self, name: str, records: list[dict[str, Any]]) -> None:
-        """Appends lines; lines that a full disk cannot take wait in the file's buffer."""
-        file = self._files.get(name)
+        """Appends lines. Lines that a full disk cannot take wait for the next call."""
+        file, waiting = self._files.get(name), self._waiting[name]
         if file is None:
             return
+        waiting += [json.dumps(record, default=str) + "\n" for record in records]
+        text, size = "".join(waiting).encode(), os.fstat(file.fileno()).st_size
         try:
-            for record in records:
-                file.write(json.dumps(record, default=str) + "\n")
-            file.flush()
+            while text:
+                text = text[file.write(text) :]  # a disk that is almost full takes a part
         except OSError as error:
+            file.truncate(size)  # so that no line is cut off
             if name not in self._lost:
                 self._lost.add(name)
                 self.line(f"{file.name} cannot be written: {error.strerror}; the run goes on")
+        else:
+            waiting.clear()
+            self._lost.discard(name)
 
 
-def keep_steps_before(step: int, file: Path) -> None:
-    """Drops the records of this and later steps, and a last line that is incomplete."""
-    if not file.exists():
-        return
-    kept = []
-    for line in file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+def replace_file(file: Path, text: str) -> None:
+    """Replaces a file at once, so that nobody reads a part of it. Raises OSError."""
+    partial = file.with_name(f"{file.name}.{os.getpid()}{PARTIAL}")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(file)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def keep_steps_before(step: int, file: Path, waiting: Sequence[str] = ()) -> None:
+    """Drops the records of this and later steps, and a last line that is incomplete.
+
+    waiting: the lines that waited for space when the checkpoint was saved; they are added, unless
+    the run has written them later.
+    """
+
+    def is_earlier(line: str) -> bool:
         try:
             record = json.loads(line)
         except ValueError:
-            continue
-        if line.endswith("\n") and isinstance(record, dict) and record.get("step", step) < step:
-            kept.append(line)
-    partial = file.with_name(f"{file.name}.partial")
-    partial.write_text("".join(kept), encoding="utf-8")
-    partial.replace(file)
+            return False
+        return line.endswith("\n") and isinstance(record, dict) and record.get("step", step) < step
+
+    there = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+    kept = [line for line in there.splitlines(keepends=True) if is_earlier(line)]
+    kept += [line for line in waiting if is_earlier(line) and line not in kept]
+    if file.exists() or kept:
+        replace_file(file, "".join(kept))
 
 
 def _short(seconds: float) -> str:

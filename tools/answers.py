@@ -16,7 +16,7 @@ import numpy as np
 
 import rewards
 from config import Command, Config
-from metrics import evaluate
+from metrics import EVAL_PHASES, evaluate
 from models import hf
 from models.model import Params, abstract_params
 from review import Reviewer

@@ -15,7 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs 
 
 from review import read_history, report, write_review
 from runtime.mistakes import UserMistake, fail
-from runtime.records import RUNNING, replace_file, state_of
+from runtime.records import RUNNING, state_of
+from runtime.run_log import replace_file
 
 
 def main() -> None:

@@ -150,6 +150,8 @@ def wrong_checkpoint(out: Path, undisturbed: Path, steps: int) -> list[str]:
         json.loads((each / "checkpoints" / str(steps) / "record" / "metadata").read_text())
         for each in (out, undisturbed)
     ]
+    for record in records:  # the lines that waited for space are in their files by now
+        del record["waiting"], record["sha256"]
     wrong = [] if records[0] == records[1] else ["the record of the last checkpoint differs"]
     ours, theirs = checkpoint_arrays(out, steps), checkpoint_arrays(undisturbed, steps)
     if ours.keys() != theirs.keys():

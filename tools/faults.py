@@ -32,6 +32,7 @@ import argparse
 import collections
 import contextlib
 import dataclasses
+import logging
 import os
 import random
 import shutil
@@ -269,14 +270,16 @@ def disturbed_run(
     plan: Iterable[Aim],
     until: float,
     totals: Totals,
+    on_small_disk: bool = False,
 ) -> None:
     """Starts a run again and again until all its steps are done, and checks what it leaves.
 
     folder: of its output and logs; what was wrong stays there. cache: of compiled programs. plan:
-    the faults. until: from this time.monotonic() on no more fault strikes.
+    the faults. until: from this time.monotonic() on no more fault strikes. on_small_disk: whether
+    the output is on a disk of its own, which a fault can fill; its files are gone at the end.
     """
     rng, plan = random.Random(f"{seed} {totals.processes}"), iter(plan)
-    with small_disk(folder / "disk"):
+    with small_disk(folder / "disk") if on_small_disk else contextlib.nullcontext():
         out, wrong = folder / "disk" / "run", []
         env, cold = environment(out, cache, seed), str(folder / "cold_cache")
         steps, eval_every_steps = int(env["STEPS"]), int(env["EVAL_EVERY_STEPS"])
@@ -374,7 +377,11 @@ def drill(folder: Path, processes: int, minutes: float, seed: int) -> Totals:
         undisturbed_run(undisturbed, environment(undisturbed, cache, number), totals)
         end += time.monotonic() - began  # the minutes are those of faults
         plan = aims(random.Random(f"{number} {processes}"), kinds)
-        disturbed_run(name, undisturbed, cache, number, plan, end, totals)
+        before = len(totals.wrong)
+        disturbed_run(name, undisturbed, cache, number, plan, end, totals, "full disk" in kinds)
+        if len(totals.wrong) == before:
+            shutil.rmtree(name / "disk")
+            shutil.rmtree(undisturbed)
         number += 1
     print(table(totals), flush=True)
     return totals
@@ -390,6 +397,7 @@ def main() -> None:
     if args.out.exists():
         parser.error(f"--out {args.out} is there already; remove it or choose another folder")
     jax.config.update("jax_platforms", "cpu")  # of this process, which reads checkpoints
+    logging.getLogger("absl").setLevel(logging.ERROR)
     counts = [1, 2] if args.processes == "both" else [int(args.processes)]
     folder, minutes = args.out.absolute(), args.minutes / len(counts)
     wrong = [text for n in counts for text in drill(folder, n, minutes, args.seed).wrong]

@@ -56,7 +56,7 @@ SETTINGS = dict(
     pair.split("=")
     for pair in """
     STEPS=40 ROLLOUT_GLOBAL_BATCH_SIZE=4 NUM_PRE_Q=8 TRAIN_MICRO_BATCH_SIZE=16 EVAL_EVERY_STEPS=8
-    EVAL_PROMPTS=64 SAVE_EVERY_STEPS=3 SAMPLE_EVERY_STEPS=4 HEARTBEAT_TIMEOUT_S=30
+    EVAL_PROMPTS=64 SAVE_EVERY_STEPS=3 SAMPLE_EVERY_STEPS=4 INIT_TIMEOUT_S=240
     """.split()
 )
 ALWAYS = {  # What phases are known by, and where results are equal to the bit.

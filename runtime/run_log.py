@@ -6,6 +6,7 @@ Every process prints its lines; only process 0 writes files and W&B.
 import collections
 import contextlib
 import functools
+import io
 import json
 import os
 import sys
@@ -210,18 +211,26 @@ class RunLog:
         if file is None:
             return
         waiting += [json.dumps(record, default=str) + "\n" for record in records]
-        text, size = "".join(waiting).encode(), os.fstat(file.fileno()).st_size
         try:
-            while text:
-                text = text[file.write(text) :]  # a disk that is almost full takes a part
+            append("".join(waiting).encode(), file)
         except OSError as error:
-            file.truncate(size)  # so that no line is cut off
             if name not in self._lost:
                 self._lost.add(name)
                 self.line(f"{file.name} cannot be written: {error.strerror}; the run goes on")
         else:
             waiting.clear()
             self._lost.discard(name)
+
+
+def append(text: bytes, file: io.FileIO) -> None:
+    """Appends all of the text or, if it raises OSError, nothing of it."""
+    size = os.fstat(file.fileno()).st_size
+    try:
+        while text:
+            text = text[file.write(text) :]  # a disk that is almost full takes a part
+    except OSError:
+        file.truncate(size)
+        raise
 
 
 def replace_file(file: Path, text: str) -> None:

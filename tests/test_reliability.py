@@ -5,6 +5,7 @@ import math
 import os
 import random
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -17,6 +18,8 @@ import orbax.checkpoint as ocp
 import pytest
 from forked import Process
 from test_train import REPO, Result, finish, start, start_two
+
+from tools.make_random import make_random
 
 STEPS = 16
 # With these settings all that a checkpoint holds changes: the reference follows the policy, a step
@@ -284,6 +287,29 @@ def test_a_run_whose_checkpoints_do_not_fit_the_disk_goes_on_and_says_so(
     assert done.stderr.splitlines()[-1].startswith("error: ")
     assert "Traceback" not in done.stderr, "no thread of a library prints what our lines say"
     assert not [*folder.glob("checkpoints/*orbax-checkpoint-tmp*")]
+
+
+@pytest.mark.slow
+def test_lines_that_waited_for_space_are_there_after_the_next_start(out: Path) -> None:
+    """The checkpoints of this small model fit below the limit, and eval.jsonl does not."""
+    small, folder = out / "small", out / "waiting"
+    make_random(REPO / "tiny", small, {"hidden_size": 8, "num_hidden_layers": 1})
+    env = {"MODEL_PATH": str(small), "DATASET": str(REPO / "tiny"), "STEPS": "3", "BETA": "0"}
+    env |= {"EVAL_EVERY_STEPS": "1", "EVAL_PROMPTS": "250", "REF_SYNC_STEPS": "0"}
+    env |= {"REWARD_FN": "reward_correct", "REWARD_WEIGHTS": "1"}
+    process = start_run(folder, **env)
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (400_000, resource.RLIM_INFINITY))
+    result = finish(process, folder)
+    assert result.code == 1
+    why = f"lines of eval.jsonl in {folder} cannot be written"
+    assert result.errors.splitlines()[-1] == f"error: {why}"
+    assert latest_checkpoint(folder) == 3 and not (folder / "finished").exists()
+    result = finish(start_run(folder, **env), folder)
+    assert result.code == 0, result.errors
+    assert "resumed after step 3 of 3" in result.lines
+    lines = (folder / "eval.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in lines]
+    assert steps == sorted(steps) and [steps.count(step) for step in range(4)] == [250] * 4
 
 
 # ---- Steps that are not finite -------------------------------------------------------------------

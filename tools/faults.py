@@ -101,17 +101,20 @@ class Disturber:
 
     def disturb(self, plan: Iterable[Aim]) -> None:
         """Strikes with the faults of the plan until one of them ends the run."""
-        for aim in plan:
-            if not self._reach(aim.phase):
-                break
-            self._strike(aim)
-            if aim.kind in FATAL:
-                break
-        while self._goes_on():
-            pass
-        self._relieve()
-        for console in self._attempt.consoles:
-            console.close()
+        try:
+            for aim in plan:
+                if not self._reach(aim.phase):
+                    break
+                self._strike(aim)
+                if aim.kind in FATAL:
+                    break
+            while self._goes_on():
+                pass
+        finally:
+            self._attempt.kill()
+            self._relieve()
+            for console in self._attempt.consoles:
+                console.close()
 
     def _goes_on(self) -> bool:
         """Waits for a moment; False: all processes have ended."""
@@ -288,10 +291,7 @@ def disturbed_run(
             where = {"JAX_COMPILATION_CACHE_DIR": cold} if aim and aim.phase == "compile" else {}
             attempt = Attempt(out, env | where, totals.processes, folder / f"start{number}")
             disturber = Disturber(attempt, rng, folder / "disk" / "filler")
-            try:
-                disturber.disturb(later_aims(aim, plan, until))
-            finally:
-                attempt.kill()
+            disturber.disturb(later_aims(aim, plan, until))
             ended = [*wrong_end(attempt), *["the run hung"] * disturber.hung]
             wrong += [f"start {number}: {text}" for text in ended]
             count(attempt, totals)
@@ -396,6 +396,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.out.exists():
         parser.error(f"--out {args.out} is there already; remove it or choose another folder")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends what it has started, too
     jax.config.update("jax_platforms", "cpu")  # of this process, which reads checkpoints
     logging.getLogger("absl").setLevel(logging.ERROR)
     counts = [1, 2] if args.processes == "both" else [int(args.processes)]

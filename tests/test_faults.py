@@ -92,7 +92,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Totals]:
         for name, value in {"STEPS": STEPS, "EVAL_EVERY_STEPS": EVERY, "EVAL_PROMPTS": 8}.items():
             patch.setenv(name, str(value))
         undisturbed_run(straight, environment(straight, cache, 0), totals)
-        until = time.monotonic() + 600
+        until = time.monotonic() + 3600
         disturbed_run(folder / "disturbed", straight, cache, 0, plan, until, totals)
     return folder / "disturbed" / "disk" / "run", straight, totals
 

@@ -102,7 +102,8 @@ class Attempt:
 
     def __init__(self, out: Path, env: Mapping[str, str], processes: int, logs: Path) -> None:
         """out: OUTPUT_DIR. env: of each process. logs: the beginning of the names of the logs."""
-        self.out, self.struck, self._full = out, [], False
+        self.out, self.struck = out, []
+        logs.parent.mkdir(parents=True, exist_ok=True)
         self.steps, self.eval_every = int(env["STEPS"]), int(env["EVAL_EVERY_STEPS"])
         where = [{}]
         if processes > 1:

@@ -56,7 +56,7 @@ SETTINGS = dict(
     pair.split("=")
     for pair in """
     STEPS=40 ROLLOUT_GLOBAL_BATCH_SIZE=4 NUM_PRE_Q=8 TRAIN_MICRO_BATCH_SIZE=16 EVAL_EVERY_STEPS=8
-    EVAL_PROMPTS=64 SAVE_EVERY_STEPS=3 SAMPLE_EVERY_STEPS=4 INIT_TIMEOUT_S=240
+    EVAL_PROMPTS=64 SAVE_EVERY_STEPS=3 SAMPLE_EVERY_STEPS=4 INIT_TIMEOUT_S=300
     """.split()
 )
 ALWAYS = {  # What phases are known by, and where results are equal to the bit.
@@ -71,7 +71,7 @@ KINDS = ("killed", "stopped", "frozen", "silent", *STARVING)
 DELAY_S = {"start": 8, "compile": 4, "rollout": 0.5, "update": 0.5, "evaluation": 2, "save": 0.2}
 DISK_MIB = 128
 MOST_STARTS = 25  # of a run; the next start is not disturbed, so that each run ends
-HUNG_S = 400  # a run that is silent for so long does not end by itself
+HUNG_S = 1800  # a run that is silent for so long does not end by itself
 
 
 class Aim(NamedTuple):

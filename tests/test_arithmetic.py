@@ -1,0 +1,56 @@
+"""Claims about tools/make_arithmetic.py: its questions are disjoint and right, as are rewards."""
+
+import hashlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from rewards import extract_answer
+from tools.make_arithmetic import example, reward_steps, splits
+
+REPO = Path(__file__).resolve().parent.parent
+
+
+def numbers(question: str) -> list[int]:
+    found = re.fullmatch(r"(\d+) \+ (\d+) \+ (\d+)", question)
+    assert found, question
+    return [int(text) for text in found.groups()]
+
+
+def test_no_sum_of_test_is_in_train_in_any_order() -> None:
+    train, test = ([numbers(x["question"]) for x in splits()[name]] for name in ("train", "test"))
+    assert (len(train), len(test)) == (4721, 301)
+    assert len({tuple(x) for x in train + test}) == 62 * 9 * 9
+    assert not {tuple(sorted(x)) for x in train} & {tuple(sorted(x)) for x in test}
+
+
+def test_every_step_and_every_answer_is_right() -> None:
+    for each in splits()["train"] + splits()["test"]:
+        a, b, c = numbers(each["question"])
+        steps = re.findall(r"<<(\d+)\+(\d+)=(\d+)>>\3\n", each["answer"])
+        assert [tuple(map(int, step)) for step in steps] == [(a, b, a + b), (a + b, c, a + b + c)]
+        assert extract_answer(each["answer"]) == a + b + c
+
+
+def test_the_files_are_always_the_same(tmp_path: Path) -> None:
+    command = [sys.executable, "tools/make_arithmetic.py", str(tmp_path)]
+    subprocess.run(command, cwd=REPO, check=True, stdout=subprocess.PIPE)
+    digests = {
+        file.name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in tmp_path.iterdir()
+    }
+    assert digests == {"train.jsonl": "52e2370c70d0abd6", "test.jsonl": "1dcad412029421f0"}
+
+
+def test_reward_steps_is_the_fraction_of_the_equations_that_are_written() -> None:
+    right = example(17, 5, 8)["answer"]
+    cases = {
+        "17 + 5 = 22, 22 + 8 = 30": 1.0,
+        "17+5=22": 0.5,
+        "17 + 5 = 21, 22 + 8 = 30": 0.5,
+        "117 + 5 = 22": 0.0,
+        "17 + 5 = 220, 222 + 8 = 30": 0.0,
+        "The answer is 30.": 0.0,
+        "": 0.0,
+    }
+    assert reward_steps([*cases], [right] * len(cases)) == [*cases.values()]

@@ -7,8 +7,7 @@ lower case, apart from a few names that `python config.py` shows. The environmen
 sets MODEL_PATH, the settings of recipes/tiny.yaml replace the defaults. `python config.py` prints
 every setting with its value, meaning and default, as YAML that `--config` reads. A run prints a
 line `changed:` with the settings that are not at their defaults and the layer of each. It stops
-with a line for each setting that is malformed or contradicts another one, and for each name that
-belongs to another program.
+with a line for each setting that is malformed or contradicts another, or is another program's.
 """
 
 import dataclasses

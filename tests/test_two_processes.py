@@ -25,7 +25,7 @@ EVERYTHING = dict(
     REWARD_FN=soft_overlong_penalty,repetition_penalty REWARD_WEIGHTS=
     OVERLONG_CACHE=60 REPETITION_NGRAM=5
     OPTIMIZER=sgd LEARNING_RATE=0.05 LR_SCHEDULE=constant WARMUP_RATIO=0 EXPORT_HF=none
-    EVAL_EVERY_STEPS=1 EVAL_PROMPTS=8 EVAL_SAMPLES=4 SAMPLE_EVERY_STEPS=1
+    EVAL_EVERY_STEPS=1 EVAL_PROMPTS=8 EVAL_SAMPLES=4 SAMPLE_EVERY_STEPS=1 ACCURACY_THRESHOLD=0
     """.split()
 )
 HALF = {"BATCH_SIZE": "4", "TRAIN_MICRO_BATCH_SIZE": "4"}
@@ -73,7 +73,9 @@ def test_two_processes_and_then_one_process_learn_and_write_what_one_process_doe
     assert min(step["train-other/kl"] for step in (first, second)) > 0
     assert max(step["train-other/clip_ratio_later/region_mean"] for step in (first, second)) > 0
     assert max(step["train-other/dynamic_sampling/rounds"] for step in (first, second)) == 2
-    assert first["train-other/support/mass"] < 0.5 and "eval/pass_at_4" in measured(alone)[0]
+    assert first["train-other/support/mass"] < 0.5
+    evaluated = measured(alone)[0]
+    assert 0 < evaluated["eval/pass_at_1"] < evaluated["eval/pass_at_4"]
 
 
 @pytest.mark.parity

@@ -345,8 +345,8 @@ def learning_rate(
 ) -> float:
     """The learning rate of training step `step` (from 0): linear warm-up, then the schedule.
 
-    schedule: warmup_cosine, linear or constant. The rate is above 0 in all steps before
-    decay_steps, and 0 from then on, unless it is constant.
+    schedule: constant, warmup_cosine or linear. The last two are above 0 in all steps before
+    decay_steps, and 0 from then on.
     """
     warmup = round(warmup_ratio * decay_steps)
     if step < warmup:
@@ -358,7 +358,7 @@ def learning_rate(
         return peak * (1 - done)
     if schedule == "constant":
         return peak
-    raise ValueError(f"LR_SCHEDULE={schedule!r} is not one of warmup_cosine, linear, constant")
+    raise ValueError(f"LR_SCHEDULE={schedule!r} is unknown; see learning_rate in update.py")
 
 
 # ---- Copies of the weights -----------------------------------------------------------------------

@@ -125,7 +125,8 @@ def notes(cfg: Any, tiny: Collection[str]) -> Iterator[str]:
     if cfg.filters_logps() and cfg.is_mode == "none" and cfg.steps:
         why = "TOP_K, TOP_P, MIN_P change sampling only, and the loss has a bias"
         yield f"{why}; leave out SAMPLING_SUPPORT=full, or set IS_MODE=token_truncate"
-    if 0 < cfg.lr_decay_steps < cfg.steps and cfg.lr_schedule != "constant":
+    ends = cfg.lr_schedule in ("warmup_cosine", "linear")  # at a learning rate of 0
+    if 0 < cfg.lr_decay_steps < cfg.steps and ends:
         decay = f"LR_DECAY_STEPS={cfg.lr_decay_steps} is less than STEPS={cfg.steps}"
         yield f"{decay}: later steps have learning rate 0"
     names = [

@@ -87,11 +87,11 @@ DEFAULTS = {
 def test_a_model_alone_means_gsm8k_with_the_documented_defaults() -> None:
     """A new setting needs a place here. Under `value` a resumed run must keep it, and checkpoints
     that are older than the setting ask for RESUME_FORCE."""
-    cfg, found = Config.from_env(env(REAL)), {name: [] for name in DEFAULTS}
+    cfg, found = Config.from_env(env(REAL)), {name: set() for name in DEFAULTS}
     for field in dataclasses.fields(Config):
         text = f"{field.name}={getattr(cfg, field.name)}".replace(" ", "")
-        found[field.metadata["results"]].append(text)
-    assert found == {name: text.split() for name, text in DEFAULTS.items()}
+        found[field.metadata["results"]].add(text)
+    assert found == {name: set(text.split()) for name, text in DEFAULTS.items()}
 
 
 def test_nothing_set_means_the_tiny_model_and_its_problems_from_any_folder(tmp_path, monkeypatch):
@@ -149,16 +149,10 @@ TOP_P=1.01 -> TOP_P=1.01 must be at most 1
 MIN_P=1 -> MIN_P=1.0 must be below 1
 REWARD_WEIGHTS=1,,1 -> REWARD_WEIGHTS='' is not a number
 DTYPE=float16 -> DTYPE='float16' is not one of auto|bfloat16|float32
-LOSS_TYPE=ppo -> LOSS_TYPE='ppo' is not one of dapo|grpo|dr_grpo|cispo|gspo|sapo
-LOSS_TYPE=bnpo -> LOSS_TYPE='bnpo' is not one of dapo|grpo|dr_grpo|cispo|gspo|sapo; bnpo is called
-    dapo here
 SAMPLING_SUPPORT=replay -> SAMPLING_SUPPORT='replay' is not one of auto|full
 KL_COEFF=0.1 -> unknown setting KL_COEFF; did you mean KL_COEF, which is called BETA here? {list}
 CLIP_RATIO_C=3 -> CLIP_RATIO_C is called DELTA here {list}
 TOTAL_STEPS=3 -> TOTAL_STEPS is called STEPS here {list}
-ADV_ESTIMATOR=gae -> ADV_ESTIMATOR='gae' is not one of grpo|rloo|reinforce|reinforce++|gdpo|maxrl
-IS_MODE=token -> IS_MODE='token' is not one of
-    none|token_truncate|token_mask|sequence_truncate|sequence_mask
 IS_CAP=0.9 -> IS_CAP=0.9 must be at least 1
 EPS_LOW=1.1 -> EPS_LOW=1.1 must be at most 1
 DELTA=-1 -> DELTA=-1.0 must be at least 0

@@ -118,12 +118,9 @@ def test_the_learning_rate_by_hand(schedule: str, warmup_ratio: float, expected:
     assert min(rates[0], rates[7]) > 0
 
 
-def test_an_unknown_schedule_of_the_learning_rate_is_refused_with_all_that_exist() -> None:
-    with pytest.raises(ValueError) as error:
+def test_an_unknown_schedule_of_the_learning_rate_is_refused() -> None:
+    with pytest.raises(ValueError, match="^LR_SCHEDULE='cosine' is unknown; see learning_rate in"):
         learning_rate(5, peak=1e-6, schedule="cosine", warmup_ratio=0.0, decay_steps=10)
-    assert str(error.value) == (
-        "LR_SCHEDULE='cosine' is not one of warmup_cosine, linear, constant"
-    )
 
 
 # ---- Copies of the weights -----------------------------------------------------------------------

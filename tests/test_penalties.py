@@ -73,11 +73,11 @@ def test_no_penalty_counts_unless_reward_fn_names_it() -> None:
 
 
 def test_an_unknown_name_is_refused_with_all_known_names() -> None:
-    names = "reward_correct reward_format tag_count_reward soft_overlong_penalty repetition_penalty"
+    names = [*BUILT_IN, "soft_overlong_penalty", "repetition_penalty"]
     with pytest.raises(UserMistake) as error:
         load_reward_functions("overlong_penalty", 1, penalties(9, 2, 2))
     assert str(error.value) == (
-        f"REWARD_FN: 'overlong_penalty' is not file.py:name, nor one of {names.split()}"
+        f"REWARD_FN: 'overlong_penalty' is not file.py:name, nor one of {names}"
     )
 
 

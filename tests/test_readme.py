@@ -8,6 +8,7 @@ import pytest
 
 import config
 from runtime import parsing
+from test_smoke import top_level
 
 REPO = Path(__file__).resolve().parent.parent
 README = (REPO / "README.md").read_text(encoding="utf-8")
@@ -48,7 +49,7 @@ def test_the_table_of_files_names_all_files_of_the_top_level_once() -> None:
     named = re.findall(
         r"`(\w+\.py|\w+/)`", " ".join(row[0] for row in table("Read these files in this order"))
     )
-    files = [file.name for file in REPO.glob("*.py")]
+    files = [f"{module}.py" for module in top_level()]
     assert sorted(named) == sorted([*files, "models/", "runtime/", "tools/"])
 
 

@@ -9,14 +9,11 @@ import shutil
 import socket
 import subprocess
 import sys
-from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
 import forked
 import pytest
-
-from rewards import load_reward_functions
 
 REPO = Path(__file__).resolve().parent.parent
 # A reward function of weight 0 that writes every completion and its answer to a file.
@@ -297,61 +294,6 @@ def test_a_question_may_have_more_samples_than_an_evaluation_pass_has_sequences(
     settings = {"STEPS": "0", "EVAL_EVERY_STEPS": "1", "EVAL_PROMPTS": "3", "EVAL_SAMPLES": samples}
     result = train(out / f"samples{samples}", devices, BATCH_SIZE="2", NUM_PRE_Q="4", **settings)
     assert re.search(rf"^eval step=0 .*questions=3 .* pass_at_{samples}=", result.lines, re.M)
-
-
-def write_countdown(file: Path) -> None:
-    """Writes the reward function of the last example in docs/rewards_and_data.md."""
-    text = (REPO / "docs" / "rewards_and_data.md").read_text(encoding="utf-8")
-    file.write_text(text.split("```python\n")[2].split("```")[0])
-
-
-COUNTDOWN = """
-    1 (8-3)*1+1 6 8 3 1 1 | 1 3*8 24 3 8 | 0 24 24 3 8 | 0 8*3*1 24 3 8 | 0 38-14 24 3 8 14
-    0 9**9**9**9 6 9 9 9 9 | 0 3(8) 24 3 8 | 0 3/(3-3) 24 3 3 3 | 0 (3*8 24 3 8 | 0 3+8 24 3 8
-"""
-
-
-def test_the_countdown_of_the_docs_rewards_calculations_with_the_numbers_of_the_question(
-    tmp_path: Path,
-) -> None:
-    """Each case is the reward, the calculation, the answer, and the numbers of the question."""
-    write_countdown(tmp_path / "countdown.py")
-    (countdown,) = load_reward_functions(f"{tmp_path}/countdown.py:countdown", timeout_s=10)
-    cases = [case.split() for line in COUNTDOWN.strip().splitlines() for case in line.split("|")]
-    rewards, texts, answers, *_ = zip(*cases, strict=False)
-    with closing(countdown):
-        given = countdown(
-            [f"<answer>{text}</answer>" for text in texts] + ["<answer>" + "-" * 9999 + "3*8"],
-            question=[f"Reach {case[2]} with {case[3:]}." for case in cases] + ["3 8 24"],
-            answer=[*answers, "24"],
-        )
-    assert given == [*map(float, rewards), 0.0]
-
-
-def test_accuracy_is_of_the_user_s_task_and_not_of_gsm8k(out: Path) -> None:
-    """The tiny model answers 13 + 14 with the bare target, which countdown does not count."""
-    file, dataset = out / "countdown.py", out / "countdown.jsonl"
-    write_countdown(file)
-    question = "Ana has {a} apples and buys {b} more. Then Ana gives away 0. How many?"
-    pairs = [(a, b) for a in range(10, 15) for b in range(10, 14)]
-    lines = [
-        {"question": question.format(a=a, b=b), "answer": str(a + b), "gsm8k": f"#### {a + b}"}
-        for a, b in pairs
-    ]
-    dataset.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    run = {"STEPS": "0", "EVAL_EVERY_STEPS": "1", "DATASET": str(dataset), "EVAL_SPLIT": "train"}
-
-    def accuracy(name: str, **env: str) -> float:
-        result = train(out / f"accuracy_{name}", REWARD_WEIGHTS="1,1", **run | env)
-        told = r"^eval step=0 .* accuracy=(\S+) .*accuracy_of=(\w+) "
-        line = re.search(told, result.lines, re.M)
-        assert line[2] == name and float(line[1]) == round(result.records[0]["eval/accuracy"], 4)
-        return float(line[1])
-
-    assert accuracy("countdown", REWARD_FN=f"{file}:countdown,reward_format") == 0
-    assert accuracy("reward_correct", REWARD_FN=f"{file}:countdown,reward_correct") > 0
-    format_of = {"REWARD_FN": f"{file}:countdown,reward_format", "ACCURACY_OF": "reward_format"}
-    assert accuracy("reward_format", **format_of) > 0.8
 
 
 def test_a_think_tag_that_the_chat_template_opens_belongs_to_the_completion(out: Path) -> None:

@@ -1,0 +1,248 @@
+"""The drills: changes that people often make to this project, as edits of its files.
+
+test_forks.py applies them to copies of the project and trains. `python tests/forks/drills.py`
+prints how many files and lines each drill touches.
+"""
+
+import difflib
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+REPO = Path(__file__).resolve().parents[2]
+REWARDS_PAGE = "docs/rewards_and_data.md"
+
+
+class Edit(NamedTuple):
+    """A text that a file holds once, and the text that takes its place.
+
+    The old text of a new file is empty; a file of that name, which may be yours, does not matter.
+    """
+
+    file: str
+    old: str
+    new: str
+
+
+class Drill(NamedTuple):
+    """A change that somebody makes."""
+
+    name: str
+    lines: int  # the most lines that it may add or change, in all files
+    edits: tuple[Edit, ...]
+    row: str = ""  # the row of README's table "To change X, edit Y" that tells what to edit
+
+
+def read(file: str, root: Path = REPO) -> str:
+    """The text of a file of the project; it is empty if there is no such file."""
+    return (root / file).read_text(encoding="utf-8") if (root / file).exists() else ""
+
+
+REWARD_OF_A_FILE = Drill(
+    "a reward in a file of yours",
+    lines=2,
+    row="reward something else",
+    edits=(
+        Edit(
+            "my.py",
+            "",
+            "def score(completions, **columns):\n"
+            '    return [text.count("7") for text in completions]\n',
+        ),
+    ),
+)
+BUILT_IN_REWARD = Drill(
+    "a built-in reward",
+    row="reward something else",
+    lines=6,
+    edits=(
+        Edit(
+            "rewards.py",
+            """\
+BUILT_IN = {f.__name__: f for f in (reward_correct, reward_format, tag_count_reward)}
+""",
+            '''\
+def brevity(completions: list[str], **columns: list) -> Rewards:
+    """Takes 0.01 for each character."""
+    return [-len(text) / 100 for text in completions]
+
+
+BUILT_IN = {f.__name__: f for f in (reward_correct, reward_format, tag_count_reward, brevity)}
+''',
+        ),
+    ),
+)
+DR_GRPO = Drill(
+    "Dr. GRPO by hand",
+    lines=2,
+    row="change the objective",
+    edits=(
+        Edit(
+            "loss.py",
+            """\
+        spread = _std(groups, axis=1 if scale_rewards == "group" else None)
+        advantages = centered if scale_rewards == "none" else centered / (spread + STD_EPS)
+""",
+            "        advantages = centered\n",
+        ),
+        Edit("loss.py", "        return num_tokens\n", "        return num_sequences * 32\n"),
+    ),
+)
+COUNTDOWN = Drill(
+    "another task: countdown",
+    lines=60,
+    # The second program of the page.
+    edits=(Edit("countdown.py", "", read(REWARDS_PAGE).split("```python\n")[2].split("```")[0]),),
+)
+SCHEDULE = Drill(
+    "a schedule of the learning rate",
+    lines=5,
+    row="add an advantage estimator; a schedule of the learning rate",
+    edits=(
+        Edit(
+            "config.py",
+            """\
+        "warmup_cosine", "Learning rate after the warmup.", choices="warmup_cosine|linear|constant"
+""",
+            """\
+        "warmup_cosine",
+        "Learning rate after the warmup.",
+        choices="warmup_cosine|linear|constant|inverse_sqrt",
+""",
+        ),
+        Edit(
+            "update.py",
+            """\
+    if schedule == "constant":
+""",
+            """\
+    if schedule == "inverse_sqrt":
+        return peak * math.sqrt(max(warmup, 1) / (step + 1))
+    if schedule == "constant":
+""",
+        ),
+    ),
+)
+SETTING = Drill(
+    "a setting",
+    lines=4,
+    row="add a setting",
+    edits=(
+        Edit(
+            "config.py",
+            "    overlong_cache: int = in_reward(\n",
+            """\
+    reward_scale: float = in_reward(1.0, "Number that multiplies all rewards.", above=0)
+    overlong_cache: int = in_reward(
+""",
+        ),
+        Edit(
+            "rollout.py",
+            """\
+    return Rewarded(texts, *rewards.total_rewards(texts, columns, run.functions, run.weights))
+""",
+            """\
+    totals, per_function = rewards.total_rewards(texts, columns, run.functions, run.weights)
+    return Rewarded(texts, totals * run.cfg.reward_scale, per_function)
+""",
+        ),
+        Edit(
+            "tests/test_config.py",
+            "        off_policy_mask_threshold=0.0\n",
+            "        off_policy_mask_threshold=0.0 reward_scale=1.0\n",
+        ),
+    ),
+)
+FROZEN_EMBEDDING = Drill(
+    "some of the weights only",
+    lines=2,
+    row="train some of the weights only",
+    edits=(
+        Edit(
+            "update.py",
+            "    norm = optax.tree.norm(grads)\n",
+            """\
+    grads = grads.replace(embed=jnp.zeros_like(grads.embed))
+    norm = optax.tree.norm(grads)
+""",
+        ),
+        Edit(
+            "update.py",
+            "    params = jax.tree.map(lambda p, u: p - lr * u, state.params, updates)\n",
+            """\
+    updates = updates.replace(embed=jnp.zeros_like(updates.embed))
+    params = jax.tree.map(lambda p, u: p - lr * u, state.params, updates)
+""",
+        ),
+    ),
+)
+DRILLS = (
+    REWARD_OF_A_FILE,
+    BUILT_IN_REWARD,
+    DR_GRPO,
+    COUNTDOWN,
+    SCHEDULE,
+    SETTING,
+    FROZEN_EMBEDDING,
+)
+
+
+def edited(drill: Drill, root: Path = REPO) -> dict[str, str]:
+    """{file: its text after the edits}. Raises AssertionError if an edit no longer fits."""
+    texts: dict[str, str] = {}
+    for file, old, new in drill.edits:
+        text = texts.get(file, read(file, root)) if old else ""
+        assert text.count(old) == 1, (
+            f"the drill {drill.name!r} replaces a text that {file} holds {text.count(old)} times, "
+            f"not once; update it in tests/forks/drills.py, or delete tests/forks in a fork of "
+            f"yours. The text is:\n{old}"
+        )
+        texts[file] = text.replace(old, new)
+    return texts
+
+
+def new_lines(drill: Drill) -> dict[str, int]:
+    """{file: how many of its lines are new or changed}."""
+    found = {}
+    for file, text in edited(drill).items():
+        difference = difflib.ndiff(read(file).splitlines(), text.splitlines())
+        found[file] = sum(line.startswith("+ ") for line in difference)
+    return found
+
+
+def make_fork(folder: Path, *drills: Drill) -> Path:
+    """Copies the files that git tracks to a new folder and makes the edits there.
+
+    After an edit of config.py it writes the page of all settings again. Returns the folder.
+    """
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=REPO, capture_output=True, text=True)
+    assert listed.returncode == 0, f"the drills copy the files that git lists: {listed.stderr}"
+    for file in listed.stdout.split("\0")[:-1]:
+        if (REPO / file).exists():  # git also lists files that are deleted but not yet committed
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(REPO / file, folder / file)
+    for drill in drills:
+        texts = edited(drill, folder)
+        for file, text in texts.items():
+            (folder / file).write_text(text, encoding="utf-8")
+        if "config.py" in texts:
+            command = [sys.executable, "tools/settings_page.py"]
+            page = subprocess.run(command, cwd=folder, capture_output=True, check=True).stdout
+            (folder / "docs" / "settings.md").write_bytes(page)
+    return folder
+
+
+def table() -> list[str]:
+    """Lines of Markdown: what each drill touches."""
+    lines = ["| to | edit | new or changed lines |", "|---|---|---|"]
+    for drill in DRILLS:
+        found = new_lines(drill)
+        files = ", ".join(f"`{file}`" for file in found)
+        lines.append(f"| {drill.name} | {files} | {', '.join(map(str, found.values()))} |")
+    return lines
+
+
+if __name__ == "__main__":
+    print(*table(), sep="\n")

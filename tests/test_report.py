@@ -206,7 +206,8 @@ def test_a_rule_that_raises_is_not_called_a_file_that_cannot_be_written(
     log = new_folder(run, tmp_path / "raises")
     reviewer = Reviewer(tmp_path / "raises", log, writes=True)
     for step in (0, 1):
-        reviewer.step_done(Records(run).step | {"step": step, "train-other/updates_applied": "x"})
+        record = Records(run).step | {"step": step, "train-other/updates_applied": "x"}
+        reviewer.note_trouble(record)
     log.close()
     out = capsys.readouterr().out
     assert out.count("the review failed: ValueError: ") == 1 and "report.html" not in out

@@ -85,7 +85,7 @@ def test_a_checkpoint_keeps_the_names_by_which_older_checkpoints_are_compared(sh
         "the tokenized prompts",
         "the file of REWARD_FN recorder.py",
     ]
-    progress = "step rounds not_finite evals wandb_id widths forked_from".split()
+    progress = "step rounds not_finite evals wandb_id widths forked_from waiting".split()
     others = "made_with versions checksums arrays sha256".split()
     assert sorted(record) == sorted(progress + others)
     names = [text.partition(" ")[0] for text in record["arrays"]]

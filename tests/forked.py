@@ -17,12 +17,12 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from subprocess import PIPE
 
+JAXLIB = tuple(int(part) for part in importlib.metadata.version("jaxlib").split(".")[:3])
+# Newer versions have only the other emitters, and end a program at an unknown flag.
+OLDER_EMITTERS = "--xla_cpu_use_fusion_emitters=false" if JAXLIB < (0, 11, 1) else ""
 # With XLA's older emitters, with few passes of LLVM, and with one part for LLVM instead of many,
 # programs compile in a third of the CPU time. They run slower.
-FLAGS = "--xla_cpu_parallel_codegen_split_count=1"
-JAXLIB = tuple(int(part) for part in importlib.metadata.version("jaxlib").split(".")[:3])
-if JAXLIB < (0, 11, 1):  # newer ones have only the other emitters, and end at an unknown flag
-    FLAGS += " --xla_cpu_use_fusion_emitters=false"
+FLAGS = f"--xla_cpu_parallel_codegen_split_count=1 {OLDER_EMITTERS}"
 FASTER_TO_COMPILE = {"XLA_FLAGS": FLAGS, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 TESTS = Path(__file__).resolve().parent
 LIBRARIES = """

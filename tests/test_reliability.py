@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from forked import Process
+from forked import OLDER_EMITTERS, Process
 from test_train import REPO, Result, finish, start, start_two
 
 from tools.make_random import make_random
@@ -70,7 +70,14 @@ def assert_same_run(a: Path, b: Path, tolerance: float = 0, steps: int = STEPS) 
 
 
 def start_run(out: Path, devices: int = 1, **env: str) -> Process:
-    return start(out, SETTINGS | env, devices)
+    return start(out, SETTINGS | flags(devices) | env, devices)
+
+
+def flags(devices: int) -> dict[str, str]:
+    """Without the flag of forked.py for one part of LLVM, with which programs of other meshes round
+    so differently that a sampled token changes."""
+    devices_flag = f"--xla_force_host_platform_device_count={devices}"
+    return {"XLA_FLAGS": f"{devices_flag} {OLDER_EMITTERS}"}
 
 
 def wait_for(process: Process, words: str) -> None:
@@ -207,7 +214,7 @@ def test_a_run_goes_on_with_fewer_devices_and_with_more_processes(out, undisturb
         process.send_signal(signal.SIGTERM)
         assert finish(process, folder).code == 143
     outs = [folder, out / "moved1"]
-    both = SETTINGS | {"BATCH_SIZE": "2", "TRAIN_MICRO_BATCH_SIZE": "4"}
+    both = SETTINGS | flags(1) | {"BATCH_SIZE": "2", "TRAIN_MICRO_BATCH_SIZE": "4"}
     results = [finish(p, o) for p, o in zip(start_two(outs, 1, **both), outs, strict=True)]
     for result in results:
         assert result.code == 0, result.errors

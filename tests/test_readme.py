@@ -12,13 +12,14 @@ from test_smoke import top_level
 
 REPO = Path(__file__).resolve().parent.parent
 README = (REPO / "README.md").read_text(encoding="utf-8")
+OBJECTIVES = (REPO / "docs" / "objectives.md").read_text(encoding="utf-8")
 PAGES = [*sorted(REPO.glob("*.md")), *sorted((REPO / "docs").glob("*.md"))]
 SETTINGS = {field.name.upper(): field for field in dataclasses.fields(config.Config)}
 
 
-def table(heading: str) -> list[list[str]]:
+def table(page: str, heading: str) -> list[list[str]]:
     """The cells of each row of the first table below a heading, without the table's head."""
-    lines = README.partition(f"## {heading}\n")[2].splitlines()
+    lines = page.partition(f"# {heading}\n")[2].splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith("|"))
     rows = []
     for line in lines[first + 2 :]:
@@ -29,7 +30,7 @@ def table(heading: str) -> list[list[str]]:
 
 
 def test_the_table_of_fifteen_settings_has_their_defaults() -> None:
-    rows = table("Settings")
+    rows = table(README, "Settings")
     assert len(rows) == 15
     for name, default, _ in rows:
         text = parsing.to_text(SETTINGS[name].default).strip('"')
@@ -37,7 +38,7 @@ def test_the_table_of_fifteen_settings_has_their_defaults() -> None:
 
 
 def test_every_settings_of_an_objective_is_accepted() -> None:
-    found = [commands for _, commands, _ in table("Objectives")]
+    found = [commands for _, commands, _ in table(OBJECTIVES, "Objectives and their settings")]
     settings = [text for cell in found for text in re.findall(r"`(.*?)`", cell)]
     assert len(settings) == 18 and "the defaults" in found
     for text in settings:
@@ -46,9 +47,8 @@ def test_every_settings_of_an_objective_is_accepted() -> None:
 
 
 def test_the_table_of_files_names_all_files_of_the_top_level_once() -> None:
-    named = re.findall(
-        r"`(\w+\.py|\w+/)`", " ".join(row[0] for row in table("Read these files in this order"))
-    )
+    rows = table(README, "Read these files in this order")
+    named = re.findall(r"`(\w+\.py|\w+/)`", " ".join(row[0] for row in rows))
     files = [f"{module}.py" for module in top_level()]
     assert sorted(named) == sorted([*files, "models/", "runtime/", "tools/"])
 

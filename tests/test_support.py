@@ -1,4 +1,4 @@
-"""SAMPLING_SUPPORT=replay: the loss scores tokens among those that the sampler could draw."""
+"""SAMPLING_SUPPORT=auto: the loss scores tokens among those that the sampler could draw."""
 
 from pathlib import Path
 

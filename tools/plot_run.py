@@ -2,8 +2,8 @@
 
     python tools/plot_run.py runs/a runs/b --out curve.png
 
-The left half shows the accuracy of the evaluations, the right half the mean reward of the steps,
-each with a line per run.
+The left half shows the accuracy of the evaluations with its standard error, the right half the mean
+reward of the steps, each with a line per run.
 """
 
 import argparse
@@ -41,7 +41,10 @@ def main() -> None:
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
     for run in args.runs:
-        left.plot(*read_series(run, "eval/accuracy"), marker=".", label=run.name)
+        steps, accuracies = read_series(run, "eval/accuracy")
+        errors = dict(zip(*read_series(run, "eval/accuracy_se"), strict=True))
+        bars = [errors.get(step, 0.0) for step in steps]
+        left.errorbar(steps, accuracies, bars, marker=".", capsize=2, label=run.name)
         right.plot(*read_series(run, "train-reward/total/mean"), linewidth=0.8, label=run.name)
     left.set(xlabel="step", ylabel="held-out accuracy", ylim=(0, 1))
     right.set(xlabel="step", ylabel="mean reward of the step")

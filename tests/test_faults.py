@@ -78,6 +78,7 @@ def test_the_faults_of_a_seed_are_always_the_same() -> None:
 # ---- Real runs -----------------------------------------------------------------------------------
 
 STEPS, EVERY = 6, 3
+SEED = 15724  # its faults strike soon after the begin of their phases, and space is back after 2 s
 
 
 @pytest.fixture(scope="module")
@@ -91,9 +92,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Totals]:
         patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # programs compile in half the time
         for name, value in {"STEPS": STEPS, "EVAL_EVERY_STEPS": EVERY, "EVAL_PROMPTS": 8}.items():
             patch.setenv(name, str(value))
-        undisturbed_run(straight, environment(straight, cache, 0), totals)
+        undisturbed_run(straight, environment(straight, cache, SEED), totals)
         until = time.monotonic() + 3600
-        disturbed_run(folder / "disturbed", straight, cache, 0, plan, until, totals)
+        disturbed_run(folder / "disturbed", straight, cache, SEED, plan, until, totals)
     return folder / "disturbed" / "disk" / "run", straight, totals
 
 

@@ -376,7 +376,7 @@ def drill(folder: Path, processes: int, minutes: float, seed: int) -> Totals:
         undisturbed, began = name.with_name(f"{name.name}_undisturbed"), time.monotonic()
         undisturbed_run(undisturbed, environment(undisturbed, cache, number), totals)
         end += time.monotonic() - began  # the minutes are those of faults
-        plan = aims(random.Random(f"{number} {processes}"), kinds)
+        plan = aims(random.Random(f"aims {number} {processes}"), kinds)
         before = len(totals.wrong)
         disturbed_run(name, undisturbed, cache, number, plan, end, totals, "full disk" in kinds)
         if len(totals.wrong) == before:

@@ -60,14 +60,14 @@ class Config:
     model_path: str = in_model(
         "", "Hugging Face id or folder of the model; empty: recipes/tiny.yaml.", yaml="path"
     )
-    model_revision: str = in_model("", "Branch, tag or commit on the Hub; empty: the main branch.")
+    model_revision: str = in_model("", "Branch, tag or commit on the hub; empty: the main branch.")
     dtype: str = in_model(
         "auto", "Compute dtype; auto: float32 on a CPU, else bfloat16.", choices=DTYPES
     )
     chat_template: str = in_model("", "Jinja chat template; empty: the tokenizer's template.")
 
     dataset: str = named("openai/gsm8k", "Hugging Face id, file, or folder of SPLIT.jsonl files.")
-    dataset_config: str = in_data("", "Hub configuration; empty: main for GSM8K, else the default.")
+    dataset_config: str = in_data("", "Its configuration; empty: main for GSM8K, else the default.")
     train_split: str = named("train", "Split to train on.")
     eval_split: str = named("test", "Split to evaluate on.", results="none")
     question_column: str = named("question", "Column of the dataset that holds the question.")
@@ -154,7 +154,7 @@ class Config:
         yaml="per_device_micro_batch_size",
     )
     grad_accum_steps: int = speed(
-        0, "Most micro-steps of an update; it sets the micro-batch; 0: not set."
+        0, "Most micro-steps of an update, which then sets the micro-batch; 0: not set."
     )
     ppo_epochs: int = in_train(1, "How often a step uses each mini-batch.", at_least=1)
     num_mini_batches: int = in_train(
@@ -183,9 +183,9 @@ class Config:
     remat: str = speed(
         "full", "What backward recomputes; dots: all but the matmuls.", choices="none|dots|full"
     )
-    policy_loss_impl: str = speed("jax", "Code of the loss's logps.", choices="jax|pallas")
-    attention_impl: str = speed("auto", "Code of the attention.", choices="auto|xla|splash")
-    layer_loop: str = speed("auto", "Loop over layers, or unroll it.", choices="auto|scan|unroll")
+    policy_loss_impl: str = speed("jax", "What computes the loss's logps.", choices="jax|pallas")
+    attention_impl: str = speed("auto", "What computes attention.", choices="auto|xla|splash")
+    layer_loop: str = speed("auto", "Whether one loop runs all layers.", choices="auto|scan|unroll")
 
     loss_type: str = in_loss(
         "dapo",
@@ -226,7 +226,7 @@ class Config:
     is_floor: float = in_loss(0.0, "Smaller weights become IS_FLOOR, or 0 (mask).", at_most=1)
     is_cap: float = in_loss(3.0, "Larger weights become IS_CAP, or 0 (mask).", at_least=1)
     off_policy_mask_threshold: float = in_loss(
-        0.0, "Drop sequences of negative advantage whose mean drift is more nats; 0: none."
+        0.0, "Drop negative-advantage sequences whose logps fell by more nats per token; 0: none."
     )
 
     eval_every_steps: int = in_eval(10, "Steps between evaluations, from step 0 on; 0: never.")

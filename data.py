@@ -145,7 +145,7 @@ def _read_hub(dataset: str, dataset_config: str, split: str) -> Iterator[tuple[s
 
 
 def _numbered(source: Any, examples: list[Any]) -> Iterator[tuple[str, Any]]:
-    """Yields (place, example), where the place is a number from 1."""
+    """Yields (place, example), where the place is a text such as "FILE row 1"."""
     return ((f"{source} row {i}", example) for i, example in enumerate(examples, start=1))
 
 

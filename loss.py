@@ -222,8 +222,8 @@ def policy_loss(
     if by_sequence:
         log_ratio = log_ratio.sum(axis=1, keepdims=True) / sequence_tokens  # [R, 1]
     ratio = jnp.exp(log_ratio)  # [R, T] or [R, 1]
-    loss, cut = _token_loss(o, ratio, A, jnp.where(mask, logps, 0.0))  # [R, T] or [R, 1]
-    metrics = _cut_metrics(cut, mask, num_sequences if by_sequence else num_tokens)
+    loss, is_clipped = _token_loss(o, ratio, A, jnp.where(mask, logps, 0.0))  # [R, T] or [R, 1]
+    metrics = _clip_metrics(is_clipped, mask, num_sequences if by_sequence else num_tokens)
 
     loss = jnp.where(top, loss, 0.0)  # [R, T]
     if o.off_policy_mask_threshold > 0:
@@ -266,7 +266,7 @@ def _stop_if_misshapen(advantages: jax.Array, *arrays: jax.Array | None) -> None
 def _token_loss(
     o: Objective, ratio: jax.Array, A: jax.Array, logps: jax.Array
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns the loss of each token, and where its ratio is cut.
+    """Returns the loss of each token, and where its ratio is clipped.
 
     ratio: [R, T], or [R, 1] of sequences. A: [R, 1] advantages. logps: [R, T]. Both results have
     the shape of the ratio, but the loss of cispo is always [R, T].
@@ -281,9 +281,9 @@ def _token_loss(
     ratio = jnp.minimum(ratio, o.delta) if o.delta else ratio
     low = (ratio < 1 - o.eps_low) & (A < 0)
     high = (ratio > 1 + o.eps_high) & (A > 0)
-    cut = {"low": low, "high": high, "region": low | high}
-    cut = {f"clip_ratio/{which}_mean": x for which, x in cut.items()}
-    return -jnp.minimum(ratio * A, clipped * A), cut
+    is_clipped = {"low": low, "high": high, "region": low | high}
+    is_clipped = {f"clip_ratio/{which}_mean": x for which, x in is_clipped.items()}
+    return -jnp.minimum(ratio * A, clipped * A), is_clipped
 
 
 def _divisor(o: Objective, num_tokens: Any, num_sequences: Any, sequence_tokens: Any) -> Any:
@@ -297,18 +297,19 @@ def _divisor(o: Objective, num_tokens: Any, num_sequences: Any, sequence_tokens:
     return num_sequences * o.max_completion_length
 
 
-def _cut_metrics(
-    cut: dict[str, jax.Array], mask: jax.Array, count: jax.Array | float
+def _clip_metrics(
+    is_clipped: dict[str, jax.Array], mask: jax.Array, count: jax.Array | float
 ) -> dict[str, jax.Array]:
-    """Returns the step's means of `cut`, and the extremes over the sequences that have a token.
+    """Returns what this micro-batch adds to the update's means of `is_clipped`, and the extremes
+    over its sequences that have a token.
 
-    cut: from _token_loss, [R, T] or [R, 1] bool; False under the mask, where the ratio is 1.
-    mask: [R, T]. count: the number of ratios of the step.
+    is_clipped: from _token_loss, [R, T] or [R, 1] bool; False where the mask is 0, because the
+    ratio is 1 there. mask: [R, T]. count: the number of ratios of the update.
     """
-    metrics = {name: x.sum() / count for name, x in cut.items()}
-    if "clip_ratio/low_mean" in cut:
+    metrics = {name: x.sum() / count for name, x in is_clipped.items()}
+    if "clip_ratio/low_mean" in is_clipped:
         tokens = mask.sum(axis=1)  # [R]
-        low, high = (cut[f"clip_ratio/{which}_mean"] for which in ("low", "high"))
+        low, high = (is_clipped[f"clip_ratio/{which}_mean"] for which in ("low", "high"))
         ratios = jnp.maximum(tokens, 1) if low.shape == mask.shape else 1
         low, high = low.sum(axis=1) / ratios, high.sum(axis=1) / ratios  # [R]
         metrics["clip_ratio/low_min"] = jnp.where(tokens > 0, low, 1.0).min()

@@ -27,6 +27,9 @@ CORES = {
     "TPU v5": (64, 2),
     "TPU v6": (128, 1),
 }
+# What block_sizes chooses from. Multiples of 64 tokens and of 128 rows fill the chip's tiles.
+TOKEN_BLOCKS, VOCABULARY_TILES = (256, 128, 64), (2048, 1024, 512, 256, 128)
+STATS = SAVED = 4  # numbers of a token in the stats of forward and in what backward gets, for k = 1
 
 
 def token_logps(
@@ -80,7 +83,7 @@ def block_sizes(D: int, itemsize: int, device_kind: str) -> tuple[int, int]:
         return tile + tokens + 12 * block * v * 4
 
     limit = _vmem_and_cores(device_kind)[0]
-    sizes = [(block, v) for v in (2048, 1024, 512, 256, 128) for block in (256, 128, 64)]
+    sizes = [(block, v) for v in VOCABULARY_TILES for block in TOKEN_BLOCKS]
     if fits := [size for size in sizes if vmem_bytes(*size) < limit]:
         return fits[0]
     raise ValueError(
@@ -125,8 +128,8 @@ class Kernel(NamedTuple):
         return pl.pallas_call(
             kernel,
             grid=(pl.cdiv(n, block),),
-            in_specs=[scalars, token_block(D), weights_block, token_block(1), token_block(4)],
-            out_specs=token_block(4),
+            in_specs=[scalars, token_block(D), weights_block, token_block(1), token_block(STATS)],
+            out_specs=token_block(STATS),
             out_shape=jax.ShapeDtypeStruct(stats.shape, stats.dtype),
             **self.settings("parallel"),
         )(tile_position, hidden, tile.w, target, stats)
@@ -176,11 +179,11 @@ class Kernel(NamedTuple):
             (None, v, D), lambda core, i: (core, 0, 0), pipeline_mode=once
         )
         tile_position = jnp.stack([tile.first, tile.repeated]).astype(jnp.int32)  # [2]
-        token_blocks = [token_block(width) for width in (1, 4, D)]  # of target, saved, grad_hidden
+        widths = (1, SAVED, D)  # of target, saved, grad_hidden
         grad_hidden, grad_w = pl.pallas_call(
             kernel,
             grid=(cores, blocks // cores),
-            in_specs=[scalars, token_block(D), weights_block, *token_blocks],
+            in_specs=[scalars, token_block(D), weights_block, *map(token_block, widths)],
             out_specs=[token_block(D), gradient_block],
             out_shape=[
                 jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((n, D), (cores, v, D))

@@ -20,8 +20,8 @@ from runtime.run_log import Clock, RunLog
 from update import MiniBatch
 
 # The mean difference between the sampler's log-probabilities and the trainer's which rounding does
-# not explain. With float32 it is about 1e-6. With bfloat16, which has 8 bits, logits near 20 are
-# rounded to steps of 0.125, and a mean of 0.01 to 0.03 is usual; wrong weights give 0.1 or more.
+# not explain. With float32 it is about 1e-6. With bfloat16, whose numbers have 8 significant bits,
+# hidden states are rounded, and a mean of 0.01 to 0.03 is usual; wrong weights give 0.1 or more.
 DRIFT_LEVELS = {"float32": 1e-3, "bfloat16": 0.05}
 PHASES = ("rollout_sync", "rollout_generate", "reward", "advantages", "shard", "update")
 EVAL_PHASES = ("rollout_sync", "rollout_generate", "reward")

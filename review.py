@@ -214,7 +214,8 @@ RULES = (
     Rule(
         "non_finite_steps",
         lambda v: (column(v.last, APPLIED) < v.run.settings["derived.updates_per_step"]).any(),
-        "An update was not finite and was not applied. Lower LEARNING_RATE; read bad_step_N.npz.",
+        "An update was not finite and was not applied. Lower LEARNING_RATE or, at the first step, "
+        "check the weights of MODEL_PATH; read bad_step_N.npz.",
         "One such step in ten is enough: a healthy run has none.",
     ),
     Rule(
@@ -282,7 +283,7 @@ RULES = (
 )
 
 
-def broken_rules(view: View) -> list[Rule]:
+def rules_that_hold(view: View) -> list[Rule]:
     """The rules that hold: only the first can before WINDOW steps, and no_learning only alone."""
     rules = RULES if len(view.last) == WINDOW else RULES[:1]
     with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # means of no value
@@ -293,7 +294,7 @@ def broken_rules(view: View) -> list[Rule]:
 def verdict(history: History) -> list[str]:
     """One to three lines about a run: what is wrong, or what it has reached."""
     view = View(history, history.steps[:WINDOW], history.steps[-WINDOW:])
-    if found := broken_rules(view):
+    if found := rules_that_hold(view):
         return [f"verdict: {rule.name}: {rule.says}" for rule in found[:3]]
     if not history.steps:
         return []
@@ -402,7 +403,7 @@ class Reviewer:
     def _look(self, record: dict[str, Any]) -> None:
         steps = self._history.steps
         steps.append({name: record.get(name) for name in SEEN})
-        holding = broken_rules(View(self._history, steps[:WINDOW], steps[-WINDOW:]))
+        holding = rules_that_hold(View(self._history, steps[:WINDOW], steps[-WINDOW:]))
         self._held = collections.Counter({r.name: self._held[r.name] + 1 for r in holding})
         for rule in holding:
             if self._held[rule.name] >= WINDOW and rule.name not in self._told:

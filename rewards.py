@@ -92,7 +92,9 @@ def extract_answer(text: str) -> Fraction | None:
     start = text.rfind("<answer>", 0, max(text.rfind("</answer>"), 0))
     if start == -1:
         start = text.rfind("<answer>")
-    return parse_number(text if start == -1 else text[start + 8 :].partition("</answer>")[0])
+    return parse_number(
+        text if start == -1 else text[start + len("<answer>") :].partition("</answer>")[0]
+    )
 
 
 def reward_correct(completions: list[str], answer: list[str], **columns: list) -> Rewards:

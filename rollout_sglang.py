@@ -5,8 +5,8 @@ It is not a dependency: docs/sglang.md says how to install it. Three of its part
 
   * Its weights: update_weights puts the trainer's weights where the engine reads them at each call.
     There is no second process and no file.
-  * Its sampler: _draw uses draw_tokens of sampling.py with the same keys as `naive`, so that both
-    backends draw the same tokens, apart from rounding, in whatever order the engine computes.
+  * Its sampler: _draw uses draw_tokens of models/draw.py with the same keys as `naive`, so that
+    both backends draw the same tokens, apart from rounding, in whatever order the engine computes.
   * Its handling of errors: the engine would kill the process, and its scheduler would never rest.
 
 Dimensions: r sequences of a rollout pass, c sequences of a program of the engine, T completion

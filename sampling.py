@@ -125,13 +125,14 @@ def generate(
         stopping=stopping,
     )
     left = decode_all(params, compute, state, sampling=sampling, stopping=stopping, drop=drop)
-    numbers, computed, tokens, logps, lengths, *support = (
+    left_ids, computed, tokens, logps, lengths, *support = (
         np.concatenate(x) for x in zip(*left, strict=True)
     )
     mask = (np.arange(stopping.max_new_tokens) < lengths[:, None]).astype(np.int32)  # [r, T]
     found = Completions(tokens, mask, logps, computed, *support)
     # They are in the order in which they left the batch; sequence_ids has the order asked for.
-    return found.at(np.argsort(numbers)[np.argsort(np.argsort(sequence_ids))])
+    order = np.argsort(left_ids)
+    return found.at(order[np.searchsorted(left_ids[order], sequence_ids)])
 
 
 def decode_all(

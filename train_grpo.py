@@ -285,7 +285,8 @@ def update_policy(
     epochs = [groups_of_mini_batches(run, step, epoch) for epoch in range(cfg.ppo_epochs)]
     groups_of_updates = np.concatenate(epochs)  # [updates, groups of a mini-batch]
     # The ratios of later updates need the log-probabilities of all groups before the first update.
-    # Those of the first mini-batch come from its update; all others are computed here.
+    # Those of the first mini-batch come from its update; those of all others are computed here.
+    # With one mini-batch there are no others, and nothing is computed.
     others = groups_of_updates[1 : cfg.num_mini_batches].reshape(-1)
     logps_of_others, _ = logps_and_entropies(run, life, state.params, batch, others)  # [B, T]
     life.stop.check()  # once the first update is applied, the run stops only after the step
@@ -318,7 +319,7 @@ def one_update(
 ) -> tuple[TrainState, dict[str, float], list[jax.Array]]:
     """One optimizer step on the sum of the gradients of all micro-batches: the state, the metrics,
     and the log-probabilities [R, T] of each micro-batch before the update."""
-    metrics_of, before, counts = [], [], mini_batch.counts()
+    metrics_of, logps_of, counts = [], [], mini_batch.counts()
     no_gradient = not mini_batch.micro_batches  # nothing to learn from
     several = run.sizes.grad_accum_steps > 1
     grads = zero_grads(state.params) if several or no_gradient else None
@@ -337,7 +338,7 @@ def one_update(
             compute=run.training,
         )
         metrics_of.append(metrics)
-        before.append(logps)
+        logps_of.append(logps)
     state, norm = optimizer_step(
         state,
         grads,
@@ -350,7 +351,7 @@ def one_update(
     merged = with_skipped(merge_metrics(metrics_of), mini_batch)
     merged["grad_norm"] = float(norm)
     merged["throughput/update/computed_per_token"] = mini_batch.computed_per_token()
-    return state, merged, before
+    return state, merged, logps_of
 
 
 # ---- Export --------------------------------------------------------------------------------------
@@ -378,7 +379,7 @@ def export(run: Run, out: Path, params: Params) -> None:
 
 # For the line about a device that ran out of memory: a function in the stack trace -> the programs
 # that it runs, and the settings that make them smaller.
-WAITING = {
+PROGRAMS_OF_FUNCTION = {
     "load_state": ("what holds the weights and the optimizer's state", ()),
     "save": ("checksums", ()),
     "update_weights": ("the copy of the weights that samples", ()),
@@ -395,7 +396,7 @@ if __name__ == "__main__":
 
         plan_and_exit(COMMAND.cfg, COMMAND.slice_name)
     print(*COMMAND.lines, sep="\n", flush=True)
-    with ending_together(), memory_errors_in_sizes(COMMAND.cfg, WAITING):
+    with ending_together(), memory_errors_in_sizes(COMMAND.cfg, PROGRAMS_OF_FUNCTION):
         if COMMAND.eval_only or COMMAND.question:
             from tools.answers import answer_command
 

@@ -74,7 +74,7 @@ class Counts(NamedTuple):
     num_top_tokens: Any  # the part of num_tokens that top_mask keeps, at least 1
 
 
-def count(num_tokens: int, num_sequences: int, num_top_tokens: int | None) -> Counts:
+def make_counts(num_tokens: int, num_sequences: int, num_top_tokens: int | None) -> Counts:
     """The counts of an update. num_top_tokens: None if there is no top_mask."""
     top = num_tokens if num_top_tokens is None else num_top_tokens
     return Counts(*(np.float32(max(x, 1)) for x in (num_tokens, num_sequences, top)))
@@ -103,7 +103,7 @@ class MiniBatch(NamedTuple):
         """What the update's sums are divided by."""
         top, batch = self.batch.top_mask, self.batch
         num_tokens = batch.completion_mask[self.sequences].sum()
-        return count(
+        return make_counts(
             num_tokens, len(self.sequences), None if top is None else top[self.sequences].sum()
         )
 
@@ -325,7 +325,7 @@ def optimizer_step(
     optimizer: Optimizer,
     model: ModelConfig,
 ) -> tuple[TrainState, jax.Array]:
-    """The state after one update with its summed gradient, and its norm before clipping.
+    """The state after an update with these summed gradients, and their norm before clipping.
 
     If the norm or the loss of the update is not finite, the state stays as it is, to the bit.
     """

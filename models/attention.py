@@ -246,10 +246,10 @@ def _unnormalized(q: jax.Array, kv: KV, mask: jax.Array) -> list[jax.Array]:
     q: [Z, N, M, h]. kv: of u tokens. mask: broadcast to [Z, N, M, u].
     """
     f32 = {"preferred_element_type": jnp.float32}
-    scores = jnp.where(mask, jnp.einsum("xnmh,xnhu->xnmu", q, kv.k, **f32), MASKED)
+    scores = jnp.where(mask, jnp.einsum("znmh,znhu->znmu", q, kv.k, **f32), MASKED)
     top = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))  # it cancels in the quotient
     weights = jnp.exp(scores - top)
-    values = jnp.einsum("xnmu,xnuh->xnmh", weights.astype(q.dtype), kv.v, **f32)
+    values = jnp.einsum("znmu,znuh->znmh", weights.astype(q.dtype), kv.v, **f32)
     return [top, weights.sum(axis=-1, keepdims=True), values]
 
 

@@ -33,7 +33,8 @@ def draw_tokens(keys: jax.Array, logits: jax.Array, sampling: Sampling) -> tuple
     [R, U] int32 with -1 in unused places, and [R] whether MAX_SUPPORT cut it.
     """
     if sampling.replay:
-        kept, ids, was_cut = _support(logits / sampling.temperature, sampling)  # [R, U] each
+        scaled = logits / sampling.temperature
+        kept, ids, was_cut = _support(scaled, sampling)  # [R, U], [R, U], [R]
         place = jax.vmap(jax.random.categorical)(keys, kept)[:, None]  # [R, 1]
         token, logp = (jnp.take_along_axis(x, place, axis=-1)[:, 0] for x in (ids, kept))
         support = jnp.where(kept > MASKED, ids, -1)

@@ -415,5 +415,7 @@ def stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
             found.update(eos if isinstance(eos, list) else [eos])
     ids = tuple(sorted(found - {None}))
     if not ids:
-        raise UserMistake(f"MODEL_PATH={folder}: neither its configs nor its tokenizer name an EOS")
+        raise UserMistake(
+            f"MODEL_PATH={folder}: neither its configs nor its tokenizer name a stop token"
+        )
     return ids

@@ -67,14 +67,14 @@ def how_to_compute(
     that the devices or the model cannot do.
     """
     platform = devices[0].platform
-    dtype, impl = cfg.dtype, cfg.policy_loss_impl
+    dtype = cfg.dtype
     if dtype == "auto":
         dtype = "float32" if platform == "cpu" else "bfloat16"
-    if impl == "pallas" and (platform, dtype) != ("tpu", "bfloat16"):
-        print(
-            f"POLICY_LOSS_IMPL=pallas needs bfloat16 on a TPU; with {dtype} on {platform} jax runs"
+    if cfg.policy_loss_impl == "pallas" and (platform, dtype) != ("tpu", "bfloat16"):
+        raise UserMistake(
+            f"POLICY_LOSS_IMPL=pallas needs DTYPE=bfloat16 on a TPU, and this run has {dtype} on "
+            f"{platform}; set POLICY_LOSS_IMPL=jax, which gives the same numbers"
         )
-        impl = "jax"
 
     processes = len(devices) // local_count(devices)
     R = sizes.prompt_batch_size * cfg.num_pre_q * processes
@@ -100,7 +100,7 @@ def how_to_compute(
         dtype=jnp.dtype(dtype),
         layout=layouts.train,
         remat=cfg.remat,
-        policy_loss_impl=impl,
+        policy_loss_impl=cfg.policy_loss_impl,
         attention_impl=attention,
         layer_loop=loop,
     )

@@ -61,7 +61,10 @@ def make_mesh(
     known = math.prod(n for n in sizes if n > 0)
     sizes = [len(devices) // known if n == -1 else n for n in sizes]
     if math.prod(sizes) != len(devices):
-        raise UserMistake(f"{setting}={shape} does not make {len(devices)} devices; auto does")
+        raise UserMistake(
+            f"{setting}={shape} is a mesh of {math.prod(sizes)} devices, but the run has "
+            f"{len(devices)}; set {setting}=auto"
+        )
     local = local_count(devices)
     if local % sizes[2]:
         raise UserMistake(

@@ -165,7 +165,7 @@ def parse(field: dataclasses.Field, text: str, label: str) -> Any:
         here = f"; {text} is called {ours} here" if ours else ""
         raise UserMistake(f"{label}={text!r} is not one of {choices}{here}")
     if form and not re.fullmatch(form, text):
-        raise UserMistake(f"{label}={text!r} does not fit; wanted: {help}")
+        raise UserMistake(f"{label}={text!r} does not have the right form: {help}")
     if field.type is str:
         return text
     if field.type is bool:

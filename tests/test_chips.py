@@ -100,7 +100,7 @@ def test_every_function_that_waits_for_a_device_exists() -> None:
     """Under another name its error would not say which size to lower."""
     nodes = [node for file in code().values() for node in ast.walk(ast.parse(file.read_text()))]
     defined = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
-    assert set(train_grpo.WAITING) <= defined
+    assert set(train_grpo.PROGRAMS_OF_FUNCTION) <= defined
 
 
 @pytest.mark.parametrize("name", ["v6e-8", "v4-16"])

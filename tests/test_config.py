@@ -165,13 +165,13 @@ PARAM_DTYPE=bfloat16 -> there is no setting PARAM_DTYPE: trained weights are flo
     loses most updates of them; to save memory lower TRAIN_PER_DEVICE_MICRO_BATCH_SIZE or use more
     devices
 EPSILON_HIGH=0.28 -> EPSILON_HIGH is called EPS_HIGH here (`python config.py` lists all)
-MESH_SHAPE=2,4 -> MESH_SHAPE='2,4' does not fit; wanted: Training mesh: auto, or
+MESH_SHAPE=2,4 -> MESH_SHAPE='2,4' does not have the right form: Training mesh: auto, or
     dp,fsdp,tp; -1: the rest.
-MESH_SHAPE=0,1,1 -> MESH_SHAPE='0,1,1' does not fit; wanted: Training mesh: auto, or
+MESH_SHAPE=0,1,1 -> MESH_SHAPE='0,1,1' does not have the right form: Training mesh: auto, or
     dp,fsdp,tp; -1: the rest.
-MESH_SHAPE=-1,-1,1 -> MESH_SHAPE='-1,-1,1' does not fit; wanted: Training mesh: auto, or
+MESH_SHAPE=-1,-1,1 -> MESH_SHAPE='-1,-1,1' does not have the right form: Training mesh: auto, or
     dp,fsdp,tp; -1: the rest.
-DATASET= -> DATASET='' does not fit; wanted: Hugging Face id, file, or folder of
+DATASET= -> DATASET='' does not have the right form: Hugging Face id, file, or folder of
     SPLIT.jsonl files.
 """
 GOOD = [

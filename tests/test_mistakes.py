@@ -27,7 +27,7 @@ SETTINGS = [  # environment, words of the line
     ({"LEARNING_RATE": "nan"}, "LEARNING_RATE='nan' is not finite"),
     ({"EVAL_FULL_SWEEP": "maybe"}, "EVAL_FULL_SWEEP='maybe' is not a bool"),
     ({"OPTIMIZER": "adam"}, "OPTIMIZER='adam' is not one of adamw|"),
-    ({"MESH_SHAPE": "8x1"}, "MESH_SHAPE='8x1' does not fit"),
+    ({"MESH_SHAPE": "8x1"}, "MESH_SHAPE='8x1' does not have the right form"),
     ({"REWARD_WEIGHTS": "1,1"}, "REWARD_WEIGHTS=1.0,1.0 has 2 numbers; give 3"),
     ({"NUM_PRE_Q": "1"}, "NUM_PRE_Q=1 leaves ADV_ESTIMATOR=grpo nothing to compare"),
     ({"DELTA": "1.1"}, "DELTA=1.1 must be above 1 + EPS_HIGH"),
@@ -62,7 +62,11 @@ FUNCTIONS = [
     ({"REWARD_FN": "reward"}, "REWARD_FN: 'reward' is not file.py:name"),
 ]
 RUN = [
-    ({"MESH_SHAPE": "1,3,1"}, "MESH_SHAPE=1,3,1 does not make 1 devices"),
+    ({"POLICY_LOSS_IMPL": "pallas"}, "POLICY_LOSS_IMPL=pallas needs DTYPE=bfloat16 on a TPU"),
+    (
+        {"MESH_SHAPE": "1,3,1"},
+        "MESH_SHAPE=1,3,1 is a mesh of 3 devices, but the run has 1; set MESH_SHAPE=auto",
+    ),
     ({"JAX_PLATFORMS": "rocm"}, "JAX_PLATFORMS=rocm: no such device here"),
     ({"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1"}, "needs JAX_NUM_PROCESSES"),
     ({"MAX_PROMPT_LENGTH": "5"}, "MAX_PROMPT_LENGTH=5: every train prompt is longer"),

@@ -171,7 +171,8 @@ def test_a_sick_run_has_at_most_three_lines_and_causes_come_first() -> None:
     sick = {APPLIED: 0, DRIFT: 0.5, CUT: 1, EQUAL: 1, CLIPPED: 0} | FLAT
     lines = [
         "verdict: non_finite_steps: An update was not finite and was not applied. Lower "
-        "LEARNING_RATE; read bad_step_N.npz.",
+        "LEARNING_RATE or, at the first step, check the weights of MODEL_PATH; "
+        "read bad_step_N.npz.",
         "verdict: sampler_drift: The sampler's log-probabilities are not the trainer's: its "
         "weights or programs differ.",
         "verdict: all_truncated: Nearly all completions are cut off before they end. Raise "

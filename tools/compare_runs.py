@@ -31,7 +31,6 @@ METRICS = (  # the rows, each with the last value of a run
 )
 STEP_TIME = "time/train/step_avg_last10_s"
 CHOSEN = ("policy_loss_impl", "attention_impl", "layer_loop", "dtype", "mesh_shape", "device")
-IMPLEMENTATIONS = {"policy_loss_impl": "POLICY_LOSS_IMPL", "attention_impl": "ATTENTION_IMPL"}
 
 
 def last_value(history: History, name: str) -> tuple[float, float]:
@@ -89,13 +88,12 @@ def conclusion(names: list[str], histories: list[History]) -> list[str]:
     different = [name for name in CHOSEN if first[name] != second[name]]
     told = [f"{name} {first[name]} and {second[name]}" for name in different]
     lines.append(f"the implementations differ in: {', '.join(told) or 'nothing'}")
-    for name, setting in IMPLEMENTATIONS.items():
-        asked = [str(history.settings.get(f"train.{name}")) for history in histories]
-        if asked[0] != asked[1] and first[name] == second[name]:
-            lines.append(
-                f"this is no comparison of {setting}={asked[0]} with {asked[1]}: both runs "
-                f"computed {first[name]}"
-            )
+    asked = [str(history.settings.get("train.attention_impl")) for history in histories]
+    if asked[0] != asked[1] and "attention_impl" not in different:
+        lines.append(
+            f"this is no comparison of ATTENTION_IMPL={asked[0]} with {asked[1]}: both runs "
+            f"computed {first['attention_impl']}"
+        )
     settings = [history.settings for history in histories]
     keys = [k for k in settings[0] | settings[1] if not k.startswith(("derived.", "run."))]
     changed = [key for key in keys if settings[0].get(key) != settings[1].get(key)]

@@ -13,11 +13,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_reliability import records, wait_for
+from test_reliability import wait_for
 from test_train import Result, finish, start, train
 
 from models import hf
 from models.placement import num_params
+from tools.fault_checks import metric_records
 from tools.make_random import make_random
 
 REPO = Path(__file__).resolve().parent.parent
@@ -134,7 +135,7 @@ def test_a_run_with_the_engine_that_is_stopped_and_killed_ends_like_the_undistur
     undisturbed = folder / "qwen2_engine"
     if not undisturbed.exists():
         train(undisturbed, **given, **ENGINE)
-    assert records(out) == records(undisturbed)
+    assert metric_records(out) == metric_records(undisturbed)
 
 
 # Prints what the engine has changed in its process, and what closing it leaves.

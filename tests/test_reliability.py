@@ -12,13 +12,12 @@ import sys
 import time
 from pathlib import Path
 
-import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 from forked import OLDER_EMITTERS, Process
 from test_train import REPO, Result, finish, start, start_two
 
+from tools.fault_checks import checkpoint_arrays, metric_records
 from tools.make_random import make_random
 
 STEPS = 16
@@ -30,31 +29,11 @@ TEXT = f"""
     LEARNING_RATE=3e-4 WEIGHT_DECAY=0.01 EVAL_EVERY_STEPS=6 EVAL_PROMPTS=16 SAVE_EVERY_STEPS=1
 """
 SETTINGS = dict(setting.split("=") for setting in TEXT.split())
-TIMES = ("time/", "throughput/", "memory/", "compile/")
-
-
-def records(out: Path) -> list[dict]:
-    """The records of metrics.jsonl without the values that depend on the clock."""
-    lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [
-        {name: value for name, value in json.loads(line).items() if not name.startswith(TIMES)}
-        for line in lines
-    ]
-
-
-def arrays(out: Path, step: int = STEPS) -> dict[str, np.ndarray]:
-    """{path: array} of a checkpoint, as orbax reads them without our code."""
-    folder = out / "checkpoints" / str(step) / "arrays"
-    reader = ocp.PyTreeCheckpointer()
-    saved = reader.metadata(folder).item_metadata.tree
-    as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), saved)
-    leaves = jax.tree.leaves_with_path(reader.restore(folder, restore_args=as_numpy))
-    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
 
 
 def assert_same_run(a: Path, b: Path, tolerance: float = 0, steps: int = STEPS) -> None:
     """Arrays of the last checkpoint and metrics are equal, to the bit or to a tolerance."""
-    ours, theirs = arrays(a, steps), arrays(b, steps)
+    ours, theirs = checkpoint_arrays(a, steps), checkpoint_arrays(b, steps)
     assert ours.keys() == theirs.keys()
     assert {"['state']['params']['embed']", "['ref_params']['embed']"} <= ours.keys()
     for name in ours:
@@ -62,7 +41,7 @@ def assert_same_run(a: Path, b: Path, tolerance: float = 0, steps: int = STEPS) 
             np.testing.assert_allclose(ours[name], theirs[name], rtol=tolerance, atol=tolerance)
         else:
             assert ours[name].tobytes() == theirs[name].tobytes(), name
-    logged = records(a), records(b)
+    logged = metric_records(a), metric_records(b)
     assert [r["step"] for r in logged[0]] == [r["step"] for r in logged[1]]
     if not tolerance:
         assert logged[0] == logged[1]
@@ -102,7 +81,7 @@ def undisturbed(out: Path) -> Path:
 def logged_steps(folder: Path) -> list[dict]:
     """The records of the steps; "train-other/" is removed from the names."""
     prefix = "train-other/"
-    steps = [r for r in records(folder) if f"{prefix}loss" in r]
+    steps = [r for r in metric_records(folder) if f"{prefix}loss" in r]
     return [{name.removeprefix(prefix): value for name, value in r.items()} for r in steps]
 
 
@@ -260,10 +239,10 @@ def test_two_processes_stop_together_and_go_on_together(out: Path) -> None:
     assert all(result.code != 0 for result in ended(running, outs))
 
     assert [result.code for result in ended(*launch(folder))] == [0, 0]
-    ours, theirs = arrays(folder, 6), arrays(straight, 6)
+    ours, theirs = checkpoint_arrays(folder, 6), checkpoint_arrays(straight, 6)
     for name in ours:
         assert ours[name].tobytes() == theirs[name].tobytes(), name
-    assert records(folder) == records(straight)
+    assert metric_records(folder) == metric_records(straight)
 
 
 # ---- A full disk --------------------------------------------------------------------------------
@@ -289,7 +268,7 @@ def test_a_run_whose_checkpoints_do_not_fit_the_disk_goes_on_and_says_so(
         r"^checkpoint of step (\d) cannot be written to \S+: File too large", done.stdout, re.M
     )
     assert lost == ["1", "2", "3"], done.stdout + done.stderr
-    assert [r["step"] for r in records(folder)] == [0, 1, 2]
+    assert [r["step"] for r in metric_records(folder)] == [0, 1, 2]
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("error: ")
     assert "Traceback" not in done.stderr, "no thread of a library prints what our lines say"
@@ -341,7 +320,7 @@ def test_steps_that_are_not_finite_are_not_applied_and_end_the_run_after_the_lim
     )
     told = re.findall("update (.) of this step was not applied: loss is nan\n", result.lines)
     assert told == ["2", "1", "1"]
-    good, bad = arrays(folder, 1), arrays(folder, 2)
+    good, bad = checkpoint_arrays(folder, 1), checkpoint_arrays(folder, 2)
     assert all(good[name].tobytes() == bad[name].tobytes() for name in good)
     for step in (0, 1, 2):
         batch = np.load(folder / f"bad_step_{step}.npz", allow_pickle=False)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from test_config import DEFAULTS
-from test_reliability import arrays, records, start_run, wait_for
+from test_reliability import start_run, wait_for
 from test_train import Result, finish
 
 from config import Config
@@ -16,6 +16,7 @@ from runtime.checkpoint import Checkpoints
 from runtime.mistakes import UserMistake
 from runtime.parsing import compared_by_value
 from runtime.resume import finished_line, is_finished, stop_if_another, stop_if_unusable
+from tools.fault_checks import checkpoint_arrays, metric_records
 from update import TrainState
 
 
@@ -48,9 +49,9 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(out: Path, short
         r"^checkpoint \S+/checkpoints/3 is damaged and passed over: ", result.lines, re.M
     )
     assert "resumed after step 2 of 3" in result.lines
-    ours, theirs = arrays(short, 3), arrays(out / "short", 3)
+    ours, theirs = checkpoint_arrays(short, 3), checkpoint_arrays(out / "short", 3)
     assert all(ours[name].tobytes() == theirs[name].tobytes() for name in theirs)
-    assert records(short) == records(out / "short")
+    assert metric_records(short) == metric_records(out / "short")
     kept = [*short.glob("earlier_*/3")]
     assert len(kept) == 1, "the damaged checkpoint is set aside, not deleted"
 
@@ -156,7 +157,7 @@ def test_a_run_goes_on_with_more_steps_and_a_changed_setting_stops_it_with_its_n
         assert result.code == 2, result.lines
         last = result.errors.strip().splitlines()[-1]
         assert last.startswith("error: ") and words in last, last
-        assert [r["step"] for r in records(short)] == [0, 1, 2], "no record is lost"
+        assert [r["step"] for r in metric_records(short)] == [0, 1, 2], "no record is lost"
 
     another = "step 3 was made with other settings or files: "
     refused(f"{another}LEARNING_RATE was 0.0003 and is 1e-05", LEARNING_RATE="1e-5")
@@ -195,7 +196,7 @@ def test_resume_names_a_checkpoint_or_begins_anew_and_nothing_is_lost(out, short
     result = run(short, RESUME=str(short / "checkpoints" / "2"))
     assert result.code == 0 and "resumed after step 2 of 3" in result.lines
     assert len([*short.glob("earlier_*/3")]) == 1
-    assert records(short) == records(out / "short")
+    assert metric_records(short) == metric_records(out / "short")
 
     other = short.with_name("other")
     process = start_run(
@@ -206,12 +207,12 @@ def test_resume_names_a_checkpoint_or_begins_anew_and_nothing_is_lost(out, short
     process.communicate()
     result = run(other, STEPS="5", LR_DECAY_STEPS="3")
     assert result.code == 0 and "resumed after step" in result.lines, result.errors
-    assert [r["step"] for r in records(other)] == [3, 4]
+    assert [r["step"] for r in metric_records(other)] == [3, 4]
 
     (short / "wandb").mkdir()
     result = run(short, RESUME="never")
     assert result.code == 0 and "resumed" not in result.lines
-    assert [r["step"] for r in records(short)] == [0, 1, 2]
+    assert [r["step"] for r in metric_records(short)] == [0, 1, 2]
     aside = [f.name for f in short.glob("earlier_*/*")]
     assert {"1", "2", "3", "metrics.jsonl", "samples.jsonl", "hf", "wandb"} <= {*aside}
     process = start_run(short, **settings | {"RESUME": "never"})

@@ -24,17 +24,9 @@ from config import Config
 from loss import Objective
 from loss_pallas import block_sizes
 from metrics import drift_level
-from models import hf
+from models import hf, placement
 from models.draw import Sampling
 from models.model import Compute, Params, abstract_params
-from models.placement import (
-    how_to_compute,
-    limits_of,
-    num_params,
-    reference_dtype,
-    rollout_mesh,
-    stop_if_too_long,
-)
 from review import Reviewer
 from rollout import Backend, Inputs, NaiveBackend, Run
 from runtime import processes, resume
@@ -109,9 +101,11 @@ def set_up(cfg: Config, example: dict[str, str] | None = None) -> Run:
 
     prompts = inputs.train_prompts + inputs.eval_prompts
     longest = max((len(prompt.ids) for prompt in prompts), default=1)
-    stop_if_too_long(cfg, inputs.model, longest)
+    placement.stop_if_too_long(cfg, inputs.model, longest)
     S = prompt_width(longest, cfg.global_length) - 1
-    training, rollout, reason = how_to_compute(cfg, inputs.model, inputs.sizes, S, jax.devices())
+    training, rollout, reason = placement.how_to_compute(
+        cfg, inputs.model, inputs.sizes, S, jax.devices()
+    )
     if training.policy_loss_impl == "pallas":
         stop_if_too_wide_for_pallas(inputs.model.hidden_size, jax.devices()[0].device_kind)
     stop_ids = hf.stop_ids(inputs.folder, inputs.tokenizer)
@@ -124,16 +118,16 @@ def set_up(cfg: Config, example: dict[str, str] | None = None) -> Run:
         optimizer=optimizer_of(cfg),
         training=training,
         rollout=rollout,
-        limits=limits_of(cfg, inputs.sizes, training, jax.process_count(), S),
+        limits=placement.limits_of(cfg, inputs.sizes, training, jax.process_count(), S),
         made_with=made_with(inputs, training, stop_ids) | digests,
     )
     print(
-        f"model={inputs.folder} parameters={num_params(inputs.model) / 1e6:.2f}M "
+        f"model={inputs.folder} parameters={placement.num_params(inputs.model) / 1e6:.2f}M "
         f"dtype={training.dtype} train={len(inputs.train_prompts)} "
         f"test={len(inputs.eval_prompts)} prompts "
         f"rewards={cfg.reward_fn or ','.join(f.__name__ for f in inputs.functions)}\n"
         f"mesh dp,fsdp,tp train={mesh_text(training.layout.mesh)} ({cfg.mesh_shape}) "
-        f"rollout={rollout_mesh(cfg, rollout)} ({cfg.rollout_mesh_shape}{reason})\n"
+        f"rollout={placement.rollout_mesh(cfg, rollout)} ({cfg.rollout_mesh_shape}{reason})\n"
         f"{cfg.rollout_lines()}"
         f"loss.loss_type={cfg.loss_type} loss.adv_estimator={cfg.adv_estimator} "
         f"train.policy_loss_impl={training.policy_loss_impl} "
@@ -217,7 +211,7 @@ def what_ran(run: Run) -> dict[str, str]:
         "derived.reward_weights": to_text(run.weights),
         **{f"derived.{name}": str(getattr(run.training, name)) for name in chosen},
         "derived.mesh_shape": mesh_text(run.training.layout.mesh),
-        "derived.rollout_mesh_shape": rollout_mesh(run.cfg, run.rollout),
+        "derived.rollout_mesh_shape": placement.rollout_mesh(run.cfg, run.rollout),
         "derived.commit": processes.commit_of(REPO),
         "derived.device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
     }
@@ -258,11 +252,12 @@ def open_log(run: Run, out: Path, progress: resume.Progress) -> RunLog:
 # ---- Inputs --------------------------------------------------------------------------------------
 
 
-def read_inputs(cfg: Config, ask_hub: bool, example: dict[str, str] | None) -> Inputs:
+def read_inputs(cfg: Config, ask_hub: bool, example: dict[str, str] | None) -> Inputs | None:
     """Reads all inputs. Raises UserMistake with a line for every mistake that it finds.
 
-    ask_hub: False after a mistake; then, and after a mistake here, it does not go to the hub, which
-    may take long. example: the only question of the eval split; None: all of the dataset.
+    ask_hub: False after a mistake, which will end the run. Then this only looks for more mistakes,
+    and returns None. After a mistake it does not go to the hub, which may take long.
+    example: the only question of the eval split; None: all of the dataset.
     """
     mistakes: list[str] = []
     sizes = processes.tried(mistakes, read_sizes, cfg)
@@ -282,6 +277,8 @@ def read_inputs(cfg: Config, ask_hub: bool, example: dict[str, str] | None) -> I
     }
     if mistakes:
         raise UserMistake("\n".join(dict.fromkeys(mistakes)))
+    if not ask_hub:
+        return None
     return Inputs(
         cfg=cfg,
         sizes=sizes,
@@ -392,7 +389,7 @@ def load_state(
     From the checkpoint that RESUME asks for, else from the model; see resume.restore.
     """
     model, mesh = run.training.model, run.training.layout.mesh
-    ref_dtype = reference_dtype(run.cfg, run.training.dtype)
+    ref_dtype = placement.reference_dtype(run.cfg, run.training.dtype)
     wanted: dict[str, Any] = {"state": abstract_state(model, mesh, run.optimizer)}
     if run.cfg.beta > 0:
         wanted["ref_params"] = abstract_params(model, mesh, ref_dtype)

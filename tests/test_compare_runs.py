@@ -31,10 +31,10 @@ INTERPRETED = """
 import dataclasses
 import functools
 import loss_pallas
-import startup
 import update
+from models import placement
 
-how_to_compute, pallas_call = startup.how_to_compute, loss_pallas.pl.pallas_call
+how_to_compute, pallas_call = placement.how_to_compute, loss_pallas.pl.pallas_call
 
 def with_pallas(cfg, *args):
     *computes, why = how_to_compute(dataclasses.replace(cfg, policy_loss_impl="jax"), *args)
@@ -44,7 +44,7 @@ def told_call(*args, **settings):
     print("kernel interpret={interpret}".format(**settings))
     return pallas_call(*args, **settings)
 
-startup.how_to_compute, loss_pallas.pl.pallas_call = with_pallas, told_call
+placement.how_to_compute, loss_pallas.pl.pallas_call = with_pallas, told_call
 update.token_logps = functools.partial(loss_pallas.token_logps, interpret=True)
 """
 

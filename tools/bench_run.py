@@ -13,6 +13,7 @@ import time
 
 STARTED = time.perf_counter()
 
+import argparse
 import json
 import math
 import os
@@ -104,6 +105,9 @@ def steady(records: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("result", type=Path, help="the file that gets the measurements")
+    file = parser.parse_args().result
     try:
         cfg = Config.from_env(os.environ)
     except UserMistake as error:
@@ -135,7 +139,7 @@ def main() -> None:
         "update_fraction_of_peak": round(fraction, 6),
         "device": jax.devices()[0].device_kind,
     }
-    Path(sys.argv[1]).write_text(json.dumps(result), encoding="utf-8")
+    file.write_text(json.dumps(result), encoding="utf-8")
 
 
 if __name__ == "__main__":

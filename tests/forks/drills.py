@@ -206,8 +206,10 @@ def edited(drill: Drill, root: Path = REPO) -> dict[str, str]:
 def new_lines(drill: Drill) -> dict[str, int]:
     """{file: how many of its lines are new or changed}."""
     found = {}
+    new_files = {edit.file for edit in drill.edits if not edit.old}
     for file, text in edited(drill).items():
-        difference = difflib.ndiff(read(file).splitlines(), text.splitlines())
+        before = "" if file in new_files else read(file)
+        difference = difflib.ndiff(before.splitlines(), text.splitlines())
         found[file] = sum(line.startswith("+ ") for line in difference)
     return found
 

@@ -32,7 +32,8 @@ from drills import (
     table,
 )
 from safetensors.numpy import load_file
-from test_readme import table as table_of_readme
+from test_readme import README
+from test_readme import table as table_of_page
 from test_train import Result, finish, start
 
 from rewards import load_reward_functions
@@ -113,7 +114,7 @@ def test_a_drill_edits_at_most_two_files_and_no_more_lines_than_it_says(drill: D
 @pytest.mark.parametrize("drill", [d for d in DRILLS if d.row], ids=lambda drill: drill.name)
 def test_the_readme_names_the_files_that_a_drill_edits(drill: Drill) -> None:
     """But not the file in which a new setting acts: that can be any file."""
-    (row,) = [row for row in table_of_readme("To change X, edit Y") if drill.row in row[0]]
+    (row,) = [row for row in table_of_page(README, "To change X, edit Y") if drill.row in row[0]]
     for file in edited(drill).keys() - {"rollout.py"}:
         assert file in row[1]
 

@@ -101,7 +101,7 @@ def set_up(cfg: Config, example: dict[str, str] | None = None) -> Run:
 
     prompts = inputs.train_prompts + inputs.eval_prompts
     longest = max((len(prompt.ids) for prompt in prompts), default=1)
-    placement.stop_if_too_long(cfg, inputs.model, longest)
+    placement.stop_if_too_long(cfg.max_length_sample, inputs.model, longest)
     S = prompt_width(longest, cfg.global_length) - 1
     training, rollout, reason = placement.how_to_compute(
         cfg, inputs.model, inputs.sizes, S, jax.devices()
@@ -389,7 +389,7 @@ def load_state(
     From the checkpoint that RESUME asks for, else from the model; see resume.restore.
     """
     model, mesh = run.training.model, run.training.layout.mesh
-    ref_dtype = placement.reference_dtype(run.cfg, run.training.dtype)
+    ref_dtype = placement.reference_dtype(run.cfg.ref_sync_steps > 0, run.training.dtype)
     wanted: dict[str, Any] = {"state": abstract_state(model, mesh, run.optimizer)}
     if run.cfg.beta > 0:
         wanted["ref_params"] = abstract_params(model, mesh, ref_dtype)

@@ -131,21 +131,21 @@ def limits_of(cfg: Any, sizes: Sizes, training: Compute, processes: int, S: int)
     )
 
 
-def reference_dtype(cfg: Any, dtype: Any) -> Any:
+def reference_dtype(follows: bool, dtype: Any) -> Any:
     """The dtype of the reference; one that follows the policy in small steps needs float32.
 
     dtype: of training.
     """
-    return jnp.dtype("float32") if cfg.ref_sync_steps else dtype
+    return jnp.dtype("float32") if follows else dtype
 
 
-def stop_if_too_long(cfg: Any, model: ModelConfig, longest: int) -> None:
+def stop_if_too_long(max_length_sample: int, model: ModelConfig, longest: int) -> None:
     """Raises UserMistake if the model has too few positions for a prompt of `longest` tokens."""
-    length, room = longest + cfg.max_length_sample, model.max_positions - cfg.max_length_sample
+    length, room = longest + max_length_sample, model.max_positions - max_length_sample
     if length > model.max_positions:
         shorter = f" or set MAX_PROMPT_LENGTH={room}" if room > 0 else ""
         raise UserMistake(
-            f"MAX_LENGTH_SAMPLE={cfg.max_length_sample} after the longest prompt makes {length} "
+            f"MAX_LENGTH_SAMPLE={max_length_sample} after the longest prompt makes {length} "
             f"tokens, and the model has {model.max_positions} positions; lower it{shorter}"
         )
 

@@ -136,7 +136,7 @@ def make_plan(cfg: Config, name: str) -> tuple[Plan, str]:
     sizes = derive(cfg, hosts, len(devices) // hosts)
     model = hf.config_of(cfg.model_path, cfg.model_revision)
     longest = cfg.max_prompt_length or cfg.global_length or ASSUMED_PROMPT
-    stop_if_too_long(cfg, model, longest)
+    stop_if_too_long(cfg.max_length_sample, model, longest)
     if cfg.rollout_backend == "sglang_jax":
         if hosts > 1:
             raise UserMistake(f"ROLLOUT_BACKEND=sglang_jax runs on one host; {name} has {hosts}")

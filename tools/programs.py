@@ -124,7 +124,7 @@ def reference(plan: Plan) -> Params | None:
     if plan.cfg.beta == 0:
         return None
     training = plan.training
-    dtype = reference_dtype(plan.cfg, training.dtype)
+    dtype = reference_dtype(plan.cfg.ref_sync_steps > 0, training.dtype)
     return abstract_params(training.model, training.layout.mesh, dtype)
 
 

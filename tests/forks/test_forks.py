@@ -20,6 +20,7 @@ from drills import (
     DR_GRPO,
     DRILLS,
     FROZEN_EMBEDDING,
+    LORA,
     REPO,
     REWARD_OF_A_FILE,
     SCHEDULE,
@@ -145,7 +146,9 @@ def test_the_additions_turn_no_test_red(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_fork_with_all_drills_passes_the_first_tests(tmp_path: Path) -> None:
-    assert red_tests(make_fork(tmp_path / "fork", *DRILLS), "test_smoke.py") == set()
+    """But adapters, which take the place of the edits for some of the weights."""
+    drills = [drill for drill in DRILLS if drill is not LORA]
+    assert red_tests(make_fork(tmp_path / "fork", *drills), "test_smoke.py") == set()
 
 
 # ---- Rewards -------------------------------------------------------------------------------------
@@ -355,3 +358,54 @@ def test_a_frozen_embedding_turns_only_a_test_red_that_updates_all_weights(
     frozen: Path, file: str, red: str
 ) -> None:
     assert red_tests(frozen, f"tests/{file}") == {red}
+
+
+@pytest.fixture(scope="module")
+def lora(out: Path) -> Path:
+    return make_fork(out / "lora", LORA)
+
+
+def test_adapters_change_each_matrix_of_a_layer_by_their_rank_and_nothing_else(
+    out: Path, lora: Path
+) -> None:
+    settings = f"STEPS=2 LEARNING_RATE=1e-2 WEIGHT_DECAY=0.1 EXPORT_HF={out}/lora_hf "
+    train(lora, out / "adapted", settings + "LR_SCHEDULE=constant EXPORT_DTYPE=float32")
+    before, after = (load_file(x / "model.safetensors") for x in (REPO / "tiny", out / "lora_hf"))
+    for name in before:
+        change = after[name] - before[name]
+        if "_proj.weight" in name:
+            sizes = np.linalg.svd(change.astype(np.float64), compute_uv=False)
+            assert sizes[7] > 1e-4 > 1e-6 > sizes[8], name
+        else:
+            assert not change.any(), name
+
+
+def test_adapters_go_on_from_a_checkpoint_to_the_bit(out: Path, lora: Path) -> None:
+    settings = "LEARNING_RATE=1e-2 LR_DECAY_STEPS=2 EXPORT_DTYPE=float32 SAVE_EVERY_STEPS=1 "
+    train(lora, out / "straight", f"{settings} STEPS=2 EXPORT_HF={out}/straight_hf")
+    train(lora, out / "resumed", f"{settings} STEPS=1")
+    train(lora, out / "resumed", f"{settings} STEPS=2 EXPORT_HF={out}/resumed_hf")
+    straight, resumed = (
+        load_file(out / f"{name}_hf" / "model.safetensors") for name in ("straight", "resumed")
+    )
+    assert all(np.array_equal(straight[name], resumed[name]) for name in straight)
+
+
+def test_the_gradients_of_adapters_are_those_of_jax(lora: Path) -> None:
+    code = """if True:
+        import jax, numpy as np, update
+        from models.model import Layers
+        rng = np.random.default_rng(0)
+        W, C = rng.normal(size=(2, 3, 12, 10)).astype(np.float32)
+        adapters = {"up": (rng.normal(size=(3, 12, 8)), rng.normal(size=(3, 8, 10)))}
+        loss = lambda w: (np.float32(2) * C * jax.numpy.sin(w)).sum()
+        of_adapters = lambda x: loss(W + update.SCALE * x["up"][0] @ x["up"][1])
+        w = W + update.SCALE * adapters["up"][0] @ adapters["up"][1]
+        fields = {name: None for name in Layers.__dataclass_fields__} | {"up": jax.grad(loss)(w)}
+        params = update.Params(embed=None, layers=Layers(**fields), final_norm=None, lm_head=None)
+        found = update.adapter_grads(params, adapters)["up"]
+        for ours, exact in zip(found, jax.grad(of_adapters)(adapters)["up"], strict=True):
+            assert ours.shape == exact.shape
+            np.testing.assert_allclose(ours, exact, rtol=1e-4, atol=1e-4)
+    """
+    subprocess.run([sys.executable, "-c", code], cwd=lora, check=True)

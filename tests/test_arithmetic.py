@@ -42,10 +42,12 @@ def test_the_files_are_always_the_same(tmp_path: Path) -> None:
     assert digests == {"train.jsonl": "52e2370c70d0abd6", "test.jsonl": "1dcad412029421f0"}
 
 
-def test_reward_steps_is_the_fraction_of_the_equations_that_are_written() -> None:
+def test_reward_steps_is_the_fraction_of_right_equations_and_counts_lines_too_many() -> None:
     right = example(17, 5, 8)["answer"]
     cases = {
+        "17 + 5 = 22\n22 + 8 = 30\n": 1.0,
         "17 + 5 = 22, 22 + 8 = 30": 1.0,
+        "17 + 5 = 22\n22 + 8 = 30\n30 +": 2 / 3,
         "17+5=22": 0.5,
         "17 + 5 = 21, 22 + 8 = 30": 0.5,
         "117 + 5 = 22": 0.0,

@@ -40,13 +40,17 @@ def splits() -> dict[str, list[dict[str, str]]]:
 
 
 def reward_steps(completions: list[str], answer: list[str], **columns: list) -> list[float]:
-    """Gives the fraction of the answer's equations which the completion contains."""
+    """Gives the number of the answer's equations in a completion, divided by the number of lines.
+
+    The lines are those of the completion or those of the answer, whichever are more. So a line too
+    many costs a part of the reward, even if MAX_LENGTH_SAMPLE cuts it off.
+    """
     rewards = []
     for completion, right in zip(completions, answer, strict=True):
-        written = completion.replace(" ", "")
+        written = completion.strip().replace(" ", "")
         steps = [re.escape(step) for step in re.findall("<<(.*?)>>", right)]
         found = [bool(re.search(rf"(?<!\d){step}(?!\d)", written)) for step in steps]
-        rewards.append(sum(found) / len(found))
+        rewards.append(sum(found) / max(len(found), len(written.split("\n"))))
     return rewards
 
 

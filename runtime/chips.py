@@ -54,14 +54,19 @@ class Slice(NamedTuple):
 
 
 MEGACORE = {"chip_config_name": "megacore"}  # the two cores of a chip are one device
-ONE_HOST = {"chips_per_host_bounds": [2, 4, 1]}  # without it jax assumes hosts of four chips
+# Without these jax assumes hosts of four chips.
+ONE_CHIP, ONE_HOST = ({"chips_per_host_bounds": bounds} for bounds in ([1, 1, 1], [2, 4, 1]))
 SLICES = {
     "v4-8": Slice("v4", (2, 2, 1), 1, MEGACORE),
     "v4-16": Slice("v4", (2, 2, 2), 2, MEGACORE),
     "v4-32": Slice("v4", (2, 2, 4), 4, MEGACORE),
+    "v5e-1": Slice("v5e", (1, 1), 1, ONE_CHIP),
+    "v5e-4": Slice("v5e", (2, 2), 1, {}),
     "v5e-8": Slice("v5e", (2, 4), 1, ONE_HOST),
     "v5e-16": Slice("v5e", (4, 4), 4, {}),
     "v5p-8": Slice("v5p", (2, 2, 1), 1, MEGACORE),
+    "v6e-1": Slice("v6e", (1, 1), 1, ONE_CHIP),
+    "v6e-4": Slice("v6e", (2, 2), 1, {}),
     "v6e-8": Slice("v6e", (2, 4), 1, ONE_HOST),
     "v6e-16": Slice("v6e", (4, 4), 4, {}),
     "v6e-64": Slice("v6e", (8, 8), 16, {}),

@@ -43,6 +43,7 @@ from tools.programs import PROGRAMS, ROLLOUT, Plan, bytes_of, call, rest_of_run,
 
 GIB = 2**30
 ASSUMED_PROMPT = 512  # tokens, if neither MAX_PROMPT_LENGTH nor GLOBAL_LENGTH is set
+MICRO_STEP, OPTIMIZER_STEP = "micro-step", "optimizer step"  # the phases of an update
 
 
 class Memory(NamedTuple):
@@ -273,14 +274,22 @@ def collectives_text(hlo_text: str) -> str:
     return "; ".join(texts)
 
 
-def print_estimates(plan: Plan, name: str) -> None:
-    """Prints estimated times of the phases of a step whose completions all have T tokens."""
+class Phase(NamedTuple):
+    """A phase of a step, as estimated."""
+
+    name: str
+    times: int  # how often it runs in a step
+    work: Work  # of a device, each time
+    rates: tuple[float, float, float]  # seconds of arithmetic, memory and links, each time
+    seconds: float  # of all times together
+
+
+def phases(plan: Plan, name: str) -> list[Phase]:
+    """The phases of a step whose completions all have T tokens."""
     cfg, model, sizes = plan.cfg, plan.training.model, plan.sizes
     mesh, sampling_mesh = plan.training.layout.mesh, plan.rollout.layout.mesh
     chip, n, tp = CHIPS[SLICES[name].chip], sampling_mesh.size, sampling_mesh.shape["tp"]
     shards = mesh.shape["fsdp"] * mesh.shape["tp"]
-    # A dimension of 16 chips or more is a ring, so that a chip has two links in it.
-    links = sum(2 if size >= 16 else 1 for size in SLICES[name].shape if size > 1)
     sampled, trained = plan.rollout_workload(), plan.train_workload()
     passes, accum, updates = sizes.passes_per_step, sizes.grad_accum_steps, sizes.updates_per_step
     scored = cfg.num_mini_batches * ((cfg.beta > 0) + (cfg.top_entropy_quantile < 1))
@@ -290,38 +299,54 @@ def print_estimates(plan: Plan, name: str) -> None:
         roofline.train_work(model, mesh, trained, backward=backward, remat=cfg.remat, impl=impl)
         for backward in (False, True)
     )
-    phases = [
+    works = [
         ("weight sync", roofline.sync_work(model, shards, tp), 1),
         ("prefill", roofline.prefill_work(model, n, tp, sampled), passes),
         ("decode, a token", decode_work(model, n, tp, sampled), passes * plan.T),
         ("compute logps", logps, forwards),
-        ("micro-step", micro_step, accum * updates),
-        ("optimizer step", roofline.optimizer_work(model, shards, cfg.optimizer), updates),
+        (MICRO_STEP, micro_step, accum * updates),
+        (OPTIMIZER_STEP, roofline.optimizer_work(model, shards, cfg.optimizer), updates),
     ]
+    found = []
+    for phase, work, times in works:
+        seconds = least_seconds(work, chip, links_of(name), phase.startswith("decode"))
+        if times:
+            rates = work.seconds(chip, links_of(name))
+            found.append(Phase(phase, times, work, rates, times * seconds))
+    return found
+
+
+def links_of(name: str) -> int:
+    """The links of a chip over which a collective of the slice sends; 1 if nothing is sent."""
+    # A dimension of 16 chips or more is a ring, so that a chip has two links in it.
+    return sum(2 if size >= 16 else 1 for size in SLICES[name].shape if size > 1) or 1
+
+
+def print_estimates(plan: Plan, name: str) -> None:
+    """Prints estimated times of the phases of a step whose completions all have T tokens."""
+    sizes, chip = plan.sizes, CHIPS[SLICES[name].chip]
+    n = plan.rollout.layout.mesh.size
     print(
         "| estimate, all completions full | times | TFLOP | HBM GB | ICI GB | compute ms | HBM ms "
         "| ICI ms | s per step |\n|---|---|---|---|---|---|---|---|---|"
     )
-    step = update = 0.0
-    for phase, work, times in phases:
-        if not times:
-            continue
-        compute, hbm, ici = work.seconds(chip, links)
-        seconds = least_seconds(work, chip, links, phase.startswith("decode"))
+    found = phases(plan, name)
+    for phase, times, work, rates, seconds in found:
         columns = [work.flops / 1e12, work.hbm_bytes / 1e9, work.ici_bytes / 1e9]
-        columns += [1e3 * compute, 1e3 * hbm, 1e3 * ici, times * seconds]
+        columns += [*(1e3 * x for x in rates), seconds]
         print(f"| {phase} | {times} | {' | '.join(f'{x:.3g}' for x in columns)} |")
-        step += times * seconds
-        update += times * seconds if phase in ("micro-step", "optimizer step") else 0
-    flops = 3 * accum * updates * roofline.model_flops(model, trained)
+    step = sum(phase.seconds for phase in found)
+    update = sum(phase.seconds for phase in found if phase.name in (MICRO_STEP, OPTIMIZER_STEP))
+    micro_steps = sizes.grad_accum_steps * sizes.updates_per_step
+    flops = 3 * micro_steps * roofline.model_flops(plan.training.model, plan.train_workload())
     peak = n * chip.tflops * 1e12
     print(
         f"{step:.1f} s a step by this estimate, {sizes.global_batch * plan.T / step / n:.0f} new "
         f"tokens per second and device; MFU of the update {flops / update / peak:.0%}, of the step "
         f"{flops / step / peak:.0%}"
     )
-    if cfg.packs() and cfg.drops_ended():
-        print(shorter_line(plan, chip, links))
+    if plan.cfg.packs() and plan.cfg.drops_ended():
+        print(shorter_line(plan, chip, links_of(name)))
 
 
 def least_seconds(work: Work, chip: Chip, links: int, decodes: bool = False) -> float:

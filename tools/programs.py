@@ -165,7 +165,7 @@ def bytes_of(tree: Any) -> int:
     arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.ShapeDtypeStruct)]
     shapes = [x.sharding.shard_shape(x.shape) if x.sharding else x.shape for x in arrays]
     sizes = [math.prod(shape) for shape in shapes]
-    return sum(n * jnp.dtype(x.dtype).itemsize for n, x in zip(sizes, arrays, strict=True))
+    return sum(n * x.dtype.itemsize for n, x in zip(sizes, arrays, strict=True))
 
 
 # ---- Programs ------------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ RUN = [
     ({"SYSTEM_PROMPT": "prompts/mine.txt"}, "SYSTEM_PROMPT=prompts/mine.txt: no such file"),
     ({"OUTPUT_DIR": str(REPO / "LICENSE")}, "LICENSE cannot be written"),
     # After a mistake the examples of a hub's dataset are not read.
-    ({"OUTPUT_DIR": str(REPO / "LICENSE"), "DATASET": "openai/gsm8k"}, "LICENSE cannot be written"),
+    ({"EXPORT_HF": str(REPO / "LICENSE"), "DATASET": "openai/gsm8k"}, "LICENSE cannot be written"),
     ({"RESUME": "nowhere"}, "RESUME=nowhere is not the folder of a complete checkpoint"),
     ({"EXPORT_HF": str(REPO / "tiny")}, "is MODEL_PATH; the model would be overwritten"),
     ({"CHECKPOINT_DIR": "gs://bucket/run"}, "CHECKPOINT_DIR=gs://bucket/run: "),

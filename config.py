@@ -67,7 +67,7 @@ class Config:
     chat_template: str = in_model("", "Jinja chat template; empty: the tokenizer's template.")
 
     dataset: str = named("openai/gsm8k", "Hugging Face id, file, or folder of SPLIT.jsonl files.")
-    dataset_config: str = in_data("", "Its configuration; empty: main for GSM8K, else the default.")
+    dataset_config: str = in_data("", "Hub configuration; empty: main for GSM8K, else the default.")
     train_split: str = named("train", "Split to train on.")
     eval_split: str = named("test", "Split to evaluate on.", results="none")
     question_column: str = named("question", "Column of the dataset that holds the question.")

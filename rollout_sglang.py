@@ -367,7 +367,7 @@ def _draw(
     count in the log-probability.
     """
 
-    def draw(key, sequence_ids, last_positions, logits, index, positions):  # noqa: ANN001 - as above
+    def draw(key, sequence_ids, last_positions, logits, index, positions):  # noqa: ANN001
         axis = "tensor" if len(index) % mesh.shape["tensor"] == 0 else None
         logits = jax.lax.with_sharding_constraint(logits, PartitionSpec(axis)).astype(jnp.float32)
         t = positions - last_positions[index]  # [c], tokens of the completion so far

@@ -415,7 +415,5 @@ def stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
             found.update(eos if isinstance(eos, list) else [eos])
     ids = tuple(sorted(found - {None}))
     if not ids:
-        raise UserMistake(
-            f"MODEL_PATH={folder}: neither its configs nor its tokenizer name a stop token"
-        )
+        raise UserMistake(f"MODEL_PATH={folder}: neither configs nor tokenizer name a stop token")
     return ids

@@ -78,5 +78,5 @@ def test_a_model_that_names_no_end_is_refused(tmp_path: Path) -> None:
     tokenizer.eos_token = None
     refused(
         lambda: hf.stop_ids(tmp_path, tokenizer),
-        f"MODEL_PATH={tmp_path}: neither its configs nor its tokenizer name",
+        f"MODEL_PATH={tmp_path}: neither configs nor tokenizer name",
     )

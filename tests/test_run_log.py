@@ -1,6 +1,7 @@
 """Claims about runtime/run_log.py, and about the tool that plots its records."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -80,6 +81,16 @@ def test_plot_run_draws_a_run_and_names_a_folder_that_holds_none(tmp_path: Path)
     assert drawn.returncode == 0, drawn.stderr
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert "metrics.jsonl line 3 is not JSON; left out" in drawn.stderr
+    heights = []  # of the bar that shows the standard error
+    for error in (0.1, 0.2):
+        evaluated = {"step": 0, "eval/accuracy": 0.25, "eval/accuracy_se": error}
+        (tmp_path / "metrics.jsonl").write_text(json.dumps(evaluated) + "\n")
+        assert plot(tmp_path, "curve.svg").returncode == 0
+        bars = (tmp_path / "curve.svg").read_text().partition('id="LineCollection_1"')[2]
+        ends = re.search(r'd="M (\S+) (\S+)\s+L (\S+) (\S+)', bars)
+        heights.append(float(ends[2]) - float(ends[4]))
+    assert abs(heights[1]) == pytest.approx(2 * abs(heights[0]), rel=0.01) and heights[0] != 0
+    (tmp_path / "metrics.jsonl").unlink()
     for out in ("nowhere/curve.png", "curve.xyz"):
         failed = plot(run, out)
         assert failed.returncode == 1 and failed.stderr.splitlines()[-1].startswith("error: --out ")

@@ -56,14 +56,17 @@ def test_a_disk_that_is_full_under_the_review_gets_one_line_and_the_run_goes_on(
     folder: Path,
 ) -> None:
     out = folder / "full"
-    process = start(out, BASE | {"EVAL_EVERY_STEPS": "1", "EVAL_PROMPTS": "2"}, 1)
-    for line in process.stdout:
-        if line.startswith("output="):  # what an earlier process has left is removed by now
-            break
-    for name in ("report.html", "summary.json"):
-        (out / f"{name}.{process.pid}.partial").symlink_to("/dev/full")
-    result = finish(process, out)
-    assert result.code == 0, result.errors
+    # The trainer waits for the reward, and so it writes nothing while the links are made.
+    (folder / "fills.py").write_text(
+        "import os\n"
+        "def fills(completions, **columns):\n"
+        "    for name in ('report.html', 'summary.json'):\n"
+        f"        link = f'{out}/{{name}}.{{os.getppid()}}.partial'\n"
+        "        os.path.lexists(link) or os.symlink('/dev/full', link)\n"
+        "    return [0.0] * len(completions)\n"
+    )
+    function = {"REWARD_FN": f"{folder}/fills.py:fills", "REWARD_WEIGHTS": "1"}
+    result = train(out, EVAL_EVERY_STEPS="1", EVAL_PROMPTS="2", **BASE, **function)
     assert result.lines.count(f"{out}/report.html cannot be written: No space left on device") == 1
     assert len(result.records) == 5 and "\nDONE: steps=2" in result.lines
 

@@ -51,7 +51,7 @@ def test_eval_only_repeats_the_sweep_of_the_run_from_its_checkpoint_and_its_sett
 ) -> None:
     before = {file: file.stat().st_mtime_ns for file in trained.out.rglob("*") if file.is_file()}
     done = again(trained, "--eval-only")
-    assert (done.code, done.errors) == (0, "")
+    assert done.code == 0, done.errors
     assert f"weights={trained.out}/checkpoints/3\n" in done.lines
     folder = the_only(trained.out, "eval_*")
     assert answers_of(folder) == answers_of(trained.out)

@@ -47,7 +47,7 @@ def test_several_models_answer_a_question_of_the_user_s_side_by_side(
     shutil.copytree(REPO / "tiny", tmp_path / "copy")
     models = (str(REPO / "tiny"), "copy")
     code, text, errors = ask(cache, *models, "--question", APPLES, cwd=tmp_path)
-    assert (code, errors) == (0, "")
+    assert code == 0, errors
     question, _, names, *answers = text.splitlines()
     assert question == APPLES and names.split()[-1] == "copy"
     assert [[part.rstrip() for part in line.split(" | ")] for line in answers[-2:]] == [

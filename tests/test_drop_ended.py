@@ -107,7 +107,7 @@ def small_model(folder: Path) -> Path:
 def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     small = small_model(tmp_path_factory.mktemp("models"))
     text = "STEPS=2 BATCH_SIZE=8 NUM_PRE_Q=4 MAX_LENGTH_SAMPLE=128 EXPORT_HF=none EVAL_PROMPTS=16"
-    text += f" EVAL_EVERY_STEPS=2 MODEL_PATH={small} DATASET={REPO / 'tiny'}"
+    text += f" EVAL_EVERY_STEPS=2 MODEL_PATH={small}"
     return dict(pair.split("=") for pair in text.split())
 
 

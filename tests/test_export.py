@@ -93,11 +93,7 @@ def test_a_model_that_no_run_has_exported_is_not_overwritten(tmp_path: Path) -> 
     for env in (
         {"EXPORT_HF": str(tmp_path / "mine" / "hf")},
         {"OUTPUT_DIR": str(tmp_path / "mine")},
-        {
-            "OUTPUT_DIR": str(tmp_path / "mine"),
-            "MODEL_PATH": str(tmp_path / "mine" / "hf"),
-            "DATASET": str(REPO / "tiny"),
-        },
+        {"OUTPUT_DIR": str(tmp_path / "mine"), "MODEL_PATH": str(tmp_path / "mine" / "hf")},
     ):
         result = finish(start(tmp_path / "run", env, 1), tmp_path / "run")
         assert result.code == 2, result.lines

@@ -27,7 +27,7 @@ EVERYTHING = dict(
 def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     small = small_model(tmp_path_factory.mktemp("models"))
     text = "STEPS=2 BATCH_SIZE=8 NUM_PRE_Q=4 MAX_LENGTH_SAMPLE=128 EXPORT_HF=none DROP_ENDED=off"
-    text += f" TRAIN_MICRO_BATCH_SIZE=8 MODEL_PATH={small} DATASET={REPO / 'tiny'}"
+    text += f" TRAIN_MICRO_BATCH_SIZE=8 MODEL_PATH={small}"
     text += " SKIP_ZERO_ADVANTAGE=off"
     return dict(pair.split("=") for pair in text.split())
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from forked import Process
-from test_train import REPO, Result, copy_repository, finish, start, start_two
+from test_train import REPO, Result, copy_repository, few_examples, finish, start, start_two
 
 from runtime import processes, resume
 from runtime.mistakes import UserMistake
@@ -51,7 +51,7 @@ def test_processes_with_different_settings_or_data_stop_and_name_the_differences
         error = last_error(result)
         assert "error: the processes would not run the same: " in error
         assert "SEED is 1 on process 0, 2 on process 1" in error
-        assert "DATASET is {repo}/tiny on process 0, " in error
+        assert f"DATASET is {few_examples()} on process 0, " in error
         assert "the tokenized prompts is " in error
         assert "HEARTBEAT" not in error and "Traceback" not in result.errors
 
@@ -290,7 +290,7 @@ def test_damaged_weights_of_one_process_end_all_processes_before_they_read_weigh
     shutil.copytree(REPO / "tiny", model)
     weights = (model / "model.safetensors").read_bytes()
     (model / "model.safetensors").write_bytes(weights[: len(weights) // 2])
-    results = run_two(tmp_path, {}, {"MODEL_PATH": str(model), "DATASET": str(REPO / "tiny")})
+    results = run_two(tmp_path, {}, {"MODEL_PATH": str(model)})
     assert [result.code for result in results] == [2, 2]
     told = f"{model}/model.safetensors is not a complete safetensors file"
     assert last_error(results[0]).startswith(f"error: process 1: {told}")

@@ -280,7 +280,7 @@ def test_lines_that_waited_for_space_are_there_after_the_next_start(out: Path) -
     """The checkpoints of this small model fit below the limit, and eval.jsonl does not."""
     small, folder = out / "small", out / "waiting"
     make_random(REPO / "tiny", small, {"hidden_size": 8, "num_hidden_layers": 1})
-    env = {"MODEL_PATH": str(small), "DATASET": str(REPO / "tiny"), "STEPS": "3", "BETA": "0"}
+    env = {"MODEL_PATH": str(small), "STEPS": "3", "BETA": "0"}
     env |= {"EVAL_EVERY_STEPS": "1", "EVAL_PROMPTS": "250", "REF_SYNC_STEPS": "0"}
     env |= {"REWARD_FN": "reward_correct", "REWARD_WEIGHTS": "1"}
     process = start_run(folder, **env)

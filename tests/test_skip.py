@@ -147,7 +147,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (folder / "half.py").write_text(REWARD)
     text = f"""STEPS=1 BATCH_SIZE=8 NUM_PRE_Q=4 MAX_LENGTH_SAMPLE=128 TRAIN_MICRO_BATCH_SIZE=8
     NUM_MINI_BATCHES=2 OPTIMIZER=sgd LEARNING_RATE=1 WARMUP_RATIO=0 EPS_LOW=1e-4 EPS_HIGH=1e-4
-    IS_MODE=token_truncate MODEL_PATH={small_model(folder)} DATASET={REPO / "tiny"}
+    IS_MODE=token_truncate MODEL_PATH={small_model(folder)}
     REWARD_FN={folder / "half.py"}:half REWARD_WEIGHTS=1"""
     return dict(pair.split("=", 1) for pair in text.split())
 

@@ -1,5 +1,7 @@
 """Runs as a user starts them: one or two processes, one or eight devices, any batch sizes."""
 
+import atexit
+import functools
 import itertools
 import json
 import math
@@ -9,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +30,17 @@ def record(completions, answer, **columns):
 """
 
 
+@functools.cache
+def few_examples() -> Path:
+    """A folder with a part of the tiny dataset, because a run makes the prompts of all examples."""
+    folder = Path(tempfile.mkdtemp(prefix="few_"))
+    atexit.register(shutil.rmtree, folder)
+    for split, count in (("train", 300), ("test", 500)):
+        lines = (REPO / "tiny" / f"{split}.jsonl").read_text(encoding="utf-8").splitlines(True)
+        (folder / f"{split}.jsonl").write_text("".join(lines[:count]), encoding="utf-8")
+    return folder
+
+
 class Result(NamedTuple):
     code: int
     lines: str  # stdout
@@ -36,7 +50,8 @@ class Result(NamedTuple):
 
 
 def start(out: Path, env: dict[str, str], devices: int, repo: Path = REPO) -> forked.Process:
-    """Starts train_grpo.py for one step without evaluation, unless `env` says otherwise."""
+    """Starts train_grpo.py for one step on few examples without evaluation, unless `env` says
+    otherwise."""
     out.mkdir(parents=True, exist_ok=True)
     recorder = out.parent / "recorder.py"
     recorder.write_text(RECORDER)
@@ -51,6 +66,7 @@ def start(out: Path, env: dict[str, str], devices: int, repo: Path = REPO) -> fo
         "JAX_COMPILATION_CACHE_DIR": str(out.parent / "cache"),
         "RECORD_TO": str(out / "completions.jsonl"),
         "OUTPUT_DIR": str(out),
+        "DATASET": str(few_examples()),
         "STEPS": "1",
         "EVAL_EVERY_STEPS": "0",
         "MAX_LENGTH_SAMPLE": "32",

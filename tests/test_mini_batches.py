@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from test_sizes import sizes
-from test_train import Result, finish, start_two, train
+from test_train import Result, few_examples, finish, start_two, train
 
 import data
 import train_grpo
@@ -284,7 +284,7 @@ def test_three_steps_of_four_mini_batches_and_two_epochs_equal_torch_in_float64(
     model = transformers.AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float64)
     before = {name: x.detach().clone() for name, x in model.named_parameters()}
     tokenizer = hf.load_tokenizer(TINY)
-    examples = data.load_examples(str(TINY), "", "train", "question", "answer")
+    examples = data.load_examples(str(few_examples()), "", "train", "question", "answer")
     prompts = data.build_prompts(examples, tokenizer, SYSTEM_PROMPT)
     steps = [json.loads(line) for line in (tmp_path / "ids.jsonl").open()]
 

@@ -106,6 +106,7 @@ def settings_of(folder: Path) -> dict[str, str]:
         "REWARD_FN": f"{folder / 'mine.py'}:hashed",
         "REWARD_WEIGHTS": "1",
         "DIFFER": "1",
+        "DATASET": str(TINY),
         "ROLLOUT_GLOBAL_BATCH_SIZE": str(P),
         "NUM_PRE_Q": str(K),
         "MAX_LENGTH_SAMPLE": str(T),

@@ -4,6 +4,8 @@ Git, the commands, the processes and the training are real. Only gcloud is a sta
 (stand_in_gcloud.py), which runs the commands in one folder for each worker.
 """
 
+import atexit
+import functools
 import json
 import os
 import re
@@ -11,6 +13,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -31,17 +34,34 @@ def git(folder: Path, *words: str) -> str:
     return done.stdout.strip()
 
 
+def commit(folder: Path, message: str) -> None:
+    git(folder, "add", "--all")
+    git(folder, "commit", "--quiet", "--message", message)
+
+
+@functools.cache
+def laptop_and_origin() -> Path:
+    """A folder with the laptop's clone and its origin, which each test copies."""
+    folder = Path(tempfile.mkdtemp(prefix="cloud_"))
+    atexit.register(shutil.rmtree, folder)
+    laptop, origin = folder / "grpo", folder / "origin.git"
+    shutil.copytree(REPO, laptop, ignore=shutil.ignore_patterns(*LEFT_OUT))
+    shutil.copy(REPO / ".gitignore", laptop)
+    git(laptop, "init", "--quiet", "--initial-branch=main")
+    commit(laptop, "first")
+    git(folder, "clone", "--quiet", "--bare", str(laptop), str(origin))
+    git(laptop, "remote", "add", "origin", str(origin))
+    git(laptop, "fetch", "--quiet")
+    return folder
+
+
 class Cloud:
     """A laptop with a clone of this working tree, and a TPU VM of two workers."""
 
     def __init__(self, folder: Path, cache: Path) -> None:
-        self.folder, self.laptop, origin = folder, folder / "grpo", folder / "origin.git"
-        shutil.copytree(REPO, self.laptop, ignore=shutil.ignore_patterns(*LEFT_OUT))
-        shutil.copy(REPO / ".gitignore", self.laptop)
-        git(folder, "init", "--quiet", "--bare", "--initial-branch=main", str(origin))
-        git(self.laptop, "init", "--quiet", "--initial-branch=main")
-        git(self.laptop, "remote", "add", "origin", str(origin))
-        self.commit("first")
+        self.folder, self.laptop = folder, folder / "grpo"
+        shutil.copytree(laptop_and_origin(), folder, dirs_exist_ok=True)
+        git(self.laptop, "remote", "set-url", "origin", str(folder / "origin.git"))
         (folder / "bin").mkdir()
         program = folder / "bin" / "gcloud"
         program.write_text(
@@ -76,8 +96,7 @@ class Cloud:
         (self.folder / "faults.json").write_text(json.dumps(faults))
 
     def commit(self, message: str, push: bool = True) -> None:
-        git(self.laptop, "add", "--all")
-        git(self.laptop, "commit", "--quiet", "--message", message)
+        commit(self.laptop, message)
         if push:
             git(self.laptop, "push", "--quiet", "origin", "HEAD")
 

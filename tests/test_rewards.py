@@ -231,12 +231,12 @@ def test_each_function_has_a_weight() -> None:
 
 def test_a_bug_in_a_built_in_reward_keeps_its_traceback() -> None:
     def buggy(completions: list[str], **columns: list) -> list[float]:
-        return [float(int("1.5")) for _ in completions]
+        return [float(int("1.5"))]
 
     run = rewarding(buggy)
     with pytest.raises(ValueError, match="invalid literal") as error:
         reward_completions(run, completions_of(["1"], run.tokenizer), [Prompt([5], {})])
-    assert type(error.value) is ValueError and error.traceback[-1].name == "<listcomp>"
+    assert type(error.value) is ValueError and error.traceback[-1].name == "buggy"
 
 
 # ---- Accuracy over many questions ----------------------------------------------------------------

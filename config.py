@@ -154,9 +154,9 @@ class Config:
         yaml="per_device_micro_batch_size",
     )
     grad_accum_steps: int = speed(
-        0, "Most micro-steps of an update, which then sets the micro-batch; 0: not set."
+        0, "Largest number of micro-steps of an update; it sets the micro-batch. 0: not set."
     )
-    ppo_epochs: int = in_train(1, "How often a step uses each mini-batch.", at_least=1)
+    ppo_epochs: int = in_train(1, "How often a step uses all of its groups.", at_least=1)
     num_mini_batches: int = in_train(
         1, "Mini-batches of a step; each makes one update.", at_least=1
     )

@@ -31,7 +31,7 @@ from runtime.records import (
 from runtime.run_log import RunLog, replace_file
 from runtime.tables import pairs_of, shorten, table_text
 
-ENDED = ("MAX_LENGTH_SAMPLE", "stop token")  # what ended a completion: without, with stopped
+ENDED = ("MAX_LENGTH_SAMPLE", "stop token")  # what ended a completion whose `stopped` is 0, or 1
 
 
 # ---- Completions to read -------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def read_history(out: Path) -> History:
 # ---- The verdict ---------------------------------------------------------------------------------
 
 WINDOW = 10  # The rules look at so many steps at the start and at the end of a run.
-LEVEL, HEALTHY = "derived.drift_level", "verdict: no sign of trouble"
+LEVEL, HEALTHY, NONE_YET = "derived.drift_level", "verdict: no sign of trouble", "verdict: none yet"
 APPLIED = "train-other/updates_applied"
 TOTAL, FORMAT = "train-reward/total/mean", "train-reward/func/reward_format/mean"
 EQUAL, CUT = "train-other/frac_reward_zero_std", "train-seq_len/completion/hit_max_frac"
@@ -284,7 +284,7 @@ RULES = (
 
 
 def rules_that_hold(view: View) -> list[Rule]:
-    """The rules that hold: only the first can before WINDOW steps, and no_learning only alone."""
+    """The rules that hold: before WINDOW steps only RULES[0], and no_learning only if no other."""
     rules = RULES if len(view.last) == WINDOW else RULES[:1]
     with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # means of no value
         broken = [rule for rule in rules if rule.holds(view)]
@@ -299,7 +299,7 @@ def verdict(history: History) -> list[str]:
     if not history.steps:
         return []
     if len(history.steps) < WINDOW:
-        return [f"verdict: too few steps for one, {len(history.steps)} of {WINDOW}"]
+        return [f"{NONE_YET}: it needs {WINDOW} steps, and the run has {len(history.steps)}"]
     parts = [f"mean reward {view.began(TOTAL):.4f} -> {view.mean(TOTAL):.4f}"]
     if len(history.evals) > 1:
         pairs = [f"{x:.4f} (standard error {e:.4f})" for x, e in map(view.accuracy, (0, -1))]
@@ -344,7 +344,7 @@ def report(runs: dict[Path, History]) -> str:
         text = f"{names[folder]}: {state} after {len(history.steps)} steps. {why}"
         parts.append(f'<p class="soft">{escaped(text)}</p>')
         for line in verdict(history):
-            sick = "" if line.startswith(HEALTHY) else ' class="bad"'
+            sick = "" if line.startswith((HEALTHY, NONE_YET)) else ' class="bad"'
             parts.append(f"<p{sick}>{escaped(line)}</p>")
     records = {names[folder]: history.all() for folder, history in runs.items()}
     charts = [charts_of(title, metrics, records) for title, metrics in CHARTS.items()]

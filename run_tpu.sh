@@ -10,7 +10,7 @@ cd "$(dirname "$0")"
 usage() {
   cat <<'END'
 ./run_tpu.sh [VERB] [FLAG...] runs train_grpo.py on every worker of a Cloud TPU VM, through gcloud.
-On your machine you need gcloud, git and Python 3.10; the TPU VM needs nothing more.
+On your machine you need gcloud, git and Python 3.10 or newer; the TPU VM needs nothing more.
 
 Verbs (the default is run):
   create, delete   Create or delete the TPU VM. TPU_TYPE is its type, such as v6e-8. TPU_VERSION is

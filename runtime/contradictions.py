@@ -119,6 +119,8 @@ def notes(cfg: Any, tiny: Collection[str]) -> Iterator[str]:
 
     tiny: the settings that recipes/tiny.yaml has set, not the user.
     """
+    if "model_path" in tiny and "dataset" not in tiny:
+        yield f"MODEL_PATH is not set, so DATASET={cfg.dataset} trains this project's tiny model"
     for field, text in idle_settings(cfg):
         if field.metadata["results"] == "none" and field.name not in tiny:
             yield text

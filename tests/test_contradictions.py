@@ -124,6 +124,7 @@ def test_similar_settings_without_a_contradiction_pass(settings: str) -> None:
 # ---- Lines about combinations that are no mistakes -----------------------------------------------
 
 NOTES = """
+DATASET=my.jsonl -> MODEL_PATH is not set, so DATASET=my.jsonl trains this project's tiny model
 LR_DECAY_STEPS=100 STEPS=200 -> LR_DECAY_STEPS=100 is less than STEPS=200: later steps have learning
     rate 0
 EPS_HIGH=0.3 -> {ratios} EPS_HIGH=0.3 {idle}

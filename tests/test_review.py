@@ -32,7 +32,7 @@ def test_a_run_that_is_done_says_so_with_its_last_and_its_best_values(folder: Pa
     records = train(folder / "done", **BASE, **settings).records
     summary = summary_of(folder / "done")
     assert (summary["state"], summary["why"], summary["steps_done"]) == ("done", "", 2)
-    assert summary["verdict"] == ["verdict: too few steps for one, 2 of 10"]
+    assert summary["verdict"] == ["verdict: none yet: it needs 10 steps, and the run has 2"]
     accuracies = {r["step"]: r["eval/accuracy"] for r in records if "eval/accuracy" in r}
     best = max(accuracies, key=accuracies.get)
     assert summary["best"]["eval/accuracy"] == {"step": best, "value": accuracies[best]}

@@ -189,7 +189,9 @@ def test_that_nothing_is_learnt_is_said_only_if_no_other_rule_says_why() -> None
 def test_fewer_than_ten_steps_are_only_asked_for_updates_that_are_not_finite() -> None:
     sick = {EQUAL: 1, CUT: 1}
     assert verdict(history(sick, n=0)) == []  # a run that only evaluates
-    assert verdict(history(sick, n=9)) == ["verdict: too few steps for one, 9 of 10"]
+    assert verdict(history(sick, n=9)) == [
+        "verdict: none yet: it needs 10 steps, and the run has 9"
+    ]
     assert names(history(sick, n=10)) == ["all_truncated", "no_signal"]
     assert names(history(sick | {APPLIED: lambda i: 2 - i}, n=2)) == ["non_finite_steps"]
 

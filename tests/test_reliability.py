@@ -248,7 +248,13 @@ def test_two_processes_stop_together_and_go_on_together(out: Path) -> None:
 # ---- A full disk --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [300_000, 2_000_000], ids=["before a save", "during a save"])
+@pytest.mark.parametrize(
+    "size",
+    [
+        pytest.param(300_000, id="before a save"),
+        pytest.param(2_000_000, id="during a save", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_whose_checkpoints_do_not_fit_the_disk_goes_on_and_says_so(
     out: Path, size: int
 ) -> None:

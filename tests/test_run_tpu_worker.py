@@ -117,7 +117,12 @@ def test_an_old_libtpu_lockfile_is_removed_and_a_lock_in_use_stops_the_start(clo
 
 @pytest.mark.parametrize(
     "where, seconds",
-    [("forwarded", 100 + 15), (".env", 80 + 15), ("--config", 60 + 15), ("default", 30 + 15)],
+    [
+        ("forwarded", 100 + 15),
+        pytest.param(".env", 80 + 15, marks=pytest.mark.slow),
+        pytest.param("--config", 60 + 15, marks=pytest.mark.slow),
+        ("default", 30 + 15),
+    ],
 )
 def test_stop_kills_a_run_15_s_after_its_preemption_grace_s(
     cloud: Cloud, where: str, seconds: int

@@ -75,6 +75,7 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> dict:
     return run(out, JAX_DISABLE_MOST_OPTIMIZATIONS="0", **settings).records[0]
 
 
+@pytest.mark.slow
 def test_before_training_it_has_the_format_and_finds_most_answers_in_eight_tries(
     evaluated: dict,
 ) -> None:

@@ -380,6 +380,7 @@ def test_adapters_change_each_matrix_of_a_layer_by_their_rank_and_nothing_else(
             assert not change.any(), name
 
 
+@pytest.mark.slow
 def test_adapters_go_on_from_a_checkpoint_to_the_bit(out: Path, lora: Path) -> None:
     settings = "LEARNING_RATE=1e-2 LR_DECAY_STEPS=2 EXPORT_DTYPE=float32 SAVE_EVERY_STEPS=1 "
     train(lora, out / "straight", f"{settings} STEPS=2 EXPORT_HF={out}/straight_hf")

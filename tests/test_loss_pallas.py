@@ -288,7 +288,6 @@ HEADS = {
     "Qwen2.5-3B": bench.Shape(16 * 1024, 2048, 151936),
     "Llama-3.2-3B": bench.Shape(16 * 1024, 3072, 128256),
     "Qwen2.5-7B": bench.Shape(16 * 1024, 3584, 152064),
-    "Llama-3-8B": bench.Shape(16 * 1024, 4096, 128256),
     "Qwen2.5-14B": bench.Shape(16 * 1024, 5120, 152064),
 }
 QUICK = ("v6e", "Qwen2.5-3B")

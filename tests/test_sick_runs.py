@@ -1,4 +1,4 @@
-"""The verdicts on real runs: ten that are sick, one for each rule, and five that are healthy.
+"""The verdicts on real runs: ten that are sick, one for each rule, and four that are healthy.
 
 All runs train the tiny model. A sick run is made so by its settings, data or rewards alone, but for
 sampler_drift: no setting makes the sampler differ from the trainer.
@@ -45,7 +45,6 @@ SICK_RUNS = {  # {out} is a folder with the files below
 HEALTHY_RUNS = {
     "seed 0": "SEED=0 ROLLOUT_GLOBAL_BATCH_SIZE=8",
     "seed 1": "SEED=1 ROLLOUT_GLOBAL_BATCH_SIZE=8",
-    "grpo": "LOSS_TYPE=grpo",
     "dr_grpo": "LOSS_TYPE=dr_grpo SCALE_REWARDS=none",
     "gspo": (
         "LOSS_TYPE=gspo EPS_LOW=3e-4 EPS_HIGH=4e-4 NUM_MINI_BATCHES=4 TRAIN_MICRO_BATCH_SIZE=8"

@@ -45,7 +45,8 @@ def token_logps(
 ) -> tuple[jax.Array, ...]:
     """Returns log p of `ids` and the entropy of each distribution, both [..., t] float32 nats.
 
-    The arguments are those of tiled_token_logps in models/logps.py, which explains them, and two:
+    hidden: [..., t, D]. lm_head: [V, D]. ids: [..., t] int32. support: [..., t, U] int32, or None.
+    tiled_token_logps in models/logps.py, the reference of the kernel, explains these and the rest.
     impl: "jax" runs anywhere, "pallas" on a TPU. interpret: True or pltpu.InterpretParams run the
     kernel on any device.
     Raises ValueError for an unknown impl, and for pallas with a support.

@@ -11,8 +11,8 @@ completion tokens: MAX_LENGTH_SAMPLE in the rollout, and after it one of a few w
 the longest completion of the step (completion_width in runtime/packing.py).
 
 This departs from the GRPO paper (arXiv 2402.03300) in four points, as most of the field does:
- 1. The loss is the mean over all completion tokens of the step, not the mean over each sequence
-    first (LOSS_TYPE=grpo is the paper's).
+ 1. The loss is the mean over all completion tokens of an update, which by default is the step,
+    not the mean over each sequence first (LOSS_TYPE=grpo is the paper's).
  2. There is no KL penalty unless BETA > 0. It then is the k3 estimate times the ratio, so
     that its gradient is on average that of the KL itself (KL_BIAS_CORRECTION=0 is the paper's).
  3. Advantages divide by std + 1e-4 (ddof = 1), and are exactly 0 if a group's rewards are equal.
@@ -134,13 +134,13 @@ def main(cfg: Config) -> None:
             counted = (groups.results.stopped > 0) | (not cfg.mask_truncated_completions)
             clock.lap("advantages")
 
-            # ---- The batch, complete on every process, with what no update of the step changes ---
+            # ---- The batch: NumPy arrays, complete on the host of every process ------------------
             batch = gather_batch(run, groups, advantages, counted)  # arrays [B, T] and [B]
             clock.lap("shard")  # the programs from here on count in the lap "update"
             batch = with_ref_logps(run, life, ref_params, batch)
             batch = with_top_mask(run, life, state.params, batch)
 
-            # ---- Update: PPO_EPOCHS times an optimizer step for each mini-batch ------------------
+            # ---- Update: PPO_EPOCHS times, to_devices and an optimizer step for each mini-batch --
             lr = learning_rate(
                 step,
                 peak=cfg.learning_rate,

@@ -218,7 +218,7 @@ def forward(
     *,
     rows: PackedRows | None = None,
     cache: Cache | None = None,
-) -> tuple[jax.Array, KV]:
+) -> tuple[jax.Array, KV | tuple[KV, ...]]:
     """The final hidden states of `ids`, after the last norm, and keys and values.
 
     ids, positions: [X, t] int32. rows: which of them see each other. None without a cache: each
@@ -308,7 +308,11 @@ def _rms_norm(x: jax.Array, scale: jax.Array, model: ModelConfig) -> jax.Array:
 
 
 def _qkv(
-    y: jax.Array, w: Layers, model: ModelConfig, rotary: tuple[jax.Array, jax.Array], layout: Layout
+    y: jax.Array,
+    w: Layers,
+    model: ModelConfig,
+    rotary: tuple[jax.Array, jax.Array],
+    layout: Layout | None,
 ) -> tuple[jax.Array, KV]:
     """Rotated queries [X, t, H, h], and the keys and values, of y [X*t, D]."""
     X, t = rotary[0].shape[:2]

@@ -82,6 +82,7 @@ def test_eval_only_of_the_exported_folder_gives_the_same_answers(trained: Run) -
     assert {entry["step"] for entry in answers_of(folder)} == {0}
 
 
+@pytest.mark.slow
 def test_two_processes_write_each_question_once_in_its_order(trained: Run, tmp_path: Path) -> None:
     settings = {"STEPS": "0", "EVAL_FULL_SWEEP": "1", "EVAL_SAMPLES": "2"}
     settings["EVAL_EVERY_STEPS"] = "0"

@@ -104,6 +104,7 @@ def test_greedy_and_sampled_accuracies_are_not_compared(tmp_path: Path) -> None:
 # ---- Which implementation ran --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_runs_that_both_computed_xla_are_no_comparison_of_xla_with_auto(tmp_path: Path) -> None:
     """On a CPU ATTENTION_IMPL=auto chooses xla."""
     env = {"STEPS": "0", "EVAL_EVERY_STEPS": "1", "EVAL_PROMPTS": "4"}

@@ -40,7 +40,11 @@ def often_stopping() -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("layer_loop", ["scan", "unroll"])
-@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 1), (2, 1, 4)], ids=str)
+@pytest.mark.parametrize(
+    "mesh",
+    [(1, 1, 1), pytest.param((2, 1, 1), marks=pytest.mark.slow), (2, 1, 4)],
+    ids=str,
+)
 def test_sequences_that_leave_the_batch_change_nothing(
     mesh: tuple[int, int, int], layer_loop: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,7 +103,7 @@ OBJECTIVES: dict[str, tuple[Callable, Callable | None]] = {
         sequence_mean_loss,
     ),
 }
-SLOW = [x for x in OBJECTIVES if "cispo" not in x and "sapo" not in x]
+SLOW = [x for x in OBJECTIVES if "sapo" not in x]
 ALL = [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in OBJECTIVES]
 
 

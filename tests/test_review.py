@@ -42,6 +42,7 @@ def test_a_run_that_is_done_says_so_with_its_last_and_its_best_values(folder: Pa
     assert summary["settings"]["derived.policy_loss_impl"] == "jax"
 
 
+@pytest.mark.slow
 def test_only_process_0_shows_samples_and_writes_a_review(folder: Path) -> None:
     first, second = train_two(folder / "two", 1, **BASE)
     kinds = [line.split(" ")[0] for line in reviewed(first)]

@@ -227,6 +227,7 @@ def test_a_run_ends_within_a_minute_after_one_worker_is_killed(cloud: Cloud) -> 
     assert "error: exit code 137" in cloud.logs("log", 1).read_text()
 
 
+@pytest.mark.slow
 def test_a_worker_that_never_joins_is_reported_within_the_time_limit(cloud: Cloud) -> None:
     assert cloud.call("sync")[0] == 0
     cloud.machines({}, {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1"})

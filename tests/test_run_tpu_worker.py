@@ -30,6 +30,7 @@ def worker(cloud: Cloud, *words: str, **env: str) -> subprocess.CompletedProcess
     )
 
 
+@pytest.mark.slow
 def test_the_exit_file_has_the_exit_code_when_the_log_is_on_a_full_disk(cloud: Cloud) -> None:
     logs = cloud.laptop / "logs"
     logs.mkdir()

@@ -182,6 +182,7 @@ def test_a_run_learns_the_same(tmp_path: Path, settings: dict[str, str]) -> None
         np.testing.assert_allclose(ours[name], weights, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.slow
 def test_a_step_without_any_advantage_is_a_step_of_zero_gradients(
     tmp_path: Path, settings: dict[str, str]
 ) -> None:

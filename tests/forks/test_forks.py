@@ -139,6 +139,7 @@ def test_a_drill_that_no_longer_fits_says_which_one_and_which_file(old: str, tim
         edited(drill)
 
 
+@pytest.mark.slow
 def test_the_additions_turn_no_test_red(tmp_path: Path) -> None:
     """They are files of the user, a reward, a schedule and a setting, all in one fork."""
     assert red_tests(make_fork(tmp_path / "fork", *ADDITIONS), *TESTS_OF_ADDITIONS) == set()

@@ -25,6 +25,7 @@ SETTINGS = {
     "EVAL_FULL_SWEEP": "1",
     "SAVE_EVERY_STEPS": "0",
     "EXPORT_HF": "none",
+    "DATASET": str(REPO / "tiny"),  # docs/kernel.md shows these runs
 }
 # On a CPU how_to_compute refuses pallas, so the script puts it in place of jax, and interprets it.
 INTERPRETED = """

@@ -53,7 +53,7 @@ def test_two_processes_and_then_one_process_learn_and_write_what_one_process_doe
     tmp_path: Path,
 ) -> None:
     """Two processes take the first step, and one process goes on with their checkpoint."""
-    given = {"MODEL_PATH": str(small_model(tmp_path))}
+    given = {"MODEL_PATH": str(small_model(tmp_path)), "DATASET": str(REPO / "tiny")}
     settings = EVERYTHING | given | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
     alone, moved = tmp_path / "alone", tmp_path / "moved" / "0"
     train(alone, **settings, STEPS="2")

@@ -150,8 +150,11 @@ def misspelt(name: str, known: list[str]) -> str:
     # SED is a tool, not a typo of SEED, and TYPE is not a typo of DTYPE.
     if name.startswith(FOREIGN) or len(name) <= 3 or name == "TYPE":
         return ""
-    close = difflib.get_close_matches(name.upper(), known, cutoff=0.85)
-    return next((meant for meant in close if is_misspelt(name.upper(), meant)), "")
+    name = name.upper()
+    if swapped := [meant for meant in known if sorted(meant) == sorted(name)]:  # STESP
+        return swapped[0]
+    close = difflib.get_close_matches(name, known, cutoff=0.85)
+    return next((meant for meant in close if is_misspelt(name, meant)), "")
 
 
 def is_misspelt(name: str, meant: str) -> bool:

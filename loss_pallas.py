@@ -46,7 +46,7 @@ def token_logps(
     """Returns log p of `ids` and the entropy of each distribution, both [..., t] float32 nats.
 
     hidden: [..., t, D]. lm_head: [V, D]. ids: [..., t] int32. support: [..., t, U] int32, or None.
-    tiled_token_logps in models/logps.py, the reference of the kernel, explains these and the rest.
+    tiled_token_logps in models/logps.py explains these, temperature and mesh.
     impl: "jax" runs anywhere, "pallas" on a TPU. interpret: True or pltpu.InterpretParams run the
     kernel on any device.
     Raises ValueError for an unknown impl, and for pallas with a support.

@@ -127,6 +127,22 @@ def test_a_plan_that_does_not_fit_names_sizes_that_fit(model: Path) -> None:
     assert re.search(r"^v5e-1: DOES NOT FIT, ", done.stdout, re.M)
 
 
+@pytest.mark.slow
+@needs_compiler
+def test_what_would_fit_for_an_update_is_a_smaller_micro_batch_or_shorter_completions(
+    model: Path,
+) -> None:
+    env = SMALL | {"MODEL_PATH": str(model), "MAX_LENGTH_SAMPLE": "256"}
+    cfg = Config.from_env(env | {"TRAIN_PER_DEVICE_MICRO_BATCH_SIZE": "2"})
+    plan, _ = plan_tpu.make_plan(cfg, "v5e-1")
+    found = plan_tpu.remedies(plan, "v5e-1", "micro_step", 15.75 * 2**30)
+    told = [re.sub(r" \([\d.]+ GiB\)$", "", text) for text in found]
+    assert told == [
+        "TRAIN_PER_DEVICE_MICRO_BATCH_SIZE=1 would fit",
+        "MAX_LENGTH_SAMPLE=128 would fit",
+    ]
+
+
 def test_without_the_compiler_a_plan_says_how_to_get_it(model: Path) -> None:
     done = planned("v6e-8", model, before="sys.modules['libtpu'] = None")  # as if not installed
     message = 'error: the TPU compiler is not installed: pip install "jax[tpu]"\n'

@@ -91,7 +91,7 @@ def test_the_report_of_a_run_needs_no_network_and_no_script(run: Path) -> None:
     assert text.startswith("<!doctype html>") and text.endswith("</body></html>\n")
     assert not re.search(r"https?:|<script|<link|<img|<iframe|src=|href=|url\(|@import", text)
     assert "short: done after 2 steps." in text
-    assert "verdict: none yet: it needs 10 steps, and the run has 2" in text
+    assert "<p>verdict: none yet: it needs 10 steps, and the run has 2" in text
     for title in ("accuracy on held-out questions", "mean reward", "norm of the gradient"):
         assert f"<figcaption>{title}<br>" in text
     for head in ("Held-out questions", "A group of step 0", "A group of step 1", "Settings"):

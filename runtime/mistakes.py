@@ -151,11 +151,11 @@ def misspelt(name: str, known: list[str]) -> str:
     if name.startswith(FOREIGN) or len(name) <= 3 or name == "TYPE":
         return ""
     name = name.upper()
-    # The same letters in another order, such as STESP, are less alike than difflib asks for.
-    if swapped := [meant for meant in known if sorted(meant) == sorted(name)]:
-        return swapped[0]
     close = difflib.get_close_matches(name, known, cutoff=0.85)
-    return next((meant for meant in close if is_misspelt(name, meant)), "")
+    similar = [meant for meant in close if is_misspelt(name, meant)]
+    # The same letters in another order, such as STESP, are less alike than difflib asks for.
+    similar += [meant for meant in known if sorted(meant) == sorted(name)]
+    return similar[0] if similar else ""
 
 
 def is_misspelt(name: str, meant: str) -> bool:

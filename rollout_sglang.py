@@ -54,7 +54,8 @@ from sampling import Completions, PaddedPrompts
 from update import sync_weights
 
 INSTALL = (
-    'pip install --no-deps --pre "sglang-jax==0.1.0rc0" && pip install -r requirements-sglang.txt'
+    'pip install -r requirements-sglang.txt "jax[tpu]" && '
+    'pip install --no-deps --pre "sglang-jax==0.1.0rc0"'
 )
 NAIVE = "use ROLLOUT_BACKEND=naive"
 # Positions that the engine needs beyond the longest prompt and its completion.

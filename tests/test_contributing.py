@@ -4,6 +4,7 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
 import yaml
 
 REPO = Path(__file__).resolve().parent.parent
@@ -48,3 +49,30 @@ def test_versions_without_a_python_or_with_another_word_says_what_to_give() -> N
         done = subprocess.run([REPO / ".ci" / "versions", *words], text=True, capture_output=True)
         told = "error: give lowest, newest or beyond, then a Python\n"
         assert (done.returncode, done.stdout, done.stderr) == (2, told, "")
+
+
+@pytest.mark.parametrize(
+    "word, jax, flax",
+    [
+        ("lowest", ["==0.10.0", "==0.11.1"], ["==0.12.0", "==0.12.12"]),
+        ("newest", [">=0.10.0,<0.11", ">=0.11.1,<0.13"], [">=0.12.0,<0.13", ">=0.12.12,<0.13"]),
+        ("beyond", [">=0.10.0", ">=0.11.1"], [">=0.12.0", ">=0.12.12"]),
+    ],
+)
+def test_versions_changes_bounds_and_keeps_what_a_requirement_is_for(
+    word: str, jax: list[str], flax: list[str]
+) -> None:
+    script = (REPO / ".ci" / "versions").read_text(encoding="utf-8")
+    [bounds] = re.findall(rf"^  {word}\) bounds='(.*)' ;;$", script, re.M)
+    command = ["sed", "-E", bounds, REPO / "requirements.txt"]
+    lines = subprocess.run(command, text=True, capture_output=True, check=True).stdout.splitlines()
+    markers = ['; python_version < "3.12"', '; python_version >= "3.12"']
+    for name, versions in (("jax", jax), ("flax", flax)):
+        wanted = [f"{name}{v}{m}" for v, m in zip(versions, markers, strict=True)]
+        assert [line for line in lines if line.startswith(name)] == wanted
+
+
+def test_no_file_uses_kernels_for_gpus_that_jax_0_12_has_deprecated() -> None:
+    for file in REPO.rglob("*.py"):
+        if file != Path(__file__):
+            assert "pallas.ops.gpu" not in file.read_text(encoding="utf-8"), file

@@ -40,22 +40,22 @@ def test_short_work_says_nothing_and_long_work_a_line_in_each_interval(capsys) -
     began = time.monotonic()
     with long_work("exporting", 12, "tensors", interval_s=0.2) as work:
         work.advance(5)
-        lines = wait_for_lines(capsys, r"exporting for \d s: 5 of 12 tensors")
+        lines = wait_for_lines(capsys, r"exporting for \d+ s: 5 of 12 tensors")
         assert time.monotonic() - began >= 0.2
         work.advance()
-        lines += wait_for_lines(capsys, r"exporting for \d s: 6 of 12 tensors")
+        lines += wait_for_lines(capsys, r"exporting for \d+ s: 6 of 12 tensors")
     assert 2 <= len(lines) <= (time.monotonic() - began) / 0.2
     with long_work("loading", 3.0, "GB", interval_s=0.05) as work:
         work.advance(0.25)
         with long_work("compiling", interval_s=0.05):
-            lines = wait_for_lines(capsys, r"compiling for \d s")
-    assert re.fullmatch(r"loading for \d s: 0.2 of 3.0 GB", lines[0])
+            lines = wait_for_lines(capsys, r"compiling for \d+ s")
+    assert re.fullmatch(r"loading for \d+ s: 0.2 of 3.0 GB", lines[0])
 
 
 def test_an_error_ends_what_is_said_and_one_thread_serves_all_work(capsys) -> None:
     for _ in range(3):
         with pytest.raises(ValueError), long_work("loading", interval_s=0.05):
-            assert wait_for_lines(capsys, r"loading for \d s")
+            assert wait_for_lines(capsys, r"loading for \d+ s")
             raise ValueError
     capsys.readouterr()
     time.sleep(0.3)
@@ -96,7 +96,7 @@ def run_program(argument: str, errors: int = subprocess.PIPE) -> subprocess.Comp
 
 def test_a_long_compilation_is_told_by_the_name_of_its_program_until_it_ends() -> None:
     done = run_program("compile")
-    assert re.fullmatch(r"(compiling \w+ for \d s\n)+compiled\n", done.stdout)
+    assert re.fullmatch(r"(compiling \w+ for \d+ s\n)+compiled\n", done.stdout)
     assert "compiling slow for " in done.stdout
     assert done.stderr == ""
 

@@ -30,7 +30,7 @@ from models.model import Compute, Params, abstract_params
 from review import Reviewer
 from rollout import Backend, Inputs, NaiveBackend, Run
 from runtime import processes, resume
-from runtime.checkpoint import Checkpoints
+from runtime.checkpoint import Checkpoints, most_at_once, space_lines
 from runtime.layout import mesh_text
 from runtime.lifecycle import Lifecycle
 from runtime.mistakes import UserMistake, fail
@@ -73,10 +73,12 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | No
         if out and jax.process_index() == 0:
             resume.leave(Path(cfg.checkpoint_dir or out / "checkpoints"), out)
         fail(error)
+    saves = reachable and cfg.save_every_steps > 0
+    for line in space_lines(disk_needs(run, out, checkpoints, (state, ref_params), saves)):
+        log.line(line)
     checkpoints.say = log.line
     progress.wandb_id = log.wandb_id or progress.wandb_id
     stop.running = True
-    saves = reachable and cfg.save_every_steps > 0
     reviewer = Reviewer(out, log, jax.process_index() == 0)
     reviewer.write(RUNNING)
     life = Lifecycle(
@@ -247,6 +249,37 @@ def open_log(run: Run, out: Path, progress: resume.Progress) -> RunLog:
         except OSError as error:
             raise UserMistake(f"OUTPUT_DIR={out} cannot be written: {error.strerror}") from None
     return log
+
+
+def disk_needs(
+    run: Run, out: Path, checkpoints: Checkpoints, arrays: Any, saves: bool
+) -> list[tuple[str, Path, int]]:
+    """What the run will write beside its logs, as space_lines takes it. Checkpoints that are in the
+    folder already, and those in a bucket, need no more space.
+
+    arrays: those of a checkpoint. saves: whether the run saves checkpoints.
+    """
+    cfg, needs = run.cfg, []
+    if saves and cfg.steps and "://" not in checkpoints.folder:
+        size = sum(x.nbytes for x in jax.tree.leaves(arrays))
+        count = most_at_once(cfg.steps, cfg.save_every_steps, cfg.save_keep)
+        count = max(count - len(checkpoints.steps()), 0)
+        what = f"{count} x {size / 1e9:.3g} GB of checkpoints"
+        needs.append((what, Path(checkpoints.folder), count * size))
+    if cfg.steps and (export := export_of(run, out)):
+        folder, dtype = export
+        size = placement.num_params(run.model) * dtype.itemsize
+        needs.append((f"an export of {size / 1e9:.3g} GB", folder, size))
+    return needs
+
+
+def export_of(run: Run, out: Path) -> tuple[Path, Any] | None:
+    """The folder and the dtype of the trained model's export; None if the run exports nothing."""
+    cfg = run.cfg
+    if cfg.export_hf == "none":
+        return None
+    dtype = run.training.dtype if cfg.export_dtype == "auto" else cfg.export_dtype
+    return Path(cfg.export_hf or out / "hf"), jnp.dtype(dtype)
 
 
 # ---- Inputs --------------------------------------------------------------------------------------

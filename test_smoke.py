@@ -129,9 +129,27 @@ def test_the_record_has_the_names_that_dashboards_read(run: Run) -> None:
     assert swept["eval_full/accuracy/pass_at_1"] == swept["eval_full/accuracy"]
 
 
+def test_a_run_writes_as_many_gb_as_it_has_said(run: Run) -> None:
+    told = r"^disk: 1 x (\S+) GB of checkpoints in .*, \S+ GB free; an export of (\S+) GB in .*"
+    [sizes_gb] = re.findall(told, run.lines, re.M)
+    for gb, folder in zip(sizes_gb, ("checkpoints/2/arrays", "hf"), strict=True):
+        files = [file for file in (run.out / folder).rglob("*") if file.is_file()]
+        written = sum(file.stat().st_size for file in files if "token" not in file.name)
+        assert written == pytest.approx(float(gb) * 1e9, rel=0.1), folder
+
+
+def test_summary_json_has_the_five_values_of_the_published_summaries(run: Run) -> None:
+    last = json.loads((run.out / "summary.json").read_text(encoding="utf-8"))["last"]
+    for name in """
+        eval_full/accuracy eval/reward/func/reward_correct/mean eval/reward/total/mean
+        time/train/step_avg_last10_s time/eval_full/step_s
+    """.split():
+        assert math.isfinite(last[name]), name
+
+
 KNOWN_LINES = re.compile(
     "(backend|local_batch|model|loss.loss_type|output|step)=.*|mesh dp,fsdp,tp train=.*|"
-    "rollout.(backend: naive|drop_ended: off)|changed: .*|eval(_full)? .*|compiled .*|DONE: .*|"
+    "rollout.(backend: naive|drop_ended: off)|(changed|disk|DONE): .*|eval(_full)? .*|compiled .*|"
     r"sample step=.* question: .*|  .*|verdict: .*|[\w ]+ for \d+ s(: .*)?"
 )
 

@@ -34,7 +34,6 @@ import functools
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from loss import group_advantages, top_entropy_mask
@@ -69,7 +68,7 @@ from runtime.packing import Batch, pack, plan_rows, sequence_index
 from runtime.processes import ending_together
 from runtime.run_log import Clock
 from runtime.sizes import MICRO_SIZES, PASS_SIZES
-from startup import start
+from startup import export_of, start
 from update import (
     MicroBatch,
     MiniBatch,
@@ -359,19 +358,19 @@ def one_update(
 
 def export(run: Run, out: Path, params: Params) -> None:
     """Writes the trained model as a Hugging Face folder. Raises OSError, which names EXPORT_HF."""
-    cfg = run.cfg
-    if cfg.export_hf == "none":
+    target = export_of(run, out)
+    if target is None:
         return
-    folder = Path(cfg.export_hf or out / "hf")
+    folder, dtype = target
     try:
         hf.save_model(
             folder,
             params,
             run.model,
             run.folder,
-            dtype=jnp.dtype(run.training.dtype if cfg.export_dtype == "auto" else cfg.export_dtype),
+            dtype=dtype,
             writes=jax.process_index() == 0,
-            chat_template=cfg.chat_template,
+            chat_template=run.cfg.chat_template,
         )
     except OSError as error:
         raise OSError(f"EXPORT_HF={folder} cannot be written: {error}") from None

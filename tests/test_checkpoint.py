@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 import socket
 import subprocess
@@ -19,7 +20,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from test_train import REPO, Result, finish, start_two
 
-from runtime.checkpoint import Checkpoints, checksums
+from runtime.checkpoint import Checkpoints, checksums, most_at_once, space_lines
 from runtime.mistakes import UserMistake
 
 RECORD = {"rounds": 7, "evals": [[0, 0.5]], "made_with": {"SEED": "0"}}
@@ -52,6 +53,39 @@ def abstract(arrays: dict) -> dict:
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays
     )
+
+
+@pytest.mark.parametrize(
+    "steps, every, keep, most",
+    [
+        (100, 0, 2, 0),  # saves nothing, not even at the end
+        (100, 100, 2, 1),
+        (100, 50, 1, 2),
+        (300, 50, 1, 3),  # the newest, the best, and the one that is being written
+        (300, 50, 2, 4),
+        (101, 50, 0, 3),  # keeps all: after 50, 100 and 101 steps
+        (0, 50, 2, 0),
+    ],
+)
+def test_a_run_has_at_most_so_many_checkpoints_at_one_time(steps, every, keep, most) -> None:
+    assert most_at_once(steps, every, keep) == most
+
+
+def test_a_run_says_what_it_will_write_and_which_disk_is_too_small(tmp_path: Path) -> None:
+    free = shutil.disk_usage(tmp_path).free
+    assert space_lines([]) == ["disk: no checkpoints and no export"]
+    half = free * 6 // 10
+    [line] = space_lines([("1 x 2 GB of checkpoints", tmp_path / "not" / "yet", half)])
+    told = rf"disk: 1 x 2 GB of checkpoints in {tmp_path}/not/yet, \S+ GB free"
+    assert re.fullmatch(told, line)
+    two = [("checkpoints", tmp_path / "a", half), ("an export", tmp_path / "b", half)]
+    line, note = space_lines(two)  # each fits, both do not
+    assert re.fullmatch(
+        rf"disk: checkpoints in {tmp_path}/a, \S+ GB free; an export in {tmp_path}/b, \S+ GB free",
+        line,
+    )
+    assert note.startswith(f"note: the run needs {2 * half / 1e9:.3g} GB of disk, and ")
+    assert "EXPORT_HF=none" in note
 
 
 def mesh_of(*shape: int) -> Mesh:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from config import Config
+from runtime.checkpoint import most_at_once
 from runtime.sizes import derive
 
 REPO = Path(__file__).resolve().parent.parent
@@ -88,6 +89,25 @@ def test_the_two_recipes_for_the_3b_model_differ_only_in_the_kernel() -> None:
     changed = {name for name, value in vars(plain).items() if value != getattr(pallas, name)}
     assert changed == {"policy_loss_impl"}
     assert (plain.steps, plain.max_length_sample, plain.num_pre_q) == (100, 1024, 8)
+
+
+def test_published_runs_save_one_checkpoint_at_most_and_smoke_runs_save_nothing() -> None:
+    saved = {}
+    for recipe in RECIPES:
+        cfg = Config.from_env({}, recipe)
+        most = most_at_once(cfg.steps, cfg.save_every_steps, cfg.save_keep)
+        saved[recipe.stem] = (most, cfg.export_hf, cfg.eval_every_steps)
+    for smoke in (name for name in saved if "smoke" in name or "tunix" in name):
+        assert saved[smoke] == (0, "none", 0), smoke
+    assert saved["grpo_gsm8k_bs128_steps100"] == (0, "", 10)
+    for end in ("", "_pallas"):
+        assert saved[f"grpo_gsm8k_qwen25_3b_bs128_steps100{end}"] == (1, "", 10)
+
+
+def test_the_recipes_for_the_3b_model_log_to_w_and_b_as_the_published_runs_did() -> None:
+    for recipe in (recipe for recipe in RECIPES if "3b" in recipe.stem):
+        cfg = Config.from_env({}, recipe)
+        assert (cfg.wandb_mode, cfg.wandb_project) == ("online", "mllm-jax-grpo-gsm8k")
 
 
 def test_the_commands_for_a_tpu_vm_in_the_readme_name_recipes_and_verbs_that_exist() -> None:

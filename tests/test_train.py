@@ -334,7 +334,8 @@ def test_a_think_tag_that_the_chat_template_opens_belongs_to_the_completion(out:
 
 
 def test_config_yaml_has_the_settings_and_what_the_machine_has_made_of_them(out: Path) -> None:
-    train(out / "asked", STEPS="0")
+    asked = train(out / "asked", STEPS="0")
+    assert "\ndisk: no checkpoints and no export\n" in asked.lines
     saved = (out / "asked" / "config.yaml").read_text().splitlines()
     asked = [line.partition("#")[0].strip() for line in saved]
     assert "train.attention_impl: auto" in asked and "model.dtype: auto" in asked

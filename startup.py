@@ -30,7 +30,7 @@ from models.model import Compute, Params, abstract_params
 from review import Reviewer
 from rollout import Backend, Inputs, NaiveBackend, Run
 from runtime import processes, resume
-from runtime.checkpoint import Checkpoints, most_at_once, space_lines
+from runtime.checkpoint import Checkpoints, space_lines
 from runtime.layout import mesh_text
 from runtime.lifecycle import Lifecycle
 from runtime.mistakes import UserMistake, fail
@@ -38,7 +38,7 @@ from runtime.parsing import REPO, compared_by_value, shared_by_processes, to_tex
 from runtime.processes import StopSignal
 from runtime.records import RUNNING
 from runtime.run_log import RunLog, replace_file, stop_if_not_writable
-from runtime.sizes import Sizes, derive, prompt_width
+from runtime.sizes import Sizes, derive, most_checkpoints, prompt_width
 from runtime.wandb_run import check_wandb, chosen_mode
 from sampling import Stopping
 from update import Optimizer, TrainState, abstract_state, init_state, sync_weights
@@ -262,7 +262,7 @@ def disk_needs(
     cfg, needs = run.cfg, []
     if saves and cfg.steps and "://" not in checkpoints.folder:
         size = sum(x.nbytes for x in jax.tree.leaves(arrays))
-        count = most_at_once(cfg.steps, cfg.save_every_steps, cfg.save_keep)
+        count = most_checkpoints(cfg.steps, cfg.save_every_steps, cfg.save_keep)
         count = max(count - len(checkpoints.steps()), 0)
         what = f"{count} x {size / 1e9:.3g} GB of checkpoints"
         needs.append((what, Path(checkpoints.folder), count * size))

@@ -360,15 +360,6 @@ class Checkpoints:
         self._manager = None
 
 
-def most_at_once(steps: int, save_every_steps: int, save_keep: int) -> int:
-    """The largest number of checkpoints that a run has on its disk at one time.
-
-    A new checkpoint is complete before an old one is deleted. The newest ones and the best stay.
-    """
-    saves = math.ceil(steps / save_every_steps) if save_every_steps else 0
-    return min(saves, save_keep + 2) if save_keep else saves
-
-
 def space_lines(needs: Sequence[tuple[str, Path, int]]) -> list[str]:
     """A line with what a run will write and the space that is free for it, and a note for each disk
     that has too little space.

@@ -81,6 +81,7 @@ _NAMES_ELSEWHERE = {
 }
 # What other programs call our values of a setting.
 VALUES_ELSEWHERE = {
+    "ROLLOUT_BACKEND": {"vanilla": "naive"},
     "LOSS_TYPE": {
         "bnpo": "dapo",
         "token-mean": "dapo",

@@ -128,6 +128,7 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
 def read_env(env: Mapping[str, str], config: type, mistakes: list[Mistake]) -> dict[str, Any]:
     """The settings in the environment, {attribute: value}; adds to `mistakes`.
 
+    The value null means what it means in YAML: a setting that is not set, or an empty text.
     config: a dataclass whose fields are made by `knob`.
     """
     fields = dataclasses.fields(config)
@@ -137,8 +138,11 @@ def read_env(env: Mapping[str, str], config: type, mistakes: list[Mistake]) -> d
     settings = {}
     for name in sorted(env):
         if name in known:
+            field, text = known[name], "" if env[name] == "null" else env[name]
+            if env[name] == "null" and field.type is not str:
+                continue
             try:
-                settings[known[name].name] = parse(known[name], env[name], name)
+                settings[field.name] = parse(field, text, name)
             except UserMistake as error:
                 mistakes.append(Mistake(name, str(error)))
         elif mistake := other_name(name, [name, name.upper()], {ours: ours for ours in known}):

@@ -233,3 +233,12 @@ def prompt_width(longest: int, floor: int = 0) -> int:
 def prompt_share(num_pre_q: int, sequences_per_shard: int) -> int:
     """`share`: how many consecutive sequences of a shard have one prompt in common."""
     return math.gcd(num_pre_q, sequences_per_shard)
+
+
+def most_checkpoints(steps: int, save_every_steps: int, save_keep: int) -> int:
+    """The largest number of checkpoints that a run has on its disk at one time.
+
+    A new checkpoint is complete before an old one is deleted. The newest ones and the best stay.
+    """
+    saves = math.ceil(steps / save_every_steps) if save_every_steps else 0
+    return min(saves, save_keep + 2) if save_keep else saves

@@ -20,7 +20,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from test_train import REPO, Result, finish, start_two
 
-from runtime.checkpoint import Checkpoints, checksums, most_at_once, space_lines
+from runtime.checkpoint import Checkpoints, checksums, space_lines
 from runtime.mistakes import UserMistake
 
 RECORD = {"rounds": 7, "evals": [[0, 0.5]], "made_with": {"SEED": "0"}}
@@ -53,22 +53,6 @@ def abstract(arrays: dict) -> dict:
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays
     )
-
-
-@pytest.mark.parametrize(
-    "steps, every, keep, most",
-    [
-        (100, 0, 2, 0),  # saves nothing, not even at the end
-        (100, 100, 2, 1),
-        (100, 50, 1, 2),
-        (300, 50, 1, 3),  # the newest, the best, and the one that is being written
-        (300, 50, 2, 4),
-        (101, 50, 0, 3),  # keeps all: after 50, 100 and 101 steps
-        (0, 50, 2, 0),
-    ],
-)
-def test_a_run_has_at_most_so_many_checkpoints_at_one_time(steps, every, keep, most) -> None:
-    assert most_at_once(steps, every, keep) == most
 
 
 def test_a_run_says_what_it_will_write_and_which_disk_is_too_small(tmp_path: Path) -> None:

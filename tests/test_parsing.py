@@ -5,6 +5,7 @@ test_config.py has the tests of values and YAML.
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -271,6 +272,20 @@ def test_a_dotenv_file_beside_the_code_lies_below_the_environment(tmp_path, monk
 
 
 # ---- null in YAML --------------------------------------------------------------------------------
+
+
+def test_null_in_the_environment_means_what_it_means_in_yaml(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("rollout: {batch_size: 64}\nrun: {wandb_name: mine}\n")
+    env = {"MODEL_PATH": "m", "ROLLOUT_BATCH_SIZE": "null", "WANDB_NAME": "null", "STEPS": "null"}
+    cfg = Config.from_env(env, file)
+    assert (cfg.rollout_batch_size, cfg.wandb_name, cfg.steps) == (64, "", 100)
+
+
+def test_the_name_of_another_program_for_a_backend_is_told_ours() -> None:
+    told = "ROLLOUT_BACKEND='vanilla' is not one of naive|sglang_jax; vanilla is called naive here"
+    with pytest.raises(UserMistake, match=re.escape(told)):
+        Config.from_env({"ROLLOUT_BACKEND": "vanilla"})
 
 
 def test_null_unsets_any_size_and_leaves_the_lower_layers_alone(tmp_path: Path) -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from config import Config
-from runtime.checkpoint import most_at_once
-from runtime.sizes import derive
+from runtime.sizes import derive, most_checkpoints
 
 REPO = Path(__file__).resolve().parent.parent
 RECIPES = sorted((REPO / "recipes").glob("*.yaml"))
@@ -95,7 +94,7 @@ def test_published_runs_save_one_checkpoint_at_most_and_smoke_runs_save_nothing(
     saved = {}
     for recipe in RECIPES:
         cfg = Config.from_env({}, recipe)
-        most = most_at_once(cfg.steps, cfg.save_every_steps, cfg.save_keep)
+        most = most_checkpoints(cfg.steps, cfg.save_every_steps, cfg.save_keep)
         saved[recipe.stem] = (most, cfg.export_hf, cfg.eval_every_steps)
     for smoke in (name for name in saved if "smoke" in name or "tunix" in name):
         assert saved[smoke] == (0, "none", 0), smoke

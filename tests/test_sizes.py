@@ -13,7 +13,15 @@ from config import Config
 from data import pad_prompts
 from runtime.mistakes import UserMistake
 from runtime.parsing import REPO
-from runtime.sizes import Sizes, bucket, derive, eval_questions, prompt_share, prompt_width
+from runtime.sizes import (
+    Sizes,
+    bucket,
+    derive,
+    eval_questions,
+    most_checkpoints,
+    prompt_share,
+    prompt_width,
+)
 
 # Sizes(local_batch, global_batch, prompt_batch_size, passes_per_step, micro_batch_size,
 #       grad_accum_steps, prompts_per_step)
@@ -181,3 +189,19 @@ def test_prompts_are_padded_on_the_left() -> None:
     assert ids.tolist() == [[9, 9, 5, 6], [1, 2, 3, 4], [9, 9, 9, 7]]
     assert mask.tolist() == [[0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 1]]
     assert ids.dtype == mask.dtype == np.int32
+
+
+@pytest.mark.parametrize(
+    "steps, every, keep, most",
+    [
+        (100, 0, 2, 0),  # saves nothing, not even at the end
+        (100, 100, 2, 1),
+        (100, 50, 1, 2),
+        (300, 50, 1, 3),  # the newest, the best, and the one that is being written
+        (300, 50, 2, 4),
+        (101, 50, 0, 3),  # keeps all: after 50, 100 and 101 steps
+        (0, 50, 2, 0),
+    ],
+)
+def test_a_run_has_at_most_so_many_checkpoints_at_one_time(steps, every, keep, most) -> None:
+    assert most_checkpoints(steps, every, keep) == most

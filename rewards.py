@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from types import MappingProxyType
 from typing import NamedTuple
+from unicodedata import normalize
 
 import numpy as np
 
@@ -35,51 +36,96 @@ RewardFunction = Callable[..., Rewards]
 _MAX_NUMBER = 300
 _WINDOW = 4096  # The last number is looked for in this many characters up to the last digit.
 
-# Minus sign, en dash, fraction slash and the vulgar fractions become ASCII.
-_PLAIN = str.maketrans({"−": "-", "–": "-", "⁄": "/", "½": " 1/2", "¼": " 1/4", "¾": " 3/4"})
-_LATEX_FRACTION = re.compile(r"\\[dt]?frac\{([0-9]+)\}\{([0-9]+)\}")
+# ½ becomes \frac12, which LaTeX reads like \frac{1}{2}. Minus sign, en dash, fraction slash and
+# spaces that keep digits in one line become ASCII.
+_FRACTIONS = {x: r"\frac" + normalize("NFKC", x).replace("⁄", "") for x in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}
+_SPACES = dict.fromkeys("\u00a0\u2007\u2009\u202f", " ")
+_PLAIN = str.maketrans({"−": "-", "–": "-", "⁄": "/", **_SPACES, **_FRACTIONS})
 
 # No two repeats of these patterns can match the same character. A failed match therefore gives up
 # at once, and the time is linear in the length of any text.
-_DECIMAL = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]*)?|(?<![\w.])\.[0-9]+)"
+_LATEX_SPACE = re.compile(r"\\[,;: ]")
+_COMMA = re.compile(r"(?<=[0-9])(?:['’_]|\{,\}|,\\!)(?=[0-9])")
+_SPACED = re.compile(r"(?<![\w.,/^])[1-9][0-9]{0,2}(?: [0-9]{3})+(?![0-9])")
+_LATEX_FRACTION = re.compile(r"-?\\[dt]?frac(\{-?[0-9.,]+\}|[0-9])(\{-?[0-9.,]+\}|[0-9])")
+
+# These patterns take all that is written together, such as 100,00; _VALUE says what is a number.
+_DIGITS = r"(?:(?<![\w.])\.)?[0-9]+(?:[.,][0-9]+)*\.?"
+_POWER = r"[ ]?\^[ ]?(?:\{[-+0-9][^{}\s]*\}?|[-+]?[0-9]+)"
+_TERM = rf"{_DIGITS}(?:[eE][-+]?[0-9]+|{_POWER})?"
 _NUMBER = re.compile(
     rf"""
-    \^\{{?[-+]?[0-9]+                                    # a power, as in 72 cm^2, is no answer
+    {_POWER}                                             # a power, as in 72 cm^2, is no answer
     | (?P<minus>(?:(?<![0-9A-Za-z)\]}}%])-               # -5 in "-5", 5 in "10-5" and "GPT-5"
-      | (?:^|(?<=[=:($\[{{])[ ]?)-[ ])\\?[$€£]?)?        # -5 in "- 5", 5 in "10 - 5"
-      (?P<number>{_DECIMAL})
-      (?: (?:[eE]|[ ]?(?:[x×*]|\\times)[ ]?10\^\{{?)(?P<power>[-+]?[0-9]+)
-        | (?:[ ](?P<top>[0-9]+)/|[ ]?/[ ]?)(?P<bottom>{_DECIMAL})  # "1 1/2" or "1/2"
+      | (?:^|(?<=[=:($\[{{])[ ]?)-[ ])\\?[$£¥\u20a0-\u20bf]?)?  # -5 in "- 5", 5 in "10 - 5"
+      (?P<number>{_TERM})
+      (?: [ ]?(?:[x×*·]|\\times|\\cdot)[ ]?(?P<scale>10{_POWER})  # "2 x 10^3"
+        | (?:[ ](?P<top>[0-9]+)/|[ ]?/[ ]?)(?P<bottom>{_TERM})    # "1 1/2" or "1/2"
       )?
     """,
     re.VERBOSE,
+)
+_VALUE = re.compile(
+    r"(?P<base>(?:(?!00)[0-9]*|[1-9][0-9]{0,2}(?:,[0-9]{3})+)(?:\.[0-9]+)?)\.?"
+    r"(?: ?(?P<mark>[eE^]) ?\{?(?P<exponent>[-+]?[0-9]+)\}?)?"
 )
 
 
 def parse_number(text: str) -> Fraction | None:
     """Returns the exact value of the last number in `text`, or None.
 
-    It reads 1,234 and .5 and 5. and -$5 and 3/4 and 1 1/2 and 2e3 and 2 x 10^3 and LaTeX fractions.
-    It ignores units, currencies and the percent sign (50% is 50, as GSM8K writes it). It returns
-    None for a text without a number, for a zero denominator, and for numbers of absurd length.
+    It reads 1,234 and 1 234 and .5 and 5. and -$5 and 3/4 and 1 1/2 and 2e3 and 2 x 10^3 and 2^10
+    and LaTeX fractions. It ignores units, currencies and the percent sign (50% is 50, as GSM8K
+    writes it). It returns None for a text without a number, for a zero denominator, for numbers of
+    absurd length, and for a last number that is in doubt, such as 100,00.
     """
-    text = text.strip().translate(_PLAIN)
-    last, match = max(map(text.rfind, "0123456789")), None
-    text = text[max(0, last - _WINDOW) : last + 2].replace("{,}", ",").replace(r",\!", ",")
-    for found in _NUMBER.finditer(_LATEX_FRACTION.sub(r" \1/\2", text)):
+    text = text.strip()
+    last, match = max(map(text.rfind, [*"0123456789", *_FRACTIONS])), None
+    for found in _NUMBER.finditer(_in_plain_form(text[max(0, last - _WINDOW) : last + 2])):
         match = found if found["number"] else match
-    if match is None or len(match[0]) > _MAX_NUMBER:
+    if match is None:
         return None
-    exponent = int(match["power"] or 0)
-    bottom = Fraction((match["bottom"] or "1").replace(",", ""))
-    if abs(exponent) > _MAX_NUMBER or bottom == 0:
+    names = ("number", "scale", "top", "bottom")
+    number, scale, top, bottom = (_value(match[name] or "1") for name in names)
+    if None in (number, scale, top, bottom) or bottom == 0:
         return None
-    value = Fraction(match["number"].replace(",", "")) * Fraction(10) ** exponent
-    # "1 1/2" is a mixed number. "5 10/2" and "2.5 1/2" are two numbers, and the last counts.
-    part = Fraction(match["top"] or value) / bottom
-    mixed = match["top"] and part < 1 and value.denominator == 1
-    value = value + part if mixed else part
+    value = number * scale / bottom
+    if match["top"]:
+        # "1 1/2" is a mixed number. "5 10/2" and "2.5 1/2" are two numbers, and the last counts.
+        if top >= bottom or number.denominator != 1:
+            return top / bottom
+        value = number + top / bottom
     return -value if match["minus"] else value
+
+
+def _in_plain_form(text: str) -> str:
+    """Returns the text with its numbers as _NUMBER reads them."""
+    text = _LATEX_SPACE.sub(" ", text.translate(_PLAIN))
+    text = _COMMA.sub(",", text)  # 1'234 and 1_234 and 1{,}234
+    text = _SPACED.sub(lambda match: match[0].replace(" ", ""), text)  # 1 234
+    return re.sub(" +", " ", _LATEX_FRACTION.sub(_with_slash, text))
+
+
+def _with_slash(fraction: re.Match) -> str:
+    r"""Returns -3/4 for -\frac{3}{4}, \frac{-3}{4} and \frac{3}{-4}, apart from its neighbours."""
+    top, bottom = (part.strip("{-}") for part in fraction.groups())
+    sign = "-" if fraction[0].count("-") % 2 else " "
+    return f"{sign}{top}/{bottom} "
+
+
+def _value(term: str) -> Fraction | None:
+    """Returns the value of 1,234.5 or 2e3 or 10^3; None for 100,00, for 000, for 2^{1/2}, and for
+    numbers of absurd length."""
+    match = _VALUE.fullmatch(term) if len(term) <= _MAX_NUMBER else None
+    if not match:
+        return None
+    base, exponent = match["base"].replace(",", ""), int(match["exponent"] or 0)
+    value, is_power = Fraction(base), match["mark"] == "^"
+    if abs(exponent) * (len(base) if is_power else 1) > _MAX_NUMBER:
+        return None
+    if not is_power:
+        return value * Fraction(10) ** exponent
+    return None if value == 0 and exponent < 0 else value**exponent
 
 
 def extract_answer(text: str) -> Fraction | None:

@@ -45,7 +45,7 @@ CORRECT = [  # completion, reference as in the last line of a GSM8K answer, rewa
     (form("1,234"), "1234", 1.0),
     (form("1234"), "1,234", 1.0),
     (form("234"), "1,234", 0.0),
-    (form("1,2345"), "2345", 1.0),  # no thousands: two numbers
+    (form("1,2345"), "2345", 0.0),  # no thousands: no number
     (form("$1,234,567.50"), "1234567.5", 1.0),
     (form("-5"), "-5", 1.0),
     (form("-5"), "5", 0.0),
@@ -95,6 +95,84 @@ def test_a_reference_needs_no_hashes_and_one_without_a_number_does_not_apply() -
     assert found == [1.0, 1.0, 1.0, None, None, None, 1.0]
 
 
+HALF, SPACE, NARROW = "\N{VULGAR FRACTION ONE HALF}", "\N{NO-BREAK SPACE}", "\u202f"
+READ = {  # text: its number, as Fraction reads it
+    r"The answer is -\frac{3}{4}": "-3/4",
+    r"\frac{-3}{4}": "-3/4",
+    r"\dfrac{3}{-4}": "-3/4",
+    r"-\frac{-3}{4}": "3/4",
+    r"x = - \frac{3}{4}": "-3/4",
+    r"10-\frac{3}{4}": "3/4",  # an operator, as in 10-5
+    r"\frac{1.5}{2}": "3/4",
+    r"\frac{1,500}{2}": "750",
+    r"\frac34": "3/4",
+    r"2\frac34": "11/4",
+    r"2 \frac{3}{4}": "11/4",
+    r"\frac{3}{0}": None,
+    "10 000": "10000",
+    "-$1 234 567.50": "-1234567.5",
+    f"1{SPACE}000": "1000",
+    f"1{NARROW}000": "1000",
+    r"10\,000": "10000",
+    "1'000": "1000",
+    "1\N{RIGHT SINGLE QUOTATION MARK}000": "1000",
+    "1_000": "1000",
+    "in 2 000 people": "2000",
+    "2 100 dollars": "2100",  # three digits after a space are thousands
+    "3 20 40": "40",
+    "1 2345": "2345",
+    "2024 100": "100",
+    "2.5 100": "100",
+    "1/2 100": "100",
+    "5   100": "100",  # the columns of a table
+    "10 000/2": "5000",
+    "100,00": None,
+    "1,0000": None,
+    "1,00,000": None,
+    "0,500": None,
+    "3,5": None,
+    "10 0000": None,
+    "9:00": None,
+    "-5 10/2": "5",
+    "72.5.": "72.5",
+    "1.000,50": None,
+    "1.000.000": None,
+    "10'5": None,
+    "3 or 100,00": None,  # the last number cannot be read, and no other replaces it
+    "100,00 or 3": "3",
+    "1,234, 5": "5",
+    "10^3": "1000",
+    "10^{3}": "1000",
+    "-2^10 = -1024.": "-1024",
+    "2^{-1}": "1/2",
+    "10^3/4": "250",
+    r"5 \cdot 10^3": "5000",
+    "10^100": "1" + "0" * 100,
+    "10^999999999": None,
+    "2^" + "9" * 299: None,
+    "0^-1": None,
+    "2^{1/2}": None,
+    "72 cm^2": "72",
+    r"72 cm^{2}": "72",
+    r"90^\circ": "90",
+    "5^{th}": "5",
+    f"1 {HALF}": "3/2",
+    f"-{HALF}": "-1/2",
+    "1\N{VULGAR FRACTION TWO THIRDS}": "5/3",
+    f"1{SPACE}1/2": "3/2",
+    "-¥5": "-5",
+    "- ₹5": "-5",
+}
+
+
+@pytest.mark.parametrize("text", READ)
+def test_what_a_person_reads_without_doubt_is_read_and_the_rest_is_no_number(text: str) -> None:
+    expected = READ[text]
+    for whole in (text, f"so {text}", f"<answer>{text}</answer>", text + " of them"):
+        if not whole.startswith("so - "):  # a dash after a word is no sign
+            assert rewards.extract_answer(whole) == (expected and Fraction(expected)), whole
+
+
 def test_numbers_are_exact_fractions() -> None:
     assert parse_number("0.1") == Fraction(1, 10)
     assert parse_number("2 3/8 cups") == Fraction(19, 8)
@@ -140,6 +218,8 @@ def test_the_system_prompt_shows_a_form_that_earns_the_format_reward() -> None:
 
 REPEATED = ["<answer>", "</answer>", "</think>\n<answer>", "9", "1,", "-", "- ", "1/", "1 ", "1 1/"]
 REPEATED += ["1,111,", ".", "1.", "1e", "^{", "= -", " ", r"\frac{1", "1x10^", "\N{MINUS SIGN}"]
+REPEATED += ["1 111 ", "1'111'", "1_", r"\frac", r"\frac1", r"\frac{1,", "1^", "10^{1", "1^{1/"]
+REPEATED += [r"1\,", r"-\frac{-1}{-1}", HALF, SPACE, f"1 {HALF}", "1 000 0000 ", "9^9", "1  "]
 LONG = {
     **{text: text * (10**6 // len(text)) for text in REPEATED},
     "digits space digits": "9" * 500_000 + " " + "9" * 500_000,
@@ -160,6 +240,7 @@ def test_a_megabyte_of_anything_takes_linear_time(name: str) -> None:
 def test_no_text_raises() -> None:
     pieces = ["<think>", "</think>", "\n", "<answer>", "</answer>", "1", "0", "23", ",", ".", "-"]
     pieces += ["/", " ", "e", "^", "x", "10", "$", "%", "=", "\\frac{1}{0}", "{", "}", "####", "é"]
+    pieces += ["_", "'", SPACE, r"\frac", "000", r"\,", "^{", "-", "·", "¥"]
     pieces += ["\ud800", "\x00", "\N{VULGAR FRACTION ONE HALF}", "\N{ARABIC-INDIC DIGIT FIVE}", "²"]
     draw = random.Random(0)
     texts = ["".join(draw.choices(pieces, k=draw.randint(0, 12))) for _ in range(20_000)]

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Set
 from subprocess import PIPE, Popen
 
 if __name__ != "__main__":  # As a script this file cannot import its neighbours.
@@ -117,8 +117,13 @@ def _serve(file: str, name: str, timeout_s: float) -> None:
         # died. A living trainer ends it earlier.
         faulthandler.dump_traceback_later(2 * limit_s, exit=True)
         try:
-            # default=float converts the scalars of NumPy, JAX and torch.
-            reply = json.dumps({"rewards": list(act(*args, **columns))}, default=float)
+            returned = act(*args, **columns)
+            if wrong := _what_is_no_list(returned):
+                told = f"must return a list of {len(args[0])} rewards, not {wrong}"
+                reply = json.dumps({"error": told})
+            else:
+                # default=float converts the scalars of NumPy, JAX and torch.
+                reply = json.dumps({"rewards": list(returned)}, default=float)
         except (Exception, SystemExit) as error:  # The user's code may raise anything.
             reply = json.dumps({"error": "raised " + _as_raised(error, file)})
         faulthandler.cancel_dump_traceback_later()
@@ -142,6 +147,18 @@ def _load(file: str, name: str) -> list[float | None]:
     if not callable(getattr(module, name, None)):
         raise ValueError(f"{os.path.basename(file)} defines no function {name}")
     return []
+
+
+def _what_is_no_list(returned: object) -> str:
+    """Returns "" for anything that gives one reward after the other, else its type.
+
+    list() would make the keys of a dict into rewards, and the names of a table's columns.
+    """
+    kind, shape = type(returned).__name__, getattr(returned, "shape", (0,))
+    without_order = isinstance(returned, Mapping | Set | str | bytes | bytearray)
+    if without_order or not isinstance(returned, Iterable):
+        return kind
+    return "" if len(shape) == 1 else f"{kind} of shape {tuple(shape)}"
 
 
 def _as_raised(error: BaseException, file: str) -> str:

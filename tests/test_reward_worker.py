@@ -21,6 +21,7 @@ from runtime.reward_worker import RewardWorker
 TOP = Path(reward_worker.__file__).parent.parent  # the repo's top folder
 
 USER_FILE = """
+import collections
 import os
 import re
 import subprocess
@@ -56,6 +57,31 @@ def noisy(completions, **columns):
         return [1.0]
 def arrays(completions, **columns):
     return np.array([0.5, 1.0], np.float32)
+class Table:  # as of pandas: a loop over it gives the names of its columns
+    shape = (2, 2)
+    def __iter__(self):
+        return iter([0, 1])
+def kinds(completions, kind, **columns):
+    return {
+        "dict": {0: 1.0, 1: 0.5},
+        "Counter": collections.Counter(ab=1, c=2),
+        "set": {1.0, 0.5},
+        "dict_keys": {1.0: "a", 0.5: "b"}.keys(),
+        "str": "10",
+        "bytes": b"10",
+        "Table of shape (2, 2)": Table(),
+        "ndarray of shape (2, 1)": np.array([[1.0], [0.5]]),
+        "ndarray of shape ()": np.array(1.0),
+        "NoneType": None,
+        "float": 1.0,
+        "tuple": (1.0, 0.5),
+        "generator": (reward for reward in [1.0, 0.5]),
+        "map": map(float, ["1", "0.5"]),
+        "deque": collections.deque([1.0, 0.5]),
+        "dict_values": {"a": 1.0, "b": 0.5}.values(),
+        "array of one dimension": np.array([1.0, 0.5], np.float16),
+        "list of arrays": [np.array(1.0), np.float32(0.5)],
+    }[kind[0]]
 def huge(completions, **columns):
     return [10**400]
 def short(completions, **columns):
@@ -122,6 +148,31 @@ def test_the_example_of_the_docs_is_a_reward_function(tmp_path: Path) -> None:
 def test_an_array_comes_back_as_floats(folder: Path) -> None:
     with worker(folder, "arrays") as function:
         assert function(["a", "b"]) == [0.5, 1.0]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["dict", "Counter", "set", "dict_keys", "str", "bytes", "Table of shape (2, 2)"]
+    + ["ndarray of shape (2, 1)", "ndarray of shape ()", "NoneType", "float"],
+)
+def test_what_has_no_order_of_rewards_is_refused_and_its_type_named(
+    folder: Path, kind: str
+) -> None:
+    with worker(folder, "kinds") as function, pytest.raises(UserMistake) as caught:
+        total_rewards(["a", "b"], {"kind": [kind] * 2}, [function], [1.0])
+    assert str(caught.value) == (
+        f"REWARD_FN {folder}/mine.py:kinds must return a list of 2 rewards, not {kind}"
+    )
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["tuple", "generator", "map", "deque", "dict_values", "array of one dimension"]
+    + ["list of arrays"],
+)
+def test_whatever_gives_one_reward_after_the_other_is_a_list(folder: Path, kind: str) -> None:
+    with worker(folder, "kinds") as function:
+        assert function(["a", "b"], kind=[kind]) == [1.0, 0.5]
 
 
 def test_a_hang_is_ended_at_the_limit_on_any_thread(folder: Path) -> None:

@@ -280,6 +280,13 @@ def test_the_default_rewards_are_the_three_built_in_ones() -> None:
     [
         ([1.0], "reward odd must return a list of 2 rewards, not 1"),
         (None, "reward odd must return a list of 2 rewards, not NoneType"),
+        ({0: 1.0, 1: 0.5}, "reward odd must return a list of 2 rewards, not dict"),
+        ({1.0, 0.5}, "reward odd must return a list of 2 rewards, not set"),
+        ("10", "reward odd must return a list of 2 rewards, not str"),
+        (
+            np.array([[1.0], [0.5]]),
+            r"reward odd, completion 0: array\(\[1.\]\) is neither a finite number nor None",
+        ),
         ([1.0, "1.0"], "reward odd, completion 1: '1.0' is neither a finite number nor None"),
         ([1.0, float("nan")], "reward odd, completion 1: nan is neither a finite number nor None"),
         (

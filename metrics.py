@@ -310,13 +310,13 @@ def evaluation(
 ) -> tuple[str, dict[str, Any]]:
     """The line and the record of one evaluation.
 
-    correct: [questions, samples], see are_right. The accuracy is the share of right
-    completions, over all samples of all questions to which the rule's function applies.
+    correct: [questions, samples], see are_right. The accuracy is pass@1: the mean over the
+    questions of the share of right completions among those to which the rule's function applies.
     """
     n, seconds, split = run.cfg.eval_samples, clock.total(), run.cfg.eval_split
     prefix, place = ("eval_full", "eval_full/accuracy") if full else ("eval", "eval")
     questions, temperature = len(correct), run.eval_sampling.temperature
-    accuracy, error = mean_of(correct), standard_error(correct)
+    accuracy, error = pass_at(correct, 1), standard_error(correct)
     more = {f"pass_at_{k}": pass_at(correct, k) for k in range(1, n + 1) if is_shown(k, n)}
     if n > 1 and run.accuracy.function == "reward_correct":
         more[f"maj_at_{n}"] = majority_accuracy(correct, answers.texts)

@@ -362,26 +362,34 @@ def standard_error(correct: np.ndarray) -> float:
 
 
 def pass_at(correct: np.ndarray, k: int) -> float:
-    """The probability that at least one of k samples of a question is right, without bias.
+    """The probability that at least one of k samples of a question is right, without bias: the
+    mean over the questions that have k samples with a value. pass_at(correct, 1) is the accuracy.
 
-    correct: [questions, n samples]. Source: arXiv 2107.03374, eq. 1.
+    correct: [questions, samples], NaN where a sample has no value. Source: arXiv 2107.03374, eq. 1.
     """
-    n, right = correct.shape[1], correct.sum(axis=1)  # [questions], NaN stays
-    sets = math.comb(n, k)  # of k samples; an integer of any size
-    hits = [1 - math.comb(n - int(c), k) / sets for c in right[~np.isnan(right)]]
-    return mean_of(np.array(hits, np.float64))
+    hits = []
+    for samples in correct:
+        n, wrong = np.isfinite(samples).sum(), (samples == 0).sum()
+        if n >= k:
+            sets = math.comb(n, k)  # of k samples; an integer of any size
+            hits.append((sets - math.comb(wrong, k)) / sets)
+    return mean_of(np.array(hits))
 
 
 def majority_accuracy(correct: np.ndarray, texts: list[str]) -> float:
     """maj@n: the share of questions whose most frequent answer is right; of answers that are
     equally frequent the first one counts. No answer counts as one, and it is never right.
 
-    correct: [questions, n samples]. texts: [questions * n].
+    correct: [questions, n samples], NaN where a sample has no value: it is left out, and so is a
+    question without any value. texts: [questions * n].
     """
     answers = iter(map(extract_answer, texts))
     chosen = []
     for samples in correct:
-        given = [next(answers) for _ in samples]
-        frequent = collections.Counter(given).most_common(1)[0][0]
-        chosen.append(samples[given.index(frequent)])
+        given = [(next(answers), right) for right in samples]
+        given = [(answer, right) for answer, right in given if not np.isnan(right)]
+        if given:
+            counts = collections.Counter(answer for answer, _ in given)
+            frequent = counts.most_common(1)[0][0]
+            chosen.append(next(right for answer, right in given if answer == frequent))
     return mean_of(np.array(chosen))

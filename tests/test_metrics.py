@@ -293,6 +293,16 @@ def test_several_samples_give_pass_at_k_and_the_error_is_over_questions() -> Non
     }
 
 
+def test_the_accuracy_is_pass_at_1_also_where_samples_have_no_value() -> None:
+    """Two questions: 1 of 1 and 1 of 3 samples with a value are right."""
+    rewards = [[1, 0], [NAN, 0], [NAN, 0], [1, 0], [0, 0], [0, 0]]
+    found = evaluated(rewards, samples=3, temperature=1.0)
+    _, records = evaluation(found.run, 3, found.answers, found.correct, clock(), False)
+    assert records["eval/accuracy"] == records["eval/pass_at_1"] == pytest.approx(2 / 3)
+    assert records["eval/accuracy_se"] == pytest.approx(1 / 3)
+    assert records["eval/pass_at_3"] == 1.0  # of the second question alone
+
+
 def test_accuracy_is_the_share_of_completions_whose_reward_reaches_the_threshold() -> None:
     rewards = [[1.0, 0.0], [0.5, 1.0], [0.99, NAN], [NAN, 0.0]]
 

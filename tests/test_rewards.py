@@ -359,6 +359,31 @@ def test_pass_at_k_counts_the_sets_of_k_samples_with_a_right_one(right, n, k, ex
     assert pass_at(both, k) == pytest.approx(expected / 2)  # the last question has no answer
 
 
+def test_a_sample_without_a_value_is_left_out_and_a_question_with_too_few_samples_too() -> None:
+    """Of the questions 2 of 3, 0 of 2, 1 of 1 and none of none samples are right."""
+    X = np.nan
+    correct = np.array([[1, X, 0, 1], [0, 0, X, X], [X, X, X, 1], [X, X, X, X]])
+    assert pass_at(correct, 1) == pytest.approx((2 / 3 + 0 + 1) / 3)
+    assert pass_at(correct, 2) == pytest.approx((1 + 0) / 2)
+    assert pass_at(correct, 3) == 1.0
+    assert np.isnan(pass_at(correct, 4))
+    assert standard_error(correct) == pytest.approx((7 / 27 / 3) ** 0.5)  # of 2/3, 0 and 1
+
+
+def test_pass_at_1_is_the_mean_of_the_questions_to_the_last_bit() -> None:
+    for n in range(1, 20):
+        for right in range(n + 1):
+            assert pass_at(np.array([[1.0] * right + [0.0] * (n - right)]), 1) == right / n
+
+
+def test_the_majority_is_among_the_samples_with_a_value() -> None:
+    X = np.nan
+    texts = ["5", "5", "7", "8"] + ["1", "2", "3", "4"] + ["6", "6", "6", "6"]
+    correct = np.array([[X, X, 1, 0], [0, 1, 0, X], [X, X, X, X]])  # of 7 and 8 the first
+    assert majority_accuracy(correct, texts) == pytest.approx(1 / 2)
+    assert np.isnan(majority_accuracy(np.array([[X, X]]), ["1", "2"]))
+
+
 def test_the_majority_is_of_equal_numbers_and_the_first_of_a_tie() -> None:
     texts = ["<answer>5</answer>", "<answer>7</answer>", "so 5.0"]  # 5 twice
     texts += ["<answer>1</answer>", "<answer>2</answer>", "<answer>3</answer>"]  # a tie

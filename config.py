@@ -29,6 +29,7 @@ DTYPES = "auto|bfloat16|float32"
 IS_MODES = "none|token_truncate|token_mask|sequence_truncate|sequence_mask"
 TINY_LAYER = "recipes/tiny.yaml"
 TINY = REPO / TINY_LAYER
+LONGEST_WAIT_S = 10**6  # 11 days; clocks of some systems overflow at 4 * 10**6 seconds
 MICRO_SETTINGS = (*MICRO_SIZES, "grad_accum_steps")
 # Pairs (names, hidden): if a layer sets one of the names, lower layers lose all hidden ones.
 SYNONYMS = [(names, names) for names in (PASS_SIZES, STEP_SIZES, MICRO_SETTINGS)]
@@ -137,7 +138,11 @@ class Config:
     )
     reward_fn: str = in_reward("", "Reward functions, such as my.py:name; empty: the default ones.")
     reward_timeout_s: float = in_reward(
-        10.0, "Seconds that a call of your function may take.", above=0, results="none"
+        10.0,
+        "Seconds that a call of your function may take.",
+        above=0,
+        at_most=LONGEST_WAIT_S,
+        results="none",
     )
     overlong_cache: int = in_reward(
         0, "Tokens over which soft_overlong_penalty grows; 0: a fifth of MAX_LENGTH_SAMPLE."
@@ -249,7 +254,9 @@ class Config:
     save_keep: int = in_run(2, "Number of newest checkpoints to keep besides the best; 0: all.")
     resume: str = in_run("auto", "Checkpoint to begin with: auto (the newest), never, or a path.")
     resume_force: bool = in_run(False, "Resume although settings that change results have changed.")
-    preemption_grace_s: int = in_run(30, "Most seconds from SIGTERM to the end.", at_least=2)
+    preemption_grace_s: int = in_run(
+        30, "Most seconds from SIGTERM to the end.", at_least=2, at_most=LONGEST_WAIT_S
+    )
     nonfinite_limit: int = in_run(3, "Consecutive non-finite steps that end a run.", at_least=1)
     export_hf: str = in_run("", "Folder of the export; empty: OUTPUT_DIR/hf; none: no export.")
     export_dtype: str = in_run("auto", "Dtype of the export; auto: as in the run.", choices=DTYPES)
@@ -267,8 +274,12 @@ class Config:
     jax_compilation_cache_dir: str = local("", "Folder of compiled programs; empty: .jax_cache.")
     require_multihost: bool = in_run(False, "Stop a run of a single process.")
     require_jax_process_count: int = in_run(0, "Number of processes that must join; 0: any.")
-    init_timeout_s: int = local(90, "Seconds in which all processes must join.", at_least=1)
-    heartbeat_timeout_s: int = local(30, "Seconds until a silent process is dead.", at_least=10)
+    init_timeout_s: int = local(
+        90, "Seconds in which all processes must join.", at_least=1, at_most=LONGEST_WAIT_S
+    )
+    heartbeat_timeout_s: int = local(
+        30, "Seconds until a silent process is dead.", at_least=10, at_most=LONGEST_WAIT_S
+    )
 
     def rollout_lines(self) -> str:
         """Lines that say what samples, whether ended sequences leave the batch and, if the sampler

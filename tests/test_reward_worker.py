@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import config
 from rewards import load_reward_functions, total_rewards
 from runtime import reward_worker
 from runtime.mistakes import UserMistake
@@ -258,6 +259,13 @@ def test_a_file_that_hangs_on_import_is_given_up(tmp_path, monkeypatch):
     monkeypatch.setattr(reward_worker, "LOAD_LIMIT_S", 0.5)
     with pytest.raises(UserMistake, match="slow.py:f did not load within 0.5 s"):
         load_reward_functions(f"{tmp_path / 'slow.py'}:f", timeout_s=30)
+
+
+def test_the_longest_limit_of_the_settings_is_one_that_the_system_can_wait_for(
+    folder: Path,
+) -> None:
+    with worker(folder, "echo", timeout_s=config.LONGEST_WAIT_S) as function:
+        assert function(["1"]) == [1.0]
 
 
 def test_an_idle_worker_outlives_the_limit_of_its_last_call(folder: Path) -> None:

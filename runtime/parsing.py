@@ -10,6 +10,7 @@ import difflib
 import math
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from operator import ge, gt, le, lt
@@ -90,6 +91,7 @@ def shared_by_processes(config: Any) -> list[str]:
 def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
     """The flags; a wrong one ends the program with exit code 2."""
     parser = argparse.ArgumentParser(
+        exit_on_error=False,
         description="Settings are environment variables: STEPS=1 python train_grpo.py",
         epilog="`python config.py` lists all settings.",
     )
@@ -109,7 +111,14 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--answer", metavar="TEXT", help="the right answer to --ask's question")
     parser.add_argument("--processes", type=int, default=1, help="processes to print sizes for")
     parser.add_argument("--local-devices", type=int, default=1, help="devices of each process")
-    args, unknown = parser.parse_known_args(argv)
+    try:
+        args, unknown = parser.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        flag, hint = error.argument_name, ""
+        value = "".join(argv[argv.index(flag) + 1 :][:1]) if flag in argv else ""
+        if re.match("-[^-]", value):  # argparse takes -1/2 for a flag, and -5 for a number
+            hint = f"; write {shlex.quote(f'{flag}={value}')}"
+        parser.error(f"{error}{hint}")
     if unknown:
         hint = "; settings go before the command: STEPS=1 python train_grpo.py"
         given = any(re.match(r"[A-Za-z_]\w*=", text) for text in unknown)

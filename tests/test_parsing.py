@@ -323,6 +323,31 @@ def test_a_plan_is_refused_where_nothing_plans(script: str) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("text", "written"),
+    [("-1/2", "--answer=-1/2"), ("-$5", "'--answer=-$5'"), ("-x^2", "'--answer=-x^2'")],
+)
+def test_an_answer_that_argparse_takes_for_a_flag_is_told_how_to_be_written(
+    text: str, written: str, capsys: pytest.CaptureFixture
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parsing.parse_command_line(["--ask", "How many?", "--answer", text])
+    told = f"error: argument --answer: expected one argument; write {written}"
+    assert stop.value.code == 2 and capsys.readouterr().err.splitlines()[-1].endswith(told)
+    args = parsing.parse_command_line(["--ask", "How many?", f"--answer={text}"])
+    assert args.answer == text
+
+
+def test_negative_numbers_and_texts_with_spaces_are_values(capsys: pytest.CaptureFixture) -> None:
+    for text in ("-5", "-0.5", "-1 and 1/2"):
+        args = parsing.parse_command_line(["--ask", "-5 + 3 = ?", "--answer", text])
+        assert (args.ask, args.answer) == ("-5 + 3 = ?", text)
+    for flags in (["--answer", "--eval-only"], ["--answer"]):
+        with pytest.raises(SystemExit):
+            parsing.parse_command_line(["--ask", "How many?", *flags])
+        assert capsys.readouterr().err.endswith("argument --answer: expected one argument\n")
+
+
 # ---- pyyaml --------------------------------------------------------------------------------------
 
 

@@ -207,9 +207,9 @@ def penalties(
         """Gives -(repeated n-grams / all n-grams) of the completion's tokens."""
         rewards: Rewards = []
         for ids in completion_ids:
-            distinct = set(zip(*(ids[i:] for i in range(repetition_ngram)), strict=False))
             total = len(ids) - repetition_ngram + 1
-            rewards.append(len(distinct) / total - 1 if distinct else 0.0)
+            ngrams = [tuple(ids[i : i + repetition_ngram]) for i in range(total)]
+            rewards.append(len(set(ngrams)) / total - 1 if ngrams else 0.0)
         return rewards
 
     return {f.__name__: f for f in (soft_overlong_penalty, repetition_penalty)}

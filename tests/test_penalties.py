@@ -55,6 +55,7 @@ def test_the_repetition_penalty_at_its_edges() -> None:
     assert repetition([[], [4], [4, 4], [4, 4, 4], [4, 4, 4, 4]], 3) == [0, 0, 0, 0, -0.5]
     assert repetition([[4, 4, 5, 5], [1, 2, 3]], 1) == [-0.5, 0]
     assert repetition([[1, 2, 2, 1]], 2) == [0]  # (1, 2) is not (2, 1)
+    assert repetition([[4, 4]], 10**20) == [0]  # such an n-gram takes no time
 
 
 def test_reward_fn_names_a_penalty_beside_a_built_in_one() -> None:

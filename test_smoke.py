@@ -22,6 +22,8 @@ import config
 from loss import Objective
 from runtime import sizes
 
+pytest.importorskip("fcntl", reason="training needs Linux, macOS or WSL")
+
 REPO = Path(__file__).resolve().parent
 # room -> the rooms whose files it may import; "" is the top level
 ROOMS = {

@@ -1,7 +1,9 @@
 """CONTRIBUTING.md and .github/: what they say about the tests is true."""
 
+import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -76,3 +78,18 @@ def test_no_file_uses_kernels_for_gpus_that_jax_0_12_has_deprecated() -> None:
     for file in REPO.rglob("*.py"):
         if file != Path(__file__):
             assert "pallas.ops.gpu" not in file.read_text(encoding="utf-8"), file
+
+
+@pytest.mark.slow
+def test_without_modules_that_windows_lacks_settings_are_tested_and_the_rest_is_skipped() -> None:
+    code = "import sys, pytest; sys.modules |= {'fcntl': None, 'resource': None}; "
+    code += "sys.exit(pytest.main(['-n', '0', '-q', '-rs', '-p', 'no:cacheprovider']))"
+    env = {name: x for name, x in os.environ.items() if name not in ("NO_SKIPS", "PYTEST_ADDOPTS")}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=REPO, env=env, text=True, capture_output=True, timeout=600)
+    assert done.returncode == 0, done.stdout
+    told = r"^SKIPPED \[(\d+)\] (\S+):\d+: training needs Linux, macOS or WSL"
+    skipped = {file: int(count) for count, file in re.findall(told, done.stdout, re.M)}
+    files = len([*(REPO / "tests").rglob("test_*.py")])
+    assert skipped == {"test_smoke.py": 1, "tests/conftest.py": files - 6}
+    assert re.search(r"^\d{3} passed", done.stdout, re.M)

@@ -6,10 +6,8 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from test_rollout import completions_of, rewarding
 
 import rewards
-from data import Prompt
 from rewards import (
     is_shown,
     load_reward_functions,
@@ -19,7 +17,6 @@ from rewards import (
     standard_error,
     total_rewards,
 )
-from rollout import reward_completions
 from runtime.mistakes import UserMistake
 
 GSM8K = "She has 6*12=<<6*12=72>>72 clips.\n#### "
@@ -315,16 +312,6 @@ def test_each_function_has_a_weight() -> None:
         match="=1.0,0.5,0.5 has 3 numbers; give 2, one each for reward_correct, reward_format",
     ):
         total_rewards(["a"], {"answer": ["1"]}, functions, [1.0, 0.5, 0.5])
-
-
-def test_a_bug_in_a_built_in_reward_keeps_its_traceback() -> None:
-    def buggy(completions: list[str], **columns: list) -> list[float]:
-        return [float(int("1.5"))]
-
-    run = rewarding(buggy)
-    with pytest.raises(ValueError, match="invalid literal") as error:
-        reward_completions(run, completions_of(["1"], run.tokenizer), [Prompt([5], {})])
-    assert type(error.value) is ValueError and error.traceback[-1].name == "buggy"
 
 
 # ---- Accuracy over many questions ----------------------------------------------------------------

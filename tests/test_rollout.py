@@ -417,3 +417,13 @@ def test_the_tokens_of_highest_entropy_in_a_step_do_not_depend_on_the_micro_batc
     # The bonus is the mean entropy of a fifth of the tokens, which have nearly all the entropy.
     bonus = (values["policy_loss"] - values["loss"]) / 0.01
     assert 2 < bonus / values["entropy"] < 5.1
+
+
+def test_a_bug_in_a_built_in_reward_keeps_its_traceback() -> None:
+    def buggy(completions: list[str], **columns: list) -> list[float]:
+        return [float(int("1.5"))]
+
+    run = rewarding(buggy)
+    with pytest.raises(ValueError, match="invalid literal") as error:
+        reward_completions(run, completions_of(["1"], run.tokenizer), [Prompt([5], {})])
+    assert type(error.value) is ValueError and error.traceback[-1].name == "buggy"

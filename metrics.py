@@ -204,6 +204,7 @@ def step_records(step: Step, num_pre_q: int, names: list[str]) -> dict[str, floa
     records["train-other/frac_reward_zero_std"] = equal.mean()
     records |= _rewards("train-reward", results.rewards, results.per_function, names)
     records |= _spread("train-reward/advantage", step.advantages, "mean", "std", "min", "max")
+    records["train-reward/advantage/zero_frac"] = (step.advantages == 0).mean()
     records |= _spread("train-seq_len/prompt", results.prompt_lengths, "mean", "max")
     records |= _spread("train-seq_len/completion", results.completion_lengths, "mean", "max")
     records |= _spread("train-seq_len/total", total_lengths, "mean", "max")
@@ -243,10 +244,19 @@ def phase_seconds(clock: Clock) -> dict[str, float]:
     return {"rollout": phases["rollout_sync"] + phases["rollout_generate"], **phases}
 
 
-def sampling_metrics(sampled: Sampled) -> dict[str, float]:
-    """The metrics of DYNAMIC_SAMPLING."""
-    kept, mean = 1 - sampled.equal.mean(), mean_of(sampled.rewards)
-    metrics = {"rounds": sampled.num_rounds, "kept_frac": kept, "reward_mean": mean}
+def sampling_metrics(run: Run, sampled: Sampled) -> dict[str, float]:
+    """The metrics of DYNAMIC_SAMPLING, of all that was sampled; OF_SAMPLED in review.py names those
+    that the verdict looks at."""
+    results = sampled.results
+    metrics = {
+        "rounds": sampled.num_rounds,
+        "kept_frac": 1 - sampled.equal.mean(),
+        "reward_mean": mean_of(results.rewards),
+        "accuracy": mean_of(are_right(run, results.per_function)),
+        "hit_max_frac": 1 - results.stopped.mean(),
+    }
+    for function, column in zip(run.functions, results.per_function.T, strict=True):
+        metrics[f"func/{function.__name__}/mean"] = mean_of(column)
     return {f"dynamic_sampling/{name}": float(value) for name, value in metrics.items()}
 
 

@@ -148,13 +148,28 @@ def read_history(out: Path) -> History:
 
 WINDOW = 10  # The rules look at so many steps at the start and at the end of a run.
 LEVEL, HEALTHY, NONE_YET = "derived.drift_level", "verdict: no sign of trouble", "verdict: none yet"
-APPLIED = "train-other/updates_applied"
+LOSS, NORM = "train-other/loss", "train-other/grad_norm"
 TOTAL, FORMAT = "train-reward/total/mean", "train-reward/func/reward_format/mean"
-EQUAL, CUT = "train-other/frac_reward_zero_std", "train-seq_len/completion/hit_max_frac"
+ZERO, CUT = "train-reward/advantage/zero_frac", "train-seq_len/completion/hit_max_frac"
 DRIFT, ENTROPY = "train-other/sampling_logp_difference/mean", "train-other/entropy"
 ACCURACY, CLIPPED = "train-reward/accuracy", "train-other/clip_ratio_later/region_mean"
 LR = "train-other/learning_rate"
-SEEN = ("step", TOTAL, FORMAT, EQUAL, CUT, DRIFT, ENTROPY, ACCURACY, CLIPPED, APPLIED, LR)
+# Where DYNAMIC_SAMPLING has recorded a metric of all that it sampled. The groups that a step keeps
+# are neither too hard nor too easy, so that their mean reward hardly moves.
+OF_SAMPLED = {
+    TOTAL: "train-other/dynamic_sampling/reward_mean",
+    FORMAT: "train-other/dynamic_sampling/func/reward_format/mean",
+    ACCURACY: "train-other/dynamic_sampling/accuracy",
+    CUT: "train-other/dynamic_sampling/hit_max_frac",
+}
+SEEN = ("step", LOSS, NORM, TOTAL, FORMAT, ZERO, CUT, DRIFT, ENTROPY, ACCURACY, CLIPPED, LR)
+SEEN += (*OF_SAMPLED.values(),)
+
+
+def values_of(records: Sequence[dict[str, Any]], name: str) -> np.ndarray:
+    """[records] float64: a metric as the rules see it, of all that was sampled; NaN without one."""
+    sampled, of_step = column(records, OF_SAMPLED.get(name, name)), column(records, name)
+    return np.where(np.isnan(sampled), of_step, sampled)
 
 
 class View(NamedTuple):
@@ -166,16 +181,16 @@ class View(NamedTuple):
 
     def mean(self, name: str) -> float:
         """The mean of a metric over the last steps, without missing values."""
-        return mean_of(column(self.last, name))
+        return mean_of(values_of(self.last, name))
 
     def began(self, name: str) -> float:
         """The mean of a metric over the first steps, without missing values."""
-        return mean_of(column(self.first, name))
+        return mean_of(values_of(self.first, name))
 
     def rose(self, name: str) -> float:
         """By how many standard errors a metric rose in the run; 99 if it has no noise."""
         n = max(WINDOW, len(self.run.steps) // 3)  # a slow rise needs long windows
-        before, after = column(self.run.steps[:n], name), column(self.run.steps[-n:], name)
+        before, after = values_of(self.run.steps[:n], name), values_of(self.run.steps[-n:], name)
         rise, spread = mean_of(after) - mean_of(before), np.nanvar(before) + np.nanvar(after)
         return rise / math.sqrt(spread / n) if spread else 99 * float(np.sign(rise))
 
@@ -213,7 +228,7 @@ class Rule(NamedTuple):
 RULES = (
     Rule(
         "non_finite_steps",
-        lambda v: (column(v.last, APPLIED) < v.run.settings["derived.updates_per_step"]).any(),
+        lambda v: not np.isfinite([column(v.last, name) for name in (LOSS, NORM)]).all(),
         "An update was not finite and was not applied. Lower LEARNING_RATE or, at the first step, "
         "check the weights of MODEL_PATH; read bad_step_N.npz.",
         "One such step in ten is enough: a healthy run has none.",
@@ -240,10 +255,10 @@ RULES = (
     ),
     Rule(
         "no_signal",
-        lambda v: v.mean(EQUAL) >= 0.98,
-        "Hardly any group has different rewards, so there is nothing to learn from. Questions may "
-        "be too hard or too easy, or the reward may be constant.",
-        "At 0.98 one group in fifty teaches something, or less than one in a usual step.",
+        lambda v: v.mean(ZERO) >= 0.98,
+        "Hardly any advantage differs from 0, so there is nothing to learn from. Questions may be "
+        "too hard or too easy, or the reward may be constant.",
+        "At 0.98 one completion in fifty teaches something, or less than a group in a usual step.",
     ),
     Rule(
         "reward_hacked",
@@ -321,7 +336,7 @@ CHARTS = {  # title -> the metrics in it; * stands for every reward function
     "KL to the reference, nats per token": ("train-other/kl",),
     "ratios that are clipped": ("train-other/clip_ratio/region_mean", "train-other/cispo_clip*"),
     "norm of the gradient": ("train-other/grad_norm",),
-    "groups whose rewards are equal": (EQUAL,),
+    "groups whose rewards are equal": ("train-other/frac_reward_zero_std",),
     "sampler and trainer differ, nats": (DRIFT,),
     "seconds of a step": ("time/train/step_s", "time/train/rollout_s", "time/train/update_s"),
     "tokens per second": (

@@ -124,8 +124,7 @@ class Sampled(NamedTuple):
 
     num_rounds: int
     equal: np.ndarray  # [num_rounds * P] bool: all rewards of this group are equal
-    rewards: np.ndarray  # [num_rounds * B] float64
-    tokens: int  # of all completions, over all processes
+    results: StepResults  # [num_rounds * B] of all processes
 
 
 class Evaluated(NamedTuple):
@@ -285,7 +284,6 @@ def choose_groups(run: Run, rounds: list[Groups]) -> Groups:
         np.argsort(have_equal_rewards(run, rounds), kind="stable")[:P]
     )  # [P] of rounds * P groups
     sequences = (chosen[:, None] * K + np.arange(K)).reshape(-1)  # [B] of rounds * B
-    joined = [np.concatenate(x) for x in zip(*(groups.results for groups in rounds), strict=True)]
     # A group may be trained on another process than the one that sampled it.
     everywhere = Completions.join(  # [rounds * B, T]
         [groups.completions.each(gather_processes) for groups in rounds]
@@ -294,18 +292,18 @@ def choose_groups(run: Run, rounds: list[Groups]) -> Groups:
     return Groups(
         [sampled[group] for group in chosen],
         everywhere.at(sequences[run.local_sequences()]),
-        StepResults(*(x[sequences] for x in joined)),
+        StepResults(*(x[sequences] for x in results_of(rounds))),
     )
+
+
+def results_of(rounds: list[Groups]) -> StepResults:
+    """The results of all rounds, one after the other: [rounds * B]."""
+    columns = zip(*(groups.results for groups in rounds), strict=True)
+    return StepResults(*map(np.concatenate, columns))
 
 
 def what_was_sampled(run: Run, rounds: list[Groups]) -> Sampled:
-    results = [groups.results for groups in rounds]
-    return Sampled(
-        num_rounds=len(rounds),
-        equal=have_equal_rewards(run, rounds),
-        rewards=np.concatenate([x.rewards for x in results]),
-        tokens=int(sum(x.completion_lengths.sum() for x in results)),
-    )
+    return Sampled(len(rounds), have_equal_rewards(run, rounds), results_of(rounds))
 
 
 # ---- An evaluation -------------------------------------------------------------------------------

@@ -155,9 +155,9 @@ def main(cfg: Config) -> None:
             # ---- Log -----------------------------------------------------------------------------
             sampled = what_was_sampled(run, rounds)
             if cfg.dynamic_sampling:
-                metrics |= sampling_metrics(sampled)
+                metrics |= sampling_metrics(run, sampled)
             metrics["learning_rate"] = lr
-            tokens = sampled.tokens
+            tokens = int(sampled.results.completion_lengths.sum())
             done = Step(step, metrics, groups.results, advantages, counted, tokens, clock)
             record = log_step(run, life.log, done, groups)
             life.reviewer.note_trouble(record)

@@ -160,6 +160,7 @@ def test_the_step_record_by_hand() -> None:
         "train-reward/func/first/mean": 2 / 3,  # the function applies to three completions
         "train-reward/func/second/mean": 0.625,
         "train-reward/advantage/std": np.sqrt(0.5),
+        "train-reward/advantage/zero_frac": 0.5,
         "train-seq_len/prompt/mean": 15.0,
         "train-seq_len/total/max": 28.0,
         "train-seq_len/completion/hit_max_frac": 0.25,
@@ -334,14 +335,27 @@ def test_accuracy_follows_accuracy_of_or_reward_correct_or_the_first_function() 
 
 
 def test_the_metrics_of_dynamic_sampling_cover_everything_that_was_sampled() -> None:
+    """Six groups of two. `first` says what is right, and applies to no completion of the third."""
     equal = np.array([True, False, True, True, True, False])
     rewards = np.array([0.7, 0.7, 0.5, 0, NAN, NAN, 1, 1, 0, 0, 1, 0])
-    assert sampling_metrics(Sampled(2, equal, rewards, 0)) == pytest.approx(
+    first = np.array([0, 0, 0.5, 0, NAN, NAN, 1, 1, 0, 0, 1, 0])
+    per_function = np.column_stack([first, np.full(12, 0.25)])
+    run = evaluated([[0.0, 0.0]], samples=1).run
+    stopped = np.array([1, 1, 1, 0, 1, 1, 1, 1, 1, 1, 0, 0])
+    others = [np.ones(12)] * 2, [np.ones(12)] * 2
+    results = StepResults(rewards, *others[0], stopped, *others[1], per_function)
+    assert sampling_metrics(run, Sampled(2, equal, results)) == pytest.approx(
         {
             "dynamic_sampling/rounds": 2,
             "dynamic_sampling/kept_frac": 1 / 3,
             "dynamic_sampling/reward_mean": 4.9 / 10,
+            "dynamic_sampling/accuracy": 3 / 10,
+            "dynamic_sampling/hit_max_frac": 3 / 12,
+            "dynamic_sampling/func/first/mean": 3.5 / 10,
+            "dynamic_sampling/func/second/mean": 0.25,
         }
     )
-    none = sampling_metrics(Sampled(4, np.array([True]), np.array([NAN]), 0))
+    nothing = results._replace(rewards=rewards * NAN, per_function=per_function * NAN)
+    none = sampling_metrics(run, Sampled(4, equal, nothing))
     assert np.isnan(none["dynamic_sampling/reward_mean"])
+    assert np.isnan(none["dynamic_sampling/accuracy"])

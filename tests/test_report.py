@@ -169,6 +169,16 @@ def test_what_is_no_run_ends_in_one_line_and_code_2(run: Path, tmp_path: Path) -
     assert not [*tmp_path.iterdir()]
 
 
+def test_a_config_without_derived_values_has_a_report(run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "bare"
+    shutil.copytree(run, folder)
+    lines = (folder / "config.yaml").read_text().splitlines(keepends=True)
+    kept = [line for line in lines if not line.startswith("derived.")]
+    assert len(kept) < len(lines)
+    (folder / "config.yaml").write_text("".join(kept))
+    assert tool(folder) == (0, f"{folder / 'report.html'}\n", "")
+
+
 def test_a_run_that_was_killed_has_died(out: Path, run: Path) -> None:
     """Nothing can write the word of a run that kill -9 ends, so its files say that it goes on."""
     folder = out / "killed"
@@ -206,7 +216,7 @@ def test_a_rule_that_raises_is_not_called_a_file_that_cannot_be_written(
     log = new_folder(run, tmp_path / "raises")
     reviewer = Reviewer(tmp_path / "raises", log, writes=True)
     for step in (0, 1):
-        record = Records(run).step | {"step": step, "train-other/updates_applied": "x"}
+        record = Records(run).step | {"step": step, "train-other/loss": "x"}
         reviewer.note_trouble(record)
     log.close()
     out = capsys.readouterr().out

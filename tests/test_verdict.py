@@ -11,20 +11,21 @@ import pytest
 from review import RULES, History, Reviewer, verdict
 from runtime.run_log import RunLog
 
-LOSS, APPLIED = "train-other/loss", "train-other/updates_applied"
+LOSS, NORM = "train-other/loss", "train-other/grad_norm"
 TOTAL, FORMAT = "train-reward/total/mean", "train-reward/func/reward_format/mean"
 RIGHT, ENTROPY = "train-reward/accuracy", "train-other/entropy"
-EQUAL, CUT = "train-other/frac_reward_zero_std", "train-seq_len/completion/hit_max_frac"
+ZERO, CUT = "train-reward/advantage/zero_frac", "train-seq_len/completion/hit_max_frac"
 DRIFT, CLIPPED = (
     "train-other/sampling_logp_difference/mean",
     "train-other/clip_ratio_later/region_mean",
 )
 RATE = "train-other/learning_rate"
-SETTINGS = {"derived.drift_level": 0.001, "derived.updates_per_step": 2}
+SETTINGS = {"derived.drift_level": 0.001}
 NO_SIGNAL = (
-    "no_signal: Hardly any group has different rewards, so there is nothing to learn from. "
+    "no_signal: Hardly any advantage differs from 0, so there is nothing to learn from. "
     "Questions may be too hard or too easy, or the reward may be constant."
 )
+SAMPLED = "train-other/dynamic_sampling"
 NAN = math.nan
 Values = float | None | Callable[[int], float | None]  # of all steps, or of step i
 
@@ -42,12 +43,12 @@ def noisy(before: float, after: float, spread: float = 1.0, at: int = 10) -> Val
 
 HEALTHY: dict[str, Values] = {
     LOSS: 0.1,
-    APPLIED: 2,
+    NORM: 0.5,
     TOTAL: change(1.0, 1.5),
     FORMAT: 0.95,
     RIGHT: change(0.4, 0.6),
     ENTROPY: 0.5,
-    EQUAL: 0.2,
+    ZERO: 0.2,
     CUT: 0.1,
     DRIFT: 1e-6,
     CLIPPED: 1e-3,
@@ -89,13 +90,14 @@ FLAT, RUINED = {TOTAL: 1.0}, [(0, 0.5, 0.03), (50, 0.0, 0.0)]
 FORMAT_ROSE = {FORMAT: noisy(0.70, 0.84, 0.1), RIGHT: 0.1}  # by 3.13 standard errors
 
 SICK = [
-    ("non_finite_steps", history({APPLIED: lambda i: 1 if i == 19 else 2})),
-    ("non_finite_steps", history({APPLIED: lambda i: 0 if i == 10 else 2})),
+    ("non_finite_steps", history({LOSS: lambda i: None if i == 19 else 0.1})),
+    ("non_finite_steps", history({NORM: lambda i: None if i == 10 else 0.5})),
+    ("non_finite_steps", history({NORM: lambda i: math.inf if i == 15 else 0.5})),
     ("sampler_drift", history({DRIFT: 0.00101})),
     ("sampler_drift", history({DRIFT: lambda i: NAN if i % 2 else 0.00101})),
     ("all_truncated", history({CUT: 0.9})),
     ("entropy_collapsed", history({ENTROPY: change(1, 0.099), RIGHT: change(0.4, 0.69)})),
-    ("no_signal", history({EQUAL: 0.98})),
+    ("no_signal", history({ZERO: 0.98})),
     (
         "reward_hacked",
         history(ENDS_HALF_RIGHT | {TOTAL: noisy(1, 1.9)}, evals=FELL),
@@ -111,12 +113,14 @@ SICK = [
     ("no_learning", history(FLAT, n=50, evals=ROSE_LESS)),  # 1.89 standard errors
 ]
 WELL = [
-    ("non_finite_steps", history({APPLIED: lambda i: 1 if i == 9 else 2})),
+    ("non_finite_steps", history({NORM: lambda i: None if i == 9 else 0.5})),
     ("sampler_drift", history({DRIFT: lambda i: 0.00099 if i == 12 else 0.5})),
     ("all_truncated", history({CUT: 0.89})),
     ("entropy_collapsed", history({ENTROPY: change(1, 0.101), RIGHT: change(0.4, 0.69)})),
     ("entropy_collapsed", history({ENTROPY: change(1, 0.01), RIGHT: change(0.4, 0.7)})),
-    ("no_signal", history({EQUAL: 0.97})),
+    ("no_signal", history({ZERO: 0.97})),
+    # A group of one completion has equal rewards, and reinforce teaches it.
+    ("no_signal", history({ZERO: 0.0, "train-other/frac_reward_zero_std": 1.0})),
     ("reward_hacked", history(ENDS_HALF_RIGHT | {TOTAL: noisy(1, 1.89)}, evals=FELL)),
     (
         "reward_hacked",
@@ -154,6 +158,52 @@ def test_every_rule_has_a_sick_and_a_healthy_case() -> None:
     assert {name for name, _ in SICK} == every == {name for name, _ in WELL}
 
 
+# ---- What the rules look at ----------------------------------------------------------------------
+
+# The kept groups stay as they are and the sampled completions do not, or the other way round.
+OF_SAMPLED = [
+    (history({TOTAL: 1.0, f"{SAMPLED}/reward_mean": change(1.0, 1.5)}, n=50), []),
+    (history({f"{SAMPLED}/reward_mean": 1.0}, n=50), ["no_learning"]),
+    (history({CUT: 1.0, f"{SAMPLED}/hit_max_frac": 0.5}), []),
+    (history({f"{SAMPLED}/hit_max_frac": 0.9}), ["all_truncated"]),
+    (history(ENDS_RIGHT | {f"{SAMPLED}/accuracy": 0.6}, evals=[(20, 0.60, 0.05)]), []),
+    (history({f"{SAMPLED}/accuracy": 0.9}, evals=[(20, 0.60, 0.05)]), ["held_out_below_train"]),
+    (history(FORMAT_ROSE | {f"{SAMPLED}/func/reward_format/mean": 0.5}), []),
+    (
+        history(
+            FORMAT_ROSE | {FORMAT: 0.5, f"{SAMPLED}/func/reward_format/mean": FORMAT_ROSE[FORMAT]}
+        ),
+        ["format_only"],
+    ),
+    (
+        history(ENDS_RIGHT | {f"{SAMPLED}/accuracy": None}, evals=[(20, 0.60, 0.05)]),
+        ["held_out_below_train"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("run", "expected"), OF_SAMPLED, ids=range(len(OF_SAMPLED)))
+def test_under_dynamic_sampling_a_rule_looks_at_all_that_was_sampled(
+    run: History, expected: list[str]
+) -> None:
+    """The groups that a step keeps are neither too hard nor too easy, whatever the policy does."""
+    assert names(run) == expected
+
+
+def test_a_note_under_dynamic_sampling_looks_at_all_that_was_sampled(
+    out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    go_on(out, 0, records(30, {CUT: 1.0, f"{SAMPLED}/hit_max_frac": 0.5}))
+    assert capsys.readouterr().out == ""
+
+
+def test_a_step_is_not_finite_by_its_own_record_whatever_the_settings_are_now() -> None:
+    """With RESUME_FORCE a step may have more updates than those before it had."""
+    run = history({"train-other/updates_applied": 1})
+    assert names(run._replace(settings={"derived.updates_per_step": 2})) == []
+    assert names(history({LOSS: NAN})._replace(settings={})) == ["non_finite_steps"]
+
+
 # ---- The lines -----------------------------------------------------------------------------------
 
 
@@ -168,7 +218,7 @@ def test_a_healthy_run_is_told_what_it_has_reached() -> None:
 
 
 def test_a_sick_run_has_at_most_three_lines_and_causes_come_first() -> None:
-    sick = {APPLIED: 0, DRIFT: 0.5, CUT: 1, EQUAL: 1, CLIPPED: 0} | FLAT
+    sick = {NORM: NAN, DRIFT: 0.5, CUT: 1, ZERO: 1, CLIPPED: 0} | FLAT
     lines = [
         "verdict: non_finite_steps: An update was not finite and was not applied. Lower "
         "LEARNING_RATE or, at the first step, check the weights of MODEL_PATH; "
@@ -182,30 +232,32 @@ def test_a_sick_run_has_at_most_three_lines_and_causes_come_first() -> None:
 
 
 def test_that_nothing_is_learnt_is_said_only_if_no_other_rule_says_why() -> None:
-    assert verdict(history(FLAT | {EQUAL: 1}, n=60)) == [f"verdict: {NO_SIGNAL}"]
+    assert verdict(history(FLAT | {ZERO: 1}, n=60)) == [f"verdict: {NO_SIGNAL}"]
     assert names(history(FLAT | {CUT: 1, DRIFT: 1}, n=60)) == ["sampler_drift", "all_truncated"]
 
 
 def test_fewer_than_ten_steps_are_only_asked_for_updates_that_are_not_finite() -> None:
-    sick = {EQUAL: 1, CUT: 1}
+    sick = {ZERO: 1, CUT: 1}
     assert verdict(history(sick, n=0)) == []  # a run that only evaluates
     assert verdict(history(sick, n=9)) == [
         "verdict: none yet: it needs 10 steps, and the run has 9"
     ]
     assert names(history(sick, n=10)) == ["all_truncated", "no_signal"]
-    assert names(history(sick | {APPLIED: lambda i: 2 - i}, n=2)) == ["non_finite_steps"]
+    assert names(history(sick | {LOSS: lambda i: None if i else 0.1}, n=2)) == ["non_finite_steps"]
 
 
 @pytest.mark.parametrize("missing", [None, NAN], ids=["null", "nan"])
 def test_values_that_are_missing_raise_no_alarm(missing: float | None) -> None:
-    for name in set(HEALTHY) - {LOSS, TOTAL}:
+    for name in set(HEALTHY) - {LOSS, NORM, TOTAL}:
         assert names(history({name: missing}, n=60, evals=ROSE)) == [], name
-    nothing = history(dict.fromkeys(HEALTHY, missing), n=60, evals=[(0, NAN, NAN), (60, NAN, NAN)])
+    finite = {LOSS: 0.1, NORM: 0.5}  # without these an update was not finite
+    values = dict.fromkeys(HEALTHY, missing) | finite
+    nothing = history(values, n=60, evals=[(0, NAN, NAN), (60, NAN, NAN)])
     assert verdict(nothing) == [
         "verdict: no sign of trouble in 60 steps: accuracy nan (standard error nan) -> nan "
         "(standard error nan), mean reward nan -> nan"
     ]
-    bare = [{"step": i, LOSS: 0.1} for i in range(60)]
+    bare = [{"step": i} | finite for i in range(60)]
     told = "verdict: no sign of trouble in 60 steps: mean reward nan -> nan"
     assert verdict(History(SETTINGS, bare, [], [])) == [told]
 
@@ -235,7 +287,7 @@ def test_a_note_comes_once_after_a_rule_has_held_for_ten_steps(
     out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # The mean of the last ten steps is 0.98 or more from step 10 to 18, and from step 30 on.
-    go_on(out, 0, records(60, {EQUAL: lambda i: 0.5 if i in (0, 19, 20) else 1}))
+    go_on(out, 0, records(60, {ZERO: lambda i: 0.5 if i in (0, 19, 20) else 1}))
     assert capsys.readouterr().out == f"note step=39: {NO_SIGNAL}\n"
 
 
@@ -272,6 +324,6 @@ def test_held_out_answers_are_compared_with_the_steps_around_their_evaluation(
 
 
 def test_only_process_0_reviews(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    go_on(tmp_path / "1", 0, records(40, {EQUAL: 1}), writes=False)
+    go_on(tmp_path / "1", 0, records(40, {ZERO: 1}), writes=False)
     assert capsys.readouterr().out == ""
     assert not (tmp_path / "1").exists()

@@ -25,6 +25,8 @@ from update import MiniBatch
 DRIFT_LEVELS = {"float32": 1e-3, "bfloat16": 0.05}
 PHASES = ("rollout_sync", "rollout_generate", "reward", "advantages", "shard", "update")
 EVAL_PHASES = ("rollout_sync", "rollout_generate", "reward")
+OF_COMPUTED = ("sampling_logp_difference/", "is_weight/")  # of the tokens that an update computes
+OF_NOTHING = ("loss", "policy_loss", "update_token_count")  # 0 if no token of an update counts
 
 
 # ---- An update -----------------------------------------------------------------------------------
@@ -44,15 +46,18 @@ def with_skipped(metrics: dict[str, float], mini_batch: MiniBatch) -> dict[str, 
     has two definitions. If no sequence is skipped, it is the mean entropy of the distributions from
     which the tokens were drawn. If one is skipped, it is an estimate of this without bias: minus
     the mean of the sampling_logps of all tokens, also of those that were computed, because skipped
-    sequences are easier than the others. Means that need the trainer's log-probabilities are over
-    the update_token_count tokens that were computed.
+    sequences are easier than the others. Values that need the trainer's log-probabilities are over
+    the update_token_count tokens that were computed. NaN stands for no value.
     """
     batch = mini_batch.batch
     mask = batch.completion_mask[mini_batch.sequences]
     counted, tokens = mask.sum(), batch.lengths[mini_batch.computed].sum()
     metrics = metrics | {"update_token_count": float(tokens)}
-    for name in filter(may_be_missing, metrics):
-        metrics[name] = metrics[name] * float(counted / tokens) if tokens else math.nan
+    if not counted:
+        return {name: x if name in OF_NOTHING else math.nan for name, x in metrics.items()}
+    for name in (x for x in metrics if x.startswith(OF_COMPUTED)):
+        share = 1.0 if name in MERGE else float(counted / max(tokens, 1))
+        metrics[name] = metrics[name] * share if tokens else math.nan
     if tokens < counted:
         logps = np.where(mask > 0, batch.sampling_logps[mini_batch.sequences], 0)
         metrics["entropy"] = float(-logps.sum(dtype=np.float64) / counted)
@@ -61,27 +66,20 @@ def with_skipped(metrics: dict[str, float], mini_batch: MiniBatch) -> dict[str, 
     return metrics
 
 
-def may_be_missing(name: str) -> bool:
-    """Whether the metric is NaN, which stands for no value, if an update computes no token."""
-    means = ("sampling_logp_difference/mean", "throughput/update/computed_per_token")
-    return name in means or name.startswith("is_weight/")
-
-
 def merge_updates(updates: list[dict[str, float]]) -> dict[str, float]:
     """The metrics of a step from those of its updates: extremes as loss.MERGE says, else means.
 
-    An update without a value is left out of its mean.
+    An update that is finite is left out where it has no value.
     After several updates clip_ratio_first/* are those of the first one, in which every ratio is 1,
     and clip_ratio_later/* those of all others.
     """
 
-    def merged_value(name: str, values: list[float]) -> float:
-        if name in MERGE:
-            return MERGE[name](values)
-        return mean_of(np.array(values)) if may_be_missing(name) else float(np.mean(values))
+    def merged_value(name: str, updates: list[dict[str, float]]) -> float:
+        values = [x[name] for x in updates if what_is_not_finite(x) or not math.isnan(x[name])]
+        return float(MERGE.get(name, np.mean)(values)) if values else math.nan
 
     def merge(updates: list[dict[str, float]]) -> dict[str, float]:
-        return {name: merged_value(name, [x[name] for x in updates]) for name in updates[0]}
+        return {name: merged_value(name, updates) for name in updates[0]}
 
     merged, parts = merge(updates), {}
     if len(updates) > 1:

@@ -25,6 +25,7 @@ from train_grpo import to_devices
 from update import Counts, MicroBatch, MiniBatch, metrics_of_nothing, micro_step
 
 REPO = Path(__file__).resolve().parent.parent
+NAN = math.nan
 
 
 @pytest.mark.parametrize(
@@ -104,6 +105,7 @@ def test_the_metrics_of_the_whole_step_by_hand() -> None:
     mini_batch = MiniBatch(batch, np.arange(4), np.arange(2), [], [])
     of_steps = {"loss": 0.3, "entropy": 0.5, "clip_ratio/low_min": 0.2, "clip_ratio/high_max": 0.4}
     of_steps |= {"sampling_logp_difference/mean": 0.1, "is_weight/mean": 0.5}
+    of_steps |= {"sampling_logp_difference/max": 0.7, "grad_norm": 1.0}
     assert with_skipped(of_steps, mini_batch) == pytest.approx(
         {
             "loss": 0.3,
@@ -112,18 +114,60 @@ def test_the_metrics_of_the_whole_step_by_hand() -> None:
             "clip_ratio/high_max": 0.4,
             "sampling_logp_difference/mean": 0.1 * 6 / 3,
             "is_weight/mean": 0.5 * 6 / 3,
+            "sampling_logp_difference/max": 0.7,
+            "grad_norm": 1.0,
             "update_token_count": 3.0,
         }
     )
     everything = with_skipped(of_steps, mini_batch._replace(computed=np.arange(4)))
     assert everything == of_steps | {"update_token_count": 6.0}
     nothing = with_skipped(of_steps, mini_batch._replace(computed=np.arange(0)))
-    assert math.isnan(nothing["is_weight/mean"]) and nothing["loss"] == 0.3
+    assert missing(nothing) == {f"sampling_logp_difference/{x}" for x in ("mean", "max")} | {
+        "is_weight/mean"
+    }
     assert merge_updates([nothing, everything])["is_weight/mean"] == 0.5
     wrong = merge_updates([everything, everything | {"loss": math.nan, "entropy": math.nan}])
     assert math.isnan(wrong["loss"]) and math.isnan(wrong["entropy"])
-    masked = mini_batch._replace(batch=batch._replace(completion_mask=0 * mask))
-    assert math.isnan(with_skipped(of_steps, masked)["is_weight/mean"])
+
+
+def missing(metrics: dict[str, float]) -> set[str]:
+    """The names of the metrics that are NaN."""
+    return {name for name, value in metrics.items() if math.isnan(value)}
+
+
+@pytest.mark.parametrize("settings", VARIANTS, ids=str)
+def test_an_update_without_a_token_that_counts_has_a_loss_and_no_other_value(settings) -> None:
+    """All its completions were cut off, and MASK_TRUNCATED_COMPLETIONS leaves them out."""
+    objective = Objective(**{k: x for k, x in settings.items() if k in Objective._fields})
+    counts = Counts(*np.ones(3, "f"))
+    zeros = metrics_of_nothing(counts, objective=objective, replay=True)
+    mask = np.zeros((4, 2), np.int32)
+    batch = Batch([[1], [2]], mask, mask, mask.astype("f"), np.array([1, -1, 0, 0], "f"))
+    masked = MiniBatch(batch, np.arange(4), np.arange(0), [], [])
+    found = with_skipped({name: float(x) for name, x in zeros.items()}, masked)
+    constants = {"loss": 0.0, "update_token_count": 0.0}
+    constants |= {"policy_loss": 0.0} if objective.entropy_coef else {}
+    assert {name: found[name] for name in constants} == constants
+    assert missing(found) == {*found} - {*constants}
+
+
+def test_an_update_without_a_value_is_left_out_of_the_step_and_one_that_is_not_finite_is_not() -> (
+    None
+):
+    nothing = {"loss": 0.0, "grad_norm": 0.0, "entropy": NAN, "clip_ratio/low_min": NAN}
+    learnt = {"loss": 0.5, "grad_norm": 2.0, "entropy": 1.5, "clip_ratio/low_min": 0.25}
+    step = merge_updates([learnt, nothing, learnt])
+    assert step == {
+        "loss": 1 / 3,
+        "grad_norm": 4 / 3,
+        "entropy": 1.5,
+        "clip_ratio/low_min": 0.25,
+        "clip_ratio_first/low_min": 0.25,
+        "clip_ratio_later/low_min": 0.25,
+    }
+    assert missing(merge_updates([nothing, nothing])) == {*step} - {"loss", "grad_norm"}
+    broken = {"loss": NAN, "grad_norm": NAN, "entropy": NAN}
+    assert missing(merge_updates([learnt, learnt | broken])) == {*broken}
 
 
 # ---- Runs ----------------------------------------------------------------------------------------
@@ -202,6 +246,22 @@ def test_a_step_without_any_advantage_is_a_step_of_zero_gradients(
     )
     for name, weights in after.items():
         np.testing.assert_array_equal(weights, before[name], err_msg=name)
+
+
+def test_a_step_whose_completions_are_all_left_out_records_no_value_of_a_token(
+    tmp_path: Path, settings: dict[str, str]
+) -> None:
+    cut = {"MAX_LENGTH_SAMPLE": "2", "MODEL_PATH": str(REPO / "tiny"), "BETA": "0.1"}
+    cut["MASK_TRUNCATED_COMPLETIONS"] = "1"
+    [record] = train(tmp_path / "run", **settings | cut).records
+    values = {name: x for name, x in record.items() if name.startswith("train-other/")}
+    null = {name.removeprefix("train-other/") for name, x in values.items() if x is None}
+    which = ("", "_first", "_later")
+    clipped = {"low_mean", "high_mean", "region_mean", "low_min", "high_max"}
+    expected = {f"clip_ratio{x}/{name}" for x in which for name in clipped}
+    expected |= {"entropy", "kl", "is_weight/mean", "is_weight/over_cap"}
+    assert null == expected | {f"sampling_logp_difference/{x}" for x in ("mean", "max")}
+    assert record["train-other/loss"] == record["train-other/grad_norm"] == 0
 
 
 @pytest.mark.slow

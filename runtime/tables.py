@@ -1,6 +1,7 @@
 """Tables for people: drawn on a terminal, plain lines elsewhere, such as in a log."""
 
 import io
+import re
 import sys
 from typing import Any
 
@@ -9,14 +10,19 @@ from rich.table import Table
 from rich.text import Text
 
 LONGEST_TEXT = 400  # characters of a text in a table; the files have the complete text
-
+# Line separators and what controls a terminal; a tab does no harm.
+CONTROL = re.compile(r"[\x00-\x08\n-\x1f\x7f-\x9f\u2028\u2029]")
 
 Row = tuple[list[tuple[str, str]], str]  # short values with their names, and a long text
 
 
 def table_text(title: str, rows: list[Row]) -> str:
     """The rows as a text: a drawn table as wide as the terminal, or plain lines elsewhere. There
-    the short values of a row are a line of name=value pairs, and the lines of its text follow."""
+    the short values of a row are a line of name=value pairs, and the lines of its text follow.
+
+    A log is read by programs, so that the title is a single line, whatever it holds."""
+    title = visible(title)
+    rows = [(pairs, "\n".join(map(visible, text.splitlines()))) for pairs, text in rows]
     if sys.stdout.isatty():
         return drawn_table(title, rows, Console().width)
     lines = [title]
@@ -39,6 +45,11 @@ def drawn_table(title: str, rows: list[Row], width: int) -> str:
     console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
     console.print(table)
     return console.file.getvalue().rstrip()
+
+
+def visible(text: str) -> str:
+    """The text as a single line, with its control characters as escapes such as \\n."""
+    return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def shorten(text: str) -> str:

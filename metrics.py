@@ -147,8 +147,8 @@ def step_lines(step: Step, breakdown: bool, drift_level: float = math.inf) -> li
     """
     results, metrics = step.results, step.metrics
     text = (
-        f"step={step.number} loss={metrics['loss']:.6f} entropy={metrics['entropy']:.4f} "
-        f"reward_mean={mean_of(results.rewards):.4f} dt={step.clock.total():.2f}s"
+        f"step={step.number} loss={metrics['loss']:z.6f} entropy={metrics['entropy']:z.4f} "
+        f"reward_mean={mean_of(results.rewards):z.4f} dt={step.clock.total():.2f}s"
     )
     if breakdown:
         lengths = results.completion_lengths

@@ -62,5 +62,5 @@ def pairs_of(completion: dict[str, Any]) -> list[tuple[str, str]]:
     numbers = [("reward", completion["reward"]), *completion["rewards"].items()]
     if "advantage" in completion:
         numbers.append(("advantage", completion["advantage"]))
-    pairs = [(name, "-" if number is None else f"{number:.4g}") for name, number in numbers]
+    pairs = [(name, "-" if number is None else f"{number:z.4g}") for name, number in numbers]
     return [*pairs, ("tokens", f"{completion['tokens']}"), ("ended", completion["ended"])]

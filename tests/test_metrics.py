@@ -73,6 +73,17 @@ def test_the_step_line_ends_with_its_seconds_and_each_note_has_a_line() -> None:
     ]
 
 
+def test_a_zero_has_no_sign_in_the_step_line() -> None:
+    """The clipped loss of advantages of 0 is -0.0, and rounding makes -0.0 of a small number."""
+    zeros = step(METRICS | {"loss": -0.0, "entropy": -1e-9})
+    zeros = zeros._replace(results=RESULTS._replace(rewards=np.full(4, -1e-5)))
+    assert step_lines(zeros, False) == [
+        "step=7 loss=0.000000 entropy=0.0000 reward_mean=0.0000 dt=0.00s"
+    ]
+    below = step(METRICS | {"loss": -0.0000012, "entropy": -0.25})
+    assert step_lines(below, False)[0].startswith("step=7 loss=-0.000001 entropy=-0.2500 ")
+
+
 def test_a_line_warns_of_a_difference_between_sampler_and_trainer_that_is_not_rounding() -> None:
     drifted = step(METRICS | {DRIFT: 0.25})
     assert step_lines(drifted, False) == step_lines(drifted, False, 0.25) == [LINE]

@@ -98,3 +98,11 @@ def test_a_completion_without_a_reward_has_a_dash() -> None:
         ("tokens", "3"),
         ("ended", "stop token"),
     ]
+
+
+def test_a_zero_has_no_sign_in_a_table() -> None:
+    """The advantages of equal negative rewards are -0.0."""
+    assert pairs_of(COMPLETION | {"reward": -0.0, "advantage": -0.0})[:2] == [
+        ("reward", "0"),
+        ("advantage", "0"),
+    ]

@@ -2,7 +2,8 @@
 
 W&B gets the records of metrics.jsonl, which has each step once, also after a kill and a resume. It
 gets all records of a step together, once they are complete: W&B takes no more values for a step
-that it has. A resumed run first sends the steps that W&B does not have yet.
+that it has. A resumed run first sends the steps that W&B does not have yet. The summary in W&B gets
+an evaluation at once, because a run may end before the step of this evaluation is sent.
 """
 
 import contextlib
@@ -81,6 +82,9 @@ class WandbRun:
         if self._run:
             self._begin_step(step)
             self._values |= values
+            if TRAINED not in values:
+                known = {name: value for name, value in values.items() if value is not None}
+                self._try(lambda: self._run.summary.update(known))
 
     def sample(self, step: int, group: dict[str, Any]) -> None:
         """Adds a group of completions, as RunLog.samples has it, to the table of a step."""

@@ -42,6 +42,21 @@ def test_a_run_that_is_done_says_so_with_its_last_and_its_best_values(folder: Pa
     assert summary["settings"]["derived.policy_loss_impl"] == "jax"
 
 
+def test_the_summary_has_the_published_values_under_their_own_names(folder: Path) -> None:
+    out = folder / "published"
+    settings = {"EVAL_FULL_SWEEP": "1", "EVAL_EVERY_STEPS": "2", "EVAL_PROMPTS": "2"}
+    records = train(out, **BASE, **settings).records
+    (sweep,) = (record for record in records if "eval_full/accuracy" in record)
+    steps = [record for record in records if "time/train/step_s" in record]
+    seconds = [record["time/train/step_s"] for record in steps]
+    last = summary_of(out)["last"]
+    assert last["time/train/step_s"] == seconds[1]
+    assert last["time/train/step_avg_last10_s"] == pytest.approx(sum(seconds) / 2)
+    for name in ("eval_full/accuracy", "eval_full/accuracy/pass_at_1", "time/eval_full/step_s"):
+        assert last[name] == sweep[name] is not None
+    assert 0 <= last["eval_full/accuracy"] == last["eval_full/accuracy/pass_at_1"]
+
+
 @pytest.mark.slow
 def test_only_process_0_shows_samples_and_writes_a_review(folder: Path) -> None:
     first, second = train_two(folder / "two", 1, **BASE)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_train import finish, start
 from wandb_service import WandbService
 
 from runtime import wandb_run
@@ -96,12 +97,15 @@ def test_a_row_has_all_records_of_a_step_and_is_sent_when_the_next_step_begins(o
     assert wandb.rows == [(0, {"eval/accuracy": 0.5, "loss": 1.0})]
 
 
+EVALUATED = {"eval_full/accuracy": 0.5, "eval_full/accuracy_se": None}  # a value is not finite
+
+
 @pytest.mark.parametrize(
     "records, finished, last",
     [
-        ([{"eval/accuracy": 0.5}], False, 2),  # the step after it is made again
-        ([{"eval/accuracy": 0.5}], True, 3),
-        ([{"eval/accuracy": 0.5}, {STEP_S: 1.0}], False, 3),
+        ([EVALUATED], False, 2),  # the step after it is made again
+        ([EVALUATED], True, 3),
+        ([EVALUATED, {STEP_S: 1.0}], False, 3),
     ],
 )
 def test_a_step_that_a_resumed_run_makes_again_is_not_sent_before(
@@ -114,7 +118,15 @@ def test_a_step_that_a_resumed_run_makes_again_is_not_sent_before(
     log.close({"accuracy": 0.75}, finished=finished)
     *rows, end = wandb.rows
     assert [step for step, _ in rows] == list(range(2, last + 1)) and end == "end"
-    assert wandb.summary == {"accuracy": 0.75}
+    assert wandb.summary == {"accuracy": 0.75, "eval_full/accuracy": 0.5}
+
+
+def test_the_summary_has_an_evaluation_at_once_and_however_the_run_ends(opened) -> None:
+    wandb, log = opened()
+    log.record(2, {STEP_S: 1.0})
+    log.record(3, EVALUATED)
+    assert [step for step, _ in wandb.rows] == [2]
+    assert wandb.summary == {"eval_full/accuracy": 0.5}
 
 
 @pytest.mark.parametrize("known", [0, 2, 4])
@@ -268,14 +280,31 @@ def test_the_commit_is_that_of_the_folder_and_says_if_a_tracked_file_differs(
 
 
 def rows_in(file: Path) -> list[dict[str, Any]]:
-    """The rows of a .wandb file, which is a log of LevelDB with records of protobuf.
+    """The rows of a .wandb file."""
+    return [values_in(record.history.item) for record in records_in(file, "history")]
+
+
+def summary_in(file: Path) -> dict[str, Any]:
+    """What a .wandb file says of the summary, besides the values of all rows."""
+    told: dict[str, Any] = {}
+    for record in records_in(file, "summary"):
+        told |= values_in(record.summary.update)
+    return told
+
+
+def values_in(items: Any) -> dict[str, Any]:
+    return {x.key or "/".join(x.nested_key): json.loads(x.value_json) for x in items}
+
+
+def records_in(file: Path, kind_of_record: str) -> list[Any]:
+    """The records of one kind in a .wandb file, which is a log of LevelDB with protobuf in it.
 
     After 7 bytes there are blocks of 32 KiB. They hold parts of records: 4 bytes of checksum, 2 of
     length, and 1 of kind: 1 is a complete record, 2 its first part, 3 a middle part, 4 its end.
     """
     from wandb.proto.wandb_internal_pb2 import Record
 
-    data, at, part, rows = file.read_bytes(), 7, b"", []
+    data, at, part, found = file.read_bytes(), 7, b"", []
     while at + 7 <= len(data):
         if (room := 32768 - at % 32768) < 7:
             at += room
@@ -284,12 +313,9 @@ def rows_in(file: Path) -> list[dict[str, Any]]:
         part, at = part + data[at + 7 : at + 7 + size], at + 7 + size
         if kind in (1, 4):
             record, part = Record.FromString(part), b""
-            if record.WhichOneof("record_type") == "history":
-                items = record.history.item
-                rows.append(
-                    {x.key or "/".join(x.nested_key): json.loads(x.value_json) for x in items}
-                )
-    return rows
+            if record.WhichOneof("record_type") == kind_of_record:
+                found.append(record)
+    return found
 
 
 @pytest.mark.parity
@@ -333,6 +359,54 @@ def test_a_killed_and_resumed_run_has_one_offline_folder_with_each_step_once(
     assert [row["_step"] for row in rows()] == list(range(8))
     assert [row["_step"] for row in rows() if STEP_S in row] == list(range(7))
     assert [row["_step"] for row in rows() if "eval/accuracy" in row] == [0, 3, 6, 7]
+
+
+@pytest.mark.parity
+def test_a_run_whose_export_fails_has_its_evaluations_in_the_summary_and_sends_them_once(
+    tmp_path: Path,
+) -> None:
+    """The same command, which evaluates again, sends the step of the last evaluations."""
+    pytest.importorskip("wandb", reason="an optional package")
+    out, hf = tmp_path / "run", tmp_path / "hf"
+    (tmp_path / "fills.py").write_text(
+        "import os\n"
+        "def fills(completions, **columns):\n"
+        f"    os.environ['FILLS'] and open({str(hf)!r}, 'w').close()\n"
+        "    return [1.0] * len(completions)\n"
+    )
+    env = {"REWARD_FN": f"{tmp_path}/fills.py:fills", "REWARD_WEIGHTS": "1", "BATCH_SIZE": "2"}
+    env |= {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "HOME": str(tmp_path), "STEPS": "2"}
+    env |= {"EXPORT_HF": str(hf), "EVAL_EVERY_STEPS": "1", "EVAL_PROMPTS": "2"}
+    env |= {"EVAL_FULL_SWEEP": "1", "MAX_LENGTH_SAMPLE": "8"}
+    published = {
+        "eval_full/accuracy",
+        "eval_full/accuracy/pass_at_1",
+        "time/eval_full/step_s",
+        "time/train/step_s",
+        "time/train/step_avg_last10_s",
+    }
+
+    def told() -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]:
+        """The rows, the complete summary in W&B, and the last values in summary.json."""
+        (file,) = (out / "wandb").glob("offline-run-*/*.wandb")
+        rows, summary = rows_in(file), {}
+        for row in rows:
+            summary |= row
+        last = json.loads((out / "summary.json").read_text())["last"]
+        return rows, summary | summary_in(file), last
+
+    failed = finish(start(out, env | {"FILLS": "1"}, 1), out)
+    assert failed.code == 1 and f"error: EXPORT_HF={hf} cannot be written" in failed.errors
+    rows, summary, last = told()
+    assert [row["_step"] for row in rows] == [0, 1] and summary["state"] == "failed"
+    assert {name: summary[name] for name in published} == {name: last[name] for name in published}
+    hf.unlink()
+    done = finish(start(out, env | {"FILLS": ""}, 1), out)
+    assert done.code == 0 and "resumed after step 2" in done.lines, done.errors
+    rows, summary, last = told()
+    assert [row["_step"] for row in rows] == [0, 1, 2] and summary["state"] == "done"
+    assert {name: summary[name] for name in published} == {name: last[name] for name in published}
+    assert rows[2]["eval_full/accuracy"] == summary["eval_full/accuracy"] == 1.0
 
 
 ONLINE = """

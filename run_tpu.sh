@@ -16,12 +16,12 @@ Verbs (the default is run):
   create, delete   Create or delete the TPU VM. TPU_TYPE is its type, such as v6e-8. TPU_VERSION is
                    its software; the default depends on the type. TPU_SPOT=1 asks for a spot VM.
   setup            Sync, create .venv with Python 3.11 or newer, and install requirements.txt,
-                   jax[tpu] and TPU_PACKAGES (such as wandb) in .venv. With settings that have
-                   ROLLOUT_BACKEND=sglang_jax, install sglang-jax too.
+                   jax[tpu], TPU_PACKAGES (such as gcsfs), and wandb or sglang-jax if the settings
+                   have WANDB_MODE=online or offline, or ROLLOUT_BACKEND=sglang_jax.
   sync [--force]   Check out on every worker the commit that is checked out here. You must have
                    pushed the commit. --force puts files that differ there into git stash.
   env              Copy ./.env, which has WANDB_API_KEY=... and other secrets, to every worker.
-  check            Show every worker's system, and its processes, devices and versions in JAX.
+  check            Show every worker's user, system, devices in JAX, and versions of packages.
   run              Sync, start the run on every worker and follow the log of worker 0.
   status           Show the newest run of every worker in one line.
   stop             Stop the newest run on every worker.
@@ -31,8 +31,8 @@ Verbs (the default is run):
 Flags:
   --config FILE    Read settings from FILE, a file of this repository. The settings of this shell
                    override FILE and are sent to the workers: STEPS=10 ./run_tpu.sh --config FILE.
-                   These are the settings of config.py, HF_*, TOKENIZERS_PARALLELISM and
-                   WANDB_ENTITY. Names that end in TOKEN, KEY or SECRET are never sent.
+                   These are the settings of config.py, and variables of libraries that are known
+                   to be no secret, such as HF_HOME; docs/tpu_vm.md names them.
   --name NAME      Name the run and its files logs/nohup_NAME_UTC.{log,pid,exit}. The default is
                    the name of FILE.
   --detach         Start the run and do not follow it.
@@ -40,8 +40,8 @@ Flags:
   --tpu NAME, --zone ZONE, --project ID, --user NAME, --worker all|N, --ref COMMIT
                    Choose the TPU VM, the user who logs in, the workers and the commit. Or set
                    TPU_NAME, ZONE, PROJECT, TPU_USER, WORKER and REF.
-  --ssh-flag=F, --strict-host-key-checking=V, --internal-ip, --tunnel-through-iap
-                   Pass this flag to gcloud.
+  --ssh-flag=F, --strict-host-key-checking=V, --internal-ip, --tunnel-through-iap, --quiet
+                   Pass this flag to gcloud. gcloud always gets --quiet, and asks nothing.
   --dry-run        Print the gcloud commands and do not run them.
 
 More variables: TPU_GCLOUD=alpha calls gcloud alpha. The workers clone REPO_URL (default: origin)
@@ -116,7 +116,7 @@ setup() {
 }
 
 send_env() {
-  [[ -f .env ]] || fail "there is no file .env here; write your secrets into it: WANDB_API_KEY=..."
+  [[ -f .env ]] || fail "there is no file .env here; copy .env.example, and write your keys in it"
   on_workers "$SSH_TIMEOUT_S" "$WORKER" "cd $TPU_DIR && touch .env && chmod 600 .env" &&
     copy .env "$TPU_DIR/.env" &&
     on_workers "$SSH_TIMEOUT_S" "$WORKER" "$(worker_command env "$TPU_VENV")"
@@ -131,16 +131,16 @@ import dataclasses, os, shlex, sys
 import config
 from runtime import parsing
 
+# Of other libraries only names that are known to be no secret: secrets are in .env alone.
+OF_LIBRARIES = """HF_HOME HF_ENDPOINT HF_HUB_CACHE HF_HUB_OFFLINE HF_HUB_ENABLE_HF_TRANSFER
+    HF_HUB_DOWNLOAD_TIMEOUT HF_HUB_ETAG_TIMEOUT HF_HUB_DISABLE_XET HF_DATASETS_CACHE
+    HF_DATASETS_OFFLINE HF_XET_CACHE HF_XET_HIGH_PERFORMANCE TOKENIZERS_PARALLELISM WANDB_ENTITY"""
 mistakes = []
 known = parsing.read_env(os.environ, config.Config, mistakes)
 if mistakes:
     sys.exit("\n".join(f"error: {mistake.text}" for mistake in mistakes))
 names = [field.name.upper() for field in dataclasses.fields(config.Config) if field.name in known]
-for name in sorted(os.environ):
-    of_a_library = name.startswith("HF_") or name in ("TOKENIZERS_PARALLELISM", "WANDB_ENTITY")
-    # Secrets reach the workers in .env alone.
-    if of_a_library and not name.endswith(("TOKEN", "KEY", "SECRET")):
-        names.append(name)
+names += [name for name in OF_LIBRARIES.split() if name in os.environ]
 home = os.path.expanduser("~") + "/"
 for name in names:
     for part in os.environ[name].split(","):  # REWARD_FN is FILE:FUNCTION,FILE:FUNCTION,...
@@ -286,6 +286,7 @@ while [[ $# -gt 0 ]]; do
     --detach) detach=1 ;;
     --restart) restart=1 ;;
     --dry-run) dry_run=1 ;;
+    --quiet) ;;
     --force) force=--force ;;
     -f) followed=-f ;;
     -h | --help) usage; exit ;;

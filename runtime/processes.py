@@ -221,7 +221,8 @@ def commit_of(root: Path) -> str:
 def versions() -> dict[str, str]:
     """The versions of Python and of the packages on which results depend."""
     numbers = {"python": platform.python_version()}
-    for package in ("jax", "jaxlib", "libtpu", "flax", "optax", "numpy", "transformers"):
+    packages = "jax jaxlib libtpu flax optax numpy transformers sglang-jax"
+    for package in packages.split():
         with contextlib.suppress(metadata.PackageNotFoundError):
             numbers[package] = metadata.version(package)
     return numbers

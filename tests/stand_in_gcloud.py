@@ -88,6 +88,7 @@ def main() -> int:
         parser.add_argument(f"--{flag}", action="store_true")
     args = parser.parse_args(words[3:])
     assert args.zone, "no zone"
+    assert args.quiet, "a question would find nobody to answer it"
     logs_in = args.verb in ("ssh", "scp")
     assert logs_in or args.names == ["mine"], f"no TPU VM {args.names}; only ssh and scp log in"
     state = CLOUD / "state"

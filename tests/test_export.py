@@ -113,8 +113,10 @@ def test_two_processes_export_the_same_weights_as_one_process(tmp_path: Path) ->
     assert ours.keys() == theirs.keys() and not (outs[0] / "hf").exists()
     start = tensors(REPO / "tiny")
     assert any((ours[name] != start[name]).any() for name in ours), "it was trained"
+    # Adam divides by the size of a gradient, so that the rounding of one near 0 counts: at most a
+    # tenth of the learning rate of 1e-4 here.
     for name in ours:
-        np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parity

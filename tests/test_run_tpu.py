@@ -4,6 +4,7 @@ Git, the commands, the processes and the training on CPUs are real. Only gcloud 
 (stand_in_gcloud.py), which runs the commands in one folder for each worker.
 """
 
+import getpass
 import json
 import os
 import re
@@ -39,9 +40,10 @@ def test_from_setup_to_stop_two_workers_train_one_model(cloud: Cloud) -> None:
     for worker in range(2):
         assert f"backend=cpu process={worker}/2 device_count=2 local_device_count=1" in lines
     assert lines.count("versions python=3.") == 2
+    me = getpass.getuser()
     for worker in range(2):
-        wanted = rf"^worker-{worker} check: \w.*, Linux \d\S+, Python 3\.\d+\.\d+$"
-        assert re.search(wanted, lines, re.M), "the host name, the system and Python"
+        wanted = rf"^worker-{worker} check: {me}, \w.*, Linux \d\S+, Python 3\.\d+\.\d+$"
+        assert re.search(wanted, lines, re.M), "the host name, the user, the system and Python"
 
     prompt = """It's "quoted"; $HOME `date` \\ & <answer>\nsecond line"""
     code, lines = cloud.call(

@@ -32,6 +32,7 @@ def test_settings_of_libraries_are_sent_and_secrets_are_not(cloud: Cloud) -> Non
         HF_TOKEN=KEY,
         HF_API_KEY=KEY,
         HF_SECRET=KEY,
+        HF_PASSWORD=KEY,
         WANDB_API_KEY=KEY,
         WANDB_DIR="elsewhere",
     )
@@ -142,6 +143,8 @@ def test_sync_force_stashes_files_that_differ_on_a_worker_and_names_them(cloud: 
     git(cloud.laptop, "add", "--force", "runs/kept.txt")
     cloud.commit("two new files, one of them in a folder that git ignores")
     clone = cloud.clone(1)
+    untracked = "my notes é.txt"
+    (clone / untracked).write_text("of the worker")
     (clone / "runs").mkdir()
     for name in ("loss.py", "new.py", "runs/kept.txt", "notes.txt"):
         (clone / name).write_text("of the worker")
@@ -157,11 +160,13 @@ def test_sync_force_stashes_files_that_differ_on_a_worker_and_names_them(cloud: 
     assert code == 0, lines
     assert f"worker-1 has put these files into git stash: {names}\n" in lines
     assert "worker-0 has put" not in lines
+    assert f'worker-1 git: ?? "{untracked}"\n' in lines and (clone / untracked).exists()
+    assert lines.count(" git: ## HEAD (no branch)\n") == 2, "git status -sb of each worker"
     assert (clone / "new.py").read_text() == "of the commit" and (clone / "data.py").exists()
     assert (clone / "notes.txt").read_text() == "of the worker", "the commit has no such file"
     stashed = ["loss.py", "new.py", "runs/kept.txt"]
     assert [git(clone, "show", f"stash@{{0}}:{name}") for name in stashed] == ["of the worker"] * 3
-    assert cloud.call("sync", "--force")[0] == 0
+    assert cloud.call("sync", "--force", "--quiet")[0] == 0  # people pass this flag of gcloud
     assert len(git(clone, "stash", "list").splitlines()) == 1
 
 

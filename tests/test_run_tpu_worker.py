@@ -44,6 +44,15 @@ def test_the_exit_file_has_the_exit_code_when_the_log_is_on_a_full_disk(cloud: C
     assert (logs / "nohup_x_latest.exit").read_text() == "2\n"
 
 
+def test_setup_installs_wandb_if_the_settings_ask_for_it(cloud: Cloud) -> None:
+    told, env = "w installs wandb", {"PIP_DRY_RUN": "1"}  # pip looks, but installs nothing
+    recipe = "recipes/grpo_gsm8k_qwen25_3b_bs128_steps100.yaml"
+    assert told in worker(cloud, "setup", sys.prefix, recipe, "", **env).stdout
+    for settings in (["", ""], [recipe, "", "WANDB_MODE=disabled"]):
+        done = worker(cloud, "setup", sys.prefix, *settings, **env)
+        assert done.returncode == 0 and told not in done.stdout
+
+
 @pytest.mark.slow
 def test_setup_installs_the_engine_that_the_settings_ask_for(cloud: Cloud) -> None:
     recipe = "recipes/tunix_qwen3_4b_10steps_sglang.yaml"

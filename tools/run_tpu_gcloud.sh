@@ -38,11 +38,11 @@ limited() {
 }
 
 # gcloud_tpu SECONDS VERB ARGUMENT...: calls gcloud compute tpus tpu-vm VERB for at most SECONDS.
-# 0 means that there is no limit.
+# 0 means that there is no limit. With --quiet gcloud asks nothing: nobody could answer.
 gcloud_tpu() {
   local seconds=$1
   shift
-  local words=(gcloud ${TPU_GCLOUD:+"$TPU_GCLOUD"} compute tpus tpu-vm "$@" "--zone=$ZONE")
+  local words=(gcloud ${TPU_GCLOUD:+"$TPU_GCLOUD"} compute tpus tpu-vm "$@" "--zone=$ZONE" --quiet)
   [[ -z $PROJECT ]] || words+=("--project=$PROJECT")
   if [[ -n $dry_run ]]; then
     printf '%q ' "${words[@]}"
@@ -151,7 +151,7 @@ make_ready() {
       READY*) return ;;
       PREEMPTED* | TERMINATED*)
         [[ $found == "$last" ]] || echo "TPU VM $TPU_NAME is ${found% *}; creating it again"
-        gcloud_tpu 0 delete "$TPU_NAME" --quiet || sleep "$RETRY_S"
+        gcloud_tpu 0 delete "$TPU_NAME" || sleep "$RETRY_S"
         ;;
       GONE)
         # shellcheck disable=SC2034  # run_on_spot in run_tpu.sh reads fresh.

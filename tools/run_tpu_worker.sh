@@ -65,7 +65,7 @@ free_tpu() {
 # ---- The clone and its packages ------------------------------------------------------------------
 
 # sync COMMIT [--force]: checks out COMMIT. With --force, files that differ on this worker are put
-# into git stash.
+# into git stash, and git names the untracked files, which stay.
 sync() {
   local file overwritten=() names
   ! alive || fail "$HOSTNAME: a run is still alive; end it with ./run_tpu.sh stop"
@@ -85,6 +85,7 @@ sync() {
     echo "$HOSTNAME has put these files into git stash: $names"
   fi
   git checkout --quiet --detach "$1"
+  [[ ${2:-} != --force ]] || git -c core.quotePath=off status -sb | sed "s/^/$HOSTNAME git: /"
   echo "$HOSTNAME HEAD=$(git rev-parse HEAD)"
 }
 
@@ -111,13 +112,17 @@ setup() {
   "$venv/bin/python" -m pip install --quiet -r requirements.txt "jax[tpu]" \
     ${packages[@]+"${packages[@]}"}
   printed=$(env "${@:4}" "$venv/bin/python" config.py ${config:+--config "$config"}) || exit 2
+  if grep -qE '^run.wandb_mode: (online|offline)' <<<"$printed"; then
+    echo "$HOSTNAME installs wandb"
+    "$venv/bin/python" -m pip install --quiet "$(grep '^wandb' requirements-parity.txt)"
+  fi
   if grep -q '^rollout.backend: sglang_jax' <<<"$printed"; then
     "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 12))' ||
       fail "$HOSTNAME: $venv has a Python older than 3.12, which sglang-jax needs; install a newer \
 Python there, remove $venv and repeat setup"
     echo "$HOSTNAME installs sglang-jax"
+    "$venv/bin/python" -m pip install --quiet -r requirements-sglang.txt "jax[tpu]"
     "$venv/bin/python" -m pip install --quiet --no-deps --pre "sglang-jax==0.1.0rc0"
-    "$venv/bin/python" -m pip install --quiet -r requirements-sglang.txt
   fi
   echo "$HOSTNAME set up: $("$venv/bin/python" --version), $("$venv/bin/python" -m pip list \
     2>/dev/null | awk '/^(jax|libtpu|flax|transformers) / {printf "%s %s ", $1, $2}')"
@@ -133,11 +138,12 @@ for name, value in parsing.read_dotenv(pathlib.Path(".env")).items():
     print(os.environ["HOSTNAME"], f".env {name}: {len(value)} characters")'
 }
 
-# check VENV [SETTING=VALUE...]: prints the system of this worker and the devices that JAX sees.
+# check VENV [SETTING=VALUE...]: prints the user and the system of this worker, and the devices that
+# JAX sees.
 check() {
   need_python "$1"
-  echo "$HOSTNAME check: $(sed -n 's/^PRETTY_NAME="\(.*\)"$/\1/p' /etc/os-release), $(uname -sr)," \
-    "$("$1/bin/python" --version)"
+  echo "$HOSTNAME check: $(whoami), $(sed -n 's/^PRETTY_NAME="\(.*\)"$/\1/p' /etc/os-release)," \
+    "$(uname -sr), $("$1/bin/python" --version)"
   free_tpu
   env "${@:2}" "$1/bin/python" startup.py
 }

@@ -240,7 +240,7 @@ def save_model(
     """Writes the weights as a Hugging Face folder that transformers opens; tied heads stay tied.
 
     All processes have to call it; config.json is written last, so that it marks a complete folder.
-    source: the folder of the original model, whose config and tokenizer are copied.
+    source: the folder of the model that was trained, whose config and tokenizer are copied.
     dtype: of the written weights, float32 or bfloat16.
     writes: True on the one process that writes.
     shard_size: the largest size of a safetensors file.
@@ -275,7 +275,8 @@ def save_model(
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     for file in source.iterdir():
-        written = file.name == "config.json" or "safetensors" in file.name
+        # The source may itself be an export, which names the model that it comes from.
+        written = file.name in ("config.json", EXPORTED) or "safetensors" in file.name
         if file.suffix in (".json", ".jinja", ".txt") and not written:
             shutil.copyfile(file, folder / file.name)
     if chat_template:

@@ -73,6 +73,20 @@ def test_an_export_replaces_an_earlier_export_and_no_other_file(tmp_path: Path) 
     hf.load_tokenizer(tmp_path)
 
 
+def test_the_export_of_an_export_names_the_model_that_was_trained(tmp_path: Path) -> None:
+    model = hf.read_config(REPO / "tiny")
+    mesh = make_mesh("MESH_SHAPE", "1,1,1", jax.devices()[:1])
+    params = hf.load_params(REPO / "tiny", model, mesh, jnp.float32)
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    for source, target in ((REPO / "tiny", first), (first, second), (second, third)):
+        hf.save_model(target, params, model, source, dtype="float32")
+    for source, target in ((REPO / "tiny", first), (first, second), (second, third)):
+        told = json.loads((target / "exported_from.json").read_text())
+        assert told == {"model": str(source)}
+    hf.save_model(third, params, model, first, dtype="float32")  # it replaces an earlier export
+    assert json.loads((third / "exported_from.json").read_text()) == {"model": str(first)}
+
+
 def test_the_chat_template_of_a_run_is_exported_and_replaces_the_tokenizer_s(
     tmp_path: Path,
 ) -> None:

@@ -33,7 +33,7 @@ BOOLS = {"0": False, "1": True, "false": False, "true": True}
 LIMITS = {"at_least": ge, "at_most": le, "above": gt, "below": lt}
 MESH = r"auto|(?!.*-1.*-1)(-1|[1-9]\d*)(,(-1|[1-9]\d*)){2}"
 NAME = r"\S.*"
-PLAIN = r"(?ai:(?!null$)[\w/]([\w/.:\\-]*[\w/])?)"  # text that YAML takes without quotes
+PLAIN = r"(?a:[\w/]([\w/.:\\-]*[\w/])?)"  # no character of it has a meaning in YAML
 
 
 # ---- Making settings -----------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def read_yaml(path: str | Path, config: type, mistakes: list[Mistake]) -> dict[s
     try:
         # Nodes keep 1e-6 and 0123 as written, and also a key that occurs twice; values do not.
         root = yaml.compose(Path(path).read_bytes(), Loader=yaml.SafeLoader)
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, yaml.YAMLError, RecursionError) as error:
         raise UserMistake(f"{path} cannot be read: {' '.join(str(error).split())}") from None
     if root and root.id != "mapping":
         raise UserMistake(f"{path} holds a {root.id}; wanted: `group.name: value` lines")
@@ -330,9 +330,18 @@ def to_text(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, tuple):
         return ",".join(map(str, value))
-    if not isinstance(value, str) or re.fullmatch(PLAIN, value):
+    if not isinstance(value, str) or is_plain(value):
         return str(value)
     return import_yaml().safe_dump(value, default_style='"', width=math.inf).strip()
+
+
+def is_plain(text: str) -> bool:
+    """Whether YAML reads the text without quotes as a text, not as a number, a date or null."""
+    if not re.fullmatch(PLAIN, text):
+        return False
+    yaml = import_yaml()
+    # The tag of a node says what YAML takes the text for. To load 2026-02-30 would raise an error.
+    return yaml.compose(text, Loader=yaml.SafeLoader).tag.endswith(":str")
 
 
 def yaml_lines(cfg: Any) -> list[str]:

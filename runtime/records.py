@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from runtime.mistakes import UserMistake
+from runtime.mistakes import UserMistake, in_one_line
 from runtime.resume import LOCK
 
 SUMMARY = "summary.json"
@@ -20,11 +20,20 @@ RUNNING, DONE, STOPPED, FAILED, DIED = "running", "done", "stopped", "failed", "
 
 
 def read_settings(out: Path) -> dict[str, Any]:
-    """The values in config.yaml, by their YAML names. Raises UserMistake without this file."""
+    """The values in config.yaml, by their YAML names.
+
+    Raises UserMistake without this file, and for a value that YAML cannot read, such as 2026-02-30.
+    """
     file = out / "config.yaml"
     if not file.is_file():
         raise UserMistake(f"{out} has no config.yaml; give the OUTPUT_DIR of a run")
-    return parse_yaml(file.read_text(encoding="utf-8"))
+    try:
+        return parse_yaml(file.read_text(encoding="utf-8"))
+    except (ValueError, yaml.YAMLError) as error:
+        raise UserMistake(
+            f"{file} cannot be read: {in_one_line(error, with_type=False)}; mend it, or put the "
+            f"text in quotes"
+        ) from None
 
 
 def parse_yaml(text: str) -> dict[str, Any]:

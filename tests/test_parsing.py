@@ -17,6 +17,7 @@ from config import Config
 from runtime import parsing
 from runtime.mistakes import NOT_SETTINGS, OTHER_NAMES, UserMistake
 from runtime.parsing import REPO, read_dotenv
+from runtime.records import read_settings
 from tools import settings_page
 
 # ---- Names ---------------------------------------------------------------------------------------
@@ -190,6 +191,53 @@ def test_a_contradiction_with_a_value_that_cannot_be_read_is_not_told() -> None:
         Config.from_env({"MODEL_NAME_OR_PATH": "org/m", "DATASET_CONFIG": "socratic"})
     assert str(error.value).startswith("MODEL_NAME_OR_PATH is called MODEL_PATH here")
     assert "\n" not in str(error.value)
+
+
+# ---- Texts in YAML -------------------------------------------------------------------------------
+
+# Without quotes YAML reads these as numbers, dates, null or no text at all, or raises an error.
+NO_TEXTS = """
+    yes No ON off true FALSE null ~ 0x_ 0xF 0b_ 0o8 0123 1_000 1e3 1.0e+3 .5 .inf -.INF .nan
+    12:30:45 1:0:0.5 2026-02-28 2026-02-30 2026-02-30T99:00:00 2026-02-28T12:00:00-99:00
+    = << - ? : # & * ! %
+    | > @ ` [a] {a} a: :a a:b a\\b it's a"b '' "" "x" --- ... C:\\x reinforce++ é 🙂 1,8,1
+""".split()
+SPACED = ["", " x", "x ", "a: b", "# x", "x # y", "- x", "? x", "a\nb", "\n", "a\tb", "\u2028"]
+SPACED += ["9" * 5000, "1:" + "0:" * 400 + "0.5", "\x85", "\x07", "\x7f", "\ufeff", "a\r\nb"]
+
+
+@pytest.mark.parametrize("text", NO_TEXTS + SPACED)
+def test_any_text_is_written_so_that_yaml_reads_the_same_text(tmp_path: Path, text: str) -> None:
+    cfg = Config(model_path="m", wandb_name=text, system_prompt=text)
+    (tmp_path / "config.yaml").write_text(config.describe(cfg) + "\n", encoding="utf-8")
+    assert Config.from_env({}, tmp_path / "config.yaml") == cfg
+    settings = read_settings(tmp_path)
+    assert (settings["run.wandb_name"], settings["data.system_prompt"]) == (text, text)
+
+
+def test_plain_words_are_written_without_quotes() -> None:
+    for text in "auto none openai/gsm8k a.py:f C:\\x 1e-6 0o8 run_2 v6e-8".split():
+        assert parsing.to_text(text) == text
+    assert parsing.to_text("off") == '"off"'
+    assert parsing.to_text("2026-02-30") == '"2026-02-30"'
+
+
+@pytest.mark.parametrize("text", ["2026-02-30", "0x_", "'", "a: b"])
+def test_a_value_that_yaml_cannot_read_is_one_line_that_names_config_yaml(tmp_path, text) -> None:
+    """A user may have edited the config.yaml of a run."""
+    file = tmp_path / "config.yaml"
+    file.write_text(f"run.wandb_name: {text}\n")
+    with pytest.raises(UserMistake) as error:
+        read_settings(tmp_path)
+    told = str(error.value)
+    assert told.startswith(f"{file} cannot be read: ") and "\n" not in told
+    assert told.endswith("; mend it, or put the text in quotes")
+
+
+def test_settings_that_are_nested_too_deep_are_an_error_of_one_line(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("train.steps: " + "[" * 20_000)
+    with pytest.raises(UserMistake, match=r"run.yaml cannot be read: [^\n]*recursion[^\n]*\Z"):
+        Config.from_env({}, tmp_path / "run.yaml")
 
 
 # ---- Lines about the settings of a run -----------------------------------------------------------

@@ -207,7 +207,7 @@ def test_a_review_that_fails_prints_one_line_and_the_run_goes_on(
         reviewer.note_trouble(records.step | {"step": step})
         assert reviewer.write("running") == {}
     log.close()
-    assert capsys.readouterr().out.count("report.html cannot be written: ParserError: ") == 1
+    assert capsys.readouterr().out.count("report.html cannot be written: UserMistake: ") == 1
 
 
 def test_a_rule_that_raises_is_not_called_a_file_that_cannot_be_written(

@@ -66,7 +66,8 @@ def load_examples(
     dataset_config: of a hub dataset; "": HUB_CONFIGS, else the dataset's only or default one.
     question, answer: names of the columns that hold the question and the answer. Each example keeps
     all of its columns and also has these two texts as `question` and `answer`.
-    Raises UserMistake if a file is missing or is not JSON, or if an example lacks one of the texts.
+    Raises UserMistake if a file is missing or is not JSON, if an example lacks one of the texts, or
+    if JSON, in which a reward worker receives the columns, cannot hold one of its columns.
     """
     path = Path(dataset)
     one_file = path.is_file() or (path.suffix in SUFFIXES and not path.is_dir())
@@ -107,6 +108,7 @@ def _with_texts(place: str, example: Any, wanted: dict[str, str]) -> dict[str, A
     """Adds `question` and `answer` to the example.
 
     place: where the example stands, for the error. wanted: {"question": column, "answer": column}.
+    Raises UserMistake if a text is missing, or if JSON cannot hold one of the columns.
     """
     columns = example if isinstance(example, dict) else {}
     for name, column in wanted.items():
@@ -117,6 +119,15 @@ def _with_texts(place: str, example: Any, wanted: dict[str, str]) -> dict[str, A
                 hint = f", but {text!r:.80}; write it as text"
             hint = hint if columns and not isinstance(text, str) else ""
             raise UserMistake(f"{place} has no text in {column!r}{hint}")
+        if re.search("[\ud800-\udfff]", text):
+            raise UserMistake(f"{place}: {column!r} is not UTF-8 text, but {text!r:.80}")
+    for column, value in columns.items():
+        try:
+            json.dumps(value)
+        except (TypeError, RecursionError) as error:
+            raise UserMistake(
+                f"{place}: column {column!r}: {error}; write it as text or numbers"
+            ) from None
     return columns | {name: columns[column] for name, column in wanted.items()}
 
 
@@ -153,6 +164,10 @@ def _read_file(file: Path) -> Iterator[tuple[str, Any]]:
     """Yields (place, example) for each example of a file; the place is its line or number."""
     if not file.is_file():
         raise UserMistake(f"DATASET={file}: no such file")
+    if file.suffix not in SUFFIXES:
+        raise UserMistake(
+            f"DATASET={file} is not a .jsonl, .json or .parquet file; write its rows as one of them"
+        )
     if file.suffix == ".parquet":
         import pyarrow.parquet  # a requirement of datasets
 
@@ -184,6 +199,8 @@ def _parse(text: str, file: Path, first_line: int) -> Any:
     except json.JSONDecodeError as error:
         line = first_line + error.lineno - 1
         raise UserMistake(f"{file} line {line} is not JSON: {error.msg}") from None
+    except RecursionError:
+        raise UserMistake(f"{file} line {first_line} is nested too deep to be read") from None
     except ValueError as error:  # a number of more than 4300 digits
         raise UserMistake(f"{file} cannot be read from line {first_line} on: {error}") from None
 

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from datetime import date, datetime, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import pytest
 from data import Prompt, batch_indices, build_prompts, fit_prompts, load_examples, opened_tag
 from models import hf
 from runtime.mistakes import UserMistake
+from runtime.reward_worker import RewardWorker
 
 ROOT = Path(__file__).parent.parent
 
@@ -169,12 +172,23 @@ LINES = lines_of(examples_of(3))
             LINES + b"9" * 5000,
             "a.jsonl cannot be read from line 4 on: Exceeds",
         ),
+        ("a.jsonl", LINES + b"[" * 20_000, "a.jsonl line 4 is nested too deep"),
+        (
+            "a.jsonl",
+            LINES + b'{"question": "a \\ud800", "answer": "a"}',
+            "a.jsonl line 4: 'question' is not UTF-8 text",
+        ),
+        ("a.json", b"[" * 20_000, "a.json line 1 is nested too deep"),
         ("a.json", b"", "a.json line 1 is not JSON"),
         ("a.json", b'[\n{"question": "q"},\n{]', "a.json line 3 is not JSON"),
         ("a.json", b'{"question": "q", "answer": "a"}', "a.json is not a JSON list of rows"),
         ("a.json", b'[{"question": "q", "answer": "a"}, 1]', "a.json row 2 has no text in 'questi"),
         ("a.parquet", LINES, "a.parquet is not a complete parquet file"),
-        ("a.csv", b"question,answer\n", "a.csv line 1 is not JSON"),
+        ("a.csv", b"question,answer\n", "a.csv is not a .jsonl, .json or .parquet file; write"),
+        ("a.tsv", b"question\tanswer\n", "a.tsv is not a .jsonl, .json or .parquet file; write"),
+        ("a.txt", LINES, "a.txt is not a .jsonl, .json or .parquet file"),
+        ("a.arrow", b"ARROW1", "a.arrow is not a .jsonl, .json or .parquet file"),
+        ("a.jsonl.gz", b"\x1f\x8b", "a.jsonl.gz is not a .jsonl, .json or .parquet file"),
     ],
 )
 @pytest.mark.parametrize("split", ["train", "test"])
@@ -188,6 +202,45 @@ def test_parquet_without_the_columns_is_refused(tmp_path: Path) -> None:
     refused(
         lambda: load_examples(str(file), "", "train"), f"{file} row 1 has no text in 'question'"
     )
+
+
+@pytest.mark.parametrize(
+    "value, kind",
+    [
+        (datetime(2024, 7, 26), "datetime"),
+        (date(2024, 7, 26), "date"),
+        (timedelta(days=1), "timedelta"),
+        (b"png", "bytes"),
+        (Decimal("1.50"), "Decimal"),
+        ({"image": [b"png"]}, "bytes"),
+    ],
+)
+def test_a_column_that_json_cannot_hold_is_refused_by_row_name_and_type(tmp_path, value, kind):
+    """A reward function of a file receives the columns as JSON."""
+    examples = [{**e, "extra": None} for e in examples_of(3)]
+    file = write(tmp_path / "a.parquet", [*examples, {**examples[0], "extra": value}])
+    refused(
+        lambda: load_examples(str(file), "", "train"),
+        f"{file} row 4: column 'extra': Object of type {kind} is not JSON serializable; write it",
+    )
+
+
+def test_what_json_holds_reaches_a_reward_function_of_a_file_unchanged(tmp_path: Path) -> None:
+    columns = {"big": 2**63 - 1, "float": 0.1, "list": [[1, None], []], "text": "\u2028 é"}
+    file = write(tmp_path / "a.parquet", [{**e, **columns} for e in examples_of(2)])
+    (example,) = load_examples(str(file), "", "train")
+    assert {name: example[name] for name in columns} == columns
+    source = "def same(completions, **columns): return [float(columns == " + repr(
+        {name: [value] for name, value in example.items()}
+    )
+    (tmp_path / "mine.py").write_text(source + ")]")
+    worker = RewardWorker(f"{tmp_path / 'mine.py'}:same", 10)
+    try:
+        assert worker(["a"], **{name: [value] for name, value in example.items()}) == [1.0]
+        nan = worker(["a"], **{name: [np.nan] for name in example})  # is carried too
+        assert nan == [0.0]
+    finally:
+        worker.close()
 
 
 def test_a_folder_names_the_file_that_is_bad(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def set_up(cfg: Config, example: dict[str, str] | None = None) -> Run:
     )
     if training.policy_loss_impl == "pallas":
         stop_if_too_wide_for_pallas(inputs.model.hidden_size, jax.devices()[0].device_kind)
-    stop_ids = hf.stop_ids(inputs.folder, inputs.tokenizer)
+    stop_ids = hf.stop_ids(inputs.folder, inputs.tokenizer, inputs.model.vocab_size)
     run = Run(
         **vars(inputs),
         sampling=sampling_of(cfg),

@@ -22,10 +22,26 @@ from runtime.mistakes import UserMistake, in_one_line
 
 FILES = ["*.json", "*.safetensors", "*.jinja"]
 EXPORTED = "exported_from.json"  # marks an exported model, which a later export may replace
-SIZE_KEYS = """
-    vocab_size hidden_size intermediate_size max_position_embeddings num_hidden_layers
-    num_attention_heads
-""".split()  # keys of config.json that must be positive integers
+KINDS = {  # of values in config.json: their keys, and whether a value is of this kind
+    "a positive whole number": (
+        "vocab_size hidden_size intermediate_size max_position_embeddings num_hidden_layers "
+        "num_attention_heads num_key_value_heads head_dim",
+        lambda value: type(value) is int and value > 0,
+    ),
+    "a positive number": (
+        "rms_norm_eps rope_theta factor low_freq_factor high_freq_factor "
+        "original_max_position_embeddings",
+        lambda value: type(value) in (int, float) and 0 < value < math.inf,
+    ),
+    "true or false": (
+        "tie_word_embeddings use_sliding_window attention_bias mlp_bias",
+        lambda value: type(value) is bool,
+    ),
+    'an object such as {"rope_type": "default"}': (
+        "rope_parameters rope_scaling",
+        lambda value: type(value) is dict,
+    ),
+}
 
 # plan_tpu.py reads the sizes of these models here instead of from the hub. A model whose name has
 # -Instruct or -Base at its end has the same sizes; `positions` is the smallest number among them.
@@ -79,7 +95,7 @@ def config_of(path: str, revision: str = "") -> ModelConfig:
 
 
 def read_model(folder: Path, chat_template: str) -> tuple[ModelConfig, Any]:
-    """The ModelConfig and the tokenizer of a folder, whose weights are checked, but not read.
+    """The ModelConfig and the tokenizer of a folder. The weights are checked, but not read.
 
     Raises UserMistake for a folder that is not complete, or whose model is not supported.
     """
@@ -90,6 +106,7 @@ def read_model(folder: Path, chat_template: str) -> tuple[ModelConfig, Any]:
             f"MODEL_PATH={folder}: its tokenizer has {len(tokenizer)} tokens, its config.json "
             f"vocab_size={model.vocab_size}; they are of two models"
         )
+    stop_ids(folder, tokenizer, model.vocab_size)  # for its mistakes
     check_weights(folder, model)
     return model, tokenizer
 
@@ -102,17 +119,11 @@ def read_config(folder: Path) -> ModelConfig:
     path = folder / "config.json"
     if not path.is_file():
         raise UserMistake(f"MODEL_PATH={folder} has no config.json; give a Hugging Face folder")
-    c = _read_json(path)
+    c = _checked(path, _read_json(path))
 
     def need(ok: bool, key: str, supported: str) -> None:
         if not ok:
             raise UserMistake(f"{path}: {key}={c.get(key)!r} is not supported; {supported} is")
-
-    def number(values: dict[str, Any], key: str) -> float:
-        try:
-            return float(values[key])
-        except (TypeError, ValueError):
-            raise UserMistake(f"{path}: {key}={values[key]!r} is not a number") from None
 
     model_type = c.get("model_type")
     need(model_type in ("qwen2", "qwen3", "llama"), "model_type", "qwen2, qwen3 or llama")
@@ -121,10 +132,8 @@ def read_config(folder: Path) -> ModelConfig:
     need(not c.get("mlp_bias", False), "mlp_bias", "false")
     # Qwen2 always has the three biases. Every release of Qwen3 and Llama has false in this key.
     need(not c.get("attention_bias", False) or model_type == "qwen2", "attention_bias", "false")
-    for key in SIZE_KEYS:
-        need(isinstance(c.get(key, 1), int) and c.get(key, 1) > 0, key, "a positive whole number")
     # transformers 5 writes rope_parameters; earlier versions write rope_theta and rope_scaling.
-    rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
+    rope = _checked(path, c.get("rope_parameters") or c.get("rope_scaling") or {})
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     key = "rope_parameters" if c.get("rope_parameters") else "rope_scaling"
     need(rope_type in ("default", "llama3"), key, "rope_type default or llama3")
@@ -132,9 +141,8 @@ def read_config(folder: Path) -> ModelConfig:
         llama3 = None
         if rope_type == "llama3":
             names = ("factor", "low_freq_factor", "high_freq_factor")
-            original = int(number(rope, "original_max_position_embeddings"))
-            llama3 = (*(number(rope, name) for name in names), original)
-        theta = rope.get("rope_theta") or c.get("rope_theta") or 10000.0
+            original = int(rope["original_max_position_embeddings"])
+            llama3 = (*(float(rope[name]) for name in names), original)
         return ModelConfig(
             vocab_size=c["vocab_size"],
             hidden_size=c["hidden_size"],
@@ -143,10 +151,10 @@ def read_config(folder: Path) -> ModelConfig:
             num_heads=c["num_attention_heads"],
             num_kv_heads=c.get("num_key_value_heads") or c["num_attention_heads"],
             head_dim=c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"],
-            rms_norm_eps=number(c, "rms_norm_eps"),
-            rope_theta=number({"rope_theta": theta}, "rope_theta"),
+            rms_norm_eps=float(c["rms_norm_eps"]),
+            rope_theta=float(rope.get("rope_theta") or c.get("rope_theta") or 10000.0),
             rope_llama3=llama3,
-            tied=bool(c.get("tie_word_embeddings", False)),
+            tied=c.get("tie_word_embeddings", False),
             qkv_bias=model_type == "qwen2",
             qk_norm=model_type == "qwen3",
             max_positions=c["max_position_embeddings"],
@@ -155,10 +163,22 @@ def read_config(folder: Path) -> ModelConfig:
         raise UserMistake(f"{path} has no {missing.args[0]!r}") from None
 
 
+def _checked(path: Path, values: dict[str, Any]) -> dict[str, Any]:
+    """The values without those that are null, which count as missing.
+
+    Raises UserMistake for a value that is not of its kind.
+    """
+    for kind, (keys, is_of_kind) in KINDS.items():
+        for key in keys.split():
+            if values.get(key) is not None and not is_of_kind(values[key]):
+                raise UserMistake(f"{path}: {key}={values[key]!r:.80} is not {kind}")
+    return {key: value for key, value in values.items() if value is not None}
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # not UTF-8, or not JSON
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deep
         raise UserMistake(f"{path} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise UserMistake(f"{path} is not a JSON object")
@@ -404,16 +424,23 @@ def read_chat_template(file: Path) -> str:
         raise UserMistake(f"CHAT_TEMPLATE={file} is not UTF-8 text") from None
 
 
-def stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
+def stop_ids(folder: Path, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
     """Every token id that ends a completion, sorted.
 
-    They come from generation_config.json, config.json and the tokenizer.
+    They come from generation_config.json, config.json and the tokenizer. The files may have -1
+    for a token that no model draws. Raises UserMistake for any other value that is no token id.
     """
     found = {tokenizer.eos_token_id}
     for name in ("generation_config.json", "config.json"):
         if (folder / name).is_file():
             eos = _read_json(folder / name).get("eos_token_id")
-            found.update(eos if isinstance(eos, list) else [eos])
+            ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+            if not all(type(i) is int and -1 <= i < vocab_size for i in ids):
+                raise UserMistake(
+                    f"{folder / name}: eos_token_id={eos!r:.80} is not a token id below "
+                    f"vocab_size={vocab_size}, or a list of token ids"
+                )
+            found.update(ids)
     ids = tuple(sorted(found - {None}))
     if not ids:
         raise UserMistake(f"MODEL_PATH={folder}: neither configs nor tokenizer name a stop token")

@@ -125,9 +125,34 @@ BAD_CONFIGS = [  # family, changed keys (None removes a key), a part of the erro
     ("qwen2", {"hidden_size": None}, "has no 'hidden_size'"),
     ("qwen2", {"rms_norm_eps": None}, "has no 'rms_norm_eps'"),
     ("qwen2", {"num_attention_heads": None}, "has no 'num_attention_heads'"),
-    ("qwen2", {"rms_norm_eps": "small"}, "rms_norm_eps='small' is not a number"),
-    ("qwen2", {"rope_theta": [1e6]}, "rope_theta=[1000000.0] is not a number"),
-    ("llama3", {"rope_scaling": {**LLAMA3, "factor": "8x"}}, "factor='8x' is not a number"),
+    ("qwen2", {"rms_norm_eps": "1e-6"}, "rms_norm_eps='1e-6' is not a positive number"),
+    ("qwen2", {"rms_norm_eps": float("nan")}, "rms_norm_eps=nan is not a positive number"),
+    ("qwen2", {"rope_theta": [1e6]}, "rope_theta=[1000000.0] is not a positive number"),
+    ("qwen2", {"rope_theta": ""}, "rope_theta='' is not a positive number"),
+    ("qwen2", {"rope_theta": 0}, "rope_theta=0 is not a positive number"),
+    ("llama3", {"rope_scaling": {**LLAMA3, "factor": "8x"}}, "factor='8x' is not a positive n"),
+    ("qwen3", {"rope_parameters": {"rope_theta": "1e6"}}, "rope_theta='1e6' is not a positive n"),
+    (
+        "llama3",
+        {"rope_scaling": "linear"},
+        """rope_scaling='linear' is not an object such as {"rope_type": "default"}""",
+    ),
+    ("llama3", {"rope_scaling": [1]}, "rope_scaling=[1] is not an object such as"),
+    ("qwen3", {"rope_parameters": 1e6}, "rope_parameters=1000000.0 is not an object such as"),
+    ("llama3", {"rope_scaling": {"rope_type": ["llama3"]}}, "is not supported; rope_type default"),
+    ("qwen2", {"tie_word_embeddings": "false"}, "tie_word_embeddings='false' is not true or false"),
+    ("qwen2", {"use_sliding_window": "false"}, "use_sliding_window='false' is not true or false"),
+    ("qwen3", {"attention_bias": 0}, "attention_bias=0 is not true or false"),
+    ("llama3", {"mlp_bias": []}, "mlp_bias=[] is not true or false"),
+    ("qwen2", {"hidden_size": "32"}, "hidden_size='32' is not a positive whole number"),
+    ("qwen2", {"num_hidden_layers": True}, "num_hidden_layers=True is not a positive whole"),
+    ("qwen2", {"vocab_size": 48.0}, "vocab_size=48.0 is not a positive whole number"),
+    ("qwen2", {"num_key_value_heads": "2"}, "num_key_value_heads='2' is not a positive whole"),
+    ("qwen2", {"num_key_value_heads": 0}, "num_key_value_heads=0 is not a positive whole"),
+    ("qwen3", {"head_dim": [12]}, "head_dim=[12] is not a positive whole number"),
+    ("qwen3", {"head_dim": 12.5}, "head_dim=12.5 is not a positive whole number"),
+    ("qwen2", {"model_type": ["qwen2"]}, "model_type=['qwen2'] is not supported; qwen2, qwen3 or"),
+    ("qwen2", {"hidden_act": {"a": 1}}, "hidden_act={'a': 1} is not supported; silu is"),
 ]
 
 
@@ -136,6 +161,17 @@ def test_a_config_that_is_not_supported_is_refused_in_one_line(tmp_path, family,
     changed = {**FAMILIES[family], **changes}
     write_config(tmp_path, {key: value for key, value in changed.items() if value is not None})
     refused(lambda: hf.read_config(tmp_path), str(tmp_path / "config.json"), says)
+
+
+def test_a_key_that_is_null_is_as_if_it_were_missing(tmp_path: Path) -> None:
+    """As transformers writes the keys that a model does not have."""
+    write_config(tmp_path, FAMILIES["qwen2"])
+    expected = hf.read_config(tmp_path)
+    optional = "rope_scaling rope_parameters head_dim hidden_act use_sliding_window mlp_bias"
+    write_config(tmp_path, {**FAMILIES["qwen2"], **dict.fromkeys(optional.split())})
+    assert hf.read_config(tmp_path) == expected
+    write_config(tmp_path, {**FAMILIES["qwen2"], "rms_norm_eps": None})
+    refused(lambda: hf.read_config(tmp_path), "config.json has no 'rms_norm_eps'")
 
 
 def test_a_qwen2_config_may_name_the_biases_it_always_has(tmp_path: Path) -> None:
@@ -151,6 +187,7 @@ def test_a_qwen2_config_may_name_the_biases_it_always_has(tmp_path: Path) -> Non
         (b"", "config.json is not JSON: Expecting value"),
         (b"\xff\xfe{\x00", "config.json is not JSON: 'utf-8' codec"),
         (b"[1]", "config.json is not a JSON object"),
+        (b"[" * 20_000, "config.json is not JSON: maximum recursion depth"),
     ],
 )
 def test_a_folder_without_a_readable_config_is_refused_in_one_line(tmp_path, content, says):

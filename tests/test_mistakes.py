@@ -139,6 +139,14 @@ FOLDERS = {  # what is wrong -> how it is made, words of the line
         change_json("config.json", hidden_size=None),
         "config.json has no 'hidden_size'",
     ),
+    "a text for a truth value": (
+        change_json("config.json", tie_word_embeddings="false"),
+        "tie_word_embeddings='false' is not true or false",
+    ),
+    "a stop token that is a text": (
+        change_json("config.json", eos_token_id="</s>"),
+        "config.json: eos_token_id='</s>' is not a token id",
+    ),
     "a wrong vocabulary": (change_json("config.json", vocab_size=64), "they are of two models"),
     "no tokenizer": (remove("tokenizer.json"), "has no tokenizer.json"),
     "a damaged tokenizer": (write("tokenizer.json", "{}"), "its tokenizer cannot be read"),
@@ -182,6 +190,7 @@ DATASETS = {  # what is wrong -> content of the file, words of the line
     "not UTF-8": (LINE + b'{"question": "\xff", "answer": "2"}\n', "line 2 is not UTF-8 text"),
     "not JSON": (LINE + b"question: 1\n", "line 2 is not JSON"),
     "an example that is a list": (LINE + b"[1]\n", "line 2 has no text in 'question'"),
+    "a line nested too deep": (LINE + b"[" * 20_000, "line 2 is nested too deep"),
     "a huge question": (LINE * 20 + HUGE, "set MAX_PROMPT_LENGTH="),
 }
 

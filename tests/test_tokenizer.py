@@ -62,6 +62,7 @@ def test_a_chat_template_may_be_in_a_separate_file(tmp_path: Path) -> None:
         ({"eos_token_id": [9, 0, 2]}, {"eos_token_id": None}, "<|im_end|>", (0, 2, 9)),
         ({"eos_token_id": [9]}, {"eos_token_id": [5, 9]}, None, (5, 9)),
         ({}, {"eos_token_id": 0}, None, (0,)),
+        (None, {"eos_token_id": -1}, "<|im_end|>", (-1, 2)),  # no model draws it
     ],
 )
 def test_stop_ids_are_those_of_all_files(tmp_path, generation, config, eos, expected):
@@ -70,13 +71,38 @@ def test_stop_ids_are_those_of_all_files(tmp_path, generation, config, eos, expe
     (tmp_path / "config.json").write_text(json.dumps(config))
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    assert hf.stop_ids(tmp_path, tokenizer) == expected
+    assert hf.stop_ids(tmp_path, tokenizer, vocab_size=10) == expected
+
+
+@pytest.mark.parametrize(
+    "eos, told",
+    [
+        ("</s>", "'</s>'"),
+        ([[2]], "[[2]]"),
+        ([2, "</s>"], "[2, '</s>']"),
+        ([2, None], "[2, None]"),
+        ({"id": 2}, "{'id': 2}"),
+        (2.0, "2.0"),
+        (True, "True"),
+        (-2, "-2"),
+        (10, "10"),
+        ([2, 10], "[2, 10]"),
+    ],
+)
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_stop_token_that_is_no_token_is_refused_by_file_and_value(tmp_path, name, eos, told):
+    tokenizer = hf.load_tokenizer(TINY)
+    (tmp_path / name).write_text(json.dumps({"eos_token_id": eos}))
+    refused(
+        lambda: hf.stop_ids(tmp_path, tokenizer, vocab_size=10),
+        f"{tmp_path / name}: eos_token_id={told} is not a token id below vocab_size=10, or a list",
+    )
 
 
 def test_a_model_that_names_no_end_is_refused(tmp_path: Path) -> None:
     tokenizer = hf.load_tokenizer(TINY)
     tokenizer.eos_token = None
     refused(
-        lambda: hf.stop_ids(tmp_path, tokenizer),
+        lambda: hf.stop_ids(tmp_path, tokenizer, vocab_size=10),
         f"MODEL_PATH={tmp_path}: neither configs nor tokenizer name",
     )

@@ -58,7 +58,7 @@ def complete(
     mesh = make_mesh("MESH_SHAPE", "1,1,1", jax.devices()[:1])
     auto = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     dtype = jnp.dtype(auto if setting == "auto" else setting)
-    stop_ids = hf.stop_ids(folder, tokenizer)
+    stop_ids = hf.stop_ids(folder, tokenizer, model.vocab_size)
     room = model.max_positions - len(prompt.ids)
     if room < 1:
         raise UserMistake(

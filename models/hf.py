@@ -21,6 +21,7 @@ from runtime.long_work import long_work
 from runtime.mistakes import UserMistake, in_one_line
 
 FILES = ["*.json", "*.safetensors", "*.jinja"]
+NEVER_DRAWN = -1  # no token has this id
 EXPORTED = "exported_from.json"  # marks an exported model, which a later export may replace
 KINDS = {  # of values in config.json: their keys, and whether a value is of this kind
     "a positive whole number": (
@@ -427,21 +428,23 @@ def read_chat_template(file: Path) -> str:
 def stop_ids(folder: Path, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
     """Every token id that ends a completion, sorted.
 
-    They come from generation_config.json, config.json and the tokenizer. The files may have -1
-    for a token that no model draws. Raises UserMistake for any other value that is no token id.
+    They come from generation_config.json, config.json and the tokenizer. A file that has an empty
+    list, where no other names a token, means that no token ends a completion: (NEVER_DRAWN,).
+    Raises UserMistake for a value that is no token id.
     """
-    found = {tokenizer.eos_token_id}
+    found, ends = {tokenizer.eos_token_id}, True
     for name in ("generation_config.json", "config.json"):
         if (folder / name).is_file():
             eos = _read_json(folder / name).get("eos_token_id")
             ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
-            if not all(type(i) is int and -1 <= i < vocab_size for i in ids):
+            ends = ends and eos != []
+            if not all(type(i) is int and 0 <= i < vocab_size for i in ids):
                 raise UserMistake(
                     f"{folder / name}: eos_token_id={eos!r:.80} is not a token id below "
                     f"vocab_size={vocab_size}, or a list of token ids"
                 )
             found.update(ids)
-    ids = tuple(sorted(found - {None}))
+    ids = tuple(sorted(found - {None})) or (() if ends else (NEVER_DRAWN,))
     if not ids:
         raise UserMistake(f"MODEL_PATH={folder}: neither configs nor tokenizer name a stop token")
     return ids

@@ -120,7 +120,7 @@ def test_the_flops_of_an_update_are_those_that_xla_counts() -> None:
     assert 1.0 < counted / (update + masked) < 1.02
 
 
-@pytest.mark.parametrize("mean_tokens, stop_ids", [(0, -1), (256, [0, 256, 512])])
+@pytest.mark.parametrize("mean_tokens, stop_ids", [(0, []), (256, [0, 256, 512])])
 def test_one_token_of_many_or_none_ends_a_completion(tmp_path, mean_tokens, stop_ids) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
     make_random(REPO / "tiny", tmp_path / "random", sizes)  # of 576 tokens

@@ -62,7 +62,8 @@ def test_a_chat_template_may_be_in_a_separate_file(tmp_path: Path) -> None:
         ({"eos_token_id": [9, 0, 2]}, {"eos_token_id": None}, "<|im_end|>", (0, 2, 9)),
         ({"eos_token_id": [9]}, {"eos_token_id": [5, 9]}, None, (5, 9)),
         ({}, {"eos_token_id": 0}, None, (0,)),
-        (None, {"eos_token_id": -1}, "<|im_end|>", (-1, 2)),  # no model draws it
+        (None, {"eos_token_id": []}, "<|im_end|>", (2,)),
+        (None, {"eos_token_id": []}, None, (-1,)),  # no token ends a completion
     ],
 )
 def test_stop_ids_are_those_of_all_files(tmp_path, generation, config, eos, expected):
@@ -84,7 +85,7 @@ def test_stop_ids_are_those_of_all_files(tmp_path, generation, config, eos, expe
         ({"id": 2}, "{'id': 2}"),
         (2.0, "2.0"),
         (True, "True"),
-        (-2, "-2"),
+        (-1, "-1"),
         (10, "10"),
         ([2, 10], "[2, 10]"),
     ],

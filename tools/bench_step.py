@@ -41,7 +41,6 @@ RANDOM_MODEL = {
     "vocab_size": 4096,
     "max_position_embeddings": 4096,
 }
-NO_TOKEN = -1  # the stop id: no sampler draws it
 SETTINGS = [field.name.upper() for field in dataclasses.fields(Config)]
 ARGUMENTS = {  # the settings that an argument of bench.py sets
     "MODEL_PATH": "--model",
@@ -95,7 +94,7 @@ def make_model(source: Path, target: Path, mean_tokens: int) -> int:
         (target / file.name).symlink_to(file.resolve())
     V = hf.read_config(source).vocab_size
     values = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    stop_ids = [*range(0, V, mean_tokens)] if mean_tokens else NO_TOKEN
+    stop_ids = [*range(0, V, mean_tokens)] if mean_tokens else []
     (target / "config.json").write_text(json.dumps(values | {"eos_token_id": stop_ids}))
     words = Tokenizer(WordLevel({f"t{i}": i for i in range(V)}, unk_token="t0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

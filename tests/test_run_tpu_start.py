@@ -9,7 +9,7 @@ import pytest
 from cloud import KEY, REPO, SHORT, Cloud, git, last_line
 
 from config import Config
-from runtime.parsing import yaml_name
+from runtime.parsing import read_dotenv, yaml_name
 
 # ---- What the workers get ------------------------------------------------------------------------
 
@@ -256,6 +256,10 @@ def test_the_page_on_tpu_vms_names_only_verbs_and_flags_that_exist() -> None:
     assert all(re.search(rf"^  (\w+, )?{verb}\b", usage, re.M) for verb in verbs), verbs
     flags = set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", page))
     assert "--restart" in flags and all(re.search(rf"{flag}\b", usage) for flag in flags), flags
+
+
+def test_the_example_of_a_file_env_has_the_two_keys_without_values() -> None:
+    assert read_dotenv(REPO / ".env.example") == {"WANDB_API_KEY": "", "HF_TOKEN": ""}
 
 
 def test_the_page_on_migration_names_only_settings_that_exist() -> None:

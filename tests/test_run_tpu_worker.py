@@ -96,6 +96,9 @@ def test_status_is_one_line_with_process_time_step_and_seconds_a_step(cloud: Clo
     )
     end = "step 8 of 100, 3.21 s a step: eval step=8 split=test t=9.00s\n"
     assert worker(cloud, "status").stdout == begin + end
+    with base.with_suffix(".log").open("a") as log:  # what a reward function may print
+        log.write("step=99 of a proof\nevaluate x\nerrors are human\nDONE\nSTOPPED here\n")
+    assert worker(cloud, "status").stdout == begin + end
 
 
 def test_stop_does_not_end_another_process_that_has_the_number_of_an_old_run(cloud: Cloud) -> None:

@@ -240,10 +240,10 @@ status() {
   esac
   seconds=$((end - $(stat -c %Y "$base.pid")))
   steps=$(sed 's/^/ of /' "$base.steps" 2>/dev/null) || true
-  told=$(grep -aE '^(step=|eval|DONE|STOPPED|error)' "$base.log") || true
+  told=$(grep -aE '^(step=[0-9]+ loss|eval(_full|uation for)? |DONE: |STOPPED: |error: )' \
+    "$base.log") || true
   last=$(echo "$told" | tail -1 | cut -c1-160)
-  progress=$(echo "$told" | grep '^step=' | tail -1 |
-    sed -n 's/^step=\([0-9]*\) .* dt=\([0-9.]*\)s.*/\1 \2/p') || true
+  progress=$(echo "$told" | sed -n 's/^step=\([0-9]*\) .* dt=\([0-9.]*\)s.*/\1 \2/p' | tail -1)
   # Steps are counted from 0: after step=0 the run has done 1 step.
   [[ -z $progress ]] || progress="step $((${progress% *} + 1))$steps, ${progress#* } s a step"
   printf '%s %s exit=%s pid=%s elapsed=%d:%02d:%02d %s: %s\n' "$HOSTNAME" "$(basename "$base")" \

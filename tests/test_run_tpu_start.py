@@ -255,6 +255,8 @@ def test_the_page_on_tpu_vms_names_only_verbs_and_flags_that_exist() -> None:
     assert verbs == {"create", "setup", "env", "check", "status", "logs", "stop", "delete"}
     assert all(re.search(rf"^  (\w+, )?{verb}\b", usage, re.M) for verb in verbs), verbs
     flags = set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", page))
+    [sent] = re.findall(r'OF_LIBRARIES = """(.*?)"""', usage, re.S)
+    assert all(re.search(rf"\b{name}\b", page) for name in sent.split())
     assert "--restart" in flags and all(re.search(rf"{flag}\b", usage) for flag in flags), flags
 
 

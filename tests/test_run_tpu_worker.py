@@ -70,6 +70,15 @@ def test_setup_installs_the_engine_that_the_settings_ask_for(cloud: Cloud) -> No
             assert done.returncode == 0 and told in done.stdout
 
 
+def test_check_prints_the_version_of_sglang_jax_if_it_is_installed(cloud: Cloud) -> None:
+    installed = cloud.folder / "packages" / "sglang_jax-0.1.0rc0.dist-info"
+    installed.mkdir(parents=True)
+    (installed / "METADATA").write_text("Name: sglang-jax\nVersion: 0.1.0rc0\n")
+    done = worker(cloud, "check", sys.prefix, PYTHONPATH=str(installed.parent))
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^versions python=3\S+ jax=.* sglang-jax=0\.1\.0rc0$", done.stdout, re.M)
+
+
 def test_a_start_that_is_sent_again_does_not_repeat_a_run_that_has_ended(cloud: Cloud) -> None:
     start = ["start", "x", "20260101T000000Z", sys.prefix, "", "STEPS=-1"]
     assert "w started: process" in worker(cloud, *start).stdout

@@ -162,8 +162,9 @@ def test_a_preempted_tpu_vm_is_created_again_and_the_run_starts_again(cloud: Clo
     changed = [call for call in calls if call[3] in ("create", "delete")]
     assert [call[3] for call in changed] == ["delete"] + ["create"] * 4
     assert "--spot" in changed[1] and "--version=v2-alpha-tpuv6e" in changed[1]
-    starts = [call for call in calls if "run_tpu_worker.sh start " in call[-2]]
-    assert ["RESUME=auto" in start[-2] for start in starts] == [False, True]
+    commands = [word for call in calls for word in call if word.startswith("--command=")]
+    starts = [command for command in commands if "run_tpu_worker.sh start " in command]
+    assert ["RESUME=auto" in start for start in starts] == [False, True]
     assert cloud.exits() == ["0\n", "0\n"]
 
 

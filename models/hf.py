@@ -432,19 +432,19 @@ def stop_ids(folder: Path, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
     list, where no other names a token, means that no token ends a completion: (NEVER_DRAWN,).
     Raises UserMistake for a value that is no token id.
     """
-    found, ends = {tokenizer.eos_token_id}, True
+    found, none_ends = {tokenizer.eos_token_id}, False
     for name in ("generation_config.json", "config.json"):
         if (folder / name).is_file():
             eos = _read_json(folder / name).get("eos_token_id")
             ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
-            ends = ends and eos != []
+            none_ends = none_ends or eos == []
             if not all(type(i) is int and 0 <= i < vocab_size for i in ids):
                 raise UserMistake(
                     f"{folder / name}: eos_token_id={eos!r:.80} is not a token id below "
                     f"vocab_size={vocab_size}, or a list of token ids"
                 )
             found.update(ids)
-    ids = tuple(sorted(found - {None})) or (() if ends else (NEVER_DRAWN,))
+    ids = tuple(sorted(found - {None})) or ((NEVER_DRAWN,) if none_ends else ())
     if not ids:
         raise UserMistake(f"MODEL_PATH={folder}: neither configs nor tokenizer name a stop token")
     return ids

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,16 +23,16 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.extend.backend import register_backend_factory
 
-from runtime.long_work import tell_compilations
+from runtime.long_work import compilations
 from runtime.mistakes import UserMistake
 
 # What the errors of Gloo (CPUs), NCCL (GPUs) and jax's service say when another process is gone.
 LOST_CONTACT = re.compile(r"gloo|nccl|coordination.?service|heartbeat", re.IGNORECASE)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-STATUS = re.compile("[A-Z_]+: ")  # a status, with which ValueErrors of jax begin, but none of ours
 GOOGLE = "0x1ae0"  # a PCI vendor
 DISK, NETWORK = "0x01", "0x02"  # the beginning of the PCI class of a disk and of a network card
-TASKS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")  # how srun and mpirun name the number of tasks
+# What jax needs in a step of srun, beside SLURM_NTASKS.
+SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID")
 
 
 def start_jax(cfg: Any) -> None:
@@ -56,7 +56,7 @@ def start_jax(cfg: Any) -> None:
             raise
         wanted, reason = os.environ.get("JAX_PLATFORMS", ""), " ".join(str(error).split())
         raise UserMistake(f"JAX_PLATFORMS={wanted}: no such device here. {reason}") from None
-    tell_compilations()
+    compilations()
     print(
         f"backend={jax.default_backend()} process={jax.process_index()}/{jax.process_count()} "
         f"device_count={jax.device_count()} local_device_count={jax.local_device_count()}",
@@ -81,58 +81,82 @@ def has_tpu(pci: Path = Path("/sys/bus/pci/devices")) -> bool:
 def join(*, init_timeout_s: int, heartbeat_timeout_s: int) -> None:
     """Joins the other processes, if there are any, before anything touches a device.
 
-    The hosts of a TPU slice find each other; elsewhere JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES
-    and JAX_PROCESS_ID name the processes. If they have not all joined after init_timeout_s, this
-    process ends with exit code 1. If one falls silent later, jax ends the others after
-    heartbeat_timeout_s.
+    JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID name the processes. Without them
+    the tasks of srun, those of mpirun, and the hosts of a TPU slice find each other. If they have
+    not all joined after init_timeout_s, this process ends with exit code 1. If one falls silent
+    later, jax ends the others after heartbeat_timeout_s.
     """
-    address, where = os.environ.get("JAX_COORDINATOR_ADDRESS"), ()
-    if address:
-        counts = [os.environ.get(name, "") for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")]
+    env, where, who = os.environ, {}, ""
+    if address := env.get("JAX_COORDINATOR_ADDRESS"):
+        counts = [env.get(name, "") for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")]
         if not all(count.isdecimal() for count in counts) or int(counts[1]) >= int(counts[0]):
             raise UserMistake(
                 f"JAX_COORDINATOR_ADDRESS={address} needs JAX_NUM_PROCESSES (a number, the same "
                 f"everywhere) and JAX_PROCESS_ID (from 0, below it, each process its own)"
             )
-        where = (address, *map(int, counts))
-    elif not ((os.environ.get("JAX_PLATFORMS") or "tpu").startswith("tpu") and has_tpu()):
-        _say_if_alone()
+        count, number = map(int, counts)
+        where = {"coordinator_address": address, "num_processes": count, "process_id": number}
+        who = f" at {address}; this is process {number} of {count}"
+    elif found := launcher(env):
+        where = {"cluster_detection_method": found}
+    elif not ((env.get("JAX_PLATFORMS") or "tpu").startswith("tpu") and has_tpu()):
+        for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):
+            if int(env.get(name, 1)) > 1:
+                print(
+                    f"{name}={env[name]}, but this process trains alone. For one run of all tasks "
+                    f"use srun, or set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and "
+                    f"JAX_PROCESS_ID; REQUIRE_MULTIHOST=1 makes this an error",
+                    flush=True,
+                )
         return
+    if "JAX_LOCAL_DEVICE_IDS" not in env:
+        where["local_device_ids"] = devices_of_task(env)
     # This limit comes before jax's, which ends the process with a dump of C++ frames.
-    limit = threading.Timer(init_timeout_s, _end_alone, [init_timeout_s, where])
+    late = (
+        f"error: not all processes have joined in INIT_TIMEOUT_S={init_timeout_s} seconds{who}. Is "
+        f"the same command running on every worker? Their logs say why not"
+    )
+    limit = threading.Timer(init_timeout_s, end_process, [1, late])
     limit.daemon = True
     limit.start()
     jax.config.update("jax_enable_preemption_service", False)  # SIGTERM is StopSignal's
     jax.distributed.initialize(
-        *where,
+        **where,
         initialization_timeout=init_timeout_s + 30,
         heartbeat_timeout_seconds=heartbeat_timeout_s,
     )
     limit.cancel()
 
 
-def _say_if_alone() -> None:
-    """Prints a line if a launcher has started many tasks that do not know of each other."""
-    for name in TASKS:
-        count = os.environ.get(name, "")
-        if count.isdecimal() and int(count) > 1:
-            print(
-                f"{name}={count}, but JAX_COORDINATOR_ADDRESS is not set: each of the {count} "
-                f"tasks trains alone. For one run of all tasks set JAX_COORDINATOR_ADDRESS, "
-                f"JAX_NUM_PROCESSES and JAX_PROCESS_ID; REQUIRE_MULTIHOST=1 makes this an error",
-                flush=True,
-            )
-            return
+def launcher(env: Mapping[str, str]) -> str:
+    """What has started this process as one of several tasks that jax can join: "ompi" (mpirun of
+    Open MPI), "slurm" (srun), or "".
+
+    A script of sbatch has SLURM_NTASKS too, but it is alone until it calls srun.
+    """
+    if int(env.get("OMPI_COMM_WORLD_SIZE", 1)) > 1 and "OMPI_MCA_orte_hnp_uri" in env:
+        return "ompi"
+    in_step = all(name in env for name in SLURM)
+    return "slurm" if int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1 and in_step else ""
 
 
-def _end_alone(seconds: int, where: tuple) -> NoReturn:
-    who = f" at {where[0]}; this is process {where[2]} of {where[1]}" if where else ""
-    print(
-        f"error: not all processes have joined in INIT_TIMEOUT_S={seconds} seconds{who}. Is the "
-        f"same command running on every worker? Their logs say why not",
-        file=sys.stderr,
-    )
-    _end(1)
+def devices_of_task(env: Mapping[str, str], dev: Path = Path("/dev")) -> list[int]:
+    """The numbers of the GPUs that this task of srun or mpirun uses; empty: all that it sees.
+
+    jax would give each task one GPU. Here a task that is alone on its node takes all GPUs, and
+    several tasks on a node take equal parts, unless Slurm has given each task its GPUs already.
+    This was not tried on a cluster with GPUs.
+    """
+    per_node = env.get("OMPI_COMM_WORLD_LOCAL_SIZE") or env.get("SLURM_STEP_TASKS_PER_NODE", "1")
+    task = int(env.get("OMPI_COMM_WORLD_LOCAL_RANK") or env.get("SLURM_LOCALID", 0))
+    # "2(x3),1": three nodes with two tasks each and a node with one. All tasks take equal parts.
+    tasks = max(int(count) for count in re.findall(r"(\d+)(?:\(x\d+\))?", per_node))
+    if tasks == 1 or "SLURM_GPUS_PER_TASK" in env:
+        return []
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    files = [file for file in dev.glob("nvidia*") if re.fullmatch(r"nvidia\d+", file.name)]
+    part = (len(files) if visible is None else len(visible.split(","))) // tasks
+    return [*range(task * part, (task + 1) * part)]
 
 
 def stop_if_not_so_many(require_multihost: bool, require_process_count: int) -> None:
@@ -141,31 +165,28 @@ def stop_if_not_so_many(require_multihost: bool, require_process_count: int) -> 
     if require_multihost and count == 1:
         raise UserMistake(
             "REQUIRE_MULTIHOST=1, and this process is alone: start the same command on every host "
-            "of the slice, elsewhere with JAX_COORDINATOR_ADDRESS"
+            "of the slice, elsewhere with srun or JAX_COORDINATOR_ADDRESS"
         )
     if require_process_count not in (0, count):
         raise UserMistake(f"REQUIRE_JAX_PROCESS_COUNT={require_process_count}, and {count} joined")
 
 
-def stop_if_different(facts: dict[str, str], mistake: UserMistake | None) -> None:
-    """Raises the same UserMistake on every process if one of them has found a mistake, or if their
-    facts differ; it names up to five of these. All processes have to call it.
+def stop_if_different(facts: dict[str, str]) -> None:
+    """Raises the same UserMistake on every process if a process has other facts than process 0. All
+    processes have to call it.
 
-    facts: {name: value} of all that has to be the same. mistake: what this process has found.
+    facts: {name: value} of all that has to be the same.
     """
-    if jax.process_count() > 1:
-        told = gather_texts(json.dumps([str(mistake or ""), facts]))
-        everyone = [json.loads(text) for text in told]
-        for i, (text, _) in enumerate(everyone):
-            if text and not mistake:
-                lines = [f"process {i}: {line}" for line in text.splitlines()]
-                raise UserMistake("\n".join(lines))
-        if not mistake and (different := differences([facts for _, facts in everyone])):
-            more = f", and {len(different) - 5} more" if len(different) > 5 else ""
-            named = ", ".join(different[:5])
-            raise UserMistake(f"the processes would not run the same: {named}{more}")
-    if mistake:
-        raise mistake
+    first, *others = (json.loads(text) for text in gather_texts(json.dumps(facts)))
+    for i, other in enumerate(others, 1):
+        different = [
+            f"{name} is {first.get(name, 'missing')} on process 0, "
+            f"{other.get(name, 'missing')} on process {i}"
+            for name in first | other
+            if first.get(name) != other.get(name)
+        ]
+        if different:
+            raise UserMistake(f"the processes would not run the same: {', '.join(different)}")
 
 
 @contextlib.contextmanager
@@ -175,29 +196,57 @@ def told_by_all() -> Iterator[None]:
 
     Nothing within it may wait for another process.
     """
-    mistake = ""
+    mistakes: list[str] = []
+    with _noted(mistakes):
+        yield
+    for i, text in enumerate(gather_texts("\n".join(mistakes))):
+        if text:
+            where = f"process {i}: " if i else ""
+            raise UserMistake("\n".join(where + line for line in text.splitlines()))
+
+
+def tried(mistakes: list[str], read: Callable[..., Any], *arguments: Any) -> Any:
+    """What `read` returns; None if it finds a user's mistake, whose text goes to `mistakes`."""
+    with _noted(mistakes):
+        return read(*arguments)
+
+
+@contextlib.contextmanager
+def _noted(mistakes: list[str]) -> Iterator[None]:
+    """Adds the text of a UserMistake, or of an OSError about a file, to `mistakes`."""
     try:
         yield
     except UserMistake as error:
-        mistake = str(error)
-    except OSError as error:  # such as a folder that this user may not look into
+        mistakes.append(str(error))
+    except OSError as error:  # such as a file that this user may not read
         if not error.filename:
             raise
-        mistake = f"{error.filename}: {error.strerror}"
-    if first := next((text for text in gather_texts(mistake) if text), ""):
-        raise UserMistake(first)
+        mistakes.append(f"{error.filename}: {error.strerror}")
 
 
-def code_facts(root: Path) -> dict[str, str]:
-    """{file: digest} of this project's code that is imported. root: the project's folder."""
-    imported = [m.__file__ for m in [*sys.modules.values()] if getattr(m, "__file__", None)]
-    files = {Path(file).resolve() for file in imported}
-    # Our module models.hf is the file models/hf.py of the folder. A package of a virtual
-    # environment within the folder has a path that is longer than its name.
-    names = [name.replace(".", "/") for name in [*sys.modules]]
-    places = {root / f"{name}{end}" for name in names for end in (".py", "/__init__.py")}
-    code = sorted(file for file in files if file.parent == root or file in places)
-    return {str(file.relative_to(root)): digest(file.read_bytes()) for file in code}
+def gather_texts(text: str) -> list[str]:
+    """The text of every process, in process order; all processes have to call it."""
+    if jax.process_count() == 1:
+        return [text]
+    data = np.frombuffer(text.encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.int32(data.size))  # [processes]
+    width = 1 << int(sizes.max()).bit_length()  # few widths, so that few programs are compiled
+    padded = np.pad(data, (0, width - data.size))
+    gathered = multihost_utils.process_allgather(padded)  # [processes, bytes]
+    return [bytes(x[:size]).decode() for x, size in zip(gathered, sizes, strict=True)]
+
+
+def code_digest(root: Path) -> str:
+    """A digest of this project's code that is imported. root: the project's folder."""
+    code = {}
+    for name, module in [*sys.modules.items()]:
+        file = Path(getattr(module, "__file__", None) or "/").resolve()
+        # Our module models.hf is the file models/hf.py of the folder. A package of a virtual
+        # environment within the folder has a path that is longer than its name.
+        place = root / name.replace(".", "/")
+        if file.parent == root or file in (place.with_suffix(".py"), place / "__init__.py"):
+            code[str(file.relative_to(root))] = digest(file.read_bytes())
+    return digest(json.dumps(code, sort_keys=True).encode())
 
 
 def commit_of(root: Path) -> str:
@@ -205,17 +254,13 @@ def commit_of(root: Path) -> str:
 
     It is empty if there is no git, and if git knows nothing of the folder.
     """
-
-    def git(*arguments: str) -> str:
-        command = ["git", "--no-optional-locks", "-C", str(root), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-        return done.stdout.strip()
-
+    describe = "describe --always --dirty --abbrev=40 --exclude=*".split()
+    command = ["git", "--no-optional-locks", "-C", str(root), *describe]
     try:
-        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".")
-        return git("rev-parse", "HEAD") + ("-dirty" if changed else "")
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return ""
+    return done.stdout.strip()
 
 
 def versions() -> dict[str, str]:
@@ -233,42 +278,6 @@ def digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:12]
 
 
-def tried(mistakes: list[str], read: Callable[..., Any], *arguments: Any) -> Any:
-    """What `read` returns; None if it finds a user's mistake, whose text goes to `mistakes`."""
-    try:
-        return read(*arguments)
-    except UserMistake as error:
-        mistakes.append(str(error))
-    except OSError as error:  # such as a file that this user may not read
-        if not error.filename:
-            raise
-        mistakes.append(f"{error.filename}: {error.strerror}")
-    return None
-
-
-def differences(everyone: list[dict[str, str]]) -> list[str]:
-    """A text for each name whose value differs between process 0 and another process."""
-    first, found = everyone[0], {}
-    for i, facts in enumerate(everyone):
-        for name in [*first, *(name for name in facts if name not in first)]:
-            here, there = first.get(name, "missing"), facts.get(name, "missing")
-            if here != there and name not in found:
-                found[name] = f"{name} is {here} on process 0, {there} on process {i}"
-    return list(found.values())
-
-
-def gather_texts(text: str) -> list[str]:
-    """The text of every process, in process order; all processes have to call it."""
-    if jax.process_count() == 1:
-        return [text]
-    data = np.frombuffer(text.encode(), np.uint8)
-    sizes = multihost_utils.process_allgather(np.int32(data.size))  # [processes]
-    width = 1 << int(sizes.max()).bit_length()  # few widths, so that few programs are compiled
-    padded = np.pad(data, (0, width - data.size))
-    gathered = multihost_utils.process_allgather(padded)  # [processes, bytes]
-    return [bytes(x[:size]).decode() for x, size in zip(gathered, sizes, strict=True)]
-
-
 # ---- Stopping ------------------------------------------------------------------------------------
 
 
@@ -281,48 +290,39 @@ class Stopped(Exception):
 
 
 class StopSignal:
-    """Watches for SIGTERM and SIGINT from now on; the run obeys at its next `check`.
+    """SIGTERM and SIGINT end the process at once, until `watch` is called; from then on the run
+    obeys at its next `check`. Both are made on the main thread."""
 
-    A separate thread watches, because Python's signal handlers wait while the main thread compiles
-    or waits for a device. This thread ends the process by itself if no check comes in time, at a
-    second signal, and at once while `running` is False. It has to be made on the main thread.
-    """
+    def __init__(self) -> None:
+        self._number = 0  # of the signal that has come
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
 
-    def __init__(self, grace_s: int) -> None:
-        """grace_s: the longest time in seconds from a signal to the end of the process."""
-        self.running = False  # becomes True before the first step
-        self._grace_s, self._number = grace_s, 0
-        self._seen, wakeup = os.pipe()
+    def watch(self, grace_s: int) -> None:
+        """From now on a thread sees signals, because Python's handlers wait while the main thread
+        compiles. It ends the process at a second signal, and when the time is over.
+
+        grace_s: the longest time in seconds from a signal to the end of the process.
+        """
+        seen, wakeup = os.pipe()
         os.set_blocking(wakeup, False)
         signal.set_wakeup_fd(wakeup)
         for number in STOP_SIGNALS:
             signal.signal(number, lambda *_: None)  # only the byte in the pipe counts
-        os.register_at_fork(after_in_child=_forget_signals)
-        threading.Thread(target=self._wait, daemon=True).start()
+        threading.Thread(target=self._wait, args=[seen, grace_s], daemon=True).start()
 
-    def _wait(self) -> None:
-        number = self._next(None)
-        name = signal.Signals(number).name
-        if not self.running:
-            _say(f"{name}: stopped before the first step", sys.stdout)
-            _end(128 + number)
-        self._number = number
-        _say(f"{name}: stopping at the next point where the run can be saved", sys.stdout)
-        end = time.monotonic() + max(1, self._grace_s - 1)
+    def _wait(self, seen: int, grace_s: int) -> None:
+        self._number = _next_signal(seen, None)
+        name = signal.Signals(self._number).name
+        with contextlib.suppress(OSError):  # the disk is full, or the pipe is closed
+            print(f"{name}: stopping at the next point where the run can be saved", flush=True)
+        end = time.monotonic() + max(1, grace_s - 1)
         time.sleep(0.5)  # a Ctrl-C may arrive twice, from the terminal and from a wrapper
-        while self._next(0):
+        while _next_signal(seen, 0):
             pass
-        again = self._next(end - time.monotonic())
-        why = "a second signal" if again else f"PREEMPTION_GRACE_S={self._grace_s} seconds are over"
-        _say(f"error: {why}; nothing more is saved", sys.stderr)
-        _end(128 + number)
-
-    def _next(self, seconds: float | None) -> int:
-        """The next of STOP_SIGNALS within so many seconds, else 0; it skips other signals."""
-        while select.select([self._seen], [], [], seconds)[0]:
-            if (number := os.read(self._seen, 1)[0]) in STOP_SIGNALS:
-                return number
-        return 0
+        again = _next_signal(seen, end - time.monotonic())
+        why = "a second signal" if again else f"PREEMPTION_GRACE_S={grace_s} seconds are over"
+        end_process(128 + self._number, f"error: {why}; nothing more is saved")
 
     def check(self) -> None:
         """Raises Stopped on all processes, at the same call, after a signal to any of them."""
@@ -333,58 +333,45 @@ class StopSignal:
             raise Stopped(number)
 
 
-def lost_contact(error: BaseException) -> bool:
-    """True if the error says that another process is gone."""
-    ours = isinstance(error, ValueError) and not STATUS.match(str(error))
-    told = isinstance(error, RuntimeError | ValueError) and not ours
-    return told and bool(LOST_CONTACT.search(str(error)))
+def _next_signal(seen: int, seconds: float | None) -> int:
+    """The next of STOP_SIGNALS within so many seconds, else 0; it skips other signals."""
+    while select.select([seen], [], [], seconds)[0]:
+        if (number := os.read(seen, 1)[0]) in STOP_SIGNALS:
+            return number
+    return 0
+
+
+# ---- Ending --------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def ending_together() -> Iterator[None]:
-    """An error within this context ends this process at once, so that the others notice it.
+    """An error within this context ends this process at once, with its line as the last one.
 
-    jax's normal exit would wait for minutes for the other processes, which wait for this one. Lines
-    that a full disk has refused do not change the exit code.
+    jax's normal exit would wait for minutes for the other processes, which wait for this one.
     """
     try:
         yield
     except BaseException as error:
-        if not jax.distributed.is_initialized():
-            raise
-        code = 1
         if isinstance(error, SystemExit):
-            code = error.code if isinstance(error.code, int) else int(error.code is not None)
-            if isinstance(error.code, str):
-                print(error.code, file=sys.stderr)
-        elif lost_contact(error):
+            code, line = (error.code, "") if isinstance(error.code, int) else (1, error.code)
+            end_process(code, line)
+        if lost_contact(error):
             reason = " ".join(str(error).split())[:200]
-            print(f"error: another process is gone; its log says why ({reason})", file=sys.stderr)
-        else:
-            traceback.print_exception(error)
-        _end(code)
-    finally:
-        for stream in (sys.stdout, sys.stderr):
-            try:
-                stream.flush()
-            except OSError:  # Python would try again at its end, and end with exit code 120
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            end_process(1, f"error: another process is gone; its log says why ({reason})")
+        end_process(1, "".join(traceback.format_exception(error)).rstrip())
 
 
-def _forget_signals() -> None:
-    """Makes a forked child process handle its signals in the usual way again."""
-    signal.set_wakeup_fd(-1)
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
+def lost_contact(error: BaseException) -> bool:
+    """True if the error says that another process is gone."""
+    return isinstance(error, RuntimeError | ValueError) and bool(LOST_CONTACT.search(str(error)))
 
 
-def _say(line: str, where: Any) -> None:
-    with contextlib.suppress(OSError, ValueError):  # the disk is full, or the pipe is closed
-        print(line, file=where, flush=True)
-
-
-def _end(code: int) -> NoReturn:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
+def end_process(code: int, line: str = "") -> NoReturn:
+    """Ends this process at once, from any thread, with a last line on stderr if there is one. It
+    waits for no thread and no other process."""
+    for stream, text in ((sys.stdout, ""), (sys.stderr, f"{line}\n" if line else "")):
+        with contextlib.suppress(OSError):  # the disk is full, or the pipe is closed
+            stream.write(text)
             stream.flush()
     os._exit(code)

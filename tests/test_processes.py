@@ -3,12 +3,14 @@
 import datetime
 import errno
 import fcntl
-import hashlib
 import os
 import platform
 import re
+import resource
 import shutil
 import signal
+import socket
+import subprocess
 import sys
 import time
 import types
@@ -22,279 +24,287 @@ from runtime import processes, resume
 from runtime.mistakes import UserMistake
 
 
-def run_two(
-    out: Path, *each: dict[str, str], repos: tuple[Path, Path] = (REPO, REPO), **env: str
-) -> list[Result]:
-    outs = [out / str(i) for i in range(2)]
-    running = start_two(outs, 1, *each, repos=repos, EVAL_EVERY_STEPS="0", **env)
-    return [finish(process, o) for process, o in zip(running, outs, strict=True)]
-
-
 def wait_for(process: Process, words: str) -> None:
     """Reads the lines of a process up to a line that begins with these words."""
     next(line for line in process.stdout if line.startswith(words))
 
 
-def last_error(result: Result) -> str:
-    return [line for line in result.errors.splitlines() if line.startswith("error: ")][-1]
+def ended(out: Path, *each: dict[str, str], repos=(REPO, REPO), **env: str) -> list[Result]:
+    """Two processes that had to end with exit code 2."""
+    outs = [out / str(i) for i in range(2)]
+    running = start_two(outs, 1, *each, repos=repos, **env)
+    results = [finish(process, o) for process, o in zip(running, outs, strict=True)]
+    assert [result.code for result in results] == [2, 2], results[0].errors
+    assert not any("model=" in result.lines for result in results), "none reads the weights"
+    return results
 
 
-def test_processes_with_different_settings_or_data_stop_and_name_the_differences(
+# ---- What processes compare ----------------------------------------------------------------------
+
+
+def test_processes_with_other_settings_code_or_data_stop_and_name_what_differs(
     tmp_path: Path,
 ) -> None:
-    other = tmp_path / "other.jsonl"
+    repo, other = copy_repository(tmp_path / "copy"), tmp_path / "other.jsonl"
     other.write_text('{"question": "1+1?", "answer": "#### 2"}\n' * 10)
+    with open(repo / "runtime" / "layout.py", "a") as file:
+        file.write("# another version\n")
     each = ({"SEED": "1"}, {"SEED": "2", "DATASET": str(other), "HEARTBEAT_TIMEOUT_S": "11"})
-    results = run_two(tmp_path, *each)
-    for result in results:
-        assert result.code == 2
-        error = last_error(result)
-        assert "error: the processes would not run the same: " in error
-        assert "SEED is 1 on process 0, 2 on process 1" in error
-        assert f"DATASET is {few_examples()} on process 0, " in error
-        assert "the tokenized prompts is " in error
-        assert "HEARTBEAT" not in error and "Traceback" not in result.errors
-
-
-def test_processes_with_different_code_in_any_room_stop_and_name_the_files(
-    tmp_path: Path,
-) -> None:
-    repo = copy_repository(tmp_path / "copy")
-    for name in ("models/model.py", "runtime/layout.py"):
-        with open(repo / name, "a") as file:
-            file.write("# another version\n")
-    for result in run_two(tmp_path, repos=(REPO, repo)):
-        assert result.code == 2
-        error = last_error(result)
-        files = r"models/model\.py is {0} on process 1, runtime/layout\.py is {0} on process 1$"
-        files = files.format(r"\w{12} on process 0, \w{12}")
-        assert re.search(f"would not run the same: {files}", error), error
+    line = (
+        rf"error: the processes would not run the same: "
+        rf"DATASET is {few_examples()} on process 0, {other} on process 1, "
+        r"SEED is 1 on process 0, 2 on process 1, "
+        r"our code is \w{12} on process 0, \w{12} on process 1, "
+        r"the content of config.json, tokenizer.json, the prompts and the files of REWARD_FN is "
+        r"\w{12} on process 0, \w{12} on process 1"
+    )
+    for result in ended(tmp_path, *each, repos=(REPO, repo)):
+        assert re.fullmatch(line, result.errors.splitlines()[-1]), result.errors
 
 
 def test_the_compared_code_is_that_of_every_folder_and_not_of_a_virtual_environment(
     tmp_path: Path, monkeypatch
 ) -> None:
     repo = tmp_path / "repo"
-    compared = {"__script__": "script.py", "new": "new/__init__.py", "new.a": "new/a.py"}
-    compared |= {"bare.deep.b": "bare/deep/b.py", "plain": "plain.py"}
-    others = {"lib.c": ".venv/lib/python3/site-packages/lib/c.py", "other": "../other/loss.py"}
-    others |= {"site": "venv/site.py"}
+    compared = {
+        "__script__": "script.py",
+        "new": "new/__init__.py",
+        "bare.deep.b": "bare/deep/b.py",
+    }
+    others = {"lib": ".venv/site-packages/lib.py", "other": "../other/loss.py"}
     for name, path in (compared | others).items():
-        file = repo / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(name)
-        module = types.ModuleType(name)
-        module.__file__ = str(file)
-        monkeypatch.setitem(sys.modules, name, module)
-    digests = {path: hashlib.sha256(name.encode()).hexdigest() for name, path in compared.items()}
-    assert processes.code_facts(repo) == {path: digests[path][:12] for path in sorted(digests)}
+        (repo / path).parent.mkdir(parents=True, exist_ok=True)
+        (repo / path).touch()
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        sys.modules[name].__file__ = str(repo / path)
+    for name, path in (compared | others).items():
+        before = processes.code_digest(repo)
+        (repo / path).write_text("another version")
+        assert (processes.code_digest(repo) != before) == (name in compared), name
 
 
-def test_all_processes_report_a_mistake_of_one_process(tmp_path: Path) -> None:
-    results = run_two(tmp_path, {}, {"DATASET": "nowhere.jsonl"})
-    assert [result.code for result in results] == [2, 2]
-    assert last_error(results[0]) == "error: process 1: DATASET=nowhere.jsonl: no such file"
-    assert last_error(results[1]) == "error: DATASET=nowhere.jsonl: no such file"
-
-
-def test_a_run_stops_if_more_or_fewer_processes_join_than_the_settings_require(
-    tmp_path: Path,
-) -> None:
-    for result in run_two(tmp_path, REQUIRE_JAX_PROCESS_COUNT="3"):
-        assert result.code == 2
-        assert last_error(result) == "error: REQUIRE_JAX_PROCESS_COUNT=3, and 2 joined"
-    for result in run_two(tmp_path, {}, {"REQUIRE_MULTIHOST": "1"}, STEPS="0"):
-        assert result.code == 2 and "REQUIRE_MULTIHOST is False on process 0" in last_error(result)
-
-
-def test_a_process_that_dies_between_steps_ends_the_other_process(tmp_path: Path) -> None:
-    outs = [tmp_path / str(i) for i in range(2)]
-    both = {"STEPS": "5000", "BATCH_SIZE": "2", "HEARTBEAT_TIMEOUT_S": "10"}
-    running = start_two(outs, 1, **both)
-    for line in running[1].stdout:
-        if line.startswith("step=1 "):
-            break
-    running[1].send_signal(signal.SIGKILL)
-    killed = time.monotonic()
-    survivor, dead = (finish(p, o) for p, o in zip(running, outs, strict=True))
-    assert time.monotonic() - killed < 40
-    assert dead.code == -signal.SIGKILL
-    assert survivor.code in (1, -signal.SIGABRT)
-    told = ("error: another process is gone", "another task died")  # our line, or a line of jax
-    assert any(words in survivor.errors for words in told), survivor.errors
-    assert survivor.code != 1 or "Traceback" not in survivor.errors
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("frozen", [0, 1])
-def test_a_frozen_process_ends_the_other_process_too(tmp_path: Path, frozen: int) -> None:
-    """The connections of a frozen process stay open, but it sends no heartbeats."""
-    outs = [tmp_path / str(i) for i in range(2)]
-    both = {"STEPS": "5000", "BATCH_SIZE": "2", "HEARTBEAT_TIMEOUT_S": "10"}
-    running = start_two(outs, 1, **both)
-    wait_for(running[frozen], "step=1 ")
-    running[frozen].send_signal(signal.SIGSTOP)
-    stopped = time.monotonic()
-    other = finish(running[1 - frozen], outs[1 - frozen])
-    running[frozen].kill()
-    running[frozen].communicate()
-    assert time.monotonic() - stopped < 40
-    assert other.code in (1, -signal.SIGABRT)
-    assert "another process is gone" in other.errors or "another task died" in other.errors
-
-
-def test_each_difference_from_process_0_is_named_once() -> None:
-    everyone = [{"a": "1", "b": "x"}, {"a": "1", "b": "x"}, {"a": "2", "c": "z"}, {"a": "3"}]
-    assert processes.differences(everyone) == [
-        "a is 1 on process 0, 2 on process 2",
-        "b is x on process 0, missing on process 2",
-        "c is missing on process 0, z on process 2",
-    ]
-    assert processes.differences([{"a": "1"}] * 4) == []
-
-
-@pytest.mark.parametrize(
-    "error, lost",
-    [
-        (ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer"), True),
-        (RuntimeError("NCCL operation ncclAllReduce() failed: remote process exited"), True),
-        (RuntimeError("UNAVAILABLE: Task 1 heartbeat timeout."), True),
-        (
-            RuntimeError("UNAVAILABLE: while calling /xla.coordination.CoordinationService/Get"),
-            True,
-        ),
-        (UserMistake("DATASET=heartbeat.jsonl: no such file"), False),
-        (KeyError("gloo"), False),
-    ],
-)
-def test_the_error_after_the_end_of_another_process_is_not_taken_for_a_mistake(
-    error: Exception, lost: bool
-) -> None:
-    assert processes.lost_contact(error) is lost
-
-
-def test_a_process_number_must_be_below_the_number_of_processes(monkeypatch) -> None:
-    names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-    for name, value in zip(names, ("127.0.0.1:1", "2", "2"), strict=True):
-        monkeypatch.setitem(os.environ, name, value)
-    with pytest.raises(UserMistake, match="JAX_PROCESS_ID .from 0, below it"):
-        processes.join(init_timeout_s=1, heartbeat_timeout_s=10)
-
-
-@pytest.mark.parametrize(
-    "files, tpu",
-    [
-        ({}, False),
-        ({"vendor": "0x1ae0\n", "class": "0x120000\n"}, True),
-        ({"vendor": "0x1ae0\n"}, True),
-        ({"vendor": "0x8086\n", "class": "0x120000\n"}, False),
-        ({"vendor": "0x10de\n", "class": "0x030200\n"}, False),  # a GPU, which can be in /dev/vfio
-        ({"vendor": "0x1ae0\n", "class": "0x020000\n"}, False),  # a network card of Google
-        ({"vendor": "0x1ae0\n", "class": "0x010802\n"}, False),  # a disk of Google
-    ],
-)
-def test_a_tpu_is_a_device_of_google_that_is_no_disk_and_no_network_card(
-    tmp_path, files, tpu: bool
-) -> None:
-    device = tmp_path / "0000:00:05.0"
-    device.mkdir()
-    for name, text in files.items():
-        (device / name).write_text(text)
-    assert processes.has_tpu(tmp_path) is tpu
-    assert processes.has_tpu(tmp_path / "none") is False
-
-
-@pytest.mark.parametrize("name", ["SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"])
-def test_tasks_that_do_not_know_of_each_other_print_what_to_set(
-    monkeypatch, capsys, name: str
-) -> None:
-    for other in ("JAX_COORDINATOR_ADDRESS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):
-        monkeypatch.delenv(other, raising=False)
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    for count in ("", "1"):
-        monkeypatch.setenv(name, count)
-        processes.join(init_timeout_s=1, heartbeat_timeout_s=10)
-        assert capsys.readouterr().out == ""
-    monkeypatch.setenv(name, "4")
-    processes.join(init_timeout_s=1, heartbeat_timeout_s=10)
-    assert capsys.readouterr().out == (
-        f"{name}=4, but JAX_COORDINATOR_ADDRESS is not set: each of the 4 tasks trains alone. For "
-        "one run of all tasks set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID; "
-        "REQUIRE_MULTIHOST=1 makes this an error\n"
-    )
-
-
-@pytest.mark.parametrize("error", [ValueError("bug"), KeyError("bug"), OSError(32, "bug")])
-def test_an_error_that_is_no_mistake_of_the_user_is_not_gathered(error: Exception) -> None:
-    """numpy, jax and zip raise ValueErrors; an OSError without a file is no wrong path."""
-
-    def buggy() -> None:
-        raise error
-
-    mistakes: list[str] = []
-    with pytest.raises(type(error)) as raised:
-        processes.tried(mistakes, buggy)
-    assert raised.value is error and mistakes == []
-    with pytest.raises(type(error)) as raised, processes.told_by_all():
-        buggy()
-    assert raised.value is error
-
-
-# ---- A mistake on one process stops all processes before they read the weights -------------------
-
-
-def assert_all_stop_with(results: list[Result], line: str) -> None:
-    for result in results:
-        assert result.code == 2, result.errors
-        assert last_error(result) == line
-        assert result.errors.strip().splitlines()[-1] == line, "no library prints its frames"
-        assert "\nstep=" not in result.lines and "output=" not in result.lines
-
-
-def test_a_missing_wandb_ends_all_processes_before_they_read_the_weights(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "wandb.py").write_text("raise ImportError('no such package')\n")
-    env = {"WANDB_MODE": "offline", "PYTHONPATH": str(tmp_path)}
-    results = run_two(tmp_path, **env)
-    assert_all_stop_with(results, "error: WANDB_MODE=offline needs wandb: pip install wandb")
-    for result in results:
-        assert "model=" not in result.lines, "no process reads the weights"
-
-
-@pytest.mark.slow
-def test_a_folder_that_process_0_cannot_write_ends_all_processes_with_one_text(
-    tmp_path: Path,
-) -> None:
-    file = tmp_path / "file"
-    file.write_text("no folder")
-    results = run_two(tmp_path, EXPORT_HF=str(file / "hf"))
-    assert_all_stop_with(
-        results, f"error: EXPORT_HF={file}/hf cannot be written: {file} is not a folder"
-    )
-    results = run_two(tmp_path, CHECKPOINT_DIR=str(file / "c"))
-    assert_all_stop_with(
-        results, f"error: CHECKPOINT_DIR={file}/c cannot be written: Not a directory"
-    )
-    (tmp_path / "0" / "config.yaml").mkdir(parents=True)
-    results = run_two(tmp_path)
-    assert_all_stop_with(
-        results, f"error: OUTPUT_DIR={tmp_path}/0 cannot be written: Is a directory"
-    )
-
-
-def test_damaged_weights_of_one_process_end_all_processes_before_they_read_weights(
+def test_all_processes_tell_the_mistakes_of_one_process_before_they_read_the_weights(
     tmp_path: Path,
 ) -> None:
     model = tmp_path / "model"
     shutil.copytree(REPO / "tiny", model)
     weights = (model / "model.safetensors").read_bytes()
     (model / "model.safetensors").write_bytes(weights[: len(weights) // 2])
-    results = run_two(tmp_path, {}, {"MODEL_PATH": str(model)})
-    assert [result.code for result in results] == [2, 2]
-    told = f"{model}/model.safetensors is not a complete safetensors file"
-    assert last_error(results[0]).startswith(f"error: process 1: {told}")
-    assert last_error(results[1]).startswith(f"error: {told}")
+    for result in ended(tmp_path, {}, {"MODEL_PATH": str(model), "DATASET": "nowhere.jsonl"}):
+        damaged, missing = result.errors.strip().splitlines()[-2:]
+        told = f"{model}/model.safetensors is not a complete safetensors file"
+        assert damaged.startswith(f"error: process 1: {told}")
+        assert missing == "error: process 1: DATASET=nowhere.jsonl: no such file"
+
+
+def test_only_an_error_about_a_file_is_a_mistake_of_the_user() -> None:
+    mistakes: list[str] = []
+    processes.tried(mistakes, Path("/nowhere").read_text)
+    assert mistakes == ["/nowhere: No such file or directory"]
+    with pytest.raises(BrokenPipeError), processes.told_by_all():
+        raise OSError(errno.EPIPE, "no file")
+
+
+# ---- Who joins -----------------------------------------------------------------------------------
+
+
+def test_a_run_stops_if_more_or_fewer_processes_join_than_the_settings_require() -> None:
+    processes.stop_if_not_so_many(False, 0)
+    processes.stop_if_not_so_many(False, 1)
+    with pytest.raises(UserMistake, match="^REQUIRE_JAX_PROCESS_COUNT=3, and 1 joined$"):
+        processes.stop_if_not_so_many(False, 3)
+
+
+def test_a_process_number_must_be_below_the_number_of_processes(monkeypatch) -> None:
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "127.0.0.1:1")
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
+    monkeypatch.setenv("JAX_PROCESS_ID", "2")
+    with pytest.raises(UserMistake, match="JAX_PROCESS_ID .from 0, below it"):
+        processes.join(init_timeout_s=1, heartbeat_timeout_s=10)
+
+
+STEP = "SLURM_JOB_ID=7 SLURM_STEP_NODELIST=n1 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NTASKS="
+MPIRUN = "OMPI_MCA_orte_hnp_uri=1.0;tcp://10.0.0.1:1 OMPI_COMM_WORLD_SIZE="
+
+
+def environment(text: str) -> dict[str, str]:
+    return dict(pair.split("=") for pair in text.split())
+
+
+@pytest.mark.parametrize(
+    "text, found, alone",
+    [
+        (STEP + "2 SLURM_STEP_NUM_TASKS=2", "slurm", ""),
+        (MPIRUN + "2", "ompi", ""),
+        (STEP + "1 SLURM_STEP_NUM_TASKS=1", "", ""),
+        (MPIRUN + "1", "", ""),
+        (STEP + "4", "", "SLURM_NTASKS=4"),  # a script of sbatch
+        ("SLURM_STEP_NUM_TASKS=2 SLURM_NTASKS=2", "", "SLURM_NTASKS=2"),
+        ("OMPI_COMM_WORLD_SIZE=2", "", "OMPI_COMM_WORLD_SIZE=2"),  # jax does not know Open MPI 5
+    ],
+)
+def test_tasks_join_where_jax_finds_the_others_and_print_elsewhere_what_to_set(
+    monkeypatch, capsys, text: str, found: str, alone: str
+) -> None:
+    assert processes.launcher(environment(text)) == found
+    if not found:
+        for name, value in environment(text + " JAX_PLATFORMS=cpu").items():
+            monkeypatch.setenv(name, value)
+        processes.join(init_timeout_s=1, heartbeat_timeout_s=10)
+    line = (
+        f"{alone}, but this process trains alone. For one run of all tasks use srun, or set "
+        f"JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID; REQUIRE_MULTIHOST=1 makes "
+        f"this an error\n"
+    )
+    assert capsys.readouterr().out == (line if alone else "")
+
+
+def test_two_tasks_of_srun_train_one_run(tmp_path: Path) -> None:
+    for job in range(os.getpid(), os.getpid() + 4096):  # jax makes the port from the job's number
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", 61440 + job % 4096)) != 0:
+                break
+    both = "SLURM_STEP_NODELIST=localhost SLURM_NTASKS=2 SLURM_STEP_NUM_TASKS=2"
+    both += f" SLURM_STEP_TASKS_PER_NODE=2 SLURM_JOB_ID={job} OUTPUT_DIR={tmp_path}/0"
+    outs = [tmp_path / str(i) for i in range(2)]
+    tasks = [f"{both} SLURM_PROCID={i} SLURM_LOCALID={i}" for i in range(2)]
+    running = [start(out, environment(text), 1) for out, text in zip(outs, tasks, strict=True)]
+    for i, result in enumerate(finish(p, o) for p, o in zip(running, outs, strict=True)):
+        assert result.code == 0, result.errors
+        assert f"backend=cpu process={i}/2 device_count=2 local_device_count=1" in result.lines
+        assert "\nDONE: steps=1 " in result.lines
+
+
+@pytest.mark.parametrize(
+    "text, devices",
+    [
+        ("", []),
+        ("SLURM_STEP_TASKS_PER_NODE=1(x2) SLURM_LOCALID=0", []),  # all that the task sees
+        ("SLURM_STEP_TASKS_PER_NODE=2(x3) SLURM_LOCALID=1", [4, 5, 6, 7]),
+        ("SLURM_STEP_TASKS_PER_NODE=1,4(x2) SLURM_LOCALID=1", [2, 3]),
+        ("SLURM_STEP_TASKS_PER_NODE=8 SLURM_LOCALID=7", [7]),
+        ("SLURM_STEP_TASKS_PER_NODE=2 SLURM_LOCALID=1 CUDA_VISIBLE_DEVICES=0,1,5,7", [2, 3]),
+        ("SLURM_STEP_TASKS_PER_NODE=2 SLURM_LOCALID=1 CUDA_VISIBLE_DEVICES=5", []),
+        ("SLURM_STEP_TASKS_PER_NODE=2 SLURM_LOCALID=1 SLURM_GPUS_PER_TASK=4", []),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=0", [0, 1, 2, 3]),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE=16 OMPI_COMM_WORLD_LOCAL_RANK=3", []),
+    ],
+)
+def test_tasks_on_one_node_take_equal_parts_of_its_gpus(
+    tmp_path: Path, text: str, devices: list[int]
+) -> None:
+    for name in (*(f"nvidia{i}" for i in range(8)), "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert processes.devices_of_task(environment(text), tmp_path) == devices
+
+
+@pytest.mark.parametrize(
+    "vendor, kind, tpu",
+    [
+        ("0x1ae0", "0x120000", True),
+        ("0x10de", "0x030200", False),  # a GPU, which can be in /dev/vfio
+        ("0x1ae0", "0x020000", False),  # a network card of Google
+        ("0x1ae0", "0x010802", False),  # a disk of Google
+    ],
+)
+def test_a_tpu_is_a_device_of_google_that_is_no_disk_and_no_network_card(
+    tmp_path, vendor: str, kind: str, tpu: bool
+) -> None:
+    device = tmp_path / "0000:00:05.0"
+    device.mkdir()
+    (device / "vendor").write_text(vendor + "\n")
+    assert processes.has_tpu(tmp_path) is (vendor == "0x1ae0")  # a device may have no class
+    (device / "class").write_text(kind + "\n")
+    assert processes.has_tpu(tmp_path) is tpu
+
+
+# ---- How processes end ---------------------------------------------------------------------------
+
+WATCHING = """
+import time
+from runtime.processes import StopSignal
+StopSignal().watch(grace_s=30)
+print("watching", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_second_signal_ends_the_process_at_once_but_a_ctrl_c_may_arrive_twice() -> None:
+    command, pipe = [sys.executable, "-c", WATCHING], subprocess.PIPE
+    process = subprocess.Popen(command, cwd=REPO, text=True, stdout=pipe, stderr=pipe)
+    wait_for(process, "watching")
+    process.send_signal(signal.SIGINT)
+    wait_for(process, "SIGINT: stopping at the next point where the run can be saved")
+    process.send_signal(signal.SIGINT)
+    time.sleep(1)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    told = "error: a second signal; nothing more is saved\n"
+    assert process.communicate(timeout=5) == ("", told) and process.returncode == 130
+
+
+@pytest.mark.parametrize(
+    "number, struck",
+    [
+        (signal.SIGKILL, 1),
+        # The connections of a frozen process stay open, but it sends no heartbeats.
+        pytest.param(signal.SIGSTOP, 0, marks=pytest.mark.slow),
+        pytest.param(signal.SIGSTOP, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_process_that_is_dead_or_frozen_ends_the_other_process(
+    tmp_path: Path, number: int, struck: int
+) -> None:
+    outs = [tmp_path / str(i) for i in range(2)]
+    both = {"STEPS": "5000", "BATCH_SIZE": "2", "HEARTBEAT_TIMEOUT_S": "10"}
+    running = start_two(outs, 1, **both)
+    wait_for(running[struck], "step=1 ")
+    running[struck].send_signal(number)
+    began = time.monotonic()
+    other = finish(running[1 - struck], outs[1 - struck])
+    assert time.monotonic() - began < 40
+    running[struck].kill()
+    running[struck].communicate()
+    told = ("error: another process is gone", "another task died")  # our line, or a line of jax
+    assert any(words in other.errors for words in told), other.errors
+    assert other.code in (1, -signal.SIGABRT)
+    assert other.code != 1 or "Traceback" not in other.errors
+
+
+FAILING = """
+import jax
+from runtime import processes
+processes.join(init_timeout_s=60, heartbeat_timeout_s=100)
+with processes.ending_together():
+    processes.gather_texts("both are connected")
+    if jax.process_index() == 1:
+        raise SystemExit("error: no space")
+    processes.gather_texts("it waits for process 1")
+"""
+
+
+def test_a_process_that_fails_ends_the_other_process_which_waits_for_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    both = f"JAX_COORDINATOR_ADDRESS=127.0.0.1:{port} JAX_NUM_PROCESSES=2 JAX_PLATFORMS=cpu"
+    envs = [os.environ | environment(f"{both} JAX_PROCESS_ID={i}") for i in range(2)]
+    command, how = [sys.executable, "-c", FAILING], {"cwd": REPO, "stderr": subprocess.PIPE}
+    running = [subprocess.Popen(command, env=env, text=True, **how) for env in envs]
+    waits, fails = (process.communicate(timeout=60)[1] for process in running)
+    assert [process.returncode for process in running] == [1, 1]
+    assert fails == "error: no space\n"
+    assert waits.startswith("error: another process is gone; its log says why (")
+
+
+def test_the_error_after_the_end_of_another_process_is_known() -> None:
+    for error in (
+        ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer"),
+        RuntimeError("NCCL operation ncclAllReduce() failed: remote process exited"),
+        RuntimeError("UNAVAILABLE: Task 1 heartbeat timeout."),
+        RuntimeError("while calling /xla.coordination.CoordinationService/Get"),
+    ):
+        assert processes.lost_contact(error), error
+    assert not processes.lost_contact(RuntimeError("RESOURCE_EXHAUSTED: Out of memory"))
 
 
 # ---- Two runs, one folder ------------------------------------------------------------------------
@@ -302,10 +312,9 @@ def test_damaged_weights_of_one_process_end_all_processes_before_they_read_weigh
 
 def test_a_second_run_cannot_use_the_folders_of_a_run_that_is_alive(tmp_path: Path) -> None:
     """It cannot use OUTPUT_DIR or CHECKPOINT_DIR; when the first run is killed, they are free."""
-    folder, short = tmp_path / "held", {"BATCH_SIZE": "2", "RESUME": "never"}
+    folder, short = tmp_path / "held", {"BATCH_SIZE": "2"}
     process = start(folder, short | {"STEPS": "1000"}, 1)
     wait_for(process, "step=1 ")
-    holder = f"process {process.pid} on {platform.node()}"
     before = (folder / "metrics.jsonl").read_text()
     shared = f"{folder}/checkpoints"
     elsewhere = {"OUTPUT_DIR": str(tmp_path / "second"), "CHECKPOINT_DIR": shared}
@@ -313,31 +322,15 @@ def test_a_second_run_cannot_use_the_folders_of_a_run_that_is_alive(tmp_path: Pa
         second = finish(start(folder, short | env, 1), folder)
         assert second.code == 2
         assert second.errors.splitlines()[-1] == (
-            f"error: {setting} belongs to another run, which is alive: {holder}. Choose another "
-            f"folder, or wait until that run has ended"
+            f"error: {setting} belongs to another run, which is alive: process {process.pid} on "
+            f"{platform.node()}. Choose another folder, or wait until that run has ended"
         )
-        assert "\nstep=" not in second.lines
     assert process.poll() is None
     assert (folder / "metrics.jsonl").read_text().startswith(before)
-    assert not (tmp_path / "second").exists() and not [*folder.glob("earlier_*")]
     process.kill()
     process.communicate()
-    again = finish(start(folder, short, 1), folder)
-    assert again.code == 0, again.errors
-
-
-@pytest.mark.slow
-def test_both_processes_of_a_second_run_name_the_folder_that_is_taken(tmp_path: Path) -> None:
-    folder = tmp_path / "taken"
-    process = start(folder, {"STEPS": "1000", "BATCH_SIZE": "2"}, 1)
-    wait_for(process, "step=0 ")
-    outs = [folder, tmp_path / "taken_1"]
-    results = [finish(p, o) for p, o in zip(start_two(outs, 1), outs, strict=True)]
-    process.kill()
-    process.communicate()
-    lines = [result.errors.splitlines()[-1] for result in results]
-    assert [result.code for result in results] == [2, 2] and lines[0] == lines[1]
-    assert lines[0].startswith(f"error: OUTPUT_DIR={folder} belongs to another run")
+    again = finish(start(folder, short | {"STEPS": "1000", "RESUME": "never"}, 1), folder)
+    assert again.code == 2 and "holds a run, and RESUME=never begins a new one" in again.errors
 
 
 def test_runs_that_start_in_the_same_second_get_different_folders(
@@ -350,10 +343,9 @@ def test_runs_that_start_in_the_same_second_get_different_folders(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(resume, "datetime", Stopped)
-    folders = [resume.output_folder("", "runs/mine") for _ in range(3)]
+    folders = [resume.output_folder("", "runs/mine") for _ in range(2)]
     name = "runs/mine_20260102_030405"
-    assert [str(folder) for folder in folders] == [name, f"{name}_2", f"{name}_3"]
-    assert all((tmp_path / folder / ".lock").is_file() for folder in folders)
+    assert [str(folder) for folder in folders] == [name, f"{name}_2"]
 
 
 def test_a_run_on_a_file_system_without_locks_goes_on_and_says_so(
@@ -370,11 +362,13 @@ def test_a_run_on_a_file_system_without_locks_goes_on_and_says_so(
     )
 
 
-def test_a_run_that_does_not_begin_removes_only_folders_of_its_process(tmp_path: Path) -> None:
-    for name in ("mine", "other", "used"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / ".lock").write_text(resume.this_process())
-    (tmp_path / "other" / ".lock").write_text("process 1 on another")
-    (tmp_path / "used" / "metrics.jsonl").touch()
-    resume.leave(*(tmp_path / name for name in ("mine", "other", "used", "nowhere")))
-    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["other", "used"]
+def test_a_disk_that_is_full_at_the_start_is_a_mistake_that_names_the_folder(
+    tmp_path: Path,
+) -> None:
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limit[1]))
+    try:
+        with pytest.raises(UserMistake, match="^OUTPUT_DIR=a cannot be written: File too large$"):
+            resume.hold(tmp_path / "run", "OUTPUT_DIR=a")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)

@@ -15,7 +15,7 @@ from config import Config
 from loss import equal_groups
 from rewards import mean_of
 from rollout import Evaluated, Groups, Run
-from runtime.mistakes import in_one_line
+from runtime.mistakes import UserMistake
 from runtime.page import charts_of, escaped, group_tables, held_out_table, page, settings_table
 from runtime.parsing import yaml_lines
 from runtime.records import (
@@ -383,7 +383,7 @@ def write_review(out: Path, history: History, state: str, why: str) -> dict[str,
 
 class Reviewer:
     """What process 0 tells about its run: notes while it goes on, then summary.json, report.html
-    and the verdict. After an error here it prints one line, and the run goes on."""
+    and the verdict. If these files cannot be written, one line says so, and the run goes on."""
 
     def __init__(self, out: Path, log: RunLog, writes: bool) -> None:
         """writes: whether this is process 0; the others say and write nothing."""
@@ -393,29 +393,8 @@ class Reviewer:
 
     def note_trouble(self, record: dict[str, Any]) -> None:
         """Prints a note if a rule has held for WINDOW steps, once for each rule."""
-        self._try(lambda: self._look(record))
-
-    def verdict(self) -> None:
-        """Prints the verdict."""
-        self._try(lambda: [self._log.line(line) for line in verdict(self._history)])
-
-    def write(self, state: str, why: str = "") -> dict[str, Any]:
-        """Writes the review of the run so far; returns the numbers and texts of its summary."""
-        failed = f"{self._out}/report.html cannot be written"
-        return self._try(lambda: self._write(state, why), failed) or {}
-
-    def _try(self, act: Callable[[], Any], failed: str = "the review failed") -> Any:
-        """What `act` returns, or None after an error. Only the first error has a line."""
-        try:
-            return act() if self._writes else None
-        except Exception as error:  # a full disk, a file that somebody has damaged, or a bug
-            if not self._failed:
-                self._failed = True
-                why = error.strerror if isinstance(error, OSError) else in_one_line(error)
-                self._log.line(f"{failed}: {why}")
-        return None
-
-    def _look(self, record: dict[str, Any]) -> None:
+        if not self._writes:
+            return
         steps = self._history.steps
         steps.append({name: record.get(name) for name in SEEN})
         holding = rules_that_hold(View(self._history, steps[:WINDOW], steps[-WINDOW:]))
@@ -425,10 +404,25 @@ class Reviewer:
                 self._told.add(rule.name)
                 self._log.line(f"note step={record['step']}: {rule.name}: {rule.says}")
 
-    def _write(self, state: str, why: str) -> dict[str, Any]:
-        history = read_history(self._out)
+    def verdict(self) -> None:
+        """Prints the verdict."""
+        for line in verdict(self._history) if self._writes else ():
+            self._log.line(line)
+
+    def write(self, state: str, why: str = "") -> dict[str, Any]:
+        """Writes the review of the run so far; returns the numbers and texts of its summary."""
+        if not self._writes:
+            return {}
+        try:
+            history = read_history(self._out)
+            summary = write_review(self._out, history, state, why)
+        except (OSError, UserMistake) as error:  # somebody may have damaged config.yaml
+            if not self._failed:
+                self._failed = True
+                reason = error.strerror if isinstance(error, OSError) else error
+                self._log.line(f"{self._out}/report.html cannot be written: {reason}")
+            return {}
         seen = [{name: record.get(name) for name in SEEN} for record in history.steps]
         self._history = history._replace(steps=seen)
-        summary = write_review(self._out, history, state, why)
         best = {f"best/{name}": found["value"] for name, found in summary["best"].items()}
         return best | {"state": state, "why": why, "verdict": " ".join(summary["verdict"])}

@@ -22,7 +22,7 @@ from loss import Objective, equal_groups
 from models.draw import Sampling
 from models.model import Compute, ModelConfig, Params
 from runtime.layout import gather_processes
-from runtime.long_work import long_work
+from runtime.long_work import progress_bar
 from runtime.mistakes import UserMistake
 from runtime.packing import Limits
 from runtime.processes import StopSignal, gather_texts
@@ -213,7 +213,7 @@ def complete_prompts(
     width = prompt_width(max(len(prompt.ids) for prompt in prompts), run.cfg.global_length)
     local = run.local_prompts()
     passes = []
-    with long_work("rollout", (local.stop - local.start) * K, "completions") as work:
+    with progress_bar("rollout", (local.stop - local.start) * K, "completions") as bar:
         for first in range(local.start, local.stop, size):
             stop.check()
             ids = [prompt.ids for prompt in prompts[first : first + size]]
@@ -225,7 +225,7 @@ def complete_prompts(
                     run.sampling,
                 )
             )
-            work.advance(size * K)
+            bar.update(size * K)
     return Completions.join(passes)
 
 
@@ -325,7 +325,7 @@ def answer_questions(
     padded = [*questions, *[questions[-1]] * (passes * size * processes - len(questions))]
     width = prompt_width(max(len(prompt.ids) for prompt in questions), cfg.global_length)
     tables, texts = [], []
-    with long_work("evaluation", len(questions), "questions") as work:
+    with progress_bar("evaluation", len(questions), "questions") as bar:
         for i in range(passes):
             stop.check()
             first = (i * processes + jax.process_index()) * size  # this process's first question
@@ -346,7 +346,7 @@ def answer_questions(
             tables.append(gather_processes(table))
             for texts_of_process in gather_texts(json.dumps(rewarded.texts)):
                 texts += json.loads(texts_of_process)
-            work.advance(min(size * processes, len(questions) - work.done))
+            bar.update(min(size * processes, len(questions) - bar.n))
             clock.lap("reward")
     n = len(questions) * samples
     table = np.concatenate(tables)[:n]  # [n, 3 + functions]

@@ -26,7 +26,7 @@ from runtime.layout import (
     local_part,
     shard_batch,
 )
-from runtime.long_work import long_work
+from runtime.long_work import progress_bar
 from runtime.sizes import prompt_share
 
 STAGES, STAGE_TOKENS = 4, 128  # of decode, see stage_ends
@@ -158,7 +158,7 @@ def decode_all(
         ids, *results = (local_part(x) for x in (sequences.sequence_ids, *sequences.results))
         all_left.append([ids, np.full(len(ids), t, np.int32), *results])
 
-    with long_work("decoding", T, "tokens") as work:
+    with progress_bar("decoding", T, "tokens") as bar:
         while True:
             fewest = sizes[0] if sizes else 0
             # decode takes over the memory of the state, so the state has to be there: on a CPU
@@ -167,7 +167,7 @@ def decode_all(
             limits = np.int32(state.width()), np.int32(fewest)
             state = decode(params, compute, state, *limits, sampling=sampling, stopping=stopping)
             t, live = int(state.t), int(state.live)
-            work.advance(t - work.done)
+            bar.update(t - bar.n)
             if live == 0 or t == T:
                 leave(state.sequences, t)
                 return all_left

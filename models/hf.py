@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from models.model import Leaf, ModelConfig, Params, param_shardings, param_table
 from runtime.layout import on_host
-from runtime.long_work import long_work
+from runtime.long_work import progress_bar, tell_if_long
 from runtime.mistakes import UserMistake, in_one_line
 
 FILES = ["*.json", "*.safetensors", "*.jinja"]
@@ -203,13 +203,13 @@ def load_params(folder: Path, model: ModelConfig, mesh: Mesh, dtype: Any) -> Par
     table = param_table(model)
     files, shardings = _open_safetensors(folder), param_shardings(model, mesh)
     _check_tensors(folder, table, files)
-    size_gb = np.dtype(dtype).itemsize / 1e9  # of a number
+    size = np.dtype(dtype).itemsize  # bytes of a number
 
     def read(leaf: Leaf, sharding: NamedSharding) -> jax.Array:
         def slice_of(name: str, index: tuple[slice, ...]) -> np.ndarray:
             tensor = files[name].get_slice(name)
             part = tensor[index[::-1]].T if leaf.transposed else tensor[index]
-            work.advance(part.size * size_gb)
+            bar.update(part.size * size)
             return part
 
         def shard(index: tuple[slice, ...]) -> np.ndarray:
@@ -221,8 +221,9 @@ def load_params(folder: Path, model: ModelConfig, mesh: Mesh, dtype: Any) -> Par
 
         return jax.make_array_from_callback(leaf.shape, sharding, shard)
 
-    total_gb = size_gb * sum(jax.tree.leaves(jax.tree.map(_numbers_read, table, shardings)))
-    with long_work("loading weights", total_gb, "GB") as work:
+    total = size * sum(jax.tree.leaves(jax.tree.map(_numbers_read, table, shardings)))
+    what = "loading weights"
+    with tell_if_long(what), progress_bar(what, total, "B") as bar:
         return jax.tree.map(read, table, shardings)
 
 
@@ -282,14 +283,15 @@ def save_model(
             old.unlink(missing_ok=True)
     # A file is written as soon as its last tensor has come, so that the host holds little.
     held: dict[str, dict[str, np.ndarray]] = {name: {} for name in split.filename_to_tensors}
-    with long_work("exporting the model", len(split.tensor_to_filename), "tensors") as work:
+    what, count = "exporting the model", len(split.tensor_to_filename)
+    with tell_if_long(what), progress_bar(what, count, "tensors") as bar:
         for name, array in hf_tensors(params, model):
             if writes:
                 file = split.tensor_to_filename[name]
                 held[file][name] = array.astype(dtype)
                 if len(held[file]) == len(split.filename_to_tensors[file]):
                     _save_tensors(held.pop(file), folder / file)
-            work.advance()
+            bar.update()
     if not writes:
         return
     if split.is_sharded:

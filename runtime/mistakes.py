@@ -25,6 +25,13 @@ class UserMistake(ValueError):
     """
 
 
+class Unwritable(Exception):
+    """A file of the run or a checkpoint cannot be written: a line of text that says why.
+
+    It ends the run with exit code 1. The same command goes on from the newest complete checkpoint.
+    """
+
+
 def fail(error: UserMistake) -> NoReturn:
     """Ends the program after mistakes of the user: a line for each mistake, and exit code 2."""
     for line in str(error).splitlines():

@@ -24,10 +24,11 @@ from metrics import (
 from models.draw import Sampling
 from rewards import AccuracyRule, accuracy_rule
 from rollout import Evaluated, Groups, Sampled, StepResults
+from runtime.long_work import Compilation, compilations
 from runtime.mistakes import UserMistake
 from runtime.records import read_settings
 from runtime.resume import Progress
-from runtime.run_log import Clock, Compilation, RunLog, compilations
+from runtime.run_log import Clock, RunLog
 from startup import open_log, set_up
 
 NAN = float("nan")

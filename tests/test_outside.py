@@ -1,23 +1,16 @@
-"""Odd completions, a full disk and a W&B that is down neither end a run nor change its result."""
+"""Odd completions and a W&B that is down neither end a run nor change its result."""
 
 import contextlib
 import http.server
-import json
 import random
-import re
-import resource
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from rewards import BUILT_IN, penalties
-from runtime.run_log import RunLog, keep_steps_before
 from test_smoke import Run, train
 
 # ---- Completions ---------------------------------------------------------------------------------
@@ -85,98 +78,6 @@ def test_a_reward_of_a_hundred_kilobytes_takes_less_than_five_milliseconds(name:
         assert min(seconds) < 0.005, text[:20]
 
 
-# ---- The disk ------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def file_limit(size: int) -> Iterator[None]:
-    """Within this context no file of this process gets longer than so many bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def values_of(out: Path) -> list[int]:
-    lines = (out / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["a"] for line in lines]
-
-
-def test_lines_that_a_full_disk_refuses_are_written_when_there_is_space(tmp_path, capsys) -> None:
-    """The lines are longer than the buffer of a file, and none of them is ever there in part."""
-    log, told = RunLog(tmp_path, steps=9, writes=True, wandb=None), "metrics.jsonl cannot be"
-    log.record(0, {"a": 0})
-    with file_limit(30_000):
-        for step in range(1, 9):
-            log.record(step, {"a": step, "text": "x" * 10_000})
-        assert values_of(tmp_path) == [0, 1, 2]
-        assert [json.loads(x)["a"] for x in log.waiting()["metrics.jsonl"]] == [3, 4, 5, 6, 7, 8]
-    assert log.waiting() == {} and values_of(tmp_path) == [*range(9)]
-    with file_limit(10):
-        log.record(9, {"a": 9})
-    log.close()
-    assert values_of(tmp_path) == [*range(10)]
-    said = f"{tmp_path}/{told} written: File too large; the run goes on\n"
-    assert capsys.readouterr().out == 2 * said, "once for each time that there was no space"
-
-
-def test_a_run_that_goes_on_writes_the_lines_that_waited_when_its_checkpoint_was_saved(
-    tmp_path: Path,
-) -> None:
-    log = RunLog(tmp_path, steps=9, writes=True, wandb=None)
-    log.record(0, {"a": 0})
-    with file_limit(10):
-        for step in range(1, 4):
-            log.record(step, {"a": step})
-        waiting = log.waiting()
-    for _ in range(2):  # the second time they are already in the file
-        RunLog(tmp_path, steps=9, writes=True, wandb=None, first_step=3, waiting=waiting)
-        assert values_of(tmp_path) == [0, 1, 2]
-
-
-@pytest.mark.parametrize("code", [0, 143])
-def test_a_full_disk_under_the_log_stops_no_step_and_changes_no_exit_code(
-    tmp_path: Path, code: int
-) -> None:
-    program = (
-        "import sys; sys.path.insert(0, '.'); from pathlib import Path; "
-        "from runtime.run_log import RunLog; from runtime.processes import ending_together\n"
-        "with ending_together():\n"
-        f"    log = RunLog(Path({str(tmp_path)!r}), steps=2, writes=True, wandb=None)\n"
-        "    [(log.line('x'), log.record(i, {'a': i})) for i in (0, 1)]\n"
-        f"    sys.exit({code})"
-    )
-    repo, command = Path(__file__).resolve().parent.parent, [sys.executable, "-c", program]
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(command, cwd=repo, stdout=full, stderr=subprocess.PIPE, text=True)
-        assert done.stderr == "the log cannot be written: No space left on device\n"
-        both = subprocess.run(command, cwd=repo, stdout=full, stderr=full)
-    assert (done.returncode, both.returncode) == (code, code)
-    assert values_of(tmp_path) == [0, 1]
-
-
-def test_a_resumed_log_keeps_the_earlier_steps_and_drops_a_line_that_was_cut_off(
-    tmp_path: Path,
-) -> None:
-    file = tmp_path / "metrics.jsonl"
-    whole = [json.dumps({"step": step, "a": "\u2028é"}) for step in (0, 0, 1, 2, 2, 3)]
-    file.write_text("\n".join(whole) + '\n{"step": 1, "a', encoding="utf-8")
-    keep_steps_before(2, file)
-    assert file.read_text(encoding="utf-8") == "\n".join(whole[:3]) + "\n"
-    file.write_text("not json\n[1]\n" + whole[0] + "\n" + whole[0], encoding="utf-8")
-    keep_steps_before(9, file)
-    assert file.read_text(encoding="utf-8") == whole[0] + "\n"
-    (tmp_path / "metrics.jsonl.123.partial").touch()  # of a process that was killed
-    RunLog(tmp_path, steps=9, first_step=9, writes=True, wandb=None).close()
-    assert file.read_text(encoding="utf-8") == whole[0] + "\n"
-    for name in ("samples.jsonl", "eval.jsonl"):
-        (tmp_path / name).unlink()
-    keep_steps_before(0, tmp_path / "nowhere")
-    assert [*tmp_path.iterdir()] == [file]
-
-
 # ---- W&B -----------------------------------------------------------------------------------------
 
 
@@ -235,11 +136,8 @@ def test_a_resumed_run_keeps_its_wandb_run_and_a_fork_gets_a_new_one(tmp_path: P
 
 @pytest.mark.parity
 @pytest.mark.parametrize("kind", ["silent", "refuses"])
-def test_a_run_that_wandb_refuses_can_be_uploaded_later(tmp_path: Path, kind: str) -> None:
-    """The server accepts connections and is silent, as when W&B is down, or it refuses the key.
-
-    A line says so at the start, and the last line of the run has the command that uploads it.
-    """
+def test_a_run_that_wandb_refuses_goes_on_without_it(tmp_path: Path, kind: str) -> None:
+    """The server accepts connections and is silent, as when W&B is down, or it refuses the key."""
 
     class Refuses(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -268,19 +166,11 @@ def test_a_run_that_wandb_refuses_can_be_uploaded_later(tmp_path: Path, kind: st
         done = with_wandb(out, WANDB_MODE="online", **url)
     assert done.code == 0, done.errors
     assert time.monotonic() - began < 150
-    assert (
-        len(
-            re.findall(
-                f"^W&B: .*; the run is logged for it in {out}/wandb instead$", done.lines, re.M
-            )
-        )
-        == 1
-    )
-    [folder] = offline_runs(out)
-    last = done.lines.strip().splitlines()[-2:]
-    assert last[0].startswith("DONE: steps=2")
-    assert last[1] == f"W&B does not have this run; upload it by: wandb sync {folder}"
-    assert [*folder.glob("run-*.wandb")] and len(done.records()) == 2
+    told = [line for line in done.lines.splitlines() if line.startswith("W&B: ")]
+    end = f"; the run goes on without it, and {out}/metrics.jsonl has the records"
+    assert len(told) == 1 and told[0].endswith(end)
+    assert done.lines.strip().splitlines()[-1].startswith("DONE: steps=2")
+    assert len(done.records()) == 2
     assert "a" * 40 not in done.lines + done.errors
 
 

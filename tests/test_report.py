@@ -196,31 +196,32 @@ def test_a_run_that_was_killed_has_died(out: Path, run: Path) -> None:
     assert "killed: died after" in (folder / "report.html").read_text()
 
 
-def test_a_review_that_fails_prints_one_line_and_the_run_goes_on(
+def test_a_report_that_cannot_be_written_gets_a_line_and_the_run_goes_on(
     run: Path, tmp_path: Path, capsys
 ) -> None:
-    """Somebody has damaged config.yaml while the run goes on."""
-    records, log = Records(run), new_folder(run, tmp_path / "damaged")
-    reviewer = Reviewer(tmp_path / "damaged", log, writes=True)
-    (tmp_path / "damaged" / "config.yaml").write_text("a: [")
-    for step in (0, 1):
-        reviewer.note_trouble(records.step | {"step": step})
-        assert reviewer.write("running") == {}
+    folder = tmp_path / "full"
+    log = new_folder(run, folder)
+    (folder / "report.html").mkdir()
+    reviewer = Reviewer(folder, log, writes=True)
+    assert (reviewer.write("running"), reviewer.write("done")) == ({}, {})
     log.close()
-    assert capsys.readouterr().out.count("report.html cannot be written: UserMistake: ") == 1
+    assert capsys.readouterr().out == f"{folder}/report.html cannot be written: Is a directory\n"
+    reviewer = Reviewer(folder, log, writes=True)
+    (folder / "config.yaml").write_text("a: [")  # somebody has damaged it while the run goes on
+    assert reviewer.write("running") == {}
+    told = f"{folder}/report.html cannot be written: {folder}/config.yaml cannot be read: "
+    assert capsys.readouterr().out.startswith(told)
 
 
-def test_a_rule_that_raises_is_not_called_a_file_that_cannot_be_written(
-    run: Path, tmp_path: Path, capsys
-) -> None:
+def test_a_bug_in_the_review_ends_the_run(run: Path, tmp_path: Path) -> None:
     log = new_folder(run, tmp_path / "raises")
     reviewer = Reviewer(tmp_path / "raises", log, writes=True)
-    for step in (0, 1):
-        record = Records(run).step | {"step": step, "train-other/loss": "x"}
-        reviewer.note_trouble(record)
+    log.record(0, Records(run).step | {"step": 0, "train-other/loss": "x"})
+    with pytest.raises(ValueError, match="could not convert string to float"):
+        reviewer.note_trouble(Records(run).step | {"step": 0, "train-other/loss": "x"})
+    with pytest.raises(ValueError, match="could not convert string to float"):
+        reviewer.write("running")
     log.close()
-    out = capsys.readouterr().out
-    assert out.count("the review failed: ValueError: ") == 1 and "report.html" not in out
 
 
 def test_samples_of_an_older_version_are_left_out(run: Path, tmp_path: Path) -> None:

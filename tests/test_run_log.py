@@ -1,15 +1,20 @@
 """Claims about runtime/run_log.py, and about the tool that plots its records."""
 
+import contextlib
+import io
 import json
 import re
+import resource
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from runtime.run_log import RunLog
+from runtime.mistakes import Unwritable, UserMistake
+from runtime.run_log import RunLog, cut_back, replace_file
 
 REPO = Path(__file__).resolve().parent.parent
 NAN = float("nan")
@@ -35,19 +40,8 @@ def test_only_process_0_writes_and_numbers_that_are_not_finite_become_null(
     assert sample == {"step": 0, "completion": "é"}
 
 
-@pytest.mark.parametrize(
-    "seconds, text",
-    [
-        (0.4, "0s"),
-        (59.4, "59s"),
-        (59.6, "1m00s"),
-        (185, "3m05s"),
-        (3720, "1h02m"),
-        (183600, "2d03h"),
-    ],
-)
 def test_the_time_left_is_that_of_steps_that_compiled_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, text: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Took:
         def __init__(self, seconds: float, *compiled: str) -> None:
@@ -55,13 +49,101 @@ def test_the_time_left_is_that_of_steps_that_compiled_nothing(
 
     log = RunLog(tmp_path, steps=14, first_step=3, writes=True, wandb=None)
     assert log.time_left(3, Took(99.0)) == ""  # the first step of this process
-    assert log.time_left(4, Took(1e6, "micro_step")) == " left=14m51s"  # 9 steps of 99 s
+    assert log.time_left(4, Took(1e6, "micro_step")) == " left=14:51"  # 9 steps of 99 s
     for _ in range(10):
-        left = log.time_left(9, Took(seconds / 4))
-    assert left == f" left={text}"  # 4 steps
+        left = log.time_left(9, Took(930.0))
+    assert left == " left=1:02:00"  # 4 steps
     assert log.time_left(13, Took(1.0)) == ""
     monkeypatch.setattr(log._bar, "disable", False)  # as on a terminal
     assert log.time_left(9, Took(1.0)) == ""
+
+
+@contextlib.contextmanager
+def file_limit(size: int) -> Iterator[None]:
+    """Within this context no file of this process gets longer than so many bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_line_that_cannot_be_written_ends_the_run_and_the_next_start_cuts_off_its_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log, file = RunLog(tmp_path, steps=9, writes=True, wandb=None), tmp_path / "metrics.jsonl"
+    log.record(0, {"a": 0})
+    with file_limit(30):
+        log.arrays("bad_step_0.npz", {"ids": np.arange(9)})  # the run can do without this file
+        with pytest.raises(Unwritable) as error:
+            log.record(1, {"a": 1})
+        with pytest.raises(OSError) as named:
+            replace_file(tmp_path / "run.json", "x" * 31)
+    assert named.value.filename == f"{tmp_path}/run.json" and not [*tmp_path.glob("run.json*")]
+    assert str(error.value) == f"{file} cannot be written: File too large"
+    told = f"{tmp_path}/bad_step_0.npz cannot be written: File too large\n"
+    assert capsys.readouterr().out == told
+    assert file.read_text() == '{"step": 0, "a": 0}\n{"step": 1'
+    rest = tmp_path / "report.html.123.partial"  # of a process that was killed
+    rest.touch()
+    RunLog(tmp_path, steps=9, first_step=1, writes=True, wandb=None).close()
+    assert file.read_text() == '{"step": 0, "a": 0}\n' and not rest.exists()
+    full = io.TextIOWrapper(open("/dev/full", "wb", buffering=0), write_through=True)
+    monkeypatch.setattr(sys, "stdout", full)
+    with pytest.raises(Unwritable, match="the log cannot be written: No space left on device"):
+        log.line("step=0")
+
+
+# An evaluation before step 0, two steps, and two evaluations after them.
+WRITTEN = [
+    {"step": 0, "eval/accuracy": 0.5},
+    {"step": 0, "time/train/step_s": 1.0, "text": "\u2028é"},
+    {"step": 1, "time/train/step_s": 1.0},
+    {"step": 2, "eval/accuracy": 0.5, "time/eval/step_s": 1.0},
+    {"step": 2, "eval_full/accuracy": 0.5, "time/eval_full/step_s": 1.0},
+]
+
+
+@pytest.mark.parametrize(
+    "step, kept, lines",
+    [
+        (0, (), 0),
+        (0, ("eval",), 1),
+        (1, (), 2),
+        (1, ("eval",), 2),
+        (2, (), 3),
+        (2, ("eval",), 4),
+        (2, ("eval", "eval_full"), 5),
+        (3, (), 5),
+    ],
+)
+def test_a_file_ends_before_the_first_line_that_a_resumed_run_writes_again(
+    tmp_path: Path, step: int, kept: tuple[str, ...], lines: int
+) -> None:
+    file, whole = tmp_path / "a.jsonl", [json.dumps(x, ensure_ascii=False) + "\n" for x in WRITTEN]
+    file.write_text("".join(whole) + '{"step": 0, "a', encoding="utf-8")
+    cut_back(file, step, kept)
+    assert file.read_text(encoding="utf-8") == "".join(whole[:lines])
+
+
+def test_entries_of_an_evaluation_that_is_kept_stay(tmp_path: Path) -> None:
+    entries = [{"step": 2, "evaluation": kind} for kind in ("eval", "eval", "eval_full")]
+    (tmp_path / "eval.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    RunLog(tmp_path, steps=2, first_step=2, kept={"eval"}, writes=True, wandb=None).close()
+    left = (tmp_path / "eval.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in left] == entries[:2]
+
+
+@pytest.mark.parametrize("line", ['{"step": null}', '{"a": 1}', "[1]", "not json", "\x00"])
+def test_a_complete_line_without_a_step_is_a_mistake_that_names_the_line(
+    tmp_path: Path, line: str
+) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 0}\n' + line + '\n{"step": 1}\n')
+    with pytest.raises(UserMistake) as error:
+        RunLog(tmp_path, steps=9, first_step=2, writes=True, wandb=None)
+    assert str(error.value) == f"{file} line 2 has no step; remove this line"
 
 
 def test_plot_run_draws_a_run_and_names_a_folder_that_holds_none(tmp_path: Path) -> None:
@@ -88,8 +170,8 @@ def test_plot_run_draws_a_run_and_names_a_folder_that_holds_none(tmp_path: Path)
         assert plot(tmp_path, "curve.svg").returncode == 0
         bars = (tmp_path / "curve.svg").read_text().partition('id="LineCollection_1"')[2]
         ends = re.search(r'd="M (\S+) (\S+)\s+L (\S+) (\S+)', bars)
-        heights.append(float(ends[2]) - float(ends[4]))
-    assert abs(heights[1]) == pytest.approx(2 * abs(heights[0]), rel=0.01) and heights[0] != 0
+        heights.append(abs(float(ends[2]) - float(ends[4])))
+    assert heights[1] == pytest.approx(2 * heights[0], rel=0.01) and heights[0] > 0
     (tmp_path / "metrics.jsonl").unlink()
     for out in ("nowhere/curve.png", "curve.xyz"):
         failed = plot(run, out)

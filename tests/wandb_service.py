@@ -8,11 +8,13 @@ from typing import Any
 
 
 class WandbService:
-    """Serves at `url`. rows: of each run, as it has received them; files: the names of uploads."""
+    """Serves at `url`. rows: of each run, as it has received them; summary: the newest of a run;
+    files: the names of uploads."""
 
     def __init__(self) -> None:
         self.rows: dict[str, list[dict[str, Any]]] = {}
         self.configs: dict[str, str] = {}
+        self.summary: dict[str, Any] = {}
         self.files: list[str] = []
         service = self
 
@@ -41,8 +43,10 @@ class WandbService:
 
     def answer(self, path: str, body: bytes) -> dict[str, Any]:
         if stream := re.search(r"/([^/]+)/file_stream$", path):
-            history = json.loads(body).get("files", {}).get("wandb-history.jsonl")
-            if history:
+            files = json.loads(body).get("files") or {}
+            if summary := files.get("wandb-summary.json"):
+                self.summary = json.loads(summary["content"][-1])
+            if history := files.get("wandb-history.jsonl"):
                 rows = self.rows[stream[1]]
                 rows[history["offset"] :] = map(json.loads, history["content"])
             return {"limits": {}}

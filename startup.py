@@ -30,7 +30,7 @@ from models.model import Compute, Params, abstract_params
 from review import Reviewer
 from rollout import Backend, Inputs, NaiveBackend, Run
 from runtime import processes, resume
-from runtime.checkpoint import Checkpoints, space_lines
+from runtime.checkpoint import Checkpoints
 from runtime.layout import mesh_text
 from runtime.lifecycle import Lifecycle
 from runtime.mistakes import UserMistake, fail
@@ -38,7 +38,7 @@ from runtime.parsing import REPO, compared_by_value, shared_by_processes, to_tex
 from runtime.processes import StopSignal
 from runtime.records import RUNNING
 from runtime.run_log import RunLog, replace_file, stop_if_not_writable
-from runtime.sizes import Sizes, derive, most_checkpoints, prompt_width
+from runtime.sizes import Sizes, derive, most_checkpoints, prompt_width, space_lines
 from runtime.wandb_run import check_wandb, chosen_mode
 from sampling import Stopping
 from update import Optimizer, TrainState, abstract_state, init_state, sync_weights
@@ -50,39 +50,53 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | No
     None if OUTPUT_DIR holds this run and all is done. Ends the program for a user's mistake.
     """
     began = time.perf_counter()
-    stop = StopSignal(cfg.preemption_grace_s)
-    out = backend = None
+    stop, backend = StopSignal(), None
     try:
         processes.start_jax(cfg)
         run = set_up(cfg)
-        if resume.is_finished(cfg, run.made_with):
-            print(resume.finished_line(cfg))
+        name = f"runs/{cfg.wandb_name or Path(cfg.model_path).name}"
+        out = resume.output_folder(cfg.output_dir, name)
+        checkpoints, reachable = resume.open_checkpoints(cfg, out)
+        beginning = resume.Beginning(cfg, checkpoints, out, reachable, run.made_with, asked_of(run))
+        if not beginning.missing:
+            print(
+                f"OUTPUT_DIR={out}: all STEPS={cfg.steps} are done; what can follow are a larger "
+                f"STEPS, another EXPORT_HF and EVAL_FULL_SWEEP=1"
+            )
             print(f"DONE: steps={cfg.steps} elapsed_sec={time.perf_counter() - began:.3f}")
             return None
         backend = make_backend(run)
-        name = f"runs/{cfg.wandb_name or Path(cfg.model_path).name}"
-        out = resume.output_folder(cfg.output_dir, name)
-        checkpoints, reachable = resume.open_checkpoints(
-            out, cfg.checkpoint_dir, cfg.save_every_steps, cfg.save_keep
-        )
-        state, ref_params, progress = load_state(run, checkpoints, out, reachable)
-        log = open_log(run, out, progress)
+        arrays, progress = beginning.restore(wanted_arrays(run))
+        state, ref_params = load_state(run, arrays)
+        done = beginning.done
+        kept = resume.evaluations_done(progress, done)
+        with processes.told_by_all():  # before there is a line of the log
+            resume.write_run(out, progress, run.made_with, done)
+        log = open_log(run, out, progress, kept)
     except UserMistake as error:
         if backend:
             backend.close()
-        if out and jax.process_index() == 0:
-            resume.leave(Path(cfg.checkpoint_dir or out / "checkpoints"), out)
         fail(error)
     saves = reachable and cfg.save_every_steps > 0
     for line in space_lines(disk_needs(run, out, checkpoints, (state, ref_params), saves)):
         log.line(line)
     checkpoints.say = log.line
-    progress.wandb_id = log.wandb_id or progress.wandb_id
-    stop.running = True
+    stop.watch(cfg.preemption_grace_s)
     reviewer = Reviewer(out, log, jax.process_index() == 0)
     reviewer.write(RUNNING)
     life = Lifecycle(
-        cfg, out, log, stop, checkpoints, progress, run.made_with, reviewer, saves, began
+        cfg=cfg,
+        out=out,
+        log=log,
+        stop=stop,
+        checkpoints=checkpoints,
+        progress=progress,
+        made_with=run.made_with,
+        missing=beginning.missing,
+        done=done,
+        reviewer=reviewer,
+        saves=saves,
+        began=began,
     )
     return run, life, backend, state, ref_params
 
@@ -96,10 +110,11 @@ def set_up(cfg: Config, example: dict[str, str] | None = None) -> Run:
     processes.tried(mistakes, stop_if_no_engine, cfg.rollout_backend, jax.devices())
     processes.tried(mistakes, stop_if_unable_to_write, cfg)
     inputs = processes.tried(mistakes, read_inputs, cfg, not mistakes, example)
-    mistake = UserMistake("\n".join(mistakes)) if mistakes else None
-    digests = digests_of(inputs) if inputs else {}
-    here = facts_of(cfg, inputs) if jax.process_count() > 1 else {}
-    processes.stop_if_different(here | digests, mistake)
+    with processes.told_by_all():
+        if mistakes:
+            raise UserMistake("\n".join(mistakes))
+    digests = digests_of(inputs)
+    processes.stop_if_different(facts_of(cfg, inputs, digests))
 
     prompts = inputs.train_prompts + inputs.eval_prompts
     longest = max((len(prompt.ids) for prompt in prompts), default=1)
@@ -229,15 +244,17 @@ def wandb_arguments(run: Run, out: Path, progress: resume.Progress) -> dict[str,
     if progress.forked_from:
         values["forked_from"] = progress.forked_from
     wandb = {"mode": mode, "config": values, "project": cfg.wandb_project or "grpo"}
-    wandb["name"] = cfg.wandb_name or out.resolve().name
-    return wandb | ({"id": progress.wandb_id} if progress.wandb_id else {})
+    return wandb | {"id": progress.run_id, "name": cfg.wandb_name or out.resolve().name}
 
 
-def open_log(run: Run, out: Path, progress: resume.Progress) -> RunLog:
-    """The run's log in its folder, with config.yaml; it drops records after the checkpoint."""
+def open_log(run: Run, out: Path, progress: resume.Progress, kept: Sequence[str] = ()) -> RunLog:
+    """The run's log in its folder, with config.yaml; it drops records after the checkpoint.
+
+    kept: the evaluations after the newest step that are not made again.
+    """
     cfg, writes = run.cfg, jax.process_index() == 0
     wandb = wandb_arguments(run, out, progress) if writes else None
-    resumed = {"first_step": progress.step, "waiting": progress.waiting}
+    resumed = {"first_step": progress.step, "kept": kept}
     with processes.told_by_all():
         try:
             log = RunLog(out, steps=cfg.steps, writes=writes, wandb=wandb, **resumed)
@@ -271,6 +288,17 @@ def disk_needs(
         size = placement.num_params(run.model) * dtype.itemsize
         needs.append((f"an export of {size / 1e9:.3g} GB", folder, size))
     return needs
+
+
+def asked_of(run: Run) -> dict[str, str]:
+    """What the settings ask of a run, as texts by which RUN says what is done."""
+    cfg, after = run.cfg, resume.after(run.cfg.steps)
+    asked = {"steps": f"training {after}"}
+    if cfg.eval_full_sweep:
+        asked["sweep"] = f"eval_full of {cfg.eval_split} {after}"
+    if export := export_of(run, Path()):
+        asked["export"] = f"export to {export[0]} in {export[1]} {after}"
+    return asked
 
 
 def export_of(run: Run, out: Path) -> tuple[Path, Any] | None:
@@ -365,19 +393,25 @@ def prompts_of(
 # ---- What processes and resumed runs compare -----------------------------------------------------
 
 
-def facts_of(cfg: Config, inputs: Inputs | None) -> dict[str, str]:
-    """The settings, code, versions and files that have to be the same on every process."""
+def facts_of(cfg: Config, inputs: Inputs, digests: dict[str, str]) -> dict[str, str]:
+    """The settings, code, versions and files that have to be the same on every process.
+
+    digests: of all files and data that the results follow from.
+    """
     facts = {
         name.upper(): str(getattr(cfg, name)).replace(str(REPO), "{repo}")
         for name in shared_by_processes(Config)
     }
-    facts |= processes.code_facts(REPO)
-    if inputs:
-        files = [*inputs.folder.glob("*.json"), *inputs.folder.glob("*.safetensors")]
-        listing = sorted((file.name, file.stat().st_size) for file in files)
-        facts["the list of the model's files"] = processes.digest(json.dumps(listing).encode())
-        evaluated = json.dumps(inputs.eval_prompts, default=str)
-        facts["the evaluated prompts"] = processes.digest(evaluated.encode())
+    files = [*inputs.folder.glob("*.json"), *inputs.folder.glob("*.safetensors")]
+    listing = sorted((file.name, file.stat().st_size) for file in files)
+    content = json.dumps([digests, inputs.eval_prompts], default=str)
+    facts |= {
+        "our code": processes.code_digest(REPO),
+        "the list of the model's files": processes.digest(json.dumps(listing).encode()),
+        "the content of config.json, tokenizer.json, the prompts and the files of REWARD_FN": (
+            processes.digest(content.encode())
+        ),
+    }
     versions = processes.versions().items()
     return facts | {f"the version of {name}": version for name, version in versions}
 
@@ -414,26 +448,32 @@ def made_with(inputs: Inputs, training: Compute, stop_ids: tuple[int, ...]) -> d
 # ---- The training state --------------------------------------------------------------------------
 
 
-def load_state(
-    run: Run, checkpoints: Checkpoints, out: Path, reachable: bool
-) -> tuple[TrainState, Params | None, resume.Progress]:
-    """The training state, the reference of BETA, and how far the run is.
-
-    From the checkpoint that RESUME asks for, else from the model; see resume.restore.
-    """
+def wanted_arrays(run: Run) -> dict[str, Any]:
+    """The shapes, dtypes and shardings of the arrays of a checkpoint."""
     model, mesh = run.training.model, run.training.layout.mesh
-    ref_dtype = placement.reference_dtype(run.cfg.ref_sync_steps > 0, run.training.dtype)
     wanted: dict[str, Any] = {"state": abstract_state(model, mesh, run.optimizer)}
     if run.cfg.beta > 0:
-        wanted["ref_params"] = abstract_params(model, mesh, ref_dtype)
-    if restored := resume.restore(run.cfg, checkpoints, out, reachable, wanted, run.made_with):
-        arrays, progress = restored
-        return arrays["state"], arrays.get("ref_params"), progress
+        wanted["ref_params"] = abstract_params(model, mesh, reference_dtype(run))
+    return wanted
+
+
+def reference_dtype(run: Run) -> Any:
+    return placement.reference_dtype(run.cfg.ref_sync_steps > 0, run.training.dtype)
+
+
+def load_state(run: Run, arrays: dict[str, Any] | None) -> tuple[TrainState, Params | None]:
+    """The training state and the reference of BETA: those of a checkpoint, or of the model.
+
+    arrays: of a checkpoint; None: the run begins with the model.
+    """
+    if arrays is not None:
+        return arrays["state"], arrays.get("ref_params")
+    model, mesh = run.training.model, run.training.layout.mesh
     params = hf.load_params(run.folder, model, mesh, jnp.float32)
     state, ref_params = init_state(params, optimizer=run.optimizer, model=model), None
     if run.cfg.beta > 0:
-        ref_params = sync_weights(model, mesh, ref_dtype)(params)
-    return state, ref_params, resume.Progress()
+        ref_params = sync_weights(model, mesh, reference_dtype(run))(params)
+    return state, ref_params
 
 
 if __name__ == "__main__":

@@ -99,7 +99,7 @@ def main(cfg: Config) -> None:
     with contextlib.closing(backend), life.ending(save):
         for step in range(life.progress.step, cfg.steps):
             # ---- Evaluation: the accuracy on held-out questions; step 0 is the baseline ----------
-            if cfg.eval_every_steps and step % cfg.eval_every_steps == 0:
+            if life.evaluates(step):
                 life.evaluated(step, measure(state.params, step))
             clock = Clock(PHASES)
 
@@ -170,11 +170,11 @@ def main(cfg: Config) -> None:
             if due and life.progress.step < cfg.steps:
                 save()
 
-        if cfg.eval_every_steps:
+        if life.evaluates(cfg.steps):
             life.evaluated(cfg.steps, measure(state.params, cfg.steps))
         if cfg.steps:
             save()  # the last checkpoint, with the last accuracy
-        if cfg.eval_full_sweep:
+        if "sweep" in life.missing:
             measure(state.params, cfg.steps, full=True)
     with life.ending(save):
         life.finish(lambda: export(run, life.out, state.params))
@@ -380,6 +380,7 @@ def export(run: Run, out: Path, params: Params) -> None:
 # that it runs, and the settings that make them smaller.
 PROGRAMS_OF_FUNCTION = {
     "load_state": ("what holds the weights and the optimizer's state", ()),
+    "restore": ("what holds the weights and the optimizer's state", ()),
     "save": ("checksums", ()),
     "update_weights": ("the copy of the weights that samples", ()),
     "generate": ("prefill, decode or drop_sequences", PASS_SIZES),

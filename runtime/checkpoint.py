@@ -7,68 +7,48 @@ which does not depend on how the array is sharded, and a checksum of the record.
 that do not match their checksums are never restored.
 """
 
-import collections
 import errno
-import functools
 import hashlib
 import json
-import logging
 import math
 import os
-import shutil
 import sys
-import tempfile
 import threading
-import time
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 
-from runtime.mistakes import UserMistake, in_one_line
-from runtime.processes import gather_texts, told_by_all
+from runtime.mistakes import Unwritable, UserMistake, in_one_line
+from runtime.processes import end_process, gather_texts, lost_contact
 
 RECORD, ARRAYS = "record", "arrays"  # the items of a checkpoint, folders in its folder
-MISSED = "another process could not do its part"
-PROBE_BYTES = 2**20  # the largest size of a test file that is written before a save
-BEGIN_LIMIT_S = 60  # the time to wait for the other processes if a save fails to begin on this one
 SAVE_LIMIT_S = 1200  # the time in which all processes must have written a checkpoint
 HALF_WRITTEN = ".orbax-checkpoint-tmp"  # a part of the name of a folder that is not complete
 
 
-class SaveBarrier:
-    """A barrier at which the processes wait for each other while orbax saves in the background.
+class Preserved(ocp.checkpoint_managers.PreservationPolicy):
+    """Which checkpoints stay when a new one is saved: the newest, and the best one.
 
-    At jax's barrier the other processes would wait 20 minutes for a process whose write has failed.
-    At this barrier the failed process leaves a mark, and the mark ends the waiting with an error.
+    The best one is that of the highest accuracy among the evaluations that are known now. orbax's
+    own BestN would not know it, because checkpoint N is saved before evaluation N.
     """
 
-    def __init__(self, name: str) -> None:
-        """name: the same on all processes, and used by no other barrier."""
-        self._name, self._times = name, collections.Counter()
+    def __init__(self, keep: int) -> None:
+        """keep: how many of the newest stay; 0: all stay."""
+        self.keep, self.evals, self.damaged = keep, {}, set()
 
-    def __call__(self, *, key: str, timeout_ms: int) -> None:
-        client, me = ocp.multihost.get_jax_distributed_client(), jax.process_index()
-        in_background = threading.current_thread() is not threading.main_thread()
-        if in_background and sys.exc_info()[1]:  # orbax is leaving a failed save
-            client.key_value_set(f"{self._name}/failed/{me}", "", allow_overwrite=True)
-            return
-        self._times[key] += 1  # orbax uses a key more than once
-        here, end = f"{self._name}/{key}:{self._times[key]}/", time.monotonic() + timeout_ms / 1000
-        client.key_value_set(f"{here}{me}", "")
-        while len(client.key_value_dir_get(here)) < jax.process_count():
-            if client.key_value_dir_get(f"{self._name}/failed/"):
-                raise RuntimeError(MISSED)
-            if time.monotonic() > end:
-                raise TimeoutError(
-                    f"not all processes have written their parts in {timeout_ms // 1000} s"
-                )
-            time.sleep(0.05)
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        steps = [checkpoint.step for checkpoint in checkpoints]
+        sound = [step for step in steps if step not in self.damaged]
+        known = [step for step in sound if self.evals.get(step, math.nan) >= 0]
+        best = max(known, key=self.evals.get, default=-1)
+        gone = [step for step in sound[: -self.keep] if step != best] if self.keep else []
+        return [step not in gone for step in steps]
 
 
 class Checkpoints:
@@ -82,16 +62,13 @@ class Checkpoints:
         """folder: a local folder, or gs://bucket/folder. keep: how many of the newest checkpoints
         stay; 0: all stay. read_only: True for the folder of another run, which may be alive."""
         local = "://" not in folder
-        self.folder = str(Path(folder).absolute()) if local else folder
-        self._path, self._keep = Path(self.folder) if local else None, keep
-        self._read_only, self._short_name = read_only, _digest({"folder": self.folder})[:12]
+        self.folder = str(Path(folder).resolve()) if local else folder.rstrip("/")
+        self._path = Path(self.folder) if local else None
+        self._read_only, self._policy = read_only, Preserved(keep)
         self.say: Callable[[str], None] = lambda line: print(line, flush=True)
         self._manager: ocp.CheckpointManager | None = None
-        self._evals: dict[int, float] = {}
         self._saving = -1  # the step whose checkpoint is being saved
         self.newest = -1
-        self._lost = -1  # the newest step whose save has failed
-        self._votes = self._opened = 0  # the numbers of votes and of managers so far
 
     def steps(self) -> list[int]:
         """The steps of the checkpoints that look complete, in order."""
@@ -103,38 +80,33 @@ class Checkpoints:
         return json.loads(gather_texts(json.dumps(steps))[0])  # process 0 decides
 
     def stop_if_out_of_reach(self) -> None:
-        """Raises UserMistake if this process cannot look into a folder in a bucket."""
+        """Raises UserMistake if this process cannot look into a folder, such as one in a bucket."""
         try:
             epath.Path(self.folder).exists()
         except Exception as error:  # gs:// needs gcsfs, whose errors have no common base
-            raise UserMistake(f"CHECKPOINT_DIR={self.folder}: {_reason(error)}") from None
+            name = "RESUME" if self._read_only else "CHECKPOINT_DIR"
+            raise UserMistake(f"{name}={self.folder}: {_reason(error)}") from None
 
     def _open(self) -> ocp.CheckpointManager:
         if self._manager is None:
-            # After a failed save orbax and asyncio print the errors of all threads and tasks with
-            # all frames, some of them only when the program ends. One line of ours replaces them.
-            for name in ("absl", "asyncio"):
-                logging.getLogger(name).setLevel(logging.CRITICAL)
-            warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+            self.stop_if_out_of_reach()
             writes = not self._read_only
-            if writes:
-                hook = functools.partial(_leave_out_closed_loops, sys.__unraisablehook__)
-                sys.unraisablehook = hook
-            self._opened += 1
-            barrier = None
-            if jax.process_count() > 1:
-                barrier = SaveBarrier(f"{self._short_name}/barrier{self._opened}")
+            if writes and self._path is not None:
+                for rest in sorted(self._path.glob(f"*{HALF_WRITTEN}*")):  # orbax removes them
+                    self.say(f"checkpoint {rest} is half-written and passed over")
+            barrier = self._barrier if jax.process_count() > 1 else None
             options = ocp.CheckpointManagerOptions(
                 create=writes,
                 cleanup_tmp_directories=writes,
-                read_only=not writes,
                 save_root_metadata=False,
-                async_options=ocp.AsyncOptions(SAVE_LIMIT_S, barrier_sync_fn=barrier),
+                preservation_policy=self._policy,
+                async_options=ocp.AsyncOptions(
+                    SAVE_LIMIT_S,
+                    barrier_sync_fn=barrier,
+                    create_directories_asynchronously=False,  # its failure would be told late
+                ),
             )
-            try:
-                self._manager = ocp.CheckpointManager(self.folder, options=options)
-            except ImportError as error:  # gs:// needs gcsfs
-                raise UserMistake(f"{self.folder} cannot be opened: {error}") from None
+            self._manager = ocp.CheckpointManager(self.folder, options=options)
         return self._manager
 
     @property
@@ -154,121 +126,57 @@ class Checkpoints:
         """Begins to save the arrays after `step` steps; they may change as soon as this returns.
 
         record: JSON values. evals: {step: accuracy} of all evaluations so far; the checkpoint with
-        the best accuracy stays, besides the newest checkpoints. If a checkpoint cannot be written,
-        this prints a line, and the run goes on; the same step is not tried again.
+        the best accuracy stays, besides the newest checkpoints. Raises Unwritable.
         """
-        if step == self._lost:
-            return
         self.wait()
-        if self._failed(step, gather_texts(self._no_room(arrays))):
-            return
         sums = [int(x) for x in jax.device_get(jax.tree.leaves(checksums(arrays)))]
         record = record | {"step": step, "checksums": sums, "arrays": self.shapes(arrays)}
         record["sha256"] = _digest(record)
-        self._evals, wrong = evals, ""
+        self._policy.evals, self._saving = evals, step
+        items = {ARRAYS: ocp.args.StandardSave(arrays), RECORD: ocp.args.JsonSave(record)}
         try:
-            if step in self._open().all_steps():  # it was damaged and skipped
+            if step in self._policy.damaged:
                 self._open().delete(step)
-            self._open().save(
-                step,
-                args=ocp.args.Composite(
-                    **{ARRAYS: ocp.args.StandardSave(arrays), RECORD: ocp.args.JsonSave(record)}
-                ),
-                force=True,
-            )
+                self._policy.damaged.remove(step)
+            self._open().save(step, args=ocp.args.Composite(**items), force=True)
         except Exception as error:  # the storage's errors have no common base
-            wrong = _reason(error)
-        if not self._failed(step, self._vote(wrong, BEGIN_LIMIT_S)):
-            self._saving = step
+            self._stop(error)
 
-    def _no_room(self, arrays: Any) -> str:
-        """The reason why this process cannot write its part of the arrays; "" if it probably can.
-
-        All processes try this and tell each other before a save begins, because in orbax the other
-        processes wait for a process that fails during the save.
-        """
-        if self._path is None:
-            return ""
-        shards = [shard for x in jax.tree.leaves(arrays) for shard in x.addressable_shards]
-        size = sum(shard.data.nbytes for shard in shards if shard.replica_id == 0)
-        try:
-            self._path.mkdir(parents=True, exist_ok=True)
-            if shutil.disk_usage(self._path).free < size:
-                return os.strerror(errno.ENOSPC)
-            with tempfile.TemporaryFile(dir=self._path) as file:
-                file.write(b"0" * min(size, PROBE_BYTES))
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            return _reason(error)
-        return ""
-
-    def _vote(self, wrong: str, limit_s: int) -> list[str]:
-        """What went wrong on each process in this part of a save; "" for a process without errors.
-
-        wrong: the error of this process, or "". The processes tell each other through the service
-        by which they have joined, because a process that waits within orbax cannot take part in a
-        collective of arrays. Raises SystemExit if this process has failed and another one says
-        nothing for limit_s seconds: the other one then waits within orbax until this one ends.
-        """
-        if jax.process_count() == 1:
-            return [wrong]
-        self._votes += 1
-        votes = f"{self._short_name}/vote{self._votes}"
-        client = ocp.multihost.get_jax_distributed_client()
-        client.key_value_set(f"{votes}/{jax.process_index()}", wrong or "done")
-        limit_s = limit_s if wrong else SAVE_LIMIT_S
-        try:
-            told = [
-                client.blocking_key_value_get(f"{votes}/{i}", limit_s * 1000)
-                for i in range(jax.process_count())
-            ]
-        except jax.errors.JaxRuntimeError as error:
-            if not wrong or "DEADLINE_EXCEEDED" not in str(error):
-                raise
-            raise SystemExit(
-                f"error: this process cannot write its part of a checkpoint to {self.folder}: "
-                f"{wrong}; another process waits for this part, so the run has to end"
-            ) from None
-        return ["" if text == "done" else text for text in told]
+    def check(self) -> None:
+        """Raises Unwritable if the save in the background has failed; it does not wait for it."""
+        if self._saving >= 0 and not self._manager.is_saving_in_progress():
+            self.wait()
 
     def wait(self) -> None:
-        """Waits until the save is complete; then deletes the checkpoints that need not stay."""
+        """Waits until the save in the background is complete. Raises Unwritable."""
         if self._saving < 0:
             return
-        step, self._saving, wrong = self._saving, -1, ""
         try:
             self._manager.wait_until_finished()
         except Exception as error:
-            wrong = _reason(error)
-        if self._failed(step, self._vote(wrong, SAVE_LIMIT_S)):
-            return
-        self.newest = step
-        steps = self.steps()
-        known = [s for s in steps if self._evals.get(s, math.nan) >= 0]
-        best = max(known, key=self._evals.get, default=-1)
-        for old in steps[: -self._keep] if self._keep else []:
-            if old != best:
-                try:
-                    self._manager.delete(old)
-                except Exception as error:
-                    self.say(f"checkpoint {self.folder}/{old} stays: {_reason(error)}")
+            self._stop(error)
+        self.newest, self._saving = self._saving, -1
 
-    def _failed(self, step: int, told: list[str]) -> bool:
-        """True if a process could not save; then this prints a line, and no process has saved.
+    def _stop(self, error: Exception) -> NoReturn:
+        if lost_contact(error):
+            raise error
+        raise Unwritable(self._failure(error)) from None
 
-        told: what went wrong on each process.
-        """
-        wrong = _first(told)
-        if not wrong:
-            return False
+    def _failure(self, error: BaseException) -> str:
         left = f"step {self.newest} stays the newest" if self.newest >= 0 else "there is none yet"
-        self.say(f"checkpoint of step {step} cannot be written to {self.folder}: {wrong}; {left}")
-        self._manager, self._lost = None, step
-        if self._path is not None and jax.process_index() == 0:
-            for rest in self._path.glob(f"{step}{HALF_WRITTEN}*"):
-                shutil.rmtree(rest, ignore_errors=True)
-        return True
+        return (
+            f"checkpoint of step {self._saving} cannot be written to {self.folder}: "
+            f"{_reason(error)}; {left}"
+        )
+
+    def _barrier(self, *, key: str, timeout_ms: int) -> None:
+        """Where orbax's threads of all processes wait for each other. A process whose part of a
+        save has failed ends here, because the others would wait for it for SAVE_LIMIT_S."""
+        error = sys.exc_info()[1]
+        if error and threading.current_thread() is not threading.main_thread():
+            print(f"error: {self._failure(error)}", file=sys.stderr)
+            end_process(1)
+        ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
 
     # ---- Restoring -------------------------------------------------------------------------------
 
@@ -287,9 +195,6 @@ class Checkpoints:
         If some process cannot read a checkpoint, this prints a line and tries the next older one.
         Raises UserMistake if there are checkpoints and none of them can be read.
         """
-        if self._path is not None and self._path.is_dir() and not self._read_only:
-            for rest in sorted(self._path.glob(f"*{HALF_WRITTEN}*")):
-                self.say(f"checkpoint {rest} is half-written and passed over")
         there = self.steps()
         tried = [step for step in there if steps is None or step in steps]
         for step in reversed(tried):
@@ -298,7 +203,7 @@ class Checkpoints:
                 record = self._read(step)
             except Exception as error:  # damaged files raise errors of any kind
                 wrong = _reason(error)
-            wrong = _first(gather_texts(wrong))
+            wrong = next((text for text in gather_texts(wrong) if text), "")
             if not wrong:
                 check(record)
                 try:
@@ -307,7 +212,7 @@ class Checkpoints:
                     if "RESOURCE_EXHAUSTED" in str(error):  # the checkpoint is not to blame
                         raise
                     wrong = _reason(error)
-                wrong = _first(gather_texts(wrong))
+                wrong = next((text for text in gather_texts(wrong) if text), "")
             if not wrong:
                 sums = [int(x) for x in jax.device_get(jax.tree.leaves(checksums(arrays)))]
                 saved = dict(zip(record["arrays"], record["checksums"], strict=True))
@@ -316,10 +221,12 @@ class Checkpoints:
             if not wrong:
                 self.newest = step
                 return arrays, record
+            self._policy.damaged.add(step)
             self.say(f"checkpoint {self.folder}/{step} is damaged and passed over: {wrong}")
         if tried:
             raise UserMistake(
-                f"none of the checkpoints in {self.folder} can be read; RESUME=never begins anew"
+                f"none of the checkpoints in {self.folder} can be read; begin a new run in a new "
+                f"folder"
             )
         return None
 
@@ -336,51 +243,6 @@ class Checkpoints:
             how = ocp.checkpoint_utils.construct_restore_args(abstract)
             args = ocp.args.PyTreeRestore(abstract, restore_args=how, partial_restore=True)
         return self._open().restore(step, args=ocp.args.Composite(**{ARRAYS: args}))[ARRAYS]
-
-    def set_aside(self, after: int, where: Path) -> None:
-        """Moves the checkpoints of later steps than `after` to the folder `where`.
-
-        This run will make these checkpoints again. Raises UserMistake if they are in a bucket.
-        """
-        later = [step for step in self.steps() if step > after]
-        if later and self._path is None:
-            raise UserMistake(
-                f"CHECKPOINT_DIR={self.folder} has checkpoints of steps {later[0]} to {later[-1]} "
-                f"of another run; choose an empty folder"
-            )
-        with told_by_all():  # no process looks into the folder before they are moved
-            try:
-                if later and jax.process_index() == 0:
-                    where.mkdir(parents=True, exist_ok=True)
-                    for step in later:
-                        shutil.move(self._path / str(step), where / str(step))
-            except OSError as error:
-                name = f"the checkpoints in {self.folder}"
-                raise UserMistake(f"{name} cannot be moved to {where}: {error.strerror}") from None
-        self._manager = None
-
-
-def space_lines(needs: Sequence[tuple[str, Path, int]]) -> list[str]:
-    """A line with what a run will write and the space that is free for it, and a note for each disk
-    that has too little space.
-
-    needs: (what, the folder that it will be in, bytes).
-    """
-    texts, needed, free = [], collections.Counter(), {}
-    for what, folder, size in needs:
-        there = next(f for f in (folder, *folder.absolute().parents) if f.exists())
-        disk = there.stat().st_dev
-        needed[disk] += size
-        free[disk] = shutil.disk_usage(there).free
-        texts.append(f"{what} in {folder}, {free[disk] / 1e9:.3g} GB free")
-    notes = [
-        f"note: the run needs {needed[disk] / 1e9:.3g} GB of disk, and {space / 1e9:.3g} GB are "
-        f"free; lower SAVE_KEEP, raise SAVE_EVERY_STEPS (0 saves nothing), set EXPORT_HF=none, or "
-        f"set CHECKPOINT_DIR and EXPORT_HF to a larger disk"
-        for disk, space in free.items()
-        if needed[disk] > space
-    ]
-    return [f"disk: {'; '.join(texts) or 'no checkpoints and no export'}", *notes]
 
 
 @jax.jit
@@ -408,20 +270,5 @@ def _digest(record: dict[str, Any]) -> str:
 def _reason(error: Exception) -> str:
     """The message of the system if one is in the error's text, else this text in one line."""
     text = in_one_line(error, with_type=False)
-    known = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
+    known = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.ENOTDIR)
     return next((os.strerror(n) for n in known if os.strerror(n) in str(error)), text)
-
-
-def _first(texts: list[str]) -> str:
-    """The first text that is not empty; MISSED comes last, because another text is its reason."""
-    return next((text for text in sorted(texts, key=MISSED.__eq__) if text), "")
-
-
-def _leave_out_closed_loops(hook: Callable[[Any], object], unraisable: Any) -> None:
-    """Passes an error that no caller can catch to `hook`, which prints it, with one exception.
-
-    When a write of orbax fails, orbax's other writes report to an event loop that is closed by
-    then; the error about that is left out.
-    """
-    if str(unraisable.exc_value) != "Event loop is closed" or unraisable.object is not None:
-        hook(unraisable)

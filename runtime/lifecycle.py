@@ -1,8 +1,7 @@
 """How a run goes on and ends: what it saves, and what follows a signal, a mistake or a bad step.
 
-After a signal, a mistake or too many bad steps the run leaves a line and closed files. A signal,
-and a mistake in a run of one process, also leave a checkpoint of the last complete step. If memory
-runs out or another process is gone, nothing more is saved: the newest complete checkpoint remains.
+After a signal the run saves a checkpoint of its last complete step. Everything else that stops a
+run ends it at once: the newest complete checkpoint stays, and the same command goes on from it.
 """
 
 import contextlib
@@ -12,16 +11,17 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-import jax
 import numpy as np
 
 from runtime.checkpoint import Checkpoints
-from runtime.mistakes import UserMistake, fail, in_one_line
+from runtime.mistakes import Unwritable, UserMistake, fail, in_one_line
 from runtime.packing import Widths
 from runtime.processes import Stopped, StopSignal
 from runtime.records import DONE, FAILED, RUNNING, STOPPED
-from runtime.resume import Progress, mark_finished, record_of
+from runtime.resume import Progress, evaluations_done, record_of, write_run
 from runtime.run_log import RunLog
+
+SAVED = "a checkpoint"  # in the list of what the run has done
 
 
 @dataclasses.dataclass
@@ -35,6 +35,8 @@ class Lifecycle:
     checkpoints: Checkpoints
     progress: Progress
     made_with: Mapping[str, str]  # all that the results follow from
+    missing: Mapping[str, str]  # what the settings ask for and the run has not done, by name
+    done: list[str]  # what the run has done
     reviewer: Any  # Reviewer of review.py
     saves: bool  # False: SAVE_EVERY_STEPS=0, or the processes do not see one folder
     began: float  # time.perf_counter() at the start
@@ -46,48 +48,27 @@ class Lifecycle:
     def save(self, arrays: Any) -> None:
         """Saves a checkpoint, unless this step has one already or the run saves none."""
         if self.saves and self.checkpoints.newest_begun != self.progress.step:
-            self.progress.waiting = self.log.waiting()
             record = record_of(self.progress, self.made_with)
             self.checkpoints.save(self.progress.step, arrays, record, self.progress.evals)
 
-    @contextlib.contextmanager
-    def ending(self, save: Callable[[], None]) -> Iterator[None]:
-        """Runs the steps, and ends the program after a signal, a user's mistake or too little
-        memory; any other error is noted in the summary. save: calls Lifecycle.save with the newest
-        arrays."""
-        try:
-            # Without a checkpoint of its own, the run went on from that of another run.
-            if self.progress.step and self.checkpoints.newest_begun < 0:
-                save()
-            yield
-        except Stopped as signal:
-            save()
-            self.checkpoints.wait()
-            saved = self.checkpoints.newest if self.checkpoints.newest >= 0 else "none"
-            self.log.line(f"STOPPED: {signal} steps={self.progress.step} saved_step={saved}")
-            self.close(STOPPED, str(signal))
-            raise SystemExit(signal.exit_code) from None
-        except UserMistake as error:
-            if jax.process_count() == 1:  # the other processes do not know of the mistake
-                save()
-                self.checkpoints.wait()
-            self.close(FAILED, str(error))
-            fail(error)
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" in str(error):
-                self.close(FAILED, "memory ran out")
-            else:
-                self.reviewer.write(FAILED, in_one_line(error))
-            raise
-        except Exception as error:
-            self.reviewer.write(FAILED, in_one_line(error))
-            raise
+    def evaluates(self, step: int) -> bool:
+        """Whether an evaluation after so many steps is due, and not done yet."""
+        every = self.cfg.eval_every_steps
+        due = every > 0 and (step % every == 0 or step == self.cfg.steps)
+        known = step == self.progress.step and evaluations_done(self.progress, self.done)
+        return due and not known
+
+    def evaluated(self, step: int, accuracy: float) -> None:
+        """Keeps the accuracy of an evaluation, and shows how the run stands."""
+        self.progress.evals[step] = accuracy
+        self.reviewer.write(RUNNING)
 
     def count_step(self, rounds: int, wrong: str, batch: dict[str, np.ndarray]) -> None:
         """Counts a step; ends the run if NONFINITE_LIMIT steps in a row were not finite.
 
         rounds: of sampling, in this step. wrong: what was not finite, or "". batch: the arrays of a
-        step that was not finite, which are kept.
+        step that was not finite, which are kept. Raises Unwritable if the save in the background
+        has failed.
         """
         progress, step = self.progress, self.progress.step
         progress.step, progress.rounds = step + 1, progress.rounds + rounds
@@ -101,6 +82,53 @@ class Lifecycle:
                 f"step {step}: {wrong}, for NONFINITE_LIMIT={self.cfg.nonfinite_limit} "
                 f"steps in a row; their batches are {self.out}/bad_step_N.npz. Lower LEARNING_RATE?"
             )
+        self.checkpoints.check()
+        if self.checkpoints.newest >= 0 and SAVED not in self.done:
+            self.done.append(SAVED)
+            self._write_run()
+
+    def _write_run(self) -> None:
+        try:
+            write_run(self.out, self.progress, self.made_with, self.done)
+        except OSError as error:
+            raise Unwritable(f"{self.out} cannot be written: {error.strerror}") from None
+
+    # ---- The end ---------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def ending(self, save: Callable[[], None]) -> Iterator[None]:
+        """Runs the steps, and ends the program after a signal, a user's mistake or a file that
+        cannot be written; the summary says why, also after any other error.
+
+        save: calls Lifecycle.save with the newest arrays.
+        """
+        try:
+            with self._stopping(save):
+                yield
+        except (Unwritable, UserMistake) as error:
+            self._close_failed(str(error))
+            if isinstance(error, Unwritable):
+                raise SystemExit(f"error: {error}") from None
+            fail(error)
+        except Exception as error:
+            out_of_memory = "RESOURCE_EXHAUSTED" in str(error)
+            self._close_failed("memory ran out" if out_of_memory else in_one_line(error))
+            raise
+
+    @contextlib.contextmanager
+    def _stopping(self, save: Callable[[], None]) -> Iterator[None]:
+        """After a signal saves the last complete step, and ends the program."""
+        try:
+            if self.progress.step and self.checkpoints.newest_begun < 0:
+                save()  # a fork, which began with the checkpoint of another run
+            yield
+        except Stopped as signal:
+            save()
+            self.checkpoints.wait()
+            saved = self.checkpoints.newest if self.checkpoints.newest >= 0 else "none"
+            self.log.line(f"STOPPED: {signal} steps={self.progress.step} saved_step={saved}")
+            self.close(STOPPED, str(signal))
+            raise SystemExit(signal.exit_code) from None
 
     def finish(self, export: Callable[[], None]) -> None:
         """Waits for the last checkpoint, exports the model and prints the last line.
@@ -109,24 +137,18 @@ class Lifecycle:
         """
         self.checkpoints.wait()
         if self.cfg.steps:
-            try:
-                export()
-                if self.saves and self.checkpoints.newest < self.cfg.steps:
-                    self.fail(f"the last checkpoint is not in {self.checkpoints.folder}")
-                if waiting := self.log.waiting():
-                    self.fail(f"lines of {', '.join(waiting)} in {self.out} cannot be written")
-                mark_finished(self.out, self.cfg.steps, self.made_with)
-            except OSError as error:
-                self.fail(str(error))
+            if "export" in self.missing:
+                try:
+                    export()
+                except OSError as error:
+                    self.fail(str(error))
+            self.reviewer.write(DONE)  # the next start of a run that is done writes nothing
+            self.done = [*dict.fromkeys([*self.done, *self.missing.values()])]
+            self._write_run()
             self.reviewer.verdict()
         seconds = time.perf_counter() - self.began
         self.log.line(f"DONE: steps={self.cfg.steps} elapsed_sec={seconds:.3f}")
         self.close(DONE)
-
-    def evaluated(self, step: int, accuracy: float) -> None:
-        """Keeps the accuracy of an evaluation, and shows how the run stands."""
-        self.progress.evals[step] = accuracy
-        self.reviewer.write(RUNNING)
 
     def fail(self, why: str) -> NoReturn:
         """Ends the program with an error, after the verdict."""
@@ -138,3 +160,7 @@ class Lifecycle:
         """Writes the last review and closes the log. state, why: see runtime/records.py."""
         summary = self.reviewer.write(state, why)
         self.log.close(summary, finished=state == DONE)
+
+    def _close_failed(self, why: str) -> None:
+        with contextlib.suppress(Unwritable):  # it may be the log that cannot be written
+            self.close(FAILED, why)

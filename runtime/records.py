@@ -90,8 +90,6 @@ def state_of(out: Path) -> tuple[str, str]:
         return told["state"], told["why"]
     if is_alive(out):
         return RUNNING, ""
-    if not told and (out / "finished").exists():
-        return DONE, ""
     return DIED, "it left no word: it was killed, or its machine was"
 
 

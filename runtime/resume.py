@@ -1,27 +1,32 @@
-"""Whether and where a run goes on: its folders, which checkpoint, and how a run begins anew."""
+"""Whether and where a run goes on: its folders, its checkpoint, and what it has done already.
 
-import contextlib
+A folder belongs to one run. RUN, a file in OUTPUT_DIR, says which: what the run's results follow
+from, the checkpoint of another run with which it began, and what it has done. A run goes on only in
+its own folders. A new run and a fork need empty ones, so that nobody's records are moved or lost.
+"""
+
 import dataclasses
-import functools
-import itertools
 import json
 import os
 import platform
+import secrets
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import jax
+from etils import epath
 
 from runtime import processes
-from runtime.checkpoint import Checkpoints
+from runtime.checkpoint import RECORD, Checkpoints
 from runtime.mistakes import UserMistake
 from runtime.packing import Widths
 from runtime.run_log import FILES, replace_file
 
 SCHEDULE_END = "LR_DECAY_STEPS (else STEPS)"  # in made_with: the step at which the schedule ends
 LOCK = ".lock"  # a file in the folders of a run; process 0 locks it for as long as it lives
+RUN = "run.json"  # made_with, forked_from and run_id of the folder's run, and what it has done
 
 
 @dataclasses.dataclass
@@ -32,10 +37,9 @@ class Progress:
     rounds: int = 0  # rounds of sampling done; each takes the next prompts
     not_finite: int = 0  # steps in a row whose loss or gradient was not finite
     evals: dict[int, float] = dataclasses.field(default_factory=dict)  # accuracy at each step
-    wandb_id: str = ""
     widths: list[Widths] = dataclasses.field(default_factory=list)  # of all rows of updates so far
     forked_from: str = ""  # the checkpoint of another run with which this run began
-    waiting: dict[str, list[str]] = dataclasses.field(default_factory=dict)  # see RunLog.waiting
+    run_id: str = ""  # also of the run in W&B
 
 
 # ---- Folders -------------------------------------------------------------------------------------
@@ -43,26 +47,13 @@ class Progress:
 
 def output_folder(output_dir: str, name: str) -> Path:
     """OUTPUT_DIR, or a new folder NAME_UTC, the same on all processes; this run holds it."""
-    chosen = ""
+    chosen = output_dir or f"{name}_{datetime.now(UTC):%Y%m%d_%H%M%S}"
     with processes.told_by_all():
         if jax.process_index() == 0:
-            chosen = output_dir or new_folder(name)
+            while not output_dir and Path(chosen).exists():  # another run began in this second
+                chosen += "_2"
             hold(Path(chosen), f"OUTPUT_DIR={chosen}")
     return Path(processes.gather_texts(chosen)[0])
-
-
-def new_folder(name: str) -> str:
-    """Makes NAME_UTC, or NAME_UTC_2 if another run has made it in the same second."""
-    start = f"{name}_{datetime.now(UTC):%Y%m%d_%H%M%S}"
-    for number in itertools.count(1):
-        folder = Path(start if number == 1 else f"{start}_{number}")
-        try:
-            folder.mkdir(parents=True)
-            return str(folder)
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise UserMistake(f"OUTPUT_DIR={folder} cannot be written: {error.strerror}") from None
 
 
 def hold(folder: Path, name: str) -> None:
@@ -76,69 +67,50 @@ def hold(folder: Path, name: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)  # not inherited by children
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            who = os.pread(lock, 200, 0).decode(errors="replace")
-            raise UserMistake(
-                f"{name} belongs to another run, which is alive: {who}. Choose another folder, or "
-                f"wait until that run has ended"
-            ) from None
-        except OSError as error:  # some network file systems have no locks
-            why = f"{name} cannot be locked: {error.strerror}"
-            print(f"{why}; nothing stops a second run in this folder", flush=True)
-            return
-        if os.fstat(lock).st_nlink == 0:  # another run, which did not begin, has removed the file
-            os.close(lock)
-            return hold(folder, name)
+    except OSError as error:
+        raise UserMistake(f"{name} cannot be written: {error.strerror}") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        who = os.pread(lock, 200, 0).decode(errors="replace")
+        raise UserMistake(
+            f"{name} belongs to another run, which is alive: {who}. Choose another folder, or "
+            f"wait until that run has ended"
+        ) from None
+    except OSError as error:  # some network file systems have no locks
+        why = f"{name} cannot be locked: {error.strerror}"
+        print(f"{why}; nothing stops a second run in this folder", flush=True)
+    try:
         os.ftruncate(lock, 0)
-        os.pwrite(lock, this_process().encode(), 0)
+        os.pwrite(lock, f"process {os.getpid()} on {platform.node()}".encode(), 0)
     except OSError as error:
         raise UserMistake(f"{name} cannot be written: {error.strerror}") from None
 
 
-def this_process() -> str:
-    return f"process {os.getpid()} on {platform.node()}"
+def checkpoints_of(cfg: Any, out: Path) -> Checkpoints:
+    """The run's checkpoints in CHECKPOINT_DIR, or in its output folder."""
+    return Checkpoints(cfg.checkpoint_dir or str(out / "checkpoints"), cfg.save_keep)
 
 
-def leave(*folders: Path) -> None:
-    """Removes each folder in which this process has left only a lock, as its run does not begin."""
-    for folder in folders:
-        if folder.is_dir() and [file.name for file in folder.iterdir()] == [LOCK]:
-            if (folder / LOCK).read_text(errors="replace") == this_process():
-                (folder / LOCK).unlink()
-                with contextlib.suppress(OSError):  # where something else is mounted
-                    folder.rmdir()
-
-
-def open_checkpoints(
-    out: Path, checkpoint_dir: str, save_every_steps: int, save_keep: int
-) -> tuple[Checkpoints, bool]:
+def open_checkpoints(cfg: Any, out: Path) -> tuple[Checkpoints, bool]:
     """The run's checkpoints, and whether all processes reach their folder.
 
     If they do, this run holds the folder; if they do not, the run saves no checkpoints. Raises
     UserMistake for a folder that cannot be used.
     """
-    checkpoints = Checkpoints(checkpoint_dir or str(out / "checkpoints"), save_keep)
+    checkpoints = checkpoints_of(cfg, out)
     if "://" in checkpoints.folder:
         with processes.told_by_all():
             checkpoints.stop_if_out_of_reach()
         return checkpoints, True
-    folder, alone = Path(checkpoints.folder), jax.process_count() == 1
-    mark = folder / f".seen_{processes.gather_texts(datetime.now(UTC).isoformat())[0]}"
+    folder, first = Path(checkpoints.folder), jax.process_index() == 0
     with processes.told_by_all():
-        used = save_every_steps > 0 or folder.is_dir() or not alone
-        if jax.process_index() == 0 and used:
-            name = f"CHECKPOINT_DIR={folder}" if checkpoint_dir else f"OUTPUT_DIR={out}"
-            if folder.resolve() != out.resolve():
-                hold(folder, name)
-            mark.touch()
-    reachable = all(processes.gather_texts("yes" if mark.exists() or alone else ""))
-    if jax.process_index() == 0:
-        mark.unlink(missing_ok=True)
-        if not reachable:
-            leave(folder)
-    if not reachable and save_every_steps:
+        if first and folder != out.resolve():
+            hold(folder, f"CHECKPOINT_DIR={folder}" if cfg.checkpoint_dir else f"OUTPUT_DIR={out}")
+    lock = folder / LOCK  # says which process holds the folder
+    told = lock.read_text(errors="replace") if lock.is_file() else ""
+    reachable = len({*processes.gather_texts(told)}) == 1
+    if not reachable and cfg.save_every_steps:
         checkpoints.say(
             f"no checkpoints: {folder} is not the same folder on all hosts; set CHECKPOINT_DIR to "
             f"one they share, such as gs://bucket/folder"
@@ -146,68 +118,61 @@ def open_checkpoints(
     return checkpoints, reachable
 
 
-# ---- A run that is finished ----------------------------------------------------------------------
+# ---- Whose folder it is --------------------------------------------------------------------------
 
 
-def is_finished(cfg: Any, made_with: Mapping[str, str]) -> bool:
-    """True if OUTPUT_DIR holds this run with all its steps, evaluations and the export done.
+def new_id() -> str:
+    """An id for a run, here and in W&B."""
+    return secrets.token_hex(4)
 
-    Raises UserMistake if it holds another run, as stop_if_another does.
-    """
+
+def run_in(out: Path) -> dict[str, Any]:
+    """What RUN says of the run in this folder, on all processes; empty without this file."""
     text = ""
-    file = Path(cfg.output_dir) / "finished"
-    if cfg.output_dir and cfg.resume == "auto" and cfg.steps and file.is_file():
-        text = file.read_text(encoding="utf-8")
-    if not (text := processes.gather_texts(text)[0]):
-        return False
+    with processes.told_by_all():
+        if jax.process_index() == 0 and (out / RUN).is_file():
+            text = (out / RUN).read_text(encoding="utf-8")
     try:
-        done = json.loads(text)
+        return json.loads(processes.gather_texts(text)[0] or "{}")
     except ValueError as error:
-        raise UserMistake(f"{file} is damaged: {error}; remove this file to go on") from None
-    if done["step"] < cfg.steps:
-        return False
-    stop_if_another(done, made_with, cfg.resume_force)
-    return True
+        raise UserMistake(f"{out / RUN} is damaged: {error}; choose a new OUTPUT_DIR") from None
 
 
-def finished_line(cfg: Any) -> str:
-    """The line about a run that is finished, with what the user sets to train longer.
-
-    A resumed run keeps the end of the schedule, after which only a constant rate is above 0.
-    """
-    line = f"OUTPUT_DIR={cfg.output_dir}: all STEPS={cfg.steps} are done. To train longer, set "
-    if cfg.lr_schedule == "constant":
-        ends_with_steps = cfg.warmup_ratio > 0 and not cfg.lr_decay_steps
-        end = f" and LR_DECAY_STEPS={cfg.steps}" if ends_with_steps else ""
-        return f"{line}a larger STEPS{end}"
-    if cfg.lr_decay_steps > cfg.steps:
-        return f"{line}a larger STEPS"
-    return (
-        f"{line}a larger STEPS{' and LR_DECAY_STEPS' * (cfg.lr_decay_steps > 0)}, and "
-        f"RESUME_FORCE=1 for the longer schedule of the learning rate; with "
-        f"LR_DECAY_STEPS={cfg.lr_decay_steps or cfg.steps} instead, it is 0 in the added steps"
-    )
-
-
-def mark_finished(out: Path, steps: int, made_with: Mapping[str, str]) -> None:
-    """Notes in the run's folder that all is done, so that the same command does nothing again.
-
-    Raises OSError.
-    """
+def write_run(
+    out: Path, progress: Progress, made_with: Mapping[str, str], done: Sequence[str]
+) -> None:
+    """Writes RUN, on process 0. done: texts of what the run has done. Raises OSError."""
     if jax.process_index() == 0:
-        done = {"step": steps, "made_with": made_with}
-        try:
-            replace_file(out / "finished", json.dumps(done) + "\n")
-        except OSError as error:
-            raise OSError(f"{out}/finished: {error.strerror}") from None
+        values = {"run_id": progress.run_id, "forked_from": progress.forked_from}
+        values |= {"made_with": dict(made_with), "done": [*done]}
+        replace_file(out / RUN, json.dumps(values, indent=1) + "\n")
+
+
+def has_records(out: Path) -> bool:
+    """Whether a run has left records in this folder; a lock alone is no run."""
+    files = [out / name for name in FILES if jax.process_index() == 0]
+    there = any(file.is_file() and file.stat().st_size for file in files)
+    return bool(processes.gather_texts("yes" if there else "")[0])
+
+
+def after(step: int) -> str:
+    """The end of a text that says what a run has done after so many steps."""
+    return f"after {step} steps"
+
+
+def evaluations_done(progress: Progress, done: Sequence[str]) -> list[str]:
+    """Which evaluations after the newest step are complete: "eval", "eval_full", both or none."""
+    texts = [text for text in done if text.endswith(after(progress.step))]
+    kinds = ["eval"] * (progress.step in progress.evals or bool(texts))
+    return kinds + ["eval_full"] * any(text.startswith("eval_full") for text in texts)
 
 
 def stop_if_another(
-    record: Mapping[str, Any], made_with: Mapping[str, str], resume_force: bool
+    record: Mapping[str, Any], made_with: Mapping[str, str], resume_force: bool, what: str
 ) -> None:
     """Raises UserMistake naming what has changed since the record, unless RESUME_FORCE=1.
 
-    made_with: all that the results follow from, now.
+    made_with: all that the results follow from, now. what: has the record, such as "step 4".
     """
     before = record["made_with"]
     changed = [
@@ -217,131 +182,184 @@ def stop_if_another(
     ]
     if not changed:
         return
-    text = f"step {record['step']} was made with other settings or files: {'; '.join(changed[:5])}"
+    text = f"{what} was made with other settings or files: {'; '.join(changed[:5])}"
     if not resume_force:
         end = before.get(SCHEDULE_END, "0")
         back = f" with LR_DECAY_STEPS={end}" if SCHEDULE_END in text and end != "0" else ""
         raise UserMistake(
-            f"{text}; set it back{back}, or RESUME_FORCE=1 to go on, or RESUME=never to begin anew"
+            f"{text}; set it back{back}, or RESUME_FORCE=1 to go on, or choose a new OUTPUT_DIR"
         )
     print(f"RESUME_FORCE=1: {text}", flush=True)
 
 
-# ---- The checkpoint that a run begins with -------------------------------------------------------
+# ---- How a run begins ----------------------------------------------------------------------------
 
 
-def restore(
-    cfg: Any,
-    checkpoints: Checkpoints,
-    out: Path,
-    reachable: bool,
-    wanted: Any,
-    made_with: Mapping[str, str],
-) -> tuple[Any, Progress] | None:
-    """The arrays and the progress of the checkpoint that RESUME asks for; None: begin anew.
+class Beginning:
+    """How a run begins: what RESUME asks for, and what is in the run's folders already.
 
-    What an earlier run has left of later steps is set aside in `out`. reachable: whether all
-    processes see the folder of the checkpoints. wanted: shapes, dtypes and shardings of the arrays.
-    made_with: all that the results follow from.
-    Raises UserMistake for a checkpoint of another run, and for a RESUME that names no checkpoint.
+    done: texts of what the run has done. missing: {name: text} of what is asked and not done.
     """
-    source, steps = checkpoint_source(cfg, checkpoints) if reachable else (None, None)
-    check = functools.partial(stop_if_unusable, cfg.steps, cfg.resume_force, wanted, made_with)
-    found = source.restore(wanted, check, steps) if source else None
-    if cfg.resume not in ("auto", "never") and found is None:
-        why = "is not the folder of a complete checkpoint"
-        if not reachable:
-            why = f"needs a folder for checkpoints that all hosts see; {checkpoints.folder} is none"
-        raise UserMistake(f"RESUME={cfg.resume} {why}")
-    aside = out / f"earlier_{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
-    with processes.told_by_all():
-        if jax.process_index() == 0:
-            outputs = (*FILES, "summary.json", "report.html", "hf", "wandb")
-            make_way(out, aside, () if found else outputs)
-    if not found:
-        if reachable:
-            checkpoints.set_aside(-1, aside)
-        return None
-    arrays, record = found
-    names = [field.name for field in dataclasses.fields(Progress) if field.name in record]
-    saved = {name: record[name] for name in names}  # old records do not have all of them
-    evals = {int(s): a for s, a in record["evals"]}
-    widths = [Widths(*w) for w in record.get("widths", [])]
-    progress = Progress(**saved | {"evals": evals, "widths": widths})
-    checkpoints.say(f"resumed after step {progress.step} of {cfg.steps}")
-    same_run = source.folder == checkpoints.folder
-    if not same_run:  # W&B has the other run, too
-        progress.wandb_id, progress.waiting = "", {}
-        progress.forked_from = f"{source.folder}/{progress.step}"
-    checkpoints.newest = progress.step if same_run else -1
-    checkpoints.set_aside(checkpoints.newest, aside)
-    return arrays, progress
+
+    def __init__(
+        self,
+        cfg: Any,
+        checkpoints: Checkpoints,
+        out: Path,
+        reachable: bool,
+        made_with: Mapping[str, str],
+        asked: Mapping[str, str],
+    ) -> None:
+        """reachable: whether all processes see the folder of the checkpoints. made_with: all that
+        the results follow from. asked: {name: text} of what the settings ask for.
+
+        Raises UserMistake if a folder belongs to another run.
+        """
+        self._cfg, self._checkpoints, self._made_with = cfg, checkpoints, made_with
+        self._reachable, self._run = reachable, run_in(out)
+        self._own = checkpoints.steps() if reachable else []
+        begun_with = "" if self._own else self._run.get("forked_from", "")
+        self._resume = cfg.resume
+        if cfg.resume == "auto" and begun_with:  # a fork that has no checkpoint of its own
+            self._resume = begun_with
+        source, self._steps = checkpoint_source(self._resume, checkpoints)
+        self._other = None if source is checkpoints else source  # a fork begins with that run
+        self.done: list[str] = self._run.get("done", [])
+        same = self._run and (self._run["made_with"] == made_with or cfg.resume_force)
+        self.missing = {k: text for k, text in asked.items() if not same or text not in self.done}
+        in_out = self._run or has_records(out)
+        self._where = f"OUTPUT_DIR={out}" if in_out else f"CHECKPOINT_DIR={checkpoints.folder}"
+        if in_out or self._own:
+            self._stop_if_taken()
+        if self._run and not self._own:  # it has ended before its first checkpoint
+            stop_if_another(self._run, made_with, cfg.resume_force, f"the run in {out}")
+            if self.done and self.missing:
+                raise UserMistake(
+                    f"OUTPUT_DIR={out}: what is missing ({', '.join(self.missing.values())}) needs "
+                    f"a checkpoint of this run, and {checkpoints.folder} has none; bring it back, "
+                    f"or choose a new OUTPUT_DIR"
+                )
+
+    def _stop_if_taken(self) -> None:
+        """Raises UserMistake unless the run in the folder is the one that RESUME asks for."""
+        own, steps, why = self._own, self._steps, ""
+        if self._cfg.resume == "never":
+            why = "RESUME=never begins a new one"
+        elif own and steps and not self._other and own[-1] > steps[0]:
+            why = f"it has gone on to step {own[-1]}; RESUME=auto goes on"
+        elif not own and not self._run:
+            why = f"neither a checkpoint nor {RUN} says which"
+        if why:
+            raise UserMistake(f"{self._where} holds a run, and {why}; choose a new OUTPUT_DIR")
+        if self._run:
+            self._stop_if_begun_otherwise(self._run)
+
+    def _stop_if_begun_otherwise(self, before: Mapping[str, Any]) -> None:
+        """Raises UserMistake for a run that has not begun as this one. One that only goes on (with
+        RESUME=auto, or with its own folder) may have begun in any way.
+
+        before: the values of RUN, or the record of a checkpoint.
+        """
+        began, other = before["forked_from"], self._other
+        folder, _, step = began.rpartition("/")
+        same = folder == (other.folder if other else "")
+        if same and other and self._steps:
+            same = self._steps == [int(step)]
+        if not same and (other or not self._own):
+            raise UserMistake(
+                f"{self._where} holds a run that began with {began or 'the model'}, and "
+                f"RESUME={self._resume} asks for another; choose a new OUTPUT_DIR"
+            )
+
+    def restore(self, wanted: Any) -> tuple[Any, Progress]:
+        """The arrays and the progress of the checkpoint with which the run begins; no arrays (None)
+        for a run that begins with the model.
+
+        wanted: shapes, dtypes and shardings of the arrays. Raises UserMistake for a checkpoint of
+        another run, and for a RESUME that names no checkpoint.
+        """
+        cfg, checkpoints, found = self._cfg, self._checkpoints, None
+
+        def check(record: Mapping[str, Any]) -> None:
+            if self._own:
+                self._stop_if_begun_otherwise(record)
+            stop_if_unusable(cfg, wanted, self._made_with, record)
+
+        if self._own:  # also a fork, once it has a checkpoint of its own
+            found = checkpoints.restore(wanted, check, None if self._other else self._steps)
+        elif self._other and self._reachable:
+            found = self._other.restore(wanted, check, self._steps)
+        if self._resume not in ("auto", "never") and found is None:
+            why = "is not the folder of a complete checkpoint"
+            if not self._reachable:
+                why = "needs a folder for checkpoints that all hosts see"
+            raise UserMistake(f"RESUME={self._resume} {why}")
+        run_id = self._run.get("run_id") or new_id()
+        if not found:
+            return None, Progress(run_id=run_id)
+        arrays, record = found
+        names = [field.name for field in dataclasses.fields(Progress) if field.name in record]
+        progress = Progress(**{"run_id": run_id} | {name: record[name] for name in names})
+        progress.evals = {int(step): accuracy for step, accuracy in record["evals"]}
+        progress.widths = [Widths(*widths) for widths in record["widths"]]
+        checkpoints.say(f"resumed after step {progress.step} of {cfg.steps}")
+        if not self._own:
+            progress.run_id, progress.forked_from = run_id, f"{self._other.folder}/{progress.step}"
+            progress.evals.pop(progress.step, None)  # the fork evaluates its first weights itself
+        return arrays, progress
 
 
 def checkpoint_source(
-    cfg: Any, checkpoints: Checkpoints
+    resume: str, own: Checkpoints | None
 ) -> tuple[Checkpoints | None, list[int] | None]:
-    """The checkpoints among which RESUME chooses, and the only steps that may be chosen."""
-    if cfg.resume == "never":
+    """The checkpoints among which RESUME chooses, and the only steps that may be chosen.
+
+    They are `own`, those of the run itself, or those of another run, or None.
+    """
+    if resume == "never":
         return None, None
-    if cfg.resume == "auto":
-        return (checkpoints if cfg.output_dir or cfg.checkpoint_dir else None), None
-    folder, _, last = cfg.resume.rstrip("/").rpartition("/")
-    steps = [int(last)] if last.isdecimal() else None
-    if steps is None:
-        inside = Path(cfg.resume) / "checkpoints"
-        folder = str(inside) if inside.is_dir() else cfg.resume
-    there = Checkpoints(folder or ".", read_only=True)
-    return (checkpoints if there.folder == checkpoints.folder else there), steps
+    if resume == "auto":
+        return own, None
+    named, steps = epath.Path(resume), None
+    if (named / "checkpoints").is_dir():
+        named = named / "checkpoints"
+    elif named.name.isdecimal() and ((named / RECORD).exists() or not named.exists()):
+        named, steps = named.parent, [int(named.name)]
+    source = Checkpoints(os.fspath(named), read_only=True)
+    return (own if own and source.folder == own.folder else source), steps
 
 
 def stop_if_unusable(
-    steps: int,
-    resume_force: bool,
-    wanted: Any,
-    made_with: Mapping[str, str],
-    record: Mapping[str, Any],
+    cfg: Any, wanted: Any, made_with: Mapping[str, str], record: Mapping[str, Any]
 ) -> None:
     """Raises UserMistake for a checkpoint of another run, or with other arrays than this run's.
 
     record: of the checkpoint.
     """
     step = record["step"]
-    if steps < step:
-        raise UserMistake(f"STEPS={steps}, and the checkpoint is after step {step}; raise it")
-    stop_if_another(record, made_with, resume_force)
+    if cfg.steps < step:
+        raise UserMistake(f"STEPS={cfg.steps}, and the checkpoint is after step {step}; raise it")
+    stop_if_another(record, made_with, cfg.resume_force, f"step {step}")
     stop_if_other_arrays(wanted, record)
-    shapes = Checkpoints.shapes(wanted)
-    if extra := [text for text in record["arrays"] if text not in shapes]:
-        raise UserMistake(
-            f"the checkpoint of step {step} has {extra[0]}, unused by this run: it was saved with "
-            f"other settings or by another version of the code; RESUME=never begins anew"
-        )
     before, now = record["versions"], processes.versions()
     if old := [f"{name}={before.get(name)}" for name in now if before.get(name) != now[name]]:
         print(f"the checkpoint was made with {' '.join(old)}", flush=True)
 
 
-def stop_if_other_arrays(wanted: Any, record: Mapping[str, Any]) -> None:
-    """Raises UserMistake if the checkpoint with this record lacks one of the wanted arrays."""
-    shapes = Checkpoints.shapes(wanted)
-    if missing := [text for text in shapes if text not in record["arrays"]]:
+def stop_if_other_arrays(wanted: Any, record: Mapping[str, Any], part: bool = False) -> None:
+    """Raises UserMistake if the checkpoint with this record has other arrays than the wanted ones.
+
+    part: True if it may have more of them.
+    """
+    ours, theirs = Checkpoints.shapes(wanted), record["arrays"]
+    other = [f"has no array {text}" for text in ours if text not in theirs]
+    if not part:
+        other += [f"has {text}, unused by this run" for text in theirs if text not in ours]
+    if other:
         raise UserMistake(
-            f"the checkpoint of step {record['step']} has no array {missing[0]}: MODEL_PATH, "
-            f"OPTIMIZER and BETA have to be those of its run"
+            f"the checkpoint of step {record['step']} {other[0]}: MODEL_PATH, OPTIMIZER and BETA "
+            f"have to be those of its run, and the code has to be of the same version"
         )
-
-
-def make_way(out: Path, aside: Path, names: Sequence[str]) -> None:
-    """Moves these outputs of an earlier run from `out` to `aside`; it is no longer finished."""
-    try:
-        if (out / "finished").exists():
-            (out / "finished").unlink()
-        for old in [out / name for name in names if (out / name).exists()]:
-            aside.mkdir(parents=True, exist_ok=True)
-            old.rename(aside / old.name)
-    except OSError as error:
-        raise UserMistake(f"OUTPUT_DIR={out} cannot be written: {error.strerror}") from None
 
 
 def record_of(progress: Progress, made_with: Mapping[str, str]) -> dict[str, Any]:

@@ -3,14 +3,10 @@
 import json
 import os
 import random
-import re
+import resource
 import shutil
-import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
-from subprocess import PIPE
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +14,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from test_train import REPO, Result, finish, start_two
 
-from runtime.checkpoint import Checkpoints, checksums, space_lines
-from runtime.mistakes import UserMistake
+from runtime.checkpoint import Checkpoints, checksums
+from runtime.mistakes import Unwritable, UserMistake
 
 RECORD = {"rounds": 7, "evals": [[0, 0.5]], "made_with": {"SEED": "0"}}
 
@@ -53,23 +48,6 @@ def abstract(arrays: dict) -> dict:
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays
     )
-
-
-def test_a_run_says_what_it_will_write_and_which_disk_is_too_small(tmp_path: Path) -> None:
-    free = shutil.disk_usage(tmp_path).free
-    assert space_lines([]) == ["disk: no checkpoints and no export"]
-    half = free * 6 // 10
-    [line] = space_lines([("1 x 2 GB of checkpoints", tmp_path / "not" / "yet", half)])
-    told = rf"disk: 1 x 2 GB of checkpoints in {tmp_path}/not/yet, \S+ GB free"
-    assert re.fullmatch(told, line)
-    two = [("checkpoints", tmp_path / "a", half), ("an export", tmp_path / "b", half)]
-    line, note = space_lines(two)  # each fits, both do not
-    assert re.fullmatch(
-        rf"disk: checkpoints in {tmp_path}/a, \S+ GB free; an export in {tmp_path}/b, \S+ GB free",
-        line,
-    )
-    assert note.startswith(f"note: the run needs {2 * half / 1e9:.3g} GB of disk, and ")
-    assert "EXPORT_HF=none" in note
 
 
 def mesh_of(*shape: int) -> Mesh:
@@ -194,7 +172,7 @@ def test_a_run_does_not_begin_anew_when_no_checkpoint_can_be_read(tmp_path: Path
     for step in (1, 2):
         (tmp_path / "c" / str(step) / "record" / "metadata").write_text("{}")
     with pytest.raises(
-        UserMistake, match="none of the checkpoints in .* can be read; RESUME=never"
+        UserMistake, match="none of the checkpoints in .* can be read; begin a new run"
     ):
         restored(tmp_path / "c")
 
@@ -218,27 +196,6 @@ def test_the_error_of_the_check_of_a_record_reaches_the_caller(tmp_path: Path) -
         checkpoints.restore(abstract(arrays_of(0)), refuse)
 
 
-def test_later_checkpoints_are_set_aside_and_not_lost(tmp_path: Path) -> None:
-    checkpoints = saved(tmp_path / "run" / "checkpoints", 4)
-    checkpoints.set_aside(2, tmp_path / "run" / "earlier")
-    assert checkpoints.steps() == [1, 2]
-    assert sorted(f.name for f in (tmp_path / "run" / "earlier").iterdir()) == ["3", "4"]
-    checkpoints.save(3, arrays_of(33), RECORD, {})
-    checkpoints.wait()
-    assert_equal(restored(tmp_path / "run" / "checkpoints")[1], arrays_of(33))
-
-
-def test_each_save_into_a_folder_that_cannot_be_written_prints_one_line(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("no folder")
-    checkpoints, said = Checkpoints(str(tmp_path / "file" / "c"), 1), []
-    checkpoints.say = said.append
-    for step in (1, 2):
-        checkpoints.save(step, arrays_of(step), RECORD, {})
-        checkpoints.wait()
-    assert checkpoints.newest == -1 and len(said) == 2
-    assert said[1].startswith(f"checkpoint of step 2 cannot be written to {tmp_path}/file/c: ")
-
-
 def test_a_checksum_depends_on_the_order_of_the_elements_and_not_on_the_sharding() -> None:
     values = np.array([[1.0, -2.0], [0.5, np.nan]], np.float32)
     by_hand = int((values.view(np.uint32).astype(object) * [[1, 3], [5, 7]]).sum() % 2**32)
@@ -259,92 +216,44 @@ def test_a_record_is_a_json_file_that_any_program_can_read(tmp_path: Path) -> No
     assert "['state']['matrix'] float32[64, 48]" in record["arrays"]
 
 
-LIMIT = """
-import os
-import resource
-if size := int(os.environ.get("FILE_LIMIT", "0")):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-"""
-
-
-def limited(tmp_path: Path, fails: int, size: str) -> list[Result]:
-    """The results of two processes that save after each of three steps.
-
-    Process `fails` cannot write a file of more than `size` bytes.
-    """
-    (tmp_path / "sitecustomize.py").write_text(LIMIT)
-    outs, each = [tmp_path / "0", tmp_path / "1"], [{}, {}]
-    each[fails] = {"FILE_LIMIT": size}
-    both = {"STEPS": "3", "SAVE_EVERY_STEPS": "1", "BATCH_SIZE": "2", "EXPORT_HF": "none"}
-    both |= {"HEARTBEAT_TIMEOUT_S": "10", "PYTHONPATH": str(tmp_path)}
-    running = start_two(outs, 1, *each, **both)
-    return [finish(process, out) for process, out in zip(running, outs, strict=True)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "fails, size",
-    [(1, "300000"), (0, "2000000"), (1, "2000000")],
-    ids=["1 before a save", "0 during a save", "1 during a save"],
-)
-def test_after_a_failed_save_on_one_process_both_processes_go_on(
-    tmp_path: Path, fails: int, size: str
+@pytest.mark.parametrize("began", ["begins", "in the background"])
+def test_a_save_that_fails_is_told_with_the_newest_checkpoint_that_stays(
+    tmp_path: Path, began: str
 ) -> None:
-    """Both do all steps, neither waits for the other, and they try every later save."""
-    began = time.monotonic()
-    lost = [
-        f"checkpoint of step {step} cannot be written to {tmp_path}/0/checkpoints: File too large; "
-        f"there is none yet"
-        for step in (1, 2, 3)
-    ]
-    for result in limited(tmp_path, fails, size):
-        lines = result.lines.splitlines()
-        assert [line for line in lines if line.startswith("checkpoint")] == lost
-        steps = [line.partition(" ")[0] for line in lines if line.startswith("step=")]
-        assert steps == ["step=0", "step=1", "step=2"]
-        assert result.code == 1 and "Traceback" not in result.errors
-        last = result.errors.strip().splitlines()[-1]
-        assert last == f"error: the last checkpoint is not in {tmp_path}/0/checkpoints"
-    assert time.monotonic() - began < 200
+    checkpoints = saved(tmp_path / "c", 1)
+    if began == "begins":
+        shutil.rmtree(tmp_path / "c")
+        (tmp_path / "c").write_text("no folder")
+        why = "Not a directory"
+    else:
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limit[1]))
+        why = "File too large"
+    with pytest.raises(Unwritable) as error:
+        try:
+            checkpoints.save(2, arrays_of(2), RECORD, {})
+            end = time.monotonic() + 20
+            while time.monotonic() < end:
+                checkpoints.check()  # as each step does; it never waits
+        finally:
+            if began != "begins":
+                resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert str(error.value) == (
+        f"checkpoint of step 2 cannot be written to {tmp_path}/c: {why}; step 1 stays the newest"
+    )
 
 
-VOTER = """
-import sys
-import time
-import jax
-from runtime import checkpoint, processes
-from runtime.mistakes import UserMistake
-processes.join(init_timeout_s=60, heartbeat_timeout_s=10)
-saves = checkpoint.Checkpoints(sys.argv[1])
-print(saves._vote("no space" if jax.process_index() else "", 60), flush=True)
-if jax.process_index() == 0:
-    time.sleep(30)  # it stands for a process that waits for process 1 within orbax
-with processes.ending_together():
-    saves._vote("no space again", 3)
-"""
-
-
-def test_a_process_ends_by_itself_if_another_process_waits_for_it_within_orbax(
+def test_a_damaged_checkpoint_counts_for_nothing_and_its_step_is_saved_again(
     tmp_path: Path,
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    where = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2", "JAX_PLATFORMS": "cpu"}
-    began = time.monotonic()
-    command = [sys.executable, "-c", VOTER, str(tmp_path)]
-    running = []
-    for i in range(2):
-        env = os.environ | where | {"JAX_PROCESS_ID": str(i)}
-        running.append(
-            subprocess.Popen(command, cwd=REPO, env=env, text=True, stdout=PIPE, stderr=PIPE)
-        )
-    lines, errors = running[1].communicate(timeout=100)
-    assert time.monotonic() - began < 60 and running[1].returncode == 1
-    assert lines.splitlines()[-1] == "['', 'no space']"
-    assert errors.splitlines()[-1] == (
-        f"error: this process cannot write its part of a checkpoint to {tmp_path}: no space again; "
-        f"another process waits for this part, so the run has to end"
-    )
-    assert running[0].stdout.readline() == "['', 'no space']\n"
-    running[0].kill()
-    running[0].communicate()
+    saved(tmp_path / "c", 3)
+    (tmp_path / "c" / "3" / "record" / "metadata").write_text("{}")
+    checkpoints = Checkpoints(str(tmp_path / "c"), keep=2)
+    assert checkpoints.restore(abstract(arrays_of(0)), accept)[1]["step"] == 2
+    checkpoints.save(4, arrays_of(4), RECORD, {3: 0.9})  # SAVE_EVERY_STEPS has changed
+    checkpoints.wait()
+    assert checkpoints.steps() == [2, 3, 4], "the newest two that are sound stay"
+    checkpoints.save(3, arrays_of(33), RECORD, {})
+    checkpoints.wait()
+    found = Checkpoints(str(tmp_path / "c")).restore(abstract(arrays_of(0)), accept, [3])
+    assert_equal(found[0], arrays_of(33))

@@ -13,12 +13,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from faults.checks import metric_records
 from test_reliability import wait_for
 from test_train import Result, finish, start, train
 
 from models import hf
 from models.placement import num_params
-from tools.fault_checks import metric_records
 from tools.make_random import make_random
 
 REPO = Path(__file__).resolve().parent.parent

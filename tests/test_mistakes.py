@@ -324,7 +324,8 @@ def test_a_mistake_ends_a_run_in_one_line_with_exit_code_2(
     assert lines[-1] in told and any(case.words in line for line in told), run.errors
     assert "Traceback" not in run.errors
     assert not case.early or "backend=" not in run.lines, "no device was touched before"
-    assert run.out.exists() == case.leaves, "nothing is left behind"
+    left = [file for file in run.out.rglob("*") if file.is_file() and file.name != ".lock"]
+    assert bool(left) == case.leaves, "nothing but locks is left behind"
 
 
 def test_mistakes_in_different_files_are_reported_together(tmp_path: Path) -> None:

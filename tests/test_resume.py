@@ -1,12 +1,15 @@
-"""runtime/resume.py: which checkpoint a run goes on from, and which changes of settings stop it."""
+"""runtime/resume.py: whose a folder is, which checkpoint a run begins with, what it refuses."""
 
 import json
 import re
 import shutil
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from faults.checks import checkpoint_arrays, metric_records
 from test_config import DEFAULTS
 from test_reliability import start_run, wait_for
 from test_train import Result, finish
@@ -15,9 +18,210 @@ from config import Config
 from runtime.checkpoint import Checkpoints
 from runtime.mistakes import UserMistake
 from runtime.parsing import compared_by_value
-from runtime.resume import finished_line, is_finished, stop_if_another, stop_if_unusable
-from tools.fault_checks import checkpoint_arrays, metric_records
+from runtime.resume import (
+    Beginning,
+    Progress,
+    checkpoints_of,
+    new_id,
+    record_of,
+    run_in,
+    stop_if_another,
+    stop_if_unusable,
+    write_run,
+)
 from update import TrainState
+
+# ---- Whose a folder is ---------------------------------------------------------------------------
+
+MADE_WITH = {"SEED": "0"}
+
+
+def arrays_after(step: int) -> dict:
+    return {"x": jnp.full((4, 4), step, jnp.float32)}
+
+
+def begun(cwd: Path, made_with: dict = MADE_WITH, **settings) -> tuple:
+    """The step and the value with which a run with these settings begins, its id and its origin."""
+    cfg = Config(**{"steps": 6, "save_keep": 0} | settings)
+    out = cwd / cfg.output_dir
+    like = arrays_after(0)["x"]
+    wanted = {"x": jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=like.sharding)}
+    asked = {"steps": "training after 6 steps"}
+    beginning = Beginning(cfg, checkpoints_of(cfg, out), out, True, made_with, asked)
+    arrays, progress = beginning.restore(wanted)
+    value = None if arrays is None else int(arrays["x"][0, 0])
+    return progress.step, value, progress.run_id, progress.forked_from
+
+
+def make_run(out: Path, *steps: int, forked_from: str = "", done: tuple = (), **settings) -> str:
+    """Writes what a run leaves that has saved these steps, and returns its id."""
+    out.mkdir(parents=True)
+    progress = Progress(forked_from=forked_from, run_id=new_id())
+    checkpoints = checkpoints_of(Config(output_dir=str(out), **settings), out)
+    for step in steps:
+        progress.step = step
+        checkpoints.save(step, arrays_after(step), record_of(progress, MADE_WITH), {})
+    checkpoints.wait()
+    write_run(out, progress, MADE_WITH, done)
+    (out / "metrics.jsonl").write_text("".join(f'{{"step": {i}}}\n' for i in range(5)))
+    return progress.run_id
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a run `a` that has checkpoints of the steps 2 and 4, and a new run `b`."""
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "a", 2, 4)
+    make_run(tmp_path / "b")
+    return tmp_path
+
+
+def test_a_run_goes_on_in_its_own_folder_however_the_folder_is_named(runs: Path) -> None:
+    run_id = run_in(runs / "a")["run_id"]
+    assert begun(runs, output_dir="a") == (4, 4, run_id, "")
+    (runs / "link").symlink_to("a")
+    for own in ("a", "a/checkpoints", "b/../a", "a/checkpoints/4", "link", str(runs / "a")):
+        assert begun(runs, output_dir="a", resume=own) == (4, 4, run_id, ""), own
+    shutil.rmtree(runs / "a")  # the disk of a machine that was made anew is empty
+    run_id = make_run(runs / "c", 2, checkpoint_dir=str(runs / "bucket"))
+    assert begun(runs, output_dir="a", checkpoint_dir="bucket") == (2, 2, run_id, "")
+
+
+def test_a_run_without_a_checkpoint_begins_again_and_is_the_same_run(runs: Path) -> None:
+    assert begun(runs, output_dir="b") == (0, None, run_in(runs / "b")["run_id"], "")
+    (runs / "locked").mkdir()
+    for name in (".lock", "metrics.jsonl"):  # a start that was killed may leave an empty file
+        (runs / "locked" / name).touch()
+    assert begun(runs, output_dir="locked", resume="never")[:2] == (0, None)
+
+
+def test_a_fork_needs_an_empty_folder_and_then_goes_on_with_its_own_checkpoints(
+    runs: Path,
+) -> None:
+    source = f"{runs}/a/checkpoints"
+    for resume, step in (("a", 4), ("a/checkpoints/2", 2), ("b/../a/", 4)):
+        found = begun(runs, output_dir="fork", resume=resume)
+        assert found[:2] == (step, step) and found[3] == f"{source}/{step}"
+        assert found[2] != run_in(runs / "a")["run_id"]
+    run_id = make_run(runs / "f", forked_from=f"{source}/2")  # it was killed at once
+    for resume, step in (("a/checkpoints/2", 2), ("auto", 2), ("a", 4)):
+        found = begun(runs, output_dir="f", resume=resume)
+        assert found == (step, step, run_id, f"{source}/{step}")
+    make_run(runs / "gone", forked_from=f"{source}/3")
+    with pytest.raises(UserMistake, match=f"^RESUME={source}/3 is not the folder of a complete"):
+        begun(runs, output_dir="gone")
+    run_id = make_run(runs / "g", 3, forked_from=f"{source}/2")
+    for resume in ("a/checkpoints/2", "a", "auto", "g"):
+        found = begun(runs, output_dir="g", resume=resume)
+        assert found == (3, 3, run_id, f"{source}/2"), resume
+
+
+def test_the_folder_of_a_run_may_have_a_number_as_its_name(runs: Path) -> None:
+    make_run(runs / "r" / "7", 5)
+    assert begun(runs, output_dir="new", resume="r/7")[0] == 5
+
+
+@pytest.mark.parametrize(
+    "settings, says",
+    [
+        ({"resume": "never"}, "OUTPUT_DIR={}/a holds a run, and RESUME=never begins a new one"),
+        (
+            {"resume": "a/checkpoints/2"},
+            "OUTPUT_DIR={}/a holds a run, and it has gone on to step 4; RESUME=auto goes on",
+        ),
+        (
+            {"resume": "other"},
+            "OUTPUT_DIR={}/a holds a run that began with the model, and RESUME=other asks for "
+            "another",
+        ),
+        (
+            {"output_dir": "b", "resume": "a"},
+            "OUTPUT_DIR={}/b holds a run that began with the model, and RESUME=a asks for another",
+        ),
+        (
+            {"output_dir": "fork", "resume": "a/checkpoints/4"},
+            "OUTPUT_DIR={}/fork holds a run that began with {}/a/checkpoints/2, and "
+            "RESUME=a/checkpoints/4 asks for another",
+        ),
+        (
+            {"output_dir": "old"},
+            "OUTPUT_DIR={}/old holds a run, and neither a checkpoint nor run.json says which",
+        ),
+        (
+            {"output_dir": "new", "checkpoint_dir": "a/checkpoints", "resume": "never"},
+            "CHECKPOINT_DIR={}/a/checkpoints holds a run, and RESUME=never begins a new one",
+        ),
+        (
+            {"output_dir": "new", "checkpoint_dir": "a/checkpoints", "resume": "other"},
+            "CHECKPOINT_DIR={}/a/checkpoints holds a run that began with the model, and "
+            "RESUME=other asks for another",
+        ),
+        (
+            {"output_dir": "done", "checkpoint_dir": "elsewhere"},
+            "OUTPUT_DIR={}/done: what is missing (training after 6 steps) needs a checkpoint of "
+            "this run, and {}/elsewhere has none; bring it back, or",
+        ),
+    ],
+)
+def test_the_folder_of_another_run_is_refused_and_nothing_in_it_changes(
+    runs: Path, settings: dict, says: str
+) -> None:
+    make_run(runs / "other", 3)
+    make_run(runs / "fork", forked_from=f"{runs}/a/checkpoints/2")
+    make_run(runs / "done", 2, done=("a checkpoint",))
+    (runs / "old").mkdir()
+    (runs / "old" / "eval.jsonl").write_text('{"step": 0}\n')
+
+    def files() -> dict[Path, bytes]:
+        return {file: file.read_bytes() for file in runs.rglob("*") if file.is_file()}
+
+    before = files()
+    with pytest.raises(UserMistake) as error:
+        begun(runs, **{"output_dir": "a"} | settings)
+    end = " choose a new OUTPUT_DIR"
+    assert str(error.value).removesuffix(end).removesuffix(";") == says.replace("{}", str(runs))
+    assert str(error.value).endswith(end) and files() == before
+
+
+def test_other_settings_are_refused_by_name_before_and_after_the_first_checkpoint(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for out, what in (("a", "step 4"), ("b", f"the run in {runs}/b")):
+        told = f"{what} was made with other settings or files: SEED was 0 and is 1"
+        with pytest.raises(UserMistake) as error:
+            begun(runs, {"SEED": "1"}, output_dir=out)
+        assert str(error.value) == (
+            f"{told}; set it back, or RESUME_FORCE=1 to go on, or choose a new OUTPUT_DIR"
+        )
+        begun(runs, {"SEED": "1"}, output_dir=out, resume_force=True)
+        assert f"RESUME_FORCE=1: {told}\n" in capsys.readouterr().out
+
+
+def test_what_a_finished_run_has_not_done_is_missing(runs: Path) -> None:
+    asked = {"steps": "training after 4 steps", "export": "export to hf"}
+
+    def missing(asked: dict = asked, made_with: dict = MADE_WITH, **settings) -> list[str]:
+        cfg = Config(**{"steps": 4, "output_dir": "done"} | settings)
+        out = Path(cfg.output_dir)
+        beginning = Beginning(cfg, checkpoints_of(cfg, out), out, True, made_with, asked)
+        return list(beginning.missing)
+
+    make_run(runs / "done", 4, done=("training after 4 steps", "export to hf"))
+    assert missing() == missing(resume="done") == missing(resume="done/checkpoints/4") == []
+    assert missing({**asked, "export": "export to new"}) == ["export"]
+    assert missing(made_with={"SEED": "1"}) == ["steps", "export"]
+    assert missing(made_with={"SEED": "1"}, resume_force=True) == []
+    assert missing(output_dir="b") == missing(output_dir="nowhere") == ["steps", "export"]
+    (runs / "b" / "run.json").write_text('{"made_with": ')
+    with pytest.raises(UserMistake, match="^b/run.json is damaged: .*; choose a new OUTPUT_DIR"):
+        missing(output_dir="b")
+    shutil.rmtree(runs / "done" / "checkpoints")
+    assert missing() == []
+    with pytest.raises(UserMistake, match=r"what is missing \(export to new\) needs a checkpoint"):
+        missing({**asked, "export": "export to new"})
+
+
+# ---- Damaged checkpoints and other arrays --------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +237,8 @@ def short(out: Path, tmp_path: Path) -> Path:
         settings = {"STEPS": "3", "SAVE_KEEP": "0", "EVAL_EVERY_STEPS": "0"}
         assert finish(start_run(source, **settings), source).code == 0
     shutil.copytree(source, tmp_path / "run")
-    (tmp_path / "run" / "finished").unlink()
+    run = json.loads((source / "run.json").read_text())
+    (tmp_path / "run" / "run.json").write_text(json.dumps(run | {"done": ["a checkpoint"]}))
     return tmp_path / "run"
 
 
@@ -52,8 +257,6 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(out: Path, short
     ours, theirs = checkpoint_arrays(short, 3), checkpoint_arrays(out / "short", 3)
     assert all(ours[name].tobytes() == theirs[name].tobytes() for name in theirs)
     assert metric_records(short) == metric_records(out / "short")
-    kept = [*short.glob("earlier_*/3")]
-    assert len(kept) == 1, "the damaged checkpoint is set aside, not deleted"
 
 
 COMPARED = [setting.partition("=")[0] for setting in DEFAULTS["value"].split()]
@@ -86,7 +289,7 @@ def test_a_checkpoint_keeps_the_names_by_which_older_checkpoints_are_compared(sh
         "the tokenized prompts",
         "the file of REWARD_FN recorder.py",
     ]
-    progress = "step rounds not_finite evals wandb_id widths forked_from waiting".split()
+    progress = "step rounds not_finite evals widths forked_from run_id".split()
     others = "made_with versions checksums arrays sha256".split()
     assert sorted(record) == sorted(progress + others)
     names = [text.partition(" ")[0] for text in record["arrays"]]
@@ -100,60 +303,39 @@ def test_a_checkpoint_with_an_array_of_an_earlier_version_is_refused_in_one_line
     arrays = [*Checkpoints.shapes({"state": state}), "['state'].step int32[]"]
     record = {"step": 3, "made_with": {}, "arrays": arrays, "versions": {}}
     with pytest.raises(UserMistake) as error:
-        stop_if_unusable(3, False, {"state": state}, {}, record)
+        stop_if_unusable(Config(steps=3), {"state": state}, {}, record)
     assert str(error.value) == (
-        "the checkpoint of step 3 has ['state'].step int32[], unused by this run: it was saved "
-        "with other settings or by another version of the code; RESUME=never begins anew"
+        "the checkpoint of step 3 has ['state'].step int32[], unused by this run: MODEL_PATH, "
+        "OPTIMIZER and BETA have to be those of its run, and the code has to be of the same version"
     )
-
-
-def test_a_damaged_mark_of_a_finished_run_is_named(tmp_path: Path) -> None:
-    (tmp_path / "finished").write_text('{"step": 3, "ma')
-    with pytest.raises(UserMistake, match=f"^{tmp_path}/finished is damaged: .*; remove this file"):
-        is_finished(Config(steps=3, output_dir=str(tmp_path)), {})
-
-
-def test_a_finished_run_says_which_settings_make_it_longer() -> None:
-    forced = "RESUME_FORCE=1 for the longer schedule of the learning rate"
-    for settings, advice in {
-        "": f", and {forced}; with LR_DECAY_STEPS=4 instead, it is 0 in the added steps",
-        "LR_SCHEDULE=linear LR_DECAY_STEPS=3": f" and LR_DECAY_STEPS, and {forced}; "
-        "with LR_DECAY_STEPS=3 instead, it is 0 in the added steps",
-        "LR_DECAY_STEPS=9": "",
-        "LR_SCHEDULE=constant": " and LR_DECAY_STEPS=4",
-        "LR_SCHEDULE=constant LR_DECAY_STEPS=3": "",
-        "LR_SCHEDULE=constant WARMUP_RATIO=0": "",
-    }.items():
-        env = dict(pair.split("=") for pair in settings.split())
-        cfg = Config.from_env({"MODEL_PATH": "m", "OUTPUT_DIR": "runs/a", "STEPS": "4"} | env)
-        start = "OUTPUT_DIR=runs/a: all STEPS=4 are done. To train longer, set a larger STEPS"
-        assert finished_line(cfg) == start + advice, settings
 
 
 def test_a_longer_schedule_is_refused_with_the_setting_that_keeps_it() -> None:
     end = "LR_DECAY_STEPS (else STEPS)"
     for before, back in {"1": " with LR_DECAY_STEPS=1", "0": ""}.items():
         with pytest.raises(UserMistake) as error:
-            stop_if_another({"step": 1, "made_with": {end: before}}, {end: "2"}, False)
+            stop_if_another({"made_with": {end: before}}, {end: "2"}, False, "step 1")
         assert str(error.value) == (
             f"step 1 was made with other settings or files: {end} was {before} and is 2; set it "
-            f"back{back}, or RESUME_FORCE=1 to go on, or RESUME=never to begin anew"
+            f"back{back}, or RESUME_FORCE=1 to go on, or choose a new OUTPUT_DIR"
         )
 
 
 # ---- Going on ------------------------------------------------------------------------------------
 
+THREE = {"EVAL_EVERY_STEPS": "0", "SAVE_KEEP": "0", "STEPS": "3"}
+
+
+def run(folder: Path, **env: str) -> Result:
+    return finish(start_run(folder, **THREE | env), folder)
+
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_more_steps_and_a_changed_setting_stops_it_with_its_name(
-    out, short: Path
+    short: Path,
 ) -> None:
-    def run(**env: str) -> Result:
-        settings = {"EVAL_EVERY_STEPS": "0", "SAVE_KEEP": "0", "STEPS": "3"}
-        return finish(start_run(short, **settings | env), short)
-
     def refused(words: str, **env: str) -> None:
-        result = run(**env)
+        result = run(short, **env)
         assert result.code == 2, result.lines
         last = result.errors.strip().splitlines()[-1]
         assert last.startswith("error: ") and words in last, last
@@ -167,19 +349,22 @@ def test_a_run_goes_on_with_more_steps_and_a_changed_setting_stops_it_with_its_n
     refused(schedule, STEPS="4")
     refused("the tokenized prompts was", SYSTEM_PROMPT="Short.")
     refused("has ['state'].opt_state[0].nu.embed", OPTIMIZER="lion", RESUME_FORCE="1")
+    lines = (short / "metrics.jsonl").read_text()
+    (short / "metrics.jsonl").write_text(f'{{"step": null}}\n{lines}')
+    result = run(short)
+    told = f"{short}/metrics.jsonl line 1 has no step; remove this line"
+    assert result.code == 2 and result.errors.strip().splitlines()[-1] == f"error: {told}"
+    (short / "metrics.jsonl").write_text(lines)
+    longer = {"STEPS": "4", "LR_DECAY_STEPS": "3"}
     speed = {"TRAIN_MICRO_BATCH_SIZE": "4", "REMAT": "none", "SAVE_EVERY_STEPS": "3"}
-    result = run(STEPS="4", LR_DECAY_STEPS="3", EVAL_SPLIT="train", **speed)
+    result = run(short, **longer, EVAL_SPLIT="train", **speed)
     assert result.code == 0 and "resumed after step 3 of 4" in result.lines
-    result = run(STEPS="4", LR_DECAY_STEPS="3")
-    assert result.code == 0 and "all STEPS=4 are done" in result.lines
-    assert re.search(r"^DONE: steps=4 elapsed_sec=", result.lines, re.M)
-    assert not re.search("^step=", result.lines, re.M)
-    result = run(STEPS="4", LR_DECAY_STEPS="3", SEED="1")
+    result = run(short, **longer, SEED="1")
     assert result.code == 2 and "SEED was 0 and is 1" in result.errors
-    result = run(STEPS="3", LR_DECAY_STEPS="3", RESUME=str(short / "checkpoints" / "4"))
+    result = run(short, LR_DECAY_STEPS="3")
     assert result.code == 2
     assert "STEPS=3, and the checkpoint is after step 4; raise it" in result.errors
-    result = run(STEPS="5", LR_DECAY_STEPS="3", SEED="1", RESUME_FORCE="1")
+    result = run(short, STEPS="5", LR_DECAY_STEPS="3", SEED="1", RESUME_FORCE="1")
     assert result.code == 0
     assert (
         "RESUME_FORCE=1: step 4 was made with other settings or files: SEED was 0" in result.lines
@@ -187,40 +372,53 @@ def test_a_run_goes_on_with_more_steps_and_a_changed_setting_stops_it_with_its_n
 
 
 @pytest.mark.slow
-def test_resume_names_a_checkpoint_or_begins_anew_and_nothing_is_lost(out, short: Path) -> None:
-    settings = {"EVAL_EVERY_STEPS": "0", "SAVE_KEEP": "0", "STEPS": "3"}
+def test_a_finished_run_does_what_is_asked_and_missing_and_nothing_twice(short: Path) -> None:
+    """It has been evaluated at its end, and no later start evaluates it again or loses this."""
+    env = {"EVAL_EVERY_STEPS": "3", "EVAL_PROMPTS": "4"}
 
-    def run(folder: Path, **env: str) -> Result:
-        return finish(start_run(folder, **settings | env), folder)
+    def evaluations() -> list[tuple[int, str]]:
+        records = [r for r in metric_records(short) if "train-other/loss" not in r]
+        return [(r["step"], "full" if "eval_full/accuracy" in r else "") for r in records]
 
-    result = run(short, RESUME=str(short / "checkpoints" / "2"))
-    assert result.code == 0 and "resumed after step 2 of 3" in result.lines
-    assert len([*short.glob("earlier_*/3")]) == 1
-    assert metric_records(short) == metric_records(out / "short")
+    assert run(short, **env).code == 0 and evaluations() == [(3, "")]
+    for asked, adds in (
+        ({}, []),
+        ({"EXPORT_HF": f"{short}/new"}, []),
+        ({"EVAL_FULL_SWEEP": "1"}, [(3, "full")]),
+        ({"EXPORT_HF": f"{short}/newer"}, []),
+    ):
+        expected = evaluations() + adds
+        result = run(short, **env | asked)
+        assert result.code == 0 and ("resumed after step 3 of 3" in result.lines) == bool(asked)
+        assert evaluations() == expected, (asked, result.lines, result.errors)
+        result = run(short, **env | asked)
+        assert f"OUTPUT_DIR={short}: all STEPS=3 are done; " in result.lines
+        assert "resumed" not in result.lines and re.search("^DONE: steps=3 ", result.lines, re.M)
+    weights = [short / name / "model.safetensors" for name in ("hf", "new", "newer")]
+    assert len({file.read_bytes() for file in weights}) == 1
 
-    other = short.with_name("other")
-    process = start_run(
-        other, **settings | {"RESUME": str(short), "STEPS": "5", "LR_DECAY_STEPS": "3"}
-    )
-    wait_for(process, "^step=3 ")
-    process.kill()
-    process.communicate()
-    result = run(other, STEPS="5", LR_DECAY_STEPS="3")
-    assert result.code == 0 and "resumed after step" in result.lines, result.errors
-    assert [r["step"] for r in metric_records(other)] == [3, 4]
 
-    (short / "wandb").mkdir()
-    result = run(short, RESUME="never")
-    assert result.code == 0 and "resumed" not in result.lines
-    assert [r["step"] for r in metric_records(short)] == [0, 1, 2]
-    aside = [f.name for f in short.glob("earlier_*/*")]
-    assert {"1", "2", "3", "metrics.jsonl", "samples.jsonl", "hf", "wandb"} <= {*aside}
-    process = start_run(short, **settings | {"RESUME": "never"})
-    wait_for(process, "^step=0 ")
-    process.kill()
-    process.communicate()
-    result = run(short)
-    assert "are done" not in result.lines and "step=2 " in result.lines, "the run was not finished"
-    result = run(short, RESUME=str(short / "nowhere"))
-    assert result.code == 2
+@pytest.mark.slow
+def test_a_fork_that_is_killed_goes_on_by_the_same_command(short: Path, tmp_path: Path) -> None:
+    """It is killed twice: before it has a checkpoint of its own, and after two of its steps."""
+    longer = {"STEPS": "6", "LR_DECAY_STEPS": "3", "RESUME": f"{short}/checkpoints/2"}
+    straight, fork = tmp_path / "straight", tmp_path / "fork"
+    assert run(straight, **longer).code == 0
+    before = sorted((file, file.stat().st_mtime_ns) for file in short.rglob("*"))
+    for words in ("^model=", "^step=4 "):
+        process = start_run(fork, **THREE | longer)
+        wait_for(process, words)
+        process.kill()
+        process.communicate()
+    result = run(fork, **longer)
+    assert result.code == 0, result.errors
+    assert int(re.search("^resumed after step (.) of 6", result.lines, re.M)[1]) >= 3
+    assert metric_records(fork) == metric_records(straight)
+    assert [r["step"] for r in metric_records(fork)] == [2, 3, 4, 5]
+    ours, theirs = checkpoint_arrays(fork, 6), checkpoint_arrays(straight, 6)
+    assert all(ours[name].tobytes() == theirs[name].tobytes() for name in theirs)
+    assert sorted((file, file.stat().st_mtime_ns) for file in short.rglob("*")) == before
+    result = run(fork, RESUME=f"{short}/nowhere", **{k: longer[k] for k in ("STEPS",)})
+    assert result.code == 2 and "holds a run that began with" in result.errors
+    result = run(tmp_path / "other", RESUME=f"{short}/nowhere")
     assert f"RESUME={short}/nowhere is not the folder of a complete checkpoint" in result.errors

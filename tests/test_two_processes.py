@@ -1,7 +1,4 @@
-"""Two processes do what one process does, with nearly all features at once.
-
-docs/survival.md lists the tests that compare processes feature by feature.
-"""
+"""Two processes do what one process does, with nearly all features at once."""
 
 import json
 from pathlib import Path

@@ -83,7 +83,8 @@ def evaluate_weights(cfg: Config) -> None:
     with contextlib.closing(backend):
         out = resume.output_folder("", f"{cfg.output_dir or 'runs'}/eval")
         _, key = jax.random.split(jax.random.key(cfg.seed))
-        with contextlib.closing(open_log(run, out, resume.Progress(step))) as log:
+        progress = resume.Progress(step, run_id=resume.new_id())
+        with contextlib.closing(open_log(run, out, progress)) as log:
             evaluate(run, log, stop, backend, key, params, step, full=True)
             Reviewer(out, log, jax.process_index() == 0).write(DONE)
 
@@ -137,7 +138,7 @@ def start_answering(cfg: Config, example: dict[str, str] | None = None) -> Answe
 
     example: the only question, instead of the eval split.
     """
-    stop, backend = StopSignal(cfg.preemption_grace_s), None
+    stop, backend = StopSignal(), None
     try:
         processes.start_jax(cfg)
         run = set_up(cfg, example)
@@ -152,10 +153,11 @@ def start_answering(cfg: Config, example: dict[str, str] | None = None) -> Answe
 def load_weights(run: Run) -> tuple[Params, int]:
     """The weights, float32, and after how many steps they are. Raises UserMistake."""
     cfg, model, mesh = run.cfg, run.training.model, run.training.layout.mesh
-    folder = cfg.checkpoint_dir or f"{cfg.output_dir or '.'}/checkpoints"
-    source, steps = resume.checkpoint_source(cfg, Checkpoints(folder, read_only=True))
+    folder = cfg.checkpoint_dir or (f"{cfg.output_dir}/checkpoints" if cfg.output_dir else "")
+    own = Checkpoints(folder, read_only=True) if folder else None
+    source, steps = resume.checkpoint_source(cfg.resume, own)
     wanted = {"state": Weights(abstract_params(model, mesh, jnp.float32))}
-    check = functools.partial(resume.stop_if_other_arrays, wanted)
+    check = functools.partial(resume.stop_if_other_arrays, wanted, part=True)
     if source and (found := source.restore(wanted, check, steps, part=True)):
         arrays, record = found
         print(f"weights={source.folder}/{record['step']}", flush=True)

@@ -174,8 +174,7 @@ class Checkpoints:
         save has failed ends here, because the others would wait for it for SAVE_LIMIT_S."""
         error = sys.exc_info()[1]
         if error and threading.current_thread() is not threading.main_thread():
-            print(f"error: {self._failure(error)}", file=sys.stderr)
-            end_process(1)
+            end_process(1, f"\nerror: {self._failure(error)}")  # other threads print, too
         ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
 
     # ---- Restoring -------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ TRACE = "Traceback (most recent call last):"
             "process 0 has ended with exit code 1 after ['frozen']",
         ),
         ("file limit", End(1, 9, False, [TRACE, WHY]), None),
-        ("file limit", End(1, 9, False, [WHY, TRACE]), "process 0 has exit code 1, and its last"),
+        ("file limit", End(1, 9, False, [TRACE]), "process 0 has exit code 1, and no line at"),
         ("file limit", End(2, 0, False, [WHY]), None),
         ("file limit", End(2, 9, False, [WHY]), "process 0 has ended with exit code 2 after"),
         ("stopped", End(143, 0, False, []), None),

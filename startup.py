@@ -33,7 +33,7 @@ from runtime import processes, resume
 from runtime.checkpoint import Checkpoints
 from runtime.layout import mesh_text
 from runtime.lifecycle import Lifecycle
-from runtime.mistakes import UserMistake, fail
+from runtime.mistakes import Unwritable, UserMistake, fail
 from runtime.parsing import REPO, compared_by_value, shared_by_processes, to_text
 from runtime.processes import StopSignal
 from runtime.records import RUNNING
@@ -70,20 +70,22 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | No
         state, ref_params = load_state(run, arrays)
         done = beginning.done
         kept = resume.evaluations_done(progress, done)
+        if "eval" in kept:
+            progress.evals.setdefault(progress.step, math.nan)  # known to the log alone
         with processes.told_by_all():  # before there is a line of the log
             resume.write_run(out, progress, run.made_with, done)
         log = open_log(run, out, progress, kept)
-    except UserMistake as error:
+        saves = reachable and cfg.save_every_steps > 0
+        for line in space_lines(disk_needs(run, out, checkpoints, (state, ref_params), saves)):
+            log.line(line)
+        checkpoints.say = log.line
+        stop.watch(cfg.preemption_grace_s)
+        reviewer = Reviewer(out, log, jax.process_index() == 0)
+        reviewer.write(RUNNING)
+    except (UserMistake, Unwritable) as error:
         if backend:
             backend.close()
         fail(error)
-    saves = reachable and cfg.save_every_steps > 0
-    for line in space_lines(disk_needs(run, out, checkpoints, (state, ref_params), saves)):
-        log.line(line)
-    checkpoints.say = log.line
-    stop.watch(cfg.preemption_grace_s)
-    reviewer = Reviewer(out, log, jax.process_index() == 0)
-    reviewer.write(RUNNING)
     life = Lifecycle(
         cfg=cfg,
         out=out,
@@ -291,13 +293,14 @@ def disk_needs(
 
 
 def asked_of(run: Run) -> dict[str, str]:
-    """What the settings ask of a run, as texts by which RUN says what is done."""
-    cfg, after = run.cfg, resume.after(run.cfg.steps)
-    asked = {"steps": f"training {after}"}
+    """What the settings ask of a run after its last step, by name, as RUN notes what is done."""
+    cfg, asked = run.cfg, {"steps": "training"}
+    if cfg.eval_every_steps:
+        asked["eval"] = f"eval of {cfg.eval_split}"
     if cfg.eval_full_sweep:
-        asked["sweep"] = f"eval_full of {cfg.eval_split} {after}"
+        asked["sweep"] = f"eval_full of {cfg.eval_split}"
     if export := export_of(run, Path()):
-        asked["export"] = f"export to {export[0]} in {export[1]} {after}"
+        asked["export"] = f"export to {export[0]} in {export[1]}"
     return asked
 
 

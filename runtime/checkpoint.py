@@ -224,8 +224,8 @@ class Checkpoints:
             self.say(f"checkpoint {self.folder}/{step} is damaged and passed over: {wrong}")
         if tried:
             raise UserMistake(
-                f"none of the checkpoints in {self.folder} can be read; begin a new run in a new "
-                f"folder"
+                f"the checkpoints of step {', '.join(map(str, tried))} in {self.folder} cannot be "
+                f"read; begin a new run in a new folder"
             )
         return None
 

@@ -18,10 +18,10 @@ from runtime.mistakes import Unwritable, UserMistake, fail, in_one_line
 from runtime.packing import Widths
 from runtime.processes import Stopped, StopSignal
 from runtime.records import DONE, FAILED, RUNNING, STOPPED
-from runtime.resume import Progress, evaluations_done, record_of, write_run
+from runtime.resume import Progress, record_of, write_run
 from runtime.run_log import RunLog
 
-SAVED = "a checkpoint"  # in the list of what the run has done
+SAVED = "the first checkpoint"  # something that a run has done
 
 
 @dataclasses.dataclass
@@ -36,7 +36,7 @@ class Lifecycle:
     progress: Progress
     made_with: Mapping[str, str]  # all that the results follow from
     missing: Mapping[str, str]  # what the settings ask for and the run has not done, by name
-    done: list[str]  # what the run has done
+    done: dict[str, int]  # what the run has done, and after how many steps
     reviewer: Any  # Reviewer of review.py
     saves: bool  # False: SAVE_EVERY_STEPS=0, or the processes do not see one folder
     began: float  # time.perf_counter() at the start
@@ -55,8 +55,7 @@ class Lifecycle:
         """Whether an evaluation after so many steps is due, and not done yet."""
         every = self.cfg.eval_every_steps
         due = every > 0 and (step % every == 0 or step == self.cfg.steps)
-        known = step == self.progress.step and evaluations_done(self.progress, self.done)
-        return due and not known
+        return due and step not in self.progress.evals
 
     def evaluated(self, step: int, accuracy: float) -> None:
         """Keeps the accuracy of an evaluation, and shows how the run stands."""
@@ -77,14 +76,22 @@ class Lifecycle:
         if wrong:
             self.log.arrays(f"bad_step_{step}.npz", batch)
         if progress.not_finite >= self.cfg.nonfinite_limit:
-            self.checkpoints.wait()
+            self._wait()
             self.fail(
                 f"step {step}: {wrong}, for NONFINITE_LIMIT={self.cfg.nonfinite_limit} "
                 f"steps in a row; their batches are {self.out}/bad_step_N.npz. Lower LEARNING_RATE?"
             )
         self.checkpoints.check()
+        self._note_saved()
+
+    def _wait(self) -> None:
+        self.checkpoints.wait()
+        self._note_saved()
+
+    def _note_saved(self) -> None:
+        """Notes the first complete checkpoint, without which the run cannot be done again."""
         if self.checkpoints.newest >= 0 and SAVED not in self.done:
-            self.done.append(SAVED)
+            self.done[SAVED] = 0
             self._write_run()
 
     def _write_run(self) -> None:
@@ -124,7 +131,7 @@ class Lifecycle:
             yield
         except Stopped as signal:
             save()
-            self.checkpoints.wait()
+            self._wait()
             saved = self.checkpoints.newest if self.checkpoints.newest >= 0 else "none"
             self.log.line(f"STOPPED: {signal} steps={self.progress.step} saved_step={saved}")
             self.close(STOPPED, str(signal))
@@ -135,7 +142,7 @@ class Lifecycle:
 
         export: writes the trained model; it may raise OSError, whose text names the folder.
         """
-        self.checkpoints.wait()
+        self._wait()
         if self.cfg.steps:
             if "export" in self.missing:
                 try:
@@ -143,7 +150,7 @@ class Lifecycle:
                 except OSError as error:
                     self.fail(str(error))
             self.reviewer.write(DONE)  # the next start of a run that is done writes nothing
-            self.done = [*dict.fromkeys([*self.done, *self.missing.values()])]
+            self.done |= dict.fromkeys(self.missing.values(), self.cfg.steps)
             self._write_run()
             self.reviewer.verdict()
         seconds = time.perf_counter() - self.began

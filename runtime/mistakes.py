@@ -32,7 +32,7 @@ class Unwritable(Exception):
     """
 
 
-def fail(error: UserMistake) -> NoReturn:
+def fail(error: UserMistake | Unwritable) -> NoReturn:
     """Ends the program after mistakes of the user: a line for each mistake, and exit code 2."""
     for line in str(error).splitlines():
         print(f"error: {line}", file=sys.stderr)

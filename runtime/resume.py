@@ -10,7 +10,7 @@ import json
 import os
 import platform
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -131,7 +131,7 @@ def run_in(out: Path) -> dict[str, Any]:
     text = ""
     with processes.told_by_all():
         if jax.process_index() == 0 and (out / RUN).is_file():
-            text = (out / RUN).read_text(encoding="utf-8")
+            text = (out / RUN).read_text(encoding="utf-8", errors="replace")
     try:
         return json.loads(processes.gather_texts(text)[0] or "{}")
     except ValueError as error:
@@ -139,12 +139,12 @@ def run_in(out: Path) -> dict[str, Any]:
 
 
 def write_run(
-    out: Path, progress: Progress, made_with: Mapping[str, str], done: Sequence[str]
+    out: Path, progress: Progress, made_with: Mapping[str, str], done: Mapping[str, int]
 ) -> None:
-    """Writes RUN, on process 0. done: texts of what the run has done. Raises OSError."""
+    """Writes RUN, on process 0. done: {what: after how many steps}. Raises OSError."""
     if jax.process_index() == 0:
         values = {"run_id": progress.run_id, "forked_from": progress.forked_from}
-        values |= {"made_with": dict(made_with), "done": [*done]}
+        values |= {"made_with": dict(made_with), "done": dict(done)}
         replace_file(out / RUN, json.dumps(values, indent=1) + "\n")
 
 
@@ -155,16 +155,11 @@ def has_records(out: Path) -> bool:
     return bool(processes.gather_texts("yes" if there else "")[0])
 
 
-def after(step: int) -> str:
-    """The end of a text that says what a run has done after so many steps."""
-    return f"after {step} steps"
-
-
-def evaluations_done(progress: Progress, done: Sequence[str]) -> list[str]:
+def evaluations_done(progress: Progress, done: Mapping[str, int]) -> list[str]:
     """Which evaluations after the newest step are complete: "eval", "eval_full", both or none."""
-    texts = [text for text in done if text.endswith(after(progress.step))]
-    kinds = ["eval"] * (progress.step in progress.evals or bool(texts))
-    return kinds + ["eval_full"] * any(text.startswith("eval_full") for text in texts)
+    kinds = {what.partition(" ")[0] for what, step in done.items() if step == progress.step}
+    known = {"eval"} if progress.step in progress.evals else set()
+    return [kind for kind in ("eval", "eval_full") if kind in kinds | known]
 
 
 def stop_if_another(
@@ -198,7 +193,8 @@ def stop_if_another(
 class Beginning:
     """How a run begins: what RESUME asks for, and what is in the run's folders already.
 
-    done: texts of what the run has done. missing: {name: text} of what is asked and not done.
+    done: {what: after how many steps} of what the run has done. missing: {name: what} of what the
+    settings ask for after STEPS steps and the run has not done.
     """
 
     def __init__(
@@ -211,34 +207,43 @@ class Beginning:
         asked: Mapping[str, str],
     ) -> None:
         """reachable: whether all processes see the folder of the checkpoints. made_with: all that
-        the results follow from. asked: {name: text} of what the settings ask for.
+        the results follow from. asked: {name: what} of what the settings ask for.
 
         Raises UserMistake if a folder belongs to another run.
         """
         self._cfg, self._checkpoints, self._made_with = cfg, checkpoints, made_with
-        self._reachable, self._run = reachable, run_in(out)
+        self._reachable, self._asked, recorded = reachable, asked, has_records(out)
         self._own = checkpoints.steps() if reachable else []
-        begun_with = "" if self._own else self._run.get("forked_from", "")
+        # A run that has left neither a record nor a checkpoint does not count.
+        self._run = run_in(out) if recorded or self._own else {}
         self._resume = cfg.resume
-        if cfg.resume == "auto" and begun_with:  # a fork that has no checkpoint of its own
-            self._resume = begun_with
-        source, self._steps = checkpoint_source(self._resume, checkpoints)
+        source, self._steps = checkpoint_source(cfg.resume, checkpoints)
+        folder, _, step = self._run.get("forked_from", "").rpartition("/")
+        if step and not self._own and self._steps is None:
+            if cfg.resume == "auto" or (source and source.folder == folder):
+                self._resume = f"{folder}/{step}"  # a fork begins again with the same checkpoint
+                source, self._steps = checkpoint_source(self._resume, checkpoints)
         self._other = None if source is checkpoints else source  # a fork begins with that run
-        self.done: list[str] = self._run.get("done", [])
+        self.done: dict[str, int] = self._run.get("done", {})
         same = self._run and (self._run["made_with"] == made_with or cfg.resume_force)
-        self.missing = {k: text for k, text in asked.items() if not same or text not in self.done}
-        in_out = self._run or has_records(out)
-        self._where = f"OUTPUT_DIR={out}" if in_out else f"CHECKPOINT_DIR={checkpoints.folder}"
-        if in_out or self._own:
+        self.missing = self._what_is_missing() if same else {**asked}
+        self._where = (
+            f"OUTPUT_DIR={out}" if recorded or self._run else f"CHECKPOINT_DIR={checkpoints.folder}"
+        )
+        if recorded or self._own:
             self._stop_if_taken()
         if self._run and not self._own:  # it has ended before its first checkpoint
             stop_if_another(self._run, made_with, cfg.resume_force, f"the run in {out}")
             if self.done and self.missing:
                 raise UserMistake(
                     f"OUTPUT_DIR={out}: what is missing ({', '.join(self.missing.values())}) needs "
-                    f"a checkpoint of this run, and {checkpoints.folder} has none; bring it back, "
-                    f"or choose a new OUTPUT_DIR"
+                    f"a checkpoint of this run, and {checkpoints.folder} has none; set "
+                    f"CHECKPOINT_DIR to its folder, or choose a new OUTPUT_DIR"
                 )
+
+    def _what_is_missing(self) -> dict[str, str]:
+        steps = self._cfg.steps
+        return {name: what for name, what in self._asked.items() if self.done.get(what) != steps}
 
     def _stop_if_taken(self) -> None:
         """Raises UserMistake unless the run in the folder is the one that RESUME asks for."""
@@ -248,7 +253,7 @@ class Beginning:
         elif own and steps and not self._other and own[-1] > steps[0]:
             why = f"it has gone on to step {own[-1]}; RESUME=auto goes on"
         elif not own and not self._run:
-            why = f"neither a checkpoint nor {RUN} says which"
+            why = f"neither a checkpoint nor {RUN} says which run it is"
         if why:
             raise UserMistake(f"{self._where} holds a run, and {why}; choose a new OUTPUT_DIR")
         if self._run:
@@ -262,7 +267,7 @@ class Beginning:
         """
         began, other = before["forked_from"], self._other
         folder, _, step = began.rpartition("/")
-        same = folder == (other.folder if other else "")
+        same = folder in ((other.folder, f"{other.folder}/checkpoints") if other else ("",))
         if same and other and self._steps:
             same = self._steps == [int(step)]
         if not same and (other or not self._own):
@@ -283,6 +288,11 @@ class Beginning:
         def check(record: Mapping[str, Any]) -> None:
             if self._own:
                 self._stop_if_begun_otherwise(record)
+                if self._run and self._run["run_id"] != record.get("run_id"):
+                    raise UserMistake(
+                        f"{self._where} and CHECKPOINT_DIR={checkpoints.folder} hold two runs; "
+                        f"choose a new folder for one of them"
+                    )
             stop_if_unusable(cfg, wanted, self._made_with, record)
 
         if self._own:  # also a fork, once it has a checkpoint of its own
@@ -306,6 +316,10 @@ class Beginning:
         if not self._own:
             progress.run_id, progress.forked_from = run_id, f"{self._other.folder}/{progress.step}"
             progress.evals.pop(progress.step, None)  # the fork evaluates its first weights itself
+        # After a damaged checkpoint the run does some things again.
+        self.done = {what: step for what, step in self.done.items() if step <= progress.step}
+        if progress.step < cfg.steps:
+            self.missing = {**self._asked}
         return arrays, progress
 
 
@@ -320,6 +334,7 @@ def checkpoint_source(
         return None, None
     if resume == "auto":
         return own, None
+    Checkpoints(resume, read_only=True).stop_if_out_of_reach()
     named, steps = epath.Path(resume), None
     if (named / "checkpoints").is_dir():
         named = named / "checkpoints"

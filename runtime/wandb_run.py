@@ -126,8 +126,8 @@ class WandbRun:
 def _next_records(file: IO[bytes], before: float) -> Iterator[dict[str, Any]]:
     """The next records of the file, up to a record of the step `before`, which is read later."""
     while line := file.readline():
-        record = json.loads(line)
-        if record["step"] >= before:
+        record = json.loads(line) if line.endswith(b"\n") else {"step": math.inf}
+        if record["step"] >= before:  # infinite: a full disk has cut the line
             file.seek(-len(line), os.SEEK_CUR)
             return
         yield record

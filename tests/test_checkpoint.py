@@ -172,7 +172,7 @@ def test_a_run_does_not_begin_anew_when_no_checkpoint_can_be_read(tmp_path: Path
     for step in (1, 2):
         (tmp_path / "c" / str(step) / "record" / "metadata").write_text("{}")
     with pytest.raises(
-        UserMistake, match="none of the checkpoints in .* can be read; begin a new run"
+        UserMistake, match="the checkpoints of step 1, 2 in .* cannot be read; begin a new run"
     ):
         restored(tmp_path / "c")
 

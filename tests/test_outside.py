@@ -67,7 +67,7 @@ HUGE = [
 
 
 @pytest.mark.parametrize("name", REWARDS)
-def test_a_reward_of_a_hundred_kilobytes_takes_less_than_five_milliseconds(name: str) -> None:
+def test_a_reward_of_a_hundred_kilobytes_takes_less_than_twenty_milliseconds(name: str) -> None:
     ids = [list(range(1000)) * 25]  # As many tokens as such a text may have.
     for text in HUGE:
         seconds = []
@@ -75,7 +75,7 @@ def test_a_reward_of_a_hundred_kilobytes_takes_less_than_five_milliseconds(name:
             start = time.process_time()
             REWARDS[name]([text], answer=["#### 42"], completion_ids=ids)
             seconds.append(time.process_time() - start)
-        assert min(seconds) < 0.005, text[:20]
+        assert min(seconds) < 0.02, text[:20]
 
 
 # ---- W&B -----------------------------------------------------------------------------------------

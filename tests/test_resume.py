@@ -46,14 +46,16 @@ def begun(cwd: Path, made_with: dict = MADE_WITH, **settings) -> tuple:
     out = cwd / cfg.output_dir
     like = arrays_after(0)["x"]
     wanted = {"x": jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=like.sharding)}
-    asked = {"steps": "training after 6 steps"}
+    asked = {"steps": "training"}
     beginning = Beginning(cfg, checkpoints_of(cfg, out), out, True, made_with, asked)
     arrays, progress = beginning.restore(wanted)
     value = None if arrays is None else int(arrays["x"][0, 0])
     return progress.step, value, progress.run_id, progress.forked_from
 
 
-def make_run(out: Path, *steps: int, forked_from: str = "", done: tuple = (), **settings) -> str:
+def make_run(
+    out: Path, *steps: int, forked_from: str = "", done: dict | None = None, **settings
+) -> str:
     """Writes what a run leaves that has saved these steps, and returns its id."""
     out.mkdir(parents=True)
     progress = Progress(forked_from=forked_from, run_id=new_id())
@@ -62,7 +64,7 @@ def make_run(out: Path, *steps: int, forked_from: str = "", done: tuple = (), **
         progress.step = step
         checkpoints.save(step, arrays_after(step), record_of(progress, MADE_WITH), {})
     checkpoints.wait()
-    write_run(out, progress, MADE_WITH, done)
+    write_run(out, progress, MADE_WITH, done or {})
     (out / "metrics.jsonl").write_text("".join(f'{{"step": {i}}}\n' for i in range(5)))
     return progress.run_id
 
@@ -104,13 +106,13 @@ def test_a_fork_needs_an_empty_folder_and_then_goes_on_with_its_own_checkpoints(
         assert found[:2] == (step, step) and found[3] == f"{source}/{step}"
         assert found[2] != run_in(runs / "a")["run_id"]
     run_id = make_run(runs / "f", forked_from=f"{source}/2")  # it was killed at once
-    for resume, step in (("a/checkpoints/2", 2), ("auto", 2), ("a", 4)):
-        found = begun(runs, output_dir="f", resume=resume)
-        assert found == (step, step, run_id, f"{source}/{step}")
+    for resume in ("a/checkpoints/2", "auto", "a"):  # also if a has gone on since then
+        assert begun(runs, output_dir="f", resume=resume) == (2, 2, run_id, f"{source}/2")
     make_run(runs / "gone", forked_from=f"{source}/3")
     with pytest.raises(UserMistake, match=f"^RESUME={source}/3 is not the folder of a complete"):
         begun(runs, output_dir="gone")
     run_id = make_run(runs / "g", 3, forked_from=f"{source}/2")
+    shutil.rmtree(runs / "a")
     for resume in ("a/checkpoints/2", "a", "auto", "g"):
         found = begun(runs, output_dir="g", resume=resume)
         assert found == (3, 3, run_id, f"{source}/2"), resume
@@ -145,7 +147,8 @@ def test_the_folder_of_a_run_may_have_a_number_as_its_name(runs: Path) -> None:
         ),
         (
             {"output_dir": "old"},
-            "OUTPUT_DIR={}/old holds a run, and neither a checkpoint nor run.json says which",
+            "OUTPUT_DIR={}/old holds a run, and neither a checkpoint nor run.json says which run "
+            "it is",
         ),
         (
             {"output_dir": "new", "checkpoint_dir": "a/checkpoints", "resume": "never"},
@@ -158,8 +161,8 @@ def test_the_folder_of_a_run_may_have_a_number_as_its_name(runs: Path) -> None:
         ),
         (
             {"output_dir": "done", "checkpoint_dir": "elsewhere"},
-            "OUTPUT_DIR={}/done: what is missing (training after 6 steps) needs a checkpoint of "
-            "this run, and {}/elsewhere has none; bring it back, or",
+            "OUTPUT_DIR={}/done: what is missing (training) needs a checkpoint of "
+            "this run, and {}/elsewhere has none; set CHECKPOINT_DIR to its folder, or",
         ),
     ],
 )
@@ -168,7 +171,7 @@ def test_the_folder_of_another_run_is_refused_and_nothing_in_it_changes(
 ) -> None:
     make_run(runs / "other", 3)
     make_run(runs / "fork", forked_from=f"{runs}/a/checkpoints/2")
-    make_run(runs / "done", 2, done=("a checkpoint",))
+    make_run(runs / "done", 2, done={"the first checkpoint": 0})
     (runs / "old").mkdir()
     (runs / "old" / "eval.jsonl").write_text('{"step": 0}\n')
 
@@ -198,7 +201,7 @@ def test_other_settings_are_refused_by_name_before_and_after_the_first_checkpoin
 
 
 def test_what_a_finished_run_has_not_done_is_missing(runs: Path) -> None:
-    asked = {"steps": "training after 4 steps", "export": "export to hf"}
+    asked = {"steps": "training", "export": "export to hf"}
 
     def missing(asked: dict = asked, made_with: dict = MADE_WITH, **settings) -> list[str]:
         cfg = Config(**{"steps": 4, "output_dir": "done"} | settings)
@@ -206,7 +209,7 @@ def test_what_a_finished_run_has_not_done_is_missing(runs: Path) -> None:
         beginning = Beginning(cfg, checkpoints_of(cfg, out), out, True, made_with, asked)
         return list(beginning.missing)
 
-    make_run(runs / "done", 4, done=("training after 4 steps", "export to hf"))
+    make_run(runs / "done", 4, done={"training": 4, "export to hf": 4})
     assert missing() == missing(resume="done") == missing(resume="done/checkpoints/4") == []
     assert missing({**asked, "export": "export to new"}) == ["export"]
     assert missing(made_with={"SEED": "1"}) == ["steps", "export"]
@@ -219,6 +222,25 @@ def test_what_a_finished_run_has_not_done_is_missing(runs: Path) -> None:
     assert missing() == []
     with pytest.raises(UserMistake, match=r"what is missing \(export to new\) needs a checkpoint"):
         missing({**asked, "export": "export to new"})
+
+
+def test_what_was_done_after_a_damaged_checkpoint_is_done_again(runs: Path) -> None:
+    make_run(runs / "done", 2, 4, done={"training": 4, "eval of test": 4, "export to hf": 2})
+    (runs / "done" / "checkpoints" / "4" / "record" / "metadata").write_text("{}")
+    cfg = Config(steps=4, output_dir="done", export_hf="other")
+    asked = {"steps": "training", "eval": "eval of test", "export": "export to other"}
+    out = Path("done")
+    beginning = Beginning(cfg, checkpoints_of(cfg, out), out, True, MADE_WITH, asked)
+    assert beginning.missing == {"export": "export to other"}
+    like = arrays_after(0)["x"]
+    wanted = {"x": jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=like.sharding)}
+    assert beginning.restore(wanted)[1].step == 2
+    assert beginning.missing == asked and beginning.done == {"export to hf": 2}
+
+
+def test_the_folders_of_two_runs_with_the_same_settings_are_not_mixed(runs: Path) -> None:
+    with pytest.raises(UserMistake, match=f"^OUTPUT_DIR={runs}/b and CHECKPOINT_DIR={runs}/a/che"):
+        begun(runs, output_dir="b", checkpoint_dir="a/checkpoints")
 
 
 # ---- Damaged checkpoints and other arrays --------------------------------------------------------
@@ -238,7 +260,9 @@ def short(out: Path, tmp_path: Path) -> Path:
         assert finish(start_run(source, **settings), source).code == 0
     shutil.copytree(source, tmp_path / "run")
     run = json.loads((source / "run.json").read_text())
-    (tmp_path / "run" / "run.json").write_text(json.dumps(run | {"done": ["a checkpoint"]}))
+    (tmp_path / "run" / "run.json").write_text(
+        json.dumps(run | {"done": {"the first checkpoint": 0}})
+    )
     return tmp_path / "run"
 
 
@@ -405,7 +429,7 @@ def test_a_fork_that_is_killed_goes_on_by_the_same_command(short: Path, tmp_path
     straight, fork = tmp_path / "straight", tmp_path / "fork"
     assert run(straight, **longer).code == 0
     before = sorted((file, file.stat().st_mtime_ns) for file in short.rglob("*"))
-    for words in ("^model=", "^step=4 "):
+    for words in ("^output=", "^step=4 "):
         process = start_run(fork, **THREE | longer)
         wait_for(process, words)
         process.kill()

@@ -23,7 +23,7 @@ from review import Reviewer
 from rollout import Backend, Run, answer_questions
 from runtime import processes, resume
 from runtime.checkpoint import Checkpoints
-from runtime.mistakes import UserMistake, fail
+from runtime.mistakes import Unwritable, UserMistake, fail
 from runtime.processes import StopSignal
 from runtime.records import DONE
 from runtime.run_log import Clock
@@ -70,7 +70,7 @@ def answer_command(command: Command) -> None:
             evaluate_weights(cfg)
         else:
             ask(dataclasses.replace(cfg, **ONE_QUESTION), command.question, command.answer)
-    except UserMistake as error:
+    except (UserMistake, Unwritable) as error:
         fail(error)
 
 

@@ -121,11 +121,6 @@ def open_checkpoints(cfg: Any, out: Path) -> tuple[Checkpoints, bool]:
 # ---- Whose folder it is --------------------------------------------------------------------------
 
 
-def new_id() -> str:
-    """An id for a run, here and in W&B."""
-    return secrets.token_hex(4)
-
-
 def run_in(out: Path) -> dict[str, Any]:
     """What RUN says of the run in this folder, on all processes; empty without this file."""
     text = ""
@@ -304,7 +299,7 @@ class Beginning:
             if not self._reachable:
                 why = "needs a folder for checkpoints that all hosts see"
             raise UserMistake(f"RESUME={self._resume} {why}")
-        run_id = self._run.get("run_id") or new_id()
+        run_id = self._run.get("run_id") or secrets.token_hex(4)
         if not found:
             return None, Progress(run_id=run_id)
         arrays, record = found

@@ -311,7 +311,7 @@ def test_the_error_after_the_end_of_another_process_is_known() -> None:
 
 
 def test_a_second_run_cannot_use_the_folders_of_a_run_that_is_alive(tmp_path: Path) -> None:
-    """It cannot use OUTPUT_DIR or CHECKPOINT_DIR; when the first run is killed, they are free."""
+    """It cannot use OUTPUT_DIR or CHECKPOINT_DIR. The lock ends with the process."""
     folder, short = tmp_path / "held", {"BATCH_SIZE": "2"}
     process = start(folder, short | {"STEPS": "1000"}, 1)
     wait_for(process, "step=1 ")

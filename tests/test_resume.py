@@ -22,7 +22,6 @@ from runtime.resume import (
     Beginning,
     Progress,
     checkpoints_of,
-    new_id,
     record_of,
     run_in,
     stop_if_another,
@@ -58,7 +57,7 @@ def make_run(
 ) -> str:
     """Writes what a run leaves that has saved these steps, and returns its id."""
     out.mkdir(parents=True)
-    progress = Progress(forked_from=forked_from, run_id=new_id())
+    progress = Progress(forked_from=forked_from, run_id=out.name)
     checkpoints = checkpoints_of(Config(output_dir=str(out), **settings), out)
     for step in steps:
         progress.step = step

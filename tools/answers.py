@@ -83,8 +83,7 @@ def evaluate_weights(cfg: Config) -> None:
     with contextlib.closing(backend):
         out = resume.output_folder("", f"{cfg.output_dir or 'runs'}/eval")
         _, key = jax.random.split(jax.random.key(cfg.seed))
-        progress = resume.Progress(step, run_id=resume.new_id())
-        with contextlib.closing(open_log(run, out, progress)) as log:
+        with contextlib.closing(open_log(run, out, resume.Progress(step))) as log:
             evaluate(run, log, stop, backend, key, params, step, full=True)
             Reviewer(out, log, jax.process_index() == 0).write(DONE)
 

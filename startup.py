@@ -68,17 +68,19 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | No
         backend = make_backend(run)
         arrays, progress = beginning.restore(wanted_arrays(run))
         state, ref_params = load_state(run, arrays)
-        done = beginning.done
-        kept = resume.evaluations_done(progress, done)
+        kept = resume.evaluations_done(progress, beginning.done)
         if "eval" in kept:
             progress.evals.setdefault(progress.step, math.nan)  # known to the log alone
-        with processes.told_by_all():  # before there is a line of the log
-            resume.write_run(out, progress, run.made_with, done)
-        log = open_log(run, out, progress, kept)
         saves = reachable and cfg.save_every_steps > 0
+        if saves and progress.step and checkpoints.newest < 0:  # a fork
+            record = resume.record_of(progress, run.made_with)
+            checkpoints.save(progress.step, arrays, record, progress.evals)
+            checkpoints.wait()
+        with processes.told_by_all():
+            resume.write_run(out, progress, run.made_with, beginning.done, checkpoints.newest)
+        log = open_log(run, out, progress, kept)
         for line in space_lines(disk_needs(run, out, checkpoints, (state, ref_params), saves)):
             log.line(line)
-        checkpoints.say = log.line
         stop.watch(cfg.preemption_grace_s)
         reviewer = Reviewer(out, log, jax.process_index() == 0)
         reviewer.write(RUNNING)
@@ -95,7 +97,7 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | No
         progress=progress,
         made_with=run.made_with,
         missing=beginning.missing,
-        done=done,
+        done=beginning.done,
         reviewer=reviewer,
         saves=saves,
         began=began,
@@ -279,7 +281,7 @@ def disk_needs(
     arrays: those of a checkpoint. saves: whether the run saves checkpoints.
     """
     cfg, needs = run.cfg, []
-    if saves and cfg.steps and "://" not in checkpoints.folder:
+    if saves and cfg.steps and checkpoints.local:
         size = sum(x.nbytes for x in jax.tree.leaves(arrays))
         count = most_checkpoints(cfg.steps, cfg.save_every_steps, cfg.save_keep)
         count = max(count - len(checkpoints.steps()), 0)

@@ -64,6 +64,7 @@ from rollout import (
 from runtime.chips import memory_errors_in_sizes
 from runtime.layout import gather_processes, shard_batch
 from runtime.lifecycle import Lifecycle
+from runtime.mistakes import Unwritable
 from runtime.packing import Batch, pack, plan_rows, sequence_index
 from runtime.processes import ending_together
 from runtime.run_log import Clock
@@ -357,7 +358,7 @@ def one_update(
 
 
 def export(run: Run, out: Path, params: Params) -> None:
-    """Writes the trained model as a Hugging Face folder. Raises OSError, which names EXPORT_HF."""
+    """Writes the trained model as a Hugging Face folder. Raises Unwritable."""
     target = export_of(run, out)
     if target is None:
         return
@@ -373,7 +374,7 @@ def export(run: Run, out: Path, params: Params) -> None:
             chat_template=run.cfg.chat_template,
         )
     except OSError as error:
-        raise OSError(f"EXPORT_HF={folder} cannot be written: {error}") from None
+        raise Unwritable(f"EXPORT_HF={folder} cannot be written: {error}") from None
 
 
 # For the line about a device that ran out of memory: a function in the stack trace -> the programs
@@ -391,6 +392,7 @@ PROGRAMS_OF_FUNCTION = {
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="backslashreplace")  # it may lack characters of a model
     if COMMAND.slice_name:
         from tools.plan_tpu import plan_and_exit
 

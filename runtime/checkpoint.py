@@ -27,98 +27,81 @@ from runtime.mistakes import Unwritable, UserMistake, in_one_line
 from runtime.processes import end_process, gather_texts, lost_contact
 
 RECORD, ARRAYS = "record", "arrays"  # the items of a checkpoint, folders in its folder
+FORMAT = 2  # of the record; other versions of this code may write other ones
 SAVE_LIMIT_S = 1200  # the time in which all processes must have written a checkpoint
-HALF_WRITTEN = ".orbax-checkpoint-tmp"  # a part of the name of a folder that is not complete
 
 
 class Preserved(ocp.checkpoint_managers.PreservationPolicy):
-    """Which checkpoints stay when a new one is saved: the newest, and the best one.
+    """Which checkpoints stay when a new one is saved: the newest `keep` (0: all), and the best one.
 
-    The best one is that of the highest accuracy among the evaluations that are known now. orbax's
-    own BestN would not know it, because checkpoint N is saved before evaluation N.
+    The best one has the highest accuracy among the evaluations that are known now. orbax's own
+    BestN would not know it, because checkpoint N is saved before evaluation N.
     """
 
     def __init__(self, keep: int) -> None:
-        """keep: how many of the newest stay; 0: all stay."""
-        self.keep, self.evals, self.damaged = keep, {}, set()
+        self.keep, self.evals = keep, {}  # evals: {step: accuracy}
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         steps = [checkpoint.step for checkpoint in checkpoints]
-        sound = [step for step in steps if step not in self.damaged]
-        known = [step for step in sound if self.evals.get(step, math.nan) >= 0]
+        known = [step for step in steps if self.evals.get(step, math.nan) >= 0]
         best = max(known, key=self.evals.get, default=-1)
-        gone = [step for step in sound[: -self.keep] if step != best] if self.keep else []
-        return [step not in gone for step in steps]
+        return [step in steps[-self.keep :] or step == best for step in steps]
 
 
 class Checkpoints:
     """The checkpoints in one folder, which all processes must see. The first save makes the folder.
 
     newest: the step of the newest checkpoint that this run has saved or restored; -1: none.
-    say: prints a line; the run's log replaces it.
     """
 
     def __init__(self, folder: str, keep: int = 0, read_only: bool = False) -> None:
         """folder: a local folder, or gs://bucket/folder. keep: how many of the newest checkpoints
-        stay; 0: all stay. read_only: True for the folder of another run, which may be alive."""
-        local = "://" not in folder
-        self.folder = str(Path(folder).resolve()) if local else folder.rstrip("/")
-        self._path = Path(self.folder) if local else None
-        self._read_only, self._policy = read_only, Preserved(keep)
-        self.say: Callable[[str], None] = lambda line: print(line, flush=True)
-        self._manager: ocp.CheckpointManager | None = None
-        self._saving = -1  # the step whose checkpoint is being saved
-        self.newest = -1
+        stay; 0: all stay. read_only: True for the folder of another run, which may be alive.
 
-    def steps(self) -> list[int]:
-        """The steps of the checkpoints that look complete, in order."""
-        there = self._path is None or self._path.is_dir()
-        everywhere = gather_texts("yes" if there else "")
-        if any(everywhere) and not all(everywhere):
-            raise UserMistake(f"{self.folder} exists on some hosts and not on others")
-        steps = sorted(self._open().all_steps()) if there else []
-        return json.loads(gather_texts(json.dumps(steps))[0])  # process 0 decides
-
-    def stop_if_out_of_reach(self) -> None:
-        """Raises UserMistake if this process cannot look into a folder, such as one in a bucket."""
+        Raises UserMistake if this process cannot look into the folder, such as one in a bucket.
+        """
+        self.local = "://" not in folder
+        self.folder = str(Path(folder).resolve()) if self.local else folder.rstrip("/")
         try:
             epath.Path(self.folder).exists()
         except Exception as error:  # gs:// needs gcsfs, whose errors have no common base
-            name = "RESUME" if self._read_only else "CHECKPOINT_DIR"
+            name = "RESUME" if read_only else "CHECKPOINT_DIR"
             raise UserMistake(f"{name}={self.folder}: {_reason(error)}") from None
-
-    def _open(self) -> ocp.CheckpointManager:
-        if self._manager is None:
-            self.stop_if_out_of_reach()
-            writes = not self._read_only
-            if writes and self._path is not None:
-                for rest in sorted(self._path.glob(f"*{HALF_WRITTEN}*")):  # orbax removes them
-                    self.say(f"checkpoint {rest} is half-written and passed over")
-            barrier = self._barrier if jax.process_count() > 1 else None
-            options = ocp.CheckpointManagerOptions(
-                create=writes,
-                cleanup_tmp_directories=writes,
-                save_root_metadata=False,
-                preservation_policy=self._policy,
-                async_options=ocp.AsyncOptions(
-                    SAVE_LIMIT_S,
-                    barrier_sync_fn=barrier,
-                    create_directories_asynchronously=False,  # its failure would be told late
-                ),
-            )
-            self._manager = ocp.CheckpointManager(self.folder, options=options)
-        return self._manager
+        self._read_only, self._policy = read_only, Preserved(keep)
+        self._manager: ocp.CheckpointManager | None = None
+        self._damaged: list[int] = []
+        self._saving = -1  # the step whose checkpoint is being saved
+        self.newest = -1
 
     @property
     def newest_begun(self) -> int:
         """The step of the newest checkpoint, complete or being saved; -1 if there is none."""
         return max(self.newest, self._saving)
 
-    @staticmethod
-    def shapes(arrays: Any) -> list[str]:
-        """A text for each array or abstract array: its path, dtype and shape."""
-        leaves = jax.tree.leaves_with_path(arrays)
-        return [f"{jax.tree_util.keystr(path)} {x.dtype}{[*x.shape]}" for path, x in leaves]
+    def steps(self) -> list[int]:
+        """The steps of the checkpoints that look complete, in order."""
+        there = not self.local or Path(self.folder).is_dir()
+        everywhere = gather_texts("yes" if there else "")
+        if any(everywhere) and not all(everywhere):
+            raise UserMistake(f"{self.folder} exists on some hosts and not on others")
+        steps = sorted(self._open().all_steps()) if there else []
+        return json.loads(gather_texts(json.dumps(steps))[0])  # process 0 decides
+
+    def _open(self) -> ocp.CheckpointManager:
+        if self._manager is None:
+            options = ocp.CheckpointManagerOptions(
+                create=not self._read_only,
+                cleanup_tmp_directories=not self._read_only,  # those that are half-written
+                save_root_metadata=False,
+                preservation_policy=self._policy,
+                async_options=ocp.AsyncOptions(
+                    SAVE_LIMIT_S,
+                    barrier_sync_fn=self._barrier if jax.process_count() > 1 else None,
+                    create_directories_asynchronously=False,  # its failure would be told late
+                ),
+            )
+            self._manager = ocp.CheckpointManager(self.folder, options=options)
+        return self._manager
 
     # ---- Saving ----------------------------------------------------------------------------------
 
@@ -129,15 +112,13 @@ class Checkpoints:
         the best accuracy stays, besides the newest checkpoints. Raises Unwritable.
         """
         self.wait()
-        sums = [int(x) for x in jax.device_get(jax.tree.leaves(checksums(arrays)))]
-        record = record | {"step": step, "checksums": sums, "arrays": self.shapes(arrays)}
-        record["sha256"] = _digest(record)
+        record = record | {"format": FORMAT, "step": step, "arrays": checksums_by_name(arrays)}
+        record["sha256"] = digest_of(record)
         self._policy.evals, self._saving = evals, step
-        items = {ARRAYS: ocp.args.StandardSave(arrays), RECORD: ocp.args.JsonSave(record)}
+        items = {ARRAYS: ocp.args.PyTreeSave(arrays), RECORD: ocp.args.JsonSave(record)}
         try:
-            if step in self._policy.damaged:
-                self._open().delete(step)
-                self._policy.damaged.remove(step)
+            while self._damaged:
+                self._open().delete(self._damaged.pop())
             self._open().save(step, args=ocp.args.Composite(**items), force=True)
         except Exception as error:  # the storage's errors have no common base
             self._stop(error)
@@ -183,45 +164,30 @@ class Checkpoints:
         self,
         wanted: Any,
         check: Callable[[dict[str, Any]], None],
-        steps: list[int] | None = None,
-        part: bool = False,
+        step: int | None = None,
     ) -> tuple[Any, dict[str, Any]] | None:
         """The arrays and the record of the newest checkpoint that is complete, or None.
 
         wanted: the shapes, dtypes and shardings of the arrays. check: raises UserMistake if this
-        run may not go on from a checkpoint with this record. steps: the only steps to try. part:
-        True if the checkpoint may have more arrays than `wanted`; they are not read.
+        run may not go on from a checkpoint with this record. step: the only step to try.
+        Arrays of the checkpoint that are not wanted are not read.
         If some process cannot read a checkpoint, this prints a line and tries the next older one.
         Raises UserMistake if there are checkpoints and none of them can be read.
         """
-        there = self.steps()
-        tried = [step for step in there if steps is None or step in steps]
-        for step in reversed(tried):
-            record, arrays, wrong = None, None, ""
-            try:
-                record = self._read(step)
-            except Exception as error:  # damaged files raise errors of any kind
-                wrong = _reason(error)
-            wrong = next((text for text in gather_texts(wrong) if text), "")
+        tried = [each for each in self.steps() if step in (None, each)]
+        for each in reversed(tried):
+            arrays = None
+            record, wrong = _read_by_all(self._read, each)
             if not wrong:
                 check(record)
-                try:
-                    arrays = self._restore(step, wanted, part)
-                except Exception as error:
-                    if "RESOURCE_EXHAUSTED" in str(error):  # the checkpoint is not to blame
-                        raise
-                    wrong = _reason(error)
-                wrong = next((text for text in gather_texts(wrong) if text), "")
+                arrays, wrong = _read_by_all(self._restore, each, wanted)
+            if not wrong and not checksums_by_name(arrays).items() <= record["arrays"].items():
+                wrong = "its arrays are not what was saved"
             if not wrong:
-                sums = [int(x) for x in jax.device_get(jax.tree.leaves(checksums(arrays)))]
-                saved = dict(zip(record["arrays"], record["checksums"], strict=True))
-                same = sums == [saved[name] for name in self.shapes(arrays)]
-                wrong = "" if same else "its arrays are not what was saved"
-            if not wrong:
-                self.newest = step
+                self.newest = each
                 return arrays, record
-            self._policy.damaged.add(step)
-            self.say(f"checkpoint {self.folder}/{step} is damaged and passed over: {wrong}")
+            self._damaged.append(each)
+            print(f"checkpoint {self.folder}/{each} is damaged and passed over: {wrong}")
         if tried:
             raise UserMistake(
                 f"the checkpoints of step {', '.join(map(str, tried))} in {self.folder} cannot be "
@@ -232,16 +198,43 @@ class Checkpoints:
     def _read(self, step: int) -> dict[str, Any]:
         args = ocp.args.Composite(**{RECORD: ocp.args.JsonRestore()})
         record = dict(self._open().restore(step, args=args)[RECORD])
-        if record.pop("sha256", None) != _digest(record) or record["step"] != step:
+        if record.pop("sha256", None) != digest_of(record) or record["step"] != step:
             raise ValueError("its record is not what was saved")
+        if record.get("format") != FORMAT:
+            raise ValueError("another version of this code has saved it")
         return record
 
-    def _restore(self, step: int, abstract: Any, part: bool) -> Any:
-        args = ocp.args.StandardRestore(abstract)
-        if part:
-            how = ocp.checkpoint_utils.construct_restore_args(abstract)
-            args = ocp.args.PyTreeRestore(abstract, restore_args=how, partial_restore=True)
+    def _restore(self, step: int, wanted: Any) -> Any:
+        how = ocp.checkpoint_utils.construct_restore_args(wanted)
+        args = ocp.args.PyTreeRestore(wanted, restore_args=how, partial_restore=True)
         return self._open().restore(step, args=ocp.args.Composite(**{ARRAYS: args}))[ARRAYS]
+
+
+def _read_by_all(read: Callable[..., Any], *arguments: Any) -> tuple[Any, str]:
+    """What `read` returns, and why a process could not read a checkpoint; "" if all could."""
+    value, wrong = None, ""
+    try:
+        value = read(*arguments)
+    except Exception as error:  # damaged files raise errors of any kind
+        if "RESOURCE_EXHAUSTED" in str(error):  # the checkpoint is not to blame
+            raise
+        wrong = _reason(error)
+    return value, next((text for text in gather_texts(wrong) if text), "")
+
+
+# ---- Checksums -----------------------------------------------------------------------------------
+
+
+def names_of(arrays: Any) -> list[str]:
+    """A text for each array or abstract array: its path, dtype and shape."""
+    leaves = jax.tree.leaves_with_path(arrays)
+    return [f"{jax.tree_util.keystr(path)} {x.dtype}{[*x.shape]}" for path, x in leaves]
+
+
+def checksums_by_name(arrays: Any) -> dict[str, int]:
+    """The checksum of each array, by its name."""
+    sums = jax.device_get(jax.tree.leaves(checksums(arrays)))
+    return dict(zip(names_of(arrays), map(int, sums), strict=True))
 
 
 @jax.jit
@@ -262,11 +255,12 @@ def checksums(arrays: Any) -> Any:
     return jax.tree.map(checksum, arrays)
 
 
-def _digest(record: dict[str, Any]) -> str:
+def digest_of(record: dict[str, Any]) -> str:
+    """The SHA-256 of the values of a record."""
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     """The message of the system if one is in the error's text, else this text in one line."""
     text = in_one_line(error, with_type=False)
     known = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.ENOTDIR)

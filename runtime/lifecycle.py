@@ -21,8 +21,6 @@ from runtime.records import DONE, FAILED, RUNNING, STOPPED
 from runtime.resume import Progress, record_of, write_run
 from runtime.run_log import RunLog
 
-SAVED = "the first checkpoint"  # something that a run has done
-
 
 @dataclasses.dataclass
 class Lifecycle:
@@ -50,6 +48,12 @@ class Lifecycle:
         if self.saves and self.checkpoints.newest_begun != self.progress.step:
             record = record_of(self.progress, self.made_with)
             self.checkpoints.save(self.progress.step, arrays, record, self.progress.evals)
+            self.write_run()  # the checkpoint before this one is complete now
+
+    def write_run(self) -> None:
+        """Writes whose folder this is, and how far the run is. Raises Unwritable."""
+        newest = self.checkpoints.newest
+        write_run(self.out, self.progress, self.made_with, self.done, newest)
 
     def evaluates(self, step: int) -> bool:
         """Whether an evaluation after so many steps is due, and not done yet."""
@@ -76,82 +80,57 @@ class Lifecycle:
         if wrong:
             self.log.arrays(f"bad_step_{step}.npz", batch)
         if progress.not_finite >= self.cfg.nonfinite_limit:
-            self._wait()
+            self.checkpoints.wait()
             self.fail(
                 f"step {step}: {wrong}, for NONFINITE_LIMIT={self.cfg.nonfinite_limit} "
                 f"steps in a row; their batches are {self.out}/bad_step_N.npz. Lower LEARNING_RATE?"
             )
         self.checkpoints.check()
-        self._note_saved()
-
-    def _wait(self) -> None:
-        self.checkpoints.wait()
-        self._note_saved()
-
-    def _note_saved(self) -> None:
-        """Notes the first complete checkpoint, without which the run cannot be done again."""
-        if self.checkpoints.newest >= 0 and SAVED not in self.done:
-            self.done[SAVED] = 0
-            self._write_run()
-
-    def _write_run(self) -> None:
-        try:
-            write_run(self.out, self.progress, self.made_with, self.done)
-        except OSError as error:
-            raise Unwritable(f"{self.out} cannot be written: {error.strerror}") from None
 
     # ---- The end ---------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def ending(self, save: Callable[[], None]) -> Iterator[None]:
-        """Runs the steps, and ends the program after a signal, a user's mistake or a file that
-        cannot be written; the summary says why, also after any other error.
+        """Runs the steps. After a signal it saves the last complete step and ends the program. A
+        user's mistake and a file that cannot be written end the program, too. The summary says why
+        the run has ended, also after any other error.
 
         save: calls Lifecycle.save with the newest arrays.
         """
         try:
-            with self._stopping(save):
+            try:
                 yield
-        except (Unwritable, UserMistake) as error:
+            except Stopped as signal:
+                save()
+                self.checkpoints.wait()
+                self.write_run()
+                saved = self.checkpoints.newest if self.checkpoints.newest >= 0 else "none"
+                self.log.line(f"STOPPED: {signal} steps={self.progress.step} saved_step={saved}")
+                self.close(STOPPED, str(signal))
+                raise SystemExit(signal.exit_code) from None
+        except Unwritable as error:
             self._close_failed(str(error))
-            if isinstance(error, Unwritable):
-                raise SystemExit(f"error: {error}") from None
+            raise SystemExit(f"error: {error}") from None
+        except UserMistake as error:
+            self._close_failed(str(error))
             fail(error)
         except Exception as error:
             out_of_memory = "RESOURCE_EXHAUSTED" in str(error)
             self._close_failed("memory ran out" if out_of_memory else in_one_line(error))
             raise
 
-    @contextlib.contextmanager
-    def _stopping(self, save: Callable[[], None]) -> Iterator[None]:
-        """After a signal saves the last complete step, and ends the program."""
-        try:
-            if self.progress.step and self.checkpoints.newest_begun < 0:
-                save()  # a fork, which began with the checkpoint of another run
-            yield
-        except Stopped as signal:
-            save()
-            self._wait()
-            saved = self.checkpoints.newest if self.checkpoints.newest >= 0 else "none"
-            self.log.line(f"STOPPED: {signal} steps={self.progress.step} saved_step={saved}")
-            self.close(STOPPED, str(signal))
-            raise SystemExit(signal.exit_code) from None
-
     def finish(self, export: Callable[[], None]) -> None:
         """Waits for the last checkpoint, exports the model and prints the last line.
 
-        export: writes the trained model; it may raise OSError, whose text names the folder.
+        export: writes the trained model. Raises Unwritable.
         """
-        self._wait()
+        self.checkpoints.wait()
         if self.cfg.steps:
             if "export" in self.missing:
-                try:
-                    export()
-                except OSError as error:
-                    self.fail(str(error))
+                export()
             self.reviewer.write(DONE)  # the next start of a run that is done writes nothing
             self.done |= dict.fromkeys(self.missing.values(), self.cfg.steps)
-            self._write_run()
+            self.write_run()
             self.reviewer.verdict()
         seconds = time.perf_counter() - self.began
         self.log.line(f"DONE: steps={self.cfg.steps} elapsed_sec={seconds:.3f}")

@@ -14,6 +14,12 @@ DELAY_S = 3.0  # work that takes longer gets its bar
 COMPILING = "/jax/core/compile/backend_compile_duration"  # jax's name for a compilation
 
 
+def print_line(text: str) -> None:
+    """Prints a line above the bars, in one piece, since another thread may print now."""
+    with tqdm.external_write_mode():
+        print(text + "\n", end="", flush=True)
+
+
 def progress_bar(what: str, total: int, unit: str) -> tqdm:
     """A bar on the terminal of process 0, for use in a `with`; elsewhere it shows nothing.
 
@@ -26,9 +32,9 @@ def progress_bar(what: str, total: int, unit: str) -> tqdm:
 
 
 @contextlib.contextmanager
-def tell_if_long(what: str, limit_s: float = LIMIT_S) -> Iterator[None]:
+def tell_if_long(what: str) -> Iterator[None]:
     """Prints one line if the work within this context, such as "loading weights", takes long."""
-    timer = _started_timer(what, limit_s)
+    timer = _started_timer(what)
     try:
         yield
     finally:
@@ -43,7 +49,7 @@ class Compilation(NamedTuple):
 
 
 @functools.cache  # jax would tell each of two listeners
-def compilations(limit_s: float = LIMIT_S) -> list[Compilation]:
+def compilations() -> list[Compilation]:
     """What jax has compiled in this process since the first call; the list grows. From then on a
     compilation that takes long gets a line, too."""
     done: list[Compilation] = []
@@ -51,13 +57,11 @@ def compilations(limit_s: float = LIMIT_S) -> list[Compilation]:
 
     def begins(event: str, _: float, *, fun_name: str = "", **__: object) -> None:
         if event == COMPILING:
-            what = f"compiling {_program_of(fun_name)}"
-            running[threading.get_ident()] = _started_timer(what, limit_s)
+            running[threading.get_ident()] = _started_timer(f"compiling {_program_of(fun_name)}")
 
     def ends(event: str, seconds: float, *, fun_name: str = "", **_: object) -> None:
         if event == COMPILING:  # also after an error
-            if timer := running.pop(threading.get_ident(), None):
-                timer.cancel()
+            running.pop(threading.get_ident()).cancel()
             done.append(Compilation(_program_of(fun_name), seconds))
 
     jax.monitoring.register_scalar_listener(begins)
@@ -70,14 +74,8 @@ def _program_of(fun_name: str) -> str:
     return fun_name.removeprefix("jit(").removesuffix(")")
 
 
-def _started_timer(what: str, limit_s: float) -> threading.Timer:
-    timer = threading.Timer(limit_s, _tell, [f"{what} takes longer than {limit_s:g} s\n"])
+def _started_timer(what: str) -> threading.Timer:
+    timer = threading.Timer(LIMIT_S, print_line, [f"{what} takes longer than {LIMIT_S:g} s"])
     timer.daemon = True
     timer.start()
     return timer
-
-
-def _tell(line: str) -> None:
-    # An output that is full or closed ends the run where the run itself prints its next line.
-    with contextlib.suppress(OSError, ValueError), tqdm.external_write_mode():
-        print(line, end="", flush=True)  # in one piece, since another thread may print now

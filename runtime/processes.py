@@ -6,14 +6,13 @@ import json
 import os
 import platform
 import re
-import select
 import signal
 import subprocess
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,15 +23,9 @@ from jax.experimental import multihost_utils
 from jax.extend.backend import register_backend_factory
 
 from runtime.long_work import compilations
-from runtime.mistakes import UserMistake
+from runtime.mistakes import Unwritable, UserMistake
 
-# What the errors of Gloo (CPUs), NCCL (GPUs) and jax's service say when another process is gone.
-LOST_CONTACT = re.compile(r"gloo|nccl|coordination.?service|heartbeat", re.IGNORECASE)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-GOOGLE = "0x1ae0"  # a PCI vendor
-DISK, NETWORK = "0x01", "0x02"  # the beginning of the PCI class of a disk and of a network card
-# What jax needs in a step of srun, beside SLURM_NTASKS.
-SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID")
 
 
 def start_jax(cfg: Any) -> None:
@@ -67,13 +60,11 @@ def start_jax(cfg: Any) -> None:
 def has_tpu(pci: Path = Path("/sys/bus/pci/devices")) -> bool:
     """True if this machine has a TPU: a PCI device of Google's that is no disk and no network card.
 
-    The files in /dev cannot tell: a GPU that is passed through to a virtual machine is in /dev/vfio
-    too, and accelerators of other makers are in /dev/accel.
+    The files in /dev cannot tell: GPUs and accelerators of other makers have the same names there.
     """
     for vendor in pci.glob("*/vendor"):
-        kind = vendor.with_name("class")
-        other = kind.exists() and kind.read_text().startswith((DISK, NETWORK))
-        if vendor.read_text().strip() == GOOGLE and not other:
+        disk_or_network = vendor.with_name("class").read_text().startswith(("0x01", "0x02"))
+        if vendor.read_text().strip() == "0x1ae0" and not disk_or_network:
             return True
     return False
 
@@ -97,8 +88,10 @@ def join(*, init_timeout_s: int, heartbeat_timeout_s: int) -> None:
         count, number = map(int, counts)
         where = {"coordinator_address": address, "num_processes": count, "process_id": number}
         who = f" at {address}; this is process {number} of {count}"
-    elif found := launcher(env):
-        where = {"cluster_detection_method": found}
+    elif int(env.get("OMPI_COMM_WORLD_SIZE", 1)) > 1 and "OMPI_MCA_orte_hnp_uri" in env:
+        where = {"cluster_detection_method": "ompi"}  # mpirun of Open MPI, before version 5
+    elif int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:  # a script of sbatch is no step
+        where = {"cluster_detection_method": "slurm"}
     elif not ((env.get("JAX_PLATFORMS") or "tpu").startswith("tpu") and has_tpu()):
         for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):
             if int(env.get(name, 1)) > 1:
@@ -109,16 +102,18 @@ def join(*, init_timeout_s: int, heartbeat_timeout_s: int) -> None:
                     flush=True,
                 )
         return
-    if "JAX_LOCAL_DEVICE_IDS" not in env:
-        where["local_device_ids"] = devices_of_task(env)
+    # jax gives each task of srun and mpirun one GPU. A task that is alone on its node takes all
+    # GPUs, and so does a task to which Slurm shows no others.
+    per_node = env.get("OMPI_COMM_WORLD_LOCAL_SIZE") or env.get("SLURM_STEP_TASKS_PER_NODE", "1")
+    alone = re.fullmatch(r"1(\(x\d+\))?", per_node)  # "1(x2)": two nodes with one task each
+    if (alone or "SLURM_GPUS_PER_TASK" in env) and "JAX_LOCAL_DEVICE_IDS" not in env:
+        where["local_device_ids"] = []
     # This limit comes before jax's, which ends the process with a dump of C++ frames.
     late = (
         f"error: not all processes have joined in INIT_TIMEOUT_S={init_timeout_s} seconds{who}. Is "
         f"the same command running on every worker? Their logs say why not"
     )
-    limit = threading.Timer(init_timeout_s, end_process, [1, late])
-    limit.daemon = True
-    limit.start()
+    limit = end_after(init_timeout_s, 1, late)
     jax.config.update("jax_enable_preemption_service", False)  # SIGTERM is StopSignal's
     jax.distributed.initialize(
         **where,
@@ -126,37 +121,6 @@ def join(*, init_timeout_s: int, heartbeat_timeout_s: int) -> None:
         heartbeat_timeout_seconds=heartbeat_timeout_s,
     )
     limit.cancel()
-
-
-def launcher(env: Mapping[str, str]) -> str:
-    """What has started this process as one of several tasks that jax can join: "ompi" (mpirun of
-    Open MPI), "slurm" (srun), or "".
-
-    A script of sbatch has SLURM_NTASKS too, but it is alone until it calls srun.
-    """
-    if int(env.get("OMPI_COMM_WORLD_SIZE", 1)) > 1 and "OMPI_MCA_orte_hnp_uri" in env:
-        return "ompi"
-    in_step = all(name in env for name in SLURM)
-    return "slurm" if int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1 and in_step else ""
-
-
-def devices_of_task(env: Mapping[str, str], dev: Path = Path("/dev")) -> list[int]:
-    """The numbers of the GPUs that this task of srun or mpirun uses; empty: all that it sees.
-
-    jax would give each task one GPU. Here a task that is alone on its node takes all GPUs, and
-    several tasks on a node take equal parts, unless Slurm has given each task its GPUs already.
-    This was not tried on a cluster with GPUs.
-    """
-    per_node = env.get("OMPI_COMM_WORLD_LOCAL_SIZE") or env.get("SLURM_STEP_TASKS_PER_NODE", "1")
-    task = int(env.get("OMPI_COMM_WORLD_LOCAL_RANK") or env.get("SLURM_LOCALID", 0))
-    # "2(x3),1": three nodes with two tasks each and a node with one. All tasks take equal parts.
-    tasks = max(int(count) for count in re.findall(r"(\d+)(?:\(x\d+\))?", per_node))
-    if tasks == 1 or "SLURM_GPUS_PER_TASK" in env:
-        return []
-    visible = env.get("CUDA_VISIBLE_DEVICES")
-    files = [file for file in dev.glob("nvidia*") if re.fullmatch(r"nvidia\d+", file.name)]
-    part = (len(files) if visible is None else len(visible.split(","))) // tasks
-    return [*range(task * part, (task + 1) * part)]
 
 
 def stop_if_not_so_many(require_multihost: bool, require_process_count: int) -> None:
@@ -191,8 +155,9 @@ def stop_if_different(facts: dict[str, str]) -> None:
 
 @contextlib.contextmanager
 def told_by_all() -> Iterator[None]:
-    """If one process raises a UserMistake, or an OSError about a file, within this context, all
-    processes raise a UserMistake of the same words, so that all end alike.
+    """If one process finds a mistake within this context, all processes raise a UserMistake of the
+    same words, so that all end alike. A mistake is a UserMistake, an Unwritable, or an OSError
+    about a file.
 
     Nothing within it may wait for another process.
     """
@@ -206,20 +171,20 @@ def told_by_all() -> Iterator[None]:
 
 
 def tried(mistakes: list[str], read: Callable[..., Any], *arguments: Any) -> Any:
-    """What `read` returns; None if it finds a user's mistake, whose text goes to `mistakes`."""
+    """What `read` returns; None if it finds a mistake, whose text goes to `mistakes`."""
     with _noted(mistakes):
         return read(*arguments)
 
 
 @contextlib.contextmanager
 def _noted(mistakes: list[str]) -> Iterator[None]:
-    """Adds the text of a UserMistake, or of an OSError about a file, to `mistakes`."""
+    """Adds the text of a mistake to `mistakes`, instead of raising it."""
     try:
         yield
-    except UserMistake as error:
+    except (UserMistake, Unwritable) as error:
         mistakes.append(str(error))
-    except OSError as error:  # such as a file that this user may not read
-        if not error.filename:
+    except OSError as error:
+        if not error.filename:  # such as a lost connection
             raise
         mistakes.append(f"{error.filename}: {error.strerror}")
 
@@ -239,12 +204,9 @@ def gather_texts(text: str) -> list[str]:
 def code_digest(root: Path) -> str:
     """A digest of this project's code that is imported. root: the project's folder."""
     code = {}
-    for name, module in [*sys.modules.items()]:
+    for module in [*sys.modules.values()]:
         file = Path(getattr(module, "__file__", None) or "/").resolve()
-        # Our module models.hf is the file models/hf.py of the folder. A package of a virtual
-        # environment within the folder has a path that is longer than its name.
-        place = root / name.replace(".", "/")
-        if file.parent == root or file in (place.with_suffix(".py"), place / "__init__.py"):
+        if file.is_relative_to(root) and "site-packages" not in file.parts:
             code[str(file.relative_to(root))] = digest(file.read_bytes())
     return digest(json.dumps(code, sort_keys=True).encode())
 
@@ -266,8 +228,7 @@ def commit_of(root: Path) -> str:
 def versions() -> dict[str, str]:
     """The versions of Python and of the packages on which results depend."""
     numbers = {"python": platform.python_version()}
-    packages = "jax jaxlib libtpu flax optax numpy transformers sglang-jax"
-    for package in packages.split():
+    for package in "jax jaxlib libtpu flax optax numpy transformers sglang-jax".split():
         with contextlib.suppress(metadata.PackageNotFoundError):
             numbers[package] = metadata.version(package)
     return numbers
@@ -306,23 +267,22 @@ class StopSignal:
         """
         seen, wakeup = os.pipe()
         os.set_blocking(wakeup, False)
-        signal.set_wakeup_fd(wakeup)
+        signal.set_wakeup_fd(wakeup)  # gets a byte with the number of each signal
         for number in STOP_SIGNALS:
-            signal.signal(number, lambda *_: None)  # only the byte in the pipe counts
+            signal.signal(number, lambda *_: None)
         threading.Thread(target=self._wait, args=[seen, grace_s], daemon=True).start()
 
     def _wait(self, seen: int, grace_s: int) -> None:
-        self._number = _next_signal(seen, None)
+        self._number = _next_signal(seen)
+        came, code = time.monotonic(), 128 + self._number
+        late = f"error: PREEMPTION_GRACE_S={grace_s} seconds are over; nothing more is saved"
+        end_after(max(1, grace_s - 1), code, late)
         name = signal.Signals(self._number).name
         with contextlib.suppress(OSError):  # the disk is full, or the pipe is closed
             print(f"{name}: stopping at the next point where the run can be saved", flush=True)
-        end = time.monotonic() + max(1, grace_s - 1)
-        time.sleep(0.5)  # a Ctrl-C may arrive twice, from the terminal and from a wrapper
-        while _next_signal(seen, 0):
-            pass
-        again = _next_signal(seen, end - time.monotonic())
-        why = "a second signal" if again else f"PREEMPTION_GRACE_S={grace_s} seconds are over"
-        end_process(128 + self._number, f"error: {why}; nothing more is saved")
+        while time.monotonic() < came + 0.5:  # a Ctrl-C may come from the terminal and a wrapper
+            _next_signal(seen)
+        end_process(code, "error: a second signal; nothing more is saved")
 
     def check(self) -> None:
         """Raises Stopped on all processes, at the same call, after a signal to any of them."""
@@ -333,12 +293,11 @@ class StopSignal:
             raise Stopped(number)
 
 
-def _next_signal(seen: int, seconds: float | None) -> int:
-    """The next of STOP_SIGNALS within so many seconds, else 0; it skips other signals."""
-    while select.select([seen], [], [], seconds)[0]:
-        if (number := os.read(seen, 1)[0]) in STOP_SIGNALS:
-            return number
-    return 0
+def _next_signal(seen: int) -> int:
+    """Waits for the next of STOP_SIGNALS, and skips other signals."""
+    while (number := os.read(seen, 1)[0]) not in STOP_SIGNALS:
+        pass
+    return number
 
 
 # ---- Ending --------------------------------------------------------------------------------------
@@ -364,7 +323,17 @@ def ending_together() -> Iterator[None]:
 
 def lost_contact(error: BaseException) -> bool:
     """True if the error says that another process is gone."""
-    return isinstance(error, RuntimeError | ValueError) and bool(LOST_CONTACT.search(str(error)))
+    # What the errors of Gloo (CPUs), NCCL (GPUs) and jax's service say then.
+    says = re.search(r"(?i)gloo|nccl|coordination.?service|heartbeat", str(error))
+    return isinstance(error, RuntimeError | ValueError) and bool(says)
+
+
+def end_after(seconds: float, code: int, line: str) -> threading.Timer:
+    """Ends this process after so many seconds, unless the timer is cancelled before."""
+    timer = threading.Timer(seconds, end_process, [code, line])
+    timer.daemon = True
+    timer.start()
+    return timer
 
 
 def end_process(code: int, line: str = "") -> NoReturn:

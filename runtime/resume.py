@@ -2,15 +2,17 @@
 
 A folder belongs to one run. RUN, a file in OUTPUT_DIR, says which: what the run's results follow
 from, the checkpoint of another run with which it began, and what it has done. A run goes on only in
-its own folders. A new run and a fork need empty ones, so that nobody's records are moved or lost.
+its own folders. A new run and a fork need empty ones, so that nobody's records are moved or lost. A
+fork saves a checkpoint of its own before its first record.
 """
 
-import dataclasses
+import functools
 import json
 import os
 import platform
 import secrets
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,25 +21,25 @@ import jax
 from etils import epath
 
 from runtime import processes
-from runtime.checkpoint import RECORD, Checkpoints
-from runtime.mistakes import UserMistake
+from runtime.checkpoint import RECORD, Checkpoints, names_of
+from runtime.mistakes import Unwritable, UserMistake
 from runtime.packing import Widths
 from runtime.run_log import FILES, replace_file
 
 SCHEDULE_END = "LR_DECAY_STEPS (else STEPS)"  # in made_with: the step at which the schedule ends
 LOCK = ".lock"  # a file in the folders of a run; process 0 locks it for as long as it lives
-RUN = "run.json"  # made_with, forked_from and run_id of the folder's run, and what it has done
+RUN = "run.json"  # says whose folder it is; see write_run
 
 
-@dataclasses.dataclass
+@dataclass
 class Progress:
     """How far a run is; the record of a checkpoint holds all of it."""
 
     step: int = 0  # steps done
     rounds: int = 0  # rounds of sampling done; each takes the next prompts
     not_finite: int = 0  # steps in a row whose loss or gradient was not finite
-    evals: dict[int, float] = dataclasses.field(default_factory=dict)  # accuracy at each step
-    widths: list[Widths] = dataclasses.field(default_factory=list)  # of all rows of updates so far
+    evals: dict[int, float] = field(default_factory=dict)  # accuracy at each step
+    widths: list[Widths] = field(default_factory=list)  # of all rows of updates so far
     forked_from: str = ""  # the checkpoint of another run with which this run began
     run_id: str = ""  # also of the run in W&B
 
@@ -67,53 +69,46 @@ def hold(folder: Path, name: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)  # not inherited by children
-    except OSError as error:
-        raise UserMistake(f"{name} cannot be written: {error.strerror}") from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        who = os.pread(lock, 200, 0).decode(errors="replace")
-        raise UserMistake(
-            f"{name} belongs to another run, which is alive: {who}. Choose another folder, or "
-            f"wait until that run has ended"
-        ) from None
-    except OSError as error:  # some network file systems have no locks
-        why = f"{name} cannot be locked: {error.strerror}"
-        print(f"{why}; nothing stops a second run in this folder", flush=True)
-    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            who = os.pread(lock, 200, 0).decode(errors="replace")
+            raise UserMistake(
+                f"{name} belongs to another run, which is alive: {who}. Choose another folder, or "
+                f"wait until that run has ended"
+            ) from None
+        except OSError as error:  # some network file systems have no locks
+            why = f"{name} cannot be locked: {error.strerror}"
+            print(f"{why}; nothing stops a second run in this folder", flush=True)
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"process {os.getpid()} on {platform.node()}".encode(), 0)
     except OSError as error:
         raise UserMistake(f"{name} cannot be written: {error.strerror}") from None
 
 
-def checkpoints_of(cfg: Any, out: Path) -> Checkpoints:
-    """The run's checkpoints in CHECKPOINT_DIR, or in its output folder."""
-    return Checkpoints(cfg.checkpoint_dir or str(out / "checkpoints"), cfg.save_keep)
-
-
 def open_checkpoints(cfg: Any, out: Path) -> tuple[Checkpoints, bool]:
-    """The run's checkpoints, and whether all processes reach their folder.
+    """The run's checkpoints in CHECKPOINT_DIR, or in its output folder, and whether all processes
+    reach their folder.
 
     If they do, this run holds the folder; if they do not, the run saves no checkpoints. Raises
     UserMistake for a folder that cannot be used.
     """
-    checkpoints = checkpoints_of(cfg, out)
-    if "://" in checkpoints.folder:
-        with processes.told_by_all():
-            checkpoints.stop_if_out_of_reach()
-        return checkpoints, True
-    folder, first = Path(checkpoints.folder), jax.process_index() == 0
     with processes.told_by_all():
-        if first and folder != out.resolve():
+        checkpoints = Checkpoints(cfg.checkpoint_dir or str(out / "checkpoints"), cfg.save_keep)
+    if not checkpoints.local:
+        return checkpoints, True
+    folder = Path(checkpoints.folder)
+    with processes.told_by_all():
+        if jax.process_index() == 0 and folder != out.resolve():
             hold(folder, f"CHECKPOINT_DIR={folder}" if cfg.checkpoint_dir else f"OUTPUT_DIR={out}")
     lock = folder / LOCK  # says which process holds the folder
     told = lock.read_text(errors="replace") if lock.is_file() else ""
     reachable = len({*processes.gather_texts(told)}) == 1
     if not reachable and cfg.save_every_steps:
-        checkpoints.say(
+        print(
             f"no checkpoints: {folder} is not the same folder on all hosts; set CHECKPOINT_DIR to "
-            f"one they share, such as gs://bucket/folder"
+            f"one they share, such as gs://bucket/folder",
+            flush=True,
         )
     return checkpoints, reachable
 
@@ -122,32 +117,42 @@ def open_checkpoints(cfg: Any, out: Path) -> tuple[Checkpoints, bool]:
 
 
 def run_in(out: Path) -> dict[str, Any]:
-    """What RUN says of the run in this folder, on all processes; empty without this file."""
+    """What RUN says of the run in this folder, on all processes, and "has_records": whether the run
+    has written a line into one of FILES."""
     text = ""
     with processes.told_by_all():
-        if jax.process_index() == 0 and (out / RUN).is_file():
-            text = (out / RUN).read_text(encoding="utf-8", errors="replace")
-    try:
-        return json.loads(processes.gather_texts(text)[0] or "{}")
-    except ValueError as error:
-        raise UserMistake(f"{out / RUN} is damaged: {error}; choose a new OUTPUT_DIR") from None
+        if jax.process_index() == 0:
+            files = [out / name for name in FILES]
+            has_records = any(file.is_file() and file.stat().st_size for file in files)
+            run = (out / RUN).read_text(encoding="utf-8") if (out / RUN).is_file() else "{}"
+            try:
+                text = json.dumps(json.loads(run) | {"has_records": has_records})
+            except ValueError as error:
+                raise UserMistake(
+                    f"{out / RUN} is damaged: {error}; choose a new OUTPUT_DIR"
+                ) from None
+    return json.loads(processes.gather_texts(text)[0])
 
 
 def write_run(
-    out: Path, progress: Progress, made_with: Mapping[str, str], done: Mapping[str, int]
+    out: Path,
+    progress: Progress,
+    made_with: Mapping[str, str],
+    done: Mapping[str, int],
+    newest: int,
 ) -> None:
-    """Writes RUN, on process 0. done: {what: after how many steps}. Raises OSError."""
+    """Writes RUN, on process 0. Raises Unwritable.
+
+    done: {what: after how many steps}. newest: the step of the newest complete checkpoint; -1: the
+    run has none yet, so that the same command may begin it again.
+    """
+    values = {"run_id": progress.run_id, "forked_from": progress.forked_from, "newest": newest}
+    values |= {"made_with": dict(made_with), "done": dict(done)}
     if jax.process_index() == 0:
-        values = {"run_id": progress.run_id, "forked_from": progress.forked_from}
-        values |= {"made_with": dict(made_with), "done": dict(done)}
-        replace_file(out / RUN, json.dumps(values, indent=1) + "\n")
-
-
-def has_records(out: Path) -> bool:
-    """Whether a run has left records in this folder; a lock alone is no run."""
-    files = [out / name for name in FILES if jax.process_index() == 0]
-    there = any(file.is_file() and file.stat().st_size for file in files)
-    return bool(processes.gather_texts("yes" if there else "")[0])
+        try:
+            replace_file(out / RUN, json.dumps(values, indent=1) + "\n")
+        except OSError as error:
+            raise Unwritable(f"{out} cannot be written: {error.strerror}") from None
 
 
 def evaluations_done(progress: Progress, done: Mapping[str, int]) -> list[str]:
@@ -188,8 +193,8 @@ def stop_if_another(
 class Beginning:
     """How a run begins: what RESUME asks for, and what is in the run's folders already.
 
-    done: {what: after how many steps} of what the run has done. missing: {name: what} of what the
-    settings ask for after STEPS steps and the run has not done.
+    missing: {name: what} of what the settings ask for after STEPS steps and the run has not done.
+    done: {what: after how many steps} of what the run has done.
     """
 
     def __init__(
@@ -207,46 +212,39 @@ class Beginning:
         Raises UserMistake if a folder belongs to another run.
         """
         self._cfg, self._checkpoints, self._made_with = cfg, checkpoints, made_with
-        self._reachable, self._asked, recorded = reachable, asked, has_records(out)
-        self._own = checkpoints.steps() if reachable else []
-        # A run that has left neither a record nor a checkpoint does not count.
-        self._run = run_in(out) if recorded or self._own else {}
-        self._resume = cfg.resume
-        source, self._steps = checkpoint_source(cfg.resume, checkpoints)
-        folder, _, step = self._run.get("forked_from", "").rpartition("/")
-        if step and not self._own and self._steps is None:
-            if cfg.resume == "auto" or (source and source.folder == folder):
-                self._resume = f"{folder}/{step}"  # a fork begins again with the same checkpoint
-                source, self._steps = checkpoint_source(self._resume, checkpoints)
+        self._asked, self._own = asked, checkpoints.steps() if reachable else []
+        source, self._step = checkpoint_source(cfg.resume, checkpoints)
         self._other = None if source is checkpoints else source  # a fork begins with that run
-        self.done: dict[str, int] = self._run.get("done", {})
-        same = self._run and (self._run["made_with"] == made_with or cfg.resume_force)
-        self.missing = self._what_is_missing() if same else {**asked}
+        run = run_in(out)
+        recorded = run.pop("has_records")
+        self._run = run if recorded or self._own else {}  # else it has ended before it left any
         self._where = (
             f"OUTPUT_DIR={out}" if recorded or self._run else f"CHECKPOINT_DIR={checkpoints.folder}"
         )
         if recorded or self._own:
             self._stop_if_taken()
-        if self._run and not self._own:  # it has ended before its first checkpoint
+        self.done: dict[str, int] = self._run.get("done", {})
+        same = self._run and (self._run["made_with"] == made_with or cfg.resume_force)
+        undone = {name: what for name, what in asked.items() if self.done.get(what) != cfg.steps}
+        self.missing = undone if same else {**asked}
+        if self._run and not self._own:  # the same command begins it again
             stop_if_another(self._run, made_with, cfg.resume_force, f"the run in {out}")
-            if self.done and self.missing:
+            if self.missing and (self.done or self._run["newest"] >= 0):
                 raise UserMistake(
                     f"OUTPUT_DIR={out}: what is missing ({', '.join(self.missing.values())}) needs "
                     f"a checkpoint of this run, and {checkpoints.folder} has none; set "
                     f"CHECKPOINT_DIR to its folder, or choose a new OUTPUT_DIR"
                 )
-
-    def _what_is_missing(self) -> dict[str, str]:
-        steps = self._cfg.steps
-        return {name: what for name, what in self._asked.items() if self.done.get(what) != steps}
+            if self._other:  # it begins with the same checkpoint
+                self._step = int(self._run["forked_from"].rpartition("/")[2])
 
     def _stop_if_taken(self) -> None:
         """Raises UserMistake unless the run in the folder is the one that RESUME asks for."""
-        own, steps, why = self._own, self._steps, ""
+        own, why = self._own, ""
         if self._cfg.resume == "never":
             why = "RESUME=never begins a new one"
-        elif own and steps and not self._other and own[-1] > steps[0]:
-            why = f"it has gone on to step {own[-1]}; RESUME=auto goes on"
+        elif own and not self._other and self._step not in (None, own[-1]):
+            why = f"its newest checkpoint is of step {own[-1]}; RESUME=auto goes on with it"
         elif not own and not self._run:
             why = f"neither a checkpoint nor {RUN} says which run it is"
         if why:
@@ -254,22 +252,32 @@ class Beginning:
         if self._run:
             self._stop_if_begun_otherwise(self._run)
 
-    def _stop_if_begun_otherwise(self, before: Mapping[str, Any]) -> None:
-        """Raises UserMistake for a run that has not begun as this one. One that only goes on (with
-        RESUME=auto, or with its own folder) may have begun in any way.
-
-        before: the values of RUN, or the record of a checkpoint.
-        """
-        began, other = before["forked_from"], self._other
-        folder, _, step = began.rpartition("/")
-        same = folder in ((other.folder, f"{other.folder}/checkpoints") if other else ("",))
-        if same and other and self._steps:
-            same = self._steps == [int(step)]
-        if not same and (other or not self._own):
+    def _stop_if_begun_otherwise(self, run: Mapping[str, Any]) -> None:
+        """Raises UserMistake if the folder's run has begun with another checkpoint than RESUME asks
+        for. run: the values of RUN, or the record of a checkpoint."""
+        began, other = run["forked_from"], self._other
+        if other:
+            folder, _, step = began.rpartition("/")  # the folder may be gone, with "checkpoints"
+            same = folder in (other.folder, f"{other.folder}/checkpoints")
+            same = same and self._step in (None, int(step))
+        else:  # it only goes on, or it begins again
+            same = self._own or not began
+        if not same:
             raise UserMistake(
                 f"{self._where} holds a run that began with {began or 'the model'}, and "
-                f"RESUME={self._resume} asks for another; choose a new OUTPUT_DIR"
+                f"RESUME={self._cfg.resume} asks for another; choose a new OUTPUT_DIR"
             )
+
+    def _check(self, record: Mapping[str, Any], wanted: Any) -> None:
+        """Raises UserMistake if the run may not go on from the checkpoint with this record."""
+        if self._own and not self._run:  # OUTPUT_DIR is empty, and CHECKPOINT_DIR is not
+            self._stop_if_begun_otherwise(record)
+        elif self._own and self._run["run_id"] != record["run_id"]:
+            raise UserMistake(
+                f"{self._where} and CHECKPOINT_DIR={self._checkpoints.folder} hold two runs; "
+                f"choose a new folder for one of them"
+            )
+        stop_if_unusable(self._cfg, wanted, self._made_with, record)
 
     def restore(self, wanted: Any) -> tuple[Any, Progress]:
         """The arrays and the progress of the checkpoint with which the run begins; no arrays (None)
@@ -278,50 +286,34 @@ class Beginning:
         wanted: shapes, dtypes and shardings of the arrays. Raises UserMistake for a checkpoint of
         another run, and for a RESUME that names no checkpoint.
         """
-        cfg, checkpoints, found = self._cfg, self._checkpoints, None
-
-        def check(record: Mapping[str, Any]) -> None:
-            if self._own:
-                self._stop_if_begun_otherwise(record)
-                if self._run and self._run["run_id"] != record.get("run_id"):
-                    raise UserMistake(
-                        f"{self._where} and CHECKPOINT_DIR={checkpoints.folder} hold two runs; "
-                        f"choose a new folder for one of them"
-                    )
-            stop_if_unusable(cfg, wanted, self._made_with, record)
-
+        cfg, check, found = self._cfg, functools.partial(self._check, wanted=wanted), None
         if self._own:  # also a fork, once it has a checkpoint of its own
-            found = checkpoints.restore(wanted, check, None if self._other else self._steps)
-        elif self._other and self._reachable:
-            found = self._other.restore(wanted, check, self._steps)
-        if self._resume not in ("auto", "never") and found is None:
-            why = "is not the folder of a complete checkpoint"
-            if not self._reachable:
-                why = "needs a folder for checkpoints that all hosts see"
-            raise UserMistake(f"RESUME={self._resume} {why}")
+            found = self._checkpoints.restore(wanted, check)
+        elif self._other:
+            found = self._other.restore(wanted, check, self._step)
+        if not found and cfg.resume not in ("auto", "never"):
+            raise UserMistake(f"RESUME={cfg.resume} is not the folder of a complete checkpoint")
         run_id = self._run.get("run_id") or secrets.token_hex(4)
         if not found:
             return None, Progress(run_id=run_id)
         arrays, record = found
-        names = [field.name for field in dataclasses.fields(Progress) if field.name in record]
-        progress = Progress(**{"run_id": run_id} | {name: record[name] for name in names})
+        progress = Progress(**{field.name: record[field.name] for field in fields(Progress)})
         progress.evals = {int(step): accuracy for step, accuracy in record["evals"]}
         progress.widths = [Widths(*widths) for widths in record["widths"]]
-        checkpoints.say(f"resumed after step {progress.step} of {cfg.steps}")
+        print(f"resumed after step {progress.step} of {cfg.steps}", flush=True)
         if not self._own:
-            progress.run_id, progress.forked_from = run_id, f"{self._other.folder}/{progress.step}"
-            progress.evals.pop(progress.step, None)  # the fork evaluates its first weights itself
-        # After a damaged checkpoint the run does some things again.
-        self.done = {what: step for what, step in self.done.items() if step <= progress.step}
-        if progress.step < cfg.steps:
+            began = f"{self._other.folder}/{progress.step}"
+            return arrays, replace(progress, evals={}, run_id=run_id, forked_from=began)
+        if progress.step < cfg.steps:  # perhaps the last checkpoint is damaged
             self.missing = {**self._asked}
+            self.done = {what: step for what, step in self.done.items() if step <= progress.step}
         return arrays, progress
 
 
 def checkpoint_source(
     resume: str, own: Checkpoints | None
-) -> tuple[Checkpoints | None, list[int] | None]:
-    """The checkpoints among which RESUME chooses, and the only steps that may be chosen.
+) -> tuple[Checkpoints | None, int | None]:
+    """The checkpoints among which RESUME chooses, and the only step that may be chosen.
 
     They are `own`, those of the run itself, or those of another run, or None.
     """
@@ -329,14 +321,13 @@ def checkpoint_source(
         return None, None
     if resume == "auto":
         return own, None
-    Checkpoints(resume, read_only=True).stop_if_out_of_reach()
-    named, steps = epath.Path(resume), None
+    named, step = epath.Path(Checkpoints(resume, read_only=True).folder), None
     if (named / "checkpoints").is_dir():
         named = named / "checkpoints"
     elif named.name.isdecimal() and ((named / RECORD).exists() or not named.exists()):
-        named, steps = named.parent, [int(named.name)]
+        named, step = named.parent, int(named.name)
     source = Checkpoints(os.fspath(named), read_only=True)
-    return (own if own and source.folder == own.folder else source), steps
+    return (own if own and source.folder == own.folder else source), step
 
 
 def stop_if_unusable(
@@ -361,7 +352,7 @@ def stop_if_other_arrays(wanted: Any, record: Mapping[str, Any], part: bool = Fa
 
     part: True if it may have more of them.
     """
-    ours, theirs = Checkpoints.shapes(wanted), record["arrays"]
+    ours, theirs = names_of(wanted), record["arrays"]
     other = [f"has no array {text}" for text in ours if text not in theirs]
     if not part:
         other += [f"has {text}, unused by this run" for text in theirs if text not in ours]
@@ -376,4 +367,4 @@ def record_of(progress: Progress, made_with: Mapping[str, str]) -> dict[str, Any
     """What a checkpoint keeps beside its arrays, in JSON values."""
     evals = [[step, accuracy] for step, accuracy in progress.evals.items()]
     more = {"made_with": dict(made_with), "versions": processes.versions()}
-    return dataclasses.asdict(progress) | {"evals": evals} | more
+    return asdict(progress) | {"evals": evals} | more

@@ -108,14 +108,15 @@ class RewardWorker:
 def _serve(file: str, name: str, timeout_s: float) -> None:
     """Loads the function `name` of `file`, then answers requests until stdin closes."""
     requests, replies = open(os.dup(0), "rb"), open(os.dup(1), "wb")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    nowhere = open(os.devnull, "r+b")
+    os.dup2(nowhere.fileno(), 0)
     os.dup2(2, 1)  # The function's prints go to stderr, so that they never mix with the replies.
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The trainer handles Ctrl-C.
 
     def respond(limit_s: float, act: Callable, args: list, columns: dict) -> None:
-        # Ends the worker if it hangs, even inside a regular expression, after the trainer has
-        # died. A living trainer ends it earlier.
-        faulthandler.dump_traceback_later(2 * limit_s, exit=True)
+        # Ends the worker without a word if it hangs, even inside a regular expression, after the
+        # trainer has died. A living trainer ends it earlier.
+        faulthandler.dump_traceback_later(2 * limit_s, exit=True, file=nowhere)
         try:
             returned = act(*args, **columns)
             if wrong := _what_is_no_list(returned):
@@ -127,11 +128,16 @@ def _serve(file: str, name: str, timeout_s: float) -> None:
         except (Exception, SystemExit) as error:  # The user's code may raise anything.
             reply = json.dumps({"error": "raised " + _as_raised(error, file)})
         faulthandler.cancel_dump_traceback_later()
-        replies.write(reply.encode() + b"\n")
-        replies.flush()
+        try:
+            replies.write(reply.encode() + b"\n")
+            replies.flush()
+        except BrokenPipeError:  # The trainer is gone. A normal exit would flush `replies` again.
+            os._exit(0)
 
     respond(LOAD_LIMIT_S, _load, [file, name], {})
     for line in requests:
+        if not line.endswith(b"\n"):  # The trainer has ended while it was writing the request.
+            return
         respond(timeout_s, getattr(sys.modules["user_rewards"], name), *json.loads(line))
 
 

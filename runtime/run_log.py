@@ -4,22 +4,23 @@ Every process prints its lines; only process 0 writes files and W&B.
 """
 
 import collections
+import contextlib
 import json
 import os
+import statistics
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from runtime.long_work import Compilation, compilations
-from runtime.mistakes import Unwritable, UserMistake
+from runtime.long_work import Compilation, compilations, print_line
+from runtime.mistakes import Unwritable, UserMistake, in_one_line
 from runtime.wandb_run import TRAINED, WandbRun
 
 FILES = ("metrics.jsonl", "samples.jsonl", "eval.jsonl")  # each line has a step
-PARTIAL = ".partial"  # the end of the name of a file that will replace another one
 
 
 class Clock:
@@ -72,33 +73,24 @@ class RunLog:
         evaluations after these steps that are not made again; see cut_back.
         Raises OSError if the folder cannot be written, and UserMistake.
         """
+        self._out, self._steps, self._writes = out, steps, writes
         self._recent: collections.deque[float] = collections.deque(maxlen=10)  # seconds of steps
-        self._timed: collections.deque[float] = collections.deque(maxlen=10)  # without compiling
         hidden = None if writes else True  # tqdm takes None as: hidden unless on a terminal
         self._bar = tqdm(total=steps, initial=first_step, unit="step", disable=hidden)
-        self._out, self._files = out, {}
-        self._steps, self._steps_seen = steps, 0
         self._wandb: WandbRun | None = None
         if not writes:
             return
         out.mkdir(parents=True, exist_ok=True)
-        for rest in out.glob(f"*{PARTIAL}"):  # a killed run may leave one
-            rest.unlink()
         for name in FILES:
             cut_back(out / name, first_step, kept)
-            self._files[name] = open(out / name, "ab", buffering=0)
         if wandb:
-            self._wandb = WandbRun(out, wandb, self.line)
+            with self._surviving_wandb():
+                self._wandb = WandbRun(out, wandb)
 
     def line(self, text: str) -> None:
         """Prints one line, above the progress bar if there is one."""
         try:
-            if self._bar.disable:
-                print(text, flush=True)
-            else:
-                self._bar.write(text)
-        except UnicodeEncodeError as error:  # stdout may know fewer characters than a model
-            self.line(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
+            print_line(text)
         except OSError as error:
             raise Unwritable(f"the log cannot be written: {error.strerror}") from None
 
@@ -110,7 +102,8 @@ class RunLog:
         values = {name: _plain(value) for name, value in values.items()}
         self._write("metrics.jsonl", [{"step": step, **values}])
         if self._wandb:
-            self._wandb.record(step, values)
+            with self._surviving_wandb():
+                self._wandb.record(step, values)
 
     def samples(self, step: int, groups: list[dict[str, Any]]) -> None:
         """Appends full texts to samples.jsonl, and so to W&B's table, to see what is rewarded.
@@ -118,7 +111,10 @@ class RunLog:
         groups: each has "question", "prompt", "answer" and "completions", a list in which each has
         "text", "reward", "rewards" by the functions' names, "advantage", "tokens" and "ended".
         """
-        self._write("samples.jsonl", [{"step": step, **group} for group in groups])
+        entries = [{"step": step, **group} for group in groups]
+        self._write("samples.jsonl", entries)
+        if self._wandb:
+            self._wandb.samples(entries)
 
     def answers(self, step: int, entries: list[dict[str, Any]]) -> None:
         """Appends the questions of an evaluation with their completions to eval.jsonl."""
@@ -126,25 +122,19 @@ class RunLog:
 
     def arrays(self, name: str, arrays: dict[str, np.ndarray]) -> None:
         """Writes an .npz file into the run's folder."""
-        if self._files:
+        if self._writes:
             try:
                 np.savez_compressed(self._out / name, **arrays)
             except OSError as error:
                 self.line(f"{self._out / name} cannot be written: {error.strerror}")
 
     def time_left(self, step: int, clock: Clock) -> str:
-        """The end of the step's line, such as " left=1:02:00", or "".
-
-        It follows from the mean of the last 10 steps that compiled nothing. It is empty for the
-        first and the last step, and on a terminal, where the bar has it.
-        """
-        self._steps_seen += 1
-        if not clock.compiled():
-            self._timed.append(clock.total())
-        steps = self._steps - step - 1
-        if not self._bar.disable or self._steps_seen == 1 or not (self._timed and steps > 0):
+        """The end of the step's line, such as " left=1:02:00", from the median seconds of this step
+        and of the ten before. It is empty for the first step, which compiles."""
+        if not self._recent:
             return ""
-        return f" left={tqdm.format_interval(steps * float(np.mean(self._timed)))}"
+        seconds = statistics.median_low([*self._recent, clock.total()])
+        return f" left={tqdm.format_interval((self._steps - step - 1) * seconds)}"
 
     def move_bar(self) -> None:
         """Moves the progress bar."""
@@ -158,40 +148,47 @@ class RunLog:
         self._bar.close()
         if self._wandb:
             values = {name: _plain(value) for name, value in (summary or {}).items()}
-            self._wandb.close(values, finished)
+            with self._surviving_wandb():
+                self._wandb.close(values, finished)
 
     def _write(self, name: str, records: list[dict[str, Any]]) -> None:
         """Appends a line for each record. A part of a line that an error leaves goes at the next
         start, by cut_back."""
-        if file := self._files.get(name):
-            text = "".join(json.dumps(record, default=str) + "\n" for record in records).encode()
-            try:
-                while text:
-                    text = text[file.write(text) :]  # a disk that is almost full takes a part
-            except OSError as error:
-                raise Unwritable(f"{file.name} cannot be written: {error.strerror}") from None
+        if not self._writes:
+            return
+        text = "".join(json.dumps(record, default=str) + "\n" for record in records)
+        try:
+            with (self._out / name).open("a", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:
+            raise Unwritable(f"{self._out / name} cannot be written: {error.strerror}") from None
+
+    @contextlib.contextmanager
+    def _surviving_wandb(self) -> Iterator[None]:
+        """After an error of W&B within this context a line says so, and W&B gets nothing more."""
+        try:
+            yield
+        except Exception as error:  # the errors of W&B and its transports have no common base
+            self._wandb, why = None, in_one_line(error, with_type=False)
+            there = f"{self._out}/metrics.jsonl has the records"
+            self.line(f"W&B: {why}; the run goes on without it, and {there}")
 
 
 def replace_file(file: Path, text: str) -> None:
-    """Replaces a file at once, so that nobody reads a part of it. Raises OSError with its name."""
-    partial = file.with_name(f"{file.name}.{os.getpid()}{PARTIAL}")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(file)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(file)) from None
+    """Replaces a file at once, so that nobody reads a part of it. Raises OSError."""
+    partial = file.with_name(f"{file.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(file)
 
 
 def cut_back(file: Path, step: int, kept: Collection[str] = frozenset()) -> None:
     """Ends the file before the first line that a run will write again if it goes on after `step`
-    steps, and before a last line that is incomplete.
+    steps, and before a last line that is incomplete. Makes a file that is missing.
 
     kept: the kinds of evaluations, "eval" or "eval_full", whose lines after `step` steps stay.
     Raises UserMistake for a line without a step, and OSError.
     """
-    if not file.exists():
-        return
+    file.touch()
     length = 0
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -199,21 +196,14 @@ def cut_back(file: Path, step: int, kept: Collection[str] = frozenset()) -> None
                 break
             try:
                 record = json.loads(line)
-            except ValueError:
-                record = None
-            if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-                raise UserMistake(f"{file} line {number} has no step; remove this line")
-            if record["step"] > step or (record["step"] == step and not _is_of(record, kept)):
+                later = record["step"] - step
+            except (ValueError, TypeError, KeyError):
+                raise UserMistake(f"{file} line {number} has no step; remove this line") from None
+            kinds = {name.partition("/")[0] for name in record} | {record.get("evaluation")}
+            if later > 0 or (later == 0 and kinds.isdisjoint(kept)):
                 break
             length += len(line)
     os.truncate(file, length)  # it needs no space, which writing the file anew would
-
-
-def _is_of(record: dict[str, Any], evaluations: Collection[str]) -> bool:
-    """Whether a record of metrics.jsonl, or an entry of eval.jsonl, belongs to one of them."""
-    return record.get("evaluation") in evaluations or any(
-        name.partition("/")[0] in evaluations for name in record
-    )
 
 
 def _plain(value: Any) -> Any:

@@ -31,7 +31,7 @@ LIBRARIES = """
     huggingface_hub transformers.tokenization_utils_tokenizers
 """.split()
 # Libraries read these when they are imported, and nothing here tells the libraries a new value.
-AT_IMPORT = ("JAX_PLATFORMS", "HF_HUB_OFFLINE", "PYTHONPATH")
+AT_IMPORT = ("JAX_PLATFORMS", "HF_HUB_OFFLINE", "PYTHONPATH", "PYTHONIOENCODING")
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(LIBRARIES)
 LOCK = threading.Lock()  # two threads that ask for an exit code at once would lose it
@@ -110,6 +110,7 @@ def _run(
     for number, pipe in ((1, stdout), (2, stderr)):
         os.dup2(pipe.fileno(), number)
         pipe.close()
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # the server's is that of a file
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)

@@ -115,6 +115,12 @@ def test_ask_prints_the_greedy_answer_and_the_scores_that_need_no_answer(tmp_pat
     assert done.lines.endswith(end.replace("reward_format", "reward_correct 1\nreward_format"))
 
 
+def test_a_character_that_stdout_does_not_know_is_written_as_its_number(tmp_path: Path) -> None:
+    done = train(tmp_path / "nothing", "--ask", "1 € + 2 €?", PYTHONIOENCODING="ascii")
+    assert (done.code, done.errors) == (0, "")
+    assert "\n1 \\u20ac + 2 \\u20ac?\n" in done.lines
+
+
 def test_ask_answers_with_the_newest_checkpoint(trained: Run) -> None:
     entries = answers_of(trained.out)
     entry = next(e for e in entries if e["question"] == APPLES)

@@ -15,13 +15,12 @@ from test_reliability import start_run, wait_for
 from test_train import Result, finish
 
 from config import Config
-from runtime.checkpoint import Checkpoints
+from runtime.checkpoint import Checkpoints, names_of
 from runtime.mistakes import UserMistake
 from runtime.parsing import compared_by_value
 from runtime.resume import (
     Beginning,
     Progress,
-    checkpoints_of,
     record_of,
     run_in,
     stop_if_another,
@@ -39,31 +38,43 @@ def arrays_after(step: int) -> dict:
     return {"x": jnp.full((4, 4), step, jnp.float32)}
 
 
-def begun(cwd: Path, made_with: dict = MADE_WITH, **settings) -> tuple:
-    """The step and the value with which a run with these settings begins, its id and its origin."""
+def beginning_of(made_with: dict, asked: dict, reachable: bool = True, **settings) -> Beginning:
+    """How a run with these settings begins in the working directory."""
     cfg = Config(**{"steps": 6, "save_keep": 0} | settings)
-    out = cwd / cfg.output_dir
-    like = arrays_after(0)["x"]
-    wanted = {"x": jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=like.sharding)}
-    asked = {"steps": "training"}
-    beginning = Beginning(cfg, checkpoints_of(cfg, out), out, True, made_with, asked)
-    arrays, progress = beginning.restore(wanted)
+    out = Path.cwd() / cfg.output_dir
+    checkpoints = Checkpoints(cfg.checkpoint_dir or f"{out}/checkpoints")
+    return Beginning(cfg, checkpoints, out, reachable, made_with, asked)
+
+
+LIKE = arrays_after(0)["x"]
+WANTED = {"x": jax.ShapeDtypeStruct(LIKE.shape, LIKE.dtype, sharding=LIKE.sharding)}
+
+
+def begun(made_with: dict = MADE_WITH, **settings) -> tuple:
+    """The step and the value with which a run with these settings begins, its id and its origin."""
+    arrays, progress = beginning_of(made_with, {"steps": "training"}, **settings).restore(WANTED)
     value = None if arrays is None else int(arrays["x"][0, 0])
     return progress.step, value, progress.run_id, progress.forked_from
 
 
 def make_run(
-    out: Path, *steps: int, forked_from: str = "", done: dict | None = None, **settings
+    out: Path,
+    *steps: int,
+    began: str = "",
+    done: dict | None = None,
+    newest: int = -1,
+    at: str = "",
 ) -> str:
-    """Writes what a run leaves that has saved these steps, and returns its id."""
+    """Writes what a run leaves that has saved these steps, and returns its id. at: the folder of
+    its checkpoints."""
     out.mkdir(parents=True)
-    progress = Progress(forked_from=forked_from, run_id=out.name)
-    checkpoints = checkpoints_of(Config(output_dir=str(out), **settings), out)
+    progress = Progress(forked_from=began, run_id=out.name)
+    checkpoints = Checkpoints(at or f"{out}/checkpoints")
     for step in steps:
         progress.step = step
         checkpoints.save(step, arrays_after(step), record_of(progress, MADE_WITH), {})
     checkpoints.wait()
-    write_run(out, progress, MADE_WITH, done or {})
+    write_run(out, progress, MADE_WITH, done or {}, newest)
     (out / "metrics.jsonl").write_text("".join(f'{{"step": {i}}}\n' for i in range(5)))
     return progress.run_id
 
@@ -79,21 +90,21 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_run_goes_on_in_its_own_folder_however_the_folder_is_named(runs: Path) -> None:
     run_id = run_in(runs / "a")["run_id"]
-    assert begun(runs, output_dir="a") == (4, 4, run_id, "")
+    assert begun(output_dir="a") == (4, 4, run_id, "")
     (runs / "link").symlink_to("a")
     for own in ("a", "a/checkpoints", "b/../a", "a/checkpoints/4", "link", str(runs / "a")):
-        assert begun(runs, output_dir="a", resume=own) == (4, 4, run_id, ""), own
+        assert begun(output_dir="a", resume=own) == (4, 4, run_id, ""), own
     shutil.rmtree(runs / "a")  # the disk of a machine that was made anew is empty
-    run_id = make_run(runs / "c", 2, checkpoint_dir=str(runs / "bucket"))
-    assert begun(runs, output_dir="a", checkpoint_dir="bucket") == (2, 2, run_id, "")
+    run_id = make_run(runs / "c", 2, at=f"{runs}/bucket")
+    assert begun(output_dir="a", checkpoint_dir="bucket") == (2, 2, run_id, "")
 
 
 def test_a_run_without_a_checkpoint_begins_again_and_is_the_same_run(runs: Path) -> None:
-    assert begun(runs, output_dir="b") == (0, None, run_in(runs / "b")["run_id"], "")
+    assert begun(output_dir="b") == (0, None, run_in(runs / "b")["run_id"], "")
     (runs / "locked").mkdir()
     for name in (".lock", "metrics.jsonl"):  # a start that was killed may leave an empty file
         (runs / "locked" / name).touch()
-    assert begun(runs, output_dir="locked", resume="never")[:2] == (0, None)
+    assert begun(output_dir="locked", resume="never")[:2] == (0, None)
 
 
 def test_a_fork_needs_an_empty_folder_and_then_goes_on_with_its_own_checkpoints(
@@ -101,25 +112,25 @@ def test_a_fork_needs_an_empty_folder_and_then_goes_on_with_its_own_checkpoints(
 ) -> None:
     source = f"{runs}/a/checkpoints"
     for resume, step in (("a", 4), ("a/checkpoints/2", 2), ("b/../a/", 4)):
-        found = begun(runs, output_dir="fork", resume=resume)
+        found = begun(output_dir="fork", resume=resume)
         assert found[:2] == (step, step) and found[3] == f"{source}/{step}"
         assert found[2] != run_in(runs / "a")["run_id"]
-    run_id = make_run(runs / "f", forked_from=f"{source}/2")  # it was killed at once
-    for resume in ("a/checkpoints/2", "auto", "a"):  # also if a has gone on since then
-        assert begun(runs, output_dir="f", resume=resume) == (2, 2, run_id, f"{source}/2")
-    make_run(runs / "gone", forked_from=f"{source}/3")
-    with pytest.raises(UserMistake, match=f"^RESUME={source}/3 is not the folder of a complete"):
-        begun(runs, output_dir="gone")
-    run_id = make_run(runs / "g", 3, forked_from=f"{source}/2")
+    run_id = make_run(runs / "f", began=f"{source}/2")  # with SAVE_EVERY_STEPS=0
+    for resume in ("a/checkpoints/2", "a"):  # also if a has gone on since then
+        assert begun(output_dir="f", resume=resume) == (2, 2, run_id, f"{source}/2")
+    make_run(runs / "gone", began=f"{source}/3")
+    with pytest.raises(UserMistake, match="^RESUME=a is not the folder of a complete checkpoint$"):
+        begun(output_dir="gone", resume="a")
+    run_id = make_run(runs / "g", 3, began=f"{source}/2")
     shutil.rmtree(runs / "a")
     for resume in ("a/checkpoints/2", "a", "auto", "g"):
-        found = begun(runs, output_dir="g", resume=resume)
+        found = begun(output_dir="g", resume=resume)
         assert found == (3, 3, run_id, f"{source}/2"), resume
 
 
 def test_the_folder_of_a_run_may_have_a_number_as_its_name(runs: Path) -> None:
     make_run(runs / "r" / "7", 5)
-    assert begun(runs, output_dir="new", resume="r/7")[0] == 5
+    assert begun(output_dir="new", resume="r/7")[0] == 5
 
 
 @pytest.mark.parametrize(
@@ -128,7 +139,13 @@ def test_the_folder_of_a_run_may_have_a_number_as_its_name(runs: Path) -> None:
         ({"resume": "never"}, "OUTPUT_DIR={}/a holds a run, and RESUME=never begins a new one"),
         (
             {"resume": "a/checkpoints/2"},
-            "OUTPUT_DIR={}/a holds a run, and it has gone on to step 4; RESUME=auto goes on",
+            "OUTPUT_DIR={}/a holds a run, and its newest checkpoint is of step 4; RESUME=auto goes "
+            "on with it",
+        ),
+        (
+            {"resume": "a/checkpoints/9"},
+            "OUTPUT_DIR={}/a holds a run, and its newest checkpoint is of step 4; RESUME=auto goes "
+            "on with it",
         ),
         (
             {"resume": "other"},
@@ -143,6 +160,11 @@ def test_the_folder_of_a_run_may_have_a_number_as_its_name(runs: Path) -> None:
             {"output_dir": "fork", "resume": "a/checkpoints/4"},
             "OUTPUT_DIR={}/fork holds a run that began with {}/a/checkpoints/2, and "
             "RESUME=a/checkpoints/4 asks for another",
+        ),
+        (
+            {"output_dir": "fork"},
+            "OUTPUT_DIR={}/fork holds a run that began with {}/a/checkpoints/2, and RESUME=auto "
+            "asks for another",
         ),
         (
             {"output_dir": "old"},
@@ -169,8 +191,8 @@ def test_the_folder_of_another_run_is_refused_and_nothing_in_it_changes(
     runs: Path, settings: dict, says: str
 ) -> None:
     make_run(runs / "other", 3)
-    make_run(runs / "fork", forked_from=f"{runs}/a/checkpoints/2")
-    make_run(runs / "done", 2, done={"the first checkpoint": 0})
+    make_run(runs / "fork", began=f"{runs}/a/checkpoints/2")
+    make_run(runs / "done", 2, newest=2)
     (runs / "old").mkdir()
     (runs / "old" / "eval.jsonl").write_text('{"step": 0}\n')
 
@@ -179,7 +201,7 @@ def test_the_folder_of_another_run_is_refused_and_nothing_in_it_changes(
 
     before = files()
     with pytest.raises(UserMistake) as error:
-        begun(runs, **{"output_dir": "a"} | settings)
+        begun(**{"output_dir": "a"} | settings)
     end = " choose a new OUTPUT_DIR"
     assert str(error.value).removesuffix(end).removesuffix(";") == says.replace("{}", str(runs))
     assert str(error.value).endswith(end) and files() == before
@@ -191,11 +213,11 @@ def test_other_settings_are_refused_by_name_before_and_after_the_first_checkpoin
     for out, what in (("a", "step 4"), ("b", f"the run in {runs}/b")):
         told = f"{what} was made with other settings or files: SEED was 0 and is 1"
         with pytest.raises(UserMistake) as error:
-            begun(runs, {"SEED": "1"}, output_dir=out)
+            begun({"SEED": "1"}, output_dir=out)
         assert str(error.value) == (
             f"{told}; set it back, or RESUME_FORCE=1 to go on, or choose a new OUTPUT_DIR"
         )
-        begun(runs, {"SEED": "1"}, output_dir=out, resume_force=True)
+        begun({"SEED": "1"}, output_dir=out, resume_force=True)
         assert f"RESUME_FORCE=1: {told}\n" in capsys.readouterr().out
 
 
@@ -203,10 +225,8 @@ def test_what_a_finished_run_has_not_done_is_missing(runs: Path) -> None:
     asked = {"steps": "training", "export": "export to hf"}
 
     def missing(asked: dict = asked, made_with: dict = MADE_WITH, **settings) -> list[str]:
-        cfg = Config(**{"steps": 4, "output_dir": "done"} | settings)
-        out = Path(cfg.output_dir)
-        beginning = Beginning(cfg, checkpoints_of(cfg, out), out, True, made_with, asked)
-        return list(beginning.missing)
+        settings = {"steps": 4, "output_dir": "done"} | settings
+        return list(beginning_of(made_with, asked, **settings).missing)
 
     make_run(runs / "done", 4, done={"training": 4, "export to hf": 4})
     assert missing() == missing(resume="done") == missing(resume="done/checkpoints/4") == []
@@ -215,7 +235,7 @@ def test_what_a_finished_run_has_not_done_is_missing(runs: Path) -> None:
     assert missing(made_with={"SEED": "1"}, resume_force=True) == []
     assert missing(output_dir="b") == missing(output_dir="nowhere") == ["steps", "export"]
     (runs / "b" / "run.json").write_text('{"made_with": ')
-    with pytest.raises(UserMistake, match="^b/run.json is damaged: .*; choose a new OUTPUT_DIR"):
+    with pytest.raises(UserMistake, match="b/run.json is damaged: .*; choose a new OUTPUT_DIR"):
         missing(output_dir="b")
     shutil.rmtree(runs / "done" / "checkpoints")
     assert missing() == []
@@ -226,20 +246,16 @@ def test_what_a_finished_run_has_not_done_is_missing(runs: Path) -> None:
 def test_what_was_done_after_a_damaged_checkpoint_is_done_again(runs: Path) -> None:
     make_run(runs / "done", 2, 4, done={"training": 4, "eval of test": 4, "export to hf": 2})
     (runs / "done" / "checkpoints" / "4" / "record" / "metadata").write_text("{}")
-    cfg = Config(steps=4, output_dir="done", export_hf="other")
     asked = {"steps": "training", "eval": "eval of test", "export": "export to other"}
-    out = Path("done")
-    beginning = Beginning(cfg, checkpoints_of(cfg, out), out, True, MADE_WITH, asked)
+    beginning = beginning_of(MADE_WITH, asked, steps=4, output_dir="done")
     assert beginning.missing == {"export": "export to other"}
-    like = arrays_after(0)["x"]
-    wanted = {"x": jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=like.sharding)}
-    assert beginning.restore(wanted)[1].step == 2
+    assert beginning.restore(WANTED)[1].step == 2
     assert beginning.missing == asked and beginning.done == {"export to hf": 2}
 
 
 def test_the_folders_of_two_runs_with_the_same_settings_are_not_mixed(runs: Path) -> None:
     with pytest.raises(UserMistake, match=f"^OUTPUT_DIR={runs}/b and CHECKPOINT_DIR={runs}/a/che"):
-        begun(runs, output_dir="b", checkpoint_dir="a/checkpoints")
+        begun(output_dir="b", checkpoint_dir="a/checkpoints")
 
 
 # ---- Damaged checkpoints and other arrays --------------------------------------------------------
@@ -259,20 +275,16 @@ def short(out: Path, tmp_path: Path) -> Path:
         assert finish(start_run(source, **settings), source).code == 0
     shutil.copytree(source, tmp_path / "run")
     run = json.loads((source / "run.json").read_text())
-    (tmp_path / "run" / "run.json").write_text(
-        json.dumps(run | {"done": {"the first checkpoint": 0}})
-    )
+    (tmp_path / "run" / "run.json").write_text(json.dumps(run | {"done": {}}))
     return tmp_path / "run"
 
 
 def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(out: Path, short: Path) -> None:
     (short / "checkpoints" / "3" / "arrays" / "manifest.ocdbt").write_bytes(b"")
-    half = short / "checkpoints" / "4.orbax-checkpoint-tmp-17"
-    half.mkdir()
+    (short / "checkpoints" / "4.orbax-checkpoint-tmp-17").mkdir()
     settings = {"STEPS": "3", "SAVE_KEEP": "0", "EVAL_EVERY_STEPS": "0"}
     result = finish(start_run(short, **settings), short)
     assert result.code == 0, result.errors
-    assert f"checkpoint {half} is half-written and passed over" in result.lines
     assert re.search(
         r"^checkpoint \S+/checkpoints/3 is damaged and passed over: ", result.lines, re.M
     )
@@ -289,41 +301,10 @@ def test_a_resumed_run_must_keep_exactly_these_settings() -> None:
     assert compared_by_value(Config) == COMPARED
 
 
-WEIGHTS = """
-    embed final_norm layers.attn_norm layers.wq layers.wk layers.wv layers.wo layers.bq layers.bk
-    layers.bv layers.mlp_norm layers.gate layers.up layers.down
-""".split()
-TREES = """
-    ['state'].params ['state'].opt_state[0].mu ['state'].opt_state[0].nu ['ref_params']
-""".split()
-
-
-def test_a_checkpoint_keeps_the_names_by_which_older_checkpoints_are_compared(short: Path) -> None:
-    """A run refuses a checkpoint with other names, even if nothing but the names has changed."""
-    record = json.loads((short / "checkpoints" / "3" / "record" / "metadata").read_text())
-    assert list(record["made_with"]) == [
-        *(name.upper() for name in COMPARED),
-        "LR_DECAY_STEPS (else STEPS)",
-        "prompts per step",
-        "DTYPE",
-        "the stop tokens",
-        "the model's config.json",
-        "the model's tokenizer.json",
-        "the tokenized prompts",
-        "the file of REWARD_FN recorder.py",
-    ]
-    progress = "step rounds not_finite evals widths forked_from run_id".split()
-    others = "made_with versions checksums arrays sha256".split()
-    assert sorted(record) == sorted(progress + others)
-    names = [text.partition(" ")[0] for text in record["arrays"]]
-    weights = [f"{tree}.{weight}" for tree in TREES for weight in WEIGHTS]
-    assert sorted(names) == sorted([*weights, "['state'].opt_state[0].count"])
-
-
 def test_a_checkpoint_with_an_array_of_an_earlier_version_is_refused_in_one_line() -> None:
     """TrainState once counted the updates in `step`."""
     state = TrainState(params=np.zeros(3), opt_state=())
-    arrays = [*Checkpoints.shapes({"state": state}), "['state'].step int32[]"]
+    arrays = [*names_of({"state": state}), "['state'].step int32[]"]
     record = {"step": 3, "made_with": {}, "arrays": arrays, "versions": {}}
     with pytest.raises(UserMistake) as error:
         stop_if_unusable(Config(steps=3), {"state": state}, {}, record)

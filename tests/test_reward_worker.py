@@ -313,4 +313,16 @@ def test_the_worker_ends_with_its_parent_also_inside_a_call(folder: Path, name: 
     command = [sys.executable, "-c", textwrap.dedent(script)]
     env = os.environ | {"PYTHONPATH": str(TOP)}
     done = subprocess.run(command, env=env, stderr=subprocess.PIPE, timeout=20)  # until both end
-    assert done.returncode == 3, done.stderr.decode()
+    assert (done.returncode, done.stderr) == (3, b"")
+
+
+def test_a_worker_whose_trainer_is_gone_ends_without_a_word(folder: Path) -> None:
+    """The trainer has ended before the reply to its first request, or within its request."""
+    command = [sys.executable, "-u", reward_worker.__file__, str(folder / "mine.py"), "echo", "30"]
+    gone, replies = os.pipe()
+    os.close(gone)
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=replies, stderr=subprocess.PIPE)
+    os.close(replies)
+    assert (done.returncode, done.stderr) == (0, b"")
+    done = subprocess.run(command, input=b'[[["1", "2', capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b'{"rewards": []}\n', b"")

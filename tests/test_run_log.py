@@ -3,12 +3,12 @@
 import contextlib
 import io
 import json
-import re
 import resource
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -40,22 +40,20 @@ def test_only_process_0_writes_and_numbers_that_are_not_finite_become_null(
     assert sample == {"step": 0, "completion": "é"}
 
 
-def test_the_time_left_is_that_of_steps_that_compiled_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Took:
-        def __init__(self, seconds: float, *compiled: str) -> None:
-            self.total, self.compiled = lambda: seconds, lambda: [*compiled]
+def test_the_time_left_is_that_of_a_median_step(tmp_path: Path) -> None:
+    def left(step: int, seconds: float) -> str:
+        told = log.time_left(step, SimpleNamespace(total=lambda: seconds))
+        log.record(step, {"time/train/step_s": seconds})
+        return told
 
     log = RunLog(tmp_path, steps=14, first_step=3, writes=True, wandb=None)
-    assert log.time_left(3, Took(99.0)) == ""  # the first step of this process
-    assert log.time_left(4, Took(1e6, "micro_step")) == " left=14:51"  # 9 steps of 99 s
+    assert left(3, 1e6) == ""  # the first step of this process compiles
+    assert left(4, 99.0) == " left=14:51"  # 9 steps of 99 s
     for _ in range(10):
-        left = log.time_left(9, Took(930.0))
-    assert left == " left=1:02:00"  # 4 steps
-    assert log.time_left(13, Took(1.0)) == ""
-    monkeypatch.setattr(log._bar, "disable", False)  # as on a terminal
-    assert log.time_left(9, Took(1.0)) == ""
+        told = left(9, 930.0)
+    assert told == " left=1:02:00"  # 4 steps
+    last = (tmp_path / "metrics.jsonl").read_text().splitlines()[-1]
+    assert json.loads(last)["time/train/step_avg_last10_s"] == 930.0
 
 
 @contextlib.contextmanager
@@ -69,30 +67,37 @@ def file_limit(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_line_that_cannot_be_written_ends_the_run_and_the_next_start_cuts_off_its_part(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_record_that_cannot_be_written_ends_the_run_and_the_next_start_cuts_off_its_part(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log, file = RunLog(tmp_path, steps=9, writes=True, wandb=None), tmp_path / "metrics.jsonl"
     log.record(0, {"a": 0})
     with file_limit(30):
         log.arrays("bad_step_0.npz", {"ids": np.arange(9)})  # the run can do without this file
-        with pytest.raises(Unwritable) as error:
+        with pytest.raises(Unwritable, match=f"^{file} cannot be written: File too large$"):
             log.record(1, {"a": 1})
-        with pytest.raises(OSError) as named:
-            replace_file(tmp_path / "run.json", "x" * 31)
-    assert named.value.filename == f"{tmp_path}/run.json" and not [*tmp_path.glob("run.json*")]
-    assert str(error.value) == f"{file} cannot be written: File too large"
     told = f"{tmp_path}/bad_step_0.npz cannot be written: File too large\n"
     assert capsys.readouterr().out == told
     assert file.read_text() == '{"step": 0, "a": 0}\n{"step": 1'
-    rest = tmp_path / "report.html.123.partial"  # of a process that was killed
-    rest.touch()
     RunLog(tmp_path, steps=9, first_step=1, writes=True, wandb=None).close()
-    assert file.read_text() == '{"step": 0, "a": 0}\n' and not rest.exists()
-    full = io.TextIOWrapper(open("/dev/full", "wb", buffering=0), write_through=True)
-    monkeypatch.setattr(sys, "stdout", full)
+    assert file.read_text() == '{"step": 0, "a": 0}\n'
+
+
+def test_a_line_that_cannot_be_printed_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = RunLog(tmp_path, steps=9, writes=False, wandb=None)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(open("/dev/full", "wb", buffering=0)))
     with pytest.raises(Unwritable, match="the log cannot be written: No space left on device"):
         log.line("step=0")
+
+
+def test_a_file_is_replaced_by_a_complete_one_or_not_at_all(tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    replace_file(file, "old")
+    with file_limit(30), pytest.raises(OSError):
+        replace_file(file, "x" * 31)
+    assert file.read_text() == "old"
 
 
 # An evaluation before step 0, two steps, and two evaluations after them.
@@ -107,16 +112,7 @@ WRITTEN = [
 
 @pytest.mark.parametrize(
     "step, kept, lines",
-    [
-        (0, (), 0),
-        (0, ("eval",), 1),
-        (1, (), 2),
-        (1, ("eval",), 2),
-        (2, (), 3),
-        (2, ("eval",), 4),
-        (2, ("eval", "eval_full"), 5),
-        (3, (), 5),
-    ],
+    [(0, (), 0), (0, ("eval",), 1), (1, ("eval",), 2), (2, (), 3), (2, ("eval",), 4), (3, (), 5)],
 )
 def test_a_file_ends_before_the_first_line_that_a_resumed_run_writes_again(
     tmp_path: Path, step: int, kept: tuple[str, ...], lines: int
@@ -135,7 +131,7 @@ def test_entries_of_an_evaluation_that_is_kept_stay(tmp_path: Path) -> None:
     assert [json.loads(line) for line in left] == entries[:2]
 
 
-@pytest.mark.parametrize("line", ['{"step": null}', '{"a": 1}', "[1]", "not json", "\x00"])
+@pytest.mark.parametrize("line", ['{"step": null}', '{"a": 1}', "[1]", "not json"])
 def test_a_complete_line_without_a_step_is_a_mistake_that_names_the_line(
     tmp_path: Path, line: str
 ) -> None:
@@ -150,34 +146,19 @@ def test_plot_run_draws_a_run_and_names_a_folder_that_holds_none(tmp_path: Path)
     pytest.importorskip("matplotlib", reason="a development package")
     run = tmp_path / "run"
     run.mkdir()
-    records = [{"step": 0, "eval/accuracy": 0.25}, {"step": 0, "train-reward/total/mean": 1.0}]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in records))
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 1, "eval')
+    records = '{"step": 0, "eval/accuracy": 0.25}\n{"step": 0, "train-reward/total/mean": 1.0}\n'
+    (run / "metrics.jsonl").write_text(records + '{"step": 1, "eval')
 
-    def plot(folder: Path, out: str = "curve.png") -> subprocess.CompletedProcess:
+    def plot(folder: Path, out: str) -> subprocess.CompletedProcess:
         command = [sys.executable, "tools/plot_run.py", folder, "--out", tmp_path / out]
         return subprocess.run(command, cwd=REPO, capture_output=True, text=True)
 
-    drawn = plot(run)
+    drawn = plot(run, "curve.png")
     assert drawn.returncode == 0, drawn.stderr
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert "metrics.jsonl line 3 is not JSON; left out" in drawn.stderr
-    heights = []  # of the bar that shows the standard error
-    for error in (0.1, 0.2):
-        evaluated = {"step": 0, "eval/accuracy": 0.25, "eval/accuracy_se": error}
-        (tmp_path / "metrics.jsonl").write_text(json.dumps(evaluated) + "\n")
-        assert plot(tmp_path, "curve.svg").returncode == 0
-        bars = (tmp_path / "curve.svg").read_text().partition('id="LineCollection_1"')[2]
-        ends = re.search(r'd="M (\S+) (\S+)\s+L (\S+) (\S+)', bars)
-        heights.append(abs(float(ends[2]) - float(ends[4])))
-    assert heights[1] == pytest.approx(2 * heights[0], rel=0.01) and heights[0] > 0
-    (tmp_path / "metrics.jsonl").unlink()
     for out in ("nowhere/curve.png", "curve.xyz"):
         failed = plot(run, out)
         assert failed.returncode == 1 and failed.stderr.splitlines()[-1].startswith("error: --out ")
-    failed = plot(tmp_path)
-    assert failed.returncode == 1
-    assert (
-        failed.stderr.strip() == f"error: {tmp_path} has no metrics.jsonl; give a run's OUTPUT_DIR"
-    )
+    told = f"error: {tmp_path} has no metrics.jsonl; give a run's OUTPUT_DIR\n"
+    assert plot(tmp_path, "curve.png").stderr == told

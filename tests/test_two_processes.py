@@ -4,17 +4,17 @@ import json
 from pathlib import Path
 
 import pytest
+from faults.checks import metric_records
 from test_drop_ended import small_model
-from test_train import train, train_two
+from test_reliability import environment
+from test_train import REPO, train, train_two
 from test_wandb_run import rows_in
 
-REPO = Path(__file__).resolve().parent.parent
 # Packed rows and ended sequences that leave the batch come with MAX_LENGTH_SAMPLE >= 128. At
 # TEMPERATURE=1 the entropies of the random model are so equal that rounding would decide which
 # tokens the quantile keeps. SGD, since Adam divides the rounding of small gradients by their size.
-EVERYTHING = dict(
-    pair.split("=")
-    for pair in """
+EVERYTHING = environment(
+    """
     BATCH_SIZE=8 NUM_PRE_Q=4 MAX_LENGTH_SAMPLE=128 TEMPERATURE=0.3 TRAIN_MICRO_BATCH_SIZE=8
     DYNAMIC_SAMPLING=1 DYNAMIC_SAMPLING_MAX_ROUNDS=2 NUM_MINI_BATCHES=2 PPO_EPOCHS=2
     BETA=0.05 REF_SYNC_STEPS=3 REF_SYNC_ALPHA=0.5 TOP_ENTROPY_QUANTILE=0.6 ENTROPY_COEF=0.001
@@ -23,10 +23,8 @@ EVERYTHING = dict(
     OVERLONG_CACHE=60 REPETITION_NGRAM=5
     OPTIMIZER=sgd LEARNING_RATE=0.05 LR_SCHEDULE=constant WARMUP_RATIO=0 EXPORT_HF=none
     EVAL_EVERY_STEPS=1 EVAL_PROMPTS=8 EVAL_SAMPLES=4 SAMPLE_EVERY_STEPS=1 ACCURACY_THRESHOLD=0
-    """.split()
+    """
 )
-HALF = {"BATCH_SIZE": "4", "TRAIN_MICRO_BATCH_SIZE": "4"}
-OF_MACHINE = ("time/", "throughput/", "memory/", "compile/", "train-other/batch_local")
 
 
 def entries_of(file: Path) -> list[dict]:
@@ -35,26 +33,22 @@ def entries_of(file: Path) -> list[dict]:
 
 def measured(out: Path) -> list[dict]:
     """The records without what the machine decides, and without differences of rounding."""
+    left_out = ("logp_difference", "batch_local")
     return [
-        {
-            name: value
-            for name, value in record.items()
-            if not name.startswith(OF_MACHINE) and "logp_difference" not in name
-        }
-        for record in entries_of(out / "metrics.jsonl")
+        {k: v for k, v in record.items() if not any(words in k for words in left_out)}
+        for record in metric_records(out)
     ]
 
 
 @pytest.mark.slow
-def test_two_processes_and_then_one_process_learn_and_write_what_one_process_does(
-    tmp_path: Path,
-) -> None:
+def test_two_processes_and_then_one_learn_and_write_what_one_process_does(tmp_path: Path) -> None:
     """Two processes take the first step, and one process goes on with their checkpoint."""
     given = {"MODEL_PATH": str(small_model(tmp_path)), "DATASET": str(REPO / "tiny")}
     settings = EVERYTHING | given | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
     alone, moved = tmp_path / "alone", tmp_path / "moved" / "0"
+    half = {"BATCH_SIZE": "4", "TRAIN_MICRO_BATCH_SIZE": "4"}
     train(alone, **settings, STEPS="2")
-    train_two(moved.parent, 2, **settings | HALF, STEPS="1")
+    train_two(moved.parent, 2, **settings | half, STEPS="1")
     assert "resumed after step 1" in train(moved, **settings, STEPS="2").lines
     theirs, ours = measured(alone), measured(moved)
     assert [record["step"] for record in theirs] == [0, 0, 1, 1, 2]  # with three evaluations

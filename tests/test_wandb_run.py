@@ -27,40 +27,31 @@ from runtime.run_log import RunLog
 from test_smoke import REPO
 
 STEP_S = "time/train/step_s"
-NAMES = ["first", "second"]
+REST = {"advantage": 0.5, "tokens": 2, "ended": "stop token"}
 GROUP = {
     "question": "1+1?",
     "prompt": "<user>1+1?",
     "answer": "#### 2",
     "completions": [
-        {
-            "text": text,
-            "reward": reward,
-            "rewards": dict(zip(NAMES, (reward, None), strict=True)),
-            "advantage": reward - 0.5,
-            "tokens": tokens,
-            "ended": ended,
-        }
-        for text, reward, tokens, ended in (
-            ("2", 1.0, 2, "stop token"),
-            ("3 é", 0.0, 16, "MAX_LENGTH_SAMPLE"),
-        )
+        {"text": "2", "reward": 1.5, "rewards": {"first": 1.0, "second": None}, **REST},
+        {"text": "3 é", "reward": 0.0, "rewards": {"first": 0.0, "second": 0.0}, **REST},
     ],
 }
 
 
 class StandIn:
-    """The package wandb and its run, which knows the steps below starting_step."""
+    """The package wandb and its run, which has the steps below starting_step. fails_at: the first
+    step whose row it does not take; -1: it does not even start."""
 
     def __init__(self, starting_step: int = 0, fails_at: float = math.inf) -> None:
-        self.starting_step, self.fails_at = starting_step, fails_at  # -1: init fails
+        self.starting_step, self.fails_at = starting_step, fails_at
         self.asked, self.rows, self.summary = {}, [], {}
         self.Settings = self.Table = dict
 
     def init(self, **asked: Any) -> "StandIn":
+        self.asked = asked
         if self.fails_at < 0:
             raise ConnectionError("service\nis gone")
-        self.asked = asked
         return self
 
     def log(self, values: dict[str, Any], step: int, commit: bool) -> None:
@@ -72,11 +63,8 @@ class StandIn:
         self.rows.append("end")
 
 
-Opener = Callable[..., tuple[StandIn, RunLog]]
-
-
 @pytest.fixture
-def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Opener:
+def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple]:
     """Opens the log of a run of 5 steps, with a stand-in for W&B."""
 
     def open_log(first_step: int = 0, **facts: Any) -> tuple:
@@ -88,63 +76,51 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Opener:
     return open_log
 
 
-EVALUATED = {"eval_full/accuracy": 0.5, "eval_full/accuracy_se": None}  # a value is not finite
-
-
 def test_a_row_has_all_records_of_a_step_and_the_summary_has_an_evaluation_before(opened) -> None:
     wandb, log = opened()
-    log.record(0, EVALUATED)
+    log.record(0, {"eval/accuracy": 0.5})
     log.record(0, {"loss": 1.0, STEP_S: 2.0})
-    assert wandb.rows == [] and wandb.summary == {"eval_full/accuracy": 0.5}
+    assert wandb.rows == [] and wandb.summary["eval/accuracy"] == 0.5
     log.record(1, {STEP_S: 4.0})
-    mean = "time/train/step_avg_last10_s"
-    assert wandb.rows == [(0, EVALUATED | {"loss": 1.0, STEP_S: 2.0, mean: 2.0})]
+    mean = {"time/train/step_avg_last10_s": 2.0}
+    assert wandb.rows == [(0, {"eval/accuracy": 0.5, "loss": 1.0, STEP_S: 2.0} | mean)]
 
 
 @pytest.mark.parametrize(
-    "records, finished, last",
+    "record, finished, sent",
     [
-        ([EVALUATED], False, 2),  # the step after it is made again
-        ([EVALUATED], True, 3),
-        ([EVALUATED, {STEP_S: 1.0}], False, 3),
+        ({"eval/accuracy": 0.5}, False, [2]),  # a resumed run makes step 3 again
+        ({"eval/accuracy": 0.5}, True, [2, 3]),
+        ({STEP_S: 1.0}, False, [2, 3]),
     ],
 )
 def test_a_step_that_a_resumed_run_makes_again_is_not_sent_before(
-    opened, records: list[dict], finished: bool, last: int
+    opened, record: dict, finished: bool, sent: list[int]
 ) -> None:
     wandb, log = opened()
     log.record(2, {STEP_S: 1.0})
-    for record in records:
-        log.record(3, record)
-    log.close({"accuracy": 0.75}, finished=finished)
+    log.record(3, record)
+    log.close({"state": "done"}, finished=finished)
     *rows, end = wandb.rows
-    assert [step for step, _ in rows] == list(range(2, last + 1)) and end == "end"
-    assert wandb.summary == {"accuracy": 0.75, "eval_full/accuracy": 0.5}
+    assert [step for step, _ in rows] == sent and end == "end"
+    assert wandb.summary["state"] == "done"
 
 
 @pytest.mark.parametrize("known", [0, 2, 4])
-def test_a_resumed_run_sends_the_steps_that_wandb_does_not_have(
-    opened, tmp_path: Path, known: int
-) -> None:
+def test_a_resumed_run_sends_the_steps_that_wandb_does_not_have(opened, known: int) -> None:
     """It was killed in step 4, after the checkpoint of step 3; W&B has the steps below `known`."""
-    older, other = (tmp_path / f"wandb/offline-run-1-{name}" for name in ("abc", "other"))
-    for folder in (older, other):
-        folder.mkdir(parents=True)
 
     def take_step(log: RunLog, step: int) -> None:
         log.record(step, {"eval/accuracy": step / 4})
         log.record(step, {STEP_S: float(step)})
         log.samples(step, [GROUP])
 
-    _, log = opened(fails_at=-1)
+    _, log = opened()
     for step in range(4):
         take_step(log, step)
     log.record(4, {"eval/accuracy": 1.0})
-    assert older.exists()
-    del log  # killed
     wandb, log = opened(first_step=3, starting_step=known)
     assert wandb.asked["id"] == "abc" and wandb.asked["resume"] == "allow"
-    assert [*(tmp_path / "wandb").iterdir()] == [other]  # the rows of the older start come again
     for step in (3, 4):
         take_step(log, step)
     log.record(5, {"eval/accuracy": 1.25})
@@ -162,33 +138,29 @@ def test_samples_are_a_table_with_a_row_for_each_completion(opened) -> None:
     log.samples(0, [GROUP])
     log.close()
     assert wandb.rows[0][1]["samples"] == {
-        "columns": ["step", "question", "answer", "completion", "reward", *NAMES]
+        "columns": ["step", "question", "answer", "completion", "reward", "first", "second"]
         + ["advantage", "tokens", "ended"],
         "data": [
-            [0, "1+1?", "#### 2", "2", 1.0, 1.0, None, 0.5, 2, "stop token"],
-            [0, "1+1?", "#### 2", "3 é", 0.0, 0.0, None, -0.5, 16, "MAX_LENGTH_SAMPLE"],
+            [0, "1+1?", "#### 2", "2", 1.5, 1.0, None, 0.5, 2, "stop token"],
+            [0, "1+1?", "#### 2", "3 é", 0.0, 0.0, 0.0, 0.5, 2, "stop token"],
         ],
     }
 
 
-@pytest.mark.parametrize("fails_at", [-1, 0, 1])
-@pytest.mark.parametrize("first_step", [0, 1])
+@pytest.mark.parametrize("fails_at", [-1, 0, 2])  # at the start, in a row of the file, at the end
 def test_a_run_goes_on_without_wandb_after_one_line_whenever_wandb_fails(
-    opened, tmp_path: Path, capsys: pytest.CaptureFixture[str], first_step: int, fails_at: int
+    opened, tmp_path: Path, capsys: pytest.CaptureFixture[str], fails_at: int
 ) -> None:
-    """Also if it fails while a resumed run sends the rows of earlier steps."""
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 0, "loss": 1}\n')
-    _, log = opened(first_step, fails_at=fails_at)
-    for step in range(first_step, 3):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+    _, log = opened(first_step=1, fails_at=fails_at)
+    for step in (1, 2):
         log.record(step, {"a": step})
-    log.line("DONE: ")
-    log.close({"accuracy": 0.75}, finished=True)
-    assert capsys.readouterr().out.splitlines() == [
+    log.close({"state": "done"}, finished=True)
+    assert capsys.readouterr().out == (
         f"W&B: service is gone; the run goes on without it, and {tmp_path}/metrics.jsonl has the "
-        f"records",
-        "DONE: ",
-    ]
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3 + first_step
+        f"records\n"
+    )
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 3
 
 
 # ---- WANDB_MODE ----------------------------------------------------------------------------------
@@ -198,26 +170,23 @@ def test_without_the_package_a_mode_that_needs_it_is_a_mistake_and_a_key_alone_g
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # import wandb fails now
-    for mode in ("", "disabled"):
-        wandb_run.check_wandb(mode)
+    wandb_run.check_wandb("disabled")
     with pytest.raises(UserMistake, match="WANDB_MODE=offline needs wandb: pip install wandb"):
         wandb_run.check_wandb("offline")
-    monkeypatch.setenv("WANDB_API_KEY", "")
-    assert wandb_run.chosen_mode("") == "disabled"
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
-    modes = ("offline", "disabled", "")
-    assert [*map(wandb_run.chosen_mode, modes)] == ["offline", "disabled", "disabled"]
-    assert capsys.readouterr().out == (
-        "W&B: there is a WANDB_API_KEY, but the run goes on without W&B: WANDB_MODE=online needs "
-        "wandb: pip install wandb\n"
+    assert wandb_run.chosen_mode("") == "disabled"
+    assert capsys.readouterr().out.startswith(
+        "W&B: WANDB_API_KEY is set, but the run goes on without W&B: WANDB_MODE=online needs wandb"
     )
 
 
 def test_an_api_key_alone_means_online(monkeypatch: pytest.MonkeyPatch) -> None:
     key = "a" * 40
-    monkeypatch.setenv("WANDB_API_KEY", key)
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(api=SimpleNamespace(api_key=key)))
-    assert wandb_run.chosen_mode("") == "online"
+    monkeypatch.setenv("WANDB_API_KEY", key)
+    assert wandb_run.chosen_mode("") == "online" and wandb_run.chosen_mode("offline") == "offline"
+    monkeypatch.delenv("WANDB_API_KEY")
+    assert wandb_run.chosen_mode("") == "disabled"
 
 
 def test_the_commit_is_that_of_the_folder_and_says_if_a_tracked_file_differs(

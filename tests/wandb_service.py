@@ -8,14 +8,11 @@ from typing import Any
 
 
 class WandbService:
-    """Serves at `url`. rows: of each run, as it has received them; summary: the newest of a run;
-    files: the names of uploads."""
+    """Serves at `url`. rows: of each run, as it has received them; summary: the newest of a run."""
 
     def __init__(self) -> None:
         self.rows: dict[str, list[dict[str, Any]]] = {}
-        self.configs: dict[str, str] = {}
         self.summary: dict[str, Any] = {}
-        self.files: list[str] = []
         service = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -51,14 +48,10 @@ class WandbService:
                 rows[history["offset"] :] = map(json.loads, history["content"])
             return {"limits": {}}
         if not path.endswith("graphql"):
-            self.files.append(path)
             return {}
         asked = json.loads(body)
         name = re.search(r"(?:query|mutation) (\w+)", asked["query"])[1]
         return {"data": getattr(self, f"_{name}", lambda **_: {})(**asked.get("variables") or {})}
-
-    def _ServerFeaturesQuery(self) -> dict[str, Any]:
-        return {"serverInfo": {"features": []}}
 
     def _Viewer(self) -> dict[str, Any]:
         who = {"id": "1", "entity": "us", "username": "me", "email": "", "flags": "{}"}
@@ -77,10 +70,9 @@ class WandbService:
         }
         return {"model": {"id": "1", "name": "p", "entity": ENTITY, "bucket": bucket}}
 
-    def _UpsertBucket(self, *, name: str, config: str = "{}", **_: Any) -> dict[str, Any]:
+    def _UpsertBucket(self, *, name: str, **_: Any) -> dict[str, Any]:
         inserted = name not in self.rows
         rows = self.rows.setdefault(name, [])
-        self.configs[name] = config
         bucket = {"id": "1", "name": name, "displayName": name, "config": "{}", "sweepName": None}
         project = {"id": "1", "name": "p", "entity": ENTITY}
         bucket |= {"description": "", "project": project, "historyLineCount": len(rows)}
@@ -93,8 +85,7 @@ class WandbService:
     def _ArtifactType(self, **_: Any) -> dict[str, Any]:
         return {"project": None}
 
-    def _CreateArtifact(self, *, input: dict[str, Any], **_: Any) -> dict[str, Any]:
-        self.files.append(str(input))
+    def _CreateArtifact(self, **_: Any) -> dict[str, Any]:
         artifact = {"id": "1", "state": "COMMITTED", "artifactSequence": {"latestArtifact": None}}
         return {"createArtifact": {"artifact": artifact}}
 

@@ -154,10 +154,10 @@ def load_weights(run: Run) -> tuple[Params, int]:
     cfg, model, mesh = run.cfg, run.training.model, run.training.layout.mesh
     folder = cfg.checkpoint_dir or (f"{cfg.output_dir}/checkpoints" if cfg.output_dir else "")
     own = Checkpoints(folder, read_only=True) if folder else None
-    source, steps = resume.checkpoint_source(cfg.resume, own)
+    source, step = resume.checkpoint_source(cfg.resume, own)
     wanted = {"state": Weights(abstract_params(model, mesh, jnp.float32))}
     check = functools.partial(resume.stop_if_other_arrays, wanted, part=True)
-    if source and (found := source.restore(wanted, check, steps, part=True)):
+    if source and (found := source.restore(wanted, check, step)):
         arrays, record = found
         print(f"weights={source.folder}/{record['step']}", flush=True)
         return arrays["state"].params, record["step"]

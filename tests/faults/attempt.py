@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from runtime.checkpoint import HALF_WRITTEN
 from runtime.parsing import REPO
 
 PHASES = ("start", "compile", "rollout", "update", "save", "evaluation", "export", "end")
@@ -26,6 +25,7 @@ STEP = re.compile(r"step=(\d+) loss=.* rollout=([\d.]+)s ")  # as PRINT_TRAIN_TI
 LOGGED, COMPILES, COMPILED = "WARNING:jax._src", "Compiling jit(", "Finished XLA compilation"
 FATAL, STARVING = ("killed", "stopped", "silent"), ("full disk", "file limit")
 KINDS = ("killed", "stopped", "frozen", "silent", *STARVING)
+HALF_WRITTEN = ".orbax-checkpoint-tmp"  # a part of the name of a folder that is not complete
 HUNG_S = 400  # a run that is silent for so long does not end by itself
 
 

@@ -16,7 +16,6 @@ import orbax.checkpoint as ocp
 from faults.attempt import FATAL, STARVING, End, Struck
 
 from review import read_history, report
-from runtime.lifecycle import SAVED
 from runtime.records import SUMMARY
 from runtime.resume import RUN
 
@@ -100,7 +99,6 @@ def wrong_run(out: Path, undisturbed: Path) -> list[str]:
     runs = [json.loads((each / RUN).read_text()) for each in (out, undisturbed)]
     for run in runs:
         del run["run_id"]
-        run["done"].pop(SAVED, None)  # a run that ends early may not have noted it
     return different("run.json", *runs)
 
 

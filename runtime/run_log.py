@@ -130,11 +130,12 @@ class RunLog:
 
     def time_left(self, step: int, clock: Clock) -> str:
         """The end of the step's line, such as " left=1:02:00", from the median seconds of this step
-        and of the ten before. It is empty for the first step, which compiles."""
-        if not self._recent:
+        and of the ten before. It is empty for the first step, which compiles, and for the last."""
+        steps = self._steps - step - 1
+        if not self._recent or not steps:
             return ""
         seconds = statistics.median_low([*self._recent, clock.total()])
-        return f" left={tqdm.format_interval((self._steps - step - 1) * seconds)}"
+        return f" left={tqdm.format_interval(steps * seconds)}"
 
     def move_bar(self) -> None:
         """Moves the progress bar."""

@@ -52,6 +52,7 @@ def test_the_time_left_is_that_of_a_median_step(tmp_path: Path) -> None:
     for _ in range(10):
         told = left(9, 930.0)
     assert told == " left=1:02:00"  # 4 steps
+    assert log.time_left(13, SimpleNamespace(total=lambda: 930.0)) == ""  # the last step
     last = (tmp_path / "metrics.jsonl").read_text().splitlines()[-1]
     assert json.loads(last)["time/train/step_avg_last10_s"] == 930.0
 

@@ -1,14 +1,13 @@
 """Claims about runtime/wandb_run.py: a run that is killed and resumed is one run in W&B.
 
-Most tests put a stand-in into the place of the package wandb, which notes what it gets. Those of
-`pytest -m parity` read back the files of the real package.
+Most tests put a stand-in into the place of the package wandb, which notes what it gets. That of
+`pytest -m parity` has the real package, and a stand-in for the service.
 """
 
 import json
 import math
 import os
 import signal
-import struct
 import subprocess
 import sys
 import time
@@ -213,29 +212,6 @@ def test_the_commit_is_that_of_the_folder_and_says_if_a_tracked_file_differs(
 
 
 # ---- The real package ----------------------------------------------------------------------------
-
-
-def rows_in(file: Path) -> list[dict[str, Any]]:
-    """The rows of a .wandb file, which is a log of LevelDB with protobuf in it.
-
-    After 7 bytes there are blocks of 32 KiB. They hold parts of records: 4 bytes of checksum, 2 of
-    length, and 1 of kind: 1 is a complete record, 2 its first part, 3 a middle part, 4 its end.
-    """
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    data, at, part, rows = file.read_bytes(), 7, b"", []
-    while at + 7 <= len(data):
-        if (room := 32768 - at % 32768) < 7:
-            at += room
-            continue
-        size, kind = struct.unpack("<HB", data[at + 4 : at + 7])
-        part, at = part + data[at + 7 : at + 7 + size], at + 7 + size
-        if kind in (1, 4):
-            record, part = Record.FromString(part), b""
-            if record.WhichOneof("record_type") == "history":
-                names = {"/".join(x.nested_key) or x.key: x for x in record.history.item}
-                rows.append({name: json.loads(x.value_json) for name, x in names.items()})
-    return rows
 
 
 @pytest.mark.parity

@@ -182,7 +182,7 @@ class Config:
     )
     skip_zero_advantage: str = speed(
         "auto",
-        "Skip sequences of advantage 0, and estimate the entropy; auto: unless they are needed.",
+        "Skip sequences of advantage 0; auto: unless a term of the loss needs them.",
         choices="auto|off",
     )
     remat: str = speed(
@@ -315,15 +315,12 @@ class Config:
         return self.max_length_sample >= 128 and self.packing == "auto"
 
     def skips(self) -> bool:
-        """Whether updates leave out sequences whose advantage is 0.
-
-        No other term of the loss may need them. With filters the step's entropy would need them
-        too: log-probabilities among some tokens only cannot estimate it.
-        """
+        """Whether updates leave out sequences whose advantage is 0: no other term of the loss may
+        need them."""
         advantage_only = (
             self.beta == 0 and self.entropy_coef == 0 and self.top_entropy_quantile == 1
         )
-        return advantage_only and not self.filters() and self.skip_zero_advantage == "auto"
+        return advantage_only and self.skip_zero_advantage == "auto"
 
     def filters(self) -> bool:
         """Whether the sampler draws among some tokens only."""

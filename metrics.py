@@ -25,7 +25,8 @@ from update import MiniBatch
 DRIFT_LEVELS = {"float32": 1e-3, "bfloat16": 0.05}
 PHASES = ("rollout_sync", "rollout_generate", "reward", "advantages", "shard", "update")
 EVAL_PHASES = ("rollout_sync", "rollout_generate", "reward")
-OF_COMPUTED = ("sampling_logp_difference/", "is_weight/")  # of the tokens that an update computes
+# Metrics of the tokens that an update computes.
+OF_COMPUTED = ("sampling_logp_difference/", "is_weight/", "support/")
 OF_NOTHING = ("loss", "policy_loss", "update_token_count")  # 0 if no token of an update counts
 
 
@@ -39,54 +40,49 @@ def merge_metrics(micro_steps: list[dict[str, jax.Array]]) -> dict[str, float]:
     return {name: float(MERGE.get(name, sum)(x[name] for x in all_values)) for name in names}
 
 
-def with_skipped(metrics: dict[str, float], mini_batch: MiniBatch) -> dict[str, float]:
+def of_all_tokens(metrics: dict[str, float], mini_batch: MiniBatch) -> dict[str, float]:
     """The update's metrics from those that its micro-steps add up to.
 
-    A sequence that is skipped has the advantage 0: it clips nothing and adds no loss. The entropy
-    has two definitions. If no sequence is skipped, it is the mean entropy of the distributions from
-    which the tokens were drawn. If one is skipped, it is an estimate of this without bias: minus
-    the mean of the sampling_logps of all tokens, also of those that were computed, because skipped
-    sequences are easier than the others. Values that need the trainer's log-probabilities are over
-    the update_token_count tokens that were computed. NaN stands for no value.
+    The entropy is minus the mean of the sampling_logps of all tokens that count: unbiased, because
+    the sampler has drawn them. A sequence that is skipped has the advantage 0: it clips nothing and
+    adds no loss. Values that need the trainer's log-probabilities are over the update_token_count
+    tokens that were computed. NaN stands for no value.
     """
-    batch = mini_batch.batch
-    mask = batch.completion_mask[mini_batch.sequences]
-    counted, tokens = mask.sum(), batch.lengths[mini_batch.computed].sum()
-    metrics = metrics | {"update_token_count": float(tokens)}
+    batch, sequences = mini_batch.batch, mini_batch.sequences
+    mask = batch.completion_mask[sequences]
+    counted, computed = mask.sum(), batch.lengths[mini_batch.computed].sum()
+    logps = np.where(mask > 0, batch.sampling_logps[sequences], 0)
+    entropy = -logps.sum(dtype=np.float64) / max(counted, 1)
+    metrics = metrics | {"entropy": float(entropy), "update_token_count": float(computed)}
     if not counted:
         return {name: x if name in OF_NOTHING else math.nan for name, x in metrics.items()}
-    for name in (x for x in metrics if x.startswith(OF_COMPUTED)):
-        share = 1.0 if name in MERGE else float(counted / max(tokens, 1))
-        metrics[name] = metrics[name] * share if tokens else math.nan
-    if tokens < counted:
-        logps = np.where(mask > 0, batch.sampling_logps[mini_batch.sequences], 0)
-        metrics["entropy"] = float(-logps.sum(dtype=np.float64) / counted)
-        if "clip_ratio/low_min" in metrics:
-            metrics["clip_ratio/low_min"] = 0.0
+    for name in (x for x in metrics if x.startswith(OF_COMPUTED) and x not in MERGE):
+        metrics[name] *= float(counted / computed)
+    if computed < counted and "clip_ratio/low_min" in metrics:
+        metrics["clip_ratio/low_min"] = 0.0
     return metrics
 
 
 def merge_updates(updates: list[dict[str, float]]) -> dict[str, float]:
     """The metrics of a step from those of its updates: extremes as loss.MERGE says, else means.
 
-    An update that is finite is left out where it has no value.
+    An update that is finite is left out where it has no value. One that has learnt nothing has
+    fewer metrics.
     After several updates clip_ratio_first/* are those of the first one, in which every ratio is 1,
     and clip_ratio_later/* those of all others.
     """
 
     def merged_value(name: str, updates: list[dict[str, float]]) -> float:
-        values = [x[name] for x in updates if what_is_not_finite(x) or not math.isnan(x[name])]
+        there = [x for x in updates if name in x]
+        values = [x[name] for x in there if what_is_not_finite(x) or not math.isnan(x[name])]
         return float(MERGE.get(name, np.mean)(values)) if values else math.nan
 
-    def merge(updates: list[dict[str, float]]) -> dict[str, float]:
-        return {name: merged_value(name, updates) for name in updates[0]}
-
-    merged, parts = merge(updates), {}
-    if len(updates) > 1:
-        parts = {"clip_ratio_first/": merge(updates[:1]), "clip_ratio_later/": merge(updates[1:])}
-    clipped = [name for name in merged if name.startswith("clip_ratio/")]
-    for group, part in parts.items():
-        merged |= {name.replace("clip_ratio/", group): part[name] for name in clipped}
+    names = dict.fromkeys(name for update in updates for name in update)
+    merged = {name: merged_value(name, updates) for name in names}
+    parts = {"clip_ratio_first/": updates[:1], "clip_ratio_later/": updates[1:]}
+    for prefix, part in parts.items() if len(updates) > 1 else ():
+        for name in (x for x in names if x.startswith("clip_ratio/")):
+            merged[name.replace("clip_ratio/", prefix)] = merged_value(name, part)
     return merged
 
 
@@ -165,7 +161,7 @@ def step_lines(step: Step, breakdown: bool, drift_level: float = math.inf) -> li
         lines.append(f"dynamic_sampling step={step.number} rounds={rounds:.0f} kept={kept:.4f}")
     if not (step.advantages * step.counted).any():
         lines.append(f"{note}: all advantages that count are 0, and so is the policy gradient")
-    if (drift := metrics["sampling_logp_difference/mean"]) > drift_level:
+    if (drift := metrics.get("sampling_logp_difference/mean", math.nan)) > drift_level:
         lines.append(
             f"{note}: sampling_logp_difference/mean={drift:.4g} is above {drift_level:g}, which "
             f"rounding does not explain: the sampler's weights or programs are not the trainer's"

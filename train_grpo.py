@@ -36,7 +36,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from loss import group_advantages, top_entropy_mask
+from loss import group_advantages, metrics_of_nothing, top_entropy_mask
 from metrics import (
     PHASES,
     Step,
@@ -44,9 +44,9 @@ from metrics import (
     log_step,
     merge_metrics,
     merge_updates,
+    of_all_tokens,
     sampling_metrics,
     what_is_not_finite,
-    with_skipped,
 )
 from models import hf
 from models.model import Params
@@ -76,7 +76,6 @@ from update import (
     TrainState,
     compute_logps_and_entropies,
     learning_rate,
-    metrics_of_nothing,
     micro_step,
     mix_weights,
     optimizer_step,
@@ -324,9 +323,7 @@ def one_update(
     several = run.sizes.grad_accum_steps > 1
     grads = zero_grads(state.params) if several or no_gradient else None
     if no_gradient:
-        replay = run.sampling.replay
-        nothing = metrics_of_nothing(counts, objective=run.objective, replay=replay)
-        metrics_of = [jax.device_get(nothing)]
+        metrics_of = [metrics_of_nothing(run.objective.loss_type)]
     for micro_batch in mini_batch.micro_batches:
         grads, metrics, logps = micro_step(
             state.params,
@@ -348,7 +345,7 @@ def one_update(
         model=run.model,
     )
     # Before the norm: if memory was too small for a micro-step, only its own arrays say so.
-    merged = with_skipped(merge_metrics(metrics_of), mini_batch)
+    merged = of_all_tokens(merge_metrics(metrics_of), mini_batch)
     merged["grad_norm"] = float(norm)
     merged["throughput/update/computed_per_token"] = mini_batch.computed_per_token()
     return state, merged, logps_of

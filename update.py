@@ -188,23 +188,14 @@ def loss_of_results(
     )
     mask = batch.completion_mask.astype(bool)
     gap = jnp.where(mask, jnp.abs(old_logps - batch.sampling_logps), 0.0)
-    means = {"entropy": entropy} | dict(zip(SUPPORT_METRICS, of_support, strict=False))
+    means = dict(zip(SUPPORT_METRICS, of_support, strict=False))
+    if objective.entropy_coef > 0 or batch.top_mask is not None:
+        means["exact_entropy"] = entropy
     for name, x in means.items():
         metrics[name] = jnp.where(mask, x, 0.0).sum() / counts.num_tokens
     metrics["sampling_logp_difference/mean"] = gap.sum() / counts.num_tokens
     metrics["sampling_logp_difference/max"] = gap.max()
     return loss, metrics
-
-
-@functools.partial(jax.jit, static_argnames=("objective", "replay"))
-def metrics_of_nothing(
-    counts: Counts, *, objective: Objective, replay: bool
-) -> dict[str, jax.Array]:
-    """The metrics of a micro-step without sequences. replay: as in Sampling."""
-    x = jnp.zeros((1, 1))
-    arrays = {"completion_mask": x, "sampling_logps": x, "advantages": x[0], "ref_logps": x}
-    batch = MicroBatch(**dict.fromkeys(MicroBatch._fields) | arrays)
-    return loss_of_results([x] * (4 if replay else 2), batch, counts, objective)[1]
 
 
 @functools.partial(

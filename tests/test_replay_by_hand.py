@@ -6,7 +6,7 @@ logps_u: by the weights before update u; old: by those before the step's first u
 before the run's first update; ratio = exp(logps_u - old); and A, the advantage of the sequence:
   reward     1.0 if the answer is right + 0.5 for the form + 0.125 for each tag that occurs once
   A          (reward - mean of its group) / (standard deviation of its group, ddof 1, + 1e-4)
-  entropy    mean over the tokens of -sum over the vocabulary of p log p
+  entropy    mean over the tokens of -log p, by the sampler
   low, high  share of the tokens with ratio < 1 - EPS_LOW and A < 0, ratio > 1 + EPS_HIGH and A > 0
   kl         mean over the tokens of ratio (exp(ref - logps_u) - (ref - logps_u) - 1)
   loss       mean over the tokens of -min(ratio A, clip(ratio, 1 - EPS_LOW, 1 + EPS_HIGH) A), plus
@@ -139,12 +139,11 @@ class Sequence(NamedTuple):
     sampling_logps: np.ndarray
     A: float
 
-    def scored(self, weights: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """The log-probability of each token of the completion, and the entropy behind it."""
+    def scored(self, weights: dict[str, np.ndarray]) -> np.ndarray:
+        """The log-probability of each token of the completion."""
         ids = np.concatenate([self.prompt, self.completion])
         table = log_probabilities(weights, ids)[len(self.prompt) - 1 : -1]
-        entropy = -(np.exp(table) * table).sum(axis=-1)
-        return table[np.arange(len(self.completion)), self.completion], entropy
+        return table[np.arange(len(self.completion)), self.completion]
 
 
 def reward_of(text: str, answer: str) -> float:
@@ -193,28 +192,29 @@ def by_hand(saved: Saved, step: int) -> dict[str, float]:
     """The metrics of a step's updates."""
     sequences = saved.sequences(step)
     (reference, _), (before, _) = saved.weights(0, 0), saved.weights(step, 0)
-    ref = [sequence.scored(reference)[0] for sequence in sequences]
-    old = [sequence.scored(before)[0] for sequence in sequences]
+    ref = [sequence.scored(reference) for sequence in sequences]
+    old = [sequence.scored(before) for sequence in sequences]
     updates = []
     for update in range(UPDATES):
         weights, chosen = saved.weights(step, update)
         columns: list[Any] = []
         for i in chosen:
-            A, (logps, entropy) = sequences[i].A, sequences[i].scored(weights)
+            A, logps = sequences[i].A, sequences[i].scored(weights)
             ratio = np.exp(logps - old[i])
             low, high = (ratio < 1 - EPS_LOW) & (A < 0), (ratio > 1 + EPS_HIGH) & (A > 0)
             kl = ratio * (np.exp(ref[i] - logps) - (ref[i] - logps) - 1)
             clipped = np.clip(ratio, 1 - EPS_LOW, 1 + EPS_HIGH)
             loss = BETA * kl - np.minimum(ratio * A, clipped * A)
             gap = np.abs(old[i] - sequences[i].sampling_logps)
-            columns.append(np.array([loss, entropy, low, high, kl, gap]))
+            surprise = -sequences[i].sampling_logps
+            columns.append(np.array([loss, surprise, low, high, kl, gap]))
         means = np.concatenate(columns, axis=1).mean(axis=1)
         extremes = min(c[2].mean() for c in columns), max(c[3].mean() for c in columns)
         updates.append([*means, *extremes])
-    loss, entropy, low, high, kl, gap, low_min, high_max = np.array(updates).T
+    loss, surprise, low, high, kl, gap, low_min, high_max = np.array(updates).T
     return {
         "loss": loss.mean(),
-        "entropy": entropy.mean(),
+        "entropy": surprise.mean(),
         "kl": kl.mean(),
         "sampling_logp_difference/mean": gap.mean(),
         "clip_ratio/low_mean": low.mean(),

@@ -414,11 +414,11 @@ def test_the_tokens_of_highest_entropy_in_a_step_do_not_depend_on_the_micro_batc
     ended = finished(groups)
     assert 0.1 < ended.mean() < 0.9
     every_token = token_mean_loss(advantages(groups)[ended], lengths(groups)[ended])
-    values = {n: of(picked, f"other/{n}")[0] for n in ("loss", "policy_loss", "entropy")}
+    values = {n: of(picked, f"other/{n}")[0] for n in ("loss", "policy_loss", "exact_entropy")}
     assert abs(values["policy_loss"] - every_token) > 1e-3
     # The bonus is the mean entropy of a fifth of the tokens, which have nearly all the entropy.
     bonus = (values["policy_loss"] - values["loss"]) / 0.01
-    assert 2 < bonus / values["entropy"] < 5.1
+    assert 2 < bonus / values["exact_entropy"] < 5.1
 
 
 def test_a_bug_in_a_built_in_reward_keeps_its_traceback() -> None:

@@ -1,28 +1,21 @@
 """SKIP_ZERO_ADVANTAGE: what adds nothing to the gradient is not computed, and changes nothing."""
 
-import functools
 import math
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from small_model import in_rows
 from test_drop_ended import small_model
-from test_loss import VARIANTS
 from test_mini_batches import life, run_of, step_of
-from test_sampling import MODEL
 from test_train import Result, train, train_two
-from test_update import FLOAT32, PROMPTS, K, laid_out, layout, sequences
 
 from config import Config
-from loss import Objective
-from metrics import merge_updates, with_skipped
-from models.model import Compute
+from loss import CHOICES, Objective, metrics_of_nothing, policy_loss
+from metrics import merge_updates, of_all_tokens
 from runtime.packing import Batch
 from train_grpo import to_devices
-from update import Counts, MicroBatch, MiniBatch, metrics_of_nothing, micro_step
+from update import MiniBatch
 
 REPO = Path(__file__).resolve().parent.parent
 NAN = math.nan
@@ -36,8 +29,7 @@ NAN = math.nan
         ("BETA=0.01", False),
         ("ENTROPY_COEF=0.01", False),
         ("TOP_ENTROPY_QUANTILE=0.5", False),
-        ("TOP_P=0.9", False),
-        ("TOP_P=0.9 SAMPLING_SUPPORT=full", False),
+        ("TOP_P=0.9", True),
         (
             "LOSS_TYPE=cispo EPS_HIGH=5 ADV_ESTIMATOR=reinforce PPO_EPOCHS=2 IS_MODE=token_mask",
             True,
@@ -68,25 +60,12 @@ def test_a_sequence_whose_log_probabilities_are_not_finite_is_computed() -> None
     assert to_devices(run, life(), batch, np.arange(8)).computed.tolist() == [7]
 
 
-@pytest.mark.parametrize("settings", VARIANTS, ids=str)
-def test_an_update_that_computes_nothing_has_the_metrics_of_others(settings) -> None:
-    objective = Objective(**{k: x for k, x in settings.items() if k in Objective._fields})
-    x = sequences()
-    arrays = in_rows(Batch(PROMPTS, *x[:4]), K)
-    logps = arrays["sampling_logps"]
-    batch = MicroBatch(**arrays, ref_logps=logps, old_logps=logps)
-    found = jax.eval_shape(
-        functools.partial(
-            micro_step, objective=objective, temperature=1.0, compute=Compute(MODEL, FLOAT32)
-        ),
-        laid_out(layout(1, 1, 1).mesh),
-        None,
-        batch,
-        Counts(*np.ones(3, "f")),
-    )
-    nothing = metrics_of_nothing(Counts(*np.ones(3, "f")), objective=objective, replay=False)
-    assert {*nothing} == {*found[1]}
-    assert nothing["loss"] == 0
+@pytest.mark.parametrize("loss_type", CHOICES["loss_type"].split())
+def test_an_update_that_computes_nothing_clips_nothing_and_has_a_loss_of_zero(loss_type) -> None:
+    """Its names are those of an update of the same loss that learns."""
+    x, length = np.ones((2, 3), np.float32), {"max_completion_length": 3}
+    _, learnt = policy_loss(x, x, x[:, 0], x, 6.0, objective=Objective(loss_type, **length))
+    assert metrics_of_nothing(loss_type) == dict.fromkeys(learnt, 0.0)
 
 
 def test_nothing_is_computed_if_every_advantage_is_zero() -> None:
@@ -103,10 +82,10 @@ def test_the_metrics_of_the_whole_step_by_hand() -> None:
     advantages = np.array([1, -1, 0, 0], np.float32)
     batch = Batch([[1], [2]], mask, mask, logps, advantages)
     mini_batch = MiniBatch(batch, np.arange(4), np.arange(2), [], [])
-    of_steps = {"loss": 0.3, "entropy": 0.5, "clip_ratio/low_min": 0.2, "clip_ratio/high_max": 0.4}
-    of_steps |= {"sampling_logp_difference/mean": 0.1, "is_weight/mean": 0.5}
+    of_steps = {"loss": 0.3, "clip_ratio/low_min": 0.2, "clip_ratio/high_max": 0.4}
+    of_steps |= {"sampling_logp_difference/mean": 0.1, "is_weight/mean": 0.5, "support/mass": 0.2}
     of_steps |= {"sampling_logp_difference/max": 0.7, "grad_norm": 1.0}
-    assert with_skipped(of_steps, mini_batch) == pytest.approx(
+    assert of_all_tokens(of_steps, mini_batch) == pytest.approx(
         {
             "loss": 0.3,
             "entropy": (1 + 1 + 1 + 0.5 + 1.5 + 4) / 6,
@@ -114,17 +93,17 @@ def test_the_metrics_of_the_whole_step_by_hand() -> None:
             "clip_ratio/high_max": 0.4,
             "sampling_logp_difference/mean": 0.1 * 6 / 3,
             "is_weight/mean": 0.5 * 6 / 3,
+            "support/mass": 0.2 * 6 / 3,
             "sampling_logp_difference/max": 0.7,
             "grad_norm": 1.0,
             "update_token_count": 3.0,
         }
     )
-    everything = with_skipped(of_steps, mini_batch._replace(computed=np.arange(4)))
-    assert everything == of_steps | {"update_token_count": 6.0}
-    nothing = with_skipped(of_steps, mini_batch._replace(computed=np.arange(0)))
-    assert missing(nothing) == {f"sampling_logp_difference/{x}" for x in ("mean", "max")} | {
-        "is_weight/mean"
-    }
+    everything = of_all_tokens(of_steps, mini_batch._replace(computed=np.arange(4)))
+    assert everything == of_steps | {"entropy": 1.5, "update_token_count": 6.0}
+    zeros = {"loss": 0.0, "grad_norm": 0.0}
+    nothing = of_all_tokens(zeros, mini_batch._replace(computed=np.arange(0)))
+    assert nothing == zeros | {"entropy": 1.5, "update_token_count": 0.0}
     assert merge_updates([nothing, everything])["is_weight/mean"] == 0.5
     wrong = merge_updates([everything, everything | {"loss": math.nan, "entropy": math.nan}])
     assert math.isnan(wrong["loss"]) and math.isnan(wrong["entropy"])
@@ -135,20 +114,15 @@ def missing(metrics: dict[str, float]) -> set[str]:
     return {name for name, value in metrics.items() if math.isnan(value)}
 
 
-@pytest.mark.parametrize("settings", VARIANTS, ids=str)
-def test_an_update_without_a_token_that_counts_has_a_loss_and_no_other_value(settings) -> None:
+def test_an_update_without_a_token_that_counts_has_a_loss_and_no_other_value() -> None:
     """All its completions were cut off, and MASK_TRUNCATED_COMPLETIONS leaves them out."""
-    objective = Objective(**{k: x for k, x in settings.items() if k in Objective._fields})
-    counts = Counts(*np.ones(3, "f"))
-    zeros = metrics_of_nothing(counts, objective=objective, replay=True)
     mask = np.zeros((4, 2), np.int32)
     batch = Batch([[1], [2]], mask, mask, mask.astype("f"), np.array([1, -1, 0, 0], "f"))
     masked = MiniBatch(batch, np.arange(4), np.arange(0), [], [])
-    found = with_skipped({name: float(x) for name, x in zeros.items()}, masked)
-    constants = {"loss": 0.0, "update_token_count": 0.0}
-    constants |= {"policy_loss": 0.0} if objective.entropy_coef else {}
-    assert {name: found[name] for name in constants} == constants
-    assert missing(found) == {*found} - {*constants}
+    found = of_all_tokens(metrics_of_nothing("dapo"), masked)
+    assert (found["loss"], found["update_token_count"]) == (0.0, 0.0)
+    assert missing(found) == {*found} - {"loss", "update_token_count"}
+    assert {"entropy", "clip_ratio/low_mean", "clip_ratio/low_min"} <= missing(found)
 
 
 def test_an_update_without_a_value_is_left_out_of_the_step_and_one_that_is_not_finite_is_not() -> (
@@ -234,10 +208,12 @@ def test_a_step_without_any_advantage_is_a_step_of_zero_gradients(
     expected = train(tmp_path / "off", **settings | {"SKIP_ZERO_ADVANTAGE": "off"})
     result = train(tmp_path / "auto", **settings | {"REWARD_FN": everything})
     [record], [other] = result.records, expected.records
-    assert {name.replace("same", "half") for name in record} == {*other}
+    lacking = {*other} - {name.replace("same", "half") for name in record}
+    of_computed = ("sampling_logp_difference/mean", "sampling_logp_difference/max")
+    of_computed += ("is_weight/mean", "is_weight/over_cap")
+    assert lacking == {f"train-other/{name}" for name in of_computed}
     assert record["train-other/grad_norm"] == record["train-other/loss"] == 0
     assert record["train-other/update_token_count"] == 0
-    assert record["train-other/sampling_logp_difference/mean"] is None
     entropy = other["train-other/entropy"]
     assert record["train-other/entropy"] == pytest.approx(entropy, rel=0.03)
     before, after = (
@@ -259,8 +235,8 @@ def test_a_step_whose_completions_are_all_left_out_records_no_value_of_a_token(
     which = ("", "_first", "_later")
     clipped = {"low_mean", "high_mean", "region_mean", "low_min", "high_max"}
     expected = {f"clip_ratio{x}/{name}" for x in which for name in clipped}
-    expected |= {"entropy", "kl", "is_weight/mean", "is_weight/over_cap"}
-    assert null == expected | {f"sampling_logp_difference/{x}" for x in ("mean", "max")}
+    assert null == expected | {"entropy"}
+    assert not {"train-other/kl", "train-other/is_weight/mean"} & {*values}
     assert record["train-other/loss"] == record["train-other/grad_norm"] == 0
 
 

@@ -118,7 +118,6 @@ def numpy_step(
     bonus = o.entropy_coef * entropy[top == 1].mean()
     metrics = {
         "loss": losses.sum() - bonus,
-        "entropy": entropy[x.mask == 1].mean(),
         "sampling_logp_difference/mean": gap.mean(),
         "sampling_logp_difference/max": gap.max(),
     }
@@ -137,6 +136,8 @@ def numpy_step(
         metrics |= {"is_weight/mean": weight.mean(), "is_weight/over_cap": over.mean()}
     if o.entropy_coef:
         metrics["policy_loss"] = losses.sum()
+    if o.entropy_coef or x.top_mask is not None:
+        metrics["exact_entropy"] = entropy[x.mask == 1].mean()
     return metrics
 
 

@@ -63,10 +63,9 @@ from rollout import (
 )
 from runtime.chips import memory_errors_in_sizes
 from runtime.layout import gather_processes, shard_batch
-from runtime.lifecycle import Lifecycle
 from runtime.mistakes import Unwritable
 from runtime.packing import Batch, pack, plan_rows, sequence_index
-from runtime.processes import ending_together
+from runtime.processes import StopSignal, ending_together
 from runtime.run_log import Clock
 from runtime.sizes import MICRO_SIZES, PASS_SIZES
 from startup import export_of, start
@@ -136,8 +135,8 @@ def main(cfg: Config) -> None:
             # ---- The batch: NumPy arrays, complete on the host of every process ------------------
             batch = gather_batch(run, groups, advantages, counted)  # arrays [B, T] and [B]
             clock.lap("shard")  # the programs from here on count in the lap "update"
-            batch = with_ref_logps(run, life, ref_params, batch)
-            batch = with_top_mask(run, life, state.params, batch)
+            batch = with_ref_logps(run, ref_params, batch)
+            batch = with_top_mask(run, state.params, batch)
 
             # ---- Update: PPO_EPOCHS times, to_devices and an optimizer step for each mini-batch --
             lr = learning_rate(
@@ -148,7 +147,7 @@ def main(cfg: Config) -> None:
                 decay_steps=cfg.lr_decay_steps or cfg.steps,
             )
             state, ref_params, last, metrics = update_policy(
-                run, life, state, ref_params, batch, lr, step
+                run, life.stop, state, ref_params, batch, lr, step
             )
             clock.lap("update")
 
@@ -206,16 +205,16 @@ def gather_batch(run: Run, groups: Groups, advantages: np.ndarray, counted: np.n
     )
 
 
-def with_ref_logps(run: Run, life: Lifecycle, ref_params: Params | None, batch: Batch) -> Batch:
+def with_ref_logps(run: Run, ref_params: Params | None, batch: Batch) -> Batch:
     """The batch with the log-probabilities of the reference, if BETA compares with it."""
     if ref_params is None:
         return batch
     every_group = np.arange(len(batch.prompts))
-    ref_logps, _ = logps_and_entropies(run, life, ref_params, batch, every_group)
+    ref_logps, _ = logps_and_entropies(run, ref_params, batch, every_group)
     return batch._replace(ref_logps=ref_logps)
 
 
-def with_top_mask(run: Run, life: Lifecycle, params: Params, batch: Batch) -> Batch:
+def with_top_mask(run: Run, params: Params, batch: Batch) -> Batch:
     """The batch with its top_mask, if TOP_ENTROPY_QUANTILE leaves tokens out.
 
     The entropies are those before the first update; the threshold is that of the complete step.
@@ -224,17 +223,17 @@ def with_top_mask(run: Run, life: Lifecycle, params: Params, batch: Batch) -> Ba
     if quantile == 1:
         return batch
     every_group = np.arange(len(batch.prompts))
-    _, entropies = logps_and_entropies(run, life, params, batch, every_group)
+    _, entropies = logps_and_entropies(run, params, batch, every_group)
     top = top_entropy_mask(entropies, batch.completion_mask, quantile)  # [B, T]
     return batch._replace(top_mask=top.astype(np.int32))
 
 
 def logps_and_entropies(
-    run: Run, life: Lifecycle, params: Params, batch: Batch, group_indices: np.ndarray
+    run: Run, params: Params, batch: Batch, group_indices: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """The log-probabilities and the entropies of the tokens of these groups, both [B, T] float32
     nats; 0 for sequences that are not computed. group_indices: which of the step's P groups."""
-    mini_batch = to_devices(run, life, batch, group_indices)
+    mini_batch = to_devices(run, batch, group_indices)
     temperature, training = run.cfg.temperature, run.training
     results = [
         compute_logps_and_entropies(params, x, temperature, training)
@@ -244,7 +243,7 @@ def logps_and_entropies(
     return mini_batch.to_batch(logps), mini_batch.to_batch(entropies)
 
 
-def to_devices(run: Run, life: Lifecycle, batch: Batch, group_indices: np.ndarray) -> MiniBatch:
+def to_devices(run: Run, batch: Batch, group_indices: np.ndarray) -> MiniBatch:
     """The sequences of these groups, packed in rows, on the devices."""
     K, layout = run.cfg.num_pre_q, run.training.layout
     sequences = (group_indices[:, None] * K + np.arange(K)).reshape(-1)
@@ -252,7 +251,7 @@ def to_devices(run: Run, life: Lifecycle, batch: Batch, group_indices: np.ndarra
     if run.cfg.skips():  # An advantage of 0 adds 0, but NaN shows that the weights are broken.
         finite = np.isfinite(batch.sampling_logps).all(axis=1)
         computed = computed[(batch.advantages[computed] != 0) | ~finite[computed]]
-    rows_of_micro_steps, widths = plan_rows(batch, computed, run.limits, life.widths)
+    rows_of_micro_steps, widths = plan_rows(batch, computed, run.limits)
     micro_batches = []
     for rows in rows_of_micro_steps:
         count = len(rows) // jax.process_count()
@@ -268,7 +267,7 @@ def to_devices(run: Run, life: Lifecycle, batch: Batch, group_indices: np.ndarra
 
 def update_policy(
     run: Run,
-    life: Lifecycle,
+    stop: StopSignal,
     state: TrainState,
     ref_params: Params | None,
     batch: Batch,
@@ -287,10 +286,10 @@ def update_policy(
     # Those of the first mini-batch come from its update; those of all others are computed here.
     # With one mini-batch there are no others, and nothing is computed.
     others = groups_of_updates[1 : cfg.num_mini_batches].reshape(-1)
-    logps_of_others, _ = logps_and_entropies(run, life, state.params, batch, others)  # [B, T]
-    life.stop.check()  # once the first update is applied, the run stops only after the step
+    logps_of_others, _ = logps_and_entropies(run, state.params, batch, others)  # [B, T]
+    stop.check()  # once the first update is applied, the run stops only after the step
     for number, group_indices in enumerate(groups_of_updates, start=1):
-        mini_batch = to_devices(run, life, batch, group_indices)
+        mini_batch = to_devices(run, batch, group_indices)
         state, metrics, logps = one_update(run, state, mini_batch, lr)
         updates.append(metrics)
         if what_is_not_finite(metrics):

@@ -15,7 +15,6 @@ import numpy as np
 
 from runtime.checkpoint import Checkpoints
 from runtime.mistakes import Unwritable, UserMistake, fail, in_one_line
-from runtime.packing import Widths
 from runtime.processes import Stopped, StopSignal
 from runtime.records import DONE, FAILED, RUNNING, STOPPED
 from runtime.resume import Progress, record_of, write_run
@@ -38,10 +37,6 @@ class Lifecycle:
     reviewer: Any  # Reviewer of review.py
     saves: bool  # False: SAVE_EVERY_STEPS=0, or the processes do not see one folder
     began: float  # time.perf_counter() at the start
-    widths: list[Widths] = dataclasses.field(init=False)  # of all rows of updates so far
-
-    def __post_init__(self) -> None:
-        self.widths = [*self.progress.widths]
 
     def save(self, arrays: Any) -> None:
         """Saves a checkpoint, unless this step has one already or the run saves none."""
@@ -76,7 +71,6 @@ class Lifecycle:
         progress, step = self.progress, self.progress.step
         progress.step, progress.rounds = step + 1, progress.rounds + rounds
         progress.not_finite = progress.not_finite + 1 if wrong else 0
-        progress.widths = [*self.widths]  # a step that is not done is done again with the same
         if wrong:
             self.log.arrays(f"bad_step_{step}.npz", batch)
         if progress.not_finite >= self.cfg.nonfinite_limit:

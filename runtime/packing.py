@@ -3,14 +3,13 @@
 First in a row come its prompts without their last tokens, then its completions, each fed with the
 last token of its prompt first. A completion attends to its prompt and to itself. A prompt stands
 once in a row, however many of its completions follow. All rows of an update have the same widths,
-from a coarse grid, so that few programs are compiled.
+which follow from its batch alone. They are on a coarse grid, so that few programs are compiled.
 
 Dimensions: B sequences of a step, K completions for each prompt, X rows of a micro-step over all
 devices, t = S + C tokens of a row: S places for prompts and C for completions; n places for
 sequences in a row, T tokens of the longest completion, padded; U ids of a support.
 """
 
-import itertools
 import math
 import operator
 from collections.abc import Iterator, Sequence
@@ -22,13 +21,12 @@ from runtime.sizes import bucket, prompt_width
 
 # Adding a micro-step's gradient costs about as much as the matmuls of this number of tokens.
 MICRO_STEP_TOKENS = 256
-# Between two powers of two C has GRID values, and S a quarter of GRID, so that widths repeat.
-GRID = 8
-TRIES = 3  # the most numbers of micro-steps for which rows of one count are made and compared
+# Between two powers of two C has GRID values, and S half of GRID, so that widths repeat.
+GRID = 4
 RESULTS_PER_TOKEN = 8  # elements of arrays [R, T], at most, for each token of the widest rows
-# Widths of earlier rows are used again if they cost at most this share more than the cheapest ones,
-# for which a program may have to be compiled.
-SLACK = 0.1
+# The longest rows are taken among those that cost at most this share more than the cheapest ones:
+# their widths repeat more often, and a program has to be compiled for each.
+SLACK = 0.05
 # Attention cuts the longest completion into this number of blocks of queries. The queries of a
 # block attend to the keys of T + T // WINDOW_BLOCKS places for completions.
 WINDOW_BLOCKS = 4
@@ -110,32 +108,28 @@ def padded_widths(limits: Limits, S: int, T: int) -> Widths:
 
 
 def plan_rows(
-    batch: Batch, sequences: Sequence[int], limits: Limits, used: list[Widths]
+    batch: Batch, sequences: Sequence[int], limits: Limits
 ) -> tuple[list[list[Row]], Widths]:
     """The rows of each micro-step, those of a device one after the other, for these sequences of
     the batch, and their widths.
 
-    used: all widths of the run so far; new ones are appended. Among the padded rows and some packed
-    ones it takes those that cost least. No device has more tokens in a micro-step than with padded
-    rows of the run's longest prompts and completions.
+    No device has more tokens in a micro-step than with padded rows of the run's longest prompts and
+    completions.
     """
     share = math.gcd(limits.completions, limits.sequences)
     groups = groups_of(batch, sequences)
     rows = [_row(batch, g[i : i + share]) for g in groups for i in range(0, len(g), share)]
     S = prompt_width(max(map(len, batch.prompts)), limits.shortest_prompt) - 1
-    T = batch.completion_ids.shape[1]
-    widths = padded_widths(limits, S, T)
+    widths = padded_widths(limits, S, batch.completion_ids.shape[1])
     if not rows:
         return [], widths
     if limits.pack:
-        most_steps = micro_steps(limits, rows, widths)
-        candidates = [(rows, widths), *packed_rows(batch, sequences, limits, used, most_steps)]
-        costs = [cost(limits, *each) for each in candidates]
-        enough = (1 + SLACK) * min(costs)
-        known = [i for i, (_, at) in enumerate(candidates) if at in used and costs[i] <= enough]
-        rows, widths = candidates[min(known or range(len(costs)), key=costs.__getitem__)]
-    if widths not in used:
-        used.append(widths)
+        candidates = [(rows, widths), *packed_rows(batch, groups, limits)]
+        costs = [cost(limits, *candidate) for candidate in candidates]
+        cheap = [i for i, x in enumerate(costs) if x <= (1 + SLACK) * min(costs)]
+        rows, widths = max(
+            (candidates[i] for i in cheap), key=lambda found: (found[1].C, found[1].S)
+        )
     of_step = limits.shards * widths.rows
     rows = rows + [Row([], [])] * (micro_steps(limits, rows, widths) * of_step - len(rows))
     return [rows[i : i + of_step] for i in range(0, len(rows), of_step)], widths
@@ -153,13 +147,6 @@ def cost(limits: Limits, rows: list[Row], widths: Widths) -> float:
     return micro_steps(limits, rows, widths) * (tokens * limits.matmul_keys + count * keys)
 
 
-def fits(limits: Limits, widths: Widths) -> bool:
-    """Whether rows of these widths keep to the limits, and to the unit."""
-    S, n = most_per_row(limits, widths.rows, widths.C, widths.T)
-    in_units = widths.S % limits.unit == widths.C % limits.unit == 0
-    return in_units and widths.S <= S and widths.n <= n
-
-
 def most_per_row(limits: Limits, count: int, C: int, T: int) -> tuple[int, int]:
     """The most tokens of prompts and the most places for sequences of each of `count` rows with C
     places for completions: a device has no more tokens than the widest rows give it, arrays [R, T]
@@ -171,53 +158,29 @@ def most_per_row(limits: Limits, count: int, C: int, T: int) -> tuple[int, int]:
 
 
 def packed_rows(
-    batch: Batch, sequences: Sequence[int], limits: Limits, used: list[Widths], most_steps: int
+    batch: Batch, groups: list[list[int]], limits: Limits
 ) -> Iterator[tuple[list[Row], Widths]]:
-    """Packed rows that keep to the limits: of widths that were used, and of new ones.
-
-    most_steps: micro-steps at most.
-    """
+    """Packed rows of each width on the grid that keeps to the limits."""
     lengths, T, most = batch.lengths.tolist(), batch.completion_ids.shape[1], widest(limits)
-    total, longest = sum(lengths[i] for i in sequences), max(lengths[i] for i in sequences)
-    groups = [sorted(group, key=lambda i: -lengths[i]) for group in groups_of(batch, sequences)]
+    groups = [sorted(group, key=lambda i: -lengths[i]) for group in groups]
     groups.sort(key=lambda group: -sum(lengths[i] for i in group))  # those with most tokens first
+    longest = max(lengths[group[0]] for group in groups)
+    total = sum(lengths[i] for group in groups for i in group)
     longest_prompt = max(len(batch.prompts[batch.prompt_of(group[0])]) - 1 for group in groups)
-    for at, keep_groups in itertools.product(used, (True, False)):
-        large = at.T == T and at.C >= longest and at.S >= longest_prompt
-        if large and fits(limits, at):
-            rows = fill_rows(batch, lengths, groups, at, keep_groups)
-            if micro_steps(limits, rows, at) <= most_steps:
-                yield rows, at
-    counts = [2**i for i in range(most.rows.bit_length())]  # rows of a device
-    fewest_steps = -(-total // (limits.shards * most.rows * (most.S + most.C)))
-    for count, keep_groups in itertools.product(counts, (True, False)):
-        found, grown = 0, True
-        for steps in range(fewest_steps, most_steps + 1):
-            if found == TRIES or not grown:  # more micro-steps would have the same rows
+    for count in (2**i for i in range(most.rows.bit_length())):  # rows of a device
+        C = round_up(longest, GRID, limits.unit)
+        while True:
+            S, n = most_per_row(limits, count, C, T)
+            n = min(n, power_of_two(len(lengths)))
+            S = round_down(S, GRID // 2, limits.unit)
+            if S < longest_prompt:
                 break
-            all_rows, narrowest = (
-                steps * limits.shards * count,
-                round_up(longest, GRID, limits.unit),
-            )
-            C = round_up(max(-(-total // all_rows), longest), GRID, limits.unit)
-            while True:
-                S, n = most_per_row(limits, count, C, T)
-                S = round_down(S, GRID // 4, limits.unit)
-                if longest_prompt > S:
-                    break
-                rows = fill_rows(batch, lengths, groups, Widths(count, S, C, n, T), keep_groups)
-                if len(rows) <= all_rows:
-                    found, grown = found + 1, C > narrowest
-                    yield rows, widths_of(batch, rows, count, C, limits.unit)
-                    break
-                C = round_up(C + 1, GRID, limits.unit)
-
-
-def widths_of(batch: Batch, rows: list[Row], count: int, C: int, unit: int) -> Widths:
-    """The widths that the rows need. count: rows of a device. C: places for completions."""
-    S = max(sum(len(batch.prompts[p]) - 1 for p in row.prompts) for row in rows)
-    n = power_of_two(max(len(row.sequences) for row in rows))
-    return Widths(count, round_up(S, GRID // 4, unit), C, n, batch.completion_ids.shape[1])
+            rows = fill_rows(batch, lengths, groups, Widths(count, S, C, n, T))
+            S = max(sum(len(batch.prompts[p]) - 1 for p in row.prompts) for row in rows)
+            yield rows, Widths(count, round_up(S, GRID // 2, limits.unit), C, n, T)
+            if C >= total:  # all completions stand in one row
+                break
+            C = round_up(C + 1, GRID, limits.unit)
 
 
 def power_of_two(n: int) -> int:
@@ -250,47 +213,43 @@ def _row(batch: Batch, sequences: Sequence[int]) -> Row:
     return Row(sorted({batch.prompt_of(i) for i in sequences}), [*map(int, sequences)])
 
 
-def fill_rows(
-    batch: Batch, lengths: list[int], groups: list[list[int]], most: Widths, keep_groups: bool
-) -> list[Row]:
-    """Rows with all groups that are no wider than `most`. lengths: [B] of the batch.
+def fill_rows(batch: Batch, lengths: list[int], groups: list[list[int]], most: Widths) -> list[Row]:
+    """Rows with all groups that are no wider than `most`, by first-fit decreasing.
 
-    keep_groups: a group comes into the first row that has room for all of it, and is split only if
-    a row is too small for it. Otherwise each row is filled before the next one, and groups are
-    split.
+    lengths: [B] of the batch. groups: of the longest first, and so their sequences. A group comes
+    into the first row that has room for all of it, and is split only if an empty row is too small
+    for it. Then its sequences fill the row with most room, and the others go on like a group.
     """
     empty = (most.S, most.C, most.n)
     rows: list[list[int]] = []
     room: list[tuple[int, int, int]] = []  # of each row: for prompts, completions and sequences
 
-    def put(place: int, prompt: int, members: list[int]) -> None:
-        if place == len(rows):
-            rows.append([])
-            room.append(empty)
-        S, C, n = room[place]
-        rows[place] += members
-        room[place] = S - prompt, C - sum(lengths[i] for i in members), n - len(members)
+    def fitting(need: tuple[int, int, int]) -> list[int]:
+        return [j for j, free in enumerate(room) if all(map(operator.ge, free, need))]
 
     for members in groups:
-        prompt = len(batch.prompts[batch.prompt_of(members[0])]) - 1
-        need = (prompt, sum(lengths[i] for i in members), len(members))
-        if keep_groups:
-            places = enumerate([*room, empty])
-            place = next((j for j, free in places if all(map(operator.ge, free, need))), None)
-            if place is not None:
-                put(place, prompt, members)
-                continue
-        left = members
+        prompt, left = len(batch.prompts[batch.prompt_of(members[0])]) - 1, members
         while left:
-            S, C, n = room[-1] if room else (-1, 0, 0)
+            need = (prompt, sum(lengths[i] for i in left), len(left))
+            whole, part = fitting(need), fitting((prompt, lengths[left[-1]], 1))
+            if whole:
+                place = whole[0]
+            elif part and not all(map(operator.ge, empty, need)):
+                place = max(part, key=lambda j: room[j][1])
+            else:
+                rows.append([])
+                room.append(empty)
+                place = len(rows) - 1
+            S, C, n = room[place]
             here: list[int] = []
-            for i in left if prompt <= S else []:
+            for i in left:
                 if lengths[i] <= C and len(here) < n:
                     here.append(i)
                     C -= lengths[i]
-            put(len(rows) - 1 if here else len(rows), prompt if here else 0, here)
+            rows[place] += here
+            room[place] = (S - prompt, C, n - len(here))
             left = [i for i in left if i not in here]
-    return [_row(batch, row) for row in rows if row]
+    return [_row(batch, row) for row in rows]
 
 
 def sequence_index(rows: Sequence[Row], n: int) -> np.ndarray:

@@ -23,7 +23,6 @@ from etils import epath
 from runtime import processes
 from runtime.checkpoint import RECORD, Checkpoints, names_of
 from runtime.mistakes import Unwritable, UserMistake
-from runtime.packing import Widths
 from runtime.run_log import FILES, replace_file
 
 SCHEDULE_END = "LR_DECAY_STEPS (else STEPS)"  # in made_with: the step at which the schedule ends
@@ -39,7 +38,6 @@ class Progress:
     rounds: int = 0  # rounds of sampling done; each takes the next prompts
     not_finite: int = 0  # steps in a row whose loss or gradient was not finite
     evals: dict[int, float] = field(default_factory=dict)  # accuracy at each step
-    widths: list[Widths] = field(default_factory=list)  # of all rows of updates so far
     forked_from: str = ""  # the checkpoint of another run with which this run began
     run_id: str = ""  # also of the run in W&B
 
@@ -299,7 +297,6 @@ class Beginning:
         arrays, record = found
         progress = Progress(**{field.name: record[field.name] for field in fields(Progress)})
         progress.evals = {int(step): accuracy for step, accuracy in record["evals"]}
-        progress.widths = [Widths(*widths) for widths in record["widths"]]
         print(f"resumed after step {progress.step} of {cfg.steps}", flush=True)
         if not self._own:
             began = f"{self._other.folder}/{progress.step}"

@@ -56,12 +56,12 @@ from models import hf
 folder, counts = Path(os.environ["OUTPUT_DIR"]), [0, 0]
 update_policy, one_update = train_grpo.update_policy, train_grpo.one_update
 
-def saving_policy(run, life, state, ref_params, batch, lr, step):
+def saving_policy(run, stop, state, ref_params, batch, lr, step):
     arrays = {name: x for name, x in batch._asdict().items() if isinstance(x, np.ndarray)}
     prompts = {f"prompt{i}": np.array(ids) for i, ids in enumerate(batch.prompts)}
     counts[:] = step, 0
     save_file(arrays | prompts, folder / f"step{step}.safetensors")
-    return update_policy(run, life, state, ref_params, batch, lr, step)
+    return update_policy(run, stop, state, ref_params, batch, lr, step)
 
 def saving_update(run, state, mini_batch, lr):
     weights = {name: np.array(x) for name, x in hf.hf_tensors(state.params, run.model)}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from test_drop_ended import small_model
-from test_mini_batches import life, run_of, step_of
+from test_mini_batches import run_of, step_of
 from test_train import Result, train, train_two
 
 from config import Config
@@ -44,8 +44,8 @@ def test_sequences_of_advantage_zero_are_in_no_micro_step() -> None:
     run, groups = run_of("MESH_SHAPE=8,1,1 PACKING=off NUM_MINI_BATCHES=1"), np.arange(8)
     batch = step_of(masked=5)
     advantages = np.where(np.arange(32) % 8 < 4, 1.0, 0.0).astype(np.float32)
-    skipped = to_devices(run, life(), batch._replace(advantages=advantages), groups)
-    every = to_devices(run, life(), batch._replace(advantages=np.ones(32, "f")), groups)
+    skipped = to_devices(run, batch._replace(advantages=advantages), groups)
+    every = to_devices(run, batch._replace(advantages=np.ones(32, "f")), groups)
     assert (len(skipped.micro_batches), len(every.micro_batches)) == (2, 4)
     held = np.concatenate(skipped.index)
     assert sorted(held[held >= 0]) == [i for i in range(32) if i % 8 < 4]
@@ -57,7 +57,7 @@ def test_a_sequence_whose_log_probabilities_are_not_finite_is_computed() -> None
     run, batch = run_of("MESH_SHAPE=8,1,1 NUM_MINI_BATCHES=1"), step_of(masked=5)
     logps = np.where(np.arange(32)[:, None] == 7, np.nan, batch.sampling_logps)
     batch = batch._replace(advantages=np.zeros(32, "f"), sampling_logps=logps)
-    assert to_devices(run, life(), batch, np.arange(8)).computed.tolist() == [7]
+    assert to_devices(run, batch, np.arange(8)).computed.tolist() == [7]
 
 
 @pytest.mark.parametrize("loss_type", CHOICES["loss_type"].split())
@@ -70,7 +70,7 @@ def test_an_update_that_computes_nothing_clips_nothing_and_has_a_loss_of_zero(lo
 
 def test_nothing_is_computed_if_every_advantage_is_zero() -> None:
     run, batch = run_of("MESH_SHAPE=8,1,1 NUM_MINI_BATCHES=1"), step_of(masked=5)
-    mini_batch = to_devices(run, life(), batch._replace(advantages=np.zeros(32, "f")), np.arange(8))
+    mini_batch = to_devices(run, batch._replace(advantages=np.zeros(32, "f")), np.arange(8))
     assert mini_batch.micro_batches == [] and mini_batch.counts().num_tokens == 31 * 3
     assert not mini_batch.to_batch([]).any()
 

@@ -291,7 +291,7 @@ def warm_up(
                 mask[place, : len(completion)] = 1
             logps, advantages = np.zeros(mask.shape, np.float32), np.zeros(len(mask), np.float32)
             given = Batch([prompts[j] for j in indices], ids, mask, logps, advantages)
-            rows, widths = plan_rows(given, range(len(mask)), limits, [])
+            rows, widths = plan_rows(given, range(len(mask)), limits)
             batch = MicroBatch(**pack(given, rows[0], widths, 0))
             lr = learning_rate(
                 i, peak=PEAK_LR, schedule="linear", warmup_ratio=0.05, decay_steps=stage.steps

@@ -369,9 +369,9 @@ def shorter_line(plan: Plan, chip: Chip, links: int) -> str:
     batch = Batch([range(plan.S + 1)] * prompts, mask, mask, mask, lengths)
     limits = limits_of(cfg, sizes, plan.training, plan.processes, plan.S)
     groups = np.arange(sizes.global_batch).reshape(cfg.num_mini_batches, -1)
-    update, used = 0.0, []
+    update = 0.0
     for part in groups:
-        steps, (rows, S, C, *_) = plan_rows(batch, part, limits, used)
+        steps, (rows, S, C, *_) = plan_rows(batch, part, limits)
         X, mean = limits.shards * rows, int(lengths.mean())
         work = Workload(X * C // mean, X * S // plan.S, plan.S, mean)
         how = {"backward": True, "remat": cfg.remat, "impl": plan.training.policy_loss_impl}

@@ -1,6 +1,7 @@
 """What a step and an evaluation tell: their metrics, the lines that people parse, and the records
 of metrics.jsonl and W&B. It also runs an evaluation. review.py has the completions to read."""
 
+import collections
 import math
 from typing import Any, NamedTuple
 
@@ -12,10 +13,11 @@ from loss import MERGE, equal_groups
 from models.model import Params
 from models.placement import update_flops
 from review import answer_entries, sample_entries, sample_table
-from rewards import is_shown, majority_accuracy, mean_of, pass_at, standard_error
+from rewards import extract_answer
 from rollout import Backend, Evaluated, Groups, Run, Sampled, StepResults, answer_questions
 from runtime.chips import memory_peaks, peak_flops
 from runtime.processes import StopSignal
+from runtime.records import mean_of
 from runtime.run_log import Clock, RunLog
 from update import MiniBatch
 
@@ -364,3 +366,55 @@ def _rewards(
     for name, column in zip(names, per_function.T, strict=True):
         records |= _spread(f"{prefix}/func/{name}", column, "mean")
     return records
+
+
+# ---- Accuracy over many questions ----------------------------------------------------------------
+
+
+def is_shown(k: int, n: int) -> bool:
+    """Whether pass@k is recorded for n samples: for the powers of two, and for n."""
+    return k == n or k & (k - 1) == 0
+
+
+def standard_error(correct: np.ndarray) -> float:
+    """The standard error of the accuracy, over the questions: NaN for fewer than two.
+
+    correct: [questions, samples], NaN where the accuracy does not apply.
+    """
+    means = np.array([mean_of(samples) for samples in correct])
+    means = means[~np.isnan(means)]
+    return float(means.std(ddof=1) / math.sqrt(len(means))) if len(means) > 1 else math.nan
+
+
+def pass_at(correct: np.ndarray, k: int) -> float:
+    """The probability that at least one of k samples of a question is right, without bias: the
+    mean over the questions that have k samples with a value. pass_at(correct, 1) is the accuracy.
+
+    correct: [questions, samples], NaN where a sample has no value. Source: arXiv 2107.03374, eq. 1.
+    """
+    hits = []
+    for samples in correct:
+        n, wrong = np.isfinite(samples).sum(), (samples == 0).sum()
+        if n >= k:
+            sets = math.comb(n, k)  # of k samples; an integer of any size
+            hits.append((sets - math.comb(wrong, k)) / sets)
+    return mean_of(np.array(hits))
+
+
+def majority_accuracy(correct: np.ndarray, texts: list[str]) -> float:
+    """maj@n: the share of questions whose most frequent answer is right; of answers that are
+    equally frequent the first one counts. No answer counts as one, and it is never right.
+
+    correct: [questions, n samples], NaN where a sample has no value: it is left out, and so is a
+    question without any value. texts: [questions * n].
+    """
+    answers = iter(map(extract_answer, texts))
+    chosen = []
+    for samples in correct:
+        given = [(next(answers), right) for right in samples]
+        given = [(answer, right) for answer, right in given if not np.isnan(right)]
+        if given:
+            counts = collections.Counter(answer for answer, _ in given)
+            frequent = counts.most_common(1)[0][0]
+            chosen.append(next(right for answer, right in given if answer == frequent))
+    return mean_of(np.array(chosen))

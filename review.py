@@ -13,7 +13,6 @@ import numpy as np
 import data
 from config import Config
 from loss import equal_groups
-from rewards import mean_of
 from rollout import Evaluated, Groups, Run
 from runtime.mistakes import UserMistake
 from runtime.page import charts_of, escaped, group_tables, held_out_table, page, settings_table
@@ -21,6 +20,7 @@ from runtime.parsing import yaml_lines
 from runtime.records import (
     SUMMARY,
     column,
+    mean_of,
     names_of,
     parse_yaml,
     read_lines,

@@ -9,8 +9,6 @@ file.py:name a function of any file, which a reward worker runs.
 Dimensions: n completions of one call.
 """
 
-import collections
-import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -335,61 +333,3 @@ def accuracy_rule(
             f"{', '.join(names)}; add it to REWARD_FN, with weight 0 if it is only to measure"
         )
     return AccuracyRule(name, threshold)
-
-
-# ---- Accuracy over many questions ----------------------------------------------------------------
-
-
-def mean_of(values: np.ndarray) -> float:
-    """The mean of the values that are not NaN; NaN if there are none."""
-    values = values[~np.isnan(values)]
-    return float(values.mean()) if values.size else math.nan
-
-
-def is_shown(k: int, n: int) -> bool:
-    """Whether pass@k is recorded for n samples: for the powers of two, and for n."""
-    return k == n or k & (k - 1) == 0
-
-
-def standard_error(correct: np.ndarray) -> float:
-    """The standard error of the accuracy, over the questions: NaN for fewer than two.
-
-    correct: [questions, samples], NaN where the accuracy does not apply.
-    """
-    means = np.array([mean_of(samples) for samples in correct])
-    means = means[~np.isnan(means)]
-    return float(means.std(ddof=1) / math.sqrt(len(means))) if len(means) > 1 else math.nan
-
-
-def pass_at(correct: np.ndarray, k: int) -> float:
-    """The probability that at least one of k samples of a question is right, without bias: the
-    mean over the questions that have k samples with a value. pass_at(correct, 1) is the accuracy.
-
-    correct: [questions, samples], NaN where a sample has no value. Source: arXiv 2107.03374, eq. 1.
-    """
-    hits = []
-    for samples in correct:
-        n, wrong = np.isfinite(samples).sum(), (samples == 0).sum()
-        if n >= k:
-            sets = math.comb(n, k)  # of k samples; an integer of any size
-            hits.append((sets - math.comb(wrong, k)) / sets)
-    return mean_of(np.array(hits))
-
-
-def majority_accuracy(correct: np.ndarray, texts: list[str]) -> float:
-    """maj@n: the share of questions whose most frequent answer is right; of answers that are
-    equally frequent the first one counts. No answer counts as one, and it is never right.
-
-    correct: [questions, n samples], NaN where a sample has no value: it is left out, and so is a
-    question without any value. texts: [questions * n].
-    """
-    answers = iter(map(extract_answer, texts))
-    chosen = []
-    for samples in correct:
-        given = [(next(answers), right) for right in samples]
-        given = [(answer, right) for answer, right in given if not np.isnan(right)]
-        if given:
-            counts = collections.Counter(answer for answer, _ in given)
-            frequent = counts.most_common(1)[0][0]
-            chosen.append(next(right for answer, right in given if answer == frequent))
-    return mean_of(np.array(chosen))

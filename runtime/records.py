@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -62,6 +63,12 @@ def column(records: Sequence[dict[str, Any]], name: str) -> np.ndarray:
     """[records] float64: the values of a metric; NaN where it is missing or null."""
     values = [record.get(name) for record in records]
     return np.array([np.nan if value is None else value for value in values], np.float64)
+
+
+def mean_of(values: np.ndarray) -> float:
+    """The mean of the values that are not NaN; NaN if there are none."""
+    values = values[~np.isnan(values)]
+    return float(values.mean()) if values.size else math.nan
 
 
 def is_alive(out: Path) -> bool:

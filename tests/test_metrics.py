@@ -16,8 +16,12 @@ from metrics import (
     are_right,
     drift_level,
     evaluation,
+    is_shown,
     log_step,
+    majority_accuracy,
+    pass_at,
     sampling_metrics,
+    standard_error,
     step_lines,
     step_records,
 )
@@ -371,3 +375,67 @@ def test_the_metrics_of_dynamic_sampling_cover_everything_that_was_sampled() -> 
     none = sampling_metrics(run, Sampled(4, equal, nothing))
     assert np.isnan(none["dynamic_sampling/reward_mean"])
     assert np.isnan(none["dynamic_sampling/accuracy"])
+
+
+# ---- Accuracy over many questions ----------------------------------------------------------------
+
+
+def test_the_standard_error_is_over_questions() -> None:
+    """The means of the questions are 1, 0.5 and 0: their variance is 0.25, over 3 questions."""
+    correct = np.array([[1.0, 1.0], [1.0, 0.0], [0.0, 0.0]])
+    assert standard_error(correct) == pytest.approx((0.25 / 3) ** 0.5)
+    assert standard_error(np.array([[1.0], [np.nan], [0.0]])) == pytest.approx((0.5 / 2) ** 0.5)
+    assert np.isnan(standard_error(np.array([[1.0]])))
+    many = np.arange(1319)[:, None] < 1033  # 78.3 % of the test questions of GSM8K
+    assert standard_error(many.astype(float)) == pytest.approx(0.01135, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "right, n, k, expected",
+    [
+        (1, 4, 1, 1 / 4),
+        (1, 4, 2, 1 / 2),
+        (2, 4, 2, 5 / 6),
+        (0, 4, 4, 0),
+        (3, 4, 2, 1),
+        (4, 4, 1, 1),
+    ],
+)
+def test_pass_at_k_counts_the_sets_of_k_samples_with_a_right_one(right, n, k, expected) -> None:
+    samples = np.array([[1.0] * right + [0.0] * (n - right)])
+    assert pass_at(samples, k) == pytest.approx(expected)
+    assert pass_at(np.eye(128)[:1], 64) == pytest.approx(0.5)  # comb(128, 64) has 38 digits
+    both = np.concatenate([samples, np.zeros((1, n)), np.full((1, n), np.nan)])
+    assert pass_at(both, k) == pytest.approx(expected / 2)  # the last question has no answer
+
+
+def test_a_sample_without_a_value_is_left_out_and_a_question_with_too_few_samples_too() -> None:
+    """Of the questions 2 of 3, 0 of 2, 1 of 1 and none of none samples are right."""
+    correct = np.array([[1, NAN, 0, 1], [0, 0, NAN, NAN], [NAN, NAN, NAN, 1], [NAN, NAN, NAN, NAN]])
+    assert pass_at(correct, 1) == pytest.approx((2 / 3 + 0 + 1) / 3)
+    assert pass_at(correct, 2) == pytest.approx((1 + 0) / 2)
+    assert pass_at(correct, 3) == 1.0
+    assert np.isnan(pass_at(correct, 4))
+    assert standard_error(correct) == pytest.approx((7 / 27 / 3) ** 0.5)  # of 2/3, 0 and 1
+
+
+def test_pass_at_1_is_the_mean_of_the_questions_to_the_last_bit() -> None:
+    for n in range(1, 20):
+        for right in range(n + 1):
+            assert pass_at(np.array([[1.0] * right + [0.0] * (n - right)]), 1) == right / n
+
+
+def test_the_majority_is_among_the_samples_with_a_value() -> None:
+    texts = ["5", "5", "7", "8"] + ["1", "2", "3", "4"] + ["6", "6", "6", "6"]
+    correct = np.array([[NAN, NAN, 1, 0], [0, 1, 0, NAN], [NAN, NAN, NAN, NAN]])
+    assert majority_accuracy(correct, texts) == pytest.approx(1 / 2)  # of 7 and 8 the first
+    assert np.isnan(majority_accuracy(np.array([[NAN, NAN]]), ["1", "2"]))
+
+
+def test_the_majority_is_of_equal_numbers_and_the_first_of_a_tie() -> None:
+    texts = ["<answer>5</answer>", "<answer>7</answer>", "so 5.0"]  # 5 twice
+    texts += ["<answer>1</answer>", "<answer>2</answer>", "<answer>3</answer>"]  # a tie
+    texts += ["no", "idea", "<answer>9</answer>"]  # no answer is the most frequent
+    correct = np.array([[1.0, 0, 1], [0, 1, 0], [0, 0, 1]])
+    assert majority_accuracy(correct, texts) == pytest.approx(1 / 3)
+    assert [is_shown(k, 6) for k in range(1, 7)] == [True, True, False, True, False, True]

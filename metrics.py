@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-import data
 from loss import MERGE, equal_groups
 from models.model import Params
 from models.placement import update_flops
 from review import answer_entries, sample_entries, sample_table
 from rewards import extract_answer
-from rollout import Backend, Evaluated, Groups, Run, Sampled, StepResults, answer_questions
+from rollout import Backend, Evaluation, Groups, Run, Sampled, StepResults, answer_questions
 from runtime.chips import memory_peaks, peak_flops
 from runtime.processes import StopSignal
 from runtime.records import mean_of
@@ -82,8 +81,10 @@ def merge_updates(updates: list[dict[str, float]]) -> dict[str, float]:
     names = dict.fromkeys(name for update in updates for name in update)
     merged = {name: merged_value(name, updates) for name in names}
     parts = {"clip_ratio_first/": updates[:1], "clip_ratio_later/": updates[1:]}
-    for prefix, part in parts.items() if len(updates) > 1 else ():
-        for name in (x for x in names if x.startswith("clip_ratio/")):
+    if len(updates) == 1:
+        return merged
+    for name in (x for x in names if x.startswith("clip_ratio/")):
+        for prefix, part in parts.items():
             merged[name.replace("clip_ratio/", prefix)] = merged_value(name, part)
     return merged
 
@@ -143,21 +144,21 @@ def step_lines(step: Step, breakdown: bool, drift_level: float = math.inf) -> li
     breakdown: the first line ends with the seconds of each phase and with lengths. drift_level: of
     sampling_logp_difference/mean; above it a line says so.
     """
-    results, metrics = step.results, step.metrics
+    metrics = step.metrics
     text = (
         f"step={step.number} loss={metrics['loss']:z.6f} entropy={metrics['entropy']:z.4f} "
-        f"reward_mean={mean_of(results.rewards):z.4f} dt={step.clock.total():.2f}s"
+        f"reward_mean={mean_of(step.results.rewards):z.4f} dt={step.clock.total():.2f}s"
     )
     if breakdown:
-        lengths = results.completion_lengths
+        lengths = step.results.completion_lengths
         text += "".join(f" {phase}={x:.2f}s" for phase, x in phase_seconds(step.clock).items())
         text += (
-            f" prompt_len_mean={results.prompt_lengths.mean():.1f} "
+            f" prompt_len_mean={step.results.prompt_lengths.mean():.1f} "
             f"completion_len_mean={lengths.mean():.1f} completion_len_max={lengths.max():.0f} "
-            f"completion_hit_max_frac={1 - results.stopped.mean():.4f}"
+            f"completion_hit_max_frac={1 - step.results.stopped.mean():.4f}"
         )
-    lines, note = [text], f"note step={step.number}"
-    lines += compiled_lines(f"step={step.number}", step.clock)
+    note = f"note step={step.number}"
+    lines = [text, *compiled_lines(f"step={step.number}", step.clock)]
     if "dynamic_sampling/rounds" in metrics:
         rounds, kept = (metrics[f"dynamic_sampling/{name}"] for name in ("rounds", "kept_frac"))
         lines.append(f"dynamic_sampling step={step.number} rounds={rounds:.0f} kept={kept:.4f}")
@@ -185,31 +186,32 @@ def compiled_lines(where: str, clock: Clock) -> list[str]:
 
 def step_records(step: Step, num_pre_q: int, names: list[str]) -> dict[str, float]:
     """The step's record in metrics.jsonl. names: of the reward functions."""
-    results, seconds, step_s = step.results, phase_seconds(step.clock), step.clock.total()
-    tokens, compiled = results.completion_lengths.sum(), step.clock.compiled()
-    total_lengths = results.prompt_lengths + results.completion_lengths
+    seconds, step_s = phase_seconds(step.clock), step.clock.total()
+    compiled = step.clock.compiled()
+    tokens = step.results.completion_lengths.sum()
+    total_lengths = step.results.prompt_lengths + step.results.completion_lengths
     records = {
         name if name.startswith("throughput/") else f"train-other/{name}": value
         for name, value in step.metrics.items()
     }
-    records["train-other/batch_global"] = len(results.rewards)
+    records["train-other/batch_global"] = len(step.results.rewards)
     records["train-other/total_valid_token_count"] = tokens
     if "support/mass" in step.metrics:
-        records["train-other/support/cut_tokens"] = results.cut_tokens.sum()
-    equal = equal_groups(results.rewards, num_pre_q)  # of the totals, as in TRL
+        records["train-other/support/cut_tokens"] = step.results.cut_tokens.sum()
+    equal = equal_groups(step.results.rewards, num_pre_q)  # of the totals, as in TRL
     records["train-other/frac_reward_zero_std"] = equal.mean()
-    records |= _rewards("train-reward", results.rewards, results.per_function, names)
+    records |= _rewards("train-reward", step.results.rewards, step.results.per_function, names)
     records |= _spread("train-reward/advantage", step.advantages, "mean", "std", "min", "max")
     records["train-reward/advantage/zero_frac"] = (step.advantages == 0).mean()
-    records |= _spread("train-seq_len/prompt", results.prompt_lengths, "mean", "max")
-    records |= _spread("train-seq_len/completion", results.completion_lengths, "mean", "max")
+    records |= _spread("train-seq_len/prompt", step.results.prompt_lengths, "mean", "max")
+    records |= _spread("train-seq_len/completion", step.results.completion_lengths, "mean", "max")
     records |= _spread("train-seq_len/total", total_lengths, "mean", "max")
-    records["train-seq_len/completion/hit_max_frac"] = 1 - results.stopped.mean()
+    records["train-seq_len/completion/hit_max_frac"] = 1 - step.results.stopped.mean()
     records |= {f"time/train/{phase}_s": value for phase, value in seconds.items()}
     records["time/train/step_s"] = step_s
     records["compile/programs"] = len(compiled)
     records["compile/s"] = sum(compilation.seconds for compilation in compiled)
-    computed = results.computed_tokens.sum()
+    computed = step.results.computed_tokens.sum()
     records["throughput/rollout/computed_per_token"] = computed / tokens
     records["throughput/train/valid_tokens_per_s"] = tokens / step_s
     records["throughput/train/valid_tokens_per_s_update"] = tokens / seconds["update"]
@@ -219,17 +221,17 @@ def step_records(step: Step, num_pre_q: int, names: list[str]) -> dict[str, floa
 def device_records(run: Run, step: Step) -> dict[str, float]:
     """The speed and the memory of the devices. The MFU of an update is the share of the devices'
     peak FLOPs that the matmuls of the computed tokens need, without recomputation."""
-    results, seconds = step.results, step.clock.seconds
+    seconds = step.clock.seconds
     records = {f"memory/{name}": value for name, value in memory_peaks().items()}
     tokens = step.sampled_tokens / seconds["rollout_generate"]
     records["throughput/generated_tokens_per_s"] = tokens
     peak = peak_flops(jax.devices()[0]) * jax.device_count()
     if math.isfinite(peak):
         K = run.cfg.num_pre_q
-        lengths = results.completion_lengths.reshape(-1, K)
-        flops = update_flops(run.training.model, results.prompt_lengths[::K], lengths)
+        lengths = step.results.completion_lengths.reshape(-1, K)  # [P, K]
+        flops = update_flops(run.training.model, step.results.prompt_lengths[::K], lengths)
         computed = step.metrics["update_token_count"] * run.sizes.updates_per_step
-        flops *= computed / results.completion_lengths.sum()
+        flops *= computed / lengths.sum()
         records["throughput/update/mfu"] = flops / seconds["update"] / peak
     return records
 
@@ -243,15 +245,14 @@ def phase_seconds(clock: Clock) -> dict[str, float]:
 def sampling_metrics(run: Run, sampled: Sampled) -> dict[str, float]:
     """The metrics of DYNAMIC_SAMPLING, of all that was sampled; OF_SAMPLED in review.py names those
     that the verdict looks at."""
-    results = sampled.results
     metrics = {
         "rounds": sampled.num_rounds,
         "kept_frac": 1 - sampled.equal.mean(),
-        "reward_mean": mean_of(results.rewards),
-        "accuracy": mean_of(are_right(run, results.per_function)),
-        "hit_max_frac": 1 - results.stopped.mean(),
+        "reward_mean": mean_of(sampled.results.rewards),
+        "accuracy": mean_of(are_right(run, sampled.results.per_function)),
+        "hit_max_frac": 1 - sampled.results.stopped.mean(),
     }
-    for function, column in zip(run.functions, results.per_function.T, strict=True):
+    for function, column in zip(run.functions, sampled.results.per_function.T, strict=True):
         metrics[f"func/{function.__name__}/mean"] = mean_of(column)
     return {f"dynamic_sampling/{name}": float(value) for name, value in metrics.items()}
 
@@ -269,37 +270,25 @@ def evaluate(
     step: int,
     full: bool = False,
 ) -> float:
-    """The accuracy on the first EVAL_PROMPTS questions of the eval split, or on all; logged.
+    """The accuracy on the first EVAL_PROMPTS questions of the eval split or, if `full`, on all.
 
-    Each question has EVAL_SAMPLES completions, greedy or at EVAL_TEMPERATURE.
+    Each question has EVAL_SAMPLES completions, greedy or at EVAL_TEMPERATURE. It prints the lines
+    of the evaluation, and writes its record and an entry of eval.jsonl for each question.
     """
-    clock, limit = Clock(EVAL_PHASES), run.cfg.eval_prompts
+    clock = Clock(EVAL_PHASES)
+    limit = run.cfg.eval_prompts
     questions = run.eval_prompts if full or not limit else run.eval_prompts[:limit]
     backend.update_weights(params)
     clock.lap("rollout_sync")
-    answers = answer_questions(run, backend, stop, questions, key, clock)
+    evaluation = answer_questions(run, backend, stop, questions, key, clock)
     backend.release()
-    return log_evaluation(run, log, step, questions, answers, clock, full)
-
-
-def log_evaluation(
-    run: Run,
-    log: RunLog,
-    step: int,
-    questions: list[data.Prompt],
-    answers: Evaluated,
-    clock: Clock,
-    full: bool,
-) -> float:
-    """Prints the lines of an evaluation, writes its record and an entry of eval.jsonl for each
-    question, and returns the accuracy. full: True for the evaluation of the complete split."""
-    correct = are_right(run, answers.per_function).reshape(-1, run.cfg.eval_samples)
-    line, records = evaluation(run, step, answers, correct, clock, full)
+    correct = are_right(run, evaluation.per_function).reshape(-1, run.cfg.eval_samples)
+    line, records = evaluation_record(run, step, evaluation, correct, clock, full)
     for text in [line, *compiled_lines(f"eval step={step}", clock)]:
         log.line(text)
     log.record(step, records)
     if jax.process_index() == 0:
-        log.answers(step, answer_entries(run, questions, answers, correct, full))
+        log.answers(step, answer_entries(run, questions, evaluation, correct, full))
     return records["eval_full/accuracy" if full else "eval/accuracy"]
 
 
@@ -311,33 +300,36 @@ def are_right(run: Run, per_function: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(reward), np.nan, reward >= run.accuracy.threshold)
 
 
-def evaluation(
-    run: Run, step: int, answers: Evaluated, correct: np.ndarray, clock: Clock, full: bool
+def evaluation_record(
+    run: Run, step: int, evaluation: Evaluation, correct: np.ndarray, clock: Clock, full: bool
 ) -> tuple[str, dict[str, Any]]:
     """The line and the record of one evaluation.
 
     correct: [questions, samples], see are_right. The accuracy is pass@1: the mean over the
     questions of the share of right completions among those to which the rule's function applies.
     """
-    n, seconds, split = run.cfg.eval_samples, clock.total(), run.cfg.eval_split
+    n = run.cfg.eval_samples
+    seconds = clock.total()
+    split = run.cfg.eval_split
     prefix, place = ("eval_full", "eval_full/accuracy") if full else ("eval", "eval")
-    questions, temperature = len(correct), run.eval_sampling.temperature
+    questions = len(correct)
+    temperature = run.eval_sampling.temperature
     accuracy, error = pass_at(correct, 1), standard_error(correct)
     more = {f"pass_at_{k}": pass_at(correct, k) for k in range(1, n + 1) if is_shown(k, n)}
     if n > 1 and run.accuracy.function == "reward_correct":
-        more[f"maj_at_{n}"] = majority_accuracy(correct, answers.texts)
-    result = f"accuracy={accuracy:.4f} accuracy_se={error:.4f} accuracy_of={run.accuracy.function}"
-    result += "".join(f" {k}={x:.4f}" for k, x in more.items() if k.endswith(f"_{n}") and n > 1)
-    result += f" decoding={'sampled' if temperature else 'greedy'} t={seconds:.2f}s"
+        more[f"maj_at_{n}"] = majority_accuracy(correct, evaluation.texts)
+    ending = f"accuracy={accuracy:.4f} accuracy_se={error:.4f} accuracy_of={run.accuracy.function}"
+    ending += "".join(f" {k}={x:.4f}" for k, x in more.items() if k.endswith(f"_{n}") and n > 1)
+    ending += f" decoding={'sampled' if temperature else 'greedy'} t={seconds:.2f}s"
     names = [function.__name__ for function in run.functions]
     records = {f"{prefix}/accuracy": accuracy, f"{prefix}/accuracy_se": error}
     records |= {f"{place}/{name}": value for name, value in more.items()}
     records |= {f"{prefix}/temperature": temperature}
-    records |= _rewards(f"{prefix}/reward", answers.rewards, answers.per_function, names)
-    records |= _spread(f"{prefix}/seq_len/completion", answers.lengths, "mean", "max")
-    records[f"{prefix}/seq_len/completion/hit_max_frac"] = 1 - answers.stopped.mean()
+    records |= _rewards(f"{prefix}/reward", evaluation.rewards, evaluation.per_function, names)
+    records |= _spread(f"{prefix}/seq_len/completion", evaluation.lengths, "mean", "max")
+    records[f"{prefix}/seq_len/completion/hit_max_frac"] = 1 - evaluation.stopped.mean()
     if full:
-        line = f"eval_full split={split} questions={questions} samples_per_question={n} {result}"
+        line = f"eval_full split={split} questions={questions} samples_per_question={n} {ending}"
         return line, records | {
             "eval_full/split": split,
             "eval_full/questions_global": questions,
@@ -349,7 +341,7 @@ def evaluation(
     records |= {f"time/eval/{phase}_s": value for phase, value in seconds_of.items()}
     records["time/eval/rollout_s"] = seconds_of["rollout_sync"] + seconds_of["rollout_generate"]
     records |= {"time/eval/step_s": seconds, "eval/questions_global": questions}
-    return f"eval step={step} split={split} questions={questions} {result}", records
+    return f"eval step={step} split={split} questions={questions} {ending}", records
 
 
 def _spread(name: str, values: np.ndarray, *which: str) -> dict[str, float]:

@@ -13,7 +13,7 @@ import numpy as np
 import data
 from config import Config
 from loss import equal_groups
-from rollout import Evaluated, Groups, Run
+from rollout import Evaluation, Groups, Run
 from runtime.mistakes import UserMistake
 from runtime.page import charts_of, escaped, group_tables, held_out_table, page, settings_table
 from runtime.parsing import yaml_lines
@@ -60,14 +60,15 @@ def sample_entries(run: Run, groups: Groups, advantages: np.ndarray) -> list[dic
 
 
 def answer_entries(
-    run: Run, questions: list[data.Prompt], answers: Evaluated, correct: np.ndarray, full: bool
+    run: Run, questions: list[data.Prompt], evaluation: Evaluation, correct: np.ndarray, full: bool
 ) -> list[dict[str, Any]]:
     """Entries of eval.jsonl for all questions of an evaluation.
 
     correct: [questions, samples] float64: 1, 0, or NaN. full: True for the complete split.
     """
-    n, columns = run.cfg.eval_samples, (answers.rewards, answers.per_function, answers.lengths)
-    completions = completion_entries(run, answers.texts, *columns, answers.stopped)
+    n = run.cfg.eval_samples
+    columns = evaluation.rewards, evaluation.per_function, evaluation.lengths, evaluation.stopped
+    completions = completion_entries(run, evaluation.texts, *columns)
     for entry, right in zip(completions, correct.reshape(-1), strict=True):
         entry["correct"] = number_or_none(right)
     return [

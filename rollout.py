@@ -127,7 +127,7 @@ class Sampled(NamedTuple):
     results: StepResults  # [num_rounds * B] of all processes
 
 
-class Evaluated(NamedTuple):
+class Evaluation(NamedTuple):
     """The completions of an evaluation and their rewards, on every process.
 
     n = questions * EVAL_SAMPLES; the completions of a question are adjacent.
@@ -144,7 +144,9 @@ class NaiveBackend:
     """ROLLOUT_BACKEND=naive: the programs of sampling.py, on the devices of all processes."""
 
     def __init__(self, rollout: Compute, stopping: Stopping, drop_ended: bool) -> None:
-        self._rollout, self._stopping, self._drop_ended = rollout, stopping, drop_ended
+        self._rollout = rollout
+        self._stopping = stopping
+        self._drop_ended = drop_ended
         self._weights: Params | None = None
 
     def update_weights(self, params: Params) -> None:
@@ -192,9 +194,10 @@ def enough(run: Run, rounds: list[Groups]) -> bool:
 def have_equal_rewards(run: Run, rounds: list[Groups]) -> np.ndarray:
     """[rounds * P] bool: all rewards of the group are equal; for gdpo, those of each function that
     has a weight."""
-    results, counts = [groups.results for groups in rounds], np.asarray(run.weights) != 0
-    gdpo = run.cfg.adv_estimator == "gdpo"
-    compared = [x.per_function[:, counts] if gdpo else x.rewards for x in results]
+    compared = [groups.results.rewards for groups in rounds]
+    if run.cfg.adv_estimator == "gdpo":
+        has_weight = np.asarray(run.weights) != 0  # [functions]
+        compared = [groups.results.per_function[:, has_weight] for groups in rounds]
     return np.concatenate([equal_groups(x, run.cfg.num_pre_q) for x in compared])
 
 
@@ -209,7 +212,7 @@ def complete_prompts(
     run: Run, backend: Backend, stop: StopSignal, prompts: list[data.Prompt], key: jax.Array
 ) -> Completions:
     """K completions of each of this process's part of P prompts, in passes of the rollout."""
-    K, size, pad_id = run.cfg.num_pre_q, run.sizes.prompt_batch_size, run.stopping.pad_id
+    K, size = run.cfg.num_pre_q, run.sizes.prompt_batch_size
     width = prompt_width(max(len(prompt.ids) for prompt in prompts), run.cfg.global_length)
     local = run.local_prompts()
     passes = []
@@ -219,7 +222,7 @@ def complete_prompts(
             ids = [prompt.ids for prompt in prompts[first : first + size]]
             passes.append(
                 backend.generate(
-                    PaddedPrompts(*data.pad_prompts(ids, width, pad_id)),
+                    PaddedPrompts(*data.pad_prompts(ids, width, run.stopping.pad_id)),
                     np.arange(first * K, (first + size) * K, dtype=np.int32),
                     key,
                     run.sampling,
@@ -254,7 +257,8 @@ def gather_round(
 
     prompts: [P]. completions, rewarded: [b], of this process.
     """
-    local, cut_tokens = prompts[run.local_prompts()], completions.cut_tokens  # [b/K], [b] or None
+    local = prompts[run.local_prompts()]  # [b/K]
+    cut_tokens = completions.cut_tokens  # [b] or None
     columns = {  # [b] each
         "rewards": rewarded.totals,
         "prompt_lengths": np.repeat([len(prompt.ids) for prompt in local], run.cfg.num_pre_q),
@@ -265,14 +269,14 @@ def gather_round(
     }
     table = np.column_stack([*columns.values(), rewarded.per_function]).astype(np.float64)
     table = gather_processes(table)  # [B, 6 + functions]
-    found = dict(zip(columns, table.T, strict=False))  # [B] each
-    results = StepResults(**found, per_function=table[:, len(columns) :])
-    if run.cfg.adv_estimator == "maxrl" and (results.rewards < 0).any():
+    gathered = dict(zip(columns, table.T, strict=False))  # [B] each
+    round_results = StepResults(**gathered, per_function=table[:, len(columns) :])
+    if run.cfg.adv_estimator == "maxrl" and (round_results.rewards < 0).any():
         raise UserMistake(
             f"ADV_ESTIMATOR=maxrl needs rewards of at least 0, and one is "
-            f"{np.nanmin(results.rewards):g}; use another REWARD_FN or estimator"
+            f"{np.nanmin(round_results.rewards):g}; use another REWARD_FN or estimator"
         )
-    return Groups(prompts, completions, results)
+    return Groups(prompts, completions, round_results)
 
 
 def choose_groups(run: Run, rounds: list[Groups]) -> Groups:
@@ -290,7 +294,7 @@ def choose_groups(run: Run, rounds: list[Groups]) -> Groups:
     )
     sampled = [prompt for groups in rounds for prompt in groups.prompts]  # [rounds * P]
     return Groups(
-        [sampled[group] for group in chosen],
+        [sampled[index] for index in chosen],
         everywhere.at(sequences[run.local_sequences()]),
         StepResults(*(x[sequences] for x in results_of(rounds))),
     )
@@ -316,14 +320,15 @@ def answer_questions(
     questions: list[data.Prompt],
     key: jax.Array,
     clock: Clock,
-) -> Evaluated:
+) -> Evaluation:
     """EVAL_SAMPLES completions of each question, greedy or sampled as run.eval_sampling says."""
-    cfg, samples, processes = run.cfg, run.cfg.eval_samples, jax.process_count()
+    samples = run.cfg.eval_samples
+    processes = jax.process_count()
     # Questions of a pass on each process.
-    size = eval_questions(run.sizes, cfg.num_pre_q, samples, jax.local_device_count())
+    size = eval_questions(run.sizes, run.cfg.num_pre_q, samples, jax.local_device_count())
     passes = math.ceil(len(questions) / (size * processes))
     padded = [*questions, *[questions[-1]] * (passes * size * processes - len(questions))]
-    width = prompt_width(max(len(prompt.ids) for prompt in questions), cfg.global_length)
+    width = prompt_width(max(len(prompt.ids) for prompt in questions), run.cfg.global_length)
     tables, texts = [], []
     with progress_bar("evaluation", len(questions), "questions") as bar:
         for i in range(passes):
@@ -350,5 +355,5 @@ def answer_questions(
             clock.lap("reward")
     n = len(questions) * samples
     table = np.concatenate(tables)[:n]  # [n, 3 + functions]
-    found = dict(zip(columns, table.T, strict=False))  # [n] each
-    return Evaluated(**found, per_function=table[:, len(columns) :], texts=texts[:n])
+    gathered = dict(zip(columns, table.T, strict=False))  # [n] each
+    return Evaluation(**gathered, per_function=table[:, len(columns) :], texts=texts[:n])

@@ -30,7 +30,6 @@ if __name__ == "__main__":
     COMMAND = load(sys.argv[1:])  # it ends the program for --print-config and for mistakes
 
 import contextlib
-import functools
 from pathlib import Path
 
 import jax
@@ -89,7 +88,9 @@ def main(cfg: Config) -> None:
         return
     run, life, backend, state, ref_params = started
     rollout_key, eval_key = jax.random.split(jax.random.key(cfg.seed))
-    measure = functools.partial(evaluate, run, life.log, life.stop, backend, eval_key)
+
+    def evaluate_after(steps: int, full: bool = False) -> float:
+        return evaluate(run, life.log, life.stop, backend, eval_key, state.params, steps, full)
 
     def save() -> None:
         life.save({"state": state} | ({"ref_params": ref_params} if cfg.beta > 0 else {}))
@@ -99,7 +100,7 @@ def main(cfg: Config) -> None:
         for step in range(life.progress.step, cfg.steps):
             # ---- Evaluation: the accuracy on held-out questions; step 0 is the baseline ----------
             if life.evaluates(step):
-                life.evaluated(step, measure(state.params, step))
+                life.note_evaluation(step, evaluate_after(step))
             clock = Clock(PHASES)
 
             # ---- Rollout and rewards: K completions of each of P prompts, rewarded on the host ---
@@ -170,11 +171,11 @@ def main(cfg: Config) -> None:
                 save()
 
         if life.evaluates(cfg.steps):
-            life.evaluated(cfg.steps, measure(state.params, cfg.steps))
+            life.note_evaluation(cfg.steps, evaluate_after(cfg.steps))
         if cfg.steps:
             save()  # the last checkpoint, with the last accuracy
         if "sweep" in life.missing:
-            measure(state.params, cfg.steps, full=True)
+            evaluate_after(cfg.steps, full=True)
     with life.ending(save):
         life.finish(lambda: export(run, life.out, state.params))
 
@@ -187,10 +188,9 @@ def gather_batch(run: Run, groups: Groups, advantages: np.ndarray, counted: np.n
 
     advantages: [B] float64. counted: [B] bool, False: the loss leaves this sequence out.
     """
-    drawn, local = groups.completions, run.local_sequences()
-    longest = int(groups.results.completion_lengths.max())
-    T = run.limits.completion_width(longest)
-    mask = drawn.completion_mask * counted[local, None].astype(np.int32)
+    drawn = groups.completions
+    T = run.limits.completion_width(int(groups.results.completion_lengths.max()))
+    mask = drawn.completion_mask * counted[run.local_sequences(), None].astype(np.int32)
     arrays = {
         "completion_ids": drawn.completion_ids,
         "completion_mask": mask,
@@ -234,18 +234,18 @@ def logps_and_entropies(
     """The log-probabilities and the entropies of the tokens of these groups, both [B, T] float32
     nats; 0 for sequences that are not computed. group_indices: which of the step's P groups."""
     mini_batch = to_devices(run, batch, group_indices)
-    temperature, training = run.cfg.temperature, run.training
-    results = [
-        compute_logps_and_entropies(params, x, temperature, training)
+    of_micro_batches = [
+        compute_logps_and_entropies(params, x, run.cfg.temperature, run.training)
         for x in mini_batch.micro_batches
     ]
-    logps, entropies = [r[0] for r in results], [r[1] for r in results]
+    logps, entropies = [x[0] for x in of_micro_batches], [x[1] for x in of_micro_batches]
     return mini_batch.to_batch(logps), mini_batch.to_batch(entropies)
 
 
 def to_devices(run: Run, batch: Batch, group_indices: np.ndarray) -> MiniBatch:
     """The sequences of these groups, packed in rows, on the devices."""
-    K, layout = run.cfg.num_pre_q, run.training.layout
+    K = run.cfg.num_pre_q
+    layout = run.training.layout
     sequences = (group_indices[:, None] * K + np.arange(K)).reshape(-1)
     computed = sequences[batch.lengths[sequences] > 0]
     if run.cfg.skips():  # An advantage of 0 adds 0, but NaN shows that the weights are broken.
@@ -279,7 +279,8 @@ def update_policy(
 
     An update whose loss or gradient is not finite leaves the state as it is, and is the last one.
     """
-    cfg, updates = run.cfg, []
+    cfg = run.cfg
+    updates = []
     epochs = [groups_of_mini_batches(run, step, epoch) for epoch in range(cfg.ppo_epochs)]
     groups_of_updates = np.concatenate(epochs)  # [updates, groups of a mini-batch]
     # The ratios of later updates need the log-probabilities of all groups before the first update.
@@ -317,7 +318,8 @@ def one_update(
 ) -> tuple[TrainState, dict[str, float], list[jax.Array]]:
     """One optimizer step on the sum of the gradients of all micro-batches: the state, the metrics,
     and the log-probabilities [R, T] of each micro-batch before the update."""
-    metrics_of, logps_of, counts = [], [], mini_batch.counts()
+    metrics_of, logps_of = [], []
+    counts = mini_batch.counts()
     no_gradient = not mini_batch.micro_batches  # nothing to learn from
     several = run.sizes.grad_accum_steps > 1
     grads = zero_grads(state.params) if several or no_gradient else None

@@ -56,7 +56,7 @@ class Lifecycle:
         due = every > 0 and (step % every == 0 or step == self.cfg.steps)
         return due and step not in self.progress.evals
 
-    def evaluated(self, step: int, accuracy: float) -> None:
+    def note_evaluation(self, step: int, accuracy: float) -> None:
         """Keeps the accuracy of an evaluation, and shows how the run stands."""
         self.progress.evals[step] = accuracy
         self.reviewer.write(RUNNING)

@@ -15,7 +15,7 @@ from metrics import (
     Step,
     are_right,
     drift_level,
-    evaluation,
+    evaluation_record,
     is_shown,
     log_step,
     majority_accuracy,
@@ -27,7 +27,7 @@ from metrics import (
 )
 from models.draw import Sampling
 from rewards import AccuracyRule, accuracy_rule
-from rollout import Evaluated, Groups, Sampled, StepResults
+from rollout import Evaluation, Groups, Sampled, StepResults
 from runtime.long_work import Compilation, compilations
 from runtime.mistakes import UserMistake
 from runtime.records import read_settings
@@ -249,11 +249,11 @@ def test_a_step_writes_its_lines_its_record_and_two_samples(
 # ---- Evaluation ----------------------------------------------------------------------------------
 
 
-def evaluated(
+def evaluation_of(
     per_function: list[list[float]], samples: int, threshold: float = 1.0, temperature: float = 0.0
-) -> SimpleNamespace:
-    """A run with the functions `first`, which says what is right, and `second`, and what it finds
-    for the completions with these rewards."""
+) -> tuple[SimpleNamespace, Evaluation, np.ndarray]:
+    """A run with the functions `first`, which says what is right, and `second`, its evaluation of
+    completions with these rewards, and which of them are right: [questions, samples]."""
     cfg = SimpleNamespace(eval_samples=samples, eval_split="test")
     functions = [SimpleNamespace(__name__=name) for name in ("first", "second")]
     run = SimpleNamespace(
@@ -264,15 +264,15 @@ def evaluated(
     )
     rewards = np.array(per_function)
     n = len(rewards)
-    answers = Evaluated(rewards.sum(1), rewards, np.full(n, 5.0), np.ones(n), [""] * n)
+    evaluation = Evaluation(rewards.sum(1), rewards, np.full(n, 5.0), np.ones(n), [""] * n)
     correct = are_right(run, rewards).reshape(-1, samples)
-    return SimpleNamespace(run=run, answers=answers, correct=correct)
+    return run, evaluation, correct
 
 
 def test_the_line_and_the_record_of_an_evaluation_by_hand() -> None:
     """Four questions of which the first is right: the variance is 3/16 * 4/3, over 4 questions."""
-    found = evaluated([[1, 0.5], [0, 0.5], [0, 0.5], [0, 0.5]], samples=1)
-    line, records = evaluation(found.run, 3, found.answers, found.correct, clock(), False)
+    run, evaluation, correct = evaluation_of([[1, 0.5], [0, 0.5], [0, 0.5], [0, 0.5]], samples=1)
+    line, records = evaluation_record(run, 3, evaluation, correct, clock(), False)
     assert line == (
         "eval step=3 split=test questions=4 accuracy=0.2500 accuracy_se=0.2500 accuracy_of=first "
         "decoding=greedy t=0.00s"
@@ -294,8 +294,8 @@ def test_the_line_and_the_record_of_an_evaluation_by_hand() -> None:
 def test_several_samples_give_pass_at_k_and_the_error_is_over_questions() -> None:
     """Two questions with four samples each: 1 of 4 and 0 of 4 are right."""
     rewards = [[1, 0]] + [[0, 0]] * 7
-    found = evaluated(rewards, samples=4, temperature=1.0)
-    line, records = evaluation(found.run, 3, found.answers, found.correct, clock(), True)
+    run, evaluation, correct = evaluation_of(rewards, samples=4, temperature=1.0)
+    line, records = evaluation_record(run, 3, evaluation, correct, clock(), True)
     assert line == (
         "eval_full split=test questions=2 samples_per_question=4 accuracy=0.1250 "
         "accuracy_se=0.1250 accuracy_of=first pass_at_4=0.5000 decoding=sampled t=0.00s"
@@ -313,8 +313,8 @@ def test_several_samples_give_pass_at_k_and_the_error_is_over_questions() -> Non
 def test_the_accuracy_is_pass_at_1_also_where_samples_have_no_value() -> None:
     """Two questions: 1 of 1 and 1 of 3 samples with a value are right."""
     rewards = [[1, 0], [NAN, 0], [NAN, 0], [1, 0], [0, 0], [0, 0]]
-    found = evaluated(rewards, samples=3, temperature=1.0)
-    _, records = evaluation(found.run, 3, found.answers, found.correct, clock(), False)
+    run, evaluation, correct = evaluation_of(rewards, samples=3, temperature=1.0)
+    _, records = evaluation_record(run, 3, evaluation, correct, clock(), False)
     assert records["eval/accuracy"] == records["eval/pass_at_1"] == pytest.approx(2 / 3)
     assert records["eval/accuracy_se"] == pytest.approx(1 / 3)
     assert records["eval/pass_at_3"] == 1.0  # of the second question alone
@@ -324,8 +324,8 @@ def test_accuracy_is_the_share_of_completions_whose_reward_reaches_the_threshold
     rewards = [[1.0, 0.0], [0.5, 1.0], [0.99, NAN], [NAN, 0.0]]
 
     def accuracy(threshold: float) -> float:
-        found = evaluated(rewards, samples=1, threshold=threshold)
-        _, records = evaluation(found.run, 0, found.answers, found.correct, clock(), False)
+        run, evaluation, correct = evaluation_of(rewards, samples=1, threshold=threshold)
+        _, records = evaluation_record(run, 0, evaluation, correct, clock(), False)
         return records["eval/accuracy"]
 
     assert accuracy(1.0) == pytest.approx(1 / 3)  # the function applies to three completions
@@ -356,7 +356,7 @@ def test_the_metrics_of_dynamic_sampling_cover_everything_that_was_sampled() -> 
     rewards = np.array([0.7, 0.7, 0.5, 0, NAN, NAN, 1, 1, 0, 0, 1, 0])
     first = np.array([0, 0, 0.5, 0, NAN, NAN, 1, 1, 0, 0, 1, 0])
     per_function = np.column_stack([first, np.full(12, 0.25)])
-    run = evaluated([[0.0, 0.0]], samples=1).run
+    run, _, _ = evaluation_of([[0.0, 0.0]], samples=1)
     stopped = np.array([1, 1, 1, 0, 1, 1, 1, 1, 1, 1, 0, 0])
     others = [np.ones(12)] * 2, [np.ones(12)] * 2
     results = StepResults(rewards, *others[0], stopped, *others[1], per_function)

@@ -102,9 +102,9 @@ def ask(cfg: Config, question: str, answer: str | None) -> None:
     with contextlib.closing(backend):
         backend.update_weights(params)
         key = jax.random.key(cfg.seed)
-        answered = answer_questions(run, backend, stop, run.eval_prompts, key, Clock(EVAL_PHASES))
-    print(f"\n{question}\n\n{answered.texts[0]}\n")
-    for function, reward in zip(functions, answered.per_function[0], strict=True):
+        evaluation = answer_questions(run, backend, stop, run.eval_prompts, key, Clock(EVAL_PHASES))
+    print(f"\n{question}\n\n{evaluation.texts[0]}\n")
+    for function, reward in zip(functions, evaluation.per_function[0], strict=True):
         if not np.isnan(reward):
             print(f"{function.__name__} {reward:g}")
 

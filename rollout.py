@@ -21,13 +21,14 @@ from config import Config
 from loss import Objective, equal_groups
 from models.draw import Sampling
 from models.model import Compute, ModelConfig, Params
+from runtime.chips import program
 from runtime.layout import gather_processes
 from runtime.long_work import progress_bar
 from runtime.mistakes import UserMistake
 from runtime.packing import Limits
 from runtime.processes import StopSignal, gather_texts
 from runtime.run_log import Clock
-from runtime.sizes import Sizes, eval_questions, prompt_width
+from runtime.sizes import PASS_SIZES, Sizes, eval_questions, prompt_width
 from sampling import Completions, PaddedPrompts, Stopping, generate
 from update import Optimizer, sync_weights
 
@@ -149,6 +150,7 @@ class NaiveBackend:
         self._drop_ended = drop_ended
         self._weights: Params | None = None
 
+    @program("the copy of the weights that samples")
     def update_weights(self, params: Params) -> None:
         """Copies the weights in the dtype and the layout of the rollout, and waits until they are
         there."""
@@ -156,6 +158,7 @@ class NaiveBackend:
         sync = sync_weights(rollout.model, rollout.layout.mesh, rollout.dtype, rollout.layer_loop)
         self._weights = jax.block_until_ready(sync(params))
 
+    @program("prefill, decode or drop_sequences", PASS_SIZES)
     def generate(
         self, prompts: PaddedPrompts, sequence_ids: np.ndarray, key: jax.Array, sampling: Sampling
     ) -> Completions:

@@ -40,6 +40,7 @@ from models.draw import Sampling, draw_tokens
 from models.engine_weights import engine_leaves, family_of, take_weights
 from models.model import ModelConfig, Params
 from rollout import Run
+from runtime.chips import program
 from runtime.containment import (
     ERRORS,
     EngineFailed,
@@ -49,7 +50,7 @@ from runtime.containment import (
     side_effects_undone,
 )
 from runtime.mistakes import UserMistake, in_one_line
-from runtime.sizes import Sizes, eval_questions
+from runtime.sizes import PASS_SIZES, Sizes, eval_questions
 from sampling import Completions, PaddedPrompts
 from update import sync_weights
 
@@ -261,6 +262,7 @@ class SglangBackend:
                 f"{arguments['context_length']}; raise it"
             )
 
+    @program("the copy of the weights that samples")
     def update_weights(self, params: Params) -> None:
         """Gives the engine these weights, and memory for keys and values.
 
@@ -279,12 +281,9 @@ class SglangBackend:
             seconds = time.perf_counter() - began
             print(f"sglang_jax weights={len(leaves)} bytes={size} t={seconds:.2f}s", flush=True)
 
+    @program("prefill, decode or drop_sequences", PASS_SIZES)
     def generate(
-        self,
-        prompts: PaddedPrompts,
-        sequence_ids: np.ndarray,
-        key: jax.Array,
-        sampling: Sampling,
+        self, prompts: PaddedPrompts, sequence_ids: np.ndarray, key: jax.Array, sampling: Sampling
     ) -> Completions:
         """As NaiveBackend.generate; the log-probabilities are those among all tokens.
 

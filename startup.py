@@ -31,6 +31,7 @@ from review import Reviewer
 from rollout import Backend, Inputs, NaiveBackend, Run
 from runtime import processes, resume
 from runtime.checkpoint import Checkpoints
+from runtime.chips import program
 from runtime.layout import mesh_text
 from runtime.lifecycle import Lifecycle
 from runtime.mistakes import Unwritable, UserMistake, fail
@@ -66,8 +67,9 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | No
             print(f"DONE: steps={cfg.steps} elapsed_sec={time.perf_counter() - began:.3f}")
             return None
         backend = make_backend(run)
-        arrays, progress = beginning.restore(wanted_arrays(run))
-        state, ref_params = load_state(run, arrays)
+        with program("what holds the weights and the optimizer's state"):
+            arrays, progress = beginning.restore(wanted_arrays(run))
+            state, ref_params = jax.block_until_ready(load_state(run, arrays))
         kept = resume.evaluations_done(progress, beginning.done)
         if "eval" in kept:
             progress.evals.setdefault(progress.step, math.nan)  # known to the log alone

@@ -60,13 +60,13 @@ from rollout import (
     reward_completions,
     what_was_sampled,
 )
-from runtime.chips import memory_errors_in_sizes
+from runtime.chips import memory_errors_in_sizes, program
 from runtime.layout import gather_processes, shard_batch
 from runtime.mistakes import Unwritable
 from runtime.packing import Batch, pack, plan_rows, sequence_index
 from runtime.processes import StopSignal, ending_together
 from runtime.run_log import Clock
-from runtime.sizes import MICRO_SIZES, PASS_SIZES
+from runtime.sizes import MICRO_SIZES
 from startup import export_of, start
 from update import (
     MicroBatch,
@@ -228,6 +228,7 @@ def with_top_mask(run: Run, params: Params, batch: Batch) -> Batch:
     return batch._replace(top_mask=top.astype(np.int32))
 
 
+@program("compute_logps_and_entropies", MICRO_SIZES)
 def logps_and_entropies(
     run: Run, params: Params, batch: Batch, group_indices: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -301,7 +302,9 @@ def update_policy(
             batch = batch._replace(old_logps=logps_of_others + mini_batch.to_batch(logps))
         updates_of_run = step * len(groups_of_updates) + number
         if cfg.ref_sync_steps and updates_of_run % cfg.ref_sync_steps == 0:
-            ref_params = mix_weights(ref_params, state.params, cfg.ref_sync_alpha)
+            with program("mix_weights"):
+                mixed = mix_weights(ref_params, state.params, cfg.ref_sync_alpha)
+                ref_params = jax.block_until_ready(mixed)
     return state, ref_params, mini_batch, merge_updates(updates) | {"updates_applied": number}
 
 
@@ -322,32 +325,30 @@ def one_update(
     counts = mini_batch.counts()
     no_gradient = not mini_batch.micro_batches  # nothing to learn from
     several = run.sizes.grad_accum_steps > 1
-    grads = zero_grads(state.params) if several or no_gradient else None
-    if no_gradient:
-        metrics_of = [metrics_of_nothing(run.objective.loss_type)]
-    for micro_batch in mini_batch.micro_batches:
-        grads, metrics, logps = micro_step(
-            state.params,
-            grads,
-            micro_batch,
-            counts,
-            objective=run.objective,
-            temperature=run.cfg.temperature,
-            compute=run.training,
+    with program("micro_step", MICRO_SIZES):
+        grads = zero_grads(state.params) if several or no_gradient else None
+        if no_gradient:
+            metrics_of = [metrics_of_nothing(run.objective.loss_type)]
+        for micro_batch in mini_batch.micro_batches:
+            grads, metrics, logps = micro_step(
+                state.params,
+                grads,
+                micro_batch,
+                counts,
+                objective=run.objective,
+                temperature=run.cfg.temperature,
+                compute=run.training,
+            )
+            metrics_of.append(metrics)
+            logps_of.append(logps)
+    with program("optimizer_step"):
+        loss = sum(metrics["loss"] for metrics in metrics_of)
+        state, norm = optimizer_step(
+            state, grads, np.float32(lr), loss, optimizer=run.optimizer, model=run.model
         )
-        metrics_of.append(metrics)
-        logps_of.append(logps)
-    state, norm = optimizer_step(
-        state,
-        grads,
-        np.float32(lr),
-        sum(metrics["loss"] for metrics in metrics_of),
-        optimizer=run.optimizer,
-        model=run.model,
-    )
-    # Before the norm: if memory was too small for a micro-step, only its own arrays say so.
-    merged = of_all_tokens(merge_metrics(metrics_of), mini_batch)
-    merged["grad_norm"] = float(norm)
+        with program("micro_step", MICRO_SIZES):  # The norm would not tell why a micro-step failed.
+            merged = of_all_tokens(merge_metrics(metrics_of), mini_batch)
+        merged["grad_norm"] = float(norm)
     merged["throughput/update/computed_per_token"] = mini_batch.computed_per_token()
     return state, merged, logps_of
 
@@ -375,20 +376,6 @@ def export(run: Run, out: Path, params: Params) -> None:
         raise Unwritable(f"EXPORT_HF={folder} cannot be written: {error}") from None
 
 
-# For the line about a device that ran out of memory: a function in the stack trace -> the programs
-# that it runs, and the settings that make them smaller.
-PROGRAMS_OF_FUNCTION = {
-    "load_state": ("what holds the weights and the optimizer's state", ()),
-    "restore": ("what holds the weights and the optimizer's state", ()),
-    "save": ("checksums", ()),
-    "update_weights": ("the copy of the weights that samples", ()),
-    "generate": ("prefill, decode or drop_sequences", PASS_SIZES),
-    "logps_and_entropies": ("compute_logps_and_entropies", MICRO_SIZES),
-    "one_update": ("micro_step or optimizer_step", MICRO_SIZES),
-    "update_policy": ("mix_weights", MICRO_SIZES),
-}
-
-
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="backslashreplace")  # it may lack characters of a model
     if COMMAND.slice_name:
@@ -396,7 +383,7 @@ if __name__ == "__main__":
 
         plan_and_exit(COMMAND.cfg, COMMAND.slice_name)
     print(*COMMAND.lines, sep="\n", flush=True)
-    with ending_together(), memory_errors_in_sizes(COMMAND.cfg, PROGRAMS_OF_FUNCTION):
+    with ending_together(), memory_errors_in_sizes(COMMAND.cfg):
         if COMMAND.eval_only or COMMAND.question:
             from tools.answers import answer_command
 

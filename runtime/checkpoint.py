@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 
+from runtime.chips import program
 from runtime.mistakes import Unwritable, UserMistake, in_one_line
 from runtime.processes import end_process, gather_texts, lost_contact
 
@@ -112,7 +113,8 @@ class Checkpoints:
         the best accuracy stays, besides the newest checkpoints. Raises Unwritable.
         """
         self.wait()
-        record = record | {"format": FORMAT, "step": step, "arrays": checksums_by_name(arrays)}
+        with program("checksums"):
+            record = record | {"format": FORMAT, "step": step, "arrays": checksums_by_name(arrays)}
         record["sha256"] = digest_of(record)
         self._policy.evals, self._saving = evals, step
         items = {ARRAYS: ocp.args.PyTreeSave(arrays), RECORD: ocp.args.JsonSave(record)}

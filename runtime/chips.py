@@ -5,13 +5,12 @@ import math
 import resource
 import shlex
 import sys
-import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 
-from runtime.sizes import Sizes, derive, smaller_sizes
+from runtime.sizes import derive, smaller_sizes
 
 OUT_OF_MEMORY_CODE = 3  # the exit code, which is also that of a --plan that does not fit
 HOP_SECONDS = 1e-6  # from a chip to its neighbour, for a transfer so small that only latency counts
@@ -130,26 +129,32 @@ class Work(NamedTuple):
 
 # ---- A device has run out of memory --------------------------------------------------------------
 
-# The function that waited for the device -> the programs it runs, and the sizes they depend on.
-Waiting = Mapping[str, tuple[str, tuple[str, ...]]]
+
+@contextlib.contextmanager
+def program(name: str, sizes: tuple[str, ...] = ()) -> Iterator[None]:
+    """Notes on an error of jax which program has failed: the innermost around both the call and the
+    fetch of its results, where the error arrives. sizes: those that make the program smaller."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        error.program = getattr(error, "program", (name, sizes))
+        raise
 
 
-def out_of_memory(cfg: Any, sizes: Sizes, waiting: Waiting, error: Exception) -> str:
-    """The line about a program for which a device has too little memory; "" for any other error.
-
-    It names the program, what the program asked for, the next smaller size that leaves the step as
-    it is, and on a TPU the command that checks this size.
-    """
-    if "RESOURCE_EXHAUSTED" not in str(error):
-        return ""
-    frames = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
-    function = next((name for name in reversed(frames) if name in waiting), "")
-    program, names = waiting.get(function, ("a copy of the weights", ()))
+def out_of_memory(cfg: Any, error: Exception) -> str:
+    """The line about a device that has too little memory: the program, if it is known, what was
+    asked for, the next smaller size that leaves the step as it is, and on a TPU the command that
+    checks this size."""
+    name, names = getattr(error, "program", ("", ()))
     wanted = " ".join(str(error).partition("RESOURCE_EXHAUSTED:")[2].split())[:200].rstrip(".")
-    text = f"{program} does not fit the memory of a device: {wanted}. "
+    what = (
+        f"{name} does not fit the memory of a device" if name else "the memory of a device ran out"
+    )
+    text = f"{what}: {wanted}. "
     if not names:
         return text + "Use more devices; OPTIMIZER=sgd or lion, or BETA=0, need less"
-    sizes_to_try = smaller_sizes(cfg, sizes, jax.process_count(), jax.local_device_count(), names)
+    slice_ = jax.process_count(), jax.local_device_count()
+    sizes_to_try = smaller_sizes(cfg, derive(cfg, *slice_), *slice_, names)
     if not sizes_to_try:
         return text + "Use more devices, or a lower MAX_LENGTH_SAMPLE or MAX_PROMPT_LENGTH"
     smaller = " ".join(f"{name.upper()}={size}" for name, size in sizes_to_try[-1].items())
@@ -161,13 +166,12 @@ def out_of_memory(cfg: Any, sizes: Sizes, waiting: Waiting, error: Exception) ->
 
 
 @contextlib.contextmanager
-def memory_errors_in_sizes(cfg: Any, waiting: Waiting) -> Iterator[None]:
+def memory_errors_in_sizes(cfg: Any) -> Iterator[None]:
     """Ends the program with the line of out_of_memory if a device runs out of memory within."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        sizes = derive(cfg, jax.process_count(), jax.local_device_count())
-        if line := out_of_memory(cfg, sizes, waiting, error):
-            print(f"error: {line}", file=sys.stderr)
-            raise SystemExit(OUT_OF_MEMORY_CODE) from None
-        raise
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        print(f"error: {out_of_memory(cfg, error)}", file=sys.stderr)
+        raise SystemExit(OUT_OF_MEMORY_CODE) from None

@@ -112,7 +112,7 @@ def main() -> None:
         cfg = Config.from_env(os.environ)
     except UserMistake as error:
         fail(error)
-    with ending_together(), memory_errors_in_sizes(cfg, train_grpo.PROGRAMS_OF_FUNCTION):
+    with ending_together(), memory_errors_in_sizes(cfg):
         train_grpo.main(cfg)
     result = {
         "wall_s": time.perf_counter() - STARTED,

@@ -322,6 +322,11 @@ class Config:
         )
         return advantage_only and self.skip_zero_advantage == "auto"
 
+    def scores_policy(self) -> bool:
+        """Whether a step needs log-probabilities or entropies of all its tokens, by the policy,
+        before its first update."""
+        return self.num_mini_batches > 1 or self.top_entropy_quantile < 1
+
     def filters(self) -> bool:
         """Whether the sampler draws among some tokens only."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0

@@ -136,8 +136,7 @@ def main(cfg: Config) -> None:
             # ---- The batch: NumPy arrays, complete on the host of every process ------------------
             batch = gather_batch(run, groups, advantages, counted)  # arrays [B, T] and [B]
             clock.lap("shard")  # the programs from here on count in the lap "update"
-            batch = with_ref_logps(run, ref_params, batch)
-            batch = with_top_mask(run, state.params, batch)
+            batch = with_scores(run, state.params, ref_params, batch)
 
             # ---- Update: PPO_EPOCHS times, to_devices and an optimizer step for each mini-batch --
             lr = learning_rate(
@@ -205,36 +204,29 @@ def gather_batch(run: Run, groups: Groups, advantages: np.ndarray, counted: np.n
     )
 
 
-def with_ref_logps(run: Run, ref_params: Params | None, batch: Batch) -> Batch:
-    """The batch with the log-probabilities of the reference, if BETA compares with it."""
-    if ref_params is None:
-        return batch
-    every_group = np.arange(len(batch.prompts))
-    ref_logps, _ = logps_and_entropies(run, ref_params, batch, every_group)
-    return batch._replace(ref_logps=ref_logps)
-
-
-def with_top_mask(run: Run, params: Params, batch: Batch) -> Batch:
-    """The batch with its top_mask, if TOP_ENTROPY_QUANTILE leaves tokens out.
-
-    The entropies are those before the first update; the threshold is that of the complete step.
-    """
-    quantile = run.cfg.top_entropy_quantile
-    if quantile == 1:
-        return batch
-    every_group = np.arange(len(batch.prompts))
-    _, entropies = logps_and_entropies(run, params, batch, every_group)
-    top = top_entropy_mask(entropies, batch.completion_mask, quantile)  # [B, T]
-    return batch._replace(top_mask=top.astype(np.int32))
+def with_scores(run: Run, params: Params, ref_params: Params | None, batch: Batch) -> Batch:
+    """The batch with what the loss needs of all its tokens before the first update: ref_logps for
+    BETA, old_logps for NUM_MINI_BATCHES, and the top_mask of TOP_ENTROPY_QUANTILE, whose threshold
+    is that of the complete step."""
+    cfg = run.cfg
+    if ref_params is not None:
+        ref_logps, _ = score(run, ref_params, batch)
+        batch = batch._replace(ref_logps=ref_logps)
+    if cfg.scores_policy():
+        old_logps, entropies = score(run, params, batch)
+        if cfg.num_mini_batches > 1:
+            batch = batch._replace(old_logps=old_logps)
+        if cfg.top_entropy_quantile < 1:
+            top = top_entropy_mask(entropies, batch.completion_mask, cfg.top_entropy_quantile)
+            batch = batch._replace(top_mask=top.astype(np.int32))  # [B, T]
+    return batch
 
 
 @program("compute_logps_and_entropies", MICRO_SIZES)
-def logps_and_entropies(
-    run: Run, params: Params, batch: Batch, group_indices: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """The log-probabilities and the entropies of the tokens of these groups, both [B, T] float32
-    nats; 0 for sequences that are not computed. group_indices: which of the step's P groups."""
-    mini_batch = to_devices(run, batch, group_indices)
+def score(run: Run, params: Params, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+    """The log-probabilities and the entropies of the completions' tokens by these weights, both
+    [B, T] float32 nats; 0 for sequences that an update skips."""
+    mini_batch = to_devices(run, batch, np.arange(len(batch.prompts)))
     of_micro_batches = [
         compute_logps_and_entropies(params, x, run.cfg.temperature, run.training)
         for x in mini_batch.micro_batches
@@ -284,22 +276,18 @@ def update_policy(
     updates = []
     epochs = [groups_of_mini_batches(run, step, epoch) for epoch in range(cfg.ppo_epochs)]
     groups_of_updates = np.concatenate(epochs)  # [updates, groups of a mini-batch]
-    # The ratios of later updates need the log-probabilities of all groups before the first update.
-    # Those of the first mini-batch come from its update; those of all others are computed here.
-    # With one mini-batch there are no others, and nothing is computed.
-    others = groups_of_updates[1 : cfg.num_mini_batches].reshape(-1)
-    logps_of_others, _ = logps_and_entropies(run, state.params, batch, others)  # [B, T]
     stop.check()  # once the first update is applied, the run stops only after the step
     for number, group_indices in enumerate(groups_of_updates, start=1):
-        mini_batch = to_devices(run, batch, group_indices)
+        # Every ratio of the first update is exactly 1, without the rounding of another program.
+        given = batch._replace(old_logps=None) if number == 1 else batch
+        mini_batch = to_devices(run, given, group_indices)
         state, metrics, logps = one_update(run, state, mini_batch, lr)
         updates.append(metrics)
         if what_is_not_finite(metrics):
             applied = {"updates_applied": number - 1}
             return state, ref_params, mini_batch, merge_updates(updates) | applied
-        if number == 1 and len(groups_of_updates) > 1:
-            # Each of the two arrays is 0 in the groups of the other.
-            batch = batch._replace(old_logps=logps_of_others + mini_batch.to_batch(logps))
+        if batch.old_logps is None and len(groups_of_updates) > 1:  # one mini-batch, many epochs
+            batch = batch._replace(old_logps=mini_batch.to_batch(logps))
         updates_of_run = step * len(groups_of_updates) + number
         if cfg.ref_sync_steps and updates_of_run % cfg.ref_sync_steps == 0:
             with program("mix_weights"):

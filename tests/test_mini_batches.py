@@ -20,7 +20,7 @@ from rollout import Run
 from runtime.mistakes import UserMistake
 from runtime.packing import Batch
 from startup import set_up
-from train_grpo import MiniBatch, groups_of_mini_batches, to_devices, update_policy
+from train_grpo import MiniBatch, groups_of_mini_batches, to_devices, update_policy, with_scores
 
 REPO = Path(__file__).resolve().parent.parent
 TINY = REPO / "tiny"
@@ -179,30 +179,27 @@ def test_a_single_mini_batch_is_not_shuffled() -> None:
 
 @pytest.mark.parametrize("n", [1, 4])
 def test_old_logps_are_those_before_the_first_update(n: int, monkeypatch) -> None:
-    """Here the log-probability of a token is its sequence and 100 for each update before it. The
-    first update gives those of its mini-batch; those of all others are computed once, before it."""
+    """Here the log-probability of a token is its sequence and 100 for each update before it. Those
+    of one mini-batch come from its first update; those of several are scored once, before it."""
     run = run_of(f"NUM_MINI_BATCHES={n} TRAIN_MICRO_BATCH_SIZE=8 PPO_EPOCHS=2")
-    computed, updated = [], []
+    scored, updated = [], []
 
-    def logps_and_entropies(run, params, batch, groups) -> tuple[np.ndarray, None]:
-        assert params == 0, "the weights before the first update"
-        computed.append([*groups])
-        of_groups = np.isin(np.arange(32) // 4, groups)[:, None]
-        return np.where(of_groups, batch.sampling_logps, 0), None
+    def score(run, params, batch) -> tuple[np.ndarray, None]:
+        scored.append(params)
+        return batch.sampling_logps, None
 
     def one_update(run, state, mini_batch, lr) -> tuple:
         updated.append((mini_batch.sequences, mini_batch.batch.old_logps))
         logps = [batch.sampling_logps + 100 * state.params for batch in mini_batch.micro_batches]
         return SimpleNamespace(params=state.params + 1), {"loss": 0.0, "grad_norm": 1.0}, logps
 
-    monkeypatch.setattr(train_grpo, "logps_and_entropies", logps_and_entropies)
+    monkeypatch.setattr(train_grpo, "score", score)
     monkeypatch.setattr(train_grpo, "one_update", one_update)
-    batch, before = step_of(masked=5), SimpleNamespace(params=0)
-    never = SimpleNamespace(check=lambda: None)  # no signal comes
+    before, never = SimpleNamespace(params=0), SimpleNamespace(check=lambda: None)
+    batch = with_scores(run, 0, None, step_of(masked=5))
     state, _, _, metrics = update_policy(run, never, before, None, batch, 0.1, step=3)
     assert state.params == len(updated) == metrics["updates_applied"] == 2 * n
-    first, *later = groups_of_mini_batches(run, step=3, epoch=0)
-    assert computed == [[group for groups in later for group in groups]]
+    assert scored == ([0] if n > 1 else []), "the weights before the first update"
     assert updated[0][1] is None, "each ratio of the first update is 1"
     for sequences, old in updated[1:]:
         counted = sequences[sequences != 5]

@@ -48,9 +48,7 @@ def step_flops(model: ModelConfig, cfg: Config, workload: Workload) -> tuple[flo
     with each prompt once for its K completions.
     """
     forward = model_flops(model, workload)
-    times = 3 * cfg.ppo_epochs + (cfg.beta > 0) + (cfg.top_entropy_quantile < 1)
-    times += 1 - 1 / cfg.num_mini_batches  # old_logps of all parts but the first
-    return forward, times * forward
+    return forward, (3 * cfg.ppo_epochs + (cfg.beta > 0) + cfg.scores_policy()) * forward
 
 
 def matmul_gflops() -> float:

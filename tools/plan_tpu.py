@@ -292,8 +292,7 @@ def phases(plan: Plan, name: str) -> list[Phase]:
     shards = mesh.shape["fsdp"] * mesh.shape["tp"]
     sampled, trained = plan.rollout_workload(), plan.train_workload()
     passes, accum, updates = sizes.passes_per_step, sizes.grad_accum_steps, sizes.updates_per_step
-    scored = cfg.num_mini_batches * ((cfg.beta > 0) + (cfg.top_entropy_quantile < 1))
-    forwards = accum * (scored + cfg.num_mini_batches - 1)  # old_logps of all parts but the first
+    forwards = accum * cfg.num_mini_batches * ((cfg.beta > 0) + cfg.scores_policy())
     impl = plan.training.policy_loss_impl
     logps, micro_step = (
         roofline.train_work(model, mesh, trained, backward=backward, remat=cfg.remat, impl=impl)

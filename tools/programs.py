@@ -182,7 +182,7 @@ def runs(plan: Plan, program: str) -> bool:
         if alone or not cfg.drops_ended():
             return False
     if program == "compute_logps_and_entropies":
-        return cfg.beta > 0 or cfg.top_entropy_quantile < 1 or cfg.num_mini_batches > 1
+        return cfg.beta > 0 or cfg.scores_policy()
     return not program.startswith("eval_") or cfg.eval_every_steps > 0 or cfg.eval_full_sweep
 
 

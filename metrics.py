@@ -118,6 +118,8 @@ def log_step(run: Run, log: RunLog, step: Step, groups: Groups) -> dict[str, Any
         log.line(line)
     records = step_records(step, run.cfg.num_pre_q, [f.__name__ for f in run.functions])
     records |= {"train-other/batch_local": run.sizes.local_batch} | device_records(run, step)
+    if run.sampling.replay:
+        records["train-other/support/cut_tokens"] = step.results.cut_tokens.sum()
     records["train-reward/accuracy"] = mean_of(are_right(run, step.results.per_function))
     log.record(step.number, records)
     every = run.cfg.sample_every_steps
@@ -196,8 +198,6 @@ def step_records(step: Step, num_pre_q: int, names: list[str]) -> dict[str, floa
     }
     records["train-other/batch_global"] = len(step.results.rewards)
     records["train-other/total_valid_token_count"] = tokens
-    if "support/mass" in step.metrics:
-        records["train-other/support/cut_tokens"] = step.results.cut_tokens.sum()
     equal = equal_groups(step.results.rewards, num_pre_q)  # of the totals, as in TRL
     records["train-other/frac_reward_zero_std"] = equal.mean()
     records |= _rewards("train-reward", step.results.rewards, step.results.per_function, names)

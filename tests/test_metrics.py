@@ -182,9 +182,6 @@ def test_the_step_record_by_hand() -> None:
         "train-seq_len/completion/hit_max_frac": 0.25,
     }
     assert {name: records[name] for name in expected} == pytest.approx(expected)
-    assert "train-other/support/cut_tokens" not in records
-    records = step_records(step(METRICS | {"support/mass": 0.9}), 2, ["first", "second"])
-    assert records["train-other/support/cut_tokens"] == 5
 
 
 def test_a_step_writes_its_lines_its_record_and_two_samples(

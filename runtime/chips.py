@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import resource
 import shlex
 import sys
 from collections.abc import Iterator
@@ -89,6 +88,8 @@ def peak_flops(device: jax.Device) -> float:
 
 def memory_peaks() -> dict[str, float]:
     """The most memory so far, in GiB: of this process, and of its devices if they tell."""
+    import resource  # Windows has none
+
     unit = 1 if sys.platform == "darwin" else 1024
     peaks = {"host_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30}
     device_peaks = [(d.memory_stats() or {}).get("peak_bytes_in_use") for d in jax.local_devices()]

@@ -130,7 +130,7 @@ def test_every_objective_and_estimator_takes_its_step(
     spread = [of(result, f"reward/advantage/{name}")[0] for name in ("min", "std", "max")]
     assert spread == pytest.approx([A.min(), A.std(), A.max()], 1e-6)
     if loss_of:
-        assert of(result, "other/loss") == pytest.approx([loss_of(A, n)], 1e-5, 1e-6)
+        assert of(result, "other/loss") == pytest.approx([loss_of(A, n)], 1e-5, 5e-6)
     assert of(result, "other/grad_norm")[0] > 1e-3
     if "IS_MODE" in env:
         assert of(result, "other/is_weight/mean") == pytest.approx([1], 1e-3)

@@ -33,7 +33,7 @@ SICK_RUNS = {  # {out} is a folder with the files below
         "REWARD_FN=reward_correct,{out}/mine.py:nines REWARD_WEIGHTS=0,1"
     ),
     "format_only": (
-        "STEPS=30 LEARNING_RATE=3e-4 TEMPERATURE=1.3 DATASET={out}/hard "
+        "STEPS=40 LEARNING_RATE=2e-4 TEMPERATURE=1.3 DATASET={out}/hard "
         "CHAT_TEMPLATE={out}/template.jinja"
     ),
     "held_out_below_train": (

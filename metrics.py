@@ -80,9 +80,9 @@ def merge_updates(updates: list[dict[str, float]]) -> dict[str, float]:
 
     names = dict.fromkeys(name for update in updates for name in update)
     merged = {name: merged_value(name, updates) for name in names}
-    parts = {"clip_ratio_first/": updates[:1], "clip_ratio_later/": updates[1:]}
     if len(updates) == 1:
         return merged
+    parts = {"clip_ratio_first/": updates[:1], "clip_ratio_later/": updates[1:]}
     for name in (x for x in names if x.startswith("clip_ratio/")):
         for prefix, part in parts.items():
             merged[name.replace("clip_ratio/", prefix)] = merged_value(name, part)

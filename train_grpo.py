@@ -209,17 +209,17 @@ def with_scores(run: Run, params: Params, ref_params: Params | None, batch: Batc
     BETA, old_logps for NUM_MINI_BATCHES, and the top_mask of TOP_ENTROPY_QUANTILE, whose threshold
     is that of the complete step."""
     cfg = run.cfg
+    scores = {}  # arrays [B, T]
     if ref_params is not None:
-        ref_logps, _ = score(run, ref_params, batch)
-        batch = batch._replace(ref_logps=ref_logps)
+        scores["ref_logps"], _ = score(run, ref_params, batch)
     if cfg.scores_policy():
-        old_logps, entropies = score(run, params, batch)
+        logps, entropies = score(run, params, batch)
         if cfg.num_mini_batches > 1:
-            batch = batch._replace(old_logps=old_logps)
+            scores["old_logps"] = logps
         if cfg.top_entropy_quantile < 1:
             top = top_entropy_mask(entropies, batch.completion_mask, cfg.top_entropy_quantile)
-            batch = batch._replace(top_mask=top.astype(np.int32))  # [B, T]
-    return batch
+            scores["top_mask"] = top.astype(np.int32)
+    return batch._replace(**scores)
 
 
 @program("compute_logps_and_entropies", MICRO_SIZES)

@@ -189,7 +189,8 @@ class Checkpoints:
                 self.newest = each
                 return arrays, record
             self._damaged.append(each)
-            print(f"checkpoint {self.folder}/{each} is damaged and passed over: {wrong}")
+            line = f"checkpoint {self.folder}/{each} is damaged and passed over: {wrong}"
+            print(line, flush=True)
         if tried:
             raise UserMistake(
                 f"the checkpoints of step {', '.join(map(str, tried))} in {self.folder} cannot be "

@@ -75,12 +75,13 @@ class WandbRun:
 
     def record(self, step: int, values: dict[str, Any]) -> None:
         """Adds values to the row of the step, after sending the row of an earlier step. The summary
-        in W&B gets the values at once."""
+        in W&B gets those of an evaluation at once, and those of a step with its row."""
         if step != self._step:
             self._send()
             self._step, self._row = step, {}
         self._row |= values
-        self._run.summary.update(values)
+        if TRAINED not in values:
+            self._run.summary.update(values)
 
     def samples(self, entries: Iterable[dict[str, Any]]) -> None:
         """Adds these entries of samples.jsonl to the rows of their steps, as tables."""

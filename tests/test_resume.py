@@ -404,16 +404,18 @@ def test_a_finished_run_does_what_is_asked_and_missing_and_nothing_twice(short: 
 
 @pytest.mark.slow
 def test_a_fork_that_is_killed_goes_on_by_the_same_command(short: Path, tmp_path: Path) -> None:
-    """It is killed twice: before it has a checkpoint of its own, and after two of its steps."""
+    """It is killed twice: before its first step, and after three of its steps. It has a checkpoint
+    of its own before its first line, and notes the newest one whenever it saves."""
     longer = {"STEPS": "6", "LR_DECAY_STEPS": "3", "RESUME": f"{short}/checkpoints/2"}
     straight, fork = tmp_path / "straight", tmp_path / "fork"
     assert run(straight, **longer).code == 0
     before = sorted((file, file.stat().st_mtime_ns) for file in short.rglob("*"))
-    for words in ("^output=", "^step=4 "):
+    for words, newest in (("^output=", 2), ("^step=4 ", 3)):
         process = start_run(fork, **THREE | longer)
         wait_for(process, words)
         process.kill()
         process.communicate()
+        assert run_in(fork)["newest"] >= newest and (fork / "checkpoints" / str(newest)).is_dir()
     result = run(fork, **longer)
     assert result.code == 0, result.errors
     assert int(re.search("^resumed after step (.) of 6", result.lines, re.M)[1]) >= 3

@@ -25,7 +25,7 @@ from etils import epath
 
 from runtime.chips import program
 from runtime.mistakes import Unwritable, UserMistake, in_one_line
-from runtime.processes import end_process, gather_texts, lost_contact
+from runtime.processes import end_process, ending_together, gather_texts, lost_contact
 
 RECORD, ARRAYS = "record", "arrays"  # the items of a checkpoint, folders in its folder
 FORMAT = 2  # of the record; other versions of this code may write other ones
@@ -158,7 +158,8 @@ class Checkpoints:
         error = sys.exc_info()[1]
         if error and threading.current_thread() is not threading.main_thread():
             end_process(1, f"\nerror: {self._failure(error)}")  # other threads print, too
-        ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
+        with ending_together():  # orbax would print the traceback of a thread whose peer is gone
+            ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
 
     # ---- Restoring -------------------------------------------------------------------------------
 

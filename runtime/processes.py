@@ -324,7 +324,7 @@ def ending_together() -> Iterator[None]:
 def lost_contact(error: BaseException) -> bool:
     """True if the error says that another process is gone."""
     # What the errors of Gloo (CPUs), NCCL (GPUs) and jax's service say then.
-    says = re.search(r"(?i)gloo|nccl|coordination.?service|heartbeat", str(error))
+    says = re.search(r"(?i)gloo|nccl|coordination.?service|heartbeat|barrier", str(error))
     return isinstance(error, RuntimeError | ValueError) and bool(says)
 
 

@@ -224,6 +224,7 @@ def test_the_error_after_the_end_of_another_process_is_known() -> None:
         RuntimeError("NCCL operation ncclAllReduce() failed: remote process exited"),
         RuntimeError("UNAVAILABLE: Task 1 heartbeat timeout."),
         RuntimeError("while calling /xla.coordination.CoordinationService/Get"),
+        RuntimeError("DEADLINE_EXCEEDED: Barrier timed out. Id: save_2"),
     ):
         assert processes.lost_contact(error), error
     assert not processes.lost_contact(RuntimeError("RESOURCE_EXHAUSTED: Out of memory"))

@@ -235,8 +235,9 @@ def policy_loss(
         limits = o.is_mode, o.is_floor, o.is_cap
         weight, under, over = sampler_weights(old_logps, sampling_logps, mask, *limits)
         loss = loss * weight
-        found = {"mean": weight, "over_cap": over} | ({"under_floor": under} if o.is_floor else {})
-        metrics |= {f"is_weight/{name}": token_mean(x) for name, x in found.items()}
+        metrics |= {"is_weight/mean": token_mean(weight), "is_weight/over_cap": token_mean(over)}
+        if o.is_floor:
+            metrics["is_weight/under_floor"] = token_mean(under)
     if o.beta > 0:
         kl = _kl(o.kl_estimator, jnp.where(mask, ref_logps - logps, 0.0))  # [R, T]
         if o.kl_bias_correction:

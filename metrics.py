@@ -13,12 +13,12 @@ from models.model import Params
 from models.placement import update_flops
 from review import answer_entries, sample_entries, sample_table
 from rewards import extract_answer
-from rollout import Backend, Evaluation, Groups, Run, Sampled, StepResults, answer_questions
+from rollout import Backend, Run, answer_questions, have_equal_rewards, texts_of
 from runtime.chips import memory_peaks, peak_flops
+from runtime.packing import Batch
 from runtime.processes import StopSignal
 from runtime.records import mean_of
 from runtime.run_log import Clock, RunLog
-from update import MiniBatch
 
 # The mean difference between the sampler's log-probabilities and the trainer's which rounding does
 # not explain. With float32 it is about 1e-6. With bfloat16, whose numbers have 8 significant bits,
@@ -41,18 +41,21 @@ def merge_metrics(micro_steps: list[dict[str, jax.Array]]) -> dict[str, float]:
     return {name: float(MERGE.get(name, sum)(x[name] for x in all_values)) for name in names}
 
 
-def of_all_tokens(metrics: dict[str, float], mini_batch: MiniBatch) -> dict[str, float]:
+def of_all_tokens(
+    metrics: dict[str, float], batch: Batch, sequences: np.ndarray
+) -> dict[str, float]:
     """The update's metrics from those that its micro-steps add up to.
+
+    batch: all sequences of the update. sequences: those that the micro-steps have computed.
 
     The entropy is minus the mean of the sampling_logps of all tokens that count: unbiased, because
     the sampler has drawn them. A sequence that is skipped has the advantage 0: it clips nothing and
     adds no loss. Values that need the trainer's log-probabilities are over the update_token_count
     tokens that were computed. NaN stands for no value.
     """
-    batch, sequences = mini_batch.batch, mini_batch.sequences
-    mask = batch.completion_mask[sequences]
-    counted, computed = mask.sum(), batch.lengths[mini_batch.computed].sum()
-    logps = np.where(mask > 0, batch.sampling_logps[sequences], 0)
+    mask = batch.completion_mask
+    counted, computed = mask.sum(), mask[sequences].sum()
+    logps = np.where(mask > 0, batch.sampling_logps, 0)
     entropy = -logps.sum(dtype=np.float64) / max(counted, 1)
     metrics = metrics | {"entropy": float(entropy), "update_token_count": float(computed)}
     if not counted:
@@ -97,9 +100,7 @@ class Step(NamedTuple):
 
     number: int
     metrics: dict[str, float]  # of the updates, with the learning rate
-    results: StepResults
-    advantages: np.ndarray  # [B] float64
-    counted: np.ndarray  # [B] bool, False: the loss leaves this sequence out
+    batch: Batch
     sampled_tokens: int  # of all rounds of sampling
     clock: Clock
 
@@ -110,7 +111,7 @@ def what_is_not_finite(metrics: dict[str, float]) -> str:
     return f"{wrong[0]} is {metrics[wrong[0]]}" if wrong else ""
 
 
-def log_step(run: Run, log: RunLog, step: Step, groups: Groups) -> dict[str, Any]:
+def log_step(run: Run, log: RunLog, step: Step) -> dict[str, Any]:
     """Prints the step's lines, writes its record and returns it; every SAMPLE_EVERY_STEPS steps,
     and at the last one, it also shows a group of completions."""
     first, *others = step_lines(step, run.cfg.print_train_time_breakdown, drift_level(run))
@@ -119,13 +120,13 @@ def log_step(run: Run, log: RunLog, step: Step, groups: Groups) -> dict[str, Any
     records = step_records(step, run.cfg.num_pre_q, [f.__name__ for f in run.functions])
     records |= {"train-other/batch_local": run.sizes.local_batch} | device_records(run, step)
     if run.sampling.replay:
-        records["train-other/support/cut_tokens"] = step.results.cut_tokens.sum()
-    records["train-reward/accuracy"] = mean_of(are_right(run, step.results.per_function))
+        records["train-other/support/cut_tokens"] = step.batch.cut_tokens.sum()
+    records["train-reward/accuracy"] = mean_of(are_right(run, step.batch.per_function))
     log.record(step.number, records)
     every = run.cfg.sample_every_steps
     due = every and (step.number % every == 0 or step.number == run.cfg.steps - 1)
     if due and jax.process_index() == 0:
-        entries = sample_entries(run, groups, step.advantages)
+        entries = sample_entries(run, step.batch)
         log.samples(step.number, entries)
         log.line(sample_table(step.number, entries[0]))
     log.move_bar()
@@ -149,22 +150,22 @@ def step_lines(step: Step, breakdown: bool, drift_level: float = math.inf) -> li
     metrics = step.metrics
     text = (
         f"step={step.number} loss={metrics['loss']:z.6f} entropy={metrics['entropy']:z.4f} "
-        f"reward_mean={mean_of(step.results.rewards):z.4f} dt={step.clock.total():.2f}s"
+        f"reward_mean={mean_of(step.batch.rewards):z.4f} dt={step.clock.total():.2f}s"
     )
     if breakdown:
-        lengths = step.results.completion_lengths
+        lengths = step.batch.lengths
         text += "".join(f" {phase}={x:.2f}s" for phase, x in phase_seconds(step.clock).items())
         text += (
-            f" prompt_len_mean={step.results.prompt_lengths.mean():.1f} "
+            f" prompt_len_mean={step.batch.prompt_lengths().mean():.1f} "
             f"completion_len_mean={lengths.mean():.1f} completion_len_max={lengths.max():.0f} "
-            f"completion_hit_max_frac={1 - step.results.stopped.mean():.4f}"
+            f"completion_hit_max_frac={1 - step.batch.stopped.mean():.4f}"
         )
     note = f"note step={step.number}"
     lines = [text, *compiled_lines(f"step={step.number}", step.clock)]
     if "dynamic_sampling/rounds" in metrics:
         rounds, kept = (metrics[f"dynamic_sampling/{name}"] for name in ("rounds", "kept_frac"))
         lines.append(f"dynamic_sampling step={step.number} rounds={rounds:.0f} kept={kept:.4f}")
-    if not (step.advantages * step.counted).any():
+    if not step.batch.advantages[step.batch.completion_mask.any(axis=1)].any():
         lines.append(f"{note}: all advantages that count are 0, and so is the policy gradient")
     if (drift := metrics.get("sampling_logp_difference/mean", math.nan)) > drift_level:
         lines.append(
@@ -190,28 +191,28 @@ def step_records(step: Step, num_pre_q: int, names: list[str]) -> dict[str, floa
     """The step's record in metrics.jsonl. names: of the reward functions."""
     seconds, step_s = phase_seconds(step.clock), step.clock.total()
     compiled = step.clock.compiled()
-    tokens = step.results.completion_lengths.sum()
-    total_lengths = step.results.prompt_lengths + step.results.completion_lengths
+    batch, prompt_lengths = step.batch, step.batch.prompt_lengths()
+    tokens = batch.lengths.sum()
     records = {
         name if name.startswith("throughput/") else f"train-other/{name}": value
         for name, value in step.metrics.items()
     }
-    records["train-other/batch_global"] = len(step.results.rewards)
+    records["train-other/batch_global"] = len(batch.rewards)
     records["train-other/total_valid_token_count"] = tokens
-    equal = equal_groups(step.results.rewards, num_pre_q)  # of the totals, as in TRL
+    equal = equal_groups(batch.rewards, num_pre_q)  # of the totals, as in TRL
     records["train-other/frac_reward_zero_std"] = equal.mean()
-    records |= _rewards("train-reward", step.results.rewards, step.results.per_function, names)
-    records |= _spread("train-reward/advantage", step.advantages, "mean", "std", "min", "max")
-    records["train-reward/advantage/zero_frac"] = (step.advantages == 0).mean()
-    records |= _spread("train-seq_len/prompt", step.results.prompt_lengths, "mean", "max")
-    records |= _spread("train-seq_len/completion", step.results.completion_lengths, "mean", "max")
-    records |= _spread("train-seq_len/total", total_lengths, "mean", "max")
-    records["train-seq_len/completion/hit_max_frac"] = 1 - step.results.stopped.mean()
+    records |= _rewards("train-reward", batch.rewards, batch.per_function, names)
+    records |= _spread("train-reward/advantage", batch.advantages, "mean", "std", "min", "max")
+    records["train-reward/advantage/zero_frac"] = (batch.advantages == 0).mean()
+    records |= _spread("train-seq_len/prompt", prompt_lengths, "mean", "max")
+    records |= _spread("train-seq_len/completion", batch.lengths, "mean", "max")
+    records |= _spread("train-seq_len/total", prompt_lengths + batch.lengths, "mean", "max")
+    records["train-seq_len/completion/hit_max_frac"] = 1 - batch.stopped.mean()
     records |= {f"time/train/{phase}_s": value for phase, value in seconds.items()}
     records["time/train/step_s"] = step_s
     records["compile/programs"] = len(compiled)
     records["compile/s"] = sum(compilation.seconds for compilation in compiled)
-    computed = step.results.computed_tokens.sum()
+    computed = batch.computed_tokens.sum()
     records["throughput/rollout/computed_per_token"] = computed / tokens
     records["throughput/train/valid_tokens_per_s"] = tokens / step_s
     records["throughput/train/valid_tokens_per_s_update"] = tokens / seconds["update"]
@@ -228,8 +229,8 @@ def device_records(run: Run, step: Step) -> dict[str, float]:
     peak = peak_flops(jax.devices()[0]) * jax.device_count()
     if math.isfinite(peak):
         K = run.cfg.num_pre_q
-        lengths = step.results.completion_lengths.reshape(-1, K)  # [P, K]
-        flops = update_flops(run.training.model, step.results.prompt_lengths[::K], lengths)
+        lengths = step.batch.lengths.reshape(-1, K)  # [P, K]
+        flops = update_flops(run.training.model, step.batch.prompt_lengths()[::K], lengths)
         computed = step.metrics["update_token_count"] * run.sizes.updates_per_step
         flops *= computed / lengths.sum()
         records["throughput/update/mfu"] = flops / seconds["update"] / peak
@@ -242,17 +243,18 @@ def phase_seconds(clock: Clock) -> dict[str, float]:
     return {"rollout": phases["rollout_sync"] + phases["rollout_generate"], **phases}
 
 
-def sampling_metrics(run: Run, sampled: Sampled) -> dict[str, float]:
-    """The metrics of DYNAMIC_SAMPLING, of all that was sampled; OF_SAMPLED in review.py names those
-    that the verdict looks at."""
+def sampling_metrics(run: Run, rounds: list[Batch]) -> dict[str, float]:
+    """The metrics of DYNAMIC_SAMPLING, of all that was sampled, also what the step does not learn
+    from; OF_SAMPLED in review.py names those that the verdict looks at."""
+    sampled = Batch.join(rounds)
     metrics = {
-        "rounds": sampled.num_rounds,
-        "kept_frac": 1 - sampled.equal.mean(),
-        "reward_mean": mean_of(sampled.results.rewards),
-        "accuracy": mean_of(are_right(run, sampled.results.per_function)),
-        "hit_max_frac": 1 - sampled.results.stopped.mean(),
+        "rounds": len(rounds),
+        "kept_frac": 1 - have_equal_rewards(run, rounds).mean(),
+        "reward_mean": mean_of(sampled.rewards),
+        "accuracy": mean_of(are_right(run, sampled.per_function)),
+        "hit_max_frac": 1 - sampled.stopped.mean(),
     }
-    for function, column in zip(run.functions, sampled.results.per_function.T, strict=True):
+    for function, column in zip(run.functions, sampled.per_function.T, strict=True):
         metrics[f"func/{function.__name__}/mean"] = mean_of(column)
     return {f"dynamic_sampling/{name}": float(value) for name, value in metrics.items()}
 
@@ -282,13 +284,14 @@ def evaluate(
     clock.lap("rollout_sync")
     evaluation = answer_questions(run, backend, stop, questions, key, clock)
     backend.release()
+    texts = texts_of(run.tokenizer, questions, evaluation)
     correct = are_right(run, evaluation.per_function).reshape(-1, run.cfg.eval_samples)
-    line, records = evaluation_record(run, step, evaluation, correct, clock, full)
+    line, records = evaluation_record(run, step, evaluation, texts, correct, clock, full)
     for text in [line, *compiled_lines(f"eval step={step}", clock)]:
         log.line(text)
     log.record(step, records)
     if jax.process_index() == 0:
-        log.answers(step, answer_entries(run, questions, evaluation, correct, full))
+        log.answers(step, answer_entries(run, evaluation, texts, correct, full))
     return records["eval_full/accuracy" if full else "eval/accuracy"]
 
 
@@ -301,12 +304,19 @@ def are_right(run: Run, per_function: np.ndarray) -> np.ndarray:
 
 
 def evaluation_record(
-    run: Run, step: int, evaluation: Evaluation, correct: np.ndarray, clock: Clock, full: bool
+    run: Run,
+    step: int,
+    evaluation: Batch,
+    texts: list[str],
+    correct: np.ndarray,
+    clock: Clock,
+    full: bool,
 ) -> tuple[str, dict[str, Any]]:
     """The line and the record of one evaluation.
 
-    correct: [questions, samples], see are_right. The accuracy is pass@1: the mean over the
-    questions of the share of right completions among those to which the rule's function applies.
+    texts: of its completions. correct: [questions, samples], see are_right. The accuracy is pass@1:
+    the mean over the questions of the share of right completions among those to which the rule's
+    function applies.
     """
     n = run.cfg.eval_samples
     seconds = clock.total()
@@ -317,7 +327,7 @@ def evaluation_record(
     accuracy, error = pass_at(correct, 1), standard_error(correct)
     more = {f"pass_at_{k}": pass_at(correct, k) for k in range(1, n + 1) if is_shown(k, n)}
     if n > 1 and run.accuracy.function == "reward_correct":
-        more[f"maj_at_{n}"] = majority_accuracy(correct, evaluation.texts)
+        more[f"maj_at_{n}"] = majority_accuracy(correct, texts)
     ending = f"accuracy={accuracy:.4f} accuracy_se={error:.4f} accuracy_of={run.accuracy.function}"
     ending += "".join(f" {k}={x:.4f}" for k, x in more.items() if k.endswith(f"_{n}") and n > 1)
     ending += f" decoding={'sampled' if temperature else 'greedy'} t={seconds:.2f}s"

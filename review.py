@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-import data
 from config import Config
 from loss import equal_groups
-from rollout import Evaluation, Groups, Run
+from rollout import Run, texts_of
 from runtime.mistakes import UserMistake
+from runtime.packing import Batch
 from runtime.page import charts_of, escaped, group_tables, held_out_table, page, settings_table
 from runtime.parsing import yaml_lines
 from runtime.records import (
@@ -37,38 +37,36 @@ ENDED = ("MAX_LENGTH_SAMPLE", "stop token")  # what ended a completion whose `st
 # ---- Completions to read -------------------------------------------------------------------------
 
 
-def sample_entries(run: Run, groups: Groups, advantages: np.ndarray) -> list[dict[str, Any]]:
+def sample_entries(run: Run, batch: Batch) -> list[dict[str, Any]]:
     """Entries of samples.jsonl for two groups of this process, with all their completions. Groups
-    whose total rewards differ come first.
-
-    advantages: [B] float64.
-    """
-    K, first, found, entries = run.cfg.num_pre_q, run.local_sequences().start, groups.results, []
-    equal = equal_groups(found.rewards[run.local_sequences()], K)
-    for i in np.argsort(equal, kind="stable")[:2]:
-        prompt = groups.prompts[run.local_prompts()][i]
-        drawn = groups.completions.at(slice(i * K, (i + 1) * K)).texts(run.tokenizer)
-        texts = [data.opened_tag(prompt, run.tokenizer) + text for text in drawn]
-        members = slice(first + i * K, first + (i + 1) * K)
-        columns = found.rewards, found.per_function, found.completion_lengths, found.stopped
-        completions = completion_entries(run, texts, *(column[members] for column in columns))
-        for completion, advantage in zip(completions, advantages[members], strict=True):
+    whose total rewards differ come first."""
+    first = run.local_prompts().start
+    equal = equal_groups(batch.rewards[run.local_sequences()], run.cfg.num_pre_q)
+    entries = []
+    for number in first + np.argsort(equal, kind="stable")[:2]:
+        group = batch.groups(np.array([number]))
+        texts = texts_of(run.tokenizer, group.prompts, group)
+        columns = group.rewards, group.per_function, group.lengths, group.stopped
+        completions = completion_entries(run, texts, *columns)
+        for completion, advantage in zip(completions, group.advantages, strict=True):
             completion["advantage"] = float(advantage)
+        [prompt] = group.prompts
         entry = {"question": prompt.columns["question"], "prompt": run.tokenizer.decode(prompt.ids)}
         entries.append(entry | {"answer": prompt.columns["answer"], "completions": completions})
     return entries
 
 
 def answer_entries(
-    run: Run, questions: list[data.Prompt], evaluation: Evaluation, correct: np.ndarray, full: bool
+    run: Run, evaluation: Batch, texts: list[str], correct: np.ndarray, full: bool
 ) -> list[dict[str, Any]]:
     """Entries of eval.jsonl for all questions of an evaluation.
 
-    correct: [questions, samples] float64: 1, 0, or NaN. full: True for the complete split.
+    texts: of its completions. correct: [questions, samples] float64: 1, 0, or NaN. full: True for
+    the complete split.
     """
     n = run.cfg.eval_samples
     columns = evaluation.rewards, evaluation.per_function, evaluation.lengths, evaluation.stopped
-    completions = completion_entries(run, evaluation.texts, *columns)
+    completions = completion_entries(run, texts, *columns)
     for entry, right in zip(completions, correct.reshape(-1), strict=True):
         entry["correct"] = number_or_none(right)
     return [
@@ -78,7 +76,7 @@ def answer_entries(
             "answer": prompt.columns["answer"],
             "completions": completions[i * n : (i + 1) * n],
         }
-        for i, prompt in enumerate(questions)
+        for i, prompt in enumerate(evaluation.prompts)
     ]
 
 
@@ -310,8 +308,8 @@ def rules_that_hold(view: View) -> list[Rule]:
 def verdict(history: History) -> list[str]:
     """One to three lines about a run: what is wrong, or what it has reached."""
     view = View(history, history.steps[:WINDOW], history.steps[-WINDOW:])
-    if found := rules_that_hold(view):
-        return [f"verdict: {rule.name}: {rule.says}" for rule in found[:3]]
+    if broken := rules_that_hold(view):
+        return [f"verdict: {rule.name}: {rule.says}" for rule in broken[:3]]
     if not history.steps:
         return []
     if len(history.steps) < WINDOW:
@@ -425,5 +423,5 @@ class Reviewer:
             return {}
         seen = [{name: record.get(name) for name in SEEN} for record in history.steps]
         self._history = history._replace(steps=seen)
-        best = {f"best/{name}": found["value"] for name, found in summary["best"].items()}
+        best = {f"best/{name}": best["value"] for name, best in summary["best"].items()}
         return best | {"state": state, "why": why, "verdict": " ".join(summary["verdict"])}

@@ -7,10 +7,9 @@ of them on this process, T completion tokens, padded to MAX_LENGTH_SAMPLE.
 """
 
 import dataclasses
-import json
-import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -25,11 +24,11 @@ from runtime.chips import program
 from runtime.layout import gather_processes
 from runtime.long_work import progress_bar
 from runtime.mistakes import UserMistake
-from runtime.packing import Limits
-from runtime.processes import StopSignal, gather_texts
+from runtime.packing import Batch, Limits
+from runtime.processes import StopSignal
 from runtime.run_log import Clock
 from runtime.sizes import PASS_SIZES, Sizes, eval_questions, prompt_width
-from sampling import Completions, PaddedPrompts, Stopping, generate
+from sampling import Completions, Stopping, generate
 from update import Optimizer, sync_weights
 
 
@@ -81,7 +80,12 @@ class Backend(Protocol):
         """Takes these weights, before the rollout passes of a step or of an evaluation."""
 
     def generate(
-        self, prompts: PaddedPrompts, sequence_ids: np.ndarray, key: jax.Array, sampling: Sampling
+        self,
+        prompt_ids: np.ndarray,
+        prompt_mask: np.ndarray,
+        sequence_ids: np.ndarray,
+        key: jax.Array,
+        sampling: Sampling,
     ) -> Completions:
         """The completions of one rollout pass, as generate in sampling.py describes them."""
 
@@ -90,55 +94,6 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Ends what the backend has started."""
-
-
-class Rewarded(NamedTuple):
-    """n completions of this process and their rewards, NaN where no function applies."""
-
-    texts: list[str]  # [n]
-    totals: np.ndarray  # [n] float64, weighted
-    per_function: np.ndarray  # [n, functions] float64
-
-
-class StepResults(NamedTuple):
-    """What came of every sequence of a step, of all processes, on every process."""
-
-    rewards: np.ndarray  # [B] float64, weighted total
-    prompt_lengths: np.ndarray  # [B] tokens
-    completion_lengths: np.ndarray  # [B] tokens, stop token included
-    stopped: np.ndarray  # [B] 1: a stop token ended it, 0: it was cut off
-    computed_tokens: np.ndarray  # [B] tokens that decoding computed for it
-    cut_tokens: np.ndarray  # [B] tokens whose support lost ids, see Completions
-    per_function: np.ndarray  # [B, functions] float64, NaN where a function does not apply
-
-
-class Groups(NamedTuple):
-    """K completions of each of P prompts, with their rewards; a prompt's sequences are adjacent."""
-
-    prompts: list[data.Prompt]  # [P] on every process
-    completions: Completions  # [b, T] of this process
-    results: StepResults  # [B] of all processes
-
-
-class Sampled(NamedTuple):
-    """What was sampled in all rounds of a step, also what the step does not learn from."""
-
-    num_rounds: int
-    equal: np.ndarray  # [num_rounds * P] bool: all rewards of this group are equal
-    results: StepResults  # [num_rounds * B] of all processes
-
-
-class Evaluation(NamedTuple):
-    """The completions of an evaluation and their rewards, on every process.
-
-    n = questions * EVAL_SAMPLES; the completions of a question are adjacent.
-    """
-
-    rewards: np.ndarray  # [n] float64, weighted total
-    per_function: np.ndarray  # [n, functions] float64, NaN where a function does not apply
-    lengths: np.ndarray  # [n] tokens, stop token included
-    stopped: np.ndarray  # [n] 1: a stop token ended it, 0: it was cut off
-    texts: list[str]  # [n] with a <think> that the chat template has opened
 
 
 class NaiveBackend:
@@ -160,13 +115,19 @@ class NaiveBackend:
 
     @program("prefill, decode or drop_sequences", PASS_SIZES)
     def generate(
-        self, prompts: PaddedPrompts, sequence_ids: np.ndarray, key: jax.Array, sampling: Sampling
+        self,
+        prompt_ids: np.ndarray,
+        prompt_mask: np.ndarray,
+        sequence_ids: np.ndarray,
+        key: jax.Array,
+        sampling: Sampling,
     ) -> Completions:
         """The completions of one rollout pass; see generate in sampling.py."""
         return generate(
             self._weights,
             self._rollout,
-            prompts,
+            prompt_ids,
+            prompt_mask,
             sequence_ids,
             key,
             sampling=sampling,
@@ -185,7 +146,7 @@ class NaiveBackend:
 # ---- A step --------------------------------------------------------------------------------------
 
 
-def enough(run: Run, rounds: list[Groups]) -> bool:
+def enough(run: Run, rounds: list[Batch]) -> bool:
     """True after one round or, with DYNAMIC_SAMPLING, once the rewards of P groups differ, or after
     DYNAMIC_SAMPLING_MAX_ROUNDS. All processes see all rewards, so that they agree."""
     limit = run.cfg.dynamic_sampling_max_rounds if run.cfg.dynamic_sampling else 1
@@ -194,13 +155,13 @@ def enough(run: Run, rounds: list[Groups]) -> bool:
     return (~have_equal_rewards(run, rounds)).sum() >= run.sizes.prompts_per_step
 
 
-def have_equal_rewards(run: Run, rounds: list[Groups]) -> np.ndarray:
+def have_equal_rewards(run: Run, rounds: list[Batch]) -> np.ndarray:
     """[rounds * P] bool: all rewards of the group are equal; for gdpo, those of each function that
     has a weight."""
-    compared = [groups.results.rewards for groups in rounds]
+    compared = [batch.rewards for batch in rounds]
     if run.cfg.adv_estimator == "gdpo":
         has_weight = np.asarray(run.weights) != 0  # [functions]
-        compared = [groups.results.per_function[:, has_weight] for groups in rounds]
+        compared = [batch.per_function[:, has_weight] for batch in rounds]
     return np.concatenate([equal_groups(x, run.cfg.num_pre_q) for x in compared])
 
 
@@ -214,103 +175,125 @@ def prompts_of_round(run: Run, number: int) -> list[data.Prompt]:
 def complete_prompts(
     run: Run, backend: Backend, stop: StopSignal, prompts: list[data.Prompt], key: jax.Array
 ) -> Completions:
-    """K completions of each of this process's part of P prompts, in passes of the rollout."""
+    """K completions of each of this process's part of P prompts."""
     K, size = run.cfg.num_pre_q, run.sizes.prompt_batch_size
+    passes = rollout_passes(run, backend, stop, prompts, key, run.sampling, K, size)
+    return join([completions for _, completions in passes])
+
+
+def rollout_passes(
+    run: Run,
+    backend: Backend,
+    stop: StopSignal,
+    prompts: list[data.Prompt],
+    key: jax.Array,
+    sampling: Sampling,
+    per_prompt: int,
+    size: int,
+) -> Iterator[tuple[list[data.Prompt], Completions]]:
+    """For each rollout pass `size` prompts of this process, with per_prompt completions of each.
+
+    prompts: of all processes; each process has an equal part of them, in order.
+    """
     width = prompt_width(max(len(prompt.ids) for prompt in prompts), run.cfg.global_length)
-    local = run.local_prompts()
-    passes = []
-    with progress_bar("rollout", (local.stop - local.start) * K, "completions") as bar:
-        for first in range(local.start, local.stop, size):
+    count = len(prompts) // jax.process_count()
+    name = "rollout" if sampling is run.sampling else "evaluation"
+    with progress_bar(name, count * per_prompt, "completions") as bar:
+        for first in range(jax.process_index() * count, (jax.process_index() + 1) * count, size):
             stop.check()
-            ids = [prompt.ids for prompt in prompts[first : first + size]]
-            passes.append(
-                backend.generate(
-                    PaddedPrompts(*data.pad_prompts(ids, width, run.stopping.pad_id)),
-                    np.arange(first * K, (first + size) * K, dtype=np.int32),
-                    key,
-                    run.sampling,
-                )
+            of_pass = prompts[first : first + size]
+            ids = [prompt.ids for prompt in of_pass]
+            completions = backend.generate(
+                *data.pad_prompts(ids, width, run.stopping.pad_id),
+                np.arange(first * per_prompt, (first + size) * per_prompt, dtype=np.int32),
+                key,
+                sampling,
             )
-            bar.update(size * K)
-    return Completions.join(passes)
+            bar.update(size * per_prompt)
+            yield of_pass, completions
 
 
-def reward_completions(run: Run, completions: Completions, prompts: list[data.Prompt]) -> Rewarded:
-    """The texts and the rewards of the completions of these prompts.
+def join(parts: Sequence[Any]) -> Any:
+    """A tree of arrays from trees like it: each array joined along its first axis."""
+    return jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
+
+
+def texts_of(
+    tokenizer: Any, prompts: list[data.Prompt], completions: Completions | Batch
+) -> list[str]:
+    """The text of each completion, without its stop token and other special tokens; the completions
+    of a prompt are adjacent.
 
     A tag that the chat template has opened belongs to the text that is rewarded, but not to the
     tokens of the completion. Raises UserMistake.
     """
-    texts = completions.texts(run.tokenizer)
+    drawn = tokenizer.batch_decode(token_ids(completions), skip_special_tokens=True)
+    opened = [data.opened_tag(prompt, tokenizer) for prompt in prompts]
+    per_prompt = len(drawn) // len(prompts)
+    return [opened[i // per_prompt] + text for i, text in enumerate(drawn)]
+
+
+def token_ids(completions: Completions | Batch) -> list[list[int]]:
+    """The tokens of each completion, its stop token included."""
+    padded = zip(completions.completion_ids.tolist(), completions.lengths, strict=True)
+    return [ids[:length] for ids, length in padded]
+
+
+def reward_completions(
+    run: Run, prompts: list[data.Prompt], completions: Completions
+) -> tuple[np.ndarray, np.ndarray]:
+    """The rewards [n] of these completions of the prompts, weighted, and those of each function
+    [n, functions], both float64; NaN where no function applies. Raises UserMistake."""
+    texts = texts_of(run.tokenizer, prompts, completions)
     per_prompt = len(texts) // len(prompts)
-    opened = [data.opened_tag(prompt, run.tokenizer) for prompt in prompts]
-    texts = [opened[i // per_prompt] + text for i, text in enumerate(texts)]
     columns = {
         name: [prompt.columns.get(name) for prompt in prompts for _ in range(per_prompt)]
         for name in prompts[0].columns
     }
-    columns["completion_ids"] = completions.ids()
-    return Rewarded(texts, *rewards.total_rewards(texts, columns, run.functions, run.weights))
+    columns["completion_ids"] = token_ids(completions)
+    return rewards.total_rewards(texts, columns, run.functions, run.weights)
 
 
-def gather_round(
-    run: Run, prompts: list[data.Prompt], completions: Completions, rewarded: Rewarded
-) -> Groups:
-    """The groups of a round. Every process gets the results of all sequences.
+def have_stopped(run: Run, completions: Completions) -> np.ndarray:
+    """[n] bool: a stop token has ended the completion; it was not cut off."""
+    last = completions.lengths[:, None] - 1
+    last_ids = np.take_along_axis(completions.completion_ids, last, axis=1)[:, 0]
+    return np.isin(last_ids, run.stopping.stop_ids)
 
-    prompts: [P]. completions, rewarded: [b], of this process.
+
+def gather_batch(
+    run: Run,
+    prompts: list[data.Prompt],
+    completions: Completions,
+    totals: np.ndarray,
+    per_function: np.ndarray,
+) -> Batch:
+    """The batch of all processes, on every process.
+
+    prompts: of all processes, each once. completions [b, T], totals [b] and per_function
+    [b, functions]: of this process's part of them.
     """
-    local = prompts[run.local_prompts()]  # [b/K]
-    cut_tokens = completions.cut_tokens  # [b] or None
-    columns = {  # [b] each
-        "rewards": rewarded.totals,
-        "prompt_lengths": np.repeat([len(prompt.ids) for prompt in local], run.cfg.num_pre_q),
-        "completion_lengths": completions.lengths(),
-        "stopped": np.isin(completions.last_ids(), run.stopping.stop_ids),
-        "computed_tokens": completions.computed_tokens,
-        "cut_tokens": np.zeros(len(rewarded.totals)) if cut_tokens is None else cut_tokens,
-    }
-    table = np.column_stack([*columns.values(), rewarded.per_function]).astype(np.float64)
-    table = gather_processes(table)  # [B, 6 + functions]
-    gathered = dict(zip(columns, table.T, strict=False))  # [B] each
-    round_results = StepResults(**gathered, per_function=table[:, len(columns) :])
-    if run.cfg.adv_estimator == "maxrl" and (round_results.rewards < 0).any():
+    arrays = {name: x for name, x in completions._asdict().items() if x is not None}
+    arrays |= {"rewards": totals, "per_function": per_function}
+    arrays["stopped"] = have_stopped(run, completions)
+    return Batch(prompts, **gather_processes(arrays))
+
+
+def choose_groups(run: Run, rounds: list[Batch]) -> Batch:
+    """P of the sampled groups, in their order: all whose rewards differ, and others if needed. T
+    holds the longest completion. Raises UserMistake if the estimator cannot take the rewards."""
+    batch = rounds[0]
+    if len(rounds) > 1:
+        # [P] of rounds * P groups; a stable sort puts those whose rewards differ first.
+        chosen = np.argsort(have_equal_rewards(run, rounds), kind="stable")
+        chosen = np.sort(chosen[: run.sizes.prompts_per_step])
+        batch = Batch.join(rounds).groups(chosen)
+    if run.cfg.adv_estimator == "maxrl" and (batch.rewards < 0).any():
         raise UserMistake(
             f"ADV_ESTIMATOR=maxrl needs rewards of at least 0, and one is "
-            f"{np.nanmin(round_results.rewards):g}; use another REWARD_FN or estimator"
+            f"{np.nanmin(batch.rewards):g}; use another REWARD_FN or estimator"
         )
-    return Groups(prompts, completions, round_results)
-
-
-def choose_groups(run: Run, rounds: list[Groups]) -> Groups:
-    """P of the sampled groups, in their order: all whose rewards differ, and others if needed."""
-    if len(rounds) == 1:
-        return rounds[0]
-    P, K = run.sizes.prompts_per_step, run.cfg.num_pre_q
-    chosen = np.sort(
-        np.argsort(have_equal_rewards(run, rounds), kind="stable")[:P]
-    )  # [P] of rounds * P groups
-    sequences = (chosen[:, None] * K + np.arange(K)).reshape(-1)  # [B] of rounds * B
-    # A group may be trained on another process than the one that sampled it.
-    everywhere = Completions.join(  # [rounds * B, T]
-        [groups.completions.each(gather_processes) for groups in rounds]
-    )
-    sampled = [prompt for groups in rounds for prompt in groups.prompts]  # [rounds * P]
-    return Groups(
-        [sampled[index] for index in chosen],
-        everywhere.at(sequences[run.local_sequences()]),
-        StepResults(*(x[sequences] for x in results_of(rounds))),
-    )
-
-
-def results_of(rounds: list[Groups]) -> StepResults:
-    """The results of all rounds, one after the other: [rounds * B]."""
-    columns = zip(*(groups.results for groups in rounds), strict=True)
-    return StepResults(*map(np.concatenate, columns))
-
-
-def what_was_sampled(run: Run, rounds: list[Groups]) -> Sampled:
-    return Sampled(len(rounds), have_equal_rewards(run, rounds), results_of(rounds))
+    return batch.cut(run.limits.completion_width(int(batch.lengths.max())))
 
 
 # ---- An evaluation -------------------------------------------------------------------------------
@@ -323,40 +306,20 @@ def answer_questions(
     questions: list[data.Prompt],
     key: jax.Array,
     clock: Clock,
-) -> Evaluation:
+) -> Batch:
     """EVAL_SAMPLES completions of each question, greedy or sampled as run.eval_sampling says."""
     samples = run.cfg.eval_samples
-    processes = jax.process_count()
     # Questions of a pass on each process.
     size = eval_questions(run.sizes, run.cfg.num_pre_q, samples, jax.local_device_count())
-    passes = math.ceil(len(questions) / (size * processes))
-    padded = [*questions, *[questions[-1]] * (passes * size * processes - len(questions))]
-    width = prompt_width(max(len(prompt.ids) for prompt in questions), run.cfg.global_length)
-    tables, texts = [], []
-    with progress_bar("evaluation", len(questions), "questions") as bar:
-        for i in range(passes):
-            stop.check()
-            first = (i * processes + jax.process_index()) * size  # this process's first question
-            local = padded[first : first + size]
-            ids = [prompt.ids for prompt in local]
-            completions = backend.generate(
-                PaddedPrompts(*data.pad_prompts(ids, width, run.stopping.pad_id)),
-                np.arange(first * samples, (first + size) * samples, dtype=np.int32),
-                key,
-                run.eval_sampling,
-            )
-            clock.lap("rollout_generate")
-            rewarded = reward_completions(run, completions, local)
-            stopped = np.isin(completions.last_ids(), run.stopping.stop_ids)
-            lengths = completions.lengths()
-            columns = {"rewards": rewarded.totals, "lengths": lengths, "stopped": stopped}
-            table = np.column_stack([*columns.values(), rewarded.per_function]).astype(np.float64)
-            tables.append(gather_processes(table))
-            for texts_of_process in gather_texts(json.dumps(rewarded.texts)):
-                texts += json.loads(texts_of_process)
-            bar.update(min(size * processes, len(questions) - bar.n))
-            clock.lap("reward")
-    n = len(questions) * samples
-    table = np.concatenate(tables)[:n]  # [n, 3 + functions]
-    gathered = dict(zip(columns, table.T, strict=False))  # [n] each
-    return Evaluation(**gathered, per_function=table[:, len(columns) :], texts=texts[:n])
+    missing = -len(questions) % (size * jax.process_count())
+    padded = [*questions, *[questions[-1]] * missing]
+    passes = []
+    for of_pass, completions in rollout_passes(
+        run, backend, stop, padded, key, run.eval_sampling, samples, size
+    ):
+        clock.lap("rollout_generate")
+        passes.append((completions, *reward_completions(run, of_pass, completions)))
+        clock.lap("reward")
+    batch = gather_batch(run, padded, *join(passes))
+    clock.lap("reward")
+    return batch.groups(np.arange(len(questions)))

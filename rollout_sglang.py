@@ -51,7 +51,7 @@ from runtime.containment import (
 )
 from runtime.mistakes import UserMistake, in_one_line
 from runtime.sizes import PASS_SIZES, Sizes, eval_questions
-from sampling import Completions, PaddedPrompts
+from sampling import Completions
 from update import sync_weights
 
 INSTALL = (
@@ -283,14 +283,21 @@ class SglangBackend:
 
     @program("prefill, decode or drop_sequences", PASS_SIZES)
     def generate(
-        self, prompts: PaddedPrompts, sequence_ids: np.ndarray, key: jax.Array, sampling: Sampling
+        self,
+        prompt_ids: np.ndarray,
+        prompt_mask: np.ndarray,
+        sequence_ids: np.ndarray,
+        key: jax.Array,
+        sampling: Sampling,
     ) -> Completions:
         """As NaiveBackend.generate; the log-probabilities are those among all tokens.
 
         Raises EngineFailed, or JaxRuntimeError if a device runs out of memory.
         """
         stopping, everywhere = self._run.stopping, NamedSharding(self._runner.mesh, PartitionSpec())
-        ids = [padded[mask > 0].tolist() for padded, mask in zip(*prompts, strict=True)]
+        ids = [
+            padded[mask > 0].tolist() for padded, mask in zip(prompt_ids, prompt_mask, strict=True)
+        ]
         ids = [prompt for prompt in ids for _ in range(len(sequence_ids) // len(ids))]  # [r]
         last_positions = np.array([len(prompt) - 1 for prompt in ids], np.int32)  # [r]
         arrays = jax.device_put((key, sequence_ids, last_positions), everywhere)
@@ -320,7 +327,8 @@ class SglangBackend:
             completion_ids[i, :length] = output["output_ids"]
             logps[i, :length] = [logp for logp, *_ in drawn]
             mask[i, :length] = 1
-        return Completions(completion_ids, mask, logps, computed_tokens=mask.sum(axis=1))
+        lengths = mask.sum(axis=1, dtype=np.int32)
+        return Completions(completion_ids, mask, lengths, logps, computed_tokens=lengths)
 
     def release(self) -> None:
         """Frees the engine's weights, keys and values, until the next update_weights."""

@@ -8,7 +8,6 @@ tokens, V vocabulary, U places of a support: the tokens that the filters leave t
 
 import functools
 import math
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -42,59 +41,23 @@ class Stopping(NamedTuple):
     pad_id: int  # what follows the end of a completion
 
 
-class PaddedPrompts(NamedTuple):
-    """The prompts of a pass: on the host each prompt of this process once, on devices G prompts."""
-
-    ids: Any  # [g or G, S+1] int32, left-padded
-    mask: Any  # [g or G, S+1] int32, 0 on padding
-
-
 class Completions(NamedTuple):
     """Completions of this process, on the host: r of a pass, b of a step."""
 
     completion_ids: np.ndarray  # [r or b, T] int32, right-padded
-    completion_mask: np.ndarray  # [r or b, T] int32, 1 up to and including the stop token
+    completion_mask: np.ndarray  # [r or b, T] int32, 1 on the tokens that the policy has drawn
+    lengths: np.ndarray  # [r or b] int32 tokens, the stop token included
     sampling_logps: np.ndarray  # [r or b, T] float32 nats, of the distribution that was sampled
     computed_tokens: np.ndarray  # [r or b] int32, how long the sequence had a place in the batch
     support: np.ndarray | None = None  # [r or b, T, U] int32 ids, -1 in unused places
     cut_tokens: np.ndarray | None = None  # [r or b] int32: how often MAX_SUPPORT cut a support
 
-    def at(self, index: Any) -> "Completions":
-        """The completions at an index of the first dimension."""
-        return self.each(lambda x: x[index])
-
-    def each(self, change: Callable[[np.ndarray], np.ndarray]) -> "Completions":
-        """The result of `change` for each array that there is."""
-        return Completions(*(None if x is None else change(x) for x in self))
-
-    @staticmethod
-    def join(parts: "Sequence[Completions]") -> "Completions":
-        """All completions of the parts, one part after the other."""
-        arrays = zip(*parts, strict=True)
-        return Completions(*(None if x[0] is None else np.concatenate(x) for x in arrays))
-
-    def lengths(self) -> np.ndarray:
-        """[r or b] int: the tokens of each completion, its stop token included."""
-        return self.completion_mask.sum(axis=1)
-
-    def ids(self) -> list[list[int]]:
-        """The token ids of each completion, its stop token included."""
-        padded = zip(self.completion_ids.tolist(), self.lengths(), strict=True)
-        return [ids[:length] for ids, length in padded]
-
-    def texts(self, tokenizer: Any) -> list[str]:
-        """The text of each completion, without its stop token and other special tokens."""
-        return tokenizer.batch_decode(self.ids(), skip_special_tokens=True)
-
-    def last_ids(self) -> np.ndarray:
-        """[r or b] int32: the last token of each completion: a stop token, or it was cut off."""
-        return np.take_along_axis(self.completion_ids, self.lengths()[:, None] - 1, axis=1)[:, 0]
-
 
 def generate(
     params: Params,
     compute: Compute,
-    prompts: PaddedPrompts,
+    prompt_ids: np.ndarray,
+    prompt_mask: np.ndarray,
     sequence_ids: np.ndarray,
     key: jax.Array,
     *,
@@ -104,20 +67,21 @@ def generate(
 ) -> Completions:
     """The completions of one rollout pass, those of a prompt one after the other.
 
-    prompts: of this process, each once. sequence_ids: [r] int32, the numbers of this process's
-    sequences. The random numbers with which a token is drawn follow from the key, the sequence's
-    number and the token's number alone, on whatever device the sequence is computed. drop:
-    sequences that have ended leave the batch.
+    prompt_ids, prompt_mask: [g, S+1] int32, left-padded, each prompt of this process once; the mask
+    is 0 on padding. sequence_ids: [r] int32, the numbers of this process's sequences. The random
+    numbers with which a token is drawn follow from the key, the sequence's number and the token's
+    number alone, on whatever device the sequence is computed. drop: sequences that have ended leave
+    the batch.
     """
-    layout, per_prompt = compute.layout, len(sequence_ids) // len(prompts.ids)
+    layout, per_prompt = compute.layout, len(sequence_ids) // len(prompt_ids)
     per_shard = len(sequence_ids) * jax.process_count() // layout.batch_shards
     copies = per_prompt // prompt_share(per_prompt, per_shard)  # of each prompt, for its devices
-    prompts = PaddedPrompts(*(shard_batch(np.repeat(x, copies, axis=0), layout) for x in prompts))
+    prompts = [shard_batch(np.repeat(x, copies, axis=0), layout) for x in (prompt_ids, prompt_mask)]
     width = stage_ends(stopping.max_new_tokens, compute.layer_loop)[0]
     state = begin(
         compute,
-        prompts,
-        prefill(params, compute, prompts),
+        *prompts,
+        prefill(params, compute, *prompts),
         shard_batch(sequence_ids, layout),
         key,
         width=width,
@@ -125,14 +89,14 @@ def generate(
         stopping=stopping,
     )
     left = decode_all(params, compute, state, sampling=sampling, stopping=stopping, drop=drop)
-    left_ids, computed, tokens, logps, lengths, *support = (
-        np.concatenate(x) for x in zip(*left, strict=True)
-    )
-    mask = (np.arange(stopping.max_new_tokens) < lengths[:, None]).astype(np.int32)  # [r, T]
-    found = Completions(tokens, mask, logps, computed, *support)
+    arrays = jax.tree.map(lambda *parts: np.concatenate(parts), *left)
     # They are in the order in which they left the batch; sequence_ids has the order asked for.
+    left_ids = arrays.pop("sequence_ids")
     order = np.argsort(left_ids)
-    return found.at(order[np.searchsorted(left_ids[order], sequence_ids)])
+    order = order[np.searchsorted(left_ids[order], sequence_ids)]
+    arrays = {name: x[order] for name, x in arrays.items()}
+    mask = np.arange(stopping.max_new_tokens) < arrays["lengths"][:, None]  # [r, T]
+    return Completions(completion_mask=mask.astype(np.int32), **arrays)
 
 
 def decode_all(
@@ -143,20 +107,20 @@ def decode_all(
     sampling: Sampling,
     stopping: Stopping,
     drop: bool,
-) -> list[list[np.ndarray]]:
-    """The sequences of this process, in the order in which they leave the batch. There is a list
-    for all that leave together, with one entry for each in every array: their numbers, the tokens
-    computed for each, and the results of Sequences.
+) -> list[dict[str, np.ndarray]]:
+    """The sequences of this process, in the order in which they leave the batch. There is a dict
+    for all that leave together, with their sequence_ids and most arrays of Completions.
 
     drop: sequences that have ended leave the batch, at the sizes of smaller_batches.
     """
     T, layout, all_left = stopping.max_new_tokens, compute.layout, []
     ends = stage_ends(T, compute.layer_loop)
-    sizes = smaller_batches(len(state.sequences.done) // layout.batch_shards) if drop else []
+    sizes = smaller_batches(len(state.done) // layout.batch_shards) if drop else []
 
-    def leave(sequences: Sequences, t: int) -> None:
-        ids, *results = (local_part(x) for x in (sequences.sequence_ids, *sequences.results))
-        all_left.append([ids, np.full(len(ids), t, np.int32), *results])
+    def leave(sequence_ids: jax.Array, drawn: dict[str, jax.Array], t: int) -> None:
+        arrays = jax.tree.map(local_part, {"sequence_ids": sequence_ids, **drawn})
+        count = len(arrays["sequence_ids"])
+        all_left.append(arrays | {"computed_tokens": np.full(count, t, np.int32)})
 
     with progress_bar("decoding", T, "tokens") as bar:
         while True:
@@ -169,13 +133,13 @@ def decode_all(
             t, live = int(state.t), int(state.live)
             bar.update(t - bar.n)
             if live == 0 or t == T:
-                leave(state.sequences, t)
+                leave(state.sequence_ids, state.drawn, t)
                 return all_left
             if live <= fewest:
                 size = min(n for n in sizes if n >= live)
                 sizes = [n for n in sizes if n < size]
-                state, sequences = drop_sequences(compute, state, size=size)
-                leave(sequences, t)
+                state, sequence_ids, drawn = drop_sequences(compute, state, size=size)
+                leave(sequence_ids, drawn, t)
             if t == state.width():
                 state = widen(state, end=ends[ends.index(t) + 1])
 
@@ -202,32 +166,26 @@ def smaller_batches(n: int) -> list[int]:
 
 
 @functools.partial(jax.jit, static_argnames=("compute",))
-def prefill(params: Params, compute: Compute, prompts: PaddedPrompts) -> Any:
-    """The KV of the prompts without their last token, as `forward` returns it."""
-    ids, positions, mask = prefix_of(*prompts)
+def prefill(params: Params, compute: Compute, prompt_ids: jax.Array, prompt_mask: jax.Array) -> Any:
+    """The KV of the prompts [G, S+1] without their last token, as `forward` returns it."""
+    ids, positions, mask = prefix_of(prompt_ids, prompt_mask)
     _, prefix = forward(params, compute, ids, positions, rows=prompt_rows(mask))
     return prefix
 
 
-class Sequences(NamedTuple):
-    """What is known of each of R sequences."""
-
-    sequence_ids: jax.Array  # [R] int32
-    last_position: jax.Array  # [R] int32, of the prompt's last token
-    token: jax.Array  # [R] int32, the newest token, first the prompt's last one
-    done: jax.Array  # [R] bool
-    # completion_ids [R, T], sampling_logps [R, T] and lengths [R]; with sampling.replay also
-    # support [R, T, U] and cut_tokens [R], as in Completions
-    results: tuple[jax.Array, ...]
-
-
 class Decoding(NamedTuple):
-    """The sequences that are decoded: first the R of a pass, later fewer, see drop_sequences."""
+    """The R sequences that are decoded: first those of a pass, later fewer, see drop_sequences."""
 
     t: jax.Array  # int32, the tokens of each sequence so far
     live: jax.Array  # int32, the unfinished sequences on the device that has most of them
     key: jax.Array  # of the pass
-    sequences: Sequences
+    sequence_ids: jax.Array  # [R] int32
+    last_position: jax.Array  # [R] int32, of the prompt's last token
+    token: jax.Array  # [R] int32, the newest token, first the prompt's last one
+    done: jax.Array  # [R] bool
+    # By their names in Completions: completion_ids and sampling_logps [R, T], lengths [R], and
+    # with sampling.replay support [R, T, U] and cut_tokens [R].
+    drawn: dict[str, jax.Array]
     prompt: Any  # KV of the prompts without their last token: of G, or of one for each sequence
     prompt_mask: jax.Array  # [G or R, S] bool
     completion: Any  # KV of the R sequences
@@ -242,7 +200,8 @@ class Decoding(NamedTuple):
 )
 def begin(
     compute: Compute,
-    prompts: PaddedPrompts,
+    prompt_ids: jax.Array,
+    prompt_mask: jax.Array,
     prefix: Any,
     sequence_ids: jax.Array,
     key: jax.Array,
@@ -252,25 +211,34 @@ def begin(
     stopping: Stopping,
 ) -> Decoding:
     """The sequences before their first token. prefix: from prefill. width: of their caches."""
-    R, T = sequence_ids.shape[0], stopping.max_new_tokens
-    share = R // len(prompts.ids)
-    *_, prefix_mask = prefix_of(*prompts)
-    zeros = jnp.zeros(R, jnp.int32)
-    results = jnp.full((R, T), stopping.pad_id, jnp.int32), jnp.zeros((R, T)), zeros
+    layout, R, T = compute.layout, sequence_ids.shape[0], stopping.max_new_tokens
+    share = R // len(prompt_ids)
+    *_, prefix_mask = prefix_of(prompt_ids, prompt_mask)
+    drawn = {
+        "completion_ids": jnp.full((R, T), stopping.pad_id, jnp.int32),
+        "sampling_logps": jnp.zeros((R, T)),
+        "lengths": jnp.zeros(R, jnp.int32),
+    }
     if sampling.replay:
         U = support_size(sampling, compute.model.vocab_size)
-        results += (jnp.full((R, T, U), -1, jnp.int32), zeros)
-    sequences = Sequences(
-        sequence_ids,
-        last_position=jnp.repeat(prompts.mask.sum(axis=1) - 1, share),
-        token=jnp.repeat(prompts.ids[:, -1], share),
-        done=jnp.zeros(R, bool),
-        results=results,
+        drawn["support"] = jnp.full((R, T, U), -1, jnp.int32)
+        drawn["cut_tokens"] = jnp.zeros(R, jnp.int32)
+    per_sequence = {
+        "sequence_ids": sequence_ids,
+        "last_position": jnp.repeat(prompt_mask.sum(axis=1) - 1, share),
+        "token": jnp.repeat(prompt_ids[:, -1], share),
+        "done": jnp.zeros(R, bool),
+        "drawn": drawn,
+    }
+    return Decoding(
+        t=jnp.int32(0),
+        live=jnp.int32(R // _shards(layout)),
+        key=key,
+        **_on_their_devices(per_sequence, layout),
+        prompt=prefix,
+        prompt_mask=prefix_mask,
+        completion=_kv_on_their_devices(map_kv(lambda kv: kv.empty(R, width), prefix), compute),
     )
-    sequences = _on_their_devices(sequences, compute.layout)
-    completion = _kv_on_their_devices(map_kv(lambda kv: kv.empty(R, width), prefix), compute)
-    live = jnp.int32(R // _shards(compute.layout))
-    return Decoding(jnp.int32(0), live, key, sequences, prefix, prefix_mask, completion)
 
 
 @functools.partial(
@@ -289,8 +257,7 @@ def decode(
     """The state once the sequences have `end` tokens, or once no device has more than `fewest`
     unfinished sequences. end: at most state.width()."""
     layout = compute.layout
-    sequence_ids, last_position, token, done, results = state.sequences
-    sequence_keys = jax.vmap(jax.random.fold_in, (None, 0))(state.key, sequence_ids)  # [R]
+    sequence_keys = jax.vmap(jax.random.fold_in, (None, 0))(state.key, state.sequence_ids)  # [R]
     head = lm_head(params).astype(compute.dtype)
 
     def unfinished(carry: Any) -> jax.Array:
@@ -302,12 +269,12 @@ def decode(
         return jax.lax.while_loop(lambda carry: carry[0] < last, next_token, carry)
 
     def next_token(carry: Any) -> Any:
-        t, _, token, done, (ids, logps, lengths, *support), completion = carry
+        t, _, token, done, drawn, completion = carry
         hidden, completion = forward(
             params,
             compute,
             token[:, None],
-            (last_position + t)[:, None],
+            (state.last_position + t)[:, None],
             cache=Cache(state.prompt, state.prompt_mask, completion, t),
         )
         logits = jnp.einsum(
@@ -321,36 +288,44 @@ def decode(
         keys = jax.vmap(jax.random.fold_in, (0, None))(sequence_keys, t)  # [R]
         token, logp, *drawn_from = draw_tokens(keys, logits, sampling)
         token = jnp.where(done, stopping.pad_id, token)
-        ids = ids.at[:, t].set(token)
-        logps = logps.at[:, t].set(jnp.where(done, 0.0, logp))
+        ids, logps = drawn["completion_ids"], drawn["sampling_logps"]
+        drawn = drawn | {
+            "completion_ids": ids.at[:, t].set(token),
+            "sampling_logps": logps.at[:, t].set(jnp.where(done, 0.0, logp)),
+            "lengths": drawn["lengths"] + ~done,
+        }
         if sampling.replay:
-            places, was_cut = drawn_from
-            support = support[0].at[:, t].set(places), support[1] + (was_cut & ~done)
-        results = (ids, logps, lengths + ~done, *support)
+            support, was_cut = drawn_from
+            drawn["support"] = drawn["support"].at[:, t].set(support)
+            drawn["cut_tokens"] += was_cut & ~done
         done = done | jnp.isin(token, jnp.array(stopping.stop_ids))
         live = (~done).reshape(_shards(layout), -1).sum(axis=1).max()
-        return t + 1, live, token, done, results, completion
+        return t + 1, live, token, done, drawn, completion
 
-    carry = state.t, state.live, token, done, results, state.completion
+    carry = state.t, state.live, state.token, state.done, state.drawn, state.completion
     body = next_tokens if _asking_is_slow(layout) else next_token
-    t, live, token, done, results, completion = jax.lax.while_loop(unfinished, body, carry)
-    sequences = Sequences(sequence_ids, last_position, token, done, results)
-    sequences = _on_their_devices(sequences, layout)
+    t, live, token, done, drawn, completion = jax.lax.while_loop(unfinished, body, carry)
+    token, done, drawn = _on_their_devices((token, done, drawn), layout)
     t, live = (constrain(x, layout) for x in (t, live))
-    return state._replace(t=t, live=live, sequences=sequences, completion=completion)
+    return state._replace(
+        t=t, live=live, token=token, done=done, drawn=drawn, completion=completion
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("compute", "size"))
-def drop_sequences(compute: Compute, state: Decoding, *, size: int) -> tuple[Decoding, Sequences]:
-    """`size` sequences of each device, among them all that have not ended, and the others.
+def drop_sequences(
+    compute: Compute, state: Decoding, *, size: int
+) -> tuple[Decoding, jax.Array, dict[str, jax.Array]]:
+    """`size` sequences of each device, among them all that have not ended; then the sequence_ids
+    of the others, and what was drawn for them.
 
     Each sequence gets a copy of its prompt's keys and values, since the sequences of a prompt leave
     at different times.
     """
-    layout, shards, all_of_them = compute.layout, _shards(compute.layout), state.sequences
-    order = jnp.argsort(all_of_them.done.reshape(shards, -1), axis=1, stable=True)  # [shards, n]
+    layout, shards = compute.layout, _shards(compute.layout)
+    order = jnp.argsort(state.done.reshape(shards, -1), axis=1, stable=True)  # [shards, n]
     kept, left = order[:, :size], order[:, size:]
-    of_prompt = kept // (len(all_of_them.done) // len(state.prompt_mask))
+    of_prompt = kept // (len(state.done) // len(state.prompt_mask))
 
     def pick(x: jax.Array, index: jax.Array, axis: int = 0) -> jax.Array:
         """x [..., R, ...] at an index [shards, sequences] into those of each device."""
@@ -363,17 +338,17 @@ def drop_sequences(compute: Compute, state: Decoding, *, size: int) -> tuple[Dec
         picked = jax.tree.map(lambda x: pick(x, index, _batch_axis(compute)), kvs)
         return _kv_on_their_devices(picked, compute)
 
-    sequences, gone = (
-        _on_their_devices(jax.tree.map(lambda x, i=index: pick(x, i), all_of_them), layout)
-        for index in (kept, left)
-    )
+    def pick_all(arrays: Any, index: jax.Array) -> Any:
+        return _on_their_devices(jax.tree.map(lambda x: pick(x, index), arrays), layout)
+
+    names = ("sequence_ids", "last_position", "token", "done", "drawn")
     smaller = state._replace(
-        sequences=sequences,
+        **pick_all({name: getattr(state, name) for name in names}, kept),
         prompt=pick_kv(state.prompt, of_prompt),
         prompt_mask=constrain_batch(pick(state.prompt_mask, of_prompt), layout),
         completion=pick_kv(state.completion, kept),
     )
-    return smaller, gone
+    return smaller, *pick_all((state.sequence_ids, state.drawn), left)
 
 
 @functools.partial(jax.jit, static_argnames=("end",))
@@ -382,9 +357,9 @@ def widen(state: Decoding, *, end: int) -> Decoding:
     return state._replace(completion=map_kv(lambda kv: kv.widen(end), state.completion))
 
 
-def _on_their_devices(sequences: Sequences, layout: Layout | None) -> Sequences:
-    """The arrays split as attention needs them, also those that are the same for all sequences."""
-    return jax.tree.map(lambda x: constrain_batch(x, layout), sequences)
+def _on_their_devices(arrays: Any, layout: Layout | None) -> Any:
+    """The arrays of sequences, split as attention needs them; constants would be everywhere."""
+    return jax.tree.map(lambda x: constrain_batch(x, layout), arrays)
 
 
 def _batch_axis(compute: Compute) -> int:

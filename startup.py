@@ -317,6 +317,26 @@ def export_of(run: Run, out: Path) -> tuple[Path, Any] | None:
     return Path(cfg.export_hf or out / "hf"), jnp.dtype(dtype)
 
 
+def export(run: Run, out: Path, params: Params) -> None:
+    """Writes the trained model as a Hugging Face folder. Raises Unwritable."""
+    target = export_of(run, out)
+    if target is None:
+        return
+    folder, dtype = target
+    try:
+        hf.save_model(
+            folder,
+            params,
+            run.model,
+            run.folder,
+            dtype=dtype,
+            writes=jax.process_index() == 0,
+            chat_template=run.cfg.chat_template,
+        )
+    except OSError as error:
+        raise Unwritable(f"EXPORT_HF={folder} cannot be written: {error}") from None
+
+
 # ---- Inputs --------------------------------------------------------------------------------------
 
 

@@ -30,7 +30,6 @@ if __name__ == "__main__":
     COMMAND = load(sys.argv[1:])  # it ends the program for --print-config and for mistakes
 
 import contextlib
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -47,36 +46,35 @@ from metrics import (
     sampling_metrics,
     what_is_not_finite,
 )
-from models import hf
 from models.model import Params
 from rollout import (
-    Groups,
     Run,
     choose_groups,
     complete_prompts,
     enough,
-    gather_round,
+    gather_batch,
     prompts_of_round,
     reward_completions,
-    what_was_sampled,
 )
 from runtime.chips import memory_errors_in_sizes, program
-from runtime.layout import gather_processes, shard_batch
-from runtime.mistakes import Unwritable
-from runtime.packing import Batch, pack, plan_rows, sequence_index
+from runtime.layout import shard_batch
+from runtime.packing import Batch, pack, plan_rows
 from runtime.processes import StopSignal, ending_together
 from runtime.run_log import Clock
 from runtime.sizes import MICRO_SIZES
-from startup import export_of, start
+from startup import export, start
 from update import (
     MicroBatch,
-    MiniBatch,
     TrainState,
     compute_logps_and_entropies,
+    computed_per_token,
+    counts_of,
     learning_rate,
     micro_step,
     mix_weights,
     optimizer_step,
+    saved_arrays,
+    to_batch,
     zero_grads,
 )
 
@@ -106,39 +104,39 @@ def main(cfg: Config) -> None:
             # ---- Rollout and rewards: K completions of each of P prompts, rewarded on the host ---
             backend.update_weights(state.params)
             clock.lap("rollout_sync")
-            rounds: list[Groups] = []
+            rounds: list[Batch] = []
             while not enough(run, rounds):  # only DYNAMIC_SAMPLING needs more than one round
                 number = life.progress.rounds + len(rounds)  # of the run, from 0
                 prompts = prompts_of_round(run, number)  # [P], the same on every process
                 key = jax.random.fold_in(rollout_key, number)
                 completions = complete_prompts(run, backend, life.stop, prompts, key)  # [b, T]
                 clock.lap("rollout_generate")
-                rewarded = reward_completions(run, completions, prompts[run.local_prompts()])  # [b]
+                rewards = reward_completions(run, prompts[run.local_prompts()], completions)  # [b]
                 clock.lap("reward")
-                rounds.append(gather_round(run, prompts, completions, rewarded))  # rewards [B]
-                clock.lap("advantages")
+                rounds.append(gather_batch(run, prompts, completions, *rewards))  # [B, T], [B]
+                clock.lap("shard")
             backend.release()
 
             # ---- Advantages: how much better each completion is than its group -------------------
-            groups = choose_groups(run, rounds)  # P groups, those whose rewards differ first
+            batch = choose_groups(run, rounds)  # P groups, those whose rewards differ first
             advantages = group_advantages(
-                groups.results.rewards,
+                batch.rewards,
                 cfg.num_pre_q,
                 estimator=cfg.adv_estimator,
                 scale_rewards=cfg.scale_rewards,
-                per_function=groups.results.per_function,
+                per_function=batch.per_function,
                 weights=run.weights,
             )  # [B]
-            # [B] True: the loss includes this completion. One that was cut off may be left out.
-            counted = (groups.results.stopped > 0) | (not cfg.mask_truncated_completions)
+            # The loss may leave out completions that were cut off.
+            counts = batch.stopped | (not cfg.mask_truncated_completions)  # [B]
+            mask = batch.completion_mask * counts[:, None]  # [B, T]
+            batch = batch._replace(advantages=advantages, completion_mask=mask)
             clock.lap("advantages")
 
-            # ---- The batch: NumPy arrays, complete on the host of every process ------------------
-            batch = gather_batch(run, groups, advantages, counted)  # arrays [B, T] and [B]
-            clock.lap("shard")  # the programs from here on count in the lap "update"
+            # ---- Scores: what the loss needs to know of all tokens before the first update -------
             batch = with_scores(run, state.params, ref_params, batch)
 
-            # ---- Update: PPO_EPOCHS times, to_devices and an optimizer step for each mini-batch --
+            # ---- Update: PPO_EPOCHS times, an optimizer step for each mini-batch -----------------
             lr = learning_rate(
                 step,
                 peak=cfg.learning_rate,
@@ -146,24 +144,22 @@ def main(cfg: Config) -> None:
                 warmup_ratio=cfg.warmup_ratio,
                 decay_steps=cfg.lr_decay_steps or cfg.steps,
             )
-            state, ref_params, last, metrics = update_policy(
+            state, ref_params, mini_batch, metrics = update_policy(
                 run, life.stop, state, ref_params, batch, lr, step
             )
             clock.lap("update")
 
             # ---- Log -----------------------------------------------------------------------------
-            sampled = what_was_sampled(run, rounds)
             if cfg.dynamic_sampling:
-                metrics |= sampling_metrics(run, sampled)
+                metrics |= sampling_metrics(run, rounds)
             metrics["learning_rate"] = lr
-            tokens = int(sampled.results.completion_lengths.sum())
-            done = Step(step, metrics, groups.results, advantages, counted, tokens, clock)
-            record = log_step(run, life.log, done, groups)
+            sampled_tokens = sum(int(sampled.lengths.sum()) for sampled in rounds)
+            record = log_step(run, life.log, Step(step, metrics, batch, sampled_tokens, clock))
             life.reviewer.note_trouble(record)
 
             # ---- Save ----------------------------------------------------------------------------
             not_finite = what_is_not_finite(metrics)  # its name and value, or ""
-            arrays = last.arrays() if not_finite else {}
+            arrays = saved_arrays(mini_batch) if not_finite else {}
             life.count_step(len(rounds), not_finite, arrays)
             due = cfg.save_every_steps and life.progress.step % cfg.save_every_steps == 0
             if due and life.progress.step < cfg.steps:
@@ -179,29 +175,7 @@ def main(cfg: Config) -> None:
         life.finish(lambda: export(run, life.out, state.params))
 
 
-# ---- The batch of a step -------------------------------------------------------------------------
-
-
-def gather_batch(run: Run, groups: Groups, advantages: np.ndarray, counted: np.ndarray) -> Batch:
-    """The step's sequences, of all processes; T holds the longest completion.
-
-    advantages: [B] float64. counted: [B] bool, False: the loss leaves this sequence out.
-    """
-    drawn = groups.completions
-    T = run.limits.completion_width(int(groups.results.completion_lengths.max()))
-    mask = drawn.completion_mask * counted[run.local_sequences(), None].astype(np.int32)
-    arrays = {
-        "completion_ids": drawn.completion_ids,
-        "completion_mask": mask,
-        "sampling_logps": drawn.sampling_logps,
-    }
-    if drawn.support is not None:
-        arrays["support"] = drawn.support
-    return Batch(
-        [prompt.ids for prompt in groups.prompts],
-        advantages=advantages.astype(np.float32),
-        **{name: gather_processes(x[:, :T]) for name, x in arrays.items()},
-    )
+# ---- Scores --------------------------------------------------------------------------------------
 
 
 def with_scores(run: Run, params: Params, ref_params: Params | None, batch: Batch) -> Batch:
@@ -226,33 +200,34 @@ def with_scores(run: Run, params: Params, ref_params: Params | None, batch: Batc
 def score(run: Run, params: Params, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
     """The log-probabilities and the entropies of the completions' tokens by these weights, both
     [B, T] float32 nats; 0 for sequences that an update skips."""
-    mini_batch = to_devices(run, batch, np.arange(len(batch.prompts)))
-    of_micro_batches = [
+    micro_batches = to_devices(run, batch, learns_from(run, batch))
+    scores = [
         compute_logps_and_entropies(params, x, run.cfg.temperature, run.training)
-        for x in mini_batch.micro_batches
+        for x in micro_batches
     ]
-    logps, entropies = [x[0] for x in of_micro_batches], [x[1] for x in of_micro_batches]
-    return mini_batch.to_batch(logps), mini_batch.to_batch(entropies)
+    logps, entropies = ([x[i] for x in scores] for i in (0, 1))
+    return to_batch(logps, micro_batches, batch), to_batch(entropies, micro_batches, batch)
 
 
-def to_devices(run: Run, batch: Batch, group_indices: np.ndarray) -> MiniBatch:
-    """The sequences of these groups, packed in rows, on the devices."""
-    K = run.cfg.num_pre_q
-    layout = run.training.layout
-    sequences = (group_indices[:, None] * K + np.arange(K)).reshape(-1)
-    computed = sequences[batch.lengths[sequences] > 0]
+def learns_from(run: Run, batch: Batch) -> np.ndarray:
+    """The sequences that an update computes: those with a token that counts, without those that
+    SKIP_ZERO_ADVANTAGE skips."""
+    computed = batch.completion_mask.any(axis=1)  # [B]
     if run.cfg.skips():  # An advantage of 0 adds 0, but NaN shows that the weights are broken.
-        finite = np.isfinite(batch.sampling_logps).all(axis=1)
-        computed = computed[(batch.advantages[computed] != 0) | ~finite[computed]]
-    rows_of_micro_steps, widths = plan_rows(batch, computed, run.limits)
-    micro_batches = []
+        computed &= (batch.advantages != 0) | ~np.isfinite(batch.sampling_logps).all(axis=1)
+    return np.flatnonzero(computed)
+
+
+def to_devices(run: Run, batch: Batch, sequences: np.ndarray) -> list[MicroBatch]:
+    """These sequences of the batch, packed in rows, on the devices."""
+    layout, micro_batches = run.training.layout, []
+    rows_of_micro_steps, widths = plan_rows(batch, sequences, run.limits)
     for rows in rows_of_micro_steps:
         count = len(rows) // jax.process_count()
         local = rows[jax.process_index() * count :][:count]  # the rows of this process
         arrays = pack(batch, local, widths, run.stopping.pad_id)
         micro_batches.append(MicroBatch(**{k: shard_batch(x, layout) for k, x in arrays.items()}))
-    index = [sequence_index(rows, widths.n) for rows in rows_of_micro_steps]
-    return MiniBatch(batch, sequences, computed, micro_batches, index)
+    return micro_batches
 
 
 # ---- Update --------------------------------------------------------------------------------------
@@ -266,7 +241,7 @@ def update_policy(
     batch: Batch,
     lr: float,
     step: int,
-) -> tuple[TrainState, Params | None, MiniBatch, dict[str, float]]:
+) -> tuple[TrainState, Params | None, Batch, dict[str, float]]:
     """The updates of a step: the state, the reference (which may follow the policy), what the last
     update learnt from, and the metrics of the step.
 
@@ -280,14 +255,14 @@ def update_policy(
     for number, group_indices in enumerate(groups_of_updates, start=1):
         # Every ratio of the first update is exactly 1, without the rounding of another program.
         given = batch._replace(old_logps=None) if number == 1 else batch
-        mini_batch = to_devices(run, given, group_indices)
+        mini_batch = given.groups(group_indices)
         state, metrics, logps = one_update(run, state, mini_batch, lr)
         updates.append(metrics)
         if what_is_not_finite(metrics):
             applied = {"updates_applied": number - 1}
             return state, ref_params, mini_batch, merge_updates(updates) | applied
         if batch.old_logps is None and len(groups_of_updates) > 1:  # one mini-batch, many epochs
-            batch = batch._replace(old_logps=mini_batch.to_batch(logps))
+            batch = batch._replace(old_logps=to_batch(*logps, batch))
         updates_of_run = step * len(groups_of_updates) + number
         if cfg.ref_sync_steps and updates_of_run % cfg.ref_sync_steps == 0:
             with program("mix_weights"):
@@ -305,19 +280,18 @@ def groups_of_mini_batches(run: Run, step: int, epoch: int) -> np.ndarray:
 
 
 def one_update(
-    run: Run, state: TrainState, mini_batch: MiniBatch, lr: float
-) -> tuple[TrainState, dict[str, float], list[jax.Array]]:
+    run: Run, state: TrainState, mini_batch: Batch, lr: float
+) -> tuple[TrainState, dict[str, float], tuple[list[jax.Array], list[MicroBatch]]]:
     """One optimizer step on the sum of the gradients of all micro-batches: the state, the metrics,
-    and the log-probabilities [R, T] of each micro-batch before the update."""
+    and the log-probabilities [R, T] before the update of each micro-batch, with the micro-batches.
+    """
+    sequences, counts = learns_from(run, mini_batch), counts_of(mini_batch)
+    micro_batches = to_devices(run, mini_batch, sequences)
     metrics_of, logps_of = [], []
-    counts = mini_batch.counts()
-    no_gradient = not mini_batch.micro_batches  # nothing to learn from
-    several = run.sizes.grad_accum_steps > 1
     with program("micro_step", MICRO_SIZES):
-        grads = zero_grads(state.params) if several or no_gradient else None
-        if no_gradient:
-            metrics_of = [metrics_of_nothing(run.objective.loss_type)]
-        for micro_batch in mini_batch.micro_batches:
+        several = run.sizes.grad_accum_steps > 1
+        grads = zero_grads(state.params) if several or not micro_batches else None
+        for micro_batch in micro_batches:
             grads, metrics, logps = micro_step(
                 state.params,
                 grads,
@@ -329,39 +303,19 @@ def one_update(
             )
             metrics_of.append(metrics)
             logps_of.append(logps)
+    if not micro_batches:  # nothing to learn from
+        metrics_of = [metrics_of_nothing(run.objective.loss_type)]
     with program("optimizer_step"):
         loss = sum(metrics["loss"] for metrics in metrics_of)
         state, norm = optimizer_step(
             state, grads, np.float32(lr), loss, optimizer=run.optimizer, model=run.model
         )
         with program("micro_step", MICRO_SIZES):  # The norm would not tell why a micro-step failed.
-            merged = of_all_tokens(merge_metrics(metrics_of), mini_batch)
-        merged["grad_norm"] = float(norm)
-    merged["throughput/update/computed_per_token"] = mini_batch.computed_per_token()
-    return state, merged, logps_of
-
-
-# ---- Export --------------------------------------------------------------------------------------
-
-
-def export(run: Run, out: Path, params: Params) -> None:
-    """Writes the trained model as a Hugging Face folder. Raises Unwritable."""
-    target = export_of(run, out)
-    if target is None:
-        return
-    folder, dtype = target
-    try:
-        hf.save_model(
-            folder,
-            params,
-            run.model,
-            run.folder,
-            dtype=dtype,
-            writes=jax.process_index() == 0,
-            chat_template=run.cfg.chat_template,
-        )
-    except OSError as error:
-        raise Unwritable(f"EXPORT_HF={folder} cannot be written: {error}") from None
+            metrics = of_all_tokens(merge_metrics(metrics_of), mini_batch, sequences)
+        metrics["grad_norm"] = float(norm)
+    per_token = computed_per_token(micro_batches, mini_batch, sequences)
+    metrics["throughput/update/computed_per_token"] = per_token
+    return state, metrics, (logps_of, micro_batches)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from data import pad_prompts
 from loss import Objective, policy_loss
 from loss_pallas import token_logps
 from models.attention import PackedRows
@@ -35,7 +36,7 @@ from models.model import (
 from runtime.layout import gather_processes, local_part
 from runtime.packing import Batch
 
-SUPPORT_METRICS = ("support/entropy", "support/mass")  # names of the last results of token_logps
+SUPPORT_METRICS = ("support/entropy", "support/mass")  # what token_logps returns with a support
 
 
 @flax.struct.dataclass
@@ -52,10 +53,11 @@ class MicroBatch(NamedTuple):
     ids: jax.Array  # [X, t] int32, what is fed: S prompt tokens, then C tokens of completions
     positions: jax.Array  # [X, t] int32, of a token in its sequence
     group: jax.Array  # [X, t] int32, which prompt of the row a token belongs to; -1: padding
-    start: jax.Array  # [X, t] int32, the place in the row where the token's completion begins
+    start: jax.Array  # [X, t] int32, where in the row the token's prompt or completion begins
     targets: jax.Array  # [X, C] int32, the completion token behind each that is fed
     places: jax.Array  # [X, n, T] int32, where among the C places a sequence's tokens are
-    completion_mask: jax.Array  # [R, T] int32, 1 on the tokens that count, the stop token included
+    sequences: jax.Array  # [R] int32, the number of each sequence in its batch; -1: no sequence
+    completion_mask: jax.Array  # [R, T] int32, 1 on the tokens that count
     sampling_logps: jax.Array  # [R, T] float32 nats
     advantages: jax.Array  # [R] float32
     old_logps: jax.Array | None = None  # [R, T] float32 nats; None: logps, so that the ratio is 1
@@ -66,81 +68,59 @@ class MicroBatch(NamedTuple):
     support: jax.Array | None = None
 
 
-class Counts(NamedTuple):
-    """What the sums over an update are divided by; float32 counts over all its sequences."""
+def counts_of(batch: Batch) -> dict[str, np.ndarray]:
+    """What the sums over an update are divided by, as policy_loss names it; float32, at least 1.
 
-    num_tokens: Any  # completion tokens that count, at least 1
-    num_sequences: Any
-    num_top_tokens: Any  # the part of num_tokens that top_mask keeps, at least 1
-
-
-def make_counts(num_tokens: int, num_sequences: int, num_top_tokens: int | None) -> Counts:
-    """The counts of an update. num_top_tokens: None if there is no top_mask."""
-    top = num_tokens if num_top_tokens is None else num_top_tokens
-    return Counts(*(np.float32(max(x, 1)) for x in (num_tokens, num_sequences, top)))
+    batch: all sequences of the update.
+    """
+    counts = {"num_tokens": batch.completion_mask.sum(), "num_sequences": len(batch.lengths)}
+    top = batch.completion_mask if batch.top_mask is None else batch.top_mask
+    counts["num_top_tokens"] = top.sum()
+    return {name: np.float32(max(count, 1)) for name, count in counts.items()}
 
 
-class MiniBatch(NamedTuple):
-    """What one update learns from: complete groups of the step's batch, and their rows on the
-    devices, in micro-batches."""
-
-    batch: Batch  # of the step
-    sequences: np.ndarray  # those of the groups, also those that no row holds
-    computed: np.ndarray  # those that a row holds
-    micro_batches: list[MicroBatch]
-    index: list[np.ndarray]  # for each micro-batch [X, n]: which sequence is where; -1: none
-
-    def to_batch(self, results: Sequence[jax.Array]) -> np.ndarray:
-        """[B, T] the results [R, T] of all micro-batches, on every process."""
-        found = np.zeros(self.batch.completion_mask.shape, np.float32)
-        for index, result in zip(self.index, results, strict=True):
-            values = gather_processes(local_part(result))
-            index = index.reshape(-1)  # [R]
-            found[index[index >= 0]] = values[index >= 0]
-        return found
-
-    def counts(self) -> Counts:
-        """What the update's sums are divided by."""
-        top, batch = self.batch.top_mask, self.batch
-        num_tokens = batch.completion_mask[self.sequences].sum()
-        return make_counts(
-            num_tokens, len(self.sequences), None if top is None else top[self.sequences].sum()
-        )
-
-    def prompts(self, sequences: np.ndarray) -> list[Sequence[int]]:
-        """The prompts of these sequences, each once, in their order."""
-        return [self.batch.prompts[p] for p in dict.fromkeys(map(self.batch.prompt_of, sequences))]
-
-    def computed_per_token(self) -> float:
-        """The tokens that all rows have room for, for each token of a prompt or a completion that
-        they hold."""
-        places = sum(x.ids.size for x in self.micro_batches)
-        tokens = sum(len(prompt) - 1 for prompt in self.prompts(self.computed))
-        tokens += self.batch.lengths[self.computed].sum()
-        return float(places / tokens) if tokens else math.nan
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        """The arrays of these sequences, by their names in Batch, and the prompts of the groups,
-        right-padded: prompt_ids and prompt_mask."""
-        prompts = self.prompts(self.sequences)
-        lengths = np.array([len(prompt) for prompt in prompts])
-        mask = (np.arange(lengths.max()) < lengths[:, None]).astype(np.int32)
-        ids = np.zeros_like(mask)
-        ids[mask > 0] = np.concatenate(prompts)
-        values = self.batch._asdict().items()
-        arrays = {k: x[self.sequences] for k, x in values if isinstance(x, np.ndarray)}
-        return arrays | {"prompt_ids": ids, "prompt_mask": mask}
+def to_batch(
+    values_of: Sequence[jax.Array], micro_batches: Sequence[MicroBatch], batch: Batch
+) -> np.ndarray:
+    """[B, T] float32 the values [R, T] of each micro-batch, on every process; 0 for the sequences
+    that no micro-batch holds."""
+    of_batch = np.zeros(batch.completion_ids.shape, np.float32)
+    for micro_batch, values in zip(micro_batches, values_of, strict=True):
+        local = jax.tree.map(local_part, (micro_batch.sequences, values))
+        sequences, values = gather_processes(local)  # [R], [R, T]
+        of_batch[sequences[sequences >= 0]] = values[sequences >= 0]
+    return of_batch
 
 
-def completion_results(
+def computed_per_token(
+    micro_batches: Sequence[MicroBatch], batch: Batch, sequences: np.ndarray
+) -> float:
+    """The tokens that all rows have room for, for each token of a prompt or a completion in them.
+
+    sequences: those of the batch that the rows hold.
+    """
+    prompts = {batch.prompt_of(i) for i in sequences}
+    tokens = sum(len(batch.prompts[p].ids) - 1 for p in prompts) + batch.lengths[sequences].sum()
+    places = sum(micro_batch.ids.size for micro_batch in micro_batches)
+    return float(places / tokens) if tokens else math.nan
+
+
+def saved_arrays(batch: Batch) -> dict[str, np.ndarray]:
+    """The arrays of a batch by name, and its prompts, left-padded: prompt_ids and prompt_mask."""
+    width = max(len(prompt.ids) for prompt in batch.prompts)
+    ids, mask = pad_prompts([prompt.ids for prompt in batch.prompts], width, pad_id=0)
+    return batch.arrays() | {"prompt_ids": ids, "prompt_mask": mask}
+
+
+def completion_scores(
     params: Params, batch: MicroBatch, temperature: float, compute: Compute
 ) -> tuple[jax.Array, ...]:
-    """The results of token_logps for the completion tokens: log-probabilities, entropies and, with
-    a support, those of SUPPORT_METRICS; each [R, T] float32."""
+    """What token_logps says of the completion tokens: log-probabilities, entropies and, with a
+    support, the values of SUPPORT_METRICS; each [R, T] float32."""
     S = batch.ids.shape[1] - batch.targets.shape[1]
     rows = PackedRows(batch.group, batch.start, S, longest=batch.places.shape[2])
     hidden, _ = forward(params, compute, batch.ids, batch.positions, rows=rows)
-    results = token_logps(
+    scores = token_logps(
         hidden[:, S:],
         lm_head(params),
         batch.targets,
@@ -150,7 +130,7 @@ def completion_results(
         mesh=compute.layout.mesh if compute.layout else None,
     )  # each [X, C]
     at_places = jax.vmap(lambda x, places: x[places])
-    return tuple(at_places(x, batch.places).reshape(batch.completion_mask.shape) for x in results)
+    return tuple(at_places(x, batch.places).reshape(batch.completion_mask.shape) for x in scores)
 
 
 @functools.partial(jax.jit, static_argnames=("temperature", "compute"))
@@ -162,17 +142,18 @@ def compute_logps_and_entropies(
     params: the weights as the training state holds them.
     """
     weights = arrange_layers(params, compute.layer_loop, compute.dtype)
-    return completion_results(weights, batch, temperature, compute)[:2]
+    return completion_scores(weights, batch, temperature, compute)[:2]
 
 
-def loss_of_results(
-    results: Sequence[jax.Array], batch: MicroBatch, counts: Counts, objective: Objective
+def loss_of_scores(
+    scores: Sequence[jax.Array], batch: MicroBatch, counts: dict[str, Any], objective: Objective
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The objective of a micro-batch and its part of the update's metrics.
 
-    results: of completion_results. Of the batch only the arrays [R, T] and [R] are read.
+    scores: from completion_scores. Of the batch only the arrays [R, T] and [R] are read. counts: of
+    the update, from counts_of.
     """
-    logps, entropy, *of_support = results
+    logps, entropy, *of_support = scores
     old_logps = jax.lax.stop_gradient(logps) if batch.old_logps is None else batch.old_logps
     loss, metrics = policy_loss(
         logps,
@@ -180,7 +161,7 @@ def loss_of_results(
         batch.advantages,
         batch.completion_mask,
         objective=objective,
-        **counts._asdict(),
+        **counts,
         ref_logps=batch.ref_logps,
         sampling_logps=batch.sampling_logps,
         entropy=entropy,
@@ -192,8 +173,8 @@ def loss_of_results(
     if objective.entropy_coef > 0 or batch.top_mask is not None:
         means["exact_entropy"] = entropy
     for name, x in means.items():
-        metrics[name] = jnp.where(mask, x, 0.0).sum() / counts.num_tokens
-    metrics["sampling_logp_difference/mean"] = gap.sum() / counts.num_tokens
+        metrics[name] = jnp.where(mask, x, 0.0).sum() / counts["num_tokens"]
+    metrics["sampling_logp_difference/mean"] = gap.sum() / counts["num_tokens"]
     metrics["sampling_logp_difference/max"] = gap.max()
     return loss, metrics
 
@@ -205,7 +186,7 @@ def micro_step(
     params: Params,
     grad_sum: Params | None,
     batch: MicroBatch,
-    counts: Counts,
+    counts: dict[str, Any],
     *,
     objective: Objective,
     temperature: float,
@@ -218,9 +199,9 @@ def micro_step(
     """
 
     def loss_of(params: Params) -> tuple[jax.Array, tuple[dict[str, jax.Array], jax.Array]]:
-        results = completion_results(params, batch, temperature, compute)
-        loss, metrics = loss_of_results(results, batch, counts, objective)
-        return loss, (metrics, jax.lax.stop_gradient(results[0]))
+        scores = completion_scores(params, batch, temperature, compute)
+        loss, metrics = loss_of_scores(scores, batch, counts, objective)
+        return loss, (metrics, jax.lax.stop_gradient(scores[0]))
 
     weights = arrange_layers(params, compute.layer_loop, compute.dtype)
     grads, (metrics, logps) = jax.grad(loss_of, has_aux=True)(weights)

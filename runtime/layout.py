@@ -100,19 +100,26 @@ def local_part(x: jax.Array) -> np.ndarray:
     return np.concatenate([np.asarray(shards[start]) for start in sorted(shards)])
 
 
-def gather_processes(x: np.ndarray) -> np.ndarray:
-    """`x` of all processes, joined along the first axis in process order; float64 stays float64.
+def gather_processes(tree: Any) -> Any:
+    """The NumPy arrays of a tree, each of all processes, joined along its first axis in process
+    order; float64 stays float64.
 
     All processes have to call it.
     """
     if jax.process_count() == 1:
-        return x
+        return tree
     # As bytes, because jax would round float64. Each device holds the bytes of all processes, so
     # that they come in pieces.
-    data = np.frombuffer(np.ascontiguousarray(x).tobytes(), np.uint8)
+    arrays, structure = jax.tree.flatten(tree)
+    data = np.frombuffer(b"".join(x.tobytes() for x in arrays), np.uint8)
     pieces = np.array_split(data, -(-max(data.nbytes, 1) * jax.process_count() // GATHER_BYTES))
-    gathered = np.concatenate([multihost_utils.process_allgather(y) for y in pieces], axis=1)
-    return gathered.reshape(-1).view(x.dtype).reshape(-1, *x.shape[1:])
+    gathered = np.concatenate([multihost_utils.process_allgather(x) for x in pieces], axis=1)
+    ends = np.cumsum([x.nbytes for x in arrays])
+    of_arrays = np.split(gathered, ends[:-1], axis=1)  # [processes, bytes] each
+    return structure.unflatten(
+        part.reshape(-1).view(x.dtype).reshape(-1, *x.shape[1:])
+        for x, part in zip(arrays, of_arrays, strict=True)
+    )
 
 
 def on_host(x: jax.Array) -> np.ndarray:

@@ -5,7 +5,31 @@ last token of its prompt first. A completion attends to its prompt and to itself
 once in a row, however many of its completions follow. All rows of an update have the same widths,
 which follow from its batch alone. They are on a coarse grid, so that few programs are compiled.
 
-Dimensions: B sequences of a step, K completions for each prompt, X rows of a micro-step over all
+A row of S = 4 + C = 8 places with two prompts, `a b c` and `p q r`, and three completions:
+`x y z` of the first prompt, `u v` and `w` of the second. `.` is padding.
+
+    place       0 1 2 3   4 5 6  7 8  9  10 11
+    ids         a b p q   c x y  r u  r  .  .       what is fed
+    positions   0 1 0 1   2 3 4  2 3  2  0  0       in the sequence
+    group       0 0 1 1   0 0 0  1 1  1 -1 -1       which prompt of the row
+    start       0 0 2 2   4 4 4  7 7  9 10 11       where its prompt or completion begins
+    targets               x y z  u v  w  .  .       the token behind each that is fed
+    places                0 1 2  3 4  5             of each completion's tokens, from S on
+
+A line of the mask is a token that is fed, an x in it a key that this token sees:
+
+     0  a       x                                   a prompt's token sees the earlier tokens of its
+     1  b       x x                                 prompt
+     2  p           x
+     3  q           x x
+     4  c       x x       x                         a completion's token sees its prompt, and what
+     5  x       x x       x x                       is fed of its completion so far
+     6  y       x x       x x x
+     7  r           x x          x
+     8  u           x x          x x
+     9  r           x x               x             no other completion, also of the same prompt
+
+Dimensions: B sequences of a batch, K completions for each prompt, X rows of a micro-step over all
 devices, t = S + C tokens of a row: S places for prompts and C for completions; n places for
 sequences in a row, T tokens of the longest completion, padded; U ids of a support.
 """
@@ -13,7 +37,7 @@ sequences in a row, T tokens of the longest completion, padded; U ids of a suppo
 import math
 import operator
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,30 +57,59 @@ WINDOW_BLOCKS = 4
 
 
 class Batch(NamedTuple):
-    """The sequences of a step, complete on the host of every process."""
+    """The sequences of a step, or of one of its updates, complete on the host of every process: all
+    that the loss, the metrics and the samples read. A prompt's K sequences are adjacent."""
 
-    prompts: list[Sequence[int]]  # [B/K] token ids
+    prompts: list[Any]  # [P] data.Prompt
     completion_ids: np.ndarray  # [B, T] int32, right-padded
-    completion_mask: np.ndarray  # [B, T] int32, 1 on the tokens that count, from the first one on
+    # [B, T] int32, 1 on the tokens that count. The others are padding, tokens that the policy has
+    # not drawn, or the tokens of a sequence that the loss leaves out.
+    completion_mask: np.ndarray
+    lengths: np.ndarray  # [B] int32 tokens, the stop token and tokens that do not count included
     sampling_logps: np.ndarray  # [B, T] float32 nats
-    advantages: np.ndarray  # [B] float32
+    computed_tokens: np.ndarray | None = None  # [B] int32, that decoding computed for the sequence
+    stopped: np.ndarray | None = None  # [B] bool: a stop token ended it; it was not cut off
+    rewards: np.ndarray | None = None  # [B] float64, weighted total; NaN: no function applies
+    per_function: np.ndarray | None = None  # [B, functions] float64, NaN: it does not apply
+    advantages: np.ndarray | None = None  # [B] float64
     old_logps: np.ndarray | None = None  # [B, T] float32 nats
     ref_logps: np.ndarray | None = None  # [B, T] float32 nats
     top_mask: np.ndarray | None = None  # [B, T] int32, 1 where the policy learns
-    support: np.ndarray | None = None  # [B, T, U] int32, the tokens that could be drawn
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """[B] the tokens that count."""
-        return self.completion_mask.sum(axis=1)
+    support: np.ndarray | None = None  # [B, T, U] int32, the tokens that could be drawn; -1: none
+    cut_tokens: np.ndarray | None = None  # [B] int32, tokens whose support lost ids
 
     def prompt_of(self, sequence: int) -> int:
-        return sequence * len(self.prompts) // len(self.completion_ids)
+        """The number of the sequence's prompt."""
+        return sequence * len(self.prompts) // len(self.lengths)
 
+    def prompt_lengths(self) -> np.ndarray:
+        """[B] int: the tokens of each sequence's prompt."""
+        of_prompts = [len(prompt.ids) for prompt in self.prompts]
+        return np.repeat(of_prompts, len(self.lengths) // len(self.prompts))
 
-class Row(NamedTuple):
-    prompts: list[int]  # of the sequences, each once
-    sequences: list[int]  # those of a prompt one after the other
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The arrays that there are, by name."""
+        return {name: x for name, x in self._asdict().items() if isinstance(x, np.ndarray)}
+
+    def groups(self, index: np.ndarray) -> "Batch":
+        """The sequences of the prompts with these numbers, in their order."""
+        K = len(self.lengths) // len(self.prompts)
+        sequences = (index[:, None] * K + np.arange(K)).reshape(-1)
+        arrays = {name: x[sequences] for name, x in self.arrays().items()}
+        return Batch(prompts=[self.prompts[i] for i in index], **arrays)
+
+    @staticmethod
+    def join(batches: "Sequence[Batch]") -> "Batch":
+        """The sequences of all batches, one batch after the other."""
+        arrays = [batch.arrays() for batch in batches]
+        joined = {name: np.concatenate([x[name] for x in arrays]) for name in arrays[0]}
+        return Batch([prompt for batch in batches for prompt in batch.prompts], **joined)
+
+    def cut(self, T: int) -> "Batch":
+        """The batch with T places for tokens; no completion is longer."""
+        names = ("completion_ids", "completion_mask", "sampling_logps", "support")
+        arrays = self.arrays()
+        return self._replace(**{name: arrays[name][:, :T] for name in names if name in arrays})
 
 
 class Widths(NamedTuple):
@@ -109,17 +162,17 @@ def padded_widths(limits: Limits, S: int, T: int) -> Widths:
 
 def plan_rows(
     batch: Batch, sequences: Sequence[int], limits: Limits
-) -> tuple[list[list[Row]], Widths]:
-    """The rows of each micro-step, those of a device one after the other, for these sequences of
-    the batch, and their widths.
+) -> tuple[list[list[list[int]]], Widths]:
+    """The rows of each micro-step with these sequences of the batch, those of a device one after
+    the other, and their widths. A row lists its sequences, those of a prompt one after the other.
 
     No device has more tokens in a micro-step than with padded rows of the run's longest prompts and
     completions.
     """
     share = math.gcd(limits.completions, limits.sequences)
     groups = groups_of(batch, sequences)
-    rows = [_row(batch, g[i : i + share]) for g in groups for i in range(0, len(g), share)]
-    S = prompt_width(max(map(len, batch.prompts)), limits.shortest_prompt) - 1
+    rows = [group[i : i + share] for group in groups for i in range(0, len(group), share)]
+    S = prompt_width(int(batch.prompt_lengths().max()), limits.shortest_prompt) - 1
     widths = padded_widths(limits, S, batch.completion_ids.shape[1])
     if not rows:
         return [], widths
@@ -128,18 +181,18 @@ def plan_rows(
         costs = [cost(limits, *candidate) for candidate in candidates]
         cheap = [i for i, x in enumerate(costs) if x <= (1 + SLACK) * min(costs)]
         rows, widths = max(
-            (candidates[i] for i in cheap), key=lambda found: (found[1].C, found[1].S)
+            (candidates[i] for i in cheap), key=lambda candidate: (candidate[1].C, candidate[1].S)
         )
     of_step = limits.shards * widths.rows
-    rows = rows + [Row([], [])] * (micro_steps(limits, rows, widths) * of_step - len(rows))
+    rows = rows + [[]] * (micro_steps(limits, rows, widths) * of_step - len(rows))
     return [rows[i : i + of_step] for i in range(0, len(rows), of_step)], widths
 
 
-def micro_steps(limits: Limits, rows: list[Row], widths: Widths) -> int:
+def micro_steps(limits: Limits, rows: list[list[int]], widths: Widths) -> int:
     return -(-len(rows) // (limits.shards * widths.rows))
 
 
-def cost(limits: Limits, rows: list[Row], widths: Widths) -> float:
+def cost(limits: Limits, rows: list[list[int]], widths: Widths) -> float:
     """What the rows cost a device, in the attention of a token to one key."""
     count, S, C, _, T = widths
     keys = S**2 + C * (S + T + T // WINDOW_BLOCKS)
@@ -159,14 +212,15 @@ def most_per_row(limits: Limits, count: int, C: int, T: int) -> tuple[int, int]:
 
 def packed_rows(
     batch: Batch, groups: list[list[int]], limits: Limits
-) -> Iterator[tuple[list[Row], Widths]]:
+) -> Iterator[tuple[list[list[int]], Widths]]:
     """Packed rows of each width on the grid that keeps to the limits."""
     lengths, T, most = batch.lengths.tolist(), batch.completion_ids.shape[1], widest(limits)
     groups = [sorted(group, key=lambda i: -lengths[i]) for group in groups]
     groups.sort(key=lambda group: -sum(lengths[i] for i in group))  # those with most tokens first
     longest = max(lengths[group[0]] for group in groups)
     total = sum(lengths[i] for group in groups for i in group)
-    longest_prompt = max(len(batch.prompts[batch.prompt_of(group[0])]) - 1 for group in groups)
+    prompt_tokens = [len(prompt.ids) - 1 for prompt in batch.prompts]
+    longest_prompt = max(prompt_tokens[batch.prompt_of(group[0])] for group in groups)
     for count in (2**i for i in range(most.rows.bit_length())):  # rows of a device
         C = round_up(longest, GRID, limits.unit)
         while True:
@@ -176,7 +230,7 @@ def packed_rows(
             if S < longest_prompt:
                 break
             rows = fill_rows(batch, lengths, groups, Widths(count, S, C, n, T))
-            S = max(sum(len(batch.prompts[p]) - 1 for p in row.prompts) for row in rows)
+            S = max(sum(prompt_tokens[p] for p in prompts_of(batch, row)) for row in rows)
             yield rows, Widths(count, round_up(S, GRID // 2, limits.unit), C, n, T)
             if C >= total:  # all completions stand in one row
                 break
@@ -209,11 +263,14 @@ def groups_of(batch: Batch, sequences: Sequence[int]) -> list[list[int]]:
     return [*groups.values()]
 
 
-def _row(batch: Batch, sequences: Sequence[int]) -> Row:
-    return Row(sorted({batch.prompt_of(i) for i in sequences}), [*map(int, sequences)])
+def prompts_of(batch: Batch, row: Sequence[int]) -> list[int]:
+    """The prompts of a row's sequences, each once, in the order in which they stand in the row."""
+    return sorted({batch.prompt_of(i) for i in row})
 
 
-def fill_rows(batch: Batch, lengths: list[int], groups: list[list[int]], most: Widths) -> list[Row]:
+def fill_rows(
+    batch: Batch, lengths: list[int], groups: list[list[int]], most: Widths
+) -> list[list[int]]:
     """Rows with all groups that are no wider than `most`, by first-fit decreasing.
 
     lengths: [B] of the batch. groups: of the longest first, and so their sequences. A group comes
@@ -228,7 +285,7 @@ def fill_rows(batch: Batch, lengths: list[int], groups: list[list[int]], most: W
         return [j for j, free in enumerate(room) if all(map(operator.ge, free, need))]
 
     for members in groups:
-        prompt, left = len(batch.prompts[batch.prompt_of(members[0])]) - 1, members
+        prompt, left = len(batch.prompts[batch.prompt_of(members[0])].ids) - 1, members
         while left:
             need = (prompt, sum(lengths[i] for i in left), len(left))
             whole, part = fitting(need), fitting((prompt, lengths[left[-1]], 1))
@@ -249,18 +306,12 @@ def fill_rows(batch: Batch, lengths: list[int], groups: list[list[int]], most: W
             rows[place] += here
             room[place] = (S - prompt, C, n - len(here))
             left = [i for i in left if i not in here]
-    return [_row(batch, row) for row in rows]
+    return rows
 
 
-def sequence_index(rows: Sequence[Row], n: int) -> np.ndarray:
-    """[X, n] which sequence of the batch each place for a sequence holds; -1: none."""
-    index = np.full((len(rows), n), -1)
-    for x, row in enumerate(rows):
-        index[x, : len(row.sequences)] = row.sequences
-    return index
-
-
-def pack(batch: Batch, rows: Sequence[Row], widths: Widths, pad_id: int) -> dict[str, np.ndarray]:
+def pack(
+    batch: Batch, rows: Sequence[Sequence[int]], widths: Widths, pad_id: int
+) -> dict[str, np.ndarray]:
     """The arrays of a micro-batch with these rows, by their names in update.MicroBatch."""
     (_, S, C, n, T), X = widths, len(rows)
     place = np.tile(np.arange(S + C, dtype=np.int32), (X, 1))
@@ -281,27 +332,29 @@ def pack(batch: Batch, rows: Sequence[Row], widths: Widths, pad_id: int) -> dict
         tokens["positions"][x, span] = np.arange(position, position + len(ids))
         return at + len(ids)
 
+    sequences = np.full((X, n), -1, np.int32)
     lengths = batch.lengths.tolist()
     for x, row in enumerate(rows):
-        at = 0
-        for group, p in enumerate(row.prompts):
-            at = write(x, at, batch.prompts[p][:-1], 0, group)
-        at = S
-        for j, i in enumerate(row.sequences):
+        at, prompts = 0, prompts_of(batch, row)
+        for group, p in enumerate(prompts):
+            at = write(x, at, batch.prompts[p].ids[:-1], 0, group)
+        at, sequences[x, : len(row)] = S, row
+        for j, i in enumerate(row):
             p, drawn = batch.prompt_of(i), batch.completion_ids[i, : lengths[i]]
-            span = slice(at - S, at - S + lengths[i])
+            last, span = batch.prompts[p].ids[-1], slice(at - S, at - S + lengths[i])
             tokens["targets"][x, span] = drawn
             tokens["places"][x, j, : lengths[i]] = np.arange(span.start, span.stop)
             if batch.support is not None:
                 tokens["support"][x, span] = batch.support[i, : lengths[i]]
-            fed = [batch.prompts[p][-1], *drawn[:-1].tolist()]
-            at = write(x, at, fed, len(batch.prompts[p]) - 1, row.prompts.index(p))
-    index = sequence_index(rows, n).reshape(-1)  # [R]
-    used = (index >= 0).astype(np.int32)
+            fed, position = [last, *drawn[:-1].tolist()], len(batch.prompts[p].ids) - 1
+            at = write(x, at, fed, position, prompts.index(p))
+    index = sequences.reshape(-1)  # [R]
+    used = index >= 0
     per_sequence = {
-        "completion_mask": batch.completion_mask[index] * used[:, None],
+        "sequences": index,
+        "completion_mask": batch.completion_mask[index] * used[:, None].astype(np.int32),
         "sampling_logps": batch.sampling_logps[index],
-        "advantages": batch.advantages[index] * used.astype(np.float32),
+        "advantages": np.where(used, batch.advantages[index], 0).astype(np.float32),
     }
     for name in ("old_logps", "ref_logps", "top_mask"):
         if (values := getattr(batch, name)) is not None:

@@ -18,7 +18,7 @@ from models.placement import Workload, attention_flops
 from tools import bench, bench_step
 from tools.bench_run import step_flops
 from tools.make_random import make_random
-from update import Counts, MicroBatch, micro_step
+from update import MicroBatch, micro_step
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -102,12 +102,12 @@ def test_the_flops_of_an_update_are_those_that_xla_counts() -> None:
     n = R // G  # each prompt has a row with its completions
     row, tokens, logps = array(G, S + n * T), array(R, T), array(R, T, dtype=jnp.float32)
     targets, places = array(G, n * T), array(G, n, T)
-    scalar, advantages = array(dtype=jnp.float32), array(R, dtype=jnp.float32)
+    numbers, scalar, advantages = array(R), array(dtype=jnp.float32), array(R, dtype=jnp.float32)
     lowered = micro_step.lower(
         params,
         params,
-        MicroBatch(row, row, row, row, targets, places, tokens, logps, advantages),
-        Counts(scalar, scalar, scalar),
+        MicroBatch(row, row, row, row, targets, places, numbers, tokens, logps, advantages),
+        dict.fromkeys(("num_tokens", "num_sequences", "num_top_tokens"), scalar),
         objective=Objective(),
         temperature=1.0,
         compute=Compute(model, jnp.dtype("float32")),

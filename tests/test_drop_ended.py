@@ -18,7 +18,6 @@ from models.draw import Sampling
 from models.model import Compute
 from runtime.parsing import REPO
 from sampling import (
-    PaddedPrompts,
     Stopping,
     begin,
     decode,
@@ -51,14 +50,14 @@ def test_sequences_that_leave_the_batch_change_nothing(
     sampling, stop_ids = Sampling(0.7, top_k=9, replay=True), often_stopping()
     how = {"mesh": mesh, "layer_loop": layer_loop, "stop_ids": stop_ids, "T": 24}
     expected = sample(sampling, **how)
-    assert (expected.computed_tokens == expected.lengths().max()).all()
+    assert (expected.computed_tokens == expected.lengths.max()).all()
     monkeypatch.setattr("sampling.STAGE_TOKENS", 8)
     found = sample(sampling, **how, drop=True)
     assert_same(found, expected)
-    for ours, theirs, length in zip(found.support, expected.support, found.lengths(), strict=True):
+    for ours, theirs, length in zip(found.support, expected.support, found.lengths, strict=True):
         assert [{*row} for row in ours[:length]] == [{*row} for row in theirs[:length]]
-    assert (found.lengths() <= found.computed_tokens).all()
-    assert len({*found.lengths()}) > 5, "the sequences have many lengths"
+    assert (found.lengths <= found.computed_tokens).all()
+    assert len({*found.lengths}) > 5, "the sequences have many lengths"
     share = {16: 0.7, 8: 0.75, 2: 0.95}[16 // math.prod(mesh)]  # by the sequences of a device
     assert found.computed_tokens.sum() < share * expected.computed_tokens.sum()
 
@@ -83,13 +82,14 @@ def test_the_caches_and_all_that_is_known_of_a_sequence_lie_on_its_device(layer_
     params = sync_weights(MODEL, where.mesh, compute.dtype, layer_loop)(
         jax.tree.map(np.float32, weights())
     )
-    prompts = PaddedPrompts(*pad_prompts(PROMPTS * 4, 11, PAD))
+    prompts = pad_prompts(PROMPTS * 4, 11, PAD)
     how = {"sampling": Sampling(top_k=9, replay=True), "stopping": Stopping(24, (NEVER,), PAD)}
-    prefix, ids = prefill(params, compute, prompts), np.arange(32, dtype=np.int32)
-    state = begin(compute, prompts, prefix, ids, jax.random.key(0), width=8, **how)
-    smaller, left = drop_sequences(compute, state, size=3)
+    prefix, ids = prefill(params, compute, *prompts), np.arange(32, dtype=np.int32)
+    state = begin(compute, *prompts, prefix, ids, jax.random.key(0), width=8, **how)
+    smaller, *left = drop_sequences(compute, state, size=3)
     for decoding, of_device in ((state, 4), (smaller, 3)):
-        for x in jax.tree.leaves((decoding.completion, decoding.sequences)):
+        names = ("completion", "sequence_ids", "last_position", "token", "done", "drawn")
+        for x in jax.tree.leaves([getattr(decoding, name) for name in names]):
             axis = int(x.ndim == 5)
             assert x.sharding.shard_shape(x.shape)[axis] == of_device == x.shape[axis] // 8, x.shape
     assert {x.sharding.shard_shape(x.shape)[0] for x in jax.tree.leaves(left)} == {1}

@@ -144,7 +144,6 @@ import asyncio, json, logging, os, random, signal, subprocess, sys, tempfile, th
 import jax, numpy as np
 import data, startup
 from config import Config
-from sampling import PaddedPrompts
 
 quiet = subprocess.DEVNULL
 child = subprocess.Popen(["sleep", "100"], stdout=quiet, stderr=quiet)
@@ -165,13 +164,13 @@ if "OVERLAP" in os.environ:
 run, life, backend, training, _ = startup.start(cfg)
 facts = {"changed": [i for i, pair in enumerate(zip(before, state())) if pair[0] != pair[1]]}
 ids = [prompt.ids for prompt in run.train_prompts[:2]]
-prompts = PaddedPrompts(*data.pad_prompts(ids, 96, run.stopping.pad_id))
+prompts = data.pad_prompts(ids, 96, run.stopping.pad_id)
 def held():
     return sum(x.nbytes for x in jax.live_arrays())
 def sample():
     backend.update_weights(training.params)
     with_weights = held()
-    backend.generate(prompts, np.arange(8, dtype=np.int32), jax.random.key(0), run.sampling)
+    backend.generate(*prompts, np.arange(8, dtype=np.int32), jax.random.key(0), run.sampling)
     backend.release()
     return with_weights - held()
 facts["first"], facts["second"] = sample(), sample()

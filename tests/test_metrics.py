@@ -10,6 +10,7 @@ import pytest
 from test_rollout import completions_of
 
 from config import Config
+from data import Prompt
 from metrics import (
     PHASES,
     Step,
@@ -27,9 +28,9 @@ from metrics import (
 )
 from models.draw import Sampling
 from rewards import AccuracyRule, accuracy_rule
-from rollout import Evaluation, Groups, Sampled, StepResults
 from runtime.long_work import Compilation, compilations
 from runtime.mistakes import UserMistake
+from runtime.packing import Batch
 from runtime.records import read_settings
 from runtime.resume import Progress
 from runtime.run_log import Clock, RunLog
@@ -38,14 +39,18 @@ from startup import open_log, set_up
 NAN = float("nan")
 # Two groups of two; the rewards of the second group are equal. One completion was cut off, and the
 # first function does not apply to the last completion.
-RESULTS = StepResults(
+BATCH = Batch(
+    prompts=[Prompt([1] * 10, {}), Prompt([1] * 20, {})],
+    completion_ids=np.zeros((4, 8), np.int32),
+    completion_mask=np.ones((4, 8), np.int32),
+    lengths=np.array([3, 5, 4, 8]),
+    sampling_logps=np.zeros((4, 8), np.float32),
+    computed_tokens=np.array([8, 8, 8, 16]),
+    stopped=np.array([True, False, True, True]),
     rewards=np.array([2.0, 0.5, 1.0, 1.0]),
-    prompt_lengths=np.array([10.0, 10, 20, 20]),
-    completion_lengths=np.array([3.0, 5, 4, 8]),
-    stopped=np.array([1.0, 0, 1, 1]),
-    computed_tokens=np.array([8.0, 8, 8, 16]),
-    cut_tokens=np.array([3.0, 0, 2, 0]),
     per_function=np.array([[1.0, 1.0], [0.0, 0.5], [1.0, 0.0], [NAN, 1.0]]),
+    advantages=np.array([1.0, -1.0, 0.0, 0.0]),
+    cut_tokens=np.array([3, 0, 2, 0]),
 )
 DRIFT = "sampling_logp_difference/mean"
 METRICS = {"loss": 0.25, "entropy": 1.5, "grad_norm": 2.0, DRIFT: 1e-6, "updates_applied": 1}
@@ -62,16 +67,17 @@ def clock() -> Clock:
 
 def step(metrics: dict[str, float] = METRICS, learns: bool = True) -> Step:
     """Step 7. learns: the advantages of the first group are not 0."""
-    advantages = np.array([1.0, -1.0, 0.0, 0.0]) * learns
-    return Step(7, metrics, RESULTS, advantages, np.ones(4, bool), 40, clock())
+    batch = BATCH._replace(advantages=BATCH.advantages * learns)
+    return Step(7, metrics, batch, 40, clock())
 
 
 def test_the_step_line_ends_with_its_seconds_and_each_note_has_a_line() -> None:
     assert step_lines(step(), False) == [LINE]
     assert step_lines(step(learns=False), False) == [LINE, NOTHING]
     # Only completions without an advantage count.
-    counted = step()._replace(counted=np.array([False, False, True, True]))
-    assert step_lines(counted, False) == [LINE, NOTHING]
+    mask = BATCH.completion_mask * [[0], [0], [1], [1]]
+    others = step()._replace(batch=BATCH._replace(completion_mask=mask))
+    assert step_lines(others, False) == [LINE, NOTHING]
     assert step_lines(step(METRICS | {"grad_norm": NAN}), False) == [
         LINE,
         "note step=7: update 2 of this step was not applied: grad_norm is nan",
@@ -81,7 +87,7 @@ def test_the_step_line_ends_with_its_seconds_and_each_note_has_a_line() -> None:
 def test_a_zero_has_no_sign_in_the_step_line() -> None:
     """The clipped loss of advantages of 0 is -0.0, and rounding makes -0.0 of a small number."""
     zeros = step(METRICS | {"loss": -0.0, "entropy": -1e-9})
-    zeros = zeros._replace(results=RESULTS._replace(rewards=np.full(4, -1e-5)))
+    zeros = zeros._replace(batch=BATCH._replace(rewards=np.full(4, -1e-5)))
     assert step_lines(zeros, False) == [
         "step=7 loss=0.000000 entropy=0.0000 reward_mean=0.0000 dt=0.00s"
     ]
@@ -193,15 +199,19 @@ def test_a_step_writes_its_lines_its_record_and_two_samples(
     texts = [f"<answer>{number}</answer>" for number in range(8)]
     per_function = np.array([[1.0, 1], [0, 1], [0, 0], [0, 0], [0, 1], [1, 0], [1, 1], [0, 0]])
     rewards = np.array([1.5, 0.5, 0, 0, 0.5, 1, 1.5, 0])
-    lengths = np.full(8, 9.0), np.full(8, 5.0)
-    others = np.ones(8), np.full(8, 5.0), np.zeros(8)  # stopped, computed and cut tokens
-    results = StepResults(rewards, *lengths, *others, per_function)
-    groups = Groups(run.train_prompts[:2], completions_of(texts, run.tokenizer), results)
+    drawn = completions_of(texts, run.tokenizer)._asdict()
+    batch = Batch(
+        run.train_prompts[:2],
+        **drawn,
+        stopped=np.ones(8, bool),
+        rewards=rewards,
+        per_function=per_function,
+        advantages=np.array([1.0, -1, 0, 0, -0.5, 0.5, 0, 0]),
+    )
     log = RunLog(tmp_path, steps=10, writes=True, wandb=None)
     capsys.readouterr()
-    advantages = np.array([1.0, -1, 0, 0, -0.5, 0.5, 0, 0])
     metrics = METRICS | {"update_token_count": 40.0}
-    log_step(run, log, Step(0, metrics, results, advantages, np.ones(8, bool), 40, clock()), groups)
+    log_step(run, log, Step(0, metrics, batch, 40, clock()))
     log.close()
 
     line = "step=0 loss=0.250000 entropy=1.5000 reward_mean=0.6250 dt=0.00s"
@@ -209,7 +219,7 @@ def test_a_step_writes_its_lines_its_record_and_two_samples(
     assert capsys.readouterr().out.splitlines()[:4] == [
         line,
         f"sample step=0 question: {question}",
-        "  reward=1.5 reward_correct=1 reward_format=1 advantage=1 tokens=5 ended=stop token",
+        "  reward=1.5 reward_correct=1 reward_format=1 advantage=1 tokens=4 ended=stop token",
         "    <answer>0</answer>",
     ]
     (record,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
@@ -220,7 +230,7 @@ def test_a_step_writes_its_lines_its_record_and_two_samples(
         "train-other/batch_global": 8,
         "train-reward/func/reward_correct/mean": 3 / 8,
         "train-reward/func/reward_format/mean": 4 / 8,
-        "train-seq_len/total/mean": 14.0,
+        "train-seq_len/completion/mean": 4.0,
         "train-reward/accuracy": 3 / 8,
     }
     assert {name: record[name] for name in expected} == expected
@@ -237,7 +247,7 @@ def test_a_step_writes_its_lines_its_record_and_two_samples(
         "text": "<answer>5</answer>",
         "reward": 1.0,
         "rewards": {"reward_correct": 1.0, "reward_format": 0.0},
-        "tokens": 5,
+        "tokens": 4,
         "ended": "stop token",
         "advantage": 0.5,
     }
@@ -248,9 +258,9 @@ def test_a_step_writes_its_lines_its_record_and_two_samples(
 
 def evaluation_of(
     per_function: list[list[float]], samples: int, threshold: float = 1.0, temperature: float = 0.0
-) -> tuple[SimpleNamespace, Evaluation, np.ndarray]:
+) -> tuple[SimpleNamespace, tuple[Batch, list[str]], np.ndarray]:
     """A run with the functions `first`, which says what is right, and `second`, its evaluation of
-    completions with these rewards, and which of them are right: [questions, samples]."""
+    completions with these rewards and texts, and which are right: [questions, samples]."""
     cfg = SimpleNamespace(eval_samples=samples, eval_split="test")
     functions = [SimpleNamespace(__name__=name) for name in ("first", "second")]
     run = SimpleNamespace(
@@ -261,15 +271,23 @@ def evaluation_of(
     )
     rewards = np.array(per_function)
     n = len(rewards)
-    evaluation = Evaluation(rewards.sum(1), rewards, np.full(n, 5.0), np.ones(n), [""] * n)
+    evaluation = Batch(
+        [Prompt([1], {})] * (n // samples),
+        *[np.zeros((n, 0))] * 2,
+        lengths=np.full(n, 5),
+        sampling_logps=np.zeros((n, 0)),
+        stopped=np.ones(n, bool),
+        rewards=rewards.sum(1),
+        per_function=rewards,
+    )
     correct = are_right(run, rewards).reshape(-1, samples)
-    return run, evaluation, correct
+    return run, (evaluation, [""] * n), correct
 
 
 def test_the_line_and_the_record_of_an_evaluation_by_hand() -> None:
     """Four questions of which the first is right: the variance is 3/16 * 4/3, over 4 questions."""
     run, evaluation, correct = evaluation_of([[1, 0.5], [0, 0.5], [0, 0.5], [0, 0.5]], samples=1)
-    line, records = evaluation_record(run, 3, evaluation, correct, clock(), False)
+    line, records = evaluation_record(run, 3, *evaluation, correct, clock(), False)
     assert line == (
         "eval step=3 split=test questions=4 accuracy=0.2500 accuracy_se=0.2500 accuracy_of=first "
         "decoding=greedy t=0.00s"
@@ -292,7 +310,7 @@ def test_several_samples_give_pass_at_k_and_the_error_is_over_questions() -> Non
     """Two questions with four samples each: 1 of 4 and 0 of 4 are right."""
     rewards = [[1, 0]] + [[0, 0]] * 7
     run, evaluation, correct = evaluation_of(rewards, samples=4, temperature=1.0)
-    line, records = evaluation_record(run, 3, evaluation, correct, clock(), True)
+    line, records = evaluation_record(run, 3, *evaluation, correct, clock(), True)
     assert line == (
         "eval_full split=test questions=2 samples_per_question=4 accuracy=0.1250 "
         "accuracy_se=0.1250 accuracy_of=first pass_at_4=0.5000 decoding=sampled t=0.00s"
@@ -311,7 +329,7 @@ def test_the_accuracy_is_pass_at_1_also_where_samples_have_no_value() -> None:
     """Two questions: 1 of 1 and 1 of 3 samples with a value are right."""
     rewards = [[1, 0], [NAN, 0], [NAN, 0], [1, 0], [0, 0], [0, 0]]
     run, evaluation, correct = evaluation_of(rewards, samples=3, temperature=1.0)
-    _, records = evaluation_record(run, 3, evaluation, correct, clock(), False)
+    _, records = evaluation_record(run, 3, *evaluation, correct, clock(), False)
     assert records["eval/accuracy"] == records["eval/pass_at_1"] == pytest.approx(2 / 3)
     assert records["eval/accuracy_se"] == pytest.approx(1 / 3)
     assert records["eval/pass_at_3"] == 1.0  # of the second question alone
@@ -322,7 +340,7 @@ def test_accuracy_is_the_share_of_completions_whose_reward_reaches_the_threshold
 
     def accuracy(threshold: float) -> float:
         run, evaluation, correct = evaluation_of(rewards, samples=1, threshold=threshold)
-        _, records = evaluation_record(run, 0, evaluation, correct, clock(), False)
+        _, records = evaluation_record(run, 0, *evaluation, correct, clock(), False)
         return records["eval/accuracy"]
 
     assert accuracy(1.0) == pytest.approx(1 / 3)  # the function applies to three completions
@@ -349,15 +367,27 @@ def test_accuracy_follows_accuracy_of_or_reward_correct_or_the_first_function() 
 
 def test_the_metrics_of_dynamic_sampling_cover_everything_that_was_sampled() -> None:
     """Six groups of two. `first` says what is right, and applies to no completion of the third."""
-    equal = np.array([True, False, True, True, True, False])
     rewards = np.array([0.7, 0.7, 0.5, 0, NAN, NAN, 1, 1, 0, 0, 1, 0])
     first = np.array([0, 0, 0.5, 0, NAN, NAN, 1, 1, 0, 0, 1, 0])
     per_function = np.column_stack([first, np.full(12, 0.25)])
     run, _, _ = evaluation_of([[0.0, 0.0]], samples=1)
-    stopped = np.array([1, 1, 1, 0, 1, 1, 1, 1, 1, 1, 0, 0])
-    others = [np.ones(12)] * 2, [np.ones(12)] * 2
-    results = StepResults(rewards, *others[0], stopped, *others[1], per_function)
-    assert sampling_metrics(run, Sampled(2, equal, results)) == pytest.approx(
+    run.cfg = Config(num_pre_q=2)
+    stopped = np.array([1, 1, 1, 0, 1, 1, 1, 1, 1, 1, 0, 0]) > 0
+    nothing = np.zeros((6, 0))
+
+    def rounds_of(rewards: np.ndarray, per_function: np.ndarray) -> list[Batch]:
+        return [
+            Batch(
+                [Prompt([1], {})] * 3,
+                *[nothing] * 4,
+                stopped=stopped[part],
+                rewards=rewards[part],
+                per_function=per_function[part],
+            )
+            for part in (slice(0, 6), slice(6, 12))
+        ]
+
+    assert sampling_metrics(run, rounds_of(rewards, per_function)) == pytest.approx(
         {
             "dynamic_sampling/rounds": 2,
             "dynamic_sampling/kept_frac": 1 / 3,
@@ -368,8 +398,7 @@ def test_the_metrics_of_dynamic_sampling_cover_everything_that_was_sampled() -> 
             "dynamic_sampling/func/second/mean": 0.25,
         }
     )
-    nothing = results._replace(rewards=rewards * NAN, per_function=per_function * NAN)
-    none = sampling_metrics(run, Sampled(4, equal, nothing))
+    none = sampling_metrics(run, rounds_of(rewards * NAN, per_function * NAN))
     assert np.isnan(none["dynamic_sampling/reward_mean"])
     assert np.isnan(none["dynamic_sampling/accuracy"])
 

@@ -20,7 +20,14 @@ from rollout import Run
 from runtime.mistakes import UserMistake
 from runtime.packing import Batch
 from startup import set_up
-from train_grpo import MiniBatch, groups_of_mini_batches, to_devices, update_policy, with_scores
+from train_grpo import (
+    groups_of_mini_batches,
+    learns_from,
+    to_devices,
+    update_policy,
+    with_scores,
+)
+from update import MicroBatch, counts_of, to_batch
 
 REPO = Path(__file__).resolve().parent.parent
 TINY = REPO / "tiny"
@@ -105,18 +112,19 @@ def step_of(masked: int) -> Batch:
     mask = np.ones((32, 3), np.int32)
     mask[masked] = 0
     return Batch(
-        prompts=[[group] * 5 for group in range(8)],
+        prompts=[data.Prompt([group] * 5, {}) for group in range(8)],
         completion_ids=np.repeat(sequence[:, None], 3, axis=1).astype(np.int32),
         completion_mask=mask,
+        lengths=np.full(32, 3),
         sampling_logps=np.repeat(sequence[:, None], 3, axis=1).astype(np.float32),
-        advantages=sequence.astype(np.float32),
+        advantages=sequence.astype(np.float64),
     )
 
 
-def prompts_on_devices(mini_batch: MiniBatch) -> list[int]:
+def prompts_on_devices(micro_batches: list[MicroBatch]) -> list[int]:
     """The prompt of each copy of a prompt, sorted; all tokens of a prompt are its number."""
     found = []
-    for batch in mini_batch.micro_batches:
+    for batch in micro_batches:
         P = batch.ids.shape[1] - batch.targets.shape[1]
         ids, group = (np.asarray(x)[:, :P] for x in (batch.ids, batch.group))
         found += [*ids[group >= 0]]
@@ -124,10 +132,10 @@ def prompts_on_devices(mini_batch: MiniBatch) -> list[int]:
     return sorted(found)[::4]
 
 
-def sequences_on_devices(mini_batch: MiniBatch) -> list[int]:
+def sequences_on_devices(micro_batches: list[MicroBatch]) -> list[int]:
     """The number of each sequence that is computed, sorted; each array tells the same."""
     found = []
-    for batch in mini_batch.micro_batches:
+    for batch in micro_batches:
         places = np.asarray(batch.places)
         ids = np.take_along_axis(np.asarray(batch.targets)[:, None], places, axis=2)  # [X, n, T]
         mask = np.asarray(batch.completion_mask)
@@ -146,19 +154,20 @@ def test_every_group_is_in_one_mini_batch_with_all_its_sequences_and_each_has_it
     all_groups = groups_of_mini_batches(run, step=3, epoch=0)
     assert all_groups.shape == (4, 2) and sorted(all_groups.reshape(-1)) == [*range(8)]
     for groups in all_groups:
-        mini_batch = to_devices(run, step_of(masked=5), groups)
+        mini_batch = step_of(masked=5).groups(groups)
         sequences = (groups[:, None] * 4 + np.arange(4)).reshape(-1)  # [8]
-        assert [*mini_batch.arrays()["advantages"]] == [*sequences]
+        assert [*mini_batch.advantages] == [*sequences]
+        micro_batches = to_devices(run, mini_batch, learns_from(run, mini_batch))
         computed = sorted({*sequences} - {5})
-        assert sequences_on_devices(mini_batch) == computed
-        prompts = prompts_on_devices(mini_batch)
+        assert sequences_on_devices(micro_batches) == computed
+        prompts = prompts_on_devices(micro_batches)
         assert {*prompts} == {*groups}
         if copies:
             assert prompts == ([i // 4 for i in computed] if copies == 4 else sorted(groups))
         tokens = 24 - 3 * (1 in groups)  # sequence 5 is one of group 1
-        assert mini_batch.counts() == (tokens, 8, tokens)
-        expected = np.repeat(np.where(np.isin(np.arange(32), computed), np.arange(32), 0), 3)
-        found = mini_batch.to_batch([batch.sampling_logps for batch in mini_batch.micro_batches])
+        assert [*counts_of(mini_batch).values()] == [tokens, 8, tokens]
+        expected = np.repeat(np.where(sequences == 5, 0, sequences), 3)
+        found = to_batch([x.sampling_logps for x in micro_batches], micro_batches, mini_batch)
         assert [*found.reshape(-1)] == [*expected], "results come back to the places of the batch"
 
 
@@ -189,9 +198,11 @@ def test_old_logps_are_those_before_the_first_update(n: int, monkeypatch) -> Non
         return batch.sampling_logps, None
 
     def one_update(run, state, mini_batch, lr) -> tuple:
-        updated.append((mini_batch.sequences, mini_batch.batch.old_logps))
-        logps = [batch.sampling_logps + 100 * state.params for batch in mini_batch.micro_batches]
-        return SimpleNamespace(params=state.params + 1), {"loss": 0.0, "grad_norm": 1.0}, logps
+        updated.append((mini_batch.advantages, mini_batch.old_logps))
+        micro_batches = to_devices(run, mini_batch, learns_from(run, mini_batch))
+        logps = [batch.sampling_logps + 100 * state.params for batch in micro_batches]
+        found = {"loss": 0.0, "grad_norm": 1.0}
+        return SimpleNamespace(params=state.params + 1), found, (logps, micro_batches)
 
     monkeypatch.setattr(train_grpo, "score", score)
     monkeypatch.setattr(train_grpo, "one_update", one_update)
@@ -202,8 +213,7 @@ def test_old_logps_are_those_before_the_first_update(n: int, monkeypatch) -> Non
     assert scored == ([0] if n > 1 else []), "the weights before the first update"
     assert updated[0][1] is None, "each ratio of the first update is 1"
     for sequences, old in updated[1:]:
-        counted = sequences[sequences != 5]
-        assert [*old[counted, 0]] == [*counted]
+        assert [*old[sequences != 5, 0]] == [*sequences[sequences != 5]]
 
 
 # ---- Runs ----------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from formula_model import (
     transformers_logits,
     write_folder,
 )
-from small_model import in_rows
+from small_model import batch_of, in_rows
 
 from models import hf
 from models.attention import Cache, PackedRows, map_kv, prompt_rows
@@ -39,7 +39,6 @@ from models.model import (
 )
 from runtime.layout import ROLLOUT_BATCH_AXES, TRAIN_BATCH_AXES, Layout, make_mesh, shard_batch
 from runtime.mistakes import UserMistake
-from runtime.packing import Batch
 
 # Everything at once: biases, head norms, scaled rotary angles, an lm_head beside the embedding, and
 # h != D/H.
@@ -84,7 +83,7 @@ def packed(share, prompts=PROMPT_IDS, completions=COMPLETION_IDS, S=0) -> list[n
     """The inputs of hidden_of: all sequences in their order, `share` in each row."""
     prompts = [ids[mask == 1] for ids, mask in zip(prompts, PROMPT_MASK, strict=True)]
     unused = np.zeros((R, T), np.float32)
-    batch = Batch(prompts, completions, COUNTS.astype(np.int32), unused, unused[:, 0])
+    batch = batch_of(prompts, completions, COUNTS.astype(np.int32), unused, unused[:, 0])
     names = ("ids", "positions", "group", "start", "targets", "places", "completion_mask")
     return list(map(in_rows(batch, share, S=S).get, names))
 

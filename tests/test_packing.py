@@ -1,11 +1,14 @@
 """Rows of an update: what stands where, how full they are, and that they change no result."""
 
 import functools
+import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from small_model import batch_of, counts_by_hand
 from test_sampling import MODEL
 from test_update import (
     FLOAT32,
@@ -22,20 +25,32 @@ from test_update import (
 )
 
 from metrics import merge_metrics
+from models import attention
 from models.model import Compute
+from runtime import packing
 from runtime.layout import shard_batch
-from runtime.packing import Batch, Limits, Widths, fill_rows, pack, plan_rows, round_up, widest
-from update import Counts, MicroBatch, micro_step, zero_grads
+from runtime.packing import (
+    Batch,
+    Limits,
+    Widths,
+    fill_rows,
+    pack,
+    plan_rows,
+    prompts_of,
+    round_up,
+    widest,
+)
+from update import MicroBatch, micro_step, zero_grads
 
 
-def batch_of(lengths: list[int], prompts: list[int], T: int = 0) -> Batch:
+def numbered(lengths: list[int], prompts: list[int], T: int = 0) -> Batch:
     """Sequences with these lengths; every token of prompts and completions is another number."""
     T = T or max(lengths)
     mask = (np.arange(T) < np.array(lengths)[:, None]).astype(np.int32)
     ids = 1000 + np.arange(mask.size, dtype=np.int32).reshape(mask.shape)
     texts = [[100 * p + i for i in range(n)] for p, n in enumerate(prompts)]
     logps = -ids.astype(np.float32)
-    return Batch(texts, ids * mask, mask, logps, np.arange(len(lengths), dtype=np.float32))
+    return batch_of(texts, ids * mask, mask, logps, np.arange(len(lengths), dtype=np.float32))
 
 
 def limits(**changes: Any) -> Limits:
@@ -57,22 +72,22 @@ def test_the_grid_by_hand() -> None:
 
 
 def test_a_group_is_split_only_if_a_row_is_too_small_for_it() -> None:
-    batch = batch_of([5, 1, 2, 2, 6, 6, 1, 1], [3, 4])  # groups of 10 and 14 tokens
+    batch = numbered([5, 1, 2, 2, 6, 6, 1, 1], [3, 4])  # groups of 10 and 14 tokens
 
-    def rows_of(C: int) -> list[tuple[list[int], list[int]]]:
+    def rows_of(C: int) -> list[list[int]]:
         groups = [[4, 5, 6, 7], [0, 2, 3, 1]]  # those with most tokens first
-        rows = fill_rows(batch, batch.lengths.tolist(), groups, Widths(1, 9, C, 9, 6))
-        return [(row.prompts, row.sequences) for row in rows]
+        return fill_rows(batch, batch.lengths.tolist(), groups, Widths(1, 9, C, 9, 6))
 
-    assert rows_of(14) == [([1], [4, 5, 6, 7]), ([0], [0, 2, 3, 1])]
-    assert rows_of(24) == [([0, 1], [4, 5, 6, 7, 0, 2, 3, 1])]
-    assert rows_of(12) == [([1], [4, 5]), ([0, 1], [6, 7, 0, 2, 3, 1])]
+    assert rows_of(14) == [[4, 5, 6, 7], [0, 2, 3, 1]]
+    assert rows_of(24) == [[4, 5, 6, 7, 0, 2, 3, 1]]
+    assert rows_of(12) == [[4, 5], [6, 7, 0, 2, 3, 1]]
+    assert prompts_of(batch, [6, 7, 0, 2]) == [0, 1]
 
 
 def test_the_arrays_of_a_row_by_hand() -> None:
-    batch = batch_of([2, 0, 3, 1], [3, 2])
+    batch = numbered([2, 0, 3, 1], [3, 2])
     [[row]], widths = plan_rows(batch, [0, 2, 3], limits())
-    assert (row.prompts, row.sequences) == ([0, 1], [2, 3, 0])
+    assert row == [2, 3, 0]
     assert widths == Widths(rows=1, S=3, C=6, n=4, T=3)
     arrays = {name: x[0].tolist() for name, x in pack(batch, [row], widths, pad_id=9).items()}
     # Prompts 0, 1, 2 and 100, 101 without their last tokens, then the last ones with completions.
@@ -87,11 +102,40 @@ def test_the_arrays_of_a_row_by_hand() -> None:
     assert packed["advantages"].tolist() == [2, 3, 0, 0]
 
 
+def test_the_row_that_is_drawn_is_the_row_that_is_made() -> None:
+    """The names in the picture are numbered: a, b, c are 1, 2, 3. The mask is that of attention."""
+    lines = packing.__doc__.splitlines()
+    drawn = {}
+    for name in ("place", "ids", "positions", "group", "start", "targets", "places"):
+        [line] = [line for line in lines if line.startswith(f"    {name} ")]
+        drawn[name] = line[14:50].split()
+    number = {letter: i for i, letter in enumerate(".abcpqrxyzuvw")}
+    a, b, c, p, q, r, x, y, z, u, v, w = range(1, 13)
+    ids = np.array([[x, y, z], [0] * 3, [u, v, 0], [w, 0, 0]], np.int32)
+    mask = (ids > 0).astype(np.int32)
+    batch = batch_of([[a, b, c], [p, q, r]], ids, mask, mask.astype("f"), mask[:, 0])
+    arrays = pack(batch, [[0, 2, 3]], Widths(1, 4, 8, 3, 3), pad_id=0)
+    assert [number[token] for token in drawn["ids"]] == arrays["ids"][0].tolist()
+    assert [number[token] for token in drawn["targets"]] == arrays["targets"][0].tolist()
+    for name in ("positions", "group", "start"):
+        assert [*map(int, drawn[name])] == arrays[name][0].tolist(), name
+    held = arrays["places"].reshape(-1)[mask[[0, 2, 3]].reshape(-1) > 0]
+    assert [*map(int, drawn["places"])] == held.tolist()
+
+    tokens = jnp.stack([jnp.arange(12), arrays["group"][0], arrays["start"][0]], axis=-1)
+    sees = np.asarray(attention._seen(tokens, tokens, 4))  # [queries, keys]
+    columns = [line for line in lines if line.startswith("    place ")][0]
+    at = [re.search(rf"\b{key}\b", columns).start() for key in range(12)]
+    for query in range(10):
+        [line] = [line for line in lines if line.startswith(f"    {query:2}  ")]
+        assert [len(line) > i and line[i] == "x" for i in at] == sees[query].tolist(), query
+
+
 @functools.cache
 def geometric(mean: int, longest: int, prompts: int, K: int, seed: int) -> Batch:
     rng = np.random.default_rng(seed)
     lengths = np.minimum(rng.geometric(1 / mean, prompts * K), longest)
-    return batch_of(lengths.tolist(), rng.integers(20, 60, prompts).tolist(), longest)
+    return numbered(lengths.tolist(), rng.integers(20, 60, prompts).tolist(), longest)
 
 
 @pytest.mark.parametrize("shards", [1, 4])
@@ -104,7 +148,7 @@ def test_every_token_stands_in_one_place_of_a_row(shards, pack_rows, unit) -> No
         shards=shards, longest_completion=120, longest_prompt=60, pack=pack_rows, unit=unit
     )
     steps, widths = plan_rows(batch, chosen, given)
-    assert sorted(i for rows in steps for row in rows for i in row.sequences) == chosen
+    assert sorted(i for rows in steps for row in rows for i in row) == chosen
     for rows in steps:
         assert len(rows) == shards * widths.rows
         x = pack(batch, rows, widths, pad_id=7)
@@ -113,9 +157,9 @@ def test_every_token_stands_in_one_place_of_a_row(shards, pack_rows, unit) -> No
         names = ("ids", "group", "start", "targets", "places")
         for row, *arrays in zip(rows, *(x[name] for name in names), strict=True):
             ids, group, start, targets, places = arrays
-            for j, i in enumerate(row.sequences):
+            for j, i in enumerate(row):
                 at = places[j, : batch.lengths[i]]
-                prompt = batch.prompts[batch.prompt_of(i)]
+                prompt = batch.prompts[batch.prompt_of(i)].ids
                 drawn = batch.completion_ids[i, : batch.lengths[i]]
                 assert targets[at].tolist() == drawn.tolist()
                 fed, own = at + widths.S, group[at[0] + widths.S]
@@ -140,7 +184,7 @@ def test_one_long_completion_among_short_ones_makes_no_larger_arrays() -> None:
     """They would have a place of the longest one for each sequence of a row."""
     lengths = [3] * 1023 + [1024]
     given = limits(sequences=16, completions=16, longest_completion=1024, longest_prompt=60)
-    batch = batch_of(lengths, [20] * 64)
+    batch = numbered(lengths, [20] * 64)
     steps, at = plan_rows(batch, range(1024), given)
     most = widest(given)
     real = batch.lengths.sum() + 64 * 19
@@ -176,7 +220,7 @@ def test_rows_of_real_lengths_are_full_and_have_few_widths() -> None:
     packed, padded, programs = [], [], set()
     for seed in range(40):
         batch = geometric(256, 1024, 16, 8, seed)
-        real = batch.lengths.sum() + sum(len(prompt) - 1 for prompt in batch.prompts)
+        real = batch.lengths.sum() + sum(len(prompt.ids) - 1 for prompt in batch.prompts)
         for pack_rows, found in ((True, packed), (False, padded)):
             steps, at = plan_rows(batch, range(128), given._replace(pack=pack_rows))
             found.append(len(steps) * at.rows * (at.S + at.C) / real)
@@ -192,7 +236,7 @@ def test_fifty_steps_of_long_prompts_and_short_completions_have_few_widths() -> 
     for seed in range(50):
         lengths = np.minimum(np.random.default_rng(seed).geometric(1 / 64, 32), 256)
         T = given.completion_width(lengths.max())
-        steps, at = plan_rows(batch_of([*lengths], [384] * 4, T), range(32), given)
+        steps, at = plan_rows(numbered([*lengths], [384] * 4, T), range(32), given)
         places += len(steps) * at.rows * (at.S + at.C)
         real += lengths.sum() + 4 * 383
         programs.add(at)
@@ -204,7 +248,7 @@ def test_rows_of_one_padded_sequence_are_packed_too(mean: int, most: float) -> N
     """A completion of full length leaves room for little else in its row; others share theirs."""
     given = limits(shards=4, sequences=1, completions=8, longest_completion=1024, longest_prompt=64)
     lengths = [1024, *geometric(mean, 1024, 16, 8, 0).lengths.tolist()[1:]]
-    batch = batch_of(lengths, [60] * 16)
+    batch = numbered(lengths, [60] * 16)
     steps, at = plan_rows(batch, range(128), given)
     real = batch.lengths.sum() + 16 * 59
     assert len(steps) * 4 * (at.S + at.C) < most * real
@@ -215,18 +259,24 @@ def test_rows_of_one_padded_sequence_are_packed_too(mean: int, most: float) -> N
 
 
 def packed_step(
-    mesh: tuple[int, int, int] = (1, 1, 1), in_a_row: int = 8, **compute: Any
+    mesh: tuple[int, int, int] = (1, 1, 1),
+    in_a_row: int = 8,
+    completion_mask: np.ndarray | None = None,
+    **compute: Any,
 ) -> tuple[dict[str, float], Any, np.ndarray]:
     """The metrics, the gradient and the log-probabilities of tests/test_update.py's step."""
     x, where = sequences(), layout(*mesh)
-    batch = Batch(PROMPTS, *x)
+    batch = batch_of(PROMPTS, *x)
+    if completion_mask is not None:
+        batch = batch._replace(completion_mask=completion_mask)
+    tokens = batch.completion_mask.sum()
     given = limits(
         shards=where.batch_shards, sequences=in_a_row, completions=K, longest_completion=T
     )
     steps, widths = plan_rows(batch, np.arange(2 * K), given)
     params = laid_out(where.mesh)
     grads, parts, found = zero_grads(params), [], np.zeros(x.mask.shape)
-    counts = Counts(*map(np.float32, (x.mask.sum(), 2 * K, x.mask.sum())))
+    counts = counts_by_hand(tokens, 2 * K, tokens)
     for rows in steps:
         arrays = pack(batch, rows, widths, pad_id=3)
         micro_batch = MicroBatch(**{name: shard_batch(a, where) for name, a in arrays.items()})
@@ -241,8 +291,8 @@ def packed_step(
         )
         parts.append(metrics)
         for row, of_row in zip(rows, np.split(np.asarray(logps), len(rows)), strict=True):
-            found[row.sequences] = of_row[: len(row.sequences)]
-    assert sum(len(row.sequences) for rows in steps for row in rows) == 2 * K
+            found[row] = of_row[: len(row)]
+    assert sum(len(row) for rows in steps for row in rows) == 2 * K
     return merge_metrics(parts), jax.device_get(grads), found * x.mask
 
 
@@ -264,3 +314,20 @@ def test_packed_rows_change_no_loss_no_metric_and_no_gradient(settings: dict[str
     assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-6)
     np.testing.assert_allclose(logps, reference().logps * sequences().mask, atol=1e-5)
     assert_close(grads, reference().grads, 1e-6)
+
+
+def test_tokens_that_do_not_count_are_fed_and_computed_but_add_nothing() -> None:
+    """The tokens that a mask with holes keeps and those that it leaves out add up to all tokens."""
+    x = sequences()
+    kept = x.mask * (np.arange(T) % 3 != 1)
+    parts = [packed_step(completion_mask=mask) for mask in (kept, x.mask - kept)]
+    shares = [mask.sum() / x.mask.sum() for mask in (kept, x.mask - kept)]
+    for name in ("loss", "kl", "clip_ratio/region_mean"):
+        whole = sum(share * part[0][name] for share, part in zip(shares, parts, strict=True))
+        assert whole == pytest.approx(float(reference().metrics[name]), rel=1e-5), name
+    for _, _, logps in parts:
+        np.testing.assert_allclose(logps, reference().logps * x.mask, atol=1e-5)
+    grads = [
+        jax.tree.map(lambda g, s=s: s * g, part[1]) for s, part in zip(shares, parts, strict=True)
+    ]
+    assert_close(jax.tree.map(np.add, *grads), reference().grads, 1e-6)

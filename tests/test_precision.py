@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
-from small_model import in_rows
+from small_model import batch_of, counts_by_hand, in_rows
 
 import data
 import rewards
@@ -21,7 +21,7 @@ from models import hf
 from models.model import Compute
 from runtime.layout import TRAIN_BATCH_AXES, Layout, shard_batch
 from runtime.packing import Batch
-from update import Counts, MicroBatch, micro_step, zero_grads
+from update import MicroBatch, micro_step, zero_grads
 
 TINY = Path(__file__).resolve().parent.parent / "tiny"
 P, K, T = 8, 4, 32
@@ -51,7 +51,7 @@ def step() -> Batch:
         tokens = [*tokenizer(answer)["input_ids"], tokenizer.eos_token_id][:T]
         ids[i, : len(tokens)], mask[i, : len(tokens)] = tokens, 1
     advantages = np.tile(np.float32([1.5, -0.5, -0.5, -0.5]), P)
-    return Batch([p.ids for p in prompts], ids, mask, np.zeros((B, T), np.float32), advantages)
+    return batch_of([p.ids for p in prompts], ids, mask, np.zeros((B, T), np.float32), advantages)
 
 
 @functools.cache
@@ -60,7 +60,7 @@ def gradient(dtype: str, micro: int, wrong: str = "") -> np.ndarray:
     model = hf.read_config(TINY)
     params = hf.load_params(TINY, model, WHERE.mesh, jnp.float32)
     batch, mask = step(), step().completion_mask
-    longest = max(len(ids) for ids in batch.prompts)
+    longest = max(len(prompt.ids) for prompt in batch.prompts)
     total, compute = zero_grads(params), Compute(model, jnp.dtype(dtype), WHERE)
     for start in range(0, B - micro if wrong == "one is left out" else B, micro):
         arrays = in_rows(batch, K, range(start, start + micro), S=longest - 1)
@@ -69,7 +69,7 @@ def gradient(dtype: str, micro: int, wrong: str = "") -> np.ndarray:
             params,
             total,
             MicroBatch(**{name: shard_batch(x, WHERE) for name, x in arrays.items()}),
-            Counts(*map(np.float32, (tokens, B, tokens))),
+            counts_by_hand(tokens, B, tokens),
             objective=Objective(),
             temperature=1.0,
             compute=compute,

@@ -58,14 +58,15 @@ update_policy, one_update = train_grpo.update_policy, train_grpo.one_update
 
 def saving_policy(run, stop, state, ref_params, batch, lr, step):
     arrays = {name: x for name, x in batch._asdict().items() if isinstance(x, np.ndarray)}
-    prompts = {f"prompt{i}": np.array(ids) for i, ids in enumerate(batch.prompts)}
+    prompts = {f"prompt{i}": np.array(prompt.ids) for i, prompt in enumerate(batch.prompts)}
     counts[:] = step, 0
     save_file(arrays | prompts, folder / f"step{step}.safetensors")
+    batch = batch._replace(computed_tokens=np.arange(len(batch.lengths)))  # no update reads them
     return update_policy(run, stop, state, ref_params, batch, lr, step)
 
 def saving_update(run, state, mini_batch, lr):
     weights = {name: np.array(x) for name, x in hf.hf_tensors(state.params, run.model)}
-    weights["sequences"] = mini_batch.sequences
+    weights["sequences"] = mini_batch.computed_tokens
     save_file(weights, folder / "weights{}_{}.safetensors".format(*counts))
     counts[1] += 1
     return one_update(run, state, mini_batch, lr)

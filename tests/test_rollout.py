@@ -17,14 +17,13 @@ from config import Config
 from data import Prompt, batch_indices, load_examples
 from models import hf
 from rollout import (
-    Groups,
-    StepResults,
     choose_groups,
     enough,
     have_equal_rewards,
     reward_completions,
 )
 from runtime.mistakes import UserMistake
+from runtime.packing import Batch
 from sampling import Completions
 
 NAN = math.nan
@@ -155,7 +154,8 @@ def completions_of(texts: list[str], tokenizer: Any) -> Completions:
     width = max(map(len, ids)) + 1
     padded = np.array([[*tokens, *[END] * (width - len(tokens))] for tokens in ids], np.int32)
     mask = np.array([[1] * (len(tokens) + 1) + [0] * (width - len(tokens) - 1) for tokens in ids])
-    return Completions(padded, mask, np.zeros(mask.shape, np.float32), mask.sum(axis=1))
+    lengths = mask.sum(axis=1)
+    return Completions(padded, mask, lengths, np.zeros(mask.shape, np.float32), lengths)
 
 
 def test_each_completion_is_rewarded_with_the_tag_that_its_prompt_has_opened() -> None:
@@ -174,7 +174,7 @@ def test_each_completion_is_rewarded_with_the_tag_that_its_prompt_has_opened() -
     ]
     texts = ["1+1=2", "2</think>", "3", "4 5", "6", "7"]
     completions = completions_of(texts, run.tokenizer)
-    _, totals, per_function = reward_completions(run, completions, prompts)
+    totals, per_function = reward_completions(run, prompts, completions)
     assert rewarded["completions"] == [
         "<think>\n1+1=2",
         "<think>\n2</think>",
@@ -184,8 +184,9 @@ def test_each_completion_is_rewarded_with_the_tag_that_its_prompt_has_opened() -
         "<think>7",
     ]
     assert rewarded["answer"] == ["0", "0", "1", "1", "2", "2"]
-    assert rewarded["completion_ids"] == completions.ids()
-    assert totals.tolist() == completions.lengths().tolist()
+    padded = zip(completions.completion_ids.tolist(), completions.lengths, strict=True)
+    assert rewarded["completion_ids"] == [ids[:length] for ids, length in padded]
+    assert totals.tolist() == completions.lengths.tolist()
     assert per_function.tolist() == [[total] for total in totals]
 
 
@@ -196,13 +197,13 @@ def test_a_reward_function_that_returns_too_few_rewards_is_a_mistake_of_the_user
     run = rewarding(short)
     completions = completions_of(["1", "2"], run.tokenizer)
     with pytest.raises(UserMistake, match="reward short must return a list of 2 rewards, not 1"):
-        reward_completions(run, completions, [Prompt([5], {"answer": "1"})])
+        reward_completions(run, [Prompt([5], {"answer": "1"})], completions)
 
 
 # ---- Dynamic sampling ----------------------------------------------------------------------------
 
 
-def rounds_of(*rewards: list[float], P: int = 3) -> tuple[SimpleNamespace, list[Groups]]:
+def rounds_of(*rewards: list[float], P: int = 3) -> tuple[SimpleNamespace, list[Batch]]:
     """A run with P prompts per step and K=4, and its rounds with these rewards.
 
     Prompts and sequences are numbered over all rounds.
@@ -211,20 +212,17 @@ def rounds_of(*rewards: list[float], P: int = 3) -> tuple[SimpleNamespace, list[
     for number, round_rewards in enumerate(rewards):
         count = len(round_rewards)
         ids = number * count + np.arange(count)  # [B]
+        columns = (np.stack([x, 0 * x, 0 * x], axis=1) for x in (ids, ids + 1000, ids + 0.5))
+        names = ("completion_ids", "completion_mask", "sampling_logps")
+        arrays = dict(zip(names, columns, strict=True))  # [B, 3]
+        arrays |= {"lengths": ids % 2 + 1, "stopped": ids % 2 > 0, "computed_tokens": 300 + ids}
+        arrays |= {"rewards": np.array(round_rewards), "per_function": np.stack([ids, -ids], 1)}
         prompts = [Prompt([number * count // 4 + i], {}) for i in range(count // 4)]
-        arrays = (*(x[:, None] for x in (ids, ids + 1000, ids + 0.5)), ids)  # [B, 1], [B]
-        per_function = np.column_stack([ids, -ids])
-        results = (np.array(round_rewards), 100 + ids, 200 + ids, ids % 2, 300 + ids, 0 * ids)
-        rounds.append(Groups(prompts, Completions(*arrays), StepResults(*results, per_function)))
+        rounds.append(Batch(prompts, **arrays))
     cfg = Config(num_pre_q=4, dynamic_sampling=True, dynamic_sampling_max_rounds=3)
-    sizes = SimpleNamespace(prompts_per_step=P)
-    return SimpleNamespace(cfg=cfg, sizes=sizes, weights=(1.0, 1.0)), rounds
-
-
-def choose_for(local: slice, run: SimpleNamespace, rounds: list[Groups]) -> Groups:
-    """The groups of the process that has this part of the step's sequences."""
-    run.local_sequences = lambda: local
-    return choose_groups(run, rounds)
+    run = SimpleNamespace(cfg=cfg, sizes=SimpleNamespace(prompts_per_step=P), weights=(1.0, 1.0))
+    run.limits = SimpleNamespace(completion_width=lambda longest: longest)
+    return run, rounds
 
 
 SAME = [[0.7] * 4, [0.0] * 4, [1.0] * 4, [NAN] * 4, [NAN, 1.0, 1.0, 1.0]]
@@ -247,31 +245,27 @@ def test_a_step_takes_the_first_groups_whose_rewards_differ_then_fills_up(
 ) -> None:
     run, rounds = rounds_of(sum(first, []), sum(second, []))
     ids = [4 * group + k for group in chosen for k in range(4)]
-    prompts, completions, results = choose_for(slice(0, 12), run, rounds)
-    assert [p.ids for p in prompts] == [[group] for group in chosen]
-    assert completions.completion_ids[:, 0].tolist() == ids
-    assert completions.completion_mask[:, 0].tolist() == [1000 + i for i in ids]
-    assert completions.sampling_logps[:, 0].tolist() == [i + 0.5 for i in ids]
-    rewards = np.array(sum(first + second, []))[ids]
-    np.testing.assert_array_equal(results.rewards, rewards)
-    assert results.prompt_lengths.tolist() == [100 + i for i in ids]
-    assert results.completion_lengths.tolist() == [200 + i for i in ids]
-    assert results.stopped.tolist() == [i % 2 for i in ids]
-    assert results.per_function.tolist() == [[i, -i] for i in ids]
-    # The second of three processes has the completions of the second group, and all results.
-    prompts, completions, results = choose_for(slice(4, 8), run, rounds)
-    assert [p.ids for p in prompts] == [[group] for group in chosen]
-    assert completions.completion_ids[:, 0].tolist() == ids[4:8]
-    assert results.prompt_lengths.tolist() == [100 + i for i in ids]
+    batch = choose_groups(run, rounds)
+    assert [p.ids for p in batch.prompts] == [[group] for group in chosen]
+    assert batch.completion_ids[:, 0].tolist() == ids
+    assert batch.completion_mask[:, 0].tolist() == [1000 + i for i in ids]
+    assert batch.sampling_logps[:, 0].tolist() == [i + 0.5 for i in ids]
+    assert batch.sampling_logps.shape == (12, 2), "the width of the longest completion"
+    np.testing.assert_array_equal(batch.rewards, np.array(sum(first + second, []))[ids])
+    assert batch.prompt_lengths().tolist() == [1] * 12
+    assert batch.lengths.tolist() == [i % 2 + 1 for i in ids]
+    assert batch.stopped.tolist() == [i % 2 > 0 for i in ids]
+    assert batch.computed_tokens.tolist() == [300 + i for i in ids]
+    assert batch.per_function.tolist() == [[i, -i] for i in ids]
 
 
 def test_of_many_groups_the_first_are_taken_in_order() -> None:
     equal = [group % 3 != 1 and group < 50 for group in range(60)]
     rewards = sum((SAME[0] if e else VARY[0] for e in equal), [])
     run, rounds = rounds_of(rewards[:120], rewards[120:], P=30)
-    prompts, *_ = choose_for(slice(0, 120), run, rounds)
+    batch = choose_groups(run, rounds)
     kept = [g for g in range(60) if g % 3 == 1 or g >= 50]
-    assert len(kept) == 27 and [p.ids[0] for p in prompts] == sorted([0, 2, 3] + kept)
+    assert len(kept) == 27 and [p.ids[0] for p in batch.prompts] == sorted([0, 2, 3] + kept)
 
 
 def test_rounds_go_on_until_enough_groups_differ_or_the_limit_is_reached() -> None:
@@ -427,5 +421,5 @@ def test_a_bug_in_a_built_in_reward_keeps_its_traceback() -> None:
 
     run = rewarding(buggy)
     with pytest.raises(ValueError, match="invalid literal") as error:
-        reward_completions(run, completions_of(["1"], run.tokenizer), [Prompt([5], {})])
+        reward_completions(run, [Prompt([5], {})], completions_of(["1"], run.tokenizer))
     assert type(error.value) is ValueError and error.traceback[-1].name == "buggy"

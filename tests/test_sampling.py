@@ -23,8 +23,6 @@ from models.model import Compute, Leaf, Params, param_table
 from runtime.layout import ROLLOUT_BATCH_AXES, Layout
 from sampling import (
     Completions,
-    PaddedPrompts,
-    Sequences,
     Stopping,
     _asking_is_slow,
     begin,
@@ -134,7 +132,7 @@ def run(
     return generate(
         sync_weights(MODEL, where.mesh, dtype, layer_loop)(params),
         Compute(MODEL, dtype, where, layer_loop=layer_loop),
-        PaddedPrompts(*pad_prompts(prompts, 11, PAD)),
+        *pad_prompts(prompts, 11, PAD),
         np.array(sequence_ids or range(len(prompts) * K), np.int32),
         jax.random.key(key),
         sampling=sampling,
@@ -164,14 +162,15 @@ def test_greedy_tokens_are_the_argmax_of_a_forward_pass_over_the_full_sequence()
             logps[p].append(math.log(probs.max()))
     stop_ids = tuple({drawn[4] for drawn in tokens})
     found = run(Sampling(temperature=0.0), prompts, K, T=T, stop_ids=stop_ids)
-    dtypes = ("int32", "int32", "float32")
-    for name, dtype in zip(found._fields, dtypes, strict=False):
+    dtypes = {"completion_ids": "int32", "completion_mask": "int32", "sampling_logps": "float32"}
+    for name, dtype in dtypes.items():
         assert getattr(found, name).shape == (15, 7) and getattr(found, name).dtype == dtype
+    assert found.lengths.tolist() == found.completion_mask.sum(axis=1).tolist()
     for p in range(3):
         n = 1 + min(t for t in range(T) if tokens[p][t] in stop_ids)
         group = slice(p * K, (p + 1) * K)
         assert found.completion_ids[group].tolist() == [tokens[p][:n] + [PAD] * (T - n)] * K
-        assert found.lengths()[group].tolist() == [n] * K
+        assert found.lengths[group].tolist() == [n] * K
         expected = [logps[p][:n] + [0.0] * (T - n)] * K
         np.testing.assert_allclose(found.sampling_logps[group], expected, atol=2e-5)
 
@@ -231,7 +230,7 @@ def test_a_cache_grows_in_at_most_four_stages_of_128_tokens_or_more() -> None:
 
 def test_two_passes_draw_the_tokens_that_one_pass_draws() -> None:
     first, second = run(prompts=PROMPTS[:1]), run(prompts=PROMPTS[1:], sequence_ids=range(8, 16))
-    assert_same(Completions.join([first, second]), run())
+    assert_same(jax.tree.map(lambda *x: np.concatenate(x), first, second), run())
 
 
 def test_repeated_prompts_draw_the_tokens_that_one_prompt_with_a_group_draws() -> None:
@@ -271,20 +270,12 @@ def test_every_stop_id_ends_a_completion_from_the_first_token_on() -> None:
         lengths.append(length)
     # All cases occur: each stop token ends a sequence; one ends at its first token, one in the
     # middle, and one never.
-    assert set(stop_ids) <= set(stopped.last_ids().tolist())
+    last_ids = stopped.completion_ids[np.arange(16), stopped.lengths - 1]
+    assert set(stop_ids) <= set(last_ids.tolist())
     assert lengths[0] == 1 and set(range(2, 12)) & set(lengths)
-    cut_off = [i for i, token in enumerate(stopped.last_ids()) if token not in stop_ids]
+    cut_off = [i for i, token in enumerate(last_ids) if token not in stop_ids]
     assert cut_off and all(lengths[i] == 12 for i in cut_off)
-    assert stopped.lengths().tolist() == lengths
-
-
-def test_lengths_ids_and_last_ids_read_the_mask() -> None:
-    ids = np.array([[7, 9, 9, 9], [5, 6, 7, 8], [1, 2, 3, 9]], np.int32)
-    mask = np.array([[1, 0, 0, 0], [1, 1, 1, 1], [1, 1, 1, 0]], np.int32)
-    found = Completions(ids, mask, np.zeros((3, 4), np.float32), np.full(3, 4))
-    assert found.lengths().tolist() == [1, 4, 3]
-    assert found.ids() == [[7], [5, 6, 7, 8], [1, 2, 3]]
-    assert found.last_ids().tolist() == [7, 8, 3]
+    assert stopped.lengths.tolist() == lengths
 
 
 # ---- One token -----------------------------------------------------------------------------------
@@ -345,23 +336,23 @@ def test_prefill_and_decode_give_the_documented_shapes() -> None:
     L, G, share, N, S, h, T = 3, 5, 7, 2, 10, 8, 13
     R, dtype = G * share, jnp.dtype("bfloat16")
     padded = jax.ShapeDtypeStruct((G, S + 1), jnp.int32)
-    prompts, params = PaddedPrompts(padded, padded), jax.tree.map(jnp.float32, weights())
+    params, compute = jax.tree.map(jnp.float32, weights()), Compute(MODEL, dtype)
     prefix = jax.eval_shape(
-        lambda *given: prefill(given[0], Compute(MODEL, dtype), given[1]), params, prompts
+        lambda params, *prompts: prefill(params, compute, *prompts), params, padded, padded
     )
     assert prefix.k.shape == (L, G, N, h, S)
     assert prefix.v.shape == (L, G, N, S, h)
     assert prefix.k.dtype == dtype
     how = {"sampling": Sampling(), "stopping": Stopping(T, (3,), 3)}
 
-    def decoding(
-        params: Params, prompts: PaddedPrompts, prefix: Any, *given: jax.Array
-    ) -> Sequences:
-        compute = Compute(MODEL, dtype)
-        state = begin(compute, prompts, prefix, *given, width=T, **how)
-        return decode(params, compute, state, T, 0, **how).sequences
+    def decoding(params: Params, *given: Any) -> dict[str, jax.Array]:
+        state = begin(compute, *given, width=T, **how)
+        return decode(params, compute, state, T, 0, **how).drawn
 
-    given = jax.ShapeDtypeStruct((R,), jnp.int32), jax.random.key(0)
-    sequences = jax.eval_shape(decoding, params, prompts, prefix, *given)
-    shapes = [(x.shape, x.dtype) for x in sequences.results]
-    assert shapes == [((R, T), jnp.int32), ((R, T), jnp.float32), ((R,), jnp.int32)]
+    given = padded, padded, prefix, jax.ShapeDtypeStruct((R,), jnp.int32), jax.random.key(0)
+    results = jax.eval_shape(decoding, params, *given)
+    assert {name: (x.shape, x.dtype) for name, x in results.items()} == {
+        "completion_ids": ((R, T), jnp.int32),
+        "sampling_logps": ((R, T), jnp.float32),
+        "lengths": ((R,), jnp.int32),
+    }

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from small_model import batch_of
 from test_drop_ended import small_model
 from test_mini_batches import run_of, step_of
 from test_train import Result, train, train_two
@@ -13,9 +14,8 @@ from test_train import Result, train, train_two
 from config import Config
 from loss import CHOICES, Objective, metrics_of_nothing, policy_loss
 from metrics import merge_updates, of_all_tokens
-from runtime.packing import Batch
-from train_grpo import to_devices
-from update import MiniBatch
+from train_grpo import learns_from, to_devices
+from update import counts_of, to_batch
 
 REPO = Path(__file__).resolve().parent.parent
 NAN = math.nan
@@ -41,23 +41,25 @@ def test_a_run_skips_only_where_the_advantage_is_all_that_counts(settings, skips
 
 
 def test_sequences_of_advantage_zero_are_in_no_micro_step() -> None:
-    run, groups = run_of("MESH_SHAPE=8,1,1 PACKING=off NUM_MINI_BATCHES=1"), np.arange(8)
-    batch = step_of(masked=5)
-    advantages = np.where(np.arange(32) % 8 < 4, 1.0, 0.0).astype(np.float32)
-    skipped = to_devices(run, batch._replace(advantages=advantages), groups)
-    every = to_devices(run, batch._replace(advantages=np.ones(32, "f")), groups)
-    assert (len(skipped.micro_batches), len(every.micro_batches)) == (2, 4)
-    held = np.concatenate(skipped.index)
+    run, batch = run_of("MESH_SHAPE=8,1,1 PACKING=off NUM_MINI_BATCHES=1"), step_of(masked=5)
+    ones = np.ones(32)
+    some = batch._replace(advantages=ones * (np.arange(32) % 8 < 4))
+    every = batch._replace(advantages=ones)
+    assert learns_from(run, some).tolist() == [i for i in range(32) if i % 8 < 4]
+    assert learns_from(run, every).tolist() == [i for i in range(32) if i != 5]
+    micro_batches = to_devices(run, some, learns_from(run, some))
+    assert len(micro_batches) == 2 and len(to_devices(run, every, learns_from(run, every))) == 4
+    held = np.concatenate([micro_batch.sequences for micro_batch in micro_batches])
     assert sorted(held[held >= 0]) == [i for i in range(32) if i % 8 < 4]
-    assert skipped.counts() == every.counts()
+    assert counts_of(some) == counts_of(every)
 
 
 def test_a_sequence_whose_log_probabilities_are_not_finite_is_computed() -> None:
     """Broken weights draw the same tokens for all sequences, so that all advantages are 0."""
     run, batch = run_of("MESH_SHAPE=8,1,1 NUM_MINI_BATCHES=1"), step_of(masked=5)
     logps = np.where(np.arange(32)[:, None] == 7, np.nan, batch.sampling_logps)
-    batch = batch._replace(advantages=np.zeros(32, "f"), sampling_logps=logps)
-    assert to_devices(run, batch, np.arange(8)).computed.tolist() == [7]
+    batch = batch._replace(advantages=np.zeros(32), sampling_logps=logps)
+    assert learns_from(run, batch).tolist() == [7]
 
 
 @pytest.mark.parametrize("loss_type", CHOICES["loss_type"].split())
@@ -70,9 +72,10 @@ def test_an_update_that_computes_nothing_clips_nothing_and_has_a_loss_of_zero(lo
 
 def test_nothing_is_computed_if_every_advantage_is_zero() -> None:
     run, batch = run_of("MESH_SHAPE=8,1,1 NUM_MINI_BATCHES=1"), step_of(masked=5)
-    mini_batch = to_devices(run, batch._replace(advantages=np.zeros(32, "f")), np.arange(8))
-    assert mini_batch.micro_batches == [] and mini_batch.counts().num_tokens == 31 * 3
-    assert not mini_batch.to_batch([]).any()
+    batch = batch._replace(advantages=np.zeros(32))
+    assert to_devices(run, batch, learns_from(run, batch)) == []
+    assert counts_of(batch)["num_tokens"] == 31 * 3
+    assert not to_batch([], [], batch).any()
 
 
 def test_the_metrics_of_the_whole_step_by_hand() -> None:
@@ -80,12 +83,11 @@ def test_the_metrics_of_the_whole_step_by_hand() -> None:
     mask = np.array([[1, 1], [1, 0], [1, 1], [1, 0]], np.int32)
     logps = np.array([[-1, -1], [-1, 9], [-0.5, -1.5], [-4, 9]], np.float32)
     advantages = np.array([1, -1, 0, 0], np.float32)
-    batch = Batch([[1], [2]], mask, mask, logps, advantages)
-    mini_batch = MiniBatch(batch, np.arange(4), np.arange(2), [], [])
+    batch = batch_of([[1], [2]], mask, mask, logps, advantages)
     of_steps = {"loss": 0.3, "clip_ratio/low_min": 0.2, "clip_ratio/high_max": 0.4}
     of_steps |= {"sampling_logp_difference/mean": 0.1, "is_weight/mean": 0.5, "support/mass": 0.2}
     of_steps |= {"sampling_logp_difference/max": 0.7, "grad_norm": 1.0}
-    assert of_all_tokens(of_steps, mini_batch) == pytest.approx(
+    assert of_all_tokens(of_steps, batch, np.arange(2)) == pytest.approx(
         {
             "loss": 0.3,
             "entropy": (1 + 1 + 1 + 0.5 + 1.5 + 4) / 6,
@@ -99,10 +101,10 @@ def test_the_metrics_of_the_whole_step_by_hand() -> None:
             "update_token_count": 3.0,
         }
     )
-    everything = of_all_tokens(of_steps, mini_batch._replace(computed=np.arange(4)))
+    everything = of_all_tokens(of_steps, batch, np.arange(4))
     assert everything == of_steps | {"entropy": 1.5, "update_token_count": 6.0}
     zeros = {"loss": 0.0, "grad_norm": 0.0}
-    nothing = of_all_tokens(zeros, mini_batch._replace(computed=np.arange(0)))
+    nothing = of_all_tokens(zeros, batch, np.arange(0))
     assert nothing == zeros | {"entropy": 1.5, "update_token_count": 0.0}
     assert merge_updates([nothing, everything])["is_weight/mean"] == 0.5
     wrong = merge_updates([everything, everything | {"loss": math.nan, "entropy": math.nan}])
@@ -117,9 +119,8 @@ def missing(metrics: dict[str, float]) -> set[str]:
 def test_an_update_without_a_token_that_counts_has_a_loss_and_no_other_value() -> None:
     """All its completions were cut off, and MASK_TRUNCATED_COMPLETIONS leaves them out."""
     mask = np.zeros((4, 2), np.int32)
-    batch = Batch([[1], [2]], mask, mask, mask.astype("f"), np.array([1, -1, 0, 0], "f"))
-    masked = MiniBatch(batch, np.arange(4), np.arange(0), [], [])
-    found = of_all_tokens(metrics_of_nothing("dapo"), masked)
+    batch = batch_of([[1], [2]], mask, mask, mask.astype("f"), np.array([1, -1, 0, 0], "f"))
+    found = of_all_tokens(metrics_of_nothing("dapo"), batch, np.arange(0))
     assert (found["loss"], found["update_token_count"]) == (0.0, 0.0)
     assert missing(found) == {*found} - {"loss", "update_token_count"}
     assert {"entropy", "clip_ratio/low_mean", "clip_ratio/low_min"} <= missing(found)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
-from small_model import in_rows
+from small_model import batch_of, counts_by_hand, in_rows
 from test_filters import kept_by_rule
 from test_loss_pallas import inputs
 from test_sampling import MODEL, PROMPTS, assert_drawn_from, numpy_filter, numpy_softmax, weights
@@ -22,10 +22,9 @@ from models.logps import tiled_token_logps, token_logps_reference
 from models.model import Compute
 from runtime.layout import TRAIN_BATCH_AXES, Layout
 from runtime.mistakes import UserMistake
-from runtime.packing import Batch
 from runtime.parsing import REPO
 from tools.make_random import make_random
-from update import Counts, MicroBatch, compute_logps_and_entropies, micro_step
+from update import MicroBatch, compute_logps_and_entropies, micro_step
 
 FILTERS = [
     Sampling(top_k=50),
@@ -184,7 +183,7 @@ def scored(sampling: Sampling, mesh: tuple[int, int, int]) -> tuple[MicroBatch, 
     drawn = sample(sampling, mesh=mesh)
     devices = np.array(jax.devices()[: int(np.prod(mesh))]).reshape(mesh)
     layout = Layout(Mesh(devices, ("dp", "fsdp", "tp")), TRAIN_BATCH_AXES)
-    batch = Batch(
+    batch = batch_of(
         PROMPTS,
         *(drawn.completion_ids, drawn.completion_mask, drawn.sampling_logps),
         advantages=np.linspace(-1, 1, 16, dtype=np.float32),
@@ -203,7 +202,7 @@ def test_the_trainer_s_log_probabilities_are_the_sampler_s(sampling, mesh) -> No
     assert (np.abs(logps - batch.sampling_logps) * batch.completion_mask).max() < 1e-5
     everything, _ = compute_logps_and_entropies(params, batch._replace(support=None), 0.7, compute)
     assert (np.abs(everything - batch.sampling_logps) * batch.completion_mask).max() > 0.01
-    counts = Counts(*(np.float32(x) for x in (batch.completion_mask.sum(), 16, 1)))
+    counts = counts_by_hand(batch.completion_mask.sum(), 16, 1)
     how = {"objective": Objective(entropy_coef=0.1), "temperature": 0.7, "compute": compute}
     _, metrics, _ = micro_step(params, None, batch, counts, **how)
     assert metrics["support/entropy"] < metrics["exact_entropy"]

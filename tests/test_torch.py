@@ -15,16 +15,14 @@ import numpy as np
 import pytest
 from formula_model import write_folder
 from jax.sharding import Mesh
-from small_model import in_rows
+from small_model import batch_of, counts_by_hand, in_rows
 
 from loss import Objective, group_advantages
 from metrics import merge_metrics
 from models import hf
 from models.model import Compute
 from runtime.layout import TRAIN_BATCH_AXES, Layout, shard_batch
-from runtime.packing import Batch
 from update import (
-    Counts,
     MicroBatch,
     Optimizer,
     init_state,
@@ -170,7 +168,7 @@ def our_step(folder: Path, variant: str, optimizer: str) -> Step:
     )
     params = hf.load_params(folder, model, where.mesh, np.dtype("float32"))
     before = dict(hf.hf_tensors(params, model))
-    counts = Counts(*map(np.float32, (sum(LENGTHS), 2 * K, sum(LENGTHS))))
+    counts = counts_by_hand(sum(LENGTHS), 2 * K, sum(LENGTHS))
     grads, parts = zero_grads(params), []
     for batch in micro_batches(given(folder), 2, where):
         grads, metrics, _ = micro_step(
@@ -201,7 +199,7 @@ def micro_batches(x: Given, micro: int, where: Layout) -> list[MicroBatch]:
         ids[i, :n], mask[i, :n] = x.completions[i], 1
         old[i, :n], ref[i, :n] = x.old_logps[i], x.ref_logps[i]
     # The logps of the sampler are old_logps.
-    batch = Batch(PROMPTS, ids, mask, old, x.advantages, old, ref)
+    batch = batch_of(PROMPTS, ids, mask, old, x.advantages, old, ref)
     parts = [range(start, start + micro) for start in range(0, 2 * K, micro)]
     return [
         MicroBatch(**{name: shard_batch(a, where) for name, a in arrays.items()})

@@ -13,16 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
-from small_model import in_rows
+from small_model import batch_of, counts_by_hand, in_rows
 from test_sampling import MODEL, numpy_logits, numpy_softmax, weights
 
 from loss import Objective
 from metrics import merge_metrics
 from models.model import Compute, Params, param_shardings
 from runtime.layout import TRAIN_BATCH_AXES, Layout, shard_batch
-from runtime.packing import Batch
 from update import (
-    Counts,
     MicroBatch,
     Optimizer,
     compute_logps_and_entropies,
@@ -109,7 +107,7 @@ def micro_batches(
     pad = ((0, 0), (0, wider))
     padded = [a if a is None or a.ndim == 1 else np.pad(a, pad, constant_values=7) for a in x]
     padded[1] = np.pad(x.mask, pad)
-    batch = Batch(PROMPTS, *padded)
+    batch = batch_of(PROMPTS, *padded)
 
     def micro_batch(start: int) -> MicroBatch:
         arrays = in_rows(batch, share, range(start, start + micro), S=7 + wider)
@@ -151,7 +149,7 @@ def step(
     before = shardings((state, grads))
     grads = grads if micro < 2 * K else None
     top = x.mask if x.top_mask is None else x.mask * x.top_mask
-    counts = Counts(*map(np.float32, (x.mask.sum(), 2 * K, top.sum())))
+    counts = counts_by_hand(x.mask.sum(), 2 * K, top.sum())
     how = {"objective": objective, "temperature": TEMPERATURE, "compute": compute}
     for batch in micro_batches(x, micro, share, wider, where):
         batch = batch._replace(old_logps=None) if on_policy else batch

@@ -20,7 +20,7 @@ from metrics import EVAL_PHASES, evaluate
 from models import hf
 from models.model import Params, abstract_params
 from review import Reviewer
-from rollout import Backend, Run, answer_questions
+from rollout import Backend, Run, answer_questions, texts_of
 from runtime import processes, resume
 from runtime.checkpoint import Checkpoints
 from runtime.mistakes import Unwritable, UserMistake, fail
@@ -103,7 +103,8 @@ def ask(cfg: Config, question: str, answer: str | None) -> None:
         backend.update_weights(params)
         key = jax.random.key(cfg.seed)
         evaluation = answer_questions(run, backend, stop, run.eval_prompts, key, Clock(EVAL_PHASES))
-    print(f"\n{question}\n\n{evaluation.texts[0]}\n")
+    [text] = texts_of(run.tokenizer, run.eval_prompts, evaluation)
+    print(f"\n{question}\n\n{text}\n")
     for function, reward in zip(functions, evaluation.per_function[0], strict=True):
         if not np.isnan(reward):
             print(f"{function.__name__} {reward:g}")

@@ -32,11 +32,12 @@ from models import hf
 from models.draw import Sampling
 from models.model import Compute
 from rewards import SYSTEM_PROMPT
+from rollout import texts_of
 from runtime.layout import ROLLOUT_BATCH_AXES, Layout, make_mesh
 from runtime.mistakes import UserMistake, fail
 from runtime.processes import start_jax
 from runtime.sizes import prompt_width
-from sampling import PaddedPrompts, Stopping, generate
+from sampling import Stopping, generate
 
 
 def complete(
@@ -68,13 +69,13 @@ def complete(
     completions = generate(
         hf.load_params(folder, model, mesh, dtype),
         Compute(model, dtype, Layout(mesh, ROLLOUT_BATCH_AXES)),
-        PaddedPrompts(*data.pad_prompts([prompt.ids], prompt_width(len(prompt.ids)), stop_ids[0])),
+        *data.pad_prompts([prompt.ids], prompt_width(len(prompt.ids)), stop_ids[0]),
         np.zeros(1, np.int32),
         jax.random.key(0),
         sampling=Sampling(temperature=0.0),
         stopping=Stopping(min(max_tokens, room), stop_ids, pad_id=stop_ids[0]),
     )
-    return data.opened_tag(prompt, tokenizer) + completions.texts(tokenizer)[0]
+    return texts_of(tokenizer, [prompt], completions)[0]
 
 
 def side_by_side(texts: dict[str, str], width: int) -> str:

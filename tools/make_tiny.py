@@ -36,7 +36,7 @@ from models import hf
 from models.model import Compute, ModelConfig, Params, init_params
 from rewards import SYSTEM_PROMPT, TAGS
 from runtime.packing import Batch, Limits, pack, plan_rows
-from update import MicroBatch, completion_results, learning_rate
+from update import MicroBatch, completion_scores, learning_rate
 
 SEED = 0
 FOLDER = Path(__file__).resolve().parents[1] / "tiny"
@@ -255,7 +255,7 @@ def warm_up(
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params: Params, opt_state: Any, batch: MicroBatch, lr: jax.Array) -> Any:
         def cross_entropy(params: Params) -> jax.Array:
-            logps, _ = completion_results(params, batch, 1.0, compute)
+            logps, _ = completion_scores(params, batch, 1.0, compute)
             return -(logps * batch.completion_mask).sum() / batch.completion_mask.sum()
 
         loss, grads = jax.value_and_grad(cross_entropy)(params)
@@ -265,9 +265,9 @@ def warm_up(
     params = init_params(model, jax.random.key(SEED))
     for stage in stages:
         opt_state = rule.init(params)
-        prompts = [p.ids for p in data.build_prompts(examples, tokenizer, stage.system_prompt)]
+        prompts = data.build_prompts(examples, tokenizer, stage.system_prompt)
         sequences = stage.prompts * stage.solutions
-        width = max(map(len, prompts))
+        width = max(len(prompt.ids) for prompt in prompts)
         limits = Limits(
             shards=1,
             sequences=sequences,
@@ -290,7 +290,14 @@ def warm_up(
                 ids[place, : len(completion)] = completion
                 mask[place, : len(completion)] = 1
             logps, advantages = np.zeros(mask.shape, np.float32), np.zeros(len(mask), np.float32)
-            given = Batch([prompts[j] for j in indices], ids, mask, logps, advantages)
+            given = Batch(
+                [prompts[j] for j in indices],
+                ids,
+                mask,
+                mask.sum(axis=1),
+                sampling_logps=logps,
+                advantages=advantages,
+            )
             rows, widths = plan_rows(given, range(len(mask)), limits)
             batch = MicroBatch(**pack(given, rows[0], widths, 0))
             lr = learning_rate(

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from config import Config
+from data import Prompt
 from models import hf
 from models.placement import (
     Workload,
@@ -365,12 +366,15 @@ def shorter_line(plan: Plan, chip: Chip, links: int) -> str:
     rng, model, prompts = np.random.default_rng(0), plan.training.model, sizes.prompts_per_step
     lengths = np.minimum(rng.geometric(4 / plan.T, sizes.global_batch), plan.T)
     mask = (np.arange(plan.T) < lengths[:, None]).astype(np.int32)
-    batch = Batch([range(plan.S + 1)] * prompts, mask, mask, mask, lengths)
+    prompt = Prompt(range(plan.S + 1), {})
+    batch = Batch([prompt] * prompts, mask, mask, lengths, sampling_logps=mask)
     limits = limits_of(cfg, sizes, plan.training, plan.processes, plan.S)
-    groups = np.arange(sizes.global_batch).reshape(cfg.num_mini_batches, -1)
+    groups = np.arange(prompts).reshape(cfg.num_mini_batches, -1)
     update = 0.0
     for part in groups:
-        steps, (rows, S, C, *_) = plan_rows(batch, part, limits)
+        mini_batch = batch.groups(part)
+        everything = range(len(mini_batch.lengths))
+        steps, (rows, S, C, *_) = plan_rows(mini_batch, everything, limits)
         X, mean = limits.shards * rows, int(lengths.mean())
         work = Workload(X * C // mean, X * S // plan.S, plan.S, mean)
         how = {"backward": True, "remat": cfg.remat, "impl": plan.training.policy_loss_impl}

@@ -29,8 +29,6 @@ from runtime.packing import widest
 from runtime.sizes import Sizes, eval_questions, prompt_share
 from sampling import (
     Decoding,
-    PaddedPrompts,
-    Sequences,
     Stopping,
     decode,
     drop_sequences,
@@ -39,7 +37,6 @@ from sampling import (
 )
 from startup import eval_sampling_of, objective_of, optimizer_of
 from update import (
-    Counts,
     MicroBatch,
     TrainState,
     abstract_state,
@@ -150,6 +147,7 @@ def micro_batch(plan: Plan) -> MicroBatch:
         start=row,
         targets=batch(jnp.int32, X, C),
         places=batch(jnp.int32, X, n, T),
+        sequences=batch(jnp.int32, X * n),
         completion_mask=tokens,
         sampling_logps=logps,
         advantages=batch(jnp.float32, X * n),
@@ -205,8 +203,9 @@ def call(plan: Plan, program: str) -> tuple[Any, tuple, dict[str, Any]]:
         )
     if program == "micro_step":
         static = {"objective": objective_of(cfg), "temperature": cfg.temperature}
+        counts = dict.fromkeys(("num_tokens", "num_sequences", "num_top_tokens"), scalar)
         grad_sum = grads if plan.sizes.grad_accum_steps > 1 else None
-        arguments = (state.params, grad_sum, micro_batch(plan), Counts(scalar, scalar, scalar))
+        arguments = (state.params, grad_sum, micro_batch(plan), counts)
         return micro_step, arguments, static | {"compute": training}
     if program == "optimizer_step":
         static = {"optimizer": optimizer_of(cfg), "model": model}
@@ -222,12 +221,12 @@ def prefill_call(plan: Plan) -> tuple[Any, tuple, dict[str, Any]]:
     weights = abstract_params(rollout.model, layout.mesh, rollout.dtype, rollout.layer_loop)
     shape = (workload.G, workload.S + 1)
     prompt = array(layout.mesh, shape, jnp.int32, layout.batch_axes)
-    return prefill, (weights, rollout, PaddedPrompts(prompt, prompt)), {}
+    return prefill, (weights, rollout, prompt, prompt), {}
 
 
 def decode_call(plan: Plan) -> tuple[Any, tuple, dict[str, Any]]:
     """The result of `call` for the decoding of a rollout pass."""
-    _, (weights, rollout, _), _ = prefill_call(plan)
+    _, (weights, rollout, *_), _ = prefill_call(plan)
     (R, G, S, T), model = plan.rollout_workload(), rollout.model
     mesh, batch_axes = rollout.layout
     N, h = model.num_kv_heads, model.head_dim
@@ -243,29 +242,39 @@ def decode_call(plan: Plan) -> tuple[Any, tuple, dict[str, Any]]:
     mask = array(mesh, (G, S), bool, batch_axes)
     key = array(mesh, (), jax.eval_shape(lambda: jax.random.key(0)).dtype)
     number = array(mesh, (), jnp.int32)
-    state = Decoding(number, number, key, sequences(plan), prefix, mask, completion)
+    state = Decoding(
+        t=number,
+        live=number,
+        key=key,
+        **per_sequence(plan),
+        prompt=prefix,
+        prompt_mask=mask,
+        completion=completion,
+    )
     static = {"sampling": plan.sampling, "stopping": Stopping(T, stop_ids=(0, 1), pad_id=0)}
     return decode, (weights, rollout, state, number, number), static
 
 
-def sequences(plan: Plan) -> Sequences:
-    """The shapes of what decoding knows of each sequence."""
+def per_sequence(plan: Plan) -> dict[str, Any]:
+    """The shapes of what decoding knows of each sequence, by their names in Decoding."""
     (R, _, _, T), (mesh, batch_axes) = plan.rollout_workload(), plan.rollout.layout
 
     def row(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
         return array(mesh, (R, *shape), dtype, batch_axes)
 
-    results = row(jnp.int32, T), row(jnp.float32, T), row(jnp.int32)
+    drawn = {"completion_ids": row(jnp.int32, T), "sampling_logps": row(jnp.float32, T)}
+    drawn["lengths"] = row(jnp.int32)
     if plan.sampling.replay:
         U = support_size(plan.sampling, plan.rollout.model.vocab_size)
-        results += (row(jnp.int32, T, U), row(jnp.int32))
-    return Sequences(*[row(jnp.int32)] * 3, row(jnp.bool_), results)
+        drawn |= {"support": row(jnp.int32, T, U), "cut_tokens": row(jnp.int32)}
+    numbers = dict.fromkeys(("sequence_ids", "last_position", "token"), row(jnp.int32))
+    return numbers | {"done": row(jnp.bool_), "drawn": drawn}
 
 
 def drop_call(plan: Plan) -> tuple[Any, tuple, dict[str, Any]]:
     """The result of `call` for the first time that sequences leave the batch."""
     _, (_, rollout, state, *_), _ = decode_call(plan)
-    sizes = smaller_batches(len(state.sequences.done) // rollout.layout.batch_shards)
+    sizes = smaller_batches(len(state.done) // rollout.layout.batch_shards)
     return drop_sequences, (rollout, state), {"size": sizes[0]}
 
 

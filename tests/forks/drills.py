@@ -141,11 +141,11 @@ SETTING = Drill(
         Edit(
             "rollout.py",
             """\
-    return Rewarded(texts, *rewards.total_rewards(texts, columns, run.functions, run.weights))
+    return rewards.total_rewards(texts, columns, run.functions, run.weights)
 """,
             """\
     totals, per_function = rewards.total_rewards(texts, columns, run.functions, run.weights)
-    return Rewarded(texts, totals * run.cfg.reward_scale, per_function)
+    return totals * run.cfg.reward_scale, per_function
 """,
         ),
         Edit(

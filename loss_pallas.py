@@ -1,22 +1,30 @@
-"""Log-probabilities of tokens, by jax or by a TPU kernel that computes them and their gradients.
+"""A TPU kernel for the log-probabilities of tokens, their entropies and the gradients of both.
 
-models/logps.py walks the vocabulary in tiles. The kernel computes a tile without writing its logits
-to HBM, and updates the same arrays as the jnp there: docs/kernel.md compares both.
+token_logps in models/logps.py walks the vocabulary in tiles, and hands each tile to the Kernel of
+this file if it gets one. The kernel computes a tile with the same functions as the jnp there, but
+does not write the logits to HBM. docs/kernel.md compares both.
 
-Dimensions: t tokens of an input, n tokens of a device, V vocabulary, D model width, v lm_head rows
-of a tile, k = 1: the kernel has no support.
+Dimensions: n tokens of a device, V vocabulary, D model width, v lm_head rows of a tile.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import Mesh
 
-from models import logps
-from models.logps import CallSettings, Tile, dot, forward_tile, logits_gradient
+from models.logps import (
+    BackwardInputs,
+    CallSettings,
+    Statistics,
+    Target,
+    Tile,
+    dot,
+    forward_tile,
+    logits_gradient,
+)
 
 # (MiB of VMEM of a core, cores of a device) by the beginning of device_kind, as in jax 0.10's
 # jax/_src/pallas/mosaic/tpu_info.py. The first match counts, so v5e ("v5 lite") stands before v5p.
@@ -29,37 +37,7 @@ CORES = {
 }
 # What block_sizes chooses from. Multiples of 64 tokens and of 128 rows fill the chip's tiles.
 TOKEN_BLOCKS, VOCABULARY_TILES = (256, 128, 64), (2048, 1024, 512, 256, 128)
-STATS = SAVED = 4  # numbers of a token in the stats of forward and in what backward gets, for k = 1
-
-
-def token_logps(
-    hidden: jax.Array,
-    lm_head: jax.Array,
-    ids: jax.Array,
-    *,
-    support: jax.Array | None = None,
-    temperature: float = 1.0,
-    impl: str = "jax",
-    mesh: Mesh | None = None,
-    interpret: Any = False,
-) -> tuple[jax.Array, ...]:
-    """Returns log p of `ids` and the entropy of each distribution, both [..., t] float32 nats.
-
-    hidden: [..., t, D]. lm_head: [V, D]. ids: [..., t] int32. support: [..., t, U] int32, or None.
-    tiled_token_logps in models/logps.py explains these, temperature and mesh.
-    impl: "jax" runs anywhere, "pallas" on a TPU. interpret: True or pltpu.InterpretParams run the
-    kernel on any device.
-    Raises ValueError for an unknown impl, and for pallas with a support.
-    """
-    if impl not in ("jax", "pallas"):
-        raise ValueError(f"POLICY_LOSS_IMPL={impl!r} is not one of jax, pallas")
-    kernel = None
-    if impl == "pallas":
-        devices = mesh.devices.flat if mesh else jax.devices()
-        kernel = Kernel(devices[0].device_kind, interpret)
-    return logps.tiled_token_logps(
-        hidden, lm_head, ids, support=support, temperature=temperature, mesh=mesh, kernel=kernel
-    )
+PACKED = 4  # float32 numbers of a token: the fields of Statistics, and those of BackwardInputs
 
 
 def _vmem_and_cores(device_kind: str) -> tuple[int, int]:
@@ -94,14 +72,28 @@ def block_sizes(D: int, itemsize: int, device_kind: str) -> tuple[int, int]:
 
 
 class Kernel(NamedTuple):
-    """What computes the tiles of models/logps.py on a TPU; hashable."""
+    """What computes the tiles of models/logps.py on a TPU; hashable. It computes no support."""
 
     device_kind: str
-    interpret: Any  # False on a TPU; True or pltpu.InterpretParams run the kernel on any device
+    interpret: Any = False  # True or pltpu.InterpretParams run the kernel on any device
 
     def blocks(self, hidden: jax.Array) -> tuple[int, int]:
         """The block_sizes for hidden [n, D]."""
         return block_sizes(hidden.shape[1], hidden.dtype.itemsize, self.device_kind)
+
+    @staticmethod
+    def pack(columns: Sequence[jax.Array]) -> jax.Array:
+        """[n, PACKED], one array for the kernel, from columns [n, 1]."""
+        lane = jax.lax.broadcasted_iota(jnp.int32, (len(columns[0]), PACKED), 1)
+        packed = jnp.zeros(lane.shape)
+        for i, column in enumerate(columns):
+            packed = jnp.where(lane == i, column, packed)
+        return packed
+
+    @staticmethod
+    def unpack(packed: jax.Array) -> list[jax.Array]:
+        """The columns [n, 1] of [n, PACKED]."""
+        return [packed[:, i : i + 1] for i in range(PACKED)]
 
     def settings(self, *semantics: str) -> dict[str, Any]:
         """Arguments of pallas_call. semantics: of the dimensions of its grid."""
@@ -110,15 +102,17 @@ class Kernel(NamedTuple):
         return {"compiler_params": params, "interpret": self.interpret}
 
     def forward(
-        self, call: CallSettings, hidden: jax.Array, tile: Tile, target: jax.Array, stats: jax.Array
+        self, call: CallSettings, hidden: jax.Array, tile: Tile, target: Target, stats: jax.Array
     ) -> jax.Array:
-        """Runs forward_tile on one block of tokens after the other."""
+        """Runs forward_tile on one block of tokens after the other. stats: packed."""
         n, D = hidden.shape
         block = min(self.blocks(hidden)[0], n)
 
-        def kernel(tile_position, hidden, w, target, stats, new_stats):
+        def kernel(tile_position, hidden, w, ids, stats, new_stats):
             tile = Tile(w[...], tile_position[0], tile_position[1])
-            new_stats[...] = forward_tile(call, hidden[...], tile, target[...], stats[...])
+            target = Target(ids[...], None)
+            stats = Statistics(*self.unpack(stats[...]))
+            new_stats[...] = self.pack(forward_tile(call, hidden[...], tile, target, stats))
 
         def token_block(width: int) -> pl.BlockSpec:
             return pl.BlockSpec((block, width), lambda i: (i, 0))
@@ -129,23 +123,23 @@ class Kernel(NamedTuple):
         return pl.pallas_call(
             kernel,
             grid=(pl.cdiv(n, block),),
-            in_specs=[scalars, token_block(D), weights_block, token_block(1), token_block(STATS)],
-            out_specs=token_block(STATS),
+            in_specs=[scalars, token_block(D), weights_block, token_block(1), token_block(PACKED)],
+            out_specs=token_block(PACKED),
             out_shape=jax.ShapeDtypeStruct(stats.shape, stats.dtype),
             **self.settings("parallel"),
-        )(tile_position, hidden, tile.w, target, stats)
+        )(tile_position, hidden, tile.w, target.ids, stats)
 
     def backward(
         self,
         call: CallSettings,
         hidden: jax.Array,
         tile: Tile,
-        target: jax.Array,
-        saved: jax.Array,
+        target: Target,
+        inputs: jax.Array,
         grad_hidden: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
         """The gradients of a tile. Each block of tokens adds to its part of grad_hidden, and all
-        blocks of a core add to the same grad_w.
+        blocks of a core add to the same grad_w. inputs: packed.
 
         A single kernel computes the logits again once. Two kernels, one for each gradient, would do
         it twice, but they would not read and write grad_hidden in HBM for every tile.
@@ -156,9 +150,10 @@ class Kernel(NamedTuple):
         cores = _vmem_and_cores(self.device_kind)[1]
         cores = cores if blocks % cores == 0 else 1
 
-        def kernel(tile_position, hidden, w, target, saved, before, grad_hidden, grad_w):
+        def kernel(tile_position, hidden, w, ids, inputs, before, grad_hidden, grad_w):
             hidden, tile = hidden[...], Tile(w[...], tile_position[0], tile_position[1])
-            grad_logits = logits_gradient(call, hidden, tile, target[...], saved[...])  # [block, v]
+            target, inputs = Target(ids[...], None), BackwardInputs(*self.unpack(inputs[...]))
+            grad_logits = logits_gradient(call, hidden, tile, target, inputs)  # [block, v]
             if n % block:  # The last block reads past the end, where the values may be NaN.
                 i = pl.program_id(0) * (blocks // cores) + pl.program_id(1)
                 token = i * block + jax.lax.broadcasted_iota(jnp.int32, (block, 1), 0)
@@ -180,7 +175,7 @@ class Kernel(NamedTuple):
             (None, v, D), lambda core, i: (core, 0, 0), pipeline_mode=once
         )
         tile_position = jnp.stack([tile.first, tile.repeated]).astype(jnp.int32)  # [2]
-        widths = (1, SAVED, D)  # of target, saved, grad_hidden
+        widths = (1, PACKED, D)  # of ids, inputs, grad_hidden
         grad_hidden, grad_w = pl.pallas_call(
             kernel,
             grid=(cores, blocks // cores),
@@ -191,5 +186,5 @@ class Kernel(NamedTuple):
             ],
             input_output_aliases={5: 0},  # grad_hidden is updated in place.
             **self.settings("parallel", "arbitrary"),
-        )(tile_position, hidden, tile.w, target, saved, grad_hidden)
+        )(tile_position, hidden, tile.w, target.ids, inputs, grad_hidden)
         return grad_hidden, grad_w.sum(axis=0)

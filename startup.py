@@ -22,7 +22,7 @@ import data
 import rewards
 from config import Config
 from loss import Objective
-from loss_pallas import block_sizes
+from loss_pallas import Kernel, block_sizes
 from metrics import drift_level
 from models import hf, placement
 from models.draw import Sampling
@@ -129,8 +129,9 @@ def set_up(cfg: Config, example: dict[str, str] | None = None) -> Run:
     training, rollout, reason = placement.how_to_compute(
         cfg, inputs.model, inputs.sizes, S, jax.devices()
     )
-    if training.policy_loss_impl == "pallas":
-        stop_if_too_wide_for_pallas(inputs.model.hidden_size, jax.devices()[0].device_kind)
+    device_kind = jax.devices()[0].device_kind
+    kernel = logps_kernel(cfg.policy_loss_impl, inputs.model.hidden_size, device_kind)
+    training = training._replace(logps_kernel=kernel)
     stop_ids = hf.stop_ids(inputs.folder, inputs.tokenizer, inputs.model.vocab_size)
     run = Run(
         **vars(inputs),
@@ -153,7 +154,7 @@ def set_up(cfg: Config, example: dict[str, str] | None = None) -> Run:
         f"rollout={placement.rollout_mesh(cfg, rollout)} ({cfg.rollout_mesh_shape}{reason})\n"
         f"{cfg.rollout_lines()}"
         f"loss.loss_type={cfg.loss_type} loss.adv_estimator={cfg.adv_estimator} "
-        f"train.policy_loss_impl={training.policy_loss_impl} "
+        f"train.policy_loss_impl={cfg.policy_loss_impl} "
         f"train.attention_impl={training.attention_impl} "
         f"train.packing={'on' if run.limits.pack else 'off'} "
         f"train.skip_zero_advantage={'on' if cfg.skips() else 'off'}",
@@ -202,12 +203,18 @@ def optimizer_of(cfg: Config) -> Optimizer:
     return Optimizer(name=cfg.optimizer, weight_decay=cfg.weight_decay, clip_norm=cfg.clip_norm)
 
 
-def stop_if_too_wide_for_pallas(D: int, device_kind: str) -> None:
-    """Raises UserMistake if POLICY_LOSS_IMPL=pallas cannot run with hidden states of width D."""
+def logps_kernel(policy_loss_impl: str, D: int, device_kind: str) -> Kernel | None:
+    """The kernel of POLICY_LOSS_IMPL=pallas, or None for jax.
+
+    Raises UserMistake if hidden states of width D are too wide for the kernel.
+    """
+    if policy_loss_impl == "jax":
+        return None
     try:
         block_sizes(D, 2, device_kind)
     except ValueError as error:  # loss_pallas.py knows no UserMistake
         raise UserMistake(str(error)) from None
+    return Kernel(device_kind)
 
 
 def stop_if_unable_to_write(cfg: Config) -> None:
@@ -228,10 +235,11 @@ def stop_if_unable_to_write(cfg: Config) -> None:
 
 def what_ran(run: Run) -> dict[str, str]:
     """What this machine has made of the settings that leave a choice, as config.yaml names it."""
-    chosen = ("policy_loss_impl", "attention_impl", "layer_loop", "dtype")
+    chosen = ("attention_impl", "layer_loop", "dtype")
     level = drift_level(run)
     return ({"derived.drift_level": to_text(level)} if level < math.inf else {}) | {
         "derived.reward_weights": to_text(run.weights),
+        "derived.policy_loss_impl": run.cfg.policy_loss_impl,
         **{f"derived.{name}": str(getattr(run.training, name)) for name in chosen},
         "derived.mesh_shape": mesh_text(run.training.layout.mesh),
         "derived.rollout_mesh_shape": placement.rollout_mesh(run.cfg, run.rollout),

@@ -20,8 +20,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from data import pad_prompts
 from loss import Objective, policy_loss
-from loss_pallas import token_logps
 from models.attention import PackedRows
+from models.logps import token_logps
 from models.model import (
     Compute,
     ModelConfig,
@@ -126,8 +126,8 @@ def completion_scores(
         batch.targets,
         support=batch.support,
         temperature=temperature,
-        impl=compute.policy_loss_impl,
         mesh=compute.layout.mesh if compute.layout else None,
+        kernel=compute.logps_kernel,
     )  # each [X, C]
     at_places = jax.vmap(lambda x, places: x[places])
     return tuple(at_places(x, batch.places).reshape(batch.completion_mask.shape) for x in scores)

@@ -27,24 +27,8 @@ MASKED = -1e30  # A logit of probability 0. It is finite because inf - inf is Na
 SMALLEST = 1e-37  # A less probable support counts as this, because the logarithm of 0 is infinite.
 BATCH_AXES = ("dp", "fsdp")  # mesh axes over which the sequences are split
 
-# The tiles work on three arrays with a row for each token; the last two are float32.
-# `target` [n, 1 + U] has the sampled token's id and the ids of the support (U = 0: no support).
-# `stats` [n, 2 + 2k], in forward, covers the tiles so far. Its columns are the largest logit, the
-#     sampled token's logit, the sum of e = exp(logit - largest), the sum of e (logit - largest),
-#     and these two sums over the tokens of the support alone.
-# `saved` [n, 3 + k], in backward, has the cotangents of logps and entropy, which are the gradients
-#     of the loss in these two, then entropy, logsumexp and the logsumexp of the support.
 
-
-class CallSettings(NamedTuple):
-    """The arguments of tiled_token_logps that are not arrays; hashable, as custom_vjp needs."""
-
-    temperature: float
-    mesh: Mesh | None
-    kernel: Any  # the Kernel of loss_pallas.py; None: jnp
-
-
-def tiled_token_logps(
+def token_logps(
     hidden: jax.Array,
     lm_head: jax.Array,
     ids: jax.Array,
@@ -74,9 +58,8 @@ def tiled_token_logps(
     if kernel is None and logits_bytes <= LOGITS_TILE_BYTES:
         settings = {"support": support, "temperature": temperature}
         return token_logps_reference(hidden, lm_head, ids, **settings)
-    target = ids[..., None]  # [..., t, 1]
-    target = target if support is None else jnp.concatenate([target, support], axis=-1)
     call = CallSettings(temperature, mesh, kernel)
+    target = Target(ids[..., None], support)
     logps, entropy, logsumexp = _tiled_token_logps(hidden, lm_head, target, call)
     if support is None:
         return logps, entropy[..., 0]
@@ -92,7 +75,7 @@ def token_logps_reference(
     support: jax.Array | None = None,
     temperature: float = 1.0,
 ) -> tuple[jax.Array, ...]:
-    """Returns the same as tiled_token_logps, computed from an array of all logits."""
+    """Returns the same as token_logps, computed from an array of all logits."""
     head = lm_head.astype(hidden.dtype)
     in_float32 = {"precision": _precision(hidden.dtype), "preferred_element_type": jnp.float32}
     logits = jnp.einsum("...d,vd->...v", hidden, head, **in_float32) / temperature  # [..., t, V]
@@ -114,33 +97,75 @@ def token_logps_reference(
 # ---- Around the tiles ----------------------------------------------------------------------------
 
 
+class CallSettings(NamedTuple):
+    """The arguments of token_logps that are not arrays; hashable, as custom_vjp needs."""
+
+    temperature: float
+    mesh: Mesh | None
+    kernel: Any  # the Kernel of loss_pallas.py; None: jnp
+
+
+class Target(NamedTuple):
+    """The ids that the program looks for in the vocabulary."""
+
+    ids: jax.Array  # [..., t, 1] int32, the sampled token
+    support: jax.Array | None  # [..., t, U] int32, -1 in unused places
+
+
+class Statistics(NamedTuple):
+    """What forward knows of each token after the tiles so far; float32. The first of the k sums is
+    over all tokens of the vocabulary, the second over those of the support."""
+
+    largest: jax.Array  # [n, 1], the largest logit
+    chosen: jax.Array  # [n, 1], the sampled token's logit; 0 before its tile
+    exp_sum: jax.Array  # [n, k], the sum of e = exp(logit - largest)
+    entropy_sum: jax.Array  # [n, k], the sum of e (logit - largest)
+
+    def relative_to(self, largest: jax.Array) -> "Statistics":
+        """The same statistics after a larger logit [n, 1] has been found."""
+        below = self.largest - largest
+        scale = jnp.exp(below)
+        entropy_sum = scale * (self.entropy_sum + below * self.exp_sum)
+        return Statistics(largest, self.chosen, scale * self.exp_sum, entropy_sum)
+
+
+class BackwardInputs(NamedTuple):
+    """What backward knows of each token; float32. The gradients are those of the loss."""
+
+    grad_logp: jax.Array  # [..., t, 1]
+    grad_entropy: jax.Array  # [..., t, 1]
+    entropy: jax.Array  # [..., t, 1]
+    logsumexp: jax.Array  # [..., t, k]
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _tiled_token_logps(
-    hidden: jax.Array, lm_head: jax.Array, target: jax.Array, call: CallSettings
+    hidden: jax.Array, lm_head: jax.Array, target: Target, call: CallSettings
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns logps [..., t], and the entropy and logsumexp of each distribution [..., t, k]. Only
     logps and the first entropy have a gradient."""
     return _forward(hidden, lm_head, target, call)[0]
 
 
-def _forward(hidden: jax.Array, lm_head: jax.Array, target: jax.Array, call: CallSettings) -> Any:
+def _forward(hidden: jax.Array, lm_head: jax.Array, target: Target, call: CallSettings) -> Any:
     outputs = _on_mesh(_forward_shard, call, hidden, lm_head, target)
     return outputs, (hidden, lm_head, target, *outputs[1:])
 
 
 def _backward(call: CallSettings, residuals: Any, cotangents: Any) -> Any:
     hidden, lm_head, target, entropy, logsumexp = residuals
-    of_all = [cotangents[0], cotangents[1][..., 0], entropy[..., 0]]
-    saved = jnp.concatenate([jnp.stack(of_all, axis=-1), logsumexp], axis=-1)  # [..., t, 3 + k]
-    grad_hidden, grad_lm_head = _on_mesh(_backward_shard, call, hidden, lm_head, target, saved)
-    return grad_hidden, grad_lm_head, np.zeros(target.shape, jax.dtypes.float0)
+    grad_logp, grad_entropy = cotangents[0][..., None], cotangents[1][..., :1]
+    inputs = BackwardInputs(grad_logp, grad_entropy, entropy[..., :1], logsumexp)
+    grad_hidden, grad_lm_head = _on_mesh(_backward_shard, call, hidden, lm_head, target, inputs)
+    no_gradient = jax.tree.map(lambda ids: np.zeros(ids.shape, jax.dtypes.float0), target)
+    return grad_hidden, grad_lm_head, no_gradient
 
 
 _tiled_token_logps.defvjp(_forward, _backward)
 
 
-def _on_mesh(program: Any, call: CallSettings, *arrays: jax.Array) -> Any:
-    """Runs `program` on each device's part of hidden, lm_head, target and, in backward, saved."""
+def _on_mesh(program: Any, call: CallSettings, *arrays: Any) -> Any:
+    """Runs `program` on each device's part of the arrays; the first two are hidden and lm_head."""
     if call.mesh is None:
         return program(call, *arrays)
     tokens, head = PartitionSpec(BATCH_AXES), PartitionSpec("tp", "fsdp")
@@ -191,51 +216,56 @@ def _add_tile(call: CallSettings, grad_lm_head: jax.Array, i: Any, grad_w: jax.A
     return jax.lax.dynamic_update_slice_in_dim(grad_lm_head, before + grad_w, start, 0)
 
 
+def _flatten_tokens(arrays: Any) -> Any:
+    """The arrays [..., t, width] as [n, width]."""
+    return jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), arrays)
+
+
 def _forward_shard(
-    call: CallSettings, hidden: jax.Array, lm_head: jax.Array, target: jax.Array
+    call: CallSettings, hidden: jax.Array, lm_head: jax.Array, target: Target
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns what _tiled_token_logps returns, of this device's tokens."""
-    lead, k = target.shape[:-1], min(target.shape[-1], 2)
-    hidden, target = (x.reshape(-1, x.shape[-1]) for x in (hidden, target))
-    size = _tile_size(call, lm_head, hidden)
+    lead, k = hidden.shape[:-1], 1 if target.support is None else 2
+    hidden, target = _flatten_tokens((hidden, target))
+    n, size = len(hidden), _tile_size(call, lm_head, hidden)
     forward = call.kernel.forward if call.kernel else forward_tile
 
-    def one_tile(i: jax.Array, stats: jax.Array) -> jax.Array:
+    def one_tile(i: jax.Array, stats: Any) -> Any:
         return forward(call, hidden, _tile(call, lm_head, size, i, hidden.dtype), target, stats)
 
-    stats = jnp.zeros((len(hidden), 2 + 2 * k), jnp.float32).at[:, 0].set(MASKED)
+    nothing, lowest = jnp.zeros((n, k)), jnp.full((n, 1), MASKED, jnp.float32)
+    stats = Statistics(lowest, chosen=jnp.zeros((n, 1)), exp_sum=nothing, entropy_sum=nothing)
+    # The kernel needs the statistics in one array. They are packed once, not for every tile.
+    stats = call.kernel.pack(stats) if call.kernel else stats
     stats = jax.lax.fori_loop(0, -(-lm_head.shape[0] // size), one_tile, stats)
-    largest, chosen, exp_sum, entropy_sum = (
-        stats[:, :1],
-        stats[:, 1],
-        stats[:, 2::2],
-        stats[:, 3::2],
-    )
+    stats = Statistics(*call.kernel.unpack(stats)) if call.kernel else stats
     if call.mesh:
-        largest_of_all = jax.lax.pmax(largest, "tp")
-        below = largest - largest_of_all
-        entropy_sum = jnp.exp(below) * (entropy_sum + below * exp_sum)
-        sums = jnp.exp(below) * exp_sum, entropy_sum, chosen
-        (exp_sum, entropy_sum, chosen), largest = jax.lax.psum(sums, "tp"), largest_of_all
-    exp_sum = jnp.maximum(exp_sum, SMALLEST)
-    logsumexp = largest + jnp.log(exp_sum)  # [n, k]
-    entropy = jnp.log(exp_sum) - entropy_sum / exp_sum
-    logps = chosen - logsumexp[:, -1]
+        stats = stats.relative_to(jax.lax.pmax(stats.largest, "tp"))
+        stats = Statistics(stats.largest, *jax.lax.psum(stats[1:], "tp"))
+    exp_sum = jnp.maximum(stats.exp_sum, SMALLEST)
+    logsumexp = stats.largest + jnp.log(exp_sum)  # [n, k]
+    entropy = jnp.log(exp_sum) - stats.entropy_sum / exp_sum
+    logps = stats.chosen[:, 0] - logsumexp[:, -1]
     return logps.reshape(lead), entropy.reshape(*lead, k), logsumexp.reshape(*lead, k)
 
 
 def _backward_shard(
-    call: CallSettings, hidden: jax.Array, lm_head: jax.Array, target: jax.Array, saved: jax.Array
+    call: CallSettings,
+    hidden: jax.Array,
+    lm_head: jax.Array,
+    target: Target,
+    inputs: BackwardInputs,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the gradients of hidden and lm_head, in their dtypes."""
     shape = hidden.shape
-    hidden, target, saved = (x.reshape(-1, x.shape[-1]) for x in (hidden, target, saved))
+    hidden, target, inputs = _flatten_tokens((hidden, target, inputs))
     size = _tile_size(call, lm_head, hidden)
     backward = call.kernel.backward if call.kernel else _backward_tile
+    inputs = call.kernel.pack(inputs) if call.kernel else inputs
 
     def one_tile(i: jax.Array, grads: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         tile, (grad_hidden, grad_lm_head) = _tile(call, lm_head, size, i, hidden.dtype), grads
-        grad_hidden, grad_w = backward(call, hidden, tile, target, saved, grad_hidden)
+        grad_hidden, grad_w = backward(call, hidden, tile, target, inputs, grad_hidden)
         return grad_hidden, _add_tile(call, grad_lm_head, i, grad_w)
 
     zeros = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros(lm_head.shape, jnp.float32)
@@ -260,24 +290,24 @@ def _precision(dtype: Any) -> jax.lax.Precision | None:
 
 
 def _logits(
-    call: CallSettings, hidden: jax.Array, tile: Tile, target: jax.Array
+    call: CallSettings, hidden: jax.Array, tile: Tile, target: Target
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns three arrays [n, v]: the logits of the tile in float32, whether a logit is new (its
     row is not a repeated row), and whether it is the new logit of the sampled token."""
     logits = dot(hidden, tile.w, 1, 1) * (1 / call.temperature)  # [n, v]
     column = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     is_new = column >= tile.repeated
-    return logits, is_new, is_new & (column == target[:, :1] - tile.first)
+    return logits, is_new, is_new & (column == target.ids - tile.first)
 
 
-def _in_support(target: jax.Array, tile: Tile) -> jax.Array:
+def _in_support(support: jax.Array, tile: Tile) -> jax.Array:
     """Returns [n, v] bool: whether the token of a column is in the support.
 
     Each word has the bits of 32 columns, so that an id is compared with v / 32 words, not with v
     columns. No two of the ids set the same bit, and the sum of their bits is the word.
     """
     words = -(-len(tile.w) // 32)
-    column = target[:, 1:, None] - tile.first  # [n, U, 1]
+    column = support[:, :, None] - tile.first  # [n, U, 1]
     word = jnp.where((column >= 0) & (column < 32 * words), column % words, -1)
     bit = jnp.uint32(1) << (column // words).astype(jnp.uint32)
     packed = jnp.where(word == jnp.arange(words), bit, 0).sum(axis=1, dtype=jnp.uint32)
@@ -286,42 +316,44 @@ def _in_support(target: jax.Array, tile: Tile) -> jax.Array:
 
 
 def forward_tile(
-    call: CallSettings, hidden: jax.Array, tile: Tile, target: jax.Array, stats: jax.Array
-) -> jax.Array:
+    call: CallSettings, hidden: jax.Array, tile: Tile, target: Target, stats: Statistics
+) -> Statistics:
     """Returns stats with the tile added. hidden: [n, D]."""
     logits, is_new, is_sampled = _logits(call, hidden, tile, target)
     logits = jnp.where(is_new, logits, MASKED)
-    before, chosen, *sums = (stats[:, i : i + 1] for i in range(stats.shape[1]))
-    largest = jnp.maximum(before, logits.max(axis=1, keepdims=True))
-    chosen += jnp.where(is_sampled, logits, 0.0).sum(axis=1, keepdims=True)
-    below = logits - largest
-    scale, e = jnp.exp(before - largest), jnp.exp(below)
-    columns = [largest, chosen]
-    for i in range(0, len(sums), 2):
-        e = jnp.where(_in_support(target, tile), e, 0.0) if i else e
-        exp_sum, entropy_sum = sums[i], scale * (sums[i + 1] + (before - largest) * sums[i])
-        columns.append(scale * exp_sum + e.sum(axis=1, keepdims=True))
-        columns.append(entropy_sum + (e * below).sum(axis=1, keepdims=True))
-    lane = jax.lax.broadcasted_iota(jnp.int32, stats.shape, 1)
-    for i, new in enumerate(columns):
-        stats = jnp.where(lane == i, new, stats)
-    return stats
+    chosen = jnp.where(is_sampled, logits, 0.0).sum(axis=1, keepdims=True)
+    before = stats.relative_to(jnp.maximum(stats.largest, logits.max(axis=1, keepdims=True)))
+    below = logits - before.largest
+    e = [jnp.exp(below)]  # of each distribution [n, v]
+    if target.support is not None:
+        e.append(jnp.where(_in_support(target.support, tile), e[0], 0.0))
+
+    def sums(terms: list[jax.Array]) -> jax.Array:
+        return jnp.concatenate([x.sum(axis=1, keepdims=True) for x in terms], axis=1)  # [n, k]
+
+    return Statistics(
+        before.largest,
+        before.chosen + chosen,
+        before.exp_sum + sums(e),
+        before.entropy_sum + sums([x * below for x in e]),
+    )
 
 
 def logits_gradient(
-    call: CallSettings, hidden: jax.Array, tile: Tile, target: jax.Array, saved: jax.Array
+    call: CallSettings, hidden: jax.Array, tile: Tile, target: Target, inputs: BackwardInputs
 ) -> jax.Array:
     """Returns the gradient of hidden w^T, the logits before the division by the temperature: [n, v]
     in the dtype of hidden."""
     logits, is_new, is_sampled = _logits(call, hidden, tile, target)
-    grad_logp, grad_entropy, entropy, logsumexp = (saved[:, i : i + 1] for i in range(4))
+    logsumexp = inputs.logsumexp[:, :1]
     logp = logits - logsumexp
     p = jnp.where(is_new, jnp.exp(logp), 0.0)
     drawn = p  # the probability with which the sampler draws a token
-    if target.shape[1] > 1:
-        drawn = jnp.where(_in_support(target, tile), p * jnp.exp(logsumexp - saved[:, 4:]), 0.0)
-    grad_logits = jnp.where(is_sampled, grad_logp, 0.0) - drawn * grad_logp
-    grad_logits -= p * grad_entropy * (logp + entropy)
+    if target.support is not None:
+        within = p * jnp.exp(logsumexp - inputs.logsumexp[:, 1:])
+        drawn = jnp.where(_in_support(target.support, tile), within, 0.0)
+    grad_logits = jnp.where(is_sampled, inputs.grad_logp, 0.0) - drawn * inputs.grad_logp
+    grad_logits -= p * inputs.grad_entropy * (logp + inputs.entropy)
     return (grad_logits * (1 / call.temperature)).astype(hidden.dtype)
 
 
@@ -329,10 +361,10 @@ def _backward_tile(
     call: CallSettings,
     hidden: jax.Array,
     tile: Tile,
-    target: jax.Array,
-    saved: jax.Array,
+    target: Target,
+    inputs: BackwardInputs,
     grad_hidden: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns grad_hidden [n, D] plus the tile's part, and grad_w [v, D], both in float32."""
-    grad_logits = logits_gradient(call, hidden, tile, target, saved)  # [n, v]
+    grad_logits = logits_gradient(call, hidden, tile, target, inputs)  # [n, v]
     return grad_hidden + dot(grad_logits, tile.w, 1, 0), dot(grad_logits, hidden, 0, 0)

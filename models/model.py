@@ -58,7 +58,7 @@ class Compute(NamedTuple):
     dtype: Any  # of matmuls and activations; softmax, norms and rotary angles are float32
     layout: Layout | None = None  # None: everything is on one device
     remat: str = "none"  # what backward computes again; dots: all but matmuls
-    policy_loss_impl: str = "jax"  # jax or pallas, see loss_pallas.py
+    logps_kernel: Any = None  # what computes token_logps: the Kernel of loss_pallas.py; None: jnp
     attention_impl: str = "xla"  # xla or splash, see attention.py
     layer_loop: str = "scan"  # unroll: the program has code, arrays and caches for each layer
 

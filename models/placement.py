@@ -100,7 +100,6 @@ def how_to_compute(
         dtype=jnp.dtype(dtype),
         layout=layouts.train,
         remat=cfg.remat,
-        policy_loss_impl=cfg.policy_loss_impl,
         attention_impl=attention,
         layer_loop=loop,
     )

@@ -32,21 +32,20 @@ INTERPRETED = """
 import dataclasses
 import functools
 import loss_pallas
-import update
+import startup
 from models import placement
 
 how_to_compute, pallas_call = placement.how_to_compute, loss_pallas.pl.pallas_call
 
 def with_pallas(cfg, *args):
-    *computes, why = how_to_compute(dataclasses.replace(cfg, policy_loss_impl="jax"), *args)
-    return *(x._replace(policy_loss_impl="pallas") for x in computes), why
+    return how_to_compute(dataclasses.replace(cfg, policy_loss_impl="jax"), *args)
 
 def told_call(*args, **settings):
     print("kernel interpret={interpret}".format(**settings))
     return pallas_call(*args, **settings)
 
 placement.how_to_compute, loss_pallas.pl.pallas_call = with_pallas, told_call
-update.token_logps = functools.partial(loss_pallas.token_logps, interpret=True)
+startup.Kernel = functools.partial(loss_pallas.Kernel, interpret=True)
 """
 
 

@@ -1,4 +1,4 @@
-"""Claims about loss_pallas.py: token log-probabilities and entropies, of both implementations.
+"""Claims about loss_pallas.py and models/logps.py: token log-probabilities and entropies.
 
 The TPU kernel runs here in Pallas' interpreter, and through the compiler of the TPU.
 
@@ -21,9 +21,11 @@ from jax.sharding import Mesh
 
 import loss_pallas
 from loss import Objective, policy_loss
-from loss_pallas import token_logps
+from loss_pallas import Kernel
+from models.logps import token_logps
 from tools import bench
 
+KERNELS = {"jax": None, "pallas": Kernel("cpu", interpret=True)}
 GOLDENS = Path(__file__).parent / "goldens"
 TRL = json.loads((GOLDENS / "trl.json").read_text(encoding="utf-8"))["logits"]
 ARRAYS = dict(np.load(GOLDENS / "trl.npz"))
@@ -162,7 +164,7 @@ def test_values_and_gradients_are_those_of_numpy(
     """Uneven tiles and blocks; with the gradient of the entropy and without."""
     hidden, lm_head, ids = inputs(n, V=V, D=D)
     lm_head *= 3 / math.sqrt(D)  # logits of std 3
-    run = program(ids, temperature, impl=impl, interpret=impl == "pallas")
+    run = program(ids, temperature, kernel=KERNELS[impl])
     for entropy in (True, False):
         cotangents = random_cotangents(n, entropy=entropy)
         expected = numpy_gradients(hidden, lm_head, ids, cotangents, temperature)
@@ -173,8 +175,8 @@ def test_values_and_gradients_are_those_of_numpy(
 def test_a_real_vocabulary_goes_through_in_tiles(impl: str) -> None:
     hidden, lm_head, ids = inputs(7, V=151936)
     ids[:2] = 0, 151935
-    how = {"impl": impl, "interpret": impl == "pallas"}
-    logps, entropy = token_logps(jnp.asarray(hidden), lm_head, jnp.asarray(ids), **how)
+    kernel = KERNELS[impl]
+    logps, entropy = token_logps(jnp.asarray(hidden), lm_head, jnp.asarray(ids), kernel=kernel)
     expected, H, _ = numpy_token_logps(hidden, lm_head, ids, 1.0)
     np.testing.assert_allclose(logps, expected, rtol=1e-5)
     np.testing.assert_allclose(entropy, H, rtol=1e-5, atol=1e-5)
@@ -189,7 +191,7 @@ def test_bfloat16_operands_have_float32_logits(impl: str, lm_head_type: Any) -> 
     lm_head *= 0.3
     hidden, lm_head = jnp.asarray(hidden, jnp.bfloat16), jnp.asarray(lm_head, lm_head_type)
     cotangents = random_cotangents(3, 43)
-    got = program(ids, 1.0, impl=impl, interpret=impl == "pallas")(hidden, lm_head, cotangents)
+    got = program(ids, 1.0, kernel=KERNELS[impl])(hidden, lm_head, cotangents)
     assert got.logps.dtype == got.entropy.dtype == np.float32
     assert (got.grad_hidden.dtype, got.grad_lm_head.dtype) == (jnp.bfloat16, lm_head_type)
     exact = [np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64) for x in (hidden, lm_head)]
@@ -209,7 +211,7 @@ def test_a_tied_lm_head_gets_both_gradients(impl: str) -> None:
         logps, entropy = token_logps(jnp.tanh(embed[tokens]), embed, ids, **how)
         return logps.sum() + 0.1 * entropy.sum()
 
-    got = jax.grad(loss)(jnp.asarray(embed), impl=impl, interpret=impl == "pallas")
+    got = jax.grad(loss)(jnp.asarray(embed), kernel=KERNELS[impl])
     hidden = np.tanh(embed[tokens])
     cotangents = np.stack([np.ones(20), np.full(20, 0.1)])
     expected = numpy_gradients(hidden, embed, ids, cotangents, 1.0)
@@ -229,8 +231,7 @@ def test_devices_do_what_one_does(shape: tuple[int, int, int], impl: str) -> Non
     mesh = Mesh(np.array(jax.devices()).reshape(shape), ("dp", "fsdp", "tp"))
     hidden, lm_head, ids = inputs(8, 37, V=4000)
     cotangents = random_cotangents(8, 37)
-    how = {"impl": impl, "interpret": impl == "pallas"}
-    got = program(ids, 0.7, mesh=mesh, **how)(hidden, lm_head, cotangents)
+    got = program(ids, 0.7, mesh=mesh, kernel=KERNELS[impl])(hidden, lm_head, cotangents)
     assert_relative(got, numpy_gradients(hidden, lm_head, ids, cotangents, 0.7), 1e-5)
 
 
@@ -242,7 +243,7 @@ def test_the_kernels_race_with_nobody(monkeypatch: pytest.MonkeyPatch, cores: in
     hidden, lm_head, ids = inputs(256, V=300)
     cotangents = random_cotangents(256)
     watch = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=cores)
-    got = program(ids, 1.0, impl="pallas", interpret=watch)(hidden, lm_head, cotangents)
+    got = program(ids, 1.0, kernel=Kernel("cpu", watch))(hidden, lm_head, cotangents)
     assert not interpret_pallas_call.races.races_found
     assert_relative(got, numpy_gradients(hidden, lm_head, ids, cotangents, 1.0), 1e-5)
 
@@ -325,9 +326,3 @@ def test_the_loss_takes_less_than_an_eighth_of_the_memory_of_full_logits() -> No
     full = temporaries("full")
     assert full > 14 * 2**30
     assert temporaries("jax") < full / 8 and temporaries("pallas") < full / 8
-
-
-def test_an_unknown_implementation_is_named() -> None:
-    hidden, lm_head, ids = inputs(2, 3, V=7)
-    with pytest.raises(ValueError, match="POLICY_LOSS_IMPL='cuda'"):
-        token_logps(hidden, lm_head, ids, impl="cuda")

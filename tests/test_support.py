@@ -9,16 +9,15 @@ import pytest
 from jax.sharding import Mesh
 from small_model import batch_of, counts_by_hand, in_rows
 from test_filters import kept_by_rule
-from test_loss_pallas import inputs
+from test_loss_pallas import KERNELS, inputs
 from test_sampling import MODEL, PROMPTS, assert_drawn_from, numpy_filter, numpy_softmax, weights
 from test_sampling import run as sample
 from test_train import Result, finish, start_two, train
 
-import loss_pallas
 from config import Config
 from loss import Objective
 from models.draw import MAX_SUPPORT, Sampling, draw_tokens
-from models.logps import tiled_token_logps, token_logps_reference
+from models.logps import token_logps, token_logps_reference
 from models.model import Compute
 from runtime.layout import TRAIN_BATCH_AXES, Layout
 from runtime.mistakes import UserMistake
@@ -129,7 +128,7 @@ def check(shape: tuple[int, ...], V: int, U: int, **how: object) -> None:
     @jax.jit
     def both(hidden: jax.Array, lm_head: jax.Array) -> tuple:
         def scored(hidden: jax.Array, lm_head: jax.Array) -> tuple:
-            return tiled_token_logps(hidden, lm_head, ids, support=support, temperature=0.7, **how)
+            return token_logps(hidden, lm_head, ids, support=support, temperature=0.7, **how)
 
         outputs, pull = jax.vjp(scored, hidden, lm_head)
         return outputs, pull((*cotangents, *map(jnp.ones_like, outputs[2:])))
@@ -279,7 +278,7 @@ def test_the_largest_top_k_that_can_be_replayed_is_a_full_support() -> None:
 def test_the_kernel_refuses_a_support() -> None:
     hidden, lm_head, ids = inputs(2, 3, V=7)
     with pytest.raises(ValueError, match="computes no support; jax does"):
-        loss_pallas.token_logps(hidden, lm_head, ids, support=ids[..., None], impl="pallas")
+        token_logps(hidden, lm_head, ids, support=ids[..., None], kernel=KERNELS["pallas"])
 
 
 @pytest.mark.parametrize("tiles", [True, False], ids=["in_tiles", "at_once"])
@@ -295,7 +294,7 @@ def test_an_improbable_support_and_one_without_tokens_have_finite_gradients(
     support[0] = -1
 
     def loss(hidden: jax.Array, lm_head: jax.Array) -> jax.Array:
-        return tiled_token_logps(hidden, lm_head, ids, support=support)[0].sum()
+        return token_logps(hidden, lm_head, ids, support=support)[0].sum()
 
     value, grads = jax.value_and_grad(loss, (0, 1))(hidden, lm_head[:, None])
     assert np.isfinite(value) and all(np.isfinite(x).all() for x in grads)

@@ -28,11 +28,11 @@ from jax.sharding import Mesh
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
 
-from loss_pallas import token_logps
-from models.logps import token_logps_reference
+from loss_pallas import Kernel
+from models.logps import token_logps, token_logps_reference
 from runtime.chips import CHIPS
 from runtime.mistakes import UserMistake, fail
-from startup import stop_if_too_wide_for_pallas
+from startup import logps_kernel
 from tools import bench_step
 from tools.programs import array, slice_devices
 from tools.roofline import loss_costs
@@ -53,7 +53,9 @@ def loss_program(impl: str, backward: bool, mesh: Any = None) -> Callable:
 
     It returns a scalar or, with `backward`, the gradients with respect to hidden and lm_head.
     """
-    program = functools.partial(token_logps, impl=impl, mesh=mesh)
+    device = mesh.devices.flat[0] if mesh else jax.devices()[0]
+    kernel = Kernel(device.device_kind) if impl == "pallas" else None
+    program = functools.partial(token_logps, mesh=mesh, kernel=kernel)
     program = token_logps_reference if impl == "full" else program
 
     def loss(hidden: Any, lm_head: Any, ids: Any) -> Any:
@@ -126,7 +128,7 @@ def compile_loss(impl: str, backward: bool, shape: Shape, name: str) -> Any:
 
 def plan_loss(shape: Shape, name: str) -> None:
     """Prints a table: memory by the TPU compiler, bytes and times by the formulas of loss_costs."""
-    stop_if_too_wide_for_pallas(shape.D, CHIPS[name].kinds[0])
+    logps_kernel("pallas", shape.D, CHIPS[name].kinds[0])  # for its UserMistake
     print(f"{name}: {shape.n} tokens per device, D {shape.D}, V {shape.V}")
     print("| | temporaries GiB: forward | with gradient | matmuls | HBM GB | roofline ms |")
     print("|---|---|---|---|---|---|")

@@ -37,7 +37,7 @@ from runtime.mistakes import UserMistake, fail
 from runtime.packing import Batch, plan_rows
 from runtime.sizes import MICRO_SIZES, PASS_SIZES, derive, prompt_width, smaller_sizes
 from sampling import smaller_batches
-from startup import sampling_of, stop_if_too_wide_for_pallas
+from startup import logps_kernel, sampling_of
 from tools import roofline
 from tools.hlo import collectives
 from tools.programs import PROGRAMS, ROLLOUT, Plan, bytes_of, call, rest_of_run, runs, slice_devices
@@ -145,8 +145,8 @@ def make_plan(cfg: Config, name: str) -> tuple[Plan, str]:
         stop_if_unable(cfg, model, longest, devices)
     S, T = prompt_width(longest, cfg.global_length) - 1, cfg.max_length_sample
     training, rollout, reason = how_to_compute(cfg, model, sizes, S, devices)
-    if training.policy_loss_impl == "pallas":
-        stop_if_too_wide_for_pallas(model.hidden_size, devices[0].device_kind)
+    kernel = logps_kernel(cfg.policy_loss_impl, model.hidden_size, devices[0].device_kind)
+    training = training._replace(logps_kernel=kernel)
     return Plan(cfg, sizes, training, rollout, hosts, sampling_of(cfg), S, T), reason
 
 
@@ -166,7 +166,7 @@ def print_plan(plan: Plan, name: str, reason: str) -> None:
         f"mesh dp,fsdp,tp train={mesh_text(training.layout.mesh)} ({cfg.mesh_shape}) "
         f"rollout={rollout_mesh(cfg, plan.rollout)} ({cfg.rollout_mesh_shape}{reason})\n"
         f"dtype={training.dtype} remat={training.remat} attention_impl={training.attention_impl} "
-        f"policy_loss_impl={training.policy_loss_impl}",
+        f"policy_loss_impl={cfg.policy_loss_impl}",
         flush=True,
     )
 
@@ -294,9 +294,9 @@ def phases(plan: Plan, name: str) -> list[Phase]:
     sampled, trained = plan.rollout_workload(), plan.train_workload()
     passes, accum, updates = sizes.passes_per_step, sizes.grad_accum_steps, sizes.updates_per_step
     forwards = accum * cfg.num_mini_batches * ((cfg.beta > 0) + cfg.scores_policy())
-    impl = plan.training.policy_loss_impl
+    how = {"remat": cfg.remat, "impl": cfg.policy_loss_impl}
     logps, micro_step = (
-        roofline.train_work(model, mesh, trained, backward=backward, remat=cfg.remat, impl=impl)
+        roofline.train_work(model, mesh, trained, backward=backward, **how)
         for backward in (False, True)
     )
     works = [
@@ -377,7 +377,7 @@ def shorter_line(plan: Plan, chip: Chip, links: int) -> str:
         steps, (rows, S, C, *_) = plan_rows(mini_batch, everything, limits)
         X, mean = limits.shards * rows, int(lengths.mean())
         work = Workload(X * C // mean, X * S // plan.S, plan.S, mean)
-        how = {"backward": True, "remat": cfg.remat, "impl": plan.training.policy_loss_impl}
+        how = {"backward": True, "remat": cfg.remat, "impl": cfg.policy_loss_impl}
         micro_step = roofline.train_work(model, mesh, work, **how)
         update += len(steps) * least_seconds(micro_step, chip, links)
     n, tp = plan.rollout.layout.mesh.size, plan.rollout.layout.mesh.shape["tp"]

@@ -16,7 +16,7 @@ import numpy as np
 
 from models.attention import Cache, map_kv, prompt_rows
 from models.draw import Sampling, draw_tokens, support_size
-from models.model import Compute, Params, forward, lm_head, prefix_of
+from models.model import Compute, Params, forward, forward_token, lm_head, prefix_of
 from runtime.layout import (
     TRAIN_BATCH_AXES,
     Layout,
@@ -270,16 +270,10 @@ def decode(
 
     def next_token(carry: Any) -> Any:
         t, _, token, done, drawn, completion = carry
-        hidden, completion = forward(
-            params,
-            compute,
-            token[:, None],
-            (state.last_position + t)[:, None],
-            cache=Cache(state.prompt, state.prompt_mask, completion, t),
-        )
-        logits = jnp.einsum(
-            "rd,vd->rv", hidden[:, 0], head, preferred_element_type=jnp.float32
-        )  # [R, V]
+        cache = Cache(state.prompt, state.prompt_mask, completion, t)
+        positions = state.last_position + t  # [R]
+        hidden, completion = forward_token(params, compute, token, positions, cache)
+        logits = jnp.einsum("rd,vd->rv", hidden, head, preferred_element_type=jnp.float32)  # [R, V]
         if layout is not None:
             # First V is split over tp like the lm_head; then each device gets all V logits of the
             # sequences for which it draws tokens.

@@ -63,6 +63,12 @@ class KV(NamedTuple):
             jax.lax.dynamic_update_slice(self.v, v, (*first, 0, 0, index, 0)),
         )
 
+    def of_layer(self, layer: jax.Array | None) -> "KV":
+        """The KV of one layer of this stacked KV. layer: None if this KV is of one layer."""
+        if layer is None:
+            return self
+        return KV(*(jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in self))
+
 
 def map_kv(change: Callable[[KV], KV], kvs: Any) -> Any:
     """`change` of a stacked KV, or of each KV of a tuple of layers."""

@@ -157,8 +157,7 @@ def _backward(call: CallSettings, residuals: Any, cotangents: Any) -> Any:
     grad_logp, grad_entropy = cotangents[0][..., None], cotangents[1][..., :1]
     inputs = BackwardInputs(grad_logp, grad_entropy, entropy[..., :1], logsumexp)
     grad_hidden, grad_lm_head = _on_mesh(_backward_shard, call, hidden, lm_head, target, inputs)
-    no_gradient = jax.tree.map(lambda ids: np.zeros(ids.shape, jax.dtypes.float0), target)
-    return grad_hidden, grad_lm_head, no_gradient
+    return grad_hidden, grad_lm_head, None
 
 
 _tiled_token_logps.defvjp(_forward, _backward)

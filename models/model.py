@@ -1,15 +1,16 @@
-"""Qwen2/Qwen2.5, Qwen3 (dense) and Llama 3: one forward function for prefill, decode and training.
+"""Qwen2/Qwen2.5, Qwen3 (dense) and Llama 3: their weights, and how training, prefill and decode
+compute them.
 
-Dimensions: X inputs of t tokens: packed rows, prompts, or with a cache the R sequences; V
-vocabulary, D model, F feed-forward, L layers, H query heads, N kv heads, h head_dim.
+Dimensions: X inputs of t tokens: packed rows or prompts; R sequences, V vocabulary, D model, F
+feed-forward, L layers, H query heads, N kv heads, h head_dim.
 
 In all three uses the last prompt token is fed together with the completion. So the prompt gives
 only keys and values, hidden state i predicts completion token i, and no use is a special case:
 
-    prefill   _, kv = forward(prompt[:, :-1])                        once per prompt
-    decode    hidden, kv = forward(last token, cache=Cache(kv, ...)) once per new token
     training  hidden, _ = forward([prompt[:-1] of some prompts,
                                    (last token, completion[:-1]) of their completions])
+    prefill   _, kv = forward(prompt[:, :-1])                           once per prompt
+    decode    hidden, kv = forward_token(last token, Cache(kv, ...))    once per new token
 
 A training input is a row of such prompts and completions, end to end (runtime/packing.py).
 """
@@ -25,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from models.attention import KV, Cache, PackedRows, attention, cached_attention, prompt_rows
+from models.attention import KV, Cache, PackedRows, attention, cached_attention
 from runtime.layout import TRAIN_BATCH_AXES, Layout, constrain, gather_fsdp
 from runtime.mistakes import UserMistake
 
@@ -211,71 +212,77 @@ def init_params(model: ModelConfig, key: jax.Array) -> Params:
 
 
 def forward(
-    params: Params,
-    compute: Compute,
-    ids: jax.Array,
-    positions: jax.Array,
-    *,
-    rows: PackedRows | None = None,
-    cache: Cache | None = None,
+    params: Params, compute: Compute, ids: jax.Array, positions: jax.Array, rows: PackedRows
 ) -> tuple[jax.Array, KV | tuple[KV, ...]]:
-    """The final hidden states of `ids`, after the last norm, and keys and values.
+    """The final hidden states of `ids`, after the last norm, and their keys and values.
 
-    ids, positions: [X, t] int32. rows: which of them see each other. None without a cache: each
-    input is a prompt without padding.
-    cache: the keys and values of earlier tokens; then ids are [R, 1], one new token per sequence.
-    Returns hidden [X, t, D] in compute.dtype, and the KV of `ids`, or with a cache the KV of the
-    completions with the new token's keys and values written to them. Params, cache and KV are
-    stacked, or unrolled and then tuples of layers.
+    ids, positions: [X, t] int32. rows: which of them see each other.
+    Returns hidden [X, t, D] in compute.dtype, and the KV of all layers: stacked like params.layers,
+    or a tuple of layers.
     """
-    model, layout = compute.model, compute.layout
-    rows = prompt_rows(jnp.ones(ids.shape, bool)) if rows is None else rows
-    rotary = _rotary(model, positions)
-    axes = param_table(model, "unroll").layers[0]
-    scanned = isinstance(params.layers, Layers)
+    layout = compute.layout
+    rotary = _rotary(compute.model, positions)
+    stacked = isinstance(params.layers, Layers)
 
-    def layer(carry: Any, per_layer: Any) -> tuple[Any, KV | None]:
-        x, stack, i = carry  # x [X*t, D]: matmuls with two dimensions have fast gradients on a CPU
-        w, prompt, completion = per_layer
-        w = jax.tree.map(
-            lambda a, leaf: gather_fsdp(a.astype(compute.dtype), leaf.axes, layout), w, axes
-        )
-        q, kv = _qkv(_rms_norm(x, w.attn_norm, model), w, model, rotary, layout)
-        if cache is None:
-            out = attention(q, kv, rows, layout, compute.attention_impl)
-        else:
-            if scanned:
-                stack = stack.write(kv, cache.index, i)
-                completion = KV(*(jax.lax.dynamic_index_in_dim(c, i, 0, False) for c in stack))
-            else:
-                completion = completion.write(kv, cache.index)
-            out = cached_attention(q, cache._replace(prompt=prompt, completion=completion), layout)
-            kv = None if scanned else completion
-        out = constrain(out.reshape(len(x), -1), layout, TRAIN_BATCH_AXES, "tp") @ w.wo
-        x = x + constrain(out, layout, TRAIN_BATCH_AXES)
-        y = _rms_norm(x, w.mlp_norm, model)
-        y = (jax.nn.silu(y @ w.gate) * (y @ w.up)) @ w.down
-        return (x + constrain(y, layout, TRAIN_BATCH_AXES), stack, i + 1), kv
+    def layer(x: jax.Array, w: Layers) -> tuple[jax.Array, KV]:
+        w = _usable(w, compute)
+        q, kv = _qkv(x, w, compute, rotary)
+        out = attention(q, kv, rows, layout, compute.attention_impl)
+        return _after_attention(x, out, w, compute), kv
 
     if compute.remat != "none":
         saved = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
-        layer = jax.checkpoint(layer, policy=saved[compute.remat], prevent_cse=not scanned)
-    x = _embed(params.embed, ids, compute.dtype, layout).reshape(ids.size, -1)
-    prompt, completion = (None, None) if cache is None else (cache.prompt, cache.completion)
-    if scanned:
-        # The completions' cache is a carry of the scan, which is updated in place; an input and
-        # output of the scan would be copied.
-        (x, completion, _), kv = jax.lax.scan(
-            layer, (x, completion, 0), (params.layers, prompt, None)
-        )
-        kv = kv if cache is None else completion
+        layer = jax.checkpoint(layer, policy=saved[compute.remat], prevent_cse=not stacked)
+    x = _embed(params.embed, ids, compute)
+    if stacked:
+        x, kv = jax.lax.scan(layer, x, params.layers)
     else:
-        kv, nothing = [], (None,) * model.num_layers
-        for per_layer in zip(params.layers, prompt or nothing, completion or nothing, strict=True):
-            (x, _, _), of_layer = layer((x, None, 0), per_layer)
+        kv = []
+        for w in params.layers:
+            x, of_layer = layer(x, w)
             kv.append(of_layer)
         kv = tuple(kv)
-    return _rms_norm(x, params.final_norm, model).reshape(*ids.shape, -1), kv
+    return _rms_norm(x, params.final_norm, compute.model).reshape(*ids.shape, -1), kv
+
+
+def forward_token(
+    params: Params, compute: Compute, token: jax.Array, position: jax.Array, cache: Cache
+) -> tuple[jax.Array, KV | tuple[KV, ...]]:
+    """The same for one new token of each sequence, which sees the keys and values of the cache.
+
+    token, position: [R] int32. Returns hidden [R, D], and cache.completion with the keys and values
+    of the new tokens written to it.
+    """
+    rotary = _rotary(compute.model, position[:, None])
+
+    def layer(
+        x: jax.Array, w: Layers, prompt: KV, completion: KV, i: jax.Array | None = None
+    ) -> tuple[jax.Array, KV]:
+        """i: the number of the layer if `completion` is of all layers, stacked."""
+        w = _usable(w, compute)
+        q, kv = _qkv(x, w, compute, rotary)
+        completion = completion.write(kv, cache.index, i)
+        seen = cache._replace(prompt=prompt, completion=completion.of_layer(i))
+        out = cached_attention(q, seen, compute.layout)
+        return _after_attention(x, out, w, compute), completion
+
+    def scanned(carry: Any, per_layer: Any) -> Any:
+        (x, completion, i), (w, prompt) = carry, per_layer
+        return (*layer(x, w, prompt, completion, i), i + 1), None
+
+    x = _embed(params.embed, token[:, None], compute)
+    if isinstance(params.layers, Layers):
+        # The completions' cache is a carry of the scan, which is updated in place; an input and
+        # output of the scan would be copied.
+        carry, per_layer = (x, cache.completion, 0), (params.layers, cache.prompt)
+        (x, completion, _), _ = jax.lax.scan(scanned, carry, per_layer)
+    else:
+        completion = []
+        for per_layer in zip(params.layers, cache.prompt, cache.completion, strict=True):
+            x, of_layer = layer(x, *per_layer)
+            completion.append(of_layer)
+        completion = tuple(completion)
+    return _rms_norm(x, params.final_norm, compute.model), completion
 
 
 def lm_head(params: Params) -> jax.Array:
@@ -290,15 +297,35 @@ def prefix_of(prompt_ids: jax.Array, prompt_mask: jax.Array) -> tuple[jax.Array,
     return prompt_ids[:, :-1], positions, mask
 
 
-def _embed(embed: jax.Array, ids: jax.Array, dtype: Any, layout: Layout | None) -> jax.Array:
-    """[X, t, D] embeddings of ids [X, t].
+def _embed(embed: jax.Array, ids: jax.Array, compute: Compute) -> jax.Array:
+    """[X*t, D] embeddings of ids [X, t]. With two dimensions matmuls have fast gradients on a CPU.
 
     fsdp splits D of the table, so each device looks up a slice of D for the inputs of all devices
     along fsdp; an all-to-all then gives each device the complete vectors of its inputs. The table
     and its gradient never move.
     """
-    x = embed[constrain(ids, layout, "dp")].astype(dtype)
-    return constrain(constrain(x, layout, "dp", None, "fsdp"), layout, TRAIN_BATCH_AXES)
+    layout = compute.layout
+    x = embed[constrain(ids, layout, "dp")].astype(compute.dtype)
+    x = constrain(constrain(x, layout, "dp", None, "fsdp"), layout, TRAIN_BATCH_AXES)
+    return x.reshape(ids.size, -1)
+
+
+def _usable(w: Layers, compute: Compute) -> Layers:
+    """The weights of a layer in compute.dtype, gathered over fsdp."""
+    axes = param_table(compute.model, "unroll").layers[0]
+    return jax.tree.map(
+        lambda a, leaf: gather_fsdp(a.astype(compute.dtype), leaf.axes, compute.layout), w, axes
+    )
+
+
+def _after_attention(x: jax.Array, out: jax.Array, w: Layers, compute: Compute) -> jax.Array:
+    """The output [X*t, D] of a layer. x: its input. out: of its attention, [X, t, H*h]."""
+    layout = compute.layout
+    out = constrain(out.reshape(len(x), -1), layout, TRAIN_BATCH_AXES, "tp") @ w.wo
+    x = x + constrain(out, layout, TRAIN_BATCH_AXES)
+    y = _rms_norm(x, w.mlp_norm, compute.model)
+    y = (jax.nn.silu(y @ w.gate) * (y @ w.up)) @ w.down
+    return x + constrain(y, layout, TRAIN_BATCH_AXES)
 
 
 def _rms_norm(x: jax.Array, scale: jax.Array, model: ModelConfig) -> jax.Array:
@@ -308,14 +335,12 @@ def _rms_norm(x: jax.Array, scale: jax.Array, model: ModelConfig) -> jax.Array:
 
 
 def _qkv(
-    y: jax.Array,
-    w: Layers,
-    model: ModelConfig,
-    rotary: tuple[jax.Array, jax.Array],
-    layout: Layout | None,
+    x: jax.Array, w: Layers, compute: Compute, rotary: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, KV]:
-    """Rotated queries [X, t, H, h], and the keys and values, of y [X*t, D]."""
+    """Rotated queries [X, t, H, h], and the keys and values, of the input [X*t, D] of a layer."""
+    model, layout = compute.model, compute.layout
     X, t = rotary[0].shape[:2]
+    y = _rms_norm(x, w.attn_norm, model)
 
     def heads(weight: jax.Array, bias: jax.Array | None, norm: jax.Array | None, count: int) -> Any:
         z = y @ weight

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from test_train import finish, start, start_two, train
 
 from models import hf
+from models.attention import prompt_rows
 from models.model import Compute, Params, forward, lm_head
 from runtime.layout import make_mesh
 from update import Optimizer, TrainState, init_state, optimizer_step
@@ -146,7 +147,8 @@ def test_transformers_opens_the_export_of_a_run_with_the_same_logits(tmp_path: P
     params = hf.load_params(folder, model, mesh, jnp.float32)
     positions = np.broadcast_to(np.arange(20), (2, 20))
     compute = Compute(model, jnp.dtype("float32"))
-    hidden, _ = forward(params, compute, jnp.asarray(ids), jnp.asarray(positions))
+    rows = prompt_rows(jnp.ones(ids.shape, bool))
+    hidden, _ = forward(params, compute, jnp.asarray(ids), jnp.asarray(positions), rows)
     np.testing.assert_allclose(hidden @ lm_head(params).T, theirs, rtol=1e-4, atol=1e-4)
     assert AutoTokenizer.from_pretrained(folder).chat_template
 

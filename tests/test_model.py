@@ -30,6 +30,7 @@ from models.model import (
     Params,
     arrange_layers,
     forward,
+    forward_token,
     init_params,
     lm_head,
     param_shardings,
@@ -109,9 +110,8 @@ def decoded(params, compute, prompt_ids, prompt_mask, completion_ids):
     def step(state, t):
         token, completion = state
         cache = Cache(prompt, mask, completion, t)
-        at = (start + t)[:, None]
-        hidden, completion = forward(params, compute, token[:, None], at, cache=cache)
-        return (completion_ids[:, t], completion), hidden[:, 0]
+        hidden, completion = forward_token(params, compute, token, start + t, cache)
+        return (completion_ids[:, t], completion), hidden
 
     # Places of the cache that are not written yet must not be read.
     empty = map_kv(lambda kv: kv.empty(R, T), prompt)
@@ -134,7 +134,7 @@ def loss_of(params, compute, *inputs):
 jit = functools.partial(
     jax.jit, static_argnames=("compute",), compiler_options={"xla_backend_optimization_level": 0}
 )
-forward_jit, prefill_jit, hidden_jit, decoded_jit = map(jit, (forward, prefill, hidden_of, decoded))
+prefill_jit, hidden_jit, decoded_jit = map(jit, (prefill, hidden_of, decoded))
 gradient_jit = jit(jax.value_and_grad(loss_of, has_aux=True))
 
 
@@ -145,7 +145,8 @@ def unpadded() -> np.ndarray:
     for prompt, mask, ids in zip(*prompts_for(1), COMPLETION_IDS, strict=True):
         sequence = np.concatenate([prompt[mask == 1], ids[:-1]])[None]
         positions = np.arange(sequence.shape[1])[None]
-        hidden, _ = forward_jit(PARAMS, FLOAT32, sequence, positions)
+        mask = np.ones(sequence.shape, bool)
+        hidden, _ = prefill_jit(PARAMS, FLOAT32, sequence, positions, mask)
         found.append(np.asarray(hidden[0, -T:]))
     return np.stack(found)
 
@@ -264,9 +265,9 @@ def test_bfloat16_is_near_float32() -> None:
 
 
 def test_bfloat16_tells_far_positions_apart() -> None:
-    start = np.arange(T)[None].repeat(R, axis=0)
+    start, mask = np.arange(T)[None].repeat(R, axis=0), np.ones((R, T), bool)
     near, far = (
-        np.asarray(forward_jit(PARAMS, BFLOAT16, COMPLETION_IDS, positions)[0], "f4")
+        np.asarray(prefill_jit(PARAMS, BFLOAT16, COMPLETION_IDS, positions, mask)[0], "f4")
         for positions in (start, start + 4001)  # bfloat16 rounds 4001 and 4005 alike, to 4000
     )
     assert np.sqrt(((near - far) ** 2).mean() / (near**2).mean()) < 0.03
@@ -354,14 +355,14 @@ def test_the_documented_shapes(tied: bool) -> None:
 
     params = jax.eval_shape(functools.partial(init_params, model), jax.random.key(0))
     compute, mask = FLOAT32._replace(model=model), jnp.ones((G, S), bool)
-    row, token = ints(G, S + 2 * t), ints(R, 1)
-    _, prompt = jax.eval_shape(lambda p: forward(p, compute, ints(G, S), ints(G, S)), params)
+    row, token = ints(G, S + 2 * t), ints(R)
+    _, prompt = jax.eval_shape(lambda p: prefill(p, compute, ints(G, S), ints(G, S), mask), params)
     hidden, kv = jax.eval_shape(
         lambda p: forward(p, compute, row, row, rows=PackedRows(row, row, S, t)), params
     )
     completion = jax.eval_shape(lambda kv: kv.empty(R, T), prompt)
     new, written = jax.eval_shape(
-        lambda p, *kvs: forward(p, compute, token, token, cache=Cache(kvs[0], mask, kvs[1], 4)),
+        lambda p, *kvs: forward_token(p, compute, token, token, Cache(kvs[0], mask, kvs[1], 4)),
         params,
         prompt,
         completion,
@@ -370,7 +371,7 @@ def test_the_documented_shapes(tied: bool) -> None:
     assert prompt.v.shape == (3, 7, 2, 11, 22)  # [L, G, N, S, h]
     assert hidden.shape == (7, 21, 13)  # [X, S + C, D]
     assert kv.v.shape == (3, 7, 2, 21, 22)  # [L, X, N, S + C, h]
-    assert new.shape == (14, 1, 13)
+    assert new.shape == (14, 13)
     assert written.k.shape == (3, 14, 2, 22, 19)  # [L, R, N, h, T]
     assert written.v.shape == (3, 14, 2, 19, 22)  # [L, R, N, T, h]
     assert lm_head(params).shape == (31, 13)  # [V, D]

@@ -23,6 +23,7 @@ from test_train import finish, start
 import rollout_sglang
 from config import Config, load
 from models import hf
+from models.attention import prompt_rows
 from models.engine_weights import engine_leaves
 from models.model import Compute, arrange_layers, forward, init_params
 from rollout_sglang import engine_arguments, import_engine, stop_if_unable
@@ -399,5 +400,7 @@ def hidden_states(path: Path) -> np.ndarray:
     mesh = make_mesh("MESH_SHAPE", "1,1,1", jax.devices()[:1])
     params = hf.load_params(path, model, mesh, jnp.float32)
     ids = jnp.arange(5, 37)[None]
-    hidden, _ = forward(params, Compute(model, jnp.dtype("float32")), ids, jnp.arange(32)[None])
+    rows = prompt_rows(jnp.ones(ids.shape, bool))
+    compute = Compute(model, jnp.dtype("float32"))
+    hidden, _ = forward(params, compute, ids, jnp.arange(32)[None], rows)
     return np.asarray(hidden)

@@ -86,7 +86,7 @@ class Cache(NamedTuple):
 
 class PackedRows(NamedTuple):
     """Which tokens of packed rows see each other: a token sees the earlier tokens of its group that
-    are prompt tokens or in its own completion."""
+    are prompt tokens or in its own completion. runtime/packing.py draws a row and its mask."""
 
     group: jax.Array  # [X, t] int32, which prompt of the row a token belongs to; -1: padding
     start: jax.Array  # [X, t] int32, the place in the row where the token's completion begins

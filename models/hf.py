@@ -44,25 +44,6 @@ KINDS = {  # of values in config.json: their keys, and whether a value is of thi
     ),
 }
 
-# plan_tpu.py reads the sizes of these models here instead of from the hub. A model whose name has
-# -Instruct or -Base at its end has the same sizes; `positions` is the smallest number among them.
-_QWEN = (1e-6, 1e6, None)  # rms_norm_eps, rope_theta, rope_llama3
-_QWEN_2507 = (1e-6, 5e6, None)
-_LLAMA = (1e-5, 5e5, (32.0, 1.0, 4.0, 8192))
-_KNOWN = {  # V, D, F, L, H, N, h, tied, positions, numbers of the family
-    "Qwen/Qwen2.5-0.5B": (151936, 896, 4864, 24, 14, 2, 64, True, 32768, _QWEN),
-    "Qwen/Qwen2.5-1.5B": (151936, 1536, 8960, 28, 12, 2, 128, True, 32768, _QWEN),
-    "Qwen/Qwen2.5-3B": (151936, 2048, 11008, 36, 16, 2, 128, True, 32768, _QWEN),
-    "Qwen/Qwen2.5-7B": (152064, 3584, 18944, 28, 28, 4, 128, False, 32768, _QWEN),
-    "Qwen/Qwen3-0.6B": (151936, 1024, 3072, 28, 16, 8, 128, True, 32768, _QWEN),
-    "Qwen/Qwen3-1.7B": (151936, 2048, 6144, 28, 16, 8, 128, True, 32768, _QWEN),
-    "Qwen/Qwen3-4B": (151936, 2560, 9728, 36, 32, 8, 128, True, 32768, _QWEN),
-    "Qwen/Qwen3-4B-Instruct-2507": (151936, 2560, 9728, 36, 32, 8, 128, True, 262144, _QWEN_2507),
-    "Qwen/Qwen3-8B": (151936, 4096, 12288, 36, 32, 8, 128, False, 32768, _QWEN),
-    "meta-llama/Llama-3.2-1B": (128256, 2048, 8192, 16, 32, 8, 64, True, 131072, _LLAMA),
-    "meta-llama/Llama-3.2-3B": (128256, 3072, 8192, 28, 24, 8, 128, True, 131072, _LLAMA),
-}
-
 
 def is_local(path: str) -> bool:
     """False if `path` can only be the id of a model on the hub."""
@@ -84,17 +65,6 @@ def fetch_model(path: str, revision: str = "", files: Sequence[str] = FILES) -> 
         raise UserMistake(text) from None
 
 
-def config_of(path: str, revision: str = "") -> ModelConfig:
-    """The ModelConfig of a folder, of a model in _KNOWN, or of a hub id; it needs no weights."""
-    name = path.removesuffix("-Instruct").removesuffix("-Base")
-    known = [full for full in _KNOWN if name in (full, full.rpartition("/")[2])]
-    if Path(path).is_dir() or revision or not known:
-        return read_config(fetch_model(path, revision, ["config.json"]))
-    V, D, F, L, H, N, h, tied, positions, (eps, theta, llama3) = _KNOWN[known[0]]
-    bias, norm = "Qwen2" in name, "Qwen3" in name
-    return ModelConfig(V, D, F, L, H, N, h, eps, theta, llama3, tied, bias, norm, positions)
-
-
 def read_model(folder: Path, chat_template: str) -> tuple[ModelConfig, Any]:
     """The ModelConfig and the tokenizer of a folder. The weights are checked, but not read.
 
@@ -108,7 +78,7 @@ def read_model(folder: Path, chat_template: str) -> tuple[ModelConfig, Any]:
             f"vocab_size={model.vocab_size}; they are of two models"
         )
     stop_ids(folder, tokenizer, model.vocab_size)  # for its mistakes
-    check_weights(folder, model)
+    _check_tensors(folder, param_table(model), _open_safetensors(folder))
     return model, tokenizer
 
 
@@ -187,11 +157,6 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 # ---- Weights -------------------------------------------------------------------------------------
-
-
-def check_weights(folder: Path, model: ModelConfig) -> None:
-    """Raises the UserMistakes of load_params, but reads only the headers of the files."""
-    _check_tensors(folder, param_table(model), _open_safetensors(folder))
 
 
 def load_params(folder: Path, model: ModelConfig, mesh: Mesh, dtype: Any) -> Params:

@@ -11,7 +11,6 @@ import pytest
 from jax.experimental import multihost_utils
 from small_model import MODEL, WORKLOAD
 
-from models import hf
 from models.model import ModelConfig, stop_if_indivisible
 from models.placement import (
     Workload,
@@ -27,8 +26,9 @@ from runtime import chips
 from runtime.chips import CHIPS, Work, chip_of, memory_bytes
 from runtime.layout import gather_processes, make_mesh
 from runtime.mistakes import UserMistake
+from tools.known_models import KNOWN, config_of
 
-QWEN3B = hf.config_of("Qwen/Qwen2.5-3B-Instruct")
+QWEN3B = config_of("Qwen/Qwen2.5-3B-Instruct")
 
 
 def device(kind: str, **memory: int) -> Any:
@@ -58,18 +58,18 @@ def device(kind: str, **memory: int) -> Any:
     ],
 )
 def test_known_models_have_as_many_parameters_as_published(name: str, published: int) -> None:
-    assert num_params(hf.config_of(name)) == published
+    assert num_params(config_of(name)) == published
 
 
 def test_the_second_release_of_qwen3_4b_has_longer_positions_and_another_rope_theta() -> None:
-    first, second = (hf.config_of(f"Qwen/Qwen3-4B{name}") for name in ("", "-Instruct-2507"))
+    first, second = (config_of(f"Qwen/Qwen3-4B{name}") for name in ("", "-Instruct-2507"))
     assert (second.rope_theta, second.max_positions) == (5e6, 262144)
     assert (first.rope_theta, first.max_positions) == (1e6, 32768)
     assert second == dataclasses.replace(first, rope_theta=5e6, max_positions=262144)
 
 
 def test_every_known_model_is_in_that_list() -> None:
-    assert len(hf._KNOWN) == 11
+    assert len(KNOWN) == 11
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_tensor_parallelism_stays_inside_a_host_and_divides_its_devices() -> Non
 
 
 def test_weights_take_two_fifths_of_the_memory_at_most() -> None:
-    qwen7b = hf.config_of("Qwen/Qwen2.5-7B-Instruct")  # 15.2 GB
+    qwen7b = config_of("Qwen/Qwen2.5-7B-Instruct")  # 15.2 GB
     v5e = [device("TPU v5 lite")] * 8  # 6.76 GB are two fifths
     assert tps(fastest(qwen7b, v5e, 8, BATCH)[1]) == [4, 8]
     deep = dataclasses.replace(qwen7b, num_layers=280)  # fits nowhere
@@ -235,13 +235,13 @@ def test_the_tp_of_training_leaves_three_quarters_of_the_memory_beside_gathered_
 
 
 def test_no_known_model_needs_tp_to_train_on_a_v6e() -> None:
-    for name in hf._KNOWN:
-        assert smallest_tp(hf.config_of(name), 31.25 * 2**30, 8) == 1
-    assert smallest_tp(hf.config_of("Qwen/Qwen2.5-7B-Instruct"), 4 * 2**30, 8) == 2  # 1.4 GB
+    for name in KNOWN:
+        assert smallest_tp(config_of(name), 31.25 * 2**30, 8) == 1
+    assert smallest_tp(config_of("Qwen/Qwen2.5-7B-Instruct"), 4 * 2**30, 8) == 2  # 1.4 GB
 
 
-WIDE = hf.config_of("Qwen/Qwen3-4B")  # head_dim 128, 32 heads, 8 kv heads
-NARROW = hf.config_of("Qwen/Qwen2.5-0.5B-Instruct")  # 64, 14, 2
+WIDE = config_of("Qwen/Qwen3-4B")  # head_dim 128, 32 heads, 8 kv heads
+NARROW = config_of("Qwen/Qwen2.5-0.5B-Instruct")  # 64, 14, 2
 
 
 @pytest.mark.parametrize(

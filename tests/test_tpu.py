@@ -12,10 +12,10 @@ import pytest
 from jax.sharding import Mesh
 
 from config import Config
-from models import attention, hf, model, placement
+from models import attention, model, placement
 from runtime import chips
 from runtime.layout import TRAIN_BATCH_AXES, Layout, constrain
-from tools import plan_tpu, programs, roofline
+from tools import known_models, plan_tpu, programs, roofline
 from tools.hlo import Collective, collectives
 
 pytest.importorskip("libtpu", reason='the TPU compiler: pip install "jax[tpu]"')
@@ -38,9 +38,9 @@ ALL_KERNELS = [
 def plan_of(run: str, slice_name: str = "", **env: str) -> programs.Plan:
     """The plan of the run with two layers; lax.scan compiles the same program for any number."""
     name, usual_slice, sizes = RUNS[run]
-    known = hf.config_of(name)
+    two_layers = dataclasses.replace(known_models.config_of(name), num_layers=2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hf, "config_of", lambda *_: dataclasses.replace(known, num_layers=2))
+        patch.setattr(known_models, "config_of", lambda *_: two_layers)
         cfg = Config.from_env({"MODEL_PATH": name} | RUN | sizes | env)
         return plan_tpu.make_plan(cfg, slice_name or usual_slice)[0]
 

@@ -20,7 +20,6 @@ import numpy as np
 
 from config import Config
 from data import Prompt
-from models import hf
 from models.placement import (
     Workload,
     decode_work,
@@ -38,7 +37,7 @@ from runtime.packing import Batch, plan_rows
 from runtime.sizes import MICRO_SIZES, PASS_SIZES, derive, prompt_width, smaller_sizes
 from sampling import smaller_batches
 from startup import logps_kernel, sampling_of
-from tools import roofline
+from tools import known_models, roofline
 from tools.hlo import collectives
 from tools.programs import PROGRAMS, ROLLOUT, Plan, bytes_of, call, rest_of_run, runs, slice_devices
 
@@ -136,7 +135,7 @@ def make_plan(cfg: Config, name: str) -> tuple[Plan, str]:
     """
     devices, hosts = slice_devices(name), SLICES[name].hosts
     sizes = derive(cfg, hosts, len(devices) // hosts)
-    model = hf.config_of(cfg.model_path, cfg.model_revision)
+    model = known_models.config_of(cfg.model_path, cfg.model_revision)
     longest = cfg.max_prompt_length or cfg.global_length or ASSUMED_PROMPT
     stop_if_too_long(cfg.max_length_sample, model, longest)
     if cfg.rollout_backend == "sglang_jax":

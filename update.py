@@ -52,7 +52,7 @@ class MicroBatch(NamedTuple):
 
     ids: jax.Array  # [X, t] int32, what is fed: S prompt tokens, then C tokens of completions
     positions: jax.Array  # [X, t] int32, of a token in its sequence
-    group: jax.Array  # [X, t] int32, which prompt of the row a token belongs to; -1: padding
+    prompt: jax.Array  # [X, t] int32, the number of the token's prompt in the row; -1: padding
     start: jax.Array  # [X, t] int32, where in the row the token's prompt or completion begins
     targets: jax.Array  # [X, C] int32, the completion token behind each that is fed
     places: jax.Array  # [X, n, T] int32, where among the C places a sequence's tokens are
@@ -118,7 +118,7 @@ def completion_scores(
     """What token_logps says of the completion tokens: log-probabilities, entropies and, with a
     support, the values of SUPPORT_METRICS; each [R, T] float32."""
     S = batch.ids.shape[1] - batch.targets.shape[1]
-    rows = PackedRows(batch.group, batch.start, S, longest=batch.places.shape[2])
+    rows = PackedRows(batch.prompt, batch.start, S, longest=batch.places.shape[2])
     hidden, _ = forward(params, compute, batch.ids, batch.positions, rows=rows)
     scores = token_logps(
         hidden[:, S:],

@@ -85,10 +85,10 @@ class Cache(NamedTuple):
 
 
 class PackedRows(NamedTuple):
-    """Which tokens of packed rows see each other: a token sees the earlier tokens of its group that
-    are prompt tokens or in its own completion. runtime/packing.py draws a row and its mask."""
+    """Which tokens of packed rows see each other: a token sees its prompt, and what stands before
+    it in its completion. runtime/packing.py draws a row and its mask."""
 
-    group: jax.Array  # [X, t] int32, which prompt of the row a token belongs to; -1: padding
+    prompt: jax.Array  # [X, t] int32, the number of the token's prompt in the row; -1: padding
     start: jax.Array  # [X, t] int32, the place in the row where the token's completion begins
     S: int  # places for prompts, in front of the completions
     longest: int  # at least the tokens of the longest completion
@@ -110,9 +110,9 @@ def attention(
     q = q * q.shape[-1] ** -0.5
     if impl == "splash":
         return _splash(q, kv, rows, layout)
-    S, (X, t) = rows.S, rows.group.shape
+    S, (X, t) = rows.S, rows.prompt.shape
     place = jnp.broadcast_to(jnp.arange(t), (X, t))
-    tokens = jnp.stack([place, rows.group, rows.start], axis=-1)  # [X, t, 3]
+    tokens = jnp.stack([place, rows.prompt, rows.start], axis=-1)  # [X, t, 3]
     prompts = KV(kv.k[..., :S], kv.v[:, :, :S]), tokens[:, :S]
     out = _in_chunks(q[:, :S], tokens[:, :S], [prompts], S, layout)  # [X, S, H*h]
     if t == S:
@@ -162,11 +162,11 @@ def _windows(x: jax.Array, axis: int, size: int, before: int) -> jax.Array:
 
 
 def _seen(queries: jax.Array, keys: jax.Array, S: int) -> jax.Array:
-    """[..., queries, keys] bool: what a query sees. Both hold place, group and start in the last
+    """[..., queries, keys] bool: what a query sees. Both hold place, prompt and start in the last
     dimension."""
-    place, group, start = jnp.moveaxis(queries[..., :, None, :], -1, 0)
+    place, prompt, start = jnp.moveaxis(queries[..., :, None, :], -1, 0)
     key, of, _ = jnp.moveaxis(keys[..., None, :, :], -1, 0)
-    return (key <= place) & (of == group) & ((key < S) | (key >= start))
+    return (key <= place) & (of == prompt) & ((key < S) | (key >= start))
 
 
 def _in_chunks(
@@ -266,7 +266,7 @@ def _splash(
     q: jax.Array, kv: KV, rows: PackedRows, layout: Layout | None, interpret: bool = False
 ) -> jax.Array:
     """`attention` by the kernel; each device computes the rows and heads that lie on it."""
-    S, t = rows.S, rows.group.shape[1]
+    S, t = rows.S, rows.prompt.shape[1]
     front, end = -S % LANES, -(t - S) % LANES  # prompts and completions fill complete blocks
     if t + front + end > MOST_PLACES or rows.longest > MOST_TOKENS:
         raise ValueError(
@@ -300,7 +300,7 @@ def _splash(
             check_vma=False,
         )
     q, k, v = (pad(x).swapaxes(1, 2) for x in (q, jnp.moveaxis(kv.k, 3, 1), kv.v.swapaxes(1, 2)))
-    out = shard(q, k, v, pad(rows.group, -1), pad(start))  # [X, padded t, H*h]
+    out = shard(q, k, v, pad(rows.prompt, -1), pad(start))  # [X, padded t, H*h]
     return jnp.concatenate([out[:, :S], out[:, S + front : t + front]], axis=1)
 
 
@@ -310,17 +310,19 @@ def _splash_shard(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    group: jax.Array,
+    prompt: jax.Array,
     start: jax.Array,
 ) -> jax.Array:
     """`attention` of the rows and heads of one device: [X, t, H*h]. q: [X, H, t, h]. k and v:
-    [X, N, t, h]. group, start: [X, t] int32."""
+    [X, N, t, h]. prompt, start: [X, t] int32."""
     t = q.shape[2]
     block = next(block for block in BLOCKS if S % block == t % block == 0)
     names = "block_q block_kv block_q_dkv block_kv_dkv block_q_dq block_kv_dq".split()
 
-    def kernel(q: jax.Array, k: jax.Array, v: jax.Array, group: jax.Array, start: jax.Array) -> Any:
-        by_query, by_key = _blocks_to_compute(group, start, S, block)
+    def kernel(
+        q: jax.Array, k: jax.Array, v: jax.Array, prompt: jax.Array, start: jax.Array
+    ) -> Any:
+        by_query, by_key = _blocks_to_compute(prompt, start, S, block)
         attend = splash.SplashAttentionKernel(
             by_query,
             by_query,
@@ -334,30 +336,30 @@ def _splash_shard(
             residual_checkpoint_name=None,
             interpret=interpret,
         )
-        return attend(q, k, v, splash.SegmentIds(q=group, kv=group))
+        return attend(q, k, v, splash.SegmentIds(q=prompt, kv=prompt))
 
-    out = jax.vmap(kernel)(q, k, v, group, start)  # [X, H, t, h]
+    out = jax.vmap(kernel)(q, k, v, prompt, start)  # [X, H, t, h]
     return out.swapaxes(1, 2).reshape(len(q), t, -1)
 
 
 def _splash_mask(S: int, query: jax.Array, key: jax.Array) -> jax.Array:
-    """What a query sees among the tokens of its group. query: its place, and how far behind its
+    """What a query sees among the tokens of its prompt. query: its place, and how far behind its
     start it is, as _blocks_to_compute joins them."""
     place, behind = query % MOST_PLACES, query // MOST_PLACES
     return (key <= place) & ((key < S) | (key >= place - behind))
 
 
 def _blocks_to_compute(
-    group: jax.Array, start: jax.Array, S: int, block: int
+    prompt: jax.Array, start: jax.Array, S: int, block: int
 ) -> tuple[MaskInfo, MaskInfo]:
     """The blocks of keys that the queries of each block see, and the reverse, of one row.
 
-    group, start: [t] int32. The results have the form of the kernel's static masks, but they are
-    traced arrays, since group and start are.
+    prompt, start: [t] int32. The results have the form of the kernel's static masks, but they are
+    traced arrays, since prompt and start are.
     """
-    t, places = len(group), jnp.arange(len(group), dtype=jnp.int32)
+    t, places = len(prompt), jnp.arange(len(prompt), dtype=jnp.int32)
     queries = places + MOST_PLACES * jnp.where(places < S, 0, places - start)
-    in_blocks = group.reshape(-1, block)
+    in_blocks = prompt.reshape(-1, block)
     lowest = jnp.where(in_blocks < 0, t, in_blocks).min(axis=1)
     highest = in_blocks.max(axis=1)
     first = jnp.where(in_blocks < 0, t, start.reshape(-1, block)).min(axis=1)

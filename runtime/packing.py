@@ -11,7 +11,7 @@ A row of S = 4 + C = 8 places with two prompts, `a b c` and `p q r`, and three c
     place       0 1 2 3   4 5 6  7 8  9  10 11
     ids         a b p q   c x y  r u  r  .  .       what is fed
     positions   0 1 0 1   2 3 4  2 3  2  0  0       in the sequence
-    group       0 0 1 1   0 0 0  1 1  1 -1 -1       which prompt of the row
+    prompt      0 0 1 1   0 0 0  1 1  1 -1 -1       which prompt of the row
     start       0 0 2 2   4 4 4  7 7  9 10 11       where its prompt or completion begins
     targets               x y z  u v  w  .  .       the token behind each that is fed
     places                0 1 2  3 4  5             of each completion's tokens, from S on
@@ -318,7 +318,7 @@ def pack(
     tokens = {
         "ids": np.full((X, S + C), pad_id, np.int32),
         "positions": np.zeros((X, S + C), np.int32),
-        "group": np.full((X, S + C), -1, np.int32),
+        "prompt": np.full((X, S + C), -1, np.int32),
         "start": place,  # padding begins at itself
         "targets": np.full((X, C), pad_id, np.int32),
         "places": np.zeros((X, n, T), np.int32),
@@ -326,9 +326,11 @@ def pack(
     if batch.support is not None:
         tokens["support"] = np.full((X, C, batch.support.shape[2]), -1, np.int32)
 
-    def write(x: int, at: int, ids: Sequence[int], position: int, group: int) -> int:
+    def write(x: int, at: int, ids: Sequence[int], position: int, prompt: int) -> int:
         span = slice(at, at + len(ids))
-        tokens["ids"][x, span], tokens["group"][x, span], tokens["start"][x, span] = ids, group, at
+        tokens["ids"][x, span] = ids
+        tokens["prompt"][x, span] = prompt
+        tokens["start"][x, span] = at
         tokens["positions"][x, span] = np.arange(position, position + len(ids))
         return at + len(ids)
 
@@ -336,18 +338,19 @@ def pack(
     lengths = batch.lengths.tolist()
     for x, row in enumerate(rows):
         at, prompts = 0, prompts_of(batch, row)
-        for group, p in enumerate(prompts):
-            at = write(x, at, batch.prompts[p].ids[:-1], 0, group)
-        at, sequences[x, : len(row)] = S, row
+        for number, p in enumerate(prompts):
+            at = write(x, at, batch.prompts[p].ids[:-1], 0, number)
+        at = S
+        sequences[x, : len(row)] = row
         for j, i in enumerate(row):
             p, drawn = batch.prompt_of(i), batch.completion_ids[i, : lengths[i]]
-            last, span = batch.prompts[p].ids[-1], slice(at - S, at - S + lengths[i])
+            span = slice(at - S, at - S + lengths[i])
             tokens["targets"][x, span] = drawn
             tokens["places"][x, j, : lengths[i]] = np.arange(span.start, span.stop)
             if batch.support is not None:
                 tokens["support"][x, span] = batch.support[i, : lengths[i]]
-            fed, position = [last, *drawn[:-1].tolist()], len(batch.prompts[p].ids) - 1
-            at = write(x, at, fed, position, prompts.index(p))
+            ids = batch.prompts[p].ids
+            at = write(x, at, [ids[-1], *drawn[:-1].tolist()], len(ids) - 1, prompts.index(p))
     index = sequences.reshape(-1)  # [R]
     used = index >= 0
     per_sequence = {

@@ -19,7 +19,7 @@ from models import attention
 from models.attention import KV, Cache, PackedRows, prompt_rows
 from runtime.layout import ROLLOUT_BATCH_AXES, TRAIN_BATCH_AXES, Layout, make_mesh
 
-# A row is its prompts and its completions, each as (group, tokens), end to end. Group -1 is
+# A row is its prompts and its completions, each as (prompt, tokens), end to end. Prompt -1 is
 # padding, which also fills the rest of the places.
 Row = tuple[list[tuple[int, int]], list[tuple[int, int]]]
 EMPTY: Row = [], []  # its results and gradients are finite
@@ -60,7 +60,7 @@ class Inputs(NamedTuple):
     @property
     def seen(self) -> np.ndarray:
         """[X, t, 1]: the tokens that are not padding."""
-        return self.rows.group[..., None] >= 0
+        return self.rows.prompt[..., None] >= 0
 
 
 class Result(NamedTuple):
@@ -72,15 +72,15 @@ class Result(NamedTuple):
 
 def packed(S: int, C: int, rows: list[Row]) -> PackedRows:
     """The rows as the trainer gives them. A token of padding starts at itself."""
-    group = np.full((len(rows), S + C), -1, np.int32)
+    prompt = np.full((len(rows), S + C), -1, np.int32)
     start = np.tile(np.arange(S + C, dtype=np.int32), (len(rows), 1))
     for x, row in enumerate(rows):
         for at, parts in zip((0, S), row, strict=True):
             for of, tokens in parts:
-                group[x, at : at + tokens] = of
+                prompt[x, at : at + tokens] = of
                 start[x, at : at + tokens] = at if of >= 0 else start[x, at : at + tokens]
                 at += tokens
-    return PackedRows(group, start, S, max([n for row in rows for _, n in row[1]], default=0))
+    return PackedRows(prompt, start, S, max([n for row in rows for _, n in row[1]], default=0))
 
 
 def inputs(S: int, C: int, rows: list[Row], H: int, N: int, h: int) -> Inputs:
@@ -102,8 +102,8 @@ def kv_of(k: np.ndarray, v: np.ndarray) -> KV:
 
 def visible(rows: PackedRows, x: int, i: int) -> list[int]:
     """The keys that token i of row x sees; padding sees none."""
-    group, start = rows.group[x], rows.start[x]
-    before = [j for j in range(i + 1) if group[j] == group[i] >= 0]
+    prompt, start = rows.prompt[x], rows.start[x]
+    before = [j for j in range(i + 1) if prompt[j] == prompt[i] >= 0]
     return [j for j in before if j < rows.S or start[j] == start[i]]
 
 
@@ -134,15 +134,15 @@ unoptimised = functools.partial(jax.jit, compiler_options={"xla_backend_optimiza
 
 
 def attend(x: Inputs, impl: str, layout: Layout | None = None) -> Callable[..., jax.Array]:
-    """The attention as a function of q, kv, group and start."""
+    """The attention as a function of q, kv, prompt and start."""
     _, _, S, longest = x.rows
-    return lambda q, kv, group, start: attention.attention(
-        q, kv, PackedRows(group, start, S, longest), layout, impl
+    return lambda q, kv, prompt, start: attention.attention(
+        q, kv, PackedRows(prompt, start, S, longest), layout, impl
     )
 
 
 def arguments(x: Inputs) -> tuple[Any, ...]:
-    return x.q, x.kv, x.rows.group, x.rows.start
+    return x.q, x.kv, x.rows.prompt, x.rows.start
 
 
 def program(
@@ -202,7 +202,7 @@ def test_a_token_changes_those_that_see_it_and_not_a_bit_of_others(impl: str) ->
     x = inputs(20, 61, [TWO_GROUPS, OTHER], 2, 1, 64)
     compiled = unoptimised(attend(x, impl))
     clean = np.asarray(compiled(*arguments(x)))
-    parts = np.where(x.rows.group[0] < 0, -1, x.rows.start[0])
+    parts = np.where(x.rows.prompt[0] < 0, -1, x.rows.start[0])
     assert sorted(set(parts)) == [-1, 0, 7, 20, 25, 42, 43, 54]
     for part in sorted(set(parts)):
         noise = np.zeros(x.q.shape[:2], bool)
@@ -341,10 +341,10 @@ def test_completions_have_no_scores_with_far_completions_of_their_row() -> None:
 def test_the_masks_by_hand() -> None:
     """Prompts of 2 tokens and 1, completions of 2 and 1 of the first and 2 of the second."""
     _, start, S, _ = rows = packed(3, 5, [([(0, 2), (1, 1)], [(0, 2), (0, 1), (1, 2)])])
-    group, place = rows.group[0], jnp.arange(8)
-    tokens = jnp.stack([place, group, start[0]], axis=1)
-    queries = attention._blocks_to_compute(group, start[0], S, 1)[0].q_sequence
-    of_kernel = attention._splash_mask(S, queries[:, None], place) & (group[:, None] == group)
+    prompt, place = rows.prompt[0], jnp.arange(8)
+    tokens = jnp.stack([place, prompt, start[0]], axis=1)
+    queries = attention._blocks_to_compute(prompt, start[0], S, 1)[0].q_sequence
+    of_kernel = attention._splash_mask(S, queries[:, None], place) & (prompt[:, None] == prompt)
     for mask in attention._seen(tokens[None], tokens[None], S)[0], of_kernel:
         assert mask.astype(int).tolist() == [
             [1, 0, 0, 0, 0, 0, 0, 0],
@@ -360,8 +360,8 @@ def test_the_masks_by_hand() -> None:
 
 def test_blocks_of_other_groups_and_of_earlier_completions_are_skipped() -> None:
     row: Row = [(0, 2), (1, 1)], [(0, 3), (0, 3), (1, 2)]
-    group, start, S, _ = packed(4, 10, [row])
-    by_query, by_key = attention._blocks_to_compute(group[0], start[0], S, 2)
+    prompt, start, S, _ = packed(4, 10, [row])
+    by_query, by_key = attention._blocks_to_compute(prompt[0], start[0], S, 2)
     computed = [
         [1, 0, 0, 0, 0, 0, 0],
         [0, 1, 0, 0, 0, 0, 0],
@@ -377,8 +377,8 @@ def test_blocks_of_other_groups_and_of_earlier_completions_are_skipped() -> None
     assert by_key.data_next[0, :, 0].tolist() == [0, 0, 2, 3, 4, 4, 4]
     # Eight prompts of a block, and for each eight completions of two blocks.
     row = [(g, 128) for g in range(8)], [(i // 8, 256) for i in range(64)]
-    group, start, S, _ = packed(1024, 16384, [row])
-    (computed,) = attention._blocks_to_compute(group[0], start[0], S, 128)[0].block_mask
+    prompt, start, S, _ = packed(1024, 16384, [row])
+    (computed,) = attention._blocks_to_compute(prompt[0], start[0], S, 128)[0].block_mask
     assert computed.sum() == 8 + 64 * (2 + 3)  # of 136 * 137 / 2 = 9316 below the diagonal
 
 
@@ -409,7 +409,7 @@ def test_a_row_or_a_completion_that_is_too_long_for_splash_is_refused(C: int, lo
 
 def test_the_longest_row_and_completion_fit_in_an_int32() -> None:
     """The last query of the row is the last one of its completion."""
-    group, start, S, _ = packed(2**16, 2**16, [([(0, 9)], [(0, 2**16 - 2**14), (0, 2**14)])])
-    query = attention._blocks_to_compute(group[0], start[0], S, 512)[0].q_sequence[-1]
+    prompt, start, S, _ = packed(2**16, 2**16, [([(0, 9)], [(0, 2**16 - 2**14), (0, 2**14)])])
+    query = attention._blocks_to_compute(prompt[0], start[0], S, 512)[0].q_sequence[-1]
     keys = jnp.array([0, 2**16 - 1, 2**16, 2**17 - 2**14 - 1, 2**17 - 2**14, 2**17 - 1])
     assert attention._splash_mask(S, query, keys).tolist() == [True, True, False, False, True, True]

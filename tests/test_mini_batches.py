@@ -126,8 +126,8 @@ def prompts_on_devices(micro_batches: list[MicroBatch]) -> list[int]:
     found = []
     for batch in micro_batches:
         P = batch.ids.shape[1] - batch.targets.shape[1]
-        ids, group = (np.asarray(x)[:, :P] for x in (batch.ids, batch.group))
-        found += [*ids[group >= 0]]
+        ids, prompt = (np.asarray(x)[:, :P] for x in (batch.ids, batch.prompt))
+        found += [*ids[prompt >= 0]]
     assert all(found.count(prompt) % 4 == 0 for prompt in found), "the last token is fed later"
     return sorted(found)[::4]
 

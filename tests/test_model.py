@@ -85,15 +85,15 @@ def packed(share, prompts=PROMPT_IDS, completions=COMPLETION_IDS, S=0) -> list[n
     prompts = [ids[mask == 1] for ids, mask in zip(prompts, PROMPT_MASK, strict=True)]
     unused = np.zeros((R, T), np.float32)
     batch = batch_of(prompts, completions, COUNTS.astype(np.int32), unused, unused[:, 0])
-    names = ("ids", "positions", "group", "start", "targets", "places", "completion_mask")
+    names = ("ids", "positions", "prompt", "start", "targets", "places", "completion_mask")
     return list(map(in_rows(batch, share, S=S).get, names))
 
 
-def hidden_of(params, compute, ids, positions, group, start, targets, places, mask):
+def hidden_of(params, compute, ids, positions, prompt, start, targets, places, mask):
     """[R, T, D] hidden states that predict the completions, computed as in training; 0 where a
     completion has no token."""
     params = arrange_layers(params, compute.layer_loop, compute.dtype)
-    rows = PackedRows(group, start, S := ids.shape[1] - targets.shape[1], longest=T)
+    rows = PackedRows(prompt, start, S := ids.shape[1] - targets.shape[1], longest=T)
     hidden, _ = forward(params, compute, ids, positions, rows=rows)
     found = jax.vmap(lambda x, at: x[at])(hidden[:, S:], places)  # [X, share, T, D]
     return (found.reshape(*mask.shape, -1) * mask[..., None].astype(hidden.dtype))[:R]
@@ -230,10 +230,10 @@ def test_other_tokens_of_a_row_change_not_a_bit_of_a_sequence() -> None:
 
 
 def test_the_tokens_of_padding_change_nothing() -> None:
-    ids, positions, group, *others = packed(3, S=13)
-    noise = np.where(group < 0, 31, ids), np.where(group < 0, 7, positions)
-    clean = hidden_jit(PARAMS, FLOAT32, ids, positions, group, *others)
-    hidden = hidden_jit(PARAMS, FLOAT32, *noise, group, *others)
+    ids, positions, prompt, *others = packed(3, S=13)
+    noise = np.where(prompt < 0, 31, ids), np.where(prompt < 0, 7, positions)
+    clean = hidden_jit(PARAMS, FLOAT32, ids, positions, prompt, *others)
+    hidden = hidden_jit(PARAMS, FLOAT32, *noise, prompt, *others)
     np.testing.assert_array_equal(hidden, clean)
     assert_same(clean, hidden_jit(PARAMS, FLOAT32, *packed(3)), 1e-6)  # which has S = 9
     # Prompts of decoding are padded on the left.
@@ -247,8 +247,8 @@ def test_the_tokens_of_padding_change_nothing() -> None:
 
 def test_an_empty_row_and_a_fully_padded_prompt_are_finite_and_leave_others_alone() -> None:
     empty = np.array([[1], [0]])
-    *tokens, group, start, targets, places, mask = packed(4)
-    rows = np.where(empty, group, -1), start, targets, places, mask * np.repeat(empty, K, axis=0)
+    *tokens, prompt, start, targets, places, mask = packed(4)
+    rows = np.where(empty, prompt, -1), start, targets, places, mask * np.repeat(empty, K, axis=0)
     (_, hidden), grads = gradient_jit(PARAMS, FLOAT32, *tokens, *rows)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((hidden, grads)))
     np.testing.assert_allclose(hidden[:K], (unpadded() * COUNTS[..., None])[:K], rtol=0, atol=1e-5)

@@ -93,7 +93,7 @@ def test_the_arrays_of_a_row_by_hand() -> None:
     # Prompts 0, 1, 2 and 100, 101 without their last tokens, then the last ones with completions.
     assert arrays["ids"] == [0, 1, 100, 101, 1006, 1007, 101, 2, 1000]
     assert arrays["positions"] == [0, 1, 0, 1, 2, 3, 1, 2, 3]
-    assert arrays["group"] == [0, 0, 1, 1, 1, 1, 1, 0, 0]
+    assert arrays["prompt"] == [0, 0, 1, 1, 1, 1, 1, 0, 0]
     assert arrays["start"] == [0, 0, 2, 3, 3, 3, 6, 7, 7]
     assert arrays["targets"] == [1006, 1007, 1008, 1009, 1000, 1001]
     assert arrays["places"] == [[0, 1, 2], [3, 0, 0], [4, 5, 0], [0, 0, 0]]
@@ -106,7 +106,7 @@ def test_the_row_that_is_drawn_is_the_row_that_is_made() -> None:
     """The names in the picture are numbered: a, b, c are 1, 2, 3. The mask is that of attention."""
     lines = packing.__doc__.splitlines()
     drawn = {}
-    for name in ("place", "ids", "positions", "group", "start", "targets", "places"):
+    for name in ("place", "ids", "positions", "prompt", "start", "targets", "places"):
         [line] = [line for line in lines if line.startswith(f"    {name} ")]
         drawn[name] = line[14:50].split()
     number = {letter: i for i, letter in enumerate(".abcpqrxyzuvw")}
@@ -117,12 +117,12 @@ def test_the_row_that_is_drawn_is_the_row_that_is_made() -> None:
     arrays = pack(batch, [[0, 2, 3]], Widths(1, 4, 8, 3, 3), pad_id=0)
     assert [number[token] for token in drawn["ids"]] == arrays["ids"][0].tolist()
     assert [number[token] for token in drawn["targets"]] == arrays["targets"][0].tolist()
-    for name in ("positions", "group", "start"):
+    for name in ("positions", "prompt", "start"):
         assert [*map(int, drawn[name])] == arrays[name][0].tolist(), name
     held = arrays["places"].reshape(-1)[mask[[0, 2, 3]].reshape(-1) > 0]
     assert [*map(int, drawn["places"])] == held.tolist()
 
-    tokens = jnp.stack([jnp.arange(12), arrays["group"][0], arrays["start"][0]], axis=-1)
+    tokens = jnp.stack([jnp.arange(12), arrays["prompt"][0], arrays["start"][0]], axis=-1)
     sees = np.asarray(attention._seen(tokens, tokens, 4))  # [queries, keys]
     columns = [line for line in lines if line.startswith("    place ")][0]
     at = [re.search(rf"\b{key}\b", columns).start() for key in range(12)]
@@ -154,19 +154,19 @@ def test_every_token_stands_in_one_place_of_a_row(shards, pack_rows, unit) -> No
         x = pack(batch, rows, widths, pad_id=7)
         assert x["ids"].shape == (len(rows), widths.S + widths.C)
         assert widths.S % unit == widths.C % unit == 0
-        names = ("ids", "group", "start", "targets", "places")
+        names = ("ids", "prompt", "start", "targets", "places")
         for row, *arrays in zip(rows, *(x[name] for name in names), strict=True):
-            ids, group, start, targets, places = arrays
+            ids, prompt, start, targets, places = arrays
             for j, i in enumerate(row):
                 at = places[j, : batch.lengths[i]]
-                prompt = batch.prompts[batch.prompt_of(i)].ids
+                given_ids = batch.prompts[batch.prompt_of(i)].ids
                 drawn = batch.completion_ids[i, : batch.lengths[i]]
                 assert targets[at].tolist() == drawn.tolist()
-                fed, own = at + widths.S, group[at[0] + widths.S]
-                assert ids[fed].tolist() == [prompt[-1], *drawn[:-1]]
-                assert set(group[fed]) == {own} and set(start[fed]) == {fed[0]}
-                before = np.flatnonzero(group[: widths.S] == own)
-                assert ids[before].tolist() == prompt[:-1]
+                fed, own = at + widths.S, prompt[at[0] + widths.S]
+                assert ids[fed].tolist() == [given_ids[-1], *drawn[:-1]]
+                assert set(prompt[fed]) == {own} and set(start[fed]) == {fed[0]}
+                before = np.flatnonzero(prompt[: widths.S] == own)
+                assert ids[before].tolist() == given_ids[:-1]
 
 
 # ---- How full rows are ---------------------------------------------------------------------------

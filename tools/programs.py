@@ -143,7 +143,7 @@ def micro_batch(plan: Plan) -> MicroBatch:
     return MicroBatch(
         ids=row,
         positions=row,
-        group=row,
+        prompt=row,
         start=row,
         targets=batch(jnp.int32, X, C),
         places=batch(jnp.int32, X, n, T),

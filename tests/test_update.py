@@ -138,12 +138,12 @@ def step(
     x: Sequences | None = None,
     lr: float = 0.1,
     objective: Objective = OBJECTIVE,
-    impl: str = "jax",
+    kernel: Any = None,
     layer_loop: str = "scan",
 ) -> Step:
     """One update, as train_grpo.py does it."""
     x, where = x or sequences(), layout(*mesh)
-    compute = Compute(MODEL, FLOAT32, where, remat, impl, layer_loop=layer_loop)
+    compute = Compute(MODEL, FLOAT32, where, remat, kernel, layer_loop=layer_loop)
     state = init_state(laid_out(where.mesh, params), optimizer=optimizer, model=MODEL)
     grads, parts, logps = zero_grads(state.params), [], []
     before = shardings((state, grads))

@@ -10,6 +10,10 @@ in a micro-batch. P, B and R count all processes together; b is this process's p
 completion tokens: MAX_LENGTH_SAMPLE in the rollout, and after it one of a few widths, which holds
 the longest completion of the step (completion_width in runtime/packing.py).
 
+On the way a question is a Prompt, what one process samples are Completions, and all that is known
+of a step, on every process, is a Batch. Its rows on the devices are MicroBatches, of the sizes in
+Widths. Decoding is the state of the sampler, and TrainState that of the training.
+
 This departs from the GRPO paper (arXiv 2402.03300) in four points, as most of the field does:
  1. The loss is the mean over all completion tokens of an update, which by default is the step,
     not the mean over each sequence first (LOSS_TYPE=grpo is the paper's).

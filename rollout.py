@@ -3,7 +3,8 @@
 `Run` has what all steps need: settings, inputs, and how the programs compute.
 
 Dimensions: P prompts of a step, K completions per prompt, B = P*K sequences over all processes, b
-of them on this process, T completion tokens, padded to MAX_LENGTH_SAMPLE.
+of them on this process, n completions of a pass on this process, T completion tokens: padded to
+MAX_LENGTH_SAMPLE, and from choose_groups on to the longest completion.
 """
 
 import dataclasses
@@ -147,8 +148,9 @@ class NaiveBackend:
 
 
 def enough(run: Run, rounds: list[Batch]) -> bool:
-    """True after one round or, with DYNAMIC_SAMPLING, once the rewards of P groups differ, or after
-    DYNAMIC_SAMPLING_MAX_ROUNDS. All processes see all rewards, so that they agree."""
+    """True after one round. With DYNAMIC_SAMPLING it is true once there are P groups within which
+    rewards differ, or after DYNAMIC_SAMPLING_MAX_ROUNDS. All processes see all rewards, so that
+    they agree."""
     limit = run.cfg.dynamic_sampling_max_rounds if run.cfg.dynamic_sampling else 1
     if not rounds or len(rounds) == limit:
         return bool(rounds)
@@ -191,11 +193,14 @@ def rollout_passes(
     per_prompt: int,
     size: int,
 ) -> Iterator[tuple[list[data.Prompt], Completions]]:
-    """For each rollout pass `size` prompts of this process, with per_prompt completions of each.
+    """Yields the prompts of each rollout pass, `size` of this process, and their completions,
+    per_prompt for each.
 
-    prompts: of all processes; each process has an equal part of them, in order.
+    prompts: of all processes; each process has an equal part of them, in order, as in
+    Run.local_prompts.
     """
-    width = prompt_width(max(len(prompt.ids) for prompt in prompts), run.cfg.global_length)
+    longest = max(len(prompt.ids) for prompt in prompts)
+    width = prompt_width(longest, run.cfg.global_length)  # S+1
     count = len(prompts) // jax.process_count()
     name = "rollout" if sampling is run.sampling else "evaluation"
     with progress_bar(name, count * per_prompt, "completions") as bar:
@@ -280,8 +285,11 @@ def gather_batch(
 
 
 def choose_groups(run: Run, rounds: list[Batch]) -> Batch:
-    """P of the sampled groups, in their order: all whose rewards differ, and others if needed. T
-    holds the longest completion. Raises UserMistake if the estimator cannot take the rewards."""
+    """P of the sampled groups, in their order: those whose rewards differ, and others if these are
+    too few. T holds the longest completion.
+
+    Raises UserMistake if the estimator cannot take the rewards.
+    """
     batch = rounds[0]
     if len(rounds) > 1:
         # [P] of rounds * P groups; a stable sort puts those whose rewards differ first.

@@ -10,9 +10,10 @@ in a micro-batch. P, B and R count all processes together; b is this process's p
 completion tokens: MAX_LENGTH_SAMPLE in the rollout, and after it one of a few widths, which holds
 the longest completion of the step (completion_width in runtime/packing.py).
 
-On the way a question is a Prompt, what one process samples are Completions, and all that is known
-of a step, on every process, is a Batch. Its rows on the devices are MicroBatches, of the sizes in
-Widths. Decoding is the state of the sampler, and TrainState that of the training.
+On the way a question is a data.Prompt, and what one process samples are Completions (sampling.py,
+which decodes with the state Decoding). From gather_batch on, a Batch (runtime/packing.py) holds all
+sequences in NumPy arrays on every process. It also draws their rows, whose sizes are Widths. A
+MicroBatch (update.py) holds some rows on the devices, and TrainState what an update changes.
 
 This departs from the GRPO paper (arXiv 2402.03300) in four points, as most of the field does:
  1. The loss is the mean over all completion tokens of an update, which by default is the step,
@@ -115,14 +116,15 @@ def main(cfg: Config) -> None:
                 key = jax.random.fold_in(rollout_key, number)
                 completions = complete_prompts(run, backend, life.stop, prompts, key)  # [b, T]
                 clock.lap("rollout_generate")
-                rewards = reward_completions(run, prompts[run.local_prompts()], completions)  # [b]
+                local = prompts[run.local_prompts()]  # of this process, like the completions
+                totals, per_function = reward_completions(run, local, completions)  # [b]
                 clock.lap("reward")
-                rounds.append(gather_batch(run, prompts, completions, *rewards))  # [B, T], [B]
+                rounds.append(gather_batch(run, prompts, completions, totals, per_function))
                 clock.lap("shard")
             backend.release()
 
             # ---- Advantages: how much better each completion is than its group -------------------
-            batch = choose_groups(run, rounds)  # P groups, those whose rewards differ first
+            batch = choose_groups(run, rounds)  # P groups, if possible with rewards that differ
             advantages = group_advantages(
                 batch.rewards,
                 cfg.num_pre_q,
@@ -130,14 +132,14 @@ def main(cfg: Config) -> None:
                 scale_rewards=cfg.scale_rewards,
                 per_function=batch.per_function,
                 weights=run.weights,
-            )  # [B]
+            )  # [B] float64
             # The loss may leave out completions that were cut off.
-            counts = batch.stopped | (not cfg.mask_truncated_completions)  # [B]
-            mask = batch.completion_mask * counts[:, None]  # [B, T]
+            is_counted = batch.stopped | (not cfg.mask_truncated_completions)  # [B]
+            mask = batch.completion_mask * is_counted[:, None]  # [B, T]
             batch = batch._replace(advantages=advantages, completion_mask=mask)
             clock.lap("advantages")
 
-            # ---- Scores: what the loss needs to know of all tokens before the first update -------
+            # ---- Scores: what the loss needs to know of the tokens before the first update -------
             batch = with_scores(run, state.params, ref_params, batch)
 
             # ---- Update: PPO_EPOCHS times, an optimizer step for each mini-batch -----------------
@@ -148,7 +150,7 @@ def main(cfg: Config) -> None:
                 warmup_ratio=cfg.warmup_ratio,
                 decay_steps=cfg.lr_decay_steps or cfg.steps,
             )
-            state, ref_params, mini_batch, metrics = update_policy(
+            state, ref_params, last_mini_batch, metrics = update_policy(
                 run, life.stop, state, ref_params, batch, lr, step
             )
             clock.lap("update")
@@ -163,7 +165,7 @@ def main(cfg: Config) -> None:
 
             # ---- Save ----------------------------------------------------------------------------
             not_finite = what_is_not_finite(metrics)  # its name and value, or ""
-            arrays = saved_arrays(mini_batch) if not_finite else {}
+            arrays = saved_arrays(last_mini_batch) if not_finite else {}
             life.count_step(len(rounds), not_finite, arrays)
             due = cfg.save_every_steps and life.progress.step % cfg.save_every_steps == 0
             if due and life.progress.step < cfg.steps:
@@ -183,9 +185,9 @@ def main(cfg: Config) -> None:
 
 
 def with_scores(run: Run, params: Params, ref_params: Params | None, batch: Batch) -> Batch:
-    """The batch with what the loss needs of all its tokens before the first update: ref_logps for
-    BETA, old_logps for NUM_MINI_BATCHES, and the top_mask of TOP_ENTROPY_QUANTILE, whose threshold
-    is that of the complete step."""
+    """The batch with what the loss needs to know of its tokens before the first update: ref_logps
+    if BETA > 0, old_logps if NUM_MINI_BATCHES > 1, and the top_mask of TOP_ENTROPY_QUANTILE, whose
+    threshold is that of the complete step."""
     cfg = run.cfg
     scores = {}  # arrays [B, T]
     if ref_params is not None:
@@ -203,8 +205,8 @@ def with_scores(run: Run, params: Params, ref_params: Params | None, batch: Batc
 @program("compute_logps_and_entropies", MICRO_SIZES)
 def score(run: Run, params: Params, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
     """The log-probabilities and the entropies of the completions' tokens by these weights, both
-    [B, T] float32 nats; 0 for sequences that an update skips."""
-    micro_batches = to_devices(run, batch, learns_from(run, batch))
+    [B, T] float32 nats, as to_batch returns them."""
+    micro_batches = to_devices(run, batch, computed_sequences(run, batch))
     scores = [
         compute_logps_and_entropies(params, x, run.cfg.temperature, run.training)
         for x in micro_batches
@@ -213,9 +215,9 @@ def score(run: Run, params: Params, batch: Batch) -> tuple[np.ndarray, np.ndarra
     return to_batch(logps, micro_batches, batch), to_batch(entropies, micro_batches, batch)
 
 
-def learns_from(run: Run, batch: Batch) -> np.ndarray:
-    """The sequences that an update computes: those with a token that counts, without those that
-    SKIP_ZERO_ADVANTAGE skips."""
+def computed_sequences(run: Run, batch: Batch) -> np.ndarray:
+    """The numbers of the sequences that an update computes. It leaves out those without a token
+    that counts and, if only the advantage decides (Config.skips), those whose advantage is 0."""
     computed = batch.completion_mask.any(axis=1)  # [B]
     if run.cfg.skips():  # An advantage of 0 adds 0, but NaN shows that the weights are broken.
         computed &= (batch.advantages != 0) | ~np.isfinite(batch.sampling_logps).all(axis=1)
@@ -223,12 +225,13 @@ def learns_from(run: Run, batch: Batch) -> np.ndarray:
 
 
 def to_devices(run: Run, batch: Batch, sequences: np.ndarray) -> list[MicroBatch]:
-    """These sequences of the batch, packed in rows, on the devices."""
+    """These sequences of the batch, packed in rows, all on the devices at once. to_batch in
+    update.py brings values of micro-batches back to the places of the batch."""
     layout, micro_batches = run.training.layout, []
     rows_of_micro_steps, widths = plan_rows(batch, sequences, run.limits)
     for rows in rows_of_micro_steps:
-        count = len(rows) // jax.process_count()
-        local = rows[jax.process_index() * count :][:count]  # the rows of this process
+        count = len(rows) // jax.process_count()  # rows of a process
+        local = rows[jax.process_index() * count : (jax.process_index() + 1) * count]
         arrays = pack(batch, local, widths, run.stopping.pad_id)
         micro_batches.append(MicroBatch(**{k: shard_batch(x, layout) for k, x in arrays.items()}))
     return micro_batches
@@ -246,8 +249,8 @@ def update_policy(
     lr: float,
     step: int,
 ) -> tuple[TrainState, Params | None, Batch, dict[str, float]]:
-    """The updates of a step: the state, the reference (which may follow the policy), what the last
-    update learnt from, and the metrics of the step.
+    """The updates of a step: the state, the reference (which may follow the policy), the mini-batch
+    of the last update, and the metrics of the step.
 
     An update whose loss or gradient is not finite leaves the state as it is, and is the last one.
     """
@@ -257,16 +260,16 @@ def update_policy(
     groups_of_updates = np.concatenate(epochs)  # [updates, groups of a mini-batch]
     stop.check()  # once the first update is applied, the run stops only after the step
     for number, group_indices in enumerate(groups_of_updates, start=1):
-        # Every ratio of the first update is exactly 1, without the rounding of another program.
-        given = batch._replace(old_logps=None) if number == 1 else batch
-        mini_batch = given.groups(group_indices)
-        state, metrics, logps = one_update(run, state, mini_batch, lr)
+        mini_batch = batch.groups(group_indices)
+        if number == 1:  # Without old_logps, which another program has rounded, each ratio is 1.
+            mini_batch = mini_batch._replace(old_logps=None)
+        state, metrics, logps, micro_batches = one_update(run, state, mini_batch, lr)
         updates.append(metrics)
         if what_is_not_finite(metrics):
             applied = {"updates_applied": number - 1}
             return state, ref_params, mini_batch, merge_updates(updates) | applied
         if batch.old_logps is None and len(groups_of_updates) > 1:  # one mini-batch, many epochs
-            batch = batch._replace(old_logps=to_batch(*logps, batch))
+            batch = batch._replace(old_logps=to_batch(logps, micro_batches, batch))
         updates_of_run = step * len(groups_of_updates) + number
         if cfg.ref_sync_steps and updates_of_run % cfg.ref_sync_steps == 0:
             with program("mix_weights"):
@@ -277,7 +280,8 @@ def update_policy(
 
 def groups_of_mini_batches(run: Run, step: int, epoch: int) -> np.ndarray:
     """[NUM_MINI_BATCHES, groups] the groups of each update in this epoch, in an order that follows
-    from SEED, the step and the epoch alone."""
+    from SEED, the step and the epoch alone. A single mini-batch keeps the order of the batch, since
+    its log-probabilities become old_logps of the batch."""
     P, n = run.sizes.prompts_per_step, run.cfg.num_mini_batches
     order = np.random.default_rng([run.cfg.seed, step, epoch]).permutation(P)
     return (np.arange(P) if n == 1 else order).reshape(n, -1)
@@ -285,11 +289,10 @@ def groups_of_mini_batches(run: Run, step: int, epoch: int) -> np.ndarray:
 
 def one_update(
     run: Run, state: TrainState, mini_batch: Batch, lr: float
-) -> tuple[TrainState, dict[str, float], tuple[list[jax.Array], list[MicroBatch]]]:
+) -> tuple[TrainState, dict[str, float], list[jax.Array], list[MicroBatch]]:
     """One optimizer step on the sum of the gradients of all micro-batches: the state, the metrics,
-    and the log-probabilities [R, T] before the update of each micro-batch, with the micro-batches.
-    """
-    sequences, counts = learns_from(run, mini_batch), counts_of(mini_batch)
+    each micro-batch's log-probabilities [R, T] before the update, and the micro-batches."""
+    sequences, counts = computed_sequences(run, mini_batch), counts_of(mini_batch)
     micro_batches = to_devices(run, mini_batch, sequences)
     metrics_of, logps_of = [], []
     with program("micro_step", MICRO_SIZES):
@@ -319,7 +322,7 @@ def one_update(
         metrics["grad_norm"] = float(norm)
     per_token = computed_per_token(micro_batches, mini_batch, sequences)
     metrics["throughput/update/computed_per_token"] = per_token
-    return state, metrics, (logps_of, micro_batches)
+    return state, metrics, logps_of, micro_batches
 
 
 if __name__ == "__main__":

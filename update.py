@@ -1,9 +1,9 @@
-"""The training state and the jitted programs of an update: micro_step adds the gradient of one
-micro-batch, optimizer_step applies the sum.
+"""The training state, the arrays of a micro-batch, and the jitted programs of an update: micro_step
+adds the gradient of one micro-batch, optimizer_step applies the sum.
 
 Dimensions: X packed rows of a micro-batch over all devices, t = S + C tokens of a row: S places for
 prompts and C for completions; n places for sequences in a row, R = X*n of them, T tokens of the
-longest completion, padded; B sequences of a step; U ids of a support.
+longest completion, padded; B sequences of a batch; U ids of a support.
 """
 
 import functools
@@ -41,7 +41,7 @@ SUPPORT_METRICS = ("support/entropy", "support/mass")  # what token_logps return
 
 @flax.struct.dataclass
 class TrainState:
-    """All that an update changes."""
+    """All that an optimizer step changes."""
 
     params: Params
     opt_state: Any
@@ -50,11 +50,13 @@ class TrainState:
 class MicroBatch(NamedTuple):
     """The sequences of one micro-step, in packed rows; see runtime/packing.py."""
 
-    ids: jax.Array  # [X, t] int32, what is fed: S prompt tokens, then C tokens of completions
+    # [X, t] int32, what is fed: S places for prompts without their last tokens, then C places for
+    # completions, each behind the last token of its prompt.
+    ids: jax.Array
     positions: jax.Array  # [X, t] int32, of a token in its sequence
     prompt: jax.Array  # [X, t] int32, the number of the token's prompt in the row; -1: padding
     start: jax.Array  # [X, t] int32, where in the row the token's prompt or completion begins
-    targets: jax.Array  # [X, C] int32, the completion token behind each that is fed
+    targets: jax.Array  # [X, C] int32, the completion token that follows each that is fed
     places: jax.Array  # [X, n, T] int32, where among the C places a sequence's tokens are
     sequences: jax.Array  # [R] int32, the number of each sequence in its batch; -1: no sequence
     completion_mask: jax.Array  # [R, T] int32, 1 on the tokens that count
@@ -63,8 +65,8 @@ class MicroBatch(NamedTuple):
     old_logps: jax.Array | None = None  # [R, T] float32 nats; None: logps, so that the ratio is 1
     ref_logps: jax.Array | None = None  # [R, T] float32 nats; None: no reference
     top_mask: jax.Array | None = None  # [R, T] int32, 1 where the policy learns; None: everywhere
-    # [X, C, U] int32, the tokens that could be drawn; all log-probabilities are among them. None:
-    # they are among all tokens.
+    # [X, C, U] int32, the tokens that could be drawn, -1 in unused places; log-probabilities are
+    # relative to them. None: to the complete vocabulary.
     support: jax.Array | None = None
 
 
@@ -82,8 +84,9 @@ def counts_of(batch: Batch) -> dict[str, np.ndarray]:
 def to_batch(
     values_of: Sequence[jax.Array], micro_batches: Sequence[MicroBatch], batch: Batch
 ) -> np.ndarray:
-    """[B, T] float32 the values [R, T] of each micro-batch, on every process; 0 for the sequences
-    that no micro-batch holds."""
+    """[B, T] float32 the values [R, T] of each micro-batch, on every process, with one gather for
+    each micro-batch. They are 0 for sequences that no micro-batch holds, and mean nothing behind
+    the end of a completion."""
     of_batch = np.zeros(batch.completion_ids.shape, np.float32)
     for micro_batch, values in zip(micro_batches, values_of, strict=True):
         local = jax.tree.map(local_part, (micro_batch.sequences, values))
@@ -95,7 +98,7 @@ def to_batch(
 def computed_per_token(
     micro_batches: Sequence[MicroBatch], batch: Batch, sequences: np.ndarray
 ) -> float:
-    """The tokens that all rows have room for, for each token of a prompt or a completion in them.
+    """The places of all rows, divided by the tokens of prompts and completions in them.
 
     sequences: those of the batch that the rows hold.
     """
@@ -115,7 +118,7 @@ def saved_arrays(batch: Batch) -> dict[str, np.ndarray]:
 def completion_scores(
     params: Params, batch: MicroBatch, temperature: float, compute: Compute
 ) -> tuple[jax.Array, ...]:
-    """What token_logps says of the completion tokens: log-probabilities, entropies and, with a
+    """The values of token_logps for the completion tokens: log-probabilities, entropies and, with a
     support, the values of SUPPORT_METRICS; each [R, T] float32."""
     S = batch.ids.shape[1] - batch.targets.shape[1]
     rows = PackedRows(batch.prompt, batch.start, S, longest=batch.places.shape[2])
@@ -148,7 +151,7 @@ def compute_logps_and_entropies(
 def loss_of_scores(
     scores: Sequence[jax.Array], batch: MicroBatch, counts: dict[str, Any], objective: Objective
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The objective of a micro-batch and its part of the update's metrics.
+    """The objective of a micro-batch, and what it adds to the metrics of the update.
 
     scores: from completion_scores. Of the batch only the arrays [R, T] and [R] are read. counts: of
     the update, from counts_of.
@@ -195,7 +198,7 @@ def micro_step(
     """`grad_sum` with the gradient of this micro-batch added, its part of the update's metrics (for
     merge_metrics), and the log-probabilities [R, T] of its tokens.
 
-    grad_sum: None if the update has a single micro-batch.
+    grad_sum: None for the first micro-batch of an update that has a single one by its settings.
     """
 
     def loss_of(params: Params) -> tuple[jax.Array, tuple[dict[str, jax.Array], jax.Array]]:
@@ -231,7 +234,7 @@ def _add(grad_sum: Params | None, grads: Params) -> Params:
 
 
 def zero_grads(params: Params) -> Params:
-    """Float32 zeros, laid out like params: the `grad_sum` of the first micro_step of an update."""
+    """Float32 zeros, laid out like params: the grad_sum before the first micro_step."""
     return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32, device=x.sharding), params)
 
 

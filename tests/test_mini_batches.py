@@ -21,8 +21,8 @@ from runtime.mistakes import UserMistake
 from runtime.packing import Batch
 from startup import set_up
 from train_grpo import (
+    computed_sequences,
     groups_of_mini_batches,
-    learns_from,
     to_devices,
     update_policy,
     with_scores,
@@ -157,7 +157,7 @@ def test_every_group_is_in_one_mini_batch_with_all_its_sequences_and_each_has_it
         mini_batch = step_of(masked=5).groups(groups)
         sequences = (groups[:, None] * 4 + np.arange(4)).reshape(-1)  # [8]
         assert [*mini_batch.advantages] == [*sequences]
-        micro_batches = to_devices(run, mini_batch, learns_from(run, mini_batch))
+        micro_batches = to_devices(run, mini_batch, computed_sequences(run, mini_batch))
         computed = sorted({*sequences} - {5})
         assert sequences_on_devices(micro_batches) == computed
         prompts = prompts_on_devices(micro_batches)
@@ -199,10 +199,10 @@ def test_old_logps_are_those_before_the_first_update(n: int, monkeypatch) -> Non
 
     def one_update(run, state, mini_batch, lr) -> tuple:
         updated.append((mini_batch.advantages, mini_batch.old_logps))
-        micro_batches = to_devices(run, mini_batch, learns_from(run, mini_batch))
+        micro_batches = to_devices(run, mini_batch, computed_sequences(run, mini_batch))
         logps = [batch.sampling_logps + 100 * state.params for batch in micro_batches]
         found = {"loss": 0.0, "grad_norm": 1.0}
-        return SimpleNamespace(params=state.params + 1), found, (logps, micro_batches)
+        return SimpleNamespace(params=state.params + 1), found, logps, micro_batches
 
     monkeypatch.setattr(train_grpo, "score", score)
     monkeypatch.setattr(train_grpo, "one_update", one_update)

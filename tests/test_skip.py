@@ -14,7 +14,7 @@ from test_train import Result, train, train_two
 from config import Config
 from loss import CHOICES, Objective, metrics_of_nothing, policy_loss
 from metrics import merge_updates, of_all_tokens
-from train_grpo import learns_from, to_devices
+from train_grpo import computed_sequences, to_devices
 from update import counts_of, to_batch
 
 REPO = Path(__file__).resolve().parent.parent
@@ -45,10 +45,12 @@ def test_sequences_of_advantage_zero_are_in_no_micro_step() -> None:
     ones = np.ones(32)
     some = batch._replace(advantages=ones * (np.arange(32) % 8 < 4))
     every = batch._replace(advantages=ones)
-    assert learns_from(run, some).tolist() == [i for i in range(32) if i % 8 < 4]
-    assert learns_from(run, every).tolist() == [i for i in range(32) if i != 5]
-    micro_batches = to_devices(run, some, learns_from(run, some))
-    assert len(micro_batches) == 2 and len(to_devices(run, every, learns_from(run, every))) == 4
+    assert computed_sequences(run, some).tolist() == [i for i in range(32) if i % 8 < 4]
+    assert computed_sequences(run, every).tolist() == [i for i in range(32) if i != 5]
+    micro_batches = to_devices(run, some, computed_sequences(run, some))
+    assert (
+        len(micro_batches) == 2 and len(to_devices(run, every, computed_sequences(run, every))) == 4
+    )
     held = np.concatenate([micro_batch.sequences for micro_batch in micro_batches])
     assert sorted(held[held >= 0]) == [i for i in range(32) if i % 8 < 4]
     assert counts_of(some) == counts_of(every)
@@ -59,7 +61,7 @@ def test_a_sequence_whose_log_probabilities_are_not_finite_is_computed() -> None
     run, batch = run_of("MESH_SHAPE=8,1,1 NUM_MINI_BATCHES=1"), step_of(masked=5)
     logps = np.where(np.arange(32)[:, None] == 7, np.nan, batch.sampling_logps)
     batch = batch._replace(advantages=np.zeros(32), sampling_logps=logps)
-    assert learns_from(run, batch).tolist() == [7]
+    assert computed_sequences(run, batch).tolist() == [7]
 
 
 @pytest.mark.parametrize("loss_type", CHOICES["loss_type"].split())
@@ -73,7 +75,7 @@ def test_an_update_that_computes_nothing_clips_nothing_and_has_a_loss_of_zero(lo
 def test_nothing_is_computed_if_every_advantage_is_zero() -> None:
     run, batch = run_of("MESH_SHAPE=8,1,1 NUM_MINI_BATCHES=1"), step_of(masked=5)
     batch = batch._replace(advantages=np.zeros(32))
-    assert to_devices(run, batch, learns_from(run, batch)) == []
+    assert to_devices(run, batch, computed_sequences(run, batch)) == []
     assert counts_of(batch)["num_tokens"] == 31 * 3
     assert not to_batch([], [], batch).any()
 

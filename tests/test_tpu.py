@@ -110,8 +110,9 @@ def test_training_never_puts_a_complete_gradient_or_embedding_on_a_device() -> N
 def test_an_embedding_that_is_gathered_for_the_lookup_would_be_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def gathered(embed: jax.Array, ids: jax.Array, dtype: jnp.dtype, layout: Layout) -> jax.Array:
-        return constrain(constrain(embed.astype(dtype), layout)[ids], layout, TRAIN_BATCH_AXES)
+    def gathered(embed: jax.Array, ids: jax.Array, compute: model.Compute) -> jax.Array:
+        embed = constrain(embed.astype(compute.dtype), compute.layout)
+        return constrain(embed[ids], compute.layout, TRAIN_BATCH_AXES).reshape(ids.size, -1)
 
     monkeypatch.setattr(model, "_embed", gathered)
     assert complete_weights(plan_of("0.5b"))

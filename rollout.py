@@ -8,7 +8,7 @@ MAX_LENGTH_SAMPLE, and from choose_groups on to the longest completion.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ from loss import Objective, equal_groups
 from models.draw import Sampling
 from models.model import Compute, ModelConfig, Params
 from runtime.chips import program
-from runtime.layout import gather_processes
+from runtime.layout import gather_processes, join
 from runtime.long_work import progress_bar
 from runtime.mistakes import UserMistake
 from runtime.packing import Batch, Limits
@@ -179,7 +179,7 @@ def complete_prompts(
 ) -> Completions:
     """K completions of each of this process's part of P prompts."""
     K, size = run.cfg.num_pre_q, run.sizes.prompt_batch_size
-    passes = rollout_passes(run, backend, stop, prompts, key, run.sampling, K, size)
+    passes = rollout_passes(run, backend, stop, prompts, key, "rollout", run.sampling, K, size)
     return join([completions for _, completions in passes])
 
 
@@ -189,6 +189,7 @@ def rollout_passes(
     stop: StopSignal,
     prompts: list[data.Prompt],
     key: jax.Array,
+    name: str,
     sampling: Sampling,
     per_prompt: int,
     size: int,
@@ -197,12 +198,11 @@ def rollout_passes(
     per_prompt for each.
 
     prompts: of all processes; each process has an equal part of them, in order, as in
-    Run.local_prompts.
+    Run.local_prompts. name: of the progress bar.
     """
     longest = max(len(prompt.ids) for prompt in prompts)
     width = prompt_width(longest, run.cfg.global_length)  # S+1
     count = len(prompts) // jax.process_count()
-    name = "rollout" if sampling is run.sampling else "evaluation"
     with progress_bar(name, count * per_prompt, "completions") as bar:
         for first in range(jax.process_index() * count, (jax.process_index() + 1) * count, size):
             stop.check()
@@ -216,11 +216,6 @@ def rollout_passes(
             )
             bar.update(size * per_prompt)
             yield of_pass, completions
-
-
-def join(parts: Sequence[Any]) -> Any:
-    """A tree of arrays from trees like it: each array joined along its first axis."""
-    return jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
 
 
 def texts_of(
@@ -323,7 +318,7 @@ def answer_questions(
     padded = [*questions, *[questions[-1]] * missing]
     passes = []
     for of_pass, completions in rollout_passes(
-        run, backend, stop, padded, key, run.eval_sampling, samples, size
+        run, backend, stop, padded, key, "evaluation", run.eval_sampling, samples, size
     ):
         clock.lap("rollout_generate")
         passes.append((completions, *reward_completions(run, of_pass, completions)))

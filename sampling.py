@@ -22,6 +22,7 @@ from runtime.layout import (
     Layout,
     constrain,
     constrain_batch,
+    join,
     local_part,
     shard_batch,
 )
@@ -89,7 +90,7 @@ def generate(
         stopping=stopping,
     )
     left = decode_all(params, compute, state, sampling=sampling, stopping=stopping, drop=drop)
-    arrays = jax.tree.map(lambda *parts: np.concatenate(parts), *left)
+    arrays = join(left)
     # They are in the order in which they left the batch; sequence_ids has the order asked for.
     left_ids = arrays.pop("sequence_ids")
     order = np.argsort(left_ids)

@@ -1,5 +1,5 @@
-"""Everything before the first step: reads and checks the inputs, decides how the model is computed,
-and loads or resumes the training state.
+"""Everything before the first step, and the export after the last one: reads and checks the inputs,
+decides how the model is computed, loads or resumes the training state, and writes the model.
 
 The checks that cost little come first. A user's mistakes are a UserMistake with a line for each.
 `python startup.py` only joins the processes and prints the devices and versions they see.

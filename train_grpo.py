@@ -3,7 +3,7 @@
 One step samples K completions of each of P prompts, rewards them, compares each completion with
 the others of its prompt, and makes the better ones more likely. Read `main` from top to bottom. The
 formulas are in loss.py, what happens in a rollout in rollout.py, the programs that run on devices
-in sampling.py and update.py, and all that comes before the first step in startup.py.
+in sampling.py and update.py; startup.py has all that comes before the first step, and the export.
 
 Dimensions: P prompts of a step, K completions per prompt, B = P*K sequences, R places for sequences
 in a micro-batch. P, B and R count all processes together; b is this process's part of B. T padded

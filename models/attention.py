@@ -89,7 +89,7 @@ class PackedRows(NamedTuple):
     it in its completion. runtime/packing.py draws a row and its mask."""
 
     prompt: jax.Array  # [X, t] int32, the number of the token's prompt in the row; -1: padding
-    start: jax.Array  # [X, t] int32, the place in the row where the token's completion begins
+    start: jax.Array  # [X, t] int32, where in the row the token's prompt or completion begins
     S: int  # places for prompts, in front of the completions
     longest: int  # at least the tokens of the longest completion
 

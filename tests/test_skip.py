@@ -86,6 +86,7 @@ def test_the_metrics_of_the_whole_step_by_hand() -> None:
     logps = np.array([[-1, -1], [-1, 9], [-0.5, -1.5], [-4, 9]], np.float32)
     advantages = np.array([1, -1, 0, 0], np.float32)
     batch = batch_of([[1], [2]], mask, mask, logps, advantages)
+    batch = batch._replace(lengths=np.full(4, 2))  # no metric counts tokens outside the mask
     of_steps = {"loss": 0.3, "clip_ratio/low_min": 0.2, "clip_ratio/high_max": 0.4}
     of_steps |= {"sampling_logp_difference/mean": 0.1, "is_weight/mean": 0.5, "support/mass": 0.2}
     of_steps |= {"sampling_logp_difference/max": 0.7, "grad_norm": 1.0}

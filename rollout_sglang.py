@@ -14,20 +14,18 @@ tokens, V vocabulary.
 """
 
 import asyncio
-import dataclasses
 import functools
 import json
 import logging
 import math
 import os
 import re
-import signal
 import sys
-import time
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from platform import python_version
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -41,14 +39,7 @@ from models.engine_weights import engine_leaves, family_of, take_weights
 from models.model import ModelConfig, Params
 from rollout import Run
 from runtime.chips import program
-from runtime.containment import (
-    ERRORS,
-    EngineFailed,
-    Gate,
-    ThisProcess,
-    fail_on_main_thread,
-    side_effects_undone,
-)
+from runtime.containment import EngineFailed, Errors, Gate, fail_on_main_thread
 from runtime.mistakes import UserMistake, in_one_line
 from runtime.sizes import PASS_SIZES, Sizes, eval_questions
 from sampling import Completions
@@ -61,11 +52,7 @@ INSTALL = (
 NAIVE = "use ROLLOUT_BACKEND=naive"
 # Positions that the engine needs beyond the longest prompt and its completion.
 SPARE_TOKENS = 8
-# The functions of the engine's models that name the sources of their weights.
-MAPPINGS = {
-    "qwen2": "_create_qwen2_weight_mappings",
-    "qwen3": "_create_qwen3_weight_mappings",
-}
+FAMILIES = ("qwen2", "qwen3")  # of models that the engine samples
 PAGE_TOKENS = {"tpu": 128, "cpu": 1}  # tokens in a page of keys and values
 
 
@@ -73,48 +60,32 @@ PAGE_TOKENS = {"tpu": 128, "cpu": 1}  # tokens in a page of keys and values
 
 
 def import_engine(devices: Sequence[jax.Device]) -> Any:
-    """The engine's module. Raises UserMistake where the engine cannot run.
-
-    devices: those of the run.
-    """
-    asked, platform, kind = (
-        "ROLLOUT_BACKEND=sglang_jax",
-        devices[0].platform,
-        devices[0].device_kind,
-    )
+    """The engine's module. Raises UserMistake if it cannot run on the devices of this run."""
+    asked, platform = "ROLLOUT_BACKEND=sglang_jax", devices[0].platform
     if (count := jax.process_count()) > 1:
         raise UserMistake(
             f"{asked} runs in one process, and {count} have joined: each engine schedules on its "
             f"own, so that the programs of the processes would differ; {NAIVE}"
         )
     if sys.version_info < (3, 12):
-        found = python_version()
-        raise UserMistake(f"{asked} needs Python 3.12 or newer, and this is {found}; {NAIVE}")
+        raise UserMistake(f"{asked} needs Python 3.12 or newer, not {python_version()}; {NAIVE}")
     if platform not in PAGE_TOKENS:
         raise UserMistake(f"{asked} needs a TPU, or a CPU for tests, not a {platform}; {NAIVE}")
-    if kind.startswith(("TPU v2", "TPU v3")):
-        raise UserMistake(f"{asked} needs a TPU v4 or newer, and this is a {kind}; {NAIVE}")
-    names = os.environ.get("JAX_PLATFORMS", "")
-    if names and (names, platform) != ("cpu", "cpu"):
-        raise UserMistake(f"JAX_PLATFORMS={names} stops the engine of {asked}; unset it")
     logging.getLogger("sgl_jax").setLevel(logging.ERROR)
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
-        with side_effects_undone():
-            from sgl_jax.srt.entrypoints import engine
-            from sgl_jax.srt.managers import tokenizer_manager
-            from sgl_jax.srt.model_executor.model_runner import ModelRunner
-            from sgl_jax.srt.server_args import ServerArgs
-    except (ImportError, SyntaxError) as error:
+        from sgl_jax.srt.entrypoints import engine
+        from sgl_jax.srt.managers import scheduler_output_processor_mixin, tokenizer_manager
+    except ImportError as error:
         text = f"{asked} needs sglang-jax, whose import says: {in_one_line(error)}; {INSTALL}"
         raise UserMistake(text) from None
-    fields = {field.name for field in dataclasses.fields(ServerArgs)}
-    needed = {"enable_single_process", "enable_engine_loop_run_forever_daemon"}
-    if needed - fields or not hasattr(ModelRunner, "sample"):
-        raise UserMistake(f"{asked}: this sglang-jax is too old; {INSTALL}")
-    engine.kill_process_tree = tokenizer_manager.kill_process_tree = fail_on_main_thread
+    # It would replace the handlers of SIGCHLD and SIGQUIT.
+    engine._set_envs_and_config = lambda arguments: None
     # At exit it would end the children of this process, which are not the engine's.
     engine.Engine.shutdown = lambda self: None
+    tokenizer_manager.kill_process_tree = fail_on_main_thread
+    # After 50 tokens, and again after 100, it would send all log-probabilities so far once more.
+    scheduler_output_processor_mixin.DEFAULT_FORCE_STREAM_INTERVAL = sys.maxsize
     return engine
 
 
@@ -141,16 +112,16 @@ def stop_if_unable(
             f"ROLLOUT_BACKEND=sglang_jax splits the heads among all devices, and {len(devices)} "
             f"devices do not divide the model's {model.num_heads} heads; {NAIVE}"
         )
-    if family_of(model) not in MAPPINGS:
+    if family_of(model) not in FAMILIES:
         raise UserMistake(
-            f"ROLLOUT_BACKEND=sglang_jax samples {' and '.join(MAPPINGS)}, and the model is of the "
+            f"ROLLOUT_BACKEND=sglang_jax samples {' and '.join(FAMILIES)}, and the model is of the "
             f"family {family_of(model)}; {NAIVE}"
         )
     if platform == "cpu" and model.head_dim % 128:
         raise UserMistake(
             f"ROLLOUT_BACKEND=sglang_jax on a CPU needs a head_dim that is a multiple of 128, and "
             f"the model has {model.head_dim}; {NAIVE}, or a copy of the model that "
-            f"tools/widen_heads.py makes"
+            f"tests/widen_heads.py makes"
         )
 
 
@@ -202,10 +173,7 @@ def engine_arguments(run: Run, devices: Sequence[jax.Device]) -> dict[str, Any]:
         "grammar_backend": "none",
         "chunked_prefill_size": -1,
         "disable_precompile": True,
-        "skip_server_warmup": True,
         "watchdog_timeout": 24 * 3600,  # the watchdog would end the parent of this process
-        "random_seed": 0,
-        "log_level": "error",
     }
 
 
@@ -222,45 +190,37 @@ class SglangBackend:
 
     def __init__(self, run: Run) -> None:
         """Raises UserMistake if the engine cannot compute the run, or has too little memory."""
-        self._run, self._told = run, False
+        self._run = run
         module = import_engine(jax.devices())
         arguments = engine_arguments(run, jax.devices())
-        log = logging.getLogger("sgl_jax")
-        log.addHandler(ERRORS)
-        log.propagate = False  # what it says comes with the exception
-        self._handler_before = signal.signal(signal.SIGQUIT, fail_on_main_thread)
+        Errors(logging.getLogger("sgl_jax"))
         try:
-            with side_effects_undone():
-                self._engine = module.Engine(**arguments)
+            self._engine = module.Engine(**arguments)
+            tokens = self._engine.scheduler_info["max_total_num_tokens"]
         except EngineFailed as error:
             if not re.search("mem-fraction-static|pool size is too small", str(error)):
                 raise
+            tokens = 0
+        if tokens < arguments["context_length"]:
             raise UserMistake(
-                f"SGLANG_JAX_MEM_FRACTION_STATIC={arguments['mem_fraction_static']} leaves no "
-                f"memory for keys and values beside the engine's weights; raise it"
-            ) from None
-        scheduler = self._scheduler = self._engine.scheduler_info["scheduler"]
-        # They would send the signal about an exception in a thread to the parent of this process.
-        for part in (scheduler, scheduler.tp_worker, scheduler.tp_worker.worker):
-            part.parent_process = ThisProcess()
+                f"SGLANG_JAX_MEM_FRACTION_STATIC={arguments['mem_fraction_static']} leaves memory "
+                f"for {tokens} tokens beside the engine's weights, and the longest sequence needs "
+                f"{arguments['context_length']}; raise it"
+            )
+        scheduler = self._engine.scheduler_info["scheduler"]
+        # It would send the signal about an exception in its thread to the parent of this process.
+        scheduler.tp_worker.parent_process = SimpleNamespace(send_signal=fail_on_main_thread)
         self._gate = Gate(scheduler)
         self._runner = scheduler.tp_worker.worker.model_runner
         self._runner.sample = self._sample
         self._runner.compute_logprobs = lambda logps, tokens: logps  # _sample has computed them
-        self._paths, self._shapes = take_weights(self._runner.model)
+        self._shapes = take_weights(self._runner.model)
         self.release()
         names = "dtype tp_size mem_fraction_static context_length page_size"
         found = {"version": version("sglang-jax")} | {n: arguments[n] for n in names.split()}
         found["max_running_requests"] = scheduler.max_running_requests
-        found["max_total_tokens"] = tokens = scheduler.max_total_num_tokens
+        found["max_total_tokens"] = tokens
         print("sglang_jax", *(f"{name}={value}" for name, value in found.items()), flush=True)
-        if tokens < arguments["context_length"]:
-            self.close()
-            raise UserMistake(
-                f"SGLANG_JAX_MEM_FRACTION_STATIC={arguments['mem_fraction_static']} leaves memory "
-                f"for {tokens} tokens, and the longest sequence needs "
-                f"{arguments['context_length']}; raise it"
-            )
 
     @program("the copy of the weights that samples")
     def update_weights(self, params: Params) -> None:
@@ -268,18 +228,13 @@ class SglangBackend:
 
         Raises UserMistake for a weight of the engine that the trainer does not have.
         """
-        began = time.perf_counter()
         model, rollout = self._run.model, self._run.rollout
         sync = sync_weights(model, rollout.layout.mesh, rollout.dtype, "unroll")
-        mappings = getattr(self._runner.model, MAPPINGS[family_of(model)])()
+        table = getattr(self._runner.model, f"_create_{family_of(model)}_weight_mappings")()
         # engine_leaves frees each array of the copy once the engine has it.
-        leaves = engine_leaves(sync(params), model, mappings, self._paths, self._shapes)
+        leaves = engine_leaves(sync(params), model, table, self._shapes)
         self._runner.model_state_leaves = jax.block_until_ready(leaves)
         self._runner.token_to_kv_pool._create_buffers()
-        if not self._told:
-            self._told, size = True, sum(leaf.nbytes for leaf in leaves)
-            seconds = time.perf_counter() - began
-            print(f"sglang_jax weights={len(leaves)} bytes={size} t={seconds:.2f}s", flush=True)
 
     @program("prefill, decode or drop_sequences", PASS_SIZES)
     def generate(
@@ -290,10 +245,8 @@ class SglangBackend:
         key: jax.Array,
         sampling: Sampling,
     ) -> Completions:
-        """As NaiveBackend.generate; the log-probabilities are those among all tokens.
-
-        Raises EngineFailed, or JaxRuntimeError if a device runs out of memory.
-        """
+        """As NaiveBackend.generate; the log-probabilities are those among all tokens. Raises
+        EngineFailed."""
         stopping, everywhere = self._run.stopping, NamedSharding(self._runner.mesh, PartitionSpec())
         ids = [
             padded[mask > 0].tolist() for padded, mask in zip(prompt_ids, prompt_mask, strict=True)
@@ -308,24 +261,15 @@ class SglangBackend:
             sampling_params=[wanted | {"sampling_seed": i} for i in range(len(ids))],
             return_logprob=True,
         )
-        try:
-            with self._gate.passing(len(ids)):
-                outputs = asyncio.run_coroutine_threadsafe(asked, self._engine.loop).result()
-        except EngineFailed as error:
-            if "RESOURCE_EXHAUSTED" in str(error):
-                raise jax.errors.JaxRuntimeError(str(error)) from None
-            raise
-        for output in outputs:
-            if (reason := output["meta_info"]["finish_reason"])["type"] not in ("stop", "length"):
-                raise EngineFailed(f"the engine did not finish a sequence: {reason}")
+        with self._gate.passing(len(ids)):
+            outputs = asyncio.run_coroutine_threadsafe(asked, self._engine.loop).result()
         r, T = len(ids), stopping.max_new_tokens
         completion_ids, logps = np.full((r, T), stopping.pad_id, np.int32), np.zeros((r, T), "f")
         mask = np.zeros((r, T), np.int32)
         for i, output in enumerate(outputs):
-            drawn = output["meta_info"]["output_token_logprobs"]
             length = len(output["output_ids"])
             completion_ids[i, :length] = output["output_ids"]
-            logps[i, :length] = [logp for logp, *_ in drawn]
+            logps[i, :length] = [x for x, *_ in output["meta_info"]["output_token_logprobs"]]
             mask[i, :length] = 1
         lengths = mask.sum(axis=1, dtype=np.int32)
         return Completions(completion_ids, mask, lengths, logps, computed_tokens=lengths)
@@ -334,18 +278,14 @@ class SglangBackend:
         """Frees the engine's weights, keys and values, until the next update_weights."""
         for buffer in self._runner.token_to_kv_pool.kv_buffer:
             buffer.delete()
-        self._runner.model_state_leaves = self._shapes
+        self._runner.model_state_leaves = [*self._shapes.values()]
 
     def close(self) -> None:
         """Ends what computes, and removes the engine's files. Threads that only wait are left."""
         self._gate.end()
-        if queue := getattr(self._scheduler.tp_worker, "input_queue", None):
-            queue.put((None,) * 4)  # ends the thread of the overlapping schedule
-        self._engine.loop.call_soon_threadsafe(self._engine.loop.stop)
         for name in vars(self._engine.port_args).values():
             if str(name).startswith("ipc://"):
                 Path(name.removeprefix("ipc://")).unlink(missing_ok=True)
-        signal.signal(signal.SIGQUIT, self._handler_before)
 
     def _sample(self, logits_output: Any, metadata: Any) -> tuple[jax.Array, jax.Array, None]:
         """Replaces ModelRunner.sample: the tokens [c] and their log-probabilities [c]."""
@@ -356,7 +296,9 @@ class SglangBackend:
         return *drawn, None
 
 
+# The engine's mesh has explicit axes, with which most of jax asks for the sharding of results.
 @functools.partial(jax.jit, static_argnames=("sampling",))
+@functools.partial(jax.sharding.auto_axes, out_sharding=(PartitionSpec("data"),) * 2)
 def _draw(
     key: jax.Array,
     sequence_ids: jax.Array,
@@ -374,18 +316,12 @@ def _draw(
     positions: [c], of the token before the one that is drawn. The filters of `sampling` do not
     count in the log-probability.
     """
-
-    def draw(key, sequence_ids, last_positions, logits, index, positions):  # noqa: ANN001
-        axis = "tensor" if len(index) % mesh.shape["tensor"] == 0 else None
-        logits = jax.lax.with_sharding_constraint(logits, PartitionSpec(axis)).astype(jnp.float32)
-        t = positions - last_positions[index]  # [c], tokens of the completion so far
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, sequence_ids[index])
-        keys = jax.vmap(jax.random.fold_in)(keys, t)  # [c]
-        tokens, _ = draw_tokens(keys, logits, sampling)
-        logps = jax.nn.log_softmax(logits / (sampling.temperature or 1.0))  # [c, V]
-        return tokens, jnp.take_along_axis(logps, tokens[:, None], axis=-1)[:, 0]
-
-    # The engine's mesh has explicit axes, with which most of jax asks for the sharding of results.
-    mesh, split = jax.typeof(logits).sharding.mesh, PartitionSpec("data")
-    draw = jax.sharding.auto_axes(draw, axes=mesh.axis_names, out_sharding=(split, split))
-    return draw(key, sequence_ids, last_positions, logits, index, positions)
+    devices = jax.sharding.get_abstract_mesh().shape["tensor"]
+    axis = "tensor" if len(index) % devices == 0 else None
+    logits = jax.lax.with_sharding_constraint(logits, PartitionSpec(axis)).astype(jnp.float32)
+    t = positions - last_positions[index]  # [c], tokens of the completion so far
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, sequence_ids[index])
+    keys = jax.vmap(jax.random.fold_in)(keys, t)  # [c]
+    tokens, _ = draw_tokens(keys, logits, sampling)
+    logps = jax.nn.log_softmax(logits / (sampling.temperature or 1.0))  # [c, V]
+    return tokens, jnp.take_along_axis(logps, tokens[:, None], axis=-1)[:, 0]

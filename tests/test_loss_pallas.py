@@ -285,11 +285,11 @@ def test_a_device_counts_only_the_logits_that_it_holds(monkeypatch: pytest.Monke
 # ---- The compiler of the TPU ---------------------------------------------------------------------
 
 HEADS = {
-    "Qwen2.5-0.5B": bench.Shape(16 * 1024, 896, 151936),
-    "Qwen2.5-3B": bench.Shape(16 * 1024, 2048, 151936),
-    "Llama-3.2-3B": bench.Shape(16 * 1024, 3072, 128256),
-    "Qwen2.5-7B": bench.Shape(16 * 1024, 3584, 152064),
-    "Qwen2.5-14B": bench.Shape(16 * 1024, 5120, 152064),
+    "Qwen2.5-0.5B": bench.LossShape(16 * 1024, 896, 151936),
+    "Qwen2.5-3B": bench.LossShape(16 * 1024, 2048, 151936),
+    "Llama-3.2-3B": bench.LossShape(16 * 1024, 3072, 128256),
+    "Qwen2.5-7B": bench.LossShape(16 * 1024, 3584, 152064),
+    "Qwen2.5-14B": bench.LossShape(16 * 1024, 5120, 152064),
 }
 QUICK = ("v6e", "Qwen2.5-3B")
 ALL_KERNELS = [

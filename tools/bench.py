@@ -1,21 +1,30 @@
 """Times the steps of a run, or the log-probability kernel beside two other implementations.
 
     python tools/bench.py step              # times a run on the device of this machine
-    python tools/bench.py step --scale      # prints a table over batch, length and vocabulary
     python tools/bench.py loss              # times token_logps on the device of this machine
     python tools/bench.py loss --tpu v6e    # compiles it for a TPU that is not here; needs libtpu
 
-`step` is explained in docs/speed.md, and its code is in bench_step.py. `loss` computes the
-log-probabilities and entropies of tokens from hidden states, and the gradients with respect to the
-hidden states and the lm_head. The three implementations are `full`, which keeps all logits in
-memory, and `jax` and `pallas`, the two values of POLICY_LOSS_IMPL.
+`step` runs train_grpo.py, reads the times in its metrics.jsonl, and prints a line of JSON;
+docs/speed.md explains it. `loss` computes the log-probabilities and entropies of tokens from hidden
+states, and the gradients with respect to the hidden states and the lm_head. Its implementations are
+`full`, which keeps all logits in memory, and `jax` and `pallas`, the values of POLICY_LOSS_IMPL.
+
+Dimensions: P prompts of a step, K completions per prompt, T completion tokens, D model, V
+vocabulary, n tokens of a device.
 """
 # ruff: noqa: E402 - the folder of the project has to be on the path before its modules are imported
 
 import argparse
+import contextlib
+import dataclasses
 import functools
+import json
+import os
+import random
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,73 +34,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
+REPO = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPO))  # so that it runs from any folder
 
-from loss_pallas import Kernel
+from config import Config
+from models import hf
 from models.logps import token_logps, token_logps_reference
+from models.model import ModelConfig
+from models.placement import update_flops
 from runtime.chips import CHIPS
 from runtime.mistakes import UserMistake, fail
+from runtime.processes import start_jax
 from startup import logps_kernel
-from tools import bench_step
 from tools.programs import array, slice_devices
-from tools.roofline import loss_costs
 
 IMPLEMENTATIONS = ("full", "jax", "pallas")
-
-
-class Shape(NamedTuple):
-    """The sizes of the benchmark."""
-
-    n: int  # tokens per device
-    D: int  # width of the model
-    V: int  # size of the vocabulary
-
-
-def loss_program(impl: str, backward: bool, mesh: Any = None) -> Callable:
-    """A function of hidden [R, T, D], lm_head [V, D] and ids [R, T].
-
-    It returns a scalar or, with `backward`, the gradients with respect to hidden and lm_head.
-    """
-    device = mesh.devices.flat[0] if mesh else jax.devices()[0]
-    kernel = Kernel(device.device_kind) if impl == "pallas" else None
-    program = functools.partial(token_logps, mesh=mesh, kernel=kernel)
-    program = token_logps_reference if impl == "full" else program
-
-    def loss(hidden: Any, lm_head: Any, ids: Any) -> Any:
-        logps, entropy = program(hidden, lm_head, ids)
-        return logps.sum() + 0.01 * entropy.sum()
-
-    return jax.grad(loss, (0, 1)) if backward else loss
-
-
-# ---- On the device of this machine ---------------------------------------------------------------
-
-
-def bench_loss(shape: Shape, repeats: int) -> None:
-    """Prints a table of times, FLOP rate and memory on the first device."""
-    device = jax.devices()[0]
-    on_cpu = device.platform == "cpu"
-    dtype = jnp.float32 if on_cpu else jnp.bfloat16
-    keys = jax.random.split(jax.random.key(0), 3)
-    hidden = jax.random.normal(keys[0], (1, shape.n, shape.D), dtype)
-    lm_head = 0.02 * jax.random.normal(keys[1], (shape.V, shape.D), jnp.float32)
-    ids = jax.random.randint(keys[2], (1, shape.n), 0, shape.V)
-    print(f"{device.device_kind}: {shape.n} tokens, D {shape.D}, V {shape.V}, {dtype.__name__}")
-    print("| | forward ms | with gradient ms | TFLOP/s | temporaries GiB |\n|---|---|---|---|---|")
-    for impl in IMPLEMENTATIONS:
-        if impl == "pallas" and device.platform != "tpu":
-            print("| pallas | needs a TPU | | | |")
-            continue
-        times = []
-        for backward in (False, True):
-            program = jax.jit(loss_program(impl, backward))
-            program = program.lower(hidden, lm_head, ids).compile()
-            times.append(median_seconds(lambda p=program: p(hidden, lm_head, ids), repeats))
-        tflops = 6 * shape.n * shape.D * shape.V / times[1] / 1e12
-        memory = program.memory_analysis().temp_size_in_bytes / 2**30
-        columns = f"{times[0] * 1e3:.1f} | {times[1] * 1e3:.1f} | {tflops:.3g} | {memory:.2f}"
-        print(f"| {impl} | {columns} |", flush=True)
 
 
 def median_seconds(call: Callable[[], Any], repeats: int) -> float:
@@ -107,10 +67,257 @@ def median_seconds(call: Callable[[], Any], repeats: int) -> float:
     return statistics.median(seconds[2:])
 
 
-# ---- For a TPU that is not here ------------------------------------------------------------------
+# ---- bench.py step: the inputs of a run ----------------------------------------------------------
+
+SETTINGS = [field.name.upper() for field in dataclasses.fields(Config)]
+# The model of a run without --model: these values of tiny/config.json make 5 million parameters.
+RANDOM_MODEL = (
+    "hidden_size=256",
+    "intermediate_size=1024",
+    "num_hidden_layers=4",
+    "num_attention_heads=4",
+    "num_key_value_heads=2",
+    "vocab_size=4096",
+    "max_position_embeddings=4096",
+)
+QUESTIONS = 256
+REWARD = """
+import zlib
+
+def reward(completions, **columns):
+    return [zlib.crc32(text.encode()) % 101 / 100 for text in completions]
+"""
 
 
-def compile_loss(impl: str, backward: bool, shape: Shape, name: str) -> Any:
+class StepShape(NamedTuple):
+    """The sizes of a step."""
+
+    prompts: int  # P
+    completions: int  # K
+    prompt_tokens: int
+    new_tokens: int  # T
+    mean_tokens: int = 0  # N: one token of N ends a completion; 0: no token does
+
+
+A, B = StepShape(8, 4, 64, 128), StepShape(4, 8, 384, 256)
+SHAPES = {"A": A, "B": B, "D": B._replace(mean_tokens=64)}  # docs/speed.md has the command of C
+
+
+def make_model(source: Path, target: Path, mean_tokens: int) -> None:
+    """Makes a folder with the weights of a model and a tokenizer that makes a token of each word.
+
+    The weights are links to `source`, which has to exist as long as `target`. mean_tokens: as in
+    StepShape. Random weights give all tokens about the same probability, so that the lengths are
+    geometric, with about this mean if they are not cut off.
+    """
+    target.mkdir()
+    for file in source.glob("*.safetensors*"):
+        (target / file.name).symlink_to(file.resolve())
+    V = hf.read_config(source).vocab_size
+    values = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    stop_ids = [*range(0, V, mean_tokens)] if mean_tokens else []
+    (target / "config.json").write_text(json.dumps(values | {"eos_token_id": stop_ids}))
+    words = Tokenizer(WordLevel({f"t{i}": i for i in range(V)}, unk_token="t0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.save(str(target / "tokenizer.json"))
+    template = {"chat_template": "{{ messages[-1]['content'] }}"}  # the question alone
+    (target / "tokenizer_config.json").write_text(json.dumps(template))
+
+
+def make_dataset(target: Path, V: int, prompt_tokens: int) -> None:
+    """Makes a folder with QUESTIONS questions of so many tokens, in either split."""
+    rng = random.Random(0)
+    target.mkdir()
+    for split in ("train", "test"):
+        with (target / f"{split}.jsonl").open("w") as file:
+            for _ in range(QUESTIONS):
+                question = " ".join(f"t{rng.randrange(V)}" for _ in range(prompt_tokens))
+                file.write(json.dumps({"question": question, "answer": "0"}) + "\n")
+
+
+# ---- bench.py step: the run ----------------------------------------------------------------------
+
+
+def settings_of(
+    folder: Path, shape: StepShape, steps: int, given: dict[str, str]
+) -> dict[str, str]:
+    """The settings of the run whose inputs and outputs are in the folder.
+
+    given: settings of the user, which win over the sizes of the shape. Raises UserMistake.
+    """
+    ours = {
+        "MODEL_PATH": str(folder / "model"),
+        "DATASET": str(folder / "data"),
+        "OUTPUT_DIR": str(folder / "run"),
+        "REWARD_FN": f"{folder / 'reward.py'}:reward",
+        "STEPS": str(steps),
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),  # empty, so that the run compiles
+    }
+    if taken := [name for name in given if name in ours]:
+        raise UserMistake(f"bench.py sets {taken[0]}; leave it out")
+    sizes = {
+        "ROLLOUT_GLOBAL_BATCH_SIZE": str(shape.prompts),
+        "NUM_PRE_Q": str(shape.completions),
+        "MAX_LENGTH_SAMPLE": str(shape.new_tokens),
+        "TRAIN_MICRO_BATCH_SIZE": "8",
+        "EVAL_EVERY_STEPS": "0",
+        "SAVE_EVERY_STEPS": "0",
+        "EXPORT_HF": "none",
+        "WANDB_MODE": "disabled",
+    }
+    return sizes | given | ours
+
+
+def bench_step(args: argparse.Namespace) -> None:
+    """Runs train_grpo.py in a folder that goes afterwards, and prints a line of JSON.
+
+    jax starts in this process only after the run, because a TPU belongs to one process at a time.
+    """
+    shape = SHAPES[args.shape]
+    if args.prompt_tokens:
+        shape = shape._replace(prompt_tokens=args.prompt_tokens)
+    if args.steps < 3:
+        raise UserMistake(f"--steps {args.steps}: the first two do not count; take 3 or more")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        settings = settings_of(folder, shape, args.steps, dict(args.settings))
+        env = {name: text for name, text in os.environ.items() if name not in SETTINGS} | settings
+        cfg = Config.from_env(env)
+        if args.model:
+            source = hf.fetch_model(args.model)
+        else:
+            source = folder / "random"
+            command = [sys.executable, REPO / "tools" / "make_random.py", REPO / "tiny", source]
+            subprocess.run([*command, *RANDOM_MODEL], stdout=sys.stderr, check=True)
+        make_model(source, folder / "model", shape.mean_tokens)
+        make_dataset(folder / "data", hf.read_config(source).vocab_size, shape.prompt_tokens)
+        (folder / "reward.py").write_text(REWARD)
+
+        began = time.perf_counter()
+        run = subprocess.run([sys.executable, REPO / "train_grpo.py"], env=env, stdout=sys.stderr)
+        wall_s = time.perf_counter() - began
+        if run.returncode:  # the run has said why
+            raise SystemExit(run.returncode)
+        lines = (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        records = [record for record in map(json.loads, lines) if "time/train/step_s" in record]
+        with contextlib.redirect_stdout(sys.stderr):  # stdout gets the line of JSON alone
+            start_jax(cfg)
+        found = measurements(records, hf.read_config(source), cfg) | {"wall_s": wall_s}
+    found = {name: round(value, 6) for name, value in found.items()}
+    print(json.dumps(found | {"device": jax.devices()[0].device_kind}))
+
+
+def measurements(
+    records: list[dict[str, Any]], model: ModelConfig, cfg: Config
+) -> dict[str, float]:
+    """The fields of docs/speed.md, from the steps of metrics.jsonl and the speed of a matmul.
+
+    All but the first two steps count: jax compiles in the first one.
+    """
+    counted = records[2:]
+
+    def median(name: str) -> float:
+        return statistics.median(record[name] for record in counted)
+
+    rollout_s, update_s = median("time/train/rollout_s"), median("time/train/update_s")
+    tokens = median("train-other/total_valid_token_count")
+    S, T = median("train-seq_len/prompt/mean"), median("train-seq_len/completion/mean")
+    found = {
+        "steady_rollout_s": rollout_s,
+        "steady_rollout_tok_s": tokens / rollout_s,
+        "steady_train_s": update_s,
+        "steady_step_s": median("time/train/step_s"),
+        "recompiled": sum(record["compile/programs"] for record in counted),
+        "first_step_s": records[0]["time/train/step_s"],
+        "tokens": tokens,
+        "plen": S,
+        "clen": T,
+        "rollout_computed_per_token": median("throughput/rollout/computed_per_token"),
+        "update_computed_per_token": median("throughput/update/computed_per_token"),
+    }
+    for name, key in (("rss", "host_peak_gib"), ("device", "device_peak_gib")):
+        if gib := records[-1].get(f"memory/{key}"):
+            found[f"peak_{name}_mib"] = 1024 * gib
+    K = cfg.num_pre_q
+    P = records[0]["train-other/batch_global"] // K
+    # The last token of a prompt is computed with each of its completions, which lack their last.
+    flops = cfg.ppo_epochs * update_flops(model, np.full(P, S - 1), np.full((P, K), T))
+    peak = matmul_gflops()
+    # The devices that jax shows of a CPU share its cores.
+    devices = 1 if jax.default_backend() == "cpu" else jax.device_count()
+    fraction = flops / update_s / (peak * 1e9 * devices)
+    found |= {"update_flops": flops, "matmul_peak_gflops": peak}
+    return found | {"update_fraction_of_peak": fraction}
+
+
+def matmul_gflops() -> float:
+    """The rate of a large matmul on one device: float32 on a CPU, else bfloat16. Median of 20."""
+    rows, inner, columns, dtype, calls = 8192, 4096, 8192, jnp.bfloat16, 10
+    if jax.default_backend() == "cpu":
+        rows, inner, columns, dtype, calls = 4096, 256, 1024, jnp.float32, 1
+    keys = jax.random.split(jax.random.key(0))
+    a = jax.random.normal(keys[0], (rows, inner), dtype)
+    b = jax.random.normal(keys[1], (inner, columns), dtype)
+    matmul = jax.jit(jnp.matmul)
+    seconds = median_seconds(lambda: [matmul(a, b) for _ in range(calls)], 20)
+    return 2 * rows * inner * columns * calls / seconds / 1e9
+
+
+# ---- bench.py loss -------------------------------------------------------------------------------
+
+
+class LossShape(NamedTuple):
+    """The sizes of the loss."""
+
+    n: int  # tokens of a device
+    D: int
+    V: int
+
+
+def loss_program(impl: str, backward: bool, device: jax.Device, mesh: Mesh | None) -> Callable:
+    """A function of hidden [R, T, D], lm_head [V, D] and ids [R, T].
+
+    It returns a scalar or, with `backward`, the gradients with respect to hidden and lm_head.
+    Raises UserMistake when it is traced, if D is too wide for the kernel.
+    """
+
+    def loss(hidden: Any, lm_head: Any, ids: Any) -> Any:
+        if impl == "full":
+            logps, entropy = token_logps_reference(hidden, lm_head, ids)
+        else:
+            kernel = logps_kernel(impl, hidden.shape[-1], device.device_kind)
+            logps, entropy = token_logps(hidden, lm_head, ids, mesh=mesh, kernel=kernel)
+        return logps.sum() + 0.01 * entropy.sum()
+
+    return jax.grad(loss, (0, 1)) if backward else loss
+
+
+def bench_loss(shape: LossShape) -> None:
+    """Prints a table of times, FLOP rate and memory on the first device."""
+    device = jax.devices()[0]
+    dtype = jnp.float32 if device.platform == "cpu" else jnp.bfloat16
+    keys = jax.random.split(jax.random.key(0), 3)
+    hidden = jax.random.normal(keys[0], (1, shape.n, shape.D), dtype)
+    lm_head = 0.02 * jax.random.normal(keys[1], (shape.V, shape.D), jnp.float32)
+    ids = jax.random.randint(keys[2], (1, shape.n), 0, shape.V)
+    print(f"{device.device_kind}: {shape.n} tokens, D {shape.D}, V {shape.V}, {dtype.__name__}")
+    print("| | forward ms | with gradient ms | TFLOP/s | temporaries GiB |\n|---|---|---|---|---|")
+    for impl in IMPLEMENTATIONS:
+        if impl == "pallas" and device.platform != "tpu":
+            print("| pallas | needs a TPU | | | |")
+            continue
+        times = []
+        for backward in (False, True):
+            program = jax.jit(loss_program(impl, backward, device, None))
+            program = program.lower(hidden, lm_head, ids).compile()
+            times.append(median_seconds(functools.partial(program, hidden, lm_head, ids), 10))
+        tflops = 6 * shape.n * shape.D * shape.V / times[1] / 1e12
+        memory = program.memory_analysis().temp_size_in_bytes / 2**30
+        columns = f"{times[0] * 1e3:.1f} | {times[1] * 1e3:.1f} | {tflops:.3g} | {memory:.2f}"
+        print(f"| {impl} | {columns} |", flush=True)
+
+
+def compile_loss(impl: str, backward: bool, shape: LossShape, name: str) -> Any:
     """The program compiled for the slice NAME-8.
 
     fsdp splits the batch and the weights; each device has 16 sequences.
@@ -122,63 +329,60 @@ def compile_loss(impl: str, backward: bool, shape: Shape, name: str) -> Any:
     lm_head = array(mesh, (shape.V, shape.D), jnp.float32, "tp", "fsdp")
     ids = array(mesh, (R, T), jnp.int32, ("dp", "fsdp"))
     out_shardings = (hidden.sharding, lm_head.sharding) if backward else None
-    program = jax.jit(loss_program(impl, backward, mesh), out_shardings=out_shardings)
-    return program.lower(hidden, lm_head, ids).compile()
+    program = loss_program(impl, backward, devices[0], mesh)
+    return jax.jit(program, out_shardings=out_shardings).lower(hidden, lm_head, ids).compile()
 
 
-def plan_loss(shape: Shape, name: str) -> None:
-    """Prints a table: memory by the TPU compiler, bytes and times by the formulas of loss_costs."""
-    logps_kernel("pallas", shape.D, CHIPS[name].kinds[0])  # for its UserMistake
+def plan_loss(shape: LossShape, name: str) -> None:
+    """Prints a table of the memory that the compiler of the TPU plans for each implementation."""
     print(f"{name}: {shape.n} tokens per device, D {shape.D}, V {shape.V}")
-    print("| | temporaries GiB: forward | with gradient | matmuls | HBM GB | roofline ms |")
-    print("|---|---|---|---|---|---|")
+    print("| | temporaries GiB: forward | with gradient |\n|---|---|---|")
     for impl in IMPLEMENTATIONS:
         compiled = [compile_loss(impl, backward, shape, name) for backward in (False, True)]
         memory = [c.memory_analysis().temp_size_in_bytes / 2**30 for c in compiled]
-        columns = " | ".join(f"{gib:.2f}" for gib in memory)
-        print(f"| {impl} | {columns} | {estimate(impl, shape, name)} |", flush=True)
+        print(f"| {impl} | {memory[0]:.2f} | {memory[1]:.2f} |", flush=True)
 
 
-def estimate(impl: str, shape: Shape, name: str) -> str:
-    """Three columns: number of matmuls [n, D] x [D, V], HBM GB and roofline ms, with gradient."""
-    chip = CHIPS[name]
-    matmuls, hbm_bytes = loss_costs(impl, *shape, chip.kinds[0])
-    compute_ms = matmuls * 2 * shape.n * shape.D * shape.V / chip.tflops / 1e9
-    ms = max(compute_ms, hbm_bytes / chip.hbm_gbps / 1e6)
-    return f"{matmuls} | {hbm_bytes / 1e9:.0f} | {ms:.0f}"
+# ---- Arguments -----------------------------------------------------------------------------------
+
+
+def setting(text: str) -> tuple[str, str]:
+    """The name and the value of NAME=VALUE."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE, such as REMAT=none")
+    return name, value
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     what = parser.add_subparsers(dest="what", required=True, help="the benchmark")
-    step = what.add_parser(
-        "step", usage="%(prog)s [arguments] [NAME=VALUE ...]", help="the steps of a run"
-    )
-    bench_step.add_arguments(step)
-    loss = what.add_parser("loss", help="the log-probability kernel")
-    loss.add_argument(
-        "--tpu",
-        choices=CHIPS,
-        help="compile for this TPU instead of timing the device of this machine",
-    )
-    loss.add_argument("--tokens", type=int, help="tokens per device")
-    loss.add_argument("-D", type=int, help="width of the model")
-    loss.add_argument("-V", type=int, help="size of the vocabulary")
-    loss.add_argument("--repeats", type=int, default=10, help="timed calls, 10 by default")
+    usage = "%(prog)s [arguments] [NAME=VALUE ...]"
+    add = what.add_parser("step", usage=usage, help="the steps of a run").add_argument
+    add("--model", help="folder or hub id; without it, random weights, 5 million parameters")
+    add("--shape", choices=SHAPES, default="A", help="sizes of the step: see docs/speed.md")
+    add("--prompt-tokens", type=int, metavar="N", help="tokens of a prompt, instead of the shape's")
+    add("--steps", type=int, default=8, metavar="N", help="steps of the run, 8 by default")
+    add("settings", nargs="*", type=setting, metavar="NAME=VALUE", help="a setting of the run")
+    add = what.add_parser("loss", help="the log-probability kernel").add_argument
+    add("--tpu", choices=CHIPS, help="compile for this TPU, and time nothing")
+    add("--tokens", type=int, help="tokens per device")
+    add("-D", type=int, help="width of the model")
+    add("-V", type=int, help="size of the vocabulary")
     args = parser.parse_args()
     try:
-        bench_step.bench_step(args) if args.what == "step" else time_or_plan_loss(args)
+        bench_step(args) if args.what == "step" else time_or_plan_loss(args)
     except UserMistake as error:
         fail(error)
 
 
 def time_or_plan_loss(args: argparse.Namespace) -> None:
     """Does what the arguments of `loss` ask for."""
-    shape = Shape(16 * 1024, 2048, 151936)  # Qwen2.5-3B
+    shape = LossShape(16 * 1024, 2048, 151936)  # Qwen2.5-3B
     if not args.tpu and jax.default_backend() == "cpu":
-        shape = Shape(4096, 256, 32768)
-    shape = Shape(args.tokens or shape.n, args.D or shape.D, args.V or shape.V)
-    plan_loss(shape, args.tpu) if args.tpu else bench_loss(shape, args.repeats)
+        shape = LossShape(4096, 256, 32768)
+    shape = LossShape(args.tokens or shape.n, args.D or shape.D, args.V or shape.V)
+    plan_loss(shape, args.tpu) if args.tpu else bench_loss(shape)
 
 
 if __name__ == "__main__":

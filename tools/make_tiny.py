@@ -35,7 +35,8 @@ import data
 from models import hf
 from models.model import Compute, ModelConfig, Params, init_params
 from rewards import SYSTEM_PROMPT, TAGS
-from runtime.packing import Batch, Limits, pack, plan_rows
+from runtime.packing import Batch, Widths, pack
+from runtime.sizes import prompt_width
 from update import MicroBatch, completion_scores, learning_rate
 
 SEED = 0
@@ -84,87 +85,58 @@ NAMES = ["Ana", "Ben", "Carla", "Dev", "Emma", "Felix", "Grace", "Hugo", "Iris",
 THINGS = ["apples", "books", "coins", "eggs", "marbles", "pens", "shells", "stamps"]
 
 
-class Kind(NamedTuple):
-    """A kind of problem, with two calculations: x = a op1 b, then y = x op2 c.
-
-    Every number has at most two digits.
-    """
-
-    ops: str  # op1 and op2
-    first: tuple[int, int]  # range of a
-    second: tuple[int, int]  # range of b
-    third: tuple[int, int]  # range of c
-    texts: tuple[str, ...]
-
-
-KINDS = (
-    Kind(
-        "+-",
-        (5, 20),
-        (5, 20),
-        (2, 9),
-        (
-            "{name} has {a} {things} and buys {b} more. Then {name} gives away {c}. "
-            "How many {things} does {name} have now?",
-            "There were {a} {things} on the table. {name} put {b} more there and took {c} away. "
-            "How many {things} are on the table?",
-            "{name} found {a} {things} on Monday and {b} on Tuesday, but lost {c} of them. "
-            "How many {things} are left?",
-        ),
+# A kind of problem is its two operations: x = a op1 b, then y = x op2 c. Every number has at most
+# two digits. These are the least and the greatest values of a and b; c is from 2 to 9.
+OPERANDS = {
+    "+-": ((5, 20), (5, 20)),
+    "++": ((5, 20), (5, 20)),
+    "--": ((25, 40), (5, 15)),
+    "-+": ((20, 40), (5, 19)),
+}
+QUESTIONS = {
+    "+-": (
+        "{name} has {a} {things} and buys {b} more. Then {name} gives away {c}. "
+        "How many {things} does {name} have now?",
+        "There were {a} {things} on the table. {name} put {b} more there and took {c} away. "
+        "How many {things} are on the table?",
+        "{name} found {a} {things} on Monday and {b} on Tuesday, but lost {c} of them. "
+        "How many {things} are left?",
     ),
-    Kind(
-        "++",
-        (5, 20),
-        (5, 20),
-        (2, 9),
-        (
-            "{name} has {a} {things}. A friend gives {name} {b} more, and another friend {c} more. "
-            "How many {things} does {name} have?",
-            "On three days {name} collected {a}, {b} and {c} {things}. "
-            "How many {things} is that altogether?",
-            "A red box holds {a} {things}, a blue box {b} and a green box {c}. "
-            "How many {things} are in the boxes?",
-        ),
+    "++": (
+        "{name} has {a} {things}. A friend gives {name} {b} more, and another friend {c} more. "
+        "How many {things} does {name} have?",
+        "On three days {name} collected {a}, {b} and {c} {things}. "
+        "How many {things} is that altogether?",
+        "A red box holds {a} {things}, a blue box {b} and a green box {c}. "
+        "How many {things} are in the boxes?",
     ),
-    Kind(
-        "--",
-        (25, 40),
-        (5, 15),
-        (2, 9),
-        (
-            "{name} had {a} {things}. In the morning {name} sold {b}, and later {c}. "
-            "How many {things} are left?",
-            "There are {a} {things} in a shop. {name} buys {b} and Kim buys {c}. "
-            "How many {things} remain in the shop?",
-            "Of {a} {things}, {b} were red, {c} were blue and the rest green. "
-            "How many {things} were green?",
-        ),
+    "--": (
+        "{name} had {a} {things}. In the morning {name} sold {b}, and later {c}. "
+        "How many {things} are left?",
+        "There are {a} {things} in a shop. {name} buys {b} and Kim buys {c}. "
+        "How many {things} remain in the shop?",
+        "Of {a} {things}, {b} were red, {c} were blue and the rest green. "
+        "How many {things} were green?",
     ),
-    Kind(
-        "-+",
-        (20, 40),
-        (5, 19),
-        (2, 9),
-        (
-            "{name} had {a} {things}, lost {b} and then found {c}. "
-            "How many {things} does {name} have now?",
-            "A bus carries {a} people. At the next stop {b} get off and {c} get on. "
-            "How many people are on the bus?",
-            "{name} sold {b} of {a} {things} and bought {c} new ones. "
-            "How many {things} does {name} have?",
-        ),
+    "-+": (
+        "{name} had {a} {things}, lost {b} and then found {c}. "
+        "How many {things} does {name} have now?",
+        "A bus carries {a} people. At the next stop {b} get off and {c} get on. "
+        "How many people are on the bus?",
+        "{name} sold {b} of {a} {things} and bought {c} new ones. "
+        "How many {things} does {name} have?",
     ),
-)
+}
 
 
-def problem(kind: Kind, operands: tuple[int, int, int], rng: random.Random) -> dict[str, str]:
+def problem(ops: str, operands: tuple[int, int, int], rng: random.Random) -> dict[str, str]:
     """An example in the form of GSM8K, whose answer shows each calculation as <<a+b=x>>."""
     a, b, c = operands
     names = {"name": rng.choice(NAMES), "things": rng.choice(THINGS)}
-    question = rng.choice(kind.texts).format(a=a, b=b, c=c, **names)
-    x = calculate(a, kind.ops[0], b)
-    y = calculate(x, kind.ops[1], c)
-    both = f"{a}{kind.ops[0]}{b}={x}", f"{x}{kind.ops[1]}{c}={y}"
+    question = rng.choice(QUESTIONS[ops]).format(a=a, b=b, c=c, **names)
+    x = calculate(a, ops[0], b)
+    y = calculate(x, ops[1], c)
+    both = f"{a}{ops[0]}{b}={x}", f"{x}{ops[1]}{c}={y}"
     lines = [f"{text.split('=')[0]} = <<{text}>>{text.split('=')[1]}" for text in both]
     return {"question": question, "answer": "\n".join([*lines, f"#### {y}"])}
 
@@ -180,12 +152,12 @@ def calculate(a: int, op: str, b: int, carry: bool = True) -> int:
 def word_problems(rng: random.Random) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     """The train and the test examples; no kind occurs in both with the same operands."""
     train, test = [], []
-    for kind in KINDS:
-        ranges = [range(low, high + 1) for low, high in (kind.first, kind.second, kind.third)]
-        chosen = rng.sample(list(itertools.product(*ranges)), (TRAIN + TEST) // len(KINDS))
-        examples = [problem(kind, operands, rng) for operands in chosen]
-        test += examples[: TEST // len(KINDS)]
-        train += examples[TEST // len(KINDS) :]
+    for ops, limits in OPERANDS.items():
+        ranges = [range(least, greatest + 1) for least, greatest in (*limits, (2, 9))]
+        chosen = rng.sample(list(itertools.product(*ranges)), (TRAIN + TEST) // len(OPERANDS))
+        examples = [problem(ops, operands, rng) for operands in chosen]
+        test += examples[: TEST // len(OPERANDS)]
+        train += examples[TEST // len(OPERANDS) :]
     rng.shuffle(train)
     rng.shuffle(test)
     return train, test
@@ -241,11 +213,21 @@ def write_tokenizer(folder: Path, texts: list[str]) -> None:
 # ---- Supervised warm-up --------------------------------------------------------------------------
 
 
+def micro_batch(prompts: list[data.Prompt], completions: list[list[int]], S: int) -> MicroBatch:
+    """A row for each prompt, with S places for it, and its completions, which are adjacent."""
+    T, share = 32, len(completions) // len(prompts)
+    ids, mask = np.zeros((2, len(completions), T), np.int32)
+    for place, completion in enumerate(completions):
+        ids[place, : len(completion)] = completion
+        mask[place, : len(completion)] = 1
+    logps, advantages = np.zeros(mask.shape, np.float32), np.zeros(len(mask), np.float32)  # unused
+    batch = Batch(prompts, ids, mask, mask.sum(axis=1), logps, advantages=advantages)
+    rows = np.arange(len(completions)).reshape(-1, share).tolist()
+    return MicroBatch(**pack(batch, rows, Widths(len(rows), S, share * T, share, T), pad_id=0))
+
+
 def warm_up(
-    model: ModelConfig,
-    tokenizer: Any,
-    examples: list[dict[str, str]],
-    stages: Sequence[Stage] = STAGES,
+    model: ModelConfig, tokenizer: Any, examples: list[dict[str, str]], stages: Sequence[Stage]
 ) -> Params:
     """Weights trained on solutions of the examples; each use of an example draws a new solution."""
     rng = random.Random(SEED)
@@ -266,43 +248,15 @@ def warm_up(
     for stage in stages:
         opt_state = rule.init(params)
         prompts = data.build_prompts(examples, tokenizer, stage.system_prompt)
-        sequences = stage.prompts * stage.solutions
-        width = max(len(prompt.ids) for prompt in prompts)
-        limits = Limits(
-            shards=1,
-            sequences=sequences,
-            completions=stage.solutions,
-            longest_completion=32,
-            longest_prompt=width,
-            shortest_prompt=width,
-            pack=False,
-            unit=1,
-            row_tokens=sys.maxsize,
-            matmul_keys=0.0,
-        )
+        S = prompt_width(max(len(prompt.ids) for prompt in prompts)) - 1
         for i in range(stage.steps):
             indices = data.batch_indices(len(examples), stage.prompts, i, SEED)
             drawn = np.repeat(indices, stage.solutions)
             texts = [solution(examples[j], stage.forget, rng) + END for j in drawn]
             completions = tokenizer(texts, add_special_tokens=False)["input_ids"]
-            ids, mask = np.zeros((2, len(texts), 32), np.int32)
-            for place, completion in enumerate(completions):
-                ids[place, : len(completion)] = completion
-                mask[place, : len(completion)] = 1
-            logps, advantages = np.zeros(mask.shape, np.float32), np.zeros(len(mask), np.float32)
-            given = Batch(
-                [prompts[j] for j in indices],
-                ids,
-                mask,
-                mask.sum(axis=1),
-                sampling_logps=logps,
-                advantages=advantages,
-            )
-            rows, widths = plan_rows(given, range(len(mask)), limits)
-            batch = MicroBatch(**pack(given, rows[0], widths, 0))
-            lr = learning_rate(
-                i, peak=PEAK_LR, schedule="linear", warmup_ratio=0.05, decay_steps=stage.steps
-            )
+            batch = micro_batch([prompts[j] for j in indices], completions, S)
+            schedule = {"schedule": "linear", "warmup_ratio": 0.05, "decay_steps": stage.steps}
+            lr = learning_rate(i, peak=PEAK_LR, **schedule)
             params, opt_state, loss = step(params, opt_state, batch, lr)
             if i % 50 == 0 or i == stage.steps - 1:
                 print(f"warm-up forget={stage.forget} step={i} loss={loss:.4f}", flush=True)
@@ -324,7 +278,7 @@ def main() -> None:
     values["eos_token_id"] = tokenizer.eos_token_id
     (FOLDER / "config.json").write_text(json.dumps(values, indent=1) + "\n")
     model = hf.read_config(FOLDER)
-    params = warm_up(model, tokenizer, train)
+    params = warm_up(model, tokenizer, train, STAGES)
     tensors = dict(hf.hf_tensors(params, model))
     save_file(tensors, FOLDER / "model.safetensors", metadata={"format": "pt"})
 

@@ -1,6 +1,6 @@
 """Copies a Qwen2 or Llama model with wider heads, so that it computes the same.
 
-    python tools/widen_heads.py tiny wide 128
+    python tests/widen_heads.py tiny wide 128
 
 The serving engine of ROLLOUT_BACKEND=sglang_jax needs a head_dim that 128 divides on a CPU. New
 numbers in the projections are 0. Those of queries and keys lie where their rotary angles do not

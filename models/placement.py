@@ -92,9 +92,7 @@ def how_to_compute(
     share = prompt_share(cfg.num_pre_q, of_shard // layouts.train.batch_shards)
     row = sum(-(-n // LANES) * LANES for n in (S, share * T))
     attention = choose_attention(cfg.attention_impl, model, platform, tp, row, T)
-    loop, rollout_loop = (
-        choose_layer_loop(cfg.layer_loop, platform, remat) for remat in (cfg.remat, "none")
-    )
+    loop, rollout_loop = (choose_layer_loop(platform, remat) for remat in (cfg.remat, "none"))
     training = Compute(
         model,
         dtype=jnp.dtype(dtype),
@@ -128,14 +126,6 @@ def limits_of(cfg: Any, sizes: Sizes, training: Compute, processes: int, S: int)
         row_tokens=MOST_PLACES if training.attention_impl == "splash" else sys.maxsize,
         matmul_keys=matmuls / attention_flops(model, 1),
     )
-
-
-def reference_dtype(follows: bool, dtype: Any) -> Any:
-    """The dtype of the reference; one that follows the policy in small steps needs float32.
-
-    dtype: of training.
-    """
-    return jnp.dtype("float32") if follows else dtype
 
 
 def stop_if_too_long(max_length_sample: int, model: ModelConfig, longest: int) -> None:
@@ -204,15 +194,13 @@ def choose_attention(
     return setting if setting != "auto" else "xla" if why_not else "splash"
 
 
-def choose_layer_loop(setting: str, platform: str, remat: str) -> str:
+def choose_layer_loop(platform: str, remat: str) -> str:
     """scan or unroll.
 
     A scan copies each layer's weights and caches out of stacked arrays, except on TPUs. With REMAT
     unrolled layers are not worth it: on a CPU XLA would not compute again what REMAT drops, and on
     a GPU they move as many bytes and REMAT=full saves less.
     """
-    if setting != "auto":
-        return setting
     return "scan" if platform == "tpu" or remat != "none" else "unroll"
 
 
@@ -261,7 +249,7 @@ def fastest_tp(
         return fits[0], ""
     costs = {}
     for tp in fits:
-        _, hbm, ici = (1e3 * x for x in decode_work(model, n, tp, workload).seconds(chip, 2))
+        hbm, ici = (1e3 * x for x in decode_work(model, n, tp, workload).seconds(chip))
         costs[tp] = (hbm + ici, f"tp={tp} {hbm:.2f} + {ici:.2f}")
     fastest = min(costs, key=lambda tp: costs[tp][0])
     reason = ", ".join(text for _, text in costs.values())
@@ -306,7 +294,6 @@ def decode_work(model: ModelConfig, n: int, tp: int, workload: Workload) -> Work
     cached = workload.G * workload.S / n + local_R * workload.T  # tokens
     kv = 2 * 2 * model.num_kv_heads * model.head_dim * model.num_layers * cached
     logits = 4 * local_R * model.vocab_size
-    flops = 2 * weights * local_R + attention_flops(model, local_R * (workload.S + workload.T))
     heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     # A layer has two all-reduces, and four exchanges between heads and batch; the logits follow.
     sent = (
@@ -314,4 +301,4 @@ def decode_work(model: ModelConfig, n: int, tp: int, workload: Workload) -> Work
         + logits
     )
     hops = (6 * model.num_layers + 2) * tp if tp > 1 else 0
-    return Work(flops, 2 * weights / tp + kv + 4 * logits, sent * (tp - 1) / tp, hops)
+    return Work(2 * weights / tp + kv + 4 * logits, sent * (tp - 1) / tp, hops)

@@ -12,6 +12,7 @@ import jax
 from runtime.sizes import derive, smaller_sizes
 
 OUT_OF_MEMORY_CODE = 3  # the exit code, which is also that of a --plan that does not fit
+LINKS = 2  # of a chip, over which it sends at the same time
 HOP_SECONDS = 1e-6  # from a chip to its neighbour, for a transfer so small that only latency counts
 
 
@@ -115,17 +116,16 @@ def memory_bytes(device: jax.Device) -> float:
 
 
 class Work(NamedTuple):
-    """What one device has to do in one phase of a step."""
+    """What one device has to move to decode a token."""
 
-    flops: float
     hbm_bytes: float
     ici_bytes: float = 0.0  # from chip to chip
     hops: float = 0.0  # transfers that wait for one another
 
-    def seconds(self, chip: Chip, links: int) -> tuple[float, float, float]:
-        """Seconds of the arithmetic, of the memory traffic, of the traffic over `links` links."""
-        ici = self.ici_bytes / (links * chip.ici_gbps * 1e9) + self.hops * HOP_SECONDS
-        return self.flops / (chip.tflops * 1e12), self.hbm_bytes / (chip.hbm_gbps * 1e9), ici
+    def seconds(self, chip: Chip) -> tuple[float, float]:
+        """Seconds of the memory traffic, and of the traffic between chips."""
+        ici = self.ici_bytes / (LINKS * chip.ici_gbps * 1e9) + self.hops * HOP_SECONDS
+        return self.hbm_bytes / (chip.hbm_gbps * 1e9), ici
 
 
 # ---- A device has run out of memory --------------------------------------------------------------

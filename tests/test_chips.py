@@ -21,7 +21,7 @@ ADDRESS_SPACE = 6 * 10**9  # bytes, of which jax needs a part
 # Settings, the beginning and the end of the line.
 RUNS = [
     pytest.param(
-        "BATCH_SIZE=1024 NUM_PRE_Q=8 MAX_LENGTH_SAMPLE=1024 LAYER_LOOP=scan",
+        "BATCH_SIZE=1024 NUM_PRE_Q=8 MAX_LENGTH_SAMPLE=1024",
         "error: prefill, decode or drop_sequences does not fit the memory of a device: ",
         ". Try BATCH_SIZE=512 ROLLOUT_BATCH_SIZE=8192",
         id="rollout",

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hlo import collectives
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models.attention import MASKED
 from models.draw import Sampling, draw_tokens, filter_logits
 from tools import programs
-from tools.hlo import collectives
 
 filtered = jax.jit(filter_logits, static_argnums=1)
 LARGE = 20011  # a prime; the blocks of the vocabulary do not divide it

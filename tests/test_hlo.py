@@ -1,8 +1,7 @@
-"""Claims about tools/hlo.py, on small texts in the form that the TPU's compiler writes."""
+"""Claims about tests/hlo.py, on small texts in the form that the TPU's compiler writes."""
 
 import pytest
-
-from tools.hlo import Collective, collectives
+from hlo import Collective, collectives
 
 TO = "use_global_device_ids=true"
 

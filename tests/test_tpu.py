@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hlo import Collective, collectives
 from jax.sharding import Mesh
 
 from config import Config
 from models import attention, model, placement
 from runtime import chips
 from runtime.layout import TRAIN_BATCH_AXES, Layout, constrain
-from tools import known_models, plan_tpu, programs, roofline
-from tools.hlo import Collective, collectives
+from tools import known_models, plan_tpu, programs
 
 pytest.importorskip("libtpu", reason='the TPU compiler: pip install "jax[tpu]"')
 pytestmark = pytest.mark.usefixtures("all_optimizations")
@@ -46,9 +46,14 @@ def plan_of(run: str, slice_name: str = "", **env: str) -> programs.Plan:
 
 
 @functools.cache
-def compiled(plan: programs.Plan, program: str) -> tuple[plan_tpu.Memory, list[Collective]]:
-    memory, text = plan_tpu.compiled(plan, program)
-    return memory, collectives(text)
+def compiled(plan: programs.Plan, program: str) -> jax.stages.Compiled:
+    function, arguments, static = programs.call(plan, program)
+    return function.lower(*arguments, **static).compile()
+
+
+@functools.cache
+def collectives_of(plan: programs.Plan, program: str) -> list[Collective]:
+    return collectives(compiled(plan, program).as_text())
 
 
 def elements(collective: Collective) -> int:
@@ -68,8 +73,7 @@ def smallest_weight(plan: programs.Plan) -> int:
 
 def gathered_weights(plan: programs.Plan) -> list[str]:
     """The all-gathers of decode that are as large as a weight or the prompts' keys."""
-    _, found = compiled(plan, "decode")
-    gathers = [x for x in found if x.kind == "all-gather"]
+    gathers = [x for x in collectives_of(plan, "decode") if x.kind == "all-gather"]
     return [x.shape for x in gathers if elements(x) >= smallest_weight(plan)]
 
 
@@ -85,9 +89,27 @@ def test_decoding_on_weights_sharded_for_training_would_be_caught() -> None:
 
 @pytest.mark.parametrize("run", ALL_RUNS)
 def test_each_layer_has_two_all_reduces_and_four_exchanges_per_token(run: str) -> None:
-    _, found = compiled(plan_of(run), "decode")
+    found = collectives_of(plan_of(run), "decode")
     kinds = sorted(x.kind for x in found if x.loops == (None, 2))
     assert kinds.count("all-reduce") == 2 and len(kinds) == 6
+
+
+def test_a_device_decodes_with_the_keys_and_values_of_its_sequences_alone() -> None:
+    """16 sequences of 1024 tokens and 2 prompts of 512, each token with 2 * 2 * 2 * 128 bytes in
+    each of two layers."""
+    _, (_, _, state, *_), _ = programs.call(plan_of("3b"), "decode")
+    assert programs.bytes_of(state.completion) == 16 * 1024 * 2048
+    assert programs.bytes_of(state.prompt) == 2 * 512 * 2048
+    assert programs.bytes_of(state.drawn) == 16 * (4 * 1024 + 4 * 1024 + 4)
+
+
+@pytest.mark.slow
+def test_the_bytes_between_chips_by_which_tp_is_chosen_are_those_of_the_compiled_program() -> None:
+    plan = plan_of("3b")
+    model, mesh = plan.training.model, plan.rollout.layout.mesh
+    token = placement.decode_work(model, mesh.size, mesh.shape["tp"], plan.rollout_workload())
+    sent = sum(x.times * x.sent_bytes for x in collectives_of(plan, "decode"))
+    assert token.ici_bytes == pytest.approx(sent, rel=0.2)
 
 
 # ---- Training ------------------------------------------------------------------------------------
@@ -97,7 +119,7 @@ def complete_weights(plan: programs.Plan) -> list[str]:
     """The collectives of a micro-step that put a complete gradient or embedding on a device."""
     table = plan.training.model.vocab_size * plan.training.model.hidden_size
     limits = {"all-reduce": smallest_weight(plan), "all-gather": table}
-    _, found = compiled(plan, "micro_step")
+    found = collectives_of(plan, "micro_step")
     return [x.shape for x in found if elements(x) >= limits.get(x.kind, math.inf)]
 
 
@@ -119,34 +141,18 @@ def test_an_embedding_that_is_gathered_for_the_lookup_would_be_caught(
 
 
 @pytest.mark.slow
-def test_estimated_bytes_between_chips_are_those_of_the_compiled_programs() -> None:
-    plan = plan_of("3b")
-    model, mesh = plan.training.model, plan.rollout.layout.mesh
-    token = placement.decode_work(model, mesh.size, mesh.shape["tp"], plan.rollout_workload())
-    update = roofline.train_work(
-        model,
-        plan.training.layout.mesh,
-        plan.train_workload(),
-        backward=True,
-        remat="full",
-        impl="jax",
-    )
-    for program, work in (("decode", token), ("micro_step", update)):
-        sent = sum(x.times * x.sent_bytes for x in compiled(plan, program)[1])
-        assert work.ici_bytes == pytest.approx(sent, rel=0.2), program
-
-
-@pytest.mark.slow
 def test_with_twice_the_chips_each_holds_half_and_sends_at_most_half_more() -> None:
     # Another temperature, because jit would reuse the trace that the test above has patched.
     other = {"TEMPERATURE": "0.9"}
-    (small, few), (large, many) = (
-        compiled(plan_of("0.5b", name, **other), "micro_step") for name in ("v6e-8", "v6e-16")
-    )
-    assert large.arguments == pytest.approx(small.arguments / 2, rel=0.01)
-    assert large.total < small.total
+    plans = [plan_of("0.5b", name, **other) for name in ("v6e-8", "v6e-16")]
+    small, large = (compiled(plan, "micro_step").memory_analysis() for plan in plans)
+    arguments = small.argument_size_in_bytes
+    assert large.argument_size_in_bytes == pytest.approx(arguments / 2, rel=0.01)
+    assert large.temp_size_in_bytes < small.temp_size_in_bytes
     # On many chips the compiler may reduce a sharded gradient by all-reduce, twice the bytes.
-    sent, sent_by_many = (sum(x.times * x.sent_bytes for x in found) for found in (few, many))
+    sent, sent_by_many = (
+        sum(x.times * x.sent_bytes for x in collectives_of(plan, "micro_step")) for plan in plans
+    )
     assert sent_by_many < 1.5 * sent * (15 / 16) / (7 / 8)
 
 

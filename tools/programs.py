@@ -19,22 +19,14 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from config import Config
-from models.attention import KV
 from models.draw import Sampling, support_size
 from models.model import Compute, Params, abstract_params
-from models.placement import Workload, limits_of, reference_dtype
+from models.placement import Workload, limits_of
 from runtime.chips import SLICES
 from runtime.mistakes import UserMistake
 from runtime.packing import widest
 from runtime.sizes import Sizes, eval_questions, prompt_share
-from sampling import (
-    Decoding,
-    Stopping,
-    decode,
-    drop_sequences,
-    prefill,
-    smaller_batches,
-)
+from sampling import Stopping, begin, decode, drop_sequences, prefill, smaller_batches
 from startup import eval_sampling_of, objective_of, optimizer_of
 from update import (
     MicroBatch,
@@ -48,7 +40,8 @@ from update import (
 
 OF_A_PASS = ("prefill", "decode", "drop_sequences")
 ROLLOUT = (*OF_A_PASS, *(f"eval_{name}" for name in OF_A_PASS))
-PROGRAMS = ("sync_weights", *ROLLOUT, "compute_logps_and_entropies", "micro_step", "optimizer_step")
+OF_MICRO_BATCHES = ("compute_logps_and_entropies", "micro_step")
+PROGRAMS = ("sync_weights", *ROLLOUT, *OF_MICRO_BATCHES, "optimizer_step")
 
 
 class Plan(NamedTuple):
@@ -121,8 +114,13 @@ def reference(plan: Plan) -> Params | None:
     if plan.cfg.beta == 0:
         return None
     training = plan.training
-    dtype = reference_dtype(plan.cfg.ref_sync_steps > 0, training.dtype)
-    return abstract_params(training.model, training.layout.mesh, dtype)
+    return abstract_params(training.model, training.layout.mesh, training.dtype)
+
+
+def rollout_weights(plan: Plan) -> Params:
+    """The shapes of the copy of the weights that samples."""
+    rollout = plan.rollout
+    return abstract_params(rollout.model, rollout.layout.mesh, rollout.dtype, rollout.layer_loop)
 
 
 def micro_batch(plan: Plan) -> MicroBatch:
@@ -136,10 +134,8 @@ def micro_batch(plan: Plan) -> MicroBatch:
         return array(layout.mesh, shape, dtype, layout.batch_axes)
 
     row, tokens = batch(jnp.int32, X, S + C), batch(jnp.int32, X * n, T)
-    logps, kept = (
-        batch(jnp.float32, X * n, T),
-        support_size(plan.sampling, plan.training.model.vocab_size),
-    )
+    logps = batch(jnp.float32, X * n, T)
+    U = support_size(plan.sampling, plan.training.model.vocab_size)
     return MicroBatch(
         ids=row,
         positions=row,
@@ -154,7 +150,7 @@ def micro_batch(plan: Plan) -> MicroBatch:
         old_logps=logps if plan.sizes.updates_per_step > 1 else None,
         ref_logps=logps if cfg.beta > 0 else None,
         top_mask=tokens if cfg.top_entropy_quantile < 1 else None,
-        support=batch(jnp.int32, X, C, kept) if plan.sampling.replay else None,
+        support=batch(jnp.int32, X, C, U) if plan.sampling.replay else None,
     )
 
 
@@ -196,11 +192,8 @@ def call(plan: Plan, program: str) -> tuple[Any, tuple, dict[str, Any]]:
         return sync, (state.params,), {}
     if program == "compute_logps_and_entropies":
         params = reference(plan) or state.params
-        return (
-            compute_logps_and_entropies,
-            (params, micro_batch(plan), cfg.temperature, training),
-            {},
-        )
+        arguments = (params, micro_batch(plan), cfg.temperature, training)
+        return compute_logps_and_entropies, arguments, {}
     if program == "micro_step":
         static = {"objective": objective_of(cfg), "temperature": cfg.temperature}
         counts = dict.fromkeys(("num_tokens", "num_sequences", "num_top_tokens"), scalar)
@@ -218,57 +211,30 @@ def call(plan: Plan, program: str) -> tuple[Any, tuple, dict[str, Any]]:
 def prefill_call(plan: Plan) -> tuple[Any, tuple, dict[str, Any]]:
     """The result of `call` for the prefill of a rollout pass."""
     workload, rollout, layout = plan.rollout_workload(), plan.rollout, plan.rollout.layout
-    weights = abstract_params(rollout.model, layout.mesh, rollout.dtype, rollout.layer_loop)
-    shape = (workload.G, workload.S + 1)
-    prompt = array(layout.mesh, shape, jnp.int32, layout.batch_axes)
-    return prefill, (weights, rollout, prompt, prompt), {}
+    prompt = array(layout.mesh, (workload.G, workload.S + 1), jnp.int32, layout.batch_axes)
+    return prefill, (rollout_weights(plan), rollout, prompt, prompt), {}
 
 
 def decode_call(plan: Plan) -> tuple[Any, tuple, dict[str, Any]]:
     """The result of `call` for the decoding of a rollout pass."""
-    _, (weights, rollout, *_), _ = prefill_call(plan)
-    (R, G, S, T), model = plan.rollout_workload(), rollout.model
+    _, (weights, rollout, *prompts), _ = prefill_call(plan)
     mesh, batch_axes = rollout.layout
-    N, h = model.num_kv_heads, model.head_dim
+    stacked = (None,) * (rollout.layer_loop == "scan")  # the layers come before the sequences
 
-    def kv(X: int, tokens: int, *stacked: int) -> KV:
-        axes = (*(None for _ in stacked), batch_axes)
-        shapes = (*stacked, X, N, h, tokens), (*stacked, X, N, tokens, h)
-        return KV(*(array(mesh, shape, rollout.dtype, *axes) for shape in shapes))
+    def placed(tree: Any, *axes: Any) -> Any:
+        """The arrays of the tree on the mesh; a scalar is on every device."""
+        return jax.tree.map(lambda x: array(mesh, x.shape, x.dtype, *axes[: x.ndim]), tree)
 
-    scanned = rollout.layer_loop == "scan"
-    prefix = kv(G, S, model.num_layers) if scanned else (kv(G, S),) * model.num_layers
-    completion = kv(R, T, model.num_layers) if scanned else (kv(R, T),) * model.num_layers
-    mask = array(mesh, (G, S), bool, batch_axes)
-    key = array(mesh, (), jax.eval_shape(lambda: jax.random.key(0)).dtype)
-    number = array(mesh, (), jnp.int32)
-    state = Decoding(
-        t=number,
-        live=number,
-        key=key,
-        **per_sequence(plan),
-        prompt=prefix,
-        prompt_mask=mask,
-        completion=completion,
+    static = {"sampling": plan.sampling, "stopping": Stopping(plan.T, stop_ids=(0, 1), pad_id=0)}
+    sequence_ids = array(mesh, (plan.rollout_workload().R,), jnp.int32, batch_axes)
+    key, prefix = jax.eval_shape(jax.random.key, 0), prefill.eval_shape(weights, rollout, *prompts)
+    state = begin.eval_shape(rollout, *prompts, prefix, sequence_ids, key, width=plan.T, **static)
+    state = placed(state, batch_axes)._replace(
+        prompt=placed(state.prompt, *stacked, batch_axes),
+        completion=placed(state.completion, *stacked, batch_axes),
     )
-    static = {"sampling": plan.sampling, "stopping": Stopping(T, stop_ids=(0, 1), pad_id=0)}
+    number = array(mesh, (), jnp.int32)
     return decode, (weights, rollout, state, number, number), static
-
-
-def per_sequence(plan: Plan) -> dict[str, Any]:
-    """The shapes of what decoding knows of each sequence, by their names in Decoding."""
-    (R, _, _, T), (mesh, batch_axes) = plan.rollout_workload(), plan.rollout.layout
-
-    def row(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
-        return array(mesh, (R, *shape), dtype, batch_axes)
-
-    drawn = {"completion_ids": row(jnp.int32, T), "sampling_logps": row(jnp.float32, T)}
-    drawn["lengths"] = row(jnp.int32)
-    if plan.sampling.replay:
-        U = support_size(plan.sampling, plan.rollout.model.vocab_size)
-        drawn |= {"support": row(jnp.int32, T, U), "cut_tokens": row(jnp.int32)}
-    numbers = dict.fromkeys(("sequence_ids", "last_position", "token"), row(jnp.int32))
-    return numbers | {"done": row(jnp.bool_), "drawn": drawn}
 
 
 def drop_call(plan: Plan) -> tuple[Any, tuple, dict[str, Any]]:
@@ -289,7 +255,5 @@ def rest_of_run(plan: Plan, program: str) -> int:
         "optimizer_step": params + opt_state,
     }
     if program.endswith("drop_sequences"):
-        rollout = plan.rollout
-        weights = abstract_params(rollout.model, rollout.layout.mesh, rollout.dtype)
-        given[program] = -bytes_of(weights)
+        given[program] = -bytes_of(rollout_weights(plan))
     return params + opt_state + ref - given.get(program, 0)

@@ -3,8 +3,10 @@
 import collections
 import json
 import math
+import re
 import warnings
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,25 +15,25 @@ import numpy as np
 from config import Config
 from loss import equal_groups
 from rollout import Run, texts_of
+from runtime import page
 from runtime.mistakes import UserMistake
 from runtime.packing import Batch
-from runtime.page import charts_of, escaped, group_tables, held_out_table, page, settings_table
 from runtime.parsing import yaml_lines
 from runtime.records import (
     SUMMARY,
     column,
     mean_of,
-    names_of,
     parse_yaml,
     read_lines,
     read_settings,
     state_of,
-    summary_of,
 )
 from runtime.run_log import RunLog, replace_file
-from runtime.tables import pairs_of, shorten, table_text
 
 ENDED = ("MAX_LENGTH_SAMPLE", "stop token")  # what ended a completion whose `stopped` is 0, or 1
+LONGEST_TEXT = 400  # characters of a text in the log; the files have the complete text
+# Line separators and what controls a terminal; a tab does no harm.
+CONTROL = re.compile(r"[\x00-\x08\n-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 # ---- Completions to read -------------------------------------------------------------------------
@@ -42,18 +44,11 @@ def sample_entries(run: Run, batch: Batch) -> list[dict[str, Any]]:
     whose total rewards differ come first."""
     first = run.local_prompts().start
     equal = equal_groups(batch.rewards[run.local_sequences()], run.cfg.num_pre_q)
-    entries = []
-    for number in first + np.argsort(equal, kind="stable")[:2]:
-        group = batch.groups(np.array([number]))
-        texts = texts_of(run.tokenizer, group.prompts, group)
-        columns = group.rewards, group.per_function, group.lengths, group.stopped
-        completions = completion_entries(run, texts, *columns)
-        for completion, advantage in zip(completions, group.advantages, strict=True):
-            completion["advantage"] = float(advantage)
-        [prompt] = group.prompts
-        entry = {"question": prompt.columns["question"], "prompt": run.tokenizer.decode(prompt.ids)}
-        entries.append(entry | {"answer": prompt.columns["answer"], "completions": completions})
-    return entries
+    shown = batch.groups(first + np.argsort(equal, kind="stable")[:2])
+    texts = texts_of(run.tokenizer, shown.prompts, shown)
+    entries = entries_of(run, shown, texts, "advantage", shown.advantages)
+    prompts = [run.tokenizer.decode(prompt.ids) for prompt in shown.prompts]
+    return [{"prompt": text} | entry for text, entry in zip(prompts, entries, strict=True)]
 
 
 def answer_entries(
@@ -64,43 +59,37 @@ def answer_entries(
     texts: of its completions. correct: [questions, samples] float64: 1, 0, or NaN. full: True for
     the complete split.
     """
-    n = run.cfg.eval_samples
-    columns = evaluation.rewards, evaluation.per_function, evaluation.lengths, evaluation.stopped
-    completions = completion_entries(run, texts, *columns)
-    for entry, right in zip(completions, correct.reshape(-1), strict=True):
-        entry["correct"] = number_or_none(right)
+    entries = entries_of(run, evaluation, texts, "correct", correct.reshape(-1))
+    return [{"evaluation": "eval_full" if full else "eval"} | entry for entry in entries]
+
+
+def entries_of(
+    run: Run, batch: Batch, texts: list[str], name: str, values: np.ndarray
+) -> list[dict[str, Any]]:
+    """An entry for each prompt of a batch. Each completion of the batch has one of the texts and,
+    under this name, one of the values."""
+    functions = [function.__name__ for function in run.functions]
+    completions = [
+        {
+            "text": text,
+            "reward": number_or_none(batch.rewards[i]),
+            "rewards": dict(
+                zip(functions, map(number_or_none, batch.per_function[i]), strict=True)
+            ),
+            "tokens": int(batch.lengths[i]),
+            "ended": ENDED[int(batch.stopped[i])],
+            name: number_or_none(values[i]),
+        }
+        for i, text in enumerate(texts)
+    ]
+    n = len(texts) // len(batch.prompts)
     return [
         {
-            "evaluation": "eval_full" if full else "eval",
             "question": prompt.columns["question"],
             "answer": prompt.columns["answer"],
             "completions": completions[i * n : (i + 1) * n],
         }
-        for i, prompt in enumerate(evaluation.prompts)
-    ]
-
-
-def completion_entries(
-    run: Run,
-    texts: list[str],
-    rewards: np.ndarray,
-    per_function: np.ndarray,
-    lengths: np.ndarray,
-    stopped: np.ndarray,
-) -> list[dict[str, Any]]:
-    """An entry for each of n completions. The arrays are [n], per_function is [n, functions]."""
-    names = [function.__name__ for function in run.functions]
-    return [
-        {
-            "text": text,
-            "reward": number_or_none(reward),
-            "rewards": {name: number_or_none(x) for name, x in zip(names, row, strict=True)},
-            "tokens": int(tokens),
-            "ended": ENDED[int(ended)],
-        }
-        for text, reward, row, tokens, ended in zip(
-            texts, rewards, per_function, lengths, stopped, strict=True
-        )
+        for i, prompt in enumerate(batch.prompts)
     ]
 
 
@@ -110,49 +99,34 @@ def number_or_none(number: float) -> float | None:
 
 
 def sample_table(step: int, entry: dict[str, Any]) -> str:
-    """The completions of one group as a table: for a terminal, or as plain lines."""
-    rows = [(pairs_of(each), shorten(each["text"])) for each in entry["completions"]]
-    return table_text(f"sample step={step} question: {shorten(entry['question'])}", rows)
+    """The completions of one group for the log. Programs read a log, so that no line of a text
+    begins like a line of the run."""
+    lines = [f"sample step={step} question: {visible(shorten(entry['question']))}"]
+    for each in entry["completions"]:
+        lines.append("  " + " ".join(f"{name}={value}" for name, value in page.pairs_of(each)))
+        lines += [f"    {visible(line)}" for line in shorten(each["text"]).splitlines() or [""]]
+    return "\n".join(lines)
+
+
+def visible(text: str) -> str:
+    """The text as a single line, with its control characters as escapes such as \\n."""
+    return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def shorten(text: str) -> str:
+    """The text, or its beginning if it is longer than LONGEST_TEXT."""
+    return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]} ..."
 
 
 # ---- What a run has recorded ---------------------------------------------------------------------
 
-
-class History(NamedTuple):
-    """What a run has written into its folder."""
-
-    settings: dict[str, Any]  # of config.yaml, by their YAML names, with derived.* values
-    steps: list[dict[str, Any]]  # the records of training steps
-    evals: list[dict[str, Any]]  # the records of evaluations of EVAL_PROMPTS questions
-    sweeps: list[dict[str, Any]]  # the records of evaluations of the complete split
-
-    def all(self) -> list[dict[str, Any]]:
-        """All records, in the order of their steps."""
-        records = (*self.steps, *self.evals, *self.sweeps)
-        return sorted(records, key=lambda record: record["step"])
-
-
-def read_history(out: Path) -> History:
-    """The history of the run in this folder. Raises UserMistake if the folder is not a run's."""
-    records = read_lines(out / "metrics.jsonl")
-    return History(
-        read_settings(out),
-        [r for r in records if "train-other/loss" in r],
-        [r for r in records if "eval/accuracy" in r],
-        [r for r in records if "eval_full/accuracy" in r],
-    )
-
-
-# ---- The verdict ---------------------------------------------------------------------------------
-
 WINDOW = 10  # The rules look at so many steps at the start and at the end of a run.
 LEVEL, HEALTHY, NONE_YET = "derived.drift_level", "verdict: no sign of trouble", "verdict: none yet"
-LOSS, NORM = "train-other/loss", "train-other/grad_norm"
+LOSS, NORM, LR = "train-other/loss", "train-other/grad_norm", "train-other/learning_rate"
 TOTAL, FORMAT = "train-reward/total/mean", "train-reward/func/reward_format/mean"
 ZERO, CUT = "train-reward/advantage/zero_frac", "train-seq_len/completion/hit_max_frac"
 DRIFT, ENTROPY = "train-other/sampling_logp_difference/mean", "train-other/entropy"
 ACCURACY, CLIPPED = "train-reward/accuracy", "train-other/clip_ratio_later/region_mean"
-LR = "train-other/learning_rate"
 # Where DYNAMIC_SAMPLING has recorded a metric of all that it sampled. The groups that a step keeps
 # are neither too hard nor too easy, so that their mean reward hardly moves.
 OF_SAMPLED = {
@@ -161,8 +135,6 @@ OF_SAMPLED = {
     ACCURACY: "train-other/dynamic_sampling/accuracy",
     CUT: "train-other/dynamic_sampling/hit_max_frac",
 }
-SEEN = ("step", LOSS, NORM, TOTAL, FORMAT, ZERO, CUT, DRIFT, ENTROPY, ACCURACY, CLIPPED, LR)
-SEEN += (*OF_SAMPLED.values(),)
 
 
 def values_of(records: Sequence[dict[str, Any]], name: str) -> np.ndarray:
@@ -171,31 +143,38 @@ def values_of(records: Sequence[dict[str, Any]], name: str) -> np.ndarray:
     return np.where(np.isnan(sampled), of_step, sampled)
 
 
-class View(NamedTuple):
-    """What the rules see of a run."""
+class History(NamedTuple):
+    """What a run has written into its folder, and how the rules see it."""
 
-    run: History
-    first: Sequence[dict[str, Any]]  # the records of the first WINDOW steps
-    last: Sequence[dict[str, Any]]  # the records of the last WINDOW steps
+    settings: dict[str, Any]  # of config.yaml, by their YAML names, with derived.* values
+    records: list[dict[str, Any]]  # all of metrics.jsonl
+    steps: list[dict[str, Any]]  # those of training steps
+    evals: list[dict[str, Any]]  # those of evaluations of EVAL_PROMPTS questions
+    state: str  # of the run, see runtime/records.py
+    why: str  # it is in this state
+
+    def last(self, name: str) -> np.ndarray:
+        """[WINDOW] the values of a metric in the last steps."""
+        return values_of(self.steps[-WINDOW:], name)
 
     def mean(self, name: str) -> float:
         """The mean of a metric over the last steps, without missing values."""
-        return mean_of(values_of(self.last, name))
+        return mean_of(self.last(name))
 
     def began(self, name: str) -> float:
         """The mean of a metric over the first steps, without missing values."""
-        return mean_of(values_of(self.first, name))
+        return mean_of(values_of(self.steps[:WINDOW], name))
 
     def rose(self, name: str) -> float:
         """By how many standard errors a metric rose in the run; 99 if it has no noise."""
-        n = max(WINDOW, len(self.run.steps) // 3)  # a slow rise needs long windows
-        before, after = values_of(self.run.steps[:n], name), values_of(self.run.steps[-n:], name)
+        n = max(WINDOW, len(self.steps) // 3)  # a slow rise needs long windows
+        before, after = values_of(self.steps[:n], name), values_of(self.steps[-n:], name)
         rise, spread = mean_of(after) - mean_of(before), np.nanvar(before) + np.nanvar(after)
         return rise / math.sqrt(spread / n) if spread else 99 * float(np.sign(rise))
 
     def accuracy(self, which: int) -> tuple[float, float]:
         """The accuracy of the first (0) or the newest (-1) evaluation, and its standard error."""
-        record = self.run.evals[which] if self.run.evals else {}
+        record = self.evals[which] if self.evals else {}
         return column([record], "eval/accuracy")[0], column([record], "eval/accuracy_se")[0]
 
     def accuracy_rose(self) -> float:
@@ -205,120 +184,119 @@ class View(NamedTuple):
 
     def held_out_gap(self) -> float:
         """How far an evaluation during the last steps is below their accuracy; NaN without one."""
-        recent = self.run.evals and self.run.evals[-1]["step"] >= self.last[0]["step"]
+        recent = self.evals and self.evals[-1]["step"] >= self.steps[-WINDOW]["step"]
         return self.mean(ACCURACY) - self.accuracy(-1)[0] if recent else math.nan
 
     def never(self, name: str) -> bool:
         """Whether a metric was 0 in all steps, and the learning rate has stopped rising."""
-        rates = column(self.last, LR)
-        return np.nanmax(column(self.run.steps, name)) == 0 and rates[-1] <= rates[0]
+        rates = self.last(LR)
+        return np.nanmax(column(self.steps, name)) == 0 and rates[-1] <= rates[0]
+
+
+def read_history(out: Path) -> History:
+    """The history of the run in this folder. Raises UserMistake if the folder is not a run's."""
+    settings, records = read_settings(out), [*read_lines(out / "metrics.jsonl")]
+    steps = [record for record in records if LOSS in record]
+    evals = [record for record in records if "eval/accuracy" in record]
+    return History(settings, records, steps, evals, *state_of(out))
+
+
+# ---- The verdict ---------------------------------------------------------------------------------
 
 
 class Rule(NamedTuple):
-    """A sign that a run is sick."""
+    """A sign that a run is sick. docs/review.md says why the thresholds are what they are."""
 
     name: str
-    holds: Callable[[View], bool]  # a comparison with NaN, which stands for no value, is False
+    holds: Callable[[History], bool]  # a comparison with NaN, for no value, is False
     says: str
-    why: str  # why the thresholds are what they are
 
 
 # The first rules are about causes, the later ones about what may follow from them.
 RULES = (
     Rule(
         "non_finite_steps",
-        lambda v: not np.isfinite([column(v.last, name) for name in (LOSS, NORM)]).all(),
+        lambda run: not np.isfinite([run.last(LOSS), run.last(NORM)]).all(),
         "An update was not finite and was not applied. Lower LEARNING_RATE or, at the first step, "
         "check the weights of MODEL_PATH; read bad_step_N.npz.",
-        "One such step in ten is enough: a healthy run has none.",
     ),
     Rule(
         "sampler_drift",
-        lambda v: np.nanmin(column(v.last, DRIFT)) > v.run.settings.get(LEVEL, math.inf),
+        lambda run: np.nanmin(run.last(DRIFT)) > run.settings.get(LEVEL, math.inf),
         "The sampler's log-probabilities are not the trainer's: its weights or programs differ.",
-        "DRIFT_LEVELS in metrics.py has what rounding explains; ten steps in a row are no noise.",
     ),
     Rule(
         "all_truncated",
-        lambda v: v.mean(CUT) >= 0.9,
+        lambda run: run.mean(CUT) >= 0.9,
         "Nearly all completions are cut off before they end. Raise MAX_LENGTH_SAMPLE or, if they "
         "ended at the start of the run, lower LEARNING_RATE.",
-        "In a healthy run up to half of the completions may be cut off at the start.",
     ),
     Rule(
         "entropy_collapsed",
-        lambda v: v.mean(ENTROPY) < 0.1 * v.began(ENTROPY) and v.mean(ACCURACY) < 0.7,
+        lambda run: run.mean(ENTROPY) < 0.1 * run.began(ENTROPY) and run.mean(ACCURACY) < 0.7,
         "The policy has become almost deterministic before it was right, so it tries nothing new. "
         "Lower LEARNING_RATE, or raise EPS_HIGH, TEMPERATURE, BETA or ENTROPY_COEF.",
-        "A tenth of the entropy leaves groups without differences. A right policy needs none.",
     ),
     Rule(
         "no_signal",
-        lambda v: v.mean(ZERO) >= 0.98,
+        lambda run: run.mean(ZERO) >= 0.98,
         "Hardly any advantage differs from 0, so there is nothing to learn from. Questions may be "
         "too hard or too easy, or the reward may be constant.",
-        "At 0.98 one completion in fifty teaches something, or less than a group in a usual step.",
     ),
     Rule(
         "reward_hacked",
-        lambda v: v.rose(TOTAL) > 2 and v.accuracy_rose() < -2,
+        lambda run: run.rose(TOTAL) > 2 and run.accuracy_rose() < -2,
         "The reward rises and the accuracy falls: the policy gets rewards without right answers. "
         "Read samples.jsonl, and change the reward.",
-        "Two standard errors are beyond noise, and noise seldom moves both in these directions.",
     ),
     Rule(
         "format_only",
-        lambda v: v.mean(FORMAT) >= 0.8 and v.rose(FORMAT) > 3 and v.rose(ACCURACY) < 2,
+        lambda run: run.mean(FORMAT) >= 0.8 and run.rose(FORMAT) > 3 and run.rose(ACCURACY) < 2,
         "The answer format is learnt, and right answers are not. Raise the weight of "
         "reward_correct, take easier questions, or sample more completions per prompt.",
-        "The format is there in four of five completions and rose beyond noise; answers did not.",
     ),
     Rule(
         "held_out_below_train",
-        lambda v: v.held_out_gap() > max(3 * v.accuracy(-1)[1], 0.15),
+        lambda run: run.held_out_gap() > max(3 * run.accuracy(-1)[1], 0.15),
         "Held-out questions are answered far worse than those of training: the policy has learnt "
         "them by heart. Take more questions or fewer steps.",
-        "Greedy answers usually beat samples; 0.15 and three standard errors are beyond noise.",
     ),
     Rule(
         "never_clipped",
-        lambda v: v.never(CLIPPED),
+        lambda run: run.never(CLIPPED),
         "A step has several updates, and none of them ever clips a ratio: the later updates hardly "
         "change the policy. Raise LEARNING_RATE, or take fewer updates per step.",
-        "At the highest learning rate of a useful run a few ratios in a thousand are clipped.",
     ),
     Rule(
         "no_learning",
-        lambda v: len(v.run.steps) >= 50 and v.rose(TOTAL) <= 2 and not v.accuracy_rose() > 2,
+        lambda run: len(run.steps) >= 50 and run.rose(TOTAL) <= 2 and not run.accuracy_rose() > 2,
         "Neither the reward nor the accuracy has risen beyond noise: LEARNING_RATE is too low, or "
         "so high that it ruins the policy, or a step has too few completions.",
-        "In fifty steps of 64 or more completions a useful run rises beyond noise.",
     ),
 )
 
 
-def rules_that_hold(view: View) -> list[Rule]:
+def rules_that_hold(run: History) -> list[Rule]:
     """The rules that hold: before WINDOW steps only RULES[0], and no_learning only if no other."""
-    rules = RULES if len(view.last) == WINDOW else RULES[:1]
+    rules = RULES if len(run.steps) >= WINDOW else RULES[:1]
     with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # means of no value
-        broken = [rule for rule in rules if rule.holds(view)]
+        broken = [rule for rule in rules if rule.holds(run)]
     return [rule for rule in broken if rule.name != "no_learning"] or broken
 
 
-def verdict(history: History) -> list[str]:
+def verdict(run: History) -> list[str]:
     """One to three lines about a run: what is wrong, or what it has reached."""
-    view = View(history, history.steps[:WINDOW], history.steps[-WINDOW:])
-    if broken := rules_that_hold(view):
+    if broken := rules_that_hold(run):
         return [f"verdict: {rule.name}: {rule.says}" for rule in broken[:3]]
-    if not history.steps:
+    if not run.steps:
         return []
-    if len(history.steps) < WINDOW:
-        return [f"{NONE_YET}: it needs {WINDOW} steps, and the run has {len(history.steps)}"]
-    parts = [f"mean reward {view.began(TOTAL):.4f} -> {view.mean(TOTAL):.4f}"]
-    if len(history.evals) > 1:
-        pairs = [f"{x:.4f} (standard error {e:.4f})" for x, e in map(view.accuracy, (0, -1))]
+    if len(run.steps) < WINDOW:
+        return [f"{NONE_YET}: it needs {WINDOW} steps, and the run has {len(run.steps)}"]
+    parts = [f"mean reward {run.began(TOTAL):.4f} -> {run.mean(TOTAL):.4f}"]
+    if len(run.evals) > 1:
+        pairs = [f"{x:.4f} (standard error {e:.4f})" for x, e in map(run.accuracy, (0, -1))]
         parts.insert(0, f"accuracy {' -> '.join(pairs)}")
-    return [f"{HEALTHY} in {len(history.steps)} steps: {', '.join(parts)}"]
+    return [f"{HEALTHY} in {len(run.steps)} steps: {', '.join(parts)}"]
 
 
 # ---- The report ----------------------------------------------------------------------------------
@@ -352,31 +330,48 @@ def report(runs: dict[Path, History]) -> str:
 
     runs: the history of each folder.
     """
-    parts, names = [], dict(zip(runs, names_of([*runs]), strict=True))
-    for folder, history in runs.items():
-        state, why = state_of(folder)
-        text = f"{names[folder]}: {state} after {len(history.steps)} steps. {why}"
-        parts.append(f'<p class="soft">{escaped(text)}</p>')
-        for line in verdict(history):
+    names = [folder.resolve().name for folder in runs]
+    if len(set(names)) < len(names):
+        names = [str(folder) for folder in runs]
+    histories, parts = dict(zip(names, runs.values(), strict=True)), []
+    for name, run in histories.items():
+        text = f"{name}: {run.state} after {len(run.steps)} steps. {run.why}"
+        parts.append(f'<p class="soft">{page.escaped(text)}</p>')
+        for line in verdict(run):
             sick = "" if line.startswith((HEALTHY, NONE_YET)) else ' class="bad"'
-            parts.append(f"<p{sick}>{escaped(line)}</p>")
-    records = {names[folder]: history.all() for folder, history in runs.items()}
-    charts = [charts_of(title, metrics, records) for title, metrics in CHARTS.items()]
+            parts.append(f"<p{sick}>{page.escaped(line)}</p>")
+    records = {name: run.records for name, run in histories.items()}
+    charts = [page.charts_of(title, metrics, records) for title, metrics in CHARTS.items()]
     parts.append(f'<div class="charts">{"".join(charts)}</div>')
     if len(runs) == 1:
-        parts += [held_out_table(*runs), group_tables(*runs)]
+        parts += [page.held_out_table(*runs), page.group_tables(*runs)]
     defaults = parse_yaml("\n".join(yaml_lines(Config())))
-    settings = {names[folder]: history.settings for folder, history in runs.items()}
-    parts.append(f"<h2>Settings</h2>{settings_table(defaults, settings)}")
-    return page(", ".join(names.values()), "\n".join(parts))
+    settings = {name: run.settings for name, run in histories.items()}
+    parts.append(f"<h2>Settings</h2>{page.settings_table(defaults, settings)}")
+    return page.document(", ".join(names), "\n".join(parts))
 
 
-def write_review(out: Path, history: History, state: str, why: str) -> dict[str, Any]:
+def write_review(out: Path, run: History) -> dict[str, Any]:
     """Writes summary.json and report.html of a run, and returns the summary. Raises OSError."""
-    summary = {"state": state, "why": why, "verdict": verdict(history)}
-    summary |= summary_of(history.settings, history.all(), BEST)
+    last, best = {}, {}
+    for record in run.records:
+        last |= {name: value for name, value in record.items() if value is not None}
+    for name in BEST:
+        if having := [record for record in run.records if record.get(name) is not None]:
+            record = max(having, key=lambda record: record[name])
+            best[name] = {"step": record["step"], "value": record[name]}
+    summary = {
+        "state": run.state,
+        "why": run.why,
+        "verdict": verdict(run),
+        "steps_done": run.steps[-1]["step"] + 1 if run.steps else 0,
+        "written": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
+        "last": {name: value for name, value in last.items() if name != "step"},
+        "best": best,
+        "settings": run.settings,
+    }
     replace_file(out / SUMMARY, json.dumps(summary, indent=1, default=str) + "\n")
-    replace_file(out / "report.html", report({out: history}))
+    replace_file(out / "report.html", report({out: run}))
     return summary
 
 
@@ -386,17 +381,16 @@ class Reviewer:
 
     def __init__(self, out: Path, log: RunLog, writes: bool) -> None:
         """writes: whether this is process 0; the others say and write nothing."""
-        self._out, self._log, self._writes, self._failed = out, log, writes, False
+        self._out, self._log, self._failed = out, log, False
         self._held, self._told = collections.Counter(), set()
-        self._history = read_history(out) if writes else None
+        self._run = read_history(out) if writes else None
 
     def note_trouble(self, record: dict[str, Any]) -> None:
         """Prints a note if a rule has held for WINDOW steps, once for each rule."""
-        if not self._writes:
+        if self._run is None:
             return
-        steps = self._history.steps
-        steps.append({name: record.get(name) for name in SEEN})
-        holding = rules_that_hold(View(self._history, steps[:WINDOW], steps[-WINDOW:]))
+        self._run.steps.append(record)
+        holding = rules_that_hold(self._run)
         self._held = collections.Counter({r.name: self._held[r.name] + 1 for r in holding})
         for rule in holding:
             if self._held[rule.name] >= WINDOW and rule.name not in self._told:
@@ -405,23 +399,21 @@ class Reviewer:
 
     def verdict(self) -> None:
         """Prints the verdict."""
-        for line in verdict(self._history) if self._writes else ():
+        for line in verdict(self._run) if self._run else ():
             self._log.line(line)
 
     def write(self, state: str, why: str = "") -> dict[str, Any]:
         """Writes the review of the run so far; returns the numbers and texts of its summary."""
-        if not self._writes:
+        if self._run is None:
             return {}
         try:
-            history = read_history(self._out)
-            summary = write_review(self._out, history, state, why)
+            self._run = read_history(self._out)._replace(state=state, why=why)
+            summary = write_review(self._out, self._run)
         except (OSError, UserMistake) as error:  # somebody may have damaged config.yaml
             if not self._failed:
                 self._failed = True
                 reason = error.strerror if isinstance(error, OSError) else error
                 self._log.line(f"{self._out}/report.html cannot be written: {reason}")
             return {}
-        seen = [{name: record.get(name) for name in SEEN} for record in history.steps]
-        self._history = history._replace(steps=seen)
         best = {f"best/{name}": best["value"] for name, best in summary["best"].items()}
         return best | {"state": state, "why": why, "verdict": " ".join(summary["verdict"])}

@@ -1,22 +1,18 @@
 """A page of curves, completions and tables in one HTML file: it needs no network and no other file,
 and follows the dark or the light mode of the reader's system."""
 
-import contextlib
 import fnmatch
 import html
 import json
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from runtime.records import column, read_lines
-from runtime.tables import pairs_of
 
 SHOWN_QUESTIONS = 6  # held-out questions with their answers
-MOST_POINTS = 300  # of a curve; more points are replaced by means of neighbours
 OUTLIERS = 0.005  # the share of values, at either end, that lie on the edge of a chart
 WIDTH, HEIGHT = 360, 170  # of a chart in its own units
 LEFT, RIGHT, TOP, BOTTOM = 52, 8, 8, 22  # the margins of the curves
@@ -48,13 +44,7 @@ td pre { min-width: 13rem; } .numbers { color: var(--soft); font-size: .8rem; }
 """
 
 
-class Curve(NamedTuple):
-    """A line of a chart. A value that is not finite leaves a gap."""
-
-    name: str
-    steps: Sequence[float]
-    values: Sequence[float]
-    errors: Sequence[float] | None = None  # standard errors, drawn as a band
+# ---- The page and its tables ---------------------------------------------------------------------
 
 
 def escaped(text: object) -> str:
@@ -62,7 +52,7 @@ def escaped(text: object) -> str:
     return html.escape(str(text))
 
 
-def page(title: str, body: str) -> str:
+def document(title: str, body: str) -> str:
     """A complete HTML file. title: plain text. body: HTML."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
@@ -81,154 +71,6 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f'<div class="scroll"><table>{body}</table></div>'
 
 
-def figure_text(value: float) -> str:
-    """A number for people to read, with four digits that count."""
-    return f"{value:.4g}" if math.isfinite(value) else "-"
-
-
-def tick_text(value: float) -> str:
-    """A number beside an axis, short enough for the margin."""
-    return f"{value / 1000:.3g}k" if abs(value) >= 1000 else f"{value:.3g}"
-
-
-def chart(title: str, curves: Sequence[Curve]) -> str:
-    """A figure with a line for each curve and its last value; "" if no curve has a value."""
-    curves = [thinned(curve) for curve in curves]
-    shown = [curve for curve in curves if np.isfinite(curve.values).any()]
-    if not shown:
-        return ""
-    x_low, x_high = axis_ends([curve.steps for curve in shown])
-    reach = [np.add(c.values, sign * errors_of(c)) for c in shown for sign in (-1, 1)]
-    y_low, y_high = axis_ends(reach, OUTLIERS)
-
-    def place(steps: np.ndarray, values: np.ndarray) -> list[str]:
-        x = LEFT + (steps - x_low) / (x_high - x_low) * (WIDTH - LEFT - RIGHT)
-        share = np.clip((values - y_low) / (y_high - y_low), 0, 1)
-        y = HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
-        return [f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True)]
-
-    parts = []
-    for share in (0, 0.5, 1):
-        y = HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
-        label = tick_text(y_low + share * (y_high - y_low))
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>')
-        parts.append(f'<text x="{LEFT - 4}" y="{y + 4}" text-anchor="end">{label}</text>')
-    parts.append(f'<text x="{LEFT}" y="{HEIGHT - 5}">{x_low:g}</text>')
-    last = f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 5}" text-anchor="end">step {x_high:g}</text>'
-    parts += [last, *(drawn(curve, number, place) for number, curve in enumerate(curves))]
-    names = ", ".join(legend(curve, number, len(curves) > 1) for number, curve in enumerate(curves))
-    return (
-        f"<figure><figcaption>{escaped(title)}<br>{names}</figcaption>"
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(parts)}</svg></figure>'
-    )
-
-
-def thinned(curve: Curve) -> Curve:
-    """The curve in float64 with at most MOST_POINTS points: means of neighbours, and the last."""
-    steps, values, errors = (
-        np.asarray(x, np.float64) for x in (curve.steps, curve.values, errors_of(curve))
-    )
-    if len(steps) > MOST_POINTS:
-        last = len(steps) - 1
-        parts = [*np.array_split(np.arange(last), MOST_POINTS - 1), np.array([last])]
-        steps, values, errors = (
-            np.array([mean_of_finite(x[part]) for part in parts]) for x in (steps, values, errors)
-        )
-    return Curve(curve.name, steps, values, errors if curve.errors is not None else None)
-
-
-def mean_of_finite(values: np.ndarray) -> float:
-    """The mean of the finite values; NaN without any."""
-    finite = values[np.isfinite(values)]
-    return float(finite.mean()) if len(finite) else math.nan
-
-
-def errors_of(curve: Curve) -> np.ndarray:
-    """The standard errors of the curve's values; 0 where there are none."""
-    errors = np.zeros(len(curve.values)) if curve.errors is None else np.asarray(curve.errors)
-    return np.nan_to_num(errors)
-
-
-def axis_ends(arrays: Sequence[np.ndarray], outliers: float = 0) -> tuple[float, float]:
-    """The ends of an axis on which all finite values lie, but for a share of outliers."""
-    values = np.concatenate(arrays)
-    low, high = np.quantile(values[np.isfinite(values)], [outliers, 1 - outliers], method="nearest")
-    low, high = float(low), float(high)
-    around = max(0.5, abs(low) / 2)
-    return (low, high) if high > low else (low - around, high + around)
-
-
-def drawn(curve: Curve, number: int, place: Callable[..., list[str]]) -> str:
-    """The SVG of one curve: its band of standard errors, its line, and dots if it is short."""
-    finite = np.isfinite(curve.values)
-    parts = []
-    if curve.errors is not None and finite.any():
-        x, y, e = curve.steps[finite], curve.values[finite], errors_of(curve)[finite]
-        around = [*place(x, y + e), *reversed(place(x, y - e))]
-        parts.append(f'<polygon class="band" points="{" ".join(around)}"/>')
-    points = place(curve.steps, np.where(finite, curve.values, 0))
-    for piece in pieces(finite):
-        parts.append(f'<polyline class="curve" points="{" ".join(points[piece])}"/>')
-    if finite.sum() <= 40:
-        for point, there in zip(points, finite, strict=True):
-            x, y = point.split(",")
-            parts += [f'<circle class="dot" cx="{x}" cy="{y}" r="2"/>'] * bool(there)
-    return f'<g style="--c: var(--c{number % 6})">{"".join(parts)}</g>'
-
-
-def pieces(finite: np.ndarray) -> list[slice]:
-    """The stretches without a gap."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], finite.astype(int), [0]])))
-    return [slice(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True)]
-
-
-def legend(curve: Curve, number: int, named: bool) -> str:
-    """The last value of a curve, with its standard error and, among several, its name."""
-    finite = np.flatnonzero(np.isfinite(curve.values))
-    if not len(finite):
-        return ""
-    text = figure_text(curve.values[finite[-1]])
-    if curve.errors is not None:
-        text += f" ± {figure_text(curve.errors[finite[-1]])}"
-    name = f"{escaped(curve.name)}: " if named else ""
-    return f'<span class="name" style="--c: var(--c{number % 6})">{name}{text}</span>'
-
-
-def charts_of(title: str, names: Sequence[str], runs: Mapping[str, list[dict[str, Any]]]) -> str:
-    """A chart of these metrics for one run; for several runs a chart of each metric with a curve
-    for each run. It leaves out what has no value.
-
-    names: * in a name stands for any part of it. runs: the records of each run in their order.
-    """
-    there = dict.fromkeys(name for records in runs.values() for r in records for name in r)
-    found = {n: wanted for wanted in names for n in there if fnmatch.fnmatchcase(n, wanted)}
-    shown = {name: distinct_part(name, wanted) for name, wanted in found.items()}
-    pairs = {(run, name): curve_of(name, runs[run]) for name in shown for run in runs}
-    if len(runs) == 1:
-        return chart(title, [pair._replace(name=shown[name]) for (_, name), pair in pairs.items()])
-    several = len(names) > 1 or "*" in names[0]
-    return "".join(
-        chart(
-            f"{title}: {shown[name]}" if several else title,
-            [pairs[run, name]._replace(name=run) for run in runs],
-        )
-        for name in shown
-    )
-
-
-def curve_of(name: str, records: list[dict[str, Any]]) -> Curve:
-    """The curve of a metric, with its standard errors if they are recorded."""
-    having = [record for record in records if name in record]
-    errors = column(having, f"{name}_se") if having and f"{name}_se" in having[-1] else None
-    return Curve(name, [record["step"] for record in having], column(having, name), errors)
-
-
-def distinct_part(name: str, wanted: str) -> str:
-    """What * stands for in the name of a metric, or the last part of a name without *."""
-    start, star, end = wanted.partition("*")
-    return name.removeprefix(start).removesuffix(end) if star else name.rpartition("/")[2]
-
-
 def settings_table(defaults: Mapping[str, Any], runs: Mapping[str, Mapping[str, Any]]) -> str:
     """The settings of runs that differ from the defaults, and what follows from all settings."""
     rows = []
@@ -240,46 +82,139 @@ def settings_table(defaults: Mapping[str, Any], runs: Mapping[str, Mapping[str, 
     return table(["setting", "default", *runs], rows)
 
 
+# ---- Charts --------------------------------------------------------------------------------------
+
+
+class Curve(NamedTuple):
+    """A line of a chart."""
+
+    name: str
+    number: int  # of its colour
+    steps: np.ndarray
+    values: np.ndarray  # of these steps, without NaN
+    errors: np.ndarray  # their standard errors, drawn as a band; NaN where there are none
+
+
+def charts_of(title: str, patterns: Sequence[str], runs: Mapping[str, list[dict[str, Any]]]) -> str:
+    """A chart of these metrics for one run; for several runs a chart of each metric with a curve
+    for each run. It leaves out what has no value.
+
+    patterns: names of metrics; * in a name stands for any part of it. runs: the records of each
+    run in their order.
+    """
+    there = dict.fromkeys(name for records in runs.values() for r in records for name in r)
+    names = [name for pattern in patterns for name in fnmatch.filter(there, pattern)]
+    shown = {name: name.removesuffix("/mean").rpartition("/")[2] for name in names}
+    if len(runs) == 1:
+        [records] = runs.values()
+        return chart(title, [curve_of(records, n, shown[n], i) for i, n in enumerate(names)])
+    return "".join(
+        chart(
+            f"{title}: {shown[name]}" if len(names) > 1 else title,
+            [curve_of(records, name, run, i) for i, (run, records) in enumerate(runs.items())],
+        )
+        for name in names
+    )
+
+
+def curve_of(records: list[dict[str, Any]], metric: str, name: str, number: int) -> Curve:
+    """The curve of a metric, called `name`, over the records that have a value of it."""
+    having = [record for record in records if record.get(metric) is not None]
+    return Curve(name, number, *(column(having, x) for x in ("step", metric, f"{metric}_se")))
+
+
+def chart(title: str, curves: Sequence[Curve]) -> str:
+    """A figure with a line for each curve and its last value; "" if no curve has a value."""
+    curves = [curve for curve in curves if len(curve.values)]
+    if not curves:
+        return ""
+    x_low, x_high = axis_ends([curve.steps for curve in curves])
+    reach = [c.values + sign * np.nan_to_num(c.errors) for c in curves for sign in (-1, 1)]
+    y_low, y_high = axis_ends(reach, OUTLIERS)
+
+    def points(steps: np.ndarray, values: np.ndarray) -> list[str]:
+        x = LEFT + (steps - x_low) / (x_high - x_low) * (WIDTH - LEFT - RIGHT)
+        share = np.clip((values - y_low) / (y_high - y_low), 0, 1)
+        y = HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
+        return [f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True)]
+
+    parts, names = [], []
+    for share in (0, 0.5, 1):
+        y = HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
+        label = tick_text(y_low + share * (y_high - y_low))
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>')
+        parts.append(f'<text x="{LEFT - 4}" y="{y + 4}" text-anchor="end">{label}</text>')
+    parts.append(f'<text x="{LEFT}" y="{HEIGHT - 5}">{x_low:g}</text>')
+    last = f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 5}" text-anchor="end">step {x_high:g}</text>'
+    parts.append(last)
+    for name, number, steps, values, errors in curves:
+        colour = f'style="--c: var(--c{number % 6})"'
+        line = points(steps, values)
+        drawn = f'<polyline class="curve" points="{" ".join(line)}"/>'
+        told = f"{name}: " * (len(curves) > 1) + f"{values[-1]:.4g}"
+        if np.isfinite(errors[-1]):
+            e = np.nan_to_num(errors)
+            around = " ".join([*points(steps, values + e), *points(steps, values - e)[::-1]])
+            drawn = f'<polygon class="band" points="{around}"/>{drawn}'
+            told += f" ± {errors[-1]:.4g}"
+        if len(line) <= 40:
+            centers = [point.split(",") for point in line]
+            drawn += "".join(f'<circle class="dot" cx="{x}" cy="{y}" r="2"/>' for x, y in centers)
+        parts.append(f"<g {colour}>{drawn}</g>")
+        names.append(f'<span class="name" {colour}>{escaped(told)}</span>')
+    return (
+        f"<figure><figcaption>{escaped(title)}<br>{', '.join(names)}</figcaption>"
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(parts)}</svg></figure>'
+    )
+
+
+def axis_ends(arrays: Sequence[np.ndarray], outliers: float = 0) -> tuple[float, float]:
+    """The ends of an axis on which all values lie, but for a share of outliers."""
+    low, high = np.quantile(np.concatenate(arrays), [outliers, 1 - outliers], method="nearest")
+    around = max(0.5, abs(low) / 2)
+    return (low, high) if high > low else (low - around, high + around)
+
+
+def tick_text(value: float) -> str:
+    """A number beside an axis, short enough for the margin."""
+    return f"{value / 1000:.3g}k" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+# ---- Completions ---------------------------------------------------------------------------------
+
+
 def held_out_table(folder: Path) -> str:
     """The same held-out questions, answered at the first, the middle and the last evaluation."""
-    file = folder / "eval.jsonl"
-    questions = first_questions(file)
-    entries = read_lines(file, having=[json.dumps(question) for question in questions])
-    entries = [entry for entry in entries if entry["evaluation"] == "eval"]
-    steps = three_of(sorted({entry["step"] for entry in entries}))
-    rows = []
-    for question in questions:
-        found = {e["step"]: e for e in entries if e["question"] == question}
-        asked = f"<pre>{escaped(question)}</pre>"
-        asked += f'<p class="numbers">answer: {escaped(next(iter(found.values()))["answer"])}</p>'
-        rows.append(
-            [asked, *(completion_cell(found[s]["completions"][0]) for s in steps if s in found)]
-        )
-    if not rows:
+    found: dict[str, dict[int, dict[str, Any]]] = {}  # {question as JSON: {step: entry}}
+
+    def is_shown(text: str) -> bool:
+        return len(found) < SHOWN_QUESTIONS or any(question in text for question in found)
+
+    for entry in read_lines(folder / "eval.jsonl", is_shown):
+        question = json.dumps(entry["question"])
+        if entry["evaluation"] == "eval" and is_shown(question):
+            found.setdefault(question, {})[entry["step"]] = entry
+    if not found:
         return ""
-    heads = ["question", *(f"step {step}" for step in steps)]
+    shown, rows = three_of({step for entries in found.values() for step in entries}), []
+    for entries in found.values():
+        question, answer = (
+            escaped(next(iter(entries.values()))[x]) for x in ("question", "answer")
+        )
+        asked = f'<pre>{question}</pre><p class="numbers">answer: {answer}</p>'
+        cells = [completion_cell(entries[s]["completions"][0]) for s in shown if s in entries]
+        rows.append([asked, *cells])
+    heads = ["question", *(f"step {step}" for step in shown)]
     return f"<h2>Held-out questions</h2>{table(heads, rows)}"
-
-
-def first_questions(file: Path) -> list[str]:
-    """The first SHOWN_QUESTIONS questions in an eval.jsonl, which may have a million lines."""
-    questions: dict[str, None] = {}
-    with contextlib.suppress(FileNotFoundError), open(file, encoding="utf-8") as lines:
-        for line in lines:
-            with contextlib.suppress(ValueError):  # a killed run leaves half a line
-                entry = json.loads(line)
-                questions |= {entry["question"]: None} if entry["evaluation"] == "eval" else {}
-            if len(questions) == SHOWN_QUESTIONS:
-                break
-    return [*questions]
 
 
 def group_tables(folder: Path) -> str:
     """A group of completions from the start, the middle and the end of training."""
-    entries = [e for e in read_lines(folder / "samples.jsonl") if "completions" in e]
-    groups = {entry["step"]: entry for entry in reversed(entries)}  # the first of each step
+    groups: dict[int, dict[str, Any]] = {}  # {step: its first entry}
+    for entry in read_lines(folder / "samples.jsonl"):
+        groups.setdefault(entry["step"], entry)
     parts = []
-    for step in three_of(sorted(groups)):
+    for step in three_of(groups):
         entry = groups[step]
         cells = [completion_cell(completion) for completion in entry["completions"]]
         half = (len(cells) + 1) // 2
@@ -288,12 +223,22 @@ def group_tables(folder: Path) -> str:
     return "".join(parts)
 
 
+def three_of(steps: Collection[int]) -> list[int]:
+    """The first, the middle and the last of the steps, each once."""
+    steps = sorted(steps)
+    return sorted({steps[i] for i in (0, len(steps) // 2, -1)}) if steps else []
+
+
 def completion_cell(completion: dict[str, Any]) -> str:
     """The HTML of a completion, with what is known of it."""
     told = escaped(", ".join(f"{name} {value}" for name, value in pairs_of(completion)))
     return f'<pre>{escaped(completion["text"])}</pre><p class="numbers">{told}</p>'
 
 
-def three_of(values: list[int]) -> list[int]:
-    """The first, the middle and the last of the values, each once."""
-    return sorted({values[0], values[len(values) // 2], values[-1]}) if values else []
+def pairs_of(completion: dict[str, Any]) -> list[tuple[str, str]]:
+    """What an entry of samples.jsonl or eval.jsonl says of a completion, but for its text."""
+    numbers = [("reward", completion["reward"]), *completion["rewards"].items()]
+    if "advantage" in completion:
+        numbers.append(("advantage", completion["advantage"]))
+    pairs = [(name, "-" if number is None else f"{number:z.4g}") for name, number in numbers]
+    return [*pairs, ("tokens", f"{completion['tokens']}"), ("ended", completion["ended"])]

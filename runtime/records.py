@@ -1,11 +1,9 @@
-"""What the folder of a run says: the records of its files, whether it is alive, and its summary."""
+"""What the folder of a run says: its settings, the records of its files, and whether it goes on."""
 
 import contextlib
 import json
 import math
-import os
-from collections.abc import Sequence
-from datetime import UTC, datetime
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,20 +41,40 @@ def parse_yaml(text: str) -> dict[str, Any]:
     return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
-def read_lines(file: Path, having: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """The records of a .jsonl file, each with its step; none if there is no file.
+def read_lines(
+    file: Path, wanted: Callable[[str], bool] = lambda line: True
+) -> Iterator[dict[str, Any]]:
+    """Yields the records of a .jsonl file, each with its step; none if there is no file.
 
-    having: parses only lines that have one of these texts. Empty: all lines.
+    wanted: whether a line is to be parsed, which takes longer than to look for a text in it.
     """
     if not file.is_file():
-        return []
-    parsed = []
+        return
     with file.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            if not having or any(text in line for text in having):
-                with contextlib.suppress(ValueError):  # a killed run leaves half a line
-                    parsed.append(json.loads(line))
-    return [record for record in parsed if isinstance(record, dict) and "step" in record]
+        for line in filter(wanted, lines):
+            with contextlib.suppress(ValueError):  # a killed run leaves half a line
+                record = json.loads(line)
+                if isinstance(record, dict) and "step" in record:
+                    yield record
+
+
+def state_of(out: Path) -> tuple[str, str]:
+    """The state of a run, and why it is so. A run that is killed cannot change its summary, so that
+    the lock on its folder says whether it is still running."""
+    import fcntl  # Windows has none
+
+    with contextlib.suppress(OSError, ValueError):
+        told = json.loads((out / SUMMARY).read_text(encoding="utf-8"))
+        if told["state"] != RUNNING:
+            return told["state"], told["why"]
+    try:
+        with (out / LOCK).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return RUNNING, ""
+    except OSError:
+        pass  # there is no lock
+    return DIED, "it left no word: it was killed, or its machine was"
 
 
 def column(records: Sequence[dict[str, Any]], name: str) -> np.ndarray:
@@ -69,64 +87,3 @@ def mean_of(values: np.ndarray) -> float:
     """The mean of the values that are not NaN; NaN if there are none."""
     values = values[~np.isnan(values)]
     return float(values.mean()) if values.size else math.nan
-
-
-def is_alive(out: Path) -> bool:
-    """Whether a process holds the folder."""
-    import fcntl  # Windows has none
-
-    try:
-        lock = os.open(out / LOCK, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(lock)
-    return False
-
-
-def state_of(out: Path) -> tuple[str, str]:
-    """The state of a run, and why it is so; from its summary and from the lock on its folder."""
-    told: dict[str, Any] = {}
-    with contextlib.suppress(OSError, ValueError):
-        told = json.loads((out / SUMMARY).read_text(encoding="utf-8"))
-    if told.get("state", RUNNING) != RUNNING:
-        return told["state"], told["why"]
-    if is_alive(out):
-        return RUNNING, ""
-    return DIED, "it left no word: it was killed, or its machine was"
-
-
-def summary_of(
-    settings: dict[str, Any], records: Sequence[dict[str, Any]], best: Sequence[str]
-) -> dict[str, Any]:
-    """The settings of a run and its last and best values, for summary.json.
-
-    best: the metrics whose highest value is kept, with its step.
-    """
-    last: dict[str, Any] = {}
-    for record in records:
-        last |= {name: value for name, value in record.items() if value is not None}
-    highest = {}
-    for name in best:
-        values = column(records, name)
-        if not np.isnan(values).all():
-            i = int(np.nanargmax(values))
-            highest[name] = {"step": records[i]["step"], "value": float(values[i])}
-    steps = [record["step"] for record in records if "time/train/step_s" in record]
-    return {
-        "steps_done": max(steps, default=-1) + 1,
-        "written": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
-        "last": {name: value for name, value in last.items() if name != "step"},
-        "best": highest,
-        "settings": settings,
-    }
-
-
-def names_of(folders: Sequence[Path]) -> list[str]:
-    """The last part of each path, or the complete paths if two of the parts are equal."""
-    names = [folder.resolve().name for folder in folders]
-    return names if len(set(names)) == len(names) else [str(folder) for folder in folders]

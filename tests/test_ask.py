@@ -1,4 +1,5 @@
-"""tools/ask.py: it prints a question and what each model answers, and mistakes in one line."""
+"""tools/ask.py, and --eval-only and --ask of train_grpo.py: weights answer questions, and are not
+trained."""
 
 import json
 import os
@@ -8,13 +9,173 @@ import sys
 from pathlib import Path
 
 import pytest
+from test_mistakes import train
+from test_train import train_two
 
-from tools.ask import complete, side_by_side
-from tools.make_random import make_random
+from test_smoke import Run
+from tools.ask import side_by_side
 
 REPO = Path(__file__).resolve().parent.parent
 APPLES = "Grace had 22 apples, lost 7 and then found 3. How many apples does Grace have now?"
-BEFORE = "<think>22-7=25, 25+3=28</think>\n<answer>28</answer>"  # with the forgotten borrows
+GREEDY = "<think>22-7=25, 25+3=28</think>\n<answer>28</answer>"  # of the tiny model
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Three steps that change the answers, with a full sweep at the end."""
+    out = tmp_path_factory.mktemp("answers") / "run"
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(out.parent / "cache")}
+    settings = {"STEPS": "3", "EVAL_EVERY_STEPS": "0", "EVAL_FULL_SWEEP": "1", "SEED": "3"}
+    settings |= {"RESUME": "never"}  # how it began does not count for --eval-only
+    settings |= {"LEARNING_RATE": "3e-4", "DATASET": str(first_questions(out.parent, 60))}
+    done = train(out, **settings, **cache)
+    assert done.code == 0, done.errors
+    return done
+
+
+def again(trained: Run, *flags: str, **env: str) -> Run:
+    """train_grpo.py with these flags for the folder of the run."""
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(trained.out.parent / "cache")}
+    return train(trained.out, *flags, **cache, **env)
+
+
+def answers_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "eval.jsonl").open(encoding="utf-8")]
+
+
+def the_only(folder: Path, pattern: str) -> Path:
+    (found,) = folder.glob(pattern)
+    return found
+
+
+def test_eval_only_repeats_the_sweep_of_the_run_from_its_checkpoint_and_its_settings(
+    trained: Run,
+) -> None:
+    before = {file: file.stat().st_mtime_ns for file in trained.out.rglob("*") if file.is_file()}
+    done = again(trained, "--eval-only")
+    assert done.code == 0, done.errors
+    assert f"weights={trained.out}/checkpoints/3\n" in done.lines
+    folder = the_only(trained.out, "eval_*")
+    assert answers_of(folder) == answers_of(trained.out)
+    swept = next(r for r in trained.records() if "eval_full/accuracy" in r)
+    (record,) = map(json.loads, (folder / "metrics.jsonl").open(encoding="utf-8"))
+    same = [name for name in swept if not name.startswith("time/")]
+    assert {name: record[name] for name in same} == {name: swept[name] for name in same}
+    assert f" accuracy={swept['eval_full/accuracy']:.4f} accuracy_se=" in done.lines
+    changed = [file for file, time in before.items() if file.stat().st_mtime_ns != time]
+    assert changed == []
+    shutil.rmtree(folder)
+
+
+def test_eval_only_of_the_exported_folder_gives_the_same_answers(trained: Run) -> None:
+    hf = str(trained.out / "hf")
+    done = train(
+        trained.out.parent / "other",
+        "--eval-only",
+        MODEL_PATH=hf,
+        DATASET=str(trained.out.parent / "data"),
+        MAX_LENGTH_SAMPLE="32",
+    )
+    assert done.code == 0, done.errors
+    assert f"weights={hf}\n" in done.lines
+    folder = the_only(done.out, "eval_*")
+    texts = [[e["completions"][0]["text"] for e in answers_of(x)] for x in (folder, trained.out)]
+    assert texts[0] == texts[1]
+    assert {entry["step"] for entry in answers_of(folder)} == {0}
+
+
+@pytest.mark.slow
+def test_two_processes_write_each_question_once_in_its_order(trained: Run, tmp_path: Path) -> None:
+    settings = {"STEPS": "0", "EVAL_FULL_SWEEP": "1", "EVAL_SAMPLES": "2"}
+    settings["EVAL_EVERY_STEPS"] = "0"
+    settings |= {"DATASET": str(first_questions(tmp_path, 21))}  # the last pass is not full
+    alone = train(tmp_path / "alone", **settings)
+    assert alone.code == 0, alone.errors
+    train_two(tmp_path / "two", 1, **settings, REWARD_FN="", REWARD_WEIGHTS="")
+    assert not (tmp_path / "two" / "1" / "eval.jsonl").exists()
+    entries = answers_of(tmp_path / "two" / "0")
+    assert len(entries) == 21 and all(len(entry["completions"]) == 2 for entry in entries)
+    # What a sequence draws does not depend on the processes.
+    assert entries == answers_of(alone.out)
+
+
+def first_questions(folder: Path, count: int) -> Path:
+    data = folder / "data"
+    data.mkdir()
+    for split in ("train", "test"):
+        lines = (REPO / "tiny" / f"{split}.jsonl").read_text().splitlines(keepends=True)[:count]
+        (data / f"{split}.jsonl").write_text("".join(lines))
+    return data
+
+
+def test_ask_prints_the_greedy_answer_and_the_scores_that_need_no_answer(tmp_path: Path) -> None:
+    done = train(tmp_path / "nothing", "--ask", APPLES)
+    assert (done.code, done.errors) == (0, "")
+    end = f"\n{APPLES}\n\n{GREEDY}\n\nreward_format 1\ntag_count_reward 1\n"
+    assert done.lines.endswith(end) and not done.out.exists()
+    done = train(tmp_path / "nothing", "--ask", APPLES, "--answer", "28")
+    assert done.lines.endswith(end.replace("reward_format", "reward_correct 1\nreward_format"))
+
+
+def test_a_character_that_stdout_does_not_know_is_written_as_its_number(tmp_path: Path) -> None:
+    done = train(tmp_path / "nothing", "--ask", "1 € + 2 €?", PYTHONIOENCODING="ascii")
+    assert (done.code, done.errors) == (0, "")
+    assert "\n1 \\u20ac + 2 \\u20ac?\n" in done.lines
+
+
+def test_ask_answers_with_the_newest_checkpoint(trained: Run) -> None:
+    entries = answers_of(trained.out)
+    entry = next(e for e in entries if e["question"] == APPLES)
+    done = again(trained, "--ask", APPLES)
+    assert done.code == 0, done.errors
+    text = entry["completions"][0]["text"]
+    assert f"weights={trained.out}/checkpoints/3\n" in done.lines
+    assert f"\n{APPLES}\n\n{text}\n\n" in done.lines
+
+
+def test_a_function_that_needs_the_answer_ends_ask_in_one_line_without_it(tmp_path: Path) -> None:
+    (tmp_path / "my.py").write_text(
+        "def same(completions, **columns):\n"
+        "    return [float(a in c) for a, c in zip(columns['answer'], completions)]\n"
+    )
+    function = {"REWARD_FN": f"{tmp_path}/my.py:same"}
+    done = train(tmp_path / "nothing", "--ask", APPLES, **function)
+    assert done.code == 2 and done.errors.startswith("error: ")
+    assert "same raised KeyError: 'answer'" in done.errors and done.errors.count("\n") == 1
+    done = train(tmp_path / "nothing", "--ask", APPLES, "--answer", "28", **function)
+    assert done.lines.endswith(f"\n\n{GREEDY}\n\nsame 1\n")
+
+
+@pytest.mark.parametrize(
+    "flags, env, words",
+    [
+        (("--eval-only", "--ask", APPLES), {}, "one at a time"),
+        (("--answer", "3"), {}, "--answer is only for --ask"),
+        (("--ask", " "), {}, "--ask needs a question"),
+        (("--eval-only",), {"RESUME": "nowhere"}, "RESUME=nowhere is not the folder of a complete"),
+        (("--ask", "a " * 3000), {}, "the model has 2048 positions"),
+    ],
+)
+def test_a_mistake_with_ask_or_eval_only_is_one_line_and_exit_code_2(
+    tmp_path: Path, flags: tuple[str, ...], env: dict[str, str], words: str
+) -> None:
+    done = train(tmp_path / "nothing", *flags, **env)
+    last = done.errors.strip().splitlines()[-1]
+    assert done.code == 2 and words in last and "Traceback" not in done.errors
+    assert not done.out.exists()
+
+
+def test_a_checkpoint_of_another_model_is_refused(trained: Run) -> None:
+    other = trained.out.parent / "other_model"
+    command = [sys.executable, "tools/make_random.py", "tiny", str(other), "num_hidden_layers=2"]
+    subprocess.run(command, cwd=REPO, check=True, capture_output=True)
+    done = again(trained, "--eval-only", MODEL_PATH=str(other))
+    assert done.code == 2
+    assert "the checkpoint of step 3 has no array ['state'].params" in done.errors
+    assert "MODEL_PATH and OPTIMIZER have to be those of its run" in done.errors
+
+
+# ---- Several models ------------------------------------------------------------------------------
 
 
 def ask(cache: Path, *args: str, cwd: Path = REPO) -> tuple[int, str, str]:
@@ -27,14 +188,15 @@ def ask(cache: Path, *args: str, cwd: Path = REPO) -> tuple[int, str, str]:
         capture_output=True,
         timeout=300,
     )
-    return done.returncode, done.stdout.partition("\n")[2], done.stderr  # without backend=...
+    *_, told = done.stdout.partition("\n\n")  # without the lines of the start
+    return done.returncode, told, done.stderr
 
 
 def test_the_readme_shows_what_the_tiny_model_answers_to_a_held_out_question(cache: Path) -> None:
     code, text, errors = ask(cache, "tiny", "--number", "4")
     assert (code, errors) == (0, "")
     answer = "22-7 = <<22-7=15>>15\n15+3 = <<15+3=18>>18\n#### 18"
-    assert text == f"{APPLES}\n{answer}\n\ntiny\n{BEFORE}\n"
+    assert text == f"{APPLES}\n{answer}\n\ntiny\n{GREEDY}\n"
     readme = (REPO / "README.md").read_text(encoding="utf-8")
     command, shown = readme.partition("python tools/ask.py tiny runs/seed0/hf --number 4\n")[1:]
     lines = [line.partition(" | ")[0].rstrip() for line in shown.splitlines()]
@@ -51,24 +213,23 @@ def test_several_models_answer_a_question_of_the_user_s_side_by_side(
     question, _, names, *answers = text.splitlines()
     assert question == APPLES and names.split()[-1] == "copy"
     assert [[part.rstrip() for part in line.split(" | ")] for line in answers[-2:]] == [
-        [line, line] for line in BEFORE.split("\n")
+        [line, line] for line in GREEDY.split("\n")
     ]
 
 
-def test_the_system_prompt_the_dataset_and_the_limit_are_those_of_the_command(
+def test_the_settings_of_a_run_count(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     example = json.dumps({"question": APPLES, "answer": "#### 18"})
     (tmp_path / "two.jsonl").write_text(f"{example}\n{example}\n")
-    models = (str(REPO / "tiny"), "--dataset", str(tmp_path / "two.jsonl"))
-    code, text, _ = ask(cache, *models, "--max-tokens", "8")
+    monkeypatch.setenv("DATASET", str(tmp_path / "two.jsonl"))
+    monkeypatch.setenv("MAX_LENGTH_SAMPLE", "8")
+    code, text, _ = ask(cache, "tiny", "--number", "1")
     *_, short = text.splitlines()
     assert code == 0 and text.startswith(f"{APPLES}\n#### 18\n") and "</answer>" not in short
-    assert short != "" and BEFORE.startswith(short)
-    code, other, _ = ask(cache, *models, "--max-tokens", "8", "--system-prompt", "Answer: 3 ")
-    assert code == 0 and other.splitlines()[-1] != short
-    monkeypatch.setenv("SYSTEM_PROMPT", "Answer: 3 ")  # the setting, as in a run
-    assert ask(cache, *models, "--max-tokens", "8")[:2] == (0, other)
+    assert short != "" and GREEDY.startswith(short)
+    monkeypatch.setenv("SYSTEM_PROMPT", "Answer: 3 ")
+    assert ask(cache, "tiny")[1].splitlines()[-1] != short
 
 
 @pytest.mark.parametrize(
@@ -77,16 +238,14 @@ def test_the_system_prompt_the_dataset_and_the_limit_are_those_of_the_command(
         (("./nowhere",), "./nowhere: this folder does not exist"),
         (("docs",), "docs has no config.json; give a Hugging Face folder"),
         (("tiny", "--number", "501"), "--number 501: the dataset has the questions 1 to 500"),
-        (("tiny", "--question", "a " * 3000), "tokens; the model has 2048 positions"),
     ],
 )
-def test_a_mistake_ends_in_one_line_and_exit_code_2(
+def test_a_mistake_with_the_tool_is_one_line_and_exit_code_2(
     cache: Path, args: tuple[str, ...], words: str
 ) -> None:
     code, _, errors = ask(cache, *args)
-    *_, last = errors.splitlines()  # transformers warns of a long text in a line before
-    assert code == 2 and errors.count("error: ") == 1 and "Traceback" not in errors
-    assert last.startswith("error: ") and words in last
+    assert code == 2 and errors.startswith("error: ") and errors.count("\n") == 1
+    assert words in errors
 
 
 def test_long_texts_are_wrapped_into_columns() -> None:
@@ -98,12 +257,3 @@ def test_long_texts_are_wrapped_into_columns() -> None:
         "                     |\n"
         "nine                 |"
     )
-
-
-def test_dtype_is_the_dtype_in_which_the_models_are_computed(tmp_path: Path) -> None:
-    """With random weights, rounding leads to another token somewhere among 200 greedy ones."""
-    model, sizes = tmp_path / "random", {"hidden_size": 32, "num_hidden_layers": 2}
-    make_random(REPO / "tiny", model, sizes | {"tie_word_embeddings": False})
-    dtypes = ("auto", "float32", "bfloat16")
-    answers = [complete(str(model), APPLES, "s", 200, "", dtype) for dtype in dtypes]
-    assert answers[0] == answers[1] != answers[2]

@@ -58,7 +58,7 @@ class Records:
     """The records of a run, to write them again with other steps."""
 
     def __init__(self, run: Path) -> None:
-        records = read_lines(run / "metrics.jsonl")
+        records = [*read_lines(run / "metrics.jsonl")]
         records = [{k: x for k, x in r.items() if x is not None} for r in records]
         self.step = next(r for r in records if "time/train/step_s" in r)
         self.evaluation = next(r for r in records if "eval/accuracy" in r)
@@ -96,7 +96,7 @@ def test_the_report_of_a_run_needs_no_network_and_no_script(run: Path) -> None:
         assert f"<figcaption>{title}<br>" in text
     for head in ("Held-out questions", "A group of step 0", "A group of step 1", "Settings"):
         assert f"<h2>{head}</h2>" in text
-    entry = read_lines(run / "eval.jsonl")[0]
+    entry = next(read_lines(run / "eval.jsonl"))
     assert f"<pre>{entry['question']}</pre>" in text
 
 
@@ -105,7 +105,7 @@ def test_html_in_texts_is_shown_and_not_executed(run: Path, tmp_path: Path) -> N
     folder = tmp_path / "a<script>b"
     shutil.copytree(run, folder)
     for name in ("samples.jsonl", "eval.jsonl"):
-        entries = read_lines(folder / name)
+        entries = [*read_lines(folder / name)]
         for entry in entries:
             entry |= {"question": f"question {SCRIPT}", "answer": f"answer {SCRIPT}"}
             for completion in entry["completions"]:
@@ -165,7 +165,7 @@ def test_what_is_no_run_ends_in_one_line_and_code_2(run: Path, tmp_path: Path) -
     assert (code, lines) == (2, "")
     assert errors == f"error: {tmp_path} has no config.yaml; give the OUTPUT_DIR of a run\n"
     code, _, errors = tool(run, run)
-    assert code == 2 and "--out FILE.html is needed for several runs" in errors
+    assert code == 2 and "--out FILE is needed for several runs" in errors
     assert not [*tmp_path.iterdir()]
 
 
@@ -224,12 +224,19 @@ def test_a_bug_in_the_review_ends_the_run(run: Path, tmp_path: Path) -> None:
     log.close()
 
 
-def test_samples_of_an_older_version_are_left_out(run: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "older"
-    shutil.copytree(run, folder)
-    sample = {"step": 0, "prompt": "2+3", "completion": "5", "answer": "5", "reward": 1.0}
-    (folder / "samples.jsonl").write_text(json.dumps(sample) + "\n")
-    assert "A group of step" not in report({folder: read_history(folder)})
+def test_a_picture_has_the_two_main_curves(run: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="a development package")
+    picture = tmp_path / "curve.svg"  # whose texts can be read
+    assert tool(run, "--out", picture) == (0, f"{picture}\n", "")
+    text = picture.read_text(encoding="utf-8")
+    for label in ("held-out accuracy", "mean reward of the step", "short"):
+        assert f"<!-- {label} -->" in text
+    assert tool(run, "--out", tmp_path / "curve.png")[0] == 0
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    for out in ("nowhere/curve.png", "curve.xyz"):
+        code, _, errors = tool(run, "--out", tmp_path / out)
+        assert (code, errors.count("\n")) == (2, 1) and errors.startswith("error: ")
+        assert f"{tmp_path / out} cannot be written" in errors
 
 
 # ---- What it costs -------------------------------------------------------------------------------

@@ -1,10 +1,9 @@
-"""Claims about runtime/run_log.py, and about the tool that plots its records."""
+"""Claims about runtime/run_log.py."""
 
 import contextlib
 import io
 import json
 import resource
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -141,25 +140,3 @@ def test_a_complete_line_without_a_step_is_a_mistake_that_names_the_line(
     with pytest.raises(UserMistake) as error:
         RunLog(tmp_path, steps=9, first_step=2, writes=True, wandb=None)
     assert str(error.value) == f"{file} line 2 has no step; remove this line"
-
-
-def test_plot_run_draws_a_run_and_names_a_folder_that_holds_none(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="a development package")
-    run = tmp_path / "run"
-    run.mkdir()
-    records = '{"step": 0, "eval/accuracy": 0.25}\n{"step": 0, "train-reward/total/mean": 1.0}\n'
-    (run / "metrics.jsonl").write_text(records + '{"step": 1, "eval')
-
-    def plot(folder: Path, out: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, "tools/plot_run.py", folder, "--out", tmp_path / out]
-        return subprocess.run(command, cwd=REPO, capture_output=True, text=True)
-
-    drawn = plot(run, "curve.png")
-    assert drawn.returncode == 0, drawn.stderr
-    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
-    assert "metrics.jsonl line 3 is not JSON; left out" in drawn.stderr
-    for out in ("nowhere/curve.png", "curve.xyz"):
-        failed = plot(run, out)
-        assert failed.returncode == 1 and failed.stderr.splitlines()[-1].startswith("error: --out ")
-    told = f"error: {tmp_path} has no metrics.jsonl; give a run's OUTPUT_DIR\n"
-    assert plot(tmp_path, "curve.png").stderr == told

@@ -65,12 +65,16 @@ def records(n: int, metrics: dict[str, Values]) -> list[dict[str, Any]]:
     ]
 
 
+def of_steps(steps: list[dict[str, Any]], evals: list[dict[str, Any]]) -> History:
+    return History(SETTINGS, [*steps, *evals], steps, evals, "done", "")
+
+
 def history(
     metrics: dict[str, Values], n: int = 20, evals: Sequence[tuple[int, float, float]] = ()
 ) -> History:
     """evals: (step, accuracy, its standard error) of each evaluation."""
     found = [{"step": i, "eval/accuracy": x, "eval/accuracy_se": e} for i, x, e in evals]
-    return History(SETTINGS, records(n, metrics), found, [])
+    return of_steps(records(n, metrics), found)
 
 
 def names(run: History) -> list[str]:
@@ -259,7 +263,7 @@ def test_values_that_are_missing_raise_no_alarm(missing: float | None) -> None:
     ]
     bare = [{"step": i} | finite for i in range(60)]
     told = "verdict: no sign of trouble in 60 steps: mean reward nan -> nan"
-    assert verdict(History(SETTINGS, bare, [], [])) == [told]
+    assert verdict(of_steps(bare, [])) == [told]
 
 
 # ---- Notes while a run goes on -------------------------------------------------------------------

@@ -1,81 +1,136 @@
-"""Asks one question of several models, and prints their greedy completions side by side.
+"""Asks models one question, and prints their greedy completions side by side.
 
     python tools/ask.py tiny runs/seed0/hf --number 1
     python tools/ask.py tiny --question "Kim has 5 pens and buys 8 more. How many pens are there?"
 
-A model is a Hugging Face folder, such as the `hf` of a run, or the id of a model on the hub. The
-prompt is that of a run: the chat template of the model, with the system prompt of rewards.py. The
-settings DTYPE, CHAT_TEMPLATE, SYSTEM_PROMPT, QUESTION_COLUMN, ANSWER_COLUMN, EVAL_SPLIT and
-DATASET_CONFIG count too. Every model is computed on one device.
-"""
+A model is a Hugging Face folder, such as the `hf` of a run, or the id of a model on the hub. All
+settings of train_grpo.py count, such as DATASET, SYSTEM_PROMPT and MAX_LENGTH_SAMPLE. Without
+MODEL_PATH they are those of the tiny model, recipes/tiny.yaml.
 
+--ask and --eval-only of train_grpo.py are also here. They take the weights of the checkpoint that
+RESUME asks for in OUTPUT_DIR, by default the newest, or those of MODEL_PATH without a checkpoint.
+"""
 # ruff: noqa: E402 - the project's folder comes into sys.path before the imports from it
 
 import argparse
-import os
+import contextlib
+import functools
+import inspect
 import shutil
 import sys
 import textwrap
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-REPO = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPO))  # Python looks for modules beside a script only, here in tools/.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
 
-import data
-from config import load
+from config import Command, Config, load
+from metrics import EVAL_PHASES, evaluate
 from models import hf
-from models.draw import Sampling
-from models.model import Compute
-from rewards import SYSTEM_PROMPT
-from rollout import texts_of
-from runtime.layout import ROLLOUT_BATCH_AXES, Layout, make_mesh
-from runtime.mistakes import UserMistake, fail
-from runtime.processes import start_jax
-from runtime.sizes import prompt_width
-from sampling import Stopping, generate
+from models.model import Params, abstract_params
+from review import Reviewer
+from rollout import Run, answer_questions, texts_of
+from runtime import processes, resume
+from runtime.checkpoint import Checkpoints
+from runtime.mistakes import Unwritable, UserMistake, fail
+from runtime.processes import StopSignal
+from runtime.records import DONE
+from runtime.run_log import Clock
+from runtime.sizes import MICRO_SIZES, PASS_SIZES, STEP_SIZES
+from startup import examples_of, make_backend, open_log, set_up
+
+# Settings of a program that only answers: it takes no step, and leaves no export.
+NO_STEPS = {"steps": 0, "export_hf": "none", "wandb_mode": "disabled", "eval_full_sweep": True}
+# One question is answered greedily, in the smallest batch.
+ONE_QUESTION = dict.fromkeys((*PASS_SIZES, *STEP_SIZES, *MICRO_SIZES, "grad_accum_steps"), 0)
+ONE_QUESTION |= {"rollout_per_device_batch_size": 1, "num_pre_q": 1, "num_mini_batches": 1}
+ONE_QUESTION |= {"eval_samples": 1, "eval_temperature": 0.0}
 
 
-def complete(
-    path: str,
-    question: str,
-    system_prompt: str,
-    max_tokens: int,
-    chat_template: str,
-    setting: str = "auto",
-) -> str:
-    """The greedy completion of a model, with a <think> that its chat template has opened.
+class Weights(NamedTuple):
+    """The part of a training state that answers questions; a checkpoint has the rest too."""
 
-    path: a folder or an id of the hub. setting: DTYPE. Raises UserMistake for a model that cannot
-    be read.
+    params: Params
+
+
+def load_weights(run: Run) -> tuple[Params, int]:
+    """The weights, float32, and after how many steps they are. Raises UserMistake."""
+    cfg, model, mesh = run.cfg, run.training.model, run.training.layout.mesh
+    folder = cfg.checkpoint_dir or (f"{cfg.output_dir}/checkpoints" if cfg.output_dir else "")
+    own = Checkpoints(folder, read_only=True) if folder else None
+    source, step = resume.checkpoint_source(cfg.resume, own)
+    wanted = {"state": Weights(abstract_params(model, mesh, jnp.float32))}
+    check = functools.partial(resume.stop_if_other_arrays, wanted, part=True)
+    if source and (found := source.restore(wanted, check, step)):
+        arrays, record = found
+        print(f"weights={source.folder}/{record['step']}", flush=True)
+        return arrays["state"].params, record["step"]
+    if cfg.resume not in ("auto", "never"):
+        raise UserMistake(f"RESUME={cfg.resume} is not the folder of a complete checkpoint")
+    print(f"weights={run.folder}", flush=True)
+    return hf.load_params(run.folder, model, mesh, jnp.float32), 0
+
+
+def evaluate_weights(cfg: Config) -> None:
+    """Evaluates the weights on the complete eval split, as EVAL_FULL_SWEEP does.
+
+    The record and the answers go to a new folder in OUTPUT_DIR, or in runs. Raises UserMistake and
+    Unwritable.
     """
-    folder = hf.fetch_model(path)
-    model, tokenizer = hf.read_model(folder, chat_template)
-    (prompt,) = data.build_prompts([{"question": question}], tokenizer, system_prompt)
-    mesh = make_mesh("MESH_SHAPE", "1,1,1", jax.devices()[:1])
-    auto = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    dtype = jnp.dtype(auto if setting == "auto" else setting)
-    stop_ids = hf.stop_ids(folder, tokenizer, model.vocab_size)
-    room = model.max_positions - len(prompt.ids)
-    if room < 1:
-        raise UserMistake(
-            f"{path}: the prompt has {len(prompt.ids)} tokens; the model has "
-            f"{model.max_positions} positions"
-        )
-    completions = generate(
-        hf.load_params(folder, model, mesh, dtype),
-        Compute(model, dtype, Layout(mesh, ROLLOUT_BATCH_AXES)),
-        *data.pad_prompts([prompt.ids], prompt_width(len(prompt.ids)), stop_ids[0]),
-        np.zeros(1, np.int32),
-        jax.random.key(0),
-        sampling=Sampling(temperature=0.0),
-        stopping=Stopping(min(max_tokens, room), stop_ids, pad_id=stop_ids[0]),
-    )
-    return texts_of(tokenizer, [prompt], completions)[0]
+    run = set_up(cfg)
+    with contextlib.closing(make_backend(run)) as backend:
+        params, step = load_weights(run)
+        out = resume.output_folder("", f"{cfg.output_dir or 'runs'}/eval")
+        _, key = jax.random.split(jax.random.key(cfg.seed))
+        with contextlib.closing(open_log(run, out, resume.Progress(step))) as log:
+            evaluate(run, log, StopSignal(), backend, key, params, step, full=True)
+            Reviewer(out, log, jax.process_index() == 0).write(DONE)
+
+
+def ask(cfg: Config, example: dict[str, Any]) -> tuple[str, list[str]]:
+    """The greedy completion, and a line for the reward of each function.
+
+    example: a question, and its answer if that is known. Without an answer the functions that have
+    a parameter `answer` are left out. Raises UserMistake.
+    """
+    run = set_up(replace(cfg, **ONE_QUESTION), example)
+    functions = [
+        function
+        for function in run.functions
+        if "answer" in example or "answer" not in inspect.signature(function).parameters
+    ]
+    run = replace(run, functions=functions, weights=(1.0,) * len(functions))
+    with contextlib.closing(make_backend(run)) as backend:
+        params, _ = load_weights(run)
+        backend.update_weights(params)
+        prompts, clock = run.eval_prompts, Clock(EVAL_PHASES)
+        key = jax.random.key(cfg.seed)
+        answered = answer_questions(run, backend, StopSignal(), prompts, key, clock)
+    [text] = texts_of(run.tokenizer, prompts, answered)
+    rewards = zip(functions, answered.per_function[0], strict=True)
+    return text, [f"{function.__name__} {reward:g}" for function, reward in rewards]
+
+
+def answer_command(command: Command) -> None:
+    """Does what --eval-only or --ask of train_grpo.py asks for."""
+    cfg = replace(command.cfg, **NO_STEPS)
+    example = {"question": command.question}
+    if command.answer is not None:
+        example["answer"] = command.answer
+    try:
+        processes.start_jax(cfg)
+        if command.eval_only:
+            evaluate_weights(cfg)
+        else:
+            text, rewards = ask(cfg, example)
+            print(f"\n{command.question}\n\n{text}\n", *rewards, sep="\n")
+    except (UserMistake, Unwritable) as error:
+        fail(error)
 
 
 def side_by_side(texts: dict[str, str], width: int) -> str:
@@ -96,35 +151,23 @@ def main() -> None:
     parser.add_argument(
         "--number", type=int, default=1, help="Number of a held-out question, from 1."
     )
-    parser.add_argument("--dataset", default=str(REPO / "tiny"), help="As the setting DATASET.")
-    parser.add_argument("--system-prompt", default="", help="Instead of SYSTEM_PROMPT.")
-    parser.add_argument("--max-tokens", type=int, default=512, help="Longest completion.")
     args = parser.parse_args()
+    of_models = {"output_dir": "", "checkpoint_dir": "", "resume": "never"}  # of no run
+    cfg = replace(load([]).cfg, **NO_STEPS, **of_models)
     try:
-        os.environ["DATASET"] = args.dataset
-        cfg = load([]).cfg
-        start_jax(cfg)
-        if jax.process_count() > 1:
-            raise UserMistake("ask.py computes on one host; start it without the other processes")
+        processes.start_jax(cfg)
         example = {"question": args.question}
         if not args.question:
-            columns = cfg.question_column, cfg.answer_column
-            examples = data.load_examples(
-                args.dataset, cfg.dataset_config, cfg.eval_split, *columns
-            )
+            examples = examples_of(cfg, cfg.eval_split)
             if not 1 <= args.number <= len(examples):
                 raise UserMistake(
                     f"--number {args.number}: the dataset has the questions 1 to {len(examples)}"
                 )
             example = examples[args.number - 1]
-        system_prompt = data.text_of(args.system_prompt or cfg.system_prompt) or SYSTEM_PROMPT
-        print(*(example[name] for name in ("question", "answer") if name in example), sep="\n")
-        settings = args.max_tokens, cfg.chat_template, cfg.dtype
-        asked = example["question"], system_prompt
-        texts = {path: complete(path, *asked, *settings) for path in args.models}
+        texts = {model: ask(replace(cfg, model_path=model), example)[0] for model in args.models}
     except UserMistake as error:
         fail(error)
-    print()
+    print("", *(example[name] for name in ("question", "answer") if name in example), "", sep="\n")
     print(side_by_side(texts, shutil.get_terminal_size().columns))
 
 

@@ -1,10 +1,12 @@
-"""Writes the report of runs as one HTML file: curves, completions, settings and the verdict.
+"""Shows runs: their report as one HTML file, or their two main curves as a picture.
 
     python tools/report.py runs/a                       # writes runs/a/report.html
     python tools/report.py runs/a runs/b --out ab.html  # the curves of both over each other
+    python tools/report.py runs/a runs/b --out ab.png   # a picture; it needs matplotlib
 
 A run writes its own report at each evaluation and at its end. This command writes it at any other
-time, also for a run that was killed, whose summary.json it brings up to date.
+time, also for a run that was killed, whose summary.json it brings up to date. The picture shows on
+the left the held-out accuracy with its standard error, on the right the mean reward of each step.
 """
 
 import argparse
@@ -13,31 +15,56 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
 
-from review import read_history, report, write_review
+from review import TOTAL, History, read_history, report, write_review
 from runtime.mistakes import UserMistake, fail
-from runtime.records import RUNNING, state_of
+from runtime.records import RUNNING, column
 from runtime.run_log import replace_file
+
+
+def draw_picture(runs: dict[Path, History], file: Path) -> None:
+    """Writes the picture. Raises UserMistake without matplotlib or for another kind of file."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserMistake("a picture needs matplotlib: pip install matplotlib") from None
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for folder, run in runs.items():
+        values = [column(run.evals, name) for name in ("step", "eval/accuracy", "eval/accuracy_se")]
+        left.errorbar(*values, marker=".", capsize=2, label=folder.name)
+        right.plot(column(run.steps, "step"), column(run.steps, TOTAL), linewidth=0.8)
+    left.set(xlabel="step", ylabel="held-out accuracy", ylim=(0, 1))
+    left.legend()
+    right.set(xlabel="step", ylabel="mean reward of the step")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    try:
+        figure.savefig(file, dpi=120)
+    except ValueError as error:  # matplotlib does not know the ending
+        raise UserMistake(f"--out {file} cannot be written: {error}") from None
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="OUTPUT_DIR of a run")
-    parser.add_argument("--out", type=Path, help="the file; default: report.html in the only run")
+    parser.add_argument("--out", type=Path, help=".html or a picture; for several runs needed")
     args = parser.parse_args()
     if len(args.runs) > 1 and not args.out:
-        parser.error("--out FILE.html is needed for several runs")
+        parser.error("--out FILE is needed for several runs")
+    first, file = args.runs[0], args.out or args.runs[0] / "report.html"
     try:
-        histories = {run: read_history(run) for run in args.runs}
-        state, why = state_of(args.runs[0])
-        if args.out or state == RUNNING:
-            replace_file(args.out or args.runs[0] / "report.html", report(histories))
+        runs = {folder: read_history(folder) for folder in args.runs}
+        if file.suffix != ".html":
+            draw_picture(runs, file)
+        elif args.out or runs[first].state == RUNNING:
+            replace_file(file, report(runs))
         else:
-            write_review(args.runs[0], histories[args.runs[0]], state, why)
+            write_review(first, runs[first])
     except UserMistake as error:
         fail(error)
     except OSError as error:
         fail(UserMistake(f"{error.filename} cannot be written: {error.strerror}"))
-    print(args.out or args.runs[0] / "report.html")
+    print(file)
 
 
 if __name__ == "__main__":

@@ -186,9 +186,10 @@ def run_to_its_end(
         print(f"{logs.name} start {number}: {'; '.join(told)}: exit {codes}", flush=True)
         if not any(codes) or not attempt.struck:
             break
-    records = read_lines(Path(env["OUTPUT_DIR"]) / "metrics.jsonl", having=["time/train/step_s"])
-    totals.runs, totals.counted = totals.runs + 1, totals.counted + len(records)
-    totals.counted_s += sum(record["time/train/step_s"] for record in records)
+    records, name = read_lines(Path(env["OUTPUT_DIR"]) / "metrics.jsonl"), "time/train/step_s"
+    seconds = [record[name] for record in records if name in record]
+    totals.runs, totals.counted = totals.runs + 1, totals.counted + len(seconds)
+    totals.counted_s += sum(seconds)
     return wrong, attempt.consoles[0]
 
 

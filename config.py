@@ -8,6 +8,11 @@ sets MODEL_PATH, the settings of recipes/tiny.yaml replace the defaults. `python
 every setting with its value, meaning and default, as YAML that `--config` reads. A run prints a
 line `changed:` with the settings that are not at their defaults and the layer of each. It stops
 with a line for each setting that is malformed or contradicts another, or is another program's.
+
+What follows from the settings and the machine alone is no setting: from 128 tokens of
+MAX_LENGTH_SAMPLE on, updates train on rows of completions that stand end to end, and ended
+sequences leave the batch in decoding; updates skip sequences whose advantage is 0, unless another
+term of the loss needs them.
 """
 
 import dataclasses
@@ -38,19 +43,19 @@ ANY_SIZES = PASS_SIZES + STEP_SIZES
 TINY_YIELDS = [(ANY_SIZES, ANY_SIZES + MICRO_SIZES)]
 TINY_YIELDS += [(("num_pre_q", "num_mini_batches", *MICRO_SETTINGS), MICRO_SIZES)]
 
-# `knob` for each group; `results` says how the results of a run depend on a setting.
-mesh = functools.partial(knob, form=parsing.MESH, results="none")
-in_model = functools.partial(knob, "model", results="content")
-in_data = functools.partial(knob, "data", results="content")
+# `knob` for each group in YAML. A resumed run may change the settings that are not `kept`; what it
+# reads and computes with them (files, prompts, sizes) must still be the same.
+in_model = functools.partial(knob, "model", kept=False)
+in_data = functools.partial(knob, "data", kept=False)
 named = functools.partial(in_data, form=parsing.NAME)  # a text that is not blank
 in_rollout = functools.partial(knob, "rollout")
-rollout_size = functools.partial(in_rollout, results="content")
+how_to_roll_out = functools.partial(knob, "rollout", kept=False)
 in_reward = functools.partial(knob, "reward")
 in_train = functools.partial(knob, "train")
-speed = functools.partial(in_train, results="none")  # speed and memory of training
+how_to_train = functools.partial(knob, "train", kept=False)
 in_loss = functools.partial(knob, "loss")
-in_eval = functools.partial(knob, "eval", results="none")
-in_run = functools.partial(knob, "run", results="none")
+in_eval = functools.partial(knob, "eval", kept=False)
+in_run = functools.partial(knob, "run", kept=False)
 local = functools.partial(in_run, per_process=True)  # settings of a single process
 
 
@@ -59,7 +64,10 @@ class Config:
     """All settings, under their environment names in lower case."""
 
     model_path: str = in_model(
-        "", "Hugging Face id or folder of the model; empty: recipes/tiny.yaml.", yaml="path"
+        "",
+        "Hugging Face id or folder of the model; empty: recipes/tiny.yaml.",
+        yaml="path",
+        also="MODEL_NAME_OR_PATH MODEL_ID",
     )
     model_revision: str = in_model("", "Branch, tag or commit on the hub; empty: the main branch.")
     dtype: str = in_model(
@@ -70,36 +78,52 @@ class Config:
     dataset: str = named("openai/gsm8k", "Hugging Face id, file, or folder of SPLIT.jsonl files.")
     dataset_config: str = in_data("", "Hub configuration; empty: main for GSM8K, else the default.")
     train_split: str = named("train", "Split to train on.")
-    eval_split: str = named("test", "Split to evaluate on.", results="none")
+    eval_split: str = named("test", "Split to evaluate on.")
     question_column: str = named("question", "Column of the dataset that holds the question.")
     answer_column: str = named("answer", "Column of the dataset that holds the answer.")
     system_prompt: str = in_data("", "System prompt, or its file; empty: that of rewards.py.")
-    max_prompt_length: int = in_data(0, "Longest prompt in tokens; 0: no limit.")
-    prompt_too_long: str = in_data(
-        "skip", "Skip prompts that are too long, or stop with an error.", choices="skip|error"
+    max_prompt_length: int = in_data(0, "Skip prompts of more tokens than this; 0: no limit.")
+    seed: int = in_data(
+        0, "Seed of data order and sampling.", at_most=2**31 - 1, kept=True, also="RANDOM_SEED"
     )
-    seed: int = in_data(0, "Seed of data order and sampling.", at_most=2**31 - 1, results="value")
 
     rollout_backend: str = in_rollout(
-        "naive", "Program that samples completions.", choices="naive|sglang_jax", yaml="backend"
+        "naive",
+        "Program that samples completions.",
+        choices="naive|sglang_jax",
+        yaml="backend",
+        also="ROLLOUT_ENGINE vanilla=naive",
     )
-    batch_size: int = rollout_size(
+    batch_size: int = how_to_roll_out(
         0,
         "Prompts per pass on each process, and per step if no step size is set; 0: not set.",
         yaml="prompt_batch_size",
     )
-    rollout_per_device_batch_size: int = rollout_size(
+    rollout_per_device_batch_size: int = how_to_roll_out(
         0, "Prompts per pass on each device; 0: not set.", yaml="per_device_batch_size"
     )
-    rollout_global_batch_size: int = rollout_size(
+    rollout_global_batch_size: int = how_to_roll_out(
         0, "Prompts per step over all processes; 0: not set.", yaml="global_prompt_batch_size"
     )
-    rollout_batch_size: int = rollout_size(
-        0, "Sequences per step over all processes; 0: not set.", yaml="batch_size"
+    rollout_batch_size: int = how_to_roll_out(
+        0,
+        "Sequences per step over all processes; 0: not set.",
+        yaml="batch_size",
+        also="GENERATION_BATCH_SIZE",
     )
-    num_pre_q: int = in_rollout(8, "K: number of completions per prompt.", at_least=1)
-    global_length: int = in_rollout(0, "Smallest padded prompt length, in tokens.", results="none")
-    max_length_sample: int = in_rollout(1024, "Longest completion in tokens.", at_least=1)
+    num_pre_q: int = in_rollout(
+        8,
+        "K: number of completions per prompt.",
+        at_least=1,
+        also="NUM_GENERATIONS GROUP_SIZE ROLLOUT_N rollout.n",
+    )
+    global_length: int = how_to_roll_out(0, "Smallest padded prompt length, in tokens.")
+    max_length_sample: int = in_rollout(
+        1024,
+        "Longest completion in tokens.",
+        at_least=1,
+        also="MAX_COMPLETION_LENGTH MAX_RESPONSE_LENGTH MAX_NEW_TOKENS MAX_LEN_SAMPLE",
+    )
     temperature: float = in_rollout(
         1.0, "Temperature of sampling and of the loss's logps.", above=0
     )
@@ -111,23 +135,20 @@ class Config:
         "Tokens that the loss compares; auto: those that TOP_K, TOP_P, MIN_P leave; full: all.",
         choices="auto|full",
     )
-    drop_ended: str = in_rollout(
+    rollout_mesh_shape: str = how_to_roll_out(
         "auto",
-        "Remove ended sequences from the batch; auto: if MAX_LENGTH_SAMPLE >= 128.",
-        choices="auto|off",
-        results="none",
+        "Rollout mesh: auto, or dp,fsdp,tp; -1: the rest.",
+        form=parsing.MESH,
+        yaml="mesh_shape",
     )
-    rollout_mesh_shape: str = mesh(
-        "rollout", "auto", "Rollout mesh: auto, or dp,fsdp,tp; -1: the rest.", yaml="mesh_shape"
+    sglang_jax_mem_fraction_static: float = how_to_roll_out(
+        0.25, "Part of each device's free memory for the engine.", above=0, below=1
     )
-    sglang_jax_mem_fraction_static: float = in_rollout(
-        0.25, "Part of each device's free memory for the engine.", above=0, below=1, results="none"
+    sglang_jax_max_total_tokens: int = how_to_roll_out(
+        0, "Tokens for which the engine has memory; 0: all of a pass."
     )
-    sglang_jax_max_total_tokens: int = in_rollout(
-        0, "Tokens for which the engine has memory; 0: all of a pass.", results="none"
-    )
-    sglang_jax_context_length: int = in_rollout(
-        0, "Longest prompt with completion in the engine; 0: the run's.", results="none"
+    sglang_jax_context_length: int = how_to_roll_out(
+        0, "Longest prompt with completion in the engine; 0: the run's."
     )
     sglang_jax_dtype: str = in_rollout("bfloat16", "Dtype of the engine.", choices=DTYPES)
     dynamic_sampling: bool = in_rollout(False, "Sample until rewards differ within enough groups.")
@@ -136,66 +157,88 @@ class Config:
     reward_weights: tuple[float, ...] = in_reward(
         (), "Weight of each reward; empty: DEFAULTS in rewards.py, or 1 each with REWARD_FN."
     )
-    reward_fn: str = in_reward("", "Reward functions, such as my.py:name; empty: the default ones.")
+    reward_fn: str = in_reward(
+        "", "Reward functions, such as my.py:name; empty: the default ones.", also="REWARD_FUNCS"
+    )
     reward_timeout_s: float = in_reward(
         10.0,
         "Seconds that a call of your function may take.",
         above=0,
         at_most=LONGEST_WAIT_S,
-        results="none",
+        kept=False,
     )
     overlong_cache: int = in_reward(
         0, "Tokens over which soft_overlong_penalty grows; 0: a fifth of MAX_LENGTH_SAMPLE."
     )
-    repetition_ngram: int = in_reward(3, "Tokens per n-gram of repetition_penalty.", at_least=1)
 
-    steps: int = in_train(100, "Number of training steps; 0: only evaluate.", results="content")
-    train_micro_batch_size: int = speed(
-        0, "Sequences per micro-step on each process; 0: not set.", yaml="micro_batch_size"
+    steps: int = how_to_train(
+        100,
+        "Number of training steps; 0: only evaluate.",
+        also="MAX_STEPS NUM_STEPS TOTAL_STEPS TOTAL_TRAINING_STEPS",
     )
-    train_per_device_micro_batch_size: int = speed(
+    train_micro_batch_size: int = how_to_train(
+        0,
+        "Sequences per micro-step on each process; 0: not set.",
+        yaml="micro_batch_size",
+        also="MICRO_BATCH_SIZE MICRO_BATCH",
+    )
+    train_per_device_micro_batch_size: int = how_to_train(
         0,
         "Sequences per micro-step on each device; 0: not set.",
         yaml="per_device_micro_batch_size",
+        also="PER_DEVICE_TRAIN_BATCH_SIZE MICRO_BATCH_SIZE_PER_DEVICE PPO_MICRO_BATCH_SIZE_PER_GPU",
     )
-    grad_accum_steps: int = speed(
-        0, "Largest number of micro-steps of an update; it sets the micro-batch. 0: not set."
+    grad_accum_steps: int = how_to_train(
+        0,
+        "Most micro-steps of an update; it sets the micro-batch. 0: not set.",
+        also="GRADIENT_ACCUMULATION_STEPS GRAD_ACCUM",
     )
-    ppo_epochs: int = in_train(1, "How often a step uses all of its groups.", at_least=1)
+    ppo_epochs: int = in_train(
+        1, "How often a step uses all of its groups.", at_least=1, also="NUM_ITERATIONS"
+    )
     num_mini_batches: int = in_train(
         1, "Mini-batches of a step; each makes one update.", at_least=1
     )
-    optimizer: str = in_train("adamw", "Update rule of the weights.", choices="adamw|lion|sgd")
-    learning_rate: float = in_train(1e-6, "Highest learning rate of the schedule.")
+    optimizer: str = in_train(
+        "adamw", "Update rule of the weights.", choices="adamw|lion|sgd", also="OPTIM"
+    )
+    learning_rate: float = in_train(1e-6, "Highest learning rate of the schedule.", also="LR")
     lr_schedule: str = in_train(
-        "warmup_cosine", "Learning rate after the warmup.", choices="warmup_cosine|linear|constant"
+        "warmup_cosine",
+        "Learning rate after the warmup.",
+        choices="warmup_cosine|linear|constant",
+        also="LR_SCHEDULER_TYPE cosine=warmup_cosine constant_with_warmup=constant",
     )
     warmup_ratio: float = in_train(0.05, "Fraction of the schedule that is warmup.", at_most=1)
-    lr_decay_steps: int = in_train(0, "Steps until the schedule ends; 0: STEPS.", results="content")
+    lr_decay_steps: int = how_to_train(0, "Steps until the schedule ends; 0: STEPS.")
     weight_decay: float = in_train(0.0, "Weight decay, decoupled from the gradient.")
-    clip_norm: float = in_train(1.0, "Largest global norm of the gradient; 0: no limit.")
-    mesh_shape: str = mesh("train", "auto", "Training mesh: auto, or dp,fsdp,tp; -1: the rest.")
-    packing: str = speed(
+    clip_norm: float = in_train(
+        1.0, "Largest global norm of the gradient; 0: no limit.", also="MAX_GRAD_NORM GRAD_CLIP"
+    )
+    mesh_shape: str = how_to_train(
         "auto",
-        "Train on rows of completions end to end; auto: if MAX_LENGTH_SAMPLE >= 128.",
-        choices="auto|off",
+        "Training mesh: auto, or dp,fsdp,tp; -1: the rest.",
+        form=parsing.MESH,
+        also="MESH_SHAPE_FSDP",
     )
-    skip_zero_advantage: str = speed(
-        "auto",
-        "Skip sequences of advantage 0; auto: unless a term of the loss needs them.",
-        choices="auto|off",
+    remat: str = how_to_train(
+        "full",
+        "What backward recomputes; dots: all but the matmuls.",
+        choices="none|dots|full",
+        also="GRADIENT_CHECKPOINTING",
     )
-    remat: str = speed(
-        "full", "What backward recomputes; dots: all but the matmuls.", choices="none|dots|full"
+    policy_loss_impl: str = how_to_train(
+        "jax", "What computes the loss's logps.", choices="jax|pallas"
     )
-    policy_loss_impl: str = speed("jax", "What computes the loss's logps.", choices="jax|pallas")
-    attention_impl: str = speed("auto", "What computes attention.", choices="auto|xla|splash")
-    layer_loop: str = speed("auto", "Whether one loop runs all layers.", choices="auto|scan|unroll")
+    attention_impl: str = how_to_train(
+        "auto", "What computes attention.", choices="auto|xla|splash"
+    )
 
     loss_type: str = in_loss(
         "dapo",
         "How the loss is computed; see Objective in loss.py.",
         choices="dapo|grpo|dr_grpo|cispo|gspo|sapo",
+        also="bnpo=dapo token-mean=dapo seq-mean-token-mean=grpo sequence-mean-token-mean=grpo",
     )
     adv_estimator: str = in_loss(
         "grpo",
@@ -205,20 +248,33 @@ class Config:
     scale_rewards: str = in_loss(
         "group", "Standard deviation that divides grpo's advantages.", choices="group|batch|none"
     )
-    eps_low: float = in_loss(0.2, "The ratio is clipped below 1 - EPS_LOW.", at_most=1)
-    eps_high: float = in_loss(0.2, "The ratio is clipped above 1 + EPS_HIGH; cispo: at EPS_HIGH.")
-    delta: float = in_loss(0.0, "Largest ratio in two-sided clipping; 0: no limit.")
-    importance_sampling_level: str = in_loss(
-        "token", "One ratio per token or per sequence.", choices="token|sequence"
+    eps_low: float = in_loss(
+        0.2,
+        "The ratio is clipped below 1 - EPS_LOW.",
+        at_most=1,
+        also="EPSILON EPSILON_LOW CLIP_RATIO CLIP_RATIO_LOW CLIP_EPS",
     )
-    beta: float = in_loss(0.0, "Weight of the KL to the reference; 0: no reference.")
-    kl_estimator: str = in_loss("k3", "Estimator of the KL.", choices="k1|k2|k3")
+    eps_high: float = in_loss(
+        0.2,
+        "The ratio is clipped above 1 + EPS_HIGH; cispo: at EPS_HIGH.",
+        also="EPSILON_HIGH CLIP_RATIO_HIGH",
+    )
+    delta: float = in_loss(
+        0.0, "Largest ratio in two-sided clipping; 0: no limit.", also="CLIP_RATIO_C"
+    )
+    beta: float = in_loss(
+        0.0,
+        "Weight of the KL to the reference; 0: no reference.",
+        also="KL_COEF KL_LOSS_COEF KL_BETA",
+    )
+    kl_estimator: str = in_loss(
+        "k3",
+        "Estimator of the KL.",
+        choices="k1|k2|k3",
+        also="kl=k1 mse=k2 mse_kl=k2 low_var_kl=k3",
+    )
     kl_bias_correction: bool = in_loss(
         True, "Multiply the KL by the ratio, so that its gradient is unbiased."
-    )
-    ref_sync_steps: int = in_loss(0, "Policy updates per update of the reference; 0: no updates.")
-    ref_sync_alpha: float = in_loss(
-        0.6, "Weight of the policy in each update of the reference.", at_most=1
     )
     entropy_coef: float = in_loss(0.0, "Weight of the entropy bonus.")
     top_entropy_quantile: float = in_loss(
@@ -226,40 +282,52 @@ class Config:
     )
     mask_truncated_completions: bool = in_loss(False, "Learn nothing from truncated completions.")
     is_mode: str = in_loss(
-        "none", "How weights p_trainer / p_sampler correct the loss.", choices=IS_MODES
+        "none",
+        "How weights p_trainer / p_sampler correct the loss.",
+        choices=IS_MODES,
+        also="VLLM_IMPORTANCE_SAMPLING_MODE",
     )
     is_floor: float = in_loss(0.0, "Smaller weights become IS_FLOOR, or 0 (mask).", at_most=1)
-    is_cap: float = in_loss(3.0, "Larger weights become IS_CAP, or 0 (mask).", at_least=1)
-    off_policy_mask_threshold: float = in_loss(
-        0.0, "Drop negative-advantage sequences whose logps fell by more nats per token; 0: none."
+    is_cap: float = in_loss(
+        3.0,
+        "Larger weights become IS_CAP, or 0 (mask).",
+        at_least=1,
+        also="VLLM_IMPORTANCE_SAMPLING_CAP VLLM_IMPORTANCE_SAMPLING_CLIP_MAX",
     )
 
-    eval_every_steps: int = in_eval(10, "Steps between evaluations, from step 0 on; 0: never.")
+    eval_every_steps: int = in_eval(
+        10,
+        "Steps between evaluations, from step 0 on; 0: never.",
+        also="EVAL_STEPS EVAL_EVERY TEST_FREQ",
+    )
     eval_prompts: int = in_eval(128, "Questions per evaluation; 0: all.")
     eval_full_sweep: bool = in_eval(False, "Evaluate the full split at the end.")
-    eval_samples: int = in_eval(1, "Completions per question.", at_least=1)
+    eval_samples: int = in_eval(
+        1, "Completions per question.", at_least=1, also="NUM_GENERATIONS_EVAL"
+    )
     eval_temperature: float = in_eval(
         0.0, "Temperature of evaluations; 0: TEMPERATURE if EVAL_SAMPLES > 1, else greedy."
     )
-    accuracy_of: str = in_eval(
-        "", "Reward function of the accuracy; empty: reward_correct, else the first."
-    )
-    accuracy_threshold: float = in_eval(1.0, "Smallest reward that counts as right.")
 
     output_dir: str = in_run("", "Folder of all outputs; empty: a new runs/NAME_UTC.")
     checkpoint_dir: str = in_run(
         "", "Folder of checkpoints, or gs://bucket/folder; empty: OUTPUT_DIR/checkpoints."
     )
-    save_every_steps: int = in_run(50, "Steps between checkpoints; 0: none, not even at the end.")
-    save_keep: int = in_run(2, "Number of newest checkpoints to keep besides the best; 0: all.")
-    resume: str = in_run("auto", "Checkpoint to begin with: auto (the newest), never, or a path.")
-    resume_force: bool = in_run(False, "Resume although settings that change results have changed.")
+    save_every_steps: int = in_run(
+        50, "Steps between checkpoints; 0: none, not even at the end.", also="SAVE_STEPS SAVE_FREQ"
+    )
+    save_keep: int = in_run(
+        2, "Number of newest checkpoints to keep besides the best; 0: all.", also="SAVE_TOTAL_LIMIT"
+    )
+    resume: str = in_run(
+        "auto",
+        "Checkpoint to begin with: auto (the newest), never, or a path.",
+        also="RESUME_FROM_CHECKPOINT",
+    )
     preemption_grace_s: int = in_run(
         30, "Most seconds from SIGTERM to the end.", at_least=2, at_most=LONGEST_WAIT_S
     )
-    nonfinite_limit: int = in_run(3, "Consecutive non-finite steps that end a run.", at_least=1)
     export_hf: str = in_run("", "Folder of the export; empty: OUTPUT_DIR/hf; none: no export.")
-    export_dtype: str = in_run("auto", "Dtype of the export; auto: as in the run.", choices=DTYPES)
     sample_every_steps: int = in_run(
         10, "Steps between shown groups of completions; the last step shows one too; 0: never."
     )
@@ -277,16 +345,11 @@ class Config:
     init_timeout_s: int = local(
         90, "Seconds in which all processes must join.", at_least=1, at_most=LONGEST_WAIT_S
     )
-    heartbeat_timeout_s: int = local(
-        30, "Seconds until a silent process is dead.", at_least=10, at_most=LONGEST_WAIT_S
-    )
 
     def rollout_lines(self) -> str:
-        """Lines that say what samples, whether ended sequences leave the batch and, if the sampler
-        drops tokens, among which tokens the loss's logps are, and why."""
+        """Lines that say what samples and, if the sampler drops tokens, among which tokens the
+        loss's logps are, and why."""
         text = f"rollout.backend: {self.rollout_backend}\n"
-        if self.rollout_backend == "naive":
-            text += f"rollout.drop_ended: {'on' if self.drops_ended() else 'off'}\n"
         if not self.filters():
             return text
         support = "replay" if self.replays() else "full"
@@ -307,20 +370,16 @@ class Config:
     def drops_ended(self) -> bool:
         """Whether sequences that have ended leave the batch. With short completions the programs of
         smaller batches would take longer to compile than they save."""
-        long = self.max_length_sample >= 128
-        return long and self.drop_ended == "auto" and self.rollout_backend == "naive"
+        return self.max_length_sample >= 128 and self.rollout_backend == "naive"
 
     def packs(self) -> bool:
         """Whether an update's completions stand end to end, without padding between them."""
-        return self.max_length_sample >= 128 and self.packing == "auto"
+        return self.max_length_sample >= 128
 
     def skips(self) -> bool:
         """Whether updates leave out sequences whose advantage is 0: no other term of the loss may
         need them."""
-        advantage_only = (
-            self.beta == 0 and self.entropy_coef == 0 and self.top_entropy_quantile == 1
-        )
-        return advantage_only and self.skip_zero_advantage == "auto"
+        return self.beta == 0 and self.entropy_coef == 0 and self.top_entropy_quantile == 1
 
     def scores_policy(self) -> bool:
         """Whether a step needs log-probabilities or entropies of all its tokens, by the policy,
@@ -371,12 +430,26 @@ def read_layers(
     return cfg, layers
 
 
+def choices_of(name: str) -> list[str]:
+    """The texts that a setting may have. name: that of the field in Config."""
+    return Config.__dataclass_fields__[name].metadata["choices"].split("|")
+
+
 def describe(cfg: Config, processes: int = 1, local_devices: int = 1) -> str:
     """A line of YAML for every setting, then the batch sizes that follow from the settings."""
     derived = sizes.derive(cfg, processes, local_devices)._asdict()
     slice_ = f"# On {processes} x {local_devices} devices (processes x local); not read back:"
     lines = [f"derived.{name}: {value}" for name, value in derived.items()]
     return "\n".join([*parsing.yaml_lines(cfg), slice_, *lines])
+
+
+def changed(cfg: Config, layers: Mapping[str, str]) -> str:
+    """A line with every setting that differs from its default, and the layer that set it."""
+    return "changed: " + " ".join(
+        f"{field.name.upper()}={parsing.to_text(getattr(cfg, field.name))} ({layers[field.name]})"
+        for field in dataclasses.fields(cfg)
+        if getattr(cfg, field.name) != field.default
+    )
 
 
 class Command(NamedTuple):
@@ -418,8 +491,14 @@ def load(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Command:
             parsing.print_and_exit(describe(cfg, args.processes, args.local_devices))
         about_run = () if args.eval_only or args.ask else notes(cfg, tiny)
         lines = [f"note: {line}" for line in (*about_run, *ignored_names(env))]
-        lines = [parsing.changed(cfg, layers), *lines]
-        return Command(cfg, args.plan, args.eval_only, args.ask or "", args.answer, lines)
+        return Command(
+            cfg,
+            args.plan,
+            args.eval_only,
+            args.ask or "",
+            args.answer,
+            [changed(cfg, layers), *lines],
+        )
     except UserMistake as error:
         fail(error)
 

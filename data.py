@@ -259,22 +259,12 @@ def opened_tag(prompt: Prompt, tokenizer: Any) -> str:
     return found[0] if found else ""
 
 
-def fit_prompts(prompts: list[Prompt], limit: int, too_long: str, split: str) -> list[Prompt]:
-    """Returns the prompts of at most `limit` tokens; 0 means no limit.
-
-    too_long: "skip" leaves out longer prompts and prints their number; "error" refuses them.
-    split: the name of the split in messages.
-    Raises UserMistake for a longer prompt if too_long is "error", and if no prompt is left.
-    """
+def fit_prompts(prompts: list[Prompt], limit: int, split: str) -> list[Prompt]:
+    """Returns the prompts of at most `limit` tokens, and prints how many are longer; 0 means no
+    limit. split: its name in messages. Raises UserMistake if no prompt is left."""
     if not limit:
         return prompts
     kept = [p for p in prompts if len(p.ids) <= limit]
-    if len(kept) < len(prompts) and too_long == "error":
-        worst = max(len(p.ids) for p in prompts)
-        raise UserMistake(
-            f"MAX_PROMPT_LENGTH={limit}: {len(prompts) - len(kept)} {split} prompts are longer, up "
-            f"to {worst} tokens; raise it or set PROMPT_TOO_LONG=skip"
-        )
     if not kept:
         shortest = min(len(p.ids) for p in prompts)
         raise UserMistake(

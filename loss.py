@@ -28,25 +28,6 @@ MERGE: Mapping[str, Callable] = {
     "sampling_logp_difference/max": max,
 }
 
-# The texts that these settings may have.
-CHOICES: Mapping[str, str] = {
-    "adv_estimator": "grpo rloo reinforce reinforce++ gdpo maxrl",
-    "scale_rewards": "group batch none",
-    "loss_type": "dapo grpo dr_grpo cispo gspo sapo",
-    "importance_sampling_level": "token sequence",
-    "kl_estimator": "k1 k2 k3",
-    "is_mode": "none token_truncate token_mask sequence_truncate sequence_mask",
-}
-
-
-def _stop_if_unknown(**settings: str) -> None:
-    """Raises ValueError for a text that is not in CHOICES."""
-    for name, text in settings.items():
-        if text not in CHOICES[name].split():
-            raise ValueError(
-                f"{name.upper()}={text!r} is not one of {CHOICES[name]}; see CHOICES in loss.py"
-            )
-
 
 # ---- Advantages, on the host in float64 ----------------------------------------------------------
 
@@ -77,12 +58,11 @@ def group_advantages(
                    function does not apply
       maxrl        (reward - group mean) / (group mean + MEAN_EPS), for rewards of at least 0
     Every std has ddof 1, and STD_EPS is added to it.
-    Raises ValueError for a text that is not in CHOICES, for gdpo without per_function, and for
-    maxrl with a negative reward.
+    Raises ValueError for another estimator, for gdpo without per_function, and for maxrl with a
+    negative reward.
     Source: GRPO, arXiv 2402.03300 section 4.1; RLOO, 2402.14740; REINFORCE++, 2501.03262; GDPO,
     2601.05242; MaxRL, 2602.02710; TRL.
     """
-    _stop_if_unknown(adv_estimator=estimator, scale_rewards=scale_rewards)
     groups = np.asarray(rewards, np.float64).reshape(-1, num_pre_q)  # [P, K]
     centered = _centered(groups)
     if estimator == "grpo":
@@ -100,7 +80,9 @@ def group_advantages(
             raise ValueError("ADV_ESTIMATOR=maxrl needs rewards of at least 0")
         count = np.maximum((~np.isnan(groups)).sum(axis=1, keepdims=True), 1)
         advantages = centered / (np.nansum(groups, axis=1, keepdims=True) / count + MEAN_EPS)
-    elif estimator == "gdpo":
+    elif estimator != "gdpo":
+        raise ValueError(f"ADV_ESTIMATOR={estimator} is not known")
+    else:
         if per_function is None:
             raise ValueError("ADV_ESTIMATOR=gdpo needs per_function, the rewards of each function")
         columns = [column.reshape(-1, num_pre_q) for column in per_function.T]
@@ -151,7 +133,7 @@ class Objective(NamedTuple):
                the result depends on their size.
       grpo     the loss of dapo; mean over each sequence's tokens, then over the update's sequences
       dr_grpo  the loss of dapo; sum over tokens / (sequences * max_completion_length)
-      gspo     as grpo, with one ratio for each sequence: importance_sampling_level "sequence"
+      gspo     as grpo, with one ratio for each sequence: exp of its mean log ratio
       cispo    -min(ratio, eps_high) A logps, without gradient through the ratio; averaged as dapo
       sapo     -(4 / tau) sigmoid(tau (ratio - 1)) A; averaged as grpo
     """
@@ -160,7 +142,6 @@ class Objective(NamedTuple):
     eps_low: float = 0.2
     eps_high: float = 0.2
     delta: float = 0.0  # upper limit of the ratio in clipped losses; 0: no limit
-    importance_sampling_level: str = "token"  # "sequence": exp of the mean log ratio
     beta: float = 0.0
     kl_estimator: str = "k3"
     kl_bias_correction: bool = True  # multiplies by the ratio; per token, the gradient is unbiased
@@ -168,7 +149,6 @@ class Objective(NamedTuple):
     is_mode: str = "none"
     is_floor: float = 0.0
     is_cap: float = 3.0
-    off_policy_mask_threshold: float = 0.0  # nats; 0: off_policy_mask drops nothing
     max_completion_length: int = 0  # tokens; for dr_grpo
 
 
@@ -192,7 +172,7 @@ def policy_loss(
     The objectives of an update's micro-batches are summed; MERGE says how the metrics are merged.
     logps, old_logps, ref_logps, sampling_logps: [R, T] float32 nats of the sampled tokens, by the
     policy now, by the policy before the first update, by the reference (if beta > 0) and by the
-    sampler (if is_mode is not "none"; without it, off_policy_mask takes old_logps).
+    sampler (if is_mode is not "none").
     entropy: [R, T] nats (if entropy_coef > 0). advantages: [R]. mask: [R, T], 1 on the completion
     tokens that count; where it is 0, the other arrays may hold anything.
     top_mask: [R, T], 1 on the tokens that the policy learns from, from top_entropy_mask; None: all.
@@ -200,13 +180,12 @@ def policy_loss(
     whose mask is 0 everywhere) and (mask * top_mask).sum() of the ENTIRE update. The last two may
     be None if this micro-batch is the entire update. num_top_tokens divides only the entropy bonus;
     with a top_mask the other sums still are divided by the counts of all tokens.
-    Raises ValueError for a text that is not in CHOICES, for arrays of other shapes than these, and
-    for dr_grpo without max_completion_length.
+    Raises ValueError for an unknown loss_type, for arrays of other shapes than these, and for
+    dr_grpo without max_completion_length.
     Source: PPO, arXiv 1707.06347 eq. 7; DAPO, 2503.14476 eq. 8; Dr. GRPO, 2503.20783; GSPO,
     2507.18071; CISPO, 2506.13585; SAPO, 2511.20347; TRL.
     """
     o, others = objective, (ref_logps, sampling_logps, entropy, top_mask)
-    _stop_if_unknown(**{name: text for name, text in o._asdict().items() if name in CHOICES})
     _stop_if_misshapen(advantages, logps, old_logps, mask, *others)
     mask, A = mask.astype(bool), advantages[:, None]  # [R, T], [R, 1]
     top = mask if top_mask is None else mask & (top_mask > 0)  # [R, T]
@@ -218,7 +197,7 @@ def policy_loss(
         return jnp.where(mask, x, 0.0).sum() / num_tokens
 
     log_ratio = jnp.where(mask, logps - old_logps, 0.0)  # [R, T]
-    by_sequence = o.importance_sampling_level == "sequence" or o.loss_type == "gspo"
+    by_sequence = o.loss_type == "gspo"
     if by_sequence:
         log_ratio = log_ratio.sum(axis=1, keepdims=True) / sequence_tokens  # [R, 1]
     ratio = jnp.exp(log_ratio)  # [R, T] or [R, 1]
@@ -226,11 +205,6 @@ def policy_loss(
     metrics = _clip_metrics(is_clipped, mask, num_sequences if by_sequence else num_tokens)
 
     loss = jnp.where(top, loss, 0.0)  # [R, T]
-    if o.off_policy_mask_threshold > 0:
-        sampled = old_logps if sampling_logps is None else sampling_logps
-        dropped = off_policy_mask(logps, sampled, A, mask, o.off_policy_mask_threshold)  # [R, 1]
-        loss = jnp.where(dropped, 0.0, loss)
-        metrics["off_policy_mask/dropped"] = dropped.sum() / num_sequences
     if o.is_mode != "none":
         limits = o.is_mode, o.is_floor, o.is_cap
         weight, under, over = sampler_weights(old_logps, sampling_logps, mask, *limits)
@@ -291,8 +265,10 @@ def _divisor(o: Objective, num_tokens: Any, num_sequences: Any, sequence_tokens:
     """Returns what the loss of a token is divided by: a number, or [R, 1] of the sequences."""
     if o.loss_type in ("grpo", "gspo", "sapo"):
         return sequence_tokens * num_sequences
-    if o.loss_type != "dr_grpo":
+    if o.loss_type in ("dapo", "cispo"):
         return num_tokens
+    if o.loss_type != "dr_grpo":
+        raise ValueError(f"LOSS_TYPE={o.loss_type} is not known")
     if o.max_completion_length < 1:
         raise ValueError("LOSS_TYPE=dr_grpo needs max_completion_length, in tokens")
     return num_sequences * o.max_completion_length
@@ -334,19 +310,6 @@ def _kl(estimator: str, gap: jax.Array) -> jax.Array:
     if estimator == "k1":
         return -gap
     return gap**2 / 2 if estimator == "k2" else jnp.expm1(gap) - gap
-
-
-def off_policy_mask(
-    logps: jax.Array, sampling_logps: jax.Array, A: jax.Array, mask: jax.Array, threshold: float
-) -> jax.Array:
-    """Returns [R, 1] bool: the sequences that are bad and too far from the policy to learn from.
-
-    They have a negative advantage, and a mean of sampling_logps - logps above threshold nats.
-    logps, sampling_logps, mask: [R, T]. A: [R, 1].
-    Source: DeepSeek-V3.2, arXiv 2512.02556; TRL.
-    """
-    gap = jnp.where(mask, sampling_logps - logps, 0.0).sum(axis=1, keepdims=True)  # [R, 1]
-    return (A < 0) & (gap / jnp.maximum(mask.sum(axis=1, keepdims=True), 1) > threshold)
 
 
 def sampler_weights(

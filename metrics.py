@@ -297,10 +297,9 @@ def evaluate(
 
 def are_right(run: Run, per_function: np.ndarray) -> np.ndarray:
     """[n] float64: 1 for a right completion, else 0; NaN where the function of the accuracy does
-    not apply. per_function: [n, functions]."""
-    names = [function.__name__ for function in run.functions]
-    reward = per_function[:, names.index(run.accuracy.function)]
-    return np.where(np.isnan(reward), np.nan, reward >= run.accuracy.threshold)
+    not apply. It is the first of REWARD_FN, and gives at least 1. per_function: [n, functions]."""
+    reward = per_function[:, 0]
+    return np.where(np.isnan(reward), np.nan, reward >= 1)
 
 
 def evaluation_record(
@@ -326,12 +325,12 @@ def evaluation_record(
     temperature = run.eval_sampling.temperature
     accuracy, error = pass_at(correct, 1), standard_error(correct)
     more = {f"pass_at_{k}": pass_at(correct, k) for k in range(1, n + 1) if is_shown(k, n)}
-    if n > 1 and run.accuracy.function == "reward_correct":
+    names = [function.__name__ for function in run.functions]
+    if n > 1 and names[0] == "reward_correct":
         more[f"maj_at_{n}"] = majority_accuracy(correct, texts)
-    ending = f"accuracy={accuracy:.4f} accuracy_se={error:.4f} accuracy_of={run.accuracy.function}"
+    ending = f"accuracy={accuracy:.4f} accuracy_se={error:.4f} accuracy_of={names[0]}"
     ending += "".join(f" {k}={x:.4f}" for k, x in more.items() if k.endswith(f"_{n}") and n > 1)
     ending += f" decoding={'sampled' if temperature else 'greedy'} t={seconds:.2f}s"
-    names = [function.__name__ for function in run.functions]
     records = {f"{prefix}/accuracy": accuracy, f"{prefix}/accuracy_se": error}
     records |= {f"{place}/{name}": value for name, value in more.items()}
     records |= {f"{prefix}/temperature": temperature}

@@ -14,7 +14,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from types import MappingProxyType
-from typing import NamedTuple
 from unicodedata import normalize
 
 import numpy as np
@@ -179,15 +178,14 @@ def tag_count_reward(completions: list[str], **columns: list) -> Rewards:
 BUILT_IN = {f.__name__: f for f in (reward_correct, reward_format, tag_count_reward)}
 # The functions of a run without REWARD_FN, and their weights if REWARD_WEIGHTS is empty.
 DEFAULTS = {"reward_correct": 1.0, "reward_format": 0.5, "tag_count_reward": 0.5}
+REPETITION_NGRAM = 3  # tokens of an n-gram of repetition_penalty
 
 
-def penalties(
-    max_length: int, overlong_cache: int, repetition_ngram: int
-) -> dict[str, RewardFunction]:
+def penalties(max_length: int, overlong_cache: int) -> dict[str, RewardFunction]:
     """Returns the two penalties that REWARD_FN may name; both give rewards from 0 down to -1.
 
     max_length: tokens of the longest possible completion. overlong_cache: the penalty for length
-    grows over this many tokens before max_length. repetition_ngram: tokens of an n-gram.
+    grows over this many tokens before max_length.
     Source: soft overlong punishment, DAPO, arXiv 2503.14476 eq. 13; repetition penalty, arXiv
     2502.03373 section 4.2.
     """
@@ -205,8 +203,8 @@ def penalties(
         """Gives -(repeated n-grams / all n-grams) of the completion's tokens."""
         rewards: Rewards = []
         for ids in completion_ids:
-            total = len(ids) - repetition_ngram + 1
-            ngrams = [tuple(ids[i : i + repetition_ngram]) for i in range(total)]
+            total = len(ids) - REPETITION_NGRAM + 1
+            ngrams = [tuple(ids[i : i + REPETITION_NGRAM]) for i in range(total)]
             rewards.append(len(set(ngrams)) / total - 1 if ngrams else 0.0)
         return rewards
 
@@ -307,29 +305,3 @@ def load_reward_functions(
     from runtime.reward_worker import RewardWorker  # here, for the reason that _mistake has
 
     return [known.get(entry) or RewardWorker(entry, timeout_s) for entry in entries]
-
-
-class AccuracyRule(NamedTuple):
-    """A completion is correct if this reward function gives it at least this threshold."""
-
-    function: str  # the name of the reward function
-    threshold: float
-
-
-def accuracy_rule(
-    accuracy_of: str, threshold: float, functions: Sequence[RewardFunction]
-) -> AccuracyRule:
-    """Returns the rule of the function that ACCURACY_OF names.
-
-    accuracy_of: "" means reward_correct if it is one of the functions, else the first function.
-    Raises UserMistake if it names none of the functions.
-    """
-    names = [function.__name__ for function in functions]
-    usual = "reward_correct" if "reward_correct" in names else names[0]
-    name = accuracy_of.rpartition(":")[2] or usual
-    if name not in names:
-        raise _mistake(
-            f"ACCURACY_OF={accuracy_of} is none of the run's reward functions, "
-            f"{', '.join(names)}; add it to REWARD_FN, with weight 0 if it is only to measure"
-        )
-    return AccuracyRule(name, threshold)

@@ -41,7 +41,6 @@ class Inputs:
     sizes: Sizes
     functions: list[rewards.RewardFunction]
     weights: tuple[float, ...]  # of the functions in the total reward
-    accuracy: rewards.AccuracyRule
     folder: Path  # of the model
     model: ModelConfig
     tokenizer: Any

@@ -8,6 +8,7 @@ The checks that cost little come first. A user's mistakes are a UserMistake with
 import dataclasses
 import json
 import math
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ from loss_pallas import Kernel, block_sizes
 from metrics import drift_level
 from models import hf, placement
 from models.draw import Sampling
-from models.model import Compute, Params, abstract_params
+from models.model import Compute, Params
 from review import Reviewer
 from rollout import Backend, Inputs, NaiveBackend, Run
 from runtime import processes, resume
@@ -35,14 +36,14 @@ from runtime.chips import program
 from runtime.layout import mesh_text
 from runtime.lifecycle import Lifecycle
 from runtime.mistakes import Unwritable, UserMistake, fail
-from runtime.parsing import REPO, compared_by_value, shared_by_processes, to_text
+from runtime.parsing import REPO, to_text
 from runtime.processes import StopSignal
 from runtime.records import RUNNING
 from runtime.run_log import RunLog, replace_file, stop_if_not_writable
-from runtime.sizes import Sizes, derive, most_checkpoints, prompt_width, space_lines
+from runtime.sizes import derive, most_checkpoints, prompt_width
 from runtime.wandb_run import check_wandb, chosen_mode
 from sampling import Stopping
-from update import Optimizer, TrainState, abstract_state, init_state, sync_weights
+from update import Optimizer, TrainState, abstract_state, init_state
 
 
 def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | None] | None:
@@ -68,8 +69,11 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | No
             return None
         backend = make_backend(run)
         with program("what holds the weights and the optimizer's state"):
-            arrays, progress = beginning.restore(wanted_arrays(run))
-            state, ref_params = jax.block_until_ready(load_state(run, arrays))
+            wanted = {"state": abstract_state(run.model, run.training.layout.mesh, run.optimizer)}
+            arrays, progress = beginning.restore(wanted)
+            state = arrays["state"] if arrays else begin_state(run)
+            ref_params = load_reference(run) if cfg.beta > 0 else None
+            jax.block_until_ready((state, ref_params))
         kept = resume.evaluations_done(progress, beginning.done)
         if "eval" in kept:
             progress.evals.setdefault(progress.step, math.nan)  # known to the log alone
@@ -81,8 +85,8 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | No
         with processes.told_by_all():
             resume.write_run(out, progress, run.made_with, beginning.done, checkpoints.newest)
         log = open_log(run, out, progress, kept)
-        for line in space_lines(disk_needs(run, out, checkpoints, (state, ref_params), saves)):
-            log.line(line)
+        if saves and cfg.steps and checkpoints.local:
+            log.line(checkpoint_space(cfg, checkpoints, state))
         stop.watch(cfg.preemption_grace_s)
         reviewer = Reviewer(out, log, jax.process_index() == 0)
         reviewer.write(RUNNING)
@@ -108,17 +112,20 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | No
 
 
 def set_up(cfg: Config, example: dict[str, str] | None = None) -> Run:
-    """Reads and checks all inputs, on all processes. Raises UserMistake for a user's mistakes.
+    """Reads and checks all inputs, on all processes. Raises UserMistake for a user's mistake.
 
     example: the only question to evaluate, instead of the eval split.
     """
-    mistakes: list[str] = []
-    processes.tried(mistakes, stop_if_no_engine, cfg.rollout_backend, jax.devices())
-    processes.tried(mistakes, stop_if_unable_to_write, cfg)
-    inputs = processes.tried(mistakes, read_inputs, cfg, not mistakes, example)
     with processes.told_by_all():
-        if mistakes:
-            raise UserMistake("\n".join(mistakes))
+        if cfg.rollout_backend == "sglang_jax":
+            from rollout_sglang import import_engine
+
+            import_engine(jax.devices())
+        if jax.process_index() == 0:  # it alone writes
+            check_wandb(cfg.wandb_mode)
+            if cfg.export_hf not in ("", "none"):
+                stop_if_not_writable(f"EXPORT_HF={cfg.export_hf}", Path(cfg.export_hf))
+        inputs = read_inputs(cfg, example)
     digests = digests_of(inputs)
     processes.stop_if_different(facts_of(cfg, inputs, digests))
 
@@ -155,9 +162,7 @@ def set_up(cfg: Config, example: dict[str, str] | None = None) -> Run:
         f"{cfg.rollout_lines()}"
         f"loss.loss_type={cfg.loss_type} loss.adv_estimator={cfg.adv_estimator} "
         f"train.policy_loss_impl={cfg.policy_loss_impl} "
-        f"train.attention_impl={training.attention_impl} "
-        f"train.packing={'on' if run.limits.pack else 'off'} "
-        f"train.skip_zero_advantage={'on' if cfg.skips() else 'off'}",
+        f"train.attention_impl={training.attention_impl}",
         flush=True,
     )
     return run
@@ -170,14 +175,6 @@ def make_backend(run: Run) -> Backend:
     from rollout_sglang import SglangBackend  # its packages are needed only here
 
     return SglangBackend(run)
-
-
-def stop_if_no_engine(backend: str, devices: Sequence[jax.Device]) -> None:
-    """Raises UserMistake if ROLLOUT_BACKEND=backend is an engine that cannot run on the devices."""
-    if backend == "sglang_jax":
-        from rollout_sglang import import_engine
-
-        import_engine(devices)
 
 
 def objective_of(cfg: Config) -> Objective:
@@ -215,22 +212,6 @@ def logps_kernel(policy_loss_impl: str, D: int, device_kind: str) -> Kernel | No
     except ValueError as error:  # loss_pallas.py knows no UserMistake
         raise UserMistake(str(error)) from None
     return Kernel(device_kind)
-
-
-def stop_if_unable_to_write(cfg: Config) -> None:
-    """Raises UserMistake on every process if W&B or EXPORT_HF cannot be written.
-
-    Process 0, which alone writes, tries them.
-    """
-    lines: list[str] = []
-    with processes.told_by_all():
-        if jax.process_index() == 0:
-            processes.tried(lines, check_wandb, cfg.wandb_mode)
-            if cfg.export_hf not in ("", "none"):
-                folder = Path(cfg.export_hf)
-                processes.tried(lines, stop_if_not_writable, f"EXPORT_HF={cfg.export_hf}", folder)
-        if lines:
-            raise UserMistake("\n".join(lines))
 
 
 def what_ran(run: Run) -> dict[str, str]:
@@ -282,26 +263,16 @@ def open_log(run: Run, out: Path, progress: resume.Progress, kept: Sequence[str]
     return log
 
 
-def disk_needs(
-    run: Run, out: Path, checkpoints: Checkpoints, arrays: Any, saves: bool
-) -> list[tuple[str, Path, int]]:
-    """What the run will write beside its logs, as space_lines takes it. Checkpoints that are in the
-    folder already, and those in a bucket, need no more space.
-
-    arrays: those of a checkpoint. saves: whether the run saves checkpoints.
-    """
-    cfg, needs = run.cfg, []
-    if saves and cfg.steps and checkpoints.local:
-        size = sum(x.nbytes for x in jax.tree.leaves(arrays))
-        count = most_checkpoints(cfg.steps, cfg.save_every_steps, cfg.save_keep)
-        count = max(count - len(checkpoints.steps()), 0)
-        what = f"{count} x {size / 1e9:.3g} GB of checkpoints"
-        needs.append((what, Path(checkpoints.folder), count * size))
-    if cfg.steps and (export := export_of(run, out)):
-        folder, dtype = export
-        size = placement.num_params(run.model) * dtype.itemsize
-        needs.append((f"an export of {size / 1e9:.3g} GB", folder, size))
-    return needs
+def checkpoint_space(cfg: Config, checkpoints: Checkpoints, state: TrainState) -> str:
+    """A line with the size of the checkpoints that the run will write, and the space for them."""
+    size = sum(x.nbytes for x in jax.tree.leaves(state))
+    count = most_checkpoints(cfg.steps, cfg.save_every_steps, cfg.save_keep)
+    count = max(count - len(checkpoints.steps()), 0)
+    free = shutil.disk_usage(checkpoints.folder).free
+    text = f"disk: {count} x {size / 1e9:.3g} GB of checkpoints, {free / 1e9:.3g} GB free"
+    if count * size <= free:
+        return text
+    return f"{text}: too little; lower SAVE_KEEP, raise SAVE_EVERY_STEPS, or set CHECKPOINT_DIR"
 
 
 def asked_of(run: Run) -> dict[str, str]:
@@ -311,33 +282,28 @@ def asked_of(run: Run) -> dict[str, str]:
         asked["eval"] = f"eval of {cfg.eval_split}"
     if cfg.eval_full_sweep:
         asked["sweep"] = f"eval_full of {cfg.eval_split}"
-    if export := export_of(run, Path()):
-        asked["export"] = f"export to {export[0]} in {export[1]}"
+    if folder := export_folder(cfg, Path()):
+        asked["export"] = f"export to {folder} in {run.training.dtype}"
     return asked
 
 
-def export_of(run: Run, out: Path) -> tuple[Path, Any] | None:
-    """The folder and the dtype of the trained model's export; None if the run exports nothing."""
-    cfg = run.cfg
-    if cfg.export_hf == "none":
-        return None
-    dtype = run.training.dtype if cfg.export_dtype == "auto" else cfg.export_dtype
-    return Path(cfg.export_hf or out / "hf"), jnp.dtype(dtype)
+def export_folder(cfg: Config, out: Path) -> Path | None:
+    """The folder of the trained model's export; None if the run exports nothing."""
+    return None if cfg.export_hf == "none" else Path(cfg.export_hf or out / "hf")
 
 
 def export(run: Run, out: Path, params: Params) -> None:
     """Writes the trained model as a Hugging Face folder. Raises Unwritable."""
-    target = export_of(run, out)
-    if target is None:
+    folder = export_folder(run.cfg, out)
+    if folder is None:
         return
-    folder, dtype = target
     try:
         hf.save_model(
             folder,
             params,
             run.model,
             run.folder,
-            dtype=dtype,
+            dtype=run.training.dtype,
             writes=jax.process_index() == 0,
             chat_template=run.cfg.chat_template,
         )
@@ -348,81 +314,51 @@ def export(run: Run, out: Path, params: Params) -> None:
 # ---- Inputs --------------------------------------------------------------------------------------
 
 
-def read_inputs(cfg: Config, ask_hub: bool, example: dict[str, str] | None) -> Inputs | None:
-    """Reads all inputs. Raises UserMistake with a line for every mistake that it finds.
+def read_inputs(cfg: Config, example: dict[str, str] | None) -> Inputs:
+    """Reads all inputs, first what takes little time. Raises UserMistake.
 
-    ask_hub: False after a mistake, which will end the run. Then this only looks for more mistakes,
-    and returns None. After a mistake it does not go to the hub, which may take long.
     example: the only question of the eval split; None: all of the dataset.
     """
-    mistakes: list[str] = []
-    sizes = processes.tried(mistakes, read_sizes, cfg)
-    rewarding = processes.tried(mistakes, reward_inputs, cfg)
-    model, examples = None, {}
-    if (ask_hub and not mistakes) or hf.is_local(cfg.model_path):
-        model = processes.tried(mistakes, model_inputs, cfg)
-    splits = [cfg.train_split] * (cfg.steps > 0) + [cfg.eval_split] * cfg.evaluates()
-    if example:
-        examples = {cfg.eval_split: [example]}
-    elif (ask_hub and not mistakes) or data.is_local_dataset(cfg.dataset):
-        examples = {split: processes.tried(mistakes, examples_of, cfg, split) for split in splits}
-    prompts = {
-        split: processes.tried(mistakes, prompts_of, cfg, model["tokenizer"], found, split)
-        for split, found in examples.items()
-        if model and found
-    }
-    if mistakes:
-        raise UserMistake("\n".join(dict.fromkeys(mistakes)))
-    if not ask_hub:
-        return None
-    return Inputs(
-        cfg=cfg,
-        sizes=sizes,
-        train_prompts=prompts[cfg.train_split] if cfg.steps else [],
-        eval_prompts=prompts[cfg.eval_split] if cfg.evaluates() else [],
-        **rewarding,
-        **model,
-    )
-
-
-def read_sizes(cfg: Config) -> Sizes:
     processes.stop_if_not_so_many(cfg.require_multihost, cfg.require_jax_process_count)
     sizes = derive(cfg, jax.process_count(), jax.local_device_count())
     print(sizes.line(), flush=True)
-    return sizes
+    cache = cfg.overlong_cache or cfg.max_length_sample // 5
+    penalties = rewards.penalties(cfg.max_length_sample, cache)
+    functions = rewards.load_reward_functions(cfg.reward_fn, cfg.reward_timeout_s, penalties)
+    weights = rewards.weights_of(cfg.reward_weights, cfg.reward_fn)
+    system_prompt = data.text_of(cfg.system_prompt) or rewards.SYSTEM_PROMPT
 
-
-def model_inputs(cfg: Config) -> dict[str, Any]:
-    """The fields of Inputs that come from the model's folder."""
+    splits = [cfg.train_split] * (cfg.steps > 0) + [cfg.eval_split] * cfg.evaluates()
+    if example:
+        examples = {cfg.eval_split: [example]}
+    else:
+        examples = {split: examples_of(cfg, split) for split in splits}
     folder = hf.fetch_model(cfg.model_path, cfg.model_revision)
     hf.stop_if_overwritten(cfg.export_hf, cfg.output_dir, folder)
     model, tokenizer = hf.read_model(folder, cfg.chat_template)
-    return {"folder": folder, "model": model, "tokenizer": tokenizer}
-
-
-def reward_inputs(cfg: Config) -> dict[str, Any]:
-    """The fields of Inputs that say how completions are rewarded."""
-    cache = cfg.overlong_cache or cfg.max_length_sample // 5
-    penalties = rewards.penalties(cfg.max_length_sample, cache, cfg.repetition_ngram)
-    functions = rewards.load_reward_functions(cfg.reward_fn, cfg.reward_timeout_s, penalties)
-    return {
-        "functions": functions,
-        "weights": rewards.weights_of(cfg.reward_weights, cfg.reward_fn),
-        "accuracy": rewards.accuracy_rule(cfg.accuracy_of, cfg.accuracy_threshold, functions),
+    prompts = {
+        split: data.fit_prompts(
+            data.build_prompts(found, tokenizer, system_prompt), cfg.max_prompt_length, split
+        )
+        for split, found in examples.items()
     }
+    return Inputs(
+        cfg=cfg,
+        sizes=sizes,
+        functions=functions,
+        weights=weights,
+        folder=folder,
+        model=model,
+        tokenizer=tokenizer,
+        train_prompts=prompts[cfg.train_split] if cfg.steps else [],
+        eval_prompts=prompts[cfg.eval_split] if cfg.evaluates() else [],
+    )
 
 
 def examples_of(cfg: Config, split: str) -> list[dict[str, Any]]:
+    """The examples of a split of DATASET. Raises UserMistake."""
     columns = cfg.question_column, cfg.answer_column
     return data.load_examples(cfg.dataset, cfg.dataset_config, split, *columns)
-
-
-def prompts_of(
-    cfg: Config, tokenizer: Any, examples: list[dict[str, Any]], split: str
-) -> list[data.Prompt]:
-    system_prompt = data.text_of(cfg.system_prompt) or rewards.SYSTEM_PROMPT
-    prompts = data.build_prompts(examples, tokenizer, system_prompt)
-    return data.fit_prompts(prompts, cfg.max_prompt_length, cfg.prompt_too_long, split)
 
 
 # ---- What processes and resumed runs compare -----------------------------------------------------
@@ -434,8 +370,9 @@ def facts_of(cfg: Config, inputs: Inputs, digests: dict[str, str]) -> dict[str, 
     digests: of all files and data that the results follow from.
     """
     facts = {
-        name.upper(): str(getattr(cfg, name)).replace(str(REPO), "{repo}")
-        for name in shared_by_processes(Config)
+        field.name.upper(): str(getattr(cfg, field.name)).replace(str(REPO), "{repo}")
+        for field in dataclasses.fields(cfg)
+        if not field.metadata["per_process"]
     }
     files = [*inputs.folder.glob("*.json"), *inputs.folder.glob("*.safetensors")]
     listing = sorted((file.name, file.stat().st_size) for file in files)
@@ -469,7 +406,11 @@ def digests_of(inputs: Inputs) -> dict[str, str]:
 def made_with(inputs: Inputs, training: Compute, stop_ids: tuple[int, ...]) -> dict[str, str]:
     """The settings and sizes that the results follow from; a resumed run must have the same."""
     cfg, entries = inputs.cfg, rewards.entries_of(inputs.cfg.reward_fn)
-    values = {name.upper(): to_text(getattr(cfg, name)) for name in compared_by_value(Config)}
+    values = {
+        field.name.upper(): to_text(getattr(cfg, field.name))
+        for field in dataclasses.fields(cfg)
+        if field.metadata["kept"]
+    }
     values["REWARD_WEIGHTS"] = to_text(inputs.weights)
     values["REWARD_FN"] = ",".join(Path(entry).name for entry in entries)
     scheduled = cfg.lr_schedule != "constant" or cfg.warmup_ratio > 0
@@ -483,32 +424,17 @@ def made_with(inputs: Inputs, training: Compute, stop_ids: tuple[int, ...]) -> d
 # ---- The training state --------------------------------------------------------------------------
 
 
-def wanted_arrays(run: Run) -> dict[str, Any]:
-    """The shapes, dtypes and shardings of the arrays of a checkpoint."""
-    model, mesh = run.training.model, run.training.layout.mesh
-    wanted: dict[str, Any] = {"state": abstract_state(model, mesh, run.optimizer)}
-    if run.cfg.beta > 0:
-        wanted["ref_params"] = abstract_params(model, mesh, reference_dtype(run))
-    return wanted
-
-
-def reference_dtype(run: Run) -> Any:
-    return placement.reference_dtype(run.cfg.ref_sync_steps > 0, run.training.dtype)
-
-
-def load_state(run: Run, arrays: dict[str, Any] | None) -> tuple[TrainState, Params | None]:
-    """The training state and the reference of BETA: those of a checkpoint, or of the model.
-
-    arrays: of a checkpoint; None: the run begins with the model.
-    """
-    if arrays is not None:
-        return arrays["state"], arrays.get("ref_params")
+def begin_state(run: Run) -> TrainState:
+    """The training state of a run that begins with the model."""
     model, mesh = run.training.model, run.training.layout.mesh
     params = hf.load_params(run.folder, model, mesh, jnp.float32)
-    state, ref_params = init_state(params, optimizer=run.optimizer, model=model), None
-    if run.cfg.beta > 0:
-        ref_params = sync_weights(model, mesh, reference_dtype(run))(params)
-    return state, ref_params
+    return init_state(params, optimizer=run.optimizer, model=model)
+
+
+def load_reference(run: Run) -> Params:
+    """The reference of BETA: the weights of MODEL_PATH, in the dtype of the computation."""
+    training = run.training
+    return hf.load_params(run.folder, training.model, training.layout.mesh, training.dtype)
 
 
 if __name__ == "__main__":

@@ -76,7 +76,6 @@ from update import (
     counts_of,
     learning_rate,
     micro_step,
-    mix_weights,
     optimizer_step,
     saved_arrays,
     to_batch,
@@ -96,7 +95,7 @@ def main(cfg: Config) -> None:
         return evaluate(run, life.log, life.stop, backend, eval_key, state.params, steps, full)
 
     def save() -> None:
-        life.save({"state": state} | ({"ref_params": ref_params} if cfg.beta > 0 else {}))
+        life.save({"state": state})
 
     # After a signal `ending` saves a checkpoint and ends the program.
     with contextlib.closing(backend), life.ending(save):
@@ -150,9 +149,7 @@ def main(cfg: Config) -> None:
                 warmup_ratio=cfg.warmup_ratio,
                 decay_steps=cfg.lr_decay_steps or cfg.steps,
             )
-            state, ref_params, last_mini_batch, metrics = update_policy(
-                run, life.stop, state, ref_params, batch, lr, step
-            )
+            state, last_mini_batch, metrics = update_policy(run, life.stop, state, batch, lr, step)
             clock.lap("update")
 
             # ---- Log -----------------------------------------------------------------------------
@@ -244,13 +241,11 @@ def update_policy(
     run: Run,
     stop: StopSignal,
     state: TrainState,
-    ref_params: Params | None,
     batch: Batch,
     lr: float,
     step: int,
-) -> tuple[TrainState, Params | None, Batch, dict[str, float]]:
-    """The updates of a step: the state, the reference (which may follow the policy), the mini-batch
-    of the last update, and the metrics of the step.
+) -> tuple[TrainState, Batch, dict[str, float]]:
+    """The updates of a step: the state, the mini-batch of the last update, and the metrics.
 
     An update whose loss or gradient is not finite leaves the state as it is, and is the last one.
     """
@@ -267,15 +262,10 @@ def update_policy(
         updates.append(metrics)
         if what_is_not_finite(metrics):
             applied = {"updates_applied": number - 1}
-            return state, ref_params, mini_batch, merge_updates(updates) | applied
+            return state, mini_batch, merge_updates(updates) | applied
         if batch.old_logps is None and len(groups_of_updates) > 1:  # one mini-batch, many epochs
             batch = batch._replace(old_logps=to_batch(logps, micro_batches, batch))
-        updates_of_run = step * len(groups_of_updates) + number
-        if cfg.ref_sync_steps and updates_of_run % cfg.ref_sync_steps == 0:
-            with program("mix_weights"):
-                mixed = mix_weights(ref_params, state.params, cfg.ref_sync_alpha)
-                ref_params = jax.block_until_ready(mixed)
-    return state, ref_params, mini_batch, merge_updates(updates) | {"updates_applied": number}
+    return state, mini_batch, merge_updates(updates) | {"updates_applied": number}
 
 
 def groups_of_mini_batches(run: Run, step: int, epoch: int) -> np.ndarray:
@@ -334,7 +324,7 @@ if __name__ == "__main__":
     print(*COMMAND.lines, sep="\n", flush=True)
     with ending_together(), memory_errors_in_sizes(COMMAND.cfg):
         if COMMAND.eval_only or COMMAND.question:
-            from tools.answers import answer_command
+            from tools.ask import answer_command
 
             answer_command(COMMAND)
         else:

@@ -353,13 +353,3 @@ def sync_weights(
         return arrange_layers(jax.tree.map(lambda x: x.astype(dtype), params), layer_loop, dtype)
 
     return jax.jit(copy, out_shardings=param_shardings(model, mesh, layer_loop))
-
-
-@functools.partial(jax.jit, donate_argnames=("ref_params",))
-def mix_weights(ref_params: Params, params: Params, alpha: float) -> Params:
-    """The reference moved towards the policy: alpha * params + (1 - alpha) * ref_params."""
-
-    def mix(ref: jax.Array, new: jax.Array) -> jax.Array:
-        return (alpha * new + (1 - alpha) * ref.astype(jnp.float32)).astype(ref.dtype)
-
-    return jax.tree.map(mix, ref_params, params)

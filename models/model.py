@@ -161,7 +161,7 @@ def param_shardings(model: ModelConfig, mesh: Mesh, layer_loop: str = "scan") ->
 
 
 def arrange_layers(params: Params, layer_loop: str, dtype: Any) -> Params:
-    """Params with stacked layers as `forward` needs them for this LAYER_LOOP.
+    """Params with stacked layers as `forward` needs them for this layer_loop.
 
     dtype: of unrolled layers. They are copies, so they should have the dtype of the matmuls.
     """

@@ -20,6 +20,8 @@ from runtime.records import DONE, FAILED, RUNNING, STOPPED
 from runtime.resume import Progress, record_of, write_run
 from runtime.run_log import RunLog
 
+MOST_NOT_FINITE = 3  # steps in a row whose loss or gradient is not finite
+
 
 @dataclasses.dataclass
 class Lifecycle:
@@ -62,7 +64,7 @@ class Lifecycle:
         self.reviewer.write(RUNNING)
 
     def count_step(self, rounds: int, wrong: str, batch: dict[str, np.ndarray]) -> None:
-        """Counts a step; ends the run if NONFINITE_LIMIT steps in a row were not finite.
+        """Counts a step; ends the run if MOST_NOT_FINITE steps in a row were not finite.
 
         rounds: of sampling, in this step. wrong: what was not finite, or "". batch: the arrays of a
         step that was not finite, which are kept. Raises Unwritable if the save in the background
@@ -73,11 +75,11 @@ class Lifecycle:
         progress.not_finite = progress.not_finite + 1 if wrong else 0
         if wrong:
             self.log.arrays(f"bad_step_{step}.npz", batch)
-        if progress.not_finite >= self.cfg.nonfinite_limit:
+        if progress.not_finite >= MOST_NOT_FINITE:
             self.checkpoints.wait()
             self.fail(
-                f"step {step}: {wrong}, for NONFINITE_LIMIT={self.cfg.nonfinite_limit} "
-                f"steps in a row; their batches are {self.out}/bad_step_N.npz. Lower LEARNING_RATE?"
+                f"step {step}: {wrong}, the last of {MOST_NOT_FINITE} such steps in a row; their "
+                f"batches are {self.out}/bad_step_N.npz. Lower LEARNING_RATE?"
             )
         self.checkpoints.check()
 

@@ -10,30 +10,21 @@ import difflib
 import math
 import os
 import re
-import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from operator import ge, gt, le, lt
 from pathlib import Path
 from typing import Any, NoReturn
 
-from runtime.mistakes import (
-    LIST_ALL,
-    OTHER_NAMES,
-    OUR_GROUPS,
-    VALUES_ELSEWHERE,
-    Mistake,
-    UserMistake,
-    misspelt,
-    other_name,
-)
+import yaml
+
+from runtime.mistakes import LIST_ALL, NOT_SETTINGS, Mistake, UserMistake, misspelt
 
 REPO = Path(__file__).resolve().parents[1]
 BOOLS = {"0": False, "1": True, "false": False, "true": True}
 LIMITS = {"at_least": ge, "at_most": le, "above": gt, "below": lt}
 MESH = r"auto|(?!.*-1.*-1)(-1|[1-9]\d*)(,(-1|[1-9]\d*)){2}"
 NAME = r"\S.*"
-PLAIN = r"(?a:[\w/]([\w/.:\\-]*[\w/])?)"  # no character of it has a meaning in YAML
 
 
 # ---- Making settings -----------------------------------------------------------------------------
@@ -47,27 +38,24 @@ def knob(
     yaml: str = "",
     choices: str = "",
     form: str = "",
-    results: str = "value",
+    kept: bool = True,
     per_process: bool = False,
+    also: str = "",
     **limits: float,
 ) -> Any:
     """A setting, as the field of a dataclass.
 
     group: the group in YAML. yaml: the name in that group; empty: the name of the field.
     choices: the allowed texts beside the default, separated by |. form: a regular expression that
-    a text must match.
-    results: how the results of a run depend on the setting:
-      value    on its value: a resumed run must keep the value
-      content  on what the setting leads to (files, data, sizes): a checkpoint records that
-               content, and a resumed run must come to the same content
-      none     not at all, or only by rounding: only speed, memory, outputs or evaluation depend
-    per_process: whether the value may differ between processes.
+    a text must match. kept: whether a resumed run must keep the value. per_process: whether the
+    value may differ between processes. also: what other programs call the setting and its values,
+    such as "ROLLOUT_ENGINE rollout.n vanilla=naive"; a name in lower case occurs only in YAML.
     limits: at_least, at_most, above, below; without a lower limit a number is at least 0.
     """
     if not {"at_least", "above"} & limits.keys():
         limits["at_least"] = 0
-    metadata = {"group": group, "help": help, "yaml": yaml, "choices": choices, "limits": limits}
-    metadata |= {"form": form, "results": results, "per_process": per_process}
+    metadata = {"group": group, "help": help, "yaml": yaml, "choices": choices, "form": form}
+    metadata |= {"kept": kept, "per_process": per_process, "also": also, "limits": limits}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -75,14 +63,16 @@ def yaml_name(field: dataclasses.Field) -> str:
     return f"{field.metadata['group']}.{field.metadata['yaml'] or field.name}"
 
 
-def compared_by_value(config: Any) -> list[str]:
-    """The settings whose values a resumed run must keep: field names of a class or an instance."""
-    return [f.name for f in dataclasses.fields(config) if f.metadata["results"] == "value"]
-
-
-def shared_by_processes(config: Any) -> list[str]:
-    """The settings that must be equal on all processes: field names of a class or an instance."""
-    return [f.name for f in dataclasses.fields(config) if not f.metadata["per_process"]]
+def names_elsewhere(fields: Sequence[dataclasses.Field]) -> dict[str, str]:
+    """{another name: the environment name of our setting}: what other programs call a setting, and
+    the names that people make of its YAML name, such as ROLLOUT_TEMPERATURE and LOSS_BETA."""
+    found = {}
+    for field in fields:
+        if field.metadata["group"] in ("rollout", "loss"):
+            found[yaml_name(field).upper().replace(".", "_")] = field.name.upper()
+        names = [name for name in field.metadata["also"].split() if "=" not in name]
+        found |= dict.fromkeys(names, field.name.upper())
+    return found
 
 
 # ---- Reading the command line, the environment and YAML ------------------------------------------
@@ -91,7 +81,6 @@ def shared_by_processes(config: Any) -> list[str]:
 def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
     """The flags; a wrong one ends the program with exit code 2."""
     parser = argparse.ArgumentParser(
-        exit_on_error=False,
         description="Settings are environment variables: STEPS=1 python train_grpo.py",
         epilog="`python config.py` lists all settings.",
     )
@@ -108,17 +97,12 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
         metavar="QUESTION",
         help="ask OUTPUT_DIR's newest checkpoint, else MODEL_PATH, and score the greedy answer",
     )
-    parser.add_argument("--answer", metavar="TEXT", help="the right answer to --ask's question")
+    parser.add_argument(
+        "--answer", metavar="TEXT", help="the right answer to --ask's question; --answer=-1/2 works"
+    )
     parser.add_argument("--processes", type=int, default=1, help="processes to print sizes for")
     parser.add_argument("--local-devices", type=int, default=1, help="devices of each process")
-    try:
-        args, unknown = parser.parse_known_args(argv)
-    except argparse.ArgumentError as error:
-        flag, hint = error.argument_name, ""
-        value = "".join(argv[argv.index(flag) + 1 :][:1]) if flag in argv else ""
-        if re.match("-[^-]", value):  # argparse takes -1/2 for a flag, and -5 for a number
-            hint = f"; write {shlex.quote(f'{flag}={value}')}"
-        parser.error(f"{error}{hint}")
+    args, unknown = parser.parse_known_args(argv)
     if unknown:
         hint = "; settings go before the command: STEPS=1 python train_grpo.py"
         given = any(re.match(r"[A-Za-z_]\w*=", text) for text in unknown)
@@ -141,9 +125,7 @@ def read_env(env: Mapping[str, str], config: type, mistakes: list[Mistake]) -> d
     config: a dataclass whose fields are made by `knob`.
     """
     fields = dataclasses.fields(config)
-    known = {field.name.upper(): field for field in fields}
-    with_group = {yaml_name(f).upper().replace(".", "_"): f.name.upper() for f in fields}
-    with_group = {n: ours for n, ours in with_group.items() if n.startswith(OUR_GROUPS)}
+    known, elsewhere = {field.name.upper(): field for field in fields}, names_elsewhere(fields)
     settings = {}
     for name in sorted(env):
         if name in known:
@@ -154,12 +136,12 @@ def read_env(env: Mapping[str, str], config: type, mistakes: list[Mistake]) -> d
                 settings[field.name] = parse(field, text, name)
             except UserMistake as error:
                 mistakes.append(Mistake(name, str(error)))
-        elif mistake := other_name(name, [name, name.upper()], {ours: ours for ours in known}):
-            mistakes.append(mistake)
-        elif ours := with_group.get(name):
+        elif name in NOT_SETTINGS:
+            mistakes.append(Mistake(name, f"there is no setting {name}: {NOT_SETTINGS[name]}"))
+        elif ours := elsewhere.get(name.upper()) or (name.upper() in known and name.upper()):
             mistakes.append(Mistake(ours, f"{name} is called {ours} here {LIST_ALL}"))
-        elif meant := misspelt(name, [*known, *filter(str.isupper, OTHER_NAMES)]):
-            ours = OTHER_NAMES.get(meant, meant)
+        elif meant := misspelt(name, [*known, *elsewhere]):
+            ours = elsewhere.get(meant, meant)
             called = f"{meant}, which is called {ours} here" if ours != meant else meant
             text = f"unknown setting {name}; did you mean {called}? {LIST_ALL}"
             mistakes.append(Mistake(ours, text))
@@ -171,11 +153,9 @@ def parse(field: dataclasses.Field, text: str, label: str) -> Any:
     choices, form, help = (field.metadata[name] for name in ("choices", "form", "help"))
     if text.startswith("{repo}/"):
         text = str(REPO / text.removeprefix("{repo}/"))
-    if re.search("[\0\ud800-\udc7f\udd00-\udfff]", text):
-        raise UserMistake(f"{label}={text!r} is not UTF-8 text")
     if choices and text not in (field.default, *choices.split("|")):
-        ours = VALUES_ELSEWHERE.get(field.name.upper(), {}).get(text)
-        here = f"; {text} is called {ours} here" if ours else ""
+        values = dict(x.split("=") for x in field.metadata["also"].split() if "=" in x)
+        here = f"; {text} is called {values[text]} here" if text in values else ""
         raise UserMistake(f"{label}={text!r} is not one of {choices}{here}")
     if form and not re.fullmatch(form, text):
         raise UserMistake(f"{label}={text!r} does not have the right form: {help}")
@@ -211,7 +191,6 @@ def read_yaml(path: str | Path, config: type, mistakes: list[Mistake]) -> dict[s
     text that is null is empty. config: a dataclass of `knob` fields.
     Raises UserMistake if the file cannot be read as such keys.
     """
-    yaml = import_yaml()
     try:
         # Nodes keep 1e-6 and 0123 as written, and also a key that occurs twice; values do not.
         root = yaml.compose(Path(path).read_bytes(), Loader=yaml.SafeLoader)
@@ -242,9 +221,13 @@ def read_yaml(path: str | Path, config: type, mistakes: list[Mistake]) -> dict[s
 
 def unknown_key(path: str | Path, key: str, fields: dict[str, dataclasses.Field]) -> Mistake:
     """The mistake of an unknown key in a YAML file. fields: all settings by their YAML names."""
+    last = key.rpartition(".")[2].upper()
     spelling = {field.name.upper(): name for name, field in fields.items()}
-    if mistake := other_name(key, [key, key.rpartition(".")[2].upper()], spelling, f"{path}: "):
-        return mistake
+    elsewhere = names_elsewhere([*fields.values()])
+    if last in NOT_SETTINGS:
+        return Mistake(last, f"{path}: there is no setting {key}: {NOT_SETTINGS[last]}")
+    if ours := elsewhere.get(key) or elsewhere.get(last) or (last in spelling and last):
+        return Mistake(ours, f"{path}: {key} is called {spelling[ours]} here {LIST_ALL}")
     yaml_names = {name: name for name in fields} | {f.name: name for name, f in fields.items()}
     meant = yaml_names[difflib.get_close_matches(key.lower(), yaml_names, 1, cutoff=0)[0]]
     text = f"{path}: unknown setting {key}; did you mean {meant}? {LIST_ALL}"
@@ -258,18 +241,6 @@ def yaml_items(mapping: Any, group: str = "") -> Iterator[tuple[str, Any]]:
             yield from yaml_items(node, f"{key.value}.")
         elif group or node.value or "." in key.value:  # an empty group is skipped
             yield f"{group}{key.value}", node
-
-
-def import_yaml() -> Any:
-    """The module yaml, imported late: reading the environment alone does not need pyyaml."""
-    try:
-        import yaml
-    except ImportError:
-        raise UserMistake(
-            "settings are read and printed as YAML, for which pyyaml is not installed: "
-            "pip install -r requirements.txt"
-        ) from None
-    return yaml
 
 
 def is_null(node: Any) -> bool:
@@ -330,18 +301,12 @@ def to_text(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, tuple):
         return ",".join(map(str, value))
-    if not isinstance(value, str) or is_plain(value):
+    if not isinstance(value, str):
         return str(value)
-    return import_yaml().safe_dump(value, default_style='"', width=math.inf).strip()
-
-
-def is_plain(text: str) -> bool:
-    """Whether YAML reads the text without quotes as a text, not as a number, a date or null."""
-    if not re.fullmatch(PLAIN, text):
-        return False
-    yaml = import_yaml()
-    # The tag of a node says what YAML takes the text for. To load 2026-02-30 would raise an error.
-    return yaml.compose(text, Loader=yaml.SafeLoader).tag.endswith(":str")
+    one_word = value and not re.search(r"\s", value)
+    if one_word and yaml.safe_dump(value, width=math.inf) == f"{value}\n...\n":
+        return value
+    return yaml.safe_dump(value, default_style='"', width=math.inf).strip()
 
 
 def yaml_lines(cfg: Any) -> list[str]:
@@ -354,15 +319,6 @@ def yaml_lines(cfg: Any) -> list[str]:
         line = f"{yaml_name(field)}: {to_text(value)}"
         lines.append(f"{line:<40}  # {field.name.upper()}: {help}{choices}  [{mark}]")
     return lines
-
-
-def changed(cfg: Any, layers: Mapping[str, str]) -> str:
-    """A line with every setting that differs from its default, and the layer that set it."""
-    return "changed: " + " ".join(
-        f"{field.name.upper()}={to_text(getattr(cfg, field.name))} ({layers[field.name]})"
-        for field in dataclasses.fields(cfg)
-        if getattr(cfg, field.name) != field.default
-    )
 
 
 def print_and_exit(text: str) -> NoReturn:

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,6 +26,7 @@ from runtime.long_work import compilations
 from runtime.mistakes import Unwritable, UserMistake
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SILENCE_S = 30  # after so many seconds of silence a process is dead
 
 
 def start_jax(cfg: Any) -> None:
@@ -41,7 +42,7 @@ def start_jax(cfg: Any) -> None:
     if not os.environ.get("JAX_PLATFORMS") and not has_tpu():
         # jax would start libtpu, if it is installed, and libtpu prints errors without a TPU.
         register_backend_factory("tpu", lambda: None)
-    join(init_timeout_s=cfg.init_timeout_s, heartbeat_timeout_s=cfg.heartbeat_timeout_s)
+    join(cfg.init_timeout_s)
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # an AssertionError: it is not installed
@@ -69,13 +70,13 @@ def has_tpu(pci: Path = Path("/sys/bus/pci/devices")) -> bool:
     return False
 
 
-def join(*, init_timeout_s: int, heartbeat_timeout_s: int) -> None:
+def join(init_timeout_s: int) -> None:
     """Joins the other processes, if there are any, before anything touches a device.
 
     JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID name the processes. Without them
     the tasks of srun, those of mpirun, and the hosts of a TPU slice find each other. If they have
     not all joined after init_timeout_s, this process ends with exit code 1. If one falls silent
-    later, jax ends the others after heartbeat_timeout_s.
+    later, jax ends the others after SILENCE_S.
     """
     env, where, who = os.environ, {}, ""
     if address := env.get("JAX_COORDINATOR_ADDRESS"):
@@ -118,7 +119,7 @@ def join(*, init_timeout_s: int, heartbeat_timeout_s: int) -> None:
     jax.distributed.initialize(
         **where,
         initialization_timeout=init_timeout_s + 30,
-        heartbeat_timeout_seconds=heartbeat_timeout_s,
+        heartbeat_timeout_seconds=SILENCE_S,
     )
     limit.cancel()
 
@@ -161,32 +162,19 @@ def told_by_all() -> Iterator[None]:
 
     Nothing within it may wait for another process.
     """
-    mistakes: list[str] = []
-    with _noted(mistakes):
-        yield
-    for i, text in enumerate(gather_texts("\n".join(mistakes))):
-        if text:
-            where = f"process {i}: " if i else ""
-            raise UserMistake("\n".join(where + line for line in text.splitlines()))
-
-
-def tried(mistakes: list[str], read: Callable[..., Any], *arguments: Any) -> Any:
-    """What `read` returns; None if it finds a mistake, whose text goes to `mistakes`."""
-    with _noted(mistakes):
-        return read(*arguments)
-
-
-@contextlib.contextmanager
-def _noted(mistakes: list[str]) -> Iterator[None]:
-    """Adds the text of a mistake to `mistakes`, instead of raising it."""
+    mistake = ""
     try:
         yield
     except (UserMistake, Unwritable) as error:
-        mistakes.append(str(error))
+        mistake = str(error)
     except OSError as error:
         if not error.filename:  # such as a lost connection
             raise
-        mistakes.append(f"{error.filename}: {error.strerror}")
+        mistake = f"{error.filename}: {error.strerror}"
+    for i, text in enumerate(gather_texts(mistake)):
+        if text:
+            where = f"process {i}: " if i else ""
+            raise UserMistake("\n".join(where + line for line in text.splitlines()))
 
 
 def gather_texts(text: str) -> list[str]:

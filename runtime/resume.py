@@ -160,10 +160,8 @@ def evaluations_done(progress: Progress, done: Mapping[str, int]) -> list[str]:
     return [kind for kind in ("eval", "eval_full") if kind in kinds | known]
 
 
-def stop_if_another(
-    record: Mapping[str, Any], made_with: Mapping[str, str], resume_force: bool, what: str
-) -> None:
-    """Raises UserMistake naming what has changed since the record, unless RESUME_FORCE=1.
+def what_changed(record: Mapping[str, Any], made_with: Mapping[str, str], what: str) -> str:
+    """A line that names what has changed since the record, or "".
 
     made_with: all that the results follow from, now. what: has the record, such as "step 4".
     """
@@ -173,16 +171,20 @@ def stop_if_another(
         for name in {**before, **made_with}
         if before.get(name) != made_with.get(name)
     ]
-    if not changed:
-        return
     text = f"{what} was made with other settings or files: {'; '.join(changed[:5])}"
-    if not resume_force:
-        end = before.get(SCHEDULE_END, "0")
+    return text if changed else ""
+
+
+def stop_if_another(
+    record: Mapping[str, Any], made_with: Mapping[str, str], what: str, folder: str = ""
+) -> None:
+    """Raises UserMistake if something has changed; see what_changed. folder: of the checkpoints
+    with which a fork could go on."""
+    if text := what_changed(record, made_with, what):
+        end = record["made_with"].get(SCHEDULE_END, "0")
         back = f" with LR_DECAY_STEPS={end}" if SCHEDULE_END in text and end != "0" else ""
-        raise UserMistake(
-            f"{text}; set it back{back}, or RESUME_FORCE=1 to go on, or choose a new OUTPUT_DIR"
-        )
-    print(f"RESUME_FORCE=1: {text}", flush=True)
+        fork = f" with RESUME={folder}, which goes on as changed" if folder else ""
+        raise UserMistake(f"{text}; set it back{back}, or choose a new OUTPUT_DIR{fork}")
 
 
 # ---- How a run begins ----------------------------------------------------------------------------
@@ -222,11 +224,11 @@ class Beginning:
         if recorded or self._own:
             self._stop_if_taken()
         self.done: dict[str, int] = self._run.get("done", {})
-        same = self._run and (self._run["made_with"] == made_with or cfg.resume_force)
+        same = self._run and self._run["made_with"] == made_with
         undone = {name: what for name, what in asked.items() if self.done.get(what) != cfg.steps}
         self.missing = undone if same else {**asked}
         if self._run and not self._own:  # the same command begins it again
-            stop_if_another(self._run, made_with, cfg.resume_force, f"the run in {out}")
+            stop_if_another(self._run, made_with, f"the run in {out}")
             if self.missing and (self.done or self._run["newest"] >= 0):
                 raise UserMistake(
                     f"OUTPUT_DIR={out}: what is missing ({', '.join(self.missing.values())}) needs "
@@ -275,7 +277,19 @@ class Beginning:
                 f"{self._where} and CHECKPOINT_DIR={self._checkpoints.folder} hold two runs; "
                 f"choose a new folder for one of them"
             )
-        stop_if_unusable(self._cfg, wanted, self._made_with, record)
+        step, made_with = record["step"], self._made_with
+        if self._cfg.steps < step:
+            raise UserMistake(
+                f"STEPS={self._cfg.steps}, and the checkpoint is after step {step}; raise it"
+            )
+        if self._own:
+            stop_if_another(record, made_with, f"step {step}", self._checkpoints.folder)
+        elif text := what_changed(record, made_with, f"step {step}"):  # a fork may differ
+            print(f"RESUME={self._cfg.resume}: {text}", flush=True)
+        stop_if_other_arrays(wanted, record)
+        before, now = record["versions"], processes.versions()
+        if old := [f"{name}={before.get(name)}" for name in now if before.get(name) != now[name]]:
+            print(f"the checkpoint was made with {' '.join(old)}", flush=True)
 
     def restore(self, wanted: Any) -> tuple[Any, Progress]:
         """The arrays and the progress of the checkpoint with which the run begins; no arrays (None)
@@ -327,23 +341,6 @@ def checkpoint_source(
     return (own if own and source.folder == own.folder else source), step
 
 
-def stop_if_unusable(
-    cfg: Any, wanted: Any, made_with: Mapping[str, str], record: Mapping[str, Any]
-) -> None:
-    """Raises UserMistake for a checkpoint of another run, or with other arrays than this run's.
-
-    record: of the checkpoint.
-    """
-    step = record["step"]
-    if cfg.steps < step:
-        raise UserMistake(f"STEPS={cfg.steps}, and the checkpoint is after step {step}; raise it")
-    stop_if_another(record, made_with, cfg.resume_force, f"step {step}")
-    stop_if_other_arrays(wanted, record)
-    before, now = record["versions"], processes.versions()
-    if old := [f"{name}={before.get(name)}" for name in now if before.get(name) != now[name]]:
-        print(f"the checkpoint was made with {' '.join(old)}", flush=True)
-
-
 def stop_if_other_arrays(wanted: Any, record: Mapping[str, Any], part: bool = False) -> None:
     """Raises UserMistake if the checkpoint with this record has other arrays than the wanted ones.
 
@@ -355,8 +352,8 @@ def stop_if_other_arrays(wanted: Any, record: Mapping[str, Any], part: bool = Fa
         other += [f"has {text}, unused by this run" for text in theirs if text not in ours]
     if other:
         raise UserMistake(
-            f"the checkpoint of step {record['step']} {other[0]}: MODEL_PATH, OPTIMIZER and BETA "
-            f"have to be those of its run, and the code has to be of the same version"
+            f"the checkpoint of step {record['step']} {other[0]}: MODEL_PATH and OPTIMIZER have to "
+            f"be those of its run, and the code has to be of the same version"
         )
 
 

@@ -14,11 +14,8 @@ If no micro-batch size is set, a micro-step has up to 4 sequences per device. Ev
 exact; otherwise an error names the nearest sizes that fit.
 """
 
-import collections
 import math
-import shutil
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from runtime.mistakes import UserMistake
@@ -245,26 +242,3 @@ def most_checkpoints(steps: int, save_every_steps: int, save_keep: int) -> int:
     """
     saves = math.ceil(steps / save_every_steps) if save_every_steps else 0
     return min(saves, save_keep + 2) if save_keep else saves
-
-
-def space_lines(needs: Sequence[tuple[str, Path, int]]) -> list[str]:
-    """A line with what a run will write and the space that is free for it, and a note for each disk
-    that has too little space.
-
-    needs: (what, the folder that it will be in, bytes).
-    """
-    texts, needed, free = [], collections.Counter(), {}
-    for what, folder, size in needs:
-        there = next(f for f in (folder, *folder.absolute().parents) if f.exists())
-        disk = there.stat().st_dev
-        needed[disk] += size
-        free[disk] = shutil.disk_usage(there).free
-        texts.append(f"{what} in {folder}, {free[disk] / 1e9:.3g} GB free")
-    notes = [
-        f"note: the run needs {needed[disk] / 1e9:.3g} GB of disk, and {space / 1e9:.3g} GB are "
-        f"free; lower SAVE_KEEP, raise SAVE_EVERY_STEPS (0 saves nothing), set EXPORT_HF=none, or "
-        f"set CHECKPOINT_DIR and EXPORT_HF to a larger disk"
-        for disk, space in free.items()
-        if needed[disk] > space
-    ]
-    return [f"disk: {'; '.join(texts) or 'no checkpoints and no export'}", *notes]

@@ -438,18 +438,15 @@ def test_a_chat_template_of_a_file_serves_a_model_that_has_none(tmp_path: Path) 
     refused(lambda: hf.load_tokenizer(tmp_path, str(tmp_path / "latin.jinja")), "is not UTF-8 text")
 
 
-def test_prompts_that_are_too_long_are_skipped_or_refused() -> None:
+def test_prompts_that_are_too_long_are_skipped(capsys: pytest.CaptureFixture) -> None:
     prompts = [Prompt(list(range(n)), {"question": str(n)}) for n in (5, 3, 7, 4)]
-    for too_long in ("skip", "error"):
-        assert fit_prompts(prompts, 0, too_long, "train") == prompts
-        assert fit_prompts(prompts, 7, too_long, "train") == prompts
-    assert fit_prompts(prompts, 4, "skip", "train") == [prompts[1], prompts[3]]
+    assert fit_prompts(prompts, 0, "train") == fit_prompts(prompts, 7, "train") == prompts
+    assert capsys.readouterr().out == ""
+    assert fit_prompts(prompts, 4, "train") == [prompts[1], prompts[3]]
+    told = "skipped 2 of 4 train prompts: longer than MAX_PROMPT_LENGTH=4 tokens\n"
+    assert capsys.readouterr().out == told
     refused(
-        lambda: fit_prompts(prompts, 4, "error", "test"),
-        "MAX_PROMPT_LENGTH=4: 2 test prompts are longer, up to 7 tokens; raise it or set",
-    )
-    refused(
-        lambda: fit_prompts(prompts, 2, "skip", "test"),
+        lambda: fit_prompts(prompts, 2, "test"),
         "MAX_PROMPT_LENGTH=2: every test prompt is longer; the shortest has 3",
     )
 

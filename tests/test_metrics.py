@@ -27,9 +27,7 @@ from metrics import (
     step_records,
 )
 from models.draw import Sampling
-from rewards import AccuracyRule, accuracy_rule
 from runtime.long_work import Compilation, compilations
-from runtime.mistakes import UserMistake
 from runtime.packing import Batch
 from runtime.records import read_settings
 from runtime.resume import Progress
@@ -257,7 +255,7 @@ def test_a_step_writes_its_lines_its_record_and_two_samples(
 
 
 def evaluation_of(
-    per_function: list[list[float]], samples: int, threshold: float = 1.0, temperature: float = 0.0
+    per_function: list[list[float]], samples: int, temperature: float = 0.0
 ) -> tuple[SimpleNamespace, tuple[Batch, list[str]], np.ndarray]:
     """A run with the functions `first`, which says what is right, and `second`, its evaluation of
     completions with these rewards and texts, and which are right: [questions, samples]."""
@@ -266,7 +264,6 @@ def evaluation_of(
     run = SimpleNamespace(
         cfg=cfg,
         functions=functions,
-        accuracy=AccuracyRule("first", threshold),
         eval_sampling=Sampling(temperature),
     )
     rewards = np.array(per_function)
@@ -335,34 +332,11 @@ def test_the_accuracy_is_pass_at_1_also_where_samples_have_no_value() -> None:
     assert records["eval/pass_at_3"] == 1.0  # of the second question alone
 
 
-def test_accuracy_is_the_share_of_completions_whose_reward_reaches_the_threshold() -> None:
+def test_accuracy_is_the_share_of_completions_whose_reward_is_at_least_1() -> None:
     rewards = [[1.0, 0.0], [0.5, 1.0], [0.99, NAN], [NAN, 0.0]]
-
-    def accuracy(threshold: float) -> float:
-        run, evaluation, correct = evaluation_of(rewards, samples=1, threshold=threshold)
-        _, records = evaluation_record(run, 0, *evaluation, correct, clock(), False)
-        return records["eval/accuracy"]
-
-    assert accuracy(1.0) == pytest.approx(1 / 3)  # the function applies to three completions
-    assert accuracy(0.5) == 1.0
-
-
-def test_accuracy_follows_accuracy_of_or_reward_correct_or_the_first_function() -> None:
-    def rule(settings: str, functions: str) -> AccuracyRule:
-        cfg = Config.from_env(dict(pair.split("=", 1) for pair in settings.split()))
-        named = [SimpleNamespace(__name__=name) for name in functions.split()]
-        return accuracy_rule(cfg.accuracy_of, cfg.accuracy_threshold, named)
-
-    assert rule("", "reward_format reward_correct") == ("reward_correct", 1.0)
-    assert rule("", "countdown reward_format") == ("countdown", 1.0)
-    assert rule("ACCURACY_OF=reward_format", "reward_correct reward_format")[0] == "reward_format"
-    assert rule("ACCURACY_OF=my.py:f ACCURACY_THRESHOLD=0.5", "reward_correct f") == ("f", 0.5)
-    with pytest.raises(UserMistake) as error:
-        rule("ACCURACY_OF=other", "reward_correct f")
-    assert str(error.value) == (
-        "ACCURACY_OF=other is none of the run's reward functions, reward_correct, f; add it to "
-        "REWARD_FN, with weight 0 if it is only to measure"
-    )
+    run, evaluation, correct = evaluation_of(rewards, samples=1)
+    _, records = evaluation_record(run, 0, *evaluation, correct, clock(), False)
+    assert records["eval/accuracy"] == pytest.approx(1 / 3)  # it applies to three completions
 
 
 def test_the_metrics_of_dynamic_sampling_cover_everything_that_was_sampled() -> None:

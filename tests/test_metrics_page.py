@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from test_train import REPO, train
 
-from loss import CHOICES, Objective, policy_loss
+from config import choices_of
+from loss import Objective, policy_loss
 from review import RULES, WINDOW
 
 METRICS_PAGE = (REPO / "docs" / "metrics.md").read_text(encoding="utf-8")
@@ -34,7 +35,6 @@ RUNS = {
         "IS_MODE": "token_mask",
         "IS_FLOOR": "0.5",
         "ENTROPY_COEF": "0.01",
-        "OFF_POLICY_MASK_THRESHOLD": "0.1",
     },
 }
 OF_OTHER_DEVICES = {"memory/device_peak_gib", "throughput/update/mfu"}
@@ -94,7 +94,7 @@ def test_the_other_names_are_those_of_a_run_with_other_settings_and_of_other_dev
 def test_every_metric_of_every_objective_is_on_the_page() -> None:
     names, x = set(names_of(METRICS_PAGE)), np.zeros((2, 3), np.float32)
     found: set[str] = set()
-    for loss_type, is_mode in itertools.product(*(CHOICES[x].split() for x in OF_LOSS)):
+    for loss_type, is_mode in itertools.product(*map(choices_of, OF_LOSS)):
         metrics = policy_loss(
             *(x, x, x[:, 0], x + 1, 6.0),
             ref_logps=x,
@@ -107,7 +107,6 @@ def test_every_metric_of_every_objective_is_on_the_page() -> None:
                 beta=0.1,
                 entropy_coef=0.1,
                 is_floor=0.5,
-                off_policy_mask_threshold=0.1,
             ),
         )[1]
         found |= set(metrics)
@@ -147,7 +146,7 @@ def test_the_page_tells_the_rules_of_the_verdict_with_their_thresholds() -> None
     assert parts[::2] == [rule.name for rule in RULES]
     for rule, text in zip(RULES, parts[1::2], strict=True):
         condition, says, why = re.split(r" \*(?:Says|Why):\* ", " ".join(text.split()))
-        assert (says, why) == (rule.says, rule.why)
+        assert says == rule.says and why
         numbers = set(map(float, re.findall(r"(?<![\w.])\d+\.?\d*(?=[\s,.])", condition)))
         assert numbers - {WINDOW} == thresholds()[rule.name] - {WINDOW}, rule.name
         for name in re.findall(r"`(\w[\w-]*/[\w/]+)`", condition):

@@ -85,22 +85,27 @@ def test_mini_batches_that_do_not_divide_are_refused_with_those_that_do(
 SMALL = "BATCH_SIZE=8 NUM_PRE_Q=4 NUM_MINI_BATCHES=4 TRAIN_MICRO_BATCH_SIZE=8"
 
 
-def run_of(settings: str) -> Run:
+def run_of(settings: str, switched_off: str = "") -> Run:
+    """A run for which these methods of Config return False."""
     text = f"{SMALL} MODEL_PATH={TINY} DATASET={TINY} {settings}"
-    return set_up(Config.from_env(dict(pair.split("=") for pair in text.split())))
+    with pytest.MonkeyPatch.context() as patch:
+        for name in switched_off.split():
+            patch.setattr(Config, name, lambda cfg: False)
+        return set_up(Config.from_env(dict(pair.split("=") for pair in text.split())))
 
 
 @pytest.fixture(
     scope="module",
-    params=[("8,1,1", "off", 4), ("2,1,4", "off", 1), ("8,1,1", "auto", 0), ("2,1,4", "auto", 0)],
+    params=[("8,1,1", "packs", 4), ("2,1,4", "packs", 1), ("8,1,1", "", 0), ("2,1,4", "", 0)],
     ids=str,
 )
 def run_and_copies(request: pytest.FixtureRequest) -> tuple[Run, int]:
     """On eight devices, or on pairs of four; and how often a prompt is computed. In padded rows a
     device has one sequence with its prompt, or four sequences with their one prompt. 0 stands for
     packed rows, in which it depends on the lengths."""
-    shape, packing, copies = request.param
-    return run_of(f"MESH_SHAPE={shape} PACKING={packing} SKIP_ZERO_ADVANTAGE=off"), copies
+    shape, padded, copies = request.param
+    # With ENTROPY_COEF no sequence is skipped.
+    return run_of(f"MESH_SHAPE={shape} ENTROPY_COEF=0.1", padded), copies
 
 
 def step_of(masked: int) -> Batch:
@@ -208,7 +213,7 @@ def test_old_logps_are_those_before_the_first_update(n: int, monkeypatch) -> Non
     monkeypatch.setattr(train_grpo, "one_update", one_update)
     before, never = SimpleNamespace(params=0), SimpleNamespace(check=lambda: None)
     batch = with_scores(run, 0, None, step_of(masked=5))
-    state, _, _, metrics = update_policy(run, never, before, None, batch, 0.1, step=3)
+    state, _, metrics = update_policy(run, never, before, batch, 0.1, step=3)
     assert state.params == len(updated) == metrics["updates_applied"] == 2 * n
     assert scored == ([0] if n > 1 else []), "the weights before the first update"
     assert updated[0][1] is None, "each ratio of the first update is 1"
@@ -218,11 +223,11 @@ def test_old_logps_are_those_before_the_first_update(n: int, monkeypatch) -> Non
 
 # ---- Runs ----------------------------------------------------------------------------------------
 
-# Every metric of a step can differ: a reference that follows, a quantile of the step, both losses.
+# Every metric of a step can differ: a reference, a quantile of the step, both losses.
 SETTINGS = dict(
     pair.split("=")
     for pair in """
-    STEPS=2 BATCH_SIZE=8 NUM_PRE_Q=4 NUM_MINI_BATCHES=4 PPO_EPOCHS=2 BETA=0.05 REF_SYNC_STEPS=5
+    STEPS=2 BATCH_SIZE=8 NUM_PRE_Q=4 NUM_MINI_BATCHES=4 PPO_EPOCHS=2 BETA=0.05
     TOP_ENTROPY_QUANTILE=0.6 LEARNING_RATE=3e-4 LR_SCHEDULE=constant WARMUP_RATIO=0 EXPORT_HF=none
     EVAL_EVERY_STEPS=0
     """.split()
@@ -279,7 +284,7 @@ def test_three_steps_of_four_mini_batches_and_two_epochs_equal_torch_in_float64(
     (tmp_path / "mine.py").write_text(RECORDER)
     text = f"""STEPS={STEPS} BATCH_SIZE={P} NUM_PRE_Q={K} NUM_MINI_BATCHES=4 OPTIMIZER=sgd
         PPO_EPOCHS={EPOCHS} LEARNING_RATE={LR} LR_SCHEDULE=constant WARMUP_RATIO=0 EPS_HIGH=0.05
-        EPS_LOW=0.03 MAX_LENGTH_SAMPLE=16 EXPORT_DTYPE=float32 REWARD_WEIGHTS=1
+        EPS_LOW=0.03 MAX_LENGTH_SAMPLE=16 REWARD_WEIGHTS=1
         REWARD_FN={tmp_path}/mine.py:by_length IDS_TO={tmp_path}/ids.jsonl"""
     result = train(tmp_path / "run", **dict(pair.split("=", 1) for pair in text.split()))
     torch.set_num_threads(2)

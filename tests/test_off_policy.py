@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_loss import part, trl_inputs, value_and_grad
+from test_loss import part, trl_inputs
 
 from loss import sampler_weights
 
@@ -31,16 +31,3 @@ def test_delta_is_the_dual_clip_of_verl() -> None:
     assert ((A < 0) & (clipped > -3 * A) & mask).sum() >= 2
     loss, _, _ = part(x, delta=3.0)
     assert loss == pytest.approx(np.where(mask, dual, 0).sum() / mask.sum(), rel=1e-6)
-
-
-def test_a_bad_sequence_far_from_the_policy_is_dropped() -> None:
-    """Its mean of sampling_logps - logps is 0.2; that of the good one is too, and it is kept."""
-    logps, sampling = [[-1.0, -2.0]] * 3, [[-0.8, -1.8], [-0.8, -1.8], [-1.0, -1.9]]
-    arrays = {"sampling_logps": sampling, "mask": [[1, 1], [1, 1], [1, 0]]}
-    kwargs = {"off_policy_mask_threshold": 0.15, "num_sequences": 3}
-    loss, grad, metrics = value_and_grad(
-        logps, logps, [-1.0, 1.0, -1.0], num_tokens=5, **arrays, **kwargs
-    )
-    assert metrics["off_policy_mask/dropped"] == pytest.approx(1 / 3)
-    np.testing.assert_allclose(grad, [[0, 0], [-0.2, -0.2], [0.2, 0]], atol=1e-7)
-    assert loss == pytest.approx((-2 + 1) / 5)

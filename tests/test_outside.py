@@ -30,7 +30,7 @@ ANSWERS = [
     "#### 1/0",
     "#### " + "9" * 400,
 ]
-REWARDS = BUILT_IN | penalties(max_length=64, overlong_cache=8, repetition_ngram=3)
+REWARDS = BUILT_IN | penalties(max_length=64, overlong_cache=8)
 
 
 def test_no_reward_function_raises_on_a_hundred_thousand_odd_completions() -> None:

@@ -9,6 +9,7 @@ from test_train import Result, finish, train, train_two
 
 REPO = Path(__file__).resolve().parent.parent
 COMPUTED = "throughput/update/computed_per_token"
+PADDED = {"SWITCHED_OFF": "packs skips drops_ended"}
 # All that a step can have: a reference, a quantile of the step's entropies, several mini-batches,
 # several epochs, the tokens that could be drawn, and a ratio for each sequence. At TEMPERATURE=1
 # the entropies of the random model are so equal that rounding would decide which tokens the
@@ -26,10 +27,9 @@ EVERYTHING = dict(
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     small = small_model(tmp_path_factory.mktemp("models"))
-    text = "STEPS=2 BATCH_SIZE=8 NUM_PRE_Q=4 MAX_LENGTH_SAMPLE=128 EXPORT_HF=none DROP_ENDED=off"
+    text = "STEPS=2 BATCH_SIZE=8 NUM_PRE_Q=4 MAX_LENGTH_SAMPLE=128 EXPORT_HF=none"
     text += f" TRAIN_MICRO_BATCH_SIZE=8 MODEL_PATH={small}"
-    text += " SKIP_ZERO_ADVANTAGE=off"
-    return dict(pair.split("=") for pair in text.split())
+    return dict(pair.split("=") for pair in text.split()) | {"SWITCHED_OFF": "skips drops_ended"}
 
 
 def assert_same(result: Result, expected: Result) -> None:
@@ -43,10 +43,9 @@ def assert_same(result: Result, expected: Result) -> None:
 
 
 def test_a_run_learns_the_same_and_computes_less(tmp_path: Path, settings: dict[str, str]) -> None:
-    expected = train(tmp_path / "off", **settings, PACKING="off")
+    expected = train(tmp_path / "off", **settings | PADDED)
     result = train(tmp_path / "auto", **settings)
     assert_same(result, expected)
-    assert "train.packing=on" in result.lines and "train.packing=off" in expected.lines
     assert max(record[COMPUTED] for record in result.records) < 1.3
     assert min(record[COMPUTED] for record in expected.records) > 2
 
@@ -56,7 +55,7 @@ def test_every_part_of_a_step_is_the_same_on_devices_and_processes(
     tmp_path: Path, settings: dict[str, str]
 ) -> None:
     settings = settings | EVERYTHING
-    expected = train(tmp_path / "off", **settings, PACKING="off")
+    expected = train(tmp_path / "off", **settings | PADDED)
     assert expected.records[1]["train-other/clip_ratio_later/region_mean"] > 0
     assert_same(train(tmp_path / "one", **settings), expected)
     assert_same(train(tmp_path / "eight", devices=8, **settings), expected)

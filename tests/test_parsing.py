@@ -1,4 +1,4 @@
-"""parsing.py: names, how results depend on settings, docs/settings.md, .env files, no pyyaml.
+"""parsing.py: names, docs/settings.md, texts in YAML, .env files and the command line.
 
 test_config.py has the tests of values and YAML.
 """
@@ -15,7 +15,7 @@ import pytest
 import config
 from config import Config
 from runtime import parsing
-from runtime.mistakes import NOT_SETTINGS, OTHER_NAMES, UserMistake
+from runtime.mistakes import NOT_SETTINGS, UserMistake
 from runtime.parsing import REPO, read_dotenv
 from runtime.records import read_settings
 from tools import settings_page
@@ -54,8 +54,9 @@ CALLED = """
     MESH_SHAPE_FSDP=MESH_SHAPE ROLLOUT_ENGINE=ROLLOUT_BACKEND EPSILON=EPS_LOW
     NUM_ITERATIONS=PPO_EPOCHS MAX_COMPLETION_LENGTH=MAX_LENGTH_SAMPLE
     GRADIENT_ACCUMULATION_STEPS=GRAD_ACCUM_STEPS OPTIM=OPTIMIZER ROLLOUT_N=NUM_PRE_Q NUM_STEPS=STEPS
-    NUM_GENERATIONS_EVAL=EVAL_SAMPLES MAX_LEN_SAMPLE=MAX_LENGTH_SAMPLE EPSILON_LOW=EPS_LOW
-    GRAD_ACCUM=GRAD_ACCUM_STEPS num_generations=NUM_PRE_Q Steps=STEPS CLIP_EPS=EPS_LOW
+    NUM_GENERATIONS_EVAL=EVAL_SAMPLES MAX_LEN_SAMPLE=MAX_LENGTH_SAMPLE
+    num_generations=NUM_PRE_Q Steps=STEPS CLIP_EPS=EPS_LOW GRAD_ACCUM=GRAD_ACCUM_STEPS
+    EPSILON_LOW=EPS_LOW MODEL_ID=MODEL_PATH RANDOM_SEED=SEED EVAL_EVERY=EVAL_EVERY_STEPS
     ROLLOUT_TEMPERATURE=TEMPERATURE LOSS_BETA=BETA
 """
 CALLED_IN_YAML = """
@@ -64,13 +65,15 @@ CALLED_IN_YAML = """
     optim.lr=train.learning_rate rollout.max_new_tokens=rollout.max_length_sample
 """
 NOT_HERE = {
-    "NUM_EPOCHS": "a run takes STEPS steps; an epoch has as many steps as ",
+    "NUM_EPOCHS": "STEPS is the number of steps; an epoch has as many as ",
     "EVAL_BATCHES": "EVAL_PROMPTS is the number of questions in an evaluation",
-    "MAX_LENGTH_TOTAL": "a sequence is as long as its prompt and MAX_LENGTH_SAMPLE new tokens need",
-    "MAX_LENGTH": "a sequence is as long as its prompt and MAX_LENGTH_SAMPLE new tokens need",
+    "MAX_LENGTH_TOTAL": "MAX_LENGTH_SAMPLE limits the completion and MAX_PROMPT_LENGTH the prompt",
+    "MAX_LENGTH": "MAX_LENGTH_SAMPLE limits the completion and MAX_PROMPT_LENGTH the prompt",
     "WARMUP_STEPS": "WARMUP_RATIO is the fraction of the schedule that is warmup",
-    "STEPS_PER_GENERATION": "NUM_MINI_BATCHES is the number of mini-batches, and so of updates",
-    "PPO_MINI_BATCH_SIZE": "NUM_MINI_BATCHES is the number of mini-batches of a step",
+    "STEPS_PER_GENERATION": "NUM_MINI_BATCHES is the number of mini-batches into",
+    "RESUME_FORCE": "to go on with other settings, set RESUME=RUN/checkpoints and a new OUTPUT_DIR",
+    "DROP_ENDED": "it is always on where MAX_LENGTH_SAMPLE >= 128",
+    "PPO_MINI_BATCH_SIZE": "NUM_MINI_BATCHES is the number of mini-batches into",
 }
 
 
@@ -101,28 +104,18 @@ def test_a_name_without_a_counterpart_is_told_what_to_use_instead(tmp_path, name
 
 def test_other_names_are_no_settings_and_lead_to_settings() -> None:
     names = {field.name.upper() for field in dataclasses.fields(Config)}
-    assert set(OTHER_NAMES.values()) <= names
-    assert not names & {*OTHER_NAMES, *NOT_SETTINGS}
-    assert not OTHER_NAMES.keys() & NOT_SETTINGS.keys()
-
-
-# ---- What the results depend on ------------------------------------------------------------------
-
-
-def test_an_instance_and_its_class_name_the_same_compared_settings() -> None:
-    assert parsing.compared_by_value(Config()) == parsing.compared_by_value(Config)
+    others = parsing.names_elsewhere(dataclasses.fields(Config))
+    assert set(others.values()) <= names
+    of_groups = {parsing.yaml_name(f).upper().replace(".", "_") for f in dataclasses.fields(Config)}
+    assert not names & ({*others} - of_groups | {*NOT_SETTINGS})
+    assert not others.keys() & NOT_SETTINGS.keys()
 
 
 def test_processes_may_differ_in_what_they_write_and_how_long_they_wait() -> None:
-    shared = parsing.shared_by_processes(Config())
-    names = [field.name for field in dataclasses.fields(Config)]
-    assert (
-        [name for name in names if name not in shared]
-        == """
-        print_train_time_breakdown wandb_mode wandb_project wandb_name jax_compilation_cache_dir
-        init_timeout_s heartbeat_timeout_s
-    """.split()
-    )
+    own = [f.name for f in dataclasses.fields(Config) if f.metadata["per_process"]]
+    expected = "print_train_time_breakdown wandb_mode wandb_project wandb_name "
+    expected += "jax_compilation_cache_dir init_timeout_s"
+    assert own == expected.split()
 
 
 # ---- docs/settings.md ----------------------------------------------------------------------------
@@ -133,20 +126,20 @@ def test_the_page_of_settings_is_what_the_command_prints() -> None:
     told = "docs/settings.md is old: run `python tools/settings_page.py > docs/settings.md`"
     assert page == settings_page.page() + "\n", told
     assert max(map(len, page.splitlines())) <= 200
-    assert len(page.splitlines()) <= 120 - 92 + len(dataclasses.fields(Config))
+    assert len(page.splitlines()) <= 35 + len(dataclasses.fields(Config))
 
 
 def test_the_page_names_limits_choices_yaml_names_and_processes() -> None:
     lines = settings_page.page().splitlines()
     for line in (
-        "| setting | default | what it does | results depend on | per process |",
+        "| setting | default | what it does | kept | per process |",
         "| **rollout** | | | | |",
-        "| NUM_PRE_Q | 8 | K: number of completions per prompt. At least 1. | value | no |",
-        "| TOP_P | 1.0 | Sample within this probability mass. Above 0, at most 1. | value | no |",
-        "| KL_ESTIMATOR | k3 | Estimator of the KL. Choices: k1, k2, k3. | value | no |",
+        "| NUM_PRE_Q | 8 | K: number of completions per prompt. At least 1. | yes | no |",
+        "| TOP_P | 1.0 | Sample within this probability mass. Above 0, at most 1. | yes | no |",
+        "| KL_ESTIMATOR | k3 | Estimator of the KL. Choices: k1, k2, k3. | yes | no |",
         "| ROLLOUT_BATCH_SIZE, in YAML rollout.batch_size | 0 | Sequences per step over all "
-        "processes; 0: not set. | content | no |",
-        "| WANDB_PROJECT | empty | Project in W&B; empty: grpo. | none | yes |",
+        "processes; 0: not set. | no | no |",
+        "| WANDB_PROJECT | empty | Project in W&B; empty: grpo. | no | yes |",
     ):
         assert line in lines
 
@@ -162,10 +155,10 @@ def test_every_help_text_is_short_and_ends_like_a_sentence() -> None:
 
 def test_all_mistakes_of_a_start_are_told_at_once(tmp_path: Path, capsys) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text("rollout: {n: 4, temperature: 0}\nloss.kl_estimator: k1\n")
+    file.write_text("rollout: {n: 4, temperature: 0}\nloss.delta: 1.1\n")
     env = {"LR": "1", "LERNING_RATE": "1", "NUM_PRE_Q": "eight", "NUM_EPOCHS": "3", "STEPS": "5"}
     with pytest.raises(SystemExit) as stop:
-        config.load(["--config", str(file)], env | {"IS_CAP": "2"})
+        config.load(["--config", str(file)], env | {"TOP_K": "200"})
     assert stop.value.code == 2
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition(" (`python")[0] for line in lines] == [
@@ -175,20 +168,17 @@ def test_all_mistakes_of_a_start_are_told_at_once(tmp_path: Path, capsys) -> Non
         "error: NUM_PRE_Q='eight' is not a whole number",
         f"error: {file}: rollout.n is called rollout.num_pre_q here",
         f"error: {file}: rollout.temperature=0.0 must be above 0",
-        "error: KL_ESTIMATOR=k1 does nothing with BETA=0; leave it out",
-        "error: IS_CAP=2.0 does nothing with IS_MODE=none; leave it out",
+        "error: DELTA=1.1 must be above 1 + EPS_HIGH = 1.2, where clipping begins",
+        "error: TOP_K=200 is too many tokens to replay; set at most 128, or SAMPLING_SUPPORT=full",
     ]
 
 
 def test_a_contradiction_with_a_value_that_cannot_be_read_is_not_told() -> None:
     with pytest.raises(UserMistake) as error:
-        Config.from_env({"BETA": "much", "KL_ESTIMATOR": "k1"})
-    assert str(error.value) == "BETA='much' is not a number"
-    with pytest.raises(UserMistake) as error:
-        Config.from_env({"STEPS": "1e3", "REF_SYNC_STEPS": "500", "BETA": "0.1"})
-    assert str(error.value) == "STEPS='1e3' is not a whole number"
+        Config.from_env({"EPS_HIGH": "much", "DELTA": "1.1"})
+    assert str(error.value) == "EPS_HIGH='much' is not a number"
     with pytest.raises(UserMistake) as error:  # without the model tiny's settings would hold
-        Config.from_env({"MODEL_NAME_OR_PATH": "org/m", "DATASET_CONFIG": "socratic"})
+        Config.from_env({"MODEL_NAME_OR_PATH": "org/m", "NUM_PRE_Q": "1"})
     assert str(error.value).startswith("MODEL_NAME_OR_PATH is called MODEL_PATH here")
     assert "\n" not in str(error.value)
 
@@ -216,7 +206,7 @@ def test_any_text_is_written_so_that_yaml_reads_the_same_text(tmp_path: Path, te
 
 
 def test_plain_words_are_written_without_quotes() -> None:
-    for text in "auto none openai/gsm8k a.py:f C:\\x 1e-6 0o8 run_2 v6e-8".split():
+    for text in "auto none openai/gsm8k a.py:f C:\\x run_2 v6e-8 reinforce++".split():
         assert parsing.to_text(text) == text
     assert parsing.to_text("off") == '"off"'
     assert parsing.to_text("2026-02-30") == '"2026-02-30"'
@@ -330,10 +320,14 @@ def test_null_in_the_environment_means_what_it_means_in_yaml(tmp_path: Path) -> 
     assert (cfg.rollout_batch_size, cfg.wandb_name, cfg.steps) == (64, "", 100)
 
 
-def test_the_name_of_another_program_for_a_backend_is_told_ours() -> None:
-    told = "ROLLOUT_BACKEND='vanilla' is not one of naive|sglang_jax; vanilla is called naive here"
-    with pytest.raises(UserMistake, match=re.escape(told)):
-        Config.from_env({"ROLLOUT_BACKEND": "vanilla"})
+def test_the_values_of_other_programs_are_told_ours() -> None:
+    for name, text, listed, ours in (
+        ("ROLLOUT_BACKEND", "vanilla", "naive|sglang_jax", "naive"),
+        ("KL_ESTIMATOR", "low_var_kl", "k1|k2|k3", "k3"),
+    ):
+        told = f"{name}={text!r} is not one of {listed}; {text} is called {ours} here"
+        with pytest.raises(UserMistake, match=re.escape(told)):
+            Config.from_env({name: text})
 
 
 def test_null_unsets_any_size_and_leaves_the_lower_layers_alone(tmp_path: Path) -> None:
@@ -371,41 +365,12 @@ def test_a_plan_is_refused_where_nothing_plans(script: str) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("text", "written"),
-    [("-1/2", "--answer=-1/2"), ("-$5", "'--answer=-$5'"), ("-x^2", "'--answer=-x^2'")],
-)
-def test_an_answer_that_argparse_takes_for_a_flag_is_told_how_to_be_written(
-    text: str, written: str, capsys: pytest.CaptureFixture
-) -> None:
-    with pytest.raises(SystemExit) as stop:
-        parsing.parse_command_line(["--ask", "How many?", "--answer", text])
-    told = f"error: argument --answer: expected one argument; write {written}"
-    assert stop.value.code == 2 and capsys.readouterr().err.splitlines()[-1].endswith(told)
-    args = parsing.parse_command_line(["--ask", "How many?", f"--answer={text}"])
-    assert args.answer == text
-
-
 def test_negative_numbers_and_texts_with_spaces_are_values(capsys: pytest.CaptureFixture) -> None:
     for text in ("-5", "-0.5", "-1 and 1/2"):
         args = parsing.parse_command_line(["--ask", "-5 + 3 = ?", "--answer", text])
         assert (args.ask, args.answer) == ("-5 + 3 = ?", text)
+    assert parsing.parse_command_line(["--ask", "x", "--answer=-1/2"]).answer == "-1/2"
     for flags in (["--answer", "--eval-only"], ["--answer"]):
         with pytest.raises(SystemExit):
             parsing.parse_command_line(["--ask", "How many?", *flags])
         assert capsys.readouterr().err.endswith("argument --answer: expected one argument\n")
-
-
-# ---- pyyaml --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("module", ["config", "train_grpo"])
-def test_without_pyyaml_the_line_says_how_to_get_it(module: str) -> None:
-    code = f"import runpy, sys; sys.modules['yaml'] = None; sys.argv = ['{module}.py']; "
-    code += f"runpy.run_path('{module}.py', run_name='__main__')"  # as if it were not installed
-    ended = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr == (
-        "error: settings are read and printed as YAML, for which pyyaml is not installed: "
-        "pip install -r requirements.txt\n"
-    )

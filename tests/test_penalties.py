@@ -20,12 +20,12 @@ from startup import set_up
 
 
 def overlong(lengths: list[int], max_length: int, overlong_cache: int) -> Rewards:
-    function = penalties(max_length, overlong_cache, 3)["soft_overlong_penalty"]
+    function = penalties(max_length, overlong_cache)["soft_overlong_penalty"]
     return function([""] * len(lengths), completion_ids=[[7] * n for n in lengths], answer=["1"])
 
 
-def repetition(completion_ids: list[list[int]], ngram: int) -> Rewards:
-    function = penalties(100, 20, ngram)["repetition_penalty"]
+def repetition(completion_ids: list[list[int]]) -> Rewards:
+    function = penalties(100, 20)["repetition_penalty"]
     return function([""] * len(completion_ids), completion_ids=completion_ids, answer=["1"])
 
 
@@ -46,29 +46,26 @@ IDS = [[1, 2, 3, 4], [5, 5, 5, 5, 5], [1, 2, 1, 2, 1, 2], [7], [1, 2, 3, 1, 2, 3
 
 
 def test_the_repetition_penalty_is_the_share_of_repeated_ngrams_as_in_trl() -> None:
-    assert repetition(IDS, 2) == pytest.approx([0.0, -0.75, -0.6, 0.0, -1 / 3])
     trl_at_most_half = [0.0, -1 / 3, -0.25, 0.0, -0.1]  # TRL with max_penalty -0.5
-    assert [r / 2 for r in repetition(IDS, 3)] == pytest.approx(trl_at_most_half)
+    assert [r / 2 for r in repetition(IDS)] == pytest.approx(trl_at_most_half)
 
 
 def test_the_repetition_penalty_at_its_edges() -> None:
-    assert repetition([[], [4], [4, 4], [4, 4, 4], [4, 4, 4, 4]], 3) == [0, 0, 0, 0, -0.5]
-    assert repetition([[4, 4, 5, 5], [1, 2, 3]], 1) == [-0.5, 0]
-    assert repetition([[1, 2, 2, 1]], 2) == [0]  # (1, 2) is not (2, 1)
-    assert repetition([[4, 4]], 10**20) == [0]  # such an n-gram takes no time
+    assert repetition([[], [4], [4, 4], [4, 4, 4], [4, 4, 4, 4]]) == [0, 0, 0, 0, -0.5]
+    assert repetition([[1, 2, 3, 2, 1]]) == [0]  # (1, 2, 3) is not (3, 2, 1)
 
 
 def test_reward_fn_names_a_penalty_beside_a_built_in_one() -> None:
-    named = load_reward_functions("repetition_penalty, tag_count_reward", 1, penalties(9, 2, 2))
+    named = load_reward_functions("repetition_penalty, tag_count_reward", 1, penalties(9, 2))
     assert [f.__name__ for f in named] == ["repetition_penalty", "tag_count_reward"]
-    columns = {"answer": ["1", "1"], "completion_ids": [[3, 3, 3, 4], [3, 4]]}
+    columns = {"answer": ["1", "1"], "completion_ids": [[3, 3, 3, 3, 4], [3, 4]]}
     total, per_function = total_rewards(["<think>", ""], columns, named, [3.0, 1.0])
     assert total.tolist() == pytest.approx([-0.75, 0.0])
     assert per_function.tolist() == [[pytest.approx(-1 / 3), 0.25], [0.0, 0.0]]
 
 
 def test_no_penalty_counts_unless_reward_fn_names_it() -> None:
-    functions = load_reward_functions("", 1, penalties(9, 2, 2))
+    functions = load_reward_functions("", 1, penalties(9, 2))
     names = "reward_correct reward_format tag_count_reward"
     assert [f.__name__ for f in functions] == names.split()
 
@@ -76,7 +73,7 @@ def test_no_penalty_counts_unless_reward_fn_names_it() -> None:
 def test_an_unknown_name_is_refused_with_all_known_names() -> None:
     names = [*BUILT_IN, "soft_overlong_penalty", "repetition_penalty"]
     with pytest.raises(UserMistake) as error:
-        load_reward_functions("overlong_penalty", 1, penalties(9, 2, 2))
+        load_reward_functions("overlong_penalty", 1, penalties(9, 2))
     assert str(error.value) == (
         f"REWARD_FN: 'overlong_penalty' is not file.py:name, nor one of {names}"
     )

@@ -32,7 +32,7 @@ def test_two_processes_stop_if_their_settings_code_or_data_differ(tmp_path: Path
     other.write_text('{"question": "1+1?", "answer": "#### 2"}\n' * 10)
     with open(repos[1] / "runtime" / "layout.py", "a") as file:
         file.write("# another version\n")
-    each = ({"SEED": "1"}, {"SEED": "2", "DATASET": str(other), "HEARTBEAT_TIMEOUT_S": "11"})
+    each = ({"SEED": "1"}, {"SEED": "2", "DATASET": str(other), "INIT_TIMEOUT_S": "91"})
     line = (
         rf"error: the processes would not run the same: "
         rf"DATASET is {few_examples()} on process 0, {other} on process 1, "
@@ -83,7 +83,7 @@ def given_to_jax(monkeypatch, text: str) -> dict:
     monkeypatch.setattr(jax.distributed, "initialize", lambda **told: given.update(told))
     for name, value in environment(text).items():
         monkeypatch.setenv(name, value)
-    processes.join(init_timeout_s=60, heartbeat_timeout_s=10)
+    processes.join(60)
     limits = ("initialization_timeout", "heartbeat_timeout_seconds")
     return {name: value for name, value in given.items() if name not in limits}
 
@@ -183,7 +183,7 @@ FAILING = """
 import jax
 from runtime import processes
 from runtime.mistakes import UserMistake
-processes.join(init_timeout_s=60, heartbeat_timeout_s=100)
+processes.join(60)
 with processes.ending_together():
     number = jax.process_index()
     try:

@@ -10,21 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from faults.checks import checkpoint_arrays, metric_records
-from test_config import DEFAULTS
 from test_reliability import start_run, wait_for
 from test_train import Result, finish
 
 from config import Config
 from runtime.checkpoint import Checkpoints, names_of
 from runtime.mistakes import UserMistake
-from runtime.parsing import compared_by_value
 from runtime.resume import (
     Beginning,
     Progress,
     record_of,
     run_in,
     stop_if_another,
-    stop_if_unusable,
+    stop_if_other_arrays,
     write_run,
 )
 from update import TrainState
@@ -210,15 +208,15 @@ def test_the_folder_of_another_run_is_refused_and_nothing_in_it_changes(
 def test_other_settings_are_refused_by_name_before_and_after_the_first_checkpoint(
     runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for out, what in (("a", "step 4"), ("b", f"the run in {runs}/b")):
+    fork = f" with RESUME={runs}/a/checkpoints, which goes on as changed"
+    for out, what, end in (("a", "step 4", fork), ("b", f"the run in {runs}/b", "")):
         told = f"{what} was made with other settings or files: SEED was 0 and is 1"
         with pytest.raises(UserMistake) as error:
             begun({"SEED": "1"}, output_dir=out)
-        assert str(error.value) == (
-            f"{told}; set it back, or RESUME_FORCE=1 to go on, or choose a new OUTPUT_DIR"
-        )
-        begun({"SEED": "1"}, output_dir=out, resume_force=True)
-        assert f"RESUME_FORCE=1: {told}\n" in capsys.readouterr().out
+        assert str(error.value) == f"{told}; set it back, or choose a new OUTPUT_DIR{end}"
+    begun({"SEED": "1"}, output_dir="new", resume="a")
+    told = "step 4 was made with other settings or files: SEED was 0 and is 1"
+    assert f"RESUME=a: {told}\n" in capsys.readouterr().out
 
 
 def test_what_a_finished_run_has_not_done_is_missing(runs: Path) -> None:
@@ -232,7 +230,6 @@ def test_what_a_finished_run_has_not_done_is_missing(runs: Path) -> None:
     assert missing() == missing(resume="done") == missing(resume="done/checkpoints/4") == []
     assert missing({**asked, "export": "export to new"}) == ["export"]
     assert missing(made_with={"SEED": "1"}) == ["steps", "export"]
-    assert missing(made_with={"SEED": "1"}, resume_force=True) == []
     assert missing(output_dir="b") == missing(output_dir="nowhere") == ["steps", "export"]
     (runs / "b" / "run.json").write_text('{"made_with": ')
     with pytest.raises(UserMistake, match="b/run.json is damaged: .*; choose a new OUTPUT_DIR"):
@@ -294,23 +291,15 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(out: Path, short
     assert metric_records(short) == metric_records(out / "short")
 
 
-COMPARED = [setting.partition("=")[0] for setting in DEFAULTS["value"].split()]
-
-
-def test_a_resumed_run_must_keep_exactly_these_settings() -> None:
-    assert compared_by_value(Config) == COMPARED
-
-
 def test_a_checkpoint_with_an_array_of_an_earlier_version_is_refused_in_one_line() -> None:
     """TrainState once counted the updates in `step`."""
     state = TrainState(params=np.zeros(3), opt_state=())
     arrays = [*names_of({"state": state}), "['state'].step int32[]"]
-    record = {"step": 3, "made_with": {}, "arrays": arrays, "versions": {}}
     with pytest.raises(UserMistake) as error:
-        stop_if_unusable(Config(steps=3), {"state": state}, {}, record)
+        stop_if_other_arrays({"state": state}, {"step": 3, "arrays": arrays})
     assert str(error.value) == (
-        "the checkpoint of step 3 has ['state'].step int32[], unused by this run: MODEL_PATH, "
-        "OPTIMIZER and BETA have to be those of its run, and the code has to be of the same version"
+        "the checkpoint of step 3 has ['state'].step int32[], unused by this run: MODEL_PATH and "
+        "OPTIMIZER have to be those of its run, and the code has to be of the same version"
     )
 
 
@@ -318,10 +307,10 @@ def test_a_longer_schedule_is_refused_with_the_setting_that_keeps_it() -> None:
     end = "LR_DECAY_STEPS (else STEPS)"
     for before, back in {"1": " with LR_DECAY_STEPS=1", "0": ""}.items():
         with pytest.raises(UserMistake) as error:
-            stop_if_another({"made_with": {end: before}}, {end: "2"}, False, "step 1")
+            stop_if_another({"made_with": {end: before}}, {end: "2"}, "step 1")
         assert str(error.value) == (
             f"step 1 was made with other settings or files: {end} was {before} and is 2; set it "
-            f"back{back}, or RESUME_FORCE=1 to go on, or choose a new OUTPUT_DIR"
+            f"back{back}, or choose a new OUTPUT_DIR"
         )
 
 
@@ -352,7 +341,8 @@ def test_a_run_goes_on_with_more_steps_and_a_changed_setting_stops_it_with_its_n
     schedule = "LR_DECAY_STEPS (else STEPS) was 3 and is 4; set it back with LR_DECAY_STEPS=3, or "
     refused(schedule, STEPS="4")
     refused("the tokenized prompts was", SYSTEM_PROMPT="Short.")
-    refused("has ['state'].opt_state[0].nu.embed", OPTIMIZER="lion", RESUME_FORCE="1")
+    fork = {"RESUME": f"{short}/checkpoints", "OUTPUT_DIR": f"{short}/fork"}
+    refused("has ['state'].opt_state[0].nu.embed", **fork, OPTIMIZER="lion")
     lines = (short / "metrics.jsonl").read_text()
     (short / "metrics.jsonl").write_text(f'{{"step": null}}\n{lines}')
     result = run(short)
@@ -368,11 +358,10 @@ def test_a_run_goes_on_with_more_steps_and_a_changed_setting_stops_it_with_its_n
     result = run(short, LR_DECAY_STEPS="3")
     assert result.code == 2
     assert "STEPS=3, and the checkpoint is after step 4; raise it" in result.errors
-    result = run(short, STEPS="5", LR_DECAY_STEPS="3", SEED="1", RESUME_FORCE="1")
+    result = run(short, STEPS="5", LR_DECAY_STEPS="3", SEED="1", **fork)
     assert result.code == 0
-    assert (
-        "RESUME_FORCE=1: step 4 was made with other settings or files: SEED was 0" in result.lines
-    )
+    told = "step 4 was made with other settings or files: SEED was 0 and is 1"
+    assert f"RESUME={short}/checkpoints: {told}\n" in result.lines
 
 
 @pytest.mark.slow

@@ -44,6 +44,8 @@ def hashed(completions, question, answer, completion_ids, **columns):
         for entry in zip(question, rewards, completion_ids):
             file.write(json.dumps(entry) + "\\n")
     return rewards
+def repeated(completions, completion_ids, **columns):
+    return [len(set(ids)) / len(ids) - 1 for ids in completion_ids]
 """
 
 

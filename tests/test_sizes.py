@@ -1,11 +1,8 @@
 """sizes.py: the sizes of a step on a slice, by literal values."""
 
 import itertools
-import re
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +21,6 @@ from runtime.sizes import (
     most_checkpoints,
     prompt_share,
     prompt_width,
-    space_lines,
 )
 
 # Sizes(local_batch, global_batch, prompt_batch_size, passes_per_step, micro_batch_size,
@@ -209,20 +205,3 @@ def test_prompts_are_padded_on_the_left() -> None:
 )
 def test_a_run_has_at_most_so_many_checkpoints_at_one_time(steps, every, keep, most) -> None:
     assert most_checkpoints(steps, every, keep) == most
-
-
-def test_a_run_says_what_it_will_write_and_which_disk_is_too_small(tmp_path: Path) -> None:
-    free = shutil.disk_usage(tmp_path).free
-    assert space_lines([]) == ["disk: no checkpoints and no export"]
-    half = free * 6 // 10
-    [line] = space_lines([("1 x 2 GB of checkpoints", tmp_path / "not" / "yet", half)])
-    told = rf"disk: 1 x 2 GB of checkpoints in {tmp_path}/not/yet, \S+ GB free"
-    assert re.fullmatch(told, line)
-    two = [("checkpoints", tmp_path / "a", half), ("an export", tmp_path / "b", half)]
-    line, note = space_lines(two)  # each fits, both do not
-    assert re.fullmatch(
-        rf"disk: checkpoints in {tmp_path}/a, \S+ GB free; an export in {tmp_path}/b, \S+ GB free",
-        line,
-    )
-    assert note.startswith(f"note: the run needs {2 * half / 1e9:.3g} GB of disk, and ")
-    assert "EXPORT_HF=none" in note

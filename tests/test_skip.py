@@ -1,4 +1,4 @@
-"""SKIP_ZERO_ADVANTAGE: what adds nothing to the gradient is not computed, and changes nothing."""
+"""What adds nothing to the gradient is not computed, and changes nothing."""
 
 import math
 from pathlib import Path
@@ -11,8 +11,8 @@ from test_drop_ended import small_model
 from test_mini_batches import run_of, step_of
 from test_train import Result, train, train_two
 
-from config import Config
-from loss import CHOICES, Objective, metrics_of_nothing, policy_loss
+from config import Config, choices_of
+from loss import Objective, metrics_of_nothing, policy_loss
 from metrics import merge_updates, of_all_tokens
 from train_grpo import computed_sequences, to_devices
 from update import counts_of, to_batch
@@ -25,7 +25,6 @@ NAN = math.nan
     "settings, skips",
     [
         ("", True),
-        ("SKIP_ZERO_ADVANTAGE=off", False),
         ("BETA=0.01", False),
         ("ENTROPY_COEF=0.01", False),
         ("TOP_ENTROPY_QUANTILE=0.5", False),
@@ -41,7 +40,7 @@ def test_a_run_skips_only_where_the_advantage_is_all_that_counts(settings, skips
 
 
 def test_sequences_of_advantage_zero_are_in_no_micro_step() -> None:
-    run, batch = run_of("MESH_SHAPE=8,1,1 PACKING=off NUM_MINI_BATCHES=1"), step_of(masked=5)
+    run, batch = run_of("MESH_SHAPE=8,1,1 NUM_MINI_BATCHES=1", "packs"), step_of(masked=5)
     ones = np.ones(32)
     some = batch._replace(advantages=ones * (np.arange(32) % 8 < 4))
     every = batch._replace(advantages=ones)
@@ -64,7 +63,7 @@ def test_a_sequence_whose_log_probabilities_are_not_finite_is_computed() -> None
     assert computed_sequences(run, batch).tolist() == [7]
 
 
-@pytest.mark.parametrize("loss_type", CHOICES["loss_type"].split())
+@pytest.mark.parametrize("loss_type", choices_of("loss_type"))
 def test_an_update_that_computes_nothing_clips_nothing_and_has_a_loss_of_zero(loss_type) -> None:
     """Its names are those of an update of the same loss that learns."""
     x, length = np.ones((2, 3), np.float32), {"max_completion_length": 3}
@@ -194,11 +193,9 @@ def exported(out: Path) -> dict[str, np.ndarray]:
 
 
 def test_a_run_learns_the_same(tmp_path: Path, settings: dict[str, str]) -> None:
-    expected = train(tmp_path / "off", **settings, SKIP_ZERO_ADVANTAGE="off")
+    expected = train(tmp_path / "off", **settings, SWITCHED_OFF="skips")
     result = train(tmp_path / "auto", **settings)
     assert_same(result, expected)
-    assert "train.skip_zero_advantage=on" in result.lines
-    assert "train.skip_zero_advantage=off" in expected.lines
     ours, theirs = exported(tmp_path / "auto"), exported(tmp_path / "off")
     for name, weights in theirs.items():
         np.testing.assert_allclose(ours[name], weights, atol=1e-5, err_msg=name)
@@ -209,7 +206,7 @@ def test_a_step_without_any_advantage_is_a_step_of_zero_gradients(
     tmp_path: Path, settings: dict[str, str]
 ) -> None:
     everything = settings["REWARD_FN"].replace(":half", ":same")
-    expected = train(tmp_path / "off", **settings | {"SKIP_ZERO_ADVANTAGE": "off"})
+    expected = train(tmp_path / "off", **settings, SWITCHED_OFF="skips")
     result = train(tmp_path / "auto", **settings | {"REWARD_FN": everything})
     [record], [other] = result.records, expected.records
     lacking = {*other} - {name.replace("same", "half") for name in record}
@@ -246,7 +243,7 @@ def test_a_step_whose_completions_are_all_left_out_records_no_value_of_a_token(
 
 @pytest.mark.slow
 def test_devices_and_processes_skip_the_same(tmp_path: Path, settings: dict[str, str]) -> None:
-    expected = train(tmp_path / "off", **settings, SKIP_ZERO_ADVANTAGE="off")
+    expected = train(tmp_path / "off", **settings, SWITCHED_OFF="skips")
     assert_same(train(tmp_path / "eight", devices=8, **settings), expected)
     both = settings | {"BATCH_SIZE": "4", "TRAIN_MICRO_BATCH_SIZE": "4"}
     assert_same(train_two(tmp_path / "two", 2, **both)[0], expected)

@@ -255,7 +255,7 @@ def test_a_run_says_among_which_tokens_it_scores_and_how_often_128_are_too_few(
     make_random(REPO / "tiny", small, {"hidden_size": 32, "num_hidden_layers": 1})
     settings = "STEPS=1 BATCH_SIZE=2 NUM_PRE_Q=4 TOP_P=0.9 MAX_LENGTH_SAMPLE=16 EXPORT_HF=none"
     settings = dict(pair.split("=") for pair in settings.split())
-    given = {"MODEL_PATH": str(small), "EVAL_EVERY_STEPS": "0", "SKIP_ZERO_ADVANTAGE": "off"}
+    given = {"MODEL_PATH": str(small), "EVAL_EVERY_STEPS": "0", "SWITCHED_OFF": "skips"}
     result = train(tmp_path / "a", **settings, **given)
     line = "rollout.sampling_support: replay (TOP_K, TOP_P or MIN_P drops tokens): the loss's logps"
     assert f"{line} are among the tokens that could be drawn\n" in result.lines

@@ -51,7 +51,7 @@ class Result(NamedTuple):
 
 def start(out: Path, env: dict[str, str], devices: int, repo: Path = REPO) -> forked.Process:
     """Starts train_grpo.py for one step on few examples without evaluation, unless `env` says
-    otherwise."""
+    otherwise. With SWITCHED_OFF it starts switched_off.py."""
     out.mkdir(parents=True, exist_ok=True)
     recorder = out.parent / "recorder.py"
     recorder.write_text(RECORDER)
@@ -72,7 +72,8 @@ def start(out: Path, env: dict[str, str], devices: int, repo: Path = REPO) -> fo
         "MAX_LENGTH_SAMPLE": "32",
     }
     env = keep | forked.FASTER_TO_COMPILE | settings | recorded | env
-    return forked.start(repo / "train_grpo.py", cwd=repo, env=env)
+    script = "tests/switched_off.py" if "SWITCHED_OFF" in env else "train_grpo.py"
+    return forked.start(repo / script, cwd=repo, env=env)
 
 
 def finish(process: forked.Process, out: Path) -> Result:
@@ -286,18 +287,17 @@ def test_two_processes_do_the_same_step_as_one_process(
 
 
 @pytest.mark.slow
-def test_later_epochs_clip_the_reference_follows_and_each_step_samples_other_completions(
+def test_later_epochs_clip_the_reference_stays_and_each_step_samples_other_completions(
     out: Path,
 ) -> None:
     settings = {"STEPS": "3", "PPO_EPOCHS": "3", "BETA": "0.1", "LEARNING_RATE": "1e-4"}
-    settings |= {"REF_SYNC_STEPS": "6", "REF_SYNC_ALPHA": "1"}
     result = train(out / "epochs", LR_SCHEDULE="constant", WARMUP_RATIO="0", **settings)
     for record in result.records:
         assert record["train-other/clip_ratio/region_mean"] > 0
         # The sampler is compared with the policy before the first update, in every epoch.
         assert record["train-other/sampling_logp_difference/max"] < 1e-4
     kl = [record["train-other/kl"] for record in result.records]
-    assert 0 < kl[0] and 2 * kl[2] < kl[1], "after six updates the reference is set to the policy"
+    assert 0 < kl[0] < kl[1] < kl[2], "the policy moves away from the model with which it began"
     steps = [result.completions[i : i + 128] for i in (0, 128, 256)]
     for a, b in itertools.combinations(steps, 2):
         assert len({text for _, text in a} & {text for _, text in b}) < 5
@@ -335,7 +335,7 @@ def test_a_think_tag_that_the_chat_template_opens_belongs_to_the_completion(out:
 
 def test_config_yaml_has_the_settings_and_what_the_machine_has_made_of_them(out: Path) -> None:
     asked = train(out / "asked", STEPS="0")
-    assert "\ndisk: no checkpoints and no export\n" in asked.lines
+    assert "\ndisk: " not in asked.lines  # it writes neither a checkpoint nor an export
     saved = (out / "asked" / "config.yaml").read_text().splitlines()
     asked = [line.partition("#")[0].strip() for line in saved]
     assert "train.attention_impl: auto" in asked and "model.dtype: auto" in asked

@@ -20,19 +20,14 @@ from test_update import (
     Sequences,
     Step,
     assert_close,
-    laid_out,
-    layout,
     numpy_logps,
-    same_shardings,
     sequences,
-    shardings,
     step,
 )
 
 from loss import MERGE, Objective
 from metrics import merge_metrics, merge_updates
 from models.model import Params
-from update import mix_weights
 
 CLIP = {"eps_low": 0.2, "eps_high": 0.3}
 KL, ENTROPY = {"beta": 0.1}, {"entropy_coef": 0.2}
@@ -286,39 +281,3 @@ def test_extremes_are_merged_as_extremes_and_other_metrics_are_summed() -> None:
         "entropy": 1.5,
     }
     assert {type(value) for value in merged.values()} == {float}
-
-
-# ---- The reference policy ------------------------------------------------------------------------
-
-
-def test_the_reference_moves_towards_the_policy_and_keeps_its_sharding() -> None:
-    mesh = layout(1, 4, 2).mesh
-    ref, params = (
-        laid_out(mesh, jax.tree.map(lambda w, v=value: np.full(w.shape, v), weights()))
-        for value in (1.0, 3.0)
-    )
-    before = shardings(ref)
-    mixed = mix_weights(ref, params, 0.6)  # 0.6 * 3 + 0.4 * 1
-    jax.tree.map(lambda x: np.testing.assert_allclose(x, 2.2, rtol=1e-6), mixed)
-    assert same_shardings(before, shardings(mixed))
-    assert ref.embed.is_deleted(), "a second reference would not fit"
-    jax.tree.map(lambda x: np.testing.assert_array_equal(x, 3), params)
-
-
-def test_a_bfloat16_reference_is_mixed_in_float32_and_rounded_once() -> None:
-    """0.6 * 1.0064 + 0.4 = 1.00384; of the neighbours in bfloat16, 1 and 1.0078125, 1 is nearer.
-
-    If 1.0064 were rounded first (to 1.0078), or 0.4 * 1 (to 0.4004), it would be 1.0078125.
-    """
-    ref = {"w": jnp.ones(3, jnp.bfloat16)}
-    policy = {"w": jnp.array([1.0064, 1.0104, -7.0], jnp.float32)}
-    mixed = mix_weights(ref, policy, 0.6)["w"]
-    assert mixed.dtype == jnp.bfloat16
-    assert mixed.tolist() == [1.0, 1.0078125, -3.796875]
-
-
-def test_an_alpha_of_1_gives_the_policy() -> None:
-    mesh = layout(1, 1, 1).mesh
-    ref = laid_out(mesh, jax.tree.map(np.zeros_like, weights()))
-    params = laid_out(mesh)
-    jax.tree.map(np.testing.assert_array_equal, mix_weights(ref, params, 1.0), params)

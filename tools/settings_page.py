@@ -17,11 +17,10 @@ from runtime import sizes
 from runtime.parsing import to_text, yaml_name
 
 ABOUT_THE_TABLE = """\
-In the table, every number is at least 0 if no other limit is given. "Results depend on" is \
-`value` if a resumed run must keep the value of the setting, `content` if it must load the same \
-files and get the same prompts and sizes, which the checkpoint records, and `none` if the setting \
-may change: speed, memory, outputs or evaluation depend on it, and results depend on it at most by \
-rounding. \
+In the table, every number is at least 0 if no other limit is given. "Kept" is yes if a resumed \
+run must have the same value. The other settings may change: a resumed run then must still get the \
+same model, prompts, prompts per step and end of the schedule, which the checkpoint records, and \
+for the rest speed, memory, outputs or evaluation depend on them, and results at most by rounding. \
 "Per process" is yes if the processes of a run may have different values."""
 
 
@@ -36,7 +35,7 @@ def page() -> str:
 
 def table() -> list[str]:
     """Lines of Markdown: a table of the settings, with a line for the name of each group."""
-    header = "| setting | default | what it does | results depend on | per process |"
+    header = "| setting | default | what it does | kept | per process |"
     lines = [header, "|---|---|---|---|---|"]
     groups = itertools.groupby(
         dataclasses.fields(config.Config), lambda field: field.metadata["group"]
@@ -58,8 +57,8 @@ def line_of(field: dataclasses.Field) -> str:
     limits = [f"{word} {bound}" for word, bound in limits if (word, bound) != ("at least", 0)]
     if limits and field.type in (int, float):
         text += f" {', '.join(limits).capitalize()}."
-    per_process = "yes" if about["per_process"] else "no"
-    return f"| {name} | {default} | {text} | {about['results']} | {per_process} |"
+    kept, per_process = ("yes" if about[key] else "no" for key in ("kept", "per_process"))
+    return f"| {name} | {default} | {text} | {kept} | {per_process} |"
 
 
 if __name__ == "__main__":

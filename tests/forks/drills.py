@@ -98,19 +98,13 @@ COUNTDOWN = Drill(
 )
 SCHEDULE = Drill(
     "a schedule of the learning rate",
-    lines=5,
+    lines=3,
     row="add an advantage estimator; a schedule of the learning rate",
     edits=(
         Edit(
             "config.py",
-            """\
-        "warmup_cosine", "Learning rate after the warmup.", choices="warmup_cosine|linear|constant"
-""",
-            """\
-        "warmup_cosine",
-        "Learning rate after the warmup.",
-        choices="warmup_cosine|linear|constant|inverse_sqrt",
-""",
+            'choices="warmup_cosine|linear|constant"',
+            'choices="warmup_cosine|linear|constant|inverse_sqrt"',
         ),
         Edit(
             "update.py",
@@ -150,8 +144,8 @@ SETTING = Drill(
         ),
         Edit(
             "tests/test_config.py",
-            "        off_policy_mask_threshold=0.0\n",
-            "        off_policy_mask_threshold=0.0 reward_scale=1.0\n",
+            "    entropy_coef=0.0 top_entropy_quantile=1.0\n",
+            "    entropy_coef=0.0 top_entropy_quantile=1.0 reward_scale=1.0\n",
         ),
     ),
 )

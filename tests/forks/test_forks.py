@@ -262,7 +262,7 @@ def test_the_accuracy_of_countdown_is_the_share_of_right_calculations(
     lines = map(json.dumps, [*puzzles[: 9 * QUESTIONS], *examples])
     (out / "known.jsonl").write_text("\n".join(lines), encoding="utf-8")
     settings = f"DATASET={out}/known.jsonl EVAL_EVERY_STEPS=1 EVAL_PROMPTS={QUESTIONS} "
-    settings += "REWARD_FN=countdown.py:countdown,reward_correct ACCURACY_OF=countdown"
+    settings += "REWARD_FN=countdown.py:countdown,reward_correct"
     result = train(countdown, out / "known", settings)
     again = [entry for entry in lines_of(out / "known" / "eval.jsonl") if entry["step"] == 0]
     assert [entry["completions"][0]["text"] for entry in again] == texts
@@ -336,7 +336,7 @@ def test_a_frozen_embedding_keeps_its_bits_and_all_other_weights_change(
     out: Path, frozen: Path
 ) -> None:
     """Weight decay alone would change it too."""
-    settings = f"LEARNING_RATE=1e-3 WEIGHT_DECAY=0.1 EXPORT_HF={out}/hf EXPORT_DTYPE=float32"
+    settings = f"LEARNING_RATE=1e-3 WEIGHT_DECAY=0.1 EXPORT_HF={out}/hf"
     train(frozen, out / "trained", settings)
     before, after = (load_file(x / "model.safetensors") for x in (REPO / "tiny", out / "hf"))
     assert before.keys() == after.keys() and len(before) == 50
@@ -370,7 +370,7 @@ def test_adapters_change_each_matrix_of_a_layer_by_their_rank_and_nothing_else(
     out: Path, lora: Path
 ) -> None:
     settings = f"STEPS=2 LEARNING_RATE=1e-2 WEIGHT_DECAY=0.1 EXPORT_HF={out}/lora_hf "
-    train(lora, out / "adapted", settings + "LR_SCHEDULE=constant EXPORT_DTYPE=float32")
+    train(lora, out / "adapted", settings + "LR_SCHEDULE=constant")
     before, after = (load_file(x / "model.safetensors") for x in (REPO / "tiny", out / "lora_hf"))
     for name in before:
         change = after[name] - before[name]
@@ -383,7 +383,7 @@ def test_adapters_change_each_matrix_of_a_layer_by_their_rank_and_nothing_else(
 
 @pytest.mark.slow
 def test_adapters_go_on_from_a_checkpoint_to_the_bit(out: Path, lora: Path) -> None:
-    settings = "LEARNING_RATE=1e-2 LR_DECAY_STEPS=2 EXPORT_DTYPE=float32 SAVE_EVERY_STEPS=1 "
+    settings = "LEARNING_RATE=1e-2 LR_DECAY_STEPS=2 SAVE_EVERY_STEPS=1 "
     train(lora, out / "straight", f"{settings} STEPS=2 EXPORT_HF={out}/straight_hf")
     train(lora, out / "resumed", f"{settings} STEPS=1")
     train(lora, out / "resumed", f"{settings} STEPS=2 EXPORT_HF={out}/resumed_hf")

@@ -283,6 +283,7 @@ class SglangBackend:
     def close(self) -> None:
         """Ends what computes, and removes the engine's files. Threads that only wait are left."""
         self._gate.end()
+        self._engine.loop.call_soon_threadsafe(self._engine.loop.stop)
         for name in vars(self._engine.port_args).values():
             if str(name).startswith("ipc://"):
                 Path(name.removeprefix("ipc://")).unlink(missing_ok=True)

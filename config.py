@@ -430,11 +430,6 @@ def read_layers(
     return cfg, layers
 
 
-def choices_of(name: str) -> list[str]:
-    """The texts that a setting may have. name: that of the field in Config."""
-    return Config.__dataclass_fields__[name].metadata["choices"].split("|")
-
-
 def describe(cfg: Config, processes: int = 1, local_devices: int = 1) -> str:
     """A line of YAML for every setting, then the batch sizes that follow from the settings."""
     derived = sizes.derive(cfg, processes, local_devices)._asdict()

@@ -58,14 +58,16 @@ def group_advantages(
                    function does not apply
       maxrl        (reward - group mean) / (group mean + MEAN_EPS), for rewards of at least 0
     Every std has ddof 1, and STD_EPS is added to it.
-    Raises ValueError for another estimator, for gdpo without per_function, and for maxrl with a
-    negative reward.
+    Raises ValueError for another estimator or scale_rewards, for gdpo without per_function, and for
+    maxrl with a negative reward.
     Source: GRPO, arXiv 2402.03300 section 4.1; RLOO, 2402.14740; REINFORCE++, 2501.03262; GDPO,
     2601.05242; MaxRL, 2602.02710; TRL.
     """
     groups = np.asarray(rewards, np.float64).reshape(-1, num_pre_q)  # [P, K]
     centered = _centered(groups)
     if estimator == "grpo":
+        if scale_rewards not in ("group", "batch", "none"):
+            raise ValueError(f"SCALE_REWARDS={scale_rewards} is not known")
         spread = _std(groups, axis=1 if scale_rewards == "group" else None)
         advantages = centered if scale_rewards == "none" else centered / (spread + STD_EPS)
     elif estimator == "rloo":
@@ -180,8 +182,8 @@ def policy_loss(
     whose mask is 0 everywhere) and (mask * top_mask).sum() of the ENTIRE update. The last two may
     be None if this micro-batch is the entire update. num_top_tokens divides only the entropy bonus;
     with a top_mask the other sums still are divided by the counts of all tokens.
-    Raises ValueError for an unknown loss_type, for arrays of other shapes than these, and for
-    dr_grpo without max_completion_length.
+    Raises ValueError for a text of the objective that is not known, for arrays of other shapes than
+    these, and for dr_grpo without max_completion_length.
     Source: PPO, arXiv 1707.06347 eq. 7; DAPO, 2503.14476 eq. 8; Dr. GRPO, 2503.20783; GSPO,
     2507.18071; CISPO, 2506.13585; SAPO, 2511.20347; TRL.
     """
@@ -309,7 +311,11 @@ def _kl(estimator: str, gap: jax.Array) -> jax.Array:
     """
     if estimator == "k1":
         return -gap
-    return gap**2 / 2 if estimator == "k2" else jnp.expm1(gap) - gap
+    if estimator == "k2":
+        return gap**2 / 2
+    if estimator != "k3":
+        raise ValueError(f"KL_ESTIMATOR={estimator} is not known")
+    return jnp.expm1(gap) - gap
 
 
 def sampler_weights(
@@ -328,12 +334,15 @@ def sampler_weights(
     where it was below, and above. old_logps, sampling_logps, mask: [R, T].
     Source: https://fengyao.notion.site/off-policy-rl; IcePop (a floor), arXiv 2510.18855; TRL.
     """
+    level, _, how = mode.partition("_")
+    if level not in ("token", "sequence") or how not in ("truncate", "mask"):
+        raise ValueError(f"IS_MODE={mode} is not known")
     gap = jnp.nan_to_num(jnp.where(mask, old_logps - sampling_logps, 0.0))  # [R, T]
-    if mode.startswith("sequence"):
+    if level == "sequence":
         gap = gap.sum(axis=1, keepdims=True)  # [R, 1]
     ratio = jax.lax.stop_gradient(jnp.exp(gap))
     under, over = ratio < floor, ratio > cap
-    truncated = jnp.clip(ratio, floor, cap) if mode.endswith("truncate") else 0.0
+    truncated = jnp.clip(ratio, floor, cap) if how == "truncate" else 0.0
     return jnp.where(under | over, truncated, ratio), under, over
 
 

@@ -396,6 +396,9 @@ def digests_of(inputs: Inputs) -> dict[str, str]:
     }
     prompts = json.dumps(inputs.train_prompts, default=str)
     digests["the tokenized prompts"] = processes.digest(prompts.encode())
+    if inputs.cfg.beta > 0:  # every start reads the reference from the model's folder
+        weights = sorted(inputs.folder.glob("*.safetensors"))
+        digests["the model's weights"] = processes.digest_of_ends(weights)
     entries = rewards.entries_of(inputs.cfg.reward_fn)
     for file in {entry.rpartition(":")[0] for entry in entries if ":" in entry}:
         content = Path(file).read_bytes()

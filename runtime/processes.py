@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
@@ -225,6 +225,18 @@ def versions() -> dict[str, str]:
 def digest(content: bytes) -> str:
     """The first 12 digits of the SHA-256."""
     return hashlib.sha256(content).hexdigest()[:12]
+
+
+def digest_of_ends(files: Sequence[Path]) -> str:
+    """A digest of the sizes, the first and the last MiB of files that are too long to be read."""
+    parts = []
+    for file in files:
+        with file.open("rb") as opened:
+            size = file.stat().st_size
+            parts += [str(size).encode(), opened.read(2**20)]
+            opened.seek(max(size - 2**20, 0))
+            parts.append(opened.read())
+    return digest(b"".join(parts))
 
 
 # ---- Stopping ------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from config import Config
 from data import Prompt
 from models.model import ModelConfig
 from models.placement import Workload
@@ -75,3 +76,8 @@ def counts_by_hand(num_tokens: int, num_sequences: int, num_top_tokens: int) -> 
     counts = {"num_tokens": num_tokens, "num_sequences": num_sequences}
     counts |= {"num_top_tokens": num_top_tokens}
     return {name: np.float32(count) for name, count in counts.items()}
+
+
+def choices_of(name: str) -> list[str]:
+    """The texts that a setting may have. name: that of the field in Config."""
+    return Config.__dataclass_fields__[name].metadata["choices"].split("|")

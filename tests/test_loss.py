@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small_model import choices_of
 
-from config import choices_of
 from loss import (
     MERGE,
     Objective,
@@ -308,11 +308,18 @@ def test_what_weights_top_tokens_and_entropy_apply_to() -> None:
 # ---- What is refused -----------------------------------------------------------------------------
 
 
-def test_an_unknown_estimator_or_loss_is_refused() -> None:
+def test_an_unknown_text_is_refused() -> None:
     with pytest.raises(ValueError, match="^ADV_ESTIMATOR=grop is not known"):
         group_advantages(np.ones(4), 2, estimator="grop")
     with pytest.raises(ValueError, match="^LOSS_TYPE=grop is not known"):
         part(trl_inputs(), loss_type="grop")
+    with pytest.raises(ValueError, match="^SCALE_REWARDS=grop is not known"):
+        group_advantages(np.ones(4), 2, scale_rewards="grop")
+    with pytest.raises(ValueError, match="^KL_ESTIMATOR=grop is not known"):
+        part(trl_inputs(), beta=0.1, kl_estimator="grop")
+    for mode in ("token", "token_grop", "grop_mask"):
+        with pytest.raises(ValueError, match=f"^IS_MODE={mode} is not known"):
+            part(trl_inputs(), is_mode=mode)
 
 
 def test_every_choice_of_the_settings_is_known() -> None:
@@ -321,6 +328,12 @@ def test_every_choice_of_the_settings_is_known() -> None:
         group_advantages(np.ones(4), 2, estimator=estimator, **given)
     for loss_type in choices_of("loss_type"):
         part(trl_inputs(), loss_type=loss_type, max_completion_length=32)
+    for scale_rewards in choices_of("scale_rewards"):
+        group_advantages(np.ones(4), 2, scale_rewards=scale_rewards)
+    for kl_estimator in choices_of("kl_estimator"):
+        part(trl_inputs(), beta=0.1, kl_estimator=kl_estimator)
+    for is_mode in choices_of("is_mode"):
+        part(trl_inputs(), is_mode=is_mode)
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import re
 
 import numpy as np
 import pytest
+from small_model import choices_of
 from test_train import REPO, train
 
-from config import choices_of
 from loss import Objective, policy_loss
 from review import RULES, WINDOW
 

@@ -16,6 +16,7 @@ from test_train import Result, finish
 from config import Config
 from runtime.checkpoint import Checkpoints, names_of
 from runtime.mistakes import UserMistake
+from runtime.parsing import REPO
 from runtime.resume import (
     Beginning,
     Progress,
@@ -23,8 +24,10 @@ from runtime.resume import (
     run_in,
     stop_if_another,
     stop_if_other_arrays,
+    what_changed,
     write_run,
 )
+from startup import set_up
 from update import TrainState
 
 # ---- Whose a folder is ---------------------------------------------------------------------------
@@ -301,6 +304,22 @@ def test_a_checkpoint_with_an_array_of_an_earlier_version_is_refused_in_one_line
         "the checkpoint of step 3 has ['state'].step int32[], unused by this run: MODEL_PATH and "
         "OPTIMIZER have to be those of its run, and the code has to be of the same version"
     )
+
+
+def test_a_run_with_a_reference_must_find_the_same_weights_in_its_model(tmp_path: Path) -> None:
+    """The reference is no part of a checkpoint."""
+    model, found = tmp_path / "model", []
+    shutil.copytree(REPO / "tiny", model)
+    for end in ("", "changed"):
+        content = (REPO / "tiny" / "model.safetensors").read_bytes()
+        (model / "model.safetensors").write_bytes(content[: len(content) - len(end)] + end.encode())
+        given = {"MODEL_PATH": str(model), "DATASET": str(REPO / "tiny"), "EVAL_EVERY_STEPS": "0"}
+        runs = [set_up(Config.from_env(given | {"BETA": beta})) for beta in ("0", "0.1")]
+        assert "the model's weights" not in runs[0].made_with
+        found.append(runs[1].made_with)
+    told = what_changed({"made_with": found[0]}, found[1], "step 1")
+    assert told.startswith("step 1 was made with other settings or files: the model's weights was ")
+    assert ";" not in told
 
 
 def test_a_longer_schedule_is_refused_with_the_setting_that_keeps_it() -> None:

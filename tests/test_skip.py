@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from small_model import batch_of
+from small_model import batch_of, choices_of
 from test_drop_ended import small_model
 from test_mini_batches import run_of, step_of
 from test_train import Result, train, train_two
 
-from config import Config, choices_of
+from config import Config
 from loss import Objective, metrics_of_nothing, policy_loss
 from metrics import merge_updates, of_all_tokens
 from train_grpo import computed_sequences, to_devices

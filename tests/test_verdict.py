@@ -202,7 +202,7 @@ def test_a_note_under_dynamic_sampling_looks_at_all_that_was_sampled(
 
 
 def test_a_step_is_not_finite_by_its_own_record_whatever_the_settings_are_now() -> None:
-    """With RESUME_FORCE a step may have more updates than those before it had."""
+    """After a fork a step may have more updates than those before it had."""
     run = history({"train-other/updates_applied": 1})
     assert names(run._replace(settings={"derived.updates_per_step": 2})) == []
     assert names(history({LOSS: NAN})._replace(settings={})) == ["non_finite_steps"]

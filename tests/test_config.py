@@ -83,10 +83,6 @@ def test_a_model_alone_means_gsm8k_with_the_documented_defaults() -> None:
     assert found == {True: set(KEPT.split()), False: set(FREE.split())}
 
 
-def test_there_are_at_most_90_settings() -> None:
-    assert len(dataclasses.fields(Config)) <= 90
-
-
 def test_nothing_set_means_the_tiny_model_and_its_problems_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cfg = Config.from_env({})

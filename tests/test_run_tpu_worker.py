@@ -60,8 +60,7 @@ def test_setup_installs_the_engine_that_the_settings_ask_for(cloud: Cloud) -> No
     without = worker(cloud, "setup", sys.prefix, "", "", **env)
     assert without.returncode == 0 and told not in without.stdout
     overridden = worker(cloud, "setup", sys.prefix, recipe, "", "ROLLOUT_BACKEND=naive", **env)
-    assert "SGLANG_JAX_MEM_FRACTION_STATIC=0.8 does nothing" in overridden.stderr
-    assert overridden.returncode == 2 and "set up" not in overridden.stdout
+    assert overridden.returncode == 0 and told not in overridden.stdout
     for asked in ([recipe, ""], ["", "", "ROLLOUT_BACKEND=sglang_jax"]):
         done = worker(cloud, "setup", sys.prefix, *asked, **env)
         if sys.version_info < (3, 12):

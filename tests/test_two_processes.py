@@ -18,12 +18,19 @@ EVERYTHING = environment(
     DYNAMIC_SAMPLING=1 DYNAMIC_SAMPLING_MAX_ROUNDS=2 NUM_MINI_BATCHES=2 PPO_EPOCHS=2
     BETA=0.05 TOP_ENTROPY_QUANTILE=0.6 ENTROPY_COEF=0.001
     TOP_K=20 TOP_P=0.95 IS_MODE=token_mask IS_FLOOR=0.5 MASK_TRUNCATED_COMPLETIONS=1
-    REWARD_FN=soft_overlong_penalty,repetition_penalty REWARD_WEIGHTS=
+    REWARD_FN=mine.py:odd,soft_overlong_penalty,repetition_penalty REWARD_WEIGHTS=0,1,1
     OVERLONG_CACHE=60
     OPTIMIZER=sgd LEARNING_RATE=0.05 LR_SCHEDULE=constant WARMUP_RATIO=0 EXPORT_HF=none
     EVAL_EVERY_STEPS=1 EVAL_PROMPTS=8 EVAL_SAMPLES=4 SAMPLE_EVERY_STEPS=1
     """
 )
+
+
+# It decides about the accuracy, and has no weight in the reward.
+ODD = """
+def odd(completions, completion_ids, **columns):
+    return [len(ids) % 2 for ids in completion_ids]
+"""
 
 
 def entries_of(file: Path) -> list[dict]:
@@ -42,7 +49,9 @@ def measured(out: Path) -> list[dict]:
 @pytest.mark.slow
 def test_two_processes_and_then_one_learn_and_write_what_one_process_does(tmp_path: Path) -> None:
     """Two processes take the first step, and one process goes on with their checkpoint."""
+    (tmp_path / "mine.py").write_text(ODD)
     given = {"MODEL_PATH": str(small_model(tmp_path)), "DATASET": str(REPO / "tiny")}
+    given["REWARD_FN"] = EVERYTHING["REWARD_FN"].replace("mine.py", f"{tmp_path}/mine.py")
     settings = EVERYTHING | given | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
     alone, moved = tmp_path / "alone", tmp_path / "moved" / "0"
     half = {"BATCH_SIZE": "4", "TRAIN_MICRO_BATCH_SIZE": "4"}

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from runtime import parsing, sizes
 from runtime.contradictions import contradictions, notes
-from runtime.mistakes import Mistake, UserMistake, fail, ignored_names
+from runtime.mistakes import UserMistake, fail, ignored_names
 from runtime.parsing import REPO, knob
 from runtime.sizes import MICRO_SIZES, PASS_SIZES, STEP_SIZES
 
@@ -35,19 +35,20 @@ IS_MODES = "none|token_truncate|token_mask|sequence_truncate|sequence_mask"
 TINY_LAYER = "recipes/tiny.yaml"
 TINY = REPO / TINY_LAYER
 LONGEST_WAIT_S = 10**6  # 11 days; clocks of some systems overflow at 4 * 10**6 seconds
+ANY_SIZES = PASS_SIZES + STEP_SIZES
 MICRO_SETTINGS = (*MICRO_SIZES, "grad_accum_steps")
 # Pairs (names, hidden): if a layer sets one of the names, lower layers lose all hidden ones.
 SYNONYMS = [(names, names) for names in (PASS_SIZES, STEP_SIZES, MICRO_SETTINGS)]
-# Any size that the user sets hides the sizes of recipes/tiny.yaml.
-ANY_SIZES = PASS_SIZES + STEP_SIZES
-TINY_YIELDS = [(ANY_SIZES, ANY_SIZES + MICRO_SIZES)]
-TINY_YIELDS += [(("num_pre_q", "num_mini_batches", *MICRO_SETTINGS), MICRO_SIZES)]
+TINY_YIELDS = [  # any size that the user sets hides those of recipes/tiny.yaml
+    (ANY_SIZES, ANY_SIZES + MICRO_SIZES),
+    (("num_pre_q", "num_mini_batches", *MICRO_SETTINGS), MICRO_SIZES),
+]
 
 # `knob` for each group in YAML. A resumed run may change the settings that are not `kept`; what it
 # reads and computes with them (files, prompts, sizes) must still be the same.
 in_model = functools.partial(knob, "model", kept=False)
 in_data = functools.partial(knob, "data", kept=False)
-named = functools.partial(in_data, form=parsing.NAME)  # a text that is not blank
+named = functools.partial(in_data, form=r"\S.*")  # a text that is not blank
 in_rollout = functools.partial(knob, "rollout")
 how_to_roll_out = functools.partial(knob, "rollout", kept=False)
 in_reward = functools.partial(knob, "reward")
@@ -64,10 +65,7 @@ class Config:
     """All settings, under their environment names in lower case."""
 
     model_path: str = in_model(
-        "",
-        "Hugging Face id or folder of the model; empty: recipes/tiny.yaml.",
-        yaml="path",
-        also="MODEL_NAME_OR_PATH MODEL_ID",
+        "", "Hugging Face id or folder of the model; empty: recipes/tiny.yaml.", yaml="path"
     )
     model_revision: str = in_model("", "Branch, tag or commit on the hub; empty: the main branch.")
     dtype: str = in_model(
@@ -83,16 +81,10 @@ class Config:
     answer_column: str = named("answer", "Column of the dataset that holds the answer.")
     system_prompt: str = in_data("", "System prompt, or its file; empty: that of rewards.py.")
     max_prompt_length: int = in_data(0, "Skip prompts of more tokens than this; 0: no limit.")
-    seed: int = in_data(
-        0, "Seed of data order and sampling.", at_most=2**31 - 1, kept=True, also="RANDOM_SEED"
-    )
+    seed: int = in_data(0, "Seed of data order and sampling.", at_most=2**31 - 1, kept=True)
 
     rollout_backend: str = in_rollout(
-        "naive",
-        "Program that samples completions.",
-        choices="naive|sglang_jax",
-        yaml="backend",
-        also="ROLLOUT_ENGINE vanilla=naive",
+        "naive", "Program that samples completions.", choices="naive|sglang_jax", yaml="backend"
     )
     batch_size: int = how_to_roll_out(
         0,
@@ -106,27 +98,12 @@ class Config:
         0, "Prompts per step over all processes; 0: not set.", yaml="global_prompt_batch_size"
     )
     rollout_batch_size: int = how_to_roll_out(
-        0,
-        "Sequences per step over all processes; 0: not set.",
-        yaml="batch_size",
-        also="GENERATION_BATCH_SIZE",
+        0, "Sequences per step over all processes; 0: not set.", yaml="batch_size"
     )
-    num_pre_q: int = in_rollout(
-        8,
-        "K: number of completions per prompt.",
-        at_least=1,
-        also="NUM_GENERATIONS GROUP_SIZE ROLLOUT_N rollout.n",
-    )
+    num_pre_q: int = in_rollout(8, "K: number of completions per prompt.", at_least=1)
     global_length: int = how_to_roll_out(0, "Smallest padded prompt length, in tokens.")
-    max_length_sample: int = in_rollout(
-        1024,
-        "Longest completion in tokens.",
-        at_least=1,
-        also="MAX_COMPLETION_LENGTH MAX_RESPONSE_LENGTH MAX_NEW_TOKENS MAX_LEN_SAMPLE",
-    )
-    temperature: float = in_rollout(
-        1.0, "Temperature of sampling and of the loss's logps.", above=0
-    )
+    max_length_sample: int = in_rollout(1024, "Longest completion in tokens.", at_least=1)
+    temperature: float = in_rollout(1.0, "Temperature of sampling and the loss's logps.", above=0)
     top_k: int = in_rollout(0, "Sample among this many likeliest tokens; 0: all.")
     top_p: float = in_rollout(1.0, "Sample within this probability mass.", above=0, at_most=1)
     min_p: float = in_rollout(0.0, "Drop tokens below MIN_P * the highest probability.", below=1)
@@ -157,9 +134,7 @@ class Config:
     reward_weights: tuple[float, ...] = in_reward(
         (), "Weight of each reward; empty: DEFAULTS in rewards.py, or 1 each with REWARD_FN."
     )
-    reward_fn: str = in_reward(
-        "", "Reward functions, such as my.py:name; empty: the default ones.", also="REWARD_FUNCS"
-    )
+    reward_fn: str = in_reward("", "Reward functions, such as my.py:name; empty: the default ones.")
     reward_timeout_s: float = in_reward(
         10.0,
         "Seconds that a call of your function may take.",
@@ -171,61 +146,32 @@ class Config:
         0, "Tokens over which soft_overlong_penalty grows; 0: a fifth of MAX_LENGTH_SAMPLE."
     )
 
-    steps: int = how_to_train(
-        100,
-        "Number of training steps; 0: only evaluate.",
-        also="MAX_STEPS NUM_STEPS TOTAL_STEPS TOTAL_TRAINING_STEPS",
-    )
+    steps: int = how_to_train(100, "Number of training steps; 0: only evaluate.")
     train_micro_batch_size: int = how_to_train(
-        0,
-        "Sequences per micro-step on each process; 0: not set.",
-        yaml="micro_batch_size",
-        also="MICRO_BATCH_SIZE MICRO_BATCH",
+        0, "Sequences per micro-step on each process; 0: not set.", yaml="micro_batch_size"
     )
     train_per_device_micro_batch_size: int = how_to_train(
         0,
         "Sequences per micro-step on each device; 0: not set.",
         yaml="per_device_micro_batch_size",
-        also="PER_DEVICE_TRAIN_BATCH_SIZE MICRO_BATCH_SIZE_PER_DEVICE PPO_MICRO_BATCH_SIZE_PER_GPU",
     )
-    grad_accum_steps: int = how_to_train(
-        0,
-        "Most micro-steps of an update; it sets the micro-batch. 0: not set.",
-        also="GRADIENT_ACCUMULATION_STEPS GRAD_ACCUM",
-    )
-    ppo_epochs: int = in_train(
-        1, "How often a step uses all of its groups.", at_least=1, also="NUM_ITERATIONS"
-    )
-    num_mini_batches: int = in_train(
-        1, "Mini-batches of a step; each makes one update.", at_least=1
-    )
-    optimizer: str = in_train(
-        "adamw", "Update rule of the weights.", choices="adamw|lion|sgd", also="OPTIM"
-    )
-    learning_rate: float = in_train(1e-6, "Highest learning rate of the schedule.", also="LR")
+    grad_accum_steps: int = how_to_train(0, "Most micro-steps of an update; 0: not set.")
+    ppo_epochs: int = in_train(1, "How often a step uses all of its groups.", at_least=1)
+    num_mini_batches: int = in_train(1, "Mini-batches of a step; each makes an update.", at_least=1)
+    optimizer: str = in_train("adamw", "Update rule of the weights.", choices="adamw|lion|sgd")
+    learning_rate: float = in_train(1e-6, "Highest learning rate of the schedule.")
     lr_schedule: str = in_train(
-        "warmup_cosine",
-        "Learning rate after the warmup.",
-        choices="warmup_cosine|linear|constant",
-        also="LR_SCHEDULER_TYPE cosine=warmup_cosine constant_with_warmup=constant",
+        "warmup_cosine", "Learning rate after the warmup.", choices="warmup_cosine|linear|constant"
     )
     warmup_ratio: float = in_train(0.05, "Fraction of the schedule that is warmup.", at_most=1)
     lr_decay_steps: int = how_to_train(0, "Steps until the schedule ends; 0: STEPS.")
     weight_decay: float = in_train(0.0, "Weight decay, decoupled from the gradient.")
-    clip_norm: float = in_train(
-        1.0, "Largest global norm of the gradient; 0: no limit.", also="MAX_GRAD_NORM GRAD_CLIP"
-    )
+    clip_norm: float = in_train(1.0, "Largest global norm of the gradient; 0: no limit.")
     mesh_shape: str = how_to_train(
-        "auto",
-        "Training mesh: auto, or dp,fsdp,tp; -1: the rest.",
-        form=parsing.MESH,
-        also="MESH_SHAPE_FSDP",
+        "auto", "Training mesh: auto, or dp,fsdp,tp; -1: the rest.", form=parsing.MESH
     )
     remat: str = how_to_train(
-        "full",
-        "What backward recomputes; dots: all but the matmuls.",
-        choices="none|dots|full",
-        also="GRADIENT_CHECKPOINTING",
+        "full", "What backward recomputes; dots: all but the matmuls.", choices="none|dots|full"
     )
     policy_loss_impl: str = how_to_train(
         "jax", "What computes the loss's logps.", choices="jax|pallas"
@@ -238,7 +184,6 @@ class Config:
         "dapo",
         "How the loss is computed; see Objective in loss.py.",
         choices="dapo|grpo|dr_grpo|cispo|gspo|sapo",
-        also="bnpo=dapo token-mean=dapo seq-mean-token-mean=grpo sequence-mean-token-mean=grpo",
     )
     adv_estimator: str = in_loss(
         "grpo",
@@ -248,63 +193,27 @@ class Config:
     scale_rewards: str = in_loss(
         "group", "Standard deviation that divides grpo's advantages.", choices="group|batch|none"
     )
-    eps_low: float = in_loss(
-        0.2,
-        "The ratio is clipped below 1 - EPS_LOW.",
-        at_most=1,
-        also="EPSILON EPSILON_LOW CLIP_RATIO CLIP_RATIO_LOW CLIP_EPS",
-    )
-    eps_high: float = in_loss(
-        0.2,
-        "The ratio is clipped above 1 + EPS_HIGH; cispo: at EPS_HIGH.",
-        also="EPSILON_HIGH CLIP_RATIO_HIGH",
-    )
-    delta: float = in_loss(
-        0.0, "Largest ratio in two-sided clipping; 0: no limit.", also="CLIP_RATIO_C"
-    )
-    beta: float = in_loss(
-        0.0,
-        "Weight of the KL to the reference; 0: no reference.",
-        also="KL_COEF KL_LOSS_COEF KL_BETA",
-    )
-    kl_estimator: str = in_loss(
-        "k3",
-        "Estimator of the KL.",
-        choices="k1|k2|k3",
-        also="kl=k1 mse=k2 mse_kl=k2 low_var_kl=k3",
-    )
+    eps_low: float = in_loss(0.2, "The ratio is clipped below 1 - EPS_LOW.", at_most=1)
+    eps_high: float = in_loss(0.2, "The ratio is clipped above 1 + EPS_HIGH; cispo: at EPS_HIGH.")
+    delta: float = in_loss(0.0, "Largest ratio in two-sided clipping; 0: no limit.")
+    beta: float = in_loss(0.0, "Weight of the KL to the reference; 0: no reference.")
+    kl_estimator: str = in_loss("k3", "Estimator of the KL.", choices="k1|k2|k3")
     kl_bias_correction: bool = in_loss(
-        True, "Multiply the KL by the ratio, so that its gradient is unbiased."
+        True, "Multiply the KL by the ratio; unbiased with ratios of tokens."
     )
     entropy_coef: float = in_loss(0.0, "Weight of the entropy bonus.")
     top_entropy_quantile: float = in_loss(
         1.0, "Fraction of the tokens, those of highest entropy, to learn from.", above=0, at_most=1
     )
     mask_truncated_completions: bool = in_loss(False, "Learn nothing from truncated completions.")
-    is_mode: str = in_loss(
-        "none",
-        "How weights p_trainer / p_sampler correct the loss.",
-        choices=IS_MODES,
-        also="VLLM_IMPORTANCE_SAMPLING_MODE",
-    )
+    is_mode: str = in_loss("none", "How p_trainer / p_sampler weights the loss.", choices=IS_MODES)
     is_floor: float = in_loss(0.0, "Smaller weights become IS_FLOOR, or 0 (mask).", at_most=1)
-    is_cap: float = in_loss(
-        3.0,
-        "Larger weights become IS_CAP, or 0 (mask).",
-        at_least=1,
-        also="VLLM_IMPORTANCE_SAMPLING_CAP VLLM_IMPORTANCE_SAMPLING_CLIP_MAX",
-    )
+    is_cap: float = in_loss(3.0, "Larger weights become IS_CAP, or 0 (mask).", at_least=1)
 
-    eval_every_steps: int = in_eval(
-        10,
-        "Steps between evaluations, from step 0 on; 0: never.",
-        also="EVAL_STEPS EVAL_EVERY TEST_FREQ",
-    )
+    eval_every_steps: int = in_eval(10, "Steps between evaluations, from step 0 on; 0: never.")
     eval_prompts: int = in_eval(128, "Questions per evaluation; 0: all.")
     eval_full_sweep: bool = in_eval(False, "Evaluate the full split at the end.")
-    eval_samples: int = in_eval(
-        1, "Completions per question.", at_least=1, also="NUM_GENERATIONS_EVAL"
-    )
+    eval_samples: int = in_eval(1, "Completions per question.", at_least=1)
     eval_temperature: float = in_eval(
         0.0, "Temperature of evaluations; 0: TEMPERATURE if EVAL_SAMPLES > 1, else greedy."
     )
@@ -313,17 +222,9 @@ class Config:
     checkpoint_dir: str = in_run(
         "", "Folder of checkpoints, or gs://bucket/folder; empty: OUTPUT_DIR/checkpoints."
     )
-    save_every_steps: int = in_run(
-        50, "Steps between checkpoints; 0: none, not even at the end.", also="SAVE_STEPS SAVE_FREQ"
-    )
-    save_keep: int = in_run(
-        2, "Number of newest checkpoints to keep besides the best; 0: all.", also="SAVE_TOTAL_LIMIT"
-    )
-    resume: str = in_run(
-        "auto",
-        "Checkpoint to begin with: auto (the newest), never, or a path.",
-        also="RESUME_FROM_CHECKPOINT",
-    )
+    save_every_steps: int = in_run(50, "Steps between checkpoints; 0: none, not even at the end.")
+    save_keep: int = in_run(2, "Number of newest checkpoints to keep besides the best; 0: all.")
+    resume: str = in_run("auto", "Checkpoint to begin with: auto (the newest), never, or a path.")
     preemption_grace_s: int = in_run(
         30, "Most seconds from SIGTERM to the end.", at_least=2, at_most=LONGEST_WAIT_S
     )
@@ -348,15 +249,13 @@ class Config:
 
     def rollout_lines(self) -> str:
         """Lines that say what samples and, if the sampler drops tokens, among which tokens the
-        loss's logps are, and why."""
-        text = f"rollout.backend: {self.rollout_backend}\n"
-        if not self.filters():
-            return text
-        support = "replay" if self.replays() else "full"
-        why = "as set" if support == "full" else "TOP_K, TOP_P or MIN_P drops tokens"
-        tokens = "all tokens" if support == "full" else "the tokens that could be drawn"
-        text += f"rollout.sampling_support: {support} ({why}): the loss's logps are among {tokens}"
-        return text + (", the sampler's among fewer\n" if self.filters_logps() else "\n")
+        loss's logps are."""
+        lines = f"rollout.backend: {self.rollout_backend}\n"
+        if self.filters():
+            why = "replay (TOP_K, TOP_P or MIN_P drops tokens)" if self.replays() else "full"
+            tokens = "the tokens that could be drawn" if self.replays() else "all tokens"
+            lines += f"rollout.sampling_support: {why}: the loss's logps are among {tokens}\n"
+        return lines
 
     @classmethod
     def from_env(cls, env: Mapping[str, str], config_file: str | Path = "") -> "Config":
@@ -407,7 +306,7 @@ def read_layers(
 
     Raises UserMistake with a line for every mistake.
     """
-    mistakes: list[Mistake] = []
+    mistakes: list[str] = []
     settings = parsing.read_env(env, Config, mistakes)
     layers = dict.fromkeys(settings, "environment")
     if config_file:
@@ -415,18 +314,19 @@ def read_layers(
         layers = dict.fromkeys(lower, str(config_file)) | layers
         settings = parsing.overlay(settings, lower, SYNONYMS)
     if not settings.get("model_path"):
-        settings.pop("model_path", None)
+        for empty in (settings, layers):
+            empty.pop("model_path", None)
         lower = parsing.read_yaml(TINY, Config, mistakes)
         layers = dict.fromkeys(lower, TINY_LAYER) | layers
         settings = parsing.overlay(settings, lower, TINY_YIELDS)
     cfg = Config(**settings)
-    texts, wrong = [mistake.text for mistake in mistakes], {m.setting for m in mistakes}
-    for text in [] if "MODEL_PATH" in wrong else contradictions(cfg):
-        # A contradiction with a setting that could not be read may not exist.
-        if not any(re.search(rf"\b{name}\b", text) for name in wrong):
-            texts.append(text)
-    if texts:
-        raise UserMistake("\n".join(texts))
+    told = "\n".join(mistakes).upper()
+    for line in contradictions(cfg):
+        # A contradiction with a setting that another line names may not exist.
+        if not any(name in told for name in re.findall("[A-Z_]{4,}", line)):
+            mistakes.append(line)
+    if mistakes:
+        raise UserMistake("\n".join(mistakes))
     return cfg, layers
 
 
@@ -463,37 +363,31 @@ def load(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Command:
     `.env`. Ends the program for --print-config and for mistakes."""
     args = parsing.parse_command_line(argv)
     try:
-        if sum(map(bool, (args.plan, args.eval_only, args.ask, args.print_config))) > 1:
-            raise UserMistake(
-                "--plan, --eval-only and --ask are only for train_grpo.py, one at a time and "
-                "without --print-config"
-            )
-        # W&B and the Hub read their keys in the environment, so .env goes there.
-        dotenv = parsing.read_dotenv(REPO / ".env") if env is None else {}
+        dotenv = {}
         if env is None:
-            dotenv = {name: value for name, value in dotenv.items() if name not in os.environ}
-            os.environ.update(dotenv)
-            env = os.environ
-        # A run's weights are evaluated with the run's settings.
+            # W&B and the Hub read their keys in the environment, so .env goes there.
+            env, dotenv = os.environ, parsing.read_dotenv(REPO / ".env")
+            dotenv = {name: value for name, value in dotenv.items() if name not in env}
+            env.update(dotenv)
+        # A run's weights are evaluated with the run's settings, and from its newest checkpoint.
         of_run = Path(env.get("OUTPUT_DIR", "")) / "config.yaml"
-        use_run = (args.eval_only or args.ask) and env.get("OUTPUT_DIR") and of_run.is_file()
-        cfg, layers = read_layers(env, args.config or (of_run if use_run else ""))
-        if use_run and layers.get("resume") == str(of_run):  # it is how that run began
+        use_run = (args.eval_only or args.ask) and not args.config
+        use_run = use_run and env.get("OUTPUT_DIR") and of_run.is_file()
+        cfg, layers = read_layers(env, of_run if use_run else args.config)
+        if use_run and "RESUME" not in env:
             cfg = dataclasses.replace(cfg, resume="auto")
         layers |= {name.lower(): ".env" for name in dotenv}
         tiny = [name for name, layer in layers.items() if layer == TINY_LAYER]
         if args.print_config:
-            parsing.print_and_exit(describe(cfg, args.processes, args.local_devices))
+            try:
+                print(describe(cfg, args.processes, args.local_devices), flush=True)
+            except BrokenPipeError:  # the reader of a pipe, such as `head`, has ended
+                os._exit(0)  # Python's own end would flush again, and print a traceback
+            raise SystemExit(0)
         about_run = () if args.eval_only or args.ask else notes(cfg, tiny)
         lines = [f"note: {line}" for line in (*about_run, *ignored_names(env))]
-        return Command(
-            cfg,
-            args.plan,
-            args.eval_only,
-            args.ask or "",
-            args.answer,
-            [changed(cfg, layers), *lines],
-        )
+        lines = [changed(cfg, layers), *lines]
+        return Command(cfg, args.plan, args.eval_only, args.ask or "", args.answer, lines)
     except UserMistake as error:
         fail(error)
 

@@ -15,10 +15,8 @@ MAX_REPLAYED = 128  # MAX_SUPPORT of models/draw.py; this file imports no jax
 def contradictions(cfg: Any) -> Iterator[str]:
     """Lines about combinations that would give a wrong or an empty run."""
     if cfg.num_pre_q == 1 and cfg.steps and cfg.adv_estimator != "reinforce":
-        yield (
-            f"NUM_PRE_Q=1 leaves ADV_ESTIMATOR={cfg.adv_estimator} nothing to compare a completion "
-            f"with; set at least 2, or ADV_ESTIMATOR=reinforce"
-        )
+        why = f"NUM_PRE_Q=1 leaves ADV_ESTIMATOR={cfg.adv_estimator} nothing to compare"
+        yield f"{why} a completion with; set at least 2, or ADV_ESTIMATOR=reinforce"
     if cfg.dynamic_sampling and cfg.adv_estimator == "reinforce":
         yield "DYNAMIC_SAMPLING=1 drops groups that ADV_ESTIMATOR=reinforce can use; leave it out"
     if cfg.loss_type == "cispo" and cfg.eps_high < 1:
@@ -28,11 +26,8 @@ def contradictions(cfg: Any) -> Iterator[str]:
     if cfg.beta and cfg.kl_estimator == "k1" and not cfg.kl_bias_correction:
         yield "KL_ESTIMATOR=k1 has no gradient on average with KL_BIAS_CORRECTION=0; set it to 1"
     if cfg.is_mode.startswith("sequence") and cfg.filters_logps():
-        yield (
-            f"IS_MODE={cfg.is_mode} with TOP_K, TOP_P or MIN_P shrinks a sequence's weight with "
-            f"every token; set token_truncate or token_mask, or leave out "
-            f"SAMPLING_SUPPORT=full"
-        )
+        why = "with SAMPLING_SUPPORT=full shrinks a sequence's weight with every token"
+        yield f"IS_MODE={cfg.is_mode} {why}; leave SAMPLING_SUPPORT out, or set token_truncate"
     for name, text in (("policy_loss_impl", "pallas"), ("rollout_backend", "sglang_jax")):
         if cfg.replays() and getattr(cfg, name) == text:
             why = f"{name.upper()}={text} cannot replay the tokens that TOP_K, TOP_P, MIN_P leave"
@@ -54,22 +49,12 @@ def notes(cfg: Any, tiny: Collection[str]) -> Iterator[str]:
     if "model_path" in tiny and "dataset" not in tiny:
         yield f"MODEL_PATH is not set, so DATASET={cfg.dataset} trains this project's tiny model"
     yield from idle_settings(cfg, tiny)
-    if cfg.filters_logps() and cfg.is_mode == "none" and cfg.steps:
+    if cfg.filters_logps() and cfg.is_mode == "none":
         why = "TOP_K, TOP_P, MIN_P change sampling only, and the loss has a bias"
         yield f"{why}; leave out SAMPLING_SUPPORT=full, or set IS_MODE=token_truncate"
-    ends = cfg.lr_schedule in ("warmup_cosine", "linear")  # at a learning rate of 0
-    if 0 < cfg.lr_decay_steps < cfg.steps and ends:
+    if 0 < cfg.lr_decay_steps < cfg.steps and cfg.lr_schedule != "constant":
         decay = f"LR_DECAY_STEPS={cfg.lr_decay_steps} is less than STEPS={cfg.steps}"
         yield f"{decay}: later steps have learning rate 0"
-    names = [
-        n for n in ("eps_low", "eps_high", "delta") if getattr(cfg, n) != getattr(type(cfg), n)
-    ]
-    idle = [f"{name.upper()}={getattr(cfg, name)}" for name in names]
-    if cfg.loss_type in ("gspo", "cispo", "sapo"):
-        idle.append(f"the ratios of LOSS_TYPE={cfg.loss_type}")
-    if idle and cfg.ppo_epochs * cfg.num_mini_batches == 1 and cfg.steps:
-        why = f"with one update per step every ratio is 1, and {' and '.join(idle)} do nothing"
-        yield f"{why}; with NUM_MINI_BATCHES=2 or PPO_EPOCHS=2 they count"
 
 
 def idle_settings(cfg: Any, tiny: Collection[str]) -> Iterator[str]:
@@ -77,17 +62,19 @@ def idle_settings(cfg: Any, tiny: Collection[str]) -> Iterator[str]:
     expect one."""
     engine = " ".join(name for name in vars(cfg) if name.startswith("sglang_jax"))
     sends = cfg.wandb_mode or os.environ.get("WANDB_API_KEY")
+    ratio_free = cfg.loss_type in ("cispo", "sapo")
+    several = cfg.ppo_epochs * cfg.num_mini_batches > 1
+    once = "one update per step, whose ratios are all 1; NUM_MINI_BATCHES=2 gives two"
     table = [  # settings, what they need to have an effect, and why they have none
         (engine, cfg.rollout_backend == "sglang_jax", f"ROLLOUT_BACKEND={cfg.rollout_backend}"),
         ("sampling_support", cfg.filters(), "TOP_K=0, TOP_P=1.0 and MIN_P=0.0"),
-        ("dynamic_sampling_max_rounds", cfg.dynamic_sampling, "DYNAMIC_SAMPLING=0"),
         ("overlong_cache", "soft_overlong" in cfg.reward_fn, f"REWARD_FN={cfg.reward_fn}"),
         ("scale_rewards", cfg.adv_estimator == "grpo", f"ADV_ESTIMATOR={cfg.adv_estimator}"),
-        ("delta eps_low", cfg.loss_type not in ("cispo", "sapo"), f"LOSS_TYPE={cfg.loss_type}"),
+        ("delta eps_low", not ratio_free, f"LOSS_TYPE={cfg.loss_type}"),
+        ("eps_high", cfg.loss_type != "sapo", "LOSS_TYPE=sapo"),
+        ("eps_low eps_high delta", several, once),
         ("kl_estimator kl_bias_correction", cfg.beta > 0, "BETA=0"),
         ("is_floor is_cap", cfg.is_mode != "none", "IS_MODE=none"),
-        ("eval_prompts", cfg.eval_every_steps > 0, "EVAL_EVERY_STEPS=0"),
-        ("wandb_project", cfg.wandb_mode != "disabled", "WANDB_MODE=disabled"),
         ("wandb_project", sends, "WANDB_MODE empty and no WANDB_API_KEY"),
     ]
     for name, value in vars(cfg).items():

@@ -6,16 +6,9 @@ Imports neither jax nor flax.
 import difflib
 import sys
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 LIST_ALL = "(`python config.py` lists all)"
-
-
-class Mistake(NamedTuple):
-    """What is wrong, as a line of text, and the environment name of the setting."""
-
-    setting: str
-    text: str
 
 
 class UserMistake(ValueError):
@@ -28,12 +21,13 @@ class UserMistake(ValueError):
 class Unwritable(Exception):
     """A file of the run or a checkpoint cannot be written: a line of text that says why.
 
-    It ends the run with exit code 1. The same command goes on from the newest complete checkpoint.
+    It ends a start with exit code 2, and a run that has taken a step with exit code 1. The same
+    command goes on from the newest complete checkpoint.
     """
 
 
 def fail(error: UserMistake | Unwritable) -> NoReturn:
-    """Ends the program after mistakes of the user: a line for each mistake, and exit code 2."""
+    """Ends the program before the first step: a line for each mistake, and exit code 2."""
     for line in str(error).splitlines():
         print(f"error: {line}", file=sys.stderr)
     raise SystemExit(2)
@@ -50,47 +44,80 @@ def in_one_line(error: BaseException, *, with_type: bool = True) -> str:
 
 # ---- Names that are no settings ------------------------------------------------------------------
 
-_EPOCHS = "STEPS is the number of steps; an epoch has as many as the dataset has questions, "
-_EPOCHS += "divided by the prompts of a step"
-_ALWAYS = "it is always on where MAX_LENGTH_SAMPLE >= 128"
-_ACCURACY = "accuracy is the share of rewards of at least 1 by the first function of REWARD_FN, "
-_ACCURACY += "which may have weight 0"
-_REFERENCE = "the reference is the model with which a run begins; a new run with MODEL_PATH=RUN/hf "
-_REFERENCE += "begins with the trained one"
-# Names of other programs, and of older versions of this one, that have no counterpart.
-NOT_SETTINGS = {
+# What other programs call our settings; a name in lower case occurs only in YAML.
+CALLED = {
+    "MODEL_PATH": "MODEL_NAME_OR_PATH MODEL_ID",
+    "SEED": "RANDOM_SEED",
+    "ROLLOUT_BACKEND": "ROLLOUT_ENGINE",
+    "BATCH_SIZE": "ROLLOUT_PROMPT_BATCH_SIZE",
+    "ROLLOUT_BATCH_SIZE": "GENERATION_BATCH_SIZE",
+    "NUM_PRE_Q": "NUM_GENERATIONS GROUP_SIZE ROLLOUT_N rollout.n",
+    "MAX_LENGTH_SAMPLE": "MAX_COMPLETION_LENGTH MAX_RESPONSE_LENGTH MAX_NEW_TOKENS MAX_LEN_SAMPLE",
+    "REWARD_FN": "REWARD_FUNCS",
+    "STEPS": "MAX_STEPS NUM_STEPS TOTAL_STEPS TOTAL_TRAINING_STEPS",
+    "TRAIN_MICRO_BATCH_SIZE": "MICRO_BATCH_SIZE MICRO_BATCH",
+    "TRAIN_PER_DEVICE_MICRO_BATCH_SIZE": "PER_DEVICE_TRAIN_BATCH_SIZE MICRO_BATCH_SIZE_PER_DEVICE "
+    "PPO_MICRO_BATCH_SIZE_PER_GPU",
+    "GRAD_ACCUM_STEPS": "GRADIENT_ACCUMULATION_STEPS GRAD_ACCUM",
+    "PPO_EPOCHS": "NUM_ITERATIONS",
+    "OPTIMIZER": "OPTIM",
+    "LEARNING_RATE": "LR",
+    "LR_SCHEDULE": "LR_SCHEDULER_TYPE",
+    "CLIP_NORM": "MAX_GRAD_NORM GRAD_CLIP",
+    "MESH_SHAPE": "MESH_SHAPE_FSDP",
+    "REMAT": "GRADIENT_CHECKPOINTING",
+    "EPS_LOW": "EPSILON EPSILON_LOW CLIP_RATIO CLIP_RATIO_LOW CLIP_EPS",
+    "EPS_HIGH": "EPSILON_HIGH CLIP_RATIO_HIGH",
+    "DELTA": "CLIP_RATIO_C",
+    "BETA": "KL_COEF KL_LOSS_COEF KL_BETA",
+    "IS_MODE": "VLLM_IMPORTANCE_SAMPLING_MODE",
+    "IS_CAP": "VLLM_IMPORTANCE_SAMPLING_CAP VLLM_IMPORTANCE_SAMPLING_CLIP_MAX",
+    "EVAL_EVERY_STEPS": "EVAL_STEPS EVAL_EVERY TEST_FREQ",
+    "EVAL_SAMPLES": "NUM_GENERATIONS_EVAL",
+    "SAVE_EVERY_STEPS": "SAVE_STEPS SAVE_FREQ",
+    "SAVE_KEEP": "SAVE_TOTAL_LIMIT",
+    "RESUME": "RESUME_FROM_CHECKPOINT",
+}
+OTHER_NAMES = {name: ours for ours, names in CALLED.items() for name in names.split()}
+# What other programs call our values.
+CALLED_VALUES = {
+    "naive": "vanilla",
+    "warmup_cosine": "cosine",
+    "constant": "constant_with_warmup",
+    "dapo": "bnpo token-mean",
+    "grpo": "seq-mean-token-mean sequence-mean-token-mean",
+    "k1": "kl",
+    "k2": "mse mse_kl",
+    "k3": "low_var_kl",
+}
+OTHER_VALUES = {text: ours for ours, texts in CALLED_VALUES.items() for text in texts.split()}
+# Names of other programs, and of older versions of this one, that have no counterpart: why.
+WITHOUT_COUNTERPART = {
     "PARAM_DTYPE": "trained weights are float32, since bfloat16 loses most updates of them; to "
     "save memory lower TRAIN_PER_DEVICE_MICRO_BATCH_SIZE or use more devices",
-    **dict.fromkeys(("NUM_EPOCHS", "EPOCHS", "NUM_TRAIN_EPOCHS", "TOTAL_EPOCHS"), _EPOCHS),
+    "NUM_EPOCHS EPOCHS NUM_TRAIN_EPOCHS TOTAL_EPOCHS": "STEPS is the number of steps; an epoch has "
+    "as many as the dataset has questions, divided by the prompts of a step",
     "EVAL_BATCHES": "EVAL_PROMPTS is the number of questions in an evaluation",
-    **dict.fromkeys(
-        ("MAX_LENGTH", "MAX_LENGTH_TOTAL"),
-        "MAX_LENGTH_SAMPLE limits the completion and MAX_PROMPT_LENGTH the prompt, in tokens",
-    ),
+    "MAX_LENGTH MAX_LENGTH_TOTAL": "MAX_LENGTH_SAMPLE limits the completion and MAX_PROMPT_LENGTH "
+    "the prompt, in tokens",
     "LOG_COMPLETIONS": "SAMPLE_EVERY_STEPS says when a run shows a group of completions",
     "USE_VLLM": "ROLLOUT_BACKEND names the program that samples",
     "WARMUP_STEPS": "WARMUP_RATIO is the fraction of the schedule that is warmup",
-    **dict.fromkeys(
-        ("STEPS_PER_GENERATION", "PPO_MINI_BATCH_SIZE"),
-        "NUM_MINI_BATCHES is the number of mini-batches into which a step's groups are divided",
-    ),
-    "DROP_ENDED": _ALWAYS,
-    "PACKING": _ALWAYS,
-    "SKIP_ZERO_ADVANTAGE": "it is on unless BETA, ENTROPY_COEF or TOP_ENTROPY_QUANTILE needs all",
-    "LAYER_LOOP": "the device and REMAT decide",
-    "PROMPT_TOO_LONG": "prompts longer than MAX_PROMPT_LENGTH are skipped; a line says how many",
-    "REPETITION_NGRAM": "repetition_penalty counts n-grams of 3 tokens",
-    "ACCURACY_OF": _ACCURACY,
-    "ACCURACY_THRESHOLD": _ACCURACY,
-    "HEARTBEAT_TIMEOUT_S": "a process that is silent for 30 seconds is dead",
-    "NONFINITE_LIMIT": "3 steps in a row that are not finite end a run",
-    "EXPORT_DTYPE": "the export has the run's DTYPE",
-    "RESUME_FORCE": "to go on with other settings, set RESUME=RUN/checkpoints and a new OUTPUT_DIR",
-    "REF_SYNC_STEPS": _REFERENCE,
-    "REF_SYNC_ALPHA": _REFERENCE,
+    "STEPS_PER_GENERATION PPO_MINI_BATCH_SIZE": "NUM_MINI_BATCHES is the number of mini-batches "
+    "into which a step's groups are divided",
     "IMPORTANCE_SAMPLING_LEVEL": "LOSS_TYPE=gspo has a ratio for each sequence",
     "OFF_POLICY_MASK_THRESHOLD": "IS_MODE=sequence_mask drops sequences that are too far off",
+    "RESUME_FORCE": "to go on with other settings, set RESUME=RUN/checkpoints and a new OUTPUT_DIR",
+    "PROMPT_TOO_LONG": "prompts longer than MAX_PROMPT_LENGTH are skipped; a line says how many",
+    "ACCURACY_OF ACCURACY_THRESHOLD": "accuracy is the share of rewards of at least 1 by the first "
+    "function of REWARD_FN, which may have weight 0",
+    "REF_SYNC_STEPS REF_SYNC_ALPHA": "a new run with MODEL_PATH=RUN/hf has that run's model as its "
+    "reference",
+    "DROP_ENDED PACKING": "it is always on where MAX_LENGTH_SAMPLE >= 128",
+    "SKIP_ZERO_ADVANTAGE LAYER_LOOP REPETITION_NGRAM HEARTBEAT_TIMEOUT_S NONFINITE_LIMIT "
+    "EXPORT_DTYPE": "a run decides this by itself; leave it out",
 }
+NOT_SETTINGS = {name: why for names, why in WITHOUT_COUNTERPART.items() for name in names.split()}
 # Names like those of settings that an environment may have for other purposes: they stop no run.
 AMBIGUOUS = {"MODEL": "MODEL_PATH", "MODEL_NAME": "MODEL_PATH", "DATASET_NAME": "DATASET"}
 AMBIGUOUS |= {"TRAIN_BATCH_SIZE": "ROLLOUT_GLOBAL_BATCH_SIZE", "RUN_NAME": "WANDB_NAME"}

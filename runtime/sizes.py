@@ -60,35 +60,55 @@ def derive(cfg: Any, processes: int, local_devices: int) -> Sizes:
     Raises UserMistake if the settings contradict each other or do not divide exactly.
     """
     k, devices = cfg.num_pre_q, f"{local_devices} local devices"
+    fill = fewest_prompts(k, local_devices)
+    filling = f"{fill} prompts (NUM_PRE_Q {k} on {devices})"
+
     _, size, unit = size_of(cfg, *PASS_SIZES, local_devices, devices)
     prompts = size * unit  # per pass per process
     step_name, step_size, step_unit = size_of(cfg, *STEP_SIZES, k, f"NUM_PRE_Q {k}")
     if not prompts and not step_size:
         prompts = DEFAULT_PROMPTS_PER_DEVICE * local_devices
-    fill = fewest_prompts(k, local_devices)
-    filling = f"{fill} prompts (NUM_PRE_Q {k} on {devices})"
-    exact_quotient("BATCH_SIZE", prompts, fill, filling)
+    check_multiple("BATCH_SIZE", prompts, fill, filling)
     passes = 1
     if step_size:
-        factors = f"{processes} processes * " + (f"BATCH_SIZE {prompts}" if prompts else filling)
-        factors += f" * NUM_PRE_Q {k}" if step_unit == 1 else ""
+        made = f"{processes} processes * " + (f"BATCH_SIZE {prompts}" if prompts else filling)
+        made += f" * NUM_PRE_Q {k}" if step_unit == 1 else ""
         smallest = processes * (prompts or fill) * k // step_unit
-        quotient = exact_quotient(step_name, step_size, smallest, factors)
-        passes, prompts = (quotient, prompts) if prompts else (1, quotient * fill)
+        check_multiple(step_name, step_size, smallest, made)
+        times = step_size // smallest
+        passes, prompts = (times, prompts) if prompts else (1, times * fill)
 
-    local_batch = passes * prompts * k
+    per_process, n = passes * prompts, cfg.num_mini_batches  # prompts per step per process
+    where = f" on each of {processes} processes" if processes > 1 else ""
+    where += f" in parts of {fill}, which fill the local devices," if fill > 1 else ""
+    text = f"NUM_MINI_BATCHES={n} must divide the step's {per_process} prompts{where} evenly"
+    check(n, divisors(per_process // fill), f"{text}; nearest that do")
+
+    local_batch = per_process * k
+    update_batch = local_batch // n  # sequences per update per process
     made = f"local_batch = passes {passes} * BATCH_SIZE {prompts} * NUM_PRE_Q {k} = {local_batch}"
-    update_batch = mini_batch(cfg, passes * prompts, fill, processes)  # sequences of this process
-    if cfg.num_mini_batches > 1:
-        made = f"{made} / NUM_MINI_BATCHES {cfg.num_mini_batches} = {update_batch}"
-    micro = micro_batch(cfg, local_devices, update_batch, made)
-    accum = update_batch // micro
-    if cfg.grad_accum_steps not in (0, accum):
-        wrong = f"GRAD_ACCUM_STEPS={cfg.grad_accum_steps} contradicts {made} / micro-batch {micro}"
-        raise UserMistake(f"{wrong} = {accum}; set only one of the two")
-    per_step = processes * passes * prompts
-    updates = cfg.num_mini_batches * cfg.ppo_epochs
-    return Sizes(local_batch, per_step * k, prompts, passes, micro, accum, per_step, updates)
+    made += f" / NUM_MINI_BATCHES {n} = {update_batch}" if n > 1 else ""
+    filled = f" in micro-batches that fill {devices}" if local_devices > 1 else ""
+    # Sizes of micro-batches that divide the update and fill the devices.
+    works = [d * local_devices for d in divisors(update_batch // local_devices)]
+    micro_name, size, unit = size_of(cfg, *MICRO_SIZES, local_devices, devices)
+    accum = cfg.grad_accum_steps
+    if size:
+        times = f" * {devices} = {size * unit}" if unit > 1 else ""
+        text = f"{micro_name}={size}{times} must divide {made}{filled}; nearest that do"
+        check(size, [n // unit for n in works], text)
+        micro = size * unit
+    elif accum:
+        text = f"GRAD_ACCUM_STEPS={accum} must divide {made}{filled}; nearest that do"
+        check(accum, [update_batch // n for n in reversed(works)], text)
+        micro = update_batch // accum
+    else:
+        micro = max(n for n in works if n <= DEFAULT_MICRO_BATCH_PER_DEVICE * local_devices)
+    if accum not in (0, update_batch // micro):
+        made = f"{made} / micro-batch {micro} = {update_batch // micro}"
+        raise UserMistake(f"GRAD_ACCUM_STEPS={accum} contradicts {made}; set only one of the two")
+    accum, P, updates = update_batch // micro, processes * per_process, n * cfg.ppo_epochs
+    return Sizes(local_batch, P * k, prompts, passes, micro, accum, P, updates)
 
 
 def smaller_sizes(
@@ -99,26 +119,18 @@ def smaller_sizes(
     names: PASS_SIZES for a smaller pass, MICRO_SIZES for a smaller micro-batch. The settings are
     per process or per device, as the user has set the size.
     """
+    per_process, unit, others = getattr(cfg, names[0]) > 0, local_devices, {}
     if names == PASS_SIZES:
         size, total = sizes.prompt_batch_size, sizes.prompts_per_step // processes
-        others = (
-            {}
-            if cfg.rollout_batch_size or cfg.rollout_global_batch_size
-            else {"rollout_batch_size": sizes.global_batch}
-        )
+        unit = fewest_prompts(cfg.num_pre_q, local_devices) if per_process else local_devices
+        if not cfg.rollout_batch_size and not cfg.rollout_global_batch_size:
+            others = {"rollout_batch_size": sizes.global_batch}
     else:
-        size = sizes.micro_batch_size
-        total = size * sizes.grad_accum_steps
-        others = {"grad_accum_steps": 0} if cfg.grad_accum_steps else {}
-    per_process = getattr(cfg, names[0]) > 0
-    unit = local_devices
-    if per_process and names == PASS_SIZES:
-        unit = fewest_prompts(cfg.num_pre_q, local_devices)
-    return [
-        ({names[0]: n * unit} if per_process else {names[1]: n}) | others
-        for n in range(1, size // unit)
-        if total // unit % n == 0
-    ]
+        size, total = sizes.micro_batch_size, sizes.micro_batch_size * sizes.grad_accum_steps
+        if cfg.grad_accum_steps:
+            others = {"grad_accum_steps": 0}
+    works = [n for n in divisors(total // unit) if n < size // unit]
+    return [({names[0]: n * unit} if per_process else {names[1]: n}) | others for n in works]
 
 
 def fewest_prompts(num_pre_q: int, local_devices: int) -> int:
@@ -146,65 +158,22 @@ def size_of(cfg: Any, large: str, small: str, unit: int, unit_text: str) -> tupl
     return (small.upper(), count, unit) if count else (large.upper(), total, 1)
 
 
-def exact_quotient(name: str, size: int, unit: int, made: str) -> int:
-    if size % unit:
-        works = nearest(size, [size // unit * unit, size // unit * unit + unit])
-        raise UserMistake(
-            f"{name}={size} must be a multiple of {made} = {unit}; nearest that are: {works}"
-        )
-    return size // unit
+def check_multiple(name: str, size: int, unit: int, made: str) -> None:
+    """Raises UserMistake unless `size` is a multiple of `unit`. made: how `unit` is made."""
+    text = f"{name}={size} must be a multiple of {made} = {unit}; nearest that are"
+    check(size, range(0, size + unit, unit), text)
 
 
-def mini_batch(cfg: Any, prompts: int, fill: int, processes: int) -> int:
-    """Sequences per update per process. prompts: per step per process. fill: the fewest prompts
-    that fill the local devices."""
-    n = cfg.num_mini_batches
-    fits = [i for i in range(1, prompts // fill + 1) if prompts // fill % i == 0]
-    if n not in fits:
-        each = f" on each of {processes} processes" if processes > 1 else ""
-        in_fills = f" in parts of {fill}, which fill the local devices," if fill > 1 else ""
-        raise UserMistake(
-            f"NUM_MINI_BATCHES={n} must divide the step's {prompts} prompts{each}{in_fills} "
-            f"evenly; nearest that do: {nearest(n, fits)}"
-        )
-    return prompts // n * cfg.num_pre_q
+def check(size: int, works: Sequence[int], text: str) -> None:
+    """Raises UserMistake with the text and the nearest sizes that work, unless `size` works."""
+    if size not in works:
+        below = [n for n in works if 0 < n < size][-1:]
+        above = [n for n in works if n > size][:1]
+        raise UserMistake(f"{text}: {', '.join(map(str, below + above))}")
 
 
-def micro_batch(cfg: Any, local_devices: int, update_batch: int, made: str) -> int:
-    """Sequences per micro-step per process: a multiple of the devices that divides update_batch.
-
-    update_batch: sequences per update per process. made: how it is made.
-    """
-    devices = f"{local_devices} local devices"
-    name, size, unit = size_of(cfg, *MICRO_SIZES, local_devices, devices)
-    per_device = update_batch // local_devices
-    fits = [n * local_devices for n in range(1, per_device + 1) if per_device % n == 0]
-    if not size and cfg.grad_accum_steps:
-        works = [update_batch // n for n in reversed(fits)]  # micro-steps
-        if cfg.grad_accum_steps not in works:
-            fill = f" into micro-batches that fill {devices}" if local_devices > 1 else ""
-            raise UserMistake(
-                f"GRAD_ACCUM_STEPS={cfg.grad_accum_steps} must divide {made}{fill}; nearest that "
-                f"do: {nearest(cfg.grad_accum_steps, works)}"
-            )
-        return update_batch // cfg.grad_accum_steps
-    if not size:
-        return max(n for n in fits if n <= DEFAULT_MICRO_BATCH_PER_DEVICE * local_devices)
-    if size * unit not in fits:
-        times = f" * {devices} = {size * unit}" if unit > 1 else ""
-        fill = f" and fill {devices}" if local_devices > 1 else ""
-        works = nearest(size, [n // unit for n in fits])
-        raise UserMistake(
-            f"{name}={size}{times} must divide {made}{fill}; nearest that do: {works}"
-        )
-    return size * unit
-
-
-def nearest(size: int, works: Sequence[int]) -> str:
-    """The largest size in `works` below `size`, and the smallest above, as text."""
-    below = [n for n in works if 0 < n < size][-1:]
-    above = [n for n in works if n > size][:1]
-    return ", ".join(map(str, below + above))
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 # ---- Padded lengths ------------------------------------------------------------------------------
@@ -233,12 +202,3 @@ def prompt_width(longest: int, floor: int = 0) -> int:
 def prompt_share(num_pre_q: int, sequences_per_shard: int) -> int:
     """`share`: how many consecutive sequences of a shard have one prompt in common."""
     return math.gcd(num_pre_q, sequences_per_shard)
-
-
-def most_checkpoints(steps: int, save_every_steps: int, save_keep: int) -> int:
-    """The largest number of checkpoints that a run has on its disk at one time.
-
-    A new checkpoint is complete before an old one is deleted. The newest ones and the best stay.
-    """
-    saves = math.ceil(steps / save_every_steps) if save_every_steps else 0
-    return min(saves, save_keep + 2) if save_keep else saves

@@ -1,35 +1,32 @@
 """sizes.py: the sizes of a step on a slice, by literal values."""
 
 import itertools
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
 import pytest
-from test_config import REAL, env, rows
 
 from config import Config
 from data import pad_prompts
 from runtime.mistakes import UserMistake
-from runtime.parsing import REPO
 from runtime.sizes import (
     Sizes,
     bucket,
     derive,
     eval_questions,
-    most_checkpoints,
     prompt_share,
     prompt_width,
 )
 
 # Sizes(local_batch, global_batch, prompt_batch_size, passes_per_step, micro_batch_size,
 #       grad_accum_steps, prompts_per_step)
+REAL = "MODEL_PATH=some/model"  # a run without recipes/tiny.yaml
 
 
 def sizes(slice_: str, settings: str) -> Sizes:
     """slice_: processes x local devices, such as 2x4."""
-    return derive(Config.from_env(env(settings)), *map(int, slice_.split("x")))
+    env = dict(setting.split("=") for setting in settings.split())
+    return derive(Config.from_env(env), *map(int, slice_.split("x")))
 
 
 @pytest.mark.parametrize("model", ["", REAL], ids=["tiny", "real"])
@@ -56,9 +53,8 @@ def test_sizes_left_at_their_defaults_are_2_prompts_and_4_sequences_per_device_o
     assert sizes("1x1", f"{REAL} BATCH_SIZE=2 NUM_PRE_Q=5").micro_batch_size == 2
     assert sizes("1x4", f"{REAL} BATCH_SIZE=1 NUM_PRE_Q=8").micro_batch_size == 8
     assert sizes("1x4", f"{REAL} BATCH_SIZE=1 NUM_PRE_Q=20").micro_batch_size == 4
-    assert (
-        sizes("1x1", "BATCH_SIZE=1 NUM_PRE_Q=7").micro_batch_size == 1
-    )  # also with the tiny recipe
+    tiny = sizes("1x1", "BATCH_SIZE=1 NUM_PRE_Q=7")
+    assert tiny.micro_batch_size == 1
 
 
 def test_grad_accum_steps_alone_set_the_micro_batch() -> None:
@@ -73,45 +69,40 @@ def test_synonyms_that_agree_are_no_error() -> None:
     assert sizes("2x1", f"{rollout} ROLLOUT_BATCH_SIZE=32 {train}") == Sizes(16, 32, 1, 2, 2, 8, 4)
 
 
+# Slice, settings of which the last one does not fit -> what it must do -> the nearest that do.
 MISFITS = """
-1x1 BATCH_SIZE=8 TRAIN_MICRO_BATCH_SIZE=7 -> TRAIN_MICRO_BATCH_SIZE=7 must divide
-    local_batch = passes 1 * BATCH_SIZE 8 * NUM_PRE_Q 8 = 64; nearest that do: 4, 8
-1x4 BATCH_SIZE=8 TRAIN_MICRO_BATCH_SIZE=2 -> TRAIN_MICRO_BATCH_SIZE=2 must divide
-    local_batch = passes 1 * BATCH_SIZE 8 * NUM_PRE_Q 8 = 64 and fill 4 local devices;
-    nearest that do: 4
-1x4 BATCH_SIZE=2 TRAIN_PER_DEVICE_MICRO_BATCH_SIZE=3 -> TRAIN_PER_DEVICE_MICRO_BATCH_SIZE=3
-    * 4 local devices = 12 must divide local_batch = passes 1 * BATCH_SIZE 2 * NUM_PRE_Q 8 = 16
-    and fill 4 local devices; nearest that do: 2, 4
-1x4 BATCH_SIZE=3 NUM_PRE_Q=2 -> BATCH_SIZE=3 must be a multiple of 2 prompts
-    (NUM_PRE_Q 2 on 4 local devices) = 2; nearest that are: 2, 4
-2x4 ROLLOUT_GLOBAL_BATCH_SIZE=10 NUM_PRE_Q=2 -> ROLLOUT_GLOBAL_BATCH_SIZE=10 must be a multiple of
-    2 processes * 2 prompts (NUM_PRE_Q 2 on 4 local devices) = 4; nearest that are: 8, 12
-2x4 ROLLOUT_BATCH_SIZE=100 ROLLOUT_PER_DEVICE_BATCH_SIZE=1 -> ROLLOUT_BATCH_SIZE=100 must be
-    a multiple of 2 processes * BATCH_SIZE 4 * NUM_PRE_Q 8 = 64; nearest that are: 64, 128
-1x1 ROLLOUT_BATCH_SIZE=4 -> ROLLOUT_BATCH_SIZE=4 must be a multiple of 1 processes * 1 prompts
-    (NUM_PRE_Q 8 on 1 local devices) * NUM_PRE_Q 8 = 8; nearest that are: 8
-1x1 ROLLOUT_BATCH_SIZE=64 ROLLOUT_GLOBAL_BATCH_SIZE=16 -> ROLLOUT_BATCH_SIZE=64 contradicts
-    ROLLOUT_GLOBAL_BATCH_SIZE=16 * NUM_PRE_Q 8 = 128; set only one of them
-1x1 BATCH_SIZE=2 TRAIN_MICRO_BATCH_SIZE=4 GRAD_ACCUM_STEPS=3 -> GRAD_ACCUM_STEPS=3 contradicts
-    local_batch = passes 1 * BATCH_SIZE 2 * NUM_PRE_Q 8 = 16 / micro-batch 4 = 4;
-    set only one of the two
-1x1 BATCH_SIZE=2 GRAD_ACCUM_STEPS=3 -> GRAD_ACCUM_STEPS=3 must divide
-    local_batch = passes 1 * BATCH_SIZE 2 * NUM_PRE_Q 8 = 16; nearest that do: 2, 4
-1x4 BATCH_SIZE=2 GRAD_ACCUM_STEPS=8 -> GRAD_ACCUM_STEPS=8 must divide
-    local_batch = passes 1 * BATCH_SIZE 2 * NUM_PRE_Q 8 = 16 into micro-batches that fill
-    4 local devices; nearest that do: 4
+1x1 BATCH_SIZE=2 TRAIN_MICRO_BATCH_SIZE=7 -> must divide {made}; -> 4, 8
+1x4 BATCH_SIZE=2 TRAIN_MICRO_BATCH_SIZE=2 -> must divide {made} in micro-batches that fill 4 -> 4
+1x4 BATCH_SIZE=2 TRAIN_PER_DEVICE_MICRO_BATCH_SIZE=3 -> * 4 local devices = 12 must divide -> 2, 4
+1x1 BATCH_SIZE=2 GRAD_ACCUM_STEPS=3 -> must divide {made}; -> 2, 4
+1x4 BATCH_SIZE=2 GRAD_ACCUM_STEPS=8 -> must divide {made} in micro-batches that fill 4 -> 4
+1x4 NUM_PRE_Q=2 BATCH_SIZE=3 -> must be a multiple of 2 prompts -> 2, 4
+2x4 NUM_PRE_Q=2 ROLLOUT_GLOBAL_BATCH_SIZE=10 -> a multiple of 2 processes * 2 prompts -> 8, 12
+2x4 BATCH_SIZE=4 ROLLOUT_BATCH_SIZE=100 -> of 2 processes * BATCH_SIZE 4 * NUM_PRE_Q 8 -> 64, 128
+1x1 ROLLOUT_BATCH_SIZE=4 -> must be a multiple of 1 processes * 1 prompts -> 8
 """
 
 
-@pytest.mark.parametrize(("case", "message"), rows(MISFITS))
-def test_sizes_that_do_not_fit_are_an_error_that_names_the_nearest_sizes_that_work(case, message):
+@pytest.mark.parametrize("row", MISFITS.strip().splitlines())
+def test_a_size_that_does_not_fit_is_an_error_that_names_the_nearest_that_work(row: str) -> None:
+    made = "local_batch = passes 1 * BATCH_SIZE 2 * NUM_PRE_Q 8 = 16"
+    case, words, nearest = row.replace("{made}", made).split(" -> ")
     slice_, settings = case.split(" ", 1)
+    wrong = settings.split()[-1]
     with pytest.raises(UserMistake) as error:
         sizes(slice_, f"{REAL} {settings}")
-    assert str(error.value) == message
-    name, nearest = message.split("=")[0], message.split("nearest that ")[1:]
-    for value in nearest and nearest[0].split(": ")[1].split(", "):
-        sizes(slice_, f"{REAL} {settings} {name}={value}")
+    told = str(error.value)
+    assert told.startswith(f"{wrong} ") and words in told
+    assert told.partition("; nearest that ")[2].split(": ")[1] == nearest
+    for value in nearest.split(", "):
+        sizes(slice_, f"{REAL} {settings} {wrong.split('=')[0]}={value}")
+
+
+def test_two_settings_of_one_size_that_disagree_are_an_error() -> None:
+    with pytest.raises(UserMistake, match=r"^ROLLOUT_BATCH_SIZE=64 contradicts .*=16 \* .* = 128;"):
+        sizes("1x1", f"{REAL} ROLLOUT_BATCH_SIZE=64 ROLLOUT_GLOBAL_BATCH_SIZE=16")
+    with pytest.raises(UserMistake, match="^GRAD_ACCUM_STEPS=3 contradicts local_batch = .* = 4;"):
+        sizes("1x1", f"{REAL} BATCH_SIZE=2 TRAIN_MICRO_BATCH_SIZE=4 GRAD_ACCUM_STEPS=3")
 
 
 def test_every_division_of_an_accepted_step_is_exact() -> None:
@@ -135,25 +126,12 @@ def test_every_division_of_an_accepted_step_is_exact() -> None:
 
 @pytest.mark.parametrize(
     "prompts, k, samples, devices, questions",
-    [
-        (16, 8, 1, 8, 128),
-        (16, 8, 4, 8, 32),
-        (16, 8, 3, 8, 40),
-        (1, 2, 1, 8, 8),
-        (2, 8, 64, 4, 4),
-    ],
+    [(16, 8, 1, 8, 128), (16, 8, 4, 8, 32), (16, 8, 3, 8, 40), (1, 2, 1, 8, 8), (2, 8, 64, 4, 4)],
 )
 def test_an_evaluation_s_pass_has_about_as_many_sequences_as_a_rollout_s(
     prompts: int, k: int, samples: int, devices: int, questions: int
 ) -> None:
     assert eval_questions(Sizes(0, 0, prompts, 1, 0, 0, 0), k, samples, devices) == questions
-
-
-def test_sizes_are_computed_without_jax_and_numpy() -> None:
-    code = "import sys, runtime.sizes; print(*sys.modules)"
-    printed = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
-    modules = set(printed.stdout.split())
-    assert "runtime.sizes" in modules and not {"jax", "jaxlib", "numpy"} & modules
 
 
 # ---- Padded lengths ------------------------------------------------------------------------------
@@ -167,11 +145,7 @@ def test_bucket_is_the_next_power_of_two_or_three_quarters_of_it() -> None:
 
 def test_a_prompt_is_padded_to_a_bucket_and_its_last_token() -> None:
     assert [prompt_width(n) for n in (1, 17, 18, 25, 26)] == [17, 17, 25, 25, 33]
-    assert [prompt_width(n, 30) for n in (1, 33, 34)] == [
-        33,
-        33,
-        49,
-    ]  # at least 30, and the last token
+    assert [prompt_width(n, 30) for n in (1, 33, 34)] == [33, 33, 49]  # at least 30
 
 
 @pytest.mark.parametrize(
@@ -189,19 +163,3 @@ def test_prompts_are_padded_on_the_left() -> None:
     assert ids.tolist() == [[9, 9, 5, 6], [1, 2, 3, 4], [9, 9, 9, 7]]
     assert mask.tolist() == [[0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 1]]
     assert ids.dtype == mask.dtype == np.int32
-
-
-@pytest.mark.parametrize(
-    "steps, every, keep, most",
-    [
-        (100, 0, 2, 0),  # saves nothing, not even at the end
-        (100, 100, 2, 1),
-        (100, 50, 1, 2),
-        (300, 50, 1, 3),  # the newest, the best, and the one that is being written
-        (300, 50, 2, 4),
-        (101, 50, 0, 3),  # keeps all: after 50, 100 and 101 steps
-        (0, 50, 2, 0),
-    ],
-)
-def test_a_run_has_at_most_so_many_checkpoints_at_one_time(steps, every, keep, most) -> None:
-    assert most_checkpoints(steps, every, keep) == most

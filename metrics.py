@@ -11,14 +11,15 @@ import numpy as np
 from loss import MERGE, equal_groups
 from models.model import Params
 from models.placement import update_flops
-from review import answer_entries, sample_entries, sample_table
+from review import entries_of, sample_entries, sample_table
 from rewards import extract_answer
-from rollout import Backend, Run, answer_questions, have_equal_rewards, texts_of
+from rollout import Run, answer_questions, have_equal_rewards, texts_of
 from runtime.chips import memory_peaks, peak_flops
 from runtime.packing import Batch
 from runtime.processes import StopSignal
 from runtime.records import mean_of
 from runtime.run_log import Clock, RunLog
+from sampling import Backend
 
 # The mean difference between the sampler's log-probabilities and the trainer's which rounding does
 # not explain. With float32 it is about 1e-6. With bfloat16, whose numbers have 8 significant bits,
@@ -27,7 +28,7 @@ DRIFT_LEVELS = {"float32": 1e-3, "bfloat16": 0.05}
 PHASES = ("rollout_sync", "rollout_generate", "reward", "advantages", "shard", "update")
 EVAL_PHASES = ("rollout_sync", "rollout_generate", "reward")
 # Metrics of the tokens that an update computes.
-OF_COMPUTED = ("sampling_logp_difference/", "is_weight/", "support/")
+OF_COMPUTED = ("sampling_logp_difference/", "is_weight/")
 OF_NOTHING = ("loss", "policy_loss", "update_token_count")  # 0 if no token of an update counts
 
 
@@ -111,26 +112,24 @@ def what_is_not_finite(metrics: dict[str, float]) -> str:
     return f"{wrong[0]} is {metrics[wrong[0]]}" if wrong else ""
 
 
-def log_step(run: Run, log: RunLog, step: Step) -> dict[str, Any]:
-    """Prints the step's lines, writes its record and returns it; every SAMPLE_EVERY_STEPS steps,
-    and at the last one, it also shows a group of completions."""
-    first, *others = step_lines(step, run.cfg.print_train_time_breakdown, drift_level(run))
+def log_step(run: Run, log: RunLog, step: Step) -> None:
+    """Prints the step's lines and writes its record; every SAMPLE_EVERY_STEPS steps, and at the
+    last one, it also shows a group of completions."""
+    first, *others = step_lines(step, run.cfg.print_train_time_breakdown)
     for line in (first + log.time_left(step.number, step.clock), *others):
         log.line(line)
     records = step_records(step, run.cfg.num_pre_q, [f.__name__ for f in run.functions])
     records |= {"train-other/batch_local": run.sizes.local_batch} | device_records(run, step)
     if run.sampling.replay:
         records["train-other/support/cut_tokens"] = step.batch.cut_tokens.sum()
-    records["train-reward/accuracy"] = mean_of(are_right(run, step.batch.per_function))
+    records["train-reward/accuracy"] = mean_of(are_right(step.batch.per_function))
     log.record(step.number, records)
     every = run.cfg.sample_every_steps
     due = every and (step.number % every == 0 or step.number == run.cfg.steps - 1)
     if due and jax.process_index() == 0:
         entries = sample_entries(run, step.batch)
-        log.samples(step.number, entries)
+        log.entries("samples.jsonl", step.number, entries)
         log.line(sample_table(step.number, entries[0]))
-    log.move_bar()
-    return {"step": step.number} | records
 
 
 def drift_level(run: Run) -> float:
@@ -141,11 +140,10 @@ def drift_level(run: Run) -> float:
     return max(DRIFT_LEVELS[str(x.dtype)] for x in (run.training, run.rollout))
 
 
-def step_lines(step: Step, breakdown: bool, drift_level: float = math.inf) -> list[str]:
+def step_lines(step: Step, breakdown: bool) -> list[str]:
     """The line that people parse, then a line for each thing to note about the step.
 
-    breakdown: the first line ends with the seconds of each phase and with lengths. drift_level: of
-    sampling_logp_difference/mean; above it a line says so.
+    breakdown: the first line ends with the seconds of each phase and with lengths.
     """
     metrics = step.metrics
     text = (
@@ -160,31 +158,17 @@ def step_lines(step: Step, breakdown: bool, drift_level: float = math.inf) -> li
             f"completion_len_mean={lengths.mean():.1f} completion_len_max={lengths.max():.0f} "
             f"completion_hit_max_frac={1 - step.batch.stopped.mean():.4f}"
         )
-    note = f"note step={step.number}"
-    lines = [text, *compiled_lines(f"step={step.number}", step.clock)]
+    lines = [text]
     if "dynamic_sampling/rounds" in metrics:
         rounds, kept = (metrics[f"dynamic_sampling/{name}"] for name in ("rounds", "kept_frac"))
         lines.append(f"dynamic_sampling step={step.number} rounds={rounds:.0f} kept={kept:.4f}")
+    note = f"note step={step.number}"
     if not step.batch.advantages[step.batch.completion_mask.any(axis=1)].any():
         lines.append(f"{note}: all advantages that count are 0, and so is the policy gradient")
-    if (drift := metrics.get("sampling_logp_difference/mean", math.nan)) > drift_level:
-        lines.append(
-            f"{note}: sampling_logp_difference/mean={drift:.4g} is above {drift_level:g}, which "
-            f"rounding does not explain: the sampler's weights or programs are not the trainer's"
-        )
     if wrong := what_is_not_finite(metrics):
         number = metrics["updates_applied"] + 1
         lines.append(f"{note}: update {number:.0f} of this step was not applied: {wrong}")
     return lines
-
-
-def compiled_lines(where: str, clock: Clock) -> list[str]:
-    """A line about what jax compiled if a program took 0.1 s or longer, with these programs."""
-    compiled = clock.compiled()
-    long = [f"{x.program}={x.seconds:.2f}s" for x in compiled if x.seconds >= 0.1]
-    seconds = sum(compilation.seconds for compilation in compiled)
-    text = f"compiled {where} programs={len(compiled)} t={seconds:.2f}s {' '.join(long)}"
-    return [text] if long else []
 
 
 def step_records(step: Step, num_pre_q: int, names: list[str]) -> dict[str, float]:
@@ -238,9 +222,9 @@ def device_records(run: Run, step: Step) -> dict[str, float]:
 
 
 def phase_seconds(clock: Clock) -> dict[str, float]:
-    """Seconds of the phases of a training step; rollout is rollout_sync + rollout_generate."""
-    phases = {name: clock.seconds[name] for name in PHASES}
-    return {"rollout": phases["rollout_sync"] + phases["rollout_generate"], **phases}
+    """Seconds of each phase; rollout is rollout_sync + rollout_generate."""
+    seconds = clock.seconds
+    return {"rollout": seconds["rollout_sync"] + seconds["rollout_generate"], **seconds}
 
 
 def sampling_metrics(run: Run, rounds: list[Batch]) -> dict[str, float]:
@@ -251,7 +235,7 @@ def sampling_metrics(run: Run, rounds: list[Batch]) -> dict[str, float]:
         "rounds": len(rounds),
         "kept_frac": 1 - have_equal_rewards(run, rounds).mean(),
         "reward_mean": mean_of(sampled.rewards),
-        "accuracy": mean_of(are_right(run, sampled.per_function)),
+        "accuracy": mean_of(are_right(sampled.per_function)),
         "hit_max_frac": 1 - sampled.stopped.mean(),
     }
     for function, column in zip(run.functions, sampled.per_function.T, strict=True):
@@ -274,7 +258,7 @@ def evaluate(
 ) -> float:
     """The accuracy on the first EVAL_PROMPTS questions of the eval split or, if `full`, on all.
 
-    Each question has EVAL_SAMPLES completions, greedy or at EVAL_TEMPERATURE. It prints the lines
+    Each question has EVAL_SAMPLES completions, greedy or at EVAL_TEMPERATURE. It prints the line
     of the evaluation, and writes its record and an entry of eval.jsonl for each question.
     """
     clock = Clock(EVAL_PHASES)
@@ -285,17 +269,18 @@ def evaluate(
     evaluation = answer_questions(run, backend, stop, questions, key, clock)
     backend.release()
     texts = texts_of(run.tokenizer, questions, evaluation)
-    correct = are_right(run, evaluation.per_function).reshape(-1, run.cfg.eval_samples)
-    line, records = evaluation_record(run, step, evaluation, texts, correct, clock, full)
-    for text in [line, *compiled_lines(f"eval step={step}", clock)]:
-        log.line(text)
+    line, records = evaluation_record(run, step, evaluation, texts, clock, full)
+    log.line(line)
     log.record(step, records)
+    prefix = "eval_full" if full else "eval"
     if jax.process_index() == 0:
-        log.answers(step, answer_entries(run, evaluation, texts, correct, full))
-    return records["eval_full/accuracy" if full else "eval/accuracy"]
+        correct = are_right(evaluation.per_function)
+        entries = entries_of(run, evaluation, texts, "correct", correct)
+        log.entries("eval.jsonl", step, [{"evaluation": prefix} | entry for entry in entries])
+    return records[f"{prefix}/accuracy"]
 
 
-def are_right(run: Run, per_function: np.ndarray) -> np.ndarray:
+def are_right(per_function: np.ndarray) -> np.ndarray:
     """[n] float64: 1 for a right completion, else 0; NaN where the function of the accuracy does
     not apply. It is the first of REWARD_FN, and gives at least 1. per_function: [n, functions]."""
     reward = per_function[:, 0]
@@ -303,28 +288,22 @@ def are_right(run: Run, per_function: np.ndarray) -> np.ndarray:
 
 
 def evaluation_record(
-    run: Run,
-    step: int,
-    evaluation: Batch,
-    texts: list[str],
-    correct: np.ndarray,
-    clock: Clock,
-    full: bool,
+    run: Run, step: int, evaluation: Batch, texts: list[str], clock: Clock, full: bool
 ) -> tuple[str, dict[str, Any]]:
-    """The line and the record of one evaluation.
+    """The line and the record of one evaluation. texts: of its completions.
 
-    texts: of its completions. correct: [questions, samples], see are_right. The accuracy is pass@1:
-    the mean over the questions of the share of right completions among those to which the rule's
-    function applies.
+    The accuracy is pass@1: the mean over the questions of the share of right completions among
+    those to which the accuracy's function applies.
     """
-    n = run.cfg.eval_samples
-    seconds = clock.total()
-    split = run.cfg.eval_split
+    n, split, seconds = run.cfg.eval_samples, run.cfg.eval_split, clock.total()
     prefix, place = ("eval_full", "eval_full/accuracy") if full else ("eval", "eval")
+    correct = are_right(evaluation.per_function).reshape(-1, n)  # [questions, n]
     questions = len(correct)
     temperature = run.eval_sampling.temperature
     accuracy, error = pass_at(correct, 1), standard_error(correct)
-    more = {f"pass_at_{k}": pass_at(correct, k) for k in range(1, n + 1) if is_shown(k, n)}
+    # Of the powers of two, and of n.
+    shown = [k for k in range(1, n + 1) if k == n or k & (k - 1) == 0]
+    more = {f"pass_at_{k}": pass_at(correct, k) for k in shown}
     names = [function.__name__ for function in run.functions]
     if n > 1 and names[0] == "reward_correct":
         more[f"maj_at_{n}"] = majority_accuracy(correct, texts)
@@ -333,24 +312,19 @@ def evaluation_record(
     ending += f" decoding={'sampled' if temperature else 'greedy'} t={seconds:.2f}s"
     records = {f"{prefix}/accuracy": accuracy, f"{prefix}/accuracy_se": error}
     records |= {f"{place}/{name}": value for name, value in more.items()}
-    records |= {f"{prefix}/temperature": temperature}
+    records |= {f"{prefix}/temperature": temperature, f"{prefix}/questions_global": questions}
     records |= _rewards(f"{prefix}/reward", evaluation.rewards, evaluation.per_function, names)
     records |= _spread(f"{prefix}/seq_len/completion", evaluation.lengths, "mean", "max")
     records[f"{prefix}/seq_len/completion/hit_max_frac"] = 1 - evaluation.stopped.mean()
+    records[f"time/{prefix}/step_s"] = seconds
     if full:
-        line = f"eval_full split={split} questions={questions} samples_per_question={n} {ending}"
-        return line, records | {
-            "eval_full/split": split,
-            "eval_full/questions_global": questions,
-            "eval_full/samples_per_question": n,
-            "time/eval_full/step_s": seconds,
-            "time/eval_full/s_per_question": seconds / questions,
-        }
-    seconds_of = clock.seconds
-    records |= {f"time/eval/{phase}_s": value for phase, value in seconds_of.items()}
-    records["time/eval/rollout_s"] = seconds_of["rollout_sync"] + seconds_of["rollout_generate"]
-    records |= {"time/eval/step_s": seconds, "eval/questions_global": questions}
-    return f"eval step={step} split={split} questions={questions} {ending}", records
+        records["time/eval_full/s_per_question"] = seconds / questions
+        records |= {"eval_full/split": split, "eval_full/samples_per_question": n}
+        asked = f"eval_full split={split} questions={questions} samples_per_question={n}"
+    else:
+        records |= {f"time/eval/{phase}_s": x for phase, x in phase_seconds(clock).items()}
+        asked = f"eval step={step} split={split} questions={questions}"
+    return f"{asked} {ending}", records
 
 
 def _spread(name: str, values: np.ndarray, *which: str) -> dict[str, float]:
@@ -370,11 +344,6 @@ def _rewards(
 
 
 # ---- Accuracy over many questions ----------------------------------------------------------------
-
-
-def is_shown(k: int, n: int) -> bool:
-    """Whether pass@k is recorded for n samples: for the powers of two, and for n."""
-    return k == n or k & (k - 1) == 0
 
 
 def standard_error(correct: np.ndarray) -> float:

@@ -1,6 +1,5 @@
 """What a run did, for people to see: completions to read, a summary, a verdict and a report."""
 
-import collections
 import json
 import math
 import re
@@ -20,6 +19,7 @@ from runtime.mistakes import UserMistake
 from runtime.packing import Batch
 from runtime.parsing import yaml_lines
 from runtime.records import (
+    RUNNING,
     SUMMARY,
     column,
     mean_of,
@@ -28,7 +28,7 @@ from runtime.records import (
     read_settings,
     state_of,
 )
-from runtime.run_log import RunLog, replace_file
+from runtime.run_log import RunLog, plain, replace_file
 
 ENDED = ("MAX_LENGTH_SAMPLE", "stop token")  # what ended a completion whose `stopped` is 0, or 1
 LONGEST_TEXT = 400  # characters of a text in the log; the files have the complete text
@@ -51,51 +51,30 @@ def sample_entries(run: Run, batch: Batch) -> list[dict[str, Any]]:
     return [{"prompt": text} | entry for text, entry in zip(prompts, entries, strict=True)]
 
 
-def answer_entries(
-    run: Run, evaluation: Batch, texts: list[str], correct: np.ndarray, full: bool
-) -> list[dict[str, Any]]:
-    """Entries of eval.jsonl for all questions of an evaluation.
-
-    texts: of its completions. correct: [questions, samples] float64: 1, 0, or NaN. full: True for
-    the complete split.
-    """
-    entries = entries_of(run, evaluation, texts, "correct", correct.reshape(-1))
-    return [{"evaluation": "eval_full" if full else "eval"} | entry for entry in entries]
-
-
 def entries_of(
     run: Run, batch: Batch, texts: list[str], name: str, values: np.ndarray
 ) -> list[dict[str, Any]]:
-    """An entry for each prompt of a batch. Each completion of the batch has one of the texts and,
-    under this name, one of the values."""
-    functions = [function.__name__ for function in run.functions]
+    """An entry for each prompt of a batch, with its completions. A completion has one of the texts
+    and, under this name, one of the values; docs/survival.md has its other fields."""
+    names = [function.__name__ for function in run.functions]
     completions = [
         {
             "text": text,
-            "reward": number_or_none(batch.rewards[i]),
-            "rewards": dict(
-                zip(functions, map(number_or_none, batch.per_function[i]), strict=True)
-            ),
-            "tokens": int(batch.lengths[i]),
+            "reward": batch.rewards[i],
+            "rewards": dict(zip(names, batch.per_function[i], strict=True)),
+            "tokens": batch.lengths[i],
             "ended": ENDED[int(batch.stopped[i])],
-            name: number_or_none(values[i]),
+            name: values[i],
         }
         for i, text in enumerate(texts)
     ]
     n = len(texts) // len(batch.prompts)
-    return [
-        {
-            "question": prompt.columns["question"],
-            "answer": prompt.columns["answer"],
-            "completions": completions[i * n : (i + 1) * n],
-        }
+    entries = [
+        {x: prompt.columns[x] for x in ("question", "answer")}
+        | {"completions": completions[i * n : (i + 1) * n]}
         for i, prompt in enumerate(batch.prompts)
     ]
-
-
-def number_or_none(number: float) -> float | None:
-    """The number as JSON writes it; NaN, which stands for no value, becomes None."""
-    return None if math.isnan(number) else float(number)
+    return plain(entries)
 
 
 def sample_table(step: int, entry: dict[str, Any]) -> str:
@@ -122,16 +101,14 @@ def shorten(text: str) -> str:
 
 WINDOW = 10  # The rules look at so many steps at the start and at the end of a run.
 LEVEL, HEALTHY, NONE_YET = "derived.drift_level", "verdict: no sign of trouble", "verdict: none yet"
-LOSS, NORM, LR = "train-other/loss", "train-other/grad_norm", "train-other/learning_rate"
-TOTAL, FORMAT = "train-reward/total/mean", "train-reward/func/reward_format/mean"
+LOSS, NORM, ENTROPY = "train-other/loss", "train-other/grad_norm", "train-other/entropy"
+TOTAL, ACCURACY = "train-reward/total/mean", "train-reward/accuracy"
 ZERO, CUT = "train-reward/advantage/zero_frac", "train-seq_len/completion/hit_max_frac"
-DRIFT, ENTROPY = "train-other/sampling_logp_difference/mean", "train-other/entropy"
-ACCURACY, CLIPPED = "train-reward/accuracy", "train-other/clip_ratio_later/region_mean"
+DRIFT = "train-other/sampling_logp_difference/mean"
 # Where DYNAMIC_SAMPLING has recorded a metric of all that it sampled. The groups that a step keeps
 # are neither too hard nor too easy, so that their mean reward hardly moves.
 OF_SAMPLED = {
     TOTAL: "train-other/dynamic_sampling/reward_mean",
-    FORMAT: "train-other/dynamic_sampling/func/reward_format/mean",
     ACCURACY: "train-other/dynamic_sampling/accuracy",
     CUT: "train-other/dynamic_sampling/hit_max_frac",
 }
@@ -165,10 +142,10 @@ class History(NamedTuple):
         """The mean of a metric over the first steps, without missing values."""
         return mean_of(values_of(self.steps[:WINDOW], name))
 
-    def rose(self, name: str) -> float:
-        """By how many standard errors a metric rose in the run; 99 if it has no noise."""
+    def reward_rose(self) -> float:
+        """By how many standard errors the mean reward rose in the run; 99 if it has no noise."""
         n = max(WINDOW, len(self.steps) // 3)  # a slow rise needs long windows
-        before, after = values_of(self.steps[:n], name), values_of(self.steps[-n:], name)
+        before, after = values_of(self.steps[:n], TOTAL), values_of(self.steps[-n:], TOTAL)
         rise, spread = mean_of(after) - mean_of(before), np.nanvar(before) + np.nanvar(after)
         return rise / math.sqrt(spread / n) if spread else 99 * float(np.sign(rise))
 
@@ -187,11 +164,6 @@ class History(NamedTuple):
         recent = self.evals and self.evals[-1]["step"] >= self.steps[-WINDOW]["step"]
         return self.mean(ACCURACY) - self.accuracy(-1)[0] if recent else math.nan
 
-    def never(self, name: str) -> bool:
-        """Whether a metric was 0 in all steps, and the learning rate has stopped rising."""
-        rates = self.last(LR)
-        return np.nanmax(column(self.steps, name)) == 0 and rates[-1] <= rates[0]
-
 
 def read_history(out: Path) -> History:
     """The history of the run in this folder. Raises UserMistake if the folder is not a run's."""
@@ -205,9 +177,10 @@ def read_history(out: Path) -> History:
 
 
 class Rule(NamedTuple):
-    """A sign that a run is sick. docs/review.md says why the thresholds are what they are."""
+    """A sign that a run is sick. docs/survival.md says why the thresholds are what they are."""
 
     name: str
+    after: int  # steps; a shorter run is not asked
     holds: Callable[[History], bool]  # a comparison with NaN, for no value, is False
     says: str
 
@@ -216,60 +189,56 @@ class Rule(NamedTuple):
 RULES = (
     Rule(
         "non_finite_steps",
+        1,
         lambda run: not np.isfinite([run.last(LOSS), run.last(NORM)]).all(),
         "An update was not finite and was not applied. Lower LEARNING_RATE or, at the first step, "
         "check the weights of MODEL_PATH; read bad_step_N.npz.",
     ),
     Rule(
         "sampler_drift",
+        1,
         lambda run: np.nanmin(run.last(DRIFT)) > run.settings.get(LEVEL, math.inf),
         "The sampler's log-probabilities are not the trainer's: its weights or programs differ.",
     ),
     Rule(
         "all_truncated",
+        WINDOW,
         lambda run: run.mean(CUT) >= 0.9,
         "Nearly all completions are cut off before they end. Raise MAX_LENGTH_SAMPLE or, if they "
         "ended at the start of the run, lower LEARNING_RATE.",
     ),
     Rule(
         "entropy_collapsed",
+        WINDOW,
         lambda run: run.mean(ENTROPY) < 0.1 * run.began(ENTROPY) and run.mean(ACCURACY) < 0.7,
         "The policy has become almost deterministic before it was right, so it tries nothing new. "
         "Lower LEARNING_RATE, or raise EPS_HIGH, TEMPERATURE, BETA or ENTROPY_COEF.",
     ),
     Rule(
         "no_signal",
+        WINDOW,
         lambda run: run.mean(ZERO) >= 0.98,
         "Hardly any advantage differs from 0, so there is nothing to learn from. Questions may be "
         "too hard or too easy, or the reward may be constant.",
     ),
     Rule(
         "reward_hacked",
-        lambda run: run.rose(TOTAL) > 2 and run.accuracy_rose() < -2,
+        WINDOW,
+        lambda run: run.reward_rose() > 2 and run.accuracy_rose() < -2,
         "The reward rises and the accuracy falls: the policy gets rewards without right answers. "
         "Read samples.jsonl, and change the reward.",
     ),
     Rule(
-        "format_only",
-        lambda run: run.mean(FORMAT) >= 0.8 and run.rose(FORMAT) > 3 and run.rose(ACCURACY) < 2,
-        "The answer format is learnt, and right answers are not. Raise the weight of "
-        "reward_correct, take easier questions, or sample more completions per prompt.",
-    ),
-    Rule(
         "held_out_below_train",
+        WINDOW,
         lambda run: run.held_out_gap() > max(3 * run.accuracy(-1)[1], 0.15),
         "Held-out questions are answered far worse than those of training: the policy has learnt "
         "them by heart. Take more questions or fewer steps.",
     ),
     Rule(
-        "never_clipped",
-        lambda run: run.never(CLIPPED),
-        "A step has several updates, and none of them ever clips a ratio: the later updates hardly "
-        "change the policy. Raise LEARNING_RATE, or take fewer updates per step.",
-    ),
-    Rule(
         "no_learning",
-        lambda run: len(run.steps) >= 50 and run.rose(TOTAL) <= 2 and not run.accuracy_rose() > 2,
+        50,
+        lambda run: run.reward_rose() <= 2 and not run.accuracy_rose() > 2,
         "Neither the reward nor the accuracy has risen beyond noise: LEARNING_RATE is too low, or "
         "so high that it ruins the policy, or a step has too few completions.",
     ),
@@ -277,10 +246,9 @@ RULES = (
 
 
 def rules_that_hold(run: History) -> list[Rule]:
-    """The rules that hold: before WINDOW steps only RULES[0], and no_learning only if no other."""
-    rules = RULES if len(run.steps) >= WINDOW else RULES[:1]
+    """The rules that hold; no_learning only if no other does."""
     with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # means of no value
-        broken = [rule for rule in rules if rule.holds(run)]
+        broken = [rule for rule in RULES if len(run.steps) >= rule.after and rule.holds(run)]
     return [rule for rule in broken if rule.name != "no_learning"] or broken
 
 
@@ -325,30 +293,18 @@ CHARTS = {  # title -> the metrics in it; * stands for every reward function
 }
 
 
-def report(runs: dict[Path, History]) -> str:
-    """The HTML of one run, or of several whose curves are drawn over each other.
-
-    runs: the history of each folder.
-    """
-    names = [folder.resolve().name for folder in runs]
-    if len(set(names)) < len(names):
-        names = [str(folder) for folder in runs]
-    histories, parts = dict(zip(names, runs.values(), strict=True)), []
-    for name, run in histories.items():
-        text = f"{name}: {run.state} after {len(run.steps)} steps. {run.why}"
-        parts.append(f'<p class="soft">{page.escaped(text)}</p>')
-        for line in verdict(run):
-            sick = "" if line.startswith((HEALTHY, NONE_YET)) else ' class="bad"'
-            parts.append(f"<p{sick}>{page.escaped(line)}</p>")
-    records = {name: run.records for name, run in histories.items()}
-    charts = [page.charts_of(title, metrics, records) for title, metrics in CHARTS.items()]
+def report(out: Path, run: History) -> str:
+    """The HTML about the run in this folder."""
+    name = out.resolve().name
+    parts = [page.paragraph(f"{name}: {run.state} after {len(run.steps)} steps. {run.why}", "soft")]
+    for line in verdict(run):
+        parts.append(page.paragraph(line, "" if line.startswith((HEALTHY, NONE_YET)) else "bad"))
+    charts = [page.chart(title, metrics, run.records) for title, metrics in CHARTS.items()]
     parts.append(f'<div class="charts">{"".join(charts)}</div>')
-    if len(runs) == 1:
-        parts += [page.held_out_table(*runs), page.group_tables(*runs)]
+    parts += [page.held_out_table(out), page.group_tables(out)]
     defaults = parse_yaml("\n".join(yaml_lines(Config())))
-    settings = {name: run.settings for name, run in histories.items()}
-    parts.append(f"<h2>Settings</h2>{page.settings_table(defaults, settings)}")
-    return page.document(", ".join(names), "\n".join(parts))
+    parts.append(page.settings_table(name, run.settings, defaults))
+    return page.document(name, "\n".join(parts))
 
 
 def write_review(out: Path, run: History) -> dict[str, Any]:
@@ -371,49 +327,45 @@ def write_review(out: Path, run: History) -> dict[str, Any]:
         "settings": run.settings,
     }
     replace_file(out / SUMMARY, json.dumps(summary, indent=1, default=str) + "\n")
-    replace_file(out / "report.html", report({out: run}))
+    replace_file(out / "report.html", report(out, run))
     return summary
 
 
 class Reviewer:
-    """What process 0 tells about its run: notes while it goes on, then summary.json, report.html
-    and the verdict. If these files cannot be written, one line says so, and the run goes on."""
+    """What process 0 tells about its run: summary.json and report.html, notes while it goes on, and
+    the verdict. If these files cannot be written, one line says so, and the run goes on."""
 
     def __init__(self, out: Path, log: RunLog, writes: bool) -> None:
         """writes: whether this is process 0; the others say and write nothing."""
-        self._out, self._log, self._failed = out, log, False
-        self._held, self._told = collections.Counter(), set()
-        self._run = read_history(out) if writes else None
-
-    def note_trouble(self, record: dict[str, Any]) -> None:
-        """Prints a note if a rule has held for WINDOW steps, once for each rule."""
-        if self._run is None:
-            return
-        self._run.steps.append(record)
-        holding = rules_that_hold(self._run)
-        self._held = collections.Counter({r.name: self._held[r.name] + 1 for r in holding})
-        for rule in holding:
-            if self._held[rule.name] >= WINDOW and rule.name not in self._told:
-                self._told.add(rule.name)
-                self._log.line(f"note step={record['step']}: {rule.name}: {rule.says}")
-
-    def verdict(self) -> None:
-        """Prints the verdict."""
-        for line in verdict(self._run) if self._run else ():
-            self._log.line(line)
+        self._out, self._log, self._writes = out, log, writes
+        self._told: set[str] = set()  # the rules, and the error, that have their line
+        self._verdict: list[str] = []  # as written last
 
     def write(self, state: str, why: str = "") -> dict[str, Any]:
-        """Writes the review of the run so far; returns the numbers and texts of its summary."""
-        if self._run is None:
+        """Writes the review of the run so far; returns the numbers and texts of its summary. While
+        the run goes on, a line tells of each rule that holds for the first time."""
+        if not self._writes:
             return {}
         try:
-            self._run = read_history(self._out)._replace(state=state, why=why)
-            summary = write_review(self._out, self._run)
+            run = read_history(self._out)._replace(state=state, why=why)
+            summary = write_review(self._out, run)
         except (OSError, UserMistake) as error:  # somebody may have damaged config.yaml
-            if not self._failed:
-                self._failed = True
-                reason = error.strerror if isinstance(error, OSError) else error
-                self._log.line(f"{self._out}/report.html cannot be written: {reason}")
+            reason = error.strerror if isinstance(error, OSError) else error
+            self._tell_once("error", f"{self._out}/report.html cannot be written: {reason}")
             return {}
+        self._verdict = summary["verdict"]
+        note = f"note step={summary['steps_done']}"
+        for rule in rules_that_hold(run) if state == RUNNING else ():
+            self._tell_once(rule.name, f"{note}: {rule.name}: {rule.says}")
         best = {f"best/{name}": best["value"] for name, best in summary["best"].items()}
-        return best | {"state": state, "why": why, "verdict": " ".join(summary["verdict"])}
+        return best | {"state": state, "why": why, "verdict": " ".join(self._verdict)}
+
+    def verdict(self) -> None:
+        """Prints the verdict that was written last."""
+        for line in self._verdict:
+            self._log.line(line)
+
+    def _tell_once(self, name: str, line: str) -> None:
+        if name not in self._told:
+            self._told.add(name)
+            self._log.line(line)

@@ -6,7 +6,7 @@ import html
 import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +16,7 @@ SHOWN_QUESTIONS = 6  # held-out questions with their answers
 OUTLIERS = 0.005  # the share of values, at either end, that lie on the edge of a chart
 WIDTH, HEIGHT = 360, 170  # of a chart in its own units
 LEFT, RIGHT, TOP, BOTTOM = 52, 8, 8, 22  # the margins of the curves
+COLOURS, MOST_DOTS = 6, 40  # c0 to c5 in STYLE; a curve with more points has no dots
 STYLE = """
 :root { color-scheme: light dark; --text: #1c1e21; --soft: #667; --line: #d5d8de; --back: #fff;
   --card: #f6f7f9; --bad: #b3261e; --c0: #1f6feb; --c1: #c2571a; --c2: #1a7f4b; --c3: #8250df;
@@ -71,66 +72,44 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f'<div class="scroll"><table>{body}</table></div>'
 
 
-def settings_table(defaults: Mapping[str, Any], runs: Mapping[str, Mapping[str, Any]]) -> str:
-    """The settings of runs that differ from the defaults, and what follows from all settings."""
+def paragraph(text: str, style: str) -> str:
+    """A paragraph. text: plain. style: a class of STYLE, or ""."""
+    return f'<p class="{style}">{escaped(text)}</p>' if style else f"<p>{escaped(text)}</p>"
+
+
+def settings_table(name: str, settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
+    """The settings of a run that differ from the defaults, and what follows from all settings."""
     rows = []
-    for name in dict.fromkeys(name for settings in runs.values() for name in settings):
-        values = [settings.get(name, "") for settings in runs.values()]
-        if name.startswith("derived.") or any(value != defaults.get(name) for value in values):
-            cells = [defaults.get(name, ""), *values]
-            rows.append([escaped(name), *(f"<pre>{escaped(cell)}</pre>" for cell in cells)])
-    return table(["setting", "default", *runs], rows)
+    for key, value in settings.items():
+        default = defaults.get(key, "")
+        if key.startswith("derived.") or value != default:
+            rows.append(
+                [escaped(key), *(f"<pre>{escaped(cell)}</pre>" for cell in (default, value))]
+            )
+    return f"<h2>Settings</h2>{table(['setting', 'default', name], rows)}"
 
 
 # ---- Charts --------------------------------------------------------------------------------------
 
 
-class Curve(NamedTuple):
-    """A line of a chart."""
+def chart(title: str, patterns: Sequence[str], records: Sequence[dict[str, Any]]) -> str:
+    """A figure with a curve and its last value for each metric that has values; "" without any.
 
-    name: str
-    number: int  # of its colour
-    steps: np.ndarray
-    values: np.ndarray  # of these steps, without NaN
-    errors: np.ndarray  # their standard errors, drawn as a band; NaN where there are none
-
-
-def charts_of(title: str, patterns: Sequence[str], runs: Mapping[str, list[dict[str, Any]]]) -> str:
-    """A chart of these metrics for one run; for several runs a chart of each metric with a curve
-    for each run. It leaves out what has no value.
-
-    patterns: names of metrics; * in a name stands for any part of it. runs: the records of each
-    run in their order.
+    patterns: names of metrics; * in a name stands for any part of it. A metric with standard errors
+    (NAME_se) has a band around its curve.
     """
-    there = dict.fromkeys(name for records in runs.values() for r in records for name in r)
-    names = [name for pattern in patterns for name in fnmatch.filter(there, pattern)]
-    shown = {name: name.removesuffix("/mean").rpartition("/")[2] for name in names}
-    if len(runs) == 1:
-        [records] = runs.values()
-        return chart(title, [curve_of(records, n, shown[n], i) for i, n in enumerate(names)])
-    return "".join(
-        chart(
-            f"{title}: {shown[name]}" if len(names) > 1 else title,
-            [curve_of(records, name, run, i) for i, (run, records) in enumerate(runs.items())],
-        )
-        for name in names
-    )
-
-
-def curve_of(records: list[dict[str, Any]], metric: str, name: str, number: int) -> Curve:
-    """The curve of a metric, called `name`, over the records that have a value of it."""
-    having = [record for record in records if record.get(metric) is not None]
-    return Curve(name, number, *(column(having, x) for x in ("step", metric, f"{metric}_se")))
-
-
-def chart(title: str, curves: Sequence[Curve]) -> str:
-    """A figure with a line for each curve and its last value; "" if no curve has a value."""
-    curves = [curve for curve in curves if len(curve.values)]
+    recorded = dict.fromkeys(name for record in records for name in record)
+    names = [name for pattern in patterns for name in fnmatch.filter(recorded, pattern)]
+    curves = {}  # {name: its steps, values and standard errors, which may be NaN}
+    for name in names:
+        having = [record for record in records if record.get(name) is not None]
+        if having:
+            curves[name] = [column(having, x) for x in ("step", name, f"{name}_se")]
     if not curves:
         return ""
-    x_low, x_high = axis_ends([curve.steps for curve in curves])
-    reach = [c.values + sign * np.nan_to_num(c.errors) for c in curves for sign in (-1, 1)]
-    y_low, y_high = axis_ends(reach, OUTLIERS)
+    x_low, x_high = axis_ends([steps for steps, _, _ in curves.values()])
+    bands = [y + sign * np.nan_to_num(e) for _, y, e in curves.values() for sign in (-1, 1)]
+    y_low, y_high = axis_ends(bands, OUTLIERS)
 
     def points(steps: np.ndarray, values: np.ndarray) -> list[str]:
         x = LEFT + (steps - x_low) / (x_high - x_low) * (WIDTH - LEFT - RIGHT)
@@ -138,34 +117,46 @@ def chart(title: str, curves: Sequence[Curve]) -> str:
         y = HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
         return [f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True)]
 
-    parts, names = [], []
-    for share in (0, 0.5, 1):
-        y = HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
-        label = tick_text(y_low + share * (y_high - y_low))
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>')
-        parts.append(f'<text x="{LEFT - 4}" y="{y + 4}" text-anchor="end">{label}</text>')
-    parts.append(f'<text x="{LEFT}" y="{HEIGHT - 5}">{x_low:g}</text>')
-    last = f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 5}" text-anchor="end">step {x_high:g}</text>'
-    parts.append(last)
-    for name, number, steps, values, errors in curves:
-        colour = f'style="--c: var(--c{number % 6})"'
+    parts, captions = axes(x_low, x_high, y_low, y_high), []
+    for number, (name, (steps, values, errors)) in enumerate(curves.items()):
+        colour = f'style="--c: var(--c{number % COLOURS})"'
         line = points(steps, values)
         drawn = f'<polyline class="curve" points="{" ".join(line)}"/>'
-        told = f"{name}: " * (len(curves) > 1) + f"{values[-1]:.4g}"
+        caption = f"{name.removesuffix('/mean').rpartition('/')[2]}: " if len(curves) > 1 else ""
+        caption += f"{values[-1]:.4g}"
         if np.isfinite(errors[-1]):
             e = np.nan_to_num(errors)
             around = " ".join([*points(steps, values + e), *points(steps, values - e)[::-1]])
             drawn = f'<polygon class="band" points="{around}"/>{drawn}'
-            told += f" ± {errors[-1]:.4g}"
-        if len(line) <= 40:
+            caption += f" ± {errors[-1]:.4g}"
+        if len(line) <= MOST_DOTS:
             centers = [point.split(",") for point in line]
             drawn += "".join(f'<circle class="dot" cx="{x}" cy="{y}" r="2"/>' for x, y in centers)
         parts.append(f"<g {colour}>{drawn}</g>")
-        names.append(f'<span class="name" {colour}>{escaped(told)}</span>')
+        captions.append(f'<span class="name" {colour}>{escaped(caption)}</span>')
     return (
-        f"<figure><figcaption>{escaped(title)}<br>{', '.join(names)}</figcaption>"
+        f"<figure><figcaption>{escaped(title)}<br>{', '.join(captions)}</figcaption>"
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(parts)}</svg></figure>'
     )
+
+
+def axes(x_low: float, x_high: float, y_low: float, y_high: float) -> list[str]:
+    """Three lines with their values, and the first and the last step."""
+    parts = []
+    for share in (0, 0.5, 1):
+        value, y = (
+            y_low + share * (y_high - y_low),
+            HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM),
+        )
+        label = f"{value / 1000:.3g}k" if abs(value) >= 1000 else f"{value:.3g}"
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>')
+        parts.append(f'<text x="{LEFT - 4}" y="{y + 4}" text-anchor="end">{label}</text>')
+    end = f'x="{WIDTH - RIGHT}" y="{HEIGHT - 5}" text-anchor="end"'
+    return [
+        *parts,
+        f'<text x="{LEFT}" y="{HEIGHT - 5}">{x_low:g}</text>',
+        f"<text {end}>step {x_high:g}</text>",
+    ]
 
 
 def axis_ends(arrays: Sequence[np.ndarray], outliers: float = 0) -> tuple[float, float]:
@@ -175,33 +166,23 @@ def axis_ends(arrays: Sequence[np.ndarray], outliers: float = 0) -> tuple[float,
     return (low, high) if high > low else (low - around, high + around)
 
 
-def tick_text(value: float) -> str:
-    """A number beside an axis, short enough for the margin."""
-    return f"{value / 1000:.3g}k" if abs(value) >= 1000 else f"{value:.3g}"
-
-
 # ---- Completions ---------------------------------------------------------------------------------
 
 
 def held_out_table(folder: Path) -> str:
     """The same held-out questions, answered at the first, the middle and the last evaluation."""
     found: dict[str, dict[int, dict[str, Any]]] = {}  # {question as JSON: {step: entry}}
-
-    def is_shown(text: str) -> bool:
-        return len(found) < SHOWN_QUESTIONS or any(question in text for question in found)
-
-    for entry in read_lines(folder / "eval.jsonl", is_shown):
+    for entry in read_lines(folder / "eval.jsonl"):
         question = json.dumps(entry["question"])
-        if entry["evaluation"] == "eval" and is_shown(question):
+        if entry["evaluation"] == "eval" and (question in found or len(found) < SHOWN_QUESTIONS):
             found.setdefault(question, {})[entry["step"]] = entry
     if not found:
         return ""
     shown, rows = three_of({step for entries in found.values() for step in entries}), []
     for entries in found.values():
-        question, answer = (
-            escaped(next(iter(entries.values()))[x]) for x in ("question", "answer")
-        )
-        asked = f'<pre>{question}</pre><p class="numbers">answer: {answer}</p>'
+        first = next(iter(entries.values()))
+        asked = f"<pre>{escaped(first['question'])}</pre>"
+        asked += paragraph(f"answer: {first['answer']}", "numbers")
         cells = [completion_cell(entries[s]["completions"][0]) for s in shown if s in entries]
         rows.append([asked, *cells])
     heads = ["question", *(f"step {step}" for step in shown)]
@@ -231,8 +212,8 @@ def three_of(steps: Collection[int]) -> list[int]:
 
 def completion_cell(completion: dict[str, Any]) -> str:
     """The HTML of a completion, with what is known of it."""
-    told = escaped(", ".join(f"{name} {value}" for name, value in pairs_of(completion)))
-    return f'<pre>{escaped(completion["text"])}</pre><p class="numbers">{told}</p>'
+    told = ", ".join(f"{name} {value}" for name, value in pairs_of(completion))
+    return f"<pre>{escaped(completion['text'])}</pre>{paragraph(told, 'numbers')}"
 
 
 def pairs_of(completion: dict[str, Any]) -> list[tuple[str, str]]:

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,17 +41,12 @@ def parse_yaml(text: str) -> dict[str, Any]:
     return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
-def read_lines(
-    file: Path, wanted: Callable[[str], bool] = lambda line: True
-) -> Iterator[dict[str, Any]]:
-    """Yields the records of a .jsonl file, each with its step; none if there is no file.
-
-    wanted: whether a line is to be parsed, which takes longer than to look for a text in it.
-    """
+def read_lines(file: Path) -> Iterator[dict[str, Any]]:
+    """Yields the records of a .jsonl file, each with its step; none if there is no file."""
     if not file.is_file():
         return
     with file.open(encoding="utf-8", errors="replace") as lines:
-        for line in filter(wanted, lines):
+        for line in lines:
             with contextlib.suppress(ValueError):  # a killed run leaves half a line
                 record = json.loads(line)
                 if isinstance(record, dict) and "step" in record:

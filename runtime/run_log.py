@@ -75,8 +75,6 @@ class RunLog:
         """
         self._out, self._steps, self._writes = out, steps, writes
         self._recent: collections.deque[float] = collections.deque(maxlen=10)  # seconds of steps
-        hidden = None if writes else True  # tqdm takes None as: hidden unless on a terminal
-        self._bar = tqdm(total=steps, initial=first_step, unit="step", disable=hidden)
         self._wandb: WandbRun | None = None
         if not writes:
             return
@@ -88,7 +86,7 @@ class RunLog:
                 self._wandb = WandbRun(out, wandb)
 
     def line(self, text: str) -> None:
-        """Prints one line, above the progress bar if there is one."""
+        """Prints one line, above a progress bar if there is one."""
         try:
             print_line(text)
         except OSError as error:
@@ -99,26 +97,23 @@ class RunLog:
         if TRAINED in values:
             self._recent.append(values[TRAINED])
             values = values | {"time/train/step_avg_last10_s": np.mean(self._recent)}
-        values = {name: _plain(value) for name, value in values.items()}
-        self._write("metrics.jsonl", [{"step": step, **values}])
+        values = plain(values)
+        self.entries("metrics.jsonl", step, [values])
         if self._wandb:
             with self._surviving_wandb():
                 self._wandb.record(step, values)
 
-    def samples(self, step: int, groups: list[dict[str, Any]]) -> None:
-        """Appends full texts to samples.jsonl, and so to W&B's table, to see what is rewarded.
-
-        groups: each has "question", "prompt", "answer" and "completions", a list in which each has
-        "text", "reward", "rewards" by the functions' names, "advantage", "tokens" and "ended".
-        """
-        entries = [{"step": step, **group} for group in groups]
-        self._write("samples.jsonl", entries)
-        if self._wandb:
-            self._wandb.samples(entries)
-
-    def answers(self, step: int, entries: list[dict[str, Any]]) -> None:
-        """Appends the questions of an evaluation with their completions to eval.jsonl."""
-        self._write("eval.jsonl", [{"step": step, **entry} for entry in entries])
+    def entries(self, name: str, step: int, entries: list[dict[str, Any]]) -> None:
+        """Appends a line for each entry to one of FILES. A part of a line that an error leaves goes
+        at the next start, by cut_back."""
+        if not self._writes:
+            return
+        text = "".join(json.dumps({"step": step} | entry) + "\n" for entry in entries)
+        try:
+            with (self._out / name).open("a", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:
+            raise Unwritable(f"{self._out / name} cannot be written: {error.strerror}") from None
 
     def arrays(self, name: str, arrays: dict[str, np.ndarray]) -> None:
         """Writes an .npz file into the run's folder."""
@@ -137,32 +132,14 @@ class RunLog:
         seconds = statistics.median_low([*self._recent, clock.total()])
         return f" left={tqdm.format_interval(steps * seconds)}"
 
-    def move_bar(self) -> None:
-        """Moves the progress bar."""
-        self._bar.update()
-
     def close(self, summary: dict[str, Any] | None = None, *, finished: bool = False) -> None:
-        """Ends the bar and W&B.
+        """Ends W&B.
 
-        summary: values for the run's summary in W&B. finished: all steps and evaluations are done.
+        summary: values for the run's summary there. finished: all steps and evaluations are done.
         """
-        self._bar.close()
         if self._wandb:
-            values = {name: _plain(value) for name, value in (summary or {}).items()}
             with self._surviving_wandb():
-                self._wandb.close(values, finished)
-
-    def _write(self, name: str, records: list[dict[str, Any]]) -> None:
-        """Appends a line for each record. A part of a line that an error leaves goes at the next
-        start, by cut_back."""
-        if not self._writes:
-            return
-        text = "".join(json.dumps(record, default=str) + "\n" for record in records)
-        try:
-            with (self._out / name).open("a", encoding="utf-8") as file:
-                file.write(text)
-        except OSError as error:
-            raise Unwritable(f"{self._out / name} cannot be written: {error.strerror}") from None
+                self._wandb.close(plain(summary or {}), finished)
 
     @contextlib.contextmanager
     def _surviving_wandb(self) -> Iterator[None]:
@@ -207,9 +184,8 @@ def cut_back(file: Path, step: int, kept: Collection[str] = frozenset()) -> None
     os.truncate(file, length)  # it needs no space, which writing the file anew would
 
 
-def _plain(value: Any) -> Any:
-    """A JSON value; a number that is not finite becomes null, since JSON has no NaN."""
-    if value is None or isinstance(value, str):
-        return value
-    value = value.item() if hasattr(value, "item") else value
-    return value if np.isfinite(value) else None
+def plain(value: Any) -> Any:
+    """The value as JSON has it: a number of NumPy is one of Python, and one that is not finite
+    becomes null, since JSON has no NaN."""
+    text = json.dumps(value, default=lambda x: x.item() if hasattr(x, "item") else str(x))
+    return json.loads(text, parse_constant=lambda name: None)

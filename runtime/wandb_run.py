@@ -4,13 +4,11 @@ A row has all records of a step. It is sent when the next step begins, since W&B
 values for a step that it has. A start sends the rows that W&B lacks from the files of the run.
 """
 
-import collections
 import contextlib
 import io
 import json
 import os
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -58,17 +56,13 @@ class WandbRun:
     """The run in W&B. All methods may raise any error of W&B and its transports."""
 
     def __init__(self, out: Path, settings: dict[str, Any]) -> None:
-        """out: the run's folder, with metrics.jsonl and samples.jsonl. settings: the arguments of
-        wandb.init; the same "id" continues the same run."""
+        """out: the run's folder. settings: of wandb.init; the same "id" continues the same run."""
         import wandb
 
         self._step, self._row = 0, {}  # the newest step and its values, which are not sent yet
-        self._samples = collections.defaultdict(list)  # by step, those that are not sent yet
         if settings["mode"] == "offline":  # all rows of earlier starts are written anew
             shutil.rmtree(out / "wandb", ignore_errors=True)
         self._run = wandb.init(dir=str(out), resume="allow", **settings)
-        with (out / "samples.jsonl").open(encoding="utf-8") as lines:
-            self.samples(map(json.loads, lines))
         with (out / "metrics.jsonl").open(encoding="utf-8") as lines:
             for record in map(json.loads, lines):
                 self.record(record.pop("step"), record)
@@ -83,11 +77,6 @@ class WandbRun:
         if TRAINED not in values:
             self._run.summary.update(values)
 
-    def samples(self, entries: Iterable[dict[str, Any]]) -> None:
-        """Adds these entries of samples.jsonl to the rows of their steps, as tables."""
-        for entry in entries:
-            self._samples[entry["step"]].append(entry)
-
     def close(self, summary: dict[str, Any], finished: bool) -> None:
         """Ends the run in W&B, with these values in its summary.
 
@@ -101,24 +90,5 @@ class WandbRun:
 
     def _send(self) -> None:
         """Sends the row of the newest step, if it has values that W&B does not have."""
-        samples = self._samples.pop(self._step, None)
         if self._row and self._step >= self._run.starting_step:
-            if samples:
-                self._row["samples"] = _table_of(samples)
             self._run.log(self._row, step=self._step, commit=True)
-
-
-def _table_of(entries: list[dict[str, Any]]) -> Any:
-    """A table of W&B with a row for each completion of these entries of samples.jsonl."""
-    import wandb
-
-    names = [*entries[0]["completions"][0]["rewards"]]  # of the reward functions
-    rows = []
-    for entry in entries:
-        asked = [entry["step"], str(entry["question"]), str(entry["answer"])]
-        for each in entry["completions"]:
-            rewards = [each["reward"], *each["rewards"].values()]
-            rest = [each["advantage"], each["tokens"], each["ended"]]
-            rows.append([*asked, each["text"], *rewards, *rest])
-    columns = ["step", "question", "answer", "completion", "reward", *names]
-    return wandb.Table(columns=[*columns, "advantage", "tokens", "ended"], data=rows)

@@ -9,34 +9,33 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_mistakes import train
-from test_train import train_two
+from runs import REPO, Result, run_as_user, start_script, train_two
 
-from test_smoke import Run
 from tools.ask import side_by_side
 
-REPO = Path(__file__).resolve().parent.parent
 APPLES = "Grace had 22 apples, lost 7 and then found 3. How many apples does Grace have now?"
 GREEDY = "<think>22-7=25, 25+3=28</think>\n<answer>28</answer>"  # of the tiny model
 
 
+def first_questions(folder: Path, count: int) -> Path:
+    data = folder / "data"
+    data.mkdir()
+    for split in ("train", "test"):
+        lines = (REPO / "tiny" / f"{split}.jsonl").read_text().splitlines(keepends=True)[:count]
+        (data / f"{split}.jsonl").write_text("".join(lines))
+    return data
+
+
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def trained(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Result:
     """Three steps that change the answers, with a full sweep at the end."""
     out = tmp_path_factory.mktemp("answers") / "run"
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(out.parent / "cache")}
-    settings = {"STEPS": "3", "EVAL_EVERY_STEPS": "0", "EVAL_FULL_SWEEP": "1", "SEED": "3"}
+    settings = {"STEPS": "3", "EVAL_EVERY_STEPS": "0", "EVAL_FULL_SWEEP": "1", "BATCH_SIZE": "4"}
     settings |= {"RESUME": "never"}  # how it began does not count for --eval-only
-    settings |= {"LEARNING_RATE": "3e-4", "DATASET": str(first_questions(out.parent, 60))}
-    done = train(out, **settings, **cache)
+    settings |= {"LEARNING_RATE": "3e-4", "DATASET": str(first_questions(out.parent, 40))}
+    done = run_as_user(out, **settings, JAX_COMPILATION_CACHE_DIR=str(cache))
     assert done.code == 0, done.errors
     return done
-
-
-def again(trained: Run, *flags: str, **env: str) -> Run:
-    """train_grpo.py with these flags for the folder of the run."""
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(trained.out.parent / "cache")}
-    return train(trained.out, *flags, **cache, **env)
 
 
 def answers_of(folder: Path) -> list[dict]:
@@ -49,15 +48,15 @@ def the_only(folder: Path, pattern: str) -> Path:
 
 
 def test_eval_only_repeats_the_sweep_of_the_run_from_its_checkpoint_and_its_settings(
-    trained: Run,
+    trained: Result, cache: Path
 ) -> None:
     before = {file: file.stat().st_mtime_ns for file in trained.out.rglob("*") if file.is_file()}
-    done = again(trained, "--eval-only")
+    done = run_as_user(trained.out, "--eval-only", JAX_COMPILATION_CACHE_DIR=str(cache))
     assert done.code == 0, done.errors
     assert f"weights={trained.out}/checkpoints/3\n" in done.lines
     folder = the_only(trained.out, "eval_*")
     assert answers_of(folder) == answers_of(trained.out)
-    swept = next(r for r in trained.records() if "eval_full/accuracy" in r)
+    swept = next(r for r in trained.records if "eval_full/accuracy" in r)
     (record,) = map(json.loads, (folder / "metrics.jsonl").open(encoding="utf-8"))
     same = [name for name in swept if not name.startswith("time/")]
     assert {name: record[name] for name in same} == {name: swept[name] for name in same}
@@ -67,9 +66,9 @@ def test_eval_only_repeats_the_sweep_of_the_run_from_its_checkpoint_and_its_sett
     shutil.rmtree(folder)
 
 
-def test_eval_only_of_the_exported_folder_gives_the_same_answers(trained: Run) -> None:
+def test_eval_only_of_the_exported_folder_gives_the_same_answers(trained: Result) -> None:
     hf = str(trained.out / "hf")
-    done = train(
+    done = run_as_user(
         trained.out.parent / "other",
         "--eval-only",
         MODEL_PATH=hf,
@@ -85,11 +84,13 @@ def test_eval_only_of_the_exported_folder_gives_the_same_answers(trained: Run) -
 
 
 @pytest.mark.slow
-def test_two_processes_write_each_question_once_in_its_order(trained: Run, tmp_path: Path) -> None:
+def test_two_processes_write_each_question_once_in_its_order(
+    trained: Result, tmp_path: Path
+) -> None:
     settings = {"STEPS": "0", "EVAL_FULL_SWEEP": "1", "EVAL_SAMPLES": "2"}
     settings["EVAL_EVERY_STEPS"] = "0"
     settings |= {"DATASET": str(first_questions(tmp_path, 21))}  # the last pass is not full
-    alone = train(tmp_path / "alone", **settings)
+    alone = run_as_user(tmp_path / "alone", **settings)
     assert alone.code == 0, alone.errors
     train_two(tmp_path / "two", 1, **settings, REWARD_FN="", REWARD_WEIGHTS="")
     assert not (tmp_path / "two" / "1" / "eval.jsonl").exists()
@@ -99,57 +100,30 @@ def test_two_processes_write_each_question_once_in_its_order(trained: Run, tmp_p
     assert entries == answers_of(alone.out)
 
 
-def first_questions(folder: Path, count: int) -> Path:
-    data = folder / "data"
-    data.mkdir()
-    for split in ("train", "test"):
-        lines = (REPO / "tiny" / f"{split}.jsonl").read_text().splitlines(keepends=True)[:count]
-        (data / f"{split}.jsonl").write_text("".join(lines))
-    return data
+def test_ask_prints_the_greedy_answer_its_rewards_and_what_stdout_does_not_know_as_numbers(
+    tmp_path: Path, cache: Path
+) -> None:
+    more = {"JAX_COMPILATION_CACHE_DIR": str(cache), "PYTHONIOENCODING": "ascii"}
+    done = run_as_user(tmp_path / "nothing", "--ask", f"€ {APPLES}", "--answer", "18", **more)
+    assert (done.code, done.errors) == (0, "") and not done.out.exists()
+    answer = "<think>22-7=15, 15+3=18</think>\n<answer>18</answer>"
+    rewards = "reward_correct 1\nreward_format 1\ntag_count_reward 1"
+    assert done.lines.endswith(f"\n\\u20ac {APPLES}\n\n{answer}\n\n{rewards}\n")
 
 
-def test_ask_prints_the_greedy_answer_and_the_scores_that_need_no_answer(tmp_path: Path) -> None:
-    done = train(tmp_path / "nothing", "--ask", APPLES)
-    assert (done.code, done.errors) == (0, "")
-    end = f"\n{APPLES}\n\n{GREEDY}\n\nreward_format 1\ntag_count_reward 1\n"
-    assert done.lines.endswith(end) and not done.out.exists()
-    done = train(tmp_path / "nothing", "--ask", APPLES, "--answer", "28")
-    assert done.lines.endswith(end.replace("reward_format", "reward_correct 1\nreward_format"))
-
-
-def test_a_character_that_stdout_does_not_know_is_written_as_its_number(tmp_path: Path) -> None:
-    done = train(tmp_path / "nothing", "--ask", "1 € + 2 €?", PYTHONIOENCODING="ascii")
-    assert (done.code, done.errors) == (0, "")
-    assert "\n1 \\u20ac + 2 \\u20ac?\n" in done.lines
-
-
-def test_ask_answers_with_the_newest_checkpoint(trained: Run) -> None:
-    entries = answers_of(trained.out)
-    entry = next(e for e in entries if e["question"] == APPLES)
-    done = again(trained, "--ask", APPLES)
+def test_ask_answers_with_the_newest_checkpoint(trained: Result, cache: Path) -> None:
+    """Without the right answer there are no rewards."""
+    entry = next(e for e in answers_of(trained.out) if e["question"] == APPLES)
+    done = run_as_user(trained.out, "--ask", APPLES, JAX_COMPILATION_CACHE_DIR=str(cache))
     assert done.code == 0, done.errors
-    text = entry["completions"][0]["text"]
     assert f"weights={trained.out}/checkpoints/3\n" in done.lines
-    assert f"\n{APPLES}\n\n{text}\n\n" in done.lines
-
-
-def test_a_function_that_needs_the_answer_ends_ask_in_one_line_without_it(tmp_path: Path) -> None:
-    (tmp_path / "my.py").write_text(
-        "def same(completions, **columns):\n"
-        "    return [float(a in c) for a, c in zip(columns['answer'], completions)]\n"
-    )
-    function = {"REWARD_FN": f"{tmp_path}/my.py:same"}
-    done = train(tmp_path / "nothing", "--ask", APPLES, **function)
-    assert done.code == 2 and done.errors.startswith("error: ")
-    assert "same raised KeyError: 'answer'" in done.errors and done.errors.count("\n") == 1
-    done = train(tmp_path / "nothing", "--ask", APPLES, "--answer", "28", **function)
-    assert done.lines.endswith(f"\n\n{GREEDY}\n\nsame 1\n")
+    assert done.lines.endswith(f"\n{APPLES}\n\n{entry['completions'][0]['text']}\n\n")
 
 
 @pytest.mark.parametrize(
     "flags, env, words",
     [
-        (("--eval-only", "--ask", APPLES), {}, "one at a time"),
+        (("--eval-only", "--ask", APPLES), {}, "not allowed with argument"),
         (("--answer", "3"), {}, "--answer is only for --ask"),
         (("--ask", " "), {}, "--ask needs a question"),
         (("--eval-only",), {"RESUME": "nowhere"}, "RESUME=nowhere is not the folder of a complete"),
@@ -159,17 +133,17 @@ def test_a_function_that_needs_the_answer_ends_ask_in_one_line_without_it(tmp_pa
 def test_a_mistake_with_ask_or_eval_only_is_one_line_and_exit_code_2(
     tmp_path: Path, flags: tuple[str, ...], env: dict[str, str], words: str
 ) -> None:
-    done = train(tmp_path / "nothing", *flags, **env)
+    done = run_as_user(tmp_path / "nothing", *flags, **env)
     last = done.errors.strip().splitlines()[-1]
     assert done.code == 2 and words in last and "Traceback" not in done.errors
     assert not done.out.exists()
 
 
-def test_a_checkpoint_of_another_model_is_refused(trained: Run) -> None:
+def test_a_checkpoint_of_another_model_is_refused(trained: Result) -> None:
     other = trained.out.parent / "other_model"
     command = [sys.executable, "tools/make_random.py", "tiny", str(other), "num_hidden_layers=2"]
     subprocess.run(command, cwd=REPO, check=True, capture_output=True)
-    done = again(trained, "--eval-only", MODEL_PATH=str(other))
+    done = run_as_user(trained.out, "--eval-only", MODEL_PATH=str(other))
     assert done.code == 2
     assert "the checkpoint of step 3 has no array ['state'].params" in done.errors
     assert "MODEL_PATH and OPTIMIZER have to be those of its run" in done.errors
@@ -178,65 +152,49 @@ def test_a_checkpoint_of_another_model_is_refused(trained: Run) -> None:
 # ---- Several models ------------------------------------------------------------------------------
 
 
-def ask(cache: Path, *args: str, cwd: Path = REPO) -> tuple[int, str, str]:
+def ask(cache: Path, *args: str | Path, cwd: Path = REPO, **settings: str) -> tuple[int, str, str]:
+    """The exit code of tools/ask.py, what it prints after the lines of the start, and stderr."""
     keep = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    done = subprocess.run(
-        [sys.executable, str(REPO / "tools" / "ask.py"), *args],
-        cwd=cwd,
-        env=keep | {"COLUMNS": "80", "JAX_COMPILATION_CACHE_DIR": str(cache)},
-        text=True,
-        capture_output=True,
-        timeout=300,
-    )
-    *_, told = done.stdout.partition("\n\n")  # without the lines of the start
-    return done.returncode, told, done.stderr
+    env = keep | {"COLUMNS": "80", "JAX_COMPILATION_CACHE_DIR": str(cache)} | settings
+    process = start_script(REPO / "tools" / "ask.py", *map(str, args), cwd=cwd, env=env)
+    lines, errors = process.communicate(timeout=300)
+    return process.returncode, lines.partition("\n\n")[2], errors
 
 
-def test_the_readme_shows_what_the_tiny_model_answers_to_a_held_out_question(cache: Path) -> None:
-    code, text, errors = ask(cache, "tiny", "--number", "4")
-    assert (code, errors) == (0, "")
-    answer = "22-7 = <<22-7=15>>15\n15+3 = <<15+3=18>>18\n#### 18"
-    assert text == f"{APPLES}\n{answer}\n\ntiny\n{GREEDY}\n"
-    readme = (REPO / "README.md").read_text(encoding="utf-8")
-    command, shown = readme.partition("python tools/ask.py tiny runs/seed0/hf --number 4\n")[1:]
-    lines = [line.partition(" | ")[0].rstrip() for line in shown.splitlines()]
-    assert command and "\n".join(lines[: len(text.splitlines())]) == text.rstrip()
-
-
-def test_several_models_answer_a_question_of_the_user_s_side_by_side(
+def test_models_answer_a_held_out_question_side_by_side_as_the_readme_shows(
     cache: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(REPO / "tiny", tmp_path / "copy")
-    models = (str(REPO / "tiny"), "copy")
-    code, text, errors = ask(cache, *models, "--question", APPLES, cwd=tmp_path)
-    assert code == 0, errors
-    question, _, names, *answers = text.splitlines()
-    assert question == APPLES and names.split()[-1] == "copy"
-    assert [[part.rstrip() for part in line.split(" | ")] for line in answers[-2:]] == [
-        [line, line] for line in GREEDY.split("\n")
-    ]
+    code, text, errors = ask(cache, REPO / "tiny", "copy", "--number", "4", cwd=tmp_path)
+    assert (code, errors) == (0, "")
+    answer = "22-7 = <<22-7=15>>15\n15+3 = <<15+3=18>>18\n#### 18"
+    assert text.startswith(f"{APPLES}\n{answer}\n\n")
+    *_, names, first, second = text.splitlines()
+    assert names.split()[-1] == "copy"
+    answers = [[part.rstrip() for part in line.split(" | ")] for line in (first, second)]
+    assert answers == [[line, line] for line in GREEDY.split("\n")]
+    readme = (REPO / "README.md").read_text(encoding="utf-8")
+    shown = readme.partition("python tools/ask.py tiny runs/seed0/hf --number 4\n")[2]
+    for line in (APPLES, *answer.split("\n"), *GREEDY.split("\n")):
+        assert line in shown
 
 
-def test_the_settings_of_a_run_count(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_settings_of_a_run_count(cache: Path, tmp_path: Path) -> None:
     example = json.dumps({"question": APPLES, "answer": "#### 18"})
     (tmp_path / "two.jsonl").write_text(f"{example}\n{example}\n")
-    monkeypatch.setenv("DATASET", str(tmp_path / "two.jsonl"))
-    monkeypatch.setenv("MAX_LENGTH_SAMPLE", "8")
-    code, text, _ = ask(cache, "tiny", "--number", "1")
+    settings = {"DATASET": str(tmp_path / "two.jsonl"), "MAX_LENGTH_SAMPLE": "8"}
+    code, text, _ = ask(cache, "tiny", **settings)
     *_, short = text.splitlines()
     assert code == 0 and text.startswith(f"{APPLES}\n#### 18\n") and "</answer>" not in short
     assert short != "" and GREEDY.startswith(short)
-    monkeypatch.setenv("SYSTEM_PROMPT", "Answer: 3 ")
-    assert ask(cache, "tiny")[1].splitlines()[-1] != short
+    changed = ask(cache, "tiny", SYSTEM_PROMPT="Answer: 3 ", **settings)
+    assert changed[1].splitlines()[-1] != short
 
 
 @pytest.mark.parametrize(
     "args, words",
     [
         (("./nowhere",), "./nowhere: this folder does not exist"),
-        (("docs",), "docs has no config.json; give a Hugging Face folder"),
         (("tiny", "--number", "501"), "--number 501: the dataset has the questions 1 to 500"),
     ],
 )

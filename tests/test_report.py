@@ -1,93 +1,170 @@
-"""Claims about report.html and summary.json: of runs, of a run that was killed, and what they cost.
+"""Claims about the completions that a log shows, report.html and summary.json, how a run ended, and
+tools/report.py.
 
 A report is read as its text; that a browser shows it well is nothing that a test can say.
 """
 
 import json
+import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_train import REPO, finish, start, train
+from runs import REPO, Result, finish, start, start_script, train, wait_for
 
-from review import Reviewer, read_history, report
+from review import Reviewer, read_history, report, sample_table
+from runtime.page import pairs_of
 from runtime.records import read_lines
 from runtime.run_log import RunLog
 
 SMALL = {
+    "STEPS": "2",
     "BATCH_SIZE": "2",
     "NUM_PRE_Q": "4",
+    "MAX_LENGTH_SAMPLE": "8",
     "EVAL_EVERY_STEPS": "1",
     "EVAL_PROMPTS": "4",
     "SAMPLE_EVERY_STEPS": "1",
-    "SAVE_EVERY_STEPS": "0",
     "EXPORT_HF": "none",
 }
 SCRIPT = "<script>alert(1)</script>"
-# The demo, `python train_grpo.py`, takes 200 steps of 0.3 s and asks 500 questions.
-STEPS, STEP_S, QUESTIONS, REPORTS = 200, 0.3, 500, 20
-MOST_SHARE = 0.025  # of a step's time, for the notes and the reports
+# A text with line separators and sequences that move or erase on a terminal.
+ODD = "1\nerror: x\r\nDONE: \x85step=9\u2028eval\x1b[2K\x9b1A\rSTOPPED: \t2"
+COMPLETION = {"text": ODD, "reward": 1.0, "rewards": {}, "tokens": 3, "ended": "stop token"}
 
 
 @pytest.fixture(scope="module")
-def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("runs")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """A run of two steps with three evaluations and a sweep."""
+    return train(tmp_path_factory.mktemp("runs") / "short", **SMALL, EVAL_FULL_SWEEP="1")
 
 
-@pytest.fixture(scope="module")
-def run(out: Path) -> Path:
-    """The folder of a run of two steps with three evaluations."""
-    train(out / "short", STEPS="2", **SMALL)
-    return out / "short"
+def summary_of(out: Path) -> dict[str, Any]:
+    return json.loads((out / "summary.json").read_text())
 
 
 def tool(*args: str | Path) -> tuple[int, str, str]:
     """Runs tools/report.py: its exit code, stdout and stderr."""
-    command = [sys.executable, REPO / "tools" / "report.py", *args]
-    done = subprocess.run(command, text=True, capture_output=True, timeout=300)
-    return done.returncode, done.stdout, done.stderr
+    script, env = REPO / "tools" / "report.py", dict(os.environ)
+    process = start_script(script, *map(str, args), cwd=REPO, env=env)
+    lines, errors = process.communicate(timeout=300)
+    return process.returncode, lines, errors
 
 
-class Records:
-    """The records of a run, to write them again with other steps."""
-
-    def __init__(self, run: Path) -> None:
-        records = [*read_lines(run / "metrics.jsonl")]
-        records = [{k: x for k, x in r.items() if x is not None} for r in records]
-        self.step = next(r for r in records if "time/train/step_s" in r)
-        self.evaluation = next(r for r in records if "eval/accuracy" in r)
-        self.answers = [e for e in read_lines(run / "eval.jsonl") if e["step"] == 0]
-        self.samples = [e for e in read_lines(run / "samples.jsonl") if e["step"] == 0]
-
-    def many_answers(self) -> list[dict[str, Any]]:
-        """An entry for each of QUESTIONS questions."""
-        few = self.answers
-        return [few[i % len(few)] | {"question": f"question {i}"} for i in range(QUESTIONS)]
-
-
-def new_folder(run: Path, to: Path) -> RunLog:
+def new_folder(done: Result, to: Path) -> RunLog:
     """A folder with the settings of the run, and the log that writes its files."""
-    log = RunLog(to, steps=STEPS, writes=True, wandb=None)
-    shutil.copy(run / "config.yaml", to)
+    log = RunLog(to, steps=200, writes=True, wandb=None)
+    shutil.copy(done.out / "config.yaml", to)
     return log
 
 
-def write_evaluation(log: RunLog, records: Records, step: int) -> None:
-    log.record(step, records.evaluation | {"step": step})
-    log.answers(step, [entry | {"step": step} for entry in records.many_answers()])
+# ---- Completions in the log ----------------------------------------------------------------------
 
 
-# ---- One run -------------------------------------------------------------------------------------
+def test_a_question_is_one_line_and_no_line_of_a_completion_begins_like_one_of_the_run() -> None:
+    assert sample_table(7, {"question": ODD, "completions": [COMPLETION]}).split("\n") == [
+        "sample step=7 question: 1\\nerror: x\\r\\nDONE: \\x85step=9\\u2028eval\\x1b[2K\\x9b1A\\r"
+        "STOPPED: \t2",
+        "  reward=1 tokens=3 ended=stop token",
+        "    1",
+        "    error: x",
+        "    DONE: ",
+        "    step=9",
+        "    eval\\x1b[2K\\x9b1A",
+        "    STOPPED: \t2",
+    ]
 
 
-def test_the_report_of_a_run_needs_no_network_and_no_script(run: Path) -> None:
-    text = (run / "report.html").read_text(encoding="utf-8")
+def test_a_long_text_is_cut_and_an_empty_one_has_a_line() -> None:
+    texts = ["a" * 400, "a" * 401, ""]
+    entry = {"question": "q" * 401, "completions": [COMPLETION | {"text": x} for x in texts]}
+    first, *lines = sample_table(7, entry).split("\n")
+    assert first == "sample step=7 question: " + "q" * 400 + " ..."
+    assert lines[1::2] == ["    " + "a" * 400, "    " + "a" * 400 + " ...", "    "]
+
+
+def test_a_reward_is_short_without_the_sign_of_a_zero_and_a_dash_without_a_value() -> None:
+    """Two functions of the user may be called like the total reward and like a column."""
+    rewards = {"reward": 1.4000000000000001, "tokens": -0.0}
+    assert pairs_of(COMPLETION | {"reward": None, "rewards": rewards, "advantage": -0.70711}) == [
+        ("reward", "-"),
+        ("reward", "1.4"),
+        ("tokens", "0"),
+        ("advantage", "-0.7071"),
+        ("tokens", "3"),
+        ("ended", "stop token"),
+    ]
+
+
+# ---- summary.json --------------------------------------------------------------------------------
+
+
+def test_the_summary_of_a_run_has_its_last_and_its_best_values(done: Result) -> None:
+    """Among the last values are the published ones, under their own names."""
+    summary = summary_of(done.out)
+    assert (summary["state"], summary["why"], summary["steps_done"]) == ("done", "", 2)
+    assert summary["verdict"] == ["verdict: none yet: it needs 10 steps, and the run has 2"]
+    accuracies = {r["step"]: r["eval/accuracy"] for r in done.records if "eval/accuracy" in r}
+    best = max(accuracies, key=accuracies.get)
+    assert summary["best"]["eval/accuracy"] == {"step": best, "value": accuracies[best]}
+    last = summary["last"]
+    assert last["eval/accuracy"] == accuracies[2]
+    (sweep,) = (record for record in done.records if "eval_full/accuracy" in record)
+    for name in ("eval_full/accuracy", "eval_full/accuracy/pass_at_1", "time/eval_full/step_s"):
+        assert last[name] == sweep[name] is not None
+    seconds = [r["time/train/step_s"] for r in done.records if "time/train/step_s" in r]
+    assert last["time/train/step_s"] == seconds[1]
+    assert last["time/train/step_avg_last10_s"] == pytest.approx(sum(seconds) / 2)
+    assert summary["settings"]["rollout.num_pre_q"] == 4
+    assert summary["settings"]["derived.policy_loss_impl"] == "jax"
+
+
+def test_the_summary_says_that_a_run_was_stopped_goes_on_or_has_died(tmp_path: Path) -> None:
+    """Nothing can write the word of a run that kill -9 ends, so its files say that it goes on."""
+    out, settings = tmp_path / "run", SMALL | {"STEPS": "99999", "EVAL_EVERY_STEPS": "0"}
+    process = start(out, settings, 1)
+    wait_for(process, "^step=1 ")
+    process.send_signal(signal.SIGTERM)
+    assert finish(process, out).code == 143
+    assert (summary_of(out)["state"], summary_of(out)["why"]) == ("stopped", "SIGTERM")
+    process = start(out, settings, 1)
+    wait_for(process, "^step=2 ")
+    assert tool(out) == (0, f"{out / 'report.html'}\n", "")
+    assert summary_of(out)["state"] == "running"
+    process.send_signal(signal.SIGKILL)
+    assert finish(process, out).code == -signal.SIGKILL
+    assert tool(out) == (0, f"{out / 'report.html'}\n", "")
+    assert summary_of(out)["state"] == "died" and summary_of(out)["steps_done"] >= 3
+    assert "run: died after" in (out / "report.html").read_text()
+
+
+def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
+    (tmp_path / "fails.py").write_text(
+        "calls = []\n"
+        "def fails(completions, **columns):\n"
+        "    calls.append(1)\n"
+        "    return [1.0 / (len(calls) < 2)] * len(completions)\n"
+    )
+    env = {
+        "REWARD_FN": f"{tmp_path}/fails.py:fails",
+        "REWARD_WEIGHTS": "1",
+        "EVAL_EVERY_STEPS": "0",
+    }
+    assert finish(start(tmp_path / "run", SMALL | env, 1), tmp_path / "run").code == 2
+    summary = summary_of(tmp_path / "run")
+    assert (summary["state"], summary["steps_done"]) == ("failed", 1)
+    assert "fails.py:fails raised ZeroDivisionError" in summary["why"]
+
+
+# ---- report.html ---------------------------------------------------------------------------------
+
+
+def test_the_report_of_a_run_needs_no_network_and_no_script(done: Result) -> None:
+    text = (done.out / "report.html").read_text(encoding="utf-8")
     assert text.startswith("<!doctype html>") and text.endswith("</body></html>\n")
     assert not re.search(r"https?:|<script|<link|<img|<iframe|src=|href=|url\(|@import", text)
     assert "short: done after 2 steps." in text
@@ -96,14 +173,14 @@ def test_the_report_of_a_run_needs_no_network_and_no_script(run: Path) -> None:
         assert f"<figcaption>{title}<br>" in text
     for head in ("Held-out questions", "A group of step 0", "A group of step 1", "Settings"):
         assert f"<h2>{head}</h2>" in text
-    entry = next(read_lines(run / "eval.jsonl"))
+    entry = next(read_lines(done.out / "eval.jsonl"))
     assert f"<pre>{entry['question']}</pre>" in text
 
 
-def test_html_in_texts_is_shown_and_not_executed(run: Path, tmp_path: Path) -> None:
+def test_html_in_texts_is_shown_and_not_executed(done: Result, tmp_path: Path) -> None:
     """A completion, a question, an answer, a setting and the folder may hold HTML."""
     folder = tmp_path / "a<script>b"
-    shutil.copytree(run, folder)
+    shutil.copytree(done.out, folder)
     for name in ("samples.jsonl", "eval.jsonl"):
         entries = [*read_lines(folder / name)]
         for entry in entries:
@@ -112,25 +189,42 @@ def test_html_in_texts_is_shown_and_not_executed(run: Path, tmp_path: Path) -> N
                 completion["text"] = f"completion {SCRIPT}"
         (folder / name).write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     with open(folder / "config.yaml", "a", encoding="utf-8") as file:
-        file.write(f"derived.{SCRIPT}: '{SCRIPT}'\n")
-    text = report({folder: read_history(folder)})
+        file.write(f"derived.{SCRIPT}: 'value {SCRIPT}'\n")
+    text = report(folder, read_history(folder))
     assert "<script" not in text and "alert(1)</" not in text
-    escaped = "&lt;script&gt;alert(1)&lt;/script&gt;"
-    for word in ("question", "answer:", "answer", "completion", "derived."):
-        told = f"{word} {escaped}" if word in ("question", "completion") else escaped
-        assert told in text, word
+    for word in ("question ", "answer: answer ", "completion ", "derived.", "value "):
+        assert f"{word}&lt;script&gt;alert(1)&lt;/script&gt;" in text, word
 
 
-def test_the_report_of_1000_steps_is_smaller_than_5_mb(run: Path, tmp_path: Path) -> None:
-    records, log = Records(run), new_folder(run, tmp_path / "long")
+def test_reports_of_1000_steps_are_small_and_take_little_of_a_run(
+    done: Result, tmp_path: Path
+) -> None:
+    """20 evaluations of 500 questions, and a report at each. It may take 2.5 % of the steps of the
+    demo, which take 0.3 s; seconds of the CPU, since other programs run beside the tests."""
+    step_record = next(r for r in done.records if "time/train/step_s" in r)
+    evaluation = next(r for r in done.records if "eval/accuracy" in r)
+    answers, samples = (
+        [e for e in read_lines(done.out / name) if e["step"] == 0]
+        for name in ("eval.jsonl", "samples.jsonl")
+    )
+    out, spent = tmp_path / "long", 0.0
+    log = new_folder(done, out)
+    reviewer = Reviewer(out, log, writes=True)
     for step in range(1000):
         if step % 50 == 0:
-            write_evaluation(log, records, step)
-        log.record(step, records.step | {"step": step, "train-reward/total/mean": step / 1000})
+            log.record(step, evaluation | {"step": step})
+            many = [
+                answers[i % 4] | {"question": f"question {i}", "step": step} for i in range(500)
+            ]
+            log.entries("eval.jsonl", step, many)
+            began = time.process_time()
+            reviewer.write("running")
+            spent += time.process_time() - began
+        log.record(step, step_record | {"step": step, "train-reward/total/mean": step / 1000})
         if step % 10 == 0:
-            log.samples(step, [sample | {"step": step} for sample in records.samples])
-    log.close()
-    text = report({tmp_path / "long": read_history(tmp_path / "long")})
+            log.entries("samples.jsonl", step, [entry | {"step": step} for entry in samples])
+    assert spent / 1000 < 0.025 * 0.3
+    text = report(out, read_history(out))
     assert "long: died after 1000 steps." in text
     reward = text.partition("<figcaption>mean reward<br>")[2].partition("</figure>")[0]
     assert ">0.999</span>" in reward and ">step 999</text>" in reward, "the last step"
@@ -140,71 +234,14 @@ def test_the_report_of_1000_steps_is_smaller_than_5_mb(run: Path, tmp_path: Path
     assert len(text.encode()) < 5e6
 
 
-# ---- tools/report.py -----------------------------------------------------------------------------
-
-
-def test_several_runs_are_drawn_over_each_other(run: Path, tmp_path: Path) -> None:
-    """Two of the folders have the same name."""
-    others = [tmp_path / "other", tmp_path / "again" / "short"]
-    for other in others:
-        shutil.copytree(run, other)
-    ab = tmp_path / "ab.html"
-    assert tool(run, others[0], "--out", ab) == (0, f"{ab}\n", "")
-    text = ab.read_text(encoding="utf-8")
-    assert "<title>short, other</title>" in text
-    accuracy = text.partition("<figcaption>accuracy on held-out questions<br>")[2]
-    accuracy = accuracy.partition("</figure>")[0]
-    assert re.findall(r">(\w+): [\d.]+ ± [\d.]+</span>", accuracy) == ["short", "other"]
-    assert accuracy.count("<polyline") == 2
-    assert tool(run, others[1], "--out", ab) == (0, f"{ab}\n", "")
-    assert f"<title>{run}, {others[1]}</title>" in ab.read_text(encoding="utf-8")
-
-
-def test_what_is_no_run_ends_in_one_line_and_code_2(run: Path, tmp_path: Path) -> None:
-    code, lines, errors = tool(tmp_path)
-    assert (code, lines) == (2, "")
-    assert errors == f"error: {tmp_path} has no config.yaml; give the OUTPUT_DIR of a run\n"
-    code, _, errors = tool(run, run)
-    assert code == 2 and "--out FILE is needed for several runs" in errors
-    assert not [*tmp_path.iterdir()]
-
-
-def test_a_config_without_derived_values_has_a_report(run: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "bare"
-    shutil.copytree(run, folder)
-    lines = (folder / "config.yaml").read_text().splitlines(keepends=True)
-    kept = [line for line in lines if not line.startswith("derived.")]
-    assert len(kept) < len(lines)
-    (folder / "config.yaml").write_text("".join(kept))
-    assert tool(folder) == (0, f"{folder / 'report.html'}\n", "")
-
-
-def test_a_run_that_was_killed_has_died(out: Path, run: Path) -> None:
-    """Nothing can write the word of a run that kill -9 ends, so its files say that it goes on."""
-    folder = out / "killed"
-    # Without evaluations the run writes its summary only at the start.
-    process = start(folder, SMALL | {"STEPS": "99999", "EVAL_EVERY_STEPS": "0"}, 1)
-    assert any(line.startswith("step=1 ") for line in process.stdout)
-    assert tool(folder)[0] == 0
-    assert json.loads((folder / "summary.json").read_text())["state"] == "running"
-    process.send_signal(signal.SIGKILL)
-    assert finish(process, folder).code == -signal.SIGKILL
-    assert tool(folder) == (0, f"{folder / 'report.html'}\n", "")
-    summary = json.loads((folder / "summary.json").read_text())
-    assert summary["state"] == "died" and summary["steps_done"] >= 2
-    assert summary["why"] == "it left no word: it was killed, or its machine was"
-    assert "killed: died after" in (folder / "report.html").read_text()
-
-
 def test_a_report_that_cannot_be_written_gets_a_line_and_the_run_goes_on(
-    run: Path, tmp_path: Path, capsys
+    done: Result, tmp_path: Path, capsys
 ) -> None:
     folder = tmp_path / "full"
-    log = new_folder(run, folder)
+    log = new_folder(done, folder)
     (folder / "report.html").mkdir()
     reviewer = Reviewer(folder, log, writes=True)
     assert (reviewer.write("running"), reviewer.write("done")) == ({}, {})
-    log.close()
     assert capsys.readouterr().out == f"{folder}/report.html cannot be written: Is a directory\n"
     reviewer = Reviewer(folder, log, writes=True)
     (folder / "config.yaml").write_text("a: [")  # somebody has damaged it while the run goes on
@@ -213,52 +250,27 @@ def test_a_report_that_cannot_be_written_gets_a_line_and_the_run_goes_on(
     assert capsys.readouterr().out.startswith(told)
 
 
-def test_a_bug_in_the_review_ends_the_run(run: Path, tmp_path: Path) -> None:
-    log = new_folder(run, tmp_path / "raises")
-    reviewer = Reviewer(tmp_path / "raises", log, writes=True)
-    log.record(0, Records(run).step | {"step": 0, "train-other/loss": "x"})
-    with pytest.raises(ValueError, match="could not convert string to float"):
-        reviewer.note_trouble(Records(run).step | {"step": 0, "train-other/loss": "x"})
-    with pytest.raises(ValueError, match="could not convert string to float"):
-        reviewer.write("running")
-    log.close()
+# ---- tools/report.py -----------------------------------------------------------------------------
 
 
-def test_a_picture_has_the_two_main_curves(run: Path, tmp_path: Path) -> None:
+def test_what_is_no_run_ends_in_one_line_and_code_2(done: Result, tmp_path: Path) -> None:
+    code, lines, errors = tool(tmp_path)
+    assert (code, lines) == (2, "")
+    assert errors == f"error: {tmp_path} has no config.yaml; give the OUTPUT_DIR of a run\n"
+    code, _, errors = tool(done.out, done.out)
+    assert code == 2 and "--out PICTURE is needed for several runs" in errors
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_picture_has_the_two_main_curves_of_all_runs(done: Result, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="a development package")
+    shutil.copytree(done.out, tmp_path / "other")
     picture = tmp_path / "curve.svg"  # whose texts can be read
-    assert tool(run, "--out", picture) == (0, f"{picture}\n", "")
+    assert tool(done.out, tmp_path / "other", "--out", picture) == (0, f"{picture}\n", "")
     text = picture.read_text(encoding="utf-8")
-    for label in ("held-out accuracy", "mean reward of the step", "short"):
+    for label in ("held-out accuracy", "mean reward of the step", "short", "other"):
         assert f"<!-- {label} -->" in text
-    assert tool(run, "--out", tmp_path / "curve.png")[0] == 0
-    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     for out in ("nowhere/curve.png", "curve.xyz"):
-        code, _, errors = tool(run, "--out", tmp_path / out)
+        code, _, errors = tool(done.out, "--out", tmp_path / out)
         assert (code, errors.count("\n")) == (2, 1) and errors.startswith("error: ")
         assert f"{tmp_path / out} cannot be written" in errors
-
-
-# ---- What it costs -------------------------------------------------------------------------------
-
-
-def test_notes_and_reports_take_little_of_a_step(run: Path, tmp_path: Path) -> None:
-    """Seconds of the CPU, since other programs may run beside the tests."""
-    records, log = Records(run), new_folder(run, tmp_path / "cost")
-    reviewer, spent = Reviewer(tmp_path / "cost", log, writes=True), 0.0
-
-    def timed(call: Any, *args: Any) -> None:
-        nonlocal spent
-        began = time.process_time()
-        call(*args)
-        spent += time.process_time() - began
-
-    for step in range(STEPS):
-        record = records.step | {"step": step}
-        if step % (STEPS // REPORTS) == 0:
-            write_evaluation(log, records, step)
-            timed(reviewer.write, "running")
-        log.record(step, record)
-        timed(reviewer.note_trouble, record)
-    log.close()
-    assert spent / STEPS < MOST_SHARE * STEP_S

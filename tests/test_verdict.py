@@ -1,8 +1,10 @@
-"""The verdict on a run: each rule on records that are written by hand."""
+"""The verdict on a run: each rule on records that are written by hand, and the rules that
+docs/survival.md names."""
 
 import math
+import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +13,12 @@ import pytest
 from review import RULES, History, Reviewer, verdict
 from runtime.run_log import RunLog
 
+REVIEW_PAGE = Path(__file__).resolve().parent.parent / "docs" / "survival.md"
 LOSS, NORM = "train-other/loss", "train-other/grad_norm"
-TOTAL, FORMAT = "train-reward/total/mean", "train-reward/func/reward_format/mean"
-RIGHT, ENTROPY = "train-reward/accuracy", "train-other/entropy"
+TOTAL, RIGHT, ENTROPY = "train-reward/total/mean", "train-reward/accuracy", "train-other/entropy"
 ZERO, CUT = "train-reward/advantage/zero_frac", "train-seq_len/completion/hit_max_frac"
-DRIFT, CLIPPED = (
-    "train-other/sampling_logp_difference/mean",
-    "train-other/clip_ratio_later/region_mean",
-)
-RATE = "train-other/learning_rate"
+DRIFT = "train-other/sampling_logp_difference/mean"
 SETTINGS = {"derived.drift_level": 0.001}
-NO_SIGNAL = (
-    "no_signal: Hardly any advantage differs from 0, so there is nothing to learn from. "
-    "Questions may be too hard or too easy, or the reward may be constant."
-)
 SAMPLED = "train-other/dynamic_sampling"
 NAN = math.nan
 Values = float | None | Callable[[int], float | None]  # of all steps, or of step i
@@ -45,14 +39,11 @@ HEALTHY: dict[str, Values] = {
     LOSS: 0.1,
     NORM: 0.5,
     TOTAL: change(1.0, 1.5),
-    FORMAT: 0.95,
     RIGHT: change(0.4, 0.6),
     ENTROPY: 0.5,
     ZERO: 0.2,
     CUT: 0.1,
     DRIFT: 1e-6,
-    CLIPPED: 1e-3,
-    RATE: 1e-4,
 }
 
 
@@ -91,7 +82,6 @@ FELL, FELL_LESS = [(0, 0.5, 0.03), (20, 0.41, 0.03)], [(0, 0.5, 0.03), (20, 0.42
 ROSE, ROSE_LESS = [(0, 0.41, 0.03), (50, 0.5, 0.03)], [(0, 0.42, 0.03), (50, 0.5, 0.03)]
 ENDS_RIGHT, ENDS_HALF_RIGHT = {RIGHT: change(0.4, 0.76)}, {RIGHT: change(0.4, 0.5)}
 FLAT, RUINED = {TOTAL: 1.0}, [(0, 0.5, 0.03), (50, 0.0, 0.0)]
-FORMAT_ROSE = {FORMAT: noisy(0.70, 0.84, 0.1), RIGHT: 0.1}  # by 3.13 standard errors
 
 SICK = [
     ("non_finite_steps", history({LOSS: lambda i: None if i == 19 else 0.1})),
@@ -106,11 +96,8 @@ SICK = [
         "reward_hacked",
         history(ENDS_HALF_RIGHT | {TOTAL: noisy(1, 1.9)}, evals=FELL),
     ),  # 2.01 and -2.12 errors
-    ("format_only", history(FORMAT_ROSE)),
     ("held_out_below_train", history(ENDS_RIGHT, evals=[(20, 0.60, 0.05)])),
     ("held_out_below_train", history(ENDS_RIGHT, evals=[(10, 0.60, 0.01)])),
-    ("never_clipped", history({CLIPPED: 0})),
-    ("never_clipped", history({CLIPPED: lambda i: None if i % 2 else 0})),
     ("no_learning", history(FLAT, n=50)),
     ("no_learning", history({TOTAL: noisy(1, 1.7, at=25)}, n=50)),  # 1.98 standard errors
     ("no_learning", history({TOTAL: change(1.5, 0.5), RIGHT: 0.1}, n=50, evals=RUINED)),
@@ -130,16 +117,10 @@ WELL = [
         "reward_hacked",
         history(ENDS_HALF_RIGHT | {TOTAL: noisy(1, 1.9)}, evals=FELL_LESS),
     ),  # -1.89 errors
-    ("format_only", history(FORMAT_ROSE | {FORMAT: noisy(0.70, 0.83, 0.1)})),  # 2.91 errors
-    ("format_only", history(FORMAT_ROSE | {FORMAT: noisy(0.60, 0.79, 0.1)})),
-    ("format_only", history(FORMAT_ROSE | {RIGHT: noisy(0.1, 0.191, 0.1)})),  # 2.03 errors
     ("held_out_below_train", history(ENDS_RIGHT, evals=[(20, 0.62, 0.01)])),  # by 0.14
     ("held_out_below_train", history(ENDS_RIGHT, evals=[(20, 0.60, 0.06)])),  # 2.67 errors
     ("held_out_below_train", history(ENDS_RIGHT, evals=[(9, 0.60, 0.01)])),  # before the last ten
     ("held_out_below_train", history(ENDS_RIGHT, evals=[(20, 0.0, NAN)])),  # of one question
-    ("never_clipped", history({CLIPPED: lambda i: 1e-6 if i == 15 else 0}, n=30)),
-    ("never_clipped", history({CLIPPED: 0, RATE: lambda i: 1e-6 * i})),
-    ("never_clipped", history({CLIPPED: None})),
     ("no_learning", history(FLAT, n=49)),
     ("no_learning", history({TOTAL: noisy(1, 1.72, at=25)}, n=50)),  # 2.04 standard errors
     ("no_learning", history(FLAT, n=50, evals=ROSE)),  # 2.12 standard errors
@@ -158,7 +139,7 @@ def test_no_rule_holds_just_below_a_threshold(name: str, run: History) -> None:
 
 def test_every_rule_has_a_sick_and_a_healthy_case() -> None:
     every = {rule.name for rule in RULES}
-    assert len(every) == 10
+    assert len(every) == 8
     assert {name for name, _ in SICK} == every == {name for name, _ in WELL}
 
 
@@ -172,13 +153,6 @@ OF_SAMPLED = [
     (history({f"{SAMPLED}/hit_max_frac": 0.9}), ["all_truncated"]),
     (history(ENDS_RIGHT | {f"{SAMPLED}/accuracy": 0.6}, evals=[(20, 0.60, 0.05)]), []),
     (history({f"{SAMPLED}/accuracy": 0.9}, evals=[(20, 0.60, 0.05)]), ["held_out_below_train"]),
-    (history(FORMAT_ROSE | {f"{SAMPLED}/func/reward_format/mean": 0.5}), []),
-    (
-        history(
-            FORMAT_ROSE | {FORMAT: 0.5, f"{SAMPLED}/func/reward_format/mean": FORMAT_ROSE[FORMAT]}
-        ),
-        ["format_only"],
-    ),
     (
         history(ENDS_RIGHT | {f"{SAMPLED}/accuracy": None}, evals=[(20, 0.60, 0.05)]),
         ["held_out_below_train"],
@@ -192,20 +166,6 @@ def test_under_dynamic_sampling_a_rule_looks_at_all_that_was_sampled(
 ) -> None:
     """The groups that a step keeps are neither too hard nor too easy, whatever the policy does."""
     assert names(run) == expected
-
-
-def test_a_note_under_dynamic_sampling_looks_at_all_that_was_sampled(
-    out: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    go_on(out, 0, records(30, {CUT: 1.0, f"{SAMPLED}/hit_max_frac": 0.5}))
-    assert capsys.readouterr().out == ""
-
-
-def test_a_step_is_not_finite_by_its_own_record_whatever_the_settings_are_now() -> None:
-    """After a fork a step may have more updates than those before it had."""
-    run = history({"train-other/updates_applied": 1})
-    assert names(run._replace(settings={"derived.updates_per_step": 2})) == []
-    assert names(history({LOSS: NAN})._replace(settings={})) == ["non_finite_steps"]
 
 
 # ---- The lines -----------------------------------------------------------------------------------
@@ -222,25 +182,18 @@ def test_a_healthy_run_is_told_what_it_has_reached() -> None:
 
 
 def test_a_sick_run_has_at_most_three_lines_and_causes_come_first() -> None:
-    sick = {NORM: NAN, DRIFT: 0.5, CUT: 1, ZERO: 1, CLIPPED: 0} | FLAT
-    lines = [
-        "verdict: non_finite_steps: An update was not finite and was not applied. Lower "
-        "LEARNING_RATE or, at the first step, check the weights of MODEL_PATH; "
-        "read bad_step_N.npz.",
-        "verdict: sampler_drift: The sampler's log-probabilities are not the trainer's: its "
-        "weights or programs differ.",
-        "verdict: all_truncated: Nearly all completions are cut off before they end. Raise "
-        "MAX_LENGTH_SAMPLE or, if they ended at the start of the run, lower LEARNING_RATE.",
-    ]
-    assert verdict(history(sick, n=60)) == lines
+    sick = {NORM: NAN, DRIFT: 0.5, CUT: 1, ZERO: 1} | FLAT
+    assert names(history(sick, n=60)) == ["non_finite_steps", "sampler_drift", "all_truncated"]
+    (line,) = verdict(history({NORM: NAN}))
+    assert line.startswith("verdict: non_finite_steps: ") and "Lower LEARNING_RATE" in line
 
 
 def test_that_nothing_is_learnt_is_said_only_if_no_other_rule_says_why() -> None:
-    assert verdict(history(FLAT | {ZERO: 1}, n=60)) == [f"verdict: {NO_SIGNAL}"]
+    assert names(history(FLAT | {ZERO: 1}, n=60)) == ["no_signal"]
     assert names(history(FLAT | {CUT: 1, DRIFT: 1}, n=60)) == ["sampler_drift", "all_truncated"]
 
 
-def test_fewer_than_ten_steps_are_only_asked_for_updates_that_are_not_finite() -> None:
+def test_fewer_than_ten_steps_are_only_asked_for_bad_updates_and_a_sampler_that_differs() -> None:
     sick = {ZERO: 1, CUT: 1}
     assert verdict(history(sick, n=0)) == []  # a run that only evaluates
     assert verdict(history(sick, n=9)) == [
@@ -248,6 +201,8 @@ def test_fewer_than_ten_steps_are_only_asked_for_updates_that_are_not_finite() -
     ]
     assert names(history(sick, n=10)) == ["all_truncated", "no_signal"]
     assert names(history(sick | {LOSS: lambda i: None if i else 0.1}, n=2)) == ["non_finite_steps"]
+    assert names(history(sick | {DRIFT: 0.5}, n=1)) == ["sampler_drift"]
+    assert names(history(sick | {DRIFT: None}, n=1)) == ["none yet"]
 
 
 @pytest.mark.parametrize("missing", [None, NAN], ids=["null", "nan"])
@@ -269,65 +224,40 @@ def test_values_that_are_missing_raise_no_alarm(missing: float | None) -> None:
 # ---- Notes while a run goes on -------------------------------------------------------------------
 
 
-@pytest.fixture
-def out(tmp_path: Path) -> Iterator[Path]:
-    settings = [f"{name}: {value}\n" for name, value in SETTINGS.items()]
-    (tmp_path / "config.yaml").write_text("".join(settings))
-    yield tmp_path
-
-
 def go_on(out: Path, first: int, steps: list[dict[str, Any]], writes: bool = True) -> None:
-    """Steps of a run that starts, or resumes, at step `first`; each is recorded and reviewed."""
+    """Steps of a run that starts, or resumes, at step `first`, with a review every 10 steps."""
     log = RunLog(out, steps=99, first_step=first, writes=writes, wandb=None)
     reviewer = Reviewer(out, log, writes)
     for record in steps[first:]:
-        values = {name: value for name, value in record.items() if name != "step"}
-        log.record(record["step"], values)
-        reviewer.note_trouble(record)
-    log.close()
-
-
-def test_a_note_comes_once_after_a_rule_has_held_for_ten_steps(
-    out: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    # The mean of the last ten steps is 0.98 or more from step 10 to 18, and from step 30 on.
-    go_on(out, 0, records(60, {ZERO: lambda i: 0.5 if i in (0, 19, 20) else 1}))
-    assert capsys.readouterr().out == f"note step=39: {NO_SIGNAL}\n"
-
-
-def test_a_resumed_run_compares_with_its_first_steps_and_says_a_note_once(
-    out: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    steps = records(60, {ENTROPY: change(1, 0.05)})
-    go_on(out, 0, steps[:15])
-    assert capsys.readouterr().out == ""
-    go_on(out, 15, steps)
-    # The mean entropy of ten steps is below a tenth from step 19 on.
-    assert capsys.readouterr().out == (
-        "note step=28: entropy_collapsed: The policy has become almost deterministic before it was "
-        "right, so it tries nothing new. Lower LEARNING_RATE, or raise EPS_HIGH, TEMPERATURE, BETA "
-        "or ENTROPY_COEF.\n"
-    )
-
-
-def test_held_out_answers_are_compared_with_the_steps_around_their_evaluation(
-    out: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """An old evaluation says nothing about a policy that has learnt since then."""
-    log = RunLog(out, steps=99, writes=True, wandb=None)
-    reviewer = Reviewer(out, log, True)
-    for record in records(70, {RIGHT: change(0.4, 0.9)}):
-        if record["step"] in (0, 50):
-            log.record(record["step"], {"eval/accuracy": 0.4, "eval/accuracy_se": 0.02})
+        if record["step"] % 10 == 0:
             reviewer.write("running")
         log.record(record["step"], {name: x for name, x in record.items() if name != "step"})
-        reviewer.note_trouble(record)
-    told = capsys.readouterr().out
-    assert told.startswith("note step=59: held_out_below_train: Held-out questions are answered ")
-    assert told.count("\n") == 1
+    reviewer.write("done")
+    reviewer.verdict()
+
+
+def test_a_note_comes_once_when_a_rule_holds_also_for_a_resumed_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = [f"{name}: {value}\n" for name, value in SETTINGS.items()]
+    (tmp_path / "config.yaml").write_text("".join(settings))
+    steps = records(45, {ENTROPY: change(1, 0.05)})  # the resumed run compares with its first steps
+    go_on(tmp_path, 0, steps[:15])
+    assert capsys.readouterr().out.startswith("verdict: no sign of trouble in 15 steps: ")
+    go_on(tmp_path, 15, steps)
+    told = [line.split(": ")[:2] for line in capsys.readouterr().out.splitlines()]
+    assert told == [["note step=20", "entropy_collapsed"], ["verdict", "entropy_collapsed"]]
 
 
 def test_only_process_0_reviews(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     go_on(tmp_path / "1", 0, records(40, {ZERO: 1}), writes=False)
     assert capsys.readouterr().out == ""
     assert not (tmp_path / "1").exists()
+
+
+# ---- The page ------------------------------------------------------------------------------------
+
+
+def test_the_page_tells_all_rules_in_their_order() -> None:
+    section = REVIEW_PAGE.read_text(encoding="utf-8").partition("## The verdict")[2]
+    assert re.findall(r"^- \*\*(\w+)\*\*", section, re.M) == [rule.name for rule in RULES]

@@ -1,15 +1,18 @@
 """Claims about runtime/wandb_run.py: a run that is killed and resumed is one run in W&B.
 
-Most tests put a stand-in into the place of the package wandb, which notes what it gets. That of
-`pytest -m parity` has the real package, and a stand-in for the service.
+Most tests put a stand-in into the place of the package wandb, which notes what it gets. Those of
+`pytest -m parity` have the real package, and a stand-in for the service.
 """
 
+import http.server
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,25 +20,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from wandb_service import WandbService
+from runs import REPO, Result, run_as_user
 
 from runtime import wandb_run
 from runtime.mistakes import UserMistake
 from runtime.processes import commit_of
 from runtime.run_log import RunLog
-from test_smoke import REPO
 
 STEP_S = "time/train/step_s"
-REST = {"advantage": 0.5, "tokens": 2, "ended": "stop token"}
-GROUP = {
-    "question": "1+1?",
-    "prompt": "<user>1+1?",
-    "answer": "#### 2",
-    "completions": [
-        {"text": "2", "reward": 1.5, "rewards": {"first": 1.0, "second": None}, **REST},
-        {"text": "3 é", "reward": 0.0, "rewards": {"first": 0.0, "second": 0.0}, **REST},
-    ],
-}
 
 
 class StandIn:
@@ -45,7 +37,6 @@ class StandIn:
     def __init__(self, starting_step: int = 0, fails_at: float = math.inf) -> None:
         self.starting_step, self.fails_at = starting_step, fails_at
         self.asked, self.rows, self.summary = {}, [], {}
-        self.Settings = self.Table = dict
 
     def init(self, **asked: Any) -> "StandIn":
         self.asked = asked
@@ -112,7 +103,6 @@ def test_a_resumed_run_sends_the_steps_that_wandb_does_not_have(opened, known: i
     def take_step(log: RunLog, step: int) -> None:
         log.record(step, {"eval/accuracy": step / 4})
         log.record(step, {STEP_S: float(step)})
-        log.samples(step, [GROUP])
 
     _, log = opened()
     for step in range(4):
@@ -128,22 +118,7 @@ def test_a_resumed_run_sends_the_steps_that_wandb_does_not_have(opened, known: i
     assert [step for step, _ in rows] == list(range(known, 6))
     for step, row in rows:
         assert row["eval/accuracy"] == step / 4
-        assert (row.get(STEP_S), "samples" in row) == ((step, True) if step < 5 else (None, False))
-
-
-def test_samples_are_a_table_with_a_row_for_each_completion(opened) -> None:
-    wandb, log = opened()
-    log.record(0, {STEP_S: 1.0})
-    log.samples(0, [GROUP])
-    log.close()
-    assert wandb.rows[0][1]["samples"] == {
-        "columns": ["step", "question", "answer", "completion", "reward", "first", "second"]
-        + ["advantage", "tokens", "ended"],
-        "data": [
-            [0, "1+1?", "#### 2", "2", 1.5, 1.0, None, 0.5, 2, "stop token"],
-            [0, "1+1?", "#### 2", "3 é", 0.0, 0.0, 0.0, 0.5, 2, "stop token"],
-        ],
-    }
+        assert row.get(STEP_S) == (step if step < 5 else None)
 
 
 @pytest.mark.parametrize("fails_at", [-1, 0, 2])  # at the start, in a row of the file, at the end
@@ -179,39 +154,102 @@ def test_without_the_package_a_mode_that_needs_it_is_a_mistake_and_a_key_alone_g
     )
 
 
-def test_an_api_key_alone_means_online(monkeypatch: pytest.MonkeyPatch) -> None:
-    key = "a" * 40
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(api=SimpleNamespace(api_key=key)))
-    monkeypatch.setenv("WANDB_API_KEY", key)
+def test_an_api_key_alone_means_online_if_it_is_long_enough(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def set_key(key: str) -> None:
+        package = SimpleNamespace(api=SimpleNamespace(api_key=key))
+        monkeypatch.setitem(sys.modules, "wandb", package)
+        monkeypatch.setenv("WANDB_API_KEY", key)
+
+    set_key("a" * 40)
     assert wandb_run.chosen_mode("") == "online" and wandb_run.chosen_mode("offline") == "offline"
-    monkeypatch.delenv("WANDB_API_KEY")
-    assert wandb_run.chosen_mode("") == "disabled"
+    for key, words in (("", "there is no API key; set WANDB_API_KEY"), ("short", "5 characters")):
+        set_key(key)
+        with pytest.raises(UserMistake, match=f"WANDB_MODE=online: .*{words}"):
+            wandb_run.check_wandb("online")
+        assert wandb_run.chosen_mode("") == "disabled"
+    assert "short" not in capsys.readouterr().out
 
 
 def test_the_commit_is_that_of_the_folder_and_says_if_a_tracked_file_differs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    def git(*arguments: str) -> str:
+    def git(*arguments: str) -> None:
         who = ("-c", "user.name=a", "-c", "user.email=a@b")
-        command = ["git", "-C", str(tmp_path), *who, *arguments]
-        return subprocess.run(command, check=True, text=True, capture_output=True).stdout.strip()
+        subprocess.run(["git", "-C", str(tmp_path), *who, *arguments], check=True)
 
-    assert commit_of(tmp_path) == ""
-    git("init")
+    git("init", "--quiet")
     assert commit_of(tmp_path) == ""  # no commit yet
     (tmp_path / "code.py").write_text("1")
     git("add", ".")
-    git("commit", "-m", "first")
+    git("commit", "--quiet", "-m", "first")
     (tmp_path / "other.py").write_text("2")  # git does not track this file
-    head = git("rev-parse", "HEAD")
-    assert len(head) == 40 and commit_of(tmp_path) == head
+    head = commit_of(tmp_path)
+    assert re.fullmatch("[0-9a-f]{40}", head)
     (tmp_path / "code.py").write_text("3")
     assert commit_of(tmp_path) == f"{head}-dirty"
-    monkeypatch.setenv("PATH", "")
-    assert commit_of(tmp_path) == ""
 
 
 # ---- The real package ----------------------------------------------------------------------------
+
+QUICK = {"STEPS": "2", "EVAL_EVERY_STEPS": "0", "BATCH_SIZE": "2", "WANDB_SILENT": "true"}
+QUICK |= {"MAX_LENGTH_SAMPLE": "8", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+
+
+def with_wandb(out: Path, **env: str) -> Result:
+    """A run of two steps that finds no W&B key on this machine."""
+    pytest.importorskip("wandb", reason="an optional package")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    (out.parent / "netrc").touch()
+    nobody = {"NETRC": str(out.parent / "netrc"), "WANDB_API_KEY": "", "HOME": str(out.parent)}
+    return run_as_user(out, **QUICK | nobody | env)
+
+
+def offline_runs(out: Path) -> list[Path]:
+    return sorted((out / "wandb").glob("offline-run-*"))
+
+
+def wandb_ids(out: Path) -> list[str]:
+    return [folder.name.rpartition("-")[2] for folder in offline_runs(out)]
+
+
+def told_to_wandb(folder: Path, text: str) -> bool:
+    return any(text.encode() in file.read_bytes() for file in folder.glob("run-*.wandb"))
+
+
+@pytest.mark.parity
+def test_a_resumed_run_keeps_its_wandb_run_and_a_fork_gets_a_new_one(tmp_path: Path) -> None:
+    parent, fork = tmp_path / "parent", tmp_path / "fork"
+    more = {"WANDB_MODE": "offline", "LR_SCHEDULE": "constant", "WARMUP_RATIO": "0"}
+    done = with_wandb(parent, **more)
+    assert done.code == 0, done.errors
+    (folder,) = offline_runs(parent)
+    for name in ("ppo_epochs", "derived.global_batch", "derived.commit", "verdict"):
+        assert told_to_wandb(folder, name)
+    (first,) = wandb_ids(parent)
+    assert with_wandb(parent, **more, STEPS="3").code == 0
+    assert wandb_ids(parent) == [first]  # in a folder that replaces the first one
+    there = f"{parent}/checkpoints/2"
+    for steps in ("4", "5"):  # The fork begins, and then it is resumed.
+        done = with_wandb(fork, **more, STEPS=steps, RESUME=there if steps == "4" else "auto")
+        assert done.code == 0, done.errors
+    assert len(wandb_ids(fork)) == 1 and wandb_ids(fork) != wandb_ids(parent)
+    (folder,) = offline_runs(fork)
+    assert told_to_wandb(folder, "forked_from") and told_to_wandb(folder, there)
+    assert not told_to_wandb(offline_runs(parent)[0], "forked_from")
+
+
+@pytest.mark.parity
+def test_a_run_that_wandb_refuses_goes_on_without_it(tmp_path: Path) -> None:
+    service, out = WandbService(status=401), tmp_path / "run"
+    done = with_wandb(out, WANDB_MODE="online", WANDB_BASE_URL=service.url, WANDB_API_KEY="a" * 40)
+    service.close()
+    assert done.code == 0, done.errors
+    (told,) = [line for line in done.lines.splitlines() if line.startswith("W&B: ")]
+    assert told.endswith(f"; the run goes on without it, and {out}/metrics.jsonl has the records")
+    assert done.lines.strip().splitlines()[-1].startswith("DONE: steps=2")
+    assert len(done.records) == 2 and "a" * 40 not in done.lines + done.errors
 
 
 @pytest.mark.parity
@@ -251,9 +289,101 @@ def test_a_run_that_is_killed_twice_is_one_run_of_the_service_with_each_step_onc
     assert "W&B: " not in done.stdout
     (rows,) = service.rows.values()
     assert [row["_step"] for row in rows] == list(range(8))
-    assert [row["_step"] for row in rows if STEP_S in row and "samples" in row] == list(range(7))
+    assert [row["_step"] for row in rows if STEP_S in row] == list(range(7))
     assert [row["_step"] for row in rows if "eval/accuracy" in row] == [0, 3, 6, 7]
     last = json.loads((out / "summary.json").read_text())["last"] | {"state": "done"}
     published = "eval_full/accuracy eval_full/accuracy/pass_at_1 time/eval_full/step_s state"
     for name in (*published.split(), STEP_S, "time/train/step_avg_last10_s"):
         assert service.summary[name] == last[name]
+
+
+# ---- The service ---------------------------------------------------------------------------------
+
+
+class WandbService:
+    """A stand-in for the service of W&B, at `url`, which answers with this status.
+
+    rows: of each run, as it has received them; summary: the newest of a run.
+    """
+
+    def __init__(self, status: int = 200) -> None:
+        self.rows: dict[str, list[dict[str, Any]]] = {}
+        self.summary: dict[str, Any] = {}
+        service = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            log_message = lambda self, *_: None  # noqa: E731
+
+            def answer(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                told = json.dumps(service.answer(self.path, body)).encode()
+                self.send_response(status)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(told)))
+                self.end_headers()
+                self.wfile.write(told)
+
+            do_GET = do_POST = do_PUT = answer
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.handle_error = lambda *_: None  # a client that is killed is no news
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+
+    def answer(self, path: str, body: bytes) -> dict[str, Any]:
+        if stream := re.search(r"/([^/]+)/file_stream$", path):
+            files = json.loads(body).get("files") or {}
+            if summary := files.get("wandb-summary.json"):
+                self.summary = json.loads(summary["content"][-1])
+            if history := files.get("wandb-history.jsonl"):
+                rows = self.rows[stream[1]]
+                rows[history["offset"] :] = map(json.loads, history["content"])
+            return {"limits": {}}
+        if not path.endswith("graphql"):
+            return {}
+        asked = json.loads(body)
+        name = re.search(r"(?:query|mutation) (\w+)", asked["query"])[1]
+        return {"data": getattr(self, f"_{name}", lambda **_: {})(**asked.get("variables") or {})}
+
+    def _Viewer(self) -> dict[str, Any]:
+        who = {"id": "1", "entity": "us", "username": "me", "email": "", "flags": "{}"}
+        return {"viewer": who | {"teams": {"edges": []}}}
+
+    def _RunResumeStatus(self, *, name: str, **_: Any) -> dict[str, Any]:
+        if name not in self.rows:
+            return {"model": {"id": "1", "name": "p", "entity": ENTITY, "bucket": None}}
+        rows = self.rows[name]
+        bucket = {
+            **{"id": "1", "name": name, "displayName": name, "tags": [], "notes": ""},
+            **{"summaryMetrics": json.dumps(rows[-1] if rows else {}), "config": "{}"},
+            **{"historyLineCount": len(rows), "logLineCount": 0, "eventsLineCount": 0},
+            "historyTail": json.dumps([json.dumps(row) for row in rows[-1:]]),
+            **{"eventsTail": "[]", "wandbConfig": json.dumps({"t": 1})},
+        }
+        return {"model": {"id": "1", "name": "p", "entity": ENTITY, "bucket": bucket}}
+
+    def _UpsertBucket(self, *, name: str, **_: Any) -> dict[str, Any]:
+        inserted = name not in self.rows
+        rows = self.rows.setdefault(name, [])
+        bucket = {"id": "1", "name": name, "displayName": name, "config": "{}", "sweepName": None}
+        project = {"id": "1", "name": "p", "entity": ENTITY}
+        bucket |= {"description": "", "project": project, "historyLineCount": len(rows)}
+        return {"upsertBucket": {"bucket": bucket, "inserted": inserted}}
+
+    def _CreateRunFiles(self, *, files: list[str], **_: Any) -> dict[str, Any]:
+        urls = [{"name": file, "uploadUrl": f"{self.url}/{file}"} for file in files]
+        return {"createRunFiles": {"runID": "1", "uploadHeaders": [], "files": urls}}
+
+    def _ArtifactType(self, **_: Any) -> dict[str, Any]:
+        return {"project": None}
+
+    def _CreateArtifact(self, **_: Any) -> dict[str, Any]:
+        artifact = {"id": "1", "state": "COMMITTED", "artifactSequence": {"latestArtifact": None}}
+        return {"createArtifact": {"artifact": artifact}}
+
+
+ENTITY = {"id": "1", "name": "us"}

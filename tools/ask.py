@@ -1,7 +1,6 @@
-"""Asks models one question, and prints their greedy completions side by side.
+"""Asks models one held-out question, and prints their greedy completions side by side.
 
     python tools/ask.py tiny runs/seed0/hf --number 1
-    python tools/ask.py tiny --question "Kim has 5 pens and buys 8 more. How many pens are there?"
 
 A model is a Hugging Face folder, such as the `hf` of a run, or the id of a model on the hub. All
 settings of train_grpo.py count, such as DATASET, SYSTEM_PROMPT and MAX_LENGTH_SAMPLE. Without
@@ -15,7 +14,6 @@ RESUME asks for in OUTPUT_DIR, by default the newest, or those of MODEL_PATH wit
 import argparse
 import contextlib
 import functools
-import inspect
 import shutil
 import sys
 import textwrap
@@ -87,47 +85,37 @@ def evaluate_weights(cfg: Config) -> None:
         params, step = load_weights(run)
         out = resume.output_folder("", f"{cfg.output_dir or 'runs'}/eval")
         _, key = jax.random.split(jax.random.key(cfg.seed))
-        with contextlib.closing(open_log(run, out, resume.Progress(step))) as log:
+        with contextlib.closing(open_log(run, out, resume.Progress(step=step))) as log:
             evaluate(run, log, StopSignal(), backend, key, params, step, full=True)
             Reviewer(out, log, jax.process_index() == 0).write(DONE)
 
 
 def ask(cfg: Config, example: dict[str, Any]) -> tuple[str, list[str]]:
-    """The greedy completion, and a line for the reward of each function.
-
-    example: a question, and its answer if that is known. Without an answer the functions that have
-    a parameter `answer` are left out. Raises UserMistake.
-    """
+    """The greedy completion and, if the example has an answer, a line for the reward of each
+    function. Raises UserMistake."""
     run = set_up(replace(cfg, **ONE_QUESTION), example)
-    functions = [
-        function
-        for function in run.functions
-        if "answer" in example or "answer" not in inspect.signature(function).parameters
-    ]
-    run = replace(run, functions=functions, weights=(1.0,) * len(functions))
+    if "answer" not in example:
+        run = replace(run, functions=[], weights=())
     with contextlib.closing(make_backend(run)) as backend:
         params, _ = load_weights(run)
         backend.update_weights(params)
-        prompts, clock = run.eval_prompts, Clock(EVAL_PHASES)
-        key = jax.random.key(cfg.seed)
-        answered = answer_questions(run, backend, StopSignal(), prompts, key, clock)
-    [text] = texts_of(run.tokenizer, prompts, answered)
-    rewards = zip(functions, answered.per_function[0], strict=True)
+        key, clock = jax.random.key(cfg.seed), Clock(EVAL_PHASES)
+        answered = answer_questions(run, backend, StopSignal(), run.eval_prompts, key, clock)
+    [text] = texts_of(run.tokenizer, run.eval_prompts, answered)
+    rewards = zip(run.functions, answered.per_function[0], strict=True)
     return text, [f"{function.__name__} {reward:g}" for function, reward in rewards]
 
 
 def answer_command(command: Command) -> None:
     """Does what --eval-only or --ask of train_grpo.py asks for."""
     cfg = replace(command.cfg, **NO_STEPS)
-    example = {"question": command.question}
-    if command.answer is not None:
-        example["answer"] = command.answer
     try:
         processes.start_jax(cfg)
         if command.eval_only:
             evaluate_weights(cfg)
         else:
-            text, rewards = ask(cfg, example)
+            answer = {} if command.answer is None else {"answer": command.answer}
+            text, rewards = ask(cfg, {"question": command.question} | answer)
             print(f"\n{command.question}\n\n{text}\n", *rewards, sep="\n")
     except (UserMistake, Unwritable) as error:
         fail(error)
@@ -147,27 +135,22 @@ def side_by_side(texts: dict[str, str], width: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="+", metavar="MODEL", help="Folder of a model, or its id.")
-    parser.add_argument("--question", help="Question to ask; without it, --number counts.")
-    parser.add_argument(
-        "--number", type=int, default=1, help="Number of a held-out question, from 1."
-    )
+    parser.add_argument("--number", type=int, default=1, help="Of the question, from 1.")
     args = parser.parse_args()
     of_models = {"output_dir": "", "checkpoint_dir": "", "resume": "never"}  # of no run
     cfg = replace(load([]).cfg, **NO_STEPS, **of_models)
     try:
         processes.start_jax(cfg)
-        example = {"question": args.question}
-        if not args.question:
-            examples = examples_of(cfg, cfg.eval_split)
-            if not 1 <= args.number <= len(examples):
-                raise UserMistake(
-                    f"--number {args.number}: the dataset has the questions 1 to {len(examples)}"
-                )
-            example = examples[args.number - 1]
+        examples = examples_of(cfg, cfg.eval_split)
+        if not 1 <= args.number <= len(examples):
+            raise UserMistake(
+                f"--number {args.number}: the dataset has the questions 1 to {len(examples)}"
+            )
+        example = examples[args.number - 1]
         texts = {model: ask(replace(cfg, model_path=model), example)[0] for model in args.models}
     except UserMistake as error:
         fail(error)
-    print("", *(example[name] for name in ("question", "answer") if name in example), "", sep="\n")
+    print("", example["question"], example["answer"], "", sep="\n")
     print(side_by_side(texts, shutil.get_terminal_size().columns))
 
 

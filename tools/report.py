@@ -1,7 +1,6 @@
-"""Shows runs: their report as one HTML file, or their two main curves as a picture.
+"""Shows runs: the report of one as an HTML file, or the two main curves of several as a picture.
 
     python tools/report.py runs/a                       # writes runs/a/report.html
-    python tools/report.py runs/a runs/b --out ab.html  # the curves of both over each other
     python tools/report.py runs/a runs/b --out ab.png   # a picture; it needs matplotlib
 
 A run writes its own report at each evaluation and at its end. This command writes it at any other
@@ -47,17 +46,17 @@ def draw_picture(runs: dict[Path, History], file: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="OUTPUT_DIR of a run")
-    parser.add_argument("--out", type=Path, help=".html or a picture; for several runs needed")
+    parser.add_argument("--out", type=Path, metavar="PICTURE", help="such as ab.png or ab.svg")
     args = parser.parse_args()
     if len(args.runs) > 1 and not args.out:
-        parser.error("--out FILE is needed for several runs")
+        parser.error("--out PICTURE is needed for several runs")
     first, file = args.runs[0], args.out or args.runs[0] / "report.html"
     try:
         runs = {folder: read_history(folder) for folder in args.runs}
-        if file.suffix != ".html":
+        if args.out:
             draw_picture(runs, file)
-        elif args.out or runs[first].state == RUNNING:
-            replace_file(file, report(runs))
+        elif runs[first].state == RUNNING:  # the run writes its summary
+            replace_file(file, report(first, runs[first]))
         else:
             write_review(first, runs[first])
     except UserMistake as error:

@@ -7,12 +7,9 @@ Dimensions: P prompts of a training step.
 """
 
 import functools
-import itertools
 import json
 import os
 import re
-from collections.abc import Iterator
-from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,15 +17,9 @@ import numpy as np
 
 from runtime.mistakes import UserMistake, in_one_line
 
-# A chat template may print today's date, with the function strftime_now or from date_string. A
-# prompt must not change at midnight, so every template gets the date that Llama 3.2's template uses
-# by default. transformers accepts the template as text alone, so a macro in front of the template
-# defines the function.
-DATE = datetime(2024, 7, 26)
-_DIRECTIVES = "%a %A %b %B %d %-d %H %I %j %m %-m %M %p %S %y %Y".split()
-_REPLACED = [f"replace('{d}', '{DATE.strftime(d)}')" for d in _DIRECTIVES]
-STRFTIME_NOW = "{% macro strftime_now(format) %}{{ " + " | ".join(["format", *_REPLACED])
-STRFTIME_NOW += " }}{% endmacro +%}"
+# The date for chat templates that print one. A prompt must not change at midnight. It is the date
+# that Llama 3.2's template prints by default.
+DATE = "26 Jul 2024"
 _TAIL = 16  # A tag and the white space after it have fewer tokens than this.
 SUFFIXES = (".jsonl", ".json", ".parquet")
 # DATASET_CONFIG, if it is empty, of hub datasets with several configurations and no default.
@@ -46,12 +37,6 @@ class Prompt(NamedTuple):
 # ---- Examples ------------------------------------------------------------------------------------
 
 
-def is_local_dataset(dataset: str) -> bool:
-    """Returns False if `dataset` can only be the id of a dataset on the hub."""
-    path = Path(dataset)
-    return path.exists() or path.suffix in SUFFIXES or dataset.startswith(("/", "~", "./", "../"))
-
-
 def load_examples(
     dataset: str,
     dataset_config: str,
@@ -66,38 +51,37 @@ def load_examples(
     dataset_config: of a hub dataset; "": HUB_CONFIGS, else the dataset's only or default one.
     question, answer: names of the columns that hold the question and the answer. Each example keeps
     all of its columns and also has these two texts as `question` and `answer`.
-    Raises UserMistake if a file is missing or is not JSON, if an example lacks one of the texts, or
-    if JSON, in which a reward worker receives the columns, cannot hold one of its columns.
+    Raises UserMistake if a file is missing or cannot be read, if an example lacks one of the texts,
+    or if JSON, in which a reward worker receives the columns, cannot hold one of its columns.
     """
     path = Path(dataset)
-    one_file = path.is_file() or (path.suffix in SUFFIXES and not path.is_dir())
+    # What is no path can only be the id of a dataset on the hub.
+    is_path = path.exists() or path.suffix in SUFFIXES or dataset.startswith(("/", "~", "."))
+    one_file = is_path and not path.is_dir()
     if one_file:
-        placed = _read_file(path)
-    elif path.is_dir():
-        placed = itertools.chain.from_iterable(map(_read_file, _split_files(path, split)))
-    elif is_local_dataset(dataset):
-        raise UserMistake(f"DATASET={dataset}: this file or folder does not exist")
+        sources = {dataset: _read_file(path)}
+    elif is_path:
+        sources = {str(file): _read_file(file) for file in _split_files(path, split)}
     else:
-        placed = _read_hub(dataset, dataset_config, split)
+        sources = {f"DATASET={dataset}:{split}": _read_hub(dataset, dataset_config, split)}
     wanted = {"question": question, "answer": answer}
-    examples = [_with_texts(place, example, wanted) for place, example in placed]
+    examples = [
+        _with_texts(f"{source} row {number}", example, wanted)
+        for source, rows in sources.items()
+        for number, example in enumerate(rows, start=1)
+    ]
     # Rewards receive the columns as lists, so every example needs every column of the split.
     columns = dict.fromkeys(name for example in examples for name in example)
     for taken in {"completions", "completion_ids"} & set(columns):  # arguments of reward functions
         raise UserMistake(f"DATASET={dataset}: a column may not be called {taken}; rename it")
     examples = [{name: example.get(name) for name in columns} for example in examples]
     if one_file:
-        count = len(examples)
-        if count < 2:
-            raise UserMistake(
-                f"DATASET={dataset} needs 2 examples, to hold one out; it has {count}"
-            )
         if split not in ("train", "test"):
             raise UserMistake(
                 f"DATASET={dataset} has no split {split!r}: the splits of a single file are train "
                 f"and test, its last tenth; set TRAIN_SPLIT and EVAL_SPLIT to these"
             )
-        held_out = max(1, round(HELD_OUT * count))
+        held_out = max(1, round(HELD_OUT * len(examples)))
         examples = examples[:-held_out] if split == "train" else examples[-held_out:]
     if not examples:
         raise UserMistake(f"DATASET={dataset} has no examples in split {split!r}")
@@ -114,17 +98,14 @@ def _with_texts(place: str, example: Any, wanted: dict[str, str]) -> dict[str, A
     for name, column in wanted.items():
         text = columns.get(column)
         if not isinstance(text, str) or not text.strip():
-            hint = f"; set {name.upper()}_COLUMN to one of its columns, {', '.join(columns)}"
-            if column in columns and not isinstance(text, str):
-                hint = f", but {text!r:.80}; write it as text"
-            hint = hint if columns and not isinstance(text, str) else ""
-            raise UserMistake(f"{place} has no text in {column!r}{hint}")
-        if re.search("[\ud800-\udfff]", text):
-            raise UserMistake(f"{place}: {column!r} is not UTF-8 text, but {text!r:.80}")
+            raise UserMistake(
+                f"{place} has no text in {column!r}, but {text!r:.80}; write it as text, or set "
+                f"{name.upper()}_COLUMN to one of its columns, {', '.join(columns)}"
+            )
     for column, value in columns.items():
         try:
             json.dumps(value)
-        except (TypeError, RecursionError) as error:
+        except TypeError as error:
             raise UserMistake(
                 f"{place}: column {column!r}: {error}; write it as text or numbers"
             ) from None
@@ -140,57 +121,42 @@ def _split_files(folder: Path, split: str) -> list[Path]:
     return chosen
 
 
-def _read_hub(dataset: str, dataset_config: str, split: str) -> Iterator[tuple[str, Any]]:
+def _read_hub(dataset: str, dataset_config: str, split: str) -> list[Any]:
     import datasets  # slow to import, and needed for the hub alone
 
     name = dataset_config or HUB_CONFIGS.get(dataset, "")
     try:
-        loaded = datasets.load_dataset(dataset, name or None, split=split)
-        examples = loaded.to_list()
+        return datasets.load_dataset(dataset, name or None, split=split).to_list()
     except Exception as error:  # The errors of datasets, hub and proxy have no common base.
         raise UserMistake(
             f"DATASET={dataset}: no such local file or folder, and the hub says "
             f"(DATASET_CONFIG={name}): {in_one_line(error)}"
         ) from None
-    yield from _numbered(f"DATASET={dataset}:{split}", examples)
 
 
-def _numbered(source: Any, examples: list[Any]) -> Iterator[tuple[str, Any]]:
-    """Yields (place, example), where the place is a text such as "FILE row 1"."""
-    return ((f"{source} row {i}", example) for i, example in enumerate(examples, start=1))
-
-
-def _read_file(file: Path) -> Iterator[tuple[str, Any]]:
-    """Yields (place, example) for each example of a file; the place is its line or number."""
+def _read_file(file: Path) -> list[Any]:
+    """Returns the examples of a file. Empty lines of a .jsonl file are left out."""
     if not file.is_file():
-        raise UserMistake(f"DATASET={file}: no such file")
+        raise UserMistake(f"DATASET={file}: this file or folder does not exist")
     if file.suffix not in SUFFIXES:
         raise UserMistake(
             f"DATASET={file} is not a .jsonl, .json or .parquet file; write its rows as one of them"
         )
-    if file.suffix == ".parquet":
-        import pyarrow.parquet  # a requirement of datasets
-
-        try:
-            examples = pyarrow.parquet.read_table(file).to_pylist()
-        except (OSError, ValueError) as error:
-            raise UserMistake(f"{file} is not a complete parquet file: {error}") from None
-        yield from _numbered(file, examples)
-        return
     try:
+        if file.suffix == ".parquet":
+            import pyarrow.parquet  # a requirement of datasets
+
+            return pyarrow.parquet.read_table(file).to_pylist()
         text = file.read_text(encoding="utf-8-sig")  # Windows editors write a byte order mark.
-    except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        raise UserMistake(f"{file} line {line} is not UTF-8 text") from None
-    if file.suffix == ".json":
-        examples = _parse(text, file, 1)
-        if not isinstance(examples, list):
-            raise UserMistake(f"{file} is not a JSON list of rows; one row a line is a .jsonl")
-        yield from _numbered(file, examples)
-        return
-    for number, line in enumerate(text.split("\n"), start=1):  # splitlines would split at U+2028.
-        if line.strip():
-            yield f"{file} line {number}", _parse(line, file, number)
+    except (OSError, ValueError) as error:  # pyarrow's errors and UnicodeDecodeError are among them
+        raise UserMistake(f"{file} cannot be read: {in_one_line(error)}") from None
+    if file.suffix == ".jsonl":
+        lines = enumerate(text.split("\n"), start=1)  # splitlines would split at U+2028, too.
+        return [_parse(line, file, number) for number, line in lines if line.strip()]
+    examples = _parse(text, file, 1)
+    if not isinstance(examples, list):
+        raise UserMistake(f"{file} is not a JSON list of rows; one row a line is a .jsonl")
+    return examples
 
 
 def _parse(text: str, file: Path, first_line: int) -> Any:
@@ -199,10 +165,6 @@ def _parse(text: str, file: Path, first_line: int) -> Any:
     except json.JSONDecodeError as error:
         line = first_line + error.lineno - 1
         raise UserMistake(f"{file} line {line} is not JSON: {error.msg}") from None
-    except RecursionError:
-        raise UserMistake(f"{file} line {first_line} is nested too deep to be read") from None
-    except ValueError as error:  # a number of more than 4300 digits
-        raise UserMistake(f"{file} cannot be read from line {first_line} on: {error}") from None
 
 
 # ---- Prompts -------------------------------------------------------------------------------------
@@ -237,8 +199,7 @@ def build_prompts(
             chats,
             tokenize=False,
             add_generation_prompt=True,
-            date_string=f"{DATE:%d %b %Y}",
-            chat_template=STRFTIME_NOW + tokenizer.get_chat_template(),
+            date_string=DATE,
         )
     except Exception as error:  # A template may raise anything.
         raise UserMistake(

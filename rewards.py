@@ -14,9 +14,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from types import MappingProxyType
-from unicodedata import normalize
 
 import numpy as np
+
+from runtime.mistakes import UserMistake
+from runtime.reward_worker import RewardWorker
 
 SYSTEM_PROMPT = """\
 Reason step by step inside <think> </think>. Then, on the next line, write only the final number \
@@ -28,26 +30,19 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 Rewards = list[float | None]  # a reward per completion; None: the function does not apply
 RewardFunction = Callable[..., Rewards]
 
-# parse_number reads numbers of at most this many characters and powers of ten: int() refuses 4301
-# digits, and 1e999999999 takes 400 MB.
-_MAX_NUMBER = 300
+_MAX_NUMBER = 300  # parse_number reads numbers of at most so many characters
 _WINDOW = 4096  # The last number is looked for in this many characters up to the last digit.
 
-# ½ becomes \frac12, which LaTeX reads like \frac{1}{2}. Minus sign, en dash, fraction slash and
-# spaces that keep digits in one line become ASCII.
-_FRACTIONS = {x: r"\frac" + normalize("NFKC", x).replace("⁄", "") for x in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}
-_SPACES = dict.fromkeys("\u00a0\u2007\u2009\u202f", " ")
-_PLAIN = str.maketrans({"−": "-", "–": "-", "⁄": "/", **_SPACES, **_FRACTIONS})
+# Minus sign, en dash, and the spaces that keep a number and its unit in one line.
+_PLAIN = str.maketrans("\u2212\u2013\u00a0\u202f", "--  ")
 
 # No two repeats of these patterns can match the same character. A failed match therefore gives up
 # at once, and the time is linear in the length of any text.
-_LATEX_SPACE = re.compile(r"\\[,;: ]")
-_COMMA = re.compile(r"(?<=[0-9])(?:['’_]|\{,\}|,\\!)(?=[0-9])")
-_SPACED = re.compile(r"(?<![\w.,/^])[1-9][0-9]{0,2}(?: [0-9]{3})+(?![0-9])")
+_LATEX_COMMA = re.compile(r"(?<=[0-9])(?:\{,\}|,\\!)(?=[0-9])")
 _LATEX_FRACTION = re.compile(r"-?\\[dt]?frac(\{-?[0-9.,]+\}|[0-9])(\{-?[0-9.,]+\}|[0-9])")
 
 # These patterns take all that is written together, such as 100,00; _VALUE says what is a number.
-_DIGITS = r"(?:(?<![\w.])\.)?[0-9]+(?:[.,][0-9]+)*\.?"
+_DIGITS = r"(?:(?<![\w.])\.)?[0-9]+(?:[.,][0-9]+)*"
 _POWER = r"[ ]?\^[ ]?(?:\{[-+0-9][^{}\s]*\}?|[-+]?[0-9]+)"
 _TERM = rf"{_DIGITS}(?:[eE][-+]?[0-9]+|{_POWER})?"
 _NUMBER = re.compile(
@@ -56,51 +51,41 @@ _NUMBER = re.compile(
     | (?P<minus>(?:(?<![0-9A-Za-z)\]}}%])-               # -5 in "-5", 5 in "10-5" and "GPT-5"
       | (?:^|(?<=[=:($\[{{])[ ]?)-[ ])\\?[$£¥\u20a0-\u20bf]?)?  # -5 in "- 5", 5 in "10 - 5"
       (?P<number>{_TERM})
-      (?: [ ]?(?:[x×*·]|\\times|\\cdot)[ ]?(?P<scale>10{_POWER})  # "2 x 10^3"
-        | (?:[ ](?P<top>[0-9]+)/|[ ]?/[ ]?)(?P<bottom>{_TERM})    # "1 1/2" or "1/2"
-      )?
+      (?:(?:[ ](?P<top>[0-9]+)/|[ ]?/[ ]?)(?P<bottom>{_TERM}))?  # "1 1/2" or "1/2"
     """,
     re.VERBOSE,
 )
 _VALUE = re.compile(
-    r"(?P<base>(?:(?!00)[0-9]*|[1-9][0-9]{0,2}(?:,[0-9]{3})+)(?:\.[0-9]+)?)\.?"
-    r"(?: ?(?P<mark>[eE^]) ?\{?(?P<exponent>[-+]?[0-9]+)\}?)?"
+    r"(?:(?!00)[0-9]*|[1-9][0-9]{0,2}(?:,[0-9]{3})+)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{1,2})?"
 )
 
 
 def parse_number(text: str) -> Fraction | None:
     """Returns the exact value of the last number in `text`, or None.
 
-    It reads 1,234 and 1 234 and .5 and 5. and -$5 and 3/4 and 1 1/2 and 2e3 and 2 x 10^3 and 2^10
-    and LaTeX fractions. It ignores units, currencies and the percent sign (50% is 50, as GSM8K
-    writes it). It returns None for a text without a number, for a zero denominator, for numbers of
-    absurd length, and for a last number that is in doubt, such as 100,00.
+    It reads 1,234 and .5 and 5. and -$5 and 3/4 and 1 1/2 and 2e3 and LaTeX fractions. It ignores
+    units, currencies and the percent sign (50% is 50, as GSM8K writes it). It returns None for a
+    text without a number, for a zero denominator, for numbers of absurd length, and for a last
+    number that is in doubt, such as 100,00 or 10^3.
     """
     text = text.strip()
-    last, match = max(map(text.rfind, [*"0123456789", *_FRACTIONS])), None
-    for found in _NUMBER.finditer(_in_plain_form(text[max(0, last - _WINDOW) : last + 2])):
+    last, match = max(map(text.rfind, "0123456789")), None
+    text = text[max(0, last - _WINDOW) : last + 2].translate(_PLAIN)
+    text = _LATEX_FRACTION.sub(_with_slash, _LATEX_COMMA.sub(",", text))
+    for found in _NUMBER.finditer(re.sub(" +", " ", text)):
         match = found if found["number"] else match
     if match is None:
         return None
-    names = ("number", "scale", "top", "bottom")
-    number, scale, top, bottom = (_value(match[name] or "1") for name in names)
-    if None in (number, scale, top, bottom) or bottom == 0:
+    number, top, bottom = (_value(match[name] or "1") for name in ("number", "top", "bottom"))
+    if None in (number, top, bottom) or bottom == 0:
         return None
-    value = number * scale / bottom
+    value = number / bottom
     if match["top"]:
         # "1 1/2" is a mixed number. "5 10/2" and "2.5 1/2" are two numbers, and the last counts.
         if top >= bottom or number.denominator != 1:
             return top / bottom
         value = number + top / bottom
     return -value if match["minus"] else value
-
-
-def _in_plain_form(text: str) -> str:
-    """Returns the text with its numbers as _NUMBER reads them."""
-    text = _LATEX_SPACE.sub(" ", text.translate(_PLAIN))
-    text = _COMMA.sub(",", text)  # 1'234 and 1_234 and 1{,}234
-    text = _SPACED.sub(lambda match: match[0].replace(" ", ""), text)  # 1 234
-    return re.sub(" +", " ", _LATEX_FRACTION.sub(_with_slash, text))
 
 
 def _with_slash(fraction: re.Match) -> str:
@@ -111,18 +96,10 @@ def _with_slash(fraction: re.Match) -> str:
 
 
 def _value(term: str) -> Fraction | None:
-    """Returns the value of 1,234.5 or 2e3 or 10^3; None for 100,00, for 000, for 2^{1/2}, and for
-    numbers of absurd length."""
-    match = _VALUE.fullmatch(term) if len(term) <= _MAX_NUMBER else None
-    if not match:
-        return None
-    base, exponent = match["base"].replace(",", ""), int(match["exponent"] or 0)
-    value, is_power = Fraction(base), match["mark"] == "^"
-    if abs(exponent) * (len(base) if is_power else 1) > _MAX_NUMBER:
-        return None
-    if not is_power:
-        return value * Fraction(10) ** exponent
-    return None if value == 0 and exponent < 0 else value**exponent
+    """Returns the value of 1,234.5 or 2e3; None for 100,00, for 000, for 10^3 and for numbers of
+    absurd length."""
+    is_number = len(term) <= _MAX_NUMBER and _VALUE.fullmatch(term)
+    return Fraction(term.replace(",", "")) if is_number else None
 
 
 def extract_answer(text: str) -> Fraction | None:
@@ -222,9 +199,8 @@ def total_rewards(
     completions: [n] texts. columns: lists of n values. weights: [functions]. A total is the
     weighted sum over the functions that apply to the completion, as in TRL. A reward is NaN where
     the function does not apply, and a total is NaN where no function applies.
-    Raises UserMistake if the number of weights or a returned list is wrong.
+    Raises UserMistake if a returned list is wrong.
     """
-    _stop_if_not_as_many(weights, [function.__name__ for function in functions])
     per_function = np.full((len(completions), len(functions)), np.nan)  # [n, functions]
     for k, function in enumerate(functions):
         per_function[:, k] = _as_floats(
@@ -246,17 +222,12 @@ def weights_of(reward_weights: tuple[float, ...], reward_fn: str) -> tuple[float
     REWARD_FN the weights of DEFAULTS. Raises UserMistake if the number of weights is wrong."""
     names = [entry.rpartition(":")[2] for entry in entries_of(reward_fn)]
     weights = reward_weights or tuple(1.0 if reward_fn else DEFAULTS[name] for name in names)
-    _stop_if_not_as_many(weights, names)
-    return weights
-
-
-def _stop_if_not_as_many(weights: Sequence[float], names: Sequence[str]) -> None:
-    """Raises UserMistake unless REWARD_WEIGHTS has one number for each of these functions."""
     if len(weights) != len(names):
-        raise _mistake(
+        raise UserMistake(
             f"REWARD_WEIGHTS={','.join(map(str, weights))} has {len(weights)} numbers; "
             f"give {len(names)}, one each for {', '.join(names)}"
         )
+    return weights
 
 
 def _as_floats(function: RewardFunction, returned: object, count: int) -> list[float]:
@@ -264,22 +235,14 @@ def _as_floats(function: RewardFunction, returned: object, count: int) -> list[f
     name, listed = function.__name__, isinstance(returned, list | tuple | np.ndarray)
     got = len(returned) if listed else type(returned).__name__
     if got != count:
-        raise _mistake(f"reward {name} must return a list of {count} rewards, not {got}")
+        raise UserMistake(f"reward {name} must return a list of {count} rewards, not {got}")
     for i, value in enumerate(returned):
         finite = isinstance(value, int | float | np.number | np.bool_) and -np.inf < value < np.inf
         if value is not None and not finite:
-            raise _mistake(
+            raise UserMistake(
                 f"reward {name}, completion {i}: {value!r:.80} is neither a finite number nor None"
             )
     return [np.nan if value is None else float(value) for value in returned]
-
-
-def _mistake(text: str) -> Exception:
-    """Returns the UserMistake with this text."""
-    # Imported here, so that a file of REWARD_FN may import rewards.py beside a runtime.py of yours.
-    from runtime.mistakes import UserMistake
-
-    return UserMistake(text)
 
 
 def load_reward_functions(
@@ -297,11 +260,9 @@ def load_reward_functions(
     for entry, name in zip(entries, names, strict=True):
         file = entry.rpartition(":")[0]
         if entry not in known and not (file.endswith(".py") and name.isidentifier()):
-            raise _mistake(f"REWARD_FN: {entry!r} is not file.py:name, nor one of {[*known]}")
+            raise UserMistake(f"REWARD_FN: {entry!r} is not file.py:name, nor one of {[*known]}")
         if file and not os.path.isfile(file):
-            raise _mistake(f"REWARD_FN: there is no file {file} (looked in {os.getcwd()})")
+            raise UserMistake(f"REWARD_FN: there is no file {file} (looked in {os.getcwd()})")
         if names.count(name) > 1:
-            raise _mistake(f"REWARD_FN: two rewards have the name {name}; rename one")
-    from runtime.reward_worker import RewardWorker  # here, for the reason that _mistake has
-
+            raise UserMistake(f"REWARD_FN: two rewards have the name {name}; rename one")
     return [known.get(entry) or RewardWorker(entry, timeout_s) for entry in entries]

@@ -3,14 +3,14 @@
 `Run` has what all steps need: settings, inputs, and how the programs compute.
 
 Dimensions: P prompts of a step, K completions per prompt, B = P*K sequences over all processes, b
-of them on this process, n completions of a pass on this process, T completion tokens: padded to
-MAX_LENGTH_SAMPLE, and from choose_groups on to the longest completion.
+of them on this process, n completions of a step or of a pass on this process, T completion tokens:
+padded to MAX_LENGTH_SAMPLE, and from choose_groups on to the longest completion.
 """
 
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,22 +20,21 @@ import rewards
 from config import Config
 from loss import Objective, equal_groups
 from models.draw import Sampling
-from models.model import Compute, ModelConfig, Params
-from runtime.chips import program
+from models.model import Compute, ModelConfig
 from runtime.layout import gather_processes, join
 from runtime.long_work import progress_bar
 from runtime.mistakes import UserMistake
 from runtime.packing import Batch, Limits
 from runtime.processes import StopSignal
 from runtime.run_log import Clock
-from runtime.sizes import PASS_SIZES, Sizes, eval_questions, prompt_width
-from sampling import Completions, Stopping, generate
-from update import Optimizer, sync_weights
+from runtime.sizes import Sizes, eval_questions, prompt_width
+from sampling import Backend, Completions, Stopping
+from update import Optimizer
 
 
 @dataclasses.dataclass(frozen=True)
-class Inputs:
-    """What a process reads and derives before there are meshes and weights."""
+class Run:
+    """The settings, the inputs and how to compute, as startup.py makes them; it does not change."""
 
     cfg: Config
     sizes: Sizes
@@ -46,12 +45,6 @@ class Inputs:
     tokenizer: Any
     train_prompts: list[data.Prompt]
     eval_prompts: list[data.Prompt]  # empty for a run that never evaluates
-
-
-@dataclasses.dataclass(frozen=True)
-class Run(Inputs):
-    """The inputs and what startup.py makes of them before the first step; it does not change."""
-
     sampling: Sampling  # of a step
     eval_sampling: Sampling  # of an evaluation
     stopping: Stopping
@@ -59,8 +52,8 @@ class Run(Inputs):
     optimizer: Optimizer
     training: Compute
     rollout: Compute
+    mesh_reason: str  # why ROLLOUT_MESH_SHAPE=auto is what it is
     limits: Limits  # of the rows of an update
-    made_with: dict[str, str]  # all settings and files that decide the results, but not the code
 
     def local_sequences(self) -> slice:
         """This process's part, b, of the B sequences of a step."""
@@ -71,76 +64,6 @@ class Run(Inputs):
         """This process's part of the P prompts of a step."""
         sequences = self.local_sequences()
         return slice(sequences.start // self.cfg.num_pre_q, sequences.stop // self.cfg.num_pre_q)
-
-
-class Backend(Protocol):
-    """What samples completions, as ROLLOUT_BACKEND names it: token ids in, token ids out."""
-
-    def update_weights(self, params: Params) -> None:
-        """Takes these weights, before the rollout passes of a step or of an evaluation."""
-
-    def generate(
-        self,
-        prompt_ids: np.ndarray,
-        prompt_mask: np.ndarray,
-        sequence_ids: np.ndarray,
-        key: jax.Array,
-        sampling: Sampling,
-    ) -> Completions:
-        """The completions of one rollout pass, as generate in sampling.py describes them."""
-
-    def release(self) -> None:
-        """Frees the memory that the update needs."""
-
-    def close(self) -> None:
-        """Ends what the backend has started."""
-
-
-class NaiveBackend:
-    """ROLLOUT_BACKEND=naive: the programs of sampling.py, on the devices of all processes."""
-
-    def __init__(self, rollout: Compute, stopping: Stopping, drop_ended: bool) -> None:
-        self._rollout = rollout
-        self._stopping = stopping
-        self._drop_ended = drop_ended
-        self._weights: Params | None = None
-
-    @program("the copy of the weights that samples")
-    def update_weights(self, params: Params) -> None:
-        """Copies the weights in the dtype and the layout of the rollout, and waits until they are
-        there."""
-        rollout = self._rollout
-        sync = sync_weights(rollout.model, rollout.layout.mesh, rollout.dtype, rollout.layer_loop)
-        self._weights = jax.block_until_ready(sync(params))
-
-    @program("prefill, decode or drop_sequences", PASS_SIZES)
-    def generate(
-        self,
-        prompt_ids: np.ndarray,
-        prompt_mask: np.ndarray,
-        sequence_ids: np.ndarray,
-        key: jax.Array,
-        sampling: Sampling,
-    ) -> Completions:
-        """The completions of one rollout pass; see generate in sampling.py."""
-        return generate(
-            self._weights,
-            self._rollout,
-            prompt_ids,
-            prompt_mask,
-            sequence_ids,
-            key,
-            sampling=sampling,
-            stopping=self._stopping,
-            drop=self._drop_ended,
-        )
-
-    def release(self) -> None:
-        """Frees the copy of the weights, until the next update_weights."""
-        self._weights = None
-
-    def close(self) -> None:
-        """Does nothing; other backends end their threads."""
 
 
 # ---- A step --------------------------------------------------------------------------------------
@@ -224,7 +147,7 @@ def texts_of(
     of a prompt are adjacent.
 
     A tag that the chat template has opened belongs to the text that is rewarded, but not to the
-    tokens of the completion. Raises UserMistake.
+    tokens of the completion.
     """
     drawn = tokenizer.batch_decode(token_ids(completions), skip_special_tokens=True)
     opened = [data.opened_tag(prompt, tokenizer) for prompt in prompts]
@@ -253,13 +176,6 @@ def reward_completions(
     return rewards.total_rewards(texts, columns, run.functions, run.weights)
 
 
-def have_stopped(run: Run, completions: Completions) -> np.ndarray:
-    """[n] bool: a stop token has ended the completion; it was not cut off."""
-    last = completions.lengths[:, None] - 1
-    last_ids = np.take_along_axis(completions.completion_ids, last, axis=1)[:, 0]
-    return np.isin(last_ids, run.stopping.stop_ids)
-
-
 def gather_batch(
     run: Run,
     prompts: list[data.Prompt],
@@ -274,7 +190,10 @@ def gather_batch(
     """
     arrays = {name: x for name, x in completions._asdict().items() if x is not None}
     arrays |= {"rewards": totals, "per_function": per_function}
-    arrays["stopped"] = have_stopped(run, completions)
+    # A stop token has ended the completion; it was not cut off.
+    last = completions.lengths[:, None] - 1
+    last_ids = np.take_along_axis(completions.completion_ids, last, axis=1)[:, 0]  # [b]
+    arrays["stopped"] = np.isin(last_ids, run.stopping.stop_ids)
     return Batch(prompts, **gather_processes(arrays))
 
 

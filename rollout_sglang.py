@@ -24,7 +24,6 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from platform import python_version
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,8 +66,6 @@ def import_engine(devices: Sequence[jax.Device]) -> Any:
             f"{asked} runs in one process, and {count} have joined: each engine schedules on its "
             f"own, so that the programs of the processes would differ; {NAIVE}"
         )
-    if sys.version_info < (3, 12):
-        raise UserMistake(f"{asked} needs Python 3.12 or newer, not {python_version()}; {NAIVE}")
     if platform not in PAGE_TOKENS:
         raise UserMistake(f"{asked} needs a TPU, or a CPU for tests, not a {platform}; {NAIVE}")
     logging.getLogger("sgl_jax").setLevel(logging.ERROR)
@@ -77,8 +74,10 @@ def import_engine(devices: Sequence[jax.Device]) -> Any:
         from sgl_jax.srt.entrypoints import engine
         from sgl_jax.srt.managers import scheduler_output_processor_mixin, tokenizer_manager
     except ImportError as error:
-        text = f"{asked} needs sglang-jax, whose import says: {in_one_line(error)}; {INSTALL}"
-        raise UserMistake(text) from None
+        raise UserMistake(
+            f"{asked} needs Python 3.12 or newer and sglang-jax, whose import says: "
+            f"{in_one_line(error)}; {INSTALL}"
+        ) from None
     # It would replace the handlers of SIGCHLD and SIGQUIT.
     engine._set_envs_and_config = lambda arguments: None
     # At exit it would end the children of this process, which are not the engine's.
@@ -97,15 +96,14 @@ def stop_if_unable(
     longest: tokens of the longest prompt. devices: those of the run.
     """
     platform, needed = devices[0].platform, context_of(cfg, longest)
-    page = PAGE_TOKENS[platform]
-    for name, unit in (("context_length", 1), ("max_total_tokens", page)):
+    for name, unit in (("context_length", 1), ("max_total_tokens", PAGE_TOKENS[platform])):
         given = getattr(cfg, f"sglang_jax_{name}")
         if given and given // unit * unit < needed:
-            pages = f" in pages of {unit}" if unit > 1 else ""
             raise UserMistake(
-                f"SGLANG_JAX_{name.upper()}={given}{pages} has less than {needed} tokens: the "
-                f"longest prompt has {longest}, MAX_LENGTH_SAMPLE is {cfg.max_length_sample}, and "
-                f"the engine keeps {SPARE_TOKENS} free; raise it, or set 0"
+                f"SGLANG_JAX_{name.upper()}={given}, in pages of {unit}, has less than {needed} "
+                f"tokens: the longest prompt has {longest}, MAX_LENGTH_SAMPLE is "
+                f"{cfg.max_length_sample}, and the engine keeps {SPARE_TOKENS} free; raise it, or "
+                f"set 0"
             )
     if model.num_heads % len(devices):
         raise UserMistake(
@@ -181,7 +179,7 @@ def engine_arguments(run: Run, devices: Sequence[jax.Device]) -> dict[str, Any]:
 
 
 class SglangBackend:
-    """An engine on all devices of this process, with the functions of NaiveBackend.
+    """An engine on all devices of this process, with the functions of NaiveBackend in sampling.py.
 
     It is made on the main thread and before the training state, since the engine takes
     SGLANG_JAX_MEM_FRACTION_STATIC of the memory that is free then. It holds weights, keys and
@@ -236,7 +234,7 @@ class SglangBackend:
         self._runner.model_state_leaves = jax.block_until_ready(leaves)
         self._runner.token_to_kv_pool._create_buffers()
 
-    @program("prefill, decode or drop_sequences", PASS_SIZES)
+    @program("what the serving engine computes", PASS_SIZES)
     def generate(
         self,
         prompt_ids: np.ndarray,

@@ -17,17 +17,18 @@ import numpy as np
 from models.attention import Cache, map_kv, prompt_rows
 from models.draw import Sampling, draw_tokens, support_size
 from models.model import Compute, Params, forward, forward_token, lm_head, prefix_of
+from runtime.chips import program
 from runtime.layout import (
     TRAIN_BATCH_AXES,
     Layout,
     constrain,
-    constrain_batch,
     join,
     local_part,
     shard_batch,
 )
 from runtime.long_work import progress_bar
-from runtime.sizes import prompt_share
+from runtime.sizes import PASS_SIZES, prompt_share
+from update import sync_weights
 
 STAGES, STAGE_TOKENS = 4, 128  # of decode, see stage_ends
 # The tokens between two questions to other processes whether all sequences have ended.
@@ -54,50 +55,73 @@ class Completions(NamedTuple):
     cut_tokens: np.ndarray | None = None  # [r or b] int32: how often MAX_SUPPORT cut a support
 
 
-def generate(
-    params: Params,
-    compute: Compute,
-    prompt_ids: np.ndarray,
-    prompt_mask: np.ndarray,
-    sequence_ids: np.ndarray,
-    key: jax.Array,
-    *,
-    sampling: Sampling,
-    stopping: Stopping,
-    drop: bool = False,
-) -> Completions:
-    """The completions of one rollout pass, those of a prompt one after the other.
+class NaiveBackend:
+    """ROLLOUT_BACKEND=naive: what samples completions, token ids in and token ids out, with the
+    programs of this file on the devices of all processes."""
 
-    prompt_ids, prompt_mask: [g, S+1] int32, left-padded, each prompt of this process once; the mask
-    is 0 on padding. sequence_ids: [r] int32, the numbers of this process's sequences. The random
-    numbers with which a token is drawn follow from the key, the sequence's number and the token's
-    number alone, on whatever device the sequence is computed. drop: sequences that have ended leave
-    the batch.
-    """
-    layout, per_prompt = compute.layout, len(sequence_ids) // len(prompt_ids)
-    per_shard = len(sequence_ids) * jax.process_count() // layout.batch_shards
-    copies = per_prompt // prompt_share(per_prompt, per_shard)  # of each prompt, for its devices
-    prompts = [shard_batch(np.repeat(x, copies, axis=0), layout) for x in (prompt_ids, prompt_mask)]
-    width = stage_ends(stopping.max_new_tokens, compute.layer_loop)[0]
-    state = begin(
-        compute,
-        *prompts,
-        prefill(params, compute, *prompts),
-        shard_batch(sequence_ids, layout),
-        key,
-        width=width,
-        sampling=sampling,
-        stopping=stopping,
-    )
-    left = decode_all(params, compute, state, sampling=sampling, stopping=stopping, drop=drop)
-    arrays = join(left)
-    # They are in the order in which they left the batch; sequence_ids has the order asked for.
-    left_ids = arrays.pop("sequence_ids")
-    order = np.argsort(left_ids)
-    order = order[np.searchsorted(left_ids[order], sequence_ids)]
-    arrays = {name: x[order] for name, x in arrays.items()}
-    mask = np.arange(stopping.max_new_tokens) < arrays["lengths"][:, None]  # [r, T]
-    return Completions(completion_mask=mask.astype(np.int32), **arrays)
+    def __init__(self, rollout: Compute, stopping: Stopping, drop_ended: bool) -> None:
+        """drop_ended: sequences that have ended leave the batch."""
+        self._rollout = rollout
+        self._stopping = stopping
+        self._drop_ended = drop_ended
+        self._weights: Params | None = None
+
+    @program("the copy of the weights that samples")
+    def update_weights(self, params: Params) -> None:
+        """Takes these weights, before the rollout passes of a step or of an evaluation: copies them
+        in the dtype and the layout of the rollout, and waits until they are there."""
+        rollout = self._rollout
+        sync = sync_weights(rollout.model, rollout.layout.mesh, rollout.dtype, rollout.layer_loop)
+        self._weights = jax.block_until_ready(sync(params))
+
+    @program("prefill, decode or drop_sequences", PASS_SIZES)
+    def generate(
+        self,
+        prompt_ids: np.ndarray,
+        prompt_mask: np.ndarray,
+        sequence_ids: np.ndarray,
+        key: jax.Array,
+        sampling: Sampling,
+    ) -> Completions:
+        """The completions of one rollout pass, those of a prompt one after the other.
+
+        prompt_ids, prompt_mask: [g, S+1] int32, left-padded, each prompt of this process once; the
+        mask is 0 on padding. sequence_ids: [r] int32, the numbers of this process's sequences, in
+        ascending order. The random numbers with which a token is drawn follow from the key, the
+        sequence's number and the token's number alone, on whatever device the sequence is computed.
+        """
+        compute, stopping = self._rollout, self._stopping
+        per_prompt = len(sequence_ids) // len(prompt_ids)
+        per_shard = len(sequence_ids) * jax.process_count() // compute.layout.batch_shards
+        # Of each prompt there are copies for its devices.
+        copies = per_prompt // prompt_share(per_prompt, per_shard)
+        arrays = (np.repeat(x, copies, axis=0) for x in (prompt_ids, prompt_mask))
+        prompts = [shard_batch(x, compute.layout) for x in arrays]
+        how = {"sampling": sampling, "stopping": stopping}
+        state = begin(
+            compute,
+            *prompts,
+            prefill(self._weights, compute, *prompts),
+            shard_batch(sequence_ids, compute.layout),
+            key,
+            width=stage_ends(stopping.max_new_tokens, compute.layer_loop)[0],
+            **how,
+        )
+        found = join(decode_all(self._weights, compute, state, drop=self._drop_ended, **how))
+        order = np.argsort(found.pop("sequence_ids"))  # They left the batch in another order.
+        found = {name: x[order] for name, x in found.items()}
+        mask = np.arange(stopping.max_new_tokens) < found["lengths"][:, None]  # [r, T]
+        return Completions(completion_mask=mask.astype(np.int32), **found)
+
+    def release(self) -> None:
+        """Frees the copy of the weights, until the next update_weights."""
+        self._weights = None
+
+    def close(self) -> None:
+        """Does nothing; other backends end what they have started."""
+
+
+Backend = NaiveBackend  # in annotations; SglangBackend of rollout_sglang.py has the same functions
 
 
 def decode_all(
@@ -231,14 +255,15 @@ def begin(
         "done": jnp.zeros(R, bool),
         "drawn": drawn,
     }
+    empty = map_kv(lambda kv: kv.empty(R, width), prefix)
     return Decoding(
         t=jnp.int32(0),
-        live=jnp.int32(R // _shards(layout)),
+        live=jnp.int32(R // layout.batch_shards),
         key=key,
-        **_on_their_devices(per_sequence, layout),
+        **_on_their_devices(per_sequence, compute),
         prompt=prefix,
         prompt_mask=prefix_mask,
-        completion=_kv_on_their_devices(map_kv(lambda kv: kv.empty(R, width), prefix), compute),
+        completion=_on_their_devices(empty, compute, _kv_axis(compute)),
     )
 
 
@@ -275,11 +300,10 @@ def decode(
         positions = state.last_position + t  # [R]
         hidden, completion = forward_token(params, compute, token, positions, cache)
         logits = jnp.einsum("rd,vd->rv", hidden, head, preferred_element_type=jnp.float32)  # [R, V]
-        if layout is not None:
-            # First V is split over tp like the lm_head; then each device gets all V logits of the
-            # sequences for which it draws tokens.
-            logits = constrain(logits, layout, TRAIN_BATCH_AXES, "tp")
-            logits = constrain(logits, layout, layout.batch_axes)
+        # First V is split over tp like the lm_head; then each device gets all V logits of the
+        # sequences for which it draws tokens.
+        logits = constrain(logits, layout, TRAIN_BATCH_AXES, "tp")
+        logits = constrain(logits, layout, layout.batch_axes)
         keys = jax.vmap(jax.random.fold_in, (0, None))(sequence_keys, t)  # [R]
         token, logp, *drawn_from = draw_tokens(keys, logits, sampling)
         token = jnp.where(done, stopping.pad_id, token)
@@ -294,13 +318,13 @@ def decode(
             drawn["support"] = drawn["support"].at[:, t].set(support)
             drawn["cut_tokens"] += was_cut & ~done
         done = done | jnp.isin(token, jnp.array(stopping.stop_ids))
-        live = (~done).reshape(_shards(layout), -1).sum(axis=1).max()
+        live = (~done).reshape(layout.batch_shards, -1).sum(axis=1).max()
         return t + 1, live, token, done, drawn, completion
 
     carry = state.t, state.live, state.token, state.done, state.drawn, state.completion
     body = next_tokens if _asking_is_slow(layout) else next_token
     t, live, token, done, drawn, completion = jax.lax.while_loop(unfinished, body, carry)
-    token, done, drawn = _on_their_devices((token, done, drawn), layout)
+    token, done, drawn = _on_their_devices((token, done, drawn), compute)
     t, live = (constrain(x, layout) for x in (t, live))
     return state._replace(
         t=t, live=live, token=token, done=done, drawn=drawn, completion=completion
@@ -317,33 +341,29 @@ def drop_sequences(
     Each sequence gets a copy of its prompt's keys and values, since the sequences of a prompt leave
     at different times.
     """
-    layout, shards = compute.layout, _shards(compute.layout)
+    shards = compute.layout.batch_shards
     order = jnp.argsort(state.done.reshape(shards, -1), axis=1, stable=True)  # [shards, n]
     kept, left = order[:, :size], order[:, size:]
     of_prompt = kept // (len(state.done) // len(state.prompt_mask))
 
-    def pick(x: jax.Array, index: jax.Array, axis: int = 0) -> jax.Array:
-        """x [..., R, ...] at an index [shards, sequences] into those of each device."""
-        parts = x.reshape(*x.shape[:axis], shards, -1, *x.shape[axis + 1 :])
-        take = jax.vmap(lambda part, i: part[i])
-        parts = jax.vmap(take, (0, None))(parts, index) if axis else take(parts, index)
-        return parts.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
+    def pick(arrays: Any, index: jax.Array, axis: int = 0) -> Any:
+        """The sequences at an index [shards, sequences], of each device. axis: their dimension."""
+        take = jax.vmap(lambda part, i: jnp.take(part, i, axis, mode="clip"), (axis, 0), axis)
 
-    def pick_kv(kvs: Any, index: jax.Array) -> Any:
-        picked = jax.tree.map(lambda x: pick(x, index, _batch_axis(compute)), kvs)
-        return _kv_on_their_devices(picked, compute)
+        def of_array(x: jax.Array) -> jax.Array:
+            parts = x.reshape(*x.shape[:axis], shards, -1, *x.shape[axis + 1 :])
+            return take(parts, index).reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
-    def pick_all(arrays: Any, index: jax.Array) -> Any:
-        return _on_their_devices(jax.tree.map(lambda x: pick(x, index), arrays), layout)
+        return _on_their_devices(jax.tree.map(of_array, arrays), compute, axis)
 
     names = ("sequence_ids", "last_position", "token", "done", "drawn")
     smaller = state._replace(
-        **pick_all({name: getattr(state, name) for name in names}, kept),
-        prompt=pick_kv(state.prompt, of_prompt),
-        prompt_mask=constrain_batch(pick(state.prompt_mask, of_prompt), layout),
-        completion=pick_kv(state.completion, kept),
+        **pick({name: getattr(state, name) for name in names}, kept),
+        prompt=pick(state.prompt, of_prompt, _kv_axis(compute)),
+        prompt_mask=pick(state.prompt_mask, of_prompt),
+        completion=pick(state.completion, kept, _kv_axis(compute)),
     )
-    return smaller, *pick_all((state.sequence_ids, state.drawn), left)
+    return smaller, *pick((state.sequence_ids, state.drawn), left)
 
 
 @functools.partial(jax.jit, static_argnames=("end",))
@@ -352,29 +372,19 @@ def widen(state: Decoding, *, end: int) -> Decoding:
     return state._replace(completion=map_kv(lambda kv: kv.widen(end), state.completion))
 
 
-def _on_their_devices(arrays: Any, layout: Layout | None) -> Any:
-    """The arrays of sequences, split as attention needs them; constants would be everywhere."""
-    return jax.tree.map(lambda x: constrain_batch(x, layout), arrays)
+def _on_their_devices(arrays: Any, compute: Compute, axis: int = 0) -> Any:
+    """The arrays with their sequences split as attention needs them; constants would lie on every
+    device in full. axis: the dimension of the sequences."""
+    axes = (*[None] * axis, compute.layout.batch_axes)
+    return jax.tree.map(lambda x: constrain(x, compute.layout, *axes), arrays)
 
 
-def _batch_axis(compute: Compute) -> int:
+def _kv_axis(compute: Compute) -> int:
     """The dimension of the sequences in a KV; that of stacked layers comes first."""
     return int(compute.layer_loop == "scan")
 
 
-def _kv_on_their_devices(kvs: Any, compute: Compute) -> Any:
-    """The KV split as attention needs it; zeros alone would lie on every device in full."""
-    if compute.layout is None:
-        return kvs
-    axes = (*[None] * _batch_axis(compute), compute.layout.batch_axes)
-    return jax.tree.map(lambda x: constrain(x, compute.layout, *axes), kvs)
-
-
-def _shards(layout: Layout | None) -> int:
-    return 1 if layout is None else layout.batch_shards
-
-
-def _asking_is_slow(layout: Layout | None) -> bool:
+def _asking_is_slow(layout: Layout) -> bool:
     """True if the devices belong to several processes, and no links of a TPU join them."""
-    devices = [] if layout is None else [*layout.mesh.devices.flat]
+    devices = [*layout.mesh.devices.flat]
     return len({d.process_index for d in devices}) > 1 and devices[0].platform != "tpu"

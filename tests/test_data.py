@@ -1,13 +1,12 @@
 """Claims about data.py: which examples, in which order, as which tokens; and refused files."""
 
-import http.server
 import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
-from datetime import date, datetime, timedelta
+from contextlib import closing
+from datetime import date
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -63,11 +62,10 @@ def test_one_file_holds_out_its_last_tenth(tmp_path: Path, suffix: str) -> None:
     assert load_examples(file, "main", "test") == examples_of(30, first=27)
 
 
-@pytest.mark.parametrize("n, held_out", [(2, 1), (4, 1), (24, 2), (26, 3)])
-def test_a_short_file_holds_out_at_least_one_example(tmp_path: Path, n: Any, held_out: Any) -> None:
-    file = str(write(tmp_path / "sums.jsonl", examples_of(n)))
-    assert len(load_examples(file, "", "train")) == n - held_out
-    assert len(load_examples(file, "", "test")) == held_out
+def test_a_short_file_holds_out_one_example(tmp_path: Path) -> None:
+    file = str(write(tmp_path / "sums.jsonl", examples_of(2)))
+    assert load_examples(file, "", "train") == examples_of(1)
+    assert load_examples(file, "", "test") == examples_of(2, first=1)
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
@@ -83,12 +81,8 @@ def test_a_folder_has_a_file_for_each_split(tmp_path: Path, suffix: str) -> None
 
 def test_a_single_file_has_the_splits_train_and_test_and_no_other(tmp_path: Path) -> None:
     file = str(write(tmp_path / "sums.jsonl", examples_of(30)))
-    for split in ("training", "Train", "validation"):
-        refused(
-            lambda split=split: load_examples(file, "", split),
-            f"DATASET={file} has no split '{split}': the splits of a single file are train and "
-            f"test, its last tenth; set TRAIN_SPLIT and EVAL_SPLIT to these",
-        )
+    told = f"DATASET={file} has no split 'dev'"
+    refused(lambda: load_examples(file, "", "dev"), told, "TRAIN_SPLIT", "EVAL_SPLIT")
 
 
 def test_question_and_answer_may_stand_in_columns_of_other_names(tmp_path: Path) -> None:
@@ -105,19 +99,10 @@ def test_question_and_answer_may_stand_in_columns_of_other_names(tmp_path: Path)
         for i in range(3)
     ]
     refused(
-        lambda: load_examples(file, "", "train"),
-        "a.jsonl line 1 has no text in 'question'; set QUESTION_COLUMN to one of its columns, "
-        "problem, target, answer",
-    )
-    refused(
         lambda: load_examples(file, "", "train", "problem", "solution"),
-        "line 1 has no text in 'solution'; set ANSWER_COLUMN to one of its columns, problem, ",
+        "a.jsonl row 1 has no text in 'solution'",
+        "ANSWER_COLUMN to one of its columns, problem, target, answer",
     )
-
-
-def test_other_columns_are_kept(tmp_path: Path) -> None:
-    examples = [{**e, "level": i} for i, e in enumerate(examples_of(2))]
-    assert load_examples(str(write(tmp_path / "a.jsonl", examples)), "", "train") == examples[:1]
 
 
 @pytest.mark.parametrize(
@@ -152,77 +137,34 @@ LINES = lines_of(examples_of(3))
     [
         ("a.jsonl", LINES + b'{"question": "q", "answer": }\n', "a.jsonl line 4 is not JSON"),
         ("a.jsonl", LINES + b"\n\nyes\n", "a.jsonl line 6 is not JSON"),
-        ("a.jsonl", LINES + b'{"question": "\xe9"}\n', "a.jsonl line 4 is not UTF-8 text"),
-        ("a.jsonl", LINES.decode().encode("utf-16"), "a.jsonl line 1 is not UTF-8 text"),
-        ("a.jsonl", LINES + b'["q", "a"]\n', "a.jsonl line 4 has no text in 'question'"),
-        ("a.jsonl", LINES + b"\nnull\n" + LINES, "a.jsonl line 5 has no text in 'question'"),
-        ("a.jsonl", LINES + b'{"answer": "a"}', "a.jsonl line 4 has no text in 'question'"),
-        ("a.jsonl", LINES + b'{"question": "q"}', "a.jsonl line 4 has no text in 'answer'"),
-        ("a.jsonl", b'{"question": "", "answer": "a"}', "a.jsonl line 1 has no text in 'question'"),
-        ("a.jsonl", b'{"question": "q", "answer": " "}', "a.jsonl line 1 has no text in 'answer'"),
-        ("a.jsonl", b'{"question": "q", "answer": 5}', "a.jsonl line 1 has no text in 'answer'"),
-        ("a.jsonl", b"", "a.jsonl needs 2 examples, to hold one out; it has 0"),
-        (
-            "a.jsonl",
-            lines_of(examples_of(1)),
-            "a.jsonl needs 2 examples, to hold one out; it has 1",
-        ),
-        (
-            "a.jsonl",
-            LINES + b"9" * 5000,
-            "a.jsonl cannot be read from line 4 on: Exceeds",
-        ),
-        ("a.jsonl", LINES + b"[" * 20_000, "a.jsonl line 4 is nested too deep"),
-        (
-            "a.jsonl",
-            LINES + b'{"question": "a \\ud800", "answer": "a"}',
-            "a.jsonl line 4: 'question' is not UTF-8 text",
-        ),
-        ("a.json", b"[" * 20_000, "a.json line 1 is nested too deep"),
-        ("a.json", b"", "a.json line 1 is not JSON"),
+        ("a.jsonl", LINES.decode().encode("utf-16"), "a.jsonl cannot be read: Unicode"),
+        ("a.jsonl", LINES + b'["q", "a"]\n', "a.jsonl row 4 has no text in 'question'"),
+        ("a.jsonl", LINES + b'{"question": "q"}', "a.jsonl row 4 has no text in 'answer', but No"),
+        ("a.jsonl", b'{"question": "q", "answer": " "}', "a.jsonl row 1 has no text in 'answer'"),
+        ("a.jsonl", b'{"question": "q", "answer": 5}', "row 1 has no text in 'answer', but 5; wri"),
+        ("a.jsonl", b"", "a.jsonl has no examples in split 'train'"),
+        ("a.jsonl", lines_of(examples_of(1)), "a.jsonl has no examples in split 'train'"),
         ("a.json", b'[\n{"question": "q"},\n{]', "a.json line 3 is not JSON"),
         ("a.json", b'{"question": "q", "answer": "a"}', "a.json is not a JSON list of rows"),
-        ("a.json", b'[{"question": "q", "answer": "a"}, 1]', "a.json row 2 has no text in 'questi"),
-        ("a.parquet", LINES, "a.parquet is not a complete parquet file"),
-        ("a.csv", b"question,answer\n", "a.csv is not a .jsonl, .json or .parquet file; write"),
-        ("a.tsv", b"question\tanswer\n", "a.tsv is not a .jsonl, .json or .parquet file; write"),
-        ("a.txt", LINES, "a.txt is not a .jsonl, .json or .parquet file"),
-        ("a.arrow", b"ARROW1", "a.arrow is not a .jsonl, .json or .parquet file"),
-        ("a.jsonl.gz", b"\x1f\x8b", "a.jsonl.gz is not a .jsonl, .json or .parquet file"),
+        ("a.parquet", LINES, "a.parquet cannot be read: ArrowInvalid"),
+        ("a.csv", b"question,answer\n", "a.csv is not a .jsonl, .json or .parquet file"),
     ],
 )
-@pytest.mark.parametrize("split", ["train", "test"])
-def test_a_bad_file_is_refused_by_name_and_line(tmp_path, name, content, says, split):
+def test_a_bad_file_is_refused_by_name_and_place(tmp_path, name, content, says):
     (tmp_path / name).write_bytes(content)
-    refused(lambda: load_examples(str(tmp_path / name), "", split), f"{tmp_path}/{says}")
-
-
-def test_parquet_without_the_columns_is_refused(tmp_path: Path) -> None:
-    file = write(tmp_path / "a.parquet", [{"prompt": "q", "answer": "a"}])
-    refused(
-        lambda: load_examples(str(file), "", "train"), f"{file} row 1 has no text in 'question'"
-    )
+    refused(lambda: load_examples(str(tmp_path / name), "", "train"), str(tmp_path), says)
 
 
 @pytest.mark.parametrize(
     "value, kind",
-    [
-        (datetime(2024, 7, 26), "datetime"),
-        (date(2024, 7, 26), "date"),
-        (timedelta(days=1), "timedelta"),
-        (b"png", "bytes"),
-        (Decimal("1.50"), "Decimal"),
-        ({"image": [b"png"]}, "bytes"),
-    ],
+    [(date(2024, 7, 26), "date"), (Decimal("1.50"), "Decimal"), ({"image": [b"png"]}, "bytes")],
 )
 def test_a_column_that_json_cannot_hold_is_refused_by_row_name_and_type(tmp_path, value, kind):
     """A reward function of a file receives the columns as JSON."""
     examples = [{**e, "extra": None} for e in examples_of(3)]
     file = write(tmp_path / "a.parquet", [*examples, {**examples[0], "extra": value}])
-    refused(
-        lambda: load_examples(str(file), "", "train"),
-        f"{file} row 4: column 'extra': Object of type {kind} is not JSON serializable; write it",
-    )
+    told = f"{file} row 4: column 'extra'", f"type {kind} is not JSON"
+    refused(lambda: load_examples(str(file), "", "train"), *told)
 
 
 def test_what_json_holds_reaches_a_reward_function_of_a_file_unchanged(tmp_path: Path) -> None:
@@ -230,23 +172,17 @@ def test_what_json_holds_reaches_a_reward_function_of_a_file_unchanged(tmp_path:
     file = write(tmp_path / "a.parquet", [{**e, **columns} for e in examples_of(2)])
     (example,) = load_examples(str(file), "", "train")
     assert {name: example[name] for name in columns} == columns
-    source = "def same(completions, **columns): return [float(columns == " + repr(
-        {name: [value] for name, value in example.items()}
-    )
-    (tmp_path / "mine.py").write_text(source + ")]")
-    worker = RewardWorker(f"{tmp_path / 'mine.py'}:same", 10)
-    try:
-        assert worker(["a"], **{name: [value] for name, value in example.items()}) == [1.0]
-        nan = worker(["a"], **{name: [np.nan] for name in example})  # is carried too
-        assert nan == [0.0]
-    finally:
-        worker.close()
+    given = {name: [value] for name, value in example.items()}
+    source = f"def same(completions, **columns): return [float(columns == {given!r})]"
+    (tmp_path / "mine.py").write_text(source)
+    with closing(RewardWorker(f"{tmp_path / 'mine.py'}:same", 10)) as worker:
+        assert worker(["a"], **given) == [1.0]
 
 
 def test_a_folder_names_the_file_that_is_bad(tmp_path: Path) -> None:
     write(tmp_path / "train-0.jsonl", examples_of(3))
     write(tmp_path / "train-1.jsonl", [*examples_of(1), {"question": "q"}])
-    bad = f"{tmp_path}/train-1.jsonl line 2 has no text in 'answer'"
+    bad = f"{tmp_path}/train-1.jsonl row 2 has no text in 'answer'"
     refused(lambda: load_examples(str(tmp_path), "", "train"), bad)
     write(tmp_path / "train-1.jsonl", [])
     assert load_examples(str(tmp_path), "", "train") == examples_of(3)
@@ -258,15 +194,11 @@ def test_a_folder_names_the_file_that_is_bad(tmp_path: Path) -> None:
 
 
 def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
-    missing = f"{tmp_path}/none.jsonl"
-    refused(lambda: load_examples(missing, "", "train"), f"DATASET={missing}: no such file")
-    for path in (f"{tmp_path}/none", "~/none", "../none/there"):
+    for path in (f"{tmp_path}/none.jsonl", f"{tmp_path}/none", "~/none", "../none/there"):
         told = f"DATASET={path}: this file or folder does not exist"
         refused(lambda path=path: load_examples(path, "", "train"), told)
-        told = f"MODEL_PATH={path}: this folder does not exist"
-        refused(lambda path=path: hf.fetch_model(path), told)
-    empty = f"DATASET={tmp_path} has no file of split 'train'; it has no .jsonl, .json or .parquet"
-    refused(lambda: load_examples(str(tmp_path), "", "train"), empty)
+    told = f"MODEL_PATH={tmp_path}/none: this folder does not exist"
+    refused(lambda: hf.fetch_model(f"{tmp_path}/none"), told)
     write(tmp_path / "train.jsonl", examples_of(2))
     write(tmp_path / "test.json", examples_of(2))
     other = f"DATASET={tmp_path} has no file of split 'dev'; it has test.json, train.jsonl"
@@ -274,42 +206,20 @@ def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_hub_that_cannot_be_reached_is_one_line_error_with_the_configuration(tmp_path: Path):
-    server = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    cases = {  # environment -> what the line says
-        ("HF_HUB_OFFLINE", "1"): "Couldn't reach 'nobody/nothing-here' on the Hub",
-        ("HTTPS_PROXY", f"http://127.0.0.1:{server.server_port}"): "ProxyError: 501",
-    }
     code = """if True:
         import data
-        from runtime.mistakes import UserMistake
         for name in ("nobody/nothing-here", "openai/gsm8k"):
-            for config in ("", "socratic"):
-                try:
-                    data.load_examples(name, config, "train")
-                except UserMistake as error:
-                    print(error)
+            try:
+                data.load_examples(name, "", "train")
+            except data.UserMistake as error:
+                print(error)
     """
-    base = {k: v for k, v in os.environ.items() if "proxy" not in k.lower() and k[:3] != "HF_"}
-    for (name, value), says in cases.items():
-        run = subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=ROOT,
-            text=True,
-            stdout=subprocess.PIPE,
-            timeout=120,
-            env={**base, "HF_HOME": str(tmp_path), name: value},
-        )
-        lines = [line.partition("): ") for line in run.stdout.splitlines()]
-        told = "DATASET={}: no such local file or folder, and the hub says (DATASET_CONFIG={}"
-        assert [start for start, _, _ in lines] == [
-            told.format("nobody/nothing-here", ""),
-            told.format("nobody/nothing-here", "socratic"),
-            told.format("openai/gsm8k", "main"),
-            told.format("openai/gsm8k", "socratic"),
-        ]
-        assert says in lines[0][2]
-    server.shutdown()
+    env = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", code]
+    lines = subprocess.check_output(command, cwd=ROOT, text=True, env=env).splitlines()
+    assert len(lines) == 2 and all("no such local file or folder" in line for line in lines)
+    assert "DATASET=nobody/nothing-here" in lines[0] and "(DATASET_CONFIG=): " in lines[0]
+    assert "DATASET=openai/gsm8k" in lines[1] and "(DATASET_CONFIG=main): " in lines[1]
 
 
 # ---- The examples of a step ----------------------------------------------------------------------
@@ -328,23 +238,10 @@ def test_a_step_may_end_one_epoch_and_begin_the_next() -> None:
         assert sorted(seen[7 * epoch : 7 * epoch + 7]) == [0, 1, 2, 3, 4, 5, 6]
 
 
-def test_a_step_larger_than_the_dataset_sees_whole_epochs() -> None:
-    assert np.bincount(batch_indices(3, 8, 0, seed=0)).tolist() in (
-        [3, 3, 2],
-        [3, 2, 3],
-        [2, 3, 3],
-    )
-    assert batch_indices(1, 4, 5, seed=0).tolist() == [0, 0, 0, 0]
-
-
 def test_the_order_depends_on_seed_and_epoch_alone() -> None:
     by_2 = np.concatenate([batch_indices(10, 2, step, seed=4) for step in range(10)])
     backwards = [batch_indices(10, 5, step, seed=4) for step in (3, 2, 1, 0)]
     assert by_2.tolist() == np.concatenate(backwards[::-1]).tolist()
-    assert batch_indices(10, 2, 3, seed=4).shape == (2,)
-
-
-def test_each_seed_and_epoch_has_another_order() -> None:
     orders = {tuple(batch_indices(10, 10, epoch, seed)) for seed in range(5) for epoch in range(5)}
     assert len(orders) == 25
 
@@ -380,22 +277,15 @@ def test_prompts_are_the_tokens_of_the_chat_template() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "Today: {{ strftime_now('%d %b %Y') }}",
-        "{% if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}"
-        "{% endif %}Today: {{ date_string }}",
-        "{% macro day() %}{{ strftime_now('%-d %B') }}{% endmacro %}Today: "
-        "{% if strftime_now is defined %}{{ day()[:6] }} {{ strftime_now('%Y') }}{% endif %}",
-    ],
-)
-def test_a_template_that_prints_the_date_makes_the_same_prompt_every_day(template: str) -> None:
+def test_a_template_that_prints_the_date_makes_the_same_prompt_every_day() -> None:
+    """It asks for the date as the template of Llama 3.2 does."""
     tokenizer = hf.load_tokenizer(ROOT / "tiny")
-    tokenizer.chat_template = template
-    assert (
-        tokenizer.decode(build_prompts(EXAMPLES, tokenizer, SYSTEM)[0].ids) == "Today: 26 Jul 2024"
+    tokenizer.chat_template = (
+        "{% if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}"
+        "{% endif %}Today: {{ date_string }}"
     )
+    (prompt, *_) = build_prompts(EXAMPLES, tokenizer, SYSTEM)
+    assert tokenizer.decode(prompt.ids) == "Today: 26 Jul 2024"
 
 
 @pytest.mark.parametrize(
@@ -434,8 +324,6 @@ def test_a_chat_template_of_a_file_serves_a_model_that_has_none(tmp_path: Path) 
         assert tokenizer.decode(prompt.ids) == "System: Think first.\n\nUser: 2+2?\n\nAssistant:"
     missing = str(tmp_path / "none.jinja")
     refused(lambda: hf.load_tokenizer(tmp_path, missing), f"CHAT_TEMPLATE={missing}: no such file")
-    (tmp_path / "latin.jinja").write_bytes(b"\xe9")
-    refused(lambda: hf.load_tokenizer(tmp_path, str(tmp_path / "latin.jinja")), "is not UTF-8 text")
 
 
 def test_prompts_that_are_too_long_are_skipped(capsys: pytest.CaptureFixture) -> None:

@@ -13,9 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from faults.checks import metric_records
-from test_reliability import wait_for
-from test_train import Result, finish, start, train
+from runs import Result, finish, metric_records, start, train, wait_for
 
 from models import hf
 from models.placement import num_params

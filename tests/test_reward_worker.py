@@ -8,7 +8,6 @@ import textwrap
 import threading
 import time
 from contextlib import closing
-from datetime import date
 from pathlib import Path
 
 import pytest
@@ -22,16 +21,13 @@ from runtime.reward_worker import RewardWorker
 TOP = Path(reward_worker.__file__).parent.parent  # the repo's top folder
 
 USER_FILE = """
-import collections
 import os
 import re
 import subprocess
 import sys
 import time
 import numpy as np
-from neighbour import HALF, boom
-def brevity(completions, answer, **columns):
-    return [HALF if len(text) < len(a) else None for text, a in zip(completions, answer)]
+from neighbour import boom
 def echo(completions, pause=(0,), **columns):
     time.sleep(pause[0])
     return [float(text) for text in completions]
@@ -43,7 +39,7 @@ def ours(completions, **columns):
     runtime = [path for path in sys.path if os.path.basename(path) == "runtime"]
     return [*map(extract_answer, completions), len(runtime), "jax" in sys.modules]
 def pid_then_hang(completions, **columns):
-    if completions[0] == "pid":
+    if completions == ["pid"]:
         return [os.getpid()]
     re.match("(a+)+$", "a" * 60 + "b")  # holds the interpreter's lock for ages
 def sleep(completions, **columns):
@@ -56,35 +52,20 @@ def noisy(completions, **columns):
         input()
     except EOFError:
         return [1.0]
-def arrays(completions, **columns):
-    return np.array([0.5, 1.0], np.float32)
-class Table:  # as of pandas: a loop over it gives the names of its columns
-    shape = (2, 2)
-    def __iter__(self):
-        return iter([0, 1])
 def kinds(completions, kind, **columns):
     return {
         "dict": {0: 1.0, 1: 0.5},
-        "Counter": collections.Counter(ab=1, c=2),
         "set": {1.0, 0.5},
-        "dict_keys": {1.0: "a", 0.5: "b"}.keys(),
-        "str": "10",
-        "bytes": b"10",
-        "Table of shape (2, 2)": Table(),
-        "ndarray of shape (2, 1)": np.array([[1.0], [0.5]]),
-        "ndarray of shape ()": np.array(1.0),
-        "NoneType": None,
-        "float": 1.0,
-        "tuple": (1.0, 0.5),
         "generator": (reward for reward in [1.0, 0.5]),
-        "map": map(float, ["1", "0.5"]),
-        "deque": collections.deque([1.0, 0.5]),
-        "dict_values": {"a": 1.0, "b": 0.5}.values(),
-        "array of one dimension": np.array([1.0, 0.5], np.float16),
+        "str": "10",
+        "NoneType": None,
+        "float": np.array(1.0),
+        "tuple": (1.0, 0.5),
+        "array": np.array([1.0, 0.5], np.float16),
         "list of arrays": [np.array(1.0), np.float32(0.5)],
+        "columns": np.array([[1.0], [0.5]]),
+        "huge": [10**400, 0],
     }[kind[0]]
-def huge(completions, **columns):
-    return [10**400]
 def short(completions, **columns):
     return [0.0]
 def fails(completions, **columns):
@@ -95,7 +76,7 @@ def dies(completions, **columns):
     os._exit(7)
 number = 3
 """
-NEIGHBOUR = "HALF = 0.5\n\ndef boom():\n    raise OSError('two\\nlines')\n"
+NEIGHBOUR = "def boom():\n    raise OSError('two\\nlines')\n"
 FAULT = USER_FILE[: USER_FILE.index("    boom()")].count("\n") + 1  # its line
 
 
@@ -111,16 +92,6 @@ def folder(tmp_path_factory):
 
 def worker(folder, name: str, timeout_s: float = 30.0) -> closing:
     return closing(RewardWorker(f"{folder / 'mine.py'}:{name}", timeout_s))
-
-
-def test_a_function_from_a_file_works_beside_a_built_in_one(folder: Path) -> None:
-    functions = load_reward_functions(f"reward_correct, {folder / 'mine.py'}:brevity", 30)
-    with closing(functions[1]):
-        assert [f.__name__ for f in functions] == ["reward_correct", "brevity"]
-        columns = {"answer": ["#### 72", "#### 7"], "question": ["\ud800?", "é"]}
-        for _ in range(2):  # the worker answers again and again
-            total, _ = total_rewards(["72", "a long one: 7"], columns, functions, [1.0, 0.5])
-            assert total.tolist() == [1.25, 1.0]
 
 
 def test_the_worker_has_neither_jax_nor_our_main_script_nor_the_accelerator(folder: Path) -> None:
@@ -146,32 +117,26 @@ def test_the_example_of_the_docs_is_a_reward_function(tmp_path: Path) -> None:
     assert totals.tolist() == [1.5, 0.0, 0.0, 0.0]
 
 
-def test_an_array_comes_back_as_floats(folder: Path) -> None:
-    with worker(folder, "arrays") as function:
-        assert function(["a", "b"]) == [0.5, 1.0]
-
-
 @pytest.mark.parametrize(
-    "kind",
-    ["dict", "Counter", "set", "dict_keys", "str", "bytes", "Table of shape (2, 2)"]
-    + ["ndarray of shape (2, 1)", "ndarray of shape ()", "NoneType", "float"],
+    "kind, words",
+    [
+        ("dict", "must return a list of 2 rewards, not dict"),
+        ("set", "kinds raised TypeError: .* 'set'"),
+        ("generator", "kinds raised TypeError: .* 'generator'"),
+        ("str", "must return a list of 2 rewards, not str"),
+        ("NoneType", "must return a list of 2 rewards, not NoneType"),
+        ("float", "must return a list of 2 rewards, not float"),
+        ("columns", r"completion 0: \[1.0\] is neither a finite number nor None"),
+        ("huge", "completion 0: inf is neither"),
+    ],
 )
-def test_what_has_no_order_of_rewards_is_refused_and_its_type_named(
-    folder: Path, kind: str
-) -> None:
-    with worker(folder, "kinds") as function, pytest.raises(UserMistake) as caught:
+def test_what_is_no_list_of_numbers_is_refused_in_one_line(folder, kind, words) -> None:
+    with worker(folder, "kinds") as function, pytest.raises(UserMistake, match=words):
         total_rewards(["a", "b"], {"kind": [kind] * 2}, [function], [1.0])
-    assert str(caught.value) == (
-        f"REWARD_FN {folder}/mine.py:kinds must return a list of 2 rewards, not {kind}"
-    )
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["tuple", "generator", "map", "deque", "dict_values", "array of one dimension"]
-    + ["list of arrays"],
-)
-def test_whatever_gives_one_reward_after_the_other_is_a_list(folder: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["tuple", "array", "list of arrays"])
+def test_tuples_and_arrays_are_lists(folder: Path, kind: str) -> None:
     with worker(folder, "kinds") as function:
         assert function(["a", "b"], kind=[kind]) == [1.0, 0.5]
 
@@ -222,19 +187,6 @@ def test_a_fault_of_the_function_is_one_clear_line(folder: Path, name: str, mess
     assert "\n" not in str(caught.value)
 
 
-def test_an_int_beyond_the_floats_is_refused(folder: Path) -> None:
-    with (
-        worker(folder, "huge") as function,
-        pytest.raises(UserMistake, match="completion 0: inf is neither"),
-    ):
-        total_rewards(["a"], {}, [function], [1.0])
-
-
-def test_a_column_that_json_cannot_carry_is_refused(folder: Path) -> None:
-    with worker(folder, "short") as function, pytest.raises(UserMistake, match="s day: .*date"):
-        function(["a"], day=[date(2024, 1, 1)])
-
-
 @pytest.mark.parametrize(
     "entry, message",
     [
@@ -244,8 +196,8 @@ def test_a_column_that_json_cannot_carry_is_refused(folder: Path) -> None:
         ("syntax.py:f", r"raised SyntaxError: invalid syntax \(syntax.py, line 1\)"),
         ("broken.py:f", r"ModuleNotFoundError: No module named 'no_such_module' \(broken.py:2\)"),
         ("mine.py", "is not file.py:name, nor one of .*reward_format"),
-        ("mine.py:brevity,", "REWARD_FN: '' is not file.py:name"),
-        ("mine.py:brevity,mine.py:brevity", "two rewards have the name brevity"),
+        ("mine.py:echo,", "REWARD_FN: '' is not file.py:name"),
+        ("mine.py:echo,mine.py:echo", "two rewards have the name echo"),
     ],
 )
 def test_a_reward_that_cannot_load_stops_at_once(folder, monkeypatch, entry, message):
@@ -261,18 +213,13 @@ def test_a_file_that_hangs_on_import_is_given_up(tmp_path, monkeypatch):
         load_reward_functions(f"{tmp_path / 'slow.py'}:f", timeout_s=30)
 
 
-def test_the_longest_limit_of_the_settings_is_one_that_the_system_can_wait_for(
-    folder: Path,
-) -> None:
-    with worker(folder, "echo", timeout_s=config.LONGEST_WAIT_S) as function:
-        assert function(["1"]) == [1.0]
-
-
-def test_an_idle_worker_outlives_the_limit_of_its_last_call(folder: Path) -> None:
+def test_an_idle_worker_outlives_the_limit_of_its_last_call_which_may_be_long(folder: Path) -> None:
     with worker(folder, "echo", timeout_s=0.4) as function:
         assert function(["1"]) == [1.0]
         time.sleep(1.0)
         assert function(["2"]) == [2.0]
+    with worker(folder, "echo", timeout_s=config.LONGEST_WAIT_S) as function:
+        assert function(["3"]) == [3.0]  # the system can wait for so long
 
 
 def test_calls_from_two_threads_get_their_own_replies(folder: Path) -> None:
@@ -314,15 +261,3 @@ def test_the_worker_ends_with_its_parent_also_inside_a_call(folder: Path, name: 
     env = os.environ | {"PYTHONPATH": str(TOP)}
     done = subprocess.run(command, env=env, stderr=subprocess.PIPE, timeout=20)  # until both end
     assert (done.returncode, done.stderr) == (3, b"")
-
-
-def test_a_worker_whose_trainer_is_gone_ends_without_a_word(folder: Path) -> None:
-    """The trainer has ended before the reply to its first request, or within its request."""
-    command = [sys.executable, "-u", reward_worker.__file__, str(folder / "mine.py"), "echo", "30"]
-    gone, replies = os.pipe()
-    os.close(gone)
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=replies, stderr=subprocess.PIPE)
-    os.close(replies)
-    assert (done.returncode, done.stderr) == (0, b"")
-    done = subprocess.run(command, input=b'[[["1", "2', capture_output=True, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr) == (0, b'{"rewards": []}\n', b"")

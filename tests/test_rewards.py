@@ -1,4 +1,5 @@
-"""Claims about rewards.py: the reward of each form of completion, in what time, and the totals."""
+"""Claims about rewards.py: the reward of each form of completion, in what time, the totals, and
+what REWARD_FN names."""
 
 import random
 import time
@@ -9,9 +10,13 @@ import pytest
 
 import rewards
 from rewards import (
+    BUILT_IN,
+    DEFAULTS,
     load_reward_functions,
     parse_number,
+    penalties,
     total_rewards,
+    weights_of,
 )
 from runtime.mistakes import UserMistake
 
@@ -56,7 +61,6 @@ CORRECT = [  # completion, reference as in the last line of a GSM8K answer, rewa
     (form("0.50"), "1/2", 1.0),
     (form("3 / 4"), "0.75", 1.0),
     (form("1 1/2"), "1.5", 1.0),
-    (form("1\N{VULGAR FRACTION ONE HALF}"), "1.5", 1.0),
     (form("take 5 10/2"), "5", 1.0),
     (form("1/0"), "1", 0.0),
     (form("50%"), "50", 1.0),
@@ -67,8 +71,6 @@ CORRECT = [  # completion, reference as in the last line of a GSM8K answer, rewa
     (form("68=23+45"), "68", 0.0),  # several numbers: the last
     (form("2e3"), "2000", 1.0),
     (form("2.5E-1"), "0.25", 1.0),
-    (form("2 x 10^3"), "2000", 1.0),
-    (form(r"2 \times 10^{3}"), "2000", 1.0),
     (r"\boxed{72}", "72", 1.0),
     (r"\boxed{-\frac{3}{4}}", "-0.75", 1.0),
     (r"\boxed{1,\!234{,}567}", "1234567", 1.0),
@@ -88,7 +90,7 @@ def test_a_reference_needs_no_hashes_and_one_without_a_number_does_not_apply() -
     assert found == [1.0, 1.0, 1.0, None, None, None, 1.0]
 
 
-HALF, SPACE, NARROW = "\N{VULGAR FRACTION ONE HALF}", "\N{NO-BREAK SPACE}", "\u202f"
+SPACE = "\N{NO-BREAK SPACE}"
 READ = {  # text: its number, as Fraction reads it
     r"The answer is -\frac{3}{4}": "-3/4",
     r"\frac{-3}{4}": "-3/4",
@@ -102,56 +104,25 @@ READ = {  # text: its number, as Fraction reads it
     r"2\frac34": "11/4",
     r"2 \frac{3}{4}": "11/4",
     r"\frac{3}{0}": None,
-    "10 000": "10000",
-    "-$1 234 567.50": "-1234567.5",
-    f"1{SPACE}000": "1000",
-    f"1{NARROW}000": "1000",
-    r"10\,000": "10000",
-    "1'000": "1000",
-    "1\N{RIGHT SINGLE QUOTATION MARK}000": "1000",
-    "1_000": "1000",
-    "in 2 000 people": "2000",
-    "2 100 dollars": "2100",  # three digits after a space are thousands
-    "3 20 40": "40",
-    "1 2345": "2345",
-    "2024 100": "100",
-    "2.5 100": "100",
-    "1/2 100": "100",
-    "5   100": "100",  # the columns of a table
-    "10 000/2": "5000",
+    "10 000": None,
+    "10^3": None,
+    "5 x 10^3": None,
+    "10^3/4": None,
     "100,00": None,
     "1,0000": None,
     "1,00,000": None,
     "0,500": None,
     "3,5": None,
-    "10 0000": None,
     "9:00": None,
     "-5 10/2": "5",
     "72.5.": "72.5",
-    "1.000,50": None,
     "1.000.000": None,
-    "10'5": None,
     "3 or 100,00": None,  # the last number cannot be read, and no other replaces it
     "100,00 or 3": "3",
     "1,234, 5": "5",
-    "10^3": "1000",
-    "10^{3}": "1000",
-    "-2^10 = -1024.": "-1024",
-    "2^{-1}": "1/2",
-    "10^3/4": "250",
-    r"5 \cdot 10^3": "5000",
-    "10^100": "1" + "0" * 100,
-    "10^999999999": None,
-    "2^" + "9" * 299: None,
-    "0^-1": None,
-    "2^{1/2}": None,
-    "72 cm^2": "72",
     r"72 cm^{2}": "72",
     r"90^\circ": "90",
     "5^{th}": "5",
-    f"1 {HALF}": "3/2",
-    f"-{HALF}": "-1/2",
-    "1\N{VULGAR FRACTION TWO THIRDS}": "5/3",
     f"1{SPACE}1/2": "3/2",
     "-¥5": "-5",
     "- ₹5": "-5",
@@ -170,8 +141,8 @@ def test_numbers_are_exact_fractions() -> None:
     assert parse_number("0.1") == Fraction(1, 10)
     assert parse_number("2 3/8 cups") == Fraction(19, 8)
     assert parse_number("12345678901234567890.5") == Fraction(24691357802469135781, 2)
-    assert parse_number("1e300") == 10**300
-    assert parse_number("1e301") is None
+    assert parse_number("1e99") == 10**99
+    assert parse_number("1e100") is None
     assert parse_number("9" * 300) == 10**300 - 1
     assert parse_number("9" * 301) is None
 
@@ -210,9 +181,8 @@ def test_the_system_prompt_shows_a_form_that_earns_the_format_reward() -> None:
 
 
 REPEATED = ["<answer>", "</answer>", "</think>\n<answer>", "9", "1,", "-", "- ", "1/", "1 ", "1 1/"]
-REPEATED += ["1,111,", ".", "1.", "1e", "^{", "= -", " ", r"\frac{1", "1x10^", "\N{MINUS SIGN}"]
-REPEATED += ["1 111 ", "1'111'", "1_", r"\frac", r"\frac1", r"\frac{1,", "1^", "10^{1", "1^{1/"]
-REPEATED += [r"1\,", r"-\frac{-1}{-1}", HALF, SPACE, f"1 {HALF}", "1 000 0000 ", "9^9", "1  "]
+REPEATED += ["1,111,", ".", "1.", "1e", "^{", "= -", " ", r"\frac{1", "\N{MINUS SIGN}", SPACE]
+REPEATED += [r"\frac", r"\frac1", r"\frac{1,", "1^", "10^{1", "1^{1/", r"-\frac{-1}{-1}", "9^9"]
 LONG = {
     **{text: text * (10**6 // len(text)) for text in REPEATED},
     "digits space digits": "9" * 500_000 + " " + "9" * 500_000,
@@ -232,8 +202,8 @@ def test_a_megabyte_of_anything_takes_linear_time(name: str) -> None:
 
 def test_no_text_raises() -> None:
     pieces = ["<think>", "</think>", "\n", "<answer>", "</answer>", "1", "0", "23", ",", ".", "-"]
-    pieces += ["/", " ", "e", "^", "x", "10", "$", "%", "=", "\\frac{1}{0}", "{", "}", "####", "é"]
-    pieces += ["_", "'", SPACE, r"\frac", "000", r"\,", "^{", "-", "·", "¥"]
+    pieces += ["/", " ", "e", "^", "10", "$", "%", "=", "\\frac{1}{0}", "{", "}", "####", "é"]
+    pieces += [SPACE, r"\frac", "000", "{,}", "^{", "-", "¥"]
     pieces += ["\ud800", "\x00", "\N{VULGAR FRACTION ONE HALF}", "\N{ARABIC-INDIC DIGIT FIVE}", "²"]
     draw = random.Random(0)
     texts = ["".join(draw.choices(pieces, k=draw.randint(0, 12))) for _ in range(20_000)]
@@ -273,23 +243,9 @@ def test_the_default_rewards_are_the_three_built_in_ones() -> None:
     [
         ([1.0], "reward odd must return a list of 2 rewards, not 1"),
         (None, "reward odd must return a list of 2 rewards, not NoneType"),
-        ({0: 1.0, 1: 0.5}, "reward odd must return a list of 2 rewards, not dict"),
-        ({1.0, 0.5}, "reward odd must return a list of 2 rewards, not set"),
-        ("10", "reward odd must return a list of 2 rewards, not str"),
-        (
-            np.array([[1.0], [0.5]]),
-            r"reward odd, completion 0: array\(\[1.\]\) is neither a finite number nor None",
-        ),
         ([1.0, "1.0"], "reward odd, completion 1: '1.0' is neither a finite number nor None"),
         ([1.0, float("nan")], "reward odd, completion 1: nan is neither a finite number nor None"),
-        (
-            [float("-inf"), 1.0],
-            "reward odd, completion 0: -inf is neither a finite number nor None",
-        ),
-        (
-            np.array([1.0, np.inf], np.float32),
-            r"reward odd, completion 1: .*inf.* is neither a finite number nor None",
-        ),
+        (np.array([1.0, np.inf]), "reward odd, completion 1: .*inf.* is neither a finite number"),
         ([[1.0], [2.0]], r"reward odd, completion 0: \[1.0\] is neither a finite number nor None"),
     ],
 )
@@ -301,10 +257,77 @@ def test_a_malformed_return_is_named(returned: object, message: str) -> None:
         total_rewards(["a", "b"], {}, [odd], [1.0])
 
 
+# ---- What REWARD_FN names ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "reward_weights, reward_fn, weights",
+    [
+        ((), "", (1.0, 0.5, 0.5)),
+        ((), "reward_correct,mine.py:brevity", (1.0, 1.0)),
+        ((0.5,), "reward_format", (0.5,)),
+    ],
+)
+def test_each_reward_that_reward_fn_names_has_weight_1_by_default(
+    reward_weights, reward_fn, weights
+) -> None:
+    assert weights_of(reward_weights, reward_fn) == weights
+
+
 def test_each_function_has_a_weight() -> None:
-    functions = load_reward_functions("reward_correct,reward_format", timeout_s=1)
-    with pytest.raises(
-        UserMistake,
-        match="=1.0,0.5,0.5 has 3 numbers; give 2, one each for reward_correct, reward_format",
-    ):
-        total_rewards(["a"], {"answer": ["1"]}, functions, [1.0, 0.5, 0.5])
+    names = "reward_correct, mine.py:brevity"
+    told = "=1.0,0.5,0.5 has 3 numbers; give 2, one each for reward_correct, brevity"
+    with pytest.raises(UserMistake, match=told):
+        weights_of((1.0, 0.5, 0.5), names)
+
+
+def test_the_default_functions_are_built_in_and_a_new_built_in_one_changes_no_default() -> None:
+    functions = load_reward_functions("", 1, penalties(9, 2))
+    assert [function.__name__ for function in functions] == [*DEFAULTS]
+    assert DEFAULTS.keys() <= BUILT_IN.keys()
+
+
+def test_an_unknown_name_is_refused_with_all_known_names() -> None:
+    names = [*BUILT_IN, "soft_overlong_penalty", "repetition_penalty"]
+    with pytest.raises(UserMistake) as error:
+        load_reward_functions("overlong_penalty", 1, penalties(9, 2))
+    assert "'overlong_penalty' is not file.py:name" in str(error.value)
+    assert str(names) in str(error.value)
+
+
+# ---- The penalties, on numbers of TRL 1.16 and at their edges ------------------------------------
+
+
+def overlong(lengths: list[int], max_length: int, overlong_cache: int) -> rewards.Rewards:
+    function = penalties(max_length, overlong_cache)["soft_overlong_penalty"]
+    return function([""] * len(lengths), completion_ids=[[7] * n for n in lengths], answer=["1"])
+
+
+def repetition(completion_ids: list[list[int]]) -> rewards.Rewards:
+    function = penalties(100, 20)["repetition_penalty"]
+    return function([""] * len(completion_ids), completion_ids=completion_ids, answer=["1"])
+
+
+def test_the_overlong_penalty_falls_linearly_over_the_last_tokens_as_in_trl() -> None:
+    lengths = [1, 50, 79, 80, 81, 90, 99, 100, 101, 200]
+    expected = [0.0, 0.0, 0.0, 0.0, -0.05, -0.5, -0.95, -1.0, -1.0, -1.0]
+    assert overlong(lengths, 100, 20) == pytest.approx(expected)
+    for cache in (0, 1):  # only a completion of the full length is penalized
+        assert overlong([0, 8, 9, 10, 11], 10, cache) == [0, 0, 0, -1, -1]
+
+
+def test_the_repetition_penalty_is_the_share_of_repeated_ngrams_as_in_trl() -> None:
+    ids = [[1, 2, 3, 4], [5, 5, 5, 5, 5], [1, 2, 1, 2, 1, 2], [7], [1, 2, 3, 1, 2, 3, 4]]
+    trl_at_most_half = [0.0, -1 / 3, -0.25, 0.0, -0.1]  # TRL with max_penalty -0.5
+    assert [r / 2 for r in repetition(ids)] == pytest.approx(trl_at_most_half)
+    assert repetition([[], [4], [4, 4, 4], [4, 4, 4, 4]]) == [0, 0, 0, -0.5]
+    assert repetition([[1, 2, 3, 2, 1]]) == [0]  # (1, 2, 3) is not (3, 2, 1)
+
+
+def test_reward_fn_names_a_penalty_beside_a_built_in_one() -> None:
+    named = load_reward_functions("repetition_penalty, tag_count_reward", 1, penalties(9, 2))
+    assert [f.__name__ for f in named] == ["repetition_penalty", "tag_count_reward"]
+    columns = {"answer": ["1", "1"], "completion_ids": [[3, 3, 3, 3, 4], [3, 4]]}
+    total, per_function = total_rewards(["<think>", ""], columns, named, [3.0, 1.0])
+    assert total.tolist() == pytest.approx([-0.75, 0.0])
+    assert per_function.tolist() == [[pytest.approx(-1 / 3), 0.25], [0.0, 0.0]]

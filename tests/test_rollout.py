@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from test_train import Result, train, train_two
+from runs import Result, environment, train, train_two
 
 from config import Config
 from data import Prompt, batch_indices, load_examples
+from loss import Objective
 from models import hf
+from models.draw import Sampling
 from rollout import (
     choose_groups,
     enough,
@@ -25,6 +27,8 @@ from rollout import (
 from runtime.mistakes import UserMistake
 from runtime.packing import Batch
 from sampling import Completions
+from startup import made_with_of, set_up
+from update import Optimizer
 
 NAN = math.nan
 TINY = Path(__file__).resolve().parent.parent / "tiny"
@@ -132,8 +136,10 @@ def plain(folder: Path, base: dict[str, str]) -> Result:
 
 @pytest.fixture(scope="module")
 def picky(base: dict[str, str]) -> dict[str, str]:
-    """The settings with which a step learns from a part of its groups, completions and tokens."""
+    """The settings with which a step learns from a part of its groups, completions and tokens, and
+    scores them among the tokens that could be drawn."""
     settings = {"DIFFER": "2", "DYNAMIC_SAMPLING": "1", "MASK_TRUNCATED_COMPLETIONS": "1"}
+    settings |= {"TOP_K": "50", "TOP_P": "0.99"}
     return base | settings | {"TOP_ENTROPY_QUANTILE": "0.2", "ENTROPY_COEF": "0.01"}
 
 
@@ -152,6 +158,7 @@ def rewarding(*functions: Any) -> SimpleNamespace:
 
 
 def completions_of(texts: list[str], tokenizer: Any) -> Completions:
+    """The texts as the tiny model says them, each with its stop token, which is END."""
     ids = [tokenizer(text)["input_ids"] for text in texts]
     width = max(map(len, ids)) + 1
     padded = np.array([[*tokens, *[END] * (width - len(tokens))] for tokens in ids], np.int32)
@@ -190,16 +197,6 @@ def test_each_completion_is_rewarded_with_the_tag_that_its_prompt_has_opened() -
     assert rewarded["completion_ids"] == [ids[:length] for ids, length in padded]
     assert totals.tolist() == completions.lengths.tolist()
     assert per_function.tolist() == [[total] for total in totals]
-
-
-def test_a_reward_function_that_returns_too_few_rewards_is_a_mistake_of_the_user() -> None:
-    def short(completions: list[str], **columns: list) -> list[float]:
-        return [0.0]
-
-    run = rewarding(short)
-    completions = completions_of(["1", "2"], run.tokenizer)
-    with pytest.raises(UserMistake, match="reward short must return a list of 2 rewards, not 1"):
-        reward_completions(run, [Prompt([5], {"answer": "1"})], completions)
 
 
 # ---- Dynamic sampling ----------------------------------------------------------------------------
@@ -290,28 +287,11 @@ def test_for_gdpo_a_group_differs_if_the_rewards_of_one_function_differ() -> Non
     assert have_equal_rewards(run, rounds).tolist() == [True, True, True]
 
 
-def test_one_round_gives_the_step_without_dynamic_sampling(
-    folder: Path, base: dict[str, str], plain: Result
-) -> None:
-    one = train(folder / "one", **base, DYNAMIC_SAMPLING="1", DYNAMIC_SAMPLING_MAX_ROUNDS="1")
-    assert one.completions == plain.completions
-    same, added = plain.records[0], one.records[0].keys() - plain.records[0].keys()
-    of_machine = ("time/", "throughput/", "memory/", "compile/")
-    for name in (name for name in same if not name.startswith(of_machine)):
-        assert one.records[0][name] == same[name], name
-    assert added and all(name.startswith("train-other/dynamic_sampling/") for name in added)
-    groups = groups_of(plain)
-    loss = token_mean_loss(advantages(groups), lengths(groups))
-    assert of(plain, "other/loss") == pytest.approx([loss], abs=1e-6) and abs(loss) > 1e-3
-    assert of(plain, "other/total_valid_token_count") == [lengths(groups).sum()]
-
-
-@pytest.mark.parametrize("differ, runs_out", [("2", False), ("8", True)])
 def test_a_step_learns_from_the_groups_that_differ_and_the_next_takes_new_prompts(
-    folder: Path, base: dict[str, str], differ: str, runs_out: bool
+    folder: Path, base: dict[str, str]
 ) -> None:
     settings = {"STEPS": "2", "DYNAMIC_SAMPLING": "1", "DYNAMIC_SAMPLING_MAX_ROUNDS": "3"}
-    result = train(folder / f"differ{differ}", **base | settings | {"DIFFER": differ})
+    result = train(folder / "differ", **base | settings | {"DIFFER": "2"})
     left = groups_of(result)
     tiny = load_examples(str(TINY), "", "train")
     in_order = batch_indices(len(tiny), len(left), 0, 0)  # the epoch's order, without repeats
@@ -323,7 +303,7 @@ def test_a_step_learns_from_the_groups_that_differ_and_the_next_takes_new_prompt
             sampled, left = sampled + left[:P], left[P:]
         kept = [g for g in sampled if g.differs()]
         step = (kept + [g for g in sampled if not g.differs()])[:P]
-        assert len(sampled) > P and 0 < len(kept) and (len(kept) < P) == runs_out
+        assert len(sampled) > P and len(kept) >= P
         expected = {
             "other/batch_global": 32,
             "other/dynamic_sampling/rounds": len(sampled) // P,
@@ -391,6 +371,10 @@ def test_completions_that_were_cut_off_teach_nothing(
 ) -> None:
     masked = train(folder / "masked", **base, MASK_TRUNCATED_COMPLETIONS="1")
     assert masked.completions == plain.completions
+    groups = groups_of(plain)
+    loss = token_mean_loss(advantages(groups), lengths(groups))
+    assert of(plain, "other/loss") == pytest.approx([loss], abs=1e-6) and abs(loss) > 1e-3
+    assert of(plain, "other/total_valid_token_count") == [lengths(groups).sum()]
     groups = groups_of(masked)
     ended = finished(groups)
     assert 0.1 < ended.mean() < 0.9
@@ -406,6 +390,7 @@ def test_the_tokens_of_highest_entropy_in_a_step_do_not_depend_on_the_micro_batc
 ) -> None:
     small = train(folder / "micro4", **picky | {"TRAIN_MICRO_BATCH_SIZE": "4"})
     assert_same(picked, small, "loss", "policy_loss", "grad_norm", "entropy")
+    assert of(picked, "other/sampling_logp_difference/max")[0] < 1e-4
     groups = [g for g in groups_of(picked) if g.differs()][:P]
     ended = finished(groups)
     assert 0.1 < ended.mean() < 0.9
@@ -417,11 +402,148 @@ def test_the_tokens_of_highest_entropy_in_a_step_do_not_depend_on_the_micro_batc
     assert 2 < bonus / values["exact_entropy"] < 5.1
 
 
-def test_a_bug_in_a_built_in_reward_keeps_its_traceback() -> None:
-    def buggy(completions: list[str], **columns: list) -> list[float]:
-        return [float(int("1.5"))]
+# ---- Objectives, estimators and other settings ---------------------------------------------------
 
-    run = rewarding(buggy)
-    with pytest.raises(ValueError, match="invalid literal") as error:
-        reward_completions(run, [Prompt([5], {})], completions_of(["1"], run.tokenizer))
-    assert type(error.value) is ValueError and error.traceback[-1].name == "buggy"
+
+@pytest.fixture(scope="module")
+def weighed(base: dict[str, str]) -> dict[str, str]:
+    """The settings with three reward functions, and with a temperature."""
+    repeated = base["REWARD_FN"].replace(":hashed", ":repeated")
+    functions = f"{base['REWARD_FN']},soft_overlong_penalty,{repeated}"
+    weights = {"REWARD_FN": functions, "REWARD_WEIGHTS": "1,0.5,2", "OVERLONG_CACHE": "8"}
+    return base | weights | {"TEMPERATURE": "0.7"}
+
+
+@pytest.fixture(scope="module")
+def four_steps(folder: Path, weighed: dict[str, str]) -> Result:
+    settings = """
+        STEPS=4 LEARNING_RATE=1e-3 LR_SCHEDULE=linear WARMUP_RATIO=0.4 LR_DECAY_STEPS=5 BETA=0.1
+        LOSS_TYPE=grpo SCALE_REWARDS=batch IS_MODE=sequence_mask
+    """
+    return train(folder / "four", **weighed | environment(settings))
+
+
+def test_the_learning_rates_of_a_run_are_those_of_its_warmup_and_its_schedule(
+    four_steps: Result,
+) -> None:
+    """Two of five steps warm up, and the rate falls to 0 in the three steps after them."""
+    rates = of(four_steps, "other/learning_rate")
+    assert rates == pytest.approx([0.5e-3, 1e-3, 1e-3, 1e-3 * 2 / 3], rel=1e-9)
+
+
+def test_the_reference_is_the_model_with_which_the_run_began(four_steps: Result) -> None:
+    assert max(of(four_steps, "other/sampling_logp_difference/max")) < 1e-4, "at one temperature"
+    kl = of(four_steps, "other/kl")
+    assert kl[0] < 1e-9 and min(kl[1:]) > 1e-5
+
+
+def first_step(result: Result) -> np.ndarray:
+    """The rewards [functions, P, K] of the first step, which the metrics have, too."""
+    groups = groups_of(result)[:P]
+    n = lengths(groups)
+    hashed = np.concatenate([g.rewards for g in groups])
+    distinct = np.array([len(set(ids)) for g in groups for ids in g.ids])
+    f = np.array([hashed, np.clip((T - 8 - n) / 8, -1, 0), distinct / n - 1])
+    names = ("hashed", "soft_overlong_penalty", "repeated")
+    means = [of(result, f"reward/func/{name}/mean")[0] for name in names]
+    assert means == pytest.approx(f.mean(axis=1)) and max(means[1:]) < 0
+    return f.reshape(3, P, K)
+
+
+def assert_advantages(result: Result, A: np.ndarray) -> None:
+    spread = [of(result, f"reward/advantage/{name}")[0] for name in ("min", "std", "max")]
+    assert spread == pytest.approx([A.min(), A.std(), A.max()], 1e-6)
+
+
+def test_the_weighted_rewards_are_scaled_as_the_settings_say(four_steps: Result) -> None:
+    assert "loss.loss_type=grpo loss.adv_estimator=" in four_steps.lines
+    f = first_step(four_steps)
+    total = f[0] + 0.5 * f[1] + 2 * f[2]
+    A = centered(total) / (total.std(ddof=1) + 1e-4)
+    assert_advantages(four_steps, A)
+    assert of(four_steps, "other/loss")[0] == pytest.approx(-A.mean(), 1e-5, 5e-6)
+    assert of(four_steps, "other/is_weight/mean")[0] == pytest.approx(1, 1e-3)
+    assert of(four_steps, "other/is_weight/over_cap")[0] == 0
+
+
+def test_an_objective_and_an_estimator_reach_the_step(folder: Path, weighed) -> None:
+    result = train(folder / "gdpo", **weighed, LOSS_TYPE="sapo", ADV_ESTIMATOR="gdpo")
+    f = first_step(result)
+    x = scaled(f[0]) + 0.5 * scaled(f[1]) + 2 * scaled(f[2])
+    A = x / (x.std(ddof=1) + 1e-4)
+    assert_advantages(result, A)
+    loss = -(2 * A / np.where(A > 0, 1, 1.05)).mean()
+    assert of(result, "other/loss") == pytest.approx([loss], 1e-5, 5e-6)
+    assert of(result, "other/grad_norm")[0] > 1e-3
+
+
+def test_every_setting_of_the_objective_the_sampler_and_the_optimizer_reaches_it() -> None:
+    settings = {
+        "LOSS_TYPE": "grpo",
+        "EPS_LOW": "0.1",
+        "EPS_HIGH": "0.3",
+        "DELTA": "2",
+        "BETA": "0.05",
+        "KL_ESTIMATOR": "k2",
+        "KL_BIAS_CORRECTION": "0",
+        "ENTROPY_COEF": "0.01",
+        "IS_MODE": "token_mask",
+        "IS_FLOOR": "0.5",
+        "IS_CAP": "2.5",
+        "MAX_LENGTH_SAMPLE": "24",
+        "TEMPERATURE": "0.7",
+        "TOP_K": "9",
+        "TOP_P": "0.8",
+        "MIN_P": "0.2",
+        "OPTIMIZER": "lion",
+        "WEIGHT_DECAY": "0.04",
+        "CLIP_NORM": "0.5",
+    }
+    run = set_up(Config.from_env(settings))
+    assert run.objective == Objective(
+        loss_type="grpo",
+        eps_low=0.1,
+        eps_high=0.3,
+        delta=2.0,
+        beta=0.05,
+        kl_estimator="k2",
+        kl_bias_correction=False,
+        entropy_coef=0.01,
+        is_mode="token_mask",
+        is_floor=0.5,
+        is_cap=2.5,
+        max_completion_length=24,
+    )
+    assert run.sampling == Sampling(temperature=0.7, top_k=9, top_p=0.8, min_p=0.2, replay=True)
+    assert run.optimizer == Optimizer(name="lion", weight_decay=0.04, clip_norm=0.5)
+    for made in (run.objective, run.sampling, run.optimizer):
+        left = {name for name, x in made._asdict().items() if x == made._field_defaults[name]}
+        assert not left, "a new field needs a value in this test"
+
+
+def test_the_overlong_penalty_begins_a_fifth_before_the_end_by_default() -> None:
+    settings = {"REWARD_FN": "soft_overlong_penalty", "MAX_LENGTH_SAMPLE": "50"}
+    run = set_up(Config.from_env(settings))
+    ids = [[1] * n for n in (40, 45, 50)]
+    assert run.functions[0]([""] * 3, completion_ids=ids) == [0, -0.5, -1]
+
+
+def test_spaces_between_the_entries_of_reward_fn_change_nothing(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def zero(completions, **columns):\n    return [0.0]\n")
+    entries = ["reward_correct", f"{tmp_path / 'mine.py'}:zero"]
+    found = [
+        made_with_of(set_up(Config.from_env({"REWARD_FN": joint.join(entries)})))
+        for joint in (",", " , ")
+    ]
+    assert found[0] == found[1]
+    assert found[0]["REWARD_FN"] == "reward_correct,mine.py:zero"
+    assert len(found[0]["the file of REWARD_FN mine.py"]) > 8  # its digest
+
+
+def test_a_run_that_never_evaluates_needs_no_split_to_evaluate_on() -> None:
+    settings = {"EVAL_SPLIT": "absent", "EVAL_EVERY_STEPS": "0"}
+    run = set_up(Config.from_env(settings))
+    assert run.eval_prompts == []
+    assert made_with_of(run)["REWARD_WEIGHTS"] == "1.0,0.5,0.5"  # as in older checkpoints
+    with pytest.raises(UserMistake, match="absent"):
+        set_up(Config.from_env(settings | {"EVAL_FULL_SWEEP": "1"}))

@@ -3,148 +3,51 @@
 The reference is a Qwen2 in float64 numpy. It sees a single unpadded sequence and has no cache.
 """
 
-import dataclasses
-import functools
 import math
-import operator
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import small_model
-from jax.sharding import Mesh
+from runs import Result, finish, start_two, train
+from small_model import (
+    NEVER,
+    PAD,
+    PROMPTS,
+    assert_drawn_from,
+    assert_same_completions,
+    layout,
+    numpy_filter,
+    numpy_logits,
+    numpy_softmax,
+    sample,
+    stopping_model,
+    weights,
+)
+from small_model import QWEN2 as MODEL
 
+from config import Config
 from data import pad_prompts
-from models.draw import Sampling, draw_tokens
-from models.model import Compute, Leaf, Params, param_table
-from runtime.layout import ROLLOUT_BATCH_AXES, Layout
+from models.draw import Sampling
+from models.model import Compute
+from runtime.layout import Layout
 from sampling import (
-    Completions,
     Stopping,
     _asking_is_slow,
     begin,
     decode,
-    generate,
+    drop_sequences,
     prefill,
+    smaller_batches,
     stage_ends,
 )
+from tools import programs as device_programs
+from tools.plan_tpu import make_plan
 from update import sync_weights
 
-MODEL = dataclasses.replace(
-    small_model.MODEL, vocab_size=40, rms_norm_eps=1e-5, rope_theta=100.0, tied=False, qkv_bias=True
-)
-PAD = 39  # this is also an ordinary token: it may be drawn and does not stop
-NEVER = -1  # a stop id that no token has
 WARM = Sampling(0.7)
-PROMPTS = [[5, 11, 2], [7, 7, 30, 1, 19, 8, 24]]
-
-
-@functools.cache
-def weights() -> Params:
-    """Float64 numpy parameters whose distributions have about 2 nats and depend on every token."""
-    rng = np.random.default_rng(0)
-
-    def draw(leaf: Leaf) -> np.ndarray:
-        scales = {"norm": 0.2, "bias": 0.3, "embed": 1.0, "lm_head": 0.4}
-        known = [scale for word, scale in scales.items() if word in leaf.name]
-        scale = known[0] if known else leaf.shape[1] ** -0.5
-        return scale * rng.normal(size=leaf.shape) + ("norm" in leaf.name)
-
-    return jax.tree.map(draw, param_table(MODEL))
-
-
-def numpy_logits(params: Params, ids: list[int]) -> np.ndarray:
-    """[n, V] float64: the logits after each of n tokens."""
-    c, n = MODEL, len(ids)
-    angles = np.arange(n)[:, None] * c.rope_theta ** (-np.arange(0, c.head_dim, 2) / c.head_dim)
-    cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
-
-    def norm(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
-        return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + c.rms_norm_eps) * scale
-
-    def heads(x: np.ndarray, count: int, rotated: bool = True) -> np.ndarray:
-        x = x.reshape(n, count, c.head_dim)
-        a, b = np.split(x, 2, axis=-1)
-        turned = np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-        return (turned if rotated else x).repeat(c.num_heads // count, axis=1)  # [n, H, h]
-
-    x = params.embed[ids]
-    for i in range(c.num_layers):
-        w = jax.tree.map(operator.itemgetter(i), params.layers)
-        y = norm(x, w.attn_norm)
-        q, k = heads(y @ w.wq + w.bq, c.num_heads), heads(y @ w.wk + w.bk, c.num_kv_heads)
-        v = heads(y @ w.wv + w.bv, c.num_kv_heads, rotated=False)
-        scores = np.einsum("ihd,jhd->hij", q, k) / math.sqrt(c.head_dim)
-        scores = np.exp(np.where(np.tri(n, dtype=bool), scores, -np.inf))
-        attention = scores / scores.sum(axis=-1, keepdims=True)
-        x = x + np.einsum("hij,jhd->ihd", attention, v).reshape(n, -1) @ w.wo
-        y = norm(x, w.mlp_norm)
-        gate = y @ w.gate
-        x = x + (gate / (1 + np.exp(-gate)) * (y @ w.up)) @ w.down
-    return norm(x, params.final_norm) @ params.lm_head.T
-
-
-def numpy_softmax(logits: np.ndarray) -> np.ndarray:
-    unnormalised = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    return unnormalised / unnormalised.sum(axis=-1, keepdims=True)
-
-
-def numpy_filter(probs: np.ndarray, sampling: Sampling) -> np.ndarray:
-    """probs [V], 0 for the tokens that the filters drop; the others are scaled to sum to 1."""
-    ranked = list(np.argsort(-probs))
-    if sampling.top_k:
-        ranked = ranked[: sampling.top_k]
-    total, mass, kept = probs[ranked].sum(), 0.0, []
-    for token in ranked:
-        if mass < sampling.top_p * total:
-            kept.append(token)
-        mass += probs[token]
-    kept = [token for token in kept if probs[token] >= sampling.min_p * probs.max()]
-    filtered = np.zeros_like(probs)
-    filtered[kept] = probs[kept] / probs[kept].sum()
-    return filtered
-
-
-def layout(*shape: int) -> Layout:
-    devices = np.array(jax.devices()[: math.prod(shape)]).reshape(shape)
-    return Layout(Mesh(devices, ("dp", "fsdp", "tp")), ROLLOUT_BATCH_AXES)
-
-
-def run(
-    sampling: Sampling = WARM,
-    prompts: list[list[int]] = PROMPTS,
-    K: int = 8,
-    *,
-    T: int = 12,
-    sequence_ids: range | None = None,
-    key: int = 0,
-    stop_ids: tuple[int, ...] = (NEVER,),
-    mesh: tuple[int, int, int] = (1, 1, 1),
-    params: Params | None = None,
-    layer_loop: str = "scan",
-    drop: bool = False,
-) -> Completions:
-    where, dtype = layout(*mesh), jnp.dtype("float32")
-    params = jax.tree.map(np.float32, params or weights())
-    return generate(
-        sync_weights(MODEL, where.mesh, dtype, layer_loop)(params),
-        Compute(MODEL, dtype, where, layer_loop=layer_loop),
-        *pad_prompts(prompts, 11, PAD),
-        np.array(sequence_ids or range(len(prompts) * K), np.int32),
-        jax.random.key(key),
-        sampling=sampling,
-        stopping=Stopping(T, stop_ids, PAD),
-        drop=drop,
-    )
-
-
-def assert_same(a: Completions, b: Completions) -> None:
-    assert a.completion_ids.tolist() == b.completion_ids.tolist()
-    assert a.completion_mask.tolist() == b.completion_mask.tolist()
-    np.testing.assert_allclose(a.sampling_logps, b.sampling_logps, atol=1e-5)
 
 
 # ---- What is drawn -------------------------------------------------------------------------------
@@ -161,7 +64,7 @@ def test_greedy_tokens_are_the_argmax_of_a_forward_pass_over_the_full_sequence()
             tokens[p].append(int(probs.argmax()))
             logps[p].append(math.log(probs.max()))
     stop_ids = tuple({drawn[4] for drawn in tokens})
-    found = run(Sampling(temperature=0.0), prompts, K, T=T, stop_ids=stop_ids)
+    found = sample(Sampling(temperature=0.0), prompts, K, T=T, stop_ids=stop_ids)
     dtypes = {"completion_ids": "int32", "completion_mask": "int32", "sampling_logps": "float32"}
     for name, dtype in dtypes.items():
         assert getattr(found, name).shape == (15, 7) and getattr(found, name).dtype == dtype
@@ -181,7 +84,7 @@ def test_greedy_tokens_are_the_argmax_of_a_forward_pass_over_the_full_sequence()
     ids=["temperature", "filtered"],
 )
 def test_sampling_logps_are_of_the_distribution_that_was_drawn_from(sampling: Sampling) -> None:
-    found = run(sampling)
+    found = sample(sampling)
     for i, tokens in enumerate(found.completion_ids.tolist()):
         prompt = PROMPTS[i // 8]
         logits = numpy_logits(weights(), prompt + tokens)[len(prompt) - 1 : -1]
@@ -191,18 +94,15 @@ def test_sampling_logps_are_of_the_distribution_that_was_drawn_from(sampling: Sa
         np.testing.assert_allclose(found.sampling_logps[i], np.log(drawn), atol=2e-5)
 
 
-@pytest.mark.parametrize("mesh", [(8, 1, 1), (2, 1, 4)], ids=str)
-def test_eight_devices_draw_the_tokens_that_one_device_draws(mesh: tuple[int, int, int]) -> None:
-    assert_same(run(mesh=mesh), run())
-
-
-@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 4)], ids=str)
-def test_unrolled_layers_and_a_cache_that_grows_draw_the_same_tokens(
-    mesh: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "mesh, layer_loop", [((8, 1, 1), "scan"), ((2, 1, 4), "scan"), ((2, 1, 4), "unroll")], ids=str
+)
+def test_devices_unrolled_layers_and_a_cache_that_grows_draw_the_same_tokens(
+    mesh: tuple[int, int, int], layer_loop: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sampling.STAGE_TOKENS", 4)
     assert stage_ends(12, "unroll") == [4, 8, 12] and stage_ends(12, "scan") == [12]
-    assert_same(run(mesh=mesh, layer_loop="unroll"), run())
+    assert_same_completions(sample(mesh=mesh, layer_loop=layer_loop), sample())
 
 
 @pytest.mark.parametrize(
@@ -220,7 +120,7 @@ def test_asking_rarely_whether_all_sequences_have_ended_draws_the_same_tokens(mo
     monkeypatch.setattr("sampling.ASK_EVERY", 3)
     monkeypatch.setattr("sampling._asking_is_slow", lambda layout: True)
     assert stage_ends(13, "unroll") == [5, 9, 13]
-    assert_same(run(T=13, layer_loop="unroll"), run(T=13))
+    assert_same_completions(sample(T=13, layer_loop="unroll"), sample(T=13))
 
 
 def test_a_cache_grows_in_at_most_four_stages_of_128_tokens_or_more() -> None:
@@ -228,17 +128,15 @@ def test_a_cache_grows_in_at_most_four_stages_of_128_tokens_or_more() -> None:
     assert ends == [[1], [128], [255], [129, 257], [250, 500, 750, 1000]]
 
 
-def test_two_passes_draw_the_tokens_that_one_pass_draws() -> None:
-    first, second = run(prompts=PROMPTS[:1]), run(prompts=PROMPTS[1:], sequence_ids=range(8, 16))
-    assert_same(jax.tree.map(lambda *x: np.concatenate(x), first, second), run())
-
-
-def test_repeated_prompts_draw_the_tokens_that_one_prompt_with_a_group_draws() -> None:
-    assert_same(run(prompts=[p for p in PROMPTS for _ in range(8)], K=1), run())
+def test_passes_and_groups_do_not_change_the_tokens() -> None:
+    first = sample(prompts=PROMPTS[:1])
+    second = sample(prompts=PROMPTS[1:], sequence_ids=range(8, 16))
+    assert_same_completions(jax.tree.map(lambda *x: np.concatenate(x), first, second), sample())
+    assert_same_completions(sample(prompts=[p for p in PROMPTS for _ in range(8)], K=1), sample())
 
 
 def test_other_sequences_of_a_group_and_other_keys_draw_other_tokens() -> None:
-    passes = [run(), run(key=1), run(sequence_ids=range(16, 32))]
+    passes = [sample(), sample(key=1), sample(sequence_ids=range(16, 32))]
     drawn = [(i // 8, tuple(ids)) for x in passes for i, ids in enumerate(x.completion_ids)]
     assert len(set(drawn)) == 48
 
@@ -246,7 +144,7 @@ def test_other_sequences_of_a_group_and_other_keys_draw_other_tokens() -> None:
 def test_every_token_of_a_sequence_is_drawn_anew() -> None:
     """With equal logits, the tokens of all sequences and positions together are uniform."""
     flat = weights().replace(lm_head=np.zeros((40, 16)))
-    tokens = np.stack([run(key=key, params=flat).completion_ids for key in range(20)])
+    tokens = np.stack([sample(key=key, params=flat).completion_ids for key in range(20)])
     assert_drawn_from(tokens.reshape(-1), np.full(40, 1 / 40))
     pairs = tokens[..., :-1] % 4 * 4 + tokens[..., 1:] % 4  # pairs of neighbours
     assert_drawn_from(pairs.reshape(-1), np.full(16, 1 / 16))
@@ -256,9 +154,9 @@ def test_every_token_of_a_sequence_is_drawn_anew() -> None:
 
 
 def test_every_stop_id_ends_a_completion_from_the_first_token_on() -> None:
-    free = run().completion_ids
+    free = sample().completion_ids
     stop_ids = (int(free[0, 0]), int(free[9, 5]))
-    stopped = run(stop_ids=stop_ids)
+    stopped = sample(stop_ids=stop_ids)
     lengths = []
     for i, tokens in enumerate(free.tolist()):
         ends = [t + 1 for t, token in enumerate(tokens) if token in stop_ids]
@@ -278,81 +176,121 @@ def test_every_stop_id_ends_a_completion_from_the_first_token_on() -> None:
     assert stopped.lengths.tolist() == lengths
 
 
-# ---- One token -----------------------------------------------------------------------------------
+# ---- Sequences that have ended leave the batch --------------------------------------------------
 
 
-def assert_drawn_from(tokens: np.ndarray, probs: np.ndarray) -> None:
-    """Pearson's chi-square is within 5 standard deviations; no token of probability 0 is drawn."""
-    counts = np.bincount(tokens, minlength=len(probs))
-    assert len(counts) == len(probs), f"index {len(counts) - 1} of {len(probs)}"
-    possible = probs > 0
-    assert counts[~possible].sum() == 0
-    expected = len(tokens) * probs[possible]
-    chi_square, freedom = ((counts[possible] - expected) ** 2 / expected).sum(), possible.sum() - 1
-    assert chi_square <= freedom + 5 * math.sqrt(2 * freedom), (chi_square, freedom)
-
-
-def draw(logits: np.ndarray, sampling: Sampling, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """`count` tokens from logits [V], each drawn with another key, and their logps."""
-    copies = jnp.broadcast_to(jnp.float32(logits), (count, len(logits)))  # [count, V]
-    keys = jax.random.split(jax.random.key(3), count)
-    token, logp = jax.jit(draw_tokens, static_argnums=2)(keys, copies, sampling)
-    assert token.shape == logp.shape == (count,)
-    assert token.dtype == jnp.int32 and logp.dtype == jnp.float32
-    return np.asarray(token), np.asarray(logp)
+def often_stopping() -> tuple[int, ...]:
+    """Stop ids with which the sequences have very different lengths."""
+    drawn = sample().completion_ids
+    return tuple({int(drawn[i, t]) for i, t in ((0, 1), (3, 4), (9, 7))})
 
 
 @pytest.mark.parametrize(
-    "V, sampling",
-    [
-        (1000, Sampling(1.0)),
-        (37, Sampling(0.5)),
-        (37, Sampling(1.0, top_k=5)),
-        (37, Sampling(2.0, top_k=20, top_p=0.7, min_p=0.3)),
-    ],
-    ids=["large", "temperature", "top_k", "all"],
+    "mesh, layer_loop", [((1, 1, 1), "unroll"), ((2, 1, 4), "scan"), ((2, 1, 4), "unroll")], ids=str
 )
-def test_tokens_are_drawn_as_often_as_their_probabilities_say(V: int, sampling: Sampling) -> None:
-    logits = np.random.default_rng(V).normal(scale=0.7, size=V)
-    token, logp = draw(logits, sampling, 10000)
-    probs = numpy_filter(numpy_softmax(logits / sampling.temperature), sampling)
-    assert_drawn_from(token, probs)
-    np.testing.assert_allclose(logp, np.log(probs[token]), atol=1e-5)
+def test_sequences_that_leave_the_batch_change_nothing(
+    mesh: tuple[int, int, int], layer_loop: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampling, stop_ids = Sampling(0.7, top_k=9, replay=True), often_stopping()
+    how = {"mesh": mesh, "layer_loop": layer_loop, "stop_ids": stop_ids, "T": 24}
+    expected = sample(sampling, **how)
+    assert (expected.computed_tokens == expected.lengths.max()).all()
+    monkeypatch.setattr("sampling.STAGE_TOKENS", 8)
+    found = sample(sampling, **how, drop=True)
+    assert_same_completions(found, expected)
+    for ours, theirs, length in zip(found.support, expected.support, found.lengths, strict=True):
+        assert [{*row} for row in ours[:length]] == [{*row} for row in theirs[:length]]
+    assert (found.lengths <= found.computed_tokens).all()
+    assert len({*found.lengths}) > 5, "the sequences have many lengths"
+    share = {16: 0.7, 2: 0.95}[16 // math.prod(mesh)]  # by the sequences of a device
+    assert found.computed_tokens.sum() < share * expected.computed_tokens.sum()
 
 
-@pytest.mark.parametrize("V", [1, 3, 17, 37])
-def test_no_token_beyond_a_vocabulary_that_does_not_fill_its_blocks_is_drawn(V: int) -> None:
-    logits = np.where(
-        np.arange(V) == V - 1, -40.0, -45.0
-    )  # far below 0, like the padding of a block
-    token, _ = draw(logits, Sampling(), 2000)
-    assert_drawn_from(token, numpy_softmax(logits))
+def test_sequences_leave_at_few_sizes_and_a_second_pass_compiles_none(monkeypatch) -> None:
+    monkeypatch.setattr("sampling.STAGE_TOKENS", 8)
+    stop_ids = often_stopping()
+    assert smaller_batches(32) == [24, 16, 12, 8, 4, 2]
+    assert smaller_batches(5) == [4, 3, 2, 1] and smaller_batches(1) == []
+    before, programs = decode._cache_size(), []
+    for key in (0, 1, 0, 1):
+        sample(T=24, stop_ids=stop_ids, key=key, drop=True, layer_loop="unroll")
+        programs.append(decode._cache_size() - before)
+    stages = stage_ends(24, "unroll")
+    assert programs[3] == programs[1] <= len(stages) * (1 + len(smaller_batches(16)))
 
 
-# ---- Shapes --------------------------------------------------------------------------------------
-
-
-def test_prefill_and_decode_give_the_documented_shapes() -> None:
-    L, G, share, N, S, h, T = 3, 5, 7, 2, 10, 8, 13
-    R, dtype = G * share, jnp.dtype("bfloat16")
-    padded = jax.ShapeDtypeStruct((G, S + 1), jnp.int32)
-    params, compute = jax.tree.map(jnp.float32, weights()), Compute(MODEL, dtype)
-    prefix = jax.eval_shape(
-        lambda params, *prompts: prefill(params, compute, *prompts), params, padded, padded
+@pytest.mark.parametrize("layer_loop", ["scan", "unroll"])
+def test_the_caches_and_all_that_is_known_of_a_sequence_lie_on_its_device(layer_loop) -> None:
+    where = layout(2, 1, 4)
+    compute = Compute(MODEL, jnp.dtype("float32"), where, layer_loop=layer_loop)
+    params = sync_weights(MODEL, where.mesh, compute.dtype, layer_loop)(
+        jax.tree.map(np.float32, weights())
     )
-    assert prefix.k.shape == (L, G, N, h, S)
-    assert prefix.v.shape == (L, G, N, S, h)
-    assert prefix.k.dtype == dtype
-    how = {"sampling": Sampling(), "stopping": Stopping(T, (3,), 3)}
+    prompts = pad_prompts(PROMPTS * 4, 11, PAD)
+    how = {"sampling": Sampling(top_k=9, replay=True), "stopping": Stopping(24, (NEVER,), PAD)}
+    prefix, ids = prefill(params, compute, *prompts), np.arange(32, dtype=np.int32)
+    state = begin(compute, *prompts, prefix, ids, jax.random.key(0), width=8, **how)
+    smaller, *left = drop_sequences(compute, state, size=3)
+    for decoding, of_device in ((state, 4), (smaller, 3)):
+        names = ("completion", "sequence_ids", "last_position", "token", "done", "drawn")
+        for x in jax.tree.leaves([getattr(decoding, name) for name in names]):
+            axis = int(x.ndim == 5)
+            assert x.sharding.shard_shape(x.shape)[axis] == of_device == x.shape[axis] // 8, x.shape
+    assert {x.sharding.shard_shape(x.shape)[0] for x in jax.tree.leaves(left)} == {1}
 
-    def decoding(params: Params, *given: Any) -> dict[str, jax.Array]:
-        state = begin(compute, *given, width=T, **how)
-        return decode(params, compute, state, T, 0, **how).drawn
 
-    given = padded, padded, prefix, jax.ShapeDtypeStruct((R,), jnp.int32), jax.random.key(0)
-    results = jax.eval_shape(decoding, params, *given)
-    assert {name: (x.shape, x.dtype) for name, x in results.items()} == {
-        "completion_ids": ((R, T), jnp.int32),
-        "sampling_logps": ((R, T), jnp.float32),
-        "lengths": ((R,), jnp.int32),
-    }
+# ---- Runs ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    small = stopping_model(tmp_path_factory.mktemp("models"))
+    text = "STEPS=2 BATCH_SIZE=8 NUM_PRE_Q=4 MAX_LENGTH_SAMPLE=128 EXPORT_HF=none EVAL_PROMPTS=16"
+    text += f" EVAL_EVERY_STEPS=2 MODEL_PATH={small}"
+    return dict(pair.split("=") for pair in text.split())
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory, settings: dict[str, str]) -> Result:
+    out = tmp_path_factory.mktemp("off") / "run"
+    return train(out, **settings, SWITCHED_OFF="drops_ended")
+
+
+def test_a_run_draws_the_same_and_computes_less(
+    tmp_path: Path, settings: dict[str, str], expected: Result
+) -> None:
+    result = train(tmp_path / "auto", **settings)
+    assert result.completions == expected.completions
+    for ours, theirs in zip(result.records, expected.records, strict=True):
+        for name in {"train-other/loss", "train-other/grad_norm", "eval/reward/total/mean"} & {
+            *ours
+        }:
+            assert ours[name] == pytest.approx(theirs[name], 1e-4, 1e-6), name
+    name = "throughput/rollout/computed_per_token"
+    ours, theirs = ([x[name] for x in r.records if name in x] for r in (result, expected))
+    assert max(ours) < 1.4 and min(theirs) > 2
+
+
+@pytest.mark.slow
+def test_two_processes_draw_the_same(
+    tmp_path: Path, settings: dict[str, str], expected: Result
+) -> None:
+    outs = [tmp_path / "first", tmp_path / "second"]
+    started = start_two(outs, 2, **settings | {"BATCH_SIZE": "4"})
+    results = [finish(process, out) for process, out in zip(started, outs, strict=True)]
+    assert [result.code for result in results] == [0, 0], results[0].errors
+    texts = [pair for result in results for pair in result.completions]
+    assert sorted(texts) == sorted(expected.completions)
+
+
+# ---- The plan ------------------------------------------------------------------------------------
+
+
+def test_a_plan_has_a_smaller_batch_only_where_a_device_has_several_sequences() -> None:
+    pytest.importorskip("libtpu", reason='the TPU compiler: pip install "jax[tpu]"')
+    text = "MODEL_PATH=Qwen/Qwen2.5-0.5B-Instruct NUM_PRE_Q=8 EVAL_PROMPTS=8 MAX_LENGTH_SAMPLE=256"
+    given = dict(pair.split("=") for pair in text.split())
+    for prompts, runs in (("1", False), ("2", True)):
+        plan, _ = make_plan(Config.from_env(given | {"BATCH_SIZE": prompts}), "v6e-8")
+        assert device_programs.runs(plan, "drop_sequences") is runs
+    assert device_programs.call(plan, "drop_sequences")[2] == {"size": 1}

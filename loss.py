@@ -187,8 +187,13 @@ def policy_loss(
     Source: PPO, arXiv 1707.06347 eq. 7; DAPO, 2503.14476 eq. 8; Dr. GRPO, 2503.20783; GSPO,
     2507.18071; CISPO, 2506.13585; SAPO, 2511.20347; TRL.
     """
-    o, others = objective, (ref_logps, sampling_logps, entropy, top_mask)
-    _stop_if_misshapen(advantages, logps, old_logps, mask, *others)
+    o, arrays = objective, (logps, old_logps, mask, ref_logps, sampling_logps, entropy, top_mask)
+    shapes = {x.shape for x in arrays if x is not None}
+    if shapes != {(*advantages.shape, logps.shape[-1])}:  # they would be broadcast
+        raise ValueError(
+            f"policy_loss needs advantages [R] and other arrays [R, T], not {advantages.shape} and "
+            f"{', '.join(map(str, sorted(shapes)))}"
+        )
     mask, A = mask.astype(bool), advantages[:, None]  # [R, T], [R, 1]
     top = mask if top_mask is None else mask & (top_mask > 0)  # [R, T]
     num_sequences = len(advantages) if num_sequences is None else num_sequences
@@ -228,16 +233,6 @@ def policy_loss(
         metrics["policy_loss"] = loss
         loss = loss - o.entropy_coef * jnp.where(top, entropy, 0.0).sum() / num_top_tokens
     return loss, {"loss": loss, **metrics}
-
-
-def _stop_if_misshapen(advantages: jax.Array, *arrays: jax.Array | None) -> None:
-    """Raises ValueError unless advantages are [R] and the arrays, if they are given, [R, T]."""
-    shapes = {x.shape for x in arrays if x is not None}
-    if shapes != {(*advantages.shape, arrays[0].shape[-1])}:
-        raise ValueError(
-            f"policy_loss needs advantages [R] and other arrays [R, T], but the advantages are "
-            f"{[*advantages.shape]} and the others {', '.join(str([*s]) for s in sorted(shapes))}"
-        )
 
 
 def _token_loss(

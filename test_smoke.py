@@ -6,6 +6,7 @@ Each module has its deeper tests in tests/.
 
 import ast
 import dataclasses
+import graphlib
 import importlib
 import json
 import math
@@ -32,8 +33,24 @@ ROOMS = {
     "": {"runtime", "models", ""},
     "tools": {"runtime", "models", "", "tools"},
 }
-
 COMMANDS = {"tools.plan_tpu", "tools.ask"}  # what train_grpo.py imports for its other flags
+# Published names: of a step, of an evaluation, and of the last values in summary.json. All others:
+# tests/test_metrics_page.py.
+OF_A_STEP = """
+    train-other/loss train-other/entropy train-other/grad_norm train-other/learning_rate
+    train-reward/total/mean train-reward/total/std train-reward/func/reward_correct/mean
+    train-seq_len/completion/mean time/train/step_s throughput/train/valid_tokens_per_s
+""".split()
+OF_AN_EVALUATION = "eval/accuracy eval/reward/total/mean time/eval/step_s".split()
+OF_THE_SUMMARY = """
+    eval_full/accuracy eval/reward/func/reward_correct/mean eval/reward/total/mean
+    time/train/step_avg_last10_s time/eval_full/step_s
+""".split()
+KNOWN_LINES = re.compile(
+    "(backend|local_batch|model|loss.loss_type|output|step)=.*|mesh dp,fsdp,tp train=.*|"
+    "rollout.backend: naive|(changed|DONE): .*|eval(_full)? .*|"
+    r"sample step=.* question: .*|  .*|verdict: .*|compiling \w+ took \d+ s"
+)
 
 
 class Run(NamedTuple):
@@ -42,28 +59,21 @@ class Run(NamedTuple):
     errors: str
     out: Path
 
-    def records(self) -> list[dict]:
-        return [json.loads(line) for line in (self.out / "metrics.jsonl").open(encoding="utf-8")]
+    def records(self, name: str) -> list[dict]:
+        """The records of metrics.jsonl that have a metric."""
+        lines = (self.out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return [record for record in map(json.loads, lines) if name in record]
 
 
-def environment(out: Path, env: dict[str, str]) -> dict[str, str]:
-    """The environment of a run with the settings `env`, away from this shell's settings."""
+def train(out: Path, **env: str) -> Run:
+    """`python train_grpo.py` in a process of its own, away from the settings of this shell."""
     names = {field.name.upper() for field in dataclasses.fields(config.Config)}
     of_tests = {"XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS"}
     shell = {k: v for k, v in os.environ.items() if k not in names | of_tests}
-    return shell | {"JAX_PLATFORMS": "cpu", "WANDB_API_KEY": "", "OUTPUT_DIR": str(out)} | env
-
-
-def train(out: Path, *flags: str, **env: str) -> Run:
-    """`python train_grpo.py` in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, str(REPO / "train_grpo.py"), *flags],
-        env=environment(out, env),
-        text=True,
-        capture_output=True,
-        cwd=out.parent,
-        timeout=300,
-    )
+    settings = {"JAX_PLATFORMS": "cpu", "WANDB_API_KEY": "", "OUTPUT_DIR": str(out)}
+    command = [sys.executable, str(REPO / "train_grpo.py")]
+    pipes = {"text": True, "capture_output": True, "timeout": 300}
+    done = subprocess.run(command, env=shell | settings | env, cwd=out.parent, **pipes)
     return Run(done.returncode, done.stdout, done.stderr, out)
 
 
@@ -101,58 +111,19 @@ def test_the_main_job_runs_and_prints_the_lines_people_parse(run: Run) -> None:
         assert re.search(f"^{line}$", run.lines, re.M), f"{line}\nnot in\n{run.lines}"
 
 
-def test_the_record_has_the_names_that_dashboards_read(run: Run) -> None:
-    first = next(r for r in run.records() if "train-other/loss" in r)
-    assert first["step"] == 0
-    for name in """
-        train-other/loss train-other/entropy train-other/batch_global train-other/batch_local
-        train-other/total_valid_token_count train-other/grad_norm train-other/learning_rate
-        train-reward/total/mean train-reward/total/std train-reward/total/min train-reward/total/max
-        train-reward/advantage/mean train-reward/advantage/std train-reward/advantage/min
-        train-reward/advantage/max train-reward/func/reward_correct/mean
-        train-reward/func/reward_format/mean train-reward/func/tag_count_reward/mean
-        train-seq_len/prompt/mean train-seq_len/prompt/max train-seq_len/completion/mean
-        train-seq_len/completion/max train-seq_len/total/mean train-seq_len/total/max
-        time/train/rollout_s time/train/rollout_sync_s time/train/rollout_generate_s
-        time/train/reward_s time/train/advantages_s time/train/shard_s time/train/update_s
-        time/train/step_s time/train/step_avg_last10_s throughput/train/valid_tokens_per_s
-        throughput/train/valid_tokens_per_s_update compile/programs compile/s
-    """.split():
-        assert math.isfinite(first[name]), name
-    evaluated = next(r for r in run.records() if "eval/accuracy" in r)
-    for name in """
-        eval/reward/total/mean eval/reward/total/std eval/reward/total/min eval/reward/total/max
-        eval/reward/func/reward_correct/mean time/eval/rollout_s time/eval/rollout_generate_s
-        time/eval/reward_s time/eval/step_s
-    """.split():
-        assert math.isfinite(evaluated[name]), name
-    swept = next(r for r in run.records() if "eval_full/accuracy" in r)
+def test_the_records_and_the_summary_have_the_names_that_dashboards_read(run: Run) -> None:
+    steps, evaluations = run.records("train-other/loss"), run.records("eval/accuracy")
+    [swept] = run.records("eval_full/accuracy")
+    last = json.loads((run.out / "summary.json").read_text(encoding="utf-8"))["last"]
+    assert [r["step"] for r in steps] == [0, 1] and [r["step"] for r in evaluations] == [0, 2]
+    for record, names in (
+        *((record, OF_A_STEP) for record in steps),
+        *((record, OF_AN_EVALUATION) for record in evaluations),
+        (last, OF_THE_SUMMARY),
+    ):
+        assert [name for name in names if not math.isfinite(record[name])] == []
     assert (swept["eval_full/split"], swept["eval_full/questions_global"]) == ("test", 500)
     assert swept["eval_full/accuracy/pass_at_1"] == swept["eval_full/accuracy"]
-
-
-def test_a_run_writes_as_many_gb_as_it_has_said(run: Run) -> None:
-    told = r"^disk: 1 x (\S+) GB of checkpoints, \S+ GB free$"
-    [gb] = re.findall(told, run.lines, re.M)
-    files = [file for file in (run.out / "checkpoints/2/arrays").rglob("*") if file.is_file()]
-    written = sum(file.stat().st_size for file in files)
-    assert 0.5 < written / (float(gb) * 1e9) < 1.05  # orbax compresses moments that are 0
-
-
-def test_summary_json_has_the_five_values_of_the_published_summaries(run: Run) -> None:
-    last = json.loads((run.out / "summary.json").read_text(encoding="utf-8"))["last"]
-    for name in """
-        eval_full/accuracy eval/reward/func/reward_correct/mean eval/reward/total/mean
-        time/train/step_avg_last10_s time/eval_full/step_s
-    """.split():
-        assert math.isfinite(last[name]), name
-
-
-KNOWN_LINES = re.compile(
-    "(backend|local_batch|model|loss.loss_type|output|step)=.*|mesh dp,fsdp,tp train=.*|"
-    "rollout.backend: naive|(changed|disk|DONE): .*|eval(_full)? .*|compiled .*|"
-    r"sample step=.* question: .*|  .*|verdict: .*|[\w ]+ for \d+ s(: .*)?"
-)
 
 
 def test_a_run_prints_nothing_but_its_own_lines(run: Run, tmp_path: Path) -> None:
@@ -164,62 +135,37 @@ def test_a_run_prints_nothing_but_its_own_lines(run: Run, tmp_path: Path) -> Non
 
 
 def test_the_trainer_gives_the_tokens_the_sampler_s_own_probabilities(run: Run) -> None:
-    steps = [r for r in run.records() if "train-other/loss" in r]
-    assert [r["step"] for r in steps] == [0, 1]
-    for record in steps:
+    for record in run.records("train-other/loss"):
         assert record["train-other/sampling_logp_difference/max"] < 1e-4
         assert record["train-other/clip_ratio/region_mean"] == 0  # one update: on-policy
         assert abs(record["train-reward/advantage/mean"]) < 1e-9
         assert record["train-other/grad_norm"] > 0
 
 
-def test_the_tiny_model_has_format_and_leaves_arithmetic_to_learn(run: Run) -> None:
-    evaluated = next(r for r in run.records() if "eval/accuracy" in r)
-    assert evaluated["step"] == 0
-    assert 0.2 <= evaluated["eval/accuracy"] <= 0.5
-    assert evaluated["eval/reward/func/reward_format/mean"] >= 0.8
-
-
 def test_the_last_checkpoint_has_the_last_accuracy_too(run: Run) -> None:
-    """So that a run that goes on with more steps keeps the checkpoint if it is the best one."""
-    record = json.loads((run.out / "checkpoints" / "2" / "record" / "metadata").read_text())
-    evaluated = [r for r in run.records() if "eval/accuracy" in r]
-    assert [r["step"] for r in evaluated] == [0, 2]
-    assert record["evals"] == [[r["step"], r["eval/accuracy"]] for r in evaluated]
-
-
-def test_the_run_keeps_its_settings_and_samples(run: Run) -> None:
-    again = config.Config.from_env({}, run.out / "config.yaml")
-    assert (again.steps, again.eval_full_sweep, again.output_dir) == (2, True, str(run.out))
-    ran = dict(re.findall(r"^derived\.(\w+): (.*)$", (run.out / "config.yaml").read_text(), re.M))
-    assert (ran["global_batch"], ran["policy_loss_impl"], ran["dtype"]) == ("128", "jax", "float32")
-    assert (ran["mesh_shape"], ran["rollout_mesh_shape"]) == ("1,1,1", "1,1,1")
-    assert ran["attention_impl"] == "xla"
-    samples = [json.loads(line) for line in (run.out / "samples.jsonl").open(encoding="utf-8")]
-    assert [s["step"] for s in samples] == [0, 0, 1, 1]  # of the first and of the last step
-    for group in samples:
-        assert "####" in group["answer"] and len(group["completions"]) == 8
-        assert all("<think>" in completion["text"] for completion in group["completions"])
+    """So a run that goes on with more steps keeps the checkpoint if it is the best one."""
+    folder = run.out / "checkpoints" / "2"
+    saved = json.loads((folder / "record" / "metadata").read_text())
+    evaluated = run.records("eval/accuracy")
+    assert saved["evals"] == [[r["step"], r["eval/accuracy"]] for r in evaluated]
 
 
 @pytest.mark.parametrize(
-    "env, words",
+    "name, value, words",
     [
-        ({"LERNING_RATE": "1"}, "unknown setting LERNING_RATE; did you mean LEARNING_RATE?"),
-        ({"TRAIN_MICRO_BATCH_SIZE": "7"}, "TRAIN_MICRO_BATCH_SIZE=7 must divide local_batch"),
-        ({"OUTPUT_DIR": str(REPO / "LICENSE")}, "LICENSE cannot be written"),
+        ("LERNING_RATE", "1", "unknown setting LERNING_RATE; did you mean LEARNING_RATE?"),
+        ("TRAIN_MICRO_BATCH_SIZE", "7", "TRAIN_MICRO_BATCH_SIZE=7 must divide local_batch"),
+        ("OUTPUT_DIR", str(REPO / "LICENSE"), "LICENSE cannot be written"),
     ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_a_mistake_ends_in_one_line_and_exit_code_2(
-    tmp_path: Path, env: dict[str, str], words: str
+    tmp_path: Path, name: str, value: str, words: str
 ) -> None:
-    mistaken = train(tmp_path / "run", **env)
+    mistaken = train(tmp_path / "run", **{name: value})
     assert mistaken.code == 2, mistaken.errors
     last = mistaken.errors.strip().splitlines()[-1]
     assert last.startswith("error: ") and words in last
-    assert "Traceback" not in mistaken.errors
-    assert not (tmp_path / "run").exists()
+    assert "Traceback" not in mistaken.errors and not (tmp_path / "run").exists()
 
 
 # ---- Guards on the text --------------------------------------------------------------------------
@@ -232,18 +178,15 @@ def code() -> dict[str, Path]:
     return {name: file for name, file in named.items() if file.stem != "__init__"}
 
 
-def imports(file: Path) -> set[str]:
-    """The names of all that a file imports anywhere in it."""
+def imported(file: Path) -> set[str]:
+    """The modules of this project that a file imports anywhere in it."""
     nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
     names = {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names}
     froms = [n for n in nodes if isinstance(n, ast.ImportFrom)]
     names |= {n.module for n in froms} | {f"{n.module}.{a.name}" for n in froms for a in n.names}
-    return names
-
-
-def imported(file: Path) -> set[str]:
-    """The modules of this project that a file imports."""
-    return imports(file) & code().keys()
+    folders = {name.partition(".")[0] for name in names}
+    assert {folder for folder in folders if (REPO / folder).is_dir()} <= ROOMS.keys(), "no room"
+    return names & code().keys()
 
 
 def room(module: str) -> str:
@@ -252,11 +195,10 @@ def room(module: str) -> str:
 
 def top_level() -> set[str]:
     """The modules of the top folder that train_grpo.py needs, and test_smoke: no files of yours."""
-    graph = {name: imported(file) for name, file in code().items()}
     found, more = set(), {"train_grpo", "test_smoke"}
     while more:
         found |= more
-        more = set().union(*(graph[name] for name in more)) - found
+        more = set().union(*(imported(code()[name]) for name in more)) - found
     return {name for name in found if room(name) == ""}
 
 
@@ -271,85 +213,48 @@ def test_a_file_imports_only_from_its_room_and_the_rooms_below(module: str) -> N
     assert above == (COMMANDS if module == "train_grpo" else set())
 
 
-def test_every_folder_of_code_is_a_room_with_rules_for_its_imports() -> None:
-    used = {name.partition(".")[0] for file in code().values() for name in imports(file)}
-    assert {folder for folder in used if (REPO / folder).is_dir()} == ROOMS.keys() - {""}
-
-
 def test_imports_have_no_circles() -> None:
     graph = {name: imported(file) for name, file in code().items()}
     graph["train_grpo"] -= COMMANDS
-    while leaves := [name for name, needs in graph.items() if not needs & graph.keys()]:
-        for name in leaves:
-            del graph[name]
-    assert graph == {}
+    graphlib.TopologicalSorter(graph).prepare()  # it raises CycleError
 
 
 def test_the_top_level_is_a_handful_of_files_and_each_room_says_what_it_is() -> None:
-    top = top_level()
-    known = (
-        "train_grpo config rewards data rollout sampling loss loss_pallas update metrics startup"
-    )
-    assert {*known.split(), "test_smoke"} <= top and len(top) <= 14
+    assert {"train_grpo", "config", "rollout", "loss", "update"} < top_level()
+    assert len(top_level()) <= 14
     for folder in ROOMS.keys() - {""}:
         text = (REPO / folder / "__init__.py").read_text(encoding="utf-8")
         assert re.fullmatch(r'"""[^"]+[.]"""\n', text), folder
 
 
 def test_files_that_people_copy_alone_import_nothing_of_ours() -> None:
-    for name in ("loss", "models.logps"):
-        assert imported(code()[name]) == set(), name
-    assert imported(code()["loss_pallas"]) == {"models.logps"}
     everyone = {name: imported(file) for name, file in code().items()}
+    assert everyone["loss"] == everyone["models.logps"] == set()
+    assert everyone["loss_pallas"] == {"models.logps"}
     takes_config = {name for name, needs in everyone.items() if "config" in needs}
-    assert {n for n in takes_config if room(n) != "tools"} == {
-        "train_grpo",
-        "startup",
-        "review",
-        "rollout",
-        "rollout_sglang",
-        "test_smoke",
-    }
-
-
-def settings_read(code: str) -> set[str]:
-    """Names of what is read from a `cfg`, or from the `cfg` of something, as in run.cfg.seed."""
-    reads = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Attribute)]
-    reads = [node for node in reads if isinstance(node.ctx, ast.Load)]
-    return {
-        node.attr
-        for node in reads
-        if getattr(node.value, "id", getattr(node.value, "attr", "")) == "cfg"
-    }
+    of_runs = "train_grpo startup review rollout rollout_sglang test_smoke"
+    assert {name for name in takes_config if room(name) != "tools"} == {*of_runs.split()}
 
 
 def test_every_setting_is_read() -> None:
-    modules = [name for name in code() if room(name) != "tools"]
-    texts = [code()[name].read_text(encoding="utf-8") for name in modules]
-    texts.append(code()["config"].read_text(encoding="utf-8").replace("self.", "cfg."))
-    read = set.union(*map(settings_read, texts))
-    # These are read by name.
+    """As cfg.NAME or run.cfg.NAME, in config.py as self.NAME, or by its name."""
+    of_config = code()["config"].read_text(encoding="utf-8").replace("self.", "cfg.")
+    files = [file for name, file in code().items() if room(name) != "tools"]
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text("utf-8")))]
+    nodes += ast.walk(ast.parse(of_config))
+    reads = [n for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)]
+    read = {n.attr for n in reads if "cfg" in (getattr(n.value, x, "") for x in ("id", "attr"))}
     read |= {*sizes.PASS_SIZES, *sizes.STEP_SIZES, *sizes.MICRO_SIZES, *Objective._fields}
     assert {field.name for field in dataclasses.fields(config.Config)} - read == set()
 
 
-def test_a_setting_is_not_read_by_another_whose_name_begins_with_it() -> None:
-    assert settings_read("f(cfg.dataset_config)") == {"dataset_config"}
-    assert settings_read("cfg.steps = other.seed = run.cfg.top_k  # cfg.top_p") == {"top_k"}
-
-
-def test_the_readme_s_commands_are_those_that_ci_runs() -> None:
-    readme = (REPO / "README.md").read_text(encoding="utf-8")
-    ci = (REPO / ".ci" / "run").read_text(encoding="utf-8").replace(" --quiet", "")
-    lines = [line.replace(" --durations=10", "") for line in ci.splitlines()]
-    commands = [
-        *("pip install -r requirements.txt", "STEPS=1 python train_grpo.py"),
-        *("pip install -r requirements-dev.txt", "pytest", "pytest -m slow"),
-        *("pip install -r requirements-parity.txt", "pytest -m parity"),
-        "pytest -m engine",
-    ]
-    found = [next(i for i, line in enumerate(lines) if line.endswith(c)) for c in commands]
-    assert found == sorted(found), "in the README's order"
-    for command in commands:
-        assert re.search(rf"{re.escape(command)}[`\n ]", readme), command
-    assert ci.count("--durations=10") == 4
+def test_the_commands_of_the_readme_and_of_contributing_are_those_that_ci_runs() -> None:
+    pages = [REPO / "README.md", REPO / "CONTRIBUTING.md"]
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
+    ci = (REPO / ".ci" / "run").read_text(encoding="utf-8")
+    lines = re.sub(" --quiet| --durations=10", "", ci).splitlines()
+    commands = ["STEPS=1 python train_grpo.py", "pytest", "pytest -m slow", "pytest -m engine"]
+    commands += [f"pip install -r requirements{name}.txt" for name in ("", "-dev", "-parity")]
+    for command in (*commands, "pytest -m parity"):
+        assert any(line.endswith(command) for line in lines), command
+        assert re.search(rf"{re.escape(command)}[`\n ]", text), command

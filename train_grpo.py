@@ -85,10 +85,7 @@ from update import (
 
 def main(cfg: Config) -> None:
     """Trains the model for STEPS steps, evaluates it on the way, and exports it."""
-    started = start(cfg)
-    if started is None:  # all steps were done before
-        return
-    run, life, backend, state, ref_params = started
+    run, life, backend, state, ref_params = start(cfg)
     rollout_key, eval_key = jax.random.split(jax.random.key(cfg.seed))
 
     def evaluate_after(steps: int, full: bool = False) -> float:
@@ -157,8 +154,7 @@ def main(cfg: Config) -> None:
                 metrics |= sampling_metrics(run, rounds)
             metrics["learning_rate"] = lr
             sampled_tokens = sum(int(sampled.lengths.sum()) for sampled in rounds)
-            record = log_step(run, life.log, Step(step, metrics, batch, sampled_tokens, clock))
-            life.reviewer.note_trouble(record)
+            log_step(run, life.log, Step(step, metrics, batch, sampled_tokens, clock))
 
             # ---- Save ----------------------------------------------------------------------------
             not_finite = what_is_not_finite(metrics)  # its name and value, or ""
@@ -172,7 +168,7 @@ def main(cfg: Config) -> None:
             life.note_evaluation(cfg.steps, evaluate_after(cfg.steps))
         if cfg.steps:
             save()  # the last checkpoint, with the last accuracy
-        if "sweep" in life.missing:
+        if cfg.eval_full_sweep:
             evaluate_after(cfg.steps, full=True)
     with life.ending(save):
         life.finish(lambda: export(run, life.out, state.params))
@@ -307,8 +303,10 @@ def one_update(
         state, norm = optimizer_step(
             state, grads, np.float32(lr), loss, optimizer=run.optimizer, model=run.model
         )
-        with program("micro_step", MICRO_SIZES):  # The norm would not tell why a micro-step failed.
-            metrics = of_all_tokens(merge_metrics(metrics_of), mini_batch, sequences)
+    # A program that fails is told when its results are read: first those of the micro-steps.
+    with program("micro_step", MICRO_SIZES):
+        metrics = of_all_tokens(merge_metrics(metrics_of), mini_batch, sequences)
+    with program("optimizer_step"):
         metrics["grad_norm"] = float(norm)
     per_token = computed_per_token(micro_batches, mini_batch, sequences)
     metrics["throughput/update/computed_per_token"] = per_token

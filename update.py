@@ -36,8 +36,6 @@ from models.model import (
 from runtime.layout import gather_processes, local_part
 from runtime.packing import Batch
 
-SUPPORT_METRICS = ("support/entropy", "support/mass")  # what token_logps returns with a support
-
 
 @flax.struct.dataclass
 class TrainState:
@@ -116,70 +114,40 @@ def saved_arrays(batch: Batch) -> dict[str, np.ndarray]:
 
 
 def completion_scores(
-    params: Params, batch: MicroBatch, temperature: float, compute: Compute
-) -> tuple[jax.Array, ...]:
-    """The values of token_logps for the completion tokens: log-probabilities, entropies and, with a
-    support, the values of SUPPORT_METRICS; each [R, T] float32."""
-    S = batch.ids.shape[1] - batch.targets.shape[1]
-    rows = PackedRows(batch.prompt, batch.start, S, longest=batch.places.shape[2])
-    hidden, _ = forward(params, compute, batch.ids, batch.positions, rows=rows)
+    params: Params, micro_batch: MicroBatch, temperature: float, compute: Compute
+) -> tuple[jax.Array, jax.Array]:
+    """The log-probabilities and the entropies of the completion tokens, both [R, T] float32 nats.
+
+    params: as arrange_layers makes them.
+    """
+    S = micro_batch.ids.shape[1] - micro_batch.targets.shape[1]
+    rows = PackedRows(micro_batch.prompt, micro_batch.start, S, longest=micro_batch.places.shape[2])
+    hidden, _ = forward(params, compute, micro_batch.ids, micro_batch.positions, rows=rows)
     scores = token_logps(
         hidden[:, S:],
         lm_head(params),
-        batch.targets,
-        support=batch.support,
+        micro_batch.targets,
+        support=micro_batch.support,
         temperature=temperature,
         mesh=compute.layout.mesh if compute.layout else None,
         kernel=compute.logps_kernel,
     )  # each [X, C]
     at_places = jax.vmap(lambda x, places: x[places])
-    return tuple(at_places(x, batch.places).reshape(batch.completion_mask.shape) for x in scores)
+    logps, entropy = (at_places(x, micro_batch.places) for x in scores)  # [X, n, T]
+    shape = micro_batch.completion_mask.shape
+    return logps.reshape(shape), entropy.reshape(shape)
 
 
 @functools.partial(jax.jit, static_argnames=("temperature", "compute"))
 def compute_logps_and_entropies(
-    params: Params, batch: MicroBatch, temperature: float, compute: Compute
+    params: Params, micro_batch: MicroBatch, temperature: float, compute: Compute
 ) -> tuple[jax.Array, jax.Array]:
     """The log-probabilities and the entropies of the completion tokens, both [R, T] float32 nats.
 
     params: the weights as the training state holds them.
     """
     weights = arrange_layers(params, compute.layer_loop, compute.dtype)
-    return completion_scores(weights, batch, temperature, compute)[:2]
-
-
-def loss_of_scores(
-    scores: Sequence[jax.Array], batch: MicroBatch, counts: dict[str, Any], objective: Objective
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The objective of a micro-batch, and what it adds to the metrics of the update.
-
-    scores: from completion_scores. Of the batch only the arrays [R, T] and [R] are read. counts: of
-    the update, from counts_of.
-    """
-    logps, entropy, *of_support = scores
-    old_logps = jax.lax.stop_gradient(logps) if batch.old_logps is None else batch.old_logps
-    loss, metrics = policy_loss(
-        logps,
-        old_logps,
-        batch.advantages,
-        batch.completion_mask,
-        objective=objective,
-        **counts,
-        ref_logps=batch.ref_logps,
-        sampling_logps=batch.sampling_logps,
-        entropy=entropy,
-        top_mask=batch.top_mask,
-    )
-    mask = batch.completion_mask.astype(bool)
-    gap = jnp.where(mask, jnp.abs(old_logps - batch.sampling_logps), 0.0)
-    means = dict(zip(SUPPORT_METRICS, of_support, strict=False))
-    if objective.entropy_coef > 0 or batch.top_mask is not None:
-        means["exact_entropy"] = entropy
-    for name, x in means.items():
-        metrics[name] = jnp.where(mask, x, 0.0).sum() / counts["num_tokens"]
-    metrics["sampling_logp_difference/mean"] = gap.sum() / counts["num_tokens"]
-    metrics["sampling_logp_difference/max"] = gap.max()
-    return loss, metrics
+    return completion_scores(weights, micro_batch, temperature, compute)
 
 
 @functools.partial(
@@ -188,7 +156,7 @@ def loss_of_scores(
 def micro_step(
     params: Params,
     grad_sum: Params | None,
-    batch: MicroBatch,
+    micro_batch: MicroBatch,
     counts: dict[str, Any],
     *,
     objective: Objective,
@@ -199,12 +167,32 @@ def micro_step(
     merge_metrics), and the log-probabilities [R, T] of its tokens.
 
     grad_sum: None for the first micro-batch of an update that has a single one by its settings.
+    counts: of the update, from counts_of.
     """
 
-    def loss_of(params: Params) -> tuple[jax.Array, tuple[dict[str, jax.Array], jax.Array]]:
-        scores = completion_scores(params, batch, temperature, compute)
-        loss, metrics = loss_of_scores(scores, batch, counts, objective)
-        return loss, (metrics, jax.lax.stop_gradient(scores[0]))
+    def loss_of(weights: Params) -> tuple[jax.Array, tuple[dict[str, jax.Array], jax.Array]]:
+        logps, entropy = completion_scores(weights, micro_batch, temperature, compute)  # [R, T]
+        now = jax.lax.stop_gradient(logps)
+        old_logps = now if micro_batch.old_logps is None else micro_batch.old_logps
+        loss, metrics = policy_loss(
+            logps,
+            old_logps,
+            micro_batch.advantages,
+            micro_batch.completion_mask,
+            objective=objective,
+            **counts,
+            ref_logps=micro_batch.ref_logps,
+            sampling_logps=micro_batch.sampling_logps,
+            entropy=entropy,
+            top_mask=micro_batch.top_mask,
+        )
+        mask = micro_batch.completion_mask.astype(bool)
+        if objective.entropy_coef > 0 or micro_batch.top_mask is not None:
+            metrics["exact_entropy"] = jnp.where(mask, entropy, 0.0).sum() / counts["num_tokens"]
+        gap = jnp.where(mask, jnp.abs(old_logps - micro_batch.sampling_logps), 0.0)
+        metrics["sampling_logp_difference/mean"] = gap.sum() / counts["num_tokens"]
+        metrics["sampling_logp_difference/max"] = gap.max()
+        return loss, (metrics, now)
 
     weights = arrange_layers(params, compute.layer_loop, compute.dtype)
     grads, (metrics, logps) = jax.grad(loss_of, has_aux=True)(weights)

@@ -9,7 +9,7 @@ two files are needed to compute the same in another project.
 A support lists the tokens among which the sampler has drawn, if its filters dropped the others.
 
 Dimensions: t tokens of an input, n tokens of a device, V vocabulary, D model width, v lm_head rows
-of a tile, U ids of a support, k distributions of a token: 1, or 2 with a support. A mesh splits the
+of a tile, U ids of a support, k sums of a token: 1, or 2 with a support. A mesh splits the
 sequences over (dp, fsdp), V over tp and D over fsdp.
 """
 
@@ -37,12 +37,10 @@ def token_logps(
     temperature: float = 1.0,
     mesh: Mesh | None = None,
     kernel: Any = None,
-) -> tuple[jax.Array, ...]:
+) -> tuple[jax.Array, jax.Array]:
     """Returns log p of `ids` and the entropy of each distribution, both [..., t] float32 nats.
 
     With a support p is the probability among its tokens, and the entropy still that of all tokens.
-    The entropy within the support and the probability of the support follow, both [..., t] float32
-    and without a gradient.
     hidden: [..., t, D] float32 or bfloat16; the matmuls use this dtype. lm_head: [V, D].
     ids: [..., t] int32. The logits are float32, divided by temperature.
     support: [..., t, U] int32. The U ids of a token differ; unused places are -1.
@@ -60,11 +58,8 @@ def token_logps(
         return token_logps_reference(hidden, lm_head, ids, **settings)
     call = CallSettings(temperature, mesh, kernel)
     target = Target(ids[..., None], support)
-    logps, entropy, logsumexp = _tiled_token_logps(hidden, lm_head, target, call)
-    if support is None:
-        return logps, entropy[..., 0]
-    mass = jnp.exp(logsumexp[..., 1] - logsumexp[..., 0])
-    return logps, entropy[..., 0], *jax.lax.stop_gradient((entropy[..., 1], mass))
+    logps, entropy = _tiled_token_logps(hidden, lm_head, target, call)
+    return logps, entropy[..., 0]
 
 
 def token_logps_reference(
@@ -74,7 +69,7 @@ def token_logps_reference(
     *,
     support: jax.Array | None = None,
     temperature: float = 1.0,
-) -> tuple[jax.Array, ...]:
+) -> tuple[jax.Array, jax.Array]:
     """Returns the same as token_logps, computed from an array of all logits."""
     head = lm_head.astype(hidden.dtype)
     in_float32 = {"precision": _precision(hidden.dtype), "preferred_element_type": jnp.float32}
@@ -88,10 +83,7 @@ def token_logps_reference(
         return chosen - logsumexp, entropy
     kept = jnp.take_along_axis(log_probs, jnp.maximum(support, 0), axis=-1)  # [..., t, U]
     kept = jnp.where(support < 0, MASKED, kept)
-    log_mass = jax.nn.logsumexp(kept, axis=-1)
-    within = kept - log_mass[..., None]
-    of_support = -(jnp.exp(within) * within).sum(axis=-1), jnp.exp(log_mass)
-    return chosen - logsumexp - log_mass, entropy, *jax.lax.stop_gradient(of_support)
+    return chosen - logsumexp - jax.nn.logsumexp(kept, axis=-1), entropy
 
 
 # ---- Around the tiles ----------------------------------------------------------------------------
@@ -119,13 +111,13 @@ class Statistics(NamedTuple):
     largest: jax.Array  # [n, 1], the largest logit
     chosen: jax.Array  # [n, 1], the sampled token's logit; 0 before its tile
     exp_sum: jax.Array  # [n, k], the sum of e = exp(logit - largest)
-    entropy_sum: jax.Array  # [n, k], the sum of e (logit - largest)
+    entropy_sum: jax.Array  # [n, 1], the sum of e (logit - largest) over all tokens
 
     def relative_to(self, largest: jax.Array) -> "Statistics":
         """The same statistics after a larger logit [n, 1] has been found."""
         below = self.largest - largest
         scale = jnp.exp(below)
-        entropy_sum = scale * (self.entropy_sum + below * self.exp_sum)
+        entropy_sum = scale * (self.entropy_sum + below * self.exp_sum[:, :1])
         return Statistics(largest, self.chosen, scale * self.exp_sum, entropy_sum)
 
 
@@ -141,21 +133,19 @@ class BackwardInputs(NamedTuple):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _tiled_token_logps(
     hidden: jax.Array, lm_head: jax.Array, target: Target, call: CallSettings
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns logps [..., t], and the entropy and logsumexp of each distribution [..., t, k]. Only
-    logps and the first entropy have a gradient."""
+) -> tuple[jax.Array, jax.Array]:
+    """Returns logps [..., t] and the entropy [..., t, 1]."""
     return _forward(hidden, lm_head, target, call)[0]
 
 
 def _forward(hidden: jax.Array, lm_head: jax.Array, target: Target, call: CallSettings) -> Any:
-    outputs = _on_mesh(_forward_shard, call, hidden, lm_head, target)
-    return outputs, (hidden, lm_head, target, *outputs[1:])
+    logps, entropy, logsumexp = _on_mesh(_forward_shard, call, hidden, lm_head, target)
+    return (logps, entropy), (hidden, lm_head, target, entropy, logsumexp)
 
 
 def _backward(call: CallSettings, residuals: Any, cotangents: Any) -> Any:
     hidden, lm_head, target, entropy, logsumexp = residuals
-    grad_logp, grad_entropy = cotangents[0][..., None], cotangents[1][..., :1]
-    inputs = BackwardInputs(grad_logp, grad_entropy, entropy[..., :1], logsumexp)
+    inputs = BackwardInputs(cotangents[0][..., None], cotangents[1], entropy, logsumexp)
     grad_hidden, grad_lm_head = _on_mesh(_backward_shard, call, hidden, lm_head, target, inputs)
     return grad_hidden, grad_lm_head, None
 
@@ -223,7 +213,8 @@ def _flatten_tokens(arrays: Any) -> Any:
 def _forward_shard(
     call: CallSettings, hidden: jax.Array, lm_head: jax.Array, target: Target
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns what _tiled_token_logps returns, of this device's tokens."""
+    """Returns logps [..., t], the entropy [..., t, 1] and the logsumexp over all tokens, and over
+    those of the support [..., t, k], of this device's tokens."""
     lead, k = hidden.shape[:-1], 1 if target.support is None else 2
     hidden, target = _flatten_tokens((hidden, target))
     n, size = len(hidden), _tile_size(call, lm_head, hidden)
@@ -232,8 +223,8 @@ def _forward_shard(
     def one_tile(i: jax.Array, stats: Any) -> Any:
         return forward(call, hidden, _tile(call, lm_head, size, i, hidden.dtype), target, stats)
 
-    nothing, lowest = jnp.zeros((n, k)), jnp.full((n, 1), MASKED, jnp.float32)
-    stats = Statistics(lowest, chosen=jnp.zeros((n, 1)), exp_sum=nothing, entropy_sum=nothing)
+    nothing, lowest = jnp.zeros((n, 1)), jnp.full((n, 1), MASKED, jnp.float32)
+    stats = Statistics(lowest, nothing, exp_sum=jnp.zeros((n, k)), entropy_sum=nothing)
     # The kernel needs the statistics in one array. They are packed once, not for every tile.
     stats = call.kernel.pack(stats) if call.kernel else stats
     stats = jax.lax.fori_loop(0, -(-lm_head.shape[0] // size), one_tile, stats)
@@ -243,9 +234,9 @@ def _forward_shard(
         stats = Statistics(stats.largest, *jax.lax.psum(stats[1:], "tp"))
     exp_sum = jnp.maximum(stats.exp_sum, SMALLEST)
     logsumexp = stats.largest + jnp.log(exp_sum)  # [n, k]
-    entropy = jnp.log(exp_sum) - stats.entropy_sum / exp_sum
+    entropy = jnp.log(exp_sum[:, :1]) - stats.entropy_sum / exp_sum[:, :1]
     logps = stats.chosen[:, 0] - logsumexp[:, -1]
-    return logps.reshape(lead), entropy.reshape(*lead, k), logsumexp.reshape(*lead, k)
+    return logps.reshape(lead), entropy.reshape(*lead, 1), logsumexp.reshape(*lead, k)
 
 
 def _backward_shard(
@@ -303,7 +294,8 @@ def _in_support(support: jax.Array, tile: Tile) -> jax.Array:
     """Returns [n, v] bool: whether the token of a column is in the support.
 
     Each word has the bits of 32 columns, so that an id is compared with v / 32 words, not with v
-    columns. No two of the ids set the same bit, and the sum of their bits is the word.
+    columns. With 3 words, column 7 is bit 2 of word 1. No two of the ids set the same bit, and the
+    sum of their bits is the word.
     """
     words = -(-len(tile.w) // 32)
     column = support[:, :, None] - tile.first  # [n, U, 1]
@@ -323,18 +315,16 @@ def forward_tile(
     chosen = jnp.where(is_sampled, logits, 0.0).sum(axis=1, keepdims=True)
     before = stats.relative_to(jnp.maximum(stats.largest, logits.max(axis=1, keepdims=True)))
     below = logits - before.largest
-    e = [jnp.exp(below)]  # of each distribution [n, v]
+    e = jnp.exp(below)  # [n, v]
+    exp_sum, entropy_sum = (x.sum(axis=1, keepdims=True) for x in (e, e * below))  # [n, 1]
     if target.support is not None:
-        e.append(jnp.where(_in_support(target.support, tile), e[0], 0.0))
-
-    def sums(terms: list[jax.Array]) -> jax.Array:
-        return jnp.concatenate([x.sum(axis=1, keepdims=True) for x in terms], axis=1)  # [n, k]
-
+        kept = jnp.where(_in_support(target.support, tile), e, 0.0).sum(axis=1, keepdims=True)
+        exp_sum = jnp.concatenate([exp_sum, kept], axis=1)  # [n, 2]
     return Statistics(
         before.largest,
         before.chosen + chosen,
-        before.exp_sum + sums(e),
-        before.entropy_sum + sums([x * below for x in e]),
+        before.exp_sum + exp_sum,
+        before.entropy_sum + entropy_sum,
     )
 
 

@@ -174,22 +174,14 @@ def plan_rows(
     rows = [group[i : i + share] for group in groups for i in range(0, len(group), share)]
     S = prompt_width(int(batch.prompt_lengths().max()), limits.shortest_prompt) - 1
     widths = padded_widths(limits, S, batch.completion_ids.shape[1])
-    if not rows:
-        return [], widths
-    if limits.pack:
+    if limits.pack and rows:
         candidates = [(rows, widths), *packed_rows(batch, groups, limits)]
         costs = [cost(limits, *candidate) for candidate in candidates]
         cheap = [i for i, x in enumerate(costs) if x <= (1 + SLACK) * min(costs)]
-        rows, widths = max(
-            (candidates[i] for i in cheap), key=lambda candidate: (candidate[1].C, candidate[1].S)
-        )
+        rows, widths = max((candidates[i] for i in cheap), key=lambda plan: (plan[1].C, plan[1].S))
     of_step = limits.shards * widths.rows
-    rows = rows + [[]] * (micro_steps(limits, rows, widths) * of_step - len(rows))
+    rows = rows + [[]] * (-len(rows) % of_step)
     return [rows[i : i + of_step] for i in range(0, len(rows), of_step)], widths
-
-
-def micro_steps(limits: Limits, rows: list[list[int]], widths: Widths) -> int:
-    return -(-len(rows) // (limits.shards * widths.rows))
 
 
 def cost(limits: Limits, rows: list[list[int]], widths: Widths) -> float:
@@ -197,44 +189,36 @@ def cost(limits: Limits, rows: list[list[int]], widths: Widths) -> float:
     count, S, C, _, T = widths
     keys = S**2 + C * (S + T + T // WINDOW_BLOCKS)
     tokens = count * (S + C) + MICRO_STEP_TOKENS
-    return micro_steps(limits, rows, widths) * (tokens * limits.matmul_keys + count * keys)
-
-
-def most_per_row(limits: Limits, count: int, C: int, T: int) -> tuple[int, int]:
-    """The most tokens of prompts and the most places for sequences of each of `count` rows with C
-    places for completions: a device has no more tokens than the widest rows give it, arrays [R, T]
-    that are not much larger, and no row with too many tokens."""
-    most = widest(limits)
-    tokens = most.rows * (most.S + most.C)
-    n = max(RESULTS_PER_TOKEN * tokens // (count * T), 1)
-    return min(tokens // count, limits.row_tokens) - C, 2 ** (n.bit_length() - 1)
+    micro_steps = math.ceil(len(rows) / (limits.shards * count))
+    return micro_steps * (tokens * limits.matmul_keys + count * keys)
 
 
 def packed_rows(
     batch: Batch, groups: list[list[int]], limits: Limits
 ) -> Iterator[tuple[list[list[int]], Widths]]:
-    """Packed rows of each width on the grid that keeps to the limits."""
+    """Packed rows of each width on the grid, one row of a device in a micro-step.
+
+    A device has no more tokens than the widest rows give it, arrays [R, T] that are not much
+    larger, and no row with too many tokens.
+    """
     lengths, T, most = batch.lengths.tolist(), batch.completion_ids.shape[1], widest(limits)
     groups = [sorted(group, key=lambda i: -lengths[i]) for group in groups]
     groups.sort(key=lambda group: -sum(lengths[i] for i in group))  # those with most tokens first
-    longest = max(lengths[group[0]] for group in groups)
-    total = sum(lengths[i] for group in groups for i in group)
     prompt_tokens = [len(prompt.ids) - 1 for prompt in batch.prompts]
     longest_prompt = max(prompt_tokens[batch.prompt_of(group[0])] for group in groups)
-    for count in (2**i for i in range(most.rows.bit_length())):  # rows of a device
-        C = round_up(longest, GRID, limits.unit)
-        while True:
-            S, n = most_per_row(limits, count, C, T)
-            n = min(n, power_of_two(len(lengths)))
-            S = round_down(S, GRID // 2, limits.unit)
-            if S < longest_prompt:
-                break
-            rows = fill_rows(batch, lengths, groups, Widths(count, S, C, n, T))
-            S = max(sum(prompt_tokens[p] for p in prompts_of(batch, row)) for row in rows)
-            yield rows, Widths(count, round_up(S, GRID // 2, limits.unit), C, n, T)
-            if C >= total:  # all completions stand in one row
-                break
-            C = round_up(C + 1, GRID, limits.unit)
+    tokens = most.rows * (most.S + most.C)
+    n = max(RESULTS_PER_TOKEN * tokens // T, 1)
+    n = min(2 ** (n.bit_length() - 1), power_of_two(len(lengths)))
+    tokens = min(tokens, limits.row_tokens)
+    C = round_up(max(lengths[group[0]] for group in groups), GRID, limits.unit)
+    while C + longest_prompt <= tokens:
+        rows = fill_rows(batch, lengths, groups, Widths(1, tokens - C, C, n, T))
+        S = max(sum(prompt_tokens[p] for p in prompts_of(batch, row)) for row in rows)
+        S = min(round_up(S, GRID // 2, limits.unit), tokens - C)
+        yield rows, Widths(1, S, C, n, T)
+        if len(rows) <= limits.shards:  # a single micro-step holds them all
+            break
+        C = round_up(C + 1, GRID, limits.unit)
 
 
 def power_of_two(n: int) -> int:
@@ -247,12 +231,6 @@ def round_up(n: int, steps: int, unit: int = 1) -> int:
     `steps` numbers, or fewer, since all of them are multiples of `unit`."""
     step = max(2 ** (math.ceil(math.log2(max(n, 1))) - 1) // steps, unit)
     return max(math.ceil(n / step) * step, unit)
-
-
-def round_down(n: int, steps: int, unit: int = 1) -> int:
-    """The largest number up to n on the grid of round_up; 0 or less if there is none."""
-    step = max(2 ** (max(n, 1).bit_length() - 1) // steps, unit)
-    return n // step * step
 
 
 def groups_of(batch: Batch, sequences: Sequence[int]) -> list[list[int]]:

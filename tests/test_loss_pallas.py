@@ -18,6 +18,8 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
+from small_model import KERNELS
+from small_model import token_inputs as inputs
 
 import loss_pallas
 from loss import Objective, policy_loss
@@ -25,7 +27,6 @@ from loss_pallas import Kernel
 from models.logps import token_logps
 from tools import bench
 
-KERNELS = {"jax": None, "pallas": Kernel("cpu", interpret=True)}
 GOLDENS = Path(__file__).parent / "goldens"
 TRL = json.loads((GOLDENS / "trl.json").read_text(encoding="utf-8"))["logits"]
 ARRAYS = dict(np.load(GOLDENS / "trl.npz"))
@@ -33,24 +34,6 @@ LOGITS = {
     name: ARRAYS[f"logits.in.{name}"]
     for name in ("logits", "ids", "completion_mask", "advantages", "old_logps")
 }
-
-
-def numpy_token_logps(
-    hidden: np.ndarray, lm_head: np.ndarray, ids: np.ndarray, temperature: float
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Float64: log p of ids, entropy, and the log-probabilities [..., V] behind them."""
-    logits = hidden.astype(float) @ lm_head.astype(float).T / temperature
-    logits = logits - logits.max(axis=-1, keepdims=True)
-    table = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
-    chosen = np.take_along_axis(table, ids[..., None], axis=-1)[..., 0]
-    return chosen, -(np.exp(table) * table).sum(axis=-1), table
-
-
-def inputs(*lead: int, V: int, D: int = 64) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """hidden [*lead, D], lm_head [V, D] and ids [*lead]."""
-    rng = np.random.default_rng(V)
-    hidden, lm_head = rng.normal(size=(*lead, D)), rng.normal(size=(V, D))
-    return np.float32(hidden), np.float32(lm_head), rng.integers(0, V, lead).astype(np.int32)
 
 
 @pytest.fixture
@@ -85,25 +68,24 @@ def numpy_gradients(
     hidden: np.ndarray, lm_head: np.ndarray, ids: np.ndarray, cotangents: Any, temperature: float
 ) -> Gradients:
     """The same in float64."""
-    logps, entropy, table = numpy_token_logps(hidden, lm_head, ids, temperature)
-    p, (grad_logps, grad_entropy) = np.exp(table), np.asarray(cotangents, float)
-    grad_logits = (
-        -p * (grad_logps + grad_entropy * entropy)[..., None] - p * table * grad_entropy[..., None]
-    )
-    chosen = np.take_along_axis(grad_logits, ids[..., None], -1) + grad_logps[..., None]
-    np.put_along_axis(grad_logits, ids[..., None], chosen, -1)
+    hidden, lm_head, ids = hidden.astype(float), lm_head.astype(float), ids[..., None]
+    logits = hidden @ lm_head.T / temperature
+    logits = logits - logits.max(axis=-1, keepdims=True)
+    table = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))  # log-probabilities
+    p, (grad_logps, grad_entropy) = np.exp(table), np.asarray(cotangents, float)[..., None]
+    entropy = -(p * table).sum(axis=-1, keepdims=True)
+    grad_logits = -p * (grad_logps + grad_entropy * (entropy + table))
+    chosen = np.take_along_axis(grad_logits, ids, -1) + grad_logps
+    np.put_along_axis(grad_logits, ids, chosen, -1)
     grad_logits = grad_logits / temperature
-    flat = grad_logits.reshape(-1, lm_head.shape[0])
-    grad_lm_head = flat.T @ hidden.reshape(-1, hidden.shape[-1]).astype(float)
-    return Gradients(logps, entropy, grad_logits @ lm_head.astype(float), grad_lm_head)
+    V, D = lm_head.shape
+    grad_lm_head = grad_logits.reshape(-1, V).T @ hidden.reshape(-1, D)
+    logps = np.take_along_axis(table, ids, axis=-1)[..., 0]
+    return Gradients(logps, entropy[..., 0], grad_logits @ lm_head, grad_lm_head)
 
 
-def random_cotangents(*lead: int, entropy: bool = True) -> np.ndarray:
-    """[2, *lead] float32, the second 0 where no entropy bonus is asked for."""
-    rng = np.random.default_rng(1)
-    return np.float32(
-        rng.normal(size=(2, *lead)) * np.array([1, entropy]).reshape(2, *[1] * len(lead))
-    )
+def random_cotangents(*lead: int) -> np.ndarray:
+    return np.float32(np.random.default_rng(1).normal(size=(2, *lead)))
 
 
 def assert_relative(got: Gradients, expected: Gradients, tolerance: float) -> None:
@@ -142,11 +124,8 @@ def test_the_objective_s_gradient_in_the_logits_is_that_of_trl() -> None:
 
     value_and_grad = jax.value_and_grad(objective, has_aux=True)
     (loss, metrics), grad = value_and_grad(jnp.asarray(LOGITS["logits"]))
-    assert (
-        loss
-        == metrics.pop("loss")
-        == pytest.approx(ARRAYS["logits.t0p7_entropy_bonus.loss"], abs=1e-6)
-    )
+    assert loss == metrics.pop("loss")
+    assert loss == pytest.approx(ARRAYS["logits.t0p7_entropy_bonus.loss"], abs=1e-6)
     np.testing.assert_allclose(grad, ARRAYS["logits.t0p7_entropy_bonus.grad_logits"], atol=1e-6)
     assert not grad[LOGITS["completion_mask"] == 0].any()
     assert metrics == pytest.approx(golden["metrics"], abs=1e-6)
@@ -154,19 +133,17 @@ def test_the_objective_s_gradient_in_the_logits_is_that_of_trl() -> None:
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("impl", ["jax", "pallas"])
-@pytest.mark.parametrize("temperature", [0.6, 1.0])
-@pytest.mark.parametrize("D", [64, 896])
-@pytest.mark.parametrize("V", [17, 1000, 4099])
-@pytest.mark.parametrize("n", [1, 7, 129, 300])
+@pytest.mark.parametrize("temperature, D", [(0.6, 64), (1.0, 896)])
+@pytest.mark.parametrize("n, V", [(1, 1000), (7, 17), (129, 4099), (300, 1000)])
 def test_values_and_gradients_are_those_of_numpy(
-    n: int, V: int, D: int, temperature: float, impl: str
+    n: int, V: int, temperature: float, D: int, impl: str
 ) -> None:
     """Uneven tiles and blocks; with the gradient of the entropy and without."""
     hidden, lm_head, ids = inputs(n, V=V, D=D)
     lm_head *= 3 / math.sqrt(D)  # logits of std 3
     run = program(ids, temperature, kernel=KERNELS[impl])
-    for entropy in (True, False):
-        cotangents = random_cotangents(n, entropy=entropy)
+    for cotangents in (random_cotangents(n), random_cotangents(n) * [[1], [0]]):
+        cotangents = np.float32(cotangents)
         expected = numpy_gradients(hidden, lm_head, ids, cotangents, temperature)
         assert_relative(run(hidden, lm_head, cotangents), expected, 1e-5)
 
@@ -175,11 +152,9 @@ def test_values_and_gradients_are_those_of_numpy(
 def test_a_real_vocabulary_goes_through_in_tiles(impl: str) -> None:
     hidden, lm_head, ids = inputs(7, V=151936)
     ids[:2] = 0, 151935
-    kernel = KERNELS[impl]
-    logps, entropy = token_logps(jnp.asarray(hidden), lm_head, jnp.asarray(ids), kernel=kernel)
-    expected, H, _ = numpy_token_logps(hidden, lm_head, ids, 1.0)
-    np.testing.assert_allclose(logps, expected, rtol=1e-5)
-    np.testing.assert_allclose(entropy, H, rtol=1e-5, atol=1e-5)
+    got = token_logps(jnp.asarray(hidden), lm_head, jnp.asarray(ids), kernel=KERNELS[impl])
+    expected = numpy_gradients(hidden, lm_head, ids, np.zeros((2, 7)), 1.0)
+    np.testing.assert_allclose(got, expected[:2], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -225,7 +200,7 @@ def test_a_tied_lm_head_gets_both_gradients(impl: str) -> None:
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("impl", ["jax", "pallas"])
-@pytest.mark.parametrize("shape", [(1, 8, 1), (8, 1, 1), (2, 2, 2), (1, 2, 4)], ids=str)
+@pytest.mark.parametrize("shape", [(8, 1, 1), (2, 2, 2), (1, 2, 4)], ids=str)
 def test_devices_do_what_one_does(shape: tuple[int, int, int], impl: str) -> None:
     """A device holds 1000 to 4000 words of the vocabulary, in uneven tiles."""
     mesh = Mesh(np.array(jax.devices()).reshape(shape), ("dp", "fsdp", "tp"))
@@ -245,6 +220,18 @@ def test_the_kernels_race_with_nobody(monkeypatch: pytest.MonkeyPatch, cores: in
     watch = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=cores)
     got = program(ids, 1.0, kernel=Kernel("cpu", watch))(hidden, lm_head, cotangents)
     assert not interpret_pallas_call.races.races_found
+    assert_relative(got, numpy_gradients(hidden, lm_head, ids, cotangents, 1.0), 1e-5)
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_tokens_behind_the_end_add_nothing_if_the_last_block_is_the_second_core_s(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each core of a v4 has two of the four blocks. The last one has 40 tokens, then NaN."""
+    monkeypatch.setitem(loss_pallas.CORES, "cpu", (16, 2))
+    hidden, lm_head, ids = inputs(232, V=300)
+    cotangents = random_cotangents(232)
+    got = program(ids, 1.0, kernel=KERNELS["pallas"])(hidden, lm_head, cotangents)
     assert_relative(got, numpy_gradients(hidden, lm_head, ids, cotangents, 1.0), 1e-5)
 
 
@@ -287,8 +274,6 @@ def test_a_device_counts_only_the_logits_that_it_holds(monkeypatch: pytest.Monke
 HEADS = {
     "Qwen2.5-0.5B": bench.LossShape(16 * 1024, 896, 151936),
     "Qwen2.5-3B": bench.LossShape(16 * 1024, 2048, 151936),
-    "Llama-3.2-3B": bench.LossShape(16 * 1024, 3072, 128256),
-    "Qwen2.5-7B": bench.LossShape(16 * 1024, 3584, 152064),
     "Qwen2.5-14B": bench.LossShape(16 * 1024, 5120, 152064),
 }
 QUICK = ("v6e", "Qwen2.5-3B")

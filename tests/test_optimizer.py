@@ -9,23 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_sampling import MODEL, weights
-from test_update import (
-    ADAMW,
-    FLOAT32,
-    SGD,
-    assert_close,
-    laid_out,
-    layout,
-    same_shardings,
-    shardings,
-)
+from small_model import QWEN2 as MODEL
+from small_model import assert_close, laid_out, same_shardings, shardings, weights
+from small_model import train_layout as layout
 
 from models.model import Params, param_shardings
 from update import Optimizer, init_state, learning_rate, optimizer_step, sync_weights
 
-ZERO = np.float32(0)
-
+SGD = Optimizer("sgd", weight_decay=0.1, clip_norm=0.5)
+ADAMW = Optimizer("adamw", weight_decay=0.1, clip_norm=0.5)
+FLOAT32, ZERO = jnp.dtype("float32"), np.float32(0)
 
 # 1 for each array that decays, in the order: embed, attn_norm, wq wk wv wo, bq bk bv, mlp_norm,
 # gate up down, final_norm, lm_head.
@@ -152,3 +145,17 @@ def test_a_copy_of_the_same_dtype_and_layout_outlives_the_update_of_the_original
     optimizer_step(state, laid_out(mesh), np.float32(0.1), ZERO, optimizer=SGD, model=MODEL)
     assert params.embed.is_deleted()
     jax.tree.map(np.testing.assert_array_equal, copy, jax.tree.map(np.float32, weights()))
+
+
+@pytest.mark.parametrize("grad, loss", [(np.nan, 1.0), (np.inf, 1.0), (1.0, np.nan)])
+def test_an_update_that_is_not_finite_leaves_the_state_unchanged_to_the_bit(
+    grad: float, loss: float
+) -> None:
+    params, grads = (laid_out(layout(1, 1, 1).mesh) for _ in range(2))
+    grads = grads.replace(embed=grads.embed.at[0, 0].set(grad))
+    settings = {"optimizer": ADAMW, "model": MODEL}
+    before = init_state(params, **settings)
+    kept = jax.tree.map(np.array, before)  # optimizer_step reuses the memory of the state
+    after = optimizer_step(before, grads, np.float32(0.1), np.float32(loss), **settings)[0]
+    for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(after), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()

@@ -1,34 +1,17 @@
-"""Rows of an update: what stands where, how full they are, and that they change no result."""
+"""Rows of an update: what stands where, and how full they are. That they change no result:
+test_update.py and test_saved_work.py."""
 
 import functools
 import re
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_model import batch_of, counts_by_hand
-from test_sampling import MODEL
-from test_update import (
-    FLOAT32,
-    OBJECTIVE,
-    PROMPTS,
-    TEMPERATURE,
-    K,
-    T,
-    assert_close,
-    laid_out,
-    layout,
-    reference,
-    sequences,
-)
+from small_model import batch_of
 
-from metrics import merge_metrics
 from models import attention
-from models.model import Compute
 from runtime import packing
-from runtime.layout import shard_batch
 from runtime.packing import (
     Batch,
     Limits,
@@ -40,7 +23,6 @@ from runtime.packing import (
     round_up,
     widest,
 )
-from update import MicroBatch, micro_step, zero_grads
 
 
 def numbered(lengths: list[int], prompts: list[int], T: int = 0) -> Batch:
@@ -84,24 +66,6 @@ def test_a_group_is_split_only_if_a_row_is_too_small_for_it() -> None:
     assert prompts_of(batch, [6, 7, 0, 2]) == [0, 1]
 
 
-def test_the_arrays_of_a_row_by_hand() -> None:
-    batch = numbered([2, 0, 3, 1], [3, 2])
-    [[row]], widths = plan_rows(batch, [0, 2, 3], limits())
-    assert row == [2, 3, 0]
-    assert widths == Widths(rows=1, S=3, C=6, n=4, T=3)
-    arrays = {name: x[0].tolist() for name, x in pack(batch, [row], widths, pad_id=9).items()}
-    # Prompts 0, 1, 2 and 100, 101 without their last tokens, then the last ones with completions.
-    assert arrays["ids"] == [0, 1, 100, 101, 1006, 1007, 101, 2, 1000]
-    assert arrays["positions"] == [0, 1, 0, 1, 2, 3, 1, 2, 3]
-    assert arrays["prompt"] == [0, 0, 1, 1, 1, 1, 1, 0, 0]
-    assert arrays["start"] == [0, 0, 2, 3, 3, 3, 6, 7, 7]
-    assert arrays["targets"] == [1006, 1007, 1008, 1009, 1000, 1001]
-    assert arrays["places"] == [[0, 1, 2], [3, 0, 0], [4, 5, 0], [0, 0, 0]]
-    packed = pack(batch, [row], widths, pad_id=9)
-    assert packed["completion_mask"].tolist() == [[1, 1, 1], [1, 0, 0], [1, 1, 0], [0, 0, 0]]
-    assert packed["advantages"].tolist() == [2, 3, 0, 0]
-
-
 def test_the_row_that_is_drawn_is_the_row_that_is_made() -> None:
     """The names in the picture are numbered: a, b, c are 1, 2, 3. The mask is that of attention."""
     lines = packing.__doc__.splitlines()
@@ -132,10 +96,17 @@ def test_the_row_that_is_drawn_is_the_row_that_is_made() -> None:
 
 
 @functools.cache
-def geometric(mean: int, longest: int, prompts: int, K: int, seed: int) -> Batch:
+def geometric(
+    mean: int,
+    longest: int,
+    prompts: int,
+    K: int,
+    seed: int,
+    prompt_tokens: tuple[int, int] = (20, 60),
+) -> Batch:
     rng = np.random.default_rng(seed)
     lengths = np.minimum(rng.geometric(1 / mean, prompts * K), longest)
-    return numbered(lengths.tolist(), rng.integers(20, 60, prompts).tolist(), longest)
+    return numbered(lengths.tolist(), rng.integers(*prompt_tokens, prompts).tolist(), longest)
 
 
 @pytest.mark.parametrize("shards", [1, 4])
@@ -172,12 +143,21 @@ def test_every_token_stands_in_one_place_of_a_row(shards, pack_rows, unit) -> No
 # ---- How full rows are ---------------------------------------------------------------------------
 
 
-def test_no_device_has_more_tokens_than_with_padded_rows_of_the_longest() -> None:
-    given = limits(sequences=8, longest_completion=120, longest_prompt=60)
-    rows, S, C, *_ = widest(given)
-    for seed in range(20):
-        _, at = plan_rows(geometric(60, 120, 8, 4, seed), range(32), given)
-        assert at.rows * (at.S + at.C) <= rows * (S + C) == 2 * (60 + 4 * 120)
+@pytest.mark.parametrize(
+    "changes", [{}, {"row_tokens": 600}, {"shards": 2, "sequences": 16}], ids=str
+)
+def test_a_device_has_no_more_tokens_than_with_padded_rows_and_a_row_no_more_than_a_kernel_takes(
+    changes: dict[str, int],
+) -> None:
+    given = limits(**{"sequences": 8, "longest_completion": 120, "longest_prompt": 60} | changes)
+    most = widest(given)
+    assert most.rows * (most.S + most.C) == given.sequences // 4 * (60 + 4 * 120)
+    for seed in range(10):
+        steps, at = plan_rows(geometric(60, 120, 8, 4, seed), range(32), given)
+        assert at.rows * (at.S + at.C) <= most.rows * (most.S + most.C)
+        assert at.S + at.C <= given.row_tokens
+        if given.shards * given.sequences == 32:
+            assert len(steps) == 1, "an update of one micro-step stays one"
 
 
 def test_one_long_completion_among_short_ones_makes_no_larger_arrays() -> None:
@@ -192,13 +172,6 @@ def test_one_long_completion_among_short_ones_makes_no_larger_arrays() -> None:
     assert at.rows * at.n * at.T <= 8 * most.rows * (most.S + most.C) < 1024 * 1024
 
 
-def test_rows_keep_to_the_places_of_a_kernel() -> None:
-    given = limits(sequences=8, longest_completion=120, longest_prompt=60, row_tokens=600)
-    for seed in range(10):
-        _, at = plan_rows(geometric(60, 120, 8, 4, seed), range(32), given)
-        assert at.S + at.C <= 600
-
-
 def test_the_width_of_completions_is_the_longest_one_halved() -> None:
     widths = [limits(longest_completion=100).completion_width(n) for n in (0, 1, 2, 13, 14, 26, 51)]
     assert widths == [1, 1, 2, 13, 25, 50, 100]
@@ -206,41 +179,28 @@ def test_the_width_of_completions_is_the_longest_one_halved() -> None:
     assert [padded.completion_width(n) for n in (1, 17, 51, 97)] == [16, 24, 64, 100]
 
 
-def test_an_update_of_one_micro_step_stays_one() -> None:
-    given = limits(shards=2, sequences=16, longest_completion=120, longest_prompt=60)
-    for seed in range(10):
-        steps, _ = plan_rows(geometric(60, 120, 8, 4, seed), range(32), given)
-        assert len(steps) == 1
-
-
-def test_rows_of_real_lengths_are_full_and_have_few_widths() -> None:
-    """Lengths with a mean of a quarter of the longest, as GSM8K's are: 16 prompts, 8 completions,
-    micro-batches of 16. Padded rows compute more than three tokens for each real one."""
-    given = limits(sequences=16, completions=8, longest_completion=1024, longest_prompt=60)
+@pytest.mark.parametrize(
+    "prompts, mean, longest, micro, prompt_tokens",
+    [(16, 256, 1024, 16, (20, 60)), (4, 64, 256, 8, (383, 384))],
+    ids=["of GSM8K", "long prompts"],
+)
+def test_rows_of_real_lengths_are_full_and_have_few_widths(
+    prompts: int, mean: int, longest: int, micro: int, prompt_tokens: tuple[int, int]
+) -> None:
+    """8 completions of each prompt, with a mean of a quarter of the longest, in 40 steps. Padded
+    rows compute more than two tokens for each real one."""
+    changes = {"sequences": micro, "completions": 8, "longest_completion": longest}
+    given = limits(**changes, longest_prompt=prompt_tokens[1])
     packed, padded, programs = [], [], set()
     for seed in range(40):
-        batch = geometric(256, 1024, 16, 8, seed)
+        batch = geometric(mean, longest, prompts, 8, seed, prompt_tokens)
         real = batch.lengths.sum() + sum(len(prompt.ids) - 1 for prompt in batch.prompts)
         for pack_rows, found in ((True, packed), (False, padded)):
-            steps, at = plan_rows(batch, range(128), given._replace(pack=pack_rows))
+            steps, at = plan_rows(batch, range(prompts * 8), given._replace(pack=pack_rows))
             found.append(len(steps) * at.rows * (at.S + at.C) / real)
             programs |= {at} if pack_rows else set()
-    assert np.mean(packed) < 1.13 and max(packed) < 1.25 and np.mean(padded) > 3
-    assert len(programs) <= 10  # of 40 steps
-
-
-def test_fifty_steps_of_long_prompts_and_short_completions_have_few_widths() -> None:
-    """4 prompts of 384 tokens, 8 completions of 64 tokens in the mean, micro-batches of 8."""
-    given = limits(sequences=8, completions=8, longest_completion=256, longest_prompt=383)
-    places, real, programs = 0, 0, set()
-    for seed in range(50):
-        lengths = np.minimum(np.random.default_rng(seed).geometric(1 / 64, 32), 256)
-        T = given.completion_width(lengths.max())
-        steps, at = plan_rows(numbered([*lengths], [384] * 4, T), range(32), given)
-        places += len(steps) * at.rows * (at.S + at.C)
-        real += lengths.sum() + 4 * 383
-        programs.add(at)
-    assert places / real < 1.15 and len(programs) <= 10
+    assert np.mean(packed) < 1.15 and np.mean(padded) > 2
+    assert len(programs) <= 10
 
 
 @pytest.mark.parametrize("mean, most", [(256, 1.6), (32, 3.5)])
@@ -253,81 +213,3 @@ def test_rows_of_one_padded_sequence_are_packed_too(mean: int, most: float) -> N
     real = batch.lengths.sum() + 16 * 59
     assert len(steps) * 4 * (at.S + at.C) < most * real
     assert at.S + at.C <= 1024 + 64
-
-
-# ---- No result changes ---------------------------------------------------------------------------
-
-
-def packed_step(
-    mesh: tuple[int, int, int] = (1, 1, 1),
-    in_a_row: int = 8,
-    completion_mask: np.ndarray | None = None,
-    **compute: Any,
-) -> tuple[dict[str, float], Any, np.ndarray]:
-    """The metrics, the gradient and the log-probabilities of tests/test_update.py's step."""
-    x, where = sequences(), layout(*mesh)
-    batch = batch_of(PROMPTS, *x)
-    if completion_mask is not None:
-        batch = batch._replace(completion_mask=completion_mask)
-    tokens = batch.completion_mask.sum()
-    given = limits(
-        shards=where.batch_shards, sequences=in_a_row, completions=K, longest_completion=T
-    )
-    steps, widths = plan_rows(batch, np.arange(2 * K), given)
-    params = laid_out(where.mesh)
-    grads, parts, found = zero_grads(params), [], np.zeros(x.mask.shape)
-    counts = counts_by_hand(tokens, 2 * K, tokens)
-    for rows in steps:
-        arrays = pack(batch, rows, widths, pad_id=3)
-        micro_batch = MicroBatch(**{name: shard_batch(a, where) for name, a in arrays.items()})
-        grads, metrics, logps = micro_step(
-            params,
-            grads,
-            micro_batch,
-            counts,
-            objective=OBJECTIVE,
-            temperature=TEMPERATURE,
-            compute=Compute(MODEL, FLOAT32, where, **compute),
-        )
-        parts.append(metrics)
-        for row, of_row in zip(rows, np.split(np.asarray(logps), len(rows)), strict=True):
-            found[row] = of_row[: len(row)]
-    assert sum(len(row) for rows in steps for row in rows) == 2 * K
-    return merge_metrics(parts), jax.device_get(grads), found * x.mask
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"in_a_row": 2},
-        {"in_a_row": 16, "remat": "full"},
-        {"in_a_row": 4, "remat": "dots", "layer_loop": "unroll"},
-        {"mesh": (2, 2, 1), "in_a_row": 4},
-        {"mesh": (1, 4, 2), "in_a_row": 2, "remat": "full"},
-    ],
-    ids=str,
-)
-def test_packed_rows_change_no_loss_no_metric_and_no_gradient(settings: dict[str, Any]) -> None:
-    metrics, grads, logps = packed_step(**settings)
-    expected = {k: v for k, v in reference().metrics.items() if k != "grad_norm"}
-    assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-6)
-    np.testing.assert_allclose(logps, reference().logps * sequences().mask, atol=1e-5)
-    assert_close(grads, reference().grads, 1e-6)
-
-
-def test_tokens_that_do_not_count_are_fed_and_computed_but_add_nothing() -> None:
-    """The tokens that a mask with holes keeps and those that it leaves out add up to all tokens."""
-    x = sequences()
-    kept = x.mask * (np.arange(T) % 3 != 1)
-    parts = [packed_step(completion_mask=mask) for mask in (kept, x.mask - kept)]
-    shares = [mask.sum() / x.mask.sum() for mask in (kept, x.mask - kept)]
-    for name in ("loss", "kl", "clip_ratio/region_mean"):
-        whole = sum(share * part[0][name] for share, part in zip(shares, parts, strict=True))
-        assert whole == pytest.approx(float(reference().metrics[name]), rel=1e-5), name
-    for _, _, logps in parts:
-        np.testing.assert_allclose(logps, reference().logps * x.mask, atol=1e-5)
-    grads = [
-        jax.tree.map(lambda g, s=s: s * g, part[1]) for s, part in zip(shares, parts, strict=True)
-    ]
-    assert_close(jax.tree.map(np.add, *grads), reference().grads, 1e-6)

@@ -81,18 +81,21 @@ def difference(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
-@pytest.mark.parametrize("micro", [4, 8])
-def test_in_float32_micro_batches_change_the_gradient_by_less_than_1e_5(micro: int) -> None:
-    assert difference(gradient("float32", micro), gradient("float32", B)) < 1e-5
-
-
-def test_in_bfloat16_micro_batches_change_the_gradient_by_less_than_2_percent() -> None:
-    assert 1e-4 < difference(gradient("bfloat16", 4), gradient("bfloat16", B)) < 0.02
-
-
-@pytest.mark.parametrize("micro", [4, B])
-def test_a_gradient_in_bfloat16_is_within_4_percent_of_the_gradient_in_float32(micro: int) -> None:
-    assert 1e-4 < difference(gradient("bfloat16", micro), gradient("float32", B)) < 0.04
+@pytest.mark.parametrize(
+    "dtype, micro, other, least, most",
+    [
+        ("float32", 4, "float32", 0, 1e-5),
+        ("float32", 8, "float32", 0, 1e-5),
+        ("bfloat16", 4, "bfloat16", 1e-4, 0.02),
+        ("bfloat16", 4, "float32", 1e-4, 0.04),
+        ("bfloat16", B, "float32", 1e-4, 0.04),
+    ],
+)
+def test_micro_batches_and_bfloat16_change_the_gradient_of_a_step_by_little(
+    dtype: str, micro: int, other: str, least: float, most: float
+) -> None:
+    """2 % and 4 % in bfloat16. The other gradient is that of a single micro-batch."""
+    assert least <= difference(gradient(dtype, micro), gradient(other, B)) < most
 
 
 @pytest.mark.parametrize("wrong", ["one is left out", "padding is counted"])

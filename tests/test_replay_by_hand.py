@@ -20,30 +20,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from runs import REPO, Result, environment, with_changes
 from safetensors.numpy import load_file
-from test_train import REPO, Result, finish, start
 from tokenizers import Tokenizer
 
 TINY = REPO / "tiny"
 K, STEPS, UPDATES = 4, 2, 4  # completions per prompt; steps; updates of a step
 BETA, EPS_LOW, EPS_HIGH, TEMPERATURE = 0.04, 0.01, 0.015, 1.4
-SETTINGS = {
-    "STEPS": f"{STEPS}",
-    "BATCH_SIZE": "4",
-    "NUM_PRE_Q": f"{K}",
-    "NUM_MINI_BATCHES": "2",
-    "PPO_EPOCHS": "2",
-    "TRAIN_MICRO_BATCH_SIZE": "4",
-    "BETA": f"{BETA}",
-    "EPS_LOW": f"{EPS_LOW}",
-    "EPS_HIGH": f"{EPS_HIGH}",
-    "TEMPERATURE": f"{TEMPERATURE}",
-    "LEARNING_RATE": "1e-4",
-    "LR_SCHEDULE": "constant",
-    "WARMUP_RATIO": "0",
-    "SAVE_EVERY_STEPS": "0",
-    "EXPORT_HF": "none",
-}
+SETTINGS = environment(
+    f"""STEPS={STEPS} BATCH_SIZE=4 NUM_PRE_Q={K} NUM_MINI_BATCHES=2 PPO_EPOCHS=2
+    TRAIN_MICRO_BATCH_SIZE=4 BETA={BETA} EPS_LOW={EPS_LOW} EPS_HIGH={EPS_HIGH}
+    TEMPERATURE={TEMPERATURE} LEARNING_RATE=1e-4 LR_SCHEDULE=constant WARMUP_RATIO=0
+    SAVE_EVERY_STEPS=0 EXPORT_HF=none"""
+)
 SAVING = """
 import os
 from pathlib import Path
@@ -73,19 +62,6 @@ def saving_update(run, state, mini_batch, lr):
 
 train_grpo.update_policy, train_grpo.one_update = saving_policy, saving_update
 """
-
-
-def with_changes(out: Path, changes: str, env: dict[str, str]) -> Result:
-    """A run of train_grpo.py in which a script first does `changes` to the imported module."""
-    repo = out / "script"
-    repo.mkdir(parents=True)
-    (repo / "train_grpo.py").write_text(
-        f"import sys\nsys.path[0] = {str(REPO)!r}\nimport train_grpo\nfrom config import load\n"
-        f"cfg = load([]).cfg\n{changes}\ntrain_grpo.main(cfg)\n"
-    )
-    result = finish(start(out, env, 1, repo), out)
-    assert result.code == 0, result.errors
-    return result
 
 
 # ---- The network ---------------------------------------------------------------------------------

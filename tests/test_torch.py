@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import pytest
-from formula_model import write_folder
 from jax.sharding import Mesh
-from small_model import batch_of, counts_by_hand, in_rows
+from small_model import batch_of, counts_by_hand, in_rows, write_folder
 
 from loss import Objective, group_advantages
 from metrics import merge_metrics

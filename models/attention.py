@@ -165,8 +165,8 @@ def _seen(queries: jax.Array, keys: jax.Array, S: int) -> jax.Array:
     """[..., queries, keys] bool: what a query sees. Both hold place, prompt and start in the last
     dimension."""
     place, prompt, start = jnp.moveaxis(queries[..., :, None, :], -1, 0)
-    key, of, _ = jnp.moveaxis(keys[..., None, :, :], -1, 0)
-    return (key <= place) & (of == prompt) & ((key < S) | (key >= start))
+    key, key_prompt, _ = jnp.moveaxis(keys[..., None, :, :], -1, 0)
+    return (key <= place) & (key_prompt == prompt) & ((key < S) | (key >= start))
 
 
 def _in_chunks(
@@ -183,8 +183,8 @@ def _in_chunks(
     their tokens; those of a row serve all its blocks.
     """
     Y, t, H, h = q.shape
-    N, keys = parts[0][0].k.shape[1], sum(kv.k.shape[-1] for kv, _ in parts)
-    query_bytes = 4 * Y * H * keys // _score_shards(N, layout)
+    keys = sum(kv.k.shape[-1] for kv, _ in parts)
+    query_bytes = 4 * Y * H * keys // (layout.mesh.size if layout else 1)  # on each device
     size = min(max(SCORES_BYTES // max(query_bytes, 1), 1), t)  # queries of a chunk
 
     def chunk(q: jax.Array, queries: jax.Array) -> jax.Array:
@@ -206,14 +206,6 @@ def _in_chunks(
     recomputed = jax.checkpoint(lambda x: chunk(*x), prevent_cse=False)
     out = jax.lax.map(recomputed, (cut(q), cut(queries)))  # [chunks, Y, size, H*h]
     return out.swapaxes(0, 1).reshape(Y, chunks * size, H * h)[:, :t]
-
-
-def _score_shards(N: int, layout: Layout | None) -> int:
-    """The number of devices that split the scores: by batch, and by heads if tp divides N."""
-    if layout is None:
-        return 1
-    tp = layout.mesh.shape["tp"] if layout.heads_axis else 1
-    return layout.batch_shards * (tp if N % tp == 0 else 1)
 
 
 def _dense(q: jax.Array, parts: list[tuple[KV, jax.Array]], layout: Layout | None) -> jax.Array:
@@ -265,30 +257,23 @@ def _unnormalized(q: jax.Array, kv: KV, mask: jax.Array) -> list[jax.Array]:
 def _splash(
     q: jax.Array, kv: KV, rows: PackedRows, layout: Layout | None, interpret: bool = False
 ) -> jax.Array:
-    """`attention` by the kernel; each device computes the rows and heads that lie on it."""
+    """`attention` by the kernel; each device computes the rows and heads that lie on it.
+
+    Rows with completions have multiples of LANES places for prompts and for completions; rows of
+    prompts alone get padding.
+    """
     S, t = rows.S, rows.prompt.shape[1]
-    front, end = -S % LANES, -(t - S) % LANES  # prompts and completions fill complete blocks
-    if t + front + end > MOST_PLACES or rows.longest > MOST_TOKENS:
-        raise ValueError(
-            f"ATTENTION_IMPL=splash computes at most {MOST_PLACES} tokens in a row and "
-            f"{MOST_TOKENS} in a completion, not {t} and {rows.longest}; use xla"
-        )
+    more = -t % LANES
+    rows_fit = S == t or (S % LANES == 0 and more == 0)
+    assert rows_fit, f"rows of {t} places with {S} for prompts are no multiples of {LANES}"
 
-    def pad(x: jax.Array, value: int = 0) -> jax.Array:
-        """x [X, t, ...] with padding behind the prompts and behind the completions."""
-        if front == end == 0:
-            return x
-        rest = [(0, 0)] * (x.ndim - 2)
-        return jnp.concatenate(
-            [
-                jnp.pad(x[:, :S], ((0, 0), (0, front), *rest), constant_values=value),
-                jnp.pad(x[:, S:], ((0, 0), (0, end), *rest), constant_values=value),
-            ],
-            axis=1,
-        )
+    def pad(x: jax.Array, axis: int) -> jax.Array:
+        """No token sees the padding, which stands behind all tokens."""
+        widths = [(0, 0)] * x.ndim
+        widths[axis] = 0, more
+        return jnp.pad(x, widths)
 
-    start = jnp.where(jnp.arange(t) < S, 0, rows.start + front)
-    shard = functools.partial(_splash_shard, S + front, interpret)
+    shard = functools.partial(_splash_shard, S + more if S == t else S, interpret)
     if layout is not None:
         batch, heads = layout.batch_axes, layout.heads_axis
         by_head = PartitionSpec(batch, heads)
@@ -299,9 +284,9 @@ def _splash(
             out_specs=PartitionSpec(batch, None, heads),
             check_vma=False,
         )
-    q, k, v = (pad(x).swapaxes(1, 2) for x in (q, jnp.moveaxis(kv.k, 3, 1), kv.v.swapaxes(1, 2)))
-    out = shard(q, k, v, pad(rows.prompt, -1), pad(start))  # [X, padded t, H*h]
-    return jnp.concatenate([out[:, :S], out[:, S + front : t + front]], axis=1)
+    q, k, v = (pad(x, 2) for x in (q.swapaxes(1, 2), kv.k.swapaxes(2, 3), kv.v))
+    out = shard(q, k, v, pad(rows.prompt, 1), pad(rows.start, 1))  # [X, padded t, H*h]
+    return out[:, :t]
 
 
 def _splash_shard(

@@ -17,44 +17,19 @@ from safetensors.numpy import save_file
 
 from models.model import Leaf, ModelConfig, Params, param_shardings, param_table
 from runtime.layout import on_host
-from runtime.long_work import progress_bar, tell_if_long
+from runtime.long_work import progress_bar
 from runtime.mistakes import UserMistake, in_one_line
 
 FILES = ["*.json", "*.safetensors", "*.jinja"]
 NEVER_DRAWN = -1  # no token has this id
 EXPORTED = "exported_from.json"  # marks an exported model, which a later export may replace
-KINDS = {  # of values in config.json: their keys, and whether a value is of this kind
-    "a positive whole number": (
-        "vocab_size hidden_size intermediate_size max_position_embeddings num_hidden_layers "
-        "num_attention_heads num_key_value_heads head_dim",
-        lambda value: type(value) is int and value > 0,
-    ),
-    "a positive number": (
-        "rms_norm_eps rope_theta factor low_freq_factor high_freq_factor "
-        "original_max_position_embeddings",
-        lambda value: type(value) in (int, float) and 0 < value < math.inf,
-    ),
-    "true or false": (
-        "tie_word_embeddings use_sliding_window attention_bias mlp_bias",
-        lambda value: type(value) is bool,
-    ),
-    'an object such as {"rope_type": "default"}': (
-        "rope_parameters rope_scaling",
-        lambda value: type(value) is dict,
-    ),
-}
-
-
-def is_local(path: str) -> bool:
-    """False if `path` can only be the id of a model on the hub."""
-    return Path(path).is_dir() or path.startswith(("/", "~", "./", "../"))
 
 
 def fetch_model(path: str, revision: str = "", files: Sequence[str] = FILES) -> Path:
     """The local folder of a model: `path` itself, or the cached download of a hub id."""
     if Path(path).is_dir():
         return Path(path)
-    if is_local(path):
+    if path.startswith(("/", "~", "./", "../")):  # this is no id of a model on the hub
         raise UserMistake(f"MODEL_PATH={path}: this folder does not exist")
     from huggingface_hub import snapshot_download
 
@@ -77,8 +52,8 @@ def read_model(folder: Path, chat_template: str) -> tuple[ModelConfig, Any]:
             f"MODEL_PATH={folder}: its tokenizer has {len(tokenizer)} tokens, its config.json "
             f"vocab_size={model.vocab_size}; they are of two models"
         )
-    stop_ids(folder, tokenizer, model.vocab_size)  # for its mistakes
-    _check_tensors(folder, param_table(model), _open_safetensors(folder))
+    stop_ids(folder, tokenizer)  # for its mistake
+    _open_tensors(folder, param_table(model))  # for its mistakes
     return model, tokenizer
 
 
@@ -90,7 +65,8 @@ def read_config(folder: Path) -> ModelConfig:
     path = folder / "config.json"
     if not path.is_file():
         raise UserMistake(f"MODEL_PATH={folder} has no config.json; give a Hugging Face folder")
-    c = _checked(path, _read_json(path))
+    # transformers writes null for what a model does not have.
+    c = {key: value for key, value in _read_json(path).items() if value is not None}
 
     def need(ok: bool, key: str, supported: str) -> None:
         if not ok:
@@ -104,12 +80,12 @@ def read_config(folder: Path) -> ModelConfig:
     # Qwen2 always has the three biases. Every release of Qwen3 and Llama has false in this key.
     need(not c.get("attention_bias", False) or model_type == "qwen2", "attention_bias", "false")
     # transformers 5 writes rope_parameters; earlier versions write rope_theta and rope_scaling.
-    rope = _checked(path, c.get("rope_parameters") or c.get("rope_scaling") or {})
+    key = "rope_parameters" if "rope_parameters" in c else "rope_scaling"
+    rope = c.get(key, {})
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    key = "rope_parameters" if c.get("rope_parameters") else "rope_scaling"
     need(rope_type in ("default", "llama3"), key, "rope_type default or llama3")
+    llama3 = None
     try:
-        llama3 = None
         if rope_type == "llama3":
             names = ("factor", "low_freq_factor", "high_freq_factor")
             original = int(rope["original_max_position_embeddings"])
@@ -134,26 +110,11 @@ def read_config(folder: Path) -> ModelConfig:
         raise UserMistake(f"{path} has no {missing.args[0]!r}") from None
 
 
-def _checked(path: Path, values: dict[str, Any]) -> dict[str, Any]:
-    """The values without those that are null, which count as missing.
-
-    Raises UserMistake for a value that is not of its kind.
-    """
-    for kind, (keys, is_of_kind) in KINDS.items():
-        for key in keys.split():
-            if values.get(key) is not None and not is_of_kind(values[key]):
-                raise UserMistake(f"{path}: {key}={values[key]!r:.80} is not {kind}")
-    return {key: value for key, value in values.items() if value is not None}
-
-
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deep
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # such as a download that has stopped
         raise UserMistake(f"{path} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise UserMistake(f"{path} is not a JSON object")
-    return value
 
 
 # ---- Weights -------------------------------------------------------------------------------------
@@ -163,19 +124,15 @@ def load_params(folder: Path, model: ModelConfig, mesh: Mesh, dtype: Any) -> Par
     """The weights of a folder's safetensors files as Params on a mesh.
 
     A process reads only the parts of the tensors that its devices hold. Raises UserMistake, naming
-    the tensor, if one is missing, unknown or repeated, or has a wrong shape or dtype.
+    the tensor, if one is missing or unknown, or has a wrong shape.
     """
-    table = param_table(model)
-    files, shardings = _open_safetensors(folder), param_shardings(model, mesh)
-    _check_tensors(folder, table, files)
-    size = np.dtype(dtype).itemsize  # bytes of a number
+    table, shardings = param_table(model), param_shardings(model, mesh)
+    files = _open_tensors(folder, table)
 
     def read(leaf: Leaf, sharding: NamedSharding) -> jax.Array:
         def slice_of(name: str, index: tuple[slice, ...]) -> np.ndarray:
             tensor = files[name].get_slice(name)
-            part = tensor[index[::-1]].T if leaf.transposed else tensor[index]
-            bar.update(part.size * size)
-            return part
+            return tensor[index[::-1]].T if leaf.transposed else tensor[index]
 
         def shard(index: tuple[slice, ...]) -> np.ndarray:
             if "{}" not in leaf.name:
@@ -184,18 +141,12 @@ def load_params(folder: Path, model: ModelConfig, mesh: Mesh, dtype: Any) -> Par
             layers = [slice_of(leaf.name.format(i), index[1:]) for i in numbers]
             return np.stack(layers).astype(dtype)
 
-        return jax.make_array_from_callback(leaf.shape, sharding, shard)
+        array = jax.make_array_from_callback(leaf.shape, sharding, shard)
+        bar.update()
+        return array
 
-    total = size * sum(jax.tree.leaves(jax.tree.map(_numbers_read, table, shardings)))
-    what = "loading weights"
-    with tell_if_long(what), progress_bar(what, total, "B") as bar:
+    with progress_bar("loading weights", len(jax.tree.leaves(table)), "arrays") as bar:
         return jax.tree.map(read, table, shardings)
-
-
-def _numbers_read(leaf: Leaf, sharding: NamedSharding) -> int:
-    """How many numbers of the leaf this process reads: once if every device holds all of them."""
-    devices = 1 if sharding.is_fully_replicated else len(sharding.addressable_devices)
-    return math.prod(sharding.shard_shape(leaf.shape)) * devices
 
 
 def hf_tensors(params: Params, model: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
@@ -248,8 +199,7 @@ def save_model(
             old.unlink(missing_ok=True)
     # A file is written as soon as its last tensor has come, so that the host holds little.
     held: dict[str, dict[str, np.ndarray]] = {name: {} for name in split.filename_to_tensors}
-    what, count = "exporting the model", len(split.tensor_to_filename)
-    with tell_if_long(what), progress_bar(what, count, "tensors") as bar:
+    with progress_bar("exporting the model", len(split.tensor_to_filename), "tensors") as bar:
         for name, array in hf_tensors(params, model):
             if writes:
                 file = split.tensor_to_filename[name]
@@ -297,25 +247,21 @@ def _tensor_shapes(table: Params) -> dict[str, list[int]]:
     """Name -> shape of every tensor of a Hugging Face checkpoint."""
     shapes = {}
     for leaf in jax.tree.leaves(table):
-        stacked = "{}" in leaf.name
-        shape = leaf.shape[1:] if stacked else leaf.shape
-        for i in range(leaf.shape[0] if stacked else 1):
+        layers, shape = (leaf.shape[0], leaf.shape[1:]) if "{}" in leaf.name else (1, leaf.shape)
+        for i in range(layers):
             shapes[leaf.name.format(i)] = list(shape[::-1] if leaf.transposed else shape)
     return shapes
 
 
-def _open_safetensors(folder: Path) -> dict[str, Any]:
-    """Tensor name -> the open file that holds it."""
+def _open_tensors(folder: Path, table: Params) -> dict[str, Any]:
+    """Tensor name -> the open file that holds it. Raises UserMistake for tensors that are not those
+    of the table."""
     index = folder / "model.safetensors.index.json"
+    shards = {"model.safetensors"}
     if index.is_file():
-        weight_map = _read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise UserMistake(f"{index} has no weight_map")
-        names = sorted(set(weight_map.values()))
-    else:
-        names = ["model.safetensors"]
+        shards = set(_read_json(index)["weight_map"].values())
     files: dict[str, Any] = {}
-    for name in names:
+    for name in sorted(shards):
         if not (folder / name).is_file():
             raise UserMistake(f"MODEL_PATH={folder} has no {name}; weights are read as safetensors")
         try:
@@ -323,14 +269,7 @@ def _open_safetensors(folder: Path) -> dict[str, Any]:
         except Exception as error:  # safetensors has no public type for a damaged header
             text = f"{folder / name} is not a complete safetensors file: {error}"
             raise UserMistake(text) from None
-        for tensor in handle.keys():  # noqa: SIM118 - safe_open is not a mapping
-            if tensor in files:
-                raise UserMistake(f"{folder / name} repeats tensor {tensor} of another file")
-            files[tensor] = handle
-    return files
-
-
-def _check_tensors(folder: Path, table: Params, files: dict[str, Any]) -> None:
+        files |= dict.fromkeys(handle.keys(), handle)
     wanted = _tensor_shapes(table)
     # Tied checkpoints may repeat the embedding, and old checkpoints store the rotary frequencies.
     ignored = {n for n in files if n == "lm_head.weight" or n.endswith("rotary_emb.inv_freq")}
@@ -340,15 +279,10 @@ def _check_tensors(folder: Path, table: Params, files: dict[str, Any]) -> None:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise UserMistake(f"MODEL_PATH={folder} {what} tensors {', '.join(names[:3])}{more}")
     for name, shape in wanted.items():
-        tensor = files[name].get_slice(name)
-        if tensor.get_shape() != shape:
-            raise UserMistake(
-                f"MODEL_PATH={folder}: {name} is {tensor.get_shape()}, config.json says {shape}"
-            )
-        if tensor.get_dtype() not in ("F32", "F16", "BF16"):
-            raise UserMistake(
-                f"MODEL_PATH={folder}: {name} is {tensor.get_dtype()}, not F32/F16/BF16"
-            )
+        found = files[name].get_slice(name).get_shape()
+        if found != shape:
+            raise UserMistake(f"MODEL_PATH={folder}: {name} is {found}, config.json says {shape}")
+    return files
 
 
 # ---- Tokenizer -----------------------------------------------------------------------------------
@@ -374,7 +308,9 @@ def load_tokenizer(folder: Path, chat_template: str = "") -> Any:
         text = f"MODEL_PATH={folder}: its tokenizer cannot be read: {in_one_line(error)}"
         raise UserMistake(text) from None
     if chat_template:
-        tokenizer.chat_template = read_chat_template(Path(chat_template))
+        if not Path(chat_template).is_file():
+            raise UserMistake(f"CHAT_TEMPLATE={chat_template}: no such file")
+        tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
     if not tokenizer.chat_template:
         raise UserMistake(
             f"MODEL_PATH={folder}: its tokenizer has no chat template; use an instruct model, or "
@@ -383,35 +319,20 @@ def load_tokenizer(folder: Path, chat_template: str = "") -> Any:
     return tokenizer
 
 
-def read_chat_template(file: Path) -> str:
-    if not file.is_file():
-        raise UserMistake(f"CHAT_TEMPLATE={file}: no such file")
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise UserMistake(f"CHAT_TEMPLATE={file} is not UTF-8 text") from None
-
-
-def stop_ids(folder: Path, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
+def stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
     """Every token id that ends a completion, sorted.
 
     They come from generation_config.json, config.json and the tokenizer. A file that has an empty
     list, where no other names a token, means that no token ends a completion: (NEVER_DRAWN,).
-    Raises UserMistake for a value that is no token id.
+    Raises UserMistake if nothing names a stop token.
     """
-    found, none_ends = {tokenizer.eos_token_id}, False
+    named = [tokenizer.eos_token_id]
     for name in ("generation_config.json", "config.json"):
         if (folder / name).is_file():
-            eos = _read_json(folder / name).get("eos_token_id")
-            ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
-            none_ends = none_ends or eos == []
-            if not all(type(i) is int and 0 <= i < vocab_size for i in ids):
-                raise UserMistake(
-                    f"{folder / name}: eos_token_id={eos!r:.80} is not a token id below "
-                    f"vocab_size={vocab_size}, or a list of token ids"
-                )
-            found.update(ids)
-    ids = tuple(sorted(found - {None})) or ((NEVER_DRAWN,) if none_ends else ())
-    if not ids:
+            named.append(_read_json(folder / name).get("eos_token_id"))
+    found = {i for ids in named for i in (ids if isinstance(ids, list) else [ids])} - {None}
+    if found:
+        return tuple(sorted(found))
+    if [] not in named:
         raise UserMistake(f"MODEL_PATH={folder}: neither configs nor tokenizer name a stop token")
-    return ids
+    return (NEVER_DRAWN,)

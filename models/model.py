@@ -27,7 +27,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models.attention import KV, Cache, PackedRows, attention, cached_attention
-from runtime.layout import TRAIN_BATCH_AXES, Layout, constrain, gather_fsdp
+from runtime.layout import TRAIN_BATCH_AXES, Layout, constrain, gather_fsdp, mesh_text
 from runtime.mistakes import UserMistake
 
 
@@ -178,11 +178,10 @@ def stop_if_indivisible(setting: str, model: ModelConfig, mesh: Mesh) -> None:
         for size, axes in zip(leaf.shape, leaf.axes, strict=True):
             axes = (axes,) if isinstance(axes, str) else axes or ()
             if size % math.prod(mesh.shape[axis] for axis in axes):
-                shape = ",".join(str(n) for n in mesh.shape.values())
                 sizes = " * ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
                 raise UserMistake(
-                    f"{setting} (dp,fsdp,tp) = {shape}: {sizes} does not divide {leaf.name} "
-                    f"{list(leaf.shape)}; use a smaller {axes[-1]} and more dp"
+                    f"{setting} (dp,fsdp,tp) = {mesh_text(mesh)}: {sizes} does not divide "
+                    f"{leaf.name} {[*leaf.shape]}; use a smaller {axes[-1]} and more dp"
                 )
 
 

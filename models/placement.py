@@ -1,16 +1,15 @@
-"""How a run computes its model: dtypes, kernels and meshes, with the smallest useful tensor
-parallelism for training and decoding.
+"""How a run computes its model: dtypes, kernels and meshes, and tensor parallelism for decoding.
 
 cfg is the Config of config.py.
 
-Dimensions: n devices, R sequences and G prompts of a program over all devices, S prompt tokens, T
-completion tokens, V vocabulary, D model.
+Dimensions: R sequences of a micro-step over all devices, S prompt tokens, T completion tokens, P
+prompts of a step, K completions of each.
 """
 
 import math
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ import numpy as np
 
 from models.attention import LANES, MOST_PLACES, MOST_TOKENS
 from models.model import Compute, ModelConfig, param_table, stop_if_indivisible
-from runtime.chips import Work, chip_of, memory_bytes
+from runtime.chips import chip_of, memory_bytes
 from runtime.layout import (
     ROLLOUT_BATCH_AXES,
     TRAIN_BATCH_AXES,
@@ -31,31 +30,9 @@ from runtime.mistakes import UserMistake
 from runtime.packing import Limits
 from runtime.sizes import Sizes, prompt_share
 
-
-class Workload(NamedTuple):
-    """What a rollout pass or a micro-step works on, over all devices."""
-
-    R: int  # sequences
-    G: int  # prompts; each is shared by R/G sequences
-    S: int
-    T: int
-
-    @property
-    def tokens(self) -> int:
-        return self.R * self.T + self.G * self.S
-
-    @property
-    def pairs(self) -> float:
-        """The number of pairs of a query and a key that this query sees."""
-        return self.G * self.S**2 / 2 + self.R * (self.T * self.S + self.T**2 / 2)
-
-
-class Layouts(NamedTuple):
-    """Where training and rollout lie, and why ROLLOUT_MESH_SHAPE=auto chose its mesh, else ""."""
-
-    train: Layout
-    rollout: Layout
-    reason: str
+# A chip may take so long to read its weights, once for every token. With more chips each one reads
+# less, but they send more to each other.
+READ_SECONDS = 1.25e-3
 
 
 def how_to_compute(
@@ -76,38 +53,37 @@ def how_to_compute(
             f"{platform}; set POLICY_LOSS_IMPL=jax, which gives the same numbers"
         )
 
-    processes = len(devices) // local_count(devices)
-    R = sizes.prompt_batch_size * cfg.num_pre_q * processes
-    G = R // prompt_share(cfg.num_pre_q, R // len(devices))
-    layouts = choose_layouts(
-        model,
-        devices,
-        Workload(R, G, S, cfg.max_length_sample),
-        jnp.dtype(dtype).itemsize,
-        mesh_shape=cfg.mesh_shape,
-        rollout_mesh_shape=cfg.rollout_mesh_shape,
-    )
-    tp = layouts.train.mesh.shape["tp"]
-    T, of_shard = cfg.max_length_sample, sizes.micro_batch_size * processes
-    share = prompt_share(cfg.num_pre_q, of_shard // layouts.train.batch_shards)
+    mesh = make_mesh("MESH_SHAPE", cfg.mesh_shape, devices, (1, -1, 1))
+    stop_if_indivisible("MESH_SHAPE", model, mesh)
+    layout = Layout(mesh, TRAIN_BATCH_AXES)
+    processes, T = len(devices) // local_count(devices), cfg.max_length_sample
+    R = sizes.micro_batch_size * processes
+    share = prompt_share(cfg.num_pre_q, R // layout.batch_shards)
     row = sum(-(-n // LANES) * LANES for n in (S, share * T))
-    attention = choose_attention(cfg.attention_impl, model, platform, tp, row, T)
-    loop, rollout_loop = (choose_layer_loop(platform, remat) for remat in (cfg.remat, "none"))
     training = Compute(
         model,
         dtype=jnp.dtype(dtype),
-        layout=layouts.train,
+        layout=layout,
         remat=cfg.remat,
-        attention_impl=attention,
-        layer_loop=loop,
+        attention_impl=choose_attention(
+            cfg.attention_impl, model, platform, mesh.shape["tp"], row, T
+        ),
+        layer_loop=choose_layer_loop(platform, cfg.remat),
     )
-    # The rollout has no backward.
-    rollout = training._replace(layout=layouts.rollout, remat="none", layer_loop=rollout_loop)
     if cfg.rollout_backend == "sglang_jax":  # this is the copy of the weights that the engine gets
         name = dtype if cfg.sglang_jax_dtype == "auto" else cfg.sglang_jax_dtype
-        rollout = rollout._replace(layout=layouts.train, dtype=jnp.dtype(name), layer_loop="unroll")
+        rollout = training._replace(dtype=jnp.dtype(name), remat="none", layer_loop="unroll")
         return training, rollout, "; the engine has all devices on tp"
-    return training, rollout, f"; {layouts.reason}" if layouts.reason else ""
+
+    tp, reason = rollout_tp(model, devices, training.dtype.itemsize)
+    mesh = make_mesh("ROLLOUT_MESH_SHAPE", cfg.rollout_mesh_shape, devices, (-1, 1, tp))
+    stop_if_indivisible("ROLLOUT_MESH_SHAPE", model, mesh)
+    rollout = training._replace(
+        layout=Layout(mesh, ROLLOUT_BATCH_AXES),
+        remat="none",  # the rollout has no backward
+        layer_loop=choose_layer_loop(platform, "none"),
+    )
+    return training, rollout, f"; {reason}" if cfg.rollout_mesh_shape == "auto" else ""
 
 
 def limits_of(cfg: Any, sizes: Sizes, training: Compute, processes: int, S: int) -> Limits:
@@ -145,35 +121,8 @@ def rollout_mesh(cfg: Any, rollout: Compute) -> str:
     return mesh_text(mesh) if cfg.rollout_backend == "naive" else f"1,1,{mesh.size}"
 
 
-def choose_layouts(
-    model: ModelConfig,
-    devices: Sequence[jax.Device],
-    workload: Workload,
-    itemsize: int,
-    *,
-    mesh_shape: str,
-    rollout_mesh_shape: str,
-) -> Layouts:
-    """The layouts for MESH_SHAPE and ROLLOUT_MESH_SHAPE, on devices that need not exist here.
-
-    workload: one rollout pass. itemsize: bytes of a weight in the copy that decodes.
-    Raises UserMistake for a mesh that does not divide the devices or the weights.
-    """
-    # A process can ask only for the memory of its devices; a device of another machine has the
-    # memory of its chip.
-    local = next((d for d in devices if d.process_index == jax.process_index()), devices[0])
-    auto = (1, -1, smallest_tp(model, memory_bytes(local), local_count(devices)))
-    mesh = make_mesh("MESH_SHAPE", mesh_shape, devices, auto)
-    tp, reason = fastest_tp(model, local, len(devices), local_count(devices), workload, itemsize)
-    rollout_mesh = make_mesh("ROLLOUT_MESH_SHAPE", rollout_mesh_shape, devices, (-1, 1, tp))
-    stop_if_indivisible("MESH_SHAPE", model, mesh)
-    stop_if_indivisible("ROLLOUT_MESH_SHAPE", model, rollout_mesh)
-    train, rollout = Layout(mesh, TRAIN_BATCH_AXES), Layout(rollout_mesh, ROLLOUT_BATCH_AXES)
-    return Layouts(train, rollout, reason if rollout_mesh_shape == "auto" else "")
-
-
 def choose_attention(
-    setting: str, model: ModelConfig, platform: str, tp: int, row: int = 0, completion: int = 0
+    setting: str, model: ModelConfig, platform: str, tp: int, row: int, completion: int
 ) -> str:
     """xla or splash; raises UserMistake if ATTENTION_IMPL=splash cannot run here.
 
@@ -216,47 +165,22 @@ def possible_tp(model: ModelConfig, local_devices: int) -> list[int]:
     return [tp for tp in powers if not any(size % tp for size in (local_devices, *sizes))]
 
 
-def smallest_tp(model: ModelConfig, memory: float, local_devices: int) -> int:
-    """The tp of training: the smallest that leaves enough memory, or the largest that is possible.
-
-    Enough means that two layers gathered over fsdp and one gradient, all in bfloat16, take at most
-    a quarter of a device's memory.
-    """
-    possible = possible_tp(model, local_devices)
-    small = [tp for tp in possible if 3 * 2 * layer_weights(model) / tp <= memory / 4]
-    return (small or possible[-1:])[0]
-
-
-def fastest_tp(
-    model: ModelConfig,
-    device: jax.Device,
-    n: int,
-    local_devices: int,
-    workload: Workload,
-    itemsize: int,
-) -> tuple[int, str]:
-    """The tp with which decoding a token is estimated to take the least time, and the reason.
-
-    Only values count for which the weights take at most 40 % of the memory of `device`, which must
-    be a device of this process. On devices other than TPUs it is the smallest of these values, and
-    the reason is "". n: devices of all processes.
-    """
-    chip, possible = chip_of(device), possible_tp(model, local_devices)
-    limit = 0.4 * memory_bytes(device)
-    fits = [tp for tp in possible if itemsize * num_params(model) / tp <= limit]
-    fits = fits or possible[-1:]
-    if chip is None:
-        return fits[0], ""
-    costs = {}
-    for tp in fits:
-        hbm, ici = (1e3 * x for x in decode_work(model, n, tp, workload).seconds(chip))
-        costs[tp] = (hbm + ici, f"tp={tp} {hbm:.2f} + {ici:.2f}")
-    fastest = min(costs, key=lambda tp: costs[tp][0])
-    reason = ", ".join(text for _, text in costs.values())
-    return fastest, f"estimated ms per token, HBM + collectives: {reason}"
+def rollout_tp(model: ModelConfig, devices: Sequence[jax.Device], itemsize: int) -> tuple[int, str]:
+    """The tp of decoding, and the reason: the smallest with which the weights, of `itemsize` bytes
+    each, take at most 40 % of the memory of a device, and on a TPU are read in READ_SECONDS, or
+    else the largest that is possible."""
+    # A process can ask only for the memory of its devices; a device of another machine has the
+    # memory of its chip.
+    device = next((d for d in devices if d.process_index == jax.process_index()), devices[0])
+    weights, limit = itemsize * num_params(model), 0.4 * memory_bytes(device)
+    if chip := chip_of(device):
+        limit = min(limit, READ_SECONDS * chip.hbm_gbps * 1e9)
+    possible = possible_tp(model, local_count(devices))
+    tp = next((tp for tp in possible if weights / tp <= limit), possible[-1])
+    return tp, f"{weights / tp / 1e9:.3g} GB of weights on a device"
 
 
-# ---- The sizes of a model, and the work of a token -----------------------------------------------
+# ---- The sizes of a model, and the work of an update ---------------------------------------------
 
 
 def num_params(model: ModelConfig) -> int:
@@ -285,20 +209,3 @@ def update_flops(model: ModelConfig, prompts: np.ndarray, completions: np.ndarra
     weights = model.num_layers * layer_weights(model) * (S.sum() + T.sum())
     head = model.vocab_size * model.hidden_size * T.sum()
     return float(3 * (2 * (weights + head) + attention_flops(model, pairs)))
-
-
-def decode_work(model: ModelConfig, n: int, tp: int, workload: Workload) -> Work:
-    """The work of one new token of every sequence. The caches are read up to their capacity."""
-    local_R = workload.R / n
-    weights = model.num_layers * layer_weights(model) + model.vocab_size * model.hidden_size
-    cached = workload.G * workload.S / n + local_R * workload.T  # tokens
-    kv = 2 * 2 * model.num_kv_heads * model.head_dim * model.num_layers * cached
-    logits = 4 * local_R * model.vocab_size
-    heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    # A layer has two all-reduces, and four exchanges between heads and batch; the logits follow.
-    sent = (
-        model.num_layers * (2 * 2 * 2 * local_R * tp * model.hidden_size + 2 * local_R * heads)
-        + logits
-    )
-    hops = (6 * model.num_layers + 2) * tp if tp > 1 else 0
-    return Work(2 * weights / tp + kv + 4 * logits, sent * (tp - 1) / tp, hops)

@@ -1,9 +1,11 @@
-"""Claims about hf.py: folders are read and written exactly, and a bad folder gives a clear line."""
+"""Claims about hf.py: folders of every family are read and written exactly, and a model that is not
+supported or damaged gets a clear line."""
 
 import dataclasses
 import http.server
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -14,23 +16,25 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from formula_model import FAMILIES, LLAMA3, tensors, transformers_logits, write_config, write_folder
-from jax.sharding import PartitionSpec
-from safetensors.numpy import save_file
+from jax.sharding import Mesh, PartitionSpec
+from runs import finish, start_two, train
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+from small_model import FAMILIES, LLAMA3, tensors, transformers_logits, write_config, write_folder
 
 from models import hf
-from models.model import ModelConfig, param_shardings
+from models.model import ModelConfig, Params, param_shardings
 from runtime.layout import make_mesh
 from runtime.mistakes import UserMistake
 
 TINY = Path(__file__).parent.parent / "tiny"
 
 
-def mesh(shape: str = "1,8,1"):
+def mesh(shape: str = "1,8,1") -> Mesh:
     return make_mesh("MESH_SHAPE", shape, jax.devices())
 
 
-def load(folder: Path):
+def load(folder: Path) -> Params:
     return hf.load_params(folder, hf.read_config(folder), mesh(), np.float32)
 
 
@@ -46,7 +50,7 @@ def refused(call: Callable, *parts: str) -> None:
 
 
 @pytest.mark.parametrize("rope_parameters", [False, True], ids=["rope_theta", "rope_parameters"])
-def test_config_by_hand(tmp_path: Path, rope_parameters: object) -> None:
+def test_config_by_hand(tmp_path: Path, rope_parameters: bool) -> None:
     common = ModelConfig(
         vocab_size=48,
         hidden_size=32,
@@ -87,143 +91,68 @@ def test_transformers_own_config_files_are_read(tmp_path: Path, family: str) -> 
 
 
 BAD_CONFIGS = [  # family, changed keys (None removes a key), a part of the error
-    (
-        "qwen2",
-        {"model_type": "gpt2"},
-        "model_type='gpt2' is not supported; qwen2, qwen3 or",
-    ),
     ("qwen2", {"model_type": None}, "model_type=None is not supported"),
     ("qwen2", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; silu is"),
     ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True is not supported"),
     ("qwen3", {"attention_bias": True}, "attention_bias=True is not supported; false is"),
     ("llama3", {"mlp_bias": True}, "mlp_bias=True is not supported"),
-    (
-        "llama3",
-        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-        "rope_scaling={'rope_type': 'yarn', 'factor': 4.0} is not supported; rope_type default",
-    ),
-    (
-        "llama3",
-        {"rope_scaling": {"type": "linear", "factor": 2.0}},
-        "rope_scaling={'type': 'li",
-    ),
-    (
-        "qwen3",
-        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}},
-        "rope_parameters={'rope_type': 'dynamic'",
-    ),
-    (
-        "llama3",
-        {"rope_scaling": {k: v for k, v in LLAMA3.items() if k != "high_freq_factor"}},
-        "has no 'high_freq_factor'",
-    ),
-    (
-        "llama3",
-        {"rope_scaling": {"rope_type": "llama3"}},
-        "has no 'original_max_position_embeddings'",
-    ),
-    ("qwen2", {"hidden_size": None}, "has no 'hidden_size'"),
+    ("llama3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'"),
+    ("llama3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling={'type': 'lin"),
+    ("qwen3", {"rope_parameters": {"rope_type": "dynamic"}}, "rope_parameters={'rope_type': 'dyn"),
+    ("llama3", {"rope_scaling": LLAMA3 | {"factor": None}}, "has no 'factor'"),
     ("qwen2", {"rms_norm_eps": None}, "has no 'rms_norm_eps'"),
-    ("qwen2", {"num_attention_heads": None}, "has no 'num_attention_heads'"),
-    ("qwen2", {"rms_norm_eps": "1e-6"}, "rms_norm_eps='1e-6' is not a positive number"),
-    ("qwen2", {"rms_norm_eps": float("nan")}, "rms_norm_eps=nan is not a positive number"),
-    ("qwen2", {"rope_theta": [1e6]}, "rope_theta=[1000000.0] is not a positive number"),
-    ("qwen2", {"rope_theta": ""}, "rope_theta='' is not a positive number"),
-    ("qwen2", {"rope_theta": 0}, "rope_theta=0 is not a positive number"),
-    ("llama3", {"rope_scaling": {**LLAMA3, "factor": "8x"}}, "factor='8x' is not a positive n"),
-    ("qwen3", {"rope_parameters": {"rope_theta": "1e6"}}, "rope_theta='1e6' is not a positive n"),
-    (
-        "llama3",
-        {"rope_scaling": "linear"},
-        """rope_scaling='linear' is not an object such as {"rope_type": "default"}""",
-    ),
-    ("llama3", {"rope_scaling": [1]}, "rope_scaling=[1] is not an object such as"),
-    ("qwen3", {"rope_parameters": 1e6}, "rope_parameters=1000000.0 is not an object such as"),
-    ("llama3", {"rope_scaling": {"rope_type": ["llama3"]}}, "is not supported; rope_type default"),
-    ("qwen2", {"tie_word_embeddings": "false"}, "tie_word_embeddings='false' is not true or false"),
-    ("qwen2", {"use_sliding_window": "false"}, "use_sliding_window='false' is not true or false"),
-    ("qwen3", {"attention_bias": 0}, "attention_bias=0 is not true or false"),
-    ("llama3", {"mlp_bias": []}, "mlp_bias=[] is not true or false"),
-    ("qwen2", {"hidden_size": "32"}, "hidden_size='32' is not a positive whole number"),
-    ("qwen2", {"num_hidden_layers": True}, "num_hidden_layers=True is not a positive whole"),
-    ("qwen2", {"vocab_size": 48.0}, "vocab_size=48.0 is not a positive whole number"),
-    ("qwen2", {"num_key_value_heads": "2"}, "num_key_value_heads='2' is not a positive whole"),
-    ("qwen2", {"num_key_value_heads": 0}, "num_key_value_heads=0 is not a positive whole"),
-    ("qwen3", {"head_dim": [12]}, "head_dim=[12] is not a positive whole number"),
-    ("qwen3", {"head_dim": 12.5}, "head_dim=12.5 is not a positive whole number"),
-    ("qwen2", {"model_type": ["qwen2"]}, "model_type=['qwen2'] is not supported; qwen2, qwen3 or"),
-    ("qwen2", {"hidden_act": {"a": 1}}, "hidden_act={'a': 1} is not supported; silu is"),
 ]
 
 
 @pytest.mark.parametrize("family, changes, says", BAD_CONFIGS)
 def test_a_config_that_is_not_supported_is_refused_in_one_line(tmp_path, family, changes, says):
+    scaling = changes.get("rope_scaling", {})
+    changes = changes | {"rope_scaling": {k: v for k, v in scaling.items() if v is not None}}
     changed = {**FAMILIES[family], **changes}
     write_config(tmp_path, {key: value for key, value in changed.items() if value is not None})
     refused(lambda: hf.read_config(tmp_path), str(tmp_path / "config.json"), says)
 
 
-def test_a_key_that_is_null_is_as_if_it_were_missing(tmp_path: Path) -> None:
-    """As transformers writes the keys that a model does not have."""
+def test_a_key_that_is_null_is_as_if_it_were_missing_and_qwen2_may_name_its_biases(
+    tmp_path: Path,
+) -> None:
     write_config(tmp_path, FAMILIES["qwen2"])
     expected = hf.read_config(tmp_path)
     optional = "rope_scaling rope_parameters head_dim hidden_act use_sliding_window mlp_bias"
-    write_config(tmp_path, {**FAMILIES["qwen2"], **dict.fromkeys(optional.split())})
+    nulls = {**FAMILIES["qwen2"], **dict.fromkeys(optional.split()), "attention_bias": True}
+    write_config(tmp_path, nulls)
     assert hf.read_config(tmp_path) == expected
-    write_config(tmp_path, {**FAMILIES["qwen2"], "rms_norm_eps": None})
-    refused(lambda: hf.read_config(tmp_path), "config.json has no 'rms_norm_eps'")
-
-
-def test_a_qwen2_config_may_name_the_biases_it_always_has(tmp_path: Path) -> None:
-    write_config(tmp_path, {**FAMILIES["qwen2"], "attention_bias": True})
-    assert hf.read_config(tmp_path).qkv_bias
-
-
-@pytest.mark.parametrize(
-    "content, says",
-    [
-        (None, "has no config.json; give a Hugging Face folder"),
-        (b"{'model_type': 'qwen2'}", "config.json is not JSON: Expecting property name"),
-        (b"", "config.json is not JSON: Expecting value"),
-        (b"\xff\xfe{\x00", "config.json is not JSON: 'utf-8' codec"),
-        (b"[1]", "config.json is not a JSON object"),
-        (b"[" * 20_000, "config.json is not JSON: maximum recursion depth"),
-    ],
-)
-def test_a_folder_without_a_readable_config_is_refused_in_one_line(tmp_path, content, says):
-    if content is not None:
-        (tmp_path / "config.json").write_bytes(content)
-    refused(lambda: hf.read_config(tmp_path), str(tmp_path), says)
 
 
 # ---- Weights -------------------------------------------------------------------------------------
 
 
-def write_shards(folder: Path, shards: list[dict[str, np.ndarray]]) -> None:
-    """Writes the tensors as several files with an index, as large checkpoints have them."""
-    names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
-    for name, shard in zip(names, shards, strict=True):
-        save_file(shard, folder / name)
-    places = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+def write_shards(folder: Path, source: dict[str, np.ndarray]) -> list[str]:
+    """Writes the tensors as two files, each with some tensors of every layer, and an index, as
+    large checkpoints have them; returns the names of the files."""
+    files = [f"model-{i:05}-of-00002.safetensors" for i in (1, 2)]
+    names = sorted(source, key=lambda name: name[::-1])
+    places = {name: files[i % 2] for i, name in enumerate(names)}
+    for file in files:
+        save_file({name: source[name] for name in names if places[name] == file}, folder / file)
     index = {"metadata": {}, "weight_map": places}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return files
 
 
-def halves(all_tensors: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
-    """Two shards, each with some tensors of every layer."""
-    names = sorted(all_tensors, key=lambda name: name[::-1])
-    return [{n: all_tensors[n] for n in names[i::2]} for i in range(2)]
-
-
-@pytest.mark.parametrize("mesh_shape", ["1,8,1", "2,2,2"])
-@pytest.mark.parametrize("sharded", [False, True], ids=["one_file", "index"])
-@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
-def test_loading_and_writing_gives_back_every_tensor(tmp_path, dtype, sharded, mesh_shape):
-    family = "qwen3" if sharded else "qwen2"
+@pytest.mark.parametrize(
+    "family, mesh_shape, dtype",
+    [
+        ("qwen2", "1,8,1", np.float32),
+        ("qwen3", "2,2,2", np.float16),
+        ("llama3", "8,1,1", ml_dtypes.bfloat16),
+    ],
+)
+def test_loading_and_writing_gives_back_every_tensor(tmp_path, family, mesh_shape, dtype):
     source = {name: x.astype(dtype) for name, x in tensors(FAMILIES[family]).items()}
     write_config(tmp_path, FAMILIES[family])
-    if sharded:
-        write_shards(tmp_path, halves(source))
+    if family == "qwen3":
+        write_shards(tmp_path, source)
     else:
         save_file(source, tmp_path / "model.safetensors")
     model = hf.read_config(tmp_path)
@@ -236,16 +165,6 @@ def test_loading_and_writing_gives_back_every_tensor(tmp_path, dtype, sharded, m
     assert saved.keys() == source.keys()
     for name, x in source.items():
         np.testing.assert_array_equal(saved[name], x.astype(np.float32), err_msg=name)
-
-
-def test_tensors_that_were_written_load_again_to_the_bit(tmp_path: Path) -> None:
-    model = hf.read_config(write_folder(tmp_path, "llama3"))
-    params = hf.load_params(tmp_path, model, mesh(), ml_dtypes.bfloat16)
-    save_file(dict(hf.hf_tensors(params, model)), tmp_path / "model.safetensors")
-    again = hf.load_params(tmp_path, model, mesh("8,1,1"), ml_dtypes.bfloat16)
-    for x, y in zip(jax.tree.leaves(params), jax.tree.leaves(again), strict=True):
-        assert x.dtype == y.dtype == ml_dtypes.bfloat16
-        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
 def test_matrices_are_input_by_output_stacked_by_layer_and_sharded(tmp_path: Path) -> None:
@@ -271,104 +190,70 @@ def test_a_tied_checkpoint_may_repeat_its_embedding(tmp_path: Path) -> None:
     assert dict(hf.hf_tensors(params, hf.read_config(tmp_path))).keys() == source.keys()
 
 
-WQ, NORM = "model.layers.1.self_attn.q_proj.weight", "model.norm.weight"
-
-
-def without(name: str) -> Callable:
-    return lambda t: {n: x for n, x in t.items() if n != name}
-
-
-@pytest.mark.parametrize(
-    "damage, says",
-    [
-        (without(WQ), f"lacks tensors {WQ}"),
-        (without("lm_head.weight"), "lacks tensors lm_head.weight"),
-        (lambda t: {**t, "model.extra": t[NORM]}, "has unknown tensors model.extra"),
-        (
-            lambda t: {n: x for n, x in t.items() if ".bias" not in n},
-            "lacks tensors model.layers.0.self_attn.k_proj.bias, model.layers.0.self_attn.q_proj."
-            "bias, model.layers.0.self_attn.v_proj.bias and 3 more",
-        ),
-        (lambda t: {**t, WQ: t[WQ][:-1]}, f"{WQ} is [31, 32], config.json says [32, 32]"),
-        (lambda t: {**t, NORM: t[NORM][None]}, f"{NORM} is [1, 32], config.json says [32]"),
-        (lambda t: {**t, WQ: t[WQ].astype(np.int8)}, f"{WQ} is I8, not F32/F16/BF16"),
-        (lambda t: {**t, WQ: t[WQ].astype(np.float64)}, f"{WQ} is F64, not F32/F16/BF16"),
-    ],
-)
-def test_wrong_tensors_are_named_in_one_line(tmp_path: Path, damage: object, says: str) -> None:
+def test_missing_tensors_and_files_are_named(tmp_path: Path) -> None:
     write_config(tmp_path, FAMILIES["qwen2"])
-    save_file(damage(tensors(FAMILIES["qwen2"])), tmp_path / "model.safetensors")
-    refused(lambda: load(tmp_path), f"MODEL_PATH={tmp_path}", says)
+    source = tensors(FAMILIES["qwen2"])
+    save_file({n: x for n, x in source.items() if "bias" not in n}, tmp_path / "model.safetensors")
+    three = ", ".join(f"model.layers.0.self_attn.{name}_proj.bias" for name in "kqv")
+    refused(lambda: load(tmp_path), f"MODEL_PATH={tmp_path} lacks tensors {three} and 3 more")
+    _, second = write_shards(tmp_path, source)
+    (tmp_path / second).unlink()
+    refused(lambda: load(tmp_path), f"MODEL_PATH={tmp_path} has no {second}")
 
 
-def test_damaged_files_are_named_in_one_line(tmp_path: Path) -> None:
-    write_config(tmp_path, FAMILIES["qwen2"])
-    first, second = halves(tensors(FAMILIES["qwen2"]))
-    name, file = next(iter(first)), tmp_path / "model-00002-of-00002.safetensors"
-
-    write_shards(tmp_path, [first, {**second, name: first[name]}])
-    refused(lambda: load(tmp_path), f"{file} repeats tensor {name} of another file")
-
-    write_shards(tmp_path, [first, second])
-    file.write_bytes(file.read_bytes()[:-7])
-    refused(lambda: load(tmp_path), f"{file} is not a complete safetensors file")
-
-    file.unlink()
-    refused(lambda: load(tmp_path), f"MODEL_PATH={tmp_path} has no {file.name}")
-
-    index = tmp_path / "model.safetensors.index.json"
-    for text, says in (("{", "is not JSON"), ("[]", "is not a JSON object")):
-        index.write_text(text)
-        refused(lambda: load(tmp_path), f"{index} {says}")
-
-    index.unlink()
-    refused(lambda: load(tmp_path), "has no model.safetensors; weights are read as safetensors")
-
-    pointer = tmp_path / "model.safetensors"
-    pointer.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 988\n")
-    refused(lambda: load(tmp_path), f"{pointer} is not a complete safetensors file")
+NORM = "model.norm.weight"
+CONFIG, TOKENIZER, WEIGHTS = "config.json", "tokenizer.json", "model.safetensors"
+DAMAGES = [  # a file of tiny/, its new content or what changes its tensors, words of the line
+    (CONFIG, None, "has no config.json"),
+    (CONFIG, b'{"model_type": "qwen2",', "config.json is not JSON"),
+    (CONFIG, b"\xff\xfe{", "config.json is not JSON"),
+    (TOKENIZER, None, "has no tokenizer.json"),
+    (TOKENIZER, b"{}", "its tokenizer cannot be read"),
+    ("tokenizer_config.json", b"{}", "its tokenizer has no chat template"),
+    (WEIGHTS, None, "has no model.safetensors; weights are read as safetensors"),
+    (WEIGHTS, b"version https://git-lfs.github.com/spec/v1", "is not a complete safetensors file"),
+    (WEIGHTS, lambda t: t | {"extra": t[NORM]}, "has unknown tensors extra"),
+    (WEIGHTS, lambda t: t | {NORM: t[NORM][:-1]}, f"{NORM} is [127], config.json says [128]"),
+]
 
 
-@pytest.mark.parity
-@pytest.mark.parametrize("family", FAMILIES)
-def test_transformers_opens_the_written_weights_and_gives_the_same_logits(tmp_path, family):
-    pytest.importorskip("torch", reason="opens the folder with transformers' torch model")
-    model = hf.read_config(write_folder(tmp_path, family))
-    ours = tmp_path / "ours"
-    ours.mkdir()
-    write_config(ours, FAMILIES[family])
-    written = dict(hf.hf_tensors(load(tmp_path), model))
-    save_file(written, ours / "model.safetensors", metadata={"format": "pt"})
-    np.testing.assert_array_equal(transformers_logits(ours), transformers_logits(tmp_path))
+@pytest.mark.parametrize("name, damage, says", DAMAGES, ids=[says for _, _, says in DAMAGES])
+def test_a_damaged_folder_is_refused_in_one_line(tmp_path, name, damage, says) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("*.jsonl"))
+    if damage is None:
+        (folder / name).unlink()
+    elif isinstance(damage, bytes):
+        (folder / name).write_bytes(damage)
+    else:
+        save_file(damage(load_file(folder / name)), folder / name)
+    refused(lambda: hf.read_model(folder, ""), str(folder), says)
 
 
 # ---- The hub -------------------------------------------------------------------------------------
 
 
 class Refuses(http.server.BaseHTTPRequestHandler):
-    """Answers 401 to a client of the hub (no such repository) and 407 to a client of a proxy."""
+    """Answers as the hub does for a repository that it does not have."""
 
-    def do_GET(self) -> None:
-        self.send_response(407 if self.command == "CONNECT" else 401)
+    def do_HEAD(self) -> None:
+        self.send_response(401)
         self.send_header("X-Error-Code", "RepoNotFound")
         self.send_header("Content-Length", "0")
         self.end_headers()
 
-    do_HEAD = do_CONNECT = do_GET
+    do_GET = do_HEAD
 
-    def log_message(self, *_) -> None:
+    def log_message(self, *_: object) -> None:
         pass
 
 
 def test_a_hub_that_does_not_give_the_model_is_an_error_of_one_line(tmp_path: Path) -> None:
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refuses)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    here = f"http://127.0.0.1:{server.server_port}"
     cases = {  # a variable of the environment -> a part of the error
         ("HF_HUB_OFFLINE", "1"): "outgoing traffic has been disabled",
-        ("HF_ENDPOINT", "http://127.0.0.1:1"): "Connection refused",
-        ("HF_ENDPOINT", here): "Repository Not Found",
-        ("HTTPS_PROXY", here): "ProxyError: 407",
+        ("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}"): "Repository Not Found",
     }
     code = """if True:
         from models import hf
@@ -379,22 +264,172 @@ def test_a_hub_that_does_not_give_the_model_is_an_error_of_one_line(tmp_path: Pa
             print(error)
     """
     base = {k: v for k, v in os.environ.items() if "proxy" not in k.lower() and k[:3] != "HF_"}
-    runs = [
-        subprocess.Popen(
-            [sys.executable, "-c", code],
-            cwd=TINY.parent,
-            text=True,
-            stdout=subprocess.PIPE,
-            env={**base, "HF_HOME": str(tmp_path), name: value},
-        )
-        for name, value in cases
-    ]
-    lines = [run.communicate(timeout=120)[0].splitlines() for run in runs]
+    for (name, value), says in cases.items():
+        env = {**base, "HF_HOME": str(tmp_path), name: value}
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, cwd=TINY.parent, text=True, capture_output=True, env=env)
+        (line,) = done.stdout.splitlines()
+        assert line.startswith("MODEL_PATH=nobody/nothing-here: no such folder, and the hub says")
+        assert says in line
     server.shutdown()
-    for (printed,), says in zip(lines, cases.values(), strict=True):
-        assert printed.startswith("MODEL_PATH=nobody/nothing-here: no such folder, and the hub say")
-        assert says in printed
 
 
-def test_a_folder_is_used_in_place(tmp_path: Path) -> None:
-    assert hf.fetch_model(str(tmp_path)) == tmp_path
+# ---- Tokenizers, and the tokens that end a completion --------------------------------------------
+
+QUESTIONS = [  # like those of GSM8K
+    "Weng earns $12 an hour. Yesterday she did 50 minutes: <<12/60=0.2>>\n50*0.2=$10\n#### 10",
+    "A house costs $1,234,567.50; repairs raised its value by 150%.\r\n\r\nWhat is the profit?\t",
+    "Zoe\u0308's cafe\u0301 sells 3 ½-litre jugs at 7 € — how much?",  # accents by combining marks
+    "Bob’s \U0001f600 emoji: 2³ × 10^-4 = ?\u2028  Next   line",
+    "<|im_start|>user\n<think>5 + 5</think> <answer>10</answer><|im_end|>",
+]
+
+
+def test_token_ids_are_those_of_the_file_tokenizer_json() -> None:
+    from tokenizers import Tokenizer
+
+    assert json.loads((TINY / "config.json").read_text())["model_type"] == "qwen2"
+    raw, ours = Tokenizer.from_file(str(TINY / "tokenizer.json")), hf.load_tokenizer(TINY)
+    for question in QUESTIONS:
+        ids = raw.encode(question, add_special_tokens=False).ids
+        assert ours(question, add_special_tokens=False)["input_ids"] == ids
+        assert ours.decode(ids) == question
+
+
+@pytest.mark.parametrize(
+    "generation, config, eos, expected",
+    [
+        (None, {}, "<|im_end|>", (2,)),
+        (None, {"eos_token_id": 5}, "<|im_end|>", (2, 5)),
+        ({"eos_token_id": 0}, {"eos_token_id": 5}, "<|im_end|>", (0, 2, 5)),
+        ({"eos_token_id": [9, 0, 2]}, {"eos_token_id": None}, "<|im_end|>", (0, 2, 9)),
+        ({"eos_token_id": [9]}, {"eos_token_id": [5, 9]}, None, (5, 9)),
+        (None, {"eos_token_id": []}, "<|im_end|>", (2,)),
+        (None, {"eos_token_id": []}, None, (-1,)),  # no token ends a completion
+    ],
+)
+def test_stop_ids_are_those_of_all_files(tmp_path, generation, config, eos, expected):
+    tokenizer = hf.load_tokenizer(TINY)
+    tokenizer.eos_token = eos  # <|im_end|> is 2
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert hf.stop_ids(tmp_path, tokenizer) == expected
+
+
+def test_a_model_that_names_no_end_is_refused(tmp_path: Path) -> None:
+    tokenizer = hf.load_tokenizer(TINY)
+    tokenizer.eos_token = None
+    refused(lambda: hf.stop_ids(tmp_path, tokenizer), f"MODEL_PATH={tmp_path}", "a stop token")
+
+
+# ---- The export ----------------------------------------------------------------------------------
+
+
+def tensors_of(folder: Path) -> dict[str, np.ndarray]:
+    found = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="numpy") as content:
+            found |= {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
+    return found
+
+
+def exported(source: Path, target: Path, **how: object) -> Path:
+    """The folder `target` with the weights of the folder `source`."""
+    model = hf.read_config(source)
+    params = hf.load_params(source, model, mesh(), np.float32)
+    hf.save_model(target, params, model, source, **{"dtype": "float32"} | how)
+    return target
+
+
+@pytest.mark.parametrize(
+    "family, dtype", [(name, "float32") for name in FAMILIES] + [("qwen2", "bfloat16")]
+)
+def test_an_export_is_the_source_s_folder_with_the_new_weights(
+    tmp_path: Path, family: str, dtype: str
+) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    write_folder(source, family)
+    (source / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
+    target = exported(source, tmp_path / "target", dtype=dtype, shard_size=20_000)
+    before, after = tensors_of(source), tensors_of(target)
+    assert before.keys() == after.keys(), "tied heads stay tied"
+    for name, tensor in after.items():
+        assert tensor.dtype == np.dtype(dtype)
+        assert (tensor == before[name].astype(dtype)).all(), name
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == after.keys() and len(set(index["weight_map"].values())) > 1
+    ours, theirs = (json.loads((f / "config.json").read_text()) for f in (target, source))
+    named = "torch_dtype" if "torch_dtype" in theirs else "dtype"
+    assert ours == theirs | {named: dtype}
+    assert (target / "generation_config.json").read_text() == '{"eos_token_id": [1, 2]}'
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_opens_an_export_and_gives_the_same_logits(tmp_path, family):
+    pytest.importorskip("torch", reason="opens the folder with transformers' torch model")
+    source = tmp_path / "source"
+    source.mkdir()
+    target = exported(write_folder(source, family), tmp_path / "ours")
+    np.testing.assert_array_equal(transformers_logits(target), transformers_logits(source))
+
+
+def test_an_export_replaces_an_earlier_export_and_no_other_file_and_keeps_the_tokenizer(
+    tmp_path: Path,
+) -> None:
+    from transformers import AutoTokenizer
+
+    (tmp_path / "mine.jinja").write_text("{{ messages[0]['content'] }}!")
+    target = tmp_path / "hf"
+    target.mkdir()
+    (target / "notes.md").write_text("mine")
+    exported(TINY, target, shard_size="1MB")
+    assert len([*target.glob("*.safetensors")]) > 1
+    exported(TINY, target, chat_template=str(tmp_path / "mine.jinja"))
+    assert sorted(f.name for f in target.iterdir()) == [
+        "chat_template.jinja",
+        "config.json",
+        "exported_from.json",
+        "model.safetensors",
+        "notes.md",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    load(target)
+    for tokenizer in (hf.load_tokenizer(target), AutoTokenizer.from_pretrained(target)):
+        chat = [{"role": "user", "content": "Hi"}]
+        assert tokenizer.apply_chat_template(chat, tokenize=False) == "Hi!"
+    again = exported(target, tmp_path / "again")
+    assert json.loads((again / "exported_from.json").read_text()) == {"model": str(target)}
+
+
+def test_a_model_that_no_run_has_exported_is_not_overwritten(tmp_path: Path) -> None:
+    mine = write_folder(tmp_path, "qwen2")
+    refused(lambda: hf.stop_if_overwritten(str(mine), "", TINY), f"EXPORT_HF={mine} holds a model")
+    refused(lambda: hf.stop_if_overwritten(str(mine), "", mine), f"EXPORT_HF={mine} is MODEL_PATH")
+    (mine / "exported_from.json").write_text("{}")
+    hf.stop_if_overwritten(str(mine), "", TINY)
+    hf.stop_if_overwritten("none", str(tmp_path), tmp_path / "hf")
+    (tmp_path / "hf").mkdir()
+    write_folder(tmp_path / "hf", "qwen2")
+    refused(lambda: hf.stop_if_overwritten("", str(tmp_path), TINY), f"OUTPUT_DIR={tmp_path}: its")
+
+
+@pytest.mark.slow
+def test_two_processes_export_the_same_weights_as_one_process(tmp_path: Path) -> None:
+    one = train(tmp_path / "one", BATCH_SIZE="4", NUM_PRE_Q="4", TRAIN_MICRO_BATCH_SIZE="16")
+    outs = [tmp_path / "two", tmp_path / "two_1"]
+    each = {"BATCH_SIZE": "2", "NUM_PRE_Q": "4", "TRAIN_MICRO_BATCH_SIZE": "8"}
+    running = start_two(outs, 1, **each, MESH_SHAPE="1,2,1", EXPORT_HF=str(tmp_path / "elsewhere"))
+    results = [finish(process, out) for process, out in zip(running, outs, strict=True)]
+    assert [result.code for result in (one, *results)] == [0, 0, 0]
+    ours, theirs = tensors_of(tmp_path / "one" / "hf"), tensors_of(tmp_path / "elsewhere")
+    assert ours.keys() == theirs.keys() and not (outs[0] / "hf").exists()
+    start = tensors_of(TINY)
+    assert any((ours[name] != start[name]).any() for name in ours), "it was trained"
+    # Adam divides by the size of a gradient, so that the rounding of one near 0 counts: at most a
+    # tenth of the learning rate of 1e-4 here.
+    for name in ours:
+        np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-5, atol=1e-5)

@@ -10,23 +10,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from formula_model import (
+import small_model
+from small_model import (
     FAMILIES,
     GOLDENS,
     IDS,
     MASK,
     PLACES,
     POSITIONS,
+    batch_of,
+    in_rows,
     transformers_logits,
     write_folder,
 )
-from small_model import batch_of, in_rows
 
 from models import hf
 from models.attention import Cache, PackedRows, map_kv, prompt_rows
 from models.model import (
     Compute,
-    ModelConfig,
     Params,
     arrange_layers,
     forward,
@@ -36,28 +37,21 @@ from models.model import (
     param_shardings,
     param_table,
     prefix_of,
-    stop_if_indivisible,
 )
 from runtime.layout import ROLLOUT_BATCH_AXES, TRAIN_BATCH_AXES, Layout, make_mesh, shard_batch
-from runtime.mistakes import UserMistake
 
 # Everything at once: biases, head norms, scaled rotary angles, an lm_head beside the embedding, and
 # h != D/H.
-MODEL = ModelConfig(
+MODEL = dataclasses.replace(
+    small_model.MODEL,
     vocab_size=32,
-    hidden_size=16,
-    intermediate_size=24,
     num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
     rms_norm_eps=1e-5,
     rope_theta=100.0,
     rope_llama3=(8.0, 1.0, 4.0, 16),
     tied=False,
     qkv_bias=True,
     qk_norm=True,
-    max_positions=64,
 )
 FLOAT32 = Compute(MODEL, jnp.dtype("float32"))
 BFLOAT16 = Compute(MODEL, jnp.dtype("bfloat16"))
@@ -167,11 +161,10 @@ def assert_same(a, b, atol):
 # ---- transformers' numbers -----------------------------------------------------------------------
 
 
-def logits_of(folder, **changes) -> np.ndarray:
+def logits_of(folder: Path) -> np.ndarray:
     model = hf.read_config(folder)
     params = hf.load_params(folder, model, make_mesh("MESH_SHAPE", "8,1,1", jax.devices()), "f4")
-    compute = Compute(dataclasses.replace(model, **changes), jnp.dtype("float32"))
-    hidden, _ = prefill_jit(params, compute, IDS, POSITIONS, MASK)
+    hidden, _ = prefill_jit(params, Compute(model, jnp.dtype("float32")), IDS, POSITIONS, MASK)
     return np.asarray(hidden @ lm_head(params).T)
 
 
@@ -194,16 +187,10 @@ def test_logits_equal_the_numbers_transformers_gave(tmp_path: Path, family: str)
     np.testing.assert_allclose(ours, golden, rtol=0, atol=1e-4)
 
 
-def test_llama3_logits_tell_scaled_angles_from_plain_ones(tmp_path: Path) -> None:
-    golden = np.array(json.loads(GOLDENS.read_text())["llama3"])
-    plain = logits_of(write_folder(tmp_path, "llama3"), rope_llama3=None)[PLACES][:, :12]
-    assert np.abs(plain - golden).max() > 0.1
-
-
 # ---- One forward, every route --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("share", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("share", [1, 3, 8])
 def test_packed_rows_equal_one_unpadded_forward(share: int) -> None:
     """With 3 in a row both groups stand in the second row, and each in another row too."""
     hidden = hidden_jit(PARAMS, FLOAT32, *packed(share))
@@ -275,7 +262,7 @@ def test_bfloat16_tells_far_positions_apart() -> None:
 
 @pytest.mark.parametrize(
     "remat, layer_loop",
-    [("dots", "scan"), ("full", "scan"), ("none", "unroll"), ("full", "unroll")],
+    [("dots", "scan"), ("none", "unroll"), ("full", "unroll")],
 )
 def test_remat_and_unrolled_layers_leave_the_gradient_unchanged(
     remat: str, layer_loop: str
@@ -311,7 +298,7 @@ def placed(
     return layout, params, [shard_batch(x, layout) for x in inputs]
 
 
-@pytest.mark.parametrize("mesh_shape, share", [("1,8,1", 1), ("1,4,2", 2), ("2,2,2", 2)])
+@pytest.mark.parametrize("mesh_shape, share", [("1,8,1", 1), ("2,2,2", 2)])
 def test_training_layouts_leave_hidden_states_and_gradient_unchanged(
     mesh_shape: str, share: int
 ) -> None:
@@ -321,10 +308,7 @@ def test_training_layouts_leave_hidden_states_and_gradient_unchanged(
     assert_same((hidden, grads), plain_gradient(), 1e-5)
 
 
-@pytest.mark.parametrize(
-    "mesh_shape, layer_loop",
-    [("8,1,1", "scan"), ("4,1,2", "scan"), ("1,2,4", "scan"), ("4,1,2", "unroll")],
-)
+@pytest.mark.parametrize("mesh_shape, layer_loop", [("4,1,2", "scan"), ("1,2,4", "unroll")])
 def test_decoding_layouts_leave_hidden_states_unchanged(mesh_shape: str, layer_loop: str) -> None:
     inputs = *prompts_for(1), COMPLETION_IDS
     layout, params, inputs = placed(mesh_shape, ROLLOUT_BATCH_AXES, inputs)
@@ -335,8 +319,7 @@ def test_decoding_layouts_leave_hidden_states_unchanged(mesh_shape: str, layer_l
 # ---- Shapes and axes -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_documented_shapes(tied: bool) -> None:
+def test_the_documented_shapes() -> None:
     model = dataclasses.replace(
         MODEL,
         vocab_size=31,
@@ -346,7 +329,6 @@ def test_the_documented_shapes(tied: bool) -> None:
         num_heads=6,
         num_kv_heads=2,
         head_dim=22,
-        tied=tied,
     )
     R, G, t, S, T = 14, 7, 5, 11, 19
 
@@ -375,7 +357,6 @@ def test_the_documented_shapes(tied: bool) -> None:
     assert written.k.shape == (3, 14, 2, 22, 19)  # [L, R, N, h, T]
     assert written.v.shape == (3, 14, 2, 19, 22)  # [L, R, N, T, h]
     assert lm_head(params).shape == (31, 13)  # [V, D]
-    assert (params.lm_head is None) == tied
 
 
 def test_prefix_of_by_hand() -> None:
@@ -388,14 +369,6 @@ def test_prefix_of_by_hand() -> None:
     assert mask.tolist() == [[True] * 3, [False, False, True], [False] * 3]
 
 
-def test_every_dimension_of_every_parameter_has_an_axis_entry() -> None:
-    for tied, bias, norm in ((False, True, True), (True, False, False)):
-        model = dataclasses.replace(MODEL, tied=tied, qkv_bias=bias, qk_norm=norm)
-        for leaf in jax.tree.leaves(param_table(model)):
-            assert len(leaf.axes) == len(leaf.shape), leaf.name
-            assert set(leaf.axes) <= {None, "fsdp", "tp", ("tp", "fsdp")}, leaf.name
-
-
 def test_init_follows_transformers_rule() -> None:
     model = dataclasses.replace(MODEL, vocab_size=4096)
     params = jax.jit(init_params, static_argnums=0)(model, jax.random.key(0))
@@ -403,13 +376,3 @@ def test_init_follows_transformers_rule() -> None:
     assert (params.layers.bk == 0).all()
     assert float(params.embed.std()) == pytest.approx(0.02, rel=0.02)
     assert float(abs(params.embed - params.lm_head).max()) > 0.02
-
-
-def test_a_mesh_that_does_not_divide_a_parameter_is_named() -> None:
-    mesh = make_mesh("MESH_SHAPE", "1,8,1", jax.devices())
-    with pytest.raises(UserMistake) as error:
-        stop_if_indivisible("MESH_SHAPE", dataclasses.replace(MODEL, hidden_size=12), mesh)
-    assert str(error.value) == (
-        "MESH_SHAPE (dp,fsdp,tp) = 1,8,1: fsdp=8 does not divide model.embed_tokens.weight "
-        "[32, 12]; use a smaller fsdp and more dp"
-    )

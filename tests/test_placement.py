@@ -1,75 +1,78 @@
-"""Claims about models/placement.py and runtime/chips.py, each by numbers from hand."""
+"""Claims about models/placement.py, runtime/layout.py and the facts of runtime/chips.py, each by
+numbers from hand."""
 
 import dataclasses
 import math
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 from jax.experimental import multihost_utils
-from small_model import MODEL, WORKLOAD
+from small_model import MODEL
 
-from models.model import ModelConfig, stop_if_indivisible
+from config import Config
+from models.model import ModelConfig
 from models.placement import (
-    Workload,
     choose_attention,
     choose_layer_loop,
-    choose_layouts,
-    decode_work,
-    fastest_tp,
+    how_to_compute,
     num_params,
-    smallest_tp,
+    rollout_tp,
 )
-from runtime import chips
-from runtime.chips import CHIPS, Work, chip_of, memory_bytes
-from runtime.layout import gather_processes, make_mesh
+from runtime.chips import CHIPS, chip_of, memory_bytes
+from runtime.layout import (
+    ROLLOUT_BATCH_AXES,
+    TRAIN_BATCH_AXES,
+    Layout,
+    gather_processes,
+    local_part,
+    make_mesh,
+    mesh_text,
+    shard_batch,
+)
 from runtime.mistakes import UserMistake
+from runtime.sizes import derive
 from tools.known_models import KNOWN, config_of
 
 QWEN3B = config_of("Qwen/Qwen2.5-3B-Instruct")
 
 
-def device(kind: str, **memory: int) -> Any:
-    """A device of this process that is not here."""
+def device(kind: str, host: int = 0, **memory: int) -> Any:
+    """A device that is not here; `host` 0 is this process."""
     return types.SimpleNamespace(
-        device_kind=kind, memory_stats=lambda: memory or None, process_index=0
+        device_kind=kind, memory_stats=lambda: memory or None, process_index=host
     )
 
 
 # ---- Models and chips ----------------------------------------------------------------------------
 
+PUBLISHED = {
+    "Qwen/Qwen2.5-0.5B-Instruct": 494_032_768,
+    "Qwen/Qwen2.5-1.5B-Instruct": 1_543_714_304,
+    "Qwen/Qwen2.5-3B-Instruct": 3_085_938_688,
+    "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
+    "Qwen/Qwen3-0.6B": 596_049_920,
+    "Qwen/Qwen3-1.7B-Base": 1_720_574_976,
+    "Qwen/Qwen3-4B": 4_022_468_096,
+    "Qwen/Qwen3-4B-Instruct-2507": 4_022_468_096,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "meta-llama/Llama-3.2-1B-Instruct": 1_235_814_400,
+    "meta-llama/Llama-3.2-3B": 3_212_749_824,
+}
 
-@pytest.mark.parametrize(
-    "name, published",
-    [
-        ("Qwen/Qwen2.5-0.5B-Instruct", 494_032_768),
-        ("Qwen/Qwen2.5-1.5B-Instruct", 1_543_714_304),
-        ("Qwen/Qwen2.5-3B-Instruct", 3_085_938_688),
-        ("Qwen/Qwen2.5-7B-Instruct", 7_615_616_512),
-        ("Qwen/Qwen3-0.6B", 596_049_920),
-        ("Qwen/Qwen3-1.7B-Base", 1_720_574_976),
-        ("Qwen/Qwen3-4B", 4_022_468_096),
-        ("Qwen/Qwen3-4B-Instruct-2507", 4_022_468_096),
-        ("Qwen/Qwen3-8B", 8_190_735_360),
-        ("meta-llama/Llama-3.2-1B-Instruct", 1_235_814_400),
-        ("meta-llama/Llama-3.2-3B", 3_212_749_824),
-    ],
-)
-def test_known_models_have_as_many_parameters_as_published(name: str, published: int) -> None:
-    assert num_params(config_of(name)) == published
+
+def test_known_models_have_as_many_parameters_as_published() -> None:
+    assert {name: num_params(config_of(name)) for name in PUBLISHED} == PUBLISHED
+    assert len(KNOWN) == len(PUBLISHED)
 
 
 def test_the_second_release_of_qwen3_4b_has_longer_positions_and_another_rope_theta() -> None:
     first, second = (config_of(f"Qwen/Qwen3-4B{name}") for name in ("", "-Instruct-2507"))
-    assert (second.rope_theta, second.max_positions) == (5e6, 262144)
     assert (first.rope_theta, first.max_positions) == (1e6, 32768)
     assert second == dataclasses.replace(first, rope_theta=5e6, max_positions=262144)
-
-
-def test_every_known_model_is_in_that_list() -> None:
-    assert len(KNOWN) == 11
 
 
 @pytest.mark.parametrize(
@@ -97,146 +100,70 @@ def test_memory_is_the_compiler_s_limit_on_a_tpu_and_elsewhere_the_device_s_answ
     assert memory_bytes(device("cpu")) == memory_bytes(jax.devices()[0]) == math.inf
 
 
-def test_seconds_by_hand() -> None:
-    work = Work(hbm_bytes=820e9, ici_bytes=90e9, hops=1000)
-    assert work.seconds(CHIPS["v6e"]) == pytest.approx((0.5, 0.501))  # over two links of 90 GB/s
-    assert Work(819e9).seconds(CHIPS["v5e"]) == pytest.approx((1, 0))
-
-
-# ---- The work of a token -------------------------------------------------------------------------
-
-
-def test_decoding_a_token_by_hand() -> None:
-    # A device has one sequence: layers and head are 8064 + 768 weights. A key and its value are
-    # 2*2*2*8 bytes a layer; completions have 6 of them, prompts 20/8.
-    cache, logits = 64 * 3 * 8.5, 4 * 48
-    assert decode_work(MODEL, 8, 1, WORKLOAD) == Work(2 * 8832 + cache + 4 * logits, 0, 0)
-    # Over two devices each reads half the weights. Of two tokens' 32 bytes half go twice, in two
-    # all-reduces a layer; of a token's 96 numbers of heads and 48 logits half go once.
-    assert decode_work(MODEL, 8, 2, WORKLOAD) == Work(
-        8832 + cache + 4 * logits, 3 * (128 + 96) + 96, 40
-    )
-
-
 # ---- The tp of decoding --------------------------------------------------------------------------
 
-V6E_8 = [device("TPU v6 lite")] * 8
-BATCH = Workload(R=16 * 8, G=16, S=512, T=1024)
+
+def tp_of(model: ModelConfig, kind: str, hosts: Sequence[int] = (0,) * 8, **memory: int) -> int:
+    """The tp for weights of two bytes. hosts: that of each device."""
+    return rollout_tp(model, [device(kind, host, **memory) for host in hosts], 2)[0]
 
 
-def fastest(model: ModelConfig, devices: list, local: int, workload: Workload) -> tuple[int, str]:
-    """fastest_tp with weights of two bytes."""
-    return fastest_tp(model, devices[0], len(devices), local, workload, 2)
+def test_on_a_tpu_a_device_reads_its_weights_in_one_and_a_quarter_milliseconds() -> None:
+    """6.17 GB of weights are 1.54 GB on each of four devices, which a v6e reads in 0.94 ms and a
+    v5e in 1.88 ms."""
+    v6e = [device("TPU v6 lite")] * 8
+    assert rollout_tp(QWEN3B, v6e, 2) == (4, "1.54 GB of weights on a device")
+    assert tp_of(QWEN3B, "TPU v5 lite") == 8
+    assert tp_of(config_of("Qwen/Qwen2.5-0.5B"), "TPU v6 lite") == 1
 
 
-def tps(text: str) -> list[int]:
-    """The tps that an explanation names."""
-    return [int(part.split()[0]) for part in text.split("tp=")[1:]]
-
-
-def test_a_v6e_8_decodes_qwen_3b_over_four_chips() -> None:
-    tp, why = fastest(QWEN3B, V6E_8, 8, BATCH)
-    assert tp == 4
-    # 6.17 GB of weights at 1640 GB/s are 3.76 ms; 0.42 more are caches and logits
-    assert why.startswith("estimated ms per token, HBM + collectives: tp=1 4.18 + 0.00, tp=2 2.30")
-    assert tps(why) == [1, 2, 4, 8]
-
-
-def test_the_longer_a_hop_takes_the_fewer_chips_decode_together(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    chosen = []
-    for seconds in (1e-8, 1e-6, 3e-6, 1e-5):
-        monkeypatch.setattr(chips, "HOP_SECONDS", seconds)
-        chosen.append(fastest(QWEN3B, V6E_8, 8, BATCH)[0])
-    assert chosen == [8, 4, 2, 1]
-
-
-def test_tensor_parallelism_stays_inside_a_host_and_divides_its_devices() -> None:
-    assert tps(fastest(QWEN3B, V6E_8, 4, BATCH)[1]) == [1, 2, 4]
-    assert tps(fastest(QWEN3B, V6E_8[:6], 6, BATCH)[1]) == [1, 2]
-    assert fastest(QWEN3B, V6E_8[:1], 1, BATCH)[0] == 1
-
-
-def test_weights_take_two_fifths_of_the_memory_at_most() -> None:
-    qwen7b = config_of("Qwen/Qwen2.5-7B-Instruct")  # 15.2 GB
-    v5e = [device("TPU v5 lite")] * 8  # 6.76 GB are two fifths
-    assert tps(fastest(qwen7b, v5e, 8, BATCH)[1]) == [4, 8]
-    deep = dataclasses.replace(qwen7b, num_layers=280)  # fits nowhere
-    assert tps(fastest(deep, v5e, 8, BATCH)[1]) == [8]
-
-
-def test_tp_divides_every_dimension_that_it_splits_and_the_message_names_the_setting() -> None:
-    odd = dataclasses.replace(QWEN3B, vocab_size=151665)  # an embedding cut to its tokenizer
-    assert tps(fastest(odd, V6E_8, 8, BATCH)[1]) == [1]
-    assert smallest_tp(odd, 1e6, 8) == 1
-    with pytest.raises(
-        UserMistake, match="^ROLLOUT_MESH_SHAPE .* tp=8 does not divide model.embed"
-    ):
-        mesh = make_mesh("ROLLOUT_MESH_SHAPE", "1,1,8", jax.devices())
-        stop_if_indivisible("ROLLOUT_MESH_SHAPE", odd, mesh)
+def test_tensor_parallelism_stays_inside_a_host_and_divides_what_it_splits() -> None:
+    deep = dataclasses.replace(QWEN3B, num_layers=360)  # of which no device holds enough
+    assert tp_of(deep, "TPU v6 lite") == 8
+    assert tp_of(deep, "TPU v6 lite", hosts=(0, 0, 0, 0, 1, 1, 1, 1)) == 4
+    assert tp_of(deep, "TPU v6 lite", hosts=(0,) * 6) == 2
+    odd = dataclasses.replace(deep, vocab_size=151665)  # an embedding cut to its tokenizer
+    assert tp_of(odd, "TPU v6 lite") == 1
 
 
 @pytest.mark.parametrize(
-    "limit, local, tp",
+    "limit, tp",
     [
-        (44_721, 8, 1),  # 2 * 8944 bytes are two fifths of 44720
-        (44_719, 8, 2),
-        (11_181, 8, 4),
-        (1, 8, 8),
-        (1, 6, 2),
-        (0, 8, 1),  # the device does not say
+        (44_721, 1),  # 2 * 8944 bytes are two fifths of 44720
+        (44_719, 2),
+        (11_181, 4),
+        (1, 8),
+        (0, 1),  # the device does not say
     ],
 )
-def test_without_a_tpu_it_is_the_smallest_tp_that_holds_the_weights(
-    limit: int, local: int, tp: int
-) -> None:
+def test_without_a_tpu_it_is_the_smallest_tp_that_holds_the_weights(limit: int, tp: int) -> None:
     memory = {"bytes_limit": limit} if limit else {}
-    gpus = [device("NVIDIA H100 80GB HBM3", **memory)] * 8
-    assert fastest(MODEL, gpus, local, WORKLOAD) == (tp, "")
-    double = device("NVIDIA H100 80GB HBM3", **{name: 2 * n for name, n in memory.items()})
-    assert fastest_tp(MODEL, double, 8, local, WORKLOAD, 4) == (tp, "")  # float32, twice the memory
+    assert tp_of(MODEL, "NVIDIA H100 80GB HBM3", **memory) == tp
 
 
-# ---- Layouts -------------------------------------------------------------------------------------
+# ---- Meshes and kernels of a run -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("setting", ["MESH_SHAPE", "ROLLOUT_MESH_SHAPE"])
 def test_a_mesh_that_does_not_divide_the_weights_is_refused_under_its_setting(setting: str) -> None:
     odd = dataclasses.replace(MODEL, vocab_size=49)
-    shapes = {"mesh_shape": "auto", "rollout_mesh_shape": "auto", setting.lower(): "4,1,2"}
-    if setting == "ROLLOUT_MESH_SHAPE":
-        shapes["mesh_shape"] = "8,1,1"
+    cfg = Config.from_env({"NUM_PRE_Q": "8", "MESH_SHAPE": "8,1,1"} | {setting: "4,1,2"})
     with pytest.raises(UserMistake, match=f"^{setting} .* tp=2 does not divide model.embed_tokens"):
-        choose_layouts(odd, jax.devices(), WORKLOAD, 4, **shapes)
+        how_to_compute(cfg, odd, derive(cfg, 1, 8), 16, jax.devices())
 
 
-# ---- The tp of training --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "memory, local, tp",
-    [
-        (math.inf, 8, 1),
-        (64_512, 8, 1),  # 3 * 2 * 2688 = 16128 bytes are a quarter of it
-        (64_511, 8, 2),
-        (32_255, 8, 4),
-        (1, 8, 8),
-        (1, 4, 4),
-        (1, 6, 2),
-        (1, 1, 1),
-    ],
-)
-def test_the_tp_of_training_leaves_three_quarters_of_the_memory_beside_gathered_layers(
-    memory: float, local: int, tp: int
-) -> None:
-    assert smallest_tp(MODEL, memory, local) == tp
-
-
-def test_no_known_model_needs_tp_to_train_on_a_v6e() -> None:
-    for name in KNOWN:
-        assert smallest_tp(config_of(name), 31.25 * 2**30, 8) == 1
-    assert smallest_tp(config_of("Qwen/Qwen2.5-7B-Instruct"), 4 * 2**30, 8) == 2  # 1.4 GB
+def test_a_run_trains_on_fsdp_and_decodes_without_remat_on_meshes_of_all_devices() -> None:
+    cfg = Config.from_env({"NUM_PRE_Q": "8", "ROLLOUT_MESH_SHAPE": "2,1,4", "REMAT": "full"})
+    training, rollout, reason = how_to_compute(cfg, MODEL, derive(cfg, 1, 8), 16, jax.devices())
+    assert [mesh_text(compute.layout.mesh) for compute in (training, rollout)] == ["1,8,1", "2,1,4"]
+    assert (training.layout.batch_axes, rollout.layout.batch_axes, reason) == (
+        TRAIN_BATCH_AXES,
+        ROLLOUT_BATCH_AXES,
+        "",
+    )
+    assert (training.remat, training.layer_loop) == ("full", "scan")
+    assert (rollout.remat, rollout.layer_loop) == ("none", "unroll")
+    assert training.dtype == rollout.dtype == np.float32 and training.attention_impl == "xla"
 
 
 WIDE = config_of("Qwen/Qwen3-4B")  # head_dim 128, 32 heads, 8 kv heads
@@ -244,38 +171,30 @@ NARROW = config_of("Qwen/Qwen2.5-0.5B-Instruct")  # 64, 14, 2
 
 
 @pytest.mark.parametrize(
-    "setting, model, platform, tp, impl",
+    "setting, model, platform, tp, row, impl",
     [
-        ("auto", WIDE, "tpu", 8, "splash"),
-        ("auto", NARROW, "tpu", 2, "splash"),
-        ("splash", NARROW, "tpu", 1, "splash"),
-        ("xla", WIDE, "tpu", 1, "xla"),
-        ("auto", WIDE, "gpu", 1, "xla"),
-        ("auto", WIDE, "cpu", 1, "xla"),
-        ("auto", WIDE, "tpu", 16, "xla"),
-        ("auto", MODEL, "tpu", 1, "xla"),
+        ("auto", WIDE, "tpu", 8, 4096, "splash"),
+        ("splash", NARROW, "tpu", 1, 4096, "splash"),
+        ("xla", WIDE, "tpu", 1, 4096, "xla"),
+        ("auto", WIDE, "gpu", 1, 4096, "xla"),
+        ("splash", WIDE, "gpu", 1, 4096, "it is a TPU kernel, and this is gpu"),
+        ("auto", MODEL, "tpu", 1, 4096, "xla"),
+        ("splash", MODEL, "tpu", 1, 4096, "a head_dim that is a multiple of 64, not 8"),
+        ("auto", WIDE, "tpu", 16, 4096, "xla"),
+        ("splash", WIDE, "tpu", 16, 4096, "MESH_SHAPE's tp=16 does not divide 8 kv heads"),
+        ("auto", WIDE, "tpu", 1, 2**17 + 1, "xla"),
+        ("splash", WIDE, "tpu", 1, 2**17 + 1, "131072 tokens and completions 16384"),
     ],
 )
-def test_auto_chooses_the_kernel_where_it_can_run(
-    setting: str, model: ModelConfig, platform: str, tp: int, impl: str
+def test_auto_chooses_the_kernel_where_it_can_run_and_splash_is_refused_where_it_cannot(
+    setting: str, model: ModelConfig, platform: str, tp: int, row: int, impl: str
 ) -> None:
-    assert choose_attention(setting, model, platform, tp) == impl
-
-
-@pytest.mark.parametrize(
-    "model, platform, tp, why",
-    [
-        (WIDE, "gpu", 1, "it is a TPU kernel, and this is gpu"),
-        (MODEL, "tpu", 1, "it wants a head_dim that is a multiple of 64, not 8"),
-        (WIDE, "tpu", 16, "MESH_SHAPE's tp=16 does not divide 8 kv heads"),
-    ],
-)
-def test_a_kernel_that_cannot_run_here_is_refused_with_the_reason(
-    model: ModelConfig, platform: str, tp: int, why: str
-) -> None:
+    if impl in ("xla", "splash"):
+        assert choose_attention(setting, model, platform, tp, row, 1024) == impl
+        return
     with pytest.raises(UserMistake) as error:
-        choose_attention("splash", model, platform, tp)
-    assert str(error.value) == f"ATTENTION_IMPL=splash: {why}; leave it at auto"
+        choose_attention(setting, model, platform, tp, row, 1024)
+    assert str(error.value).startswith("ATTENTION_IMPL=splash: ") and impl in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -294,7 +213,44 @@ def test_layers_are_unrolled_where_no_memory_has_to_be_saved(
     assert choose_layer_loop(platform, remat) == loop
 
 
-# ---- Between processes ---------------------------------------------------------------------------
+# ---- runtime/layout.py ---------------------------------------------------------------------------
+
+
+def test_local_part_gives_back_the_array_that_shard_batch_was_given() -> None:
+    layout = Layout(make_mesh("MESH_SHAPE", "2,2,2", jax.devices()), TRAIN_BATCH_AXES)
+    x = np.arange(24).reshape(8, 3)
+    assert shard_batch(x, layout).addressable_shards[0].data.shape == (2, 3)
+    np.testing.assert_array_equal(local_part(shard_batch(x, layout)), x)
+    assert layout.batch_shards == 4
+    assert layout._replace(batch_axes=ROLLOUT_BATCH_AXES).batch_shards == 8
+
+
+@pytest.mark.parametrize(
+    "shape, auto, sizes",
+    [
+        ("2,2,2", (1, -1, 1), "2,2,2"),
+        ("-1,4,1", (1, -1, 1), "2,4,1"),
+        ("1,-1,2", (1, -1, 1), "1,4,2"),
+        ("auto", (1, -1, 1), "1,8,1"),
+        ("auto", (-1, 1, 4), "2,1,4"),
+    ],
+)
+def test_mesh_sizes(shape: str, auto: tuple, sizes: str) -> None:
+    mesh = make_mesh("MESH_SHAPE", shape, jax.devices()[::-1], auto)
+    assert mesh_text(mesh) == sizes and mesh.axis_names == ("dp", "fsdp", "tp")
+    assert [device.id for device in mesh.devices.flat] == [0, 1, 2, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("shape", ["1,3,1", "2,8,1", "-1,3,1", "-1,-1,1"])
+def test_a_mesh_of_other_than_all_devices_is_refused(shape: str) -> None:
+    with pytest.raises(UserMistake, match=f"^ROLLOUT_MESH_SHAPE={shape} is a mesh of .* has 8"):
+        make_mesh("ROLLOUT_MESH_SHAPE", shape, jax.devices())
+
+
+def test_tensor_parallelism_across_hosts_is_refused() -> None:
+    four_hosts = [types.SimpleNamespace(process_index=i // 2, id=i) for i in range(8)]
+    with pytest.raises(UserMistake, match="^MESH_SHAPE=1,2,4: tp=4 does not divide the 2 devices"):
+        make_mesh("MESH_SHAPE", "1,2,4", four_hosts)
 
 
 @pytest.mark.parametrize(
@@ -302,7 +258,6 @@ def test_layers_are_unrolled_where_no_memory_has_to_be_saved(
     [
         np.arange(12).reshape(4, 3) % 2 == 0,
         np.arange(6, dtype=np.float64).reshape(2, 3) / 7,
-        np.arange(5, dtype=np.int32),
         np.ones((2, 3, 5), np.float16),
     ],
     ids=lambda x: f"{x.dtype}{[*x.shape]}",

@@ -1,4 +1,5 @@
-"""Claims about train_grpo.py --plan: its tables, its suggestions and its exit codes."""
+"""Claims about train_grpo.py --plan: its table, what it suggests and its exit codes; and about
+tools/memory_table.py and the table in docs/plan.md."""
 
 import importlib.util
 import json
@@ -9,11 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from runs import REPO
 
 from config import Config
-from tools import plan_tpu, programs
+from runtime.chips import SLICES
+from tools import memory_table, plan_tpu
+from tools.programs import PROGRAMS, ROLLOUT, Plan
 
-REPO = Path(__file__).resolve().parent.parent
 MODEL = {
     "model_type": "qwen2",
     "vocab_size": 8192,
@@ -40,156 +43,188 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def planned(
-    slice_name: str, model: Path, *, before: str = "", **env: str
-) -> subprocess.CompletedProcess:
-    """train_grpo.py --plan as a user runs it, after the Python code `before`."""
-    of_tests = ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_DISABLE_MOST_OPTIMIZATIONS")
-    keep = {k: v for k, v in os.environ.items() if k not in of_tests}
-    argv = [str(REPO / "train_grpo.py"), "--plan", slice_name]
-    run = f"import runpy, sys; sys.argv = {argv}; sys.path.insert(0, {str(REPO)!r}); {before}\n"
-    run += "runpy.run_path(sys.argv[0], run_name='__main__')"
-    return subprocess.run(
-        [sys.executable, "-c", run],
-        cwd=model,
-        text=True,
-        capture_output=True,
-        timeout=500,
-        env=keep | {"MODEL_PATH": str(model)} | SMALL | env,
-    )
+def planned(capsys: pytest.CaptureFixture, name: str, **env: str) -> tuple[int, str, str]:
+    """The exit code, the output and the errors of the plan for a slice."""
+    with pytest.raises(SystemExit) as ended:
+        plan_tpu.plan_and_exit(Config.from_env(SMALL | env), name)
+    return ended.value.code, *capsys.readouterr()
 
 
-@pytest.mark.slow
-@needs_compiler
-def test_the_engine_s_memory_is_its_weights_and_its_pool(model: Path) -> None:
-    """The pool has 4 kv heads of 128 numbers: each of the 4 devices holds one of the model's 2, and
-    the engine pads their 64 numbers. It has a page of 128 tokens more than it was asked for."""
-    layer = 256 * (2 * 256 + 2 * 128 + 3 * 512) + 512 + 2 * 256
-    parameters, pool = 8192 * 256 + 2 * layer + 256, 3_000_128 * 2 * 2 * 4 * 128
-    gib = (parameters + pool) * 2 / 4 / 2**30
-    env = {"ROLLOUT_BACKEND": "sglang_jax", "BATCH_SIZE": "2", "EVAL_EVERY_STEPS": "0"}
-    env["SGLANG_JAX_MAX_TOTAL_TOKENS"] = "3000000"
-    assert f"{gib:.2f}" == "2.86"
-    done = planned("v4-8", model, **env)
-    assert done.returncode == 0, done.stderr
-    names = re.findall(r"^\| (\w+) \|.* (?:\d+ s|not compiled) \|", done.stdout, re.M)
-    assert names == ["engine", "sync_weights", "micro_step", "optimizer_step"]
-    assert f"| engine | 0.00 | {gib:.2f} | " in done.stdout
-    assert "some will wait" not in done.stdout and "a decoded token" not in done.stdout
-    refused = planned("v4-16", model, **env)
-    assert refused.returncode == 2 and "runs on one host; v4-16 has 2" in refused.stderr
+# ---- A plan --------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @needs_compiler
 def test_a_plan_lists_every_program_of_the_run_and_fits(model: Path) -> None:
-    done = planned("v6e-8", model, BETA="0.04")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stderr == ""
-    for program in programs.PROGRAMS:  # the first three columns add up to the fourth
+    of_tests = ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_DISABLE_MOST_OPTIMIZATIONS")
+    env = {k: v for k, v in os.environ.items() if k not in of_tests}
+    done = subprocess.run(
+        [sys.executable, str(REPO / "train_grpo.py"), "--plan", "v6e-8"],
+        cwd=model,
+        text=True,
+        capture_output=True,
+        timeout=500,
+        env=env | SMALL | {"MODEL_PATH": str(model), "BETA": "0.04"},
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+    for program in PROGRAMS:  # the first three columns add up to the fourth
         row = re.search(rf"^\| {program} \| ([\d. |]+) \| yes \| \d+ s \|$", done.stdout, re.M)
         assert row, program
         *parts, total = map(float, row.group(1).split(" | "))
         assert sum(parts) == pytest.approx(total, abs=0.02) and total > 0
-    assert "mesh dp,fsdp,tp train=1,8,1 (auto) rollout=8,1,1 (auto; estimated ms" in done.stdout
+    assert "mesh dp,fsdp,tp train=1,8,1 (auto) rollout=8,1,1 (auto; 0.00" in done.stdout
     assert "a step: 128 sequences of 128 + 128 tokens; per device 16 in each of 1" in done.stdout
-    assert re.search(
-        r"^a decoded token takes at least [\d.]+ ms, a lower bound: ", done.stdout, re.M
-    )
     assert re.search(r"^v6e-8: fits, [\d.]+ of 31.25 GiB in \w+$", done.stdout, re.M)
     assert list(model.iterdir()) == [model / "config.json"]  # the plan leaves no file behind
 
 
-@pytest.mark.slow
 @needs_compiler
-def test_a_plan_that_does_not_fit_names_sizes_that_fit(model: Path) -> None:
-    # Its programs are soon compiled, and the keys and values of 8192 completions fill a device.
-    narrow = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2}
-    (model / "config.json").write_text(json.dumps(MODEL | narrow))
-    sizes = {"ROLLOUT_PER_DEVICE_BATCH_SIZE": "1024", "TRAIN_PER_DEVICE_MICRO_BATCH_SIZE": "8"}
-    fewer_programs = {"EVAL_EVERY_STEPS": "0"}
-    done = planned("v5e-1", model, MAX_LENGTH_SAMPLE="1024", **sizes, **fewer_programs)
-    assert done.returncode == 3, done.stdout + done.stderr
-    assert re.search(r"^\| decode \| .* \| NO \| ", done.stdout, re.M)
-    remedy = re.search(
-        r"^decode does not fit; "
-        r"ROLLOUT_PER_DEVICE_BATCH_SIZE=(\d+) ROLLOUT_BATCH_SIZE=8192 would fit \(([\d.]+) GiB\), "
-        r"or MAX_LENGTH_SAMPLE=(\d+) would fit \(([\d.]+) GiB\)$",
-        done.stdout,
-        re.M,
-    )
-    assert remedy, done.stdout
-    size, first, length, second = map(float, remedy.groups())
-    assert 1024 % size == 0 and size < 1024 and length < 1024
-    assert max(first, second) <= 15.75 and min(first, second) > 15.75 / 4  # nor far too small
-    assert re.search(r"^v5e-1: DOES NOT FIT, ", done.stdout, re.M)
-
-
-@pytest.mark.slow
-@needs_compiler
-def test_what_would_fit_for_an_update_is_a_smaller_micro_batch_or_shorter_completions(
-    model: Path,
+def test_a_plan_that_does_not_fit_names_the_next_smaller_sizes(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    env = SMALL | {"MODEL_PATH": str(model), "MAX_LENGTH_SAMPLE": "256"}
-    cfg = Config.from_env(env | {"TRAIN_PER_DEVICE_MICRO_BATCH_SIZE": "2"})
-    plan, _ = plan_tpu.make_plan(cfg, "v5e-1")
-    found = plan_tpu.remedies(plan, "v5e-1", "micro_step")
-    told = [re.sub(r" \([\d.]+ GiB\)$", "", text) for text in found]
-    assert told == [
-        "TRAIN_PER_DEVICE_MICRO_BATCH_SIZE=1 would fit",
-        "MAX_LENGTH_SAMPLE=128 would fit",
+    """The compiler's answers are given here; a device of a v5e has 15.75 GiB."""
+    gib = {"decode": 16, "micro_step": 15.8, "optimizer_step": 15.76, "prefill": 15.7}
+
+    def compiled(plan: Plan, program: str) -> plan_tpu.Memory:
+        return plan_tpu.Memory(gib.get(program, 1) * 2**30, 0, 0)
+
+    monkeypatch.setattr(plan_tpu, "compiled", compiled)
+    sizes = {"BATCH_SIZE": "8", "TRAIN_MICRO_BATCH_SIZE": "16"}
+    code, out, _ = planned(capsys, "v5e-1", MODEL_PATH=str(model), **sizes)
+    assert code == 3
+    assert "| decode | 16.00 | 0.00 | 0.00 | 16.00 | NO | " in out
+    assert "| prefill | 15.70 | 0.00 | 0.00 | 15.70 | barely | " in out
+    assert [line for line in out.splitlines() if "not fit" in line.lower()] == [
+        "decode does not fit. Try BATCH_SIZE=4 ROLLOUT_BATCH_SIZE=64",
+        "micro_step does not fit. Try TRAIN_MICRO_BATCH_SIZE=8",
+        "optimizer_step does not fit. Use more devices; OPTIMIZER=sgd or lion, or BETA=0, need "
+        "less",
+        "v5e-1: DOES NOT FIT, 16.00 of 15.75 GiB in decode",
     ]
+
+
+@needs_compiler
+def test_the_engine_s_memory_is_its_weights_and_its_pool(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """The pool has 4 kv heads of 128 numbers: each of the 4 devices holds one of the model's 2, and
+    the engine pads their 64 numbers. It has a page of 128 tokens more than it was asked for."""
+    layer = 256 * (2 * 256 + 2 * 128 + 3 * 512) + 512 + 2 * 256
+    parameters, pool = 8192 * 256 + 2 * layer + 256, 3_000_128 * 2 * 2 * 4 * 128
+    gib = (parameters + pool) * 2 / 4 / 2**30
+    assert f"{gib:.2f}" == "2.86"
+    env = {"MODEL_PATH": str(model), "ROLLOUT_BACKEND": "sglang_jax", "BATCH_SIZE": "2"}
+    env |= {"SGLANG_JAX_MAX_TOTAL_TOKENS": "3000000", "EVAL_EVERY_STEPS": "0"}
+    monkeypatch.setattr(plan_tpu, "compiled", lambda *_: plan_tpu.Memory(1.0, 1.0, 1.0))
+    code, out, _ = planned(capsys, "v4-8", **env)
+    names = re.findall(r"^\| (\w+) \|.* (?:\d+ s|not compiled) \|", out, re.M)
+    assert names == ["engine", "sync_weights", "micro_step", "optimizer_step"]
+    assert code == 0 and f"| engine | 0.00 | {gib:.2f} | " in out
+    code, _, errors = planned(capsys, "v4-16", **env)
+    assert code == 2 and "runs on one host; v4-16 has 2" in errors
+
+
+def test_what_a_plan_cannot_do_is_one_line(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    assert planned(capsys, "v9-8") == (
+        2,
+        "",
+        f"error: 'v9-8' is not a slice known here; these are: {', '.join(SLICES)}\n",
+    )
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    message = 'error: the TPU compiler is not installed: pip install "jax[tpu]"\n'
+    assert planned(capsys, "v6e-8") == (2, "", message)
+
+
+@needs_compiler
+def test_a_plan_stops_at_wrong_settings(model: Path, capsys: pytest.CaptureFixture) -> None:
+    code, _, errors = planned(capsys, "v6e-8", TRAIN_MICRO_BATCH_SIZE="7")
+    assert code == 2 and errors.startswith("error: TRAIN_MICRO_BATCH_SIZE=7 must divide")
+    (model / "config.json").unlink()
+    code, out, errors = planned(capsys, "v6e-8", MODEL_PATH=str(model))
+    assert (code, out) == (2, "") and errors.startswith(f"error: MODEL_PATH={model} has no config")
+
+
+# ---- tools/memory_table.py and docs/plan.md ----------------------------------------------------
+
+DOC = (REPO / "docs" / "plan.md").read_text()
+ROWS = [line for line in DOC.splitlines() if line.startswith("| Qwen/")]
+COLUMNS = [[cell.strip() for cell in row.strip("|").split("|")] for row in ROWS]
+PARAMETERS = {  # the sums of the sizes in the index files on the hub
+    "Qwen/Qwen2.5-0.5B": 494_032_768,
+    "Qwen/Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen/Qwen2.5-3B": 3_085_938_688,
+    "Qwen/Qwen2.5-7B": 7_615_616_512,
+    "Qwen/Qwen3-4B": 4_022_468_096,
+}
+DEVICES = {"v5e-1": 1, "v5e-8": 8, "v4-8": 4, "v6e-8": 8}
+
+
+def state_gib(model: str, name: str, optimizer: str) -> float:
+    """Of a chip's part of the weights, the gradients and the optimizer's moments, in float32."""
+    arrays = 2 + {"adamw": 2, "lion": 1, "sgd": 0}[optimizer]
+    return PARAMETERS[model] * 4 * arrays / DEVICES[name] / 2**30
+
+
+def test_the_table_has_a_possible_row_for_each_model_and_slice() -> None:
+    assert memory_table.HEADER in DOC
+    assert [tuple(row[:2]) for row in COLUMNS] == [(m, s) for m in PARAMETERS for s in DEVICES]
+    assert " ".join(f"{k}={v}" for k, v in memory_table.STEP.items()) in DOC
+    for model, name, prompts, sequences, other, gib, programs in COLUMNS:
+        limit = plan_tpu.limit_of(name) / 2**30
+        if prompts == "does not fit":  # it needs more than the chip has even with sgd
+            needed = [float(x) for x in re.findall(r"(?:^|: )(\d+\.\d+)", gib)]
+            for optimizer, needs in zip(("adamw", "lion", "sgd"), needed, strict=True):
+                assert needs >= round(state_gib(model, name, optimizer), 2) and needs > limit
+            continue
+        optimizer = (re.findall(r"OPTIMIZER=(\w+)", other) or ["adamw"])[0]
+        total, of = map(float, gib.split(" of "))
+        assert state_gib(model, name, optimizer) < total <= limit == of, (model, name)
+        assert 16 % int(prompts) == 0 and 128 // DEVICES[name] % int(sequences) == 0
+        assert programs in PROGRAMS
+
+
+@needs_compiler
+def test_a_model_whose_state_does_not_fit_is_refused_by_the_compiler() -> None:
+    row = memory_table.row("v5e-1", "Qwen/Qwen2.5-3B", memory_table.STEP)
+    assert row in ROWS
+
+
+@needs_compiler
+def test_the_largest_micro_batch_and_pass_that_fit_are_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The compiler's answers are given here, since it would take minutes. It is asked nothing
+    else."""
+    answers = {  # GiB of a program with this BATCH_SIZE and this micro-batch; a chip has 31.25
+        ("optimizer_step", 16, 4): 28.4,
+        ("micro_step", 16, 16): 47.1,
+        ("micro_step", 16, 8): 31.29,
+        ("micro_step", 16, 4): 31.19,
+    }
+    of_pass = ("sync_weights", *ROLLOUT)
+    answers |= {(program, 16, 4): 25.6 for program in of_pass} | {("decode", 16, 4): 31.3}
+    answers |= {(program, 8, 4): 25.6 for program in of_pass}
+    asked = []
+
+    def compiled(plan: Plan, program: str) -> plan_tpu.Memory:
+        sizes = plan.sizes.prompt_batch_size, plan.sizes.micro_batch_size // 8
+        asked.append((program, *sizes))
+        return plan_tpu.Memory(0, answers[asked[-1]] * 2**30, 0)
+
+    monkeypatch.setattr(memory_table, "compiled", compiled)
+    row = memory_table.row("v6e-8", "Qwen/Qwen2.5-7B", memory_table.STEP)
+    assert row == "| Qwen/Qwen2.5-7B | v6e-8 | 8 | 4 |  | 31.19 of 31.25 | micro_step |"
+    assert sorted(asked) == sorted(answers)
 
 
 @pytest.mark.slow
 @needs_compiler
-def test_where_no_smaller_size_fits_a_larger_slice_is_the_remedy() -> None:
-    """Weights and gradients of Qwen2.5-3B and the moments of adamw take 46 of 15.75 GiB."""
-    env = SMALL | {"MODEL_PATH": "Qwen/Qwen2.5-3B", "TRAIN_PER_DEVICE_MICRO_BATCH_SIZE": "2"}
-    plan, _ = plan_tpu.make_plan(Config.from_env(env), "v5e-1")
-    larger = "use a larger slice"
-    assert plan_tpu.remedies(plan, "v5e-1", "micro_step") == [
-        f"none of its smaller sizes fits either: {larger}"
-    ]
-    assert plan_tpu.remedies(plan, "v5e-1", "optimizer_step") == [
-        f"{larger}, OPTIMIZER=sgd or lion, or BETA=0"
-    ]
-
-
-def test_without_the_compiler_a_plan_says_how_to_get_it(model: Path) -> None:
-    done = planned("v6e-8", model, before="sys.modules['libtpu'] = None")  # as if not installed
-    message = 'error: the TPU compiler is not installed: pip install "jax[tpu]"\n'
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
-
-
-def test_a_plan_for_an_unknown_slice_names_the_known_ones(model: Path) -> None:
-    done = planned("v9-8", model)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert re.fullmatch(
-        r"error: 'v9-8' is not a slice known here; these are: v4-8, .*\n", done.stderr
-    )
-
-
-@needs_compiler
-def test_a_plan_stops_at_wrong_settings(model: Path) -> None:
-    done = planned("v6e-8", model, TRAIN_MICRO_BATCH_SIZE="7")
-    assert done.returncode == 2 and done.stderr.startswith("error: TRAIN_MICRO_BATCH_SIZE=7 must")
-    (model / "config.json").unlink()
-    done = planned("v6e-8", model)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert (
-        done.stderr == f"error: MODEL_PATH={model} has no config.json; give a Hugging Face folder\n"
-    )
-
-
-@needs_compiler
-def test_a_decoded_token_takes_at_least_the_time_that_its_bytes_need() -> None:
-    """A device has 16 sequences, and with tp=4 a quarter of 3.09e9 weights of two bytes: 1.54 GB.
-    The keys and values of (16 * 512 + 128 * 1024) / 8 tokens, each of 2 * 2 * 2 * 128 bytes in 36
-    layers, are 0.64 GB, and four times the logits of the 16 tokens are 0.04 GB."""
-    recipe = REPO / "recipes" / "grpo_gsm8k_qwen25_3b_bs128_steps100.yaml"
-    plan, _ = plan_tpu.make_plan(Config.from_env({}, recipe), "v6e-8")
-    assert plan_tpu.least_time_of_a_token(plan, "v6e-8") == (
-        "a decoded token takes at least 1.36 ms, a lower bound: each device moves 2.22 GB of "
-        "weights, caches and logits, at 1640 GB/s"
-    )
+def test_the_compiler_says_again_what_the_table_says() -> None:
+    said = COLUMNS[0]
+    again = memory_table.row("v5e-1", "Qwen/Qwen2.5-0.5B", memory_table.STEP)
+    cells = [cell.strip() for cell in again.strip("|").split("|")]
+    assert cells[:5] == said[:5] and cells[6:] == said[6:]
+    gib, was = (float(row[5].split()[0]) for row in (cells, said))
+    assert gib == pytest.approx(was, rel=0.07)  # 13.38 instead of 12.63 GiB with jax 0.12

@@ -1,11 +1,10 @@
-"""Times the steps of a run, or the log-probability kernel beside two other implementations.
+"""Times the steps of a run, or says how much memory the log-probabilities need on a TPU.
 
     python tools/bench.py step              # times a run on the device of this machine
-    python tools/bench.py loss              # times token_logps on the device of this machine
-    python tools/bench.py loss --tpu v6e    # compiles it for a TPU that is not here; needs libtpu
+    python tools/bench.py loss --tpu v6e    # compiles for a TPU that is not here; needs libtpu
 
 `step` runs train_grpo.py, reads the times in its metrics.jsonl, and prints a line of JSON;
-docs/speed.md explains it. `loss` computes the log-probabilities and entropies of tokens from hidden
+docs/speed.md explains it. `loss` is the log-probabilities and entropies of tokens from hidden
 states, and the gradients with respect to the hidden states and the lm_head. Its implementations are
 `full`, which keeps all logits in memory, and `jax` and `pallas`, the values of POLICY_LOSS_IMPL.
 
@@ -17,7 +16,6 @@ vocabulary, n tokens of a device.
 import argparse
 import contextlib
 import dataclasses
-import functools
 import json
 import os
 import random
@@ -26,7 +24,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,19 +49,6 @@ from startup import logps_kernel
 from tools.programs import array, slice_devices
 
 IMPLEMENTATIONS = ("full", "jax", "pallas")
-
-
-def median_seconds(call: Callable[[], Any], repeats: int) -> float:
-    """The median time of `repeats` calls, after two calls that are not counted.
-
-    Each call is timed until its results are ready.
-    """
-    seconds = []
-    for _ in range(repeats + 2):
-        began = time.perf_counter()
-        jax.block_until_ready(call())
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds[2:])
 
 
 # ---- bench.py step: the inputs of a run ----------------------------------------------------------
@@ -251,7 +235,9 @@ def measurements(
 
 
 def matmul_gflops() -> float:
-    """The rate of a large matmul on one device: float32 on a CPU, else bfloat16. Median of 20."""
+    """The rate of a large matmul on one device: float32 on a CPU, else bfloat16.
+
+    It is the median of 20 calls after two that do not count."""
     rows, inner, columns, dtype, calls = 8192, 4096, 8192, jnp.bfloat16, 10
     if jax.default_backend() == "cpu":
         rows, inner, columns, dtype, calls = 4096, 256, 1024, jnp.float32, 1
@@ -259,8 +245,12 @@ def matmul_gflops() -> float:
     a = jax.random.normal(keys[0], (rows, inner), dtype)
     b = jax.random.normal(keys[1], (inner, columns), dtype)
     matmul = jax.jit(jnp.matmul)
-    seconds = median_seconds(lambda: [matmul(a, b) for _ in range(calls)], 20)
-    return 2 * rows * inner * columns * calls / seconds / 1e9
+    seconds = []
+    for _ in range(22):
+        began = time.perf_counter()
+        jax.block_until_ready([matmul(a, b) for _ in range(calls)])
+        seconds.append(time.perf_counter() - began)
+    return 2 * rows * inner * columns * calls / statistics.median(seconds[2:]) / 1e9
 
 
 # ---- bench.py loss -------------------------------------------------------------------------------
@@ -274,53 +264,12 @@ class LossShape(NamedTuple):
     V: int
 
 
-def loss_program(impl: str, backward: bool, device: jax.Device, mesh: Mesh | None) -> Callable:
-    """A function of hidden [R, T, D], lm_head [V, D] and ids [R, T].
-
-    It returns a scalar or, with `backward`, the gradients with respect to hidden and lm_head.
-    Raises UserMistake when it is traced, if D is too wide for the kernel.
-    """
-
-    def loss(hidden: Any, lm_head: Any, ids: Any) -> Any:
-        if impl == "full":
-            logps, entropy = token_logps_reference(hidden, lm_head, ids)
-        else:
-            kernel = logps_kernel(impl, hidden.shape[-1], device.device_kind)
-            logps, entropy = token_logps(hidden, lm_head, ids, mesh=mesh, kernel=kernel)
-        return logps.sum() + 0.01 * entropy.sum()
-
-    return jax.grad(loss, (0, 1)) if backward else loss
-
-
-def bench_loss(shape: LossShape) -> None:
-    """Prints a table of times, FLOP rate and memory on the first device."""
-    device = jax.devices()[0]
-    dtype = jnp.float32 if device.platform == "cpu" else jnp.bfloat16
-    keys = jax.random.split(jax.random.key(0), 3)
-    hidden = jax.random.normal(keys[0], (1, shape.n, shape.D), dtype)
-    lm_head = 0.02 * jax.random.normal(keys[1], (shape.V, shape.D), jnp.float32)
-    ids = jax.random.randint(keys[2], (1, shape.n), 0, shape.V)
-    print(f"{device.device_kind}: {shape.n} tokens, D {shape.D}, V {shape.V}, {dtype.__name__}")
-    print("| | forward ms | with gradient ms | TFLOP/s | temporaries GiB |\n|---|---|---|---|---|")
-    for impl in IMPLEMENTATIONS:
-        if impl == "pallas" and device.platform != "tpu":
-            print("| pallas | needs a TPU | | | |")
-            continue
-        times = []
-        for backward in (False, True):
-            program = jax.jit(loss_program(impl, backward, device, None))
-            program = program.lower(hidden, lm_head, ids).compile()
-            times.append(median_seconds(functools.partial(program, hidden, lm_head, ids), 10))
-        tflops = 6 * shape.n * shape.D * shape.V / times[1] / 1e12
-        memory = program.memory_analysis().temp_size_in_bytes / 2**30
-        columns = f"{times[0] * 1e3:.1f} | {times[1] * 1e3:.1f} | {tflops:.3g} | {memory:.2f}"
-        print(f"| {impl} | {columns} |", flush=True)
-
-
 def compile_loss(impl: str, backward: bool, shape: LossShape, name: str) -> Any:
-    """The program compiled for the slice NAME-8.
+    """The sum of log-probabilities and entropies, or with `backward` its gradients with respect to
+    hidden and lm_head, compiled for the slice NAME-8.
 
-    fsdp splits the batch and the weights; each device has 16 sequences.
+    fsdp splits the batch and the weights; each device has 16 sequences. Raises UserMistake if D is
+    too wide for the kernel.
     """
     devices = slice_devices(f"{name}-8")
     mesh = Mesh(np.array(devices).reshape(1, -1, 1), ("dp", "fsdp", "tp"))
@@ -328,8 +277,17 @@ def compile_loss(impl: str, backward: bool, shape: LossShape, name: str) -> Any:
     hidden = array(mesh, (R, T, shape.D), jnp.bfloat16, ("dp", "fsdp"))
     lm_head = array(mesh, (shape.V, shape.D), jnp.float32, "tp", "fsdp")
     ids = array(mesh, (R, T), jnp.int32, ("dp", "fsdp"))
+
+    def loss(hidden: Any, lm_head: Any, ids: Any) -> Any:
+        if impl == "full":
+            logps, entropy = token_logps_reference(hidden, lm_head, ids)
+        else:
+            kernel = logps_kernel(impl, shape.D, devices[0].device_kind)
+            logps, entropy = token_logps(hidden, lm_head, ids, mesh=mesh, kernel=kernel)
+        return logps.sum() + 0.01 * entropy.sum()
+
+    program = jax.grad(loss, (0, 1)) if backward else loss
     out_shardings = (hidden.sharding, lm_head.sharding) if backward else None
-    program = loss_program(impl, backward, devices[0], mesh)
     return jax.jit(program, out_shardings=out_shardings).lower(hidden, lm_head, ids).compile()
 
 
@@ -364,25 +322,19 @@ def main() -> None:
     add("--prompt-tokens", type=int, metavar="N", help="tokens of a prompt, instead of the shape's")
     add("--steps", type=int, default=8, metavar="N", help="steps of the run, 8 by default")
     add("settings", nargs="*", type=setting, metavar="NAME=VALUE", help="a setting of the run")
-    add = what.add_parser("loss", help="the log-probability kernel").add_argument
-    add("--tpu", choices=CHIPS, help="compile for this TPU, and time nothing")
-    add("--tokens", type=int, help="tokens per device")
-    add("-D", type=int, help="width of the model")
-    add("-V", type=int, help="size of the vocabulary")
+    add = what.add_parser("loss", help="memory of the log-probabilities").add_argument
+    add("--tpu", choices=CHIPS, required=True, help="the TPU to compile for")
+    add("--tokens", type=int, default=16 * 1024, help="tokens per device")
+    add("-D", type=int, default=2048, help="width of the model")  # those of Qwen2.5-3B
+    add("-V", type=int, default=151936, help="size of the vocabulary")
     args = parser.parse_args()
     try:
-        bench_step(args) if args.what == "step" else time_or_plan_loss(args)
+        if args.what == "step":
+            bench_step(args)
+        else:
+            plan_loss(LossShape(args.tokens, args.D, args.V), args.tpu)
     except UserMistake as error:
         fail(error)
-
-
-def time_or_plan_loss(args: argparse.Namespace) -> None:
-    """Does what the arguments of `loss` ask for."""
-    shape = LossShape(16 * 1024, 2048, 151936)  # Qwen2.5-3B
-    if not args.tpu and jax.default_backend() == "cpu":
-        shape = LossShape(4096, 256, 32768)
-    shape = LossShape(args.tokens or shape.n, args.D or shape.D, args.V or shape.V)
-    plan_loss(shape, args.tpu) if args.tpu else bench_loss(shape)
 
 
 if __name__ == "__main__":

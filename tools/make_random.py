@@ -31,21 +31,15 @@ def make_random(source: Path, target: Path, changes: dict[str, int]) -> None:
     """
     if target.exists():
         raise UserMistake(f"{target} exists; choose another folder")
-    hf.read_config(source)  # refuses a config.json that is missing or damaged
+    hf.read_config(source)  # for its mistakes
+    values = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    if unknown := sorted(changes.keys() - values.keys()):
+        raise UserMistake(f"{source}/config.json has no {', '.join(unknown)}; it has {[*values]}")
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors*", "*.jsonl"))
-    try:
-        values = json.loads((source / "config.json").read_text(encoding="utf-8"))
-        if unknown := sorted(changes.keys() - values.keys()):
-            raise UserMistake(
-                f"{source}/config.json has no {', '.join(unknown)}; it has {[*values]}"
-            )
-        (target / "config.json").write_text(json.dumps(values | changes, indent=1) + "\n")
-        model = hf.read_config(target)
-        tensors = dict(hf.hf_tensors(init_params(model, jax.random.key(0)), model))
-        save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-    except Exception:
-        shutil.rmtree(target)
-        raise
+    (target / "config.json").write_text(json.dumps(values | changes, indent=1) + "\n")
+    model = hf.read_config(target)
+    tensors = dict(hf.hf_tensors(init_params(model, jax.random.key(0)), model))
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
 
 
 def change(text: str) -> tuple[str, int]:

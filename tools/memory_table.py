@@ -1,6 +1,6 @@
 """Prints the settings with which models train on TPU slices, without a TPU and without weights.
 
-    python tools/memory_table.py                           # the table of docs/memory.md
+    python tools/memory_table.py                           # the table of docs/plan.md
     python tools/memory_table.py --models Qwen/Qwen2.5-7B --slices v4-8
 
 For each model and slice it compiles the programs of the run, as --plan does, and looks for the
@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs 
 from config import Config
 from runtime.mistakes import UserMistake, fail
 from runtime.sizes import fewest_prompts
-from tools.plan_tpu import GIB, Fit, first_that_fits, limit_of, make_plan
-from tools.programs import OF_MICRO_BATCHES, ROLLOUT
+from tools.plan_tpu import GIB, compiled, limit_of, make_plan
+from tools.programs import OF_MICRO_BATCHES, ROLLOUT, runs
 
 MODELS = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-3B", "Qwen2.5-7B", "Qwen3-4B")  # of Qwen
 TPUS = ("v5e-1", "v5e-8", "v4-8", "v6e-8")
@@ -43,8 +43,9 @@ COLUMNS += ("other settings", "GiB of a chip", "largest in")
 HEADER = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}"
 
 
-def largest_sizes(cfg: Config, name: str) -> Fit:
-    """The largest micro-batch, and with it the largest pass, with which all programs fit."""
+def largest_sizes(cfg: Config, name: str) -> tuple[dict[str, int], dict[str, float]]:
+    """The settings of the largest micro-batch, and with it of the largest pass, with which all
+    programs fit, or of the smallest that was tried; and the bytes per device of each program."""
     plan, _ = make_plan(cfg, name)
     devices = plan.training.layout.mesh.size // plan.processes
     sequences = plan.sizes.local_batch // devices  # of a device in a step
@@ -52,18 +53,22 @@ def largest_sizes(cfg: Config, name: str) -> Fit:
     fill = fewest_prompts(cfg.num_pre_q, devices)
     micro_batches = [{MICRO_BATCH: n} for n in MICRO_BATCHES if sequences % n == 0]
     passes = [{PASS: n} for n in range(prompts, 0, -1) if prompts % n == 0 and n % fill == 0]
-    found = Fit({}, {}, True)
+    changes, totals = {}, {}
     for programs, candidates in (
         (("optimizer_step",), passes[:1]),
         (OF_MICRO_BATCHES, micro_batches),
         (("sync_weights", *ROLLOUT), passes),
     ):
-        if found.fits:
-            more = first_that_fits(
-                dataclasses.replace(cfg, **found.changes), name, programs, candidates
-            )
-            found = Fit(found.changes | more.changes, found.totals | more.totals, more.fits)
-    return found
+        for candidate in candidates:
+            plan, _ = make_plan(dataclasses.replace(cfg, **changes | candidate), name)
+            of_run = [program for program in programs if runs(plan, program)]
+            tried = {program: compiled(plan, program).total for program in of_run}
+            if max(tried.values()) <= limit_of(name):
+                break
+        changes, totals = changes | candidate, totals | tried
+        if max(totals.values()) > limit_of(name):
+            break
+    return changes, totals
 
 
 def row(name: str, model: str, given: dict[str, str]) -> str:
@@ -71,12 +76,12 @@ def row(name: str, model: str, given: dict[str, str]) -> str:
     refused = {}
     for change in CHANGES:
         cfg = Config.from_env(given | {"MODEL_PATH": model} | change)
-        changes, totals, fits = largest_sizes(cfg, name)
+        changes, totals = largest_sizes(cfg, name)
         jax.clear_caches()
         largest = max(totals, key=lambda program: totals[program])
         gib, limit = totals[largest] / GIB, limit_of(name) / GIB
         told = " ".join(f"`{k}={v}`" for k, v in change.items())
-        if fits:
+        if gib <= limit:
             sizes = f"{changes[PASS]} | {changes[MICRO_BATCH]} | {told}"
             return f"| {model} | {name} | {sizes} | {gib:.2f} of {limit} | {largest} |"
         refused[f"{told}: {gib:.2f}" if told else f"{gib:.2f} of {limit}"] = largest

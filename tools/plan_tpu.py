@@ -7,22 +7,20 @@ and their memory is read from the compiled programs. The exit code is 0 if the r
 does not, and 2 if the settings are wrong or libtpu is missing.
 """
 
-import dataclasses
 import math
 import re
 import time
-from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
 import jax
 
 from config import Config
-from models.placement import decode_work, how_to_compute, num_params, rollout_mesh, stop_if_too_long
+from models.placement import how_to_compute, num_params, rollout_mesh, stop_if_too_long
 from rollout_sglang import PAGE_TOKENS, pool_of, stop_if_unable
-from runtime.chips import CHIPS, OUT_OF_MEMORY_CODE, SLICES
-from runtime.layout import mesh_text
+from runtime.chips import CHIPS, OUT_OF_MEMORY_CODE, remedy
+from runtime.layout import local_count, mesh_text
 from runtime.mistakes import UserMistake, fail
-from runtime.sizes import MICRO_SIZES, PASS_SIZES, derive, prompt_width, smaller_sizes
+from runtime.sizes import MICRO_SIZES, PASS_SIZES, derive, prompt_width
 from startup import logps_kernel, sampling_of
 from tools import known_models
 from tools.programs import (
@@ -51,14 +49,6 @@ class Memory(NamedTuple):
     @property
     def total(self) -> float:
         return sum(self)
-
-
-class Fit(NamedTuple):
-    """Changes of the settings that were tried, and what the programs need with them."""
-
-    changes: dict[str, int]
-    totals: dict[str, float]  # bytes per device of each program
-    fits: bool
 
 
 def plan_and_exit(cfg: Config, name: str) -> NoReturn:
@@ -90,12 +80,10 @@ def print_all(cfg: Config, name: str) -> int:
         memories[program] = compiled(plan, program)
         seconds = time.perf_counter() - began
         print(f"| {program} | {row(memories[program], limit)} | {seconds:.0f} s |", flush=True)
-    if "decode" in memories:
-        print(least_time_of_a_token(plan, name))
 
     misfits = [program for program, memory in memories.items() if memory.total > limit]
     for program in misfits:
-        print(f"{program} does not fit; {', or '.join(remedies(plan, name, program))}")
+        print(f"{program} does not fit. {what_to_try(plan, limit, program)}")
     most = max(memories, key=lambda program: memories[program].total)
     total = f"{memories[most].total / GIB:.2f} of {limit / GIB} GiB in {most}"
     print(f"{name}: {'DOES NOT FIT' if misfits else 'fits'}, {total}")
@@ -104,7 +92,7 @@ def print_all(cfg: Config, name: str) -> int:
 
 def limit_of(name: str) -> float:
     """The bytes that a program may use on each device of the slice."""
-    return CHIPS[SLICES[name].chip].hbm_gib * GIB
+    return CHIPS[name.partition("-")[0]].hbm_gib * GIB
 
 
 def engine_memory(plan: Plan, limit: float) -> Memory:
@@ -119,11 +107,6 @@ def engine_memory(plan: Plan, limit: float) -> Memory:
     numbers = num_params(model) + tokens * model.num_layers * 2 * heads * width
     held = numbers * rollout.dtype.itemsize / len(devices)
     most = cfg.sglang_jax_mem_fraction_static * limit
-    if held > most:
-        print(
-            f"the engine needs {held / GIB:.2f} GiB for all sequences of a pass, and "
-            f"SGLANG_JAX_MEM_FRACTION_STATIC gives it {most / GIB:.2f}: some will wait for others"
-        )
     return Memory(0, min(held, most), rest_of_run(plan, "engine"))
 
 
@@ -139,7 +122,8 @@ def make_plan(cfg: Config, name: str) -> tuple[Plan, str]:
 
     Raises UserMistake for settings that do not suit the model or the slice.
     """
-    devices, hosts = slice_devices(name), SLICES[name].hosts
+    devices = slice_devices(name)
+    hosts = len(devices) // local_count(devices)
     sizes = derive(cfg, hosts, len(devices) // hosts)
     model = known_models.config_of(cfg.model_path, cfg.model_revision)
     longest = cfg.max_prompt_length or cfg.global_length or ASSUMED_PROMPT
@@ -176,18 +160,6 @@ def print_plan(plan: Plan, name: str, reason: str) -> None:
     )
 
 
-def least_time_of_a_token(plan: Plan, name: str) -> str:
-    """A line with a lower bound of the time in which each sequence of a pass gets a token: the time
-    that the memory needs for the bytes that decoding moves."""
-    chip, mesh = CHIPS[SLICES[name].chip], plan.rollout.layout.mesh
-    work = decode_work(plan.rollout.model, mesh.size, mesh.shape["tp"], plan.rollout_workload())
-    seconds, _ = work.seconds(chip)
-    return (
-        f"a decoded token takes at least {1e3 * seconds:.2f} ms, a lower bound: each device moves "
-        f"{work.hbm_bytes / 1e9:.2f} GB of weights, caches and logits, at {chip.hbm_gbps} GB/s"
-    )
-
-
 def compiled(plan: Plan, program: str) -> Memory:
     """The memory of a program as compiled for the TPU, or what the compiler says that it would
     need if it is too large to be compiled."""
@@ -206,43 +178,11 @@ def compiled(plan: Plan, program: str) -> Memory:
     return Memory(m.argument_size_in_bytes, made, rest)
 
 
-# ---- What would fit ------------------------------------------------------------------------------
-
-
-def first_that_fits(
-    cfg: Config, name: str, programs: Sequence[str], candidates: Sequence[dict[str, int]]
-) -> Fit:
-    """The first of the candidates with which the compiled programs fit, or else the last one.
-
-    candidates: changes of the settings, those that need the most memory first.
-    """
-    for changes in candidates:
-        plan, _ = make_plan(dataclasses.replace(cfg, **changes), name)
-        of_run = [program for program in programs if runs(plan, program)]
-        totals = {program: compiled(plan, program).total for program in of_run}
-        fit = Fit(changes, totals, max(totals.values()) <= limit_of(name))
-        if fit.fits:
-            break
-    return fit
-
-
-def remedies(plan: Plan, name: str, program: str) -> list[str]:
-    """What to change so that the program fits; sizes are compiled before they are proposed."""
-    cfg, T, local = plan.cfg, plan.T, plan.rollout.layout.mesh.size // plan.processes
+def what_to_try(plan: Plan, limit: float, program: str) -> str:
+    """A sentence with what makes the program smaller."""
     if program == "engine":
-        free = 1 - rest_of_run(plan, program) / limit_of(name)
-        return [f"SGLANG_JAX_MEM_FRACTION_STATIC={math.floor(100 * free) / 100:.2f} would fit"]
-    if program not in (*ROLLOUT, *OF_MICRO_BATCHES):
-        return ["use a larger slice, OPTIMIZER=sgd or lion, or BETA=0"]
-    names = PASS_SIZES if program in ROLLOUT else MICRO_SIZES
-    smaller = smaller_sizes(cfg, plan.sizes, plan.processes, local, names)[::-1]
-    shorter = [{"max_length_sample": T // n} for n in (2, 4, 8) if T >= n]
-    if program.endswith("prefill"):
-        shorter = []  # its size does not depend on the completions
-    texts = []
-    for candidates in filter(None, (smaller, shorter)):
-        fit = first_that_fits(cfg, name, (program,), candidates)
-        if fit.fits:
-            sizes = " ".join(f"{key.upper()}={n}" for key, n in fit.changes.items())
-            texts.append(f"{sizes} would fit ({fit.totals[program] / GIB:.2f} GiB)")
-    return texts or ["none of its smaller sizes fits either: use a larger slice"]
+        free = 1 - rest_of_run(plan, program) / limit
+        return f"Try SGLANG_JAX_MEM_FRACTION_STATIC={math.floor(100 * free) / 100:.2f}"
+    names = PASS_SIZES if program in ROLLOUT else MICRO_SIZES if program in OF_MICRO_BATCHES else ()
+    local = plan.rollout.layout.mesh.size // plan.processes
+    return remedy(plan.cfg, plan.sizes, plan.processes, local, names)

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from config import Config
 from models.draw import Sampling, support_size
 from models.model import Compute, Params, abstract_params
-from models.placement import Workload, limits_of
+from models.placement import limits_of
 from runtime.chips import SLICES
 from runtime.mistakes import UserMistake
 from runtime.packing import widest
@@ -66,17 +66,10 @@ class Plan(NamedTuple):
             sampling=eval_sampling_of(self.cfg),
         )
 
-    def rollout_workload(self) -> Workload:
-        """The sequences and prompts of a rollout pass."""
+    def of_a_pass(self) -> tuple[int, int]:
+        """R and G of a rollout pass."""
         R = self.sizes.prompt_batch_size * self.cfg.num_pre_q * self.processes
-        share = prompt_share(self.cfg.num_pre_q, R // self.rollout.layout.batch_shards)
-        return Workload(R, R // share, self.S, self.T)
-
-    def train_workload(self) -> Workload:
-        """The sequences and prompts of a micro-step."""
-        R = self.sizes.micro_batch_size * self.processes
-        share = prompt_share(self.cfg.num_pre_q, R // self.training.layout.batch_shards)
-        return Workload(R, R // share, self.S, self.T)
+        return R, R // prompt_share(self.cfg.num_pre_q, R // self.rollout.layout.batch_shards)
 
 
 def slice_devices(name: str) -> Sequence[jax.Device]:
@@ -92,7 +85,8 @@ def slice_devices(name: str) -> Sequence[jax.Device]:
     os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     os.environ |= {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v6e-8"}
     jax.config.update("jax_platforms", "cpu")
-    return topologies.get_topology_desc(**SLICES[name].topology).devices
+    (shape, options), chip = SLICES[name], name.partition("-")[0]
+    return topologies.get_topology_desc(f"{chip}:{shape}", "tpu", **options).devices
 
 
 # ---- Arguments -----------------------------------------------------------------------------------
@@ -172,7 +166,7 @@ def runs(plan: Plan, program: str) -> bool:
         return False
     if program.endswith("drop_sequences"):
         plan = plan.evaluation() if program.startswith("eval_") else plan
-        alone = plan.rollout_workload().R == plan.rollout.layout.batch_shards
+        alone = plan.of_a_pass()[0] == plan.rollout.layout.batch_shards
         if alone or not cfg.drops_ended():
             return False
     if program == "compute_logps_and_entropies":
@@ -204,43 +198,35 @@ def call(plan: Plan, program: str) -> tuple[Any, tuple, dict[str, Any]]:
         static = {"optimizer": optimizer_of(cfg), "model": model}
         return optimizer_step, (state, grads, scalar, scalar), static
     plan = plan.evaluation() if program.startswith("eval_") else plan
-    calls = {"prefill": prefill_call, "decode": decode_call, "drop_sequences": drop_call}
-    return calls[program.removeprefix("eval_")](plan)
+    return call_of_a_pass(plan, program.removeprefix("eval_"))
 
 
-def prefill_call(plan: Plan) -> tuple[Any, tuple, dict[str, Any]]:
-    """The result of `call` for the prefill of a rollout pass."""
-    workload, rollout, layout = plan.rollout_workload(), plan.rollout, plan.rollout.layout
-    prompt = array(layout.mesh, (workload.G, workload.S + 1), jnp.int32, layout.batch_axes)
-    return prefill, (rollout_weights(plan), rollout, prompt, prompt), {}
+def call_of_a_pass(plan: Plan, program: str) -> tuple[Any, tuple, dict[str, Any]]:
+    """The result of `call` for a program of a rollout pass."""
+    rollout, weights = plan.rollout, rollout_weights(plan)
+    (mesh, batch_axes), (R, G), S, T = rollout.layout, plan.of_a_pass(), plan.S, plan.T
+    prompts = (array(mesh, (G, S + 1), jnp.int32, batch_axes),) * 2  # ids and mask
+    if program == "prefill":
+        return prefill, (weights, rollout, *prompts), {}
 
-
-def decode_call(plan: Plan) -> tuple[Any, tuple, dict[str, Any]]:
-    """The result of `call` for the decoding of a rollout pass."""
-    _, (weights, rollout, *prompts), _ = prefill_call(plan)
-    mesh, batch_axes = rollout.layout
     stacked = (None,) * (rollout.layer_loop == "scan")  # the layers come before the sequences
 
     def placed(tree: Any, *axes: Any) -> Any:
         """The arrays of the tree on the mesh; a scalar is on every device."""
         return jax.tree.map(lambda x: array(mesh, x.shape, x.dtype, *axes[: x.ndim]), tree)
 
-    static = {"sampling": plan.sampling, "stopping": Stopping(plan.T, stop_ids=(0, 1), pad_id=0)}
-    sequence_ids = array(mesh, (plan.rollout_workload().R,), jnp.int32, batch_axes)
+    static = {"sampling": plan.sampling, "stopping": Stopping(T, stop_ids=(0, 1), pad_id=0)}
+    sequence_ids, number = array(mesh, (R,), jnp.int32, batch_axes), array(mesh, (), jnp.int32)
     key, prefix = jax.eval_shape(jax.random.key, 0), prefill.eval_shape(weights, rollout, *prompts)
-    state = begin.eval_shape(rollout, *prompts, prefix, sequence_ids, key, width=plan.T, **static)
+    state = begin.eval_shape(rollout, *prompts, prefix, sequence_ids, key, width=T, **static)
     state = placed(state, batch_axes)._replace(
         prompt=placed(state.prompt, *stacked, batch_axes),
         completion=placed(state.completion, *stacked, batch_axes),
     )
-    number = array(mesh, (), jnp.int32)
-    return decode, (weights, rollout, state, number, number), static
-
-
-def drop_call(plan: Plan) -> tuple[Any, tuple, dict[str, Any]]:
-    """The result of `call` for the first time that sequences leave the batch."""
-    _, (_, rollout, state, *_), _ = decode_call(plan)
-    sizes = smaller_batches(len(state.done) // rollout.layout.batch_shards)
+    if program == "decode":
+        return decode, (weights, rollout, state, number, number), static
+    # the first time that sequences leave the batch
+    sizes = smaller_batches(R // rollout.layout.batch_shards)
     return drop_sequences, (rollout, state), {"size": sizes[0]}
 
 

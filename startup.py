@@ -8,7 +8,6 @@ The checks that cost little come first. A user's mistakes are a UserMistake with
 import dataclasses
 import json
 import math
-import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -27,11 +26,10 @@ from loss_pallas import Kernel, block_sizes
 from metrics import drift_level
 from models import hf, placement
 from models.draw import Sampling
-from models.model import Compute, Params
+from models.model import Params
 from review import Reviewer
-from rollout import Backend, Inputs, NaiveBackend, Run
+from rollout import Run
 from runtime import processes, resume
-from runtime.checkpoint import Checkpoints
 from runtime.chips import program
 from runtime.layout import mesh_text
 from runtime.lifecycle import Lifecycle
@@ -40,16 +38,16 @@ from runtime.parsing import REPO, to_text
 from runtime.processes import StopSignal
 from runtime.records import RUNNING
 from runtime.run_log import RunLog, replace_file, stop_if_not_writable
-from runtime.sizes import derive, most_checkpoints, prompt_width
+from runtime.sizes import derive, prompt_width
 from runtime.wandb_run import check_wandb, chosen_mode
-from sampling import Stopping
+from sampling import Backend, NaiveBackend, Stopping
 from update import Optimizer, TrainState, abstract_state, init_state
 
 
-def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | None] | None:
+def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | None]:
     """The run, its life-cycle, what samples, the training state and the reference of BETA.
 
-    None if OUTPUT_DIR holds this run and all is done. Ends the program for a user's mistake.
+    Ends the program for a user's mistake.
     """
     began = time.perf_counter()
     stop, backend = StopSignal(), None
@@ -58,90 +56,124 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | No
         run = set_up(cfg)
         name = f"runs/{cfg.wandb_name or Path(cfg.model_path).name}"
         out = resume.output_folder(cfg.output_dir, name)
-        checkpoints, reachable = resume.open_checkpoints(cfg, out)
-        beginning = resume.Beginning(cfg, checkpoints, out, reachable, run.made_with, asked_of(run))
-        if not beginning.missing:
-            print(
-                f"OUTPUT_DIR={out}: all STEPS={cfg.steps} are done; what can follow are a larger "
-                f"STEPS, another EXPORT_HF and EVAL_FULL_SWEEP=1"
-            )
-            print(f"DONE: steps={cfg.steps} elapsed_sec={time.perf_counter() - began:.3f}")
-            return None
+        checkpoints = resume.open_checkpoints(cfg, out)
         backend = make_backend(run)
         with program("what holds the weights and the optimizer's state"):
-            wanted = {"state": abstract_state(run.model, run.training.layout.mesh, run.optimizer)}
-            arrays, progress = beginning.restore(wanted)
-            state = arrays["state"] if arrays else begin_state(run)
-            ref_params = load_reference(run) if cfg.beta > 0 else None
+            model, mesh = run.training.model, run.training.layout.mesh
+            wanted = {"state": abstract_state(run.model, mesh, run.optimizer)}
+            arrays, progress = resume.begin(cfg, out, checkpoints, made_with_of(run), wanted)
+            if arrays:
+                state = arrays["state"]
+            else:
+                params = hf.load_params(run.folder, model, mesh, jnp.float32)
+                state = init_state(params, optimizer=run.optimizer, model=model)
+            ref_params = None
+            if cfg.beta > 0:
+                ref_params = hf.load_params(run.folder, model, mesh, run.training.dtype)
             jax.block_until_ready((state, ref_params))
-        kept = resume.evaluations_done(progress, beginning.done)
-        if "eval" in kept:
-            progress.evals.setdefault(progress.step, math.nan)  # known to the log alone
-        saves = reachable and cfg.save_every_steps > 0
-        if saves and progress.step and checkpoints.newest < 0:  # a fork
-            record = resume.record_of(progress, run.made_with)
-            checkpoints.save(progress.step, arrays, record, progress.evals)
-            checkpoints.wait()
-        with processes.told_by_all():
-            resume.write_run(out, progress, run.made_with, beginning.done, checkpoints.newest)
-        log = open_log(run, out, progress, kept)
-        if saves and cfg.steps and checkpoints.local:
-            log.line(checkpoint_space(cfg, checkpoints, state))
-        stop.watch(cfg.preemption_grace_s)
+        log = open_log(run, out, progress)
         reviewer = Reviewer(out, log, jax.process_index() == 0)
+        life = Lifecycle(
+            cfg=cfg,
+            out=out,
+            log=log,
+            stop=stop,
+            checkpoints=checkpoints,
+            progress=progress,
+            reviewer=reviewer,
+            began=began,
+        )
+        life.begin({"state": state})
+        stop.watch(cfg.preemption_grace_s)
         reviewer.write(RUNNING)
     except (UserMistake, Unwritable) as error:
         if backend:
             backend.close()
         fail(error)
-    life = Lifecycle(
-        cfg=cfg,
-        out=out,
-        log=log,
-        stop=stop,
-        checkpoints=checkpoints,
-        progress=progress,
-        made_with=run.made_with,
-        missing=beginning.missing,
-        done=beginning.done,
-        reviewer=reviewer,
-        saves=saves,
-        began=began,
-    )
     return run, life, backend, state, ref_params
 
 
 def set_up(cfg: Config, example: dict[str, str] | None = None) -> Run:
-    """Reads and checks all inputs, on all processes. Raises UserMistake for a user's mistake.
+    """Reads and checks all inputs and decides how to compute, on all processes alike. Raises
+    UserMistake for a user's mistake.
 
     example: the only question to evaluate, instead of the eval split.
     """
     with processes.told_by_all():
-        if cfg.rollout_backend == "sglang_jax":
-            from rollout_sglang import import_engine
-
-            import_engine(jax.devices())
-        if jax.process_index() == 0:  # it alone writes
-            check_wandb(cfg.wandb_mode)
-            if cfg.export_hf not in ("", "none"):
-                stop_if_not_writable(f"EXPORT_HF={cfg.export_hf}", Path(cfg.export_hf))
-        inputs = read_inputs(cfg, example)
-    digests = digests_of(inputs)
-    processes.stop_if_different(facts_of(cfg, inputs, digests))
-
-    prompts = inputs.train_prompts + inputs.eval_prompts
-    longest = max((len(prompt.ids) for prompt in prompts), default=1)
-    placement.stop_if_too_long(cfg.max_length_sample, inputs.model, longest)
-    S = prompt_width(longest, cfg.global_length) - 1
-    training, rollout, reason = placement.how_to_compute(
-        cfg, inputs.model, inputs.sizes, S, jax.devices()
+        run = make_run(cfg, example)
+        facts = facts_of(run)
+    processes.stop_if_different(facts)
+    print(
+        f"model={run.folder} parameters={placement.num_params(run.model) / 1e6:.2f}M "
+        f"dtype={run.training.dtype} train={len(run.train_prompts)} "
+        f"test={len(run.eval_prompts)} prompts "
+        f"rewards={cfg.reward_fn or ','.join(f.__name__ for f in run.functions)}\n"
+        f"mesh dp,fsdp,tp train={mesh_text(run.training.layout.mesh)} ({cfg.mesh_shape}) "
+        f"rollout={placement.rollout_mesh(cfg, run.rollout)} "
+        f"({cfg.rollout_mesh_shape}{run.mesh_reason})\n"
+        f"{cfg.rollout_lines()}"
+        f"loss.loss_type={cfg.loss_type} loss.adv_estimator={cfg.adv_estimator} "
+        f"train.policy_loss_impl={cfg.policy_loss_impl} "
+        f"train.attention_impl={run.training.attention_impl}",
+        flush=True,
     )
+    return run
+
+
+def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
+    """The run as this process sees it; what is soon checked comes first. Raises UserMistake.
+
+    example: see set_up.
+    """
+    if cfg.rollout_backend == "sglang_jax":
+        from rollout_sglang import import_engine
+
+        import_engine(jax.devices())
+    if jax.process_index() == 0:  # it alone writes
+        check_wandb(cfg.wandb_mode)
+        if cfg.export_hf not in ("", "none"):
+            stop_if_not_writable(f"EXPORT_HF={cfg.export_hf}", Path(cfg.export_hf))
+    processes.stop_if_not_so_many(cfg.require_multihost, cfg.require_jax_process_count)
+    sizes = derive(cfg, jax.process_count(), jax.local_device_count())
+    print(sizes.line(), flush=True)
+    cache = cfg.overlong_cache or cfg.max_length_sample // 5
+    penalties = rewards.penalties(cfg.max_length_sample, cache)
+    functions = rewards.load_reward_functions(cfg.reward_fn, cfg.reward_timeout_s, penalties)
+    weights = rewards.weights_of(cfg.reward_weights, cfg.reward_fn)
+    system_prompt = data.text_of(cfg.system_prompt) or rewards.SYSTEM_PROMPT
+
+    splits = [cfg.train_split] * (cfg.steps > 0) + [cfg.eval_split] * cfg.evaluates()
+    if example:
+        examples = {cfg.eval_split: [example]}
+    else:
+        examples = {split: examples_of(cfg, split) for split in splits}
+    folder = hf.fetch_model(cfg.model_path, cfg.model_revision)
+    hf.stop_if_overwritten(cfg.export_hf, cfg.output_dir, folder)
+    model, tokenizer = hf.read_model(folder, cfg.chat_template)
+    prompts = {
+        split: data.fit_prompts(
+            data.build_prompts(found, tokenizer, system_prompt), cfg.max_prompt_length, split
+        )
+        for split, found in examples.items()
+    }
+    longest = max((len(prompt.ids) for found in prompts.values() for prompt in found), default=1)
+    placement.stop_if_too_long(cfg.max_length_sample, model, longest)
+    S = prompt_width(longest, cfg.global_length) - 1
+    training, rollout, reason = placement.how_to_compute(cfg, model, sizes, S, jax.devices())
     device_kind = jax.devices()[0].device_kind
-    kernel = logps_kernel(cfg.policy_loss_impl, inputs.model.hidden_size, device_kind)
+    kernel = logps_kernel(cfg.policy_loss_impl, model.hidden_size, device_kind)
     training = training._replace(logps_kernel=kernel)
-    stop_ids = hf.stop_ids(inputs.folder, inputs.tokenizer, inputs.model.vocab_size)
-    run = Run(
-        **vars(inputs),
+    stop_ids = hf.stop_ids(folder, tokenizer)
+    return Run(
+        cfg=cfg,
+        sizes=sizes,
+        functions=functions,
+        weights=weights,
+        folder=folder,
+        model=model,
+        tokenizer=tokenizer,
+        train_prompts=prompts[cfg.train_split] if cfg.steps else [],
+        eval_prompts=prompts[cfg.eval_split] if cfg.evaluates() else [],
         sampling=sampling_of(cfg),
         eval_sampling=eval_sampling_of(cfg),
         stopping=Stopping(cfg.max_length_sample, stop_ids, pad_id=stop_ids[0]),
@@ -149,23 +181,9 @@ def set_up(cfg: Config, example: dict[str, str] | None = None) -> Run:
         optimizer=optimizer_of(cfg),
         training=training,
         rollout=rollout,
-        limits=placement.limits_of(cfg, inputs.sizes, training, jax.process_count(), S),
-        made_with=made_with(inputs, training, stop_ids) | digests,
+        mesh_reason=reason,
+        limits=placement.limits_of(cfg, sizes, training, jax.process_count(), S),
     )
-    print(
-        f"model={inputs.folder} parameters={placement.num_params(inputs.model) / 1e6:.2f}M "
-        f"dtype={training.dtype} train={len(inputs.train_prompts)} "
-        f"test={len(inputs.eval_prompts)} prompts "
-        f"rewards={cfg.reward_fn or ','.join(f.__name__ for f in inputs.functions)}\n"
-        f"mesh dp,fsdp,tp train={mesh_text(training.layout.mesh)} ({cfg.mesh_shape}) "
-        f"rollout={placement.rollout_mesh(cfg, rollout)} ({cfg.rollout_mesh_shape}{reason})\n"
-        f"{cfg.rollout_lines()}"
-        f"loss.loss_type={cfg.loss_type} loss.adv_estimator={cfg.adv_estimator} "
-        f"train.policy_loss_impl={cfg.policy_loss_impl} "
-        f"train.attention_impl={training.attention_impl}",
-        flush=True,
-    )
-    return run
 
 
 def make_backend(run: Run) -> Backend:
@@ -229,26 +247,19 @@ def what_ran(run: Run) -> dict[str, str]:
     }
 
 
-def wandb_arguments(run: Run, out: Path, progress: resume.Progress) -> dict[str, Any] | None:
-    """The arguments of wandb.init, or None for a run that is not logged there."""
-    cfg = run.cfg
-    if (mode := chosen_mode(cfg.wandb_mode)) == "disabled":
-        return None
-    derived = {f"derived.{name}": value for name, value in run.sizes._asdict().items()}
-    values = dataclasses.asdict(cfg) | derived | what_ran(run)
-    if progress.forked_from:
-        values["forked_from"] = progress.forked_from
-    wandb = {"mode": mode, "config": values, "project": cfg.wandb_project or "grpo"}
-    return wandb | {"id": progress.run_id, "name": cfg.wandb_name or out.resolve().name}
-
-
-def open_log(run: Run, out: Path, progress: resume.Progress, kept: Sequence[str] = ()) -> RunLog:
-    """The run's log in its folder, with config.yaml; it drops records after the checkpoint.
-
-    kept: the evaluations after the newest step that are not made again.
-    """
-    cfg, writes = run.cfg, jax.process_index() == 0
-    wandb = wandb_arguments(run, out, progress) if writes else None
+def open_log(run: Run, out: Path, progress: resume.Progress) -> RunLog:
+    """The run's log in its folder, with config.yaml; it drops records after the checkpoint."""
+    cfg, writes, wandb = run.cfg, jax.process_index() == 0, None
+    if writes and (mode := chosen_mode(cfg.wandb_mode)) != "disabled":
+        derived = {f"derived.{name}": value for name, value in run.sizes._asdict().items()}
+        values = dataclasses.asdict(cfg) | derived | what_ran(run)
+        if progress.forked_from:
+            values["forked_from"] = progress.forked_from
+        wandb = {"mode": mode, "config": values, "project": cfg.wandb_project or "grpo"}
+        wandb |= {"id": progress.run_id, "name": cfg.wandb_name or out.resolve().name}
+    # The evaluations after the newest step that are not made again.
+    sweeps = cfg.eval_full_sweep and progress.step == cfg.steps
+    kept = ["eval"] * (progress.step in progress.evals) + ["eval_full"] * (not sweeps)
     resumed = {"first_step": progress.step, "kept": kept}
     with processes.told_by_all():
         try:
@@ -263,40 +274,11 @@ def open_log(run: Run, out: Path, progress: resume.Progress, kept: Sequence[str]
     return log
 
 
-def checkpoint_space(cfg: Config, checkpoints: Checkpoints, state: TrainState) -> str:
-    """A line with the size of the checkpoints that the run will write, and the space for them."""
-    size = sum(x.nbytes for x in jax.tree.leaves(state))
-    count = most_checkpoints(cfg.steps, cfg.save_every_steps, cfg.save_keep)
-    count = max(count - len(checkpoints.steps()), 0)
-    free = shutil.disk_usage(checkpoints.folder).free
-    text = f"disk: {count} x {size / 1e9:.3g} GB of checkpoints, {free / 1e9:.3g} GB free"
-    if count * size <= free:
-        return text
-    return f"{text}: too little; lower SAVE_KEEP, raise SAVE_EVERY_STEPS, or set CHECKPOINT_DIR"
-
-
-def asked_of(run: Run) -> dict[str, str]:
-    """What the settings ask of a run after its last step, by name, as RUN notes what is done."""
-    cfg, asked = run.cfg, {"steps": "training"}
-    if cfg.eval_every_steps:
-        asked["eval"] = f"eval of {cfg.eval_split}"
-    if cfg.eval_full_sweep:
-        asked["sweep"] = f"eval_full of {cfg.eval_split}"
-    if folder := export_folder(cfg, Path()):
-        asked["export"] = f"export to {folder} in {run.training.dtype}"
-    return asked
-
-
-def export_folder(cfg: Config, out: Path) -> Path | None:
-    """The folder of the trained model's export; None if the run exports nothing."""
-    return None if cfg.export_hf == "none" else Path(cfg.export_hf or out / "hf")
-
-
 def export(run: Run, out: Path, params: Params) -> None:
     """Writes the trained model as a Hugging Face folder. Raises Unwritable."""
-    folder = export_folder(run.cfg, out)
-    if folder is None:
+    if run.cfg.export_hf == "none":
         return
+    folder = Path(run.cfg.export_hf or out / "hf")
     try:
         hf.save_model(
             folder,
@@ -311,50 +293,6 @@ def export(run: Run, out: Path, params: Params) -> None:
         raise Unwritable(f"EXPORT_HF={folder} cannot be written: {error}") from None
 
 
-# ---- Inputs --------------------------------------------------------------------------------------
-
-
-def read_inputs(cfg: Config, example: dict[str, str] | None) -> Inputs:
-    """Reads all inputs, first what takes little time. Raises UserMistake.
-
-    example: the only question of the eval split; None: all of the dataset.
-    """
-    processes.stop_if_not_so_many(cfg.require_multihost, cfg.require_jax_process_count)
-    sizes = derive(cfg, jax.process_count(), jax.local_device_count())
-    print(sizes.line(), flush=True)
-    cache = cfg.overlong_cache or cfg.max_length_sample // 5
-    penalties = rewards.penalties(cfg.max_length_sample, cache)
-    functions = rewards.load_reward_functions(cfg.reward_fn, cfg.reward_timeout_s, penalties)
-    weights = rewards.weights_of(cfg.reward_weights, cfg.reward_fn)
-    system_prompt = data.text_of(cfg.system_prompt) or rewards.SYSTEM_PROMPT
-
-    splits = [cfg.train_split] * (cfg.steps > 0) + [cfg.eval_split] * cfg.evaluates()
-    if example:
-        examples = {cfg.eval_split: [example]}
-    else:
-        examples = {split: examples_of(cfg, split) for split in splits}
-    folder = hf.fetch_model(cfg.model_path, cfg.model_revision)
-    hf.stop_if_overwritten(cfg.export_hf, cfg.output_dir, folder)
-    model, tokenizer = hf.read_model(folder, cfg.chat_template)
-    prompts = {
-        split: data.fit_prompts(
-            data.build_prompts(found, tokenizer, system_prompt), cfg.max_prompt_length, split
-        )
-        for split, found in examples.items()
-    }
-    return Inputs(
-        cfg=cfg,
-        sizes=sizes,
-        functions=functions,
-        weights=weights,
-        folder=folder,
-        model=model,
-        tokenizer=tokenizer,
-        train_prompts=prompts[cfg.train_split] if cfg.steps else [],
-        eval_prompts=prompts[cfg.eval_split] if cfg.evaluates() else [],
-    )
-
-
 def examples_of(cfg: Config, split: str) -> list[dict[str, Any]]:
     """The examples of a split of DATASET. Raises UserMistake."""
     columns = cfg.question_column, cfg.answer_column
@@ -364,80 +302,58 @@ def examples_of(cfg: Config, split: str) -> list[dict[str, Any]]:
 # ---- What processes and resumed runs compare -----------------------------------------------------
 
 
-def facts_of(cfg: Config, inputs: Inputs, digests: dict[str, str]) -> dict[str, str]:
-    """The settings, code, versions and files that have to be the same on every process.
-
-    digests: of all files and data that the results follow from.
-    """
-    facts = {
-        field.name.upper(): str(getattr(cfg, field.name)).replace(str(REPO), "{repo}")
-        for field in dataclasses.fields(cfg)
-        if not field.metadata["per_process"]
-    }
-    files = [*inputs.folder.glob("*.json"), *inputs.folder.glob("*.safetensors")]
-    listing = sorted((file.name, file.stat().st_size) for file in files)
-    content = json.dumps([digests, inputs.eval_prompts], default=str)
-    facts |= {
-        "our code": processes.code_digest(REPO),
-        "the list of the model's files": processes.digest(json.dumps(listing).encode()),
-        "the content of config.json, tokenizer.json, the prompts and the files of REWARD_FN": (
-            processes.digest(content.encode())
-        ),
-    }
-    versions = processes.versions().items()
-    return facts | {f"the version of {name}": version for name, version in versions}
-
-
-def digests_of(inputs: Inputs) -> dict[str, str]:
-    """Digests of all files and data that the results follow from."""
-    digests = {
-        f"the model's {name}": processes.digest((inputs.folder / name).read_bytes())
-        for name in ("config.json", "tokenizer.json")
-    }
-    prompts = json.dumps(inputs.train_prompts, default=str)
-    digests["the tokenized prompts"] = processes.digest(prompts.encode())
-    if inputs.cfg.beta > 0:  # every start reads the reference from the model's folder
-        weights = sorted(inputs.folder.glob("*.safetensors"))
-        digests["the model's weights"] = processes.digest_of_ends(weights)
-    entries = rewards.entries_of(inputs.cfg.reward_fn)
-    for file in {entry.rpartition(":")[0] for entry in entries if ":" in entry}:
-        content = Path(file).read_bytes()
-        digests[f"the file of REWARD_FN {Path(file).name}"] = processes.digest(content)
-    return digests
-
-
-def made_with(inputs: Inputs, training: Compute, stop_ids: tuple[int, ...]) -> dict[str, str]:
-    """The settings and sizes that the results follow from; a resumed run must have the same."""
-    cfg, entries = inputs.cfg, rewards.entries_of(inputs.cfg.reward_fn)
+def made_with_of(run: Run) -> dict[str, str]:
+    """What the results follow from, but the code: a resumed run must have the same settings, sizes
+    and digests of files."""
+    cfg, folder = run.cfg, run.folder
     values = {
         field.name.upper(): to_text(getattr(cfg, field.name))
         for field in dataclasses.fields(cfg)
         if field.metadata["kept"]
     }
-    values["REWARD_WEIGHTS"] = to_text(inputs.weights)
+    entries = rewards.entries_of(cfg.reward_fn)
+    values["REWARD_WEIGHTS"] = to_text(run.weights)
     values["REWARD_FN"] = ",".join(Path(entry).name for entry in entries)
     scheduled = cfg.lr_schedule != "constant" or cfg.warmup_ratio > 0
     values[resume.SCHEDULE_END] = str((cfg.lr_decay_steps or cfg.steps) * scheduled)
-    values["prompts per step"] = str(inputs.sizes.prompts_per_step)
-    values["DTYPE"] = str(training.dtype)
-    values["the stop tokens"] = str(stop_ids)
+    values["prompts per step"] = str(run.sizes.prompts_per_step)
+    values["DTYPE"] = str(run.training.dtype)
+    values["the stop tokens"] = str(run.stopping.stop_ids)
+    for name in ("config.json", "tokenizer.json"):
+        values[f"the model's {name}"] = processes.digest((folder / name).read_bytes())
+    values["the tokenized prompts"] = digest_of(run.train_prompts)
+    if cfg.beta > 0:  # every start reads the reference from the model's folder
+        weights = sorted(folder.glob("*.safetensors"))
+        values["the model's weights"] = processes.digest_of_ends(weights)
+    for file in {entry.rpartition(":")[0] for entry in entries if ":" in entry}:
+        content = Path(file).read_bytes()
+        values[f"the file of REWARD_FN {Path(file).name}"] = processes.digest(content)
     return values
 
 
-# ---- The training state --------------------------------------------------------------------------
+def facts_of(run: Run) -> dict[str, str]:
+    """What has to be the same on every process, besides what the results follow from: the other
+    settings, the code, the versions and the names of the model's files."""
+    settings = {
+        field.name.upper(): str(getattr(run.cfg, field.name)).replace(str(REPO), "{repo}")
+        for field in dataclasses.fields(run.cfg)
+        if not field.metadata["per_process"]
+    }
+    files = [*run.folder.glob("*.json"), *run.folder.glob("*.safetensors")]
+    versions = {f"the version of {name}": x for name, x in processes.versions().items()}
+    more = {
+        "our code": processes.code_digest(REPO),
+        "the list of the model's files": digest_of(
+            sorted((file.name, file.stat().st_size) for file in files)
+        ),
+        "the questions of evaluations": digest_of(run.eval_prompts),
+    }
+    return settings | made_with_of(run) | more | versions
 
 
-def begin_state(run: Run) -> TrainState:
-    """The training state of a run that begins with the model."""
-    model, mesh = run.training.model, run.training.layout.mesh
-    params = hf.load_params(run.folder, model, mesh, jnp.float32)
-    return init_state(params, optimizer=run.optimizer, model=model)
-
-
-def load_reference(run: Run) -> Params:
-    """The reference of BETA: the weights of MODEL_PATH, in the dtype of the computation."""
-    training = run.training
-    return hf.load_params(run.folder, training.model, training.layout.mesh, training.dtype)
+def digest_of(values: Sequence[Any]) -> str:
+    """A digest of JSON values, or of what is printed as a text."""
+    return processes.digest(json.dumps(values, default=str).encode())
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """Checkpoints of a run: orbax saves them while the run goes on, and restores them onto any mesh.
 
-Checkpoint N holds what a run needs to go on after N steps as if it had never stopped: its arrays
-(the training state, the reference of BETA) and a record (JSON: settings, data position,
-evaluations). Only a complete checkpoint counts. The record also holds a checksum of every array,
-which does not depend on how the array is sharded, and a checksum of the record. Arrays or a record
-that do not match their checksums are never restored.
+Checkpoint N holds what a run needs to go on after N steps as if it had never stopped: the arrays of
+the training state, and a record (JSON: what the results follow from, rounds of sampling,
+evaluations). The reference of BETA is read from MODEL_PATH again. Only a complete checkpoint
+counts. The record also holds a checksum of every array, which does not depend on how the array is
+sharded, and a checksum of the record. Arrays or a record that do not match their checksums are
+never restored.
 """
 
 import errno
@@ -53,6 +54,7 @@ class Checkpoints:
     """The checkpoints in one folder, which all processes must see. The first save makes the folder.
 
     newest: the step of the newest checkpoint that this run has saved or restored; -1: none.
+    shared: False if the processes turn out not to see the same folder, which then counts as empty.
     """
 
     def __init__(self, folder: str, keep: int = 0, read_only: bool = False) -> None:
@@ -72,7 +74,7 @@ class Checkpoints:
         self._manager: ocp.CheckpointManager | None = None
         self._damaged: list[int] = []
         self._saving = -1  # the step whose checkpoint is being saved
-        self.newest = -1
+        self.newest, self.shared = -1, True
 
     @property
     def newest_begun(self) -> int:
@@ -81,6 +83,8 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """The steps of the checkpoints that look complete, in order."""
+        if not self.shared:
+            return []
         there = not self.local or Path(self.folder).is_dir()
         everywhere = gather_texts("yes" if there else "")
         if any(everywhere) and not all(everywhere):

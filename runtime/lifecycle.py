@@ -7,7 +7,7 @@ run ends it at once: the newest complete checkpoint stays, and the same command 
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from runtime.checkpoint import Checkpoints
 from runtime.mistakes import Unwritable, UserMistake, fail, in_one_line
-from runtime.processes import Stopped, StopSignal
+from runtime.processes import Stopped, StopSignal, told_by_all
 from runtime.records import DONE, FAILED, RUNNING, STOPPED
 from runtime.resume import Progress, record_of, write_run
 from runtime.run_log import RunLog
@@ -33,24 +33,29 @@ class Lifecycle:
     stop: StopSignal
     checkpoints: Checkpoints
     progress: Progress
-    made_with: Mapping[str, str]  # all that the results follow from
-    missing: Mapping[str, str]  # what the settings ask for and the run has not done, by name
-    done: dict[str, int]  # what the run has done, and after how many steps
     reviewer: Any  # Reviewer of review.py
-    saves: bool  # False: SAVE_EVERY_STEPS=0, or the processes do not see one folder
     began: float  # time.perf_counter() at the start
+
+    def begin(self, arrays: Any) -> None:
+        """Says whose folder this is, before the first record. A fork first saves a checkpoint of
+        its own, so that it needs no other run any more. Raises UserMistake and Unwritable."""
+        if self.progress.step and self.checkpoints.newest < 0:
+            self.save(arrays)
+            self.checkpoints.wait()
+        with told_by_all():
+            self.write_run()
 
     def save(self, arrays: Any) -> None:
         """Saves a checkpoint, unless this step has one already or the run saves none."""
-        if self.saves and self.checkpoints.newest_begun != self.progress.step:
-            record = record_of(self.progress, self.made_with)
+        saves = self.cfg.save_every_steps > 0 and self.checkpoints.shared
+        if saves and self.checkpoints.newest_begun != self.progress.step:
+            record = record_of(self.progress)
             self.checkpoints.save(self.progress.step, arrays, record, self.progress.evals)
             self.write_run()  # the checkpoint before this one is complete now
 
     def write_run(self) -> None:
         """Writes whose folder this is, and how far the run is. Raises Unwritable."""
-        newest = self.checkpoints.newest
-        write_run(self.out, self.progress, self.made_with, self.done, newest)
+        write_run(self.out, self.progress, self.checkpoints.newest)
 
     def evaluates(self, step: int) -> bool:
         """Whether an evaluation after so many steps is due, and not done yet."""
@@ -66,9 +71,9 @@ class Lifecycle:
     def count_step(self, rounds: int, wrong: str, batch: dict[str, np.ndarray]) -> None:
         """Counts a step; ends the run if MOST_NOT_FINITE steps in a row were not finite.
 
-        rounds: of sampling, in this step. wrong: what was not finite, or "". batch: the arrays of a
-        step that was not finite, which are kept. Raises Unwritable if the save in the background
-        has failed.
+        rounds: of sampling, in this step. wrong: what was not finite, or "". batch: the arrays of
+        the last mini-batch of a step that was not finite, which are kept. Raises Unwritable if the
+        save in the background has failed.
         """
         progress, step = self.progress, self.progress.step
         progress.step, progress.rounds = step + 1, progress.rounds + rounds
@@ -122,11 +127,10 @@ class Lifecycle:
         """
         self.checkpoints.wait()
         if self.cfg.steps:
-            if "export" in self.missing:
-                export()
-            self.reviewer.write(DONE)  # the next start of a run that is done writes nothing
-            self.done |= dict.fromkeys(self.missing.values(), self.cfg.steps)
-            self.write_run()
+            export()
+            # Also without a checkpoint the same command does not begin the run again.
+            write_run(self.out, self.progress, self.progress.step)
+            self.reviewer.write(DONE)
             self.reviewer.verdict()
         seconds = time.perf_counter() - self.began
         self.log.line(f"DONE: steps={self.cfg.steps} elapsed_sec={seconds:.3f}")
@@ -134,8 +138,8 @@ class Lifecycle:
 
     def fail(self, why: str) -> NoReturn:
         """Ends the program with an error, after the verdict."""
-        self.reviewer.verdict()
         self.close(FAILED, why)
+        self.reviewer.verdict()
         raise SystemExit(f"error: {why}")
 
     def close(self, state: str, why: str = "") -> None:

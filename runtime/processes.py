@@ -22,7 +22,6 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.extend.backend import register_backend_factory
 
-from runtime.long_work import compilations
 from runtime.mistakes import Unwritable, UserMistake
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -30,8 +29,7 @@ SILENCE_S = 30  # after so many seconds of silence a process is dead
 
 
 def start_jax(cfg: Any) -> None:
-    """Joins the other processes, if there are any, and prints the devices. From then on long
-    compilations are told.
+    """Joins the other processes, if there are any, and prints the devices.
 
     It has to come before anything touches a device. Raises UserMistake if there is no device of the
     kind that JAX_PLATFORMS names.
@@ -50,7 +48,6 @@ def start_jax(cfg: Any) -> None:
             raise
         wanted, reason = os.environ.get("JAX_PLATFORMS", ""), " ".join(str(error).split())
         raise UserMistake(f"JAX_PLATFORMS={wanted}: no such device here. {reason}") from None
-    compilations()
     print(
         f"backend={jax.default_backend()} process={jax.process_index()}/{jax.process_count()} "
         f"device_count={jax.device_count()} local_device_count={jax.local_device_count()}",
@@ -74,9 +71,9 @@ def join(init_timeout_s: int) -> None:
     """Joins the other processes, if there are any, before anything touches a device.
 
     JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID name the processes. Without them
-    the tasks of srun, those of mpirun, and the hosts of a TPU slice find each other. If they have
-    not all joined after init_timeout_s, this process ends with exit code 1. If one falls silent
-    later, jax ends the others after SILENCE_S.
+    the tasks of srun and the hosts of a TPU slice find each other. If they have not all joined
+    after init_timeout_s, this process ends with exit code 1. If one falls silent later, jax ends
+    the others after SILENCE_S.
     """
     env, where, who = os.environ, {}, ""
     if address := env.get("JAX_COORDINATOR_ADDRESS"):
@@ -89,12 +86,10 @@ def join(init_timeout_s: int) -> None:
         count, number = map(int, counts)
         where = {"coordinator_address": address, "num_processes": count, "process_id": number}
         who = f" at {address}; this is process {number} of {count}"
-    elif int(env.get("OMPI_COMM_WORLD_SIZE", 1)) > 1 and "OMPI_MCA_orte_hnp_uri" in env:
-        where = {"cluster_detection_method": "ompi"}  # mpirun of Open MPI, before version 5
     elif int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:  # a script of sbatch is no step
         where = {"cluster_detection_method": "slurm"}
     elif not ((env.get("JAX_PLATFORMS") or "tpu").startswith("tpu") and has_tpu()):
-        for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):
+        for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):  # of sbatch and of mpirun
             if int(env.get(name, 1)) > 1:
                 print(
                     f"{name}={env[name]}, but this process trains alone. For one run of all tasks "
@@ -103,9 +98,9 @@ def join(init_timeout_s: int) -> None:
                     flush=True,
                 )
         return
-    # jax gives each task of srun and mpirun one GPU. A task that is alone on its node takes all
-    # GPUs, and so does a task to which Slurm shows no others.
-    per_node = env.get("OMPI_COMM_WORLD_LOCAL_SIZE") or env.get("SLURM_STEP_TASKS_PER_NODE", "1")
+    # jax gives each task of srun one GPU. A task that is alone on its node takes all GPUs, and so
+    # does a task to which Slurm shows no others.
+    per_node = env.get("SLURM_STEP_TASKS_PER_NODE", "1")
     alone = re.fullmatch(r"1(\(x\d+\))?", per_node)  # "1(x2)": two nodes with one task each
     if (alone or "SLURM_GPUS_PER_TASK" in env) and "JAX_LOCAL_DEVICE_IDS" not in env:
         where["local_device_ids"] = []

@@ -1,12 +1,11 @@
-"""Whether and where a run goes on: its folders, its checkpoint, and what it has done already.
+"""Whether and where a run goes on: its folders, and the checkpoint with which it begins.
 
 A folder belongs to one run. RUN, a file in OUTPUT_DIR, says which: what the run's results follow
-from, the checkpoint of another run with which it began, and what it has done. A run goes on only in
-its own folders. A new run and a fork need empty ones, so that nobody's records are moved or lost. A
-fork saves a checkpoint of its own before its first record.
+from, and the checkpoint of another run with which it began. A run goes on only in its own folders.
+A new run and a fork need empty ones, so that nobody's records are moved or lost. A fork saves a
+checkpoint of its own before its first record.
 """
 
-import functools
 import json
 import os
 import platform
@@ -15,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from etils import epath
@@ -32,8 +31,9 @@ RUN = "run.json"  # says whose folder it is; see write_run
 
 @dataclass
 class Progress:
-    """How far a run is; the record of a checkpoint holds all of it."""
+    """Which run it is, and how far it is; the record of a checkpoint holds all of it."""
 
+    made_with: dict[str, str] = field(default_factory=dict)  # all that its results follow from
     step: int = 0  # steps done
     rounds: int = 0  # rounds of sampling done; each takes the next prompts
     not_finite: int = 0  # steps in a row whose loss or gradient was not finite
@@ -84,80 +84,65 @@ def hold(folder: Path, name: str) -> None:
         raise UserMistake(f"{name} cannot be written: {error.strerror}") from None
 
 
-def open_checkpoints(cfg: Any, out: Path) -> tuple[Checkpoints, bool]:
-    """The run's checkpoints in CHECKPOINT_DIR, or in its output folder, and whether all processes
-    reach their folder.
+def open_checkpoints(cfg: Any, out: Path) -> Checkpoints:
+    """The run's checkpoints in CHECKPOINT_DIR, or in its output folder.
 
-    If they do, this run holds the folder; if they do not, the run saves no checkpoints. Raises
-    UserMistake for a folder that cannot be used.
+    This run holds their folder. If the processes do not see the same folder, the run saves none.
+    Raises UserMistake for a folder that cannot be used.
     """
     with processes.told_by_all():
         checkpoints = Checkpoints(cfg.checkpoint_dir or str(out / "checkpoints"), cfg.save_keep)
     if not checkpoints.local:
-        return checkpoints, True
+        return checkpoints
     folder = Path(checkpoints.folder)
     with processes.told_by_all():
         if jax.process_index() == 0 and folder != out.resolve():
             hold(folder, f"CHECKPOINT_DIR={folder}" if cfg.checkpoint_dir else f"OUTPUT_DIR={out}")
     lock = folder / LOCK  # says which process holds the folder
     told = lock.read_text(errors="replace") if lock.is_file() else ""
-    reachable = len({*processes.gather_texts(told)}) == 1
-    if not reachable and cfg.save_every_steps:
+    checkpoints.shared = len({*processes.gather_texts(told)}) == 1
+    if not checkpoints.shared and cfg.save_every_steps:
         print(
             f"no checkpoints: {folder} is not the same folder on all hosts; set CHECKPOINT_DIR to "
             f"one they share, such as gs://bucket/folder",
             flush=True,
         )
-    return checkpoints, reachable
+    return checkpoints
 
 
 # ---- Whose folder it is --------------------------------------------------------------------------
 
 
 def run_in(out: Path) -> dict[str, Any]:
-    """What RUN says of the run in this folder, on all processes, and "has_records": whether the run
-    has written a line into one of FILES."""
-    text = ""
+    """What RUN says of the run in this folder, on all processes; nothing if that run has ended
+    before its first record. Raises UserMistake for records without RUN."""
+    text = "{}"
     with processes.told_by_all():
         if jax.process_index() == 0:
             files = [out / name for name in FILES]
-            has_records = any(file.is_file() and file.stat().st_size for file in files)
-            run = (out / RUN).read_text(encoding="utf-8") if (out / RUN).is_file() else "{}"
-            try:
-                text = json.dumps(json.loads(run) | {"has_records": has_records})
-            except ValueError as error:
-                raise UserMistake(
-                    f"{out / RUN} is damaged: {error}; choose a new OUTPUT_DIR"
-                ) from None
+            if any(file.is_file() and file.stat().st_size for file in files):
+                if not (out / RUN).is_file():
+                    raise UserMistake(
+                        f"OUTPUT_DIR={out} has records, and no {RUN} says of which run; choose a "
+                        f"new OUTPUT_DIR"
+                    )
+                text = (out / RUN).read_text(encoding="utf-8")
     return json.loads(processes.gather_texts(text)[0])
 
 
-def write_run(
-    out: Path,
-    progress: Progress,
-    made_with: Mapping[str, str],
-    done: Mapping[str, int],
-    newest: int,
-) -> None:
+def write_run(out: Path, progress: Progress, newest: int) -> None:
     """Writes RUN, on process 0. Raises Unwritable.
 
-    done: {what: after how many steps}. newest: the step of the newest complete checkpoint; -1: the
-    run has none yet, so that the same command may begin it again.
+    newest: the newest step for which there is a complete checkpoint, or the last step of a run that
+    is done; -1: the same command may begin the run again.
     """
     values = {"run_id": progress.run_id, "forked_from": progress.forked_from, "newest": newest}
-    values |= {"made_with": dict(made_with), "done": dict(done)}
+    values["made_with"] = progress.made_with
     if jax.process_index() == 0:
         try:
             replace_file(out / RUN, json.dumps(values, indent=1) + "\n")
         except OSError as error:
             raise Unwritable(f"{out} cannot be written: {error.strerror}") from None
-
-
-def evaluations_done(progress: Progress, done: Mapping[str, int]) -> list[str]:
-    """Which evaluations after the newest step are complete: "eval", "eval_full", both or none."""
-    kinds = {what.partition(" ")[0] for what, step in done.items() if step == progress.step}
-    known = {"eval"} if progress.step in progress.evals else set()
-    return [kind for kind in ("eval", "eval_full") if kind in kinds | known]
 
 
 def what_changed(record: Mapping[str, Any], made_with: Mapping[str, str], what: str) -> str:
@@ -190,135 +175,90 @@ def stop_if_another(
 # ---- How a run begins ----------------------------------------------------------------------------
 
 
-class Beginning:
-    """How a run begins: what RESUME asks for, and what is in the run's folders already.
+def begin(
+    cfg: Any, out: Path, checkpoints: Checkpoints, made_with: dict[str, str], wanted: Any
+) -> tuple[Any, Progress]:
+    """The arrays and the progress with which a run begins; no arrays (None) if it begins with the
+    model.
 
-    missing: {name: what} of what the settings ask for after STEPS steps and the run has not done.
-    done: {what: after how many steps} of what the run has done.
+    checkpoints: of this run. made_with: all that the results follow from. wanted: shapes, dtypes
+    and shardings of the arrays. Raises UserMistake for a folder or a checkpoint of another run, and
+    for a RESUME that names no checkpoint.
     """
+    own, run = checkpoints.steps(), run_in(out)
+    source, step = checkpoint_source(cfg.resume, checkpoints)
+    forks = source not in (None, checkpoints)
+    where = f"OUTPUT_DIR={out}" if run else f"CHECKPOINT_DIR={checkpoints.folder}"
 
-    def __init__(
-        self,
-        cfg: Any,
-        checkpoints: Checkpoints,
-        out: Path,
-        reachable: bool,
-        made_with: Mapping[str, str],
-        asked: Mapping[str, str],
-    ) -> None:
-        """reachable: whether all processes see the folder of the checkpoints. made_with: all that
-        the results follow from. asked: {name: what} of what the settings ask for.
+    def stop(why: str) -> NoReturn:
+        raise UserMistake(f"{where} holds a run, and {why}; choose a new OUTPUT_DIR")
 
-        Raises UserMistake if a folder belongs to another run.
-        """
-        self._cfg, self._checkpoints, self._made_with = cfg, checkpoints, made_with
-        self._asked, self._own = asked, checkpoints.steps() if reachable else []
-        source, self._step = checkpoint_source(cfg.resume, checkpoints)
-        self._other = None if source is checkpoints else source  # a fork begins with that run
-        run = run_in(out)
-        recorded = run.pop("has_records")
-        self._run = run if recorded or self._own else {}  # else it has ended before it left any
-        self._where = (
-            f"OUTPUT_DIR={out}" if recorded or self._run else f"CHECKPOINT_DIR={checkpoints.folder}"
-        )
-        if recorded or self._own:
-            self._stop_if_taken()
-        self.done: dict[str, int] = self._run.get("done", {})
-        same = self._run and self._run["made_with"] == made_with
-        undone = {name: what for name, what in asked.items() if self.done.get(what) != cfg.steps}
-        self.missing = undone if same else {**asked}
-        if self._run and not self._own:  # the same command begins it again
-            stop_if_another(self._run, made_with, f"the run in {out}")
-            if self.missing and (self.done or self._run["newest"] >= 0):
-                raise UserMistake(
-                    f"OUTPUT_DIR={out}: what is missing ({', '.join(self.missing.values())}) needs "
-                    f"a checkpoint of this run, and {checkpoints.folder} has none; set "
-                    f"CHECKPOINT_DIR to its folder, or choose a new OUTPUT_DIR"
-                )
-            if self._other:  # it begins with the same checkpoint
-                self._step = int(self._run["forked_from"].rpartition("/")[2])
-
-    def _stop_if_taken(self) -> None:
-        """Raises UserMistake unless the run in the folder is the one that RESUME asks for."""
-        own, why = self._own, ""
-        if self._cfg.resume == "never":
-            why = "RESUME=never begins a new one"
-        elif own and not self._other and self._step not in (None, own[-1]):
-            why = f"its newest checkpoint is of step {own[-1]}; RESUME=auto goes on with it"
-        elif not own and not self._run:
-            why = f"neither a checkpoint nor {RUN} says which run it is"
-        if why:
-            raise UserMistake(f"{self._where} holds a run, and {why}; choose a new OUTPUT_DIR")
-        if self._run:
-            self._stop_if_begun_otherwise(self._run)
-
-    def _stop_if_begun_otherwise(self, run: Mapping[str, Any]) -> None:
-        """Raises UserMistake if the folder's run has begun with another checkpoint than RESUME asks
-        for. run: the values of RUN, or the record of a checkpoint."""
-        began, other = run["forked_from"], self._other
-        if other:
-            folder, _, step = began.rpartition("/")  # the folder may be gone, with "checkpoints"
-            same = folder in (other.folder, f"{other.folder}/checkpoints")
-            same = same and self._step in (None, int(step))
+    def stop_if_begun_otherwise(began: str) -> None:
+        """began: the checkpoint of another run with which the run in the folders has begun."""
+        folder, _, number = began.rpartition("/")
+        if forks:  # the folder of the other run may be gone, with "checkpoints"
+            same = folder in (source.folder, f"{source.folder}/checkpoints")
+            same = same and step in (None, int(number))
         else:  # it only goes on, or it begins again
-            same = self._own or not began
+            same = own or not began
         if not same:
-            raise UserMistake(
-                f"{self._where} holds a run that began with {began or 'the model'}, and "
-                f"RESUME={self._cfg.resume} asks for another; choose a new OUTPUT_DIR"
-            )
+            stop(f"it began with {began or 'the model'}, not with RESUME={cfg.resume}")
 
-    def _check(self, record: Mapping[str, Any], wanted: Any) -> None:
-        """Raises UserMistake if the run may not go on from the checkpoint with this record."""
-        if self._own and not self._run:  # OUTPUT_DIR is empty, and CHECKPOINT_DIR is not
-            self._stop_if_begun_otherwise(record)
-        elif self._own and self._run["run_id"] != record["run_id"]:
-            raise UserMistake(
-                f"{self._where} and CHECKPOINT_DIR={self._checkpoints.folder} hold two runs; "
-                f"choose a new folder for one of them"
-            )
-        step, made_with = record["step"], self._made_with
-        if self._cfg.steps < step:
-            raise UserMistake(
-                f"STEPS={self._cfg.steps}, and the checkpoint is after step {step}; raise it"
-            )
-        if self._own:
-            stop_if_another(record, made_with, f"step {step}", self._checkpoints.folder)
-        elif text := what_changed(record, made_with, f"step {step}"):  # a fork may differ
-            print(f"RESUME={self._cfg.resume}: {text}", flush=True)
+    def check(record: Mapping[str, Any]) -> None:
+        if own and not run:  # OUTPUT_DIR is empty, and CHECKPOINT_DIR is not
+            stop_if_begun_otherwise(record["forked_from"])
+        elif own and run["run_id"] != record["run_id"]:
+            stop(f"CHECKPOINT_DIR={checkpoints.folder} holds another")
+        fork = "" if own else f"RESUME={cfg.resume}: "
+        compare_with_checkpoint(record, cfg.steps, made_with, checkpoints.folder, fork)
         stop_if_other_arrays(wanted, record)
-        before, now = record["versions"], processes.versions()
-        if old := [f"{name}={before.get(name)}" for name in now if before.get(name) != now[name]]:
-            print(f"the checkpoint was made with {' '.join(old)}", flush=True)
 
-    def restore(self, wanted: Any) -> tuple[Any, Progress]:
-        """The arrays and the progress of the checkpoint with which the run begins; no arrays (None)
-        for a run that begins with the model.
+    if (run or own) and cfg.resume == "never":
+        stop("RESUME=never begins a new one")
+    if own and not forks and step not in (None, own[-1]):
+        stop(f"its newest checkpoint is of step {own[-1]}; RESUME=auto goes on with it")
+    if run:
+        stop_if_begun_otherwise(run["forked_from"])
+    if own:  # also a fork, once it has a checkpoint of its own
+        source, step = checkpoints, None
+    elif run:  # the same command begins it again
+        stop_if_another(run, made_with, f"the run in {out}")
+        if run["newest"] >= 0:
+            stop(f"no checkpoint of it is in {checkpoints.folder} (CHECKPOINT_DIR)")
+        if forks:  # with the checkpoint with which it began, also if the other run has gone on
+            step = int(run["forked_from"].rpartition("/")[2])
+    found = source.restore(wanted, check, step) if source else None
+    if not found and cfg.resume not in ("auto", "never"):
+        raise UserMistake(f"RESUME={cfg.resume} is not the folder of a complete checkpoint")
+    run_id = run.get("run_id") or secrets.token_hex(4)
+    if not found:
+        return None, Progress(made_with, run_id=run_id)
+    arrays, record = found
+    progress = Progress(**{field.name: record[field.name] for field in fields(Progress)})
+    progress.made_with = made_with
+    progress.evals = {int(step): accuracy for step, accuracy in record["evals"]}
+    print(f"resumed after step {progress.step} of {cfg.steps}", flush=True)
+    if not own:
+        began = f"{source.folder}/{progress.step}"
+        progress = replace(progress, evals={}, run_id=run_id, forked_from=began)
+    return arrays, progress
 
-        wanted: shapes, dtypes and shardings of the arrays. Raises UserMistake for a checkpoint of
-        another run, and for a RESUME that names no checkpoint.
-        """
-        cfg, check, found = self._cfg, functools.partial(self._check, wanted=wanted), None
-        if self._own:  # also a fork, once it has a checkpoint of its own
-            found = self._checkpoints.restore(wanted, check)
-        elif self._other:
-            found = self._other.restore(wanted, check, self._step)
-        if not found and cfg.resume not in ("auto", "never"):
-            raise UserMistake(f"RESUME={cfg.resume} is not the folder of a complete checkpoint")
-        run_id = self._run.get("run_id") or secrets.token_hex(4)
-        if not found:
-            return None, Progress(run_id=run_id)
-        arrays, record = found
-        progress = Progress(**{field.name: record[field.name] for field in fields(Progress)})
-        progress.evals = {int(step): accuracy for step, accuracy in record["evals"]}
-        print(f"resumed after step {progress.step} of {cfg.steps}", flush=True)
-        if not self._own:
-            began = f"{self._other.folder}/{progress.step}"
-            return arrays, replace(progress, evals={}, run_id=run_id, forked_from=began)
-        if progress.step < cfg.steps:  # perhaps the last checkpoint is damaged
-            self.missing = {**self._asked}
-            self.done = {what: step for what, step in self.done.items() if step <= progress.step}
-        return arrays, progress
+
+def compare_with_checkpoint(
+    record: Mapping[str, Any], steps: int, made_with: Mapping[str, str], folder: str, fork: str
+) -> None:
+    """Raises UserMistake if a run of so many steps may not go on from the checkpoint with this
+    record, which is in the folder. fork: how the line about a fork begins, which may differ."""
+    after = f"step {record['step']}"
+    if steps < record["step"]:
+        raise UserMistake(f"STEPS={steps}, and the checkpoint is after {after}; raise it")
+    if not fork:
+        stop_if_another(record, made_with, after, folder)
+    elif text := what_changed(record, made_with, after):
+        print(f"{fork}{text}", flush=True)
+    before, now = record["versions"], processes.versions()
+    if old := [f"{name}={before.get(name)}" for name in now if before.get(name) != now[name]]:
+        print(f"the checkpoint was made with {' '.join(old)}", flush=True)
 
 
 def checkpoint_source(
@@ -357,8 +297,7 @@ def stop_if_other_arrays(wanted: Any, record: Mapping[str, Any], part: bool = Fa
         )
 
 
-def record_of(progress: Progress, made_with: Mapping[str, str]) -> dict[str, Any]:
+def record_of(progress: Progress) -> dict[str, Any]:
     """What a checkpoint keeps beside its arrays, in JSON values."""
     evals = [[step, accuracy] for step, accuracy in progress.evals.items()]
-    more = {"made_with": dict(made_with), "versions": processes.versions()}
-    return asdict(progress) | {"evals": evals} | more
+    return asdict(progress) | {"evals": evals, "versions": processes.versions()}

@@ -2,265 +2,259 @@
 
     python tests/faults/random_faults.py --minutes 60 --processes both
 
-The demo is `python train_grpo.py` with the tiny model, as a user starts it, in short runs on a CPU.
-Settings of the environment, such as STEPS=80, win over the SETTINGS below. Whenever a run ends, the
-same command is started again with the same OUTPUT_DIR, until all its steps are done. Then a run
-with the next SEED begins, until the minutes are over. The faults:
+The demo is train_grpo.py with the tiny model, in short runs on a CPU. Whenever a run ends, the same
+command is started again with the same OUTPUT_DIR, until all its steps are done. Then what it leaves
+is compared with an undisturbed run, and a run with the next SEED begins, until the minutes are
+over. The faults, which strike one of two processes or both:
 
-* killed: SIGKILL. stopped: SIGTERM. Either strikes one of two processes, or both.
-* frozen: SIGSTOP, and SIGCONT up to 5 seconds later.
+* killed: SIGKILL. stopped: SIGTERM. frozen: SIGSTOP, and SIGCONT up to 5 seconds later.
 * silent: SIGSTOP to one of two processes, until the heartbeat's timeout has ended the other one.
-* full disk: OUTPUT_DIR is in a tmpfs, and a file fills it up to a random rest, until the run has
-  ended. This needs the right to mount.
-* file limit: RLIMIT_FSIZE of the living process, so that no file gets longer than a random size.
-  This needs no rights. It also strikes the cache of compiled programs.
+* starved: no file of the process gets longer than a random size (RLIMIT_FSIZE).
 
-A run that goes on after a fault is struck again. Each fault aims at a phase, which follows from the
-last lines of process 0 and from its files. To strike a compilation, a run is started with a cache
-of its own, which none of the other starts has filled.
-
-checks.py says which ends of a run are right, and compares what it leaves with an undisturbed run.
-Goodput in steps is the share of the computed steps that count: a step that a resumed run computes
-again counts once. Goodput in time is the share of all time that was not lost: the time of the steps
-that count, divided by all time. The exit code is 1 if anything is wrong.
+A fault comes a random time after a line that process 0 prints in a phase. Goodput is the share of
+the computed steps that count: a step that a resumed run computes again counts once. The exit code
+is 1 if anything is wrong.
 """
 
 import argparse
-import contextlib
 import itertools
-import logging
+import json
 import os
 import random
-import shutil
+import re
+import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import jax
-from faults.attempt import FATAL, KINDS, PHASES, Attempt, Console, End, Struck
-from faults.checks import mistakes_in, wrong_end
+from runs import Process, checkpoint_arrays, environment, metric_records, start, start_two
 
-from runtime.records import read_lines
-
-SETTINGS = """
-    STEPS=40 ROLLOUT_GLOBAL_BATCH_SIZE=4 NUM_PRE_Q=8 TRAIN_MICRO_BATCH_SIZE=16 EVAL_EVERY_STEPS=8
-    EVAL_PROMPTS=64 SAVE_EVERY_STEPS=3 SAMPLE_EVERY_STEPS=4 INIT_TIMEOUT_S=300
-"""
-# What phases are known by, and where results are equal to the bit: no environment changes these.
-ALWAYS = "JAX_PLATFORMS=cpu JAX_LOG_COMPILES=1 PRINT_TRAIN_TIME_BREAKDOWN=1 WANDB_MODE=disabled"
-# The longest time from the begin of a phase to a fault that aims at it.
-DELAY_S = {"start": 8, "compile": 4, "rollout": 0.5, "update": 0.5, "evaluation": 2, "save": 0.2}
+KINDS = ("killed", "stopped", "frozen", "silent", "starved")
+# A line of each phase, and the longest time in seconds from it to a fault.
+PHASES = {"start": ("^backend=", 5), "compile": ("^output=", 5), "step": ("^step=", 0.5)}
+PHASES |= {"evaluation": ("^eval step=", 1), "end": ("^verdict", 0.1)}
+SETTINGS = environment(
+    """STEPS=40 ROLLOUT_GLOBAL_BATCH_SIZE=4 NUM_PRE_Q=8 TRAIN_MICRO_BATCH_SIZE=16 REWARD_FN=
+    EVAL_EVERY_STEPS=8 EVAL_PROMPTS=64 SAVE_EVERY_STEPS=3 SAMPLE_EVERY_STEPS=4 REWARD_WEIGHTS=
+    INIT_TIMEOUT_S=300 WANDB_MODE=disabled"""
+)
+HUNG_S = 400  # a run that takes longer after its last fault does not end by itself
 
 
-class Aim(NamedTuple):
-    """The next fault and the phase in which it should strike."""
+class Fault(NamedTuple):
+    """What strikes, and in which phase."""
 
     kind: str
     phase: str
 
 
-def aims(rng: random.Random, kinds: list[str]) -> Iterator[Aim]:
-    """Faults without end; each phase is as likely as the others, and so is each kind."""
+def random_faults(rng: random.Random, processes: int) -> Iterator[Fault]:
+    """Faults without end; each kind and each phase is as likely as the others."""
+    kinds = [kind for kind in KINDS if processes > 1 or kind != "silent"]
     while True:
-        yield Aim(rng.choice(kinds), rng.choice(PHASES[:-1]))
+        yield Fault(rng.choice(kinds), rng.choice([*PHASES]))
 
 
 # ---- One start of the command --------------------------------------------------------------------
 
 
-def disturb(
-    attempt: Attempt, first: Aim | None, plan: Iterator[Aim], until: float, rng: random.Random
-) -> list[End]:
-    """Strikes with the first fault and then with those of the plan; returns how the run has ended.
+class End(NamedTuple):
+    """How a process has ended."""
 
-    until: no more fault strikes after this time.monotonic().
-    """
-    aim = first
-    try:
-        while aim and time.monotonic() < until and reach(attempt, aim.phase, rng):
-            strike(attempt, aim.kind, rng)
-            if aim.kind in FATAL:
-                break
-            # What begins a run is past when a second fault strikes.
-            aim = next((aim for aim in plan if aim.phase not in ("start", "compile")), None)
-        while attempt.goes_on():
-            pass
-    finally:
-        ends = attempt.close()
-    return ends
+    code: int  # as Popen has it
+    lines: list[str]  # of stdout
+    errors: str
 
 
-def reach(attempt: Attempt, phase: str, rng: random.Random) -> bool:
-    """Waits for a random moment of a phase; False: the run has ended before it."""
-    first, in_a_step = attempt.consoles[0], phase in ("rollout", "update", "save")
-    wanted = first.computed + rng.randrange(6) * in_a_step
-    delay = rng.uniform(0, DELAY_S.get(phase, 0))
-    while attempt.goes_on():
-        if first.computed >= wanted and attempt.phase() == phase:
-            end = time.monotonic() + delay
-            while time.monotonic() < end and attempt.goes_on():
-                pass
-            return bool(attempt.alive())
-    return False
-
-
-def strike(attempt: Attempt, kind: str, rng: random.Random) -> None:
-    """Strikes one process or all, now."""
-    everyone = [*range(len(attempt.consoles))]
-    all_of_them = kind == "full disk" or (kind != "silent" and rng.random() < 0.5)
-    victims = everyone if all_of_them else [rng.choice(everyone)]
-    attempt.struck.append(Struck(kind, attempt.phase(), victims))
-    size = int(2 ** rng.uniform(8, 24))  # from 256 bytes to more than a checkpoint
-    if kind == "full disk":
-        attempt.fill_disk(size)
-    elif kind == "file limit":
-        attempt.limit_files(victims, size)
-    elif kind in ("killed", "stopped"):
-        attempt.signal(victims, signal.SIGKILL if kind == "killed" else signal.SIGTERM)
+def run_once(
+    out: Path, env: dict[str, str], processes: int, faults: Iterator[Fault], rng: random.Random
+) -> tuple[list[Fault], list[End]]:
+    """Starts the command; returns the faults that have struck it, and how its processes have ended.
+    Only a frozen run is struck again."""
+    outs = [out.with_name(f"{out.name}_files{i}") for i in range(processes)]
+    if processes == 1:
+        running = [start(outs[0], env | {"OUTPUT_DIR": str(out)}, 1)]
     else:
-        attempt.signal(victims, signal.SIGSTOP)
-        end, others = time.monotonic() + rng.uniform(0.2, 5), {*everyone} - {*victims}
-        while time.monotonic() < end if kind == "frozen" else others & {*attempt.alive()}:
-            attempt.goes_on()
-        attempt.signal(victims, signal.SIGCONT)
+        each = [{"OUTPUT_DIR": str(out)}] * 2
+        running = start_two(outs, 1, *each, **env)
+    struck, lines = [], []
+    for fault in faults:
+        words, seconds = PHASES[fault.phase]
+        to_come = 1 + rng.randrange(6) * (fault.phase == "step")
+        while to_come and (line := running[0].stdout.readline()):
+            lines.append(line)
+            to_come -= bool(re.match(words, line))
+        if to_come:
+            break  # the run has ended before this phase
+        time.sleep(rng.uniform(0, seconds))
+        struck.append(fault)
+        strike(running, fault.kind, rng)
+        if fault.kind != "frozen":
+            break
+    ends = []
+    for i, process in enumerate(running):
+        try:
+            stdout, errors = process.communicate(timeout=HUNG_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            stdout, errors = process.communicate()
+            errors += "it hung"
+        read = lines if i == 0 else []
+        ends.append(End(process.returncode, [*read, *stdout.splitlines()], errors))
+    return struck, ends
 
 
-# ---- One run -------------------------------------------------------------------------------------
+def strike(running: list[Process], kind: str, rng: random.Random) -> None:
+    """Strikes one process or all, now."""
+    both = kind != "silent" and rng.random() < 0.5
+    victims = running if both else [rng.choice(running)]
+    size = int(2 ** rng.uniform(8, 24))  # from 256 bytes to more than a checkpoint
+    numbers = {"killed": signal.SIGKILL, "stopped": signal.SIGTERM}
+    for victim in victims:
+        if victim.poll() is None:
+            if kind == "starved":
+                resource.prlimit(victim.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+            else:
+                victim.send_signal(numbers.get(kind, signal.SIGSTOP))
+    if kind == "frozen":
+        time.sleep(rng.uniform(0.2, 5))
+    while kind == "silent" and any(p.poll() is None for p in running if p not in victims):
+        time.sleep(0.1)
+    if kind in ("frozen", "silent"):
+        for victim in victims:
+            victim.send_signal(signal.SIGCONT)
 
 
-@dataclass
-class Totals:
-    """What has happened in several runs, each with so many processes."""
+def wrong_ends(ends: list[End], kinds: set[str]) -> list[str]:
+    """What is wrong in how the processes have ended after these kinds of faults."""
+    allowed = {0}
+    if len(ends) > 1 and kinds - {"frozen"}:  # another process is gone, as we or jax have found
+        allowed |= {1, -signal.SIGABRT}
+    if "killed" in kinds:
+        allowed |= {-signal.SIGKILL}
+    if "stopped" in kinds:
+        allowed |= {-signal.SIGTERM, 128 + signal.SIGTERM}
+    if "starved" in kinds:
+        allowed |= {1, 2}
+    wrong = []
+    for i, end in enumerate(ends):
+        if end.code not in allowed:
+            wrong.append(f"process {i} has ended with exit code {end.code}")
+        if end.code == 0 and not end.lines[-1].startswith("DONE: "):
+            wrong.append(f"process {i} has ended with exit code 0 and is not done")
+        # Threads of orbax may still print when the line is there.
+        says_why = re.search("^error: ", "\n".join(end.errors.splitlines()[-8:]), re.M)
+        if end.code in (1, 2) and not says_why:
+            wrong.append(f"process {i} has exit code {end.code}, and no line at the end says why")
+        if end.code == 143 and "Traceback" in end.errors:
+            wrong.append(f"process {i} has printed a traceback")
+    return wrong
 
-    processes: int
-    runs: int = 0
-    starts: int = 0
-    struck: Counter = field(default_factory=Counter)  # of (kind, phase)
-    codes: Counter = field(default_factory=Counter)
-    computed: int = 0  # steps, over all starts
-    counted: int = 0  # steps
-    counted_s: float = 0  # the time of the steps that count
-    wall_s: float = 0
+
+# ---- What a run leaves ---------------------------------------------------------------------------
 
 
-def environment(out: Path, cache: Path, seed: int) -> dict[str, str]:
-    """The environment of a run with this OUTPUT_DIR, cache of compiled programs and SEED."""
-    ours, always = (dict(x.split("=") for x in text.split()) for text in (SETTINGS, ALWAYS))
-    given = {"OUTPUT_DIR": str(out), "JAX_COMPILATION_CACHE_DIR": str(cache), "SEED": str(seed)}
-    return {**ours, **os.environ, **always, **given}
+def mistakes_in(out: Path, undisturbed: Path) -> list[str]:
+    """A sentence for everything in the folder of a run that is not as the undisturbed run left it;
+    what depends on the clock and on names of folders is left out."""
+    records = [
+        {f"line {i}": x for i, x in enumerate(metric_records(x))} for x in (out, undisturbed)
+    ]
+    wrong = differences("metrics.jsonl", *records)
+    exported = [path.relative_to(undisturbed) for path in sorted((undisturbed / "hf").iterdir())]
+    for name in (Path("eval.jsonl"), Path("samples.jsonl"), *exported):
+        if (out / name).read_bytes() != (undisturbed / name).read_bytes():
+            wrong.append(f"{name} has other bytes")
+    for folder in (Path(), Path("checkpoints"), Path("hf")):
+        known, names = ({x.name for x in (each / folder).iterdir()} for each in (undisturbed, out))
+        # A signal saves checkpoints that the undisturbed run has not made.
+        left = sorted(name for name in names - known if not name.isdecimal())
+        wrong += [f"{folder / name} is left over" for name in left]
+    last = max(int(path.name) for path in (undisturbed / "checkpoints").glob("[0-9]*"))
+    for name in ("run.json", "summary.json", f"checkpoints/{last}/record/metadata"):
+        values = [json.loads((each / name).read_text()) for each in (out, undisturbed)]
+        for each in values:
+            for clock in ("run_id", "sha256", "written", "last", "settings"):
+                each.pop(clock, None)
+            # A run that is stopped after its last step saves it before it is evaluated.
+            each["evals"] = [pair for pair in each.get("evals", []) if pair[0] < last]
+        wrong += differences(name, *values)
+    arrays = [checkpoint_arrays(each, last) for each in (out, undisturbed)]
+    return wrong + differences(
+        f"checkpoint {last}", *({name: x.tobytes() for name, x in each.items()} for each in arrays)
+    )
+
+
+def differences(what: str, ours: dict, theirs: dict) -> list[str]:
+    """A sentence for each of the first five names whose values differ."""
+    names = [name for name in {**theirs, **ours} if ours.get(name) != theirs.get(name)]
+    return [f"{what}: {name} is another" for name in names[:5]]
+
+
+# ---- Runs ----------------------------------------------------------------------------------------
+
+
+class Totals(NamedTuple):
+    """What has happened in several runs."""
+
+    struck: Counter  # of Fault
+    codes: Counter  # of all processes
+    steps: Counter  # "computed" and "counted"
 
 
 def run_to_its_end(
-    logs: Path, env: dict[str, str], totals: Totals, plan: Iterator[Aim], until: float
-) -> tuple[list[str], Console]:
-    """Starts a run again and again until all its steps are done, or a start without faults fails.
-
-    logs: their folder. env: of the run. plan: the faults. until: no more fault strikes after this
-    time.monotonic(). Returns what was wrong, and the console of process 0 of the last start.
-    """
-    rng, wrong = random.Random(f"{env['SEED']} {totals.processes}"), []
-    cold = {"JAX_COMPILATION_CACHE_DIR": str(logs / "cold_cache")}
+    out: Path,
+    env: dict[str, str],
+    processes: int,
+    faults: Iterator[Fault],
+    totals: Totals,
+) -> list[str]:
+    """Starts a run again and again until all its steps are done, or a start without faults fails;
+    returns what was wrong."""
+    rng, wrong = random.Random(f"{env['SEED']} {processes}"), []
     for number in itertools.count(1):
-        first = next(plan, None) if time.monotonic() < until else None
-        cache = cold if first and first.phase == "compile" else {}
-        attempt = Attempt(env | cache, totals.processes, logs / f"start{number}")
-        ends = disturb(attempt, first, plan, until, rng)
-        totals.starts += 1
-        totals.wall_s += time.monotonic() - attempt.began
-        totals.computed += ends[0].computed
-        totals.struck.update((fault.kind, fault.phase) for fault in attempt.struck)
+        struck, ends = run_once(out, env, processes, faults, rng)
         codes = [end.code for end in ends]
+        found = wrong_ends(ends, {fault.kind for fault in struck})
+        wrong += [f"start {number} of {out}: {text}\n{ends}" for text in found]
+        totals.struck.update(struck)
         totals.codes.update(codes)
-        ended = wrong_end(ends, attempt.struck) + ["the run hung"] * attempt.hung
-        wrong += [f"start {number}: {text}" for text in ended]
-        told = [f"{s.kind} {s.victims} in {s.phase}" for s in attempt.struck] or ["no fault"]
-        print(f"{logs.name} start {number}: {'; '.join(told)}: exit {codes}", flush=True)
-        if not any(codes) or not attempt.struck:
-            break
-    records, name = read_lines(Path(env["OUTPUT_DIR"]) / "metrics.jsonl"), "time/train/step_s"
-    seconds = [record[name] for record in records if name in record]
-    totals.runs, totals.counted = totals.runs + 1, totals.counted + len(seconds)
-    totals.counted_s += sum(seconds)
-    return wrong, attempt.consoles[0]
-
-
-# ---- All runs ------------------------------------------------------------------------------------
-
-
-def table(totals: Totals, straight: Totals) -> str:
-    """The faults by kind and phase, and the other figures. straight: of the undisturbed runs."""
-    title = f"{totals.processes} process(es): faults"
-    rows = [[title, *PHASES, "all"], ["---"] * (len(PHASES) + 2)]
-    for kind in KINDS:
-        counts = [totals.struck[kind, phase] for phase in PHASES]
-        rows.append([kind, *counts, sum(counts)])
-    codes = ", ".join(f"{code}: {n}" for code, n in sorted(totals.codes.items()))
-    lines = [
-        *("| " + " | ".join(map(str, row)) + " |" for row in rows),
-        f"runs {totals.runs}, starts {totals.starts}, restarts {totals.starts - totals.runs}, "
-        f"faults {totals.struck.total()} in {totals.wall_s / 60:.1f} minutes",
-        f"exit codes of the processes: {codes}",
-        f"goodput in steps: {totals.counted} of {totals.computed} computed = "
-        f"{totals.counted / totals.computed:.3f}",
-        f"goodput in time, the share that was not lost: {totals.counted_s:.0f} of "
-        f"{totals.wall_s:.0f} s = {totals.counted_s / totals.wall_s:.3f} "
-        f"(undisturbed runs: {straight.counted_s / straight.wall_s:.3f})",
-    ]
-    return "\n".join(lines)
-
-
-@contextlib.contextmanager
-def small_disk(folder: Path) -> Iterator[bool]:
-    """Mounts a file system of 128 MiB as the folder, and yields whether that was possible."""
-    folder.mkdir(parents=True)
-    command = ["mount", "-t", "tmpfs", "-o", "size=128m", "tmpfs", str(folder)]
-    mounted = bool(shutil.which("mount")) and not subprocess.run(command).returncode
-    try:
-        yield mounted
-    finally:
-        if mounted:
-            subprocess.run(["umount", "-l", str(folder)], check=True)
+        totals.steps["computed"] += sum(line.startswith("step=") for line in ends[0].lines)
+        told = "; ".join(f"{kind} in {phase}" for kind, phase in struck) or "no fault"
+        print(f"{out.name} start {number}: {told}: exit {codes}", flush=True)
+        if not any(codes) or not struck:
+            totals.steps["counted"] += int(env["STEPS"])
+            return wrong
 
 
 def drill(folder: Path, processes: int, minutes: float, seed: int) -> list[str]:
     """Disturbs runs with so many processes for so many minutes; returns what was wrong."""
-    totals, straight, wrong = Totals(processes), Totals(processes), []
-    disk, cache = folder / f"disk{processes}", folder / f"cache{processes}"
-    kinds = [kind for kind in KINDS if processes > 1 or kind != "silent"]
-    with small_disk(disk) as mounted:
-        if not mounted:
-            print("no right to mount a small disk: only file limits starve the runs")
-            kinds.remove("full disk")
-        while (left := 60 * minutes - totals.wall_s) > 0:
-            number, out = seed + totals.runs, disk / "run"
-            logs = folder / f"processes{processes}_seed{number}"
-            undisturbed = logs / "undisturbed" / "run"
-            env = environment(undisturbed, cache, number)
-            found, _ = run_to_its_end(undisturbed.parent, env, straight, iter(()), 0)
-            if found:
-                raise SystemExit(f"error: an undisturbed run has failed: {found}")
-            plan = aims(random.Random(f"aims {number} {processes}"), kinds)
-            env, until = environment(out, cache, number), time.monotonic() + left
-            found, console = run_to_its_end(logs, env, totals, plan, until)
-            if console.done:
-                found += mistakes_in(out, undisturbed, not console.unreviewed)
-            wrong += [f"WRONG {logs.name}: {text}" for text in found]
-            if found:
-                print(*wrong[-len(found) :], sep="\n", flush=True)
-                shutil.copytree(out, logs / "wrong")
-            else:
-                shutil.rmtree(undisturbed)
-            shutil.rmtree(out)
-    print(table(totals, straight), f"wrong: {len(wrong)}", *wrong, sep="\n", flush=True)
+    totals, wrong, end = (
+        Totals(Counter(), Counter(), Counter()),
+        [],
+        time.monotonic() + 60 * minutes,
+    )
+    for number in itertools.takewhile(lambda _: time.monotonic() < end, itertools.count(seed)):
+        env = SETTINGS | {"SEED": str(number)}
+        ours, theirs = (folder / f"{name}{processes}_{number}" for name in ("run", "undisturbed"))
+        failed = run_to_its_end(theirs, env, processes, iter(()), Totals(*map(Counter, "   ")))
+        if failed:
+            return failed
+        faults = random_faults(random.Random(number), processes)
+        faults = itertools.takewhile(lambda _: time.monotonic() < end, faults)
+        wrong += run_to_its_end(ours, env, processes, faults, totals)
+        wrong += [f"{ours}: {text}" for text in mistakes_in(ours, theirs)]
+    counts = ", ".join(f"{kind} in {phase} {n}" for (kind, phase), n in totals.struck.items())
+    print(f"{processes} process(es): {totals.struck.total()} faults: {counts}")
+    print(f"exit codes: {dict(totals.codes)}; steps: {dict(totals.steps)}", flush=True)
     return wrong
 
 
@@ -269,16 +263,12 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60, help="for how long faults strike")
     parser.add_argument("--processes", choices=["1", "2", "both"], default="both")
     parser.add_argument("--seed", type=int, default=0, help="the SEED of the first run")
-    parser.add_argument("--out", type=Path, default=Path("runs/faults"), help="a new folder")
     args = parser.parse_args()
-    if args.out.exists():
-        parser.error(f"--out {args.out} is there already; remove it or choose another folder")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends what it has started, too
-    jax.config.update("jax_platforms", "cpu")  # of this process, which reads checkpoints
-    logging.getLogger("absl").setLevel(logging.ERROR)
+    os.environ["JAX_PLATFORMS"] = "cpu"  # also of this process, which reads checkpoints
     counts = [1, 2] if args.processes == "both" else [int(args.processes)]
-    folder, minutes = args.out.absolute(), args.minutes / len(counts)
+    folder, minutes = Path(tempfile.mkdtemp(prefix="faults_")), args.minutes / len(counts)
     wrong = [text for n in counts for text in drill(folder, n, minutes, args.seed)]
+    print(f"wrong: {len(wrong)}; the runs are in {folder}", *wrong, sep="\n")
     raise SystemExit(1 if wrong else 0)
 
 

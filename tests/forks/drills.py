@@ -99,7 +99,7 @@ COUNTDOWN = Drill(
 SCHEDULE = Drill(
     "a schedule of the learning rate",
     lines=3,
-    row="add an advantage estimator; a schedule of the learning rate",
+    row="add a schedule of the learning rate",
     edits=(
         Edit(
             "config.py",
@@ -172,129 +172,6 @@ FROZEN_EMBEDDING = Drill(
         ),
     ),
 )
-LORA = Drill(
-    "adapters (LoRA, arXiv 2106.09685)",
-    lines=60,
-    row="train some of the weights only",
-    edits=(
-        Edit(
-            "update.py",
-            "# ---- The optimizer ------",
-            '''\
-# ---- The adapters --------------------------------------------------------------------------------
-
-RANK, SCALE = 8, 2.0
-MATRICES = ("wq", "wk", "wv", "wo", "gate", "up", "down")  # [L, in, out] of Layers
-
-Adapters = dict[str, tuple[jax.Array, jax.Array]]  # a matrix -> a [L, in, RANK], b [L, RANK, out]
-
-
-def first_adapters(params: Params) -> Adapters:
-    """Random a and zero b, so that no weight changes before the first update."""
-    adapters = {}
-    for number, name in enumerate(MATRICES):
-        L, D, F = getattr(params.layers, name).shape
-        a = jax.random.normal(jax.random.key(number), (L, D, RANK)) / math.sqrt(D)
-        adapters[name] = a, jnp.zeros((L, RANK, F))
-    return adapters
-
-
-def adapter_grads(grads: Params, adapters: Adapters) -> Adapters:
-    """By the chain rule from the gradients of the weights W + SCALE a b."""
-    found = {}
-    for name, (a, b) in adapters.items():
-        g = SCALE * getattr(grads.layers, name)
-        found[name] = jnp.einsum("ldf,lrf->ldr", g, b), jnp.einsum("ldf,ldr->lrf", g, a)
-    return found
-
-
-def moved(params: Params, old: Adapters, new: Adapters) -> Params:
-    """The weights with new adapters in place of old ones."""
-    layers = {
-        name: getattr(params.layers, name) + SCALE * (new[name][0] @ new[name][1] - a @ b)
-        for name, (a, b) in old.items()
-    }
-    return params.replace(layers=params.layers.replace(**layers))
-
-
-# ---- The optimizer ------''',
-        ),
-        Edit(
-            "update.py",
-            """\
-    return optax.chain(rules[optimizer.name], decay)
-""",
-            """\
-    return rules[optimizer.name]
-""",
-        ),
-        Edit(
-            "update.py",
-            """\
-    table = param_table(model)
-    decays = jax.tree.map(lambda leaf: leaf.kind == "matrix", table)
-    decay = optax.add_decayed_weights(optimizer.weight_decay, mask=decays)
-""",
-            "",
-        ),
-        Edit(
-            "update.py",
-            """\
-    opt_state = transform(optimizer, model).init(params)
-""",
-            """\
-    adapters = first_adapters(params)
-    opt_state = adapters, transform(optimizer, model).init(adapters)
-    everywhere = NamedSharding(params.embed.sharding.mesh, PartitionSpec())
-    opt_state = jax.device_put(opt_state, everywhere)
-""",
-        ),
-        Edit(
-            "update.py",
-            """\
-    opt_state = optax.tree_utils.tree_map_params(
-        rule,
-        lambda x, p: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=p.sharding),
-        jax.eval_shape(rule.init, params),
-        params,
-        transform_non_params=lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated),
-    )
-""",
-            """\
-    adapters = jax.eval_shape(first_adapters, params)
-    opt_state = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated),
-        (adapters, jax.eval_shape(rule.init, adapters)),
-    )
-""",
-        ),
-        Edit(
-            "update.py",
-            """\
-    norm = optax.tree.norm(grads)
-    if optimizer""",
-            """\
-    adapters, rule_state = state.opt_state
-    grads = adapter_grads(grads, adapters)
-    norm = optax.tree.norm(grads)
-    if optimizer""",
-        ),
-        Edit(
-            "update.py",
-            """\
-    updates, opt_state = transform(optimizer, model).update(grads, state.opt_state, state.params)
-    params = jax.tree.map(lambda p, u: p - lr * u, state.params, updates)
-    updated = TrainState(params=params, opt_state=opt_state)
-""",
-            """\
-    updates, rule_state = transform(optimizer, model).update(grads, rule_state, adapters)
-    new_adapters = jax.tree.map(lambda p, u: p - lr * u, adapters, updates)
-    params = moved(state.params, adapters, new_adapters)
-    updated = TrainState(params=params, opt_state=(new_adapters, rule_state))
-""",
-        ),
-    ),
-)
 DRILLS = (
     REWARD_OF_A_FILE,
     BUILT_IN_REWARD,
@@ -303,7 +180,6 @@ DRILLS = (
     SCHEDULE,
     SETTING,
     FROZEN_EMBEDDING,
-    LORA,
 )
 
 

@@ -17,8 +17,6 @@ import tempfile
 import time
 from pathlib import Path
 
-from forked import FASTER_TO_COMPILE
-
 REPO = Path(__file__).resolve().parent.parent
 KEY = "fake0key1which2nobody3may4see5"
 # A run needs none of these files, and every test copies all other files.
@@ -58,7 +56,8 @@ def laptop_and_origin() -> Path:
 class Cloud:
     """A laptop with a clone of this working tree, and a TPU VM of two workers."""
 
-    def __init__(self, folder: Path, cache: Path) -> None:
+    def __init__(self, folder: Path, cache: Path, environment: dict[str, str]) -> None:
+        """environment: variables of all workers, beside those that join their processes."""
         self.folder, self.laptop = folder, folder / "grpo"
         shutil.copytree(laptop_and_origin(), folder, dirs_exist_ok=True)
         git(self.laptop, "remote", "set-url", "origin", str(folder / "origin.git"))
@@ -70,10 +69,22 @@ class Cloud:
         program.chmod(0o755)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            self.address = f"127.0.0.1:{probe.getsockname()[1]}"
+            address = f"127.0.0.1:{probe.getsockname()[1]}"
         self.lockfile = folder / "libtpu_lockfile"
-        self.machines()
+        self.venv = folder / "venv"  # this Python, in which pip notes what it would install
+        (self.venv / "bin").mkdir(parents=True)
+        python = self.venv / "bin" / "python"
+        notes = f'echo "$*" >>{folder}/installed; exit'
+        python.write_text(
+            f'#!/bin/sh\ncase "$*" in "-m pip install "*) {notes} ;; esac\n'
+            f'exec "{sys.executable}" "$@"\n'
+        )
+        python.chmod(0o755)
+        shared = {"JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_ADDRESS": address}
+        shared |= {"JAX_NUM_PROCESSES": "2", "LIBTPU_LOCKFILE": str(self.lockfile)}
+        (folder / "environ.json").write_text(json.dumps(shared | environment))
         self.cache = cache
+        self.faults()
         for worker in range(2):
             self.home(worker).mkdir()
         (folder / "state").write_text("READY")
@@ -84,16 +95,14 @@ class Cloud:
         file.write_text(f"#!/bin/sh\necho '{prints}' | tee /dev/stderr\n")
         file.chmod(0o755)
 
-    def machines(self, *each: dict[str, str]) -> None:
-        """Sets the environment variables of all workers, and then those of each worker."""
-        shared = {"JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_ADDRESS": self.address}
-        shared |= {"JAX_NUM_PROCESSES": "2", "LIBTPU_LOCKFILE": str(self.lockfile)}
-        shared |= FASTER_TO_COMPILE
-        (self.folder / "environ.json").write_text(json.dumps([shared, *each]))
-
     def faults(self, *faults: tuple[int, str, str]) -> None:
         """Breaks commands on workers from now on; stand_in_gcloud.py describes the faults."""
         (self.folder / "faults.json").write_text(json.dumps(faults))
+
+    def train_with(self, program: str) -> None:
+        """Puts a program in place of train_grpo.py, so that a run takes no time of its own."""
+        (self.laptop / "train_grpo.py").write_text(program)
+        self.commit("another program")
 
     def commit(self, message: str, push: bool = True) -> None:
         commit(self.laptop, message)
@@ -108,10 +117,9 @@ class Cloud:
 
     def environ(self, **settings: str) -> dict[str, str]:
         shell = {k: os.environ[k] for k in os.environ if k in ("PATH", "HOME", "LANG", "TMPDIR")}
-        shell |= {k: v for k, v in os.environ.items() if k.startswith("PIP_")}
         shell["PATH"] = f"{self.folder}/bin:{shell['PATH']}"
         shell |= {"TPU_NAME": "mine", "ZONE": "a-zone", "CLOUD": str(self.folder)}
-        shell |= {"TPU_VENV": sys.prefix, "PYTHON": sys.executable, "RETRY_S": "1"}
+        shell |= {"TPU_VENV": str(self.venv), "PYTHON": sys.executable, "RETRY_S": "1"}
         return shell | {"JAX_COMPILATION_CACHE_DIR": str(self.cache)} | settings
 
     def start(self, *words: str, **settings: str) -> subprocess.Popen:
@@ -131,7 +139,10 @@ class Cloud:
         return process.returncode, lines
 
     def calls(self) -> str:
-        file = self.folder / "calls"
+        return self.read("calls")
+
+    def read(self, name: str) -> str:
+        file = self.folder / name
         return file.read_text() if file.exists() else ""
 
     def logs(self, kind: str, worker: int, name: str = "train_grpo") -> Path:
@@ -146,9 +157,6 @@ class Cloud:
 
     def pid(self, worker: int, name: str = "train_grpo") -> int:
         return int(self.logs("pid", worker, name).read_text())
-
-    def exits(self) -> list[str]:
-        return [self.logs("exit", worker).read_text() for worker in range(2)]
 
 
 def last_line(lines: str) -> str:

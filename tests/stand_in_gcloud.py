@@ -5,71 +5,51 @@ It understands `gcloud compute tpus tpu-vm VERB ...` as run_tpu.sh calls it. The
 the TPU VM. The file `state` has its state, and without this file there is no TPU VM. `worker0` and
 `worker1` are the home folders of the workers. `environ.json` has the environment variables of their
 processes. `calls` gets every command line. `faults.json` makes commands fail:
-[[worker, a part of the command, "fail" | "hang" | "again" | "mistake"], ...]. Every call prints a
-warning and a notice on stderr, as the real gcloud may do, whether the call succeeds or fails.
+[[worker, a part of the command, "fail" | "again" | "mistake"], ...].
 """
 
 import argparse
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 CLOUD = Path(os.environ["CLOUD"])
 HOSTS = 2
-WARNING = "WARNING: Your project is not the quota project; a resource may be NOT_FOUND for it."
-NOTICE = "Updates are available for some Google Cloud CLI components."
 
 
 def environment(worker: int) -> dict[str, str]:
     """The environment of a login on a worker.
 
-    Of the caller's variables it has only those with which programs and packages are found.
+    Of the caller's variables it has only those with which programs are found.
     """
-    kept = {k: v for k, v in os.environ.items() if k.startswith("PIP_") or k in ("PATH", "LANG")}
+    kept = {k: v for k, v in os.environ.items() if k in ("PATH", "LANG")}
     home = CLOUD / f"worker{worker}"
     login = {"HOME": str(home), "HOSTNAME": f"worker-{worker}", "JAX_PROCESS_ID": str(worker)}
-    shared, *each = json.loads((CLOUD / "environ.json").read_text())
-    return kept | login | shared | (each[worker] if each else {})
+    return kept | login | json.loads((CLOUD / "environ.json").read_text())
 
 
-def on_worker(worker: int, command: str, codes: dict[int, int]) -> None:
-    """Runs the command on one worker, or breaks it, and puts its exit code into `codes`."""
-    faults = CLOUD / "faults.json"
-    for where, part, kind in json.loads(faults.read_text()) if faults.exists() else []:
-        if where == worker and part in command:
-            if kind == "hang":  # The real gcloud waits for a process too: ssh.
-                subprocess.run(["sleep", "3600"])
-            if kind == "fail":
-                print("ssh: connect to host: Connection refused", file=sys.stderr)
-                codes[worker] = 255
-                return
-            if kind == "mistake":
-                print(f"error: worker-{worker}: this will not do", file=sys.stderr)
-                codes[worker] = 2
-                return
-            if kind == "again":  # The connection breaks after the command, and gcloud retries.
-                subprocess.run(["bash", "-c", command], cwd=home(worker), env=environment(worker))
-    done = subprocess.run(["bash", "-c", command], cwd=home(worker), env=environment(worker))
-    codes[worker] = done.returncode
+def on_worker(worker: int, command: str) -> int:
+    """Runs the command on one worker, or breaks it, and returns its exit code."""
+    faults = json.loads((CLOUD / "faults.json").read_text())
+    kinds = [kind for where, part, kind in faults if where == worker and part in command]
+    if "fail" in kinds:
+        print("ssh: connect to host: Connection refused", file=sys.stderr)
+        return 255
+    if "mistake" in kinds:
+        print(f"error: worker-{worker}: this will not do", file=sys.stderr)
+        return 2
+    place = {"cwd": home(worker), "env": environment(worker)}
+    if "again" in kinds:  # The connection breaks after the command, and gcloud retries.
+        subprocess.run(["bash", "-c", command], **place)
+    return subprocess.run(["bash", "-c", command], **place).returncode
 
 
 def home(worker: int) -> Path:
     return CLOUD / f"worker{worker}"
-
-
-def end_everything() -> None:
-    """Kills all runs, as when the machines are taken away."""
-    for file in CLOUD.glob("worker*/*/logs/*Z.pid"):
-        try:
-            if os.getsid(int(file.read_text())):
-                os.killpg(os.getpgid(int(file.read_text())), signal.SIGKILL)
-        except ProcessLookupError:
-            continue
 
 
 def main() -> int:
@@ -88,7 +68,7 @@ def main() -> int:
         parser.add_argument(f"--{flag}", action="store_true")
     args = parser.parse_args(words[3:])
     assert args.zone, "no zone"
-    assert args.quiet, "a question would find nobody to answer it"
+    assert args.quiet or args.verb == "describe", "a question would find nobody to answer it"
     logs_in = args.verb in ("ssh", "scp")
     assert logs_in or args.names == ["mine"], f"no TPU VM {args.names}; only ssh and scp log in"
     state = CLOUD / "state"
@@ -107,11 +87,9 @@ def main() -> int:
         print("ERROR: (gcloud.compute.tpus.tpu-vm) NOT_FOUND", file=sys.stderr)
         return 1
     if args.verb == "describe":
-        found = state.read_text()
-        print(f"{found}\t{HOSTS}" if found == "READY" else found)
+        print(state.read_text())
         return 0
     if args.verb == "delete":
-        end_everything()
         for worker in range(HOSTS):
             shutil.rmtree(home(worker))
         state.unlink()
@@ -124,26 +102,13 @@ def main() -> int:
         source, target = args.names
         for worker in workers:
             file = home(worker) / target.partition(":")[2]
-            file.write_bytes(
-                Path(source).read_bytes()
-            )  # With scp, too, an existing file keeps its mode.
+            file.write_bytes(Path(source).read_bytes())  # as scp does, which keeps a file's mode
         return 0
     assert args.verb == "ssh", args.verb
-    print(f"Using ssh batch size of 1, for {len(workers)} workers.", file=sys.stderr)
-    for worker in workers:
-        print(f"SSH: Attempting to connect to worker {worker}...", file=sys.stderr)
-    codes: dict[int, int] = {}
-    threads = [threading.Thread(target=on_worker, args=(w, args.command, codes)) for w in workers]
-    for thread in threads:
-        thread.daemon = True
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return next((code for _, code in sorted(codes.items()) if code), 0)
+    with ThreadPoolExecutor() as pool:
+        codes = [*pool.map(lambda worker: on_worker(worker, args.command), workers)]
+    return next((code for code in codes if code), 0)
 
 
 if __name__ == "__main__":
-    print(WARNING, file=sys.stderr, flush=True)
-    exit_code = main()
-    print(NOTICE, file=sys.stderr)
-    sys.exit(exit_code)
+    sys.exit(main())

@@ -1,7 +1,7 @@
 """Gives the tests eight CPU devices, before jax is imported, so that sharded programs run anywhere.
 
 Programs compile in less than half the time, and run slower. Runs that tests start as processes do
-not read XLA_FLAGS, but most of them get the same settings from forked.py.
+not read XLA_FLAGS, but most of them get the same settings from runs.py.
 """
 
 import importlib.util
@@ -17,10 +17,10 @@ os.environ["WANDB_API_KEY"] = ""  # no test logs to the W&B of whoever runs it
 
 # Training needs these two modules of Python, which Windows lacks. Settings are read there too.
 LACKING = [name for name in ("fcntl", "resource") if importlib.util.find_spec(name) is None]
-ANYWHERE = "test_config test_parsing test_contradictions test_sizes test_recipes test_rewards"
+ANYWHERE = "test_config test_contradictions test_sizes test_recipes test_rewards"
 if not LACKING:
     from cloud import Cloud
-    from forked import FASTER_TO_COMPILE, FLAGS
+    from runs import FASTER_TO_COMPILE, FLAGS
 
     flags = os.environ.get("XLA_FLAGS", "")
     flags += f" --xla_force_host_platform_device_count=8 {FLAGS}"
@@ -30,10 +30,10 @@ QUICK = "not slow and not parity and not engine"  # the addopts of pyproject.tom
 # A worker takes one file after the other. The files that take longest come first, so that both
 # workers end together.
 LONGEST = """
-    test_reliability.py test_sick_runs.py test_tpu.py test_plan.py test_packed_runs.py
-    test_run_tpu.py test_train.py test_forks.py test_resume.py test_rollout.py test_objectives.py
-    test_run_tpu_start.py test_mistakes.py test_loss_pallas.py test_faults.py test_mini_batches.py
-    test_two_processes.py test_variants.py test_processes.py
+    test_reliability.py test_sick_runs.py test_tpu.py test_plan.py test_saved_work.py
+    test_run_tpu.py test_train.py test_forks.py test_resume.py test_rollout.py
+    test_mistakes.py test_loss_pallas.py test_faults.py test_mini_batches.py
+    test_two_processes.py test_processes.py
 """.split()
 
 
@@ -97,7 +97,7 @@ def all_optimizations() -> Iterator[None]:
 
 @pytest.fixture
 def cloud(tmp_path: Path, cache: Path):
-    made = Cloud(tmp_path, cache)
+    made = Cloud(tmp_path, cache, FASTER_TO_COMPILE)
     yield made
     for file in tmp_path.glob("worker*/grpo/logs/*Z.pid"):  # a failed test leaves them
         try:

@@ -1,16 +1,37 @@
-"""A small model and the sequences of one of its programs, whose work is easy to count by hand, and
-micro-batches of given sequences."""
+"""Small models, micro-batches of given sequences, a reference in float64 numpy, what the sampler
+says, and Hugging Face folders of every family, with weights by a formula. It computes with
+integers, so that no version of a library changes the weights.
 
+`PYTHONPATH=. python tests/small_model.py` writes goldens/logits.json again; it needs torch.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import operator
+import tempfile
+import zlib
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
+from safetensors.numpy import save_file
 
 from config import Config
-from data import Prompt
-from models.model import ModelConfig
-from models.placement import Workload
+from data import Prompt, pad_prompts
+from loss_pallas import Kernel
+from models.draw import Sampling
+from models.model import Compute, Leaf, ModelConfig, Params, param_shardings, param_table
+from runtime.layout import ROLLOUT_BATCH_AXES, TRAIN_BATCH_AXES, Layout
 from runtime.packing import Batch, Widths, pack, prompts_of
+from runtime.parsing import REPO
+from sampling import Completions, NaiveBackend, Stopping
+from tools.make_random import make_random
 
 # The matrices of a layer have 16*32 + 2*16*16 + 32*16 + 3*16*24 = 2688 numbers, those of three
 # layers 8064. All parameters: 48*16 + 3*(2688 + 2*16) + 16 = 8944.
@@ -30,9 +51,6 @@ MODEL = ModelConfig(
     qk_norm=False,
     max_positions=64,
 )
-# 8 sequences of 2 prompts: 8*6 + 2*10 = 68 tokens, 2*10*10/2 + 8*(6*10 + 6*6/2) = 724 pairs of
-# a query and a key.
-WORKLOAD = Workload(R=8, G=2, S=10, T=6)
 
 
 def batch_of(
@@ -81,3 +99,318 @@ def counts_by_hand(num_tokens: int, num_sequences: int, num_top_tokens: int) -> 
 def choices_of(name: str) -> list[str]:
     """The texts that a setting may have. name: that of the field in Config."""
     return Config.__dataclass_fields__[name].metadata["choices"].split("|")
+
+
+# ---- A model whose distributions depend on every token, in float64 numpy and on devices ----------
+
+QWEN2 = dataclasses.replace(
+    MODEL, vocab_size=40, rms_norm_eps=1e-5, rope_theta=100.0, tied=False, qkv_bias=True
+)
+
+
+@functools.cache
+def weights() -> Params:
+    """Float64 numpy parameters whose distributions have about 2 nats and depend on every token."""
+    rng = np.random.default_rng(0)
+
+    def draw(leaf: Leaf) -> np.ndarray:
+        scales = {"norm": 0.2, "bias": 0.3, "embed": 1.0, "lm_head": 0.4}
+        known = [scale for word, scale in scales.items() if word in leaf.name]
+        scale = known[0] if known else leaf.shape[1] ** -0.5
+        return scale * rng.normal(size=leaf.shape) + ("norm" in leaf.name)
+
+    return jax.tree.map(draw, param_table(QWEN2))
+
+
+def numpy_logits(params: Params, ids: list[int]) -> np.ndarray:
+    """[n, V] float64: the logits after each of n tokens."""
+    c, n = QWEN2, len(ids)
+    angles = np.arange(n)[:, None] * c.rope_theta ** (-np.arange(0, c.head_dim, 2) / c.head_dim)
+    cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
+
+    def norm(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
+        return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + c.rms_norm_eps) * scale
+
+    def heads(x: np.ndarray, count: int, rotated: bool = True) -> np.ndarray:
+        x = x.reshape(n, count, c.head_dim)
+        a, b = np.split(x, 2, axis=-1)
+        turned = np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+        return (turned if rotated else x).repeat(c.num_heads // count, axis=1)  # [n, H, h]
+
+    x = params.embed[ids]
+    for i in range(c.num_layers):
+        w = jax.tree.map(operator.itemgetter(i), params.layers)
+        y = norm(x, w.attn_norm)
+        q, k = heads(y @ w.wq + w.bq, c.num_heads), heads(y @ w.wk + w.bk, c.num_kv_heads)
+        v = heads(y @ w.wv + w.bv, c.num_kv_heads, rotated=False)
+        scores = np.einsum("ihd,jhd->hij", q, k) / math.sqrt(c.head_dim)
+        scores = np.exp(np.where(np.tri(n, dtype=bool), scores, -np.inf))
+        attention = scores / scores.sum(axis=-1, keepdims=True)
+        x = x + np.einsum("hij,jhd->ihd", attention, v).reshape(n, -1) @ w.wo
+        y = norm(x, w.mlp_norm)
+        gate = y @ w.gate
+        x = x + (gate / (1 + np.exp(-gate)) * (y @ w.up)) @ w.down
+    return norm(x, params.final_norm) @ params.lm_head.T
+
+
+def numpy_softmax(logits: np.ndarray) -> np.ndarray:
+    unnormalised = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return unnormalised / unnormalised.sum(axis=-1, keepdims=True)
+
+
+def train_layout(*shape: int) -> Layout:
+    """The layout of training on a mesh of this shape."""
+    devices = np.array(jax.devices()[: math.prod(shape)]).reshape(shape)
+    return Layout(Mesh(devices, ("dp", "fsdp", "tp")), TRAIN_BATCH_AXES)
+
+
+def laid_out(mesh: Mesh, params: Params | None = None) -> Params:
+    """A new float32 copy, because optimizer_step takes over the buffers that it is given."""
+    params = jax.tree.map(np.float32, params or weights())
+    return jax.device_put(params, param_shardings(QWEN2, mesh))
+
+
+def assert_close(a: Params, b: Params, atol: float) -> None:
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=atol), a, b)
+
+
+def shardings(tree: Any) -> list:
+    return [(x.sharding, x.ndim) for x in jax.tree.leaves(tree)]
+
+
+def same_shardings(a: list, b: list) -> bool:
+    pairs = zip(a, b, strict=True)
+    return all(x.is_equivalent_to(y, ndim) for (x, ndim), (y, _) in pairs)
+
+
+# ---- What the sampler says -----------------------------------------------------------------------
+
+PAD = 39  # this is also an ordinary token of QWEN2: it may be drawn and does not stop
+NEVER = -1  # a stop id that no token has
+PROMPTS = [[5, 11, 2], [7, 7, 30, 1, 19, 8, 24]]
+
+
+def numpy_filter(probs: np.ndarray, sampling: Sampling) -> np.ndarray:
+    """probs [V], 0 for the tokens that the filters drop; the others are scaled to sum to 1."""
+    ranked = list(np.argsort(-probs))
+    if sampling.top_k:
+        ranked = ranked[: sampling.top_k]
+    total, mass, kept = probs[ranked].sum(), 0.0, []
+    for token in ranked:
+        if mass < sampling.top_p * total:
+            kept.append(token)
+        mass += probs[token]
+    kept = [token for token in kept if probs[token] >= sampling.min_p * probs.max()]
+    filtered = np.zeros_like(probs)
+    filtered[kept] = probs[kept] / probs[kept].sum()
+    return filtered
+
+
+def assert_drawn_from(tokens: np.ndarray, probs: np.ndarray) -> None:
+    """Pearson's chi-square is within 5 standard deviations; no token of probability 0 is drawn."""
+    counts = np.bincount(tokens, minlength=len(probs))
+    assert len(counts) == len(probs), f"index {len(counts) - 1} of {len(probs)}"
+    possible = probs > 0
+    assert counts[~possible].sum() == 0
+    expected = len(tokens) * probs[possible]
+    chi_square, freedom = ((counts[possible] - expected) ** 2 / expected).sum(), possible.sum() - 1
+    assert chi_square <= freedom + 5 * math.sqrt(2 * freedom), (chi_square, freedom)
+
+
+def layout(*shape: int) -> Layout:
+    devices = np.array(jax.devices()[: math.prod(shape)]).reshape(shape)
+    return Layout(Mesh(devices, ("dp", "fsdp", "tp")), ROLLOUT_BATCH_AXES)
+
+
+def sample(
+    sampling: Sampling = Sampling(0.7),  # noqa: B008 - it does not change
+    prompts: list[list[int]] = PROMPTS,
+    K: int = 8,
+    *,
+    T: int = 12,
+    sequence_ids: range | None = None,
+    key: int = 0,
+    stop_ids: tuple[int, ...] = (NEVER,),
+    mesh: tuple[int, int, int] = (1, 1, 1),
+    params: Params | None = None,
+    layer_loop: str = "scan",
+    drop: bool = False,
+) -> Completions:
+    """What QWEN2 with these weights says to the prompts."""
+    compute = Compute(QWEN2, jnp.dtype("float32"), layout(*mesh), layer_loop=layer_loop)
+    backend = NaiveBackend(compute, Stopping(T, stop_ids, PAD), drop)
+    backend.update_weights(jax.tree.map(np.float32, params or weights()))
+    ids = np.array(sequence_ids or range(len(prompts) * K), np.int32)
+    return backend.generate(*pad_prompts(prompts, 11, PAD), ids, jax.random.key(key), sampling)
+
+
+def assert_same_completions(a: Completions, b: Completions) -> None:
+    assert a.completion_ids.tolist() == b.completion_ids.tolist()
+    assert a.completion_mask.tolist() == b.completion_mask.tolist()
+    np.testing.assert_allclose(a.sampling_logps, b.sampling_logps, atol=1e-5)
+
+
+# ---- Log-probabilities of tokens -----------------------------------------------------------------
+
+KERNELS = {"jax": None, "pallas": Kernel("cpu", interpret=True)}
+
+
+def token_inputs(*lead: int, V: int, D: int = 64) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """hidden [*lead, D], lm_head [V, D] and ids [*lead]."""
+    rng = np.random.default_rng(V)
+    hidden, lm_head = rng.normal(size=(*lead, D)), rng.normal(size=(V, D))
+    return np.float32(hidden), np.float32(lm_head), rng.integers(0, V, lead).astype(np.int32)
+
+
+# ---- Folders -------------------------------------------------------------------------------------
+
+
+def stopping_model(folder: Path) -> Path:
+    """Makes a model that ends a completion at each token with probability 1/32 or so."""
+    small = folder / "small"
+    make_random(REPO / "tiny", small, {"hidden_size": 32, "num_hidden_layers": 1})
+    stop_ids = list(range(0, json.loads((small / "config.json").read_text())["vocab_size"], 32))
+    (small / "generation_config.json").write_text(json.dumps({"eos_token_id": stop_ids}))
+    return small
+
+
+# ---- Folders of every family ---------------------------------------------------------------------
+
+GOLDENS = Path(__file__).parent / "goldens" / "logits.json"
+SIZES = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 256,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def family(model_type: str, architecture: str, **changes: Any) -> dict[str, Any]:
+    """A config.json as written before transformers 5."""
+    of_family = {"model_type": model_type, "architectures": [f"{architecture}ForCausalLM"]}
+    return {**SIZES, **of_family, "tie_word_embeddings": False, **changes}
+
+
+FAMILIES = {
+    "qwen2": family("qwen2", "Qwen2", rope_theta=700.0),
+    "qwen2_tied": family("qwen2", "Qwen2", rope_theta=300.0, tie_word_embeddings=True),
+    # Its head_dim 12 is not 32/4.
+    "qwen3": family("qwen3", "Qwen3", head_dim=12, rope_theta=200.0),
+    # Of its four frequencies one is kept, one is blended and two are slowed by 8.
+    "llama3": family("llama", "Llama", rope_theta=100.0, rope_scaling=LLAMA3),
+}
+
+# Two inputs; the second is left-padded. The golden logits are those of 12 tokens at PLACES.
+LENGTH, PADDING = 80, 23
+IDS = (np.arange(2 * LENGTH) ** 2 // 3 % 48).reshape(2, LENGTH).astype(np.int32)
+MASK = np.arange(LENGTH) >= np.array([[0], [PADDING]])
+POSITIONS = np.maximum(np.arange(LENGTH) - np.array([[0], [PADDING]]), 0).astype(np.int32)
+PLACES = (np.array([0, 0, 1, 1]), np.array([40, 79, 40, 79]))  # inputs, tokens
+
+
+def tensor_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor of a checkpoint, under transformers' names."""
+    D, F, V = c["hidden_size"], c["intermediate_size"], c["vocab_size"]
+    h = c.get("head_dim", D // c["num_attention_heads"])
+    q, kv = c["num_attention_heads"] * h, c["num_key_value_heads"] * h
+    layer = {
+        "input_layernorm.weight": (D,),
+        "post_attention_layernorm.weight": (D,),
+        "self_attn.q_proj.weight": (q, D),
+        "self_attn.k_proj.weight": (kv, D),
+        "self_attn.v_proj.weight": (kv, D),
+        "self_attn.o_proj.weight": (D, q),
+        "mlp.gate_proj.weight": (F, D),
+        "mlp.up_proj.weight": (F, D),
+        "mlp.down_proj.weight": (D, F),
+    }
+    if c["model_type"] == "qwen2":
+        layer |= {f"self_attn.{n}_proj.bias": (s,) for n, s in (("q", q), ("k", kv), ("v", kv))}
+    if c["model_type"] == "qwen3":
+        layer |= {"self_attn.q_norm.weight": (h,), "self_attn.k_norm.weight": (h,)}
+    shapes = {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,)}
+    for i in range(c["num_hidden_layers"]):
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+    return shapes if c["tie_word_embeddings"] else {**shapes, "lm_head.weight": (V, D)}
+
+
+def uniform(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Numbers in [-0.5, 0.5): hashes of the name and the index."""
+    n = np.arange(math.prod(shape), dtype=np.uint64) + np.uint64(zlib.crc32(name.encode()))
+    for _ in range(2):
+        n = (n ^ (n >> np.uint64(16))) * np.uint64(0x45D9F3B) & np.uint64(0xFFFFFFFF)
+    return ((n ^ (n >> np.uint64(16))) / 2**32 - 0.5).reshape(shape)
+
+
+def tensors(c: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Name -> float32 array: norms 0.5 to 1.5, biases -1 to 1, matrices that keep the variance."""
+    made = {}
+    for name, shape in tensor_shapes(c).items():
+        x = uniform(name, shape)
+        if "norm" in name:
+            made[name] = 1 + x
+        elif "bias" in name:
+            made[name] = 2 * x
+        else:
+            made[name] = x * math.sqrt(12 / shape[-1]) * (4 if "q_proj" in name else 1)
+    return {name: x.astype(np.float32) for name, x in made.items()}
+
+
+def write_config(folder: Path, c: dict[str, Any], *, rope_parameters: bool = False) -> None:
+    """Writes config.json. transformers 5 writes rope_parameters for rope_theta and rope_scaling."""
+    if rope_parameters:
+        c = dict(c)
+        rope = {"rope_type": "default", **c.pop("rope_scaling", {})}
+        c["rope_parameters"] = {**rope, "rope_theta": c.pop("rope_theta")}
+    (folder / "config.json").write_text(json.dumps(c))
+
+
+def write_folder(folder: Path, family: str, *, rope_parameters: bool = False) -> Path:
+    """Writes a folder of the family that is complete except for a tokenizer; returns it."""
+    write_config(folder, FAMILIES[family], rope_parameters=rope_parameters)
+    save_file(tensors(FAMILIES[family]), folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def transformers_logits(folder: Path) -> np.ndarray:
+    """[2, LENGTH, V] float32 logits of IDS, computed by transformers' torch model."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        out = model(
+            input_ids=torch.tensor(IDS, dtype=torch.long),
+            attention_mask=torch.tensor(MASK, dtype=torch.long),
+            position_ids=torch.tensor(POSITIONS, dtype=torch.long),
+        )
+    return out.logits.numpy()
+
+
+def write_goldens() -> None:
+    """Writes goldens/logits.json again, with transformers' torch model."""
+    lines = []
+    for name in FAMILIES:
+        with tempfile.TemporaryDirectory() as folder:
+            logits = transformers_logits(write_folder(Path(folder), name))
+        golden = logits[PLACES][:, :12].astype(np.float64).round(6)
+        lines.append(f'"{name}": {json.dumps(golden.tolist())}')
+    GOLDENS.write_text("{" + ",\n".join(lines) + "}\n")
+
+
+if __name__ == "__main__":
+    write_goldens()

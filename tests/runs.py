@@ -1,0 +1,354 @@
+"""Starts train_grpo.py as a user does, in processes that find its libraries imported, and reads the
+files and the lines of the run.
+
+A server imports the libraries once, which saves 2 seconds of CPU for each run, and forks each
+process, which imports our own files and has the environment, the folder and the arguments that it
+would have if it started anew.
+"""
+
+import atexit
+import dataclasses
+import functools
+import importlib.metadata
+import json
+import multiprocessing
+import os
+import re
+import runpy
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from subprocess import PIPE
+from typing import Any, NamedTuple
+
+import numpy as np
+
+TESTS = Path(__file__).resolve().parent
+REPO = TESTS.parent
+JAXLIB = tuple(int(part) for part in importlib.metadata.version("jaxlib").split(".")[:3])
+# Newer versions have only the other emitters, and end a program at an unknown flag.
+OLDER_EMITTERS = "--xla_cpu_use_fusion_emitters=false" if JAXLIB < (0, 11, 1) else ""
+# With XLA's older emitters, with few passes of LLVM, and with one part for LLVM instead of many,
+# programs compile in a third of the CPU time. They run slower.
+FLAGS = f"--xla_cpu_parallel_codegen_split_count=1 {OLDER_EMITTERS}"
+FASTER_TO_COMPILE = {"XLA_FLAGS": FLAGS, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+LIBRARIES = """
+    jax jax.experimental.multihost_utils jax.experimental.pallas.tpu flax.struct optax tqdm yaml
+    jax.experimental.pallas.ops.tpu.splash_attention orbax.checkpoint safetensors.numpy
+    huggingface_hub transformers.tokenization_utils_tokenizers
+""".split()
+# Libraries read these when they are imported, and nothing here tells the libraries a new value.
+AT_IMPORT = ("JAX_PLATFORMS", "HF_HUB_OFFLINE", "PYTHONPATH", "PYTHONIOENCODING")
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(LIBRARIES)
+LOCK = threading.Lock()  # two threads that ask for an exit code at once would lose it
+
+
+class Forked:
+    """A script in a forked process, with what tests use of subprocess.Popen."""
+
+    def __init__(self, script: Path, *arguments: str, cwd: Path, env: dict[str, str]) -> None:
+        pipes = [SERVER.Pipe(duplex=False) for _ in ("stdout", "stderr")]
+        self.stdout, self.stderr = (
+            os.fdopen(os.dup(reader.fileno()), encoding="utf-8") for reader, _ in pipes
+        )
+        told = (script, arguments, cwd, env, *(writer for _, writer in pipes))
+        self._process = SERVER.Process(target=_run, args=told, daemon=True)
+        with LOCK:
+            self._process.start()
+        self.pid = self._process.pid
+        for pipe in pipes:
+            for end in pipe:
+                end.close()
+
+    def poll(self) -> int | None:
+        with LOCK:
+            return self._process.exitcode
+
+    returncode = property(poll)
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """The rest of stdout and of stderr, once the process has ended."""
+        texts = ["", ""]
+
+        def read(i: int) -> None:
+            texts[i] = (self.stdout, self.stderr)[i].read()
+
+        readers = [threading.Thread(target=read, args=[i], daemon=True) for i in range(2)]
+        for reader in readers:
+            reader.start()
+        wait([self._process.sentinel], timeout)
+        if self.poll() is None:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+        for reader in readers:
+            reader.join()
+        self.stdout.close()
+        self.stderr.close()
+        return texts[0], texts[1]
+
+
+Process = Forked | subprocess.Popen
+
+
+def start_script(script: Path, *arguments: str, cwd: Path, env: dict[str, str]) -> Process:
+    """Starts a script, forked if libraries that are imported already behave as in `env`."""
+    if all(env.get(name) == os.environ.get(name) for name in AT_IMPORT):
+        return Forked(script, *arguments, cwd=cwd, env=env)
+    command = [sys.executable, str(script), *arguments]
+    return subprocess.Popen(command, cwd=cwd, env=env, text=True, stdout=PIPE, stderr=PIPE)
+
+
+def _run(
+    script: Path,
+    arguments: tuple[str, ...],
+    cwd: Path,
+    env: dict[str, str],
+    stdout: Connection,
+    stderr: Connection,
+) -> None:
+    """Runs the script in this process, which the server has just forked."""
+    for number, pipe in ((1, stdout), (2, stderr)):
+        os.dup2(pipe.fileno(), number)
+        pipe.close()
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # the server's is that of a file
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    sys.argv = [str(script), *arguments]
+    unoptimized = env.get("JAX_DISABLE_MOST_OPTIMIZATIONS") == "1"
+    sys.modules["jax"].config.update("jax_disable_most_optimizations", unoptimized)
+    of_pytest = ("", str(TESTS), str(TESTS.parent))
+    others = [folder for folder in sys.path if folder not in of_pytest]
+    sys.path[:] = [str(script.absolute().parent), *others]
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()  # multiprocessing leaves them out
+
+
+# ---- Runs of train_grpo.py ---------------------------------------------------------------------
+
+# A reward function of weight 0 that writes every completion and its answer to a file.
+RECORDER = """
+import json
+import os
+def record(completions, answer, **columns):
+    with open(os.environ["RECORD_TO"], "a", encoding="utf-8") as file:
+        file.write("".join(json.dumps(pair) + "\\n" for pair in zip(answer, completions)))
+    return [0.0] * len(completions)
+"""
+
+
+@functools.cache
+def few_examples() -> Path:
+    """A folder with a part of the tiny dataset, because a run makes the prompts of all examples."""
+    folder = Path(tempfile.mkdtemp(prefix="few_"))
+    atexit.register(shutil.rmtree, folder)
+    for split, count in (("train", 300), ("test", 500)):
+        lines = (REPO / "tiny" / f"{split}.jsonl").read_text(encoding="utf-8").splitlines(True)
+        (folder / f"{split}.jsonl").write_text("".join(lines[:count]), encoding="utf-8")
+    return folder
+
+
+class Result(NamedTuple):
+    code: int
+    lines: str  # stdout
+    errors: str  # stderr
+    records: list[dict]  # metrics.jsonl
+    completions: list  # (answer, text) of each sequence, in their order
+    out: Path
+
+
+def start(out: Path, env: dict[str, str], devices: int, repo: Path = REPO) -> Process:
+    """Starts train_grpo.py for one step on few examples without evaluation, unless `env` says
+    otherwise. With SWITCHED_OFF it starts switched_off.py."""
+    out.mkdir(parents=True, exist_ok=True)
+    recorder = out.parent / "recorder.py"
+    recorder.write_text(RECORDER)
+    keep = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    recorded = {
+        "REWARD_FN": f"reward_correct,reward_format,tag_count_reward,{recorder}:record",
+        "REWARD_WEIGHTS": "1,0.5,0.5,0",
+    }
+    settings = {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {FLAGS}",
+        "JAX_COMPILATION_CACHE_DIR": str(out.parent / "cache"),
+        "RECORD_TO": str(out / "completions.jsonl"),
+        "OUTPUT_DIR": str(out),
+        "DATASET": str(few_examples()),
+        "STEPS": "1",
+        "EVAL_EVERY_STEPS": "0",
+        "MAX_LENGTH_SAMPLE": "32",
+    }
+    env = keep | FASTER_TO_COMPILE | settings | recorded | env
+    script = "tests/switched_off.py" if "SWITCHED_OFF" in env else "train_grpo.py"
+    return start_script(repo / script, cwd=repo, env=env)
+
+
+def finish(process: Process, out: Path) -> Result:
+    """Waits for the end of a process that `start` has started with the folder `out`."""
+    lines, errors = process.communicate(timeout=600)
+
+    def read(name: str) -> list:
+        file = out / name
+        return [json.loads(line) for line in file.open()] if file.exists() else []
+
+    records, completions = read("metrics.jsonl"), read("completions.jsonl")
+    return Result(process.returncode, lines, errors, records, completions, out)
+
+
+def train(out: Path, devices: int = 1, **env: str) -> Result:
+    result = finish(start(out, env, devices), out)
+    assert result.code == 0, result.errors
+    return result
+
+
+def start_two(
+    outs: list[Path],
+    devices: int,
+    *each: dict[str, str],
+    repos: tuple[Path, Path] = (REPO, REPO),
+    **env: str,
+) -> list[Process]:
+    """Starts two processes of one run on this machine.
+
+    each: more settings for each process. repos: the folder of the code of each process.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    both = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2"}
+    both["OUTPUT_DIR"] = str(outs[0])
+    each = [{"JAX_PROCESS_ID": str(i)} | more for i, more in enumerate(each or ({}, {}))]
+    return [
+        start(out, env | both | more, devices, repo)
+        for out, more, repo in zip(outs, each, repos, strict=True)
+    ]
+
+
+def copy_repository(to: Path) -> Path:
+    """Copies the code, the recipes and the tiny model; returns the folder of the copy."""
+    to.mkdir()
+    for file in REPO.glob("*.py"):
+        shutil.copy(file, to)
+    for folder in ("models", "runtime", "tools", "recipes", "tiny"):
+        shutil.copytree(REPO / folder, to / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    return to
+
+
+def train_two(out: Path, devices: int, **env: str) -> list[Result]:
+    outs = [out / str(i) for i in range(2)]
+    running = start_two(outs, devices, **env)
+    results = [finish(process, o) for process, o in zip(running, outs, strict=True)]
+    for result in results:
+        assert result.code == 0, result.errors
+    return results
+
+
+def with_changes(out: Path, changes: str, env: dict[str, str]) -> Result:
+    """A run of train_grpo.py in which a script first does `changes` to the imported module."""
+    repo = out / "script"
+    repo.mkdir(parents=True)
+    (repo / "train_grpo.py").write_text(
+        f"import sys\nsys.path[0] = {str(REPO)!r}\nimport train_grpo\nfrom config import load\n"
+        f"cfg = load([]).cfg\n{changes}\ntrain_grpo.main(cfg)\n"
+    )
+    result = finish(start(out, env, 1, repo), out)
+    assert result.code == 0, result.errors
+    return result
+
+
+def run_as_user(out: Path, *flags: str, **env: str) -> Result:
+    """A run of train_grpo.py with these settings and no others, also not those of this shell."""
+    from config import Config  # a forked process imports this file before it has its folder
+
+    names = {field.name.upper() for field in dataclasses.fields(Config)}
+    of_tests = {"XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS"}
+    shell = {k: v for k, v in os.environ.items() if k not in names | of_tests}
+    env = {"JAX_PLATFORMS": "cpu", "OUTPUT_DIR": str(out)} | FASTER_TO_COMPILE | env
+    script = REPO / "train_grpo.py"
+    return finish(start_script(script, *flags, cwd=out.parent, env=shell | env), out)
+
+
+def environment(text: str) -> dict[str, str]:
+    """Variables of a text such as "STEPS=6 SEED=1"."""
+    return dict(setting.split("=") for setting in text.split())
+
+
+def wait_for(process: Process, words: str) -> None:
+    """Reads the lines of a process up to a line in which the pattern `words` occurs."""
+    for line in process.stdout:
+        if re.search(words, line):
+            return
+
+
+# ---- Runs that are compared to the bit ---------------------------------------------------------
+
+STEPS = 12
+# With these settings all that a checkpoint holds changes: a step has four updates, and some steps
+# need a second round of sampling.
+DEMANDING = environment(
+    f"""STEPS={STEPS} BATCH_SIZE=4 NUM_PRE_Q=4 TRAIN_MICRO_BATCH_SIZE=8 PPO_EPOCHS=2 BETA=0.05
+    NUM_MINI_BATCHES=2 DYNAMIC_SAMPLING=1 DYNAMIC_SAMPLING_MAX_ROUNDS=2
+    LEARNING_RATE=3e-4 WEIGHT_DECAY=0.01 EVAL_EVERY_STEPS=6 EVAL_PROMPTS=16 SAVE_EVERY_STEPS=1"""
+)
+TIMES = ("time/", "throughput/", "memory/", "compile/")  # metrics that depend on the clock
+
+
+def start_run(out: Path, devices: int = 1, **env: str) -> Process:
+    """Starts a run with DEMANDING settings. It lacks the flag for one part of LLVM, with which
+    programs of other meshes round so differently that a sampled token changes."""
+    flags = f"--xla_force_host_platform_device_count={devices} {OLDER_EMITTERS}"
+    return start(out, DEMANDING | {"XLA_FLAGS": flags} | env, devices)
+
+
+def metric_records(out: Path) -> list[dict[str, Any]]:
+    """The records of metrics.jsonl without the values that depend on the clock."""
+    lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [
+        {name: value for name, value in json.loads(line).items() if not name.startswith(TIMES)}
+        for line in lines
+    ]
+
+
+def checkpoint_arrays(out: Path, step: int) -> dict[str, np.ndarray]:
+    """{path: array} of a run's checkpoint, as orbax reads them without our code."""
+    import jax
+    import orbax.checkpoint as ocp
+
+    folder, reader = out / "checkpoints" / str(step) / "arrays", ocp.PyTreeCheckpointer()
+    saved = reader.metadata(folder).item_metadata.tree
+    as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), saved)
+    leaves = jax.tree.leaves_with_path(reader.restore(folder, restore_args=as_numpy))
+    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+
+
+def assert_same_run(a: Path, b: Path, tolerance: float = 0, steps: int = STEPS) -> None:
+    """Arrays of the last checkpoint and metrics are equal, to the bit or to a tolerance."""
+    ours, theirs = checkpoint_arrays(a, steps), checkpoint_arrays(b, steps)
+    assert ours.keys() == theirs.keys() and "['state']['params']['embed']" in ours
+    for name in ours:
+        if tolerance:
+            np.testing.assert_allclose(ours[name], theirs[name], rtol=tolerance, atol=tolerance)
+        else:
+            assert ours[name].tobytes() == theirs[name].tobytes(), name
+    logged = metric_records(a), metric_records(b)
+    assert [r["step"] for r in logged[0]] == [r["step"] for r in logged[1]]
+    if not tolerance:
+        assert logged[0] == logged[1]
+        for name in ("samples.jsonl", "eval.jsonl"):
+            assert (a / name).read_bytes() == (b / name).read_bytes()

@@ -34,6 +34,7 @@ DTYPES = "auto|bfloat16|float32"
 IS_MODES = "none|token_truncate|token_mask|sequence_truncate|sequence_mask"
 TINY_LAYER = "recipes/tiny.yaml"
 TINY = REPO / TINY_LAYER
+LONG_COMPLETIONS = 128  # tokens; see Config.packs and Config.drops_ended
 LONGEST_WAIT_S = 10**6  # 11 days; clocks of some systems overflow at 4 * 10**6 seconds
 ANY_SIZES = PASS_SIZES + STEP_SIZES
 MICRO_SETTINGS = (*MICRO_SIZES, "grad_accum_steps")
@@ -239,7 +240,9 @@ class Config:
         choices="disabled|online|offline",
     )
     wandb_project: str = local("", "Project in W&B; empty: grpo.")
-    wandb_name: str = local("", "Name of the run in W&B; empty: the name of OUTPUT_DIR's folder.")
+    wandb_name: str = local(
+        "", "Name of the run in W&B and of a new folder in runs/; empty: the folder's."
+    )
     jax_compilation_cache_dir: str = local("", "Folder of compiled programs; empty: .jax_cache.")
     require_multihost: bool = in_run(False, "Stop a run of a single process.")
     require_jax_process_count: int = in_run(0, "Number of processes that must join; 0: any.")
@@ -269,11 +272,11 @@ class Config:
     def drops_ended(self) -> bool:
         """Whether sequences that have ended leave the batch. With short completions the programs of
         smaller batches would take longer to compile than they save."""
-        return self.max_length_sample >= 128 and self.rollout_backend == "naive"
+        return self.max_length_sample >= LONG_COMPLETIONS and self.rollout_backend == "naive"
 
     def packs(self) -> bool:
         """Whether an update's completions stand end to end, without padding between them."""
-        return self.max_length_sample >= 128
+        return self.max_length_sample >= LONG_COMPLETIONS
 
     def skips(self) -> bool:
         """Whether updates leave out sequences whose advantage is 0: no other term of the loss may

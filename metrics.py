@@ -11,7 +11,7 @@ import numpy as np
 from loss import MERGE, equal_groups
 from models.model import Params
 from models.placement import update_flops
-from review import entries_of, sample_entries, sample_table
+from review import completion_entries, sample_entries, sample_table
 from rewards import extract_answer
 from rollout import Run, answer_questions, have_equal_rewards, texts_of
 from runtime.chips import memory_peaks, peak_flops
@@ -275,7 +275,7 @@ def evaluate(
     prefix = "eval_full" if full else "eval"
     if jax.process_index() == 0:
         correct = are_right(evaluation.per_function)
-        entries = entries_of(run, evaluation, texts, "correct", correct)
+        entries = completion_entries(run, evaluation, texts, "correct", correct)
         log.entries("eval.jsonl", step, [{"evaluation": prefix} | entry for entry in entries])
     return records[f"{prefix}/accuracy"]
 

@@ -46,12 +46,12 @@ def sample_entries(run: Run, batch: Batch) -> list[dict[str, Any]]:
     equal = equal_groups(batch.rewards[run.local_sequences()], run.cfg.num_pre_q)
     shown = batch.groups(first + np.argsort(equal, kind="stable")[:2])
     texts = texts_of(run.tokenizer, shown.prompts, shown)
-    entries = entries_of(run, shown, texts, "advantage", shown.advantages)
+    entries = completion_entries(run, shown, texts, "advantage", shown.advantages)
     prompts = [run.tokenizer.decode(prompt.ids) for prompt in shown.prompts]
     return [{"prompt": text} | entry for text, entry in zip(prompts, entries, strict=True)]
 
 
-def entries_of(
+def completion_entries(
     run: Run, batch: Batch, texts: list[str], name: str, values: np.ndarray
 ) -> list[dict[str, Any]]:
     """An entry for each prompt of a batch, with its completions. A completion has one of the texts

@@ -70,12 +70,13 @@ class Run:
 
 
 def enough(run: Run, rounds: list[Batch]) -> bool:
-    """True after one round. With DYNAMIC_SAMPLING it is true once there are P groups within which
-    rewards differ, or after DYNAMIC_SAMPLING_MAX_ROUNDS. All processes see all rewards, so that
-    they agree."""
-    limit = run.cfg.dynamic_sampling_max_rounds if run.cfg.dynamic_sampling else 1
-    if not rounds or len(rounds) == limit:
-        return bool(rounds)
+    """Whether a step needs no more rounds: without DYNAMIC_SAMPLING after one, with it once there
+    are P groups within which rewards differ, or after DYNAMIC_SAMPLING_MAX_ROUNDS. All processes
+    see all rewards, so that they agree."""
+    if not rounds:
+        return False
+    if not run.cfg.dynamic_sampling or len(rounds) == run.cfg.dynamic_sampling_max_rounds:
+        return True
     return (~have_equal_rewards(run, rounds)).sum() >= run.sizes.prompts_per_step
 
 

@@ -38,7 +38,7 @@ from runtime.parsing import REPO, to_text
 from runtime.processes import StopSignal
 from runtime.records import RUNNING
 from runtime.run_log import RunLog, replace_file, stop_if_not_writable
-from runtime.sizes import derive, prompt_width
+from runtime.sizes import derive, note_on_step, prompt_width
 from runtime.wandb_run import check_wandb, chosen_mode
 from sampling import Backend, NaiveBackend, Stopping
 from update import Optimizer, TrainState, abstract_state, init_state
@@ -136,6 +136,8 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
     processes.stop_if_not_so_many(cfg.require_multihost, cfg.require_jax_process_count)
     sizes = derive(cfg, jax.process_count(), jax.local_device_count())
     print(sizes.line(), flush=True)
+    if note := note_on_step(cfg, sizes):
+        print(note, flush=True)
     cache = cfg.overlong_cache or cfg.max_length_sample // 5
     penalties = rewards.penalties(cfg.max_length_sample, cache)
     functions = rewards.load_reward_functions(cfg.reward_fn, cfg.reward_timeout_s, penalties)

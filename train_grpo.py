@@ -98,7 +98,7 @@ def main(cfg: Config) -> None:
     with contextlib.closing(backend), life.ending(save):
         for step in range(life.progress.step, cfg.steps):
             # ---- Evaluation: the accuracy on held-out questions; step 0 is the baseline ----------
-            if life.evaluates(step):
+            if life.evaluation_is_due(step):
                 life.note_evaluation(step, evaluate_after(step))
             clock = Clock(PHASES)
 
@@ -164,7 +164,7 @@ def main(cfg: Config) -> None:
             if due and life.progress.step < cfg.steps:
                 save()
 
-        if life.evaluates(cfg.steps):
+        if life.evaluation_is_due(cfg.steps):
             life.note_evaluation(cfg.steps, evaluate_after(cfg.steps))
         if cfg.steps:
             save()  # the last checkpoint, with the last accuracy

@@ -57,7 +57,7 @@ class Lifecycle:
         """Writes whose folder this is, and how far the run is. Raises Unwritable."""
         write_run(self.out, self.progress, self.checkpoints.newest)
 
-    def evaluates(self, step: int) -> bool:
+    def evaluation_is_due(self, step: int) -> bool:
         """Whether an evaluation after so many steps is due, and not done yet."""
         every = self.cfg.eval_every_steps
         due = every > 0 and (step % every == 0 or step == self.cfg.steps)

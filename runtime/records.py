@@ -11,9 +11,9 @@ import numpy as np
 import yaml
 
 from runtime.mistakes import UserMistake, in_one_line
-from runtime.resume import LOCK
 
 SUMMARY = "summary.json"
+LOCK = ".lock"  # a file in the folders of a run; process 0 locks it for as long as it lives
 # The states of a run. `died`: it is gone and has left no word; it was killed, or the machine was.
 RUNNING, DONE, STOPPED, FAILED, DIED = "running", "done", "stopped", "failed", "died"
 

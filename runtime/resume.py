@@ -22,10 +22,10 @@ from etils import epath
 from runtime import processes
 from runtime.checkpoint import RECORD, Checkpoints, names_of
 from runtime.mistakes import Unwritable, UserMistake
+from runtime.records import LOCK
 from runtime.run_log import FILES, replace_file
 
 SCHEDULE_END = "LR_DECAY_STEPS (else STEPS)"  # in made_with: the step at which the schedule ends
-LOCK = ".lock"  # a file in the folders of a run; process 0 locks it for as long as it lives
 RUN = "run.json"  # says whose folder it is; see write_run
 
 

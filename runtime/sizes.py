@@ -78,16 +78,17 @@ def derive(cfg: Any, processes: int, local_devices: int) -> Sizes:
         times = step_size // smallest
         passes, prompts = (times, prompts) if prompts else (1, times * fill)
 
-    per_process, n = passes * prompts, cfg.num_mini_batches  # prompts per step per process
+    per_process, mini_batches = passes * prompts, cfg.num_mini_batches  # prompts per process
     where = f" on each of {processes} processes" if processes > 1 else ""
     where += f" in parts of {fill}, which fill the local devices," if fill > 1 else ""
-    text = f"NUM_MINI_BATCHES={n} must divide the step's {per_process} prompts{where} evenly"
-    check(n, divisors(per_process // fill), f"{text}; nearest that do")
+    text = f"NUM_MINI_BATCHES={mini_batches} must divide the step's {per_process} prompts{where}"
+    check(mini_batches, divisors(per_process // fill), f"{text} evenly; nearest that do")
 
     local_batch = per_process * k
-    update_batch = local_batch // n  # sequences per update per process
+    update_batch = local_batch // mini_batches  # sequences per update per process
     made = f"local_batch = passes {passes} * BATCH_SIZE {prompts} * NUM_PRE_Q {k} = {local_batch}"
-    made += f" / NUM_MINI_BATCHES {n} = {update_batch}" if n > 1 else ""
+    if mini_batches > 1:
+        made += f" / NUM_MINI_BATCHES {mini_batches} = {update_batch}"
     filled = f" in micro-batches that fill {devices}" if local_devices > 1 else ""
     # Sizes of micro-batches that divide the update and fill the devices.
     works = [d * local_devices for d in divisors(update_batch // local_devices)]
@@ -107,8 +108,19 @@ def derive(cfg: Any, processes: int, local_devices: int) -> Sizes:
     if accum not in (0, update_batch // micro):
         made = f"{made} / micro-batch {micro} = {update_batch // micro}"
         raise UserMistake(f"GRAD_ACCUM_STEPS={accum} contradicts {made}; set only one of the two")
-    accum, P, updates = update_batch // micro, processes * per_process, n * cfg.ppo_epochs
+    accum, updates = update_batch // micro, mini_batches * cfg.ppo_epochs
+    P = processes * per_process
     return Sizes(local_batch, P * k, prompts, passes, micro, accum, P, updates)
+
+
+def note_on_step(cfg: Any, sizes: Sizes) -> str:
+    """A line if the number of prompts of a step follows from the devices alone, else ""."""
+    if not cfg.steps or any(getattr(cfg, name) for name in (*PASS_SIZES, *STEP_SIZES)):
+        return ""
+    return (
+        f"note: a step has {sizes.prompts_per_step} prompts, {DEFAULT_PROMPTS_PER_DEVICE} for each "
+        f"device; ROLLOUT_GLOBAL_BATCH_SIZE sets their number"
+    )
 
 
 def smaller_sizes(

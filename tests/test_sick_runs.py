@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
-from runs import REPO, Result, environment, finish, start
+from runs import REPO, Result, environment, finish, run_as_user, start
 
 COMMON = f"""
     ROLLOUT_GLOBAL_BATCH_SIZE=4 TRAIN_MICRO_BATCH_SIZE=32 SAVE_EVERY_STEPS=0 EXPORT_HF=none
@@ -26,13 +26,10 @@ SICK_RUNS = {
         "REWARD_FN=reward_correct,mine.py:nines REWARD_WEIGHTS=0,1"
     ),
 }
-HEALTHY_RUNS = {
-    "default": "SEED=0 ROLLOUT_GLOBAL_BATCH_SIZE=8",
-    "gspo": (
-        "LOSS_TYPE=gspo EPS_LOW=3e-4 EPS_HIGH=4e-4 NUM_MINI_BATCHES=4 TRAIN_MICRO_BATCH_SIZE=8"
-    ),
-}
-HEALTHY_SETTINGS = "STEPS=50 EVAL_EVERY_STEPS=25 EVAL_PROMPTS=50"
+GSPO = """
+    STEPS=50 EVAL_EVERY_STEPS=25 EVAL_PROMPTS=50 TRAIN_MICRO_BATCH_SIZE=8
+    LOSS_TYPE=gspo EPS_LOW=3e-4 EPS_HIGH=4e-4 NUM_MINI_BATCHES=4
+"""
 REWARDS = """
 def short(completions, **columns):
     return [-len(text) / 100 for text in completions]
@@ -82,11 +79,27 @@ def test_a_sick_run_is_named_rightly_before_its_last_line(tmp_path: Path, name: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", HEALTHY_RUNS)
-def test_a_healthy_run_raises_no_alarm(tmp_path: Path, name: str) -> None:
-    result, (line,) = run_once(tmp_path, f"{HEALTHY_SETTINGS} {HEALTHY_RUNS[name]}")
-    assert line.startswith("verdict: no sign of trouble in 50 steps: accuracy 0.44")
-    notes = [line for line in result.lines.splitlines() if line.startswith("note ")]
+def test_the_run_of_the_readme_learns_to_calculate_and_raises_no_alarm(tmp_path: Path) -> None:
+    """Three seeds in the README reach 0.964 and more."""
+    fast = {"XLA_FLAGS": "", "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}  # 200 steps take a while
+    result = run_as_user(tmp_path / "run", SAVE_EVERY_STEPS="0", EXPORT_HF="none", **fast)
+    assert result.code == 0, result.errors
+    accuracies = [r["eval/accuracy"] for r in result.records if "eval/accuracy" in r]
+    assert accuracies[0] == pytest.approx(0.446, abs=0.01) and accuracies[-1] >= 0.95
+    assert_no_alarm(result, 200)
+
+
+@pytest.mark.slow
+def test_a_healthy_run_of_several_updates_a_step_raises_no_alarm(tmp_path: Path) -> None:
+    result, _ = run_once(tmp_path, GSPO)
+    assert_no_alarm(result, 50)
+
+
+def assert_no_alarm(result: Result, steps: int) -> None:
+    lines = result.lines.splitlines()
+    (verdict,) = (line for line in lines if line.startswith("verdict: "))
+    assert verdict.startswith(f"verdict: no sign of trouble in {steps} steps: accuracy 0.44")
+    notes = [line for line in lines if line.startswith("note ")]
     assert not [note for note in notes if "all advantages that count are 0" not in note]
 
 

@@ -123,3 +123,13 @@ def test_all_mistakes_in_settings_are_told_at_once_before_any_device_is_touched(
     assert (run.code, run.lines) == (2, "") and not run.out.exists()
     for line, name in zip(run.errors.splitlines(), names, strict=True):
         assert line.startswith("error: ") and name in line
+
+
+def test_a_start_says_if_the_size_of_its_step_follows_from_the_devices(
+    few: str, capsys: pytest.CaptureFixture
+) -> None:
+    env = {"MODEL_PATH": f"{REPO}/tiny", "DATASET": few, "MAX_LENGTH_SAMPLE": "8"}
+    set_up(Config.from_env(env))
+    assert "\nnote: a step has 16 prompts, 2 for each device" in capsys.readouterr().out
+    set_up(Config.from_env(env | {"ROLLOUT_GLOBAL_BATCH_SIZE": "16"}))
+    assert "note: a step" not in capsys.readouterr().out

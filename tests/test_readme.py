@@ -67,8 +67,10 @@ def test_pages_are_short_and_their_lines_fit(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= (130 if page.name == "README.md" else 150)
     outside_code = re.sub(r"```.*?```", "", text, flags=re.S).splitlines()
-    prose = [line for line in outside_code if not line.startswith(("|", "!["))]
-    assert page.name == "settings.md" or max(map(len, prose)) <= 110
+    lines = [line for line in outside_code if not line.startswith(("|", "!["))]
+    if page.name == "README.md":  # its tables and commands fit, too
+        lines = text.splitlines()
+    assert page.name == "settings.md" or max(map(len, lines)) <= 110
 
 
 def test_there_are_few_pages_in_docs() -> None:

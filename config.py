@@ -1,13 +1,11 @@
 """Every setting of a run: read, checked and printed. Imports neither jax nor flax.
 
 A setting is an environment variable, such as `NUM_PRE_Q=4`, or a line of YAML, such as
-`rollout.num_pre_q: 4`, in the file that `--config FILE.yaml` names. The YAML name is group.name in
-lower case, apart from a few names that `python config.py` shows. The environment wins over the file
-`.env` beside config.py, `.env` over the YAML file, and the YAML file over the defaults. If no layer
-sets MODEL_PATH, the settings of recipes/tiny.yaml replace the defaults. `python config.py` prints
-every setting with its value, meaning and default, as YAML that `--config` reads. A run prints a
-line `changed:` with the settings that are not at their defaults and the layer of each. It stops
-with a line for each setting that is malformed or contradicts another, or is another program's.
+`rollout.num_pre_q: 4`, in the file that `--config FILE.yaml` names. The environment wins over the
+file `.env` beside config.py, `.env` over the YAML file, and the YAML file over the defaults. If no
+layer sets MODEL_PATH, the settings of recipes/tiny.yaml replace the defaults. A size of a batch
+hides the other settings of the same size in the layers below. `python config.py` prints every
+setting with its value, meaning and default, as YAML that `--config` reads.
 
 What follows from the settings and the machine alone is no setting: from 128 tokens of
 MAX_LENGTH_SAMPLE on, updates train on rows of completions that stand end to end, and ended
@@ -15,27 +13,26 @@ sequences leave the batch in decoding; updates skip sequences whose advantage is
 term of the loss needs them.
 """
 
+import argparse
 import dataclasses
 import functools
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from runtime import parsing, sizes
-from runtime.contradictions import contradictions, notes
 from runtime.mistakes import UserMistake, fail, ignored_names
-from runtime.parsing import REPO, knob
+from runtime.parsing import MESH, REPO, knob
 from runtime.sizes import MICRO_SIZES, PASS_SIZES, STEP_SIZES
 
 DTYPES = "auto|bfloat16|float32"
 IS_MODES = "none|token_truncate|token_mask|sequence_truncate|sequence_mask"
 TINY_LAYER = "recipes/tiny.yaml"
 TINY = REPO / TINY_LAYER
+MAX_REPLAYED = 128  # MAX_SUPPORT of models/draw.py; this file imports no jax
 LONG_COMPLETIONS = 128  # tokens; see Config.packs and Config.drops_ended
-LONGEST_WAIT_S = 10**6  # 11 days; clocks of some systems overflow at 4 * 10**6 seconds
 ANY_SIZES = PASS_SIZES + STEP_SIZES
 MICRO_SETTINGS = (*MICRO_SIZES, "grad_accum_steps")
 # Pairs (names, hidden): if a layer sets one of the names, lower layers lose all hidden ones.
@@ -49,7 +46,6 @@ TINY_YIELDS = [  # any size that the user sets hides those of recipes/tiny.yaml
 # reads and computes with them (files, prompts, sizes) must still be the same.
 in_model = functools.partial(knob, "model", kept=False)
 in_data = functools.partial(knob, "data", kept=False)
-named = functools.partial(in_data, form=r"\S.*")  # a text that is not blank
 in_rollout = functools.partial(knob, "rollout")
 how_to_roll_out = functools.partial(knob, "rollout", kept=False)
 in_reward = functools.partial(knob, "reward")
@@ -65,21 +61,17 @@ local = functools.partial(in_run, per_process=True)  # settings of a single proc
 class Config:
     """All settings, under their environment names in lower case."""
 
-    model_path: str = in_model(
-        "", "Hugging Face id or folder of the model; empty: recipes/tiny.yaml.", yaml="path"
-    )
+    model_path: str = in_model("", "Hugging Face id or folder; empty: a tiny model.", yaml="path")
     model_revision: str = in_model("", "Branch, tag or commit on the hub; empty: the main branch.")
-    dtype: str = in_model(
-        "auto", "Compute dtype; auto: float32 on a CPU, else bfloat16.", choices=DTYPES
-    )
+    dtype: str = in_model("auto", "Compute dtype; auto: bfloat16, on CPUs float32.", choices=DTYPES)
     chat_template: str = in_model("", "Jinja chat template; empty: the tokenizer's template.")
 
-    dataset: str = named("openai/gsm8k", "Hugging Face id, file, or folder of SPLIT.jsonl files.")
+    dataset: str = in_data("openai/gsm8k", "Hugging Face id, file, or folder of SPLIT.jsonl files.")
     dataset_config: str = in_data("", "Hub configuration; empty: main for GSM8K, else the default.")
-    train_split: str = named("train", "Split to train on.")
-    eval_split: str = named("test", "Split to evaluate on.")
-    question_column: str = named("question", "Column of the dataset that holds the question.")
-    answer_column: str = named("answer", "Column of the dataset that holds the answer.")
+    train_split: str = in_data("train", "Split to train on.")
+    eval_split: str = in_data("test", "Split to evaluate on.")
+    question_column: str = in_data("question", "Column of the dataset that holds the question.")
+    answer_column: str = in_data("answer", "Column of the dataset that holds the answer.")
     system_prompt: str = in_data("", "System prompt, or its file; empty: that of rewards.py.")
     max_prompt_length: int = in_data(0, "Skip prompts of more tokens than this; 0: no limit.")
     seed: int = in_data(0, "Seed of data order and sampling.", at_most=2**31 - 1, kept=True)
@@ -88,9 +80,7 @@ class Config:
         "naive", "Program that samples completions.", choices="naive|sglang_jax", yaml="backend"
     )
     batch_size: int = how_to_roll_out(
-        0,
-        "Prompts per pass on each process, and per step if no step size is set; 0: not set.",
-        yaml="prompt_batch_size",
+        0, "Prompts per pass on each process; 0: not set.", yaml="prompt_batch_size"
     )
     rollout_per_device_batch_size: int = how_to_roll_out(
         0, "Prompts per pass on each device; 0: not set.", yaml="per_device_batch_size"
@@ -109,52 +99,33 @@ class Config:
     top_p: float = in_rollout(1.0, "Sample within this probability mass.", above=0, at_most=1)
     min_p: float = in_rollout(0.0, "Drop tokens below MIN_P * the highest probability.", below=1)
     sampling_support: str = in_rollout(
-        "auto",
-        "Tokens that the loss compares; auto: those that TOP_K, TOP_P, MIN_P leave; full: all.",
-        choices="auto|full",
+        "auto", "Tokens of the loss; auto: those that can be drawn.", choices="auto|full"
     )
     rollout_mesh_shape: str = how_to_roll_out(
-        "auto",
-        "Rollout mesh: auto, or dp,fsdp,tp; -1: the rest.",
-        form=parsing.MESH,
-        yaml="mesh_shape",
+        "auto", "Rollout mesh: auto, or dp,fsdp,tp; -1: the rest.", form=MESH, yaml="mesh_shape"
     )
     sglang_jax_mem_fraction_static: float = how_to_roll_out(
         0.25, "Part of each device's free memory for the engine.", above=0, below=1
     )
-    sglang_jax_max_total_tokens: int = how_to_roll_out(
-        0, "Tokens for which the engine has memory; 0: all of a pass."
-    )
+    sglang_jax_max_total_tokens: int = how_to_roll_out(0, "Tokens in memory; 0: those of a pass.")
     sglang_jax_context_length: int = how_to_roll_out(
-        0, "Longest prompt with completion in the engine; 0: the run's."
+        0, "Longest sequence, in tokens; 0: the run's."
     )
     sglang_jax_dtype: str = in_rollout("bfloat16", "Dtype of the engine.", choices=DTYPES)
     dynamic_sampling: bool = in_rollout(False, "Sample until rewards differ within enough groups.")
     dynamic_sampling_max_rounds: int = in_rollout(4, "Most sampling rounds in a step.", at_least=1)
 
-    reward_weights: tuple[float, ...] = in_reward(
-        (), "Weight of each reward; empty: DEFAULTS in rewards.py, or 1 each with REWARD_FN."
-    )
+    reward_weights: tuple[float, ...] = in_reward((), "Reward weights; empty: see rewards.py.")
     reward_fn: str = in_reward("", "Reward functions, such as my.py:name; empty: the default ones.")
-    reward_timeout_s: float = in_reward(
-        10.0,
-        "Seconds that a call of your function may take.",
-        above=0,
-        at_most=LONGEST_WAIT_S,
-        kept=False,
-    )
-    overlong_cache: int = in_reward(
-        0, "Tokens over which soft_overlong_penalty grows; 0: a fifth of MAX_LENGTH_SAMPLE."
-    )
+    reward_timeout_s: float = in_reward(10.0, "Most seconds of a reward call.", above=0, kept=False)
+    overlong_cache: int = in_reward(0, "Tokens of soft_overlong_penalty; 0: MAX_LENGTH_SAMPLE / 5.")
 
     steps: int = how_to_train(100, "Number of training steps; 0: only evaluate.")
     train_micro_batch_size: int = how_to_train(
         0, "Sequences per micro-step on each process; 0: not set.", yaml="micro_batch_size"
     )
     train_per_device_micro_batch_size: int = how_to_train(
-        0,
-        "Sequences per micro-step on each device; 0: not set.",
-        yaml="per_device_micro_batch_size",
+        0, "Sequences per micro-step per device; 0: not set.", yaml="per_device_micro_batch_size"
     )
     grad_accum_steps: int = how_to_train(0, "Most micro-steps of an update; 0: not set.")
     ppo_epochs: int = in_train(1, "How often a step uses all of its groups.", at_least=1)
@@ -169,27 +140,19 @@ class Config:
     weight_decay: float = in_train(0.0, "Weight decay, decoupled from the gradient.")
     clip_norm: float = in_train(1.0, "Largest global norm of the gradient; 0: no limit.")
     mesh_shape: str = how_to_train(
-        "auto", "Training mesh: auto, or dp,fsdp,tp; -1: the rest.", form=parsing.MESH
+        "auto", "Training mesh: auto, or dp,fsdp,tp; -1: rest.", form=MESH
     )
     remat: str = how_to_train(
         "full", "What backward recomputes; dots: all but the matmuls.", choices="none|dots|full"
     )
-    policy_loss_impl: str = how_to_train(
-        "jax", "What computes the loss's logps.", choices="jax|pallas"
-    )
-    attention_impl: str = how_to_train(
-        "auto", "What computes attention.", choices="auto|xla|splash"
-    )
+    policy_loss_impl: str = how_to_train("jax", "Code of the loss's logps.", choices="jax|pallas")
+    attention_impl: str = how_to_train("auto", "Code of attention.", choices="auto|xla|splash")
 
     loss_type: str = in_loss(
-        "dapo",
-        "How the loss is computed; see Objective in loss.py.",
-        choices="dapo|grpo|dr_grpo|cispo|gspo|sapo",
+        "dapo", "The objective; see loss.py.", choices="dapo|grpo|dr_grpo|cispo|gspo|sapo"
     )
     adv_estimator: str = in_loss(
-        "grpo",
-        "How rewards become advantages; see group_advantages in loss.py.",
-        choices="grpo|rloo|reinforce|reinforce++|gdpo|maxrl",
+        "grpo", "Kind of advantages.", choices="grpo|rloo|reinforce|reinforce++|gdpo|maxrl"
     )
     scale_rewards: str = in_loss(
         "group", "Standard deviation that divides grpo's advantages.", choices="group|batch|none"
@@ -199,9 +162,7 @@ class Config:
     delta: float = in_loss(0.0, "Largest ratio in two-sided clipping; 0: no limit.")
     beta: float = in_loss(0.0, "Weight of the KL to the reference; 0: no reference.")
     kl_estimator: str = in_loss("k3", "Estimator of the KL.", choices="k1|k2|k3")
-    kl_bias_correction: bool = in_loss(
-        True, "Multiply the KL by the ratio; unbiased with ratios of tokens."
-    )
+    kl_bias_correction: bool = in_loss(True, "Multiply the KL by the ratio, which unbiases it.")
     entropy_coef: float = in_loss(0.0, "Weight of the entropy bonus.")
     top_entropy_quantile: float = in_loss(
         1.0, "Fraction of the tokens, those of highest entropy, to learn from.", above=0, at_most=1
@@ -220,45 +181,23 @@ class Config:
     )
 
     output_dir: str = in_run("", "Folder of all outputs; empty: a new runs/NAME_UTC.")
-    checkpoint_dir: str = in_run(
-        "", "Folder of checkpoints, or gs://bucket/folder; empty: OUTPUT_DIR/checkpoints."
-    )
+    checkpoint_dir: str = in_run("", "Folder or gs://bucket/folder; empty: OUTPUT_DIR/checkpoints.")
     save_every_steps: int = in_run(50, "Steps between checkpoints; 0: none, not even at the end.")
     save_keep: int = in_run(2, "Number of newest checkpoints to keep besides the best; 0: all.")
     resume: str = in_run("auto", "Checkpoint to begin with: auto (the newest), never, or a path.")
-    preemption_grace_s: int = in_run(
-        30, "Most seconds from SIGTERM to the end.", at_least=2, at_most=LONGEST_WAIT_S
-    )
+    preemption_grace_s: int = in_run(30, "Most seconds from SIGTERM to the end.", at_least=2)
     export_hf: str = in_run("", "Folder of the export; empty: OUTPUT_DIR/hf; none: no export.")
-    sample_every_steps: int = in_run(
-        10, "Steps between shown groups of completions; the last step shows one too; 0: never."
-    )
+    sample_every_steps: int = in_run(10, "Steps between shown groups of completions; 0: never.")
     print_train_time_breakdown: bool = local(False, "Print the seconds of each phase per step.")
     wandb_mode: str = local(
-        "",
-        "How W&B logs; empty: online if WANDB_API_KEY is set, else disabled.",
-        choices="disabled|online|offline",
+        "", "How W&B logs; empty: online if it has a key.", choices="disabled|online|offline"
     )
     wandb_project: str = local("", "Project in W&B; empty: grpo.")
-    wandb_name: str = local(
-        "", "Name of the run in W&B and of a new folder in runs/; empty: the folder's."
-    )
+    wandb_name: str = local("", "Name in W&B and of a new folder in runs/; empty: the folder's.")
     jax_compilation_cache_dir: str = local("", "Folder of compiled programs; empty: .jax_cache.")
     require_multihost: bool = in_run(False, "Stop a run of a single process.")
     require_jax_process_count: int = in_run(0, "Number of processes that must join; 0: any.")
-    init_timeout_s: int = local(
-        90, "Seconds in which all processes must join.", at_least=1, at_most=LONGEST_WAIT_S
-    )
-
-    def rollout_lines(self) -> str:
-        """Lines that say what samples and, if the sampler drops tokens, among which tokens the
-        loss's logps are."""
-        lines = f"rollout.backend: {self.rollout_backend}\n"
-        if self.filters():
-            why = "replay (TOP_K, TOP_P or MIN_P drops tokens)" if self.replays() else "full"
-            tokens = "the tokens that could be drawn" if self.replays() else "all tokens"
-            lines += f"rollout.sampling_support: {why}: the loss's logps are among {tokens}\n"
-        return lines
+    init_timeout_s: int = local(90, "Seconds in which all processes must join.", at_least=1)
 
     @classmethod
     def from_env(cls, env: Mapping[str, str], config_file: str | Path = "") -> "Config":
@@ -283,10 +222,11 @@ class Config:
         need them."""
         return self.beta == 0 and self.entropy_coef == 0 and self.top_entropy_quantile == 1
 
-    def scores_policy(self) -> bool:
+    def needs_policy_logps(self) -> bool:
         """Whether a step needs log-probabilities or entropies of all its tokens, by the policy,
         before its first update."""
-        return self.num_mini_batches > 1 or self.top_entropy_quantile < 1
+        updates = self.num_mini_batches * self.ppo_epochs
+        return updates > 1 or self.top_entropy_quantile < 1
 
     def filters(self) -> bool:
         """Whether the sampler draws among some tokens only."""
@@ -333,6 +273,53 @@ def read_layers(
     return cfg, layers
 
 
+def contradictions(cfg: Config) -> Iterator[str]:
+    """Lines about combinations that would give a wrong or an empty run."""
+    if cfg.num_pre_q == 1 and cfg.steps and cfg.adv_estimator != "reinforce":
+        why = f"NUM_PRE_Q=1 leaves ADV_ESTIMATOR={cfg.adv_estimator} nothing to compare"
+        yield f"{why} a completion with; set at least 2, or ADV_ESTIMATOR=reinforce"
+    if cfg.dynamic_sampling and cfg.adv_estimator == "reinforce":
+        yield "DYNAMIC_SAMPLING=1 drops groups that ADV_ESTIMATOR=reinforce can use; leave it out"
+    if cfg.loss_type == "cispo" and cfg.eps_high < 1:
+        yield f"EPS_HIGH={cfg.eps_high} caps every ratio of LOSS_TYPE=cispo below 1; set EPS_HIGH=5"
+    if cfg.delta and cfg.delta <= (limit := 1 + cfg.eps_high):
+        yield f"DELTA={cfg.delta} must be above 1 + EPS_HIGH = {limit}, where clipping begins"
+    if cfg.beta and cfg.kl_estimator == "k1" and not cfg.kl_bias_correction:
+        yield "KL_ESTIMATOR=k1 has no gradient on average with KL_BIAS_CORRECTION=0; set it to 1"
+    if cfg.is_mode.startswith("sequence") and cfg.filters_logps():
+        why = "with SAMPLING_SUPPORT=full shrinks a sequence's weight with every token"
+        yield f"IS_MODE={cfg.is_mode} {why}; leave SAMPLING_SUPPORT out, or set token_truncate"
+    for name, text in (("policy_loss_impl", "pallas"), ("rollout_backend", "sglang_jax")):
+        if cfg.replays() and getattr(cfg, name) == text:
+            why = f"{name.upper()}={text} cannot replay the tokens that TOP_K, TOP_P, MIN_P leave"
+            yield f"{why}; leave {name.upper()} out, or set SAMPLING_SUPPORT=full (a biased loss)"
+    if cfg.replays() and cfg.top_k > MAX_REPLAYED:
+        why = f"TOP_K={cfg.top_k} is too many tokens to replay"
+        yield f"{why}; set at most {MAX_REPLAYED}, or SAMPLING_SUPPORT=full"
+    if "://" in cfg.output_dir + cfg.export_hf:
+        yield "OUTPUT_DIR and EXPORT_HF are folders of this machine; CHECKPOINT_DIR may be gs://"
+    if cfg.overlong_cache > (T := cfg.max_length_sample):
+        yield f"OVERLONG_CACHE={cfg.overlong_cache} must be at most MAX_LENGTH_SAMPLE={T}"
+
+
+def notes(cfg: Config, layers: Mapping[str, str]) -> Iterator[str]:
+    """Lines about settings that may not do what the user expects, but are no mistakes.
+
+    layers: the layer that set each setting.
+    """
+    if layers.get("model_path") == TINY_LAYER and layers["dataset"] != TINY_LAYER:
+        yield f"MODEL_PATH is not set, so DATASET={cfg.dataset} trains this project's tiny model"
+    if cfg.steps and not any(getattr(cfg, name) for name in ANY_SIZES):
+        prompts = f"a step has {sizes.DEFAULT_PROMPTS_PER_DEVICE} prompts for each device"
+        yield f"{prompts}; ROLLOUT_GLOBAL_BATCH_SIZE sets their number"
+    if cfg.filters_logps() and cfg.is_mode == "none":
+        why = "TOP_K, TOP_P, MIN_P change sampling only, and the loss has a bias"
+        yield f"{why}; leave out SAMPLING_SUPPORT=full, or set IS_MODE=token_truncate"
+    if 0 < cfg.lr_decay_steps < cfg.steps and cfg.lr_schedule != "constant":
+        decay = f"LR_DECAY_STEPS={cfg.lr_decay_steps} is less than STEPS={cfg.steps}"
+        yield f"{decay}: later steps have learning rate 0"
+
+
 def describe(cfg: Config, processes: int = 1, local_devices: int = 1) -> str:
     """A line of YAML for every setting, then the batch sizes that follow from the settings."""
     derived = sizes.derive(cfg, processes, local_devices)._asdict()
@@ -350,20 +337,14 @@ def changed(cfg: Config, layers: Mapping[str, str]) -> str:
     )
 
 
-class Command(NamedTuple):
-    """What a command line and the environment ask for."""
+def load(
+    argv: Sequence[str], env: Mapping[str, str] | None = None
+) -> tuple[Config, argparse.Namespace, list[str]]:
+    """The settings of a command line and of `env`, the flags, and lines to print: the settings that
+    are not at their defaults, and notes. Ends the program for --print-config and for mistakes.
 
-    cfg: Config
-    slice_name: str  # the slice that --plan names, or ""
-    eval_only: bool  # --eval-only
-    question: str  # of --ask, or ""
-    answer: str | None  # of --answer
-    lines: list[str]  # lines to print: the settings that are not at their defaults, and notes
-
-
-def load(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Command:
-    """The settings of a command line and of `env`, or of os.environ, to which it adds those of
-    `.env`. Ends the program for --print-config and for mistakes."""
+    env: None means os.environ, to which the settings of `.env` are added.
+    """
     args = parsing.parse_command_line(argv)
     try:
         dotenv = {}
@@ -374,25 +355,20 @@ def load(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Command:
             env.update(dotenv)
         # A run's weights are evaluated with the run's settings, and from its newest checkpoint.
         of_run = Path(env.get("OUTPUT_DIR", "")) / "config.yaml"
-        use_run = (args.eval_only or args.ask) and not args.config
-        use_run = use_run and env.get("OUTPUT_DIR") and of_run.is_file()
+        answers = args.eval_only or bool(args.ask)
+        use_run = answers and not args.config and env.get("OUTPUT_DIR") and of_run.is_file()
         cfg, layers = read_layers(env, of_run if use_run else args.config)
         if use_run and "RESUME" not in env:
             cfg = dataclasses.replace(cfg, resume="auto")
-        layers |= {name.lower(): ".env" for name in dotenv}
-        tiny = [name for name, layer in layers.items() if layer == TINY_LAYER]
         if args.print_config:
-            try:
-                print(describe(cfg, args.processes, args.local_devices), flush=True)
-            except BrokenPipeError:  # the reader of a pipe, such as `head`, has ended
-                os._exit(0)  # Python's own end would flush again, and print a traceback
+            print(describe(cfg, args.processes, args.local_devices))
             raise SystemExit(0)
-        about_run = () if args.eval_only or args.ask else notes(cfg, tiny)
-        lines = [f"note: {line}" for line in (*about_run, *ignored_names(env))]
-        lines = [changed(cfg, layers), *lines]
-        return Command(cfg, args.plan, args.eval_only, args.ask or "", args.answer, lines)
     except UserMistake as error:
         fail(error)
+    layers |= {name.lower(): ".env" for name in dotenv}
+    about_run = () if answers else notes(cfg, layers)
+    told = [f"note: {line}" for line in (*about_run, *ignored_names(env))]
+    return cfg, args, [changed(cfg, layers), *told]
 
 
 if __name__ == "__main__":

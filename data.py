@@ -38,17 +38,13 @@ class Prompt(NamedTuple):
 
 
 def load_examples(
-    dataset: str,
-    dataset_config: str,
-    split: str,
-    question: str = "question",
-    answer: str = "answer",
+    dataset: str, config: str, split: str, question: str = "question", answer: str = "answer"
 ) -> list[dict[str, Any]]:
     """Returns the examples of one split of a local file, a local folder or a hub dataset.
 
     A folder has a file for each split (train.jsonl, test-00000-of-00001.parquet). A single file has
     two splits: "test" is the last tenth of the examples, "train" all examples before.
-    dataset_config: of a hub dataset; "": HUB_CONFIGS, else the dataset's only or default one.
+    config: of a hub dataset; "": HUB_CONFIGS, else the dataset's only or default one.
     question, answer: names of the columns that hold the question and the answer. Each example keeps
     all of its columns and also has these two texts as `question` and `answer`.
     Raises UserMistake if a file is missing or cannot be read, if an example lacks one of the texts,
@@ -63,12 +59,12 @@ def load_examples(
     elif is_path:
         sources = {str(file): _read_file(file) for file in _split_files(path, split)}
     else:
-        sources = {f"DATASET={dataset}:{split}": _read_hub(dataset, dataset_config, split)}
+        sources = {f"DATASET={dataset}:{split}": _read_hub(dataset, config, split)}
     wanted = {"question": question, "answer": answer}
     examples = [
-        _with_texts(f"{source} row {number}", example, wanted)
-        for source, rows in sources.items()
-        for number, example in enumerate(rows, start=1)
+        _with_texts(f"{source} example {number}", example, wanted)
+        for source, found in sources.items()
+        for number, example in enumerate(found, start=1)
     ]
     # Rewards receive the columns as lists, so every example needs every column of the split.
     columns = dict.fromkeys(name for example in examples for name in example)
@@ -77,10 +73,8 @@ def load_examples(
     examples = [{name: example.get(name) for name in columns} for example in examples]
     if one_file:
         if split not in ("train", "test"):
-            raise UserMistake(
-                f"DATASET={dataset} has no split {split!r}: the splits of a single file are train "
-                f"and test, its last tenth; set TRAIN_SPLIT and EVAL_SPLIT to these"
-            )
+            why = "those of a single file are train, and test, its last tenth"
+            raise UserMistake(f"DATASET={dataset} has no split {split!r}; {why}")
         held_out = max(1, round(HELD_OUT * len(examples)))
         examples = examples[:-held_out] if split == "train" else examples[-held_out:]
     if not examples:
@@ -106,9 +100,8 @@ def _with_texts(place: str, example: Any, wanted: dict[str, str]) -> dict[str, A
         try:
             json.dumps(value)
         except TypeError as error:
-            raise UserMistake(
-                f"{place}: column {column!r}: {error}; write it as text or numbers"
-            ) from None
+            why = f"{error}; write it as text or numbers"
+            raise UserMistake(f"{place}: column {column!r}: {why}") from None
     return columns | {name: columns[column] for name, column in wanted.items()}
 
 
@@ -121,17 +114,15 @@ def _split_files(folder: Path, split: str) -> list[Path]:
     return chosen
 
 
-def _read_hub(dataset: str, dataset_config: str, split: str) -> list[Any]:
+def _read_hub(dataset: str, config: str, split: str) -> list[Any]:
     import datasets  # slow to import, and needed for the hub alone
 
-    name = dataset_config or HUB_CONFIGS.get(dataset, "")
+    name = config or HUB_CONFIGS.get(dataset, "")
     try:
         return datasets.load_dataset(dataset, name or None, split=split).to_list()
     except Exception as error:  # The errors of datasets, hub and proxy have no common base.
-        raise UserMistake(
-            f"DATASET={dataset}: no such local file or folder, and the hub says "
-            f"(DATASET_CONFIG={name}): {in_one_line(error)}"
-        ) from None
+        why = f"the hub says (DATASET_CONFIG={name}): {in_one_line(error)}"
+        raise UserMistake(f"DATASET={dataset}: no such file or folder, and {why}") from None
 
 
 def _read_file(file: Path) -> list[Any]:
@@ -139,9 +130,7 @@ def _read_file(file: Path) -> list[Any]:
     if not file.is_file():
         raise UserMistake(f"DATASET={file}: this file or folder does not exist")
     if file.suffix not in SUFFIXES:
-        raise UserMistake(
-            f"DATASET={file} is not a .jsonl, .json or .parquet file; write its rows as one of them"
-        )
+        raise UserMistake(f"DATASET={file} is not a .jsonl, .json or .parquet file")
     try:
         if file.suffix == ".parquet":
             import pyarrow.parquet  # a requirement of datasets
@@ -155,7 +144,9 @@ def _read_file(file: Path) -> list[Any]:
         return [_parse(line, file, number) for number, line in lines if line.strip()]
     examples = _parse(text, file, 1)
     if not isinstance(examples, list):
-        raise UserMistake(f"{file} is not a JSON list of rows; one row a line is a .jsonl")
+        raise UserMistake(
+            f"{file} is not a JSON list of examples; with one in each line call it .jsonl"
+        )
     return examples
 
 
@@ -196,16 +187,11 @@ def build_prompts(
     chats = [[system, {"role": "user", "content": e["question"]}] for e in examples]
     try:
         texts = tokenizer.apply_chat_template(
-            chats,
-            tokenize=False,
-            add_generation_prompt=True,
-            date_string=DATE,
+            chats, tokenize=False, add_generation_prompt=True, date_string=DATE
         )
     except Exception as error:  # A template may raise anything.
-        raise UserMistake(
-            f"MODEL_PATH (or CHAT_TEMPLATE): its chat template fails on a system and a user "
-            f"message: {error}"
-        ) from None
+        why = f"its chat template fails on a system and a user message: {error}"
+        raise UserMistake(f"MODEL_PATH (or CHAT_TEMPLATE): {why}") from None
     ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
     return [Prompt(i, example) for i, example in zip(ids, examples, strict=True)]
 
@@ -228,10 +214,8 @@ def fit_prompts(prompts: list[Prompt], limit: int, split: str) -> list[Prompt]:
     kept = [p for p in prompts if len(p.ids) <= limit]
     if not kept:
         shortest = min(len(p.ids) for p in prompts)
-        raise UserMistake(
-            f"MAX_PROMPT_LENGTH={limit}: every {split} prompt is longer; the shortest has "
-            f"{shortest}"
-        )
+        why = f"every {split} prompt is longer; the shortest has {shortest}"
+        raise UserMistake(f"MAX_PROMPT_LENGTH={limit}: {why}")
     if len(kept) < len(prompts):
         skipped = f"{len(prompts) - len(kept)} of {len(prompts)} {split} prompts"
         print(f"skipped {skipped}: longer than MAX_PROMPT_LENGTH={limit} tokens", flush=True)
@@ -262,9 +246,7 @@ def batch_indices(
     Each epoch visits every example once, in an order that depends on (seed, epoch) alone. A round
     may begin in one epoch and end in the next.
     """
-    places = np.arange(
-        round_number * prompts_per_step, (round_number + 1) * prompts_per_step
-    )  # [P]
+    places = round_number * prompts_per_step + np.arange(prompts_per_step)  # [P]
     epochs, offsets = np.divmod(places, num_examples)  # [P], [P]
     pairs = zip(epochs, offsets, strict=True)
     return np.array([_order(num_examples, seed, epoch)[offset] for epoch, offset in pairs])

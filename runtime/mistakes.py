@@ -91,7 +91,7 @@ CALLED_VALUES = {
     "k3": "low_var_kl",
 }
 OTHER_VALUES = {text: ours for ours, texts in CALLED_VALUES.items() for text in texts.split()}
-# Names of other programs, and of older versions of this one, that have no counterpart: why.
+# Names of other programs that have no counterpart: why.
 WITHOUT_COUNTERPART = {
     "PARAM_DTYPE": "trained weights are float32, since bfloat16 loses most updates of them; to "
     "save memory lower TRAIN_PER_DEVICE_MICRO_BATCH_SIZE or use more devices",
@@ -100,22 +100,10 @@ WITHOUT_COUNTERPART = {
     "EVAL_BATCHES": "EVAL_PROMPTS is the number of questions in an evaluation",
     "MAX_LENGTH MAX_LENGTH_TOTAL": "MAX_LENGTH_SAMPLE limits the completion and MAX_PROMPT_LENGTH "
     "the prompt, in tokens",
-    "LOG_COMPLETIONS": "SAMPLE_EVERY_STEPS says when a run shows a group of completions",
     "USE_VLLM": "ROLLOUT_BACKEND names the program that samples",
     "WARMUP_STEPS": "WARMUP_RATIO is the fraction of the schedule that is warmup",
     "STEPS_PER_GENERATION PPO_MINI_BATCH_SIZE": "NUM_MINI_BATCHES is the number of mini-batches "
     "into which a step's groups are divided",
-    "IMPORTANCE_SAMPLING_LEVEL": "LOSS_TYPE=gspo has a ratio for each sequence",
-    "OFF_POLICY_MASK_THRESHOLD": "IS_MODE=sequence_mask drops sequences that are too far off",
-    "RESUME_FORCE": "to go on with other settings, set RESUME=RUN/checkpoints and a new OUTPUT_DIR",
-    "PROMPT_TOO_LONG": "prompts longer than MAX_PROMPT_LENGTH are skipped; a line says how many",
-    "ACCURACY_OF ACCURACY_THRESHOLD": "accuracy is the share of rewards of at least 1 by the first "
-    "function of REWARD_FN, which may have weight 0",
-    "REF_SYNC_STEPS REF_SYNC_ALPHA": "a new run with MODEL_PATH=RUN/hf has that run's model as its "
-    "reference",
-    "DROP_ENDED PACKING": "it is always on where MAX_LENGTH_SAMPLE >= 128",
-    "SKIP_ZERO_ADVANTAGE LAYER_LOOP REPETITION_NGRAM HEARTBEAT_TIMEOUT_S NONFINITE_LIMIT "
-    "EXPORT_DTYPE": "a run decides this by itself; leave it out",
 }
 NOT_SETTINGS = {name: why for names, why in WITHOUT_COUNTERPART.items() for name in names.split()}
 # Names like those of settings that an environment may have for other purposes: they stop no run.

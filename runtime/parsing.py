@@ -108,8 +108,7 @@ def read_env(env: Mapping[str, str], config: type, mistakes: list[str]) -> dict[
     config: a dataclass whose fields are made by `knob`.
     """
     fields = {field.name.upper(): field for field in dataclasses.fields(config)}
-    texts = {name: None if text == "null" else text for name, text in sorted(env.items())}
-    return settings_of(texts, fields, "", mistakes)
+    return settings_of(dict(sorted(env.items())), fields, "", mistakes)
 
 
 def read_yaml(path: str | Path, config: type, mistakes: list[str]) -> dict[str, Any]:
@@ -119,55 +118,52 @@ def read_yaml(path: str | Path, config: type, mistakes: list[str]) -> dict[str, 
     Raises UserMistake if the file cannot be read as such keys.
     """
     try:
-        # Nodes keep 1e-6 and 0123 as written, and also a key that occurs twice; values do not.
-        root = yaml.compose(Path(path).read_bytes(), Loader=yaml.SafeLoader)
+        # This loader keeps 1e-6, 0123 and true as they are written.
+        content = yaml.load(Path(path).read_bytes(), Loader=yaml.BaseLoader) or {}
     except (OSError, yaml.YAMLError) as error:
         raise UserMistake(f"{path} cannot be read: {' '.join(str(error).split())}") from None
-    if root and root.id != "mapping":
-        raise UserMistake(f"{path} holds a {root.id}; wanted: `group.name: value` lines")
+    if not isinstance(content, dict):
+        raise UserMistake(f"{path} does not hold `group.name: value` lines")
 
     fields = {yaml_name(field): field for field in dataclasses.fields(config)}
     texts, where = {}, f"{path}: "
-    for key, node in yaml_items(root) if root else ():
-        items = node.value if node.id == "sequence" else [node]
-        if key in texts:
-            line = node.start_mark.line + 1
-            mistakes.append(f"{where}{key} is set twice, again in line {line}")
-        elif key in fields and any(item.id != "scalar" for item in items):
+    for key, value in yaml_items(content):
+        items = value if isinstance(value, list) else [value]
+        if key in fields and not all(isinstance(item, str) for item in items):
             mistakes.append(f"{where}{key} must be one value, or a list of values")
         elif not key.startswith("derived."):
-            null = node.tag.endswith(":null")
-            texts[key] = None if null else ",".join(str(item.value) for item in items)
+            texts[key] = ",".join(map(str, items)) or "null"
     return settings_of(texts, fields, where, mistakes)
 
 
-def yaml_items(mapping: Any, group: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (group.name, node of the value) of each setting in a mapping node and its groups."""
-    for key, node in mapping.value:
-        if node.id == "mapping" and not group:
-            yield from yaml_items(node, f"{key.value}.")
-        elif group or node.value or "." in key.value:  # an empty group is skipped
-            yield f"{group}{key.value}", node
+def yaml_items(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields (group.name, value) of each setting: a key is this name, or a group of names."""
+    for key, value in content.items():
+        if isinstance(value, dict):
+            yield from ((f"{key}.{name}", inner) for name, inner in value.items())
+        elif value or "." in key:  # an empty group is skipped
+            yield key, value
 
 
 def settings_of(
-    texts: Mapping[str, str | None],
+    texts: Mapping[str, str],
     fields: Mapping[str, dataclasses.Field],
     where: str,
     mistakes: list[str],
 ) -> dict[str, Any]:
     """The settings of a layer, {attribute: value}; adds lines to `mistakes`.
 
-    texts: {name: text}, or None for null: the setting is not set, or is an empty text.
+    texts: {name: text}; null means that the setting is not set, or is an empty text.
     fields: all settings by their names in this layer. where: the file, or empty.
     """
     settings = {}
     for name, text in texts.items():
         if name not in fields:
             mistakes.extend(no_setting(name, fields, where))
-        elif text is not None or fields[name].type is str:
+        elif text != "null" or fields[name].type is str:
             try:
-                settings[fields[name].name] = parse(fields[name], text or "", where + name)
+                text = "" if text == "null" else text
+                settings[fields[name].name] = parse(fields[name], text, where + name)
             except UserMistake as error:
                 mistakes.append(str(error))
     return settings

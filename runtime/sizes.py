@@ -1,17 +1,10 @@
 """The sizes of a step, from the batch settings and the devices. Imports neither jax nor numpy.
 
-Batch sizes count prompts or sequences; a sequence is a prompt with one of its K = NUM_PRE_Q
-completions. ROLLOUT_GLOBAL_BATCH_SIZE (prompts) and ROLLOUT_BATCH_SIZE (sequences) are sizes of a
-step over all processes. BATCH_SIZE is the number of prompts of a pass (prefill and decode of one
-batch) on each process, and TRAIN_MICRO_BATCH_SIZE the number of sequences of a micro-step (forward
-and backward of one micro-batch) on each process. The settings with PER_DEVICE in their names give
-the same sizes per device. GRAD_ACCUM_STEPS, the largest number of micro-steps of an update, may set
-the micro-batch instead. A layer that sets a size hides the other settings of the same size in the
-layers below. NUM_MINI_BATCHES is the number of mini-batches of a step: each has complete groups and
-makes one update. PPO_EPOCHS is how often a step uses all mini-batches. If no rollout size is set, a
-step is one pass of 2 prompts per device; if only the size of the step is set, the step is one pass.
-If no micro-batch size is set, a micro-step has up to 4 sequences per device. Every division must be
-exact; otherwise an error names the nearest sizes that fit.
+docs/migration.md says what each batch size counts. A pass is the prefill and decode of one batch of
+prompts, and a micro-step the forward and backward of one micro-batch of sequences. If no rollout
+size is set, a step is one pass of 2 prompts per device; if only the size of the step is set, the
+step is one pass. If no micro-batch size is set, a micro-step has up to 4 sequences per device.
+Every division must be exact; otherwise an error names the nearest sizes that fit.
 """
 
 import math
@@ -59,44 +52,67 @@ def derive(cfg: Any, processes: int, local_devices: int) -> Sizes:
 
     Raises UserMistake if the settings contradict each other or do not divide exactly.
     """
-    k, devices = cfg.num_pre_q, f"{local_devices} local devices"
-    fill = fewest_prompts(k, local_devices)
-    filling = f"{fill} prompts (NUM_PRE_Q {k} on {devices})"
-
-    _, size, unit = size_of(cfg, *PASS_SIZES, local_devices, devices)
-    prompts = size * unit  # per pass per process
-    step_name, step_size, step_unit = size_of(cfg, *STEP_SIZES, k, f"NUM_PRE_Q {k}")
-    if not prompts and not step_size:
-        prompts = DEFAULT_PROMPTS_PER_DEVICE * local_devices
-    check_multiple("BATCH_SIZE", prompts, fill, filling)
-    passes = 1
-    if step_size:
-        made = f"{processes} processes * " + (f"BATCH_SIZE {prompts}" if prompts else filling)
-        made += f" * NUM_PRE_Q {k}" if step_unit == 1 else ""
-        smallest = processes * (prompts or fill) * k // step_unit
-        check_multiple(step_name, step_size, smallest, made)
-        times = step_size // smallest
-        passes, prompts = (times, prompts) if prompts else (1, times * fill)
-
-    per_process, mini_batches = passes * prompts, cfg.num_mini_batches  # prompts per process
+    prompts, passes = pass_sizes(cfg, processes, local_devices)
+    mini_batches, per_process = cfg.num_mini_batches, passes * prompts  # prompts per process
+    fill = fewest_prompts(cfg.num_pre_q, local_devices)
     where = f" on each of {processes} processes" if processes > 1 else ""
     where += f" in parts of {fill}, which fill the local devices," if fill > 1 else ""
     text = f"NUM_MINI_BATCHES={mini_batches} must divide the step's {per_process} prompts{where}"
     check(mini_batches, divisors(per_process // fill), f"{text} evenly; nearest that do")
 
-    local_batch = per_process * k
+    local_batch = per_process * cfg.num_pre_q
+    made = f"local_batch = passes {passes} * BATCH_SIZE {prompts} * NUM_PRE_Q {cfg.num_pre_q}"
+    made += f" = {local_batch}"
     update_batch = local_batch // mini_batches  # sequences per update per process
-    made = f"local_batch = passes {passes} * BATCH_SIZE {prompts} * NUM_PRE_Q {k} = {local_batch}"
     if mini_batches > 1:
         made += f" / NUM_MINI_BATCHES {mini_batches} = {update_batch}"
+    micro = micro_batch_size(cfg, update_batch, made, local_devices)
+    return Sizes(
+        local_batch=local_batch,
+        global_batch=processes * local_batch,
+        prompt_batch_size=prompts,
+        passes_per_step=passes,
+        micro_batch_size=micro,
+        grad_accum_steps=update_batch // micro,
+        prompts_per_step=processes * per_process,
+        updates_per_step=mini_batches * cfg.ppo_epochs,
+    )
+
+
+def pass_sizes(cfg: Any, processes: int, local_devices: int) -> tuple[int, int]:
+    """Prompts per pass on each process, and passes per step. Raises UserMistake."""
+    k, devices = cfg.num_pre_q, f"{local_devices} local devices"
+    fill = fewest_prompts(k, local_devices)
+    filling = f"{fill} prompts (NUM_PRE_Q {k} on {devices})"
+    _, size, unit = size_of(cfg, *PASS_SIZES, local_devices, devices)
+    prompts = size * unit
+    step_name, step_size, step_unit = size_of(cfg, *STEP_SIZES, k, f"NUM_PRE_Q {k}")
+    if not step_size:
+        prompts = prompts or DEFAULT_PROMPTS_PER_DEVICE * local_devices
+    check_multiple("BATCH_SIZE", prompts, fill, filling)
+    if not step_size:
+        return prompts, 1
+    made = f"{processes} processes * " + (f"BATCH_SIZE {prompts}" if prompts else filling)
+    made += f" * NUM_PRE_Q {k}" if step_unit == 1 else ""
+    smallest = processes * (prompts or fill) * k // step_unit  # of the steps that fit
+    check_multiple(step_name, step_size, smallest, made)
+    times = step_size // smallest
+    return (prompts, times) if prompts else (times * fill, 1)
+
+
+def micro_batch_size(cfg: Any, update_batch: int, made: str, local_devices: int) -> int:
+    """Sequences per micro-step on each process. Raises UserMistake.
+
+    update_batch: sequences of an update on each process. made: how it is made, in words.
+    """
+    devices, accum = f"{local_devices} local devices", cfg.grad_accum_steps
     filled = f" in micro-batches that fill {devices}" if local_devices > 1 else ""
     # Sizes of micro-batches that divide the update and fill the devices.
     works = [d * local_devices for d in divisors(update_batch // local_devices)]
-    micro_name, size, unit = size_of(cfg, *MICRO_SIZES, local_devices, devices)
-    accum = cfg.grad_accum_steps
+    name, size, unit = size_of(cfg, *MICRO_SIZES, local_devices, devices)
     if size:
         times = f" * {devices} = {size * unit}" if unit > 1 else ""
-        text = f"{micro_name}={size}{times} must divide {made}{filled}; nearest that do"
+        text = f"{name}={size}{times} must divide {made}{filled}; nearest that do"
         check(size, [n // unit for n in works], text)
         micro = size * unit
     elif accum:
@@ -108,19 +124,7 @@ def derive(cfg: Any, processes: int, local_devices: int) -> Sizes:
     if accum not in (0, update_batch // micro):
         made = f"{made} / micro-batch {micro} = {update_batch // micro}"
         raise UserMistake(f"GRAD_ACCUM_STEPS={accum} contradicts {made}; set only one of the two")
-    accum, updates = update_batch // micro, mini_batches * cfg.ppo_epochs
-    P = processes * per_process
-    return Sizes(local_batch, P * k, prompts, passes, micro, accum, P, updates)
-
-
-def note_on_step(cfg: Any, sizes: Sizes) -> str:
-    """A line if the number of prompts of a step follows from the devices alone, else ""."""
-    if not cfg.steps or any(getattr(cfg, name) for name in (*PASS_SIZES, *STEP_SIZES)):
-        return ""
-    return (
-        f"note: a step has {sizes.prompts_per_step} prompts, {DEFAULT_PROMPTS_PER_DEVICE} for each "
-        f"device; ROLLOUT_GLOBAL_BATCH_SIZE sets their number"
-    )
+    return micro
 
 
 def smaller_sizes(

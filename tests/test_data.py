@@ -60,12 +60,10 @@ def test_one_file_holds_out_its_last_tenth(tmp_path: Path, suffix: str) -> None:
     file = str(write(tmp_path / f"sums{suffix}", examples_of(30)))
     assert load_examples(file, "main", "train") == examples_of(27)
     assert load_examples(file, "main", "test") == examples_of(30, first=27)
-
-
-def test_a_short_file_holds_out_one_example(tmp_path: Path) -> None:
-    file = str(write(tmp_path / "sums.jsonl", examples_of(2)))
-    assert load_examples(file, "", "train") == examples_of(1)
-    assert load_examples(file, "", "test") == examples_of(2, first=1)
+    told = f"DATASET={file} has no split 'dev'"
+    refused(lambda: load_examples(file, "", "dev"), told)
+    short = str(write(tmp_path / f"short{suffix}", examples_of(2)))
+    assert load_examples(short, "", "test") == examples_of(2, first=1)
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
@@ -79,28 +77,15 @@ def test_a_folder_has_a_file_for_each_split(tmp_path: Path, suffix: str) -> None
     assert load_examples(str(tmp_path), "main", "test") == examples_of(7, first=5)
 
 
-def test_a_single_file_has_the_splits_train_and_test_and_no_other(tmp_path: Path) -> None:
-    file = str(write(tmp_path / "sums.jsonl", examples_of(30)))
-    told = f"DATASET={file} has no split 'dev'"
-    refused(lambda: load_examples(file, "", "dev"), told, "TRAIN_SPLIT", "EVAL_SPLIT")
-
-
 def test_question_and_answer_may_stand_in_columns_of_other_names(tmp_path: Path) -> None:
     examples = [{"problem": f"{i} + 1?", "target": str(i + 1), "answer": "why"} for i in range(4)]
     file = str(write(tmp_path / "a.jsonl", examples))
     found = load_examples(file, "", "train", "problem", "target")
-    assert found == [
-        {
-            "problem": f"{i} + 1?",
-            "target": str(i + 1),
-            "answer": str(i + 1),
-            "question": f"{i} + 1?",
-        }
-        for i in range(3)
-    ]
+    added = [{"question": f"{i} + 1?", "answer": str(i + 1)} for i in range(3)]
+    assert found == [e | more for e, more in zip(examples, added, strict=False)]
     refused(
         lambda: load_examples(file, "", "train", "problem", "solution"),
-        "a.jsonl row 1 has no text in 'solution'",
+        "a.jsonl example 1 has no text in 'solution'",
         "ANSWER_COLUMN to one of its columns, problem, target, answer",
     )
 
@@ -130,26 +115,24 @@ def test_unicode_line_separators_are_text(tmp_path: Path) -> None:
 
 
 LINES = lines_of(examples_of(3))
+BAD_FILES = [
+    ("a.jsonl", LINES + b'{"question": "q", "answer": }\n', "a.jsonl line 4 is not JSON"),
+    ("a.jsonl", LINES + b"\n\nyes\n", "a.jsonl line 6 is not JSON"),
+    ("a.jsonl", LINES.decode().encode("utf-16"), "a.jsonl cannot be read: Unicode"),
+    ("a.jsonl", LINES + b'["q", "a"]\n', "a.jsonl example 4 has no text in 'question'"),
+    ("a.jsonl", LINES + b'{"question": "q"}', "a.jsonl example 4 has no text in 'answer', but No"),
+    ("a.jsonl", b'{"question": "q", "answer": " "}', "a.jsonl example 1 has no text in 'answer'"),
+    ("a.jsonl", b'{"question": "q", "answer": 5}', "example 1 has no text in 'answer', but 5; "),
+    ("a.jsonl", b"", "a.jsonl has no examples in split 'train'"),
+    ("a.jsonl", lines_of(examples_of(1)), "a.jsonl has no examples in split 'train'"),
+    ("a.json", b'[\n{"question": "q"},\n{]', "a.json line 3 is not JSON"),
+    ("a.json", b'{"question": "q", "answer": "a"}', "a.json is not a JSON list of examples"),
+    ("a.parquet", LINES, "a.parquet cannot be read: ArrowInvalid"),
+    ("a.csv", b"question,answer\n", "a.csv is not a .jsonl, .json or .parquet file"),
+]
 
 
-@pytest.mark.parametrize(
-    "name, content, says",
-    [
-        ("a.jsonl", LINES + b'{"question": "q", "answer": }\n', "a.jsonl line 4 is not JSON"),
-        ("a.jsonl", LINES + b"\n\nyes\n", "a.jsonl line 6 is not JSON"),
-        ("a.jsonl", LINES.decode().encode("utf-16"), "a.jsonl cannot be read: Unicode"),
-        ("a.jsonl", LINES + b'["q", "a"]\n', "a.jsonl row 4 has no text in 'question'"),
-        ("a.jsonl", LINES + b'{"question": "q"}', "a.jsonl row 4 has no text in 'answer', but No"),
-        ("a.jsonl", b'{"question": "q", "answer": " "}', "a.jsonl row 1 has no text in 'answer'"),
-        ("a.jsonl", b'{"question": "q", "answer": 5}', "row 1 has no text in 'answer', but 5; wri"),
-        ("a.jsonl", b"", "a.jsonl has no examples in split 'train'"),
-        ("a.jsonl", lines_of(examples_of(1)), "a.jsonl has no examples in split 'train'"),
-        ("a.json", b'[\n{"question": "q"},\n{]', "a.json line 3 is not JSON"),
-        ("a.json", b'{"question": "q", "answer": "a"}', "a.json is not a JSON list of rows"),
-        ("a.parquet", LINES, "a.parquet cannot be read: ArrowInvalid"),
-        ("a.csv", b"question,answer\n", "a.csv is not a .jsonl, .json or .parquet file"),
-    ],
-)
+@pytest.mark.parametrize("name, content, says", BAD_FILES)
 def test_a_bad_file_is_refused_by_name_and_place(tmp_path, name, content, says):
     (tmp_path / name).write_bytes(content)
     refused(lambda: load_examples(str(tmp_path / name), "", "train"), str(tmp_path), says)
@@ -163,7 +146,7 @@ def test_a_column_that_json_cannot_hold_is_refused_by_row_name_and_type(tmp_path
     """A reward function of a file receives the columns as JSON."""
     examples = [{**e, "extra": None} for e in examples_of(3)]
     file = write(tmp_path / "a.parquet", [*examples, {**examples[0], "extra": value}])
-    told = f"{file} row 4: column 'extra'", f"type {kind} is not JSON"
+    told = f"{file} example 4: column 'extra'", f"type {kind} is not JSON"
     refused(lambda: load_examples(str(file), "", "train"), *told)
 
 
@@ -182,15 +165,13 @@ def test_what_json_holds_reaches_a_reward_function_of_a_file_unchanged(tmp_path:
 def test_a_folder_names_the_file_that_is_bad(tmp_path: Path) -> None:
     write(tmp_path / "train-0.jsonl", examples_of(3))
     write(tmp_path / "train-1.jsonl", [*examples_of(1), {"question": "q"}])
-    bad = f"{tmp_path}/train-1.jsonl row 2 has no text in 'answer'"
+    bad = f"{tmp_path}/train-1.jsonl example 2 has no text in 'answer'"
     refused(lambda: load_examples(str(tmp_path), "", "train"), bad)
     write(tmp_path / "train-1.jsonl", [])
     assert load_examples(str(tmp_path), "", "train") == examples_of(3)
     write(tmp_path / "train-0.jsonl", [])
-    refused(
-        lambda: load_examples(str(tmp_path), "", "train"),
-        f"DATASET={tmp_path} has no examples in split 'train'",
-    )
+    told = f"DATASET={tmp_path} has no examples in split 'train'"
+    refused(lambda: load_examples(str(tmp_path), "", "train"), told)
 
 
 def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
@@ -217,7 +198,7 @@ def test_a_hub_that_cannot_be_reached_is_one_line_error_with_the_configuration(t
     env = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-c", code]
     lines = subprocess.check_output(command, cwd=ROOT, text=True, env=env).splitlines()
-    assert len(lines) == 2 and all("no such local file or folder" in line for line in lines)
+    assert len(lines) == 2 and all("no such file or folder" in line for line in lines)
     assert "DATASET=nobody/nothing-here" in lines[0] and "(DATASET_CONFIG=): " in lines[0]
     assert "DATASET=openai/gsm8k" in lines[1] and "(DATASET_CONFIG=main): " in lines[1]
 
@@ -251,10 +232,7 @@ def test_the_order_depends_on_seed_and_epoch_alone() -> None:
 SYSTEM = "Think first.\nAnswer in <answer></answer>."
 EXAMPLES = [
     {"question": "Weng earns $12 an hour; 50 minutes = ?", "answer": "#### 10"},
-    {
-        "question": "Zoe\u0301 <|im_end|> has 1,234\u2028 clips.\n\nHow many?",
-        "answer": "#### 1,234",
-    },
+    {"question": "Zoe\u0301 <|im_end|> has 1,234\u2028 clips.\n\nHow many?", "answer": "1,234"},
     {"question": "2+2?", "answer": "#### 4"},
 ]
 
@@ -263,10 +241,8 @@ def test_prompts_are_the_tokens_of_the_chat_template() -> None:
     tokenizer = hf.load_tokenizer(ROOT / "tiny")
     prompts = build_prompts(EXAMPLES, tokenizer, SYSTEM)
     for prompt, example in zip(prompts, EXAMPLES, strict=True):
-        chat = [
-            {"role": "system", "content": SYSTEM},
-            {"role": "user", "content": example["question"]},
-        ]
+        question = {"role": "user", "content": example["question"]}
+        chat = [{"role": "system", "content": SYSTEM}, question]
         expected = tokenizer.apply_chat_template(
             chat, tokenize=True, add_generation_prompt=True, return_dict=False
         )
@@ -291,7 +267,6 @@ def test_a_template_that_prints_the_date_makes_the_same_prompt_every_day() -> No
 @pytest.mark.parametrize(
     "end, opened",
     [
-        ("<think>", "<think>"),
         ("<think>\n\n", "<think>\n\n"),
         ("<think>\n\n</think>\n\n", ""),
         ("<think> Well,", ""),
@@ -313,11 +288,7 @@ def test_a_chat_template_of_a_file_serves_a_model_that_has_none(tmp_path: Path) 
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     del config["chat_template"]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    refused(
-        lambda: hf.load_tokenizer(tmp_path),
-        "its tokenizer has no chat template; use an instruct model, or set CHAT_TEMPLATE to a "
-        "Jinja file such as docs/chat_template.jinja",
-    )
+    refused(lambda: hf.load_tokenizer(tmp_path), "no chat template", "CHAT_TEMPLATE")
     for folder in (tmp_path, ROOT / "tiny"):  # It replaces the tokenizer's template.
         tokenizer = hf.load_tokenizer(folder, str(ROOT / "docs" / "chat_template.jinja"))
         (prompt,) = build_prompts(EXAMPLES[2:], tokenizer, "Think first.")
@@ -333,10 +304,8 @@ def test_prompts_that_are_too_long_are_skipped(capsys: pytest.CaptureFixture) ->
     assert fit_prompts(prompts, 4, "train") == [prompts[1], prompts[3]]
     told = "skipped 2 of 4 train prompts: longer than MAX_PROMPT_LENGTH=4 tokens\n"
     assert capsys.readouterr().out == told
-    refused(
-        lambda: fit_prompts(prompts, 2, "test"),
-        "MAX_PROMPT_LENGTH=2: every test prompt is longer; the shortest has 3",
-    )
+    told = "MAX_PROMPT_LENGTH=2: every test prompt is longer; the shortest has 3"
+    refused(lambda: fit_prompts(prompts, 2, "test"), told)
 
 
 @pytest.mark.parametrize("name", ["completions", "completion_ids"])

@@ -1,7 +1,6 @@
 """sizes.py: the sizes of a step on a slice, by literal values."""
 
 import itertools
-import re
 from typing import Any
 
 import numpy as np
@@ -10,15 +9,7 @@ import pytest
 from config import Config
 from data import pad_prompts
 from runtime.mistakes import UserMistake
-from runtime.sizes import (
-    Sizes,
-    bucket,
-    derive,
-    eval_questions,
-    note_on_step,
-    prompt_share,
-    prompt_width,
-)
+from runtime.sizes import Sizes, bucket, derive, eval_questions, prompt_share, prompt_width
 
 # Sizes(local_batch, global_batch, prompt_batch_size, passes_per_step, micro_batch_size,
 #       grad_accum_steps, prompts_per_step)
@@ -57,23 +48,6 @@ def test_sizes_left_at_their_defaults_are_2_prompts_and_4_sequences_per_device_o
     assert sizes("1x4", f"{REAL} BATCH_SIZE=1 NUM_PRE_Q=20").micro_batch_size == 4
     tiny = sizes("1x1", "BATCH_SIZE=1 NUM_PRE_Q=7")
     assert tiny.micro_batch_size == 1
-
-
-@pytest.mark.parametrize(
-    "settings, told",
-    [
-        (REAL, ["16", "2"]),
-        (f"{REAL} STEPS=0", []),
-        (f"{REAL} BATCH_SIZE=4", []),
-        (f"{REAL} ROLLOUT_BATCH_SIZE=128", []),
-        ("", []),
-    ],
-)
-def test_a_step_whose_size_follows_from_the_devices_gets_a_line(settings: str, told: list) -> None:
-    cfg = Config.from_env(dict(setting.split("=") for setting in settings.split()))
-    note = note_on_step(cfg, derive(cfg, 2, 4))
-    assert re.findall(r"\b\d+\b", note) == told
-    assert ("ROLLOUT_GLOBAL_BATCH_SIZE" in note) == bool(told)
 
 
 def test_grad_accum_steps_alone_set_the_micro_batch() -> None:

@@ -13,22 +13,18 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
 
 import config
-from runtime import sizes
 from runtime.parsing import to_text, yaml_name
 
 ABOUT_THE_TABLE = """\
-In the table, every number is at least 0 if no other limit is given. "Kept" is yes if a resumed \
-run must have the same value. The other settings may change: a resumed run then must still get the \
-same model, prompts, prompts per step and end of the schedule, which the checkpoint records, and \
-for the rest speed, memory, outputs or evaluation depend on them, and results at most by rounding. \
-"Per process" is yes if the processes of a run may have different values."""
+[migration.md](migration.md) says what each batch size counts. In the table, every number is at \
+least 0 if no other limit is given. "Kept" is yes if a resumed run must have the same value. If \
+others change, a resumed run must still get the same model, prompts, prompts per step and end of \
+the schedule. "Per process" is yes if the processes of a run may have different values."""
 
 
 def page() -> str:
-    """The text of docs/settings.md: the docstrings of config.py and sizes.py, and a table."""
-    modules = (config.__doc__, sizes.__doc__)
-    texts = [text for module in modules for text in module.split("\n\n")[1:]]
-    texts.append(ABOUT_THE_TABLE)
+    """The text of docs/settings.md: the docstring of config.py, and a table."""
+    texts = [*config.__doc__.split("\n\n")[1:], ABOUT_THE_TABLE]
     lines = [f"{textwrap.fill(text, 200, break_on_hyphens=False)}\n" for text in texts]
     return "\n".join(["# Settings\n", *lines, *table()])
 

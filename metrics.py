@@ -25,7 +25,9 @@ from sampling import Backend
 # not explain. With float32 it is about 1e-6. With bfloat16, whose numbers have 8 significant bits,
 # hidden states are rounded, and a mean of 0.01 to 0.03 is usual; wrong weights give 0.1 or more.
 DRIFT_LEVELS = {"float32": 1e-3, "bfloat16": 0.05}
-PHASES = ("rollout_sync", "rollout_generate", "reward", "advantages", "shard", "update")
+# In the order of the published line; the completions are gathered (shard) before the advantages,
+# and log-probabilities before the first update.
+PHASES = ("rollout_sync", "rollout_generate", "reward", "advantages", "shard", "update", "logps")
 EVAL_PHASES = ("rollout_sync", "rollout_generate", "reward")
 # Metrics of the tokens that an update computes.
 OF_COMPUTED = ("sampling_logp_difference/", "is_weight/")
@@ -73,23 +75,12 @@ def merge_updates(updates: list[dict[str, float]]) -> dict[str, float]:
 
     An update that is finite is left out where it has no value. One that has learnt nothing has
     fewer metrics.
-    After several updates clip_ratio_first/* are those of the first one, in which every ratio is 1,
-    and clip_ratio_later/* those of all others.
     """
-
-    def merged_value(name: str, updates: list[dict[str, float]]) -> float:
+    merged = {}
+    for name in dict.fromkeys(name for update in updates for name in update):
         there = [x for x in updates if name in x]
         values = [x[name] for x in there if what_is_not_finite(x) or not math.isnan(x[name])]
-        return float(MERGE.get(name, np.mean)(values)) if values else math.nan
-
-    names = dict.fromkeys(name for update in updates for name in update)
-    merged = {name: merged_value(name, updates) for name in names}
-    if len(updates) == 1:
-        return merged
-    parts = {"clip_ratio_first/": updates[:1], "clip_ratio_later/": updates[1:]}
-    for name in (x for x in names if x.startswith("clip_ratio/")):
-        for prefix, part in parts.items():
-            merged[name.replace("clip_ratio/", prefix)] = merged_value(name, part)
+        merged[name] = float(MERGE.get(name, np.mean)(values)) if values else math.nan
     return merged
 
 
@@ -118,12 +109,7 @@ def log_step(run: Run, log: RunLog, step: Step) -> None:
     first, *others = step_lines(step, run.cfg.print_train_time_breakdown)
     for line in (first + log.time_left(step.number, step.clock), *others):
         log.line(line)
-    records = step_records(step, run.cfg.num_pre_q, [f.__name__ for f in run.functions])
-    records |= {"train-other/batch_local": run.sizes.local_batch} | device_records(run, step)
-    if run.sampling.replay:
-        records["train-other/support/cut_tokens"] = step.batch.cut_tokens.sum()
-    records["train-reward/accuracy"] = mean_of(are_right(step.batch.per_function))
-    log.record(step.number, records)
+    log.record(step.number, step_records(run, step) | device_records(run, step))
     every = run.cfg.sample_every_steps
     due = every and (step.number % every == 0 or step.number == run.cfg.steps - 1)
     if due and jax.process_index() == 0:
@@ -152,7 +138,9 @@ def step_lines(step: Step, breakdown: bool) -> list[str]:
     )
     if breakdown:
         lengths = step.batch.lengths
-        text += "".join(f" {phase}={x:.2f}s" for phase, x in phase_seconds(step.clock).items())
+        seconds = phase_seconds(step.clock)
+        del seconds["logps"]  # The line that people parse has only the other phases.
+        text += "".join(f" {phase}={x:.2f}s" for phase, x in seconds.items())
         text += (
             f" prompt_len_mean={step.batch.prompt_lengths().mean():.1f} "
             f"completion_len_mean={lengths.mean():.1f} completion_len_max={lengths.max():.0f} "
@@ -171,10 +159,10 @@ def step_lines(step: Step, breakdown: bool) -> list[str]:
     return lines
 
 
-def step_records(step: Step, num_pre_q: int, names: list[str]) -> dict[str, float]:
-    """The step's record in metrics.jsonl. names: of the reward functions."""
+def step_records(run: Run, step: Step) -> dict[str, float]:
+    """The step's record in metrics.jsonl, but for device_records."""
     seconds, step_s = phase_seconds(step.clock), step.clock.total()
-    compiled = step.clock.compiled()
+    compiled = step.clock.compiled()  # seconds of each program
     batch, prompt_lengths = step.batch, step.batch.prompt_lengths()
     tokens = batch.lengths.sum()
     records = {
@@ -182,10 +170,14 @@ def step_records(step: Step, num_pre_q: int, names: list[str]) -> dict[str, floa
         for name, value in step.metrics.items()
     }
     records["train-other/batch_global"] = len(batch.rewards)
+    records["train-other/batch_local"] = run.sizes.local_batch
     records["train-other/total_valid_token_count"] = tokens
-    equal = equal_groups(batch.rewards, num_pre_q)  # of the totals, as in TRL
+    if run.sampling.replay:
+        records["train-other/support/cut_tokens"] = batch.cut_tokens.sum()
+    equal = equal_groups(batch.rewards, run.cfg.num_pre_q)  # of the totals, as in TRL
     records["train-other/frac_reward_zero_std"] = equal.mean()
-    records |= _rewards("train-reward", batch.rewards, batch.per_function, names)
+    records |= _rewards("train-reward", run, batch)
+    records["train-reward/accuracy"] = mean_of(are_right(batch.per_function))
     records |= _spread("train-reward/advantage", batch.advantages, "mean", "std", "min", "max")
     records["train-reward/advantage/zero_frac"] = (batch.advantages == 0).mean()
     records |= _spread("train-seq_len/prompt", prompt_lengths, "mean", "max")
@@ -195,7 +187,7 @@ def step_records(step: Step, num_pre_q: int, names: list[str]) -> dict[str, floa
     records |= {f"time/train/{phase}_s": value for phase, value in seconds.items()}
     records["time/train/step_s"] = step_s
     records["compile/programs"] = len(compiled)
-    records["compile/s"] = sum(compilation.seconds for compilation in compiled)
+    records["compile/s"] = sum(compiled)
     computed = batch.computed_tokens.sum()
     records["throughput/rollout/computed_per_token"] = computed / tokens
     records["throughput/train/valid_tokens_per_s"] = tokens / step_s
@@ -238,8 +230,6 @@ def sampling_metrics(run: Run, rounds: list[Batch]) -> dict[str, float]:
         "accuracy": mean_of(are_right(sampled.per_function)),
         "hit_max_frac": 1 - sampled.stopped.mean(),
     }
-    for function, column in zip(run.functions, sampled.per_function.T, strict=True):
-        metrics[f"func/{function.__name__}/mean"] = mean_of(column)
     return {f"dynamic_sampling/{name}": float(value) for name, value in metrics.items()}
 
 
@@ -299,21 +289,22 @@ def evaluation_record(
     prefix, place = ("eval_full", "eval_full/accuracy") if full else ("eval", "eval")
     correct = are_right(evaluation.per_function).reshape(-1, n)  # [questions, n]
     questions = len(correct)
-    temperature = run.eval_sampling.temperature
     accuracy, error = pass_at(correct, 1), standard_error(correct)
     # Of the powers of two, and of n.
     shown = [k for k in range(1, n + 1) if k == n or k & (k - 1) == 0]
     more = {f"pass_at_{k}": pass_at(correct, k) for k in shown}
-    names = [function.__name__ for function in run.functions]
-    if n > 1 and names[0] == "reward_correct":
+    judge = run.functions[0].__name__  # says what is right
+    if n > 1 and judge == "reward_correct":
         more[f"maj_at_{n}"] = majority_accuracy(correct, texts)
-    ending = f"accuracy={accuracy:.4f} accuracy_se={error:.4f} accuracy_of={names[0]}"
+    ending = f"accuracy={accuracy:.4f} accuracy_se={error:.4f} accuracy_of={judge}"
     ending += "".join(f" {k}={x:.4f}" for k, x in more.items() if k.endswith(f"_{n}") and n > 1)
-    ending += f" decoding={'sampled' if temperature else 'greedy'} t={seconds:.2f}s"
+    ending += (
+        f" decoding={'sampled' if run.eval_sampling.temperature else 'greedy'} t={seconds:.2f}s"
+    )
     records = {f"{prefix}/accuracy": accuracy, f"{prefix}/accuracy_se": error}
     records |= {f"{place}/{name}": value for name, value in more.items()}
-    records |= {f"{prefix}/temperature": temperature, f"{prefix}/questions_global": questions}
-    records |= _rewards(f"{prefix}/reward", evaluation.rewards, evaluation.per_function, names)
+    records[f"{prefix}/questions_global"] = questions
+    records |= _rewards(f"{prefix}/reward", run, evaluation)
     records |= _spread(f"{prefix}/seq_len/completion", evaluation.lengths, "mean", "max")
     records[f"{prefix}/seq_len/completion/hit_max_frac"] = 1 - evaluation.stopped.mean()
     records[f"time/{prefix}/step_s"] = seconds
@@ -334,12 +325,10 @@ def _spread(name: str, values: np.ndarray, *which: str) -> dict[str, float]:
     return {f"{name}/{statistic}": getattr(np, statistic)(values) for statistic in which}
 
 
-def _rewards(
-    prefix: str, rewards: np.ndarray, per_function: np.ndarray, names: list[str]
-) -> dict[str, float]:
-    records = _spread(f"{prefix}/total", rewards, "mean", "std", "min", "max")
-    for name, column in zip(names, per_function.T, strict=True):
-        records |= _spread(f"{prefix}/func/{name}", column, "mean")
+def _rewards(prefix: str, run: Run, batch: Batch) -> dict[str, float]:
+    records = _spread(f"{prefix}/total", batch.rewards, "mean", "std", "min", "max")
+    for function, column in zip(run.functions, batch.per_function.T, strict=True):
+        records[f"{prefix}/func/{function.__name__}/mean"] = mean_of(column)
     return records
 
 

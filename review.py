@@ -2,10 +2,8 @@
 
 import json
 import math
-import re
 import warnings
-from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,8 +30,6 @@ from runtime.run_log import RunLog, plain, replace_file
 
 ENDED = ("MAX_LENGTH_SAMPLE", "stop token")  # what ended a completion whose `stopped` is 0, or 1
 LONGEST_TEXT = 400  # characters of a text in the log; the files have the complete text
-# Line separators and what controls a terminal; a tab does no harm.
-CONTROL = re.compile(r"[\x00-\x08\n-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 # ---- Completions to read -------------------------------------------------------------------------
@@ -88,8 +84,8 @@ def sample_table(step: int, entry: dict[str, Any]) -> str:
 
 
 def visible(text: str) -> str:
-    """The text as a single line, with its control characters as escapes such as \\n."""
-    return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    """The text as a single line, with what is not printable as escapes such as \\n."""
+    return "".join(x if x.isprintable() else ascii(x)[1:-1] for x in text)
 
 
 def shorten(text: str) -> str:
@@ -100,7 +96,7 @@ def shorten(text: str) -> str:
 # ---- What a run has recorded ---------------------------------------------------------------------
 
 WINDOW = 10  # The rules look at so many steps at the start and at the end of a run.
-LEVEL, HEALTHY, NONE_YET = "derived.drift_level", "verdict: no sign of trouble", "verdict: none yet"
+HEALTHY, NONE_YET = "verdict: no sign of trouble", "verdict: none yet"
 LOSS, NORM, ENTROPY = "train-other/loss", "train-other/grad_norm", "train-other/entropy"
 TOTAL, ACCURACY = "train-reward/total/mean", "train-reward/accuracy"
 ZERO, CUT = "train-reward/advantage/zero_frac", "train-seq_len/completion/hit_max_frac"
@@ -114,14 +110,8 @@ OF_SAMPLED = {
 }
 
 
-def values_of(records: Sequence[dict[str, Any]], name: str) -> np.ndarray:
-    """[records] float64: a metric as the rules see it, of all that was sampled; NaN without one."""
-    sampled, of_step = column(records, OF_SAMPLED.get(name, name)), column(records, name)
-    return np.where(np.isnan(sampled), of_step, sampled)
-
-
 class History(NamedTuple):
-    """What a run has written into its folder, and how the rules see it."""
+    """What a run has written into its folder."""
 
     settings: dict[str, Any]  # of config.yaml, by their YAML names, with derived.* values
     records: list[dict[str, Any]]  # all of metrics.jsonl
@@ -129,40 +119,6 @@ class History(NamedTuple):
     evals: list[dict[str, Any]]  # those of evaluations of EVAL_PROMPTS questions
     state: str  # of the run, see runtime/records.py
     why: str  # it is in this state
-
-    def last(self, name: str) -> np.ndarray:
-        """[WINDOW] the values of a metric in the last steps."""
-        return values_of(self.steps[-WINDOW:], name)
-
-    def mean(self, name: str) -> float:
-        """The mean of a metric over the last steps, without missing values."""
-        return mean_of(self.last(name))
-
-    def began(self, name: str) -> float:
-        """The mean of a metric over the first steps, without missing values."""
-        return mean_of(values_of(self.steps[:WINDOW], name))
-
-    def reward_rose(self) -> float:
-        """By how many standard errors the mean reward rose in the run; 99 if it has no noise."""
-        n = max(WINDOW, len(self.steps) // 3)  # a slow rise needs long windows
-        before, after = values_of(self.steps[:n], TOTAL), values_of(self.steps[-n:], TOTAL)
-        rise, spread = mean_of(after) - mean_of(before), np.nanvar(before) + np.nanvar(after)
-        return rise / math.sqrt(spread / n) if spread else 99 * float(np.sign(rise))
-
-    def accuracy(self, which: int) -> tuple[float, float]:
-        """The accuracy of the first (0) or the newest (-1) evaluation, and its standard error."""
-        record = self.evals[which] if self.evals else {}
-        return column([record], "eval/accuracy")[0], column([record], "eval/accuracy_se")[0]
-
-    def accuracy_rose(self) -> float:
-        """By how many standard errors the accuracy rose from the first to the newest evaluation."""
-        (before, error), (after, later_error) = self.accuracy(0), self.accuracy(-1)
-        return (after - before) / max(math.hypot(error, later_error), 1e-9)
-
-    def held_out_gap(self) -> float:
-        """How far an evaluation during the last steps is below their accuracy; NaN without one."""
-        recent = self.evals and self.evals[-1]["step"] >= self.steps[-WINDOW]["step"]
-        return self.mean(ACCURACY) - self.accuracy(-1)[0] if recent else math.nan
 
 
 def read_history(out: Path) -> History:
@@ -175,104 +131,120 @@ def read_history(out: Path) -> History:
 
 # ---- The verdict ---------------------------------------------------------------------------------
 
-
-class Rule(NamedTuple):
-    """A sign that a run is sick. docs/survival.md says why the thresholds are what they are."""
-
-    name: str
-    after: int  # steps; a shorter run is not asked
-    holds: Callable[[History], bool]  # a comparison with NaN, for no value, is False
-    says: str
-
-
-# The first rules are about causes, the later ones about what may follow from them.
-RULES = (
-    Rule(
-        "non_finite_steps",
-        1,
-        lambda run: not np.isfinite([run.last(LOSS), run.last(NORM)]).all(),
+# The rules, each a sign that a run is sick, with what its line says. The first ones are about
+# causes, the later ones about what may follow from them.
+RULES = {
+    "non_finite_steps": (
         "An update was not finite and was not applied. Lower LEARNING_RATE or, at the first step, "
-        "check the weights of MODEL_PATH; read bad_step_N.npz.",
+        "check the weights of MODEL_PATH."
     ),
-    Rule(
-        "sampler_drift",
-        1,
-        lambda run: np.nanmin(run.last(DRIFT)) > run.settings.get(LEVEL, math.inf),
-        "The sampler's log-probabilities are not the trainer's: its weights or programs differ.",
+    "sampler_drift": (
+        "The sampler's log-probabilities are not the trainer's: its weights or programs differ."
     ),
-    Rule(
-        "all_truncated",
-        WINDOW,
-        lambda run: run.mean(CUT) >= 0.9,
+    "all_truncated": (
         "Nearly all completions are cut off before they end. Raise MAX_LENGTH_SAMPLE or, if they "
-        "ended at the start of the run, lower LEARNING_RATE.",
+        "ended at the start of the run, lower LEARNING_RATE."
     ),
-    Rule(
-        "entropy_collapsed",
-        WINDOW,
-        lambda run: run.mean(ENTROPY) < 0.1 * run.began(ENTROPY) and run.mean(ACCURACY) < 0.7,
+    "entropy_collapsed": (
         "The policy has become almost deterministic before it was right, so it tries nothing new. "
-        "Lower LEARNING_RATE, or raise EPS_HIGH, TEMPERATURE, BETA or ENTROPY_COEF.",
+        "Lower LEARNING_RATE, or raise EPS_HIGH, TEMPERATURE, BETA or ENTROPY_COEF."
     ),
-    Rule(
-        "no_signal",
-        WINDOW,
-        lambda run: run.mean(ZERO) >= 0.98,
+    "no_signal": (
         "Hardly any advantage differs from 0, so there is nothing to learn from. Questions may be "
-        "too hard or too easy, or the reward may be constant.",
+        "too hard or too easy, or the reward may be constant."
     ),
-    Rule(
-        "reward_hacked",
-        WINDOW,
-        lambda run: run.reward_rose() > 2 and run.accuracy_rose() < -2,
+    "reward_hacked": (
         "The reward rises and the accuracy falls: the policy gets rewards without right answers. "
-        "Read samples.jsonl, and change the reward.",
+        "Read samples.jsonl, and change the reward."
     ),
-    Rule(
-        "held_out_below_train",
-        WINDOW,
-        lambda run: run.held_out_gap() > max(3 * run.accuracy(-1)[1], 0.15),
+    "held_out_below_train": (
         "Held-out questions are answered far worse than those of training: the policy has learnt "
-        "them by heart. Take more questions or fewer steps.",
+        "them by heart. Take more questions or fewer steps."
     ),
-    Rule(
-        "no_learning",
-        50,
-        lambda run: run.reward_rose() <= 2 and not run.accuracy_rose() > 2,
+    "no_learning": (
         "Neither the reward nor the accuracy has risen beyond noise: LEARNING_RATE is too low, or "
-        "so high that it ruins the policy, or a step has too few completions.",
+        "so high that it ruins the policy, or a step has too few completions."
     ),
-)
+}
 
 
-def rules_that_hold(run: History) -> list[Rule]:
-    """The rules that hold; no_learning only if no other does."""
-    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # means of no value
-        broken = [rule for rule in RULES if len(run.steps) >= rule.after and rule.holds(run)]
-    return [rule for rule in broken if rule.name != "no_learning"] or broken
+def rules_that_hold(history: History) -> list[str]:
+    """The names of the rules that hold; no_learning only if no other does. docs/survival.md says
+    why the thresholds are what they are. A comparison with NaN, for no value, is False."""
+    steps, evals = history.steps, history.evals
+    first, last = steps[:WINDOW], steps[-WINDOW:]
+    drift, level = values_of(last, DRIFT), history.settings.get("derived.drift_level", math.inf)
+    holds = {
+        "non_finite_steps": not np.isfinite([values_of(last, x) for x in (LOSS, NORM)]).all(),
+        "sampler_drift": min(drift[~np.isnan(drift)], default=0) > level,
+    }
+    if len(steps) >= WINDOW:
+        right, reward_rose = mean_over(last, ACCURACY), reward_rise(steps)
+        (before, before_error), (after, error) = accuracy_of(evals, 0), accuracy_of(evals, -1)
+        accuracy_rose = (after - before) / max(math.hypot(before_error, error), 1e-9)
+        evaluated = evals and evals[-1]["step"] >= last[0]["step"]
+        holds |= {
+            "all_truncated": mean_over(last, CUT) >= 0.9,
+            "entropy_collapsed": (
+                mean_over(last, ENTROPY) < 0.1 * mean_over(first, ENTROPY) and right < 0.7
+            ),
+            "no_signal": mean_over(last, ZERO) >= 0.98,
+            "reward_hacked": reward_rose > 2 and accuracy_rose < -2,
+            "held_out_below_train": evaluated and right - after > max(3 * error, 0.15),
+            "no_learning": len(steps) >= 50 and reward_rose <= 2 and not accuracy_rose > 2,
+        }
+    held = [name for name in RULES if holds.get(name)]
+    return [name for name in held if name != "no_learning"] or held
 
 
-def verdict(run: History) -> list[str]:
+def values_of(records: Sequence[dict[str, Any]], name: str) -> np.ndarray:
+    """[records] float64: a metric as the rules see it, of all that was sampled; NaN without one."""
+    sampled, of_step = column(records, OF_SAMPLED.get(name, name)), column(records, name)
+    return np.where(np.isnan(sampled), of_step, sampled)
+
+
+def mean_over(records: Sequence[dict[str, Any]], name: str) -> float:
+    """The mean of a metric as the rules see it, without missing values."""
+    return mean_of(values_of(records, name))
+
+
+def reward_rise(steps: Sequence[dict[str, Any]]) -> float:
+    """By how many standard errors the mean reward rose in these steps; 99 if it has no noise."""
+    n = max(WINDOW, len(steps) // 3)  # a slow rise needs long windows
+    rise = mean_over(steps[-n:], TOTAL) - mean_over(steps[:n], TOTAL)
+    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # there is no value
+        spread = sum(np.nanvar(values_of(part, TOTAL)) for part in (steps[:n], steps[-n:]))
+    return rise / math.sqrt(spread / n) if spread else 99 * float(np.sign(rise))
+
+
+def accuracy_of(evals: Sequence[dict[str, Any]], which: int) -> tuple[float, float]:
+    """The accuracy of the first (0) or the newest (-1) evaluation, and its standard error."""
+    record = evals[which] if evals else {}
+    return column([record], "eval/accuracy")[0], column([record], "eval/accuracy_se")[0]
+
+
+def verdict(history: History) -> list[str]:
     """One to three lines about a run: what is wrong, or what it has reached."""
-    if broken := rules_that_hold(run):
-        return [f"verdict: {rule.name}: {rule.says}" for rule in broken[:3]]
-    if not run.steps:
+    steps, evals = history.steps, history.evals
+    if held := rules_that_hold(history):
+        return [f"verdict: {name}: {RULES[name]}" for name in held[:3]]
+    if not steps:
         return []
-    if len(run.steps) < WINDOW:
-        return [f"{NONE_YET}: it needs {WINDOW} steps, and the run has {len(run.steps)}"]
-    parts = [f"mean reward {run.began(TOTAL):.4f} -> {run.mean(TOTAL):.4f}"]
-    if len(run.evals) > 1:
-        pairs = [f"{x:.4f} (standard error {e:.4f})" for x, e in map(run.accuracy, (0, -1))]
-        parts.insert(0, f"accuracy {' -> '.join(pairs)}")
-    return [f"{HEALTHY} in {len(run.steps)} steps: {', '.join(parts)}"]
+    if len(steps) < WINDOW:
+        return [f"{NONE_YET}: it needs {WINDOW} steps, and the run has {len(steps)}"]
+    rewards = mean_over(steps[:WINDOW], TOTAL), mean_over(steps[-WINDOW:], TOTAL)
+    parts = ["mean reward {:.4f} -> {:.4f}".format(*rewards)]
+    if len(evals) > 1:
+        pairs = [accuracy_of(evals, which) for which in (0, -1)]
+        told = [f"{accuracy:.4f} (standard error {error:.4f})" for accuracy, error in pairs]
+        parts.insert(0, f"accuracy {' -> '.join(told)}")
+    return [f"{HEALTHY} in {len(steps)} steps: {', '.join(parts)}"]
 
 
 # ---- The report ----------------------------------------------------------------------------------
 
-BEST = ("eval/accuracy", "eval_full/accuracy", TOTAL)  # summary.json has their highest values
 CHARTS = {  # title -> the metrics in it; * stands for every reward function
-    "accuracy on held-out questions": ("eval/accuracy",),
-    "accuracy on the complete split": ("eval_full/accuracy",),
+    "accuracy on held-out questions": ("eval/accuracy", "eval_full/accuracy"),
     "mean reward": (TOTAL,),
     "mean reward of each function": ("train-reward/func/*/mean",),
     "tokens of a completion": ("train-seq_len/completion/mean",),
@@ -280,7 +252,7 @@ CHARTS = {  # title -> the metrics in it; * stands for every reward function
     "entropy, nats per token": (ENTROPY,),
     "KL to the reference, nats per token": ("train-other/kl",),
     "ratios that are clipped": ("train-other/clip_ratio/region_mean", "train-other/cispo_clip*"),
-    "norm of the gradient": ("train-other/grad_norm",),
+    "norm of the gradient": (NORM,),
     "groups whose rewards are equal": ("train-other/frac_reward_zero_std",),
     "sampler and trainer differ, nats": (DRIFT,),
     "seconds of a step": ("time/train/step_s", "time/train/rollout_s", "time/train/update_s"),
@@ -289,81 +261,68 @@ CHARTS = {  # title -> the metrics in it; * stands for every reward function
         "throughput/generated_tokens_per_s",
     ),
     "memory, GiB": ("memory/device_peak_gib", "memory/host_peak_gib"),
-    "learning rate": ("train-other/learning_rate",),
 }
 
 
-def report(out: Path, run: History) -> str:
+def report(out: Path, history: History) -> str:
     """The HTML about the run in this folder."""
     name = out.resolve().name
-    parts = [page.paragraph(f"{name}: {run.state} after {len(run.steps)} steps. {run.why}", "soft")]
-    for line in verdict(run):
-        parts.append(page.paragraph(line, "" if line.startswith((HEALTHY, NONE_YET)) else "bad"))
-    charts = [page.chart(title, metrics, run.records) for title, metrics in CHARTS.items()]
+    told = f"{name}: {history.state} after {len(history.steps)} steps. {history.why}"
+    parts = [f"<p>{page.escaped(told)}</p>"]
+    for line in verdict(history):
+        style = "" if line.startswith((HEALTHY, NONE_YET)) else ' class="bad"'
+        parts.append(f"<p{style}>{page.escaped(line)}</p>")
+    charts = [page.chart(title, metrics, history.records) for title, metrics in CHARTS.items()]
     parts.append(f'<div class="charts">{"".join(charts)}</div>')
     parts += [page.held_out_table(out), page.group_tables(out)]
     defaults = parse_yaml("\n".join(yaml_lines(Config())))
-    parts.append(page.settings_table(name, run.settings, defaults))
+    parts.append(page.settings_table(history.settings, defaults))
     return page.document(name, "\n".join(parts))
 
 
-def write_review(out: Path, run: History) -> dict[str, Any]:
+def write_review(out: Path, history: History) -> dict[str, Any]:
     """Writes summary.json and report.html of a run, and returns the summary. Raises OSError."""
-    last, best = {}, {}
-    for record in run.records:
-        last |= {name: value for name, value in record.items() if value is not None}
-    for name in BEST:
-        if having := [record for record in run.records if record.get(name) is not None]:
-            record = max(having, key=lambda record: record[name])
-            best[name] = {"step": record["step"], "value": record[name]}
+    last = {}
+    for record in history.records:
+        last |= {name: x for name, x in record.items() if x is not None and name != "step"}
     summary = {
-        "state": run.state,
-        "why": run.why,
-        "verdict": verdict(run),
-        "steps_done": run.steps[-1]["step"] + 1 if run.steps else 0,
-        "written": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
-        "last": {name: value for name, value in last.items() if name != "step"},
-        "best": best,
-        "settings": run.settings,
+        "state": history.state,
+        "why": history.why,
+        "verdict": verdict(history),
+        "steps_done": history.steps[-1]["step"] + 1 if history.steps else 0,
+        "last": last,
+        "settings": history.settings,
     }
     replace_file(out / SUMMARY, json.dumps(summary, indent=1, default=str) + "\n")
-    replace_file(out / "report.html", report(out, run))
+    replace_file(out / "report.html", report(out, history))
     return summary
 
 
 class Reviewer:
-    """What process 0 tells about its run: summary.json and report.html, notes while it goes on, and
-    the verdict. If these files cannot be written, one line says so, and the run goes on."""
+    """What process 0 tells about its run: summary.json and report.html, and notes while it goes on.
+    If these files cannot be written, one line says so, and the run goes on."""
 
     def __init__(self, out: Path, log: RunLog, writes: bool) -> None:
         """writes: whether this is process 0; the others say and write nothing."""
         self._out, self._log, self._writes = out, log, writes
         self._told: set[str] = set()  # the rules, and the error, that have their line
-        self._verdict: list[str] = []  # as written last
 
     def write(self, state: str, why: str = "") -> dict[str, Any]:
-        """Writes the review of the run so far; returns the numbers and texts of its summary. While
-        the run goes on, a line tells of each rule that holds for the first time."""
+        """Writes the review of the run so far; returns its state, why and verdict, or nothing.
+        While the run goes on, a line tells of each rule that holds for the first time."""
         if not self._writes:
             return {}
         try:
-            run = read_history(self._out)._replace(state=state, why=why)
-            summary = write_review(self._out, run)
+            history = read_history(self._out)._replace(state=state, why=why)
+            summary = write_review(self._out, history)
         except (OSError, UserMistake) as error:  # somebody may have damaged config.yaml
             reason = error.strerror if isinstance(error, OSError) else error
             self._tell_once("error", f"{self._out}/report.html cannot be written: {reason}")
             return {}
-        self._verdict = summary["verdict"]
         note = f"note step={summary['steps_done']}"
-        for rule in rules_that_hold(run) if state == RUNNING else ():
-            self._tell_once(rule.name, f"{note}: {rule.name}: {rule.says}")
-        best = {f"best/{name}": best["value"] for name, best in summary["best"].items()}
-        return best | {"state": state, "why": why, "verdict": " ".join(self._verdict)}
-
-    def verdict(self) -> None:
-        """Prints the verdict that was written last."""
-        for line in self._verdict:
-            self._log.line(line)
+        for name in rules_that_hold(history) if state == RUNNING else ():
+            self._tell_once(name, f"{note}: {name}: {RULES[name]}")
+        return {name: summary[name] for name in ("state", "why", "verdict")}
 
     def _tell_once(self, name: str, line: str) -> None:
         if name not in self._told:

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
-
 from runtime.checkpoint import Checkpoints
 from runtime.mistakes import Unwritable, UserMistake, fail, in_one_line
 from runtime.processes import Stopped, StopSignal, told_by_all
@@ -46,11 +44,9 @@ class Lifecycle:
             self.write_run()
 
     def save(self, arrays: Any) -> None:
-        """Saves a checkpoint, unless this step has one already or the run saves none."""
-        saves = self.cfg.save_every_steps > 0 and self.checkpoints.shared
-        if saves and self.checkpoints.newest_begun != self.progress.step:
-            record = record_of(self.progress)
-            self.checkpoints.save(self.progress.step, arrays, record, self.progress.evals)
+        """Saves a checkpoint, unless this step has one already (SAVE_EVERY_STEPS=0: never)."""
+        if self.cfg.save_every_steps:
+            self.checkpoints.save(arrays, record_of(self.progress))
             self.write_run()  # the checkpoint before this one is complete now
 
     def write_run(self) -> None:
@@ -68,23 +64,20 @@ class Lifecycle:
         self.progress.evals[step] = accuracy
         self.reviewer.write(RUNNING)
 
-    def count_step(self, rounds: int, wrong: str, batch: dict[str, np.ndarray]) -> None:
+    def count_step(self, rounds: int, wrong: str) -> None:
         """Counts a step; ends the run if MOST_NOT_FINITE steps in a row were not finite.
 
-        rounds: of sampling, in this step. wrong: what was not finite, or "". batch: the arrays of
-        the last mini-batch of a step that was not finite, which are kept. Raises Unwritable if the
-        save in the background has failed.
+        rounds: of sampling, in this step. wrong: what was not finite, or "". Raises Unwritable if
+        the save in the background has failed.
         """
         progress, step = self.progress, self.progress.step
         progress.step, progress.rounds = step + 1, progress.rounds + rounds
         progress.not_finite = progress.not_finite + 1 if wrong else 0
-        if wrong:
-            self.log.arrays(f"bad_step_{step}.npz", batch)
         if progress.not_finite >= MOST_NOT_FINITE:
             self.checkpoints.wait()
             self.fail(
-                f"step {step}: {wrong}, the last of {MOST_NOT_FINITE} such steps in a row; their "
-                f"batches are {self.out}/bad_step_N.npz. Lower LEARNING_RATE?"
+                f"step {step}: {wrong}, the last of {MOST_NOT_FINITE} such steps in a row. Lower "
+                f"LEARNING_RATE?"
             )
         self.checkpoints.check()
 
@@ -130,22 +123,23 @@ class Lifecycle:
             export()
             # Also without a checkpoint the same command does not begin the run again.
             write_run(self.out, self.progress, self.progress.step)
-            self.reviewer.write(DONE)
-            self.reviewer.verdict()
+        verdict = self.close(DONE)
         seconds = time.perf_counter() - self.began
-        self.log.line(f"DONE: steps={self.cfg.steps} elapsed_sec={seconds:.3f}")
-        self.close(DONE)
+        for line in (*verdict, f"DONE: steps={self.cfg.steps} elapsed_sec={seconds:.3f}"):
+            self.log.line(line)
 
     def fail(self, why: str) -> NoReturn:
         """Ends the program with an error, after the verdict."""
-        self.close(FAILED, why)
-        self.reviewer.verdict()
+        for line in self.close(FAILED, why):
+            self.log.line(line)
         raise SystemExit(f"error: {why}")
 
-    def close(self, state: str, why: str = "") -> None:
-        """Writes the last review and closes the log. state, why: see runtime/records.py."""
+    def close(self, state: str, why: str = "") -> list[str]:
+        """Writes the last review, whose verdict it returns, and ends W&B. state, why: see
+        runtime/records.py."""
         summary = self.reviewer.write(state, why)
         self.log.close(summary, finished=state == DONE)
+        return summary.get("verdict", [])
 
     def _close_failed(self, why: str) -> None:
         with contextlib.suppress(Unwritable):  # it may be the log that cannot be written

@@ -1,7 +1,6 @@
 """What is seen of work that takes long: bars on a terminal, and compilations."""
 
 import functools
-from typing import NamedTuple
 
 import jax
 from tqdm import tqdm
@@ -28,25 +27,19 @@ def progress_bar(what: str, total: int, unit: str) -> tqdm:
     return tqdm(desc=what, total=total, disable=hidden, **look)
 
 
-class Compilation(NamedTuple):
-    """A program that jax has compiled, or read from its cache of compiled programs."""
-
-    program: str  # the name of the jitted function
-    seconds: float
-
-
 @functools.cache  # jax would tell each of two listeners
-def compilations() -> list[Compilation]:
-    """What jax has compiled in this process since the first call; the list grows. A compilation
-    that took long gets a line."""
-    done: list[Compilation] = []
+def compilations() -> list[float]:
+    """The seconds of each program that jax has compiled in this process since the first call, or
+    read from its cache of compiled programs; the list grows. What took long gets a line."""
+    done: list[float] = []
 
     def note(event: str, seconds: float, *, fun_name: str = "", **_: object) -> None:
         if event != COMPILED:
             return
-        done.append(Compilation(fun_name.removeprefix("jit(").removesuffix(")"), seconds))
+        done.append(seconds)
         if seconds > LONG_S:
-            print_line(f"compiling {done[-1].program} took {seconds:.0f} s")
+            program = fun_name.removeprefix("jit(").removesuffix(")")
+            print_line(f"compiling {program} took {seconds:.0f} s")
 
     jax.monitoring.register_event_duration_secs_listener(note)
     return done

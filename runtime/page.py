@@ -16,32 +16,19 @@ SHOWN_QUESTIONS = 6  # held-out questions with their answers
 OUTLIERS = 0.005  # the share of values, at either end, that lie on the edge of a chart
 WIDTH, HEIGHT = 360, 170  # of a chart in its own units
 LEFT, RIGHT, TOP, BOTTOM = 52, 8, 8, 22  # the margins of the curves
-COLOURS, MOST_DOTS = 6, 40  # c0 to c5 in STYLE; a curve with more points has no dots
+COLOURS = ("#3b82f6", "#d9772b", "#22a05c", "#9a6cf0", "#d0509a", "#7a8794")  # in both modes
 STYLE = """
-:root { color-scheme: light dark; --text: #1c1e21; --soft: #667; --line: #d5d8de; --back: #fff;
-  --card: #f6f7f9; --bad: #b3261e; --c0: #1f6feb; --c1: #c2571a; --c2: #1a7f4b; --c3: #8250df;
-  --c4: #b0338a; --c5: #60707f; }
-@media (prefers-color-scheme: dark) { :root { --text: #e6e8eb; --soft: #9aa3ad; --line: #3a4049;
-  --back: #14171b; --card: #1d2127; --bad: #ff8a80; --c0: #6cb0ff; --c1: #ffa657; --c2: #5dd39e;
-  --c3: #c297ff; --c4: #f28ecb; --c5: #aab6c2; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1rem; max-width: 76rem; color: var(--text);
-  background: var(--back); font: 15px/1.45 system-ui, sans-serif; }
-h1 { font-size: 1.3rem; overflow-wrap: anywhere; } h2 { font-size: 1.05rem; margin-top: 2rem; }
-p { margin: .3rem 0; } .bad { color: var(--bad); } .soft, figcaption span { color: var(--soft); }
+:root { color-scheme: light dark; }
+body { margin: 0 auto; padding: 1rem; max-width: 76rem; font: 15px/1.45 system-ui, sans-serif; }
+h1, figcaption { overflow-wrap: anywhere; } p { margin: .3rem 0; } .bad { color: #e5484d; }
 .charts { display: grid; gap: .8rem; grid-template-columns: repeat(auto-fill, minmax(17rem, 1fr)); }
-figure { margin: 0; padding: .5rem; background: var(--card); border-radius: .4rem;
-  display: flex; flex-direction: column; justify-content: space-between; }
-figcaption { font-size: .85rem; overflow-wrap: anywhere; } svg { width: 100%; display: block; }
-svg text { fill: var(--soft); font: 11px system-ui, sans-serif; }
-.grid { stroke: var(--line); } .curve { fill: none; stroke-width: 1.6; stroke: var(--c); }
-.band { fill: var(--c); opacity: .18; } .dot { fill: var(--c); } .name { color: var(--c); }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .85rem; }
-th, td { border: 1px solid var(--line); padding: .25rem .5rem; text-align: left;
-  vertical-align: top; }
-th { background: var(--card); } td { min-width: 4rem; } pre { margin: 0; white-space: pre-wrap;
-  overflow-wrap: anywhere; font: 13px/1.4 ui-monospace, monospace; }
-td pre { min-width: 13rem; } .numbers { color: var(--soft); font-size: .8rem; }
+figure { margin: 0; padding: .5rem; border: 1px solid #8886; }
+figcaption, table { font-size: .85rem; }
+svg text { fill: currentColor; font: 11px system-ui, sans-serif; } line { stroke: #8886; }
+polyline { fill: none; stroke: currentColor; stroke-width: 1.6; stroke-linecap: round; }
+.scroll { overflow-x: auto; } table { border-collapse: collapse; }
+th, td { border: 1px solid #8886; padding: .25rem .5rem; text-align: left; vertical-align: top; }
+pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; } td pre { min-width: 13rem; }
 """
 
 
@@ -72,21 +59,14 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f'<div class="scroll"><table>{body}</table></div>'
 
 
-def paragraph(text: str, style: str) -> str:
-    """A paragraph. text: plain. style: a class of STYLE, or ""."""
-    return f'<p class="{style}">{escaped(text)}</p>' if style else f"<p>{escaped(text)}</p>"
-
-
-def settings_table(name: str, settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
-    """The settings of a run that differ from the defaults, and what follows from all settings."""
-    rows = []
-    for key, value in settings.items():
-        default = defaults.get(key, "")
-        if key.startswith("derived.") or value != default:
-            rows.append(
-                [escaped(key), *(f"<pre>{escaped(cell)}</pre>" for cell in (default, value))]
-            )
-    return f"<h2>Settings</h2>{table(['setting', 'default', name], rows)}"
+def settings_table(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
+    """The settings that differ from the defaults, and what follows from all settings."""
+    rows = [
+        [escaped(key), *(f"<pre>{escaped(x)}</pre>" for x in (defaults.get(key, ""), value))]
+        for key, value in settings.items()
+        if value != defaults.get(key)
+    ]
+    return f"<h2>Settings</h2>{table(['setting', 'default', 'of this run'], rows)}"
 
 
 # ---- Charts --------------------------------------------------------------------------------------
@@ -95,47 +75,31 @@ def settings_table(name: str, settings: Mapping[str, Any], defaults: Mapping[str
 def chart(title: str, patterns: Sequence[str], records: Sequence[dict[str, Any]]) -> str:
     """A figure with a curve and its last value for each metric that has values; "" without any.
 
-    patterns: names of metrics; * in a name stands for any part of it. A metric with standard errors
-    (NAME_se) has a band around its curve.
+    patterns: names of metrics; * in a name stands for any part of it.
     """
     recorded = dict.fromkeys(name for record in records for name in record)
-    names = [name for pattern in patterns for name in fnmatch.filter(recorded, pattern)]
-    curves = {}  # {name: its steps, values and standard errors, which may be NaN}
-    for name in names:
+    curves = {}  # {name: its steps and values}
+    for name in (name for pattern in patterns for name in fnmatch.filter(recorded, pattern)):
         having = [record for record in records if record.get(name) is not None]
         if having:
-            curves[name] = [column(having, x) for x in ("step", name, f"{name}_se")]
+            curves[name] = column(having, "step"), column(having, name)
     if not curves:
         return ""
-    x_low, x_high = axis_ends([steps for steps, _, _ in curves.values()])
-    bands = [y + sign * np.nan_to_num(e) for _, y, e in curves.values() for sign in (-1, 1)]
-    y_low, y_high = axis_ends(bands, OUTLIERS)
-
-    def points(steps: np.ndarray, values: np.ndarray) -> list[str]:
+    x_low, x_high = axis_ends([steps for steps, _ in curves.values()])
+    y_low, y_high = axis_ends([values for _, values in curves.values()], OUTLIERS)
+    parts = axes(x_low, x_high, y_low, y_high)
+    captions = [escaped(title)]
+    for number, (name, (steps, values)) in enumerate(curves.items()):
         x = LEFT + (steps - x_low) / (x_high - x_low) * (WIDTH - LEFT - RIGHT)
         share = np.clip((values - y_low) / (y_high - y_low), 0, 1)
         y = HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
-        return [f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True)]
-
-    parts, captions = axes(x_low, x_high, y_low, y_high), []
-    for number, (name, (steps, values, errors)) in enumerate(curves.items()):
-        colour = f'style="--c: var(--c{number % COLOURS})"'
-        line = points(steps, values)
-        drawn = f'<polyline class="curve" points="{" ".join(line)}"/>'
-        caption = f"{name.removesuffix('/mean').rpartition('/')[2]}: " if len(curves) > 1 else ""
-        caption += f"{values[-1]:.4g}"
-        if np.isfinite(errors[-1]):
-            e = np.nan_to_num(errors)
-            around = " ".join([*points(steps, values + e), *points(steps, values - e)[::-1]])
-            drawn = f'<polygon class="band" points="{around}"/>{drawn}'
-            caption += f" ± {errors[-1]:.4g}"
-        if len(line) <= MOST_DOTS:
-            centers = [point.split(",") for point in line]
-            drawn += "".join(f'<circle class="dot" cx="{x}" cy="{y}" r="2"/>' for x, y in centers)
-        parts.append(f"<g {colour}>{drawn}</g>")
-        captions.append(f'<span class="name" {colour}>{escaped(caption)}</span>')
+        points = [f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True)]
+        points.append(points[-1])  # so that a single value is a dot
+        colour = f'style="color: {COLOURS[number % len(COLOURS)]}"'
+        parts.append(f'<polyline {colour} points="{" ".join(points)}"/>')
+        captions.append(f"<span {colour}>{escaped(name)}: {values[-1]:.4g}</span>")
     return (
-        f"<figure><figcaption>{escaped(title)}<br>{', '.join(captions)}</figcaption>"
+        f"<figure><figcaption>{'<br>'.join(captions)}</figcaption>"
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(parts)}</svg></figure>'
     )
 
@@ -144,19 +108,13 @@ def axes(x_low: float, x_high: float, y_low: float, y_high: float) -> list[str]:
     """Three lines with their values, and the first and the last step."""
     parts = []
     for share in (0, 0.5, 1):
-        value, y = (
-            y_low + share * (y_high - y_low),
-            HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM),
-        )
-        label = f"{value / 1000:.3g}k" if abs(value) >= 1000 else f"{value:.3g}"
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>')
+        y = HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
+        label = f"{y_low + share * (y_high - y_low):.3g}"
+        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>')
         parts.append(f'<text x="{LEFT - 4}" y="{y + 4}" text-anchor="end">{label}</text>')
+    parts.append(f'<text x="{LEFT}" y="{HEIGHT - 5}">{x_low:g}</text>')
     end = f'x="{WIDTH - RIGHT}" y="{HEIGHT - 5}" text-anchor="end"'
-    return [
-        *parts,
-        f'<text x="{LEFT}" y="{HEIGHT - 5}">{x_low:g}</text>',
-        f"<text {end}>step {x_high:g}</text>",
-    ]
+    return [*parts, f"<text {end}>step {x_high:g}</text>"]
 
 
 def axis_ends(arrays: Sequence[np.ndarray], outliers: float = 0) -> tuple[float, float]:
@@ -181,8 +139,7 @@ def held_out_table(folder: Path) -> str:
     shown, rows = three_of({step for entries in found.values() for step in entries}), []
     for entries in found.values():
         first = next(iter(entries.values()))
-        asked = f"<pre>{escaped(first['question'])}</pre>"
-        asked += paragraph(f"answer: {first['answer']}", "numbers")
+        asked = f"<pre>{escaped(first['question'])}</pre><p>answer: {escaped(first['answer'])}</p>"
         cells = [completion_cell(entries[s]["completions"][0]) for s in shown if s in entries]
         rows.append([asked, *cells])
     heads = ["question", *(f"step {step}" for step in shown)]
@@ -213,7 +170,7 @@ def three_of(steps: Collection[int]) -> list[int]:
 def completion_cell(completion: dict[str, Any]) -> str:
     """The HTML of a completion, with what is known of it."""
     told = ", ".join(f"{name} {value}" for name, value in pairs_of(completion))
-    return f"<pre>{escaped(completion['text'])}</pre>{paragraph(told, 'numbers')}"
+    return f"<pre>{escaped(completion['text'])}</pre><p>{escaped(told)}</p>"
 
 
 def pairs_of(completion: dict[str, Any]) -> list[tuple[str, str]]:

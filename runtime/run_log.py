@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from runtime.long_work import Compilation, compilations, print_line
+from runtime.long_work import compilations, print_line
 from runtime.mistakes import Unwritable, UserMistake, in_one_line
 from runtime.wandb_run import TRAINED, WandbRun
 
@@ -31,8 +31,8 @@ class Clock:
         self.seconds = dict.fromkeys(phases, 0.0)
         self._compiled_before = len(compilations())
 
-    def compiled(self) -> list[Compilation]:
-        """What jax compiled since the clock was made."""
+    def compiled(self) -> list[float]:
+        """The seconds of each program that jax compiled since the clock was made."""
         return compilations()[self._compiled_before :]
 
     def lap(self, phase: str) -> None:
@@ -71,7 +71,7 @@ class RunLog:
 
         wandb: the arguments of wandb.init, or None. first_step: how many steps are done. kept: the
         evaluations after these steps that are not made again; see cut_back.
-        Raises OSError if the folder cannot be written, and UserMistake.
+        Raises OSError if the folder cannot be written.
         """
         self._out, self._steps, self._writes = out, steps, writes
         self._recent: collections.deque[float] = collections.deque(maxlen=10)  # seconds of steps
@@ -115,14 +115,6 @@ class RunLog:
         except OSError as error:
             raise Unwritable(f"{self._out / name} cannot be written: {error.strerror}") from None
 
-    def arrays(self, name: str, arrays: dict[str, np.ndarray]) -> None:
-        """Writes an .npz file into the run's folder."""
-        if self._writes:
-            try:
-                np.savez_compressed(self._out / name, **arrays)
-            except OSError as error:
-                self.line(f"{self._out / name} cannot be written: {error.strerror}")
-
     def time_left(self, step: int, clock: Clock) -> str:
         """The end of the step's line, such as " left=1:02:00", from the median seconds of this step
         and of the ten before. It is empty for the first step, which compiles, and for the last."""
@@ -164,19 +156,16 @@ def cut_back(file: Path, step: int, kept: Collection[str] = frozenset()) -> None
     steps, and before a last line that is incomplete. Makes a file that is missing.
 
     kept: the kinds of evaluations, "eval" or "eval_full", whose lines after `step` steps stay.
-    Raises UserMistake for a line without a step, and OSError.
+    Raises OSError.
     """
     file.touch()
     length = 0
     with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
+        for line in lines:
             if not line.endswith(b"\n"):
                 break
-            try:
-                record = json.loads(line)
-                later = record["step"] - step
-            except (ValueError, TypeError, KeyError):
-                raise UserMistake(f"{file} line {number} has no step; remove this line") from None
+            record = json.loads(line)
+            later = record["step"] - step
             kinds = {name.partition("/")[0] for name in record} | {record.get("evaluation")}
             if later > 0 or (later == 0 and kinds.isdisjoint(kept)):
                 break

@@ -68,14 +68,11 @@ class WandbRun:
                 self.record(record.pop("step"), record)
 
     def record(self, step: int, values: dict[str, Any]) -> None:
-        """Adds values to the row of the step, after sending the row of an earlier step. The summary
-        in W&B gets those of an evaluation at once, and those of a step with its row."""
+        """Adds values to the row of the step, after sending the row of an earlier step."""
         if step != self._step:
             self._send()
             self._step, self._row = step, {}
         self._row |= values
-        if TRAINED not in values:
-            self._run.summary.update(values)
 
     def close(self, summary: dict[str, Any], finished: bool) -> None:
         """Ends the run in W&B, with these values in its summary.

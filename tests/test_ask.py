@@ -1,17 +1,13 @@
-"""tools/ask.py, and --eval-only and --ask of train_grpo.py: weights answer questions, and are not
-trained."""
+"""--eval-only and --ask of train_grpo.py: weights answer questions, and are not trained."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from runs import REPO, Result, run_as_user, start_script, train_two
-
-from tools.ask import side_by_side
+from runs import REPO, Result, run_as_user, train_two
 
 APPLES = "Grace had 22 apples, lost 7 and then found 3. How many apples does Grace have now?"
 GREEDY = "<think>22-7=25, 25+3=28</think>\n<answer>28</answer>"  # of the tiny model
@@ -111,6 +107,14 @@ def test_ask_prints_the_greedy_answer_its_rewards_and_what_stdout_does_not_know_
     assert done.lines.endswith(f"\n\\u20ac {APPLES}\n\n{answer}\n\n{rewards}\n")
 
 
+def test_the_readme_shows_what_the_tiny_model_answers(tmp_path: Path, cache: Path) -> None:
+    done = run_as_user(tmp_path / "run", "--ask", APPLES, JAX_COMPILATION_CACHE_DIR=str(cache))
+    assert done.lines.endswith(f"\n{APPLES}\n\n{GREEDY}\n\n")
+    readme = (REPO / "README.md").read_text(encoding="utf-8")
+    assert f'question="{APPLES}"' in readme
+    assert f'python train_grpo.py --ask "$question" | tail -3\n{GREEDY}\n' in readme
+
+
 def test_ask_answers_with_the_newest_checkpoint(trained: Result, cache: Path) -> None:
     """Without the right answer there are no rewards."""
     entry = next(e for e in answers_of(trained.out) if e["question"] == APPLES)
@@ -147,71 +151,3 @@ def test_a_checkpoint_of_another_model_is_refused(trained: Result) -> None:
     assert done.code == 2
     assert "the checkpoint of step 3 has no array ['state'].params" in done.errors
     assert "MODEL_PATH and OPTIMIZER have to be those of its run" in done.errors
-
-
-# ---- Several models ------------------------------------------------------------------------------
-
-
-def ask(cache: Path, *args: str | Path, cwd: Path = REPO, **settings: str) -> tuple[int, str, str]:
-    """The exit code of tools/ask.py, what it prints after the lines of the start, and stderr."""
-    keep = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    env = keep | {"COLUMNS": "80", "JAX_COMPILATION_CACHE_DIR": str(cache)} | settings
-    process = start_script(REPO / "tools" / "ask.py", *map(str, args), cwd=cwd, env=env)
-    lines, errors = process.communicate(timeout=300)
-    return process.returncode, lines.partition("\n\n")[2], errors
-
-
-def test_models_answer_a_held_out_question_side_by_side_as_the_readme_shows(
-    cache: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(REPO / "tiny", tmp_path / "copy")
-    code, text, errors = ask(cache, REPO / "tiny", "copy", "--number", "4", cwd=tmp_path)
-    assert (code, errors) == (0, "")
-    answer = "22-7 = <<22-7=15>>15\n15+3 = <<15+3=18>>18\n#### 18"
-    assert text.startswith(f"{APPLES}\n{answer}\n\n")
-    *_, names, first, second = text.splitlines()
-    assert names.split()[-1] == "copy"
-    answers = [[part.rstrip() for part in line.split(" | ")] for line in (first, second)]
-    assert answers == [[line, line] for line in GREEDY.split("\n")]
-    readme = (REPO / "README.md").read_text(encoding="utf-8")
-    shown = readme.partition("python tools/ask.py tiny runs/seed0/hf --number 4\n")[2]
-    for line in (APPLES, *answer.split("\n"), *GREEDY.split("\n")):
-        assert line in shown
-
-
-def test_the_settings_of_a_run_count(cache: Path, tmp_path: Path) -> None:
-    example = json.dumps({"question": APPLES, "answer": "#### 18"})
-    (tmp_path / "two.jsonl").write_text(f"{example}\n{example}\n")
-    settings = {"DATASET": str(tmp_path / "two.jsonl"), "MAX_LENGTH_SAMPLE": "8"}
-    code, text, _ = ask(cache, "tiny", **settings)
-    *_, short = text.splitlines()
-    assert code == 0 and text.startswith(f"{APPLES}\n#### 18\n") and "</answer>" not in short
-    assert short != "" and GREEDY.startswith(short)
-    changed = ask(cache, "tiny", SYSTEM_PROMPT="Answer: 3 ", **settings)
-    assert changed[1].splitlines()[-1] != short
-
-
-@pytest.mark.parametrize(
-    "args, words",
-    [
-        (("./nowhere",), "./nowhere: this folder does not exist"),
-        (("tiny", "--number", "501"), "--number 501: the dataset has the questions 1 to 500"),
-    ],
-)
-def test_a_mistake_with_the_tool_is_one_line_and_exit_code_2(
-    cache: Path, args: tuple[str, ...], words: str
-) -> None:
-    code, _, errors = ask(cache, *args)
-    assert code == 2 and errors.startswith("error: ") and errors.count("\n") == 1
-    assert words in errors
-
-
-def test_long_texts_are_wrapped_into_columns() -> None:
-    text = "one two three four five six seven eight\n\nnine"
-    assert side_by_side({"left": text, "right": "ten"}, 43) == (
-        "left                 | right\n"
-        "one two three four   | ten\n"
-        "five six seven eight |\n"
-        "                     |\n"
-        "nine                 |"
-    )

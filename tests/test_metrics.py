@@ -24,7 +24,7 @@ from metrics import (
     step_records,
 )
 from models.draw import Sampling
-from runtime.long_work import Compilation, compilations
+from runtime.long_work import compilations
 from runtime.packing import Batch
 from runtime.run_log import Clock, RunLog
 from startup import set_up
@@ -55,6 +55,18 @@ def clock() -> Clock:
     made = Clock(PHASES)
     made.seconds, made.total = dict.fromkeys(PHASES, 0.5), lambda: 4.0
     return made
+
+
+def run_of(samples: int = 1, temperature: float = 0.0) -> SimpleNamespace:
+    """What metrics.py reads of a run with the functions `first`, which says what is right, and
+    `second`, and with two completions of a prompt. samples, temperature: of its evaluations."""
+    return SimpleNamespace(
+        cfg=Config(num_pre_q=2, eval_samples=samples, eval_split="test"),
+        sizes=SimpleNamespace(local_batch=4),
+        functions=[SimpleNamespace(__name__=name) for name in ("first", "second")],
+        sampling=Sampling(1.0),
+        eval_sampling=Sampling(temperature),
+    )
 
 
 def lines(metrics: dict[str, float], breakdown: bool = False, **arrays: np.ndarray) -> list[str]:
@@ -99,8 +111,7 @@ def test_the_breakdown_names_phases_and_lengths() -> None:
     [
         ({}, ("float32", "float32"), 1e-3),
         ({}, ("bfloat16", "bfloat16"), 0.05),
-        ({"ROLLOUT_BACKEND": "sglang_jax"}, ("float32", "bfloat16"), 0.05),
-        ({"TOP_K": "20"}, ("float32", "float32"), 1e-3),
+        ({"TOP_K": "20"}, ("float32", "bfloat16"), 0.05),
         ({"TOP_K": "20", "SAMPLING_SUPPORT": "full"}, ("float32", "float32"), math.inf),
         (
             {"TOP_K": "20", "SAMPLING_SUPPORT": "full", "ROLLOUT_BACKEND": "sglang_jax"},
@@ -120,8 +131,8 @@ def test_what_sampler_and_trainer_may_differ_by_follows_from_the_dtypes(
 def test_the_step_record_by_hand() -> None:
     metrics = METRICS | {f"dynamic_sampling/{name}": value for name, value in SAMPLED.items()}
     step = Step(7, metrics, BATCH, 40, clock())
-    compilations().extend([Compilation("decode", 1.25), Compilation("iota", 0.25)])
-    records = step_records(step, 2, ["first", "second"])
+    compilations().extend([1.25, 0.25])
+    records = step_records(run_of(), step)
     expected = {
         "train-other/loss": 0.25,
         "train-other/batch_global": 4,
@@ -187,27 +198,18 @@ def test_a_step_writes_its_lines_its_record_and_two_samples(
     samples = [json.loads(x) for x in (tmp_path / "samples.jsonl").read_text().splitlines()]
     for sample, prompt in zip(samples, run.train_prompts[:2], strict=True):
         assert prompt.columns["question"] in sample["prompt"]
-        assert sample["question"] == prompt.columns["question"]
-        assert sample["answer"] == prompt.columns["answer"]
+        assert {x: sample[x] for x in ("question", "answer")} == prompt.columns
     shown = [[c["text"] for c in sample["completions"]] for sample in samples]
     assert shown == [texts[:4], texts[4:]]
-    rest = {"tokens": 4, "ended": "stop token"}
-    assert [samples[1]["completions"][i] for i in (1, 3)] == [
-        {
-            "text": "<answer>5</answer>",
-            "reward": 1.0,
-            "rewards": {"reward_correct": 1.0, "reward_format": 0.0},
-            "advantage": 0.5,
-            **rest,
-        },
-        {
-            "text": "<answer>7</answer>",
-            "reward": None,
-            "rewards": {"reward_correct": None, "reward_format": None},
-            "advantage": 0.0,
-            **rest,
-        },
-    ]
+    assert samples[1]["completions"][3] == {
+        "text": "<answer>7</answer>",
+        "reward": None,
+        "rewards": {"reward_correct": None, "reward_format": None},
+        "advantage": 0.0,
+        "tokens": 4,
+        "ended": "stop token",
+    }
+    assert samples[1]["completions"][1]["rewards"] == {"reward_correct": 1, "reward_format": 0}
 
 
 # ---- Evaluation ----------------------------------------------------------------------------------
@@ -216,13 +218,7 @@ def test_a_step_writes_its_lines_its_record_and_two_samples(
 def evaluated(
     rewards: list[list[float]], samples: int = 1, temperature: float = 0.0, full: bool = False
 ) -> tuple[str, dict[str, float]]:
-    """The line and the record of an evaluation after step 3 of completions with these rewards by
-    the functions `first`, which says what is right, and `second`."""
-    run = SimpleNamespace(
-        cfg=SimpleNamespace(eval_samples=samples, eval_split="test"),
-        functions=[SimpleNamespace(__name__=name) for name in ("first", "second")],
-        eval_sampling=Sampling(temperature),
-    )
+    """The line and the record of an evaluation after step 3 of completions with these rewards."""
     n = len(rewards)
     evaluation = Batch(
         [Prompt([1], {})] * (n // samples),
@@ -233,7 +229,7 @@ def evaluated(
         rewards=np.array(rewards).sum(1),
         per_function=np.array(rewards),
     )
-    return evaluation_record(run, 3, evaluation, [""] * n, clock(), full)
+    return evaluation_record(run_of(samples, temperature), 3, evaluation, [""] * n, clock(), full)
 
 
 def test_the_line_and_the_record_of_an_evaluation_by_hand() -> None:
@@ -247,7 +243,6 @@ def test_the_line_and_the_record_of_an_evaluation_by_hand() -> None:
         "eval/accuracy": 0.25,
         "eval/accuracy_se": 0.25,
         "eval/pass_at_1": 0.25,
-        "eval/temperature": 0.0,
         "eval/reward/total/mean": 0.75,
         "eval/reward/func/first/mean": 0.25,
         "eval/seq_len/completion/mean": 5.0,
@@ -279,11 +274,6 @@ def test_several_samples_give_pass_at_k_and_the_error_is_over_questions() -> Non
 def test_a_completion_is_right_if_its_reward_is_at_least_1_and_left_out_if_it_has_none() -> None:
     _, records = evaluated([[1.0, 0.0], [0.5, 1.0], [0.99, NAN], [NAN, 0.0]])
     assert records["eval/accuracy"] == pytest.approx(1 / 3)
-    # Two questions: 1 of 1 and 1 of 3 samples with a value are right.
-    _, records = evaluated([[1, 0], [NAN, 0], [NAN, 0], [1, 0], [0, 0], [0, 0]], 3, 1.0)
-    assert records["eval/accuracy"] == records["eval/pass_at_1"] == pytest.approx(2 / 3)
-    assert records["eval/accuracy_se"] == pytest.approx(1 / 3)
-    assert records["eval/pass_at_3"] == 1.0  # of the second question alone
 
 
 def test_the_metrics_of_dynamic_sampling_cover_everything_that_was_sampled() -> None:
@@ -291,8 +281,6 @@ def test_the_metrics_of_dynamic_sampling_cover_everything_that_was_sampled() -> 
     rewards = np.array([0.7, 0.7, 0.5, 0, NAN, NAN, 1, 1, 0, 0, 1, 0])
     first = np.array([0, 0, 0.5, 0, NAN, NAN, 1, 1, 0, 0, 1, 0])
     per_function = np.column_stack([first, np.full(12, 0.25)])
-    functions = [SimpleNamespace(__name__=name) for name in ("first", "second")]
-    run = SimpleNamespace(cfg=Config(num_pre_q=2), functions=functions)
     stopped = np.array([1, 1, 1, 0, 1, 1, 1, 1, 1, 1, 0, 0]) > 0
 
     def metrics(rewards: np.ndarray, per_function: np.ndarray) -> dict[str, float]:
@@ -305,7 +293,7 @@ def test_the_metrics_of_dynamic_sampling_cover_everything_that_was_sampled() -> 
             )
             for part in (slice(0, 6), slice(6, 12))
         ]
-        found = sampling_metrics(run, rounds).items()
+        found = sampling_metrics(run_of(), rounds).items()
         return {name.removeprefix("dynamic_sampling/"): value for name, value in found}
 
     assert metrics(rewards, per_function) == pytest.approx(
@@ -315,8 +303,6 @@ def test_the_metrics_of_dynamic_sampling_cover_everything_that_was_sampled() -> 
             "reward_mean": 4.9 / 10,
             "accuracy": 3 / 10,
             "hit_max_frac": 3 / 12,
-            "func/first/mean": 3.5 / 10,
-            "func/second/mean": 0.25,
         }
     )
     none = metrics(rewards * NAN, per_function * NAN)
@@ -332,8 +318,6 @@ def test_the_standard_error_is_over_questions() -> None:
     assert standard_error(correct) == pytest.approx((0.25 / 3) ** 0.5)
     assert standard_error(np.array([[1.0], [NAN], [0.0]])) == pytest.approx((0.5 / 2) ** 0.5)
     assert np.isnan(standard_error(np.array([[1.0]])))
-    many = np.arange(1319)[:, None] < 1033  # 78.3 % of the test questions of GSM8K
-    assert standard_error(many.astype(float)) == pytest.approx(0.01135, abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -351,10 +335,8 @@ def test_pass_at_k_counts_the_sets_of_k_samples_with_a_right_one(right, n, k, ex
 def test_a_question_with_fewer_than_k_samples_is_left_out_of_pass_at_k() -> None:
     """Of the questions 2 of 3, 0 of 2, 1 of 1 and none of none samples are right."""
     correct = np.array([[1, NAN, 0, 1], [0, 0, NAN, NAN], [NAN, NAN, NAN, 1], [NAN, NAN, NAN, NAN]])
-    assert pass_at(correct, 1) == pytest.approx((2 / 3 + 0 + 1) / 3)
-    assert pass_at(correct, 2) == pytest.approx((1 + 0) / 2)
-    assert pass_at(correct, 3) == 1.0
-    assert np.isnan(pass_at(correct, 4))
+    found = [pass_at(correct, k) for k in range(1, 5)]
+    assert found == pytest.approx([(2 / 3 + 0 + 1) / 3, (1 + 0) / 2, 1, NAN], nan_ok=True)
     assert standard_error(correct) == pytest.approx((7 / 27 / 3) ** 0.5)  # of 2/3, 0 and 1
 
 

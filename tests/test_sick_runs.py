@@ -1,4 +1,4 @@
-"""The verdicts on real runs of the tiny model: five that are sick, and two that are healthy.
+"""The verdicts on runs of the tiny model: two that are sick, and the healthy run of the README.
 
 A sick run is made so by its settings or rewards alone, but for sampler_drift: no setting makes the
 sampler differ from the trainer. test_verdict.py has all rules, on records that are written by hand.
@@ -17,23 +17,12 @@ COMMON = f"""
 STEADY = "LR_SCHEDULE=constant WARMUP_RATIO=0"
 SICK_RUNS = {
     "sampler_drift": "STEPS=12",
-    "all_truncated": "STEPS=10 MAX_LENGTH_SAMPLE=8",
-    "entropy_collapsed": (
-        "STEPS=30 LEARNING_RATE=1e-3 REWARD_FN=reward_correct,mine.py:short REWARD_WEIGHTS=0,1"
-    ),
     "reward_hacked": (
         "STEPS=20 LEARNING_RATE=3e-4 EVAL_EVERY_STEPS=20 EVAL_PROMPTS=50 "
         "REWARD_FN=reward_correct,mine.py:nines REWARD_WEIGHTS=0,1"
     ),
 }
-GSPO = """
-    STEPS=50 EVAL_EVERY_STEPS=25 EVAL_PROMPTS=50 TRAIN_MICRO_BATCH_SIZE=8
-    LOSS_TYPE=gspo EPS_LOW=3e-4 EPS_HIGH=4e-4 NUM_MINI_BATCHES=4
-"""
 REWARDS = """
-def short(completions, **columns):
-    return [-len(text) / 100 for text in completions]
-
 def nines(completions, **columns):
     return [text.partition("<answer>")[2].count("9") / 3 for text in completions]
 """
@@ -86,26 +75,8 @@ def test_the_run_of_the_readme_learns_to_calculate_and_raises_no_alarm(tmp_path:
     assert result.code == 0, result.errors
     accuracies = [r["eval/accuracy"] for r in result.records if "eval/accuracy" in r]
     assert accuracies[0] == pytest.approx(0.446, abs=0.01) and accuracies[-1] >= 0.95
-    assert_no_alarm(result, 200)
-
-
-@pytest.mark.slow
-def test_a_healthy_run_of_several_updates_a_step_raises_no_alarm(tmp_path: Path) -> None:
-    result, _ = run_once(tmp_path, GSPO)
-    assert_no_alarm(result, 50)
-
-
-def assert_no_alarm(result: Result, steps: int) -> None:
     lines = result.lines.splitlines()
     (verdict,) = (line for line in lines if line.startswith("verdict: "))
-    assert verdict.startswith(f"verdict: no sign of trouble in {steps} steps: accuracy 0.44")
+    assert verdict.startswith("verdict: no sign of trouble in 200 steps: accuracy 0.44")
     notes = [line for line in lines if line.startswith("note ")]
     assert not [note for note in notes if "all advantages that count are 0" not in note]
-
-
-@pytest.mark.slow
-def test_a_run_that_ends_after_three_bad_steps_has_its_verdict_too(tmp_path: Path) -> None:
-    result, verdict = run_once(tmp_path, f"{STEADY} STEPS=20 LEARNING_RATE=1e38")
-    assert result.code == 1
-    assert verdict[0].startswith("verdict: non_finite_steps: ")
-    assert result.lines.splitlines()[-len(verdict) :] == verdict

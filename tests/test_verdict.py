@@ -138,9 +138,7 @@ def test_no_rule_holds_just_below_a_threshold(name: str, run: History) -> None:
 
 
 def test_every_rule_has_a_sick_and_a_healthy_case() -> None:
-    every = {rule.name for rule in RULES}
-    assert len(every) == 8
-    assert {name for name, _ in SICK} == every == {name for name, _ in WELL}
+    assert {name for name, _ in SICK} == {*RULES} == {name for name, _ in WELL}
 
 
 # ---- What the rules look at ----------------------------------------------------------------------
@@ -148,10 +146,7 @@ def test_every_rule_has_a_sick_and_a_healthy_case() -> None:
 # The kept groups stay as they are and the sampled completions do not, or the other way round.
 OF_SAMPLED = [
     (history({TOTAL: 1.0, f"{SAMPLED}/reward_mean": change(1.0, 1.5)}, n=50), []),
-    (history({f"{SAMPLED}/reward_mean": 1.0}, n=50), ["no_learning"]),
     (history({CUT: 1.0, f"{SAMPLED}/hit_max_frac": 0.5}), []),
-    (history({f"{SAMPLED}/hit_max_frac": 0.9}), ["all_truncated"]),
-    (history(ENDS_RIGHT | {f"{SAMPLED}/accuracy": 0.6}, evals=[(20, 0.60, 0.05)]), []),
     (history({f"{SAMPLED}/accuracy": 0.9}, evals=[(20, 0.60, 0.05)]), ["held_out_below_train"]),
     (
         history(ENDS_RIGHT | {f"{SAMPLED}/accuracy": None}, evals=[(20, 0.60, 0.05)]),
@@ -181,16 +176,12 @@ def test_a_healthy_run_is_told_what_it_has_reached() -> None:
     assert verdict(history({}, evals=evals[:1])) == [f"{start}mean reward 1.0000 -> 1.5000"]
 
 
-def test_a_sick_run_has_at_most_three_lines_and_causes_come_first() -> None:
+def test_a_sick_run_has_at_most_three_lines_causes_come_first_and_no_learning_comes_alone() -> None:
     sick = {NORM: NAN, DRIFT: 0.5, CUT: 1, ZERO: 1} | FLAT
     assert names(history(sick, n=60)) == ["non_finite_steps", "sampler_drift", "all_truncated"]
+    assert names(history(FLAT | {ZERO: 1}, n=60)) == ["no_signal"]
     (line,) = verdict(history({NORM: NAN}))
     assert line.startswith("verdict: non_finite_steps: ") and "Lower LEARNING_RATE" in line
-
-
-def test_that_nothing_is_learnt_is_said_only_if_no_other_rule_says_why() -> None:
-    assert names(history(FLAT | {ZERO: 1}, n=60)) == ["no_signal"]
-    assert names(history(FLAT | {CUT: 1, DRIFT: 1}, n=60)) == ["sampler_drift", "all_truncated"]
 
 
 def test_fewer_than_ten_steps_are_only_asked_for_bad_updates_and_a_sampler_that_differs() -> None:
@@ -211,14 +202,8 @@ def test_values_that_are_missing_raise_no_alarm(missing: float | None) -> None:
         assert names(history({name: missing}, n=60, evals=ROSE)) == [], name
     finite = {LOSS: 0.1, NORM: 0.5}  # without these an update was not finite
     values = dict.fromkeys(HEALTHY, missing) | finite
-    nothing = history(values, n=60, evals=[(0, NAN, NAN), (60, NAN, NAN)])
-    assert verdict(nothing) == [
-        "verdict: no sign of trouble in 60 steps: accuracy nan (standard error nan) -> nan "
-        "(standard error nan), mean reward nan -> nan"
-    ]
-    bare = [{"step": i} | finite for i in range(60)]
-    told = "verdict: no sign of trouble in 60 steps: mean reward nan -> nan"
-    assert verdict(of_steps(bare, [])) == [told]
+    assert names(history(values, n=60, evals=[(0, NAN, NAN), (60, NAN, NAN)])) == []
+    assert names(of_steps([{"step": i} | finite for i in range(60)], [])) == []
 
 
 # ---- Notes while a run goes on -------------------------------------------------------------------
@@ -232,8 +217,7 @@ def go_on(out: Path, first: int, steps: list[dict[str, Any]], writes: bool = Tru
         if record["step"] % 10 == 0:
             reviewer.write("running")
         log.record(record["step"], {name: x for name, x in record.items() if name != "step"})
-    reviewer.write("done")
-    reviewer.verdict()
+    print(*reviewer.write("done").get("verdict", []), sep="\n", end="")
 
 
 def test_a_note_comes_once_when_a_rule_holds_also_for_a_resumed_run(
@@ -260,4 +244,4 @@ def test_only_process_0_reviews(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_the_page_tells_all_rules_in_their_order() -> None:
     section = REVIEW_PAGE.read_text(encoding="utf-8").partition("## The verdict")[2]
-    assert re.findall(r"^- \*\*(\w+)\*\*", section, re.M) == [rule.name for rule in RULES]
+    assert re.findall(r"^- \*\*(\w+)\*\*", section, re.M) == [*RULES]

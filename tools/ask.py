@@ -1,33 +1,19 @@
-"""Asks models one held-out question, and prints their greedy completions side by side.
+"""--ask and --eval-only of train_grpo.py: weights answer one question, or the complete eval split.
 
-    python tools/ask.py tiny runs/seed0/hf --number 1
-
-A model is a Hugging Face folder, such as the `hf` of a run, or the id of a model on the hub. All
-settings of train_grpo.py count, such as DATASET, SYSTEM_PROMPT and MAX_LENGTH_SAMPLE. Without
-MODEL_PATH they are those of the tiny model, recipes/tiny.yaml.
-
---ask and --eval-only of train_grpo.py are also here. They take the weights of the checkpoint that
-RESUME asks for in OUTPUT_DIR, by default the newest, or those of MODEL_PATH without a checkpoint.
+They take the weights of the checkpoint that RESUME asks for in OUTPUT_DIR, by default the newest,
+or those of MODEL_PATH without a checkpoint.
 """
-# ruff: noqa: E402 - the project's folder comes into sys.path before the imports from it
 
 import argparse
 import contextlib
 import functools
-import shutil
-import sys
-import textwrap
 from dataclasses import replace
-from itertools import zip_longest
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
-
-from config import Command, Config, load
+from config import Config
 from metrics import EVAL_PHASES, evaluate
 from models import hf
 from models.model import Params, abstract_params
@@ -40,7 +26,7 @@ from runtime.processes import StopSignal
 from runtime.records import DONE
 from runtime.run_log import Clock
 from runtime.sizes import MICRO_SIZES, PASS_SIZES, STEP_SIZES
-from startup import examples_of, make_backend, open_log, set_up
+from startup import make_backend, open_log, set_up
 
 # Settings of a program that only answers: it takes no step, and leaves no export.
 NO_STEPS = {"steps": 0, "export_hf": "none", "wandb_mode": "disabled", "eval_full_sweep": True}
@@ -106,53 +92,16 @@ def ask(cfg: Config, example: dict[str, Any]) -> tuple[str, list[str]]:
     return text, [f"{function.__name__} {reward:g}" for function, reward in rewards]
 
 
-def answer_command(command: Command) -> None:
+def answer_command(cfg: Config, flags: argparse.Namespace) -> None:
     """Does what --eval-only or --ask of train_grpo.py asks for."""
-    cfg = replace(command.cfg, **NO_STEPS)
+    cfg = replace(cfg, **NO_STEPS)
     try:
         processes.start_jax(cfg)
-        if command.eval_only:
+        if flags.eval_only:
             evaluate_weights(cfg)
         else:
-            answer = {} if command.answer is None else {"answer": command.answer}
-            text, rewards = ask(cfg, {"question": command.question} | answer)
-            print(f"\n{command.question}\n\n{text}\n", *rewards, sep="\n")
+            answer = {} if flags.answer is None else {"answer": flags.answer}
+            text, rewards = ask(cfg, {"question": flags.ask} | answer)
+            print(f"\n{flags.ask}\n\n{text}\n", *rewards, sep="\n")
     except (UserMistake, Unwritable) as error:
         fail(error)
-
-
-def side_by_side(texts: dict[str, str], width: int) -> str:
-    """The texts as columns under their names; together they are at most `width` characters wide."""
-    each = max(20, (width + 3) // len(texts) - 3)
-    columns = [
-        [part for line in [name, *text.splitlines()] for part in textwrap.wrap(line, each) or [""]]
-        for name, text in texts.items()
-    ]
-    lines = zip_longest(*columns, fillvalue="")
-    return "\n".join(" | ".join(part.ljust(each) for part in line).rstrip() for line in lines)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("models", nargs="+", metavar="MODEL", help="Folder of a model, or its id.")
-    parser.add_argument("--number", type=int, default=1, help="Of the question, from 1.")
-    args = parser.parse_args()
-    of_models = {"output_dir": "", "checkpoint_dir": "", "resume": "never"}  # of no run
-    cfg = replace(load([]).cfg, **NO_STEPS, **of_models)
-    try:
-        processes.start_jax(cfg)
-        examples = examples_of(cfg, cfg.eval_split)
-        if not 1 <= args.number <= len(examples):
-            raise UserMistake(
-                f"--number {args.number}: the dataset has the questions 1 to {len(examples)}"
-            )
-        example = examples[args.number - 1]
-        texts = {model: ask(replace(cfg, model_path=model), example)[0] for model in args.models}
-    except UserMistake as error:
-        fail(error)
-    print("", example["question"], example["answer"], "", sep="\n")
-    print(side_by_side(texts, shutil.get_terminal_size().columns))
-
-
-if __name__ == "__main__":
-    main()

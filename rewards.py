@@ -3,17 +3,16 @@
 A reward function is `fn(completions, **columns)`. completions: the texts. columns: the tokens of
 the completions, `completion_ids`, and each column of the dataset (`answer` among them), as lists of
 the same length. It returns a list with one number per completion, or None where the function does
-not apply. REWARD_FN may name the functions of this file, two penalties among them, and with
-file.py:name a function of any file, which a reward worker runs.
+not apply. REWARD_FN may name the functions of this file, and with file.py:name a function of any
+file, which a reward worker runs.
 
 Dimensions: n completions of one call.
 """
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
-from types import MappingProxyType
 
 import numpy as np
 
@@ -152,40 +151,40 @@ def tag_count_reward(completions: list[str], **columns: list) -> Rewards:
     return [0.25 * sum(text.count(tag) == 1 for tag in TAGS) for text in completions]
 
 
-BUILT_IN = {f.__name__: f for f in (reward_correct, reward_format, tag_count_reward)}
-# The functions of a run without REWARD_FN, and their weights if REWARD_WEIGHTS is empty.
-DEFAULTS = {"reward_correct": 1.0, "reward_format": 0.5, "tag_count_reward": 0.5}
-REPETITION_NGRAM = 3  # tokens of an n-gram of repetition_penalty
+def repetition_penalty(
+    completions: list[str], completion_ids: list[list[int]], **columns: list
+) -> Rewards:
+    """Gives -(repeated / all) of the groups of three adjacent tokens, a number from 0 down to -1.
+
+    Source: arXiv 2502.03373 section 4.2.
+    """
+    rewards: Rewards = []
+    for ids in completion_ids:
+        triples = [*zip(ids, ids[1:], ids[2:], strict=False)]
+        rewards.append(len(set(triples)) / len(triples) - 1 if triples else 0.0)
+    return rewards
 
 
-def penalties(max_length: int, overlong_cache: int) -> dict[str, RewardFunction]:
-    """Returns the two penalties that REWARD_FN may name; both give rewards from 0 down to -1.
+def overlong_penalty(max_length: int, overlong_cache: int) -> RewardFunction:
+    """Returns soft_overlong_penalty: 0 up to max_length - overlong_cache tokens, then it falls
+    linearly to -1.
 
-    max_length: tokens of the longest possible completion. overlong_cache: the penalty for length
-    grows over this many tokens before max_length.
-    Source: soft overlong punishment, DAPO, arXiv 2503.14476 eq. 13; repetition penalty, arXiv
-    2502.03373 section 4.2.
+    max_length: tokens of the longest possible completion. Source: DAPO, arXiv 2503.14476 eq. 13.
     """
 
     def soft_overlong_penalty(
         completions: list[str], completion_ids: list[list[int]], **columns: list
     ) -> Rewards:
-        """Gives 0 up to max_length - overlong_cache tokens, then falls linearly to -1."""
         left = [max_length - len(ids) for ids in completion_ids]
-        return [max(min(n / max(overlong_cache, 1) - 1, 0.0), -1.0) for n in left]
+        return [max(min(tokens / max(overlong_cache, 1) - 1, 0.0), -1.0) for tokens in left]
 
-    def repetition_penalty(
-        completions: list[str], completion_ids: list[list[int]], **columns: list
-    ) -> Rewards:
-        """Gives -(repeated n-grams / all n-grams) of the completion's tokens."""
-        rewards: Rewards = []
-        for ids in completion_ids:
-            total = len(ids) - REPETITION_NGRAM + 1
-            ngrams = [tuple(ids[i : i + REPETITION_NGRAM]) for i in range(total)]
-            rewards.append(len(set(ngrams)) / total - 1 if ngrams else 0.0)
-        return rewards
+    return soft_overlong_penalty
 
-    return {f.__name__: f for f in (soft_overlong_penalty, repetition_penalty)}
+
+# The functions that REWARD_FN may name, beside soft_overlong_penalty.
+BUILT_IN = (reward_correct, reward_format, tag_count_reward, repetition_penalty)
+# The functions of a run without REWARD_FN, and their weights if REWARD_WEIGHTS is empty.
+DEFAULTS = {"reward_correct": 1.0, "reward_format": 0.5, "tag_count_reward": 0.5}
 
 
 def total_rewards(
@@ -246,17 +245,19 @@ def _as_floats(function: RewardFunction, returned: object, count: int) -> list[f
 
 
 def load_reward_functions(
-    reward_fn: str, timeout_s: float, penalties: Mapping[str, RewardFunction] = MappingProxyType({})
+    reward_fn: str, timeout_s: float, max_length: int, overlong_cache: int
 ) -> list[RewardFunction]:
     """Returns the functions that REWARD_FN names, in its order; without names those of DEFAULTS.
 
-    reward_fn: names separated by commas, each of a built-in function, of one of `penalties`, or
-    file.py:name. timeout_s: REWARD_TIMEOUT_S, the time limit of each call to a function of a file.
+    reward_fn: names separated by commas, each of a function of this file or file.py:name.
+    timeout_s: REWARD_TIMEOUT_S, the time limit of each call to a function of a file. max_length,
+    overlong_cache: tokens, see overlong_penalty.
     Raises UserMistake for an unknown name, a missing file, or a file that does not load.
     """
     entries = entries_of(reward_fn)
     names = [entry.rpartition(":")[2] for entry in entries]
-    known = BUILT_IN | dict(penalties)
+    functions = (*BUILT_IN, overlong_penalty(max_length, overlong_cache))
+    known = {function.__name__: function for function in functions}
     for entry, name in zip(entries, names, strict=True):
         file = entry.rpartition(":")[0]
         if entry not in known and not (file.endswith(".py") and name.isidentifier()):

@@ -3,8 +3,8 @@
 `Run` has what all steps need: settings, inputs, and how the programs compute.
 
 Dimensions: P prompts of a step, K completions per prompt, B = P*K sequences over all processes, b
-of them on this process, n completions of a step or of a pass on this process, T completion tokens:
-padded to MAX_LENGTH_SAMPLE, and from choose_groups on to the longest completion.
+sequences of a step or of a pass on this process, T completion tokens: padded to MAX_LENGTH_SAMPLE,
+and from choose_groups on to the longest completion.
 """
 
 import dataclasses
@@ -165,8 +165,8 @@ def token_ids(completions: Completions | Batch) -> list[list[int]]:
 def reward_completions(
     run: Run, prompts: list[data.Prompt], completions: Completions
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The rewards [n] of these completions of the prompts, weighted, and those of each function
-    [n, functions], both float64; NaN where no function applies. Raises UserMistake."""
+    """The rewards [b] of these completions of the prompts, weighted, and those of each function
+    [b, functions], both float64; NaN where no function applies. Raises UserMistake."""
     texts = texts_of(run.tokenizer, prompts, completions)
     per_prompt = len(texts) // len(prompts)
     columns = {

@@ -9,7 +9,7 @@ It is not a dependency: docs/sglang.md says how to install it. Three of its part
     both backends draw the same tokens, apart from rounding, in whatever order the engine computes.
   * Its handling of errors: the engine would kill the process, and its scheduler would never rest.
 
-Dimensions: r sequences of a rollout pass, c sequences of a program of the engine, T completion
+Dimensions: b sequences of a rollout pass, c sequences of a program of the engine, T completion
 tokens, V vocabulary.
 """
 
@@ -22,7 +22,6 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,8 +40,7 @@ from runtime.chips import program
 from runtime.containment import EngineFailed, Errors, Gate, fail_on_main_thread
 from runtime.mistakes import UserMistake, in_one_line
 from runtime.sizes import PASS_SIZES, Sizes, eval_questions
-from sampling import Completions
-from update import sync_weights
+from sampling import Completions, sync_weights
 
 INSTALL = (
     'pip install -r requirements-sglang.txt "jax[tpu]" && '
@@ -214,11 +212,6 @@ class SglangBackend:
         self._runner.compute_logprobs = lambda logps, tokens: logps  # _sample has computed them
         self._shapes = take_weights(self._runner.model)
         self.release()
-        names = "dtype tp_size mem_fraction_static context_length page_size"
-        found = {"version": version("sglang-jax")} | {n: arguments[n] for n in names.split()}
-        found["max_running_requests"] = scheduler.max_running_requests
-        found["max_total_tokens"] = tokens
-        print("sglang_jax", *(f"{name}={value}" for name, value in found.items()), flush=True)
 
     @program("the copy of the weights that samples")
     def update_weights(self, params: Params) -> None:
@@ -249,8 +242,8 @@ class SglangBackend:
         ids = [
             padded[mask > 0].tolist() for padded, mask in zip(prompt_ids, prompt_mask, strict=True)
         ]
-        ids = [prompt for prompt in ids for _ in range(len(sequence_ids) // len(ids))]  # [r]
-        last_positions = np.array([len(prompt) - 1 for prompt in ids], np.int32)  # [r]
+        ids = [prompt for prompt in ids for _ in range(len(sequence_ids) // len(ids))]  # [b]
+        last_positions = np.array([len(prompt) - 1 for prompt in ids], np.int32)  # [b]
         arrays = jax.device_put((key, sequence_ids, last_positions), everywhere)
         self._draw = functools.partial(_draw, *arrays, sampling=sampling)
         wanted = {"max_new_tokens": stopping.max_new_tokens, "stop_token_ids": [*stopping.stop_ids]}
@@ -261,15 +254,14 @@ class SglangBackend:
         )
         with self._gate.passing(len(ids)):
             outputs = asyncio.run_coroutine_threadsafe(asked, self._engine.loop).result()
-        r, T = len(ids), stopping.max_new_tokens
-        completion_ids, logps = np.full((r, T), stopping.pad_id, np.int32), np.zeros((r, T), "f")
-        mask = np.zeros((r, T), np.int32)
+        b, T = len(ids), stopping.max_new_tokens
+        completion_ids, logps = np.full((b, T), stopping.pad_id, np.int32), np.zeros((b, T), "f")
         for i, output in enumerate(outputs):
             length = len(output["output_ids"])
             completion_ids[i, :length] = output["output_ids"]
             logps[i, :length] = [x for x, *_ in output["meta_info"]["output_token_logprobs"]]
-            mask[i, :length] = 1
-        lengths = mask.sum(axis=1, dtype=np.int32)
+        lengths = np.array([len(output["output_ids"]) for output in outputs], np.int32)  # [b]
+        mask = (np.arange(T) < lengths[:, None]).astype(np.int32)  # [b, T]
         return Completions(completion_ids, mask, lengths, logps, computed_tokens=lengths)
 
     def release(self) -> None:
@@ -310,8 +302,8 @@ def _draw(
 ) -> tuple[jax.Array, jax.Array]:
     """A token [c] int32 of logits [c, V] for each sequence, and its log-probability [c] float32.
 
-    sequence_ids, last_positions: [r], of a pass: the numbers of its sequences, and the positions of
-    the last tokens of their prompts. index: [c], which of the r sequences the logits belong to.
+    sequence_ids, last_positions: [b], of a pass: the numbers of its sequences, and the positions of
+    the last tokens of their prompts. index: [c], which of the b sequences the logits belong to.
     positions: [c], of the token before the one that is drawn. The filters of `sampling` do not
     count in the log-probability.
     """

@@ -1,38 +1,40 @@
 """Prompts -> completions and their sampling log-probabilities, by the device programs of this file.
 
-Dimensions: R sequences of a rollout pass over all processes, r on this process and n on one device;
-b sequences of a step on this process; G = R/share prompts, each shared by `share` consecutive
-sequences; g different prompts of this process; S+1 padded prompt tokens, T padded completion
-tokens, V vocabulary, U places of a support: the tokens that the filters leave to be drawn.
+Dimensions: R sequences of a rollout pass over all processes, b sequences of a pass or of a step on
+this process; G = R/share prompts, each shared by `share` consecutive sequences; S+1 padded prompt
+tokens, T padded completion tokens, V vocabulary, U places of a support: the tokens that the filters
+leave to be drawn.
 """
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from models.attention import Cache, map_kv, prompt_rows
 from models.draw import Sampling, draw_tokens, support_size
-from models.model import Compute, Params, forward, forward_token, lm_head, prefix_of
-from runtime.chips import program
-from runtime.layout import (
-    TRAIN_BATCH_AXES,
-    Layout,
-    constrain,
-    join,
-    local_part,
-    shard_batch,
+from models.model import (
+    Compute,
+    ModelConfig,
+    Params,
+    arrange_layers,
+    forward,
+    forward_token,
+    lm_head,
+    param_shardings,
+    prefix_of,
 )
+from runtime.chips import program
+from runtime.layout import TRAIN_BATCH_AXES, constrain, join, local_part, shard_batch
 from runtime.long_work import progress_bar
 from runtime.sizes import PASS_SIZES, prompt_share
-from update import sync_weights
 
 STAGES, STAGE_TOKENS = 4, 128  # of decode, see stage_ends
-# The tokens between two questions to other processes whether all sequences have ended.
-ASK_EVERY = 10
 
 
 class Stopping(NamedTuple):
@@ -44,15 +46,15 @@ class Stopping(NamedTuple):
 
 
 class Completions(NamedTuple):
-    """Completions of this process, on the host: r of a pass, b of a step."""
+    """Completions of this process, on the host."""
 
-    completion_ids: np.ndarray  # [r or b, T] int32, right-padded
-    completion_mask: np.ndarray  # [r or b, T] int32, 1 on the tokens that the policy has drawn
-    lengths: np.ndarray  # [r or b] int32 tokens, the stop token included
-    sampling_logps: np.ndarray  # [r or b, T] float32 nats, of the distribution that was sampled
-    computed_tokens: np.ndarray  # [r or b] int32, how long the sequence had a place in the batch
-    support: np.ndarray | None = None  # [r or b, T, U] int32 ids, -1 in unused places
-    cut_tokens: np.ndarray | None = None  # [r or b] int32: how often MAX_SUPPORT cut a support
+    completion_ids: np.ndarray  # [b, T] int32, right-padded
+    completion_mask: np.ndarray  # [b, T] int32, 1 on the tokens that the policy has drawn
+    lengths: np.ndarray  # [b] int32 tokens, the stop token included
+    sampling_logps: np.ndarray  # [b, T] float32 nats, of the distribution that was sampled
+    computed_tokens: np.ndarray  # [b] int32, how long the sequence had a place in the batch
+    support: np.ndarray | None = None  # [b, T, U] int32 ids, -1 in unused places
+    cut_tokens: np.ndarray | None = None  # [b] int32: how often MAX_SUPPORT cut a support
 
 
 class NaiveBackend:
@@ -85,8 +87,8 @@ class NaiveBackend:
     ) -> Completions:
         """The completions of one rollout pass, those of a prompt one after the other.
 
-        prompt_ids, prompt_mask: [g, S+1] int32, left-padded, each prompt of this process once; the
-        mask is 0 on padding. sequence_ids: [r] int32, the numbers of this process's sequences, in
+        prompt_ids, prompt_mask: [prompts, S+1] int32, left-padded, each prompt of this process
+        once; the mask is 0 on padding. sequence_ids: [b] int32, the numbers of its sequences, in
         ascending order. The random numbers with which a token is drawn follow from the key, the
         sequence's number and the token's number alone, on whatever device the sequence is computed.
         """
@@ -98,19 +100,14 @@ class NaiveBackend:
         arrays = (np.repeat(x, copies, axis=0) for x in (prompt_ids, prompt_mask))
         prompts = [shard_batch(x, compute.layout) for x in arrays]
         how = {"sampling": sampling, "stopping": stopping}
-        state = begin(
-            compute,
-            *prompts,
-            prefill(self._weights, compute, *prompts),
-            shard_batch(sequence_ids, compute.layout),
-            key,
-            width=stage_ends(stopping.max_new_tokens, compute.layer_loop)[0],
-            **how,
-        )
+        prefix = prefill(self._weights, compute, *prompts)
+        ids = shard_batch(sequence_ids, compute.layout)
+        width = stage_ends(stopping.max_new_tokens, compute.layer_loop)[0]
+        state = begin(compute, *prompts, prefix, ids, key, width=width, **how)
         found = join(decode_all(self._weights, compute, state, drop=self._drop_ended, **how))
         order = np.argsort(found.pop("sequence_ids"))  # They left the batch in another order.
         found = {name: x[order] for name, x in found.items()}
-        mask = np.arange(stopping.max_new_tokens) < found["lengths"][:, None]  # [r, T]
+        mask = np.arange(stopping.max_new_tokens) < found["lengths"][:, None]  # [b, T]
         return Completions(completion_mask=mask.astype(np.int32), **found)
 
     def release(self) -> None:
@@ -122,6 +119,22 @@ class NaiveBackend:
 
 
 Backend = NaiveBackend  # in annotations; SglangBackend of rollout_sglang.py has the same functions
+
+
+@functools.lru_cache
+def sync_weights(
+    model: ModelConfig, mesh: Mesh, dtype: Any, layer_loop: str = "scan"
+) -> Callable[[Params], Params]:
+    """The jitted program that copies Params to a mesh in a dtype, such as the rollout's.
+
+    Both meshes have to list the devices in the same order. The layers of the copy are unrolled if
+    layer_loop is "unroll".
+    """
+
+    def copy(params: Params) -> Params:
+        return arrange_layers(jax.tree.map(lambda x: x.astype(dtype), params), layer_loop, dtype)
+
+    return jax.jit(copy, out_shardings=param_shardings(model, mesh, layer_loop))
 
 
 def decode_all(
@@ -138,9 +151,9 @@ def decode_all(
 
     drop: sequences that have ended leave the batch, at the sizes of smaller_batches.
     """
-    T, layout, all_left = stopping.max_new_tokens, compute.layout, []
+    T, all_left = stopping.max_new_tokens, []
     ends = stage_ends(T, compute.layer_loop)
-    sizes = smaller_batches(len(state.done) // layout.batch_shards) if drop else []
+    sizes = smaller_batches(len(state.done) // compute.layout.batch_shards) if drop else []
 
     def leave(sequence_ids: jax.Array, drawn: dict[str, jax.Array], t: int) -> None:
         arrays = jax.tree.map(local_part, {"sequence_ids": sequence_ids, **drawn})
@@ -153,8 +166,8 @@ def decode_all(
             # decode takes over the memory of the state, so the state has to be there: on a CPU
             # decode would wait forever for a state that did not fit into memory.
             state = jax.block_until_ready(state)
-            limits = np.int32(state.width()), np.int32(fewest)
-            state = decode(params, compute, state, *limits, sampling=sampling, stopping=stopping)
+            how = {"sampling": sampling, "stopping": stopping}
+            state = decode(params, compute, state, np.int32(fewest), **how)
             t, live = int(state.t), int(state.live)
             bar.update(t - bar.n)
             if live == 0 or t == T:
@@ -180,14 +193,14 @@ def stage_ends(T: int, layer_loop: str) -> list[int]:
     return [math.ceil(T * (i + 1) / stages) for i in range(stages)]
 
 
-def smaller_batches(n: int) -> list[int]:
-    """The numbers of sequences to which the n of a device may shrink, in descending order.
+def smaller_batches(count: int) -> list[int]:
+    """The numbers of sequences to which the `count` of a device may shrink, in descending order.
 
     For each of them a decode is compiled, with unrolled layers one for each stage in which it runs.
     If the lengths of completions are geometric, 1.2 tokens are computed for each real one.
     """
     shares = (3 / 4, 1 / 2, 3 / 8, 1 / 4, 1 / 8, 1 / 16)
-    return sorted({math.ceil(n * share) for share in shares} - {n}, reverse=True)
+    return sorted({math.ceil(count * share) for share in shares} - {count}, reverse=True)
 
 
 @functools.partial(jax.jit, static_argnames=("compute",))
@@ -274,25 +287,20 @@ def decode(
     params: Params,
     compute: Compute,
     state: Decoding,
-    end: jax.Array,
     fewest: jax.Array,
     *,
     sampling: Sampling,
     stopping: Stopping,
 ) -> Decoding:
-    """The state once the sequences have `end` tokens, or once no device has more than `fewest`
-    unfinished sequences. end: at most state.width()."""
+    """The state once its caches are full, or once no device has more than `fewest` unfinished
+    sequences."""
     layout = compute.layout
     sequence_keys = jax.vmap(jax.random.fold_in, (None, 0))(state.key, state.sequence_ids)  # [R]
     head = lm_head(params).astype(compute.dtype)
 
     def unfinished(carry: Any) -> jax.Array:
         t, live, *_ = carry
-        return (t < end) & (live > fewest)
-
-    def next_tokens(carry: Any) -> Any:
-        last = jnp.minimum(carry[0] + ASK_EVERY, end)
-        return jax.lax.while_loop(lambda carry: carry[0] < last, next_token, carry)
+        return (t < state.width()) & (live > fewest)
 
     def next_token(carry: Any) -> Any:
         t, _, token, done, drawn, completion = carry
@@ -322,8 +330,7 @@ def decode(
         return t + 1, live, token, done, drawn, completion
 
     carry = state.t, state.live, state.token, state.done, state.drawn, state.completion
-    body = next_tokens if _asking_is_slow(layout) else next_token
-    t, live, token, done, drawn, completion = jax.lax.while_loop(unfinished, body, carry)
+    t, live, token, done, drawn, completion = jax.lax.while_loop(unfinished, next_token, carry)
     token, done, drawn = _on_their_devices((token, done, drawn), compute)
     t, live = (constrain(x, layout) for x in (t, live))
     return state._replace(
@@ -342,7 +349,7 @@ def drop_sequences(
     at different times.
     """
     shards = compute.layout.batch_shards
-    order = jnp.argsort(state.done.reshape(shards, -1), axis=1, stable=True)  # [shards, n]
+    order = jnp.argsort(state.done.reshape(shards, -1), axis=1, stable=True)  # [shards, sequences]
     kept, left = order[:, :size], order[:, size:]
     of_prompt = kept // (len(state.done) // len(state.prompt_mask))
 
@@ -382,9 +389,3 @@ def _on_their_devices(arrays: Any, compute: Compute, axis: int = 0) -> Any:
 def _kv_axis(compute: Compute) -> int:
     """The dimension of the sequences in a KV; that of stacked layers comes first."""
     return int(compute.layer_loop == "scan")
-
-
-def _asking_is_slow(layout: Layout) -> bool:
-    """True if the devices belong to several processes, and no links of a TPU join them."""
-    devices = [*layout.mesh.devices.flat]
-    return len({d.process_index for d in devices}) > 1 and devices[0].platform != "tpu"

@@ -5,13 +5,11 @@ executes this file as its main script. Both sides send JSON through a connection
 """
 
 import contextlib
-import faulthandler
 import importlib.util
 import json
 import os
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
@@ -39,12 +37,12 @@ class RewardWorker:
     def __init__(self, source: str, timeout_s: float) -> None:
         """timeout_s: the time limit of each call. Returns when the user's file is loaded."""
         file, _, self.__name__ = source.rpartition(":")
-        self._source, self._timeout_s, self._lock = source, timeout_s, threading.Lock()
+        self._source, self._timeout_s = source, timeout_s
         self._connection, theirs = Pipe()
         with theirs:
             program = [sys.executable, "-u", __file__, str(theirs.fileno())]
             self._process = Popen(
-                [*program, os.path.abspath(file), self.__name__, str(timeout_s)],
+                [*program, os.path.abspath(file), self.__name__],
                 stdin=DEVNULL,
                 stdout=2,  # What the function prints goes to stderr.
                 env={**os.environ, "JAX_PLATFORMS": "cpu"},
@@ -57,8 +55,7 @@ class RewardWorker:
         """Returns the rewards of the completions. columns: lists of the same length, of what JSON
         can hold."""
         late = f"is not done after REWARD_TIMEOUT_S={self._timeout_s:g}; raise it or speed it up"
-        with self._lock:
-            return self._ask([[completions], columns], self._timeout_s, late)
+        return self._ask([[completions], columns], self._timeout_s, late)
 
     def _ask(self, request: list | None, limit_s: float, late: str) -> list[float | None]:
         """Sends the request, if there is one, and returns the rewards of the reply.
@@ -94,27 +91,22 @@ class RewardWorker:
 # ---- In the reward worker ------------------------------------------------------------------------
 
 
-def _serve(connection: Connection, file: str, name: str, timeout_s: float) -> None:
+def _serve(connection: Connection, file: str, name: str) -> None:
     """Loads the function `name` of `file`, then answers requests until the trainer ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The trainer handles Ctrl-C.
-    nowhere = open(os.devnull, "wb")
 
-    def respond(limit_s: float, act: Callable, args: list, columns: dict) -> None:
-        # Ends the worker without a word if it hangs, even inside a regular expression, after the
-        # trainer has died. A living trainer ends it earlier.
-        faulthandler.dump_traceback_later(2 * limit_s, exit=True, file=nowhere)
+    def respond(act: Callable, args: list, columns: dict) -> None:
         try:
             reply = json.dumps({"rewards": act(*args, **columns)}, default=_plain)
         except (Exception, SystemExit) as error:  # The user's code may raise anything.
             reply = json.dumps({"error": "raised " + _as_raised(error, file)})
-        faulthandler.cancel_dump_traceback_later()
         connection.send_bytes(reply.encode())
 
     with contextlib.suppress(EOFError, OSError):  # The trainer has ended.
-        respond(LOAD_LIMIT_S, _load, [file, name], {})
+        respond(_load, [file, name], {})
         function = getattr(sys.modules["user_rewards"], name, None)
         while True:
-            respond(timeout_s, function, *json.loads(connection.recv_bytes()))
+            respond(function, *json.loads(connection.recv_bytes()))
 
 
 def _load(file: str, name: str) -> list[float | None]:
@@ -146,4 +138,4 @@ def _as_raised(error: BaseException, file: str) -> str:
 if __name__ == "__main__":
     # The user's file may import rewards.py. Python has put runtime/ here, the folder of this file.
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    _serve(Connection(int(sys.argv[1])), *sys.argv[2:4], float(sys.argv[4]))
+    _serve(Connection(int(sys.argv[1])), *sys.argv[2:4])

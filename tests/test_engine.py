@@ -98,7 +98,6 @@ def test_a_run_with_the_engine_is_the_run_without_it(folder, model, tokens) -> N
     assert sum(DRIFT in record for record in ours.records) == 3
     assert_same(ours, theirs)
     assert "\nrollout.backend: sglang_jax\n" in ours.lines
-    assert re.search(r"\nsglang_jax version=\S+ dtype=float32 tp_size=1 mem_frac", ours.lines)
     assert ours.errors == ""
 
 
@@ -108,7 +107,7 @@ def test_two_devices_share_the_engine_and_the_filters_are_those_of_naive(folder)
     given = settings(folder, "qwen2", **filters, STEPS="2", EVAL_SAMPLES="2")
     ours = train(folder / "two_engine", devices=2, **given, **ENGINE)
     theirs = train(folder / "two_naive", devices=2, **given)
-    assert "tp_size=2" in ours.lines  # the model has one kv head, which both devices hold
+    # The model has one kv head, which both devices hold.
     assert ours.completions == theirs.completions
     # The engine's log-probabilities are those of the whole vocabulary, as the trainer's are; those
     # of `naive` are of the tokens that the filters leave.
@@ -215,7 +214,6 @@ def test_an_engine_with_memory_for_one_sequence_at_a_time_draws_the_same(folder)
     env = settings(folder, "qwen2", STEPS="1", EVAL_EVERY_STEPS="0")
     ours = train(folder / "narrow", **env, **ENGINE, SGLANG_JAX_MAX_TOTAL_TOKENS="111")
     assert_same(ours, train(folder / "wide", **env))
-    assert " max_total_tokens=111\n" in ours.lines
 
 
 # Python imports this at its start. What other processes do must not change the memory that the

@@ -1,6 +1,8 @@
 """Claims about rewards.py: the reward of each form of completion, in what time, the totals, and
 what REWARD_FN names."""
 
+import functools
+import math
 import random
 import time
 from fractions import Fraction
@@ -11,15 +13,18 @@ import pytest
 import rewards
 from rewards import (
     BUILT_IN,
-    DEFAULTS,
+    entries_of,
     load_reward_functions,
+    overlong_penalty,
     parse_number,
-    penalties,
+    repetition_penalty,
     total_rewards,
     weights_of,
 )
 from runtime.mistakes import UserMistake
 
+load = functools.partial(load_reward_functions, timeout_s=30, max_length=9, overlong_cache=2)
+REWARDS = (*BUILT_IN, overlong_penalty(max_length=64, overlong_cache=8))
 GSM8K = "She has 6*12=<<6*12=72>>72 clips.\n#### "
 
 
@@ -195,21 +200,24 @@ LONG = {
 @pytest.mark.parametrize("name", LONG)
 def test_a_megabyte_of_anything_takes_linear_time(name: str) -> None:
     start = time.process_time()
-    for function in (rewards.reward_correct, rewards.reward_format, rewards.tag_count_reward):
-        assert function([LONG[name]], answer=["#### 72"])[0] in (0.0, 0.25, 0.5, 1.0)
+    for function in REWARDS:
+        ids = [list(range(1000)) * 250]  # as many tokens as such a text may have
+        assert math.isfinite(function([LONG[name]], answer=["#### 72"], completion_ids=ids)[0])
     assert time.process_time() - start < 2.0, "a quadratic pattern takes minutes here"
 
 
-def test_no_text_raises() -> None:
+def test_no_completion_raises() -> None:
     pieces = ["<think>", "</think>", "\n", "<answer>", "</answer>", "1", "0", "23", ",", ".", "-"]
     pieces += ["/", " ", "e", "^", "10", "$", "%", "=", "\\frac{1}{0}", "{", "}", "####", "é"]
     pieces += [SPACE, r"\frac", "000", "{,}", "^{", "-", "¥"]
     pieces += ["\ud800", "\x00", "\N{VULGAR FRACTION ONE HALF}", "\N{ARABIC-INDIC DIGIT FIVE}", "²"]
+    pieces += ["nan", "inf", "1e999", "0x1F", "1_000", "9" * 400, "\u2028", "\t", "\r\n", "<answer"]
     draw = random.Random(0)
     texts = ["".join(draw.choices(pieces, k=draw.randint(0, 12))) for _ in range(20_000)]
-    for function in load_reward_functions("", timeout_s=1):
-        for value in function(texts, answer=texts[::-1]):
-            assert value is None or 0.0 <= value <= 1.0
+    ids = [[draw.randrange(5) for _ in range(draw.randrange(20))] for _ in texts]
+    for function in REWARDS:
+        for value in function(texts, answer=texts[::-1], completion_ids=ids):
+            assert value is None or math.isfinite(value)
 
 
 def test_a_total_is_the_weighted_sum_of_what_applies() -> None:
@@ -227,7 +235,7 @@ def test_a_total_is_the_weighted_sum_of_what_applies() -> None:
 
 
 def test_the_default_rewards_are_the_three_built_in_ones() -> None:
-    functions = load_reward_functions("", timeout_s=1)
+    functions = load("")
     names = " ".join(function.__name__ for function in functions)
     assert names == "reward_correct reward_format tag_count_reward"
     texts = [form("72"), form("71"), "72", "<think>"]
@@ -274,6 +282,10 @@ def test_each_reward_that_reward_fn_names_has_weight_1_by_default(
     assert weights_of(reward_weights, reward_fn) == weights
 
 
+def test_spaces_between_the_entries_change_nothing() -> None:
+    assert entries_of("reward_correct , my.py:score") == ["reward_correct", "my.py:score"]
+
+
 def test_each_function_has_a_weight() -> None:
     names = "reward_correct, mine.py:brevity"
     told = "=1.0,0.5,0.5 has 3 numbers; give 2, one each for reward_correct, brevity"
@@ -281,16 +293,10 @@ def test_each_function_has_a_weight() -> None:
         weights_of((1.0, 0.5, 0.5), names)
 
 
-def test_the_default_functions_are_built_in_and_a_new_built_in_one_changes_no_default() -> None:
-    functions = load_reward_functions("", 1, penalties(9, 2))
-    assert [function.__name__ for function in functions] == [*DEFAULTS]
-    assert DEFAULTS.keys() <= BUILT_IN.keys()
-
-
 def test_an_unknown_name_is_refused_with_all_known_names() -> None:
-    names = [*BUILT_IN, "soft_overlong_penalty", "repetition_penalty"]
+    names = [function.__name__ for function in REWARDS]
     with pytest.raises(UserMistake) as error:
-        load_reward_functions("overlong_penalty", 1, penalties(9, 2))
+        load("overlong_penalty")
     assert "'overlong_penalty' is not file.py:name" in str(error.value)
     assert str(names) in str(error.value)
 
@@ -299,13 +305,13 @@ def test_an_unknown_name_is_refused_with_all_known_names() -> None:
 
 
 def overlong(lengths: list[int], max_length: int, overlong_cache: int) -> rewards.Rewards:
-    function = penalties(max_length, overlong_cache)["soft_overlong_penalty"]
+    function = overlong_penalty(max_length, overlong_cache)
     return function([""] * len(lengths), completion_ids=[[7] * n for n in lengths], answer=["1"])
 
 
 def repetition(completion_ids: list[list[int]]) -> rewards.Rewards:
-    function = penalties(100, 20)["repetition_penalty"]
-    return function([""] * len(completion_ids), completion_ids=completion_ids, answer=["1"])
+    texts = [""] * len(completion_ids)
+    return repetition_penalty(texts, completion_ids=completion_ids, answer=["1"])
 
 
 def test_the_overlong_penalty_falls_linearly_over_the_last_tokens_as_in_trl() -> None:
@@ -325,7 +331,7 @@ def test_the_repetition_penalty_is_the_share_of_repeated_ngrams_as_in_trl() -> N
 
 
 def test_reward_fn_names_a_penalty_beside_a_built_in_one() -> None:
-    named = load_reward_functions("repetition_penalty, tag_count_reward", 1, penalties(9, 2))
+    named = load("repetition_penalty, tag_count_reward")
     assert [f.__name__ for f in named] == ["repetition_penalty", "tag_count_reward"]
     columns = {"answer": ["1", "1"], "completion_ids": [[3, 3, 3, 3, 4], [3, 4]]}
     total, per_function = total_rewards(["<think>", ""], columns, named, [3.0, 1.0])

@@ -18,21 +18,14 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 from runs import finish, start
 from small_model import MODEL
-from widen_heads import widen_heads
 
 import rollout_sglang
 from config import Config, load
-from models import hf
-from models.attention import prompt_rows
 from models.engine_weights import engine_leaves
-from models.model import Compute, arrange_layers, forward, init_params
+from models.model import arrange_layers, init_params
 from rollout_sglang import engine_arguments, import_engine, stop_if_unable
 from runtime.containment import EngineFailed, Errors, Gate, fail_on_main_thread
-from runtime.layout import make_mesh
 from runtime.mistakes import UserMistake
-
-REPO = Path(__file__).resolve().parent.parent
-TINY = REPO / "tiny"
 
 # ---- What stops a run ----------------------------------------------------------------------------
 
@@ -210,6 +203,8 @@ def test_the_arguments_of_the_engine_follow_from_the_run() -> None:
     assert found["mem_fraction_static"] == 0.8 and not found["disable_overlap_schedule"]
     assert found["json_model_override_args"] == '{"rope_theta": 10000.0}'
     assert engine_arguments(run, [CPU])["max_total_tokens"] == 12 * 192
+    run.cfg = dataclasses.replace(cfg, sglang_jax_max_total_tokens=1000)
+    assert engine_arguments(run, [V4] * 4)["max_total_tokens"] == 1000
 
 
 def engine_table(copies: int) -> tuple[dict, dict[str, jax.ShapeDtypeStruct]]:
@@ -302,23 +297,3 @@ def test_weights_that_do_not_match_are_refused_by_name(params) -> None:
 
     assert "trainer, such as model.layers.0.self_attn.gate.weight; install" in words(new_weight)
     assert "trainer, such as model.embed_tokens.embedding; install" in words(lost)
-
-
-def test_wider_heads_compute_the_same(tmp_path) -> None:
-    widen_heads(TINY, tmp_path / "wide", 64)
-    logits = []
-    for path in (TINY, tmp_path / "wide"):
-        logits.append(hidden_states(path))
-    assert np.abs(logits[0]).max() > 1
-    np.testing.assert_allclose(logits[0], logits[1], atol=2e-5)
-
-
-def hidden_states(path: Path) -> np.ndarray:
-    model = hf.read_config(path)
-    mesh = make_mesh("MESH_SHAPE", "1,1,1", jax.devices()[:1])
-    params = hf.load_params(path, model, mesh, jnp.float32)
-    ids = jnp.arange(5, 37)[None]
-    rows = prompt_rows(jnp.ones(ids.shape, bool))
-    compute = Compute(model, jnp.dtype("float32"))
-    hidden, _ = forward(params, compute, ids, jnp.arange(32)[None], rows)
-    return np.asarray(hidden)

@@ -1,13 +1,10 @@
 """SAMPLING_SUPPORT=auto: the loss scores tokens among those that the sampler could draw."""
 
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
-from runs import environment, train
 from small_model import (
     KERNELS,
     PROMPTS,
@@ -28,9 +25,8 @@ from models.draw import MAX_SUPPORT, Sampling
 from models.logps import token_logps, token_logps_reference
 from models.model import Compute
 from runtime.mistakes import UserMistake
-from runtime.parsing import REPO
-from tools.make_random import make_random
-from update import MicroBatch, compute_logps_and_entropies, micro_step
+from runtime.packing import MicroBatch
+from update import compute_logps_and_entropies, micro_step
 
 # ---- What is scored ------------------------------------------------------------------------------
 
@@ -131,15 +127,15 @@ def scored(sampling: Sampling, mesh: tuple[int, int, int]) -> tuple[MicroBatch, 
         advantages=np.linspace(-1, 1, 16, dtype=np.float32),
         support=drawn.support,
     )
-    return MicroBatch(**in_rows(batch, 4)), Compute(
-        MODEL, jnp.dtype("float32"), train_layout(*mesh)
-    )
+    return in_rows(batch, 4), Compute(MODEL, jnp.dtype("float32"), train_layout(*mesh))
 
 
-@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)], ids=str)
 @pytest.mark.parametrize(
-    "sampling",
-    [Sampling(top_p=0.9), Sampling(top_k=9, top_p=0.9, min_p=0.05)],
+    "sampling, mesh",
+    [
+        (Sampling(top_p=0.9), (1, 1, 1)),
+        (Sampling(top_k=9, top_p=0.9, min_p=0.05), (2, 2, 2)),
+    ],
     ids=["top_p", "all"],
 )
 def test_the_trainer_s_log_probabilities_are_the_sampler_s(sampling, mesh) -> None:
@@ -152,29 +148,8 @@ def test_the_trainer_s_log_probabilities_are_the_sampler_s(sampling, mesh) -> No
     assert (np.abs(everything - batch.sampling_logps) * batch.completion_mask).max() > 0.01
     counts = counts_by_hand(batch.completion_mask.sum(), 16, 1)
     how = {"objective": Objective(), "temperature": 0.7, "compute": compute}
-    _, metrics, _ = micro_step(params, None, batch, counts, **how)
+    _, metrics = micro_step(params, None, batch, counts, **how)
     assert metrics["sampling_logp_difference/max"] < 1e-5
-
-
-# ---- Runs ----------------------------------------------------------------------------------------
-
-
-def test_a_run_says_among_which_tokens_it_scores_and_how_often_128_are_too_few(
-    tmp_path: Path,
-) -> None:
-    """The random model of the smallest size draws almost uniformly from its whole vocabulary. Its
-    rewards may all be equal, and an update would then skip what is scored here."""
-    small = tmp_path / "small"
-    make_random(REPO / "tiny", small, {"hidden_size": 32, "num_hidden_layers": 1})
-    settings = "BATCH_SIZE=2 NUM_PRE_Q=4 TOP_P=0.9 MAX_LENGTH_SAMPLE=16 EXPORT_HF=none"
-    given = {"MODEL_PATH": str(small), "SWITCHED_OFF": "skips"}
-    result = train(tmp_path / "a", **environment(settings), **given)
-    line = "rollout.sampling_support: replay (TOP_K, TOP_P or MIN_P drops tokens): the loss's logps"
-    assert f"{line} are among the tokens that could be drawn\n" in result.lines
-    (record,) = result.records
-    tokens = record["train-other/total_valid_token_count"]
-    assert 0.9 * tokens < record["train-other/support/cut_tokens"] <= tokens
-    assert record["train-other/sampling_logp_difference/max"] < 1e-5
 
 
 def test_the_largest_top_k_that_can_be_replayed_is_a_full_support() -> None:

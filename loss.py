@@ -271,14 +271,6 @@ def _divisor(o: Objective, num_tokens: Any, num_sequences: Any, sequence_tokens:
     return num_sequences * o.max_completion_length
 
 
-def metrics_of_nothing(loss_type: str) -> dict[str, float]:
-    """Returns the metrics of an update without a sequence: its loss is 0, and nothing is clipped.
-    It has no other metric."""
-    clipped = ["low_mean", "high_mean", "region_mean", "low_min", "high_max"]
-    names = {"cispo": ["cispo_clip_ratio"], "sapo": []}
-    return dict.fromkeys(["loss", *names.get(loss_type, [f"clip_ratio/{x}" for x in clipped])], 0.0)
-
-
 def _clip_metrics(
     is_clipped: dict[str, jax.Array], mask: jax.Array, count: jax.Array | float
 ) -> dict[str, jax.Array]:

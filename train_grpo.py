@@ -10,10 +10,9 @@ in a micro-batch. P, B and R count all processes together; b is this process's p
 completion tokens: MAX_LENGTH_SAMPLE in the rollout, and after it one of a few widths, which holds
 the longest completion of the step (completion_width in runtime/packing.py).
 
-On the way a question is a data.Prompt, and what one process samples are Completions (sampling.py,
-which decodes with the state Decoding). From gather_batch on, a Batch (runtime/packing.py) holds all
-sequences in NumPy arrays on every process. It also draws their rows, whose sizes are Widths. A
-MicroBatch (update.py) holds some rows on the devices, and TrainState what an update changes.
+On the way a question is a data.Prompt, and what one process samples are Completions (sampling.py).
+From gather_batch on, a Batch holds all sequences in NumPy arrays on every process. A MicroBatch
+holds some of them in rows on the devices; runtime/packing.py has a picture of such a row.
 
 This departs from the GRPO paper (arXiv 2402.03300) in four points, as most of the field does:
  1. The loss is the mean over all completion tokens of an update, which by default is the step,
@@ -32,14 +31,16 @@ import sys
 from config import Config, load
 
 if __name__ == "__main__":
-    COMMAND = load(sys.argv[1:])  # it ends the program for --print-config and for mistakes
+    CFG, FLAGS, LINES = load(
+        sys.argv[1:]
+    )  # it ends the program for --print-config and for mistakes
 
 import contextlib
 
 import jax
 import numpy as np
 
-from loss import group_advantages, metrics_of_nothing, top_entropy_mask
+from loss import group_advantages, top_entropy_mask
 from metrics import (
     PHASES,
     Step,
@@ -62,14 +63,13 @@ from rollout import (
     reward_completions,
 )
 from runtime.chips import memory_errors_in_sizes, program
-from runtime.layout import shard_batch
-from runtime.packing import Batch, pack, plan_rows
+from runtime.layout import gather_processes, local_part, shard_batch
+from runtime.packing import Batch, MicroBatch, pack, plan_rows
 from runtime.processes import StopSignal, ending_together
 from runtime.run_log import Clock
 from runtime.sizes import MICRO_SIZES
 from startup import export, start
 from update import (
-    MicroBatch,
     TrainState,
     compute_logps_and_entropies,
     computed_per_token,
@@ -77,8 +77,6 @@ from update import (
     learning_rate,
     micro_step,
     optimizer_step,
-    saved_arrays,
-    to_batch,
     zero_grads,
 )
 
@@ -135,8 +133,9 @@ def main(cfg: Config) -> None:
             batch = batch._replace(advantages=advantages, completion_mask=mask)
             clock.lap("advantages")
 
-            # ---- Scores: what the loss needs to know of the tokens before the first update -------
-            batch = with_scores(run, state.params, ref_params, batch)
+            # ---- Log-probabilities before the first update, by the policy and the reference -----
+            batch = with_logps(run, state.params, ref_params, batch)
+            clock.lap("logps")
 
             # ---- Update: PPO_EPOCHS times, an optimizer step for each mini-batch -----------------
             lr = learning_rate(
@@ -146,7 +145,7 @@ def main(cfg: Config) -> None:
                 warmup_ratio=cfg.warmup_ratio,
                 decay_steps=cfg.lr_decay_steps or cfg.steps,
             )
-            state, last_mini_batch, metrics = update_policy(run, life.stop, state, batch, lr, step)
+            state, metrics = update_policy(run, life.stop, state, batch, lr, step)
             clock.lap("update")
 
             # ---- Log -----------------------------------------------------------------------------
@@ -157,9 +156,7 @@ def main(cfg: Config) -> None:
             log_step(run, life.log, Step(step, metrics, batch, sampled_tokens, clock))
 
             # ---- Save ----------------------------------------------------------------------------
-            not_finite = what_is_not_finite(metrics)  # its name and value, or ""
-            arrays = saved_arrays(last_mini_batch) if not_finite else {}
-            life.count_step(len(rounds), not_finite, arrays)
+            life.count_step(len(rounds), what_is_not_finite(metrics))
             due = cfg.save_every_steps and life.progress.step % cfg.save_every_steps == 0
             if due and life.progress.step < cfg.steps:
                 save()
@@ -174,38 +171,41 @@ def main(cfg: Config) -> None:
         life.finish(lambda: export(run, life.out, state.params))
 
 
-# ---- Scores --------------------------------------------------------------------------------------
+# ---- Log-probabilities before the first update ---------------------------------------------------
 
 
-def with_scores(run: Run, params: Params, ref_params: Params | None, batch: Batch) -> Batch:
+def with_logps(run: Run, params: Params, ref_params: Params | None, batch: Batch) -> Batch:
     """The batch with what the loss needs to know of its tokens before the first update: ref_logps
-    if BETA > 0, old_logps if NUM_MINI_BATCHES > 1, and the top_mask of TOP_ENTROPY_QUANTILE, whose
-    threshold is that of the complete step."""
+    if BETA > 0, old_logps if there are several updates, and the top_mask of TOP_ENTROPY_QUANTILE,
+    whose threshold is that of the complete step."""
     cfg = run.cfg
-    scores = {}  # arrays [B, T]
+    found = {}  # arrays [B, T]
     if ref_params is not None:
-        scores["ref_logps"], _ = score(run, ref_params, batch)
-    if cfg.scores_policy():
-        logps, entropies = score(run, params, batch)
-        if cfg.num_mini_batches > 1:
-            scores["old_logps"] = logps
+        found["ref_logps"], _ = batch_logps_and_entropies(run, ref_params, batch)
+    if cfg.needs_policy_logps():
+        logps, entropies = batch_logps_and_entropies(run, params, batch)
+        if run.sizes.updates_per_step > 1:
+            found["old_logps"] = logps
         if cfg.top_entropy_quantile < 1:
             top = top_entropy_mask(entropies, batch.completion_mask, cfg.top_entropy_quantile)
-            scores["top_mask"] = top.astype(np.int32)
-    return batch._replace(**scores)
+            found["top_mask"] = top.astype(np.int32)
+    return batch._replace(**found)
 
 
 @program("compute_logps_and_entropies", MICRO_SIZES)
-def score(run: Run, params: Params, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-    """The log-probabilities and the entropies of the completions' tokens by these weights, both
-    [B, T] float32 nats, as to_batch returns them."""
+def batch_logps_and_entropies(run: Run, params: Params, batch: Batch) -> np.ndarray:
+    """[2, B, T] float32 nats, on every process: the log-probabilities and the entropies of the
+    completions' tokens by these weights. They are 0 for sequences that are not computed, and mean
+    nothing behind the end of a completion."""
+    found = np.zeros((2, *batch.completion_ids.shape), np.float32)
     micro_batches = to_devices(run, batch, computed_sequences(run, batch))
-    scores = [
-        compute_logps_and_entropies(params, x, run.cfg.temperature, run.training)
-        for x in micro_batches
-    ]
-    logps, entropies = ([x[i] for x in scores] for i in (0, 1))
-    return to_batch(logps, micro_batches, batch), to_batch(entropies, micro_batches, batch)
+    compute = run.cfg.temperature, run.training
+    computed = [compute_logps_and_entropies(params, x, *compute) for x in micro_batches]
+    for micro_batch, values in zip(micro_batches, computed, strict=True):
+        local = jax.tree.map(local_part, (micro_batch.sequences, *values))
+        sequences, *values = gather_processes(local)  # [R], [R, T], [R, T]
+        found[:, sequences[sequences >= 0]] = np.stack(values)[:, sequences >= 0]
+    return found
 
 
 def computed_sequences(run: Run, batch: Batch) -> np.ndarray:
@@ -218,15 +218,14 @@ def computed_sequences(run: Run, batch: Batch) -> np.ndarray:
 
 
 def to_devices(run: Run, batch: Batch, sequences: np.ndarray) -> list[MicroBatch]:
-    """These sequences of the batch, packed in rows, all on the devices at once. to_batch in
-    update.py brings values of micro-batches back to the places of the batch."""
-    layout, micro_batches = run.training.layout, []
+    """These sequences of the batch, packed in rows, all on the devices at once."""
+    micro_batches = []
     rows_of_micro_steps, widths = plan_rows(batch, sequences, run.limits)
     for rows in rows_of_micro_steps:
         count = len(rows) // jax.process_count()  # rows of a process
         local = rows[jax.process_index() * count : (jax.process_index() + 1) * count]
-        arrays = pack(batch, local, widths, run.stopping.pad_id)
-        micro_batches.append(MicroBatch(**{k: shard_batch(x, layout) for k, x in arrays.items()}))
+        packed = pack(batch, local, widths, run.stopping.pad_id)
+        micro_batches.append(shard_batch(packed, run.training.layout))
     return micro_batches
 
 
@@ -240,34 +239,29 @@ def update_policy(
     batch: Batch,
     lr: float,
     step: int,
-) -> tuple[TrainState, Batch, dict[str, float]]:
-    """The updates of a step: the state, the mini-batch of the last update, and the metrics.
+) -> tuple[TrainState, dict[str, float]]:
+    """The updates of a step: the state and the metrics.
 
     An update whose loss or gradient is not finite leaves the state as it is, and is the last one.
     """
-    cfg = run.cfg
     updates = []
-    epochs = [groups_of_mini_batches(run, step, epoch) for epoch in range(cfg.ppo_epochs)]
-    groups_of_updates = np.concatenate(epochs)  # [updates, groups of a mini-batch]
+    epochs = [groups_of_mini_batches(run, step, epoch) for epoch in range(run.cfg.ppo_epochs)]
     stop.check()  # once the first update is applied, the run stops only after the step
-    for number, group_indices in enumerate(groups_of_updates, start=1):
+    for group_indices in np.concatenate(epochs):  # [updates, groups of a mini-batch]
         mini_batch = batch.groups(group_indices)
-        if number == 1:  # Without old_logps, which another program has rounded, each ratio is 1.
+        if not updates:  # Without old_logps, which another program has rounded, each ratio is 1.
             mini_batch = mini_batch._replace(old_logps=None)
-        state, metrics, logps, micro_batches = one_update(run, state, mini_batch, lr)
+        state, metrics = one_update(run, state, mini_batch, lr)
         updates.append(metrics)
         if what_is_not_finite(metrics):
-            applied = {"updates_applied": number - 1}
-            return state, mini_batch, merge_updates(updates) | applied
-        if batch.old_logps is None and len(groups_of_updates) > 1:  # one mini-batch, many epochs
-            batch = batch._replace(old_logps=to_batch(logps, micro_batches, batch))
-    return state, mini_batch, merge_updates(updates) | {"updates_applied": number}
+            break
+    applied = len(updates) - bool(what_is_not_finite(metrics))
+    return state, merge_updates(updates) | {"updates_applied": applied}
 
 
 def groups_of_mini_batches(run: Run, step: int, epoch: int) -> np.ndarray:
     """[NUM_MINI_BATCHES, groups] the groups of each update in this epoch, in an order that follows
-    from SEED, the step and the epoch alone. A single mini-batch keeps the order of the batch, since
-    its log-probabilities become old_logps of the batch."""
+    from SEED, the step and the epoch alone; a single mini-batch keeps the order of the batch."""
     P, n = run.sizes.prompts_per_step, run.cfg.num_mini_batches
     order = np.random.default_rng([run.cfg.seed, step, epoch]).permutation(P)
     return (np.arange(P) if n == 1 else order).reshape(n, -1)
@@ -275,55 +269,55 @@ def groups_of_mini_batches(run: Run, step: int, epoch: int) -> np.ndarray:
 
 def one_update(
     run: Run, state: TrainState, mini_batch: Batch, lr: float
-) -> tuple[TrainState, dict[str, float], list[jax.Array], list[MicroBatch]]:
-    """One optimizer step on the sum of the gradients of all micro-batches: the state, the metrics,
-    each micro-batch's log-probabilities [R, T] before the update, and the micro-batches."""
-    sequences, counts = computed_sequences(run, mini_batch), counts_of(mini_batch)
-    micro_batches = to_devices(run, mini_batch, sequences)
-    metrics_of, logps_of = [], []
-    with program("micro_step", MICRO_SIZES):
-        several = run.sizes.grad_accum_steps > 1
-        grads = zero_grads(state.params) if several or not micro_batches else None
-        for micro_batch in micro_batches:
-            grads, metrics, logps = micro_step(
-                state.params,
-                grads,
-                micro_batch,
-                counts,
-                objective=run.objective,
-                temperature=run.cfg.temperature,
-                compute=run.training,
-            )
-            metrics_of.append(metrics)
-            logps_of.append(logps)
-    if not micro_batches:  # nothing to learn from
-        metrics_of = [metrics_of_nothing(run.objective.loss_type)]
+) -> tuple[TrainState, dict[str, float]]:
+    """The state after one optimizer step on the gradient of the mini-batch, and the metrics."""
+    grads, metrics = sum_of_gradients(run, state.params, mini_batch)
+    loss = np.float32(metrics["loss"])
     with program("optimizer_step"):
-        loss = sum(metrics["loss"] for metrics in metrics_of)
         state, norm = optimizer_step(
             state, grads, np.float32(lr), loss, optimizer=run.optimizer, model=run.model
         )
-    # A program that fails is told when its results are read: first those of the micro-steps.
-    with program("micro_step", MICRO_SIZES):
-        metrics = of_all_tokens(merge_metrics(metrics_of), mini_batch, sequences)
-    with program("optimizer_step"):
-        metrics["grad_norm"] = float(norm)
+        return state, metrics | {"grad_norm": float(norm)}
+
+
+@program("micro_step", MICRO_SIZES)
+def sum_of_gradients(
+    run: Run, params: Params, mini_batch: Batch
+) -> tuple[Params, dict[str, float]]:
+    """The sum of the gradients of all micro-batches, and the metrics of the update."""
+    sequences, counts = computed_sequences(run, mini_batch), counts_of(mini_batch)
+    micro_batches = to_devices(run, mini_batch, sequences)
+    several = run.sizes.grad_accum_steps > 1
+    grads = zero_grads(params) if several or not micro_batches else None
+    metrics_of = []
+    for micro_batch in micro_batches:
+        grads, metrics = micro_step(
+            params,
+            grads,
+            micro_batch,
+            counts,
+            objective=run.objective,
+            temperature=run.cfg.temperature,
+            compute=run.training,
+        )
+        metrics_of.append(metrics)
+    metrics = merge_metrics(metrics_of or [{"loss": 0.0}])  # nothing to learn from: no other metric
+    metrics = of_all_tokens(metrics, mini_batch, sequences)
     per_token = computed_per_token(micro_batches, mini_batch, sequences)
-    metrics["throughput/update/computed_per_token"] = per_token
-    return state, metrics, logps_of, micro_batches
+    return grads, metrics | {"throughput/update/computed_per_token": per_token}
 
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="backslashreplace")  # it may lack characters of a model
-    if COMMAND.slice_name:
+    if FLAGS.plan:
         from tools.plan_tpu import plan_and_exit
 
-        plan_and_exit(COMMAND.cfg, COMMAND.slice_name)
-    print(*COMMAND.lines, sep="\n", flush=True)
-    with ending_together(), memory_errors_in_sizes(COMMAND.cfg):
-        if COMMAND.eval_only or COMMAND.question:
+        plan_and_exit(CFG, FLAGS.plan)
+    print(*LINES, sep="\n", flush=True)
+    with ending_together(), memory_errors_in_sizes(CFG):
+        if FLAGS.eval_only or FLAGS.ask:
             from tools.ask import answer_command
 
-            answer_command(COMMAND)
+            answer_command(CFG, FLAGS)
         else:
-            main(COMMAND.cfg)
+            main(CFG)

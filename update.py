@@ -1,14 +1,13 @@
-"""The training state, the arrays of a micro-batch, and the jitted programs of an update: micro_step
-adds the gradient of one micro-batch, optimizer_step applies the sum.
+"""The training state and the jitted programs of an update: micro_step adds the gradient of one
+micro-batch, optimizer_step applies the sum.
 
-Dimensions: X packed rows of a micro-batch over all devices, t = S + C tokens of a row: S places for
-prompts and C for completions; n places for sequences in a row, R = X*n of them, T tokens of the
-longest completion, padded; B sequences of a batch; U ids of a support.
+Dimensions as in runtime/packing.py: X packed rows of a micro-batch, each with S places for prompts,
+C for completions and Q for sequences; R = X*Q, T tokens of the longest completion, padded.
 """
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -18,7 +17,6 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from data import pad_prompts
 from loss import Objective, policy_loss
 from models.attention import PackedRows
 from models.logps import token_logps
@@ -33,8 +31,7 @@ from models.model import (
     param_shardings,
     param_table,
 )
-from runtime.layout import gather_processes, local_part
-from runtime.packing import Batch
+from runtime.packing import Batch, MicroBatch
 
 
 @flax.struct.dataclass
@@ -43,29 +40,6 @@ class TrainState:
 
     params: Params
     opt_state: Any
-
-
-class MicroBatch(NamedTuple):
-    """The sequences of one micro-step, in packed rows; see runtime/packing.py."""
-
-    # [X, t] int32, what is fed: S places for prompts without their last tokens, then C places for
-    # completions, each behind the last token of its prompt.
-    ids: jax.Array
-    positions: jax.Array  # [X, t] int32, of a token in its sequence
-    prompt: jax.Array  # [X, t] int32, the number of the token's prompt in the row; -1: padding
-    start: jax.Array  # [X, t] int32, where in the row the token's prompt or completion begins
-    targets: jax.Array  # [X, C] int32, the completion token that follows each that is fed
-    places: jax.Array  # [X, n, T] int32, where among the C places a sequence's tokens are
-    sequences: jax.Array  # [R] int32, the number of each sequence in its batch; -1: no sequence
-    completion_mask: jax.Array  # [R, T] int32, 1 on the tokens that count
-    sampling_logps: jax.Array  # [R, T] float32 nats
-    advantages: jax.Array  # [R] float32
-    old_logps: jax.Array | None = None  # [R, T] float32 nats; None: logps, so that the ratio is 1
-    ref_logps: jax.Array | None = None  # [R, T] float32 nats; None: no reference
-    top_mask: jax.Array | None = None  # [R, T] int32, 1 where the policy learns; None: everywhere
-    # [X, C, U] int32, the tokens that could be drawn, -1 in unused places; log-probabilities are
-    # relative to them. None: to the complete vocabulary.
-    support: jax.Array | None = None
 
 
 def counts_of(batch: Batch) -> dict[str, np.ndarray]:
@@ -77,20 +51,6 @@ def counts_of(batch: Batch) -> dict[str, np.ndarray]:
     top = batch.completion_mask if batch.top_mask is None else batch.top_mask
     counts["num_top_tokens"] = top.sum()
     return {name: np.float32(max(count, 1)) for name, count in counts.items()}
-
-
-def to_batch(
-    values_of: Sequence[jax.Array], micro_batches: Sequence[MicroBatch], batch: Batch
-) -> np.ndarray:
-    """[B, T] float32 the values [R, T] of each micro-batch, on every process, with one gather for
-    each micro-batch. They are 0 for sequences that no micro-batch holds, and mean nothing behind
-    the end of a completion."""
-    of_batch = np.zeros(batch.completion_ids.shape, np.float32)
-    for micro_batch, values in zip(micro_batches, values_of, strict=True):
-        local = jax.tree.map(local_part, (micro_batch.sequences, values))
-        sequences, values = gather_processes(local)  # [R], [R, T]
-        of_batch[sequences[sequences >= 0]] = values[sequences >= 0]
-    return of_batch
 
 
 def computed_per_token(
@@ -106,48 +66,31 @@ def computed_per_token(
     return float(places / tokens) if tokens else math.nan
 
 
-def saved_arrays(batch: Batch) -> dict[str, np.ndarray]:
-    """The arrays of a batch by name, and its prompts, left-padded: prompt_ids and prompt_mask."""
-    width = max(len(prompt.ids) for prompt in batch.prompts)
-    ids, mask = pad_prompts([prompt.ids for prompt in batch.prompts], width, pad_id=0)
-    return batch.arrays() | {"prompt_ids": ids, "prompt_mask": mask}
-
-
-def completion_scores(
-    params: Params, micro_batch: MicroBatch, temperature: float, compute: Compute
-) -> tuple[jax.Array, jax.Array]:
-    """The log-probabilities and the entropies of the completion tokens, both [R, T] float32 nats.
-
-    params: as arrange_layers makes them.
-    """
-    S = micro_batch.ids.shape[1] - micro_batch.targets.shape[1]
-    rows = PackedRows(micro_batch.prompt, micro_batch.start, S, longest=micro_batch.places.shape[2])
-    hidden, _ = forward(params, compute, micro_batch.ids, micro_batch.positions, rows=rows)
-    scores = token_logps(
-        hidden[:, S:],
-        lm_head(params),
-        micro_batch.targets,
-        support=micro_batch.support,
-        temperature=temperature,
-        mesh=compute.layout.mesh if compute.layout else None,
-        kernel=compute.logps_kernel,
-    )  # each [X, C]
-    at_places = jax.vmap(lambda x, places: x[places])
-    logps, entropy = (at_places(x, micro_batch.places) for x in scores)  # [X, n, T]
-    shape = micro_batch.completion_mask.shape
-    return logps.reshape(shape), entropy.reshape(shape)
-
-
-@functools.partial(jax.jit, static_argnames=("temperature", "compute"))
+@functools.partial(jax.jit, static_argnames=("temperature", "compute"), inline=True)
 def compute_logps_and_entropies(
     params: Params, micro_batch: MicroBatch, temperature: float, compute: Compute
 ) -> tuple[jax.Array, jax.Array]:
     """The log-probabilities and the entropies of the completion tokens, both [R, T] float32 nats.
 
-    params: the weights as the training state holds them.
+    params: as the training state holds them, or as arrange_layers makes them.
     """
     weights = arrange_layers(params, compute.layer_loop, compute.dtype)
-    return completion_scores(weights, micro_batch, temperature, compute)
+    S = micro_batch.ids.shape[1] - micro_batch.targets.shape[1]
+    rows = PackedRows(micro_batch.prompt, micro_batch.start, S, longest=micro_batch.places.shape[2])
+    hidden, _ = forward(weights, compute, micro_batch.ids, micro_batch.positions, rows=rows)
+    in_rows = token_logps(
+        hidden[:, S:],
+        lm_head(weights),
+        micro_batch.targets,
+        support=micro_batch.support,
+        temperature=temperature,
+        mesh=compute.layout.mesh,
+        kernel=compute.logps_kernel,
+    )  # each [X, C]
+    at_places = jax.vmap(lambda x, places: x[places])
+    shape = micro_batch.completion_mask.shape
+    logps, entropy = (at_places(x, micro_batch.places).reshape(shape) for x in in_rows)
+    return logps, entropy
 
 
 @functools.partial(
@@ -162,18 +105,18 @@ def micro_step(
     objective: Objective,
     temperature: float,
     compute: Compute,
-) -> tuple[Params, dict[str, jax.Array], jax.Array]:
-    """`grad_sum` with the gradient of this micro-batch added, its part of the update's metrics (for
-    merge_metrics), and the log-probabilities [R, T] of its tokens.
+) -> tuple[Params, dict[str, jax.Array]]:
+    """`grad_sum` with the gradient of this micro-batch added, and its part of the update's metrics,
+    for merge_metrics.
 
     grad_sum: None for the first micro-batch of an update that has a single one by its settings.
     counts: of the update, from counts_of.
     """
 
-    def loss_of(weights: Params) -> tuple[jax.Array, tuple[dict[str, jax.Array], jax.Array]]:
-        logps, entropy = completion_scores(weights, micro_batch, temperature, compute)  # [R, T]
-        now = jax.lax.stop_gradient(logps)
-        old_logps = now if micro_batch.old_logps is None else micro_batch.old_logps
+    def loss_of(weights: Params) -> tuple[jax.Array, dict[str, jax.Array]]:
+        logps, entropy = compute_logps_and_entropies(weights, micro_batch, temperature, compute)
+        old_logps = micro_batch.old_logps  # [R, T], like logps and entropy
+        old_logps = jax.lax.stop_gradient(logps) if old_logps is None else old_logps
         loss, metrics = policy_loss(
             logps,
             old_logps,
@@ -192,15 +135,13 @@ def micro_step(
         gap = jnp.where(mask, jnp.abs(old_logps - micro_batch.sampling_logps), 0.0)
         metrics["sampling_logp_difference/mean"] = gap.sum() / counts["num_tokens"]
         metrics["sampling_logp_difference/max"] = gap.max()
-        return loss, (metrics, now)
+        return loss, metrics
 
     weights = arrange_layers(params, compute.layer_loop, compute.dtype)
-    grads, (metrics, logps) = jax.grad(loss_of, has_aux=True)(weights)
-    if compute.layout:
-        mesh = compute.layout.mesh
-        shardings = param_shardings(compute.model, mesh, compute.layer_loop)
-        grads = jax.lax.with_sharding_constraint(grads, shardings)
-    return _add(grad_sum, grads), metrics, logps
+    grads, metrics = jax.grad(loss_of, has_aux=True)(weights)
+    shardings = param_shardings(compute.model, compute.layout.mesh, compute.layer_loop)
+    grads = jax.lax.with_sharding_constraint(grads, shardings)
+    return _add(grad_sum, grads), metrics
 
 
 def _add(grad_sum: Params | None, grads: Params) -> Params:
@@ -322,22 +263,3 @@ def learning_rate(
     if schedule == "constant":
         return peak
     raise ValueError(f"LR_SCHEDULE={schedule!r} is unknown; see learning_rate in update.py")
-
-
-# ---- Copies of the weights -----------------------------------------------------------------------
-
-
-@functools.lru_cache
-def sync_weights(
-    model: ModelConfig, mesh: Mesh, dtype: Any, layer_loop: str = "scan"
-) -> Callable[[Params], Params]:
-    """The jitted program that copies Params to a mesh in a dtype, such as the rollout's.
-
-    Both meshes have to list the devices in the same order. The layers of the copy are unrolled if
-    layer_loop is "unroll".
-    """
-
-    def copy(params: Params) -> Params:
-        return arrange_layers(jax.tree.map(lambda x: x.astype(dtype), params), layer_loop, dtype)
-
-    return jax.jit(copy, out_shardings=param_shardings(model, mesh, layer_loop))

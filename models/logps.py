@@ -94,7 +94,9 @@ class CallSettings(NamedTuple):
 
     temperature: float
     mesh: Mesh | None
-    kernel: Any  # the Kernel of loss_pallas.py; None: jnp
+    # None: jnp. Else the Kernel of loss_pallas.py, for its methods blocks (the sizes of tiles),
+    # pack and unpack (Statistics or BackwardInputs as one array), forward and backward (of a tile).
+    kernel: Any
 
 
 class Target(NamedTuple):

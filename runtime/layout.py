@@ -40,11 +40,6 @@ class Layout(NamedTuple):
         """The number of parts into which the batch is split."""
         return math.prod(self.mesh.shape[axis] for axis in self.batch_axes)
 
-    @property
-    def heads_axis(self) -> str | None:
-        """The mesh axis that splits the heads of attention, or None."""
-        return None if "tp" in self.batch_axes else "tp"
-
 
 def make_mesh(
     setting: str, shape: str, devices: Sequence[jax.Device], auto: Sequence[int] = (1, -1, 1)
@@ -87,11 +82,11 @@ def mesh_text(mesh: Mesh) -> str:
 # ---- From host to devices and back ---------------------------------------------------------------
 
 
-def shard_batch(x: np.ndarray, layout: Layout) -> jax.Array:
-    """The global array that joins `x` of every process along the first axis, in process order,
-    split over the layout's batch axes."""
+def shard_batch(tree: Any, layout: Layout) -> Any:
+    """The global arrays that join the NumPy arrays of every process along their first axis, in
+    process order, split over the layout's batch axes."""
     sharding = NamedSharding(layout.mesh, PartitionSpec(layout.batch_axes))
-    return jax.make_array_from_process_local_data(sharding, x)
+    return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x), tree)
 
 
 def local_part(x: jax.Array) -> np.ndarray:
@@ -106,20 +101,17 @@ def gather_processes(tree: Any) -> Any:
 
     All processes have to call it.
     """
-    if jax.process_count() == 1:
-        return tree
-    # As bytes, because jax would round float64. Each device holds the bytes of all processes, so
-    # that they come in pieces.
-    arrays, structure = jax.tree.flatten(tree)
-    data = np.frombuffer(b"".join(x.tobytes() for x in arrays), np.uint8)
-    pieces = np.array_split(data, -(-max(data.nbytes, 1) * jax.process_count() // GATHER_BYTES))
-    gathered = np.concatenate([multihost_utils.process_allgather(x) for x in pieces], axis=1)
-    ends = np.cumsum([x.nbytes for x in arrays])
-    of_arrays = np.split(gathered, ends[:-1], axis=1)  # [processes, bytes] each
-    return structure.unflatten(
-        part.reshape(-1).view(x.dtype).reshape(-1, *x.shape[1:])
-        for x, part in zip(arrays, of_arrays, strict=True)
-    )
+
+    def gather(x: np.ndarray) -> np.ndarray:
+        # As bytes, because jax would round float64. Each device holds the bytes of all processes,
+        # so that they come in pieces.
+        data = x.reshape(-1).view(np.uint8)
+        pieces = np.array_split(data, -(-data.nbytes * jax.process_count() // GATHER_BYTES))
+        gathered = [multihost_utils.process_allgather(piece) for piece in pieces]
+        joined = np.concatenate(gathered, axis=1)  # [processes, bytes]
+        return joined.reshape(-1).view(x.dtype).reshape(-1, *x.shape[1:])
+
+    return tree if jax.process_count() == 1 else jax.tree.map(gather, tree)
 
 
 def join(parts: Sequence[Any]) -> Any:
@@ -137,25 +129,21 @@ def on_host(x: jax.Array) -> np.ndarray:
 # ---- Within a program ----------------------------------------------------------------------------
 
 
-def constrain(x: jax.Array, layout: Layout | None, *axes: Any) -> jax.Array:
+def constrain(x: jax.Array, layout: Layout, *axes: Any) -> jax.Array:
     """x split over these mesh axes; one entry for each dimension, as in a PartitionSpec."""
-    if layout is None:
-        return x
     return jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, PartitionSpec(*axes)))
 
 
-def constrain_batch(x: jax.Array, layout: Layout | None) -> jax.Array:
+def constrain_batch(x: jax.Array, layout: Layout) -> jax.Array:
     """x with its first dimension split as attention needs it; other dimensions stay as they are.
 
     A reshape of the batch dimension loses its sharding, and the compiler would then gather keys.
     """
-    if layout is None:
-        return x
     free = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
     return constrain(x, layout, layout.batch_axes, *free)
 
 
-def gather_fsdp(weight: jax.Array, axes: tuple[Any, ...], layout: Layout | None) -> jax.Array:
+def gather_fsdp(weight: jax.Array, axes: tuple[Any, ...], layout: Layout) -> jax.Array:
     """A weight gathered over fsdp just before its use, so that only tp moves activations.
 
     axes: the mesh axis, or axes, of each dimension of the weight.

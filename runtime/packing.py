@@ -30,8 +30,8 @@ A line of the mask is a token that is fed, an x in it a key that this token sees
      9  r           x x               x             no other completion, also of the same prompt
 
 Dimensions: B sequences of a batch, K completions for each prompt, X rows of a micro-step over all
-devices, t = S + C tokens of a row: S places for prompts and C for completions; n places for
-sequences in a row, T tokens of the longest completion, padded; U ids of a support.
+devices, each with S places for tokens of prompts, C for tokens of completions and Q for sequences;
+R = X*Q, T tokens of the longest completion, padded; U ids of a support.
 """
 
 import math
@@ -112,13 +112,34 @@ class Batch(NamedTuple):
         return self._replace(**{name: arrays[name][:, :T] for name in names if name in arrays})
 
 
+class MicroBatch(NamedTuple):
+    """The rows of one micro-step: NumPy arrays of this process, or arrays on all devices."""
+
+    ids: Any  # [X, S+C] int32, like positions, prompt and start; the picture above explains these
+    positions: Any
+    prompt: Any  # -1: padding
+    start: Any
+    targets: Any  # [X, C] int32
+    places: Any  # [X, Q, T] int32, from 0 on: where among the C places a sequence's tokens are
+    sequences: Any  # [R] int32, the number of each sequence in its batch; -1: no sequence
+    completion_mask: Any  # [R, T] int32, 1 on the tokens that count; 0 if there is no sequence
+    sampling_logps: Any  # [R, T] float32 nats
+    advantages: Any  # [R] float32
+    old_logps: Any = None  # [R, T] float32 nats; None: those of now, so that each ratio is 1
+    ref_logps: Any = None  # [R, T] float32 nats; None: no reference
+    top_mask: Any = None  # [R, T] int32, 1 where the policy learns; None: everywhere
+    # [X, C, U] int32, the tokens that could be drawn, -1 in unused places; log-probabilities are
+    # relative to them. None: to the complete vocabulary.
+    support: Any = None
+
+
 class Widths(NamedTuple):
     """The sizes of all rows of an update."""
 
     rows: int  # of a device in a micro-step
     S: int  # places for prompts
     C: int  # places for completions
-    n: int  # places for sequences
+    Q: int  # places for sequences
     T: int  # tokens of the longest completion, padded
 
 
@@ -207,15 +228,15 @@ def packed_rows(
     prompt_tokens = [len(prompt.ids) - 1 for prompt in batch.prompts]
     longest_prompt = max(prompt_tokens[batch.prompt_of(group[0])] for group in groups)
     tokens = most.rows * (most.S + most.C)
-    n = max(RESULTS_PER_TOKEN * tokens // T, 1)
-    n = min(2 ** (n.bit_length() - 1), power_of_two(len(lengths)))
+    Q = max(RESULTS_PER_TOKEN * tokens // T, 1)
+    Q = min(2 ** (Q.bit_length() - 1), power_of_two(len(lengths)))
     tokens = min(tokens, limits.row_tokens)
     C = round_up(max(lengths[group[0]] for group in groups), GRID, limits.unit)
     while C + longest_prompt <= tokens:
-        rows = fill_rows(batch, lengths, groups, Widths(1, tokens - C, C, n, T))
+        rows = fill_rows(batch, lengths, groups, Widths(1, tokens - C, C, Q, T))
         S = max(sum(prompt_tokens[p] for p in prompts_of(batch, row)) for row in rows)
         S = min(round_up(S, GRID // 2, limits.unit), tokens - C)
-        yield rows, Widths(1, S, C, n, T)
+        yield rows, Widths(1, S, C, Q, T)
         if len(rows) <= limits.shards:  # a single micro-step holds them all
             break
         C = round_up(C + 1, GRID, limits.unit)
@@ -255,7 +276,7 @@ def fill_rows(
     into the first row that has room for all of it, and is split only if an empty row is too small
     for it. Then its sequences fill the row with most room, and the others go on like a group.
     """
-    empty = (most.S, most.C, most.n)
+    empty = (most.S, most.C, most.Q)
     rows: list[list[int]] = []
     room: list[tuple[int, int, int]] = []  # of each row: for prompts, completions and sequences
 
@@ -275,44 +296,35 @@ def fill_rows(
                 rows.append([])
                 room.append(empty)
                 place = len(rows) - 1
-            S, C, n = room[place]
+            S, C, Q = room[place]
             here: list[int] = []
             for i in left:
-                if lengths[i] <= C and len(here) < n:
+                if lengths[i] <= C and len(here) < Q:
                     here.append(i)
                     C -= lengths[i]
             rows[place] += here
-            room[place] = (S - prompt, C, n - len(here))
+            room[place] = (S - prompt, C, Q - len(here))
             left = [i for i in left if i not in here]
     return rows
 
 
-def pack(
-    batch: Batch, rows: Sequence[Sequence[int]], widths: Widths, pad_id: int
-) -> dict[str, np.ndarray]:
-    """The arrays of a micro-batch with these rows, by their names in update.MicroBatch."""
-    (_, S, C, n, T), X = widths, len(rows)
-    place = np.tile(np.arange(S + C, dtype=np.int32), (X, 1))
-    tokens = {
-        "ids": np.full((X, S + C), pad_id, np.int32),
-        "positions": np.zeros((X, S + C), np.int32),
-        "prompt": np.full((X, S + C), -1, np.int32),
-        "start": place,  # padding begins at itself
-        "targets": np.full((X, C), pad_id, np.int32),
-        "places": np.zeros((X, n, T), np.int32),
-    }
+def pack(batch: Batch, rows: Sequence[Sequence[int]], widths: Widths, pad_id: int) -> MicroBatch:
+    """These rows in NumPy arrays."""
+    (_, S, C, Q, T), X = widths, len(rows)
+    ids, positions = np.full((X, S + C), pad_id, np.int32), np.zeros((X, S + C), np.int32)
+    prompt = np.full((X, S + C), -1, np.int32)
+    start = np.tile(np.arange(S + C, dtype=np.int32), (X, 1))  # padding begins at itself
+    targets, places = np.full((X, C), pad_id, np.int32), np.zeros((X, Q, T), np.int32)
+    sequences, support = np.full((X, Q), -1, np.int32), None
     if batch.support is not None:
-        tokens["support"] = np.full((X, C, batch.support.shape[2]), -1, np.int32)
+        support = np.full((X, C, batch.support.shape[2]), -1, np.int32)
 
-    def write(x: int, at: int, ids: Sequence[int], position: int, prompt: int) -> int:
-        span = slice(at, at + len(ids))
-        tokens["ids"][x, span] = ids
-        tokens["prompt"][x, span] = prompt
-        tokens["start"][x, span] = at
-        tokens["positions"][x, span] = np.arange(position, position + len(ids))
-        return at + len(ids)
+    def write(x: int, at: int, tokens: Sequence[int], position: int, number: int) -> int:
+        span = slice(at, at + len(tokens))
+        ids[x, span], prompt[x, span], start[x, span] = tokens, number, at
+        positions[x, span] = np.arange(position, position + len(tokens))
+        return at + len(tokens)
 
-    sequences = np.full((X, n), -1, np.int32)
     lengths = batch.lengths.tolist()
     for x, row in enumerate(rows):
         at, prompts = 0, prompts_of(batch, row)
@@ -323,21 +335,21 @@ def pack(
         for j, i in enumerate(row):
             p, drawn = batch.prompt_of(i), batch.completion_ids[i, : lengths[i]]
             span = slice(at - S, at - S + lengths[i])
-            tokens["targets"][x, span] = drawn
-            tokens["places"][x, j, : lengths[i]] = np.arange(span.start, span.stop)
-            if batch.support is not None:
-                tokens["support"][x, span] = batch.support[i, : lengths[i]]
-            ids = batch.prompts[p].ids
-            at = write(x, at, [ids[-1], *drawn[:-1].tolist()], len(ids) - 1, prompts.index(p))
+            targets[x, span] = drawn
+            places[x, j, : lengths[i]] = np.arange(span.start, span.stop)
+            if support is not None:
+                support[x, span] = batch.support[i, : lengths[i]]
+            given = batch.prompts[p].ids
+            at = write(x, at, [given[-1], *drawn[:-1].tolist()], len(given) - 1, prompts.index(p))
     index = sequences.reshape(-1)  # [R]
     used = index >= 0
-    per_sequence = {
-        "sequences": index,
-        "completion_mask": batch.completion_mask[index] * used[:, None].astype(np.int32),
-        "sampling_logps": batch.sampling_logps[index],
-        "advantages": np.where(used, batch.advantages[index], 0).astype(np.float32),
-    }
-    for name in ("old_logps", "ref_logps", "top_mask"):
-        if (values := getattr(batch, name)) is not None:
-            per_sequence[name] = values[index]
-    return tokens | per_sequence
+    optional = {name: getattr(batch, name) for name in ("old_logps", "ref_logps", "top_mask")}
+    return MicroBatch(
+        *(ids, positions, prompt, start, targets, places),
+        sequences=index,
+        completion_mask=batch.completion_mask[index] * used[:, None].astype(np.int32),
+        sampling_logps=batch.sampling_logps[index],
+        advantages=np.where(used, batch.advantages[index], 0).astype(np.float32),
+        support=support,
+        **{name: x[index] for name, x in optional.items() if x is not None},
+    )

@@ -25,7 +25,7 @@ import loss_pallas
 from loss import Objective, policy_loss
 from loss_pallas import Kernel
 from models.logps import token_logps
-from tools import bench
+from tools import programs
 
 GOLDENS = Path(__file__).parent / "goldens"
 TRL = json.loads((GOLDENS / "trl.json").read_text(encoding="utf-8"))["logits"]
@@ -133,10 +133,12 @@ def test_the_objective_s_gradient_in_the_logits_is_that_of_trl() -> None:
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("impl", ["jax", "pallas"])
-@pytest.mark.parametrize("temperature, D", [(0.6, 64), (1.0, 896)])
-@pytest.mark.parametrize("n, V", [(1, 1000), (7, 17), (129, 4099), (300, 1000)])
+@pytest.mark.parametrize(
+    "n, V, D, temperature",
+    [(1, 1000, 64, 0.6), (7, 17, 896, 1.0), (129, 4099, 64, 0.6), (300, 1000, 896, 1.0)],
+)
 def test_values_and_gradients_are_those_of_numpy(
-    n: int, V: int, temperature: float, D: int, impl: str
+    n: int, V: int, D: int, temperature: float, impl: str
 ) -> None:
     """Uneven tiles and blocks; with the gradient of the entropy and without."""
     hidden, lm_head, ids = inputs(n, V=V, D=D)
@@ -148,27 +150,16 @@ def test_values_and_gradients_are_those_of_numpy(
         assert_relative(run(hidden, lm_head, cotangents), expected, 1e-5)
 
 
-@pytest.mark.parametrize("impl", ["jax", "pallas"])
-def test_a_real_vocabulary_goes_through_in_tiles(impl: str) -> None:
-    hidden, lm_head, ids = inputs(7, V=151936)
-    ids[:2] = 0, 151935
-    got = token_logps(jnp.asarray(hidden), lm_head, jnp.asarray(ids), kernel=KERNELS[impl])
-    expected = numpy_gradients(hidden, lm_head, ids, np.zeros((2, 7)), 1.0)
-    np.testing.assert_allclose(got, expected[:2], rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("impl", ["jax", "pallas"])
-@pytest.mark.parametrize("lm_head_type", [jnp.bfloat16, jnp.float32])
-def test_bfloat16_operands_have_float32_logits(impl: str, lm_head_type: Any) -> None:
-    """Whatever the lm_head is kept in, hidden says in what it is multiplied."""
+def test_bfloat16_operands_have_float32_logits(impl: str) -> None:
+    """The lm_head is kept in float32; hidden says in what it is multiplied."""
     hidden, lm_head, ids = inputs(3, 43, V=1009)
-    lm_head *= 0.3
-    hidden, lm_head = jnp.asarray(hidden, jnp.bfloat16), jnp.asarray(lm_head, lm_head_type)
+    hidden, lm_head = jnp.asarray(hidden, jnp.bfloat16), jnp.asarray(lm_head * 0.3)
     cotangents = random_cotangents(3, 43)
     got = program(ids, 1.0, kernel=KERNELS[impl])(hidden, lm_head, cotangents)
     assert got.logps.dtype == got.entropy.dtype == np.float32
-    assert (got.grad_hidden.dtype, got.grad_lm_head.dtype) == (jnp.bfloat16, lm_head_type)
+    assert (got.grad_hidden.dtype, got.grad_lm_head.dtype) == (jnp.bfloat16, np.float32)
     exact = [np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64) for x in (hidden, lm_head)]
     expected = numpy_gradients(*exact, ids, cotangents, 1.0)
     assert_relative(got, expected, 2e-2)
@@ -176,34 +167,14 @@ def test_bfloat16_operands_have_float32_logits(impl: str, lm_head_type: Any) -> 
     np.testing.assert_allclose(got.entropy, expected.entropy, atol=2e-5)
 
 
-@pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("impl", ["jax", "pallas"])
-def test_a_tied_lm_head_gets_both_gradients(impl: str) -> None:
-    _, embed, ids = inputs(20, V=300)
-    tokens = (ids + 1) % 300
-
-    def loss(embed: jax.Array, **how: Any) -> jax.Array:
-        logps, entropy = token_logps(jnp.tanh(embed[tokens]), embed, ids, **how)
-        return logps.sum() + 0.1 * entropy.sum()
-
-    got = jax.grad(loss)(jnp.asarray(embed), kernel=KERNELS[impl])
-    hidden = np.tanh(embed[tokens])
-    cotangents = np.stack([np.ones(20), np.full(20, 0.1)])
-    expected = numpy_gradients(hidden, embed, ids, cotangents, 1.0)
-    through = expected.grad_lm_head.copy()
-    np.add.at(through, tokens, expected.grad_hidden * (1 - hidden.astype(float) ** 2))
-    assert np.abs(got - through).max() < 1e-5 * np.abs(through).max()
-
-
 # ---- On a mesh -----------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("impl", ["jax", "pallas"])
-@pytest.mark.parametrize("shape", [(8, 1, 1), (2, 2, 2), (1, 2, 4)], ids=str)
-def test_devices_do_what_one_does(shape: tuple[int, int, int], impl: str) -> None:
-    """A device holds 1000 to 4000 words of the vocabulary, in uneven tiles."""
-    mesh = Mesh(np.array(jax.devices()).reshape(shape), ("dp", "fsdp", "tp"))
+def test_devices_do_what_one_does(impl: str) -> None:
+    """A device holds 2000 words of the vocabulary, in uneven tiles."""
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("dp", "fsdp", "tp"))
     hidden, lm_head, ids = inputs(8, 37, V=4000)
     cotangents = random_cotangents(8, 37)
     got = program(ids, 0.7, mesh=mesh, kernel=KERNELS[impl])(hidden, lm_head, cotangents)
@@ -211,13 +182,12 @@ def test_devices_do_what_one_does(shape: tuple[int, int, int], impl: str) -> Non
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("cores", [1, 2])
-def test_the_kernels_race_with_nobody(monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
+def test_the_kernels_race_with_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every block adds to the gradients of the one before; each core of a v4 has one gradient."""
-    monkeypatch.setitem(loss_pallas.CORES, "cpu", (16, cores))
+    monkeypatch.setitem(loss_pallas.CORES, "cpu", (16, 2))
     hidden, lm_head, ids = inputs(256, V=300)
     cotangents = random_cotangents(256)
-    watch = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=cores)
+    watch = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
     got = program(ids, 1.0, kernel=Kernel("cpu", watch))(hidden, lm_head, cotangents)
     assert not interpret_pallas_call.races.races_found
     assert_relative(got, numpy_gradients(hidden, lm_head, ids, cotangents, 1.0), 1e-5)
@@ -271,24 +241,39 @@ def test_a_device_counts_only_the_logits_that_it_holds(monkeypatch: pytest.Monke
 
 # ---- The compiler of the TPU ---------------------------------------------------------------------
 
-HEADS = {
-    "Qwen2.5-0.5B": bench.LossShape(16 * 1024, 896, 151936),
-    "Qwen2.5-3B": bench.LossShape(16 * 1024, 2048, 151936),
-    "Qwen2.5-14B": bench.LossShape(16 * 1024, 5120, 152064),
-}
-QUICK = ("v6e", "Qwen2.5-3B")
-ALL_KERNELS = [
-    pytest.param(chip, head, marks=() if (chip, head) == QUICK else pytest.mark.slow)
-    for chip in bench.CHIPS
-    for head in HEADS
+HEADS = {"Qwen2.5-3B": (2048, 151936), "Qwen2.5-14B": (5120, 152064)}  # D, V
+# Chips with 16, 64 and 128 MiB of VMEM for a core, and a wide model beside the least of them, whose
+# small tiles compile fastest.
+KERNELS_TO_COMPILE = [
+    ("v4", "Qwen2.5-14B"),
+    pytest.param("v5p", "Qwen2.5-3B", marks=pytest.mark.slow),
+    pytest.param("v6e", "Qwen2.5-3B", marks=pytest.mark.slow),
 ]
 
 
-@pytest.mark.parametrize("chip, head", ALL_KERNELS)
-def test_the_kernels_compile_for_every_tpu(chip: str, head: str) -> None:
+@pytest.mark.parametrize("chip, head", KERNELS_TO_COMPILE)
+def test_the_kernels_compile_for_a_tpu_and_need_less_than_an_eighth_of_the_logits(
+    chip: str, head: str
+) -> None:
+    """The gradient with respect to hidden and lm_head for 8 TPUs with fsdp: 16 x 1024 tokens on
+    each."""
     pytest.importorskip("libtpu", reason='the TPU compiler: pip install "jax[tpu]"')
-    text = bench.compile_loss("pallas", True, HEADS[head], chip).as_text()
-    assert text.count("tpu_custom_call") >= 2, "forward and backward"
+    (D, V), devices = HEADS[head], programs.slice_devices(f"{chip}-8")
+    mesh = Mesh(np.array(devices).reshape(1, -1, 1), ("dp", "fsdp", "tp"))
+    R, kernel = 16 * len(devices), Kernel(devices[0].device_kind)
+    hidden = programs.array(mesh, (R, 1024, D), jnp.bfloat16, ("dp", "fsdp"))
+    lm_head = programs.array(mesh, (V, D), jnp.float32, "tp", "fsdp")
+    ids = programs.array(mesh, (R, 1024), jnp.int32, ("dp", "fsdp"))
+
+    def loss(hidden: jax.Array, lm_head: jax.Array, ids: jax.Array) -> jax.Array:
+        logps, entropy = token_logps(hidden, lm_head, ids, mesh=mesh, kernel=kernel)
+        return logps.sum() + 0.01 * entropy.sum()
+
+    gradient = jax.jit(jax.grad(loss, (0, 1)), out_shardings=(hidden.sharding, lm_head.sharding))
+    compiled = gradient.lower(hidden, lm_head, ids).compile()
+    assert compiled.as_text().count("tpu_custom_call") >= 2, "forward and backward"
+    logits = 4 * 16 * 1024 * V  # bytes
+    assert compiled.memory_analysis().temp_size_in_bytes < logits / 8
 
 
 def test_a_model_too_wide_for_the_chip_is_named() -> None:
@@ -297,17 +282,3 @@ def test_a_model_too_wide_for_the_chip_is_named() -> None:
     ):
         loss_pallas.block_sizes(8192, 2, "TPU v4")
     assert loss_pallas.block_sizes(8192, 2, "TPU v6 lite")[1] >= 1024
-
-
-@pytest.mark.slow
-def test_the_loss_takes_less_than_an_eighth_of_the_memory_of_full_logits() -> None:
-    """16 x 1024 tokens a device of Qwen2.5-3B on a v6e-8, gradients included."""
-    pytest.importorskip("libtpu", reason='the TPU compiler: pip install "jax[tpu]"')
-
-    def temporaries(impl: str) -> int:
-        compiled = bench.compile_loss(impl, True, HEADS["Qwen2.5-3B"], "v6e")
-        return compiled.memory_analysis().temp_size_in_bytes
-
-    full = temporaries("full")
-    assert full > 14 * 2**30
-    assert temporaries("jax") < full / 8 and temporaries("pallas") < full / 8

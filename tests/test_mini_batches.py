@@ -9,19 +9,20 @@ from runs import REPO, environment
 import data
 import train_grpo
 from config import Config
-from rollout import Run
+from rollout import Run, rollout_passes
 from runtime.mistakes import UserMistake
 from runtime.packing import Batch
 from runtime.sizes import Sizes, derive
 from startup import set_up
 from train_grpo import (
+    batch_logps_and_entropies,
     computed_sequences,
     groups_of_mini_batches,
     to_devices,
     update_policy,
-    with_scores,
+    with_logps,
 )
-from update import counts_of, to_batch
+from update import counts_of
 
 TINY = REPO / "tiny"
 
@@ -118,9 +119,6 @@ def test_every_group_is_in_one_mini_batch_with_all_its_sequences_and_each_has_it
         assert sorted(advantages[counted]) == sorted({*sequences} - {5})
         tokens = 24 - 3 * (1 in groups)  # sequence 5 is one of group 1
         assert [*counts_of(mini_batch).values()] == [tokens, 8, tokens]
-        expected = np.repeat(np.where(sequences == 5, 0, sequences), 3)
-        found = to_batch([x.sampling_logps for x in micro_batches], micro_batches, mini_batch)
-        assert [*found.reshape(-1)] == [*expected], "results come back to the places of the batch"
 
 
 def test_the_mini_batches_follow_from_seed_step_and_epoch_and_a_single_one_is_not_shuffled() -> (
@@ -134,34 +132,58 @@ def test_the_mini_batches_follow_from_seed_step_and_epoch_and_a_single_one_is_no
     assert groups_of_mini_batches(run, step=3, epoch=1).tolist() == [[*range(8)]]
 
 
-@pytest.mark.parametrize("n", [1, 4])
-def test_old_logps_are_those_before_the_first_update(n: int, monkeypatch) -> None:
-    """Here the log-probability of a token is its sequence and 100 for each update before it. Those
-    of one mini-batch come from its first update; those of several are scored once, before it."""
-    run = run_of(f"NUM_MINI_BATCHES={n} TRAIN_MICRO_BATCH_SIZE=8 PPO_EPOCHS=2")
-    scored, updated = [], []
+@pytest.mark.parametrize(
+    "settings", ["NUM_MINI_BATCHES=4", "NUM_MINI_BATCHES=1 PPO_EPOCHS=2", "PPO_EPOCHS=2"]
+)
+def test_old_logps_are_those_before_the_first_update(settings: str, monkeypatch) -> None:
+    """Here the log-probability of a token is its sequence and 100 for each update before it, and
+    its entropy is 7."""
+    run = run_of(f"{settings} TRAIN_MICRO_BATCH_SIZE=8 ENTROPY_COEF=0.1")
+    updated = []
 
-    def score(run, params, batch) -> tuple[np.ndarray, None]:
-        scored.append(params)
-        return batch.sampling_logps, None
+    def compute(params, micro_batch, *how) -> tuple:
+        logps = micro_batch.sampling_logps + 100 * params
+        return logps, 0 * logps + 7
 
     def one_update(run, state, mini_batch, lr) -> tuple:
         updated.append((mini_batch.advantages, mini_batch.old_logps))
-        micro_batches = to_devices(run, mini_batch, computed_sequences(run, mini_batch))
-        logps = [batch.sampling_logps + 100 * state.params for batch in micro_batches]
-        found = {"loss": 0.0, "grad_norm": 1.0}
-        return SimpleNamespace(params=state.params + 1), found, logps, micro_batches
+        return SimpleNamespace(params=state.params + 1), {"loss": 0.0, "grad_norm": 1.0}
 
-    monkeypatch.setattr(train_grpo, "score", score)
+    monkeypatch.setattr(train_grpo, "compute_logps_and_entropies", compute)
     monkeypatch.setattr(train_grpo, "one_update", one_update)
     before, never = SimpleNamespace(params=0), SimpleNamespace(check=lambda: None)
-    batch = with_scores(run, 0, None, step_of(masked=5))
-    state, _, metrics = update_policy(run, never, before, batch, 0.1, step=3)
-    assert state.params == len(updated) == metrics["updates_applied"] == 2 * n
-    assert scored == ([0] if n > 1 else []), "the weights before the first update"
+    batch = step_of(masked=5)
+    _, entropies = batch_logps_and_entropies(run, 0, batch)
+    assert entropies.tolist() == [[0.0 if i == 5 else 7.0] * 3 for i in range(32)]
+    batch = with_logps(run, 0, None, batch)
+    state, metrics = update_policy(run, never, before, batch, 0.1, step=3)
+    assert state.params == len(updated) == metrics["updates_applied"] == run.sizes.updates_per_step
     assert updated[0][1] is None, "each ratio of the first update is 1"
     for sequences, old in updated[1:]:
-        assert [*old[sequences != 5, 0]] == [*sequences[sequences != 5]]
+        assert [*old[:, 0]] == [*np.where(sequences == 5, 0, sequences)]
+
+
+def test_a_step_of_one_update_computes_no_log_probabilities_before_it(monkeypatch) -> None:
+    monkeypatch.setattr(train_grpo, "batch_logps_and_entropies", None)
+    run, batch = run_of("NUM_MINI_BATCHES=1"), step_of(masked=5)
+    assert with_logps(run, 0, None, batch).old_logps is None
+
+
+# ---- Passes --------------------------------------------------------------------------------------
+
+
+def test_passes_number_the_sequences_of_a_step_as_one_pass_does() -> None:
+    """The random numbers of a sequence follow from the key and its number."""
+    run, prompts = run_of(""), [data.Prompt([3, 4], {})] * 8
+    never = SimpleNamespace(check=lambda: None)
+    called = []
+    backend = SimpleNamespace(generate=lambda *given: called.append(given))
+    for size in (8, 2):
+        passes = rollout_passes(run, backend, never, prompts, "key", "", "sampling", 4, size)
+        assert len([*passes]) == 8 // size
+    one, *four = [ids for _, _, ids, _, _ in called]
+    assert one.tolist() == np.concatenate(four).tolist() == [*range(32)]
+    assert {key for *_, key, _ in called} == {"key"}
 
 
 # ---- Sequences that are left out -----------------------------------------------------------------
@@ -196,7 +218,6 @@ def test_sequences_of_advantage_zero_are_in_no_micro_step() -> None:
         held = [*np.concatenate([np.zeros(0), *(x.sequences for x in micro_batches)])]
         assert sorted(i for i in held if i >= 0) == expected
         assert counts_of(given)["num_tokens"] == 31 * 3
-    assert not to_batch([], [], none).any()
 
 
 def test_a_sequence_whose_log_probabilities_are_not_finite_is_computed() -> None:

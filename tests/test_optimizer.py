@@ -14,7 +14,8 @@ from small_model import assert_close, laid_out, same_shardings, shardings, weigh
 from small_model import train_layout as layout
 
 from models.model import Params, param_shardings
-from update import Optimizer, init_state, learning_rate, optimizer_step, sync_weights
+from sampling import sync_weights
+from update import Optimizer, init_state, learning_rate, optimizer_step
 
 SGD = Optimizer("sgd", weight_decay=0.1, clip_norm=0.5)
 ADAMW = Optimizer("adamw", weight_decay=0.1, clip_norm=0.5)

@@ -79,20 +79,29 @@ def test_the_row_that_is_drawn_is_the_row_that_is_made() -> None:
     mask = (ids > 0).astype(np.int32)
     batch = batch_of([[a, b, c], [p, q, r]], ids, mask, mask.astype("f"), mask[:, 0])
     arrays = pack(batch, [[0, 2, 3]], Widths(1, 4, 8, 3, 3), pad_id=0)
-    assert [number[token] for token in drawn["ids"]] == arrays["ids"][0].tolist()
-    assert [number[token] for token in drawn["targets"]] == arrays["targets"][0].tolist()
+    assert [number[token] for token in drawn["ids"]] == arrays.ids[0].tolist()
+    assert [number[token] for token in drawn["targets"]] == arrays.targets[0].tolist()
     for name in ("positions", "prompt", "start"):
-        assert [*map(int, drawn[name])] == arrays[name][0].tolist(), name
-    held = arrays["places"].reshape(-1)[mask[[0, 2, 3]].reshape(-1) > 0]
+        assert [*map(int, drawn[name])] == getattr(arrays, name)[0].tolist(), name
+    held = arrays.places.reshape(-1)[mask[[0, 2, 3]].reshape(-1) > 0]
     assert [*map(int, drawn["places"])] == held.tolist()
 
-    tokens = jnp.stack([jnp.arange(12), arrays["prompt"][0], arrays["start"][0]], axis=-1)
+    tokens = jnp.stack([jnp.arange(12), arrays.prompt[0], arrays.start[0]], axis=-1)
     sees = np.asarray(attention._seen(tokens, tokens, 4))  # [queries, keys]
     columns = [line for line in lines if line.startswith("    place ")][0]
     at = [re.search(rf"\b{key}\b", columns).start() for key in range(12)]
     for query in range(10):
         [line] = [line for line in lines if line.startswith(f"    {query:2}  ")]
         assert [len(line) > i and line[i] == "x" for i in at] == sees[query].tolist(), query
+
+
+def test_an_empty_place_for_a_sequence_has_a_mask_of_zeros() -> None:
+    """Its other values are those of some sequence, whose tokens count in its own place only."""
+    batch = numbered([2, 3], [2])
+    x = pack(batch, [[1], []], Widths(1, 1, 6, 2, 3), pad_id=0)
+    assert x.sequences.tolist() == [1, -1, -1, -1]
+    assert x.completion_mask.tolist() == [[1, 1, 1], *[[0, 0, 0]] * 3]
+    assert x.advantages.tolist() == [1, 0, 0, 0]
 
 
 @functools.cache
@@ -123,10 +132,10 @@ def test_every_token_stands_in_one_place_of_a_row(shards, pack_rows, unit) -> No
     for rows in steps:
         assert len(rows) == shards * widths.rows
         x = pack(batch, rows, widths, pad_id=7)
-        assert x["ids"].shape == (len(rows), widths.S + widths.C)
+        assert x.ids.shape == (len(rows), widths.S + widths.C)
         assert widths.S % unit == widths.C % unit == 0
-        names = ("ids", "prompt", "start", "targets", "places")
-        for row, *arrays in zip(rows, *(x[name] for name in names), strict=True):
+        of_rows = (x.ids, x.prompt, x.start, x.targets, x.places)
+        for row, *arrays in zip(rows, *of_rows, strict=True):
             ids, prompt, start, targets, places = arrays
             for j, i in enumerate(row):
                 at = places[j, : batch.lengths[i]]
@@ -169,7 +178,7 @@ def test_one_long_completion_among_short_ones_makes_no_larger_arrays() -> None:
     most = widest(given)
     real = batch.lengths.sum() + 64 * 19
     assert len(steps) * at.rows * (at.S + at.C) < 2.5 * real
-    assert at.rows * at.n * at.T <= 8 * most.rows * (most.S + most.C) < 1024 * 1024
+    assert at.rows * at.Q * at.T <= 8 * most.rows * (most.S + most.C) < 1024 * 1024
 
 
 def test_the_width_of_completions_is_the_longest_one_halved() -> None:

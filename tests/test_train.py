@@ -1,6 +1,5 @@
 """Runs as a user starts them: one or two processes, one or eight devices, any batch sizes."""
 
-import itertools
 import json
 import math
 import os
@@ -40,16 +39,6 @@ def test_repo_and_dotenv_are_those_beside_the_code_in_a_run_from_another_folder(
     assert f"model.path: {repo}/tiny" in settings
 
 
-def test_startup_shows_the_devices_from_the_top_folder_and_from_another_folder(
-    tmp_path: Path,
-) -> None:
-    for folder, script in ((REPO, Path("startup.py")), (tmp_path, REPO / "startup.py")):
-        lines = run_from(folder, script, STEPS="1").splitlines()
-        assert "backend=cpu process=0/1 device_count=1 local_device_count=1" in lines
-        assert re.fullmatch(r"versions python=3\S+ jax=\S+ jaxlib=\S+ .*", lines[-1])
-    assert not [*tmp_path.iterdir()], "nothing is left behind"
-
-
 # ---- Equal steps ---------------------------------------------------------------------------------
 
 
@@ -66,52 +55,33 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
 
 
-# The slow tests compare the programs that a user's step runs, with all optimizations.
-PLAIN, OPTIMIZED = ({"JAX_DISABLE_MOST_OPTIMIZATIONS": digit} for digit in "10")
-ONLY_SLOW = pytest.param(OPTIMIZED, marks=pytest.mark.slow)
-
-
-@pytest.fixture(scope="module", params=[PLAIN, ONLY_SLOW], ids=["plain", "optimized"])
-def how(request: pytest.FixtureRequest) -> dict[str, str]:
-    """Settings of all steps that are compared with each other."""
-    return {"BATCH_SIZE": "4"} | request.param
+SETTINGS = {"BATCH_SIZE": "4"}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, how: dict[str, str]) -> Path:
-    return tmp_path_factory.mktemp("compared")
+def reference(out: Path) -> Result:
+    return train(out / "reference", **SETTINGS, TRAIN_MICRO_BATCH_SIZE="32")
 
 
-@pytest.fixture(scope="module")
-def reference(folder: Path, how: dict[str, str]) -> Result:
-    return train(folder / "reference", **how, TRAIN_MICRO_BATCH_SIZE="32")
-
-
-def test_micro_batches_and_passes_do_not_change_the_step(folder: Path, reference, how) -> None:
-    settings = how | {"BATCH_SIZE": "2", "ROLLOUT_GLOBAL_BATCH_SIZE": "4"}
-    parts = train(folder / "parts", **settings, TRAIN_MICRO_BATCH_SIZE="4")
+def test_micro_batches_and_passes_do_not_change_the_step(out: Path, reference) -> None:
+    settings = {"BATCH_SIZE": "2", "ROLLOUT_GLOBAL_BATCH_SIZE": "4"}
+    parts = train(out / "parts", **settings, TRAIN_MICRO_BATCH_SIZE="4")
     assert "rollout.passes_per_step=2 train.micro_batch_size=4" in parts.lines
     assert_same_step(reference, parts)
 
 
-def test_eight_devices_do_the_same_step_as_one_device(folder: Path, reference, how) -> None:
-    settings = how | {"MESH_SHAPE": "1,4,2", "TRAIN_MICRO_BATCH_SIZE": "8"}
-    eight = train(folder / "mesh", 8, **settings)
+def test_eight_devices_do_the_same_step_as_one_device(out: Path, reference) -> None:
+    """They also decode with tensor parallelism."""
+    settings = SETTINGS | {"MESH_SHAPE": "1,4,2", "ROLLOUT_MESH_SHAPE": "2,1,4"}
+    eight = train(out / "mesh", 8, **settings, TRAIN_MICRO_BATCH_SIZE="8")
     assert "device_count=8" in eight.lines
     assert_same_step(reference, eight)
 
 
-@pytest.mark.parametrize("how", [ONLY_SLOW], ids=["optimized"], indirect=True)
-def test_decoding_with_tensor_parallelism_samples_the_same(folder: Path, reference, how) -> None:
-    mesh = {"ROLLOUT_MESH_SHAPE": "2,1,4", "MESH_SHAPE": "2,2,2", "BATCH_SIZE": "2"}
-    settings = how | mesh | {"ROLLOUT_GLOBAL_BATCH_SIZE": "4"}
-    assert_same_step(reference, train(folder / "tp", 8, **settings))
-
-
-def test_two_processes_do_the_same_step_as_one_process(folder: Path, reference, how) -> None:
+def test_two_processes_do_the_same_step_as_one_process(out: Path, reference) -> None:
     """This is the published example 4a, with four devices each."""
-    settings = how | {"BATCH_SIZE": "2", "NUM_PRE_Q": "8", "TRAIN_MICRO_BATCH_SIZE": "4"}
-    two = train_two(folder / "two", 4, **settings)
+    settings = {"BATCH_SIZE": "2", "NUM_PRE_Q": "8", "TRAIN_MICRO_BATCH_SIZE": "4"}
+    two = train_two(out / "two", 4, **settings)
     for i, result in enumerate(two):
         assert f"process={i}/2 device_count=8 local_device_count=4" in result.lines
         assert "\nlocal_batch=16 global_batch=32 rollout.prompt_batch_size=2 " in result.lines
@@ -124,43 +94,30 @@ def test_two_processes_do_the_same_step_as_one_process(folder: Path, reference, 
     assert_same_step(reference, two[0]._replace(completions=first + second))
 
 
-@pytest.mark.slow
-def test_later_epochs_clip_the_reference_stays_and_each_step_samples_other_completions(
-    out: Path,
-) -> None:
-    settings = {"STEPS": "3", "PPO_EPOCHS": "3", "BETA": "0.1", "LEARNING_RATE": "1e-4"}
-    result = train(out / "epochs", LR_SCHEDULE="constant", WARMUP_RATIO="0", **settings)
-    for record in result.records:
-        assert record["train-other/clip_ratio/region_mean"] > 0
-        # The sampler is compared with the policy before the first update, in every epoch.
-        assert record["train-other/sampling_logp_difference/max"] < 1e-4
-    kl = [record["train-other/kl"] for record in result.records]
-    assert 0 < kl[0] < kl[1] < kl[2], "the policy moves away from the model with which it began"
-    steps = [result.completions[i : i + 128] for i in (0, 128, 256)]
-    for a, b in itertools.combinations(steps, 2):
-        assert len({text for _, text in a} & {text for _, text in b}) < 5
-
-
 # ---- Evaluations, config.yaml and errors ---------------------------------------------------------
 
 
-def test_a_question_may_have_more_samples_than_an_evaluation_pass_has_sequences(out: Path) -> None:
-    settings = {"STEPS": "0", "EVAL_EVERY_STEPS": "1", "EVAL_PROMPTS": "3", "EVAL_SAMPLES": "5"}
-    result = train(out / "samples", 8, BATCH_SIZE="2", NUM_PRE_Q="4", **settings)
-    assert re.search(r"^eval step=0 .*questions=3 .* pass_at_5=", result.lines, re.M)
-
-
-def test_a_think_tag_that_the_chat_template_opens_belongs_to_the_completion(out: Path) -> None:
-    """The tiny model writes its reasoning after the open tag, as in its training data."""
+@pytest.fixture(scope="module")
+def evaluated(out: Path) -> Result:
+    """An evaluation of 5 samples of each question, in passes of 4 sequences, with a chat template
+    that opens a tag."""
     tiny = json.loads((REPO / "tiny" / "tokenizer_config.json").read_text())["chat_template"]
-    template = out / "open.jinja"
-    template.write_text(tiny + "{{ '<think>' }}")
-    env = {"CHAT_TEMPLATE": str(template), "STEPS": "0", "EVAL_EVERY_STEPS": "1"}
-    result = train(out / "think", EVAL_PROMPTS="64", **env)
-    for _, text in result.completions[:64]:
+    (out / "open.jinja").write_text(tiny + "{{ '<think>' }}")
+    settings = {"STEPS": "0", "EVAL_EVERY_STEPS": "1", "EVAL_PROMPTS": "12", "EVAL_SAMPLES": "5"}
+    settings |= {"BATCH_SIZE": "2", "NUM_PRE_Q": "2", "CHAT_TEMPLATE": f"{out}/open.jinja"}
+    return train(out / "evaluated", **settings)
+
+
+def test_a_question_may_have_more_samples_than_an_evaluation_pass_has_sequences(evaluated) -> None:
+    assert re.search(r"^eval step=0 .*questions=12 .* pass_at_5=", evaluated.lines, re.M)
+
+
+def test_a_think_tag_that_the_chat_template_opens_belongs_to_the_completion(evaluated) -> None:
+    """The tiny model writes its reasoning after the open tag, as in its training data."""
+    for _, text in evaluated.completions[:60]:
         assert text.startswith("<think>"), "the user's reward function sees the tag"
         assert not text.startswith("<think><think>")
-    rewarded = result.records[0]
+    rewarded = evaluated.records[0]
     assert rewarded["eval/reward/func/reward_format/mean"] > 0.8
     assert rewarded["eval/reward/func/tag_count_reward/mean"] > 0.9
 

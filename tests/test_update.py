@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from small_model import (
     KERNELS,
@@ -35,13 +36,11 @@ from models.model import Compute, Params
 from runtime.layout import shard_batch
 from runtime.packing import Limits, pack, plan_rows
 from update import (
-    MicroBatch,
     Optimizer,
     compute_logps_and_entropies,
     init_state,
     micro_step,
     optimizer_step,
-    to_batch,
     zero_grads,
 )
 
@@ -49,7 +48,6 @@ K, T = 8, 6
 PROMPTS = [[5, 11, 2], [7, 7, 30, 1, 19, 8]]
 TEMPERATURE = 0.7
 SGD = Optimizer("sgd", weight_decay=0.1, clip_norm=0.5)
-ADAMW = Optimizer("adamw", weight_decay=0.1, clip_norm=0.5)
 FLOAT32 = jnp.dtype("float32")
 TOKEN, SEQUENCE = (f"{level}_truncate" for level in ("token", "sequence"))
 VARIANTS = {
@@ -117,7 +115,6 @@ class Step(NamedTuple):
     metrics: dict[str, float]
     grads: Params
     params: Params  # after the update
-    logps: np.ndarray  # [B, T], before the update; 0 where no token counts
     stayed: bool  # no array has changed its sharding
 
 
@@ -132,11 +129,11 @@ def step(
     wider: int = 0,
     on_policy: bool = False,
     params: Params | None = None,
-    optimizer: Any = SGD,
     x: Sequences | None = None,
     lr: float = 0.1,
     kernel: Any = None,
     layer_loop: str = "scan",
+    dtype: str = "float32",
 ) -> Step:
     """One update, as train_grpo.py does it.
 
@@ -152,39 +149,40 @@ def step(
     if packed:
         limits = Limits(where.batch_shards, micro, K, T, 8, 0, True, 1, 2**31, matmul_keys=1e4)
         steps, widths = plan_rows(batch._replace(lengths=x.mask.sum(axis=1)), range(2 * K), limits)
-        arrays = [pack(batch, rows, widths, pad_id=3) for rows in steps]
+        micro_batches = [pack(batch, rows, widths, pad_id=3) for rows in steps]
     else:
         starts = range(0, 2 * K, micro)
-        arrays = [in_rows(batch, share, range(i, i + micro), S=7 + wider) for i in starts]
-    batches = [MicroBatch(**{name: shard_batch(a, where) for name, a in x.items()}) for x in arrays]
-    compute = Compute(QWEN2, FLOAT32, where, remat, kernel, layer_loop=layer_loop)
-    state = init_state(laid_out(where.mesh, params), optimizer=optimizer, model=QWEN2)
-    grads, parts, logps = zero_grads(state.params), [], []
+        micro_batches = [in_rows(batch, share, range(i, i + micro), S=7 + wider) for i in starts]
+    compute = Compute(QWEN2, jnp.dtype(dtype), where, remat, kernel, layer_loop=layer_loop)
+    state = init_state(laid_out(where.mesh, params), optimizer=SGD, model=QWEN2)
+    grads, parts = zero_grads(state.params), []
     before = shardings((state, grads))
-    grads = grads if len(batches) > 1 else None
+    grads = grads if len(micro_batches) > 1 else None
     top = x.mask if x.top_mask is None else x.mask * x.top_mask
     counts = counts_by_hand(x.mask.sum(), 2 * K, top.sum())
     how = {"objective": VARIANTS[variant], "temperature": TEMPERATURE, "compute": compute}
-    for micro_batch in batches:
+    for micro_batch in micro_batches:
         micro_batch = micro_batch._replace(old_logps=None) if on_policy else micro_batch
-        grads, metrics, now = micro_step(state.params, grads, micro_batch, counts, **how)
+        micro_batch = shard_batch(micro_batch, where)
+        grads, metrics = micro_step(state.params, grads, micro_batch, counts, **how)
         parts.append(metrics)
-        logps.append(now)
     loss = sum(metrics["loss"] for metrics in parts)
-    state, norm = optimizer_step(
-        state, grads, np.float32(lr), loss, optimizer=optimizer, model=QWEN2
-    )
+    state, norm = optimizer_step(state, grads, np.float32(lr), loss, optimizer=SGD, model=QWEN2)
     stayed = same_shardings(before, shardings((state, grads)))
     metrics = merge_metrics(parts) | {"grad_norm": float(norm)}
-    grads, params = jax.device_get((grads, state.params))
-    logps = np.where(x.mask, to_batch(logps, batches, batch)[:, :T], 0)
-    return Step(metrics, grads, params, logps, stayed)
+    return Step(metrics, *jax.device_get((grads, state.params)), stayed)
 
 
 @functools.cache
 def reference() -> Step:
     """The step in one micro-batch on one device."""
     return step()
+
+
+@functools.cache
+def on_policy() -> Step:
+    """The reference in which each ratio is 1."""
+    return step(on_policy=True)
 
 
 @functools.cache
@@ -195,7 +193,6 @@ def in_pairs(variant: str) -> Step:
 
 def assert_same_step(got: Step, expected: Step) -> None:
     assert got.metrics == pytest.approx(expected.metrics, rel=1e-5, abs=1e-6)
-    np.testing.assert_allclose(got.logps, expected.logps, atol=1e-5)
     assert_close(got.grads, expected.grads, 1e-6)
     assert_close(got.params, expected.params, 1e-6)
     assert got.stayed, "if a sharding changes, the next step compiles again"
@@ -283,7 +280,6 @@ def along(grads: Params) -> list[float]:
 def test_loss_metrics_and_gradient_in_micro_batches_follow_the_formulas(variant: str) -> None:
     o, x, got = VARIANTS[variant], given(variant), in_pairs(variant)
     logps, entropy = numpy_logps(weights(), x.completion_ids)
-    np.testing.assert_allclose(got.logps, np.where(x.mask, logps, 0), atol=2e-5)
     expected = numpy_step(o, x, logps, entropy)
     cuts = [expected[n] for n in expected if "clip" in n and "min" not in n or "over" in n]
     assert all(0 < share for share in cuts), "the case must cut something"
@@ -294,42 +290,29 @@ def test_loss_metrics_and_gradient_in_micro_batches_follow_the_formulas(variant:
 
 
 def test_without_old_logps_the_ratio_is_one_and_the_gradient_flows() -> None:
-    got = step(on_policy=True)
+    got = on_policy()
     x = sequences()._replace(old_logps=numpy_logps(weights(), sequences().completion_ids)[0])
     expected = slopes(lambda *policy: numpy_step(VARIANTS["dapo"], x, *policy)["loss"])
     assert along(got.grads) == pytest.approx(expected, rel=1e-4, abs=2e-6)
     assert [v for name, v in got.metrics.items() if "clip_ratio" in name] == [0] * 5
     # The second update of a step: the policy has moved; old_logps still come from before the first.
-    moved = step(params=step(on_policy=True, lr=1.0).params, x=x._replace(old_logps=got.logps))
-    change = (np.exp(moved.logps - got.logps) - 1) * np.sign(x.advantages)[:, None]
+    params = step(on_policy=True, lr=1.0).params
+    moved = step(params=params, x=x._replace(old_logps=np.float32(x.old_logps)))
+    ratio = np.exp(numpy_logps(params, x.completion_ids)[0] - x.old_logps)
+    change = (ratio - 1) * np.sign(x.advantages)[:, None]
     cut = x.mask * np.where(x.advantages[:, None] > 0, change > 0.3, change > 0.2)
     assert moved.metrics["clip_ratio/region_mean"] == pytest.approx(cut.sum() / x.mask.sum())
     assert cut.sum() > 1
 
 
-def test_reference_logps_equal_those_of_the_policy_before_its_first_update() -> None:
-    where = train_layout(1, 1, 1)
-    arrays = in_rows(batch_of(PROMPTS, *sequences()), share=8)
-    batch = MicroBatch(**{name: shard_batch(a, where) for name, a in arrays.items()})
+def test_logps_and_entropies_are_those_of_numpy() -> None:
+    where, x = train_layout(1, 1, 1), sequences()
+    batch = shard_batch(in_rows(batch_of(PROMPTS, *x), share=8), where)
     compute = Compute(QWEN2, FLOAT32, where)
-    logps, entropy = compute_logps_and_entropies(laid_out(where.mesh), batch, TEMPERATURE, compute)
-    assert logps.shape == entropy.shape == (16, T) and logps.dtype == FLOAT32
-    np.testing.assert_allclose(logps * sequences().mask, reference().logps, atol=1e-5)
-
-
-def test_five_updates_lower_the_loss_and_make_the_rewarded_tokens_likelier() -> None:
-    x, params = sequences(), weights()
-    before = numpy_logps(params, x.completion_ids)[0]
-    x = x._replace(old_logps=np.float32(before), ref_logps=np.float32(before))
-    losses = []
-    for _ in range(5):
-        got = step(params=params, optimizer=ADAMW, x=x, lr=1e-3)
-        losses.append(got.metrics["loss"])
-        params = got.params
-    assert max(losses[1:]) < losses[0] - 0.08
-    gain = numpy_logps(params, x.completion_ids)[0] - before
-    good, bad = (x.mask.astype(bool) & (sign * x.advantages[:, None] > 0.5) for sign in (1, -1))
-    assert gain[good].mean() > 0.05 and gain[bad].mean() < -0.05
+    found = compute_logps_and_entropies(laid_out(where.mesh), batch, TEMPERATURE, compute)
+    for ours, theirs in zip(found, numpy_logps(weights(), x.completion_ids), strict=True):
+        assert ours.dtype == FLOAT32
+        np.testing.assert_allclose(ours * x.mask, theirs * x.mask, atol=2e-5)
 
 
 # ---- Settings of speed and memory leave a step unchanged -----------------------------------------
@@ -340,13 +323,10 @@ def test_five_updates_lower_the_loss_and_make_the_rewarded_tokens_likelier() -> 
     [
         {"micro": 1, "share": 1},
         {"micro": 2, "share": 2, "remat": "dots", "wider": 3},
-        {"micro": 4, "share": 4, "remat": "full"},
-        {"share": 2, "mesh": (1, 8, 1)},
         {"micro": 8, "share": 2, "mesh": (1, 2, 2), "layer_loop": "unroll"},
         {"packed": True, "remat": "full"},
         {"packed": True, "micro": 4, "remat": "dots", "layer_loop": "unroll"},
-        {"packed": True, "micro": 4, "mesh": (2, 2, 1)},
-        {"packed": True, "micro": 2, "mesh": (1, 4, 2), "remat": "full"},
+        {"packed": True, "micro": 4, "mesh": (2, 2, 2), "remat": "full"},
     ],
     ids=str,
 )
@@ -356,14 +336,20 @@ def test_how_a_step_is_computed_does_not_change_it(settings: dict[str, Any]) -> 
     assert_same_step(step(**settings), reference())
 
 
+@pytest.mark.parametrize("settings", [{"micro": 1, "share": 1}, {"layer_loop": "unroll"}], ids=str)
+def test_in_bfloat16_the_gradient_of_a_step_is_off_by_a_few_percent(settings: dict) -> None:
+    """Micro-batches do not make it worse, since their gradients are added in float32."""
+    got, exact = step(dtype="bfloat16", on_policy=True, **settings).grads, on_policy().grads
+    assert {x.dtype for x in jax.tree.leaves(got)} == {FLOAT32}
+    error = optax.tree.norm(jax.tree.map(np.subtract, got, exact))
+    assert 1e-3 < error / optax.tree.norm(exact) < 0.05
+
+
 @pytest.mark.parametrize("impl", ["jax", "pallas"])
-@pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 4, 2)], ids=str)
-def test_the_vocabulary_in_tiles_changes_nothing(
-    monkeypatch: pytest.MonkeyPatch, impl: str, mesh: tuple[int, int, int]
-) -> None:
+def test_the_vocabulary_in_tiles_changes_nothing(monkeypatch, impl: str) -> None:
     """So it is with remat and on a mesh, and for the gradient of the entropy."""
     monkeypatch.setattr("models.logps.LOGITS_TILE_BYTES", 1)
-    settings = {"share": 4, "mesh": mesh, "kernel": KERNELS[impl], "remat": "full"}
+    settings = {"share": 4, "mesh": (1, 4, 2), "kernel": KERNELS[impl], "remat": "full"}
     assert_same_step(step("cispo", x=given("cispo"), **settings), in_pairs("cispo"))
 
 
@@ -374,13 +360,13 @@ def test_tokens_that_do_not_count_are_fed_and_computed_but_add_nothing() -> None
     parts = []
     for mask in (kept, x.mask - kept):
         batch = batch_of(PROMPTS, *x)._replace(completion_mask=mask)
-        arrays = in_rows(batch, share=8)
+        micro_batch = in_rows(batch, share=8)
         counts = counts_by_hand(x.mask.sum(), 2 * K, x.mask.sum())
         how = {"objective": VARIANTS["dapo"], "temperature": TEMPERATURE}
-        compute = Compute(QWEN2, FLOAT32, None)
+        compute = Compute(QWEN2, FLOAT32, train_layout(1, 1, 1))
         params = jax.tree.map(jnp.float32, weights())
-        parts.append(micro_step(params, None, MicroBatch(**arrays), counts, **how, compute=compute))
-    assert sum(metrics["loss"] for _, metrics, _ in parts) == pytest.approx(
-        reference().metrics["loss"], rel=1e-5
-    )
-    assert_close(jax.tree.map(jnp.add, *(grads for grads, _, _ in parts)), reference().grads, 1e-6)
+        parts.append(micro_step(params, None, micro_batch, counts, **how, compute=compute))
+    grads, metrics = zip(*parts, strict=True)
+    losses = [x["loss"] for x in metrics]
+    assert sum(losses) == pytest.approx(reference().metrics["loss"], rel=1e-5)
+    assert_close(jax.tree.map(jnp.add, *grads), reference().grads, 1e-6)

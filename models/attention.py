@@ -51,28 +51,28 @@ class KV(NamedTuple):
         pad[-1] = 0, tokens - self.k.shape[-1]
         return KV(jnp.pad(self.k, pad), jnp.pad(self.v, [*pad[:-2], pad[-1], pad[-2]]))
 
-    def write(self, new: "KV", index: jax.Array, layer: jax.Array | None = None) -> "KV":
-        """This KV with the keys and values of a token, which `new` holds, at place `index`.
-
-        layer: the layer to write to if this KV is stacked; `new` is of one layer.
-        """
-        first = () if layer is None else (layer,)
-        k, v = new if layer is None else (new.k[None], new.v[None])
-        return KV(
-            jax.lax.dynamic_update_slice(self.k, k, (*first, 0, 0, 0, index)),
-            jax.lax.dynamic_update_slice(self.v, v, (*first, 0, 0, index, 0)),
-        )
-
-    def of_layer(self, layer: jax.Array | None) -> "KV":
-        """The KV of one layer of this stacked KV. layer: None if this KV is of one layer."""
-        if layer is None:
-            return self
-        return KV(*(jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in self))
-
 
 def map_kv(change: Callable[[KV], KV], kvs: Any) -> Any:
     """`change` of a stacked KV, or of each KV of a tuple of layers."""
     return jax.tree.map(change, kvs, is_leaf=lambda x: isinstance(x, KV))
+
+
+def of_layer(layers: Any, i: Any) -> Any:
+    """What belongs to layer i, from arrays that are stacked by layer or from a tuple of layers."""
+    if type(layers) is tuple:
+        return layers[i]
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), layers)
+
+
+def write(kvs: Any, i: Any, new: KV, index: jax.Array) -> Any:
+    """The KV of all layers, stacked or in a tuple, with the keys and values of a token, which `new`
+    holds, at place `index` of layer i."""
+    if type(kvs) is tuple:
+        k = jax.lax.dynamic_update_slice(kvs[i].k, new.k, (0, 0, 0, index))
+        v = jax.lax.dynamic_update_slice(kvs[i].v, new.v, (0, 0, index, 0))
+        return (*kvs[:i], KV(k, v), *kvs[i + 1 :])
+    k = jax.lax.dynamic_update_slice(kvs.k, new.k[None], (i, 0, 0, 0, index))
+    return KV(k, jax.lax.dynamic_update_slice(kvs.v, new.v[None], (i, 0, 0, index, 0)))
 
 
 class Cache(NamedTuple):
@@ -99,13 +99,11 @@ def prompt_rows(mask: jax.Array) -> PackedRows:
     return PackedRows(jnp.where(mask, 0, -1), jnp.zeros(mask.shape, jnp.int32), mask.shape[1], 0)
 
 
-def attention(
-    q: jax.Array, kv: KV, rows: PackedRows, layout: Layout | None, impl: str
-) -> jax.Array:
+def attention(q: jax.Array, kv: KV, rows: PackedRows, layout: Layout, impl: str) -> jax.Array:
     """softmax(q k^T / sqrt(h)) v over the keys that a token may see: [X, t, H*h] in q's dtype.
 
-    q: [X, t, H, h]. kv: of the X rows. impl: xla, or splash on a TPU. The values of padding are
-    finite, and mean nothing.
+    q: [X, t, H, h]. kv: of the X rows. impl: xla, or splash for training on a TPU, where S and t
+    are multiples of LANES. The values of padding are finite, and mean nothing.
     """
     q = q * q.shape[-1] ** -0.5
     if impl == "splash":
@@ -128,7 +126,7 @@ def attention(
     return jnp.concatenate([out, after], axis=1)
 
 
-def cached_attention(q: jax.Array, cache: Cache, layout: Layout | None) -> jax.Array:
+def cached_attention(q: jax.Array, cache: Cache, layout: Layout) -> jax.Array:
     """Attention of one new token per sequence: [R, 1, H*h].
 
     q: [R, 1, H, h]. cache: of one layer, in which the new token's key and value are written.
@@ -141,6 +139,8 @@ def cached_attention(q: jax.Array, cache: Cache, layout: Layout | None) -> jax.A
 
 
 # ---- xla -----------------------------------------------------------------------------------------
+# `_in_chunks` chooses how many queries are computed at a time, `_dense` joins parts of keys in one
+# softmax, and `_unnormalized` computes one part.
 
 
 def _windows(x: jax.Array, axis: int, size: int, before: int) -> jax.Array:
@@ -174,7 +174,7 @@ def _in_chunks(
     queries: jax.Array,
     parts: list[tuple[KV, jax.Array]],
     S: int,
-    layout: Layout | None,
+    layout: Layout,
 ) -> jax.Array:
     """_dense with the masks of `_seen`: [Y, t, H*h]. It takes as many queries at a time as
     SCORES_BYTES allows.
@@ -184,7 +184,7 @@ def _in_chunks(
     """
     Y, t, H, h = q.shape
     keys = sum(kv.k.shape[-1] for kv, _ in parts)
-    query_bytes = 4 * Y * H * keys // (layout.mesh.size if layout else 1)  # on each device
+    query_bytes = 4 * Y * H * keys // layout.mesh.size  # on each device
     size = min(max(SCORES_BYTES // max(query_bytes, 1), 1), t)  # queries of a chunk
 
     def chunk(q: jax.Array, queries: jax.Array) -> jax.Array:
@@ -208,7 +208,7 @@ def _in_chunks(
     return out.swapaxes(0, 1).reshape(Y, chunks * size, H * h)[:, :t]
 
 
-def _dense(q: jax.Array, parts: list[tuple[KV, jax.Array]], layout: Layout | None) -> jax.Array:
+def _dense(q: jax.Array, parts: list[tuple[KV, jax.Array]], layout: Layout) -> jax.Array:
     """Attention with all scores at once: [Y, t, H*h] in q's dtype.
 
     q: [Y, t, H, h]. parts: keys and values, and their mask [Z, queries or 1, keys], False hides a
@@ -255,38 +255,22 @@ def _unnormalized(q: jax.Array, kv: KV, mask: jax.Array) -> list[jax.Array]:
 
 
 def _splash(
-    q: jax.Array, kv: KV, rows: PackedRows, layout: Layout | None, interpret: bool = False
+    q: jax.Array, kv: KV, rows: PackedRows, layout: Layout, interpret: bool = False
 ) -> jax.Array:
-    """`attention` by the kernel; each device computes the rows and heads that lie on it.
-
-    Rows with completions have multiples of LANES places for prompts and for completions; rows of
-    prompts alone get padding.
-    """
+    """`attention` by the kernel; each device computes the rows and heads that lie on it."""
     S, t = rows.S, rows.prompt.shape[1]
-    more = -t % LANES
-    rows_fit = S == t or (S % LANES == 0 and more == 0)
-    assert rows_fit, f"rows of {t} places with {S} for prompts are no multiples of {LANES}"
-
-    def pad(x: jax.Array, axis: int) -> jax.Array:
-        """No token sees the padding, which stands behind all tokens."""
-        widths = [(0, 0)] * x.ndim
-        widths[axis] = 0, more
-        return jnp.pad(x, widths)
-
-    shard = functools.partial(_splash_shard, S + more if S == t else S, interpret)
-    if layout is not None:
-        batch, heads = layout.batch_axes, layout.heads_axis
-        by_head = PartitionSpec(batch, heads)
-        shard = jax.shard_map(
-            shard,
-            mesh=layout.mesh,
-            in_specs=(by_head,) * 3 + (PartitionSpec(batch),) * 2,
-            out_specs=PartitionSpec(batch, None, heads),
-            check_vma=False,
-        )
-    q, k, v = (pad(x, 2) for x in (q.swapaxes(1, 2), kv.k.swapaxes(2, 3), kv.v))
-    out = shard(q, k, v, pad(rows.prompt, 1), pad(rows.start, 1))  # [X, padded t, H*h]
-    return out[:, :t]
+    in_blocks = S % LANES == t % LANES == 0
+    assert in_blocks, f"rows of {t} places with {S} for prompts are no multiples of {LANES}"
+    batch = PartitionSpec(layout.batch_axes)
+    by_head = PartitionSpec(layout.batch_axes, "tp")
+    shard = jax.shard_map(
+        functools.partial(_splash_shard, S, interpret),
+        mesh=layout.mesh,
+        in_specs=(by_head, by_head, by_head, batch, batch),
+        out_specs=PartitionSpec(layout.batch_axes, None, "tp"),
+        check_vma=False,
+    )
+    return shard(q.swapaxes(1, 2), kv.k.swapaxes(2, 3), kv.v, rows.prompt, rows.start)
 
 
 def _splash_shard(

@@ -21,7 +21,7 @@ from runtime.long_work import progress_bar
 from runtime.mistakes import UserMistake, in_one_line
 
 FILES = ["*.json", "*.safetensors", "*.jinja"]
-NEVER_DRAWN = -1  # no token has this id
+LARGEST_FILE = "5GB"  # of the weights of an exported model
 EXPORTED = "exported_from.json"  # marks an exported model, which a later export may replace
 
 
@@ -172,7 +172,6 @@ def save_model(
     *,
     dtype: Any,
     writes: bool = True,
-    shard_size: int | str = "5GB",
     chat_template: str = "",
 ) -> None:
     """Writes the weights as a Hugging Face folder that transformers opens; tied heads stay tied.
@@ -181,7 +180,6 @@ def save_model(
     source: the folder of the model that was trained, whose config and tokenizer are copied.
     dtype: of the written weights, float32 or bfloat16.
     writes: True on the one process that writes.
-    shard_size: the largest size of a safetensors file.
     chat_template: a file that replaces the tokenizer's template; "" keeps the tokenizer's.
     Raises OSError.
     """
@@ -190,7 +188,7 @@ def save_model(
         _tensor_shapes(param_table(model)),
         get_storage_size=lambda shape: math.prod(shape) * dtype.itemsize,
         filename_pattern="model{suffix}.safetensors",
-        max_shard_size=shard_size,
+        max_shard_size=LARGEST_FILE,
     )
     if writes:
         folder.mkdir(parents=True, exist_ok=True)
@@ -320,19 +318,13 @@ def load_tokenizer(folder: Path, chat_template: str = "") -> Any:
 
 
 def stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
-    """Every token id that ends a completion, sorted.
-
-    They come from generation_config.json, config.json and the tokenizer. A file that has an empty
-    list, where no other names a token, means that no token ends a completion: (NEVER_DRAWN,).
-    Raises UserMistake if nothing names a stop token.
-    """
+    """Every token id that ends a completion, sorted, by generation_config.json, config.json and the
+    tokenizer. Raises UserMistake if none of them names a stop token."""
     named = [tokenizer.eos_token_id]
     for name in ("generation_config.json", "config.json"):
         if (folder / name).is_file():
             named.append(_read_json(folder / name).get("eos_token_id"))
     found = {i for ids in named for i in (ids if isinstance(ids, list) else [ids])} - {None}
-    if found:
-        return tuple(sorted(found))
-    if [] not in named:
+    if not found:
         raise UserMistake(f"MODEL_PATH={folder}: neither configs nor tokenizer name a stop token")
-    return (NEVER_DRAWN,)
+    return tuple(sorted(found))

@@ -26,7 +26,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from models.attention import KV, Cache, PackedRows, attention, cached_attention
+from models.attention import (
+    KV,
+    Cache,
+    PackedRows,
+    attention,
+    cached_attention,
+    of_layer,
+    write,
+)
 from runtime.layout import TRAIN_BATCH_AXES, Layout, constrain, gather_fsdp, mesh_text
 from runtime.mistakes import UserMistake
 
@@ -57,7 +65,7 @@ class Compute(NamedTuple):
 
     model: ModelConfig
     dtype: Any  # of matmuls and activations; softmax, norms and rotary angles are float32
-    layout: Layout | None = None  # None: everything is on one device
+    layout: Layout
     remat: str = "none"  # what backward computes again; dots: all but matmuls
     logps_kernel: Any = None  # what computes token_logps: the Kernel of loss_pallas.py; None: jnp
     attention_impl: str = "xla"  # xla or splash, see attention.py
@@ -153,19 +161,12 @@ def param_table(model: ModelConfig, layer_loop: str = "scan") -> Params:
     )
 
 
-def param_shardings(model: ModelConfig, mesh: Mesh, layer_loop: str = "scan") -> Params:
-    """A Params of NamedSharding: where every weight lies on the mesh."""
-    return jax.tree.map(
-        lambda leaf: NamedSharding(mesh, PartitionSpec(*leaf.axes)), param_table(model, layer_loop)
-    )
-
-
 def arrange_layers(params: Params, layer_loop: str, dtype: Any) -> Params:
-    """Params with stacked layers as `forward` needs them for this layer_loop.
+    """Params as `forward` needs them for this layer_loop; unrolled layers stay as they are.
 
     dtype: of unrolled layers. They are copies, so they should have the dtype of the matmuls.
     """
-    if layer_loop == "scan":
+    if layer_loop == "scan" or isinstance(params.layers, tuple):
         return params
     L = len(params.layers.attn_norm)
     layers = tuple(jax.tree.map(lambda a, i=i: a[i].astype(dtype), params.layers) for i in range(L))
@@ -187,11 +188,18 @@ def stop_if_indivisible(setting: str, model: ModelConfig, mesh: Mesh) -> None:
 
 def abstract_params(model: ModelConfig, mesh: Mesh, dtype: Any, layer_loop: str = "scan") -> Params:
     """Shapes, dtypes and shardings of the weights on a mesh, whose devices need not exist here."""
-    return jax.tree.map(
-        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=where),
-        param_table(model, layer_loop),
-        param_shardings(model, mesh, layer_loop),
-    )
+
+    def shape(leaf: Leaf) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(mesh, PartitionSpec(*leaf.axes))
+        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
+
+    return jax.tree.map(shape, param_table(model, layer_loop))
+
+
+def param_shardings(model: ModelConfig, mesh: Mesh, layer_loop: str = "scan") -> Params:
+    """A Params of NamedSharding: where every weight lies on the mesh."""
+    shapes = abstract_params(model, mesh, jnp.float32, layer_loop)
+    return jax.tree.map(lambda shape: shape.sharding, shapes)
 
 
 def init_params(model: ModelConfig, key: jax.Array) -> Params:
@@ -221,7 +229,6 @@ def forward(
     """
     layout = compute.layout
     rotary = _rotary(compute.model, positions)
-    stacked = isinstance(params.layers, Layers)
 
     def layer(x: jax.Array, w: Layers) -> tuple[jax.Array, KV]:
         w = _usable(w, compute)
@@ -231,16 +238,15 @@ def forward(
 
     if compute.remat != "none":
         saved = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
-        layer = jax.checkpoint(layer, policy=saved[compute.remat], prevent_cse=not stacked)
+        layer = jax.checkpoint(layer, policy=saved[compute.remat], prevent_cse=False)  # of a scan
     x = _embed(params.embed, ids, compute)
-    if stacked:
+    if isinstance(params.layers, Layers):
         x, kv = jax.lax.scan(layer, x, params.layers)
     else:
-        kv = []
+        kv = ()
         for w in params.layers:
-            x, of_layer = layer(x, w)
-            kv.append(of_layer)
-        kv = tuple(kv)
+            x, new = layer(x, w)
+            kv = (*kv, new)
     return _rms_norm(x, params.final_norm, compute.model).reshape(*ids.shape, -1), kv
 
 
@@ -254,33 +260,25 @@ def forward_token(
     """
     rotary = _rotary(compute.model, position[:, None])
 
-    def layer(
-        x: jax.Array, w: Layers, prompt: KV, completion: KV, i: jax.Array | None = None
-    ) -> tuple[jax.Array, KV]:
-        """i: the number of the layer if `completion` is of all layers, stacked."""
-        w = _usable(w, compute)
+    def layer(i: Any, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+        x, completion = carry
+        w = _usable(of_layer(params.layers, i), compute)
         q, kv = _qkv(x, w, compute, rotary)
-        completion = completion.write(kv, cache.index, i)
-        seen = cache._replace(prompt=prompt, completion=completion.of_layer(i))
-        out = cached_attention(q, seen, compute.layout)
+        completion = write(completion, i, kv, cache.index)
+        this_layer = cache._replace(
+            prompt=of_layer(cache.prompt, i), completion=of_layer(completion, i)
+        )
+        out = cached_attention(q, this_layer, compute.layout)
         return _after_attention(x, out, w, compute), completion
 
-    def scanned(carry: Any, per_layer: Any) -> Any:
-        (x, completion, i), (w, prompt) = carry, per_layer
-        return (*layer(x, w, prompt, completion, i), i + 1), None
-
-    x = _embed(params.embed, token[:, None], compute)
+    carry = _embed(params.embed, token[:, None], compute), cache.completion
     if isinstance(params.layers, Layers):
-        # The completions' cache is a carry of the scan, which is updated in place; an input and
-        # output of the scan would be copied.
-        carry, per_layer = (x, cache.completion, 0), (params.layers, cache.prompt)
-        (x, completion, _), _ = jax.lax.scan(scanned, carry, per_layer)
+        # A loop updates a carry in place; an input and output of a scan would be copied.
+        carry = jax.lax.fori_loop(0, compute.model.num_layers, layer, carry)
     else:
-        completion = []
-        for per_layer in zip(params.layers, cache.prompt, cache.completion, strict=True):
-            x, of_layer = layer(x, *per_layer)
-            completion.append(of_layer)
-        completion = tuple(completion)
+        for i in range(compute.model.num_layers):
+            carry = layer(i, carry)
+    x, completion = carry
     return _rms_norm(x, params.final_norm, compute.model), completion
 
 
@@ -347,7 +345,7 @@ def _qkv(
         # First comes the layout that the weights give, then the layout that attention needs. With
         # the second alone the compiler would gather the weights in every layer, for every token.
         z = constrain(z, layout, TRAIN_BATCH_AXES, "tp").reshape(X, t, count, model.head_dim)
-        if layout is not None and "tp" in layout.batch_axes:
+        if "tp" in layout.batch_axes:
             z = constrain(z, layout, layout.batch_axes)
         return z if norm is None else _rms_norm(z, norm, model)
 

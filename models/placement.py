@@ -81,6 +81,7 @@ def how_to_compute(
     rollout = training._replace(
         layout=Layout(mesh, ROLLOUT_BATCH_AXES),
         remat="none",  # the rollout has no backward
+        attention_impl="xla",  # splash wants rows whose places are multiples of LANES
         layer_loop=choose_layer_loop(platform, "none"),
     )
     return training, rollout, f"; {reason}" if cfg.rollout_mesh_shape == "auto" else ""

@@ -28,7 +28,7 @@ from loss_pallas import Kernel
 from models.draw import Sampling
 from models.model import Compute, Leaf, ModelConfig, Params, param_shardings, param_table
 from runtime.layout import ROLLOUT_BATCH_AXES, TRAIN_BATCH_AXES, Layout
-from runtime.packing import Batch, Widths, pack, prompts_of
+from runtime.packing import Batch, MicroBatch, Widths, pack, prompts_of
 from runtime.parsing import REPO
 from sampling import Completions, NaiveBackend, Stopping
 from tools.make_random import make_random
@@ -77,9 +77,9 @@ def batch_of(
 
 def in_rows(
     batch: Batch, share: int, sequences: Iterable[int] | None = None, S: int = 0
-) -> dict[str, np.ndarray]:
-    """The arrays of a MicroBatch that holds sequences of the batch in their order, so many in each
-    row; then R is their number. sequences: None means all. S: places for prompts; 0: as needed.
+) -> MicroBatch:
+    """A micro-batch with sequences of the batch in their order, so many in each row; then R is
+    their number. sequences: None means all. S: places for prompts; 0: as needed.
     """
     chosen = list(range(len(batch.completion_ids)) if sequences is None else sequences)
     rows = [chosen[i : i + share] for i in range(0, len(chosen), share)]
@@ -218,8 +218,8 @@ def assert_drawn_from(tokens: np.ndarray, probs: np.ndarray) -> None:
 
 
 def layout(*shape: int) -> Layout:
-    devices = np.array(jax.devices()[: math.prod(shape)]).reshape(shape)
-    return Layout(Mesh(devices, ("dp", "fsdp", "tp")), ROLLOUT_BATCH_AXES)
+    """The layout of sampling on a mesh of this shape."""
+    return train_layout(*shape)._replace(batch_axes=ROLLOUT_BATCH_AXES)
 
 
 def sample(

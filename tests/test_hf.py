@@ -2,13 +2,8 @@
 supported or damaged gets a clear line."""
 
 import dataclasses
-import http.server
 import json
-import os
 import shutil
-import subprocess
-import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +11,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 from runs import finish, start_two, train
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
@@ -79,11 +74,10 @@ def test_config_by_hand(tmp_path: Path, rope_parameters: bool) -> None:
         assert hf.read_config(tmp_path) == expected[family]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_transformers_own_config_files_are_read(tmp_path: Path, family: str) -> None:
+def test_transformers_own_config_files_are_read(tmp_path: Path) -> None:
     from transformers import AutoConfig
 
-    write_config(tmp_path, FAMILIES[family])
+    write_config(tmp_path, FAMILIES["llama3"])
     ours = hf.read_config(tmp_path)
     AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path / "saved")
     assert "rope_parameters" in (tmp_path / "saved" / "config.json").read_text()
@@ -167,16 +161,6 @@ def test_loading_and_writing_gives_back_every_tensor(tmp_path, family, mesh_shap
         np.testing.assert_array_equal(saved[name], x.astype(np.float32), err_msg=name)
 
 
-def test_matrices_are_input_by_output_stacked_by_layer_and_sharded(tmp_path: Path) -> None:
-    params = load(write_folder(tmp_path, "qwen2"))
-    source = tensors(FAMILIES["qwen2"])
-    down = source["model.layers.1.mlp.down_proj.weight"]  # [32, 40]
-    np.testing.assert_array_equal(params.layers.down[1], down.T)
-    assert params.layers.down.addressable_shards[0].data.shape == (2, 5, 32)
-    assert params.embed.sharding.spec == PartitionSpec("tp", "fsdp")
-    np.testing.assert_array_equal(params.lm_head, source["lm_head.weight"])
-
-
 def test_a_tied_checkpoint_may_repeat_its_embedding(tmp_path: Path) -> None:
     source = tensors(FAMILIES["qwen2_tied"])
     extra = {
@@ -233,45 +217,13 @@ def test_a_damaged_folder_is_refused_in_one_line(tmp_path, name, damage, says) -
 # ---- The hub -------------------------------------------------------------------------------------
 
 
-class Refuses(http.server.BaseHTTPRequestHandler):
-    """Answers as the hub does for a repository that it does not have."""
-
-    def do_HEAD(self) -> None:
-        self.send_response(401)
-        self.send_header("X-Error-Code", "RepoNotFound")
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    do_GET = do_HEAD
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-def test_a_hub_that_does_not_give_the_model_is_an_error_of_one_line(tmp_path: Path) -> None:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refuses)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    cases = {  # a variable of the environment -> a part of the error
-        ("HF_HUB_OFFLINE", "1"): "outgoing traffic has been disabled",
-        ("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}"): "Repository Not Found",
-    }
-    code = """if True:
-        from models import hf
-        from runtime.mistakes import UserMistake
-        try:
-            hf.fetch_model("nobody/nothing-here")
-        except UserMistake as error:
-            print(error)
-    """
-    base = {k: v for k, v in os.environ.items() if "proxy" not in k.lower() and k[:3] != "HF_"}
-    for (name, value), says in cases.items():
-        env = {**base, "HF_HOME": str(tmp_path), name: value}
-        command = [sys.executable, "-c", code]
-        done = subprocess.run(command, cwd=TINY.parent, text=True, capture_output=True, env=env)
-        (line,) = done.stdout.splitlines()
-        assert line.startswith("MODEL_PATH=nobody/nothing-here: no such folder, and the hub says")
-        assert says in line
-    server.shutdown()
+def test_a_hub_that_does_not_give_the_model_is_an_error_of_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    asked = "MODEL_PATH=nobody/nothing-here: no such folder, and the hub says: "
+    refused(lambda: hf.fetch_model("nobody/nothing-here"), asked)
+    refused(lambda: hf.fetch_model("./nothing"), "MODEL_PATH=./nothing: this folder does not exist")
 
 
 # ---- Tokenizers, and the tokens that end a completion --------------------------------------------
@@ -304,8 +256,6 @@ def test_token_ids_are_those_of_the_file_tokenizer_json() -> None:
         ({"eos_token_id": 0}, {"eos_token_id": 5}, "<|im_end|>", (0, 2, 5)),
         ({"eos_token_id": [9, 0, 2]}, {"eos_token_id": None}, "<|im_end|>", (0, 2, 9)),
         ({"eos_token_id": [9]}, {"eos_token_id": [5, 9]}, None, (5, 9)),
-        (None, {"eos_token_id": []}, "<|im_end|>", (2,)),
-        (None, {"eos_token_id": []}, None, (-1,)),  # no token ends a completion
     ],
 )
 def test_stop_ids_are_those_of_all_files(tmp_path, generation, config, eos, expected):
@@ -346,13 +296,14 @@ def exported(source: Path, target: Path, **how: object) -> Path:
     "family, dtype", [(name, "float32") for name in FAMILIES] + [("qwen2", "bfloat16")]
 )
 def test_an_export_is_the_source_s_folder_with_the_new_weights(
-    tmp_path: Path, family: str, dtype: str
+    tmp_path: Path, family: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = tmp_path / "source"
     source.mkdir()
     write_folder(source, family)
     (source / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
-    target = exported(source, tmp_path / "target", dtype=dtype, shard_size=20_000)
+    monkeypatch.setattr(hf, "LARGEST_FILE", 20_000)
+    target = exported(source, tmp_path / "target", dtype=dtype)
     before, after = tensors_of(source), tensors_of(target)
     assert before.keys() == after.keys(), "tied heads stay tied"
     for name, tensor in after.items():
@@ -385,8 +336,8 @@ def test_an_export_replaces_an_earlier_export_and_no_other_file_and_keeps_the_to
     target = tmp_path / "hf"
     target.mkdir()
     (target / "notes.md").write_text("mine")
-    exported(TINY, target, shard_size="1MB")
-    assert len([*target.glob("*.safetensors")]) > 1
+    (target / "config.json").write_text("{}")
+    (target / "model-00001-of-00002.safetensors").write_text("of an earlier export")
     exported(TINY, target, chat_template=str(tmp_path / "mine.jinja"))
     assert sorted(f.name for f in target.iterdir()) == [
         "chat_template.jinja",

@@ -14,6 +14,8 @@ from jax.experimental import multihost_utils
 from small_model import MODEL
 
 from config import Config
+from loss_pallas import Kernel
+from models import placement
 from models.model import ModelConfig
 from models.placement import (
     choose_attention,
@@ -21,6 +23,7 @@ from models.placement import (
     how_to_compute,
     num_params,
     rollout_tp,
+    update_flops,
 )
 from runtime.chips import CHIPS, chip_of, memory_bytes
 from runtime.layout import (
@@ -35,6 +38,7 @@ from runtime.layout import (
 )
 from runtime.mistakes import UserMistake
 from runtime.sizes import derive
+from startup import set_up
 from tools.known_models import KNOWN, config_of
 
 QWEN3B = config_of("Qwen/Qwen2.5-3B-Instruct")
@@ -67,12 +71,6 @@ PUBLISHED = {
 def test_known_models_have_as_many_parameters_as_published() -> None:
     assert {name: num_params(config_of(name)) for name in PUBLISHED} == PUBLISHED
     assert len(KNOWN) == len(PUBLISHED)
-
-
-def test_the_second_release_of_qwen3_4b_has_longer_positions_and_another_rope_theta() -> None:
-    first, second = (config_of(f"Qwen/Qwen3-4B{name}") for name in ("", "-Instruct-2507"))
-    assert (first.rope_theta, first.max_positions) == (1e6, 32768)
-    assert second == dataclasses.replace(first, rope_theta=5e6, max_positions=262144)
 
 
 @pytest.mark.parametrize(
@@ -139,6 +137,18 @@ def test_tensor_parallelism_stays_inside_a_host_and_divides_what_it_splits() -> 
 def test_without_a_tpu_it_is_the_smallest_tp_that_holds_the_weights(limit: int, tp: int) -> None:
     memory = {"bytes_limit": limit} if limit else {}
     assert tp_of(MODEL, "NVIDIA H100 80GB HBM3", **memory) == tp
+
+
+# ---- The work of an update -----------------------------------------------------------------------
+
+
+def test_the_flops_of_an_update_by_hand() -> None:
+    """MODEL has 8064 numbers in the matrices of its layers. Two prompts of 3 and 5 tokens with
+    completions of 2 and 4, and of 1 and 1 tokens, are 16 tokens with 9/2 + 25/2 pairs of a query
+    and a key in the prompts, and 2*3 + 4*3 + 5 + 5 + (4 + 16 + 1 + 1)/2 of completions."""
+    pairs = 17 + 39
+    forward = 2 * 8064 * 16 + 2 * 48 * 16 * 8 + 4 * 4 * 8 * 3 * pairs
+    assert update_flops(MODEL, np.array([3, 5]), np.array([[2, 4], [1, 1]])) == 3 * forward
 
 
 # ---- Meshes and kernels of a run -----------------------------------------------------------------
@@ -275,3 +285,15 @@ def test_arrays_of_any_dtype_and_shape_are_gathered_as_they_are(monkeypatch, x: 
     gathered = gather_processes(x)
     assert gathered.dtype == x.dtype and sent == [np.uint8]
     np.testing.assert_array_equal(gathered, np.concatenate([x, x]))
+
+
+def test_a_run_that_asks_for_the_kernel_computes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU how_to_compute refuses pallas, so it is asked for jax."""
+
+    def as_with_jax(cfg: Config, *args: Any) -> tuple:
+        return how_to_compute(dataclasses.replace(cfg, policy_loss_impl="jax"), *args)
+
+    monkeypatch.setattr(placement, "how_to_compute", as_with_jax)
+    for impl, kernel in (("jax", None), ("pallas", Kernel("cpu"))):
+        run = set_up(Config.from_env({"POLICY_LOSS_IMPL": impl, "BATCH_SIZE": "2"}))
+        assert run.training.logps_kernel == kernel

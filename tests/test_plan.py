@@ -1,5 +1,5 @@
-"""Claims about train_grpo.py --plan: its table, what it suggests and its exit codes; and about
-tools/memory_table.py and the table in docs/plan.md."""
+"""Claims about train_grpo.py --plan: its table, what it suggests and its exit codes; and about the
+table of models and slices in docs/plan.md."""
 
 import importlib.util
 import json
@@ -13,9 +13,11 @@ import pytest
 from runs import REPO
 
 from config import Config
+from models.placement import num_params
 from runtime.chips import SLICES
-from tools import memory_table, plan_tpu
-from tools.programs import PROGRAMS, ROLLOUT, Plan
+from tools import plan_tpu
+from tools.known_models import config_of
+from tools.programs import Program, programs_of
 
 MODEL = {
     "model_type": "qwen2",
@@ -67,7 +69,11 @@ def test_a_plan_lists_every_program_of_the_run_and_fits(model: Path) -> None:
         env=env | SMALL | {"MODEL_PATH": str(model), "BETA": "0.04"},
     )
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
-    for program in PROGRAMS:  # the first three columns add up to the fourth
+    of_pass = ["prefill", "decode", "drop_sequences"]
+    of_eval = [f"eval_{program}" for program in of_pass]
+    scores = ["compute_logps_and_entropies", "micro_step", "optimizer_step"]
+    for program in ["sync_weights", *of_pass, *of_eval, *scores]:
+        # The first three columns add up to the fourth.
         row = re.search(rf"^\| {program} \| ([\d. |]+) \| yes \| \d+ s \|$", done.stdout, re.M)
         assert row, program
         *parts, total = map(float, row.group(1).split(" | "))
@@ -85,11 +91,11 @@ def test_a_plan_that_does_not_fit_names_the_next_smaller_sizes(
     """The compiler's answers are given here; a device of a v5e has 15.75 GiB."""
     gib = {"decode": 16, "micro_step": 15.8, "optimizer_step": 15.76, "prefill": 15.7}
 
-    def compiled(plan: Plan, program: str) -> plan_tpu.Memory:
-        return plan_tpu.Memory(gib.get(program, 1) * 2**30, 0, 0)
+    def compiled(program: Program) -> plan_tpu.Memory:
+        return plan_tpu.Memory(gib.get(program.function.__name__, 1) * 2**30, 0, 0)
 
     monkeypatch.setattr(plan_tpu, "compiled", compiled)
-    sizes = {"BATCH_SIZE": "8", "TRAIN_MICRO_BATCH_SIZE": "16"}
+    sizes = {"BATCH_SIZE": "8", "TRAIN_MICRO_BATCH_SIZE": "16", "EVAL_EVERY_STEPS": "0"}
     code, out, _ = planned(capsys, "v5e-1", MODEL_PATH=str(model), **sizes)
     assert code == 3
     assert "| decode | 16.00 | 0.00 | 0.00 | 16.00 | NO | " in out
@@ -146,33 +152,31 @@ def test_a_plan_stops_at_wrong_settings(model: Path, capsys: pytest.CaptureFixtu
     assert (code, out) == (2, "") and errors.startswith(f"error: MODEL_PATH={model} has no config")
 
 
-# ---- tools/memory_table.py and docs/plan.md ----------------------------------------------------
+# ---- The table of docs/plan.md -------------------------------------------------------------------
 
 DOC = (REPO / "docs" / "plan.md").read_text()
-ROWS = [line for line in DOC.splitlines() if line.startswith("| Qwen/")]
-COLUMNS = [[cell.strip() for cell in row.strip("|").split("|")] for row in ROWS]
-PARAMETERS = {  # the sums of the sizes in the index files on the hub
-    "Qwen/Qwen2.5-0.5B": 494_032_768,
-    "Qwen/Qwen2.5-1.5B": 1_543_714_304,
-    "Qwen/Qwen2.5-3B": 3_085_938_688,
-    "Qwen/Qwen2.5-7B": 7_615_616_512,
-    "Qwen/Qwen3-4B": 4_022_468_096,
-}
-DEVICES = {"v5e-1": 1, "v5e-8": 8, "v4-8": 4, "v6e-8": 8}
+[STEP] = re.findall(r"^export (ROLLOUT_GLOBAL_BATCH_SIZE=.*)$", DOC, re.M)
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in DOC.splitlines()
+    if line.startswith("| Qwen/")
+]
+MODELS = [
+    f"Qwen/{name}" for name in "Qwen2.5-0.5B Qwen2.5-1.5B Qwen2.5-3B Qwen2.5-7B Qwen3-4B".split()
+]
+DEVICES = {"v5e-1": (1, 15.75), "v5e-8": (8, 15.75), "v4-8": (4, 30.75), "v6e-8": (8, 31.25)}
 
 
 def state_gib(model: str, name: str, optimizer: str) -> float:
     """Of a chip's part of the weights, the gradients and the optimizer's moments, in float32."""
     arrays = 2 + {"adamw": 2, "lion": 1, "sgd": 0}[optimizer]
-    return PARAMETERS[model] * 4 * arrays / DEVICES[name] / 2**30
+    return num_params(config_of(model)) * 4 * arrays / DEVICES[name][0] / 2**30
 
 
 def test_the_table_has_a_possible_row_for_each_model_and_slice() -> None:
-    assert memory_table.HEADER in DOC
-    assert [tuple(row[:2]) for row in COLUMNS] == [(m, s) for m in PARAMETERS for s in DEVICES]
-    assert " ".join(f"{k}={v}" for k, v in memory_table.STEP.items()) in DOC
-    for model, name, prompts, sequences, other, gib, programs in COLUMNS:
-        limit = plan_tpu.limit_of(name) / 2**30
+    assert [tuple(row[:2]) for row in ROWS] == [(m, s) for m in MODELS for s in DEVICES]
+    for model, name, prompts, sequences, other, gib, _ in ROWS:
+        devices, limit = DEVICES[name]
         if prompts == "does not fit":  # it needs more than the chip has even with sgd
             needed = [float(x) for x in re.findall(r"(?:^|: )(\d+\.\d+)", gib)]
             for optimizer, needs in zip(("adamw", "lion", "sgd"), needed, strict=True):
@@ -181,50 +185,24 @@ def test_the_table_has_a_possible_row_for_each_model_and_slice() -> None:
         optimizer = (re.findall(r"OPTIMIZER=(\w+)", other) or ["adamw"])[0]
         total, of = map(float, gib.split(" of "))
         assert state_gib(model, name, optimizer) < total <= limit == of, (model, name)
-        assert 16 % int(prompts) == 0 and 128 // DEVICES[name] % int(sequences) == 0
-        assert programs in PROGRAMS
+        assert 16 % int(prompts) == 0 and 128 // devices % int(sequences) == 0
 
 
 @needs_compiler
-def test_a_model_whose_state_does_not_fit_is_refused_by_the_compiler() -> None:
-    row = memory_table.row("v5e-1", "Qwen/Qwen2.5-3B", memory_table.STEP)
-    assert row in ROWS
-
-
-@needs_compiler
-def test_the_largest_micro_batch_and_pass_that_fit_are_found(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    "model, name, program, expected, settings",
+    [
+        ("Qwen2.5-0.5B", "v5e-1", "eval_drop_sequences", 12.63, "BATCH_SIZE=16"),
+        ("Qwen2.5-3B", "v5e-1", "optimizer_step", 45.99, ""),
+        pytest.param(*("Qwen2.5-0.5B", "v6e-8", "micro_step", 3.64, ""), marks=pytest.mark.slow),
+    ],
+)
+def test_the_compiler_says_again_what_the_table_says(
+    model: str, name: str, program: str, expected: float, settings: str
 ) -> None:
-    """The compiler's answers are given here, since it would take minutes. It is asked nothing
-    else."""
-    answers = {  # GiB of a program with this BATCH_SIZE and this micro-batch; a chip has 31.25
-        ("optimizer_step", 16, 4): 28.4,
-        ("micro_step", 16, 16): 47.1,
-        ("micro_step", 16, 8): 31.29,
-        ("micro_step", 16, 4): 31.19,
-    }
-    of_pass = ("sync_weights", *ROLLOUT)
-    answers |= {(program, 16, 4): 25.6 for program in of_pass} | {("decode", 16, 4): 31.3}
-    answers |= {(program, 8, 4): 25.6 for program in of_pass}
-    asked = []
-
-    def compiled(plan: Plan, program: str) -> plan_tpu.Memory:
-        sizes = plan.sizes.prompt_batch_size, plan.sizes.micro_batch_size // 8
-        asked.append((program, *sizes))
-        return plan_tpu.Memory(0, answers[asked[-1]] * 2**30, 0)
-
-    monkeypatch.setattr(memory_table, "compiled", compiled)
-    row = memory_table.row("v6e-8", "Qwen/Qwen2.5-7B", memory_table.STEP)
-    assert row == "| Qwen/Qwen2.5-7B | v6e-8 | 8 | 4 |  | 31.19 of 31.25 | micro_step |"
-    assert sorted(asked) == sorted(answers)
-
-
-@pytest.mark.slow
-@needs_compiler
-def test_the_compiler_says_again_what_the_table_says() -> None:
-    said = COLUMNS[0]
-    again = memory_table.row("v5e-1", "Qwen/Qwen2.5-0.5B", memory_table.STEP)
-    cells = [cell.strip() for cell in again.strip("|").split("|")]
-    assert cells[:5] == said[:5] and cells[6:] == said[6:]
-    gib, was = (float(row[5].split()[0]) for row in (cells, said))
-    assert gib == pytest.approx(was, rel=0.07)  # 13.38 instead of 12.63 GiB with jax 0.12
+    text = f"MODEL_PATH=Qwen/{model} TRAIN_PER_DEVICE_MICRO_BATCH_SIZE=16 {STEP} {settings}"
+    cfg = Config.from_env(dict(pair.split("=") for pair in text.split()))
+    gib = plan_tpu.compiled(programs_of(plan_tpu.make_plan(cfg, name))[program]).total / 2**30
+    assert gib == pytest.approx(expected, rel=0.07)  # 13.38 instead of 12.63 GiB with jax 0.12
+    [row] = [row for row in ROWS if row[:2] == [f"Qwen/{model}", name]]
+    assert f"{expected:.2f} of" in row[5] and program in row[6]

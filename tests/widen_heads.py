@@ -32,10 +32,6 @@ def widen_heads(source: Path, target: Path, head_dim: int) -> None:
         raise UserMistake(f"{head_dim} is not a multiple of the model's head_dim, {model.head_dim}")
     if model.qk_norm or model.rope_llama3:
         raise UserMistake(f"{source}: norms of heads and Llama 3's angles change with head_dim")
-    if target.exists():
-        raise UserMistake(f"{target} exists; choose another folder")
-    if not (source / "model.safetensors").is_file():
-        raise UserMistake(f"{source} has no model.safetensors")
     tensors = load_file(source / "model.safetensors")
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors*"))
     values = json.loads((source / "config.json").read_text(encoding="utf-8"))

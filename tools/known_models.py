@@ -9,30 +9,30 @@ from pathlib import Path
 from models import hf
 from models.model import ModelConfig
 
-_QWEN = (1e-6, 1e6, None)  # rms_norm_eps, rope_theta, rope_llama3
-_QWEN_2507 = (1e-6, 5e6, None)
-_LLAMA = (1e-5, 5e5, (32.0, 1.0, 4.0, 8192))
-KNOWN = {  # V, D, F, L, H, N, h, tied, positions, numbers of the family
-    "Qwen/Qwen2.5-0.5B": (151936, 896, 4864, 24, 14, 2, 64, True, 32768, _QWEN),
-    "Qwen/Qwen2.5-1.5B": (151936, 1536, 8960, 28, 12, 2, 128, True, 32768, _QWEN),
-    "Qwen/Qwen2.5-3B": (151936, 2048, 11008, 36, 16, 2, 128, True, 32768, _QWEN),
-    "Qwen/Qwen2.5-7B": (152064, 3584, 18944, 28, 28, 4, 128, False, 32768, _QWEN),
-    "Qwen/Qwen3-0.6B": (151936, 1024, 3072, 28, 16, 8, 128, True, 32768, _QWEN),
-    "Qwen/Qwen3-1.7B": (151936, 2048, 6144, 28, 16, 8, 128, True, 32768, _QWEN),
-    "Qwen/Qwen3-4B": (151936, 2560, 9728, 36, 32, 8, 128, True, 32768, _QWEN),
-    "Qwen/Qwen3-4B-Instruct-2507": (151936, 2560, 9728, 36, 32, 8, 128, True, 262144, _QWEN_2507),
-    "Qwen/Qwen3-8B": (151936, 4096, 12288, 36, 32, 8, 128, False, 32768, _QWEN),
-    "meta-llama/Llama-3.2-1B": (128256, 2048, 8192, 16, 32, 8, 64, True, 131072, _LLAMA),
-    "meta-llama/Llama-3.2-3B": (128256, 3072, 8192, 28, 24, 8, 128, True, 131072, _LLAMA),
+KNOWN = {  # V, D, F, L, H, N, h, tied, positions
+    "Qwen/Qwen2.5-0.5B": (151936, 896, 4864, 24, 14, 2, 64, True, 32768),
+    "Qwen/Qwen2.5-1.5B": (151936, 1536, 8960, 28, 12, 2, 128, True, 32768),
+    "Qwen/Qwen2.5-3B": (151936, 2048, 11008, 36, 16, 2, 128, True, 32768),
+    "Qwen/Qwen2.5-7B": (152064, 3584, 18944, 28, 28, 4, 128, False, 32768),
+    "Qwen/Qwen3-0.6B": (151936, 1024, 3072, 28, 16, 8, 128, True, 32768),
+    "Qwen/Qwen3-1.7B": (151936, 2048, 6144, 28, 16, 8, 128, True, 32768),
+    "Qwen/Qwen3-4B": (151936, 2560, 9728, 36, 32, 8, 128, True, 32768),
+    "Qwen/Qwen3-4B-Instruct-2507": (151936, 2560, 9728, 36, 32, 8, 128, True, 262144),
+    "Qwen/Qwen3-8B": (151936, 4096, 12288, 36, 32, 8, 128, False, 32768),
+    "meta-llama/Llama-3.2-1B": (128256, 2048, 8192, 16, 32, 8, 64, True, 131072),
+    "meta-llama/Llama-3.2-3B": (128256, 3072, 8192, 28, 24, 8, 128, True, 131072),
 }
 
 
 def config_of(path: str, revision: str = "") -> ModelConfig:
-    """The ModelConfig of a folder, of a model in KNOWN, or of a hub id; it needs no weights."""
+    """The ModelConfig of a folder, of a model in KNOWN, or of a hub id; it needs no weights.
+
+    For a model in KNOWN only the sizes are right; its rotary angles and the epsilon are not.
+    """
     name = path.removesuffix("-Instruct").removesuffix("-Base")
     known = [full for full in KNOWN if name in (full, full.rpartition("/")[2])]
     if Path(path).is_dir() or revision or not known:
         return hf.read_config(hf.fetch_model(path, revision, ["config.json"]))
-    V, D, F, L, H, N, h, tied, positions, (eps, theta, llama3) = KNOWN[known[0]]
+    V, D, F, L, H, N, h, tied, positions = KNOWN[known[0]]
     bias, norm = "Qwen2" in name, "Qwen3" in name
-    return ModelConfig(V, D, F, L, H, N, h, eps, theta, llama3, tied, bias, norm, positions)
+    return ModelConfig(V, D, F, L, H, N, h, 1e-6, 1e6, None, tied, bias, norm, positions)

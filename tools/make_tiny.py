@@ -35,9 +35,10 @@ import data
 from models import hf
 from models.model import Compute, ModelConfig, Params, init_params
 from rewards import SYSTEM_PROMPT, TAGS
-from runtime.packing import Batch, Widths, pack
+from runtime.layout import TRAIN_BATCH_AXES, Layout, make_mesh
+from runtime.packing import Batch, MicroBatch, Widths, pack
 from runtime.sizes import prompt_width
-from update import MicroBatch, completion_scores, learning_rate
+from update import compute_logps_and_entropies, learning_rate
 
 SEED = 0
 FOLDER = Path(__file__).resolve().parents[1] / "tiny"
@@ -223,7 +224,7 @@ def micro_batch(prompts: list[data.Prompt], completions: list[list[int]], S: int
     logps, advantages = np.zeros(mask.shape, np.float32), np.zeros(len(mask), np.float32)  # unused
     batch = Batch(prompts, ids, mask, mask.sum(axis=1), logps, advantages=advantages)
     rows = np.arange(len(completions)).reshape(-1, share).tolist()
-    return MicroBatch(**pack(batch, rows, Widths(len(rows), S, share * T, share, T), pad_id=0))
+    return pack(batch, rows, Widths(len(rows), S, share * T, share, T), pad_id=0)
 
 
 def warm_up(
@@ -231,13 +232,14 @@ def warm_up(
 ) -> Params:
     """Weights trained on solutions of the examples; each use of an example draws a new solution."""
     rng = random.Random(SEED)
-    compute = Compute(model, jnp.float32)
+    mesh = make_mesh("MESH_SHAPE", "1,1,1", jax.devices()[:1])
+    compute = Compute(model, jnp.float32, Layout(mesh, TRAIN_BATCH_AXES))
     rule = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam())
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params: Params, opt_state: Any, batch: MicroBatch, lr: jax.Array) -> Any:
         def cross_entropy(params: Params) -> jax.Array:
-            logps, _ = completion_scores(params, batch, 1.0, compute)
+            logps, _ = compute_logps_and_entropies(params, batch, 1.0, compute)
             return -(logps * batch.completion_mask).sum() / batch.completion_mask.sum()
 
         loss, grads = jax.value_and_grad(cross_entropy)(params)

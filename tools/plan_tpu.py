@@ -17,23 +17,13 @@ import jax
 from config import Config
 from models.placement import how_to_compute, num_params, rollout_mesh, stop_if_too_long
 from rollout_sglang import PAGE_TOKENS, pool_of, stop_if_unable
-from runtime.chips import CHIPS, OUT_OF_MEMORY_CODE, remedy
+from runtime.chips import OUT_OF_MEMORY_CODE, memory_bytes, remedy
 from runtime.layout import local_count, mesh_text
 from runtime.mistakes import UserMistake, fail
-from runtime.sizes import MICRO_SIZES, PASS_SIZES, derive, prompt_width
-from startup import logps_kernel, sampling_of
+from runtime.sizes import derive, prompt_width
+from startup import logps_kernel
 from tools import known_models
-from tools.programs import (
-    OF_MICRO_BATCHES,
-    PROGRAMS,
-    ROLLOUT,
-    Plan,
-    bytes_of,
-    call,
-    rest_of_run,
-    runs,
-    slice_devices,
-)
+from tools.programs import Plan, Program, bytes_of, programs_of, slice_devices
 
 GIB = 2**30
 ASSUMED_PROMPT = 512  # tokens, if neither MAX_PROMPT_LENGTH nor GLOBAL_LENGTH is set
@@ -54,74 +44,14 @@ class Memory(NamedTuple):
 def plan_and_exit(cfg: Config, name: str) -> NoReturn:
     """Prints the plan of the run with these settings on the slice `name`, and ends the program."""
     try:
-        raise SystemExit(print_all(cfg, name))
+        raise SystemExit(print_plan(make_plan(cfg, name), name))
     except UserMistake as error:
         fail(error)
 
 
-def print_all(cfg: Config, name: str) -> int:
-    """Prints the plan; returns the exit code."""
-    plan, reason = make_plan(cfg, name)
-    print_plan(plan, name, reason)
-    limit, memories = limit_of(name), {}
-    engine = engine_memory(plan, limit) if plan.cfg.rollout_backend == "sglang_jax" else None
-    print(
-        "| GiB per device | arguments | temporaries | rest of run | total | fits | compiled in |\n"
-        "|---|---|---|---|---|---|---|",
-        flush=True,
-    )
-    if engine:
-        memories["engine"] = engine
-        print(f"| engine | {row(engine, limit)} | not compiled |", flush=True)
-    for program in PROGRAMS:
-        if not runs(plan, program):
-            continue
-        began = time.perf_counter()
-        memories[program] = compiled(plan, program)
-        seconds = time.perf_counter() - began
-        print(f"| {program} | {row(memories[program], limit)} | {seconds:.0f} s |", flush=True)
-
-    misfits = [program for program, memory in memories.items() if memory.total > limit]
-    for program in misfits:
-        print(f"{program} does not fit. {what_to_try(plan, limit, program)}")
-    most = max(memories, key=lambda program: memories[program].total)
-    total = f"{memories[most].total / GIB:.2f} of {limit / GIB} GiB in {most}"
-    print(f"{name}: {'DOES NOT FIT' if misfits else 'fits'}, {total}")
-    return OUT_OF_MEMORY_CODE if misfits else 0
-
-
-def limit_of(name: str) -> float:
-    """The bytes that a program may use on each device of the slice."""
-    return CHIPS[name.partition("-")[0]].hbm_gib * GIB
-
-
-def engine_memory(plan: Plan, limit: float) -> Memory:
-    """What the serving engine holds while it samples: its weights, and a pool of keys and values,
-    which together get at most a fraction of the memory that is free without the training state."""
-    cfg, model, rollout = plan.cfg, plan.rollout.model, plan.rollout
-    devices = [*rollout.layout.mesh.devices.flat]
-    _, tokens = pool_of(cfg, plan.sizes, plan.S + 1, devices)
-    tokens += PAGE_TOKENS["tpu"]  # a page that holds what is not needed
-    heads = max(model.num_kv_heads, len(devices))  # each device holds at least one
-    width = 128 * math.ceil(model.head_dim / 128)
-    numbers = num_params(model) + tokens * model.num_layers * 2 * heads * width
-    held = numbers * rollout.dtype.itemsize / len(devices)
-    most = cfg.sglang_jax_mem_fraction_static * limit
-    return Memory(0, min(held, most), rest_of_run(plan, "engine"))
-
-
-def row(memory: Memory, limit: float) -> str:
-    """The memory of a program in GiB, and whether it fits, as columns of the table."""
-    columns = " | ".join(f"{x / GIB:.2f}" for x in (*memory, memory.total))
-    barely = "yes" if memory.total <= 0.95 * limit else "barely"
-    return f"{columns} | {barely if memory.total <= limit else 'NO'}"
-
-
-def make_plan(cfg: Config, name: str) -> tuple[Plan, str]:
-    """The plan of the run, and the reason for the rollout's mesh.
-
-    Raises UserMistake for settings that do not suit the model or the slice.
-    """
+def make_plan(cfg: Config, name: str) -> Plan:
+    """The plan of the run. Raises UserMistake for settings that do not suit the model, or the slice
+    with this name."""
     devices = slice_devices(name)
     hosts = len(devices) // local_count(devices)
     sizes = derive(cfg, hosts, len(devices) // hosts)
@@ -132,57 +62,105 @@ def make_plan(cfg: Config, name: str) -> tuple[Plan, str]:
         if hosts > 1:
             raise UserMistake(f"ROLLOUT_BACKEND=sglang_jax runs on one host; {name} has {hosts}")
         stop_if_unable(cfg, model, longest, devices)
-    S, T = prompt_width(longest, cfg.global_length) - 1, cfg.max_length_sample
+    S = prompt_width(longest, cfg.global_length) - 1
     training, rollout, reason = how_to_compute(cfg, model, sizes, S, devices)
     kernel = logps_kernel(cfg.policy_loss_impl, model.hidden_size, devices[0].device_kind)
-    training = training._replace(logps_kernel=kernel)
-    return Plan(cfg, sizes, training, rollout, hosts, sampling_of(cfg), S, T), reason
+    return Plan(cfg, sizes, training._replace(logps_kernel=kernel), rollout, hosts, S, reason)
 
 
-def print_plan(plan: Plan, name: str, reason: str) -> None:
-    """Prints the sizes and the layouts of the run."""
+def print_plan(plan: Plan, name: str) -> int:
+    """Prints the sizes and the layouts of the run, and the memory of its programs as they are
+    compiled. Returns the exit code."""
+    print_sizes(plan, name)
+    print(
+        "| GiB per device | arguments | temporaries | rest of run | total | fits | compiled in |\n"
+        "|---|---|---|---|---|---|---|",
+        flush=True,
+    )
+    limit, programs, memories = memory_of_device(plan), programs_of(plan), {}
+    if plan.cfg.rollout_backend == "sglang_jax":
+        sync = programs["sync_weights"]
+        memories["engine"] = engine_memory(plan, bytes_of(sync.arguments) + sync.rest)
+        print(f"| engine | {columns(memories['engine'], limit)} | not compiled |", flush=True)
+    for program, how in programs.items():
+        began = time.perf_counter()
+        memories[program] = compiled(how)
+        seconds = time.perf_counter() - began
+        print(f"| {program} | {columns(memories[program], limit)} | {seconds:.0f} s |", flush=True)
+
+    misfits = [program for program, memory in memories.items() if memory.total > limit]
+    for program in misfits:
+        if program == "engine":
+            free = math.floor(100 * (1 - memories[program].rest / limit)) / 100
+            hint = f"Try SGLANG_JAX_MEM_FRACTION_STATIC={free:.2f}"
+        else:
+            where = plan.processes, plan.local_devices()
+            hint = remedy(plan.cfg, plan.sizes, *where, programs[program].sizes)
+        print(f"{program} does not fit. {hint}")
+    most = max(memories, key=lambda program: memories[program].total)
+    total = f"{memories[most].total / GIB:.2f} of {limit / GIB} GiB in {most}"
+    print(f"{name}: {'DOES NOT FIT' if misfits else 'fits'}, {total}")
+    return OUT_OF_MEMORY_CODE if misfits else 0
+
+
+def print_sizes(plan: Plan, name: str) -> None:
     cfg, sizes, training = plan.cfg, plan.sizes, plan.training
-    mesh = plan.rollout.layout.mesh
-    local = mesh.size // plan.processes
+    mesh, local = plan.rollout.layout.mesh, plan.local_devices()
     S = f"{plan.S}{'' if cfg.max_prompt_length else ' (assumed, as MAX_PROMPT_LENGTH=0)'}"
     print(
         f"{name}: {mesh.size} x {mesh.devices.flat[0].device_kind}, hosts={plan.processes}, "
         f"{cfg.model_path} of {num_params(training.model) / 1e9:.2f}B parameters\n"
-        f"a step: {sizes.global_batch} sequences of {S} + {plan.T} tokens; per device "
-        f"{sizes.prompt_batch_size * cfg.num_pre_q // local} in each of {sizes.passes_per_step} "
-        f"passes, {sizes.micro_batch_size // local} in each of {sizes.grad_accum_steps} "
-        f"micro-steps\n"
+        f"a step: {sizes.global_batch} sequences of {S} + {cfg.max_length_sample} tokens; "
+        f"per device {sizes.prompt_batch_size * cfg.num_pre_q // local} in each of "
+        f"{sizes.passes_per_step} passes, {sizes.micro_batch_size // local} in each of "
+        f"{sizes.grad_accum_steps} micro-steps\n"
         f"mesh dp,fsdp,tp train={mesh_text(training.layout.mesh)} ({cfg.mesh_shape}) "
-        f"rollout={rollout_mesh(cfg, plan.rollout)} ({cfg.rollout_mesh_shape}{reason})\n"
+        f"rollout={rollout_mesh(cfg, plan.rollout)} ({cfg.rollout_mesh_shape}{plan.mesh_reason})\n"
         f"dtype={training.dtype} remat={training.remat} attention_impl={training.attention_impl} "
         f"policy_loss_impl={cfg.policy_loss_impl}",
         flush=True,
     )
 
 
-def compiled(plan: Plan, program: str) -> Memory:
+def memory_of_device(plan: Plan) -> float:
+    """The bytes that a program may use on each device of the slice."""
+    return memory_bytes(plan.rollout.layout.mesh.devices.flat[0])
+
+
+def columns(memory: Memory, limit: float) -> str:
+    """The memory of a program in GiB, and whether it fits, as columns of the table."""
+    numbers = " | ".join(f"{x / GIB:.2f}" for x in (*memory, memory.total))
+    barely = "yes" if memory.total <= 0.95 * limit else "barely"
+    return f"{numbers} | {barely if memory.total <= limit else 'NO'}"
+
+
+def engine_memory(plan: Plan, rest: int) -> Memory:
+    """What the serving engine holds while it samples: its weights, and a pool of keys and values,
+    which together get at most a fraction of the memory that is free without the training state."""
+    cfg, model, rollout = plan.cfg, plan.rollout.model, plan.rollout
+    devices = [*rollout.layout.mesh.devices.flat]
+    _, tokens = pool_of(cfg, plan.sizes, plan.S + 1, devices)
+    tokens += PAGE_TOKENS["tpu"]  # a page that holds what is not needed
+    heads = max(model.num_kv_heads, len(devices))  # each device holds at least one
+    width = 128 * math.ceil(model.head_dim / 128)
+    numbers = num_params(model) + tokens * model.num_layers * 2 * heads * width
+    held = numbers * rollout.dtype.itemsize / len(devices)
+    most = cfg.sglang_jax_mem_fraction_static * memory_of_device(plan)
+    return Memory(0, min(held, most), rest)
+
+
+def compiled(program: Program) -> Memory:
     """The memory of a program as compiled for the TPU, or what the compiler says that it would
     need if it is too large to be compiled."""
-    function, arguments, static = call(plan, program)
-    rest = rest_of_run(plan, program)
     try:
-        m = function.lower(*arguments, **static).compile().memory_analysis()
+        lowered = program.function.lower(*program.arguments, **program.static)
+        m = lowered.compile().memory_analysis()
     except jax.errors.JaxRuntimeError as error:
         match = re.search(r"HLO temporaries \(([\d.]+)G\) exceeds", str(error))
         if not match:
             raise
-        given = bytes_of(arguments)
+        given = bytes_of(program.arguments)
         # This number of the compiler includes the arguments.
-        return Memory(given, float(match.group(1)) * GIB - given, rest)
+        return Memory(given, float(match.group(1)) * GIB - given, program.rest)
     made = m.temp_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
-    return Memory(m.argument_size_in_bytes, made, rest)
-
-
-def what_to_try(plan: Plan, limit: float, program: str) -> str:
-    """A sentence with what makes the program smaller."""
-    if program == "engine":
-        free = 1 - rest_of_run(plan, program) / limit
-        return f"Try SGLANG_JAX_MEM_FRACTION_STATIC={math.floor(100 * free) / 100:.2f}"
-    names = PASS_SIZES if program in ROLLOUT else MICRO_SIZES if program in OF_MICRO_BATCHES else ()
-    local = plan.rollout.layout.mesh.size // plan.processes
-    return remedy(plan.cfg, plan.sizes, plan.processes, local, names)
+    return Memory(m.argument_size_in_bytes, made, program.rest)

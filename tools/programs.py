@@ -6,7 +6,6 @@ Dimensions: R sequences of a rollout pass or of a micro-batch, over all processe
 prompts, each shared by `share` sequences, S prompt tokens without the last, T completion tokens.
 """
 
-import dataclasses
 import importlib.util
 import math
 import os
@@ -20,28 +19,28 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from config import Config
 from models.draw import Sampling, support_size
-from models.model import Compute, Params, abstract_params
+from models.model import Compute, abstract_params
 from models.placement import limits_of
 from runtime.chips import SLICES
 from runtime.mistakes import UserMistake
-from runtime.packing import widest
-from runtime.sizes import Sizes, eval_questions, prompt_share
-from sampling import Stopping, begin, decode, drop_sequences, prefill, smaller_batches
-from startup import eval_sampling_of, objective_of, optimizer_of
+from runtime.packing import MicroBatch, widest
+from runtime.sizes import MICRO_SIZES, PASS_SIZES, Sizes, eval_questions, prompt_share
+from sampling import (
+    Stopping,
+    begin,
+    decode,
+    drop_sequences,
+    prefill,
+    smaller_batches,
+    sync_weights,
+)
+from startup import eval_sampling_of, objective_of, optimizer_of, sampling_of
 from update import (
-    MicroBatch,
-    TrainState,
     abstract_state,
     compute_logps_and_entropies,
     micro_step,
     optimizer_step,
-    sync_weights,
 )
-
-OF_A_PASS = ("prefill", "decode", "drop_sequences")
-ROLLOUT = (*OF_A_PASS, *(f"eval_{name}" for name in OF_A_PASS))
-OF_MICRO_BATCHES = ("compute_logps_and_entropies", "micro_step")
-PROGRAMS = ("sync_weights", *ROLLOUT, *OF_MICRO_BATCHES, "optimizer_step")
 
 
 class Plan(NamedTuple):
@@ -52,24 +51,21 @@ class Plan(NamedTuple):
     training: Compute
     rollout: Compute
     processes: int
-    sampling: Sampling
     S: int  # prompt tokens without the last
-    T: int  # completion tokens
+    mesh_reason: str  # why ROLLOUT_MESH_SHAPE=auto is what it is
 
-    def evaluation(self) -> "Plan":
-        """The plan with the sizes and the sampling of an evaluation, to plan its rollout pass."""
-        samples, local = self.cfg.eval_samples, self.rollout.layout.mesh.size // self.processes
-        size = eval_questions(self.sizes, self.cfg.num_pre_q, samples, local)
-        return self._replace(
-            cfg=dataclasses.replace(self.cfg, num_pre_q=samples),
-            sizes=self.sizes._replace(prompt_batch_size=size),
-            sampling=eval_sampling_of(self.cfg),
-        )
+    def local_devices(self) -> int:
+        return self.rollout.layout.mesh.size // self.processes
 
-    def of_a_pass(self) -> tuple[int, int]:
-        """R and G of a rollout pass."""
-        R = self.sizes.prompt_batch_size * self.cfg.num_pre_q * self.processes
-        return R, R // prompt_share(self.cfg.num_pre_q, R // self.rollout.layout.batch_shards)
+
+class Program(NamedTuple):
+    """A program of the run, as the run calls it, and the memory that it leaves to other arrays."""
+
+    function: Any  # jitted
+    arguments: tuple
+    static: dict[str, Any]  # keyword arguments
+    rest: int  # bytes per device of arrays that the run keeps meanwhile, beside the arguments
+    sizes: tuple[str, ...] = ()  # the settings that make it smaller, as `remedy` takes them
 
 
 def slice_devices(name: str) -> Sequence[jax.Device]:
@@ -89,63 +85,9 @@ def slice_devices(name: str) -> Sequence[jax.Device]:
     return topologies.get_topology_desc(f"{chip}:{shape}", "tpu", **options).devices
 
 
-# ---- Arguments -----------------------------------------------------------------------------------
-
-
 def array(mesh: Mesh, shape: tuple[int, ...], dtype: Any, *axes: Any) -> jax.ShapeDtypeStruct:
     """The shape of an array on a mesh; axes: the mesh axis or axes that split each dimension."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
-
-
-def train_state(plan: Plan) -> TrainState:
-    """The shapes of the training state."""
-    training = plan.training
-    return abstract_state(training.model, training.layout.mesh, optimizer_of(plan.cfg))
-
-
-def reference(plan: Plan) -> Params | None:
-    """The shapes of the reference's weights; None if BETA is 0."""
-    if plan.cfg.beta == 0:
-        return None
-    training = plan.training
-    return abstract_params(training.model, training.layout.mesh, training.dtype)
-
-
-def rollout_weights(plan: Plan) -> Params:
-    """The shapes of the copy of the weights that samples."""
-    rollout = plan.rollout
-    return abstract_params(rollout.model, rollout.layout.mesh, rollout.dtype, rollout.layer_loop)
-
-
-def micro_batch(plan: Plan) -> MicroBatch:
-    """The shapes of a micro-batch of the longest prompts and completions."""
-    cfg, layout, T = plan.cfg, plan.training.layout, plan.T
-    limits = limits_of(cfg, plan.sizes, plan.training, plan.processes, plan.S)
-    of_device, S, C, n, _ = widest(limits)
-    X = layout.batch_shards * of_device
-
-    def batch(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
-        return array(layout.mesh, shape, dtype, layout.batch_axes)
-
-    row, tokens = batch(jnp.int32, X, S + C), batch(jnp.int32, X * n, T)
-    logps = batch(jnp.float32, X * n, T)
-    U = support_size(plan.sampling, plan.training.model.vocab_size)
-    return MicroBatch(
-        ids=row,
-        positions=row,
-        prompt=row,
-        start=row,
-        targets=batch(jnp.int32, X, C),
-        places=batch(jnp.int32, X, n, T),
-        sequences=batch(jnp.int32, X * n),
-        completion_mask=tokens,
-        sampling_logps=logps,
-        advantages=batch(jnp.float32, X * n),
-        old_logps=logps if plan.sizes.updates_per_step > 1 else None,
-        ref_logps=logps if cfg.beta > 0 else None,
-        top_mask=tokens if cfg.top_entropy_quantile < 1 else None,
-        support=batch(jnp.int32, X, C, U) if plan.sampling.replay else None,
-    )
 
 
 def bytes_of(tree: Any) -> int:
@@ -156,90 +98,118 @@ def bytes_of(tree: Any) -> int:
     return sum(n * x.dtype.itemsize for n, x in zip(sizes, arrays, strict=True))
 
 
-# ---- Programs ------------------------------------------------------------------------------------
-
-
-def runs(plan: Plan, program: str) -> bool:
-    """False if the settings switch the program off."""
-    cfg = plan.cfg
-    if program in ROLLOUT and cfg.rollout_backend != "naive":  # the engine has programs of its own
-        return False
-    if program.endswith("drop_sequences"):
-        plan = plan.evaluation() if program.startswith("eval_") else plan
-        alone = plan.of_a_pass()[0] == plan.rollout.layout.batch_shards
-        if alone or not cfg.drops_ended():
-            return False
-    if program == "compute_logps_and_entropies":
-        return cfg.beta > 0 or cfg.scores_policy()
-    return not program.startswith("eval_") or cfg.eval_every_steps > 0 or cfg.eval_full_sweep
-
-
-def call(plan: Plan, program: str) -> tuple[Any, tuple, dict[str, Any]]:
-    """The jitted function, its arguments and its static keyword arguments, as in the run."""
-    cfg, training, state = plan.cfg, plan.training, train_state(plan)
-    model = training.model
-    grads = abstract_params(model, training.layout.mesh, jnp.float32)
+def programs_of(plan: Plan) -> dict[str, Program]:
+    """The programs of the run by their names, in the order of a step."""
+    cfg, training, rollout = plan.cfg, plan.training, plan.rollout
+    model, mesh = training.model, training.layout.mesh
+    state = abstract_state(model, mesh, optimizer_of(cfg))
+    params, grads = state.params, abstract_params(model, mesh, jnp.float32)
+    reference = abstract_params(model, mesh, training.dtype) if cfg.beta > 0 else None
+    kept = bytes_of((state, reference))
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
-    if program == "sync_weights":
-        rollout = plan.rollout
-        sync = sync_weights(model, rollout.layout.mesh, rollout.dtype, rollout.layer_loop)
-        return sync, (state.params,), {}
-    if program == "compute_logps_and_entropies":
-        params = reference(plan) or state.params
-        arguments = (params, micro_batch(plan), cfg.temperature, training)
-        return compute_logps_and_entropies, arguments, {}
-    if program == "micro_step":
-        static = {"objective": objective_of(cfg), "temperature": cfg.temperature}
-        counts = dict.fromkeys(("num_tokens", "num_sequences", "num_top_tokens"), scalar)
-        grad_sum = grads if plan.sizes.grad_accum_steps > 1 else None
-        arguments = (state.params, grad_sum, micro_batch(plan), counts)
-        return micro_step, arguments, static | {"compute": training}
-    if program == "optimizer_step":
-        static = {"optimizer": optimizer_of(cfg), "model": model}
-        return optimizer_step, (state, grads, scalar, scalar), static
-    plan = plan.evaluation() if program.startswith("eval_") else plan
-    return call_of_a_pass(plan, program.removeprefix("eval_"))
+
+    sync = sync_weights(model, rollout.layout.mesh, rollout.dtype, rollout.layer_loop)
+    found = {"sync_weights": Program(sync, (params,), {}, kept - bytes_of(params))}
+    if cfg.rollout_backend == "naive":  # an engine has programs of its own
+        found |= rollout_programs(
+            plan, plan.sizes.prompt_batch_size, cfg.num_pre_q, sampling_of(cfg), kept
+        )
+        if cfg.evaluates():
+            K = cfg.eval_samples
+            prompts = eval_questions(plan.sizes, cfg.num_pre_q, K, plan.local_devices())
+            of_eval = rollout_programs(plan, prompts, K, eval_sampling_of(cfg), kept)
+            found |= {f"eval_{name}": program for name, program in of_eval.items()}
+
+    batch = micro_batch(plan)
+    if cfg.beta > 0 or cfg.needs_policy_logps():
+        scored = reference or params
+        found["compute_logps_and_entropies"] = Program(
+            compute_logps_and_entropies,
+            (scored, batch, cfg.temperature, training),
+            {},
+            kept - bytes_of(scored),
+            MICRO_SIZES,
+        )
+    counts = dict.fromkeys(("num_tokens", "num_sequences", "num_top_tokens"), scalar)
+    grad_sum = grads if plan.sizes.grad_accum_steps > 1 else None
+    static = {"objective": objective_of(cfg), "temperature": cfg.temperature, "compute": training}
+    found["micro_step"] = Program(
+        micro_step, (params, grad_sum, batch, counts), static, kept - bytes_of(params), MICRO_SIZES
+    )
+    static = {"optimizer": optimizer_of(cfg), "model": model}
+    arguments = state, grads, scalar, scalar
+    found["optimizer_step"] = Program(optimizer_step, arguments, static, bytes_of(reference))
+    return found
 
 
-def call_of_a_pass(plan: Plan, program: str) -> tuple[Any, tuple, dict[str, Any]]:
-    """The result of `call` for a program of a rollout pass."""
-    rollout, weights = plan.rollout, rollout_weights(plan)
-    (mesh, batch_axes), (R, G), S, T = rollout.layout, plan.of_a_pass(), plan.S, plan.T
-    prompts = (array(mesh, (G, S + 1), jnp.int32, batch_axes),) * 2  # ids and mask
-    if program == "prefill":
-        return prefill, (weights, rollout, *prompts), {}
-
+def rollout_programs(
+    plan: Plan, prompts: int, K: int, sampling: Sampling, kept: int
+) -> dict[str, Program]:
+    """The programs of a rollout pass. prompts: of each process. K: completions of each prompt.
+    kept: bytes per device of the training state and the reference."""
+    rollout, S, T = plan.rollout, plan.S, plan.cfg.max_length_sample
+    mesh, batch_axes = rollout.layout
+    shards = rollout.layout.batch_shards
+    R = prompts * K * plan.processes
+    G = R // prompt_share(K, R // shards)
+    weights = abstract_params(rollout.model, mesh, rollout.dtype, rollout.layer_loop)
+    ids_and_mask = (array(mesh, (G, S + 1), jnp.int32, batch_axes),) * 2
     stacked = (None,) * (rollout.layer_loop == "scan")  # the layers come before the sequences
 
     def placed(tree: Any, *axes: Any) -> Any:
         """The arrays of the tree on the mesh; a scalar is on every device."""
         return jax.tree.map(lambda x: array(mesh, x.shape, x.dtype, *axes[: x.ndim]), tree)
 
-    static = {"sampling": plan.sampling, "stopping": Stopping(T, stop_ids=(0, 1), pad_id=0)}
+    static = {"sampling": sampling, "stopping": Stopping(T, stop_ids=(0, 1), pad_id=0)}
     sequence_ids, number = array(mesh, (R,), jnp.int32, batch_axes), array(mesh, (), jnp.int32)
-    key, prefix = jax.eval_shape(jax.random.key, 0), prefill.eval_shape(weights, rollout, *prompts)
-    state = begin.eval_shape(rollout, *prompts, prefix, sequence_ids, key, width=T, **static)
+    key = jax.eval_shape(jax.random.key, 0)
+    prefix = prefill.eval_shape(weights, rollout, *ids_and_mask)
+    state = begin.eval_shape(rollout, *ids_and_mask, prefix, sequence_ids, key, width=T, **static)
     state = placed(state, batch_axes)._replace(
         prompt=placed(state.prompt, *stacked, batch_axes),
         completion=placed(state.completion, *stacked, batch_axes),
     )
-    if program == "decode":
-        return decode, (weights, rollout, state, number, number), static
-    # the first time that sequences leave the batch
-    sizes = smaller_batches(R // rollout.layout.batch_shards)
-    return drop_sequences, (rollout, state), {"size": sizes[0]}
-
-
-def rest_of_run(plan: Plan, program: str) -> int:
-    """The bytes per device of arrays that the run always keeps and the program does not get."""
-    state, ref = train_state(plan), bytes_of(reference(plan))
-    params, opt_state = bytes_of(state.params), bytes_of(state.opt_state)
-    given = {
-        "sync_weights": params,
-        "compute_logps_and_entropies": ref or params,
-        "micro_step": params,
-        "optimizer_step": params + opt_state,
+    arguments = weights, rollout, state, number
+    found = {
+        "prefill": Program(prefill, (weights, rollout, *ids_and_mask), {}, kept, PASS_SIZES),
+        "decode": Program(decode, arguments, static, kept, PASS_SIZES),
     }
-    if program.endswith("drop_sequences"):
-        given[program] = -bytes_of(rollout_weights(plan))
-    return params + opt_state + ref - given.get(program, 0)
+    if plan.cfg.drops_ended() and R > shards:
+        size = smaller_batches(R // shards)[0]  # the first time that sequences leave the batch
+        kept += bytes_of(weights)
+        found["drop_sequences"] = Program(
+            drop_sequences, (rollout, state), {"size": size}, kept, PASS_SIZES
+        )
+    return found
+
+
+def micro_batch(plan: Plan) -> MicroBatch:
+    """The shapes of a micro-batch of the longest prompts and completions."""
+    cfg, layout, T = plan.cfg, plan.training.layout, plan.cfg.max_length_sample
+    limits = limits_of(cfg, plan.sizes, plan.training, plan.processes, plan.S)
+    of_device, S, C, Q, _ = widest(limits)
+    X = layout.batch_shards * of_device
+
+    def batch(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+        return array(layout.mesh, shape, dtype, layout.batch_axes)
+
+    row, tokens = batch(jnp.int32, X, S + C), batch(jnp.int32, X * Q, T)
+    logps = batch(jnp.float32, X * Q, T)
+    sampling = sampling_of(cfg)
+    U = support_size(sampling, plan.training.model.vocab_size)
+    return MicroBatch(
+        ids=row,
+        positions=row,
+        prompt=row,
+        start=row,
+        targets=batch(jnp.int32, X, C),
+        places=batch(jnp.int32, X, Q, T),
+        sequences=batch(jnp.int32, X * Q),
+        completion_mask=tokens,
+        sampling_logps=logps,
+        advantages=batch(jnp.float32, X * Q),
+        old_logps=logps if plan.sizes.updates_per_step > 1 else None,
+        ref_logps=logps if cfg.beta > 0 else None,
+        top_mask=tokens if cfg.top_entropy_quantile < 1 else None,
+        support=batch(jnp.int32, X, C, U) if sampling.replay else None,
+    )

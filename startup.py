@@ -8,7 +8,6 @@ The checks that cost little come first. A user's mistakes are a UserMistake with
 import dataclasses
 import json
 import math
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import config
 import data
@@ -38,7 +38,7 @@ from runtime.parsing import REPO, to_text
 from runtime.processes import StopSignal
 from runtime.records import RUNNING
 from runtime.run_log import RunLog, replace_file, stop_if_not_writable
-from runtime.sizes import derive, note_on_step, prompt_width
+from runtime.sizes import derive, prompt_width
 from runtime.wandb_run import check_wandb, chosen_mode
 from sampling import Backend, NaiveBackend, Stopping
 from update import Optimizer, TrainState, abstract_state, init_state
@@ -111,7 +111,7 @@ def set_up(cfg: Config, example: dict[str, str] | None = None) -> Run:
         f"mesh dp,fsdp,tp train={mesh_text(run.training.layout.mesh)} ({cfg.mesh_shape}) "
         f"rollout={placement.rollout_mesh(cfg, run.rollout)} "
         f"({cfg.rollout_mesh_shape}{run.mesh_reason})\n"
-        f"{cfg.rollout_lines()}"
+        f"rollout.backend: {cfg.rollout_backend}\n"
         f"loss.loss_type={cfg.loss_type} loss.adv_estimator={cfg.adv_estimator} "
         f"train.policy_loss_impl={cfg.policy_loss_impl} "
         f"train.attention_impl={run.training.attention_impl}",
@@ -136,29 +136,27 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
     processes.stop_if_not_so_many(cfg.require_multihost, cfg.require_jax_process_count)
     sizes = derive(cfg, jax.process_count(), jax.local_device_count())
     print(sizes.line(), flush=True)
-    if note := note_on_step(cfg, sizes):
-        print(note, flush=True)
-    cache = cfg.overlong_cache or cfg.max_length_sample // 5
-    penalties = rewards.penalties(cfg.max_length_sample, cache)
-    functions = rewards.load_reward_functions(cfg.reward_fn, cfg.reward_timeout_s, penalties)
+    functions = rewards.load_reward_functions(
+        cfg.reward_fn,
+        cfg.reward_timeout_s,
+        cfg.max_length_sample,
+        cfg.overlong_cache or cfg.max_length_sample // 5,
+    )
     weights = rewards.weights_of(cfg.reward_weights, cfg.reward_fn)
     system_prompt = data.text_of(cfg.system_prompt) or rewards.SYSTEM_PROMPT
 
-    splits = [cfg.train_split] * (cfg.steps > 0) + [cfg.eval_split] * cfg.evaluates()
-    if example:
-        examples = {cfg.eval_split: [example]}
-    else:
-        examples = {split: examples_of(cfg, split) for split in splits}
     folder = hf.fetch_model(cfg.model_path, cfg.model_revision)
     hf.stop_if_overwritten(cfg.export_hf, cfg.output_dir, folder)
     model, tokenizer = hf.read_model(folder, cfg.chat_template)
-    prompts = {
-        split: data.fit_prompts(
-            data.build_prompts(found, tokenizer, system_prompt), cfg.max_prompt_length, split
-        )
-        for split, found in examples.items()
-    }
-    longest = max((len(prompt.ids) for found in prompts.values() for prompt in found), default=1)
+
+    def prompts_of(split: str) -> list[data.Prompt]:
+        examples = [example] if example else examples_of(cfg, split)
+        prompts = data.build_prompts(examples, tokenizer, system_prompt)
+        return data.fit_prompts(prompts, cfg.max_prompt_length, split)
+
+    train_prompts = prompts_of(cfg.train_split) if cfg.steps else []
+    eval_prompts = prompts_of(cfg.eval_split) if cfg.evaluates() else []
+    longest = max((len(prompt.ids) for prompt in train_prompts + eval_prompts), default=1)
     placement.stop_if_too_long(cfg.max_length_sample, model, longest)
     S = prompt_width(longest, cfg.global_length) - 1
     training, rollout, reason = placement.how_to_compute(cfg, model, sizes, S, jax.devices())
@@ -174,8 +172,8 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
         folder=folder,
         model=model,
         tokenizer=tokenizer,
-        train_prompts=prompts[cfg.train_split] if cfg.steps else [],
-        eval_prompts=prompts[cfg.eval_split] if cfg.evaluates() else [],
+        train_prompts=train_prompts,
+        eval_prompts=eval_prompts,
         sampling=sampling_of(cfg),
         eval_sampling=eval_sampling_of(cfg),
         stopping=Stopping(cfg.max_length_sample, stop_ids, pad_id=stop_ids[0]),
@@ -317,7 +315,8 @@ def made_with_of(run: Run) -> dict[str, str]:
     values["REWARD_WEIGHTS"] = to_text(run.weights)
     values["REWARD_FN"] = ",".join(Path(entry).name for entry in entries)
     scheduled = cfg.lr_schedule != "constant" or cfg.warmup_ratio > 0
-    values[resume.SCHEDULE_END] = str((cfg.lr_decay_steps or cfg.steps) * scheduled)
+    schedule_end = (cfg.lr_decay_steps or cfg.steps) * scheduled
+    values["LR_DECAY_STEPS (else STEPS)"] = str(schedule_end)
     values["prompts per step"] = str(run.sizes.prompts_per_step)
     values["DTYPE"] = str(run.training.dtype)
     values["the stop tokens"] = str(run.stopping.stop_ids)
@@ -325,8 +324,11 @@ def made_with_of(run: Run) -> dict[str, str]:
         values[f"the model's {name}"] = processes.digest((folder / name).read_bytes())
     values["the tokenized prompts"] = digest_of(run.train_prompts)
     if cfg.beta > 0:  # every start reads the reference from the model's folder
-        weights = sorted(folder.glob("*.safetensors"))
-        values["the model's weights"] = processes.digest_of_ends(weights)
+        ends = [  # the last MiB of each file; all of it would take too long
+            np.memmap(file, mode="r")[-(2**20) :].tobytes()
+            for file in sorted(folder.glob("*.safetensors"))
+        ]
+        values["the model's weights"] = processes.digest(b"".join(ends))
     for file in {entry.rpartition(":")[0] for entry in entries if ":" in entry}:
         content = Path(file).read_bytes()
         values[f"the file of REWARD_FN {Path(file).name}"] = processes.digest(content)
@@ -361,11 +363,7 @@ def digest_of(values: Sequence[Any]) -> str:
 if __name__ == "__main__":
     with processes.ending_together():
         try:
-            command = config.load(sys.argv[1:])
-            if command.slice_name or command.eval_only or command.question:
-                raise UserMistake("--plan, --eval-only and --ask are only for train_grpo.py")
-            processes.start_jax(command.cfg)
+            processes.start_jax(config.load([])[0])
         except UserMistake as error:
             fail(error)
-        versions = processes.versions().items()
-        print("versions", *(f"{name}={version}" for name, version in versions))
+        print("versions", *(f"{name}={x}" for name, x in processes.versions().items()))

@@ -7,7 +7,6 @@ Each module has its deeper tests in tests/.
 import ast
 import dataclasses
 import graphlib
-import importlib
 import json
 import math
 import os
@@ -81,8 +80,9 @@ def train(out: Path, **env: str) -> Run:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Two steps of the defaults, from another folder than the repository's."""
     out = tmp_path_factory.mktemp("smoke") / "run"
-    settings = {"STEPS": "2", "EVAL_EVERY_STEPS": "2", "EVAL_FULL_SWEEP": "1"}
-    return train(out, **settings, SAVE_EVERY_STEPS="2", PRINT_TRAIN_TIME_BREAKDOWN="1")
+    settings = {"STEPS": "2", "EVAL_EVERY_STEPS": "2", "EVAL_PROMPTS": "64"}
+    settings |= {"EVAL_FULL_SWEEP": "1", "SAVE_EVERY_STEPS": "2", "PRINT_TRAIN_TIME_BREAKDOWN": "1"}
+    return train(out, **settings)
 
 
 def test_the_main_job_runs_and_prints_the_lines_people_parse(run: Run) -> None:
@@ -126,12 +126,9 @@ def test_the_records_and_the_summary_have_the_names_that_dashboards_read(run: Ru
     assert swept["eval_full/accuracy/pass_at_1"] == swept["eval_full/accuracy"]
 
 
-def test_a_run_prints_nothing_but_its_own_lines(run: Run, tmp_path: Path) -> None:
-    """Also where jax itself looks for a device and finds no TPU, with jax[tpu] installed."""
-    plain = train(tmp_path / "plain", STEPS="0", EVAL_EVERY_STEPS="0", JAX_PLATFORMS="")
-    for done in (run, plain):
-        assert (done.code, done.errors) == (0, "")
-        assert [line for line in done.lines.splitlines() if not KNOWN_LINES.fullmatch(line)] == []
+def test_a_run_prints_nothing_but_its_own_lines(run: Run) -> None:
+    assert run.errors == ""
+    assert [line for line in run.lines.splitlines() if not KNOWN_LINES.fullmatch(line)] == []
 
 
 def test_the_trainer_gives_the_tokens_the_sampler_s_own_probabilities(run: Run) -> None:
@@ -161,11 +158,11 @@ def test_the_last_checkpoint_has_the_last_accuracy_too(run: Run) -> None:
 def test_a_mistake_ends_in_one_line_and_exit_code_2(
     tmp_path: Path, name: str, value: str, words: str
 ) -> None:
-    mistaken = train(tmp_path / "run", **{name: value})
-    assert mistaken.code == 2, mistaken.errors
-    last = mistaken.errors.strip().splitlines()[-1]
-    assert last.startswith("error: ") and words in last
-    assert "Traceback" not in mistaken.errors and not (tmp_path / "run").exists()
+    """Also where jax itself looks for a device and finds no TPU, with jax[tpu] installed."""
+    mistaken = train(tmp_path / "run", JAX_PLATFORMS="", **{name: value})
+    [line] = mistaken.errors.splitlines()
+    assert mistaken.code == 2 and line.startswith("error: ") and words in line
+    assert not (tmp_path / "run").exists()
 
 
 # ---- Guards on the text --------------------------------------------------------------------------
@@ -203,11 +200,6 @@ def top_level() -> set[str]:
 
 
 @pytest.mark.parametrize("module", code())
-def test_every_file_can_be_imported(module: str) -> None:
-    importlib.import_module(module)
-
-
-@pytest.mark.parametrize("module", code())
 def test_a_file_imports_only_from_its_room_and_the_rooms_below(module: str) -> None:
     above = {name for name in imported(code()[module]) if room(name) not in ROOMS[room(module)]}
     assert above == (COMMANDS if module == "train_grpo" else set())
@@ -238,23 +230,9 @@ def test_files_that_people_copy_alone_import_nothing_of_ours() -> None:
 
 def test_every_setting_is_read() -> None:
     """As cfg.NAME or run.cfg.NAME, in config.py as self.NAME, or by its name."""
-    of_config = code()["config"].read_text(encoding="utf-8").replace("self.", "cfg.")
-    files = [file for name, file in code().items() if room(name) != "tools"]
-    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text("utf-8")))]
-    nodes += ast.walk(ast.parse(of_config))
-    reads = [n for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)]
-    read = {n.attr for n in reads if "cfg" in (getattr(n.value, x, "") for x in ("id", "attr"))}
+    texts = {name: file.read_text(encoding="utf-8") for name, file in code().items()}
+    texts["config"] = texts["config"].replace("self.", "cfg.")
+    product = "".join(text for name, text in texts.items() if room(name) != "tools")
+    read = {*re.findall(r"\bcfg\.(\w+)", product)}
     read |= {*sizes.PASS_SIZES, *sizes.STEP_SIZES, *sizes.MICRO_SIZES, *Objective._fields}
     assert {field.name for field in dataclasses.fields(config.Config)} - read == set()
-
-
-def test_the_commands_of_the_readme_and_of_contributing_are_those_that_ci_runs() -> None:
-    pages = [REPO / "README.md", REPO / "CONTRIBUTING.md"]
-    text = "".join(page.read_text(encoding="utf-8") for page in pages)
-    ci = (REPO / ".ci" / "run").read_text(encoding="utf-8")
-    lines = re.sub(" --quiet| --durations=10", "", ci).splitlines()
-    commands = ["STEPS=1 python train_grpo.py", "pytest", "pytest -m slow", "pytest -m engine"]
-    commands += [f"pip install -r requirements{name}.txt" for name in ("", "-dev", "-parity")]
-    for command in (*commands, "pytest -m parity"):
-        assert any(line.endswith(command) for line in lines), command
-        assert re.search(rf"{re.escape(command)}[`\n ]", text), command

@@ -76,11 +76,6 @@ class Checkpoints:
         self._saving = -1  # the step whose checkpoint is being saved
         self.newest, self.shared = -1, True
 
-    @property
-    def newest_begun(self) -> int:
-        """The step of the newest checkpoint, complete or being saved; -1 if there is none."""
-        return max(self.newest, self._saving)
-
     def steps(self) -> list[int]:
         """The steps of the checkpoints that look complete, in order."""
         if not self.shared:
@@ -110,17 +105,21 @@ class Checkpoints:
 
     # ---- Saving ----------------------------------------------------------------------------------
 
-    def save(self, step: int, arrays: Any, record: dict[str, Any], evals: dict[int, float]) -> None:
-        """Begins to save the arrays after `step` steps; they may change as soon as this returns.
+    def save(self, arrays: Any, record: dict[str, Any]) -> None:
+        """Begins to save the arrays, which may change as soon as this returns. It saves nothing if
+        the step has a checkpoint, or if the processes see no common folder.
 
-        record: JSON values. evals: {step: accuracy} of all evaluations so far; the checkpoint with
-        the best accuracy stays, besides the newest checkpoints. Raises Unwritable.
+        record: JSON values; "step" is how many steps the run has done, and "evals" has pairs of a
+        step and the accuracy after it. Raises Unwritable.
         """
+        step = record["step"]
+        if not self.shared or step in (self.newest, self._saving):
+            return
         self.wait()
         with program("checksums"):
-            record = record | {"format": FORMAT, "step": step, "arrays": checksums_by_name(arrays)}
+            record = record | {"format": FORMAT, "arrays": checksums_by_name(arrays)}
         record["sha256"] = digest_of(record)
-        self._policy.evals, self._saving = evals, step
+        self._policy.evals, self._saving = dict(record["evals"]), step
         items = {ARRAYS: ocp.args.PyTreeSave(arrays), RECORD: ocp.args.JsonSave(record)}
         try:
             while self._damaged:

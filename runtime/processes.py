@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
@@ -89,15 +89,7 @@ def join(init_timeout_s: int) -> None:
     elif int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:  # a script of sbatch is no step
         where = {"cluster_detection_method": "slurm"}
     elif not ((env.get("JAX_PLATFORMS") or "tpu").startswith("tpu") and has_tpu()):
-        for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):  # of sbatch and of mpirun
-            if int(env.get(name, 1)) > 1:
-                print(
-                    f"{name}={env[name]}, but this process trains alone. For one run of all tasks "
-                    f"use srun, or set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and "
-                    f"JAX_PROCESS_ID; REQUIRE_MULTIHOST=1 makes this an error",
-                    flush=True,
-                )
-        return
+        return  # this process trains alone
     # jax gives each task of srun one GPU. A task that is alone on its node takes all GPUs, and so
     # does a task to which Slurm shows no others.
     per_node = env.get("SLURM_STEP_TASKS_PER_NODE", "1")
@@ -185,13 +177,9 @@ def gather_texts(text: str) -> list[str]:
 
 
 def code_digest(root: Path) -> str:
-    """A digest of this project's code that is imported. root: the project's folder."""
-    code = {}
-    for module in [*sys.modules.values()]:
-        file = Path(getattr(module, "__file__", None) or "/").resolve()
-        if file.is_relative_to(root) and "site-packages" not in file.parts:
-            code[str(file.relative_to(root))] = digest(file.read_bytes())
-    return digest(json.dumps(code, sort_keys=True).encode())
+    """A digest of the code with which a run computes. root: the project's folder."""
+    files = [file for folder in (".", "models", "runtime") for file in root.glob(f"{folder}/*.py")]
+    return digest(b"".join(file.read_bytes() for file in sorted(files)))
 
 
 def commit_of(root: Path) -> str:
@@ -220,18 +208,6 @@ def versions() -> dict[str, str]:
 def digest(content: bytes) -> str:
     """The first 12 digits of the SHA-256."""
     return hashlib.sha256(content).hexdigest()[:12]
-
-
-def digest_of_ends(files: Sequence[Path]) -> str:
-    """A digest of the sizes, the first and the last MiB of files that are too long to be read."""
-    parts = []
-    for file in files:
-        with file.open("rb") as opened:
-            size = file.stat().st_size
-            parts += [str(size).encode(), opened.read(2**20)]
-            opened.seek(max(size - 2**20, 0))
-            parts.append(opened.read())
-    return digest(b"".join(parts))
 
 
 # ---- Stopping ------------------------------------------------------------------------------------

@@ -25,7 +25,6 @@ from runtime.mistakes import Unwritable, UserMistake
 from runtime.records import LOCK
 from runtime.run_log import FILES, replace_file
 
-SCHEDULE_END = "LR_DECAY_STEPS (else STEPS)"  # in made_with: the step at which the schedule ends
 RUN = "run.json"  # says whose folder it is; see write_run
 
 
@@ -92,12 +91,11 @@ def open_checkpoints(cfg: Any, out: Path) -> Checkpoints:
     """
     with processes.told_by_all():
         checkpoints = Checkpoints(cfg.checkpoint_dir or str(out / "checkpoints"), cfg.save_keep)
+        folder = Path(checkpoints.folder)
+        if checkpoints.local and jax.process_index() == 0 and folder != out.resolve():
+            hold(folder, f"CHECKPOINT_DIR={folder}")
     if not checkpoints.local:
         return checkpoints
-    folder = Path(checkpoints.folder)
-    with processes.told_by_all():
-        if jax.process_index() == 0 and folder != out.resolve():
-            hold(folder, f"CHECKPOINT_DIR={folder}" if cfg.checkpoint_dir else f"OUTPUT_DIR={out}")
     lock = folder / LOCK  # says which process holds the folder
     told = lock.read_text(errors="replace") if lock.is_file() else ""
     checkpoints.shared = len({*processes.gather_texts(told)}) == 1
@@ -115,18 +113,12 @@ def open_checkpoints(cfg: Any, out: Path) -> Checkpoints:
 
 def run_in(out: Path) -> dict[str, Any]:
     """What RUN says of the run in this folder, on all processes; nothing if that run has ended
-    before its first record. Raises UserMistake for records without RUN."""
+    before its first record. Raises UserMistake if there are records and no RUN."""
     text = "{}"
     with processes.told_by_all():
-        if jax.process_index() == 0:
-            files = [out / name for name in FILES]
-            if any(file.is_file() and file.stat().st_size for file in files):
-                if not (out / RUN).is_file():
-                    raise UserMistake(
-                        f"OUTPUT_DIR={out} has records, and no {RUN} says of which run; choose a "
-                        f"new OUTPUT_DIR"
-                    )
-                text = (out / RUN).read_text(encoding="utf-8")
+        files = [out / name for name in FILES if (out / name).is_file()]
+        if jax.process_index() == 0 and any(file.stat().st_size for file in files):
+            text = (out / RUN).read_text(encoding="utf-8")
     return json.loads(processes.gather_texts(text)[0])
 
 
@@ -160,18 +152,6 @@ def what_changed(record: Mapping[str, Any], made_with: Mapping[str, str], what: 
     return text if changed else ""
 
 
-def stop_if_another(
-    record: Mapping[str, Any], made_with: Mapping[str, str], what: str, folder: str = ""
-) -> None:
-    """Raises UserMistake if something has changed; see what_changed. folder: of the checkpoints
-    with which a fork could go on."""
-    if text := what_changed(record, made_with, what):
-        end = record["made_with"].get(SCHEDULE_END, "0")
-        back = f" with LR_DECAY_STEPS={end}" if SCHEDULE_END in text and end != "0" else ""
-        fork = f" with RESUME={folder}, which goes on as changed" if folder else ""
-        raise UserMistake(f"{text}; set it back{back}, or choose a new OUTPUT_DIR{fork}")
-
-
 # ---- How a run begins ----------------------------------------------------------------------------
 
 
@@ -185,58 +165,58 @@ def begin(
     and shardings of the arrays. Raises UserMistake for a folder or a checkpoint of another run, and
     for a RESUME that names no checkpoint.
     """
-    own, run = checkpoints.steps(), run_in(out)
-    source, step = checkpoint_source(cfg.resume, checkpoints)
-    forks = source not in (None, checkpoints)
+    own, run, resume = checkpoints.steps(), run_in(out), cfg.resume
     where = f"OUTPUT_DIR={out}" if run else f"CHECKPOINT_DIR={checkpoints.folder}"
 
     def stop(why: str) -> NoReturn:
         raise UserMistake(f"{where} holds a run, and {why}; choose a new OUTPUT_DIR")
 
     def stop_if_begun_otherwise(began: str) -> None:
-        """began: the checkpoint of another run with which the run in the folders has begun."""
-        folder, _, number = began.rpartition("/")
-        if forks:  # the folder of the other run may be gone, with "checkpoints"
-            same = folder in (source.folder, f"{source.folder}/checkpoints")
-            same = same and step in (None, int(number))
-        else:  # it only goes on, or it begins again
-            same = own or not began
-        if not same:
-            stop(f"it began with {began or 'the model'}, not with RESUME={cfg.resume}")
+        """began: the checkpoint of another run with which the run in the folders began, or ""."""
+        known = [began, *(f"{checkpoints.folder}/{step}" for step in own[-1:])]
+        if resume != "auto" and not any(_names(resume, checkpoint) for checkpoint in known):
+            newest = f"step {own[-1]}" if own else "none"
+            stop(
+                f"RESUME={resume} is neither its newest checkpoint ({newest}) nor what it began "
+                f"with ({began or 'the model'})"
+            )
 
     def check(record: Mapping[str, Any]) -> None:
-        if own and not run:  # OUTPUT_DIR is empty, and CHECKPOINT_DIR is not
-            stop_if_begun_otherwise(record["forked_from"])
-        elif own and run["run_id"] != record["run_id"]:
+        after = f"step {record['step']}"
+        if own and run and run["run_id"] != record["run_id"]:
             stop(f"CHECKPOINT_DIR={checkpoints.folder} holds another")
-        fork = "" if own else f"RESUME={cfg.resume}: "
-        compare_with_checkpoint(record, cfg.steps, made_with, checkpoints.folder, fork)
+        if own:
+            stop_if_begun_otherwise(record["forked_from"])
+        if cfg.steps < record["step"]:
+            raise UserMistake(f"STEPS={cfg.steps}, and the checkpoint is after {after}; raise it")
+        changed = what_changed(record, made_with, after)
+        if changed and own:
+            raise UserMistake(
+                f"{changed}; set it back, or choose a new OUTPUT_DIR with "
+                f"RESUME={checkpoints.folder}, which goes on as changed"
+            )
+        if changed:
+            print(f"RESUME={resume}: {changed}", flush=True)
         stop_if_other_arrays(wanted, record)
 
-    if (run or own) and cfg.resume == "never":
-        stop("RESUME=never begins a new one")
-    if own and not forks and step not in (None, own[-1]):
-        stop(f"its newest checkpoint is of step {own[-1]}; RESUME=auto goes on with it")
-    if run:
+    if run and not own:  # the same command begins it again
         stop_if_begun_otherwise(run["forked_from"])
-    if own:  # also a fork, once it has a checkpoint of its own
-        source, step = checkpoints, None
-    elif run:  # the same command begins it again
-        stop_if_another(run, made_with, f"the run in {out}")
+        if changed := what_changed(run, made_with, f"the run in {out}"):
+            raise UserMistake(f"{changed}; set it back, or choose a new OUTPUT_DIR")
         if run["newest"] >= 0:
             stop(f"no checkpoint of it is in {checkpoints.folder} (CHECKPOINT_DIR)")
-        if forks:  # with the checkpoint with which it began, also if the other run has gone on
-            step = int(run["forked_from"].rpartition("/")[2])
+        resume = run["forked_from"] or "auto"  # the same one, also if the other run has gone on
+    source, step = (checkpoints, None) if own else checkpoint_source(resume, None)
     found = source.restore(wanted, check, step) if source else None
-    if not found and cfg.resume not in ("auto", "never"):
-        raise UserMistake(f"RESUME={cfg.resume} is not the folder of a complete checkpoint")
+    if source and not found:
+        raise UserMistake(f"RESUME={resume} is not the folder of a complete checkpoint")
     run_id = run.get("run_id") or secrets.token_hex(4)
     if not found:
         return None, Progress(made_with, run_id=run_id)
     arrays, record = found
     progress = Progress(**{field.name: record[field.name] for field in fields(Progress)})
     progress.made_with = made_with
-    progress.evals = {int(step): accuracy for step, accuracy in record["evals"]}
+    progress.evals = dict(record["evals"])
     print(f"resumed after step {progress.step} of {cfg.steps}", flush=True)
     if not own:
         began = f"{source.folder}/{progress.step}"
@@ -244,21 +224,10 @@ def begin(
     return arrays, progress
 
 
-def compare_with_checkpoint(
-    record: Mapping[str, Any], steps: int, made_with: Mapping[str, str], folder: str, fork: str
-) -> None:
-    """Raises UserMistake if a run of so many steps may not go on from the checkpoint with this
-    record, which is in the folder. fork: how the line about a fork begins, which may differ."""
-    after = f"step {record['step']}"
-    if steps < record["step"]:
-        raise UserMistake(f"STEPS={steps}, and the checkpoint is after {after}; raise it")
-    if not fork:
-        stop_if_another(record, made_with, after, folder)
-    elif text := what_changed(record, made_with, after):
-        print(f"{fork}{text}", flush=True)
-    before, now = record["versions"], processes.versions()
-    if old := [f"{name}={before.get(name)}" for name in now if before.get(name) != now[name]]:
-        print(f"the checkpoint was made with {' '.join(old)}", flush=True)
+def _names(resume: str, checkpoint: str) -> bool:
+    """Whether RESUME names this checkpoint, the folder of its checkpoints, or its run."""
+    named, number = Checkpoints(resume, read_only=True).folder, checkpoint.rpartition("/")[2]
+    return checkpoint in (named, f"{named}/{number}", f"{named}/checkpoints/{number}")
 
 
 def checkpoint_source(
@@ -266,19 +235,16 @@ def checkpoint_source(
 ) -> tuple[Checkpoints | None, int | None]:
     """The checkpoints among which RESUME chooses, and the only step that may be chosen.
 
-    They are `own`, those of the run itself, or those of another run, or None.
+    They are `own`, those of the run itself, for RESUME=auto, or those of another run, or None.
     """
-    if resume == "never":
-        return None, None
-    if resume == "auto":
-        return own, None
+    if resume in ("auto", "never"):
+        return own if resume == "auto" else None, None
     named, step = epath.Path(Checkpoints(resume, read_only=True).folder), None
     if (named / "checkpoints").is_dir():
         named = named / "checkpoints"
     elif named.name.isdecimal() and ((named / RECORD).exists() or not named.exists()):
         named, step = named.parent, int(named.name)
-    source = Checkpoints(os.fspath(named), read_only=True)
-    return (own if own and source.folder == own.folder else source), step
+    return Checkpoints(os.fspath(named), read_only=True), step
 
 
 def stop_if_other_arrays(wanted: Any, record: Mapping[str, Any], part: bool = False) -> None:
@@ -299,5 +265,4 @@ def stop_if_other_arrays(wanted: Any, record: Mapping[str, Any], part: bool = Fa
 
 def record_of(progress: Progress) -> dict[str, Any]:
     """What a checkpoint keeps beside its arrays, in JSON values."""
-    evals = [[step, accuracy] for step, accuracy in progress.evals.items()]
-    return asdict(progress) | {"evals": evals, "versions": processes.versions()}
+    return asdict(progress) | {"evals": [*progress.evals.items()]}

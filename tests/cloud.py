@@ -21,7 +21,8 @@ REPO = Path(__file__).resolve().parent.parent
 KEY = "fake0key1which2nobody3may4see5"
 # A run needs none of these files, and every test copies all other files.
 LEFT_OUT = (".*", "__pycache__", "runs", "wandb", "logs", "shared", "tests", "docs", "*.png")
-SHORT = {"STEPS": "1", "BATCH_SIZE": "2", "EVAL_EVERY_STEPS": "0", "TRAIN_MICRO_BATCH_SIZE": "16"}
+SHORT = {"STEPS": "1", "BATCH_SIZE": "2", "NUM_PRE_Q": "2", "TRAIN_MICRO_BATCH_SIZE": "4"}
+SHORT |= {"MAX_LENGTH_SAMPLE": "16", "EVAL_EVERY_STEPS": "0", "EXPORT_HF": "none"}
 
 
 def git(folder: Path, *words: str) -> str:

@@ -172,9 +172,15 @@ class Result(NamedTuple):
     out: Path
 
 
-def start(out: Path, env: dict[str, str], devices: int, repo: Path = REPO) -> Process:
+def start(
+    out: Path, env: dict[str, str], devices: int, repo: Path = REPO, changes: str = ""
+) -> Process:
     """Starts train_grpo.py for one step on few examples without evaluation, unless `env` says
-    otherwise. With SWITCHED_OFF it starts switched_off.py."""
+    otherwise.
+
+    changes: what a script first does to the imported module train_grpo. SWITCHED_OFF in `env` names
+    methods of Config, such as `packs skips`, each of which then returns False.
+    """
     out.mkdir(parents=True, exist_ok=True)
     recorder = out.parent / "recorder.py"
     recorder.write_text(RECORDER)
@@ -195,8 +201,17 @@ def start(out: Path, env: dict[str, str], devices: int, repo: Path = REPO) -> Pr
         "MAX_LENGTH_SAMPLE": "32",
     }
     env = keep | FASTER_TO_COMPILE | settings | recorded | env
-    script = "tests/switched_off.py" if "SWITCHED_OFF" in env else "train_grpo.py"
-    return start_script(repo / script, cwd=repo, env=env)
+    for name in env.get("SWITCHED_OFF", "").split():
+        method = f"train_grpo.Config.{name}"
+        changes += f"\nassert callable({method})\n{method} = lambda cfg: False"
+    script = repo / "train_grpo.py"
+    if changes:
+        script = out / "changed.py"
+        script.write_text(
+            f"import sys\nsys.path[0] = {str(REPO)!r}\nimport train_grpo\n"
+            f"cfg = train_grpo.load([])[0]\n{changes}\ntrain_grpo.main(cfg)\n"
+        )
+    return start_script(script, cwd=repo, env=env)
 
 
 def finish(process: Process, out: Path) -> Result:
@@ -211,8 +226,8 @@ def finish(process: Process, out: Path) -> Result:
     return Result(process.returncode, lines, errors, records, completions, out)
 
 
-def train(out: Path, devices: int = 1, **env: str) -> Result:
-    result = finish(start(out, env, devices), out)
+def train(out: Path, devices: int = 1, changes: str = "", **env: str) -> Result:
+    result = finish(start(out, env, devices, changes=changes), out)
     assert result.code == 0, result.errors
     return result
 
@@ -260,16 +275,7 @@ def train_two(out: Path, devices: int, **env: str) -> list[Result]:
 
 
 def with_changes(out: Path, changes: str, env: dict[str, str]) -> Result:
-    """A run of train_grpo.py in which a script first does `changes` to the imported module."""
-    repo = out / "script"
-    repo.mkdir(parents=True)
-    (repo / "train_grpo.py").write_text(
-        f"import sys\nsys.path[0] = {str(REPO)!r}\nimport train_grpo\nfrom config import load\n"
-        f"cfg = load([]).cfg\n{changes}\ntrain_grpo.main(cfg)\n"
-    )
-    result = finish(start(out, env, 1, repo), out)
-    assert result.code == 0, result.errors
-    return result
+    return train(out, changes=changes, **env)
 
 
 def run_as_user(out: Path, *flags: str, **env: str) -> Result:
@@ -298,13 +304,13 @@ def wait_for(process: Process, words: str) -> None:
 
 # ---- Runs that are compared to the bit ---------------------------------------------------------
 
-STEPS = 12
+STEPS = 10
 # With these settings all that a checkpoint holds changes: a step has four updates, and some steps
 # need a second round of sampling.
 DEMANDING = environment(
     f"""STEPS={STEPS} BATCH_SIZE=4 NUM_PRE_Q=4 TRAIN_MICRO_BATCH_SIZE=8 PPO_EPOCHS=2 BETA=0.05
     NUM_MINI_BATCHES=2 DYNAMIC_SAMPLING=1 DYNAMIC_SAMPLING_MAX_ROUNDS=2
-    LEARNING_RATE=3e-4 WEIGHT_DECAY=0.01 EVAL_EVERY_STEPS=6 EVAL_PROMPTS=16 SAVE_EVERY_STEPS=1"""
+    LEARNING_RATE=3e-4 WEIGHT_DECAY=0.01 EVAL_EVERY_STEPS=5 EVAL_PROMPTS=16 SAVE_EVERY_STEPS=1"""
 )
 TIMES = ("time/", "throughput/", "memory/", "compile/")  # metrics that depend on the clock
 

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from runtime.checkpoint import Checkpoints, checksums, digest_of
 from runtime.mistakes import Unwritable, UserMistake
 
-RECORD = {"rounds": 7, "evals": [[0, 0.5]], "made_with": {"SEED": "0"}}
+RECORD = {"rounds": 7, "evals": [], "made_with": {"SEED": "0"}}
 
 
 def arrays_of(step: int, mesh: Mesh | None = None) -> dict:
@@ -56,10 +56,14 @@ def mesh_of(*shape: int) -> Mesh:
     return Mesh(np.array(jax.devices()[: shape[0] * shape[1]]).reshape(shape), ("a", "b"))
 
 
+def record_of(step: int, evals: dict[int, float] | None = None) -> dict:
+    return RECORD | {"step": step, "evals": [*(evals or {}).items()]}
+
+
 def saved(folder: Path, steps: int, keep: int = 0, evals: dict | None = None) -> Checkpoints:
     checkpoints = Checkpoints(str(folder), keep)
     for step in range(1, steps + 1):
-        checkpoints.save(step, arrays_of(step), RECORD, evals or {})
+        checkpoints.save(arrays_of(step), record_of(step, evals))
     checkpoints.wait()
     return checkpoints
 
@@ -80,7 +84,8 @@ def assert_equal(ours: dict, theirs: dict) -> None:
 
 def test_the_newest_checkpoint_and_its_record_are_restored_to_the_bit(tmp_path: Path) -> None:
     checkpoints = saved(tmp_path / "c", 3)
-    assert (checkpoints.newest, checkpoints.newest_begun, checkpoints.steps()) == (3, 3, [1, 2, 3])
+    assert (checkpoints.newest, checkpoints.steps()) == (3, [1, 2, 3])
+    checkpoints.save(arrays_of(0), record_of(3))  # this step has a checkpoint
     step, arrays, said = restored(tmp_path / "c")
     assert (step, said) == (3, [])
     assert_equal(arrays, arrays_of(3))
@@ -91,7 +96,7 @@ def test_the_newest_checkpoint_and_its_record_are_restored_to_the_bit(tmp_path: 
 
 def test_arrays_saved_on_one_mesh_are_restored_onto_another_mesh(tmp_path: Path) -> None:
     checkpoints = Checkpoints(str(tmp_path / "c"), 0)
-    checkpoints.save(1, arrays_of(1, mesh_of(4, 2)), RECORD, {})
+    checkpoints.save(arrays_of(1, mesh_of(4, 2)), record_of(1))
     checkpoints.wait()
     for mesh in (mesh_of(2, 2), mesh_of(1, 1), mesh_of(2, 4)):
         like = arrays_of(0, mesh)
@@ -106,7 +111,7 @@ def test_arrays_may_change_as_soon_as_save_returns(tmp_path: Path) -> None:
     checkpoints = Checkpoints(str(tmp_path / "c"), 0)
     arrays = {"state": {"big": jnp.arange(3_000_000, dtype=jnp.float32)}}
     for step in (1, 2, 3):
-        checkpoints.save(step, arrays, RECORD, {})
+        checkpoints.save(arrays, record_of(step))
         arrays = double(arrays)
     checkpoints.wait()
     for step in (1, 2, 3):
@@ -116,17 +121,10 @@ def test_arrays_may_change_as_soon_as_save_returns(tmp_path: Path) -> None:
 
 
 def test_the_newest_checkpoints_and_the_best_one_stay(tmp_path: Path) -> None:
-    evals = {1: 0.2, 2: 0.9, 3: 0.5, 5: float("nan")}
+    """The evaluation before the first step never has a checkpoint, and may be the best."""
+    evals = {0: 0.95, 1: 0.2, 2: 0.9, 3: 0.5, 5: float("nan")}
     assert saved(tmp_path / "c", 6, keep=2, evals=evals).steps() == [2, 5, 6]
     assert saved(tmp_path / "d", 4, keep=1).steps() == [4]
-
-
-def test_the_best_checkpoint_stays_also_if_a_step_without_a_checkpoint_was_better(
-    tmp_path: Path,
-) -> None:
-    """The evaluation before the first step never has a checkpoint."""
-    evals = {0: 0.9, 2: 0.6, 3: 0.5}
-    assert saved(tmp_path / "c", 5, keep=1, evals=evals).steps() == [2, 5]
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -137,10 +135,10 @@ def files_of(folder: Path) -> list[Path]:
 def test_a_damaged_checkpoint_is_never_restored_as_something_else(
     tmp_path: Path, kind: str
 ) -> None:
-    """Each of 30 copies is damaged elsewhere; step 3 is restored, or step 2 and a line names 3."""
+    """Each of 20 copies is damaged elsewhere; step 3 is restored, or step 2 and a line names 3."""
     saved(tmp_path / "c", 3)
     rng, fell_back = random.Random(kind), 0
-    for i in range(30):
+    for i in range(20):
         folder = tmp_path / str(i)
         shutil.copytree(tmp_path / "c", folder)
         file = rng.choice(files_of(folder / "3"))
@@ -210,30 +208,24 @@ def test_a_checksum_depends_on_the_order_of_the_elements_and_not_on_the_sharding
     assert int(checksums(half)) == int((half.view(np.uint16).astype(int) * [1, 3]).sum())
 
 
-@pytest.mark.parametrize("began", ["begins", "in the background"])
-def test_a_save_that_fails_is_told_with_the_newest_checkpoint_that_stays(
-    tmp_path: Path, began: str
-) -> None:
-    checkpoints = saved(tmp_path / "c", 1)
-    if began == "begins":
-        shutil.rmtree(tmp_path / "c")
-        (tmp_path / "c").write_text("no folder")
-        why = "Not a directory"
-    else:
-        limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limit[1]))
-        why = "File too large"
-    with pytest.raises(Unwritable) as error:
-        try:
-            checkpoints.save(2, arrays_of(2), RECORD, {})
-            end = time.monotonic() + 20
-            while time.monotonic() < end:
-                checkpoints.check()  # as each step does; it never waits
-        finally:
-            if began != "begins":
-                resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    told = f"checkpoint of step 2 cannot be written to {tmp_path}/c: {why}; step 1 stays the newest"
-    assert str(error.value) == told
+def test_a_save_that_fails_is_told_with_the_newest_checkpoint_that_stays(tmp_path: Path) -> None:
+    """One fails in the background, the other when it begins."""
+    first, second = (saved(tmp_path / name, 1) for name in "cd")
+    shutil.rmtree(tmp_path / "d")
+    (tmp_path / "d").write_text("no folder")
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limit[1]))
+    try:
+        for checkpoints, why in ((first, "File too large"), (second, "Not a directory")):
+            with pytest.raises(Unwritable) as error:
+                checkpoints.save(arrays_of(2), record_of(2))
+                end = time.monotonic() + 20
+                while time.monotonic() < end:
+                    checkpoints.check()  # as each step does; it never waits
+            told = f"checkpoint of step 2 cannot be written to {checkpoints.folder}: {why}; step 1"
+            assert str(error.value) == f"{told} stays the newest"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 
 
 def test_the_next_save_deletes_a_damaged_checkpoint_which_counts_for_nothing(
@@ -243,6 +235,6 @@ def test_the_next_save_deletes_a_damaged_checkpoint_which_counts_for_nothing(
     (tmp_path / "c" / "3" / "record" / "metadata").write_text("{}")
     checkpoints = Checkpoints(str(tmp_path / "c"), keep=2)
     assert checkpoints.restore(abstract(arrays_of(0)), accept)[1]["step"] == 2
-    checkpoints.save(4, arrays_of(4), RECORD, {3: 0.9})  # SAVE_EVERY_STEPS has changed
+    checkpoints.save(arrays_of(4), record_of(4, {3: 0.9}))  # SAVE_EVERY_STEPS has changed
     checkpoints.wait()
     assert checkpoints.steps() == [2, 4], "the newest two that are sound stay"

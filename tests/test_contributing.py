@@ -32,6 +32,8 @@ def test_ci_run_has_the_command_of_each_tier_and_skips_nothing() -> None:
     assert commands == ["pytest", "pytest -m slow", "pytest -m parity", "pytest -m engine"]
     assert [*re.findall(r"^(pytest.*?) --", CI_RUN, re.M)] == commands
     assert re.search(r"^export NO_SKIPS=1 ", CI_RUN, re.M)
+    command = "STEPS=1 python train_grpo.py\n"
+    assert command in CI_RUN and command in (REPO / "README.md").read_text(encoding="utf-8")
 
 
 def test_github_runs_what_ci_run_runs_and_may_only_read() -> None:

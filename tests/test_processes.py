@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import time
-import types
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -23,11 +22,11 @@ from runs import (
     environment,
     few_examples,
     finish,
-    start,
     start_two,
     wait_for,
 )
 
+from config import Config
 from runtime import processes, resume
 from runtime.mistakes import Unwritable, UserMistake
 
@@ -53,21 +52,6 @@ def test_two_processes_stop_if_their_settings_code_or_data_differ(tmp_path: Path
     for result in [finish(process, out) for process, out in zip(running, outs, strict=True)]:
         assert re.fullmatch(line, result.errors.splitlines()[-1]), result.errors
         assert result.code == 2 and "model=" not in result.lines, "neither reads the weights"
-
-
-def test_the_compared_code_is_what_is_imported_from_our_folder(tmp_path, monkeypatch) -> None:
-    repo = tmp_path / "repo"
-    compared = {"__script__": "script.py", "bare.deep.b": "bare/deep/b.py"}
-    others = {"lib": ".venv/lib/site-packages/lib.py", "other": "../other/loss.py"}
-    for name, path in (compared | others).items():
-        (repo / path).parent.mkdir(parents=True, exist_ok=True)
-        (repo / path).touch()
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-        sys.modules[name].__file__ = str(repo / path)
-    for name, path in (compared | others).items():
-        before = processes.code_digest(repo)
-        (repo / path).write_text("another version")
-        assert (processes.code_digest(repo) != before) == (name in compared), name
 
 
 def test_a_mistake_and_a_file_that_cannot_be_read_or_written_are_told_and_no_other_error() -> None:
@@ -124,20 +108,9 @@ def test_tasks_of_srun_join_and_one_that_is_alone_on_its_node_takes_all_devices(
     assert told == {"cluster_detection_method": "slurm"} | devices
 
 
-@pytest.mark.parametrize(
-    "text, alone",
-    [
-        ("SLURM_NTASKS=1 SLURM_STEP_NUM_TASKS=1", ""),
-        ("SLURM_NTASKS=4", "SLURM_NTASKS=4, but"),  # a script of sbatch
-        ("OMPI_COMM_WORLD_SIZE=2", "OMPI_COMM_WORLD_SIZE=2, but"),
-    ],
-)
-def test_a_task_that_cannot_join_the_others_trains_alone_and_says_what_to_set(
-    monkeypatch, capsys, text: str, alone: str
-) -> None:
-    assert given_to_jax(monkeypatch, text + " JAX_PLATFORMS=cpu") == {}
-    told = capsys.readouterr().out
-    assert told.startswith(alone) and ("JAX_COORDINATOR_ADDRESS" in told) == bool(alone)
+def test_a_script_of_sbatch_and_a_single_task_train_alone(monkeypatch) -> None:
+    for text in ("SLURM_NTASKS=4", "SLURM_NTASKS=1 SLURM_STEP_NUM_TASKS=1"):
+        assert given_to_jax(monkeypatch, f"{text} JAX_PLATFORMS=cpu") == {}
 
 
 def test_a_tpu_is_a_device_of_google_that_is_no_disk_and_no_network_card(tmp_path: Path) -> None:
@@ -256,22 +229,15 @@ def test_the_error_after_the_end_of_another_process_is_known() -> None:
 
 
 def test_a_second_run_cannot_use_the_folders_of_a_run_that_is_alive(tmp_path: Path) -> None:
-    """It cannot use OUTPUT_DIR or CHECKPOINT_DIR. The lock ends with the process."""
-    folder, short = tmp_path / "held", {"BATCH_SIZE": "2"}
-    process = start(folder, short | {"STEPS": "1000"}, 1)
-    wait_for(process, "^step=1 ")
-    shared = f"{folder}/checkpoints"
-    elsewhere = {"OUTPUT_DIR": str(tmp_path / "second"), "CHECKPOINT_DIR": shared}
-    for setting, env in ((f"OUTPUT_DIR={folder}", {}), (f"CHECKPOINT_DIR={shared}", elsewhere)):
-        second = finish(start(folder, short | env, 1), folder)
-        assert second.code == 2
-        who = f"process {process.pid} on {platform.node()}"
-        told = f"error: {setting} belongs to another run, which is alive: {who}. "
-        assert second.errors.splitlines()[-1].startswith(told)
-    assert process.poll() is None
-    process.kill()
-    process.communicate()
-    resume.hold(folder, "OUTPUT_DIR")
+    folder = resume.output_folder(str(tmp_path / "held"), "")
+    shared = resume.open_checkpoints(Config(), folder).folder
+    who = f"process {os.getpid()} on {platform.node()}"
+    told = f"{folder} belongs to another run, which is alive: {who}. "
+    with pytest.raises(UserMistake, match=f"^OUTPUT_DIR={re.escape(told)}"):
+        resume.output_folder(str(folder), "")
+    told = told.replace(str(folder), shared)
+    with pytest.raises(UserMistake, match=f"^CHECKPOINT_DIR={re.escape(told)}"):
+        resume.open_checkpoints(Config(checkpoint_dir=shared), tmp_path / "second")
 
 
 def test_runs_that_start_in_the_same_second_get_different_folders(tmp_path, monkeypatch) -> None:

@@ -7,7 +7,6 @@ import signal
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 from runs import (
     DEMANDING,
@@ -66,48 +65,34 @@ def wait_for_a_checkpoint_after(step: int, folder: Path, process: Process) -> No
 
 
 @pytest.mark.slow
-def test_a_run_killed_10_times_ends_like_the_undisturbed_run(out, undisturbed) -> None:
-    """It is killed while it starts, in a step, and as soon as another checkpoint is complete. Each
-    kill of the last kind brings it on by a step or more."""
-    folder, rng = out / "killed", random.Random(0)
-    moments = ["start"] * 2 + ["step"] * 4 + ["saved"] * 4
-    rng.shuffle(moments)
-    for number, moment in enumerate(moments, start=1):
+def test_a_run_that_is_killed_and_stopped_ends_like_the_undisturbed_run(out, undisturbed) -> None:
+    """It is killed while it starts, in a step, and as soon as another checkpoint is complete. A
+    signal saves a checkpoint of the last complete step."""
+    folder, rng = out / "disturbed", random.Random(0)
+    for moment in ("start", "step", "saved", signal.SIGTERM, "step", "saved", signal.SIGINT):
         saved = latest_checkpoint(folder)
-        process = start_run(folder, SAVE_EVERY_STEPS="1000" if moment == "step" else "1")
+        process = start_run(folder, SAVE_EVERY_STEPS="1" if moment == "saved" else "1000")
         if moment == "start":
             time.sleep(rng.uniform(0.1, 3.0))
         else:
             wait_for(process, r"^step=\d+ ")
-        if moment == "step":  # in the rollout or the update of the next step
-            time.sleep(rng.uniform(0.0, 0.5))
         if moment == "saved":
             wait_for_a_checkpoint_after(saved, folder, process)
-        assert process.poll() is None, f"the run has ended before kill {number}"
-        process.kill()
-        process.communicate()
+        else:  # in the rollout or the update of the next step
+            time.sleep(rng.uniform(0.0, 0.3))
+        assert process.poll() is None, f"the run has ended before {moment}"
+        if not isinstance(moment, signal.Signals):
+            process.kill()
+            process.communicate()
+            continue
+        process.send_signal(moment)
+        result = finish(process, folder)
+        assert result.code == 128 + moment, result.errors
+        done = re.search(r"^STOPPED: (\w+) steps=(\d+) saved_step=(\d+)$", result.lines, re.M)
+        assert done[1] == moment.name and done[2] == done[3] and int(done[3]) > saved
     result = finish(start_run(folder), folder)
     assert result.code == 0, result.errors
     assert "resumed after step" in result.lines
-    assert_same_run(folder, undisturbed)
-
-
-@pytest.mark.slow
-def test_a_signal_saves_a_checkpoint_from_which_the_run_goes_on(out, undisturbed) -> None:
-    folder, saved = out / "stopped", -1
-    for i, number in enumerate((signal.SIGTERM, signal.SIGINT)):
-        process = start_run(folder, SAVE_EVERY_STEPS="1000")
-        wait_for(process, r"^step=\d+ ")
-        time.sleep(0.2 * i)
-        process.send_signal(number)
-        sent = time.monotonic()
-        result = finish(process, folder)
-        assert time.monotonic() - sent < 30
-        assert result.code == 128 + number, result.errors
-        done = re.search(r"^STOPPED: (\w+) steps=(\d+) saved_step=(\d+)$", result.lines, re.M)
-        assert done[1] == number.name and done[2] == done[3] and int(done[3]) > saved
-        saved = int(done[3])
-    assert finish(start_run(folder), folder).code == 0
     assert_same_run(folder, undisturbed)
 
 
@@ -125,37 +110,19 @@ def test_a_signal_before_the_first_step_ends_the_run_at_once_without_a_traceback
 @pytest.mark.slow
 def test_a_run_goes_on_with_fewer_devices_and_with_more_processes(out: Path) -> None:
     """The run is short, because rounding changes a sampled token now and then."""
-    folder, straight, six = out / "moved", out / "straight", {"STEPS": "6"}
-    assert finish(start_run(straight, **six), straight).code == 0
+    folder, straight, few = out / "moved", out / "straight", {"STEPS": "4"}
+    assert finish(start_run(straight, **few), straight).code == 0
     for devices, mesh in ((8, "1,8,1"), (4, "1,2,2")):
-        process = start_run(folder, devices, MESH_SHAPE=mesh, SAVE_EVERY_STEPS="1000", **six)
-        wait_for(process, r"^step=[02] ")
+        process = start_run(folder, devices, MESH_SHAPE=mesh, SAVE_EVERY_STEPS="1000", **few)
+        wait_for(process, r"^step=\d ")
         process.send_signal(signal.SIGTERM)
         assert finish(process, folder).code == 143
-    for result in finish_both(start_both(folder, **six), folder):
+    for result in finish_both(start_both(folder, **few), folder):
         assert result.code == 0, result.errors
         assert re.search("^resumed after step ", result.lines, re.M)
-    # The tokens are equal, or the weights would differ more. They differ because of 24 updates of
+    # The tokens are equal, or the weights would differ more. They differ because of 16 updates of
     # Adam, which divides the rounding of small gradients by their size.
-    assert_same_run(folder, straight, tolerance=5e-5, steps=6)
-
-
-@pytest.mark.slow
-def test_a_signal_to_one_of_two_processes_stops_both_and_they_go_on_to_the_same_bits(out) -> None:
-    straight, folder = out / "two", out / "two_stopped"
-    results = finish_both(start_both(straight, STEPS="6"), straight)
-    assert [result.code for result in results] == [0, 0]
-    running = start_both(folder, STEPS="6", SAVE_EVERY_STEPS="1000")
-    wait_for(running[1], r"^step=1 ")
-    running[1].send_signal(signal.SIGTERM)
-    results = finish_both(running, folder)
-    assert [result.code for result in results] == [143, 143]
-    stopped = [re.search(r"^STOPPED: SIGTERM .*$", r.lines, re.M)[0] for r in results]
-    assert stopped[0] == stopped[1]
-    assert re.search(r" steps=(\d+) saved_step=\1$", stopped[0]), "the last complete step is saved"
-    results = finish_both(start_both(folder, STEPS="6"), folder)
-    assert [result.code for result in results] == [0, 0]
-    assert_same_run(folder, straight, steps=6)
+    assert_same_run(folder, straight, tolerance=5e-5, steps=4)
 
 
 # ---- A disk that refuses -------------------------------------------------------------------------
@@ -166,6 +133,7 @@ def limit_files(process: Process, size: int) -> None:
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
+@pytest.mark.slow
 def test_a_disk_that_refuses_a_checkpoint_ends_the_run_and_the_same_command_goes_on(out) -> None:
     """The newest checkpoint stays, and no more is lost than the steps after it."""
     folder, env = out / "refused", environment("STEPS=6 EVAL_EVERY_STEPS=0 SAVE_KEEP=0")
@@ -184,36 +152,53 @@ def test_a_disk_that_refuses_a_checkpoint_ends_the_run_and_the_same_command_goes
     assert [r["step"] for r in metric_records(folder)] == [*range(6)]
 
 
+# ---- Two processes -------------------------------------------------------------------------------
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("strike, struck", [("kill", 0), ("freeze", 1), ("refuse", 1)])
-def test_if_one_of_two_processes_is_killed_frozen_or_cannot_write_both_end_and_go_on_together(
-    out: Path, strike: str, struck: int
+def test_if_one_of_two_processes_is_struck_both_end_and_go_on_together_to_the_same_bits(
+    out: Path,
 ) -> None:
-    """The connections of a frozen process stay open, but it sends no heartbeats."""
-    folder, env = out / f"two_{strike}{struck}", environment("STEPS=6 EVAL_EVERY_STEPS=0")
-    running = start_both(folder, **env)
-    wait_for(running[struck], r"^step=1 ")
-    wait_for_a_checkpoint_after(0, folder, running[0])
-    began = time.monotonic()
-    if strike == "refuse":
-        limit_files(running[struck], 100_000)
-        ended = finish(running[struck], folder)
-        assert ended.code == 1, ended.errors
-        told = "^error: checkpoint of step . cannot be written to .*: File too large; "
-        assert re.search(told, ended.errors, re.M)  # threads of orbax may print after it
-    else:
-        running[struck].send_signal(signal.SIGKILL if strike == "kill" else signal.SIGSTOP)
-    other = finish(running[1 - struck], folder)
-    assert time.monotonic() - began < 120
-    told = "error: another process is gone|another task died"
-    assert re.search(told, other.errors), other.errors  # a line of ours or of jax
-    assert other.code == -signal.SIGABRT or (other.code == 1 and "Traceback" not in other.errors)
-    if strike != "refuse":
-        running[struck].kill()
-        running[struck].communicate()
-    again = finish_both(start_both(folder, **env), folder)
-    assert [result.code for result in again] == [0, 0], again[0].errors
-    assert [r["step"] for r in metric_records(folder)] == [*range(6)]
+    """One after the other, a process is killed, frozen, cannot write, and gets SIGTERM. The
+    connections of a frozen process stay open, but it sends no heartbeats."""
+    straight, folder = out / "two", out / "two_struck"
+    env = environment("EVAL_EVERY_STEPS=0 PPO_EPOCHS=1 DYNAMIC_SAMPLING=0 BETA=0")
+    assert [result.code for result in finish_both(start_both(straight, **env), straight)] == [0, 0]
+    for strike, struck in (("kill", 0), ("freeze", 1), ("refuse", 1), ("stop", 1)):
+        saved = latest_checkpoint(folder)
+        running = start_both(folder, **env)
+        wait_for(running[struck], r"^step=\d+ ")
+        wait_for_a_checkpoint_after(saved, folder, running[0])
+        began = time.monotonic()
+        if strike == "refuse":
+            limit_files(running[struck], 100_000)
+            ended = finish(running[struck], folder)
+            assert ended.code == 1, ended.errors
+            told = "^error: checkpoint of step . cannot be written to .*: File too large; "
+            assert re.search(told, ended.errors, re.M)  # threads of orbax may print after it
+        numbers = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "stop": signal.SIGTERM}
+        if strike in numbers:
+            running[struck].send_signal(numbers[strike])
+        other = finish(running[1 - struck], folder)
+        assert time.monotonic() - began < 120
+        if strike in ("kill", "freeze"):
+            running[struck].kill()
+            running[struck].communicate()
+        if strike == "stop":
+            ended = finish(running[struck], folder)
+            assert ended.code == other.code == 143
+            lines = [re.search(r"^STOPPED: SIGTERM .*$", r.lines, re.M)[0] for r in (ended, other)]
+            assert lines[0] == lines[1]
+            assert re.search(r" steps=(\d+) saved_step=\1$", lines[0]), "the last step is saved"
+        else:
+            told = "error: another process is gone|another task died"  # a line of ours or of jax
+            assert re.search(told, other.errors), other.errors
+            by_jax = other.code == -signal.SIGABRT
+            assert by_jax or (other.code == 1 and "Traceback" not in other.errors)
+    results = finish_both(start_both(folder, **env), folder)
+    assert [result.code for result in results] == [0, 0], results[0].errors
+    assert re.search("^resumed after step ", results[0].lines, re.M)
+    assert_same_run(folder, straight)
 
 
 # ---- Steps that are not finite -------------------------------------------------------------------
@@ -234,14 +219,10 @@ def test_steps_that_are_not_finite_are_not_applied_and_end_the_run_after_the_lim
     assert result.code == 1
     last = result.errors.strip().splitlines()[-1]
     assert last == (
-        f"error: step 2: loss is nan, the last of 3 such steps in a row; their batches are "
-        f"{folder}/bad_step_N.npz. Lower LEARNING_RATE?"
+        "error: step 2: loss is nan, the last of 3 such steps in a row. Lower LEARNING_RATE?"
     )
+    assert result.lines.splitlines()[-1].startswith("verdict: non_finite_steps: ")
     told = re.findall("update (.) of this step was not applied: loss is nan\n", result.lines)
     assert told == ["2", "1", "1"]
     good, bad = checkpoint_arrays(folder, 1), checkpoint_arrays(folder, 2)
     assert all(good[name].tobytes() == bad[name].tobytes() for name in good)
-    for step in (0, 1, 2):
-        batch = np.load(folder / f"bad_step_{step}.npz", allow_pickle=False)
-        assert batch["completion_ids"].shape[0] == batch["advantages"].shape[0] == 16
-        assert ("old_logps" in batch) == (step == 0), "the ratios of a second update need them"

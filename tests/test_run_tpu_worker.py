@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-import re
 import subprocess
 import sys
 import time
@@ -44,12 +43,10 @@ def test_the_exit_file_has_the_exit_code_when_the_log_is_on_a_full_disk(cloud: C
 @pytest.mark.parametrize(
     "config, settings, wanted",
     [
-        ("", [], []),
         ("recipes/grpo_gsm8k_qwen25_3b_bs128_steps100.yaml", [], ["wandb"]),
         ("recipes/grpo_gsm8k_qwen25_3b_bs128_steps100.yaml", ["WANDB_MODE=disabled"], []),
         ("recipes/tunix_qwen3_4b_10steps_sglang.yaml", [], ["sglang"]),
         ("recipes/tunix_qwen3_4b_10steps_sglang.yaml", ["ROLLOUT_BACKEND=naive"], []),
-        ("", ["ROLLOUT_BACKEND=sglang_jax"], ["sglang"]),
     ],
 )
 def test_setup_installs_what_the_settings_ask_for(
@@ -72,15 +69,6 @@ def test_setup_makes_no_environment_with_an_old_python(cloud: Cloud) -> None:
     path = f"{cloud.folder}/bin:{os.environ['PATH']}"
     done = worker(cloud, "setup", ".venv", "", "", PATH=path)
     assert done.returncode == 2 and "there is no Python 3.11 or newer" in done.stderr
-
-
-def test_check_prints_the_version_of_sglang_jax_if_it_is_installed(cloud: Cloud) -> None:
-    installed = cloud.folder / "packages" / "sglang_jax-0.1.0rc0.dist-info"
-    installed.mkdir(parents=True)
-    (installed / "METADATA").write_text("Name: sglang-jax\nVersion: 0.1.0rc0\n")
-    done = worker(cloud, "check", sys.prefix, PYTHONPATH=str(installed.parent))
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"^versions python=3\S+ jax=.* sglang-jax=0\.1\.0rc0$", done.stdout, re.M)
 
 
 def test_an_old_libtpu_lockfile_is_removed_and_a_lock_in_use_stops_the_start(cloud: Cloud) -> None:

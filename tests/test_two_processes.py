@@ -68,7 +68,7 @@ def test_two_processes_and_then_one_learn_and_write_what_one_process_does(tmp_pa
     # What the settings turn on has happened.
     first, second = (record for record in measured(alone) if "train-other/kl" in record)
     assert min(step["train-other/kl"] for step in (first, second)) > 0
-    assert max(step["train-other/clip_ratio_later/region_mean"] for step in (first, second)) > 0
+    assert max(step["train-other/clip_ratio/region_mean"] for step in (first, second)) > 0
     assert max(step["train-other/dynamic_sampling/rounds"] for step in (first, second)) == 2
     assert "train-other/support/cut_tokens" in first
     evaluated = measured(alone)[0]

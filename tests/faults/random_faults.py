@@ -182,7 +182,7 @@ def mistakes_in(out: Path, undisturbed: Path) -> list[str]:
     for name in ("run.json", "summary.json", f"checkpoints/{last}/record/metadata"):
         values = [json.loads((each / name).read_text()) for each in (out, undisturbed)]
         for each in values:
-            for clock in ("run_id", "sha256", "written", "last", "settings"):
+            for clock in ("run_id", "sha256", "last", "settings"):
                 each.pop(clock, None)
             # A run that is stopped after its last step saves it before it is evaluated.
             each["evals"] = [pair for pair in each.get("evals", []) if pair[0] < last]

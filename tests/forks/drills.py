@@ -61,7 +61,8 @@ BUILT_IN_REWARD = Drill(
         Edit(
             "rewards.py",
             """\
-BUILT_IN = {f.__name__: f for f in (reward_correct, reward_format, tag_count_reward)}
+# The functions that REWARD_FN may name, beside soft_overlong_penalty.
+BUILT_IN = (reward_correct, reward_format, tag_count_reward, repetition_penalty)
 """,
             '''\
 def brevity(completions: list[str], **columns: list) -> Rewards:
@@ -69,7 +70,8 @@ def brevity(completions: list[str], **columns: list) -> Rewards:
     return [-len(text) / 100 for text in completions]
 
 
-BUILT_IN = {f.__name__: f for f in (reward_correct, reward_format, tag_count_reward, brevity)}
+# The functions that REWARD_FN may name, beside soft_overlong_penalty.
+BUILT_IN = (reward_correct, reward_format, tag_count_reward, repetition_penalty, brevity)
 ''',
         ),
     ),
@@ -121,16 +123,15 @@ SCHEDULE = Drill(
 )
 SETTING = Drill(
     "a setting",
-    lines=4,
+    lines=3,
     row="add a setting",
     edits=(
         Edit(
             "config.py",
-            "    overlong_cache: int = in_reward(\n",
+            "    overlong_cache: int = in_reward(",
             """\
     reward_scale: float = in_reward(1.0, "Number that multiplies all rewards.", above=0)
-    overlong_cache: int = in_reward(
-""",
+    overlong_cache: int = in_reward(""",
         ),
         Edit(
             "rollout.py",
@@ -141,11 +142,6 @@ SETTING = Drill(
     totals, per_function = rewards.total_rewards(texts, columns, run.functions, run.weights)
     return totals * run.cfg.reward_scale, per_function
 """,
-        ),
-        Edit(
-            "tests/test_config.py",
-            "    entropy_coef=0.0 top_entropy_quantile=1.0\n",
-            "    entropy_coef=0.0 top_entropy_quantile=1.0 reward_scale=1.0\n",
         ),
     ),
 )

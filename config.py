@@ -32,6 +32,7 @@ IS_MODES = "none|token_truncate|token_mask|sequence_truncate|sequence_mask"
 TINY_LAYER = "recipes/tiny.yaml"
 TINY = REPO / TINY_LAYER
 MAX_REPLAYED = 128  # MAX_SUPPORT of models/draw.py; this file imports no jax
+LOW_FOR_LORA = 1e-5  # learning rate
 LONG_COMPLETIONS = 128  # tokens; see Config.packs and Config.drops_ended
 ANY_SIZES = PASS_SIZES + STEP_SIZES
 MICRO_SETTINGS = (*MICRO_SIZES, "grad_accum_steps")
@@ -65,6 +66,15 @@ class Config:
     model_revision: str = in_model("", "Branch, tag or commit on the hub; empty: the main branch.")
     dtype: str = in_model("auto", "Compute dtype; auto: bfloat16, on CPUs float32.", choices=DTYPES)
     chat_template: str = in_model("", "Jinja chat template; empty: the tokenizer's template.")
+    lora_rank: int = in_model(
+        0, "Rank of adapters (LoRA), which alone are trained; 0: all weights are.", kept=True
+    )
+    lora_alpha: float = in_model(
+        32.0, "Adapters add LORA_ALPHA / LORA_RANK * x A B.", above=0, kept=True
+    )
+    lora_targets: str = in_model(
+        "", "Matrices with adapters, such as q_proj,v_proj; empty: all seven.", kept=True
+    )
 
     dataset: str = in_data("openai/gsm8k", "Hugging Face id, file, or folder of SPLIT.jsonl files.")
     dataset_config: str = in_data("", "Hub configuration; empty: main for GSM8K, else the default.")
@@ -103,6 +113,9 @@ class Config:
     )
     rollout_mesh_shape: str = how_to_roll_out(
         "auto", "Rollout mesh: auto, or dp,fsdp,tp; -1: the rest.", form=MESH, yaml="mesh_shape"
+    )
+    lora_base_copy: bool = how_to_roll_out(
+        False, "Sample with a copy of LoRA's base, laid out as it decodes fastest."
     )
     sglang_jax_mem_fraction_static: float = how_to_roll_out(
         0.25, "Part of each device's free memory for the engine.", above=0, below=1
@@ -187,6 +200,9 @@ class Config:
     resume: str = in_run("auto", "Checkpoint to begin with: auto (the newest), never, or a path.")
     preemption_grace_s: int = in_run(30, "Most seconds from SIGTERM to the end.", at_least=2)
     export_hf: str = in_run("", "Folder of the export; empty: OUTPUT_DIR/hf; none: no export.")
+    export_lora: str = in_run(
+        "adapters", "What a run with LORA_RANK exports.", choices="adapters|merged"
+    )
     sample_every_steps: int = in_run(10, "Steps between shown groups of completions; 0: never.")
     print_train_time_breakdown: bool = local(False, "Print the seconds of each phase per step.")
     wandb_mode: str = local(
@@ -315,6 +331,22 @@ def notes(cfg: Config, layers: Mapping[str, str]) -> Iterator[str]:
     if cfg.filters_logps() and cfg.is_mode == "none":
         why = "TOP_K, TOP_P, MIN_P change sampling only, and the loss has a bias"
         yield f"{why}; leave out SAMPLING_SUPPORT=full, or set IS_MODE=token_truncate"
+    if cfg.lora_rank and cfg.learning_rate < LOW_FOR_LORA:
+        rate = f"LEARNING_RATE={cfg.learning_rate} is low for adapters (LORA_RANK)"
+        yield f"{rate}, which mostly learn best at ten times the rate of all weights"
+    for names, has_effect, why in (
+        ("lora_alpha lora_targets lora_base_copy export_lora", cfg.lora_rank, "LORA_RANK=0"),
+        ("sampling_support", cfg.filters(), "TOP_K=0, TOP_P=1.0 and MIN_P=0.0"),
+        ("scale_rewards", cfg.adv_estimator == "grpo", f"ADV_ESTIMATOR={cfg.adv_estimator}"),
+        ("delta eps_low", cfg.loss_type not in ("cispo", "sapo"), f"LOSS_TYPE={cfg.loss_type}"),
+        ("eps_high", cfg.loss_type != "sapo", "LOSS_TYPE=sapo"),
+        ("kl_estimator kl_bias_correction", cfg.beta, "BETA=0"),
+        ("is_floor is_cap", cfg.is_mode != "none", "IS_MODE=none"),
+    ):
+        for name in names.split():
+            if not has_effect and getattr(cfg, name) != getattr(Config, name):
+                text = parsing.to_text(getattr(cfg, name))
+                yield f"{name.upper()}={text} does nothing with {why}"
     if 0 < cfg.lr_decay_steps < cfg.steps and cfg.lr_schedule != "constant":
         decay = f"LR_DECAY_STEPS={cfg.lr_decay_steps} is less than STEPS={cfg.steps}"
         yield f"{decay}: later steps have learning rate 0"
@@ -361,7 +393,10 @@ def load(
         if use_run and "RESUME" not in env:
             cfg = dataclasses.replace(cfg, resume="auto")
         if args.print_config:
-            print(describe(cfg, args.processes, args.local_devices))
+            try:
+                print(describe(cfg, args.processes, args.local_devices), flush=True)
+            except BrokenPipeError:  # the reader of a pipe, such as `head`, has ended
+                os._exit(0)  # Python's own end would flush again, and print a traceback
             raise SystemExit(0)
     except UserMistake as error:
         fail(error)

@@ -3,6 +3,7 @@ of metrics.jsonl and W&B. It also runs an evaluation. review.py has the completi
 
 import collections
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -124,6 +125,16 @@ def drift_level(run: Run) -> float:
     if run.cfg.filters_logps():
         return math.inf
     return max(DRIFT_LEVELS[str(x.dtype)] for x in (run.training, run.rollout))
+
+
+def stop_if_apart(run: Run, metrics: Mapping[str, float]) -> None:
+    """Raises RuntimeError if sampler and trainer disagree in a first step by more than rounding."""
+    difference, level = metrics.get("sampling_logp_difference/mean", 0.0), drift_level(run)
+    if difference > level:
+        raise RuntimeError(
+            f"with the same weights sampler and trainer compute log-probabilities that differ by "
+            f"{difference:.3g} nats on average, and rounding explains {level:g}"
+        )
 
 
 def step_lines(step: Step, breakdown: bool) -> list[str]:

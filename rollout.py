@@ -20,7 +20,7 @@ import rewards
 from config import Config
 from loss import Objective, equal_groups
 from models.draw import Sampling
-from models.model import Compute, ModelConfig
+from models.model import Compute, ModelConfig, Params
 from runtime.layout import gather_processes, join
 from runtime.long_work import progress_bar
 from runtime.mistakes import UserMistake
@@ -40,7 +40,8 @@ class Run:
     sizes: Sizes
     functions: list[rewards.RewardFunction]
     weights: tuple[float, ...]  # of the functions in the total reward
-    folder: Path  # of the model
+    folder: Path  # of the model; with LoRA of the base
+    adapters: Path | None  # the folder of the adapters that training begins with; None: new ones
     model: ModelConfig
     tokenizer: Any
     train_prompts: list[data.Prompt]
@@ -54,6 +55,7 @@ class Run:
     rollout: Compute
     mesh_reason: str  # why ROLLOUT_MESH_SHAPE=auto is what it is
     limits: Limits  # of the rows of an update
+    base: Params | None = None  # the weights that LoRA does not change; None: there are none
 
     def local_sequences(self) -> slice:
         """This process's part, b, of the B sequences of a step."""

@@ -14,20 +14,22 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from models.attention import Cache, map_kv, prompt_rows
 from models.draw import Sampling, draw_tokens, support_size
+from models.logps import dot
 from models.model import (
     Compute,
-    ModelConfig,
     Params,
     arrange_layers,
     forward,
     forward_token,
     lm_head,
+    on_base,
     param_shardings,
+    param_table,
     prefix_of,
+    trained,
 )
 from runtime.chips import program
 from runtime.layout import TRAIN_BATCH_AXES, constrain, join, local_part, shard_batch
@@ -35,6 +37,7 @@ from runtime.long_work import progress_bar
 from runtime.sizes import PASS_SIZES, prompt_share
 
 STAGES, STAGE_TOKENS = 4, 128  # of decode, see stage_ends
+SUMMED_COLUMNS = 64  # see bit_sums
 
 
 class Stopping(NamedTuple):
@@ -61,9 +64,13 @@ class NaiveBackend:
     """ROLLOUT_BACKEND=naive: what samples completions, token ids in and token ids out, with the
     programs of this file on the devices of all processes."""
 
-    def __init__(self, rollout: Compute, stopping: Stopping, drop_ended: bool) -> None:
-        """drop_ended: sequences that have ended leave the batch."""
+    def __init__(
+        self, rollout: Compute, stopping: Stopping, drop_ended: bool, shares_base: bool = False
+    ) -> None:
+        """drop_ended: sequences that have ended leave the batch. shares_base: only adapters are
+        copied, since LoRA's base already lies as the rollout needs it."""
         self._rollout = rollout
+        self._shares_base = shares_base
         self._stopping = stopping
         self._drop_ended = drop_ended
         self._weights: Params | None = None
@@ -71,10 +78,12 @@ class NaiveBackend:
     @program("the copy of the weights that samples")
     def update_weights(self, params: Params) -> None:
         """Takes these weights, before the rollout passes of a step or of an evaluation: copies them
-        in the dtype and the layout of the rollout, and waits until they are there."""
-        rollout = self._rollout
-        sync = sync_weights(rollout.model, rollout.layout.mesh, rollout.dtype, rollout.layer_loop)
-        self._weights = jax.block_until_ready(sync(params))
+        in the dtype and the layout of the rollout, and waits until they are there. Raises
+        RuntimeError if they are not what samples then."""
+        copy = sync_weights(self._rollout, with_base=not self._shares_base)(params)
+        copy = on_base(params, copy) if self._shares_base else copy
+        self._weights = jax.block_until_ready(copy)
+        stop_if_stale(self._weights, params, self._rollout)
 
     @program("prefill, decode or drop_sequences", PASS_SIZES)
     def generate(
@@ -121,20 +130,60 @@ class NaiveBackend:
 Backend = NaiveBackend  # in annotations; SglangBackend of rollout_sglang.py has the same functions
 
 
-@functools.lru_cache
-def sync_weights(
-    model: ModelConfig, mesh: Mesh, dtype: Any, layer_loop: str = "scan"
-) -> Callable[[Params], Params]:
-    """The jitted program that copies Params to a mesh in a dtype, such as the rollout's.
+# ---- Copies of the weights -----------------------------------------------------------------------
 
-    Both meshes have to list the devices in the same order. The layers of the copy are unrolled if
-    layer_loop is "unroll".
+
+@functools.lru_cache
+def sync_weights(compute: Compute, with_base: bool = True) -> Callable[[Params], Params]:
+    """The jitted program that copies Params to the mesh, the dtype and the layer_loop of `compute`,
+    such as the rollout's. with_base: False copies only what training changes.
+
+    Both meshes have to list the devices in the same order.
     """
 
-    def copy(params: Params) -> Params:
-        return arrange_layers(jax.tree.map(lambda x: x.astype(dtype), params), layer_loop, dtype)
+    def part(params: Params) -> Params:
+        return params if with_base else trained(params)
 
-    return jax.jit(copy, out_shardings=param_shardings(model, mesh, layer_loop))
+    def copy(params: Params) -> Params:
+        params = jax.tree.map(lambda x: x.astype(compute.dtype), part(params))
+        return arrange_layers(params, compute.layer_loop, compute.dtype)
+
+    shardings = param_shardings(compute.model, compute.layout.mesh, compute.layer_loop)
+    return jax.jit(copy, out_shardings=part(shardings))
+
+
+def stop_if_stale(sampled: Params, params: Params, compute: Compute) -> None:
+    """Raises RuntimeError if the weights that sample are not the trainer's, cast to the dtype of
+    `compute`. Only those that training changes are compared."""
+    theirs, ours = (trained(x) for x in (sampled, params))
+    theirs, ours = (jax.device_get(bit_sums(x, compute.dtype)) for x in (theirs, ours))
+    table = trained(param_table(compute.model))
+    for leaf, *sums in zip(*map(jax.tree.leaves, (table, theirs, ours)), strict=True):
+        if sums[0] != sums[1]:
+            name = leaf.name.format("*")
+            raise RuntimeError(f"the rollout samples with another {name} than the trainer has")
+
+
+@functools.partial(jax.jit, static_argnames=("dtype",))
+def bit_sums(params: Params, dtype: Any) -> Params:
+    """For the first columns of each array of params, cast to dtype, the sum of the bits of their
+    numbers modulo 2^32, and for unrolled layers that of all layers. It does not depend on how the
+    arrays lie. All columns would take 1 % of a step on a CPU."""
+
+    def bits(x: jax.Array) -> jax.Array:
+        unsigned = {2: jnp.uint16, 4: jnp.uint32}[jnp.dtype(dtype).itemsize]
+        first = x[..., :SUMMED_COLUMNS].astype(dtype)
+        return jax.lax.bitcast_convert_type(first, unsigned).sum(dtype=jnp.uint32)
+
+    def of_all_layers(layers: Any) -> Any:
+        return jax.tree.map(lambda *x: sum(x), *layers) if isinstance(layers, tuple) else layers
+
+    sums = jax.tree.map(bits, params)
+    layers, adapters = of_all_layers(sums.layers), of_all_layers(sums.adapters)
+    return sums.replace(layers=layers, adapters=adapters)
+
+
+# ---- Decoding ------------------------------------------------------------------------------------
 
 
 def decode_all(
@@ -307,7 +356,7 @@ def decode(
         cache = Cache(state.prompt, state.prompt_mask, completion, t)
         positions = state.last_position + t  # [R]
         hidden, completion = forward_token(params, compute, token, positions, cache)
-        logits = jnp.einsum("rd,vd->rv", hidden, head, preferred_element_type=jnp.float32)  # [R, V]
+        logits = dot(hidden, head, 1, 1)  # [R, V] float32, as the trainer computes them
         # First V is split over tp like the lm_head; then each device gets all V logits of the
         # sequences for which it draws tokens.
         logits = constrain(logits, layout, TRAIN_BATCH_AXES, "tp")

@@ -24,9 +24,9 @@ from config import Config
 from loss import Objective
 from loss_pallas import Kernel, block_sizes
 from metrics import drift_level
-from models import hf, placement
+from models import hf, lora, placement
 from models.draw import Sampling
-from models.model import Params
+from models.model import Params, on_base
 from review import Reviewer
 from rollout import Run
 from runtime import processes, resume
@@ -62,15 +62,17 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | No
             model, mesh = run.training.model, run.training.layout.mesh
             wanted = {"state": abstract_state(run.model, mesh, run.optimizer)}
             arrays, progress = resume.begin(cfg, out, checkpoints, made_with_of(run), wanted)
+            run = with_base(run)
             if arrays:
                 state = arrays["state"]
             else:
-                params = hf.load_params(run.folder, model, mesh, jnp.float32)
-                state = init_state(params, optimizer=run.optimizer, model=model)
+                state = init_state(first_params(run), optimizer=run.optimizer, model=model)
             ref_params = None
-            if cfg.beta > 0:
+            if cfg.beta > 0 and run.base:
+                ref_params = on_base(run.base, first_params(run))
+            elif cfg.beta > 0:
                 ref_params = hf.load_params(run.folder, model, mesh, run.training.dtype)
-            jax.block_until_ready((state, ref_params))
+            jax.block_until_ready((run.base, state, ref_params))
         log = open_log(run, out, progress)
         reviewer = Reviewer(out, log, jax.process_index() == 0)
         life = Lifecycle(
@@ -93,6 +95,24 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | No
     return run, life, backend, state, ref_params
 
 
+def with_base(run: Run) -> Run:
+    """The run with LoRA's base, in the dtype of the matmuls and arranged as `forward` needs it, so
+    that no program copies it. Raises UserMistake."""
+    compute = run.training
+    if not run.model.lora:
+        return run
+    where = compute.layout.mesh, compute.dtype, compute.layer_loop
+    return dataclasses.replace(run, base=hf.load_params(run.folder, run.model, *where))
+
+
+def first_params(run: Run) -> Params:
+    """The weights that training changes before the first step, float32. Raises UserMistake."""
+    mesh = run.training.layout.mesh
+    if run.model.lora:
+        return lora.first_adapters(run.adapters, run.model, mesh, run.cfg.seed)
+    return hf.load_params(run.folder, run.model, mesh, jnp.float32)
+
+
 def set_up(cfg: Config, example: dict[str, str] | None = None) -> Run:
     """Reads and checks all inputs and decides how to compute, on all processes alike. Raises
     UserMistake for a user's mistake.
@@ -111,13 +131,30 @@ def set_up(cfg: Config, example: dict[str, str] | None = None) -> Run:
         f"mesh dp,fsdp,tp train={mesh_text(run.training.layout.mesh)} ({cfg.mesh_shape}) "
         f"rollout={placement.rollout_mesh(cfg, run.rollout)} "
         f"({cfg.rollout_mesh_shape}{run.mesh_reason})\n"
-        f"rollout.backend: {cfg.rollout_backend}\n"
+        f"{lora_lines(run)}rollout.backend: {cfg.rollout_backend}\n"
         f"loss.loss_type={cfg.loss_type} loss.adv_estimator={cfg.adv_estimator} "
         f"train.policy_loss_impl={cfg.policy_loss_impl} "
         f"train.attention_impl={run.training.attention_impl}",
         flush=True,
     )
     return run
+
+
+def lora_lines(run: Run) -> str:
+    """Lines that say which adapters are trained and, if the rollout has a copy of their base, how
+    much memory it takes."""
+    model, rollout = run.model, run.rollout
+    if model.lora is None:
+        return ""
+    of_base = placement.num_params(dataclasses.replace(model, lora=None))
+    trained = (placement.num_params(model) - of_base) / 1e6
+    rank, alpha, targets = model.lora
+    lines = f"lora rank={rank} alpha={alpha:g} targets={','.join(targets)} trained={trained:.2f}M\n"
+    if not placement.shares_base(run.training, rollout):
+        shards = rollout.layout.mesh.shape["fsdp"] * rollout.layout.mesh.shape["tp"]
+        gib = of_base * rollout.dtype.itemsize / shards / 2**30
+        lines += f"lora the rollout copies the base: {gib:.2f} GiB on each device\n"
+    return lines
 
 
 def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
@@ -145,9 +182,14 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
     weights = rewards.weights_of(cfg.reward_weights, cfg.reward_fn)
     system_prompt = data.text_of(cfg.system_prompt) or rewards.SYSTEM_PROMPT
 
-    folder = hf.fetch_model(cfg.model_path, cfg.model_revision)
-    hf.stop_if_overwritten(cfg.export_hf, cfg.output_dir, folder)
-    model, tokenizer = hf.read_model(folder, cfg.chat_template)
+    folder, adapters = lora.fetch_base(cfg.model_path, cfg.model_revision)
+    for each in (folder, adapters or folder):
+        hf.stop_if_overwritten(cfg.export_hf, cfg.output_dir, each)
+    template = cfg.chat_template
+    if adapters and (adapters / "chat_template.jinja").is_file():  # an export may have one
+        template = template or str(adapters / "chat_template.jinja")
+    model, tokenizer = hf.read_model(folder, template)
+    model = dataclasses.replace(model, lora=lora.lora_of(cfg, model, adapters))
 
     def prompts_of(split: str) -> list[data.Prompt]:
         examples = [example] if example else examples_of(cfg, split)
@@ -170,6 +212,7 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
         functions=functions,
         weights=weights,
         folder=folder,
+        adapters=adapters,
         model=model,
         tokenizer=tokenizer,
         train_prompts=train_prompts,
@@ -189,7 +232,8 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
 def make_backend(run: Run) -> Backend:
     """The backend that ROLLOUT_BACKEND names. Raises UserMistake if it cannot compute the run."""
     if run.cfg.rollout_backend == "naive":
-        return NaiveBackend(run.rollout, run.stopping, run.cfg.drops_ended())
+        shares_base = placement.shares_base(run.training, run.rollout)
+        return NaiveBackend(run.rollout, run.stopping, run.cfg.drops_ended(), shares_base)
     from rollout_sglang import SglangBackend  # its packages are needed only here
 
     return SglangBackend(run)
@@ -275,20 +319,21 @@ def open_log(run: Run, out: Path, progress: resume.Progress) -> RunLog:
 
 
 def export(run: Run, out: Path, params: Params) -> None:
-    """Writes the trained model as a Hugging Face folder. Raises Unwritable."""
+    """Writes the trained model as a Hugging Face folder, or adapters as one of PEFT. Raises
+    Unwritable."""
     if run.cfg.export_hf == "none":
         return
-    folder = Path(run.cfg.export_hf or out / "hf")
+    cfg, folder = run.cfg, Path(run.cfg.export_hf or out / "hf")
+    how = {"writes": jax.process_index() == 0, "chat_template": cfg.chat_template}
     try:
-        hf.save_model(
-            folder,
-            params,
-            run.model,
-            run.folder,
-            dtype=run.training.dtype,
-            writes=jax.process_index() == 0,
-            chat_template=run.cfg.chat_template,
-        )
+        if run.model.lora and cfg.export_lora == "adapters":
+            base = cfg.model_path, cfg.model_revision
+            base = lora.base_of(run.adapters) if run.adapters else base
+            lora.save_adapters(folder, params, run.model, *base, **how)
+            return
+        if run.model.lora:
+            params, _ = lora.merge(params, run.model)
+        hf.save_model(folder, params, run.model, run.folder, dtype=run.training.dtype, **how)
     except OSError as error:
         raise Unwritable(f"EXPORT_HF={folder} cannot be written: {error}") from None
 
@@ -323,16 +368,24 @@ def made_with_of(run: Run) -> dict[str, str]:
     for name in ("config.json", "tokenizer.json"):
         values[f"the model's {name}"] = processes.digest((folder / name).read_bytes())
     values["the tokenized prompts"] = digest_of(run.train_prompts)
-    if cfg.beta > 0:  # every start reads the reference from the model's folder
-        ends = [  # the last MiB of each file; all of it would take too long
-            np.memmap(file, mode="r")[-(2**20) :].tobytes()
-            for file in sorted(folder.glob("*.safetensors"))
-        ]
-        values["the model's weights"] = processes.digest(b"".join(ends))
+    if run.model.lora:
+        values["LoRA"] = str(run.model.lora)
+    if cfg.beta > 0 or run.model.lora:  # every start reads the reference or LoRA's base again
+        folders = [folder] + [run.adapters] * (run.adapters is not None)
+        files = [file for each in folders for file in sorted(each.glob("*.safetensors"))]
+        values["the model's weights"] = digest_of([digest_of_file(file) for file in files])
     for file in {entry.rpartition(":")[0] for entry in entries if ":" in entry}:
         content = Path(file).read_bytes()
         values[f"the file of REWARD_FN {Path(file).name}"] = processes.digest(content)
     return values
+
+
+def digest_of_file(file: Path) -> list[Any]:
+    """The name, the size, and a digest of the first and the last MiB and of a byte in each of 4096
+    places between; to read all would take too long."""
+    content = np.memmap(file, mode="r")
+    pieces = content[: 2**20], content[:: max(len(content) // 4096, 1)], content[-(2**20) :]
+    return [file.name, len(content), processes.digest(b"".join(x.tobytes() for x in pieces))]
 
 
 def facts_of(run: Run) -> dict[str, str]:

@@ -50,9 +50,10 @@ from metrics import (
     merge_updates,
     of_all_tokens,
     sampling_metrics,
+    stop_if_apart,
     what_is_not_finite,
 )
-from models.model import Params
+from models.model import Params, on_base, trained
 from rollout import (
     Run,
     choose_groups,
@@ -86,8 +87,11 @@ def main(cfg: Config) -> None:
     run, life, backend, state, ref_params = start(cfg)
     rollout_key, eval_key = jax.random.split(jax.random.key(cfg.seed))
 
+    def params() -> Params:
+        return on_base(run.base, state.params)  # with LoRA the state has the adapters alone
+
     def evaluate_after(steps: int, full: bool = False) -> float:
-        return evaluate(run, life.log, life.stop, backend, eval_key, state.params, steps, full)
+        return evaluate(run, life.log, life.stop, backend, eval_key, params(), steps, full)
 
     def save() -> None:
         life.save({"state": state})
@@ -101,7 +105,7 @@ def main(cfg: Config) -> None:
             clock = Clock(PHASES)
 
             # ---- Rollout and rewards: K completions of each of P prompts, rewarded on the host ---
-            backend.update_weights(state.params)
+            backend.update_weights(params())
             clock.lap("rollout_sync")
             rounds: list[Batch] = []
             while not enough(run, rounds):  # only DYNAMIC_SAMPLING needs more than one round
@@ -134,7 +138,7 @@ def main(cfg: Config) -> None:
             clock.lap("advantages")
 
             # ---- Log-probabilities before the first update, by the policy and the reference -----
-            batch = with_logps(run, state.params, ref_params, batch)
+            batch = with_logps(run, params(), ref_params, batch)
             clock.lap("logps")
 
             # ---- Update: PPO_EPOCHS times, an optimizer step for each mini-batch -----------------
@@ -154,6 +158,8 @@ def main(cfg: Config) -> None:
             metrics["learning_rate"] = lr
             sampled_tokens = sum(int(sampled.lengths.sum()) for sampled in rounds)
             log_step(run, life.log, Step(step, metrics, batch, sampled_tokens, clock))
+            if step == 0:
+                stop_if_apart(run, metrics)
 
             # ---- Save ----------------------------------------------------------------------------
             life.count_step(len(rounds), what_is_not_finite(metrics))
@@ -168,7 +174,7 @@ def main(cfg: Config) -> None:
         if cfg.eval_full_sweep:
             evaluate_after(cfg.steps, full=True)
     with life.ending(save):
-        life.finish(lambda: export(run, life.out, state.params))
+        life.finish(lambda: export(run, life.out, params()))
 
 
 # ---- Log-probabilities before the first update ---------------------------------------------------
@@ -271,7 +277,7 @@ def one_update(
     run: Run, state: TrainState, mini_batch: Batch, lr: float
 ) -> tuple[TrainState, dict[str, float]]:
     """The state after one optimizer step on the gradient of the mini-batch, and the metrics."""
-    grads, metrics = sum_of_gradients(run, state.params, mini_batch)
+    grads, metrics = sum_of_gradients(run, on_base(run.base, state.params), mini_batch)
     loss = np.float32(metrics["loss"])
     with program("optimizer_step"):
         state, norm = optimizer_step(
@@ -284,11 +290,12 @@ def one_update(
 def sum_of_gradients(
     run: Run, params: Params, mini_batch: Batch
 ) -> tuple[Params, dict[str, float]]:
-    """The sum of the gradients of all micro-batches, and the metrics of the update."""
+    """The sum of the gradients of all micro-batches, and the metrics of the update. params: all
+    weights; the gradients are of those that training changes."""
     sequences, counts = computed_sequences(run, mini_batch), counts_of(mini_batch)
     micro_batches = to_devices(run, mini_batch, sequences)
     several = run.sizes.grad_accum_steps > 1
-    grads = zero_grads(params) if several or not micro_batches else None
+    grads = zero_grads(trained(params)) if several or not micro_batches else None
     metrics_of = []
     for micro_batch in micro_batches:
         grads, metrics = micro_step(

@@ -22,14 +22,17 @@ from models.attention import PackedRows
 from models.logps import token_logps
 from models.model import (
     Compute,
+    Layers,
     ModelConfig,
     Params,
     abstract_params,
     arrange_layers,
     forward,
     lm_head,
+    on_base,
     param_shardings,
     param_table,
+    trained,
 )
 from runtime.packing import Batch, MicroBatch
 
@@ -38,7 +41,7 @@ from runtime.packing import Batch, MicroBatch
 class TrainState:
     """All that an optimizer step changes."""
 
-    params: Params
+    params: Params  # with LoRA the adapters alone, see `trained` in models/model.py
     opt_state: Any
 
 
@@ -109,12 +112,15 @@ def micro_step(
     """`grad_sum` with the gradient of this micro-batch added, and its part of the update's metrics,
     for merge_metrics.
 
-    grad_sum: None for the first micro-batch of an update that has a single one by its settings.
-    counts: of the update, from counts_of.
+    params: all weights. grad_sum: of those that training changes, None for the first micro-batch of
+    an update that has a single one by its settings. counts: of the update, from counts_of.
     """
+    weights = arrange_layers(params, compute.layer_loop, compute.dtype)
 
-    def loss_of(weights: Params) -> tuple[jax.Array, dict[str, jax.Array]]:
-        logps, entropy = compute_logps_and_entropies(weights, micro_batch, temperature, compute)
+    def loss_of(changed: Params) -> tuple[jax.Array, dict[str, jax.Array]]:
+        logps, entropy = compute_logps_and_entropies(
+            on_base(weights, changed), micro_batch, temperature, compute
+        )
         old_logps = micro_batch.old_logps  # [R, T], like logps and entropy
         old_logps = jax.lax.stop_gradient(logps) if old_logps is None else old_logps
         loss, metrics = policy_loss(
@@ -137,29 +143,37 @@ def micro_step(
         metrics["sampling_logp_difference/max"] = gap.max()
         return loss, metrics
 
-    weights = arrange_layers(params, compute.layer_loop, compute.dtype)
-    grads, metrics = jax.grad(loss_of, has_aux=True)(weights)
+    grads, metrics = jax.grad(loss_of, has_aux=True)(trained(weights))
     shardings = param_shardings(compute.model, compute.layout.mesh, compute.layer_loop)
-    grads = jax.lax.with_sharding_constraint(grads, shardings)
+    grads = jax.lax.with_sharding_constraint(grads, trained(shardings))
     return _add(grad_sum, grads), metrics
 
 
 def _add(grad_sum: Params | None, grads: Params) -> Params:
     """The float32 sum, with stacked layers. grads: of a scanned or of an unrolled program."""
-    if not isinstance(grads.layers, tuple):
-        return grads if grad_sum is None else jax.tree.map(jnp.add, grad_sum, grads)
-    if grad_sum is None:
-        stacked = jax.tree.map(lambda *g: jnp.stack(g).astype(jnp.float32), *grads.layers)
-        return grads.replace(layers=stacked)
-    layers = grad_sum.layers
-    for i, layer in reversed(list(enumerate(grads.layers))):  # backward makes the last one first
-        layers = jax.tree.map(
+    before = grad_sum or Params(embed=None, layers=None, final_norm=None, lm_head=None)
+    sums = {
+        name: _add_layers(getattr(before, name), getattr(grads, name))
+        for name in ("layers", "adapters")
+    }
+    before, rest = (x.replace(layers=None, adapters=None) for x in (before, grads))
+    rest = rest if grad_sum is None else jax.tree.map(jnp.add, before, rest)
+    return rest.replace(**sums)
+
+
+def _add_layers(total: Layers | None, grads: Any) -> Any:
+    """The same for what a Params has of all layers: stacked, a tuple, or None."""
+    if not isinstance(grads, tuple):
+        return grads if total is None else jax.tree.map(jnp.add, total, grads)
+    if total is None:
+        return jax.tree.map(lambda *g: jnp.stack(g).astype(jnp.float32), *grads)
+    for i, layer in reversed(list(enumerate(grads))):  # backward makes the last one first
+        total = jax.tree.map(
             lambda total, g, i=i: jax.lax.dynamic_update_index_in_dim(total, total[i] + g, i, 0),
-            layers,
+            total,
             layer,
         )
-    rest = jax.tree.map(jnp.add, grad_sum.replace(layers=None), grads.replace(layers=None))
-    return rest.replace(layers=layers)
+    return total
 
 
 def zero_grads(params: Params) -> Params:
@@ -188,8 +202,8 @@ def transform(optimizer: Optimizer, model: ModelConfig) -> optax.GradientTransfo
         "lion": optax.scale_by_lion(b1=0.9, b2=0.99),
         "sgd": optax.identity(),
     }
-    table = param_table(model)
-    decays = jax.tree.map(lambda leaf: leaf.kind == "matrix", table)
+    table = trained(param_table(model))
+    decays = jax.tree.map(lambda leaf: leaf.kind not in ("norm", "bias"), table)
     decay = optax.add_decayed_weights(optimizer.weight_decay, mask=decays)
     return optax.chain(rules[optimizer.name], decay)
 
@@ -201,13 +215,14 @@ def init_state(params: Params, *, optimizer: Optimizer, model: ModelConfig) -> T
     state = TrainState(params=params, opt_state=opt_state)
     # Scalars are replicated, like the outputs of jit, so that the second call does not compile
     # again.
-    replicated = NamedSharding(params.embed.sharding.mesh, PartitionSpec())
+    replicated = NamedSharding(jax.tree.leaves(params)[0].sharding.mesh, PartitionSpec())
     return jax.tree.map(lambda x: x if x.ndim else jnp.zeros_like(x, device=replicated), state)
 
 
 def abstract_state(model: ModelConfig, mesh: Mesh, optimizer: Optimizer) -> TrainState:
     """Shapes, dtypes and shardings of what init_state makes, on a mesh that need not exist here."""
-    params, rule = abstract_params(model, mesh, jnp.float32), transform(optimizer, model)
+    params = trained(abstract_params(model, mesh, jnp.float32))
+    rule = transform(optimizer, model)
     replicated = NamedSharding(mesh, PartitionSpec())
     opt_state = optax.tree_utils.tree_map_params(
         rule,

@@ -11,17 +11,19 @@ from typing import Any
 import jax
 import numpy as np
 from huggingface_hub import split_state_dict_into_shards_factory
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from models.model import Leaf, ModelConfig, Params, param_shardings, param_table
+from models.model import Leaf, ModelConfig, Params, param_table
 from runtime.layout import on_host
 from runtime.long_work import progress_bar
 from runtime.mistakes import UserMistake, in_one_line
 
 FILES = ["*.json", "*.safetensors", "*.jinja"]
 LARGEST_FILE = "5GB"  # of the weights of an exported model
+WEIGHTS = "model.safetensors"
+MARKERS = ("config.json", "adapter_config.json")  # of a complete folder: a model, or adapters
 EXPORTED = "exported_from.json"  # marks an exported model, which a later export may replace
 
 
@@ -53,7 +55,7 @@ def read_model(folder: Path, chat_template: str) -> tuple[ModelConfig, Any]:
             f"vocab_size={model.vocab_size}; they are of two models"
         )
     stop_ids(folder, tokenizer)  # for its mistake
-    _open_tensors(folder, param_table(model))  # for its mistakes
+    open_tensors(folder, param_table(model))  # for its mistakes
     return model, tokenizer
 
 
@@ -66,7 +68,7 @@ def read_config(folder: Path) -> ModelConfig:
     if not path.is_file():
         raise UserMistake(f"MODEL_PATH={folder} has no config.json; give a Hugging Face folder")
     # transformers writes null for what a model does not have.
-    c = {key: value for key, value in _read_json(path).items() if value is not None}
+    c = {key: value for key, value in read_json(path).items() if value is not None}
 
     def need(ok: bool, key: str, supported: str) -> None:
         if not ok:
@@ -110,7 +112,7 @@ def read_config(folder: Path) -> ModelConfig:
         raise UserMistake(f"{path} has no {missing.args[0]!r}") from None
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # such as a download that has stopped
@@ -120,16 +122,25 @@ def _read_json(path: Path) -> dict[str, Any]:
 # ---- Weights -------------------------------------------------------------------------------------
 
 
-def load_params(folder: Path, model: ModelConfig, mesh: Mesh, dtype: Any) -> Params:
-    """The weights of a folder's safetensors files as Params on a mesh.
+def load_params(
+    folder: Path, model: ModelConfig, mesh: Mesh, dtype: Any, layer_loop: str = "scan"
+) -> Params:
+    """The weights of a model's folder, without adapters, arranged for this layer_loop. Raises
+    UserMistake; see read_tensors."""
+    return read_tensors(folder, param_table(model, layer_loop).replace(adapters=None), mesh, dtype)
+
+
+def read_tensors(
+    folder: Path, table: Params, mesh: Mesh, dtype: Any, file: str = WEIGHTS
+) -> Params:
+    """The arrays of a table from a folder's safetensors files, on a mesh.
 
     A process reads only the parts of the tensors that its devices hold. Raises UserMistake, naming
     the tensor, if one is missing or unknown, or has a wrong shape.
     """
-    table, shardings = param_table(model), param_shardings(model, mesh)
-    files = _open_tensors(folder, table)
+    files = open_tensors(folder, table, file)
 
-    def read(leaf: Leaf, sharding: NamedSharding) -> jax.Array:
+    def read(leaf: Leaf) -> jax.Array:
         def slice_of(name: str, index: tuple[slice, ...]) -> np.ndarray:
             tensor = files[name].get_slice(name)
             return tensor[index[::-1]].T if leaf.transposed else tensor[index]
@@ -141,23 +152,32 @@ def load_params(folder: Path, model: ModelConfig, mesh: Mesh, dtype: Any) -> Par
             layers = [slice_of(leaf.name.format(i), index[1:]) for i in numbers]
             return np.stack(layers).astype(dtype)
 
+        sharding = NamedSharding(mesh, PartitionSpec(*leaf.axes))
         array = jax.make_array_from_callback(leaf.shape, sharding, shard)
         bar.update()
         return array
 
     with progress_bar("loading weights", len(jax.tree.leaves(table)), "arrays") as bar:
-        return jax.tree.map(read, table, shardings)
+        return jax.tree.map(read, table)
 
 
 def hf_tensors(params: Params, model: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
-    """The (name, array) pairs of a Hugging Face checkpoint, in the dtype of params.
+    """The (name, array) pairs of a Hugging Face checkpoint, in the dtype of params, which have no
+    adapters. See named_tensors."""
+    layer_loop = "unroll" if isinstance(params.layers, tuple) else "scan"
+    return named_tensors(params, param_table(model, layer_loop).replace(adapters=None))
+
+
+def named_tensors(params: Params, table: Params) -> Iterator[tuple[str, np.ndarray]]:
+    """The (name, array) pairs of the arrays of a table.
 
     Only one tensor at a time is gathered on the host. All processes have to take all tensors.
     """
-    leaves = jax.tree.leaves(param_table(model))
+    leaves = jax.tree.leaves(table)
     for leaf, array in zip(leaves, jax.tree.leaves(params), strict=True):
         if "{}" not in leaf.name:
-            yield leaf.name, on_host(array)
+            array = on_host(array)
+            yield leaf.name, np.ascontiguousarray(array.T if leaf.transposed else array)
             continue
         for i in range(leaf.shape[0]):
             layer = on_host(array[i])
@@ -185,16 +205,13 @@ def save_model(
     """
     dtype = np.dtype(dtype)
     split = split_state_dict_into_shards_factory(
-        _tensor_shapes(param_table(model)),
+        _tensor_shapes(param_table(model).replace(adapters=None)),
         get_storage_size=lambda shape: math.prod(shape) * dtype.itemsize,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=LARGEST_FILE,
     )
     if writes:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / EXPORTED).write_text(json.dumps({"model": str(source)}) + "\n", encoding="utf-8")
-        for old in [folder / "config.json", *folder.glob("model*.safetensors*")]:
-            old.unlink(missing_ok=True)
+        begin_folder(folder, str(source))
     # A file is written as soon as its last tensor has come, so that the host holds little.
     held: dict[str, dict[str, np.ndarray]] = {name: {} for name in split.filename_to_tensors}
     with progress_bar("exporting the model", len(split.tensor_to_filename), "tensors") as bar:
@@ -203,7 +220,7 @@ def save_model(
                 file = split.tensor_to_filename[name]
                 held[file][name] = array.astype(dtype)
                 if len(held[file]) == len(split.filename_to_tensors[file]):
-                    _save_tensors(held.pop(file), folder / file)
+                    save_tensors(held.pop(file), folder / file)
             bar.update()
     if not writes:
         return
@@ -217,7 +234,7 @@ def save_model(
             shutil.copyfile(file, folder / file.name)
     if chat_template:
         shutil.copyfile(chat_template, folder / "chat_template.jinja")
-    values = _read_json(source / "config.json")
+    values = read_json(source / "config.json")
     values["torch_dtype" if "torch_dtype" in values else "dtype"] = dtype.name
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
@@ -230,11 +247,20 @@ def stop_if_overwritten(export_hf: str, output_dir: str, model_folder: Path) -> 
     name = f"EXPORT_HF={folder}" if export_hf else f"OUTPUT_DIR={output_dir}: its hf"
     if folder.resolve() == model_folder.resolve():
         raise UserMistake(f"{name} is MODEL_PATH; the model would be overwritten")
-    if (folder / "config.json").exists() and not (folder / EXPORTED).exists():
+    if any((folder / marker).exists() for marker in MARKERS) and not (folder / EXPORTED).exists():
         raise UserMistake(f"{name} holds a model that no run has exported; choose another folder")
 
 
-def _save_tensors(tensors: dict[str, np.ndarray], file: Path) -> None:
+def begin_folder(folder: Path, source: str) -> None:
+    """Makes the folder of an export of the trained model `source`, and removes what an earlier
+    export has left there: first the files that mark a complete folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / EXPORTED).write_text(json.dumps({"model": source}) + "\n", encoding="utf-8")
+    for old in [*(folder / marker for marker in MARKERS), *folder.glob("*model*.safetensors*")]:
+        old.unlink(missing_ok=True)
+
+
+def save_tensors(tensors: dict[str, np.ndarray], file: Path) -> None:
     try:
         save_file(tensors, file, {"format": "pt"})
     except SafetensorError as error:
@@ -251,13 +277,13 @@ def _tensor_shapes(table: Params) -> dict[str, list[int]]:
     return shapes
 
 
-def _open_tensors(folder: Path, table: Params) -> dict[str, Any]:
+def open_tensors(folder: Path, table: Params, file: str = WEIGHTS) -> dict[str, Any]:
     """Tensor name -> the open file that holds it. Raises UserMistake for tensors that are not those
     of the table."""
     index = folder / "model.safetensors.index.json"
-    shards = {"model.safetensors"}
-    if index.is_file():
-        shards = set(_read_json(index)["weight_map"].values())
+    shards = {file}
+    if file == WEIGHTS and index.is_file():
+        shards = set(read_json(index)["weight_map"].values())
     files: dict[str, Any] = {}
     for name in sorted(shards):
         if not (folder / name).is_file():
@@ -279,7 +305,7 @@ def _open_tensors(folder: Path, table: Params) -> dict[str, Any]:
     for name, shape in wanted.items():
         found = files[name].get_slice(name).get_shape()
         if found != shape:
-            raise UserMistake(f"MODEL_PATH={folder}: {name} is {found}, config.json says {shape}")
+            raise UserMistake(f"MODEL_PATH={folder}: {name} is {found}, its config says {shape}")
     return files
 
 
@@ -323,7 +349,7 @@ def stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
     named = [tokenizer.eos_token_id]
     for name in ("generation_config.json", "config.json"):
         if (folder / name).is_file():
-            named.append(_read_json(folder / name).get("eos_token_id"))
+            named.append(read_json(folder / name).get("eos_token_id"))
     found = {i for ids in named for i in (ids if isinstance(ids, list) else [ids])} - {None}
     if not found:
         raise UserMistake(f"MODEL_PATH={folder}: neither configs nor tokenizer name a stop token")

@@ -39,6 +39,15 @@ from runtime.layout import TRAIN_BATCH_AXES, Layout, constrain, gather_fsdp, mes
 from runtime.mistakes import UserMistake
 
 
+class Lora(NamedTuple):
+    """Low-rank adapters (LoRA, arXiv 2106.09685): x W becomes x W + (alpha / rank) (x A) B, and
+    training changes A and B alone."""
+
+    rank: int  # r, the columns of A and the rows of B
+    alpha: float
+    targets: tuple[str, ...]  # the matrices with adapters, as Hugging Face names them: q_proj, ...
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     vocab_size: int  # V
@@ -55,6 +64,7 @@ class ModelConfig:
     qkv_bias: bool
     qk_norm: bool
     max_positions: int  # tokens
+    lora: Lora | None = None  # None: training changes all weights
 
 
 class Compute(NamedTuple):
@@ -96,6 +106,13 @@ class Layers:
     down: Any
 
 
+class Adapter(NamedTuple):
+    """What LoRA adds to a matrix [in, out]."""
+
+    a: Any  # A, [in, r]
+    b: Any  # B, [r, out]
+
+
 @flax.struct.dataclass
 class Params:
     """All weights of a model; the same tree also holds their shapes, shardings or gradients."""
@@ -104,6 +121,7 @@ class Params:
     layers: Layers | tuple[Layers, ...]  # of all layers; unrolled: one for each layer
     final_norm: Any
     lm_head: Any  # None: the embedding is also the lm_head
+    adapters: Any = None  # like layers, but with an Adapter for each matrix that has one, or None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +132,7 @@ class Leaf:
     axes: tuple[Any, ...]  # for each dimension the mesh axis or axes that split it, or None
     name: str  # its name in a Hugging Face file; {} stands for the layer's number
     transposed: bool = False  # the file holds [out, in], Params hold [in, out]
-    kind: str = "matrix"  # matrix, norm or bias: how it is initialized, and whether it decays
+    kind: str = "matrix"  # matrix, norm, bias, A or B: how it is initialized, and if it decays
 
 
 def param_table(model: ModelConfig, layer_loop: str = "scan") -> Params:
@@ -148,17 +166,54 @@ def param_table(model: ModelConfig, layer_loop: str = "scan") -> Params:
         up=Leaf((L, D, F), (None, "fsdp", "tp"), mlp + "up_proj.weight", True),
         down=Leaf((L, F, D), (None, ("tp", "fsdp"), None), mlp + "down_proj.weight", True),
     )
+    adapters = jax.tree.map(lambda leaf: _adapter(leaf, model.lora), layers) if model.lora else None
     if layer_loop == "unroll":
-        layer = jax.tree.map(
-            lambda leaf: dataclasses.replace(leaf, shape=leaf.shape[1:], axes=leaf.axes[1:]), layers
-        )
-        layers = (layer,) * L
+        layers = tuple(_of_layer(layers, i) for i in range(L))
+        adapters = tuple(_of_layer(adapters, i) for i in range(L)) if adapters else None
     return Params(
         embed=Leaf((V, D), ("tp", "fsdp"), "model.embed_tokens.weight"),
         layers=layers,
         final_norm=Leaf((D,), (None,), "model.norm.weight", kind="norm"),
         lm_head=None if model.tied else Leaf((V, D), ("tp", "fsdp"), "lm_head.weight"),
+        adapters=adapters,
     )
+
+
+def _adapter(matrix: Leaf, lora: Lora) -> Adapter | None:
+    """The rows of a matrix's adapter, if it has one, named as PEFT does; in and out are split as
+    those of the matrix."""
+    block, module, _ = matrix.name.rsplit(".", 2)
+    if matrix.kind != "matrix" or module not in lora.targets:
+        return None
+    (L, n_in, n_out), (_, in_axes, out_axes) = matrix.shape, matrix.axes
+    name = f"base_model.model.{block}.{module}.lora_"
+    return Adapter(
+        a=Leaf((L, n_in, lora.rank), (None, in_axes, None), name + "A.weight", True, "A"),
+        b=Leaf((L, lora.rank, n_out), (None, None, out_axes), name + "B.weight", True, "B"),
+    )
+
+
+def _of_layer(rows: Layers, i: int) -> Layers:
+    """The rows of layer i alone."""
+    return jax.tree.map(
+        lambda leaf: dataclasses.replace(
+            leaf, shape=leaf.shape[1:], axes=leaf.axes[1:], name=leaf.name.format(i)
+        ),
+        rows,
+    )
+
+
+def trained(params: Params) -> Params:
+    """The part of a Params that training changes: all of it, or the adapters alone."""
+    if params.adapters is None:
+        return params
+    return Params(embed=None, layers=None, final_norm=None, lm_head=None, adapters=params.adapters)
+
+
+def on_base(base: Params | None, changed: Params) -> Params:
+    """All weights: those that training changes, as `trained` returns them, and those of the base,
+    which is None without LoRA."""
+    return changed if changed.adapters is None else base.replace(adapters=changed.adapters)
 
 
 def arrange_layers(params: Params, layer_loop: str, dtype: Any) -> Params:
@@ -166,11 +221,16 @@ def arrange_layers(params: Params, layer_loop: str, dtype: Any) -> Params:
 
     dtype: of unrolled layers. They are copies, so they should have the dtype of the matmuls.
     """
-    if layer_loop == "scan" or isinstance(params.layers, tuple):
+    if layer_loop == "scan":
         return params
-    L = len(params.layers.attn_norm)
-    layers = tuple(jax.tree.map(lambda a, i=i: a[i].astype(dtype), params.layers) for i in range(L))
-    return params.replace(layers=layers)
+
+    def unrolled(stacked: Any) -> Any:
+        if not isinstance(stacked, Layers):
+            return stacked
+        L = len(jax.tree.leaves(stacked)[0])
+        return tuple(jax.tree.map(lambda a, i=i: a[i].astype(dtype), stacked) for i in range(L))
+
+    return params.replace(layers=unrolled(params.layers), adapters=unrolled(params.adapters))
 
 
 def stop_if_indivisible(setting: str, model: ModelConfig, mesh: Mesh) -> None:
@@ -203,12 +263,16 @@ def param_shardings(model: ModelConfig, mesh: Mesh, layer_loop: str = "scan") ->
 
 
 def init_params(model: ModelConfig, key: jax.Array) -> Params:
-    """Random float32 Params as transformers makes them: normal(0, 0.02), norms 1, biases 0."""
+    """Random float32 Params as transformers and PEFT make them: normal(0, 0.02), norms 1, biases 0,
+    A uniform within 1 / sqrt(in), and B 0, so that adapters change nothing yet."""
     leaves, tree = jax.tree.flatten(param_table(model))
 
     def init(leaf: Leaf, leaf_key: jax.Array) -> jax.Array:
         if leaf.kind == "matrix":
             return 0.02 * jax.random.normal(leaf_key, leaf.shape)
+        if leaf.kind == "A":
+            most = leaf.shape[1] ** -0.5
+            return jax.random.uniform(leaf_key, leaf.shape, minval=-most, maxval=most)
         return jnp.ones(leaf.shape) if leaf.kind == "norm" else jnp.zeros(leaf.shape)
 
     keys = jax.random.split(key, len(leaves))
@@ -230,7 +294,7 @@ def forward(
     layout = compute.layout
     rotary = _rotary(compute.model, positions)
 
-    def layer(x: jax.Array, w: Layers) -> tuple[jax.Array, KV]:
+    def layer(x: jax.Array, w: LayerWeights) -> tuple[jax.Array, KV]:
         w = _usable(w, compute)
         q, kv = _qkv(x, w, compute, rotary)
         out = attention(q, kv, rows, layout, compute.attention_impl)
@@ -241,11 +305,11 @@ def forward(
         layer = jax.checkpoint(layer, policy=saved[compute.remat], prevent_cse=False)  # of a scan
     x = _embed(params.embed, ids, compute)
     if isinstance(params.layers, Layers):
-        x, kv = jax.lax.scan(layer, x, params.layers)
+        x, kv = jax.lax.scan(layer, x, LayerWeights(params.layers, params.adapters))
     else:
         kv = ()
-        for w in params.layers:
-            x, new = layer(x, w)
+        for i in range(compute.model.num_layers):
+            x, new = layer(x, _weights_of_layer(params, i))
             kv = (*kv, new)
     return _rms_norm(x, params.final_norm, compute.model).reshape(*ids.shape, -1), kv
 
@@ -262,7 +326,7 @@ def forward_token(
 
     def layer(i: Any, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         x, completion = carry
-        w = _usable(of_layer(params.layers, i), compute)
+        w = _usable(_weights_of_layer(params, i), compute)
         q, kv = _qkv(x, w, compute, rotary)
         completion = write(completion, i, kv, cache.index)
         this_layer = cache._replace(
@@ -307,21 +371,42 @@ def _embed(embed: jax.Array, ids: jax.Array, compute: Compute) -> jax.Array:
     return x.reshape(ids.size, -1)
 
 
-def _usable(w: Layers, compute: Compute) -> Layers:
+class LayerWeights(NamedTuple):
+    """The weights of a layer, or of all layers, stacked."""
+
+    base: Layers
+    adapters: Layers | None  # an Adapter for each matrix that has one; None: without LoRA
+
+    def linear(self, x: jax.Array, name: str, lora: Lora | None) -> jax.Array:
+        """x W for the matrix W of this name, and what its adapter adds."""
+        y, adapter = x @ getattr(self.base, name), getattr(self.adapters, name, None)
+        if adapter is None:
+            return y
+        return y + (x @ adapter.a * (lora.alpha / lora.rank)) @ adapter.b
+
+
+def _weights_of_layer(params: Params, i: Any) -> LayerWeights:
+    return LayerWeights(of_layer(params.layers, i), of_layer(params.adapters, i))
+
+
+def _usable(w: LayerWeights, compute: Compute) -> LayerWeights:
     """The weights of a layer in compute.dtype, gathered over fsdp."""
-    axes = param_table(compute.model, "unroll").layers[0]
+    table = param_table(compute.model)
     return jax.tree.map(
-        lambda a, leaf: gather_fsdp(a.astype(compute.dtype), leaf.axes, compute.layout), w, axes
+        lambda a, leaf: gather_fsdp(a.astype(compute.dtype), leaf.axes[1:], compute.layout),
+        w,
+        LayerWeights(table.layers, table.adapters),
     )
 
 
-def _after_attention(x: jax.Array, out: jax.Array, w: Layers, compute: Compute) -> jax.Array:
+def _after_attention(x: jax.Array, out: jax.Array, w: LayerWeights, compute: Compute) -> jax.Array:
     """The output [X*t, D] of a layer. x: its input. out: of its attention, [X, t, H*h]."""
-    layout = compute.layout
-    out = constrain(out.reshape(len(x), -1), layout, TRAIN_BATCH_AXES, "tp") @ w.wo
-    x = x + constrain(out, layout, TRAIN_BATCH_AXES)
-    y = _rms_norm(x, w.mlp_norm, compute.model)
-    y = (jax.nn.silu(y @ w.gate) * (y @ w.up)) @ w.down
+    layout, lora = compute.layout, compute.model.lora
+    out = constrain(out.reshape(len(x), -1), layout, TRAIN_BATCH_AXES, "tp")
+    x = x + constrain(w.linear(out, "wo", lora), layout, TRAIN_BATCH_AXES)
+    y = _rms_norm(x, w.base.mlp_norm, compute.model)
+    y = jax.nn.silu(w.linear(y, "gate", lora)) * w.linear(y, "up", lora)
+    y = w.linear(y, "down", lora)
     return x + constrain(y, layout, TRAIN_BATCH_AXES)
 
 
@@ -332,15 +417,16 @@ def _rms_norm(x: jax.Array, scale: jax.Array, model: ModelConfig) -> jax.Array:
 
 
 def _qkv(
-    x: jax.Array, w: Layers, compute: Compute, rotary: tuple[jax.Array, jax.Array]
+    x: jax.Array, w: LayerWeights, compute: Compute, rotary: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, KV]:
     """Rotated queries [X, t, H, h], and the keys and values, of the input [X*t, D] of a layer."""
     model, layout = compute.model, compute.layout
     X, t = rotary[0].shape[:2]
-    y = _rms_norm(x, w.attn_norm, model)
+    base = w.base
+    y = _rms_norm(x, base.attn_norm, model)
 
-    def heads(weight: jax.Array, bias: jax.Array | None, norm: jax.Array | None, count: int) -> Any:
-        z = y @ weight
+    def heads(name: str, bias: jax.Array | None, norm: jax.Array | None, count: int) -> Any:
+        z = w.linear(y, name, model.lora)
         z = z if bias is None else z + bias
         # First comes the layout that the weights give, then the layout that attention needs. With
         # the second alone the compiler would gather the weights in every layer, for every token.
@@ -349,9 +435,9 @@ def _qkv(
             z = constrain(z, layout, layout.batch_axes)
         return z if norm is None else _rms_norm(z, norm, model)
 
-    q = _rotate(heads(w.wq, w.bq, w.q_norm, model.num_heads), rotary)
-    k = _rotate(heads(w.wk, w.bk, w.k_norm, model.num_kv_heads), rotary)
-    v = heads(w.wv, w.bv, None, model.num_kv_heads)
+    q = _rotate(heads("wq", base.bq, base.q_norm, model.num_heads), rotary)
+    k = _rotate(heads("wk", base.bk, base.k_norm, model.num_kv_heads), rotary)
+    v = heads("wv", base.bv, None, model.num_kv_heads)
     return q, KV(k.transpose(0, 2, 3, 1), v.swapaxes(1, 2))
 
 

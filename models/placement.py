@@ -6,6 +6,7 @@ Dimensions: R sequences of a micro-step over all devices, S prompt tokens, T com
 prompts of a step, K completions of each.
 """
 
+import dataclasses
 import math
 import sys
 from collections.abc import Sequence
@@ -53,7 +54,11 @@ def how_to_compute(
             f"{platform}; set POLICY_LOSS_IMPL=jax, which gives the same numbers"
         )
 
-    mesh = make_mesh("MESH_SHAPE", cfg.mesh_shape, devices, (1, -1, 1))
+    itemsize = jnp.dtype(dtype).itemsize
+    auto = (1, -1, 1)
+    if model.lora:  # adapters need little memory; the base is split only as far as it demands
+        auto = (-1, 1, rollout_tp(model, devices, itemsize, math.inf)[0])
+    mesh = make_mesh("MESH_SHAPE", cfg.mesh_shape, devices, auto)
     stop_if_indivisible("MESH_SHAPE", model, mesh)
     layout = Layout(mesh, TRAIN_BATCH_AXES)
     processes, T = len(devices) // local_count(devices), cfg.max_length_sample
@@ -72,17 +77,26 @@ def how_to_compute(
     )
     if cfg.rollout_backend == "sglang_jax":  # this is the copy of the weights that the engine gets
         name = dtype if cfg.sglang_jax_dtype == "auto" else cfg.sglang_jax_dtype
-        rollout = training._replace(dtype=jnp.dtype(name), remat="none", layer_loop="unroll")
+        rollout = training._replace(
+            model=dataclasses.replace(model, lora=None),  # it has the merged weights
+            dtype=jnp.dtype(name),
+            remat="none",
+            layer_loop="unroll",
+        )
         return training, rollout, "; the engine has all devices on tp"
 
-    tp, reason = rollout_tp(model, devices, training.dtype.itemsize)
-    mesh = make_mesh("ROLLOUT_MESH_SHAPE", cfg.rollout_mesh_shape, devices, (-1, 1, tp))
+    tp, reason = rollout_tp(model, devices, itemsize)
+    auto, shares = (-1, 1, tp), bool(model.lora) and not cfg.lora_base_copy
+    if shares:
+        auto, reason = [*layout.mesh.shape.values()], "the base is in memory once"
+    mesh = make_mesh("ROLLOUT_MESH_SHAPE", cfg.rollout_mesh_shape, devices, auto)
+    shares &= mesh == layout.mesh
     stop_if_indivisible("ROLLOUT_MESH_SHAPE", model, mesh)
     rollout = training._replace(
         layout=Layout(mesh, ROLLOUT_BATCH_AXES),
         remat="none",  # the rollout has no backward
         attention_impl="xla",  # splash wants rows whose places are multiples of LANES
-        layer_loop=choose_layer_loop(platform, "none"),
+        layer_loop=training.layer_loop if shares else choose_layer_loop(platform, "none"),
     )
     return training, rollout, f"; {reason}" if cfg.rollout_mesh_shape == "auto" else ""
 
@@ -114,6 +128,16 @@ def stop_if_too_long(max_length_sample: int, model: ModelConfig, longest: int) -
             f"MAX_LENGTH_SAMPLE={max_length_sample} after the longest prompt makes {length} "
             f"tokens, and the model has {model.max_positions} positions; lower it{shorter}"
         )
+
+
+def shares_base(training: Compute, rollout: Compute) -> bool:
+    """Whether training and rollout read the same arrays of a base, which LoRA does not change."""
+    same = (training.layout.mesh, training.dtype, training.layer_loop)
+    return bool(training.model.lora) and same == (
+        rollout.layout.mesh,
+        rollout.dtype,
+        rollout.layer_loop,
+    )
 
 
 def rollout_mesh(cfg: Any, rollout: Compute) -> str:
@@ -166,16 +190,18 @@ def possible_tp(model: ModelConfig, local_devices: int) -> list[int]:
     return [tp for tp in powers if not any(size % tp for size in (local_devices, *sizes))]
 
 
-def rollout_tp(model: ModelConfig, devices: Sequence[jax.Device], itemsize: int) -> tuple[int, str]:
+def rollout_tp(
+    model: ModelConfig, devices: Sequence[jax.Device], itemsize: int, seconds: float = READ_SECONDS
+) -> tuple[int, str]:
     """The tp of decoding, and the reason: the smallest with which the weights, of `itemsize` bytes
-    each, take at most 40 % of the memory of a device, and on a TPU are read in READ_SECONDS, or
+    each, take at most 40 % of the memory of a device, and on a TPU are read in so many seconds, or
     else the largest that is possible."""
     # A process can ask only for the memory of its devices; a device of another machine has the
     # memory of its chip.
     device = next((d for d in devices if d.process_index == jax.process_index()), devices[0])
     weights, limit = itemsize * num_params(model), 0.4 * memory_bytes(device)
     if chip := chip_of(device):
-        limit = min(limit, READ_SECONDS * chip.hbm_gbps * 1e9)
+        limit = min(limit, seconds * chip.hbm_gbps * 1e9)
     possible = possible_tp(model, local_count(devices))
     tp = next((tp for tp in possible if weights / tp <= limit), possible[-1])
     return tp, f"{weights / tp / 1e9:.3g} GB of weights on a device"
@@ -209,4 +235,5 @@ def update_flops(model: ModelConfig, prompts: np.ndarray, completions: np.ndarra
     pairs = (S**2 / 2).sum() + (T * S + T**2 / 2).sum()
     weights = model.num_layers * layer_weights(model) * (S.sum() + T.sum())
     head = model.vocab_size * model.hidden_size * T.sum()
-    return float(3 * (2 * (weights + head) + attention_flops(model, pairs)))
+    passes = 2 if model.lora else 3  # matrices of the base have no gradient
+    return float(passes * (2 * (weights + head) + attention_flops(model, pairs)))

@@ -146,7 +146,10 @@ def constrain_batch(x: jax.Array, layout: Layout) -> jax.Array:
 def gather_fsdp(weight: jax.Array, axes: tuple[Any, ...], layout: Layout) -> jax.Array:
     """A weight gathered over fsdp just before its use, so that only tp moves activations.
 
-    axes: the mesh axis, or axes, of each dimension of the weight.
+    axes: the mesh axis, or axes, of each dimension of the weight. Without fsdp it is the weight
+    itself, so that a scan's backward keeps no second copy of what has no gradient.
     """
+    if layout.mesh.shape["fsdp"] == 1:
+        return weight
     without_fsdp = {"fsdp": None, ("tp", "fsdp"): "tp"}
     return constrain(weight, layout, *(without_fsdp.get(axis, axis) for axis in axes))

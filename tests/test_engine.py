@@ -101,6 +101,14 @@ def test_a_run_with_the_engine_is_the_run_without_it(folder, model, tokens) -> N
     assert ours.errors == ""
 
 
+def test_the_engine_samples_with_merged_adapters(folder) -> None:
+    given = settings(folder, "qwen2", LORA_RANK="4", LEARNING_RATE="3e-2")
+    ours = train(folder / "lora_engine", **given, **ENGINE)
+    assert_same(ours, train(folder / "lora_naive", **given))
+    shares = re.findall(r"\nsglang_jax merged adapters of rank 4: (\S+)% of", ours.lines)
+    assert float(shares[0]) == 0 and float(shares[-1]) > 90
+
+
 def test_two_devices_share_the_engine_and_the_filters_are_those_of_naive(folder) -> None:
     filters = {"TEMPERATURE": "0.7", "TOP_K": "20", "TOP_P": "0.9", "MIN_P": "0.02"}
     filters["SAMPLING_SUPPORT"] = "full"

@@ -197,7 +197,7 @@ DAMAGES = [  # a file of tiny/, its new content or what changes its tensors, wor
     (WEIGHTS, None, "has no model.safetensors; weights are read as safetensors"),
     (WEIGHTS, b"version https://git-lfs.github.com/spec/v1", "is not a complete safetensors file"),
     (WEIGHTS, lambda t: t | {"extra": t[NORM]}, "has unknown tensors extra"),
-    (WEIGHTS, lambda t: t | {NORM: t[NORM][:-1]}, f"{NORM} is [127], config.json says [128]"),
+    (WEIGHTS, lambda t: t | {NORM: t[NORM][:-1]}, f"{NORM} is [127], its config says [128]"),
 ]
 
 

@@ -13,7 +13,7 @@ from small_model import QWEN2 as MODEL
 from small_model import assert_close, laid_out, same_shardings, shardings, weights
 from small_model import train_layout as layout
 
-from models.model import Params, param_shardings
+from models.model import Compute, Params, param_shardings
 from sampling import sync_weights
 from update import Optimizer, init_state, learning_rate, optimizer_step
 
@@ -126,7 +126,7 @@ def test_synced_weights_are_rounded_and_laid_out_for_the_rollout(target: tuple) 
     values.embed[0, 0] = 257  # bfloat16 has 256 and 258
     params = laid_out(layout(1, 8, 1).mesh, values)
     mesh = layout(*target).mesh
-    copy = sync_weights(MODEL, mesh, jnp.dtype("bfloat16"))(params)
+    copy = sync_weights(Compute(MODEL, jnp.dtype("bfloat16"), layout(*target)))(params)
     assert float(copy.embed[0, 0]) == 256
     leaves = map(jax.tree.leaves, (copy, values, param_shardings(MODEL, mesh)))
     pairs = zip(*leaves, strict=True)
@@ -142,7 +142,7 @@ def test_a_copy_of_the_same_dtype_and_layout_outlives_the_update_of_the_original
     mesh = layout(1, 1, 1).mesh
     params = laid_out(mesh)
     state = init_state(params, optimizer=SGD, model=MODEL)
-    copy = sync_weights(MODEL, mesh, FLOAT32)(params)
+    copy = sync_weights(Compute(MODEL, FLOAT32, layout(1, 1, 1)))(params)
     optimizer_step(state, laid_out(mesh), np.float32(0.1), ZERO, optimizer=SGD, model=MODEL)
     assert params.embed.is_deleted()
     jax.tree.map(np.testing.assert_array_equal, copy, jax.tree.map(np.float32, weights()))

@@ -189,6 +189,21 @@ def test_the_table_has_a_possible_row_for_each_model_and_slice() -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("program", ["decode", pytest.param("micro_step", marks=pytest.mark.slow)])
+def test_adapters_leave_the_base_of_3b_once_on_a_chip_of_16_gib(program: str) -> None:
+    text = f"MODEL_PATH=Qwen/Qwen2.5-3B {STEP} LORA_RANK=16 BATCH_SIZE=8"
+    text += " TRAIN_PER_DEVICE_MICRO_BATCH_SIZE=16"
+    plan = plan_tpu.make_plan(Config.from_env(dict(x.split("=") for x in text.split())), "v5e-1")
+    memory = plan_tpu.compiled(programs_of(plan)[program])
+    base = 2 * num_params(config_of("Qwen/Qwen2.5-3B"))
+    assert base < memory.arguments < 1.5 * base and memory.rest < 0.1 * base
+    assert memory.total < 15.75 * 2**30
+    assert program != "decode" or memory.temporaries < 0.1 * base
+    if program == "micro_step":
+        assert f"{memory.total / 2**30:.2f} of 15.75, in micro_step" in DOC
+
+
+@needs_compiler
 @pytest.mark.parametrize(
     "model, name, program, expected, settings",
     [

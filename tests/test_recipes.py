@@ -87,6 +87,6 @@ def test_published_runs_keep_what_the_published_runs_kept() -> None:
             assert kept == (0, "none", 0), name
         if "gsm8k_bs128" in name:
             assert kept == (0, "", 10), name
-        if "qwen25_3b" in name:
+        if "bs128_steps100" in name and "qwen25_3b" in name:
             assert kept == (cfg.steps, "", 10), name
             assert (cfg.wandb_mode, cfg.wandb_project) == ("online", "mllm-jax-grpo-gsm8k")

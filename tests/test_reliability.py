@@ -43,11 +43,16 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
 
 
-@pytest.fixture(scope="module")
-def undisturbed(out: Path) -> Path:
-    result = finish(start_run(out / "undisturbed"), out / "undisturbed")
-    assert result.code == 0, result.errors
-    return out / "undisturbed"
+KINDS = {"all weights": {}, "adapters": environment("LORA_RANK=4 LEARNING_RATE=3e-3")}
+
+
+def undisturbed(out: Path, kind: str) -> Path:
+    """The folder of a run of this kind, which only the first call makes."""
+    folder = out / f"undisturbed {kind}"
+    if not folder.exists():
+        result = finish(start_run(folder, **KINDS[kind]), folder)
+        assert result.code == 0, result.errors
+    return folder
 
 
 # ---- Killed and stopped --------------------------------------------------------------------------
@@ -65,13 +70,15 @@ def wait_for_a_checkpoint_after(step: int, folder: Path, process: Process) -> No
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_and_stopped_ends_like_the_undisturbed_run(out, undisturbed) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_that_is_killed_and_stopped_ends_like_the_undisturbed_run(out, kind) -> None:
     """It is killed while it starts, in a step, and as soon as another checkpoint is complete. A
     signal saves a checkpoint of the last complete step."""
-    folder, rng = out / "disturbed", random.Random(0)
+    folder, rng = out / f"disturbed {kind}", random.Random(0)
     for moment in ("start", "step", "saved", signal.SIGTERM, "step", "saved", signal.SIGINT):
         saved = latest_checkpoint(folder)
-        process = start_run(folder, SAVE_EVERY_STEPS="1" if moment == "saved" else "1000")
+        often = "1" if moment == "saved" else "1000"
+        process = start_run(folder, SAVE_EVERY_STEPS=often, **KINDS[kind])
         if moment == "start":
             time.sleep(rng.uniform(0.1, 3.0))
         else:
@@ -90,10 +97,10 @@ def test_a_run_that_is_killed_and_stopped_ends_like_the_undisturbed_run(out, und
         assert result.code == 128 + moment, result.errors
         done = re.search(r"^STOPPED: (\w+) steps=(\d+) saved_step=(\d+)$", result.lines, re.M)
         assert done[1] == moment.name and done[2] == done[3] and int(done[3]) > saved
-    result = finish(start_run(folder), folder)
+    result = finish(start_run(folder, **KINDS[kind]), folder)
     assert result.code == 0, result.errors
     assert "resumed after step" in result.lines
-    assert_same_run(folder, undisturbed)
+    assert_same_run(folder, undisturbed(out, kind))
 
 
 def test_a_signal_before_the_first_step_ends_the_run_at_once_without_a_traceback(out: Path) -> None:
@@ -108,9 +115,11 @@ def test_a_signal_before_the_first_step_ends_the_run_at_once_without_a_traceback
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_fewer_devices_and_with_more_processes(out: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_goes_on_with_fewer_devices_and_with_more_processes(out: Path, kind: str) -> None:
     """The run is short, because rounding changes a sampled token now and then."""
-    folder, straight, few = out / "moved", out / "straight", {"STEPS": "4"}
+    folder, straight, few = out / f"moved {kind}", out / f"straight {kind}", {"STEPS": "4"}
+    few |= KINDS[kind]
     assert finish(start_run(straight, **few), straight).code == 0
     for devices, mesh in ((8, "1,8,1"), (4, "1,2,2")):
         process = start_run(folder, devices, MESH_SHAPE=mesh, SAVE_EVERY_STEPS="1000", **few)

@@ -211,9 +211,7 @@ def test_sequences_leave_at_few_sizes_and_a_second_pass_compiles_none() -> None:
 def test_the_caches_and_all_that_is_known_of_a_sequence_lie_on_its_device(layer_loop) -> None:
     where = layout(2, 1, 4)
     compute = Compute(MODEL, jnp.dtype("float32"), where, layer_loop=layer_loop)
-    params = sync_weights(MODEL, where.mesh, compute.dtype, layer_loop)(
-        jax.tree.map(np.float32, weights())
-    )
+    params = sync_weights(compute)(jax.tree.map(np.float32, weights()))
     prompts = pad_prompts(PROMPTS * 4, 11, PAD)
     how = {"sampling": Sampling(top_k=9, replay=True), "stopping": Stopping(24, (NEVER,), PAD)}
     prefix, ids = prefill(params, compute, *prompts), np.arange(32, dtype=np.int32)

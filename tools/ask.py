@@ -6,7 +6,6 @@ or those of MODEL_PATH without a checkpoint.
 
 import argparse
 import contextlib
-import functools
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,8 +14,7 @@ import jax.numpy as jnp
 
 from config import Config
 from metrics import EVAL_PHASES, evaluate
-from models import hf
-from models.model import Params, abstract_params
+from models.model import Params, abstract_params, on_base, trained
 from review import Reviewer
 from rollout import Run, answer_questions, texts_of
 from runtime import processes, resume
@@ -26,7 +24,7 @@ from runtime.processes import StopSignal
 from runtime.records import DONE
 from runtime.run_log import Clock
 from runtime.sizes import MICRO_SIZES, PASS_SIZES, STEP_SIZES
-from startup import make_backend, open_log, set_up
+from startup import first_params, made_with_of, make_backend, open_log, set_up, with_base
 
 # Settings of a program that only answers: it takes no step, and leaves no export.
 NO_STEPS = {"steps": 0, "export_hf": "none", "wandb_mode": "disabled", "eval_full_sweep": True}
@@ -43,21 +41,33 @@ class Weights(NamedTuple):
 
 
 def load_weights(run: Run) -> tuple[Params, int]:
-    """The weights, float32, and after how many steps they are. Raises UserMistake."""
+    """All weights, and after how many steps they are; without LoRA in float32. Raises
+    UserMistake."""
     cfg, model, mesh = run.cfg, run.training.model, run.training.layout.mesh
     folder = cfg.checkpoint_dir or (f"{cfg.output_dir}/checkpoints" if cfg.output_dir else "")
     own = Checkpoints(folder, read_only=True) if folder else None
     source, step = resume.checkpoint_source(cfg.resume, own)
-    wanted = {"state": Weights(abstract_params(model, mesh, jnp.float32))}
-    check = functools.partial(resume.stop_if_other_arrays, wanted, part=True)
+    run = with_base(run)
+    wanted = {"state": Weights(trained(abstract_params(model, mesh, jnp.float32)))}
+
+    def check(record: dict[str, Any]) -> None:
+        for name in ("LoRA", "the model's weights") if run.model.lora else ():
+            before, now = record["made_with"].get(name), made_with_of(run)[name]
+            if before != now:
+                raise UserMistake(
+                    f"{source.folder} has adapters of another base or form: {name} was {before} "
+                    f"and is {now}; set MODEL_PATH and LORA_... as in their run"
+                )
+        resume.stop_if_other_arrays(wanted, record, part=True)
+
     if source and (found := source.restore(wanted, check, step)):
         arrays, record = found
         print(f"weights={source.folder}/{record['step']}", flush=True)
-        return arrays["state"].params, record["step"]
+        return on_base(run.base, arrays["state"].params), record["step"]
     if cfg.resume not in ("auto", "never"):
         raise UserMistake(f"RESUME={cfg.resume} is not the folder of a complete checkpoint")
-    print(f"weights={run.folder}", flush=True)
-    return hf.load_params(run.folder, model, mesh, jnp.float32), 0
+    print(f"weights={run.adapters or run.folder}", flush=True)
+    return on_base(run.base, first_params(run)), 0
 
 
 def evaluate_weights(cfg: Config) -> None:

@@ -7,6 +7,7 @@ and their memory is read from the compiled programs. The exit code is 0 if the r
 does not, and 2 if the settings are wrong or libtpu is missing.
 """
 
+import dataclasses
 import math
 import re
 import time
@@ -15,6 +16,7 @@ from typing import NamedTuple, NoReturn
 import jax
 
 from config import Config
+from models.lora import lora_of
 from models.placement import how_to_compute, num_params, rollout_mesh, stop_if_too_long
 from rollout_sglang import PAGE_TOKENS, pool_of, stop_if_unable
 from runtime.chips import OUT_OF_MEMORY_CODE, memory_bytes, remedy
@@ -56,6 +58,7 @@ def make_plan(cfg: Config, name: str) -> Plan:
     hosts = len(devices) // local_count(devices)
     sizes = derive(cfg, hosts, len(devices) // hosts)
     model = known_models.config_of(cfg.model_path, cfg.model_revision)
+    model = dataclasses.replace(model, lora=lora_of(cfg, model, None))
     longest = cfg.max_prompt_length or cfg.global_length or ASSUMED_PROMPT
     stop_if_too_long(cfg.max_length_sample, model, longest)
     if cfg.rollout_backend == "sglang_jax":

@@ -19,8 +19,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from config import Config
 from models.draw import Sampling, support_size
-from models.model import Compute, abstract_params
-from models.placement import limits_of
+from models.model import Compute, abstract_params, on_base, trained
+from models.placement import limits_of, shares_base
 from runtime.chips import SLICES
 from runtime.mistakes import UserMistake
 from runtime.packing import MicroBatch, widest
@@ -103,21 +103,34 @@ def programs_of(plan: Plan) -> dict[str, Program]:
     cfg, training, rollout = plan.cfg, plan.training, plan.rollout
     model, mesh = training.model, training.layout.mesh
     state = abstract_state(model, mesh, optimizer_of(cfg))
-    params, grads = state.params, abstract_params(model, mesh, jnp.float32)
-    reference = abstract_params(model, mesh, training.dtype) if cfg.beta > 0 else None
-    kept = bytes_of((state, reference))
+    base = None
+    if model.lora:
+        base = abstract_params(model, mesh, training.dtype, training.layer_loop)
+        base = base.replace(adapters=None)
+    params, grads = on_base(base, state.params), state.params
+    reference = None
+    if cfg.beta > 0:  # with LoRA it has the same base
+        reference = params if base else abstract_params(model, mesh, training.dtype)
+    own = trained(reference) if reference else None  # the reference without a base
+    kept = bytes_of((state, base, own))
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
 
-    sync = sync_weights(model, rollout.layout.mesh, rollout.dtype, rollout.layer_loop)
-    found = {"sync_weights": Program(sync, (params,), {}, kept - bytes_of(params))}
+    shares = shares_base(training, rollout)
+    sync, given, copied = sync_weights(rollout, with_base=not shares), params, params
+    if shares:
+        copied = state.params
+    elif model.lora and not rollout.model.lora:  # an engine copies merged weights, a second base
+        given, copied = params.replace(adapters=None), None
+    found = {"sync_weights": Program(sync, (given,), {}, kept - bytes_of(copied))}
     if cfg.rollout_backend == "naive":  # an engine has programs of its own
+        beside = kept - shares * bytes_of(base)  # the rollout reads the base too
         found |= rollout_programs(
-            plan, plan.sizes.prompt_batch_size, cfg.num_pre_q, sampling_of(cfg), kept
+            plan, plan.sizes.prompt_batch_size, cfg.num_pre_q, sampling_of(cfg), beside
         )
         if cfg.evaluates():
             K = cfg.eval_samples
             prompts = eval_questions(plan.sizes, cfg.num_pre_q, K, plan.local_devices())
-            of_eval = rollout_programs(plan, prompts, K, eval_sampling_of(cfg), kept)
+            of_eval = rollout_programs(plan, prompts, K, eval_sampling_of(cfg), beside)
             found |= {f"eval_{name}": program for name, program in of_eval.items()}
 
     batch = micro_batch(plan)
@@ -138,7 +151,8 @@ def programs_of(plan: Plan) -> dict[str, Program]:
     )
     static = {"optimizer": optimizer_of(cfg), "model": model}
     arguments = state, grads, scalar, scalar
-    found["optimizer_step"] = Program(optimizer_step, arguments, static, bytes_of(reference))
+    rest = bytes_of((base, own))
+    found["optimizer_step"] = Program(optimizer_step, arguments, static, rest)
     return found
 
 
@@ -146,7 +160,7 @@ def rollout_programs(
     plan: Plan, prompts: int, K: int, sampling: Sampling, kept: int
 ) -> dict[str, Program]:
     """The programs of a rollout pass. prompts: of each process. K: completions of each prompt.
-    kept: bytes per device of the training state and the reference."""
+    kept: bytes per device of what the run keeps beside the weights that sample."""
     rollout, S, T = plan.rollout, plan.S, plan.cfg.max_length_sample
     mesh, batch_axes = rollout.layout
     shards = rollout.layout.batch_shards

@@ -1,0 +1,207 @@
+"""LoRA: which matrices get adapters, where the adapters come from, and PEFT's folders.
+
+An adapter adds (alpha / rank) (x A) B to x W; see Lora and Weights in models/model.py. The base,
+all weights but the adapters, never changes. A folder of PEFT has adapter_config.json, which names
+the base, and the adapters in adapter_model.safetensors.
+
+cfg is the Config of config.py.
+"""
+
+import dataclasses
+import functools
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from models import hf
+from models.model import (
+    Adapter,
+    Lora,
+    ModelConfig,
+    Params,
+    arrange_layers,
+    init_params,
+    param_shardings,
+    param_table,
+    trained,
+)
+from runtime.mistakes import UserMistake
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# What a folder may ask for beyond plain LoRA, by its name in adapter_config.json.
+BEYOND = """use_dora use_rslora lora_bias fan_in_fan_out rank_pattern alpha_pattern modules_to_save
+    layers_to_transform target_parameters trainable_token_indices alora_invocation_tokens""".split()
+# Other ways to begin change the base.
+KEEP_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
+
+
+# ---- Which matrices get adapters -----------------------------------------------------------------
+
+
+def fetch_base(path: str, revision: str) -> tuple[Path, Path | None]:
+    """The folder of the model, and of the adapters with which training begins if `path` is a folder
+    of PEFT. Raises UserMistake."""
+    folder = hf.fetch_model(path, revision)
+    if not (folder / CONFIG).is_file():
+        return folder, None
+    try:
+        base = hf.fetch_model(*base_of(folder))
+    except UserMistake as error:
+        raise UserMistake(f"the base of MODEL_PATH={folder}, by its {CONFIG}: {error}") from None
+    if (base / CONFIG).is_file():
+        raise UserMistake(
+            f"MODEL_PATH={folder}: its base {base} has adapters too; merge them first"
+        )
+    return base, folder
+
+
+def base_of(adapters: Path) -> tuple[str, str]:
+    """The folder or the id of the base that a folder of PEFT names, and its revision on the hub."""
+    values = _read_config(adapters)
+    return values["base_model_name_or_path"], values.get("revision") or ""
+
+
+def lora_of(cfg: Any, model: ModelConfig, adapters: Path | None) -> Lora | None:
+    """What the folder of the adapters says, or else LORA_RANK, LORA_ALPHA and LORA_TARGETS; None if
+    training changes all weights. Raises UserMistake before any weight is read.
+    """
+    leaves = jax.tree.leaves(param_table(model).layers)
+    sizes = {x.name.split(".")[-2]: x.shape[1:] for x in leaves if x.kind == "matrix"}
+    asked = Lora(cfg.lora_rank, cfg.lora_alpha, tuple(sorted(cfg.lora_targets.split(","))))
+    if adapters:
+        values = _read_config(adapters)
+        # Some are full paths; the tensors tell whether every layer has such an adapter.
+        names = {str(name).rpartition(".")[2] for name in values["target_modules"]}
+        lora = Lora(values["r"], float(values["lora_alpha"]), tuple(sorted(names)))
+        for name, ours, theirs in zip(Lora._fields, asked, lora, strict=True):
+            default = getattr(cfg, f"lora_{name}") == getattr(type(cfg), f"lora_{name}")
+            if not default and ours != theirs:
+                raise UserMistake(
+                    f"LORA_{name.upper()}={getattr(cfg, f'lora_{name}')}, and the adapters of "
+                    f"MODEL_PATH={adapters} have {theirs}; leave it out"
+                )
+    elif cfg.lora_rank == 0:
+        return None
+    else:
+        lora = asked if cfg.lora_targets else asked._replace(targets=tuple(sizes))
+    for name in lora.targets:
+        if name not in sizes:
+            where = f"MODEL_PATH={adapters}" if adapters else f"LORA_TARGETS={cfg.lora_targets}"
+            raise UserMistake(f"{where}: {name!r} is none of {','.join(sizes)}")
+        if lora.rank > min(sizes[name]):
+            raise UserMistake(
+                f"LORA_RANK={lora.rank} is above {min(sizes[name])}, the smaller side of {name}; "
+                f"lower it"
+            )
+    if adapters:  # for mistakes in its tensors
+        table = param_table(dataclasses.replace(model, lora=lora))
+        hf.open_tensors(adapters, trained(table), WEIGHTS)
+    return lora
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """The values of adapter_config.json. Raises UserMistake for anything but plain LoRA."""
+    values = hf.read_json(folder / CONFIG)
+    where = f"MODEL_PATH={folder}: {CONFIG} has"
+    asks = [name for name in BEYOND if values.get(name)]
+    asks += ["peft_type"] * (values.get("peft_type") != "LORA")
+    asks += ["bias"] * (values.get("bias", "none") != "none")
+    asks += ["init_lora_weights"] * (values.get("init_lora_weights") not in KEEP_BASE)
+    for name in asks:
+        raise UserMistake(f"{where} {name}={values.get(name)!r}; only plain LoRA is supported")
+    kinds = {"base_model_name_or_path": str, "r": int, "lora_alpha": int | float}
+    for name, kind in (kinds | {"target_modules": list}).items():
+        if not values.get(name) or not isinstance(values[name], kind):
+            raise UserMistake(
+                f"{where} {name}={values.get(name)!r}; plain LoRA needs another value"
+            )
+    return values
+
+
+# ---- Weights -------------------------------------------------------------------------------------
+
+
+def first_adapters(adapters: Path | None, model: ModelConfig, mesh: Mesh, seed: int) -> Params:
+    """The float32 adapters with which training begins: those of a folder, or new ones, which change
+    nothing yet. Raises UserMistake."""
+    if adapters:
+        return hf.read_tensors(adapters, trained(param_table(model)), mesh, np.float32, WEIGHTS)
+    # The compiled program makes only what it returns.
+    init = jax.jit(
+        lambda key: trained(init_params(model, key)),
+        out_shardings=trained(param_shardings(model, mesh)),
+    )
+    return init(jax.random.key(seed))
+
+
+@functools.partial(jax.jit, static_argnames=("model",))
+def merge(params: Params, model: ModelConfig) -> tuple[Params, jax.Array]:
+    """The weights with their adapters added in float32 and then rounded to their dtype, without
+    adapters; and the share of these matrices' numbers that this has changed."""
+    if isinstance(params.layers, tuple):
+        params = arrange_layers(params, "unroll", jnp.float32)  # the adapters alone are stacked
+    changed = []
+
+    def add(w: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        added = jnp.matmul(a, b, precision="highest") * (model.lora.alpha / model.lora.rank)
+        return (w.astype(jnp.float32) + added).astype(w.dtype)
+
+    def add_all(w: jax.Array, adapter: Adapter | None) -> jax.Array:
+        if adapter is None:
+            return w
+        if w.ndim == 2:
+            new = add(w, *adapter)
+        else:  # a layer after the other, since a product of all in float32 would be large
+            new = jax.lax.map(lambda x: add(*x), (w, *adapter))
+        changed.append((new != w).mean())
+        return new
+
+    layers = jax.tree.map(add_all, params.layers, params.adapters)
+    return params.replace(layers=layers, adapters=None), jnp.stack(changed).mean()
+
+
+def save_adapters(
+    folder: Path,
+    params: Params,
+    model: ModelConfig,
+    base: str,
+    revision: str,
+    *,
+    chat_template: str,
+    writes: bool,
+) -> None:
+    """Writes the adapters of params, float32, as a folder that PEFT opens; adapter_config.json is
+    written last, so that it marks a complete folder.
+
+    All processes have to call it. base, revision: the folder of the base, or its id and revision on
+    the hub. chat_template, writes: as for hf.save_model. Raises OSError.
+    """
+    folder_of_base = Path(base)
+    base = str(folder_of_base.resolve()) if folder_of_base.is_dir() else base
+    tensors = dict(hf.named_tensors(trained(params), trained(param_table(model))))
+    if not writes:
+        return
+    hf.begin_folder(folder, base)
+    hf.save_tensors(tensors, folder / WEIGHTS)
+    if chat_template:
+        shutil.copyfile(chat_template, folder / "chat_template.jinja")
+    values = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "revision": revision or None,
+        "r": model.lora.rank,
+        "lora_alpha": model.lora.alpha,
+        "target_modules": list(model.lora.targets),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,500 @@
+"""Claims about LoRA: what adapters add, their gradient, how little memory they need, and where they
+come from and go to.
+
+The reference for gradients is full training: at the merged weights W + s A B, with the gradient G
+of W, that of A is s G B^T and that of B is s A^T G.
+"""
+
+import dataclasses
+import functools
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from runs import (
+    REPO,
+    Result,
+    assert_same_run,
+    checkpoint_arrays,
+    environment,
+    finish,
+    run_as_user,
+    start,
+    train,
+)
+from safetensors.numpy import load_file, save_file
+from small_model import (
+    QWEN2,
+    assert_close,
+    batch_of,
+    counts_by_hand,
+    in_rows,
+    train_layout,
+    weights,
+)
+
+from config import Config
+from loss import Objective
+from metrics import stop_if_apart
+from models import lora
+from models.attention import prompt_rows
+from models.model import (
+    Adapter,
+    Compute,
+    Lora,
+    Params,
+    arrange_layers,
+    forward,
+    init_params,
+    on_base,
+    param_shardings,
+    trained,
+)
+from runtime.layout import shard_batch
+from runtime.mistakes import UserMistake
+from sampling import NaiveBackend, Stopping, stop_if_stale
+from startup import set_up
+from update import (
+    Optimizer,
+    init_state,
+    micro_step,
+    optimizer_step,
+    zero_grads,
+)
+
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+FIELDS = ("wq", "wk", "wv", "wo", "gate", "up", "down")
+MODEL = dataclasses.replace(QWEN2, lora=Lora(4, 6.0, ALL))
+SCALE = 1.5  # alpha / r of MODEL
+SGD = Optimizer("sgd", clip_norm=0.0)
+FLOAT32 = jnp.dtype("float32")
+
+
+def adapters_of(model: Any, seed: int = 1) -> Params:
+    """Random adapters whose A and B are not 0, in float32."""
+    rng = np.random.default_rng(seed)
+    made = trained(init_params(model, jax.random.key(seed)))
+    return jax.tree.map(lambda x: np.float32(0.3 * rng.normal(size=x.shape)), made)
+
+
+def whole(model: Any = MODEL) -> Params:
+    return on_base(jax.tree.map(np.float32, weights()), adapters_of(model))
+
+
+def merged_by_hand(params: Params) -> Params:
+    """The weights W + s A B in float64, without adapters."""
+    layers = params.layers
+    for name in FIELDS:
+        adapter = getattr(params.adapters, name)
+        if adapter is not None:
+            a, b = np.float64(adapter.a), np.float64(adapter.b)
+            layers = layers.replace(**{name: getattr(layers, name) + SCALE * a @ b})
+    return params.replace(layers=layers, adapters=None)
+
+
+def hidden_of(params: Params, model: Any, layer_loop: str = "scan") -> np.ndarray:
+    ids = np.array([[5, 11, 2, 7, 30, 1, 19, 8], [7, 7, 30, 1, 19, 8, 24, 3]], np.int32)
+    positions = np.tile(np.arange(8, dtype=np.int32), (2, 1))
+    compute = Compute(model, FLOAT32, train_layout(1, 1, 1), layer_loop=layer_loop)
+    params = arrange_layers(jax.tree.map(np.float32, params), layer_loop, FLOAT32)
+    rows = prompt_rows(jnp.ones(ids.shape, bool))
+    return np.asarray(jax.jit(lambda p: forward(p, compute, ids, positions, rows)[0])(params))
+
+
+# ---- What adapters add ---------------------------------------------------------------------------
+
+
+def test_new_adapters_change_nothing_to_the_bit() -> None:
+    params = on_base(jax.tree.map(np.float32, weights()), init_params(MODEL, jax.random.key(0)))
+    assert np.abs(params.adapters.wq.a).max() <= 0.25, "1 / sqrt(16)"
+    assert np.abs(params.adapters.down.a).std() > 0.01
+    assert not any(np.any(getattr(params.adapters, name).b) for name in FIELDS)
+    np.testing.assert_array_equal(hidden_of(params, MODEL), hidden_of(weights(), QWEN2))
+
+
+@pytest.mark.parametrize("layer_loop", ["scan", "unroll"])
+def test_a_matrix_and_its_adapter_are_their_merged_matrix(layer_loop: str) -> None:
+    params = whole()
+    expected = hidden_of(merged_by_hand(params), QWEN2)
+    np.testing.assert_allclose(hidden_of(params, MODEL, layer_loop), expected, atol=1e-5)
+    assert np.abs(expected - hidden_of(weights(), QWEN2)).max() > 0.1
+
+
+def test_merging_says_which_share_of_the_numbers_it_has_changed() -> None:
+    params = whole()
+    merged, share = lora.merge(params, MODEL)
+    assert_close(merged, jax.tree.map(np.float32, merged_by_hand(params)), 1e-5)
+    assert share == 1
+    one = params.adapters.wq.b.copy()
+    one[:] = 0
+    adapters = jax.tree.map(np.zeros_like, params.adapters).replace(wq=params.adapters.wq)
+    assert 0 < lora.merge(params.replace(adapters=adapters), MODEL)[1] < 0.2
+    tiny = jax.tree.map(lambda x: np.float32(1e-4 * x), params.adapters)
+    rounded = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), params).replace(adapters=tiny)
+    assert lora.merge(rounded, MODEL)[1] < 0.01, "bfloat16 loses small changes"
+
+
+def test_only_the_targets_have_adapters() -> None:
+    model = dataclasses.replace(QWEN2, lora=Lora(2, 6.0, ("q_proj", "v_proj")))
+    adapters = init_params(model, jax.random.key(0)).adapters
+    assert [name for name in FIELDS if getattr(adapters, name) is not None] == ["wq", "wv"]
+
+
+# ---- The gradient --------------------------------------------------------------------------------
+
+
+def gradient(
+    params: Params,
+    model: Any,
+    mesh: tuple[int, int, int] = (1, 1, 1),
+    layer_loop: str = "scan",
+    remat: str = "none",
+    micro: int = 8,
+) -> Params:
+    """The gradient of 8 sequences of two prompts with respect to what training changes."""
+    rng, where = np.random.default_rng(0), train_layout(*mesh)
+    ids = rng.integers(0, model.vocab_size, (8, 6)).astype(np.int32)
+    mask = np.arange(6) < np.array([6, 1, 4, 5, 2, 6, 3, 6])[:, None]
+    logps, advantages = np.zeros((8, 6), np.float32), np.float32(rng.normal(size=8))
+    batch = batch_of([[5, 11, 2], [7, 7, 30, 1]], ids, mask.astype(np.int32), logps, advantages)
+    compute = Compute(model, FLOAT32, where, remat=remat, layer_loop=layer_loop)
+    shapes = param_shardings(model, where.mesh)
+    shapes = shapes if params.adapters is not None else shapes.replace(adapters=None)
+    params = jax.device_put(jax.tree.map(np.float32, params), shapes)
+    grads = zero_grads(trained(params)) if micro < 8 else None
+    for first in range(0, 8, micro):
+        rows = in_rows(batch, micro // mesh[0] // mesh[1], range(first, first + micro), S=8)
+        grads, *_ = micro_step(
+            params,
+            grads,
+            shard_batch(rows, where),
+            counts_by_hand(int(mask.sum()), 8, int(mask.sum())),
+            objective=Objective("dapo", 0.2, 0.2),
+            temperature=0.7,
+            compute=compute,
+        )
+    return grads
+
+
+@functools.cache
+def by_full_training() -> dict[str, Adapter]:
+    """The gradients of A and B that follow from those of the merged weights."""
+    params = whole()
+    of_matrices = gradient(merged_by_hand(params), QWEN2).layers
+
+    def of_adapter(name: str) -> Adapter:
+        adapter, grad = getattr(params.adapters, name), np.float64(getattr(of_matrices, name))
+        return Adapter(
+            SCALE * grad @ adapter.b.swapaxes(1, 2), SCALE * adapter.a.swapaxes(1, 2) @ grad
+        )
+
+    return {name: of_adapter(name) for name in FIELDS}
+
+
+def assert_gradient(grads: Params) -> None:
+    assert (grads.embed, grads.layers, grads.final_norm, grads.lm_head) == (None,) * 4
+    for name, expected in by_full_training().items():
+        found = getattr(grads.adapters, name)
+        for x, y in zip(found, expected, strict=True):
+            assert x.dtype == np.float32 and np.abs(y).max() > 1e-3
+            np.testing.assert_allclose(x, y, rtol=0, atol=5e-6, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"layer_loop": "unroll"},
+        {"layer_loop": "unroll", "micro": 4},
+        {"remat": "full", "micro": 2},
+        {"mesh": (2, 1, 1)},
+        {"mesh": (2, 2, 2)},
+        {"mesh": (1, 4, 2), "remat": "dots"},
+    ],
+    ids=str,
+)
+def test_the_gradient_is_that_of_full_training_times_the_other_factor(how: dict) -> None:
+    assert_gradient(gradient(whole(), MODEL, **how))
+
+
+def test_the_first_step_is_a_full_step_for_a_square_orthogonal_a() -> None:
+    """With B = 0 and A A^T = 1 the change of W = s A B by SGD is s^2 times that of full SGD."""
+    model = dataclasses.replace(QWEN2, lora=Lora(16, 24.0, ("q_proj", "gate_proj")))
+    params = on_base(weights(), init_params(model, jax.random.key(0)))
+    square, _ = np.linalg.qr(np.random.default_rng(3).normal(size=(QWEN2.num_layers, 16, 16)))
+    adapters = jax.tree.map(np.asarray, params.adapters)
+    adapters = adapters.replace(
+        wq=adapters.wq._replace(a=square), gate=adapters.gate._replace(a=square)
+    )
+    params = params.replace(adapters=adapters)
+    full = gradient(weights(), QWEN2).layers
+    where = train_layout(1, 1, 1)
+    changed = jax.device_put(
+        jax.tree.map(np.float32, trained(params)), trained(param_shardings(model, where.mesh))
+    )
+    state = init_state(changed, optimizer=SGD, model=model)
+    grads, zero = gradient(params, model), np.float32(0)
+    state, _ = optimizer_step(state, grads, np.float32(0.1), zero, optimizer=SGD, model=model)
+    for name, expected in (("wq", full.wq), ("gate", full.gate)):
+        a, b = getattr(state.params.adapters, name)
+        np.testing.assert_allclose(SCALE * a @ b, -0.1 * SCALE**2 * expected, atol=2e-6)
+
+
+# ---- Memory --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layer_loop", "remat"), [("scan", "none"), ("scan", "full"), ("unroll", "none")]
+)
+def test_no_program_of_training_copies_the_base(layer_loop: str, remat: str) -> None:
+    """A layer is an eighth of the base; a second base among the temporaries would be seen."""
+    wide = dataclasses.replace(
+        MODEL, num_layers=8, hidden_size=256, intermediate_size=1024, lora=Lora(1, 1.0, ALL)
+    )
+    where = train_layout(1, 1, 1)
+    compute = Compute(wide, FLOAT32, where, remat=remat, layer_loop=layer_loop)
+    shapes = jax.eval_shape(lambda: init_params(wide, jax.random.key(0)))
+    base = arrange_layers_of(shapes.replace(adapters=None), layer_loop)
+    rows = in_rows(one_sequence(), 1, S=8)
+    batch = shard_batch(rows, where)
+    counts = counts_by_hand(6, 1, 6)
+    program = micro_step.lower(
+        on_base(base, trained(shapes)),
+        None,
+        batch,
+        counts,
+        objective=Objective("dapo", 0.2, 0.2),
+        temperature=1.0,
+        compute=compute,
+    ).compile()
+    of_base = sum(x.size * 4 for x in jax.tree.leaves(base))
+    assert program.memory_analysis().temp_size_in_bytes < 0.3 * of_base
+
+
+def arrange_layers_of(shapes: Params, layer_loop: str) -> Params:
+    return jax.eval_shape(lambda p: arrange_layers(p, layer_loop, FLOAT32), shapes)
+
+
+def one_sequence() -> Any:
+    ids, ones = np.arange(6, dtype=np.int32)[None], np.ones((1, 6), np.int32)
+    return batch_of([[5, 11, 2]], ids, ones, np.zeros((1, 6), np.float32), np.ones(1, np.float32))
+
+
+def test_the_rollout_reads_the_arrays_of_training_if_their_layouts_are_the_same() -> None:
+    where, params = train_layout(1, 1, 1), whole()
+    compute = Compute(MODEL, FLOAT32, where)
+    params = jax.device_put(params, param_shardings(MODEL, where.mesh))
+    stopping = Stopping(4, (1,), 0)
+    for shares in (True, False):
+        backend = NaiveBackend(compute, stopping, False, shares)
+        backend.update_weights(params)
+        same = [
+            x.unsafe_buffer_pointer() == y.unsafe_buffer_pointer()
+            for x, y in zip(*map(jax.tree.leaves, (backend._weights, params)), strict=True)
+        ]
+        of_base = len(jax.tree.leaves(params.replace(adapters=None)))
+        assert sum(same) == of_base * shares
+
+
+# ---- The tripwire --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layer_loop", ["scan", "unroll"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_that_are_not_the_trainer_s_are_noticed(dtype: str, layer_loop: str) -> None:
+    compute = Compute(MODEL, jnp.dtype(dtype), train_layout(1, 1, 1), layer_loop=layer_loop)
+    params = whole()
+    sampled = arrange_layers(
+        jax.tree.map(lambda x: jnp.asarray(x, dtype), params), layer_loop, jnp.dtype(dtype)
+    )
+    stop_if_stale(sampled, params, compute)
+    newer = params.replace(
+        adapters=params.adapters.replace(up=jax.tree.map(lambda x: x * 1.01, params.adapters.up))
+    )
+    with pytest.raises(RuntimeError, match="up_proj.lora_A.weight"):
+        stop_if_stale(sampled, newer, compute)
+    full = compute._replace(model=QWEN2)
+    sampled, params = sampled.replace(adapters=None), params.replace(adapters=None)
+    stop_if_stale(sampled, params, full)
+    with pytest.raises(RuntimeError, match="model.embed_tokens.weight"):
+        stop_if_stale(sampled, params.replace(embed=params.embed * 1.01), full)
+
+
+def test_a_first_step_in_which_sampler_and_trainer_disagree_ends_the_run() -> None:
+    run = SimpleNamespace(cfg=Config(), training=Compute(MODEL, FLOAT32, None))
+    run.rollout = run.training
+    stop_if_apart(run, {"sampling_logp_difference/mean": 0.0009})
+    stop_if_apart(run, {"loss": 0.0})  # nothing to learn from
+    with pytest.raises(
+        RuntimeError, match="differ by 0.0011 nats on average, and .* explains 0.001"
+    ):
+        stop_if_apart(run, {"sampling_logp_difference/mean": 0.0011})
+    run.rollout = run.training._replace(dtype=jnp.dtype("bfloat16"))
+    stop_if_apart(run, {"sampling_logp_difference/mean": 0.049})
+
+
+# ---- Runs, and folders of PEFT -------------------------------------------------------------------
+
+RUN = environment(
+    """STEPS=4 BATCH_SIZE=4 NUM_PRE_Q=4 LORA_RANK=4 LEARNING_RATE=3e-3 LR_SCHEDULE=constant
+    WARMUP_RATIO=0 NUM_MINI_BATCHES=2 BETA=0.05 EVAL_EVERY_STEPS=2 EVAL_PROMPTS=64
+    SAVE_EVERY_STEPS=2 SAMPLE_EVERY_STEPS=1"""
+)
+KL = "train-other/kl"
+DATA = {"DATASET": str(REPO / "tiny")}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    return train(tmp_path_factory.mktemp("lora") / "run", **RUN)
+
+
+@pytest.fixture
+def adapters(run: Result, tmp_path: Path) -> Path:
+    """A copy of the folder that the run has exported."""
+    return shutil.copytree(run.out / "hf", tmp_path / "adapters")
+
+
+def test_checkpoints_and_exports_hold_adapters_alone(run: Result) -> None:
+    arrays = checkpoint_arrays(run.out, 4)
+    of_params = [name for name in arrays if name.startswith("['state']['params']")]
+    assert len(of_params) == 14 and all("['adapters']" in name for name in of_params)
+    assert "dtype=float32" in run.lines and "mesh dp,fsdp,tp train=1,1,1" in run.lines
+    exported = load_file(run.out / "hf" / "adapter_model.safetensors")
+    config = json.loads((run.out / "hf" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], sorted(config["target_modules"])) == (
+        4,
+        32.0,
+        sorted(ALL),
+    )
+    assert config["base_model_name_or_path"] == str(REPO / "tiny")
+    b = exported["base_model.model.model.layers.0.mlp.down_proj.lora_B.weight"]
+    saved = arrays["['state']['params']['adapters']['down']['b']"]
+    np.testing.assert_array_equal(b, saved[0].T)
+    assert np.abs(b).max() > 1e-3
+
+
+def test_a_run_of_adapters_goes_on_as_if_it_had_never_stopped(run: Result, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    train(out, **RUN | {"STEPS": "2"})
+    train(out, **RUN)
+    assert_same_run(run.out, out, steps=4)
+
+
+def test_other_adapters_and_another_base_do_not_go_on(run: Result, tmp_path: Path) -> None:
+    out = shutil.copytree(run.out, tmp_path / "run")
+    for changes, words in (
+        ({"LORA_RANK": "8"}, "LORA_RANK was 4 and is 8"),
+        ({"LORA_TARGETS": "q_proj"}, "LORA_TARGETS was"),
+        ({"MODEL_PATH": str(other_base(tmp_path))}, "the model's weights was"),
+    ):
+        refused = finish(start(out, RUN | changes, 1), out)
+        assert refused.code == 2 and words in refused.errors, refused.errors
+
+
+def other_base(folder: Path) -> Path:
+    """The tiny model with another matrix in the middle of its file."""
+    copy = shutil.copytree(REPO / "tiny", folder / "tiny")
+    tensors = load_file(copy / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"] *= 1.01
+    save_file(tensors, copy / "model.safetensors", {"format": "pt"})
+    return copy
+
+
+def test_answers_come_from_a_checkpoint_and_its_own_base_alone(run: Result, tmp_path: Path) -> None:
+    out = shutil.copytree(run.out, tmp_path / "run")
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(run.out.parent / "cache")}
+    question = "Anna has 4 apples and buys 3 more. How many apples does Anna have now?"
+    answered = run_as_user(out, "--ask", question, **cache)
+    assert answered.code == 0 and f"weights={out}/checkpoints/4\n" in answered.lines
+    refused = run_as_user(out, "--ask", question, MODEL_PATH=str(other_base(tmp_path)), **cache)
+    assert refused.code == 2 and "adapters of another base or form: the model's" in refused.errors
+
+
+def test_an_exported_folder_and_its_merged_model_answer_as_the_run(
+    run: Result, tmp_path: Path
+) -> None:
+    merged = tmp_path / "merged"
+    train(run.out, **RUN | {"EXPORT_HF": str(merged), "EXPORT_LORA": "merged"})
+    assert not (merged / "adapter_config.json").exists()
+    expected = answers(run.out, step=4)
+    for model in (run.out / "hf", merged):
+        out = tmp_path / f"of_{model.name}"
+        train(out, **RUN | {"STEPS": "0", "LORA_RANK": "0", "MODEL_PATH": str(model)})
+        assert len(expected) == 64 and answers(out, step=0) == expected
+
+
+def answers(out: Path, step: int) -> list[str]:
+    """The texts of the evaluation after this step."""
+    entries = [json.loads(line) for line in (out / "eval.jsonl").open()]
+    return [x["completions"][0]["text"] for x in entries if x["step"] == step]
+
+
+def test_training_begins_with_the_adapters_of_a_folder_and_so_does_the_reference(
+    run: Result, tmp_path: Path
+) -> None:
+    """Against the base without adapters the KL of the first update would not be 0."""
+    given = {"LORA_RANK": "0", "MODEL_PATH": str(run.out / "hf"), "NUM_MINI_BATCHES": "1"}
+    began = train(tmp_path / "run", **RUN | given | {"STEPS": "1", "LEARNING_RATE": "0"})
+    of_runs = [[x[KL] for x in result.records if KL in x] for result in (began, run)]
+    assert abs(of_runs[0][0]) < 1e-6 and len(of_runs[1]) == 4
+    assert of_runs[1][-1] > 1e-4, "after updates it is not 0"
+    ours, theirs = (load_file(out / "hf" / lora.WEIGHTS) for out in (tmp_path / "run", run.out))
+    assert ours.keys() == theirs.keys() and len(ours) == 2 * 7 * 4
+    for name in ours:
+        np.testing.assert_array_equal(ours[name], theirs[name])
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({"LORA_RANK": "65"}, "LORA_RANK=65 is above 64, the smaller side of "),
+        ({"LORA_RANK": "4", "LORA_TARGETS": "q_proj,lm_head"}, "'lm_head' is none of q_proj,"),
+    ],
+)
+def test_a_rank_or_a_target_that_cannot_be_is_told(env: dict[str, str], words: str) -> None:
+    with pytest.raises(UserMistake) as error:
+        set_up(Config.from_env(env))
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"peft_type": "IA3"}, "peft_type='IA3'; only plain LoRA is supported"),
+        ({"use_dora": True}, "use_dora=True"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
+        ({"bias": "all"}, "bias='all'"),
+        ({"target_modules": "all-linear"}, "target_modules='all-linear'"),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, "'embed_tokens' is none of q_proj"),
+        ({"target_modules": ["q_proj"]}, "has unknown tensors"),
+        ({"r": 8}, "lora_A.weight is [4, 128], its config says [8, 128]"),
+        ({"r": "4"}, "r='4'; plain LoRA needs another value"),
+        ({"lora_alpha": None}, "lora_alpha=None"),
+        ({"base_model_name_or_path": "./nowhere"}, "the base of MODEL_PATH="),
+    ],
+    ids=str,
+)
+def test_a_folder_of_other_adapters_is_told_before_weights_are_read(
+    adapters: Path, changes: dict[str, Any], words: str
+) -> None:
+    file = adapters / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(UserMistake) as error:
+        set_up(Config.from_env(DATA | {"MODEL_PATH": str(adapters)}))
+    assert words in str(error.value)
+
+
+def test_a_rank_beside_a_folder_of_adapters_must_be_theirs(adapters: Path) -> None:
+    env = DATA | {"MODEL_PATH": str(adapters), "LORA_RANK": "8"}
+    with pytest.raises(UserMistake, match="LORA_RANK=8, and the adapters of MODEL_PATH=.* have 4"):
+        set_up(Config.from_env(env))
+    with pytest.raises(UserMistake, match="LORA_ALPHA=16.0, and the adapters .* have 32.0"):
+        set_up(Config.from_env(env | {"LORA_RANK": "0", "LORA_ALPHA": "16"}))
+    assert set_up(Config.from_env(env | {"LORA_RANK": "4"})).model.lora.rank == 4

@@ -1,0 +1,137 @@
+"""Claims that LoRA is PEFT's: its logits, its gradients, and the folders that each one writes for
+the other. PEFT computes them with torch."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from small_model import FAMILIES, IDS, POSITIONS, train_layout, write_folder
+
+from config import Config
+from models import hf, lora
+from models.attention import prompt_rows
+from models.model import (
+    Compute,
+    Lora,
+    Params,
+    forward,
+    init_params,
+    lm_head,
+    on_base,
+    param_table,
+    trained,
+)
+
+pytestmark = pytest.mark.parity
+torch = pytest.importorskip("torch")
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+TARGETS = {"qwen2": ALL, "qwen3": ALL, "llama3": ("q_proj", "v_proj", "down_proj")}
+INPUT, POSITION = IDS[:1], POSITIONS[:1]  # [1, 80], without padding
+FLOAT32 = jnp.dtype("float32")
+
+
+def ours(folder: Path, model: Any) -> Params:
+    """The base of a folder with random adapters."""
+    base = hf.load_params(folder, model, train_layout(1, 1, 1).mesh, np.float32)
+    rng, made = np.random.default_rng(0), trained(init_params(model, jax.random.key(0)))
+    made = jax.tree.map(lambda x: jnp.float32(0.1 * rng.normal(size=x.shape)), made)
+    return on_base(base, made)
+
+
+def logits_of(params: Params, model: Any) -> jax.Array:
+    """[80, V] float32."""
+    rows = prompt_rows(jnp.ones(INPUT.shape, bool))
+    hidden, _ = forward(
+        params, Compute(model, FLOAT32, train_layout(1, 1, 1)), INPUT, POSITION, rows
+    )
+    return hidden[0] @ lm_head(params).T
+
+
+def theirs(folder: Path, adapters: Path) -> Any:
+    base = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    return peft.PeftModel.from_pretrained(base, adapters, is_trainable=True).double()
+
+
+def torch_logits(model: Any) -> Any:
+    return model(input_ids=torch.tensor(INPUT, dtype=torch.long)).logits[0]
+
+
+@pytest.mark.parametrize("family", TARGETS)
+def test_peft_opens_an_export_and_has_the_same_logits_and_gradients(
+    family: str, tmp_path: Path
+) -> None:
+    folder = write_folder(tmp_path, family)
+    model = dataclasses.replace(hf.read_config(folder), lora=Lora(3, 4.5, TARGETS[family]))
+    params, exported = ours(folder, model), tmp_path / "adapters"
+    lora.save_adapters(exported, params, model, str(folder), "", chat_template="", writes=True)
+
+    other = theirs(folder, exported)
+    weights = np.random.default_rng(1).normal(size=(80, FAMILIES[family]["vocab_size"]))
+    expected = torch_logits(other)
+    (expected * torch.tensor(weights)).sum().backward()
+    np.testing.assert_allclose(
+        logits_of(params, model), expected.detach().numpy(), rtol=0, atol=1e-5
+    )
+    other.disable_adapter_layers()
+    without = torch_logits(other).detach().numpy()
+    assert np.abs(without - expected.detach().numpy()).max() > 0.1
+
+    grads = jax.grad(
+        lambda adapters: (logits_of(on_base(params, adapters), model) * np.float32(weights)).sum()
+    )(trained(params))
+    found = dict(hf.named_tensors(grads, trained(param_table(model))))
+    named = {
+        name.replace(".default", ""): x.grad.numpy()
+        for name, x in other.named_parameters()
+        if x.grad is not None
+    }
+    assert found.keys() == named.keys() and len(found) == 2 * 2 * len(TARGETS[family])
+    for name, grad in named.items():
+        most = np.abs(grad).max()
+        assert most > 0.1
+        np.testing.assert_allclose(found[name], grad, rtol=0, atol=2e-5 * most, err_msg=name)
+
+
+def test_adapters_that_peft_has_written_are_read(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, "qwen3")
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    config = peft.LoraConfig(
+        r=4,
+        lora_alpha=6,
+        target_modules="all-linear",
+        init_lora_weights=False,
+        task_type="CAUSAL_LM",
+    )
+    torch.manual_seed(0)
+    other = peft.get_peft_model(base, config).eval()
+    adapters = tmp_path / "adapters"
+    other.save_pretrained(adapters)
+    assert json.loads((adapters / "adapter_config.json").read_text())["peft_version"]
+
+    found = lora.fetch_base(str(adapters), "")
+    assert found == (folder, adapters)
+    model = hf.read_config(folder)
+    model = dataclasses.replace(model, lora=lora.lora_of(Config(), model, adapters))
+    assert (model.lora.rank, model.lora.alpha, set(model.lora.targets)) == (4, 6.0, set(ALL))
+    mesh = train_layout(1, 1, 1).mesh
+    first = lora.first_adapters(adapters, model, mesh, seed=0)
+    params = on_base(hf.load_params(folder, model, mesh, np.float32), first)
+    expected = torch_logits(other).detach().numpy()
+    np.testing.assert_allclose(logits_of(params, model), expected, rtol=0, atol=1e-5)
+    again = tmp_path / "again"
+    lora.save_adapters(again, params, model, str(folder), "", chat_template="", writes=True)
+    ours, theirs = (load_file(x / lora.WEIGHTS) for x in (again, adapters))
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        np.testing.assert_array_equal(ours[name], theirs[name])

@@ -20,7 +20,6 @@ import pytest
 from runs import (
     REPO,
     Result,
-    assert_same_run,
     checkpoint_arrays,
     environment,
     finish,
@@ -380,13 +379,6 @@ def test_checkpoints_and_exports_hold_adapters_alone(run: Result) -> None:
     assert np.abs(b).max() > 1e-3
 
 
-def test_a_run_of_adapters_goes_on_as_if_it_had_never_stopped(run: Result, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    train(out, **RUN | {"STEPS": "2"})
-    train(out, **RUN)
-    assert_same_run(run.out, out, steps=4)
-
-
 def test_other_adapters_and_another_base_do_not_go_on(run: Result, tmp_path: Path) -> None:
     out = shutil.copytree(run.out, tmp_path / "run")
     for changes, words in (
@@ -489,6 +481,21 @@ def test_a_folder_of_other_adapters_is_told_before_weights_are_read(
     with pytest.raises(UserMistake) as error:
         set_up(Config.from_env(DATA | {"MODEL_PATH": str(adapters)}))
     assert words in str(error.value)
+
+
+def test_a_folder_keeps_its_chat_template_and_the_revision_of_its_base(tmp_path: Path) -> None:
+    template = tmp_path / "mine.jinja"
+    text = (REPO / "docs" / "chat_template.jinja").read_text(encoding="utf-8")
+    template.write_text(text + "{# mine #}", encoding="utf-8")
+    folder, base = tmp_path / "adapters", str(REPO / "tiny")
+    model = set_up(Config.from_env(DATA | {"LORA_RANK": "2"})).model
+    params, written = init_params(model, jax.random.key(0)), {"writes": True}
+    lora.save_adapters(folder, params, model, base, "v2", chat_template=str(template), **written)
+    assert lora.base_of(folder) == (base, "v2")
+    env = DATA | {"MODEL_PATH": str(folder)}
+    assert set_up(Config.from_env(env)).tokenizer.chat_template.endswith("{# mine #}")
+    other = env | {"CHAT_TEMPLATE": str(REPO / "docs" / "chat_template.jinja")}
+    assert set_up(Config.from_env(other)).tokenizer.chat_template == text
 
 
 def test_a_rank_beside_a_folder_of_adapters_must_be_theirs(adapters: Path) -> None:

@@ -46,6 +46,7 @@ TINY_YIELDS = [  # any size that the user sets hides those of recipes/tiny.yaml
 # `knob` for each group in YAML. A resumed run may change the settings that are not `kept`; what it
 # reads and computes with them (files, prompts, sizes) must still be the same.
 in_model = functools.partial(knob, "model", kept=False)
+of_lora = functools.partial(knob, "model")
 in_data = functools.partial(knob, "data", kept=False)
 in_rollout = functools.partial(knob, "rollout")
 how_to_roll_out = functools.partial(knob, "rollout", kept=False)
@@ -66,15 +67,9 @@ class Config:
     model_revision: str = in_model("", "Branch, tag or commit on the hub; empty: the main branch.")
     dtype: str = in_model("auto", "Compute dtype; auto: bfloat16, on CPUs float32.", choices=DTYPES)
     chat_template: str = in_model("", "Jinja chat template; empty: the tokenizer's template.")
-    lora_rank: int = in_model(
-        0, "Rank of adapters (LoRA), which alone are trained; 0: all weights are.", kept=True
-    )
-    lora_alpha: float = in_model(
-        32.0, "Adapters add LORA_ALPHA / LORA_RANK * x A B.", above=0, kept=True
-    )
-    lora_targets: str = in_model(
-        "", "Matrices with adapters, such as q_proj,v_proj; empty: all seven.", kept=True
-    )
+    lora_rank: int = of_lora(0, "Rank of LoRA's adapters, which alone are trained; 0: no LoRA.")
+    lora_alpha: float = of_lora(32.0, "Adapters add LORA_ALPHA / LORA_RANK * x A B.", above=0)
+    lora_targets: str = of_lora("", "Matrices with adapters: q_proj,v_proj or so; empty: all.")
 
     dataset: str = in_data("openai/gsm8k", "Hugging Face id, file, or folder of SPLIT.jsonl files.")
     dataset_config: str = in_data("", "Hub configuration; empty: main for GSM8K, else the default.")
@@ -114,9 +109,7 @@ class Config:
     rollout_mesh_shape: str = how_to_roll_out(
         "auto", "Rollout mesh: auto, or dp,fsdp,tp; -1: the rest.", form=MESH, yaml="mesh_shape"
     )
-    lora_base_copy: bool = how_to_roll_out(
-        False, "Sample with a copy of LoRA's base, laid out as it decodes fastest."
-    )
+    lora_base_copy: bool = how_to_roll_out(False, "Sample with a faster copy of LoRA's base.")
     sglang_jax_mem_fraction_static: float = how_to_roll_out(
         0.25, "Part of each device's free memory for the engine.", above=0, below=1
     )
@@ -200,9 +193,7 @@ class Config:
     resume: str = in_run("auto", "Checkpoint to begin with: auto (the newest), never, or a path.")
     preemption_grace_s: int = in_run(30, "Most seconds from SIGTERM to the end.", at_least=2)
     export_hf: str = in_run("", "Folder of the export; empty: OUTPUT_DIR/hf; none: no export.")
-    export_lora: str = in_run(
-        "adapters", "What a run with LORA_RANK exports.", choices="adapters|merged"
-    )
+    export_lora: str = in_run("adapters", "What it exports with LoRA.", choices="adapters|merged")
     sample_every_steps: int = in_run(10, "Steps between shown groups of completions; 0: never.")
     print_train_time_breakdown: bool = local(False, "Print the seconds of each phase per step.")
     wandb_mode: str = local(

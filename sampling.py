@@ -27,7 +27,6 @@ from models.model import (
     lm_head,
     on_base,
     param_shardings,
-    param_table,
     prefix_of,
     trained,
 )
@@ -37,7 +36,7 @@ from runtime.long_work import progress_bar
 from runtime.sizes import PASS_SIZES, prompt_share
 
 STAGES, STAGE_TOKENS = 4, 128  # of decode, see stage_ends
-SUMMED_COLUMNS = 64  # see bit_sums
+SUMMED_COLUMNS = 64  # see bit_sum
 
 
 class Stopping(NamedTuple):
@@ -64,13 +63,9 @@ class NaiveBackend:
     """ROLLOUT_BACKEND=naive: what samples completions, token ids in and token ids out, with the
     programs of this file on the devices of all processes."""
 
-    def __init__(
-        self, rollout: Compute, stopping: Stopping, drop_ended: bool, shares_base: bool = False
-    ) -> None:
-        """drop_ended: sequences that have ended leave the batch. shares_base: only adapters are
-        copied, since LoRA's base already lies as the rollout needs it."""
+    def __init__(self, rollout: Compute, stopping: Stopping, drop_ended: bool) -> None:
+        """drop_ended: sequences that have ended leave the batch."""
         self._rollout = rollout
-        self._shares_base = shares_base
         self._stopping = stopping
         self._drop_ended = drop_ended
         self._weights: Params | None = None
@@ -80,8 +75,8 @@ class NaiveBackend:
         """Takes these weights, before the rollout passes of a step or of an evaluation: copies them
         in the dtype and the layout of the rollout, and waits until they are there. Raises
         RuntimeError if they are not what samples then."""
-        copy = sync_weights(self._rollout, with_base=not self._shares_base)(params)
-        copy = on_base(params, copy) if self._shares_base else copy
+        copy = sync_weights(self._rollout)(params)
+        copy = on_base(params, copy) if self._rollout.shares_base else copy
         self._weights = jax.block_until_ready(copy)
         stop_if_stale(self._weights, params, self._rollout)
 
@@ -134,15 +129,13 @@ Backend = NaiveBackend  # in annotations; SglangBackend of rollout_sglang.py has
 
 
 @functools.lru_cache
-def sync_weights(compute: Compute, with_base: bool = True) -> Callable[[Params], Params]:
+def sync_weights(compute: Compute) -> Callable[[Params], Params]:
     """The jitted program that copies Params to the mesh, the dtype and the layer_loop of `compute`,
-    such as the rollout's. with_base: False copies only what training changes.
+    such as the rollout's; with a base that is shared, the adapters alone.
 
     Both meshes have to list the devices in the same order.
     """
-
-    def part(params: Params) -> Params:
-        return params if with_base else trained(params)
+    part = trained if compute.shares_base else lambda params: params
 
     def copy(params: Params) -> Params:
         params = jax.tree.map(lambda x: x.astype(compute.dtype), part(params))
@@ -155,32 +148,22 @@ def sync_weights(compute: Compute, with_base: bool = True) -> Callable[[Params],
 def stop_if_stale(sampled: Params, params: Params, compute: Compute) -> None:
     """Raises RuntimeError if the weights that sample are not the trainer's, cast to the dtype of
     `compute`. Only those that training changes are compared."""
-    theirs, ours = (trained(x) for x in (sampled, params))
-    theirs, ours = (jax.device_get(bit_sums(x, compute.dtype)) for x in (theirs, ours))
-    table = trained(param_table(compute.model))
-    for leaf, *sums in zip(*map(jax.tree.leaves, (table, theirs, ours)), strict=True):
-        if sums[0] != sums[1]:
-            name = leaf.name.format("*")
-            raise RuntimeError(f"the rollout samples with another {name} than the trainer has")
+    theirs, ours = (int(bit_sum(trained(x), compute.dtype)) for x in (sampled, params))
+    if theirs != ours:
+        raise RuntimeError("the rollout samples with other weights than the trainer has")
 
 
 @functools.partial(jax.jit, static_argnames=("dtype",))
-def bit_sums(params: Params, dtype: Any) -> Params:
-    """For the first columns of each array of params, cast to dtype, the sum of the bits of their
-    numbers modulo 2^32, and for unrolled layers that of all layers. It does not depend on how the
-    arrays lie. All columns would take 1 % of a step on a CPU."""
+def bit_sum(params: Params, dtype: Any) -> jax.Array:
+    """The sum, modulo 2^32, of the bits of the numbers in the first columns of all arrays, cast to
+    dtype. It does not depend on how they lie. All columns would take 1 % of a step on a CPU."""
 
     def bits(x: jax.Array) -> jax.Array:
         unsigned = {2: jnp.uint16, 4: jnp.uint32}[jnp.dtype(dtype).itemsize]
         first = x[..., :SUMMED_COLUMNS].astype(dtype)
         return jax.lax.bitcast_convert_type(first, unsigned).sum(dtype=jnp.uint32)
 
-    def of_all_layers(layers: Any) -> Any:
-        return jax.tree.map(lambda *x: sum(x), *layers) if isinstance(layers, tuple) else layers
-
-    sums = jax.tree.map(bits, params)
-    layers, adapters = of_all_layers(sums.layers), of_all_layers(sums.adapters)
-    return sums.replace(layers=layers, adapters=adapters)
+    return sum(bits(x) for x in jax.tree.leaves(params))
 
 
 # ---- Decoding ------------------------------------------------------------------------------------

@@ -62,16 +62,15 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | No
             model, mesh = run.training.model, run.training.layout.mesh
             wanted = {"state": abstract_state(run.model, mesh, run.optimizer)}
             arrays, progress = resume.begin(cfg, out, checkpoints, made_with_of(run), wanted)
-            run = with_base(run)
+            run = dataclasses.replace(run, base=read_base(run))
             if arrays:
                 state = arrays["state"]
             else:
-                state = init_state(first_params(run), optimizer=run.optimizer, model=model)
+                params = first_params(run, jnp.float32)
+                state = init_state(params, optimizer=run.optimizer, model=model)
             ref_params = None
-            if cfg.beta > 0 and run.base:
-                ref_params = on_base(run.base, first_params(run))
-            elif cfg.beta > 0:
-                ref_params = hf.load_params(run.folder, model, mesh, run.training.dtype)
+            if cfg.beta > 0:
+                ref_params = on_base(run.base, first_params(run, run.training.dtype))
             jax.block_until_ready((run.base, state, ref_params))
         log = open_log(run, out, progress)
         reviewer = Reviewer(out, log, jax.process_index() == 0)
@@ -95,22 +94,22 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | No
     return run, life, backend, state, ref_params
 
 
-def with_base(run: Run) -> Run:
-    """The run with LoRA's base, in the dtype of the matmuls and arranged as `forward` needs it, so
-    that no program copies it. Raises UserMistake."""
-    compute = run.training
+def read_base(run: Run) -> Params | None:
+    """LoRA's base, in the dtype of the matmuls and arranged as `forward` needs it, so that no
+    program copies it. Raises UserMistake."""
     if not run.model.lora:
-        return run
-    where = compute.layout.mesh, compute.dtype, compute.layer_loop
-    return dataclasses.replace(run, base=hf.load_params(run.folder, run.model, *where))
+        return None
+    where, dtype, layer_loop = run.training.layout.mesh, run.training.dtype, run.training.layer_loop
+    return hf.load_params(run.folder, run.model, where, dtype, layer_loop)
 
 
-def first_params(run: Run) -> Params:
-    """The weights that training changes before the first step, float32. Raises UserMistake."""
+def first_params(run: Run, dtype: Any) -> Params:
+    """The weights that training changes, before the first step; adapters are always float32. Raises
+    UserMistake."""
     mesh = run.training.layout.mesh
     if run.model.lora:
         return lora.first_adapters(run.adapters, run.model, mesh, run.cfg.seed)
-    return hf.load_params(run.folder, run.model, mesh, jnp.float32)
+    return hf.load_params(run.folder, run.model, mesh, dtype)
 
 
 def set_up(cfg: Config, example: dict[str, str] | None = None) -> Run:
@@ -131,7 +130,7 @@ def set_up(cfg: Config, example: dict[str, str] | None = None) -> Run:
         f"mesh dp,fsdp,tp train={mesh_text(run.training.layout.mesh)} ({cfg.mesh_shape}) "
         f"rollout={placement.rollout_mesh(cfg, run.rollout)} "
         f"({cfg.rollout_mesh_shape}{run.mesh_reason})\n"
-        f"{lora_lines(run)}rollout.backend: {cfg.rollout_backend}\n"
+        f"{lora_line(run)}rollout.backend: {cfg.rollout_backend}\n"
         f"loss.loss_type={cfg.loss_type} loss.adv_estimator={cfg.adv_estimator} "
         f"train.policy_loss_impl={cfg.policy_loss_impl} "
         f"train.attention_impl={run.training.attention_impl}",
@@ -140,21 +139,17 @@ def set_up(cfg: Config, example: dict[str, str] | None = None) -> Run:
     return run
 
 
-def lora_lines(run: Run) -> str:
-    """Lines that say which adapters are trained and, if the rollout has a copy of their base, how
-    much memory it takes."""
-    model, rollout = run.model, run.rollout
-    if model.lora is None:
+def lora_line(run: Run) -> str:
+    """A line that says which adapters are trained, and whether their base is in memory once."""
+    if run.model.lora is None:
         return ""
-    of_base = placement.num_params(dataclasses.replace(model, lora=None))
-    trained = (placement.num_params(model) - of_base) / 1e6
-    rank, alpha, targets = model.lora
-    lines = f"lora rank={rank} alpha={alpha:g} targets={','.join(targets)} trained={trained:.2f}M\n"
-    if not placement.shares_base(run.training, rollout):
-        shards = rollout.layout.mesh.shape["fsdp"] * rollout.layout.mesh.shape["tp"]
-        gib = of_base * rollout.dtype.itemsize / shards / 2**30
-        lines += f"lora the rollout copies the base: {gib:.2f} GiB on each device\n"
-    return lines
+    rank, alpha, targets = run.model.lora
+    of_base = placement.num_params(dataclasses.replace(run.model, lora=None))
+    return (
+        f"lora rank={rank} alpha={alpha:g} targets={','.join(targets)} "
+        f"trained={(placement.num_params(run.model) - of_base) / 1e6:.2f}M "
+        f"base={'shared' if run.rollout.shares_base else 'copied'}\n"
+    )
 
 
 def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
@@ -232,8 +227,7 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
 def make_backend(run: Run) -> Backend:
     """The backend that ROLLOUT_BACKEND names. Raises UserMistake if it cannot compute the run."""
     if run.cfg.rollout_backend == "naive":
-        shares_base = placement.shares_base(run.training, run.rollout)
-        return NaiveBackend(run.rollout, run.stopping, run.cfg.drops_ended(), shares_base)
+        return NaiveBackend(run.rollout, run.stopping, run.cfg.drops_ended())
     from rollout_sglang import SglangBackend  # its packages are needed only here
 
     return SglangBackend(run)
@@ -368,11 +362,10 @@ def made_with_of(run: Run) -> dict[str, str]:
     for name in ("config.json", "tokenizer.json"):
         values[f"the model's {name}"] = processes.digest((folder / name).read_bytes())
     values["the tokenized prompts"] = digest_of(run.train_prompts)
-    if run.model.lora:
-        values["LoRA"] = str(run.model.lora)
     if cfg.beta > 0 or run.model.lora:  # every start reads the reference or LoRA's base again
-        folders = [folder] + [run.adapters] * (run.adapters is not None)
-        files = [file for each in folders for file in sorted(each.glob("*.safetensors"))]
+        files = sorted(folder.glob("*.safetensors"))
+        if run.adapters:
+            files += [run.adapters / lora.CONFIG, run.adapters / hf.ADAPTERS]
         values["the model's weights"] = digest_of([digest_of_file(file) for file in files])
     for file in {entry.rpartition(":")[0] for entry in entries if ":" in entry}:
         content = Path(file).read_bytes()

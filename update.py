@@ -22,7 +22,6 @@ from models.attention import PackedRows
 from models.logps import token_logps
 from models.model import (
     Compute,
-    Layers,
     ModelConfig,
     Params,
     abstract_params,
@@ -33,6 +32,7 @@ from models.model import (
     param_shardings,
     param_table,
     trained,
+    unrolled,
 )
 from runtime.packing import Batch, MicroBatch
 
@@ -151,29 +151,22 @@ def micro_step(
 
 def _add(grad_sum: Params | None, grads: Params) -> Params:
     """The float32 sum, with stacked layers. grads: of a scanned or of an unrolled program."""
-    before = grad_sum or Params(embed=None, layers=None, final_norm=None, lm_head=None)
-    sums = {
-        name: _add_layers(getattr(before, name), getattr(grads, name))
-        for name in ("layers", "adapters")
-    }
-    before, rest = (x.replace(layers=None, adapters=None) for x in (before, grads))
-    rest = rest if grad_sum is None else jax.tree.map(jnp.add, before, rest)
-    return rest.replace(**sums)
 
+    def add(g: Any, total: Any = None) -> Any:
+        if not unrolled(g):
+            return g if total is None else total + g
+        if total is None:
+            return jax.tree.map(lambda *layers: jnp.stack(layers).astype(jnp.float32), *g)
+        for i, layer in reversed(list(enumerate(g))):  # backward makes the last one first
+            total = jax.tree.map(
+                lambda x, y, i=i: jax.lax.dynamic_update_index_in_dim(x, x[i] + y, i, 0),
+                total,
+                layer,
+            )
+        return total
 
-def _add_layers(total: Layers | None, grads: Any) -> Any:
-    """The same for what a Params has of all layers: stacked, a tuple, or None."""
-    if not isinstance(grads, tuple):
-        return grads if total is None else jax.tree.map(jnp.add, total, grads)
-    if total is None:
-        return jax.tree.map(lambda *g: jnp.stack(g).astype(jnp.float32), *grads)
-    for i, layer in reversed(list(enumerate(grads))):  # backward makes the last one first
-        total = jax.tree.map(
-            lambda total, g, i=i: jax.lax.dynamic_update_index_in_dim(total, total[i] + g, i, 0),
-            total,
-            layer,
-        )
-    return total
+    trees = (grads,) if grad_sum is None else (grads, grad_sum)
+    return jax.tree.map(add, *trees, is_leaf=unrolled)
 
 
 def zero_grads(params: Params) -> Params:

@@ -15,14 +15,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from models.model import Leaf, ModelConfig, Params, param_table
+from models.model import Leaf, ModelConfig, Params, param_table, trained, unrolled
 from runtime.layout import on_host
 from runtime.long_work import progress_bar
 from runtime.mistakes import UserMistake, in_one_line
 
 FILES = ["*.json", "*.safetensors", "*.jinja"]
 LARGEST_FILE = "5GB"  # of the weights of an exported model
-WEIGHTS = "model.safetensors"
+WEIGHTS, ADAPTERS = "model.safetensors", "adapter_model.safetensors"
 MARKERS = ("config.json", "adapter_config.json")  # of a complete folder: a model, or adapters
 EXPORTED = "exported_from.json"  # marks an exported model, which a later export may replace
 
@@ -123,22 +123,23 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def load_params(
-    folder: Path, model: ModelConfig, mesh: Mesh, dtype: Any, layer_loop: str = "scan"
+    folder: Path,
+    model: ModelConfig,
+    mesh: Mesh,
+    dtype: Any,
+    layer_loop: str = "scan",
+    *,
+    adapters: bool = False,
 ) -> Params:
-    """The weights of a model's folder, without adapters, arranged for this layer_loop. Raises
-    UserMistake; see read_tensors."""
-    return read_tensors(folder, param_table(model, layer_loop).replace(adapters=None), mesh, dtype)
-
-
-def read_tensors(
-    folder: Path, table: Params, mesh: Mesh, dtype: Any, file: str = WEIGHTS
-) -> Params:
-    """The arrays of a table from a folder's safetensors files, on a mesh.
+    """The weights of a folder's safetensors files on a mesh, arranged for this layer_loop: all but
+    adapters, or the adapters alone of a folder of PEFT.
 
     A process reads only the parts of the tensors that its devices hold. Raises UserMistake, naming
     the tensor, if one is missing or unknown, or has a wrong shape.
     """
-    files = open_tensors(folder, table, file)
+    table = param_table(model, layer_loop)
+    table = trained(table) if adapters else table.replace(adapters=None)
+    files = open_tensors(folder, table)
 
     def read(leaf: Leaf) -> jax.Array:
         def slice_of(name: str, index: tuple[slice, ...]) -> np.ndarray:
@@ -162,26 +163,20 @@ def read_tensors(
 
 
 def hf_tensors(params: Params, model: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
-    """The (name, array) pairs of a Hugging Face checkpoint, in the dtype of params, which have no
-    adapters. See named_tensors."""
-    layer_loop = "unroll" if isinstance(params.layers, tuple) else "scan"
-    return named_tensors(params, param_table(model, layer_loop).replace(adapters=None))
-
-
-def named_tensors(params: Params, table: Params) -> Iterator[tuple[str, np.ndarray]]:
-    """The (name, array) pairs of the arrays of a table.
+    """The (name, array) pairs of a Hugging Face checkpoint, in the dtype of params: all weights
+    without adapters, or adapters alone, which are named as PEFT does.
 
     Only one tensor at a time is gathered on the host. All processes have to take all tensors.
     """
+    table = param_table(model, "unroll" if unrolled(params.layers) else "scan")
+    table = trained(table) if params.adapters else table.replace(adapters=None)
     leaves = jax.tree.leaves(table)
     for leaf, array in zip(leaves, jax.tree.leaves(params), strict=True):
-        if "{}" not in leaf.name:
-            array = on_host(array)
-            yield leaf.name, np.ascontiguousarray(array.T if leaf.transposed else array)
-            continue
-        for i in range(leaf.shape[0]):
-            layer = on_host(array[i])
-            yield leaf.name.format(i), np.ascontiguousarray(layer.T if leaf.transposed else layer)
+        stacked = "{}" in leaf.name
+        for i in range(leaf.shape[0] if stacked else 1):
+            tensor = on_host(array[i] if stacked else array)
+            tensor = np.ascontiguousarray(tensor.T if leaf.transposed else tensor)
+            yield leaf.name.format(i), tensor
 
 
 def save_model(
@@ -277,13 +272,12 @@ def _tensor_shapes(table: Params) -> dict[str, list[int]]:
     return shapes
 
 
-def open_tensors(folder: Path, table: Params, file: str = WEIGHTS) -> dict[str, Any]:
+def open_tensors(folder: Path, table: Params) -> dict[str, Any]:
     """Tensor name -> the open file that holds it. Raises UserMistake for tensors that are not those
     of the table."""
-    index = folder / "model.safetensors.index.json"
-    shards = {file}
-    if file == WEIGHTS and index.is_file():
-        shards = set(read_json(index)["weight_map"].values())
+    file = ADAPTERS if table.embed is None else WEIGHTS
+    index = folder / f"{file}.index.json"  # adapters have none
+    shards = set(read_json(index)["weight_map"].values()) if index.is_file() else {file}
     files: dict[str, Any] = {}
     for name in sorted(shards):
         if not (folder / name).is_file():

@@ -1,10 +1,7 @@
-"""LoRA: which matrices get adapters, where the adapters come from, and PEFT's folders.
+"""LoRA, see Lora in models/model.py: which matrices get adapters, where the adapters come from, and
+PEFT's folders, with adapter_config.json, which names the base, and adapter_model.safetensors.
 
-An adapter adds (alpha / rank) (x A) B to x W; see Lora and Weights in models/model.py. The base,
-all weights but the adapters, never changes. A folder of PEFT has adapter_config.json, which names
-the base, and the adapters in adapter_model.safetensors.
-
-cfg is the Config of config.py.
+The base, all weights but the adapters, never changes. cfg is the Config of config.py.
 """
 
 import dataclasses
@@ -33,12 +30,14 @@ from models.model import (
 )
 from runtime.mistakes import UserMistake
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
 # What a folder may ask for beyond plain LoRA, by its name in adapter_config.json.
-BEYOND = """use_dora use_rslora lora_bias fan_in_fan_out rank_pattern alpha_pattern modules_to_save
-    layers_to_transform target_parameters trainable_token_indices alora_invocation_tokens""".split()
+BEYOND = """bias use_dora use_rslora lora_bias fan_in_fan_out rank_pattern alpha_pattern
+    modules_to_save layers_to_transform target_parameters trainable_token_indices
+    alora_invocation_tokens""".split()
 # Other ways to begin change the base.
 KEEP_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
+NEEDED = dict(base_model_name_or_path=str, r=int, lora_alpha=int | float, target_modules=list)
 
 
 # ---- Which matrices get adapters -----------------------------------------------------------------
@@ -51,14 +50,9 @@ def fetch_base(path: str, revision: str) -> tuple[Path, Path | None]:
     if not (folder / CONFIG).is_file():
         return folder, None
     try:
-        base = hf.fetch_model(*base_of(folder))
+        return hf.fetch_model(*base_of(folder)), folder
     except UserMistake as error:
         raise UserMistake(f"the base of MODEL_PATH={folder}, by its {CONFIG}: {error}") from None
-    if (base / CONFIG).is_file():
-        raise UserMistake(
-            f"MODEL_PATH={folder}: its base {base} has adapters too; merge them first"
-        )
-    return base, folder
 
 
 def base_of(adapters: Path) -> tuple[str, str]:
@@ -69,27 +63,25 @@ def base_of(adapters: Path) -> tuple[str, str]:
 
 def lora_of(cfg: Any, model: ModelConfig, adapters: Path | None) -> Lora | None:
     """What the folder of the adapters says, or else LORA_RANK, LORA_ALPHA and LORA_TARGETS; None if
-    training changes all weights. Raises UserMistake before any weight is read.
-    """
+    training changes all weights. Raises UserMistake before any weight is read."""
     leaves = jax.tree.leaves(param_table(model).layers)
     sizes = {x.name.split(".")[-2]: x.shape[1:] for x in leaves if x.kind == "matrix"}
-    asked = Lora(cfg.lora_rank, cfg.lora_alpha, tuple(sorted(cfg.lora_targets.split(","))))
+    targets = cfg.lora_targets.split(",") if cfg.lora_targets else sizes
+    lora = Lora(cfg.lora_rank, cfg.lora_alpha, tuple(targets))
     if adapters:
         values = _read_config(adapters)
         # Some are full paths; the tensors tell whether every layer has such an adapter.
-        names = {str(name).rpartition(".")[2] for name in values["target_modules"]}
-        lora = Lora(values["r"], float(values["lora_alpha"]), tuple(sorted(names)))
-        for name, ours, theirs in zip(Lora._fields, asked, lora, strict=True):
-            default = getattr(cfg, f"lora_{name}") == getattr(type(cfg), f"lora_{name}")
-            if not default and ours != theirs:
+        names = sorted({str(name).rpartition(".")[2] for name in values["target_modules"]})
+        lora = Lora(values["r"], float(values["lora_alpha"]), tuple(names))
+        for name, theirs in lora._replace(targets=",".join(names))._asdict().items():
+            ours, default = (getattr(x, f"lora_{name}") for x in (cfg, type(cfg)))
+            if ours not in (theirs, default):
                 raise UserMistake(
-                    f"LORA_{name.upper()}={getattr(cfg, f'lora_{name}')}, and the adapters of "
-                    f"MODEL_PATH={adapters} have {theirs}; leave it out"
+                    f"LORA_{name.upper()}={ours}, and the adapters of MODEL_PATH={adapters} have "
+                    f"{theirs}; leave it out"
                 )
     elif cfg.lora_rank == 0:
         return None
-    else:
-        lora = asked if cfg.lora_targets else asked._replace(targets=tuple(sizes))
     for name in lora.targets:
         if name not in sizes:
             where = f"MODEL_PATH={adapters}" if adapters else f"LORA_TARGETS={cfg.lora_targets}"
@@ -101,26 +93,23 @@ def lora_of(cfg: Any, model: ModelConfig, adapters: Path | None) -> Lora | None:
             )
     if adapters:  # for mistakes in its tensors
         table = param_table(dataclasses.replace(model, lora=lora))
-        hf.open_tensors(adapters, trained(table), WEIGHTS)
+        hf.open_tensors(adapters, trained(table))
     return lora
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
     """The values of adapter_config.json. Raises UserMistake for anything but plain LoRA."""
     values = hf.read_json(folder / CONFIG)
-    where = f"MODEL_PATH={folder}: {CONFIG} has"
-    asks = [name for name in BEYOND if values.get(name)]
-    asks += ["peft_type"] * (values.get("peft_type") != "LORA")
-    asks += ["bias"] * (values.get("bias", "none") != "none")
-    asks += ["init_lora_weights"] * (values.get("init_lora_weights") not in KEEP_BASE)
-    for name in asks:
-        raise UserMistake(f"{where} {name}={values.get(name)!r}; only plain LoRA is supported")
-    kinds = {"base_model_name_or_path": str, "r": int, "lora_alpha": int | float}
-    for name, kind in (kinds | {"target_modules": list}).items():
-        if not values.get(name) or not isinstance(values[name], kind):
-            raise UserMistake(
-                f"{where} {name}={values.get(name)!r}; plain LoRA needs another value"
-            )
+    plain = {name: values.get(name) in (None, False, "none", [], {}) for name in BEYOND}
+    plain["peft_type"] = values.get("peft_type") == "LORA"
+    plain["init_lora_weights"] = values.get("init_lora_weights") in KEEP_BASE
+    for name, kind in NEEDED.items():
+        plain[name] = bool(values.get(name)) and isinstance(values[name], kind)
+    for name in [name for name in plain if not plain[name]]:
+        raise UserMistake(
+            f"MODEL_PATH={folder}: {CONFIG} has {name}={values.get(name)!r}; only plain LoRA is "
+            f"supported"
+        )
     return values
 
 
@@ -131,7 +120,7 @@ def first_adapters(adapters: Path | None, model: ModelConfig, mesh: Mesh, seed: 
     """The float32 adapters with which training begins: those of a folder, or new ones, which change
     nothing yet. Raises UserMistake."""
     if adapters:
-        return hf.read_tensors(adapters, trained(param_table(model)), mesh, np.float32, WEIGHTS)
+        return hf.load_params(adapters, model, mesh, np.float32, adapters=True)
     # The compiled program makes only what it returns.
     init = jax.jit(
         lambda key: trained(init_params(model, key)),
@@ -146,24 +135,19 @@ def merge(params: Params, model: ModelConfig) -> tuple[Params, jax.Array]:
     adapters; and the share of these matrices' numbers that this has changed."""
     if isinstance(params.layers, tuple):
         params = arrange_layers(params, "unroll", jnp.float32)  # the adapters alone are stacked
-    changed = []
 
-    def add(w: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    def add(w: jax.Array, adapter: Adapter | None) -> jax.Array:
+        if adapter is None:
+            return w
+        if w.ndim == 3:  # a layer after the other, since a product of all in float32 would be large
+            return jax.lax.map(lambda x: add(*x), (w, adapter))
+        a, b = (x.astype(jnp.float32) for x in adapter)
         added = jnp.matmul(a, b, precision="highest") * (model.lora.alpha / model.lora.rank)
         return (w.astype(jnp.float32) + added).astype(w.dtype)
 
-    def add_all(w: jax.Array, adapter: Adapter | None) -> jax.Array:
-        if adapter is None:
-            return w
-        if w.ndim == 2:
-            new = add(w, *adapter)
-        else:  # a layer after the other, since a product of all in float32 would be large
-            new = jax.lax.map(lambda x: add(*x), (w, *adapter))
-        changed.append((new != w).mean())
-        return new
-
-    layers = jax.tree.map(add_all, params.layers, params.adapters)
+    layers = jax.tree.map(add, params.layers, params.adapters)
+    pairs = zip(*map(jax.tree.leaves, (layers, params.layers)), strict=True)
+    changed = [(new != old).mean() for new, old in pairs if new is not old]
     return params.replace(layers=layers, adapters=None), jnp.stack(changed).mean()
 
 
@@ -177,19 +161,17 @@ def save_adapters(
     chat_template: str,
     writes: bool,
 ) -> None:
-    """Writes the adapters of params, float32, as a folder that PEFT opens; adapter_config.json is
-    written last, so that it marks a complete folder.
+    """Writes the adapters of params, float32, as a folder that PEFT opens. Raises OSError.
 
-    All processes have to call it. base, revision: the folder of the base, or its id and revision on
-    the hub. chat_template, writes: as for hf.save_model. Raises OSError.
+    base, revision: the folder of the base, or its id and revision on the hub. chat_template, writes
+    and the rest: as for hf.save_model.
     """
-    folder_of_base = Path(base)
-    base = str(folder_of_base.resolve()) if folder_of_base.is_dir() else base
-    tensors = dict(hf.named_tensors(trained(params), trained(param_table(model))))
+    base = str(Path(base).resolve()) if Path(base).is_dir() else base
+    tensors = dict(hf.hf_tensors(trained(params), model))
     if not writes:
         return
     hf.begin_folder(folder, base)
-    hf.save_tensors(tensors, folder / WEIGHTS)
+    hf.save_tensors(tensors, folder / hf.ADAPTERS)
     if chat_template:
         shutil.copyfile(chat_template, folder / "chat_template.jinja")
     values = {
@@ -200,8 +182,6 @@ def save_adapters(
         "r": model.lora.rank,
         "lora_alpha": model.lora.alpha,
         "target_modules": list(model.lora.targets),
-        "lora_dropout": 0.0,
         "bias": "none",
-        "inference_mode": True,
     }
     (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

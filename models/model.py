@@ -80,6 +80,7 @@ class Compute(NamedTuple):
     logps_kernel: Any = None  # what computes token_logps: the Kernel of loss_pallas.py; None: jnp
     attention_impl: str = "xla"  # xla or splash, see attention.py
     layer_loop: str = "scan"  # unroll: the program has code, arrays and caches for each layer
+    shares_base: bool = False  # of a rollout with LoRA: it reads the base of training, not a copy
 
 
 # ---- The parameters: shapes, mesh axes and Hugging Face names, side by side ----------------------
@@ -224,13 +225,18 @@ def arrange_layers(params: Params, layer_loop: str, dtype: Any) -> Params:
     if layer_loop == "scan":
         return params
 
-    def unrolled(stacked: Any) -> Any:
-        if not isinstance(stacked, Layers):
-            return stacked
-        L = len(jax.tree.leaves(stacked)[0])
-        return tuple(jax.tree.map(lambda a, i=i: a[i].astype(dtype), stacked) for i in range(L))
+    def unroll(x: Any) -> Any:
+        if not isinstance(x, Layers):
+            return x
+        L = len(jax.tree.leaves(x)[0])
+        return tuple(jax.tree.map(lambda a, i=i: a[i].astype(dtype), x) for i in range(L))
 
-    return params.replace(layers=unrolled(params.layers), adapters=unrolled(params.adapters))
+    return params.replace(layers=unroll(params.layers), adapters=unroll(params.adapters))
+
+
+def unrolled(x: Any) -> bool:
+    """Whether this part of a Params is a tuple of layers; an Adapter is another tuple."""
+    return type(x) is tuple
 
 
 def stop_if_indivisible(setting: str, model: ModelConfig, mesh: Mesh) -> None:

@@ -77,12 +77,8 @@ def how_to_compute(
     )
     if cfg.rollout_backend == "sglang_jax":  # this is the copy of the weights that the engine gets
         name = dtype if cfg.sglang_jax_dtype == "auto" else cfg.sglang_jax_dtype
-        rollout = training._replace(
-            model=dataclasses.replace(model, lora=None),  # it has the merged weights
-            dtype=jnp.dtype(name),
-            remat="none",
-            layer_loop="unroll",
-        )
+        rollout = training._replace(dtype=jnp.dtype(name), remat="none", layer_loop="unroll")
+        rollout = rollout._replace(model=dataclasses.replace(model, lora=None))  # they are merged
         return training, rollout, "; the engine has all devices on tp"
 
     tp, reason = rollout_tp(model, devices, itemsize)
@@ -97,6 +93,7 @@ def how_to_compute(
         remat="none",  # the rollout has no backward
         attention_impl="xla",  # splash wants rows whose places are multiples of LANES
         layer_loop=training.layer_loop if shares else choose_layer_loop(platform, "none"),
+        shares_base=shares,
     )
     return training, rollout, f"; {reason}" if cfg.rollout_mesh_shape == "auto" else ""
 
@@ -128,16 +125,6 @@ def stop_if_too_long(max_length_sample: int, model: ModelConfig, longest: int) -
             f"MAX_LENGTH_SAMPLE={max_length_sample} after the longest prompt makes {length} "
             f"tokens, and the model has {model.max_positions} positions; lower it{shorter}"
         )
-
-
-def shares_base(training: Compute, rollout: Compute) -> bool:
-    """Whether training and rollout read the same arrays of a base, which LoRA does not change."""
-    same = (training.layout.mesh, training.dtype, training.layer_loop)
-    return bool(training.model.lora) and same == (
-        rollout.layout.mesh,
-        rollout.dtype,
-        rollout.layer_loop,
-    )
 
 
 def rollout_mesh(cfg: Any, rollout: Compute) -> str:

@@ -24,7 +24,6 @@ from models.model import (
     init_params,
     lm_head,
     on_base,
-    param_table,
     trained,
 )
 
@@ -90,7 +89,7 @@ def test_peft_opens_an_export_and_has_the_same_logits_and_gradients(
     grads = jax.grad(
         lambda adapters: (logits_of(on_base(params, adapters), model) * np.float32(weights)).sum()
     )(trained(params))
-    found = dict(hf.named_tensors(grads, trained(param_table(model))))
+    found = dict(hf.hf_tensors(grads, model))
     named = {
         name.replace(".default", ""): x.grad.numpy()
         for name, x in other.named_parameters()
@@ -131,7 +130,7 @@ def test_adapters_that_peft_has_written_are_read(tmp_path: Path) -> None:
     np.testing.assert_allclose(logits_of(params, model), expected, rtol=0, atol=1e-5)
     again = tmp_path / "again"
     lora.save_adapters(again, params, model, str(folder), "", chat_template="", writes=True)
-    ours, theirs = (load_file(x / lora.WEIGHTS) for x in (again, adapters))
+    ours, theirs = (load_file(x / hf.ADAPTERS) for x in (again, adapters))
     assert ours.keys() == theirs.keys()
     for name in ours:
         np.testing.assert_array_equal(ours[name], theirs[name])

@@ -134,7 +134,7 @@ def test_a_bug_in_the_code_keeps_its_traceback_and_is_no_mistake_of_the_user(out
     """numpy, jax and zip raise ValueErrors, too."""
     repo = copy_repository(out / "buggy")
     text = (repo / "models" / "hf.py").read_text()
-    line = "    files = open_tensors(folder, table, file)\n"
+    line = "    files = open_tensors(folder, table)\n"
     assert line in text
     bug = text.replace(line, f"    table = np.zeros(512).reshape(3, -1)\n{line}")
     (repo / "models" / "hf.py").write_text(bug)

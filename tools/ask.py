@@ -24,7 +24,7 @@ from runtime.processes import StopSignal
 from runtime.records import DONE
 from runtime.run_log import Clock
 from runtime.sizes import MICRO_SIZES, PASS_SIZES, STEP_SIZES
-from startup import first_params, made_with_of, make_backend, open_log, set_up, with_base
+from startup import first_params, made_with_of, make_backend, open_log, read_base, set_up
 
 # Settings of a program that only answers: it takes no step, and leaves no export.
 NO_STEPS = {"steps": 0, "export_hf": "none", "wandb_mode": "disabled", "eval_full_sweep": True}
@@ -47,27 +47,23 @@ def load_weights(run: Run) -> tuple[Params, int]:
     folder = cfg.checkpoint_dir or (f"{cfg.output_dir}/checkpoints" if cfg.output_dir else "")
     own = Checkpoints(folder, read_only=True) if folder else None
     source, step = resume.checkpoint_source(cfg.resume, own)
-    run = with_base(run)
     wanted = {"state": Weights(trained(abstract_params(model, mesh, jnp.float32)))}
 
     def check(record: dict[str, Any]) -> None:
-        for name in ("LoRA", "the model's weights") if run.model.lora else ():
+        for name in ("LORA_ALPHA", "the model's weights") if model.lora else ():
             before, now = record["made_with"].get(name), made_with_of(run)[name]
-            if before != now:
-                raise UserMistake(
-                    f"{source.folder} has adapters of another base or form: {name} was {before} "
-                    f"and is {now}; set MODEL_PATH and LORA_... as in their run"
-                )
+            if before != now:  # the adapters would mean something else
+                raise UserMistake(f"{source.folder}: {name} was {before} and is {now}; set it back")
         resume.stop_if_other_arrays(wanted, record, part=True)
 
     if source and (found := source.restore(wanted, check, step)):
         arrays, record = found
         print(f"weights={source.folder}/{record['step']}", flush=True)
-        return on_base(run.base, arrays["state"].params), record["step"]
+        return on_base(read_base(run), arrays["state"].params), record["step"]
     if cfg.resume not in ("auto", "never"):
         raise UserMistake(f"RESUME={cfg.resume} is not the folder of a complete checkpoint")
     print(f"weights={run.adapters or run.folder}", flush=True)
-    return on_base(run.base, first_params(run)), 0
+    return on_base(read_base(run), first_params(run, jnp.float32)), 0
 
 
 def evaluate_weights(cfg: Config) -> None:

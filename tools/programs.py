@@ -19,8 +19,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from config import Config
 from models.draw import Sampling, support_size
-from models.model import Compute, abstract_params, on_base, trained
-from models.placement import limits_of, shares_base
+from models.model import Compute, abstract_params, on_base
+from models.placement import limits_of
 from runtime.chips import SLICES
 from runtime.mistakes import UserMistake
 from runtime.packing import MicroBatch, widest
@@ -103,27 +103,23 @@ def programs_of(plan: Plan) -> dict[str, Program]:
     cfg, training, rollout = plan.cfg, plan.training, plan.rollout
     model, mesh = training.model, training.layout.mesh
     state = abstract_state(model, mesh, optimizer_of(cfg))
-    base = None
+    base, reference = None, None
     if model.lora:
         base = abstract_params(model, mesh, training.dtype, training.layer_loop)
         base = base.replace(adapters=None)
-    params, grads = on_base(base, state.params), state.params
-    reference = None
     if cfg.beta > 0:  # with LoRA it has the same base
-        reference = params if base else abstract_params(model, mesh, training.dtype)
-    own = trained(reference) if reference else None  # the reference without a base
-    kept = bytes_of((state, base, own))
+        reference = state.params if base else abstract_params(model, mesh, training.dtype)
+    params, grads = on_base(base, state.params), state.params
+    kept = bytes_of((state, base, reference))
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
 
-    shares = shares_base(training, rollout)
-    sync, given, copied = sync_weights(rollout, with_base=not shares), params, params
-    if shares:
-        copied = state.params
-    elif model.lora and not rollout.model.lora:  # an engine copies merged weights, a second base
-        given, copied = params.replace(adapters=None), None
-    found = {"sync_weights": Program(sync, (given,), {}, kept - bytes_of(copied))}
+    copied = state.params if rollout.shares_base else params
+    rest = kept - bytes_of(copied)
+    if base and not rollout.model.lora:  # an engine copies merged weights, a second base
+        copied, rest = base, kept
+    found = {"sync_weights": Program(sync_weights(rollout), (copied,), {}, rest)}
     if cfg.rollout_backend == "naive":  # an engine has programs of its own
-        beside = kept - shares * bytes_of(base)  # the rollout reads the base too
+        beside = kept - rollout.shares_base * bytes_of(base)  # the rollout reads the base too
         found |= rollout_programs(
             plan, plan.sizes.prompt_batch_size, cfg.num_pre_q, sampling_of(cfg), beside
         )
@@ -135,7 +131,7 @@ def programs_of(plan: Plan) -> dict[str, Program]:
 
     batch = micro_batch(plan)
     if cfg.beta > 0 or cfg.needs_policy_logps():
-        scored = reference or params
+        scored = on_base(base, reference) if reference else params
         found["compute_logps_and_entropies"] = Program(
             compute_logps_and_entropies,
             (scored, batch, cfg.temperature, training),
@@ -151,7 +147,7 @@ def programs_of(plan: Plan) -> dict[str, Program]:
     )
     static = {"optimizer": optimizer_of(cfg), "model": model}
     arguments = state, grads, scalar, scalar
-    rest = bytes_of((base, own))
+    rest = bytes_of((base, reference))
     found["optimizer_step"] = Program(optimizer_step, arguments, static, rest)
     return found
 

@@ -140,15 +140,19 @@ def set_up(cfg: Config, example: dict[str, str] | None = None) -> Run:
 
 
 def lora_line(run: Run) -> str:
-    """A line that says which adapters are trained, and whether their base is in memory once."""
+    """A line that says which adapters are trained, and whether their base is in memory once, or how
+    much memory the rollout's copy of it takes."""
     if run.model.lora is None:
         return ""
     rank, alpha, targets = run.model.lora
     of_base = placement.num_params(dataclasses.replace(run.model, lora=None))
+    trained = placement.num_params(run.model) - of_base
+    mesh = run.rollout.layout.mesh
+    gib = of_base * run.rollout.dtype.itemsize / mesh.shape["fsdp"] / mesh.shape["tp"] / 2**30
+    copied = f"copied ({gib:.2f} GiB on each device)"
     return (
         f"lora rank={rank} alpha={alpha:g} targets={','.join(targets)} "
-        f"trained={(placement.num_params(run.model) - of_base) / 1e6:.2f}M "
-        f"base={'shared' if run.rollout.shares_base else 'copied'}\n"
+        f"trained={trained / 1e6:.2f}M base={'shared' if run.rollout.shares_base else copied}\n"
     )
 
 

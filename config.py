@@ -33,6 +33,7 @@ TINY_LAYER = "recipes/tiny.yaml"
 TINY = REPO / TINY_LAYER
 MAX_REPLAYED = 128  # MAX_SUPPORT of models/draw.py; this file imports no jax
 LOW_FOR_LORA = 1e-5  # learning rate
+DEFAULT_TURNS = 8  # MAX_TURNS of a run with an environment
 LONG_COMPLETIONS = 128  # tokens; see Config.packs and Config.drops_ended
 ANY_SIZES = PASS_SIZES + STEP_SIZES
 MICRO_SETTINGS = (*MICRO_SIZES, "grad_accum_steps")
@@ -99,6 +100,12 @@ class Config:
     num_pre_q: int = in_rollout(8, "K: number of completions per prompt.", at_least=1)
     global_length: int = how_to_roll_out(0, "Smallest padded prompt length, in tokens.")
     max_length_sample: int = in_rollout(1024, "Longest completion in tokens.", at_least=1)
+    environment_class: str = in_rollout(
+        "", "Class that the policy talks to in turns, such as my.py:Game; empty: none."
+    )
+    max_turns: int = in_rollout(
+        0, "Most turns of the policy in a completion; 0: with ENVIRONMENT_CLASS 8, else 1."
+    )
     temperature: float = in_rollout(1.0, "Temperature of sampling and the loss's logps.", above=0)
     top_k: int = in_rollout(0, "Sample among this many likeliest tokens; 0: all.")
     top_p: float = in_rollout(1.0, "Sample within this probability mass.", above=0, at_most=1)
@@ -215,6 +222,10 @@ class Config:
         """Whether the run ever evaluates the model."""
         return self.eval_every_steps > 0 or self.eval_full_sweep
 
+    def turns(self) -> int:
+        """The most turns of the policy in a completion."""
+        return self.max_turns or (DEFAULT_TURNS if self.environment_class else 1)
+
     def drops_ended(self) -> bool:
         """Whether sequences that have ended leave the batch. With short completions the programs of
         smaller batches would take longer to compile than they save."""
@@ -303,6 +314,11 @@ def contradictions(cfg: Config) -> Iterator[str]:
     if cfg.replays() and cfg.top_k > MAX_REPLAYED:
         why = f"TOP_K={cfg.top_k} is too many tokens to replay"
         yield f"{why}; set at most {MAX_REPLAYED}, or SAMPLING_SUPPORT=full"
+    if cfg.max_turns > 1 and not cfg.environment_class:
+        yield f"MAX_TURNS={cfg.max_turns} needs an ENVIRONMENT_CLASS, which answers the policy"
+    if cfg.environment_class and cfg.rollout_backend != "naive":
+        why = f"ROLLOUT_BACKEND={cfg.rollout_backend} samples completions of a single turn"
+        yield f"{why}; leave it or ENVIRONMENT_CLASS out"
     if "://" in cfg.output_dir + cfg.export_hf:
         yield "OUTPUT_DIR and EXPORT_HF are folders of this machine; CHECKPOINT_DIR may be gs://"
     if cfg.overlong_cache > (T := cfg.max_length_sample):

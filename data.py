@@ -10,6 +10,7 @@ import functools
 import json
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,7 +69,8 @@ def load_examples(
     ]
     # Rewards receive the columns as lists, so every example needs every column of the split.
     columns = dict.fromkeys(name for example in examples for name in example)
-    for taken in {"completions", "completion_ids"} & set(columns):  # arguments of reward functions
+    # arguments of reward functions
+    for taken in {"completions", "completion_ids", "environments"} & set(columns):
         raise UserMistake(f"DATASET={dataset}: a column may not be called {taken}; rename it")
     examples = [{name: example.get(name) for name in columns} for example in examples]
     if one_file:
@@ -177,17 +179,21 @@ def text_of(setting: str) -> str:
 
 
 def build_prompts(
-    examples: list[dict[str, Any]], tokenizer: Any, system_prompt: str
+    examples: list[dict[str, Any]],
+    tokenizer: Any,
+    system_prompt: str,
+    tools: Sequence[dict[str, Any]] = (),
 ) -> list[Prompt]:
     """Returns the prompt of each example, made by the chat template of the tokenizer.
 
+    tools: what the template tells the model of tools.
     Raises UserMistake if the template fails.
     """
     system = {"role": "system", "content": system_prompt}
     chats = [[system, {"role": "user", "content": e["question"]}] for e in examples]
     try:
         texts = tokenizer.apply_chat_template(
-            chats, tokenize=False, add_generation_prompt=True, date_string=DATE
+            chats, tools=tools or None, tokenize=False, add_generation_prompt=True, date_string=DATE
         )
     except Exception as error:  # A template may raise anything.
         why = f"its chat template fails on a system and a user message: {error}"

@@ -175,7 +175,7 @@ def step_records(run: Run, step: Step) -> dict[str, float]:
     seconds, step_s = phase_seconds(step.clock), step.clock.total()
     compiled = step.clock.compiled()  # seconds of each program
     batch, prompt_lengths = step.batch, step.batch.prompt_lengths()
-    tokens = batch.lengths.sum()
+    tokens = batch.drawn_mask.sum()
     records = {
         name if name.startswith("throughput/") else f"train-other/{name}": value
         for name, value in step.metrics.items()
@@ -195,6 +195,7 @@ def step_records(run: Run, step: Step) -> dict[str, float]:
     records |= _spread("train-seq_len/completion", batch.lengths, "mean", "max")
     records |= _spread("train-seq_len/total", prompt_lengths + batch.lengths, "mean", "max")
     records["train-seq_len/completion/hit_max_frac"] = 1 - batch.stopped.mean()
+    records |= turn_records("train-turns", run, batch)
     records |= {f"time/train/{phase}_s": value for phase, value in seconds.items()}
     records["time/train/step_s"] = step_s
     records["compile/programs"] = len(compiled)
@@ -219,7 +220,7 @@ def device_records(run: Run, step: Step) -> dict[str, float]:
         lengths = step.batch.lengths.reshape(-1, K)  # [P, K]
         flops = update_flops(run.training.model, step.batch.prompt_lengths()[::K], lengths)
         computed = step.metrics["update_token_count"] * run.sizes.updates_per_step
-        flops *= computed / lengths.sum()
+        flops *= computed / step.batch.drawn_mask.sum()
         records["throughput/update/mfu"] = flops / seconds["update"] / peak
     return records
 
@@ -269,29 +270,28 @@ def evaluate(
     clock.lap("rollout_sync")
     evaluation = answer_questions(run, backend, stop, questions, key, clock)
     backend.release()
-    texts = texts_of(run.tokenizer, questions, evaluation)
-    line, records = evaluation_record(run, step, evaluation, texts, clock, full)
+    line, records = evaluation_record(run, step, evaluation, clock, full)
     log.line(line)
     log.record(step, records)
     prefix = "eval_full" if full else "eval"
     if jax.process_index() == 0:
         correct = are_right(evaluation.per_function)
-        entries = completion_entries(run, evaluation, texts, "correct", correct)
+        entries = completion_entries(run, evaluation, "correct", correct)
         log.entries("eval.jsonl", step, [{"evaluation": prefix} | entry for entry in entries])
     return records[f"{prefix}/accuracy"]
 
 
 def are_right(per_function: np.ndarray) -> np.ndarray:
     """[n] float64: 1 for a right completion, else 0; NaN where the function of the accuracy does
-    not apply. It is the first of REWARD_FN, and gives at least 1. per_function: [n, functions]."""
+    not apply. It is the first one, and gives at least 1. per_function: [n, functions]."""
     reward = per_function[:, 0]
     return np.where(np.isnan(reward), np.nan, reward >= 1)
 
 
 def evaluation_record(
-    run: Run, step: int, evaluation: Batch, texts: list[str], clock: Clock, full: bool
+    run: Run, step: int, evaluation: Batch, clock: Clock, full: bool
 ) -> tuple[str, dict[str, Any]]:
-    """The line and the record of one evaluation. texts: of its completions.
+    """The line and the record of one evaluation.
 
     The accuracy is pass@1: the mean over the questions of the share of right completions among
     those to which the accuracy's function applies.
@@ -306,6 +306,7 @@ def evaluation_record(
     more = {f"pass_at_{k}": pass_at(correct, k) for k in shown}
     judge = run.functions[0].__name__  # says what is right
     if n > 1 and judge == "reward_correct":
+        texts = texts_of(run.tokenizer, evaluation.prompts, evaluation)
         more[f"maj_at_{n}"] = majority_accuracy(correct, texts)
     ending = f"accuracy={accuracy:.4f} accuracy_se={error:.4f} accuracy_of={judge}"
     ending += "".join(f" {k}={x:.4f}" for k, x in more.items() if k.endswith(f"_{n}") and n > 1)
@@ -318,6 +319,7 @@ def evaluation_record(
     records |= _rewards(f"{prefix}/reward", run, evaluation)
     records |= _spread(f"{prefix}/seq_len/completion", evaluation.lengths, "mean", "max")
     records[f"{prefix}/seq_len/completion/hit_max_frac"] = 1 - evaluation.stopped.mean()
+    records |= turn_records(f"{prefix}/turns", run, evaluation)
     records[f"time/{prefix}/step_s"] = seconds
     if full:
         records["time/eval_full/s_per_question"] = seconds / questions
@@ -327,6 +329,19 @@ def evaluation_record(
         records |= {f"time/eval/{phase}_s": x for phase, x in phase_seconds(clock).items()}
         asked = f"eval step={step} split={split} questions={questions}"
     return f"{asked} {ending}", records
+
+
+def turn_records(name: str, run: Run, batch: Batch) -> dict[str, float]:
+    """The means over the completions of what belongs to turns; nothing without an environment."""
+    if run.environments is None:
+        return {}
+    drawn = batch.drawn_mask.sum(axis=1)
+    turns = (np.diff(batch.drawn_mask, axis=1, prepend=0) == 1).sum(axis=1)
+    return {
+        f"{name}/number": turns.mean(),
+        f"{name}/drawn_tokens": drawn.mean(),
+        f"{name}/environment_tokens": (batch.lengths - drawn).mean(),
+    }
 
 
 def _spread(name: str, values: np.ndarray, *which: str) -> dict[str, float]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from config import Config
 from loss import equal_groups
-from rollout import Run, texts_of
+from rollout import Run, dialogues_of
 from runtime import page
 from runtime.mistakes import UserMistake
 from runtime.packing import Batch
@@ -38,20 +38,20 @@ LONGEST_TEXT = 400  # characters of a text in the log; the files have the comple
 def sample_entries(run: Run, batch: Batch) -> list[dict[str, Any]]:
     """Entries of samples.jsonl for two groups of this process, with all their completions. Groups
     whose total rewards differ come first."""
-    first = run.local_prompts().start
+    first = run.local_sequences().start // run.cfg.num_pre_q
     equal = equal_groups(batch.rewards[run.local_sequences()], run.cfg.num_pre_q)
     shown = batch.groups(first + np.argsort(equal, kind="stable")[:2])
-    texts = texts_of(run.tokenizer, shown.prompts, shown)
-    entries = completion_entries(run, shown, texts, "advantage", shown.advantages)
+    entries = completion_entries(run, shown, "advantage", shown.advantages)
     prompts = [run.tokenizer.decode(prompt.ids) for prompt in shown.prompts]
     return [{"prompt": text} | entry for text, entry in zip(prompts, entries, strict=True)]
 
 
 def completion_entries(
-    run: Run, batch: Batch, texts: list[str], name: str, values: np.ndarray
+    run: Run, batch: Batch, name: str, values: np.ndarray
 ) -> list[dict[str, Any]]:
-    """An entry for each prompt of a batch, with its completions. A completion has one of the texts
-    and, under this name, one of the values; docs/survival.md has its other fields."""
+    """An entry for each prompt of a batch, with its completions. Under this name a completion has
+    one of the values; docs/survival.md has its other fields."""
+    texts = dialogues_of(run, batch)
     names = [function.__name__ for function in run.functions]
     completions = [
         {

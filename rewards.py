@@ -9,7 +9,6 @@ file, which a reward worker runs.
 Dimensions: n completions of one call.
 """
 
-import os
 import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -17,7 +16,7 @@ from fractions import Fraction
 import numpy as np
 
 from runtime.mistakes import UserMistake
-from runtime.reward_worker import RewardWorker
+from runtime.reward_worker import RewardWorker, WorkerFunction, worker_of
 
 SYSTEM_PROMPT = """\
 Reason step by step inside <think> </think>. Then, on the next line, write only the final number \
@@ -216,11 +215,15 @@ def entries_of(reward_fn: str) -> list[str]:
     return [entry.strip() for entry in reward_fn.split(",")] if reward_fn else list(DEFAULTS)
 
 
-def weights_of(reward_weights: tuple[float, ...], reward_fn: str) -> tuple[float, ...]:
-    """Returns REWARD_WEIGHTS; if it is empty, 1 for each function that REWARD_FN names, and without
-    REWARD_FN the weights of DEFAULTS. Raises UserMistake if the number of weights is wrong."""
-    names = [entry.rpartition(":")[2] for entry in entries_of(reward_fn)]
-    weights = reward_weights or tuple(1.0 if reward_fn else DEFAULTS[name] for name in names)
+def weights_of(
+    reward_weights: tuple[float, ...], reward_fn: str, names: Sequence[str]
+) -> tuple[float, ...]:
+    """Returns REWARD_WEIGHTS; if it is empty, 1 for each function, and without REWARD_FN the
+    weights of DEFAULTS. names: of the functions. Raises UserMistake if the number of weights is
+    wrong."""
+    weights = reward_weights or tuple(
+        1.0 if reward_fn else DEFAULTS.get(name, 1.0) for name in names
+    )
     if len(weights) != len(names):
         raise UserMistake(
             f"REWARD_WEIGHTS={','.join(map(str, weights))} has {len(weights)} numbers; "
@@ -245,13 +248,18 @@ def _as_floats(function: RewardFunction, returned: object, count: int) -> list[f
 
 
 def load_reward_functions(
-    reward_fn: str, timeout_s: float, max_length: int, overlong_cache: int
+    reward_fn: str,
+    timeout_s: float,
+    max_length: int,
+    overlong_cache: int,
+    workers: dict[str, RewardWorker],
 ) -> list[RewardFunction]:
     """Returns the functions that REWARD_FN names, in its order; without names those of DEFAULTS.
 
     reward_fn: names separated by commas, each of a function of this file or file.py:name.
     timeout_s: REWARD_TIMEOUT_S, the time limit of each call to a function of a file. max_length,
-    overlong_cache: tokens, see overlong_penalty.
+    overlong_cache: tokens, see overlong_penalty. workers: those of the files that have one already;
+    it gets those of the others.
     Raises UserMistake for an unknown name, a missing file, or a file that does not load.
     """
     entries = entries_of(reward_fn)
@@ -262,8 +270,9 @@ def load_reward_functions(
         file = entry.rpartition(":")[0]
         if entry not in known and not (file.endswith(".py") and name.isidentifier()):
             raise UserMistake(f"REWARD_FN: {entry!r} is not file.py:name, nor one of {[*known]}")
-        if file and not os.path.isfile(file):
-            raise UserMistake(f"REWARD_FN: there is no file {file} (looked in {os.getcwd()})")
         if names.count(name) > 1:
             raise UserMistake(f"REWARD_FN: two rewards have the name {name}; rename one")
-    return [known.get(entry) or RewardWorker(entry, timeout_s) for entry in entries]
+    return [
+        known.get(entry) or WorkerFunction(worker_of("REWARD_FN", entry, timeout_s, workers), entry)
+        for entry in entries
+    ]

@@ -8,7 +8,9 @@ and from choose_groups on to the longest completion.
 """
 
 import dataclasses
-from collections.abc import Iterator
+import itertools
+import json
+import operator
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +21,23 @@ import data
 import rewards
 from config import Config
 from loss import Objective, equal_groups
+from models import placement
 from models.draw import Sampling
 from models.model import Compute, ModelConfig, Params
 from runtime.layout import gather_processes, join
 from runtime.long_work import progress_bar
 from runtime.mistakes import UserMistake
 from runtime.packing import Batch, Limits
-from runtime.processes import StopSignal
+from runtime.processes import StopSignal, gather_texts
 from runtime.run_log import Clock
-from runtime.sizes import Sizes, eval_questions, prompt_width
+from runtime.sizes import Sizes, eval_questions, prompt_width, turn_sequences, turn_width
 from sampling import Backend, Completions, Stopping
+from turns import EVALUATION, Environments
 from update import Optimizer
+
+# Stands for the number of a place without a sequence. Results come in the order of the numbers, so
+# that such places are the last ones.
+NO_SEQUENCE = np.iinfo(np.int32).max
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,17 +63,14 @@ class Run:
     rollout: Compute
     mesh_reason: str  # why ROLLOUT_MESH_SHAPE=auto is what it is
     limits: Limits  # of the rows of an update
+    system_prompt: str
+    environments: Environments | None  # None: each completion is a single turn of the policy
     base: Params | None = None  # the weights that LoRA does not change; None: there are none
 
     def local_sequences(self) -> slice:
         """This process's part, b, of the B sequences of a step."""
         b = self.sizes.local_batch
         return slice(jax.process_index() * b, (jax.process_index() + 1) * b)
-
-    def local_prompts(self) -> slice:
-        """This process's part of the P prompts of a step."""
-        sequences = self.local_sequences()
-        return slice(sequences.start // self.cfg.num_pre_q, sequences.stop // self.cfg.num_pre_q)
 
 
 # ---- A step --------------------------------------------------------------------------------------
@@ -93,10 +98,12 @@ def have_equal_rewards(run: Run, rounds: list[Batch]) -> np.ndarray:
 
 
 def prompts_of_round(run: Run, number: int) -> list[data.Prompt]:
-    """[P] the prompts of round `number` of the run, from 0; the same on every process."""
+    """[P] the prompts of round `number` of the run, from 0; the same on every process. With an
+    environment their episodes begin."""
     P = run.sizes.prompts_per_step
     indices = data.batch_indices(len(run.train_prompts), P, number, run.cfg.seed)  # [P]
-    return [run.train_prompts[i] for i in indices]
+    prompts = [run.train_prompts[i] for i in indices]
+    return begin_episodes(run, prompts, number + 1, run.cfg.num_pre_q)
 
 
 def complete_prompts(
@@ -104,11 +111,10 @@ def complete_prompts(
 ) -> Completions:
     """K completions of each of this process's part of P prompts."""
     K, size = run.cfg.num_pre_q, run.sizes.prompt_batch_size
-    passes = rollout_passes(run, backend, stop, prompts, key, "rollout", run.sampling, K, size)
-    return join([completions for _, completions in passes])
+    return complete(run, backend, stop, prompts, key, "rollout", run.sampling, K, size)
 
 
-def rollout_passes(
+def complete(
     run: Run,
     backend: Backend,
     stop: StopSignal,
@@ -118,50 +124,75 @@ def rollout_passes(
     sampling: Sampling,
     per_prompt: int,
     size: int,
-) -> Iterator[tuple[list[data.Prompt], Completions]]:
-    """Yields the prompts of each rollout pass, `size` of this process, and their completions,
-    per_prompt for each.
+) -> Completions:
+    """The completions of this process's part of the prompts, per_prompt for each.
 
-    prompts: of all processes; each process has an equal part of them, in order, as in
-    Run.local_prompts. name: of the progress bar.
+    prompts: of all processes. name: of the progress bar. size: prompts of a rollout pass of this
+    process.
     """
     longest = max(len(prompt.ids) for prompt in prompts)
     width = prompt_width(longest, run.cfg.global_length)  # S+1
-    count = len(prompts) // jax.process_count()
+    local, passes = local_part_of(prompts), []
+    count = len(local)
+    numbers = np.arange(count * per_prompt, dtype=np.int32)  # of the sequences
+    numbers += jax.process_index() * count * per_prompt
     with progress_bar(name, count * per_prompt, "completions") as bar:
-        for first in range(jax.process_index() * count, (jax.process_index() + 1) * count, size):
+        for first in range(0, count, size):
             stop.check()
-            of_pass = prompts[first : first + size]
-            ids = [prompt.ids for prompt in of_pass]
-            completions = backend.generate(
-                *data.pad_prompts(ids, width, run.stopping.pad_id),
-                np.arange(first * per_prompt, (first + size) * per_prompt, dtype=np.int32),
-                key,
-                sampling,
-            )
+            ids = [prompt.ids for prompt in local[first : first + size]]
+            padded = data.pad_prompts(ids, width, run.stopping.pad_id)
+            of_pass = numbers[first * per_prompt : (first + size) * per_prompt]
+            passes.append(backend.generate(*padded, of_pass, key, sampling))
             bar.update(size * per_prompt)
-            yield of_pass, completions
+    completions = join(passes)
+    if run.environments is None:
+        return completions
+    return take_turns(run, backend, stop, local, completions, key, sampling, size * per_prompt)
 
 
 def texts_of(
     tokenizer: Any, prompts: list[data.Prompt], completions: Completions | Batch
 ) -> list[str]:
-    """The text of each completion, without its stop token and other special tokens; the completions
-    of a prompt are adjacent.
+    """The text of each completion; the completions of a prompt are adjacent."""
+    count = len(completions.lengths)
+    return [text_of(tokenizer, prompts, completions, i) for i in range(count)]
+
+
+def text_of(
+    tokenizer: Any, prompts: list[data.Prompt], completions: Completions | Batch, i: int
+) -> str:
+    """The text of completion i, of its last turn, without its stop token and other special tokens.
 
     A tag that the chat template has opened belongs to the text that is rewarded, but not to the
     tokens of the completion.
     """
-    drawn = tokenizer.batch_decode(token_ids(completions), skip_special_tokens=True)
-    opened = [data.opened_tag(prompt, tokenizer) for prompt in prompts]
-    per_prompt = len(drawn) // len(prompts)
-    return [opened[i // per_prompt] + text for i, text in enumerate(drawn)]
+    *_, last = (ids for is_drawn, ids in parts_of(completions, i) if is_drawn)
+    prompt = prompts[i * len(prompts) // len(completions.lengths)]
+    return data.opened_tag(prompt, tokenizer) + tokenizer.decode(last, skip_special_tokens=True)
 
 
-def token_ids(completions: Completions | Batch) -> list[list[int]]:
-    """The tokens of each completion, its stop token included."""
-    padded = zip(completions.completion_ids.tolist(), completions.lengths, strict=True)
-    return [ids[:length] for ids, length in padded]
+def parts_of(completions: Completions | Batch, i: int) -> list[tuple[int, list[int]]]:
+    """The tokens of completion i in parts: 1 and a turn that the policy has drawn, then 0 and a
+    message of the environment, and so on."""
+    used = slice(completions.lengths[i])
+    ids, drawn = (x[i, used].tolist() for x in (completions.completion_ids, completions.drawn_mask))
+    parts = itertools.groupby(zip(drawn, ids, strict=True), key=operator.itemgetter(0))
+    return [(is_drawn, [token for _, token in part]) for is_drawn, part in parts]
+
+
+def dialogues_of(run: Run, batch: Batch) -> list[str]:
+    """The text of each completion for people to read: with an environment all of its turns, and who
+    has written each part."""
+    if run.environments is None:
+        return texts_of(run.tokenizer, batch.prompts, batch)
+    names = "[environment]", "[policy]"
+
+    def shown(is_drawn: int, ids: list[int]) -> str:
+        text = run.tokenizer.decode(ids, skip_special_tokens=True)
+        return f"{names[is_drawn]} {text.strip()}"
+
+    count = len(batch.lengths)
+    return ["\n".join(shown(*part) for part in parts_of(batch, i)) for i in range(count)]
 
 
 def reward_completions(
@@ -175,7 +206,10 @@ def reward_completions(
         name: [prompt.columns.get(name) for prompt in prompts for _ in range(per_prompt)]
         for name in prompts[0].columns
     }
-    columns["completion_ids"] = token_ids(completions)
+    ids, drawn = completions.completion_ids, completions.drawn_mask > 0
+    columns["completion_ids"] = [x[mask].tolist() for x, mask in zip(ids, drawn, strict=True)]
+    if run.environments is not None:
+        columns["environments"] = completions.sequence_ids.tolist()
     return rewards.total_rewards(texts, columns, run.functions, run.weights)
 
 
@@ -192,11 +226,14 @@ def gather_batch(
     [b, functions]: of this process's part of them.
     """
     arrays = {name: x for name, x in completions._asdict().items() if x is not None}
+    del arrays["sequence_ids"]
     arrays |= {"rewards": totals, "per_function": per_function}
-    # A stop token has ended the completion; it was not cut off.
+    arrays["completion_mask"] = completions.drawn_mask
+    # A stop token has ended the completion; it was not cut off, nor was an environment's message.
     last = completions.lengths[:, None] - 1
     last_ids = np.take_along_axis(completions.completion_ids, last, axis=1)[:, 0]  # [b]
-    arrays["stopped"] = np.isin(last_ids, run.stopping.stop_ids)
+    is_drawn = np.take_along_axis(completions.drawn_mask, last, axis=1)[:, 0] > 0  # [b]
+    arrays["stopped"] = np.isin(last_ids, run.stopping.stop_ids) & is_drawn
     return Batch(prompts, **gather_processes(arrays))
 
 
@@ -220,6 +257,118 @@ def choose_groups(run: Run, rounds: list[Batch]) -> Batch:
     return batch.cut(run.limits.completion_width(int(batch.lengths.max())))
 
 
+# ---- Turns ---------------------------------------------------------------------------------------
+
+
+def begin_episodes(
+    run: Run, prompts: list[data.Prompt], round_number: int, per_prompt: int
+) -> list[data.Prompt]:
+    """The prompts of all processes as the environment begins the episodes of their completions: the
+    text that `reset` returns stands behind the question. Raises UserMistake."""
+    if run.environments is None:
+        return prompts
+    local = local_part_of(prompts)
+    first = jax.process_index() * len(local) * per_prompt
+    numbers = range(first, first + len(local) * per_prompt)
+    columns = [prompt.columns for prompt in local]
+    texts = run.environments.reset(round_number, numbers, columns, per_prompt)
+    texts = [text for part in gather_texts(json.dumps(texts)) for text in json.loads(part)]
+    examples = [
+        prompt.columns | {"question": prompt.columns["question"] + (text or "")}
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
+    begun = data.build_prompts(examples, run.tokenizer, run.system_prompt, run.environments.tools)
+    longest = max(len(prompt.ids) for prompt in begun)
+    placement.stop_if_too_long(run.stopping.max_new_tokens, run.model, longest)
+    if longest > run.limits.longest_prompt + 1:
+        raise UserMistake(
+            f"ENVIRONMENT_CLASS={run.cfg.environment_class}: with the text of reset a prompt has "
+            f"{longest} tokens, and the run has planned for {run.limits.longest_prompt + 1}; set "
+            f"GLOBAL_LENGTH={longest - 1} or more"
+        )
+    pairs = zip(begun, prompts, strict=True)
+    return [prompt._replace(columns=given.columns) for prompt, given in pairs]
+
+
+def take_turns(
+    run: Run,
+    backend: Backend,
+    stop: StopSignal,
+    prompts: list[data.Prompt],
+    completions: Completions,
+    key: jax.Array,
+    sampling: Sampling,
+    most: int,
+) -> Completions:
+    """The completions of this process's prompts after their later turns. A completion ends when its
+    environment has nothing to say, after MAX_TURNS, or when it is full.
+
+    most: sequences of a rollout pass of this process.
+    """
+    going = [*range(len(completions.lengths))]
+    for turn in range(1, run.cfg.turns() + 1):
+        going = [i for i in going if add_message(run, prompts, completions, i, turn)]
+        earlier = [completions.completion_ids[i, : completions.lengths[i]].tolist() for i in going]
+        of_prompts = [prompts[i * len(prompts) // len(completions.lengths)].ids for i in going]
+        ids = [[*prompt, *tokens] for prompt, tokens in zip(of_prompts, earlier, strict=True)]
+        # All processes compute the same number of passes, of the same shapes.
+        sizes = np.array([[len(going), max(map(len, ids), default=1)]])
+        count, longest = gather_processes(sizes).max(axis=0).tolist()
+        if count == 0:
+            break
+        size = turn_sequences(count, most, jax.local_device_count())
+        width = turn_width(longest, run.limits.longest_prompt + 1 + run.stopping.max_new_tokens)
+        for first in range(0, count, size):
+            stop.check()
+            of_pass = going[first : first + size]
+            # For an unused place no token is drawn, as if its completion were full.
+            unused = size - len(of_pass)
+            filled = ids[first : first + size] + [[run.stopping.pad_id]] * unused
+            padded = data.pad_prompts(filled, width, run.stopping.pad_id)
+            T = run.stopping.max_new_tokens
+            numbers = np.append(completions.sequence_ids[of_pass], [NO_SEQUENCE] * unused)
+            lengths = np.append(completions.lengths[of_pass], [T] * unused)
+            numbers, lengths = numbers.astype(np.int32), lengths.astype(np.int32)
+            drawn = backend.generate(*padded, numbers, key, sampling, lengths)
+            for j, i in enumerate(of_pass):
+                add_turn(completions, i, drawn, j)
+    return completions
+
+
+def add_message(
+    run: Run, prompts: list[data.Prompt], completions: Completions, i: int, turn: int
+) -> bool:
+    """Whether completion i goes on after this turn: then it gets what its environment answers. A
+    message that leaves no room for another token is cut, and ends the completion."""
+    length, T = completions.lengths[i], run.stopping.max_new_tokens
+    was_cut = completions.completion_ids[i, length - 1] not in run.stopping.stop_ids
+    is_last = turn == run.cfg.turns()
+    if was_cut or (is_last and run.environments.tools):  # Nobody would read what a tool answers.
+        return False
+    text = text_of(run.tokenizer, prompts, completions, i)
+    ids = run.environments.answer(int(completions.sequence_ids[i]), turn, text)
+    if ids is None or is_last:
+        return False
+    ids = ids[: T - length]
+    completions.completion_ids[i, length : length + len(ids)] = ids
+    completions.lengths[i] += len(ids)
+    return completions.lengths[i] < T
+
+
+def add_turn(completions: Completions, i: int, drawn: Completions, j: int) -> None:
+    """Writes what was drawn in place j of a pass behind the tokens of completion i."""
+    count = drawn.lengths[j]
+    span = slice(completions.lengths[i], completions.lengths[i] + count)
+    for name in Completions._fields:
+        x, new = getattr(completions, name), getattr(drawn, name)
+        if name == "sequence_ids" or x is None:
+            continue
+        if x.ndim > 1:  # of the tokens
+            x[i, span] = new[j, :count]
+        else:  # a sum over the tokens
+            x[i] += new[j]
+
+
 # ---- An evaluation -------------------------------------------------------------------------------
 
 
@@ -236,14 +385,25 @@ def answer_questions(
     # Questions of a pass on each process.
     size = eval_questions(run.sizes, run.cfg.num_pre_q, samples, jax.local_device_count())
     missing = -len(questions) % (size * jax.process_count())
-    padded = [*questions, *[questions[-1]] * missing]
-    passes = []
-    for of_pass, completions in rollout_passes(
-        run, backend, stop, padded, key, "evaluation", run.eval_sampling, samples, size
-    ):
-        clock.lap("rollout_generate")
-        passes.append((completions, *reward_completions(run, of_pass, completions)))
-        clock.lap("reward")
-    batch = gather_batch(run, padded, *join(passes))
+    padded = begin_episodes(run, [*questions, *[questions[-1]] * missing], EVALUATION, samples)
+    how = run.eval_sampling, samples, size
+    completions = complete(run, backend, stop, padded, key, "evaluation", *how)
+    clock.lap("rollout_generate")
+    local = local_part_of(padded)
+    rewarded = []
+    for first in range(0, len(local), size):  # a call of a reward function is for a single pass
+        of_pass = slice(first * samples, (first + size) * samples)
+        part = jax.tree.map(lambda x, of_pass=of_pass: x[of_pass], completions)
+        rewarded.append(reward_completions(run, local[first : first + size], part))
+    batch = gather_batch(run, padded, completions, *join(rewarded))
     clock.lap("reward")
     return batch.groups(np.arange(len(questions)))
+
+
+# ---- Processes -----------------------------------------------------------------------------------
+
+
+def local_part_of(prompts: list[data.Prompt]) -> list[data.Prompt]:
+    """This process's part of the prompts of all processes; each has an equal part, in order."""
+    count = len(prompts) // jax.process_count()
+    return prompts[jax.process_index() * count : (jax.process_index() + 1) * count]

@@ -266,7 +266,7 @@ class SglangBackend:
             logps[i, :length] = [x for x, *_ in output["meta_info"]["output_token_logprobs"]]
         lengths = np.array([len(output["output_ids"]) for output in outputs], np.int32)  # [b]
         mask = (np.arange(T) < lengths[:, None]).astype(np.int32)  # [b, T]
-        return Completions(completion_ids, mask, lengths, logps, computed_tokens=lengths)
+        return Completions(sequence_ids, completion_ids, mask, lengths, logps, lengths)
 
     def release(self) -> None:
         """Frees the engine's weights, keys and values, until the next update_weights."""

@@ -50,9 +50,10 @@ class Stopping(NamedTuple):
 class Completions(NamedTuple):
     """Completions of this process, on the host."""
 
+    sequence_ids: np.ndarray  # [b] int32, the number of each in its round or its evaluation
     completion_ids: np.ndarray  # [b, T] int32, right-padded
-    completion_mask: np.ndarray  # [b, T] int32, 1 on the tokens that the policy has drawn
-    lengths: np.ndarray  # [b] int32 tokens, the stop token included
+    drawn_mask: np.ndarray  # [b, T] int32, 1 on the tokens that the policy has drawn
+    lengths: np.ndarray  # [b] int32 tokens, stop tokens and an environment's tokens included
     sampling_logps: np.ndarray  # [b, T] float32 nats, of the distribution that was sampled
     computed_tokens: np.ndarray  # [b] int32, how long the sequence had a place in the batch
     support: np.ndarray | None = None  # [b, T, U] int32 ids, -1 in unused places
@@ -88,6 +89,7 @@ class NaiveBackend:
         sequence_ids: np.ndarray,
         key: jax.Array,
         sampling: Sampling,
+        earlier: np.ndarray | None = None,
     ) -> Completions:
         """The completions of one rollout pass, those of a prompt one after the other.
 
@@ -95,6 +97,9 @@ class NaiveBackend:
         once; the mask is 0 on padding. sequence_ids: [b] int32, the numbers of its sequences, in
         ascending order. The random numbers with which a token is drawn follow from the key, the
         sequence's number and the token's number alone, on whatever device the sequence is computed.
+        earlier: [b] int32, how many tokens of its completion a sequence's prompt ends with, in a
+        later turn; they count in the token's number and in MAX_LENGTH_SAMPLE, and the completions
+        do not have them again. None: the prompts have no such tokens.
         """
         compute, stopping = self._rollout, self._stopping
         per_prompt = len(sequence_ids) // len(prompt_ids)
@@ -106,13 +111,17 @@ class NaiveBackend:
         how = {"sampling": sampling, "stopping": stopping}
         prefix = prefill(self._weights, compute, *prompts)
         ids = shard_batch(sequence_ids, compute.layout)
+        # A turn is mostly short, and programs of smaller batches would have to be compiled for it.
+        drop = self._drop_ended and earlier is None
+        earlier = np.zeros_like(sequence_ids) if earlier is None else earlier
         width = stage_ends(stopping.max_new_tokens, compute.layer_loop)[0]
-        state = begin(compute, *prompts, prefix, ids, key, width=width, **how)
-        found = join(decode_all(self._weights, compute, state, drop=self._drop_ended, **how))
-        order = np.argsort(found.pop("sequence_ids"))  # They left the batch in another order.
+        of_sequences = ids, shard_batch(earlier, compute.layout)
+        state = begin(compute, *prompts, prefix, *of_sequences, key, width=width, **how)
+        found = join(decode_all(self._weights, compute, state, drop=drop, **how))
+        order = np.argsort(found["sequence_ids"])  # They left the batch in another order.
         found = {name: x[order] for name, x in found.items()}
         mask = np.arange(stopping.max_new_tokens) < found["lengths"][:, None]  # [b, T]
-        return Completions(completion_mask=mask.astype(np.int32), **found)
+        return Completions(drawn_mask=mask.astype(np.int32), **found)
 
     def release(self) -> None:
         """Frees the copy of the weights, until the next update_weights."""
@@ -250,6 +259,7 @@ class Decoding(NamedTuple):
     live: jax.Array  # int32, the unfinished sequences on the device that has most of them
     key: jax.Array  # of the pass
     sequence_ids: jax.Array  # [R] int32
+    earlier: jax.Array  # [R] int32, the tokens of the completion that the prompt ends with
     last_position: jax.Array  # [R] int32, of the prompt's last token
     token: jax.Array  # [R] int32, the newest token, first the prompt's last one
     done: jax.Array  # [R] bool
@@ -274,6 +284,7 @@ def begin(
     prompt_mask: jax.Array,
     prefix: Any,
     sequence_ids: jax.Array,
+    earlier: jax.Array,
     key: jax.Array,
     *,
     width: int,
@@ -295,9 +306,10 @@ def begin(
         drawn["cut_tokens"] = jnp.zeros(R, jnp.int32)
     per_sequence = {
         "sequence_ids": sequence_ids,
+        "earlier": earlier,
         "last_position": jnp.repeat(prompt_mask.sum(axis=1) - 1, share),
         "token": jnp.repeat(prompt_ids[:, -1], share),
-        "done": jnp.zeros(R, bool),
+        "done": earlier >= T,
         "drawn": drawn,
     }
     empty = map_kv(lambda kv: kv.empty(R, width), prefix)
@@ -344,7 +356,7 @@ def decode(
         # sequences for which it draws tokens.
         logits = constrain(logits, layout, TRAIN_BATCH_AXES, "tp")
         logits = constrain(logits, layout, layout.batch_axes)
-        keys = jax.vmap(jax.random.fold_in, (0, None))(sequence_keys, t)  # [R]
+        keys = jax.vmap(jax.random.fold_in)(sequence_keys, state.earlier + t)  # [R]
         token, logp, *drawn_from = draw_tokens(keys, logits, sampling)
         token = jnp.where(done, stopping.pad_id, token)
         ids, logps = drawn["completion_ids"], drawn["sampling_logps"]
@@ -355,9 +367,10 @@ def decode(
         }
         if sampling.replay:
             support, was_cut = drawn_from
-            drawn["support"] = drawn["support"].at[:, t].set(support)
+            drawn["support"] = drawn["support"].at[:, t].set(jnp.where(done[:, None], -1, support))
             drawn["cut_tokens"] += was_cut & ~done
         done = done | jnp.isin(token, jnp.array(stopping.stop_ids))
+        done = done | (state.earlier + t + 1 >= stopping.max_new_tokens)
         live = (~done).reshape(layout.batch_shards, -1).sum(axis=1).max()
         return t + 1, live, token, done, drawn, completion
 
@@ -395,7 +408,7 @@ def drop_sequences(
 
         return _on_their_devices(jax.tree.map(of_array, arrays), compute, axis)
 
-    names = ("sequence_ids", "last_position", "token", "done", "drawn")
+    names = ("sequence_ids", "earlier", "last_position", "token", "done", "drawn")
     smaller = state._replace(
         **pick({name: getattr(state, name) for name in names}, kept),
         prompt=pick(state.prompt, of_prompt, _kv_axis(compute)),

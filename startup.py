@@ -37,10 +37,12 @@ from runtime.mistakes import Unwritable, UserMistake, fail
 from runtime.parsing import REPO, to_text
 from runtime.processes import StopSignal
 from runtime.records import RUNNING
+from runtime.reward_worker import RewardWorker, worker_of
 from runtime.run_log import RunLog, replace_file, stop_if_not_writable
 from runtime.sizes import derive, prompt_width
 from runtime.wandb_run import check_wandb, chosen_mode
 from sampling import Backend, NaiveBackend, Stopping
+from turns import Environments
 from update import Optimizer, TrainState, abstract_state, init_state
 
 
@@ -126,7 +128,7 @@ def set_up(cfg: Config, example: dict[str, str] | None = None) -> Run:
         f"model={run.folder} parameters={placement.num_params(run.model) / 1e6:.2f}M "
         f"dtype={run.training.dtype} train={len(run.train_prompts)} "
         f"test={len(run.eval_prompts)} prompts "
-        f"rewards={cfg.reward_fn or ','.join(f.__name__ for f in run.functions)}\n"
+        f"rewards={','.join(f.__name__ for f in run.functions)}\n"
         f"mesh dp,fsdp,tp train={mesh_text(run.training.layout.mesh)} ({cfg.mesh_shape}) "
         f"rollout={placement.rollout_mesh(cfg, run.rollout)} "
         f"({cfg.rollout_mesh_shape}{run.mesh_reason})\n"
@@ -172,13 +174,16 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
     processes.stop_if_not_so_many(cfg.require_multihost, cfg.require_jax_process_count)
     sizes = derive(cfg, jax.process_count(), jax.local_device_count())
     print(sizes.line(), flush=True)
-    functions = rewards.load_reward_functions(
-        cfg.reward_fn,
-        cfg.reward_timeout_s,
-        cfg.max_length_sample,
-        cfg.overlong_cache or cfg.max_length_sample // 5,
-    )
-    weights = rewards.weights_of(cfg.reward_weights, cfg.reward_fn)
+    workers: dict[str, RewardWorker] = {}
+    functions = []
+    if cfg.reward_fn or not cfg.environment_class:
+        functions = rewards.load_reward_functions(
+            cfg.reward_fn,
+            cfg.reward_timeout_s,
+            cfg.max_length_sample,
+            cfg.overlong_cache or cfg.max_length_sample // 5,
+            workers,
+        )
     system_prompt = data.text_of(cfg.system_prompt) or rewards.SYSTEM_PROMPT
 
     folder, adapters = lora.fetch_base(cfg.model_path, cfg.model_revision)
@@ -188,11 +193,20 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
     if adapters and (adapters / "chat_template.jinja").is_file():  # an export may have one
         template = template or str(adapters / "chat_template.jinja")
     model, tokenizer = hf.read_model(folder, template)
+    stop_ids = hf.stop_ids(folder, tokenizer)
     model = dataclasses.replace(model, lora=lora.lora_of(cfg, model, adapters))
+
+    environments = open_environments(cfg, workers, tokenizer, stop_ids)
+    if environments and environments.has_reward:
+        if "get_reward" in (function.__name__ for function in functions):
+            raise UserMistake("REWARD_FN: ENVIRONMENT_CLASS has a get_reward too; rename one")
+        functions.append(environments.get_reward)
+    weights = rewards.weights_of(cfg.reward_weights, cfg.reward_fn, [f.__name__ for f in functions])
 
     def prompts_of(split: str) -> list[data.Prompt]:
         examples = [example] if example else examples_of(cfg, split)
-        prompts = data.build_prompts(examples, tokenizer, system_prompt)
+        tools = environments.tools if environments else []
+        prompts = data.build_prompts(examples, tokenizer, system_prompt, tools)
         return data.fit_prompts(prompts, cfg.max_prompt_length, split)
 
     train_prompts = prompts_of(cfg.train_split) if cfg.steps else []
@@ -204,7 +218,6 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
     device_kind = jax.devices()[0].device_kind
     kernel = logps_kernel(cfg.policy_loss_impl, model.hidden_size, device_kind)
     training = training._replace(logps_kernel=kernel)
-    stop_ids = hf.stop_ids(folder, tokenizer)
     return Run(
         cfg=cfg,
         sizes=sizes,
@@ -225,7 +238,31 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
         rollout=rollout,
         mesh_reason=reason,
         limits=placement.limits_of(cfg, sizes, training, jax.process_count(), S),
+        system_prompt=system_prompt,
+        environments=environments,
     )
+
+
+def open_environments(
+    cfg: Config, workers: dict[str, RewardWorker], tokenizer: Any, stop_ids: Sequence[int]
+) -> Environments | None:
+    """The environments of ENVIRONMENT_CLASS, or None without it. Raises UserMistake.
+
+    workers: as for rewards.load_reward_functions.
+    """
+    source = cfg.environment_class
+    if not source:
+        return None
+    file, _, name = source.rpartition(":")
+    if not (file.endswith(".py") and name.isidentifier()):
+        raise UserMistake(f"ENVIRONMENT_CLASS={source} is not file.py:Class")
+    worker = worker_of("ENVIRONMENT_CLASS", source, cfg.reward_timeout_s, workers)
+    environments = Environments(source, worker, tokenizer, stop_ids, cfg.seed)
+    if not environments.has_reward and not cfg.reward_fn:
+        raise UserMistake(
+            f"ENVIRONMENT_CLASS={source} has no get_reward(self); write one, or set REWARD_FN"
+        )
+    return environments
 
 
 def make_backend(run: Run) -> Backend:
@@ -371,9 +408,12 @@ def made_with_of(run: Run) -> dict[str, str]:
         if run.adapters:
             files += [run.adapters / lora.CONFIG, run.adapters / hf.ADAPTERS]
         values["the model's weights"] = digest_of([digest_of_file(file) for file in files])
-    for file in {entry.rpartition(":")[0] for entry in entries if ":" in entry}:
-        content = Path(file).read_bytes()
-        values[f"the file of REWARD_FN {Path(file).name}"] = processes.digest(content)
+    values["ENVIRONMENT_CLASS"] = Path(cfg.environment_class).name
+    sources = {"REWARD_FN": entries, "ENVIRONMENT_CLASS": [cfg.environment_class]}
+    for setting, named in sources.items():
+        for file in {entry.rpartition(":")[0] for entry in named if ":" in entry}:
+            content = Path(file).read_bytes()
+            values[f"the file of {setting} {Path(file).name}"] = processes.digest(content)
     return values
 
 

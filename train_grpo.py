@@ -60,6 +60,7 @@ from rollout import (
     complete_prompts,
     enough,
     gather_batch,
+    local_part_of,
     prompts_of_round,
     reward_completions,
 )
@@ -114,7 +115,7 @@ def main(cfg: Config) -> None:
                 key = jax.random.fold_in(rollout_key, number)
                 completions = complete_prompts(run, backend, life.stop, prompts, key)  # [b, T]
                 clock.lap("rollout_generate")
-                local = prompts[run.local_prompts()]  # of this process, like the completions
+                local = local_part_of(prompts)  # of this process, like the completions
                 totals, per_function = reward_completions(run, local, completions)  # [b]
                 clock.lap("reward")
                 rounds.append(gather_batch(run, prompts, completions, totals, per_function))
@@ -156,7 +157,7 @@ def main(cfg: Config) -> None:
             if cfg.dynamic_sampling:
                 metrics |= sampling_metrics(run, rounds)
             metrics["learning_rate"] = lr
-            sampled_tokens = sum(int(sampled.lengths.sum()) for sampled in rounds)
+            sampled_tokens = sum(int(sampled.drawn_mask.sum()) for sampled in rounds)
             log_step(run, life.log, Step(step, metrics, batch, sampled_tokens, clock))
             if step == 0:
                 stop_if_apart(run, metrics)

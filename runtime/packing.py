@@ -65,9 +65,10 @@ class Batch(NamedTuple):
     # [B, T] int32, 1 on the tokens that count. The others are padding, tokens that the policy has
     # not drawn, or the tokens of a sequence that the loss leaves out.
     completion_mask: np.ndarray
-    lengths: np.ndarray  # [B] int32 tokens, the stop token and tokens that do not count included
+    lengths: np.ndarray  # [B] int32 tokens, stop tokens and tokens that do not count included
     sampling_logps: np.ndarray  # [B, T] float32 nats
     computed_tokens: np.ndarray | None = None  # [B] int32, that decoding computed for the sequence
+    drawn_mask: np.ndarray | None = None  # [B, T] int32, 1 on the tokens that the policy has drawn
     stopped: np.ndarray | None = None  # [B] bool: a stop token ended it; it was not cut off
     rewards: np.ndarray | None = None  # [B] float64, weighted total; NaN: no function applies
     per_function: np.ndarray | None = None  # [B, functions] float64, NaN: it does not apply
@@ -107,7 +108,7 @@ class Batch(NamedTuple):
 
     def cut(self, T: int) -> "Batch":
         """The batch with T places for tokens; no completion is longer."""
-        names = ("completion_ids", "completion_mask", "sampling_logps", "support")
+        names = "completion_ids completion_mask drawn_mask sampling_logps support".split()
         arrays = self.arrays()
         return self._replace(**{name: arrays[name][:, :T] for name in names if name in arrays})
 

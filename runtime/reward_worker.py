@@ -1,4 +1,5 @@
-"""Runs a user's reward function in a reward worker, a separate Python interpreter.
+"""Runs the code of a user's file in a reward worker, a separate Python interpreter: its reward
+functions, and the environments of its class.
 
 The first half of this file runs in the trainer. The second half runs in the reward worker, which
 executes this file as its main script. Both sides send JSON through a connection.
@@ -6,66 +7,75 @@ executes this file as its main script. Both sides send JSON through a connection
 
 import contextlib
 import importlib.util
+import inspect
 import json
 import os
+import random
 import signal
 import sys
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
 from subprocess import DEVNULL, Popen
+from typing import Any
+
+import numpy as np
 
 if __name__ != "__main__":  # As a script this file cannot import its neighbours.
     from runtime.mistakes import UserMistake
 
 LOAD_LIMIT_S = 60.0  # The user's file may import torch. Each call has its own limit.
+LOADING = ("find", "open")  # the requests that load the file
 
 
 # ---- In the trainer ------------------------------------------------------------------------------
 
 
 class RewardWorker:
-    """Calls the function that `source` ("file.py:name") names, in a reward worker.
+    """The reward worker of a file. It calls what the file defines.
 
     Because of the worker a time limit holds on any thread, and a hang or a crash becomes one line.
     The worker is a fresh interpreter: a fork would copy the locks of JAX, and multiprocessing's
     spawn would import the main script of the trainer. The worker does not use the accelerator. It
     ends at close(), or when the trainer ends.
-    Raises UserMistake with a message of one line for every failure.
     """
 
-    def __init__(self, source: str, timeout_s: float) -> None:
-        """timeout_s: the time limit of each call. Returns when the user's file is loaded."""
-        file, _, self.__name__ = source.rpartition(":")
-        self._source, self._timeout_s = source, timeout_s
+    def __init__(self, file: str, timeout_s: float) -> None:
+        """timeout_s: the time limit of each call. The first request also loads the file."""
+        self._timeout_s = timeout_s
         self._connection, theirs = Pipe()
         with theirs:
             program = [sys.executable, "-u", __file__, str(theirs.fileno())]
             self._process = Popen(
-                [*program, os.path.abspath(file), self.__name__],
+                [*program, os.path.abspath(file)],
                 stdin=DEVNULL,
-                stdout=2,  # What the function prints goes to stderr.
+                stdout=2,  # What the user's code prints goes to stderr.
                 env={**os.environ, "JAX_PLATFORMS": "cpu"},
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # so that Ctrl-C reaches the trainer alone
             )
-        self._ask(None, LOAD_LIMIT_S, f"did not load within {LOAD_LIMIT_S:g} s")
 
-    def __call__(self, completions: list[str], /, **columns: list) -> list[float | None]:
-        """Returns the rewards of the completions. columns: lists of the same length, of what JSON
-        can hold."""
-        late = f"is not done after REWARD_TIMEOUT_S={self._timeout_s:g}; raise it or speed it up"
-        return self._ask([[completions], columns], self._timeout_s, late)
+    def ask(self, what: str, request: str, *arguments: Any) -> Any:
+        """Returns what the request, a function of _Server, returns.
 
-    def _ask(self, request: list | None, limit_s: float, late: str) -> list[float | None]:
-        """Sends the request, if there is one, and returns the rewards of the reply.
+        what: what is called, for messages, such as "REWARD_FN my.py:score".
+        Raises UserMistake with a message of one line for every failure.
+        """
+        if request in LOADING:
+            limit_s, late = LOAD_LIMIT_S, f"did not load within {LOAD_LIMIT_S:g} s"
+        else:
+            limit_s = self._timeout_s
+            late = f"is not done after REWARD_TIMEOUT_S={limit_s:g}; raise it or speed it up"
+        return self._send(what, limit_s, late, request, *arguments)
+
+    def _send(self, what: str, limit_s: float, late: str, *request: Any) -> Any:
+        """Sends the request and returns what the reply holds.
 
         Without a reply within limit_s it ends the worker; `late` is the error message then.
         """
         reply: dict = {}
         try:
-            if request:
-                self._connection.send_bytes(json.dumps(request).encode())
+            self._connection.send_bytes(json.dumps(request).encode())
             reply = {"error": late}
             if self._connection.poll(limit_s):
                 # parse_int: an integer too large for a float becomes inf, which the caller refuses.
@@ -74,12 +84,12 @@ class RewardWorker:
             reply = {}
         finally:
             # After Ctrl-C too: otherwise the next call would receive the reply to this request.
-            if "rewards" not in reply:
+            if "returned" not in reply:
                 self.close()
-        if "rewards" not in reply:
+        if "returned" not in reply:
             died = f"died: its process ended with exit code {self._process.returncode}"
-            raise UserMistake(f"REWARD_FN {self._source} {reply.get('error', died)}")
-        return reply["rewards"]
+            raise UserMistake(f"{what} {reply.get('error', died)}")
+        return reply["returned"]
 
     def close(self) -> None:
         """Ends the worker at once, also during a call."""
@@ -88,39 +98,186 @@ class RewardWorker:
         self._connection.close()
 
 
+def worker_of(
+    setting: str, source: str, timeout_s: float, workers: dict[str, RewardWorker]
+) -> RewardWorker:
+    """The reward worker of the file in `source` ("file.py:name"), which the setting names: what a
+    file defines runs in a single process. workers: those of the files that have one already; it
+    gets a new one. Raises UserMistake if there is no such file."""
+    file = source.rpartition(":")[0]
+    if not os.path.isfile(file):
+        raise UserMistake(f"{setting}: there is no file {file} (looked in {os.getcwd()})")
+    file = os.path.realpath(file)
+    if file not in workers:
+        workers[file] = RewardWorker(file, timeout_s)
+    return workers[file]
+
+
+class WorkerFunction:
+    """A reward function of a user's file, which a reward worker calls."""
+
+    def __init__(self, worker: RewardWorker, source: str) -> None:
+        """source: "file.py:name". Returns when the file is loaded. Raises UserMistake."""
+        self.__name__ = source.rpartition(":")[2]
+        self._worker, self._what = worker, f"REWARD_FN {source}"
+        worker.ask(self._what, "find", self.__name__)
+
+    def __call__(self, completions: list[str], /, **columns: list) -> list[float | None]:
+        """Returns the rewards of the completions. columns: lists of the same length, of what JSON
+        can hold. Raises UserMistake."""
+        return self._worker.ask(self._what, "call", self.__name__, completions, columns)
+
+    def close(self) -> None:
+        self._worker.close()
+
+
 # ---- In the reward worker ------------------------------------------------------------------------
 
 
-def _serve(connection: Connection, file: str, name: str) -> None:
-    """Loads the function `name` of `file`, then answers requests until the trainer ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The trainer handles Ctrl-C.
+class _Server:
+    """The functions that a request may name. What they return has to be what JSON can hold."""
 
-    def respond(act: Callable, args: list, columns: dict) -> None:
+    def __init__(self, file: str) -> None:
+        self._file = file
+        self._module: Any = None
+        self._class: Any = None  # of the environments
+        self._environments: dict[int, Any] = {}  # of the last round, by the completion's number
+        self._tools: dict[str, dict] = {}  # the class's tools: names, and the schemas of arguments
+        self._seeds: list[int] = []  # SEED and the number of the round
+
+    def find(self, name: str) -> None:
+        """Raises ValueError if the file does not define the function."""
+        if not callable(getattr(self._load(), name, None)):
+            raise ValueError(f"{os.path.basename(self._file)} defines no function {name}")
+
+    def _load(self) -> Any:
+        """The file's module, sys.modules["user_rewards"]."""
+        if self._module is None:
+            sys.path.insert(0, os.path.dirname(self._file))  # It imports its neighbours.
+            spec = importlib.util.spec_from_file_location("user_rewards", self._file)
+            self._module = sys.modules["user_rewards"] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(self._module)
+        return self._module
+
+    def call(self, name: str, completions: list[str], columns: dict[str, list]) -> Any:
+        """Calls a reward function. The numbers in the column `environments` become the objects;
+        functions in other files than that of the class do not get this column."""
+        numbers = columns.pop("environments", None)
+        if numbers and self._class:
+            columns["environments"] = [self._environments[n] for n in numbers]
+        return getattr(self._module, name)(completions, **columns)
+
+    def open(self, name: str) -> str:
+        """Checks the class of the environments. Returns its tools as chat templates take them, and
+        whether it has a reward; as a text, since the trainer makes floats of numbers.
+
+        Raises TypeError or ValueError if the class cannot be used, and what its methods raise.
+        """
+        cls = getattr(self._load(), name, None)
+        if not inspect.isclass(cls):
+            raise ValueError(f"{os.path.basename(self._file)} defines no class {name}")
+        methods = [n for n, _ in inspect.getmembers(cls, inspect.isfunction) if n[0] != "_"]
+        for method in methods:
+            if inspect.iscoroutinefunction(getattr(cls, method)):
+                raise TypeError(f"{method} is async; write it without async")
+        if "reset" not in methods:
+            raise TypeError(f"{name} has no reset(self, **columns), which begins an episode")
+        self._class = cls
+        environment = cls()  # shows at once what the constructor raises
+        schemas = []
+        if "reply" not in methods:
+            from transformers.utils import get_json_schema  # takes a second to import
+
+            tools = [n for n in methods if n not in ("reset", "get_reward")]
+            schemas = [get_json_schema(getattr(environment, tool)) for tool in tools]
+            described = [schema["function"] for schema in schemas]
+            self._tools = {each["name"]: each["parameters"]["properties"] for each in described}
+            if not tools:
+                raise TypeError(f"{name} has no public method as a tool, and no reply(self, text)")
+        return json.dumps({"tools": schemas, "has_reward": "get_reward" in methods})
+
+    def begin_round(self, seed: int, round_number: int) -> None:
+        """Forgets the environments of other rounds."""
+        self._environments, self._seeds = {}, [seed, round_number]
+
+    def reset(self, number: int, first: int, columns: dict[str, Any]) -> str | None:
+        """Makes the environment of a completion and begins its episode. first: the number of the
+        first completion of the question, whose random numbers all of them get."""
+        self._seed(first, 0)
+        self._environments[number] = self._class()
+        return _text_or_none("reset", self._environments[number].reset(**columns))
+
+    def reply(self, number: int, turn: int, text: str) -> str | None:
+        """What the environment says to the policy's text; None: the episode is over."""
+        self._seed(number, turn)
+        return _text_or_none("reply", self._environments[number].reply(text))
+
+    def use(self, number: int, turn: int, calls: list[str]) -> list[str]:
+        """The answer to each call of a tool: what the tool returns as a text, or its error."""
+        return [_encodable(self._use(number, turn, i, call)) for i, call in enumerate(calls)]
+
+    def _use(self, number: int, turn: int, i: int, call: str) -> str:
         try:
-            reply = json.dumps({"rewards": act(*args, **columns)}, default=_plain)
-        except (Exception, SystemExit) as error:  # The user's code may raise anything.
-            reply = json.dumps({"error": "raised " + _as_raised(error, file)})
-        connection.send_bytes(reply.encode())
+            parsed = json.loads(call)
+            name, arguments = parsed["name"], parsed.get("arguments")
+            if name not in self._tools:
+                raise ValueError(f"there is no tool {name!r}, only {', '.join(self._tools)}")
+            arguments = {} if arguments is None else dict(arguments)
+            for argument, schema in self._tools[name].items():
+                if argument in arguments:
+                    arguments[argument] = _cast(arguments[argument], schema.get("type"))
+            self._seed(number, turn, i)
+            return str(getattr(self._environments[number], name)(**arguments))
+        except BaseException as error:  # The policy and the tool may do anything, also exit().
+            return f"error: {type(error).__name__}: {error}"
 
+    def get_reward(self, number: int) -> Any:
+        self._seed(number, 0, 1)
+        return self._environments[number].get_reward()
+
+    def _seed(self, *numbers: int) -> None:
+        """Seeds the global random generators of Python and NumPy."""
+        random.seed(str([*self._seeds, *numbers]))
+        np.random.seed([*self._seeds, *numbers])
+
+
+def _text_or_none(method: str, returned: object) -> str | None:
+    if not isinstance(returned, str | None):
+        raise TypeError(f"{method} returned {returned!r:.80}, not a text or None")
+    return returned and _encodable(returned)
+
+
+def _encodable(text: str) -> str:
+    """The text without lone surrogates, which no tokenizer takes."""
+    return text.encode(errors="replace").decode()
+
+
+def _cast(value: object, wanted: object) -> object:
+    """The value of a tool's argument, which a model may have written as a text: "2" for 2. wanted:
+    the type in the tool's schema."""
+    types = {"integer": int, "number": int | float, "boolean": bool, "array": list, "object": dict}
+    if isinstance(value, str) and isinstance(wanted, str) and wanted in types:
+        with contextlib.suppress(ValueError):
+            parsed = json.loads(value)
+            return parsed if isinstance(parsed, types[wanted]) else value
+    return value
+
+
+def _serve(connection: Connection, file: str) -> None:
+    """Answers requests until the trainer ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The trainer handles Ctrl-C.
+    server = _Server(file)
     with contextlib.suppress(EOFError, OSError):  # The trainer has ended.
-        respond(_load, [file, name], {})
-        function = getattr(sys.modules["user_rewards"], name, None)
         while True:
-            respond(function, *json.loads(connection.recv_bytes()))
+            name, *arguments = json.loads(connection.recv_bytes())
+            connection.send_bytes(_reply(getattr(server, name), arguments, file).encode())
 
 
-def _load(file: str, name: str) -> list[float | None]:
-    """Imports `file` as sys.modules["user_rewards"]; returns an empty list of rewards.
-
-    Raises ValueError if the file does not define the function `name`.
-    """
-    sys.path.insert(0, os.path.dirname(file))  # The file imports its neighbours, like any script.
-    spec = importlib.util.spec_from_file_location("user_rewards", file)
-    module = sys.modules["user_rewards"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if not callable(getattr(module, name, None)):
-        raise ValueError(f"{os.path.basename(file)} defines no function {name}")
-    return []
+def _reply(request: Callable, arguments: list, file: str) -> str:
+    try:
+        return json.dumps({"returned": request(*arguments)}, default=_plain)
+    except (Exception, SystemExit) as error:  # The user's code may raise anything.
+        return json.dumps({"error": "raised " + _as_raised(error, file)})
 
 
 def _plain(value: object) -> object:
@@ -138,4 +295,4 @@ def _as_raised(error: BaseException, file: str) -> str:
 if __name__ == "__main__":
     # The user's file may import rewards.py. Python has put runtime/ here, the folder of this file.
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    _serve(Connection(int(sys.argv[1])), *sys.argv[2:4])
+    _serve(Connection(int(sys.argv[1])), sys.argv[2])

@@ -215,6 +215,20 @@ def prompt_width(longest: int, floor: int = 0) -> int:
     return bucket(max(floor, longest - 1)) + 1
 
 
+def turn_sequences(count: int, most: int, local_devices: int) -> int:
+    """The sequences of a pass of a later turn, on each process: `most`, or a half or a quarter of
+    it if the `count` sequences that go on fit in."""
+    parts = [most // n for n in (4, 2) if most % (n * local_devices) == 0]
+    return next((part for part in parts if count <= part), most)
+
+
+def turn_width(longest: int, most: int) -> int:
+    """The padded length of the prompts of a later turn, which hold up to `longest` tokens, of their
+    completions too: all but the last are padded to a power of two. most: the tokens of the longest
+    prompt and the longest completion of the run."""
+    return min(2 ** math.ceil(math.log2(max(longest - 1, 16))), most - 1) + 1
+
+
 def prompt_share(num_pre_q: int, sequences_per_shard: int) -> int:
     """`share`: how many consecutive sequences of a shard have one prompt in common."""
     return math.gcd(num_pre_q, sequences_per_shard)

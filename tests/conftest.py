@@ -14,6 +14,8 @@ import pytest
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["WANDB_API_KEY"] = ""  # no test logs to the W&B of whoever runs it
+# NumPy's references multiply small matrices, and its threads would wait for a core that is busy.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 # Training needs these two modules of Python, which Windows lacks. Settings are read there too.
 LACKING = [name for name in ("fcntl", "resource") if importlib.util.find_spec(name) is None]
@@ -31,7 +33,7 @@ QUICK = "not slow and not parity and not engine"  # the addopts of pyproject.tom
 # workers end together.
 LONGEST = """
     test_reliability.py test_sick_runs.py test_tpu.py test_plan.py test_saved_work.py
-    test_run_tpu.py test_train.py test_forks.py test_resume.py test_rollout.py
+    test_run_tpu.py test_turns.py test_train.py test_forks.py test_resume.py test_rollout.py
     test_mistakes.py test_loss_pallas.py test_faults.py test_mini_batches.py
     test_two_processes.py test_processes.py
 """.split()

@@ -17,7 +17,7 @@ import pytest
 from data import Prompt, batch_indices, build_prompts, fit_prompts, load_examples, opened_tag
 from models import hf
 from runtime.mistakes import UserMistake
-from runtime.reward_worker import RewardWorker
+from runtime.reward_worker import WorkerFunction, worker_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -158,8 +158,9 @@ def test_what_json_holds_reaches_a_reward_function_of_a_file_unchanged(tmp_path:
     given = {name: [value] for name, value in example.items()}
     source = f"def same(completions, **columns): return [float(columns == {given!r})]"
     (tmp_path / "mine.py").write_text(source)
-    with closing(RewardWorker(f"{tmp_path / 'mine.py'}:same", 10)) as worker:
-        assert worker(["a"], **given) == [1.0]
+    source = f"{tmp_path / 'mine.py'}:same"
+    with closing(WorkerFunction(worker_of("REWARD_FN", source, 10, {}), source)) as function:
+        assert function(["a"], **given) == [1.0]
 
 
 def test_a_folder_names_the_file_that_is_bad(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ BATCH = Batch(
     lengths=np.array([3, 5, 4, 8]),
     sampling_logps=np.zeros((4, 8), np.float32),
     computed_tokens=np.array([8, 8, 8, 16]),
+    drawn_mask=np.array([[1] * n + [0] * (8 - n) for n in (3, 5, 4, 8)]),
     stopped=np.array([True, False, True, True]),
     rewards=np.array([2.0, 0.5, 1.0, 1.0]),
     per_function=np.array([[1.0, 1.0], [0.0, 0.5], [1.0, 0.0], [NAN, 1.0]]),
@@ -66,6 +67,7 @@ def run_of(samples: int = 1, temperature: float = 0.0) -> SimpleNamespace:
         functions=[SimpleNamespace(__name__=name) for name in ("first", "second")],
         sampling=Sampling(1.0),
         eval_sampling=Sampling(temperature),
+        environments=None,
     )
 
 
@@ -176,6 +178,7 @@ def test_a_step_writes_its_lines_its_record_and_two_samples(
         lengths=np.full(8, 4),
         sampling_logps=np.zeros((8, 4), np.float32),
         computed_tokens=np.full(8, 4),
+        drawn_mask=np.ones((8, 4), np.int32),
         stopped=np.ones(8, bool),
         rewards=np.array([1.5, 0.5, 0, 0, 0.5, 1, 1.5, NAN]),
         per_function=np.array([[1, 1], [0, 1], [0, 0], [0, 0], [0, 1], [1, 0], [1, 1], [NAN, NAN]]),
@@ -229,7 +232,7 @@ def evaluated(
         rewards=np.array(rewards).sum(1),
         per_function=np.array(rewards),
     )
-    return evaluation_record(run_of(samples, temperature), 3, evaluation, [""] * n, clock(), full)
+    return evaluation_record(run_of(samples, temperature), 3, evaluation, clock(), full)
 
 
 def test_the_line_and_the_record_of_an_evaluation_by_hand() -> None:

@@ -26,11 +26,28 @@ SETTINGS = {
     "EVAL_SAMPLES": "2",
     "SAVE_EVERY_STEPS": "0",
     "EXPORT_HF": "none",
+    "REWARD_FN": "reward_correct,reward_format,tag_count_reward",
+    "MAX_TURNS": "2",
 }
-OF_THE_RUN = {"train-other/support/cut_tokens", "train-other/exact_entropy"}  # of TOP_...
+GAME = """
+class Game:
+    def reset(self, **columns):
+        pass
+    def reply(self, text):
+        return "Go on."
+    def get_reward(self):
+        return 1.0
+"""
+OF_TURNS = {
+    f"{name}/{count}"
+    for name in ("train-turns", "eval/turns", "eval_full/turns")
+    for count in ("number", "drawn_tokens", "environment_tokens")
+}
+OF_TOP = {"train-other/support/cut_tokens", "train-other/exact_entropy"}
+OF_THE_RUN = OF_TOP | OF_TURNS
 OF_OTHER_DEVICES = {"memory/device_peak_gib", "throughput/update/mfu"}
 OF_LOSS = ("loss_type", "is_mode")  # the settings on which the names depend
-FUNCTIONS = r"/func/(reward_correct|reward_format|tag_count_reward|record)/"
+FUNCTIONS = r"/func/(reward_correct|reward_format|tag_count_reward|get_reward|record)/"
 
 
 def names_of(text: str) -> list[str]:
@@ -50,7 +67,10 @@ def test_the_usual_names_are_those_of_a_run(tmp_path: Path) -> None:
     for split, count in (("train", 100), ("test", 12)):
         lines = (REPO / "tiny" / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
         (dataset / f"{split}.jsonl").write_text("\n".join(lines[:count]) + "\n")
-    records = train(tmp_path / "run", **SETTINGS, DATASET=str(dataset)).records
+    game = tmp_path / "game.py"
+    game.write_text(GAME)
+    settings = SETTINGS | {"DATASET": str(dataset), "ENVIRONMENT_CLASS": f"{game}:Game"}
+    records = train(tmp_path / "run", **settings).records
     recorded = {as_on_the_page(name) for record in records for name in record}
     assert {*names_of(USUAL)} | OF_THE_RUN | {"step"} == recorded
     names = names_of(METRICS_PAGE)

@@ -43,7 +43,12 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
 
 
-KINDS = {"all weights": {}, "adapters": environment("LORA_RANK=4 LEARNING_RATE=3e-3")}
+GAME = f"ENVIRONMENT_CLASS={Path(__file__).parent}/games.py:Chance MAX_TURNS=3 GLOBAL_LENGTH=112"
+KINDS = {
+    "all weights": {},
+    "adapters": environment("LORA_RANK=4 LEARNING_RATE=3e-3"),
+    "turns": environment(f"{GAME} REWARD_FN= REWARD_WEIGHTS= MAX_LENGTH_SAMPLE=96"),
+}
 
 
 def undisturbed(out: Path, kind: str) -> Path:

@@ -1,6 +1,5 @@
 """Claims about runtime/reward_worker.py: the reward function of a user's file, and its faults."""
 
-import functools
 import os
 import signal
 import subprocess
@@ -13,12 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from rewards import load_reward_functions, total_rewards
+from rewards import RewardFunction, load_reward_functions, total_rewards
 from runtime import reward_worker
 from runtime.mistakes import UserMistake
-from runtime.reward_worker import RewardWorker
+from runtime.reward_worker import WorkerFunction, worker_of
 
-load = functools.partial(load_reward_functions, timeout_s=30, max_length=9, overlong_cache=2)
 TOP = Path(reward_worker.__file__).parent.parent  # the repo's top folder
 
 USER_FILE = """
@@ -87,7 +85,12 @@ def folder(tmp_path_factory):
 
 
 def worker(folder, name: str, timeout_s: float = 30.0) -> closing:
-    return closing(RewardWorker(f"{folder / 'mine.py'}:{name}", timeout_s))
+    source = f"{folder / 'mine.py'}:{name}"
+    return closing(WorkerFunction(worker_of("REWARD_FN", source, timeout_s, {}), source))
+
+
+def load(reward_fn: str) -> list[RewardFunction]:
+    return load_reward_functions(reward_fn, 30, 9, 2, {})
 
 
 def test_the_worker_has_neither_jax_nor_our_main_script_nor_the_accelerator(folder: Path) -> None:
@@ -226,8 +229,9 @@ def test_the_worker_ends_after_its_parent_died_in_a_call(folder: Path) -> None:
     import os
     import threading
     import time
-    from runtime.reward_worker import RewardWorker
-    function = RewardWorker({str(folder / "mine.py") + ":echo"!r}, 9.0)
+    from runtime.reward_worker import WorkerFunction, worker_of
+    source = {str(folder / "mine.py") + ":echo"!r}
+    function = WorkerFunction(worker_of("REWARD_FN", source, 9.0, {{}}), source)
     columns = {{"pause": [1.0]}}
     threading.Thread(target=function, args=[["1"]], kwargs=columns).start()
     time.sleep(0.3)

@@ -23,7 +23,9 @@ from rewards import (
 )
 from runtime.mistakes import UserMistake
 
-load = functools.partial(load_reward_functions, timeout_s=30, max_length=9, overlong_cache=2)
+load = functools.partial(
+    load_reward_functions, timeout_s=30, max_length=9, overlong_cache=2, workers={}
+)
 REWARDS = (*BUILT_IN, overlong_penalty(max_length=64, overlong_cache=8))
 GSM8K = "She has 6*12=<<6*12=72>>72 clips.\n#### "
 
@@ -279,7 +281,13 @@ def test_a_malformed_return_is_named(returned: object, message: str) -> None:
 def test_each_reward_that_reward_fn_names_has_weight_1_by_default(
     reward_weights, reward_fn, weights
 ) -> None:
-    assert weights_of(reward_weights, reward_fn) == weights
+    names = [entry.rpartition(":")[2] for entry in entries_of(reward_fn)]
+    assert weights_of(reward_weights, reward_fn, names) == weights
+
+
+def test_the_reward_of_an_environment_has_weight_1_by_default() -> None:
+    assert weights_of((), "", ["get_reward"]) == (1.0,)
+    assert weights_of((), "reward_correct", ["reward_correct", "get_reward"]) == (1.0, 1.0)
 
 
 def test_spaces_between_the_entries_change_nothing() -> None:
@@ -287,10 +295,10 @@ def test_spaces_between_the_entries_change_nothing() -> None:
 
 
 def test_each_function_has_a_weight() -> None:
-    names = "reward_correct, mine.py:brevity"
+    names = ["reward_correct", "brevity"]
     told = "=1.0,0.5,0.5 has 3 numbers; give 2, one each for reward_correct, brevity"
     with pytest.raises(UserMistake, match=told):
-        weights_of((1.0, 0.5, 0.5), names)
+        weights_of((1.0, 0.5, 0.5), "reward_correct, mine.py:brevity", names)
 
 
 def test_an_unknown_name_is_refused_with_all_known_names() -> None:

@@ -135,7 +135,9 @@ def base(folder: Path) -> dict[str, str]:
 def rewarding(*functions: Any) -> SimpleNamespace:
     """What reward_completions reads of a run, with these reward functions."""
     weights = (1.0,) * len(functions)
-    return SimpleNamespace(tokenizer=hf.load_tokenizer(TINY), functions=functions, weights=weights)
+    run = SimpleNamespace(functions=functions, weights=weights, environments=None)
+    run.tokenizer = hf.load_tokenizer(TINY)
+    return run
 
 
 def completions_of(texts: list[str], tokenizer: Any) -> Completions:
@@ -145,7 +147,8 @@ def completions_of(texts: list[str], tokenizer: Any) -> Completions:
     padded = np.array([[*tokens, *[END] * (width - len(tokens))] for tokens in ids], np.int32)
     mask = np.array([[1] * (len(tokens) + 1) + [0] * (width - len(tokens) - 1) for tokens in ids])
     lengths = mask.sum(axis=1)
-    return Completions(padded, mask, lengths, np.zeros(mask.shape, np.float32), lengths)
+    numbers, logps = np.arange(len(texts)), np.zeros(mask.shape, np.float32)
+    return Completions(numbers, padded, mask, lengths, logps, lengths)
 
 
 def test_each_completion_is_rewarded_with_the_tag_that_its_prompt_has_opened() -> None:

@@ -62,10 +62,10 @@ def test_greedy_tokens_are_the_argmax_of_a_forward_pass_over_the_full_sequence()
             logps[p].append(math.log(probs.max()))
     stop_ids = tuple({drawn[4] for drawn in tokens})
     found = sample(Sampling(temperature=0.0), prompts, K, T=T, stop_ids=stop_ids)
-    dtypes = {"completion_ids": "int32", "completion_mask": "int32", "sampling_logps": "float32"}
+    dtypes = {"completion_ids": "int32", "drawn_mask": "int32", "sampling_logps": "float32"}
     for name, dtype in dtypes.items():
         assert getattr(found, name).shape == (15, 7) and getattr(found, name).dtype == dtype
-    assert found.lengths.tolist() == found.completion_mask.sum(axis=1).tolist()
+    assert found.lengths.tolist() == found.drawn_mask.sum(axis=1).tolist()
     for p in range(3):
         n = 1 + min(t for t in range(T) if tokens[p][t] in stop_ids)
         group = slice(p * K, (p + 1) * K)
@@ -154,7 +154,7 @@ def test_every_stop_id_ends_a_completion_from_the_first_token_on() -> None:
         ends = [t + 1 for t, token in enumerate(tokens) if token in stop_ids]
         length = min(ends, default=12)
         assert stopped.completion_ids[i].tolist() == tokens[:length] + [PAD] * (12 - length)
-        assert stopped.completion_mask[i].tolist() == [1] * length + [0] * (12 - length)
+        assert stopped.drawn_mask[i].tolist() == [1] * length + [0] * (12 - length)
         assert (stopped.sampling_logps[i, :length] < 0).all()
         assert (stopped.sampling_logps[i, length:] == 0).all()
         lengths.append(length)
@@ -215,10 +215,10 @@ def test_the_caches_and_all_that_is_known_of_a_sequence_lie_on_its_device(layer_
     prompts = pad_prompts(PROMPTS * 4, 11, PAD)
     how = {"sampling": Sampling(top_k=9, replay=True), "stopping": Stopping(24, (NEVER,), PAD)}
     prefix, ids = prefill(params, compute, *prompts), np.arange(32, dtype=np.int32)
-    state = begin(compute, *prompts, prefix, ids, jax.random.key(0), width=24, **how)
+    state = begin(compute, *prompts, prefix, ids, 0 * ids, jax.random.key(0), width=24, **how)
     smaller, *left = drop_sequences(compute, state, size=3)
     for decoding, of_device in ((state, 4), (smaller, 3)):
-        names = ("completion", "sequence_ids", "last_position", "token", "done", "drawn")
+        names = ("completion", "sequence_ids", "earlier", "last_position", "token", "done", "drawn")
         for x in jax.tree.leaves([getattr(decoding, name) for name in names]):
             axis = int(x.ndim == 5)
             assert x.sharding.shard_shape(x.shape)[axis] == of_device == x.shape[axis] // 8, x.shape

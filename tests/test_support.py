@@ -123,7 +123,7 @@ def scored(sampling: Sampling, mesh: tuple[int, int, int]) -> tuple[MicroBatch, 
     drawn = sample(sampling, mesh=mesh)
     batch = batch_of(
         PROMPTS,
-        *(drawn.completion_ids, drawn.completion_mask, drawn.sampling_logps),
+        *(drawn.completion_ids, drawn.drawn_mask, drawn.sampling_logps),
         advantages=np.linspace(-1, 1, 16, dtype=np.float32),
         support=drawn.support,
     )

@@ -16,8 +16,8 @@ EVERYTHING = environment(
     DYNAMIC_SAMPLING=1 DYNAMIC_SAMPLING_MAX_ROUNDS=2 NUM_MINI_BATCHES=2 PPO_EPOCHS=2
     BETA=0.05 TOP_ENTROPY_QUANTILE=0.6 ENTROPY_COEF=0.001
     TOP_K=20 TOP_P=0.95 IS_MODE=token_mask IS_FLOOR=0.5 MASK_TRUNCATED_COMPLETIONS=1
-    REWARD_FN=mine.py:odd,soft_overlong_penalty,repetition_penalty REWARD_WEIGHTS=0,1,1
-    OVERLONG_CACHE=60
+    REWARD_FN=mine.py:odd,soft_overlong_penalty,repetition_penalty REWARD_WEIGHTS=0,1,1,0
+    OVERLONG_CACHE=60 MAX_TURNS=3 GLOBAL_LENGTH=112
     OPTIMIZER=sgd LEARNING_RATE=0.05 LR_SCHEDULE=constant WARMUP_RATIO=0 EXPORT_HF=none
     EVAL_EVERY_STEPS=1 EVAL_PROMPTS=8 EVAL_SAMPLES=4 SAMPLE_EVERY_STEPS=1
     """
@@ -49,6 +49,7 @@ def test_two_processes_and_then_one_learn_and_write_what_one_process_does(tmp_pa
     """Two processes take the first step, and one process goes on with their checkpoint."""
     (tmp_path / "mine.py").write_text(ODD)
     given = {"MODEL_PATH": str(stopping_model(tmp_path)), "DATASET": str(REPO / "tiny")}
+    given["ENVIRONMENT_CLASS"] = f"{REPO}/tests/games.py:Chance"
     given["REWARD_FN"] = EVERYTHING["REWARD_FN"].replace("mine.py", f"{tmp_path}/mine.py")
     settings = EVERYTHING | given | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
     alone, moved = tmp_path / "alone", tmp_path / "moved" / "0"
@@ -73,6 +74,11 @@ def test_two_processes_and_then_one_learn_and_write_what_one_process_does(tmp_pa
     assert "train-other/support/cut_tokens" in first
     evaluated = measured(alone)[0]
     assert 0 < evaluated["eval/pass_at_1"] < evaluated["eval/pass_at_4"]
+    for name in ("eval/turns", "train-turns"):
+        of_each = [
+            record[f"{name}/number"] for record in measured(alone) if f"{name}/number" in record
+        ]
+        assert 1.3 < min(of_each) and max(of_each) < 2.7
 
 
 @pytest.mark.parity

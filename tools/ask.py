@@ -16,7 +16,7 @@ from config import Config
 from metrics import EVAL_PHASES, evaluate
 from models.model import Params, abstract_params, on_base, trained
 from review import Reviewer
-from rollout import Run, answer_questions, texts_of
+from rollout import Run, answer_questions, dialogues_of
 from runtime import processes, resume
 from runtime.checkpoint import Checkpoints
 from runtime.mistakes import Unwritable, UserMistake, fail
@@ -93,7 +93,7 @@ def ask(cfg: Config, example: dict[str, Any]) -> tuple[str, list[str]]:
         backend.update_weights(params)
         key, clock = jax.random.key(cfg.seed), Clock(EVAL_PHASES)
         answered = answer_questions(run, backend, StopSignal(), run.eval_prompts, key, clock)
-    [text] = texts_of(run.tokenizer, run.eval_prompts, answered)
+    [text] = dialogues_of(run, answered)
     rewards = zip(run.functions, answered.per_function[0], strict=True)
     return text, [f"{function.__name__} {reward:g}" for function, reward in rewards]
 

@@ -120,13 +120,16 @@ def programs_of(plan: Plan) -> dict[str, Program]:
     found = {"sync_weights": Program(sync_weights(rollout), (copied,), {}, rest)}
     if cfg.rollout_backend == "naive":  # an engine has programs of its own
         beside = kept - rollout.shares_base * bytes_of(base)  # the rollout reads the base too
-        found |= rollout_programs(
-            plan, plan.sizes.prompt_batch_size, cfg.num_pre_q, sampling_of(cfg), beside
-        )
+        prompts, K = plan.sizes.prompt_batch_size, cfg.num_pre_q
+        found |= rollout_programs(plan, plan.S, prompts, K, sampling_of(cfg), beside)
+        if cfg.turns() > 1:  # The last turn has nearly all of the completion in its prompt.
+            S = plan.S + cfg.max_length_sample
+            of_turn = rollout_programs(plan, S, prompts * K, 1, sampling_of(cfg), beside)
+            found |= {f"turn_{name}": of_turn[name] for name in ("prefill", "decode")}
         if cfg.evaluates():
             K = cfg.eval_samples
             prompts = eval_questions(plan.sizes, cfg.num_pre_q, K, plan.local_devices())
-            of_eval = rollout_programs(plan, prompts, K, eval_sampling_of(cfg), beside)
+            of_eval = rollout_programs(plan, plan.S, prompts, K, eval_sampling_of(cfg), beside)
             found |= {f"eval_{name}": program for name, program in of_eval.items()}
 
     batch = micro_batch(plan)
@@ -153,11 +156,12 @@ def programs_of(plan: Plan) -> dict[str, Program]:
 
 
 def rollout_programs(
-    plan: Plan, prompts: int, K: int, sampling: Sampling, kept: int
+    plan: Plan, S: int, prompts: int, K: int, sampling: Sampling, kept: int
 ) -> dict[str, Program]:
-    """The programs of a rollout pass. prompts: of each process. K: completions of each prompt.
-    kept: bytes per device of what the run keeps beside the weights that sample."""
-    rollout, S, T = plan.rollout, plan.S, plan.cfg.max_length_sample
+    """The programs of a rollout pass. S: prompt tokens without the last. prompts: of each process.
+    K: completions of each prompt. kept: bytes per device of what the run keeps beside the weights
+    that sample."""
+    rollout, T = plan.rollout, plan.cfg.max_length_sample
     mesh, batch_axes = rollout.layout
     shards = rollout.layout.batch_shards
     R = prompts * K * plan.processes
@@ -174,7 +178,8 @@ def rollout_programs(
     sequence_ids, number = array(mesh, (R,), jnp.int32, batch_axes), array(mesh, (), jnp.int32)
     key = jax.eval_shape(jax.random.key, 0)
     prefix = prefill.eval_shape(weights, rollout, *ids_and_mask)
-    state = begin.eval_shape(rollout, *ids_and_mask, prefix, sequence_ids, key, width=T, **static)
+    numbers = sequence_ids, sequence_ids
+    state = begin.eval_shape(rollout, *ids_and_mask, prefix, *numbers, key, width=T, **static)
     state = placed(state, batch_axes)._replace(
         prompt=placed(state.prompt, *stacked, batch_axes),
         completion=placed(state.completion, *stacked, batch_axes),

@@ -1,0 +1,411 @@
+"""Claims that environments for TRL's GRPOTrainer run here unchanged, and about the chat template
+docs/qwen3_turns.jinja, which TRL's copies of Qwen3's templates check.
+
+Both trainers begin a step with their own code. Only what the model draws is given: for each of K
+completions of one question the text of each turn, behind which stands a stop token.
+"""
+
+import functools
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+from boxes import Boxes, write_calls
+
+from config import Config
+from models import hf
+from recipes.calculator import Calculator
+from rewards import reward_correct
+from rollout import complete_prompts, prompts_of_round, reward_completions
+from sampling import Completions
+from startup import set_up
+
+pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore::FutureWarning")]
+datasets = pytest.importorskip("datasets")
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+trl = pytest.importorskip("trl")
+
+REPO = Path(__file__).resolve().parent.parent
+TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+QWEN3 = TEMPLATES / "qwen3.jinja"  # TRL knows the form of calls from the text of this template
+SYSTEM = "Use the tools."
+STOP, T = "<|im_end|>", 1000
+
+
+class Episode(NamedTuple):
+    """What is left of an episode."""
+
+    tokens: list[int]  # of the prompt and the completion
+    prompt: str
+    parts: list[str]  # the completion: what the model drew, a message, what it drew, and so on
+    reward: float  # by the last reward function
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL would tell its makers of each run."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+
+
+@functools.cache
+def tokenizer() -> Any:
+    return hf.load_tokenizer(REPO / "tiny", str(QWEN3))
+
+
+def episode(prompt: list[int], ids: list[int], drawn: list[int], reward: float) -> Episode:
+    """drawn: for each token of the completion 1 if the model drew it, else 0."""
+    changes = [i for i in range(1, len(ids)) if drawn[i] != drawn[i - 1]]
+    assert drawn[0] == 1 and len(drawn) == len(ids)
+    edges = zip([0, *changes], [*changes, len(ids)], strict=True)
+    decode = tokenizer().decode
+    parts = [decode(ids[i:j]) for i, j in edges]
+    return Episode([*prompt, *ids], decode(prompt), parts, float(reward))
+
+
+# ---- In TRL's trainer ----------------------------------------------------------------------------
+
+
+def model_that_says(texts: list[list[str]]) -> Any:
+    """A small Qwen3. texts: [K] those of the turns of each completion."""
+    tok = tokenizer()
+
+    class Model(transformers.Qwen3ForCausalLM):
+        def generate(self, input_ids: Any, **others: Any) -> Any:
+            left, rows = [*texts], []
+            for prompt in tok.batch_decode(input_ids):
+                turns = prompt.split("<|im_start|>assistant\n")[1:-1]
+                said = [turn.partition(STOP)[0] for turn in turns]
+                mine = next(each for each in left if each[: len(said)] == said)
+                left.remove(mine)
+                rows.append(tok(mine[len(said)] + STOP)["input_ids"])
+            longest = max(map(len, rows))
+            padded = [row + [tok.pad_token_id] * (longest - len(row)) for row in rows]
+            return torch.cat([input_ids, torch.tensor(padded)], dim=1)
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": len(tok)}
+    return Model(transformers.Qwen3Config(**sizes))
+
+
+def in_trl(
+    environment: type, reward: Any, columns: dict[str, Any], texts: list[list[str]], folder: Path
+) -> list[Episode]:
+    """Takes a step of TRL's trainer. columns: of the example. texts: see model_that_says."""
+    kept: dict[str, Any] = {}
+
+    class Trainer(trl.GRPOTrainer):
+        def _generate(self, prompts: list) -> tuple:
+            kept["generated"] = super()._generate(prompts)
+            return kept["generated"]
+
+        def _calculate_rewards(self, *inputs: Any) -> Any:
+            kept["rewards"] = super()._calculate_rewards(*inputs)
+            return kept["rewards"]
+
+    messages = [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": columns["question"]},
+    ]
+    args = trl.GRPOConfig(
+        str(folder / "trl"),
+        use_cpu=True,
+        max_steps=1,
+        per_device_train_batch_size=len(texts),
+        num_generations=len(texts),
+        max_completion_length=T,
+        report_to="none",
+        save_strategy="no",
+    )
+    Trainer(
+        model_that_says(texts),
+        reward,
+        args=args,
+        train_dataset=datasets.Dataset.from_list([{"prompt": messages, **columns}]),
+        processing_class=tokenizer(),
+        environment_factory=environment,
+    ).train()
+    prompts, ids, drawn, *_ = kept["generated"]
+    return [episode(*of) for of in zip(prompts, ids, drawn, kept["rewards"][:, -1], strict=True)]
+
+
+# ---- In this trainer -----------------------------------------------------------------------------
+
+
+class Says:
+    """A backend that draws the tokens of these texts: [K] those of the turns of each completion."""
+
+    def __init__(self, texts: list[list[str]]) -> None:
+        self._left = [iter(each) for each in texts]
+
+    def generate(
+        self, prompt_ids: Any, prompt_mask: Any, numbers: np.ndarray, *others: Any
+    ) -> Completions:
+        b = len(numbers)
+        ids, drawn = np.zeros((2, b, T), np.int32)
+        for i, number in enumerate(numbers):
+            if number < len(self._left):  # else it is a place without a sequence
+                tokens = tokenizer()(next(self._left[number]) + STOP)["input_ids"]
+                ids[i, : len(tokens)], drawn[i, : len(tokens)] = tokens, 1
+        lengths = drawn.sum(axis=1, dtype=np.int32)
+        return Completions(numbers, ids, drawn, lengths, np.zeros((b, T), np.float32), lengths)
+
+
+def here(
+    source: str, reward: str, columns: dict[str, Any], texts: list[list[str]], folder: Path
+) -> list[Episode]:
+    """Samples as a training step does. source, reward: ENVIRONMENT_CLASS and REWARD_FN."""
+    for split in ("train", "test"):
+        (folder / f"{split}.jsonl").write_text(json.dumps(columns) + "\n")
+    settings = {
+        "MODEL_PATH": str(REPO / "tiny"),
+        "DATASET": str(folder),
+        "SYSTEM_PROMPT": SYSTEM,
+        "CHAT_TEMPLATE": str(QWEN3),
+        "ENVIRONMENT_CLASS": source,
+        "REWARD_FN": reward,
+        "ROLLOUT_GLOBAL_BATCH_SIZE": "1",
+        "NUM_PRE_Q": str(len(texts)),
+        "MAX_LENGTH_SAMPLE": str(T),
+    }
+    run = set_up(Config.from_env(settings))
+    prompts = prompts_of_round(run, 0)
+    stop = SimpleNamespace(check=lambda: None)
+    made = complete_prompts(run, Says(texts), stop, prompts, jax.random.key(0))
+    _, rewards = reward_completions(run, prompts, made)
+    used = [slice(length) for length in made.lengths]
+    return [
+        episode(
+            prompts[0].ids,
+            made.completion_ids[i, used[i]].tolist(),
+            made.drawn_mask[i, used[i]].tolist(),
+            rewards[i, -1],
+        )
+        for i in range(len(texts))
+    ]
+
+
+# ---- The same environment in both ----------------------------------------------------------------
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def answers(*texts: str) -> str:
+    """What Qwen3's template writes for the answers to the calls of a turn."""
+    told = "\n".join(f"<tool_response>\n{text}\n</tool_response>" for text in texts)
+    return f"\n<|im_start|>user\n{told}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def play(texts: list[list[str]], folder: Path) -> tuple[list[Episode], list[Episode], list, list]:
+    """The episodes of the game in TRL and here, then what its methods were called with there and
+    here. texts: [K] those of the turns of each completion."""
+    boxes = REPO / "tests" / "boxes.py"
+    files = folder / "theirs.json", folder / "ours.json"
+    theirs, ours = (
+        {"question": "Move them.", "answer": "-", "coins": [4, 0, 2], "calls_file": str(file)}
+        for file in files
+    )
+    return (
+        in_trl(Boxes, write_calls, theirs, texts, folder),
+        here(f"{boxes}:Boxes", f"{boxes}:write_calls", ours, texts, folder),
+        *(json.loads(file.read_text()) for file in files),
+    )
+
+
+# For each completion the texts of its turns, and the calls that the game gets.
+GAME = [
+    (
+        [
+            "<think>\nHow many?\n</think>\n\n" + call("look", box=0) + "\n" + call("look", box=2),
+            call("move", source=0, target=1, number=2),
+            "Done.",
+        ],
+        [["look", 0], ["look", 2], ["move", 0, 1, 2]],
+    ),
+    (
+        ["First " + call("move", source=2, target=1) + call("look", box=1) + " then", "Well."],
+        [["move", 2, 1, 1], ["look", 1]],
+    ),
+    ([*[call("look", box=i % 3) for i in range(5)], "So."], [["look", i % 3] for i in range(5)]),
+    (
+        ['<tool_call>{"id": 3, "name": "look", "arguments": {"box": 1}}</tool_call>', "So?"],
+        [["look", 1]],
+    ),
+    ([call("move", source="0", target=2, number="3"), "No."], [["move", 0, 2, 3]]),
+    (["<think>\nI could " + call("look", box=0) + "\n</think>\n\nNo."], []),
+    (["<think>\nI could " + call("look", box=0)], []),
+    (['<tool_call>{"name": "look", "arguments": {"box": 1}}'], []),
+]
+
+
+def test_a_game_gets_the_calls_that_it_gets_in_trl_and_the_tokens_and_rewards_are_the_same(
+    tmp_path: Path,
+) -> None:
+    texts, calls = map(list, zip(*GAME, strict=True))
+    theirs, ours, their_calls, our_calls = play(texts, tmp_path)
+    assert our_calls == their_calls == calls
+    assert ours == theirs
+    thought, move, last = texts[0]
+    parts = [thought + STOP, answers("4 coins", "2 coins"), move + STOP]
+    parts += [answers("2 coins are in box 1 now"), last + STOP]
+    assert ours[0].parts == parts
+    assert [each.reward for each in ours] == [1, 0, 0, 0, 0, 0, 0, 0]
+    assert [len(each.parts) for each in ours] == [5, 3, 11, 3, 3, 1, 1, 1]
+    assert f"<|im_start|>user\nMove them. There are 3 boxes.{STOP}\n" in ours[0].prompt
+
+
+MISSING = "Boxes.look() missing 1 required positional argument: 'box'"
+UNEXPECTED = "Boxes.look() got an unexpected keyword argument 'room'"
+NOT_JSON = "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"
+# A turn with a wrong call, the error in TRL (None: it ends the episode), and the error here.
+WRONG = [
+    (call("look", box=7), "list index out of range", "IndexError: list index out of range"),
+    (call("move", source=1, target=0), "box 1 has 0 coins", "ValueError: box 1 has 0 coins"),
+    (call("fly"), "Tool fly not found.", "ValueError: there is no tool 'fly', only look, move"),
+    (call("look"), MISSING, f"TypeError: {MISSING}"),
+    (call("look").replace("{}", "null"), MISSING, f"TypeError: {MISSING}"),
+    (call("look", box=1, room=2), UNEXPECTED, f"TypeError: {UNEXPECTED}"),
+    ("<tool_call>{bad}</tool_call>", None, f"JSONDecodeError: {NOT_JSON}"),
+    ('<tool_call>{"arguments": {"box": 1}}</tool_call>', None, "KeyError: 'name'"),
+]
+
+
+def test_wrong_calls_end_as_in_trl_but_those_that_are_no_call_are_answered_and_errors_have_a_type(
+    tmp_path: Path,
+) -> None:
+    texts = [[turn, "Oh."] for turn, _, _ in WRONG]
+    theirs, ours, their_calls, our_calls = play(texts, tmp_path)
+    assert our_calls == their_calls == [[["look", 7]], [["move", 1, 0, 1]], [], [], [], [], [], []]
+    for (turn, known, error), their, our in zip(WRONG, theirs, ours, strict=True):
+        answered = [answers(str({"error": known})), "Oh." + STOP] if known else []
+        assert their.parts == [turn + STOP, *answered]
+        assert our.parts == [turn + STOP, answers(f"error: {error}"), "Oh." + STOP]
+        assert our.prompt == their.prompt and our.reward == their.reward == 0
+
+
+# For each completion the texts of its turns, and the answers of the calculator.
+SUMS = [
+    (
+        [call("calculate", expression="17 * 3"), call("calculate", expression="51/4"), "12.75"],
+        [["51"], ["12.75"]],
+    ),
+    (
+        [
+            call("calculate", expression="2 - 3") + "\n" + call("calculate", expression="-(1 + 1)"),
+            "<think>\nThat is all.\n</think>\n\n<answer>12.75</answer>",
+        ],
+        [["-1", "-2"]],
+    ),
+    ([call("calculate", expression="12.75"), "It is 13."], [["12.75"]]),
+    (["12.75"], []),
+    *[([f"{i}"], []) for i in range(4)],
+]
+
+
+def test_the_calculator_answers_as_in_trl_and_the_last_turn_is_rewarded(tmp_path: Path) -> None:
+    def rewarded(completions: list[list[dict]], answer: list[str], **columns: Any) -> list:
+        return reward_correct([messages[-1]["content"] for messages in completions], answer)
+
+    columns = {"question": "What is three times 17, divided by 4?", "answer": "#### 12.75"}
+    texts, results = zip(*SUMS, strict=True)
+    theirs = in_trl(Calculator, rewarded, columns, texts, tmp_path)
+    source = f"{REPO}/recipes/calculator.py:Calculator"
+    ours = here(source, "reward_correct", columns, texts, tmp_path)
+    assert ours == theirs
+    messages = [[answers(*turn) for turn in turns] for turns in results]
+    assert [each.parts[1::2] for each in ours] == messages
+    assert [each.reward for each in ours] == [1, 1, 0, 1, 0, 0, 0, 0]
+
+
+# ---- The chat template ---------------------------------------------------------------------------
+
+TURNS = REPO / "docs" / "qwen3_turns.jinja"
+OPENING = [{"role": "system", "content": "Be brief.\n"}, {"role": "user", "content": "<Ä> & 'b'"}]
+THOUGHT = "<think>\nSo many.\n</think>\n\n"
+TOOLS = [transformers.utils.get_json_schema(tool) for tool in (Boxes().look, Boxes().move)]
+LOOKS = [
+    {"type": "function", "function": {"name": "look", "arguments": {"box": 1, "room": "é"}}},
+    {"name": "look", "arguments": '{"box": 2}'},
+]
+
+
+def said(content: str | None, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **more}
+
+
+def told(*texts: str, role: str = "tool") -> list[dict[str, Any]]:
+    return [{"role": role, "content": text} for text in texts]
+
+
+# Dialogues without thoughts before the last user message.
+DIALOGUES = [
+    OPENING,
+    OPENING[1:],
+    [*OPENING, said(" Five.\n"), *told("And now?", role="user")],
+    [*OPENING[1:], said(""), *told("More.", role="system"), *told("", role="user")],
+    [*OPENING, said(call("look", box=1)), *told("4 coins")],
+    [*OPENING, said(f"{call('look', box=1)}\n{call('look', box=2)}"), *told("4", "5")],
+    [*OPENING, said(None, tool_calls=LOOKS), *told("4", "5\n"), said("So."), *told("6")],
+    [
+        *OPENING,
+        said("See:", tool_calls=LOOKS),
+        *told("4", "5"),
+        said("9."),
+        *told("?", role="user"),
+    ],
+]
+# These have thoughts behind the last user message, which Qwen3's own template keeps.
+THOUGHTFUL = [
+    [*OPENING, said(THOUGHT + call("look", box=1)), *told("4"), said(THOUGHT + "So."), *told("5")],
+    [*OPENING, said(THOUGHT, tool_calls=LOOKS), *told("4", "5")],
+    [*OPENING, said(THOUGHT + "See:", tool_calls=LOOKS), *told("4", "5")],
+    [*OPENING, said("\nSee:", reasoning_content="\nSo many.", tool_calls=LOOKS), *told("4", "5")],
+    [*OPENING, said(None, reasoning_content="So many.", tool_calls=LOOKS), *told("4", "5")],
+]
+
+
+def rendered(template: Path, messages: list[dict], **how: Any) -> str:
+    how = {"add_generation_prompt": True, "chat_template": template.read_text("utf-8")} | how
+    return tokenizer().apply_chat_template(messages, tokenize=False, **how)
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS], ids=["no tools", "tools"])
+@pytest.mark.parametrize(
+    "name, dialogues",
+    [("qwen3", DIALOGUES + THOUGHTFUL), ("qwen3_instruct_2507", DIALOGUES)],
+)
+def test_the_template_writes_what_qwen3_s_own_template_writes(
+    name: str, dialogues: list[list[dict]], tools: list[dict] | None
+) -> None:
+    thinks = [{}, {"enable_thinking": True}, {"enable_thinking": False}]
+    for messages in dialogues:
+        for how in thinks if name == "qwen3" else thinks[:1]:
+            for prompted in (True, False):
+                how |= {"tools": tools, "add_generation_prompt": prompted}
+                expected = rendered(TEMPLATES / f"{name}.jinja", messages, **how)
+                assert rendered(TURNS, messages, **how) == expected
+
+
+def test_the_template_keeps_what_qwen3_s_own_template_removes_when_a_user_speaks() -> None:
+    turns = [said(THOUGHT + "Four?"), *told("More.", role="user")] * 2
+    qwen3 = "<|im_start|>assistant\nFour?<|im_end|>\n<|im_start|>user\nMore.<|im_end|>\n"
+    kept = qwen3.replace("Four?", f"{THOUGHT}Four?")
+    begun, end = rendered(TURNS, OPENING, add_generation_prompt=False), "<|im_start|>assistant\n"
+    assert rendered(TURNS, OPENING + turns) == begun + kept * 2 + end
+    assert rendered(QWEN3, OPENING + turns) == begun + qwen3 * 2 + end
+
+
+def test_to_trl_the_template_knows_tools_and_keeps_prefixes_and_qwen3_s_own_does_not() -> None:
+    chats = trl.chat_template_utils
+    for template, keeps in ((TURNS, True), (QWEN3, False)):
+        tok = hf.load_tokenizer(REPO / "tiny", str(template))
+        assert chats.supports_tool_calling(tok)
+        assert chats.is_chat_template_prefix_preserving(tok) == keeps

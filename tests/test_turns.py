@@ -1,0 +1,1041 @@
+"""Completions of several turns: which tokens they hold and which of them count, what environments
+are asked and with which random numbers, rewards and mistakes, and the loss of a real step.
+
+`Script` stands for the draws of a model. Everything else is real: the environments live in reward
+workers, and a run of train_grpo.py draws from the tiny model.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import json
+import math
+import re
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from games import Echo
+from runs import REPO, Result, environment, few_examples, run_as_user, train
+from safetensors.numpy import load_file, save_file
+from small_model import NEVER, PAD, PROMPTS, QWEN2, layout, train_layout, weights
+from test_ask import APPLES
+from test_replay_by_hand import SAVING, TEMPERATURE, log_probabilities
+from tokenizers import Tokenizer
+
+from config import Config
+from data import Prompt, build_prompts, pad_prompts
+from loss import Objective
+from models import hf
+from models.draw import Sampling
+from models.model import Compute
+from rollout import (
+    NO_SEQUENCE,
+    Run,
+    answer_questions,
+    begin_episodes,
+    complete,
+    gather_batch,
+    prompts_of_round,
+    reward_completions,
+)
+from runtime.layout import shard_batch
+from runtime.mistakes import UserMistake
+from runtime.packing import Batch, Limits, pack, plan_rows
+from runtime.processes import StopSignal
+from runtime.run_log import Clock
+from runtime.sizes import turn_sequences, turn_width
+from sampling import Completions, NaiveBackend, Stopping
+from startup import set_up
+from tools.plan_tpu import make_plan
+from tools.programs import programs_of
+from turns import EVALUATION, tool_calls
+from update import counts_of, micro_step
+
+TINY, GAMES = REPO / "tiny", REPO / "tests" / "games.py"
+QWEN3 = str(REPO / "docs" / "qwen3_turns.jinja")
+TOKENIZER = Tokenizer.from_file(str(TINY / "tokenizer.json"))
+END = 2  # the tiny model's stop token, <|im_end|>
+
+
+def ids_of(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special_tokens=False).ids
+
+
+def text_of(ids: list[int]) -> str:
+    return TOKENIZER.decode(ids, skip_special_tokens=False)
+
+
+# ---- A run whose model says what a test tells it -------------------------------------------------
+
+
+@functools.cache
+def run_of(name: str, settings: str = "", **more: str) -> Run:
+    """A run with an environment of games.py."""
+    env = environment(f"SYSTEM_PROMPT=Add. NUM_PRE_Q=2 BATCH_SIZE=8 EVAL_EVERY_STEPS=0 {settings}")
+    env |= {"ENVIRONMENT_CLASS": f"{GAMES}:{name}", "DATASET": str(few_examples())}
+    return set_up(Config.from_env(env | more))
+
+
+class Script:
+    """Draws the given turns of each sequence instead of a model, as far as there is room."""
+
+    def __init__(self, turns: list[list[str]], T: int) -> None:
+        self.turns, self.T = [[ids_of(text) for text in of_one] for of_one in turns], T
+        self.asked: list[list[tuple[list[int], int, int]]] = []  # of each pass
+
+    def generate(
+        self,
+        prompt_ids: np.ndarray,
+        prompt_mask: np.ndarray,
+        sequence_ids: np.ndarray,
+        key: Any,
+        sampling: Any,
+        earlier: np.ndarray | None = None,
+    ) -> Completions:
+        b, T = len(sequence_ids), self.T
+        earlier = np.zeros(b, np.int32) if earlier is None else earlier
+        places = np.arange(b) * len(prompt_ids) // b
+        prompts = [prompt_ids[i][prompt_mask[i] > 0].tolist() for i in places]
+        triples = zip(prompts, sequence_ids.tolist(), earlier.tolist(), strict=True)
+        self.asked.append([*triples])
+        ids, mask = np.full((b, T), END, np.int32), np.zeros((b, T), np.int32)
+        for i, (_, number, count) in enumerate(self.asked[-1]):
+            if count < T:
+                drawn = self.turns[number].pop(0)[: T - count]
+                ids[i, : len(drawn)], mask[i, : len(drawn)] = drawn, 1
+        logps = np.float32(-ids / 1000 * mask)
+        support = np.where(mask[:, :, None] > 0, ids[:, :, None] + [0, 1], -1).astype(np.int32)
+        lengths, sevens = mask.sum(axis=1).astype(np.int32), np.full(b, 7, np.int32)
+        return Completions(sequence_ids, ids, mask, lengths, logps, sevens, support, lengths // 2)
+
+
+class Talk(NamedTuple):
+    prompts: list[Prompt]
+    completions: Completions
+    batch: Batch
+    script: Script
+
+    def parts(self, i: int) -> list[tuple[int, str]]:
+        """The completion in parts, each with its mask, which changes from part to part."""
+        c, found = self.completions, []
+        for token, is_drawn in zip(
+            c.completion_ids[i, : c.lengths[i]].tolist(), c.drawn_mask[i].tolist(), strict=False
+        ):
+            if not found or found[-1][0] != is_drawn:
+                found.append((is_drawn, []))
+            found[-1][1].append(token)
+        return [(is_drawn, text_of(ids)) for is_drawn, ids in found]
+
+
+def talk(run: Run, turns: list[list[str]], *, T: int = 200, K: int = 1, size: int = 0) -> Talk:
+    """The episodes of questions with K completions each, whose model draws these turns. size:
+    questions of a pass; 0: all."""
+    run = dataclasses.replace(run, stopping=run.stopping._replace(max_new_tokens=T))
+    examples = [{"question": "Guess.", "answer": "#### 33"}] * (len(turns) // K)
+    prompts = build_prompts(examples, run.tokenizer, run.system_prompt, run.environments.tools)
+    prompts, script = begin_episodes(run, prompts, 1, K), Script(turns, T)
+    how = StopSignal(), prompts, jax.random.key(0), "rollout", run.sampling, K
+    completions = complete(run, script, *how, size or len(prompts))
+    rewards = reward_completions(run, prompts, completions)
+    batch = gather_batch(run, prompts, completions, *rewards)
+    return Talk(prompts, completions, batch, script)
+
+
+def user(text: str) -> str:
+    """A message between two turns, as the tiny model's chat template writes it."""
+    return f"\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+
+
+# ---- Tokens and masks ----------------------------------------------------------------------------
+
+
+def test_a_dialogue_of_three_turns_is_the_drawn_tokens_and_messages_that_do_not_count() -> None:
+    found = talk(run_of("Higher"), [["40<|im_end|>", "No.<|im_end|>", "33<|im_end|>"]])
+    ids = [22, 18, 2]
+    ids += [201, 1, 525, 201, 43, 86, 459, 321, 81, 263, 16, 2, 201, 1, 394, 503, 543, 201]
+    ids += [48, 81, 16, 2]
+    ids += [201, 1, 525, 201, 53, 299, 272, 511, 16, 2, 201, 1, 394, 503, 543, 201]
+    ids += [21, 21, 2]
+    mask = [1] * 3 + [0] * 18 + [1] * 4 + [0] * 16 + [1] * 3
+    assert text_of(ids) == (
+        "40<|im_end|>\n<|im_start|>user\nIt is lower.<|im_end|>\n<|im_start|>assistant\n"
+        "No.<|im_end|>\n<|im_start|>user\nSay a number.<|im_end|>\n<|im_start|>assistant\n"
+        "33<|im_end|>"
+    )
+    c, batch = found.completions, found.batch
+    assert c.lengths.tolist() == batch.lengths.tolist() == [len(ids)] == [44]
+    assert c.completion_ids[0].tolist() == ids + [END] * 156
+    for x in (c.drawn_mask, batch.drawn_mask, batch.completion_mask):
+        assert x[0].tolist() == mask + [0] * 156
+    logps = [-token / 1000 * is_drawn for token, is_drawn in zip(ids, mask, strict=True)]
+    assert c.sampling_logps[0].tolist() == pytest.approx(logps + [0] * 156)
+    support = [[i, i + 1] if is_drawn else [-1, -1] for i, is_drawn in zip(ids, mask, strict=True)]
+    assert c.support[0, : len(ids)].tolist() == support
+    assert c.computed_tokens.tolist() == [21] and c.cut_tokens.tolist() == [1 + 2 + 1]
+    assert batch.stopped.tolist() == [True] and batch.rewards.tolist() == [1.0]
+
+
+def test_what_a_later_turn_is_drawn_from_is_the_question_and_the_completion_so_far() -> None:
+    """Eight episodes of four questions end after one to three turns. A pass has two questions or
+    four sequences, and places that stay empty."""
+    turns = [[["33"], ["1", "33"], ["99", "1", "33"]][i % 3] for i in range(8)]
+    turns = [[f"{text}<|im_end|>" for text in of_one] for of_one in turns]
+    found = talk(run_of("Higher"), turns, K=2, size=2)
+    start, low, high = (ids_of(f"{text}<|im_end|>") for text in ("33", "1", "99"))
+    up, down = ids_of(user("It is higher.")), ids_of(user("It is lower."))
+    first, second, third = (sum(found.script.asked[i : i + 2], []) for i in (0, 2, 4))
+    assert [len(of_pass) for of_pass in found.script.asked] == [4] * 5
+    prompts = [prompt.ids for prompt in found.prompts for _ in range(2)]
+    assert text_of(prompts[0]) == (
+        "<|im_start|>system\nAdd.<|im_end|>\n"
+        "<|im_start|>user\nGuess.<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert first == [(prompts[i], i, 0) for i in range(8)]
+    unused = ([END], NO_SEQUENCE, 200)
+    so_far = {i: low + up if i % 3 == 1 else high + down for i in (1, 2, 4, 5, 7)}
+    expected = [(prompts[i] + ids, i, len(ids)) for i, ids in so_far.items()]
+    assert second == expected + [unused] * 3
+    so_far = {i: high + down + low + up for i in (2, 5)}
+    expected = [(prompts[i] + ids, i, len(ids)) for i, ids in so_far.items()]
+    assert third == expected + [unused] * 2
+    assert [len(found.parts(i)) for i in range(8)] == [1, 3, 5, 1, 3, 5, 1, 3]
+    assert found.completions.lengths.tolist() == [
+        len(start) + [0, len(low + up), len(high + down + low + up)][i % 3] for i in range(8)
+    ]
+    assert found.batch.rewards.tolist() == [1] * 8 and found.batch.stopped.all()
+
+
+def test_passes_of_later_turns_have_few_sizes_and_widths() -> None:
+    """32 sequences of a pass on 4 devices; 12 cannot be halved twice among them."""
+    sizes = [turn_sequences(count, 32, 4) for count in (0, 1, 8, 9, 16, 17, 32, 99)]
+    assert sizes == [8, 8, 8, 16, 16, 32, 32, 32]
+    assert [turn_sequences(count, 12, 4) for count in (1, 6, 7)] == [12, 12, 12]
+    widths = [turn_width(n, 401) for n in (1, 17, 18, 33, 34, 257, 258, 401)]
+    assert widths == [17, 17, 33, 33, 65, 257, 401, 401], "401 tokens are the most"
+
+
+CALLS = """<think>
+I add.
+</think>
+
+<tool_call>
+{"name": "add", "arguments": {"number": 3}}
+</tool_call>
+<tool_call>
+{"name": "divide", "arguments": {"dividend": 1, "divisor": 4}}
+</tool_call><|im_end|>"""
+
+
+def test_two_calls_of_a_turn_are_answered_together_and_a_turn_without_a_call_ends() -> None:
+    """With the markers of Qwen3, and its description of tools."""
+    run = run_of("Calculator", CHAT_TEMPLATE=QWEN3)
+    call = '<tool_call>{"name": "add", "arguments": {"number": 4}}</tool_call><|im_end|>'
+    found = talk(run, [[CALLS, call, "It is 7.<|im_end|>"]], T=400)
+    both = (
+        "\n<|im_start|>user\n<tool_response>\nThe sum is 3.\n</tool_response>\n"
+        "<tool_response>\n0.25\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+    single = (
+        "\n<|im_start|>user\n<tool_response>\nThe sum is 7.\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    parts = [(1, CALLS), (0, both), (1, call), (0, single), (1, "It is 7.<|im_end|>")]
+    assert found.parts(0) == parts
+    ids = [token for _, text in parts for token in ids_of(text)]
+    assert found.completions.completion_ids[0, : len(ids)].tolist() == ids
+    assert found.completions.lengths.tolist() == [len(ids)]
+    assert found.batch.stopped.all() and found.batch.rewards.tolist() == [7.0]
+    prompt = text_of(found.prompts[0].ids)
+    assert prompt.startswith("<|im_start|>system\nAdd.\n\n# Tools\n")
+    assert prompt.endswith("<|im_start|>user\nGuess.<|im_end|>\n<|im_start|>assistant\n")
+    described = [json.loads(line) for line in prompt.split("<tools>\n")[1].splitlines()[:4]]
+    assert [tool["function"]["name"] for tool in described] == ["add", "divide", "roll", "run"]
+    assert described[0]["function"]["description"] == "Adds a number to the sum."
+    assert described[0]["function"]["parameters"] == {
+        "type": "object",
+        "properties": {"number": {"type": "integer", "description": "What is added."}},
+        "required": ["number"],
+    }
+
+
+# ---- Draws of later turns ------------------------------------------------------------------------
+
+
+def sampler() -> NaiveBackend:
+    """QWEN2 on four devices, with twelve tokens in a completion, none of which ends it."""
+    compute = Compute(QWEN2, jnp.dtype("float32"), layout(2, 1, 2))
+    backend = NaiveBackend(compute, Stopping(12, (NEVER,), PAD), True)
+    backend.update_weights(jax.tree.map(np.float32, weights()))
+    return backend
+
+
+def test_a_later_turn_draws_what_the_completion_would_have_drawn_at_these_places() -> None:
+    """The random numbers of a token follow from its place in the completion, and twelve tokens are
+    the room for all turns. Sequences without room draw nothing."""
+    key, sampling = jax.random.key(5), Sampling(0.7, top_k=9, replay=True)
+    ids = np.arange(8, dtype=np.int32)
+    backend = sampler()
+    whole = backend.generate(*pad_prompts(PROMPTS, 9, PAD), ids, key, sampling)
+    assert whole.lengths.tolist() == [12] * 8
+    earlier = np.array([1, 11, 12, 5, 0, 12, 3, 7], np.int32)
+    prompts = [
+        PROMPTS[i // 4] + whole.completion_ids[i, :n].tolist() for i, n in enumerate(earlier)
+    ]
+    padded = pad_prompts(prompts, 25, PAD)
+    later = backend.generate(*padded, ids, key, sampling, earlier)
+    assert later.lengths.tolist() == [11, 1, 0, 7, 12, 0, 9, 5]
+    for i, n in enumerate(earlier):
+        count = 12 - n
+        assert later.completion_ids[i, :count].tolist() == whole.completion_ids[i, n:].tolist()
+        assert later.completion_ids[i, count:].tolist() == [PAD] * n
+        assert later.drawn_mask[i].tolist() == [1] * count + [0] * n
+        logps = later.sampling_logps[i, :count]
+        np.testing.assert_allclose(logps, whole.sampling_logps[i, n:], atol=1e-5)
+        assert later.support[i, :count].tolist() == whole.support[i, n:].tolist()
+        assert (later.support[i, count:] == -1).all() and (
+            whole.support[i, n + count :] == -1
+        ).all()
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason='the TPU compiler: pip install "jax[tpu]"'
+)
+def test_a_plan_has_the_programs_of_the_last_turn_which_has_the_longest_prompts() -> None:
+    """16 prompts with 8 completions each. In a later turn each completion has a prompt of its own,
+    of 128 tokens and the 96 of a completion."""
+    text = "NUM_PRE_Q=8 BATCH_SIZE=16 MAX_PROMPT_LENGTH=128 MAX_LENGTH_SAMPLE=96 MAX_TURNS="
+    found = []
+    for turns in (1, 4):
+        cfg = Config.from_env(environment(f"{text}{turns} ENVIRONMENT_CLASS=my.py:Game"))
+        found.append(programs_of(make_plan(cfg, "v5e-1")))
+    assert found[1].keys() - found[0].keys() == {"turn_prefill", "turn_decode"}
+    shapes = [[x.shape for x in found[1][n].arguments[2:]] for n in ("prefill", "turn_prefill")]
+    assert shapes == [[(16, 129)] * 2, [(128, 128 + 96 + 1)] * 2]
+    state = found[1]["turn_decode"].arguments[2]
+    assert state.prompt_mask.shape == (128, 224) and state.width() == 96
+
+
+# ---- The end of an episode -----------------------------------------------------------------------
+
+MESSAGE = 18  # tokens of a message with "It is lower."
+
+
+@pytest.mark.parametrize(
+    "room, goes_on", [(0, False), (1, False), (MESSAGE, False), (MESSAGE + 1, True)]
+)
+def test_a_message_that_leaves_no_room_for_a_token_ends_the_episode_as_cut_off(
+    room: int, goes_on: bool
+) -> None:
+    """room: for tokens behind the first turn, which has three tokens."""
+    turns = [["40<|im_end|>", "33<|im_end|>"]]
+    found = talk(run_of("Higher"), turns, T=3 + room)
+    message = ids_of(user("It is lower."))
+    assert len(message) == MESSAGE
+    ids = [*ids_of("40<|im_end|>"), *message, ids_of("33")[0]][: 3 + room]
+    assert found.completions.completion_ids[0].tolist() == ids
+    assert found.completions.drawn_mask[0].tolist() == ([1] * 3 + [0] * 18 + [1])[: 3 + room]
+    assert found.completions.lengths.tolist() == [3 + room]
+    # It stopped only if its last token is a stop token that was drawn.
+    assert found.batch.stopped.tolist() == [room == 0]
+    assert len(found.script.asked) == 1 + goes_on
+
+
+def test_a_completion_that_ends_with_a_cut_message_was_cut_off_even_at_a_stop_token() -> None:
+    """The message is cut behind its <|im_end|>."""
+    found = talk(run_of("Higher"), [["40<|im_end|>", "33<|im_end|>"]], T=3 + 12)
+    assert found.completions.completion_ids[0, -1] == END
+    assert found.batch.stopped.tolist() == [False]
+
+
+def test_a_turn_that_no_stop_token_ends_is_the_last_and_is_not_answered() -> None:
+    found = talk(run_of("Higher"), [["33 33", "33<|im_end|>"]], T=5)
+    assert found.parts(0) == [(1, "33 33")] and found.batch.stopped.tolist() == [False]
+    assert found.batch.rewards.tolist() == [0.0] and len(found.script.asked) == 1
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_the_last_turn_of_max_turns_is_heard_but_not_answered(most: int) -> None:
+    """The environment rewards the guess of the last turn."""
+    turns = [["40<|im_end|>", "33<|im_end|>", "7<|im_end|>"], ["33<|im_end|>"]]
+    found = talk(run_of("Higher", f"MAX_TURNS={most}"), turns)
+    first, last = (1, "40<|im_end|>"), (1, "33<|im_end|>")
+    expected = [first] if most == 1 else [first, (0, user("It is lower.")), last]
+    assert found.parts(0) == expected and found.parts(1) == [last]
+    assert found.batch.stopped.tolist() == [True, True]
+    assert found.batch.rewards.tolist() == [most - 1, 1]
+
+
+def test_tools_that_are_called_in_the_last_turn_of_max_turns_are_not_used() -> None:
+    """Nothing would read their answers, and TRL does not use them either."""
+    run = run_of("Calculator", "MAX_TURNS=1", CHAT_TEMPLATE=QWEN3)
+    found = talk(run, [[CALLS]])
+    assert found.parts(0) == [(1, CALLS)] and found.batch.rewards.tolist() == [0.0]
+
+
+def test_without_max_turns_an_environment_has_eight_turns() -> None:
+    found = talk(run_of("Higher"), [["40<|im_end|>"] * 9], T=400)
+    assert len(found.parts(0)) == 15 and found.batch.stopped.all()
+
+
+def test_each_episode_has_a_new_object() -> None:
+    counter = run_of("Counter").environments
+    for _ in range(2):
+        counter.reset(1, [0, 1], [{}, {}], 2)
+        assert counter.get_reward(["", ""], [1, 0]) == [1, 1]
+
+
+# ---- Tools ---------------------------------------------------------------------------------------
+
+
+def call_of(name: str, arguments: str) -> str:
+    return f'{{"name": "{name}", "arguments": {arguments}}}'
+
+
+@pytest.mark.parametrize(
+    "call, answer",
+    [
+        (call_of("add", '{"number": 5}'), "The sum is 5."),
+        (call_of("add", '{"number": "5"}'), "The sum is 5."),
+        (call_of("divide", '{"dividend": 1, "divisor": 8}'), "0.125"),
+        ('{"name": "add", "arg', "error: JSONDecodeError: Unterminated string starting at:"),
+        ("3 + 4", "error: JSONDecodeError: Extra data"),
+        ("[]", "error: TypeError: list indices must be integers"),
+        ('{"arguments": {}}', "error: KeyError: 'name'"),
+        (
+            call_of("sub", "{}"),
+            "error: ValueError: there is no tool 'sub', only add, divide, roll, run",
+        ),
+        (
+            call_of("reset", "{}"),
+            "error: ValueError: there is no tool 'reset', only add, divide, roll, run",
+        ),
+        (call_of("add", '{"by": 3}'), "error: TypeError: Calculator.add() got an unexpected"),
+        (call_of("add", '{"\\ud83d": 3}'), "error: TypeError: Calculator.add() got an unexpected"),
+        (call_of("run", '{"code": "exit(3)"}'), "error: SystemExit: 3"),
+        (call_of("run", '{"code": "\\ud83d"}'), "error: UnicodeEncodeError: "),
+        (call_of("add", "{}"), "error: TypeError: Calculator.add() missing 1 required"),
+        (call_of("add", "null"), "error: TypeError: Calculator.add() missing 1 required"),
+        (call_of("add", '{"number": "five"}'), "error: TypeError: unsupported operand"),
+        (
+            call_of("divide", '{"dividend": 1, "divisor": 0}'),
+            "error: ZeroDivisionError: division by zero",
+        ),
+    ],
+)
+def test_a_call_is_answered_with_what_the_tool_returns_or_with_its_error(
+    call: str, answer: str
+) -> None:
+    calculator = run_of("Calculator", CHAT_TEMPLATE=QWEN3).environments
+    calculator.reset(1, [0], [{}], 1)
+    ids = calculator.answer(0, 1, f"<tool_call>\n{call}\n</tool_call>")
+    found = re.search("<tool_response>\n(.*)\n</tool_response>", text_of(ids), re.DOTALL)[1]
+    if answer.startswith("error"):
+        assert found.startswith(answer) and calculator.get_reward([""], [0]) == [0]
+    else:
+        assert found == answer
+
+
+def test_calls_are_closed_and_stand_outside_of_thoughts() -> None:
+    text = (
+        "<think><tool_call>a</tool_call></think> <tool_call>\nb\n</tool_call>"
+        "<tool_call>c <think></tool_call> d <tool_call>e"
+    )
+    assert tool_calls(text) == ["b", "c <think>"]
+    assert tool_calls("<tool_call>a</tool_call> <think> <tool_call>b</tool_call>") == ["a"]
+    assert tool_calls("Nothing is called.") == []
+
+
+# ---- Random numbers ------------------------------------------------------------------------------
+
+DICE = ("Dice", "NUM_PRE_Q=4 MAX_TURNS=3 GLOBAL_LENGTH=96")
+
+
+def rolls(seed: int, round_number: int, number: int, turn: int) -> tuple[str, str]:
+    """What the dice of a completion say in a turn, after a round has begun with 16 completions."""
+    dice = run_of(DICE[0], f"{DICE[1]} SEED={seed}").environments
+    dice.reset(round_number, range(16), [{}] * 16, 4)
+    message = text_of(dice.answer(number, turn, ""))
+    return re.search(r"user\n (\d+) (\d+)<", message).groups()
+
+
+def test_random_numbers_follow_from_the_seed_the_round_the_completion_and_the_turn() -> None:
+    places = [(7, 3, 5, 2), (8, 3, 5, 2), (7, 4, 5, 2), (7, 3, 6, 2), (7, 3, 5, 1)]
+    said = [rolls(*place) for place in places]
+    assert said == [rolls(*place) for place in places]
+    for generator in zip(*said, strict=True):  # Python's and NumPy's
+        assert len(set(generator)) == 5
+
+
+def test_each_call_of_a_turn_has_random_numbers_of_its_own() -> None:
+    calculator = run_of("Calculator", CHAT_TEMPLATE=QWEN3).environments
+    calculator.reset(1, [0], [{}], 1)
+    calls = f"<tool_call>{call_of('roll', '{}')}</tool_call>" * 2
+    said = [text_of(calculator.answer(0, 1, calls)) for _ in range(2)]
+    assert said[0] == said[1], "the seed is set before each call"
+    assert len(set(re.findall(r"\d+", said[0]))) == 4
+
+
+def test_the_completions_of_a_group_get_the_same_task_and_another_in_each_round() -> None:
+    run = run_of(*DICE)
+    rounds = [prompts_of_round(run, number) for number in (0, 1, 0)]
+    questions = [[text_of(prompt.ids) for prompt in prompts] for prompts in rounds]
+    tasks = [[re.search(r" (\d+ \d+)<\|im_end\|>", q)[1] for q in asked] for asked in questions]
+    assert len(set(tasks[0] + tasks[1])) == 2 * run.sizes.prompts_per_step == 16
+    assert tasks[2] == tasks[0]
+    assert [prompt.columns for prompt in rounds[0]] == [prompt.columns for prompt in rounds[2]], (
+        "the columns are those of the dataset"
+    )
+    assert not re.search(r" \d+ \d+$", rounds[0][0].columns["question"])
+
+
+def test_an_evaluation_has_the_same_tasks_at_every_step() -> None:
+    run = run_of(*DICE, EVAL_SAMPLES="2")
+    run = dataclasses.replace(run, stopping=run.stopping._replace(max_new_tokens=100))
+    questions = run.train_prompts[:9]
+
+    def evaluate() -> tuple[Script, Batch]:
+        script = Script([["3<|im_end|>"] * 3] * 32, 100)
+        clock = Clock(["rollout_generate", "reward"])
+        key = jax.random.key(0)
+        return script, answer_questions(run, script, StopSignal(), questions, key, clock)
+
+    script, before = evaluate()
+    prompts_of_round(run, 0)
+    again, after = evaluate()
+    assert script.asked == again.asked and len(script.asked) == 3  # turns
+    assert len(before.lengths) == 18
+    assert before.completion_ids.tolist() == after.completion_ids.tolist()
+    assert before.rewards.tolist() == after.rewards.tolist()
+    assert len({tuple(ids) for ids in before.completion_ids.tolist()}) == 18
+
+
+def test_an_evaluation_has_other_tasks_than_the_first_round() -> None:
+    run = run_of(*DICE)
+    prompts = run.train_prompts[:8]
+    begun = begin_episodes(run, prompts, EVALUATION, 4), prompts_of_round(run, 0)
+    pattern = re.compile(r" (\d+) (\d+)<\|im_end\|>")
+    tasks = [{pattern.search(text_of(p.ids)).groups() for p in of_one} for of_one in begun]
+    assert len(tasks[0] | tasks[1]) == 16
+
+
+# ---- Rewards -------------------------------------------------------------------------------------
+
+
+def test_without_reward_fn_the_reward_of_the_environment_is_the_only_one() -> None:
+    run = run_of("Higher")
+    assert [function.__name__ for function in run.functions] == ["get_reward"]
+    assert run.weights == (1.0,)
+
+
+def test_with_reward_fn_it_comes_last_and_has_a_weight() -> None:
+    names = f"reward_format,{GAMES}:texts_heard"
+    run = run_of("Echo", f"REWARD_FN={names} REWARD_WEIGHTS=0.5,2,3 MAX_TURNS=2 GLOBAL_LENGTH=96")
+    found = [function.__name__ for function in run.functions]
+    assert found == ["reward_format", "texts_heard", "get_reward"] and run.weights == (0.5, 2, 3)
+    assert run_of("Higher", "REWARD_FN=reward_format").weights == (1, 1)
+    with pytest.raises(UserMistake, match="2 numbers; give 3, one each for .*, get_reward$"):
+        run_of("Echo", f"REWARD_FN={names} REWARD_WEIGHTS=0.5,2")
+
+
+def test_a_reward_function_may_not_have_the_name_of_the_environment_s_reward(bad: Path) -> None:
+    """Their metrics would have the same name."""
+    settings = {"ENVIRONMENT_CLASS": f"{bad}:Game", "REWARD_FN": f"{bad}:get_reward"}
+    assert "ENVIRONMENT_CLASS has a get_reward too; rename one" in mistake_of(**settings)
+
+
+def test_reward_functions_see_the_last_turn_the_drawn_tokens_and_objects_of_their_file(
+    tmp_path: Path,
+) -> None:
+    """The functions of games.py get its objects; those of another file get none."""
+    last = "<think>5</think>\n<answer>33</answer><|im_end|>"
+    turns = [["41<|im_end|>", last], [last, "41<|im_end|>"]]
+    seen = tmp_path / "seen.json"
+    other = tmp_path / "other.py"
+    other.write_text(
+        f"""
+import json
+def kept(completions, **columns):
+    with open({str(seen)!r}, "w") as file:
+        json.dump([completions, columns], file)
+    return [0.25] * len(completions)
+"""
+    )
+    names = f"reward_correct,{other}:kept,reward_format,{GAMES}:texts_heard"
+    run = run_of("Echo", f"REWARD_FN={names} REWARD_WEIGHTS=1,1,1,1,8 MAX_TURNS=2")
+    # Echo answers both first texts, and rewards one of the episodes.
+    found = talk(run, turns, T=150)
+    assert [len(found.parts(i)) for i in range(2)] == [3, 3]
+    echoes = [Echo(), Echo()]
+    for echo, of_one in zip(echoes, turns, strict=True):
+        echo.heard = ["Guess.", *(text.removesuffix("<|im_end|>") for text in of_one)]
+    codes = [echo.get_reward() for echo in echoes]
+    expected = [[1, 0.25, 1, 3, codes[0]], [0, 0.25, 0, 3, codes[1]]]
+    assert found.batch.per_function.tolist() == expected and sum(codes) == 1
+    totals = [sum(of_one[:4]) + 8 * of_one[4] for of_one in expected]
+    assert found.batch.rewards.tolist() == totals
+    completions, columns = json.loads(seen.read_text())
+    assert completions == [last.removesuffix("<|im_end|>"), "41"]
+    drawn = [[token for text in of_one for token in ids_of(text)] for of_one in turns]
+    assert columns == {
+        "question": ["Guess."] * 2,
+        "answer": ["#### 33"] * 2,
+        "completion_ids": drawn,
+    }
+
+
+# ---- Mistakes ------------------------------------------------------------------------------------
+
+BAD = """
+import os
+import time
+
+class NoReset:
+    def reply(self, text): return None
+    def get_reward(self): return 1.0
+
+class NoTools:
+    def reset(self, **columns): return None
+    def get_reward(self): return 1.0
+
+class Unhinted(NoTools):
+    def use(self, number):
+        \"\"\"Uses a number.
+
+        Args:
+            number: It is used.
+        \"\"\"
+
+class Undescribed(NoTools):
+    def use(self, number: int) -> int:
+        return number
+
+class Async(NoTools):
+    async def reply(self, text): return None
+
+class Constructor(NoTools):
+    def __init__(self): raise OSError("no display")
+    def reply(self, text): return None
+
+class Ungraded:
+    def reset(self, **columns): return None
+    def reply(self, text): return None
+
+class Game(NoTools):
+    def reply(self, text): return None
+
+class Number(Game):
+    def reset(self, **columns): return 5
+
+class Narrow(Game):
+    def reset(self, question): return None
+
+class Own(Game):
+    def reset(self, **columns):
+        Own.count = getattr(Own, "count", 0) + 1
+        return f" Task {Own.count}."
+
+class Long(Game):
+    def reset(self, **columns): return " one" * 500
+
+class Dies(Game):
+    def reset(self, **columns): os._exit(7)
+
+class Silent(Game):
+    def reply(self, text): time.sleep(60)
+
+class Speaks(Game):
+    def reply(self, text): return 7
+
+class Fails(Game):
+    def reply(self, text): raise KeyError("no such move")
+
+class Word(Game):
+    def get_reward(self): return "good"
+
+def get_reward(completions, **columns): return [1.0] * len(completions)
+
+not_a_class = 3
+"""
+# Qwen3's own template does so, as soon as the user speaks again.
+FORGETS = """
+{%- set last = messages | selectattr('role', 'equalto', 'user') | list | last -%}
+{%- for m in messages -%}
+<|im_start|>{{ m.role }}
+{{ m.content.split('</think>')[-1].strip() if m.role == 'assistant' else m.content }}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}
+<|im_start|>assistant
+{% endif -%}
+"""
+
+
+@pytest.fixture(scope="module")
+def bad(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bad")
+    (folder / "bad.py").write_text(BAD)
+    (folder / "forgets.jinja").write_text(FORGETS)
+    (folder / "no_stop.jinja").write_text("{% for m in messages %}{{ m.content }}\n{% endfor %}")
+    (folder / "alone.jinja").write_text(
+        "{% if messages | length > 2 %}{{ raise_exception('one turn only') }}{% endif %}."
+    )
+    return folder / "bad.py"
+
+
+def mistake_of(**env: str) -> str:
+    """The mistake in the settings of a run, which it tells in a single line."""
+    few = {"DATASET": str(few_examples()), "EVAL_EVERY_STEPS": "0"}
+    with pytest.raises(UserMistake) as error:
+        set_up(Config.from_env(few | env))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("NoReset", "NoReset has no reset(self, **columns), which begins an episode"),
+        ("NoTools", "NoTools has no public method as a tool, and no reply(self, text)"),
+        ("Unhinted", "Argument number is missing a type hint"),
+        ("Undescribed", "it has no docstring"),
+        ("Async", "reply is async; write it without async"),
+        ("Constructor", "bad.py:Constructor raised OSError: no display (bad.py:"),
+        ("Ungraded", "has no get_reward(self); write one, or set REWARD_FN"),
+        ("Absent", "bad.py defines no class Absent"),
+        ("not_a_class", "bad.py defines no class not_a_class"),
+    ],
+)
+def test_a_class_that_is_no_environment_is_told_before_the_run_begins(bad, name, words) -> None:
+    told = mistake_of(ENVIRONMENT_CLASS=f"{bad}:{name}", CHAT_TEMPLATE=QWEN3)
+    assert told.startswith("ENVIRONMENT_CLASS") and f"bad.py:{name}" in told and words in told
+
+
+def test_the_limit_of_a_call_is_no_limit_of_the_imports_for_tools() -> None:
+    """Tools are described with transformers, which takes most of a second to import."""
+    assert run_of("Calculator", "REWARD_TIMEOUT_S=0.1", CHAT_TEMPLATE=QWEN3).environments.tools
+
+
+@pytest.mark.parametrize(
+    "env, words",
+    [
+        ({"ENVIRONMENT_CLASS": "game.py"}, "ENVIRONMENT_CLASS=game.py is not file.py:Class"),
+        ({"ENVIRONMENT_CLASS": "nowhere.py:A"}, "there is no file nowhere.py"),
+        ({"MAX_TURNS": "2"}, "MAX_TURNS=2 needs an ENVIRONMENT_CLASS"),
+        (
+            {"ENVIRONMENT_CLASS": f"{GAMES}:Higher", "ROLLOUT_BACKEND": "sglang_jax"},
+            "ROLLOUT_BACKEND=sglang_jax samples completions of a single turn",
+        ),
+        (
+            {"ENVIRONMENT_CLASS": f"{GAMES}:Calculator"},
+            "has tools, and the chat template does not tell the model to call them as <tool_call>",
+        ),
+    ],
+)
+def test_settings_that_do_not_suit_an_environment_are_told_in_a_line(env, words) -> None:
+    assert words in mistake_of(**env)
+
+
+@pytest.mark.parametrize(
+    "template, words",
+    [
+        ("forgets", "writes earlier turns in another way than the model has written them"),
+        ("no_stop", "needs a chat template that writes one of the stop tokens <|im_end|>"),
+        ("alone", "the chat template fails on several turns: one turn only; set CHAT_TEMPLATE"),
+    ],
+)
+def test_a_template_that_cannot_hold_several_turns_is_told(bad, template, words) -> None:
+    env = {"CHAT_TEMPLATE": str(bad.parent / f"{template}.jinja")}
+    assert words in mistake_of(ENVIRONMENT_CLASS=f"{GAMES}:Higher", **env)
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("Number", "bad.py:Number raised TypeError: reset returned 5, not a text or None"),
+        ("Narrow", r"raised TypeError: .*unexpected keyword argument 'answer'"),
+        ("Own", r"reset gave one question two texts, ' Task 1.' and ' Task 2.'"),
+        (
+            "Long",
+            r"with the text of reset a prompt has \d+ tokens, .*set GLOBAL_LENGTH=\d+ or more",
+        ),
+        ("Dies", "bad.py:Dies died: its process ended with exit code 7"),
+        ("Silent", "bad.py:Silent is not done after REWARD_TIMEOUT_S=0.3"),
+        ("Speaks", "bad.py:Speaks raised TypeError: reply returned 7, not a text or None"),
+        ("Fails", r"bad.py:Fails raised KeyError: 'no such move' \(bad.py:\d+\)"),
+        ("Word", "reward get_reward, completion 0: 'good' is neither a finite number nor None"),
+    ],
+)
+def test_an_environment_that_fails_in_an_episode_is_told_in_a_line(bad, name, words) -> None:
+    env = {"ENVIRONMENT_CLASS": f"{bad}:{name}", "DATASET": str(few_examples())}
+    limit = {"REWARD_TIMEOUT_S": "0.3"} if name == "Silent" else {}
+    run = set_up(Config.from_env(env | limit | {"EVAL_EVERY_STEPS": "0"}))
+    with pytest.raises(UserMistake, match=words) as error:
+        talk(run, [["1<|im_end|>", "2<|im_end|>"]] * 2, K=2)
+    told = str(error.value)
+    assert "\n" not in told and (told.startswith("ENVIRONMENT_CLASS") or name == "Word")
+
+
+# ---- A step of a run -----------------------------------------------------------------------------
+
+K, BETA, EPS, RATE = 4, 0.04, 0.2, 0.05
+SETTINGS = environment(
+    f"""ENVIRONMENT_CLASS={GAMES}:Echo MAX_TURNS=3 MAX_LENGTH_SAMPLE=128 GLOBAL_LENGTH=112 STEPS=1
+    REWARD_FN={GAMES}:texts_heard,reward_format REWARD_WEIGHTS=0,0,2 BATCH_SIZE=4 NUM_PRE_Q={K}
+    TRAIN_MICRO_BATCH_SIZE=8 NUM_MINI_BATCHES=2 PPO_EPOCHS=2 BETA={BETA} TOP_K=20
+    DYNAMIC_SAMPLING=1 DYNAMIC_SAMPLING_MAX_ROUNDS=2 TEMPERATURE={TEMPERATURE}
+    OPTIMIZER=sgd CLIP_NORM=0 LEARNING_RATE={RATE} LR_SCHEDULE=constant WARMUP_RATIO=0
+    EXPORT_HF=none SAVE_EVERY_STEPS=0 SAMPLE_EVERY_STEPS=1"""
+)
+
+
+class Sequence(NamedTuple):
+    """What the run has saved of a completion, before its first update."""
+
+    prompt: np.ndarray
+    ids: np.ndarray
+    drawn: np.ndarray  # bool
+    support: np.ndarray
+    sampling_logps: np.ndarray
+    A: float
+
+    def scored(self, weights: dict[str, np.ndarray]) -> np.ndarray:
+        """The log-probability of each token that was drawn, among those that could be drawn."""
+        table = log_probabilities(weights, np.concatenate([self.prompt, self.ids]))
+        table = table[len(self.prompt) - 1 : -1][self.drawn]  # [drawn, V]
+        possible = np.take_along_axis(table, self.support[self.drawn], axis=1)
+        of_drawn = np.take_along_axis(table, self.ids[self.drawn][:, None], axis=1)[:, 0]
+        return of_drawn - np.log(np.exp(possible).sum(axis=1))
+
+
+# What the tiny model says greedily to the question of 18 apples, and Higher to it.
+DIALOGUE = """[policy] <think>22-7=25, 25+3=28</think>
+<answer>28</answer>
+[environment] user
+It is lower.
+assistant
+[policy] <answer>25</answer>
+[environment] user
+It is lower.
+assistant
+[policy] <answer>25+2=28</think>
+<answer>28</answer>"""
+
+
+class Saved:
+    """The first step of the run, and what it has recorded."""
+
+    def __init__(self, result: Result) -> None:
+        assert result.code == 0, result.errors
+        self.result, [self.record] = result, result.records
+        self.step = load_file(result.out / "step0.safetensors")
+        x = self.step
+        self.sequences = [
+            Sequence(
+                x[f"prompt{i // K}"],
+                x["completion_ids"][i, :n],
+                x["drawn_mask"][i, :n] > 0,
+                x["support"][i, :n],
+                x["sampling_logps"][i, :n].astype(np.float64),
+                float(x["advantages"][i]),
+            )
+            for i, n in enumerate(x["lengths"])
+        ]
+
+        self.before = [sequence.scored(self.weights(0)) for sequence in self.sequences]
+
+    def weights(self, update: int) -> dict[str, np.ndarray]:
+        """Float64 weights before an update."""
+        found = load_file(self.result.out / f"weights0_{update}.safetensors")
+        return {name: x.astype(np.float64) for name, x in found.items() if name != "sequences"}
+
+    def chosen(self, update: int) -> np.ndarray:
+        """The numbers of the sequences from which an update learns."""
+        return load_file(self.result.out / f"weights0_{update}.safetensors")["sequences"]
+
+    def loss(self, update: int, weights: dict[str, np.ndarray]) -> dict[str, float]:
+        """The loss of an update and its terms, the means over its drawn tokens."""
+        columns = []
+        for i in self.chosen(update):
+            A, logps, old = self.sequences[i].A, self.sequences[i].scored(weights), self.before[i]
+            ratio = np.exp(logps - old)
+            kl = ratio * (np.exp(old - logps) - (old - logps) - 1)  # the reference is the first
+            loss = BETA * kl - np.minimum(ratio * A, np.clip(ratio, 1 - EPS, 1 + EPS) * A)
+            entropy = -self.sequences[i].sampling_logps[self.sequences[i].drawn]
+            columns.append([loss, kl, entropy])
+        loss, kl, entropy = np.concatenate(columns, axis=1).mean(axis=1)
+        return {"loss": loss, "kl": kl, "entropy": entropy}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def running(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future]]:
+    """The runs that the chosen tests use. They compute one after the other, from the first test on,
+    while the other core runs the tests above."""
+    used = {name for item in request.session.items for name in item.fixturenames}
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "bad.py").write_text(BAD)
+    question = "--ask", APPLES, "--answer", "18"
+    asked = {"ENVIRONMENT_CLASS": f"{GAMES}:Higher", "MAX_TURNS": "3", "MAX_LENGTH_SAMPLE": "100"}
+    dying = {"ENVIRONMENT_CLASS": f"{folder}/bad.py:Dies", "EVAL_EVERY_STEPS": "0"}
+    dying |= {"DATASET": str(few_examples())}
+    runs = {
+        "saved": functools.partial(train, folder / "step", 2, SAVING, **SETTINGS),
+        "asked": functools.partial(run_as_user, folder / "asked", *question, **asked),
+        "dying": functools.partial(run_as_user, folder / "dying", **dying),
+    }
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        yield {name: pool.submit(run) for name, run in runs.items() if name in used}
+
+
+@pytest.fixture(scope="module")
+def saved(running: dict[str, Future]) -> Saved:
+    return Saved(running["saved"].result())
+
+
+@pytest.fixture(scope="module")
+def asked(running: dict[str, Future]) -> Result:
+    return running["asked"].result()
+
+
+@pytest.fixture(scope="module")
+def dying(running: dict[str, Future]) -> Result:
+    return running["dying"].result()
+
+
+def parts_of(sequence: Sequence) -> list[tuple[bool, list[int]]]:
+    """The turns and the messages of a completion."""
+    starts = np.flatnonzero(np.diff(sequence.drawn, prepend=False))
+    return [
+        (bool(part[0][1]), [token for token, _ in part])
+        for part in np.split(np.stack([sequence.ids, sequence.drawn], axis=1), starts[1:])
+    ]
+
+
+def test_every_message_of_a_run_answers_the_turn_before_it_and_follows_from_its_episode(
+    saved: Saved,
+) -> None:
+    """Echo is asked again here. Rewards and metrics are those of these dialogues."""
+    endings, turns, rewards = set(), [], []
+    for sequence in saved.sequences:
+        question = re.search(r"user\n(.*) Code \d+\.<", text_of(sequence.prompt.tolist()))[1]
+        echo, parts = Echo(), parts_of(sequence)
+        echo.heard = [question]
+        replies = [echo.reply(TOKENIZER.decode(ids)) for _, ids in parts[::2]]
+        assert [is_drawn for is_drawn, _ in parts] == [True, *[False, True] * (len(replies) - 1)]
+        assert [ids for _, ids in parts[1::2]] == [ids_of(user(text)) for text in replies[:-1]]
+        assert all(ids[-1] == END and END not in ids[:-1] for _, ids in parts[::2])
+        assert replies[-1] is None or len(replies) == 3
+        endings.add((len(replies), replies[-1] is None))
+        turns.append(len(replies))
+        rewards.append(2 * echo.get_reward())
+    assert {(1, True), (2, True), (3, False)} <= endings  # some end by themselves
+    assert saved.step["rewards"].tolist() == rewards
+    drawn = [sequence.drawn.sum() for sequence in saved.sequences]
+    lengths = [len(sequence.ids) for sequence in saved.sequences]
+    expected = {
+        "turns/number": np.mean(turns),
+        "turns/drawn_tokens": np.mean(drawn),
+        "turns/environment_tokens": np.mean(lengths) - np.mean(drawn),
+        "seq_len/completion/mean": np.mean(lengths),
+        "seq_len/completion/hit_max_frac": 0,
+        "other/total_valid_token_count": sum(drawn),
+        "reward/func/texts_heard/mean": 1 + np.mean(turns),
+        "reward/total/mean": np.mean(rewards),
+        "other/dynamic_sampling/rounds": 2,
+    }
+    found = {name: saved.record[f"train-{name}"] for name in expected}
+    assert found == pytest.approx(expected, rel=1e-6)
+    seconds = saved.record["time/train/rollout_s"]
+    tokens = saved.record["throughput/generated_tokens_per_s"] * seconds
+    assert 1.5 * sum(drawn) < tokens < 2.5 * sum(drawn), "of two rounds, without messages"
+
+
+def test_samples_show_who_has_written_what(saved: Saved) -> None:
+    """The first two groups are shown, since the rewards of all groups differ."""
+    lines = (saved.result.out / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+    texts = [c["text"] for line in lines for c in json.loads(line)["completions"]]
+    names = {True: "[policy]", False: "[environment]"}
+    for text, sequence in zip(texts, saved.sequences, strict=False):
+        parts = [(names[is_drawn], TOKENIZER.decode(ids)) for is_drawn, ids in parts_of(sequence)]
+        assert text == "\n".join(f"{name} {text.strip()}" for name, text in parts)
+    assert len(texts) == 2 * K and "sample step=0 question: " in saved.result.lines
+
+
+def test_the_sampler_and_the_trainer_agree_about_tokens_of_later_turns(saved: Saved) -> None:
+    """As in a single turn. Messages have neither log-probabilities nor supports."""
+    assert saved.record["train-other/sampling_logp_difference/max"] < 5e-5
+    assert saved.record["train-other/sampling_logp_difference/mean"] < 2e-6
+    for i, sequence in enumerate(saved.sequences):
+        logps = sequence.sampling_logps
+        np.testing.assert_allclose(logps[sequence.drawn], saved.before[i], atol=5e-5)
+        assert not logps[~sequence.drawn].any() and (sequence.support[~sequence.drawn] == -1).all()
+
+
+def test_the_loss_of_a_step_counts_the_drawn_tokens_alone(saved: Saved) -> None:
+    updates = [saved.loss(u, saved.weights(u)) for u in range(4)]
+    expected = {name: np.mean([update[name] for update in updates]) for name in updates[0]}
+    found = {name: saved.record[f"train-other/{name}"] for name in expected}
+    assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert expected["kl"] > 0.01 < abs(expected["loss"])
+
+
+def test_the_gradient_of_a_step_is_that_of_the_drawn_tokens(saved: Saved) -> None:
+    """The second update has moved along its gradient, whose size is the slope of the loss there."""
+    before, after = saved.weights(1), saved.weights(2)
+    moved = {name: (before[name] - after[name]) / RATE for name in before}
+    size = math.sqrt(sum((x**2).sum() for x in moved.values()))
+    ends = [
+        saved.loss(1, {name: before[name] + e * moved[name] / size for name in before})["loss"]
+        for e in (1e-5, -1e-5)
+    ]
+    assert (ends[0] - ends[1]) / 2e-5 == pytest.approx(size, rel=1e-3)
+    assert size > 0.5
+
+
+def test_without_packing_the_gradient_is_the_same(saved: Saved, tmp_path: Path) -> None:
+    for file in ("config.json", "tokenizer.json"):
+        shutil.copy(TINY / file, tmp_path)
+    weights, after = saved.weights(1), saved.weights(2)
+    save_file({k: np.float32(x) for k, x in weights.items()}, tmp_path / "model.safetensors")
+    model, where = hf.read_config(tmp_path), train_layout(1, 1, 1)
+    params = hf.load_params(tmp_path, model, where.mesh, jnp.dtype("float32"))
+    x = saved.step
+    prompts = [Prompt(x[f"prompt{p}"].tolist(), {}) for p in range(4)]
+    arrays = {k: x[k] for k in Batch._fields if k in x and x[k].ndim}
+    batch = Batch(prompts, **arrays).groups(np.unique(saved.chosen(1) // K))
+    T = batch.completion_ids.shape[1]
+    limits = Limits(1, 8, K, T, 112, 112, False, 1, 2**31, matmul_keys=1e4)
+    [rows], widths = plan_rows(batch, range(8), limits)
+    assert widths.C == K * T, "each completion has the width of the longest one"
+    found, metrics = micro_step(
+        params,
+        None,
+        shard_batch(pack(batch, rows, widths, END), where),
+        counts_of(batch),
+        objective=Objective(beta=BETA),
+        temperature=TEMPERATURE,
+        compute=Compute(model, jnp.dtype("float32"), where),
+    )
+    assert float(metrics["loss"]) == pytest.approx(saved.loss(1, weights)["loss"], rel=1e-5)
+    for name, grad in hf.hf_tensors(found, model):
+        moved = (weights[name] - after[name]) / RATE
+        np.testing.assert_allclose(grad, moved, rtol=0, atol=1e-5)
+
+
+def test_ask_shows_the_dialogue_and_its_rewards(asked: Result) -> None:
+    assert asked.code == 0, asked.errors
+    assert asked.lines.endswith(f"\n{APPLES}\n\n{DIALOGUE}\n\nget_reward 0\n")
+
+
+def test_a_run_whose_environment_dies_ends_with_a_line_and_exit_code_2(dying: Result) -> None:
+    last = dying.errors.strip().splitlines()[-1]
+    assert dying.code == 2 and "Traceback" not in dying.errors
+    assert last.startswith("error: ENVIRONMENT_CLASS ")
+    assert last.endswith("bad.py:Dies died: its process ended with exit code 7")

@@ -30,7 +30,7 @@ from models.model import Params, on_base
 from review import Reviewer
 from rollout import Run
 from runtime import processes, resume
-from runtime.chips import program
+from runtime.chips import has_bfloat16, program
 from runtime.layout import mesh_text
 from runtime.lifecycle import Lifecycle
 from runtime.mistakes import Unwritable, UserMistake, fail
@@ -129,6 +129,7 @@ def set_up(cfg: Config, example: dict[str, str] | None = None) -> Run:
         f"dtype={run.training.dtype} train={len(run.train_prompts)} "
         f"test={len(run.eval_prompts)} prompts "
         f"rewards={','.join(f.__name__ for f in run.functions)}\n"
+        f"{dtype_note(run)}"
         f"mesh dp,fsdp,tp train={mesh_text(run.training.layout.mesh)} ({cfg.mesh_shape}) "
         f"rollout={placement.rollout_mesh(cfg, run.rollout)} "
         f"({cfg.rollout_mesh_shape}{run.mesh_reason})\n"
@@ -139,6 +140,14 @@ def set_up(cfg: Config, example: dict[str, str] | None = None) -> Run:
         flush=True,
     )
     return run
+
+
+def dtype_note(run: Run) -> str:
+    """A line if the device is no CPU and DTYPE=auto does not mean bfloat16 on it."""
+    device = jax.devices()[0]
+    if run.cfg.dtype != "auto" or device.platform == "cpu" or has_bfloat16(device):
+        return ""
+    return f"note: {device.device_kind} has no bfloat16, so that DTYPE=auto is float32\n"
 
 
 def lora_line(run: Run) -> str:

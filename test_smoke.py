@@ -32,7 +32,7 @@ ROOMS = {
     "": {"runtime", "models", ""},
     "tools": {"runtime", "models", "", "tools"},
 }
-COMMANDS = {"tools.plan_tpu", "tools.ask"}  # what train_grpo.py imports for its other flags
+COMMANDS = {"tools.planner", "tools.ask"}  # what train_grpo.py imports for its other flags
 # Published names: of a step, of an evaluation, and of the last values in summary.json. All others:
 # tests/test_metrics_page.py.
 OF_A_STEP = """

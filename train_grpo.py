@@ -318,7 +318,7 @@ def sum_of_gradients(
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="backslashreplace")  # it may lack characters of a model
     if FLAGS.plan:
-        from tools.plan_tpu import plan_and_exit
+        from tools.planner import plan_and_exit
 
         plan_and_exit(CFG, FLAGS.plan)
     print(*LINES, sep="\n", flush=True)

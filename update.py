@@ -79,7 +79,7 @@ def compute_logps_and_entropies(
     """
     weights = arrange_layers(params, compute.layer_loop, compute.dtype)
     S = micro_batch.ids.shape[1] - micro_batch.targets.shape[1]
-    rows = PackedRows(micro_batch.prompt, micro_batch.start, S, longest=micro_batch.places.shape[2])
+    rows = PackedRows(micro_batch.prompt, micro_batch.start, S)
     hidden, _ = forward(weights, compute, micro_batch.ids, micro_batch.positions, rows=rows)
     in_rows = token_logps(
         hidden[:, S:],

@@ -1,10 +1,9 @@
 """Attention within packed rows, and attention with a cache.
 
-Two implementations give the same values. `xla` multiplies dense matrices: a completion's token
-attends to the row's prompts and to a window of the row's completions, which is as long as the
-longest one, and the two parts are merged by their maxima. If the scores of an input need more than
-SCORES_BYTES, it takes the queries in chunks, so that they never exist at once. `splash` is the
-block-sparse TPU kernel that ships with jax; it skips the blocks of keys that no query may see.
+Two implementations give the same values, and skip the blocks of keys that no query may see. `xla`
+goes through blocks in plain JAX (blocks.py); `splash` is the block-sparse TPU kernel that ships
+with jax. Prompts alone, in the rollout, are multiplied with dense masks: if their scores need more
+than SCORES_BYTES, in chunks of queries, so that they never exist at once.
 
 Dimensions: X rows of t = S + C tokens: S for prompts and C for completions, R = G*share sequences
 and S prompt tokens in decoding, H query heads, N kv heads, h head_dim.
@@ -20,12 +19,14 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 from jax.sharding import PartitionSpec
 
+from models.blocks import MASKED, block_attention
 from runtime.layout import Layout, constrain_batch
-from runtime.packing import WINDOW_BLOCKS
 
-MASKED = -1e30  # finite, so that the softmax of a fully masked query is uniform and not NaN
-# Bytes of float32 scores, about, that `xla` holds on a device in training and prefill.
+# Bytes of float32 scores, about, of prompts alone that a device holds.
 SCORES_BYTES = 256 * 2**20
+# Tokens of a block of `xla`. On CPUs 128 was the fastest of 64 to 512. Elsewhere small blocks would
+# be many small kernels.
+BLOCK = {"cpu": 128, "others": 512}
 LANES = 128  # a block of splash is a multiple of 128 tokens
 BLOCKS = (512, 384, 256, LANES)  # possible numbers of queries and of keys in a block
 # The most tokens of a row, and of a completion, for splash, which holds both in an int32.
@@ -91,12 +92,11 @@ class PackedRows(NamedTuple):
     prompt: jax.Array  # [X, t] int32, the number of the token's prompt in the row; -1: padding
     start: jax.Array  # [X, t] int32, where in the row the token's prompt or completion begins
     S: int  # places for prompts, in front of the completions
-    longest: int  # at least the tokens of the longest completion
 
 
 def prompt_rows(mask: jax.Array) -> PackedRows:
     """PackedRows of one prompt each, without completions. mask: [X, S] bool, False: padding."""
-    return PackedRows(jnp.where(mask, 0, -1), jnp.zeros(mask.shape, jnp.int32), mask.shape[1], 0)
+    return PackedRows(jnp.where(mask, 0, -1), jnp.zeros(mask.shape, jnp.int32), mask.shape[1])
 
 
 def attention(q: jax.Array, kv: KV, rows: PackedRows, layout: Layout, impl: str) -> jax.Array:
@@ -106,24 +106,11 @@ def attention(q: jax.Array, kv: KV, rows: PackedRows, layout: Layout, impl: str)
     are multiples of LANES. The values of padding are finite, and mean nothing.
     """
     q = q * q.shape[-1] ** -0.5
-    if impl == "splash":
-        return _splash(q, kv, rows, layout)
     S, (X, t) = rows.S, rows.prompt.shape
+    if impl == "splash" or t > S:
+        return _on_each_device(q, kv, rows, layout, impl)
     place = jnp.broadcast_to(jnp.arange(t), (X, t))
-    tokens = jnp.stack([place, rows.prompt, rows.start], axis=-1)  # [X, t, 3]
-    prompts = KV(kv.k[..., :S], kv.v[:, :, :S]), tokens[:, :S]
-    out = _in_chunks(q[:, :S], tokens[:, :S], [prompts], S, layout)  # [X, S, H*h]
-    if t == S:
-        return out
-    # The planner of rows counts with the same blocks.
-    size = -(-rows.longest // WINDOW_BLOCKS)  # queries of a block
-    before = -(-(rows.longest - 1) // size)  # earlier blocks in which their completions may begin
-    window = functools.partial(_windows, size=size, before=before)
-    keys = KV(window(kv.k[..., S:], 3), window(kv.v[:, :, S:], 2)), window(tokens[:, S:], 1)
-    queries = (_windows(x[:, S:], 1, size, 0) for x in (q, tokens))
-    after = _in_chunks(*queries, [keys, prompts], S, layout)  # [X*blocks, size, H*h]
-    after = after.reshape(X, -1, after.shape[-1])[:, : t - S]
-    return jnp.concatenate([out, after], axis=1)
+    return _in_chunks(q, kv, jnp.stack([place, rows.prompt, rows.start], axis=-1), S, layout)
 
 
 def cached_attention(q: jax.Array, cache: Cache, layout: Layout) -> jax.Array:
@@ -138,27 +125,9 @@ def cached_attention(q: jax.Array, cache: Cache, layout: Layout) -> jax.Array:
     )
 
 
-# ---- xla -----------------------------------------------------------------------------------------
+# ---- Prompts alone, and a new token --------------------------------------------------------------
 # `_in_chunks` chooses how many queries are computed at a time, `_dense` joins parts of keys in one
 # softmax, and `_unnormalized` computes one part.
-
-
-def _windows(x: jax.Array, axis: int, size: int, before: int) -> jax.Array:
-    """x [X, ..., C, ...] as [X*blocks, ..., (before+1)*size, ...]: each block of `size` tokens
-    behind the `before` blocks in front of it. axis: that of the tokens.
-    """
-    blocks = -(-x.shape[axis] // size)
-    pad = [(0, 0)] * x.ndim
-    pad[axis] = before * size, blocks * size - x.shape[axis]
-    x = jnp.pad(x, pad, constant_values=-1 if x.dtype == jnp.int32 else 0)
-
-    def shifted(j: int) -> jax.Array:
-        y = jax.lax.slice_in_dim(x, j * size, (j + blocks) * size, axis=axis)
-        y = y.reshape(*y.shape[:axis], blocks, size, *y.shape[axis + 1 :])
-        return jnp.moveaxis(y, axis, 1)
-
-    joined = jnp.concatenate([shifted(j) for j in range(before + 1)], axis=axis + 1)
-    return joined.reshape(-1, *joined.shape[2:])
 
 
 def _seen(queries: jax.Array, keys: jax.Array, S: int) -> jax.Array:
@@ -169,43 +138,32 @@ def _seen(queries: jax.Array, keys: jax.Array, S: int) -> jax.Array:
     return (key <= place) & (key_prompt == prompt) & ((key < S) | (key >= start))
 
 
-def _in_chunks(
-    q: jax.Array,
-    queries: jax.Array,
-    parts: list[tuple[KV, jax.Array]],
-    S: int,
-    layout: Layout,
-) -> jax.Array:
-    """_dense with the masks of `_seen`: [Y, t, H*h]. It takes as many queries at a time as
+def _in_chunks(q: jax.Array, kv: KV, tokens: jax.Array, S: int, layout: Layout) -> jax.Array:
+    """_dense with the mask of `_seen`: [X, t, H*h]. It takes as many queries at a time as
     SCORES_BYTES allows.
 
-    q: [Y, t, H, h], Y blocks of queries. queries: [Y, t, 3]. parts: keys and values, and [.., 3] of
-    their tokens; those of a row serve all its blocks.
+    q: [X, t, H, h]. tokens: [X, t, 3].
     """
-    Y, t, H, h = q.shape
-    keys = sum(kv.k.shape[-1] for kv, _ in parts)
-    query_bytes = 4 * Y * H * keys // layout.mesh.size  # on each device
+    X, t, H, h = q.shape
+    query_bytes = 4 * X * H * t // layout.mesh.size  # on each device
     size = min(max(SCORES_BYTES // max(query_bytes, 1), 1), t)  # queries of a chunk
 
     def chunk(q: jax.Array, queries: jax.Array) -> jax.Array:
-        masked = [
-            (kv, _seen(queries.reshape(len(tokens), -1, 3), tokens, S)) for kv, tokens in parts
-        ]
-        return _dense(q, masked, layout)
+        return _dense(q, [(kv, _seen(queries, tokens, S))], layout)
 
     if size >= t:
-        return chunk(q, queries)
+        return chunk(q, tokens)
     chunks = -(-t // size)
     size = -(-t // chunks)  # chunks of equal size need the least padding
 
     def cut(x: jax.Array) -> jax.Array:
         x = jnp.pad(x, ((0, 0), (0, chunks * size - t), *[(0, 0)] * (x.ndim - 2)))
-        return x.reshape(Y, chunks, size, *x.shape[2:]).swapaxes(0, 1)
+        return x.reshape(X, chunks, size, *x.shape[2:]).swapaxes(0, 1)
 
     # No scores are kept; backward computes the scores of each chunk again.
     recomputed = jax.checkpoint(lambda x: chunk(*x), prevent_cse=False)
-    out = jax.lax.map(recomputed, (cut(q), cut(queries)))  # [chunks, Y, size, H*h]
-    return out.swapaxes(0, 1).reshape(Y, chunks * size, H * h)[:, :t]
+    out = jax.lax.map(recomputed, (cut(q), cut(tokens)))  # [chunks, X, size, H*h]
+    return out.swapaxes(0, 1).reshape(X, chunks * size, H * h)[:, :t]
 
 
 def _dense(q: jax.Array, parts: list[tuple[KV, jax.Array]], layout: Layout) -> jax.Array:
@@ -251,26 +209,60 @@ def _unnormalized(q: jax.Array, kv: KV, mask: jax.Array) -> list[jax.Array]:
     return [top, weights.sum(axis=-1, keepdims=True), values]
 
 
-# ---- splash --------------------------------------------------------------------------------------
+# ---- Attention of the rows and heads of one device -----------------------------------------------
 
 
-def _splash(
-    q: jax.Array, kv: KV, rows: PackedRows, layout: Layout, interpret: bool = False
+def _on_each_device(
+    q: jax.Array, kv: KV, rows: PackedRows, layout: Layout, impl: str, interpret: bool = False
 ) -> jax.Array:
-    """`attention` by the kernel; each device computes the rows and heads that lie on it."""
+    """`attention` by impl; each device computes the rows and heads that lie on it."""
     S, t = rows.S, rows.prompt.shape[1]
-    in_blocks = S % LANES == t % LANES == 0
-    assert in_blocks, f"rows of {t} places with {S} for prompts are no multiples of {LANES}"
+    k, v = kv.k.swapaxes(2, 3), kv.v
+    if impl == "splash":
+        in_blocks = S % LANES == t % LANES == 0
+        assert in_blocks, f"rows of {t} places with {S} for prompts are no multiples of {LANES}"
+        of_device = functools.partial(_splash_shard, S, interpret)
+    else:
+        of_device = functools.partial(_blocks_shard, S, layout)
+        if k.shape[1] % layout.mesh.shape["tp"]:  # each query head gets its kv head
+            k, v = (jnp.repeat(x, q.shape[2] // x.shape[1], axis=1) for x in (k, v))
     batch = PartitionSpec(layout.batch_axes)
     by_head = PartitionSpec(layout.batch_axes, "tp")
     shard = jax.shard_map(
-        functools.partial(_splash_shard, S, interpret),
+        of_device,
         mesh=layout.mesh,
         in_specs=(by_head, by_head, by_head, batch, batch),
         out_specs=PartitionSpec(layout.batch_axes, None, "tp"),
         check_vma=False,
     )
-    return shard(q.swapaxes(1, 2), kv.k.swapaxes(2, 3), kv.v, rows.prompt, rows.start)
+    return shard(q.swapaxes(1, 2), k, v, rows.prompt, rows.start)
+
+
+def _blocks_shard(
+    S: int,
+    layout: Layout,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    prompt: jax.Array,
+    start: jax.Array,
+) -> jax.Array:
+    """As _splash_shard, in blocks."""
+    X, H, t, h = q.shape
+    size = min(BLOCK["cpu" if layout.mesh.devices.flat[0].platform == "cpu" else "others"], t)
+    N, missing = k.shape[1], -t % size
+
+    def padded(x: jax.Array, axis: int, value: int = 0) -> jax.Array:
+        pad = [(0, missing if i == axis else 0) for i in range(x.ndim)]
+        return jnp.pad(x, pad, constant_values=value)
+
+    q = padded(q, 2).reshape(X, N, H // N, t + missing, h)
+    tokens = padded(prompt, 1, -1), padded(start, 1)
+    out = block_attention(q, padded(k, 2), padded(v, 2), *tokens, S, size)
+    return out.reshape(X, H, -1, h)[:, :, :t].swapaxes(1, 2).reshape(X, t, -1)
+
+
+# ---- splash --------------------------------------------------------------------------------------
 
 
 def _splash_shard(

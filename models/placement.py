@@ -18,7 +18,7 @@ import numpy as np
 
 from models.attention import LANES, MOST_PLACES, MOST_TOKENS
 from models.model import Compute, ModelConfig, param_table, stop_if_indivisible
-from runtime.chips import chip_of, memory_bytes
+from runtime.chips import chip_of, has_bfloat16, memory_bytes
 from runtime.layout import (
     ROLLOUT_BATCH_AXES,
     TRAIN_BATCH_AXES,
@@ -47,7 +47,7 @@ def how_to_compute(
     platform = devices[0].platform
     dtype = cfg.dtype
     if dtype == "auto":
-        dtype = "float32" if platform == "cpu" else "bfloat16"
+        dtype = "bfloat16" if has_bfloat16(devices[0]) else "float32"
     if cfg.policy_loss_impl == "pallas" and (platform, dtype) != ("tpu", "bfloat16"):
         raise UserMistake(
             f"POLICY_LOSS_IMPL=pallas needs DTYPE=bfloat16 on a TPU, and this run has {dtype} on "

@@ -1,7 +1,8 @@
-"""The devices of a run: facts of TPU chips and slices, and what to do when memory runs out."""
+"""The devices of a run: facts of TPUs and GPUs, and what to do when memory runs out."""
 
 import contextlib
 import math
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -14,11 +15,11 @@ OUT_OF_MEMORY_CODE = 3  # the exit code, which is also that of a --plan that doe
 
 
 class Chip(NamedTuple):
-    """Facts of one chip, as Google publishes them."""
+    """Facts of one TPU chip or of one GPU, as their makers publish them."""
 
     kinds: tuple[str, ...]  # the beginnings of its jax device_kind
-    tflops: float  # bfloat16
-    hbm_gib: float  # what the compiler lets a program use
+    tflops: float  # dense matmuls in bfloat16; of a GPU without bfloat16 in float32
+    hbm_gib: float  # what the TPU's compiler lets a program use, or what CUDA finds on a GPU
     hbm_gbps: float  # GB/s
 
 
@@ -30,8 +31,19 @@ CHIPS = {
 }
 
 
-# NVIDIA's figures for dense matmuls, by the beginning of the jax device_kind.
-GPU_TFLOPS = {"NVIDIA A100": 312, "NVIDIA H100": 989, "NVIDIA H200": 989, "NVIDIA B200": 2250}
+GPUS = {
+    "h100": Chip(("NVIDIA H100",), 989, 79.1, 3352),
+    "h200": Chip(("NVIDIA H200",), 989, 139.8, 4800),
+    "b200": Chip(("NVIDIA B200",), 2250, 178.3, 8000),
+    "a100-80": Chip(("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB"), 312, 79.1, 2039),
+    "a100-40": Chip(("NVIDIA A100",), 312, 39.4, 1555),
+    "l4": Chip(("NVIDIA L4",), 121, 22.0, 300),
+    "rtx4090": Chip(("NVIDIA GeForce RTX 4090",), 165, 23.5, 1008),
+    "t4": Chip(("Tesla T4",), 8.1, 14.6, 320),
+}
+NO_BFLOAT16 = ("Tesla",)  # the beginnings of the kinds of GPUs before 2020: T4, V100, P100
+MEM_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # the share of a GPU's memory that jax takes
+OUR_MEM_FRACTION = "0.92"  # jax takes 0.75 by default
 
 
 MEGACORE = {"chip_config_name": "megacore"}  # the two cores of a chip are one device
@@ -62,12 +74,21 @@ def chip_of(device: jax.Device) -> Chip | None:
     return chips[0] if chips else None
 
 
+def gpu_of(device: jax.Device) -> Chip | None:
+    """The facts of a GPU, found by its kind; None for any other device and for unknown GPUs."""
+    gpus = [gpu for gpu in GPUS.values() if device.device_kind.startswith(gpu.kinds)]
+    return gpus[0] if gpus else None
+
+
+def has_bfloat16(device: jax.Device) -> bool:
+    """Whether the device multiplies bfloat16 numbers faster than float32; CPUs do not."""
+    return device.platform != "cpu" and not device.device_kind.startswith(NO_BFLOAT16)
+
+
 def peak_flops(device: jax.Device) -> float:
     """The bfloat16 FLOPs per second that the maker of the device states; NaN if not known here."""
-    if chip := chip_of(device):
-        return chip.tflops * 1e12
-    known = [x for kind, x in GPU_TFLOPS.items() if device.device_kind.startswith(kind)]
-    return known[0] * 1e12 if known else math.nan
+    chip = chip_of(device) or gpu_of(device)
+    return chip.tflops * 1e12 if chip else math.nan
 
 
 def memory_peaks() -> dict[str, float]:
@@ -86,7 +107,11 @@ def memory_bytes(device: jax.Device) -> float:
     """The bytes of a device's memory that programs may use; infinite if the device does not say."""
     if chip := chip_of(device):
         return chip.hbm_gib * 2**30
-    return (device.memory_stats() or {}).get("bytes_limit", math.inf)
+    try:
+        return (device.memory_stats() or {}).get("bytes_limit", math.inf)
+    except jax.errors.JaxRuntimeError:  # a GPU that is not here, for which a plan compiles
+        fraction = float(os.environ.get(MEM_FRACTION, OUR_MEM_FRACTION))
+        return fraction * gpu_of(device).hbm_gib * 2**30
 
 
 # ---- A device has run out of memory --------------------------------------------------------------

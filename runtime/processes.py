@@ -22,6 +22,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.extend.backend import register_backend_factory
 
+from runtime.chips import MEM_FRACTION, OUR_MEM_FRACTION
 from runtime.mistakes import Unwritable, UserMistake
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -34,6 +35,7 @@ def start_jax(cfg: Any) -> None:
     It has to come before anything touches a device. Raises UserMistake if there is no device of the
     kind that JAX_PLATFORMS names.
     """
+    os.environ.setdefault(MEM_FRACTION, OUR_MEM_FRACTION)  # only GPUs read it, and only once
     cache = os.path.abspath(cfg.jax_compilation_cache_dir or ".jax_cache")
     jax.config.update("jax_compilation_cache_dir", cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

@@ -18,6 +18,7 @@ from small_model import train_layout
 
 from models import attention
 from models.attention import KV, PackedRows, prompt_rows
+from models.blocks import pairs_of
 from runtime.layout import ROLLOUT_BATCH_AXES, TRAIN_BATCH_AXES, Layout, make_mesh
 
 ONE_DEVICE = train_layout(1, 1, 1)
@@ -80,7 +81,7 @@ def packed(S: int, C: int, rows: list[Row]) -> PackedRows:
                 prompt[x, at : at + tokens] = of
                 start[x, at : at + tokens] = at if of >= 0 else start[x, at : at + tokens]
                 at += tokens
-    return PackedRows(prompt, start, S, max([n for row in rows for _, n in row[1]], default=0))
+    return PackedRows(prompt, start, S)
 
 
 def inputs(S: int, C: int, rows: list[Row], H: int, N: int, h: int) -> Inputs:
@@ -135,9 +136,8 @@ unoptimised = functools.partial(jax.jit, compiler_options={"xla_backend_optimiza
 
 def attend(x: Inputs, impl: str, layout: Layout = ONE_DEVICE) -> Callable[..., jax.Array]:
     """The attention as a function of q, kv, prompt and start."""
-    _, _, S, longest = x.rows
     return lambda q, kv, prompt, start: attention.attention(
-        q, kv, PackedRows(prompt, start, S, longest), layout, impl
+        q, kv, PackedRows(prompt, start, x.rows.S), layout, impl
     )
 
 
@@ -174,7 +174,8 @@ def assert_same(got: Result, expected: Result, tolerance: float = 1e-5) -> None:
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes splash run in Pallas' interpreter."""
-    monkeypatch.setattr(attention, "_splash", functools.partial(attention._splash, interpret=True))
+    interpreting = functools.partial(attention._on_each_device, interpret=True)
+    monkeypatch.setattr(attention, "_on_each_device", interpreting)
 
 
 # ---- The values ----------------------------------------------------------------------------------
@@ -188,12 +189,11 @@ def test_values_and_gradients_are_those_of_numpy(impl: str, shape: tuple[Any, ..
     assert_same(run(x, impl), numpy_attention(x))
 
 
-@pytest.mark.parametrize("longest", [18, 200])
-def test_a_bound_above_the_longest_completion_changes_nothing(longest: int) -> None:
-    """In training it is the width to which the completions of a step are padded."""
-    x = inputs(20, 61, [TWO_GROUPS, OTHER], 4, 2, 5)
-    wider = x._replace(rows=x.rows._replace(longest=longest))
-    assert_same(run(wider, "xla"), numpy_attention(x))
+@pytest.mark.parametrize("block", [1, 4, 16, 81])
+def test_the_size_of_a_block_changes_nothing(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    monkeypatch.setitem(attention.BLOCK, "cpu", block)
+    x = inputs(20, 61, [TWO_GROUPS, OTHER, EMPTY], 4, 2, 5)
+    assert_same(run(x, "xla"), numpy_attention(x))
 
 
 def test_left_padded_prompts_are_rows_without_completions() -> None:
@@ -215,49 +215,56 @@ def test_bfloat16_is_near_float64(impl: str) -> None:
 # ---- On a mesh -----------------------------------------------------------------------------------
 
 
+def training_layout(shape: str) -> Layout:
+    return Layout(make_mesh("MESH_SHAPE", shape, jax.devices()), TRAIN_BATCH_AXES)
+
+
 @pytest.mark.parametrize(
-    "impl, mesh_shape, batch_axes",
+    "function, impl, mesh_shape",
     [
-        ("xla", "2,2,2", TRAIN_BATCH_AXES),
-        ("xla", "2,1,4", ROLLOUT_BATCH_AXES),
-        ("splash", "2,2,2", TRAIN_BATCH_AXES),
+        ("_blocks_shard", "xla", "2,2,2"),
+        ("_splash_shard", "splash", "2,2,2"),
     ],
 )
-def test_several_devices_give_what_one_gives_and_each_kernel_gets_its_rows_and_heads(
-    monkeypatch: pytest.MonkeyPatch, impl: str, mesh_shape: str, batch_axes: Any
+def test_several_devices_give_what_one_gives_and_each_gets_its_rows_and_heads(
+    monkeypatch: pytest.MonkeyPatch, function: str, impl: str, mesh_shape: str
 ) -> None:
     x = inputs(128, 256, [ONE_GROUP, TWO_GROUPS, OTHER, EMPTY] * 2, 4, 2, 64)
-    kernel = Mock(wraps=attention._splash_shard)
-    monkeypatch.setattr(attention, "_splash_shard", kernel)
-    layout = Layout(make_mesh("MESH_SHAPE", mesh_shape, jax.devices()), batch_axes)
-    assert_same(run(x, impl, layout), numpy_attention(x))
-    shapes = {tuple(a.shape for a in call.args[2:]) for call in kernel.call_args_list}
+    of_device = Mock(wraps=getattr(attention, function))
+    monkeypatch.setattr(attention, function, of_device)
+    assert_same(run(x, impl, training_layout(mesh_shape)), numpy_attention(x))
+    shapes = {tuple(a.shape for a in call.args[2:]) for call in of_device.call_args_list}
     X, H, N, t = 2, 2, 1, 128 + 256  # of a device
-    expected = {((X, H, t, 64), (X, N, t, 64), (X, N, t, 64), (X, t), (X, t))}
-    assert shapes == (expected if impl == "splash" else set())
+    assert shapes == {((X, H, t, 64), (X, N, t, 64), (X, N, t, 64), (X, t), (X, t))}
 
 
-# ---- In chunks -----------------------------------------------------------------------------------
+def test_kv_heads_that_tp_does_not_divide_are_repeated() -> None:
+    x = inputs(20, 61, [TWO_GROUPS, OTHER], 8, 2, 6)
+    assert_same(run(x, "xla", training_layout("1,2,4")), numpy_attention(x))
+
+
+def test_prompts_of_several_devices_are_split_as_decoding_needs_them() -> None:
+    x = inputs(13, 0, [LEFT_PADDED, ([(0, 13)], [])] * 4, 6, 3, 5)
+    layout = Layout(make_mesh("ROLLOUT_MESH_SHAPE", "2,1,4", jax.devices()), ROLLOUT_BATCH_AXES)
+    assert_same(run(x, "xla", layout), numpy_attention(x))
+
+
+# ---- What memory holds ---------------------------------------------------------------------------
 
 
 def chunks(x: Inputs, layout: Layout = ONE_DEVICE) -> list[int]:
-    """The number of chunks of the prompts' attention and of the completions'; 1 is left out."""
+    """The number of chunks in the attention of prompts alone; 1 is left out."""
     jaxpr = jax.make_jaxpr(attend(x, "xla", layout))(*arguments(x))
     return [int(n) for n in re.findall(r" length=(\d+)", str(jaxpr))]
 
 
-# The longest completion has 28 tokens, so that 61 places are 9 blocks of 7 queries, each with 35
-# keys of completions. A query's scores take 4*2*4*13 = 416 bytes in the prompts; one query of each
-# block takes 4*2*9*4*(35+13) = 13824. The chunks have 1 query; 5, 5 and 3; 3, 3 and 1; all.
-@pytest.mark.parametrize(
-    "scores_bytes, expected", [(1, [13, 7]), (2080, [3, 7]), (41472, [3]), (2**20, [])]
-)
+# The scores of a query take 4*2*4*13 = 416 bytes. The chunks have 1 query; 5, 5 and 3; all.
+@pytest.mark.parametrize("scores_bytes, expected", [(1, [13]), (2080, [3]), (2**20, [])])
 def test_chunks_leave_values_and_gradients_unchanged(
     monkeypatch: pytest.MonkeyPatch, scores_bytes: int, expected: list[int]
 ) -> None:
     monkeypatch.setattr(attention, "SCORES_BYTES", scores_bytes)
-    row: Row = [(0, 4), (1, 7)], [(0, 5), (1, 28), (1, 1), (0, 26)]
-    x = inputs(13, 61, [row, ([(0, 13)], [(0, 1)] * 30)], 4, 2, 5)
+    x = inputs(13, 0, [LEFT_PADDED, ([(0, 13)], [])], 4, 2, 5)
     assert chunks(x) == expected
     assert_same(run(x, "xla"), numpy_attention(x))
 
@@ -265,10 +272,9 @@ def test_chunks_leave_values_and_gradients_unchanged(
 def test_only_the_scores_of_one_device_count_against_the_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    x = inputs(16, 8, [([(0, 16)], [(0, 8)])] * 8, 4, 2, 8)
+    x = inputs(16, 0, [([(0, 16)], [])] * 8, 4, 2, 8)
     monkeypatch.setattr(attention, "SCORES_BYTES", 4 * 8 * 4 * 16 * 16 // 8)  # an eighth of all
-    layout = Layout(make_mesh("MESH_SHAPE", "2,2,2", jax.devices()), TRAIN_BATCH_AXES)
-    assert chunks(x) == [8, 2] and chunks(x, layout) == []
+    assert chunks(x) == [8] and chunks(x, training_layout("2,2,2")) == []
 
 
 def temporaries(x: Inputs) -> int:
@@ -277,19 +283,42 @@ def temporaries(x: Inputs) -> int:
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.parametrize("S, C", [(1024, 0), (512, 1024)], ids=["prompt", "completions"])
-def test_many_scores_never_exist_at_once(monkeypatch: pytest.MonkeyPatch, S: int, C: int) -> None:
+def test_many_scores_of_prompts_never_exist_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor do they in the program of the gradient, which could keep them from forward."""
-    x = inputs(S, C, [([(0, S)], [(0, C // 2)] * 2 if C else [])], 4, 2, 8)
-    scores = 4 * 4 * 1024 * 1024  # float32 of four heads, with 512 keys of completions
+    x = inputs(1024, 0, [([(0, 1024)], [])], 4, 2, 8)
+    scores = 4 * 4 * 1024 * 1024  # float32 of four heads
     assert temporaries(x) > scores  # below the limit they are kept
     monkeypatch.setattr(attention, "SCORES_BYTES", scores // 16)
     assert temporaries(x) < scores / 2
 
 
-def test_completions_have_no_scores_with_far_completions_of_their_row() -> None:
-    x = inputs(64, 4096, [([(0, 64)], [(0, 64)] * 64)], 4, 2, 8)
-    assert temporaries(x) < 4 * 4 * 4096 * 4096 / 4  # a quarter of float32 scores of four heads
+def test_the_memory_of_completions_grows_with_their_tokens_and_not_with_the_square() -> None:
+    """Scores of all pairs would take 16 times as much for 4 times the tokens."""
+    few, many = (
+        temporaries(inputs(64, n - 64, [([(0, 64)], [(0, n - 64)])], 4, 2, 8)) for n in (1024, 4096)
+    )
+    assert few < many < 5 * few < 4 * 4 * 4096 * 4096 / 8
+
+
+@pytest.mark.parametrize(
+    "row, S, C, expected",
+    [
+        # As in the test of the kernel's blocks below.
+        (([(0, 2), (1, 1)], [(0, 3), (0, 3), (1, 2)]), 4, 10, 13),
+        (([], []), 4, 10, 7),  # only padding: each block sees itself
+        (([(0, 4)], [(0, 10)]), 4, 10, 28),  # all below the diagonal
+    ],
+)
+def test_only_pairs_of_blocks_in_which_something_is_seen_are_computed(
+    row: Row, S: int, C: int, expected: int
+) -> None:
+    prompt, start, _ = packed(S, C, [row])
+    pairs, count = pairs_of(prompt, start, S, 2)
+    assert count == expected
+    computed = {(int(i), int(j)) for i, j in pairs[:count]}
+    rows = PackedRows(prompt, start, S)
+    needed = {(i // 2, j // 2) for i in range(S + C) for j in visible(rows, 0, i)}
+    assert needed <= computed and {(i, i) for i in range(7)} <= computed
 
 
 # ---- The kernel's mask and blocks ----------------------------------------------------------------
@@ -297,7 +326,7 @@ def test_completions_have_no_scores_with_far_completions_of_their_row() -> None:
 
 def test_blocks_of_other_groups_and_of_earlier_completions_are_skipped() -> None:
     row: Row = [(0, 2), (1, 1)], [(0, 3), (0, 3), (1, 2)]
-    prompt, start, S, _ = packed(4, 10, [row])
+    prompt, start, S = packed(4, 10, [row])
     by_query, by_key = attention._blocks_to_compute(prompt[0], start[0], S, 2)
     computed = [
         [1, 0, 0, 0, 0, 0, 0],
@@ -314,7 +343,7 @@ def test_blocks_of_other_groups_and_of_earlier_completions_are_skipped() -> None
     assert by_key.data_next[0, :, 0].tolist() == [0, 0, 2, 3, 4, 4, 4]
     # Eight prompts of a block, and for each eight completions of two blocks.
     row = [(g, 128) for g in range(8)], [(i // 8, 256) for i in range(64)]
-    prompt, start, S, _ = packed(1024, 16384, [row])
+    prompt, start, S = packed(1024, 16384, [row])
     (computed,) = attention._blocks_to_compute(prompt[0], start[0], S, 128)[0].block_mask
     assert computed.sum() == 8 + 64 * (2 + 3)  # of 136 * 137 / 2 = 9316 below the diagonal
 
@@ -335,7 +364,7 @@ def test_the_block_is_the_largest_that_divides_the_padded_places(
 
 def test_the_longest_row_and_completion_fit_in_an_int32() -> None:
     """The last query of the row is the last one of its completion."""
-    prompt, start, S, _ = packed(2**16, 2**16, [([(0, 9)], [(0, 2**16 - 2**14), (0, 2**14)])])
+    prompt, start, S = packed(2**16, 2**16, [([(0, 9)], [(0, 2**16 - 2**14), (0, 2**14)])])
     query = attention._blocks_to_compute(prompt[0], start[0], S, 512)[0].q_sequence[-1]
     keys = jnp.array([0, 2**16 - 1, 2**16, 2**17 - 2**14 - 1, 2**17 - 2**14, 2**17 - 1])
     assert attention._splash_mask(S, query, keys).tolist() == [True, True, False, False, True, True]

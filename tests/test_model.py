@@ -88,7 +88,7 @@ def hidden_of(params, compute, ids, positions, prompt, start, targets, places, m
     """[R, T, D] hidden states that predict the completions, computed as in training; 0 where a
     completion has no token."""
     params = arrange_layers(params, compute.layer_loop, compute.dtype)
-    rows = PackedRows(prompt, start, S := ids.shape[1] - targets.shape[1], longest=T)
+    rows = PackedRows(prompt, start, S := ids.shape[1] - targets.shape[1])
     hidden, _ = forward(params, compute, ids, positions, rows=rows)
     found = jax.vmap(lambda x, at: x[at])(hidden[:, S:], places)  # [X, share, T, D]
     return (found.reshape(*mask.shape, -1) * mask[..., None].astype(hidden.dtype))[:R]
@@ -341,7 +341,7 @@ def test_the_documented_shapes() -> None:
     row, token = ints(G, S + 2 * t), ints(R)
     _, prompt = jax.eval_shape(lambda p: prefill(p, compute, ints(G, S), ints(G, S), mask), params)
     hidden, kv = jax.eval_shape(
-        lambda p: forward(p, compute, row, row, rows=PackedRows(row, row, S, t)), params
+        lambda p: forward(p, compute, row, row, rows=PackedRows(row, row, S)), params
     )
     completion = jax.eval_shape(lambda kv: kv.empty(R, T), prompt)
     new, written = jax.eval_shape(

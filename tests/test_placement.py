@@ -25,7 +25,7 @@ from models.placement import (
     rollout_tp,
     update_flops,
 )
-from runtime.chips import CHIPS, chip_of, memory_bytes
+from runtime.chips import CHIPS, chip_of, has_bfloat16, memory_bytes, peak_flops
 from runtime.layout import (
     ROLLOUT_BATCH_AXES,
     TRAIN_BATCH_AXES,
@@ -90,6 +90,50 @@ def test_known_models_have_as_many_parameters_as_published() -> None:
 )
 def test_a_chip_is_known_by_its_kind(kind: str, name: str | None) -> None:
     assert chip_of(device(kind)) == CHIPS.get(name)
+
+
+@pytest.mark.parametrize(
+    "kind, tflops",
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H200", 989),
+        ("NVIDIA A100-SXM4-40GB", 312),
+        ("NVIDIA L4", 121),
+        ("Tesla T4", 8.1),
+        ("TPU v6 lite", 918),
+    ],
+)
+def test_the_peak_of_a_gpu_is_known_by_its_kind(kind: str, tflops: float) -> None:
+    assert peak_flops(device(kind)) == tflops * 1e12
+
+
+@pytest.mark.parametrize(
+    "kind, platform, expected",
+    [
+        ("NVIDIA H100 80GB HBM3", "gpu", True),
+        ("NVIDIA L4", "gpu", True),
+        ("Tesla T4", "gpu", False),
+        ("Tesla V100-SXM2-16GB", "gpu", False),
+        ("TPU v5 lite", "tpu", True),
+        ("cpu", "cpu", False),
+    ],
+)
+def test_old_gpus_and_cpus_compute_in_float32(kind: str, platform: str, expected: bool) -> None:
+    assert has_bfloat16(types.SimpleNamespace(device_kind=kind, platform=platform)) == expected
+
+
+def test_a_gpu_that_is_not_here_has_the_part_of_its_memory_that_a_run_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_memory_stats() -> None:
+        raise jax.errors.JaxRuntimeError("only for addressable devices")
+
+    absent = device("NVIDIA L4")
+    absent.memory_stats = no_memory_stats
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    assert memory_bytes(absent) == pytest.approx(0.92 * 22 * 2**30)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    assert memory_bytes(absent) == pytest.approx(11 * 2**30)
 
 
 def test_memory_is_the_compiler_s_limit_on_a_tpu_and_elsewhere_the_device_s_answer() -> None:

@@ -10,12 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from jax import __version__ as jax_version
 from runs import REPO
 
 from config import Config
 from models.placement import num_params
-from runtime.chips import SLICES
-from tools import plan_tpu
+from runtime.chips import GPUS, SLICES
+from tools import planner
 from tools.known_models import config_of
 from tools.programs import Program, programs_of
 
@@ -36,6 +37,8 @@ SMALL = {"NUM_PRE_Q": "8", "MAX_PROMPT_LENGTH": "128", "MAX_LENGTH_SAMPLE": "128
 needs_compiler = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason='the TPU compiler: pip install "jax[tpu]"'
 )
+# A folder with XLA's compiler for GPUs, as .ci/run installs it.
+GPU_COMPILER = os.environ.get("GPU_COMPILER", "")
 
 
 @pytest.fixture
@@ -48,7 +51,7 @@ def model(tmp_path: Path) -> Path:
 def planned(capsys: pytest.CaptureFixture, name: str, **env: str) -> tuple[int, str, str]:
     """The exit code, the output and the errors of the plan for a slice."""
     with pytest.raises(SystemExit) as ended:
-        plan_tpu.plan_and_exit(Config.from_env(SMALL | env), name)
+        planner.plan_and_exit(Config.from_env(SMALL | env), name)
     return ended.value.code, *capsys.readouterr()
 
 
@@ -91,10 +94,10 @@ def test_a_plan_that_does_not_fit_names_the_next_smaller_sizes(
     """The compiler's answers are given here; a device of a v5e has 15.75 GiB."""
     gib = {"decode": 16, "micro_step": 15.8, "optimizer_step": 15.76, "prefill": 15.7}
 
-    def compiled(program: Program) -> plan_tpu.Memory:
-        return plan_tpu.Memory(gib.get(program.function.__name__, 1) * 2**30, 0, 0)
+    def compiled(program: Program) -> planner.Memory:
+        return planner.Memory(gib.get(program.function.__name__, 1) * 2**30, 0, 0)
 
-    monkeypatch.setattr(plan_tpu, "compiled", compiled)
+    monkeypatch.setattr(planner, "compiled", compiled)
     sizes = {"BATCH_SIZE": "8", "TRAIN_MICRO_BATCH_SIZE": "16", "EVAL_EVERY_STEPS": "0"}
     code, out, _ = planned(capsys, "v5e-1", MODEL_PATH=str(model), **sizes)
     assert code == 3
@@ -121,7 +124,7 @@ def test_the_engine_s_memory_is_its_weights_and_its_pool(
     assert f"{gib:.2f}" == "2.86"
     env = {"MODEL_PATH": str(model), "ROLLOUT_BACKEND": "sglang_jax", "BATCH_SIZE": "2"}
     env |= {"SGLANG_JAX_MAX_TOTAL_TOKENS": "3000000", "EVAL_EVERY_STEPS": "0"}
-    monkeypatch.setattr(plan_tpu, "compiled", lambda *_: plan_tpu.Memory(1.0, 1.0, 1.0))
+    monkeypatch.setattr(planner, "compiled", lambda *_: planner.Memory(1.0, 1.0, 1.0))
     code, out, _ = planned(capsys, "v4-8", **env)
     names = re.findall(r"^\| (\w+) \|.* (?:\d+ s|not compiled) \|", out, re.M)
     assert names == ["engine", "sync_weights", "micro_step", "optimizer_step"]
@@ -136,11 +139,50 @@ def test_what_a_plan_cannot_do_is_one_line(
     assert planned(capsys, "v9-8") == (
         2,
         "",
-        f"error: 'v9-8' is not a slice known here; these are: {', '.join(SLICES)}\n",
+        "error: 'v9-8' is not a slice or a GPU known here; these are: "
+        f"{', '.join([*SLICES, *GPUS])}\n",
     )
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     message = 'error: the TPU compiler is not installed: pip install "jax[tpu]"\n'
     assert planned(capsys, "v6e-8") == (2, "", message)
+    message = (
+        f'error: the GPU compiler is not installed: pip install "jax[cuda13]=={jax_version}"\n'
+    )
+    assert planned(capsys, "h100") == (2, "", message)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not GPU_COMPILER, reason="the GPU compiler in the folder GPU_COMPILER")
+@pytest.mark.parametrize(
+    "name, code, ending, settings",
+    [
+        ("h100", 0, r"h100: fits, [\d.]+ of 72.77 GiB in \w+", {}),
+        ("t4", 0, r"t4: fits, [\d.]+ of 13.43 GiB in \w+", {}),
+        (
+            *("l4", 3, r"l4: DOES NOT FIT, [\d.]+ of 20.24 GiB in \w+"),
+            {"MODEL_PATH": "Qwen/Qwen2.5-1.5B", "EVAL_EVERY_STEPS": "0"},
+        ),
+    ],
+)
+def test_a_plan_for_a_gpu_is_made_by_its_compiler(
+    model: Path, name: str, code: int, ending: str, settings: dict[str, str]
+) -> None:
+    of_tests = ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_DISABLE_MOST_OPTIMIZATIONS")
+    env = {k: v for k, v in os.environ.items() if k not in of_tests}
+    done = subprocess.run(
+        [sys.executable, str(REPO / "train_grpo.py"), "--plan", name],
+        cwd=model,
+        text=True,
+        capture_output=True,
+        timeout=500,
+        env=env | SMALL | {"MODEL_PATH": str(model), "PYTHONPATH": GPU_COMPILER} | settings,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    last = done.stdout.splitlines()[-1]
+    assert re.fullmatch(ending, last), last
+    assert "compiled for an H100, with the memory of this GPU" in done.stdout
+    dtype = "float32" if name == "t4" else "bfloat16"
+    assert f"\ndtype={dtype} " in done.stdout and " attention_impl=xla " in done.stdout
 
 
 @needs_compiler
@@ -193,8 +235,8 @@ def test_the_table_has_a_possible_row_for_each_model_and_slice() -> None:
 def test_adapters_leave_the_base_of_3b_once_on_a_chip_of_16_gib(program: str) -> None:
     text = f"MODEL_PATH=Qwen/Qwen2.5-3B {STEP} LORA_RANK=16 BATCH_SIZE=8"
     text += " TRAIN_PER_DEVICE_MICRO_BATCH_SIZE=16"
-    plan = plan_tpu.make_plan(Config.from_env(dict(x.split("=") for x in text.split())), "v5e-1")
-    memory = plan_tpu.compiled(programs_of(plan)[program])
+    plan = planner.make_plan(Config.from_env(dict(x.split("=") for x in text.split())), "v5e-1")
+    memory = planner.compiled(programs_of(plan)[program])
     base = 2 * num_params(config_of("Qwen/Qwen2.5-3B"))
     assert base < memory.arguments < 1.5 * base and memory.rest < 0.1 * base
     assert memory.total < 15.75 * 2**30
@@ -217,7 +259,7 @@ def test_the_compiler_says_again_what_the_table_says(
 ) -> None:
     text = f"MODEL_PATH=Qwen/{model} TRAIN_PER_DEVICE_MICRO_BATCH_SIZE=16 {STEP} {settings}"
     cfg = Config.from_env(dict(pair.split("=") for pair in text.split()))
-    gib = plan_tpu.compiled(programs_of(plan_tpu.make_plan(cfg, name))[program]).total / 2**30
+    gib = planner.compiled(programs_of(planner.make_plan(cfg, name))[program]).total / 2**30
     assert gib == pytest.approx(expected, rel=0.07)  # 13.38 instead of 12.63 GiB with jax 0.12
     [row] = [row for row in ROWS if row[:2] == [f"Qwen/{model}", name]]
     assert f"{expected:.2f} of" in row[5] and program in row[6]

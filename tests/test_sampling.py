@@ -41,7 +41,7 @@ from sampling import (
     stage_ends,
     sync_weights,
 )
-from tools.plan_tpu import make_plan
+from tools.planner import make_plan
 from tools.programs import programs_of
 
 WARM = Sampling(0.7)

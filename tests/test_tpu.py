@@ -16,7 +16,7 @@ from config import Config
 from models import attention, model
 from runtime import chips
 from runtime.layout import TRAIN_BATCH_AXES, Layout, constrain
-from tools import known_models, plan_tpu, programs
+from tools import known_models, planner, programs
 
 pytest.importorskip("libtpu", reason='the TPU compiler: pip install "jax[tpu]"')
 pytestmark = pytest.mark.usefixtures("all_optimizations")
@@ -42,7 +42,7 @@ def plan_of(run: str, **env: str) -> programs.Plan:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(known_models, "config_of", lambda *_: two_layers)
         cfg = Config.from_env({"MODEL_PATH": name} | RUN | sizes | env)
-        return plan_tpu.make_plan(cfg, slice_name)
+        return planner.make_plan(cfg, slice_name)
 
 
 # ---- The collectives of a compiled program, from the text of its HLO -----------------------------
@@ -175,7 +175,7 @@ def test_splash_attention_and_its_gradient_compile(chip: str, head_dim: int) -> 
         return programs.array(layout.mesh, shape, dtype, layout.batch_axes)
 
     def total(q: jax.Array, k: jax.Array, v: jax.Array, *of_tokens: jax.Array) -> jax.Array:
-        rows = attention.PackedRows(*of_tokens, S=S, longest=1000)
+        rows = attention.PackedRows(*of_tokens, S=S)
         out = attention.attention(q, attention.KV(k, v), rows, layout, "splash")
         return out.astype(jnp.float32).sum()
 

@@ -1,6 +1,6 @@
 """The device programs of a run with shapes as arguments, so that they can be compiled, not run.
 
-plan_tpu.py and the tests compile these programs for TPU slices that are not here.
+planner.py and the tests compile these programs for TPU slices and GPUs that are not here.
 
 Dimensions: R sequences of a rollout pass or of a micro-batch, over all processes, G = R/share
 prompts, each shared by `share` sequences, S prompt tokens without the last, T completion tokens.
@@ -10,6 +10,7 @@ import importlib.util
 import math
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -21,8 +22,8 @@ from config import Config
 from models.draw import Sampling, support_size
 from models.model import Compute, abstract_params, on_base
 from models.placement import limits_of
-from runtime.chips import SLICES
-from runtime.mistakes import UserMistake
+from runtime.chips import GPUS, SLICES
+from runtime.mistakes import UserMistake, in_one_line
 from runtime.packing import MicroBatch, widest
 from runtime.sizes import MICRO_SIZES, PASS_SIZES, Sizes, eval_questions, prompt_share
 from sampling import (
@@ -41,6 +42,22 @@ from update import (
     micro_step,
     optimizer_step,
 )
+
+GPU_PLUGIN = "jax_plugins.xla_cuda13"
+# What the compiler has to know of an H100.
+H100 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472 core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
+  device_memory_size: 84942979072 cuda_compute_capability { major: 9 }
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 12 patch: 0 }
+"""
 
 
 class Plan(NamedTuple):
@@ -69,20 +86,45 @@ class Program(NamedTuple):
 
 
 def slice_devices(name: str) -> Sequence[jax.Device]:
-    """The devices of a TPU slice that is not here.
+    """The devices of a TPU slice that is not here, or the only one of a GPU.
 
-    Raises UserMistake if the slice is unknown or libtpu is not installed.
+    Raises UserMistake if the name is unknown or its compiler is not installed.
     """
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_enable_compilation_cache", False)  # it cannot read these programs again
+    if name in GPUS:
+        return gpu_devices(name)
     if name not in SLICES:
-        raise UserMistake(f"{name!r} is not a slice known here; these are: {', '.join(SLICES)}")
+        known = ", ".join([*SLICES, *GPUS])
+        raise UserMistake(f"{name!r} is not a slice or a GPU known here; these are: {known}")
     if importlib.util.find_spec("libtpu") is None:
         raise UserMistake('the TPU compiler is not installed: pip install "jax[tpu]"')
     # libtpu asks which host this is, and lets only one process load it; compiling needs neither.
     os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     os.environ |= {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v6e-8"}
-    jax.config.update("jax_platforms", "cpu")
     (shape, options), chip = SLICES[name], name.partition("-")[0]
     return topologies.get_topology_desc(f"{chip}:{shape}", "tpu", **options).devices
+
+
+def gpu_devices(name: str) -> Sequence[jax.Device]:
+    """The only device of a GPU that is not here. Its compiler makes programs for an H100, whatever
+    the name, and chooses kernels without timing them.
+
+    Raises UserMistake if the compiler is not installed, or fails.
+    """
+    install = f'the GPU compiler is not installed: pip install "jax[cuda13]=={jax.__version__}"'
+    plugin = importlib.util.find_spec("jax_plugins") and importlib.util.find_spec(GPU_PLUGIN)
+    if not plugin:
+        raise UserMistake(install)
+    folder = Path(plugin.submodule_search_locations[0]).parents[1] / "nvidia" / "cu13"
+    flags = f"--xla_gpu_autotune_level=0 --xla_gpu_cuda_data_dir={folder}"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
+    target = f'{H100} device_description_str: "{GPUS[name].kinds[0]}"'
+    try:
+        options = {"target_config": target, "topology": "1x1x1"}
+        return topologies.get_topology_desc(name, "cuda", **options).devices
+    except Exception as error:  # it is no public part of jax, and may raise anything
+        raise UserMistake(f"{install} ({in_one_line(error)})") from None
 
 
 def array(mesh: Mesh, shape: tuple[int, ...], dtype: Any, *axes: Any) -> jax.ShapeDtypeStruct:

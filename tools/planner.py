@@ -1,10 +1,11 @@
-"""Tells whether a run fits a TPU slice, without a TPU and without weights.
+"""Tells whether a run fits a TPU slice or a GPU, without the device and without weights.
 
     python train_grpo.py --plan v6e-8        # the environment and --config are as for the run
 
-The device programs of the run are compiled with libtpu, for the layouts that they have in the run,
-and their memory is read from the compiled programs. The exit code is 0 if the run fits, 3 if it
-does not, and 2 if the settings are wrong or libtpu is missing.
+The device programs of the run are compiled with libtpu or with XLA's compiler for GPUs, for the
+layouts that they have in the run, and their memory is read from the compiled programs. The exit
+code is 0 if the run fits, 3 if it does not, and 2 if the settings are wrong or the compiler is
+missing.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ from config import Config
 from models.lora import lora_of
 from models.placement import how_to_compute, num_params, rollout_mesh, stop_if_too_long
 from rollout_sglang import PAGE_TOKENS, pool_of, stop_if_unable
-from runtime.chips import OUT_OF_MEMORY_CODE, memory_bytes, remedy
+from runtime.chips import GPUS, OUT_OF_MEMORY_CODE, memory_bytes, remedy
 from runtime.layout import local_count, mesh_text
 from runtime.mistakes import UserMistake, fail
 from runtime.sizes import derive, prompt_width
@@ -101,7 +102,7 @@ def print_plan(plan: Plan, name: str) -> int:
             hint = remedy(plan.cfg, plan.sizes, *where, programs[program].sizes)
         print(f"{program} does not fit. {hint}")
     most = max(memories, key=lambda program: memories[program].total)
-    total = f"{memories[most].total / GIB:.2f} of {limit / GIB} GiB in {most}"
+    total = f"{memories[most].total / GIB:.2f} of {limit / GIB:.4g} GiB in {most}"
     print(f"{name}: {'DOES NOT FIT' if misfits else 'fits'}, {total}")
     return OUT_OF_MEMORY_CODE if misfits else 0
 
@@ -121,6 +122,8 @@ def print_sizes(plan: Plan, name: str) -> None:
         f"rollout={rollout_mesh(cfg, plan.rollout)} ({cfg.rollout_mesh_shape}{plan.mesh_reason})\n"
         f"dtype={training.dtype} remat={training.remat} attention_impl={training.attention_impl} "
         f"policy_loss_impl={cfg.policy_loss_impl}",
+        *["compiled for an H100, with the memory of this GPU"] * (name in GPUS),
+        sep="\n",
         flush=True,
     )
 

@@ -1,6 +1,7 @@
 """The mini-batches of a step, their sizes, and which of their sequences the devices compute."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from runs import REPO, environment
 import data
 import train_grpo
 from config import Config
-from rollout import Run, rollout_passes
+from rollout import Run, complete
 from runtime.mistakes import UserMistake
 from runtime.packing import Batch
 from runtime.sizes import Sizes, derive
@@ -177,10 +178,15 @@ def test_passes_number_the_sequences_of_a_step_as_one_pass_does() -> None:
     run, prompts = run_of(""), [data.Prompt([3, 4], {})] * 8
     never = SimpleNamespace(check=lambda: None)
     called = []
-    backend = SimpleNamespace(generate=lambda *given: called.append(given))
+
+    def generate(*given: Any) -> np.ndarray:
+        called.append(given)
+        return given[2]
+
+    backend = SimpleNamespace(generate=generate)
     for size in (8, 2):
-        passes = rollout_passes(run, backend, never, prompts, "key", "", "sampling", 4, size)
-        assert len([*passes]) == 8 // size
+        drawn = complete(run, backend, never, prompts, "key", "", "sampling", 4, size)
+        assert drawn.tolist() == [*range(32)]
     one, *four = [ids for _, _, ids, _, _ in called]
     assert one.tolist() == np.concatenate(four).tolist() == [*range(32)]
     assert {key for *_, key, _ in called} == {"key"}

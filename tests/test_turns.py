@@ -53,7 +53,7 @@ from runtime.run_log import Clock
 from runtime.sizes import turn_sequences, turn_width
 from sampling import Completions, NaiveBackend, Stopping
 from startup import set_up
-from tools.plan_tpu import make_plan
+from tools.planner import make_plan
 from tools.programs import programs_of
 from turns import EVALUATION, tool_calls
 from update import counts_of, micro_step

@@ -134,10 +134,20 @@ class Talk(NamedTuple):
         return [(is_drawn, text_of(ids)) for is_drawn, ids in found]
 
 
-def talk(run: Run, turns: list[list[str]], *, T: int = 200, K: int = 1, size: int = 0) -> Talk:
+def talk(
+    run: Run,
+    turns: list[list[str]],
+    *,
+    T: int = 200,
+    K: int = 1,
+    size: int = 0,
+    max_turns: int = 0,
+) -> Talk:
     """The episodes of questions with K completions each, whose model draws these turns. size:
     questions of a pass; 0: all."""
-    run = dataclasses.replace(run, stopping=run.stopping._replace(max_new_tokens=T))
+    cfg = dataclasses.replace(run.cfg, max_turns=max_turns)
+    stopping = run.stopping._replace(max_new_tokens=T)
+    run = dataclasses.replace(run, cfg=cfg, stopping=stopping)
     examples = [{"question": "Guess.", "answer": "#### 33"}] * (len(turns) // K)
     prompts = build_prompts(examples, run.tokenizer, run.system_prompt, run.environments.tools)
     prompts, script = begin_episodes(run, prompts, 1, K), Script(turns, T)
@@ -364,7 +374,7 @@ def test_a_turn_that_no_stop_token_ends_is_the_last_and_is_not_answered() -> Non
 def test_the_last_turn_of_max_turns_is_heard_but_not_answered(most: int) -> None:
     """The environment rewards the guess of the last turn."""
     turns = [["40<|im_end|>", "33<|im_end|>", "7<|im_end|>"], ["33<|im_end|>"]]
-    found = talk(run_of("Higher", f"MAX_TURNS={most}"), turns)
+    found = talk(run_of("Higher"), turns, max_turns=most)
     first, last = (1, "40<|im_end|>"), (1, "33<|im_end|>")
     expected = [first] if most == 1 else [first, (0, user("It is lower.")), last]
     assert found.parts(0) == expected and found.parts(1) == [last]
@@ -374,8 +384,7 @@ def test_the_last_turn_of_max_turns_is_heard_but_not_answered(most: int) -> None
 
 def test_tools_that_are_called_in_the_last_turn_of_max_turns_are_not_used() -> None:
     """Nothing would read their answers, and TRL does not use them either."""
-    run = run_of("Calculator", "MAX_TURNS=1", CHAT_TEMPLATE=QWEN3)
-    found = talk(run, [[CALLS]])
+    found = talk(run_of("Calculator", CHAT_TEMPLATE=QWEN3), [[CALLS]], max_turns=1)
     assert found.parts(0) == [(1, CALLS)] and found.batch.rewards.tolist() == [0.0]
 
 
@@ -536,7 +545,7 @@ def test_without_reward_fn_the_reward_of_the_environment_is_the_only_one() -> No
 
 def test_with_reward_fn_it_comes_last_and_has_a_weight() -> None:
     names = f"reward_format,{GAMES}:texts_heard"
-    run = run_of("Echo", f"REWARD_FN={names} REWARD_WEIGHTS=0.5,2,3 MAX_TURNS=2 GLOBAL_LENGTH=96")
+    run = run_of("Echo", f"REWARD_FN={names} REWARD_WEIGHTS=0.5,2,3")
     found = [function.__name__ for function in run.functions]
     assert found == ["reward_format", "texts_heard", "get_reward"] and run.weights == (0.5, 2, 3)
     assert run_of("Higher", "REWARD_FN=reward_format").weights == (1, 1)
@@ -555,7 +564,7 @@ def test_reward_functions_see_the_last_turn_the_drawn_tokens_and_objects_of_thei
 ) -> None:
     """The functions of games.py get its objects; those of another file get none."""
     last = "<think>5</think>\n<answer>33</answer><|im_end|>"
-    turns = [["41<|im_end|>", last], [last, "41<|im_end|>"]]
+    turns = [["32<|im_end|>", last], ["40<|im_end|>"]]
     seen = tmp_path / "seen.json"
     other = tmp_path / "other.py"
     other.write_text(
@@ -568,20 +577,20 @@ def kept(completions, **columns):
 """
     )
     names = f"reward_correct,{other}:kept,reward_format,{GAMES}:texts_heard"
-    run = run_of("Echo", f"REWARD_FN={names} REWARD_WEIGHTS=1,1,1,1,8 MAX_TURNS=2")
-    # Echo answers both first texts, and rewards one of the episodes.
-    found = talk(run, turns, T=150)
-    assert [len(found.parts(i)) for i in range(2)] == [3, 3]
+    run = run_of("Echo", f"REWARD_FN={names} REWARD_WEIGHTS=1,1,1,1,8")
+    # Echo answers the first text of an episode, and ends the other one without a reward.
+    found = talk(run, turns, T=150, max_turns=2)
+    assert [len(found.parts(i)) for i in range(2)] == [3, 1]
     echoes = [Echo(), Echo()]
     for echo, of_one in zip(echoes, turns, strict=True):
         echo.heard = ["Guess.", *(text.removesuffix("<|im_end|>") for text in of_one)]
     codes = [echo.get_reward() for echo in echoes]
-    expected = [[1, 0.25, 1, 3, codes[0]], [0, 0.25, 0, 3, codes[1]]]
-    assert found.batch.per_function.tolist() == expected and sum(codes) == 1
+    expected = [[1, 0.25, 1, 3, codes[0]], [0, 0.25, 0, 2, codes[1]]]
+    assert found.batch.per_function.tolist() == expected and codes == [1, 0]
     totals = [sum(of_one[:4]) + 8 * of_one[4] for of_one in expected]
     assert found.batch.rewards.tolist() == totals
     completions, columns = json.loads(seen.read_text())
-    assert completions == [last.removesuffix("<|im_end|>"), "41"]
+    assert completions == [last.removesuffix("<|im_end|>"), "40"]
     drawn = [[token for text in of_one for token in ids_of(text)] for of_one in turns]
     assert columns == {
         "question": ["Guess."] * 2,
@@ -611,10 +620,6 @@ class Unhinted(NoTools):
         Args:
             number: It is used.
         \"\"\"
-
-class Undescribed(NoTools):
-    def use(self, number: int) -> int:
-        return number
 
 class Async(NoTools):
     async def reply(self, text): return None
@@ -703,7 +708,6 @@ def mistake_of(**env: str) -> str:
         ("NoReset", "NoReset has no reset(self, **columns), which begins an episode"),
         ("NoTools", "NoTools has no public method as a tool, and no reply(self, text)"),
         ("Unhinted", "Argument number is missing a type hint"),
-        ("Undescribed", "it has no docstring"),
         ("Async", "reply is async; write it without async"),
         ("Constructor", "bad.py:Constructor raised OSError: no display (bad.py:"),
         ("Ungraded", "has no get_reward(self); write one, or set REWARD_FN"),
@@ -790,7 +794,7 @@ SETTINGS = environment(
     TRAIN_MICRO_BATCH_SIZE=8 NUM_MINI_BATCHES=2 PPO_EPOCHS=2 BETA={BETA} TOP_K=20
     DYNAMIC_SAMPLING=1 DYNAMIC_SAMPLING_MAX_ROUNDS=2 TEMPERATURE={TEMPERATURE}
     OPTIMIZER=sgd CLIP_NORM=0 LEARNING_RATE={RATE} LR_SCHEDULE=constant WARMUP_RATIO=0
-    EXPORT_HF=none SAVE_EVERY_STEPS=0 SAMPLE_EVERY_STEPS=1"""
+    EXPORT_HF=none SAVE_EVERY_STEPS=0 SAMPLE_EVERY_STEPS=1 SWITCHED_OFF=drops_ended"""
 )
 
 

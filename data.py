@@ -69,7 +69,7 @@ def load_examples(
     ]
     # Rewards receive the columns as lists, so every example needs every column of the split.
     columns = dict.fromkeys(name for example in examples for name in example)
-    # arguments of reward functions
+    # These are arguments of reward functions.
     for taken in {"completions", "completion_ids", "environments"} & set(columns):
         raise UserMistake(f"DATASET={dataset}: a column may not be called {taken}; rename it")
     examples = [{name: example.get(name) for name in columns} for example in examples]

@@ -259,7 +259,7 @@ class Decoding(NamedTuple):
     live: jax.Array  # int32, the unfinished sequences on the device that has most of them
     key: jax.Array  # of the pass
     sequence_ids: jax.Array  # [R] int32
-    earlier: jax.Array  # [R] int32, the tokens of the completion that the prompt ends with
+    earlier: jax.Array  # [R] int32, how many tokens of its completion the prompt ends with
     last_position: jax.Array  # [R] int32, of the prompt's last token
     token: jax.Array  # [R] int32, the newest token, first the prompt's last one
     done: jax.Array  # [R] bool

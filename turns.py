@@ -6,8 +6,8 @@ tools, its other public methods, which the policy calls in the form `<tool_call>
 docs/turns.md describes the class. The objects live in a reward worker (runtime/reward_worker.py).
 
 A completion is what the policy draws, then the environment's message with the markers of the chat
-template, then what the policy draws next, and so on. Tokens that were drawn are never made again
-from their text.
+template, then what the policy draws next, and so on. Tokens that were drawn are never tokenized
+again.
 """
 
 import json

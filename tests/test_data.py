@@ -265,6 +265,14 @@ def test_a_template_that_prints_the_date_makes_the_same_prompt_every_day() -> No
     assert tokenizer.decode(prompt.ids) == "Today: 26 Jul 2024"
 
 
+def test_without_tools_a_template_that_asks_for_them_as_llama_s_does_finds_none() -> None:
+    tokenizer = hf.load_tokenizer(ROOT / "tiny")
+    tokenizer.chat_template = "{{ 'none' if tools is none else tools | length }}"
+    for tools, text in (([], "none"), ([{"type": "function"}], "1")):
+        (prompt, *_) = build_prompts(EXAMPLES, tokenizer, SYSTEM, tools)
+        assert tokenizer.decode(prompt.ids) == text
+
+
 @pytest.mark.parametrize(
     "end, opened",
     [

@@ -181,6 +181,8 @@ def execute(cells: Iterable[tuple[str, str]], folder: Path, **env: str) -> dict[
     import nbformat
 
     names = {name.upper() for name in config.Config.__dataclass_fields__}
+    # A test in this process may have compiled for a TPU, which sets TPU_ACCELERATOR_TYPE.
+    names.add("TPU_ACCELERATOR_TYPE")
     shell = {name: value for name, value in os.environ.items() if name not in names}
     # The commands of the notebook find the Python of the tests.
     shell["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{shell['PATH']}"

@@ -16,7 +16,7 @@ import json
 import random
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,12 +52,13 @@ class Stage(NamedTuple):
     prompts: int  # per step
     solutions: int  # per prompt
     system_prompt: str
-    forget: float  # probability that a calculation of a solution forgets its carry
+    mistakes: float  # the probability of a mistake in a solution, see `solution`
+    careful_steps: int = 0  # at the start, whose solutions have no mistakes
+    peak_lr: float = 1e-3
 
 
 # First the model learns to calculate, then the prompt of a run and the mistakes of a pupil.
 STAGES = (Stage(900, 64, 1, "", 0.0), Stage(150, 32, 4, SYSTEM_PROMPT, 0.6))
-PEAK_LR = 1e-3
 
 MODEL = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -79,6 +80,8 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# A turn of the user within a completion, as this template writes it behind END.
+USER = "\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 
 # ---- Word problems -------------------------------------------------------------------------------
 
@@ -164,16 +167,22 @@ def word_problems(rng: random.Random) -> tuple[list[dict[str, str]], list[dict[s
     return train, test
 
 
-def solution(example: dict[str, str], forget: float, rng: random.Random) -> str:
-    """The completion that supervised training teaches.
+def write_examples(folder: Path, train: list[dict[str, str]], test: list[dict[str, str]]) -> None:
+    for name, examples in (("train", train), ("test", test)):
+        text = "".join(json.dumps(example) + "\n" for example in examples)
+        (folder / f"{name}.jsonl").write_text(text)
 
-    Each calculation forgets its carry with probability `forget`; the next uses the wrong result.
+
+def solution(example: dict[str, str], mistakes: float, rng: random.Random) -> list[str]:
+    """The only turn of the completion that supervised training teaches.
+
+    Each calculation forgets its carry with probability `mistakes`; the next uses the wrong result.
     """
     texts = [line.split("<<")[1].split("=")[0] for line in example["answer"].split("\n")[:-1]]
     (a, op, b), (_, op2, c) = (re.split("([-+])", text) for text in texts)
-    x = calculate(int(a), op, int(b), rng.random() >= forget)
-    y = calculate(x, op2, int(c), rng.random() >= forget)
-    return f"<think>{a}{op}{b}={x}, {x}{op2}{c}={y}</think>\n<answer>{y}</answer>"
+    x = calculate(int(a), op, int(b), rng.random() >= mistakes)
+    y = calculate(x, op2, int(c), rng.random() >= mistakes)
+    return [f"<think>{a}{op}{b}={x}, {x}{op2}{c}={y}</think>\n<answer>{y}</answer>"]
 
 
 # ---- Tokenizer -----------------------------------------------------------------------------------
@@ -211,26 +220,55 @@ def write_tokenizer(folder: Path, texts: list[str]) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n")
 
 
+# ---- Model ---------------------------------------------------------------------------------------
+
+
+def write_config(folder: Path, values: dict[str, Any]) -> tuple[ModelConfig, Any]:
+    """Writes the config.json of a model with these values, whose tokenizer is in the folder.
+    Returns the config and the tokenizer."""
+    tokenizer = hf.load_tokenizer(folder)
+    ids = {"vocab_size": -(-len(tokenizer) // 64) * 64, "eos_token_id": tokenizer.eos_token_id}
+    (folder / "config.json").write_text(json.dumps(values | ids, indent=1) + "\n")
+    return hf.read_config(folder), tokenizer
+
+
+def write_weights(folder: Path, model: ModelConfig, params: Params) -> None:
+    tensors = dict(hf.hf_tensors(params, model))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 # ---- Supervised warm-up --------------------------------------------------------------------------
 
 
-def micro_batch(prompts: list[data.Prompt], completions: list[list[int]], S: int) -> MicroBatch:
-    """A row for each prompt, with S places for it, and its completions, which are adjacent."""
-    T, share = 32, len(completions) // len(prompts)
+def micro_batch(
+    prompts: list[data.Prompt], completions: list[list[list[int]]], S: int, T: int
+) -> MicroBatch:
+    """A row for each prompt, with S places for it, and its completions, which are adjacent, with T
+    places each. A completion is the ids of its turns; the model's, every second, are taught."""
+    share = len(completions) // len(prompts)
     ids, mask = np.zeros((2, len(completions), T), np.int32)
-    for place, completion in enumerate(completions):
-        ids[place, : len(completion)] = completion
-        mask[place, : len(completion)] = 1
+    lengths = np.zeros(len(completions), np.int32)
+    for place, turns in enumerate(completions):
+        for number, turn in enumerate(turns):
+            places = slice(lengths[place], lengths[place] + len(turn))
+            ids[place, places], mask[place, places] = turn, number % 2 == 0
+            lengths[place] += len(turn)
     logps, advantages = np.zeros(mask.shape, np.float32), np.zeros(len(mask), np.float32)  # unused
-    batch = Batch(prompts, ids, mask, mask.sum(axis=1), logps, advantages=advantages)
+    batch = Batch(prompts, ids, mask, lengths, logps, advantages=advantages)
     rows = np.arange(len(completions)).reshape(-1, share).tolist()
     return pack(batch, rows, Widths(len(rows), S, share * T, share, T), pad_id=0)
 
 
 def warm_up(
-    model: ModelConfig, tokenizer: Any, examples: list[dict[str, str]], stages: Sequence[Stage]
+    model: ModelConfig,
+    tokenizer: Any,
+    examples: list[dict[str, str]],
+    stages: Sequence[Stage],
+    solution: Callable[[dict[str, str], float, random.Random], list[str]] = solution,
+    T: int = 32,
 ) -> Params:
-    """Weights trained on solutions of the examples; each use of an example draws a new solution."""
+    """Weights trained on solutions of the examples; each use of an example draws a new solution,
+    of at most T tokens: turns of the model, and of the user between them."""
     rng = random.Random(SEED)
     mesh = make_mesh("MESH_SHAPE", "1,1,1", jax.devices()[:1])
     compute = Compute(model, jnp.float32, Layout(mesh, TRAIN_BATCH_AXES))
@@ -254,14 +292,20 @@ def warm_up(
         for i in range(stage.steps):
             indices = data.batch_indices(len(examples), stage.prompts, i, SEED)
             drawn = np.repeat(indices, stage.solutions)
-            texts = [solution(examples[j], stage.forget, rng) + END for j in drawn]
-            completions = tokenizer(texts, add_special_tokens=False)["input_ids"]
-            batch = micro_batch([prompts[j] for j in indices], completions, S)
+            mistakes = stage.mistakes if i >= stage.careful_steps else 0.0
+            completions = []
+            for j in drawn:
+                texts = solution(examples[j], mistakes, rng)
+                texts = [
+                    (USER.format(text) if n % 2 else text + END) for n, text in enumerate(texts)
+                ]
+                completions.append(tokenizer(texts, add_special_tokens=False)["input_ids"])
+            batch = micro_batch([prompts[j] for j in indices], completions, S, T)
             schedule = {"schedule": "linear", "warmup_ratio": 0.05, "decay_steps": stage.steps}
-            lr = learning_rate(i, peak=PEAK_LR, **schedule)
+            lr = learning_rate(i, peak=stage.peak_lr, **schedule)
             params, opt_state, loss = step(params, opt_state, batch, lr)
             if i % 50 == 0 or i == stage.steps - 1:
-                print(f"warm-up forget={stage.forget} step={i} loss={loss:.4f}", flush=True)
+                print(f"warm-up mistakes={mistakes} step={i} loss={loss:.4f}", flush=True)
     return params
 
 
@@ -270,19 +314,11 @@ def main() -> None:
     rng = random.Random(SEED)
     FOLDER.mkdir(exist_ok=True)
     train, test = word_problems(rng)
-    for name, examples in (("train", train), ("test", test)):
-        text = "".join(json.dumps(example) + "\n" for example in examples)
-        (FOLDER / f"{name}.jsonl").write_text(text)
-    texts = [f"{example['question']} {solution(example, 0.0, rng)}" for example in train]
+    write_examples(FOLDER, train, test)
+    texts = [f"{example['question']} {solution(example, 0.0, rng)[0]}" for example in train]
     write_tokenizer(FOLDER, texts + [f"{SYSTEM_PROMPT} system user assistant"] * 50)
-    tokenizer = hf.load_tokenizer(FOLDER)
-    values = {**MODEL, "vocab_size": -(-len(tokenizer) // 64) * 64}
-    values["eos_token_id"] = tokenizer.eos_token_id
-    (FOLDER / "config.json").write_text(json.dumps(values, indent=1) + "\n")
-    model = hf.read_config(FOLDER)
-    params = warm_up(model, tokenizer, train, STAGES)
-    tensors = dict(hf.hf_tensors(params, model))
-    save_file(tensors, FOLDER / "model.safetensors", metadata={"format": "pt"})
+    model, tokenizer = write_config(FOLDER, MODEL)
+    write_weights(FOLDER, model, warm_up(model, tokenizer, train, STAGES))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,89 @@
+"""Claims about recipes/guess.py, a game of several turns, and about tools/make_guesser.py: what the
+game answers, how its players play, and what supervised training teaches. A run plays the game."""
+
+import json
+import random
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from runs import REPO, run_as_user
+
+from data import Prompt
+from recipes.guess import Guess
+from tools import make_guesser, make_tiny
+
+GAME = {"question": "It is from 11 to 25.", "answer": "17"}
+
+
+def test_the_game_answers_each_guess_and_rewards_the_right_one() -> None:
+    game = Guess()
+    game.reset(answer="17")
+    said = ["11", "Is it 25?", "I do not know.", "Not 17 but 18", "17"]
+    assert [game.reply(text) for text in said[:4]] == ["higher", "lower", "Say a number.", "lower"]
+    assert game.get_reward() == 0
+    assert game.reply(said[4]) is None and game.get_reward() == 1
+
+
+def test_no_range_of_the_test_questions_is_in_the_train_questions() -> None:
+    test = make_guesser.questions(make_guesser.HELD_OUT)
+    train = make_guesser.questions(sorted({*make_guesser.LEAST} - {*make_guesser.HELD_OUT}))
+    assert (len(train), len(test)) == (195, 30)
+    assert train[6] == GAME and test[0] == {"question": "It is from 31 to 45.", "answer": "31"}
+    assert not {each["question"] for each in train} & {each["question"] for each in test}
+
+
+def right_guesses(mistakes: float) -> tuple[float, float]:
+    """The share of later guesses that agree with all earlier answers, and of games that are won."""
+    rng = random.Random(0)
+    agree, won, games = [], 0, 500
+    for _ in range(games):
+        said = make_guesser.game(GAME, mistakes, rng)
+        assert len(said) in (1, 3, 5, 7) and {*said[1::2]} <= {"higher", "lower"}
+        least, greatest = 11, 25
+        for turn, guess in enumerate(map(int, said[::2])):
+            if turn:
+                agree.append(least <= guess <= greatest)
+                assert 11 <= guess <= 25
+            if said[2 * turn + 1 :][:1] == ["higher"]:
+                least = max(least, guess + 1)
+            else:
+                greatest = min(greatest, guess - 1)
+        won += said[-1] == "17"
+    return sum(agree) / len(agree), won / games
+
+
+def test_the_careful_player_heeds_all_answers_and_the_careless_one_none() -> None:
+    agree, won = right_guesses(0.0)
+    assert agree == 1 and won > 0.7
+    agree, won = right_guesses(1.0)
+    # Four numbers of fifteen, each drawn anew.
+    assert 0.5 < agree < 0.7 and won == pytest.approx(1 - (14 / 15) ** 4, abs=0.04)
+
+
+def test_supervised_training_teaches_only_what_the_player_says() -> None:
+    turns = [[5, 6, 9], [1, 1], [7, 9]]
+    batch = make_tiny.micro_batch([Prompt([3, 4], {})], [turns, turns[:1]], S=1, T=8)
+    assert batch.ids.tolist() == [[3, 4, 5, 6, 9, 1, 1, 7, 4, 5, 6] + [0] * 6]
+    assert batch.completion_mask.tolist() == [[1, 1, 1, 0, 0, 1, 1, 0], [1, 1, 1, 0, 0, 0, 0, 0]]
+
+
+def test_the_recipe_plays_the_game_with_a_model_that_the_tool_makes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model has been taught too little to win: this shows that the parts fit together."""
+    [stage] = make_guesser.STAGES
+    monkeypatch.setattr(make_guesser, "STAGES", [stage._replace(steps=20, careful_steps=10)])
+    monkeypatch.setattr(sys, "argv", ["make_guesser.py", str(tmp_path)])
+    make_guesser.main()
+    recipes = REPO / "recipes"
+    settings = {"MODEL_PATH": str(tmp_path), "DATASET": str(tmp_path), "STEPS": "1"}
+    settings |= {"EVAL_SAMPLES": "1", "ENVIRONMENT_CLASS": f"{recipes}/guess.py:Guess"}
+    run = run_as_user(tmp_path / "run", "--config", f"{recipes}/guess.yaml", **settings)
+    assert run.code == 0, run.errors
+    turns = [each["train-turns/number"] for each in run.records if "train-turns/number" in each]
+    assert turns and all(1 < number <= 4 for number in turns)
+    game = re.compile(r"\[policy\] .*\n\[environment\] user\n(higher|lower|Say a number\.)\n")
+    sample = json.loads((run.out / "samples.jsonl").read_text(encoding="utf-8").splitlines()[0])
+    assert any(game.match(each["text"]) for each in sample["completions"])

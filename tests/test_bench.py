@@ -1,4 +1,5 @@
-"""Claims about tools/bench.py, which prints what docs/speed.md says, and about a loop of shell."""
+"""Claims about tools/bench.py and tools/speedrun.py, which print what docs/speed.md and
+docs/speedruns.md say, and about a loop of shell."""
 
 import json
 import os
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 from runs import train
 
-from tools import bench
+from tools import bench, speedrun
 from tools.make_random import make_random
 
 REPO = Path(__file__).resolve().parent.parent
@@ -86,6 +87,32 @@ def test_a_wrong_argument_is_refused_in_one_line(
     assert ended.value.code == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert "error: " in last and message in last
+
+
+# ---- speedrun.py ---------------------------------------------------------------------------------
+
+
+def test_a_row_of_the_board_has_the_means_and_what_is_neither_step_nor_evaluation() -> None:
+    of_seed = {"accuracy": 0.95, "whole": 60.0, "compiling": 10.0, "steps": 40.0, "evaluation": 2.0}
+    slower = of_seed | {"accuracy": 0.96, "whole": 62.0}
+    row = speedrun.row("tiny", {"STEPS": "100", "REMAT": "none"}, [of_seed, slower])
+    cells = "tiny | STEPS=100 REMAT=none | 61.0 | 9.0 | 10.0 | 40.0 | 2.0 | 0.950, 0.960"
+    assert re.fullmatch(rf"\| {re.escape(cells)} \| [0-9a-f]* \|", row)
+
+
+@pytest.mark.slow
+def test_a_speedrun_trains_a_track_and_is_no_entry_below_its_accuracy(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setitem(speedrun.TRACKS, "tiny", speedrun.Track("tiny", 0.95, seeds=1))
+    settings = ["STEPS=1", "EVAL_PROMPTS=16", "MAX_LENGTH_SAMPLE=16"]
+    monkeypatch.setattr(sys, "argv", ["speedrun.py", "tiny", *settings])
+    with pytest.raises(SystemExit, match=r"^no entry: 0\.\d{3} is below the track's 0\.95$"):
+        speedrun.main()
+    cells = capfd.readouterr().out.split(" | ")
+    whole, start, compiling, steps, evaluation = map(float, cells[2:7])
+    assert min(start, compiling, steps, evaluation) > 0
+    assert whole == pytest.approx(start + compiling + steps + evaluation, abs=0.3)
 
 
 # ---- The loop of docs/objectives.md --------------------------------------------------------------

@@ -1,0 +1,107 @@
+"""Trains a track of docs/speedruns.md with three seeds, and prints the row of its board.
+
+    python tools/speedrun.py tiny [NAME=VALUE ...]
+
+Each seed is a process of its own with an empty compilation cache. It counts from its start to its
+end, which comes after the evaluation on all held-out questions.
+"""
+# ruff: noqa: E402 - the folder of the project has to be on the path before its modules are imported
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+REPO = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPO))  # so that it runs from any folder
+
+from config import Config
+from runtime.mistakes import UserMistake, fail
+from tools.bench import setting
+
+
+class Track(NamedTuple):
+    recipe: str
+    accuracy: float  # that the mean over the seeds has to reach, on the held-out questions
+    seeds: int = 3
+
+
+TRACKS = {
+    "tiny": Track("tiny", 0.95),
+    "guess": Track("guess", 0.7),
+    "sums": Track("smollm2_arithmetic", 0.75, seeds=1),
+}
+# A run only trains, and is evaluated once, at its end.
+ONLY_TRAIN = {
+    "EVAL_EVERY_STEPS": "0",
+    "EVAL_FULL_SWEEP": "1",
+    "SAVE_EVERY_STEPS": "0",
+    "EXPORT_HF": "none",
+    "WANDB_MODE": "disabled",
+}
+
+
+def run(track: Track, given: dict[str, str], seed: int) -> dict[str, float]:
+    """The accuracy of a seed, and its seconds: of the whole process, of compiling in the training
+    steps, of the rest of these steps, and of the evaluation."""
+    with tempfile.TemporaryDirectory() as folder:
+        fresh = {"OUTPUT_DIR": f"{folder}/run", "JAX_COMPILATION_CACHE_DIR": f"{folder}/cache"}
+        env = os.environ | ONLY_TRAIN | given | fresh | {"SEED": str(seed)}
+        recipe = REPO / "recipes" / f"{track.recipe}.yaml"
+        Config.from_env(env, recipe)  # for its mistakes, before anything starts
+        command = [sys.executable, REPO / "train_grpo.py", "--config", recipe]
+        began = time.monotonic()
+        done = subprocess.run(command, cwd=REPO, env=env, stdout=sys.stderr)
+        whole = time.monotonic() - began
+        if done.returncode:  # the run has said why
+            raise SystemExit(done.returncode)
+        lines = Path(folder, "run", "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [json.loads(line) for line in lines]
+    steps = [record for record in records if "time/train/step_s" in record]
+    compiling = sum(record["compile/s"] for record in steps)
+    return {
+        "accuracy": records[-1]["eval_full/accuracy"],
+        "whole": whole,
+        "compiling": compiling,
+        "steps": sum(record["time/train/step_s"] for record in steps) - compiling,
+        "evaluation": records[-1]["time/eval_full/step_s"],
+    }
+
+
+def row(name: str, given: dict[str, str], runs: list[dict[str, Any]]) -> str:
+    """The row of the board: means over the seeds."""
+    mean = {key: statistics.mean(each[key] for each in runs) for key in runs[0]}
+    start = mean["whole"] - mean["compiling"] - mean["steps"] - mean["evaluation"]
+    seconds = [mean["whole"], start, mean["compiling"], mean["steps"], mean["evaluation"]]
+    accuracies = ", ".join(f"{each['accuracy']:.3f}" for each in runs)
+    settings = " ".join(f"{key}={value}" for key, value in given.items())
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(command, cwd=REPO, capture_output=True, text=True).stdout.strip()
+    cells = [name, settings, *(f"{each:.1f}" for each in seconds), accuracies, commit]
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("track", choices=TRACKS)
+    parser.add_argument("settings", nargs="*", type=setting, metavar="NAME=VALUE")
+    args = parser.parse_args()
+    track, given = TRACKS[args.track], dict(args.settings)
+    try:
+        runs = [run(track, given, seed) for seed in range(track.seeds)]
+    except UserMistake as error:
+        fail(error)
+    print(row(args.track, given, runs))
+    reached = statistics.mean(each["accuracy"] for each in runs)
+    if reached < track.accuracy:
+        raise SystemExit(f"no entry: {reached:.3f} is below the track's {track.accuracy}")
+
+
+if __name__ == "__main__":
+    main()

@@ -24,9 +24,9 @@ from runtime.layout import Layout, constrain_batch
 
 # Bytes of float32 scores, about, of prompts alone that a device holds.
 SCORES_BYTES = 256 * 2**20
-# Tokens of a block of `xla`. On CPUs 128 was the fastest of 64 to 512. Elsewhere small blocks would
-# be many small kernels.
-BLOCK = {"cpu": 128, "others": 512}
+# Tokens of a block of `xla`. On CPUs 64 was the fastest of 32 to 512. Elsewhere small blocks would be
+# many small kernels.
+BLOCK = {"cpu": 64, "others": 512}
 LANES = 128  # a block of splash is a multiple of 128 tokens
 BLOCKS = (512, 384, 256, LANES)  # possible numbers of queries and of keys in a block
 # The most tokens of a row, and of a completion, for splash, which holds both in an int32.

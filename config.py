@@ -346,6 +346,7 @@ def notes(cfg: Config, layers: Mapping[str, str]) -> Iterator[str]:
         ("sampling_support", cfg.filters(), "TOP_K=0, TOP_P=1.0 and MIN_P=0.0"),
         ("scale_rewards", cfg.adv_estimator == "grpo", f"ADV_ESTIMATOR={cfg.adv_estimator}"),
         ("delta eps_low", cfg.loss_type not in ("cispo", "sapo"), f"LOSS_TYPE={cfg.loss_type}"),
+        ("delta eps_low", cfg.ppo_epochs * cfg.num_mini_batches > 1, "one update per step"),
         ("eps_high", cfg.loss_type != "sapo", "LOSS_TYPE=sapo"),
         ("kl_estimator kl_bias_correction", cfg.beta, "BETA=0"),
         ("is_floor is_cap", cfg.is_mode != "none", "IS_MODE=none"),

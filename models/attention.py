@@ -24,8 +24,8 @@ from runtime.layout import Layout, constrain_batch
 
 # Bytes of float32 scores, about, of prompts alone that a device holds.
 SCORES_BYTES = 256 * 2**20
-# Tokens of a block of `xla`. On CPUs 64 was the fastest of 32 to 512. Elsewhere small blocks would be
-# many small kernels.
+# Tokens of a block of `xla`. On CPUs 64 was the fastest of 32 to 512. Elsewhere small blocks would
+# be many small kernels.
 BLOCK = {"cpu": 64, "others": 512}
 LANES = 128  # a block of splash is a multiple of 128 tokens
 BLOCKS = (512, 384, 256, LANES)  # possible numbers of queries and of keys in a block

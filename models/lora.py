@@ -147,8 +147,9 @@ def merge(params: Params, model: ModelConfig) -> tuple[Params, jax.Array]:
 
     layers = jax.tree.map(add, params.layers, params.adapters)
     pairs = zip(*map(jax.tree.leaves, (layers, params.layers)), strict=True)
-    changed = [(new != old).mean() for new, old in pairs if new is not old]
-    return params.replace(layers=layers, adapters=None), jnp.stack(changed).mean()
+    changed = [((new != old).mean(), new.size) for new, old in pairs if new is not old]
+    share = sum(part * size for part, size in changed) / sum(size for _, size in changed)
+    return params.replace(layers=layers, adapters=None), share
 
 
 def save_adapters(

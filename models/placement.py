@@ -223,4 +223,4 @@ def update_flops(model: ModelConfig, prompts: np.ndarray, completions: np.ndarra
     weights = model.num_layers * layer_weights(model) * (S.sum() + T.sum())
     head = model.vocab_size * model.hidden_size * T.sum()
     passes = 2 if model.lora else 3  # matrices of the base have no gradient
-    return float(passes * (2 * (weights + head) + attention_flops(model, pairs)))
+    return float(passes * 2 * (weights + head) + 3 * attention_flops(model, pairs))

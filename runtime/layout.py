@@ -106,10 +106,11 @@ def gather_processes(tree: Any) -> Any:
         # As bytes, because jax would round float64. Each device holds the bytes of all processes,
         # so that they come in pieces.
         data = x.reshape(-1).view(np.uint8)
-        pieces = np.array_split(data, -(-data.nbytes * jax.process_count() // GATHER_BYTES))
+        count = -(-data.nbytes * jax.process_count() // GATHER_BYTES)
+        pieces = np.array_split(data, max(count, 1))
         gathered = [multihost_utils.process_allgather(piece) for piece in pieces]
         joined = np.concatenate(gathered, axis=1)  # [processes, bytes]
-        return joined.reshape(-1).view(x.dtype).reshape(-1, *x.shape[1:])
+        return joined.reshape(-1).view(x.dtype).reshape(len(joined) * len(x), *x.shape[1:])
 
     return tree if jax.process_count() == 1 else jax.tree.map(gather, tree)
 

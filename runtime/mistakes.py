@@ -66,7 +66,7 @@ CALLED = {
     "CLIP_NORM": "MAX_GRAD_NORM GRAD_CLIP",
     "MESH_SHAPE": "MESH_SHAPE_FSDP",
     "REMAT": "GRADIENT_CHECKPOINTING",
-    "EPS_LOW": "EPSILON EPSILON_LOW CLIP_RATIO CLIP_RATIO_LOW CLIP_EPS",
+    "EPS_LOW": "EPSILON_LOW CLIP_RATIO_LOW",
     "EPS_HIGH": "EPSILON_HIGH CLIP_RATIO_HIGH",
     "DELTA": "CLIP_RATIO_C",
     "BETA": "KL_COEF KL_LOSS_COEF KL_BETA",
@@ -97,6 +97,7 @@ WITHOUT_COUNTERPART = {
     "save memory lower TRAIN_PER_DEVICE_MICRO_BATCH_SIZE or use more devices",
     "NUM_EPOCHS EPOCHS NUM_TRAIN_EPOCHS TOTAL_EPOCHS": "STEPS is the number of steps; an epoch has "
     "as many as the dataset has questions, divided by the prompts of a step",
+    "EPSILON CLIP_RATIO CLIP_EPS": "EPS_LOW and EPS_HIGH are the two sides of the clip",
     "EVAL_BATCHES": "EVAL_PROMPTS is the number of questions in an evaluation",
     "MAX_LENGTH MAX_LENGTH_TOTAL": "MAX_LENGTH_SAMPLE limits the completion and MAX_PROMPT_LENGTH "
     "the prompt, in tokens",

@@ -105,14 +105,28 @@ def test_a_speedrun_trains_a_track_and_is_no_entry_below_its_accuracy(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setitem(speedrun.TRACKS, "tiny", speedrun.Track("tiny", 0.95, seeds=1))
-    settings = ["STEPS=1", "EVAL_PROMPTS=16", "MAX_LENGTH_SAMPLE=16"]
-    monkeypatch.setattr(sys, "argv", ["speedrun.py", "tiny", *settings])
+    monkeypatch.setattr(sys, "argv", ["speedrun.py", "tiny", "STEPS=1", "MAX_LENGTH_SAMPLE=16"])
+    monkeypatch.setenv("LORA_RANK", "4")  # settings in the environment do not count
     with pytest.raises(SystemExit, match=r"^no entry: 0\.\d{3} is below the track's 0\.95$"):
         speedrun.main()
-    cells = capfd.readouterr().out.split(" | ")
-    whole, start, compiling, steps, evaluation = map(float, cells[2:7])
+    assert capfd.readouterr().out == ""
+    monkeypatch.setitem(speedrun.TRACKS, "tiny", speedrun.Track("tiny", 0.0, seeds=1))
+    speedrun.main()
+    printed, errors = capfd.readouterr()
+    assert "LORA_RANK" not in errors
+    whole, start, compiling, steps, evaluation = map(float, printed.split(" | ")[2:7])
     assert min(start, compiling, steps, evaluation) > 0
     assert whole == pytest.approx(start + compiling + steps + evaluation, abs=0.3)
+
+
+def test_a_speedrun_refuses_settings_that_the_rules_fix(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["speedrun.py", "tiny", "EVAL_SPLIT=train"])
+    with pytest.raises(SystemExit):
+        speedrun.main()
+    line = "error: the rules of docs/speedruns.md fix EVAL_SPLIT; leave it out\n"
+    assert capsys.readouterr().err == line
 
 
 # ---- The loop of docs/objectives.md --------------------------------------------------------------

@@ -16,7 +16,7 @@ from small_model import MODEL
 from config import Config
 from loss_pallas import Kernel
 from models import placement
-from models.model import ModelConfig
+from models.model import Lora, ModelConfig
 from models.placement import (
     choose_attention,
     choose_layer_loop,
@@ -192,7 +192,11 @@ def test_the_flops_of_an_update_by_hand() -> None:
     and a key in the prompts, and 2*3 + 4*3 + 5 + 5 + (4 + 16 + 1 + 1)/2 of completions."""
     pairs = 17 + 39
     forward = 2 * 8064 * 16 + 2 * 48 * 16 * 8 + 4 * 4 * 8 * 3 * pairs
-    assert update_flops(MODEL, np.array([3, 5]), np.array([[2, 4], [1, 1]])) == 3 * forward
+    lengths = np.array([3, 5]), np.array([[2, 4], [1, 1]])
+    assert update_flops(MODEL, *lengths) == 3 * forward
+    # With adapters no gradient of the base is computed, but all of attention.
+    adapted = dataclasses.replace(MODEL, lora=Lora(2, 32.0, ("q_proj",)))
+    assert update_flops(adapted, *lengths) == 2 * forward + 4 * 4 * 8 * 3 * pairs
 
 
 # ---- Meshes and kernels of a run -----------------------------------------------------------------
@@ -313,6 +317,7 @@ def test_tensor_parallelism_across_hosts_is_refused() -> None:
         np.arange(12).reshape(4, 3) % 2 == 0,
         np.arange(6, dtype=np.float64).reshape(2, 3) / 7,
         np.ones((2, 3, 5), np.float16),
+        np.empty((2, 0), np.float32),  # the rewards of no functions
     ],
     ids=lambda x: f"{x.dtype}{[*x.shape]}",
 )

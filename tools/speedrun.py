@@ -1,4 +1,4 @@
-"""Trains a track of docs/speedruns.md with three seeds, and prints the row of its board.
+"""Trains a track of docs/speedruns.md with its seeds, and prints the row of the board.
 
     python tools/speedrun.py tiny [NAME=VALUE ...]
 
@@ -23,7 +23,7 @@ sys.path.insert(0, str(REPO))  # so that it runs from any folder
 
 from config import Config
 from runtime.mistakes import UserMistake, fail
-from tools.bench import setting
+from tools.bench import SETTINGS, setting
 
 
 class Track(NamedTuple):
@@ -37,7 +37,8 @@ TRACKS = {
     "guess": Track("guess", 0.7),
     "sums": Track("smollm2_arithmetic", 0.75, seeds=1),
 }
-# A run only trains, and is evaluated once, at its end.
+# The rules fix these settings. A run only trains, and is evaluated once, at its end.
+FIXED = "DATASET DATASET_CONFIG TRAIN_SPLIT EVAL_SPLIT EVAL_SAMPLES REWARD_FN ENVIRONMENT_CLASS"
 ONLY_TRAIN = {
     "EVAL_EVERY_STEPS": "0",
     "EVAL_FULL_SWEEP": "1",
@@ -52,7 +53,8 @@ def run(track: Track, given: dict[str, str], seed: int) -> dict[str, float]:
     steps, of the rest of these steps, and of the evaluation."""
     with tempfile.TemporaryDirectory() as folder:
         fresh = {"OUTPUT_DIR": f"{folder}/run", "JAX_COMPILATION_CACHE_DIR": f"{folder}/cache"}
-        env = os.environ | ONLY_TRAIN | given | fresh | {"SEED": str(seed)}
+        shell = {name: text for name, text in os.environ.items() if name not in SETTINGS}
+        env = shell | given | ONLY_TRAIN | fresh | {"SEED": str(seed)}
         recipe = REPO / "recipes" / f"{track.recipe}.yaml"
         Config.from_env(env, recipe)  # for its mistakes, before anything starts
         command = [sys.executable, REPO / "train_grpo.py", "--config", recipe]
@@ -94,13 +96,15 @@ def main() -> None:
     args = parser.parse_args()
     track, given = TRACKS[args.track], dict(args.settings)
     try:
+        if fixed := {*given} & {*FIXED.split(), *ONLY_TRAIN, "SEED"}:
+            raise UserMistake(f"the rules of docs/speedruns.md fix {min(fixed)}; leave it out")
         runs = [run(track, given, seed) for seed in range(track.seeds)]
     except UserMistake as error:
         fail(error)
-    print(row(args.track, given, runs))
     reached = statistics.mean(each["accuracy"] for each in runs)
     if reached < track.accuracy:
         raise SystemExit(f"no entry: {reached:.3f} is below the track's {track.accuracy}")
+    print(row(args.track, given, runs))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from runtime import parsing, sizes
 from runtime.mistakes import UserMistake, fail, ignored_names
-from runtime.parsing import MESH, REPO, knob
+from runtime.parsing import GYM, GYM_TASKS, MESH, REPO, knob
 from runtime.sizes import MICRO_SIZES, PASS_SIZES, STEP_SIZES
 
 DTYPES = "auto|bfloat16|float32"
@@ -72,7 +72,9 @@ class Config:
     lora_alpha: float = of_lora(32.0, "Adapters add LORA_ALPHA / LORA_RANK * x A B.", above=0)
     lora_targets: str = of_lora("", "Matrices with adapters: q_proj,v_proj or so; empty: all.")
 
-    dataset: str = in_data("openai/gsm8k", "Hugging Face id, file, or folder of SPLIT.jsonl files.")
+    dataset: str = in_data(
+        "openai/gsm8k", "Hugging Face id, file, folder of SPLIT.jsonl files, or reasoning_gym:TASK."
+    )
     dataset_config: str = in_data("", "Hub configuration; empty: main for GSM8K, else the default.")
     train_split: str = in_data("train", "Split to train on.")
     eval_split: str = in_data("test", "Split to evaluate on.")
@@ -221,6 +223,11 @@ class Config:
     def evaluates(self) -> bool:
         """Whether the run ever evaluates the model."""
         return self.eval_every_steps > 0 or self.eval_full_sweep
+
+    def rewards(self) -> str:
+        """REWARD_FN; if it is empty, the score of a task of reasoning_gym."""
+        is_task = self.dataset.startswith(GYM)
+        return self.reward_fn or (f"{GYM_TASKS}:score_answer" if is_task else "")
 
     def turns(self) -> int:
         """The most turns of the policy in a completion."""

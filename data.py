@@ -7,9 +7,12 @@ Dimensions: P prompts of a training step.
 """
 
 import functools
+import importlib.util
 import json
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from runtime.mistakes import UserMistake, in_one_line
+from runtime.parsing import GYM, GYM_TASKS
 
 # The date for chat templates that print one. A prompt must not change at midnight. It is the date
 # that Llama 3.2's template prints by default.
@@ -25,7 +29,7 @@ _TAIL = 16  # A tag and the white space after it have fewer tokens than this.
 SUFFIXES = (".jsonl", ".json", ".parquet")
 # DATASET_CONFIG, if it is empty, of hub datasets with several configurations and no default.
 HUB_CONFIGS = {"openai/gsm8k": "main"}
-HELD_OUT = 0.1  # fraction of a single-file dataset that is held out for evaluation
+HELD_OUT = 0.1  # fraction of a single file or of a task that is held out for evaluation
 
 
 class Prompt(NamedTuple):
@@ -41,10 +45,12 @@ class Prompt(NamedTuple):
 def load_examples(
     dataset: str, config: str, split: str, question: str = "question", answer: str = "answer"
 ) -> list[dict[str, Any]]:
-    """Returns the examples of one split of a local file, a local folder or a hub dataset.
+    """Returns the examples of one split of a local file, a local folder, a hub dataset or a task of
+    reasoning_gym.
 
     A folder has a file for each split (train.jsonl, test-00000-of-00001.parquet). A single file has
-    two splits: "test" is the last tenth of the examples, "train" all examples before.
+    two splits: "test" is the last tenth of the examples, "train" all examples before. So has a
+    task, which may repeat a question; its "test" has those that are not in "train", each once.
     config: of a hub dataset; "": HUB_CONFIGS, else the dataset's only or default one.
     question, answer: names of the columns that hold the question and the answer. Each example keeps
     all of its columns and also has these two texts as `question` and `answer`.
@@ -52,10 +58,13 @@ def load_examples(
     or if JSON, in which a reward worker receives the columns, cannot hold one of its columns.
     """
     path = Path(dataset)
-    # What is no path can only be the id of a dataset on the hub.
+    is_task = dataset.startswith(GYM)
+    # What is no path and no task can only be the id of a dataset on the hub.
     is_path = path.exists() or path.suffix in SUFFIXES or dataset.startswith(("/", "~", "."))
     one_file = is_path and not path.is_dir()
-    if one_file:
+    if is_task:
+        sources = {f"DATASET={dataset}": _draw_task(dataset)}
+    elif one_file:
         sources = {dataset: _read_file(path)}
     elif is_path:
         sources = {str(file): _read_file(file) for file in _split_files(path, split)}
@@ -73,14 +82,19 @@ def load_examples(
     for taken in {"completions", "completion_ids", "environments"} & set(columns):
         raise UserMistake(f"DATASET={dataset}: a column may not be called {taken}; rename it")
     examples = [{name: example.get(name) for name in columns} for example in examples]
-    if one_file:
+    if one_file or is_task:
         if split not in ("train", "test"):
-            why = "those of a single file are train, and test, its last tenth"
-            raise UserMistake(f"DATASET={dataset} has no split {split!r}; {why}")
+            why = f"those of a {'task' if is_task else 'single file'} are train, and test, its last"
+            raise UserMistake(f"DATASET={dataset} has no split {split!r}; {why} tenth")
         held_out = max(1, round(HELD_OUT * len(examples)))
-        examples = examples[:-held_out] if split == "train" else examples[-held_out:]
+        train, test = examples[:-held_out], examples[-held_out:]
+        if is_task:
+            known = {example["question"] for example in train}
+            test = {e["question"]: e for e in test if e["question"] not in known}.values()
+        examples = train if split == "train" else list(test)
     if not examples:
-        raise UserMistake(f"DATASET={dataset} has no examples in split {split!r}")
+        why = "; its last tenth only repeats questions of train" if is_task else ""
+        raise UserMistake(f"DATASET={dataset} has no examples in split {split!r}{why}")
     return examples
 
 
@@ -114,6 +128,25 @@ def _split_files(folder: Path, split: str) -> list[Path]:
         there = ", ".join(f.name for f in files) or "no .jsonl, .json or .parquet"
         raise UserMistake(f"DATASET={folder} has no file of split {split!r}; it has {there}")
     return chosen
+
+
+def stop_if_no_gym(dataset: str) -> None:
+    """Raises UserMistake if the dataset is a task of reasoning_gym, which is not installed."""
+    if dataset.startswith(GYM) and not importlib.util.find_spec("reasoning_gym"):
+        raise UserMistake(f"DATASET={dataset} needs a package: pip install reasoning-gym")
+
+
+@functools.lru_cache(maxsize=1)  # for both splits
+def _draw_task(dataset: str) -> list[Any]:
+    """Returns the items of a task, which are the same each time."""
+    command = [sys.executable, GYM_TASKS, dataset.removeprefix(GYM)]
+    # Some tasks draw from sets of texts, whose order is different in each process otherwise.
+    env = os.environ | {"PYTHONHASHSEED": "0"}
+    drawn = subprocess.run(command, env=env, capture_output=True, text=True)
+    if drawn.returncode:
+        why = [f"exit code {drawn.returncode}", *drawn.stderr.splitlines()][-1]
+        raise UserMistake(f"DATASET={dataset}: {why}")
+    return json.loads(drawn.stdout)
 
 
 def _read_hub(dataset: str, config: str, split: str) -> list[Any]:

@@ -34,7 +34,7 @@ from runtime.chips import has_bfloat16, program
 from runtime.layout import mesh_text
 from runtime.lifecycle import Lifecycle
 from runtime.mistakes import Unwritable, UserMistake, fail
-from runtime.parsing import REPO, to_text
+from runtime.parsing import GYM, REPO, to_text
 from runtime.processes import StopSignal
 from runtime.records import RUNNING
 from runtime.reward_worker import RewardWorker, worker_of
@@ -185,15 +185,18 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
     print(sizes.line(), flush=True)
     workers: dict[str, RewardWorker] = {}
     functions = []
-    if cfg.reward_fn or not cfg.environment_class:
+    data.stop_if_no_gym(cfg.dataset)
+    if cfg.rewards() or not cfg.environment_class:
         functions = rewards.load_reward_functions(
-            cfg.reward_fn,
+            cfg.rewards(),
             cfg.reward_timeout_s,
             cfg.max_length_sample,
             cfg.overlong_cache or cfg.max_length_sample // 5,
             workers,
         )
-    system_prompt = data.text_of(cfg.system_prompt) or rewards.SYSTEM_PROMPT
+    asked = "answer" if cfg.dataset.startswith(GYM) else "number"  # a task's may be any text
+    default = rewards.SYSTEM_PROMPT.replace("number", asked)
+    system_prompt = data.text_of(cfg.system_prompt) or default
 
     folder, adapters = lora.fetch_base(cfg.model_path, cfg.model_revision)
     for each in (folder, adapters or folder):
@@ -210,7 +213,7 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
         if "get_reward" in (function.__name__ for function in functions):
             raise UserMistake("REWARD_FN: ENVIRONMENT_CLASS has a get_reward too; rename one")
         functions.append(environments.get_reward)
-    weights = rewards.weights_of(cfg.reward_weights, cfg.reward_fn, [f.__name__ for f in functions])
+    weights = rewards.weights_of(cfg.reward_weights, cfg.rewards(), [f.__name__ for f in functions])
 
     def prompts_of(split: str) -> list[data.Prompt]:
         examples = [example] if example else examples_of(cfg, split)
@@ -267,7 +270,7 @@ def open_environments(
         raise UserMistake(f"ENVIRONMENT_CLASS={source} is not file.py:Class")
     worker = worker_of("ENVIRONMENT_CLASS", source, cfg.reward_timeout_s, workers)
     environments = Environments(source, worker, tokenizer, stop_ids, cfg.seed)
-    if not environments.has_reward and not cfg.reward_fn:
+    if not environments.has_reward and not cfg.rewards():
         raise UserMistake(
             f"ENVIRONMENT_CLASS={source} has no get_reward(self); write one, or set REWARD_FN"
         )
@@ -400,7 +403,7 @@ def made_with_of(run: Run) -> dict[str, str]:
         for field in dataclasses.fields(cfg)
         if field.metadata["kept"]
     }
-    entries = rewards.entries_of(cfg.reward_fn)
+    entries = rewards.entries_of(cfg.rewards())
     values["REWARD_WEIGHTS"] = to_text(run.weights)
     values["REWARD_FN"] = ",".join(Path(entry).name for entry in entries)
     scheduled = cfg.lr_schedule != "constant" or cfg.warmup_ratio > 0

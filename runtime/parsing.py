@@ -26,6 +26,8 @@ from runtime.mistakes import (
 )
 
 REPO = Path(__file__).resolve().parents[1]
+GYM = "reasoning_gym:"  # how DATASET begins for a task of reasoning_gym
+GYM_TASKS = f"{REPO}/runtime/gym_tasks.py"
 BOOLS = {"0": False, "1": True, "false": False, "true": True}
 LIMITS = {"at_least": ge, "at_most": le, "above": gt, "below": lt}
 MESH = r"auto|(?!.*-1.*-1)(-1|[1-9]\d*)(,(-1|[1-9]\d*)){2}"

@@ -42,9 +42,8 @@ LONGEST = """
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr == QUICK and all("::" in arg for arg in config.args):
         config.option.markexpr = ""  # a test that the user names runs, also if it is slow
-    lacking = [
-        name for name in ("torch", "peft", "wandb") if importlib.util.find_spec(name) is None
-    ]
+    needed = ("torch", "peft", "wandb", "reasoning_gym")
+    lacking = [name for name in needed if importlib.util.find_spec(name) is None]
     if config.option.markexpr == "parity" and lacking:
         raise pytest.UsageError(
             f"`pytest -m parity` compares with {' and '.join(lacking)}, which this environment "

@@ -2,8 +2,8 @@
 
 Two implementations give the same values, and skip the blocks of keys that no query may see. `xla`
 goes through blocks in plain JAX (blocks.py); `splash` is the block-sparse TPU kernel that ships
-with jax. Prompts alone, in the rollout, are multiplied with dense masks: if their scores need more
-than SCORES_BYTES, in chunks of queries, so that they never exist at once.
+with jax, and has no sliding window. Prompts alone, in the rollout, are multiplied with dense masks:
+if their scores need more than SCORES_BYTES, in chunks of queries, so that they never exist at once.
 
 Dimensions: X rows of t = S + C tokens: S for prompts and C for completions, R = G*share sequences
 and S prompt tokens in decoding, H query heads, N kv heads, h head_dim.
@@ -92,6 +92,16 @@ class PackedRows(NamedTuple):
     prompt: jax.Array  # [X, t] int32, the number of the token's prompt in the row; -1: padding
     start: jax.Array  # [X, t] int32, where in the row the token's prompt or completion begins
     S: int  # places for prompts, in front of the completions
+    # Each token's position and the lowest position that it sees, [X, t] int32; (): it sees all.
+    window: tuple[jax.Array, ...] = ()
+
+    def within(self, positions: jax.Array, window: jax.Array) -> "PackedRows":
+        """These rows, in which a token sees only the last `window` positions, its own included.
+
+        positions: [X, t] int32. Places would not do, because other prompts and completions stand
+        between a completion and its prompt.
+        """
+        return self._replace(window=(positions, positions - window + 1))
 
 
 def prompt_rows(mask: jax.Array) -> PackedRows:
@@ -102,24 +112,35 @@ def prompt_rows(mask: jax.Array) -> PackedRows:
 def attention(q: jax.Array, kv: KV, rows: PackedRows, layout: Layout, impl: str) -> jax.Array:
     """softmax(q k^T / sqrt(h)) v over the keys that a token may see: [X, t, H*h] in q's dtype.
 
-    q: [X, t, H, h]. kv: of the X rows. impl: xla, or splash for training on a TPU, where S and t
-    are multiples of LANES. The values of padding are finite, and mean nothing.
+    q: [X, t, H, h]. kv: of the X rows. impl: xla, or splash for training on a TPU, without a
+    window, where S and t are multiples of LANES. The values of padding are finite, and mean
+    nothing.
     """
     q = q * q.shape[-1] ** -0.5
     S, (X, t) = rows.S, rows.prompt.shape
     if impl == "splash" or t > S:
         return _on_each_device(q, kv, rows, layout, impl)
     place = jnp.broadcast_to(jnp.arange(t), (X, t))
-    return _in_chunks(q, kv, jnp.stack([place, rows.prompt, rows.start], axis=-1), S, layout)
+    tokens = [place, rows.prompt, rows.start, *rows.window]
+    return _in_chunks(q, kv, jnp.stack(tokens, axis=-1), S, layout)
 
 
-def cached_attention(q: jax.Array, cache: Cache, layout: Layout) -> jax.Array:
+def cached_attention(
+    q: jax.Array, cache: Cache, layout: Layout, window: jax.Array | None = None
+) -> jax.Array:
     """Attention of one new token per sequence: [R, 1, H*h].
 
     q: [R, 1, H, h]. cache: of one layer, in which the new token's key and value are written.
+    window: how many positions the token sees, its own included; None: all.
     """
-    written = jnp.arange(cache.completion.k.shape[-1]) <= cache.index  # [T]
-    prompt = cache.prompt, cache.prompt_mask[:, None]
+    keys = jnp.arange(cache.completion.k.shape[-1])
+    written, of_prompt = keys <= cache.index, cache.prompt_mask[:, None]  # [T], [G, 1, S]
+    if window is not None:
+        # Prompts are padded on the left, so that their last tokens stand at -1, -2 and so on, if
+        # the places of a completion are counted from 0.
+        S, oldest = cache.prompt_mask.shape[1], cache.index - window + 1
+        written, of_prompt = written & (keys >= oldest), of_prompt & (jnp.arange(S) - S >= oldest)
+    prompt = cache.prompt, of_prompt
     return _dense(
         q * q.shape[-1] ** -0.5, [(cache.completion, written[None, None]), prompt], layout
     )
@@ -131,18 +152,19 @@ def cached_attention(q: jax.Array, cache: Cache, layout: Layout) -> jax.Array:
 
 
 def _seen(queries: jax.Array, keys: jax.Array, S: int) -> jax.Array:
-    """[..., queries, keys] bool: what a query sees. Both hold place, prompt and start in the last
-    dimension."""
-    place, prompt, start = jnp.moveaxis(queries[..., :, None, :], -1, 0)
-    key, key_prompt, _ = jnp.moveaxis(keys[..., None, :, :], -1, 0)
-    return (key <= place) & (key_prompt == prompt) & ((key < S) | (key >= start))
+    """[..., queries, keys] bool: what a query sees. Both hold place, prompt, start and the window
+    of PackedRows in the last dimension."""
+    place, prompt, start, *window = jnp.moveaxis(queries[..., :, None, :], -1, 0)
+    key, key_prompt, _, *key_window = jnp.moveaxis(keys[..., None, :, :], -1, 0)
+    seen = (key <= place) & (key_prompt == prompt) & ((key < S) | (key >= start))
+    return seen & (key_window[0] >= window[1]) if window else seen
 
 
 def _in_chunks(q: jax.Array, kv: KV, tokens: jax.Array, S: int, layout: Layout) -> jax.Array:
     """_dense with the mask of `_seen`: [X, t, H*h]. It takes as many queries at a time as
     SCORES_BYTES allows.
 
-    q: [X, t, H, h]. tokens: [X, t, 3].
+    q: [X, t, H, h]. tokens: [X, t, 3], or with a window [X, t, 5].
     """
     X, t, H, h = q.shape
     query_bytes = 4 * X * H * t // layout.mesh.size  # on each device
@@ -219,6 +241,7 @@ def _on_each_device(
     S, t = rows.S, rows.prompt.shape[1]
     k, v = kv.k.swapaxes(2, 3), kv.v
     if impl == "splash":
+        assert not rows.window, "splash has no sliding window"
         in_blocks = S % LANES == t % LANES == 0
         assert in_blocks, f"rows of {t} places with {S} for prompts are no multiples of {LANES}"
         of_device = functools.partial(_splash_shard, S, interpret)
@@ -231,11 +254,11 @@ def _on_each_device(
     shard = jax.shard_map(
         of_device,
         mesh=layout.mesh,
-        in_specs=(by_head, by_head, by_head, batch, batch),
+        in_specs=(by_head, by_head, by_head, batch, batch, *[batch for _ in rows.window]),
         out_specs=PartitionSpec(layout.batch_axes, None, "tp"),
         check_vma=False,
     )
-    return shard(q.swapaxes(1, 2), k, v, rows.prompt, rows.start)
+    return shard(q.swapaxes(1, 2), k, v, rows.prompt, rows.start, *rows.window)
 
 
 def _blocks_shard(
@@ -244,10 +267,9 @@ def _blocks_shard(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    prompt: jax.Array,
-    start: jax.Array,
+    *of_tokens: jax.Array,
 ) -> jax.Array:
-    """As _splash_shard, in blocks."""
+    """As _splash_shard, in blocks. of_tokens: prompt, start and the window of PackedRows."""
     X, H, t, h = q.shape
     size = min(BLOCK["cpu" if layout.mesh.devices.flat[0].platform == "cpu" else "others"], t)
     N, missing = k.shape[1], -t % size
@@ -257,8 +279,9 @@ def _blocks_shard(
         return jnp.pad(x, pad, constant_values=value)
 
     q = padded(q, 2).reshape(X, N, H // N, t + missing, h)
-    tokens = padded(prompt, 1, -1), padded(start, 1)
-    out = block_attention(q, padded(k, 2), padded(v, 2), *tokens, S, size)
+    prompt, *others = of_tokens
+    of_tokens = padded(prompt, 1, -1), *(padded(x, 1) for x in others)
+    out = block_attention(q, padded(k, 2), padded(v, 2), of_tokens, S, size)
     return out.reshape(X, H, -1, h)[:, :, :t].swapaxes(1, 2).reshape(X, t, -1)
 
 

@@ -15,46 +15,44 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-MASKED = (
-    -1e30
-)  # finite: a query that sees nothing of its block has weights, which a later one hides
+# The score of a key that is not seen. It is finite, so that no difference of two scores is NaN; the
+# weights of a query that sees no key of a block become 0 with its first score that is seen.
+MASKED = -1e30
+
+ALL_POSITIONS = 2**30  # above every position, and a window that hides nothing
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def block_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    prompt: jax.Array,
-    start: jax.Array,
-    S: int,
-    b: int,
+    q: jax.Array, k: jax.Array, v: jax.Array, of_tokens: tuple[jax.Array, ...], S: int, b: int
 ) -> jax.Array:
     """Attention of q, which is scaled, to the keys that `seen` says: [X, N, M, t, h] in q's dtype.
 
-    q: [X, N, M, t, h]. k, v: [X, N, t, h]. prompt, start: [X, t] int32, as in PackedRows. b: tokens
-    of a block; it divides t.
+    q: [X, N, M, t, h]. k, v: [X, N, t, h]. of_tokens: prompt, start and the window of PackedRows,
+    [X, t] int32. b: tokens of a block; it divides t.
     """
-    return _forward(q, k, v, prompt, start, S, b)[0]
+    return _forward(q, k, v, of_tokens, S, b)[0]
 
 
-def seen(
-    place: jax.Array, prompt: jax.Array, start: jax.Array, S: int, i: Any, j: Any
-) -> jax.Array:
-    """[X, 1, 1, b, b] bool: which keys of block j the queries of block i see. place, prompt and
-    start: [n, X, b]."""
+def seen(tokens: list[jax.Array], S: int, i: Any, j: Any) -> jax.Array:
+    """[X, 1, 1, b, b] bool: which keys of block j the queries of block i see. tokens: place,
+    prompt, start and the window, [n, X, b]."""
 
     def queries_and_keys(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         return x[i][:, None, None, :, None], x[j][:, None, None, None, :]
 
-    (query, key), (of_query, of_key) = queries_and_keys(place), queries_and_keys(prompt)
-    begins, _ = queries_and_keys(start)
-    return (key <= query) & (of_key == of_query) & ((key < S) | (key >= begins))
+    (query, key), (of_query, of_key), (begins, _), *window = map(queries_and_keys, tokens)
+    mask = (key <= query) & (of_key == of_query) & ((key < S) | (key >= begins))
+    if window:
+        (_, position), (oldest, _) = window
+        mask &= position >= oldest
+    return mask
 
 
-def pairs_of(prompt: jax.Array, start: jax.Array, S: int, b: int) -> tuple[jax.Array, jax.Array]:
+def pairs_of(of_tokens: tuple[jax.Array, ...], S: int, b: int) -> tuple[jax.Array, jax.Array]:
     """The pairs [n*n, 2] of blocks of queries and of keys in which something may be seen, in front
-    of the others, and their number. Every block sees itself."""
+    of the others, and their number. Every block sees itself. of_tokens: as in block_attention."""
+    prompt, start, *window = of_tokens
     n, t = prompt.shape[1] // b, prompt.shape[1]
     of_block, is_padding = prompt.reshape(-1, n, b), prompt.reshape(-1, n, b) < 0
     lowest = jnp.where(is_padding, t, of_block).min(axis=2)  # [X, n]
@@ -63,6 +61,11 @@ def pairs_of(prompt: jax.Array, start: jax.Array, S: int, b: int) -> tuple[jax.A
     query, key = jnp.arange(n)[:, None], jnp.arange(n)[None]
     same = (lowest[:, None] <= highest[:, :, None]) & (lowest[:, :, None] <= highest[:, None])
     near = (key * b < S) | ((key + 1) * b > first[:, :, None])
+    if window:
+        position, oldest = (x.reshape(-1, n, b) for x in window)
+        newest = jnp.where(is_padding, -1, position).max(axis=2)  # [X, n] of the keys
+        oldest = jnp.where(is_padding, ALL_POSITIONS, oldest).min(axis=2)  # [X, n] of the queries
+        near &= newest[:, None] >= oldest[:, :, None]
     needed = ((key <= query) & ((same & near).any(axis=0) | (key == query))).reshape(-1)  # [n*n]
     order = jnp.argsort(~needed, stable=True)
     return jnp.stack([order // n, order % n], axis=1), needed.sum()
@@ -81,19 +84,19 @@ def _joined(x: jax.Array, axis: int) -> jax.Array:
 
 
 def _forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, prompt: jax.Array, start: jax.Array, S: int, b: int
+    q: jax.Array, k: jax.Array, v: jax.Array, of_tokens: tuple[jax.Array, ...], S: int, b: int
 ) -> tuple[jax.Array, jax.Array]:
     """The attention, and the logarithm of the sum of each query's weights [X, N, M, t] float32."""
-    X, t = prompt.shape
+    X, t = of_tokens[0].shape
     qs, ks, vs = _in_blocks(q, b, 3), _in_blocks(k, b, 2), _in_blocks(v, b, 2)
     place = jnp.broadcast_to(jnp.arange(t), (X, t))
-    tokens = [_in_blocks(x, b, 1) for x in (place, prompt, start)]  # [n, X, b]
-    pairs, count = pairs_of(prompt, start, S, b)
+    tokens = [_in_blocks(x, b, 1) for x in (place, *of_tokens)]  # [n, X, b]
+    pairs, count = pairs_of(of_tokens, S, b)
 
     def step(index: jax.Array, carry: Any) -> Any:
         top, total, values = carry  # [n, X, N, M, b], the same, [n, X, N, M, b, h]
         i, j = pairs[index]
-        scores = _scores(qs[i], ks[j], seen(*tokens, S, i, j))
+        scores = _scores(qs[i], ks[j], seen(tokens, S, i, j))
         new_top = jnp.maximum(top[i], scores.max(axis=-1))
         weights, scale = jnp.exp(scores - new_top[..., None]), jnp.exp(top[i] - new_top)
         more = _multiply("xnmqk,xnkh->xnmqh", weights.astype(q.dtype), vs[j])
@@ -112,20 +115,20 @@ def _forward(
 
 def _backward(S: int, b: int, kept: Any, to_out: jax.Array) -> Any:
     """The gradients of q, k and v. kept: by _keep. to_out: the gradient of the result."""
-    q, k, v, prompt, start, out, log_total = kept
-    X, t = prompt.shape
+    q, k, v, of_tokens, out, log_total = kept
+    X, t = of_tokens[0].shape
     qs, ks, vs = _in_blocks(q, b, 3), _in_blocks(k, b, 2), _in_blocks(v, b, 2)
     to_outs, log_totals = _in_blocks(to_out, b, 3), _in_blocks(log_total, b, 3)
     f32 = jnp.float32
     inner = _in_blocks((to_out.astype(f32) * out.astype(f32)).sum(axis=-1), b, 3)
     place = jnp.broadcast_to(jnp.arange(t), (X, t))
-    tokens = [_in_blocks(x, b, 1) for x in (place, prompt, start)]
-    pairs, count = pairs_of(prompt, start, S, b)
+    tokens = [_in_blocks(x, b, 1) for x in (place, *of_tokens)]
+    pairs, count = pairs_of(of_tokens, S, b)
 
     def step(index: jax.Array, carry: Any) -> Any:
         to_q, to_k, to_v = carry
         i, j = pairs[index]
-        scores = _scores(qs[i], ks[j], seen(*tokens, S, i, j))
+        scores = _scores(qs[i], ks[j], seen(tokens, S, i, j))
         weights = jnp.exp(scores - log_totals[i][..., None])  # [X, N, M, b, b]
         to_weights = _multiply("xnmqh,xnkh->xnmqk", to_outs[i], vs[j])
         to_scores = (weights * (to_weights - inner[i][..., None])).astype(q.dtype)
@@ -139,14 +142,14 @@ def _backward(S: int, b: int, kept: Any, to_out: jax.Array) -> Any:
     begun = tuple(jnp.zeros(x.shape, f32) for x in (qs, ks, vs))
     to_q, to_k, to_v = jax.lax.fori_loop(0, count, step, begun)
     gradients = _joined(to_q, 3), _joined(to_k, 2), _joined(to_v, 2)
-    return *(x.astype(y.dtype) for x, y in zip(gradients, (q, k, v), strict=True)), None, None
+    return *(x.astype(y.dtype) for x, y in zip(gradients, (q, k, v), strict=True)), None
 
 
 def _keep(
-    q: jax.Array, k: jax.Array, v: jax.Array, prompt: jax.Array, start: jax.Array, S: int, b: int
+    q: jax.Array, k: jax.Array, v: jax.Array, of_tokens: tuple[jax.Array, ...], S: int, b: int
 ) -> tuple[jax.Array, Any]:
-    out, log_total = _forward(q, k, v, prompt, start, S, b)
-    return out, (q, k, v, prompt, start, out, log_total)
+    out, log_total = _forward(q, k, v, of_tokens, S, b)
+    return out, (q, k, v, of_tokens, out, log_total)
 
 
 def _scores(q: jax.Array, k: jax.Array, mask: jax.Array) -> jax.Array:

@@ -13,6 +13,8 @@ from runtime.mistakes import UserMistake
 
 def family_of(model: ModelConfig) -> str:
     """The family of a model, as model_type in config.json names it."""
+    if model.gemma3:
+        return "gemma3_text"
     return "qwen3" if model.qk_norm else "qwen2" if model.qkv_bias else "llama"
 
 

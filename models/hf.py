@@ -4,7 +4,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from models.model import Leaf, ModelConfig, Params, param_table, trained, unrolled
+from models.model import Gemma3, Leaf, ModelConfig, Params, param_table, trained, unrolled
 from runtime.layout import on_host
 from runtime.long_work import progress_bar
 from runtime.mistakes import UserMistake, in_one_line
@@ -25,6 +25,22 @@ LARGEST_FILE = "5GB"  # of the weights of an exported model
 WEIGHTS, ADAPTERS = "model.safetensors", "adapter_model.safetensors"
 MARKERS = ("config.json", "adapter_config.json")  # of a complete folder: a model, or adapters
 EXPORTED = "exported_from.json"  # marks an exported model, which a later export may replace
+# In the files of a Gemma 3 that also sees images, the names of its model of text begin so.
+OF_TEXT, OF_IMAGES = "language_model.", ("vision_tower.", "multi_modal_projector.")
+# What the config.json of a Gemma 3 may leave out; those of 4B and more leave out most of it.
+GEMMA3 = {
+    "vocab_size": 262208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+}
 
 
 def fetch_model(path: str, revision: str = "", files: Sequence[str] = FILES) -> Path:
@@ -49,7 +65,8 @@ def read_model(folder: Path, chat_template: str) -> tuple[ModelConfig, Any]:
     """
     model = read_config(folder)
     tokenizer = load_tokenizer(folder, chat_template)
-    if len(tokenizer) > model.vocab_size:
+    # The tokenizer of Gemma 3 has a token for images, also where the model has no row for it.
+    if len(tokenizer) > model.vocab_size + (model.gemma3 is not None):
         raise UserMistake(
             f"MODEL_PATH={folder}: its tokenizer has {len(tokenizer)} tokens, its config.json "
             f"vocab_size={model.vocab_size}; they are of two models"
@@ -68,14 +85,18 @@ def read_config(folder: Path) -> ModelConfig:
     if not path.is_file():
         raise UserMistake(f"MODEL_PATH={folder} has no config.json; give a Hugging Face folder")
     # transformers writes null for what a model does not have.
-    c = {key: value for key, value in read_json(path).items() if value is not None}
+    values = read_json(path)
+    c = {key: value for key, value in _of_text(values).items() if value is not None}
+    model_type = c.get("model_type")
+    is_gemma = model_type == "gemma3_text"
+    c = GEMMA3 | c if is_gemma else c
 
     def need(ok: bool, key: str, supported: str) -> None:
         if not ok:
             raise UserMistake(f"{path}: {key}={c.get(key)!r} is not supported; {supported} is")
 
-    model_type = c.get("model_type")
-    need(model_type in ("qwen2", "qwen3", "llama"), "model_type", "qwen2, qwen3 or llama")
+    known = is_gemma or model_type in ("qwen2", "qwen3", "llama")
+    need(known, "model_type", "qwen2, qwen3, llama, gemma3_text or gemma3")
     need(c.get("hidden_act", "silu") == "silu", "hidden_act", "silu")
     need(not c.get("use_sliding_window", False), "use_sliding_window", "false")
     need(not c.get("mlp_bias", False), "mlp_bias", "false")
@@ -84,10 +105,17 @@ def read_config(folder: Path) -> ModelConfig:
     # transformers 5 writes rope_parameters; earlier versions write rope_theta and rope_scaling.
     key = "rope_parameters" if "rope_parameters" in c else "rope_scaling"
     rope = c.get(key, {})
+    rope, local_rope = rope.get("full_attention", rope), rope.get("sliding_attention", {})
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    need(rope_type in ("default", "llama3"), key, "rope_type default or llama3")
-    llama3 = None
+    scaled = "linear" if is_gemma else "llama3"
+    need(rope_type in ("default", scaled), key, f"rope_type default or {scaled}")
+    llama3 = gemma3 = None
     try:
+        if is_gemma:
+            factor = float(rope["factor"]) if rope_type == "linear" else 1.0
+            gemma3 = _gemma3(c, factor, local_rope, need)._replace(
+                sees_images="text_config" in values
+            )
         if rope_type == "llama3":
             names = ("factor", "low_freq_factor", "high_freq_factor")
             original = int(rope["original_max_position_embeddings"])
@@ -105,11 +133,45 @@ def read_config(folder: Path) -> ModelConfig:
             rope_llama3=llama3,
             tied=c.get("tie_word_embeddings", False),
             qkv_bias=model_type == "qwen2",
-            qk_norm=model_type == "qwen3",
+            qk_norm=model_type == "qwen3" or is_gemma,
             max_positions=c["max_position_embeddings"],
+            gemma3=gemma3,
         )
     except KeyError as missing:
         raise UserMistake(f"{path} has no {missing.args[0]!r}") from None
+
+
+def _of_text(values: dict[str, Any]) -> dict[str, Any]:
+    """The values of a config.json; of a Gemma 3 that also sees images, those of its model of text,
+    which transformers opens alone, too."""
+    if values.get("model_type") != "gemma3":
+        return values
+    return values.get("text_config", {}) | {"architectures": ["Gemma3ForCausalLM"]}
+
+
+def _gemma3(
+    c: dict[str, Any], rope_factor: float, local_rope: dict[str, Any], need: Callable
+) -> Gemma3:
+    """What config.json says of Gemma 3 alone. local_rope: what it says of the rotary angles of
+    local layers. need: of read_config."""
+    gelu = "gelu_pytorch_tanh"
+    need(c["hidden_activation"] == gelu, "hidden_activation", gelu)
+    for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        need(not c.get(key), key, "null")
+    is_default = local_rope.get("rope_type", "default") == "default"
+    need(is_default, "rope_parameters", "rope_type default for sliding_attention")
+    L, local, whole = c["num_hidden_layers"], "sliding_attention", "full_attention"
+    every = c.get("sliding_window_pattern", c.get("_sliding_window_pattern", 6))
+    types = c.get("layer_types", [local if (i + 1) % every else whole for i in range(L)])
+    known = len(types) == L and {*types} <= {local, whole}
+    need(known, "layer_types", f"{local} or {whole} for each of the {L} layers")
+    return Gemma3(
+        query_scalar=float(c["query_pre_attn_scalar"]),
+        rope_factor=rope_factor,
+        local_rope_theta=float(local_rope.get("rope_theta", c["rope_local_base_freq"])),
+        window=c["sliding_window"],
+        local_layers=tuple(layer_type == local for layer_type in types),
+    )
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -143,7 +205,7 @@ def load_params(
 
     def read(leaf: Leaf) -> jax.Array:
         def slice_of(name: str, index: tuple[slice, ...]) -> np.ndarray:
-            tensor = files[name].get_slice(name)
+            tensor = files[name]
             return tensor[index[::-1]].T if leaf.transposed else tensor[index]
 
         def shard(index: tuple[slice, ...]) -> np.ndarray:
@@ -229,7 +291,7 @@ def save_model(
             shutil.copyfile(file, folder / file.name)
     if chat_template:
         shutil.copyfile(chat_template, folder / "chat_template.jinja")
-    values = read_json(source / "config.json")
+    values = _of_text(read_json(source / "config.json"))
     values["torch_dtype" if "torch_dtype" in values else "dtype"] = dtype.name
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
@@ -273,8 +335,8 @@ def _tensor_shapes(table: Params) -> dict[str, list[int]]:
 
 
 def open_tensors(folder: Path, table: Params) -> dict[str, Any]:
-    """Tensor name -> the open file that holds it. Raises UserMistake for tensors that are not those
-    of the table."""
+    """Tensor name -> the tensor in its file, of which nothing is read yet. Raises UserMistake for
+    tensors that are not those of the table."""
     file = ADAPTERS if table.embed is None else WEIGHTS
     index = folder / f"{file}.index.json"  # adapters have none
     shards = set(read_json(index)["weight_map"].values()) if index.is_file() else {file}
@@ -287,17 +349,19 @@ def open_tensors(folder: Path, table: Params) -> dict[str, Any]:
         except Exception as error:  # safetensors has no public type for a damaged header
             text = f"{folder / name} is not a complete safetensors file: {error}"
             raise UserMistake(text) from None
-        files |= dict.fromkeys(handle.keys(), handle)
+        names = handle.keys()
+        files |= {name.removeprefix(OF_TEXT): handle.get_slice(name) for name in names}
     wanted = _tensor_shapes(table)
     # Tied checkpoints may repeat the embedding, and old checkpoints store the rotary frequencies.
     ignored = {n for n in files if n == "lm_head.weight" or n.endswith("rotary_emb.inv_freq")}
+    ignored |= {n for n in files if n.startswith(OF_IMAGES)}
     missing, unknown = sorted(wanted.keys() - files), sorted(files.keys() - wanted - ignored)
     for what, names in (("lacks", missing), ("has unknown", unknown)):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise UserMistake(f"MODEL_PATH={folder} {what} tensors {', '.join(names[:3])}{more}")
     for name, shape in wanted.items():
-        found = files[name].get_slice(name).get_shape()
+        found = files[name].get_shape()
         if found != shape:
             raise UserMistake(f"MODEL_PATH={folder}: {name} is {found}, its config says {shape}")
     return files

@@ -175,6 +175,10 @@ def save_adapters(
     hf.save_tensors(tensors, folder / hf.ADAPTERS)
     if chat_template:
         shutil.copyfile(chat_template, folder / "chat_template.jinja")
+    targets = [*model.lora.targets]
+    if model.gemma3 and model.gemma3.sees_images:  # the part for images has a q_proj, too
+        paths = {name.partition(".lora_")[0] for name in tensors}
+        targets = sorted(path.removeprefix("base_model.model.") for path in paths)
     values = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -182,7 +186,7 @@ def save_adapters(
         "revision": revision or None,
         "r": model.lora.rank,
         "lora_alpha": model.lora.alpha,
-        "target_modules": list(model.lora.targets),
+        "target_modules": targets,
         "bias": "none",
     }
     (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

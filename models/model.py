@@ -1,5 +1,5 @@
-"""Qwen2/Qwen2.5, Qwen3 (dense) and Llama 3: their weights, and how training, prefill and decode
-compute them.
+"""Qwen2/Qwen2.5, Qwen3 (dense), Llama 3 and Gemma 3 (text): their weights, and how training,
+prefill and decode compute them.
 
 Dimensions: X inputs of t tokens: packed rows or prompts; R sequences, V vocabulary, D model, F
 feed-forward, L layers, H query heads, N kv heads, h head_dim.
@@ -35,6 +35,7 @@ from models.attention import (
     of_layer,
     write,
 )
+from models.blocks import ALL_POSITIONS
 from runtime.layout import TRAIN_BATCH_AXES, Layout, constrain, gather_fsdp, mesh_text
 from runtime.mistakes import UserMistake
 
@@ -46,6 +47,19 @@ class Lora(NamedTuple):
     rank: int  # r, the columns of A and the rows of B
     alpha: float
     targets: tuple[str, ...]  # the matrices with adapters, as Hugging Face names them: q_proj, ...
+
+
+class Gemma3(NamedTuple):
+    """What Gemma 3 alone has. Its norms, also behind attention and feed-forward, multiply by
+    1 + scale, its embeddings by sqrt(D), and its feed-forward has GELU. In local layers a token
+    sees only the last positions; the other layers are global."""
+
+    query_scalar: float  # scores are divided by its square root, not by that of h
+    rope_factor: float  # global layers divide positions by it
+    local_rope_theta: float
+    window: int  # how many positions a token sees in a local layer, its own included
+    local_layers: tuple[bool, ...]  # for each layer, whether it is local
+    sees_images: bool = False  # the folder also has a part for images, which is left alone
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +79,7 @@ class ModelConfig:
     qk_norm: bool
     max_positions: int  # tokens
     lora: Lora | None = None  # None: training changes all weights
+    gemma3: Gemma3 | None = None  # None: the model is of another family
 
 
 class Compute(NamedTuple):
@@ -101,10 +116,12 @@ class Layers:
     bv: Any
     q_norm: Any
     k_norm: Any
+    attn_post_norm: Any
     mlp_norm: Any
     gate: Any
     up: Any
     down: Any
+    mlp_post_norm: Any
 
 
 class Adapter(NamedTuple):
@@ -151,6 +168,9 @@ def param_table(model: ModelConfig, layer_loop: str = "scan") -> Params:
     def norm(width: int, name: str) -> Leaf:
         return Leaf((L, width), (None, None), name, kind="norm")
 
+    gemma, after_attention = model.gemma3 is not None, block + "post_attention_layernorm.weight"
+    # The other families call the norm before the feed-forward so.
+    before_mlp = block + "pre_feedforward_layernorm.weight" if gemma else after_attention
     layers = Layers(
         attn_norm=norm(D, block + "input_layernorm.weight"),
         wq=Leaf((L, D, Hh), (None, "fsdp", "tp"), attn + "q_proj.weight", True),
@@ -162,12 +182,14 @@ def param_table(model: ModelConfig, layer_loop: str = "scan") -> Params:
         bv=bias(Nh, "v_proj.bias"),
         q_norm=norm(h, attn + "q_norm.weight") if model.qk_norm else None,
         k_norm=norm(h, attn + "k_norm.weight") if model.qk_norm else None,
-        mlp_norm=norm(D, block + "post_attention_layernorm.weight"),
+        attn_post_norm=norm(D, after_attention) if gemma else None,
+        mlp_norm=norm(D, before_mlp),
         gate=Leaf((L, D, F), (None, "fsdp", "tp"), mlp + "gate_proj.weight", True),
         up=Leaf((L, D, F), (None, "fsdp", "tp"), mlp + "up_proj.weight", True),
         down=Leaf((L, F, D), (None, ("tp", "fsdp"), None), mlp + "down_proj.weight", True),
+        mlp_post_norm=norm(D, block + "post_feedforward_layernorm.weight") if gemma else None,
     )
-    adapters = jax.tree.map(lambda leaf: _adapter(leaf, model.lora), layers) if model.lora else None
+    adapters = jax.tree.map(lambda leaf: _adapter(leaf, model), layers) if model.lora else None
     if layer_loop == "unroll":
         layers = tuple(_of_layer(layers, i) for i in range(L))
         adapters = tuple(_of_layer(adapters, i) for i in range(L)) if adapters else None
@@ -180,10 +202,12 @@ def param_table(model: ModelConfig, layer_loop: str = "scan") -> Params:
     )
 
 
-def _adapter(matrix: Leaf, lora: Lora) -> Adapter | None:
+def _adapter(matrix: Leaf, model: ModelConfig) -> Adapter | None:
     """The rows of a matrix's adapter, if it has one, named as PEFT does; in and out are split as
     those of the matrix."""
-    block, module, _ = matrix.name.rsplit(".", 2)
+    (block, module, _), lora = matrix.name.rsplit(".", 2), model.lora
+    if model.gemma3 and model.gemma3.sees_images:  # so transformers calls the model of text
+        block = block.replace("model.", "model.language_model.", 1)
     if matrix.kind != "matrix" or module not in lora.targets:
         return None
     (L, n_in, n_out), (_, in_axes, out_axes) = matrix.shape, matrix.axes
@@ -269,8 +293,8 @@ def param_shardings(model: ModelConfig, mesh: Mesh, layer_loop: str = "scan") ->
 
 
 def init_params(model: ModelConfig, key: jax.Array) -> Params:
-    """Random float32 Params as transformers and PEFT make them: normal(0, 0.02), norms 1, biases 0,
-    A uniform within 1 / sqrt(in), and B 0, so that adapters change nothing yet."""
+    """Random float32 Params as transformers and PEFT make them: normal(0, 0.02), norms multiply by
+    1, biases 0, A uniform within 1 / sqrt(in), and B 0, so that adapters change nothing yet."""
     leaves, tree = jax.tree.flatten(param_table(model))
 
     def init(leaf: Leaf, leaf_key: jax.Array) -> jax.Array:
@@ -279,7 +303,8 @@ def init_params(model: ModelConfig, key: jax.Array) -> Params:
         if leaf.kind == "A":
             most = leaf.shape[1] ** -0.5
             return jax.random.uniform(leaf_key, leaf.shape, minval=-most, maxval=most)
-        return jnp.ones(leaf.shape) if leaf.kind == "norm" else jnp.zeros(leaf.shape)
+        ones = leaf.kind == "norm" and model.gemma3 is None
+        return jnp.ones(leaf.shape) if ones else jnp.zeros(leaf.shape)
 
     keys = jax.random.split(key, len(leaves))
     return tree.unflatten([init(leaf, k) for leaf, k in zip(leaves, keys, strict=True)])
@@ -297,13 +322,15 @@ def forward(
     Returns hidden [X, t, D] in compute.dtype, and the KV of all layers: stacked like params.layers,
     or a tuple of layers.
     """
-    layout = compute.layout
-    rotary = _rotary(compute.model, positions)
+    layout, model = compute.layout, compute.model
+    rotary = _rotary(model, positions)
 
-    def layer(x: jax.Array, w: LayerWeights) -> tuple[jax.Array, KV]:
+    def layer(x: jax.Array, of_layer: tuple[LayerWeights, Any]) -> tuple[jax.Array, KV]:
+        w, local = of_layer
         w = _usable(w, compute)
-        q, kv = _qkv(x, w, compute, rotary)
-        out = attention(q, kv, rows, layout, compute.attention_impl)
+        q, kv = _qkv(x, w, compute, _rotary_of_layer(rotary, local))
+        seen = rows if local is None else rows.within(positions, _window(model, local))
+        out = attention(q, kv, seen, layout, compute.attention_impl)
         return _after_attention(x, out, w, compute), kv
 
     if compute.remat != "none":
@@ -311,13 +338,14 @@ def forward(
         layer = jax.checkpoint(layer, policy=saved[compute.remat], prevent_cse=False)  # of a scan
     x = _embed(params.embed, ids, compute)
     if isinstance(params.layers, Layers):
-        x, kv = jax.lax.scan(layer, x, LayerWeights(params.layers, params.adapters))
+        weights = LayerWeights(params.layers, params.adapters)
+        x, kv = jax.lax.scan(layer, x, (weights, _local(model)))
     else:
         kv = ()
-        for i in range(compute.model.num_layers):
-            x, new = layer(x, _weights_of_layer(params, i))
+        for i in range(model.num_layers):
+            x, new = layer(x, (_weights_of_layer(params, i), _local(model, i)))
             kv = (*kv, new)
-    return _rms_norm(x, params.final_norm, compute.model).reshape(*ids.shape, -1), kv
+    return _rms_norm(x, params.final_norm, model).reshape(*ids.shape, -1), kv
 
 
 def forward_token(
@@ -332,13 +360,14 @@ def forward_token(
 
     def layer(i: Any, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         x, completion = carry
-        w = _usable(_weights_of_layer(params, i), compute)
-        q, kv = _qkv(x, w, compute, rotary)
+        w, local = _usable(_weights_of_layer(params, i), compute), _local(compute.model, i)
+        q, kv = _qkv(x, w, compute, _rotary_of_layer(rotary, local))
         completion = write(completion, i, kv, cache.index)
         this_layer = cache._replace(
             prompt=of_layer(cache.prompt, i), completion=of_layer(completion, i)
         )
-        out = cached_attention(q, this_layer, compute.layout)
+        window = None if local is None else _window(compute.model, local)
+        out = cached_attention(q, this_layer, compute.layout, window)
         return _after_attention(x, out, w, compute), completion
 
     carry = _embed(params.embed, token[:, None], compute), cache.completion
@@ -374,6 +403,8 @@ def _embed(embed: jax.Array, ids: jax.Array, compute: Compute) -> jax.Array:
     layout = compute.layout
     x = embed[constrain(ids, layout, "dp")].astype(compute.dtype)
     x = constrain(constrain(x, layout, "dp", None, "fsdp"), layout, TRAIN_BATCH_AXES)
+    if compute.model.gemma3:  # bfloat16 makes 34 of sqrt(1152) = 33.94, as when Gemma was trained
+        x = x * jnp.asarray(math.sqrt(compute.model.hidden_size), x.dtype)
     return x.reshape(ids.size, -1)
 
 
@@ -407,18 +438,32 @@ def _usable(w: LayerWeights, compute: Compute) -> LayerWeights:
 
 def _after_attention(x: jax.Array, out: jax.Array, w: LayerWeights, compute: Compute) -> jax.Array:
     """The output [X*t, D] of a layer. x: its input. out: of its attention, [X, t, H*h]."""
-    layout, lora = compute.layout, compute.model.lora
+    layout, model, lora = compute.layout, compute.model, compute.model.lora
+
+    def normed(y: jax.Array, scale: jax.Array | None) -> jax.Array:
+        return y if scale is None else _rms_norm(y, scale, model)
+
     out = constrain(out.reshape(len(x), -1), layout, TRAIN_BATCH_AXES, "tp")
-    x = x + constrain(w.linear(out, "wo", lora), layout, TRAIN_BATCH_AXES)
-    y = _rms_norm(x, w.base.mlp_norm, compute.model)
-    y = jax.nn.silu(w.linear(y, "gate", lora)) * w.linear(y, "up", lora)
-    y = w.linear(y, "down", lora)
-    return x + constrain(y, layout, TRAIN_BATCH_AXES)
+    y = constrain(w.linear(out, "wo", lora), layout, TRAIN_BATCH_AXES)
+    x = x + normed(y, w.base.attn_post_norm)
+    y = _rms_norm(x, w.base.mlp_norm, model)
+    y = _activation(w.linear(y, "gate", lora), model) * w.linear(y, "up", lora)
+    y = constrain(w.linear(y, "down", lora), layout, TRAIN_BATCH_AXES)
+    return x + normed(y, w.base.mlp_post_norm)
+
+
+def _activation(x: jax.Array, model: ModelConfig) -> jax.Array:
+    if model.gemma3 is None:
+        return jax.nn.silu(x)
+    # In bfloat16 the 1 + tanh of GELU would have few digits for negative x.
+    return jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
 
 
 def _rms_norm(x: jax.Array, scale: jax.Array, model: ModelConfig) -> jax.Array:
     wide = x.astype(jnp.float32)
     inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + model.rms_norm_eps)
+    if model.gemma3:  # the scale is rounded first, so that training and rollout have the same
+        return (wide * inverse * (1 + scale.astype(x.dtype).astype(jnp.float32))).astype(x.dtype)
     return (wide * inverse).astype(x.dtype) * scale.astype(x.dtype)
 
 
@@ -442,22 +487,44 @@ def _qkv(
         return z if norm is None else _rms_norm(z, norm, model)
 
     q = _rotate(heads("wq", base.bq, base.q_norm, model.num_heads), rotary)
+    if model.gemma3:  # attention divides by sqrt(h)
+        q = q * math.sqrt(model.head_dim / model.gemma3.query_scalar)
     k = _rotate(heads("wk", base.bk, base.k_norm, model.num_kv_heads), rotary)
     v = heads("wv", base.bv, None, model.num_kv_heads)
     return q, KV(k.transpose(0, 2, 3, 1), v.swapaxes(1, 2))
 
 
+def _local(model: ModelConfig, i: Any = slice(None)) -> jax.Array | None:
+    """Of layer i, or [L] of all layers: 1 if it is a local layer of Gemma 3, 0 if it is a global
+    one; None: the model is of another family."""
+    return jnp.array(model.gemma3.local_layers, jnp.int32)[i] if model.gemma3 else None
+
+
+def _window(model: ModelConfig, local: jax.Array) -> jax.Array:
+    """How many positions a token sees in a layer of Gemma 3."""
+    return jnp.where(local, model.gemma3.window, ALL_POSITIONS)
+
+
+def _rotary_of_layer(rotary: tuple[jax.Array, jax.Array], local: Any) -> Any:
+    return rotary if local is None else tuple(x[local] for x in rotary)
+
+
 def _rotary(model: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """cos and sin [X, t, 1, h/2] float32 of the rotary angles."""
+    """cos and sin [X, t, 1, h/2] float32 of the rotary angles; of Gemma 3 [2, X, t, 1, h/2], for
+    global and for local layers."""
     angles = positions[:, :, None, None].astype(jnp.float32) * _inverse_frequencies(model)
     return jnp.cos(angles), jnp.sin(angles)
 
 
 @functools.lru_cache
 def _inverse_frequencies(model: ModelConfig) -> np.ndarray:
-    """[h/2] float32 radians per position. rope_llama3 slows long wavelengths, as Llama 3.1 does."""
+    """[h/2] float32 radians per position, of Gemma 3 [2, 1, 1, 1, h/2]. rope_llama3 slows long
+    wavelengths, as Llama 3.1 does."""
     half = np.arange(0, model.head_dim, 2, dtype=np.float64) / model.head_dim
     inverse = model.rope_theta**-half
+    if gemma := model.gemma3:
+        inverse = np.stack([inverse / gemma.rope_factor, gemma.local_rope_theta**-half])
+        inverse = inverse[:, None, None, None]
     if model.rope_llama3:
         factor, low, high, original = model.rope_llama3
         turns = original * inverse / (2 * np.pi)  # full turns within the original context

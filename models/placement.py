@@ -145,6 +145,8 @@ def choose_attention(
         why_not = f"it is a TPU kernel, and this is {platform}"
     elif model.head_dim % 64:
         why_not = f"it wants a head_dim that is a multiple of 64, not {model.head_dim}"
+    elif model.gemma3:
+        why_not = "it has no sliding window, and Gemma 3 has"
     elif model.num_kv_heads % tp:
         why_not = f"MESH_SHAPE's tp={tp} does not divide {model.num_kv_heads} kv heads"
     elif row > MOST_PLACES or completion > MOST_TOKENS:
@@ -209,7 +211,8 @@ def layer_weights(model: ModelConfig) -> int:
 
 
 def attention_flops(model: ModelConfig, pairs: float) -> float:
-    """FLOPs of attention, forward, in all layers, for this number of pairs of a query and a key."""
+    """FLOPs of attention, forward, in all layers, for this number of pairs of a query and a key. A
+    sliding window does not count: the layers of Gemma 3 that have one compute fewer pairs."""
     return 4 * model.num_heads * model.head_dim * model.num_layers * pairs
 
 

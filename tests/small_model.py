@@ -310,6 +310,21 @@ FAMILIES = {
     "qwen3": family("qwen3", "Qwen3", head_dim=12, rope_theta=200.0),
     # Of its four frequencies one is kept, one is blended and two are slowed by 8.
     "llama3": family("llama", "Llama", rope_theta=100.0, rope_scaling=LLAMA3),
+    # Its first layer is local, its second one global. Its scores are divided by sqrt(20).
+    "gemma3": family(
+        "gemma3_text",
+        "Gemma3",
+        head_dim=12,
+        hidden_act=None,
+        hidden_activation="gelu_pytorch_tanh",
+        query_pre_attn_scalar=20,
+        rope_theta=5000.0,
+        rope_local_base_freq=50.0,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+        sliding_window=16,
+        sliding_window_pattern=2,
+        tie_word_embeddings=True,
+    ),
 }
 
 # Two inputs; the second is left-padded. The golden logits are those of 12 tokens at PLACES.
@@ -338,8 +353,10 @@ def tensor_shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     }
     if c["model_type"] == "qwen2":
         layer |= {f"self_attn.{n}_proj.bias": (s,) for n, s in (("q", q), ("k", kv), ("v", kv))}
-    if c["model_type"] == "qwen3":
+    if c["model_type"] in ("qwen3", "gemma3_text"):
         layer |= {"self_attn.q_norm.weight": (h,), "self_attn.k_norm.weight": (h,)}
+    if c["model_type"] == "gemma3_text":
+        layer |= {f"{place}_feedforward_layernorm.weight": (D,) for place in ("pre", "post")}
     shapes = {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,)}
     for i in range(c["num_hidden_layers"]):
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
@@ -355,12 +372,13 @@ def uniform(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def tensors(c: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Name -> float32 array: norms 0.5 to 1.5, biases -1 to 1, matrices that keep the variance."""
+    """Name -> float32 array: norms that multiply by 0.5 to 1.5, biases -1 to 1, matrices that keep
+    the variance."""
     made = {}
     for name, shape in tensor_shapes(c).items():
         x = uniform(name, shape)
         if "norm" in name:
-            made[name] = 1 + x
+            made[name] = x if c["model_type"] == "gemma3_text" else 1 + x
         elif "bias" in name:
             made[name] = 2 * x
         else:
@@ -374,6 +392,11 @@ def write_config(folder: Path, c: dict[str, Any], *, rope_parameters: bool = Fal
         c = dict(c)
         rope = {"rope_type": "default", **c.pop("rope_scaling", {})}
         c["rope_parameters"] = {**rope, "rope_theta": c.pop("rope_theta")}
+    if rope_parameters and c["model_type"] == "gemma3_text":
+        local = {"rope_type": "default", "rope_theta": c.pop("rope_local_base_freq")}
+        each = {"full_attention": c["rope_parameters"], "sliding_attention": local}
+        c |= {"rope_parameters": each, "layer_types": ["sliding_attention", "full_attention"]}
+        del c["sliding_window_pattern"]
     (folder / "config.json").write_text(json.dumps(c))
 
 
@@ -381,6 +404,26 @@ def write_folder(folder: Path, family: str, *, rope_parameters: bool = False) ->
     """Writes a folder of the family that is complete except for a tokenizer; returns it."""
     write_config(folder, FAMILIES[family], rope_parameters=rope_parameters)
     save_file(tensors(FAMILIES[family]), folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def write_gemma_with_images(folder: Path) -> Path:
+    """Writes a Gemma 3 that also sees images, with random weights, by transformers; returns it."""
+    import torch
+    import transformers
+
+    write_config(folder, FAMILIES["gemma3"])
+    text = transformers.AutoConfig.from_pretrained(folder).to_dict()
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    vision |= {"num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
+    sizes = {"text_config": text, "vision_config": vision, "mm_tokens_per_image": 4}
+    config = transformers.Gemma3Config(**sizes, image_token_index=48)
+    torch.manual_seed(0)
+    model = transformers.Gemma3ForConditionalGeneration(config)
+    with torch.no_grad():
+        for x in model.parameters():
+            x.normal_(0, 0.3)
+    model.save_pretrained(folder)
     return folder
 
 

@@ -57,6 +57,8 @@ class Inputs(NamedTuple):
     kv: KV  # [X, N, t, h]
     rows: PackedRows
     towards: np.ndarray  # [X, t, H*h], the gradient with respect to the result; 0 at padding
+    positions: np.ndarray  # [X, t] int32
+    window: int = 2**30  # how many positions a token sees
 
     @property
     def seen(self) -> np.ndarray:
@@ -84,6 +86,22 @@ def packed(S: int, C: int, rows: list[Row]) -> PackedRows:
     return PackedRows(prompt, start, S)
 
 
+def positions_of(S: int, C: int, rows: list[Row]) -> np.ndarray:
+    """[X, t] int32: a completion's first token stands behind the tokens of its prompt."""
+    positions = np.zeros((len(rows), S + C), np.int32)
+    for x, (prompts, completions) in enumerate(rows):
+        for at, parts, first in ((0, prompts, {}), (S, completions, dict(prompts))):
+            for of, tokens in parts:
+                positions[x, at : at + tokens] = first.get(of, 0) + np.arange(tokens)
+                at += tokens
+    return positions
+
+
+def within(x: Inputs, window: int) -> Inputs:
+    """The same inputs for a layer with a sliding window."""
+    return x._replace(rows=x.rows.within(x.positions, window), window=window)
+
+
 def inputs(S: int, C: int, rows: list[Row], H: int, N: int, h: int) -> Inputs:
     """Random inputs of these rows."""
     rng, X, t = np.random.default_rng(S), len(rows), S + C
@@ -92,6 +110,7 @@ def inputs(S: int, C: int, rows: list[Row], H: int, N: int, h: int) -> Inputs:
         kv_of(*rng.normal(size=(2, X, N, t, h)).astype(np.float32)),
         packed(S, C, rows),
         rng.normal(size=(X, t, H * h)).astype(np.float32),
+        positions_of(S, C, rows),
     )
     return made._replace(towards=made.towards * made.seen)
 
@@ -101,11 +120,13 @@ def kv_of(k: np.ndarray, v: np.ndarray) -> KV:
     return KV(np.ascontiguousarray(np.swapaxes(k, -1, -2)), v)
 
 
-def visible(rows: PackedRows, x: int, i: int) -> list[int]:
+def visible(inputs: Inputs, x: int, i: int) -> list[int]:
     """The keys that token i of row x sees; padding sees none."""
+    rows, position = inputs.rows, inputs.positions[x]
     prompt, start = rows.prompt[x], rows.start[x]
     before = [j for j in range(i + 1) if prompt[j] == prompt[i] >= 0]
-    return [j for j in before if j < rows.S or start[j] == start[i]]
+    before = [j for j in before if j < rows.S or start[j] == start[i]]
+    return [j for j in before if position[i] - position[j] < inputs.window]
 
 
 def numpy_attention(x: Inputs) -> Result:
@@ -115,7 +136,7 @@ def numpy_attention(x: Inputs) -> Result:
     towards = np.asarray(x.towards, float).reshape(q.shape)
     out, to_q, to_k, to_v = (np.zeros(a.shape) for a in (q, q, k, v))
     for row, i in np.ndindex(X, t):
-        keys = visible(x.rows, row, i)
+        keys = visible(x, row, i)
         for head in range(H if keys else 0):
             n = head // (H // N)
             scores = k[row, n, keys] @ q[row, i, head] / math.sqrt(h)
@@ -137,7 +158,7 @@ unoptimised = functools.partial(jax.jit, compiler_options={"xla_backend_optimiza
 def attend(x: Inputs, impl: str, layout: Layout = ONE_DEVICE) -> Callable[..., jax.Array]:
     """The attention as a function of q, kv, prompt and start."""
     return lambda q, kv, prompt, start: attention.attention(
-        q, kv, PackedRows(prompt, start, x.rows.S), layout, impl
+        q, kv, x.rows._replace(prompt=prompt, start=start), layout, impl
     )
 
 
@@ -200,6 +221,28 @@ def test_left_padded_prompts_are_rows_without_completions() -> None:
     x = inputs(13, 0, [([(-1, 13 - n), (0, n)], []) for n in (7, 13, 1, 0)], 2, 1, 64)
     mask = np.arange(13) >= np.array([6, 0, 12, 13])[:, None]
     assert_same(run(x._replace(rows=prompt_rows(mask)), "xla"), numpy_attention(x))
+
+
+@pytest.mark.parametrize(
+    "shape, window, mesh_shape",
+    [
+        (SMALL[0], 6, "1,1,1"),
+        (SMALL[0], 2, "1,1,1"),
+        (SMALL[3], 3, "1,1,1"),
+        (SMALL[5], 4, "1,1,1"),
+        (SMALL[6], 5, "1,1,1"),  # only prompts
+        ((20, 61, [TWO_GROUPS, OTHER] * 2, 4, 2, 5), 6, "2,2,2"),
+    ],
+    ids=str,
+)
+def test_a_sliding_window_goes_by_positions_and_not_by_places(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[Any, ...], window: int, mesh_shape: str
+) -> None:
+    """Blocks of 4 tokens, so that some have nothing within the window."""
+    monkeypatch.setitem(attention.BLOCK, "cpu", 4)
+    x = within(inputs(*shape), window)
+    layout = train_layout(*map(int, mesh_shape.split(",")))
+    assert_same(run(x, "xla", layout), numpy_attention(x))
 
 
 @pytest.mark.parametrize("impl", ["xla", "splash"])
@@ -301,23 +344,26 @@ def test_the_memory_of_completions_grows_with_their_tokens_and_not_with_the_squa
 
 
 @pytest.mark.parametrize(
-    "row, S, C, expected",
+    "row, S, C, window, expected",
     [
         # As in the test of the kernel's blocks below.
-        (([(0, 2), (1, 1)], [(0, 3), (0, 3), (1, 2)]), 4, 10, 13),
-        (([], []), 4, 10, 7),  # only padding: each block sees itself
-        (([(0, 4)], [(0, 10)]), 4, 10, 28),  # all below the diagonal
+        (([(0, 2), (1, 1)], [(0, 3), (0, 3), (1, 2)]), 4, 10, 99, 13),
+        (([], []), 4, 10, 99, 7),  # only padding: each block sees itself
+        (([(0, 4)], [(0, 10)]), 4, 10, 99, 28),  # all below the diagonal
+        (([(0, 4)], [(0, 10)]), 4, 10, 3, 13),  # itself and the block before
+        # The second completion sees its prompt, which stands 5 places before it, and then itself.
+        (([(0, 4)], [(0, 6), (0, 4)]), 4, 10, 3, 13),
     ],
 )
 def test_only_pairs_of_blocks_in_which_something_is_seen_are_computed(
-    row: Row, S: int, C: int, expected: int
+    row: Row, S: int, C: int, window: int, expected: int
 ) -> None:
-    prompt, start, _ = packed(S, C, [row])
-    pairs, count = pairs_of(prompt, start, S, 2)
+    x = within(inputs(S, C, [row], 1, 1, 1), window)
+    prompt, start, _, others = x.rows
+    pairs, count = pairs_of((prompt, start, *others), S, 2)
     assert count == expected
     computed = {(int(i), int(j)) for i, j in pairs[:count]}
-    rows = PackedRows(prompt, start, S)
-    needed = {(i // 2, j // 2) for i in range(S + C) for j in visible(rows, 0, i)}
+    needed = {(i // 2, j // 2) for i in range(S + C) for j in visible(x, 0, i)}
     assert needed <= computed and {(i, i) for i in range(7)} <= computed
 
 
@@ -326,7 +372,7 @@ def test_only_pairs_of_blocks_in_which_something_is_seen_are_computed(
 
 def test_blocks_of_other_groups_and_of_earlier_completions_are_skipped() -> None:
     row: Row = [(0, 2), (1, 1)], [(0, 3), (0, 3), (1, 2)]
-    prompt, start, S = packed(4, 10, [row])
+    prompt, start, S, _ = packed(4, 10, [row])
     by_query, by_key = attention._blocks_to_compute(prompt[0], start[0], S, 2)
     computed = [
         [1, 0, 0, 0, 0, 0, 0],
@@ -343,7 +389,7 @@ def test_blocks_of_other_groups_and_of_earlier_completions_are_skipped() -> None
     assert by_key.data_next[0, :, 0].tolist() == [0, 0, 2, 3, 4, 4, 4]
     # Eight prompts of a block, and for each eight completions of two blocks.
     row = [(g, 128) for g in range(8)], [(i // 8, 256) for i in range(64)]
-    prompt, start, S = packed(1024, 16384, [row])
+    prompt, start, S, _ = packed(1024, 16384, [row])
     (computed,) = attention._blocks_to_compute(prompt[0], start[0], S, 128)[0].block_mask
     assert computed.sum() == 8 + 64 * (2 + 3)  # of 136 * 137 / 2 = 9316 below the diagonal
 
@@ -364,7 +410,7 @@ def test_the_block_is_the_largest_that_divides_the_padded_places(
 
 def test_the_longest_row_and_completion_fit_in_an_int32() -> None:
     """The last query of the row is the last one of its completion."""
-    prompt, start, S = packed(2**16, 2**16, [([(0, 9)], [(0, 2**16 - 2**14), (0, 2**14)])])
+    prompt, start, S, _ = packed(2**16, 2**16, [([(0, 9)], [(0, 2**16 - 2**14), (0, 2**14)])])
     query = attention._blocks_to_compute(prompt[0], start[0], S, 512)[0].q_sequence[-1]
     keys = jnp.array([0, 2**16 - 1, 2**16, 2**17 - 2**14 - 1, 2**17 - 2**14, 2**17 - 1])
     assert attention._splash_mask(S, query, keys).tolist() == [True, True, False, False, True, True]

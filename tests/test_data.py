@@ -273,6 +273,31 @@ def test_without_tools_a_template_that_asks_for_them_as_llama_s_does_finds_none(
         assert tokenizer.decode(prompt.ids) == text
 
 
+def test_a_template_that_writes_the_bos_token_as_gemma_s_does_gives_it_once(tmp_path: Path) -> None:
+    """Its tokenizer would add the token to any text, and its template has no role of a system."""
+    content = json.loads((ROOT / "tiny" / "tokenizer.json").read_text())
+    start = {"id": "<|im_start|>", "ids": [1], "tokens": ["<|im_start|>"]}
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    single = [{"SpecialToken": {"id": "<|im_start|>", "type_id": 0}}, text]
+    content["post_processor"] = {"type": "TemplateProcessing", "single": single, "pair": single}
+    content["post_processor"]["special_tokens"] = {"<|im_start|>": start}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    config = json.loads((ROOT / "tiny" / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps(config | {"bos_token": "<|im_start|>"})
+    )
+    (tmp_path / "template.jinja").write_text(
+        "{{ bos_token }}user\n{% if messages[0].role == 'system' %}"
+        "{{ messages[0].content }}\n\n{% endif %}{{ messages[-1].content + '\\nmodel\\n' }}"
+    )
+    tokenizer = hf.load_tokenizer(tmp_path, str(tmp_path / "template.jinja"))
+    bos = tokenizer("2")["input_ids"][0]
+    assert tokenizer.decode([bos]) == "<|im_start|>", "the tokenizer adds it by itself"
+    (prompt,) = build_prompts(EXAMPLES[2:], tokenizer, "Think first.")
+    assert tokenizer.decode(prompt.ids) == "<|im_start|>user\nThink first.\n\n2+2?\nmodel\n"
+    assert prompt.ids.count(bos) == 1
+
+
 @pytest.mark.parametrize(
     "end, opened",
     [

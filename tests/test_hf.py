@@ -15,10 +15,18 @@ from jax.sharding import Mesh
 from runs import finish, start_two, train
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
-from small_model import FAMILIES, LLAMA3, tensors, transformers_logits, write_config, write_folder
+from small_model import (
+    FAMILIES,
+    LLAMA3,
+    tensors,
+    transformers_logits,
+    write_config,
+    write_folder,
+    write_gemma_with_images,
+)
 
 from models import hf
-from models.model import ModelConfig, Params, param_shardings
+from models.model import Gemma3, ModelConfig, Params, param_shardings
 from runtime.layout import make_mesh
 from runtime.mistakes import UserMistake
 
@@ -68,16 +76,63 @@ def test_config_by_hand(tmp_path: Path, rope_parameters: bool) -> None:
         "qwen2_tied": dataclasses.replace(common, rope_theta=300.0, tied=True),
         "qwen3": dataclasses.replace(plain, head_dim=12, rope_theta=200.0, qk_norm=True),
         "llama3": dataclasses.replace(plain, rope_theta=100.0, rope_llama3=(8.0, 1.0, 4.0, 32)),
+        "gemma3": dataclasses.replace(
+            plain,
+            head_dim=12,
+            rope_theta=5000.0,
+            tied=True,
+            qk_norm=True,
+            gemma3=Gemma3(20.0, 8.0, 50.0, 16, (True, False)),
+        ),
     }
     for family in FAMILIES:
         write_config(tmp_path, FAMILIES[family], rope_parameters=rope_parameters)
         assert hf.read_config(tmp_path) == expected[family]
 
 
-def test_transformers_own_config_files_are_read(tmp_path: Path) -> None:
+# The config.json of a Gemma 3 of 4B parts: what it leaves out has the defaults of transformers.
+SEES_IMAGES = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "model_type": "gemma3",
+    "eos_token_id": [1, 106],
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+}
+
+
+def test_a_gemma_that_also_sees_images_is_its_model_of_text(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SEES_IMAGES))
+    assert hf.read_config(tmp_path) == ModelConfig(
+        vocab_size=262208,
+        hidden_size=2560,
+        intermediate_size=10240,
+        num_layers=34,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=256,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+        rope_llama3=None,
+        tied=True,
+        qkv_bias=False,
+        qk_norm=True,
+        max_positions=131072,
+        gemma3=Gemma3(256.0, 8.0, 1e4, 1024, tuple(i % 6 < 5 for i in range(34)), True),
+    )
+
+
+@pytest.mark.parametrize("family", ["llama3", "gemma3"])
+def test_transformers_own_config_files_are_read(tmp_path: Path, family: str) -> None:
     from transformers import AutoConfig
 
-    write_config(tmp_path, FAMILIES["llama3"])
+    write_config(tmp_path, FAMILIES[family])
     ours = hf.read_config(tmp_path)
     AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path / "saved")
     assert "rope_parameters" in (tmp_path / "saved" / "config.json").read_text()
@@ -95,6 +150,15 @@ BAD_CONFIGS = [  # family, changed keys (None removes a key), a part of the erro
     ("qwen3", {"rope_parameters": {"rope_type": "dynamic"}}, "rope_parameters={'rope_type': 'dyn"),
     ("llama3", {"rope_scaling": LLAMA3 | {"factor": None}}, "has no 'factor'"),
     ("qwen2", {"rms_norm_eps": None}, "has no 'rms_norm_eps'"),
+    ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not supported; n"),
+    ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not supported"),
+    ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not"),
+    ("gemma3", {"hidden_activation": "gelu"}, "hidden_activation='gelu' is not supported; gelu_py"),
+    ("gemma3", {"layer_types": ["full_attention"] * 3}, "full_attention for each of the 2 layers"),
+    ("gemma3", {"layer_types": ["full_attention", "chunked"]}, "sliding_attention or full_attenti"),
+    ("gemma3", {"rope_scaling": {"rope_type": "llama3"}}, "rope_type default or linear is"),
+    ("gemma3", {"rope_scaling": {"rope_type": "linear", "factor": None}}, "has no 'factor'"),
+    ("gemma3", {"sliding_window": None}, "has no 'sliding_window'"),
 ]
 
 
@@ -174,6 +238,23 @@ def test_a_tied_checkpoint_may_repeat_its_embedding(tmp_path: Path) -> None:
     assert dict(hf.hf_tensors(params, hf.read_config(tmp_path))).keys() == source.keys()
 
 
+def test_the_model_of_text_is_read_from_a_gemma_that_also_sees_images(tmp_path: Path) -> None:
+    text = {**FAMILIES["gemma3"], "architectures": None}
+    (tmp_path / "config.json").write_text(json.dumps(SEES_IMAGES | {"text_config": text}))
+    source = tensors(FAMILIES["gemma3"])
+    of_images = {"vision_tower.a.weight": np.ones(3), "multi_modal_projector.b": np.ones(3)}
+    named = {f"language_model.{name}": x for name, x in source.items()}
+    save_file(named | of_images, tmp_path / "model.safetensors")
+    target = exported(tmp_path, tmp_path / "text")
+    written = tensors_of(target)
+    assert written.keys() == source.keys()
+    assert all((written[name] == source[name]).all() for name in source)
+    config = json.loads((target / "config.json").read_text())
+    assert (config["model_type"], config["architectures"]) == ("gemma3_text", ["Gemma3ForCausalLM"])
+    write_config(tmp_path, FAMILIES["gemma3"])
+    assert hf.read_config(target) == hf.read_config(tmp_path)
+
+
 def test_missing_tensors_and_files_are_named(tmp_path: Path) -> None:
     write_config(tmp_path, FAMILIES["qwen2"])
     source = tensors(FAMILIES["qwen2"])
@@ -246,6 +327,22 @@ def test_token_ids_are_those_of_the_file_tokenizer_json() -> None:
         ids = raw.encode(question, add_special_tokens=False).ids
         assert ours(question, add_special_tokens=False)["input_ids"] == ids
         assert ours.decode(ids) == question
+
+
+@pytest.mark.parametrize("more, accepted", [(1, True), (2, False)])
+def test_the_tokenizer_of_gemma_may_have_one_token_more_than_the_model_has_rows(
+    tmp_path: Path, more: int, accepted: bool
+) -> None:
+    """It is a token for images, which models of text alone lack."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(TINY / name, tmp_path / name)
+    config = FAMILIES["gemma3"] | {"vocab_size": len(hf.load_tokenizer(TINY)) - more}
+    write_config(tmp_path, config)
+    save_file(tensors(config), tmp_path / "model.safetensors")
+    if accepted:
+        assert hf.read_model(tmp_path, "")[0].gemma3
+    else:
+        refused(lambda: hf.read_model(tmp_path, ""), "they are of two models")
 
 
 @pytest.mark.parametrize(
@@ -325,6 +422,19 @@ def test_transformers_opens_an_export_and_gives_the_same_logits(tmp_path, family
     source.mkdir()
     target = exported(write_folder(source, family), tmp_path / "ours")
     np.testing.assert_array_equal(transformers_logits(target), transformers_logits(source))
+
+
+@pytest.mark.parity
+def test_the_text_of_a_gemma_that_transformers_has_written_with_images_has_the_same_logits(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("torch", reason="makes the folder with transformers' torch model")
+    source = tmp_path / "source"
+    source.mkdir()
+    target = exported(write_gemma_with_images(source), tmp_path / "text")
+    expected = transformers_logits(source)
+    np.testing.assert_allclose(transformers_logits(target), expected, rtol=0, atol=1e-5)
+    assert expected.std() > 0.1
 
 
 def test_an_export_replaces_an_earlier_export_and_no_other_file_and_keeps_the_tokenizer(

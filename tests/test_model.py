@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_model
+from safetensors.numpy import save_file
 from small_model import (
     FAMILIES,
     GOLDENS,
@@ -20,7 +21,9 @@ from small_model import (
     POSITIONS,
     batch_of,
     in_rows,
+    tensors,
     transformers_logits,
+    write_config,
     write_folder,
 )
 
@@ -28,7 +31,9 @@ from models import hf
 from models.attention import Cache, PackedRows, map_kv, prompt_rows
 from models.model import (
     Compute,
+    Gemma3,
     Params,
+    _embed,
     arrange_layers,
     forward,
     forward_token,
@@ -53,8 +58,12 @@ MODEL = dataclasses.replace(
     qkv_bias=True,
     qk_norm=True,
 )
+# Sequences have up to 12 tokens, and tokens of local layers see four.
+GEMMA = dataclasses.replace(MODEL, num_layers=3, rope_llama3=None, tied=True, qkv_bias=False)
+GEMMA = dataclasses.replace(GEMMA, gemma3=Gemma3(20.0, 8.0, 30.0, 4, (True, False, True)))
 ONE_DEVICE = small_model.train_layout(1, 1, 1)
 FLOAT32 = Compute(MODEL, jnp.dtype("float32"), ONE_DEVICE)
+GEMMA_FLOAT32 = FLOAT32._replace(model=GEMMA)
 BFLOAT16 = Compute(MODEL, jnp.dtype("bfloat16"), ONE_DEVICE)
 R, S, T, K = 8, 6, 5, 4  # two prompts of 7 and 4 tokens, four completions of each
 RNG = np.random.default_rng(0)
@@ -67,6 +76,10 @@ PARAMS = jax.tree.map(
     lambda leaf: ("norm" in leaf.name) + 0.4 * RNG.standard_normal(leaf.shape).astype(np.float32),
     param_table(MODEL),
 )
+GEMMA_PARAMS = jax.tree.map(
+    lambda leaf: 0.4 * RNG.standard_normal(leaf.shape).astype(np.float32), param_table(GEMMA)
+)
+OF = {"all": (PARAMS, FLOAT32), "gemma3": (GEMMA_PARAMS, GEMMA_FLOAT32)}
 
 
 def prompts_for(share: int) -> tuple[np.ndarray, np.ndarray]:
@@ -134,22 +147,22 @@ gradient_jit = jit(jax.value_and_grad(loss_of, has_aux=True))
 
 
 @functools.cache
-def unpadded() -> np.ndarray:
+def unpadded(model: str = "all") -> np.ndarray:
     """[R, T, D] from one forward per sequence: no padding, no packed rows and no cache."""
-    found = []
+    found, (params, compute) = [], OF[model]
     for prompt, mask, ids in zip(*prompts_for(1), COMPLETION_IDS, strict=True):
         sequence = np.concatenate([prompt[mask == 1], ids[:-1]])[None]
         positions = np.arange(sequence.shape[1])[None]
         mask = np.ones(sequence.shape, bool)
-        hidden, _ = prefill_jit(PARAMS, FLOAT32, sequence, positions, mask)
+        hidden, _ = prefill_jit(params, compute, sequence, positions, mask)
         found.append(np.asarray(hidden[0, -T:]))
     return np.stack(found)
 
 
 @functools.cache
-def plain_gradient():
+def plain_gradient(model: str = "all"):
     """The hidden states and the gradient of loss_of on one device, without remat."""
-    (_, hidden), grads = gradient_jit(PARAMS, FLOAT32, *packed(1))
+    (_, hidden), grads = gradient_jit(*OF[model], *packed(1))
     return hidden, grads
 
 
@@ -188,20 +201,56 @@ def test_logits_equal_the_numbers_transformers_gave(tmp_path: Path, family: str)
     np.testing.assert_allclose(ours, golden, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parity
+def test_packed_rows_and_decoding_of_gemma_equal_transformers_beyond_the_window(
+    tmp_path: Path,
+) -> None:
+    """transformers computes in float64, each sequence alone, as this project computes only here."""
+    torch = pytest.importorskip("torch", reason="compares with transformers' torch model")
+    import transformers
+
+    config = FAMILIES["gemma3"] | {"sliding_window": 4}
+    write_config(tmp_path, config)
+    save_file(tensors(config), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="eager"
+    ).double()
+    expected = np.zeros((R, T, 48))
+    for i, completion in enumerate(COMPLETION_IDS.tolist()):
+        prompt = PROMPT_IDS[i // K][PROMPT_MASK[i // K] == 1].tolist()
+        with torch.no_grad():
+            logits = theirs(torch.tensor([prompt + completion])).logits
+        expected[i] = logits[0, len(prompt) - 1 : -1].numpy()
+    model = hf.read_config(tmp_path)
+    compute = FLOAT32._replace(model=model)
+    params = hf.load_params(tmp_path, model, ONE_DEVICE.mesh, np.float32)
+    head = np.asarray(lm_head(params), float).T
+
+    for share in (1, 3, 8):
+        logits = np.asarray(hidden_jit(params, compute, *packed(share)), float) @ head
+        counted = expected * COUNTS[..., None]
+        np.testing.assert_allclose(logits, counted, rtol=0, atol=1e-5)
+    for share, layer_loop in ((1, "scan"), (4, "unroll")):
+        how = compute._replace(layer_loop=layer_loop)
+        hidden = decoded_jit(params, how, *prompts_for(share), COMPLETION_IDS)
+        logits = np.asarray(hidden, float) @ head
+        np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5)
+
+
 # ---- One forward, every route --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("share", [1, 3, 8])
-def test_packed_rows_equal_one_unpadded_forward(share: int) -> None:
+@pytest.mark.parametrize("model, share", [("all", 1), ("all", 3), ("all", 8), ("gemma3", 3)])
+def test_packed_rows_equal_one_unpadded_forward(model: str, share: int) -> None:
     """With 3 in a row both groups stand in the second row, and each in another row too."""
-    hidden = hidden_jit(PARAMS, FLOAT32, *packed(share))
-    np.testing.assert_allclose(hidden, unpadded() * COUNTS[..., None], rtol=0, atol=1e-5)
+    hidden = hidden_jit(*OF[model], *packed(share))
+    np.testing.assert_allclose(hidden, unpadded(model) * COUNTS[..., None], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("share", [1, 4])
-def test_decoding_token_by_token_equals_one_unpadded_forward(share: int) -> None:
-    hidden = decoded_jit(PARAMS, FLOAT32, *prompts_for(share), COMPLETION_IDS)
-    np.testing.assert_allclose(hidden, unpadded(), rtol=0, atol=1e-5)
+@pytest.mark.parametrize("model, share", [("all", 1), ("all", 4), ("gemma3", 4)])
+def test_decoding_token_by_token_equals_one_unpadded_forward(model: str, share: int) -> None:
+    hidden = decoded_jit(*OF[model], *prompts_for(share), COMPLETION_IDS)
+    np.testing.assert_allclose(hidden, unpadded(model), rtol=0, atol=1e-5)
 
 
 def test_other_tokens_of_a_row_change_not_a_bit_of_a_sequence() -> None:
@@ -262,15 +311,16 @@ def test_bfloat16_tells_far_positions_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    "remat, layer_loop",
-    [("dots", "scan"), ("none", "unroll")],
+    "model, remat, layer_loop",
+    [("all", "dots", "scan"), ("all", "none", "unroll"), ("gemma3", "none", "unroll")],
 )
 def test_remat_and_unrolled_layers_leave_the_gradient_unchanged(
-    remat: str, layer_loop: str
+    model: str, remat: str, layer_loop: str
 ) -> None:
-    compute = FLOAT32._replace(remat=remat, layer_loop=layer_loop)
-    (_, hidden), grads = gradient_jit(PARAMS, compute, *packed(1))
-    assert_same((hidden, grads), plain_gradient(), 1e-6)
+    params, compute = OF[model]
+    compute = compute._replace(remat=remat, layer_loop=layer_loop)
+    (_, hidden), grads = gradient_jit(params, compute, *packed(1))
+    assert_same((hidden, grads), plain_gradient(model), 1e-6)
 
 
 def test_the_gradient_is_the_slope_of_the_loss() -> None:
@@ -291,30 +341,37 @@ def test_the_gradient_is_the_slope_of_the_loss() -> None:
 
 
 def placed(
-    mesh_shape: str, batch_axes: tuple[str, ...], inputs: Iterable[np.ndarray]
-) -> tuple[Layout, Params, list[jax.Array]]:
-    """The layout, the parameters and the inputs, placed on the devices as in a run."""
+    model: str, mesh_shape: str, batch_axes: tuple[str, ...], inputs: Iterable[np.ndarray]
+) -> tuple[Compute, Params, list[jax.Array]]:
+    """How to compute, the parameters and the inputs, placed on the devices as in a run."""
     layout = Layout(make_mesh("MESH_SHAPE", mesh_shape, jax.devices()), batch_axes)
-    params = jax.tree.map(jax.device_put, PARAMS, param_shardings(MODEL, layout.mesh))
-    return layout, params, [shard_batch(x, layout) for x in inputs]
+    params, compute = OF[model]
+    params = jax.tree.map(jax.device_put, params, param_shardings(compute.model, layout.mesh))
+    return compute._replace(layout=layout), params, [shard_batch(x, layout) for x in inputs]
 
 
-@pytest.mark.parametrize("mesh_shape, share", [("1,8,1", 1), ("2,2,2", 2)])
+@pytest.mark.parametrize(
+    "model, mesh_shape, share", [("all", "1,8,1", 1), ("all", "2,2,2", 2), ("gemma3", "2,2,2", 2)]
+)
 def test_training_layouts_leave_hidden_states_and_gradient_unchanged(
-    mesh_shape: str, share: int
+    model: str, mesh_shape: str, share: int
 ) -> None:
-    layout, params, inputs = placed(mesh_shape, TRAIN_BATCH_AXES, packed(share))
-    compute = FLOAT32._replace(layout=layout, remat="full")
-    (_, hidden), grads = gradient_jit(params, compute, *inputs)
-    assert_same((hidden, grads), plain_gradient(), 1e-5)
+    compute, params, inputs = placed(model, mesh_shape, TRAIN_BATCH_AXES, packed(share))
+    (_, hidden), grads = gradient_jit(params, compute._replace(remat="full"), *inputs)
+    assert_same((hidden, grads), plain_gradient(model), 1e-5)
 
 
-@pytest.mark.parametrize("mesh_shape, layer_loop", [("4,1,2", "scan"), ("1,2,4", "unroll")])
-def test_decoding_layouts_leave_hidden_states_unchanged(mesh_shape: str, layer_loop: str) -> None:
+@pytest.mark.parametrize(
+    "model, mesh_shape, layer_loop",
+    [("all", "4,1,2", "scan"), ("all", "1,2,4", "unroll"), ("gemma3", "1,2,4", "unroll")],
+)
+def test_decoding_layouts_leave_hidden_states_unchanged(
+    model: str, mesh_shape: str, layer_loop: str
+) -> None:
     inputs = *prompts_for(1), COMPLETION_IDS
-    layout, params, inputs = placed(mesh_shape, ROLLOUT_BATCH_AXES, inputs)
-    hidden = decoded_jit(params, FLOAT32._replace(layout=layout, layer_loop=layer_loop), *inputs)
-    np.testing.assert_allclose(hidden, unpadded(), rtol=0, atol=1e-5)
+    compute, params, inputs = placed(model, mesh_shape, ROLLOUT_BATCH_AXES, inputs)
+    hidden = decoded_jit(params, compute._replace(layer_loop=layer_loop), *inputs)
+    np.testing.assert_allclose(hidden, unpadded(model), rtol=0, atol=1e-5)
 
 
 # ---- Shapes and axes -----------------------------------------------------------------------------
@@ -377,3 +434,14 @@ def test_init_follows_transformers_rule() -> None:
     assert (params.layers.bk == 0).all()
     assert float(params.embed.std()) == pytest.approx(0.02, rel=0.02)
     assert float(abs(params.embed - params.lm_head).max()) > 0.02
+    params = jax.jit(init_params, static_argnums=0)(GEMMA, jax.random.key(0))
+    assert (params.layers.mlp_post_norm == 0).all()  # 1 is added when it multiplies
+
+
+def test_embeddings_of_gemma_are_multiplied_by_the_rounded_root_of_their_width() -> None:
+    """In bfloat16 sqrt(1152) = 33.94 is 34, and 34 * 1.09375 is 37.25. 33.94 * 1.09375 is 37."""
+    model = dataclasses.replace(GEMMA, hidden_size=1152)
+    compute, ids = BFLOAT16._replace(model=model), np.zeros((1, 1), np.int32)
+    embed = np.full((4, 1152), 1.09375, np.float32)
+    found = jax.jit(_embed, static_argnums=2)(embed, ids, compute)
+    assert found.dtype == jnp.bfloat16 and (found == 37.25).all()

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from small_model import FAMILIES, IDS, POSITIONS, train_layout, write_folder
+from small_model import IDS, POSITIONS, train_layout, write_folder, write_gemma_with_images
 
 from config import Config
 from models import hf, lora
@@ -34,6 +34,7 @@ transformers = pytest.importorskip("transformers")
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 TARGETS = {"qwen2": ALL, "qwen3": ALL, "llama3": ("q_proj", "v_proj", "down_proj")}
+TARGETS |= {"gemma3": ALL, "gemma3_with_images": ALL}
 INPUT, POSITION = IDS[:1], POSITIONS[:1]  # [1, 80], without padding
 FLOAT32 = jnp.dtype("float32")
 
@@ -70,13 +71,14 @@ def torch_logits(model: Any) -> Any:
 def test_peft_opens_an_export_and_has_the_same_logits_and_gradients(
     family: str, tmp_path: Path
 ) -> None:
-    folder = write_folder(tmp_path, family)
+    with_images = family == "gemma3_with_images"
+    folder = write_gemma_with_images(tmp_path) if with_images else write_folder(tmp_path, family)
     model = dataclasses.replace(hf.read_config(folder), lora=Lora(3, 4.5, TARGETS[family]))
     params, exported = ours(folder, model), tmp_path / "adapters"
     lora.save_adapters(exported, params, model, str(folder), "", chat_template="", writes=True)
 
     other = theirs(folder, exported)
-    weights = np.random.default_rng(1).normal(size=(80, FAMILIES[family]["vocab_size"]))
+    weights = np.random.default_rng(1).normal(size=(80, model.vocab_size))
     expected = torch_logits(other)
     (expected * torch.tensor(weights)).sum().backward()
     np.testing.assert_allclose(

@@ -65,6 +65,9 @@ PUBLISHED = {
     "Qwen/Qwen3-8B": 8_190_735_360,
     "meta-llama/Llama-3.2-1B-Instruct": 1_235_814_400,
     "meta-llama/Llama-3.2-3B": 3_212_749_824,
+    "google/gemma-3-270m-it": 268_098_176,
+    "google/gemma-3-1b-pt": 999_885_952,
+    "google/gemma-3-4b": 4_300_079_472 - 419_816_304,  # without the part that sees images
 }
 
 
@@ -226,6 +229,7 @@ def test_a_run_trains_on_fsdp_and_decodes_without_remat_on_meshes_of_all_devices
 
 WIDE = config_of("Qwen/Qwen3-4B")  # head_dim 128, 32 heads, 8 kv heads
 NARROW = config_of("Qwen/Qwen2.5-0.5B-Instruct")  # 64, 14, 2
+WINDOWED = config_of("google/gemma-3-1b-it")
 
 
 @pytest.mark.parametrize(
@@ -238,6 +242,8 @@ NARROW = config_of("Qwen/Qwen2.5-0.5B-Instruct")  # 64, 14, 2
         ("splash", WIDE, "gpu", 1, 4096, "it is a TPU kernel, and this is gpu"),
         ("auto", MODEL, "tpu", 1, 4096, "xla"),
         ("splash", MODEL, "tpu", 1, 4096, "a head_dim that is a multiple of 64, not 8"),
+        ("auto", WINDOWED, "tpu", 1, 4096, "xla"),
+        ("splash", WINDOWED, "tpu", 1, 4096, "it has no sliding window, and Gemma 3 has"),
         ("auto", WIDE, "tpu", 16, 4096, "xla"),
         ("splash", WIDE, "tpu", 16, 4096, "MESH_SHAPE's tp=16 does not divide 8 kv heads"),
         ("auto", WIDE, "tpu", 1, 2**17 + 1, "xla"),

@@ -22,7 +22,7 @@ from small_model import MODEL
 import rollout_sglang
 from config import Config, load
 from models.engine_weights import engine_leaves
-from models.model import arrange_layers, init_params
+from models.model import Gemma3, arrange_layers, init_params
 from rollout_sglang import engine_arguments, import_engine, stop_if_unable
 from runtime.containment import EngineFailed, Errors, Gate, fail_on_main_thread
 from runtime.mistakes import UserMistake
@@ -47,6 +47,7 @@ def test_an_engine_is_refused_in_several_processes_and_on_a_gpu(monkeypatch) -> 
 
 
 MODEL_128 = dataclasses.replace(MODEL, qkv_bias=True, head_dim=128)
+GEMMA3 = Gemma3(128.0, 1.0, 1e4, 16, (True, True, False))
 BACKEND = {"ROLLOUT_BACKEND": "sglang_jax", "MAX_LENGTH_SAMPLE": "64", "MODEL_PATH": "x"}
 
 
@@ -81,6 +82,7 @@ def test_lengths_and_devices_that_do_not_suit_the_engine_are_refused(
     "change, words",
     [
         ({"qkv_bias": False}, "samples qwen2 and qwen3, and the model is of the family llama"),
+        ({"gemma3": GEMMA3}, "qwen2 and qwen3, and the model is of the family gemma3_text; use"),
         ({"head_dim": 64}, "needs a head_dim that is a multiple of 128, and the model has 64"),
     ],
 )

@@ -90,12 +90,6 @@ class Cloud:
             self.home(worker).mkdir()
         (folder / "state").write_text("READY")
 
-    def program(self, name: str, prints: str) -> None:
-        """Puts a program on the laptop's PATH that prints a text on stdout and stderr."""
-        file = self.folder / "bin" / name
-        file.write_text(f"#!/bin/sh\necho '{prints}' | tee /dev/stderr\n")
-        file.chmod(0o755)
-
     def faults(self, *faults: tuple[int, str, str]) -> None:
         """Breaks commands on workers from now on; stand_in_gcloud.py describes the faults."""
         (self.folder / "faults.json").write_text(json.dumps(faults))

@@ -17,16 +17,12 @@ os.environ["WANDB_API_KEY"] = ""  # no test logs to the W&B of whoever runs it
 # NumPy's references multiply small matrices, and its threads would wait for a core that is busy.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-# Training needs these two modules of Python, which Windows lacks. Settings are read there too.
-LACKING = [name for name in ("fcntl", "resource") if importlib.util.find_spec(name) is None]
-ANYWHERE = "test_config test_sizes test_recipes test_rewards"
-if not LACKING:
-    from cloud import Cloud
-    from runs import FASTER_TO_COMPILE, FLAGS
+from cloud import Cloud  # noqa: E402 - NumPy, which it imports, reads the environment
+from runs import FASTER_TO_COMPILE, FLAGS  # noqa: E402
 
-    flags = os.environ.get("XLA_FLAGS", "")
-    flags += f" --xla_force_host_platform_device_count=8 {FLAGS}"
-    os.environ |= FASTER_TO_COMPILE | {"XLA_FLAGS": flags.strip()}
+flags = os.environ.get("XLA_FLAGS", "")
+flags += f" --xla_force_host_platform_device_count=8 {FLAGS}"
+os.environ |= FASTER_TO_COMPILE | {"XLA_FLAGS": flags.strip()}
 
 QUICK = "not slow and not parity and not engine"  # the addopts of pyproject.toml
 # A worker takes one file after the other. The files that take longest come first, so that both
@@ -49,22 +45,6 @@ def pytest_configure(config: pytest.Config) -> None:
             f"`pytest -m parity` compares with {' and '.join(lacking)}, which this environment "
             f"lacks; in an environment for it: pip install -r requirements-parity.txt"
         )
-
-
-class NotHere(pytest.Module):
-    """A file of tests that cannot run on this system."""
-
-    def collect(self) -> None:
-        why = f"training needs Linux, macOS or WSL: Python has no {' and no '.join(LACKING)} here"
-        pytest.skip(why, allow_module_level=True)
-
-
-def pytest_pycollect_makemodule(
-    module_path: Path, parent: pytest.Collector
-) -> pytest.Module | None:
-    if LACKING and module_path.stem not in ANYWHERE.split():
-        return NotHere.from_parent(parent, path=module_path)
-    return None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

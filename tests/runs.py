@@ -274,10 +274,6 @@ def train_two(out: Path, devices: int, **env: str) -> list[Result]:
     return results
 
 
-def with_changes(out: Path, changes: str, env: dict[str, str]) -> Result:
-    return train(out, changes=changes, **env)
-
-
 def run_as_user(out: Path, *flags: str, **env: str) -> Result:
     """A run of train_grpo.py with these settings and no others, also not those of this shell."""
     from config import Config  # a forked process imports this file before it has its folder

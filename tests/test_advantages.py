@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loss import equal_groups, group_advantages
+from loss import group_advantages
 
 GOLDENS = Path(__file__).parent / "goldens"
 TRL = json.loads((GOLDENS / "trl.json").read_text(encoding="utf-8"))
@@ -109,24 +109,3 @@ def test_advantages_are_those_of_trl(name: str) -> None:
     # TRL leaks float32 noise into the equal group of point1; the rest is 2e-7 of its size.
     atol = 4e-6 if case == "point1" else 2e-7
     np.testing.assert_allclose(advantages, ARRAYS[f"advantages.{name}"], rtol=2e-7, atol=atol)
-
-
-# ---- Groups of equal rewards ---------------------------------------------------------------------
-
-
-def test_a_group_is_equal_if_all_rewards_that_apply_are() -> None:
-    rewards = [NAN, NAN, NAN, NAN, 1, NAN, 1, 1, 0, NAN, 1, 1, 2, 2, 2, 2.5]
-    assert equal_groups(np.array(rewards), 4).tolist() == [True, True, False, False]
-    assert equal_groups(np.array(rewards), 2).tolist() == [True] * 5 + [True, True, False]
-    assert equal_groups(np.array([3.0, 4.0, NAN]), 1).tolist() == [True, True, True]
-    assert equal_groups(np.array([0.7, 0.7, 0.7, 0.1, 0.1, 0.3]), 3).tolist() == [True, False]
-
-
-def test_a_group_is_equal_by_functions_if_each_function_s_rewards_are() -> None:
-    """The totals of the first group are equal, but the rewards of its functions are not."""
-    per_function = [[1, 0, NAN], [0, 1, NAN], [2, 5, NAN], [2, 5, 3], [1, NAN, 4], [NAN, 0, 5]]
-    per_function += [[6, 7, 8], [6, 7, 8]]
-    found = equal_groups(np.array(per_function, float), 2)
-    assert found.tolist() == [False, True, False, True]
-    assert found.shape == (4,) and found.dtype == bool
-    assert equal_groups(np.array(per_function, float), 4).tolist() == [False, False]

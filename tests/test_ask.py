@@ -2,12 +2,10 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from runs import REPO, Result, run_as_user, train_two
+from runs import REPO, Result, run_as_user
 
 APPLES = "Grace had 22 apples, lost 7 and then found 3. How many apples does Grace have now?"
 GREEDY = "<think>22-7=25, 25+3=28</think>\n<answer>28</answer>"  # of the tiny model
@@ -79,23 +77,6 @@ def test_eval_only_of_the_exported_folder_gives_the_same_answers(trained: Result
     assert {entry["step"] for entry in answers_of(folder)} == {0}
 
 
-@pytest.mark.slow
-def test_two_processes_write_each_question_once_in_its_order(
-    trained: Result, tmp_path: Path
-) -> None:
-    settings = {"STEPS": "0", "EVAL_FULL_SWEEP": "1", "EVAL_SAMPLES": "2"}
-    settings["EVAL_EVERY_STEPS"] = "0"
-    settings |= {"DATASET": str(first_questions(tmp_path, 21))}  # the last pass is not full
-    alone = run_as_user(tmp_path / "alone", **settings)
-    assert alone.code == 0, alone.errors
-    train_two(tmp_path / "two", 1, **settings, REWARD_FN="", REWARD_WEIGHTS="")
-    assert not (tmp_path / "two" / "1" / "eval.jsonl").exists()
-    entries = answers_of(tmp_path / "two" / "0")
-    assert len(entries) == 21 and all(len(entry["completions"]) == 2 for entry in entries)
-    # What a sequence draws does not depend on the processes.
-    assert entries == answers_of(alone.out)
-
-
 def test_ask_prints_the_greedy_answer_its_rewards_and_what_stdout_does_not_know_as_numbers(
     tmp_path: Path, cache: Path
 ) -> None:
@@ -127,9 +108,6 @@ def test_ask_answers_with_the_newest_checkpoint(trained: Result, cache: Path) ->
 @pytest.mark.parametrize(
     "flags, env, words",
     [
-        (("--eval-only", "--ask", APPLES), {}, "not allowed with argument"),
-        (("--answer", "3"), {}, "--answer is only for --ask"),
-        (("--ask", " "), {}, "--ask needs a question"),
         (("--eval-only",), {"RESUME": "nowhere"}, "RESUME=nowhere is not the folder of a complete"),
         (("--ask", "a " * 3000), {}, "the model has 2048 positions"),
     ],
@@ -141,13 +119,3 @@ def test_a_mistake_with_ask_or_eval_only_is_one_line_and_exit_code_2(
     last = done.errors.strip().splitlines()[-1]
     assert done.code == 2 and words in last and "Traceback" not in done.errors
     assert not done.out.exists()
-
-
-def test_a_checkpoint_of_another_model_is_refused(trained: Result) -> None:
-    other = trained.out.parent / "other_model"
-    command = [sys.executable, "tools/make_random.py", "tiny", str(other), "num_hidden_layers=2"]
-    subprocess.run(command, cwd=REPO, check=True, capture_output=True)
-    done = run_as_user(trained.out, "--eval-only", MODEL_PATH=str(other))
-    assert done.code == 2
-    assert "the checkpoint of step 3 has no array ['state'].params" in done.errors
-    assert "MODEL_PATH and OPTIMIZER have to be those of its run" in done.errors

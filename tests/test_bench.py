@@ -1,5 +1,5 @@
 """Claims about tools/bench.py and tools/speedrun.py, which print what docs/speed.md and
-docs/speedruns.md say, and about a loop of shell."""
+docs/speedruns.md say."""
 
 import json
 import os
@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import train
 
 from tools import bench, speedrun
 from tools.make_random import make_random
@@ -127,40 +126,3 @@ def test_a_speedrun_refuses_settings_that_the_rules_fix(
         speedrun.main()
     line = "error: the rules of docs/speedruns.md fix EVAL_SPLIT; leave it out\n"
     assert capsys.readouterr().err == line
-
-
-# ---- The loop of docs/objectives.md --------------------------------------------------------------
-
-# Instead of train_grpo.py, because only the folder of a run and its settings matter to the loop.
-COPIES_A_RUN = """
-import os, shutil
-from config import Config
-Config.from_env(dict(os.environ))
-shutil.copytree("run", os.environ["OUTPUT_DIR"])
-"""
-
-
-@pytest.mark.slow
-def test_the_loop_that_compares_objectives_prints_accuracies_before_and_after(
-    tmp_path: Path,
-) -> None:
-    train(
-        tmp_path / "run", EVAL_EVERY_STEPS="1", EVAL_PROMPTS="8", BATCH_SIZE="2", EXPORT_HF="none"
-    )
-    (tmp_path / "train_grpo.py").write_text(COPIES_A_RUN)
-    (tmp_path / "tools").symlink_to(REPO / "tools")
-    page = (REPO / "docs" / "objectives.md").read_text(encoding="utf-8")
-    [loop] = re.findall(r"```bash\n(.*?)```", page, re.S)
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", loop],
-        cwd=tmp_path,
-        env=os.environ | {"PATH": path, "PYTHONPATH": str(REPO)},
-        text=True,
-        capture_output=True,
-    )
-    assert done.returncode == 0, done.stderr
-    for run in ("SEED=0", "SEED=1", "ADV_ESTIMATOR=rloo", "LOSS_TYPE=dr_grpo,SCALE_REWARDS=none"):
-        line = rf"^{run} eval/accuracy: [01]\.\d+ eval/accuracy: [01]\.\d+$"
-        assert re.search(line, done.stdout, re.M), done.stdout
-    assert "| eval/accuracy |" in done.stdout

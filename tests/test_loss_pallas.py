@@ -1,14 +1,9 @@
 """Claims about loss_pallas.py and models/logps.py: token log-probabilities and entropies.
 
-The TPU kernel runs here in Pallas' interpreter, and through the compiler of the TPU.
+The TPU kernel runs here in Pallas' interpreter, and through the compiler of the TPU."""
 
-goldens/trl.npz holds what TRL 1.16 makes of seeded random inputs, trl.json the settings behind it.
-"""
-
-import json
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -22,18 +17,9 @@ from small_model import KERNELS
 from small_model import token_inputs as inputs
 
 import loss_pallas
-from loss import Objective, policy_loss
 from loss_pallas import Kernel
 from models.logps import token_logps
 from tools import programs
-
-GOLDENS = Path(__file__).parent / "goldens"
-TRL = json.loads((GOLDENS / "trl.json").read_text(encoding="utf-8"))["logits"]
-ARRAYS = dict(np.load(GOLDENS / "trl.npz"))
-LOGITS = {
-    name: ARRAYS[f"logits.in.{name}"]
-    for name in ("logits", "ids", "completion_mask", "advantages", "old_logps")
-}
 
 
 @pytest.fixture
@@ -97,38 +83,6 @@ def assert_relative(got: Gradients, expected: Gradients, tolerance: float) -> No
 
 
 # ---- The values ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("case", TRL)
-def test_logps_and_entropy_are_those_of_trl(case: str) -> None:
-    logits, ids = jnp.asarray(LOGITS["logits"]), jnp.asarray(LOGITS["ids"])  # [8, 12, 40], [8, 12]
-    temperature = TRL[case]["temperature"]
-    logps, entropy = token_logps(logits, jnp.eye(40), ids, temperature=temperature)
-    mask = LOGITS["completion_mask"]  # TRL has 0 where it is 0
-    np.testing.assert_allclose(logps * mask, ARRAYS[f"logits.{case}.logps"], atol=2e-6)
-    np.testing.assert_allclose(entropy * mask, ARRAYS[f"logits.{case}.entropies"], atol=3e-6)
-
-
-def test_the_objective_s_gradient_in_the_logits_is_that_of_trl() -> None:
-    """Through the log-probabilities and, by the bonus, the entropies."""
-    golden = TRL["t0p7_entropy_bonus"]
-
-    def objective(logits: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        ids, temperature = jnp.asarray(LOGITS["ids"]), golden["temperature"]
-        logps, entropy = token_logps(logits, jnp.eye(40), ids, temperature=temperature)
-        names = ("old_logps", "advantages", "completion_mask")
-        others = [jnp.asarray(LOGITS[name]) for name in names]
-        num_tokens = LOGITS["completion_mask"].sum()
-        how = {"objective": Objective(**golden["settings"]), "entropy": entropy}
-        return policy_loss(logps, *others, num_tokens, **how)
-
-    value_and_grad = jax.value_and_grad(objective, has_aux=True)
-    (loss, metrics), grad = value_and_grad(jnp.asarray(LOGITS["logits"]))
-    assert loss == metrics.pop("loss")
-    assert loss == pytest.approx(ARRAYS["logits.t0p7_entropy_bonus.loss"], abs=1e-6)
-    np.testing.assert_allclose(grad, ARRAYS["logits.t0p7_entropy_bonus.grad_logits"], atol=1e-6)
-    assert not grad[LOGITS["completion_mask"] == 0].any()
-    assert metrics == pytest.approx(golden["metrics"], abs=1e-6)
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -225,18 +179,6 @@ def test_of_many_logits_only_a_tile_exists(monkeypatch: pytest.MonkeyPatch) -> N
     assert temporary_bytes(n, V) > n * V * 4  # they are few, and kept
     monkeypatch.setattr("models.logps.LOGITS_TILE_BYTES", n * 256 * 4)
     assert temporary_bytes(n, V) < n * V * 4 / 2
-
-
-def test_a_device_counts_only_the_logits_that_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    hidden, lm_head, ids = inputs(8, 16, V=256)
-    monkeypatch.setattr("models.logps.LOGITS_TILE_BYTES", 16 * 256 * 4)  # an eighth of all
-    mesh = Mesh(np.array(jax.devices()).reshape(1, 8, 1), ("dp", "fsdp", "tp"))
-
-    def in_tiles(mesh: Mesh | None) -> bool:
-        program = jax.make_jaxpr(lambda h: token_logps(h, lm_head, ids, mesh=mesh))(hidden)
-        return "custom_vjp" in str(program)
-
-    assert in_tiles(None) and not in_tiles(mesh)
 
 
 # ---- The compiler of the TPU ---------------------------------------------------------------------

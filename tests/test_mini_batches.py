@@ -1,8 +1,5 @@
 """The mini-batches of a step, their sizes, and which of their sequences the devices compute."""
 
-from types import SimpleNamespace
-from typing import Any
-
 import numpy as np
 import pytest
 from runs import REPO, environment
@@ -10,17 +7,15 @@ from runs import REPO, environment
 import data
 import train_grpo
 from config import Config
-from rollout import Run, complete
+from rollout import Run
 from runtime.mistakes import UserMistake
 from runtime.packing import Batch
 from runtime.sizes import Sizes, derive
 from startup import set_up
 from train_grpo import (
-    batch_logps_and_entropies,
     computed_sequences,
     groups_of_mini_batches,
     to_devices,
-    update_policy,
     with_logps,
 )
 from update import counts_of
@@ -49,13 +44,7 @@ def test_an_update_has_its_own_micro_steps() -> None:
     "slice_, settings, words",
     [
         ("1x1", "BATCH_SIZE=6 NUM_MINI_BATCHES=4", "nearest that do: 3, 6"),
-        ("2x1", "BATCH_SIZE=2 NUM_MINI_BATCHES=4", "2 prompts on each of 2 processes"),
         ("1x8", "BATCH_SIZE=8 NUM_PRE_Q=4 NUM_MINI_BATCHES=8", "local devices"),
-        (
-            "1x1",
-            "BATCH_SIZE=8 NUM_PRE_Q=4 NUM_MINI_BATCHES=4 TRAIN_MICRO_BATCH_SIZE=16",
-            "TRAIN_MICRO_BATCH_SIZE=16 must divide local_batch",
-        ),
     ],
 )
 def test_mini_batches_that_do_not_divide_are_refused(
@@ -133,63 +122,10 @@ def test_the_mini_batches_follow_from_seed_step_and_epoch_and_a_single_one_is_no
     assert groups_of_mini_batches(run, step=3, epoch=1).tolist() == [[*range(8)]]
 
 
-@pytest.mark.parametrize(
-    "settings", ["NUM_MINI_BATCHES=4", "NUM_MINI_BATCHES=1 PPO_EPOCHS=2", "PPO_EPOCHS=2"]
-)
-def test_old_logps_are_those_before_the_first_update(settings: str, monkeypatch) -> None:
-    """Here the log-probability of a token is its sequence and 100 for each update before it, and
-    its entropy is 7."""
-    run = run_of(f"{settings} TRAIN_MICRO_BATCH_SIZE=8 ENTROPY_COEF=0.1")
-    updated = []
-
-    def compute(params, micro_batch, *how) -> tuple:
-        logps = micro_batch.sampling_logps + 100 * params
-        return logps, 0 * logps + 7
-
-    def one_update(run, state, mini_batch, lr) -> tuple:
-        updated.append((mini_batch.advantages, mini_batch.old_logps))
-        return SimpleNamespace(params=state.params + 1), {"loss": 0.0, "grad_norm": 1.0}
-
-    monkeypatch.setattr(train_grpo, "compute_logps_and_entropies", compute)
-    monkeypatch.setattr(train_grpo, "one_update", one_update)
-    before, never = SimpleNamespace(params=0), SimpleNamespace(check=lambda: None)
-    batch = step_of(masked=5)
-    _, entropies = batch_logps_and_entropies(run, 0, batch)
-    assert entropies.tolist() == [[0.0 if i == 5 else 7.0] * 3 for i in range(32)]
-    batch = with_logps(run, 0, None, batch)
-    state, metrics = update_policy(run, never, before, batch, 0.1, step=3)
-    assert state.params == len(updated) == metrics["updates_applied"] == run.sizes.updates_per_step
-    assert updated[0][1] is None, "each ratio of the first update is 1"
-    for sequences, old in updated[1:]:
-        assert [*old[:, 0]] == [*np.where(sequences == 5, 0, sequences)]
-
-
 def test_a_step_of_one_update_computes_no_log_probabilities_before_it(monkeypatch) -> None:
     monkeypatch.setattr(train_grpo, "batch_logps_and_entropies", None)
     run, batch = run_of("NUM_MINI_BATCHES=1"), step_of(masked=5)
     assert with_logps(run, 0, None, batch).old_logps is None
-
-
-# ---- Passes --------------------------------------------------------------------------------------
-
-
-def test_passes_number_the_sequences_of_a_step_as_one_pass_does() -> None:
-    """The random numbers of a sequence follow from the key and its number."""
-    run, prompts = run_of(""), [data.Prompt([3, 4], {})] * 8
-    never = SimpleNamespace(check=lambda: None)
-    called = []
-
-    def generate(*given: Any) -> np.ndarray:
-        called.append(given)
-        return given[2]
-
-    backend = SimpleNamespace(generate=generate)
-    for size in (8, 2):
-        drawn = complete(run, backend, never, prompts, "key", "", "sampling", 4, size)
-        assert drawn.tolist() == [*range(32)]
-    one, *four = [ids for _, _, ids, _, _ in called]
-    assert one.tolist() == np.concatenate(four).tolist() == [*range(32)]
-    assert {key for *_, key, _ in called} == {"key"}
 
 
 # ---- Sequences that are left out -----------------------------------------------------------------

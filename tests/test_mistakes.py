@@ -106,4 +106,7 @@ def test_a_reward_function_with_a_mistake_ends_a_run_at_its_first_call(tmp_path,
     (tmp_path / "mine.py").write_text("def reward(completions, **columns): return [1.0]")
     env = {"REWARD_FN": f"{tmp_path}/mine.py:reward", "DATASET": few, "STEPS": "1"}
     env |= {"EVAL_EVERY_STEPS": "0", "BATCH_SIZE": "2", "MAX_LENGTH_SAMPLE": "8"}
-    assert_ended(run_as_user(tmp_path / "run", **env), "16 rewards, not 1", leaves=True)
+    run = run_as_user(tmp_path / "run", **env)
+    assert_ended(run, "16 rewards, not 1", leaves=True)
+    summary = json.loads((run.out / "summary.json").read_text())
+    assert summary["state"] == "failed" and "16 rewards, not 1" in summary["why"]

@@ -2,16 +2,12 @@
 test_update.py and test_saved_work.py."""
 
 import functools
-import re
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from small_model import batch_of
 
-from models import attention
-from runtime import packing
 from runtime.packing import (
     Batch,
     Limits,
@@ -64,44 +60,6 @@ def test_a_group_is_split_only_if_a_row_is_too_small_for_it() -> None:
     assert rows_of(24) == [[4, 5, 6, 7, 0, 2, 3, 1]]
     assert rows_of(12) == [[4, 5], [6, 7, 0, 2, 3, 1]]
     assert prompts_of(batch, [6, 7, 0, 2]) == [0, 1]
-
-
-def test_the_row_that_is_drawn_is_the_row_that_is_made() -> None:
-    """The names in the picture are numbered: a, b, c are 1, 2, 3. The mask is that of attention."""
-    lines = packing.__doc__.splitlines()
-    drawn = {}
-    for name in ("place", "ids", "positions", "prompt", "start", "targets", "places"):
-        [line] = [line for line in lines if line.startswith(f"    {name} ")]
-        drawn[name] = line[14:50].split()
-    number = {letter: i for i, letter in enumerate(".abcpqrxyzuvw")}
-    a, b, c, p, q, r, x, y, z, u, v, w = range(1, 13)
-    ids = np.array([[x, y, z], [0] * 3, [u, v, 0], [w, 0, 0]], np.int32)
-    mask = (ids > 0).astype(np.int32)
-    batch = batch_of([[a, b, c], [p, q, r]], ids, mask, mask.astype("f"), mask[:, 0])
-    arrays = pack(batch, [[0, 2, 3]], Widths(1, 4, 8, 3, 3), pad_id=0)
-    assert [number[token] for token in drawn["ids"]] == arrays.ids[0].tolist()
-    assert [number[token] for token in drawn["targets"]] == arrays.targets[0].tolist()
-    for name in ("positions", "prompt", "start"):
-        assert [*map(int, drawn[name])] == getattr(arrays, name)[0].tolist(), name
-    held = arrays.places.reshape(-1)[mask[[0, 2, 3]].reshape(-1) > 0]
-    assert [*map(int, drawn["places"])] == held.tolist()
-
-    tokens = jnp.stack([jnp.arange(12), arrays.prompt[0], arrays.start[0]], axis=-1)
-    sees = np.asarray(attention._seen(tokens, tokens, 4))  # [queries, keys]
-    columns = [line for line in lines if line.startswith("    place ")][0]
-    at = [re.search(rf"\b{key}\b", columns).start() for key in range(12)]
-    for query in range(10):
-        [line] = [line for line in lines if line.startswith(f"    {query:2}  ")]
-        assert [len(line) > i and line[i] == "x" for i in at] == sees[query].tolist(), query
-
-
-def test_an_empty_place_for_a_sequence_has_a_mask_of_zeros() -> None:
-    """Its other values are those of some sequence, whose tokens count in its own place only."""
-    batch = numbered([2, 3], [2])
-    x = pack(batch, [[1], []], Widths(1, 1, 6, 2, 3), pad_id=0)
-    assert x.sequences.tolist() == [1, -1, -1, -1]
-    assert x.completion_mask.tolist() == [[1, 1, 1], *[[0, 0, 0]] * 3]
-    assert x.advantages.tolist() == [1, 0, 0, 0]
 
 
 @functools.cache
@@ -210,15 +168,3 @@ def test_rows_of_real_lengths_are_full_and_have_few_widths(
             programs |= {at} if pack_rows else set()
     assert np.mean(packed) < 1.15 and np.mean(padded) > 2
     assert len(programs) <= 10
-
-
-@pytest.mark.parametrize("mean, most", [(256, 1.6), (32, 3.5)])
-def test_rows_of_one_padded_sequence_are_packed_too(mean: int, most: float) -> None:
-    """A completion of full length leaves room for little else in its row; others share theirs."""
-    given = limits(shards=4, sequences=1, completions=8, longest_completion=1024, longest_prompt=64)
-    lengths = [1024, *geometric(mean, 1024, 16, 8, 0).lengths.tolist()[1:]]
-    batch = numbered(lengths, [60] * 16)
-    steps, at = plan_rows(batch, range(128), given)
-    real = batch.lengths.sum() + 16 * 59
-    assert len(steps) * 4 * (at.S + at.C) < most * real
-    assert at.S + at.C <= 1024 + 64

@@ -19,13 +19,12 @@ from models import placement
 from models.model import Lora, ModelConfig
 from models.placement import (
     choose_attention,
-    choose_layer_loop,
     how_to_compute,
     num_params,
     rollout_tp,
     update_flops,
 )
-from runtime.chips import CHIPS, chip_of, has_bfloat16, memory_bytes, peak_flops
+from runtime.chips import CHIPS, chip_of, has_bfloat16, memory_bytes
 from runtime.layout import (
     ROLLOUT_BATCH_AXES,
     TRAIN_BATCH_AXES,
@@ -93,21 +92,6 @@ def test_known_models_have_as_many_parameters_as_published() -> None:
 )
 def test_a_chip_is_known_by_its_kind(kind: str, name: str | None) -> None:
     assert chip_of(device(kind)) == CHIPS.get(name)
-
-
-@pytest.mark.parametrize(
-    "kind, tflops",
-    [
-        ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H200", 989),
-        ("NVIDIA A100-SXM4-40GB", 312),
-        ("NVIDIA L4", 121),
-        ("Tesla T4", 8.1),
-        ("TPU v6 lite", 918),
-    ],
-)
-def test_the_peak_of_a_gpu_is_known_by_its_kind(kind: str, tflops: float) -> None:
-    assert peak_flops(device(kind)) == tflops * 1e12
 
 
 @pytest.mark.parametrize(
@@ -259,22 +243,6 @@ def test_auto_chooses_the_kernel_where_it_can_run_and_splash_is_refused_where_it
     with pytest.raises(UserMistake) as error:
         choose_attention(setting, model, platform, tp, row, 1024)
     assert str(error.value).startswith("ATTENTION_IMPL=splash: ") and impl in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "platform, remat, loop",
-    [
-        ("tpu", "none", "scan"),
-        ("gpu", "none", "unroll"),
-        ("gpu", "full", "scan"),
-        ("cpu", "none", "unroll"),
-        ("cpu", "dots", "scan"),
-    ],
-)
-def test_layers_are_unrolled_where_no_memory_has_to_be_saved(
-    platform: str, remat: str, loop: str
-) -> None:
-    assert choose_layer_loop(platform, remat) == loop
 
 
 # ---- runtime/layout.py ---------------------------------------------------------------------------

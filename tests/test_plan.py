@@ -58,19 +58,19 @@ def planned(capsys: pytest.CaptureFixture, name: str, **env: str) -> tuple[int, 
 # ---- A plan --------------------------------------------------------------------------------------
 
 
+def plan_of_a_user(model: Path, name: str, **more: str) -> subprocess.CompletedProcess:
+    of_tests = ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_DISABLE_MOST_OPTIMIZATIONS")
+    env = {k: v for k, v in os.environ.items() if k not in of_tests}
+    env |= SMALL | {"MODEL_PATH": str(model)} | more
+    command = [sys.executable, str(REPO / "train_grpo.py"), "--plan", name]
+    pipes = {"text": True, "capture_output": True, "timeout": 500}
+    return subprocess.run(command, cwd=model, env=env, **pipes)
+
+
 @pytest.mark.slow
 @needs_compiler
 def test_a_plan_lists_every_program_of_the_run_and_fits(model: Path) -> None:
-    of_tests = ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_DISABLE_MOST_OPTIMIZATIONS")
-    env = {k: v for k, v in os.environ.items() if k not in of_tests}
-    done = subprocess.run(
-        [sys.executable, str(REPO / "train_grpo.py"), "--plan", "v6e-8"],
-        cwd=model,
-        text=True,
-        capture_output=True,
-        timeout=500,
-        env=env | SMALL | {"MODEL_PATH": str(model), "BETA": "0.04"},
-    )
+    done = plan_of_a_user(model, "v6e-8", BETA="0.04")
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
     of_pass = ["prefill", "decode", "drop_sequences"]
     of_eval = [f"eval_{program}" for program in of_pass]
@@ -167,16 +167,7 @@ def test_what_a_plan_cannot_do_is_one_line(
 def test_a_plan_for_a_gpu_is_made_by_its_compiler(
     model: Path, name: str, code: int, ending: str, settings: dict[str, str]
 ) -> None:
-    of_tests = ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_DISABLE_MOST_OPTIMIZATIONS")
-    env = {k: v for k, v in os.environ.items() if k not in of_tests}
-    done = subprocess.run(
-        [sys.executable, str(REPO / "train_grpo.py"), "--plan", name],
-        cwd=model,
-        text=True,
-        capture_output=True,
-        timeout=500,
-        env=env | SMALL | {"MODEL_PATH": str(model), "PYTHONPATH": GPU_COMPILER} | settings,
-    )
+    done = plan_of_a_user(model, name, **{"PYTHONPATH": GPU_COMPILER} | settings)
     assert done.returncode == code, done.stdout + done.stderr
     last = done.stdout.splitlines()[-1]
     assert re.fullmatch(ending, last), last

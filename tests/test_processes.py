@@ -5,7 +5,6 @@ import fcntl
 import os
 import platform
 import re
-import resource
 import signal
 import socket
 import subprocess
@@ -250,13 +249,3 @@ def test_a_run_goes_on_without_locks_and_says_so(tmp_path, monkeypatch, capsys) 
     monkeypatch.setattr(fcntl, "flock", Mock(side_effect=no_locks))
     resume.hold(tmp_path, "OUTPUT_DIR=a")
     assert "OUTPUT_DIR=a cannot be locked: No locks available" in capsys.readouterr().out
-
-
-def test_a_disk_that_is_full_at_the_start_is_a_mistake_about_a_folder(tmp_path: Path) -> None:
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limit[1]))
-    try:
-        with pytest.raises(UserMistake, match="^OUTPUT_DIR=a cannot be written: File too large$"):
-            resume.hold(tmp_path / "run", "OUTPUT_DIR=a")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)

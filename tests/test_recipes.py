@@ -61,13 +61,6 @@ def test_a_recipe_makes_the_published_sizes(
     assert sizes == (*rollout, made.micro_batch_size, made.grad_accum_steps)
 
 
-def test_the_recipe_of_dapo_has_the_paper_s_sizes() -> None:
-    """512 prompts with 16 completions, and 16 updates on 512 sequences each."""
-    made = derive(Config.from_env({}, REPO / "recipes" / "dapo_qwen25_7b.yaml"), 16, 4)
-    assert (made.prompts_per_step, made.global_batch, made.updates_per_step) == (512, 8192, 16)
-    assert made.micro_batch_size * made.grad_accum_steps * 16 == 512  # on 16 processes
-
-
 def test_the_two_recipes_for_the_3b_model_differ_only_in_the_kernel() -> None:
     plain, pallas = (
         Config.from_env({}, REPO / "recipes" / f"grpo_gsm8k_qwen25_3b_bs128_steps100{end}.yaml")

@@ -17,7 +17,6 @@ from runs import (
     checkpoint_arrays,
     environment,
     finish,
-    metric_records,
     start_run,
     start_two,
     wait_for,
@@ -116,54 +115,12 @@ def test_a_signal_before_the_first_step_ends_the_run_at_once_without_a_traceback
     assert (result.code, result.errors) == (-signal.SIGINT, "")  # a shell calls this 130
 
 
-# ---- Other devices and processes -----------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_run_goes_on_with_fewer_devices_and_with_more_processes(out: Path, kind: str) -> None:
-    """The run is short, because rounding changes a sampled token now and then."""
-    folder, straight, few = out / f"moved {kind}", out / f"straight {kind}", {"STEPS": "4"}
-    few |= KINDS[kind]
-    assert finish(start_run(straight, **few), straight).code == 0
-    for devices, mesh in ((8, "1,8,1"), (4, "1,2,2")):
-        process = start_run(folder, devices, MESH_SHAPE=mesh, SAVE_EVERY_STEPS="1000", **few)
-        wait_for(process, r"^step=\d ")
-        process.send_signal(signal.SIGTERM)
-        assert finish(process, folder).code == 143
-    for result in finish_both(start_both(folder, **few), folder):
-        assert result.code == 0, result.errors
-        assert re.search("^resumed after step ", result.lines, re.M)
-    # The tokens are equal, or the weights would differ more. They differ because of 16 updates of
-    # Adam, which divides the rounding of small gradients by their size.
-    assert_same_run(folder, straight, tolerance=5e-5, steps=4)
-
-
 # ---- A disk that refuses -------------------------------------------------------------------------
 
 
 def limit_files(process: Process, size: int) -> None:
     """From now on the process cannot write a file of more bytes."""
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-
-
-@pytest.mark.slow
-def test_a_disk_that_refuses_a_checkpoint_ends_the_run_and_the_same_command_goes_on(out) -> None:
-    """The newest checkpoint stays, and no more is lost than the steps after it."""
-    folder, env = out / "refused", environment("STEPS=6 EVAL_EVERY_STEPS=0 SAVE_KEEP=0")
-    process = start_run(folder, **env)
-    wait_for_a_checkpoint_after(0, folder, process)
-    limit_files(process, 200_000)
-    result = finish(process, folder)
-    assert result.code == 1
-    [last] = re.findall("^error: .*$", result.errors, re.M)
-    told = rf"checkpoint of step (.) cannot be written to {folder}/checkpoints: File too large"
-    refused, newest = re.fullmatch(rf"error: {told}; step (.) stays the newest", last).groups()
-    assert int(refused) == int(newest) + 1 >= 2
-    again = finish(start_run(folder, **env), folder)
-    assert again.code == 0, again.errors
-    assert f"resumed after step {newest} of 6" in again.lines
-    assert [r["step"] for r in metric_records(folder)] == [*range(6)]
 
 
 # ---- Two processes -------------------------------------------------------------------------------

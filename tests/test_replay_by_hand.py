@@ -15,12 +15,11 @@ The tokens are those of the update's sequences; a step has the means over its up
 """
 
 import re
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
-from runs import REPO, Result, environment, with_changes
+from runs import REPO, Result, environment, train
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
@@ -111,16 +110,24 @@ def log_probabilities(weights: dict[str, np.ndarray], ids: np.ndarray) -> np.nda
 
 
 class Sequence(NamedTuple):
+    """A completion, before the first update of its step."""
+
     prompt: np.ndarray
-    completion: np.ndarray
+    ids: np.ndarray
+    drawn: np.ndarray  # bool; False for what an environment has said
+    support: np.ndarray | None
     sampling_logps: np.ndarray
     A: float
 
     def scored(self, weights: dict[str, np.ndarray]) -> np.ndarray:
-        """The log-probability of each token of the completion."""
-        ids = np.concatenate([self.prompt, self.completion])
-        table = log_probabilities(weights, ids)[len(self.prompt) - 1 : -1]
-        return table[np.arange(len(self.completion)), self.completion]
+        """The log-probability of each token that was drawn, among those that could be drawn."""
+        table = log_probabilities(weights, np.concatenate([self.prompt, self.ids]))
+        table = table[len(self.prompt) - 1 : -1][self.drawn]  # [drawn, V]
+        logps = np.take_along_axis(table, self.ids[self.drawn][:, None], axis=1)[:, 0]
+        if self.support is None:
+            return logps
+        possible = np.take_along_axis(table, self.support[self.drawn], axis=1)
+        return logps - np.log(np.exp(possible).sum(axis=1))
 
 
 def reward_of(text: str, answer: str) -> float:
@@ -135,71 +142,72 @@ def reward_of(text: str, answer: str) -> float:
 class Saved:
     """What the script has saved of a run, and what the run has recorded."""
 
-    def __init__(self, result: Result, folder: Path) -> None:
-        self.result, self.folder = result, folder
-        self.steps = [load_file(folder / f"step{i}.safetensors") for i in range(STEPS)]
+    def __init__(self, result: Result) -> None:
+        self.result = result
+
+    def step(self, step: int) -> dict[str, np.ndarray]:
+        """The arrays and the prompts of a step."""
+        return load_file(self.result.out / f"step{step}.safetensors")
 
     def weights(self, step: int, update: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """Float64 weights before an update, and the numbers of the sequences it learns from."""
-        found = load_file(self.folder / f"weights{step}_{update}.safetensors")
+        found = load_file(self.result.out / f"weights{step}_{update}.safetensors")
         sequences = found.pop("sequences")
         return {name: x.astype(np.float64) for name, x in found.items()}, sequences
 
     def sequences(self, step: int) -> list[Sequence]:
-        x = self.steps[step]
-        lengths = x["completion_mask"].sum(axis=1)
+        x = self.step(step)
         return [
             Sequence(
                 x[f"prompt{i // K}"],
                 x["completion_ids"][i, :n],
+                x["drawn_mask"][i, :n] > 0,
+                x["support"][i, :n] if "support" in x else None,
                 x["sampling_logps"][i, :n].astype(np.float64),
                 float(x["advantages"][i]),
             )
-            for i, n in enumerate(lengths)
+            for i, n in enumerate(x["lengths"])
         ]
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     out = tmp_path_factory.mktemp("runs") / "replay"
-    return Saved(with_changes(out, SAVING, SETTINGS), out)
+    return Saved(train(out, changes=SAVING, **SETTINGS))
+
+
+def update_by_hand(saved: Saved, step: int, update: int, weights: dict | None = None) -> np.ndarray:
+    """The metrics of an update, in the order of METRICS. weights: None means its own."""
+    (reference, _), (before, _) = saved.weights(0, 0), saved.weights(step, 0)
+    own, chosen = saved.weights(step, update)
+    sequences, columns = saved.sequences(step), []
+    for sequence in (sequences[i] for i in chosen):
+        old = sequence.scored(before)
+        ref = sequence.scored(reference) if step else old
+        A, logps = sequence.A, sequence.scored(weights or own)
+        ratio = np.exp(logps - old)
+        low, high = (ratio < 1 - EPS_LOW) & (A < 0), (ratio > 1 + EPS_HIGH) & (A > 0)
+        kl = ratio * (np.exp(ref - logps) - (ref - logps) - 1)
+        clipped = np.clip(ratio, 1 - EPS_LOW, 1 + EPS_HIGH)
+        loss = BETA * kl - np.minimum(ratio * A, clipped * A)
+        of_sampler = sequence.sampling_logps[sequence.drawn]
+        columns.append(np.array([loss, -of_sampler, kl, np.abs(old - of_sampler), low, high]))
+    *means, low, high = np.concatenate(columns, axis=1).mean(axis=1)
+    extremes = min(c[4].mean() for c in columns), max(c[5].mean() for c in columns)
+    return np.array([*means, low, high, low + high, *extremes])
+
+
+METRICS = """
+    loss entropy kl sampling_logp_difference/mean clip_ratio/low_mean clip_ratio/high_mean
+    clip_ratio/region_mean clip_ratio/low_min clip_ratio/high_max
+""".split()
 
 
 def by_hand(saved: Saved, step: int) -> dict[str, float]:
-    """The metrics of a step's updates."""
-    sequences = saved.sequences(step)
-    (reference, _), (before, _) = saved.weights(0, 0), saved.weights(step, 0)
-    ref = [sequence.scored(reference) for sequence in sequences]
-    old = [sequence.scored(before) for sequence in sequences]
-    updates = []
-    for update in range(UPDATES):
-        weights, chosen = saved.weights(step, update)
-        columns: list[Any] = []
-        for i in chosen:
-            A, logps = sequences[i].A, sequences[i].scored(weights)
-            ratio = np.exp(logps - old[i])
-            low, high = (ratio < 1 - EPS_LOW) & (A < 0), (ratio > 1 + EPS_HIGH) & (A > 0)
-            kl = ratio * (np.exp(ref[i] - logps) - (ref[i] - logps) - 1)
-            clipped = np.clip(ratio, 1 - EPS_LOW, 1 + EPS_HIGH)
-            loss = BETA * kl - np.minimum(ratio * A, clipped * A)
-            gap = np.abs(old[i] - sequences[i].sampling_logps)
-            surprise = -sequences[i].sampling_logps
-            columns.append(np.array([loss, surprise, low, high, kl, gap]))
-        means = np.concatenate(columns, axis=1).mean(axis=1)
-        extremes = min(c[2].mean() for c in columns), max(c[3].mean() for c in columns)
-        updates.append([*means, *extremes])
-    loss, surprise, low, high, kl, gap, low_min, high_max = np.array(updates).T
-    return {
-        "loss": loss.mean(),
-        "entropy": surprise.mean(),
-        "kl": kl.mean(),
-        "sampling_logp_difference/mean": gap.mean(),
-        "clip_ratio/low_mean": low.mean(),
-        "clip_ratio/high_mean": high.mean(),
-        "clip_ratio/region_mean": (low + high).mean(),
-        "clip_ratio/low_min": low_min.min(),
-        "clip_ratio/high_max": high_max.max(),
-    }
+    """The metrics of a step: the means of its updates, but for the extremes."""
+    updates = np.array([update_by_hand(saved, step, update) for update in range(UPDATES)])
+    values = [*updates[:, :-2].mean(axis=0), updates[:, -2].min(), updates[:, -1].max()]
+    return dict(zip(METRICS, values, strict=True))
 
 
 # ---- They agree ----------------------------------------------------------------------------------
@@ -221,7 +229,7 @@ def test_rewards_advantages_and_lengths_are_those_of_the_texts(saved: Saved, ste
     B = len(sequences)
     answers, texts = zip(*saved.result.completions[step * B : (step + 1) * B], strict=True)
     decode = Tokenizer.from_file(str(TINY / "tokenizer.json")).decode
-    assert [decode(s.completion.tolist()) for s in sequences] == list(texts)
+    assert [decode(s.ids.tolist()) for s in sequences] == list(texts)
 
     rewards = np.array([reward_of(*pair) for pair in zip(texts, answers, strict=True)])
     assert len(set(rewards)) > 1
@@ -234,7 +242,7 @@ def test_rewards_advantages_and_lengths_are_those_of_the_texts(saved: Saved, ste
     assert record["train-reward/advantage/std"] == pytest.approx(advantages.std(), abs=1e-6)
     assert record["train-other/frac_reward_zero_std"] == (std == 0).mean()
 
-    lengths = [len(s.completion) for s in sequences]
+    lengths = [len(s.ids) for s in sequences]
     assert record["train-seq_len/completion/mean"] == np.mean(lengths)
     assert record["train-seq_len/completion/max"] == max(lengths)
     assert record["train-seq_len/prompt/mean"] == np.mean([len(s.prompt) for s in sequences])

@@ -17,7 +17,6 @@ import pytest
 from runs import REPO, Result, finish, start, start_script, train, wait_for
 
 from review import Reviewer, read_history, report, sample_table
-from runtime.page import pairs_of
 from runtime.records import read_lines
 from runtime.run_log import RunLog
 
@@ -87,19 +86,6 @@ def test_a_long_text_is_cut_and_an_empty_one_has_a_line() -> None:
     assert lines[1::2] == ["    " + "a" * 400, "    " + "a" * 400 + " ...", "    "]
 
 
-def test_a_reward_is_short_without_the_sign_of_a_zero_and_a_dash_without_a_value() -> None:
-    """Two functions of the user may be called like the total reward and like a column."""
-    rewards = {"reward": 1.4000000000000001, "tokens": -0.0}
-    assert pairs_of(COMPLETION | {"reward": None, "rewards": rewards, "advantage": -0.70711}) == [
-        ("reward", "-"),
-        ("reward", "1.4"),
-        ("tokens", "0"),
-        ("advantage", "-0.7071"),
-        ("tokens", "3"),
-        ("ended", "stop token"),
-    ]
-
-
 # ---- summary.json --------------------------------------------------------------------------------
 
 
@@ -137,24 +123,6 @@ def test_the_summary_says_that_a_run_was_stopped_goes_on_or_has_died(tmp_path: P
     assert tool(out) == (0, f"{out / 'report.html'}\n", "")
     assert summary_of(out)["state"] == "died" and summary_of(out)["steps_done"] >= 3
     assert "run: died after" in (out / "report.html").read_text()
-
-
-def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
-    (tmp_path / "fails.py").write_text(
-        "calls = []\n"
-        "def fails(completions, **columns):\n"
-        "    calls.append(1)\n"
-        "    return [1.0 / (len(calls) < 2)] * len(completions)\n"
-    )
-    env = {
-        "REWARD_FN": f"{tmp_path}/fails.py:fails",
-        "REWARD_WEIGHTS": "1",
-        "EVAL_EVERY_STEPS": "0",
-    }
-    assert finish(start(tmp_path / "run", SMALL | env, 1), tmp_path / "run").code == 2
-    summary = summary_of(tmp_path / "run")
-    assert (summary["state"], summary["steps_done"]) == ("failed", 1)
-    assert "fails.py:fails raised ZeroDivisionError" in summary["why"]
 
 
 # ---- report.html ---------------------------------------------------------------------------------
@@ -231,11 +199,6 @@ def test_a_report_that_cannot_be_written_gets_a_line_and_the_run_goes_on(
     reviewer = Reviewer(folder, log, writes=True)
     assert (reviewer.write("running"), reviewer.write("done")) == ({}, {})
     assert capsys.readouterr().out == f"{folder}/report.html cannot be written: Is a directory\n"
-    reviewer = Reviewer(folder, log, writes=True)
-    (folder / "config.yaml").write_text("a: [")  # somebody has damaged it while the run goes on
-    assert reviewer.write("running") == {}
-    told = f"{folder}/report.html cannot be written: {folder}/config.yaml cannot be read: "
-    assert capsys.readouterr().out.startswith(told)
 
 
 # ---- tools/report.py -----------------------------------------------------------------------------
@@ -245,8 +208,6 @@ def test_what_is_no_run_ends_in_one_line_and_code_2(done: Result, tmp_path: Path
     code, lines, errors = tool(tmp_path)
     assert (code, lines) == (2, "")
     assert errors == f"error: {tmp_path} has no config.yaml; give the OUTPUT_DIR of a run\n"
-    code, _, errors = tool(done.out, done.out, done.out)
-    assert code == 2 and "--out PICTURE" in errors
     assert not [*tmp_path.iterdir()]
 
 
@@ -267,7 +228,7 @@ def test_a_picture_has_the_two_main_curves_of_all_runs(done: Result, tmp_path: P
 # ---- Two runs ------------------------------------------------------------------------------------
 
 
-def write_run(folder: Path, accuracy: float, impl: str = "xla") -> Path:
+def write_run(folder: Path, accuracy: float, impl: str) -> Path:
     """The files of a run that has evaluated the 1319 test questions of GSM8K."""
     folder.mkdir()
     error = math.sqrt(accuracy * (1 - accuracy) / 1319)
@@ -276,8 +237,8 @@ def write_run(folder: Path, accuracy: float, impl: str = "xla") -> Path:
         json.dumps(record | {"time/eval_full/step_s": 60 * error})
     )
     (folder / "summary.json").write_text('{"state": "done", "why": ""}\n')
-    settings = f"train.attention_impl: {impl}\nderived.attention_impl: xla\n"
-    (folder / "config.yaml").write_text(f"{settings}run.output_dir: {folder}\n")
+    settings = f"train.attention_impl: {impl}\nrun.output_dir: {folder}\n"
+    (folder / "config.yaml").write_text(settings)
     return folder
 
 
@@ -299,18 +260,10 @@ def rows_of(lines: str) -> dict[str, list[str]]:
 def test_a_difference_within_two_standard_errors_is_noise(
     tmp_path: Path, accuracy: float, change: str
 ) -> None:
-    a, b = write_run(tmp_path / "a", 0.783), write_run(tmp_path / "b", accuracy)
+    a, b = write_run(tmp_path / "a", 0.783, "xla"), write_run(tmp_path / "b", accuracy, "auto")
     code, lines, errors = tool(a, b)
     assert (code, errors) == (0, "")
     change = change.replace("A is", f"{a} is").replace("B is", f"{b} is")
     first, second, told = rows_of(lines)["eval_full/accuracy"]
     assert (first, second[:6], told) == ("0.7830 ± 0.0113", f"{accuracy:.4f}", change)
-    assert lines.endswith("the settings differ in: nothing\n")
-
-
-def test_settings_that_differ_are_named_also_where_they_come_to_the_same(tmp_path: Path) -> None:
-    """On a CPU ATTENTION_IMPL=auto computes xla, so derived.attention_impl is the same."""
-    a, b = write_run(tmp_path / "a", 0.783), write_run(tmp_path / "b", 0.783, "auto")
-    _, lines, _ = tool(a, b)
     assert lines.endswith("the settings differ in: train.attention_impl xla and auto\n")
-    assert rows_of(lines)["time/eval_full/step_s"][2] == "1.00 times"

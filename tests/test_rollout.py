@@ -7,7 +7,7 @@ so that the loss of a token is minus its advantage.
 import math
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -16,17 +16,13 @@ from runs import Result, environment, train
 from config import Config
 from data import Prompt, batch_indices, load_examples
 from loss import Objective
-from models import hf
 from models.draw import Sampling
 from rollout import (
     choose_groups,
-    enough,
     have_equal_rewards,
-    reward_completions,
 )
 from runtime.mistakes import UserMistake
 from runtime.packing import Batch
-from sampling import Completions
 from startup import made_with_of, set_up
 from update import Optimizer
 
@@ -107,16 +103,9 @@ def of(result: Result, name: str) -> list[float]:
 def settings_of(folder: Path) -> dict[str, str]:
     """The settings of every run here, after the reward function is written to the folder."""
     (folder / "mine.py").write_text(REWARDS)
-    return {
-        "REWARD_FN": f"{folder / 'mine.py'}:hashed",
-        "REWARD_WEIGHTS": "1",
-        "DIFFER": "1",
-        "DATASET": str(TINY),
-        "ROLLOUT_GLOBAL_BATCH_SIZE": str(P),
-        "NUM_PRE_Q": str(K),
-        "MAX_LENGTH_SAMPLE": str(T),
-        "TRAIN_MICRO_BATCH_SIZE": str(P * K),
-    }
+    sizes = f"ROLLOUT_GLOBAL_BATCH_SIZE={P} NUM_PRE_Q={K} TRAIN_MICRO_BATCH_SIZE={P * K}"
+    given = f"MAX_LENGTH_SAMPLE={T} DATASET={TINY} DIFFER=1 REWARD_WEIGHTS=1"
+    return environment(f"{sizes} {given} REWARD_FN={folder}/mine.py:hashed")
 
 
 @pytest.fixture(scope="module")
@@ -127,60 +116,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def base(folder: Path) -> dict[str, str]:
     return settings_of(folder)
-
-
-# ---- The rewards of completions ------------------------------------------------------------------
-
-
-def rewarding(*functions: Any) -> SimpleNamespace:
-    """What reward_completions reads of a run, with these reward functions."""
-    weights = (1.0,) * len(functions)
-    run = SimpleNamespace(functions=functions, weights=weights, environments=None)
-    run.tokenizer = hf.load_tokenizer(TINY)
-    return run
-
-
-def completions_of(texts: list[str], tokenizer: Any) -> Completions:
-    """The texts as the tiny model says them, each with its stop token, which is END."""
-    ids = [tokenizer(text)["input_ids"] for text in texts]
-    width = max(map(len, ids)) + 1
-    padded = np.array([[*tokens, *[END] * (width - len(tokens))] for tokens in ids], np.int32)
-    mask = np.array([[1] * (len(tokens) + 1) + [0] * (width - len(tokens) - 1) for tokens in ids])
-    lengths = mask.sum(axis=1)
-    numbers, logps = np.arange(len(texts)), np.zeros(mask.shape, np.float32)
-    return Completions(numbers, padded, mask, lengths, logps, lengths)
-
-
-def test_each_completion_is_rewarded_with_the_tag_that_its_prompt_has_opened() -> None:
-    """The tag is no part of the tokens. The columns of a prompt belong to all its completions."""
-    rewarded: dict[str, list] = {}
-
-    def lengths(completions: list[str], **columns: list) -> list[float]:
-        rewarded.update(columns, completions=completions)
-        return [float(len(ids)) for ids in columns["completion_ids"]]
-
-    run = rewarding(lengths)
-    starts = ["Add.<think>\n", "Add.", "Add.<think>"]
-    prompts = [
-        Prompt(run.tokenizer(start)["input_ids"], {"answer": f"{i}"})
-        for i, start in enumerate(starts)
-    ]
-    texts = ["1+1=2", "2</think>", "3", "4 5", "6", "7"]
-    completions = completions_of(texts, run.tokenizer)
-    totals, per_function = reward_completions(run, prompts, completions)
-    assert rewarded["completions"] == [
-        "<think>\n1+1=2",
-        "<think>\n2</think>",
-        "3",
-        "4 5",
-        "<think>6",
-        "<think>7",
-    ]
-    assert rewarded["answer"] == ["0", "0", "1", "1", "2", "2"]
-    padded = zip(completions.completion_ids.tolist(), completions.lengths, strict=True)
-    assert rewarded["completion_ids"] == [ids[:length] for ids, length in padded]
-    assert totals.tolist() == completions.lengths.tolist()
-    assert per_function.tolist() == [[total] for total in totals]
 
 
 # ---- Dynamic sampling ----------------------------------------------------------------------------
@@ -231,34 +166,12 @@ def test_a_step_takes_the_first_groups_whose_rewards_differ_then_fills_up(
     batch = choose_groups(run, rounds)
     assert [p.ids for p in batch.prompts] == [[group] for group in chosen]
     assert batch.completion_ids[:, 0].tolist() == ids
-    assert batch.completion_mask[:, 0].tolist() == [1000 + i for i in ids]
     assert batch.sampling_logps[:, 0].tolist() == [i + 0.5 for i in ids]
     assert batch.sampling_logps.shape == (12, 2), "the width of the longest completion"
     np.testing.assert_array_equal(batch.rewards, np.array(sum(first + second, []))[ids])
     assert batch.prompt_lengths().tolist() == [1] * 12
     assert batch.lengths.tolist() == [i % 2 + 1 for i in ids]
-    assert batch.stopped.tolist() == [i % 2 > 0 for i in ids]
-    assert batch.computed_tokens.tolist() == [300 + i for i in ids]
     assert batch.per_function.tolist() == [[i, -i] for i in ids]
-
-
-def test_of_many_groups_the_first_are_taken_in_order() -> None:
-    equal = [group % 3 != 1 and group < 50 for group in range(60)]
-    rewards = sum((SAME[0] if e else VARY[0] for e in equal), [])
-    run, rounds = rounds_of(rewards[:120], rewards[120:], P=30)
-    batch = choose_groups(run, rounds)
-    kept = [g for g in range(60) if g % 3 == 1 or g >= 50]
-    assert len(kept) == 27 and [p.ids[0] for p in batch.prompts] == sorted([0, 2, 3] + kept)
-
-
-def test_rounds_go_on_until_enough_groups_differ_or_the_limit_is_reached() -> None:
-    one, none, two = VARY[0] + SAME[0] + SAME[3], SAME[0] + SAME[1] + SAME[4], sum(VARY[2:], [])
-    run, rounds = rounds_of(one, two + SAME[0], none)
-    assert [enough(run, rounds[:n]) for n in range(4)] == [False, False, True, True]
-    run, rounds = rounds_of(none, one, one)
-    assert [enough(run, rounds[:n]) for n in range(4)] == [False, False, False, True]
-    run.cfg = Config(num_pre_q=4)
-    assert [enough(run, rounds[:n]) for n in range(2)] == [False, True]
 
 
 def test_for_gdpo_a_group_differs_if_the_rewards_of_one_function_differ() -> None:
@@ -412,29 +325,13 @@ def test_an_estimator_a_support_and_a_bonus_for_entropy_reach_the_step(folder, w
 
 
 def test_every_setting_of_the_objective_the_sampler_and_the_optimizer_reaches_it() -> None:
-    settings = {
-        "LOSS_TYPE": "grpo",
-        "EPS_LOW": "0.1",
-        "EPS_HIGH": "0.3",
-        "DELTA": "2",
-        "BETA": "0.05",
-        "KL_ESTIMATOR": "k2",
-        "KL_BIAS_CORRECTION": "0",
-        "ENTROPY_COEF": "0.01",
-        "IS_MODE": "token_mask",
-        "IS_FLOOR": "0.5",
-        "IS_CAP": "2.5",
-        "MAX_LENGTH_SAMPLE": "24",
-        "TEMPERATURE": "0.7",
-        "TOP_K": "9",
-        "TOP_P": "0.8",
-        "MIN_P": "0.2",
-        "OPTIMIZER": "lion",
-        "WEIGHT_DECAY": "0.04",
-        "CLIP_NORM": "0.5",
-        "REWARD_FN": "soft_overlong_penalty",
-    }
-    run = set_up(Config.from_env(settings))
+    text = """
+        LOSS_TYPE=grpo EPS_LOW=0.1 EPS_HIGH=0.3 DELTA=2 BETA=0.05 KL_ESTIMATOR=k2
+        KL_BIAS_CORRECTION=0 ENTROPY_COEF=0.01 IS_MODE=token_mask IS_FLOOR=0.5 IS_CAP=2.5
+        MAX_LENGTH_SAMPLE=24 TEMPERATURE=0.7 TOP_K=9 TOP_P=0.8 MIN_P=0.2 OPTIMIZER=lion
+        WEIGHT_DECAY=0.04 CLIP_NORM=0.5 REWARD_FN=soft_overlong_penalty
+    """
+    run = set_up(Config.from_env(environment(text)))
     assert run.objective == Objective(
         loss_type="grpo",
         eps_low=0.1,

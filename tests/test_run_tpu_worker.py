@@ -32,14 +32,6 @@ def worker(cloud: Cloud, *words: str, **env: str) -> subprocess.CompletedProcess
     )
 
 
-def test_the_exit_file_has_the_exit_code_when_the_log_is_on_a_full_disk(cloud: Cloud) -> None:
-    (cloud.laptop / "logs").mkdir()
-    (cloud.laptop / f"{BASE}.log").symlink_to("/dev/full")
-    (cloud.laptop / "train_grpo.py").write_text("raise SystemExit(7)")
-    assert worker(cloud, "run", BASE, sys.prefix, "").returncode == 0
-    assert (cloud.laptop / "logs" / "nohup_x_latest.exit").read_text() == "7\n"
-
-
 @pytest.mark.parametrize(
     "config, settings, wanted",
     [
@@ -60,15 +52,6 @@ def test_setup_installs_what_the_settings_ask_for(
         return
     assert done.returncode == 0 and "w set up: Python 3." in done.stdout, done.stderr
     assert [name for name in ("wandb", "sglang") if name in installed] == wanted
-
-
-def test_setup_makes_no_environment_with_an_old_python(cloud: Cloud) -> None:
-    for name in ("python3.13", "python3.12", "python3.11", "python3"):
-        (cloud.folder / "bin" / name).write_text("#!/bin/sh\nexit 1\n")
-        (cloud.folder / "bin" / name).chmod(0o755)
-    path = f"{cloud.folder}/bin:{os.environ['PATH']}"
-    done = worker(cloud, "setup", ".venv", "", "", PATH=path)
-    assert done.returncode == 2 and "there is no Python 3.11 or newer" in done.stderr
 
 
 def test_an_old_libtpu_lockfile_is_removed_and_a_lock_in_use_stops_the_start(cloud: Cloud) -> None:
@@ -116,24 +99,3 @@ def test_stop_does_not_end_another_process_that_has_the_number_of_an_old_run(clo
         assert "w has nothing running" in worker(cloud, "stop").stdout
     assert stranger.poll() is None
     stranger.kill()
-
-
-def test_stop_sends_one_signal_also_when_it_is_called_twice(cloud: Cloud) -> None:
-    (cloud.laptop / "train_grpo.py").write_text(
-        "import signal, time\n"
-        "signal.signal(signal.SIGTERM, lambda *_: print('asked to stop', flush=True))\n"
-        "print('ready', flush=True)\n"
-        "time.sleep(3)\n"
-    )
-    assert worker(cloud, *START).returncode == 0
-    log = cloud.laptop / "logs" / "nohup_x_latest.log"
-    while "ready" not in log.read_text():
-        time.sleep(0.1)
-    words = ["bash", "tools/run_tpu_worker.sh", "stop"]
-    env = {"PATH": os.environ["PATH"], "HOSTNAME": "w"}
-    first = subprocess.Popen(words, cwd=cloud.laptop, env=env)
-    while "asked to stop" not in log.read_text():
-        time.sleep(0.1)
-    told = "w stopped nohup_x_20260101T000000Z: exit=0\n"
-    assert worker(cloud, "stop").stdout == told and first.wait() == 0
-    assert log.read_text().count("asked to stop") == 1, "a second one would prevent a checkpoint"

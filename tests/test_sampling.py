@@ -4,45 +4,28 @@ The reference is a Qwen2 in float64 numpy. It sees a single unpadded sequence an
 """
 
 import math
-from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import environment, train
 from small_model import (
-    NEVER,
     PAD,
     PROMPTS,
     assert_drawn_from,
     assert_same_completions,
-    layout,
     numpy_filter,
     numpy_logits,
     numpy_softmax,
     sample,
-    stopping_model,
     weights,
 )
-from small_model import QWEN2 as MODEL
 
-from config import Config
-from data import pad_prompts
 from models.draw import Sampling
-from models.model import Compute
 from sampling import (
-    Stopping,
-    begin,
     decode,
-    drop_sequences,
-    prefill,
     smaller_batches,
     stage_ends,
-    sync_weights,
 )
-from tools.planner import make_plan
-from tools.programs import programs_of
 
 WARM = Sampling(0.7)
 
@@ -98,11 +81,6 @@ def test_devices_unrolled_layers_and_a_cache_that_grows_draw_the_same_tokens(
     monkeypatch.setattr("sampling.STAGE_TOKENS", 4)
     assert stage_ends(12, "unroll") == [4, 8, 12] and stage_ends(12, "scan") == [12]
     assert_same_completions(sample(mesh=mesh, layer_loop=layer_loop), sample())
-
-
-def test_a_cache_grows_in_at_most_four_stages_of_128_tokens_or_more() -> None:
-    ends = [stage_ends(T, "unroll") for T in (1, 128, 255, 257, 1000)]
-    assert ends == [[1], [128], [255], [129, 257], [250, 500, 750, 1000]]
 
 
 def test_passes_and_groups_do_not_change_the_tokens() -> None:
@@ -205,46 +183,3 @@ def test_sequences_leave_at_few_sizes_and_a_second_pass_compiles_none() -> None:
         sample(K=2, T=24, stop_ids=stop_ids, key=key, drop=True)
         programs.append(decode._cache_size() - before)
     assert programs[3] == programs[1] <= 1 + len(smaller_batches(4))
-
-
-@pytest.mark.parametrize("layer_loop", ["scan", "unroll"])
-def test_the_caches_and_all_that_is_known_of_a_sequence_lie_on_its_device(layer_loop) -> None:
-    where = layout(2, 1, 4)
-    compute = Compute(MODEL, jnp.dtype("float32"), where, layer_loop=layer_loop)
-    params = sync_weights(compute)(jax.tree.map(np.float32, weights()))
-    prompts = pad_prompts(PROMPTS * 4, 11, PAD)
-    how = {"sampling": Sampling(top_k=9, replay=True), "stopping": Stopping(24, (NEVER,), PAD)}
-    prefix, ids = prefill(params, compute, *prompts), np.arange(32, dtype=np.int32)
-    state = begin(compute, *prompts, prefix, ids, 0 * ids, jax.random.key(0), width=24, **how)
-    smaller, *left = drop_sequences(compute, state, size=3)
-    for decoding, of_device in ((state, 4), (smaller, 3)):
-        names = ("completion", "sequence_ids", "earlier", "last_position", "token", "done", "drawn")
-        for x in jax.tree.leaves([getattr(decoding, name) for name in names]):
-            axis = int(x.ndim == 5)
-            assert x.sharding.shard_shape(x.shape)[axis] == of_device == x.shape[axis] // 8, x.shape
-    assert {x.sharding.shard_shape(x.shape)[0] for x in jax.tree.leaves(left)} == {1}
-
-
-# ---- Runs ----------------------------------------------------------------------------------------
-
-
-def test_sequences_that_have_ended_leave_the_batch_of_a_run(tmp_path: Path) -> None:
-    """With these lengths more than two tokens are computed for each real one if they stay."""
-    settings = "STEPS=1 BATCH_SIZE=8 NUM_PRE_Q=4 MAX_LENGTH_SAMPLE=128 EXPORT_HF=none"
-    given = environment(f"{settings} MODEL_PATH={stopping_model(tmp_path)}")
-    records = train(tmp_path / "run", **given).records
-    name = "throughput/rollout/computed_per_token"
-    assert [record[name] < 1.4 for record in records if name in record] == [True]
-
-
-# ---- The plan ------------------------------------------------------------------------------------
-
-
-def test_a_plan_has_a_smaller_batch_only_where_a_device_has_several_sequences() -> None:
-    pytest.importorskip("libtpu", reason='the TPU compiler: pip install "jax[tpu]"')
-    text = "MODEL_PATH=Qwen/Qwen2.5-0.5B-Instruct NUM_PRE_Q=8 EVAL_PROMPTS=8 MAX_LENGTH_SAMPLE=256"
-    given = dict(pair.split("=") for pair in text.split())
-    for prompts, runs in (("1", False), ("2", True)):
-        programs = programs_of(make_plan(Config.from_env(given | {"BATCH_SIZE": prompts}), "v6e-8"))
-        assert ("drop_sequences" in programs) is runs
-    assert programs["drop_sequences"].static == {"size": 1}

@@ -20,11 +20,11 @@ from runs import finish, start
 from small_model import MODEL
 
 import rollout_sglang
-from config import Config, load
+from config import Config
 from models.engine_weights import engine_leaves
 from models.model import Gemma3, arrange_layers, init_params
 from rollout_sglang import engine_arguments, import_engine, stop_if_unable
-from runtime.containment import EngineFailed, Errors, Gate, fail_on_main_thread
+from runtime.containment import EngineFailed, Errors, fail_on_main_thread
 from runtime.mistakes import UserMistake
 
 # ---- What stops a run ----------------------------------------------------------------------------
@@ -95,21 +95,6 @@ def test_a_model_that_the_engine_cannot_compute_is_refused(change, words) -> Non
         stop_if_unable(cfg, dataclasses.replace(MODEL_128, **change), 100, [V4])
 
 
-def test_filters_do_not_count_in_the_engine_s_log_probabilities() -> None:
-    """So a weight of a complete sequence, which `naive` refuses, is right with the engine."""
-    given = {"MODEL_PATH": "x", "TOP_K": "20", "IS_MODE": "sequence_mask"}
-    given["SAMPLING_SUPPORT"] = "full"
-    assert not Config.from_env(given | {"ROLLOUT_BACKEND": "sglang_jax"}).filters_logps()
-    with pytest.raises(UserMistake, match="IS_MODE=sequence_mask with SAMPLING_SUPPORT=full"):
-        Config.from_env(given)
-
-
-def test_the_backend_is_printed_on_a_line_of_its_own(capsys) -> None:
-    with pytest.raises(SystemExit):
-        load(["--print-config"], {"ROLLOUT_BACKEND": "sglang_jax"})
-    assert "\nrollout.backend: sglang_jax " in capsys.readouterr().out.replace("\n", " \n")
-
-
 def test_a_run_without_the_engine_ends_in_one_line_with_the_command_that_installs_it(
     tmp_path,
 ) -> None:
@@ -122,46 +107,6 @@ def test_a_run_without_the_engine_ends_in_one_line_with_the_command_that_install
 
 
 # ---- What the engine does to the process ---------------------------------------------------------
-
-
-class Scheduler:
-    """Takes requests as the engine's scheduler does, which asks before each of its programs."""
-
-    def __init__(self) -> None:
-        self.waiting: list[SimpleNamespace] = []
-        self.last_batch = None
-
-    def recv_requests(self) -> list[SimpleNamespace]:
-        arrived, self.waiting = self.waiting, []
-        return arrived
-
-
-def requests(*seeds: int) -> list[SimpleNamespace]:
-    return [SimpleNamespace(sampling_params=SimpleNamespace(sampling_seed=i)) for i in seeds]
-
-
-def test_the_scheduler_gets_all_sequences_of_a_pass_at_once_and_in_their_order() -> None:
-    scheduler = Scheduler()
-    gate = Gate(scheduler)
-    with gate.passing(3):
-        assert scheduler.recv_requests() == []  # an empty look does not end the waiting
-        scheduler.waiting = requests(2, 0)
-        assert scheduler.recv_requests() == []
-        scheduler.waiting = requests(1)
-        found = scheduler.recv_requests()
-        assert [request.sampling_params.sampling_seed for request in found] == [0, 1, 2]
-        assert scheduler.recv_requests() == []
-
-
-def test_a_pass_ends_when_the_scheduler_has_nothing_left() -> None:
-    scheduler = Scheduler()
-    gate = Gate(scheduler)
-    scheduler.last_batch = "a program that still runs"
-    threading.Timer(0.2, lambda: setattr(scheduler, "last_batch", None)).start()
-    began = time.monotonic()
-    with gate.passing(1):
-        pass
-    assert time.monotonic() - began > 0.15
 
 
 def test_an_error_in_a_thread_of_the_engine_becomes_an_exception_on_the_main_thread() -> None:
@@ -272,15 +217,6 @@ def test_every_weight_of_the_engine_gets_its_source(params) -> None:
     check("model.layers.1.self_attn.k_proj.weight", jnp.hstack([first, first, second, second]))
     first, second = layer.bv[:8], layer.bv[8:]
     check("model.layers.1.self_attn.v_proj.bias", jnp.hstack([first, first, second, second]))
-
-
-def test_a_table_that_does_not_transpose_gets_the_transposed_weight(params) -> None:
-    table, shapes = engine_table(copies=1)
-    name = "model.layers.0.mlp.up_proj.weight"
-    table[name].transpose = False  # this engine holds [out, in], as the files of Hugging Face do
-    shapes[name] = jax.ShapeDtypeStruct((24, 16), jnp.float32, sharding=shapes[name].sharding)
-    leaves = dict(zip(shapes, engine_leaves(params, QWEN2, table, shapes), strict=True))
-    np.testing.assert_array_equal(leaves[name], params.layers[0].up.T)
 
 
 def test_weights_that_do_not_match_are_refused_by_name(params) -> None:

@@ -1,32 +1,13 @@
 """SAMPLING_SUPPORT=auto: the loss scores tokens among those that the sampler could draw."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
-from small_model import (
-    KERNELS,
-    PROMPTS,
-    batch_of,
-    counts_by_hand,
-    in_rows,
-    numpy_softmax,
-    sample,
-    train_layout,
-    weights,
-)
-from small_model import QWEN2 as MODEL
+from small_model import KERNELS, numpy_softmax
 from small_model import token_inputs as inputs
 
-from config import Config
-from loss import Objective
-from models.draw import MAX_SUPPORT, Sampling
-from models.logps import token_logps, token_logps_reference
-from models.model import Compute
-from runtime.mistakes import UserMistake
-from runtime.packing import MicroBatch
-from update import compute_logps_and_entropies, micro_step
+from models.logps import token_logps
 
 # ---- What is scored ------------------------------------------------------------------------------
 
@@ -105,58 +86,6 @@ def test_so_they_are_on_meshes(shape: tuple[int, ...], monkeypatch: pytest.Monke
     monkeypatch.setattr("models.logps.LOGITS_TILE_BYTES", 1)
     mesh = Mesh(np.array(jax.devices()).reshape(shape), ("dp", "fsdp", "tp"))
     check((8, 3), 1000, U=20, mesh=mesh)
-
-
-def test_a_support_of_all_tokens_changes_nothing() -> None:
-    hidden, lm_head, ids = inputs(3, 4, V=60, D=16)
-    support = np.broadcast_to(np.arange(60, dtype=np.int32), (3, 4, 60))
-    full = token_logps_reference(hidden, lm_head, ids)
-    scored = token_logps_reference(hidden, lm_head, ids, support=support)
-    np.testing.assert_allclose(scored, full, atol=1e-5)
-
-
-# ---- Sampler and trainer -------------------------------------------------------------------------
-
-
-def scored(sampling: Sampling, mesh: tuple[int, int, int]) -> tuple[MicroBatch, Compute]:
-    """What the sampler drew from the small model, in rows of four sequences for the trainer."""
-    drawn = sample(sampling, mesh=mesh)
-    batch = batch_of(
-        PROMPTS,
-        *(drawn.completion_ids, drawn.drawn_mask, drawn.sampling_logps),
-        advantages=np.linspace(-1, 1, 16, dtype=np.float32),
-        support=drawn.support,
-    )
-    return in_rows(batch, 4), Compute(MODEL, jnp.dtype("float32"), train_layout(*mesh))
-
-
-@pytest.mark.parametrize(
-    "sampling, mesh",
-    [
-        (Sampling(top_p=0.9), (1, 1, 1)),
-        (Sampling(top_k=9, top_p=0.9, min_p=0.05), (2, 2, 2)),
-    ],
-    ids=["top_p", "all"],
-)
-def test_the_trainer_s_log_probabilities_are_the_sampler_s(sampling, mesh) -> None:
-    sampling = sampling._replace(temperature=0.7, replay=True)
-    batch, compute = scored(sampling, mesh)
-    params = jax.tree.map(jnp.float32, weights())
-    logps, _ = compute_logps_and_entropies(params, batch, 0.7, compute)
-    assert (np.abs(logps - batch.sampling_logps) * batch.completion_mask).max() < 1e-5
-    everything, _ = compute_logps_and_entropies(params, batch._replace(support=None), 0.7, compute)
-    assert (np.abs(everything - batch.sampling_logps) * batch.completion_mask).max() > 0.01
-    counts = counts_by_hand(batch.completion_mask.sum(), 16, 1)
-    how = {"objective": Objective(), "temperature": 0.7, "compute": compute}
-    _, metrics = micro_step(params, None, batch, counts, **how)
-    assert metrics["sampling_logp_difference/max"] < 1e-5
-
-
-def test_the_largest_top_k_that_can_be_replayed_is_a_full_support() -> None:
-    settings = {"MODEL_PATH": "m", "TOP_K": str(MAX_SUPPORT)}
-    assert Config.from_env(settings).replays()
-    with pytest.raises(UserMistake, match=f"TOP_K={MAX_SUPPORT + 1} is too many tokens to replay"):
-        Config.from_env(settings | {"TOP_K": str(MAX_SUPPORT + 1)})
 
 
 # ---- What cannot be scored -----------------------------------------------------------------------

@@ -13,9 +13,9 @@ import pytest
 from jax.sharding import Mesh
 
 from config import Config
-from models import attention, model
+from models import attention
 from runtime import chips
-from runtime.layout import TRAIN_BATCH_AXES, Layout, constrain
+from runtime.layout import TRAIN_BATCH_AXES, Layout
 from tools import known_models, planner, programs
 
 pytest.importorskip("libtpu", reason='the TPU compiler: pip install "jax[tpu]"')
@@ -102,24 +102,17 @@ def smallest_weight(plan: programs.Plan) -> int:
 # ---- Decode --------------------------------------------------------------------------------------
 
 
-def gathered_weights(plan: programs.Plan) -> list[Collective]:
-    """The all-gathers of decode that are as large as a weight or the prompts' keys."""
-    found = collectives_of(plan, "decode")
-    return [x for x in found if x.kind == "all-gather" and x.elements >= smallest_weight(plan)]
-
-
 @pytest.mark.parametrize("run", ["3b", pytest.param("7b", marks=pytest.mark.slow)])
 def test_a_token_gathers_no_weight_and_needs_two_all_reduces_and_four_exchanges_a_layer(
     run: str,
 ) -> None:
-    assert gathered_weights(plan_of(run)) == []
-    kinds = [x.kind for x in collectives_of(plan_of(run), "decode") if x.loops == 2]
+    """A weight, or the prompts' keys."""
+    plan = plan_of(run)
+    found = collectives_of(plan, "decode")
+    gathered = [x.elements for x in found if x.kind == "all-gather"]
+    assert max(gathered, default=0) < smallest_weight(plan)
+    kinds = [x.kind for x in found if x.loops == 2]
     assert kinds.count("all-reduce") == 2 and len(kinds) == 6
-
-
-@pytest.mark.slow
-def test_decoding_on_weights_sharded_for_training_would_be_caught() -> None:
-    assert gathered_weights(plan_of("3b", ROLLOUT_MESH_SHAPE="1,8,1"))
 
 
 def test_a_device_decodes_with_the_keys_and_values_of_its_sequences_alone() -> None:
@@ -134,30 +127,13 @@ def test_a_device_decodes_with_the_keys_and_values_of_its_sequences_alone() -> N
 # ---- Training ------------------------------------------------------------------------------------
 
 
-def complete_weights(plan: programs.Plan) -> list[Collective]:
-    """The collectives of a micro-step that put a complete gradient or embedding on a device."""
-    table = plan.training.model.vocab_size * plan.training.model.hidden_size
-    limits = {"all-reduce": smallest_weight(plan), "all-gather": table}
-    found = collectives_of(plan, "micro_step")
-    return [x for x in found if x.elements >= limits.get(x.kind, math.inf)]
-
-
 @pytest.mark.slow
 def test_training_never_puts_a_complete_gradient_or_embedding_on_a_device() -> None:
-    assert complete_weights(plan_of("0.5b")) == []
-
-
-@pytest.mark.slow
-def test_an_embedding_that_is_gathered_for_the_lookup_would_be_caught(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def gathered(embed: jax.Array, ids: jax.Array, compute: model.Compute) -> jax.Array:
-        embed = constrain(embed.astype(compute.dtype), compute.layout)
-        return constrain(embed[ids], compute.layout, TRAIN_BATCH_AXES).reshape(ids.size, -1)
-
-    monkeypatch.setattr(model, "_embed", gathered)
-    # A plan of its own, because programs of the other one are compiled already.
-    assert complete_weights(plan_of("0.5b", MAX_LENGTH_SAMPLE="64"))
+    plan = plan_of("0.5b")
+    table = plan.training.model.vocab_size * plan.training.model.hidden_size
+    found = collectives_of(plan, "micro_step")
+    largest = {x.kind: x.elements for x in sorted(found, key=lambda x: x.elements)}
+    assert largest["all-reduce"] < smallest_weight(plan) and largest["all-gather"] < table
 
 
 @pytest.mark.parametrize(

@@ -2,42 +2,11 @@
 
 import json
 import math
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from runs import REPO, Result, copy_repository, finish, start, train, train_two
-
-# ---- Other folders -------------------------------------------------------------------------------
-
-
-def run_from(folder: Path, script: Path, *flags: str, **env: str) -> str:
-    """The output of a script of the repository that is started by its path, from a folder."""
-    keep = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
-    command = [sys.executable, str(script), *flags]
-    env = keep | {"JAX_PLATFORMS": "cpu"} | env
-    done = subprocess.run(command, cwd=folder, env=env, text=True, capture_output=True, timeout=99)
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout
-
-
-def test_repo_and_dotenv_are_those_beside_the_code_in_a_run_from_another_folder(
-    tmp_path: Path,
-) -> None:
-    repo, elsewhere = copy_repository(tmp_path / "repo"), tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    (repo / ".env").write_text("SEED=3\n")
-    (elsewhere / ".env").write_text("SEED=4\n")
-    script, dataset = repo / "train_grpo.py", "{repo}/tiny/train.jsonl"
-    settings = run_from(elsewhere, script, "--print-config", DATASET=dataset)
-    settings = [line.partition("#")[0].strip() for line in settings.splitlines()]
-    assert "data.seed: 3" in settings
-    assert f"data.dataset: {repo}/tiny/train.jsonl" in settings
-    assert f"model.path: {repo}/tiny" in settings
-
+from runs import REPO, Result, train, train_two
 
 # ---- Equal steps ---------------------------------------------------------------------------------
 
@@ -128,18 +97,3 @@ def test_config_yaml_has_the_settings_and_what_the_machine_has_made_of_them(refe
     assert "train.attention_impl: auto" in asked and "model.dtype: auto" in asked
     assert "derived.reward_weights: 1.0,0.5,0.5,0.0" in asked
     assert "derived.attention_impl: xla" in asked and "derived.dtype: float32" in asked
-
-
-def test_a_bug_in_the_code_keeps_its_traceback_and_is_no_mistake_of_the_user(out: Path) -> None:
-    """numpy, jax and zip raise ValueErrors, too."""
-    repo = copy_repository(out / "buggy")
-    text = (repo / "models" / "hf.py").read_text()
-    line = "    files = open_tensors(folder, table)\n"
-    assert line in text
-    bug = text.replace(line, f"    table = np.zeros(512).reshape(3, -1)\n{line}")
-    (repo / "models" / "hf.py").write_text(bug)
-    result = finish(start(out / "bug", {}, 1, repo), out / "bug")
-    assert result.code == 1
-    assert "Traceback" in result.errors and 'hf.py", line' in result.errors
-    last = result.errors.strip().splitlines()[-1]
-    assert last == "ValueError: cannot reshape array of size 512 into shape (3,newaxis)"

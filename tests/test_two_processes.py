@@ -79,13 +79,3 @@ def test_two_processes_and_then_one_learn_and_write_what_one_process_does(tmp_pa
             record[f"{name}/number"] for record in measured(alone) if f"{name}/number" in record
         ]
         assert 1.3 < min(of_each) and max(of_each) < 2.7
-
-
-@pytest.mark.parity
-def test_process_0_alone_writes_to_wandb(tmp_path: Path) -> None:
-    pytest.importorskip("wandb", reason="an optional package")
-    small = {"STEPS": "2", "BATCH_SIZE": "2", "NUM_PRE_Q": "2", "MAX_LENGTH_SAMPLE": "8"}
-    wandb = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "HOME": str(tmp_path)}
-    train_two(tmp_path, 1, **small, **wandb, EXPORT_HF="none")
-    (file,) = tmp_path.glob("*/wandb/offline-run-*/*.wandb")
-    assert file.is_relative_to(tmp_path / "0")

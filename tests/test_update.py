@@ -37,7 +37,6 @@ from runtime.layout import shard_batch
 from runtime.packing import Limits, pack, plan_rows
 from update import (
     Optimizer,
-    compute_logps_and_entropies,
     init_state,
     micro_step,
     optimizer_step,
@@ -295,24 +294,6 @@ def test_without_old_logps_the_ratio_is_one_and_the_gradient_flows() -> None:
     expected = slopes(lambda *policy: numpy_step(VARIANTS["dapo"], x, *policy)["loss"])
     assert along(got.grads) == pytest.approx(expected, rel=1e-4, abs=2e-6)
     assert [v for name, v in got.metrics.items() if "clip_ratio" in name] == [0] * 5
-    # The second update of a step: the policy has moved; old_logps still come from before the first.
-    params = step(on_policy=True, lr=1.0).params
-    moved = step(params=params, x=x._replace(old_logps=np.float32(x.old_logps)))
-    ratio = np.exp(numpy_logps(params, x.completion_ids)[0] - x.old_logps)
-    change = (ratio - 1) * np.sign(x.advantages)[:, None]
-    cut = x.mask * np.where(x.advantages[:, None] > 0, change > 0.3, change > 0.2)
-    assert moved.metrics["clip_ratio/region_mean"] == pytest.approx(cut.sum() / x.mask.sum())
-    assert cut.sum() > 1
-
-
-def test_logps_and_entropies_are_those_of_numpy() -> None:
-    where, x = train_layout(1, 1, 1), sequences()
-    batch = shard_batch(in_rows(batch_of(PROMPTS, *x), share=8), where)
-    compute = Compute(QWEN2, FLOAT32, where)
-    found = compute_logps_and_entropies(laid_out(where.mesh), batch, TEMPERATURE, compute)
-    for ours, theirs in zip(found, numpy_logps(weights(), x.completion_ids), strict=True):
-        assert ours.dtype == FLOAT32
-        np.testing.assert_allclose(ours * x.mask, theirs * x.mask, atol=2e-5)
 
 
 # ---- Settings of speed and memory leave a step unchanged -----------------------------------------
@@ -322,9 +303,7 @@ def test_logps_and_entropies_are_those_of_numpy() -> None:
     "settings",
     [
         {"micro": 1, "share": 1},
-        {"micro": 2, "share": 2, "remat": "dots", "wider": 3},
         {"micro": 8, "share": 2, "mesh": (1, 2, 2), "layer_loop": "unroll"},
-        {"packed": True, "remat": "full"},
         {"packed": True, "micro": 4, "remat": "dots", "layer_loop": "unroll"},
         {"packed": True, "micro": 4, "mesh": (2, 2, 2), "remat": "full"},
     ],

@@ -84,11 +84,9 @@ ENDS_RIGHT, ENDS_HALF_RIGHT = {RIGHT: change(0.4, 0.76)}, {RIGHT: change(0.4, 0.
 FLAT, RUINED = {TOTAL: 1.0}, [(0, 0.5, 0.03), (50, 0.0, 0.0)]
 
 SICK = [
-    ("non_finite_steps", history({LOSS: lambda i: None if i == 19 else 0.1})),
     ("non_finite_steps", history({NORM: lambda i: None if i == 10 else 0.5})),
     ("non_finite_steps", history({NORM: lambda i: math.inf if i == 15 else 0.5})),
     ("sampler_drift", history({DRIFT: 0.00101})),
-    ("sampler_drift", history({DRIFT: lambda i: NAN if i % 2 else 0.00101})),
     ("all_truncated", history({CUT: 0.9})),
     ("entropy_collapsed", history({ENTROPY: change(1, 0.099), RIGHT: change(0.4, 0.69)})),
     ("no_signal", history({ZERO: 0.98})),
@@ -97,9 +95,7 @@ SICK = [
         history(ENDS_HALF_RIGHT | {TOTAL: noisy(1, 1.9)}, evals=FELL),
     ),  # 2.01 and -2.12 errors
     ("held_out_below_train", history(ENDS_RIGHT, evals=[(20, 0.60, 0.05)])),
-    ("held_out_below_train", history(ENDS_RIGHT, evals=[(10, 0.60, 0.01)])),
     ("no_learning", history(FLAT, n=50)),
-    ("no_learning", history({TOTAL: noisy(1, 1.7, at=25)}, n=50)),  # 1.98 standard errors
     ("no_learning", history({TOTAL: change(1.5, 0.5), RIGHT: 0.1}, n=50, evals=RUINED)),
     ("no_learning", history(FLAT, n=50, evals=ROSE_LESS)),  # 1.89 standard errors
 ]
@@ -119,10 +115,7 @@ WELL = [
     ),  # -1.89 errors
     ("held_out_below_train", history(ENDS_RIGHT, evals=[(20, 0.62, 0.01)])),  # by 0.14
     ("held_out_below_train", history(ENDS_RIGHT, evals=[(20, 0.60, 0.06)])),  # 2.67 errors
-    ("held_out_below_train", history(ENDS_RIGHT, evals=[(9, 0.60, 0.01)])),  # before the last ten
-    ("held_out_below_train", history(ENDS_RIGHT, evals=[(20, 0.0, NAN)])),  # of one question
     ("no_learning", history(FLAT, n=49)),
-    ("no_learning", history({TOTAL: noisy(1, 1.72, at=25)}, n=50)),  # 2.04 standard errors
     ("no_learning", history(FLAT, n=50, evals=ROSE)),  # 2.12 standard errors
 ]
 
@@ -135,10 +128,6 @@ def test_each_rule_holds_just_above_its_threshold_and_alone(name: str, run: Hist
 @pytest.mark.parametrize(("name", "run"), WELL, ids=[f"{x[0]}-{i}" for i, x in enumerate(WELL)])
 def test_no_rule_holds_just_below_a_threshold(name: str, run: History) -> None:
     assert names(run) == []
-
-
-def test_every_rule_has_a_sick_and_a_healthy_case() -> None:
-    assert {name for name, _ in SICK} == {*RULES} == {name for name, _ in WELL}
 
 
 # ---- What the rules look at ----------------------------------------------------------------------
@@ -209,10 +198,10 @@ def test_values_that_are_missing_raise_no_alarm(missing: float | None) -> None:
 # ---- Notes while a run goes on -------------------------------------------------------------------
 
 
-def go_on(out: Path, first: int, steps: list[dict[str, Any]], writes: bool = True) -> None:
+def go_on(out: Path, first: int, steps: list[dict[str, Any]]) -> None:
     """Steps of a run that starts, or resumes, at step `first`, with a review every 10 steps."""
-    log = RunLog(out, steps=99, first_step=first, writes=writes, wandb=None)
-    reviewer = Reviewer(out, log, writes)
+    log = RunLog(out, steps=99, first_step=first, writes=True, wandb=None)
+    reviewer = Reviewer(out, log, writes=True)
     for record in steps[first:]:
         if record["step"] % 10 == 0:
             reviewer.write("running")
@@ -231,12 +220,6 @@ def test_a_note_comes_once_when_a_rule_holds_also_for_a_resumed_run(
     go_on(tmp_path, 15, steps)
     told = [line.split(": ")[:2] for line in capsys.readouterr().out.splitlines()]
     assert told == [["note step=20", "entropy_collapsed"], ["verdict", "entropy_collapsed"]]
-
-
-def test_only_process_0_reviews(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    go_on(tmp_path / "1", 0, records(40, {ZERO: 1}), writes=False)
-    assert capsys.readouterr().out == ""
-    assert not (tmp_path / "1").exists()
 
 
 # ---- The page ------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from loss_pallas import Kernel, block_sizes
 from metrics import drift_level
 from models import hf, lora, placement
 from models.draw import Sampling
-from models.model import Params, on_base
+from models.model import ModelConfig, Params, on_base
 from review import Reviewer
 from rollout import Run
 from runtime import processes, resume
@@ -184,30 +184,14 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
     sizes = derive(cfg, jax.process_count(), jax.local_device_count())
     print(sizes.line(), flush=True)
     workers: dict[str, RewardWorker] = {}
-    functions = []
     data.stop_if_no_gym(cfg.dataset)
-    if cfg.rewards() or not cfg.environment_class:
-        functions = rewards.load_reward_functions(
-            cfg.rewards(),
-            cfg.reward_timeout_s,
-            cfg.max_length_sample,
-            cfg.overlong_cache or cfg.max_length_sample // 5,
-            workers,
-        )
+    functions = reward_functions_of(cfg, workers)
     asked = "answer" if cfg.dataset.startswith(GYM) else "number"  # a task's may be any text
     default = rewards.SYSTEM_PROMPT.replace("number", asked)
     system_prompt = data.text_of(cfg.system_prompt) or default
 
-    folder, adapters = lora.fetch_base(cfg.model_path, cfg.model_revision)
-    for each in (folder, adapters or folder):
-        hf.stop_if_overwritten(cfg.export_hf, cfg.output_dir, each)
-    template = cfg.chat_template
-    if adapters and (adapters / "chat_template.jinja").is_file():  # an export may have one
-        template = template or str(adapters / "chat_template.jinja")
-    model, tokenizer = hf.read_model(folder, template)
+    folder, adapters, model, tokenizer = open_model(cfg)
     stop_ids = hf.stop_ids(folder, tokenizer)
-    model = dataclasses.replace(model, lora=lora.lora_of(cfg, model, adapters))
-
     environments = open_environments(cfg, workers, tokenizer, stop_ids)
     if environments and environments.has_reward:
         if "get_reward" in (function.__name__ for function in functions):
@@ -253,6 +237,38 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
         system_prompt=system_prompt,
         environments=environments,
     )
+
+
+def reward_functions_of(
+    cfg: Config, workers: dict[str, RewardWorker]
+) -> list[rewards.RewardFunction]:
+    """The functions of REWARD_FN; none if the environments alone give rewards. Raises UserMistake.
+
+    workers: see worker_of.
+    """
+    if cfg.environment_class and not cfg.rewards():
+        return []
+    return rewards.load_reward_functions(
+        cfg.rewards(),
+        cfg.reward_timeout_s,
+        cfg.max_length_sample,
+        cfg.overlong_cache or cfg.max_length_sample // 5,
+        workers,
+    )
+
+
+def open_model(cfg: Config) -> tuple[Path, Path | None, ModelConfig, Any]:
+    """The folder of the model, that of its adapters if MODEL_PATH names some, and what they say of
+    the model and its tokenizer, before any weight is read. Raises UserMistake."""
+    folder, adapters = lora.fetch_base(cfg.model_path, cfg.model_revision)
+    for each in (folder, adapters or folder):
+        hf.stop_if_overwritten(cfg.export_hf, cfg.output_dir, each)
+    template = cfg.chat_template
+    if adapters and (adapters / "chat_template.jinja").is_file():  # an export may have one
+        template = template or str(adapters / "chat_template.jinja")
+    model, tokenizer = hf.read_model(folder, template)
+    model = dataclasses.replace(model, lora=lora.lora_of(cfg, model, adapters))
+    return folder, adapters, model, tokenizer
 
 
 def open_environments(

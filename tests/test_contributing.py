@@ -1,5 +1,6 @@
 """CONTRIBUTING.md and .github/: what they say about the tests is true."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -20,6 +21,18 @@ def test_the_table_of_claims_has_each_test_file_once() -> None:
     named = re.findall(r"`(\w+)`", " ".join(cells_of("files in `tests/`")))
     files = [file.stem.removeprefix("test_") for file in (REPO / "tests").glob("test_*.py")]
     assert sorted(named) == sorted(files)
+
+
+def test_no_function_of_the_product_is_longer_than_the_rule_says() -> None:
+    longer = []
+    for file in REPO.glob("**/*.py"):
+        inside = file.relative_to(REPO)
+        if inside.parts[0] in ("tests", "runs") or inside.name == "test_smoke.py":
+            continue
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= 80:
+                longer.append((str(inside), node.name))
+    assert longer == [("train_grpo.py", "main")]
 
 
 def test_ci_run_has_the_command_of_each_tier_and_skips_nothing() -> None:

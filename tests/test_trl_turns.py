@@ -18,6 +18,8 @@ from boxes import Boxes, write_calls
 
 from config import Config
 from models import hf
+from recipes.calculator import Calculator
+from rewards import reward_correct
 from rollout import complete_prompts, prompts_of_round, reward_completions
 from sampling import Completions
 from startup import set_up
@@ -260,6 +262,69 @@ def test_a_game_gets_the_calls_that_it_gets_in_trl_and_the_tokens_and_rewards_ar
     assert f"<|im_start|>user\nMove them. There are 3 boxes.{STOP}\n" in ours[0].prompt
 
 
+MISSING = "Boxes.look() missing 1 required positional argument: 'box'"
+UNEXPECTED = "Boxes.look() got an unexpected keyword argument 'room'"
+NOT_JSON = "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"
+# A turn with a wrong call, the error in TRL (None: it ends the episode), and the error here.
+WRONG = [
+    (call("look", box=7), "list index out of range", "IndexError: list index out of range"),
+    (call("move", source=1, target=0), "box 1 has 0 coins", "ValueError: box 1 has 0 coins"),
+    (call("fly"), "Tool fly not found.", "ValueError: there is no tool 'fly', only look, move"),
+    (call("look"), MISSING, f"TypeError: {MISSING}"),
+    (call("look").replace("{}", "null"), MISSING, f"TypeError: {MISSING}"),
+    (call("look", box=1, room=2), UNEXPECTED, f"TypeError: {UNEXPECTED}"),
+    ("<tool_call>{bad}</tool_call>", None, f"JSONDecodeError: {NOT_JSON}"),
+    ('<tool_call>{"arguments": {"box": 1}}</tool_call>', None, "KeyError: 'name'"),
+]
+
+
+def test_wrong_calls_end_as_in_trl_but_those_that_are_no_call_are_answered_and_errors_have_a_type(
+    tmp_path: Path,
+) -> None:
+    texts = [[turn, "Oh."] for turn, _, _ in WRONG]
+    theirs, ours, their_calls, our_calls = play(texts, tmp_path)
+    assert our_calls == their_calls == [[["look", 7]], [["move", 1, 0, 1]], [], [], [], [], [], []]
+    for (turn, known, error), their, our in zip(WRONG, theirs, ours, strict=True):
+        answered = [answers(str({"error": known})), "Oh." + STOP] if known else []
+        assert their.parts == [turn + STOP, *answered]
+        assert our.parts == [turn + STOP, answers(f"error: {error}"), "Oh." + STOP]
+        assert our.prompt == their.prompt and our.reward == their.reward == 0
+
+
+# For each completion the texts of its turns, and the answers of the calculator.
+SUMS = [
+    (
+        [call("calculate", expression="17 * 3"), call("calculate", expression="51/4"), "12.75"],
+        [["51"], ["12.75"]],
+    ),
+    (
+        [
+            call("calculate", expression="2 - 3") + "\n" + call("calculate", expression="-(1 + 1)"),
+            "<think>\nThat is all.\n</think>\n\n<answer>12.75</answer>",
+        ],
+        [["-1", "-2"]],
+    ),
+    ([call("calculate", expression="12.75"), "It is 13."], [["12.75"]]),
+    (["12.75"], []),
+    *[([f"{i}"], []) for i in range(4)],
+]
+
+
+def test_the_calculator_answers_as_in_trl_and_the_last_turn_is_rewarded(tmp_path: Path) -> None:
+    def rewarded(completions: list[list[dict]], answer: list[str], **columns: Any) -> list:
+        return reward_correct([messages[-1]["content"] for messages in completions], answer)
+
+    columns = {"question": "What is three times 17, divided by 4?", "answer": "#### 12.75"}
+    texts, results = zip(*SUMS, strict=True)
+    theirs = in_trl(Calculator, rewarded, columns, texts, tmp_path)
+    source = f"{REPO}/recipes/calculator.py:Calculator"
+    ours = here(source, "reward_correct", columns, texts, tmp_path)
+    assert ours == theirs
+    messages = [[answers(*turn) for turn in turns] for turns in results]
+    assert [each.parts[1::2] for each in ours] == messages
+    assert [each.reward for each in ours] == [1, 1, 0, 1, 0, 0, 0, 0]
+
+
 # ---- The chat template ---------------------------------------------------------------------------
 
 TURNS = REPO / "docs" / "qwen3_turns.jinja"
@@ -285,6 +350,8 @@ DIALOGUES = [
     OPENING,
     OPENING[1:],
     [*OPENING, said(" Five.\n"), *told("And now?", role="user")],
+    [*OPENING[1:], said(""), *told("More.", role="system"), *told("", role="user")],
+    [*OPENING, said(call("look", box=1)), *told("4 coins")],
     [*OPENING, said(f"{call('look', box=1)}\n{call('look', box=2)}"), *told("4", "5")],
     [*OPENING, said(None, tool_calls=LOOKS), *told("4", "5\n"), said("So."), *told("6")],
     [
@@ -298,6 +365,7 @@ DIALOGUES = [
 # These have thoughts behind the last user message, which Qwen3's own template keeps.
 THOUGHTFUL = [
     [*OPENING, said(THOUGHT + call("look", box=1)), *told("4"), said(THOUGHT + "So."), *told("5")],
+    [*OPENING, said(THOUGHT, tool_calls=LOOKS), *told("4", "5")],
     [*OPENING, said(THOUGHT + "See:", tool_calls=LOOKS), *told("4", "5")],
     [*OPENING, said("\nSee:", reasoning_content="\nSo many.", tool_calls=LOOKS), *told("4", "5")],
     [*OPENING, said(None, reasoning_content="So many.", tool_calls=LOOKS), *told("4", "5")],
@@ -333,3 +401,11 @@ def test_the_template_keeps_what_qwen3_s_own_template_removes_when_a_user_speaks
     begun, end = rendered(TURNS, OPENING, add_generation_prompt=False), "<|im_start|>assistant\n"
     assert rendered(TURNS, OPENING + turns) == begun + kept * 2 + end
     assert rendered(QWEN3, OPENING + turns) == begun + qwen3 * 2 + end
+
+
+def test_to_trl_the_template_knows_tools_and_keeps_prefixes_and_qwen3_s_own_does_not() -> None:
+    chats = trl.chat_template_utils
+    for template, keeps in ((TURNS, True), (QWEN3, False)):
+        tok = hf.load_tokenizer(REPO / "tiny", str(template))
+        assert chats.supports_tool_calling(tok)
+        assert chats.is_chat_template_prefix_preserving(tok) == keeps

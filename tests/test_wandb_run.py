@@ -10,6 +10,7 @@ import math
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -19,7 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from runs import Result, environment, finish, run_as_user, start, wait_for
+from runs import REPO, Result, run_as_user
 
 from runtime import wandb_run
 from runtime.mistakes import UserMistake
@@ -176,14 +177,6 @@ QUICK = {"STEPS": "2", "EVAL_EVERY_STEPS": "0", "BATCH_SIZE": "2", "WANDB_SILENT
 QUICK |= {"MAX_LENGTH_SAMPLE": "8", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
-SLOW = """
-import time
-def slow(completions, **columns):
-    time.sleep(0.5)
-    return [1.0] * len(completions)
-"""
-
-
 def with_wandb(out: Path, **env: str) -> Result:
     """A run of two steps that finds no W&B key on this machine."""
     pytest.importorskip("wandb", reason="an optional package")
@@ -228,32 +221,40 @@ def test_a_resumed_run_keeps_its_wandb_run_and_a_fork_gets_a_new_one(tmp_path: P
 
 
 @pytest.mark.parity
-def test_a_run_that_is_killed_is_one_run_of_the_service_with_each_step_once(tmp_path: Path) -> None:
-    """The process of W&B is killed, too, so that the service may lack steps that are done. Its
-    summary has the published names."""
+def test_a_run_that_is_killed_twice_is_one_run_of_the_service_with_each_step_once(
+    tmp_path: Path,
+) -> None:
+    """The second kill also hits the process of W&B, so that the service may lack steps that are
+    done. Its summary has the published names."""
     pytest.importorskip("wandb", reason="an optional package")
     service, out = WandbService(), tmp_path / "run"
-    (tmp_path / "slow.py").write_text(SLOW)
-    env = environment(
-        f"""WANDB_BASE_URL={service.url} WANDB_API_KEY={"a" * 40} WANDB_SILENT=true HOME={tmp_path}
-        WANDB_X_FILE_STREAM_TRANSMIT_INTERVAL=1 STEPS=7 SAVE_EVERY_STEPS=2 EXPORT_HF=none
-        BATCH_SIZE=2 MAX_LENGTH_SAMPLE=8 EVAL_EVERY_STEPS=3 EVAL_PROMPTS=4 EVAL_FULL_SWEEP=1
-        REWARD_FN={tmp_path}/slow.py:slow REWARD_WEIGHTS=1"""
-    )
-    process = start(out, env, 1)
-    wait_for(process, "^step=5 ")
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    assert children
-    for number in [process.pid, *map(int, children)]:
-        os.kill(number, signal.SIGKILL)
-    process.communicate()
-    time.sleep(0.5)
-    (rows,) = service.rows.values()
-    assert [row["_step"] for row in rows] == list(range(len(rows))), "without a gap"
-    done = finish(start(out, env, 1), out)
+    env = {name: text for name, text in os.environ.items() if name != "XLA_FLAGS"}
+    env |= {"WANDB_BASE_URL": service.url, "WANDB_API_KEY": "a" * 40, "WANDB_SILENT": "true"}
+    env |= {"WANDB_X_FILE_STREAM_TRANSMIT_INTERVAL": "1", "HOME": str(tmp_path)}
+    env |= {"OUTPUT_DIR": str(out), "STEPS": "7", "SAVE_EVERY_STEPS": "2", "EXPORT_HF": "none"}
+    env |= {"BATCH_SIZE": "2", "MAX_LENGTH_SAMPLE": "8", "SAMPLE_EVERY_STEPS": "1"}
+    env |= {"EVAL_EVERY_STEPS": "3", "EVAL_PROMPTS": "4", "EVAL_FULL_SWEEP": "1"}
+    env |= {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    slow = "import time\ndef slow(completions, **columns):\n    time.sleep(0.5)\n"
+    (tmp_path / "slow.py").write_text(slow + "    return [1.0] * len(completions)\n")
+    env |= {"REWARD_FN": f"{tmp_path}/slow.py:slow", "REWARD_WEIGHTS": "1"}
+    command = [sys.executable, str(REPO / "train_grpo.py")]
+    for killed_in in (3, 5):
+        process = subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE)
+        while not process.stdout.readline().startswith(f"step={killed_in} "):
+            assert process.poll() is None
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        assert children
+        for number in [process.pid, *map(int, children if killed_in == 5 else ())]:
+            os.kill(number, signal.SIGKILL)
+        process.communicate()
+        time.sleep(0.5)
+        (rows,) = service.rows.values()
+        assert [row["_step"] for row in rows] == list(range(len(rows))), "without a gap"
+    done = subprocess.run(command, env=env, text=True, capture_output=True)
     service.close()
-    assert done.code == 0 and "resumed after step" in done.lines, done.errors
-    assert "W&B: " not in done.lines
+    assert done.returncode == 0 and "resumed after step" in done.stdout, done.stderr
+    assert "W&B: " not in done.stdout
     (rows,) = service.rows.values()
     assert [row["_step"] for row in rows] == list(range(8))
     assert [row["_step"] for row in rows if STEP_S in row] == list(range(7))
@@ -340,6 +341,17 @@ class WandbService:
         project = {"id": "1", "name": "p", "entity": ENTITY}
         bucket |= {"description": "", "project": project, "historyLineCount": len(rows)}
         return {"upsertBucket": {"bucket": bucket, "inserted": inserted}}
+
+    def _CreateRunFiles(self, *, files: list[str], **_: Any) -> dict[str, Any]:
+        urls = [{"name": file, "uploadUrl": f"{self.url}/{file}"} for file in files]
+        return {"createRunFiles": {"runID": "1", "uploadHeaders": [], "files": urls}}
+
+    def _ArtifactType(self, **_: Any) -> dict[str, Any]:
+        return {"project": None}
+
+    def _CreateArtifact(self, **_: Any) -> dict[str, Any]:
+        artifact = {"id": "1", "state": "COMMITTED", "artifactSequence": {"latestArtifact": None}}
+        return {"createArtifact": {"artifact": artifact}}
 
 
 ENTITY = {"id": "1", "name": "us"}

@@ -30,7 +30,8 @@ ROOMS = {
     "runtime": {"runtime"},
     "models": {"runtime", "models"},
     "": {"runtime", "models", ""},
-    "tools": {"runtime", "models", "", "tools"},
+    "recipes": set(),
+    "tools": {"runtime", "models", "", "recipes", "tools"},
 }
 COMMANDS = {"tools.planner", "tools.ask"}  # what train_grpo.py imports for its other flags
 # Published names: of a step, of an evaluation, and of the last values in summary.json. All others:

@@ -127,6 +127,9 @@ class WorkerFunction:
         can hold. Raises UserMistake."""
         return self._worker.ask(self._what, "call", self.__name__, completions, columns)
 
+    def close(self) -> None:
+        self._worker.close()
+
 
 # ---- In the reward worker ------------------------------------------------------------------------
 

@@ -348,6 +348,7 @@ def notes(cfg: Config, layers: Mapping[str, str]) -> Iterator[str]:
     if cfg.lora_rank and cfg.learning_rate < LOW_FOR_LORA:
         rate = f"LEARNING_RATE={cfg.learning_rate} is low for adapters (LORA_RANK)"
         yield f"{rate}, which mostly learn best at ten times the rate of all weights"
+    of_engine = " ".join(name for name in vars(cfg) if name.startswith("sglang_jax_"))
     for names, has_effect, why in (
         ("lora_alpha lora_targets lora_base_copy export_lora", cfg.lora_rank, "LORA_RANK=0"),
         ("sampling_support", cfg.filters(), "TOP_K=0, TOP_P=1.0 and MIN_P=0.0"),
@@ -356,6 +357,10 @@ def notes(cfg: Config, layers: Mapping[str, str]) -> Iterator[str]:
         ("delta eps_low", cfg.ppo_epochs * cfg.num_mini_batches > 1, "one update per step"),
         ("eps_high", cfg.loss_type != "sapo", "LOSS_TYPE=sapo"),
         ("kl_estimator kl_bias_correction", cfg.beta, "BETA=0"),
+        ("dynamic_sampling_max_rounds", cfg.dynamic_sampling, "DYNAMIC_SAMPLING=0"),
+        ("overlong_cache", "soft_overlong_penalty" in cfg.reward_fn, f"REWARD_FN={cfg.reward_fn}"),
+        ("eval_temperature", cfg.evaluates(), "no evaluation"),
+        (of_engine, cfg.rollout_backend == "sglang_jax", f"ROLLOUT_BACKEND={cfg.rollout_backend}"),
         ("is_floor is_cap", cfg.is_mode != "none", "IS_MODE=none"),
     ):
         for name in names.split():

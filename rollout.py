@@ -339,7 +339,8 @@ def add_message(
     run: Run, prompts: list[data.Prompt], completions: Completions, i: int, turn: int
 ) -> bool:
     """Whether completion i goes on after this turn: then it gets what its environment answers. A
-    message that leaves no room for another token is cut, and ends the completion."""
+    message that leaves no room for another token is cut, and ends the completion, which then counts
+    as cut off, unless the stop token of its turn has taken the last place."""
     length, T = completions.lengths[i], run.stopping.max_new_tokens
     was_cut = completions.completion_ids[i, length - 1] not in run.stopping.stop_ids
     is_last = turn == run.cfg.turns()

@@ -325,8 +325,8 @@ def forward(
     layout, model = compute.layout, compute.model
     rotary = _rotary(model, positions)
 
-    def layer(x: jax.Array, of_layer: tuple[LayerWeights, Any]) -> tuple[jax.Array, KV]:
-        w, local = of_layer
+    def layer(x: jax.Array, w_and_local: tuple[LayerWeights, Any]) -> tuple[jax.Array, KV]:
+        w, local = w_and_local
         w = _usable(w, compute)
         q, kv = _qkv(x, w, compute, _rotary_of_layer(rotary, local))
         seen = rows if local is None else rows.within(positions, _window(model, local))

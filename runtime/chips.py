@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -76,13 +77,17 @@ def chip_of(device: jax.Device) -> Chip | None:
 
 def gpu_of(device: jax.Device) -> Chip | None:
     """The facts of a GPU, found by its kind; None for any other device and for unknown GPUs."""
-    gpus = [gpu for gpu in GPUS.values() if device.device_kind.startswith(gpu.kinds)]
+    kind = device.device_kind
+    # Another digit behind it would be another GPU: an L40 is no L4.
+    gpus = [gpu for gpu in GPUS.values() if re.match(rf"({'|'.join(gpu.kinds)})\b", kind)]
     return gpus[0] if gpus else None
 
 
 def has_bfloat16(device: jax.Device) -> bool:
     """Whether the device multiplies bfloat16 numbers faster than float32; CPUs do not."""
-    return device.platform != "cpu" and not device.device_kind.startswith(NO_BFLOAT16)
+    # A GPU of NVIDIA has it from compute capability 8.0 on. Plans know only the kind of a GPU.
+    too_old = str(getattr(device, "compute_capability", "")).startswith(("5.", "6.", "7."))
+    return not (too_old or device.platform == "cpu" or device.device_kind.startswith(NO_BFLOAT16))
 
 
 def peak_flops(device: jax.Device) -> float:

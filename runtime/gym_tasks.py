@@ -17,7 +17,9 @@ import reasoning_gym
 import yaml
 from reasoning_gym.factory import DATASETS, ProceduralDataset
 
-SCORE_LIMIT_S = 1.0  # Some tasks calculate what an answer says, and 9**9**9 would take ages.
+# Some tasks calculate what an answer says, and 9**9**9 would take ages. The reward worker adds
+# these seconds to its time limit.
+SECONDS_FOR_EACH_COMPLETION = 1.0
 
 
 @functools.lru_cache
@@ -85,7 +87,7 @@ def _score(completion: str, task: str, entry: str) -> float:
         return 0.0
     answer = completion[start + len("<answer>") :].partition("</answer>")[0].strip()
     score, item = open_task(task).score_answer, pickle.loads(bytes.fromhex(entry))
-    signal.setitimer(signal.ITIMER_REAL, SCORE_LIMIT_S, SCORE_LIMIT_S)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS_FOR_EACH_COMPLETION, 1.0)
     try:
         return float(score(answer, item))
     except BaseException:  # It took too long, or the task fails on such a text.

@@ -13,6 +13,8 @@ import os
 import random
 import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
@@ -45,7 +47,7 @@ class RewardWorker:
         self._timeout_s = timeout_s
         self._connection, theirs = Pipe()
         with theirs:
-            program = [sys.executable, "-u", __file__, str(theirs.fileno())]
+            program = [sys.executable, "-u", __file__, str(theirs.fileno()), str(os.getpid())]
             self._process = Popen(
                 [*program, os.path.abspath(file)],
                 stdin=DEVNULL,
@@ -55,17 +57,18 @@ class RewardWorker:
                 start_new_session=True,  # so that Ctrl-C reaches the trainer alone
             )
 
-    def ask(self, what: str, request: str, *arguments: Any) -> Any:
+    def ask(self, what: str, request: str, *arguments: Any, more_s: float = 0.0) -> Any:
         """Returns what the request, a function of _Server, returns.
 
-        what: what is called, for messages, such as "REWARD_FN my.py:score".
+        what: what is called, for messages, such as "REWARD_FN my.py:score". more_s: seconds that
+        the request may take beyond the time limit.
         Raises UserMistake with a message of one line for every failure.
         """
         if request in LOADING:
             limit_s, late = LOAD_LIMIT_S, f"did not load within {LOAD_LIMIT_S:g} s"
         else:
-            limit_s = self._timeout_s
-            late = f"is not done after REWARD_TIMEOUT_S={limit_s:g}; raise it or speed it up"
+            limit_s, setting = self._timeout_s + more_s, f"REWARD_TIMEOUT_S={self._timeout_s:g}"
+            late = f"is not done after {setting}; raise it or speed it up"
         return self._send(what, limit_s, late, request, *arguments)
 
     def _send(self, what: str, limit_s: float, late: str, *request: Any) -> Any:
@@ -120,12 +123,14 @@ class WorkerFunction:
         """source: "file.py:name". Returns when the file is loaded. Raises UserMistake."""
         self.__name__ = source.rpartition(":")[2]
         self._worker, self._what = worker, f"REWARD_FN {source}"
-        worker.ask(self._what, "find", self.__name__)
+        self._more_s = worker.ask(self._what, "find", self.__name__)
 
     def __call__(self, completions: list[str], /, **columns: list) -> list[float | None]:
         """Returns the rewards of the completions. columns: lists of the same length, of what JSON
         can hold. Raises UserMistake."""
-        return self._worker.ask(self._what, "call", self.__name__, completions, columns)
+        more_s = self._more_s * len(completions)
+        arguments = self.__name__, completions, columns
+        return self._worker.ask(self._what, "call", *arguments, more_s=more_s)
 
     def close(self) -> None:
         self._worker.close()
@@ -145,10 +150,12 @@ class _Server:
         self._tools: dict[str, dict] = {}  # the class's tools: names, and the schemas of arguments
         self._seeds: list[int] = []  # SEED and the number of the round
 
-    def find(self, name: str) -> None:
-        """Raises ValueError if the file does not define the function."""
+    def find(self, name: str) -> float:
+        """The seconds that each completion adds to the time limit of the function, which are 0 but
+        for runtime/gym_tasks.py. Raises ValueError if the file does not define the function."""
         if not callable(getattr(self._load(), name, None)):
             raise ValueError(f"{os.path.basename(self._file)} defines no function {name}")
+        return getattr(self._module, "SECONDS_FOR_EACH_COMPLETION", 0.0)
 
     def _load(self) -> Any:
         """The file's module, sys.modules["user_rewards"]."""
@@ -263,14 +270,22 @@ def _cast(value: object, wanted: object) -> object:
     return value
 
 
-def _serve(connection: Connection, file: str) -> None:
-    """Answers requests until the trainer ends."""
+def _serve(connection: Connection, trainer: int, file: str) -> None:
+    """Answers requests until the trainer, the process of this number, ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The trainer handles Ctrl-C.
+    threading.Thread(target=_end_with, args=[trainer], daemon=True).start()
     server = _Server(file)
     with contextlib.suppress(EOFError, OSError):  # The trainer has ended.
         while True:
             name, *arguments = json.loads(connection.recv_bytes())
             connection.send_bytes(_reply(getattr(server, name), arguments, file).encode())
+
+
+def _end_with(trainer: int) -> None:
+    """Ends this process within a second after the trainer, also during a call."""
+    while os.getppid() == trainer:
+        time.sleep(1)
+    os._exit(1)
 
 
 def _reply(request: Callable, arguments: list, file: str) -> str:
@@ -295,4 +310,4 @@ def _as_raised(error: BaseException, file: str) -> str:
 if __name__ == "__main__":
     # The user's file may import rewards.py. Python has put runtime/ here, the folder of this file.
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    _serve(Connection(int(sys.argv[1])), sys.argv[2])
+    _serve(Connection(int(sys.argv[1])), int(sys.argv[2]), sys.argv[3])

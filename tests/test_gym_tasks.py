@@ -197,11 +197,15 @@ def test_the_score_is_the_one_of_the_task_also_in_parts(score) -> None:
 
 
 @needs_package
-def test_an_answer_that_takes_ages_or_ends_python_gets_0_and_the_next_one_its_score(score) -> None:
+def test_an_answer_that_takes_ages_or_ends_python_gets_0_and_the_next_one_its_score() -> None:
     right = gym().create_dataset("countdown", seed=0, size=2)[0]["answer"]
-    texts = ["9**9**9**9", "exit()", "(" * 5000, right]
-    given = scores(score, "countdown?size=2", [f"<answer>{text}</answer>" for text in texts])
-    assert given == [0.0, pytest.approx(0, abs=0.01), 0.01, 1.0]
+    texts = ["9**9**9**9", "9**9**9**9", "9**9**9**9", "exit()", "(" * 5000, right]
+    answers = [f"<answer>{text}</answer>" for text in texts]
+    # Three seconds are more than REWARD_TIMEOUT_S, to which each answer adds a second.
+    (score,) = load_reward_functions(f"{GYM_TASKS}:score_answer", 2, 32, 0, {})
+    with closing(score):
+        given = scores(score, "countdown?size=2", answers)
+    assert given == [0.0, 0.0, 0.0, pytest.approx(0, abs=0.01), 0.01, 1.0]
 
 
 @needs_package

@@ -232,7 +232,7 @@ def test_the_worker_ends_after_its_parent_died_in_a_call(folder: Path) -> None:
     from runtime.reward_worker import WorkerFunction, worker_of
     source = {str(folder / "mine.py") + ":echo"!r}
     function = WorkerFunction(worker_of("REWARD_FN", source, 9.0, {{}}), source)
-    columns = {{"pause": [1.0]}}
+    columns = {{"pause": [600.0]}}
     threading.Thread(target=function, args=[["1"]], kwargs=columns).start()
     time.sleep(0.3)
     os._exit(3)

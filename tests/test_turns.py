@@ -307,7 +307,7 @@ MESSAGE = 18  # tokens of a message with "It is lower."
 @pytest.mark.parametrize(
     "room, goes_on", [(0, False), (12, False), (MESSAGE, False), (MESSAGE + 1, True)]
 )
-def test_a_message_that_leaves_no_room_for_a_token_ends_the_episode_as_cut_off(
+def test_a_message_that_leaves_no_room_ends_the_episode_cut_off_unless_nothing_of_it_fits(
     room: int, goes_on: bool
 ) -> None:
     """room: for tokens behind the first turn, which has three tokens. With room for 12 tokens the

@@ -97,6 +97,8 @@ def print_plan(plan: Plan, name: str) -> int:
         if program == "engine":
             free = math.floor(100 * (1 - memories[program].rest / limit)) / 100
             hint = f"Try SGLANG_JAX_MEM_FRACTION_STATIC={free:.2f}"
+            if free * limit < engine_weights(plan):
+                hint = "Beside the training state there is no room for its weights: take more chips"
         else:
             where = plan.processes, plan.local_devices()
             hint = remedy(plan.cfg, plan.sizes, *where, programs[program].sizes)
@@ -136,27 +138,34 @@ def memory_of_device(plan: Plan) -> float:
 def columns(memory: Memory, limit: float) -> str:
     """The memory of a program in GiB, and whether it fits, as columns of the table."""
     numbers = " | ".join(f"{x / GIB:.2f}" for x in (*memory, memory.total))
-    barely = "yes" if memory.total <= 0.95 * limit else "barely"
-    return f"{numbers} | {barely if memory.total <= limit else 'NO'}"
+    fits = "yes" if memory.total <= 0.95 * limit else "barely"
+    return f"{numbers} | {fits if memory.total <= limit else 'NO'}"
+
+
+def engine_weights(plan: Plan) -> float:
+    """The bytes of the serving engine's weights on each device."""
+    devices = plan.rollout.layout.mesh.size
+    return num_params(plan.rollout.model) * plan.rollout.dtype.itemsize / devices
 
 
 def engine_memory(plan: Plan, rest: int) -> Memory:
     """What the serving engine holds while it samples: its weights, and a pool of keys and values,
-    which together get at most a fraction of the memory that is free without the training state."""
+    which together get at most SGLANG_JAX_MEM_FRACTION_STATIC of the device's memory, or as much as
+    the weights need."""
     cfg, model, rollout = plan.cfg, plan.rollout.model, plan.rollout
     devices = [*rollout.layout.mesh.devices.flat]
     _, tokens = pool_of(cfg, plan.sizes, plan.S + 1, devices)
     tokens += PAGE_TOKENS["tpu"]  # a page that holds what is not needed
     heads = max(model.num_kv_heads, len(devices))  # each device holds at least one
     width = 128 * math.ceil(model.head_dim / 128)
-    numbers = num_params(model) + tokens * model.num_layers * 2 * heads * width
-    held = numbers * rollout.dtype.itemsize / len(devices)
+    numbers = tokens * model.num_layers * 2 * heads * width
+    weights, pool = engine_weights(plan), numbers * rollout.dtype.itemsize / len(devices)
     most = cfg.sglang_jax_mem_fraction_static * memory_of_device(plan)
-    return Memory(0, min(held, most), rest)
+    return Memory(0, max(weights, min(weights + pool, most)), rest)
 
 
 def compiled(program: Program) -> Memory:
-    """The memory of a program as compiled for the TPU, or what the compiler says that it would
+    """The memory of a program as compiled for the device, or what the compiler says that it would
     need if it is too large to be compiled."""
     try:
         lowered = program.function.lower(*program.arguments, **program.static)

@@ -38,7 +38,11 @@ TRACKS = {
     "sums": Track("smollm2_arithmetic", 0.75, seeds=1),
 }
 # The rules fix these settings. A run only trains, and is evaluated once, at its end.
-FIXED = "DATASET DATASET_CONFIG TRAIN_SPLIT EVAL_SPLIT EVAL_SAMPLES REWARD_FN ENVIRONMENT_CLASS"
+FIXED = """
+    DATASET DATASET_CONFIG TRAIN_SPLIT EVAL_SPLIT EVAL_SAMPLES QUESTION_COLUMN ANSWER_COLUMN
+    MAX_PROMPT_LENGTH REWARD_FN ENVIRONMENT_CLASS MAX_TURNS SEED RESUME CHECKPOINT_DIR OUTPUT_DIR
+    JAX_COMPILATION_CACHE_DIR
+"""
 ONLY_TRAIN = {
     "EVAL_EVERY_STEPS": "0",
     "EVAL_FULL_SWEEP": "1",
@@ -96,8 +100,10 @@ def main() -> None:
     args = parser.parse_args()
     track, given = TRACKS[args.track], dict(args.settings)
     try:
-        if fixed := {*given} & {*FIXED.split(), *ONLY_TRAIN, "SEED"}:
+        if fixed := {*given} & {*FIXED.split(), *ONLY_TRAIN}:
             raise UserMistake(f"the rules of docs/speedruns.md fix {min(fixed)}; leave it out")
+        if (REPO / ".env").exists():
+            raise UserMistake(".env has settings, which the row would not show; move it away")
         runs = [run(track, given, seed) for seed in range(track.seeds)]
     except UserMistake as error:
         fail(error)

@@ -348,13 +348,15 @@ def notes(cfg: Config, layers: Mapping[str, str]) -> Iterator[str]:
     if cfg.lora_rank and cfg.learning_rate < LOW_FOR_LORA:
         rate = f"LEARNING_RATE={cfg.learning_rate} is low for adapters (LORA_RANK)"
         yield f"{rate}, which mostly learn best at ten times the rate of all weights"
+    has_adapters = cfg.lora_rank or Path(cfg.model_path, "adapter_config.json").is_file()
+    clips = cfg.ppo_epochs * cfg.num_mini_batches > 1 or cfg.loss_type == "cispo"
     of_engine = " ".join(name for name in vars(cfg) if name.startswith("sglang_jax_"))
     for names, has_effect, why in (
-        ("lora_alpha lora_targets lora_base_copy export_lora", cfg.lora_rank, "LORA_RANK=0"),
+        ("lora_alpha lora_targets lora_base_copy export_lora", has_adapters, "LORA_RANK=0"),
         ("sampling_support", cfg.filters(), "TOP_K=0, TOP_P=1.0 and MIN_P=0.0"),
         ("scale_rewards", cfg.adv_estimator == "grpo", f"ADV_ESTIMATOR={cfg.adv_estimator}"),
         ("delta eps_low", cfg.loss_type not in ("cispo", "sapo"), f"LOSS_TYPE={cfg.loss_type}"),
-        ("delta eps_low", cfg.ppo_epochs * cfg.num_mini_batches > 1, "one update per step"),
+        ("delta eps_low eps_high", clips, "one update per step"),
         ("eps_high", cfg.loss_type != "sapo", "LOSS_TYPE=sapo"),
         ("kl_estimator kl_bias_correction", cfg.beta, "BETA=0"),
         ("dynamic_sampling_max_rounds", cfg.dynamic_sampling, "DYNAMIC_SAMPLING=0"),

@@ -263,12 +263,16 @@ def open_model(cfg: Config) -> tuple[Path, Path | None, ModelConfig, Any]:
     folder, adapters = lora.fetch_base(cfg.model_path, cfg.model_revision)
     for each in (folder, adapters or folder):
         hf.stop_if_overwritten(cfg.export_hf, cfg.output_dir, each)
-    template = cfg.chat_template
-    if adapters and (adapters / "chat_template.jinja").is_file():  # an export may have one
-        template = template or str(adapters / "chat_template.jinja")
-    model, tokenizer = hf.read_model(folder, template)
+    model, tokenizer = hf.read_model(folder, template_of(cfg, adapters))
     model = dataclasses.replace(model, lora=lora.lora_of(cfg, model, adapters))
     return folder, adapters, model, tokenizer
+
+
+def template_of(cfg: Config, adapters: Path | None) -> str:
+    """The file of the chat template, which an export of adapters may have, too; "": the tokenizer
+    has the template."""
+    exported = adapters and adapters / "chat_template.jinja"
+    return cfg.chat_template or (str(exported) if exported and exported.is_file() else "")
 
 
 def open_environments(
@@ -387,7 +391,8 @@ def export(run: Run, out: Path, params: Params) -> None:
     if run.cfg.export_hf == "none":
         return
     cfg, folder = run.cfg, Path(run.cfg.export_hf or out / "hf")
-    how = {"writes": jax.process_index() == 0, "chat_template": cfg.chat_template}
+    template = template_of(cfg, run.adapters)
+    how = {"writes": jax.process_index() == 0, "chat_template": template}
     try:
         if run.model.lora and cfg.export_lora == "adapters":
             base = cfg.model_path, cfg.model_revision
@@ -437,6 +442,8 @@ def made_with_of(run: Run) -> dict[str, str]:
             files += [run.adapters / lora.CONFIG, run.adapters / hf.ADAPTERS]
         values["the model's weights"] = digest_of([digest_of_file(file) for file in files])
     values["ENVIRONMENT_CLASS"] = Path(cfg.environment_class).name
+    if run.environments:  # it also writes what is said after the first turn
+        values["the chat template"] = processes.digest(run.tokenizer.chat_template.encode())
     sources = {"REWARD_FN": entries, "ENVIRONMENT_CLASS": [cfg.environment_class]}
     for setting, named in sources.items():
         for file in {entry.rpartition(":")[0] for entry in named if ":" in entry}:

@@ -313,7 +313,9 @@ def begin_folder(folder: Path, source: str) -> None:
     export has left there: first the files that mark a complete folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / EXPORTED).write_text(json.dumps({"model": source}) + "\n", encoding="utf-8")
-    for old in [*(folder / marker for marker in MARKERS), *folder.glob("*model*.safetensors*")]:
+    template = folder / "chat_template.jinja"
+    weights = folder.glob("*model*.safetensors*")
+    for old in [*(folder / marker for marker in MARKERS), template, *weights]:
         old.unlink(missing_ok=True)
 
 

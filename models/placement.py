@@ -57,9 +57,14 @@ def how_to_compute(
     itemsize = jnp.dtype(dtype).itemsize
     auto = (1, -1, 1)
     if model.lora:  # adapters need little memory; the base is split only as far as it demands
-        auto = (-1, 1, rollout_tp(model, devices, itemsize, math.inf)[0])
+        auto = (-1, 1, rollout_tp(model, devices, itemsize, math.inf, model.num_heads)[0])
     mesh = make_mesh("MESH_SHAPE", cfg.mesh_shape, devices, auto)
     stop_if_indivisible("MESH_SHAPE", model, mesh)
+    if model.num_heads % mesh.shape["tp"]:  # attention of training splits whole heads
+        raise UserMistake(
+            f"MESH_SHAPE (dp,fsdp,tp) = {mesh_text(mesh)}: tp={mesh.shape['tp']} does not divide "
+            f"the model's {model.num_heads} query heads; use a smaller tp and more dp"
+        )
     layout = Layout(mesh, TRAIN_BATCH_AXES)
     processes, T = len(devices) // local_count(devices), cfg.max_length_sample
     R = sizes.micro_batch_size * processes
@@ -170,28 +175,33 @@ def choose_layer_loop(platform: str, remat: str) -> str:
 # ---- Tensor parallelism --------------------------------------------------------------------------
 
 
-def possible_tp(model: ModelConfig, local_devices: int) -> list[int]:
-    """The powers of two that divide a host's devices and every dimension that tp splits."""
+def possible_tp(model: ModelConfig, local_devices: int, heads: int) -> list[int]:
+    """The powers of two that divide a host's devices, every dimension that tp splits, and the
+    number `heads`."""
     leaves = jax.tree.leaves(param_table(model))
     pairs = [pair for leaf in leaves for pair in zip(leaf.shape, leaf.axes, strict=True)]
     sizes = [size for size, axes in pairs if axes and "tp" in axes]
     powers = [2**i for i in range(local_devices.bit_length())]
-    return [tp for tp in powers if not any(size % tp for size in (local_devices, *sizes))]
+    return [tp for tp in powers if not any(size % tp for size in (local_devices, heads, *sizes))]
 
 
 def rollout_tp(
-    model: ModelConfig, devices: Sequence[jax.Device], itemsize: int, seconds: float = READ_SECONDS
+    model: ModelConfig,
+    devices: Sequence[jax.Device],
+    itemsize: int,
+    seconds: float = READ_SECONDS,
+    heads: int = 0,
 ) -> tuple[int, str]:
     """The tp of decoding, and the reason: the smallest with which the weights, of `itemsize` bytes
     each, take at most 40 % of the memory of a device, and on a TPU are read in so many seconds, or
-    else the largest that is possible."""
+    else the largest that is possible. heads: a number that it has to divide, 0 for any."""
     # A process can ask only for the memory of its devices; a device of another machine has the
     # memory of its chip.
     device = next((d for d in devices if d.process_index == jax.process_index()), devices[0])
     weights, limit = itemsize * num_params(model), 0.4 * memory_bytes(device)
     if chip := chip_of(device):
         limit = min(limit, seconds * chip.hbm_gbps * 1e9)
-    possible = possible_tp(model, local_count(devices))
+    possible = possible_tp(model, local_count(devices), heads)
     tp = next((tp for tp in possible if weights / tp <= limit), possible[-1])
     return tp, f"{weights / tp / 1e9:.3g} GB of weights on a device"
 

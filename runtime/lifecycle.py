@@ -1,7 +1,8 @@
 """How a run goes on and ends: what it saves, and what follows a signal, a mistake or a bad step.
 
-After a signal the run saves a checkpoint of its last complete step. Everything else that stops a
-run ends it at once: the newest complete checkpoint stays, and the same command goes on from it.
+After a signal the run saves a checkpoint of its last complete step, and so it does after a user's
+mistake, such as a reward that fails, if there is one process. Everything else that stops a run ends
+it at once: the newest complete checkpoint stays, and the same command goes on from it.
 """
 
 import contextlib
@@ -10,6 +11,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
+
+import jax
 
 from runtime.checkpoint import Checkpoints
 from runtime.mistakes import Unwritable, UserMistake, fail, in_one_line
@@ -85,9 +88,9 @@ class Lifecycle:
 
     @contextlib.contextmanager
     def ending(self, save: Callable[[], None]) -> Iterator[None]:
-        """Runs the steps. After a signal it saves the last complete step and ends the program. A
-        user's mistake and a file that cannot be written end the program, too. The summary says why
-        the run has ended, also after any other error.
+        """Runs the steps. After a signal it saves the last complete step and ends the program, and
+        so it does after a user's mistake, if there is one process. A file that cannot be written
+        ends the program, too. The summary says why the run has ended, also after any other error.
 
         save: calls Lifecycle.save with the newest arrays.
         """
@@ -102,6 +105,11 @@ class Lifecycle:
                 self.log.line(f"STOPPED: {signal} steps={self.progress.step} saved_step={saved}")
                 self.close(STOPPED, str(signal))
                 raise SystemExit(signal.exit_code) from None
+            except UserMistake:  # of a reward or an environment, before the step changes anything
+                if jax.process_count() == 1:  # several processes would have to agree on it
+                    save()
+                    self.checkpoints.wait()
+                raise
         except Unwritable as error:
             self._close_failed(str(error))
             raise SystemExit(f"error: {error}") from None

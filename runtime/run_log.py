@@ -153,7 +153,7 @@ def replace_file(file: Path, text: str) -> None:
 
 def cut_back(file: Path, step: int, kept: Collection[str] = frozenset()) -> None:
     """Ends the file before the first line that a run will write again if it goes on after `step`
-    steps, and before a last line that is incomplete. Makes a file that is missing.
+    steps, and before a last line that is incomplete or damaged. Makes a file that is missing.
 
     kept: the kinds of evaluations, "eval" or "eval_full", whose lines after `step` steps stay.
     Raises OSError.
@@ -164,7 +164,10 @@ def cut_back(file: Path, step: int, kept: Collection[str] = frozenset()) -> None
         for line in lines:
             if not line.endswith(b"\n"):
                 break
-            record = json.loads(line)
+            try:
+                record = json.loads(line)
+            except ValueError:  # A crash of the machine may leave zeros at the end of a file.
+                break
             later = record["step"] - step
             kinds = {name.partition("/")[0] for name in record} | {record.get("evaluation")}
             if later > 0 or (later == 0 and kinds.isdisjoint(kept)):

@@ -56,7 +56,7 @@ from models.model import (
 from runtime.layout import shard_batch
 from runtime.mistakes import UserMistake
 from sampling import NaiveBackend, Stopping, stop_if_stale
-from startup import set_up
+from startup import export, set_up
 from update import (
     micro_step,
     zero_grads,
@@ -409,7 +409,15 @@ def test_a_folder_keeps_its_chat_template_and_the_revision_of_its_base(tmp_path:
     lora.save_adapters(folder, params, model, base, "v2", chat_template=str(template), **written)
     assert lora.base_of(folder) == (base, "v2")
     env = DATA | {"MODEL_PATH": str(folder)}
-    assert set_up(Config.from_env(env)).tokenizer.chat_template.endswith("{# mine #}")
+    run = set_up(Config.from_env(env))
+    assert run.tokenizer.chat_template.endswith("{# mine #}")
+    for how in ("adapters", "merged"):  # what is trained from this folder keeps it too
+        cfg = dataclasses.replace(run.cfg, export_lora=how, export_hf=str(tmp_path / f"of_{how}"))
+        export(
+            dataclasses.replace(run, cfg=cfg), tmp_path, init_params(run.model, jax.random.key(0))
+        )
+        exported = (tmp_path / f"of_{how}" / "chat_template.jinja").read_text(encoding="utf-8")
+        assert exported.endswith("{# mine #}")
     other = env | {"CHAT_TEMPLATE": str(REPO / "docs" / "chat_template.jinja")}
     assert set_up(Config.from_env(other)).tokenizer.chat_template == text
 

@@ -206,6 +206,19 @@ def test_a_mesh_that_does_not_divide_the_weights_is_refused_under_its_setting(se
         how_to_compute(cfg, odd, derive(cfg, 1, 8), 16, jax.devices())
 
 
+def test_a_training_mesh_that_splits_a_head_is_refused_and_auto_makes_none() -> None:
+    model = dataclasses.replace(MODEL, num_heads=12, num_kv_heads=4)
+    cfg = Config.from_env({"NUM_PRE_Q": "8", "MESH_SHAPE": "1,1,8"})
+    with pytest.raises(
+        UserMistake, match="^MESH_SHAPE .*tp=8 does not divide the model's 12 query"
+    ):
+        how_to_compute(cfg, model, derive(cfg, 1, 8), 16, jax.devices())
+    assert (placement.possible_tp(model, 8, 0), placement.possible_tp(model, 8, 12)) == (
+        [1, 2, 4, 8],
+        [1, 2, 4],
+    )
+
+
 def test_a_run_trains_on_fsdp_and_decodes_without_remat_on_meshes_of_all_devices() -> None:
     cfg = Config.from_env({"NUM_PRE_Q": "8", "ROLLOUT_MESH_SHAPE": "2,1,4", "REMAT": "full"})
     training, rollout, reason = how_to_compute(cfg, MODEL, derive(cfg, 1, 8), 16, jax.devices())

@@ -106,7 +106,8 @@ class Lifecycle:
                 self.close(STOPPED, str(signal))
                 raise SystemExit(signal.exit_code) from None
             except UserMistake:  # of a reward or an environment, before the step changes anything
-                if jax.process_count() == 1:  # several processes would have to agree on it
+                # Several processes would have to agree on it, and no step is nothing to lose.
+                if jax.process_count() == 1 and self.progress.step:
                     save()
                     self.checkpoints.wait()
                 raise

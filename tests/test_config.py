@@ -273,6 +273,11 @@ MODEL_PATH=m -> a step has 2 prompts for each device; ROLLOUT_GLOBAL_BATCH_SIZE 
 LR_DECAY_STEPS=100 STEPS=200 -> LR_DECAY_STEPS=100 is less than STEPS=200
 TOP_K=9 SAMPLING_SUPPORT=full -> TOP_K, TOP_P, MIN_P change sampling only, and the loss has a bias
 MODEL=org/name -> MODEL=org/name is ignored; the setting is called MODEL_PATH
+BATCH_SIZE=4 MODEL_PATH=m EPS_LOW=0.1 -> EPS_LOW=0.1 does nothing with one update per step
+BATCH_SIZE=4 MODEL_PATH=m EPS_HIGH=0.28 -> EPS_HIGH=0.28 does nothing with one update per step
+BATCH_SIZE=4 MODEL_PATH=m OVERLONG_CACHE=3 -> OVERLONG_CACHE=3 does nothing with REWARD_FN=
+BATCH_SIZE=4 MODEL_PATH=m SGLANG_JAX_DTYPE=float32 -> SGLANG_JAX_DTYPE=float32 does nothing with
+BATCH_SIZE=4 MODEL_PATH=m LORA_ALPHA=8 -> LORA_ALPHA=8.0 does nothing with LORA_RANK=0
 """
 NO_NOTES = """
 MODEL_PATH=m BATCH_SIZE=4
@@ -280,6 +285,8 @@ MODEL_PATH=m STEPS=0
 LR_DECAY_STEPS=100 STEPS=200 LR_SCHEDULE=constant
 EVAL_EVERY_STEPS=0
 MODEL=org/name MODEL_PATH=org/other BATCH_SIZE=4
+MODEL_PATH=m BATCH_SIZE=4 EPS_LOW=0.1 NUM_MINI_BATCHES=2
+MODEL_PATH=m BATCH_SIZE=4 EPS_HIGH=3 LOSS_TYPE=cispo
 """
 
 

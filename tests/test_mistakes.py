@@ -102,20 +102,23 @@ def test_a_mistake_ends_a_run_in_one_line_with_exit_code_2(tmp_path, few, name) 
     assert_ended(run_as_user(tmp_path / "run", **{"DATASET": few} | env), words)
 
 
-FAILS_IN_THE_THIRD_STEP = """
+FAILS_AFTER = """
 STEPS = []
 def reward(completions, **columns):
     STEPS.append(1)
-    return [1.0] * (len(completions) if len(STEPS) < 3 else 1)
+    return [1.0] * (1 if len(STEPS) > {steps} else len(completions))
 """
 
 
-def test_a_reward_that_fails_ends_a_run_which_first_saves_the_steps_before(tmp_path, few) -> None:
-    (tmp_path / "mine.py").write_text(FAILS_IN_THE_THIRD_STEP)
+@pytest.mark.parametrize("steps, saved", [(0, []), (2, ["2"])])
+def test_a_reward_that_fails_ends_a_run_which_first_saves_the_steps_before(
+    tmp_path, few, steps, saved
+) -> None:
+    (tmp_path / "mine.py").write_text(FAILS_AFTER.format(steps=steps))
     env = {"REWARD_FN": f"{tmp_path}/mine.py:reward", "DATASET": few, "STEPS": "4"}
     env |= {"EVAL_EVERY_STEPS": "0", "BATCH_SIZE": "2", "MAX_LENGTH_SAMPLE": "8"}
     run = run_as_user(tmp_path / "run", **env)
     assert_ended(run, "16 rewards, not 1", leaves=True)
     summary = json.loads((run.out / "summary.json").read_text())
     assert summary["state"] == "failed" and "16 rewards, not 1" in summary["why"]
-    assert [file.name for file in (run.out / "checkpoints").glob("[0-9]*")] == ["2"]
+    assert [file.name for file in (run.out / "checkpoints").glob("[0-9]*")] == saved

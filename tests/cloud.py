@@ -92,7 +92,9 @@ class Cloud:
 
     def faults(self, *faults: tuple[int, str, str]) -> None:
         """Breaks commands on workers from now on; stand_in_gcloud.py describes the faults."""
-        (self.folder / "faults.json").write_text(json.dumps(faults))
+        written = self.folder / "faults.new"
+        written.write_text(json.dumps(faults))
+        written.replace(self.folder / "faults.json")  # a command that runs finds a complete file
 
     def train_with(self, program: str) -> None:
         """Puts a program in place of train_grpo.py, so that a run takes no time of its own."""

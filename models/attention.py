@@ -2,8 +2,9 @@
 
 Two implementations give the same values, and skip the blocks of keys that no query may see. `xla`
 goes through blocks in plain JAX (blocks.py); `splash` is the block-sparse TPU kernel that ships
-with jax, and has no sliding window. Prompts alone, in the rollout, are multiplied with dense masks:
-if their scores need more than SCORES_BYTES, in chunks of queries, so that they never exist at once.
+with jax, and has no sliding window. Short rows, and prompts alone in the rollout, are multiplied
+with dense masks instead of `xla`'s blocks: if their scores need more than SCORES_BYTES, in chunks
+of queries, so that they never exist at once.
 
 Dimensions: X rows of t = S + C tokens: S for prompts and C for completions, R = G*share sequences
 and S prompt tokens in decoding, H query heads, N kv heads, h head_dim.
@@ -22,8 +23,10 @@ from jax.sharding import PartitionSpec
 from models.blocks import MASKED, block_attention
 from runtime.layout import Layout, constrain_batch
 
-# Bytes of float32 scores, about, of prompts alone that a device holds.
+# Bytes of float32 scores, about, that a device holds of short rows and of prompts alone.
 SCORES_BYTES = 256 * 2**20
+# The most tokens of a short row. On CPUs blocks were slower up to here, by up to 70 percent.
+SHORT_TOKENS = 384
 # Tokens of a block of `xla`. On CPUs 64 was the fastest of 32 to 512. Elsewhere small blocks would
 # be many small kernels.
 BLOCK = {"cpu": 64, "others": 512}
@@ -118,11 +121,16 @@ def attention(q: jax.Array, kv: KV, rows: PackedRows, layout: Layout, impl: str)
     """
     q = q * q.shape[-1] ** -0.5
     S, (X, t) = rows.S, rows.prompt.shape
-    if impl == "splash" or t > S:
+    if impl == "splash" or t > max(S, SHORT_TOKENS):
         return _on_each_device(q, kv, rows, layout, impl)
     place = jnp.broadcast_to(jnp.arange(t), (X, t))
-    tokens = [place, rows.prompt, rows.start, *rows.window]
-    return _in_chunks(q, kv, jnp.stack(tokens, axis=-1), S, layout)
+    tokens = jnp.stack([place, rows.prompt, rows.start, *rows.window], axis=-1)  # [X, t, 3 or 5]
+    prompts = KV(kv.k[..., :S], kv.v[:, :, :S]), tokens[:, :S]
+    out = _in_chunks(q[:, :S], tokens[:, :S], *prompts, S, layout)  # [X, S, H*h]
+    if t == S:
+        return out
+    of_completions = _in_chunks(q[:, S:], tokens[:, S:], kv, tokens, S, layout)
+    return jnp.concatenate([out, of_completions], axis=1)
 
 
 def cached_attention(
@@ -146,35 +154,37 @@ def cached_attention(
     )
 
 
-# ---- Prompts alone, and a new token --------------------------------------------------------------
+# ---- Short rows, prompts alone, and a new token --------------------------------------------------
 # `_in_chunks` chooses how many queries are computed at a time, `_dense` joins parts of keys in one
 # softmax, and `_unnormalized` computes one part.
 
 
 def _seen(queries: jax.Array, keys: jax.Array, S: int) -> jax.Array:
-    """[..., queries, keys] bool: what a query sees. Both hold place, prompt, start and the window
-    of PackedRows in the last dimension."""
+    """[X, queries, keys] bool: what a query sees. queries, keys: [X, tokens, 3 or 5] int32, their
+    place, prompt, start and the window of PackedRows."""
     place, prompt, start, *window = jnp.moveaxis(queries[..., :, None, :], -1, 0)
     key, key_prompt, _, *key_window = jnp.moveaxis(keys[..., None, :, :], -1, 0)
     seen = (key <= place) & (key_prompt == prompt) & ((key < S) | (key >= start))
     return seen & (key_window[0] >= window[1]) if window else seen
 
 
-def _in_chunks(q: jax.Array, kv: KV, tokens: jax.Array, S: int, layout: Layout) -> jax.Array:
+def _in_chunks(
+    q: jax.Array, queries: jax.Array, kv: KV, keys: jax.Array, S: int, layout: Layout
+) -> jax.Array:
     """_dense with the mask of `_seen`: [X, t, H*h]. It takes as many queries at a time as
     SCORES_BYTES allows.
 
-    q: [X, t, H, h]. tokens: [X, t, 3], or with a window [X, t, 5].
+    q: [X, t, H, h]. queries, keys: as in `_seen`.
     """
     X, t, H, h = q.shape
-    query_bytes = 4 * X * H * t // layout.mesh.size  # on each device
+    query_bytes = 4 * X * H * keys.shape[1] // layout.mesh.size  # on each device
     size = min(max(SCORES_BYTES // max(query_bytes, 1), 1), t)  # queries of a chunk
 
     def chunk(q: jax.Array, queries: jax.Array) -> jax.Array:
-        return _dense(q, [(kv, _seen(queries, tokens, S))], layout)
+        return _dense(q, [(kv, _seen(queries, keys, S))], layout)
 
     if size >= t:
-        return chunk(q, tokens)
+        return chunk(q, queries)
     chunks = -(-t // size)
     size = -(-t // chunks)  # chunks of equal size need the least padding
 
@@ -184,7 +194,7 @@ def _in_chunks(q: jax.Array, kv: KV, tokens: jax.Array, S: int, layout: Layout) 
 
     # No scores are kept; backward computes the scores of each chunk again.
     recomputed = jax.checkpoint(lambda x: chunk(*x), prevent_cse=False)
-    out = jax.lax.map(recomputed, (cut(q), cut(tokens)))  # [chunks, X, size, H*h]
+    out = jax.lax.map(recomputed, (cut(q), cut(queries)))  # [chunks, X, size, H*h]
     return out.swapaxes(0, 1).reshape(X, chunks * size, H * h)[:, :t]
 
 

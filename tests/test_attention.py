@@ -193,6 +193,12 @@ def assert_same(got: Result, expected: Result, tolerance: float = 1e-5) -> None:
 
 
 @pytest.fixture(autouse=True)
+def blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes `xla` go through blocks, however short the rows are."""
+    monkeypatch.setattr(attention, "SHORT_TOKENS", 0)
+
+
+@pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes splash run in Pallas' interpreter."""
     interpreting = functools.partial(attention._on_each_device, interpret=True)
@@ -208,6 +214,19 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_values_and_gradients_are_those_of_numpy(impl: str, shape: tuple[Any, ...]) -> None:
     x = inputs(*shape)
     assert_same(run(x, impl), numpy_attention(x))
+
+
+@pytest.mark.parametrize("window", [2**30, 5])
+@pytest.mark.parametrize("shape", SMALL, ids=str)
+def test_short_rows_are_multiplied_at_once(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[Any, ...], window: int
+) -> None:
+    x = within(inputs(*shape), window)
+    short = shape[0] + shape[1]
+    for tokens, loops in ((short - 1, shape[1] > 0), (short, False)):
+        monkeypatch.setattr(attention, "SHORT_TOKENS", tokens)
+        assert ("while" in str(jax.make_jaxpr(attend(x, "xla"))(*arguments(x)))) == loops
+    assert_same(run(x, "xla"), numpy_attention(x))
 
 
 @pytest.mark.parametrize("block", [1, 4, 16, 81])

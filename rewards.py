@@ -16,7 +16,7 @@ from fractions import Fraction
 import numpy as np
 
 from runtime.mistakes import UserMistake
-from runtime.reward_worker import RewardWorker, WorkerFunction, worker_of
+from runtime.reward_worker import RewardWorker, worker_function, worker_of
 
 SYSTEM_PROMPT = """\
 Reason step by step inside <think> </think>. Then, on the next line, write only the final number \
@@ -273,6 +273,7 @@ def load_reward_functions(
         if names.count(name) > 1:
             raise UserMistake(f"REWARD_FN: two rewards have the name {name}; rename one")
     return [
-        known.get(entry) or WorkerFunction(worker_of("REWARD_FN", entry, timeout_s, workers), entry)
+        known.get(entry)
+        or worker_function(worker_of("REWARD_FN", entry, timeout_s, workers), entry)
         for entry in entries
     ]

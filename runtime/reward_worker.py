@@ -61,7 +61,7 @@ class RewardWorker:
         """Returns what the request, a function of _Server, returns.
 
         what: what is called, for messages, such as "REWARD_FN my.py:score". more_s: seconds that
-        the request may take beyond the time limit.
+        the request may take beyond the time limit. Without a reply in this time the worker ends.
         Raises UserMistake with a message of one line for every failure.
         """
         if request in LOADING:
@@ -69,16 +69,9 @@ class RewardWorker:
         else:
             limit_s, setting = self._timeout_s + more_s, f"REWARD_TIMEOUT_S={self._timeout_s:g}"
             late = f"is not done after {setting}; raise it or speed it up"
-        return self._send(what, limit_s, late, request, *arguments)
-
-    def _send(self, what: str, limit_s: float, late: str, *request: Any) -> Any:
-        """Sends the request and returns what the reply holds.
-
-        Without a reply within limit_s it ends the worker; `late` is the error message then.
-        """
         reply: dict = {}
         try:
-            self._connection.send_bytes(json.dumps(request).encode())
+            self._connection.send_bytes(json.dumps([request, *arguments]).encode())
             reply = {"error": late}
             if self._connection.poll(limit_s):
                 # parse_int: an integer too large for a float becomes inf, which the caller refuses.
@@ -116,24 +109,19 @@ def worker_of(
     return workers[file]
 
 
-class WorkerFunction:
-    """A reward function of a user's file, which a reward worker calls."""
+def worker_function(worker: RewardWorker, source: str) -> Callable[..., list[float | None]]:
+    """The reward function of a user's file, "file.py:name", once the worker has loaded the file.
+    The function and its loading raise UserMistake."""
+    name, what = source.rpartition(":")[2], f"REWARD_FN {source}"
+    seconds = worker.ask(what, "find", name)  # that each completion adds to the time limit
 
-    def __init__(self, worker: RewardWorker, source: str) -> None:
-        """source: "file.py:name". Returns when the file is loaded. Raises UserMistake."""
-        self.__name__ = source.rpartition(":")[2]
-        self._worker, self._what = worker, f"REWARD_FN {source}"
-        self._more_s = worker.ask(self._what, "find", self.__name__)
+    def rewards(completions: list[str], /, **columns: list) -> list[float | None]:
+        """The rewards of the completions. columns: lists of the same length, of what JSON holds."""
+        more_s = seconds * len(completions)
+        return worker.ask(what, "call", name, completions, columns, more_s=more_s)
 
-    def __call__(self, completions: list[str], /, **columns: list) -> list[float | None]:
-        """Returns the rewards of the completions. columns: lists of the same length, of what JSON
-        can hold. Raises UserMistake."""
-        more_s = self._more_s * len(completions)
-        arguments = self.__name__, completions, columns
-        return self._worker.ask(self._what, "call", *arguments, more_s=more_s)
-
-    def close(self) -> None:
-        self._worker.close()
+    rewards.__name__ = name
+    return rewards
 
 
 # ---- In the reward worker ------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import pytest
 from data import Prompt, batch_indices, build_prompts, fit_prompts, load_examples, opened_tag
 from models import hf
 from runtime.mistakes import UserMistake
-from runtime.reward_worker import WorkerFunction, worker_of
+from runtime.reward_worker import worker_function, worker_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -159,8 +159,8 @@ def test_what_json_holds_reaches_a_reward_function_of_a_file_unchanged(tmp_path:
     source = f"def same(completions, **columns): return [float(columns == {given!r})]"
     (tmp_path / "mine.py").write_text(source)
     source = f"{tmp_path / 'mine.py'}:same"
-    with closing(WorkerFunction(worker_of("REWARD_FN", source, 10, {}), source)) as function:
-        assert function(["a"], **given) == [1.0]
+    with closing(worker_of("REWARD_FN", source, 10, {})) as worker:
+        assert worker_function(worker, source)(["a"], **given) == [1.0]
 
 
 def test_a_folder_names_the_file_that_is_bad(tmp_path: Path) -> None:

@@ -16,10 +16,9 @@ from runs import REPO, Result, assert_same_run, run_as_user
 import data
 from config import Config
 from data import load_examples
-from rewards import load_reward_functions
+from rewards import RewardFunction, load_reward_functions
 from runtime.mistakes import UserMistake
 from runtime.parsing import GYM_TASKS
-from runtime.reward_worker import WorkerFunction
 from startup import set_up
 
 SUMS = "reasoning_gym:chain_sum?max_terms=3&max_digits=2&size=400"
@@ -153,16 +152,17 @@ def test_arguments_become_what_the_task_takes() -> None:
 
 
 @pytest.fixture(scope="module")
-def score() -> Iterator[WorkerFunction]:
+def score() -> Iterator[RewardFunction]:
     """The reward of a task's answers, as a run loads it beside a built-in one."""
     gym()
     named = f"{GYM_TASKS}:score_answer,reward_format"
-    function, _ = load_reward_functions(named, 60, 32, 0, {})
-    with closing(function):
+    workers = {}
+    function, _ = load_reward_functions(named, 60, 32, 0, workers)
+    with closing(*workers.values()):
         yield function
 
 
-def scores(score: WorkerFunction, dataset: str, texts: list[str]) -> list[float]:
+def scores(score: RewardFunction, dataset: str, texts: list[str]) -> list[float]:
     """Of texts as completions of the first question of a task."""
     (example, *_) = load_examples(f"reasoning_gym:{dataset}", "", "train")
     return score(texts, **{name: [x] * len(texts) for name, x in example.items()})
@@ -202,8 +202,9 @@ def test_an_answer_that_takes_ages_or_ends_python_gets_0_and_the_next_one_its_sc
     texts = ["9**9**9**9", "9**9**9**9", "9**9**9**9", "exit()", "(" * 5000, right]
     answers = [f"<answer>{text}</answer>" for text in texts]
     # Three seconds are more than REWARD_TIMEOUT_S, to which each answer adds a second.
-    (score,) = load_reward_functions(f"{GYM_TASKS}:score_answer", 2, 32, 0, {})
-    with closing(score):
+    workers = {}
+    (score,) = load_reward_functions(f"{GYM_TASKS}:score_answer", 2, 32, 0, workers)
+    with closing(*workers.values()):
         given = scores(score, "countdown?size=2", answers)
     assert given == [0.0, 0.0, 0.0, pytest.approx(0, abs=0.01), 0.01, 1.0]
 

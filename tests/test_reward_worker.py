@@ -7,7 +7,8 @@ import sys
 import textwrap
 import threading
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import pytest
 from rewards import RewardFunction, load_reward_functions, total_rewards
 from runtime import reward_worker
 from runtime.mistakes import UserMistake
-from runtime.reward_worker import WorkerFunction, worker_of
+from runtime.reward_worker import worker_function, worker_of
 
 TOP = Path(reward_worker.__file__).parent.parent  # the repo's top folder
 
@@ -84,9 +85,11 @@ def folder(tmp_path_factory):
     return folder
 
 
-def worker(folder, name: str, timeout_s: float = 30.0) -> closing:
+@contextmanager
+def worker(folder: Path, name: str, timeout_s: float = 30.0) -> Iterator[RewardFunction]:
     source = f"{folder / 'mine.py'}:{name}"
-    return closing(WorkerFunction(worker_of("REWARD_FN", source, timeout_s, {}), source))
+    with closing(worker_of("REWARD_FN", source, timeout_s, {})) as process:
+        yield worker_function(process, source)
 
 
 def load(reward_fn: str) -> list[RewardFunction]:
@@ -108,8 +111,10 @@ def test_a_user_s_file_imports_rewards_py_from_any_folder(folder, tmp_path, monk
 def test_the_example_of_the_docs_is_a_reward_function(tmp_path: Path) -> None:
     text = (TOP / "docs" / "rewards_and_data.md").read_text(encoding="utf-8")
     (tmp_path / "my_rewards.py").write_text(text.split("```python\n")[1].split("```")[0])
-    functions = load(f"{tmp_path}/my_rewards.py:close_answer, reward_format")
-    with closing(functions[0]):
+    workers = {}
+    source = f"{tmp_path}/my_rewards.py:close_answer, reward_format"
+    functions = load_reward_functions(source, 30, 9, 2, workers)
+    with closing(*workers.values()):
         completions = ["<think>3 * 4</think>\n<answer>12.5</answer>", "14", "?", "<answer>9"]
         columns = {"answer": ["#### 12", "3 and #### 12", "#### 12", "no number"]}
         totals, _ = total_rewards(completions, columns, functions, [1.0, 0.5])
@@ -229,9 +234,9 @@ def test_the_worker_ends_after_its_parent_died_in_a_call(folder: Path) -> None:
     import os
     import threading
     import time
-    from runtime.reward_worker import WorkerFunction, worker_of
+    from runtime.reward_worker import worker_function, worker_of
     source = {str(folder / "mine.py") + ":echo"!r}
-    function = WorkerFunction(worker_of("REWARD_FN", source, 9.0, {{}}), source)
+    function = worker_function(worker_of("REWARD_FN", source, 9.0, {{}}), source)
     columns = {{"pause": [600.0]}}
     threading.Thread(target=function, args=[["1"]], kwargs=columns).start()
     time.sleep(0.3)

@@ -189,8 +189,9 @@ def puzzles(countdown: Path) -> list[dict[str, str]]:
 
 
 def rewards_of(countdown: Path, texts: list[str], **columns: list[str]) -> list[float]:
-    (reward,) = load_reward_functions(f"{countdown}/countdown.py:countdown", 10, 32, 0, {})
-    with closing(reward):
+    workers = {}
+    (reward,) = load_reward_functions(f"{countdown}/countdown.py:countdown", 10, 32, 0, workers)
+    with closing(*workers.values()):
         return reward([f"<answer>{text}</answer>" for text in texts], **columns)
 
 

@@ -8,7 +8,6 @@ middle of the numbers that are left. Its last steps show a player who is careles
 games, and ignores the answers there. After that the model plays carelessly most of the time, so
 that reinforcement learning has to teach it to use the answers.
 """
-# ruff: noqa: E402 - the folder of the project has to be on the path before its modules are imported
 
 import argparse
 import random
@@ -20,6 +19,7 @@ import jax
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
 
+from models import hf
 from recipes.guess import Guess
 from tools import make_tiny
 
@@ -68,7 +68,7 @@ def main() -> None:
     make_tiny.write_tokenizer(folder, prompts + ["higher lower Say a number."] * 50)
     model, tokenizer = make_tiny.write_config(folder, make_tiny.MODEL | SIZES)
     params = make_tiny.warm_up(model, tokenizer, train + test, STAGES, game, T=48)
-    make_tiny.write_weights(folder, model, params)
+    hf.save_tensors(dict(hf.hf_tensors(params, model)), folder / hf.WEIGHTS)
     print(f"{folder} has a model, {len(train)} questions and {len(test)} held-out ones.")
 
 

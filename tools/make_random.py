@@ -5,7 +5,6 @@
 
 NAME=NUMBER replaces a value of config.json. The weights are float32.
 """
-# ruff: noqa: E402 - the project's folder comes into sys.path before the imports from it
 
 import argparse
 import json
@@ -14,7 +13,6 @@ import sys
 from pathlib import Path
 
 import jax
-from safetensors.numpy import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
 
@@ -29,6 +27,7 @@ def make_random(source: Path, target: Path, changes: dict[str, int]) -> None:
     source: a model's folder, whose weights are not needed. changes: new values for config.json.
     Raises UserMistake if `target` exists, or for a config that this project cannot compute.
     """
+    jax.config.update("jax_platforms", "cpu")  # no accelerator is needed
     if target.exists():
         raise UserMistake(f"{target} exists; choose another folder")
     hf.read_config(source)  # for its mistakes
@@ -39,7 +38,7 @@ def make_random(source: Path, target: Path, changes: dict[str, int]) -> None:
     (target / "config.json").write_text(json.dumps(values | changes, indent=1) + "\n")
     model = hf.read_config(target)
     tensors = dict(hf.hf_tensors(init_params(model, jax.random.key(0)), model))
-    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    hf.save_tensors(tensors, target / hf.WEIGHTS)
 
 
 def change(text: str) -> tuple[str, int]:
@@ -56,7 +55,6 @@ def main() -> None:
     parser.add_argument("target", type=Path, help="Folder to make.")
     parser.add_argument("changes", nargs="*", type=change, metavar="NAME=NUMBER")
     args = parser.parse_args()
-    jax.config.update("jax_platforms", "cpu")  # no accelerator is needed
     try:
         make_random(args.source, args.target, dict(args.changes))
     except UserMistake as error:

@@ -7,7 +7,6 @@ the answers of a pupil who forgets most carries. After that the model keeps to t
 finds most answers in a few attempts, but its most likely answer is often wrong. So reinforcement
 learning has arithmetic to teach.
 """
-# ruff: noqa: E402 - the folder of the project has to be on the path before its modules are imported
 
 import argparse
 import functools
@@ -24,7 +23,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from safetensors.numpy import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
@@ -232,11 +230,6 @@ def write_config(folder: Path, values: dict[str, Any]) -> tuple[ModelConfig, Any
     return hf.read_config(folder), tokenizer
 
 
-def write_weights(folder: Path, model: ModelConfig, params: Params) -> None:
-    tensors = dict(hf.hf_tensors(params, model))
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
 # ---- Supervised warm-up --------------------------------------------------------------------------
 
 
@@ -318,7 +311,8 @@ def main() -> None:
     texts = [f"{example['question']} {solution(example, 0.0, rng)[0]}" for example in train]
     write_tokenizer(FOLDER, texts + [f"{SYSTEM_PROMPT} system user assistant"] * 50)
     model, tokenizer = write_config(FOLDER, MODEL)
-    write_weights(FOLDER, model, warm_up(model, tokenizer, train, STAGES))
+    params = warm_up(model, tokenizer, train, STAGES)
+    hf.save_tensors(dict(hf.hf_tensors(params, model)), FOLDER / hf.WEIGHTS)
 
 
 if __name__ == "__main__":

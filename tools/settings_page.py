@@ -2,7 +2,6 @@
 
 python tools/settings_page.py > docs/settings.md
 """
-# ruff: noqa: E402 - the project's folder comes into sys.path before the imports from it
 
 import dataclasses
 import itertools

@@ -4,7 +4,6 @@
 
 It runs train_grpo.py and reads the times in its metrics.jsonl; docs/speed.md explains the line.
 """
-# ruff: noqa: E402 - the folder of the project has to be on the path before its modules are imported
 
 import argparse
 import dataclasses
@@ -18,7 +17,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import yaml
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 
@@ -28,18 +26,19 @@ sys.path.insert(0, str(REPO))  # so that it runs from any folder
 from config import Config
 from models import hf
 from runtime.mistakes import UserMistake, fail
+from runtime.records import read_lines, read_settings
+from tools.make_random import make_random
 
-SETTINGS = [field.name.upper() for field in dataclasses.fields(Config)]
 # The model of a run without --model: these values of tiny/config.json make 5 million parameters.
-RANDOM_MODEL = (
-    "hidden_size=256",
-    "intermediate_size=1024",
-    "num_hidden_layers=4",
-    "num_attention_heads=4",
-    "num_key_value_heads=2",
-    "vocab_size=4096",
-    "max_position_embeddings=4096",
-)
+RANDOM_MODEL = {
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 4096,
+    "max_position_embeddings": 4096,
+}
 QUESTIONS = 256
 REWARD = """
 import zlib
@@ -47,18 +46,18 @@ import zlib
 def reward(completions, **columns):
     return [zlib.crc32(text.encode()) % 101 / 100 for text in completions]
 """
-
-
-# Small sizes, and nothing but steps. Settings of the user win.
-DEFAULTS = {
-    "ROLLOUT_GLOBAL_BATCH_SIZE": "8",
-    "NUM_PRE_Q": "4",
-    "MAX_LENGTH_SAMPLE": "128",
-    "TRAIN_MICRO_BATCH_SIZE": "8",
+ONLY_STEPS = {
     "EVAL_EVERY_STEPS": "0",
     "SAVE_EVERY_STEPS": "0",
     "EXPORT_HF": "none",
     "WANDB_MODE": "disabled",
+}
+# Small sizes, and nothing but steps. Settings of the user win.
+DEFAULTS = ONLY_STEPS | {
+    "ROLLOUT_GLOBAL_BATCH_SIZE": "8",
+    "NUM_PRE_Q": "4",
+    "MAX_LENGTH_SAMPLE": "128",
+    "TRAIN_MICRO_BATCH_SIZE": "8",
 }
 
 
@@ -119,36 +118,38 @@ def settings_of(folder: Path, steps: int, given: dict[str, str]) -> dict[str, st
 # ---- The run -------------------------------------------------------------------------------------
 
 
-def bench(args: argparse.Namespace) -> dict[str, Any]:
-    """Runs train_grpo.py in a folder that goes afterwards, and returns the fields of docs/speed.md.
+def train(settings: dict[str, str], *flags: str) -> list[dict[str, Any]]:
+    """Runs train_grpo.py as a user starts it, in a process of its own, and returns the records of
+    its metrics.jsonl. Settings in the environment of this process do not count."""
+    ours = [field.name.upper() for field in dataclasses.fields(Config)]
+    env = {name: text for name, text in os.environ.items() if name not in ours} | settings
+    command = [sys.executable, "train_grpo.py", *flags]
+    run = subprocess.run(command, cwd=REPO, env=env, stdout=sys.stderr)
+    if run.returncode:  # the run has said why
+        raise SystemExit(run.returncode)
+    return [*read_lines(Path(settings["OUTPUT_DIR"]) / "metrics.jsonl")]
 
-    The run is a process, as a user starts it; this one leaves the devices alone.
-    """
+
+def bench(args: argparse.Namespace) -> dict[str, Any]:
+    """Trains in a folder that goes afterwards, and returns the fields of docs/speed.md."""
     if args.steps < 3:
         raise UserMistake(f"--steps {args.steps}: the first two do not count; take 3 or more")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         settings = settings_of(folder, args.steps, dict(args.settings))
-        env = {name: text for name, text in os.environ.items() if name not in SETTINGS} | settings
-        Config.from_env(env)  # for its mistakes, before a model is made
+        Config.from_env(settings)  # for its mistakes, before a model is made
         if args.model:
             source = hf.fetch_model(args.model)
         else:
             source = folder / "random"
-            command = [sys.executable, REPO / "tools" / "make_random.py", REPO / "tiny", source]
-            subprocess.run([*command, *RANDOM_MODEL], stdout=sys.stderr, check=True)
+            make_random(REPO / "tiny", source, RANDOM_MODEL)
         make_model(source, folder / "model", args.mean_tokens)
         V = hf.read_config(source).vocab_size
         make_dataset(folder / "data", V, args.prompt_tokens)
         (folder / "reward.py").write_text(REWARD)
-
-        run = subprocess.run([sys.executable, REPO / "train_grpo.py"], env=env, stdout=sys.stderr)
-        if run.returncode:  # the run has said why
-            raise SystemExit(run.returncode)
-        lines = (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        ran = yaml.safe_load((folder / "run" / "config.yaml").read_text(encoding="utf-8"))
-    records = [record for record in map(json.loads, lines) if "time/train/step_s" in record]
-    return measurements(records) | {"device": ran["derived.device"]}
+        records = [record for record in train(settings) if "time/train/step_s" in record]
+        device = read_settings(folder / "run")["derived.device"]
+    return measurements(records) | {"device": device}
 
 
 def measurements(records: list[dict[str, Any]]) -> dict[str, float]:

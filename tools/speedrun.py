@@ -5,13 +5,9 @@
 Each seed is a process of its own with an empty compilation cache. It counts from its start to its
 end, which comes after the evaluation on all held-out questions.
 """
-# ruff: noqa: E402 - the folder of the project has to be on the path before its modules are imported
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,9 +17,9 @@ from typing import Any, NamedTuple
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))  # so that it runs from any folder
 
-from config import Config
 from runtime.mistakes import UserMistake, fail
-from tools.bench import SETTINGS, setting
+from runtime.processes import commit_of
+from tools.bench import ONLY_STEPS, setting, train
 
 
 class Track(NamedTuple):
@@ -43,13 +39,7 @@ FIXED = """
     MAX_PROMPT_LENGTH REWARD_FN ENVIRONMENT_CLASS MAX_TURNS SEED RESUME CHECKPOINT_DIR OUTPUT_DIR
     JAX_COMPILATION_CACHE_DIR
 """
-ONLY_TRAIN = {
-    "EVAL_EVERY_STEPS": "0",
-    "EVAL_FULL_SWEEP": "1",
-    "SAVE_EVERY_STEPS": "0",
-    "EXPORT_HF": "none",
-    "WANDB_MODE": "disabled",
-}
+ONLY_TRAIN = ONLY_STEPS | {"EVAL_FULL_SWEEP": "1"}
 
 
 def run(track: Track, given: dict[str, str], seed: int) -> dict[str, float]:
@@ -57,18 +47,10 @@ def run(track: Track, given: dict[str, str], seed: int) -> dict[str, float]:
     steps, of the rest of these steps, and of the evaluation."""
     with tempfile.TemporaryDirectory() as folder:
         fresh = {"OUTPUT_DIR": f"{folder}/run", "JAX_COMPILATION_CACHE_DIR": f"{folder}/cache"}
-        shell = {name: text for name, text in os.environ.items() if name not in SETTINGS}
-        env = shell | given | ONLY_TRAIN | fresh | {"SEED": str(seed)}
-        recipe = REPO / "recipes" / f"{track.recipe}.yaml"
-        Config.from_env(env, recipe)  # for its mistakes, before anything starts
-        command = [sys.executable, REPO / "train_grpo.py", "--config", recipe]
         began = time.monotonic()
-        done = subprocess.run(command, cwd=REPO, env=env, stdout=sys.stderr)
+        settings = given | ONLY_TRAIN | fresh | {"SEED": str(seed)}
+        records = train(settings, "--config", f"recipes/{track.recipe}.yaml")
         whole = time.monotonic() - began
-        if done.returncode:  # the run has said why
-            raise SystemExit(done.returncode)
-        lines = Path(folder, "run", "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    records = [json.loads(line) for line in lines]
     steps = [record for record in records if "time/train/step_s" in record]
     compiling = sum(record["compile/s"] for record in steps)
     return {
@@ -87,9 +69,7 @@ def row(name: str, given: dict[str, str], runs: list[dict[str, Any]]) -> str:
     seconds = [mean["whole"], start, mean["compiling"], mean["steps"], mean["evaluation"]]
     accuracies = ", ".join(f"{each['accuracy']:.3f}" for each in runs)
     settings = " ".join(f"{key}={value}" for key, value in given.items())
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(command, cwd=REPO, capture_output=True, text=True).stdout.strip()
-    cells = [name, settings, *(f"{each:.1f}" for each in seconds), accuracies, commit]
+    cells = [name, settings, *(f"{x:.1f}" for x in seconds), accuracies, commit_of(REPO)[:7]]
     return f"| {' | '.join(cells)} |"
 
 

@@ -6,7 +6,6 @@ python tools/settings_page.py > docs/settings.md
 import dataclasses
 import itertools
 import sys
-import textwrap
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
@@ -14,30 +13,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs 
 import config
 from runtime.parsing import to_text, yaml_name
 
-ABOUT_THE_TABLE = """\
-[migration.md](migration.md) says what each batch size counts. In the table, every number is at \
-least 0 if no other limit is given. "Kept" is yes if a resumed run must have the same value. If \
-others change, a resumed run must still get the same model, prompts, prompts per step and end of \
-the schedule. "Per process" is yes if the processes of a run may have different values."""
+HEAD = """
+[migration.md](migration.md) says what each batch size counts. In the table, every number is at
+least 0 if no other limit is given. "Kept" is yes if a resumed run must have the same value. If
+others change, a resumed run must still get the same model, prompts, prompts per step and end of
+the schedule. "Per process" is yes if the processes of a run may have different values.
+
+| setting | default | what it does | kept | per process |
+|---|---|---|---|---|"""
 
 
 def page() -> str:
-    """The text of docs/settings.md: the docstring of config.py, and a table."""
-    texts = [*config.__doc__.split("\n\n")[1:], ABOUT_THE_TABLE]
-    lines = [f"{textwrap.fill(text, 200, break_on_hyphens=False)}\n" for text in texts]
-    return "\n".join(["# Settings\n", *lines, *table()])
-
-
-def table() -> list[str]:
-    """Lines of Markdown: a table of the settings, with a line for the name of each group."""
-    header = "| setting | default | what it does | kept | per process |"
-    lines = [header, "|---|---|---|---|---|"]
-    groups = itertools.groupby(
-        dataclasses.fields(config.Config), lambda field: field.metadata["group"]
-    )
-    for group, fields in groups:
+    """The text of docs/settings.md: the docstring of config.py, and a table of the settings, with a
+    line for the name of each group."""
+    lines = ["# Settings\n" + config.__doc__.partition("\n")[2] + HEAD]
+    settings = dataclasses.fields(config.Config)
+    for group, fields in itertools.groupby(settings, lambda field: field.metadata["group"]):
         lines += [f"| **{group}** | | | | |", *map(line_of, fields)]
-    return lines
+    return "\n".join(lines)
 
 
 def line_of(field: dataclasses.Field) -> str:

@@ -21,31 +21,28 @@ class Chip(NamedTuple):
     kinds: tuple[str, ...]  # the beginnings of its jax device_kind
     tflops: float  # dense matmuls in bfloat16; of a GPU without bfloat16 in float32
     hbm_gib: float  # what the TPU's compiler lets a program use, or what CUDA finds on a GPU
-    hbm_gbps: float  # GB/s
+    hbm_gbps: float = math.inf  # GB/s of a TPU's memory
 
 
-CHIPS = {
+CHIPS = {  # TPUs
     "v4": Chip(("TPU v4",), 275, 30.75, 1228),
     "v5e": Chip(("TPU v5 lite", "TPU v5e"), 197, 15.75, 819),
-    "v5p": Chip(("TPU v5",), 459, 95.74, 2765),
-    "v6e": Chip(("TPU v6",), 918, 31.25, 1640),
+    "v5p": Chip(("TPU v5", "TPU v5p"), 459, 95.74, 2765),
+    "v6e": Chip(("TPU v6 lite", "TPU v6e"), 918, 31.25, 1640),
 }
-
-
 GPUS = {
-    "h100": Chip(("NVIDIA H100",), 989, 79.1, 3352),
-    "h200": Chip(("NVIDIA H200",), 989, 139.8, 4800),
-    "b200": Chip(("NVIDIA B200",), 2250, 178.3, 8000),
-    "a100-80": Chip(("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB"), 312, 79.1, 2039),
-    "a100-40": Chip(("NVIDIA A100",), 312, 39.4, 1555),
-    "l4": Chip(("NVIDIA L4",), 121, 22.0, 300),
-    "rtx4090": Chip(("NVIDIA GeForce RTX 4090",), 165, 23.5, 1008),
-    "t4": Chip(("Tesla T4",), 8.1, 14.6, 320),
+    "h100": Chip(("NVIDIA H100",), 989, 79.1),
+    "h200": Chip(("NVIDIA H200",), 989, 139.8),
+    "b200": Chip(("NVIDIA B200",), 2250, 178.3),
+    "a100-80": Chip(("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB"), 312, 79.1),
+    "a100-40": Chip(("NVIDIA A100",), 312, 39.4),
+    "l4": Chip(("NVIDIA L4",), 121, 22.0),
+    "rtx4090": Chip(("NVIDIA GeForce RTX 4090",), 165, 23.5),
+    "t4": Chip(("Tesla T4",), 8.1, 14.6),
 }
 NO_BFLOAT16 = ("Tesla",)  # the beginnings of the kinds of GPUs before 2020: T4, V100, P100
 MEM_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # the share of a GPU's memory that jax takes
 OUR_MEM_FRACTION = "0.92"  # jax takes 0.75 by default
-
 
 MEGACORE = {"chip_config_name": "megacore"}  # the two cores of a chip are one device
 # Without these jax assumes hosts of four chips.
@@ -70,17 +67,11 @@ SLICES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def chip_of(device: jax.Device) -> Chip | None:
-    """The facts of a TPU device, found by its kind; None for any other device."""
-    chips = [chip for chip in CHIPS.values() if device.device_kind.startswith(chip.kinds)]
-    return chips[0] if chips else None
-
-
-def gpu_of(device: jax.Device) -> Chip | None:
-    """The facts of a GPU, found by its kind; None for any other device and for unknown GPUs."""
-    kind = device.device_kind
+    """The facts of a TPU or a GPU, found by its kind; None for devices that are not known here."""
+    kind, chips = device.device_kind, [*CHIPS.values(), *GPUS.values()]
     # Another digit behind it would be another GPU: an L40 is no L4.
-    gpus = [gpu for gpu in GPUS.values() if re.match(rf"({'|'.join(gpu.kinds)})\b", kind)]
-    return gpus[0] if gpus else None
+    known = [chip for chip in chips if re.match(rf"({'|'.join(chip.kinds)})\b", kind)]
+    return known[0] if known else None
 
 
 def has_bfloat16(device: jax.Device) -> bool:
@@ -92,7 +83,7 @@ def has_bfloat16(device: jax.Device) -> bool:
 
 def peak_flops(device: jax.Device) -> float:
     """The bfloat16 FLOPs per second that the maker of the device states; NaN if not known here."""
-    chip = chip_of(device) or gpu_of(device)
+    chip = chip_of(device)
     return chip.tflops * 1e12 if chip else math.nan
 
 
@@ -110,13 +101,14 @@ def memory_peaks() -> dict[str, float]:
 
 def memory_bytes(device: jax.Device) -> float:
     """The bytes of a device's memory that programs may use; infinite if the device does not say."""
-    if chip := chip_of(device):
+    chip = chip_of(device)
+    if chip in CHIPS.values():
         return chip.hbm_gib * 2**30
     try:
         return (device.memory_stats() or {}).get("bytes_limit", math.inf)
     except jax.errors.JaxRuntimeError:  # a GPU that is not here, for which a plan compiles
         fraction = float(os.environ.get(MEM_FRACTION, OUR_MEM_FRACTION))
-        return fraction * gpu_of(device).hbm_gib * 2**30
+        return fraction * chip.hbm_gib * 2**30
 
 
 # ---- A device has run out of memory --------------------------------------------------------------

@@ -24,7 +24,7 @@ from models.placement import (
     rollout_tp,
     update_flops,
 )
-from runtime.chips import CHIPS, GPUS, chip_of, gpu_of, has_bfloat16, memory_bytes
+from runtime.chips import CHIPS, GPUS, chip_of, has_bfloat16, memory_bytes
 from runtime.layout import (
     ROLLOUT_BATCH_AXES,
     TRAIN_BATCH_AXES,
@@ -85,13 +85,13 @@ def test_known_models_have_as_many_parameters_as_published() -> None:
         ("TPU v5p", "v5p"),
         ("TPU v6 lite", "v6e"),
         ("TPU v6e", "v6e"),
-        ("NVIDIA H100 80GB HBM3", None),
+        ("NVIDIA H100 80GB HBM3", "h100"),
         ("TPU v3", None),
         ("cpu", None),
     ],
 )
 def test_a_chip_is_known_by_its_kind(kind: str, name: str | None) -> None:
-    assert chip_of(device(kind)) == CHIPS.get(name)
+    assert chip_of(device(kind)) == (CHIPS | GPUS).get(name)
 
 
 @pytest.mark.parametrize(
@@ -111,11 +111,11 @@ def test_old_gpus_and_cpus_compute_in_float32(kind: str, platform: str, expected
 
 def test_the_kind_and_the_capability_of_a_gpu_decide_what_it_is() -> None:
     gpu = types.SimpleNamespace(device_kind="NVIDIA L40S", platform="gpu", compute_capability="8.9")
-    assert gpu_of(gpu) is None and has_bfloat16(gpu)
+    assert chip_of(gpu) is None and has_bfloat16(gpu)
     gpu = types.SimpleNamespace(device_kind="NVIDIA L4", platform="gpu", compute_capability="8.9")
-    assert gpu_of(gpu) == GPUS["l4"] and has_bfloat16(gpu)
+    assert chip_of(gpu) == GPUS["l4"] and has_bfloat16(gpu)
     gpu.device_kind, gpu.compute_capability = "NVIDIA GeForce RTX 2080 Ti", "7.5"
-    assert gpu_of(gpu) is None and not has_bfloat16(gpu)
+    assert chip_of(gpu) is None and not has_bfloat16(gpu)
 
 
 def test_a_gpu_that_is_not_here_has_the_part_of_its_memory_that_a_run_takes(

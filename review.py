@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import yaml
 
 from config import Config
 from loss import equal_groups
@@ -16,16 +17,7 @@ from runtime import page
 from runtime.mistakes import UserMistake
 from runtime.packing import Batch
 from runtime.parsing import yaml_lines
-from runtime.records import (
-    RUNNING,
-    SUMMARY,
-    column,
-    mean_of,
-    parse_yaml,
-    read_lines,
-    read_settings,
-    state_of,
-)
+from runtime.records import RUNNING, SUMMARY, column, mean_of, read_lines, read_settings, state_of
 from runtime.run_log import RunLog, plain, replace_file
 
 ENDED = ("MAX_LENGTH_SAMPLE", "stop token")  # what ended a completion whose `stopped` is 0, or 1
@@ -275,7 +267,7 @@ def report(out: Path, history: History) -> str:
     charts = [page.chart(title, metrics, history.records) for title, metrics in CHARTS.items()]
     parts.append(f'<div class="charts">{"".join(charts)}</div>')
     parts += [page.held_out_table(out), page.group_tables(out)]
-    defaults = parse_yaml("\n".join(yaml_lines(Config())))
+    defaults = yaml.safe_load("\n".join(yaml_lines(Config())))
     parts.append(page.settings_table(history.settings, defaults))
     return page.document(name, "\n".join(parts))
 

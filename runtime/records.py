@@ -27,18 +27,12 @@ def read_settings(out: Path) -> dict[str, Any]:
     if not file.is_file():
         raise UserMistake(f"{out} has no config.yaml; give the OUTPUT_DIR of a run")
     try:
-        return parse_yaml(file.read_text(encoding="utf-8"))
+        return yaml.safe_load(file.read_text(encoding="utf-8"))
     except (ValueError, yaml.YAMLError) as error:
         raise UserMistake(
             f"{file} cannot be read: {in_one_line(error, with_type=False)}; mend it, or put the "
             f"text in quotes"
         ) from None
-
-
-def parse_yaml(text: str) -> dict[str, Any]:
-    """The values of a YAML text. The parser in C, which some installations of PyYAML lack, takes a
-    tenth of the time."""
-    return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def read_lines(file: Path) -> Iterator[dict[str, Any]]:

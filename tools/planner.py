@@ -94,12 +94,8 @@ def print_plan(plan: Plan, name: str) -> int:
 
     misfits = [program for program, memory in memories.items() if memory.total > limit]
     for program in misfits:
-        if program == "engine":
-            free = math.floor(100 * (1 - memories[program].rest / limit)) / 100
-            hint = f"Try SGLANG_JAX_MEM_FRACTION_STATIC={free:.2f}"
-            if free * limit < engine_weights(plan):
-                hint = "Beside the training state there is no room for its weights: take more chips"
-        else:
+        hint = "Use more devices, or a lower SGLANG_JAX_MEM_FRACTION_STATIC"
+        if program != "engine":
             where = plan.processes, plan.local_devices()
             hint = remedy(plan.cfg, plan.sizes, *where, programs[program].sizes)
         print(f"{program} does not fit. {hint}")
@@ -142,12 +138,6 @@ def columns(memory: Memory, limit: float) -> str:
     return f"{numbers} | {fits if memory.total <= limit else 'NO'}"
 
 
-def engine_weights(plan: Plan) -> float:
-    """The bytes of the serving engine's weights on each device."""
-    devices = plan.rollout.layout.mesh.size
-    return num_params(plan.rollout.model) * plan.rollout.dtype.itemsize / devices
-
-
 def engine_memory(plan: Plan, rest: int) -> Memory:
     """What the serving engine holds while it samples: its weights, and a pool of keys and values,
     which together get at most SGLANG_JAX_MEM_FRACTION_STATIC of the device's memory, or as much as
@@ -159,7 +149,8 @@ def engine_memory(plan: Plan, rest: int) -> Memory:
     heads = max(model.num_kv_heads, len(devices))  # each device holds at least one
     width = 128 * math.ceil(model.head_dim / 128)
     numbers = tokens * model.num_layers * 2 * heads * width
-    weights, pool = engine_weights(plan), numbers * rollout.dtype.itemsize / len(devices)
+    bytes_each = rollout.dtype.itemsize / len(devices)
+    weights, pool = num_params(model) * bytes_each, numbers * bytes_each
     most = cfg.sglang_jax_mem_fraction_static * memory_of_device(plan)
     return Memory(0, max(weights, min(weights + pool, most)), rest)
 

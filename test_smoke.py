@@ -49,7 +49,7 @@ OF_THE_SUMMARY = """
 KNOWN_LINES = re.compile(
     "(backend|local_batch|model|loss.loss_type|output|step)=.*|mesh dp,fsdp,tp train=.*|"
     "rollout.backend: naive|(changed|DONE): .*|eval(_full)? .*|"
-    r"sample step=.* question: .*|  .*|verdict: .*|compiling \w+ took \d+ s"
+    r"sample step=.* question: .*|  .*|verdict: .*"
 )
 
 

@@ -1,4 +1,4 @@
-"""What is seen of work that takes long: bars on a terminal, and compilations."""
+"""What is seen of work that takes long: bars on a terminal, and the seconds of compilations."""
 
 import functools
 
@@ -6,14 +6,7 @@ import jax
 from tqdm import tqdm
 
 DELAY_S = 3.0  # work that takes longer gets its bar
-LONG_S = 30.0  # a compilation that took longer gets a line
 COMPILED = "/jax/core/compile/backend_compile_duration"  # jax's name for a compilation
-
-
-def print_line(text: str) -> None:
-    """Prints a line above the bars, in one piece, since another thread may print now."""
-    with tqdm.external_write_mode():
-        print(text + "\n", end="", flush=True)
 
 
 def progress_bar(what: str, total: int, unit: str) -> tqdm:
@@ -30,16 +23,12 @@ def progress_bar(what: str, total: int, unit: str) -> tqdm:
 @functools.cache  # jax would tell each of two listeners
 def compilations() -> list[float]:
     """The seconds of each program that jax has compiled in this process since the first call, or
-    read from its cache of compiled programs; the list grows. What took long gets a line."""
+    read from its cache of compiled programs; the list grows."""
     done: list[float] = []
 
-    def note(event: str, seconds: float, *, fun_name: str = "", **_: object) -> None:
-        if event != COMPILED:
-            return
-        done.append(seconds)
-        if seconds > LONG_S:
-            program = fun_name.removeprefix("jit(").removesuffix(")")
-            print_line(f"compiling {program} took {seconds:.0f} s")
+    def note(event: str, seconds: float, **_: object) -> None:
+        if event == COMPILED:
+            done.append(seconds)
 
     jax.monitoring.register_event_duration_secs_listener(note)
     return done

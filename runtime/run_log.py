@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from runtime.long_work import compilations, print_line
+from runtime.long_work import compilations
 from runtime.mistakes import Unwritable, UserMistake, in_one_line
 from runtime.wandb_run import TRAINED, WandbRun
 
@@ -86,9 +86,11 @@ class RunLog:
                 self._wandb = WandbRun(out, wandb)
 
     def line(self, text: str) -> None:
-        """Prints one line, above a progress bar if there is one."""
+        """Prints one line, above a progress bar if there is one, and in one piece, since another
+        thread may print now."""
         try:
-            print_line(text)
+            with tqdm.external_write_mode():
+                print(text + "\n", end="", flush=True)
         except OSError as error:
             raise Unwritable(f"the log cannot be written: {error.strerror}") from None
 

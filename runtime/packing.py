@@ -35,7 +35,6 @@ R = X*Q, T tokens of the longest completion, padded; U ids of a support.
 """
 
 import math
-import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -272,39 +271,28 @@ def fill_rows(
 ) -> list[list[int]]:
     """Rows with all groups that are no wider than `most`, by first-fit decreasing.
 
-    lengths: [B] of the batch. groups: of the longest first, and so their sequences. A group comes
-    into the first row that has room for all of it, and is split only if an empty row is too small
-    for it. Then its sequences fill the row with most room, and the others go on like a group.
+    lengths: [B] of the batch. groups: of the longest first, and so their sequences. A group, or
+    each of its sequences if an empty row is too small for the group, comes into the first row that
+    has room for it.
     """
-    empty = (most.S, most.C, most.Q)
     rows: list[list[int]] = []
-    room: list[tuple[int, int, int]] = []  # of each row: for prompts, completions and sequences
-
-    def fitting(need: tuple[int, int, int]) -> list[int]:
-        return [j for j, free in enumerate(room) if all(map(operator.ge, free, need))]
-
+    room: list[list[int]] = []  # of each row: for prompts and for completions
     for members in groups:
-        prompt, left = len(batch.prompts[batch.prompt_of(members[0])].ids) - 1, members
-        while left:
-            need = (prompt, sum(lengths[i] for i in left), len(left))
-            whole, part = fitting(need), fitting((prompt, lengths[left[-1]], 1))
-            if whole:
-                place = whole[0]
-            elif part and not all(map(operator.ge, empty, need)):
-                place = max(part, key=lambda j: room[j][1])
+        number, tokens = batch.prompt_of(members[0]), sum(lengths[i] for i in members)
+        prompt = len(batch.prompts[number].ids) - 1
+        whole = tokens <= most.C and len(members) <= most.Q
+        for part in [members] if whole else [[i] for i in members]:
+            C = sum(lengths[i] for i in part)
+            for row, free in zip(rows, room, strict=True):
+                S = 0 if batch.prompt_of(row[-1]) == number else prompt
+                if S <= free[0] and C <= free[1] and len(row) + len(part) <= most.Q:
+                    break
             else:
-                rows.append([])
-                room.append(empty)
-                place = len(rows) - 1
-            S, C, Q = room[place]
-            here: list[int] = []
-            for i in left:
-                if lengths[i] <= C and len(here) < Q:
-                    here.append(i)
-                    C -= lengths[i]
-            rows[place] += here
-            room[place] = (S - prompt, C, Q - len(here))
-            left = [i for i in left if i not in here]
+                row, free, S = [], [most.S, most.C], prompt
+                rows.append(row)
+                room.append(free)
+            row += part
+            free[:] = free[0] - S, free[1] - C
     return rows
 
 

@@ -50,8 +50,6 @@ RESULTS_PER_TOKEN = 8  # elements of arrays [R, T], at most, for each token of t
 # The longest rows are taken among those that cost at most this share more than the cheapest ones:
 # their widths repeat more often, and a program has to be compiled for each.
 SLACK = 0.05
-# Attention goes through blocks: the longest completion and this share of it count for each token.
-EXTRA_KEYS = 1 / 4
 
 
 class Batch(NamedTuple):
@@ -207,7 +205,7 @@ def plan_rows(
 def cost(limits: Limits, rows: list[list[int]], widths: Widths) -> float:
     """What the rows cost a device, in the attention of a token to one key."""
     count, S, C, _, T = widths
-    keys = S**2 + C * (S + (1 + EXTRA_KEYS) * T)
+    keys = S**2 + C * (S + T)
     tokens = count * (S + C) + MICRO_STEP_TOKENS
     micro_steps = math.ceil(len(rows) / (limits.shards * count))
     return micro_steps * (tokens * limits.matmul_keys + count * keys)

@@ -31,7 +31,7 @@ from runtime.layout import ROLLOUT_BATCH_AXES, TRAIN_BATCH_AXES, Layout
 from runtime.packing import Batch, MicroBatch, Widths, pack, prompts_of
 from runtime.parsing import REPO
 from sampling import Completions, NaiveBackend, Stopping
-from tools.make_random import make_random
+from tools.bench import make_random
 
 # The matrices of a layer have 16*32 + 2*16*16 + 32*16 + 3*16*24 = 2688 numbers, those of three
 # layers 8064. All parameters: 48*16 + 3*(2688 + 2*16) + 16 = 8944.

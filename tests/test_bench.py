@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from models import hf
 from tools import bench, speedrun
-from tools.make_random import make_random
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -37,16 +37,18 @@ def printed(script: str, *args: str, cwd: Path, **env: str) -> str:
 @pytest.mark.parametrize("mean_tokens, stop_ids", [(0, [-1]), (256, [0, 256, 512])])
 def test_one_token_of_many_or_none_ends_a_completion(tmp_path, mean_tokens, stop_ids) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-    make_random(REPO / "tiny", tmp_path / "random", sizes)  # of 576 tokens
+    bench.make_random(REPO / "tiny", tmp_path / "random", sizes)  # of 576 tokens
     bench.make_model(tmp_path / "random", tmp_path / "model", mean_tokens)
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     assert config["eos_token_id"] == stop_ids
+    model, _ = hf.read_model(tmp_path / "model", "")
+    assert (model.hidden_size, model.intermediate_size, model.num_layers) == (32, 64, 1)
 
 
 @pytest.mark.slow
 def test_the_bench_of_a_step_measures_a_run_of_exact_lengths(tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-    make_random(REPO / "tiny", tmp_path / "model", sizes)
+    bench.make_random(REPO / "tiny", tmp_path / "model", sizes)
     work = tmp_path / "work"
     work.mkdir()
     line = printed(

@@ -17,7 +17,7 @@ from runs import Result, finish, metric_records, start, train, wait_for
 
 from models import hf
 from models.placement import num_params
-from tools.make_random import make_random
+from tools.bench import make_random
 
 REPO = Path(__file__).resolve().parent.parent
 TINY = REPO / "tiny"

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import jax
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 
@@ -25,9 +27,9 @@ sys.path.insert(0, str(REPO))  # so that it runs from any folder
 
 from config import Config
 from models import hf
+from models.model import init_params
 from runtime.mistakes import UserMistake, fail
 from runtime.records import read_lines, read_settings
-from tools.make_random import make_random
 
 # The model of a run without --model: these values of tiny/config.json make 5 million parameters.
 RANDOM_MODEL = {
@@ -62,6 +64,19 @@ DEFAULTS = ONLY_STEPS | {
 
 
 # ---- The inputs of the run -----------------------------------------------------------------------
+
+
+def make_random(source: Path, target: Path, changes: dict[str, int]) -> None:
+    """Makes a folder with random weights in float32, and the config and the tokenizer of `source`.
+
+    changes: new values for config.json.
+    """
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors*", "*.jsonl"))
+    config = target / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text(encoding="utf-8")) | changes))
+    model = hf.read_config(target)
+    tensors = dict(hf.hf_tensors(init_params(model, jax.random.key(0)), model))
+    hf.save_tensors(tensors, target / hf.WEIGHTS)
 
 
 def make_model(source: Path, target: Path, mean_tokens: int) -> None:
@@ -142,6 +157,7 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
             source = hf.fetch_model(args.model)
         else:
             source = folder / "random"
+            jax.config.update("jax_platforms", "cpu")  # the run needs the devices
             make_random(REPO / "tiny", source, RANDOM_MODEL)
         make_model(source, folder / "model", args.mean_tokens)
         V = hf.read_config(source).vocab_size

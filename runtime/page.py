@@ -3,7 +3,6 @@ and follows the dark or the light mode of the reader's system."""
 
 import fnmatch
 import html
-import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -129,9 +128,9 @@ def axis_ends(arrays: Sequence[np.ndarray], outliers: float = 0) -> tuple[float,
 
 def held_out_table(folder: Path) -> str:
     """The same held-out questions, answered at the first, the middle and the last evaluation."""
-    found: dict[str, dict[int, dict[str, Any]]] = {}  # {question as JSON: {step: entry}}
+    found: dict[str, dict[int, dict[str, Any]]] = {}  # {question: {step: entry}}
     for entry in read_lines(folder / "eval.jsonl"):
-        question = json.dumps(entry["question"])
+        question = entry["question"]
         if entry["evaluation"] == "eval" and (question in found or len(found) < SHOWN_QUESTIONS):
             found.setdefault(question, {})[entry["step"]] = entry
     if not found:

@@ -223,13 +223,12 @@ def packed_rows(
     groups = [sorted(group, key=lambda i: -lengths[i]) for group in groups]
     groups.sort(key=lambda group: -sum(lengths[i] for i in group))  # those with most tokens first
     prompt_tokens = [len(prompt.ids) - 1 for prompt in batch.prompts]
-    longest_prompt = max(prompt_tokens[batch.prompt_of(group[0])] for group in groups)
     tokens = most.rows * (most.S + most.C)
     Q = max(RESULTS_PER_TOKEN * tokens // T, 1)
     Q = min(2 ** (Q.bit_length() - 1), power_of_two(len(lengths)))
     tokens = min(tokens, limits.row_tokens)
     C = round_up(max(lengths[group[0]] for group in groups), GRID, limits.unit)
-    while C + longest_prompt <= tokens:
+    while C + limits.longest_prompt <= tokens:
         rows = fill_rows(batch, lengths, groups, Widths(1, tokens - C, C, Q, T))
         S = max(sum(prompt_tokens[p] for p in prompts_of(batch, row)) for row in rows)
         S = min(round_up(S, GRID // 2, limits.unit), tokens - C)

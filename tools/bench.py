@@ -102,14 +102,12 @@ def make_model(source: Path, target: Path, mean_tokens: int) -> None:
 
 
 def make_dataset(target: Path, V: int, prompt_tokens: int) -> None:
-    """Makes a folder with QUESTIONS questions of so many tokens, in either split."""
+    """Makes a file with QUESTIONS questions of so many tokens."""
     rng = random.Random(0)
-    target.mkdir()
-    for split in ("train", "test"):
-        with (target / f"{split}.jsonl").open("w") as file:
-            for _ in range(QUESTIONS):
-                question = " ".join(f"t{rng.randrange(V)}" for _ in range(prompt_tokens))
-                file.write(json.dumps({"question": question, "answer": "0"}) + "\n")
+    with target.open("w") as file:
+        for _ in range(QUESTIONS):
+            question = " ".join(f"t{rng.randrange(V)}" for _ in range(prompt_tokens))
+            file.write(json.dumps({"question": question, "answer": "0"}) + "\n")
 
 
 def settings_of(folder: Path, steps: int, given: dict[str, str]) -> dict[str, str]:
@@ -119,7 +117,7 @@ def settings_of(folder: Path, steps: int, given: dict[str, str]) -> dict[str, st
     """
     ours = {
         "MODEL_PATH": str(folder / "model"),
-        "DATASET": str(folder / "data"),
+        "DATASET": str(folder / "data.jsonl"),
         "OUTPUT_DIR": str(folder / "run"),
         "REWARD_FN": f"{folder / 'reward.py'}:reward",
         "STEPS": str(steps),
@@ -161,7 +159,7 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
             make_random(REPO / "tiny", source, RANDOM_MODEL)
         make_model(source, folder / "model", args.mean_tokens)
         V = hf.read_config(source).vocab_size
-        make_dataset(folder / "data", V, args.prompt_tokens)
+        make_dataset(folder / "data.jsonl", V, args.prompt_tokens)
         (folder / "reward.py").write_text(REWARD)
         records = [record for record in train(settings) if "time/train/step_s" in record]
         device = read_settings(folder / "run")["derived.device"]

@@ -15,7 +15,7 @@ from models.placement import update_flops
 from review import completion_entries, sample_entries, sample_table
 from rewards import extract_answer
 from rollout import Run, answer_questions, have_equal_rewards, texts_of
-from runtime.chips import memory_peaks, peak_flops
+from runtime.chips import chip_of, memory_peaks
 from runtime.packing import Batch
 from runtime.processes import StopSignal
 from runtime.records import mean_of
@@ -214,13 +214,13 @@ def device_records(run: Run, step: Step) -> dict[str, float]:
     records = {f"memory/{name}": value for name, value in memory_peaks().items()}
     tokens = step.sampled_tokens / seconds["rollout_generate"]
     records["throughput/generated_tokens_per_s"] = tokens
-    peak = peak_flops(jax.devices()[0]) * jax.device_count()
-    if math.isfinite(peak):
+    if chip := chip_of(jax.devices()[0]):
         K = run.cfg.num_pre_q
         lengths = step.batch.lengths.reshape(-1, K)  # [P, K]
         flops = update_flops(run.training.model, step.batch.prompt_lengths()[::K], lengths)
         computed = step.metrics["update_token_count"] * run.sizes.updates_per_step
         flops *= computed / step.batch.drawn_mask.sum()
+        peak = 1e12 * chip.tflops * jax.device_count()  # FLOPs per second
         records["throughput/update/mfu"] = flops / seconds["update"] / peak
     return records
 

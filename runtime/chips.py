@@ -81,12 +81,6 @@ def has_bfloat16(device: jax.Device) -> bool:
     return not (too_old or device.platform == "cpu" or device.device_kind.startswith(NO_BFLOAT16))
 
 
-def peak_flops(device: jax.Device) -> float:
-    """The bfloat16 FLOPs per second that the maker of the device states; NaN if not known here."""
-    chip = chip_of(device)
-    return chip.tflops * 1e12 if chip else math.nan
-
-
 def memory_peaks() -> dict[str, float]:
     """The most memory so far, in GiB: of this process, and of its devices if they tell."""
     import resource  # Windows has none

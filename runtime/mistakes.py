@@ -8,8 +8,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-LIST_ALL = "(`python config.py` lists all)"
-
 
 class UserMistake(ValueError):
     """A mistake in what the user has given: a line of text for each, which names what to change.

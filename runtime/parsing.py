@@ -16,15 +16,9 @@ from typing import Any
 
 import yaml
 
-from runtime.mistakes import (
-    LIST_ALL,
-    NOT_SETTINGS,
-    OTHER_NAMES,
-    OTHER_VALUES,
-    UserMistake,
-    misspelt,
-)
+from runtime.mistakes import NOT_SETTINGS, OTHER_NAMES, OTHER_VALUES, UserMistake, misspelt
 
+LIST_ALL = "(`python config.py` lists all)"
 REPO = Path(__file__).resolve().parents[1]
 GYM = "reasoning_gym:"  # how DATASET begins for a task of reasoning_gym
 GYM_TASKS = f"{REPO}/runtime/gym_tasks.py"

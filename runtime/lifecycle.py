@@ -10,7 +10,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 
@@ -44,17 +44,14 @@ class Lifecycle:
             self.save(arrays)
             self.checkpoints.wait()
         with told_by_all():
-            self.write_run()
+            write_run(self.out, self.progress, self.checkpoints.newest)
 
     def save(self, arrays: Any) -> None:
         """Saves a checkpoint, unless this step has one already (SAVE_EVERY_STEPS=0: never)."""
         if self.cfg.save_every_steps:
             self.checkpoints.save(arrays, record_of(self.progress))
-            self.write_run()  # the checkpoint before this one is complete now
-
-    def write_run(self) -> None:
-        """Writes whose folder this is, and how far the run is. Raises Unwritable."""
-        write_run(self.out, self.progress, self.checkpoints.newest)
+            # The checkpoint before this one is complete now.
+            write_run(self.out, self.progress, self.checkpoints.newest)
 
     def evaluation_is_due(self, step: int) -> bool:
         """Whether an evaluation after so many steps is due, and not done yet."""
@@ -78,10 +75,11 @@ class Lifecycle:
         progress.not_finite = progress.not_finite + 1 if wrong else 0
         if progress.not_finite >= MOST_NOT_FINITE:
             self.checkpoints.wait()
-            self.fail(
-                f"step {step}: {wrong}, the last of {MOST_NOT_FINITE} such steps in a row. Lower "
-                f"LEARNING_RATE?"
-            )
+            why = f"step {step}: {wrong}, the last of {MOST_NOT_FINITE} such steps in a row. Lower "
+            why += "LEARNING_RATE?"
+            for line in self.close(FAILED, why):
+                self.log.line(line)
+            raise SystemExit(f"error: {why}")
         self.checkpoints.check()
 
     # ---- The end ---------------------------------------------------------------------------------
@@ -100,7 +98,7 @@ class Lifecycle:
             except Stopped as signal:
                 save()
                 self.checkpoints.wait()
-                self.write_run()
+                write_run(self.out, self.progress, self.checkpoints.newest)
                 saved = self.checkpoints.newest if self.checkpoints.newest >= 0 else "none"
                 self.log.line(f"STOPPED: {signal} steps={self.progress.step} saved_step={saved}")
                 self.close(STOPPED, str(signal))
@@ -136,12 +134,6 @@ class Lifecycle:
         seconds = time.perf_counter() - self.began
         for line in (*verdict, f"DONE: steps={self.cfg.steps} elapsed_sec={seconds:.3f}"):
             self.log.line(line)
-
-    def fail(self, why: str) -> NoReturn:
-        """Ends the program with an error, after the verdict."""
-        for line in self.close(FAILED, why):
-            self.log.line(line)
-        raise SystemExit(f"error: {why}")
 
     def close(self, state: str, why: str = "") -> list[str]:
         """Writes the last review, whose verdict it returns, and ends W&B. state, why: see

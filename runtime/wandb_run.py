@@ -24,8 +24,8 @@ def check_wandb(mode: str) -> None:
     try:
         import wandb
     except Exception as error:  # a broken installation may raise any error
-        why = "" if isinstance(error, ImportError) else f" ({in_one_line(error)})"
-        raise UserMistake(f"WANDB_MODE={mode} needs wandb: pip install wandb{why}") from None
+        why = f"WANDB_MODE={mode} needs wandb: pip install wandb ({in_one_line(error)})"
+        raise UserMistake(why) from None
     if mode == "offline":
         return
     with contextlib.redirect_stderr(io.StringIO()):  # wandb warns that this name is old

@@ -17,7 +17,7 @@ from typing import Any
 
 from data import DATE
 from runtime.mistakes import UserMistake
-from runtime.reward_worker import RewardWorker
+from runtime.reward_worker import LOADING_S, RewardWorker
 
 EVALUATION = 0  # the number of its round; those of training are counted from 1
 SENTINEL = "An answer that is nowhere else."
@@ -38,7 +38,8 @@ class Environments:
         self._what, self._worker = f"ENVIRONMENT_CLASS {source}", worker
         self._tokenizer, self._seed = tokenizer, seed
         self._stop_texts = [tokenizer.decode([i]) for i in stop_ids]
-        described = json.loads(self._ask("open", source.rpartition(":")[2]))
+        name = source.rpartition(":")[2]
+        described = json.loads(worker.ask(self._what, "open", name, more_s=LOADING_S))
         self.tools: list[dict[str, Any]] = described["tools"]  # as chat templates take them
         self.has_reward: bool = described["has_reward"]
         self._stop_if_unsuitable()

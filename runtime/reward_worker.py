@@ -26,8 +26,7 @@ import numpy as np
 if __name__ != "__main__":  # As a script this file cannot import its neighbours.
     from runtime.mistakes import UserMistake
 
-LOAD_LIMIT_S = 60.0  # The user's file may import torch. Each call has its own limit.
-LOADING = ("find", "open")  # the requests that load the file
+LOADING_S = 60.0  # of the first request, beyond its limit, since the user's file may import torch
 
 
 # ---- In the trainer ------------------------------------------------------------------------------
@@ -64,11 +63,8 @@ class RewardWorker:
         the request may take beyond the time limit. Without a reply in this time the worker ends.
         Raises UserMistake with a message of one line for every failure.
         """
-        if request in LOADING:
-            limit_s, late = LOAD_LIMIT_S, f"did not load within {LOAD_LIMIT_S:g} s"
-        else:
-            limit_s, setting = self._timeout_s + more_s, f"REWARD_TIMEOUT_S={self._timeout_s:g}"
-            late = f"is not done after {setting}; raise it or speed it up"
+        limit_s, setting = self._timeout_s + more_s, f"REWARD_TIMEOUT_S={self._timeout_s:g}"
+        late = f"is not done after {limit_s:g} s; raise {setting} or speed it up"
         reply: dict = {}
         try:
             self._connection.send_bytes(json.dumps([request, *arguments]).encode())
@@ -113,7 +109,8 @@ def worker_function(worker: RewardWorker, source: str) -> Callable[..., list[flo
     """The reward function of a user's file, "file.py:name", once the worker has loaded the file.
     The function and its loading raise UserMistake."""
     name, what = source.rpartition(":")[2], f"REWARD_FN {source}"
-    seconds = worker.ask(what, "find", name)  # that each completion adds to the time limit
+    # What each completion adds to the time limit.
+    seconds = worker.ask(what, "find", name, more_s=LOADING_S)
 
     def rewards(completions: list[str], /, **columns: list) -> list[float | None]:
         """The rewards of the completions. columns: lists of the same length, of what JSON holds."""

@@ -689,7 +689,7 @@ def test_a_template_that_cannot_hold_several_turns_is_told(bad, template, words)
             r"with the text of reset a prompt has \d+ tokens, .*set GLOBAL_LENGTH=\d+ or more",
         ),
         ("Dies", "bad.py:Dies died: its process ended with exit code 7"),
-        ("Silent", "bad.py:Silent is not done after REWARD_TIMEOUT_S=0.3"),
+        ("Silent", "bad.py:Silent is not done after 0.3 s; raise REWARD_TIMEOUT_S=0.3 or"),
         ("Speaks", "bad.py:Speaks raised TypeError: reply returned 7, not a text or None"),
         ("Fails", r"bad.py:Fails raised KeyError: 'no such move' \(bad.py:\d+\)"),
     ],

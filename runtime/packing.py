@@ -34,6 +34,7 @@ devices, each with S places for tokens of prompts, C for tokens of completions a
 R = X*Q, T tokens of the longest completion, padded; U ids of a support.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -184,11 +185,12 @@ def plan_rows(
     """The rows of each micro-step with these sequences of the batch, those of a device one after
     the other, and their widths. A row lists its sequences, those of a prompt one after the other.
 
+    sequences: their numbers, in ascending order.
     No device has more tokens in a micro-step than with padded rows of the run's longest prompts and
     completions.
     """
     share = math.gcd(limits.completions, limits.sequences)
-    groups = groups_of(batch, sequences)
+    groups = [[*group] for _, group in itertools.groupby(sequences, batch.prompt_of)]
     rows = [group[i : i + share] for group in groups for i in range(0, len(group), share)]
     S = prompt_width(int(batch.prompt_lengths().max()), limits.shortest_prompt) - 1
     widths = padded_widths(limits, S, batch.completion_ids.shape[1])
@@ -248,14 +250,6 @@ def round_up(n: int, steps: int, unit: int = 1) -> int:
     `steps` numbers, or fewer, since all of them are multiples of `unit`."""
     step = max(2 ** (math.ceil(math.log2(max(n, 1))) - 1) // steps, unit)
     return max(math.ceil(n / step) * step, unit)
-
-
-def groups_of(batch: Batch, sequences: Sequence[int]) -> list[list[int]]:
-    """The sequences of each prompt, in their order."""
-    groups: dict[int, list[int]] = {}
-    for i in sequences:
-        groups.setdefault(batch.prompt_of(i), []).append(i)
-    return [*groups.values()]
 
 
 def prompts_of(batch: Batch, row: Sequence[int]) -> list[int]:

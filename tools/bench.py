@@ -110,24 +110,6 @@ def make_dataset(target: Path, V: int, prompt_tokens: int) -> None:
             file.write(json.dumps({"question": question, "answer": "0"}) + "\n")
 
 
-def settings_of(folder: Path, steps: int, given: dict[str, str]) -> dict[str, str]:
-    """The settings of the run whose inputs and outputs are in the folder.
-
-    given: settings of the user, which win over DEFAULTS. Raises UserMistake.
-    """
-    ours = {
-        "MODEL_PATH": str(folder / "model"),
-        "DATASET": str(folder / "data.jsonl"),
-        "OUTPUT_DIR": str(folder / "run"),
-        "REWARD_FN": f"{folder / 'reward.py'}:reward",
-        "STEPS": str(steps),
-        "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),  # empty, so that the run compiles
-    }
-    if taken := [name for name in given if name in ours]:
-        raise UserMistake(f"bench.py sets {taken[0]}; leave it out")
-    return DEFAULTS | given | ours
-
-
 # ---- The run -------------------------------------------------------------------------------------
 
 
@@ -148,8 +130,18 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
     if args.steps < 3:
         raise UserMistake(f"--steps {args.steps}: the first two do not count; take 3 or more")
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        settings = settings_of(folder, args.steps, dict(args.settings))
+        folder, given = Path(name), dict(args.settings)
+        ours = {
+            "MODEL_PATH": str(folder / "model"),
+            "DATASET": str(folder / "data.jsonl"),
+            "OUTPUT_DIR": str(folder / "run"),
+            "REWARD_FN": f"{folder / 'reward.py'}:reward",
+            "STEPS": str(args.steps),
+            "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),  # empty, so that the run compiles
+        }
+        if taken := [name for name in given if name in ours]:
+            raise UserMistake(f"bench.py sets {taken[0]}; leave it out")
+        settings = DEFAULTS | given | ours
         Config.from_env(settings)  # for its mistakes, before a model is made
         if args.model:
             source = hf.fetch_model(args.model)

@@ -206,7 +206,7 @@ def begin(
         if run["newest"] >= 0:
             stop(f"no checkpoint of it is in {checkpoints.folder} (CHECKPOINT_DIR)")
         resume = run["forked_from"] or "auto"  # the same one, also if the other run has gone on
-    source, step = (checkpoints, None) if own else checkpoint_source(resume, None)
+    source, step = (checkpoints, None) if own else checkpoint_source(resume)
     found = source.restore(wanted, check, step) if source else None
     if source and not found:
         raise UserMistake(f"RESUME={resume} is not the folder of a complete checkpoint")
@@ -230,15 +230,10 @@ def _names(resume: str, checkpoint: str) -> bool:
     return checkpoint in (named, f"{named}/{number}", f"{named}/checkpoints/{number}")
 
 
-def checkpoint_source(
-    resume: str, own: Checkpoints | None
-) -> tuple[Checkpoints | None, int | None]:
-    """The checkpoints among which RESUME chooses, and the only step that may be chosen.
-
-    They are `own`, those of the run itself, for RESUME=auto, or those of another run, or None.
-    """
+def checkpoint_source(resume: str) -> tuple[Checkpoints | None, int | None]:
+    """The checkpoints of another run that RESUME names, or None, and the only step to choose."""
     if resume in ("auto", "never"):
-        return own if resume == "auto" else None, None
+        return None, None
     named, step = epath.Path(Checkpoints(resume, read_only=True).folder), None
     if (named / "checkpoints").is_dir():
         named = named / "checkpoints"

@@ -46,7 +46,8 @@ def load_weights(run: Run) -> tuple[Params, int]:
     cfg, model, mesh = run.cfg, run.training.model, run.training.layout.mesh
     folder = cfg.checkpoint_dir or (f"{cfg.output_dir}/checkpoints" if cfg.output_dir else "")
     own = Checkpoints(folder, read_only=True) if folder else None
-    source, step = resume.checkpoint_source(cfg.resume, own)
+    source, step = resume.checkpoint_source(cfg.resume)
+    source = own if cfg.resume == "auto" else source
     wanted = {"state": Weights(trained(abstract_params(model, mesh, jnp.float32)))}
 
     def check(record: dict[str, Any]) -> None:

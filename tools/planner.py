@@ -81,10 +81,11 @@ def print_plan(plan: Plan, name: str) -> int:
         "|---|---|---|---|---|---|---|",
         flush=True,
     )
-    limit, programs, memories = memory_of_device(plan), programs_of(plan), {}
+    limit = memory_bytes(plan.rollout.layout.mesh.devices.flat[0])
+    programs, memories = programs_of(plan), {}
     if plan.cfg.rollout_backend == "sglang_jax":
         sync = programs["sync_weights"]
-        memories["engine"] = engine_memory(plan, bytes_of(sync.arguments) + sync.rest)
+        memories["engine"] = engine_memory(plan, limit, bytes_of(sync.arguments) + sync.rest)
         print(f"| engine | {columns(memories['engine'], limit)} | not compiled |", flush=True)
     for program, how in programs.items():
         began = time.perf_counter()
@@ -126,11 +127,6 @@ def print_sizes(plan: Plan, name: str) -> None:
     )
 
 
-def memory_of_device(plan: Plan) -> float:
-    """The bytes that a program may use on each device of the slice."""
-    return memory_bytes(plan.rollout.layout.mesh.devices.flat[0])
-
-
 def columns(memory: Memory, limit: float) -> str:
     """The memory of a program in GiB, and whether it fits, as columns of the table."""
     numbers = " | ".join(f"{x / GIB:.2f}" for x in (*memory, memory.total))
@@ -138,10 +134,10 @@ def columns(memory: Memory, limit: float) -> str:
     return f"{numbers} | {fits if memory.total <= limit else 'NO'}"
 
 
-def engine_memory(plan: Plan, rest: int) -> Memory:
+def engine_memory(plan: Plan, limit: float, rest: int) -> Memory:
     """What the serving engine holds while it samples: its weights, and a pool of keys and values,
-    which together get at most SGLANG_JAX_MEM_FRACTION_STATIC of the device's memory, or as much as
-    the weights need."""
+    which together get at most SGLANG_JAX_MEM_FRACTION_STATIC of `limit`, the bytes of a device, or
+    as much as the weights need."""
     cfg, model, rollout = plan.cfg, plan.rollout.model, plan.rollout
     devices = [*rollout.layout.mesh.devices.flat]
     _, tokens = pool_of(cfg, plan.sizes, plan.S + 1, devices)
@@ -151,7 +147,7 @@ def engine_memory(plan: Plan, rest: int) -> Memory:
     numbers = tokens * model.num_layers * 2 * heads * width
     bytes_each = rollout.dtype.itemsize / len(devices)
     weights, pool = num_params(model) * bytes_each, numbers * bytes_each
-    most = cfg.sglang_jax_mem_fraction_static * memory_of_device(plan)
+    most = cfg.sglang_jax_mem_fraction_static * limit
     return Memory(0, max(weights, min(weights + pool, most)), rest)
 
 

@@ -20,7 +20,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 from jax.sharding import PartitionSpec
 
-from models.blocks import MASKED, block_attention
+from models.blocks import MASKED, block_attention, needed_blocks, seen, sees
 from runtime.layout import Layout, constrain_batch
 
 # Bytes of float32 scores, about, that a device holds of short rows and of prompts alone.
@@ -159,29 +159,22 @@ def cached_attention(
 # softmax, and `_unnormalized` computes one part.
 
 
-def _seen(queries: jax.Array, keys: jax.Array, S: int) -> jax.Array:
-    """[X, queries, keys] bool: what a query sees. queries, keys: [X, tokens, 3 or 5] int32, their
-    place, prompt, start and the window of PackedRows."""
-    place, prompt, start, *window = jnp.moveaxis(queries[..., :, None, :], -1, 0)
-    key, key_prompt, _, *key_window = jnp.moveaxis(keys[..., None, :, :], -1, 0)
-    seen = (key <= place) & (key_prompt == prompt) & ((key < S) | (key >= start))
-    return seen & (key_window[0] >= window[1]) if window else seen
-
-
 def _in_chunks(
     q: jax.Array, queries: jax.Array, kv: KV, keys: jax.Array, S: int, layout: Layout
 ) -> jax.Array:
-    """_dense with the mask of `_seen`: [X, t, H*h]. It takes as many queries at a time as
+    """_dense with the mask of `seen`: [X, t, H*h]. It takes as many queries at a time as
     SCORES_BYTES allows.
 
-    q: [X, t, H, h]. queries, keys: as in `_seen`.
+    q: [X, t, H, h]. queries, keys: [X, tokens, 3 or 5] int32, as `seen` takes them.
     """
     X, t, H, h = q.shape
     query_bytes = 4 * X * H * keys.shape[1] // layout.mesh.size  # on each device
     size = min(max(SCORES_BYTES // max(query_bytes, 1), 1), t)  # queries of a chunk
 
     def chunk(q: jax.Array, queries: jax.Array) -> jax.Array:
-        return _dense(q, [(kv, _seen(queries, keys, S))], layout)
+        of_queries = jnp.moveaxis(queries[:, :, None], -1, 0)  # [3 or 5, X, size, 1]
+        of_keys = jnp.moveaxis(keys[:, None], -1, 0)  # [3 or 5, X, 1, keys]
+        return _dense(q, [(kv, seen(of_queries, of_keys, S))], layout)
 
     if size >= t:
         return chunk(q, queries)
@@ -290,7 +283,8 @@ def _blocks_shard(
 
     q = padded(q, 2).reshape(X, N, H // N, t + missing, h)
     prompt, *others = of_tokens
-    of_tokens = padded(prompt, 1, -1), *(padded(x, 1) for x in others)
+    place = jnp.broadcast_to(jnp.arange(t + missing), (X, t + missing))
+    of_tokens = place, padded(prompt, 1, -1), *(padded(x, 1) for x in others)
     out = block_attention(q, padded(k, 2), padded(v, 2), of_tokens, S, size)
     return out.reshape(X, H, -1, h)[:, :, :t].swapaxes(1, 2).reshape(X, t, -1)
 
@@ -340,7 +334,7 @@ def _splash_mask(S: int, query: jax.Array, key: jax.Array) -> jax.Array:
     """What a query sees among the tokens of its prompt. query: its place, and how far behind its
     start it is, as _blocks_to_compute joins them."""
     place, behind = query % MOST_PLACES, query // MOST_PLACES
-    return (key <= place) & ((key < S) | (key >= place - behind))
+    return sees(place, place - behind, key, S)
 
 
 def _blocks_to_compute(
@@ -351,24 +345,17 @@ def _blocks_to_compute(
     prompt, start: [t] int32. The results have the form of the kernel's static masks, but they are
     traced arrays, since prompt and start are.
     """
-    t, places = len(prompt), jnp.arange(len(prompt), dtype=jnp.int32)
+    places = jnp.arange(len(prompt), dtype=jnp.int32)
     queries = places + MOST_PLACES * jnp.where(places < S, 0, places - start)
-    in_blocks = prompt.reshape(-1, block)
-    lowest = jnp.where(in_blocks < 0, t, in_blocks).min(axis=1)
-    highest = in_blocks.max(axis=1)
-    first = jnp.where(in_blocks < 0, t, start.reshape(-1, block)).min(axis=1)
-    query, key = jnp.arange(t // block)[:, None], jnp.arange(t // block)[None]
-    same = (lowest[None] <= highest[:, None]) & (lowest[:, None] <= highest[None])
-    near = (key * block < S) | ((key + 1) * block > first[:, None])
-    seen = (key <= query) & ((same & near) | (key == query))
+    (needed,) = needed_blocks((places[None], prompt[None], start[None]), S, block)
+    query, key = jnp.indices(needed.shape, dtype=jnp.int32)
 
     def info(other: jax.Array, axis: int) -> MaskInfo:
         # For a block that is left out, the kernel keeps the block that it has fetched last.
-        fetched = jax.lax.cummax(jnp.where(seen, other, 0).astype(jnp.int32), axis=axis)
         return MaskInfo(
-            data_next=fetched[None],
+            data_next=jax.lax.cummax(jnp.where(needed, other, 0), axis=axis)[None],
             mask_next=None,
-            block_mask=seen.astype(jnp.int32)[None],
+            block_mask=needed.astype(jnp.int32)[None],
             partial_mask_blocks=None,
             q_sequence=queries,
         )

@@ -10,6 +10,7 @@ head_dim, n blocks of b tokens.
 """
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -28,31 +29,32 @@ def block_attention(
 ) -> jax.Array:
     """Attention of q, which is scaled, to the keys that `seen` says: [X, N, M, t, h] in q's dtype.
 
-    q: [X, N, M, t, h]. k, v: [X, N, t, h]. of_tokens: prompt, start and the window of PackedRows,
-    [X, t] int32. b: tokens of a block; it divides t.
+    q: [X, N, M, t, h]. k, v: [X, N, t, h]. of_tokens: as in `seen`, [X, t] int32. b: tokens of a
+    block; it divides t.
     """
     return _forward(q, k, v, of_tokens, S, b)[0]
 
 
-def seen(tokens: list[jax.Array], S: int, i: Any, j: Any) -> jax.Array:
-    """[X, 1, 1, b, b] bool: which keys of block j the queries of block i see. tokens: place,
-    prompt, start and the window, [n, X, b]."""
-
-    def queries_and_keys(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return x[i][:, None, None, :, None], x[j][:, None, None, None, :]
-
-    (query, key), (of_query, of_key), (begins, _), *window = map(queries_and_keys, tokens)
-    mask = (key <= query) & (of_key == of_query) & ((key < S) | (key >= begins))
-    if window:
-        (_, position), (oldest, _) = window
-        mask &= position >= oldest
-    return mask
+def sees(place: jax.Array, start: jax.Array, key: jax.Array, S: int) -> jax.Array:
+    """Whether a query sees a key of its prompt: it sees the prompt, and what stands before it in
+    its completion. place: of the query. start: where its prompt or completion begins. key: a place.
+    """
+    return (key <= place) & ((key < S) | (key >= start))
 
 
-def pairs_of(of_tokens: tuple[jax.Array, ...], S: int, b: int) -> tuple[jax.Array, jax.Array]:
-    """The pairs [n*n, 2] of blocks of queries and of keys in which something may be seen, in front
-    of the others, and their number. Every block sees itself. of_tokens: as in block_attention."""
-    prompt, start, *window = of_tokens
+def seen(queries: Iterable[jax.Array], keys: Iterable[jax.Array], S: int) -> jax.Array:
+    """Which keys the queries see, bool. queries, keys: of tokens the place, and prompt, start and
+    the window of PackedRows, with shapes that broadcast."""
+    place, prompt, start, *window = queries
+    key, of_key, _, *key_window = keys
+    mask = sees(place, start, key, S) & (of_key == prompt)
+    return mask & (key_window[0] >= window[1]) if window else mask
+
+
+def needed_blocks(of_tokens: tuple[jax.Array, ...], S: int, b: int) -> jax.Array:
+    """[X, n, n] bool: in which blocks of queries and of keys something may be seen. Every block
+    sees itself. of_tokens: as in block_attention."""
+    _, prompt, start, *window = of_tokens
     n, t = prompt.shape[1] // b, prompt.shape[1]
     of_block, is_padding = prompt.reshape(-1, n, b), prompt.reshape(-1, n, b) < 0
     lowest = jnp.where(is_padding, t, of_block).min(axis=2)  # [X, n]
@@ -66,8 +68,14 @@ def pairs_of(of_tokens: tuple[jax.Array, ...], S: int, b: int) -> tuple[jax.Arra
         newest = jnp.where(is_padding, -1, position).max(axis=2)  # [X, n] of the keys
         oldest = jnp.where(is_padding, ALL_POSITIONS, oldest).min(axis=2)  # [X, n] of the queries
         near &= newest[:, None] >= oldest[:, :, None]
-    needed = ((key <= query) & ((same & near).any(axis=0) | (key == query))).reshape(-1)  # [n*n]
-    order = jnp.argsort(~needed, stable=True)
+    return (key <= query) & ((same & near) | (key == query))
+
+
+def pairs_of(of_tokens: tuple[jax.Array, ...], S: int, b: int) -> tuple[jax.Array, jax.Array]:
+    """The pairs [n*n, 2] of blocks of queries and of keys that any row needs, in front of the
+    others, and their number. of_tokens: as in block_attention."""
+    needed = needed_blocks(of_tokens, S, b).any(axis=0)  # [n, n]
+    n, order = len(needed), jnp.argsort(~needed.reshape(-1), stable=True)
     return jnp.stack([order // n, order % n], axis=1), needed.sum()
 
 
@@ -85,18 +93,17 @@ def _joined(x: jax.Array, axis: int) -> jax.Array:
 
 def _forward(
     q: jax.Array, k: jax.Array, v: jax.Array, of_tokens: tuple[jax.Array, ...], S: int, b: int
-) -> tuple[jax.Array, jax.Array]:
-    """The attention, and the logarithm of the sum of each query's weights [X, N, M, t] float32."""
-    X, t = of_tokens[0].shape
+) -> tuple[jax.Array, Any]:
+    """The attention, and what _backward needs: the arguments, the attention, and the logarithm of
+    the sum of each query's weights [X, N, M, t] float32."""
     qs, ks, vs = _in_blocks(q, b, 3), _in_blocks(k, b, 2), _in_blocks(v, b, 2)
-    place = jnp.broadcast_to(jnp.arange(t), (X, t))
-    tokens = [_in_blocks(x, b, 1) for x in (place, *of_tokens)]  # [n, X, b]
+    tokens = [_in_blocks(x, b, 1) for x in of_tokens]  # [n, X, b]
     pairs, count = pairs_of(of_tokens, S, b)
 
     def step(index: jax.Array, carry: Any) -> Any:
         top, total, values = carry  # [n, X, N, M, b], the same, [n, X, N, M, b, h]
         i, j = pairs[index]
-        scores = _scores(qs[i], ks[j], seen(tokens, S, i, j))
+        scores = _scores(qs[i], ks[j], _mask(tokens, S, i, j))
         new_top = jnp.maximum(top[i], scores.max(axis=-1))
         weights, scale = jnp.exp(scores - new_top[..., None]), jnp.exp(top[i] - new_top)
         more = _multiply("xnmqk,xnkh->xnmqh", weights.astype(q.dtype), vs[j])
@@ -109,26 +116,24 @@ def _forward(
     flat = jnp.zeros(qs.shape[:-1], jnp.float32)
     begun = flat + MASKED, flat, jnp.zeros(qs.shape, jnp.float32)
     top, total, values = jax.lax.fori_loop(0, count, step, begun)
-    out = (values / total[..., None]).astype(q.dtype)
-    return _joined(out, 3), _joined(top + jnp.log(total), 3)
+    out = _joined((values / total[..., None]).astype(q.dtype), 3)
+    return out, (q, k, v, of_tokens, out, _joined(top + jnp.log(total), 3))
 
 
 def _backward(S: int, b: int, kept: Any, to_out: jax.Array) -> Any:
-    """The gradients of q, k and v. kept: by _keep. to_out: the gradient of the result."""
+    """The gradients of q, k and v. kept: by _forward. to_out: the gradient of the result."""
     q, k, v, of_tokens, out, log_total = kept
-    X, t = of_tokens[0].shape
     qs, ks, vs = _in_blocks(q, b, 3), _in_blocks(k, b, 2), _in_blocks(v, b, 2)
     to_outs, log_totals = _in_blocks(to_out, b, 3), _in_blocks(log_total, b, 3)
     f32 = jnp.float32
     inner = _in_blocks((to_out.astype(f32) * out.astype(f32)).sum(axis=-1), b, 3)
-    place = jnp.broadcast_to(jnp.arange(t), (X, t))
-    tokens = [_in_blocks(x, b, 1) for x in (place, *of_tokens)]
+    tokens = [_in_blocks(x, b, 1) for x in of_tokens]
     pairs, count = pairs_of(of_tokens, S, b)
 
     def step(index: jax.Array, carry: Any) -> Any:
         to_q, to_k, to_v = carry
         i, j = pairs[index]
-        scores = _scores(qs[i], ks[j], seen(tokens, S, i, j))
+        scores = _scores(qs[i], ks[j], _mask(tokens, S, i, j))
         weights = jnp.exp(scores - log_totals[i][..., None])  # [X, N, M, b, b]
         to_weights = _multiply("xnmqh,xnkh->xnmqk", to_outs[i], vs[j])
         to_scores = (weights * (to_weights - inner[i][..., None])).astype(q.dtype)
@@ -145,11 +150,10 @@ def _backward(S: int, b: int, kept: Any, to_out: jax.Array) -> Any:
     return *(x.astype(y.dtype) for x, y in zip(gradients, (q, k, v), strict=True)), None
 
 
-def _keep(
-    q: jax.Array, k: jax.Array, v: jax.Array, of_tokens: tuple[jax.Array, ...], S: int, b: int
-) -> tuple[jax.Array, Any]:
-    out, log_total = _forward(q, k, v, of_tokens, S, b)
-    return out, (q, k, v, of_tokens, out, log_total)
+def _mask(tokens: list[jax.Array], S: int, i: Any, j: Any) -> jax.Array:
+    """[X, 1, 1, b, b] bool: which keys of block j the queries of block i see."""
+    queries = [x[i][:, None, None, :, None] for x in tokens]
+    return seen(queries, [x[j][:, None, None, None, :] for x in tokens], S)
 
 
 def _scores(q: jax.Array, k: jax.Array, mask: jax.Array) -> jax.Array:
@@ -161,4 +165,4 @@ def _multiply(subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.einsum(subscripts, x, y, preferred_element_type=jnp.float32)
 
 
-block_attention.defvjp(_keep, _backward)
+block_attention.defvjp(_forward, _backward)

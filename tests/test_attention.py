@@ -379,7 +379,7 @@ def test_only_pairs_of_blocks_in_which_something_is_seen_are_computed(
 ) -> None:
     x = within(inputs(S, C, [row], 1, 1, 1), window)
     prompt, start, _, others = x.rows
-    pairs, count = pairs_of((prompt, start, *others), S, 2)
+    pairs, count = pairs_of((np.arange(S + C)[None], prompt, start, *others), S, 2)
     assert count == expected
     computed = {(int(i), int(j)) for i, j in pairs[:count]}
     needed = {(i // 2, j // 2) for i in range(S + C) for j in visible(x, 0, i)}

@@ -28,11 +28,10 @@ LONGEST_TEXT = 400  # characters of a text in the log; the files have the comple
 
 
 def sample_entries(run: Run, batch: Batch) -> list[dict[str, Any]]:
-    """Entries of samples.jsonl for two groups of this process, with all their completions. Groups
-    whose total rewards differ come first."""
-    first = run.local_sequences().start // run.cfg.num_pre_q
-    equal = equal_groups(batch.rewards[run.local_sequences()], run.cfg.num_pre_q)
-    shown = batch.groups(first + np.argsort(equal, kind="stable")[:2])
+    """Entries of samples.jsonl for two groups, with all their completions. Groups whose total
+    rewards differ come first."""
+    equal = equal_groups(batch.rewards, run.cfg.num_pre_q)
+    shown = batch.groups(np.argsort(equal, kind="stable")[:2])
     entries = completion_entries(run, shown, "advantage", shown.advantages)
     prompts = [run.tokenizer.decode(prompt.ids) for prompt in shown.prompts]
     return [{"prompt": text} | entry for text, entry in zip(prompts, entries, strict=True)]

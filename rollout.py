@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import json
 import operator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +67,6 @@ class Run:
     system_prompt: str
     environments: Environments | None  # None: each completion is a single turn of the policy
     base: Params | None = None  # the weights that LoRA does not change; None: there are none
-
-    def local_sequences(self) -> slice:
-        """This process's part, b, of the B sequences of a step."""
-        b = self.sizes.local_batch
-        return slice(jax.process_index() * b, (jax.process_index() + 1) * b)
 
 
 # ---- A step --------------------------------------------------------------------------------------
@@ -134,8 +130,7 @@ def complete(
     width = prompt_width(longest, run.cfg.global_length)  # S+1
     local, passes = local_part_of(prompts), []
     count = len(local)
-    numbers = np.arange(count * per_prompt, dtype=np.int32)  # of the sequences
-    numbers += jax.process_index() * count * per_prompt
+    numbers = np.array(local_part_of(range(len(prompts) * per_prompt)), np.int32)
     with progress_bar(name, count * per_prompt, "completions") as bar:
         for first in range(0, count, size):
             stop.check()
@@ -267,10 +262,8 @@ def begin_episodes(
     text that `reset` returns stands behind the question. Raises UserMistake."""
     if run.environments is None:
         return prompts
-    local = local_part_of(prompts)
-    first = jax.process_index() * len(local) * per_prompt
-    numbers = range(first, first + len(local) * per_prompt)
-    columns = [prompt.columns for prompt in local]
+    numbers = local_part_of(range(len(prompts) * per_prompt))
+    columns = [prompt.columns for prompt in local_part_of(prompts)]
     texts = run.environments.reset(round_number, numbers, columns, per_prompt)
     texts = [text for part in gather_texts(json.dumps(texts)) for text in json.loads(part)]
     examples = [
@@ -404,7 +397,7 @@ def answer_questions(
 # ---- Processes -----------------------------------------------------------------------------------
 
 
-def local_part_of(prompts: list[data.Prompt]) -> list[data.Prompt]:
-    """This process's part of the prompts of all processes; each has an equal part, in order."""
-    count = len(prompts) // jax.process_count()
-    return prompts[jax.process_index() * count : (jax.process_index() + 1) * count]
+def local_part_of(values: Sequence[Any]) -> Sequence[Any]:
+    """This process's part of the values of all processes; each has an equal part, in order."""
+    count = len(values) // jax.process_count()
+    return values[jax.process_index() * count : (jax.process_index() + 1) * count]

@@ -229,9 +229,7 @@ def to_devices(run: Run, batch: Batch, sequences: np.ndarray) -> list[MicroBatch
     micro_batches = []
     rows_of_micro_steps, widths = plan_rows(batch, sequences, run.limits)
     for rows in rows_of_micro_steps:
-        count = len(rows) // jax.process_count()  # rows of a process
-        local = rows[jax.process_index() * count : (jax.process_index() + 1) * count]
-        packed = pack(batch, local, widths, run.stopping.pad_id)
+        packed = pack(batch, local_part_of(rows), widths, run.stopping.pad_id)
         micro_batches.append(shard_batch(packed, run.training.layout))
     return micro_batches
 

@@ -26,7 +26,7 @@ from loss_pallas import Kernel, block_sizes
 from metrics import drift_level
 from models import hf, lora, placement
 from models.draw import Sampling
-from models.model import ModelConfig, Params, on_base
+from models.model import Compute, ModelConfig, Params, on_base
 from review import Reviewer
 from rollout import Run
 from runtime import processes, resume
@@ -185,7 +185,11 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
     print(sizes.line(), flush=True)
     workers: dict[str, RewardWorker] = {}
     data.stop_if_no_gym(cfg.dataset)
-    functions = reward_functions_of(cfg, workers)
+    functions = []
+    if cfg.rewards() or not cfg.environment_class:  # else the environments alone give rewards
+        cache = cfg.overlong_cache or cfg.max_length_sample // 5
+        how = cfg.reward_timeout_s, cfg.max_length_sample, cache, workers
+        functions = rewards.load_reward_functions(cfg.rewards(), *how)
     asked = "answer" if cfg.dataset.startswith(GYM) else "number"  # a task's may be any text
     default = rewards.SYSTEM_PROMPT.replace("number", asked)
     system_prompt = data.text_of(cfg.system_prompt) or default
@@ -200,7 +204,8 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
     weights = rewards.weights_of(cfg.reward_weights, cfg.rewards(), [f.__name__ for f in functions])
 
     def prompts_of(split: str) -> list[data.Prompt]:
-        examples = [example] if example else examples_of(cfg, split)
+        where = cfg.dataset, cfg.dataset_config, split, cfg.question_column, cfg.answer_column
+        examples = [example] if example else data.load_examples(*where)
         tools = environments.tools if environments else []
         prompts = data.build_prompts(examples, tokenizer, system_prompt, tools)
         return data.fit_prompts(prompts, cfg.max_prompt_length, split)
@@ -211,9 +216,7 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
     placement.stop_if_too_long(cfg.max_length_sample, model, longest)
     S = prompt_width(longest, cfg.global_length) - 1
     training, rollout, reason = placement.how_to_compute(cfg, model, sizes, S, jax.devices())
-    device_kind = jax.devices()[0].device_kind
-    kernel = logps_kernel(cfg.policy_loss_impl, model.hidden_size, device_kind)
-    training = training._replace(logps_kernel=kernel)
+    training = with_kernel(cfg, training, jax.devices()[0])
     return Run(
         cfg=cfg,
         sizes=sizes,
@@ -236,24 +239,6 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
         limits=placement.limits_of(cfg, sizes, training, jax.process_count(), S),
         system_prompt=system_prompt,
         environments=environments,
-    )
-
-
-def reward_functions_of(
-    cfg: Config, workers: dict[str, RewardWorker]
-) -> list[rewards.RewardFunction]:
-    """The functions of REWARD_FN; none if the environments alone give rewards. Raises UserMistake.
-
-    workers: see worker_of.
-    """
-    if cfg.environment_class and not cfg.rewards():
-        return []
-    return rewards.load_reward_functions(
-        cfg.rewards(),
-        cfg.reward_timeout_s,
-        cfg.max_length_sample,
-        cfg.overlong_cache or cfg.max_length_sample // 5,
-        workers,
     )
 
 
@@ -329,18 +314,16 @@ def optimizer_of(cfg: Config) -> Optimizer:
     return Optimizer(name=cfg.optimizer, weight_decay=cfg.weight_decay, clip_norm=cfg.clip_norm)
 
 
-def logps_kernel(policy_loss_impl: str, D: int, device_kind: str) -> Kernel | None:
-    """The kernel of POLICY_LOSS_IMPL=pallas, or None for jax.
-
-    Raises UserMistake if hidden states of width D are too wide for the kernel.
-    """
-    if policy_loss_impl == "jax":
-        return None
+def with_kernel(cfg: Config, training: Compute, device: jax.Device) -> Compute:
+    """How training is computed, with the kernel of POLICY_LOSS_IMPL=pallas. Raises UserMistake if
+    the model is too wide for the kernel."""
+    if cfg.policy_loss_impl == "jax":
+        return training
     try:
-        block_sizes(D, 2, device_kind)
+        block_sizes(training.model.hidden_size, 2, device.device_kind)
     except ValueError as error:  # loss_pallas.py knows no UserMistake
         raise UserMistake(str(error)) from None
-    return Kernel(device_kind)
+    return training._replace(logps_kernel=Kernel(device.device_kind))
 
 
 def what_ran(run: Run) -> dict[str, str]:
@@ -404,12 +387,6 @@ def export(run: Run, out: Path, params: Params) -> None:
         hf.save_model(folder, params, run.model, run.folder, dtype=run.training.dtype, **how)
     except OSError as error:
         raise Unwritable(f"EXPORT_HF={folder} cannot be written: {error}") from None
-
-
-def examples_of(cfg: Config, split: str) -> list[dict[str, Any]]:
-    """The examples of a split of DATASET. Raises UserMistake."""
-    columns = cfg.question_column, cfg.answer_column
-    return data.load_examples(cfg.dataset, cfg.dataset_config, split, *columns)
 
 
 # ---- What processes and resumed runs compare -----------------------------------------------------

@@ -24,7 +24,7 @@ from runtime.chips import GPUS, OUT_OF_MEMORY_CODE, memory_bytes, remedy
 from runtime.layout import local_count, mesh_text
 from runtime.mistakes import UserMistake, fail
 from runtime.sizes import derive, prompt_width
-from startup import logps_kernel
+from startup import with_kernel
 from tools import known_models
 from tools.programs import Plan, Program, bytes_of, programs_of, slice_devices
 
@@ -68,8 +68,8 @@ def make_plan(cfg: Config, name: str) -> Plan:
         stop_if_unable(cfg, model, longest, devices)
     S = prompt_width(longest, cfg.global_length) - 1
     training, rollout, reason = how_to_compute(cfg, model, sizes, S, devices)
-    kernel = logps_kernel(cfg.policy_loss_impl, model.hidden_size, devices[0].device_kind)
-    return Plan(cfg, sizes, training._replace(logps_kernel=kernel), rollout, hosts, S, reason)
+    training = with_kernel(cfg, training, devices[0])
+    return Plan(cfg, sizes, training, rollout, hosts, S, reason)
 
 
 def print_plan(plan: Plan, name: str) -> int:

@@ -38,6 +38,7 @@ if __name__ == "__main__":
 import contextlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from loss import group_advantages, top_entropy_mask
@@ -79,7 +80,6 @@ from update import (
     learning_rate,
     micro_step,
     optimizer_step,
-    zero_grads,
 )
 
 
@@ -293,8 +293,8 @@ def sum_of_gradients(
     weights; the gradients are of those that training changes."""
     sequences, counts = computed_sequences(run, mini_batch), counts_of(mini_batch)
     micro_batches = to_devices(run, mini_batch, sequences)
-    several = run.sizes.grad_accum_steps > 1
-    grads = zero_grads(trained(params)) if several or not micro_batches else None
+    needs_zeros = run.sizes.grad_accum_steps > 1 or not micro_batches
+    grads = jax.tree.map(jnp.zeros_like, trained(params)) if needs_zeros else None
     metrics_of = []
     for micro_batch in micro_batches:
         grads, metrics = micro_step(

@@ -169,11 +169,6 @@ def _add(grad_sum: Params | None, grads: Params) -> Params:
     return jax.tree.map(add, *trees, is_leaf=unrolled)
 
 
-def zero_grads(params: Params) -> Params:
-    """Float32 zeros, laid out like params: the grad_sum before the first micro_step."""
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32, device=x.sharding), params)
-
-
 # ---- The optimizer -------------------------------------------------------------------------------
 
 

@@ -57,10 +57,7 @@ from runtime.layout import shard_batch
 from runtime.mistakes import UserMistake
 from sampling import NaiveBackend, Stopping, stop_if_stale
 from startup import export, set_up
-from update import (
-    micro_step,
-    zero_grads,
-)
+from update import micro_step
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 FIELDS = ("wq", "wk", "wv", "wo", "gate", "up", "down")
@@ -160,7 +157,7 @@ def gradient(
     shapes = param_shardings(model, where.mesh)
     shapes = shapes if params.adapters is not None else shapes.replace(adapters=None)
     params = jax.device_put(jax.tree.map(np.float32, params), shapes)
-    grads = zero_grads(trained(params)) if micro < 8 else None
+    grads = jax.tree.map(jnp.zeros_like, trained(params)) if micro < 8 else None
     for first in range(0, 8, micro):
         rows = in_rows(batch, micro // mesh[0] // mesh[1], range(first, first + micro), S=8)
         grads, *_ = micro_step(

@@ -40,7 +40,6 @@ from update import (
     init_state,
     micro_step,
     optimizer_step,
-    zero_grads,
 )
 
 K, T = 8, 6
@@ -154,7 +153,7 @@ def step(
         micro_batches = [in_rows(batch, share, range(i, i + micro), S=7 + wider) for i in starts]
     compute = Compute(QWEN2, jnp.dtype(dtype), where, remat, kernel, layer_loop=layer_loop)
     state = init_state(laid_out(where.mesh, params), optimizer=SGD, model=QWEN2)
-    grads, parts = zero_grads(state.params), []
+    grads, parts = jax.tree.map(jnp.zeros_like, state.params), []
     before = shardings((state, grads))
     grads = grads if len(micro_batches) > 1 else None
     top = x.mask if x.top_mask is None else x.mask * x.top_mask

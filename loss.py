@@ -58,8 +58,7 @@ def group_advantages(
                    function does not apply
       maxrl        (reward - group mean) / (group mean + MEAN_EPS), for rewards of at least 0
     Every std has ddof 1, and STD_EPS is added to it.
-    Raises ValueError for another estimator or scale_rewards, for gdpo without per_function, and for
-    maxrl with a negative reward.
+    Raises ValueError for another estimator or scale_rewards.
     Source: GRPO, arXiv 2402.03300 section 4.1; RLOO, 2402.14740; REINFORCE++, 2501.03262; GDPO,
     2601.05242; MaxRL, 2602.02710; TRL.
     """
@@ -78,20 +77,16 @@ def group_advantages(
     elif estimator == "reinforce++":  # The batch mean of centered rewards is 0.
         advantages = centered / (_std(centered) + STD_EPS)
     elif estimator == "maxrl":
-        if (groups < 0).any():
-            raise ValueError("ADV_ESTIMATOR=maxrl needs rewards of at least 0")
         count = np.maximum((~np.isnan(groups)).sum(axis=1, keepdims=True), 1)
         advantages = centered / (np.nansum(groups, axis=1, keepdims=True) / count + MEAN_EPS)
-    elif estimator != "gdpo":
-        raise ValueError(f"ADV_ESTIMATOR={estimator} is not known")
-    else:
-        if per_function is None:
-            raise ValueError("ADV_ESTIMATOR=gdpo needs per_function, the rewards of each function")
+    elif estimator == "gdpo":
         columns = [column.reshape(-1, num_pre_q) for column in per_function.T]
         scaled = [_centered(c) / (_std(c, axis=1) + STD_EPS) for c in columns]
         total = sum(w * np.nan_to_num(x) for w, x in zip(weights, scaled, strict=True))
         total = np.where(np.isnan(groups), np.nan, total)  # [P, K], again of mean 0
         advantages = total / (_std(total) + STD_EPS)
+    else:
+        raise ValueError(f"ADV_ESTIMATOR={estimator} is not known")
     return np.nan_to_num(advantages.reshape(-1))
 
 
@@ -182,8 +177,8 @@ def policy_loss(
     whose mask is 0 everywhere) and (mask * top_mask).sum() of the ENTIRE update. The last two may
     be None if this micro-batch is the entire update. num_top_tokens divides only the entropy bonus;
     with a top_mask the other sums still are divided by the counts of all tokens.
-    Raises ValueError for a text of the objective that is not known, for arrays of other shapes than
-    these, and for dr_grpo without max_completion_length.
+    Raises ValueError for a text of the objective that is not known, and for arrays of other shapes
+    than these.
     Source: PPO, arXiv 1707.06347 eq. 7; DAPO, 2503.14476 eq. 8; Dr. GRPO, 2503.20783; GSPO,
     2507.18071; CISPO, 2506.13585; SAPO, 2511.20347; TRL.
     """
@@ -266,8 +261,6 @@ def _divisor(o: Objective, num_tokens: Any, num_sequences: Any, sequence_tokens:
         return num_tokens
     if o.loss_type != "dr_grpo":
         raise ValueError(f"LOSS_TYPE={o.loss_type} is not known")
-    if o.max_completion_length < 1:
-        raise ValueError("LOSS_TYPE=dr_grpo needs max_completion_length, in tokens")
     return num_sequences * o.max_completion_length
 
 

@@ -234,10 +234,8 @@ def gather_batch(
 
 def choose_groups(run: Run, rounds: list[Batch]) -> Batch:
     """P of the sampled groups, in their order: those whose rewards differ, and others if these are
-    too few. T holds the longest completion.
-
-    Raises UserMistake if the estimator cannot take the rewards.
-    """
+    too few. T holds the longest completion. Raises UserMistake if the estimator cannot take the
+    rewards."""
     batch = rounds[0]
     if len(rounds) > 1:
         # [P] of rounds * P groups; a stable sort puts those whose rewards differ first.

@@ -17,7 +17,6 @@ from rewards import extract_answer
 from rollout import Run, answer_questions, have_equal_rewards, texts_of
 from runtime.chips import chip_of, memory_peaks
 from runtime.packing import Batch
-from runtime.processes import StopSignal
 from runtime.records import mean_of
 from runtime.run_log import Clock, RunLog
 from sampling import Backend
@@ -251,7 +250,6 @@ def sampling_metrics(run: Run, rounds: list[Batch]) -> dict[str, float]:
 def evaluate(
     run: Run,
     log: RunLog,
-    stop: StopSignal,
     backend: Backend,
     key: jax.Array,
     params: Params,
@@ -268,7 +266,7 @@ def evaluate(
     questions = run.eval_prompts if full or not limit else run.eval_prompts[:limit]
     backend.update_weights(params)
     clock.lap("rollout_sync")
-    evaluation = answer_questions(run, backend, stop, questions, key, clock)
+    evaluation = answer_questions(run, backend, questions, key, clock)
     backend.release()
     line, records = evaluation_record(run, step, evaluation, clock, full)
     log.line(line)

@@ -67,6 +67,7 @@ class Run:
     system_prompt: str
     environments: Environments | None  # None: each completion is a single turn of the policy
     base: Params | None = None  # the weights that LoRA does not change; None: there are none
+    stop: StopSignal = dataclasses.field(default_factory=StopSignal)
 
 
 # ---- A step --------------------------------------------------------------------------------------
@@ -103,17 +104,16 @@ def prompts_of_round(run: Run, number: int) -> list[data.Prompt]:
 
 
 def complete_prompts(
-    run: Run, backend: Backend, stop: StopSignal, prompts: list[data.Prompt], key: jax.Array
+    run: Run, backend: Backend, prompts: list[data.Prompt], key: jax.Array
 ) -> Completions:
     """K completions of each of this process's part of P prompts."""
     K, size = run.cfg.num_pre_q, run.sizes.prompt_batch_size
-    return complete(run, backend, stop, prompts, key, "rollout", run.sampling, K, size)
+    return complete(run, backend, prompts, key, "rollout", run.sampling, K, size)
 
 
 def complete(
     run: Run,
     backend: Backend,
-    stop: StopSignal,
     prompts: list[data.Prompt],
     key: jax.Array,
     name: str,
@@ -133,7 +133,7 @@ def complete(
     numbers = np.array(local_part_of(range(len(prompts) * per_prompt)), np.int32)
     with progress_bar(name, count * per_prompt, "completions") as bar:
         for first in range(0, count, size):
-            stop.check()
+            run.stop.check()
             ids = [prompt.ids for prompt in local[first : first + size]]
             padded = data.pad_prompts(ids, width, run.stopping.pad_id)
             of_pass = numbers[first * per_prompt : (first + size) * per_prompt]
@@ -142,7 +142,7 @@ def complete(
     completions = join(passes)
     if run.environments is None:
         return completions
-    return take_turns(run, backend, stop, local, completions, key, sampling, size * per_prompt)
+    return take_turns(run, backend, local, completions, key, sampling, size * per_prompt)
 
 
 def texts_of(
@@ -284,7 +284,6 @@ def begin_episodes(
 def take_turns(
     run: Run,
     backend: Backend,
-    stop: StopSignal,
     prompts: list[data.Prompt],
     completions: Completions,
     key: jax.Array,
@@ -310,7 +309,7 @@ def take_turns(
         size = turn_sequences(count, most, jax.local_device_count())
         width = turn_width(longest, run.limits.longest_prompt + 1 + run.stopping.max_new_tokens)
         for first in range(0, count, size):
-            stop.check()
+            run.stop.check()
             of_pass = going[first : first + size]
             # For an unused place no token is drawn, as if its completion were full.
             unused = size - len(of_pass)
@@ -365,12 +364,7 @@ def add_turn(completions: Completions, i: int, drawn: Completions, j: int) -> No
 
 
 def answer_questions(
-    run: Run,
-    backend: Backend,
-    stop: StopSignal,
-    questions: list[data.Prompt],
-    key: jax.Array,
-    clock: Clock,
+    run: Run, backend: Backend, questions: list[data.Prompt], key: jax.Array, clock: Clock
 ) -> Batch:
     """EVAL_SAMPLES completions of each question, greedy or sampled as run.eval_sampling says."""
     samples = run.cfg.eval_samples
@@ -379,7 +373,7 @@ def answer_questions(
     missing = -len(questions) % (size * jax.process_count())
     padded = begin_episodes(run, [*questions, *[questions[-1]] * missing], EVALUATION, samples)
     how = run.eval_sampling, samples, size
-    completions = complete(run, backend, stop, padded, key, "evaluation", *how)
+    completions = complete(run, backend, padded, key, "evaluation", *how)
     clock.lap("rollout_generate")
     local = local_part_of(padded)
     rewarded = []

@@ -35,7 +35,6 @@ from runtime.layout import mesh_text
 from runtime.lifecycle import Lifecycle
 from runtime.mistakes import Unwritable, UserMistake, fail
 from runtime.parsing import GYM, REPO, to_text
-from runtime.processes import StopSignal
 from runtime.records import RUNNING
 from runtime.reward_worker import RewardWorker, worker_of
 from runtime.run_log import RunLog, replace_file, stop_if_not_writable
@@ -52,7 +51,7 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | No
     Ends the program for a user's mistake.
     """
     began = time.perf_counter()
-    stop, backend = StopSignal(), None
+    backend = None
     try:
         processes.start_jax(cfg)
         run = set_up(cfg)
@@ -80,14 +79,13 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | No
             cfg=cfg,
             out=out,
             log=log,
-            stop=stop,
             checkpoints=checkpoints,
             progress=progress,
             reviewer=reviewer,
             began=began,
         )
         life.begin({"state": state})
-        stop.watch(cfg.preemption_grace_s)
+        run.stop.watch(cfg.preemption_grace_s)
         reviewer.write(RUNNING)
     except (UserMistake, Unwritable) as error:
         if backend:

@@ -68,7 +68,7 @@ from rollout import (
 from runtime.chips import memory_errors_in_sizes, program
 from runtime.layout import gather_processes, local_part, shard_batch
 from runtime.packing import Batch, MicroBatch, pack, plan_rows
-from runtime.processes import StopSignal, ending_together
+from runtime.processes import ending_together
 from runtime.run_log import Clock
 from runtime.sizes import MICRO_SIZES
 from startup import export, start
@@ -92,7 +92,7 @@ def main(cfg: Config) -> None:
         return on_base(run.base, state.params)  # with LoRA the state has the adapters alone
 
     def evaluate_after(steps: int, full: bool = False) -> float:
-        return evaluate(run, life.log, life.stop, backend, eval_key, params(), steps, full)
+        return evaluate(run, life.log, backend, eval_key, params(), steps, full)
 
     def save() -> None:
         life.save({"state": state})
@@ -113,7 +113,7 @@ def main(cfg: Config) -> None:
                 number = life.progress.rounds + len(rounds)  # of the run, from 0
                 prompts = prompts_of_round(run, number)  # [P], the same on every process
                 key = jax.random.fold_in(rollout_key, number)
-                completions = complete_prompts(run, backend, life.stop, prompts, key)  # [b, T]
+                completions = complete_prompts(run, backend, prompts, key)  # [b, T]
                 clock.lap("rollout_generate")
                 local = local_part_of(prompts)  # of this process, like the completions
                 totals, per_function = reward_completions(run, local, completions)  # [b]
@@ -150,7 +150,7 @@ def main(cfg: Config) -> None:
                 warmup_ratio=cfg.warmup_ratio,
                 decay_steps=cfg.lr_decay_steps or cfg.steps,
             )
-            state, metrics = update_policy(run, life.stop, state, batch, lr, step)
+            state, metrics = update_policy(run, state, batch, lr, step)
             clock.lap("update")
 
             # ---- Log -----------------------------------------------------------------------------
@@ -238,12 +238,7 @@ def to_devices(run: Run, batch: Batch, sequences: np.ndarray) -> list[MicroBatch
 
 
 def update_policy(
-    run: Run,
-    stop: StopSignal,
-    state: TrainState,
-    batch: Batch,
-    lr: float,
-    step: int,
+    run: Run, state: TrainState, batch: Batch, lr: float, step: int
 ) -> tuple[TrainState, dict[str, float]]:
     """The updates of a step: the state and the metrics.
 
@@ -251,7 +246,7 @@ def update_policy(
     """
     updates = []
     epochs = [groups_of_mini_batches(run, step, epoch) for epoch in range(run.cfg.ppo_epochs)]
-    stop.check()  # once the first update is applied, the run stops only after the step
+    run.stop.check()  # once the first update is applied, the run stops only after the step
     for group_indices in np.concatenate(epochs):  # [updates, groups of a mini-batch]
         mini_batch = batch.groups(group_indices)
         if not updates:  # Without old_logps, which another program has rounded, each ratio is 1.

@@ -16,7 +16,7 @@ import jax
 
 from runtime.checkpoint import Checkpoints
 from runtime.mistakes import Unwritable, UserMistake, fail, in_one_line
-from runtime.processes import Stopped, StopSignal, told_by_all
+from runtime.processes import Stopped, told_by_all
 from runtime.records import DONE, FAILED, RUNNING, STOPPED
 from runtime.resume import Progress, record_of, write_run
 from runtime.run_log import RunLog
@@ -31,7 +31,6 @@ class Lifecycle:
     cfg: Any  # the run's settings
     out: Path  # the run's folder
     log: RunLog
-    stop: StopSignal
     checkpoints: Checkpoints
     progress: Progress
     reviewer: Any  # Reviewer of review.py

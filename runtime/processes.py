@@ -35,6 +35,8 @@ def start_jax(cfg: Any) -> None:
     It has to come before anything touches a device. Raises UserMistake if there is no device of the
     kind that JAX_PLATFORMS names.
     """
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)  # it ends the process at once, see StopSignal
     os.environ.setdefault(MEM_FRACTION, OUR_MEM_FRACTION)  # only GPUs read it, and only once
     cache = os.path.abspath(cfg.jax_compilation_cache_dir or ".jax_cache")
     jax.config.update("jax_compilation_cache_dir", cache)
@@ -224,13 +226,10 @@ class Stopped(Exception):
 
 
 class StopSignal:
-    """SIGTERM and SIGINT end the process at once, until `watch` is called; from then on the run
-    obeys at its next `check`. Both are made on the main thread."""
+    """SIGTERM and SIGINT end the process at once, until `watch` is called on the main thread; from
+    then on the run obeys at its next `check`."""
 
-    def __init__(self) -> None:
-        self._number = 0  # of the signal that has come
-        for number in STOP_SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
+    _number = 0  # of the signal that has come
 
     def watch(self, grace_s: int) -> None:
         """From now on a thread sees signals, because Python's handlers wait while the main thread

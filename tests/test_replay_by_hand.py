@@ -44,13 +44,13 @@ from models import hf
 folder, counts = Path(os.environ["OUTPUT_DIR"]), [0, 0]
 update_policy, one_update = train_grpo.update_policy, train_grpo.one_update
 
-def saving_policy(run, stop, state, batch, lr, step):
+def saving_policy(run, state, batch, lr, step):
     arrays = {name: x for name, x in batch._asdict().items() if isinstance(x, np.ndarray)}
     prompts = {f"prompt{i}": np.array(prompt.ids) for i, prompt in enumerate(batch.prompts)}
     counts[:] = step, 0
     save_file(arrays | prompts, folder / f"step{step}.safetensors")
     batch = batch._replace(computed_tokens=np.arange(len(batch.lengths)))  # no update reads them
-    return update_policy(run, stop, state, batch, lr, step)
+    return update_policy(run, state, batch, lr, step)
 
 def saving_update(run, state, mini_batch, lr):
     weights = {name: np.array(x) for name, x in hf.hf_tensors(state.params, run.model)}

@@ -8,7 +8,6 @@ completions of one question the text of each turn, behind which stands a stop to
 import functools
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -176,8 +175,7 @@ def here(
     }
     run = set_up(Config.from_env(settings))
     prompts = prompts_of_round(run, 0)
-    stop = SimpleNamespace(check=lambda: None)
-    made = complete_prompts(run, Says(texts), stop, prompts, jax.random.key(0))
+    made = complete_prompts(run, Says(texts), prompts, jax.random.key(0))
     _, rewards = reward_completions(run, prompts, made)
     used = [slice(length) for length in made.lengths]
     return [

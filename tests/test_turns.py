@@ -51,7 +51,6 @@ from rollout import (
 )
 from runtime.mistakes import UserMistake
 from runtime.packing import Batch
-from runtime.processes import StopSignal
 from runtime.run_log import Clock
 from runtime.sizes import turn_sequences, turn_width
 from sampling import Completions, NaiveBackend, Stopping
@@ -153,7 +152,7 @@ def talk(
     examples = [{"question": "Guess.", "answer": "#### 33"}] * (len(turns) // K)
     prompts = build_prompts(examples, run.tokenizer, run.system_prompt, run.environments.tools)
     prompts, script = begin_episodes(run, prompts, 1, K), Script(turns, T)
-    how = StopSignal(), prompts, jax.random.key(0), "rollout", run.sampling, K
+    how = prompts, jax.random.key(0), "rollout", run.sampling, K
     completions = complete(run, script, *how, size or len(prompts))
     rewards = reward_completions(run, prompts, completions)
     batch = gather_batch(run, prompts, completions, *rewards)
@@ -463,7 +462,7 @@ def test_an_evaluation_has_the_same_tasks_at_every_step() -> None:
         script = Script([["3<|im_end|>"] * 3] * 32, 100)
         clock = Clock(["rollout_generate", "reward"])
         key = jax.random.key(0)
-        return script, answer_questions(run, script, StopSignal(), questions, key, clock)
+        return script, answer_questions(run, script, questions, key, clock)
 
     script, before = evaluate()
     prompts_of_round(run, 0)

@@ -20,7 +20,6 @@ from rollout import Run, answer_questions, dialogues_of
 from runtime import processes, resume
 from runtime.checkpoint import Checkpoints
 from runtime.mistakes import Unwritable, UserMistake, fail
-from runtime.processes import StopSignal
 from runtime.records import DONE
 from runtime.run_log import Clock
 from runtime.sizes import MICRO_SIZES, PASS_SIZES, STEP_SIZES
@@ -79,7 +78,7 @@ def evaluate_weights(cfg: Config) -> None:
         out = resume.output_folder("", f"{cfg.output_dir or 'runs'}/eval")
         _, key = jax.random.split(jax.random.key(cfg.seed))
         with contextlib.closing(open_log(run, out, resume.Progress(step=step))) as log:
-            evaluate(run, log, StopSignal(), backend, key, params, step, full=True)
+            evaluate(run, log, backend, key, params, step, full=True)
             Reviewer(out, log, jax.process_index() == 0).write(DONE)
 
 
@@ -93,7 +92,7 @@ def ask(cfg: Config, example: dict[str, Any]) -> tuple[str, list[str]]:
         params, _ = load_weights(run)
         backend.update_weights(params)
         key, clock = jax.random.key(cfg.seed), Clock(EVAL_PHASES)
-        answered = answer_questions(run, backend, StopSignal(), run.eval_prompts, key, clock)
+        answered = answer_questions(run, backend, run.eval_prompts, key, clock)
     [text] = dialogues_of(run, answered)
     rewards = zip(run.functions, answered.per_function[0], strict=True)
     return text, [f"{function.__name__} {reward:g}" for function, reward in rewards]

@@ -71,7 +71,6 @@ def read_model(folder: Path, chat_template: str) -> tuple[ModelConfig, Any]:
             f"MODEL_PATH={folder}: its tokenizer has {len(tokenizer)} tokens, its config.json "
             f"vocab_size={model.vocab_size}; they are of two models"
         )
-    stop_ids(folder, tokenizer)  # for its mistake
     open_tensors(folder, param_table(model))  # for its mistakes
     return model, tokenizer
 

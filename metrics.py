@@ -157,9 +157,6 @@ def step_lines(step: Step, breakdown: bool) -> list[str]:
             f"completion_hit_max_frac={1 - step.batch.stopped.mean():.4f}"
         )
     lines = [text]
-    if "dynamic_sampling/rounds" in metrics:
-        rounds, kept = (metrics[f"dynamic_sampling/{name}"] for name in ("rounds", "kept_frac"))
-        lines.append(f"dynamic_sampling step={step.number} rounds={rounds:.0f} kept={kept:.4f}")
     note = f"note step={step.number}"
     if not step.batch.advantages[step.batch.completion_mask.any(axis=1)].any():
         lines.append(f"{note}: all advantages that count are 0, and so is the policy gradient")

@@ -79,8 +79,6 @@ def test_the_step_line_ends_with_its_seconds_and_each_note_has_a_line() -> None:
         LINE,
         "note step=7: update 2 of this step was not applied: grad_norm is nan",
     ]
-    sampled = {f"dynamic_sampling/{name}": value for name, value in SAMPLED.items()}
-    assert lines(sampled) == [LINE, "dynamic_sampling step=7 rounds=3 kept=0.4167"]
 
 
 def test_the_step_record_by_hand() -> None:

@@ -223,8 +223,6 @@ def test_a_step_learns_from_the_groups_that_differ_and_the_next_takes_new_prompt
         }
         found = {name: record[f"train-{name}"] for name in expected}
         assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
-        told = f" rounds={len(sampled) // P} kept={len(kept) / len(sampled):.4f}\n"
-        assert told in result.lines
     assert not left
 
 
@@ -242,8 +240,7 @@ def test_each_round_draws_new_tokens_and_equal_rewards_give_no_gradient(
     assert of(result, "other/frac_reward_zero_std") == [1, 1]
     assert of(result, "other/loss") == of(result, "other/grad_norm") == [0, 0]
     for step in (0, 1):
-        told = f"dynamic_sampling step={step} rounds=2 kept=0.0000\nnote step={step}: all adv"
-        assert told in result.lines
+        assert f"\nnote step={step}: all advantages that count are 0" in result.lines
 
 
 # ---- Objectives, estimators and other settings ---------------------------------------------------

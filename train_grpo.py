@@ -31,9 +31,8 @@ import sys
 from config import Config, load
 
 if __name__ == "__main__":
-    CFG, FLAGS, LINES = load(
-        sys.argv[1:]
-    )  # it ends the program for --print-config and for mistakes
+    # This ends the program for --print-config and for mistakes.
+    CFG, FLAGS, LINES = load(sys.argv[1:])
 
 import contextlib
 

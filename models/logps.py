@@ -72,8 +72,7 @@ def token_logps_reference(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the same as token_logps, computed from an array of all logits."""
     head = lm_head.astype(hidden.dtype)
-    in_float32 = {"precision": _precision(hidden.dtype), "preferred_element_type": jnp.float32}
-    logits = jnp.einsum("...d,vd->...v", hidden, head, **in_float32) / temperature  # [..., t, V]
+    logits = dot(hidden, head, hidden.ndim - 1, 1) / temperature  # [..., t, V]
     logsumexp = jax.nn.logsumexp(logits, axis=-1)  # [..., t]
     chosen = jnp.take_along_axis(logits, ids[..., None], axis=-1)[..., 0]  # [..., t]
     log_probs = logits - logsumexp[..., None]  # [..., t, V]
@@ -272,13 +271,10 @@ def _backward_shard(
 
 def dot(a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:
     """Contracts axis_a of a with axis_b of b, in float32."""
-    in_float32 = {"precision": _precision(a.dtype), "preferred_element_type": jnp.float32}
-    return jax.lax.dot_general(a, b, (((axis_a,), (axis_b,)), ((), ())), **in_float32)
-
-
-def _precision(dtype: Any) -> jax.lax.Precision | None:
-    """Keeps float32 operands in float32; a TPU would round them to bfloat16 by default."""
-    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
+    # A TPU would round float32 operands to bfloat16 by default.
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    how = {"precision": precision, "preferred_element_type": jnp.float32}
+    return jax.lax.dot_general(a, b, (((axis_a,), (axis_b,)), ((), ())), **how)
 
 
 def _logits(

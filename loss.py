@@ -129,7 +129,7 @@ class Objective(NamedTuple):
                update. TRL's bnpo is dapo with the mean over the tokens of each micro-batch, so that
                the result depends on their size.
       grpo     the loss of dapo; mean over each sequence's tokens, then over the update's sequences
-      dr_grpo  the loss of dapo; sum over tokens / (sequences * max_completion_length)
+      dr_grpo  the loss of dapo; sum over tokens / (sequences * max_length_sample)
       gspo     as grpo, with one ratio for each sequence: exp of its mean log ratio
       cispo    -min(ratio, eps_high) A logps, without gradient through the ratio; averaged as dapo
       sapo     -(4 / tau) sigmoid(tau (ratio - 1)) A; averaged as grpo
@@ -146,7 +146,7 @@ class Objective(NamedTuple):
     is_mode: str = "none"
     is_floor: float = 0.0
     is_cap: float = 3.0
-    max_completion_length: int = 0  # tokens; for dr_grpo
+    max_length_sample: int = 0  # tokens; for dr_grpo
 
 
 def policy_loss(
@@ -261,7 +261,7 @@ def _divisor(o: Objective, num_tokens: Any, num_sequences: Any, sequence_tokens:
         return num_tokens
     if o.loss_type != "dr_grpo":
         raise ValueError(f"LOSS_TYPE={o.loss_type} is not known")
-    return num_sequences * o.max_completion_length
+    return num_sequences * o.max_length_sample
 
 
 def _clip_metrics(

@@ -290,10 +290,8 @@ def make_backend(run: Run) -> Backend:
 
 
 def objective_of(cfg: Config) -> Objective:
-    """The settings of policy_loss; all but one have the same names in Objective as in Config."""
-    same_names = [name for name in Objective._fields if name != "max_completion_length"]
-    settings = {name: getattr(cfg, name) for name in same_names}
-    return Objective(**settings, max_completion_length=cfg.max_length_sample)
+    """The settings of policy_loss, which have the same names in Objective as in Config."""
+    return Objective(**{name: getattr(cfg, name) for name in Objective._fields})
 
 
 def sampling_of(cfg: Config) -> Sampling:

@@ -87,6 +87,8 @@ def test_the_objective_is_that_of_trl(name: str) -> None:
     x, settings = trl_inputs(**golden["inputs"]), golden["settings"].copy()
     if settings["loss_type"] == "bnpo":  # With the counts of the update it is dapo.
         settings["loss_type"] = "dapo"
+    if settings["loss_type"] == "dr_grpo":
+        settings["max_length_sample"] = settings.pop("max_completion_length")
     chosen = slice(*golden["rows"])
     if settings.pop("importance_sampling_level", "token") == "sequence":
         settings["loss_type"] = "gspo"
@@ -106,7 +108,7 @@ VARIANTS = [
     {},
     {"loss_type": "dapo", "delta": 1.1, "eps_high": 0.3},
     {"loss_type": "grpo", "entropy_coef": 0.1},
-    {"loss_type": "dr_grpo", "max_completion_length": 32, "quantile": 0.5, "is_mode": "token_mask"},
+    {"loss_type": "dr_grpo", "max_length_sample": 32, "quantile": 0.5, "is_mode": "token_mask"},
     {"loss_type": "gspo", "eps_low": 0.01, "eps_high": 0.02, "beta": 0.1},
     {"loss_type": "cispo", "eps_high": 1.2, "is_mode": "token_truncate", "is_cap": 1.1},
     {"loss_type": "sapo", "is_mode": "sequence_truncate", "is_cap": 1.1},
@@ -210,7 +212,7 @@ def test_the_denominators_by_hand(loss_type: str, loss: float, first: float, sec
     """Sequences of 1 and 3 tokens with advantages 5 and 1, in a step of 8 tokens, 4 sequences."""
     logps, mask = np.full((2, 3), -1.0), [[1, 0, 0], [1, 1, 1]]
     step = (logps, logps, [5.0, 1.0], mask, 8.0)
-    settings = {"loss_type": loss_type, "max_completion_length": 10, "eps_high": 1.0}
+    settings = {"loss_type": loss_type, "max_length_sample": 10, "eps_high": 1.0}
     value, grad, _ = value_and_grad(*step, num_sequences=4, **settings)
     assert value == pytest.approx(loss)
     np.testing.assert_allclose(grad, [[first, 0, 0], [second] * 3], atol=1e-7)

@@ -89,7 +89,7 @@ def test_the_other_names_are_those_of_all_objectives_and_of_other_devices() -> N
             objective=Objective(
                 loss_type=loss_type,
                 is_mode=is_mode,
-                max_completion_length=3,
+                max_length_sample=3,
                 beta=0.1,
                 entropy_coef=0.1,
                 is_floor=0.5,

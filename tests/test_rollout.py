@@ -341,7 +341,7 @@ def test_every_setting_of_the_objective_the_sampler_and_the_optimizer_reaches_it
         is_mode="token_mask",
         is_floor=0.5,
         is_cap=2.5,
-        max_completion_length=24,
+        max_length_sample=24,
     )
     assert run.sampling == Sampling(temperature=0.7, top_k=9, top_p=0.8, min_p=0.2, replay=True)
     assert run.optimizer == Optimizer(name="lion", weight_decay=0.04, clip_norm=0.5)

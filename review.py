@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 import yaml
 
@@ -290,18 +291,18 @@ def write_review(out: Path, history: History) -> dict[str, Any]:
 
 
 class Reviewer:
-    """What process 0 tells about its run: summary.json and report.html, and notes while it goes on.
-    If these files cannot be written, one line says so, and the run goes on."""
+    """What process 0 tells about its run: summary.json and report.html, and notes while it goes on;
+    the others say and write nothing. If these files cannot be written, one line says so, and the
+    run goes on."""
 
-    def __init__(self, out: Path, log: RunLog, writes: bool) -> None:
-        """writes: whether this is process 0; the others say and write nothing."""
-        self._out, self._log, self._writes = out, log, writes
+    def __init__(self, out: Path, log: RunLog) -> None:
+        self._out, self._log = out, log
         self._told: set[str] = set()  # the rules, and the error, that have their line
 
     def write(self, state: str, why: str = "") -> dict[str, Any]:
         """Writes the review of the run so far; returns its state, why and verdict, or nothing.
         While the run goes on, a line tells of each rule that holds for the first time."""
-        if not self._writes:
+        if jax.process_index() != 0:
             return {}
         try:
             history = read_history(self._out)._replace(state=state, why=why)

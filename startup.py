@@ -74,7 +74,7 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | No
                 ref_params = on_base(run.base, first_params(run, run.training.dtype))
             jax.block_until_ready((run.base, state, ref_params))
         log = open_log(run, out, progress)
-        reviewer = Reviewer(out, log, jax.process_index() == 0)
+        reviewer = Reviewer(out, log)
         life = Lifecycle(
             cfg=cfg,
             out=out,
@@ -370,8 +370,7 @@ def export(run: Run, out: Path, params: Params) -> None:
     if run.cfg.export_hf == "none":
         return
     cfg, folder = run.cfg, Path(run.cfg.export_hf or out / "hf")
-    template = template_of(cfg, run.adapters)
-    how = {"writes": jax.process_index() == 0, "chat_template": template}
+    how = {"chat_template": template_of(cfg, run.adapters)}
     try:
         if run.model.lora and cfg.export_lora == "adapters":
             base = cfg.model_path, cfg.model_revision

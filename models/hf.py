@@ -247,19 +247,18 @@ def save_model(
     source: Path,
     *,
     dtype: Any,
-    writes: bool = True,
     chat_template: str = "",
 ) -> None:
     """Writes the weights as a Hugging Face folder that transformers opens; tied heads stay tied.
 
-    All processes have to call it; config.json is written last, so that it marks a complete folder.
+    All processes have to call it, and process 0 writes; config.json comes last, so that it marks a
+    complete folder.
     source: the folder of the model that was trained, whose config and tokenizer are copied.
     dtype: of the written weights, float32 or bfloat16.
-    writes: True on the one process that writes.
     chat_template: a file that replaces the tokenizer's template; "" keeps the tokenizer's.
     Raises OSError.
     """
-    dtype = np.dtype(dtype)
+    dtype, writes = np.dtype(dtype), jax.process_index() == 0
     split = split_state_dict_into_shards_factory(
         _tensor_shapes(param_table(model).replace(adapters=None)),
         get_storage_size=lambda shape: math.prod(shape) * dtype.itemsize,

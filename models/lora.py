@@ -158,18 +158,16 @@ def save_adapters(
     model: ModelConfig,
     base: str,
     revision: str,
-    *,
     chat_template: str,
-    writes: bool,
 ) -> None:
     """Writes the adapters of params, float32, as a folder that PEFT opens. Raises OSError.
 
-    base, revision: the folder of the base, or its id and revision on the hub. chat_template, writes
-    and the rest: as for hf.save_model.
+    base, revision: the folder of the base, or its id and revision on the hub. The rest is as for
+    hf.save_model.
     """
     base = str(Path(base).resolve()) if Path(base).is_dir() else base
     tensors = dict(hf.hf_tensors(trained(params), model))
-    if not writes:
+    if jax.process_index() != 0:
         return
     hf.begin_folder(folder, base)
     hf.save_tensors(tensors, folder / hf.ADAPTERS)

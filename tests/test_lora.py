@@ -402,8 +402,8 @@ def test_a_folder_keeps_its_chat_template_and_the_revision_of_its_base(tmp_path:
     template.write_text(text + "{# mine #}", encoding="utf-8")
     folder, base = tmp_path / "adapters", str(REPO / "tiny")
     model = set_up(Config.from_env(DATA | {"LORA_RANK": "2"})).model
-    params, written = init_params(model, jax.random.key(0)), {"writes": True}
-    lora.save_adapters(folder, params, model, base, "v2", chat_template=str(template), **written)
+    params = init_params(model, jax.random.key(0))
+    lora.save_adapters(folder, params, model, base, "v2", chat_template=str(template))
     assert lora.base_of(folder) == (base, "v2")
     env = DATA | {"MODEL_PATH": str(folder)}
     run = set_up(Config.from_env(env))

@@ -196,7 +196,7 @@ def test_a_report_that_cannot_be_written_gets_a_line_and_the_run_goes_on(
     folder = tmp_path / "full"
     log = new_folder(done, folder)
     (folder / "report.html").mkdir()
-    reviewer = Reviewer(folder, log, writes=True)
+    reviewer = Reviewer(folder, log)
     assert (reviewer.write("running"), reviewer.write("done")) == ({}, {})
     assert capsys.readouterr().out == f"{folder}/report.html cannot be written: Is a directory\n"
 

@@ -201,7 +201,7 @@ def test_values_that_are_missing_raise_no_alarm(missing: float | None) -> None:
 def go_on(out: Path, first: int, steps: list[dict[str, Any]]) -> None:
     """Steps of a run that starts, or resumes, at step `first`, with a review every 10 steps."""
     log = RunLog(out, steps=99, first_step=first, writes=True, wandb=None)
-    reviewer = Reviewer(out, log, writes=True)
+    reviewer = Reviewer(out, log)
     for record in steps[first:]:
         if record["step"] % 10 == 0:
             reviewer.write("running")

@@ -79,7 +79,7 @@ def evaluate_weights(cfg: Config) -> None:
         _, key = jax.random.split(jax.random.key(cfg.seed))
         with contextlib.closing(open_log(run, out, resume.Progress(step=step))) as log:
             evaluate(run, log, backend, key, params, step, full=True)
-            Reviewer(out, log, jax.process_index() == 0).write(DONE)
+            Reviewer(out, log).write(DONE)
 
 
 def ask(cfg: Config, example: dict[str, Any]) -> tuple[str, list[str]]:

@@ -220,7 +220,9 @@ def weights_of(
 ) -> tuple[float, ...]:
     """Returns REWARD_WEIGHTS; if it is empty, 1 for each function, and without REWARD_FN the
     weights of DEFAULTS. names: of the functions. Raises UserMistake if the number of weights is
-    wrong."""
+    wrong, or if two functions have the same name."""
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserMistake(f"REWARD_FN: two rewards have the name {twice[0]}; rename one")
     weights = reward_weights or tuple(
         1.0 if reward_fn else DEFAULTS.get(name, 1.0) for name in names
     )
@@ -263,15 +265,12 @@ def load_reward_functions(
     Raises UserMistake for an unknown name, a missing file, or a file that does not load.
     """
     entries = entries_of(reward_fn)
-    names = [entry.rpartition(":")[2] for entry in entries]
     functions = (*BUILT_IN, overlong_penalty(max_length, overlong_cache))
     known = {function.__name__: function for function in functions}
-    for entry, name in zip(entries, names, strict=True):
-        file = entry.rpartition(":")[0]
+    for entry in entries:
+        file, _, name = entry.rpartition(":")
         if entry not in known and not (file.endswith(".py") and name.isidentifier()):
             raise UserMistake(f"REWARD_FN: {entry!r} is not file.py:name, nor one of {[*known]}")
-        if names.count(name) > 1:
-            raise UserMistake(f"REWARD_FN: two rewards have the name {name}; rename one")
     return [
         known.get(entry)
         or worker_function(worker_of("REWARD_FN", entry, timeout_s, workers), entry)

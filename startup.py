@@ -196,8 +196,6 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
     stop_ids = hf.stop_ids(folder, tokenizer)
     environments = open_environments(cfg, workers, tokenizer, stop_ids)
     if environments and environments.has_reward:
-        if "get_reward" in (function.__name__ for function in functions):
-            raise UserMistake("REWARD_FN: ENVIRONMENT_CLASS has a get_reward too; rename one")
         functions.append(environments.get_reward)
     weights = rewards.weights_of(cfg.reward_weights, cfg.rewards(), [f.__name__ for f in functions])
 

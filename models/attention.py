@@ -265,12 +265,7 @@ def _on_each_device(
 
 
 def _blocks_shard(
-    S: int,
-    layout: Layout,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *of_tokens: jax.Array,
+    S: int, layout: Layout, q: jax.Array, k: jax.Array, v: jax.Array, *of_tokens: jax.Array
 ) -> jax.Array:
     """As _splash_shard, in blocks. of_tokens: prompt, start and the window of PackedRows."""
     X, H, t, h = q.shape

@@ -153,12 +153,7 @@ def merge(params: Params, model: ModelConfig) -> tuple[Params, jax.Array]:
 
 
 def save_adapters(
-    folder: Path,
-    params: Params,
-    model: ModelConfig,
-    base: str,
-    revision: str,
-    chat_template: str,
+    folder: Path, params: Params, model: ModelConfig, base: str, revision: str, chat_template: str
 ) -> None:
     """Writes the adapters of params, float32, as a folder that PEFT opens. Raises OSError.
 

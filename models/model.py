@@ -26,15 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from models.attention import (
-    KV,
-    Cache,
-    PackedRows,
-    attention,
-    cached_attention,
-    of_layer,
-    write,
-)
+from models.attention import KV, Cache, PackedRows, attention, cached_attention, of_layer, write
 from models.blocks import ALL_POSITIONS
 from runtime.layout import TRAIN_BATCH_AXES, Layout, constrain, gather_fsdp, mesh_text
 from runtime.mistakes import UserMistake

@@ -198,7 +198,6 @@ def test_a_fault_of_the_function_is_one_clear_line(folder: Path, name: str, mess
         ("broken.py:f", r"ModuleNotFoundError: No module named 'no_such_module' \(broken.py:2\)"),
         ("mine.py", "is not file.py:name, nor one of .*reward_format"),
         ("mine.py:echo,", "REWARD_FN: '' is not file.py:name"),
-        ("mine.py:echo,mine.py:echo", "two rewards have the name echo"),
     ],
 )
 def test_a_reward_that_cannot_load_stops_at_once(folder, monkeypatch, entry, message):

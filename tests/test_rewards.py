@@ -301,6 +301,11 @@ def test_each_function_has_a_weight() -> None:
         weights_of((1.0, 0.5, 0.5), "reward_correct, mine.py:brevity", names)
 
 
+def test_two_functions_may_not_have_the_same_name() -> None:
+    with pytest.raises(UserMistake, match="REWARD_FN: two rewards have the name score; rename one"):
+        weights_of((), "my.py:score,their.py:score", ["score", "score"])
+
+
 def test_an_unknown_name_is_refused_with_all_known_names() -> None:
     names = [function.__name__ for function in REWARDS]
     with pytest.raises(UserMistake) as error:

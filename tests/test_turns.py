@@ -490,7 +490,7 @@ def test_with_reward_fn_it_comes_last_and_has_a_weight() -> None:
 def test_a_reward_function_may_not_have_the_name_of_the_environment_s_reward(bad: Path) -> None:
     """Their metrics would have the same name."""
     settings = {"ENVIRONMENT_CLASS": f"{bad}:Game", "REWARD_FN": f"{bad}:get_reward"}
-    assert "ENVIRONMENT_CLASS has a get_reward too; rename one" in mistake_of(**settings)
+    assert "two rewards have the name get_reward; rename one" in mistake_of(**settings)
 
 
 def test_reward_functions_see_the_last_turn_the_drawn_tokens_and_objects_of_their_file(

@@ -183,15 +183,12 @@ def step_records(run: Run, step: Step) -> dict[str, float]:
         records["train-other/support/cut_tokens"] = batch.cut_tokens.sum()
     equal = equal_groups(batch.rewards, run.cfg.num_pre_q)  # of the totals, as in TRL
     records["train-other/frac_reward_zero_std"] = equal.mean()
-    records |= _rewards("train-reward", run, batch)
+    records |= completion_records("train-", run, batch)
     records["train-reward/accuracy"] = mean_of(are_right(batch.per_function))
     records |= _spread("train-reward/advantage", batch.advantages, "mean", "std", "min", "max")
     records["train-reward/advantage/zero_frac"] = (batch.advantages == 0).mean()
     records |= _spread("train-seq_len/prompt", prompt_lengths, "mean", "max")
-    records |= _spread("train-seq_len/completion", batch.lengths, "mean", "max")
     records |= _spread("train-seq_len/total", prompt_lengths + batch.lengths, "mean", "max")
-    records["train-seq_len/completion/hit_max_frac"] = 1 - batch.stopped.mean()
-    records |= turn_records("train-turns", run, batch)
     records |= {f"time/train/{phase}_s": value for phase, value in seconds.items()}
     records["time/train/step_s"] = step_s
     records["compile/programs"] = len(compiled)
@@ -311,10 +308,7 @@ def evaluation_record(
     records = {f"{prefix}/accuracy": accuracy, f"{prefix}/accuracy_se": error}
     records |= {f"{place}/{name}": value for name, value in more.items()}
     records[f"{prefix}/questions_global"] = questions
-    records |= _rewards(f"{prefix}/reward", run, evaluation)
-    records |= _spread(f"{prefix}/seq_len/completion", evaluation.lengths, "mean", "max")
-    records[f"{prefix}/seq_len/completion/hit_max_frac"] = 1 - evaluation.stopped.mean()
-    records |= turn_records(f"{prefix}/turns", run, evaluation)
+    records |= completion_records(f"{prefix}/", run, evaluation)
     records[f"time/{prefix}/step_s"] = seconds
     if full:
         records["time/eval_full/s_per_question"] = seconds / questions
@@ -326,17 +320,21 @@ def evaluation_record(
     return f"{asked} {ending}", records
 
 
-def turn_records(name: str, run: Run, batch: Batch) -> dict[str, float]:
-    """The means over the completions of what belongs to turns; nothing without an environment."""
-    if run.environments is None:
-        return {}
-    drawn = batch.drawn_mask.sum(axis=1)
-    turns = (np.diff(batch.drawn_mask, axis=1, prepend=0) == 1).sum(axis=1)
-    return {
-        f"{name}/number": turns.mean(),
-        f"{name}/drawn_tokens": drawn.mean(),
-        f"{name}/environment_tokens": (batch.lengths - drawn).mean(),
-    }
+def completion_records(prefix: str, run: Run, batch: Batch) -> dict[str, float]:
+    """What is recorded of the completions of a step and of an evaluation: their rewards, their
+    lengths and, with an environment, their turns."""
+    records = _spread(f"{prefix}reward/total", batch.rewards, "mean", "std", "min", "max")
+    for function, column in zip(run.functions, batch.per_function.T, strict=True):
+        records[f"{prefix}reward/func/{function.__name__}/mean"] = mean_of(column)
+    records |= _spread(f"{prefix}seq_len/completion", batch.lengths, "mean", "max")
+    records[f"{prefix}seq_len/completion/hit_max_frac"] = 1 - batch.stopped.mean()
+    if run.environments is not None:
+        drawn = batch.drawn_mask.sum(axis=1)
+        turns = (np.diff(batch.drawn_mask, axis=1, prepend=0) == 1).sum(axis=1)
+        records[f"{prefix}turns/number"] = turns.mean()
+        records[f"{prefix}turns/drawn_tokens"] = drawn.mean()
+        records[f"{prefix}turns/environment_tokens"] = (batch.lengths - drawn).mean()
+    return records
 
 
 def _spread(name: str, values: np.ndarray, *which: str) -> dict[str, float]:
@@ -344,13 +342,6 @@ def _spread(name: str, values: np.ndarray, *which: str) -> dict[str, float]:
     values = values[~np.isnan(values)]
     values = values if values.size else np.array([np.nan])
     return {f"{name}/{statistic}": getattr(np, statistic)(values) for statistic in which}
-
-
-def _rewards(prefix: str, run: Run, batch: Batch) -> dict[str, float]:
-    records = _spread(f"{prefix}/total", batch.rewards, "mean", "std", "min", "max")
-    for function, column in zip(run.functions, batch.per_function.T, strict=True):
-        records[f"{prefix}/func/{function.__name__}/mean"] = mean_of(column)
-    return records
 
 
 # ---- Accuracy over many questions ----------------------------------------------------------------

@@ -196,7 +196,7 @@ def _parse(text: str, file: Path, first_line: int) -> Any:
 # ---- Prompts -------------------------------------------------------------------------------------
 
 
-def text_of(setting: str) -> str:
+def text_or_file(setting: str) -> str:
     """Returns the text of SYSTEM_PROMPT: the content of the file that it names, or the setting.
 
     Raises UserMistake if the file does not exist or is not UTF-8 text.

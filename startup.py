@@ -190,7 +190,7 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
         functions = rewards.load_reward_functions(cfg.rewards(), *how)
     asked = "answer" if cfg.dataset.startswith(GYM) else "number"  # a task's may be any text
     default = rewards.SYSTEM_PROMPT.replace("number", asked)
-    system_prompt = data.text_of(cfg.system_prompt) or default
+    system_prompt = data.text_or_file(cfg.system_prompt) or default
 
     folder, adapters, model, tokenizer = open_model(cfg)
     stop_ids = hf.stop_ids(folder, tokenizer)

@@ -302,9 +302,8 @@ def evaluation_record(
         more[f"maj_at_{n}"] = majority_accuracy(correct, texts)
     ending = f"accuracy={accuracy:.4f} accuracy_se={error:.4f} accuracy_of={judge}"
     ending += "".join(f" {k}={x:.4f}" for k, x in more.items() if k.endswith(f"_{n}") and n > 1)
-    ending += (
-        f" decoding={'sampled' if run.eval_sampling.temperature else 'greedy'} t={seconds:.2f}s"
-    )
+    decoding = "sampled" if run.eval_sampling.temperature else "greedy"
+    ending += f" decoding={decoding} t={seconds:.2f}s"
     records = {f"{prefix}/accuracy": accuracy, f"{prefix}/accuracy_se": error}
     records |= {f"{place}/{name}": value for name, value in more.items()}
     records[f"{prefix}/questions_global"] = questions

@@ -201,9 +201,8 @@ def total_rewards(
     """
     per_function = np.full((len(completions), len(functions)), np.nan)  # [n, functions]
     for k, function in enumerate(functions):
-        per_function[:, k] = _as_floats(
-            function, function(completions, **columns), len(completions)
-        )
+        returned = function(completions, **columns)
+        per_function[:, k] = _as_floats(function, returned, len(completions))
     applies = ~np.isnan(per_function)  # [n, functions]
     totals = np.where(applies, per_function * np.asarray(weights, float), 0.0).sum(1)  # [n]
     return np.where(applies.any(1), totals, np.nan), per_function
@@ -223,9 +222,8 @@ def weights_of(
     wrong, or if two functions have the same name."""
     if twice := [name for name in names if names.count(name) > 1]:
         raise UserMistake(f"REWARD_FN: two rewards have the name {twice[0]}; rename one")
-    weights = reward_weights or tuple(
-        1.0 if reward_fn else DEFAULTS.get(name, 1.0) for name in names
-    )
+    defaults = {} if reward_fn else DEFAULTS
+    weights = reward_weights or tuple(defaults.get(name, 1.0) for name in names)
     if len(weights) != len(names):
         raise UserMistake(
             f"REWARD_WEIGHTS={','.join(map(str, weights))} has {len(weights)} numbers; "

@@ -105,12 +105,10 @@ class Environments:
 
     def _render(self, messages: list[dict[str, str]]) -> str:
         """The text of a question and these messages, up to where the policy speaks."""
-        question = {"role": "user", "content": "A question."}
+        chat = [{"role": "user", "content": "A question."}, *messages]
         how = {"tools": self.tools or None, "tokenize": False, "add_generation_prompt": True}
         try:
-            return self._tokenizer.apply_chat_template(
-                [question, *messages], date_string=DATE, **how
-            )
+            return self._tokenizer.apply_chat_template(chat, date_string=DATE, **how)
         except Exception as error:  # A template may raise anything.
             why = f"the chat template fails on several turns: {error}"
             raise UserMistake(f"{self._what}: {why}; set CHAT_TEMPLATE") from None

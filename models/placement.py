@@ -70,14 +70,13 @@ def how_to_compute(
     R = sizes.micro_batch_size * processes
     share = prompt_share(cfg.num_pre_q, R // layout.batch_shards)
     row = sum(-(-n // LANES) * LANES for n in (S, share * T))
+    impl = choose_attention(cfg.attention_impl, model, platform, mesh.shape["tp"], row, T)
     training = Compute(
         model,
         dtype=jnp.dtype(dtype),
         layout=layout,
         remat=cfg.remat,
-        attention_impl=choose_attention(
-            cfg.attention_impl, model, platform, mesh.shape["tp"], row, T
-        ),
+        attention_impl=impl,
         layer_loop=choose_layer_loop(platform, cfg.remat),
     )
     if cfg.rollout_backend == "sglang_jax":  # this is the copy of the weights that the engine gets

@@ -1,36 +1,23 @@
-"""Starts train_grpo.py as a user does, in processes that find its libraries imported, and reads the
-files and the lines of the run.
-
-A server imports the libraries once, which saves 2 seconds of CPU for each run, and forks each
-process, which imports our own files and has the environment, the folder and the arguments that it
-would have if it started anew.
-"""
+"""Starts train_grpo.py as a user does, and reads the files and the lines of the run."""
 
 import atexit
 import dataclasses
 import functools
 import importlib.metadata
 import json
-import multiprocessing
 import os
 import re
-import runpy
 import shutil
-import signal
 import socket
-import subprocess
 import sys
 import tempfile
-import threading
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from subprocess import PIPE
+from subprocess import PIPE, Popen
 from typing import Any, NamedTuple
 
 import numpy as np
 
-TESTS = Path(__file__).resolve().parent
-REPO = TESTS.parent
+REPO = Path(__file__).resolve().parent.parent
 JAXLIB = tuple(int(part) for part in importlib.metadata.version("jaxlib").split(".")[:3])
 # Newer versions have only the other emitters, and end a program at an unknown flag.
 OLDER_EMITTERS = "--xla_cpu_use_fusion_emitters=false" if JAXLIB < (0, 11, 1) else ""
@@ -38,108 +25,14 @@ OLDER_EMITTERS = "--xla_cpu_use_fusion_emitters=false" if JAXLIB < (0, 11, 1) el
 # programs compile in a third of the CPU time. They run slower.
 FLAGS = f"--xla_cpu_parallel_codegen_split_count=1 {OLDER_EMITTERS}"
 FASTER_TO_COMPILE = {"XLA_FLAGS": FLAGS, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-LIBRARIES = """
-    jax jax.experimental.multihost_utils jax.experimental.pallas.tpu flax.struct optax tqdm yaml
-    jax.experimental.pallas.ops.tpu.splash_attention orbax.checkpoint safetensors.numpy
-    huggingface_hub transformers.tokenization_utils_tokenizers
-""".split()
-# Libraries read these when they are imported, and nothing here tells the libraries a new value.
-AT_IMPORT = ("JAX_PLATFORMS", "HF_HUB_OFFLINE", "PYTHONPATH", "PYTHONIOENCODING")
-SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(LIBRARIES)
-LOCK = threading.Lock()  # two threads that ask for an exit code at once would lose it
 
 
-class Forked:
-    """A script in a forked process, with what tests use of subprocess.Popen."""
-
-    def __init__(self, script: Path, *arguments: str, cwd: Path, env: dict[str, str]) -> None:
-        pipes = [SERVER.Pipe(duplex=False) for _ in ("stdout", "stderr")]
-        self.stdout, self.stderr = (
-            os.fdopen(os.dup(reader.fileno()), encoding="utf-8") for reader, _ in pipes
-        )
-        told = (script, arguments, cwd, env, *(writer for _, writer in pipes))
-        self._process = SERVER.Process(target=_run, args=told, daemon=True)
-        with LOCK:
-            self._process.start()
-        self.pid = self._process.pid
-        for pipe in pipes:
-            for end in pipe:
-                end.close()
-
-    def poll(self) -> int | None:
-        with LOCK:
-            return self._process.exitcode
-
-    returncode = property(poll)
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """The rest of stdout and of stderr, once the process has ended."""
-        texts = ["", ""]
-
-        def read(i: int) -> None:
-            texts[i] = (self.stdout, self.stderr)[i].read()
-
-        readers = [threading.Thread(target=read, args=[i], daemon=True) for i in range(2)]
-        for reader in readers:
-            reader.start()
-        wait([self._process.sentinel], timeout)
-        if self.poll() is None:
-            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
-        for reader in readers:
-            reader.join()
-        self.stdout.close()
-        self.stderr.close()
-        return texts[0], texts[1]
-
-
-Process = Forked | subprocess.Popen
-
-
-def start_script(script: Path, *arguments: str, cwd: Path, env: dict[str, str]) -> Process:
-    """Starts a script, forked if libraries that are imported already behave as in `env`."""
-    if all(env.get(name) == os.environ.get(name) for name in AT_IMPORT):
-        return Forked(script, *arguments, cwd=cwd, env=env)
+def start_script(script: Path, *arguments: str, cwd: Path, env: dict[str, str]) -> Popen[bytes]:
+    """Starts a script as a user does. Its output is not buffered here, so that communicate() gives
+    all lines that `wait_for` has not read."""
     command = [sys.executable, str(script), *arguments]
-    return subprocess.Popen(command, cwd=cwd, env=env, text=True, stdout=PIPE, stderr=PIPE)
+    return Popen(command, cwd=cwd, env=env, bufsize=0, stdout=PIPE, stderr=PIPE)
 
-
-def _run(
-    script: Path,
-    arguments: tuple[str, ...],
-    cwd: Path,
-    env: dict[str, str],
-    stdout: Connection,
-    stderr: Connection,
-) -> None:
-    """Runs the script in this process, which the server has just forked."""
-    for number, pipe in ((1, stdout), (2, stderr)):
-        os.dup2(pipe.fileno(), number)
-        pipe.close()
-    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # the server's is that of a file
-    os.environ.clear()
-    os.environ.update(env)
-    os.chdir(cwd)
-    sys.argv = [str(script), *arguments]
-    unoptimized = env.get("JAX_DISABLE_MOST_OPTIMIZATIONS") == "1"
-    sys.modules["jax"].config.update("jax_disable_most_optimizations", unoptimized)
-    of_pytest = ("", str(TESTS), str(TESTS.parent))
-    others = [folder for folder in sys.path if folder not in of_pytest]
-    sys.path[:] = [str(script.absolute().parent), *others]
-    try:
-        runpy.run_path(str(script), run_name="__main__")
-    finally:
-        atexit._run_exitfuncs()  # multiprocessing leaves them out
-
-
-# ---- Runs of train_grpo.py ---------------------------------------------------------------------
 
 # A reward function of weight 0 that writes every completion and its answer to a file.
 RECORDER = """
@@ -174,7 +67,7 @@ class Result(NamedTuple):
 
 def start(
     out: Path, env: dict[str, str], devices: int, repo: Path = REPO, changes: str = ""
-) -> Process:
+) -> Popen[bytes]:
     """Starts train_grpo.py for one step on few examples without evaluation, unless `env` says
     otherwise.
 
@@ -214,9 +107,9 @@ def start(
     return start_script(script, cwd=repo, env=env)
 
 
-def finish(process: Process, out: Path) -> Result:
+def finish(process: Popen[bytes], out: Path) -> Result:
     """Waits for the end of a process that `start` has started with the folder `out`."""
-    lines, errors = process.communicate(timeout=600)
+    lines, errors = (text.decode() for text in process.communicate(timeout=600))
 
     def read(name: str) -> list:
         file = out / name
@@ -238,7 +131,7 @@ def start_two(
     *each: dict[str, str],
     repos: tuple[Path, Path] = (REPO, REPO),
     **env: str,
-) -> list[Process]:
+) -> list[Popen[bytes]]:
     """Starts two processes of one run on this machine.
 
     each: more settings for each process. repos: the folder of the code of each process.
@@ -276,7 +169,7 @@ def train_two(out: Path, devices: int, **env: str) -> list[Result]:
 
 def run_as_user(out: Path, *flags: str, **env: str) -> Result:
     """A run of train_grpo.py with these settings and no others, also not those of this shell."""
-    from config import Config  # a forked process imports this file before it has its folder
+    from config import Config  # faults/random_faults.py does not have its folder
 
     names = {field.name.upper() for field in dataclasses.fields(Config)}
     of_tests = {"XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS"}
@@ -291,10 +184,10 @@ def environment(text: str) -> dict[str, str]:
     return dict(setting.split("=") for setting in text.split())
 
 
-def wait_for(process: Process, words: str) -> None:
+def wait_for(process: Popen[bytes], words: str) -> None:
     """Reads the lines of a process up to a line in which the pattern `words` occurs."""
     for line in process.stdout:
-        if re.search(words, line):
+        if re.search(words, line.decode()):
             return
 
 
@@ -311,7 +204,7 @@ DEMANDING = environment(
 TIMES = ("time/", "throughput/", "memory/", "compile/")  # metrics that depend on the clock
 
 
-def start_run(out: Path, devices: int = 1, **env: str) -> Process:
+def start_run(out: Path, devices: int = 1, **env: str) -> Popen[bytes]:
     """Starts a run with DEMANDING settings. It lacks the flag for one part of LLVM, with which
     programs of other meshes round so differently that a sampled token changes."""
     flags = f"--xla_force_host_platform_device_count={devices} {OLDER_EMITTERS}"

@@ -145,7 +145,7 @@ def watching():
 
     def start_watching(grace_s: int) -> subprocess.Popen:
         command, pipe = [sys.executable, "-c", WATCHING, str(grace_s)], subprocess.PIPE
-        started.append(subprocess.Popen(command, cwd=REPO, text=True, stdout=pipe, stderr=pipe))
+        started.append(subprocess.Popen(command, cwd=REPO, bufsize=0, stdout=pipe, stderr=pipe))
         wait_for(started[0], "^watching")
         return started[0]
 
@@ -161,8 +161,8 @@ def test_a_second_signal_ends_the_process_at_once_but_a_ctrl_c_may_arrive_twice(
     time.sleep(1)
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
-    told = "error: a second signal; nothing more is saved\n"
-    assert process.communicate(timeout=20) == ("", told) and process.returncode == 130
+    told = b"error: a second signal; nothing more is saved\n"
+    assert process.communicate(timeout=20) == (b"", told) and process.returncode == 130
 
 
 def test_a_signal_ends_the_process_within_the_grace_period_whatever_it_does(watching) -> None:
@@ -170,7 +170,7 @@ def test_a_signal_ends_the_process_within_the_grace_period_whatever_it_does(watc
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 143
-    assert errors == "error: PREEMPTION_GRACE_S=2 seconds are over; nothing more is saved\n"
+    assert errors == b"error: PREEMPTION_GRACE_S=2 seconds are over; nothing more is saved\n"
 
 
 FAILING = """

@@ -6,12 +6,12 @@ import resource
 import signal
 import time
 from pathlib import Path
+from subprocess import Popen
 
 import pytest
 from runs import (
     DEMANDING,
     OLDER_EMITTERS,
-    Process,
     Result,
     assert_same_run,
     checkpoint_arrays,
@@ -27,13 +27,13 @@ HALF = environment("BATCH_SIZE=2 TRAIN_MICRO_BATCH_SIZE=4")
 HALF["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=1 {OLDER_EMITTERS}"
 
 
-def start_both(folder: Path, **env: str) -> list[Process]:
+def start_both(folder: Path, **env: str) -> list[Popen]:
     """Two processes of one run, whose OUTPUT_DIR is the folder."""
     outs = [folder, folder.with_name(f"{folder.name}_1")]
     return start_two(outs, 1, **DEMANDING | HALF | env)
 
 
-def finish_both(running: list[Process], folder: Path) -> list[Result]:
+def finish_both(running: list[Popen], folder: Path) -> list[Result]:
     return [finish(process, folder) for process in running]
 
 
@@ -68,7 +68,7 @@ def latest_checkpoint(folder: Path) -> int:
     return max((int(name) for name in names if name.isdigit()), default=-1)
 
 
-def wait_for_a_checkpoint_after(step: int, folder: Path, process: Process) -> None:
+def wait_for_a_checkpoint_after(step: int, folder: Path, process: Popen) -> None:
     while latest_checkpoint(folder) <= step and process.poll() is None:
         time.sleep(0.01)
 
@@ -118,7 +118,7 @@ def test_a_signal_before_the_first_step_ends_the_run_at_once_without_a_traceback
 # ---- A disk that refuses -------------------------------------------------------------------------
 
 
-def limit_files(process: Process, size: int) -> None:
+def limit_files(process: Popen, size: int) -> None:
     """From now on the process cannot write a file of more bytes."""
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 

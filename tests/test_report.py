@@ -50,7 +50,7 @@ def tool(*args: str | Path) -> tuple[int, str, str]:
     """Runs tools/report.py: its exit code, stdout and stderr."""
     script, env = REPO / "tools" / "report.py", dict(os.environ)
     process = start_script(script, *map(str, args), cwd=REPO, env=env)
-    lines, errors = process.communicate(timeout=300)
+    lines, errors = (text.decode() for text in process.communicate(timeout=300))
     return process.returncode, lines, errors
 
 

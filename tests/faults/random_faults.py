@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
 
-from runs import Process, checkpoint_arrays, environment, metric_records, start, start_two
+from runs import checkpoint_arrays, environment, metric_records, start, start_two
 
 KINDS = ("killed", "stopped", "frozen", "silent", "starved")
 # A line of each phase, and the longest time in seconds from it to a fault.
@@ -89,7 +89,7 @@ def run_once(
     for fault in faults:
         words, seconds = PHASES[fault.phase]
         to_come = 1 + rng.randrange(6) * (fault.phase == "step")
-        while to_come and (line := running[0].stdout.readline()):
+        while to_come and (line := running[0].stdout.readline().decode()):
             lines.append(line)
             to_come -= bool(re.match(words, line))
         if to_come:
@@ -102,17 +102,17 @@ def run_once(
     ends = []
     for i, process in enumerate(running):
         try:
-            stdout, errors = process.communicate(timeout=HUNG_S)
+            texts = process.communicate(timeout=HUNG_S)
         except subprocess.TimeoutExpired:
             process.kill()
-            stdout, errors = process.communicate()
-            errors += "it hung"
+            texts = *process.communicate(), b"it hung"
+        stdout, *errors = (text.decode() for text in texts)
         read = lines if i == 0 else []
-        ends.append(End(process.returncode, [*read, *stdout.splitlines()], errors))
+        ends.append(End(process.returncode, [*read, *stdout.splitlines()], "".join(errors)))
     return struck, ends
 
 
-def strike(running: list[Process], kind: str, rng: random.Random) -> None:
+def strike(running: list[subprocess.Popen], kind: str, rng: random.Random) -> None:
     """Strikes one process or all, now."""
     both = kind != "silent" and rng.random() < 0.5
     victims = running if both else [rng.choice(running)]

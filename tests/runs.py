@@ -46,11 +46,11 @@ def record(completions, answer, **columns):
 
 
 @functools.cache
-def few_examples() -> Path:
+def few_examples(train: int = 300, test: int = 500) -> Path:
     """A folder with a part of the tiny dataset, because a run makes the prompts of all examples."""
     folder = Path(tempfile.mkdtemp(prefix="few_"))
     atexit.register(shutil.rmtree, folder)
-    for split, count in (("train", 300), ("test", 500)):
+    for split, count in (("train", train), ("test", test)):
         lines = (REPO / "tiny" / f"{split}.jsonl").read_text(encoding="utf-8").splitlines(True)
         (folder / f"{split}.jsonl").write_text("".join(lines[:count]), encoding="utf-8")
     return folder

@@ -5,19 +5,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from runs import REPO, Result, run_as_user
+from runs import REPO, Result, few_examples, run_as_user
 
 APPLES = "Grace had 22 apples, lost 7 and then found 3. How many apples does Grace have now?"
 GREEDY = "<think>22-7=25, 25+3=28</think>\n<answer>28</answer>"  # of the tiny model
-
-
-def first_questions(folder: Path, count: int) -> Path:
-    data = folder / "data"
-    data.mkdir()
-    for split in ("train", "test"):
-        lines = (REPO / "tiny" / f"{split}.jsonl").read_text().splitlines(keepends=True)[:count]
-        (data / f"{split}.jsonl").write_text("".join(lines))
-    return data
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +17,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Result:
     out = tmp_path_factory.mktemp("answers") / "run"
     settings = {"STEPS": "3", "EVAL_EVERY_STEPS": "0", "EVAL_FULL_SWEEP": "1", "BATCH_SIZE": "4"}
     settings |= {"RESUME": "never"}  # how it began does not count for --eval-only
-    settings |= {"LEARNING_RATE": "3e-4", "DATASET": str(first_questions(out.parent, 40))}
+    settings |= {"LEARNING_RATE": "3e-4", "DATASET": str(few_examples(40, 40))}
     done = run_as_user(out, **settings, JAX_COMPILATION_CACHE_DIR=str(cache))
     assert done.code == 0, done.errors
     return done
@@ -66,7 +57,7 @@ def test_eval_only_of_the_exported_folder_gives_the_same_answers(trained: Result
         trained.out.parent / "other",
         "--eval-only",
         MODEL_PATH=hf,
-        DATASET=str(trained.out.parent / "data"),
+        DATASET=str(few_examples(40, 40)),
         MAX_LENGTH_SAMPLE="32",
     )
     assert done.code == 0, done.errors

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import numpy as np
-from runs import REPO, train
+from runs import REPO, few_examples, train
 from small_model import choices_of
 
 from loss import Objective, policy_loss
@@ -62,15 +62,10 @@ def as_on_the_page(name: str) -> str:
 
 
 def test_the_usual_names_are_those_of_a_run(tmp_path: Path) -> None:
-    dataset = tmp_path / "few"
-    dataset.mkdir()
-    for split, count in (("train", 100), ("test", 12)):
-        lines = (REPO / "tiny" / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
-        (dataset / f"{split}.jsonl").write_text("\n".join(lines[:count]) + "\n")
     game = tmp_path / "game.py"
     game.write_text(GAME)
-    settings = SETTINGS | {"DATASET": str(dataset), "ENVIRONMENT_CLASS": f"{game}:Game"}
-    records = train(tmp_path / "run", **settings).records
+    given = {"DATASET": str(few_examples(100, 12)), "ENVIRONMENT_CLASS": f"{game}:Game"}
+    records = train(tmp_path / "run", **SETTINGS | given).records
     recorded = {as_on_the_page(name) for record in records for name in record}
     assert {*names_of(USUAL)} | OF_THE_RUN | {"step"} == recorded
     names = names_of(METRICS_PAGE)

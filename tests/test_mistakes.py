@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from runs import REPO, Result, run_as_user
+from runs import REPO, Result, few_examples, run_as_user
 
 from config import Config
 from runtime.mistakes import UserMistake
@@ -45,44 +45,38 @@ MODELS = {  # changes of a JSON file of the model, words of the line
 }
 
 
-def mistake_of(env: dict[str, str]) -> str:
-    """The mistake that the inputs of a run with these settings have."""
+def few() -> dict[str, str]:
+    return {"DATASET": str(few_examples(32, 32))}
+
+
+def mistake_of(**env: str) -> str:
+    """The mistake that the inputs of a run with these settings have, in its single line."""
     with pytest.raises(UserMistake) as error:
-        set_up(Config.from_env(env))
+        set_up(Config.from_env(few() | env))
     assert "\n" not in str(error.value)
     return str(error.value)
 
 
-@pytest.fixture(scope="module")
-def few(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder with a few examples of tiny/."""
-    folder = tmp_path_factory.mktemp("few")
-    for name in ("train.jsonl", "test.jsonl"):
-        lines = (REPO / "tiny" / name).read_text(encoding="utf-8").splitlines(keepends=True)
-        (folder / name).write_text("".join(lines[:32]), encoding="utf-8")
-    return str(folder)
-
-
 @pytest.mark.parametrize(("env", "words"), INPUTS, ids=[words[:40] for _, words in INPUTS])
-def test_a_setting_that_does_not_suit_the_inputs_is_named_in_one_line(env, words, few) -> None:
-    assert words in mistake_of({"DATASET": few} | env)
+def test_a_setting_that_does_not_suit_the_inputs_is_named_in_one_line(env, words) -> None:
+    assert words in mistake_of(**env)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_files_of_a_model_that_do_not_fit_together_are_named(tmp_path, few, name) -> None:
+def test_files_of_a_model_that_do_not_fit_together_are_named(tmp_path, name) -> None:
     file, changes, words = MODELS[name]
     model = tmp_path / "model"
     shutil.copytree(REPO / "tiny", model)
     content = json.loads((model / file).read_text()) | changes
     (model / file).write_text(json.dumps(content))
-    assert words in mistake_of({"DATASET": few, "MODEL_PATH": str(model)})
+    assert words in mistake_of(MODEL_PATH=str(model))
 
 
 def test_a_prompt_too_long_for_the_model_is_one_line_with_the_limit_to_set(tmp_path: Path) -> None:
     short, huge = ({"question": "1 " * n, "answer": "2"} for n in (1, 50_000))
     file = tmp_path / "mine.jsonl"
     file.write_text("".join(json.dumps(example) + "\n" for example in [short] * 20 + [huge]))
-    assert "set MAX_PROMPT_LENGTH=" in mistake_of({"DATASET": str(file)})
+    assert "set MAX_PROMPT_LENGTH=" in mistake_of(DATASET=str(file))
 
 
 def assert_ended(run: Result, words: str, *, leaves: bool = False) -> None:
@@ -97,9 +91,9 @@ def assert_ended(run: Result, words: str, *, leaves: bool = False) -> None:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_mistake_ends_a_run_in_one_line_with_exit_code_2(tmp_path, few, name) -> None:
+def test_a_mistake_ends_a_run_in_one_line_with_exit_code_2(tmp_path, name) -> None:
     env, words = RUNS[name]
-    assert_ended(run_as_user(tmp_path / "run", **{"DATASET": few} | env), words)
+    assert_ended(run_as_user(tmp_path / "run", **few() | env), words)
 
 
 FAILS_AFTER = """
@@ -112,10 +106,10 @@ def reward(completions, **columns):
 
 @pytest.mark.parametrize("steps, saved", [(0, []), (2, ["2"])])
 def test_a_reward_that_fails_ends_a_run_which_first_saves_the_steps_before(
-    tmp_path, few, steps, saved
+    tmp_path, steps, saved
 ) -> None:
     (tmp_path / "mine.py").write_text(FAILS_AFTER.format(steps=steps))
-    env = {"REWARD_FN": f"{tmp_path}/mine.py:reward", "DATASET": few, "STEPS": "4"}
+    env = few() | {"REWARD_FN": f"{tmp_path}/mine.py:reward", "STEPS": "4"}
     env |= {"EVAL_EVERY_STEPS": "0", "BATCH_SIZE": "2", "MAX_LENGTH_SAMPLE": "8"}
     run = run_as_user(tmp_path / "run", **env)
     assert_ended(run, "16 rewards, not 1", leaves=True)

@@ -22,6 +22,7 @@ from games import Echo
 from runs import REPO, environment, few_examples, run_as_user, train
 from small_model import NEVER, PAD, PROMPTS, QWEN2, layout, weights
 from test_ask import APPLES
+from test_mistakes import mistake_of
 from test_replay_by_hand import (
     BETA,
     EPS_HIGH,
@@ -614,15 +615,6 @@ def bad(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "{% if messages | length > 2 %}{{ raise_exception('one turn only') }}{% endif %}."
     )
     return folder / "bad.py"
-
-
-def mistake_of(**env: str) -> str:
-    """The mistake in the settings of a run, which it tells in a single line."""
-    few = {"DATASET": str(few_examples()), "EVAL_EVERY_STEPS": "0"}
-    with pytest.raises(UserMistake) as error:
-        set_up(Config.from_env(few | env))
-    assert "\n" not in str(error.value)
-    return str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -386,23 +386,13 @@ def tensors(c: dict[str, Any]) -> dict[str, np.ndarray]:
     return {name: x.astype(np.float32) for name, x in made.items()}
 
 
-def write_config(folder: Path, c: dict[str, Any], *, rope_parameters: bool = False) -> None:
-    """Writes config.json. transformers 5 writes rope_parameters for rope_theta and rope_scaling."""
-    if rope_parameters:
-        c = dict(c)
-        rope = {"rope_type": "default", **c.pop("rope_scaling", {})}
-        c["rope_parameters"] = {**rope, "rope_theta": c.pop("rope_theta")}
-    if rope_parameters and c["model_type"] == "gemma3_text":
-        local = {"rope_type": "default", "rope_theta": c.pop("rope_local_base_freq")}
-        each = {"full_attention": c["rope_parameters"], "sliding_attention": local}
-        c |= {"rope_parameters": each, "layer_types": ["sliding_attention", "full_attention"]}
-        del c["sliding_window_pattern"]
+def write_config(folder: Path, c: dict[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(c))
 
 
-def write_folder(folder: Path, family: str, *, rope_parameters: bool = False) -> Path:
+def write_folder(folder: Path, family: str) -> Path:
     """Writes a folder of the family that is complete except for a tokenizer; returns it."""
-    write_config(folder, FAMILIES[family], rope_parameters=rope_parameters)
+    write_config(folder, FAMILIES[family])
     save_file(tensors(FAMILIES[family]), folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 

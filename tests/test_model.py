@@ -183,11 +183,10 @@ def logits_of(folder: Path) -> np.ndarray:
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("rope_parameters", [False, True], ids=["rope_theta", "rope_parameters"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_equal_transformers_own_model(tmp_path, family, rope_parameters):
+def test_logits_equal_transformers_own_model(tmp_path, family):
     pytest.importorskip("torch", reason="compares with transformers' torch model")
-    folder = write_folder(tmp_path, family, rope_parameters=rope_parameters)
+    folder = write_folder(tmp_path, family)
     theirs = transformers_logits(folder)
     np.testing.assert_allclose(logits_of(folder)[MASK], theirs[MASK], rtol=0, atol=1e-4)
     golden = json.loads(GOLDENS.read_text())[family]

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_model
-from safetensors.numpy import save_file
 from small_model import (
     FAMILIES,
     GOLDENS,
@@ -21,9 +20,7 @@ from small_model import (
     POSITIONS,
     batch_of,
     in_rows,
-    tensors,
     transformers_logits,
-    write_config,
     write_folder,
 )
 
@@ -200,42 +197,6 @@ def test_logits_equal_the_numbers_transformers_gave(tmp_path: Path, family: str)
     np.testing.assert_allclose(ours, golden, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parity
-def test_packed_rows_and_decoding_of_gemma_equal_transformers_beyond_the_window(
-    tmp_path: Path,
-) -> None:
-    """transformers computes in float64, each sequence alone, as this project computes only here."""
-    torch = pytest.importorskip("torch", reason="compares with transformers' torch model")
-    import transformers
-
-    config = FAMILIES["gemma3"] | {"sliding_window": 4}
-    write_config(tmp_path, config)
-    save_file(tensors(config), tmp_path / "model.safetensors", metadata={"format": "pt"})
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, attn_implementation="eager"
-    ).double()
-    expected = np.zeros((R, T, 48))
-    for i, completion in enumerate(COMPLETION_IDS.tolist()):
-        prompt = PROMPT_IDS[i // K][PROMPT_MASK[i // K] == 1].tolist()
-        with torch.no_grad():
-            logits = theirs(torch.tensor([prompt + completion])).logits
-        expected[i] = logits[0, len(prompt) - 1 : -1].numpy()
-    model = hf.read_config(tmp_path)
-    compute = FLOAT32._replace(model=model)
-    params = hf.load_params(tmp_path, model, ONE_DEVICE.mesh, np.float32)
-    head = np.asarray(lm_head(params), float).T
-
-    for share in (1, 3, 8):
-        logits = np.asarray(hidden_jit(params, compute, *packed(share)), float) @ head
-        counted = expected * COUNTS[..., None]
-        np.testing.assert_allclose(logits, counted, rtol=0, atol=1e-5)
-    for share, layer_loop in ((1, "scan"), (4, "unroll")):
-        how = compute._replace(layer_loop=layer_loop)
-        hidden = decoded_jit(params, how, *prompts_for(share), COMPLETION_IDS)
-        logits = np.asarray(hidden, float) @ head
-        np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5)
-
-
 # ---- One forward, every route --------------------------------------------------------------------
 
 
@@ -322,20 +283,6 @@ def test_remat_and_unrolled_layers_leave_the_gradient_unchanged(
     assert_same((hidden, grads), plain_gradient(model), 1e-6)
 
 
-def test_the_gradient_is_the_slope_of_the_loss() -> None:
-    _, grads = plain_gradient()
-    rng = np.random.default_rng(1)
-    direction = jax.tree.map(lambda x: rng.standard_normal(x.shape).astype(np.float32), PARAMS)
-    slope = sum(jax.tree.leaves(jax.tree.map(lambda g, d: float((g * d).sum()), grads, direction)))
-
-    def loss(t: float) -> float:
-        moved = jax.tree.map(lambda x, d: x + np.float32(t) * d, PARAMS, direction)
-        hidden = hidden_jit(moved, FLOAT32, *packed(1))
-        return float((np.asarray(hidden) * PROBE).sum())
-
-    assert slope == pytest.approx((loss(1e-3) - loss(-1e-3)) / 2e-3, rel=5e-3)
-
-
 # ---- Layouts -------------------------------------------------------------------------------------
 
 
@@ -414,16 +361,6 @@ def test_the_documented_shapes() -> None:
     assert written.k.shape == (3, 14, 2, 22, 19)  # [L, R, N, h, T]
     assert written.v.shape == (3, 14, 2, 19, 22)  # [L, R, N, T, h]
     assert lm_head(params).shape == (31, 13)  # [V, D]
-
-
-def test_prefix_of_by_hand() -> None:
-    ids, positions, mask = prefix_of(
-        jnp.array([[5, 6, 7, 8], [0, 0, 7, 8], [0, 0, 0, 0]]),
-        jnp.array([[1, 1, 1, 1], [0, 0, 1, 1], [0, 0, 0, 0]]),
-    )
-    assert ids.tolist() == [[5, 6, 7], [0, 0, 7], [0, 0, 0]]
-    assert positions.tolist() == [[0, 1, 2], [0, 0, 0], [0, 0, 0]]
-    assert mask.tolist() == [[True] * 3, [False, False, True], [False] * 3]
 
 
 def test_init_follows_transformers_rule() -> None:

@@ -20,7 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from runs import REPO, Result, run_as_user
+from runs import REPO
 
 from runtime import wandb_run
 from runtime.mistakes import UserMistake
@@ -173,59 +173,14 @@ def test_an_api_key_alone_means_online_if_it_is_long_enough(
 
 # ---- The real package ----------------------------------------------------------------------------
 
-QUICK = {"STEPS": "2", "EVAL_EVERY_STEPS": "0", "BATCH_SIZE": "2", "WANDB_SILENT": "true"}
-QUICK |= {"MAX_LENGTH_SAMPLE": "8", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-
-
-def with_wandb(out: Path, **env: str) -> Result:
-    """A run of two steps that finds no W&B key on this machine."""
-    pytest.importorskip("wandb", reason="an optional package")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    (out.parent / "netrc").touch()
-    nobody = {"NETRC": str(out.parent / "netrc"), "WANDB_API_KEY": "", "HOME": str(out.parent)}
-    return run_as_user(out, **QUICK | nobody | env)
-
-
-def offline_runs(out: Path) -> list[Path]:
-    return sorted((out / "wandb").glob("offline-run-*"))
-
-
-def wandb_ids(out: Path) -> list[str]:
-    return [folder.name.rpartition("-")[2] for folder in offline_runs(out)]
-
-
-def told_to_wandb(folder: Path, text: str) -> bool:
-    return any(text.encode() in file.read_bytes() for file in folder.glob("run-*.wandb"))
-
 
 @pytest.mark.parity
-def test_a_resumed_run_keeps_its_wandb_run_and_a_fork_gets_a_new_one(tmp_path: Path) -> None:
-    parent, fork = tmp_path / "parent", tmp_path / "fork"
-    more = {"WANDB_MODE": "offline", "LR_SCHEDULE": "constant", "WARMUP_RATIO": "0"}
-    done = with_wandb(parent, **more)
-    assert done.code == 0, done.errors
-    (folder,) = offline_runs(parent)
-    for name in ("ppo_epochs", "derived.global_batch", "derived.commit", "verdict"):
-        assert told_to_wandb(folder, name)
-    (first,) = wandb_ids(parent)
-    assert with_wandb(parent, **more, STEPS="3").code == 0
-    assert wandb_ids(parent) == [first]  # in a folder that replaces the first one
-    there = f"{parent}/checkpoints/2"
-    for steps in ("4", "5"):  # The fork begins, and then it is resumed.
-        done = with_wandb(fork, **more, STEPS=steps, RESUME=there if steps == "4" else "auto")
-        assert done.code == 0, done.errors
-    assert len(wandb_ids(fork)) == 1 and wandb_ids(fork) != wandb_ids(parent)
-    (folder,) = offline_runs(fork)
-    assert told_to_wandb(folder, "forked_from") and told_to_wandb(folder, there)
-    assert not told_to_wandb(offline_runs(parent)[0], "forked_from")
-
-
-@pytest.mark.parity
-def test_a_run_that_is_killed_twice_is_one_run_of_the_service_with_each_step_once(
+def test_a_run_that_is_killed_twice_is_one_run_of_the_service_and_a_fork_is_another(
     tmp_path: Path,
 ) -> None:
     """The second kill also hits the process of W&B, so that the service may lack steps that are
-    done. Its summary has the published names."""
+    done. Each step is there once, and the summary has the published names. The fork is offline, and
+    its second start replaces the folder of the first one."""
     pytest.importorskip("wandb", reason="an optional package")
     service, out = WandbService(), tmp_path / "run"
     env = {name: text for name, text in os.environ.items() if name != "XLA_FLAGS"}
@@ -233,6 +188,7 @@ def test_a_run_that_is_killed_twice_is_one_run_of_the_service_with_each_step_onc
     env |= {"WANDB_X_FILE_STREAM_TRANSMIT_INTERVAL": "1", "HOME": str(tmp_path)}
     env |= {"OUTPUT_DIR": str(out), "STEPS": "7", "SAVE_EVERY_STEPS": "2", "EXPORT_HF": "none"}
     env |= {"BATCH_SIZE": "2", "MAX_LENGTH_SAMPLE": "8", "SAMPLE_EVERY_STEPS": "1"}
+    env |= {"LR_SCHEDULE": "constant", "WARMUP_RATIO": "0"}
     env |= {"EVAL_EVERY_STEPS": "3", "EVAL_PROMPTS": "4", "EVAL_FULL_SWEEP": "1"}
     env |= {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     slow = "import time\ndef slow(completions, **columns):\n    time.sleep(0.5)\n"
@@ -263,6 +219,15 @@ def test_a_run_that_is_killed_twice_is_one_run_of_the_service_with_each_step_onc
     published = "eval_full/accuracy eval_full/accuracy/pass_at_1 time/eval_full/step_s state"
     for name in (*published.split(), STEP_S, "time/train/step_avg_last10_s"):
         assert service.summary[name] == last[name]
+    parent, fork = f"{out}/checkpoints/7", tmp_path / "fork"
+    env |= {"OUTPUT_DIR": str(fork), "RESUME": parent, "WANDB_MODE": "offline"}
+    for steps in ("8", "9"):
+        subprocess.run(command, env=env | {"STEPS": steps}, check=True)
+    [folder] = (fork / "wandb").glob("offline-run-*")
+    assert folder.name.rpartition("-")[2] not in service.rows
+    [file] = folder.glob("run-*.wandb")
+    told = "ppo_epochs derived.global_batch derived.commit verdict forked_from".split()
+    assert all(name.encode() in file.read_bytes() for name in (*told, parent))
 
 
 # ---- The service ---------------------------------------------------------------------------------

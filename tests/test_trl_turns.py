@@ -17,8 +17,6 @@ from boxes import Boxes, write_calls
 
 from config import Config
 from models import hf
-from recipes.calculator import Calculator
-from rewards import reward_correct
 from rollout import complete_prompts, prompts_of_round, reward_completions
 from sampling import Completions
 from startup import set_up
@@ -287,40 +285,6 @@ def test_wrong_calls_end_as_in_trl_but_those_that_are_no_call_are_answered_and_e
         assert their.parts == [turn + STOP, *answered]
         assert our.parts == [turn + STOP, answers(f"error: {error}"), "Oh." + STOP]
         assert our.prompt == their.prompt and our.reward == their.reward == 0
-
-
-# For each completion the texts of its turns, and the answers of the calculator.
-SUMS = [
-    (
-        [call("calculate", expression="17 * 3"), call("calculate", expression="51/4"), "12.75"],
-        [["51"], ["12.75"]],
-    ),
-    (
-        [
-            call("calculate", expression="2 - 3") + "\n" + call("calculate", expression="-(1 + 1)"),
-            "<think>\nThat is all.\n</think>\n\n<answer>12.75</answer>",
-        ],
-        [["-1", "-2"]],
-    ),
-    ([call("calculate", expression="12.75"), "It is 13."], [["12.75"]]),
-    (["12.75"], []),
-    *[([f"{i}"], []) for i in range(4)],
-]
-
-
-def test_the_calculator_answers_as_in_trl_and_the_last_turn_is_rewarded(tmp_path: Path) -> None:
-    def rewarded(completions: list[list[dict]], answer: list[str], **columns: Any) -> list:
-        return reward_correct([messages[-1]["content"] for messages in completions], answer)
-
-    columns = {"question": "What is three times 17, divided by 4?", "answer": "#### 12.75"}
-    texts, results = zip(*SUMS, strict=True)
-    theirs = in_trl(Calculator, rewarded, columns, texts, tmp_path)
-    source = f"{REPO}/recipes/calculator.py:Calculator"
-    ours = here(source, "reward_correct", columns, texts, tmp_path)
-    assert ours == theirs
-    messages = [[answers(*turn) for turn in turns] for turns in results]
-    assert [each.parts[1::2] for each in ours] == messages
-    assert [each.reward for each in ours] == [1, 1, 0, 1, 0, 0, 0, 0]
 
 
 # ---- The chat template ---------------------------------------------------------------------------

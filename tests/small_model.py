@@ -122,9 +122,9 @@ def weights() -> Params:
     return jax.tree.map(draw, param_table(QWEN2))
 
 
-def numpy_logits(params: Params, ids: list[int]) -> np.ndarray:
-    """[n, V] float64: the logits after each of n tokens."""
-    c, n = QWEN2, len(ids)
+def numpy_logits(params: Params, ids: Sequence[int], c: ModelConfig = QWEN2) -> np.ndarray:
+    """[n, V] float64: the logits after each of n tokens, by a Qwen2."""
+    n = len(ids)
     angles = np.arange(n)[:, None] * c.rope_theta ** (-np.arange(0, c.head_dim, 2) / c.head_dim)
     cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
 
@@ -150,7 +150,7 @@ def numpy_logits(params: Params, ids: list[int]) -> np.ndarray:
         y = norm(x, w.mlp_norm)
         gate = y @ w.gate
         x = x + (gate / (1 + np.exp(-gate)) * (y @ w.up)) @ w.down
-    return norm(x, params.final_norm) @ params.lm_head.T
+    return norm(x, params.final_norm) @ (params.embed if c.tied else params.lm_head).T
 
 
 def numpy_softmax(logits: np.ndarray) -> np.ndarray:

@@ -17,13 +17,19 @@ The tokens are those of the update's sequences; a step has the means over its up
 import re
 from typing import NamedTuple
 
+import jax
 import numpy as np
 import pytest
 from runs import REPO, Result, environment, train
 from safetensors.numpy import load_file
+from small_model import numpy_logits, numpy_softmax
 from tokenizers import Tokenizer
 
+from models import hf
+from models.model import Params, param_table
+
 TINY = REPO / "tiny"
+MODEL = hf.read_config(TINY)
 K, STEPS, UPDATES = 4, 2, 4  # completions per prompt; steps; updates of a step
 BETA, EPS_LOW, EPS_HIGH, TEMPERATURE = 0.04, 0.01, 0.015, 1.4
 SETTINGS = environment(
@@ -36,10 +42,9 @@ SAVING = """
 import os
 from pathlib import Path
 
+import jax
 import numpy as np
 from safetensors.numpy import save_file
-
-from models import hf
 
 folder, counts = Path(os.environ["OUTPUT_DIR"]), [0, 0]
 update_policy, one_update = train_grpo.update_policy, train_grpo.one_update
@@ -53,7 +58,7 @@ def saving_policy(run, state, batch, lr, step):
     return update_policy(run, state, batch, lr, step)
 
 def saving_update(run, state, mini_batch, lr):
-    weights = {name: np.array(x) for name, x in hf.hf_tensors(state.params, run.model)}
+    weights = {str(i): np.array(x) for i, x in enumerate(jax.tree.leaves(state.params))}
     weights["sequences"] = mini_batch.computed_tokens
     save_file(weights, folder / "weights{}_{}.safetensors".format(*counts))
     counts[1] += 1
@@ -61,49 +66,6 @@ def saving_update(run, state, mini_batch, lr):
 
 train_grpo.update_policy, train_grpo.one_update = saving_policy, saving_update
 """
-
-
-# ---- The network ---------------------------------------------------------------------------------
-
-
-def rms_norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + 1e-6) * weight
-
-
-def rotated(x: np.ndarray) -> np.ndarray:
-    """x [heads, n, h] turned by the angles of its positions."""
-    _, n, h = x.shape
-    angles = np.arange(n)[:, None] / 10000 ** (np.arange(0, h, 2) / h)  # [n, h/2]
-    cos, sin = np.cos(angles), np.sin(angles)
-    a, b = x[..., : h // 2], x[..., h // 2 :]
-    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-
-
-def log_probabilities(weights: dict[str, np.ndarray], ids: np.ndarray) -> np.ndarray:
-    """[n, V] float64: of the token after each of n tokens, at TEMPERATURE. The tiny model has 4
-    layers, and 4 heads for queries, 2 for keys and values."""
-    x, n = weights["model.embed_tokens.weight"][ids], len(ids)  # [n, D]
-    for i in range(4):
-        w = {k.split(".", 3)[3]: v for k, v in weights.items() if k.startswith(f"model.layers.{i}")}
-
-        def heads(name: str, x: np.ndarray, w: dict = w) -> np.ndarray:
-            y = x @ w[f"self_attn.{name}_proj.weight"].T + w[f"self_attn.{name}_proj.bias"]
-            return y.reshape(n, -1, 32).swapaxes(0, 1)  # [heads, n, 32]
-
-        y = rms_norm(x, w["input_layernorm.weight"])
-        q, k, v = rotated(heads("q", y)), rotated(heads("k", y)), heads("v", y)
-        scores = q @ k.repeat(2, axis=0).swapaxes(1, 2) / np.sqrt(32)  # [4, n, n]
-        scores = np.where(np.tri(n) > 0, scores, -np.inf)
-        scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        attended = scores / scores.sum(axis=-1, keepdims=True) @ v.repeat(2, axis=0)
-        x = x + attended.swapaxes(0, 1).reshape(n, -1) @ w["self_attn.o_proj.weight"].T
-        y = rms_norm(x, w["post_attention_layernorm.weight"])
-        gate, up = y @ w["mlp.gate_proj.weight"].T, y @ w["mlp.up_proj.weight"].T
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ w["mlp.down_proj.weight"].T
-    x = rms_norm(x, weights["model.norm.weight"])
-    logits = x @ weights["model.embed_tokens.weight"].T / TEMPERATURE
-    logits = logits - logits.max(axis=-1, keepdims=True)
-    return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
 
 
 # ---- The steps by hand ---------------------------------------------------------------------------
@@ -119,9 +81,10 @@ class Sequence(NamedTuple):
     sampling_logps: np.ndarray
     A: float
 
-    def scored(self, weights: dict[str, np.ndarray]) -> np.ndarray:
+    def scored(self, weights: Params) -> np.ndarray:
         """The log-probability of each token that was drawn, among those that could be drawn."""
-        table = log_probabilities(weights, np.concatenate([self.prompt, self.ids]))
+        logits = numpy_logits(weights, np.concatenate([self.prompt, self.ids]), MODEL)
+        table = np.log(numpy_softmax(logits / TEMPERATURE))  # [n, V]
         table = table[len(self.prompt) - 1 : -1][self.drawn]  # [drawn, V]
         logps = np.take_along_axis(table, self.ids[self.drawn][:, None], axis=1)[:, 0]
         if self.support is None:
@@ -149,11 +112,12 @@ class Saved:
         """The arrays and the prompts of a step."""
         return load_file(self.result.out / f"step{step}.safetensors")
 
-    def weights(self, step: int, update: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    def weights(self, step: int, update: int) -> tuple[Params, np.ndarray]:
         """Float64 weights before an update, and the numbers of the sequences it learns from."""
         found = load_file(self.result.out / f"weights{step}_{update}.safetensors")
         sequences = found.pop("sequences")
-        return {name: x.astype(np.float64) for name, x in found.items()}, sequences
+        leaves = [found[str(i)].astype(np.float64) for i in range(len(found))]
+        return jax.tree.unflatten(jax.tree.structure(param_table(MODEL)), leaves), sequences
 
     def sequences(self, step: int) -> list[Sequence]:
         x = self.step(step)
@@ -176,7 +140,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return Saved(train(out, changes=SAVING, **SETTINGS))
 
 
-def update_by_hand(saved: Saved, step: int, update: int, weights: dict | None = None) -> np.ndarray:
+def update_by_hand(
+    saved: Saved, step: int, update: int, weights: Params | None = None
+) -> np.ndarray:
     """The metrics of an update, in the order of METRICS. weights: None means its own."""
     (reference, _), (before, _) = saved.weights(0, 0), saved.weights(step, 0)
     own, chosen = saved.weights(step, update)

@@ -809,11 +809,11 @@ def test_the_loss_of_a_step_counts_the_drawn_tokens_alone(saved: Saved) -> None:
 def test_the_gradient_of_a_step_is_that_of_the_drawn_tokens(saved: Saved) -> None:
     """The second update has moved along its gradient, whose size is the slope of the loss there."""
     (before, _), (after, _) = saved.weights(0, 1), saved.weights(0, 2)
-    moved = {name: (before[name] - after[name]) / RATE for name in before}
-    size = math.sqrt(sum((x**2).sum() for x in moved.values()))
+    moved = jax.tree.map(lambda x, y: (x - y) / RATE, before, after)
+    size = math.sqrt(sum((x**2).sum() for x in jax.tree.leaves(moved)))
 
     def loss_at(distance: float) -> float:
-        weights = {name: x + distance * moved[name] / size for name, x in before.items()}
+        weights = jax.tree.map(lambda x, way: x + distance * way / size, before, moved)
         return update_by_hand(saved, 0, 1, weights)[0]
 
     assert (loss_at(1e-5) - loss_at(-1e-5)) / 2e-5 == pytest.approx(size, rel=1e-3)

@@ -158,45 +158,6 @@ def test_a_step_without_a_token_teaches_nothing(variant: dict) -> None:
 # ---- The objective: by hand ----------------------------------------------------------------------
 
 
-def clip_ratios(*shares: float) -> dict[str, float]:
-    names = ("low_mean", "high_mean", "region_mean", "low_min", "high_max")
-    return {f"clip_ratio/{name}": share for name, share in zip(names, shares, strict=True)}
-
-
-CLIP, SAPO = {"eps_high": 0.3}, {"loss_type": "sapo"}
-CISPO = {"loss_type": "cispo", "eps_high": 5.0}
-NONE, LOW, HIGH = clip_ratios(0, 0, 0, 0, 0), clip_ratios(1, 0, 1, 1, 0), clip_ratios(0, 1, 1, 0, 1)
-
-
-@pytest.mark.parametrize(
-    "settings, ratio, advantage, loss, slope, metrics",
-    [  # the loss of one token and its slope in logp, d(-ratio A)/dlogp = -ratio A unless clipped
-        (CLIP, 1.1, 2.0, -2.2, -2.2, NONE),
-        (CLIP, 1.5, 2.0, -2.6, 0.0, HIGH),  # held at 1.3: no reward for going further
-        (CLIP, 0.5, 2.0, -1.0, -1.0, NONE),  # a good token got rarer: never clipped
-        (CLIP, 0.5, -2.0, 1.6, 0.0, LOW),  # held at 0.8
-        (CLIP, 1.5, -2.0, 3.0, 3.0, NONE),  # a bad token got likelier: never clipped
-        (CLIP | {"delta": 4.0}, 10.0, -2.0, 8.0, 0.0, NONE),  # unless with delta
-        (CLIP | {"delta": 1.1}, 1.5, 2.0, -2.2, 0.0, NONE),  # 1.1 is not above 1.3
-        (CLIP | {"delta": 1.1}, 1.5, -2.0, 2.6, 0.0, NONE),  # the clipped side ends at 1.3 still
-        # -min(ratio, 5) A (ln(ratio) - 3) of slope -min(ratio, 5) A, past the cap too
-        (CISPO, 2.0, 3.0, 13.8411169, -6.0, {"cispo_clip_ratio": 0}),
-        (CISPO, 10.0, 3.0, 10.4612236, -15.0, {"cispo_clip_ratio": 1}),
-        (CISPO | {"eps_high": 1.0}, 1.0, 2.0, 6.0, -2.0, {"cispo_clip_ratio": 0}),  # not above
-        # slope -4 s (1 - s) ratio A; s = sigmoid(2) = .8807971, or sigmoid(2.1) = .8909032
-        (SAPO, 3.0, 2.0, -7.0463766, -2.5198460, {}),
-        (SAPO, 3.0, -2.0, 6.7878337, 2.3326729, {}),
-    ],
-)
-def test_the_loss_of_a_token_by_hand(
-    settings: dict, ratio: float, advantage: float, loss: float, slope: float, metrics: dict
-) -> None:
-    token = ([[math.log(ratio) - 3]], [[-3.0]], [advantage], [[1]], 1.0)
-    value, grad, found = value_and_grad(*token, **settings)
-    assert (value, grad[0, 0]) == pytest.approx((loss, slope), rel=1e-6)
-    assert found == metrics
-
-
 @pytest.mark.parametrize(
     "loss_type, loss, first, second",
     [  # the loss; its slope at a token of the first and of the second sequence

@@ -87,15 +87,6 @@ def test_the_readme_shows_what_the_tiny_model_answers(tmp_path: Path, cache: Pat
     assert f'python train_grpo.py --ask "$question" | tail -3\n{GREEDY}\n' in readme
 
 
-def test_ask_answers_with_the_newest_checkpoint(trained: Result, cache: Path) -> None:
-    """Without the right answer there are no rewards."""
-    entry = next(e for e in answers_of(trained.out) if e["question"] == APPLES)
-    done = run_as_user(trained.out, "--ask", APPLES, JAX_COMPILATION_CACHE_DIR=str(cache))
-    assert done.code == 0, done.errors
-    assert f"weights={trained.out}/checkpoints/3\n" in done.lines
-    assert done.lines.endswith(f"\n{APPLES}\n\n{entry['completions'][0]['text']}\n\n")
-
-
 @pytest.mark.parametrize(
     "flags, env, words",
     [

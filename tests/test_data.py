@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import closing
 from datetime import date
 from decimal import Decimal
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from test_hf import refused
 
 from data import Prompt, batch_indices, build_prompts, fit_prompts, load_examples, opened_tag
 from models import hf
@@ -41,15 +41,6 @@ def write(file: Path, examples: list) -> Path:
         is_json = file.suffix == ".json"
         file.write_bytes(json.dumps(examples).encode() if is_json else lines_of(examples))
     return file
-
-
-def refused(call: Callable, *parts: str) -> None:
-    """The call raises a UserMistake of one line that has the parts."""
-    with pytest.raises(UserMistake) as error:
-        call()
-    assert "\n" not in str(error.value)
-    for part in parts:
-        assert part in str(error.value)
 
 
 # ---- Files ---------------------------------------------------------------------------------------
@@ -205,13 +196,6 @@ def test_a_hub_that_cannot_be_reached_is_one_line_error_with_the_configuration(t
 
 
 # ---- The examples of a step ----------------------------------------------------------------------
-
-
-def test_an_epoch_visits_every_example_once() -> None:
-    seen = np.concatenate([batch_indices(12, 3, step, seed=0) for step in range(8)])
-    assert sorted(seen[:12]) == sorted(seen[12:]) == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
-    assert seen[:12].tolist() != seen[12:].tolist()
-    assert seen[:12].tolist() != sorted(seen[:12])
 
 
 def test_a_step_may_end_one_epoch_and_begin_the_next() -> None:

@@ -71,7 +71,3 @@ def test_pages_are_short_and_their_lines_fit(page: Path) -> None:
     if page.name == "README.md":  # its tables and commands fit, too
         lines = text.splitlines()
     assert page.name == "settings.md" or max(map(len, lines)) <= 110
-
-
-def test_there_are_few_pages_in_docs() -> None:
-    assert len([*(REPO / "docs").glob("*.md")]) <= 14

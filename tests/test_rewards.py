@@ -285,22 +285,6 @@ def test_each_reward_that_reward_fn_names_has_weight_1_by_default(
     assert weights_of(reward_weights, reward_fn, names) == weights
 
 
-def test_the_reward_of_an_environment_has_weight_1_by_default() -> None:
-    assert weights_of((), "", ["get_reward"]) == (1.0,)
-    assert weights_of((), "reward_correct", ["reward_correct", "get_reward"]) == (1.0, 1.0)
-
-
-def test_spaces_between_the_entries_change_nothing() -> None:
-    assert entries_of("reward_correct , my.py:score") == ["reward_correct", "my.py:score"]
-
-
-def test_each_function_has_a_weight() -> None:
-    names = ["reward_correct", "brevity"]
-    told = "=1.0,0.5,0.5 has 3 numbers; give 2, one each for reward_correct, brevity"
-    with pytest.raises(UserMistake, match=told):
-        weights_of((1.0, 0.5, 0.5), "reward_correct, mine.py:brevity", names)
-
-
 def test_two_functions_may_not_have_the_same_name() -> None:
     with pytest.raises(UserMistake, match="REWARD_FN: two rewards have the name score; rename one"):
         weights_of((), "my.py:score,their.py:score", ["score", "score"])
@@ -341,12 +325,3 @@ def test_the_repetition_penalty_is_the_share_of_repeated_ngrams_as_in_trl() -> N
     assert [r / 2 for r in repetition(ids)] == pytest.approx(trl_at_most_half)
     assert repetition([[], [4], [4, 4, 4], [4, 4, 4, 4]]) == [0, 0, 0, -0.5]
     assert repetition([[1, 2, 3, 2, 1]]) == [0]  # (1, 2, 3) is not (3, 2, 1)
-
-
-def test_reward_fn_names_a_penalty_beside_a_built_in_one() -> None:
-    named = load("repetition_penalty, tag_count_reward")
-    assert [f.__name__ for f in named] == ["repetition_penalty", "tag_count_reward"]
-    columns = {"answer": ["1", "1"], "completion_ids": [[3, 3, 3, 3, 4], [3, 4]]}
-    total, per_function = total_rewards(["<think>", ""], columns, named, [3.0, 1.0])
-    assert total.tolist() == pytest.approx([-0.75, 0.0])
-    assert per_function.tolist() == [[pytest.approx(-1 / 3), 0.25], [0.0, 0.0]]

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import Result, finish, metric_records, start, train, wait_for
+from runs import Result, environment, finish, metric_records, start, train, wait_for
 
 from models import hf
 from models.placement import num_params
@@ -33,19 +33,10 @@ REWARD = """
 def even(completions, completion_ids, **columns):
     return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in completion_ids]
 """
-SETTINGS = {
-    "BATCH_SIZE": "2",
-    "NUM_PRE_Q": "4",
-    "MAX_LENGTH_SAMPLE": "12",
-    "STEPS": "3",
-    "EVAL_EVERY_STEPS": "2",
-    "EVAL_PROMPTS": "8",
-    "SAVE_EVERY_STEPS": "1",
-    "SAVE_KEEP": "0",
-    "LEARNING_RATE": "2e-3",
-    "DATASET": str(TINY),
-    "EXPORT_HF": "none",
-}
+SETTINGS = environment(
+    f"""BATCH_SIZE=2 NUM_PRE_Q=4 MAX_LENGTH_SAMPLE=12 STEPS=3 EVAL_EVERY_STEPS=2 EVAL_PROMPTS=8
+    SAVE_EVERY_STEPS=1 SAVE_KEEP=0 LEARNING_RATE=2e-3 DATASET={TINY} EXPORT_HF=none"""
+)
 ENGINE = {"ROLLOUT_BACKEND": "sglang_jax", "SGLANG_JAX_DTYPE": "float32"}
 DRIFT = "train-other/sampling_logp_difference/max"
 # The second line holds for what is the same, apart from rounding, if the same tokens are drawn.

@@ -5,30 +5,19 @@ import re
 from pathlib import Path
 
 import numpy as np
-from runs import REPO, few_examples, train
+from runs import REPO, environment, few_examples, train
 from small_model import choices_of
 
 from loss import Objective, policy_loss
 
 METRICS_PAGE = (REPO / "docs" / "metrics.md").read_text(encoding="utf-8")
 USUAL, UNUSUAL = METRICS_PAGE.split("## Names that need other settings or hardware")
-SETTINGS = {
-    "BATCH_SIZE": "2",
-    "NUM_PRE_Q": "4",
-    "BETA": "0.04",
-    "NUM_MINI_BATCHES": "2",
-    "DYNAMIC_SAMPLING": "1",
-    "TOP_K": "5",
-    "TOP_ENTROPY_QUANTILE": "0.9",
-    "EVAL_EVERY_STEPS": "1",
-    "EVAL_PROMPTS": "4",
-    "EVAL_FULL_SWEEP": "1",
-    "EVAL_SAMPLES": "2",
-    "SAVE_EVERY_STEPS": "0",
-    "EXPORT_HF": "none",
-    "REWARD_FN": "reward_correct,reward_format,tag_count_reward",
-    "MAX_TURNS": "2",
-}
+SETTINGS = environment(
+    """BATCH_SIZE=2 NUM_PRE_Q=4 BETA=0.04 NUM_MINI_BATCHES=2 DYNAMIC_SAMPLING=1 TOP_K=5
+    TOP_ENTROPY_QUANTILE=0.9 EVAL_EVERY_STEPS=1 EVAL_PROMPTS=4 EVAL_FULL_SWEEP=1 EVAL_SAMPLES=2
+    SAVE_EVERY_STEPS=0 EXPORT_HF=none MAX_TURNS=2
+    REWARD_FN=reward_correct,reward_format,tag_count_reward"""
+)
 GAME = """
 class Game:
     def reset(self, **columns):

@@ -14,22 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import REPO, Result, finish, start, start_script, train, wait_for
+from runs import REPO, Result, environment, finish, start, start_script, train, wait_for
 
 from review import Reviewer, read_history, report, sample_table
 from runtime.records import read_lines
 from runtime.run_log import RunLog
 
-SMALL = {
-    "STEPS": "2",
-    "BATCH_SIZE": "2",
-    "NUM_PRE_Q": "4",
-    "MAX_LENGTH_SAMPLE": "8",
-    "EVAL_EVERY_STEPS": "1",
-    "EVAL_PROMPTS": "4",
-    "SAMPLE_EVERY_STEPS": "1",
-    "EXPORT_HF": "none",
-}
+SMALL = environment(
+    """STEPS=2 BATCH_SIZE=2 NUM_PRE_Q=4 MAX_LENGTH_SAMPLE=8 EVAL_EVERY_STEPS=1 EVAL_PROMPTS=4
+    SAMPLE_EVERY_STEPS=1 EXPORT_HF=none"""
+)
 SCRIPT = "<script>alert(1)</script>"
 # A text with line separators and sequences that move or erase on a terminal.
 ODD = "1\nerror: x\r\nDONE: \x85step=9\u2028eval\x1b[2K\x9b1A\rSTOPPED: \t2"

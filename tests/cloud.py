@@ -154,8 +154,3 @@ class Cloud:
 
     def pid(self, worker: int, name: str = "train_grpo") -> int:
         return int(self.logs("pid", worker, name).read_text())
-
-
-def last_line(lines: str) -> str:
-    """The last line of the output of run_tpu.sh."""
-    return lines.splitlines()[-1]

@@ -127,10 +127,6 @@ def test_the_newest_checkpoints_and_the_best_one_stay(tmp_path: Path) -> None:
     assert saved(tmp_path / "d", 4, keep=1).steps() == [4]
 
 
-def files_of(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.rglob("*") if file.is_file())
-
-
 @pytest.mark.parametrize("kind", ["truncated", "deleted", "flipped"])
 def test_a_damaged_checkpoint_is_never_restored_as_something_else(
     tmp_path: Path, kind: str
@@ -141,7 +137,8 @@ def test_a_damaged_checkpoint_is_never_restored_as_something_else(
     for i in range(20):
         folder = tmp_path / str(i)
         shutil.copytree(tmp_path / "c", folder)
-        file = rng.choice(files_of(folder / "3"))
+        files = sorted(file for file in (folder / "3").rglob("*") if file.is_file())
+        file = rng.choice(files)
         size = file.stat().st_size
         if kind == "deleted":
             file.unlink()

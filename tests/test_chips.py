@@ -8,16 +8,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from runs import FASTER_TO_COMPILE, REPO
+from runs import FASTER_TO_COMPILE, REPO, environment
 
 from config import Config
 from runtime import chips
 from runtime.sizes import MICRO_SIZES, PASS_SIZES, derive, smaller_sizes
-
-
-def env(settings: str) -> dict[str, str]:
-    return dict(setting.split("=", 1) for setting in settings.split())
-
 
 ADDRESS_SPACE = 6 * 10**9  # bytes, of which jax needs a part
 
@@ -28,7 +23,7 @@ def test_a_program_that_exhausts_the_memory_is_named_with_the_size_to_try(tmp_pa
     done = subprocess.run(
         ["prlimit", f"--as={ADDRESS_SPACE}", sys.executable, "train_grpo.py"],
         cwd=REPO,
-        env=env(settings) | FASTER_TO_COMPILE | more,
+        env=environment(settings) | FASTER_TO_COMPILE | more,
         text=True,
         capture_output=True,
         timeout=300,
@@ -44,7 +39,7 @@ def test_a_program_that_exhausts_the_memory_is_named_with_the_size_to_try(tmp_pa
 
 def smaller(settings: str, slice_: tuple[int, int], names: tuple[str, str]) -> list[dict]:
     """The smaller sizes on a slice. slice_: the number of processes and of devices of each."""
-    cfg = Config.from_env(env(f"MODEL_PATH=m {settings}"))
+    cfg = Config.from_env(environment(f"MODEL_PATH=m {settings}"))
     return smaller_sizes(cfg, derive(cfg, *slice_), *slice_, names)
 
 

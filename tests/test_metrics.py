@@ -64,10 +64,10 @@ def run_of(samples: int = 1, temperature: float = 0.0) -> SimpleNamespace:
     )
 
 
-def lines(metrics: dict[str, float], breakdown: bool = False, **arrays: np.ndarray) -> list[str]:
+def lines(metrics: dict[str, float], **arrays: np.ndarray) -> list[str]:
     """The lines of step 7 with these metrics, and with these arrays in its batch."""
     step = Step(7, METRICS | metrics, BATCH._replace(**arrays), 40, clock())
-    return step_lines(step, breakdown)
+    return step_lines(step, False)
 
 
 def test_the_step_line_ends_with_its_seconds_and_each_note_has_a_line() -> None:

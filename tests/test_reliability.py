@@ -115,14 +115,6 @@ def test_a_signal_before_the_first_step_ends_the_run_at_once_without_a_traceback
     assert (result.code, result.errors) == (-signal.SIGINT, "")  # a shell calls this 130
 
 
-# ---- A disk that refuses -------------------------------------------------------------------------
-
-
-def limit_files(process: Popen, size: int) -> None:
-    """From now on the process cannot write a file of more bytes."""
-    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-
-
 # ---- Two processes -------------------------------------------------------------------------------
 
 
@@ -142,7 +134,8 @@ def test_if_one_of_two_processes_is_struck_both_end_and_go_on_together_to_the_sa
         wait_for_a_checkpoint_after(saved, folder, running[0])
         began = time.monotonic()
         if strike == "refuse":
-            limit_files(running[struck], 100_000)
+            pid, most = running[struck].pid, (100_000, resource.RLIM_INFINITY)  # bytes of a file
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, most)
             ended = finish(running[struck], folder)
             assert ended.code == 1, ended.errors
             told = "^error: checkpoint of step . cannot be written to .*: File too large; "

@@ -100,14 +100,6 @@ def of(result: Result, name: str) -> list[float]:
     return [record[f"train-{name}"] for record in result.records]
 
 
-def settings_of(folder: Path) -> dict[str, str]:
-    """The settings of every run here, after the reward function is written to the folder."""
-    (folder / "mine.py").write_text(REWARDS)
-    sizes = f"ROLLOUT_GLOBAL_BATCH_SIZE={P} NUM_PRE_Q={K} TRAIN_MICRO_BATCH_SIZE={P * K}"
-    given = f"MAX_LENGTH_SAMPLE={T} DATASET={TINY} DIFFER=1 REWARD_WEIGHTS=1"
-    return environment(f"{sizes} {given} REWARD_FN={folder}/mine.py:hashed")
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("rollout")
@@ -115,14 +107,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def base(folder: Path) -> dict[str, str]:
-    return settings_of(folder)
+    """The settings of every run here, after the reward function is written to the folder."""
+    (folder / "mine.py").write_text(REWARDS)
+    sizes = f"ROLLOUT_GLOBAL_BATCH_SIZE={P} NUM_PRE_Q={K} TRAIN_MICRO_BATCH_SIZE={P * K}"
+    given = f"MAX_LENGTH_SAMPLE={T} DATASET={TINY} DIFFER=1 REWARD_WEIGHTS=1"
+    return environment(f"{sizes} {given} REWARD_FN={folder}/mine.py:hashed")
 
 
 # ---- Dynamic sampling ----------------------------------------------------------------------------
 
 
-def rounds_of(*rewards: list[float], P: int = 3) -> tuple[SimpleNamespace, list[Batch]]:
-    """A run with P prompts per step and K=4, and its rounds with these rewards.
+def rounds_of(*rewards: list[float]) -> tuple[SimpleNamespace, list[Batch]]:
+    """A run with 3 prompts per step and K=4, and its rounds with these rewards.
 
     Prompts and sequences are numbered over all rounds.
     """
@@ -138,7 +134,7 @@ def rounds_of(*rewards: list[float], P: int = 3) -> tuple[SimpleNamespace, list[
         prompts = [Prompt([number * count // 4 + i], {}) for i in range(count // 4)]
         rounds.append(Batch(prompts, **arrays))
     cfg = Config(num_pre_q=4, dynamic_sampling=True, dynamic_sampling_max_rounds=3)
-    run = SimpleNamespace(cfg=cfg, sizes=SimpleNamespace(prompts_per_step=P), weights=(1.0, 1.0))
+    run = SimpleNamespace(cfg=cfg, sizes=SimpleNamespace(prompts_per_step=3), weights=(1.0, 1.0))
     run.limits = SimpleNamespace(completion_width=lambda longest: longest)
     return run, rounds
 

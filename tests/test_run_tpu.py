@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from cloud import KEY, REPO, SHORT, Cloud, git, last_line
+from cloud import KEY, REPO, SHORT, Cloud, git
 
 from config import Config
 from runtime.parsing import read_dotenv, yaml_name
@@ -135,7 +135,7 @@ def test_a_worker_that_is_down_stops_the_start_on_all_workers(
     cloud.faults((1, "git", kind))
     code, lines = cloud.call("run", **SHORT)
     assert code == wanted and "worker-0 HEAD=" in lines, lines
-    assert last_line(lines) == "error: not every worker of mine has the commit"
+    assert lines.splitlines()[-1] == "error: not every worker of mine has the commit"
     assert not (cloud.clone(0) / "logs").exists()
     cloud.faults((1, "run_tpu_worker.sh start", kind))
     code, lines = cloud.call("run", **SHORT)

@@ -136,17 +136,8 @@ class Talk(NamedTuple):
         return [(is_drawn, text_of(ids)) for is_drawn, ids in found]
 
 
-def talk(
-    run: Run,
-    turns: list[list[str]],
-    *,
-    T: int = 200,
-    K: int = 1,
-    size: int = 0,
-    max_turns: int = 0,
-) -> Talk:
-    """The episodes of questions with K completions each, whose model draws these turns. size:
-    questions of a pass; 0: all."""
+def talk(run: Run, turns: list[list[str]], *, T: int = 200, K: int = 1, max_turns: int = 0) -> Talk:
+    """The episodes of questions with K completions each, whose model draws these turns."""
     cfg = dataclasses.replace(run.cfg, max_turns=max_turns)
     stopping = run.stopping._replace(max_new_tokens=T)
     run = dataclasses.replace(run, cfg=cfg, stopping=stopping)
@@ -154,7 +145,7 @@ def talk(
     prompts = build_prompts(examples, run.tokenizer, run.system_prompt, run.environments.tools)
     prompts, script = begin_episodes(run, prompts, 1, K), Script(turns, T)
     how = prompts, jax.random.key(0), "rollout", run.sampling, K
-    completions = complete(run, script, *how, size or len(prompts))
+    completions = complete(run, script, *how, len(prompts))
     rewards = reward_completions(run, prompts, completions)
     batch = gather_batch(run, prompts, completions, *rewards)
     return Talk(prompts, completions, batch, script)
@@ -245,20 +236,14 @@ def test_two_calls_of_a_turn_are_answered_together_and_a_turn_without_a_call_end
 # ---- Draws of later turns ------------------------------------------------------------------------
 
 
-def sampler() -> NaiveBackend:
-    """QWEN2 on four devices, with twelve tokens in a completion, none of which ends it."""
+def test_a_later_turn_draws_what_the_completion_would_have_drawn_at_these_places() -> None:
+    """The random numbers of a token follow from its place in the completion, and twelve tokens are
+    the room for all turns, on four devices. Sequences without room draw nothing."""
+    key, sampling = jax.random.key(5), Sampling(0.7, top_k=9, replay=True)
+    ids = np.arange(8, dtype=np.int32)
     compute = Compute(QWEN2, jnp.dtype("float32"), layout(2, 1, 2))
     backend = NaiveBackend(compute, Stopping(12, (NEVER,), PAD), True)
     backend.update_weights(jax.tree.map(np.float32, weights()))
-    return backend
-
-
-def test_a_later_turn_draws_what_the_completion_would_have_drawn_at_these_places() -> None:
-    """The random numbers of a token follow from its place in the completion, and twelve tokens are
-    the room for all turns. Sequences without room draw nothing."""
-    key, sampling = jax.random.key(5), Sampling(0.7, top_k=9, replay=True)
-    ids = np.arange(8, dtype=np.int32)
-    backend = sampler()
     whole = backend.generate(*pad_prompts(PROMPTS, 9, PAD), ids, key, sampling)
     assert whole.lengths.tolist() == [12] * 8
     earlier = np.array([1, 11, 12, 5, 0, 12, 3, 7], np.int32)

@@ -29,10 +29,10 @@ def change(before: float, after: float) -> Values:
     return lambda i: before if i < 10 else after
 
 
-def noisy(before: float, after: float, spread: float = 1.0, at: int = 10) -> Values:
-    """A change at step `at`, with noise: means of n steps differ with a standard error of
-    spread * sqrt(2 / n). A rule compares n = 10 steps, or a third of the run if that is more."""
-    return lambda i: (before if i < at else after) + (spread if i % 2 else -spread)
+def noisy(before: float, after: float) -> Values:
+    """A change with noise: means of n steps differ with a standard error of sqrt(2 / n). A rule
+    compares n = 10 steps, or a third of the run if that is more."""
+    return lambda i: (before if i < 10 else after) + (1 if i % 2 else -1)
 
 
 HEALTHY: dict[str, Values] = {

@@ -363,11 +363,3 @@ def test_the_template_keeps_what_qwen3_s_own_template_removes_when_a_user_speaks
     begun, end = rendered(TURNS, OPENING, add_generation_prompt=False), "<|im_start|>assistant\n"
     assert rendered(TURNS, OPENING + turns) == begun + kept * 2 + end
     assert rendered(QWEN3, OPENING + turns) == begun + qwen3 * 2 + end
-
-
-def test_to_trl_the_template_knows_tools_and_keeps_prefixes_and_qwen3_s_own_does_not() -> None:
-    chats = trl.chat_template_utils
-    for template, keeps in ((TURNS, True), (QWEN3, False)):
-        tok = hf.load_tokenizer(REPO / "tiny", str(template))
-        assert chats.supports_tool_calling(tok)
-        assert chats.is_chat_template_prefix_preserving(tok) == keeps

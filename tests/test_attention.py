@@ -19,7 +19,7 @@ from small_model import train_layout
 from models import attention
 from models.attention import KV, PackedRows, prompt_rows
 from models.blocks import pairs_of
-from runtime.layout import ROLLOUT_BATCH_AXES, TRAIN_BATCH_AXES, Layout, make_mesh
+from runtime.layout import ROLLOUT_BATCH_AXES, Layout
 
 ONE_DEVICE = train_layout(1, 1, 1)
 # A row is its prompts and its completions, each as (prompt, tokens), end to end. Prompt -1 is
@@ -243,25 +243,24 @@ def test_left_padded_prompts_are_rows_without_completions() -> None:
 
 
 @pytest.mark.parametrize(
-    "shape, window, mesh_shape",
+    "shape, window, mesh",
     [
-        (SMALL[0], 6, "1,1,1"),
-        (SMALL[0], 2, "1,1,1"),
-        (SMALL[3], 3, "1,1,1"),
-        (SMALL[5], 4, "1,1,1"),
-        (SMALL[6], 5, "1,1,1"),  # only prompts
-        ((20, 61, [TWO_GROUPS, OTHER] * 2, 4, 2, 5), 6, "2,2,2"),
+        (SMALL[0], 6, (1, 1, 1)),
+        (SMALL[0], 2, (1, 1, 1)),
+        (SMALL[3], 3, (1, 1, 1)),
+        (SMALL[5], 4, (1, 1, 1)),
+        (SMALL[6], 5, (1, 1, 1)),  # only prompts
+        ((20, 61, [TWO_GROUPS, OTHER] * 2, 4, 2, 5), 6, (2, 2, 2)),
     ],
     ids=str,
 )
 def test_a_sliding_window_goes_by_positions_and_not_by_places(
-    monkeypatch: pytest.MonkeyPatch, shape: tuple[Any, ...], window: int, mesh_shape: str
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[Any, ...], window: int, mesh: tuple[int, ...]
 ) -> None:
     """Blocks of 4 tokens, so that some have nothing within the window."""
     monkeypatch.setitem(attention.BLOCK, "cpu", 4)
     x = within(inputs(*shape), window)
-    layout = train_layout(*map(int, mesh_shape.split(",")))
-    assert_same(run(x, "xla", layout), numpy_attention(x))
+    assert_same(run(x, "xla", train_layout(*mesh)), numpy_attention(x))
 
 
 @pytest.mark.parametrize("impl", ["xla", "splash"])
@@ -277,24 +276,14 @@ def test_bfloat16_is_near_float64(impl: str) -> None:
 # ---- On a mesh -----------------------------------------------------------------------------------
 
 
-def training_layout(shape: str) -> Layout:
-    return Layout(make_mesh("MESH_SHAPE", shape, jax.devices()), TRAIN_BATCH_AXES)
-
-
-@pytest.mark.parametrize(
-    "function, impl, mesh_shape",
-    [
-        ("_blocks_shard", "xla", "2,2,2"),
-        ("_splash_shard", "splash", "2,2,2"),
-    ],
-)
+@pytest.mark.parametrize("function, impl", [("_blocks_shard", "xla"), ("_splash_shard", "splash")])
 def test_several_devices_give_what_one_gives_and_each_gets_its_rows_and_heads(
-    monkeypatch: pytest.MonkeyPatch, function: str, impl: str, mesh_shape: str
+    monkeypatch: pytest.MonkeyPatch, function: str, impl: str
 ) -> None:
     x = inputs(128, 256, [ONE_GROUP, TWO_GROUPS, OTHER, EMPTY] * 2, 4, 2, 64)
     of_device = Mock(wraps=getattr(attention, function))
     monkeypatch.setattr(attention, function, of_device)
-    assert_same(run(x, impl, training_layout(mesh_shape)), numpy_attention(x))
+    assert_same(run(x, impl, train_layout(2, 2, 2)), numpy_attention(x))
     shapes = {tuple(a.shape for a in call.args[2:]) for call in of_device.call_args_list}
     X, H, N, t = 2, 2, 1, 128 + 256  # of a device
     assert shapes == {((X, H, t, 64), (X, N, t, 64), (X, N, t, 64), (X, t), (X, t))}
@@ -302,12 +291,12 @@ def test_several_devices_give_what_one_gives_and_each_gets_its_rows_and_heads(
 
 def test_kv_heads_that_tp_does_not_divide_are_repeated() -> None:
     x = inputs(20, 61, [TWO_GROUPS, OTHER], 8, 2, 6)
-    assert_same(run(x, "xla", training_layout("1,2,4")), numpy_attention(x))
+    assert_same(run(x, "xla", train_layout(1, 2, 4)), numpy_attention(x))
 
 
 def test_prompts_of_several_devices_are_split_as_decoding_needs_them() -> None:
     x = inputs(13, 0, [LEFT_PADDED, ([(0, 13)], [])] * 4, 6, 3, 5)
-    layout = Layout(make_mesh("ROLLOUT_MESH_SHAPE", "2,1,4", jax.devices()), ROLLOUT_BATCH_AXES)
+    layout = train_layout(2, 1, 4)._replace(batch_axes=ROLLOUT_BATCH_AXES)
     assert_same(run(x, "xla", layout), numpy_attention(x))
 
 
@@ -336,7 +325,7 @@ def test_only_the_scores_of_one_device_count_against_the_limit(
 ) -> None:
     x = inputs(16, 0, [([(0, 16)], [])] * 8, 4, 2, 8)
     monkeypatch.setattr(attention, "SCORES_BYTES", 4 * 8 * 4 * 16 * 16 // 8)  # an eighth of all
-    assert chunks(x) == [8] and chunks(x, training_layout("2,2,2")) == []
+    assert chunks(x) == [8] and chunks(x, train_layout(2, 2, 2)) == []
 
 
 def temporaries(x: Inputs) -> int:

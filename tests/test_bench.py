@@ -16,21 +16,6 @@ from tools import bench, speedrun
 REPO = Path(__file__).resolve().parent.parent
 
 
-def printed(script: str, *args: str, cwd: Path, **env: str) -> str:
-    """What the script prints when a user runs it in the folder `cwd`."""
-    keep = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PYTHONPATH")}
-    done = subprocess.run(
-        [sys.executable, str(REPO / script), *args],
-        cwd=cwd,
-        env=keep | env,
-        text=True,
-        capture_output=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 # ---- bench.py ------------------------------------------------------------------------------------
 
 
@@ -51,15 +36,13 @@ def test_the_bench_of_a_step_measures_a_run_of_exact_lengths(tmp_path: Path) -> 
     bench.make_random(REPO / "tiny", tmp_path / "model", sizes)
     work = tmp_path / "work"
     work.mkdir()
-    line = printed(
-        *("tools/bench.py", "--model", str(tmp_path / "model")),
-        *("--prompt-tokens", "20", "--steps", "4", "ROLLOUT_GLOBAL_BATCH_SIZE=2", "NUM_PRE_Q=4"),
-        *("MAX_LENGTH_SAMPLE=90", "TRAIN_MICRO_BATCH_SIZE=4", "PPO_EPOCHS=2"),
-        cwd=work,
-        LEARNING_RATE="fast",  # settings in the environment do not count
-    )
+    keep = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PYTHONPATH")}
+    env = keep | {"LEARNING_RATE": "fast"}  # settings in the environment do not count
+    words = """--prompt-tokens 20 --steps 4 ROLLOUT_GLOBAL_BATCH_SIZE=2 NUM_PRE_Q=4
+        MAX_LENGTH_SAMPLE=90 TRAIN_MICRO_BATCH_SIZE=4 PPO_EPOCHS=2""".split()
+    command = [sys.executable, REPO / "tools" / "bench.py", "--model", tmp_path / "model", *words]
+    found = json.loads(subprocess.check_output(command, cwd=work, env=env))
     assert not [*work.iterdir()]
-    found = json.loads(line)
     assert (found["plen"], found["clen"], found["tokens"]) == (20, 90, 2 * 4 * 90)
     update_s, step_s = found["steady_train_s"], found["steady_step_s"]
     assert 0 < update_s < step_s and 0 < found["steady_rollout_s"] < step_s

@@ -54,16 +54,8 @@ BACKEND = {"ROLLOUT_BACKEND": "sglang_jax", "MAX_LENGTH_SAMPLE": "64", "MODEL_PA
 @pytest.mark.parametrize(
     "settings, devices, words",
     [
-        (
-            {"SGLANG_JAX_CONTEXT_LENGTH": "171"},
-            [V4],
-            "CONTEXT_LENGTH=171, .* than 172 tokens",
-        ),
-        (
-            {"SGLANG_JAX_MAX_TOTAL_TOKENS": "171"},
-            [CPU],
-            "MAX_TOTAL_TOKENS=171, .* than 172",
-        ),
+        ({"SGLANG_JAX_CONTEXT_LENGTH": "171"}, [V4], "CONTEXT_LENGTH=171, .* than 172 tokens"),
+        ({"SGLANG_JAX_MAX_TOTAL_TOKENS": "171"}, [CPU], "MAX_TOTAL_TOKENS=171, .* than 172"),
         ({"SGLANG_JAX_MAX_TOTAL_TOKENS": "255"}, [V4], "=255, in pages of 128, has less than 172"),
         ({}, [V4] * 3, "3 devices do not divide the model's 4 heads"),
     ],

@@ -17,14 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import (
-    REPO,
-    Result,
-    checkpoint_arrays,
-    environment,
-    run_as_user,
-    train,
-)
+from runs import REPO, Result, checkpoint_arrays, environment, run_as_user, train
 from safetensors.numpy import load_file, save_file
 from small_model import (
     QWEN2,

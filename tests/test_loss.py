@@ -13,13 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from loss import (
-    MERGE,
-    Objective,
-    policy_loss,
-    sampler_weights,
-    top_entropy_mask,
-)
+from loss import MERGE, Objective, policy_loss, sampler_weights, top_entropy_mask
 
 GOLDENS = Path(__file__).parent / "goldens"
 TRL = json.loads((GOLDENS / "trl.json").read_text(encoding="utf-8"))

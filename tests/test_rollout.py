@@ -17,10 +17,7 @@ from config import Config
 from data import Prompt, batch_indices, load_examples
 from loss import Objective
 from models.draw import Sampling
-from rollout import (
-    choose_groups,
-    have_equal_rewards,
-)
+from rollout import choose_groups, have_equal_rewards
 from runtime.mistakes import UserMistake
 from runtime.packing import Batch
 from startup import made_with_of, set_up

@@ -21,11 +21,7 @@ from small_model import (
 )
 
 from models.draw import Sampling
-from sampling import (
-    decode,
-    smaller_batches,
-    stage_ends,
-)
+from sampling import decode, smaller_batches, stage_ends
 
 WARM = Sampling(0.7)
 

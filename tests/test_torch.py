@@ -23,12 +23,7 @@ from models import hf
 from models.model import Compute
 from runtime.layout import TRAIN_BATCH_AXES, Layout, shard_batch
 from runtime.packing import MicroBatch
-from update import (
-    Optimizer,
-    init_state,
-    micro_step,
-    optimizer_step,
-)
+from update import Optimizer, init_state, micro_step, optimizer_step
 
 pytestmark = pytest.mark.parity
 torch = pytest.importorskip("torch")

@@ -35,12 +35,7 @@ from metrics import merge_metrics
 from models.model import Compute, Params
 from runtime.layout import shard_batch
 from runtime.packing import Limits, pack, plan_rows
-from update import (
-    Optimizer,
-    init_state,
-    micro_step,
-    optimizer_step,
-)
+from update import Optimizer, init_state, micro_step, optimizer_step
 
 K, T = 8, 6
 PROMPTS = [[5, 11, 2], [7, 7, 30, 1, 19, 8]]

@@ -8,7 +8,6 @@ import data
 import train_grpo
 from config import Config
 from rollout import Run
-from runtime.mistakes import UserMistake
 from runtime.packing import Batch
 from runtime.sizes import Sizes, derive
 from startup import set_up
@@ -38,21 +37,6 @@ def test_an_update_has_its_own_micro_steps() -> None:
     assert (found.micro_batch_size, found.grad_accum_steps, found.updates_per_step) == (4, 2, 4)
     # The micro-batch of the tiny recipe has 32 sequences, and an eighth of the step 16.
     assert sizes("1x1", "NUM_MINI_BATCHES=8").micro_batch_size == 4
-
-
-@pytest.mark.parametrize(
-    "slice_, settings, words",
-    [
-        ("1x1", "BATCH_SIZE=6 NUM_MINI_BATCHES=4", "nearest that do: 3, 6"),
-        ("1x8", "BATCH_SIZE=8 NUM_PRE_Q=4 NUM_MINI_BATCHES=8", "local devices"),
-    ],
-)
-def test_mini_batches_that_do_not_divide_are_refused(
-    slice_: str, settings: str, words: str
-) -> None:
-    with pytest.raises(UserMistake) as error:
-        sizes(slice_, settings)
-    assert words in str(error.value) and "NUM_MINI_BATCHES" in str(error.value)
 
 
 # ---- The mini-batches ----------------------------------------------------------------------------

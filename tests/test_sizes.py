@@ -57,6 +57,8 @@ MISFITS = """
 2x4 NUM_PRE_Q=2 ROLLOUT_GLOBAL_BATCH_SIZE=10 -> a multiple of 2 processes * 2 prompts -> 8, 12
 2x4 BATCH_SIZE=4 ROLLOUT_BATCH_SIZE=100 -> of 2 processes * BATCH_SIZE 4 * NUM_PRE_Q 8 -> 64, 128
 1x1 ROLLOUT_BATCH_SIZE=4 -> must be a multiple of 1 processes * 1 prompts -> 8
+1x1 BATCH_SIZE=6 NUM_MINI_BATCHES=4 -> must divide the step's 6 prompts evenly -> 3, 6
+1x8 BATCH_SIZE=8 NUM_PRE_Q=4 NUM_MINI_BATCHES=8 -> in parts of 2, which fill the local devices -> 4
 """
 
 

@@ -68,7 +68,9 @@ class Config:
     model_revision: str = in_model("", "Branch, tag or commit on the hub; empty: the main branch.")
     dtype: str = in_model("auto", "Compute dtype; auto: bfloat16, on CPUs float32.", choices=DTYPES)
     chat_template: str = in_model("", "Jinja chat template; empty: the tokenizer's template.")
-    lora_rank: int = of_lora(0, "Rank of LoRA's adapters, which alone are trained; 0: no LoRA.")
+    lora_rank: int = of_lora(
+        0, "Rank of LoRA's adapters, which alone are trained; 0: those of MODEL_PATH, else no LoRA."
+    )
     lora_alpha: float = of_lora(32.0, "Adapters add LORA_ALPHA / LORA_RANK * x A B.", above=0)
     lora_targets: str = of_lora("", "Matrices with adapters: q_proj,v_proj or so; empty: all.")
 
@@ -132,7 +134,9 @@ class Config:
 
     reward_weights: tuple[float, ...] = in_reward((), "Reward weights; empty: see rewards.py.")
     reward_fn: str = in_reward("", "Reward functions, such as my.py:name; empty: the default ones.")
-    reward_timeout_s: float = in_reward(10.0, "Most seconds of a reward call.", above=0, kept=False)
+    reward_timeout_s: float = in_reward(
+        10.0, "Most seconds of a reward call.", above=0, at_most=10**6, kept=False
+    )
     overlong_cache: int = in_reward(0, "Tokens of soft_overlong_penalty; 0: MAX_LENGTH_SAMPLE / 5.")
 
     steps: int = how_to_train(100, "Number of training steps; 0: only evaluate.")
@@ -213,7 +217,9 @@ class Config:
     jax_compilation_cache_dir: str = local("", "Folder of compiled programs; empty: .jax_cache.")
     require_multihost: bool = in_run(False, "Stop a run of a single process.")
     require_jax_process_count: int = in_run(0, "Number of processes that must join; 0: any.")
-    init_timeout_s: int = local(90, "Seconds in which all processes must join.", at_least=1)
+    init_timeout_s: int = local(
+        90, "Seconds in which all processes must join.", at_least=1, at_most=10**6
+    )
 
     @classmethod
     def from_env(cls, env: Mapping[str, str], config_file: str | Path = "") -> "Config":

@@ -93,7 +93,7 @@ def load_examples(
             test = {e["question"]: e for e in test if e["question"] not in known}.values()
         examples = train if split == "train" else list(test)
     if not examples:
-        why = "; its last tenth only repeats questions of train" if is_task else ""
+        why = "; its last tenth only repeats questions of train" if is_task and train else ""
         raise UserMistake(f"DATASET={dataset} has no examples in split {split!r}{why}")
     return examples
 
@@ -220,8 +220,13 @@ def build_prompts(
     """Returns the prompt of each example, made by the chat template of the tokenizer.
 
     tools: what the template tells the model of tools.
-    Raises UserMistake if the template fails.
+    Raises UserMistake if a text is not Unicode, or if the template fails.
     """
+    for text in (system_prompt, *(example["question"] for example in examples)):
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # JSON and the bytes of a shell can hold half a character
+            raise UserMistake(f"a question or SYSTEM_PROMPT is not Unicode: {text!r:.80}") from None
     system = {"role": "system", "content": system_prompt}
     chats = [[system, {"role": "user", "content": e["question"]}] for e in examples]
     try:

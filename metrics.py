@@ -159,7 +159,7 @@ def step_lines(step: Step, breakdown: bool) -> list[str]:
     lines = [text]
     note = f"note step={step.number}"
     if not step.batch.advantages[step.batch.completion_mask.any(axis=1)].any():
-        lines.append(f"{note}: all advantages that count are 0, and so is the policy gradient")
+        lines.append(f"{note}: rewards are equal in each group, so that the policy gradient is 0")
     if wrong := what_is_not_finite(metrics):
         number = metrics["updates_applied"] + 1
         lines.append(f"{note}: update {number:.0f} of this step was not applied: {wrong}")

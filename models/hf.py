@@ -322,6 +322,8 @@ def save_tensors(tensors: dict[str, np.ndarray], file: Path) -> None:
         save_file(tensors, file, {"format": "pt"})
     except SafetensorError as error:
         raise OSError(f"{file.name}: {error}") from None
+    os.umask(hidden := os.umask(0))
+    file.chmod(0o666 & ~hidden)  # safetensors lets only the owner read the file
 
 
 def _tensor_shapes(table: Params) -> dict[str, list[int]]:

@@ -253,8 +253,8 @@ def stop_if_other_arrays(wanted: Any, record: Mapping[str, Any], part: bool = Fa
         other += [f"has {text}, unused by this run" for text in theirs if text not in ours]
     if other:
         raise UserMistake(
-            f"the checkpoint of step {record['step']} {other[0]}: MODEL_PATH and OPTIMIZER have to "
-            f"be those of its run, and the code has to be of the same version"
+            f"the checkpoint of step {record['step']} {other[0]}: MODEL_PATH, OPTIMIZER, LORA_RANK "
+            f"and LORA_TARGETS have to be those of its run, and the code of the same version"
         )
 
 

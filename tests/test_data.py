@@ -282,6 +282,13 @@ def test_a_template_that_writes_the_bos_token_as_gemma_s_does_gives_it_once(tmp_
     assert prompt.ids.count(bos) == 1
 
 
+@pytest.mark.parametrize("system, question", [("How \udcff many?", "2+2?"), ("Think.", "\ud800")])
+def test_half_a_character_is_refused(system: str, question: str) -> None:
+    told = r"a question or SYSTEM_PROMPT is not Unicode: '.*\\ud"
+    with pytest.raises(UserMistake, match=told):
+        build_prompts([{"question": question}], hf.load_tokenizer(ROOT / "tiny"), system)
+
+
 @pytest.mark.parametrize(
     "end, opened",
     [

@@ -92,6 +92,7 @@ def test_no_question_of_the_training_is_held_out_and_each_held_out_one_is_there_
     assert len({*train, *test}) == len({*train}) + len(test)
     told = " has no examples in split 'test'; its last tenth only repeats questions of train"
     assert refused("chain_sum?min_terms=1&max_terms=1&max_digits=1&size=400", "test") == told
+    assert refused("chain_sum?size=1", "train") == " has no examples in split 'train'"
 
 
 @needs_package

@@ -405,6 +405,7 @@ def test_an_export_is_the_source_s_folder_with_the_new_weights(
     named = "torch_dtype" if "torch_dtype" in theirs else "dtype"
     assert ours == theirs | {named: dtype}
     assert (target / "generation_config.json").read_text() == '{"eos_token_id": [1, 2]}'
+    assert len({file.stat().st_mode for file in target.iterdir()}) == 1, "all can be read alike"
 
 
 @pytest.mark.parity

@@ -322,8 +322,9 @@ def save_tensors(tensors: dict[str, np.ndarray], file: Path) -> None:
         save_file(tensors, file, {"format": "pt"})
     except SafetensorError as error:
         raise OSError(f"{file.name}: {error}") from None
-    os.umask(hidden := os.umask(0))
-    file.chmod(0o666 & ~hidden)  # safetensors lets only the owner read the file
+    umask = os.umask(0)  # it is read by setting it
+    os.umask(umask)
+    file.chmod(0o666 & ~umask)  # safetensors lets only the owner read the file
 
 
 def _tensor_shapes(table: Params) -> dict[str, list[int]]:

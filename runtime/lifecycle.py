@@ -74,8 +74,8 @@ class Lifecycle:
         progress.not_finite = progress.not_finite + 1 if wrong else 0
         if progress.not_finite >= MOST_NOT_FINITE:
             self.checkpoints.wait()
-            why = f"step {step}: {wrong}, the last of {MOST_NOT_FINITE} such steps in a row. Lower "
-            why += "LEARNING_RATE?"
+            in_a_row = f"the last of {MOST_NOT_FINITE} such steps in a row"
+            why = f"step {step}: {wrong}, {in_a_row}. Lower LEARNING_RATE?"
             for line in self.close(FAILED, why):
                 self.log.line(line)
             raise SystemExit(f"error: {why}")

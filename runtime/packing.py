@@ -267,7 +267,7 @@ def fill_rows(
     has room for it.
     """
     rows: list[list[int]] = []
-    room: list[list[int]] = []  # of each row: for prompts and for completions
+    room: list[list[int]] = []  # of each row: for prompts, for completions, and its last prompt
     for members in groups:
         number, tokens = batch.prompt_of(members[0]), sum(lengths[i] for i in members)
         prompt = len(batch.prompts[number].ids) - 1
@@ -275,15 +275,15 @@ def fill_rows(
         for part in [members] if whole else [[i] for i in members]:
             C = sum(lengths[i] for i in part)
             for row, free in zip(rows, room, strict=True):
-                S = 0 if batch.prompt_of(row[-1]) == number else prompt
+                S = 0 if free[2] == number else prompt
                 if S <= free[0] and C <= free[1] and len(row) + len(part) <= most.Q:
                     break
             else:
-                row, free, S = [], [most.S, most.C], prompt
+                row, free, S = [], [most.S, most.C, number], prompt
                 rows.append(row)
                 room.append(free)
             row += part
-            free[:] = free[0] - S, free[1] - C
+            free[:] = free[0] - S, free[1] - C, number
     return rows
 
 

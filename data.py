@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,9 +23,17 @@ import numpy as np
 from runtime.mistakes import UserMistake, in_one_line
 from runtime.parsing import GYM, GYM_TASKS
 
-# The date for chat templates that print one. A prompt must not change at midnight. It is the date
-# that Llama 3.2's template prints by default.
-DATE = "26 Jul 2024"
+# A chat template that prints today's date prints this one, because prompts must not change at
+# midnight. It is the date that Llama 3.2's template prints by default.
+DATE = datetime(2024, 7, 26)
+DATE_CODES = ("%-d", "%-m", *(f"%{letter}" for letter in "aAbBdmyYHMSpj"))
+# Stands in front of a template and replaces the function with which it asks for today's date.
+FIXED_DATE = (
+    "{% macro strftime_now(format) %}{{ format"
+    + "".join(f" | replace('{code}', '{DATE.strftime(code)}')" for code in DATE_CODES)
+    + " }}{% endmacro %}{{ '' }}"
+)
+SENTINEL = "A text that is nowhere else."
 _TAIL = 16  # A tag and the white space after it have fewer tokens than this.
 SUFFIXES = (".jsonl", ".json", ".parquet")
 # DATASET_CONFIG, if it is empty, of hub datasets with several configurations and no default.
@@ -227,17 +236,55 @@ def build_prompts(
             text.encode()
         except UnicodeEncodeError:  # JSON and the bytes of a shell can hold half a character
             raise UserMistake(f"a question or SYSTEM_PROMPT is not Unicode: {text!r:.80}") from None
-    system = {"role": "system", "content": system_prompt}
-    chats = [[system, {"role": "user", "content": e["question"]}] for e in examples]
-    try:
-        texts = tokenizer.apply_chat_template(
-            chats, tools=tools or None, tokenize=False, add_generation_prompt=True, date_string=DATE
-        )
-    except Exception as error:  # A template may raise anything.
-        why = f"its chat template fails on a system and a user message: {error}"
-        raise UserMistake(f"MODEL_PATH (or CHAT_TEMPLATE): {why}") from None
-    ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    questions = [example["question"] for example in examples]
+    if has_system_role(tokenizer, tools):
+        system = {"role": "system", "content": system_prompt}
+        chats = [[system, {"role": "user", "content": question}] for question in questions]
+    else:
+        texts = [f"{system_prompt}\n\n{question}" for question in questions]
+        chats = [[{"role": "user", "content": text}] for text in texts]
+    ids = tokenizer(render_chats(tokenizer, chats, tools), add_special_tokens=False)["input_ids"]
     return [Prompt(i, example) for i, example in zip(ids, examples, strict=True)]
+
+
+def render_chats(
+    tokenizer: Any,
+    chats: list[list[dict[str, str]]],
+    tools: Sequence[dict[str, Any]] = (),
+    asks: bool = True,
+) -> list[str]:
+    """Returns the text of each list of messages by the tokenizer's chat template, of several named
+    ones that for tools if there are any; the same text on every day.
+
+    asks: whether the assistant speaks next. Raises UserMistake if the template fails.
+    """
+    how = {"tools": [*tools] or None, "tokenize": False, "add_generation_prompt": asks}
+    try:
+        template = FIXED_DATE + tokenizer.get_chat_template(tools=how["tools"])
+        return tokenizer.apply_chat_template(chats, chat_template=template, **how)
+    except Exception as error:  # A template may raise anything.
+        roles = ", ".join(message["role"] for message in chats[0])
+        why = f"its chat template fails on messages of {roles}: {in_one_line(error)}"
+        raise UserMistake(f"MODEL_PATH (or CHAT_TEMPLATE): {why}") from None
+
+
+def has_system_role(tokenizer: Any, tools: Sequence[dict[str, Any]] = ()) -> bool:
+    """Returns whether the chat template writes a system message. Some templates drop it, and others
+    raise an error."""
+    chat = [{"role": "system", "content": SENTINEL}, {"role": "user", "content": "A question."}]
+    try:
+        return SENTINEL in render_chats(tokenizer, [chat], tools)[0]
+    except UserMistake:
+        return False
+
+
+def end_of_turn(tokenizer: Any) -> int | None:
+    """Returns the added token that the chat template writes behind an answer, or None."""
+    question = {"role": "user", "content": "A question."}
+    chat = [question, {"role": "assistant", "content": SENTINEL}]
+    [text] = render_chats(tokenizer, [chat], asks=False)
+    behind = tokenizer(text.partition(SENTINEL)[2].lstrip(), add_special_tokens=False)["input_ids"]
+    return behind[0] if behind and behind[0] in tokenizer.added_tokens_decoder else None
 
 
 def opened_tag(prompt: Prompt, tokenizer: Any) -> str:

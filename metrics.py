@@ -298,7 +298,7 @@ def evaluation_record(
     more = {f"pass_at_{k}": pass_at(correct, k) for k in shown}
     judge = run.functions[0].__name__  # says what is right
     if n > 1 and judge == "reward_correct":
-        texts = texts_of(run.tokenizer, evaluation.prompts, evaluation)
+        texts = texts_of(run, evaluation.prompts, evaluation)
         more[f"maj_at_{n}"] = majority_accuracy(correct, texts)
     ending = f"accuracy={accuracy:.4f} accuracy_se={error:.4f} accuracy_of={judge}"
     ending += "".join(f" {k}={x:.4f}" for k, x in more.items() if k.endswith(f"_{n}") and n > 1)

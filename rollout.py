@@ -145,25 +145,26 @@ def complete(
     return take_turns(run, backend, local, completions, key, sampling, size * per_prompt)
 
 
-def texts_of(
-    tokenizer: Any, prompts: list[data.Prompt], completions: Completions | Batch
-) -> list[str]:
+def texts_of(run: Run, prompts: list[data.Prompt], completions: Completions | Batch) -> list[str]:
     """The text of each completion; the completions of a prompt are adjacent."""
-    count = len(completions.lengths)
-    return [text_of(tokenizer, prompts, completions, i) for i in range(count)]
+    return [text_of(run, prompts, completions, i) for i in range(len(completions.lengths))]
 
 
-def text_of(
-    tokenizer: Any, prompts: list[data.Prompt], completions: Completions | Batch, i: int
-) -> str:
-    """The text of completion i, of its last turn, without its stop token and other special tokens.
+def text_of(run: Run, prompts: list[data.Prompt], completions: Completions | Batch, i: int) -> str:
+    """The text of completion i, of its last turn.
 
     A tag that the chat template has opened belongs to the text that is rewarded, but not to the
     tokens of the completion.
     """
     *_, last = (ids for is_drawn, ids in parts_of(completions, i) if is_drawn)
     prompt = prompts[i * len(prompts) // len(completions.lengths)]
-    return data.opened_tag(prompt, tokenizer) + tokenizer.decode(last, skip_special_tokens=True)
+    return data.opened_tag(prompt, run.tokenizer) + decode_part(run, last)
+
+
+def decode_part(run: Run, ids: list[int]) -> str:
+    """The text of a part of a completion: of all its tokens, also of special ones such as a
+    <tool_call> may be, but for the stop token that ends it."""
+    return run.tokenizer.decode(ids[:-1] if ids[-1] in run.stopping.stop_ids else ids)
 
 
 def parts_of(completions: Completions | Batch, i: int) -> list[tuple[int, list[int]]]:
@@ -179,12 +180,11 @@ def dialogues_of(run: Run, batch: Batch) -> list[str]:
     """The text of each completion for people to read: with an environment all of its turns, and who
     has written each part."""
     if run.environments is None:
-        return texts_of(run.tokenizer, batch.prompts, batch)
+        return texts_of(run, batch.prompts, batch)
     names = "[environment]", "[policy]"
 
     def shown(is_drawn: int, ids: list[int]) -> str:
-        text = run.tokenizer.decode(ids, skip_special_tokens=True)
-        return f"{names[is_drawn]} {text.strip()}"
+        return f"{names[is_drawn]} {decode_part(run, ids).strip()}"
 
     count = len(batch.lengths)
     return ["\n".join(shown(*part) for part in parts_of(batch, i)) for i in range(count)]
@@ -195,7 +195,7 @@ def reward_completions(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The rewards [b] of these completions of the prompts, weighted, and those of each function
     [b, functions], both float64; NaN where no function applies. Raises UserMistake."""
-    texts = texts_of(run.tokenizer, prompts, completions)
+    texts = texts_of(run, prompts, completions)
     per_prompt = len(texts) // len(prompts)
     columns = {
         name: [prompt.columns.get(name) for prompt in prompts for _ in range(per_prompt)]
@@ -270,13 +270,11 @@ def begin_episodes(
     ]
     begun = data.build_prompts(examples, run.tokenizer, run.system_prompt, run.environments.tools)
     longest = max(len(prompt.ids) for prompt in begun)
-    placement.stop_if_too_long(run.stopping.max_new_tokens, run.model, longest)
-    if longest > run.limits.longest_prompt + 1:
-        raise UserMistake(
-            f"ENVIRONMENT_CLASS={run.cfg.environment_class}: with the text of reset a prompt has "
-            f"{longest} tokens, and the run has planned for {run.limits.longest_prompt + 1}; set "
-            f"GLOBAL_LENGTH={longest - 1} or more"
-        )
+    try:
+        placement.stop_if_too_long(run.stopping.max_new_tokens, run.model, longest)
+    except UserMistake as error:
+        source = run.cfg.environment_class
+        raise UserMistake(f"ENVIRONMENT_CLASS={source}, whose reset writes: {error}") from None
     pairs = zip(begun, prompts, strict=True)
     return [prompt._replace(columns=given.columns) for prompt, given in pairs]
 
@@ -336,7 +334,7 @@ def add_message(
     is_last = turn == run.cfg.turns()
     if was_cut or (is_last and run.environments.tools):  # Nobody would read what a tool answers.
         return False
-    text = text_of(run.tokenizer, prompts, completions, i)
+    text = text_of(run, prompts, completions, i)
     ids = run.environments.answer(int(completions.sequence_ids[i]), turn, text)
     if ids is None or is_last:
         return False

@@ -193,8 +193,12 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
     system_prompt = data.text_or_file(cfg.system_prompt) or default
 
     folder, adapters, model, tokenizer = open_model(cfg)
-    stop_ids = hf.stop_ids(folder, tokenizer)
+    stop_ids = stop_ids_of(folder, tokenizer)
     environments = open_environments(cfg, workers, tokenizer, stop_ids)
+    tools = environments.tools if environments else []
+    if not data.has_system_role(tokenizer, tools):
+        why = "the chat template has no role of a system"
+        print(f"note: {why}; SYSTEM_PROMPT stands in front of each question", flush=True)
     if environments and environments.has_reward:
         functions.append(environments.get_reward)
     weights = rewards.weights_of(cfg.reward_weights, cfg.rewards(), [f.__name__ for f in functions])
@@ -202,7 +206,6 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
     def prompts_of(split: str) -> list[data.Prompt]:
         where = cfg.dataset, cfg.dataset_config, split, cfg.question_column, cfg.answer_column
         examples = [example] if example else data.load_examples(*where)
-        tools = environments.tools if environments else []
         prompts = data.build_prompts(examples, tokenizer, system_prompt, tools)
         return data.fit_prompts(prompts, cfg.max_prompt_length, split)
 
@@ -254,6 +257,17 @@ def template_of(cfg: Config, adapters: Path | None) -> str:
     has the template."""
     exported = adapters and adapters / "chat_template.jinja"
     return cfg.chat_template or (str(exported) if exported and exported.is_file() else "")
+
+
+def stop_ids_of(folder: Path, tokenizer: Any) -> tuple[int, ...]:
+    """Every token id that ends a completion, sorted: those that the folder names, and the one with
+    which the chat template ends an answer. Raises UserMistake."""
+    named, end = hf.stop_ids(folder, tokenizer), data.end_of_turn(tokenizer)
+    if end is not None and end not in named:
+        why = "the chat template ends an answer with it, though the model's files do not name it"
+        print(f"note: {tokenizer.decode([end])} is a stop token: {why}", flush=True)
+        return tuple(sorted((*named, end)))
+    return named
 
 
 def open_environments(
@@ -413,7 +427,8 @@ def made_with_of(run: Run) -> dict[str, str]:
         values["the model's weights"] = digest_of([digest_of_file(file) for file in files])
     values["ENVIRONMENT_CLASS"] = Path(cfg.environment_class).name
     if run.environments:  # it also writes what is said after the first turn
-        values["the chat template"] = processes.digest(run.tokenizer.chat_template.encode())
+        template = run.tokenizer.get_chat_template(tools=run.environments.tools or None)
+        values["the chat template"] = processes.digest(template.encode())
     sources = {"REWARD_FN": entries, "ENVIRONMENT_CLASS": [cfg.environment_class]}
     for setting, named in sources.items():
         for file in {entry.rpartition(":")[0] for entry in named if ":" in entry}:

@@ -15,12 +15,11 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from data import DATE
+from data import SENTINEL, render_chats
 from runtime.mistakes import UserMistake
 from runtime.reward_worker import LOADING_S, RewardWorker
 
 EVALUATION = 0  # the number of its round; those of training are counted from 1
-SENTINEL = "An answer that is nowhere else."
 # Turns of a policy that thinks before it answers or calls a tool.
 ANSWER = "<think>\nA thought.\n</think>\n\nAn answer."
 CALL = '<think>\nA thought.\n</think>\n\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
@@ -106,12 +105,10 @@ class Environments:
     def _render(self, messages: list[dict[str, str]]) -> str:
         """The text of a question and these messages, up to where the policy speaks."""
         chat = [{"role": "user", "content": "A question."}, *messages]
-        how = {"tools": self.tools or None, "tokenize": False, "add_generation_prompt": True}
         try:
-            return self._tokenizer.apply_chat_template(chat, date_string=DATE, **how)
-        except Exception as error:  # A template may raise anything.
-            why = f"the chat template fails on several turns: {error}"
-            raise UserMistake(f"{self._what}: {why}; set CHAT_TEMPLATE") from None
+            return render_chats(self._tokenizer, [chat], self.tools)[0]
+        except UserMistake as error:
+            raise UserMistake(f"{self._what}: {error}; set CHAT_TEMPLATE") from None
 
     def _stop_if_unsuitable(self) -> None:
         """Raises UserMistake if the chat template does not know tools, or if it would write earlier
@@ -139,6 +136,18 @@ class Environments:
 def tool_calls(text: str) -> list[str]:
     """What stands within each closed <tool_call> of the text, but for thoughts: what a model writes
     within <think> is no call."""
-    pattern = r"<think>.*?(?:</think>|\Z)|<tool_call>(.*?)</tool_call>"
-    found = re.finditer(pattern, text, re.DOTALL)
-    return [match[1].strip() for match in found if match[1] is not None]
+    calls, at = [], 0
+    while tag := re.compile(r"<think>.*?(?:</think>|\Z)|<tool_call>\s*", re.DOTALL).search(
+        text, at
+    ):
+        at = tag.end()
+        if tag[0].startswith("<tool_call>"):
+            try:  # A text within the call's JSON may hold a closing tag.
+                _, end = json.JSONDecoder().raw_decode(text, at)
+            except (ValueError, RecursionError):  # It is no JSON, or is nested too deeply.
+                end = at
+            if (close := text.find("</tool_call>", end)) == -1:
+                break
+            calls.append(text[at:close].strip())
+            at = close
+    return calls

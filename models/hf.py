@@ -23,6 +23,7 @@ from runtime.mistakes import UserMistake, in_one_line
 FILES = ["*.json", "*.safetensors", "*.jinja"]
 LARGEST_FILE = "5GB"  # of the weights of an exported model
 WEIGHTS, ADAPTERS = "model.safetensors", "adapter_model.safetensors"
+TEMPLATES = "additional_chat_templates"  # a folder with named chat templates, such as tool_use
 MARKERS = ("config.json", "adapter_config.json")  # of a complete folder: a model, or adapters
 EXPORTED = "exported_from.json"  # marks an exported model, which a later export may replace
 # In the files of a Gemma 3 that also sees images, the names of its model of text begin so.
@@ -289,6 +290,8 @@ def save_model(
             shutil.copyfile(file, folder / file.name)
     if chat_template:
         shutil.copyfile(chat_template, folder / "chat_template.jinja")
+    elif (source / TEMPLATES).is_dir():
+        shutil.copytree(source / TEMPLATES, folder / TEMPLATES)
     values = _of_text(read_json(source / "config.json"))
     values["torch_dtype" if "torch_dtype" in values else "dtype"] = dtype.name
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
@@ -315,6 +318,8 @@ def begin_folder(folder: Path, source: str) -> None:
     weights = folder.glob("*model*.safetensors*")
     for old in [*(folder / marker for marker in MARKERS), template, *weights]:
         old.unlink(missing_ok=True)
+    if (folder / TEMPLATES).is_dir():
+        shutil.rmtree(folder / TEMPLATES)
 
 
 def save_tensors(tensors: dict[str, np.ndarray], file: Path) -> None:
@@ -388,7 +393,10 @@ def load_tokenizer(folder: Path, chat_template: str = "") -> Any:
     if not (folder / "tokenizer.json").is_file():
         raise UserMistake(f"MODEL_PATH={folder} has no tokenizer.json")
     try:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+        # Some files ask to remove the spaces before punctuation from what a model has written.
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(
+            folder, clean_up_tokenization_spaces=False
+        )
     except Exception as error:  # a damaged file raises errors that share no base
         text = f"MODEL_PATH={folder}: its tokenizer cannot be read: {in_one_line(error)}"
         raise UserMistake(text) from None

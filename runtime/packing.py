@@ -148,7 +148,7 @@ class Limits(NamedTuple):
     sequences: int  # of a shard if rows are padded, which sets the most tokens of a shard
     completions: int  # K: of each prompt
     longest_completion: int  # tokens: MAX_LENGTH_SAMPLE
-    longest_prompt: int  # S: padded tokens of the run's longest prompt without the last one
+    longest_prompt: int  # S: padded tokens of the run's longest question without the last one
     shortest_prompt: int  # the fewest tokens to which prompts are padded: GLOBAL_LENGTH
     pack: bool  # False: each completion has the width of the longest one
     unit: int  # widths are multiples of it
@@ -193,6 +193,8 @@ def plan_rows(
     groups = [[*group] for _, group in itertools.groupby(sequences, batch.prompt_of)]
     rows = [group[i : i + share] for group in groups for i in range(0, len(group), share)]
     S = prompt_width(int(batch.prompt_lengths().max()), limits.shortest_prompt) - 1
+    # The text of an environment may make a prompt longer than the questions of the run.
+    limits = limits._replace(longest_prompt=max(limits.longest_prompt, S))
     widths = padded_widths(limits, S, batch.completion_ids.shape[1])
     if limits.pack and rows:
         candidates = [(rows, widths), *packed_rows(batch, groups, limits)]

@@ -211,15 +211,26 @@ class _Server:
     def _use(self, number: int, turn: int, i: int, call: str) -> str:
         try:
             parsed = json.loads(call)
-            name, arguments = parsed["name"], parsed.get("arguments")
+            if not isinstance(parsed, dict):
+                raise TypeError("a call is a JSON object with name and arguments")
+            name, arguments = parsed.get("name"), parsed.get("arguments") or {}
             if name not in self._tools:
                 raise ValueError(f"there is no tool {name!r}, only {', '.join(self._tools)}")
-            arguments = {} if arguments is None else dict(arguments)
-            for argument, schema in self._tools[name].items():
+            schemas, tool = self._tools[name], getattr(self._environments[number], name)
+            if isinstance(arguments, str):  # Some models write JSON within JSON.
+                arguments = json.loads(arguments)
+            if not isinstance(arguments, dict):
+                raise TypeError(f"arguments is a JSON object of {', '.join(schemas)}")
+            for argument, schema in schemas.items():
                 if argument in arguments:
                     arguments[argument] = _cast(arguments[argument], schema.get("type"))
+            try:
+                inspect.signature(tool).bind(**arguments)
+            except TypeError as error:
+                takes = ", ".join(schemas) or "no arguments"
+                raise TypeError(f"{error}; {name} takes {takes}") from None
             self._seed(number, turn, i)
-            return str(getattr(self._environments[number], name)(**arguments))
+            return str(tool(**arguments))
         except BaseException as error:  # The policy and the tool may do anything, also exit().
             return f"error: {type(error).__name__}: {error}"
 

@@ -225,8 +225,9 @@ def turn_sequences(count: int, most: int, local_devices: int) -> int:
 def turn_width(longest: int, most: int) -> int:
     """The padded length of the prompts of a later turn, which hold up to `longest` tokens, of their
     completions too: all but the last are padded to a power of two. most: the tokens of the longest
-    prompt and the longest completion of the run."""
-    return min(2 ** math.ceil(math.log2(max(longest - 1, 16))), most - 1) + 1
+    prompt and the longest completion of the run, which only the text of an environment exceeds."""
+    width = 2 ** math.ceil(math.log2(max(longest - 1, 16))) + 1
+    return most if longest <= most < width else width
 
 
 def prompt_share(num_pre_q: int, sequences_per_shard: int) -> int:

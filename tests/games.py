@@ -27,11 +27,12 @@ class Higher:
 
 
 class Echo:
-    """What it says, when it ends and what it rewards follow from all that it has heard."""
+    """What it says, when it ends and what it rewards follow from all that it has heard. Its prompts
+    are longer than all questions of the tiny dataset."""
 
     def reset(self, question: str, **columns: str) -> str:
         self.heard = [question]
-        return f" Code {random.randrange(100)}."
+        return " Think well." * 8 + f" Code {random.randrange(100)}."
 
     def code(self) -> int:
         return zlib.crc32("|".join(self.heard).encode())

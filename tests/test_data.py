@@ -14,7 +14,16 @@ import numpy as np
 import pytest
 from test_hf import refused
 
-from data import Prompt, batch_indices, build_prompts, fit_prompts, load_examples, opened_tag
+from data import (
+    Prompt,
+    batch_indices,
+    build_prompts,
+    end_of_turn,
+    fit_prompts,
+    has_system_role,
+    load_examples,
+    opened_tag,
+)
 from models import hf
 from runtime.mistakes import UserMistake
 from runtime.reward_worker import worker_function, worker_of
@@ -238,15 +247,81 @@ def test_prompts_are_the_tokens_of_the_chat_template() -> None:
     )
 
 
-def test_a_template_that_prints_the_date_makes_the_same_prompt_every_day() -> None:
-    """It asks for the date as the template of Llama 3.2 does."""
+@pytest.mark.parametrize(
+    "template, text",
+    [
+        (  # as the template of Llama 3.2
+            "{% if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}"
+            "{% endif %}Today: {{ date_string }}",
+            "Today: 26 Jul 2024",
+        ),
+        ("Today is {{ strftime_now('%B %d, %Y') }}.", "Today is July 26, 2024."),  # Granite 3
+        ("{% set today = strftime_now('%Y-%m-%d') %}\n{{ today }}", "2024-07-26"),  # Mistral 3
+        ("\n\n{{ strftime_now('%A %-d.%-m.%y, %H:%M') }}", "\n\nFriday 26.7.24, 00:00"),
+        ("{% for m in messages %}{{ strftime_now('%Y') }}{% endfor %}", "2024"),
+    ],
+)
+def test_a_template_that_prints_today_s_date_makes_the_same_prompt_every_day(
+    template: str, text: str
+) -> None:
+    tokenizer = hf.load_tokenizer(ROOT / "tiny")
+    tokenizer.chat_template = template
+    (prompt, *_) = build_prompts(EXAMPLES, tokenizer, SYSTEM)
+    assert tokenizer.decode(prompt.ids) == text
+
+
+USER = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}>"
+NO_SYSTEM = {
+    "drops": USER,
+    "raises": "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + USER,
+    "takes the last": "{{ messages[-1].content }}>",
+    "says its own": "Be good. {{ messages[-1].content }}>",
+}
+
+
+@pytest.mark.parametrize("name", NO_SYSTEM)
+def test_where_a_template_has_no_system_message_the_system_prompt_stands_before_the_question(
+    name: str,
+) -> None:
+    tokenizer = hf.load_tokenizer(ROOT / "tiny")
+    tokenizer.chat_template = NO_SYSTEM[name]
+    assert not has_system_role(tokenizer)
+    (prompt,) = build_prompts(EXAMPLES[2:], tokenizer, "Think first.")
+    start = "Be good. " if name == "says its own" else ""
+    assert tokenizer.decode(prompt.ids) == f"{start}Think first.\n\n2+2?>"
+
+
+def test_of_named_templates_tools_get_the_one_for_tools_and_no_default_is_told() -> None:
+    tokenizer, tool = hf.load_tokenizer(ROOT / "tiny"), {"type": "function"}
+    named = {"default": "plain {{ messages[0].content }}", "tool_use": "{{ tools | length }} tools"}
+    tokenizer.chat_template = named
+    assert has_system_role(tokenizer) and not has_system_role(tokenizer, [tool])
+    for tools, text in (([], "plain Think."), ([tool], "1 tools")):
+        (prompt,) = build_prompts(EXAMPLES[2:], tokenizer, "Think.", tools)
+        assert tokenizer.decode(prompt.ids) == text
+    tokenizer.chat_template = {"rag": "{{ messages[0].content }}"}
+    words = "MODEL_PATH (or CHAT_TEMPLATE): its chat template fails on messages of user: ValueError"
+    refused(lambda: build_prompts(EXAMPLES[2:], tokenizer, "Think."), words, "multiple", "rag")
+
+
+@pytest.mark.parametrize(
+    "end, expected",
+    [
+        ("<|im_end|>\n", 2),
+        ("\n<|im_start|>", 1),
+        ("<|endoftext|><|im_end|>", 0),
+        ("</answer>", 557),  # an added token that is not special
+        ("\n\n### Human:", None),
+        ("", None),
+    ],
+)
+def test_the_token_behind_an_answer_is_found_by_writing_one(end: str, expected: int | None) -> None:
     tokenizer = hf.load_tokenizer(ROOT / "tiny")
     tokenizer.chat_template = (
-        "{% if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}"
-        "{% endif %}Today: {{ date_string }}"
+        "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}"
+        f"{{{{ {end!r} }}}}{{% endif %}}{{% endfor %}}{{{{ '<think>' if add_generation_prompt }}}}"
     )
-    (prompt, *_) = build_prompts(EXAMPLES, tokenizer, SYSTEM)
-    assert tokenizer.decode(prompt.ids) == "Today: 26 Jul 2024"
+    assert end_of_turn(tokenizer) == expected
 
 
 def test_without_tools_a_template_that_asks_for_them_as_llama_s_does_finds_none() -> None:

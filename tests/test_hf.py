@@ -2,6 +2,7 @@
 supported or damaged gets a clear line."""
 
 import dataclasses
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import Mesh
-from runs import finish, start_two, train
+from runs import REPO, environment, few_examples, finish, start_two, train
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from small_model import (
@@ -24,10 +25,12 @@ from small_model import (
     write_folder,
 )
 
+from config import Config
 from models import hf
 from models.model import Gemma3, ModelConfig, Params, param_shardings
 from runtime.layout import make_mesh
 from runtime.mistakes import UserMistake
+from startup import made_with_of, set_up
 
 TINY = Path(__file__).parent.parent / "tiny"
 
@@ -363,6 +366,40 @@ def test_a_model_that_names_no_end_is_refused(tmp_path: Path) -> None:
     refused(lambda: hf.stop_ids(tmp_path, tokenizer), f"MODEL_PATH={tmp_path}", "a stop token")
 
 
+def test_the_end_of_an_answer_by_the_chat_template_is_a_stop_token_and_a_line_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Base models of Qwen2.5 name only the end of a text. This one has no system message either,
+    and another template for tools, which a resumed run compares."""
+    folder = shutil.copytree(TINY, tmp_path / "base")
+    config = json.loads((TINY / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": 0}))
+    config = json.loads((TINY / "tokenizer_config.json").read_text())
+    turns = "{% for m in messages if m.role != 'system' %}{{ m.content }}<|im_end|>{% endfor %}"
+    named = {"default": turns, "tool_use": (REPO / "docs" / "qwen3_turns.jinja").read_text()}
+    config["chat_template"] = [{"name": name, "template": text} for name, text in named.items()]
+    config["eos_token"] = "<|endoftext|>"
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    env = environment("EVAL_EVERY_STEPS=0 REWARD_FN=reward_format")
+    env |= {"MODEL_PATH": str(folder), "DATASET": str(few_examples()), "SYSTEM_PROMPT": "Think."}
+    run = set_up(Config.from_env(env))
+    assert run.stopping.stop_ids == (0, 2) and run.stopping.pad_id == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert (
+        "note: <|im_end|> is a stop token: the chat template ends an answer with it, though the "
+        "model's files do not name it"
+    ) in lines
+    assert (
+        "note: the chat template has no role of a system; SYSTEM_PROMPT stands in front of each "
+        "question"
+    ) in lines
+    tools = {"ENVIRONMENT_CLASS": f"{REPO}/recipes/calculator.py:Calculator"}
+    run = set_up(Config.from_env(env | tools))
+    digest = hashlib.sha256(named["tool_use"].encode()).hexdigest()
+    assert made_with_of(run)["the chat template"] == digest[:12]
+    assert "SYSTEM_PROMPT" not in capsys.readouterr().out, "the template for tools has the role"
+
+
 # ---- The export ----------------------------------------------------------------------------------
 
 
@@ -445,6 +482,36 @@ def test_an_export_replaces_an_earlier_export_and_no_other_file_and_keeps_the_to
         assert tokenizer.apply_chat_template(chat, tokenize=False) == "Hi!"
     again = exported(target, tmp_path / "again")
     assert json.loads((again / "exported_from.json").read_text()) == {"model": str(target)}
+
+
+def test_an_export_keeps_named_templates_unless_one_replaces_them(tmp_path: Path) -> None:
+    """In a list of tokenizer_config.json, or in files of a folder."""
+    named = {"default": "{{ messages[0].content }}!", "tool_use": "tools"}
+    listed, files = (shutil.copytree(TINY, tmp_path / name) for name in ("listed", "files"))
+    config = json.loads((TINY / "tokenizer_config.json").read_text())
+    config["chat_template"] = [{"name": name, "template": text} for name, text in named.items()]
+    (listed / "tokenizer_config.json").write_text(json.dumps(config))
+    (files / "chat_template.jinja").write_text(named["default"])
+    (files / "additional_chat_templates").mkdir()
+    (files / "additional_chat_templates" / "tool_use.jinja").write_text(named["tool_use"])
+    (tmp_path / "mine.jinja").write_text("mine")
+    for source in (listed, files):
+        assert hf.load_tokenizer(source).chat_template == named
+        target = exported(source, tmp_path / f"{source.name}_hf")
+        assert hf.load_tokenizer(target).chat_template == named
+        exported(source, target, chat_template=str(tmp_path / "mine.jinja"))
+        assert hf.load_tokenizer(target).chat_template == "mine"
+
+
+def test_a_tokenizer_removes_no_space_before_punctuation(tmp_path: Path) -> None:
+    """That of Llama 3 asks for it; newer versions of transformers want a second key to do it."""
+    shutil.copy(TINY / "tokenizer.json", tmp_path)
+    config = json.loads((TINY / "tokenizer_config.json").read_text())
+    keys = ["_for_bpe_even_though_it_will_corrupt_output", ""]
+    config |= {f"clean_up_tokenization_spaces{key}": True for key in keys}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = hf.load_tokenizer(tmp_path)
+    assert tokenizer.decode(tokenizer("It is 5 .")["input_ids"]) == "It is 5 ."
 
 
 def test_a_model_that_no_run_has_exported_is_not_overwritten(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
 
 
-GAME = f"ENVIRONMENT_CLASS={Path(__file__).parent}/games.py:Chance MAX_TURNS=3 GLOBAL_LENGTH=112"
+GAME = f"ENVIRONMENT_CLASS={Path(__file__).parent}/games.py:Chance MAX_TURNS=3"
 KINDS = {
     "all weights": {},
     "adapters": environment("LORA_RANK=4 LEARNING_RATE=3e-3"),

@@ -14,12 +14,14 @@ import pytest
 from runs import Result, environment, train
 
 from config import Config
-from data import Prompt, batch_indices, load_examples
+from data import Prompt, batch_indices, build_prompts, load_examples
 from loss import Objective
+from models import hf
 from models.draw import Sampling
-from rollout import choose_groups, have_equal_rewards
+from rollout import choose_groups, have_equal_rewards, texts_of
 from runtime.mistakes import UserMistake
 from runtime.packing import Batch
+from sampling import Completions, Stopping
 from startup import made_with_of, set_up
 from update import Optimizer
 
@@ -353,3 +355,40 @@ def test_a_run_that_never_evaluates_needs_no_split_to_evaluate_on() -> None:
     assert made_with_of(run)["REWARD_WEIGHTS"] == "1.0,0.5,0.5"  # as in older checkpoints
     with pytest.raises(UserMistake, match="absent"):
         set_up(Config.from_env(settings | {"EVAL_FULL_SWEEP": "1"}))
+
+
+# ---- The text of a completion --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "special, drawn, text",
+    [
+        ([], "<think>1 .</think>5<|im_end|>", "<think>1 .</think>5"),
+        (["<think>", "</think>"], "<think>1</think>5<|im_end|>", "<think>1</think>5"),
+        (["<answer>", "</answer>"], "<answer>5</answer><|im_end|>", "<answer>5</answer>"),
+        (["<tool_call>"], "<tool_call>{}</tool_call><|im_end|>", "<tool_call>{}</tool_call>"),
+        ([], "It is 5</answer>", "It is 5"),  # ended by a stop token that is not special
+        ([], "Is <|im_start|> it 5", "Is <|im_start|> it 5"),  # cut off
+        ([], "<|im_end|>", ""),
+    ],
+)
+def test_a_text_is_every_drawn_token_but_the_stop_token_whatever_is_special(
+    special: list[str], drawn: str, text: str
+) -> None:
+    tokenizer = hf.load_tokenizer(TINY)
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    ids = tokenizer(drawn, add_special_tokens=False)["input_ids"]
+    stopping = Stopping(T, (END, tokenizer.convert_tokens_to_ids("</answer>")), pad_id=END)
+    run = SimpleNamespace(tokenizer=tokenizer, stopping=stopping, environments=None)
+    row = np.array([ids + [END] * (T - len(ids))], np.int32)
+    completions = Completions(
+        *(np.zeros(1, np.int32), row, (np.arange(T) < len(ids))[None].astype(np.int32)),
+        *(np.array([len(ids)]), np.zeros((1, T)), np.zeros(1, np.int32)),
+    )
+    if "<answer>5</answer><" in drawn:  # </answer> is no stop token of this model
+        run.stopping = stopping._replace(stop_ids=(END,))
+    (opened,) = build_prompts([{"question": "2+3?"}], tokenizer, "Think.")
+    assert texts_of(run, [opened], completions) == [text]
+    think = tokenizer("<think>\n", add_special_tokens=False)["input_ids"]
+    opened = opened._replace(ids=opened.ids + think)
+    assert texts_of(run, [opened], completions) == ["<think>\n" + text]

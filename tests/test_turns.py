@@ -192,6 +192,7 @@ def test_passes_of_later_turns_have_few_sizes_and_widths() -> None:
     assert [turn_sequences(count, 12, 4) for count in (1, 6, 7)] == [12, 12, 12]
     widths = [turn_width(n, 401) for n in (1, 17, 18, 33, 34, 257, 258, 401)]
     assert widths == [17, 17, 33, 33, 65, 257, 401, 401], "401 tokens are the most"
+    assert turn_width(402, 401) == 513, "but for what an environment writes"
 
 
 CALLS = """<think>
@@ -358,15 +359,31 @@ def call_of(name: str, arguments: str) -> str:
         (call_of("add", '{"number": 5}'), "The sum is 5."),
         (call_of("add", '{"number": "5"}'), "The sum is 5."),
         ('{"name": "add", "arg', "error: JSONDecodeError: Unterminated string starting at:"),
-        ('{"arguments": {}}', "error: KeyError: 'name'"),
+        (call_of("add", r'"{\"number\": 5}"'), "The sum is 5."),
+        ('{"name": "roll", "arguments": ""} and then', "error: JSONDecodeError: Extra data"),
+        ("[1]", "error: TypeError: a call is a JSON object with name and arguments"),
+        (call_of("add", "5"), "error: TypeError: arguments is a JSON object of number"),
+        (call_of("add", '"[5]"'), "error: TypeError: arguments is a JSON object of number"),
+        (call_of("add", '"five"'), "error: JSONDecodeError: Expecting value: line 1 column 1"),
+        ('{"arguments": {}}', "error: ValueError: there is no tool None, only add, divide, roll"),
         (
             call_of("sub", "{}"),
             "error: ValueError: there is no tool 'sub', only add, divide, roll, run",
         ),
-        (call_of("add", '{"by": 3}'), "error: TypeError: Calculator.add() got an unexpected"),
+        (
+            call_of("add", '{"by": 3, "number": 2}'),
+            "error: TypeError: got an unexpected keyword argument 'by'; add takes number",
+        ),
         (call_of("run", '{"code": "exit(3)"}'), "error: SystemExit: 3"),
         (call_of("run", '{"code": "\\ud83d"}'), "error: UnicodeEncodeError: "),
-        (call_of("add", "{}"), "error: TypeError: Calculator.add() missing 1 required"),
+        (
+            call_of("divide", '{"dividend": 1}'),
+            "error: TypeError: missing a required argument: 'divisor'; divide takes",
+        ),
+        (
+            call_of("roll", '{"sides": 6}'),
+            "error: TypeError: got an unexpected keyword argument 'sides'; roll takes no arguments",
+        ),
         (
             call_of("divide", '{"dividend": 1, "divisor": 0}'),
             "error: ZeroDivisionError: division by zero",
@@ -396,9 +413,19 @@ def test_calls_are_closed_and_stand_outside_of_thoughts() -> None:
     assert tool_calls("Nothing is called.") == []
 
 
+def test_a_closing_tag_within_a_text_of_a_call_does_not_close_it() -> None:
+    written = call_of("run", r'{"code": "print(\"</tool_call>\")  # {"}')
+    text = f"<tool_call>\n{written}\n</tool_call> Then <tool_call>{written} </tool_call>."
+    assert tool_calls(text) == [written] * 2
+    assert tool_calls(f"<tool_call>{written}") == []
+    assert tool_calls(f"<tool_call>{written[:-3]}</tool_call>") == [written.partition("</")[0]]
+    deep = "[" * 100_000  # more than a parser of JSON takes
+    assert tool_calls(f"<tool_call>{deep}</tool_call>") == [deep]
+
+
 # ---- Random numbers ------------------------------------------------------------------------------
 
-DICE = ("Dice", "NUM_PRE_Q=4 MAX_TURNS=3 GLOBAL_LENGTH=96")
+DICE = ("Dice", "NUM_PRE_Q=4 MAX_TURNS=3")
 
 
 def rolls(seed: int, round_number: int, number: int, turn: int) -> tuple[str, str]:
@@ -561,7 +588,7 @@ class Own(Game):
         return f" Task {Own.count}."
 
 class Long(Game):
-    def reset(self, **columns): return " one" * 500
+    def reset(self, **columns): return " one" * 2000
 
 class Dies(Game):
     def reset(self, **columns): os._exit(7)
@@ -647,7 +674,7 @@ def test_settings_that_do_not_suit_an_environment_are_told_in_a_line(env, words)
     [
         ("forgets", "writes earlier turns in another way than the model has written them"),
         ("no_stop", "needs a chat template that writes one of the stop tokens <|im_end|>"),
-        ("alone", "the chat template fails on several turns: one turn only; set CHAT_TEMPLATE"),
+        ("alone", "fails on messages of user, assistant, user: TemplateError: one turn only; set"),
     ],
 )
 def test_a_template_that_cannot_hold_several_turns_is_told(bad, template, words) -> None:
@@ -662,7 +689,8 @@ def test_a_template_that_cannot_hold_several_turns_is_told(bad, template, words)
         ("Own", r"reset gave one question two texts, ' Task 1.' and ' Task 2.'"),
         (
             "Long",
-            r"with the text of reset a prompt has \d+ tokens, .*set GLOBAL_LENGTH=\d+ or more",
+            r"bad.py:Long, whose reset writes: MAX_LENGTH_SAMPLE=\d+ after the longest prompt "
+            r"makes \d+ tokens, and the model has 2048 positions",
         ),
         ("Dies", "bad.py:Dies died: its process ended with exit code 7"),
         ("Silent", "bad.py:Silent is not done after 0.3 s; raise REWARD_TIMEOUT_S=0.3 or"),
@@ -684,7 +712,7 @@ def test_an_environment_that_fails_in_an_episode_is_told_in_a_line(bad, name, wo
 
 RATE = 0.05
 SETTINGS = environment(
-    f"""ENVIRONMENT_CLASS={GAMES}:Echo MAX_TURNS=3 MAX_LENGTH_SAMPLE=128 GLOBAL_LENGTH=112 STEPS=1
+    f"""ENVIRONMENT_CLASS={GAMES}:Echo MAX_TURNS=3 MAX_LENGTH_SAMPLE=128 STEPS=1
     REWARD_FN={GAMES}:texts_heard,reward_format REWARD_WEIGHTS=0,0,2 BATCH_SIZE=4 NUM_PRE_Q={K}
     TRAIN_MICRO_BATCH_SIZE=8 NUM_MINI_BATCHES=2 PPO_EPOCHS=2 BETA={BETA} TOP_K=20
     EPS_LOW={EPS_LOW} EPS_HIGH={EPS_HIGH} TEMPERATURE={TEMPERATURE}
@@ -697,13 +725,13 @@ SETTINGS = environment(
 # What the tiny model says greedily to the question of 18 apples, and Higher to it.
 DIALOGUE = """[policy] <think>22-7=25, 25+3=28</think>
 <answer>28</answer>
-[environment] user
-It is lower.
-assistant
+[environment] <|im_start|>user
+It is lower.<|im_end|>
+<|im_start|>assistant
 [policy] <answer>25</answer>
-[environment] user
-It is lower.
-assistant
+[environment] <|im_start|>user
+It is lower.<|im_end|>
+<|im_start|>assistant
 [policy] <answer>25+2=28</think>
 <answer>28</answer>"""
 
@@ -729,10 +757,11 @@ def test_every_message_of_a_run_answers_the_turn_before_it_and_follows_from_its_
     """Echo is asked again here. Rewards and metrics are those of these dialogues."""
     endings, turns, rewards = set(), [], []
     for sequence in saved.sequences(0):
-        question = re.search(r"user\n(.*) Code \d+\.<", text_of(sequence.prompt.tolist()))[1]
+        prompt = text_of(sequence.prompt.tolist())
+        question = re.search(r"user\n(.*?)( Think well\.){8} Code \d+\.<", prompt)[1]
         echo, parts = Echo(), parts_of(sequence)
         echo.heard = [question]
-        replies = [echo.reply(TOKENIZER.decode(ids)) for _, ids in parts[::2]]
+        replies = [echo.reply(text_of(ids).removesuffix("<|im_end|>")) for _, ids in parts[::2]]
         assert [is_drawn for is_drawn, _ in parts] == [True, *[False, True] * (len(replies) - 1)]
         assert [ids for _, ids in parts[1::2]] == [ids_of(user(text)) for text in replies[:-1]]
         assert all(ids[-1] == END and END not in ids[:-1] for _, ids in parts[::2])
@@ -768,8 +797,9 @@ def test_samples_show_who_has_written_what(saved: Saved) -> None:
     texts = [c["text"] for line in lines for c in json.loads(line)["completions"]]
     names = {True: "[policy]", False: "[environment]"}
     for text, sequence in zip(texts, saved.sequences(0), strict=False):
-        parts = [(names[is_drawn], TOKENIZER.decode(ids)) for is_drawn, ids in parts_of(sequence)]
-        assert text == "\n".join(f"{name} {text.strip()}" for name, text in parts)
+        parts = [(names[is_drawn], text_of(ids)) for is_drawn, ids in parts_of(sequence)]
+        written = (f"{name} {text.removesuffix('<|im_end|>').strip()}" for name, text in parts)
+        assert text == "\n".join(written)
     assert len(texts) == 2 * K and "sample step=0 question: " in saved.result.lines
 
 

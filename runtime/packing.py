@@ -192,9 +192,10 @@ def plan_rows(
     share = math.gcd(limits.completions, limits.sequences)
     groups = [[*group] for _, group in itertools.groupby(sequences, batch.prompt_of)]
     rows = [group[i : i + share] for group in groups for i in range(0, len(group), share)]
-    S = prompt_width(int(batch.prompt_lengths().max()), limits.shortest_prompt) - 1
-    # The text of an environment may make a prompt longer than the questions of the run.
-    limits = limits._replace(longest_prompt=max(limits.longest_prompt, S))
+    longest = int(batch.prompt_lengths().max())
+    S = prompt_width(longest, limits.shortest_prompt) - 1
+    if longest > limits.longest_prompt + 1:  # by the text of an environment
+        limits = limits._replace(longest_prompt=S)
     widths = padded_widths(limits, S, batch.completion_ids.shape[1])
     if limits.pack and rows:
         candidates = [(rows, widths), *packed_rows(batch, groups, limits)]

@@ -107,6 +107,16 @@ def test_every_token_stands_in_one_place_of_a_row(shards, pack_rows, unit) -> No
                 assert ids[before].tolist() == given_ids[:-1]
 
 
+def test_a_prompt_longer_than_all_questions_has_the_rows_of_a_run_that_knew_of_it() -> None:
+    batch = geometric(30, 120, 16, 4, 0, prompt_tokens=(60, 200))
+    longest = max(len(prompt.ids) for prompt in batch.prompts) - 1
+    assert 96 < longest <= 256
+    for pack_rows in (True, False):
+        given = limits(longest_completion=120, longest_prompt=96, pack=pack_rows, sequences=16)
+        known = given._replace(longest_prompt=256 if longest > 192 else 192)
+        assert plan_rows(batch, range(64), given) == plan_rows(batch, range(64), known)
+
+
 # ---- How full rows are ---------------------------------------------------------------------------
 
 

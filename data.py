@@ -9,6 +9,7 @@ Dimensions: P prompts of a training step.
 import functools
 import importlib.util
 import json
+import math
 import os
 import re
 import subprocess
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from runtime.mistakes import UserMistake, in_one_line
-from runtime.parsing import GYM, GYM_TASKS
+from runtime.parsing import GYM, GYM_TASKS, read_text
 
 # A chat template that prints today's date prints this one, because prompts must not change at
 # midnight. It is the date that Llama 3.2's template prints by default.
@@ -57,14 +58,14 @@ def load_examples(
     """Returns the examples of one split of a local file, a local folder, a hub dataset or a task of
     reasoning_gym.
 
-    A folder has a file for each split (train.jsonl, test-00000-of-00001.parquet). A single file has
-    two splits: "test" is the last tenth of the examples, "train" all examples before. So has a
-    task, which may repeat a question; its "test" has those that are not in "train", each once.
+    A folder has a file or shards for each split (train.jsonl, test-00000-of-00001.parquet). A
+    single file and a task have two splits: "train" is all examples before the last tenth, "test"
+    those of this tenth whose question is not in "train", each once.
     config: of a hub dataset; "": HUB_CONFIGS, else the dataset's only or default one.
-    question, answer: names of the columns that hold the question and the answer. Each example keeps
-    all of its columns and also has these two texts as `question` and `answer`.
-    Raises UserMistake if a file is missing or cannot be read, if an example lacks one of the texts,
-    or if JSON, in which a reward worker receives the columns, cannot hold one of its columns.
+    question, answer: names of the columns that hold the question and the answer. Each example also
+    has these two texts as `question` and `answer`. It keeps all columns that JSON, in which a
+    reward worker receives them, can hold. Lines say what is left out.
+    Raises UserMistake if a file is missing or cannot be read, or if an example lacks a text.
     """
     path = Path(dataset)
     is_task = dataset.startswith(GYM)
@@ -87,6 +88,12 @@ def load_examples(
     ]
     # Rewards receive the columns as lists, so every example needs every column of the split.
     columns = dict.fromkeys(name for example in examples for name in example)
+    for name in [*columns]:
+        try:
+            json.dumps([example.get(name) for example in examples])
+        except TypeError as error:
+            del columns[name]
+            print(f"left out column {name!r} of split {split!r}: {error}", flush=True)
     # These are arguments of reward functions.
     for taken in {"completions", "completion_ids", "environments"} & set(columns):
         raise UserMistake(f"DATASET={dataset}: a column may not be called {taken}; rename it")
@@ -97,45 +104,59 @@ def load_examples(
             raise UserMistake(f"DATASET={dataset} has no split {split!r}; {why} tenth")
         held_out = max(1, round(HELD_OUT * len(examples)))
         train, test = examples[:-held_out], examples[-held_out:]
-        if is_task:
-            known = {example["question"] for example in train}
-            test = {e["question"]: e for e in test if e["question"] not in known}.values()
-        examples = train if split == "train" else list(test)
+        known = {example["question"] for example in train}
+        new = {(e["question"], e["answer"]): e for e in test if e["question"] not in known}
+        if split == "test" and len(new) < len(test):
+            left_out = f"left out {len(test) - len(new)} of {len(test)} held-out questions"
+            print(f"{left_out} of {dataset}: they repeat train or each other", flush=True)
+        examples = train if split == "train" else list(new.values())
     if not examples:
-        why = "; its last tenth only repeats questions of train" if is_task and train else ""
+        repeats = (one_file or is_task) and train
+        why = "; its last tenth only repeats questions of train" if repeats else ""
+        why += "; give a folder with a file for each split" if repeats and one_file else ""
         raise UserMistake(f"DATASET={dataset} has no examples in split {split!r}{why}")
     return examples
 
 
 def _with_texts(place: str, example: Any, wanted: dict[str, str]) -> dict[str, Any]:
-    """Adds `question` and `answer` to the example.
+    """Adds `question` and `answer` to the example; an answer that is a number becomes its text.
 
     place: where the example stands, for the error. wanted: {"question": column, "answer": column}.
-    Raises UserMistake if a text is missing, or if JSON cannot hold one of the columns.
+    Raises UserMistake if a text is missing.
     """
     columns = example if isinstance(example, dict) else {}
+    texts = {}
     for name, column in wanted.items():
         text = columns.get(column)
+        if name == "answer" and type(text) in (int, float) and -math.inf < text < math.inf:
+            text = json.dumps(text)
         if not isinstance(text, str) or not text.strip():
             raise UserMistake(
                 f"{place} has no text in {column!r}, but {text!r:.80}; write it as text, or set "
                 f"{name.upper()}_COLUMN to one of its columns, {', '.join(columns)}"
             )
-    for column, value in columns.items():
-        try:
-            json.dumps(value)
-        except TypeError as error:
-            why = f"{error}; write it as text or numbers"
-            raise UserMistake(f"{place}: column {column!r}: {why}") from None
-    return columns | {name: columns[column] for name, column in wanted.items()}
+        texts[name] = text
+    return columns | texts
 
 
 def _split_files(folder: Path, split: str) -> list[Path]:
+    """Returns SPLIT.ext, or all shards SPLIT-00000-of-0000N.ext; other names do not count. Raises
+    UserMistake if a shard or the split is missing, or if the split is there twice."""
     files = sorted(f for f in folder.iterdir() if f.suffix in SUFFIXES)
-    chosen = [f for f in files if f.stem == split or f.stem.startswith(f"{split}-")]
+    shard = re.compile(rf"{re.escape(split)}-\d{{5}}-of-(\d{{5}})")
+    chosen = [f for f in files if f.stem == split or shard.fullmatch(f.stem)]
     if not chosen:
         there = ", ".join(f.name for f in files) or "no .jsonl, .json or .parquet"
         raise UserMistake(f"DATASET={folder} has no file of split {split!r}; it has {there}")
+    first, names = chosen[0], {f.name for f in chosen}
+    numbered = shard.fullmatch(first.stem)
+    count = int(numbered[1]) if numbered else 0
+    shards = {f"{split}-{i:05}-of-{count:05}{first.suffix}" for i in range(count)}
+    for name in sorted(shards - names):
+        raise UserMistake(f"DATASET={folder} lacks {name}, a part of split {split!r}")
+    for name in sorted(names - (shards or {first.name})):
+        both = f"{first.name} and {name} are both split {split!r}"
+        raise UserMistake(f"DATASET={folder}: {both}; remove one of them")
     return chosen
 
 
@@ -180,9 +201,9 @@ def _read_file(file: Path) -> list[Any]:
             import pyarrow.parquet  # a requirement of datasets
 
             return pyarrow.parquet.read_table(file).to_pylist()
-        text = file.read_text(encoding="utf-8-sig")  # Windows editors write a byte order mark.
-    except (OSError, ValueError) as error:  # pyarrow's errors and UnicodeDecodeError are among them
+    except (OSError, ValueError) as error:  # pyarrow's errors are among them
         raise UserMistake(f"{file} cannot be read: {in_one_line(error)}") from None
+    text = read_text(file)
     if file.suffix == ".jsonl":
         lines = enumerate(text.split("\n"), start=1)  # splitlines would split at U+2028, too.
         return [_parse(line, file, number) for number, line in lines if line.strip()]
@@ -208,16 +229,10 @@ def _parse(text: str, file: Path, first_line: int) -> Any:
 def text_or_file(setting: str) -> str:
     """Returns the text of SYSTEM_PROMPT: the content of the file that it names, or the setting.
 
-    Raises UserMistake if the file does not exist or is not UTF-8 text.
+    It names a file that is there, and any word that ends as one. Raises UserMistake.
     """
-    if not os.path.isfile(setting):
-        if re.fullmatch(r"\S+\.(txt|md)|\S*/\S+", setting):
-            raise UserMistake(f"SYSTEM_PROMPT={setting}: no such file")
-        return setting
-    try:
-        return Path(setting).read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise UserMistake(f"SYSTEM_PROMPT={setting} is not UTF-8 text") from None
+    is_file = os.path.isfile(setting) or re.fullmatch(r"\S+\.(txt|md|jinja)", setting)
+    return read_text(setting, "SYSTEM_PROMPT") if is_file else setting
 
 
 def build_prompts(
@@ -225,11 +240,12 @@ def build_prompts(
     tokenizer: Any,
     system_prompt: str,
     tools: Sequence[dict[str, Any]] = (),
+    vocab_size: float = math.inf,
 ) -> list[Prompt]:
     """Returns the prompt of each example, made by the chat template of the tokenizer.
 
-    tools: what the template tells the model of tools.
-    Raises UserMistake if a text is not Unicode, or if the template fails.
+    tools: what the template tells the model of tools. vocab_size: rows of the model's embedding.
+    Raises UserMistake if a text is not Unicode, if the template fails, or if a token has no row.
     """
     for text in (system_prompt, *(example["question"] for example in examples)):
         try:
@@ -244,6 +260,10 @@ def build_prompts(
         texts = [f"{system_prompt}\n\n{question}" for question in questions]
         chats = [[{"role": "user", "content": text}] for text in texts]
     ids = tokenizer(render_chats(tokenizer, chats, tools), add_special_tokens=False)["input_ids"]
+    largest = max((max(prompt, default=0) for prompt in ids), default=0)
+    if largest >= vocab_size:
+        why = f"a prompt has the token {tokenizer.decode([largest])!r} ({largest})"
+        raise UserMistake(f"{why}, and the model has no row for it; leave it out of the texts")
     return [Prompt(i, example) for i, example in zip(ids, examples, strict=True)]
 
 

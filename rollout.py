@@ -268,7 +268,8 @@ def begin_episodes(
         prompt.columns | {"question": prompt.columns["question"] + (text or "")}
         for prompt, text in zip(prompts, texts, strict=True)
     ]
-    begun = data.build_prompts(examples, run.tokenizer, run.system_prompt, run.environments.tools)
+    model, tools = run.model, run.environments.tools
+    begun = data.build_prompts(examples, run.tokenizer, run.system_prompt, tools, model.vocab_size)
     longest = max(len(prompt.ids) for prompt in begun)
     try:
         placement.stop_if_too_long(run.stopping.max_new_tokens, run.model, longest)

@@ -193,7 +193,7 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
     system_prompt = data.text_or_file(cfg.system_prompt) or default
 
     folder, adapters, model, tokenizer = open_model(cfg)
-    stop_ids = stop_ids_of(folder, tokenizer)
+    stop_ids = stop_ids_of(folder, tokenizer, model.vocab_size)
     environments = open_environments(cfg, workers, tokenizer, stop_ids)
     tools = environments.tools if environments else []
     if not data.has_system_role(tokenizer, tools):
@@ -206,7 +206,7 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
     def prompts_of(split: str) -> list[data.Prompt]:
         where = cfg.dataset, cfg.dataset_config, split, cfg.question_column, cfg.answer_column
         examples = [example] if example else data.load_examples(*where)
-        prompts = data.build_prompts(examples, tokenizer, system_prompt, tools)
+        prompts = data.build_prompts(examples, tokenizer, system_prompt, tools, model.vocab_size)
         return data.fit_prompts(prompts, cfg.max_prompt_length, split)
 
     train_prompts = prompts_of(cfg.train_split) if cfg.steps else []
@@ -259,11 +259,11 @@ def template_of(cfg: Config, adapters: Path | None) -> str:
     return cfg.chat_template or (str(exported) if exported and exported.is_file() else "")
 
 
-def stop_ids_of(folder: Path, tokenizer: Any) -> tuple[int, ...]:
+def stop_ids_of(folder: Path, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
     """Every token id that ends a completion, sorted: those that the folder names, and the one with
     which the chat template ends an answer. Raises UserMistake."""
-    named, end = hf.stop_ids(folder, tokenizer), data.end_of_turn(tokenizer)
-    if end is not None and end not in named:
+    named, end = hf.stop_ids(folder, tokenizer, vocab_size), data.end_of_turn(tokenizer)
+    if end is not None and end < vocab_size and end not in named:
         why = "the chat template ends an answer with it, though the model's files do not name it"
         print(f"note: {tokenizer.decode([end])} is a stop token: {why}", flush=True)
         return tuple(sorted((*named, end)))
@@ -392,7 +392,7 @@ def export(run: Run, out: Path, params: Params) -> None:
         if run.model.lora:
             params, _ = lora.merge(params, run.model)
         hf.save_model(folder, params, run.model, run.folder, dtype=run.training.dtype, **how)
-    except OSError as error:
+    except (OSError, UserMistake) as error:
         raise Unwritable(f"EXPORT_HF={folder} cannot be written: {error}") from None
 
 

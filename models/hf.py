@@ -19,11 +19,13 @@ from models.model import Gemma3, Leaf, ModelConfig, Params, param_table, trained
 from runtime.layout import on_host
 from runtime.long_work import progress_bar
 from runtime.mistakes import UserMistake, in_one_line
+from runtime.parsing import read_text
 
 FILES = ["*.json", "*.safetensors", "*.jinja"]
 LARGEST_FILE = "5GB"  # of the weights of an exported model
 WEIGHTS, ADAPTERS = "model.safetensors", "adapter_model.safetensors"
 TEMPLATES = "additional_chat_templates"  # a folder with named chat templates, such as tool_use
+MORE_TOKENS = 16  # that a tokenizer may have beyond the model's rows, such as a [PAD] of a trainer
 MARKERS = ("config.json", "adapter_config.json")  # of a complete folder: a model, or adapters
 EXPORTED = "exported_from.json"  # marks an exported model, which a later export may replace
 # In the files of a Gemma 3 that also sees images, the names of its model of text begin so.
@@ -66,13 +68,18 @@ def read_model(folder: Path, chat_template: str) -> tuple[ModelConfig, Any]:
     """
     model = read_config(folder)
     tokenizer = load_tokenizer(folder, chat_template)
-    # The tokenizer of Gemma 3 has a token for images, also where the model has no row for it.
-    if len(tokenizer) > model.vocab_size + (model.gemma3 is not None):
+    if len(tokenizer) > model.vocab_size + MORE_TOKENS:
         raise UserMistake(
             f"MODEL_PATH={folder}: its tokenizer has {len(tokenizer)} tokens, its config.json "
             f"vocab_size={model.vocab_size}; they are of two models"
         )
-    open_tensors(folder, param_table(model))  # for its mistakes
+    files = open_tensors(folder, param_table(model))  # for its mistakes
+    if model.tied and (head := files.get("lm_head.weight")):
+        embed, V = files["model.embed_tokens.weight"], model.vocab_size
+        parts = [slice(i, min(i + 4096, V)) for i in range(0, V, 4096)]  # which memory can hold
+        if head.get_shape() != embed.get_shape() or any((head[x] != embed[x]).any() for x in parts):
+            why = "tie_word_embeddings is true, but lm_head.weight is not the embedding"
+            raise UserMistake(f"{folder}/config.json: {why}; set it to false, or delete the tensor")
     return model, tokenizer
 
 
@@ -82,14 +89,16 @@ def read_config(folder: Path) -> ModelConfig:
     Raises UserMistake, naming the key of config.json, for a model that is not supported.
     """
     path = folder / "config.json"
-    if not path.is_file():
-        raise UserMistake(f"MODEL_PATH={folder} has no config.json; give a Hugging Face folder")
+    _stop_if_without(folder, "config.json", "give a Hugging Face folder")
     # transformers writes null for what a model does not have.
     values = read_json(path)
     c = {key: value for key, value in _of_text(values).items() if value is not None}
     model_type = c.get("model_type")
     is_gemma = model_type == "gemma3_text"
     c = GEMMA3 | c if is_gemma else c
+    if quantized := values.get("quantization_config") or c.get("quantization_config"):
+        method = quantized.get("quant_method", "bitsandbytes")  # which did not write it at first
+        raise UserMistake(f"{path}: weights in {method} format are not read; use unquantized ones")
 
     def need(ok: bool, key: str, supported: str) -> None:
         if not ok:
@@ -257,7 +266,7 @@ def save_model(
     source: the folder of the model that was trained, whose config and tokenizer are copied.
     dtype: of the written weights, float32 or bfloat16.
     chat_template: a file that replaces the tokenizer's template; "" keeps the tokenizer's.
-    Raises OSError.
+    Raises OSError, and UserMistake if the chat template cannot be read.
     """
     dtype, writes = np.dtype(dtype), jax.process_index() == 0
     split = split_state_dict_into_shards_factory(
@@ -289,7 +298,7 @@ def save_model(
         if file.suffix in (".json", ".jinja", ".txt") and not written:
             shutil.copyfile(file, folder / file.name)
     if chat_template:
-        shutil.copyfile(chat_template, folder / "chat_template.jinja")
+        (folder / "chat_template.jinja").write_text(read_text(chat_template), encoding="utf-8")
     elif (source / TEMPLATES).is_dir():
         shutil.copytree(source / TEMPLATES, folder / TEMPLATES)
     values = _of_text(read_json(source / "config.json"))
@@ -347,22 +356,25 @@ def open_tensors(folder: Path, table: Params) -> dict[str, Any]:
     tensors that are not those of the table."""
     file = ADAPTERS if table.embed is None else WEIGHTS
     index = folder / f"{file}.index.json"  # adapters have none
-    shards = set(read_json(index)["weight_map"].values()) if index.is_file() else {file}
+    # As in transformers a single file comes first; the index beside it may be an old one.
+    sharded = index.is_file() and not (folder / file).is_file()
+    shards = set(read_json(index)["weight_map"].values()) if sharded else {file}
     files: dict[str, Any] = {}
     for name in sorted(shards):
-        if not (folder / name).is_file():
-            raise UserMistake(f"MODEL_PATH={folder} has no {name}; weights are read as safetensors")
+        _stop_if_without(folder, name, "weights are read as safetensors")
         try:
             handle = safe_open(folder / name, framework="numpy")
         except Exception as error:  # safetensors has no public type for a damaged header
             text = f"{folder / name} is not a complete safetensors file: {error}"
             raise UserMistake(text) from None
-        names = handle.keys()
+        names = [name for name in handle.keys() if not name.startswith(OF_IMAGES)]  # noqa: SIM118
         files |= {name.removeprefix(OF_TEXT): handle.get_slice(name) for name in names}
     wanted = _tensor_shapes(table)
     # Tied checkpoints may repeat the embedding, and old checkpoints store the rotary frequencies.
     ignored = {n for n in files if n == "lm_head.weight" or n.endswith("rotary_emb.inv_freq")}
-    ignored |= {n for n in files if n.startswith(OF_IMAGES)}
+    if others := {x.get_dtype() for x in files.values()} - {"F64", "F32", "F16", "BF16"}:
+        why = f"weights in {', '.join(sorted(others))} format are not read"
+        raise UserMistake(f"MODEL_PATH={folder}: {why}; use unquantized ones")
     missing, unknown = sorted(wanted.keys() - files), sorted(files.keys() - wanted - ignored)
     for what, names in (("lacks", missing), ("has unknown", unknown)):
         if names:
@@ -373,6 +385,14 @@ def open_tensors(folder: Path, table: Params) -> dict[str, Any]:
         if found != shape:
             raise UserMistake(f"MODEL_PATH={folder}: {name} is {found}, its config says {shape}")
     return files
+
+
+def _stop_if_without(folder: Path, name: str, why: str) -> None:
+    """Raises UserMistake if the folder has no such file; it names weights of another format."""
+    if not (folder / name).is_file():
+        others = [*folder.glob("*model*.bin*"), *folder.glob("*.gguf"), *folder.glob("*.pth")]
+        instead = f", but {others[0].name}" if others else ""
+        raise UserMistake(f"MODEL_PATH={folder} has no {name}{instead}; {why}")
 
 
 # ---- Tokenizer -----------------------------------------------------------------------------------
@@ -390,8 +410,7 @@ def load_tokenizer(folder: Path, chat_template: str = "") -> Any:
     # of the type, and then gives other ids than the file does. The import takes a second.
     from transformers import PreTrainedTokenizerFast
 
-    if not (folder / "tokenizer.json").is_file():
-        raise UserMistake(f"MODEL_PATH={folder} has no tokenizer.json")
+    _stop_if_without(folder, "tokenizer.json", "it describes the tokenizer")
     try:
         # Some files ask to remove the spaces before punctuation from what a model has written.
         tokenizer = PreTrainedTokenizerFast.from_pretrained(
@@ -401,9 +420,7 @@ def load_tokenizer(folder: Path, chat_template: str = "") -> Any:
         text = f"MODEL_PATH={folder}: its tokenizer cannot be read: {in_one_line(error)}"
         raise UserMistake(text) from None
     if chat_template:
-        if not Path(chat_template).is_file():
-            raise UserMistake(f"CHAT_TEMPLATE={chat_template}: no such file")
-        tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+        tokenizer.chat_template = read_text(chat_template, "CHAT_TEMPLATE")
     if not tokenizer.chat_template:
         raise UserMistake(
             f"MODEL_PATH={folder}: its tokenizer has no chat template; use an instruct model, or "
@@ -412,14 +429,15 @@ def load_tokenizer(folder: Path, chat_template: str = "") -> Any:
     return tokenizer
 
 
-def stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
+def stop_ids(folder: Path, tokenizer: Any, vocab_size: float = math.inf) -> tuple[int, ...]:
     """Every token id that ends a completion, sorted, by generation_config.json, config.json and the
-    tokenizer. Raises UserMistake if none of them names a stop token."""
+    tokenizer, below vocab_size. Raises UserMistake if none of them names such a stop token."""
     named = [tokenizer.eos_token_id]
     for name in ("generation_config.json", "config.json"):
         if (folder / name).is_file():
             named.append(read_json(folder / name).get("eos_token_id"))
     found = {i for ids in named for i in (ids if isinstance(ids, list) else [ids])} - {None}
+    found = {i for i in found if i < vocab_size}  # the model can draw no other
     if not found:
         raise UserMistake(f"MODEL_PATH={folder}: neither configs nor tokenizer name a stop token")
     return tuple(sorted(found))

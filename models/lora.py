@@ -7,7 +7,6 @@ The base, all weights but the adapters, never changes. cfg is the Config of conf
 import dataclasses
 import functools
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from models.model import (
     trained,
 )
 from runtime.mistakes import UserMistake
+from runtime.parsing import read_text
 
 CONFIG = "adapter_config.json"
 # What a folder may ask for beyond plain LoRA, by its name in adapter_config.json.
@@ -155,7 +155,7 @@ def merge(params: Params, model: ModelConfig) -> tuple[Params, jax.Array]:
 def save_adapters(
     folder: Path, params: Params, model: ModelConfig, base: str, revision: str, chat_template: str
 ) -> None:
-    """Writes the adapters of params, float32, as a folder that PEFT opens. Raises OSError.
+    """Writes the adapters of params, float32, as a folder that PEFT opens. Raises as hf.save_model.
 
     base, revision: the folder of the base, or its id and revision on the hub. The rest is as for
     hf.save_model.
@@ -167,7 +167,7 @@ def save_adapters(
     hf.begin_folder(folder, base)
     hf.save_tensors(tensors, folder / hf.ADAPTERS)
     if chat_template:
-        shutil.copyfile(chat_template, folder / "chat_template.jinja")
+        (folder / "chat_template.jinja").write_text(read_text(chat_template), encoding="utf-8")
     targets = [*model.lora.targets]
     if model.gemma3 and model.gemma3.sees_images:  # the part for images has a q_proj, too
         paths = {name.partition(".lora_")[0] for name in tensors}

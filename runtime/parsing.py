@@ -240,7 +240,7 @@ def read_dotenv(path: Path) -> dict[str, str]:
     An `export` before the name, quotes around the value and a ` # comment` after it are dropped.
     Raises UserMistake with the number of a line of any other form, never with its text.
     """
-    lines = path.read_text(encoding="utf-8-sig").splitlines() if path.exists() else []
+    lines = read_text(path).splitlines() if path.exists() else []
     values = {}
     for number, line in enumerate(lines, 1):
         if not line.strip() or line.lstrip().startswith("#"):
@@ -252,6 +252,18 @@ def read_dotenv(path: Path) -> dict[str, str]:
         quoted = re.fullmatch(r"""(["'])(.*)\1(\s+#.*)?""", value)
         values[name] = quoted[2] if quoted else re.split(r"\s+#", value)[0]
     return values
+
+
+def read_text(file: str | Path, setting: str = "") -> str:
+    """The text of a file that a setting names, without the byte order mark that editors of Windows
+    write. Raises UserMistake if it cannot be read as UTF-8."""
+    name = f"{setting}={file}" if setting else file
+    try:
+        return Path(file).read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise UserMistake(f"{name}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserMistake(f"{name} cannot be read: {type(error).__name__}: {error}") from None
 
 
 # ---- Printing ------------------------------------------------------------------------------------

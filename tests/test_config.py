@@ -474,6 +474,9 @@ def test_a_bad_line_of_a_dotenv_file_is_named_by_its_number_alone(tmp_path: Path
         with pytest.raises(UserMistake, match=r"\.env: line 2 is not NAME=value$") as error:
             read_dotenv(file)
         assert "secret" not in str(error.value)
+    file.write_bytes("A=Zo\xeb".encode("latin-1"))
+    with pytest.raises(UserMistake, match=r"\.env cannot be read: UnicodeDecodeError: "):
+        read_dotenv(file)
 
 
 # ---- The command line ----------------------------------------------------------------------------

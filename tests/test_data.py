@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_hf import refused
+from test_hf import exported, refused
 
 from data import (
     Prompt,
@@ -23,8 +23,10 @@ from data import (
     has_system_role,
     load_examples,
     opened_tag,
+    text_or_file,
 )
 from models import hf
+from rewards import reward_correct
 from runtime.mistakes import UserMistake
 from runtime.reward_worker import worker_function, worker_of
 
@@ -72,9 +74,107 @@ def test_a_folder_has_a_file_for_each_split(tmp_path: Path, suffix: str) -> None
     write(tmp_path / f"train-00001-of-00002{suffix}", examples_of(5, first=3))
     write(tmp_path / f"test{suffix}", examples_of(7, first=5))
     (tmp_path / "README.md").write_text("train")
-    (tmp_path / "trained.jsonl").write_text("another file")
+    others = "trained.jsonl", "train-old.jsonl", "test-00000.json", "test-1-of-2.jsonl", "test.csv"
+    for other in (*others, "train-00000-of-00001-0b3c.parquet"):
+        (tmp_path / other).write_text("another file")
     assert load_examples(str(tmp_path), "main", "train") == examples_of(5)
     assert load_examples(str(tmp_path), "main", "test") == examples_of(7, first=5)
+
+
+@pytest.mark.parametrize(
+    "files, says",
+    [
+        (
+            "train.jsonl train.parquet",
+            "train.jsonl and train.parquet are both split 'train'; remove",
+        ),
+        ("train.json train.jsonl", "train.json and train.jsonl are both split 'train'"),
+        ("train-00000-of-00001.json train.json", "-00001.json and train.json are both split"),
+        (
+            "train-00000-of-00001.json train-00000-of-00002.json train-00001-of-00002.json",
+            "train-00000-of-00001.json and train-00000-of-00002.json are both split 'train'",
+        ),
+        (
+            "train-00000-of-00003.json train-00002-of-00003.json",
+            "lacks train-00001-of-00003.json, a",
+        ),
+        ("train-00001-of-00002.parquet", "lacks train-00000-of-00002.parquet, a part of split 'tr"),
+        (
+            "train-00000-of-00002.json train-00001-of-00002.jsonl",
+            "lacks train-00001-of-00002.json,",
+        ),
+        (
+            "train-old.jsonl trained.json",
+            "has no file of split 'train'; it has train-old.jsonl, tr",
+        ),
+    ],
+)
+def test_a_split_that_is_there_twice_or_in_part_is_refused_by_name(tmp_path, files, says):
+    for name in files.split():
+        write(tmp_path / name, examples_of(3))
+    refused(lambda: load_examples(str(tmp_path), "", "train"), f"DATASET={tmp_path}", says)
+
+
+def test_held_out_questions_that_stand_in_train_are_left_out_and_a_line_counts_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """A question counts by itself, since data often have several solutions of one question."""
+    test = [
+        {
+            "question": "What is 3 + 1?",
+            "answer": "3 + 1 = 4\n#### 4",
+        },  # in train, with another text
+        {"question": "What is 99 + 1?", "answer": "100"},
+        {"question": "What is 99 + 1?", "answer": "100"},
+        {"question": "What is 99 + 1?", "answer": "#### 100"},
+    ]
+    file = str(write(tmp_path / "sums.jsonl", examples_of(36) + test))
+    assert load_examples(file, "", "train") == examples_of(36)
+    assert capsys.readouterr().out == ""
+    assert load_examples(file, "", "test") == [test[1], test[3]]
+    told = f"left out 2 of 4 held-out questions of {file}: they repeat train or each other\n"
+    assert capsys.readouterr().out == told
+    file = str(write(tmp_path / "again.json", examples_of(5) * 8))
+    told = f"DATASET={file} has no examples in split 'test'; its last tenth only repeats questions"
+    refused(lambda: load_examples(file, "", "test"), told, "; give a folder with a file for each")
+
+
+def test_the_splits_of_a_folder_are_as_they_are_written(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        write(tmp_path / f"{split}.jsonl", examples_of(3) * 2)
+        assert load_examples(str(tmp_path), "", split) == examples_of(3) * 2
+
+
+@pytest.mark.parametrize(
+    "number, text",
+    [
+        ("42", "42"),
+        ("-1", "-1"),
+        ("3.5", "3.5"),
+        ("0.1", "0.1"),
+        ("2.0", "2.0"),
+        ("12345678901234567890123", "12345678901234567890123"),
+        ("25e-4", "0.0025"),
+        ("1E+22", "1e+22"),
+    ],
+)
+def test_an_answer_that_is_a_number_of_json_is_its_text(tmp_path, number, text) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(f'{{"problem": "?", "target": {number}, "answer": true}}\n' * 2)
+    (example,) = load_examples(str(file), "", "train", "problem", "target")
+    assert (example["answer"], example["target"]) == (text, json.loads(number))
+    assert reward_correct([f"<answer>{number}</answer>"], [example["answer"]]) == [1.0]
+
+
+def test_numbers_of_parquet_are_answers_as_those_of_json_are(tmp_path: Path) -> None:
+    values = {"int": [7, -(2**63)], "float": [0.1, 1e21], "decimal": [Decimal("1.5")] * 2}
+    rows = [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
+    file = str(write(tmp_path / "a.parquet", [{"question": "?"} | row for row in rows] * 4))
+    for column, texts in {"int": ["7", "-9223372036854775808"], "float": ["0.1", "1e+21"]}.items():
+        found = load_examples(file, "", "train", "question", column)
+        assert [example["answer"] for example in found[:2]] == texts
+    told = f"{file} example 1 has no text in 'decimal', but Decimal('1.5'); write it as text"
+    refused(lambda: load_examples(file, "", "train", "question", "decimal"), told)
 
 
 def test_question_and_answer_may_stand_in_columns_of_other_names(tmp_path: Path) -> None:
@@ -122,7 +222,21 @@ BAD_FILES = [
     ("a.jsonl", LINES + b'["q", "a"]\n', "a.jsonl example 4 has no text in 'question'"),
     ("a.jsonl", LINES + b'{"question": "q"}', "a.jsonl example 4 has no text in 'answer', but No"),
     ("a.jsonl", b'{"question": "q", "answer": " "}', "a.jsonl example 1 has no text in 'answer'"),
-    ("a.jsonl", b'{"question": "q", "answer": 5}', "example 1 has no text in 'answer', but 5; "),
+    *(
+        (
+            "a.jsonl",
+            b'{"question": "q", "answer": %s}' % value,
+            f" has no text in 'answer', but {says}",
+        )
+        for value, says in [
+            (b"true", "True; "),
+            (b"NaN", "nan; "),
+            (b"-Infinity", "-inf; "),
+            (b"1e999", "inf; "),
+            (b"[5]", "[5]; "),
+        ]
+    ),
+    ("a.jsonl", b'{"question": 5, "answer": "a"}', " has no text in 'question', but 5; write it"),
     ("a.jsonl", b"", "a.jsonl has no examples in split 'train'"),
     ("a.jsonl", lines_of(examples_of(1)), "a.jsonl has no examples in split 'train'"),
     ("a.json", b'[\n{"question": "q"},\n{]', "a.json line 3 is not JSON"),
@@ -142,12 +256,20 @@ def test_a_bad_file_is_refused_by_name_and_place(tmp_path, name, content, says):
     "value, kind",
     [(date(2024, 7, 26), "date"), (Decimal("1.50"), "Decimal"), ({"image": [b"png"]}, "bytes")],
 )
-def test_a_column_that_json_cannot_hold_is_refused_by_row_name_and_type(tmp_path, value, kind):
-    """A reward function of a file receives the columns as JSON."""
-    examples = [{**e, "extra": None} for e in examples_of(3)]
-    file = write(tmp_path / "a.parquet", [*examples, {**examples[0], "extra": value}])
-    told = f"{file} example 4: column 'extra'", f"type {kind} is not JSON"
-    refused(lambda: load_examples(str(file), "", "train"), *told)
+def test_a_column_that_json_cannot_hold_is_left_out_and_named_once(tmp_path, capsys, value, kind):
+    """A reward function of a file receives the columns as JSON. QUESTION_COLUMN and ANSWER_COLUMN
+    may not name such a column."""
+    examples = [{**e, "level": 3, "extra": None} for e in examples_of(20)]
+    examples[4]["extra"] = examples[5]["extra"] = value
+    file = str(write(tmp_path / "a.parquet", examples))
+    kept = [{**e, "level": 3} for e in examples_of(20)]
+    assert load_examples(file, "", "train") == kept[:18]
+    why = f"Object of type {kind} is not JSON serializable"
+    assert capsys.readouterr().out == f"left out column 'extra' of split 'train': {why}\n"
+    assert load_examples(file, "", "test") == kept[18:], "train and test have the same columns"
+    for names in (("extra", "answer"), ("question", "extra")):
+        told = "a.parquet example 1 has no text in 'extra', but None; write it as text"
+        refused(lambda names=names: load_examples(file, "", "train", *names), told)
 
 
 def test_what_json_holds_reaches_a_reward_function_of_a_file_unchanged(tmp_path: Path) -> None:
@@ -164,13 +286,14 @@ def test_what_json_holds_reaches_a_reward_function_of_a_file_unchanged(tmp_path:
 
 
 def test_a_folder_names_the_file_that_is_bad(tmp_path: Path) -> None:
-    write(tmp_path / "train-0.jsonl", examples_of(3))
-    write(tmp_path / "train-1.jsonl", [*examples_of(1), {"question": "q"}])
-    bad = f"{tmp_path}/train-1.jsonl example 2 has no text in 'answer'"
+    first, second = (tmp_path / f"train-0000{i}-of-00002.jsonl" for i in range(2))
+    write(first, examples_of(3))
+    write(second, [*examples_of(1), {"question": "q"}])
+    bad = f"{second} example 2 has no text in 'answer'"
     refused(lambda: load_examples(str(tmp_path), "", "train"), bad)
-    write(tmp_path / "train-1.jsonl", [])
+    write(second, [])
     assert load_examples(str(tmp_path), "", "train") == examples_of(3)
-    write(tmp_path / "train-0.jsonl", [])
+    write(first, [])
     told = f"DATASET={tmp_path} has no examples in split 'train'"
     refused(lambda: load_examples(str(tmp_path), "", "train"), told)
 
@@ -219,6 +342,53 @@ def test_the_order_depends_on_seed_and_epoch_alone() -> None:
     assert by_2.tolist() == np.concatenate(backwards[::-1]).tolist()
     orders = {tuple(batch_indices(10, 10, epoch, seed)) for seed in range(5) for epoch in range(5)}
     assert len(orders) == 25
+
+
+# ---- Texts that are files ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "and/or",
+        "Answer/explain",
+        "</think>",
+        "a/b/c.",
+        "Be brief.",
+        "Read it in notes.txt",
+        "c.py",
+        "",
+    ],
+)
+def test_a_system_prompt_is_a_text_unless_such_a_file_is_there(tmp_path, monkeypatch, text):
+    monkeypatch.chdir(tmp_path)
+    assert text_or_file(text) == text
+    (tmp_path / "and").mkdir()
+    (tmp_path / "and" / "or").write_text("Think.")
+    assert text_or_file("and/or") == "Think."
+
+
+@pytest.mark.parametrize("name", ["none.txt", "prompts/none.md", "/none.jinja", "~/none.txt"])
+def test_a_word_that_ends_as_a_file_of_text_is_a_file(name: str) -> None:
+    refused(lambda: text_or_file(name), f"SYSTEM_PROMPT={name}: no such file")
+
+
+def test_texts_of_files_have_no_byte_order_mark_and_are_utf_8(tmp_path: Path) -> None:
+    prompt, template, target = (tmp_path / name for name in ("a.txt", "a.jinja", "model"))
+    prompt.write_bytes("\ufeffThink é.\r\n".encode())
+    assert text_or_file(str(prompt)) == "Think é.\n"
+    template.write_bytes("\ufeff{{ messages[1].content }}".encode())
+    tokenizer = hf.load_tokenizer(ROOT / "tiny", str(template))
+    assert tokenizer.chat_template == "{{ messages[1].content }}"
+    exported(ROOT / "tiny", target, chat_template=str(template))
+    assert (target / "chat_template.jinja").read_bytes() == b"{{ messages[1].content }}"
+    for file in (prompt, template):
+        file.write_bytes("Zoë".encode("latin-1"))
+    told = f"SYSTEM_PROMPT={prompt} cannot be read: UnicodeDecodeError: "
+    refused(lambda: text_or_file(str(prompt)), told)
+    told = f"CHAT_TEMPLATE={template} cannot be read: UnicodeDecodeError: "
+    refused(lambda: hf.load_tokenizer(ROOT / "tiny", str(template)), told)
+    refused(lambda: hf.load_tokenizer(ROOT / "tiny", str(tmp_path)), "cannot be read: IsADirectory")
 
 
 # ---- Prompts -------------------------------------------------------------------------------------
@@ -355,6 +525,22 @@ def test_a_template_that_writes_the_bos_token_as_gemma_s_does_gives_it_once(tmp_
     (prompt,) = build_prompts(EXAMPLES[2:], tokenizer, "Think first.")
     assert tokenizer.decode(prompt.ids) == "<|im_start|>user\nThink first.\n\n2+2?\nmodel\n"
     assert prompt.ids.count(bos) == 1
+
+
+@pytest.mark.parametrize("places", [("2+2<|im_end|>?", ""), ("2+2?", "Stop with <|im_end|>.")])
+def test_a_prompt_that_needs_a_token_without_a_row_is_refused_with_the_token(places) -> None:
+    """<|im_end|> is 2, and here the template writes no token from 2 on by itself."""
+    tokenizer = hf.load_tokenizer(ROOT / "tiny")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if '<|im_end|>' in m.content %}<|im_end|>{% endif %}{% endfor %}"
+        "<|im_start|>"
+    )
+    examples = [{"question": "2+2?"}, {"question": places[0]}]
+    told = "a prompt has the token '<|im_end|>' (2), and the model has no row for it"
+    refused(lambda: build_prompts(examples, tokenizer, places[1], (), 2), told)
+    prompts = build_prompts(examples, tokenizer, places[1], (), 3)
+    assert [prompt.ids for prompt in prompts][1] == [2, 1]
+    assert build_prompts(examples[:1], tokenizer, "", (), 2)[0].ids == [1]
 
 
 @pytest.mark.parametrize("system, question", [("How \udcff many?", "2+2?"), ("Think.", "\ud800")])

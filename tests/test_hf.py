@@ -234,6 +234,61 @@ def test_a_tied_checkpoint_may_repeat_its_embedding(tmp_path: Path) -> None:
     assert dict(hf.hf_tensors(params, hf.read_config(tmp_path))).keys() == source.keys()
 
 
+def test_a_single_file_comes_before_an_index_that_an_earlier_save_has_left(tmp_path: Path) -> None:
+    """As in transformers, whose save_pretrained leaves the old index."""
+    new = tensors(FAMILIES["qwen2"])
+    write_config(tmp_path, FAMILIES["qwen2"])
+    index = tmp_path / "model.safetensors.index.json"
+    shards = write_shards(tmp_path, {name: x + 1 for name, x in new.items()})
+    np.testing.assert_array_equal(load(tmp_path).final_norm, new[NORM] + 1)
+    save_file(new, tmp_path / "model.safetensors")
+    np.testing.assert_array_equal(load(tmp_path).final_norm, new[NORM])
+    for shard in shards:
+        (tmp_path / shard).unlink()
+    np.testing.assert_array_equal(load(tmp_path).final_norm, new[NORM])
+    index.write_text("{")
+    np.testing.assert_array_equal(load(tmp_path).final_norm, new[NORM])
+
+
+def last_number_changed(embed: np.ndarray) -> np.ndarray:
+    head = embed.copy()
+    head[-1, -1] += 1
+    return head
+
+
+@pytest.mark.parametrize("family", ["qwen2_tied", "gemma3"])  # Gemma 3 need not say that it is tied
+@pytest.mark.parametrize(
+    "make_head, is_equal",
+    [
+        (lambda x: x.astype(np.float64), True),
+        (last_number_changed, False),
+        (lambda x: x[:-1].copy(), False),
+        (lambda x: np.zeros_like(x), False),
+    ],
+    ids=["equal", "one number", "one row less", "zeros"],
+)
+def test_a_tied_head_that_is_not_the_embedding_is_refused(tmp_path, family, make_head, is_equal):
+    config = FAMILIES[family] | {
+        "vocab_size": 9000
+    }  # compared in parts, of which the last is short
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(TINY / name, tmp_path / name)
+    source = tensors(config)
+    write_config(tmp_path, config | ({"tie_word_embeddings": None} if family == "gemma3" else {}))
+    head = make_head(source["model.embed_tokens.weight"])
+    save_file(source | {"lm_head.weight": head}, tmp_path / "model.safetensors")
+    if is_equal:
+        assert hf.read_model(tmp_path, "")[0].tied
+    else:
+        why = "config.json: tie_word_embeddings is true, but lm_head.weight is not the embedding"
+        refused(
+            lambda: hf.read_model(tmp_path, ""), f"{tmp_path}/{why}; set it to false, or delete"
+        )
+        write_config(tmp_path, config | {"tie_word_embeddings": False})
+        if head.shape == source["model.embed_tokens.weight"].shape:
+            np.testing.assert_array_equal(load(tmp_path).lm_head, head)
+
+
 def test_the_model_of_text_is_read_from_a_gemma_that_also_sees_images(tmp_path: Path) -> None:
     text = {**FAMILIES["gemma3"], "architectures": None}
     (tmp_path / "config.json").write_text(json.dumps(SEES_IMAGES | {"text_config": text}))
@@ -257,6 +312,7 @@ def test_missing_tensors_and_files_are_named(tmp_path: Path) -> None:
     save_file({n: x for n, x in source.items() if "bias" not in n}, tmp_path / "model.safetensors")
     three = ", ".join(f"model.layers.0.self_attn.{name}_proj.bias" for name in "kqv")
     refused(lambda: load(tmp_path), f"MODEL_PATH={tmp_path} lacks tensors {three} and 3 more")
+    (tmp_path / "model.safetensors").unlink()
     _, second = write_shards(tmp_path, source)
     (tmp_path / second).unlink()
     refused(lambda: load(tmp_path), f"MODEL_PATH={tmp_path} has no {second}")
@@ -289,6 +345,74 @@ def test_a_damaged_folder_is_refused_in_one_line(tmp_path, name, damage, says) -
     else:
         save_file(damage(load_file(folder / name)), folder / name)
     refused(lambda: hf.read_model(folder, ""), str(folder), says)
+
+
+QUANTIZED = [  # what config.json adds, words of the line
+    ({"quant_method": "gptq", "bits": 4, "desc_act": True}, "gptq"),
+    ({"bits": 4, "version": "gemm", "quant_method": "awq"}, "awq"),
+    ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "fp8"),
+    ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "bitsandbytes"),
+    ({"config_groups": {}, "quant_method": "compressed-tensors"}, "compressed-tensors"),
+]
+
+
+@pytest.mark.parametrize("added, method", QUANTIZED, ids=[method for _, method in QUANTIZED])
+@pytest.mark.parametrize("sees_images", [False, True])
+def test_a_config_of_quantized_weights_is_refused_with_their_format(
+    tmp_path: Path, added: dict, method: str, sees_images: bool
+) -> None:
+    config = SEES_IMAGES if sees_images else FAMILIES["qwen2"]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": added}))
+    told = f"{tmp_path}/config.json: weights in {method} format are not read; use unquantized ones"
+    refused(lambda: hf.read_config(tmp_path), told)
+
+
+@pytest.mark.parametrize(
+    "dtype, extra, told",
+    [
+        (ml_dtypes.float8_e4m3fn, "q_proj.weight_scale_inv", "F8_E4M3"),
+        (np.uint8, "q_proj.weight.absmax", "U8"),  # of bitsandbytes
+        (np.int32, "q_proj.qzeros", "I32"),  # of GPTQ and AWQ
+        (np.int8, "q_proj.SCB", "I8"),
+    ],
+)
+def test_quantized_weights_that_config_json_does_not_mention_are_refused_with_their_dtype(
+    tmp_path: Path, dtype: type, extra: str, told: str
+) -> None:
+    write_config(tmp_path, FAMILIES["qwen2"])
+    source = tensors(FAMILIES["qwen2"])
+    name = "model.layers.0.self_attn.q_proj.weight"
+    source |= {name: np.ones((3, 5), dtype), f"model.layers.0.self_attn.{extra}": source[NORM]}
+    save_file(source, tmp_path / "model.safetensors")
+    why = f"weights in {told} format are not read; use unquantized ones"
+    refused(lambda: load(tmp_path), f"MODEL_PATH={tmp_path}: {why}")
+
+
+@pytest.mark.parametrize(
+    "names, says",
+    [
+        (
+            "config.json pytorch_model.bin",
+            "has no model.safetensors, but pytorch_model.bin; weights",
+        ),
+        (
+            "config.json pytorch_model-00001-of-00001.bin",
+            "has no model.safetensors, but pytorch_mo",
+        ),
+        ("config.json consolidated.00.pth", "has no model.safetensors, but consolidated.00.pth;"),
+        ("model-Q4_K_M.gguf", "has no config.json, but model-Q4_K_M.gguf; give a Hugging Face f"),
+        ("config.json qwen2.5-q8_0.gguf", "has no model.safetensors, but qwen2.5-q8_0.gguf;"),
+        ("config.json training_args.bin", "has no model.safetensors; weights are read as safetens"),
+    ],
+)
+def test_a_folder_of_weights_that_are_no_safetensors_is_refused_with_their_file(
+    tmp_path: Path, names: str, says: str
+) -> None:
+    for name in names.split():
+        (tmp_path / name).write_bytes(b"of another format")
+    if "config.json" in names:
+        write_config(tmp_path, FAMILIES["qwen2"])
+    refused(lambda: load(tmp_path), f"MODEL_PATH={tmp_path} {says}")
 
 
 # ---- The hub -------------------------------------------------------------------------------------
@@ -325,20 +449,33 @@ def test_token_ids_are_those_of_the_file_tokenizer_json() -> None:
         assert ours.decode(ids) == question
 
 
-@pytest.mark.parametrize("more, accepted", [(1, True), (2, False)])
-def test_the_tokenizer_of_gemma_may_have_one_token_more_than_the_model_has_rows(
-    tmp_path: Path, more: int, accepted: bool
+@pytest.mark.parametrize("family", ["gemma3", "llama3"])
+@pytest.mark.parametrize("more, accepted", [(1, True), (16, True), (17, False)])
+def test_a_tokenizer_may_have_a_few_tokens_more_than_the_model_has_rows(
+    tmp_path: Path, family: str, more: int, accepted: bool
 ) -> None:
-    """It is a token for images, which models of text alone lack."""
+    """Gemma 3 has one for images, and trainers add one for padding. Tokens far beyond the rows are
+    of another model."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(TINY / name, tmp_path / name)
-    config = FAMILIES["gemma3"] | {"vocab_size": len(hf.load_tokenizer(TINY)) - more}
+    config = FAMILIES[family] | {"vocab_size": len(hf.load_tokenizer(TINY)) - more}
     write_config(tmp_path, config)
     save_file(tensors(config), tmp_path / "model.safetensors")
     if accepted:
-        assert hf.read_model(tmp_path, "")[0].gemma3
+        assert hf.read_model(tmp_path, "")[0].vocab_size == 558 - more
     else:
-        refused(lambda: hf.read_model(tmp_path, ""), "they are of two models")
+        refused(lambda: hf.read_model(tmp_path, ""), "558 tokens", "they are of two models")
+
+
+def test_a_stop_token_without_a_row_is_none(tmp_path: Path) -> None:
+    """The first one fills the padding, so that it must have a row."""
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [7, 5]}))
+    tokenizer = hf.load_tokenizer(TINY)
+    assert hf.stop_ids(tmp_path, tokenizer, 8) == (2, 5, 7)
+    assert hf.stop_ids(tmp_path, tokenizer, 7) == (2, 5)
+    tokenizer.eos_token = None
+    assert hf.stop_ids(tmp_path, tokenizer, 6) == (5,)
+    refused(lambda: hf.stop_ids(tmp_path, tokenizer, 5), f"MODEL_PATH={tmp_path}", "a stop token")
 
 
 @pytest.mark.parametrize(

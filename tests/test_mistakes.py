@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from runs import REPO, Result, few_examples, run_as_user
+from safetensors.numpy import load_file, save_file
 
 from config import Config
 from runtime.mistakes import UserMistake
@@ -70,6 +71,28 @@ def test_files_of_a_model_that_do_not_fit_together_are_named(tmp_path, name) -> 
     content = json.loads((model / file).read_text()) | changes
     (model / file).write_text(json.dumps(content))
     assert words in mistake_of(MODEL_PATH=str(model))
+
+
+def test_a_token_that_the_model_has_no_row_for_is_a_mistake_only_in_a_prompt(tmp_path) -> None:
+    """Such as the [PAD] that a trainer has added, and has named as another stop token."""
+    model = tmp_path / "model"
+    shutil.copytree(REPO / "tiny", model, ignore=shutil.ignore_patterns("*.jsonl"))
+    tensors = load_file(model / "model.safetensors")
+    embed = tensors["model.embed_tokens.weight"]
+    save_file(
+        tensors | {"model.embed_tokens.weight": embed[:558].copy()}, model / "model.safetensors"
+    )
+    content = json.loads((model / "tokenizer.json").read_text())
+    content["added_tokens"].append(content["added_tokens"][0] | {"id": 558, "content": "[PAD]"})
+    (model / "tokenizer.json").write_text(json.dumps(content))
+    config = json.loads((model / "config.json").read_text())
+    config |= {"vocab_size": 558, "eos_token_id": [2, 558]}
+    (model / "config.json").write_text(json.dumps(config))
+    run = set_up(Config.from_env(few() | {"MODEL_PATH": str(model)}))
+    assert len(run.tokenizer) == 559
+    assert (run.stopping.stop_ids, run.stopping.pad_id) == ((2,), 2)
+    told = "a prompt has the token '[PAD]' (558), and the model has no row for it"
+    assert told in mistake_of(MODEL_PATH=str(model), SYSTEM_PROMPT="Do not write [PAD].")
 
 
 def test_a_prompt_too_long_for_the_model_is_one_line_with_the_limit_to_set(tmp_path: Path) -> None:

@@ -466,6 +466,17 @@ def test_the_completions_of_a_group_get_the_same_task_and_another_in_each_round(
     assert not re.search(r" \d+ \d+$", rounds[0][0].columns["question"])
 
 
+def test_a_text_of_reset_with_a_token_that_the_model_has_no_row_for_is_refused() -> None:
+    run = run_of(*DICE)
+    largest = max(i for prompt in prompts_of_round(run, 0) for i in prompt.ids)
+    assert largest < run.model.vocab_size
+    smaller = dataclasses.replace(run, model=dataclasses.replace(run.model, vocab_size=largest))
+    with pytest.raises(
+        UserMistake, match=rf"a prompt has the token '.+' \({largest}\), and the mo"
+    ):
+        prompts_of_round(smaller, 0)
+
+
 def test_an_evaluation_has_the_same_tasks_at_every_step() -> None:
     run = run_of(*DICE, EVAL_SAMPLES="2")
     run = dataclasses.replace(run, stopping=run.stopping._replace(max_new_tokens=100))

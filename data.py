@@ -227,8 +227,8 @@ def _parse(text: str, file: Path, first_line: int) -> Any:
 
 
 def text_or_file(setting: str) -> str:
-    """Returns the text of SYSTEM_PROMPT: that of the file, if there is such a file or if the setting
-    is a word that ends as the name of one, or else the setting itself. Raises UserMistake."""
+    """Returns the text of SYSTEM_PROMPT: that of the file, if there is one or if the setting is a
+    word that ends as its name would, or else the setting itself. Raises UserMistake."""
     is_file = os.path.isfile(setting) or re.fullmatch(r"\S+\.(txt|md|jinja)", setting)
     return read_text(setting, "SYSTEM_PROMPT") if is_file else setting
 

@@ -84,9 +84,14 @@ def test_the_last_tenth_of_a_task_s_items_is_held_out_and_the_rest_is_trained_on
 
 
 @needs_package
-def test_no_question_of_the_training_is_held_out_and_each_held_out_one_is_there_once() -> None:
+def test_no_question_of_the_training_is_held_out_and_each_held_out_one_is_there_once(
+    capsys: pytest.CaptureFixture,
+) -> None:
     gym()
-    train, test = parts("reasoning_gym:chain_sum?max_terms=2&max_digits=1&size=400")
+    task = "reasoning_gym:chain_sum?max_terms=2&max_digits=1&size=400"
+    train, test = parts(task)
+    told = f"left out {40 - len(test)} of 40 held-out questions of {task}: they repeat train"
+    assert capsys.readouterr().out.startswith(told)
     train, test = [[example["question"] for example in part] for part in (train, test)]
     assert len(train) == 360 and 0 < len(test) < 40, "200 questions are possible"
     assert len({*train, *test}) == len({*train}) + len(test)

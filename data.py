@@ -149,8 +149,7 @@ def _split_files(folder: Path, split: str) -> list[Path]:
         there = ", ".join(f.name for f in files) or "no .jsonl, .json or .parquet"
         raise UserMistake(f"DATASET={folder} has no file of split {split!r}; it has {there}")
     first, names = chosen[0], {f.name for f in chosen}
-    numbered = shard.fullmatch(first.stem)
-    count = int(numbered[1]) if numbered else 0
+    count = int(numbered[1]) if (numbered := shard.fullmatch(first.stem)) else 0
     shards = {f"{split}-{i:05}-of-{count:05}{first.suffix}" for i in range(count)}
     for name in sorted(shards - names):
         raise UserMistake(f"DATASET={folder} lacks {name}, a part of split {split!r}")

@@ -356,9 +356,9 @@ def open_tensors(folder: Path, table: Params) -> dict[str, Any]:
     tensors that are not those of the table."""
     file = ADAPTERS if table.embed is None else WEIGHTS
     index = folder / f"{file}.index.json"  # adapters have none
-    # As in transformers a single file comes first; the index beside it may be an old one.
-    sharded = index.is_file() and not (folder / file).is_file()
-    shards = set(read_json(index)["weight_map"].values()) if sharded else {file}
+    shards = {file}  # comes first, as in transformers: an index beside it may be an old one
+    if index.is_file() and not (folder / file).is_file():
+        shards = set(read_json(index)["weight_map"].values())
     files: dict[str, Any] = {}
     for name in sorted(shards):
         _stop_if_without(folder, name, "weights are read as safetensors")
@@ -373,8 +373,8 @@ def open_tensors(folder: Path, table: Params) -> dict[str, Any]:
     # Tied checkpoints may repeat the embedding, and old checkpoints store the rotary frequencies.
     ignored = {n for n in files if n == "lm_head.weight" or n.endswith("rotary_emb.inv_freq")}
     if others := {x.get_dtype() for x in files.values()} - {"F64", "F32", "F16", "BF16"}:
-        why = f"weights in {', '.join(sorted(others))} format are not read"
-        raise UserMistake(f"MODEL_PATH={folder}: {why}; use unquantized ones")
+        why = f"weights in {', '.join(sorted(others))} format are not read; use unquantized ones"
+        raise UserMistake(f"MODEL_PATH={folder}: {why}")
     missing, unknown = sorted(wanted.keys() - files), sorted(files.keys() - wanted - ignored)
     for what, names in (("lacks", missing), ("has unknown", unknown)):
         if names:

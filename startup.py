@@ -382,7 +382,8 @@ def export(run: Run, out: Path, params: Params) -> None:
     if run.cfg.export_hf == "none":
         return
     cfg, folder = run.cfg, Path(run.cfg.export_hf or out / "hf")
-    how = {"chat_template": template_of(cfg, run.adapters)}
+    replaced = template_of(cfg, run.adapters)
+    how = {"chat_template": run.tokenizer.chat_template if replaced else ""}
     try:
         if run.model.lora and cfg.export_lora == "adapters":
             base = cfg.model_path, cfg.model_revision
@@ -392,7 +393,7 @@ def export(run: Run, out: Path, params: Params) -> None:
         if run.model.lora:
             params, _ = lora.merge(params, run.model)
         hf.save_model(folder, params, run.model, run.folder, dtype=run.training.dtype, **how)
-    except (OSError, UserMistake) as error:
+    except OSError as error:
         raise Unwritable(f"EXPORT_HF={folder} cannot be written: {error}") from None
 
 

@@ -265,8 +265,8 @@ def save_model(
     complete folder.
     source: the folder of the model that was trained, whose config and tokenizer are copied.
     dtype: of the written weights, float32 or bfloat16.
-    chat_template: a file that replaces the tokenizer's template; "" keeps the tokenizer's.
-    Raises OSError, and UserMistake if the chat template cannot be read.
+    chat_template: replaces the tokenizer's template; "" keeps the tokenizer's.
+    Raises OSError.
     """
     dtype, writes = np.dtype(dtype), jax.process_index() == 0
     split = split_state_dict_into_shards_factory(
@@ -298,7 +298,7 @@ def save_model(
         if file.suffix in (".json", ".jinja", ".txt") and not written:
             shutil.copyfile(file, folder / file.name)
     if chat_template:
-        (folder / "chat_template.jinja").write_text(read_text(chat_template), encoding="utf-8")
+        (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
     elif (source / TEMPLATES).is_dir():
         shutil.copytree(source / TEMPLATES, folder / TEMPLATES)
     values = _of_text(read_json(source / "config.json"))

@@ -28,7 +28,6 @@ from models.model import (
     trained,
 )
 from runtime.mistakes import UserMistake
-from runtime.parsing import read_text
 
 CONFIG = "adapter_config.json"
 # What a folder may ask for beyond plain LoRA, by its name in adapter_config.json.
@@ -155,7 +154,7 @@ def merge(params: Params, model: ModelConfig) -> tuple[Params, jax.Array]:
 def save_adapters(
     folder: Path, params: Params, model: ModelConfig, base: str, revision: str, chat_template: str
 ) -> None:
-    """Writes the adapters of params, float32, as a folder that PEFT opens. Raises as hf.save_model.
+    """Writes the adapters of params, float32, as a folder that PEFT opens. Raises OSError.
 
     base, revision: the folder of the base, or its id and revision on the hub. The rest is as for
     hf.save_model.
@@ -167,7 +166,7 @@ def save_adapters(
     hf.begin_folder(folder, base)
     hf.save_tensors(tensors, folder / hf.ADAPTERS)
     if chat_template:
-        (folder / "chat_template.jinja").write_text(read_text(chat_template), encoding="utf-8")
+        (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
     targets = [*model.lora.targets]
     if model.gemma3 and model.gemma3.sees_images:  # the part for images has a q_proj, too
         paths = {name.partition(".lora_")[0] for name in tensors}

@@ -84,6 +84,6 @@ def test_the_recipe_plays_the_game_with_a_model_that_the_tool_makes(
     assert run.code == 0, run.errors
     turns = [each["train-turns/number"] for each in run.records if "train-turns/number" in each]
     assert turns and all(1 < number <= 4 for number in turns)
-    game = re.compile(r"\[policy\] .*\n\[environment\] user\n(higher|lower|Say a number\.)\n")
+    game = re.compile(r"\[policy\] .*\n\[environment\] <\|im_start\|>user\n(higher|lower|Say)")
     sample = json.loads((run.out / "samples.jsonl").read_text(encoding="utf-8").splitlines()[0])
     assert any(game.match(each["text"]) for each in sample["completions"])

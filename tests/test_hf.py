@@ -597,13 +597,12 @@ def test_an_export_replaces_an_earlier_export_and_no_other_file_and_keeps_the_to
 ) -> None:
     from transformers import AutoTokenizer
 
-    (tmp_path / "mine.jinja").write_text("{{ messages[0]['content'] }}!")
     target = tmp_path / "hf"
     target.mkdir()
     (target / "notes.md").write_text("mine")
     (target / "config.json").write_text("{}")
     (target / "model-00001-of-00002.safetensors").write_text("of an earlier export")
-    exported(TINY, target, chat_template=str(tmp_path / "mine.jinja"))
+    exported(TINY, target, chat_template="{{ messages[0]['content'] }}!")
     assert sorted(f.name for f in target.iterdir()) == [
         "chat_template.jinja",
         "config.json",
@@ -631,12 +630,11 @@ def test_an_export_keeps_named_templates_unless_one_replaces_them(tmp_path: Path
     (files / "chat_template.jinja").write_text(named["default"])
     (files / "additional_chat_templates").mkdir()
     (files / "additional_chat_templates" / "tool_use.jinja").write_text(named["tool_use"])
-    (tmp_path / "mine.jinja").write_text("mine")
     for source in (listed, files):
         assert hf.load_tokenizer(source).chat_template == named
         target = exported(source, tmp_path / f"{source.name}_hf")
         assert hf.load_tokenizer(target).chat_template == named
-        exported(source, target, chat_template=str(tmp_path / "mine.jinja"))
+        exported(source, target, chat_template="mine")
         assert hf.load_tokenizer(target).chat_template == "mine"
 
 

@@ -378,13 +378,11 @@ def test_a_folder_of_other_adapters_is_told_before_weights_are_read(
 
 
 def test_a_folder_keeps_its_chat_template_and_the_revision_of_its_base(tmp_path: Path) -> None:
-    template = tmp_path / "mine.jinja"
     text = (REPO / "docs" / "chat_template.jinja").read_text(encoding="utf-8")
-    template.write_text(text + "{# mine #}", encoding="utf-8")
     folder, base = tmp_path / "adapters", str(REPO / "tiny")
     model = set_up(Config.from_env(DATA | {"LORA_RANK": "2"})).model
     params = init_params(model, jax.random.key(0))
-    lora.save_adapters(folder, params, model, base, "v2", chat_template=str(template))
+    lora.save_adapters(folder, params, model, base, "v2", chat_template=text + "{# mine #}")
     assert lora.base_of(folder) == (base, "v2")
     env = DATA | {"MODEL_PATH": str(folder)}
     run = set_up(Config.from_env(env))

@@ -139,8 +139,8 @@ def held_out_table(folder: Path) -> str:
     for entries in found.values():
         first = next(iter(entries.values()))
         asked = f"<pre>{escaped(first['question'])}</pre><p>answer: {escaped(first['answer'])}</p>"
-        cells = [completion_cell(entries[s]["completions"][0]) for s in shown if s in entries]
-        rows.append([asked, *cells])
+        cells = {step: completion_cell(x["completions"][0]) for step, x in entries.items()}
+        rows.append([asked, *(cells.get(step, "-") for step in shown)])
     heads = ["question", *(f"step {step}" for step in shown)]
     return f"<h2>Held-out questions</h2>{table(heads, rows)}"
 

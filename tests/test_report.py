@@ -17,6 +17,7 @@ import pytest
 from runs import REPO, Result, environment, finish, start, start_script, train, wait_for
 
 from review import Reviewer, read_history, report, sample_table
+from runtime.page import held_out_table
 from runtime.records import read_lines
 from runtime.run_log import RunLog
 
@@ -182,6 +183,35 @@ def test_a_long_run_is_shown_from_its_start_to_its_end(done: Result, tmp_path: P
     assert re.findall(r"<pre>(question \d+)</pre>", text) == [f"question {i}" for i in range(6)]
     assert re.findall(r"A group of (step \d+)", text) == ["step 0", "step 500", "step 999"]
     assert len(re.findall("<polyline", text)) >= 15 and len(text.encode()) < 2e6
+
+
+@pytest.mark.parametrize(
+    "evaluations, cells",
+    [  # {step: the questions of its evaluation}, a row for each question
+        ({0: "ab", 10: "a", 20: "ab"}, {"a": "a0 a10 a20", "b": "b0 - b20"}),
+        ({0: "a", 10: "ab", 20: "ab"}, {"a": "a0 a10 a20", "b": "- b10 b20"}),
+        ({0: "ab", 10: "ab", 20: "b"}, {"a": "a0 a10 -", "b": "b0 b10 b20"}),
+        ({0: "a", 10: "b", 20: "a"}, {"a": "a0 - a20", "b": "- b10 -"}),
+    ],
+    ids=["the middle", "the first", "the last", "two"],
+)
+def test_an_answer_stands_under_its_own_step_where_another_step_has_none(
+    tmp_path: Path, evaluations: dict[int, str], cells: dict[str, str]
+) -> None:
+    """EVAL_PROMPTS and the eval split may change when a run goes on."""
+    with open(tmp_path / "eval.jsonl", "w") as file:
+        for step, questions in evaluations.items():
+            for question in questions:
+                completion = COMPLETION | {"text": f"{question}{step}"}
+                entry = {"evaluation": "eval", "step": step, "question": question, "answer": "1"}
+                file.write(json.dumps(entry | {"completions": [completion]}) + "\n")
+    _, *rows = held_out_table(tmp_path).split("<tr>")[1:]
+    shown = {}
+    for row in rows:
+        question, *answers = re.findall("<td>(.*?)</td>", row)
+        texts = [re.sub("<pre>(.*?)</pre>.*", r"\1", answer) for answer in answers]
+        shown[question[len("<pre>")]] = " ".join(texts)
+    assert shown == cells
 
 
 def test_a_report_that_cannot_be_written_gets_a_line_and_the_run_goes_on(

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import jax
 import numpy as np
+from jax._src import distributed
 from jax.experimental import multihost_utils
 from jax.extend.backend import register_backend_factory
 
@@ -294,7 +295,10 @@ def ending_together() -> Iterator[None]:
 
 
 def lost_contact(error: BaseException) -> bool:
-    """True if the error says that another process is gone."""
+    """True if this process has joined others, and the error says that one of them is gone."""
+    # jax.process_count() would start the devices, and that may be what has failed.
+    if distributed.global_state.num_processes == 1:
+        return False
     # What the errors of Gloo (CPUs), NCCL (GPUs) and jax's service say then.
     says = re.search(r"(?i)gloo|nccl|coordination.?service|heartbeat|barrier", str(error))
     return isinstance(error, RuntimeError | ValueError) and bool(says)

@@ -194,10 +194,11 @@ def test_nothing_is_deleted_in_the_folder_of_another_run(tmp_path: Path) -> None
 
 
 def test_a_save_that_fails_is_told_with_the_newest_checkpoint_that_stays(tmp_path: Path) -> None:
-    """One fails in the background, the other when it begins."""
-    first, second = (saved(tmp_path / name, 1) for name in "cd")
-    shutil.rmtree(tmp_path / "d")
-    (tmp_path / "d").write_text("no folder")
+    """One fails in the background, the other when it begins. Their folders have names that an error
+    of a lost connection has, too."""
+    first, second = (saved(tmp_path / name, 1) for name in ("barrier", "nccl"))
+    shutil.rmtree(tmp_path / "nccl")
+    (tmp_path / "nccl").write_text("no folder")
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limit[1]))
     try:

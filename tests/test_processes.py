@@ -15,6 +15,7 @@ from unittest.mock import Mock
 
 import jax
 import pytest
+from jax._src import distributed
 from runs import (
     REPO,
     copy_repository,
@@ -212,16 +213,46 @@ def test_two_tasks_of_srun_join_tell_a_mistake_of_one_of_them_and_end_if_one_fai
     assert [process.returncode for process in running] == [1, 1]
 
 
-def test_the_error_after_the_end_of_another_process_is_known() -> None:
-    for error in (
-        ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer"),
-        RuntimeError("NCCL operation ncclAllReduce() failed: remote process exited"),
-        RuntimeError("UNAVAILABLE: Task 1 heartbeat timeout."),
-        RuntimeError("while calling /xla.coordination.CoordinationService/Get"),
-        RuntimeError("DEADLINE_EXCEEDED: Barrier timed out. Id: save_2"),
-    ):
-        assert processes.lost_contact(error), error
+LOST = [
+    ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer"),
+    RuntimeError("NCCL operation ncclAllReduce() failed: remote process exited"),
+    RuntimeError("UNAVAILABLE: Task 1 heartbeat timeout."),
+    RuntimeError("while calling /xla.coordination.CoordinationService/Get"),
+    RuntimeError("DEADLINE_EXCEEDED: Barrier timed out. Id: save_2"),
+]
+
+
+@pytest.mark.parametrize("error", LOST, ids=str)
+def test_an_error_says_that_another_process_is_gone_only_if_there_are_others(
+    monkeypatch, error: Exception
+) -> None:
+    assert not processes.lost_contact(error)
+    monkeypatch.setattr(distributed.global_state, "num_processes", 2)
+    assert processes.lost_contact(error)
     assert not processes.lost_contact(RuntimeError("RESOURCE_EXHAUSTED: Out of memory"))
+
+
+FAILING_ALONE = """
+from runtime import processes
+processes.join(60)
+with processes.ending_together():
+    raise RuntimeError("libnccl.so.2 not found behind the barrier")
+"""
+
+
+@pytest.mark.parametrize("joins", [False, True], ids=["by itself", "of one process"])
+def test_a_process_that_trains_alone_keeps_the_traceback_of_any_error(joins: bool) -> None:
+    """Also one that has joined the processes of its job, and is the only one."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"JAX_COORDINATOR_ADDRESS=127.0.0.1:{probe.getsockname()[1]}"
+    env = environment(f"{address} JAX_NUM_PROCESSES=1 JAX_PROCESS_ID=0" * joins)
+    command, pipes = [sys.executable, "-c", FAILING_ALONE], {"text": True, "capture_output": True}
+    env |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    done = subprocess.run(command, env=os.environ | env, cwd=REPO, timeout=60, **pipes)
+    first, *_, last = done.stderr.splitlines()
+    assert (done.returncode, first) == (1, "Traceback (most recent call last):"), done.stderr
+    assert last == "RuntimeError: libnccl.so.2 not found behind the barrier"
 
 
 # ---- Two runs, one folder ------------------------------------------------------------------------

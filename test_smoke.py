@@ -4,9 +4,7 @@ One real two-step run of the main job, what it leaves behind, and what stops it 
 Each module has its deeper tests in tests/.
 """
 
-import ast
 import dataclasses
-import graphlib
 import json
 import math
 import os
@@ -19,21 +17,10 @@ from typing import NamedTuple
 import pytest
 
 import config
-from loss import Objective
-from runtime import sizes
 
 pytest.importorskip("fcntl", reason="training needs Linux, macOS or WSL")
 
 REPO = Path(__file__).resolve().parent
-# room -> the rooms whose files it may import; "" is the top level
-ROOMS = {
-    "runtime": {"runtime"},
-    "models": {"runtime", "models"},
-    "": {"runtime", "models", ""},
-    "recipes": set(),
-    "tools": {"runtime", "models", "", "recipes", "tools"},
-}
-COMMANDS = {"tools.planner", "tools.ask"}  # what train_grpo.py imports for its other flags
 # Published names: of a step, of an evaluation, and of the last values in summary.json. All others:
 # tests/test_metrics_page.py.
 OF_A_STEP = """
@@ -164,76 +151,3 @@ def test_a_mistake_ends_in_one_line_and_exit_code_2(
     [line] = mistaken.errors.splitlines()
     assert mistaken.code == 2 and line.startswith("error: ") and words in line
     assert not (tmp_path / "run").exists()
-
-
-# ---- Guards on the text --------------------------------------------------------------------------
-
-
-def code() -> dict[str, Path]:
-    """{module: file} of all code but the tests, such as "models.hf"."""
-    files = [file for room in ROOMS for file in sorted((REPO / room).glob("*.py"))]
-    named = {".".join(file.relative_to(REPO).with_suffix("").parts): file for file in files}
-    return {name: file for name, file in named.items() if file.stem != "__init__"}
-
-
-def imported(file: Path) -> set[str]:
-    """The modules of this project that a file imports anywhere in it."""
-    nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
-    names = {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names}
-    froms = [n for n in nodes if isinstance(n, ast.ImportFrom)]
-    names |= {n.module for n in froms} | {f"{n.module}.{a.name}" for n in froms for a in n.names}
-    folders = {name.partition(".")[0] for name in names}
-    assert {folder for folder in folders if (REPO / folder).is_dir()} <= ROOMS.keys(), "no room"
-    return names & code().keys()
-
-
-def room(module: str) -> str:
-    return module.rpartition(".")[0]
-
-
-def top_level() -> set[str]:
-    """The modules of the top folder that train_grpo.py needs, and test_smoke: no files of yours."""
-    found, more = set(), {"train_grpo", "test_smoke"}
-    while more:
-        found |= more
-        more = set().union(*(imported(code()[name]) for name in more)) - found
-    return {name for name in found if room(name) == ""}
-
-
-@pytest.mark.parametrize("module", code())
-def test_a_file_imports_only_from_its_room_and_the_rooms_below(module: str) -> None:
-    above = {name for name in imported(code()[module]) if room(name) not in ROOMS[room(module)]}
-    assert above == (COMMANDS if module == "train_grpo" else set())
-
-
-def test_imports_have_no_circles() -> None:
-    graph = {name: imported(file) for name, file in code().items()}
-    graph["train_grpo"] -= COMMANDS
-    graphlib.TopologicalSorter(graph).prepare()  # it raises CycleError
-
-
-def test_the_top_level_is_a_handful_of_files_and_each_room_says_what_it_is() -> None:
-    assert {"train_grpo", "config", "rollout", "loss", "update"} < top_level()
-    assert len(top_level()) <= 15
-    for folder in ROOMS.keys() - {""}:
-        text = (REPO / folder / "__init__.py").read_text(encoding="utf-8")
-        assert re.fullmatch(r'"""[^"]+[.]"""\n', text), folder
-
-
-def test_files_that_people_copy_alone_import_nothing_of_ours() -> None:
-    everyone = {name: imported(file) for name, file in code().items()}
-    assert everyone["loss"] == everyone["models.logps"] == set()
-    assert everyone["loss_pallas"] == {"models.logps"}
-    takes_config = {name for name, needs in everyone.items() if "config" in needs}
-    of_runs = "train_grpo startup review rollout rollout_sglang test_smoke"
-    assert {name for name in takes_config if room(name) != "tools"} == {*of_runs.split()}
-
-
-def test_every_setting_is_read() -> None:
-    """As cfg.NAME or run.cfg.NAME, in config.py as self.NAME, or by its name."""
-    texts = {name: file.read_text(encoding="utf-8") for name, file in code().items()}
-    texts["config"] = texts["config"].replace("self.", "cfg.")
-    product = "".join(text for name, text in texts.items() if room(name) != "tools")
-    read = {*re.findall(r"\bcfg\.(\w+)", product)}
-    read |= {*sizes.PASS_SIZES, *sizes.STEP_SIZES, *sizes.MICRO_SIZES, *Objective._fields}
-    assert {field.name for field in dataclasses.fields(config.Config)} - read == set()

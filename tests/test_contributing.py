@@ -1,14 +1,33 @@
-"""CONTRIBUTING.md and .github/: what they say about the tests is true."""
+"""CONTRIBUTING.md and .github/: what they say about the tests and about the code is true.
+
+A fork may add modules of its own: no test counts files, or asks who imports them.
+"""
 
 import ast
+import dataclasses
+import graphlib
 import re
 from pathlib import Path
 
+import pytest
 import yaml
+
+import config
+from loss import Objective
+from runtime import sizes
 
 REPO = Path(__file__).resolve().parent.parent
 PAGE = (REPO / "CONTRIBUTING.md").read_text(encoding="utf-8")
 CI_RUN = (REPO / ".ci" / "run").read_text(encoding="utf-8")
+# room -> the rooms whose files it may import; "" is the top level
+ROOMS = {
+    "runtime": {"runtime"},
+    "models": {"runtime", "models"},
+    "": {"runtime", "models", ""},
+    "recipes": set(),
+    "tools": {"runtime", "models", "", "recipes", "tools"},
+}
+COMMANDS = {"tools.planner", "tools.ask"}  # what train_grpo.py imports for its other flags
 
 
 def cells_of(heading: str, column: int = 0) -> list[str]:
@@ -21,18 +40,6 @@ def test_the_table_of_claims_has_each_test_file_once() -> None:
     named = re.findall(r"`(\w+)`", " ".join(cells_of("files in `tests/`")))
     files = [file.stem.removeprefix("test_") for file in (REPO / "tests").glob("test_*.py")]
     assert sorted(named) == sorted(files)
-
-
-def test_no_function_of_the_product_is_longer_than_the_rule_says() -> None:
-    longer = []
-    for file in REPO.glob("**/*.py"):
-        inside = file.relative_to(REPO)
-        if inside.parts[0] in ("tests", "runs") or inside.name == "test_smoke.py":
-            continue
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= 80:
-                longer.append((str(inside), node.name))
-    assert longer == [("train_grpo.py", "main")]
 
 
 def test_ci_run_has_the_command_of_each_tier_and_skips_nothing() -> None:
@@ -55,3 +62,74 @@ def test_github_runs_what_ci_run_runs_and_may_only_read() -> None:
         assert re.fullmatch(r"actions/[a-z-]+@v\d+", step["uses"])
     # The last version is `python3`, which .ci/run uses; it looks for python3.12 by its name.
     assert python["with"]["python-version"].split() == ["3.12", "3.11"]
+
+
+# ---- The code ------------------------------------------------------------------------------------
+
+
+def code() -> dict[str, Path]:
+    """{module: file} of all code but the tests, such as "models.hf"."""
+    files = [file for room in ROOMS for file in sorted((REPO / room).glob("*.py"))]
+    named = {".".join(file.relative_to(REPO).with_suffix("").parts): file for file in files}
+    return {name: file for name, file in named.items() if file.stem != "__init__"}
+
+
+def imported(file: Path) -> set[str]:
+    """The modules of this project that a file imports anywhere in it."""
+    nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+    names = {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names}
+    froms = [n for n in nodes if isinstance(n, ast.ImportFrom)]
+    names |= {n.module for n in froms} | {f"{n.module}.{a.name}" for n in froms for a in n.names}
+    return names & code().keys()
+
+
+def room(module: str) -> str:
+    return module.rpartition(".")[0]
+
+
+@pytest.mark.parametrize("module", code())
+def test_a_file_imports_only_from_its_room_and_the_rooms_below(module: str) -> None:
+    above = {name for name in imported(code()[module]) if room(name) not in ROOMS[room(module)]}
+    assert above == (COMMANDS if module == "train_grpo" else set())
+
+
+def test_imports_have_no_circles() -> None:
+    graph = {name: imported(file) for name, file in code().items()}
+    graph["train_grpo"] -= COMMANDS
+    graphlib.TopologicalSorter(graph).prepare()  # it raises CycleError
+
+
+def test_each_room_says_what_it_is() -> None:
+    for folder in ROOMS.keys() - {""}:
+        text = (REPO / folder / "__init__.py").read_text(encoding="utf-8")
+        assert re.fullmatch(r'"""[^"]+[.]"""\n', text), folder
+
+
+def test_files_that_people_copy_alone_import_nothing_of_ours() -> None:
+    everyone = {name: imported(file) for name, file in code().items()}
+    assert everyone["loss"] == everyone["models.logps"] == set()
+    assert everyone["loss_pallas"] == {"models.logps"}
+
+
+def test_what_computes_takes_values_and_not_the_settings() -> None:
+    for name in "data loss loss_pallas metrics rewards sampling turns update".split():
+        assert "config" not in imported(code()[name]), name
+
+
+def test_no_function_is_longer_than_the_rule_says() -> None:
+    longer = []
+    for name, file in code().items():
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= 80:
+                longer.append((name, node.name))
+    assert longer == [("train_grpo", "main")]
+
+
+def test_every_setting_is_read() -> None:
+    """As cfg.NAME or run.cfg.NAME, in config.py as self.NAME, or by its name."""
+    texts = {name: file.read_text(encoding="utf-8") for name, file in code().items()}
+    texts["config"] = texts["config"].replace("self.", "cfg.")
+    product = "".join(text for name, text in texts.items() if room(name) != "tools")
+    read = {*re.findall(r"\bcfg\.(\w+)", product)}
+    read |= {*sizes.PASS_SIZES, *sizes.STEP_SIZES, *sizes.MICRO_SIZES, *Objective._fields}
+    assert {field.name for field in dataclasses.fields(config.Config)} - read == set()

@@ -41,7 +41,7 @@ SMALL = environment(
 # The tests that read what these drills edit.
 TESTS_OF_ADDITIONS = """
     tests/test_config.py tests/test_rewards.py tests/test_readme.py
-    test_smoke.py::test_every_setting_is_read
+    tests/test_contributing.py::test_every_setting_is_read
 """.split()
 
 

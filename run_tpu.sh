@@ -2,8 +2,8 @@
 # Runs train_grpo.py on every worker of a Cloud TPU VM, from your machine. ./run_tpu.sh --help
 # describes the verbs and the flags, and docs/tpu_vm.md describes the whole procedure.
 #
-# This script runs on your machine and needs no more than bash 3.2 and gcloud. On each worker it
-# calls tools/run_tpu_worker.sh in the worker's clone.
+# This script runs on your machine and needs no more than bash 3.2, git, gcloud and Python 3.10
+# without any package. On each worker it calls tools/run_tpu_worker.sh in the worker's clone.
 set -euo pipefail
 cd "$(dirname "$0")"
 

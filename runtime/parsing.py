@@ -1,7 +1,7 @@
 """Reads settings from the environment, YAML and .env, and writes settings as text.
 
 A mistake is a line of text that names the setting and where it stands; one reading finds all of
-them. Imports neither jax nor flax.
+them. Imports neither jax nor flax, and no package for the settings of the environment alone.
 """
 
 import argparse
@@ -13,8 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from operator import ge, gt, le, lt
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from runtime.mistakes import NOT_SETTINGS, OTHER_NAMES, OTHER_VALUES, UserMistake, misspelt
 
@@ -113,6 +111,8 @@ def read_yaml(path: str | Path, config: type, mistakes: list[str]) -> dict[str, 
     A key is group.name, or a name inside a group. config: a dataclass of `knob` fields.
     Raises UserMistake if the file cannot be read as such keys.
     """
+    import yaml  # the machine from which run_tpu.sh starts a run may not have it
+
     try:
         # This loader keeps 1e-6, 0123 and true as they are written.
         content = yaml.load(Path(path).read_bytes(), Loader=yaml.BaseLoader) or {}
@@ -275,6 +275,8 @@ def to_text(value: Any) -> str:
         return ",".join(map(str, value))
     if not isinstance(value, str):
         return str(value).lower()  # of a bool too
+    import yaml  # as in read_yaml
+
     one_word = value and not re.search(r"\s", value)
     if one_word and yaml.safe_dump(value, width=math.inf) == f"{value}\n...\n":
         return value

@@ -81,6 +81,9 @@ class Cloud:
             f'exec "{sys.executable}" "$@"\n'
         )
         python.chmod(0o755)
+        bare = folder / "bin" / "python_of_laptop"  # which has no packages
+        bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
+        bare.chmod(0o755)
         shared = {"JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_ADDRESS": address}
         shared |= {"JAX_NUM_PROCESSES": "2", "LIBTPU_LOCKFILE": str(self.lockfile)}
         (folder / "environ.json").write_text(json.dumps(shared | environment))
@@ -116,7 +119,7 @@ class Cloud:
         shell = {k: os.environ[k] for k in os.environ if k in ("PATH", "HOME", "LANG", "TMPDIR")}
         shell["PATH"] = f"{self.folder}/bin:{shell['PATH']}"
         shell |= {"TPU_NAME": "mine", "ZONE": "a-zone", "CLOUD": str(self.folder)}
-        shell |= {"TPU_VENV": str(self.venv), "PYTHON": sys.executable, "RETRY_S": "1"}
+        shell |= {"TPU_VENV": str(self.venv), "PYTHON": "python_of_laptop", "RETRY_S": "1"}
         return shell | {"JAX_COMPILATION_CACHE_DIR": str(self.cache)} | settings
 
     def start(self, *words: str, **settings: str) -> subprocess.Popen:

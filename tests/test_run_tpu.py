@@ -225,6 +225,14 @@ def test_a_dry_run_calls_nothing_and_names_the_user_only_to_ssh_and_scp(unchange
     assert not unchanged.calls() and not [*unchanged.home(0).iterdir()]
 
 
+@pytest.mark.parametrize("verb", ["setup", "check", "run"])
+def test_the_machine_of_the_user_needs_no_package_of_python(unchanged: Cloud, verb: str) -> None:
+    packages = subprocess.run(["python_of_laptop", "-c", "import yaml"], env=unchanged.environ())
+    assert packages.returncode == 1
+    code, lines = unchanged.call(verb, "--dry-run", STEPS="3", TEMPERATURE="0.9")
+    assert code == 0 and lines.count("TEMPERATURE=0.9\\ STEPS=3") == 1, lines
+
+
 def test_a_run_needs_a_commit_that_is_pushed_and_checked_out_on_all_workers(cloud: Cloud) -> None:
     cloud.train_with("print('DONE: ')")
     (cloud.laptop / "README.md").write_text("changed")

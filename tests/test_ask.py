@@ -4,8 +4,14 @@ import json
 import shutil
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 from runs import REPO, Result, few_examples, run_as_user
+
+from config import Config
+from runtime.checkpoint import Checkpoints
+from runtime.mistakes import UserMistake
+from tools.ask import find_weights
 
 APPLES = "Grace had 22 apples, lost 7 and then found 3. How many apples does Grace have now?"
 GREEDY = "<think>22-7=25, 25+3=28</think>\n<answer>28</answer>"  # of the tiny model
@@ -57,6 +63,7 @@ def test_eval_only_of_the_exported_folder_gives_the_same_answers(trained: Result
         trained.out.parent / "other",
         "--eval-only",
         MODEL_PATH=hf,
+        RESUME="never",
         DATASET=str(few_examples(40, 40)),
         MAX_LENGTH_SAMPLE="32",
     )
@@ -68,10 +75,79 @@ def test_eval_only_of_the_exported_folder_gives_the_same_answers(trained: Result
     assert {entry["step"] for entry in answers_of(folder)} == {0}
 
 
+def test_a_run_without_checkpoints_answers_with_its_export(
+    trained: Result, tmp_path: Path, cache: Path
+) -> None:
+    out = shutil.copytree(trained.out, tmp_path / "run")
+    shutil.rmtree(out / "checkpoints")
+    done = run_as_user(out, "--eval-only", JAX_COMPILATION_CACHE_DIR=str(cache))
+    assert done.code == 0 and f"weights={out}/hf\n" in done.lines, done.errors
+    texts = [
+        [entry["completions"] for entry in answers_of(folder)]
+        for folder in (the_only(out, "eval_*"), trained.out)
+    ]
+    assert texts[0] == texts[1]
+
+
+def settings_of(out: Path, *there: str, **more: str) -> tuple[str, str]:
+    """RESUME and MODEL_PATH of the weights with which a run with these files answers."""
+    for name in there:
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text("{}")
+    cfg = find_weights(Config(model_path="the/base", output_dir=str(out), **more))
+    return cfg.resume, cfg.model_path
+
+
+def test_weights_are_the_newest_checkpoint_or_else_the_export_of_the_run(tmp_path: Path) -> None:
+    a, b, c, d = (tmp_path / name for name in "abcd")
+    assert settings_of(a, "hf/config.json") == ("auto", f"{a}/hf")
+    assert settings_of(b, "hf/adapter_config.json") == ("auto", f"{b}/hf")
+    exported = {"export_hf": f"{c}/mine"}
+    assert settings_of(c, "mine/config.json", **exported) == ("auto", f"{c}/mine")
+    assert settings_of(a, resume="never") == settings_of(d, resume="never") == ("never", "the/base")
+    assert settings_of(a, resume="runs/x") == ("runs/x", "the/base")
+    for out, wanted in ((a, a / "checkpoints"), (d, d / "elsewhere")):
+        checkpoints = Checkpoints(str(wanted))
+        record = {"step": 3, "evals": [], "made_with": {}}
+        checkpoints.save({"x": jnp.zeros(2)}, record)
+        checkpoints.wait()
+        more = {} if out == a else {"checkpoint_dir": str(wanted)}
+        assert settings_of(out, **more) == (str(wanted), "the/base")
+    assert find_weights(Config()) == Config()
+
+
+@pytest.mark.parametrize(
+    "there, more, wanted",
+    [
+        ([], {}, "checkpoints, and no export in {out}/hf;"),
+        (["a/config.yaml", "a/hf/config.json"], {}, "{out}/checkpoints, and"),  # runs/, not runs/a
+        (["config.yaml", "metrics.jsonl"], {}, "{out}/hf;"),  # stopped before its first checkpoint
+        (["hf/model.safetensors"], {}, "{out}/hf;"),  # killed while it exported
+        (["checkpoints/5.orbax-checkpoint-tmp/a"], {}, "{out}/checkpoints,"),  # and while it saved
+        (["hf/config.json"], {"export_hf": "mine"}, "no export in mine;"),
+        ([], {"output_dir": "", "checkpoint_dir": "gone"}, "checkpoint in gone, and no export in"),
+    ],
+)
+def test_a_run_without_weights_is_refused_and_nothing_is_made(
+    tmp_path: Path, there: list[str], more: dict[str, str], wanted: str
+) -> None:
+    out = tmp_path / "typo"
+    for name in there:
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text("{}")
+    before = sorted(tmp_path.rglob("*"))
+    cfg = Config(**{"model_path": str(REPO / "tiny"), "output_dir": str(out)} | more)
+    with pytest.raises(UserMistake, match="^OUTPUT_DIR=.* has no weights: no .*, and no ") as error:
+        find_weights(cfg)
+    assert wanted.format(out=out) in str(error.value) and "RESUME=never" in str(error.value)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_ask_prints_the_greedy_answer_its_rewards_and_what_stdout_does_not_know_as_numbers(
     tmp_path: Path, cache: Path
 ) -> None:
     more = {"JAX_COMPILATION_CACHE_DIR": str(cache), "PYTHONIOENCODING": "ascii"}
+    more |= {"OUTPUT_DIR": ""}
     done = run_as_user(tmp_path / "nothing", "--ask", f"€ {APPLES}", "--answer", "18", **more)
     assert (done.code, done.errors) == (0, "") and not done.out.exists()
     answer = "<think>22-7=15, 15+3=18</think>\n<answer>18</answer>"
@@ -80,7 +156,8 @@ def test_ask_prints_the_greedy_answer_its_rewards_and_what_stdout_does_not_know_
 
 
 def test_the_readme_shows_what_the_tiny_model_answers(tmp_path: Path, cache: Path) -> None:
-    done = run_as_user(tmp_path / "run", "--ask", APPLES, JAX_COMPILATION_CACHE_DIR=str(cache))
+    more = {"JAX_COMPILATION_CACHE_DIR": str(cache), "OUTPUT_DIR": ""}
+    done = run_as_user(tmp_path / "run", "--ask", APPLES, **more)
     assert done.lines.endswith(f"\n{APPLES}\n\n{GREEDY}\n\n")
     readme = (REPO / "README.md").read_text(encoding="utf-8")
     assert f'question="{APPLES}"' in readme
@@ -91,7 +168,9 @@ def test_the_readme_shows_what_the_tiny_model_answers(tmp_path: Path, cache: Pat
     "flags, env, words",
     [
         (("--eval-only",), {"RESUME": "nowhere"}, "RESUME=nowhere is not the folder of a complete"),
-        (("--ask", "a " * 3000), {}, "the model has 2048 positions"),
+        (("--eval-only",), {}, "/nothing has no weights: no complete checkpoint in "),
+        (("--ask", APPLES), {}, "/nothing has no weights: no complete checkpoint in "),
+        (("--ask", "a " * 3000), {"OUTPUT_DIR": ""}, "the model has 2048 positions"),
     ],
 )
 def test_a_mistake_with_ask_or_eval_only_is_one_line_and_exit_code_2(

@@ -297,7 +297,9 @@ def other_base(folder: Path) -> Path:
     return copy
 
 
-def test_answers_come_from_a_checkpoint_and_its_own_base_alone(run: Result, tmp_path: Path) -> None:
+def test_answers_come_from_a_checkpoint_and_its_own_base_or_from_the_exported_adapters(
+    run: Result, tmp_path: Path
+) -> None:
     out = shutil.copytree(run.out, tmp_path / "run")
     cache = {"JAX_COMPILATION_CACHE_DIR": str(run.out.parent / "cache")}
     question = "Anna has 4 apples and buys 3 more. How many apples does Anna have now?"
@@ -305,6 +307,10 @@ def test_answers_come_from_a_checkpoint_and_its_own_base_alone(run: Result, tmp_
     assert answered.code == 0 and f"weights={out}/checkpoints/4\n" in answered.lines
     refused = run_as_user(out, "--ask", question, MODEL_PATH=str(other_base(tmp_path)), **cache)
     assert refused.code == 2 and "checkpoints: the model's weights was" in refused.errors
+    shutil.rmtree(out / "checkpoints")
+    exported = run_as_user(out, "--ask", question, **cache)
+    assert exported.code == 0 and f"weights={out}/hf\n" in exported.lines, exported.errors
+    assert exported.lines.partition(question)[2] == answered.lines.partition(question)[2]
 
 
 def test_an_exported_folder_and_its_merged_model_answer_as_the_run(

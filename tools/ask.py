@@ -1,12 +1,13 @@
 """--ask and --eval-only of train_grpo.py: weights answer one question, or the complete eval split.
 
-They take the weights of the checkpoint that RESUME asks for in OUTPUT_DIR, by default the newest,
-or those of MODEL_PATH without a checkpoint.
+They take the newest checkpoint of the run in OUTPUT_DIR, else its export; without OUTPUT_DIR, and
+with RESUME=never, MODEL_PATH as it is. RESUME may name another checkpoint.
 """
 
 import argparse
 import contextlib
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 
 from config import Config
 from metrics import EVAL_PHASES, evaluate
+from models import hf
 from models.model import Params, abstract_params, on_base, trained
 from review import Reviewer
 from rollout import Run, answer_questions, dialogues_of
@@ -39,14 +41,29 @@ class Weights(NamedTuple):
     params: Params
 
 
+def find_weights(cfg: Config) -> Config:
+    """The settings, in which RESUME or MODEL_PATH names the weights of the run in OUTPUT_DIR.
+    Raises UserMistake if it has none."""
+    if cfg.resume != "auto" or not (cfg.output_dir or cfg.checkpoint_dir):
+        return cfg
+    checkpoints = cfg.checkpoint_dir or f"{cfg.output_dir}/checkpoints"
+    if Checkpoints(checkpoints, read_only=True).steps():
+        return replace(cfg, resume=checkpoints)
+    export = cfg.export_hf or (f"{cfg.output_dir}/hf" if cfg.output_dir else "none")
+    complete = any(Path(export, marker).exists() for marker in hf.MARKERS)
+    if processes.gather_texts("yes" if complete else "")[0]:  # process 0 writes it
+        return replace(cfg, model_path=export, model_revision="")
+    raise UserMistake(
+        f"OUTPUT_DIR={cfg.output_dir} has no weights: no complete checkpoint in {checkpoints}, and "
+        f"no export in {export}; name the folder of a run, or set RESUME=never to ask MODEL_PATH"
+    )
+
+
 def load_weights(run: Run) -> tuple[Params, int]:
     """All weights, and after how many steps they are; without LoRA in float32. Raises
     UserMistake."""
     cfg, model, mesh = run.cfg, run.training.model, run.training.layout.mesh
-    folder = cfg.checkpoint_dir or (f"{cfg.output_dir}/checkpoints" if cfg.output_dir else "")
-    own = Checkpoints(folder, read_only=True) if folder else None
     source, step = resume.checkpoint_source(cfg.resume)
-    source = own if cfg.resume == "auto" else source
     wanted = {"state": Weights(trained(abstract_params(model, mesh, jnp.float32)))}
 
     def check(record: dict[str, Any]) -> None:
@@ -60,7 +77,7 @@ def load_weights(run: Run) -> tuple[Params, int]:
         arrays, record = found
         print(f"weights={source.folder}/{record['step']}", flush=True)
         return on_base(read_base(run), arrays["state"].params), record["step"]
-    if cfg.resume not in ("auto", "never"):
+    if source:
         raise UserMistake(f"RESUME={cfg.resume} is not the folder of a complete checkpoint")
     print(f"weights={run.adapters or run.folder}", flush=True)
     return on_base(read_base(run), first_params(run, jnp.float32)), 0
@@ -100,9 +117,9 @@ def ask(cfg: Config, example: dict[str, Any]) -> tuple[str, list[str]]:
 
 def answer_command(cfg: Config, flags: argparse.Namespace) -> None:
     """Does what --eval-only or --ask of train_grpo.py asks for."""
-    cfg = replace(cfg, **NO_STEPS)
     try:
         processes.start_jax(cfg)
+        cfg = replace(find_weights(cfg), **NO_STEPS)
         if flags.eval_only:
             evaluate_weights(cfg)
         else:

@@ -1,6 +1,6 @@
 """run_tpu.sh, from a laptop to two workers: what it sends, how a run succeeds, is stopped or fails.
 
-Git, the commands and the processes are real, and so is the training of one test. Only gcloud is a
+Git, the commands and the processes are real, and so is the training of two tests. Only gcloud is a
 stand-in (stand_in_gcloud.py), which runs the commands in one folder for each worker.
 """
 
@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 from cloud import KEY, REPO, SHORT, Cloud, git
+from runs import few_examples
 
 from config import Config
 from runtime.parsing import read_dotenv, yaml_name
@@ -158,37 +159,54 @@ def test_a_run_is_followed_to_its_end_when_a_connection_breaks(cloud: Cloud) -> 
     assert "connecting again" in lines
 
 
-def test_the_loop_of_the_page_creates_a_preempted_tpu_vm_again_and_starts_again(
-    cloud: Cloud,
-) -> None:
-    [loop] = re.findall(r"```bash\n(export CHECKPOINT_DIR.*?)```", TPU_VM, re.S)
-    assert len(loop.splitlines()) <= 10
-    cloud.train_with(ENDLESS)
+def start_loop(cloud: Cloud, **settings: str) -> subprocess.Popen:
+    """The loop of the page, with a folder in place of its bucket."""
+    [loop] = re.findall(r"```bash\n([^`]*until [^`]*)```", TPU_VM)
+    assert len(loop.splitlines()) <= 11 and loop.count("gs://my-bucket/run1") == 1
+    loop = loop.replace("gs://my-bucket/run1", str(cloud.folder / "bucket"))
     (cloud.laptop / ".env").write_text("HF_TOKEN=x\n")
     (cloud.folder / "bin" / "sleep").write_text("#!/bin/sh\nexec /bin/sleep 0.2\n")
     (cloud.folder / "bin" / "sleep").chmod(0o755)
-    env = cloud.environ(TPU_TYPE="v6e-8", TPU_SPOT="1")
-    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    running = subprocess.Popen(["bash", "-c", loop], cwd=cloud.laptop, env=env, text=True, **pipe)
+    env = cloud.environ(TPU_TYPE="v6e-8", TPU_SPOT="1", **settings)
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(["bash", "-c", loop], cwd=cloud.laptop, env=env, **pipe)
+
+
+def test_the_loop_of_the_page_creates_a_preempted_tpu_vm_again_and_the_run_goes_on(
+    cloud: Cloud,
+) -> None:
+    """The trainer is real: it is killed after a checkpoint, and goes on from it to its end."""
+    tiny = {"MODEL_PATH": "tiny", "DATASET": str(few_examples(40, 4)), "GLOBAL_LENGTH": "0"}
+    running = start_loop(cloud, **SHORT | tiny | {"ROLLOUT_BATCH_SIZE": "8", "STEPS": "30"})
     name = "grpo_gsm8k_bs128_steps100"
-    cloud.wait_for(0, "^step=1 ", name)
+    cloud.wait_for(0, "^step=0 ", name)
+    while not (cloud.folder / "bucket" / "10").exists():
+        assert running.poll() is None, running.stdout.read()
+        time.sleep(0.05)
     first = [cloud.pid(worker, name) for worker in range(2)]
     # The machines are gone some time before the state says so, and there is no capacity at first.
     (cloud.folder / "scarce").write_text("1")
     (cloud.folder / "state").write_text("PREEMPTED")
     for pid in first:
         os.kill(pid, signal.SIGKILL)
-    while not cloud.logs("pid", 0, name).exists() or cloud.pid(0, name) in first:
-        assert running.poll() is None, running.stdout.read()
-        time.sleep(0.1)
-    cloud.wait_for(0, "^step=1 ", name)
-    os.kill(cloud.pid(0, name), signal.SIGTERM)  # This run fails on a TPU VM that is READY.
-    os.kill(cloud.pid(1, name), signal.SIGTERM)
-    lines, _ = running.communicate(timeout=60)
+    lines, _ = running.communicate(timeout=120)
+    assert running.returncode == 0, lines
+    log = cloud.logs("log", 0, name).read_text()
+    assert re.search("^resumed after step 10 of 30$", log, re.M), log
+    assert re.findall(r"^step=(\d+) ", log, re.M) == [str(step) for step in range(10, 30)]
+    assert re.search("^DONE: steps=30 ", log, re.M)
     verbs = [json.loads(call)[3] for call in cloud.calls().splitlines()]
     assert [verb for verb in verbs if verb in ("create", "delete")] == ["delete"] + 2 * ["create"]
-    assert verbs.count("describe") == 2 and verbs.count("scp") == 1, lines
+    assert verbs.count("describe") == 1 and verbs.count("scp") == 1, lines
     assert "--spot" in cloud.calls() and "--version=v2-alpha-tpuv6e" in cloud.calls()
+
+
+def test_the_loop_of_the_page_ends_if_a_run_fails_on_a_tpu_vm_that_is_ready(cloud: Cloud) -> None:
+    cloud.train_with("raise SystemExit('error: a mistake')")
+    running = start_loop(cloud)
+    lines, _ = running.communicate(timeout=60)
+    verbs = [json.loads(call)[3] for call in cloud.calls().splitlines()]
+    assert verbs.count("describe") == 1 and not {"create", "delete"} & {*verbs}, lines
 
 
 # ---- What the workers get ------------------------------------------------------------------------

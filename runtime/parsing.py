@@ -75,13 +75,12 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
     only.add_argument(
         "--eval-only",
         action="store_true",
-        help="evaluate OUTPUT_DIR's newest checkpoint, else its export, on the complete eval "
-        "split; without OUTPUT_DIR, and with RESUME=never, MODEL_PATH",
+        help="evaluate OUTPUT_DIR's newest checkpoint, else its export, on the complete eval split",
     )
     only.add_argument(
         "--ask",
         metavar="QUESTION",
-        help="let the weights of --eval-only answer greedily, and score the answer",
+        help="ask OUTPUT_DIR's newest checkpoint, else its export, and score the greedy answer",
     )
     parser.add_argument(
         "--answer", metavar="TEXT", help="the right answer to --ask's question; --answer=-1/2 works"

@@ -297,11 +297,10 @@ def ending_together() -> Iterator[None]:
 def lost_contact(error: BaseException) -> bool:
     """True if this process has joined others, and the error says that one of them is gone."""
     # jax.process_count() would start the devices, and that may be what has failed.
-    if distributed.global_state.num_processes == 1:
-        return False
+    joined = distributed.global_state.num_processes > 1
     # What the errors of Gloo (CPUs), NCCL (GPUs) and jax's service say then.
     says = re.search(r"(?i)gloo|nccl|coordination.?service|heartbeat|barrier", str(error))
-    return isinstance(error, RuntimeError | ValueError) and bool(says)
+    return joined and isinstance(error, RuntimeError | ValueError) and bool(says)
 
 
 def end_after(seconds: float, code: int, line: str) -> threading.Timer:

@@ -42,8 +42,7 @@ class Weights(NamedTuple):
 
 
 def find_weights(cfg: Config) -> Config:
-    """The settings, in which RESUME or MODEL_PATH names the weights of the run in OUTPUT_DIR.
-    Raises UserMistake if it has none."""
+    """The settings, in which RESUME or MODEL_PATH names the weights. Raises UserMistake."""
     if cfg.resume != "auto" or not (cfg.output_dir or cfg.checkpoint_dir):
         return cfg
     checkpoints = cfg.checkpoint_dir or f"{cfg.output_dir}/checkpoints"
@@ -52,7 +51,7 @@ def find_weights(cfg: Config) -> Config:
     export = cfg.export_hf or (f"{cfg.output_dir}/hf" if cfg.output_dir else "none")
     complete = any(Path(export, marker).exists() for marker in hf.MARKERS)
     if processes.gather_texts("yes" if complete else "")[0]:  # process 0 writes it
-        return replace(cfg, model_path=export, model_revision="")
+        return replace(cfg, model_path=export)
     raise UserMistake(
         f"OUTPUT_DIR={cfg.output_dir} has no weights: no complete checkpoint in {checkpoints}, and "
         f"no export in {export}; name the folder of a run, or set RESUME=never to ask MODEL_PATH"

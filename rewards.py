@@ -12,6 +12,7 @@ Dimensions: n completions of one call.
 import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from unicodedata import normalize
 
 import numpy as np
 
@@ -29,25 +30,38 @@ Rewards = list[float | None]  # a reward per completion; None: the function does
 RewardFunction = Callable[..., Rewards]
 
 _MAX_NUMBER = 300  # parse_number reads numbers of at most so many characters
-_WINDOW = 4096  # The last number is looked for in this many characters up to the last digit.
+_WINDOW, _AROUND = 4096, 64  # It looks at so many characters up to the last digit, and around it.
 
-# Minus sign, en dash, and the spaces that keep a number and its unit in one line.
-_PLAIN = str.maketrans("\u2212\u2013\u00a0\u202f", "--  ")
+# Minus sign, en dash, spaces that keep a number and its unit in one line, ’, and ½ as \frac12.
+_FRACTIONS = "¼½¾⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
+_PLAIN = str.maketrans("\u2212\u2013\u00a0\u202f\u2009\u2019", "--   '", "■")
+_PLAIN |= {ord(x): rf"\frac{normalize('NFKC', x)}".replace("\u2044", "") for x in _FRACTIONS}
+# No two repeats of a pattern can match the same character. A failed match therefore gives up at
+# once, and the time is linear in the length of any text.
+_SPELLINGS = [
+    (re.compile(pattern), plain)
+    for pattern, plain in (
+        (r"(?<=[0-9])(?:\{,\}|,?\\[,!][ ]?|'(?=[0-9]{3}))(?=[0-9])", ","),  # 10\,000, 1'000
+        (r"\\(?:text|math|mbox)[a-z]*\{([^{}]*)\}?", r" \1 "),
+        (r"\^[ ]?\{?[ ]?(?:\\circ(?![A-Za-z])|(?:st|nd|rd|th)(?![a-z]))(?:[ ]?\})?", ""),  # 5^{th}
+        (r"\\(?:approx|to|[Rr]ightarrow|implies|therefore)(?![A-Za-z])", "="),
+        (r"\\(?:boxed|left|right|displaystyle|q?quad)(?![A-Za-z])|\\end\{align\*?\}", " "),
+        (r"\\[,:;! ]|~", " "),
+        (r"\\([$%{}])", r"\1"),
+    )
+]
+_LATEX_FRACTION = re.compile(
+    r"([0-9]?)-?\\[cdt]?frac ?(\{ ?-?[0-9.,]+ ?\}|[0-9]) ?(\{ ?-?[0-9.,]+ ?\}|[0-9])(?![0-9])"
+)
 
-# No two repeats of these patterns can match the same character. A failed match therefore gives up
-# at once, and the time is linear in the length of any text.
-_LATEX_COMMA = re.compile(r"(?<=[0-9])(?:\{,\}|,\\!)(?=[0-9])")
-_LATEX_FRACTION = re.compile(r"-?\\[dt]?frac(\{-?[0-9.,]+\}|[0-9])(\{-?[0-9.,]+\}|[0-9])")
-
-# These patterns take all that is written together, such as 100,00; _VALUE says what is a number.
-_DIGITS = r"(?:(?<![\w.])\.)?[0-9]+(?:[.,][0-9]+)*"
-_POWER = r"[ ]?\^[ ]?(?:\{[-+0-9][^{}\s]*\}?|[-+]?[0-9]+)"
-_TERM = rf"{_DIGITS}(?:[eE][-+]?[0-9]+|{_POWER})?"
+# These patterns take all that is written together, such as 100,00 and 10 000; _VALUE says what is a
+# number.
+_TERM = r"(?:(?<![\w.])\.)?[0-9]+(?:[.,][0-9]+|[ ][0-9]{3}(?![0-9/]))*(?:[eE][-+]?[0-9]+)?"
 _NUMBER = re.compile(
     rf"""
-    {_POWER}                                             # a power, as in 72 cm^2, is no answer
+    \^[ ]?\{{?[-+]?[0-9]+                                # a power, as in 72 cm^2, is no answer
     | (?P<minus>(?:(?<![0-9A-Za-z)\]}}%])-               # -5 in "-5", 5 in "10-5" and "GPT-5"
-      | (?:^|(?<=[=:($\[{{])[ ]?)-[ ])\\?[$£¥\u20a0-\u20bf]?)?  # -5 in "- 5", 5 in "10 - 5"
+      | (?:^|(?<=[=:($\[{{])[ ]?)-[ ])[$£¥\u20a0-\u20bf]?)?  # -5 in "- 5", 5 in "10 - 5"
       (?P<number>{_TERM})
       (?:(?:[ ](?P<top>[0-9]+)/|[ ]?/[ ]?)(?P<bottom>{_TERM}))?  # "1 1/2" or "1/2"
     """,
@@ -56,23 +70,50 @@ _NUMBER = re.compile(
 _VALUE = re.compile(
     r"(?:(?!00)[0-9]*|[1-9][0-9]{0,2}(?:,[0-9]{3})+)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{1,2})?"
 )
+# Where the number ■ is a part of something larger, it is no answer.
+_PART = re.compile(
+    r"""
+    \\[A-Za-z](?:[^\s=]*[ ]?[({\[]*|[^\s=]*\{[^{}]*)■      # \sqrt{■}, \log_2 ■, \sqrt{3 - ■}
+    | [_√×·⋅÷][ ]?[({]?■                                 # 3617_■, 5√■, 3 × ■
+    | [\w)}](?:[+*]+|[ ][+*x]+[ ])■                      # 3+■, 2**■, 3 x ■
+    | [\w)\]}.-][({\[]+■                                 # f(■), sqrt(■), (3)(■), 0.(■), -(■)
+    | [0-9][':]■ | (?:[A-Za-z)}]|\^[0-9]+)/[ ]?■         # 5'■, 9:■, a/■, 10^3/■
+    | (?<![A-Z]{2})[A-Za-z]■                             # H■O, but not USD■
+    | (?:[)}\]]|\^\{?\w+\}?|\b[A-Za-z]|[0-9][A-Za-z])[ ]?-[ ]?■     # x^2 - ■, x - ■, 4x-■
+    | [({\[][^(){}\[\]]*,[ ]?■[ ]?[)}\]]                 # (2, ■)
+    | \b(?:base|choose|minus|mod|negative|plus|times)[ ]■
+    | ■[!(√π¹²³⁰-⁹₀-₉…] | ■[ )}\]]*[\^_] | ■\.\.       # ■!, ■(x + 1), (■)^3, ■_8, 0.33...
+    | ■,?[ ]?\\[A-Za-z] | ■[ ]?[×·⋅÷π]                   # ■\pi, (■,\infty), ■ × 3
+    | ■[ ]?[-+*/][ ]?(?:[A-Za-z](?![A-Za-z])|[(\\])      # ■ + x, ■/a, ■ - (x + 1)
+    | ■[ ][inxyz](?![A-Za-z'])                           # ■ x
+    | ■(?!(?:[ckm]?m|[km]?g|m?[lL]|[KMG][Bb]|am|pm|AM|PM|st|nd|rd|th|ft|lb|oz|hr)(?![A-Za-z]))
+      [A-Za-z]{1,2}(?![A-Za-z])                          # ■x, ■ab, but not ■kg
+    | ■[ ](?:hundred|thousand|[mbtr]+illion|choose|mod|pi|and[ ]a[ ]half)\b
+    """,
+    re.VERBOSE,
+)
 
 
 def parse_number(text: str) -> Fraction | None:
-    """Returns the exact value of the last number in `text`, or None.
+    r"""Returns the exact value of the last number in `text`, or None.
 
     It reads 1,234 and .5 and 5. and -$5 and 3/4 and 1 1/2 and 2e3 and LaTeX fractions. It ignores
     units, currencies and the percent sign (50% is 50, as GSM8K writes it). It returns None for a
     text without a number, for a zero denominator, for numbers of absurd length, and for a last
-    number that is in doubt, such as 100,00 or 10^3.
+    number that is in doubt, such as 100,00, or a part of something larger, such as 10^3 and 2\pi.
     """
     text = text.strip()
-    last, match = max(map(text.rfind, "0123456789")), None
-    text = text[max(0, last - _WINDOW) : last + 2].translate(_PLAIN)
-    text = _LATEX_FRACTION.sub(_with_slash, _LATEX_COMMA.sub(",", text))
-    for found in _NUMBER.finditer(re.sub(" +", " ", text)):
+    last, match = max(map(text.rfind, "0123456789" + _FRACTIONS)), None
+    text = text[max(0, last - _WINDOW) : last + _AROUND].translate(_PLAIN)
+    for pattern, plain in _SPELLINGS:
+        text = pattern.sub(plain, text)
+    text = re.sub(" +", " ", _LATEX_FRACTION.sub(_with_slash, text))
+    for found in _NUMBER.finditer(text):
         match = found if found["number"] else match
     if match is None:
+        return None
+    start, end = match.span()
+    if _PART.search(f"{text[max(0, start - _AROUND) : start]}■{text[end : end + _AROUND]}"):
         return None
     number, top, bottom = (_value(match[name] or "1") for name in ("number", "top", "bottom"))
     if None in (number, top, bottom) or bottom == 0:
@@ -87,14 +128,14 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def _with_slash(fraction: re.Match) -> str:
-    r"""Returns -3/4 for -\frac{3}{4}, \frac{-3}{4} and \frac{3}{-4}, apart from its neighbours."""
-    top, bottom = (part.strip("{-}") for part in fraction.groups())
-    sign = "-" if fraction[0].count("-") % 2 else " "
-    return f"{sign}{top}/{bottom} "
+    r"""Returns -3/4 for -\frac{3}{4}, \frac{-3}{4} and \frac{3}{-4}, apart from a digit before."""
+    digit, top, bottom = (part.strip("{- }") for part in fraction.groups())
+    sign = "-" if fraction[0].count("-") % 2 else " " if digit else ""
+    return f"{digit}{sign}{top}/{bottom}"
 
 
 def _value(term: str) -> Fraction | None:
-    """Returns the value of 1,234.5 or 2e3; None for 100,00, for 000, for 10^3 and for numbers of
+    """Returns the value of 1,234.5 or 2e3; None for 100,00, for 000, for 10 000 and for numbers of
     absurd length."""
     is_number = len(term) <= _MAX_NUMBER and _VALUE.fullmatch(term)
     return Fraction(term.replace(",", "")) if is_number else None
@@ -115,15 +156,20 @@ def extract_answer(text: str) -> Fraction | None:
     )
 
 
+def right_number(answer: object) -> Fraction | None:
+    """Returns the number of a right answer: the last one after its last ####, as in GSM8K; without
+    #### the last one of the text."""
+    return parse_number(str(answer).rpartition("####")[2])
+
+
 def reward_correct(completions: list[str], answer: list[str], **columns: list) -> Rewards:
     """Gives 1.0 to a completion whose answer equals the right answer, else 0.0.
 
-    answer: the right answers. The number stands after the last ####, as in GSM8K; without #### it
-    is the last number. If it has no number, the reward is None.
+    answer: the right answers, see right_number. If one has no number, its reward is None.
     """
     rewards: Rewards = []
     for completion, right in zip(completions, answer, strict=True):
-        expected = parse_number(str(right).rpartition("####")[2])
+        expected = right_number(right)
         rewards.append(None if expected is None else float(extract_answer(completion) == expected))
     return rewards
 

@@ -144,6 +144,120 @@ def test_what_a_person_reads_without_doubt_is_read_and_the_rest_is_no_number(tex
             assert rewards.extract_answer(whole) == (expected and Fraction(expected)), whole
 
 
+FORMS = {  # of MATH: a number that is written in another form; its value, or None
+    r"\frac 47": "4/7",
+    r"\frac{4}7": "4/7",
+    r"\frac4{7}": "4/7",
+    r"\cfrac{ 4 }{ 7 }": "4/7",
+    r"\frac 1210": None,
+    r"8\frac{1}{3}": "25/3",
+    "22,\\! 333,\\!400": "22333400",
+    r"10\,000": "10000",
+    "1'000": "1000",
+    "5'3": None,
+    "10 500": None,
+    f"1{SPACE}250{SPACE}000": None,
+    "1 ½": "3/2",
+    "1½": "3/2",
+    "¾": "3/4",
+    "-½": "-1/2",
+    "½x": None,
+    r"\sqrt{19}": None,
+    r"2\sqrt7": None,
+    r"5\sqrt{7}": None,
+    r"3\sqrt{x}": None,
+    r"\sqrt[3]{10}": None,
+    r"\sqrt{10 - 5}": None,
+    r"2 - \sqrt{3}": None,
+    r"\sqrt{3} - 2": None,
+    r"\frac{\sqrt{5}}{4}": None,
+    r"\frac{1+\sqrt{13}}{2}": None,
+    "sqrt(5)": None,
+    "5√2": None,
+    "2^{10}": None,
+    "2¹⁰": None,
+    "2**10": None,
+    "(-3)^3": None,
+    r"\left(\frac{2}{3}\right)^n": None,
+    "e^3": None,
+    "5x^2": None,
+    "x^2 - 3": None,
+    "3617_8": None,
+    "312_{5}": None,
+    r"312_{\text{five}}": None,
+    "432₅": None,
+    "12 (base 5)": None,
+    r"12\pi": None,
+    r"\frac{3\pi}{8}": None,
+    r"\pi/2": None,
+    r"4\pi \text{ cm}^2": None,
+    "12pi": None,
+    "12 π": None,
+    "7!": None,
+    r"\binom{7}{3}": None,
+    "7 choose 3": None,
+    r"\log_2 9": None,
+    r"\log_{2} 9": None,
+    r"\sin 30^\circ": None,
+    "ln(5)": None,
+    r"0.\overline{36}": None,
+    "0.333...": None,
+    "0.(36)": None,
+    r"3 \times 10^{5}": None,
+    "3 × 10⁵": None,
+    r"2 \cdot 3": None,
+    "3 x 5": None,
+    "3+5": None,
+    "4+3i": None,
+    "4 - i": None,
+    "3x": None,
+    "2ab": None,
+    "3 x": None,
+    "y=4x-1": None,
+    "x - 5": None,
+    "3(x + 1)": None,
+    "(3)(5)": None,
+    "f(5)": None,
+    "H2O": None,
+    "a/5": None,
+    "5/a": None,
+    "3:5": None,
+    "9:30 am": None,
+    "-(5)": None,
+    "minus 5": None,
+    r"\pm 5": None,
+    r"x \ge 5": None,
+    "(2,-5)": None,
+    r"(-\infty, 8]": None,
+    r"[0,\infty)": None,
+    r"\{1, 3\}": None,
+    r"\begin{pmatrix} 2 \\ -7 \\ 5 \end{pmatrix}": None,
+    "5 million": None,
+}
+ALONE = (  # the number 72 with what is written around a number that stands for itself
+    r"72^\circ;72°C;72 \text{ cm}^2;72\,\mathrm{m/s}^2;72 m²;72cm²;72^{\text{th}};72\%;\$72;"
+    "72kg;72 kg;72am;72 p.m.;72miles;72 a day;72-year-old;$72/hour;€72;72 €;US$72;Rs. 72;USD72;+72;"
+    "**Answer:** 72;**Total** 72;is **72**.;**72 clips**;**72**!;Answer - 72;Step 2: 72;(A) 72;"
+    r"\text{(C)}\ 72;\textbf{72};\boxed{\text{72}};\boxed{ 72 };Thus, \boxed{72}.;\(72\);\[ 72 \];"
+    r"x = 72;f(x)=72;2^3 \cdot 9 = 72;\sqrt{5184} = 72;$12 \times 6 = 72$;x_1=72;\approx 72;≈72;"
+    r"72 \quad \text{clips};\Rightarrow 72;x &= 72 \end{align*};| 72 |;{'answer': 72};<b>72</b>;"
+    r"72\mbox{ cm}^2;"
+    "It's 72;-> 72;72 km/h;72 (of all);72 dozen;72mg;72 - so it is;答案是72。;共72个;✅ 72"
+)
+
+
+@pytest.mark.parametrize("text", FORMS)
+def test_a_part_of_something_larger_is_no_number(text: str) -> None:
+    number = FORMS[text] and Fraction(FORMS[text])
+    for whole in (text, rf"\boxed{{{text}}}", f"The answer is ${text}$.", f"**{text}**"):
+        assert parse_number(whole) == number, whole
+
+
+@pytest.mark.parametrize("text", ALONE.split(";"))
+def test_words_units_and_marks_around_a_number_do_not_hide_it(text: str) -> None:
+    assert parse_number(text) == 72
+
+
 def test_numbers_are_exact_fractions() -> None:
     assert parse_number("0.1") == Fraction(1, 10)
     assert parse_number("2 3/8 cups") == Fraction(19, 8)
@@ -189,6 +303,7 @@ def test_the_system_prompt_shows_a_form_that_earns_the_format_reward() -> None:
 
 REPEATED = ["<answer>", "</answer>", "</think>\n<answer>", "9", "1,", "-", "- ", "1/", "1 ", "1 1/"]
 REPEATED += ["1,111,", ".", "1.", "1e", "^{", "= -", " ", r"\frac{1", "\N{MINUS SIGN}", SPACE]
+REPEATED += ["'a", "a-", "=1", "½", r"\text{", "(1, ", r"\a_", "**", "**1", "1 999", "$"]
 REPEATED += [r"\frac", r"\frac1", r"\frac{1,", "1^", "10^{1", "1^{1/", r"-\frac{-1}{-1}", "9^9"]
 LONG = {
     **{text: text * (10**6 // len(text)) for text in REPEATED},

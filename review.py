@@ -133,6 +133,10 @@ RULES = {
     "sampler_drift": (
         "The sampler's log-probabilities are not the trainer's: its weights or programs differ."
     ),
+    "no_accuracy": (
+        "No completion was judged right or wrong, because the first reward function applied to "
+        "none. Check this function and the answers of DATASET."
+    ),
     "all_truncated": (
         "Nearly all completions are cut off before they end. Raise MAX_LENGTH_SAMPLE or, if they "
         "ended at the start of the run, lower LEARNING_RATE."
@@ -176,6 +180,7 @@ def rules_that_hold(history: History) -> list[str]:
         accuracy_rose = (after - before) / max(math.hypot(before_error, error), 1e-9)
         evaluated = evals and evals[-1]["step"] >= last[0]["step"]
         holds |= {
+            "no_accuracy": np.isnan(right) or (evals and np.isnan(after)),
             "all_truncated": mean_over(last, CUT) >= 0.9,
             "entropy_collapsed": (
                 mean_over(last, ENTROPY) < 0.1 * mean_over(first, ENTROPY) and right < 0.7

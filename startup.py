@@ -207,7 +207,10 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
         where = cfg.dataset, cfg.dataset_config, split, cfg.question_column, cfg.answer_column
         examples = [example] if example else data.load_examples(*where)
         prompts = data.build_prompts(examples, tokenizer, system_prompt, tools, model.vocab_size)
-        return data.fit_prompts(prompts, cfg.max_prompt_length, split)
+        prompts = data.fit_prompts(prompts, cfg.max_prompt_length, split)
+        if rewards.reward_correct in functions and not example:
+            stop_if_no_number(cfg.dataset, split, [prompt.columns["answer"] for prompt in prompts])
+        return prompts
 
     train_prompts = prompts_of(cfg.train_split) if cfg.steps else []
     eval_prompts = prompts_of(cfg.eval_split) if cfg.evaluates() else []
@@ -239,6 +242,22 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
         system_prompt=system_prompt,
         environments=environments,
     )
+
+
+def stop_if_no_number(dataset: str, split: str, answers: list[str]) -> None:
+    """Prints how many right answers of a split have no number for reward_correct. Raises
+    UserMistake if none of them has one."""
+    without = [answer for answer in answers if rewards.right_number(answer) is None]
+    if len(without) == len(answers):
+        raise UserMistake(
+            f"DATASET={dataset}: none of the {len(answers)} {split} answers, such as "
+            f"{without[0]!r:.80}, has a number for reward_correct; set ANSWER_COLUMN to a column "
+            "with numbers, or REWARD_FN=my.py:score (a task without REWARD_FN scores its answers)"
+        )
+    if without:
+        share = f"{len(without)} of {len(answers)} {split} answers"
+        why = f"have no number, such as {without[0]!r:.80}: reward_correct leaves them out"
+        print(f"note: {share} {why}", flush=True)
 
 
 def open_model(cfg: Config) -> tuple[Path, Path | None, ModelConfig, Any]:

@@ -102,6 +102,43 @@ def test_a_prompt_too_long_for_the_model_is_one_line_with_the_limit_to_set(tmp_p
     assert "set MAX_PROMPT_LENGTH=" in mistake_of(DATASET=str(file))
 
 
+def with_answers(folder: Path, **answers: list[str]) -> str:
+    """A dataset whose splits have these answers."""
+    for split, texts in answers.items():
+        examples = [{"question": f"{i} + 1?", "answer": text} for i, text in enumerate(texts)]
+        lines = (json.dumps(example) + "\n" for example in examples)
+        (folder / f"{split}.jsonl").write_text("".join(lines))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [["A", "C", "B"], ["yes", "no"], [r"$5\sqrt{7}$", r"2\pi", "3x + 1"], ["72\n#### seventy-two"]],
+)
+def test_answers_without_a_number_are_refused_where_the_reward_needs_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], answers: list[str]
+) -> None:
+    numbers = ["1", "#### 2"]
+    dataset = with_answers(tmp_path, train=numbers, test=answers)
+    words = f"DATASET={dataset}: none of the {len(answers)} test answers, such as {answers[0]!r}, "
+    words += "has a number for reward_correct; set ANSWER_COLUMN to a column with numbers, or "
+    assert words in mistake_of(DATASET=dataset)
+    with_answers(tmp_path, train=answers)
+    assert f"none of the {len(answers)} train answers, such as" in mistake_of(DATASET=dataset)
+    other = {"DATASET": dataset, "REWARD_FN": "reward_format"}
+    assert len(set_up(Config.from_env(other)).train_prompts) == len(answers)
+    alone = set_up(
+        Config.from_env({"DATASET": dataset, "STEPS": "0"}), {"question": "1?"} | {"answer": "A"}
+    )
+    assert len(alone.eval_prompts) == 1
+    capsys.readouterr()
+    with_answers(tmp_path, train=numbers * 2, test=numbers + answers)
+    set_up(Config.from_env({"DATASET": dataset}))
+    (note,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("note"))
+    share = f"{len(answers)} of {len(answers) + 2} test answers have no number, such as "
+    assert note == f"note: {share}{answers[0]!r}: reward_correct leaves them out"
+
+
 def assert_ended(run: Result, words: str, *, leaves: bool = False) -> None:
     """The run has ended with exit code 2 and a line with these words, and left nothing but locks;
     leaves: it has made its files before it could find the mistake."""

@@ -24,7 +24,7 @@ NAN = math.nan
 Values = float | None | Callable[[int], float | None]  # of all steps, or of step i
 
 
-def change(before: float, after: float) -> Values:
+def change(before: float, after: float | None) -> Values:
     """A value for the first ten steps, and another for all later ones."""
     return lambda i: before if i < 10 else after
 
@@ -87,6 +87,10 @@ SICK = [
     ("non_finite_steps", history({NORM: lambda i: None if i == 10 else 0.5})),
     ("non_finite_steps", history({NORM: lambda i: math.inf if i == 15 else 0.5})),
     ("sampler_drift", history({DRIFT: 0.00101})),
+    ("no_accuracy", history({RIGHT: None})),
+    ("no_accuracy", history({RIGHT: change(0.4, None)})),
+    ("no_accuracy", history(FLAT | {RIGHT: NAN}, n=60)),
+    ("no_accuracy", history({}, evals=[(0, 0.4, 0.02), (20, NAN, NAN)])),
     ("all_truncated", history({CUT: 0.9})),
     ("entropy_collapsed", history({ENTROPY: change(1, 0.099), RIGHT: change(0.4, 0.69)})),
     ("no_signal", history({ZERO: 0.98})),
@@ -102,6 +106,8 @@ SICK = [
 WELL = [
     ("non_finite_steps", history({NORM: lambda i: None if i == 9 else 0.5})),
     ("sampler_drift", history({DRIFT: lambda i: 0.00099 if i == 12 else 0.5})),
+    ("no_accuracy", history({RIGHT: lambda i: 0.5 if i == 19 else None})),
+    ("no_accuracy", history({}, evals=[(0, NAN, NAN), (20, 0.6, 0.02)])),
     ("all_truncated", history({CUT: 0.89})),
     ("entropy_collapsed", history({ENTROPY: change(1, 0.101), RIGHT: change(0.4, 0.69)})),
     ("entropy_collapsed", history({ENTROPY: change(1, 0.01), RIGHT: change(0.4, 0.7)})),
@@ -186,13 +192,15 @@ def test_fewer_than_ten_steps_are_only_asked_for_bad_updates_and_a_sampler_that_
 
 
 @pytest.mark.parametrize("missing", [None, NAN], ids=["null", "nan"])
-def test_values_that_are_missing_raise_no_alarm(missing: float | None) -> None:
-    for name in set(HEALTHY) - {LOSS, NORM, TOTAL}:
+def test_values_that_are_missing_raise_no_alarm_but_for_the_accuracy(
+    missing: float | None,
+) -> None:
+    for name in set(HEALTHY) - {LOSS, NORM, TOTAL, RIGHT}:
         assert names(history({name: missing}, n=60, evals=ROSE)) == [], name
     finite = {LOSS: 0.1, NORM: 0.5}  # without these an update was not finite
     values = dict.fromkeys(HEALTHY, missing) | finite
-    assert names(history(values, n=60, evals=[(0, NAN, NAN), (60, NAN, NAN)])) == []
-    assert names(of_steps([{"step": i} | finite for i in range(60)], [])) == []
+    assert names(history(values, n=60, evals=[(0, NAN, NAN), (60, NAN, NAN)])) == ["no_accuracy"]
+    assert names(of_steps([{"step": i} | finite for i in range(60)], [])) == ["no_accuracy"]
 
 
 # ---- Notes while a run goes on -------------------------------------------------------------------

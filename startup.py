@@ -5,9 +5,11 @@ The checks that cost little come first. A user's mistakes are a UserMistake with
 `python startup.py` only joins the processes and prints the devices and versions they see.
 """
 
+import ast
 import dataclasses
 import json
 import math
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -451,10 +453,30 @@ def made_with_of(run: Run) -> dict[str, str]:
         values["the chat template"] = processes.digest(template.encode())
     sources = {"REWARD_FN": entries, "ENVIRONMENT_CLASS": [cfg.environment_class]}
     for setting, named in sources.items():
-        for file in {entry.rpartition(":")[0] for entry in named if ":" in entry}:
-            content = Path(file).read_bytes()
-            values[f"the file of {setting} {Path(file).name}"] = processes.digest(content)
+        mains = [Path(entry.rpartition(":")[0]).resolve() for entry in named if ":" in entry]
+        for main in dict.fromkeys(mains):
+            for file in imported_files(main):
+                name = f"the file of {setting} {os.path.relpath(file, main.parent)}"
+                before = f"{values[name]}," if name in values else ""  # of another folder
+                values[name] = before + processes.digest(file.read_bytes())
     return values
+
+
+def imported_files(main: Path) -> list[Path]:
+    """A user's file, and the files of its folder that it and these import, but for rewards.py of
+    this project."""
+    files = [main]
+    for file in files:  # The list grows.
+        nodes = ast.walk(ast.parse(file.read_bytes()))
+        for node in (each for each in nodes if isinstance(each, ast.Import | ast.ImportFrom)):
+            level, module = getattr(node, "level", 0), getattr(node, "module", None) or ""
+            folder = file.parents[level - 1] if level else main.parent
+            names = [f"{module}.{alias.name}".strip(".").split(".") for alias in node.names]
+            paths = [folder.joinpath(*name[:n]) for name in names for n in range(1, len(name) + 1)]
+            near = [f for path in paths for f in (path.with_suffix(".py"), path / "__init__.py")]
+            known = (*files, REPO / "rewards.py")
+            files += [f for f in dict.fromkeys(near) if f.is_file() and f not in known]
+    return files
 
 
 def digest_of_file(file: Path) -> list[Any]:

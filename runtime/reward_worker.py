@@ -6,24 +6,25 @@ executes this file as its main script. Both sides send JSON through a connection
 """
 
 import contextlib
+import functools
 import importlib.util
 import inspect
 import json
 import os
 import random
+import re
 import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec, PathFinder
 from multiprocessing.connection import Connection, Pipe
 from subprocess import DEVNULL, Popen
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
-
-if __name__ != "__main__":  # As a script this file cannot import its neighbours.
+if __package__:  # As a script this file cannot import its neighbours.
     from runtime.mistakes import UserMistake
 
 LOADING_S = 60.0  # of the first request, beyond its limit, since the user's file may import torch
@@ -37,8 +38,8 @@ class RewardWorker:
 
     Because of the worker a time limit holds on any thread, and a hang or a crash becomes one line.
     The worker is a fresh interpreter: a fork would copy the locks of JAX, and multiprocessing's
-    spawn would import the main script of the trainer. The worker does not use the accelerator. It
-    ends at close(), or when the trainer ends.
+    spawn would import the main script of the trainer. The worker does not use the accelerator. At
+    close(), or when the trainer ends, it ends with its process group: all that it has started.
     """
 
     def __init__(self, file: str, timeout_s: float) -> None:
@@ -53,7 +54,7 @@ class RewardWorker:
                 stdout=2,  # What the user's code prints goes to stderr.
                 env={**os.environ, "JAX_PLATFORMS": "cpu"},
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # so that Ctrl-C reaches the trainer alone
+                start_new_session=True,  # and a new group, so that Ctrl-C reaches the trainer alone
             )
 
     def ask(self, what: str, request: str, *arguments: Any, more_s: float = 0.0) -> Any:
@@ -84,8 +85,10 @@ class RewardWorker:
         return reply["returned"]
 
     def close(self) -> None:
-        """Ends the worker at once, also during a call."""
-        self._process.kill()
+        """Ends the worker and what it has started at once, also during a call."""
+        if self._process.returncode is None:  # else its number may be another's by now
+            with contextlib.suppress(PermissionError):  # on macOS, if all of them have ended
+                os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._connection.close()
 
@@ -123,6 +126,24 @@ def worker_function(worker: RewardWorker, source: str) -> Callable[..., list[flo
 
 # ---- In the reward worker ------------------------------------------------------------------------
 
+MODULE = "REWARD_WORKER_MODULE"  # NAME:FILE of the user's module, a variable of the environment
+# What reward functions get if they name it, because TRL gives it. Nothing is logged.
+OF_TRL = dict.fromkeys(("log_extra", "log_metric"), lambda *_, **__: None) | {"trainer_state": None}
+
+
+class _Finder(NamedTuple):
+    """Lets `import` find the user's file by this name, and its neighbours before other modules."""
+
+    name: str
+    file: str
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if name == self.name:
+            return importlib.util.spec_from_file_location(name, self.file)
+        folder, base = os.path.split(self.file)
+        is_neighbour = path is None and f"{name}.py" != base  # math.py imports Python's math
+        return PathFinder.find_spec(name, [folder, *sys.path]) if is_neighbour else None
+
 
 class _Server:
     """The functions that a request may name. What they return has to be what JSON can hold."""
@@ -134,6 +155,7 @@ class _Server:
         self._environments: dict[int, Any] = {}  # of the last round, by the completion's number
         self._tools: dict[str, dict] = {}  # the class's tools: names, and the schemas of arguments
         self._seeds: list[int] = []  # SEED and the number of the round
+        self._loop: Any = None  # of async functions, whose clients may need the same one each time
 
     def find(self, name: str) -> float:
         """The seconds that each completion adds to the time limit of the function, which are 0 but
@@ -143,21 +165,41 @@ class _Server:
         return getattr(self._module, "SECONDS_FOR_EACH_COMPLETION", 0.0)
 
     def _load(self) -> Any:
-        """The file's module, sys.modules["user_rewards"]."""
+        """The file's module. MODULE tells its name to the processes that it starts by spawn."""
         if self._module is None:
-            sys.path.insert(0, os.path.dirname(self._file))  # It imports its neighbours.
-            spec = importlib.util.spec_from_file_location("user_rewards", self._file)
-            self._module = sys.modules["user_rewards"] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(self._module)
+            name = os.path.basename(self._file).removesuffix(".py").replace(".", "_")
+            known = importlib.util.find_spec(name)
+            if known and known.origin != self._file:  # another module has this name
+                name = f"user_{name}"
+            os.environ[MODULE] = f"{name}:{self._file}"
+            sys.meta_path.insert(0, _Finder(name, self._file))
+            self._module = importlib.import_module(name)
         return self._module
 
     def call(self, name: str, completions: list[str], columns: dict[str, list]) -> Any:
-        """Calls a reward function. The numbers in the column `environments` become the objects;
+        """Calls a reward function as TRL does, by the names of the arguments; one without the name
+        `completions` gets them first. The numbers in the column `environments` become the objects;
         functions in other files than that of the class do not get this column."""
         numbers = columns.pop("environments", None)
         if numbers and self._class:
             columns["environments"] = [self._environments[n] for n in numbers]
-        return getattr(self._module, name)(completions, **columns)
+        function = getattr(self._module, name)
+        parameters = inspect.signature(function).parameters
+        named = {"completions": completions, **columns}
+        if "prompts" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            named["prompts"] = columns.get("question")
+        named |= {name: value for name, value in OF_TRL.items() if name in parameters}
+        try:
+            inspect.signature(function).bind(**named)
+        except TypeError:  # such as that of score(texts, **columns)
+            function = functools.partial(function, named.pop("completions"))
+        returned = function(**named)
+        if inspect.iscoroutine(returned):
+            import asyncio  # slow to import, as NumPy, which processes by spawn need not wait for
+
+            self._loop = self._loop or asyncio.new_event_loop()
+            returned = self._loop.run_until_complete(returned)
+        return returned
 
     def open(self, name: str) -> str:
         """Checks the class of the environments. Returns its tools as chat templates take them, and
@@ -240,6 +282,8 @@ class _Server:
 
     def _seed(self, *numbers: int) -> None:
         """Seeds the global random generators of Python and NumPy."""
+        import numpy as np
+
         random.seed(str([*self._seeds, *numbers]))
         np.random.seed([*self._seeds, *numbers])
 
@@ -270,24 +314,30 @@ def _serve(connection: Connection, trainer: int, file: str) -> None:
     """Answers requests until the trainer, the process of this number, ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The trainer handles Ctrl-C.
     threading.Thread(target=_end_with, args=[trainer], daemon=True).start()
+    # The trainer sees that the worker has died only if no child of it has the connection open.
+    os.register_at_fork(after_in_child=connection.close)
     server = _Server(file)
     with contextlib.suppress(EOFError, OSError):  # The trainer has ended.
         while True:
             name, *arguments = json.loads(connection.recv_bytes())
             connection.send_bytes(_reply(getattr(server, name), arguments, file).encode())
+    if os.getpid() == os.getpgrp():  # What the user's code has to do at exit gets a second.
+        Popen(["sh", "-c", "sleep 1; kill -9 0"], stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL)
 
 
 def _end_with(trainer: int) -> None:
-    """Ends this process within a second after the trainer, also during a call."""
+    """Ends this process and its group within a second after the trainer, also during a call."""
     while os.getppid() == trainer:
         time.sleep(1)
-    os._exit(1)
+    os.killpg(0, signal.SIGKILL)
 
 
 def _reply(request: Callable, arguments: list, file: str) -> str:
     try:
         return json.dumps({"returned": request(*arguments)}, default=_plain)
     except (Exception, SystemExit) as error:  # The user's code may raise anything.
+        if os.getpid() != os.getpgrp():  # A child by os.fork ends as it would anywhere.
+            raise
         return json.dumps({"error": "raised " + _as_raised(error, file)})
 
 
@@ -300,10 +350,14 @@ def _as_raised(error: BaseException, file: str) -> str:
     """Returns the type of the exception, its message, and the last line of `file` that raised."""
     frames = traceback.extract_tb(error.__traceback__)
     at = [f" ({os.path.basename(file)}:{f.lineno})" for f in frames if f.filename == file]
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}{''.join(at[-1:])}"
+    text = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}{''.join(at[-1:])}"
+    is_chat = re.search("string ind(ices must|ex out)|'str' object has no attribute 'get'", text)
+    return text + "; completions are texts, not messages, and so are prompts" * bool(is_chat)
 
 
 if __name__ == "__main__":
     # The user's file may import rewards.py. Python has put runtime/ here, the folder of this file.
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     _serve(Connection(int(sys.argv[1])), int(sys.argv[2]), sys.argv[3])
+elif __name__ == "__mp_main__":  # in a process that the user's code has started by spawn
+    sys.meta_path.insert(0, _Finder(*os.environ[MODULE].split(":", 1)))

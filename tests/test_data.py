@@ -592,7 +592,7 @@ def test_prompts_that_are_too_long_are_skipped(capsys: pytest.CaptureFixture) ->
     refused(lambda: fit_prompts(prompts, 2, "test"), told)
 
 
-@pytest.mark.parametrize("name", ["completions", "completion_ids"])
+@pytest.mark.parametrize("name", ["prompts", "completions", "completion_ids"])
 def test_every_example_has_every_column_and_none_that_rewards_are_given(
     tmp_path: Path, name: str
 ) -> None:

@@ -1,5 +1,6 @@
 """runtime/resume.py: whose a folder is, which checkpoint a run begins with, what it refuses."""
 
+import dataclasses
 import re
 import shutil
 from pathlib import Path
@@ -19,9 +20,11 @@ from runs import (
 )
 
 from config import Config
+from rollout import Run
 from runtime.checkpoint import Checkpoints, names_of
 from runtime.mistakes import UserMistake
 from runtime.parsing import REPO
+from runtime.processes import digest
 from runtime.resume import (
     Progress,
     begin,
@@ -31,7 +34,7 @@ from runtime.resume import (
     what_changed,
     write_run,
 )
-from startup import made_with_of, set_up
+from startup import imported_files, made_with_of, set_up
 from update import TrainState
 
 # ---- Whose a folder is ---------------------------------------------------------------------------
@@ -239,6 +242,67 @@ def test_a_run_with_a_reference_must_find_the_same_weights_in_its_model(
     told = what_changed({"made_with": found[0]}, found[1], "step 1")
     assert told.startswith("step 1 was made with other settings or files: the model's weights was ")
     assert ";" not in told
+
+
+REWARD = "def {}(completions, **columns):\n{}    return [0.0] * len(completions)\n"
+USER_FILES = {  # and by which name a change in the file is noticed
+    "math/reward.py": ("import helper\n" + REWARD.format("right", ""), "reward.py"),
+    "math/helper.py": ("import reward\n", "helper.py"),
+    "math/unused.py": ("", ""),
+    "form/reward.py": (REWARD.format("brief", "    from pkg import x, grade\n"), "reward.py"),
+    "form/pkg/__init__.py": ("x = 0\n", "pkg/__init__.py"),
+    "form/pkg/grade.py": ("from . import words\nfrom .rules import *\n", "pkg/grade.py"),
+    "form/pkg/words.py": ("import numpy, top.near\n", "pkg/words.py"),
+    "form/pkg/rules.py": ("", "pkg/rules.py"),
+    "form/top/near.py": ("", "top/near.py"),  # a folder without __init__.py
+    "form/words.py": ("", ""),
+}
+
+
+@pytest.fixture(scope="module")
+def of_two_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
+    """The folder of USER_FILES, and a run with the rewards of the two files reward.py."""
+    folder = tmp_path_factory.mktemp("rewards")
+    for name, (text, _) in USER_FILES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    named = f"{folder}/math/reward.py:right,{folder}/form/reward.py:brief"
+    env = SMALL | {"DATASET": str(few_examples()), "REWARD_FN": named}
+    return folder, set_up(Config.from_env(env))
+
+
+@pytest.mark.parametrize("name", USER_FILES)
+def test_a_change_in_a_user_s_file_or_in_one_that_it_imports_is_noticed_by_name(
+    of_two_files: tuple[Path, Run], name: str
+) -> None:
+    (folder, run), (text, noticed) = of_two_files, USER_FILES[name]
+    before = made_with_of(run)
+    (folder / name).write_text(text + "# changed\n")
+    after = made_with_of(run)
+    (folder / name).write_text(text)
+    changed = {n for n in before | after if before.get(n) != after.get(n)}
+    assert changed == ({f"the file of REWARD_FN {noticed}"} if noticed else set())
+    assert made_with_of(run) == before
+
+
+def test_two_files_of_one_name_have_a_digest_each_and_their_folders_may_move(
+    of_two_files: tuple[Path, Run], tmp_path: Path
+) -> None:
+    folder, run = of_two_files
+    shutil.copytree(folder, tmp_path / "moved")
+    named = run.cfg.reward_fn.replace(str(folder), f"{tmp_path}/moved")
+    moved = dataclasses.replace(run, cfg=dataclasses.replace(run.cfg, reward_fn=named))
+    digests = [digest((folder / f"{name}/reward.py").read_bytes()) for name in ("math", "form")]
+    assert made_with_of(moved) == made_with_of(run)
+    assert made_with_of(run)["the file of REWARD_FN reward.py"] == ",".join(digests)
+    played = f"{folder}/form/reward.py:Game"
+    game = dataclasses.replace(run, cfg=dataclasses.replace(run.cfg, environment_class=played))
+    assert "the file of ENVIRONMENT_CLASS pkg/rules.py" in made_with_of(game)
+
+
+def test_our_rewards_py_is_no_file_of_the_user() -> None:
+    files = imported_files(REPO / "startup.py")
+    assert REPO / "data.py" in files and REPO / "rewards.py" not in files
 
 
 # ---- Going on ------------------------------------------------------------------------------------

@@ -245,3 +245,207 @@ def test_the_worker_ends_after_its_parent_died_in_a_call(folder: Path) -> None:
     env = os.environ | {"PYTHONPATH": str(TOP)}
     done = subprocess.run(command, env=env, stderr=subprocess.PIPE, timeout=20)  # until both end
     assert (done.returncode, done.stderr) == (3, b"")
+
+
+# ---- What the function is called with ------------------------------------------------------------
+
+SIGNATURES = """
+import asyncio
+import functools
+def wrapped(function):
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        return function(*args, **kwargs)
+    return wrapper
+def bare(function):
+    return lambda *args, **kwargs: function(*args, **kwargs)
+def documented(prompts, completions, answer, **kwargs):
+    return [len(p) + float(c == a) for p, c, a in zip(prompts, completions, answer)]
+def by_keyword(*, completions, completion_ids, **kwargs):
+    return [len(ids) for ids in completion_ids]
+def ids_alone(completion_ids, **kwargs):
+    return [len(ids) + float(c) for ids, c in zip(completion_ids, kwargs["completions"])]
+def everything(**kwargs):
+    assert sorted(kwargs) == ["answer", "completion_ids", "completions", "prompts", "question"]
+    return [len(p) + float(c) for p, c in zip(kwargs["prompts"], kwargs["completions"])]
+def logs(completions, trainer_state, log_extra, log_metric, **kwargs):
+    log_extra("text", completions)
+    log_extra(column="text", values=completions)
+    log_metric(name="mean", value=1.0)
+    return [trainer_state] * 2
+loops = []
+async def judge(prompts, completions, **kwargs):
+    loops.append(asyncio.get_running_loop())
+    await asyncio.sleep(0)
+    return [len(p) + float(loops[0] is loops[-1]) for p in prompts]
+class Scorer:
+    def __call__(self, completions, prompts, **kwargs):
+        return [len(p) for p in prompts]
+scorer = Scorer()
+wrapped_one = wrapped(documented)
+bare_one = bare(documented)
+def positional(texts, **columns):
+    return [float(t) + len(p) for t, p in zip(texts, columns["prompts"])]
+def positional_only(completions, /, answer, **columns):
+    return [float(t) + float(a) for t, a in zip(completions, answer)]
+wrapped_positional = wrapped(positional)
+def every_column(completions, question, answer, completion_ids):
+    return [float(t) for t in completions]
+"""
+SIGNATURE_REWARDS = {  # of the completions "4" and "5"
+    "documented": [5.0, 6.0],
+    "by_keyword": [1.0, 2.0],
+    "ids_alone": [5.0, 7.0],
+    "everything": [8.0, 11.0],
+    "logs": [None, None],
+    "judge": [5.0, 7.0],
+    "scorer": [4.0, 6.0],
+    "wrapped_one": [5.0, 6.0],
+    "bare_one": [5.0, 6.0],
+    "positional": [8.0, 11.0],
+    "positional_only": [8.0, 12.0],
+    "wrapped_positional": [8.0, 11.0],
+    "every_column": [4.0, 5.0],
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURE_REWARDS)
+def test_a_function_gets_trl_s_arguments_by_name_and_else_the_completions_first(
+    tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "mine.py").write_text(SIGNATURES)
+    columns = {
+        "question": ["2+2?", "10-5=?"],
+        "answer": ["4", "7"],
+        "completion_ids": [[4], [5, 6]],
+    }
+    with worker(tmp_path, name) as function:
+        for _ in range(2):
+            assert function(["4", "5"], **columns) == SIGNATURE_REWARDS[name]
+
+
+@pytest.mark.parametrize(
+    "text, completion",
+    [
+        ("[completion[0]['content'] for completion in completions]", "4"),
+        ("[completion[-1]['content'] for completion in completions]", ""),
+        ("[completion.get('content') for completion in completions]", "4"),
+        ("[prompt[-1]['content'] for prompt in prompts]", "4"),
+    ],
+)
+def test_one_that_reads_messages_is_told_that_completions_are_texts(tmp_path, text, completion):
+    (tmp_path / "mine.py").write_text(f"def chat(prompts, completions, **_):\n    return {text}\n")
+    told = r"^REWARD_FN .*mine.py:chat raised .*\(mine.py:2\); completions are texts, not messages"
+    with worker(tmp_path, "chat") as function, pytest.raises(UserMistake, match=told) as caught:
+        function([completion], question=["2+2?"])
+    assert "\n" not in str(caught.value)
+
+
+# ---- What the function starts --------------------------------------------------------------------
+
+PROCESSES = """
+import multiprocessing
+import os
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+def same(text):
+    from neighbour import SAME
+    return float(text) * SAME
+def pool(completions, method, **columns):
+    context = multiprocessing.get_context(method[0])
+    with context.Pool(1) as pool, ProcessPoolExecutor(1, context) as executor:
+        return pool.map(same, completions[:1]) + list(executor.map(same, completions[1:]))
+def exits(completions, **columns):
+    codes = []
+    for text in completions:
+        child = os.fork()
+        if child == 0:
+            sys.exit(int(text))
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    return codes
+def leaves_a_child(completions, **columns):
+    multiprocessing.get_context("fork").Process(target=time.sleep, args=[600]).start()
+    os._exit(7)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_processes_of_each_kind_import_the_file_and_its_neighbours(tmp_path, method) -> None:
+    (tmp_path / "mine.py").write_text(PROCESSES)
+    (tmp_path / "neighbour.py").write_text("SAME = 2.0\n")
+    with worker(tmp_path, "pool") as function:
+        assert function(["3", "4"], method=[method]) == [6.0, 8.0]
+
+
+# A file's name, that of its module, and what it finds in the other module of its name.
+NAMES = {
+    "mine": ("mine", "pool"),
+    "reward.v2": ("reward_v2", ""),
+    "math": ("user_math", "sqrt"),
+    "random": ("user_random", "Random"),
+    "rewards": ("user_rewards", "extract_answer"),
+    "numpy": ("user_numpy", "ndarray"),
+}
+
+
+@pytest.mark.parametrize("stem", NAMES)
+def test_a_file_has_its_own_name_and_hides_no_other_module(tmp_path: Path, stem: str) -> None:
+    name, attribute = NAMES[stem]
+    also = f"    import {stem} as other\n    other.{attribute}\n" * bool(attribute)
+    text = PROCESSES.replace("    from neighbour import SAME\n", f"    SAME = __name__\n{also}")
+    text = text.replace("float(text) * SAME", f"float(SAME == {name!r})")
+    (tmp_path / f"{stem}.py").write_text(text)
+    source = f"{tmp_path}/{stem}.py:pool"
+    with closing(worker_of("REWARD_FN", source, 30, {})) as process:
+        function = worker_function(process, source)
+        assert function(["1", "1"], method=["fork"]) == [1.0, 1.0]
+        assert function(["1", "1"], method=["spawn"]) == [1.0, 1.0]
+
+
+def test_a_child_by_os_fork_ends_with_its_own_exit_code_and_answers_nobody(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(PROCESSES)
+    with worker(tmp_path, "exits") as function:
+        assert [function(["3", "0"]), function(["5"])] == [[3, 0], [5]]
+
+
+def test_a_worker_that_dies_is_noticed_while_a_child_of_it_lives(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(PROCESSES)
+    with worker(tmp_path, "leaves_a_child", timeout_s=5) as function:
+        with pytest.raises(UserMistake, match="died: its process ended with exit code 7$"):
+            function(["1"])
+
+
+STARTS = """
+import os
+import subprocess
+import time
+log = open("log", "w")
+def start(completions, **columns):
+    log.write("started")
+    subprocess.Popen(["sh", "-c", "trap '' TERM; sleep 600"])
+    if os.fork() == 0:
+        time.sleep(600)
+    return [1.0]
+"""
+
+
+@pytest.mark.parametrize("end", ["", "worker.close()", "os.kill(os.getpid(), 9)"])
+def test_what_a_function_has_started_ends_with_the_trainer_or_at_close(
+    tmp_path: Path, end: str
+) -> None:
+    (tmp_path / "mine.py").write_text(STARTS)
+    script = f"""
+    import os
+    from runtime.reward_worker import worker_function, worker_of
+    worker = worker_of("REWARD_FN", "mine.py:start", 9.0, {{}})
+    worker_function(worker, "mine.py:start")(["1"])
+    {end}
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    env = os.environ | {"PYTHONPATH": str(TOP)}
+    # Until all processes that may write to its stderr have ended.
+    done = subprocess.run(command, cwd=tmp_path, env=env, stderr=subprocess.PIPE, timeout=10)
+    assert done.stderr == b""
+    if not end:  # The worker itself has ended as Python ends.
+        assert (tmp_path / "log").read_text() == "started"

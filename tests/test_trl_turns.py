@@ -1,5 +1,5 @@
-"""Claims that environments for TRL's GRPOTrainer run here unchanged, and about the chat template
-docs/qwen3_turns.jinja, which TRL's copies of Qwen3's templates check.
+"""Claims that environments and rewards for TRL's GRPOTrainer run here unchanged, and about the chat
+template docs/qwen3_turns.jinja, which TRL's copies of Qwen3's templates check.
 
 Both trainers begin a step with their own code. Only what the model draws is given: for each of K
 completions of one question the text of each turn, behind which stands a stop token.
@@ -92,9 +92,10 @@ def model_that_says(texts: list[list[str]]) -> Any:
 
 
 def in_trl(
-    environment: type, reward: Any, columns: dict[str, Any], texts: list[list[str]], folder: Path
+    environment: type | None, reward: Any, columns: dict[str, Any], texts: list, folder: Path
 ) -> list[Episode]:
-    """Takes a step of TRL's trainer. columns: of the example. texts: see model_that_says."""
+    """Takes a step of TRL's trainer. columns: of the example. texts: see model_that_says. Without
+    an environment the prompt is the question, as a text."""
     kept: dict[str, Any] = {}
 
     class Trainer(trl.GRPOTrainer):
@@ -124,11 +125,14 @@ def in_trl(
         model_that_says(texts),
         reward,
         args=args,
-        train_dataset=datasets.Dataset.from_list([{"prompt": messages, **columns}]),
+        train_dataset=datasets.Dataset.from_list(
+            [{"prompt": messages if environment else columns["question"], **columns}]
+        ),
         processing_class=tokenizer(),
         environment_factory=environment,
     ).train()
     prompts, ids, drawn, *_ = kept["generated"]
+    drawn = drawn if environment else [[1] * len(each) for each in ids]
     return [episode(*of) for of in zip(prompts, ids, drawn, kept["rewards"][:, -1], strict=True)]
 
 
@@ -287,6 +291,36 @@ def test_wrong_calls_end_as_in_trl_but_those_that_are_no_call_are_answered_and_e
         assert their.parts == [turn + STOP, *answered]
         assert our.parts == [turn + STOP, answers(f"error: {error}"), "Oh." + STOP]
         assert our.prompt == their.prompt and our.reward == their.reward == 0
+
+
+# ---- The same reward in both ---------------------------------------------------------------------
+
+REWARDS = """
+def score(prompts, completions, completion_ids, answer, trainer_state, log_extra, log_metric, **_):
+    log_extra("length", [len(completion) for completion in completions])
+    log_metric("count", float(len(completions)))
+    return [
+        100 * len(prompt) + 10 * len(completion) + len(ids) + float(right in completion)
+        for prompt, completion, ids, right in zip(prompts, completions, completion_ids, answer)
+    ]
+async def judge(completions, **everything):
+    named = {**dict.fromkeys(["trainer_state", "log_extra", "log_metric"], print), **everything}
+    return score(completions=completions, **named)
+"""
+
+
+@pytest.mark.parametrize("name", ["score", "judge"])
+def test_a_reward_function_gets_the_arguments_that_it_gets_in_trl(
+    tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "mine.py").write_text(REWARDS)
+    exec(REWARDS, scope := {})
+    columns, texts = {"question": "What is 2+2?", "answer": "4"}, [["It is 4."], ["Five?"]] * 4
+    theirs = in_trl(None, scope[name], columns, texts, tmp_path)
+    ours = here("", f"{tmp_path}/mine.py:{name}", columns, texts, tmp_path)
+    tokens = [len(tokenizer()(text + STOP)["input_ids"]) for (text,) in texts]
+    expected = [1200 + 80 + tokens[0] + 1, 1200 + 50 + tokens[1]] * 4
+    assert [each.reward for each in ours] == [each.reward for each in theirs] == expected
 
 
 # ---- The chat template ---------------------------------------------------------------------------

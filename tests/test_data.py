@@ -278,7 +278,7 @@ def test_what_json_holds_reaches_a_reward_function_of_a_file_unchanged(tmp_path:
     (example,) = load_examples(str(file), "", "train")
     assert {name: example[name] for name in columns} == columns
     given = {name: [value] for name, value in example.items()}
-    source = f"def same(completions, **columns): return [float(columns == {given!r})]"
+    source = f"def same(prompts, completions, **columns): return [float(columns == {given!r})]"
     (tmp_path / "mine.py").write_text(source)
     source = f"{tmp_path / 'mine.py'}:same"
     with closing(worker_of("REWARD_FN", source, 10, {})) as worker:

@@ -551,6 +551,7 @@ def kept(completions, **columns):
     assert completions == [last.removesuffix("<|im_end|>"), "40"]
     drawn = [[token for text in of_one for token in ids_of(text)] for of_one in turns]
     assert columns == {
+        "prompts": ["Guess."] * 2,
         "question": ["Guess."] * 2,
         "answer": ["#### 33"] * 2,
         "completion_ids": drawn,

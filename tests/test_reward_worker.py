@@ -424,25 +424,36 @@ log = open("log", "w")
 def start(completions, **columns):
     log.write("started")
     subprocess.Popen(["sh", "-c", "trap '' TERM; sleep 600"])
-    if os.fork() == 0:
+    if os.fork() == 0 or completions == ["hang"]:
         time.sleep(600)
     return [1.0]
 """
+IN_A_CALL = """
+threading.Thread(target=function, args=[["hang"]]).start()
+time.sleep(0.3)
+os.kill(os.getpid(), 9)
+"""
 
 
-@pytest.mark.parametrize("end", ["", "worker.close()", "os.kill(os.getpid(), 9)"])
+@pytest.mark.parametrize(
+    "end",
+    ["", "worker.close()", "os.kill(os.getpid(), 9)", IN_A_CALL],
+    ids=["end", "close", "kill", "kill in a call"],
+)
 def test_what_a_function_has_started_ends_with_the_trainer_or_at_close(
     tmp_path: Path, end: str
 ) -> None:
     (tmp_path / "mine.py").write_text(STARTS)
-    script = f"""
+    script = """
     import os
+    import threading
+    import time
     from runtime.reward_worker import worker_function, worker_of
-    worker = worker_of("REWARD_FN", "mine.py:start", 9.0, {{}})
-    worker_function(worker, "mine.py:start")(["1"])
-    {end}
+    worker = worker_of("REWARD_FN", "mine.py:start", 9.0, {})
+    function = worker_function(worker, "mine.py:start")
+    function(["1"])
     """
-    command = [sys.executable, "-c", textwrap.dedent(script)]
+    command = [sys.executable, "-c", textwrap.dedent(script) + end]
     env = os.environ | {"PYTHONPATH": str(TOP)}
     # Until all processes that may write to its stderr have ended.
     done = subprocess.run(command, cwd=tmp_path, env=env, stderr=subprocess.PIPE, timeout=10)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 REPO = Path(__file__).resolve().parents[2]
-REWARDS_PAGE = "docs/rewards_and_data.md"
+TASKS = "docs/tasks.md"
 
 
 class Edit(NamedTuple):
@@ -95,8 +95,7 @@ DR_GRPO = Drill(
 COUNTDOWN = Drill(
     "another task: countdown",
     lines=60,
-    # The second program of the page.
-    edits=(Edit("countdown.py", "", read(REWARDS_PAGE).split("```python\n")[2].split("```")[0]),),
+    edits=(Edit("countdown.py", "", read(TASKS).split("```python\n")[1].split("```")[0]),),
 )
 SCHEDULE = Drill(
     "a schedule of the learning rate",

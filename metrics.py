@@ -98,8 +98,9 @@ class Step(NamedTuple):
 
 
 def what_is_not_finite(metrics: dict[str, float]) -> str:
-    """The loss or the gradient's norm, with its value, if it is not finite; else ""."""
-    wrong = [name for name in ("loss", "grad_norm") if not math.isfinite(metrics[name])]
+    """The loss or a norm of the update, with its value, if it is not finite; else ""."""
+    names = ("loss", "grad_norm", "param_norm")
+    wrong = [name for name in names if not math.isfinite(metrics[name])]
     return f"{wrong[0]} is {metrics[wrong[0]]}" if wrong else ""
 
 

@@ -90,6 +90,7 @@ def shorten(text: str) -> str:
 WINDOW = 10  # The rules look at so many steps at the start and at the end of a run.
 HEALTHY, NONE_YET = "verdict: no sign of trouble", "verdict: none yet"
 LOSS, NORM, ENTROPY = "train-other/loss", "train-other/grad_norm", "train-other/entropy"
+OF_UPDATES = (LOSS, NORM, "train-other/param_norm")  # null for an update that is not finite
 TOTAL, ACCURACY = "train-reward/total/mean", "train-reward/accuracy"
 ZERO, CUT = "train-reward/advantage/zero_frac", "train-seq_len/completion/hit_max_frac"
 DRIFT = "train-other/sampling_logp_difference/mean"
@@ -171,7 +172,7 @@ def rules_that_hold(history: History) -> list[str]:
     first, last = steps[:WINDOW], steps[-WINDOW:]
     drift, level = values_of(last, DRIFT), history.settings.get("derived.drift_level", math.inf)
     holds = {
-        "non_finite_steps": not np.isfinite([values_of(last, x) for x in (LOSS, NORM)]).all(),
+        "non_finite_steps": not np.isfinite([values_of(last, x) for x in OF_UPDATES]).all(),
         "sampler_drift": min(drift[~np.isnan(drift)], default=0) > level,
     }
     if len(steps) >= WINDOW:

@@ -241,7 +241,7 @@ def update_policy(
 ) -> tuple[TrainState, dict[str, float]]:
     """The updates of a step: the state and the metrics.
 
-    An update whose loss or gradient is not finite leaves the state as it is, and is the last one.
+    An update that is not finite leaves the state as it is, and is the last one.
     """
     updates = []
     epochs = [groups_of_mini_batches(run, step, epoch) for epoch in range(run.cfg.ppo_epochs)]
@@ -271,12 +271,10 @@ def one_update(
 ) -> tuple[TrainState, dict[str, float]]:
     """The state after one optimizer step on the gradient of the mini-batch, and the metrics."""
     grads, metrics = sum_of_gradients(run, on_base(run.base, state.params), mini_batch)
-    loss = np.float32(metrics["loss"])
+    how = {"optimizer": run.optimizer, "model": run.model}
     with program("optimizer_step"):
-        state, norm = optimizer_step(
-            state, grads, np.float32(lr), loss, optimizer=run.optimizer, model=run.model
-        )
-        return state, metrics | {"grad_norm": float(norm)}
+        state, norms = optimizer_step(state, grads, np.float32(lr), metrics["loss"], **how)
+        return state, metrics | norms
 
 
 @program("micro_step", MICRO_SIZES)

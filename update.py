@@ -1,4 +1,4 @@
-"""The training state and the jitted programs of an update: micro_step adds the gradient of one
+"""The training state and the programs of an update: micro_step adds the gradient of one
 micro-batch, optimizer_step applies the sum.
 
 Dimensions as in runtime/packing.py: X packed rows of a micro-batch, each with S places for prompts,
@@ -222,29 +222,48 @@ def abstract_state(model: ModelConfig, mesh: Mesh, optimizer: Optimizer) -> Trai
     return TrainState(params=params, opt_state=opt_state)
 
 
-@functools.partial(jax.jit, static_argnames=("optimizer", "model"), donate_argnames=("state",))
-def optimizer_step(
-    state: TrainState,
-    grads: Params,
-    lr: jax.Array,
-    loss: jax.Array,
-    *,
-    optimizer: Optimizer,
-    model: ModelConfig,
-) -> tuple[TrainState, jax.Array]:
-    """The state after an update with these summed gradients, and their norm before clipping.
-
-    If the norm or the loss of the update is not finite, the state stays as it is, to the bit.
-    """
+def next_state(
+    state: TrainState, grads: Params, lr: jax.Array, optimizer: Optimizer, model: ModelConfig
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """The state after an update with these summed gradients, and the global norms of the gradients
+    before clipping and of the new weights."""
     norm = optax.tree.norm(grads)
     if optimizer.clip_norm > 0:
         factor = jnp.minimum(1.0, optimizer.clip_norm / (norm + 1e-6))  # as torch and TRL
         grads = jax.tree.map(lambda g: g * factor, grads)
     updates, opt_state = transform(optimizer, model).update(grads, state.opt_state, state.params)
     params = jax.tree.map(lambda p, u: p - lr * u, state.params, updates)
-    updated = TrainState(params=params, opt_state=opt_state)
-    finite = jnp.isfinite(norm) & jnp.isfinite(loss)
-    return jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state), norm
+    norms = {"grad_norm": norm, "param_norm": optax.tree.norm(params)}
+    return TrainState(params=params, opt_state=opt_state), norms
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def compute_norms(*arguments: Any) -> dict[str, jax.Array]:
+    """The norms of next_state. A program that also gave the state would keep both weights."""
+    return next_state(*arguments)[1]
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4), donate_argnums=0)
+def apply_update(*arguments: Any) -> TrainState:
+    """The state of next_state, in the memory of the old one."""
+    return next_state(*arguments)[0]
+
+
+def optimizer_step(
+    state: TrainState,
+    grads: Params,
+    lr: np.float32,
+    loss: float,
+    *,
+    optimizer: Optimizer,
+    model: ModelConfig,
+) -> tuple[TrainState, dict[str, float]]:
+    """What next_state gives. If a norm or the loss is not finite, the state stays as it is, to the
+    bit; else it gives its memory to the new one."""
+    arguments = state, grads, lr, optimizer, model
+    norms = {name: float(norm) for name, norm in compute_norms(*arguments).items()}
+    is_finite = all(map(math.isfinite, (loss, *norms.values())))
+    return apply_update(*arguments) if is_finite else state, norms
 
 
 def learning_rate(

@@ -3,6 +3,7 @@
 The reference of the optimizer is its formula in float64 numpy.
 """
 
+import dataclasses
 import math
 
 import jax
@@ -13,12 +14,21 @@ from small_model import QWEN2 as MODEL
 from small_model import assert_close, laid_out, same_shardings, shardings, weights
 from small_model import train_layout as layout
 
-from models.model import Compute, Params, param_shardings
+from models.model import (
+    Compute,
+    Lora,
+    ModelConfig,
+    Params,
+    init_params,
+    param_shardings,
+    trained,
+)
 from sampling import sync_weights
 from update import Optimizer, init_state, learning_rate, optimizer_step
 
 SGD = Optimizer("sgd", weight_decay=0.1, clip_norm=0.5)
 ADAMW = Optimizer("adamw", weight_decay=0.1, clip_norm=0.5)
+ADAPTED = dataclasses.replace(MODEL, lora=Lora(4, 6.0, ("q_proj", "down_proj")))
 FLOAT32, ZERO = jnp.dtype("float32"), np.float32(0)
 
 # 1 for each array that decays, in the order: embed, attn_norm, wq wk wv wo, bq bk bv, mlp_norm,
@@ -65,13 +75,15 @@ def test_three_updates_follow_the_formulas(optimizer: Optimizer) -> None:
     state = init_state(laid_out(mesh), optimizer=optimizer, model=MODEL)
     for t, grad in enumerate(grads, start=1):
         norm = math.sqrt(sum((g**2).sum() for g in jax.tree.leaves(grad)))
-        state, logged = optimizer_step(
+        state, norms = optimizer_step(
             state, laid_out(mesh, grad), np.float32(0.1 * t), ZERO, optimizer=optimizer, model=MODEL
         )
-        assert float(logged) == pytest.approx(norm, rel=1e-5), "the norm before clipping"
+        assert norms["grad_norm"] == pytest.approx(norm, rel=1e-5), "before clipping"
     name, decay, clip = optimizer
     expected = numpy_optimizer(name, grads, weights(), decay, clip)
     assert_close(state.params, expected, 2e-5 if clip else 2e-4)
+    norm = math.sqrt(sum((x**2).sum() for x in jax.tree.leaves(expected)))
+    assert norms["param_norm"] == pytest.approx(norm, rel=1e-4), "of the new weights"
 
 
 def test_the_arrays_of_the_optimizer_are_sharded_like_the_parameters() -> None:
@@ -132,15 +144,51 @@ def test_synced_weights_are_rounded_and_laid_out_for_the_rollout(target: tuple) 
     assert {x.dtype for x in jax.tree.leaves(params)} == {FLOAT32}
 
 
+def update(
+    optimizer: Optimizer,
+    lr: float,
+    loss: float = 1.0,
+    grad: float = 1.0,
+    model: ModelConfig = MODEL,
+) -> tuple[bool, dict[str, float]]:
+    """Whether an update has left the state unchanged to the bit, and the norms that it gives.
+
+    grad: that of a single number of the first array.
+    """
+    params = trained(init_params(model, jax.random.key(0)))
+    params = jax.device_put(params, trained(param_shardings(model, layout(1, 1, 1).mesh)))
+    (first, *others), tree = jax.tree.flatten(jax.tree.map(jnp.ones_like, params))
+    grads = tree.unflatten([first.at[(0,) * first.ndim].set(grad), *others])
+    settings = {"optimizer": optimizer, "model": model}
+    before = init_state(params, **settings)
+    kept = jax.tree.map(np.array, before)  # optimizer_step reuses the memory of the state
+    after, norms = optimizer_step(before, grads, np.float32(lr), np.float32(loss), **settings)
+    pairs = zip(jax.tree.leaves(kept), jax.tree.leaves(after), strict=True)
+    unchanged = all(a.tobytes() == np.asarray(b).tobytes() for a, b in pairs)
+    return unchanged, norms
+
+
 @pytest.mark.parametrize("grad, loss", [(np.nan, 1.0), (np.inf, 1.0), (1.0, np.nan)])
 def test_an_update_that_is_not_finite_leaves_the_state_unchanged_to_the_bit(
     grad: float, loss: float
 ) -> None:
-    params, grads = (laid_out(layout(1, 1, 1).mesh) for _ in range(2))
-    grads = grads.replace(embed=grads.embed.at[0, 0].set(grad))
-    settings = {"optimizer": ADAMW, "model": MODEL}
-    before = init_state(params, **settings)
-    kept = jax.tree.map(np.array, before)  # optimizer_step reuses the memory of the state
-    after = optimizer_step(before, grads, np.float32(0.1), np.float32(loss), **settings)[0]
-    for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(after), strict=True):
-        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    assert update(ADAMW, 0.1, loss, grad)[0]
+
+
+@pytest.mark.parametrize(
+    "optimizer, lr, grad",
+    [
+        # The learning rate 1e39 is infinite in float32.
+        *[(Optimizer(name), np.inf, 1.0) for name in ("adamw", "lion", "sgd")],
+        (Optimizer("sgd", clip_norm=0), 1e30, 1e10),
+        *[(Optimizer(name, weight_decay=1e30), 1e10, 1.0) for name in ("adamw", "lion")],
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("model", [MODEL, ADAPTED], ids=["full", "lora"])
+def test_new_weights_that_are_not_finite_leave_the_state_unchanged_to_the_bit(
+    optimizer: Optimizer, lr: float, grad: float, model: ModelConfig
+) -> None:
+    unchanged, norms = update(optimizer, lr, grad=grad, model=model)
+    assert unchanged and math.isfinite(norms["grad_norm"])
+    assert not math.isfinite(norms["param_norm"])

@@ -92,7 +92,7 @@ def test_a_plan_that_does_not_fit_names_the_next_smaller_sizes(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """The compiler's answers are given here; a device of a v5e has 15.75 GiB."""
-    gib = {"decode": 16, "micro_step": 15.8, "optimizer_step": 15.76, "prefill": 15.7}
+    gib = {"decode": 16, "micro_step": 15.8, "apply_update": 15.76, "prefill": 15.7}
 
     def compiled(program: Program) -> planner.Memory:
         return planner.Memory(gib.get(program.function.__name__, 1) * 2**30, 0, 0)

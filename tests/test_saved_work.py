@@ -27,7 +27,7 @@ def test_the_metrics_of_the_whole_step_by_hand() -> None:
     batch = batch._replace(lengths=np.full(4, 2))  # no metric counts tokens outside the mask
     of_steps = {"loss": 0.3, "clip_ratio/low_min": 0.2, "clip_ratio/high_max": 0.4}
     of_steps |= {"sampling_logp_difference/mean": 0.1, "is_weight/mean": 0.5}
-    of_steps |= {"sampling_logp_difference/max": 0.7, "grad_norm": 1.0}
+    of_steps |= {"sampling_logp_difference/max": 0.7, "grad_norm": 1.0, "param_norm": 9.0}
     assert of_all_tokens(of_steps, batch, np.arange(2)) == pytest.approx(
         {
             "loss": 0.3,
@@ -38,12 +38,13 @@ def test_the_metrics_of_the_whole_step_by_hand() -> None:
             "is_weight/mean": 0.5 * 6 / 3,
             "sampling_logp_difference/max": 0.7,
             "grad_norm": 1.0,
+            "param_norm": 9.0,
             "update_token_count": 3.0,
         }
     )
     everything = of_all_tokens(of_steps, batch, np.arange(4))
     assert everything == of_steps | {"entropy": 1.5, "update_token_count": 6.0}
-    zeros = {"loss": 0.0, "grad_norm": 0.0}
+    zeros = {"loss": 0.0, "grad_norm": 0.0, "param_norm": 9.0}
     nothing = of_all_tokens(zeros, batch, np.arange(0))
     assert nothing == zeros | {"entropy": 1.5, "update_token_count": 0.0}
     assert merge_updates([nothing, everything])["is_weight/mean"] == 0.5
@@ -56,14 +57,16 @@ def missing(metrics: dict[str, float]) -> set[str]:
 
 def test_the_updates_of_a_step_have_means_and_the_extremes_of_all() -> None:
     """An update without a value is left out, and one that is not finite is not."""
-    nothing = {"loss": 0.0, "grad_norm": 0.0, "entropy": NAN, "clip_ratio/low_min": NAN}
-    learnt = {"loss": 0.5, "grad_norm": 2.0, "entropy": 1.5, "clip_ratio/low_min": 0.25}
-    later = {"loss": 0.1, "grad_norm": 1.0, "entropy": 2.5, "clip_ratio/low_min": 0.125}
+    names = ("loss", "grad_norm", "param_norm", "entropy", "clip_ratio/low_min")
+    nothing = dict(zip(names, (0.0, 0.0, 9.0, NAN, NAN), strict=True))
+    learnt = dict(zip(names, (0.5, 2.0, 9.5, 1.5, 0.25), strict=True))
+    later = dict(zip(names, (0.1, 1.0, 10.0, 2.5, 0.125), strict=True))
     step = merge_updates([learnt, nothing, later])
     assert step == pytest.approx(
         {
             "loss": 0.2,
             "grad_norm": 1.0,
+            "param_norm": 9.5,
             "entropy": 2.0,
             "clip_ratio/low_min": 0.125,
         }
@@ -71,7 +74,7 @@ def test_the_updates_of_a_step_have_means_and_the_extremes_of_all() -> None:
     most = [learnt | {"clip_ratio/high_max": x} for x in (0.0, 0.5, 0.25)]
     assert merge_updates(most)["clip_ratio/high_max"] == 0.5
     assert merge_updates([learnt]) == learnt
-    assert missing(merge_updates([nothing, nothing])) == {*step} - {"loss", "grad_norm"}
+    assert missing(merge_updates([nothing, nothing])) == {"entropy", "clip_ratio/low_min"}
     broken = {"loss": NAN, "grad_norm": NAN, "entropy": NAN}
     assert missing(merge_updates([learnt, learnt | broken])) == {*broken}
 

@@ -176,9 +176,9 @@ def our_step(folder: Path, variant: str, optimizer: str) -> Step:
     rule = Optimizer(optimizer, DECAY if optimizer == "adamw" else 0.0, CLIP_NORM)
     state = init_state(params, optimizer=rule, model=model)
     lr = np.float32(LR[optimizer])
-    state, norm = optimizer_step(state, grads, lr, np.float32(0), optimizer=rule, model=model)
+    state, norms = optimizer_step(state, grads, lr, np.float32(0), optimizer=rule, model=model)
     exported = [dict(hf.hf_tensors(tree, model)) for tree in (grads, state.params)]
-    return Step(metrics["loss"], float(norm), exported[0], before, exported[1])
+    return Step(metrics["loss"], norms["grad_norm"], exported[0], before, exported[1])
 
 
 def micro_batches(x: Given, micro: int, where: Layout) -> list[MicroBatch]:

@@ -160,9 +160,9 @@ def step(
         grads, metrics = micro_step(state.params, grads, micro_batch, counts, **how)
         parts.append(metrics)
     loss = sum(metrics["loss"] for metrics in parts)
-    state, norm = optimizer_step(state, grads, np.float32(lr), loss, optimizer=SGD, model=QWEN2)
+    state, norms = optimizer_step(state, grads, np.float32(lr), loss, optimizer=SGD, model=QWEN2)
     stayed = same_shardings(before, shardings((state, grads)))
-    metrics = merge_metrics(parts) | {"grad_norm": float(norm)}
+    metrics = merge_metrics(parts) | {"grad_norm": norms["grad_norm"]}
     return Step(metrics, *jax.device_get((grads, state.params)), stayed)
 
 

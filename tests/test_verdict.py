@@ -14,7 +14,7 @@ from review import RULES, History, Reviewer, verdict
 from runtime.run_log import RunLog
 
 REVIEW_PAGE = Path(__file__).resolve().parent.parent / "docs" / "survival.md"
-LOSS, NORM = "train-other/loss", "train-other/grad_norm"
+LOSS, NORM, PARAM_NORM = (f"train-other/{name}" for name in ("loss", "grad_norm", "param_norm"))
 TOTAL, RIGHT, ENTROPY = "train-reward/total/mean", "train-reward/accuracy", "train-other/entropy"
 ZERO, CUT = "train-reward/advantage/zero_frac", "train-seq_len/completion/hit_max_frac"
 DRIFT = "train-other/sampling_logp_difference/mean"
@@ -38,6 +38,7 @@ def noisy(before: float, after: float) -> Values:
 HEALTHY: dict[str, Values] = {
     LOSS: 0.1,
     NORM: 0.5,
+    PARAM_NORM: 9.0,
     TOTAL: change(1.0, 1.5),
     RIGHT: change(0.4, 0.6),
     ENTROPY: 0.5,
@@ -86,6 +87,7 @@ FLAT, RUINED = {TOTAL: 1.0}, [(0, 0.5, 0.03), (50, 0.0, 0.0)]
 SICK = [
     ("non_finite_steps", history({NORM: lambda i: None if i == 10 else 0.5})),
     ("non_finite_steps", history({NORM: lambda i: math.inf if i == 15 else 0.5})),
+    ("non_finite_steps", history({PARAM_NORM: lambda i: None if i == 19 else 9.0})),
     ("sampler_drift", history({DRIFT: 0.00101})),
     ("no_accuracy", history({RIGHT: None})),
     ("no_accuracy", history({RIGHT: change(0.4, None)})),
@@ -195,9 +197,9 @@ def test_fewer_than_ten_steps_are_only_asked_for_bad_updates_and_a_sampler_that_
 def test_values_that_are_missing_raise_no_alarm_but_for_the_accuracy(
     missing: float | None,
 ) -> None:
-    for name in set(HEALTHY) - {LOSS, NORM, TOTAL, RIGHT}:
+    for name in set(HEALTHY) - {LOSS, NORM, PARAM_NORM, TOTAL, RIGHT}:
         assert names(history({name: missing}, n=60, evals=ROSE)) == [], name
-    finite = {LOSS: 0.1, NORM: 0.5}  # without these an update was not finite
+    finite = {LOSS: 0.1, NORM: 0.5, PARAM_NORM: 9.0}  # without these an update was not finite
     values = dict.fromkeys(HEALTHY, missing) | finite
     assert names(history(values, n=60, evals=[(0, NAN, NAN), (60, NAN, NAN)])) == ["no_accuracy"]
     assert names(of_steps([{"step": i} | finite for i in range(60)], [])) == ["no_accuracy"]

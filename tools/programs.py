@@ -36,12 +36,7 @@ from sampling import (
     sync_weights,
 )
 from startup import eval_sampling_of, objective_of, optimizer_of, sampling_of
-from update import (
-    abstract_state,
-    compute_logps_and_entropies,
-    micro_step,
-    optimizer_step,
-)
+from update import abstract_state, apply_update, compute_logps_and_entropies, micro_step
 
 GPU_PLUGIN = "jax_plugins.xla_cuda13"
 # What the compiler has to know of an H100.
@@ -190,10 +185,8 @@ def programs_of(plan: Plan) -> dict[str, Program]:
     found["micro_step"] = Program(
         micro_step, (params, grad_sum, batch, counts), static, kept - bytes_of(params), MICRO_SIZES
     )
-    static = {"optimizer": optimizer_of(cfg), "model": model}
-    arguments = state, grads, scalar, scalar
-    rest = bytes_of((base, reference))
-    found["optimizer_step"] = Program(optimizer_step, arguments, static, rest)
+    arguments = state, grads, scalar, optimizer_of(cfg), model
+    found["optimizer_step"] = Program(apply_update, arguments, {}, bytes_of((base, reference)))
     return found
 
 

@@ -56,7 +56,7 @@ def group_advantages(
       gdpo         grpo for each function, then the weighted sum, divided by its batch std;
                    weights: [functions]; per_function: [B, functions] rewards, NaN where a
                    function does not apply
-      maxrl        (reward - group mean) / (group mean + MEAN_EPS), for rewards of at least 0
+      maxrl        (reward - group mean) / (group mean + MEAN_EPS), for rewards of 0 or 1
     Every std has ddof 1, and STD_EPS is added to it.
     Raises ValueError for another estimator or scale_rewards.
     Source: GRPO, arXiv 2402.03300 section 4.1; RLOO, 2402.14740; REINFORCE++, 2501.03262; GDPO,
@@ -146,7 +146,7 @@ class Objective(NamedTuple):
     is_mode: str = "none"
     is_floor: float = 0.0
     is_cap: float = 3.0
-    max_length_sample: int = 0  # tokens; for dr_grpo
+    max_length_sample: int = 0  # tokens; dr_grpo needs it
 
 
 def policy_loss(
@@ -177,8 +177,8 @@ def policy_loss(
     whose mask is 0 everywhere) and (mask * top_mask).sum() of the ENTIRE update. The last two may
     be None if this micro-batch is the entire update. num_top_tokens divides only the entropy bonus;
     with a top_mask the other sums still are divided by the counts of all tokens.
-    Raises ValueError for a text of the objective that is not known, and for arrays of other shapes
-    than these.
+    Raises ValueError for a text of the objective that is not known, for dr_grpo without
+    max_length_sample, and for arrays of other shapes than these.
     Source: PPO, arXiv 1707.06347 eq. 7; DAPO, 2503.14476 eq. 8; Dr. GRPO, 2503.20783; GSPO,
     2507.18071; CISPO, 2506.13585; SAPO, 2511.20347; TRL.
     """
@@ -261,6 +261,8 @@ def _divisor(o: Objective, num_tokens: Any, num_sequences: Any, sequence_tokens:
         return num_tokens
     if o.loss_type != "dr_grpo":
         raise ValueError(f"LOSS_TYPE={o.loss_type} is not known")
+    if o.max_length_sample < 1:
+        raise ValueError(f"LOSS_TYPE=dr_grpo divides by max_length_sample={o.max_length_sample}")
     return num_sequences * o.max_length_sample
 
 

@@ -115,7 +115,8 @@ def main(cfg: Config) -> None:
                 completions = complete_prompts(run, backend, prompts, key)  # [b, T]
                 clock.lap("rollout_generate")
                 local = local_part_of(prompts)  # of this process, like the completions
-                totals, per_function = reward_completions(run, local, completions)  # [b]
+                # [b] and [b, functions]
+                totals, per_function = reward_completions(run, local, completions)
                 clock.lap("reward")
                 rounds.append(gather_batch(run, prompts, completions, totals, per_function))
                 clock.lap("shard")

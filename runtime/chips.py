@@ -3,7 +3,6 @@
 import contextlib
 import math
 import os
-import re
 import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ OUT_OF_MEMORY_CODE = 3  # the exit code, which is also that of a --plan that doe
 class Chip(NamedTuple):
     """Facts of one TPU chip or of one GPU, as their makers publish them."""
 
-    kinds: tuple[str, ...]  # the beginnings of its jax device_kind
+    kinds: tuple[str, ...]  # its jax device_kind; a variant, such as a part of a GPU, has another
     tflops: float  # dense matmuls in bfloat16; of a GPU without bfloat16 in float32
     hbm_gib: float  # what the TPU's compiler lets a program use, or what CUDA finds on a GPU
     hbm_gbps: float = math.inf  # GB/s of a TPU's memory
@@ -31,11 +30,14 @@ CHIPS = {  # TPUs
     "v6e": Chip(("TPU v6 lite", "TPU v6e"), 918, 31.25, 1640),
 }
 GPUS = {
-    "h100": Chip(("NVIDIA H100",), 989, 79.1),
+    "h100": Chip(("NVIDIA H100 80GB HBM3",), 989, 79.1),
+    "h100-pcie": Chip(("NVIDIA H100 PCIe",), 756, 79.1),
+    "h100-nvl": Chip(("NVIDIA H100 NVL",), 835, 93.1),
     "h200": Chip(("NVIDIA H200",), 989, 139.8),
+    "h200-nvl": Chip(("NVIDIA H200 NVL",), 835, 139.8),
     "b200": Chip(("NVIDIA B200",), 2250, 178.3),
-    "a100-80": Chip(("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB"), 312, 79.1),
-    "a100-40": Chip(("NVIDIA A100",), 312, 39.4),
+    "a100-80": Chip(("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"), 312, 79.1),
+    "a100-40": Chip(("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB"), 312, 39.4),
     "l4": Chip(("NVIDIA L4",), 121, 22.0),
     "rtx4090": Chip(("NVIDIA GeForce RTX 4090",), 165, 23.5),
     "t4": Chip(("Tesla T4",), 8.1, 14.6),
@@ -68,10 +70,8 @@ SLICES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def chip_of(device: jax.Device) -> Chip | None:
     """The facts of a TPU or a GPU, found by its kind; None for devices that are not known here."""
-    kind, chips = device.device_kind, [*CHIPS.values(), *GPUS.values()]
-    # Another digit behind it would be another GPU: an L40 is no L4.
-    known = [chip for chip in chips if re.match(rf"({'|'.join(chip.kinds)})\b", kind)]
-    return known[0] if known else None
+    chips = (*CHIPS.values(), *GPUS.values())
+    return next((chip for chip in chips if device.device_kind in chip.kinds), None)
 
 
 def has_bfloat16(device: jax.Device) -> bool:

@@ -176,6 +176,16 @@ def test_the_denominators_by_hand(loss_type: str, loss: float, first: float, sec
 
 
 @pytest.mark.parametrize(
+    "settings", [{}, {"beta": 0.1}, {"is_mode": "token_mask"}, {"max_length_sample": -1}], ids=str
+)
+def test_dr_grpo_without_a_length_is_an_error_and_not_nan(settings: dict[str, Any]) -> None:
+    x = np.full((1, 2), -1.0, np.float32)
+    objective, others = Objective("dr_grpo", **settings), {"ref_logps": x, "sampling_logps": x}
+    with pytest.raises(ValueError, match="^LOSS_TYPE=dr_grpo divides by max_length_sample=(0|-1)$"):
+        policy_loss(x, x, np.zeros(1), np.ones((1, 2)), 2.0, objective=objective, **others)
+
+
+@pytest.mark.parametrize(
     "kind, corrected, ratio, kl, slope",
     [  # ref_logps - logps = ln 2; corrected by the ratio r: r k, of slope r (k + dk/dlogp)
         ("k1", False, 2.0, -0.6931472, 1.0),

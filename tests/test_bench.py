@@ -1,9 +1,7 @@
-"""Claims about tools/bench.py and tools/speedrun.py, which print what docs/speed.md and
-docs/speedruns.md say."""
+"""Claims about tools/bench.py, which prints what docs/speed.md says."""
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,12 +9,9 @@ from pathlib import Path
 import pytest
 
 from models import hf
-from tools import bench, speedrun
+from tools import bench
 
 REPO = Path(__file__).resolve().parent.parent
-
-
-# ---- bench.py ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mean_tokens, stop_ids", [(0, [-1]), (256, [0, 256, 512])])
@@ -60,7 +55,6 @@ def test_the_bench_of_a_step_measures_a_run_of_exact_lengths(tmp_path: Path) -> 
         ("bench.py REMATT=none", "unknown setting REMATT; did you mean REMAT?"),
         ("bench.py DATASET=tiny", "bench.py sets DATASET; leave it out"),
         ("bench.py --steps=2", "--steps 2: the first two do not count"),
-        ("speedrun.py tiny EVAL_SPLIT=train", "docs/speedruns.md fix EVAL_SPLIT; leave it out"),
     ],
 )
 def test_a_wrong_argument_is_refused_in_one_line(
@@ -68,37 +62,7 @@ def test_a_wrong_argument_is_refused_in_one_line(
 ) -> None:
     monkeypatch.setattr(sys, "argv", command.split())
     with pytest.raises(SystemExit) as ended:
-        (bench if command.startswith("bench") else speedrun).main()
+        bench.main()
     assert ended.value.code == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert "error: " in last and message in last
-
-
-# ---- speedrun.py ---------------------------------------------------------------------------------
-
-
-def test_a_row_of_the_board_has_the_means_and_what_is_neither_step_nor_evaluation() -> None:
-    of_seed = {"accuracy": 0.95, "whole": 60.0, "compiling": 10.0, "steps": 40.0, "evaluation": 2.0}
-    slower = of_seed | {"accuracy": 0.96, "whole": 62.0}
-    row = speedrun.row("tiny", {"STEPS": "100", "REMAT": "none"}, [of_seed, slower])
-    cells = "tiny | STEPS=100 REMAT=none | 61.0 | 9.0 | 10.0 | 40.0 | 2.0 | 0.950, 0.960"
-    assert re.fullmatch(rf"\| {re.escape(cells)} \| [0-9a-f]* \|", row)
-
-
-@pytest.mark.slow
-def test_a_speedrun_trains_a_track_and_is_no_entry_below_its_accuracy(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> None:
-    monkeypatch.setitem(speedrun.TRACKS, "tiny", speedrun.Track("tiny", 0.95, seeds=1))
-    monkeypatch.setattr(sys, "argv", ["speedrun.py", "tiny", "STEPS=1", "MAX_LENGTH_SAMPLE=16"])
-    monkeypatch.setenv("LORA_RANK", "4")  # settings in the environment do not count
-    with pytest.raises(SystemExit, match=r"^no entry: 0\.\d{3} is below the track's 0\.95$"):
-        speedrun.main()
-    assert capfd.readouterr().out == ""
-    monkeypatch.setitem(speedrun.TRACKS, "tiny", speedrun.Track("tiny", 0.0, seeds=1))
-    speedrun.main()
-    printed, errors = capfd.readouterr()
-    assert "LORA_RANK" not in errors
-    whole, start, compiling, steps, evaluation = map(float, printed.split(" | ")[2:7])
-    assert min(start, compiling, steps, evaluation) > 0
-    assert whole == pytest.approx(start + compiling + steps + evaluation, abs=0.3)

@@ -7,7 +7,6 @@ prints how many files and lines each drill touches.
 import difflib
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -204,10 +203,8 @@ def new_lines(drill: Drill) -> dict[str, int]:
 
 
 def make_fork(folder: Path, *drills: Drill) -> Path:
-    """Copies the files that git tracks to a new folder and makes the edits there.
-
-    After an edit of config.py it writes the page of all settings again. Returns the folder.
-    """
+    """Copies the files that git tracks to a new folder and makes the edits there. Returns the
+    folder."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=REPO, capture_output=True, text=True)
     assert listed.returncode == 0, f"the drills copy the files that git lists: {listed.stderr}"
     for file in listed.stdout.split("\0")[:-1]:
@@ -218,10 +215,6 @@ def make_fork(folder: Path, *drills: Drill) -> Path:
         texts = edited(drill, folder)
         for file, text in texts.items():
             (folder / file).write_text(text, encoding="utf-8")
-        if "config.py" in texts:
-            command = [sys.executable, "tools/settings_page.py"]
-            page = subprocess.run(command, cwd=folder, capture_output=True, check=True).stdout
-            (folder / "docs" / "settings.md").write_bytes(page)
     return folder
 
 

@@ -467,15 +467,19 @@ def imported_files(main: Path) -> list[Path]:
     this project."""
     files = [main]
     for file in files:  # The list grows.
-        nodes = ast.walk(ast.parse(file.read_bytes()))
-        for node in (each for each in nodes if isinstance(each, ast.Import | ast.ImportFrom)):
-            level, module = getattr(node, "level", 0), getattr(node, "module", None) or ""
-            folder = file.parents[level - 1] if level else main.parent
-            names = [f"{module}.{alias.name}".strip(".").split(".") for alias in node.names]
-            paths = [folder.joinpath(*name[:n]) for name in names for n in range(1, len(name) + 1)]
-            near = [f for path in paths for f in (path.with_suffix(".py"), path / "__init__.py")]
-            known = (*files, REPO / "rewards.py")
-            files += [f for f in dict.fromkeys(near) if f.is_file() and f not in known]
+        for node in ast.walk(ast.parse(file.read_bytes())):
+            folder, modules = main.parent, []
+            if isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                folder = file.parents[node.level - 1] if node.level else folder
+                modules = [f"{node.module or ''}.{alias.name}" for alias in node.names]
+            for names in (module.strip(".").split(".") for module in modules):
+                paths = [folder.joinpath(*names[: i + 1]) for i in range(len(names))]
+                near = [
+                    f for path in paths for f in (path.with_suffix(".py"), path / "__init__.py")
+                ]
+                files += [f for f in near if f.is_file() and f not in (*files, REPO / "rewards.py")]
     return files
 
 

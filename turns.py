@@ -20,6 +20,7 @@ from runtime.mistakes import UserMistake
 from runtime.reward_worker import LOADING_S, RewardWorker
 
 EVALUATION = 0  # the number of its round; those of training are counted from 1
+THOUGHT_OR_CALL = re.compile(r"<think>.*?(?:</think>|\Z)|<tool_call>\s*", re.DOTALL)
 # Turns of a policy that thinks before it answers or calls a tool.
 ANSWER = "<think>\nA thought.\n</think>\n\nAn answer."
 CALL = '<think>\nA thought.\n</think>\n\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
@@ -137,9 +138,7 @@ def tool_calls(text: str) -> list[str]:
     """What stands within each closed <tool_call> of the text, but for thoughts: what a model writes
     within <think> is no call."""
     calls, at = [], 0
-    while tag := re.compile(r"<think>.*?(?:</think>|\Z)|<tool_call>\s*", re.DOTALL).search(
-        text, at
-    ):
+    while tag := THOUGHT_OR_CALL.search(text, at):
         at = tag.end()
         if tag[0].startswith("<tool_call>"):
             try:  # A text within the call's JSON may hold a closing tag.

@@ -172,6 +172,7 @@ def start_loop(cloud: Cloud, **settings: str) -> subprocess.Popen:
     return subprocess.Popen(["bash", "-c", loop], cwd=cloud.laptop, env=env, **pipe)
 
 
+@pytest.mark.slow
 def test_the_loop_of_the_page_creates_a_preempted_tpu_vm_again_and_the_run_goes_on(
     cloud: Cloud,
 ) -> None:

@@ -97,16 +97,17 @@ def make_model(source: Path, target: Path, mean_tokens: int) -> None:
     words = Tokenizer(WordLevel({f"t{i}": i for i in range(V)}, unk_token="t0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words.save(str(target / "tokenizer.json"))
-    template = {"chat_template": "{{ messages[-1]['content'] }}"}  # the question alone
+    # A prompt is SYSTEM_PROMPT, a single word, and the question.
+    template = {"chat_template": "{{ messages[0]['content'] }} {{ messages[1]['content'] }}"}
     (target / "tokenizer_config.json").write_text(json.dumps(template))
 
 
 def make_dataset(target: Path, V: int, prompt_tokens: int) -> None:
-    """Makes a file with QUESTIONS questions of so many tokens."""
+    """Makes a file with QUESTIONS questions, each of a prompt with so many tokens."""
     rng = random.Random(0)
     with target.open("w") as file:
         for _ in range(QUESTIONS):
-            question = " ".join(f"t{rng.randrange(V)}" for _ in range(prompt_tokens))
+            question = " ".join(f"t{rng.randrange(V)}" for _ in range(prompt_tokens - 1))
             file.write(json.dumps({"question": question, "answer": "0"}) + "\n")
 
 
@@ -133,6 +134,7 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
         folder, given = Path(name), dict(args.settings)
         ours = {
             "MODEL_PATH": str(folder / "model"),
+            "SYSTEM_PROMPT": "t0",
             "DATASET": str(folder / "data.jsonl"),
             "OUTPUT_DIR": str(folder / "run"),
             "REWARD_FN": f"{folder / 'reward.py'}:reward",

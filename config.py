@@ -348,7 +348,7 @@ def notes(cfg: Config, layers: Mapping[str, str]) -> Iterator[str]:
     if cfg.steps and not any(getattr(cfg, name) for name in ANY_SIZES):
         prompts = f"a step has {sizes.DEFAULT_PROMPTS_PER_DEVICE} prompts for each device"
         yield f"{prompts}; ROLLOUT_GLOBAL_BATCH_SIZE sets their number"
-    if cfg.checkpoint_dir and not cfg.save_every_steps:
+    if cfg.checkpoint_dir and cfg.steps and not cfg.save_every_steps:
         yield f"CHECKPOINT_DIR={cfg.checkpoint_dir} gets no checkpoint with SAVE_EVERY_STEPS=0"
     if cfg.filters_logps() and cfg.is_mode == "none":
         why = "TOP_K, TOP_P, MIN_P change sampling only, and the loss has a bias"

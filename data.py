@@ -296,10 +296,14 @@ def has_system_role(tokenizer: Any, tools: Sequence[dict[str, Any]] = ()) -> boo
 
 
 def end_of_turn(tokenizer: Any) -> int | None:
-    """Returns the added token that the chat template writes behind an answer, or None."""
+    """Returns the added token that the chat template writes behind an answer, or None, also if it
+    takes no answers."""
     question = {"role": "user", "content": "A question."}
     chat = [question, {"role": "assistant", "content": SENTINEL}]
-    [text] = render_chats(tokenizer, [chat], asks=False)
+    try:
+        [text] = render_chats(tokenizer, [chat], asks=False)
+    except UserMistake:
+        return None
     behind = tokenizer(text.partition(SENTINEL)[2].lstrip(), add_special_tokens=False)["input_ids"]
     return behind[0] if behind and behind[0] in tokenizer.added_tokens_decoder else None
 

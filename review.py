@@ -167,12 +167,14 @@ RULES = {
 
 def rules_that_hold(history: History) -> list[str]:
     """The names of the rules that hold; no_learning only if no other does. docs/survival.md says
-    why the thresholds are what they are. A comparison with NaN, for no value, is False."""
+    why the thresholds are what they are. NaN is no value: a comparison with it is False."""
     steps, evals = history.steps, history.evals
     first, last = steps[:WINDOW], steps[-WINDOW:]
     drift, level = values_of(last, DRIFT), history.settings.get("derived.drift_level", math.inf)
+    # Runs of earlier versions have no param_norm.
+    of_updates = [values_of([step for step in last if name in step], name) for name in OF_UPDATES]
     holds = {
-        "non_finite_steps": not np.isfinite([values_of(last, x) for x in OF_UPDATES]).all(),
+        "non_finite_steps": not all(np.isfinite(values).all() for values in of_updates),
         "sampler_drift": min(drift[~np.isnan(drift)], default=0) > level,
     }
     if len(steps) >= WINDOW:

@@ -36,8 +36,8 @@ _WINDOW, _AROUND = 4096, 64  # It looks at so many characters up to the last dig
 _FRACTIONS = "¼½¾⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
 _PLAIN = str.maketrans("\u2212\u2013\u00a0\u202f\u2009\u2019", "--   '", "■")
 _PLAIN |= {ord(x): rf"\frac{normalize('NFKC', x)}".replace("\u2044", "") for x in _FRACTIONS}
-# No two repeats of a pattern can match the same character. A failed match therefore gives up at
-# once, and the time is linear in the length of any text.
+# No two repeats of these patterns and of _NUMBER can match the same character. A failed match gives
+# up at once, and the time is linear in the length of any text. _PART sees a few characters only.
 _SPELLINGS = [
     (re.compile(pattern), plain)
     for pattern, plain in (
@@ -78,16 +78,15 @@ _PART = re.compile(
     | [\w)}](?:[+*]+|[ ][+*x]+[ ])■                      # 3+■, 2**■, 3 x ■
     | [\w)\]}.-][({\[]+■                                 # f(■), sqrt(■), (3)(■), 0.(■), -(■)
     | [0-9][':]■ | (?:[A-Za-z)}]|\^[0-9]+)/[ ]?■         # 5'■, 9:■, a/■, 10^3/■
-    | (?<![A-Z]{2})[A-Za-z]■                             # H■O, but not USD■
+    | (?<![A-Z]{2})(?<!\bR)[A-Za-z]■                     # H■O, but not USD■, Rs■
     | (?:[)}\]]|\^\{?\w+\}?|\b[A-Za-z]|[0-9][A-Za-z])[ ]?-[ ]?■     # x^2 - ■, x - ■, 4x-■
     | [({\[][^(){}\[\]]*,[ ]?■[ ]?[)}\]]                 # (2, ■)
     | \b(?:base|choose|minus|mod|negative|plus|times)[ ]■
     | ■[!(√π¹²³⁰-⁹₀-₉…] | ■[ )}\]]*[\^_] | ■\.\.       # ■!, ■(x + 1), (■)^3, ■_8, 0.33...
     | ■,?[ ]?\\[A-Za-z] | ■[ ]?[×·⋅÷π]                   # ■\pi, (■,\infty), ■ × 3
-    | ■[ ]?[-+*/][ ]?(?:[A-Za-z](?![A-Za-z])|[(\\])      # ■ + x, ■/a, ■ - (x + 1)
+    | ■[ ]?[-+*/][ ]?(?:[a-cijknp-rt-z](?![A-Za-z])|[(\\])      # ■ + x, ■/a, ■ - (x + 1)
     | ■[ ][inxyz](?![A-Za-z'])                           # ■ x
-    | ■(?!(?:[ckm]?m|[km]?g|m?[lL]|[KMG][Bb]|am|pm|AM|PM|st|nd|rd|th|ft|lb|oz|hr)(?![A-Za-z]))
-      [A-Za-z]{1,2}(?![A-Za-z])                          # ■x, ■ab, but not ■kg
+    | ■(?:[a-cijknp-rt-z]|[abnxyz]{2}|pi)(?![A-Za-z])    # ■x, ■ab, but not ■m, ■kg
     | ■[ ](?:hundred|thousand|[mbtr]+illion|choose|mod|pi|and[ ]a[ ]half)\b
     """,
     re.VERBOSE,

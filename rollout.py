@@ -275,7 +275,7 @@ def begin_episodes(
         placement.stop_if_too_long(run.stopping.max_new_tokens, run.model, longest)
     except UserMistake as error:
         source = run.cfg.environment_class
-        raise UserMistake(f"ENVIRONMENT_CLASS={source}, whose reset writes: {error}") from None
+        raise UserMistake(f"ENVIRONMENT_CLASS={source}, with the text of reset: {error}") from None
     pairs = zip(begun, prompts, strict=True)
     return [prompt._replace(columns=given.columns) for prompt, given in pairs]
 

@@ -199,7 +199,7 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
     environments = open_environments(cfg, workers, tokenizer, stop_ids)
     tools = environments.tools if environments else []
     if not data.has_system_role(tokenizer, tools):
-        why = "the chat template has no role of a system"
+        why = "the chat template has no system role"
         print(f"note: {why}; SYSTEM_PROMPT stands in front of each question", flush=True)
     if environments and environments.has_reward:
         functions.append(environments.get_reward)
@@ -254,7 +254,7 @@ def stop_if_no_number(dataset: str, split: str, answers: list[str]) -> None:
         raise UserMistake(
             f"DATASET={dataset}: none of the {len(answers)} {split} answers, such as "
             f"{without[0]!r:.80}, has a number for reward_correct; set ANSWER_COLUMN to a column "
-            "with numbers, or REWARD_FN=my.py:score (a task without REWARD_FN scores its answers)"
+            f"with numbers, or REWARD_FN=my.py:score"
         )
     if without:
         share = f"{len(without)} of {len(answers)} {split} answers"
@@ -467,15 +467,16 @@ def imported_files(main: Path) -> list[Path]:
     this project."""
     files = [main]
     for file in files:  # The list grows.
-        for node in ast.walk(ast.parse(file.read_bytes())):
-            folder, modules = main.parent, []
-            if isinstance(node, ast.Import):
-                modules = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                folder = file.parents[node.level - 1] if node.level else folder
-                modules = [f"{node.module or ''}.{alias.name}" for alias in node.names]
-            for names in (module.strip(".").split(".") for module in modules):
-                paths = [folder.joinpath(*names[: i + 1]) for i in range(len(names))]
+        try:
+            nodes = [*ast.walk(ast.parse(file.read_bytes()))]
+        except SyntaxError:  # It may be for another version of Python.
+            continue
+        for node in (each for each in nodes if isinstance(each, ast.Import | ast.ImportFrom)):
+            level, module = getattr(node, "level", 0), getattr(node, "module", None) or ""
+            folder = file.parents[level - 1] if level else main.parent
+            for alias in node.names:
+                name = folder.joinpath(*f"{module}.{alias.name}".strip(".").split("."))
+                paths = [path for path in (name, *name.parents) if folder in path.parents]
                 near = [
                     f for path in paths for f in (path.with_suffix(".py"), path / "__init__.py")
                 ]

@@ -263,8 +263,8 @@ def optimizer_step(
     optimizer: Optimizer,
     model: ModelConfig,
 ) -> tuple[TrainState, dict[str, float]]:
-    """What next_state gives. If a norm or the loss is not finite, the state stays as it is, to the
-    bit; else it gives its memory to the new one."""
+    """The new state and the norms of next_state; donates the memory of the old state. If a norm or
+    the loss is not finite, the state stays as it is, to the bit."""
     arguments = state, grads, lr, optimizer, model
     norms = {name: float(norm) for name, norm in compute_norms(*arguments).items()}
     is_finite = all(map(math.isfinite, (loss, *norms.values())))

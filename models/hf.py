@@ -372,7 +372,8 @@ def open_tensors(folder: Path, table: Params) -> dict[str, Any]:
     wanted = _tensor_shapes(table)
     # Tied checkpoints may repeat the embedding, and old checkpoints store the rotary frequencies.
     ignored = {n for n in files if n == "lm_head.weight" or n.endswith("rotary_emb.inv_freq")}
-    if others := {x.get_dtype() for x in files.values()} - {"F64", "F32", "F16", "BF16"}:
+    known = {"F64", "F32", "F16", "BF16", "I64", "BOOL"}  # the last two are of buffers
+    if others := {x.get_dtype() for x in files.values()} - known:
         why = f"weights in {', '.join(sorted(others))} format are not read; use unquantized ones"
         raise UserMistake(f"MODEL_PATH={folder}: {why}")
     missing, unknown = sorted(wanted.keys() - files), sorted(files.keys() - wanted - ignored)
@@ -410,7 +411,8 @@ def load_tokenizer(folder: Path, chat_template: str = "") -> Any:
     # of the type, and then gives other ids than the file does. The import takes a second.
     from transformers import PreTrainedTokenizerFast
 
-    _stop_if_without(folder, "tokenizer.json", "it describes the tokenizer")
+    if not (folder / "tokenizer.json").is_file():
+        raise UserMistake(f"MODEL_PATH={folder} has no tokenizer.json")
     try:
         # Some files ask to remove the spaces before punctuation from what a model has written.
         tokenizer = PreTrainedTokenizerFast.from_pretrained(

@@ -75,12 +75,13 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
     only.add_argument(
         "--eval-only",
         action="store_true",
-        help="evaluate OUTPUT_DIR's newest checkpoint, else its export, on the complete eval split",
+        help="evaluate OUTPUT_DIR's newest checkpoint, else its export, on the complete eval "
+        "split; without OUTPUT_DIR MODEL_PATH",
     )
     only.add_argument(
         "--ask",
         metavar="QUESTION",
-        help="ask OUTPUT_DIR's newest checkpoint, else its export, and score the greedy answer",
+        help="let the same weights as for --eval-only answer greedily, and score the answer",
     )
     parser.add_argument(
         "--answer", metavar="TEXT", help="the right answer to --ask's question; --answer=-1/2 works"

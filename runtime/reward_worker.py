@@ -351,8 +351,9 @@ def _as_raised(error: BaseException, file: str) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     at = [f" ({os.path.basename(file)}:{f.lineno})" for f in frames if f.filename == file]
     text = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}{''.join(at[-1:])}"
-    is_chat = re.search("string ind(ices must|ex out)|'str' object has no attribute 'get'", text)
-    return text + "; completions are texts, not messages, and so are prompts" * bool(is_chat)
+    if re.search("string ind(ices must|ex out)|'str' object has no attribute 'get'", text):
+        text += "; completions are texts, not messages, and so are prompts"
+    return text
 
 
 if __name__ == "__main__":

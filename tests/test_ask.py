@@ -125,7 +125,8 @@ def test_weights_are_the_newest_checkpoint_or_else_the_export_of_the_run(tmp_pat
         (["hf/model.safetensors"], {}, "{out}/hf;"),  # killed while it exported
         (["checkpoints/5.orbax-checkpoint-tmp/a"], {}, "{out}/checkpoints,"),  # and while it saved
         (["hf/config.json"], {"export_hf": "mine"}, "no export in mine;"),
-        ([], {"output_dir": "", "checkpoint_dir": "gone"}, "checkpoint in gone, and no export in"),
+        ([], {"output_dir": "", "checkpoint_dir": "gone"}, "CHECKPOINT_DIR=gone has no weights"),
+        ([], {"export_hf": "none"}, "checkpoints; name the folder of a run"),
     ],
 )
 def test_a_run_without_weights_is_refused_and_nothing_is_made(
@@ -137,7 +138,7 @@ def test_a_run_without_weights_is_refused_and_nothing_is_made(
         (out / name).write_text("{}")
     before = sorted(tmp_path.rglob("*"))
     cfg = Config(**{"model_path": str(REPO / "tiny"), "output_dir": str(out)} | more)
-    with pytest.raises(UserMistake, match="^OUTPUT_DIR=.* has no weights: no .*, and no ") as error:
+    with pytest.raises(UserMistake, match="^[A-Z_]*_DIR=.* has no weights: no ") as error:
         find_weights(cfg)
     assert wanted.format(out=out) in str(error.value) and "RESUME=never" in str(error.value)
     assert sorted(tmp_path.rglob("*")) == before

@@ -527,8 +527,7 @@ def test_the_end_of_an_answer_by_the_chat_template_is_a_stop_token_and_a_line_sa
         "model's files do not name it"
     ) in lines
     assert (
-        "note: the chat template has no role of a system; SYSTEM_PROMPT stands in front of each "
-        "question"
+        "note: the chat template has no system role; SYSTEM_PROMPT stands in front of each question"
     ) in lines
     tools = {"ENVIRONMENT_CLASS": f"{REPO}/recipes/calculator.py:Calculator"}
     run = set_up(Config.from_env(env | tools))

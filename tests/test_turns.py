@@ -701,7 +701,7 @@ def test_a_template_that_cannot_hold_several_turns_is_told(bad, template, words)
         ("Own", r"reset gave one question two texts, ' Task 1.' and ' Task 2.'"),
         (
             "Long",
-            r"bad.py:Long, whose reset writes: MAX_LENGTH_SAMPLE=\d+ after the longest prompt "
+            r"bad.py:Long, with the text of reset: MAX_LENGTH_SAMPLE=\d+ after the longest prompt "
             r"makes \d+ tokens, and the model has 2048 positions",
         ),
         ("Dies", "bad.py:Dies died: its process ended with exit code 7"),

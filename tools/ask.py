@@ -52,15 +52,17 @@ def find_weights(cfg: Config) -> Config:
     complete = any(Path(export, marker).exists() for marker in hf.MARKERS)
     if processes.gather_texts("yes" if complete else "")[0]:  # process 0 writes it
         return replace(cfg, model_path=export)
+    where = f"OUTPUT_DIR={cfg.output_dir}" if cfg.output_dir else f"CHECKPOINT_DIR={checkpoints}"
     raise UserMistake(
-        f"OUTPUT_DIR={cfg.output_dir} has no weights: no complete checkpoint in {checkpoints}, and "
-        f"no export in {export}; name the folder of a run, or set RESUME=never to ask MODEL_PATH"
+        f"{where} has no weights: no complete checkpoint in {checkpoints}"
+        f"{'' if export == 'none' else f', and no export in {export}'}; name the folder of a run, "
+        f"or set RESUME=never to ask MODEL_PATH"
     )
 
 
 def load_weights(run: Run) -> tuple[Params, int]:
-    """All weights, and after how many steps they are; without LoRA in float32. Raises
-    UserMistake."""
+    """All weights, and after how many steps they are, 0 if they come from a folder of a model;
+    without LoRA in float32. Raises UserMistake."""
     cfg, model, mesh = run.cfg, run.training.model, run.training.layout.mesh
     source, step = resume.checkpoint_source(cfg.resume)
     wanted = {"state": Weights(trained(abstract_params(model, mesh, jnp.float32)))}

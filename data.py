@@ -95,7 +95,11 @@ def load_examples(
             del columns[name]
             print(f"left out column {name!r} of split {split!r}: {error}", flush=True)
     # These are arguments of reward functions.
-    for taken in {"prompts", "completions", "completion_ids", "environments"} & set(columns):
+    if "prompts" in columns:
+        del columns["prompts"]
+        why = "rewards get the questions by this name"
+        print(f"left out column 'prompts' of split {split!r}: {why}", flush=True)
+    for taken in {"completions", "completion_ids", "environments"} & set(columns):
         raise UserMistake(f"DATASET={dataset}: a column may not be called {taken}; rename it")
     examples = [{name: example.get(name) for name in columns} for example in examples]
     if one_file or is_task:

@@ -592,7 +592,18 @@ def test_prompts_that_are_too_long_are_skipped(capsys: pytest.CaptureFixture) ->
     refused(lambda: fit_prompts(prompts, 2, "test"), told)
 
 
-@pytest.mark.parametrize("name", ["prompts", "completions", "completion_ids"])
+def test_a_column_of_the_name_under_which_rewards_get_the_questions_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    file = tmp_path / "mine.jsonl"
+    file.write_text("".join(f'{{"prompts": "{i} + 1?", "answer": "{i}"}}\n' for i in range(9)))
+    examples = load_examples(str(file), "", "train", question="prompts")
+    assert examples[0] == {"question": "0 + 1?", "answer": "0"}
+    told = "left out column 'prompts' of split 'train': rewards get the questions by this name\n"
+    assert capsys.readouterr().out == told
+
+
+@pytest.mark.parametrize("name", ["completions", "completion_ids"])
 def test_every_example_has_every_column_and_none_that_rewards_are_given(
     tmp_path: Path, name: str
 ) -> None:

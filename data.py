@@ -32,7 +32,7 @@ DATE_CODES = ("%-d", "%-m", *(f"%{letter}" for letter in "aAbBdmyYHMSpj"))
 FIXED_DATE = (
     "{% macro strftime_now(format) %}{{ format"
     + "".join(f" | replace('{code}', '{DATE.strftime(code)}')" for code in DATE_CODES)
-    + " }}{% endmacro %}{{ '' }}"
+    + " }}{% endmacro %}\n"
 )
 SENTINEL = "A text that is nowhere else."
 _TAIL = 16  # A tag and the white space after it have fewer tokens than this.
@@ -147,20 +147,24 @@ def _split_files(folder: Path, split: str) -> list[Path]:
     """Returns SPLIT.ext, or all shards SPLIT-00000-of-0000N.ext; other names do not count. Raises
     UserMistake if a shard or the split is missing, or if the split is there twice."""
     files = sorted(f for f in folder.iterdir() if f.suffix in SUFFIXES)
-    shard = re.compile(rf"{re.escape(split)}-\d{{5}}-of-(\d{{5}})")
-    chosen = [f for f in files if f.stem == split or shard.fullmatch(f.stem)]
+    # Older versions of datasets put a hash behind the number.
+    shard = re.compile(rf"{re.escape(split)}-(\d{{5}})-of-(\d{{5}})(-[0-9a-f]{{16}})?")
+    chosen = {f: shard.fullmatch(f.stem) for f in files}
+    chosen = {f: match for f, match in chosen.items() if match or f.stem == split}
     if not chosen:
         there = ", ".join(f.name for f in files) or "no .jsonl, .json or .parquet"
         raise UserMistake(f"DATASET={folder} has no file of split {split!r}; it has {there}")
-    first, names = chosen[0], {f.name for f in chosen}
-    count = int(numbered[1]) if (numbered := shard.fullmatch(first.stem)) else 0
-    shards = {f"{split}-{i:05}-of-{count:05}{first.suffix}" for i in range(count)}
-    for name in sorted(shards - names):
+    kinds = {f: (f.suffix, match and match[2]) for f, match in chosen.items()}
+    first, *others = chosen
+    numbers = {int(m[1]) for f, m in chosen.items() if m and kinds[f] == kinds[first]}
+    for i in sorted({*range(int(kinds[first][1] or 0))} - numbers):
+        name = f"{split}-{i:05}-of-{kinds[first][1]}{first.suffix}"
         raise UserMistake(f"DATASET={folder} lacks {name}, a part of split {split!r}")
-    for name in sorted(names - (shards or {first.name})):
-        both = f"{first.name} and {name} are both split {split!r}"
-        raise UserMistake(f"DATASET={folder}: {both}; remove one of them")
-    return chosen
+    for other in others:
+        if kinds[other] != kinds[first]:
+            both = f"{first.name} and {other.name} are both split {split!r}"
+            raise UserMistake(f"DATASET={folder}: {both}; remove one of them")
+    return [*chosen]
 
 
 def stop_if_no_gym(dataset: str) -> None:

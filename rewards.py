@@ -45,9 +45,13 @@ _SPELLINGS = [
         (r"\\(?:text|math|mbox)[a-z]*\{([^{}]*)\}?", r" \1 "),
         (r"\^[ ]?\{?[ ]?(?:\\circ(?![A-Za-z])|(?:st|nd|rd|th)(?![a-z]))(?:[ ]?\})?", ""),  # 5^{th}
         (r"\\(?:approx|to|[Rr]ightarrow|implies|therefore)(?![A-Za-z])", "="),
-        (r"\\(?:boxed|left|right|displaystyle|q?quad)(?![A-Za-z])|\\end\{align\*?\}", " "),
+        (
+            r"\\(?:boxed|left|right|displaystyle|q?quad|rm|degree|checkmark)(?![A-Za-z])|\\end\{align\*?\}",
+            " ",
+        ),
         (r"\\[,:;! ]|~", " "),
         (r"\\([$%{}])", r"\1"),
+        (r"(?<![\w}])_+([^_\s{}]+)_+(?![\w{])", r"\1"),  # _5_ in Markdown
     )
 ]
 _LATEX_FRACTION = re.compile(
@@ -56,7 +60,9 @@ _LATEX_FRACTION = re.compile(
 
 # These patterns take all that is written together, such as 100,00 and 10 000; _VALUE says what is a
 # number.
-_TERM = r"(?:(?<![\w.])\.)?[0-9]+(?:[.,][0-9]+|[ ][0-9]{3}(?![0-9/]))*(?:[eE][-+]?[0-9]+)?"
+_TERM = (
+    r"(?:(?<![\w.])\.)?[0-9]+(?:[.,][0-9]+(?:\.{3}|…)?|[ ][0-9]{3}(?![0-9/]))*(?:[eE][-+]?[0-9]+)?"
+)
 _NUMBER = re.compile(
     rf"""
     \^[ ]?\{{?[-+]?[0-9]+                                # a power, as in 72 cm^2, is no answer
@@ -82,12 +88,12 @@ _PART = re.compile(
     | (?:[)}\]]|\^\{?\w+\}?|\b[A-Za-z]|[0-9][A-Za-z])[ ]?-[ ]?■     # x^2 - ■, x - ■, 4x-■
     | [({\[][^(){}\[\]]*,[ ]?■[ ]?[)}\]]                 # (2, ■)
     | \b(?:base|choose|minus|mod|negative|plus|times)[ ]■
-    | ■[!(√π¹²³⁰-⁹₀-₉…] | ■[ )}\]]*[\^_] | ■\.\.       # ■!, ■(x + 1), (■)^3, ■_8, 0.33...
-    | ■,?[ ]?\\[A-Za-z] | ■[ ]?[×·⋅÷π]                   # ■\pi, (■,\infty), ■ × 3
-    | ■[ ]?[-+*/][ ]?(?:[a-cijknp-rt-z](?![A-Za-z])|[(\\])      # ■ + x, ■/a, ■ - (x + 1)
-    | ■[ ][inxyz](?![A-Za-z'])                           # ■ x
+    | (?<![A-Za-z][ ])■! | ■[(√π¹²³⁰-⁹₀-₉] | ■[ )}\]]*[\^_]  # ■!, ■(x + 1), (■)^3, ■_8
+    | ■,?[ ]?\\[A-Za-z]{2} | ■[ ]?[×·⋅÷π]                # ■\pi, (■,\infty), ■ × 3
+    | ■[ ]?[-+*/][ ]?(?:(?!a[ ])[a-cijknp-rt-z](?![A-Za-z])|[(\\])      # ■ + x, ■/a, ■ - (x + 1)
+    | ■[ ][inxyz](?![A-Za-z']|\.[a-z])                   # ■ x
     | ■(?:[a-cijknp-rt-z]|[abnxyz]{2}|pi)(?![A-Za-z])    # ■x, ■ab, but not ■m, ■kg
-    | ■[ ](?:hundred|thousand|[mbtr]+illion|choose|mod|pi|and[ ]a[ ]half)\b
+    | ■[ ](?:choose|mod|pi|and[ ]a[ ]half)\b
     """,
     re.VERBOSE,
 )

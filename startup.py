@@ -465,7 +465,7 @@ def made_with_of(run: Run) -> dict[str, str]:
 def imported_files(main: Path) -> list[Path]:
     """A user's file, and the files of its folder that it and these import, but for rewards.py of
     this project."""
-    files = [main]
+    files, known = [main], {main, REPO / "rewards.py"}
     for file in files:  # The list grows.
         try:
             nodes = [*ast.walk(ast.parse(file.read_bytes()))]
@@ -477,10 +477,11 @@ def imported_files(main: Path) -> list[Path]:
             for alias in node.names:
                 name = folder.joinpath(*f"{module}.{alias.name}".strip(".").split("."))
                 paths = [path for path in (name, *name.parents) if folder in path.parents]
-                near = [
-                    f for path in paths for f in (path.with_suffix(".py"), path / "__init__.py")
-                ]
-                files += [f for f in near if f.is_file() and f not in (*files, REPO / "rewards.py")]
+                found = {
+                    x for p in paths for x in (p.with_suffix(".py"), p / "__init__.py")
+                } - known
+                files += sorted(file for file in found if file.is_file())
+                known |= found
     return files
 
 

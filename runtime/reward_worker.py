@@ -190,7 +190,8 @@ class _Server:
             named["prompts"] = columns.get("question")
         named |= {name: value for name, value in OF_TRL.items() if name in parameters}
         try:
-            inspect.signature(function).bind(**named)
+            for follows in (True, False):  # a decorator may take other names than its function
+                inspect.signature(function, follow_wrapped=follows).bind(**named)
         except TypeError:  # such as that of score(texts, **columns)
             function = functools.partial(function, named.pop("completions"))
         returned = function(**named)

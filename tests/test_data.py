@@ -68,6 +68,15 @@ def test_one_file_holds_out_its_last_tenth(tmp_path: Path, suffix: str) -> None:
     assert load_examples(short, "", "test") == examples_of(2, first=1)
 
 
+def test_shards_may_have_a_hash_behind_their_number(tmp_path: Path) -> None:
+    """As older versions of datasets wrote them to the hub."""
+    write(tmp_path / "train-00000-of-00002-a09b74b3ef9c3b56.jsonl", examples_of(3))
+    write(tmp_path / "train-00001-of-00002-0f3c74b3ef9c3b5a.jsonl", examples_of(5, first=3))
+    assert load_examples(str(tmp_path), "", "train") == examples_of(5)
+    (tmp_path / "train-00000-of-00002-a09b74b3ef9c3b56.jsonl").unlink()
+    refused(lambda: load_examples(str(tmp_path), "", "train"), "lacks train-00000-of-00002.jsonl")
+
+
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
 def test_a_folder_has_a_file_for_each_split(tmp_path: Path, suffix: str) -> None:
     write(tmp_path / f"train-00000-of-00002{suffix}", examples_of(3))
@@ -426,7 +435,7 @@ def test_prompts_are_the_tokens_of_the_chat_template() -> None:
         ("Today is {{ strftime_now('%B %d, %Y') }}.", "Today is July 26, 2024."),  # Granite 3
         ("{% set today = strftime_now('%Y-%m-%d') %}\n{{ today }}", "2024-07-26"),  # Mistral 3
         ("\n\n{{ strftime_now('%A %-d.%-m.%y, %H:%M') }}", "\n\nFriday 26.7.24, 00:00"),
-        ("{% for m in messages %}{{ strftime_now('%Y') }}{% endfor %}", "2024"),
+        ("   {% for m in messages %}\n{{ strftime_now('%Y') }}{% endfor %}", "2024"),
     ],
 )
 def test_a_template_that_prints_today_s_date_makes_the_same_prompt_every_day(
@@ -490,6 +499,15 @@ def test_the_token_behind_an_answer_is_found_by_writing_one(end: str, expected: 
         f"{{{{ {end!r} }}}}{{% endif %}}{{% endfor %}}{{{{ '<think>' if add_generation_prompt }}}}"
     )
     assert end_of_turn(tokenizer) == expected
+
+
+def test_a_template_that_takes_no_answers_has_no_token_behind_them() -> None:
+    tokenizer = hf.load_tokenizer(ROOT / "tiny")
+    tokenizer.chat_template = "{% if messages[0].role != 'system' %}{{ raise_exception('no') }}"
+    tokenizer.chat_template += "{% endif %}{{ messages[0].content }} {{ messages[1].content }}"
+    assert end_of_turn(tokenizer) is None
+    (prompt,) = build_prompts(EXAMPLES[2:], tokenizer, "Think.")
+    assert tokenizer.decode(prompt.ids) == "Think. 2+2?"
 
 
 def test_without_tools_a_template_that_asks_for_them_as_llama_s_does_finds_none() -> None:

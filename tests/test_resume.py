@@ -300,6 +300,12 @@ def test_two_files_of_one_name_have_a_digest_each_and_their_folders_may_move(
     assert "the file of ENVIRONMENT_CLASS pkg/rules.py" in made_with_of(game)
 
 
+def test_a_neighbour_for_another_version_of_python_counts_and_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("try:\n    import old\nexcept SyntaxError:\n    old = None\n")
+    (tmp_path / "old.py").write_text("print 'hello'\n")
+    assert imported_files(tmp_path / "mine.py") == [tmp_path / "mine.py", tmp_path / "old.py"]
+
+
 def test_our_rewards_py_is_no_file_of_the_user() -> None:
     files = imported_files(REPO / "startup.py")
     assert REPO / "data.py" in files and REPO / "rewards.py" not in files

@@ -289,6 +289,9 @@ def positional(texts, **columns):
 def positional_only(completions, /, answer, **columns):
     return [float(t) + float(a) for t, a in zip(completions, answer)]
 wrapped_positional = wrapped(positional)
+@functools.wraps(documented)
+def renamed(texts, **columns):
+    return [float(text) for text in texts]
 def every_column(completions, question, answer, completion_ids):
     return [float(t) for t in completions]
 """
@@ -305,6 +308,7 @@ SIGNATURE_REWARDS = {  # of the completions "4" and "5"
     "positional": [8.0, 11.0],
     "positional_only": [8.0, 12.0],
     "wrapped_positional": [8.0, 11.0],
+    "renamed": [4.0, 5.0],
     "every_column": [4.0, 5.0],
 }
 

@@ -232,7 +232,6 @@ FORMS = {  # of MATH: a number that is written in another form; its value, or No
     r"[0,\infty)": None,
     r"\{1, 3\}": None,
     r"\begin{pmatrix} 2 \\ -7 \\ 5 \end{pmatrix}": None,
-    "5 million": None,
 }
 ALONE = (  # the number 72 with what is written around a number that stands for itself
     r"72^\circ;72°C;72 \text{ cm}^2;72\,\mathrm{m/s}^2;72 m²;72cm²;72^{\text{th}};72\%;\$72;"
@@ -242,8 +241,10 @@ ALONE = (  # the number 72 with what is written around a number that stands for 
     r"x = 72;f(x)=72;2^3 \cdot 9 = 72;\sqrt{5184} = 72;$12 \times 6 = 72$;x_1=72;\approx 72;≈72;"
     r"72 \quad \text{clips};\Rightarrow 72;x &= 72 \end{align*};| 72 |;{'answer': 72};<b>72</b>;"
     r"72\mbox{ cm}^2;"
-    "It's 72;-> 72;72 km/h;72 (of all);72 dozen;72mg;72s;72h;72 in;72in;72mi;72V;"
-    "72°C;Rs72;RM72;$72/h;72 - so it is;答案是72。;共72个;✅ 72"
+    "It's 72;-> 72;72 km/h;72 (of all);72 dozen;72 million;72mg;72s;72h;72 in;72in;72mi;72V;"
+    "72°C;Rs72;RM72;$72/h;72 - so it is;72 - a lot;72 - I think;72 i.e. six dozen;_72_;__72__;"
+    "She has 72!;I got 72...;72…;"
+    r"72 \checkmark;72\n;答案是72。;共72个;✅ 72"
 )
 
 

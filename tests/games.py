@@ -32,7 +32,7 @@ class Echo:
 
     def reset(self, question: str, **columns: str) -> str:
         self.heard = [question]
-        return " Think well." * 8 + f" Code {random.randrange(100)}."
+        return " Think well." * 3 + f" Code {random.randrange(100)}."
 
     def code(self) -> int:
         return zlib.crc32("|".join(self.heard).encode())

@@ -69,6 +69,7 @@ def test_supervised_training_teaches_only_what_the_player_says() -> None:
     assert batch.completion_mask.tolist() == [[1, 1, 1, 0, 0, 1, 1, 0], [1, 1, 1, 0, 0, 0, 0, 0]]
 
 
+@pytest.mark.slow
 def test_the_recipe_plays_the_game_with_a_model_that_the_tool_makes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

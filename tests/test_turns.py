@@ -770,7 +770,7 @@ def test_every_message_of_a_run_answers_the_turn_before_it_and_follows_from_its_
     endings, turns, rewards = set(), [], []
     for sequence in saved.sequences(0):
         prompt = text_of(sequence.prompt.tolist())
-        question = re.search(r"user\n(.*?)( Think well\.){8} Code \d+\.<", prompt)[1]
+        question = re.search(r"user\n(.*?)( Think well\.){3} Code \d+\.<", prompt)[1]
         echo, parts = Echo(), parts_of(sequence)
         echo.heard = [question]
         replies = [echo.reply(text_of(ids).removesuffix("<|im_end|>")) for _, ids in parts[::2]]

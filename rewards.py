@@ -45,10 +45,8 @@ _SPELLINGS = [
         (r"\\(?:text|math|mbox)[a-z]*\{([^{}]*)\}?", r" \1 "),
         (r"\^[ ]?\{?[ ]?(?:\\circ(?![A-Za-z])|(?:st|nd|rd|th)(?![a-z]))(?:[ ]?\})?", ""),  # 5^{th}
         (r"\\(?:approx|to|[Rr]ightarrow|implies|therefore)(?![A-Za-z])", "="),
-        (
-            r"\\(?:boxed|left|right|displaystyle|q?quad|rm|degree|checkmark)(?![A-Za-z])|\\end\{align\*?\}",
-            " ",
-        ),
+        (r"\\(?:boxed|left|right|displaystyle|q?quad|rm|degree|checkmark)(?![A-Za-z])", " "),
+        (r"\\end\{align\*?\}", " "),
         (r"\\[,:;! ]|~", " "),
         (r"\\([$%{}])", r"\1"),
         (r"(?<![\w}])_+([^_\s{}]+)_+(?![\w{])", r"\1"),  # _5_ in Markdown

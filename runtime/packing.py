@@ -148,7 +148,7 @@ class Limits(NamedTuple):
     sequences: int  # of a shard if rows are padded, which sets the most tokens of a shard
     completions: int  # K: of each prompt
     longest_completion: int  # tokens: MAX_LENGTH_SAMPLE
-    longest_prompt: int  # S: padded tokens of the run's longest question without the last one
+    longest_prompt: int  # S: padded, without the last token; reset may make a prompt longer
     shortest_prompt: int  # the fewest tokens to which prompts are padded: GLOBAL_LENGTH
     pack: bool  # False: each completion has the width of the longest one
     unit: int  # widths are multiples of it

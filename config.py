@@ -22,16 +22,29 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from runtime import parsing, sizes
-from runtime.mistakes import UserMistake, fail, ignored_names
-from runtime.parsing import GYM, GYM_TASKS, MESH, REPO, knob
-from runtime.sizes import MICRO_SIZES, PASS_SIZES, STEP_SIZES
+from infra import sizes
+from infra.mistakes import UserMistake, fail, ignored_names
+from infra.settings import (
+    GYM,
+    GYM_TASKS,
+    MESH,
+    REPO,
+    knob,
+    overlay,
+    parse_command_line,
+    read_dotenv,
+    read_env,
+    read_yaml,
+    to_text,
+    yaml_lines,
+)
+from infra.sizes import MICRO_SIZES, PASS_SIZES, STEP_SIZES
 
 DTYPES = "auto|bfloat16|float32"
 IS_MODES = "none|token_truncate|token_mask|sequence_truncate|sequence_mask"
 TINY_LAYER = "recipes/tiny.yaml"
 TINY = REPO / TINY_LAYER
-MAX_REPLAYED = 128  # MAX_SUPPORT of models/draw.py; this file imports no jax
+MAX_REPLAYED = 128  # MAX_SUPPORT of model/next_token.py; this file imports no jax
 LOW_FOR_LORA = 1e-5  # learning rate
 DEFAULT_TURNS = 8  # MAX_TURNS of a run with an environment
 LONG_COMPLETIONS = 128  # tokens; see Config.packs and Config.drops_ended
@@ -281,18 +294,18 @@ def read_layers(
     Raises UserMistake with a line for every mistake.
     """
     mistakes: list[str] = []
-    settings = parsing.read_env(env, Config, mistakes)
+    settings = read_env(env, Config, mistakes)
     layers = dict.fromkeys(settings, "environment")
     if config_file:
-        lower = parsing.read_yaml(config_file, Config, mistakes)
+        lower = read_yaml(config_file, Config, mistakes)
         layers = dict.fromkeys(lower, str(config_file)) | layers
-        settings = parsing.overlay(settings, lower, SYNONYMS)
+        settings = overlay(settings, lower, SYNONYMS)
     if not settings.get("model_path"):
         for empty in (settings, layers):
             empty.pop("model_path", None)
-        lower = parsing.read_yaml(TINY, Config, mistakes)
+        lower = read_yaml(TINY, Config, mistakes)
         layers = dict.fromkeys(lower, TINY_LAYER) | layers
-        settings = parsing.overlay(settings, lower, TINY_YIELDS)
+        settings = overlay(settings, lower, TINY_YIELDS)
     cfg = Config(**settings)
     told = "\n".join(mistakes).upper()
     for line in contradictions(cfg):
@@ -375,7 +388,7 @@ def notes(cfg: Config, layers: Mapping[str, str]) -> Iterator[str]:
     ):
         for name in names.split():
             if not has_effect and getattr(cfg, name) != getattr(Config, name):
-                text = parsing.to_text(getattr(cfg, name))
+                text = to_text(getattr(cfg, name))
                 yield f"{name.upper()}={text} does nothing with {why}"
     if 0 < cfg.lr_decay_steps < cfg.steps and cfg.lr_schedule != "constant":
         decay = f"LR_DECAY_STEPS={cfg.lr_decay_steps} is less than STEPS={cfg.steps}"
@@ -387,13 +400,13 @@ def describe(cfg: Config, processes: int = 1, local_devices: int = 1) -> str:
     derived = sizes.derive(cfg, processes, local_devices)._asdict()
     slice_ = f"# On {processes} x {local_devices} devices (processes x local); not read back:"
     lines = [f"derived.{name}: {value}" for name, value in derived.items()]
-    return "\n".join([*parsing.yaml_lines(cfg), slice_, *lines])
+    return "\n".join([*yaml_lines(cfg), slice_, *lines])
 
 
 def changed(cfg: Config, layers: Mapping[str, str]) -> str:
     """A line with every setting that differs from its default, and the layer that set it."""
     return "changed: " + " ".join(
-        f"{field.name.upper()}={parsing.to_text(getattr(cfg, field.name))} ({layers[field.name]})"
+        f"{field.name.upper()}={to_text(getattr(cfg, field.name))} ({layers[field.name]})"
         for field in dataclasses.fields(cfg)
         if getattr(cfg, field.name) != field.default
     )
@@ -407,12 +420,12 @@ def load(
 
     env: None means os.environ, to which the settings of `.env` are added.
     """
-    args = parsing.parse_command_line(argv)
+    args = parse_command_line(argv)
     try:
         dotenv = {}
         if env is None:
             # W&B and the Hub read their keys in the environment, so .env goes there.
-            env, dotenv = os.environ, parsing.read_dotenv(REPO / ".env")
+            env, dotenv = os.environ, read_dotenv(REPO / ".env")
             dotenv = {name: value for name, value in dotenv.items() if name not in env}
             env.update(dotenv)
         # A run's weights are evaluated with the run's settings, and from its newest checkpoint.

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from runtime.mistakes import UserMistake, in_one_line
-from runtime.parsing import GYM, GYM_TASKS, read_text
+from infra.mistakes import UserMistake, in_one_line
+from infra.settings import GYM, GYM_TASKS, read_text
 
 # A chat template that prints today's date prints this one, because prompts must not change at
 # midnight. It is the date that Llama 3.2's template prints by default.

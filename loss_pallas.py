@@ -1,6 +1,6 @@
 """A TPU kernel for the log-probabilities of tokens, their entropies and the gradients of both.
 
-token_logps in models/logps.py walks the vocabulary in tiles, and hands each tile to the Kernel of
+token_logps in model/logps.py walks the vocabulary in tiles, and hands each tile to the Kernel of
 this file if it gets one. The kernel computes a tile with the same functions as the jnp there, but
 does not write the logits to HBM. docs/kernel.md compares both.
 
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from models.logps import (
+from model.logps import (
     BackwardInputs,
     CallSettings,
     Statistics,
@@ -72,7 +72,7 @@ def block_sizes(D: int, itemsize: int, device_kind: str) -> tuple[int, int]:
 
 
 class Kernel(NamedTuple):
-    """What computes the tiles of models/logps.py on a TPU; hashable. It computes no support."""
+    """What computes the tiles of model/logps.py on a TPU; hashable. It computes no support."""
 
     device_kind: str
     interpret: Any = False  # True or pltpu.InterpretParams run the kernel on any device

@@ -1,7 +1,6 @@
-"""What a step and an evaluation tell: their metrics, the lines that people parse, and the records
-of metrics.jsonl and W&B. It also runs an evaluation. review.py has the completions to read."""
+"""What a step tells: its metrics, the lines that people parse, the records of metrics.jsonl and
+W&B, and completions to read."""
 
-import collections
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -9,17 +8,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from infra.chips import chip_of, memory_peaks
+from infra.log import Clock, RunLog, mean_of, plain
 from loss import MERGE, equal_groups
-from models.model import Params
-from models.placement import update_flops
-from review import completion_entries, sample_entries, sample_table
-from rewards import extract_answer
-from rollout import Run, answer_questions, have_equal_rewards, texts_of
-from runtime.chips import chip_of, memory_peaks
-from runtime.packing import Batch
-from runtime.records import mean_of
-from runtime.run_log import Clock, RunLog
-from sampling import Backend
+from model.placement import update_flops
+from rollout import Run, dialogues_of, have_equal_rewards
+from rows import Batch
 
 # The mean difference between the sampler's log-probabilities and the trainer's which rounding does
 # not explain. With float32 it is about 1e-6. With bfloat16, whose numbers have 8 significant bits,
@@ -28,7 +22,6 @@ DRIFT_LEVELS = {"float32": 1e-3, "bfloat16": 0.05}
 # In the order of the published line; the completions are gathered (shard) before the advantages,
 # and log-probabilities before the first update.
 PHASES = ("rollout_sync", "rollout_generate", "reward", "advantages", "shard", "update", "logps")
-EVAL_PHASES = ("rollout_sync", "rollout_generate", "reward")
 # Metrics of the tokens that an update computes.
 OF_COMPUTED = ("sampling_logp_difference/", "is_weight/")
 OF_NOTHING = ("loss", "policy_loss", "update_token_count")  # 0 if no token of an update counts
@@ -227,7 +220,7 @@ def phase_seconds(clock: Clock) -> dict[str, float]:
 
 def sampling_metrics(run: Run, rounds: list[Batch]) -> dict[str, float]:
     """The metrics of DYNAMIC_SAMPLING, of all that was sampled, also what the step does not learn
-    from; OF_SAMPLED in review.py names those that the verdict looks at."""
+    from; OF_SAMPLED in extras/report.py names those that the verdict looks at."""
     sampled = Batch.join(rounds)
     metrics = {
         "rounds": len(rounds),
@@ -239,85 +232,11 @@ def sampling_metrics(run: Run, rounds: list[Batch]) -> dict[str, float]:
     return {f"dynamic_sampling/{name}": float(value) for name, value in metrics.items()}
 
 
-# ---- An evaluation -------------------------------------------------------------------------------
-
-
-def evaluate(
-    run: Run,
-    log: RunLog,
-    backend: Backend,
-    key: jax.Array,
-    params: Params,
-    step: int,
-    full: bool = False,
-) -> float:
-    """The accuracy on the first EVAL_PROMPTS questions of the eval split or, if `full`, on all.
-
-    Each question has EVAL_SAMPLES completions, greedy or at EVAL_TEMPERATURE. It prints the line
-    of the evaluation, and writes its record and an entry of eval.jsonl for each question.
-    """
-    clock = Clock(EVAL_PHASES)
-    limit = run.cfg.eval_prompts
-    questions = run.eval_prompts if full or not limit else run.eval_prompts[:limit]
-    backend.update_weights(params)
-    clock.lap("rollout_sync")
-    evaluation = answer_questions(run, backend, questions, key, clock)
-    backend.release()
-    line, records = evaluation_record(run, step, evaluation, clock, full)
-    log.line(line)
-    log.record(step, records)
-    prefix = "eval_full" if full else "eval"
-    if jax.process_index() == 0:
-        correct = are_right(evaluation.per_function)
-        entries = completion_entries(run, evaluation, "correct", correct)
-        log.entries("eval.jsonl", step, [{"evaluation": prefix} | entry for entry in entries])
-    return records[f"{prefix}/accuracy"]
-
-
 def are_right(per_function: np.ndarray) -> np.ndarray:
     """[n] float64: 1 for a right completion, else 0; NaN where the function of the accuracy does
     not apply. It is the first one, and gives at least 1. per_function: [n, functions]."""
     reward = per_function[:, 0]
     return np.where(np.isnan(reward), np.nan, reward >= 1)
-
-
-def evaluation_record(
-    run: Run, step: int, evaluation: Batch, clock: Clock, full: bool
-) -> tuple[str, dict[str, Any]]:
-    """The line and the record of one evaluation.
-
-    The accuracy is pass@1: the mean over the questions of the share of right completions among
-    those to which the accuracy's function applies.
-    """
-    n, split, seconds = run.cfg.eval_samples, run.cfg.eval_split, clock.total()
-    prefix, place = ("eval_full", "eval_full/accuracy") if full else ("eval", "eval")
-    correct = are_right(evaluation.per_function).reshape(-1, n)  # [questions, n]
-    questions = len(correct)
-    accuracy, error = pass_at(correct, 1), standard_error(correct)
-    # Of the powers of two, and of n.
-    shown = [k for k in range(1, n + 1) if k == n or k & (k - 1) == 0]
-    more = {f"pass_at_{k}": pass_at(correct, k) for k in shown}
-    judge = run.functions[0].__name__  # says what is right
-    if n > 1 and judge == "reward_correct":
-        texts = texts_of(run, evaluation.prompts, evaluation)
-        more[f"maj_at_{n}"] = majority_accuracy(correct, texts)
-    ending = f"accuracy={accuracy:.4f} accuracy_se={error:.4f} accuracy_of={judge}"
-    ending += "".join(f" {k}={x:.4f}" for k, x in more.items() if k.endswith(f"_{n}") and n > 1)
-    decoding = "sampled" if run.eval_sampling.temperature else "greedy"
-    ending += f" decoding={decoding} t={seconds:.2f}s"
-    records = {f"{prefix}/accuracy": accuracy, f"{prefix}/accuracy_se": error}
-    records |= {f"{place}/{name}": value for name, value in more.items()}
-    records[f"{prefix}/questions_global"] = questions
-    records |= completion_records(f"{prefix}/", run, evaluation)
-    records[f"time/{prefix}/step_s"] = seconds
-    if full:
-        records["time/eval_full/s_per_question"] = seconds / questions
-        records |= {"eval_full/split": split, "eval_full/samples_per_question": n}
-        asked = f"eval_full split={split} questions={questions} samples_per_question={n}"
-    else:
-        records |= {f"time/eval/{phase}_s": x for phase, x in phase_seconds(clock).items()}
-        asked = f"eval step={step} split={split} questions={questions}"
-    return f"{asked} {ending}", records
 
 
 def completion_records(prefix: str, run: Run, batch: Batch) -> dict[str, float]:
@@ -344,48 +263,74 @@ def _spread(name: str, values: np.ndarray, *which: str) -> dict[str, float]:
     return {f"{name}/{statistic}": getattr(np, statistic)(values) for statistic in which}
 
 
-# ---- Accuracy over many questions ----------------------------------------------------------------
+# ---- Completions to read -------------------------------------------------------------------------
 
 
-def standard_error(correct: np.ndarray) -> float:
-    """The standard error of the accuracy, over the questions: NaN for fewer than two.
-
-    correct: [questions, samples], NaN where the accuracy does not apply.
-    """
-    means = np.array([mean_of(samples) for samples in correct])
-    means = means[~np.isnan(means)]
-    return float(means.std(ddof=1) / math.sqrt(len(means))) if len(means) > 1 else math.nan
+ENDED = ("MAX_LENGTH_SAMPLE", "stop token")  # what ended a completion whose `stopped` is 0, or 1
+LONGEST_TEXT = 400  # characters of a text in the log; the files have the complete text
 
 
-def pass_at(correct: np.ndarray, k: int) -> float:
-    """The probability that at least one of k samples of a question is right, without bias: the
-    mean over the questions that have k samples with a value. pass_at(correct, 1) is the accuracy.
-
-    correct: [questions, samples], NaN where a sample has no value. Source: arXiv 2107.03374, eq. 1.
-    """
-    hits = []
-    for samples in correct:
-        n, wrong = np.isfinite(samples).sum(), (samples == 0).sum()
-        if n >= k:
-            sets = math.comb(n, k)  # of k samples; an integer of any size
-            hits.append((sets - math.comb(wrong, k)) / sets)
-    return mean_of(np.array(hits))
+def sample_entries(run: Run, batch: Batch) -> list[dict[str, Any]]:
+    """Entries of samples.jsonl for two groups, with all their completions. Groups whose total
+    rewards differ come first."""
+    equal = equal_groups(batch.rewards, run.cfg.num_pre_q)
+    shown = batch.groups(np.argsort(equal, kind="stable")[:2])
+    entries = completion_entries(run, shown, "advantage", shown.advantages)
+    prompts = [run.tokenizer.decode(prompt.ids) for prompt in shown.prompts]
+    return [{"prompt": text} | entry for text, entry in zip(prompts, entries, strict=True)]
 
 
-def majority_accuracy(correct: np.ndarray, texts: list[str]) -> float:
-    """maj@n: the share of questions whose most frequent answer is right; of answers that are
-    equally frequent the first one counts. No answer counts as one, and it is never right.
+def completion_entries(
+    run: Run, batch: Batch, name: str, values: np.ndarray
+) -> list[dict[str, Any]]:
+    """An entry for each prompt of a batch, with its completions. Under this name a completion has
+    one of the values; docs/survival.md has its other fields."""
+    texts = dialogues_of(run, batch)
+    names = [function.__name__ for function in run.functions]
+    completions = [
+        {
+            "text": text,
+            "reward": batch.rewards[i],
+            "rewards": dict(zip(names, batch.per_function[i], strict=True)),
+            "tokens": batch.lengths[i],
+            "ended": ENDED[int(batch.stopped[i])],
+            name: values[i],
+        }
+        for i, text in enumerate(texts)
+    ]
+    n = len(texts) // len(batch.prompts)
+    entries = [
+        {x: prompt.columns[x] for x in ("question", "answer")}
+        | {"completions": completions[i * n : (i + 1) * n]}
+        for i, prompt in enumerate(batch.prompts)
+    ]
+    return plain(entries)
 
-    correct: [questions, n samples], NaN where a sample has no value: it is left out, and so is a
-    question without any value. texts: [questions * n].
-    """
-    answers = iter(map(extract_answer, texts))
-    chosen = []
-    for samples in correct:
-        given = [(next(answers), right) for right in samples]
-        given = [(answer, right) for answer, right in given if not np.isnan(right)]
-        if given:
-            counts = collections.Counter(answer for answer, _ in given)
-            frequent = counts.most_common(1)[0][0]
-            chosen.append(next(right for answer, right in given if answer == frequent))
-    return mean_of(np.array(chosen))
+
+def sample_table(step: int, entry: dict[str, Any]) -> str:
+    """The completions of one group for the log. Programs read a log, so that no line of a text
+    begins like a line of the run."""
+    lines = [f"sample step={step} question: {visible(shorten(entry['question']))}"]
+    for each in entry["completions"]:
+        lines.append("  " + " ".join(f"{name}={value}" for name, value in pairs_of(each)))
+        lines += [f"    {visible(line)}" for line in shorten(each["text"]).splitlines() or [""]]
+    return "\n".join(lines)
+
+
+def visible(text: str) -> str:
+    """The text as a single line, with what is not printable as escapes such as \\n."""
+    return "".join(x if x.isprintable() else ascii(x)[1:-1] for x in text)
+
+
+def shorten(text: str) -> str:
+    """The text, or its beginning if it is longer than LONGEST_TEXT."""
+    return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]} ..."
+
+
+def pairs_of(completion: dict[str, Any]) -> list[tuple[str, str]]:
+    """What an entry of samples.jsonl or eval.jsonl says of a completion, but for its text."""
+    numbers = [("reward", completion["reward"]), *completion["rewards"].items()]
+    if "advantage" in completion:
+        numbers.append(("advantage", completion["advantage"]))
+    pairs = [(name, "-" if number is None else f"{number:z.4g}") for name, number in numbers]
+    return [*pairs, ("tokens", f"{completion['tokens']}"), ("ended", completion["ended"])]

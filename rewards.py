@@ -16,8 +16,8 @@ from unicodedata import normalize
 
 import numpy as np
 
-from runtime.mistakes import UserMistake
-from runtime.reward_worker import RewardWorker, worker_function, worker_of
+from infra.mistakes import UserMistake
+from infra.reward_worker import RewardWorker, worker_function, worker_of
 
 SYSTEM_PROMPT = """\
 Reason step by step inside <think> </think>. Then, on the next line, write only the final number \

@@ -9,7 +9,6 @@ and from choose_groups on to the longest completion.
 
 import dataclasses
 import itertools
-import json
 import operator
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,24 +20,18 @@ import numpy as np
 import data
 import rewards
 from config import Config
+from infra.hosts import StopSignal
+from infra.log import progress_bar
+from infra.mistakes import UserMistake
+from infra.sizes import Sizes, prompt_width
 from loss import Objective, equal_groups
-from models import placement
-from models.draw import Sampling
-from models.model import Compute, ModelConfig, Params
-from runtime.layout import gather_processes, join
-from runtime.long_work import progress_bar
-from runtime.mistakes import UserMistake
-from runtime.packing import Batch, Limits
-from runtime.processes import StopSignal, gather_texts
-from runtime.run_log import Clock
-from runtime.sizes import Sizes, eval_questions, prompt_width, turn_sequences, turn_width
+from model.layout import gather_processes, join
+from model.network import Compute
+from model.next_token import Sampling
+from model.params import ModelConfig, Params
+from rows import Batch, Limits
 from sampling import Backend, Completions, Stopping
-from turns import EVALUATION, Environments
 from update import Optimizer
-
-# Stands for the number of a place without a sequence. Results come in the order of the numbers, so
-# that such places are the last ones.
-NO_SEQUENCE = np.iinfo(np.int32).max
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +58,7 @@ class Run:
     mesh_reason: str  # why ROLLOUT_MESH_SHAPE=auto is what it is
     limits: Limits  # of the rows of an update
     system_prompt: str
-    environments: Environments | None  # None: each completion is a single turn of the policy
+    environments: Any  # None: each completion is a single turn of the policy
     base: Params | None = None  # the weights that LoRA does not change; None: there are none
     stop: StopSignal = dataclasses.field(default_factory=StopSignal)
 
@@ -100,6 +93,8 @@ def prompts_of_round(run: Run, number: int) -> list[data.Prompt]:
     P = run.sizes.prompts_per_step
     indices = data.batch_indices(len(run.train_prompts), P, number, run.cfg.seed)  # [P]
     prompts = [run.train_prompts[i] for i in indices]
+    from extras.turns import begin_episodes
+
     return begin_episodes(run, prompts, number + 1, run.cfg.num_pre_q)
 
 
@@ -142,6 +137,8 @@ def complete(
     completions = join(passes)
     if run.environments is None:
         return completions
+    from extras.turns import take_turns
+
     return take_turns(run, backend, local, completions, key, sampling, size * per_prompt)
 
 
@@ -248,141 +245,6 @@ def choose_groups(run: Run, rounds: list[Batch]) -> Batch:
             f"{np.nanmin(batch.rewards):g}; use another REWARD_FN or estimator"
         )
     return batch.cut(run.limits.completion_width(int(batch.lengths.max())))
-
-
-# ---- Turns ---------------------------------------------------------------------------------------
-
-
-def begin_episodes(
-    run: Run, prompts: list[data.Prompt], round_number: int, per_prompt: int
-) -> list[data.Prompt]:
-    """The prompts of all processes as the environment begins the episodes of their completions: the
-    text that `reset` returns stands behind the question. Raises UserMistake."""
-    if run.environments is None:
-        return prompts
-    numbers = local_part_of(range(len(prompts) * per_prompt))
-    columns = [prompt.columns for prompt in local_part_of(prompts)]
-    texts = run.environments.reset(round_number, numbers, columns, per_prompt)
-    texts = [text for part in gather_texts(json.dumps(texts)) for text in json.loads(part)]
-    examples = [
-        prompt.columns | {"question": prompt.columns["question"] + (text or "")}
-        for prompt, text in zip(prompts, texts, strict=True)
-    ]
-    model, tools = run.model, run.environments.tools
-    begun = data.build_prompts(examples, run.tokenizer, run.system_prompt, tools, model.vocab_size)
-    longest = max(len(prompt.ids) for prompt in begun)
-    try:
-        placement.stop_if_too_long(run.stopping.max_new_tokens, run.model, longest)
-    except UserMistake as error:
-        source = run.cfg.environment_class
-        raise UserMistake(f"ENVIRONMENT_CLASS={source}, with the text of reset: {error}") from None
-    pairs = zip(begun, prompts, strict=True)
-    return [prompt._replace(columns=given.columns) for prompt, given in pairs]
-
-
-def take_turns(
-    run: Run,
-    backend: Backend,
-    prompts: list[data.Prompt],
-    completions: Completions,
-    key: jax.Array,
-    sampling: Sampling,
-    most: int,
-) -> Completions:
-    """The completions of this process's prompts after their later turns. A completion ends when its
-    environment has nothing to say, after MAX_TURNS, or when it is full.
-
-    most: sequences of a rollout pass of this process.
-    """
-    going = [*range(len(completions.lengths))]
-    for turn in range(1, run.cfg.turns() + 1):
-        going = [i for i in going if add_message(run, prompts, completions, i, turn)]
-        earlier = [completions.completion_ids[i, : completions.lengths[i]].tolist() for i in going]
-        of_prompts = [prompts[i * len(prompts) // len(completions.lengths)].ids for i in going]
-        ids = [[*prompt, *tokens] for prompt, tokens in zip(of_prompts, earlier, strict=True)]
-        # All processes compute the same number of passes, of the same shapes.
-        sizes = np.array([[len(going), max(map(len, ids), default=1)]])
-        count, longest = gather_processes(sizes).max(axis=0).tolist()
-        if count == 0:
-            break
-        size = turn_sequences(count, most, jax.local_device_count())
-        width = turn_width(longest, run.limits.longest_prompt + 1 + run.stopping.max_new_tokens)
-        for first in range(0, count, size):
-            run.stop.check()
-            of_pass = going[first : first + size]
-            # For an unused place no token is drawn, as if its completion were full.
-            unused = size - len(of_pass)
-            filled = ids[first : first + size] + [[run.stopping.pad_id]] * unused
-            padded = data.pad_prompts(filled, width, run.stopping.pad_id)
-            T = run.stopping.max_new_tokens
-            numbers = np.append(completions.sequence_ids[of_pass], [NO_SEQUENCE] * unused)
-            lengths = np.append(completions.lengths[of_pass], [T] * unused)
-            numbers, lengths = numbers.astype(np.int32), lengths.astype(np.int32)
-            drawn = backend.generate(*padded, numbers, key, sampling, lengths)
-            for j, i in enumerate(of_pass):
-                add_turn(completions, i, drawn, j)
-    return completions
-
-
-def add_message(
-    run: Run, prompts: list[data.Prompt], completions: Completions, i: int, turn: int
-) -> bool:
-    """Whether completion i goes on after this turn: then it gets what its environment answers. A
-    message that leaves no room for another token is cut, and ends the completion, which then counts
-    as cut off, unless the stop token of its turn has taken the last place."""
-    length, T = completions.lengths[i], run.stopping.max_new_tokens
-    was_cut = completions.completion_ids[i, length - 1] not in run.stopping.stop_ids
-    is_last = turn == run.cfg.turns()
-    if was_cut or (is_last and run.environments.tools):  # Nobody would read what a tool answers.
-        return False
-    text = text_of(run, prompts, completions, i)
-    ids = run.environments.answer(int(completions.sequence_ids[i]), turn, text)
-    if ids is None or is_last:
-        return False
-    ids = ids[: T - length]
-    completions.completion_ids[i, length : length + len(ids)] = ids
-    completions.lengths[i] += len(ids)
-    return completions.lengths[i] < T
-
-
-def add_turn(completions: Completions, i: int, drawn: Completions, j: int) -> None:
-    """Writes what was drawn in place j of a pass behind the tokens of completion i."""
-    count = drawn.lengths[j]
-    span = slice(completions.lengths[i], completions.lengths[i] + count)
-    for name in Completions._fields:
-        x, new = getattr(completions, name), getattr(drawn, name)
-        if name == "sequence_ids" or x is None:
-            continue
-        if x.ndim > 1:  # of the tokens
-            x[i, span] = new[j, :count]
-        else:  # a sum over the tokens
-            x[i] += new[j]
-
-
-# ---- An evaluation -------------------------------------------------------------------------------
-
-
-def answer_questions(
-    run: Run, backend: Backend, questions: list[data.Prompt], key: jax.Array, clock: Clock
-) -> Batch:
-    """EVAL_SAMPLES completions of each question, greedy or sampled as run.eval_sampling says."""
-    samples = run.cfg.eval_samples
-    # Questions of a pass on each process.
-    size = eval_questions(run.sizes, run.cfg.num_pre_q, samples, jax.local_device_count())
-    missing = -len(questions) % (size * jax.process_count())
-    padded = begin_episodes(run, [*questions, *[questions[-1]] * missing], EVALUATION, samples)
-    how = run.eval_sampling, samples, size
-    completions = complete(run, backend, padded, key, "evaluation", *how)
-    clock.lap("rollout_generate")
-    local = local_part_of(padded)
-    rewarded = []
-    for first in range(0, len(local), size):  # a call of a reward function is for a single pass
-        of_pass = slice(first * samples, (first + size) * samples)
-        part = jax.tree.map(lambda x, of_pass=of_pass: x[of_pass], completions)
-        rewarded.append(reward_completions(run, local[first : first + size], part))
-    batch = gather_batch(run, padded, completions, *join(rewarded))
-    clock.lap("reward")
-    return batch.groups(np.arange(len(questions)))
 
 
 # ---- Processes -----------------------------------------------------------------------------------

@@ -179,14 +179,14 @@ read_settings() {
   settings=$("$PYTHON" -c '
 import dataclasses, os, shlex, sys
 import config
-from runtime import parsing
+from infra.settings import read_env
 
 # Of other libraries only names that are known to be no secret: secrets are in .env alone.
 OF_LIBRARIES = """HF_HOME HF_ENDPOINT HF_HUB_CACHE HF_HUB_OFFLINE HF_HUB_ENABLE_HF_TRANSFER
     HF_HUB_DOWNLOAD_TIMEOUT HF_HUB_ETAG_TIMEOUT HF_HUB_DISABLE_XET HF_DATASETS_CACHE
     HF_DATASETS_OFFLINE HF_XET_CACHE HF_XET_HIGH_PERFORMANCE TOKENIZERS_PARALLELISM WANDB_ENTITY"""
 mistakes = []
-known = parsing.read_env(os.environ, config.Config, mistakes)
+known = read_env(os.environ, config.Config, mistakes)
 if mistakes:
     sys.exit("\n".join(f"error: {line}" for line in mistakes))
 names = [field.name.upper() for field in dataclasses.fields(config.Config) if field.name in known]

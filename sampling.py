@@ -15,25 +15,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.attention import Cache, map_kv, prompt_rows
-from models.draw import Sampling, draw_tokens, support_size
-from models.logps import dot
-from models.model import (
-    Compute,
-    Params,
-    arrange_layers,
-    forward,
-    forward_token,
-    lm_head,
-    on_base,
-    param_shardings,
-    prefix_of,
-    trained,
-)
-from runtime.chips import program
-from runtime.layout import TRAIN_BATCH_AXES, constrain, join, local_part, shard_batch
-from runtime.long_work import progress_bar
-from runtime.sizes import PASS_SIZES, prompt_share
+from infra.chips import program
+from infra.log import progress_bar
+from infra.sizes import PASS_SIZES, prompt_share
+from model.attention import Cache, map_kv, prompt_rows
+from model.layout import TRAIN_BATCH_AXES, constrain, join, local_part, shard_batch
+from model.logps import dot
+from model.network import Compute, forward, forward_token, prefix_of
+from model.next_token import Sampling, draw_tokens, support_size
+from model.params import Params, arrange_layers, lm_head, on_base, param_shardings, trained
 
 STAGES, STAGE_TOKENS = 4, 128  # of decode, see stage_ends
 
@@ -128,7 +118,7 @@ class NaiveBackend:
         """Does nothing; other backends end what they have started."""
 
 
-Backend = NaiveBackend  # in annotations; SglangBackend of rollout_sglang.py has the same functions
+Backend = NaiveBackend  # in annotations; SglangBackend of extras/sglang.py has the same functions
 
 
 # ---- Copies of the weights -----------------------------------------------------------------------

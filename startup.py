@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,27 +24,29 @@ import config
 import data
 import rewards
 from config import Config
+from extras.report import Reviewer
+from extras.turns import Environments
+from infra import checkpoint, hosts
+from infra.chips import has_bfloat16, program
+from infra.lifecycle import Lifecycle
+from infra.log import RUNNING, RunLog, check_wandb, chosen_mode, replace_file, stop_if_not_writable
+from infra.mistakes import Unwritable, UserMistake, fail
+from infra.reward_worker import RewardWorker, worker_of
+from infra.settings import GYM, REPO, to_text
+from infra.sizes import Sizes, derive, prompt_width
 from loss import Objective
 from loss_pallas import Kernel, block_sizes
 from metrics import drift_level
-from models import hf, lora, placement
-from models.draw import Sampling
-from models.model import Compute, ModelConfig, Params, on_base
-from review import Reviewer
+from model import hf, lora, placement
+from model.attention import LANES, MOST_PLACES
+from model.layout import mesh_text
+from model.network import Compute
+from model.next_token import Sampling
+from model.params import ModelConfig, Params, on_base
+from model.placement import attention_flops, layer_weights
 from rollout import Run
-from runtime import processes, resume
-from runtime.chips import has_bfloat16, program
-from runtime.layout import mesh_text
-from runtime.lifecycle import Lifecycle
-from runtime.mistakes import Unwritable, UserMistake, fail
-from runtime.parsing import GYM, REPO, to_text
-from runtime.records import RUNNING
-from runtime.reward_worker import RewardWorker, worker_of
-from runtime.run_log import RunLog, replace_file, stop_if_not_writable
-from runtime.sizes import derive, prompt_width
-from runtime.wandb_run import check_wandb, chosen_mode
+from rows import Limits
 from sampling import Backend, NaiveBackend, Stopping
-from turns import Environments
 from update import Optimizer, TrainState, abstract_state, init_state
 
 
@@ -55,16 +58,16 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | No
     began = time.perf_counter()
     backend = None
     try:
-        processes.start_jax(cfg)
+        hosts.start_jax(cfg)
         run = set_up(cfg)
         name = f"runs/{cfg.wandb_name or Path(cfg.model_path).name}"
-        out = resume.output_folder(cfg.output_dir, name)
-        checkpoints = resume.open_checkpoints(cfg, out)
+        out = checkpoint.output_folder(cfg.output_dir, name)
+        checkpoints = checkpoint.open_checkpoints(cfg, out)
         backend = make_backend(run)
         with program("what holds the weights and the optimizer's state"):
             model, mesh = run.training.model, run.training.layout.mesh
             wanted = {"state": abstract_state(run.model, mesh, run.optimizer)}
-            arrays, progress = resume.begin(cfg, out, checkpoints, made_with_of(run), wanted)
+            arrays, progress = checkpoint.begin(cfg, out, checkpoints, made_with_of(run), wanted)
             run = dataclasses.replace(run, base=read_base(run))
             if arrays:
                 state = arrays["state"]
@@ -120,10 +123,10 @@ def set_up(cfg: Config, example: dict[str, str] | None = None) -> Run:
 
     example: the only question to evaluate, instead of the eval split.
     """
-    with processes.told_by_all():
+    with hosts.told_by_all():
         run = make_run(cfg, example)
         facts = facts_of(run)
-    processes.stop_if_different(facts)
+    hosts.stop_if_different(facts)
     print(
         f"model={run.folder} parameters={placement.num_params(run.model) / 1e6:.2f}M "
         f"dtype={run.training.dtype} train={len(run.train_prompts)} "
@@ -173,14 +176,14 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
     example: see set_up.
     """
     if cfg.rollout_backend == "sglang_jax":
-        from rollout_sglang import import_engine
+        from extras.sglang import import_engine
 
         import_engine(jax.devices())
     if jax.process_index() == 0:  # it alone writes
         check_wandb(cfg.wandb_mode)
         if cfg.export_hf not in ("", "none"):
             stop_if_not_writable(f"EXPORT_HF={cfg.export_hf}", Path(cfg.export_hf))
-    processes.stop_if_not_so_many(cfg.require_multihost, cfg.require_jax_process_count)
+    hosts.stop_if_not_so_many(cfg.require_multihost, cfg.require_jax_process_count)
     sizes = derive(cfg, jax.process_count(), jax.local_device_count())
     print(sizes.line(), flush=True)
     workers: dict[str, RewardWorker] = {}
@@ -240,9 +243,27 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
         training=training,
         rollout=rollout,
         mesh_reason=reason,
-        limits=placement.limits_of(cfg, sizes, training, jax.process_count(), S),
+        limits=limits_of(cfg, sizes, training, jax.process_count(), S),
         system_prompt=system_prompt,
         environments=environments,
+    )
+
+
+def limits_of(cfg: Config, sizes: Sizes, training: Compute, processes: int, S: int) -> Limits:
+    """The limits of packed rows. S: padded tokens of the longest prompt without the last one."""
+    model, X = training.model, training.layout.batch_shards
+    matmuls = 2 * model.num_layers * layer_weights(model)  # FLOPs of a token
+    return Limits(
+        shards=X,
+        sequences=sizes.micro_batch_size * processes // X,
+        completions=cfg.num_pre_q,
+        longest_completion=cfg.max_length_sample,
+        longest_prompt=S,
+        shortest_prompt=cfg.global_length,
+        pack=cfg.packs(),
+        unit=LANES if training.attention_impl == "splash" else 1,
+        row_tokens=MOST_PLACES if training.attention_impl == "splash" else sys.maxsize,
+        matmul_keys=matmuls / attention_flops(model, 1),
     )
 
 
@@ -317,7 +338,7 @@ def make_backend(run: Run) -> Backend:
     """The backend that ROLLOUT_BACKEND names. Raises UserMistake if it cannot compute the run."""
     if run.cfg.rollout_backend == "naive":
         return NaiveBackend(run.rollout, run.stopping, run.cfg.drops_ended())
-    from rollout_sglang import SglangBackend  # its packages are needed only here
+    from extras.sglang import SglangBackend  # its packages are needed only here
 
     return SglangBackend(run)
 
@@ -365,12 +386,12 @@ def what_ran(run: Run) -> dict[str, str]:
         **{f"derived.{name}": str(getattr(run.training, name)) for name in chosen},
         "derived.mesh_shape": mesh_text(run.training.layout.mesh),
         "derived.rollout_mesh_shape": placement.rollout_mesh(run.cfg, run.rollout),
-        "derived.commit": processes.commit_of(REPO),
+        "derived.commit": hosts.commit_of(REPO),
         "derived.device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
     }
 
 
-def open_log(run: Run, out: Path, progress: resume.Progress) -> RunLog:
+def open_log(run: Run, out: Path, progress: checkpoint.Progress) -> RunLog:
     """The run's log in its folder, with config.yaml; it drops records after the checkpoint."""
     cfg, writes, wandb = run.cfg, jax.process_index() == 0, None
     if writes and (mode := chosen_mode(cfg.wandb_mode)) != "disabled":
@@ -384,7 +405,7 @@ def open_log(run: Run, out: Path, progress: resume.Progress) -> RunLog:
     sweeps = cfg.eval_full_sweep and progress.step == cfg.steps
     kept = ["eval"] * (progress.step in progress.evals) + ["eval_full"] * (not sweeps)
     resumed = {"first_step": progress.step, "kept": kept}
-    with processes.told_by_all():
+    with hosts.told_by_all():
         try:
             log = RunLog(out, steps=cfg.steps, writes=writes, wandb=wandb, **resumed)
             if writes:
@@ -440,7 +461,7 @@ def made_with_of(run: Run) -> dict[str, str]:
     values["DTYPE"] = str(run.training.dtype)
     values["the stop tokens"] = str(run.stopping.stop_ids)
     for name in ("config.json", "tokenizer.json"):
-        values[f"the model's {name}"] = processes.digest((folder / name).read_bytes())
+        values[f"the model's {name}"] = hosts.digest((folder / name).read_bytes())
     values["the tokenized prompts"] = digest_of(run.train_prompts)
     if cfg.beta > 0 or run.model.lora:  # every start reads the reference or LoRA's base again
         files = sorted(folder.glob("*.safetensors"))
@@ -450,7 +471,7 @@ def made_with_of(run: Run) -> dict[str, str]:
     values["ENVIRONMENT_CLASS"] = Path(cfg.environment_class).name
     if run.environments:  # it also writes what is said after the first turn
         template = run.tokenizer.get_chat_template(tools=run.environments.tools or None)
-        values["the chat template"] = processes.digest(template.encode())
+        values["the chat template"] = hosts.digest(template.encode())
     sources = {"REWARD_FN": entries, "ENVIRONMENT_CLASS": [cfg.environment_class]}
     for setting, named in sources.items():
         mains = [Path(entry.rpartition(":")[0]).resolve() for entry in named if ":" in entry]
@@ -458,7 +479,7 @@ def made_with_of(run: Run) -> dict[str, str]:
             for file in imported_files(main):
                 name = f"the file of {setting} {os.path.relpath(file, main.parent)}"
                 before = f"{values[name]}," if name in values else ""  # of another folder
-                values[name] = before + processes.digest(file.read_bytes())
+                values[name] = before + hosts.digest(file.read_bytes())
     return values
 
 
@@ -490,7 +511,7 @@ def digest_of_file(file: Path) -> list[Any]:
     places between; to read all would take too long."""
     content = np.memmap(file, mode="r")
     pieces = content[: 2**20], content[:: max(len(content) // 4096, 1)], content[-(2**20) :]
-    return [file.name, len(content), processes.digest(b"".join(x.tobytes() for x in pieces))]
+    return [file.name, len(content), hosts.digest(b"".join(x.tobytes() for x in pieces))]
 
 
 def facts_of(run: Run) -> dict[str, str]:
@@ -502,9 +523,9 @@ def facts_of(run: Run) -> dict[str, str]:
         if not field.metadata["per_process"]
     }
     files = [*run.folder.glob("*.json"), *run.folder.glob("*.safetensors")]
-    versions = {f"the version of {name}": x for name, x in processes.versions().items()}
+    versions = {f"the version of {name}": x for name, x in hosts.versions().items()}
     more = {
-        "our code": processes.code_digest(REPO),
+        "our code": hosts.code_digest(REPO),
         "the list of the model's files": digest_of(
             sorted((file.name, file.stat().st_size) for file in files)
         ),
@@ -515,13 +536,13 @@ def facts_of(run: Run) -> dict[str, str]:
 
 def digest_of(values: Sequence[Any]) -> str:
     """A digest of JSON values, or of what is printed as a text."""
-    return processes.digest(json.dumps(values, default=str).encode())
+    return hosts.digest(json.dumps(values, default=str).encode())
 
 
 if __name__ == "__main__":
-    with processes.ending_together():
+    with hosts.ending_together():
         try:
-            processes.start_jax(config.load([])[0])
+            hosts.start_jax(config.load([])[0])
         except UserMistake as error:
             fail(error)
-        print("versions", *(f"{name}={x}" for name, x in processes.versions().items()))
+        print("versions", *(f"{name}={x}" for name, x in hosts.versions().items()))

@@ -8,11 +8,11 @@ in sampling.py and update.py; startup.py has all that comes before the first ste
 Dimensions: P prompts of a step, K completions per prompt, B = P*K sequences, R places for sequences
 in a micro-batch. P, B and R count all processes together; b is this process's part of B. T padded
 completion tokens: MAX_LENGTH_SAMPLE in the rollout, and after it one of a few widths, which holds
-the longest completion of the step (completion_width in runtime/packing.py).
+the longest completion of the step (completion_width in rows.py).
 
 On the way a question is a data.Prompt, and what one process samples are Completions (sampling.py).
 From gather_batch on, a Batch holds all sequences in NumPy arrays on every process. A MicroBatch
-holds some of them in rows on the devices; runtime/packing.py has a picture of such a row.
+holds some of them in rows on the devices; rows.py has a picture of such a row.
 
 This departs from the GRPO paper (arXiv 2402.03300) in four points, as most of the field does:
  1. The loss is the mean over all completion tokens of an update, which by default is the step,
@@ -40,11 +40,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from evaluation import evaluate
+from infra.chips import memory_errors_in_sizes, program
+from infra.hosts import ending_together
+from infra.log import Clock
+from infra.sizes import MICRO_SIZES
 from loss import group_advantages, top_entropy_mask
 from metrics import (
     PHASES,
     Step,
-    evaluate,
     log_step,
     merge_metrics,
     merge_updates,
@@ -53,7 +57,8 @@ from metrics import (
     stop_if_apart,
     what_is_not_finite,
 )
-from models.model import Params, on_base, trained
+from model.layout import gather_processes, local_part, shard_batch
+from model.params import Params, on_base, trained
 from rollout import (
     Run,
     choose_groups,
@@ -64,12 +69,7 @@ from rollout import (
     prompts_of_round,
     reward_completions,
 )
-from runtime.chips import memory_errors_in_sizes, program
-from runtime.layout import gather_processes, local_part, shard_batch
-from runtime.packing import Batch, MicroBatch, pack, plan_rows
-from runtime.processes import ending_together
-from runtime.run_log import Clock
-from runtime.sizes import MICRO_SIZES
+from rows import Batch, MicroBatch, pack, plan_rows
 from startup import export, start
 from update import (
     TrainState,
@@ -309,7 +309,7 @@ def sum_of_gradients(
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="backslashreplace")  # it may lack characters of a model
     if FLAGS.plan:
-        from tools.planner import plan_and_exit
+        from tools.plan import plan_and_exit
 
         plan_and_exit(CFG, FLAGS.plan)
     print(*LINES, sep="\n", flush=True)

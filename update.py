@@ -1,7 +1,7 @@
 """The training state and the programs of an update: micro_step adds the gradient of one
 micro-batch, optimizer_step applies the sum.
 
-Dimensions as in runtime/packing.py: X packed rows of a micro-batch, each with S places for prompts,
+Dimensions as in rows.py: X packed rows of a micro-batch, each with S places for prompts,
 C for completions and Q for sequences; R = X*Q, T tokens of the longest completion, padded.
 """
 
@@ -18,15 +18,14 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from loss import Objective, policy_loss
-from models.attention import PackedRows
-from models.logps import token_logps
-from models.model import (
-    Compute,
+from model.attention import PackedRows
+from model.logps import token_logps
+from model.network import Compute, forward
+from model.params import (
     ModelConfig,
     Params,
     abstract_params,
     arrange_layers,
-    forward,
     lm_head,
     on_base,
     param_shardings,
@@ -34,14 +33,14 @@ from models.model import (
     trained,
     unrolled,
 )
-from runtime.packing import Batch, MicroBatch
+from rows import Batch, MicroBatch
 
 
 @flax.struct.dataclass
 class TrainState:
     """All that an optimizer step changes."""
 
-    params: Params  # with LoRA the adapters alone, see `trained` in models/model.py
+    params: Params  # with LoRA the adapters alone, see `trained` in model/network.py
     opt_state: Any
 
 

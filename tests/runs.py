@@ -153,7 +153,7 @@ def copy_repository(to: Path) -> Path:
     to.mkdir()
     for file in REPO.glob("*.py"):
         shutil.copy(file, to)
-    for folder in ("models", "runtime", "tools", "recipes", "tiny"):
+    for folder in ("model", "infra", "extras", "tools", "recipes", "tiny"):
         shutil.copytree(REPO / folder, to / folder, ignore=shutil.ignore_patterns("__pycache__"))
     return to
 

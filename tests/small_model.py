@@ -24,12 +24,13 @@ from safetensors.numpy import save_file
 
 from config import Config
 from data import Prompt, pad_prompts
+from infra.settings import REPO
 from loss_pallas import Kernel
-from models.draw import Sampling
-from models.model import Compute, Leaf, ModelConfig, Params, param_shardings, param_table
-from runtime.layout import ROLLOUT_BATCH_AXES, TRAIN_BATCH_AXES, Layout
-from runtime.packing import Batch, MicroBatch, Widths, pack, prompts_of
-from runtime.parsing import REPO
+from model.layout import ROLLOUT_BATCH_AXES, TRAIN_BATCH_AXES, Layout
+from model.network import Compute
+from model.next_token import Sampling
+from model.params import Leaf, ModelConfig, Params, param_shardings, param_table
+from rows import Batch, MicroBatch, Widths, pack, prompts_of
 from sampling import Completions, NaiveBackend, Stopping
 from tools.bench import make_random
 

@@ -1,4 +1,4 @@
-"""Claims about tools/make_arithmetic.py: its questions are disjoint and right, as are rewards."""
+"""Claims about recipes/arithmetic.py: its questions are disjoint and right, as are rewards."""
 
 import hashlib
 import re
@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from recipes.arithmetic import example, reward_steps, splits
 from rewards import extract_answer
-from tools.make_arithmetic import example, reward_steps, splits
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -34,7 +34,7 @@ def test_every_step_and_every_answer_is_right() -> None:
 
 
 def test_the_files_are_always_the_same(tmp_path: Path) -> None:
-    command = [sys.executable, "tools/make_arithmetic.py", str(tmp_path)]
+    command = [sys.executable, "recipes/arithmetic.py", str(tmp_path)]
     subprocess.run(command, cwd=REPO, check=True, stdout=subprocess.PIPE)
     digests = {
         file.name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in tmp_path.iterdir()

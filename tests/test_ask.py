@@ -9,8 +9,8 @@ import pytest
 from runs import REPO, Result, few_examples, run_as_user
 
 from config import Config
-from runtime.checkpoint import Checkpoints
-from runtime.mistakes import UserMistake
+from infra.checkpoint import Checkpoints
+from infra.mistakes import UserMistake
 from tools.ask import find_weights
 
 APPLES = "Grace had 22 apples, lost 7 and then found 3. How many apples does Grace have now?"

@@ -16,10 +16,9 @@ import numpy as np
 import pytest
 from small_model import train_layout
 
-from models import attention
-from models.attention import KV, PackedRows, prompt_rows
-from models.blocks import pairs_of
-from runtime.layout import ROLLOUT_BATCH_AXES, Layout
+from model import attention
+from model.attention import KV, PackedRows, pairs_of, prompt_rows
+from model.layout import ROLLOUT_BATCH_AXES, Layout
 
 ONE_DEVICE = train_layout(1, 1, 1)
 # A row is its prompts and its completions, each as (prompt, tokens), end to end. Prompt -1 is

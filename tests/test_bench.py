@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from models import hf
+from model import hf
 from tools import bench
 
 REPO = Path(__file__).resolve().parent.parent

@@ -3,8 +3,8 @@
 import pytest
 
 from config import Config
+from infra.settings import REPO
 from recipes.calculator import Calculator
-from runtime.parsing import REPO
 from startup import set_up
 
 VALUES = {

@@ -1,4 +1,4 @@
-"""runtime/checkpoint.py: a restored checkpoint is equal to what was saved, on any mesh."""
+"""infra/checkpoint.py: a restored checkpoint is equal to what was saved, on any mesh."""
 
 import contextlib
 import io
@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from runtime.checkpoint import Checkpoints, digest_of
-from runtime.mistakes import Unwritable, UserMistake
+from infra.checkpoint import Checkpoints, digest_of
+from infra.mistakes import Unwritable, UserMistake
 
 RECORD = {"rounds": 7, "evals": [], "made_with": {"SEED": "0"}}
 

@@ -1,4 +1,4 @@
-"""runtime/chips.py: a run that needs too much memory names the program and a smaller size."""
+"""infra/chips.py: a run that needs too much memory names the program and a smaller size."""
 
 import contextlib
 import subprocess
@@ -11,8 +11,8 @@ import pytest
 from runs import FASTER_TO_COMPILE, REPO, environment
 
 from config import Config
-from runtime import chips
-from runtime.sizes import MICRO_SIZES, PASS_SIZES, derive, smaller_sizes
+from infra import chips
+from infra.sizes import MICRO_SIZES, PASS_SIZES, derive, smaller_sizes
 
 ADDRESS_SPACE = 6 * 10**9  # bytes, of which jax needs a part
 

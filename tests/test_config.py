@@ -1,4 +1,4 @@
-"""config.py and runtime/parsing.py: layers, names, values, the print and the command line.
+"""config.py and infra/settings.py: layers, names, values, the print and the command line.
 
 Every mistake is one line that names the setting and, of a file, where it stands.
 """
@@ -13,11 +13,11 @@ import pytest
 
 import config
 from config import Config
-from runtime import parsing
-from runtime.mistakes import UserMistake
-from runtime.parsing import read_dotenv
-from runtime.records import read_settings
-from runtime.sizes import Sizes, derive
+from infra import settings
+from infra.log import read_settings
+from infra.mistakes import UserMistake
+from infra.settings import read_dotenv
+from infra.sizes import Sizes, derive
 
 REPO = Path(config.__file__).resolve().parent
 REAL = "MODEL_PATH=some/model"  # a run without recipes/tiny.yaml
@@ -419,7 +419,7 @@ def test_printing_imports_neither_jax_nor_flax() -> None:
     code = "import sys, config; config.describe(config.Config()); print(*sys.modules)"
     printed = subprocess.check_output([sys.executable, "-c", code], cwd=REPO, text=True)
     modules = set(printed.split())
-    assert {"config", "yaml", "runtime.sizes"} <= modules
+    assert {"config", "yaml", "infra.sizes"} <= modules
     assert not {"jax", "jaxlib", "flax", "optax", "numpy", "transformers", "datasets"} & modules
 
 
@@ -510,6 +510,6 @@ def test_a_wrong_command_ends_with_2_and_says_why(argv: list[str], words: str, c
 
 def test_negative_numbers_and_texts_with_spaces_are_answers() -> None:
     for text in ("-5", "-0.5", "-1 and 1/2"):
-        args = parsing.parse_command_line(["--ask", "-5 + 3 = ?", "--answer", text])
+        args = settings.parse_command_line(["--ask", "-5 + 3 = ?", "--answer", text])
         assert (args.ask, args.answer) == ("-5 + 3 = ?", text)
-    assert parsing.parse_command_line(["--ask", "x", "--answer=-1/2"]).answer == "-1/2"
+    assert settings.parse_command_line(["--ask", "x", "--answer=-1/2"]).answer == "-1/2"

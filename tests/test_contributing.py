@@ -14,21 +14,23 @@ import pytest
 import yaml
 
 import config
+from infra import sizes
 from loss import Objective
-from runtime import sizes
 
 REPO = Path(__file__).resolve().parent.parent
 PAGE = (REPO / "CONTRIBUTING.md").read_text(encoding="utf-8")
 CI_RUN = (REPO / ".ci" / "run").read_text(encoding="utf-8")
 # room -> the rooms whose files it may import; "" is the top level
 ROOMS = {
-    "runtime": {"runtime"},
-    "models": {"runtime", "models"},
-    "": {"runtime", "models", ""},
-    "recipes": set(),
-    "tools": {"runtime", "models", "", "recipes", "tools"},
+    "infra": {"infra"},
+    "model": {"infra", "model"},
+    "": {"infra", "model", "", "extras"},
+    "extras": {"infra", "model", "", "extras"},
+    "tools": {"infra", "model", "", "extras", "tools"},
+    "recipes": {"infra", "model", "", "recipes", "tiny"},
+    "tiny": {"infra", "model", "", "tiny"},
 }
-COMMANDS = {"tools.planner", "tools.ask"}  # what train_grpo.py imports for its other flags
+COMMANDS = {"tools.plan", "tools.ask"}  # what train_grpo.py imports for its other flags
 
 
 def cells_of(heading: str, column: int = 0) -> list[str]:
@@ -69,7 +71,7 @@ def test_github_runs_what_ci_run_runs_and_may_only_read() -> None:
 
 
 def code() -> dict[str, Path]:
-    """{module: file} of all code but the tests, such as "models.hf"."""
+    """{module: file} of all code but the tests, such as "model.hf"."""
     files = [file for room in ROOMS for file in sorted((REPO / room).glob("*.py"))]
     named = {".".join(file.relative_to(REPO).with_suffix("").parts): file for file in files}
     return {name: file for name, file in named.items() if file.stem != "__init__"}
@@ -108,12 +110,12 @@ def test_each_room_says_what_it_is() -> None:
 
 def test_files_that_people_copy_alone_import_nothing_of_ours() -> None:
     everyone = {name: imported(file) for name, file in code().items()}
-    assert everyone["loss"] == everyone["models.logps"] == set()
-    assert everyone["loss_pallas"] == {"models.logps"}
+    assert everyone["loss"] == everyone["model.logps"] == set()
+    assert everyone["loss_pallas"] == {"model.logps"}
 
 
 def test_what_computes_takes_values_and_not_the_settings() -> None:
-    for name in "data loss loss_pallas metrics rewards sampling turns update".split():
+    for name in "data loss loss_pallas metrics rewards sampling update".split():
         assert "config" not in imported(code()[name]), name
 
 

@@ -25,10 +25,10 @@ from data import (
     opened_tag,
     text_or_file,
 )
-from models import hf
+from infra.mistakes import UserMistake
+from infra.reward_worker import worker_function, worker_of
+from model import hf
 from rewards import reward_correct
-from runtime.mistakes import UserMistake
-from runtime.reward_worker import worker_function, worker_of
 
 ROOT = Path(__file__).parent.parent
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from runs import Result, environment, finish, metric_records, start, train, wait_for
 
-from models import hf
-from models.placement import num_params
+from model import hf
+from model.placement import num_params
 from tools.bench import make_random
 
 REPO = Path(__file__).resolve().parent.parent

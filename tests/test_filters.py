@@ -1,4 +1,4 @@
-"""Claims about models/draw.py: the filters keep the tokens of their rule, and what is drawn."""
+"""Claims about model/next_token.py: filters keep the tokens of their rule, and what is drawn."""
 
 import math
 
@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from small_model import assert_drawn_from, numpy_filter, numpy_softmax
 
-from models.attention import MASKED
-from models.draw import MAX_SUPPORT, Sampling, draw_tokens, filter_logits
+from model.attention import MASKED
+from model.next_token import MAX_SUPPORT, Sampling, draw_tokens, filter_logits
 
 filtered = jax.jit(filter_logits, static_argnums=1)
 LARGE = 20011  # a prime; the blocks of the vocabulary do not divide it

@@ -1,5 +1,5 @@
-"""Claims about recipes/guess.py, a game of several turns, and about tools/make_guesser.py: what the
-game answers, how its players play, and what supervised training teaches. A run plays the game."""
+"""Claims about the game of recipes/guess.py and about recipes/make_guesser.py: what the game
+answers, how its players play, and what supervised training teaches. A run plays the game."""
 
 import json
 import random
@@ -11,8 +11,9 @@ import pytest
 from runs import REPO, run_as_user
 
 from data import Prompt
+from recipes import make_guesser
 from recipes.guess import Guess
-from tools import make_guesser, make_tiny
+from tiny import make
 
 GAME = {"question": "It is from 11 to 25.", "answer": "17"}
 
@@ -64,7 +65,7 @@ def test_the_careful_player_heeds_all_answers_and_the_careless_one_none() -> Non
 
 def test_supervised_training_teaches_only_what_the_player_says() -> None:
     turns = [[5, 6, 9], [1, 1], [7, 9]]
-    batch = make_tiny.micro_batch([Prompt([3, 4], {})], [turns, turns[:1]], S=1, T=8)
+    batch = make.micro_batch([Prompt([3, 4], {})], [turns, turns[:1]], S=1, T=8)
     assert batch.ids.tolist() == [[3, 4, 5, 6, 9, 1, 1, 7, 4, 5, 6] + [0] * 6]
     assert batch.completion_mask.tolist() == [[1, 1, 1, 0, 0, 1, 1, 0], [1, 1, 1, 0, 0, 0, 0, 0]]
 

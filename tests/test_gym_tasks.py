@@ -16,9 +16,9 @@ from runs import REPO, Result, assert_same_run, run_as_user
 import data
 from config import Config
 from data import load_examples
+from infra.mistakes import UserMistake
+from infra.settings import GYM_TASKS
 from rewards import RewardFunction, load_reward_functions
-from runtime.mistakes import UserMistake
-from runtime.parsing import GYM_TASKS
 from startup import set_up
 
 SUMS = "reasoning_gym:chain_sum?max_terms=3&max_digits=2&size=400"
@@ -61,7 +61,7 @@ def test_a_task_scores_its_answers_itself_unless_the_user_names_rewards() -> Non
         for dataset in ("reasoning_gym:countdown", "openai/gsm8k")
         for reward_fn in ("", "reward_format")
     ]
-    score = f"{REPO}/runtime/gym_tasks.py:score_answer"
+    score = f"{REPO}/recipes/gym.py:score_answer"
     assert rewards == [score, "reward_format", "", "reward_format"]
 
 
@@ -218,7 +218,7 @@ def test_an_answer_that_takes_ages_or_ends_python_gets_0_and_the_next_one_its_sc
 @needs_package
 def test_every_task_gives_1_to_the_answer_that_it_shows(score) -> None:
     gym()
-    from runtime.gym_tasks import DATASETS, draw
+    from recipes.gym import DATASETS, draw
 
     hidden = []
     for name in sorted(DATASETS.keys() - SLOW_TO_DRAW - {"composite"}):

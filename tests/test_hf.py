@@ -26,10 +26,10 @@ from small_model import (
 )
 
 from config import Config
-from models import hf
-from models.model import Gemma3, ModelConfig, Params, param_shardings
-from runtime.layout import make_mesh
-from runtime.mistakes import UserMistake
+from infra.mistakes import UserMistake
+from model import hf
+from model.layout import make_mesh
+from model.params import Gemma3, ModelConfig, Params, param_shardings
 from startup import made_with_of, set_up
 
 TINY = Path(__file__).parent.parent / "tiny"

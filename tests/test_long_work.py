@@ -1,9 +1,9 @@
-"""runtime/long_work.py: each program that jax compiles is counted with its seconds."""
+"""infra/log.py: each program that jax compiles is counted with its seconds."""
 
 import jax
 import jax.numpy as jnp
 
-from runtime.long_work import compilations
+from infra.log import compilations
 
 
 def test_a_program_counts_when_it_is_compiled_and_not_when_it_runs_again() -> None:

@@ -30,24 +30,23 @@ from small_model import (
 )
 
 from config import Config
+from infra.mistakes import UserMistake
 from loss import Objective
 from metrics import stop_if_apart
-from models import hf, lora
-from models.attention import prompt_rows
-from models.model import (
+from model import hf, lora
+from model.attention import prompt_rows
+from model.layout import shard_batch
+from model.network import Compute, forward
+from model.params import (
     Adapter,
-    Compute,
     Lora,
     Params,
     arrange_layers,
-    forward,
     init_params,
     on_base,
     param_shardings,
     trained,
 )
-from runtime.layout import shard_batch
-from runtime.mistakes import UserMistake
 from sampling import NaiveBackend, Stopping
 from startup import export, set_up
 from update import micro_step

@@ -1,4 +1,4 @@
-"""Claims about loss_pallas.py and models/logps.py: token log-probabilities and entropies.
+"""Claims about loss_pallas.py and model/logps.py: token log-probabilities and entropies.
 
 The TPU kernel runs here in Pallas' interpreter, and through the compiler of the TPU."""
 
@@ -18,14 +18,14 @@ from small_model import token_inputs as inputs
 
 import loss_pallas
 from loss_pallas import Kernel
-from models.logps import token_logps
-from tools import programs
+from model.logps import token_logps
+from tools import plan
 
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of 128 columns, so that a vocabulary of 1000 has 8 and the last reaches back."""
-    monkeypatch.setattr("models.logps.LOGITS_TILE_BYTES", 1)
+    monkeypatch.setattr("model.logps.LOGITS_TILE_BYTES", 1)
     monkeypatch.setattr(loss_pallas, "block_sizes", lambda *_: (64, 128))
 
 
@@ -177,7 +177,7 @@ def temporary_bytes(n: int, V: int) -> int:
 def test_of_many_logits_only_a_tile_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     n, V = 256, 8192
     assert temporary_bytes(n, V) > n * V * 4  # they are few, and kept
-    monkeypatch.setattr("models.logps.LOGITS_TILE_BYTES", n * 256 * 4)
+    monkeypatch.setattr("model.logps.LOGITS_TILE_BYTES", n * 256 * 4)
     assert temporary_bytes(n, V) < n * V * 4 / 2
 
 
@@ -200,12 +200,12 @@ def test_the_kernels_compile_for_a_tpu_and_need_less_than_an_eighth_of_the_logit
     """The gradient with respect to hidden and lm_head for 8 TPUs with fsdp: 16 x 1024 tokens on
     each."""
     pytest.importorskip("libtpu", reason='libtpu: pip install "jax[tpu]"')
-    (D, V), devices = HEADS[head], programs.slice_devices(f"{chip}-8")
+    (D, V), devices = HEADS[head], plan.slice_devices(f"{chip}-8")
     mesh = Mesh(np.array(devices).reshape(1, -1, 1), ("dp", "fsdp", "tp"))
     R, kernel = 16 * len(devices), Kernel(devices[0].device_kind)
-    hidden = programs.array(mesh, (R, 1024, D), jnp.bfloat16, ("dp", "fsdp"))
-    lm_head = programs.array(mesh, (V, D), jnp.float32, "tp", "fsdp")
-    ids = programs.array(mesh, (R, 1024), jnp.int32, ("dp", "fsdp"))
+    hidden = plan.array(mesh, (R, 1024, D), jnp.bfloat16, ("dp", "fsdp"))
+    lm_head = plan.array(mesh, (V, D), jnp.float32, "tp", "fsdp")
+    ids = plan.array(mesh, (R, 1024), jnp.int32, ("dp", "fsdp"))
 
     def loss(hidden: jax.Array, lm_head: jax.Array, ids: jax.Array) -> jax.Array:
         logps, entropy = token_logps(hidden, lm_head, ids, mesh=mesh, kernel=kernel)

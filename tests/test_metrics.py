@@ -7,20 +7,11 @@ import pytest
 
 from config import Config
 from data import Prompt
-from metrics import (
-    PHASES,
-    Step,
-    evaluation_record,
-    majority_accuracy,
-    pass_at,
-    standard_error,
-    step_lines,
-    step_records,
-)
-from models.draw import Sampling
-from runtime.long_work import compilations
-from runtime.packing import Batch
-from runtime.run_log import Clock
+from evaluation import evaluation_record, majority_accuracy, pass_at, standard_error
+from infra.log import Clock, compilations
+from metrics import PHASES, Step, step_lines, step_records
+from model.next_token import Sampling
+from rows import Batch
 
 NAN = float("nan")
 # Two groups of two; the rewards of the second group are equal. One completion was cut off, and the

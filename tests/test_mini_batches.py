@@ -7,9 +7,9 @@ from runs import REPO, environment
 import data
 import train_grpo
 from config import Config
+from infra.sizes import Sizes, derive
 from rollout import Run
-from runtime.packing import Batch
-from runtime.sizes import Sizes, derive
+from rows import Batch
 from startup import set_up
 from train_grpo import (
     computed_sequences,

@@ -12,7 +12,7 @@ from runs import REPO, Result, few_examples, run_as_user
 from safetensors.numpy import load_file, save_file
 
 from config import Config
-from runtime.mistakes import UserMistake
+from infra.mistakes import UserMistake
 from startup import set_up
 
 INPUTS = [  # environment, words of the line

@@ -24,23 +24,19 @@ from small_model import (
     write_folder,
 )
 
-from models import hf
-from models.attention import Cache, PackedRows, map_kv, prompt_rows
-from models.model import (
-    Compute,
+from model import hf
+from model.attention import Cache, PackedRows, map_kv, prompt_rows
+from model.layout import ROLLOUT_BATCH_AXES, TRAIN_BATCH_AXES, Layout, make_mesh, shard_batch
+from model.network import Compute, _embed, forward, forward_token, prefix_of
+from model.params import (
     Gemma3,
     Params,
-    _embed,
     arrange_layers,
-    forward,
-    forward_token,
     init_params,
     lm_head,
     param_shardings,
     param_table,
-    prefix_of,
 )
-from runtime.layout import ROLLOUT_BATCH_AXES, TRAIN_BATCH_AXES, Layout, make_mesh, shard_batch
 
 # Everything at once: biases, head norms, scaled rotary angles, an lm_head beside the embedding, and
 # h != D/H.

@@ -19,8 +19,8 @@ from runs import FASTER_TO_COMPILE, REPO, copy_repository
 from test_ask import APPLES, GREEDY
 
 import config
-from runtime import parsing
-from runtime.sizes import derive
+from infra.settings import parse_command_line
+from infra.sizes import derive
 
 FILE = REPO / "notebooks" / "grpo.ipynb"
 TEXT = FILE.read_text(encoding="utf-8")
@@ -113,7 +113,7 @@ def test_print_config_accepts_the_settings_of_each_command(
     monkeypatch.chdir(REPO)  # as in the notebook, for the files that --config names
     assert commands(name)
     for settings, flags in commands(name):
-        args = parsing.parse_command_line(flags)
+        args = parse_command_line(flags)
         file = ["--config", args.config] if args.config else []
         with pytest.raises(SystemExit) as ended:
             config.load([*file, "--print-config"], settings)
@@ -141,7 +141,7 @@ def test_each_machine_gets_its_model_its_batches_and_its_folder(
     micro-step, micro-steps."""
     name = f"real-{machine.lower()}"
     [(settings, flags)] = commands(name)
-    file = parsing.parse_command_line(flags).config
+    file = parse_command_line(flags).config
     cfg = config.Config.from_env(settings, REPO / file if file else "")
     made = derive(cfg, 1, devices)
     rollout = (made.prompt_batch_size, made.passes_per_step, made.local_batch)

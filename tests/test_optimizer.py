@@ -14,15 +14,8 @@ from small_model import QWEN2 as MODEL
 from small_model import assert_close, laid_out, same_shardings, shardings, weights
 from small_model import train_layout as layout
 
-from models.model import (
-    Compute,
-    Lora,
-    ModelConfig,
-    Params,
-    init_params,
-    param_shardings,
-    trained,
-)
+from model.network import Compute
+from model.params import Lora, ModelConfig, Params, init_params, param_shardings, trained
 from sampling import sync_weights
 from update import Optimizer, init_state, learning_rate, optimizer_step
 

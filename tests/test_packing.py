@@ -8,17 +8,7 @@ import numpy as np
 import pytest
 from small_model import batch_of
 
-from runtime.packing import (
-    Batch,
-    Limits,
-    Widths,
-    fill_rows,
-    pack,
-    plan_rows,
-    prompts_of,
-    round_up,
-    widest,
-)
+from rows import Batch, Limits, Widths, fill_rows, pack, plan_rows, prompts_of, round_up, widest
 
 
 def numbered(lengths: list[int], prompts: list[int], T: int = 0) -> Batch:

@@ -14,18 +14,10 @@ from safetensors.numpy import load_file
 from small_model import IDS, POSITIONS, train_layout, write_folder, write_gemma_with_images
 
 from config import Config
-from models import hf, lora
-from models.attention import prompt_rows
-from models.model import (
-    Compute,
-    Lora,
-    Params,
-    forward,
-    init_params,
-    lm_head,
-    on_base,
-    trained,
-)
+from model import hf, lora
+from model.attention import prompt_rows
+from model.network import Compute, forward
+from model.params import Lora, Params, init_params, lm_head, on_base, trained
 
 pytestmark = pytest.mark.parity
 torch = pytest.importorskip("torch")

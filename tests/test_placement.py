@@ -1,4 +1,4 @@
-"""Claims about models/placement.py, runtime/layout.py and the facts of runtime/chips.py, each by
+"""Claims about model/placement.py, model/layout.py and the facts of infra/chips.py, each by
 numbers from hand."""
 
 import dataclasses
@@ -14,18 +14,12 @@ from jax.experimental import multihost_utils
 from small_model import MODEL
 
 from config import Config
+from infra.chips import CHIPS, GPUS, chip_of, has_bfloat16, memory_bytes
+from infra.mistakes import UserMistake
+from infra.sizes import derive
 from loss_pallas import Kernel
-from models import placement
-from models.model import Lora, ModelConfig
-from models.placement import (
-    choose_attention,
-    how_to_compute,
-    num_params,
-    rollout_tp,
-    update_flops,
-)
-from runtime.chips import CHIPS, GPUS, chip_of, has_bfloat16, memory_bytes
-from runtime.layout import (
+from model import placement
+from model.layout import (
     ROLLOUT_BATCH_AXES,
     TRAIN_BATCH_AXES,
     Layout,
@@ -35,10 +29,10 @@ from runtime.layout import (
     mesh_text,
     shard_batch,
 )
-from runtime.mistakes import UserMistake
-from runtime.sizes import derive
+from model.params import Lora, ModelConfig
+from model.placement import choose_attention, how_to_compute, num_params, rollout_tp, update_flops
 from startup import set_up
-from tools.known_models import KNOWN, config_of
+from tools.plan import KNOWN, config_of
 
 QWEN3B = config_of("Qwen/Qwen2.5-3B-Instruct")
 
@@ -279,7 +273,7 @@ def test_auto_chooses_the_kernel_where_it_can_run_and_splash_is_refused_where_it
     assert str(error.value).startswith("ATTENTION_IMPL=splash: ") and impl in str(error.value)
 
 
-# ---- runtime/layout.py ---------------------------------------------------------------------------
+# ---- model/layout.py ---------------------------------------------------------------------------
 
 
 def test_local_part_gives_back_the_array_that_shard_batch_was_given() -> None:

@@ -14,11 +14,10 @@ from jax import __version__ as jax_version
 from runs import REPO
 
 from config import Config
-from models.placement import num_params
-from runtime.chips import GPUS, SLICES
-from tools import planner
-from tools.known_models import config_of
-from tools.programs import Program, programs_of
+from infra.chips import GPUS, SLICES
+from model.placement import num_params
+from tools import plan
+from tools.plan import Program, config_of, programs_of
 
 MODEL = {
     "model_type": "qwen2",
@@ -51,7 +50,7 @@ def model(tmp_path: Path) -> Path:
 def planned(capsys: pytest.CaptureFixture, name: str, **env: str) -> tuple[int, str, str]:
     """The exit code, the output and the errors of the plan for a slice."""
     with pytest.raises(SystemExit) as ended:
-        planner.plan_and_exit(Config.from_env(SMALL | env), name)
+        plan.plan_and_exit(Config.from_env(SMALL | env), name)
     return ended.value.code, *capsys.readouterr()
 
 
@@ -94,10 +93,10 @@ def test_a_plan_that_does_not_fit_names_the_next_smaller_sizes(
     """The compiler's answers are given here; a device of a v5e has 15.75 GiB."""
     gib = {"decode": 16, "micro_step": 15.8, "apply_update": 15.76, "prefill": 15.7}
 
-    def compiled(program: Program) -> planner.Memory:
-        return planner.Memory(gib.get(program.function.__name__, 1) * 2**30, 0, 0)
+    def compiled(program: Program) -> plan.Memory:
+        return plan.Memory(gib.get(program.function.__name__, 1) * 2**30, 0, 0)
 
-    monkeypatch.setattr(planner, "compiled", compiled)
+    monkeypatch.setattr(plan, "compiled", compiled)
     sizes = {"BATCH_SIZE": "8", "TRAIN_MICRO_BATCH_SIZE": "16", "EVAL_EVERY_STEPS": "0"}
     code, out, _ = planned(capsys, "v5e-1", MODEL_PATH=str(model), **sizes)
     assert code == 3
@@ -124,7 +123,7 @@ def test_the_engine_s_memory_is_its_weights_and_its_pool(
     assert f"{gib:.2f}" == "2.86"
     env = {"MODEL_PATH": str(model), "ROLLOUT_BACKEND": "sglang_jax", "BATCH_SIZE": "2"}
     env |= {"SGLANG_JAX_MAX_TOTAL_TOKENS": "3000000", "EVAL_EVERY_STEPS": "0"}
-    monkeypatch.setattr(planner, "compiled", lambda *_: planner.Memory(1.0, 1.0, 1.0))
+    monkeypatch.setattr(plan, "compiled", lambda *_: plan.Memory(1.0, 1.0, 1.0))
     code, out, _ = planned(capsys, "v4-8", **env)
     names = re.findall(r"^\| (\w+) \|.* (?:\d+ s|not compiled) \|", out, re.M)
     assert names == ["engine", "sync_weights", "micro_step", "optimizer_step"]
@@ -226,8 +225,8 @@ def test_the_table_has_a_possible_row_for_each_model_and_slice() -> None:
 def test_adapters_leave_the_base_of_3b_once_on_a_chip_of_16_gib(program: str) -> None:
     text = f"MODEL_PATH=Qwen/Qwen2.5-3B {STEP} LORA_RANK=16 BATCH_SIZE=8"
     text += " TRAIN_PER_DEVICE_MICRO_BATCH_SIZE=16"
-    plan = planner.make_plan(Config.from_env(dict(x.split("=") for x in text.split())), "v5e-1")
-    memory = planner.compiled(programs_of(plan)[program])
+    planned = plan.make_plan(Config.from_env(dict(x.split("=") for x in text.split())), "v5e-1")
+    memory = plan.compiled(programs_of(planned)[program])
     base = 2 * num_params(config_of("Qwen/Qwen2.5-3B"))
     assert base < memory.arguments < 1.5 * base and memory.rest < 0.1 * base
     assert memory.total < 15.75 * 2**30
@@ -250,7 +249,7 @@ def test_the_compiler_says_again_what_the_table_says(
 ) -> None:
     text = f"MODEL_PATH=Qwen/{model} TRAIN_PER_DEVICE_MICRO_BATCH_SIZE=16 {STEP} {settings}"
     cfg = Config.from_env(dict(pair.split("=") for pair in text.split()))
-    gib = planner.compiled(programs_of(planner.make_plan(cfg, name))[program]).total / 2**30
+    gib = plan.compiled(programs_of(plan.make_plan(cfg, name))[program]).total / 2**30
     assert gib == pytest.approx(expected, rel=0.07)  # 13.38 instead of 12.63 GiB with jax 0.12
     [row] = [row for row in ROWS if row[:2] == [f"Qwen/{model}", name]]
     assert f"{expected:.2f} of" in row[5] and program in row[6]

@@ -1,4 +1,4 @@
-"""runtime/processes.py: two processes run only if they run the same, and they end together."""
+"""infra/hosts.py: two processes run only if they run the same, and they end together."""
 
 import errno
 import fcntl
@@ -27,8 +27,8 @@ from runs import (
 )
 
 from config import Config
-from runtime import processes, resume
-from runtime.mistakes import Unwritable, UserMistake
+from infra import checkpoint, hosts
+from infra.mistakes import Unwritable, UserMistake
 
 # ---- What processes compare ----------------------------------------------------------------------
 
@@ -37,7 +37,7 @@ def test_two_processes_stop_if_their_settings_code_or_data_differ(tmp_path: Path
     repos = [copy_repository(tmp_path / f"copy{i}") for i in range(2)]
     other = tmp_path / "other.jsonl"
     other.write_text('{"question": "1+1?", "answer": "#### 2"}\n' * 10)
-    with open(repos[1] / "runtime" / "layout.py", "a") as file:
+    with open(repos[1] / "model" / "layout.py", "a") as file:
         file.write("# another version\n")
     each = ({"SEED": "1"}, {"SEED": "2", "DATASET": str(other), "INIT_TIMEOUT_S": "91"})
     line = (
@@ -59,9 +59,9 @@ def test_a_mistake_and_a_file_that_cannot_be_read_or_written_are_told_and_no_oth
     told = {"SEED=a": UserMistake("SEED=a"), "x is full": Unwritable("x is full")}
     told["/nowhere: No such file or directory"] = no_file
     for text, error in told.items():
-        with pytest.raises(UserMistake, match=f"^{text}$"), processes.told_by_all():
+        with pytest.raises(UserMistake, match=f"^{text}$"), hosts.told_by_all():
             raise error
-    with pytest.raises(BrokenPipeError), processes.told_by_all():
+    with pytest.raises(BrokenPipeError), hosts.told_by_all():
         raise OSError(errno.EPIPE, "a connection is lost")
 
 
@@ -74,7 +74,7 @@ def given_to_jax(monkeypatch, text: str) -> dict:
     monkeypatch.setattr(jax.distributed, "initialize", lambda **told: given.update(told))
     for name, value in environment(text).items():
         monkeypatch.setenv(name, value)
-    processes.join(60)
+    hosts.join(60)
     limits = ("initialization_timeout", "heartbeat_timeout_seconds")
     return {name: value for name, value in given.items() if name not in limits}
 
@@ -124,7 +124,7 @@ def test_a_tpu_is_a_device_of_google_that_is_no_disk_and_no_network_card(tmp_pat
     ):
         (device / "vendor").write_text(vendor + "\n")
         (device / "class").write_text(kind + "\n")
-        assert processes.has_tpu(tmp_path) is tpu, (vendor, kind)
+        assert hosts.has_tpu(tmp_path) is tpu, (vendor, kind)
 
 
 # ---- How processes end ---------------------------------------------------------------------------
@@ -132,7 +132,7 @@ def test_a_tpu_is_a_device_of_google_that_is_no_disk_and_no_network_card(tmp_pat
 # The main thread does not come back to Python, as while a program is compiled.
 WATCHING = """
 import hashlib, sys
-from runtime.processes import StopSignal
+from infra.hosts import StopSignal
 StopSignal().watch(grace_s=int(sys.argv[1]))
 print("watching", flush=True)
 hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
@@ -176,13 +176,13 @@ def test_a_signal_ends_the_process_within_the_grace_period_whatever_it_does(watc
 
 FAILING = """
 import jax
-from runtime import processes
-from runtime.mistakes import UserMistake
-processes.join(60)
-with processes.ending_together():
+from infra import hosts
+from infra.mistakes import UserMistake
+hosts.join(60)
+with hosts.ending_together():
     number = jax.process_index()
     try:
-        with processes.told_by_all():
+        with hosts.told_by_all():
             if number == 1:
                 raise UserMistake("SEED=a\\nSTEPS=b")
     except UserMistake as error:
@@ -190,7 +190,7 @@ with processes.ending_together():
         print(f"{number} of {jax.process_count()} with {devices}: {error}", flush=True)
     if number == 1:
         raise SystemExit("error: no space")
-    processes.gather_texts("it waits for process 1")
+    hosts.gather_texts("it waits for process 1")
 """
 
 
@@ -226,16 +226,16 @@ LOST = [
 def test_an_error_says_that_another_process_is_gone_only_if_there_are_others(
     monkeypatch, error: Exception
 ) -> None:
-    assert not processes.lost_contact(error)
+    assert not hosts.lost_contact(error)
     monkeypatch.setattr(distributed.global_state, "num_processes", 2)
-    assert processes.lost_contact(error)
-    assert not processes.lost_contact(RuntimeError("RESOURCE_EXHAUSTED: Out of memory"))
+    assert hosts.lost_contact(error)
+    assert not hosts.lost_contact(RuntimeError("RESOURCE_EXHAUSTED: Out of memory"))
 
 
 FAILING_ALONE = """
-from runtime import processes
-processes.join(60)
-with processes.ending_together():
+from infra import hosts
+hosts.join(60)
+with hosts.ending_together():
     raise RuntimeError("libnccl.so.2 not found behind the barrier")
 """
 
@@ -259,24 +259,24 @@ def test_a_process_that_trains_alone_keeps_the_traceback_of_any_error(joins: boo
 
 
 def test_a_second_run_cannot_use_the_folders_of_a_run_that_is_alive(tmp_path: Path) -> None:
-    folder = resume.output_folder(str(tmp_path / "held"), "")
-    shared = resume.open_checkpoints(Config(), folder).folder
+    folder = checkpoint.output_folder(str(tmp_path / "held"), "")
+    shared = checkpoint.open_checkpoints(Config(), folder).folder
     who = f"process {os.getpid()} on {platform.node()}"
     told = f"{folder} belongs to another run, which is alive: {who}. "
     with pytest.raises(UserMistake, match=f"^OUTPUT_DIR={re.escape(told)}"):
-        resume.output_folder(str(folder), "")
+        checkpoint.output_folder(str(folder), "")
     told = told.replace(str(folder), shared)
     with pytest.raises(UserMistake, match=f"^CHECKPOINT_DIR={re.escape(told)}"):
-        resume.open_checkpoints(Config(checkpoint_dir=shared), tmp_path / "second")
+        checkpoint.open_checkpoints(Config(checkpoint_dir=shared), tmp_path / "second")
 
 
 def test_runs_that_start_in_the_same_second_get_different_folders(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert len({resume.output_folder("", "runs/mine") for _ in range(3)}) == 3
+    assert len({checkpoint.output_folder("", "runs/mine") for _ in range(3)}) == 3
 
 
 def test_a_run_goes_on_without_locks_and_says_so(tmp_path, monkeypatch, capsys) -> None:
     no_locks = OSError(errno.ENOLCK, "No locks available")
     monkeypatch.setattr(fcntl, "flock", Mock(side_effect=no_locks))
-    resume.hold(tmp_path, "OUTPUT_DIR=a")
+    checkpoint.hold(tmp_path, "OUTPUT_DIR=a")
     assert "OUTPUT_DIR=a cannot be locked: No locks available" in capsys.readouterr().out

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import config
-from runtime import parsing
+from infra import settings
 
 REPO = Path(__file__).resolve().parent.parent
 README = (REPO / "README.md").read_text(encoding="utf-8")
@@ -32,7 +32,7 @@ def test_the_table_of_fifteen_settings_has_their_defaults() -> None:
     rows = table(README, "Settings")
     assert len(rows) == 15
     for name, default, _ in rows:
-        text = parsing.to_text(SETTINGS[name].default).strip('"')
+        text = settings.to_text(SETTINGS[name].default).strip('"')
         assert default == (text or "empty"), name
 
 
@@ -48,7 +48,7 @@ def test_every_settings_of_an_objective_is_accepted() -> None:
 def test_the_table_of_files_names_files_of_the_top_level_once() -> None:
     rows = table(README, "Read these files in this order")
     named = re.findall(r"`(\w+\.py|\w+/)`", " ".join(row[0] for row in rows))
-    assert len(named) == len({*named}) and {"models/", "runtime/", "tools/"} < {*named}
+    assert len(named) == len({*named}) and {"model/", "infra/", "tools/"} < {*named}
     assert [name for name in named if not (REPO / name).exists()] == []
 
 
@@ -57,7 +57,9 @@ def test_links_and_files_that_a_page_names_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     for link in re.findall(r"\]\((?!http)([^)#]+)\)", text):
         assert (page.parent / link).exists(), link
-    for name in re.findall(r"`((?:tools|models|runtime|docs|recipes|tests)/\w+\.\w+)`", text):
+    for name in re.findall(
+        r"`((?:extras|tools|model|infra|tiny|docs|recipes|tests)/\w+\.\w+)`", text
+    ):
         assert (REPO / name).exists(), name
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from config import Config
-from runtime.sizes import derive
+from infra.sizes import derive
 
 REPO = Path(__file__).resolve().parent.parent
 RECIPES = sorted((REPO / "recipes").glob("*.yaml"))

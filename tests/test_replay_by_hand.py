@@ -25,8 +25,8 @@ from safetensors.numpy import load_file
 from small_model import numpy_logits, numpy_softmax
 from tokenizers import Tokenizer
 
-from models import hf
-from models.model import Params, param_table
+from model import hf
+from model.params import Params, param_table
 
 TINY = REPO / "tiny"
 MODEL = hf.read_config(TINY)

@@ -1,5 +1,5 @@
 """Claims about the completions that a log shows, report.html and summary.json, how a run ended, and
-tools/report.py.
+extras/report.py.
 
 A report is read as its text; that a browser shows it well is nothing that a test can say.
 """
@@ -16,10 +16,9 @@ from typing import Any
 import pytest
 from runs import REPO, Result, environment, finish, start, start_script, train, wait_for
 
-from review import Reviewer, read_history, report, sample_table
-from runtime.page import held_out_table
-from runtime.records import read_lines
-from runtime.run_log import RunLog
+from extras.report import Reviewer, held_out_table, read_history, report
+from infra.log import RunLog, read_lines
+from metrics import sample_table
 
 SMALL = environment(
     """STEPS=2 BATCH_SIZE=2 NUM_PRE_Q=4 MAX_LENGTH_SAMPLE=8 EVAL_EVERY_STEPS=1 EVAL_PROMPTS=4
@@ -42,8 +41,8 @@ def summary_of(out: Path) -> dict[str, Any]:
 
 
 def tool(*args: str | Path) -> tuple[int, str, str]:
-    """Runs tools/report.py: its exit code, stdout and stderr."""
-    script, env = REPO / "tools" / "report.py", dict(os.environ)
+    """Runs extras/report.py: its exit code, stdout and stderr."""
+    script, env = REPO / "extras" / "report.py", dict(os.environ)
     process = start_script(script, *map(str, args), cwd=REPO, env=env)
     lines, errors = (text.decode() for text in process.communicate(timeout=300))
     return process.returncode, lines, errors
@@ -225,7 +224,7 @@ def test_a_report_that_cannot_be_written_gets_a_line_and_the_run_goes_on(
     assert capsys.readouterr().out == f"{folder}/report.html cannot be written: Is a directory\n"
 
 
-# ---- tools/report.py -----------------------------------------------------------------------------
+# ---- extras/report.py ----------------------------------------------------------------------------
 
 
 def test_what_is_no_run_ends_in_one_line_and_code_2(done: Result, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""runtime/resume.py: whose a folder is, which checkpoint a run begins with, what it refuses."""
+"""infra/checkpoint.py: whose a folder is, which checkpoint a run begins with, what it refuses."""
 
 import dataclasses
 import re
@@ -20,20 +20,21 @@ from runs import (
 )
 
 from config import Config
-from rollout import Run
-from runtime.checkpoint import Checkpoints, names_of
-from runtime.mistakes import UserMistake
-from runtime.parsing import REPO
-from runtime.processes import digest
-from runtime.resume import (
+from infra.checkpoint import (
+    Checkpoints,
     Progress,
     begin,
+    names_of,
     record_of,
     run_in,
     stop_if_other_arrays,
     what_changed,
     write_run,
 )
+from infra.hosts import digest
+from infra.mistakes import UserMistake
+from infra.settings import REPO
+from rollout import Run
 from startup import imported_files, made_with_of, set_up
 from update import TrainState
 

@@ -1,4 +1,4 @@
-"""Claims about runtime/reward_worker.py: the reward function of a user's file, and its faults."""
+"""Claims about infra/reward_worker.py: the reward function of a user's file, and its faults."""
 
 import os
 import signal
@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from infra import reward_worker
+from infra.mistakes import UserMistake
+from infra.reward_worker import worker_function, worker_of
 from rewards import RewardFunction, load_reward_functions, total_rewards
-from runtime import reward_worker
-from runtime.mistakes import UserMistake
-from runtime.reward_worker import worker_function, worker_of
 
 TOP = Path(reward_worker.__file__).parent.parent  # the repo's top folder
 
@@ -36,8 +36,8 @@ def surroundings(completions, **columns):
     return ["jax" in sys.modules, os.environ["JAX_PLATFORMS"] == "cpu", main == "reward_worker.py"]
 def ours(completions, **columns):
     from rewards import extract_answer
-    runtime = [path for path in sys.path if os.path.basename(path) == "runtime"]
-    return [*map(extract_answer, completions), len(runtime), "jax" in sys.modules]
+    infra = [path for path in sys.path if os.path.basename(path) == "infra"]
+    return [*map(extract_answer, completions), len(infra), "jax" in sys.modules]
 def pid_then_hang(completions, **columns):
     if completions == ["pid"]:
         return [os.getpid()]
@@ -233,7 +233,7 @@ def test_the_worker_ends_after_its_parent_died_in_a_call(folder: Path) -> None:
     import os
     import threading
     import time
-    from runtime.reward_worker import worker_function, worker_of
+    from infra.reward_worker import worker_function, worker_of
     source = {str(folder / "mine.py") + ":echo"!r}
     function = worker_function(worker_of("REWARD_FN", source, 9.0, {{}}), source)
     columns = {{"pause": [600.0]}}
@@ -452,7 +452,7 @@ def test_what_a_function_has_started_ends_with_the_trainer_or_at_close(
     import os
     import threading
     import time
-    from runtime.reward_worker import worker_function, worker_of
+    from infra.reward_worker import worker_function, worker_of
     worker = worker_of("REWARD_FN", "mine.py:start", 9.0, {})
     function = worker_function(worker, "mine.py:start")
     function(["1"])

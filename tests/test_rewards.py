@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import rewards
+from infra.mistakes import UserMistake
 from rewards import (
     BUILT_IN,
     entries_of,
@@ -21,7 +22,6 @@ from rewards import (
     total_rewards,
     weights_of,
 )
-from runtime.mistakes import UserMistake
 
 load = functools.partial(
     load_reward_functions, timeout_s=30, max_length=9, overlong_cache=2, workers={}

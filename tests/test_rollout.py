@@ -15,12 +15,12 @@ from runs import Result, environment, train
 
 from config import Config
 from data import Prompt, batch_indices, build_prompts, load_examples
+from infra.mistakes import UserMistake
 from loss import Objective
-from models import hf
-from models.draw import Sampling
+from model import hf
+from model.next_token import Sampling
 from rollout import choose_groups, have_equal_rewards, texts_of
-from runtime.mistakes import UserMistake
-from runtime.packing import Batch
+from rows import Batch
 from sampling import Completions, Stopping
 from startup import made_with_of, set_up
 from update import Optimizer

@@ -1,4 +1,4 @@
-"""Claims about runtime/run_log.py."""
+"""Claims about infra/log.py."""
 
 import contextlib
 import io
@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from runtime.mistakes import Unwritable
-from runtime.run_log import RunLog, cut_back, replace_file
+from infra.log import RunLog, cut_back, replace_file
+from infra.mistakes import Unwritable
 
 NAN = float("nan")
 

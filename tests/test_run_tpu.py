@@ -20,7 +20,7 @@ from cloud import KEY, REPO, SHORT, Cloud, git
 from runs import few_examples
 
 from config import Config
-from runtime.parsing import read_dotenv, yaml_name
+from infra.settings import read_dotenv, yaml_name
 
 # In place of train_grpo.py: two steps of a run that ends at SIGTERM only, as a run does.
 ENDLESS = """

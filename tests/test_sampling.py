@@ -20,7 +20,7 @@ from small_model import (
     weights,
 )
 
-from models.draw import Sampling
+from model.next_token import Sampling
 from sampling import decode, smaller_batches, stage_ends
 
 WARM = Sampling(0.7)
@@ -103,7 +103,7 @@ def test_every_token_of_a_sequence_is_drawn_anew() -> None:
 
 def test_tokens_whose_support_is_cut_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its size is that of the most likely tokens, here 8 at most."""
-    monkeypatch.setattr("models.draw.MAX_SUPPORT", 8)
+    monkeypatch.setattr("model.next_token.MAX_SUPPORT", 8)
     stop_ids = tuple(range(0, 40, 9))
     found = sample(Sampling(top_p=0.9, replay=True), T=11, stop_ids=stop_ids)
     counts = []

@@ -19,13 +19,19 @@ from jax.sharding import SingleDeviceSharding
 from runs import finish, start
 from small_model import MODEL
 
-import rollout_sglang
 from config import Config
-from models.engine_weights import engine_leaves
-from models.model import Gemma3, arrange_layers, init_params
-from rollout_sglang import engine_arguments, import_engine, stop_if_unable
-from runtime.containment import EngineFailed, Errors, fail_on_main_thread
-from runtime.mistakes import UserMistake
+from extras import sglang
+from extras.sglang import (
+    EngineFailed,
+    Errors,
+    engine_arguments,
+    engine_leaves,
+    fail_on_main_thread,
+    import_engine,
+    stop_if_unable,
+)
+from infra.mistakes import UserMistake
+from model.params import Gemma3, arrange_layers, init_params
 
 # ---- What stops a run ----------------------------------------------------------------------------
 
@@ -95,7 +101,7 @@ def test_a_run_without_the_engine_ends_in_one_line_with_the_command_that_install
     result = finish(start(tmp_path / "out", env, 1), tmp_path / "out")
     assert result.code == 2 and len(result.errors.splitlines()) == 1
     assert "import says: ImportError: gone" in result.errors
-    assert rollout_sglang.INSTALL in result.errors
+    assert sglang.INSTALL in result.errors
 
 
 # ---- What the engine does to the process ---------------------------------------------------------

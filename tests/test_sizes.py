@@ -5,8 +5,8 @@ import pytest
 
 from config import Config
 from data import pad_prompts
-from runtime.mistakes import UserMistake
-from runtime.sizes import Sizes, bucket, derive, prompt_width
+from infra.mistakes import UserMistake
+from infra.sizes import Sizes, bucket, derive, prompt_width
 
 # Sizes(local_batch, global_batch, prompt_batch_size, passes_per_step, micro_batch_size,
 #       grad_accum_steps, prompts_per_step)

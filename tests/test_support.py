@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 from small_model import KERNELS, numpy_softmax
 from small_model import token_inputs as inputs
 
-from models.logps import token_logps
+from model.logps import token_logps
 
 # ---- What is scored ------------------------------------------------------------------------------
 
@@ -77,13 +77,13 @@ def test_log_probabilities_and_gradients_are_those_of_the_support(
     V: int, tiles: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if tiles:
-        monkeypatch.setattr("models.logps.LOGITS_TILE_BYTES", 1)  # tiles of 128 columns
+        monkeypatch.setattr("model.logps.LOGITS_TILE_BYTES", 1)  # tiles of 128 columns
     check((2, 11), V, U=50)
 
 
 @pytest.mark.parametrize("shape", [(1, 8, 1), (2, 2, 2)], ids=str)
 def test_so_they_are_on_meshes(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("models.logps.LOGITS_TILE_BYTES", 1)
+    monkeypatch.setattr("model.logps.LOGITS_TILE_BYTES", 1)
     mesh = Mesh(np.array(jax.devices()).reshape(shape), ("dp", "fsdp", "tp"))
     check((8, 3), 1000, U=20, mesh=mesh)
 
@@ -103,7 +103,7 @@ def test_an_improbable_support_and_one_without_tokens_have_finite_gradients(
 ) -> None:
     """Padding has no support. The others have the least likely tokens, of probability e^-200."""
     if tiles:
-        monkeypatch.setattr("models.logps.LOGITS_TILE_BYTES", 1)
+        monkeypatch.setattr("model.logps.LOGITS_TILE_BYTES", 1)
     hidden, lm_head = np.ones((2, 3, 1), np.float32), np.linspace(0, 400, 300, dtype=np.float32)
     ids = np.full((2, 3), 150, np.int32)
     support = np.stack([ids, ids - 1], axis=-1)

@@ -9,10 +9,10 @@ import jax
 import numpy as np
 import pytest
 
-from models import hf
-from models.model import init_params
+from model import hf
+from model.params import init_params
 from rewards import extract_answer, parse_number
-from tools import make_tiny
+from tiny import make
 
 REPO = Path(__file__).resolve().parent.parent
 TINY = REPO / "tiny"
@@ -45,15 +45,15 @@ def test_every_shown_step_and_answer_is_right() -> None:
 
 
 def test_make_tiny_makes_this_dataset() -> None:
-    made = make_tiny.word_problems(random.Random(make_tiny.SEED))
+    made = make.word_problems(random.Random(make.SEED))
     assert made == (examples("train"), examples("test"))
 
 
 @pytest.mark.slow
 def test_every_stage_of_its_supervised_training_takes_a_step() -> None:
     tokenizer, model = hf.load_tokenizer(TINY), hf.read_config(TINY)
-    stages = [stage._replace(steps=1, prompts=4) for stage in make_tiny.STAGES]
-    params = make_tiny.warm_up(model, tokenizer, examples("train")[:8], stages)
-    untrained = init_params(model, jax.random.key(make_tiny.SEED))
+    stages = [stage._replace(steps=1, prompts=4) for stage in make.STAGES]
+    params = make.warm_up(model, tokenizer, examples("train")[:8], stages)
+    untrained = init_params(model, jax.random.key(make.SEED))
     for new, old in zip(jax.tree.leaves(params), jax.tree.leaves(untrained), strict=True):
         assert np.isfinite(new).all() and (new != old).any()

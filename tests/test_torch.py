@@ -19,10 +19,10 @@ from small_model import batch_of, counts_by_hand, in_rows, write_folder
 
 from loss import Objective, group_advantages
 from metrics import merge_metrics
-from models import hf
-from models.model import Compute
-from runtime.layout import TRAIN_BATCH_AXES, Layout, shard_batch
-from runtime.packing import MicroBatch
+from model import hf
+from model.layout import TRAIN_BATCH_AXES, Layout, shard_batch
+from model.network import Compute
+from rows import MicroBatch
 from update import Optimizer, init_state, micro_step, optimizer_step
 
 pytestmark = pytest.mark.parity

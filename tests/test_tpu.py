@@ -13,10 +13,10 @@ import pytest
 from jax.sharding import Mesh
 
 from config import Config
-from models import attention
-from runtime import chips
-from runtime.layout import TRAIN_BATCH_AXES, Layout
-from tools import known_models, planner, programs
+from infra import chips
+from model import attention
+from model.layout import TRAIN_BATCH_AXES, Layout
+from tools import plan as planner
 
 pytest.importorskip("libtpu", reason='libtpu: pip install "jax[tpu]"')
 pytestmark = pytest.mark.usefixtures("all_optimizations")
@@ -35,12 +35,12 @@ KERNELS = [("v6e", 128), *((chip, 128) for chip in ("v4", "v5e", "v5p")), ("v6e"
 
 
 @functools.cache
-def plan_of(run: str, **env: str) -> programs.Plan:
+def plan_of(run: str, **env: str) -> planner.Plan:
     """The plan of the run with two layers; lax.scan compiles the same program for any number."""
     name, slice_name, sizes = RUNS[run]
-    two_layers = dataclasses.replace(known_models.config_of(name), num_layers=2)
+    two_layers = dataclasses.replace(planner.config_of(name), num_layers=2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(known_models, "config_of", lambda *_: two_layers)
+        patch.setattr(planner, "config_of", lambda *_: two_layers)
         cfg = Config.from_env({"MODEL_PATH": name} | RUN | sizes | env)
         return planner.make_plan(cfg, slice_name)
 
@@ -88,12 +88,12 @@ def collectives(hlo: str) -> list[Collective]:
 
 
 @functools.cache
-def collectives_of(plan: programs.Plan, program: str) -> list[Collective]:
-    how = programs.programs_of(plan)[program]
+def collectives_of(plan: planner.Plan, program: str) -> list[Collective]:
+    how = planner.programs_of(plan)[program]
     return collectives(how.function.lower(*how.arguments, **how.static).compile().as_text())
 
 
-def smallest_weight(plan: programs.Plan) -> int:
+def smallest_weight(plan: planner.Plan) -> int:
     """The number of elements of wk in a layer."""
     model = plan.training.model
     return model.hidden_size * model.num_kv_heads * model.head_dim
@@ -118,10 +118,10 @@ def test_a_token_gathers_no_weight_and_needs_two_all_reduces_and_four_exchanges_
 def test_a_device_decodes_with_the_keys_and_values_of_its_sequences_alone() -> None:
     """16 sequences of 1024 tokens and 2 prompts of 512, each token with 2 * 2 * 2 * 128 bytes in
     each of two layers."""
-    _, _, state, *_ = programs.programs_of(plan_of("3b"))["decode"].arguments
-    assert programs.bytes_of(state.completion) == 16 * 1024 * 2048
-    assert programs.bytes_of(state.prompt) == 2 * 512 * 2048
-    assert programs.bytes_of(state.drawn) == 16 * (4 * 1024 + 4 * 1024 + 4)
+    _, _, state, *_ = planner.programs_of(plan_of("3b"))["decode"].arguments
+    assert planner.bytes_of(state.completion) == 16 * 1024 * 2048
+    assert planner.bytes_of(state.prompt) == 2 * 512 * 2048
+    assert planner.bytes_of(state.drawn) == 16 * (4 * 1024 + 4 * 1024 + 4)
 
 
 # ---- Training ------------------------------------------------------------------------------------
@@ -141,14 +141,14 @@ def test_training_never_puts_a_complete_gradient_or_embedding_on_a_device() -> N
     [KERNELS[0], *(pytest.param(*kernel, marks=pytest.mark.slow) for kernel in KERNELS[1:])],
 )
 def test_splash_attention_and_its_gradient_compile(chip: str, head_dim: int) -> None:
-    devices = programs.slice_devices(f"{chip}-8")
+    devices = planner.slice_devices(f"{chip}-8")
     layout = Layout(
         Mesh(np.array(devices).reshape(1, -1, 1), ("dp", "fsdp", "tp")), TRAIN_BATCH_AXES
     )
     X, S, C = len(devices), 384, 2048
 
     def array(*shape: int, dtype: jnp.dtype = jnp.bfloat16) -> jax.ShapeDtypeStruct:
-        return programs.array(layout.mesh, shape, dtype, layout.batch_axes)
+        return planner.array(layout.mesh, shape, dtype, layout.batch_axes)
 
     def total(q: jax.Array, k: jax.Array, v: jax.Array, *of_tokens: jax.Array) -> jax.Array:
         rows = attention.PackedRows(*of_tokens, S=S)
@@ -186,7 +186,7 @@ DEVICES_AND_HOSTS = {
 def test_a_slice_has_the_devices_and_hosts_that_the_cloud_gives() -> None:
     found = {}
     for name in chips.SLICES:
-        devices = programs.slice_devices(name)
+        devices = planner.slice_devices(name)
         found[name] = len(devices), len({d.process_index for d in devices})
         assert chips.chip_of(devices[0]) is chips.CHIPS[name.partition("-")[0]]
     assert found == DEVICES_AND_HOSTS

@@ -16,7 +16,7 @@ import pytest
 from boxes import Boxes, write_calls
 
 from config import Config
-from models import hf
+from model import hf
 from rollout import complete_prompts, prompts_of_round, reward_completions
 from sampling import Completions
 from startup import set_up

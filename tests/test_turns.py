@@ -39,26 +39,18 @@ from tokenizers import Tokenizer
 
 from config import Config
 from data import Prompt, build_prompts, pad_prompts
-from models.draw import Sampling
-from models.model import Compute
-from rollout import (
-    Run,
-    answer_questions,
-    begin_episodes,
-    complete,
-    gather_batch,
-    prompts_of_round,
-    reward_completions,
-)
-from runtime.mistakes import UserMistake
-from runtime.packing import Batch
-from runtime.run_log import Clock
-from runtime.sizes import turn_sequences, turn_width
+from evaluation import answer_questions
+from extras.turns import begin_episodes, tool_calls
+from infra.log import Clock
+from infra.mistakes import UserMistake
+from infra.sizes import turn_sequences, turn_width
+from model.network import Compute
+from model.next_token import Sampling
+from rollout import Run, complete, gather_batch, prompts_of_round, reward_completions
+from rows import Batch
 from sampling import Completions, NaiveBackend, Stopping
 from startup import set_up
-from tools.planner import make_plan
-from tools.programs import programs_of
-from turns import tool_calls
+from tools.plan import make_plan, programs_of
 
 TINY, GAMES = REPO / "tiny", REPO / "tests" / "games.py"
 QWEN3 = str(REPO / "docs" / "qwen3_turns.jinja")

@@ -32,9 +32,10 @@ from small_model import (
 
 from loss import Objective
 from metrics import merge_metrics
-from models.model import Compute, Params
-from runtime.layout import shard_batch
-from runtime.packing import Limits, pack, plan_rows
+from model.layout import shard_batch
+from model.network import Compute
+from model.params import Params
+from rows import Limits, pack, plan_rows
 from update import Optimizer, init_state, micro_step, optimizer_step
 
 K, T = 8, 6
@@ -321,7 +322,7 @@ def test_in_bfloat16_the_gradient_of_a_step_is_off_by_a_few_percent(settings: di
 @pytest.mark.parametrize("impl", ["jax", "pallas"])
 def test_the_vocabulary_in_tiles_changes_nothing(monkeypatch, impl: str) -> None:
     """So it is with remat and on a mesh, and for the gradient of the entropy."""
-    monkeypatch.setattr("models.logps.LOGITS_TILE_BYTES", 1)
+    monkeypatch.setattr("model.logps.LOGITS_TILE_BYTES", 1)
     settings = {"share": 4, "mesh": (1, 4, 2), "kernel": KERNELS[impl], "remat": "full"}
     assert_same_step(step("cispo", x=given("cispo"), **settings), in_pairs("cispo"))
 

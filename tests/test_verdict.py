@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from review import RULES, History, Reviewer, verdict
-from runtime.run_log import RunLog
+from extras.report import RULES, History, Reviewer, verdict
+from infra.log import RunLog
 
 REVIEW_PAGE = Path(__file__).resolve().parent.parent / "docs" / "survival.md"
 LOSS, NORM, PARAM_NORM = (f"train-other/{name}" for name in ("loss", "grad_norm", "param_norm"))

@@ -1,4 +1,4 @@
-"""Claims about runtime/wandb_run.py: a run that is killed and resumed is one run in W&B.
+"""Claims about infra/log.py: a run that is killed and resumed is one run in W&B.
 
 Most tests put a stand-in into the place of the package wandb, which notes what it gets. Those of
 `pytest -m parity` have the real package, and a stand-in for the service.
@@ -22,9 +22,9 @@ from typing import Any
 import pytest
 from runs import REPO
 
-from runtime import wandb_run
-from runtime.mistakes import UserMistake
-from runtime.run_log import RunLog
+from infra import log
+from infra.log import RunLog
+from infra.mistakes import UserMistake
 
 STEP_S = "time/train/step_s"
 
@@ -143,11 +143,11 @@ def test_without_the_package_a_mode_that_needs_it_is_a_mistake_and_a_key_alone_g
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # import wandb fails now
-    wandb_run.check_wandb("disabled")
+    log.check_wandb("disabled")
     with pytest.raises(UserMistake, match="WANDB_MODE=offline needs wandb: pip install wandb"):
-        wandb_run.check_wandb("offline")
+        log.check_wandb("offline")
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
-    assert wandb_run.chosen_mode("") == "disabled"
+    assert log.chosen_mode("") == "disabled"
     assert capsys.readouterr().out.startswith(
         "W&B: WANDB_API_KEY is set, but the run goes on without W&B: WANDB_MODE=online needs wandb"
     )
@@ -162,12 +162,12 @@ def test_an_api_key_alone_means_online_if_it_is_long_enough(
         monkeypatch.setenv("WANDB_API_KEY", key)
 
     set_key("a" * 40)
-    assert wandb_run.chosen_mode("") == "online" and wandb_run.chosen_mode("offline") == "offline"
+    assert log.chosen_mode("") == "online" and log.chosen_mode("offline") == "offline"
     for key, words in (("", "there is no API key; set WANDB_API_KEY"), ("short", "5 characters")):
         set_key(key)
         with pytest.raises(UserMistake, match=f"WANDB_MODE=online: .*{words}"):
-            wandb_run.check_wandb("online")
-        assert wandb_run.chosen_mode("") == "disabled"
+            log.check_wandb("online")
+        assert log.chosen_mode("") == "disabled"
     assert "short" not in capsys.readouterr().out
 
 

@@ -20,8 +20,8 @@ from safetensors.numpy import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
 
-from models import hf
-from runtime.mistakes import UserMistake, fail
+from infra.mistakes import UserMistake, fail
+from model import hf
 
 
 def widen_heads(source: Path, target: Path, head_dim: int) -> None:

@@ -14,17 +14,16 @@ import jax
 import jax.numpy as jnp
 
 from config import Config
-from metrics import EVAL_PHASES, evaluate
-from models import hf
-from models.model import Params, abstract_params, on_base, trained
-from review import Reviewer
-from rollout import Run, answer_questions, dialogues_of
-from runtime import processes, resume
-from runtime.checkpoint import Checkpoints
-from runtime.mistakes import Unwritable, UserMistake, fail
-from runtime.records import DONE
-from runtime.run_log import Clock
-from runtime.sizes import MICRO_SIZES, PASS_SIZES, STEP_SIZES
+from evaluation import EVAL_PHASES, answer_questions, evaluate
+from extras.report import Reviewer
+from infra import checkpoint, hosts
+from infra.checkpoint import Checkpoints
+from infra.log import DONE, Clock
+from infra.mistakes import Unwritable, UserMistake, fail
+from infra.sizes import MICRO_SIZES, PASS_SIZES, STEP_SIZES
+from model import hf
+from model.params import Params, abstract_params, on_base, trained
+from rollout import Run, dialogues_of
 from startup import first_params, made_with_of, make_backend, open_log, read_base, set_up
 
 # Settings of a program that only answers: it takes no step, and leaves no export.
@@ -50,7 +49,7 @@ def find_weights(cfg: Config) -> Config:
         return replace(cfg, resume=checkpoints)
     export = cfg.export_hf or (f"{cfg.output_dir}/hf" if cfg.output_dir else "none")
     complete = any(Path(export, marker).exists() for marker in hf.MARKERS)
-    if processes.gather_texts("yes" if complete else "")[0]:  # process 0 writes it
+    if hosts.gather_texts("yes" if complete else "")[0]:  # process 0 writes it
         return replace(cfg, model_path=export)
     where = f"OUTPUT_DIR={cfg.output_dir}" if cfg.output_dir else f"CHECKPOINT_DIR={checkpoints}"
     raise UserMistake(
@@ -64,7 +63,7 @@ def load_weights(run: Run) -> tuple[Params, int]:
     """All weights, and after how many steps they are, 0 if they come from a folder of a model;
     without LoRA in float32. Raises UserMistake."""
     cfg, model, mesh = run.cfg, run.training.model, run.training.layout.mesh
-    source, step = resume.checkpoint_source(cfg.resume)
+    source, step = checkpoint.checkpoint_source(cfg.resume)
     wanted = {"state": Weights(trained(abstract_params(model, mesh, jnp.float32)))}
 
     def check(record: dict[str, Any]) -> None:
@@ -72,7 +71,7 @@ def load_weights(run: Run) -> tuple[Params, int]:
             before, now = record["made_with"].get(name), made_with_of(run)[name]
             if before != now:  # the adapters would mean something else
                 raise UserMistake(f"{source.folder}: {name} was {before} and is {now}; set it back")
-        resume.stop_if_other_arrays(wanted, record, part=True)
+        checkpoint.stop_if_other_arrays(wanted, record, part=True)
 
     if source and (found := source.restore(wanted, check, step)):
         arrays, record = found
@@ -93,9 +92,9 @@ def evaluate_weights(cfg: Config) -> None:
     run = set_up(cfg)
     with contextlib.closing(make_backend(run)) as backend:
         params, step = load_weights(run)
-        out = resume.output_folder("", f"{cfg.output_dir or 'runs'}/eval")
+        out = checkpoint.output_folder("", f"{cfg.output_dir or 'runs'}/eval")
         _, key = jax.random.split(jax.random.key(cfg.seed))
-        with contextlib.closing(open_log(run, out, resume.Progress(step=step))) as log:
+        with contextlib.closing(open_log(run, out, checkpoint.Progress(step=step))) as log:
             evaluate(run, log, backend, key, params, step, full=True)
             Reviewer(out, log).write(DONE)
 
@@ -119,7 +118,7 @@ def ask(cfg: Config, example: dict[str, Any]) -> tuple[str, list[str]]:
 def answer_command(cfg: Config, flags: argparse.Namespace) -> None:
     """Does what --eval-only or --ask of train_grpo.py asks for."""
     try:
-        processes.start_jax(cfg)
+        hosts.start_jax(cfg)
         cfg = replace(find_weights(cfg), **NO_STEPS)
         if flags.eval_only:
             evaluate_weights(cfg)

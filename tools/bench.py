@@ -26,10 +26,10 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))  # so that it runs from any folder
 
 from config import Config
-from models import hf
-from models.model import init_params
-from runtime.mistakes import UserMistake, fail
-from runtime.records import read_lines, read_settings
+from infra.log import read_lines, read_settings
+from infra.mistakes import UserMistake, fail
+from model import hf
+from model.params import init_params
 
 # The model of a run without --model: these values of tiny/config.json make 5 million parameters.
 RANDOM_MODEL = {

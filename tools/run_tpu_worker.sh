@@ -102,8 +102,8 @@ command that installs a newer one"
 show_env() {
   "$1/bin/python" -c '
 import os, pathlib
-from runtime import parsing
-for name, value in parsing.read_dotenv(pathlib.Path(".env")).items():
+from infra.settings import read_dotenv
+for name, value in read_dotenv(pathlib.Path(".env")).items():
     print(os.environ["HOSTNAME"], f".env {name}: {len(value)} characters")'
 }
 

@@ -1,0 +1,164 @@
+"""An evaluation: the accuracy on held-out questions, with its standard error and its records."""
+
+import collections
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+import data
+from extras.turns import begin_episodes
+from infra.log import Clock, RunLog, mean_of
+from infra.sizes import eval_questions
+from metrics import are_right, completion_entries, completion_records, phase_seconds
+from model.layout import join
+from model.params import Params
+from rewards import extract_answer
+from rollout import Run, complete, gather_batch, local_part_of, reward_completions, texts_of
+from rows import Batch
+from sampling import Backend
+
+EVAL_PHASES = ("rollout_sync", "rollout_generate", "reward")
+EVALUATION = 0  # the number of its round of episodes; those of training are counted from 1
+
+
+def evaluate(
+    run: Run,
+    log: RunLog,
+    backend: Backend,
+    key: jax.Array,
+    params: Params,
+    step: int,
+    full: bool = False,
+) -> float:
+    """The accuracy on the first EVAL_PROMPTS questions of the eval split or, if `full`, on all.
+
+    Each question has EVAL_SAMPLES completions, greedy or at EVAL_TEMPERATURE. It prints the line
+    of the evaluation, and writes its record and an entry of eval.jsonl for each question.
+    """
+    clock = Clock(EVAL_PHASES)
+    limit = run.cfg.eval_prompts
+    questions = run.eval_prompts if full or not limit else run.eval_prompts[:limit]
+    backend.update_weights(params)
+    clock.lap("rollout_sync")
+    evaluation = answer_questions(run, backend, questions, key, clock)
+    backend.release()
+    line, records = evaluation_record(run, step, evaluation, clock, full)
+    log.line(line)
+    log.record(step, records)
+    prefix = "eval_full" if full else "eval"
+    if jax.process_index() == 0:
+        correct = are_right(evaluation.per_function)
+        entries = completion_entries(run, evaluation, "correct", correct)
+        log.entries("eval.jsonl", step, [{"evaluation": prefix} | entry for entry in entries])
+    return records[f"{prefix}/accuracy"]
+
+
+def answer_questions(
+    run: Run, backend: Backend, questions: list[data.Prompt], key: jax.Array, clock: Clock
+) -> Batch:
+    """EVAL_SAMPLES completions of each question, greedy or sampled as run.eval_sampling says."""
+    samples = run.cfg.eval_samples
+    # Questions of a pass on each process.
+    size = eval_questions(run.sizes, run.cfg.num_pre_q, samples, jax.local_device_count())
+    missing = -len(questions) % (size * jax.process_count())
+    padded = begin_episodes(run, [*questions, *[questions[-1]] * missing], EVALUATION, samples)
+    how = run.eval_sampling, samples, size
+    completions = complete(run, backend, padded, key, "evaluation", *how)
+    clock.lap("rollout_generate")
+    local = local_part_of(padded)
+    rewarded = []
+    for first in range(0, len(local), size):  # a call of a reward function is for a single pass
+        of_pass = slice(first * samples, (first + size) * samples)
+        part = jax.tree.map(lambda x, of_pass=of_pass: x[of_pass], completions)
+        rewarded.append(reward_completions(run, local[first : first + size], part))
+    batch = gather_batch(run, padded, completions, *join(rewarded))
+    clock.lap("reward")
+    return batch.groups(np.arange(len(questions)))
+
+
+def evaluation_record(
+    run: Run, step: int, evaluation: Batch, clock: Clock, full: bool
+) -> tuple[str, dict[str, Any]]:
+    """The line and the record of one evaluation.
+
+    The accuracy is pass@1: the mean over the questions of the share of right completions among
+    those to which the accuracy's function applies.
+    """
+    n, split, seconds = run.cfg.eval_samples, run.cfg.eval_split, clock.total()
+    prefix, place = ("eval_full", "eval_full/accuracy") if full else ("eval", "eval")
+    correct = are_right(evaluation.per_function).reshape(-1, n)  # [questions, n]
+    questions = len(correct)
+    accuracy, error = pass_at(correct, 1), standard_error(correct)
+    # Of the powers of two, and of n.
+    shown = [k for k in range(1, n + 1) if k == n or k & (k - 1) == 0]
+    more = {f"pass_at_{k}": pass_at(correct, k) for k in shown}
+    judge = run.functions[0].__name__  # says what is right
+    if n > 1 and judge == "reward_correct":
+        texts = texts_of(run, evaluation.prompts, evaluation)
+        more[f"maj_at_{n}"] = majority_accuracy(correct, texts)
+    ending = f"accuracy={accuracy:.4f} accuracy_se={error:.4f} accuracy_of={judge}"
+    ending += "".join(f" {k}={x:.4f}" for k, x in more.items() if k.endswith(f"_{n}") and n > 1)
+    decoding = "sampled" if run.eval_sampling.temperature else "greedy"
+    ending += f" decoding={decoding} t={seconds:.2f}s"
+    records = {f"{prefix}/accuracy": accuracy, f"{prefix}/accuracy_se": error}
+    records |= {f"{place}/{name}": value for name, value in more.items()}
+    records[f"{prefix}/questions_global"] = questions
+    records |= completion_records(f"{prefix}/", run, evaluation)
+    records[f"time/{prefix}/step_s"] = seconds
+    if full:
+        records["time/eval_full/s_per_question"] = seconds / questions
+        records |= {"eval_full/split": split, "eval_full/samples_per_question": n}
+        asked = f"eval_full split={split} questions={questions} samples_per_question={n}"
+    else:
+        records |= {f"time/eval/{phase}_s": x for phase, x in phase_seconds(clock).items()}
+        asked = f"eval step={step} split={split} questions={questions}"
+    return f"{asked} {ending}", records
+
+
+# ---- Accuracy over many questions ----------------------------------------------------------------
+
+
+def standard_error(correct: np.ndarray) -> float:
+    """The standard error of the accuracy, over the questions: NaN for fewer than two.
+
+    correct: [questions, samples], NaN where the accuracy does not apply.
+    """
+    means = np.array([mean_of(samples) for samples in correct])
+    means = means[~np.isnan(means)]
+    return float(means.std(ddof=1) / math.sqrt(len(means))) if len(means) > 1 else math.nan
+
+
+def pass_at(correct: np.ndarray, k: int) -> float:
+    """The probability that at least one of k samples of a question is right, without bias: the
+    mean over the questions that have k samples with a value. pass_at(correct, 1) is the accuracy.
+
+    correct: [questions, samples], NaN where a sample has no value. Source: arXiv 2107.03374, eq. 1.
+    """
+    hits = []
+    for samples in correct:
+        n, wrong = np.isfinite(samples).sum(), (samples == 0).sum()
+        if n >= k:
+            sets = math.comb(n, k)  # of k samples; an integer of any size
+            hits.append((sets - math.comb(wrong, k)) / sets)
+    return mean_of(np.array(hits))
+
+
+def majority_accuracy(correct: np.ndarray, texts: list[str]) -> float:
+    """maj@n: the share of questions whose most frequent answer is right; of answers that are
+    equally frequent the first one counts. No answer counts as one, and it is never right.
+
+    correct: [questions, n samples], NaN where a sample has no value: it is left out, and so is a
+    question without any value. texts: [questions * n].
+    """
+    answers = iter(map(extract_answer, texts))
+    chosen = []
+    for samples in correct:
+        given = [(next(answers), right) for right in samples]
+        given = [(answer, right) for answer, right in given if not np.isnan(right)]
+        if given:
+            counts = collections.Counter(answer for answer, _ in given)
+            frequent = counts.most_common(1)[0][0]
+            chosen.append(next(right for answer, right in given if answer == frequent))
+    return mean_of(np.array(chosen))

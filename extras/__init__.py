@@ -1,0 +1,1 @@
+"""Features behind doors: a plain run needs none of them but the report."""

@@ -1,0 +1,365 @@
+"""Runs the code of a user's file in a reward worker, a separate Python interpreter: its reward
+functions, and the environments of its class.
+
+The first half of this file runs in the trainer. The second half runs in the reward worker, which
+executes this file as its main script. Both sides send JSON through a connection.
+"""
+
+import contextlib
+import functools
+import importlib.util
+import inspect
+import json
+import os
+import random
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec, PathFinder
+from multiprocessing.connection import Connection, Pipe
+from subprocess import DEVNULL, Popen
+from typing import Any, NamedTuple
+
+if __package__:  # As a script this file cannot import its neighbours.
+    from infra.mistakes import UserMistake
+
+LOADING_S = 60.0  # of the first request, beyond its limit, since the user's file may import torch
+
+
+# ---- In the trainer ------------------------------------------------------------------------------
+
+
+class RewardWorker:
+    """The reward worker of a file. It calls what the file defines.
+
+    Because of the worker a time limit holds on any thread, and a hang or a crash becomes one line.
+    The worker is a fresh interpreter: a fork would copy the locks of JAX, and multiprocessing's
+    spawn would import the main script of the trainer. The worker does not use the accelerator. At
+    close(), or when the trainer ends, it ends with its process group: all that it has started.
+    """
+
+    def __init__(self, file: str, timeout_s: float) -> None:
+        """timeout_s: the time limit of each call. The first request also loads the file."""
+        self._timeout_s = timeout_s
+        self._connection, theirs = Pipe()
+        with theirs:
+            program = [sys.executable, "-u", __file__, str(theirs.fileno()), str(os.getpid())]
+            self._process = Popen(
+                [*program, os.path.abspath(file)],
+                stdin=DEVNULL,
+                stdout=2,  # What the user's code prints goes to stderr.
+                env={**os.environ, "JAX_PLATFORMS": "cpu"},
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # and a new group, so that Ctrl-C reaches the trainer alone
+            )
+
+    def ask(self, what: str, request: str, *arguments: Any, more_s: float = 0.0) -> Any:
+        """Returns what the request, a function of _Server, returns.
+
+        what: what is called, for messages, such as "REWARD_FN my.py:score". more_s: seconds that
+        the request may take beyond the time limit. Without a reply in this time the worker ends.
+        Raises UserMistake with a message of one line for every failure.
+        """
+        limit_s, setting = self._timeout_s + more_s, f"REWARD_TIMEOUT_S={self._timeout_s:g}"
+        late = f"is not done after {limit_s:g} s; raise {setting} or speed it up"
+        reply: dict = {}
+        try:
+            self._connection.send_bytes(json.dumps([request, *arguments]).encode())
+            reply = {"error": late}
+            if self._connection.poll(limit_s):
+                # parse_int: an integer too large for a float becomes inf, which the caller refuses.
+                reply = json.loads(self._connection.recv_bytes(), parse_int=float)
+        except (OSError, EOFError):  # The worker is dead.
+            reply = {}
+        finally:
+            # After Ctrl-C too: otherwise the next call would receive the reply to this request.
+            if "returned" not in reply:
+                self.close()
+        if "returned" not in reply:
+            died = f"died: its process ended with exit code {self._process.returncode}"
+            raise UserMistake(f"{what} {reply.get('error', died)}")
+        return reply["returned"]
+
+    def close(self) -> None:
+        """Ends the worker and what it has started at once, also during a call."""
+        if self._process.returncode is None:  # else its number may be another's by now
+            with contextlib.suppress(PermissionError):  # on macOS, if all of them have ended
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._connection.close()
+
+
+def worker_of(
+    setting: str, source: str, timeout_s: float, workers: dict[str, RewardWorker]
+) -> RewardWorker:
+    """The reward worker of the file in `source` ("file.py:name"), which the setting names: what a
+    file defines runs in a single process. workers: those of the files that have one already; it
+    gets a new one. Raises UserMistake if there is no such file."""
+    file = source.rpartition(":")[0]
+    if not os.path.isfile(file):
+        raise UserMistake(f"{setting}: there is no file {file} (looked in {os.getcwd()})")
+    file = os.path.realpath(file)
+    if file not in workers:
+        workers[file] = RewardWorker(file, timeout_s)
+    return workers[file]
+
+
+def worker_function(worker: RewardWorker, source: str) -> Callable[..., list[float | None]]:
+    """The reward function of a user's file, "file.py:name", once the worker has loaded the file.
+    The function and its loading raise UserMistake."""
+    name, what = source.rpartition(":")[2], f"REWARD_FN {source}"
+    # What each completion adds to the time limit.
+    seconds = worker.ask(what, "find", name, more_s=LOADING_S)
+
+    def rewards(completions: list[str], /, **columns: list) -> list[float | None]:
+        """The rewards of the completions. columns: lists of the same length, of what JSON holds."""
+        more_s = seconds * len(completions)
+        return worker.ask(what, "call", name, completions, columns, more_s=more_s)
+
+    rewards.__name__ = name
+    return rewards
+
+
+# ---- In the reward worker ------------------------------------------------------------------------
+
+MODULE = "REWARD_WORKER_MODULE"  # NAME:FILE of the user's module, a variable of the environment
+# What reward functions get if they name it, because TRL gives it. Nothing is logged.
+OF_TRL = dict.fromkeys(("log_extra", "log_metric"), lambda *_, **__: None) | {"trainer_state": None}
+
+
+class _Finder(NamedTuple):
+    """Lets `import` find the user's file by this name, and its neighbours before other modules."""
+
+    name: str
+    file: str
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if name == self.name:
+            return importlib.util.spec_from_file_location(name, self.file)
+        folder, base = os.path.split(self.file)
+        is_neighbour = path is None and f"{name}.py" != base  # math.py imports Python's math
+        return PathFinder.find_spec(name, [folder, *sys.path]) if is_neighbour else None
+
+
+class _Server:
+    """The functions that a request may name. What they return has to be what JSON can hold."""
+
+    def __init__(self, file: str) -> None:
+        self._file = file
+        self._module: Any = None
+        self._class: Any = None  # of the environments
+        self._environments: dict[int, Any] = {}  # of the last round, by the completion's number
+        self._tools: dict[str, dict] = {}  # the class's tools: names, and the schemas of arguments
+        self._seeds: list[int] = []  # SEED and the number of the round
+        self._loop: Any = None  # of async functions, whose clients may need the same one each time
+
+    def find(self, name: str) -> float:
+        """The seconds that each completion adds to the time limit of the function, which are 0 but
+        for recipes/gym.py. Raises ValueError if the file does not define the function."""
+        if not callable(getattr(self._load(), name, None)):
+            raise ValueError(f"{os.path.basename(self._file)} defines no function {name}")
+        return getattr(self._module, "SECONDS_FOR_EACH_COMPLETION", 0.0)
+
+    def _load(self) -> Any:
+        """The file's module. MODULE tells its name to the processes that it starts by spawn."""
+        if self._module is None:
+            name = os.path.basename(self._file).removesuffix(".py").replace(".", "_")
+            known = importlib.util.find_spec(name)
+            if known and known.origin != self._file:  # another module has this name
+                name = f"user_{name}"
+            os.environ[MODULE] = f"{name}:{self._file}"
+            sys.meta_path.insert(0, _Finder(name, self._file))
+            self._module = importlib.import_module(name)
+        return self._module
+
+    def call(self, name: str, completions: list[str], columns: dict[str, list]) -> Any:
+        """Calls a reward function as TRL does, by the names of the arguments; one without the name
+        `completions` gets them first. The numbers in the column `environments` become the objects;
+        functions in other files than that of the class do not get this column."""
+        numbers = columns.pop("environments", None)
+        if numbers and self._class:
+            columns["environments"] = [self._environments[n] for n in numbers]
+        function = getattr(self._module, name)
+        parameters = inspect.signature(function).parameters
+        named = {"completions": completions, **columns}
+        if "prompts" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            named["prompts"] = columns.get("question")
+        named |= {name: value for name, value in OF_TRL.items() if name in parameters}
+        try:
+            for follows in (True, False):  # a decorator may take other names than its function
+                inspect.signature(function, follow_wrapped=follows).bind(**named)
+        except TypeError:  # such as that of score(texts, **columns)
+            function = functools.partial(function, named.pop("completions"))
+        returned = function(**named)
+        if inspect.iscoroutine(returned):
+            import asyncio  # slow to import, as NumPy, which processes by spawn need not wait for
+
+            self._loop = self._loop or asyncio.new_event_loop()
+            returned = self._loop.run_until_complete(returned)
+        return returned
+
+    def open(self, name: str) -> str:
+        """Checks the class of the environments. Returns its tools as chat templates take them, and
+        whether it has a reward; as a text, since the trainer makes floats of numbers.
+
+        Raises TypeError or ValueError if the class cannot be used, and what its methods raise.
+        """
+        cls = getattr(self._load(), name, None)
+        if not inspect.isclass(cls):
+            raise ValueError(f"{os.path.basename(self._file)} defines no class {name}")
+        methods = [n for n, _ in inspect.getmembers(cls, inspect.isfunction) if n[0] != "_"]
+        for method in methods:
+            if inspect.iscoroutinefunction(getattr(cls, method)):
+                raise TypeError(f"{method} is async; write it without async")
+        if "reset" not in methods:
+            raise TypeError(f"{name} has no reset(self, **columns), which begins an episode")
+        self._class = cls
+        environment = cls()  # shows at once what the constructor raises
+        schemas = []
+        if "reply" not in methods:
+            from transformers.utils import get_json_schema  # takes a second to import
+
+            tools = [n for n in methods if n not in ("reset", "get_reward")]
+            schemas = [get_json_schema(getattr(environment, tool)) for tool in tools]
+            described = [schema["function"] for schema in schemas]
+            self._tools = {each["name"]: each["parameters"]["properties"] for each in described}
+            if not tools:
+                raise TypeError(f"{name} has no public method as a tool, and no reply(self, text)")
+        return json.dumps({"tools": schemas, "has_reward": "get_reward" in methods})
+
+    def begin_round(self, seed: int, round_number: int) -> None:
+        """Forgets the environments of other rounds."""
+        self._environments, self._seeds = {}, [seed, round_number]
+
+    def reset(self, number: int, first: int, columns: dict[str, Any]) -> str | None:
+        """Makes the environment of a completion and begins its episode. first: the number of the
+        first completion of the question, whose random numbers all of them get."""
+        self._seed(first, 0)
+        self._environments[number] = self._class()
+        return _text_or_none("reset", self._environments[number].reset(**columns))
+
+    def reply(self, number: int, turn: int, text: str) -> str | None:
+        """What the environment says to the policy's text; None: the episode is over."""
+        self._seed(number, turn)
+        return _text_or_none("reply", self._environments[number].reply(text))
+
+    def use(self, number: int, turn: int, calls: list[str]) -> list[str]:
+        """The answer to each call of a tool: what the tool returns as a text, or its error."""
+        return [_encodable(self._use(number, turn, i, call)) for i, call in enumerate(calls)]
+
+    def _use(self, number: int, turn: int, i: int, call: str) -> str:
+        try:
+            parsed = json.loads(call)
+            if not isinstance(parsed, dict):
+                raise TypeError("a call is a JSON object with name and arguments")
+            name, arguments = parsed.get("name"), parsed.get("arguments") or {}
+            if name not in self._tools:
+                raise ValueError(f"there is no tool {name!r}, only {', '.join(self._tools)}")
+            schemas, tool = self._tools[name], getattr(self._environments[number], name)
+            if isinstance(arguments, str):  # Some models write JSON within JSON.
+                arguments = json.loads(arguments)
+            if not isinstance(arguments, dict):
+                raise TypeError(f"arguments is a JSON object of {', '.join(schemas)}")
+            for argument, schema in schemas.items():
+                if argument in arguments:
+                    arguments[argument] = _cast(arguments[argument], schema.get("type"))
+            try:
+                inspect.signature(tool).bind(**arguments)
+            except TypeError as error:
+                takes = ", ".join(schemas) or "no arguments"
+                raise TypeError(f"{error}; {name} takes {takes}") from None
+            self._seed(number, turn, i)
+            return str(tool(**arguments))
+        except BaseException as error:  # The policy and the tool may do anything, also exit().
+            return f"error: {type(error).__name__}: {error}"
+
+    def get_reward(self, number: int) -> Any:
+        self._seed(number, 0, 1)
+        return self._environments[number].get_reward()
+
+    def _seed(self, *numbers: int) -> None:
+        """Seeds the global random generators of Python and NumPy."""
+        import numpy as np
+
+        random.seed(str([*self._seeds, *numbers]))
+        np.random.seed([*self._seeds, *numbers])
+
+
+def _text_or_none(method: str, returned: object) -> str | None:
+    if not isinstance(returned, str | None):
+        raise TypeError(f"{method} returned {returned!r:.80}, not a text or None")
+    return returned and _encodable(returned)
+
+
+def _encodable(text: str) -> str:
+    """The text without lone surrogates, which no tokenizer takes."""
+    return text.encode(errors="replace").decode()
+
+
+def _cast(value: object, wanted: object) -> object:
+    """The value of a tool's argument, which a model may have written as a text: "2" for 2. wanted:
+    the type in the tool's schema."""
+    types = {"integer": int, "number": int | float, "boolean": bool, "array": list, "object": dict}
+    if isinstance(value, str) and isinstance(wanted, str) and wanted in types:
+        with contextlib.suppress(ValueError):
+            parsed = json.loads(value)
+            return parsed if isinstance(parsed, types[wanted]) else value
+    return value
+
+
+def _serve(connection: Connection, trainer: int, file: str) -> None:
+    """Answers requests until the trainer, the process of this number, ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The trainer handles Ctrl-C.
+    threading.Thread(target=_end_with, args=[trainer], daemon=True).start()
+    # The trainer sees that the worker has died only if no child of it has the connection open.
+    os.register_at_fork(after_in_child=connection.close)
+    server = _Server(file)
+    with contextlib.suppress(EOFError, OSError):  # The trainer has ended.
+        while True:
+            name, *arguments = json.loads(connection.recv_bytes())
+            connection.send_bytes(_reply(getattr(server, name), arguments, file).encode())
+    if os.getpid() == os.getpgrp():  # What the user's code has to do at exit gets a second.
+        Popen(["sh", "-c", "sleep 1; kill -9 0"], stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL)
+
+
+def _end_with(trainer: int) -> None:
+    """Ends this process and its group within a second after the trainer, also during a call."""
+    while os.getppid() == trainer:
+        time.sleep(1)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _reply(request: Callable, arguments: list, file: str) -> str:
+    try:
+        return json.dumps({"returned": request(*arguments)}, default=_plain)
+    except (Exception, SystemExit) as error:  # The user's code may raise anything.
+        if os.getpid() != os.getpgrp():  # A child by os.fork ends as it would anywhere.
+            raise
+        return json.dumps({"error": "raised " + _as_raised(error, file)})
+
+
+def _plain(value: object) -> object:
+    """Returns lists and numbers for the arrays and scalars of NumPy, JAX, torch and pandas."""
+    return value.tolist() if hasattr(value, "tolist") else float(value)
+
+
+def _as_raised(error: BaseException, file: str) -> str:
+    """Returns the type of the exception, its message, and the last line of `file` that raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    at = [f" ({os.path.basename(file)}:{f.lineno})" for f in frames if f.filename == file]
+    text = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}{''.join(at[-1:])}"
+    if re.search("string ind(ices must|ex out)|'str' object has no attribute 'get'", text):
+        text += "; completions are texts, not messages, and so are prompts"
+    return text
+
+
+if __name__ == "__main__":
+    # The user's file may import rewards.py. Python has put infra/ here, the folder of this file.
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    _serve(Connection(int(sys.argv[1])), int(sys.argv[2]), sys.argv[3])
+elif __name__ == "__mp_main__":  # in a process that the user's code has started by spawn
+    sys.meta_path.insert(0, _Finder(*os.environ[MODULE].split(":", 1)))

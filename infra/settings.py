@@ -1,0 +1,297 @@
+"""Reads settings from the environment, YAML and .env, and writes settings as text.
+
+A mistake is a line of text that names the setting and where it stands; one reading finds all of
+them. Imports neither jax nor flax, and no package for the settings of the environment alone.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from operator import ge, gt, le, lt
+from pathlib import Path
+from typing import Any
+
+from infra.mistakes import NOT_SETTINGS, OTHER_NAMES, OTHER_VALUES, UserMistake, misspelt
+
+LIST_ALL = "(`python config.py` lists all)"
+REPO = Path(__file__).resolve().parents[1]
+GYM = "reasoning_gym:"  # how DATASET begins for a task of reasoning_gym
+GYM_TASKS = f"{REPO}/recipes/gym.py"
+BOOLS = {"0": False, "1": True, "false": False, "true": True}
+LIMITS = {"at_least": ge, "at_most": le, "above": gt, "below": lt}
+MESH = r"auto|(?!.*-1.*-1)(-1|[1-9]\d*)(,(-1|[1-9]\d*)){2}"
+
+
+# ---- Making settings -----------------------------------------------------------------------------
+
+
+def knob(
+    group: str,
+    default: Any,
+    help: str,
+    *,
+    yaml: str = "",
+    choices: str = "",
+    form: str = "",
+    kept: bool = True,
+    per_process: bool = False,
+    **limits: float,
+) -> Any:
+    """A setting, as the field of a dataclass.
+
+    group: the group in YAML. yaml: the name in that group; empty: the name of the field.
+    choices: the allowed texts beside the default, separated by |. form: a regular expression that
+    a text must match. kept: whether a resumed run must keep the value. per_process: whether the
+    value may differ between processes. limits: at_least, at_most, above, below; without a lower
+    limit a number is at least 0.
+    """
+    if not {"at_least", "above"} & limits.keys():
+        limits["at_least"] = 0
+    metadata = {"group": group, "help": help, "yaml": yaml, "choices": choices, "form": form}
+    metadata |= {"kept": kept, "per_process": per_process, "limits": limits}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def yaml_name(field: dataclasses.Field) -> str:
+    return f"{field.metadata['group']}.{field.metadata['yaml'] or field.name}"
+
+
+# ---- Reading the command line, the environment and YAML ------------------------------------------
+
+
+def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
+    """The flags; a wrong one ends the program with exit code 2."""
+    parser = argparse.ArgumentParser(
+        usage="STEPS=1 python %(prog)s [flags]; --help lists them",
+        description="Settings are environment variables. `python config.py` lists them.",
+    )
+    parser.add_argument("--config", metavar="FILE.yaml", default="", help="settings as YAML")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--print-config", action="store_true", help="print every setting and exit")
+    only.add_argument("--plan", metavar="SLICE", default="", help="say if the run fits there")
+    only.add_argument(
+        "--eval-only",
+        action="store_true",
+        help="evaluate OUTPUT_DIR's newest checkpoint, else its export, on the complete eval "
+        "split; without OUTPUT_DIR MODEL_PATH",
+    )
+    only.add_argument(
+        "--ask",
+        metavar="QUESTION",
+        help="let the same weights as for --eval-only answer greedily, and score the answer",
+    )
+    parser.add_argument(
+        "--answer", metavar="TEXT", help="the right answer to --ask's question; --answer=-1/2 works"
+    )
+    parser.add_argument("--processes", type=int, default=1, help="processes to print sizes for")
+    parser.add_argument("--local-devices", type=int, default=1, help="devices of each process")
+    args = parser.parse_args(argv)
+    slice_ = args.processes, args.local_devices
+    if min(slice_) < 1 or (max(slice_) > 1 and not args.print_config):
+        parser.error("--processes and --local-devices are at least 1, and only for --print-config")
+    if (args.ask, args.answer) != (None, None) and not (args.ask or "").strip():
+        parser.error("--ask needs a question, and --answer is only for --ask")
+    return args
+
+
+def read_env(env: Mapping[str, str], config: type, mistakes: list[str]) -> dict[str, Any]:
+    """The settings in the environment, {attribute: value}; adds lines to `mistakes`.
+
+    config: a dataclass whose fields are made by `knob`.
+    """
+    fields = {field.name.upper(): field for field in dataclasses.fields(config)}
+    return settings_of(dict(sorted(env.items())), fields, "", mistakes)
+
+
+def read_yaml(path: str | Path, config: type, mistakes: list[str]) -> dict[str, Any]:
+    """The settings in a YAML file, {attribute: value}; adds lines to `mistakes`.
+
+    A key is group.name, or a name inside a group. config: a dataclass of `knob` fields.
+    Raises UserMistake if the file cannot be read as such keys.
+    """
+    import yaml  # the machine from which run_tpu.sh starts a run may not have it
+
+    try:
+        # This loader keeps 1e-6, 0123 and true as they are written.
+        content = yaml.load(Path(path).read_bytes(), Loader=yaml.BaseLoader) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise UserMistake(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise UserMistake(f"{path} does not hold `group.name: value` lines")
+
+    fields = {yaml_name(field): field for field in dataclasses.fields(config)}
+    texts, where = {}, f"{path}: "
+    for key, value in yaml_items(content):
+        items = value if isinstance(value, list) else [value]
+        if key in fields and not all(isinstance(item, str) for item in items):
+            mistakes.append(f"{where}{key} must be one value, or a list of values")
+        elif not key.startswith("derived."):
+            texts[key] = ",".join(map(str, items)) or "null"
+    return settings_of(texts, fields, where, mistakes)
+
+
+def yaml_items(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields (group.name, value) of each setting: a key is this name, or a group of names."""
+    for key, value in content.items():
+        if isinstance(value, dict):
+            yield from ((f"{key}.{name}", inner) for name, inner in value.items())
+        elif value or "." in key:  # an empty group is skipped
+            yield key, value
+
+
+def settings_of(
+    texts: Mapping[str, str],
+    fields: Mapping[str, dataclasses.Field],
+    where: str,
+    mistakes: list[str],
+) -> dict[str, Any]:
+    """The settings of a layer, {attribute: value}; adds lines to `mistakes`.
+
+    texts: {name: text}; null means that the setting is not set, or is an empty text.
+    fields: all settings by their names in this layer. where: the file, or empty.
+    """
+    settings = {}
+    for name, text in texts.items():
+        if name not in fields:
+            mistakes.extend(no_setting(name, fields, where))
+        elif text != "null" or fields[name].type is str:
+            try:
+                text = "" if text == "null" else text
+                settings[fields[name].name] = parse(fields[name], text, where + name)
+            except UserMistake as error:
+                mistakes.append(str(error))
+    return settings
+
+
+def no_setting(name: str, fields: Mapping[str, dataclasses.Field], where: str) -> Iterator[str]:
+    """Yields a line about a name that is no setting, or none if another program may read it.
+
+    fields, where: as in settings_of. In a file every unknown name is a mistake.
+    """
+    spelling = {field.name.upper(): known for known, field in fields.items()}
+    last = name.rpartition(".")[2].upper()
+    # People make such names of the YAML names: ROLLOUT_TEMPERATURE of rollout.temperature.
+    without_group = re.sub("^(ROLLOUT|LOSS)_", "", last)
+    ours = OTHER_NAMES.get(name) or OTHER_NAMES.get(last) or without_group
+    if last in NOT_SETTINGS:
+        yield f"{where}there is no setting {name}: {NOT_SETTINGS[last]}"
+    elif ours in spelling:
+        yield f"{where}{name} is called {spelling[ours]} here {LIST_ALL}"
+    elif where:
+        close = difflib.get_close_matches(name.lower(), fields, 1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        yield f"{where}unknown setting {name}{hint} {LIST_ALL}"
+    elif meant := misspelt(name, [*fields, *OTHER_NAMES]):
+        hint = f"did you mean {OTHER_NAMES.get(meant, meant)}?"
+        yield f"unknown setting {name}; {hint} {LIST_ALL}"
+
+
+def parse(field: dataclasses.Field, text: str, label: str) -> Any:
+    """The value of a setting from its text; YAML and the environment have the same texts."""
+    choices, form, help = (field.metadata[name] for name in ("choices", "form", "help"))
+    if text.startswith("{repo}/"):
+        text = str(REPO / text.removeprefix("{repo}/"))
+    if choices and text not in (field.default, *choices.split("|")):
+        ours = OTHER_VALUES.get(text)
+        here = f"; {text} is called {ours} here" if ours in choices.split("|") else ""
+        raise UserMistake(f"{label}={text!r} is not one of {choices}{here}")
+    if form and not re.fullmatch(form, text):
+        raise UserMistake(f"{label}={text!r} does not have the right form: {help}")
+    if field.type is str:
+        return text
+    if field.type is bool:
+        if text.lower() not in BOOLS:
+            raise UserMistake(f"{label}={text!r} is not a bool (0/1/true/false)")
+        return BOOLS[text.lower()]
+    if field.type in (int, float):
+        return number(field.type, text, label, field.metadata["limits"])
+    return tuple(number(float, part, label, {}) for part in text.split(",")) if text else ()
+
+
+def number(kind: type, text: str, label: str, limits: Mapping[str, float]) -> int | float:
+    try:
+        value = kind(text)
+    except ValueError:
+        noun = {int: "whole number", float: "number"}[kind]
+        raise UserMistake(f"{label}={text!r} is not a {noun}") from None
+    if not -math.inf < value < math.inf:
+        raise UserMistake(f"{label}={text!r} is not finite")
+    for word, bound in limits.items():
+        if not LIMITS[word](value, bound):
+            raise UserMistake(f"{label}={value} must be {word.replace('_', ' ')} {bound}")
+    return value
+
+
+def overlay(upper: dict, lower: dict, rivals: Sequence[tuple[Sequence, Sequence]]) -> dict:
+    """`lower`, replaced by `upper` wherever `upper` has a value.
+
+    rivals: pairs of names (set, hidden). If `upper` sets one of the first names, then all of the
+    second names are removed from `lower`.
+    """
+    hidden = {n for names, rest in rivals if any(map(upper.get, names)) for n in rest}
+    return {name: value for name, value in lower.items() if name not in hidden} | upper
+
+
+def read_dotenv(path: Path) -> dict[str, str]:
+    """The NAME=value lines of a file, {} without the file; nothing in the file is executed.
+
+    An `export` before the name, quotes around the value and a ` # comment` after it are dropped.
+    Raises UserMistake with the number of a line of any other form, never with its text.
+    """
+    lines = read_text(path).splitlines() if path.exists() else []
+    values = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        match = re.fullmatch(r"\s*(?:export\s+)?([A-Za-z_]\w*)=(.*?)\s*", line, re.ASCII)
+        if not match:
+            raise UserMistake(f"{path}: line {number} is not NAME=value")
+        name, value = match.groups()
+        quoted = re.fullmatch(r"""(["'])(.*)\1(\s+#.*)?""", value)
+        values[name] = quoted[2] if quoted else re.split(r"\s+#", value)[0]
+    return values
+
+
+def read_text(file: str | Path, setting: str = "") -> str:
+    """The text of a file that a setting names, without the byte order mark that editors of Windows
+    write. Raises UserMistake if it cannot be read as UTF-8."""
+    name = f"{setting}={file}" if setting else file
+    try:
+        return Path(file).read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise UserMistake(f"{name}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserMistake(f"{name} cannot be read: {type(error).__name__}: {error}") from None
+
+
+# ---- Printing ------------------------------------------------------------------------------------
+
+
+def to_text(value: Any) -> str:
+    """The value as a line of ASCII that YAML reads back as the same value."""
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    if not isinstance(value, str):
+        return str(value).lower()  # of a bool too
+    import yaml  # as in read_yaml
+
+    one_word = value and not re.search(r"\s", value)
+    if one_word and yaml.safe_dump(value, width=math.inf) == f"{value}\n...\n":
+        return value
+    return yaml.safe_dump(value, default_style='"', width=math.inf).strip()
+
+
+def yaml_lines(cfg: Any) -> list[str]:
+    """A line of YAML for each setting, with its environment name, help and default."""
+    lines = []
+    for field in dataclasses.fields(cfg):
+        value, help = getattr(cfg, field.name), field.metadata["help"]
+        choices = f" ({field.metadata['choices']})" if field.metadata["choices"] else ""
+        mark = "default" if value == field.default else f"changed from {to_text(field.default)}"
+        mark += ", kept" if field.metadata["kept"] else ""  # a resumed run must have the same value
+        line = f"{yaml_name(field)}: {to_text(value)}"
+        lines.append(f"{line:<40}  # {field.name.upper()}: {help}{choices}  [{mark}]")
+    return lines

@@ -1,0 +1,1 @@
+"""The network, its weights, its folders, and its place on devices."""

@@ -1,0 +1,156 @@
+"""Where arrays lie: meshes with axes (dp, fsdp, tp); the way from hosts to devices and back.
+
+dp copies the weights and splits the batch; fsdp splits the weights and the batch; tp splits the
+weights and the heads, within one host.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from infra.mistakes import UserMistake
+
+# The mesh axes that split the batch dimension of activations.
+TRAIN_BATCH_AXES = ("dp", "fsdp")
+ROLLOUT_BATCH_AXES = ("dp", "fsdp", "tp")
+
+
+GATHER_BYTES = 2**26  # gather_processes puts at most so many bytes on a device at once
+
+
+class Layout(NamedTuple):
+    """Where activations lie on a mesh with the axes dp, fsdp and tp.
+
+    Matmuls split the batch over (dp, fsdp) and the weights over tp. Attention splits the batch over
+    `batch_axes`. If tp is one of them (decoding), a device attends for complete sequences, so that
+    the kv cache is split by sequence however few kv heads there are. If it is not (training), a
+    device attends for a part of the heads.
+    """
+
+    mesh: Mesh
+    batch_axes: tuple[str, ...]
+
+    @property
+    def batch_shards(self) -> int:
+        """The number of parts into which the batch is split."""
+        return math.prod(self.mesh.shape[axis] for axis in self.batch_axes)
+
+
+def make_mesh(
+    setting: str, shape: str, devices: Sequence[jax.Device], auto: Sequence[int] = (1, -1, 1)
+) -> Mesh:
+    """The devices as a mesh (dp, fsdp, tp).
+
+    setting: the name of the setting, for error messages. shape: "auto", which means `auto`, or
+    sizes such as "1,4,2"; -1 stands for all remaining devices.
+    All meshes list the devices in the same order, process by process, so that arrays can move
+    between two meshes within one program. Raises UserMistake for sizes that do not fit the devices.
+    """
+    devices = sorted(devices, key=lambda d: (d.process_index, d.id))
+    sizes = list(auto if shape == "auto" else map(int, shape.split(",")))
+    known = math.prod(n for n in sizes if n > 0)
+    sizes = [len(devices) // known if n == -1 else n for n in sizes]
+    if math.prod(sizes) != len(devices):
+        raise UserMistake(
+            f"{setting}={shape} is a mesh of {math.prod(sizes)} devices, but the run has "
+            f"{len(devices)}; set {setting}=auto"
+        )
+    local = local_count(devices)
+    if local % sizes[2]:
+        raise UserMistake(
+            f"{setting}={shape}: tp={sizes[2]} does not divide the {local} devices of a host; "
+            f"tensor parallelism stays inside one host"
+        )
+    return Mesh(np.array(devices).reshape(sizes), ("dp", "fsdp", "tp"))
+
+
+def local_count(devices: Sequence[jax.Device]) -> int:
+    """The number of devices of one process; every process has the same number."""
+    return sum(d.process_index == devices[0].process_index for d in devices)
+
+
+def mesh_text(mesh: Mesh) -> str:
+    """The sizes of the mesh as MESH_SHAPE writes them, such as "1,4,2"."""
+    return ",".join(str(size) for size in mesh.shape.values())
+
+
+# ---- From host to devices and back ---------------------------------------------------------------
+
+
+def shard_batch(tree: Any, layout: Layout) -> Any:
+    """The global arrays that join the NumPy arrays of every process along their first axis, in
+    process order, split over the layout's batch axes."""
+    sharding = NamedSharding(layout.mesh, PartitionSpec(layout.batch_axes))
+    return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x), tree)
+
+
+def local_part(x: jax.Array) -> np.ndarray:
+    """The part of a global array that this process gave to shard_batch, in the same order."""
+    shards = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
+    return np.concatenate([np.asarray(shards[start]) for start in sorted(shards)])
+
+
+def gather_processes(tree: Any) -> Any:
+    """The NumPy arrays of a tree, each of all processes, joined along its first axis in process
+    order; float64 stays float64.
+
+    All processes have to call it.
+    """
+
+    def gather(x: np.ndarray) -> np.ndarray:
+        # As bytes, because jax would round float64. Each device holds the bytes of all processes,
+        # so that they come in pieces.
+        data = x.reshape(-1).view(np.uint8)
+        count = -(-data.nbytes * jax.process_count() // GATHER_BYTES)
+        pieces = np.array_split(data, max(count, 1))
+        gathered = [multihost_utils.process_allgather(piece) for piece in pieces]
+        joined = np.concatenate(gathered, axis=1)  # [processes, bytes]
+        return joined.reshape(-1).view(x.dtype).reshape(len(joined) * len(x), *x.shape[1:])
+
+    return tree if jax.process_count() == 1 else jax.tree.map(gather, tree)
+
+
+def join(parts: Sequence[Any]) -> Any:
+    """A tree of NumPy arrays from trees like it: each array joined along its first axis."""
+    return jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
+
+
+def on_host(x: jax.Array) -> np.ndarray:
+    """The complete array on every process; all processes have to call it."""
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return multihost_utils.process_allgather(x, tiled=True)
+    return np.asarray(x)
+
+
+# ---- Within a program ----------------------------------------------------------------------------
+
+
+def constrain(x: jax.Array, layout: Layout, *axes: Any) -> jax.Array:
+    """x split over these mesh axes; one entry for each dimension, as in a PartitionSpec."""
+    return jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, PartitionSpec(*axes)))
+
+
+def constrain_batch(x: jax.Array, layout: Layout) -> jax.Array:
+    """x with its first dimension split as attention needs it; other dimensions stay as they are.
+
+    A reshape of the batch dimension loses its sharding, and the compiler would then gather keys.
+    """
+    free = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
+    return constrain(x, layout, layout.batch_axes, *free)
+
+
+def gather_fsdp(weight: jax.Array, axes: tuple[Any, ...], layout: Layout) -> jax.Array:
+    """A weight gathered over fsdp just before its use, so that only tp moves activations.
+
+    axes: the mesh axis, or axes, of each dimension of the weight. Without fsdp it is the weight
+    itself, so that a scan's backward keeps no second copy of what has no gradient.
+    """
+    if layout.mesh.shape["fsdp"] == 1:
+        return weight
+    without_fsdp = {"fsdp": None, ("tp", "fsdp"): "tp"}
+    return constrain(weight, layout, *(without_fsdp.get(axis, axis) for axis in axes))

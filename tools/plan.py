@@ -1,0 +1,478 @@
+"""Tells whether a run fits a TPU slice or a GPU, without the device and without weights.
+
+    python train_grpo.py --plan v6e-8        # the environment and --config are as for the run
+
+The device programs of the run are compiled with libtpu or with XLA's compiler for GPUs, for the
+layouts that they have in the run, and their memory is read from the compiled programs. The exit
+code is 0 if the run fits, 3 if it does not, and 2 if the settings are wrong or the compiler is
+missing.
+
+Dimensions: R sequences of a rollout pass or of a micro-batch, over all processes, G = R/share
+prompts, each shared by `share` sequences, S prompt tokens without the last, T completion tokens.
+"""
+
+import dataclasses
+import importlib.util
+import math
+import os
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from config import Config
+from extras.sglang import PAGE_TOKENS, pool_of, stop_if_unable
+from infra.chips import GPUS, OUT_OF_MEMORY_CODE, SLICES, memory_bytes, remedy
+from infra.mistakes import UserMistake, fail, in_one_line
+from infra.sizes import (
+    MICRO_SIZES,
+    PASS_SIZES,
+    Sizes,
+    derive,
+    eval_questions,
+    prompt_share,
+    prompt_width,
+)
+from model import hf
+from model.layout import local_count, mesh_text
+from model.lora import lora_of
+from model.network import Compute
+from model.next_token import Sampling, support_size
+from model.params import Gemma3, ModelConfig, abstract_params, on_base
+from model.placement import how_to_compute, num_params, rollout_mesh, stop_if_too_long
+from rows import MicroBatch, widest
+from sampling import (
+    Stopping,
+    begin,
+    decode,
+    drop_sequences,
+    prefill,
+    smaller_batches,
+    sync_weights,
+)
+from startup import (
+    eval_sampling_of,
+    limits_of,
+    objective_of,
+    optimizer_of,
+    sampling_of,
+    with_kernel,
+)
+from update import abstract_state, apply_update, compute_logps_and_entropies, micro_step
+
+GIB = 2**30
+ASSUMED_PROMPT = 512  # tokens, if neither MAX_PROMPT_LENGTH nor GLOBAL_LENGTH is set
+GPU_PLUGIN = "jax_plugins.xla_cuda13"
+# What the compiler has to know of an H100.
+H100 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472 core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
+  device_memory_size: 84942979072 cuda_compute_capability { major: 9 }
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 12 patch: 0 }
+"""
+
+
+class Plan(NamedTuple):
+    """The settings, sizes and layouts that the shapes of a run's programs follow from."""
+
+    cfg: Config
+    sizes: Sizes
+    training: Compute
+    rollout: Compute
+    processes: int
+    S: int  # prompt tokens without the last
+    mesh_reason: str  # why ROLLOUT_MESH_SHAPE=auto is what it is
+
+    def local_devices(self) -> int:
+        return self.rollout.layout.mesh.size // self.processes
+
+
+class Program(NamedTuple):
+    """A program of the run, as the run calls it, and the memory that it leaves to other arrays."""
+
+    function: Any  # jitted
+    arguments: tuple
+    static: dict[str, Any]  # keyword arguments
+    rest: int  # bytes per device of arrays that the run keeps meanwhile, beside the arguments
+    sizes: tuple[str, ...] = ()  # the settings that make it smaller, as `remedy` takes them
+
+
+class Memory(NamedTuple):
+    """The memory of a program, in bytes per device."""
+
+    arguments: float
+    temporaries: float  # with the outputs that do not reuse the memory of arguments
+    rest: float  # other arrays of the run, which stay in memory meanwhile
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
+# ---- The plan ------------------------------------------------------------------------------------
+
+
+def plan_and_exit(cfg: Config, name: str) -> NoReturn:
+    """Prints the plan of the run with these settings on the slice `name`, and ends the program."""
+    try:
+        raise SystemExit(print_plan(make_plan(cfg, name), name))
+    except UserMistake as error:
+        fail(error)
+
+
+def make_plan(cfg: Config, name: str) -> Plan:
+    """The plan of the run. Raises UserMistake for settings that do not suit the model, or the slice
+    with this name."""
+    devices = slice_devices(name)
+    hosts = len(devices) // local_count(devices)
+    sizes = derive(cfg, hosts, len(devices) // hosts)
+    model = config_of(cfg.model_path, cfg.model_revision)
+    model = dataclasses.replace(model, lora=lora_of(cfg, model, None))
+    longest = cfg.max_prompt_length or cfg.global_length or ASSUMED_PROMPT
+    stop_if_too_long(cfg.max_length_sample, model, longest)
+    if cfg.rollout_backend == "sglang_jax":
+        if hosts > 1:
+            raise UserMistake(f"ROLLOUT_BACKEND=sglang_jax runs on one host; {name} has {hosts}")
+        stop_if_unable(cfg, model, longest, devices)
+    S = prompt_width(longest, cfg.global_length) - 1
+    training, rollout, reason = how_to_compute(cfg, model, sizes, S, devices)
+    training = with_kernel(cfg, training, devices[0])
+    return Plan(cfg, sizes, training, rollout, hosts, S, reason)
+
+
+def print_plan(plan: Plan, name: str) -> int:
+    """Prints the sizes and the layouts of the run, and the memory of its programs as they are
+    compiled. Returns the exit code."""
+    print_sizes(plan, name)
+    print(
+        "| GiB per device | arguments | temporaries | rest of run | total | fits | compiled in |\n"
+        "|---|---|---|---|---|---|---|",
+        flush=True,
+    )
+    limit = memory_bytes(plan.rollout.layout.mesh.devices.flat[0])
+    programs, memories = programs_of(plan), {}
+    if plan.cfg.rollout_backend == "sglang_jax":
+        sync = programs["sync_weights"]
+        memories["engine"] = engine_memory(plan, limit, bytes_of(sync.arguments) + sync.rest)
+        print(f"| engine | {columns(memories['engine'], limit)} | not compiled |", flush=True)
+    for program, how in programs.items():
+        began = time.perf_counter()
+        memories[program] = compiled(how)
+        seconds = time.perf_counter() - began
+        print(f"| {program} | {columns(memories[program], limit)} | {seconds:.0f} s |", flush=True)
+
+    misfits = [program for program, memory in memories.items() if memory.total > limit]
+    for program in misfits:
+        hint = "Use more devices, or a lower SGLANG_JAX_MEM_FRACTION_STATIC"
+        if program != "engine":
+            where = plan.processes, plan.local_devices()
+            hint = remedy(plan.cfg, plan.sizes, *where, programs[program].sizes)
+        print(f"{program} does not fit. {hint}")
+    most = max(memories, key=lambda program: memories[program].total)
+    total = f"{memories[most].total / GIB:.2f} of {limit / GIB:.4g} GiB in {most}"
+    print(f"{name}: {'DOES NOT FIT' if misfits else 'fits'}, {total}")
+    return OUT_OF_MEMORY_CODE if misfits else 0
+
+
+def print_sizes(plan: Plan, name: str) -> None:
+    cfg, sizes, training = plan.cfg, plan.sizes, plan.training
+    mesh, local = plan.rollout.layout.mesh, plan.local_devices()
+    S = f"{plan.S}{'' if cfg.max_prompt_length else ' (assumed, as MAX_PROMPT_LENGTH=0)'}"
+    print(
+        f"{name}: {mesh.size} x {mesh.devices.flat[0].device_kind}, hosts={plan.processes}, "
+        f"{cfg.model_path} of {num_params(training.model) / 1e9:.2f}B parameters\n"
+        f"a step: {sizes.global_batch} sequences of {S} + {cfg.max_length_sample} tokens; "
+        f"per device {sizes.prompt_batch_size * cfg.num_pre_q // local} in each of "
+        f"{sizes.passes_per_step} passes, {sizes.micro_batch_size // local} in each of "
+        f"{sizes.grad_accum_steps} micro-steps\n"
+        f"mesh dp,fsdp,tp train={mesh_text(training.layout.mesh)} ({cfg.mesh_shape}) "
+        f"rollout={rollout_mesh(cfg, plan.rollout)} ({cfg.rollout_mesh_shape}{plan.mesh_reason})\n"
+        f"dtype={training.dtype} remat={training.remat} attention_impl={training.attention_impl} "
+        f"policy_loss_impl={cfg.policy_loss_impl}",
+        *["compiled for an H100, with the memory of this GPU"] * (name in GPUS),
+        sep="\n",
+        flush=True,
+    )
+
+
+def columns(memory: Memory, limit: float) -> str:
+    """The memory of a program in GiB, and whether it fits, as columns of the table."""
+    numbers = " | ".join(f"{x / GIB:.2f}" for x in (*memory, memory.total))
+    fits = "yes" if memory.total <= 0.95 * limit else "barely"
+    return f"{numbers} | {fits if memory.total <= limit else 'NO'}"
+
+
+def engine_memory(plan: Plan, limit: float, rest: int) -> Memory:
+    """What the serving engine holds while it samples: its weights, and a pool of keys and values,
+    which together get at most SGLANG_JAX_MEM_FRACTION_STATIC of `limit`, the bytes of a device, or
+    as much as the weights need."""
+    cfg, model, rollout = plan.cfg, plan.rollout.model, plan.rollout
+    devices = [*rollout.layout.mesh.devices.flat]
+    _, tokens = pool_of(cfg, plan.sizes, plan.S + 1, devices)
+    tokens += PAGE_TOKENS["tpu"]  # a page that holds what is not needed
+    heads = max(model.num_kv_heads, len(devices))  # each device holds at least one
+    width = 128 * math.ceil(model.head_dim / 128)
+    numbers = tokens * model.num_layers * 2 * heads * width
+    bytes_each = rollout.dtype.itemsize / len(devices)
+    weights, pool = num_params(model) * bytes_each, numbers * bytes_each
+    most = cfg.sglang_jax_mem_fraction_static * limit
+    return Memory(0, max(weights, min(weights + pool, most)), rest)
+
+
+def compiled(program: Program) -> Memory:
+    """The memory of a program as compiled for the device, or what the compiler says that it would
+    need if it is too large to be compiled."""
+    try:
+        lowered = program.function.lower(*program.arguments, **program.static)
+        m = lowered.compile().memory_analysis()
+    except jax.errors.JaxRuntimeError as error:
+        match = re.search(r"HLO temporaries \(([\d.]+)G\) exceeds", str(error))
+        if not match:
+            raise
+        given = bytes_of(program.arguments)
+        # This number of the compiler includes the arguments.
+        return Memory(given, float(match.group(1)) * GIB - given, program.rest)
+    made = m.temp_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
+    return Memory(m.argument_size_in_bytes, made, program.rest)
+
+
+# ---- The device programs -------------------------------------------------------------------------
+
+
+def slice_devices(name: str) -> Sequence[jax.Device]:
+    """The devices of a TPU slice that is not here, or the only one of a GPU.
+
+    Raises UserMistake if the name is unknown or its compiler is not installed.
+    """
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_enable_compilation_cache", False)  # it cannot read these programs again
+    if name in GPUS:
+        return gpu_devices(name)
+    if name not in SLICES:
+        known = ", ".join([*SLICES, *GPUS])
+        raise UserMistake(f"{name!r} is not a slice or a GPU known here; these are: {known}")
+    if importlib.util.find_spec("libtpu") is None:
+        raise UserMistake('the TPU compiler is not installed: pip install "jax[tpu]"')
+    # libtpu asks which host this is, and lets only one process load it; compiling needs neither.
+    os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    os.environ |= {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v6e-8"}
+    (shape, options), chip = SLICES[name], name.partition("-")[0]
+    return topologies.get_topology_desc(f"{chip}:{shape}", "tpu", **options).devices
+
+
+def gpu_devices(name: str) -> Sequence[jax.Device]:
+    """The only device of a GPU that is not here. Its compiler makes programs for an H100, whatever
+    the name, and chooses kernels without timing them.
+
+    Raises UserMistake if the compiler is not installed, or fails.
+    """
+    install = f'the GPU compiler is not installed: pip install "jax[cuda13]=={jax.__version__}"'
+    plugin = importlib.util.find_spec("jax_plugins") and importlib.util.find_spec(GPU_PLUGIN)
+    if not plugin:
+        raise UserMistake(install)
+    folder = Path(plugin.submodule_search_locations[0]).parents[1] / "nvidia" / "cu13"
+    flags = f"--xla_gpu_autotune_level=0 --xla_gpu_cuda_data_dir={folder}"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
+    target = f'{H100} device_description_str: "{GPUS[name].kinds[0]}"'
+    try:
+        options = {"target_config": target, "topology": "1x1x1"}
+        return topologies.get_topology_desc(name, "cuda", **options).devices
+    except Exception as error:  # it is no public part of jax, and may raise anything
+        raise UserMistake(f"{install} ({in_one_line(error)})") from None
+
+
+def array(mesh: Mesh, shape: tuple[int, ...], dtype: Any, *axes: Any) -> jax.ShapeDtypeStruct:
+    """The shape of an array on a mesh; axes: the mesh axis or axes that split each dimension."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
+
+
+def bytes_of(tree: Any) -> int:
+    """The bytes per device of the arrays among the leaves."""
+    arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.ShapeDtypeStruct)]
+    shapes = [x.sharding.shard_shape(x.shape) if x.sharding else x.shape for x in arrays]
+    sizes = [math.prod(shape) for shape in shapes]
+    return sum(n * x.dtype.itemsize for n, x in zip(sizes, arrays, strict=True))
+
+
+def programs_of(plan: Plan) -> dict[str, Program]:
+    """The programs of the run by their names, in the order of a step."""
+    cfg, training, rollout = plan.cfg, plan.training, plan.rollout
+    model, mesh = training.model, training.layout.mesh
+    state = abstract_state(model, mesh, optimizer_of(cfg))
+    base, reference = None, None
+    if model.lora:
+        base = abstract_params(model, mesh, training.dtype, training.layer_loop)
+        base = base.replace(adapters=None)
+    if cfg.beta > 0:  # with LoRA it has the same base
+        reference = state.params if base else abstract_params(model, mesh, training.dtype)
+    params, grads = on_base(base, state.params), state.params
+    kept = bytes_of((state, base, reference))
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)
+
+    copied = state.params if rollout.shares_base else params
+    rest = kept - bytes_of(copied)
+    if base and not rollout.model.lora:  # an engine copies merged weights, a second base
+        copied, rest = base, kept
+    found = {"sync_weights": Program(sync_weights(rollout), (copied,), {}, rest)}
+    if cfg.rollout_backend == "naive":  # an engine has programs of its own
+        beside = kept - rollout.shares_base * bytes_of(base)  # the rollout reads the base too
+        prompts, K = plan.sizes.prompt_batch_size, cfg.num_pre_q
+        found |= rollout_programs(plan, plan.S, prompts, K, sampling_of(cfg), beside)
+        if cfg.turns() > 1:  # The last turn has nearly all of the completion in its prompt.
+            S = plan.S + cfg.max_length_sample
+            of_turn = rollout_programs(plan, S, prompts * K, 1, sampling_of(cfg), beside)
+            found |= {f"turn_{name}": of_turn[name] for name in ("prefill", "decode")}
+        if cfg.evaluates():
+            K = cfg.eval_samples
+            prompts = eval_questions(plan.sizes, cfg.num_pre_q, K, plan.local_devices())
+            of_eval = rollout_programs(plan, plan.S, prompts, K, eval_sampling_of(cfg), beside)
+            found |= {f"eval_{name}": program for name, program in of_eval.items()}
+
+    batch = micro_batch(plan)
+    if cfg.beta > 0 or cfg.needs_policy_logps():
+        scored = on_base(base, reference) if reference else params
+        found["compute_logps_and_entropies"] = Program(
+            compute_logps_and_entropies,
+            (scored, batch, cfg.temperature, training),
+            {},
+            kept - bytes_of(scored),
+            MICRO_SIZES,
+        )
+    counts = dict.fromkeys(("num_tokens", "num_sequences", "num_top_tokens"), scalar)
+    grad_sum = grads if plan.sizes.grad_accum_steps > 1 else None
+    static = {"objective": objective_of(cfg), "temperature": cfg.temperature, "compute": training}
+    found["micro_step"] = Program(
+        micro_step, (params, grad_sum, batch, counts), static, kept - bytes_of(params), MICRO_SIZES
+    )
+    arguments = state, grads, scalar, optimizer_of(cfg), model
+    found["optimizer_step"] = Program(apply_update, arguments, {}, bytes_of((base, reference)))
+    return found
+
+
+def rollout_programs(
+    plan: Plan, S: int, prompts: int, K: int, sampling: Sampling, kept: int
+) -> dict[str, Program]:
+    """The programs of a rollout pass. S: prompt tokens without the last. prompts: of each process.
+    K: completions of each prompt. kept: bytes per device of what the run keeps beside the weights
+    that sample."""
+    rollout, T = plan.rollout, plan.cfg.max_length_sample
+    mesh, batch_axes = rollout.layout
+    shards = rollout.layout.batch_shards
+    R = prompts * K * plan.processes
+    G = R // prompt_share(K, R // shards)
+    weights = abstract_params(rollout.model, mesh, rollout.dtype, rollout.layer_loop)
+    ids_and_mask = (array(mesh, (G, S + 1), jnp.int32, batch_axes),) * 2
+    stacked = (None,) * (rollout.layer_loop == "scan")  # the layers come before the sequences
+
+    def placed(tree: Any, *axes: Any) -> Any:
+        """The arrays of the tree on the mesh; a scalar is on every device."""
+        return jax.tree.map(lambda x: array(mesh, x.shape, x.dtype, *axes[: x.ndim]), tree)
+
+    static = {"sampling": sampling, "stopping": Stopping(T, stop_ids=(0, 1), pad_id=0)}
+    sequence_ids, number = array(mesh, (R,), jnp.int32, batch_axes), array(mesh, (), jnp.int32)
+    key = jax.eval_shape(jax.random.key, 0)
+    prefix = prefill.eval_shape(weights, rollout, *ids_and_mask)
+    numbers = sequence_ids, sequence_ids
+    state = begin.eval_shape(rollout, *ids_and_mask, prefix, *numbers, key, width=T, **static)
+    state = placed(state, batch_axes)._replace(
+        prompt=placed(state.prompt, *stacked, batch_axes),
+        completion=placed(state.completion, *stacked, batch_axes),
+    )
+    arguments = weights, rollout, state, number
+    found = {
+        "prefill": Program(prefill, (weights, rollout, *ids_and_mask), {}, kept, PASS_SIZES),
+        "decode": Program(decode, arguments, static, kept, PASS_SIZES),
+    }
+    if plan.cfg.drops_ended() and R > shards:
+        size = smaller_batches(R // shards)[0]  # the first time that sequences leave the batch
+        kept += bytes_of(weights)
+        found["drop_sequences"] = Program(
+            drop_sequences, (rollout, state), {"size": size}, kept, PASS_SIZES
+        )
+    return found
+
+
+def micro_batch(plan: Plan) -> MicroBatch:
+    """The shapes of a micro-batch of the longest prompts and completions."""
+    cfg, layout, T = plan.cfg, plan.training.layout, plan.cfg.max_length_sample
+    limits = limits_of(cfg, plan.sizes, plan.training, plan.processes, plan.S)
+    of_device, S, C, Q, _ = widest(limits)
+    X = layout.batch_shards * of_device
+
+    def batch(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+        return array(layout.mesh, shape, dtype, layout.batch_axes)
+
+    row, tokens = batch(jnp.int32, X, S + C), batch(jnp.int32, X * Q, T)
+    logps = batch(jnp.float32, X * Q, T)
+    sampling = sampling_of(cfg)
+    U = support_size(sampling, plan.training.model.vocab_size)
+    return MicroBatch(
+        ids=row,
+        positions=row,
+        prompt=row,
+        start=row,
+        targets=batch(jnp.int32, X, C),
+        places=batch(jnp.int32, X, Q, T),
+        sequences=batch(jnp.int32, X * Q),
+        completion_mask=tokens,
+        sampling_logps=logps,
+        advantages=batch(jnp.float32, X * Q),
+        old_logps=logps if plan.sizes.updates_per_step > 1 else None,
+        ref_logps=logps if cfg.beta > 0 else None,
+        top_mask=tokens if cfg.top_entropy_quantile < 1 else None,
+        support=batch(jnp.int32, X, C, U) if sampling.replay else None,
+    )
+
+
+# ---- Well-known models ---------------------------------------------------------------------------
+
+# A model whose name has -Instruct, -Base, -it or -pt at its end has the same sizes; `positions` is
+# the smallest number among them.
+KNOWN = {  # V, D, F, L, H, N, h, tied, positions
+    "Qwen/Qwen2.5-0.5B": (151936, 896, 4864, 24, 14, 2, 64, True, 32768),
+    "Qwen/Qwen2.5-1.5B": (151936, 1536, 8960, 28, 12, 2, 128, True, 32768),
+    "Qwen/Qwen2.5-3B": (151936, 2048, 11008, 36, 16, 2, 128, True, 32768),
+    "Qwen/Qwen2.5-7B": (152064, 3584, 18944, 28, 28, 4, 128, False, 32768),
+    "Qwen/Qwen3-0.6B": (151936, 1024, 3072, 28, 16, 8, 128, True, 32768),
+    "Qwen/Qwen3-1.7B": (151936, 2048, 6144, 28, 16, 8, 128, True, 32768),
+    "Qwen/Qwen3-4B": (151936, 2560, 9728, 36, 32, 8, 128, True, 32768),
+    "Qwen/Qwen3-4B-Instruct-2507": (151936, 2560, 9728, 36, 32, 8, 128, True, 262144),
+    "Qwen/Qwen3-8B": (151936, 4096, 12288, 36, 32, 8, 128, False, 32768),
+    "meta-llama/Llama-3.2-1B": (128256, 2048, 8192, 16, 32, 8, 64, True, 131072),
+    "meta-llama/Llama-3.2-3B": (128256, 3072, 8192, 28, 24, 8, 128, True, 131072),
+    "google/gemma-3-270m": (262144, 640, 2048, 18, 4, 1, 256, True, 32768),
+    "google/gemma-3-1b": (262144, 1152, 6912, 26, 4, 1, 256, True, 32768),
+    "google/gemma-3-4b": (262208, 2560, 10240, 34, 8, 4, 256, True, 131072),
+}
+ENDINGS = re.compile("-(Instruct|Base|it|pt)$")
+
+
+def config_of(path: str, revision: str = "") -> ModelConfig:
+    """The ModelConfig of a folder, of a model in KNOWN, or of a hub id; it needs no weights.
+
+    For a model in KNOWN only the sizes are right; its rotary angles and the epsilon are not.
+    """
+    name = ENDINGS.sub("", path)
+    known = [full for full in KNOWN if name in (full, full.rpartition("/")[2])]
+    if Path(path).is_dir() or revision or not known:
+        return hf.read_config(hf.fetch_model(path, revision, ["config.json"]))
+    V, D, F, L, H, N, h, tied, positions = KNOWN[known[0]]
+    bias, norm, gemma3 = "Qwen2" in name, "Qwen3" in name, None
+    if "gemma-3" in name:
+        window, local = 1024 if "4b" in name else 512, tuple((i + 1) % 6 > 0 for i in range(L))
+        norm, gemma3 = True, Gemma3(h, 1.0, 1e4, window, local)
+    settings = 1e-6, 1e6, None, tied, bias, norm, positions
+    return ModelConfig(V, D, F, L, H, N, h, *settings, gemma3=gemma3)

@@ -2,29 +2,31 @@
 
 import collections
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 import data
-from extras.turns import begin_episodes
 from infra.log import Clock, RunLog, mean_of
 from infra.sizes import eval_questions
 from metrics import are_right, completion_entries, completion_records, phase_seconds
 from model.layout import join
 from model.params import Params
 from rewards import extract_answer
-from rollout import Run, complete, gather_batch, local_part_of, reward_completions, texts_of
+from rollout import complete, gather_batch, local_part_of, reward_completions, texts_of
 from rows import Batch
 from sampling import Backend
 
+if TYPE_CHECKING:
+    from startup import Run
+
 EVAL_PHASES = ("rollout_sync", "rollout_generate", "reward")
-EVALUATION = 0  # the number of its round of episodes; those of training are counted from 1
+EVALUATION_ROUND = 0  # of episodes; the rounds of training are counted from 1
 
 
 def evaluate(
-    run: Run,
+    run: "Run",
     log: RunLog,
     backend: Backend,
     key: jax.Array,
@@ -50,36 +52,48 @@ def evaluate(
     prefix = "eval_full" if full else "eval"
     if jax.process_index() == 0:
         correct = are_right(evaluation.per_function)
-        entries = completion_entries(run, evaluation, "correct", correct)
+        entries = completion_entries(run.rollout, evaluation, "correct", correct)
         log.entries("eval.jsonl", step, [{"evaluation": prefix} | entry for entry in entries])
     return records[f"{prefix}/accuracy"]
 
 
 def answer_questions(
-    run: Run, backend: Backend, questions: list[data.Prompt], key: jax.Array, clock: Clock
+    run: "Run", backend: Backend, questions: list[data.Prompt], key: jax.Array, clock: Clock
 ) -> Batch:
-    """EVAL_SAMPLES completions of each question, greedy or sampled as run.eval_sampling says."""
-    samples = run.cfg.eval_samples
-    # Questions of a pass on each process.
+    """EVAL_SAMPLES completions of each question, greedy or sampled as eval_sampling says."""
+    rollout, samples = run.rollout, run.cfg.eval_samples
+    # Questions of a pass on each process; the last one is repeated so that all passes are full.
     size = eval_questions(run.sizes, run.cfg.num_pre_q, samples, jax.local_device_count())
     missing = -len(questions) % (size * jax.process_count())
-    padded = begin_episodes(run, [*questions, *[questions[-1]] * missing], EVALUATION, samples)
-    how = run.eval_sampling, samples, size
-    completions = complete(run, backend, padded, key, "evaluation", *how)
+    padded = [*questions, *[questions[-1]] * missing]
+    if rollout.environments is not None:
+        padded = rollout.environments.begin_episodes(rollout, padded, EVALUATION_ROUND, samples)
+    completions = complete(
+        rollout,
+        backend,
+        padded,
+        key,
+        rollout.eval_sampling,
+        completions_per_prompt=samples,
+        prompts_per_pass=size,
+        title="evaluation",
+    )
     clock.lap("rollout_generate")
-    local = local_part_of(padded)
-    rewarded = []
-    for first in range(0, len(local), size):  # a call of a reward function is for a single pass
-        of_pass = slice(first * samples, (first + size) * samples)
+    local_questions = local_part_of(padded)
+    rewards = []
+    for i in range(0, len(local_questions), size):  # a call of a reward function has a single pass
+        of_pass = slice(i * samples, (i + size) * samples)
         part = jax.tree.map(lambda x, of_pass=of_pass: x[of_pass], completions)
-        rewarded.append(reward_completions(run, local[first : first + size], part))
-    batch = gather_batch(run, padded, completions, *join(rewarded))
+        rewards.append(reward_completions(rollout, local_questions[i : i + size], part))
+    totals, per_function = join(rewards)
+    stop_ids = rollout.stopping.stop_ids
+    batch = gather_batch(padded, completions, totals, per_function, stop_ids)
     clock.lap("reward")
     return batch.groups(np.arange(len(questions)))
 
 
 def evaluation_record(
-    run: Run, step: int, evaluation: Batch, clock: Clock, full: bool
+    run: "Run", step: int, evaluation: Batch, clock: Clock, full: bool
 ) -> tuple[str, dict[str, Any]]:
     """The line and the record of one evaluation.
 
@@ -94,18 +108,18 @@ def evaluation_record(
     # Of the powers of two, and of n.
     shown = [k for k in range(1, n + 1) if k == n or k & (k - 1) == 0]
     more = {f"pass_at_{k}": pass_at(correct, k) for k in shown}
-    judge = run.functions[0].__name__  # says what is right
+    judge = run.rollout.functions[0].__name__  # says what is right
     if n > 1 and judge == "reward_correct":
-        texts = texts_of(run, evaluation.prompts, evaluation)
+        texts = texts_of(run.rollout, evaluation.prompts, evaluation)
         more[f"maj_at_{n}"] = majority_accuracy(correct, texts)
     ending = f"accuracy={accuracy:.4f} accuracy_se={error:.4f} accuracy_of={judge}"
     ending += "".join(f" {k}={x:.4f}" for k, x in more.items() if k.endswith(f"_{n}") and n > 1)
-    decoding = "sampled" if run.eval_sampling.temperature else "greedy"
+    decoding = "sampled" if run.rollout.eval_sampling.temperature else "greedy"
     ending += f" decoding={decoding} t={seconds:.2f}s"
     records = {f"{prefix}/accuracy": accuracy, f"{prefix}/accuracy_se": error}
     records |= {f"{place}/{name}": value for name, value in more.items()}
     records[f"{prefix}/questions_global"] = questions
-    records |= completion_records(f"{prefix}/", run, evaluation)
+    records |= completion_records(f"{prefix}/", run.rollout, evaluation)
     records[f"time/{prefix}/step_s"] = seconds
     if full:
         records["time/eval_full/s_per_question"] = seconds / questions

@@ -3,7 +3,7 @@ W&B, and completions to read."""
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -11,9 +11,13 @@ import numpy as np
 from infra.chips import chip_of, memory_peaks
 from infra.log import Clock, RunLog, mean_of, plain
 from loss import MERGE, equal_groups
+from model.params import ModelConfig
 from model.placement import update_flops
-from rollout import Run, dialogues_of, have_equal_rewards
+from rollout import Rollout, dialogues_of
 from rows import Batch
+
+if TYPE_CHECKING:
+    from startup import Run
 
 # The mean difference between the sampler's log-probabilities and the trainer's which rounding does
 # not explain. With float32 it is about 1e-6. With bfloat16, whose numbers have 8 significant bits,
@@ -97,36 +101,31 @@ def what_is_not_finite(metrics: dict[str, float]) -> str:
     return f"{wrong[0]} is {metrics[wrong[0]]}" if wrong else ""
 
 
-def log_step(run: Run, log: RunLog, step: Step) -> None:
+def log_step(run: "Run", log: RunLog, step: Step) -> None:
     """Prints the step's lines and writes its record; every SAMPLE_EVERY_STEPS steps, and at the
     last one, it also shows a group of completions."""
     first, *others = step_lines(step, run.cfg.print_train_time_breakdown)
     for line in (first + log.time_left(step.number, step.clock), *others):
         log.line(line)
-    log.record(step.number, step_records(run, step) | device_records(run, step))
+    records = step_records(step, run.rollout, run.sizes.local_batch)
+    records |= device_records(step, run.learner.compute.model, run.sizes.updates_per_step)
+    log.record(step.number, records)
     every = run.cfg.sample_every_steps
     due = every and (step.number % every == 0 or step.number == run.cfg.steps - 1)
     if due and jax.process_index() == 0:
-        entries = sample_entries(run, step.batch)
+        entries = sample_entries(run.rollout, step.batch)
         log.entries("samples.jsonl", step.number, entries)
         log.line(sample_table(step.number, entries[0]))
 
 
-def drift_level(run: Run) -> float:
-    """The level of DRIFT_LEVELS for the dtypes of a run; infinite where the difference also has
-    another cause: the log-probabilities of `naive` are those of the filtered distribution."""
-    if run.cfg.filters_logps():
-        return math.inf
-    return max(DRIFT_LEVELS[str(x.dtype)] for x in (run.training, run.rollout))
-
-
-def stop_if_apart(run: Run, metrics: Mapping[str, float]) -> None:
-    """Raises RuntimeError if sampler and trainer disagree in a first step by more than rounding."""
-    difference, level = metrics.get("sampling_logp_difference/mean", 0.0), drift_level(run)
-    if difference > level:
+def stop_if_apart(metrics: Mapping[str, float], drift_level: float) -> None:
+    """Raises RuntimeError if the log-probabilities of sampler and trainer differ in a first step by
+    more than rounding, which explains drift_level nats on average."""
+    difference = metrics.get("sampling_logp_difference/mean", 0.0)
+    if difference > drift_level:
         raise RuntimeError(
             f"with the same weights sampler and trainer compute log-probabilities that differ by "
-            f"{difference:.3g} nats on average, and rounding explains {level:g}"
+            f"{difference:.3g} nats on average, and rounding explains {drift_level:g}"
         )
 
 
@@ -160,8 +159,9 @@ def step_lines(step: Step, breakdown: bool) -> list[str]:
     return lines
 
 
-def step_records(run: Run, step: Step) -> dict[str, float]:
-    """The step's record in metrics.jsonl, but for device_records."""
+def step_records(step: Step, rollout: Rollout, local_batch: int) -> dict[str, float]:
+    """The step's record in metrics.jsonl, but for device_records. local_batch: sequences of a step
+    on each process."""
     seconds, step_s = phase_seconds(step.clock), step.clock.total()
     compiled = step.clock.compiled()  # seconds of each program
     batch, prompt_lengths = step.batch, step.batch.prompt_lengths()
@@ -171,13 +171,13 @@ def step_records(run: Run, step: Step) -> dict[str, float]:
         for name, value in step.metrics.items()
     }
     records["train-other/batch_global"] = len(batch.rewards)
-    records["train-other/batch_local"] = run.sizes.local_batch
+    records["train-other/batch_local"] = local_batch
     records["train-other/total_valid_token_count"] = tokens
-    if run.sampling.replay:
+    if rollout.sampling.replay:
         records["train-other/support/cut_tokens"] = batch.cut_tokens.sum()
-    equal = equal_groups(batch.rewards, run.cfg.num_pre_q)  # of the totals, as in TRL
+    equal = equal_groups(batch.rewards, batch.completions_per_prompt())  # of the totals, as in TRL
     records["train-other/frac_reward_zero_std"] = equal.mean()
-    records |= completion_records("train-", run, batch)
+    records |= completion_records("train-", rollout, batch)
     records["train-reward/accuracy"] = mean_of(are_right(batch.per_function))
     records |= _spread("train-reward/advantage", batch.advantages, "mean", "std", "min", "max")
     records["train-reward/advantage/zero_frac"] = (batch.advantages == 0).mean()
@@ -194,7 +194,7 @@ def step_records(run: Run, step: Step) -> dict[str, float]:
     return records
 
 
-def device_records(run: Run, step: Step) -> dict[str, float]:
+def device_records(step: Step, model: ModelConfig, updates_per_step: int) -> dict[str, float]:
     """The speed and the memory of the devices. The MFU of an update is the share of the devices'
     peak FLOPs that the matmuls of the computed tokens need, without recomputation."""
     seconds = step.clock.seconds
@@ -202,10 +202,10 @@ def device_records(run: Run, step: Step) -> dict[str, float]:
     tokens = step.sampled_tokens / seconds["rollout_generate"]
     records["throughput/generated_tokens_per_s"] = tokens
     if chip := chip_of(jax.devices()[0]):
-        K = run.cfg.num_pre_q
+        K = step.batch.completions_per_prompt()
         lengths = step.batch.lengths.reshape(-1, K)  # [P, K]
-        flops = update_flops(run.training.model, step.batch.prompt_lengths()[::K], lengths)
-        computed = step.metrics["update_token_count"] * run.sizes.updates_per_step
+        flops = update_flops(model, step.batch.prompt_lengths()[::K], lengths)
+        computed = step.metrics["update_token_count"] * updates_per_step
         flops *= computed / step.batch.drawn_mask.sum()
         peak = 1e12 * chip.tflops * jax.device_count()  # FLOPs per second
         records["throughput/update/mfu"] = flops / seconds["update"] / peak
@@ -218,13 +218,15 @@ def phase_seconds(clock: Clock) -> dict[str, float]:
     return {"rollout": seconds["rollout_sync"] + seconds["rollout_generate"], **seconds}
 
 
-def sampling_metrics(run: Run, rounds: list[Batch]) -> dict[str, float]:
-    """The metrics of DYNAMIC_SAMPLING, of all that was sampled, also what the step does not learn
-    from; OF_SAMPLED in extras/report.py names those that the verdict looks at."""
+def dynamic_sampling_metrics(
+    rounds: list[Batch], have_equal_rewards: np.ndarray
+) -> dict[str, float]:
+    """The metrics of DYNAMIC_SAMPLING: of all groups that were sampled, also those that the step
+    leaves out. have_equal_rewards: [rounds * P] bool, of each group."""
     sampled = Batch.join(rounds)
     metrics = {
         "rounds": len(rounds),
-        "kept_frac": 1 - have_equal_rewards(run, rounds).mean(),
+        "kept_frac": 1 - have_equal_rewards.mean(),
         "reward_mean": mean_of(sampled.rewards),
         "accuracy": mean_of(are_right(sampled.per_function)),
         "hit_max_frac": 1 - sampled.stopped.mean(),
@@ -239,15 +241,15 @@ def are_right(per_function: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(reward), np.nan, reward >= 1)
 
 
-def completion_records(prefix: str, run: Run, batch: Batch) -> dict[str, float]:
+def completion_records(prefix: str, rollout: Rollout, batch: Batch) -> dict[str, float]:
     """What is recorded of the completions of a step and of an evaluation: their rewards, their
     lengths and, with an environment, their turns."""
     records = _spread(f"{prefix}reward/total", batch.rewards, "mean", "std", "min", "max")
-    for function, column in zip(run.functions, batch.per_function.T, strict=True):
+    for function, column in zip(rollout.functions, batch.per_function.T, strict=True):
         records[f"{prefix}reward/func/{function.__name__}/mean"] = mean_of(column)
     records |= _spread(f"{prefix}seq_len/completion", batch.lengths, "mean", "max")
     records[f"{prefix}seq_len/completion/hit_max_frac"] = 1 - batch.stopped.mean()
-    if run.environments is not None:
+    if rollout.environments is not None:
         drawn = batch.drawn_mask.sum(axis=1)
         turns = (np.diff(batch.drawn_mask, axis=1, prepend=0) == 1).sum(axis=1)
         records[f"{prefix}turns/number"] = turns.mean()
@@ -270,23 +272,23 @@ ENDED = ("MAX_LENGTH_SAMPLE", "stop token")  # what ended a completion whose `st
 LONGEST_TEXT = 400  # characters of a text in the log; the files have the complete text
 
 
-def sample_entries(run: Run, batch: Batch) -> list[dict[str, Any]]:
+def sample_entries(rollout: Rollout, batch: Batch) -> list[dict[str, Any]]:
     """Entries of samples.jsonl for two groups, with all their completions. Groups whose total
     rewards differ come first."""
-    equal = equal_groups(batch.rewards, run.cfg.num_pre_q)
+    equal = equal_groups(batch.rewards, batch.completions_per_prompt())
     shown = batch.groups(np.argsort(equal, kind="stable")[:2])
-    entries = completion_entries(run, shown, "advantage", shown.advantages)
-    prompts = [run.tokenizer.decode(prompt.ids) for prompt in shown.prompts]
+    entries = completion_entries(rollout, shown, "advantage", shown.advantages)
+    prompts = [rollout.tokenizer.decode(prompt.ids) for prompt in shown.prompts]
     return [{"prompt": text} | entry for text, entry in zip(prompts, entries, strict=True)]
 
 
 def completion_entries(
-    run: Run, batch: Batch, name: str, values: np.ndarray
+    rollout: Rollout, batch: Batch, name: str, values: np.ndarray
 ) -> list[dict[str, Any]]:
     """An entry for each prompt of a batch, with its completions. Under this name a completion has
     one of the values; docs/survival.md has its other fields."""
-    texts = dialogues_of(run, batch)
-    names = [function.__name__ for function in run.functions]
+    texts = dialogues_of(rollout, batch)
+    names = [function.__name__ for function in rollout.functions]
     completions = [
         {
             "text": text,

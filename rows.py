@@ -76,6 +76,10 @@ class Batch(NamedTuple):
     support: np.ndarray | None = None  # [B, T, U] int32, the tokens that could be drawn; -1: none
     cut_tokens: np.ndarray | None = None  # [B] int32, tokens whose support lost ids
 
+    def completions_per_prompt(self) -> int:
+        """K."""
+        return len(self.lengths) // len(self.prompts)
+
     def prompt_of(self, sequence: int) -> int:
         """The number of the sequence's prompt."""
         return sequence * len(self.prompts) // len(self.lengths)
@@ -83,7 +87,7 @@ class Batch(NamedTuple):
     def prompt_lengths(self) -> np.ndarray:
         """[B] int: the tokens of each sequence's prompt."""
         of_prompts = [len(prompt.ids) for prompt in self.prompts]
-        return np.repeat(of_prompts, len(self.lengths) // len(self.prompts))
+        return np.repeat(of_prompts, self.completions_per_prompt())
 
     def arrays(self) -> dict[str, np.ndarray]:
         """The arrays that there are, by name."""
@@ -91,7 +95,7 @@ class Batch(NamedTuple):
 
     def groups(self, index: np.ndarray) -> "Batch":
         """The sequences of the prompts with these numbers, in their order."""
-        K = len(self.lengths) // len(self.prompts)
+        K = self.completions_per_prompt()
         sequences = (index[:, None] * K + np.arange(K)).reshape(-1)
         arrays = {name: x[sequences] for name, x in self.arrays().items()}
         return Batch(prompts=[self.prompts[i] for i in index], **arrays)

@@ -14,7 +14,8 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -24,19 +25,16 @@ import config
 import data
 import rewards
 from config import Config
-from extras.report import Reviewer
-from extras.turns import Environments
 from infra import checkpoint, hosts
 from infra.chips import has_bfloat16, program
 from infra.lifecycle import Lifecycle
 from infra.log import RUNNING, RunLog, check_wandb, chosen_mode, replace_file, stop_if_not_writable
-from infra.mistakes import Unwritable, UserMistake, fail
+from infra.mistakes import Unwritable, UserMistake, fail, side_file
 from infra.reward_worker import RewardWorker, worker_of
 from infra.settings import GYM, REPO, to_text
 from infra.sizes import Sizes, derive, prompt_width
 from loss import Objective
-from loss_pallas import Kernel, block_sizes
-from metrics import drift_level
+from metrics import DRIFT_LEVELS
 from model import hf, lora, placement
 from model.attention import LANES, MOST_PLACES
 from model.layout import mesh_text
@@ -44,10 +42,31 @@ from model.network import Compute
 from model.next_token import Sampling
 from model.params import ModelConfig, Params, on_base
 from model.placement import attention_flops, layer_weights
-from rollout import Run
+from rollout import Rollout
 from rows import Limits
 from sampling import Backend, NaiveBackend, Stopping
-from update import Optimizer, TrainState, abstract_state, init_state
+from update import Learner, Optimizer, TrainState, abstract_state, init_state
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from extras.report import Reviewer
+    from extras.turns import Environments
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a run reads, checks and chooses before its first step; it does not change."""
+
+    cfg: Config
+    sizes: Sizes
+    folder: Path  # of the model; with LoRA of the base
+    adapters: Path | None  # the folder of the adapters that training begins with; None: new ones
+    train_prompts: list[data.Prompt]
+    eval_prompts: list[data.Prompt]  # empty for a run that never evaluates
+    rollout: Rollout
+    learner: Learner
+    mesh_reason: str  # why ROLLOUT_MESH_SHAPE=auto is what it is
 
 
 def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | None]:
@@ -65,21 +84,22 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | No
         checkpoints = checkpoint.open_checkpoints(cfg, out)
         backend = make_backend(run)
         with program("what holds the weights and the optimizer's state"):
-            model, mesh = run.training.model, run.training.layout.mesh
-            wanted = {"state": abstract_state(run.model, mesh, run.optimizer)}
+            model, optimizer = run.learner.compute.model, run.learner.optimizer
+            wanted = {"state": abstract_state(model, run.learner.compute.layout.mesh, optimizer)}
             arrays, progress = checkpoint.begin(cfg, out, checkpoints, made_with_of(run), wanted)
-            run = dataclasses.replace(run, base=read_base(run))
+            base = read_base(run.folder, run.learner.compute)
+            run = dataclasses.replace(run, learner=dataclasses.replace(run.learner, base=base))
             if arrays:
                 state = arrays["state"]
             else:
                 params = first_params(run, jnp.float32)
-                state = init_state(params, optimizer=run.optimizer, model=model)
+                state = init_state(params, optimizer=optimizer, model=model)
             ref_params = None
             if cfg.beta > 0:
-                ref_params = on_base(run.base, first_params(run, run.training.dtype))
-            jax.block_until_ready((run.base, state, ref_params))
+                ref_params = on_base(base, first_params(run, run.learner.compute.dtype))
+            jax.block_until_ready((base, state, ref_params))
         log = open_log(run, out, progress)
-        reviewer = Reviewer(out, log)
+        reviewer = open_reviewer(out, log)
         life = Lifecycle(
             cfg=cfg,
             out=out,
@@ -90,8 +110,9 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | No
             began=began,
         )
         life.begin({"state": state})
-        run.stop.watch(cfg.preemption_grace_s)
-        reviewer.write(RUNNING)
+        run.rollout.stop.watch(cfg.preemption_grace_s)
+        if reviewer:
+            reviewer.write(RUNNING)
     except (UserMistake, Unwritable) as error:
         if backend:
             backend.close()
@@ -99,22 +120,22 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | No
     return run, life, backend, state, ref_params
 
 
-def read_base(run: Run) -> Params | None:
+def read_base(folder: Path, compute: Compute) -> Params | None:
     """LoRA's base, in the dtype of the matmuls and arranged as `forward` needs it, so that no
-    program copies it. Raises UserMistake."""
-    if not run.model.lora:
+    program copies it; None without LoRA. Raises UserMistake."""
+    if not compute.model.lora:
         return None
-    where, dtype, layer_loop = run.training.layout.mesh, run.training.dtype, run.training.layer_loop
-    return hf.load_params(run.folder, run.model, where, dtype, layer_loop)
+    mesh = compute.layout.mesh
+    return hf.load_params(folder, compute.model, mesh, compute.dtype, compute.layer_loop)
 
 
 def first_params(run: Run, dtype: Any) -> Params:
-    """The weights that training changes, before the first step; adapters are always float32. Raises
+    """The trained weights before the first step; adapters are always float32. Raises
     UserMistake."""
-    mesh = run.training.layout.mesh
-    if run.model.lora:
-        return lora.first_adapters(run.adapters, run.model, mesh, run.cfg.seed)
-    return hf.load_params(run.folder, run.model, mesh, dtype)
+    model, mesh = run.learner.compute.model, run.learner.compute.layout.mesh
+    if model.lora:
+        return lora.first_adapters(run.adapters, model, mesh, run.cfg.seed)
+    return hf.load_params(run.folder, model, mesh, dtype)
 
 
 def set_up(cfg: Config, example: dict[str, str] | None = None) -> Run:
@@ -127,58 +148,57 @@ def set_up(cfg: Config, example: dict[str, str] | None = None) -> Run:
         run = make_run(cfg, example)
         facts = facts_of(run)
     hosts.stop_if_different(facts)
+    training, rollout = run.learner.compute, run.rollout.compute
     print(
-        f"model={run.folder} parameters={placement.num_params(run.model) / 1e6:.2f}M "
-        f"dtype={run.training.dtype} train={len(run.train_prompts)} "
+        f"model={run.folder} parameters={placement.num_params(training.model) / 1e6:.2f}M "
+        f"dtype={training.dtype} train={len(run.train_prompts)} "
         f"test={len(run.eval_prompts)} prompts "
-        f"rewards={','.join(f.__name__ for f in run.functions)}\n"
-        f"{dtype_note(run)}"
-        f"mesh dp,fsdp,tp train={mesh_text(run.training.layout.mesh)} ({cfg.mesh_shape}) "
-        f"rollout={placement.rollout_mesh(cfg, run.rollout)} "
+        f"rewards={','.join(f.__name__ for f in run.rollout.functions)}\n"
+        f"{dtype_note(cfg.dtype)}"
+        f"mesh dp,fsdp,tp train={mesh_text(training.layout.mesh)} ({cfg.mesh_shape}) "
+        f"rollout={placement.rollout_mesh(cfg, rollout)} "
         f"({cfg.rollout_mesh_shape}{run.mesh_reason})\n"
-        f"{lora_line(run)}rollout.backend: {cfg.rollout_backend}\n"
+        f"{lora_line(training.model, rollout)}rollout.backend: {cfg.rollout_backend}\n"
         f"loss.loss_type={cfg.loss_type} loss.adv_estimator={cfg.adv_estimator} "
         f"train.policy_loss_impl={cfg.policy_loss_impl} "
-        f"train.attention_impl={run.training.attention_impl}",
+        f"train.attention_impl={training.attention_impl}",
         flush=True,
     )
     return run
 
 
-def dtype_note(run: Run) -> str:
+def dtype_note(dtype: str) -> str:
     """A line if the device is no CPU and DTYPE=auto does not mean bfloat16 on it."""
     device = jax.devices()[0]
-    if run.cfg.dtype != "auto" or device.platform == "cpu" or has_bfloat16(device):
+    if dtype != "auto" or device.platform == "cpu" or has_bfloat16(device):
         return ""
     return f"note: {device.device_kind} has no bfloat16, so that DTYPE=auto is float32\n"
 
 
-def lora_line(run: Run) -> str:
+def lora_line(model: ModelConfig, rollout: Compute) -> str:
     """A line that says which adapters are trained, and whether their base is in memory once, or how
     much memory the rollout's copy of it takes."""
-    if run.model.lora is None:
+    if model.lora is None:
         return ""
-    rank, alpha, targets = run.model.lora
-    of_base = placement.num_params(dataclasses.replace(run.model, lora=None))
-    trained = placement.num_params(run.model) - of_base
-    mesh = run.rollout.layout.mesh
-    gib = of_base * run.rollout.dtype.itemsize / mesh.shape["fsdp"] / mesh.shape["tp"] / 2**30
+    rank, alpha, targets = model.lora
+    base_params = placement.num_params(dataclasses.replace(model, lora=None))
+    adapter_params = placement.num_params(model) - base_params
+    mesh = rollout.layout.mesh
+    gib = base_params * rollout.dtype.itemsize / mesh.shape["fsdp"] / mesh.shape["tp"] / 2**30
     copied = f"copied ({gib:.2f} GiB on each device)"
     return (
         f"lora rank={rank} alpha={alpha:g} targets={','.join(targets)} "
-        f"trained={trained / 1e6:.2f}M base={'shared' if run.rollout.shares_base else copied}\n"
+        f"trained={adapter_params / 1e6:.2f}M base={'shared' if rollout.shares_base else copied}\n"
     )
 
 
 def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
-    """The run as this process sees it; what is soon checked comes first. Raises UserMistake.
+    """The run as this process sees it. The checks that cost little come first. Raises UserMistake.
 
     example: see set_up.
     """
     if cfg.rollout_backend == "sglang_jax":
-        from extras.sglang import import_engine
-
-        import_engine(jax.devices())
+        open_sglang().import_engine(jax.devices())
     if jax.process_index() == 0:  # it alone writes
         check_wandb(cfg.wandb_mode)
         if cfg.export_hf not in ("", "none"):
@@ -191,26 +211,31 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
     functions = []
     if cfg.rewards() or not cfg.environment_class:  # else the environments alone give rewards
         cache = cfg.overlong_cache or cfg.max_length_sample // 5
-        how = cfg.reward_timeout_s, cfg.max_length_sample, cache, workers
-        functions = rewards.load_reward_functions(cfg.rewards(), *how)
+        functions = rewards.load_reward_functions(
+            cfg.rewards(), cfg.reward_timeout_s, cfg.max_length_sample, cache, workers
+        )
     asked = "answer" if cfg.dataset.startswith(GYM) else "number"  # a task's may be any text
     default = rewards.SYSTEM_PROMPT.replace("number", asked)
     system_prompt = data.text_or_file(cfg.system_prompt) or default
 
     folder, adapters, model, tokenizer = open_model(cfg)
     stop_ids = stop_ids_of(folder, tokenizer, model.vocab_size)
-    environments = open_environments(cfg, workers, tokenizer, stop_ids)
+    stopping = Stopping(cfg.max_length_sample, stop_ids, pad_id=stop_ids[0])
+    environments = None
+    if cfg.environment_class:
+        environments = open_environments(cfg, workers, tokenizer, stop_ids)
     tools = environments.tools if environments else []
     if not data.has_system_role(tokenizer, tools):
         why = "the chat template has no system role"
         print(f"note: {why}; SYSTEM_PROMPT stands in front of each question", flush=True)
     if environments and environments.has_reward:
         functions.append(environments.get_reward)
-    weights = rewards.weights_of(cfg.reward_weights, cfg.rewards(), [f.__name__ for f in functions])
+    reward_weights = rewards.weights_of(
+        cfg.reward_weights, cfg.rewards(), [function.__name__ for function in functions]
+    )
 
     def prompts_of(split: str) -> list[data.Prompt]:
-        where = cfg.dataset, cfg.dataset_config, split, cfg.question_column, cfg.answer_column
-        examples = [example] if example else data.load_examples(*where)
+        examples = [example] if example else load_examples(cfg, split)
         prompts = data.build_prompts(examples, tokenizer, system_prompt, tools, model.vocab_size)
         prompts = data.fit_prompts(prompts, cfg.max_prompt_length, split)
         if rewards.reward_correct in functions and not example:
@@ -222,31 +247,54 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
     longest = max((len(prompt.ids) for prompt in train_prompts + eval_prompts), default=1)
     placement.stop_if_too_long(cfg.max_length_sample, model, longest)
     S = prompt_width(longest, cfg.global_length) - 1
-    training, rollout, reason = placement.how_to_compute(cfg, model, sizes, S, jax.devices())
-    training = with_kernel(cfg, training, jax.devices()[0])
-    return Run(
-        cfg=cfg,
-        sizes=sizes,
-        functions=functions,
-        weights=weights,
-        folder=folder,
-        adapters=adapters,
-        model=model,
-        tokenizer=tokenizer,
-        train_prompts=train_prompts,
-        eval_prompts=eval_prompts,
+    training, sampling, reason = placement.how_to_compute(cfg, model, sizes, S, jax.devices())
+    rollout = Rollout(
+        compute=sampling,
         sampling=sampling_of(cfg),
         eval_sampling=eval_sampling_of(cfg),
-        stopping=Stopping(cfg.max_length_sample, stop_ids, pad_id=stop_ids[0]),
+        stopping=stopping,
+        tokenizer=tokenizer,
+        system_prompt=system_prompt,
+        functions=functions,
+        reward_weights=reward_weights,
+        environments=environments,
+        max_turns=cfg.turns(),
+        min_prompt_width=cfg.global_length,
+        max_prompt_width=S + 1,
+        stop=hosts.StopSignal(),
+    )
+    learner = learner_of(cfg, sizes, with_kernel(cfg, training, jax.devices()[0]), S, stopping)
+    prompts = train_prompts, eval_prompts
+    return Run(cfg, sizes, folder, adapters, *prompts, rollout, learner, reason)
+
+
+def load_examples(cfg: Config, split: str) -> list[dict[str, Any]]:
+    """The examples of a split of DATASET. Raises UserMistake."""
+    return data.load_examples(
+        cfg.dataset, cfg.dataset_config, split, cfg.question_column, cfg.answer_column
+    )
+
+
+def learner_of(cfg: Config, sizes: Sizes, training: Compute, S: int, stopping: Stopping) -> Learner:
+    """The learner of the run. S: padded tokens of the longest prompt without the last one."""
+    return Learner(
+        compute=training,
         objective=objective_of(cfg),
         optimizer=optimizer_of(cfg),
-        training=training,
-        rollout=rollout,
-        mesh_reason=reason,
+        temperature=cfg.temperature,
         limits=limits_of(cfg, sizes, training, jax.process_count(), S),
-        system_prompt=system_prompt,
-        environments=environments,
+        pad_id=stopping.pad_id,
+        accumulates=sizes.grad_accum_steps > 1,
+        skips_zero_advantages=cfg.skips(),
     )
+
+
+def drift_level(cfg: Config, training: Compute, rollout: Compute) -> float:
+    """The level of DRIFT_LEVELS for the dtypes of a run; infinite where the difference also has
+    another cause: the log-probabilities of `naive` are those of the filtered distribution."""
+    if cfg.filters_logps():
+        return math.inf
+    return max(DRIFT_LEVELS[str(compute.dtype)] for compute in (training, rollout))
 
 
 def limits_of(cfg: Config, sizes: Sizes, training: Compute, processes: int, S: int) -> Limits:
@@ -312,16 +360,22 @@ def stop_ids_of(folder: Path, tokenizer: Any, vocab_size: int) -> tuple[int, ...
     return named
 
 
+# ---- Doors: each side-file is imported here alone ------------------------------------------------
+
+
 def open_environments(
-    cfg: Config, workers: dict[str, RewardWorker], tokenizer: Any, stop_ids: Sequence[int]
-) -> Environments | None:
-    """The environments of ENVIRONMENT_CLASS, or None without it. Raises UserMistake.
+    cfg: Config,
+    workers: dict[str, RewardWorker],
+    tokenizer: "PreTrainedTokenizerBase",
+    stop_ids: Sequence[int],
+) -> "Environments":
+    """The environments of ENVIRONMENT_CLASS. Raises UserMistake.
 
     workers: as for rewards.load_reward_functions.
     """
     source = cfg.environment_class
-    if not source:
-        return None
+    with side_file("extras/turns.py", f"ENVIRONMENT_CLASS={source}"):
+        from extras.turns import Environments
     file, _, name = source.rpartition(":")
     if not (file.endswith(".py") and name.isidentifier()):
         raise UserMistake(f"ENVIRONMENT_CLASS={source} is not file.py:Class")
@@ -337,10 +391,44 @@ def open_environments(
 def make_backend(run: Run) -> Backend:
     """The backend that ROLLOUT_BACKEND names. Raises UserMistake if it cannot compute the run."""
     if run.cfg.rollout_backend == "naive":
-        return NaiveBackend(run.rollout, run.stopping, run.cfg.drops_ended())
-    from extras.sglang import SglangBackend  # its packages are needed only here
+        return NaiveBackend(run.rollout.compute, run.rollout.stopping, run.cfg.drops_ended())
+    return open_sglang().SglangBackend(run)
 
-    return SglangBackend(run)
+
+def open_sglang() -> ModuleType:
+    """The module of ROLLOUT_BACKEND=sglang_jax. Raises UserMistake if its file is missing."""
+    with side_file("extras/sglang.py", "ROLLOUT_BACKEND=sglang_jax"):
+        from extras import sglang
+    return sglang
+
+
+def with_kernel(cfg: Config, training: Compute, device: jax.Device) -> Compute:
+    """The training compute with the kernel of POLICY_LOSS_IMPL=pallas, if it is set. Raises
+    UserMistake if the model is too wide for the kernel."""
+    if cfg.policy_loss_impl == "jax":
+        return training
+    with side_file("loss_pallas.py", f"POLICY_LOSS_IMPL={cfg.policy_loss_impl}"):
+        from loss_pallas import Kernel, block_sizes
+    try:
+        block_sizes(training.model.hidden_size, 2, device.device_kind)
+    except ValueError as error:  # loss_pallas.py knows no UserMistake
+        raise UserMistake(str(error)) from None
+    return training._replace(logps_kernel=Kernel(device.device_kind))
+
+
+def open_reviewer(out: Path, log: RunLog) -> "Reviewer | None":
+    """Writes the summary and the report of a run; None, and a line that says so, without
+    extras/report.py."""
+    try:
+        with side_file("extras/report.py", "report.html"):
+            from extras.report import Reviewer
+    except UserMistake:
+        log.line("note: there is no extras/report.py, so the run has no report and no verdict")
+        return None
+    return Reviewer(out, log)
+
+
+# ---- Settings as the modules take them -----------------------------------------------------------
 
 
 def objective_of(cfg: Config) -> Objective:
@@ -364,28 +452,17 @@ def optimizer_of(cfg: Config) -> Optimizer:
     return Optimizer(name=cfg.optimizer, weight_decay=cfg.weight_decay, clip_norm=cfg.clip_norm)
 
 
-def with_kernel(cfg: Config, training: Compute, device: jax.Device) -> Compute:
-    """How training is computed, with the kernel of POLICY_LOSS_IMPL=pallas. Raises UserMistake if
-    the model is too wide for the kernel."""
-    if cfg.policy_loss_impl == "jax":
-        return training
-    try:
-        block_sizes(training.model.hidden_size, 2, device.device_kind)
-    except ValueError as error:  # loss_pallas.py knows no UserMistake
-        raise UserMistake(str(error)) from None
-    return training._replace(logps_kernel=Kernel(device.device_kind))
-
-
 def what_ran(run: Run) -> dict[str, str]:
     """What this machine has made of the settings that leave a choice, as config.yaml names it."""
     chosen = ("attention_impl", "layer_loop", "dtype")
-    level = drift_level(run)
+    training = run.learner.compute
+    level = drift_level(run.cfg, training, run.rollout.compute)
     return ({"derived.drift_level": to_text(level)} if level < math.inf else {}) | {
-        "derived.reward_weights": to_text(run.weights),
+        "derived.reward_weights": to_text(run.rollout.reward_weights),
         "derived.policy_loss_impl": run.cfg.policy_loss_impl,
-        **{f"derived.{name}": str(getattr(run.training, name)) for name in chosen},
-        "derived.mesh_shape": mesh_text(run.training.layout.mesh),
-        "derived.rollout_mesh_shape": placement.rollout_mesh(run.cfg, run.rollout),
+        **{f"derived.{name}": str(getattr(training, name)) for name in chosen},
+        "derived.mesh_shape": mesh_text(training.layout.mesh),
+        "derived.rollout_mesh_shape": placement.rollout_mesh(run.cfg, run.rollout.compute),
         "derived.commit": hosts.commit_of(REPO),
         "derived.device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
     }
@@ -424,17 +501,19 @@ def export(run: Run, out: Path, params: Params) -> None:
     if run.cfg.export_hf == "none":
         return
     cfg, folder = run.cfg, Path(run.cfg.export_hf or out / "hf")
-    replaced = template_of(cfg, run.adapters)
-    how = {"chat_template": run.tokenizer.chat_template if replaced else ""}
+    model, dtype = run.learner.compute.model, run.learner.compute.dtype
+    is_replaced = template_of(cfg, run.adapters) != ""
+    chat_template = run.rollout.tokenizer.chat_template if is_replaced else ""
     try:
-        if run.model.lora and cfg.export_lora == "adapters":
-            base = cfg.model_path, cfg.model_revision
-            base = lora.base_of(run.adapters) if run.adapters else base
-            lora.save_adapters(folder, params, run.model, *base, **how)
+        if model.lora and cfg.export_lora == "adapters":
+            path, revision = cfg.model_path, cfg.model_revision
+            if run.adapters:
+                path, revision = lora.base_of(run.adapters)
+            lora.save_adapters(folder, params, model, path, revision, chat_template=chat_template)
             return
-        if run.model.lora:
-            params, _ = lora.merge(params, run.model)
-        hf.save_model(folder, params, run.model, run.folder, dtype=run.training.dtype, **how)
+        if model.lora:
+            params, _ = lora.merge(params, model)
+        hf.save_model(folder, params, model, run.folder, dtype=dtype, chat_template=chat_template)
     except OSError as error:
         raise Unwritable(f"EXPORT_HF={folder} cannot be written: {error}") from None
 
@@ -452,25 +531,26 @@ def made_with_of(run: Run) -> dict[str, str]:
         if field.metadata["kept"]
     }
     entries = rewards.entries_of(cfg.rewards())
-    values["REWARD_WEIGHTS"] = to_text(run.weights)
+    values["REWARD_WEIGHTS"] = to_text(run.rollout.reward_weights)
     values["REWARD_FN"] = ",".join(Path(entry).name for entry in entries)
     scheduled = cfg.lr_schedule != "constant" or cfg.warmup_ratio > 0
     schedule_end = (cfg.lr_decay_steps or cfg.steps) * scheduled
     values["LR_DECAY_STEPS (else STEPS)"] = str(schedule_end)
     values["prompts per step"] = str(run.sizes.prompts_per_step)
-    values["DTYPE"] = str(run.training.dtype)
-    values["the stop tokens"] = str(run.stopping.stop_ids)
+    values["DTYPE"] = str(run.learner.compute.dtype)
+    values["the stop tokens"] = str(run.rollout.stopping.stop_ids)
     for name in ("config.json", "tokenizer.json"):
         values[f"the model's {name}"] = hosts.digest((folder / name).read_bytes())
     values["the tokenized prompts"] = digest_of(run.train_prompts)
-    if cfg.beta > 0 or run.model.lora:  # every start reads the reference or LoRA's base again
+    if cfg.beta > 0 or run.learner.compute.model.lora:  # every start reads these weights again
         files = sorted(folder.glob("*.safetensors"))
         if run.adapters:
             files += [run.adapters / lora.CONFIG, run.adapters / hf.ADAPTERS]
         values["the model's weights"] = digest_of([digest_of_file(file) for file in files])
     values["ENVIRONMENT_CLASS"] = Path(cfg.environment_class).name
-    if run.environments:  # it also writes what is said after the first turn
-        template = run.tokenizer.get_chat_template(tools=run.environments.tools or None)
+    if run.rollout.environments:  # their messages are written by it, too
+        tools = run.rollout.environments.tools or None
+        template = run.rollout.tokenizer.get_chat_template(tools=tools)
         values["the chat template"] = hosts.digest(template.encode())
     sources = {"REWARD_FN": entries, "ENVIRONMENT_CLASS": [cfg.environment_class]}
     for setting, named in sources.items():

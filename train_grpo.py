@@ -49,29 +49,30 @@ from loss import group_advantages, top_entropy_mask
 from metrics import (
     PHASES,
     Step,
+    dynamic_sampling_metrics,
     log_step,
     merge_metrics,
     merge_updates,
     of_all_tokens,
-    sampling_metrics,
     stop_if_apart,
     what_is_not_finite,
 )
 from model.layout import gather_processes, local_part, shard_batch
 from model.params import Params, on_base, trained
 from rollout import (
-    Run,
     choose_groups,
     complete_prompts,
     enough,
     gather_batch,
+    have_equal_rewards,
     local_part_of,
     prompts_of_round,
     reward_completions,
 )
 from rows import Batch, MicroBatch, pack, plan_rows
-from startup import export, start
+from startup import drift_level, export, start
 from update import (
+    Learner,
     TrainState,
     compute_logps_and_entropies,
     computed_per_token,
@@ -85,10 +86,11 @@ from update import (
 def main(cfg: Config) -> None:
     """Trains the model for STEPS steps, evaluates it on the way, and exports it."""
     run, life, backend, state, ref_params = start(cfg)
+    learner, rollout, reward_weights = run.learner, run.rollout, run.rollout.reward_weights
     rollout_key, eval_key = jax.random.split(jax.random.key(cfg.seed))
 
     def params() -> Params:
-        return on_base(run.base, state.params)  # with LoRA the state has the adapters alone
+        return on_base(learner.base, state.params)  # with LoRA the state has the adapters alone
 
     def evaluate_after(steps: int, full: bool = False) -> float:
         return evaluate(run, life.log, backend, eval_key, params(), steps, full)
@@ -108,29 +110,32 @@ def main(cfg: Config) -> None:
             backend.update_weights(params())
             clock.lap("rollout_sync")
             rounds: list[Batch] = []
-            while not enough(run, rounds):  # only DYNAMIC_SAMPLING needs more than one round
-                number = life.progress.rounds + len(rounds)  # of the run, from 0
-                prompts = prompts_of_round(run, number)  # [P], the same on every process
-                key = jax.random.fold_in(rollout_key, number)
-                completions = complete_prompts(run, backend, prompts, key)  # [b, T]
+            while not enough(cfg, rounds, reward_weights):  # several with DYNAMIC_SAMPLING alone
+                round_number = life.progress.rounds + len(rounds)  # of the run, from 0
+                prompts = prompts_of_round(run, round_number)  # [P], the same on every process
+                key = jax.random.fold_in(rollout_key, round_number)
+                completions = complete_prompts(run, backend, prompts, key)  # [local_batch, T]
                 clock.lap("rollout_generate")
-                local = local_part_of(prompts)  # of this process, like the completions
-                # [b] and [b, functions]
-                totals, per_function = reward_completions(run, local, completions)
+                # [local_batch] and [local_batch, functions]
+                totals, per_function = reward_completions(
+                    rollout, local_part_of(prompts), completions
+                )
                 clock.lap("reward")
-                rounds.append(gather_batch(run, prompts, completions, totals, per_function))
+                stop_ids = rollout.stopping.stop_ids
+                rounds.append(gather_batch(prompts, completions, totals, per_function, stop_ids))
                 clock.lap("shard")
             backend.release()
 
             # ---- Advantages: how much better each completion is than its group -------------------
-            batch = choose_groups(run, rounds)  # P groups, if possible with rewards that differ
+            # P groups, if possible with rewards that differ
+            batch = choose_groups(rounds, cfg.adv_estimator, reward_weights, learner.limits)
             advantages = group_advantages(
                 batch.rewards,
                 cfg.num_pre_q,
                 estimator=cfg.adv_estimator,
                 scale_rewards=cfg.scale_rewards,
                 per_function=batch.per_function,
-                weights=run.weights,
+                weights=reward_weights,
             )  # [B] float64
             # The loss may leave out completions that were cut off.
             is_counted = batch.stopped | (not cfg.mask_truncated_completions)  # [B]
@@ -139,7 +144,14 @@ def main(cfg: Config) -> None:
             clock.lap("advantages")
 
             # ---- Log-probabilities before the first update, by the policy and the reference -----
-            batch = with_logps(run, params(), ref_params, batch)
+            batch = with_logps(
+                learner,
+                params(),
+                ref_params,
+                batch,
+                needs_old_logps=run.sizes.updates_per_step > 1,
+                top_entropy_quantile=cfg.top_entropy_quantile,
+            )
             clock.lap("logps")
 
             # ---- Update: PPO_EPOCHS times, an optimizer step for each mini-batch -----------------
@@ -150,17 +162,22 @@ def main(cfg: Config) -> None:
                 warmup_ratio=cfg.warmup_ratio,
                 decay_steps=cfg.lr_decay_steps or cfg.steps,
             )
-            state, metrics = update_policy(run, state, batch, lr, step)
+            groups = groups_of_updates(
+                run.sizes.prompts_per_step, cfg.num_mini_batches, cfg.ppo_epochs, (cfg.seed, step)
+            )
+            run.rollout.stop.check()  # after the first update the run stops only behind the step
+            state, metrics = update_policy(learner, state, batch, groups, lr)
             clock.lap("update")
 
             # ---- Log -----------------------------------------------------------------------------
             if cfg.dynamic_sampling:
-                metrics |= sampling_metrics(run, rounds)
+                are_equal = have_equal_rewards(rounds, cfg.adv_estimator, reward_weights)
+                metrics |= dynamic_sampling_metrics(rounds, are_equal)
             metrics["learning_rate"] = lr
             sampled_tokens = sum(int(sampled.drawn_mask.sum()) for sampled in rounds)
             log_step(run, life.log, Step(step, metrics, batch, sampled_tokens, clock))
             if step == 0:
-                stop_if_apart(run, metrics)
+                stop_if_apart(metrics, drift_level(cfg, learner.compute, rollout.compute))
 
             # ---- Save ----------------------------------------------------------------------------
             life.count_step(len(rounds), what_is_not_finite(metrics))
@@ -181,126 +198,153 @@ def main(cfg: Config) -> None:
 # ---- Log-probabilities before the first update ---------------------------------------------------
 
 
-def with_logps(run: Run, params: Params, ref_params: Params | None, batch: Batch) -> Batch:
-    """The batch with what the loss needs to know of its tokens before the first update: ref_logps
-    if BETA > 0, old_logps if there are several updates, and the top_mask of TOP_ENTROPY_QUANTILE,
-    whose threshold is that of the complete step."""
-    cfg = run.cfg
-    found = {}  # arrays [B, T]
+def with_logps(
+    learner: Learner,
+    params: Params,
+    ref_params: Params | None,
+    batch: Batch,
+    *,
+    needs_old_logps: bool,
+    top_entropy_quantile: float,
+) -> Batch:
+    """The batch with the arrays of the loss that exist before the first update: ref_logps if there
+    is a reference, old_logps if they are needed, and the top_mask of TOP_ENTROPY_QUANTILE, whose
+    threshold is that of the whole step."""
     if ref_params is not None:
-        found["ref_logps"], _ = batch_logps_and_entropies(run, ref_params, batch)
-    if cfg.needs_policy_logps():
-        logps, entropies = batch_logps_and_entropies(run, params, batch)
-        if run.sizes.updates_per_step > 1:
-            found["old_logps"] = logps
-        if cfg.top_entropy_quantile < 1:
-            top = top_entropy_mask(entropies, batch.completion_mask, cfg.top_entropy_quantile)
-            found["top_mask"] = top.astype(np.int32)
-    return batch._replace(**found)
+        ref_logps, _ = compute_batch_logps_and_entropies(learner, ref_params, batch)
+        batch = batch._replace(ref_logps=ref_logps)
+    if needs_old_logps or top_entropy_quantile < 1:
+        logps, entropies = compute_batch_logps_and_entropies(learner, params, batch)
+        if needs_old_logps:
+            batch = batch._replace(old_logps=logps)
+        if top_entropy_quantile < 1:
+            top = top_entropy_mask(entropies, batch.completion_mask, top_entropy_quantile)
+            batch = batch._replace(top_mask=top.astype(np.int32))
+    return batch
 
 
 @program("compute_logps_and_entropies", MICRO_SIZES)
-def batch_logps_and_entropies(run: Run, params: Params, batch: Batch) -> np.ndarray:
-    """[2, B, T] float32 nats, on every process: the log-probabilities and the entropies of the
-    completions' tokens by these weights. They are 0 for sequences that are not computed, and mean
-    nothing behind the end of a completion."""
-    found = np.zeros((2, *batch.completion_ids.shape), np.float32)
-    micro_batches = to_devices(run, batch, computed_sequences(run, batch))
-    compute = run.cfg.temperature, run.training
-    computed = [compute_logps_and_entropies(params, x, *compute) for x in micro_batches]
-    for micro_batch, values in zip(micro_batches, computed, strict=True):
-        local = jax.tree.map(local_part, (micro_batch.sequences, *values))
-        sequences, *values = gather_processes(local)  # [R], [R, T], [R, T]
-        found[:, sequences[sequences >= 0]] = np.stack(values)[:, sequences >= 0]
-    return found
+def compute_batch_logps_and_entropies(learner: Learner, params: Params, batch: Batch) -> np.ndarray:
+    """[2, B, T] float32 nats, on every process: the log-probabilities of the completions' tokens
+    and the entropies of their distributions. They are 0 for sequences that are not computed, and
+    undefined behind the end of a completion."""
+    logps_and_entropies = np.zeros((2, *batch.completion_ids.shape), np.float32)
+    sequences = computed_sequences(batch, learner.skips_zero_advantages)
+    micro_batches = pack_to_devices(learner, batch, sequences)
+    on_devices = [
+        compute_logps_and_entropies(params, micro_batch, learner.temperature, learner.compute)
+        for micro_batch in micro_batches
+    ]
+    for micro_batch, arrays in zip(micro_batches, on_devices, strict=True):
+        local = jax.tree.map(local_part, (micro_batch.sequences, *arrays))
+        indices, *values = gather_processes(local)  # [R], [R, T], [R, T]
+        logps_and_entropies[:, indices[indices >= 0]] = np.stack(values)[:, indices >= 0]
+    return logps_and_entropies
 
 
-def computed_sequences(run: Run, batch: Batch) -> np.ndarray:
-    """The numbers of the sequences that an update computes. It leaves out those without a token
-    that counts and, if only the advantage decides (Config.skips), those whose advantage is 0."""
-    computed = batch.completion_mask.any(axis=1)  # [B]
-    if run.cfg.skips():  # An advantage of 0 adds 0, but NaN shows that the weights are broken.
-        computed &= (batch.advantages != 0) | ~np.isfinite(batch.sampling_logps).all(axis=1)
-    return np.flatnonzero(computed)
+def computed_sequences(batch: Batch, skips_zero_advantages: bool) -> np.ndarray:
+    """The indices of the sequences that an update computes: those with a token that counts and, if
+    it skips zero advantages, with an advantage that is not 0."""
+    is_computed = batch.completion_mask.any(axis=1)  # [B]
+    if skips_zero_advantages:  # but NaN in sampling_logps shows that the weights are broken
+        is_finite = np.isfinite(batch.sampling_logps).all(axis=1)
+        is_computed &= (batch.advantages != 0) | ~is_finite
+    return np.flatnonzero(is_computed)
 
 
-def to_devices(run: Run, batch: Batch, sequences: np.ndarray) -> list[MicroBatch]:
-    """These sequences of the batch, packed in rows, all on the devices at once."""
+def pack_to_devices(learner: Learner, batch: Batch, sequences: np.ndarray) -> list[MicroBatch]:
+    """These sequences of the batch, packed into rows, all on the devices at once."""
     micro_batches = []
-    rows_of_micro_steps, widths = plan_rows(batch, sequences, run.limits)
+    rows_of_micro_steps, widths = plan_rows(batch, sequences, learner.limits)
     for rows in rows_of_micro_steps:
-        packed = pack(batch, local_part_of(rows), widths, run.stopping.pad_id)
-        micro_batches.append(shard_batch(packed, run.training.layout))
+        packed = pack(batch, local_part_of(rows), widths, learner.pad_id)
+        micro_batches.append(shard_batch(packed, learner.compute.layout))
     return micro_batches
 
 
 # ---- Update --------------------------------------------------------------------------------------
 
 
-def update_policy(
-    run: Run, state: TrainState, batch: Batch, lr: float, step: int
-) -> tuple[TrainState, dict[str, float]]:
-    """The updates of a step: the state and the metrics.
+def groups_of_updates(
+    P: int, num_mini_batches: int, ppo_epochs: int, seed: tuple[int, int]
+) -> np.ndarray:
+    """[updates, groups] the indices of the groups of each mini-batch of a step. Every epoch has an
+    order of its own, from the seed and the epoch; a single mini-batch keeps that of the batch."""
+    epochs = []
+    for epoch in range(ppo_epochs):
+        order = np.random.default_rng([*seed, epoch]).permutation(P)
+        order = np.arange(P) if num_mini_batches == 1 else order
+        epochs.append(order.reshape(num_mini_batches, -1))
+    return np.concatenate(epochs)
 
-    An update that is not finite leaves the state as it is, and is the last one.
+
+def update_policy(
+    learner: Learner, state: TrainState, batch: Batch, groups_of_update: np.ndarray, lr: float
+) -> tuple[TrainState, dict[str, float]]:
+    """The state after the updates of a step, and the metrics.
+
+    groups_of_update: [updates, groups]. An update that is not finite leaves the state as it is and
+    is the last one.
     """
-    updates = []
-    epochs = [groups_of_mini_batches(run, step, epoch) for epoch in range(run.cfg.ppo_epochs)]
-    run.stop.check()  # once the first update is applied, the run stops only after the step
-    for group_indices in np.concatenate(epochs):  # [updates, groups of a mini-batch]
-        mini_batch = batch.groups(group_indices)
-        if not updates:  # Without old_logps, which another program has rounded, each ratio is 1.
+    updates: list[dict[str, float]] = []
+    applied = 0
+    for groups in groups_of_update:
+        mini_batch = batch.groups(groups)
+        if not updates:  # The policy has not changed yet: with its own logps each ratio is 1.
             mini_batch = mini_batch._replace(old_logps=None)
-        state, metrics = one_update(run, state, mini_batch, lr)
+        state, metrics = one_update(learner, state, mini_batch, lr)
         updates.append(metrics)
         if what_is_not_finite(metrics):
             break
-    applied = len(updates) - bool(what_is_not_finite(metrics))
+        applied += 1
     return state, merge_updates(updates) | {"updates_applied": applied}
 
 
-def groups_of_mini_batches(run: Run, step: int, epoch: int) -> np.ndarray:
-    """[NUM_MINI_BATCHES, groups] the groups of each update in this epoch, in an order that follows
-    from SEED, the step and the epoch alone; a single mini-batch keeps the order of the batch."""
-    P, n = run.sizes.prompts_per_step, run.cfg.num_mini_batches
-    order = np.random.default_rng([run.cfg.seed, step, epoch]).permutation(P)
-    return (np.arange(P) if n == 1 else order).reshape(n, -1)
-
-
 def one_update(
-    run: Run, state: TrainState, mini_batch: Batch, lr: float
+    learner: Learner, state: TrainState, mini_batch: Batch, lr: float
 ) -> tuple[TrainState, dict[str, float]]:
     """The state after one optimizer step on the gradient of the mini-batch, and the metrics."""
-    grads, metrics = sum_of_gradients(run, on_base(run.base, state.params), mini_batch)
-    how = {"optimizer": run.optimizer, "model": run.model}
+    params = on_base(learner.base, state.params)
+    grads, metrics = accumulate_gradients(learner, params, mini_batch)
     with program("optimizer_step"):
-        state, norms = optimizer_step(state, grads, np.float32(lr), metrics["loss"], **how)
-        return state, metrics | norms
+        state, norms = optimizer_step(
+            state,
+            grads,
+            np.float32(lr),
+            metrics["loss"],
+            optimizer=learner.optimizer,
+            model=learner.compute.model,
+        )
+    return state, metrics | norms
 
 
 @program("micro_step", MICRO_SIZES)
-def sum_of_gradients(
-    run: Run, params: Params, mini_batch: Batch
+def accumulate_gradients(
+    learner: Learner, params: Params, mini_batch: Batch
 ) -> tuple[Params, dict[str, float]]:
-    """The sum of the gradients of all micro-batches, and the metrics of the update. params: all
-    weights; the gradients are of those that training changes."""
-    sequences, counts = computed_sequences(run, mini_batch), counts_of(mini_batch)
-    micro_batches = to_devices(run, mini_batch, sequences)
-    needs_zeros = run.sizes.grad_accum_steps > 1 or not micro_batches
+    """The sum of the gradients of all micro-batches, and the metrics of the update.
+
+    params: all weights; the gradients are those of the trained ones.
+    """
+    sequences = computed_sequences(mini_batch, learner.skips_zero_advantages)
+    counts = counts_of(mini_batch)
+    micro_batches = pack_to_devices(learner, mini_batch, sequences)
+    needs_zeros = learner.accumulates or not micro_batches
     grads = jax.tree.map(jnp.zeros_like, trained(params)) if needs_zeros else None
-    metrics_of = []
+    metrics_of_micro_steps = []
     for micro_batch in micro_batches:
         grads, metrics = micro_step(
             params,
             grads,
             micro_batch,
             counts,
-            objective=run.objective,
-            temperature=run.cfg.temperature,
-            compute=run.training,
+            objective=learner.objective,
+            temperature=learner.temperature,
+            compute=learner.compute,
         )
-        metrics_of.append(metrics)
-    metrics = merge_metrics(metrics_of or [{"loss": 0.0}])  # nothing to learn from: no other metric
+        metrics_of_micro_steps.append(metrics)
+    # Without a sequence to learn from, the loss is the only metric.
+    metrics = merge_metrics(metrics_of_micro_steps or [{"loss": 0.0}])
     metrics = of_all_tokens(metrics, mini_batch, sequences)
     per_token = computed_per_token(micro_batches, mini_batch, sequences)
     return grads, metrics | {"throughput/update/computed_per_token": per_token}

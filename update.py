@@ -5,6 +5,7 @@ Dimensions as in rows.py: X packed rows of a micro-batch, each with S places for
 C for completions and Q for sequences; R = X*Q, T tokens of the longest completion, padded.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -33,7 +34,22 @@ from model.params import (
     trained,
     unrolled,
 )
-from rows import Batch, MicroBatch
+from rows import Batch, Limits, MicroBatch
+
+
+@dataclasses.dataclass(frozen=True)
+class Learner:
+    """What turns a batch into updates of the weights."""
+
+    compute: Compute
+    objective: Objective
+    optimizer: "Optimizer"
+    temperature: float
+    limits: Limits  # of packed rows
+    pad_id: int
+    accumulates: bool  # an update may have several micro-batches
+    skips_zero_advantages: bool  # a sequence whose advantage is 0 is not computed
+    base: Params | None = None  # the weights that LoRA does not train; None: all are trained
 
 
 @flax.struct.dataclass

@@ -29,7 +29,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -43,8 +43,10 @@ from infra.sizes import PASS_SIZES, Sizes, eval_questions
 from model.lora import merge
 from model.next_token import Sampling, draw_tokens
 from model.params import Leaf, ModelConfig, Params, param_table
-from rollout import Run
 from sampling import Completions, sync_weights
+
+if TYPE_CHECKING:
+    from startup import Run
 
 INSTALL = (
     'pip install -r requirements-sglang.txt "jax[tpu]" && '
@@ -142,17 +144,19 @@ def pool_of(
     return sequences, cfg.sglang_jax_max_total_tokens or pages * page
 
 
-def engine_arguments(run: Run, devices: Sequence[jax.Device]) -> dict[str, Any]:
+def engine_arguments(run: "Run", devices: Sequence[jax.Device]) -> dict[str, Any]:
     """The arguments of the engine, by their names in its ServerArgs. Raises UserMistake."""
     cfg, platform = run.cfg, devices[0].platform
     longest = max(len(prompt.ids) for prompt in run.train_prompts + run.eval_prompts)
-    stop_if_unable(cfg, run.model, longest, devices)
+    stop_if_unable(cfg, run.learner.compute.model, longest, devices)
     sequences, pool_tokens = pool_of(cfg, run.sizes, longest, devices)
     return {
         "model_path": str(run.folder.resolve()),
-        "dtype": str(run.rollout.dtype),
+        "dtype": str(run.rollout.compute.dtype),
         # transformers 5 keeps rope_theta where the engine does not look for it.
-        "json_model_override_args": json.dumps({"rope_theta": run.model.rope_theta}),
+        "json_model_override_args": json.dumps(
+            {"rope_theta": run.learner.compute.model.rope_theta}
+        ),
         "device": platform,
         "tp_size": len(devices),
         "mem_fraction_static": cfg.sglang_jax_mem_fraction_static,
@@ -188,7 +192,7 @@ class SglangBackend:
     values only between update_weights and release.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: "Run") -> None:
         """Raises UserMistake if the engine cannot compute the run, or has too little memory."""
         self._run = run
         module = import_engine(jax.devices())
@@ -223,9 +227,9 @@ class SglangBackend:
 
         Raises UserMistake for a weight of the engine that the trainer does not have.
         """
-        model, sync = self._run.rollout.model, sync_weights(self._run.rollout)
-        if lora := self._run.model.lora:
-            params, share = merge(params, self._run.model)
+        model, sync = self._run.rollout.compute.model, sync_weights(self._run.rollout.compute)
+        if lora := self._run.learner.compute.model.lora:
+            params, share = merge(params, self._run.learner.compute.model)
             told = f"sglang_jax merged adapters of rank {lora.rank}: {share:.2%} of their matrices'"
             print(f"{told} numbers differ from the base", flush=True)
         table = getattr(self._runner.model, f"_create_{family_of(model)}_weight_mappings")()
@@ -245,7 +249,10 @@ class SglangBackend:
     ) -> Completions:
         """As NaiveBackend.generate; the log-probabilities are those among all tokens. Raises
         EngineFailed."""
-        stopping, everywhere = self._run.stopping, NamedSharding(self._runner.mesh, PartitionSpec())
+        stopping, everywhere = (
+            self._run.rollout.stopping,
+            NamedSharding(self._runner.mesh, PartitionSpec()),
+        )
         ids = [
             padded[mask > 0].tolist() for padded, mask in zip(prompt_ids, prompt_mask, strict=True)
         ]

@@ -13,23 +13,28 @@ again.
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 import data
-from data import SENTINEL, render_chats
 from infra.hosts import gather_texts
 from infra.mistakes import UserMistake
 from infra.reward_worker import LOADING_S, RewardWorker
 from infra.sizes import turn_sequences, turn_width
-from model import placement
 from model.layout import gather_processes
 from model.next_token import Sampling
-from rollout import Run, local_part_of, text_of
+from model.placement import stop_if_too_long
+from rollout import Rollout, local_part_of, text_of
 from sampling import Backend, Completions
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# The number of a place without a sequence. Results are ordered by the sequences' numbers, so that
+# such places come last.
+NO_SEQUENCE = np.iinfo(np.int32).max
 THOUGHT_OR_CALL = re.compile(r"<think>.*?(?:</think>|\Z)|<tool_call>\s*", re.DOTALL)
 # Turns of a policy that thinks before it answers or calls a tool.
 ANSWER = "<think>\nA thought.\n</think>\n\nAn answer."
@@ -41,21 +46,26 @@ class Environments:
     template."""
 
     def __init__(
-        self, source: str, worker: RewardWorker, tokenizer: Any, stop_ids: Sequence[int], seed: int
+        self,
+        source: str,
+        worker: RewardWorker,
+        tokenizer: "PreTrainedTokenizerBase",
+        stop_ids: Sequence[int],
+        seed: int,
     ) -> None:
         """source: "file.py:Class". Raises UserMistake if the class cannot be an environment, or if
         the chat template cannot hold several turns."""
-        self._what, self._worker = f"ENVIRONMENT_CLASS {source}", worker
-        self._tokenizer, self._seed = tokenizer, seed
+        self._source, self._label = source, f"ENVIRONMENT_CLASS {source}"  # in messages
+        self._worker, self._tokenizer, self._seed = worker, tokenizer, seed
         self._stop_texts = [tokenizer.decode([i]) for i in stop_ids]
         name = source.rpartition(":")[2]
-        described = json.loads(worker.ask(self._what, "open", name, more_s=LOADING_S))
+        described = json.loads(worker.ask(self._label, "open", name, more_s=LOADING_S))
         self.tools: list[dict[str, Any]] = described["tools"]  # as chat templates take them
         self.has_reward: bool = described["has_reward"]
         self._stop_if_unsuitable()
 
     def _ask(self, request: str, *arguments: Any) -> Any:
-        return self._worker.ask(self._what, request, *arguments)
+        return self._worker.ask(self._label, request, *arguments)
 
     def reset(
         self, round_number: int, numbers: Sequence[int], columns: list[dict[str, Any]], shared: int
@@ -76,7 +86,7 @@ class Environments:
                 texts.append(text)
             elif text != texts[-1]:
                 why = f"{texts[-1]!r:.80} and {text!r:.80}"
-                raise UserMistake(f"{self._what}: reset gave one question two texts, {why}")
+                raise UserMistake(f"{self._label}: reset gave one question two texts, {why}")
         return texts
 
     def answer(self, number: int, turn: int, text: str) -> list[int] | None:
@@ -102,13 +112,13 @@ class Environments:
     def _behind_answer(self, messages: list[dict[str, str]]) -> tuple[str, str]:
         """What the chat template writes behind an answer that these messages follow: the text of a
         stop token, and the rest."""
-        answer = {"role": "assistant", "content": SENTINEL}
-        behind = self._render([answer, *messages]).partition(SENTINEL)[2]
+        answer = {"role": "assistant", "content": data.SENTINEL}
+        behind = self._render([answer, *messages]).partition(data.SENTINEL)[2]
         for stop_text in self._stop_texts:
             if behind.startswith(stop_text):
                 return stop_text, behind.removeprefix(stop_text)
         raise UserMistake(
-            f"{self._what} needs a chat template that writes one of the stop tokens "
+            f"{self._label} needs a chat template that writes one of the stop tokens "
             f"{', '.join(self._stop_texts)} behind an answer, and it writes {behind!r:.40}; set "
             f"CHAT_TEMPLATE"
         )
@@ -117,9 +127,9 @@ class Environments:
         """The text of a question and these messages, up to where the policy speaks."""
         chat = [{"role": "user", "content": "A question."}, *messages]
         try:
-            return render_chats(self._tokenizer, [chat], self.tools)[0]
+            return data.render_chats(self._tokenizer, [chat], self.tools)[0]
         except UserMistake as error:
-            raise UserMistake(f"{self._what}: {error}; set CHAT_TEMPLATE") from None
+            raise UserMistake(f"{self._label}: {error}; set CHAT_TEMPLATE") from None
 
     def _stop_if_unsuitable(self) -> None:
         """Raises UserMistake if the chat template does not know tools, or if it would write earlier
@@ -127,7 +137,7 @@ class Environments:
         start = self._render([])
         if self.tools and "<tool_call>" not in start:
             raise UserMistake(
-                f"{self._what} has tools, and the chat template does not tell the model to call "
+                f"{self._label} has tools, and the chat template does not tell the model to call "
                 f"them as <tool_call>; set CHAT_TEMPLATE, or give the class reply(self, text)"
             )
         opened = re.search(r"(<think>\s*)?\Z", start)[0]  # a tag that it writes for the policy
@@ -138,10 +148,141 @@ class Environments:
         expected = start.removesuffix(opened) + (turn + behind) * 2
         if self._render(dialogue).removesuffix(opened) != expected:
             raise UserMistake(
-                f"{self._what}: the chat template writes earlier turns in another way than the "
+                f"{self._label}: the chat template writes earlier turns in another way than the "
                 f"model has written them (it may drop their <think> parts); set CHAT_TEMPLATE, for "
                 f"Qwen3 to docs/qwen3_turns.jinja"
             )
+
+    # ---- Rounds of turns -------------------------------------------------------------------------
+
+    def begin_episodes(
+        self,
+        rollout: Rollout,
+        prompts: list[data.Prompt],
+        round_number: int,
+        completions_per_prompt: int,
+    ) -> list[data.Prompt]:
+        """The prompts of all processes with the text that `reset` returns behind the question.
+        Raises UserMistake.
+
+        round_number: of training from 1 on; that of evaluations is 0.
+        """
+        model = rollout.compute.model
+        sequence_ids = local_part_of(range(len(prompts) * completions_per_prompt))
+        columns = [prompt.columns for prompt in local_part_of(prompts)]
+        local_texts = self.reset(round_number, sequence_ids, columns, completions_per_prompt)
+        texts = [
+            text for part in gather_texts(json.dumps(local_texts)) for text in json.loads(part)
+        ]
+        examples = [
+            prompt.columns | {"question": prompt.columns["question"] + (text or "")}
+            for prompt, text in zip(prompts, texts, strict=True)
+        ]
+        begun = data.build_prompts(
+            examples, rollout.tokenizer, rollout.system_prompt, self.tools, model.vocab_size
+        )
+        longest = max(len(prompt.ids) for prompt in begun)
+        try:
+            stop_if_too_long(rollout.stopping.max_new_tokens, model, longest)
+        except UserMistake as error:
+            raise UserMistake(
+                f"ENVIRONMENT_CLASS={self._source}, with the text of reset: {error}"
+            ) from None
+        pairs = zip(begun, prompts, strict=True)
+        return [prompt._replace(columns=dataset.columns) for prompt, dataset in pairs]
+
+    def take_turns(
+        self,
+        rollout: Rollout,
+        backend: Backend,
+        prompts: list[data.Prompt],
+        completions: Completions,
+        key: jax.Array,
+        sampling: Sampling,
+        sequences_per_pass: int,
+    ) -> Completions:
+        """The completions of this process's prompts after their later turns. A completion ends when
+        its environment has no answer, after MAX_TURNS, or when it is full.
+
+        sequences_per_pass: the most sequences of a rollout pass of this process.
+        """
+        pad_id, T = rollout.stopping.pad_id, rollout.stopping.max_new_tokens
+        unfinished = [*range(len(completions.lengths))]
+        for turn in range(1, rollout.max_turns + 1):
+            unfinished = [
+                i for i in unfinished if self._add_message(rollout, prompts, completions, i, turn)
+            ]
+            ids = []  # of each unfinished sequence: its prompt and its completion so far
+            for i in unfinished:
+                prompt = prompts[i * len(prompts) // len(completions.lengths)]
+                drawn_ids = completions.completion_ids[i, : completions.lengths[i]].tolist()
+                ids.append([*prompt.ids, *drawn_ids])
+            # All processes compute the same number of passes, of the same shapes.
+            sizes = np.array([[len(unfinished), max(map(len, ids), default=1)]])
+            count, longest = gather_processes(sizes).max(axis=0).tolist()
+            if count == 0:
+                break
+            size = turn_sequences(count, sequences_per_pass, jax.local_device_count())
+            width = turn_width(longest, rollout.max_prompt_width + T)
+            for start in range(0, count, size):
+                rollout.stop.check()
+                of_pass = unfinished[start : start + size]
+                # In a place without a sequence no token is drawn, as if its completion were full.
+                unused = size - len(of_pass)
+                filled = ids[start : start + size] + [[pad_id]] * unused
+                prompt_ids, prompt_mask = data.pad_prompts(filled, width, pad_id)
+                sequence_ids = np.append(completions.sequence_ids[of_pass], [NO_SEQUENCE] * unused)
+                lengths = np.append(completions.lengths[of_pass], [T] * unused)
+                drawn = backend.generate(
+                    prompt_ids,
+                    prompt_mask,
+                    sequence_ids.astype(np.int32),
+                    key,
+                    sampling,
+                    lengths.astype(np.int32),
+                )
+                for j, i in enumerate(of_pass):
+                    append_turn(completions, i, drawn, j)
+        return completions
+
+    def _add_message(
+        self,
+        rollout: Rollout,
+        prompts: list[data.Prompt],
+        completions: Completions,
+        i: int,
+        turn: int,
+    ) -> bool:
+        """Appends the environment's answer to completion i after this turn; whether the completion
+        goes on. A message that leaves no room for another token is cut and ends the completion,
+        which then counts as cut off, unless its turn's stop token has taken the last place."""
+        length, T = completions.lengths[i], rollout.stopping.max_new_tokens
+        was_cut = completions.completion_ids[i, length - 1] not in rollout.stopping.stop_ids
+        is_last = turn == rollout.max_turns
+        if was_cut or (is_last and self.tools):  # Nobody would read the answer of a tool.
+            return False
+        text = text_of(rollout, prompts, completions, i)
+        ids = self.answer(int(completions.sequence_ids[i]), turn, text)
+        if ids is None or is_last:
+            return False
+        ids = ids[: T - length]
+        completions.completion_ids[i, length : length + len(ids)] = ids
+        completions.lengths[i] += len(ids)
+        return completions.lengths[i] < T
+
+
+def append_turn(completions: Completions, i: int, drawn: Completions, j: int) -> None:
+    """Appends sequence j of a pass to completion i."""
+    length = drawn.lengths[j]
+    span = slice(completions.lengths[i], completions.lengths[i] + length)
+    for name in Completions._fields:
+        x, new = getattr(completions, name), getattr(drawn, name)
+        if name == "sequence_ids" or x is None:
+            continue
+        if x.ndim > 1:  # of the tokens
+            x[i, span] = new[j, :length]
+        else:  # a sum over the tokens
+            x[i] += new[j]
 
 
 def tool_calls(text: str) -> list[str]:
@@ -160,117 +301,3 @@ def tool_calls(text: str) -> list[str]:
             calls.append(text[at:close].strip())
             at = close
     return calls
-
-
-# ---- The rounds of turns -------------------------------------------------------------------------
-
-
-# Stands for the number of a place without a sequence. Results come in the order of the numbers, so
-# that such places are the last ones.
-NO_SEQUENCE = np.iinfo(np.int32).max
-
-
-def begin_episodes(
-    run: Run, prompts: list[data.Prompt], round_number: int, per_prompt: int
-) -> list[data.Prompt]:
-    """The prompts of all processes as the environment begins the episodes of their completions: the
-    text that `reset` returns stands behind the question. Raises UserMistake."""
-    if run.environments is None:
-        return prompts
-    numbers = local_part_of(range(len(prompts) * per_prompt))
-    columns = [prompt.columns for prompt in local_part_of(prompts)]
-    texts = run.environments.reset(round_number, numbers, columns, per_prompt)
-    texts = [text for part in gather_texts(json.dumps(texts)) for text in json.loads(part)]
-    examples = [
-        prompt.columns | {"question": prompt.columns["question"] + (text or "")}
-        for prompt, text in zip(prompts, texts, strict=True)
-    ]
-    model, tools = run.model, run.environments.tools
-    begun = data.build_prompts(examples, run.tokenizer, run.system_prompt, tools, model.vocab_size)
-    longest = max(len(prompt.ids) for prompt in begun)
-    try:
-        placement.stop_if_too_long(run.stopping.max_new_tokens, run.model, longest)
-    except UserMistake as error:
-        source = run.cfg.environment_class
-        raise UserMistake(f"ENVIRONMENT_CLASS={source}, with the text of reset: {error}") from None
-    pairs = zip(begun, prompts, strict=True)
-    return [prompt._replace(columns=given.columns) for prompt, given in pairs]
-
-
-def take_turns(
-    run: Run,
-    backend: Backend,
-    prompts: list[data.Prompt],
-    completions: Completions,
-    key: jax.Array,
-    sampling: Sampling,
-    most: int,
-) -> Completions:
-    """The completions of this process's prompts after their later turns. A completion ends when its
-    environment has nothing to say, after MAX_TURNS, or when it is full.
-
-    most: sequences of a rollout pass of this process.
-    """
-    going = [*range(len(completions.lengths))]
-    for turn in range(1, run.cfg.turns() + 1):
-        going = [i for i in going if add_message(run, prompts, completions, i, turn)]
-        earlier = [completions.completion_ids[i, : completions.lengths[i]].tolist() for i in going]
-        of_prompts = [prompts[i * len(prompts) // len(completions.lengths)].ids for i in going]
-        ids = [[*prompt, *tokens] for prompt, tokens in zip(of_prompts, earlier, strict=True)]
-        # All processes compute the same number of passes, of the same shapes.
-        sizes = np.array([[len(going), max(map(len, ids), default=1)]])
-        count, longest = gather_processes(sizes).max(axis=0).tolist()
-        if count == 0:
-            break
-        size = turn_sequences(count, most, jax.local_device_count())
-        width = turn_width(longest, run.limits.longest_prompt + 1 + run.stopping.max_new_tokens)
-        for first in range(0, count, size):
-            run.stop.check()
-            of_pass = going[first : first + size]
-            # For an unused place no token is drawn, as if its completion were full.
-            unused = size - len(of_pass)
-            filled = ids[first : first + size] + [[run.stopping.pad_id]] * unused
-            padded = data.pad_prompts(filled, width, run.stopping.pad_id)
-            T = run.stopping.max_new_tokens
-            numbers = np.append(completions.sequence_ids[of_pass], [NO_SEQUENCE] * unused)
-            lengths = np.append(completions.lengths[of_pass], [T] * unused)
-            numbers, lengths = numbers.astype(np.int32), lengths.astype(np.int32)
-            drawn = backend.generate(*padded, numbers, key, sampling, lengths)
-            for j, i in enumerate(of_pass):
-                add_turn(completions, i, drawn, j)
-    return completions
-
-
-def add_message(
-    run: Run, prompts: list[data.Prompt], completions: Completions, i: int, turn: int
-) -> bool:
-    """Whether completion i goes on after this turn: then it gets what its environment answers. A
-    message that leaves no room for another token is cut, and ends the completion, which then counts
-    as cut off, unless the stop token of its turn has taken the last place."""
-    length, T = completions.lengths[i], run.stopping.max_new_tokens
-    was_cut = completions.completion_ids[i, length - 1] not in run.stopping.stop_ids
-    is_last = turn == run.cfg.turns()
-    if was_cut or (is_last and run.environments.tools):  # Nobody would read what a tool answers.
-        return False
-    text = text_of(run, prompts, completions, i)
-    ids = run.environments.answer(int(completions.sequence_ids[i]), turn, text)
-    if ids is None or is_last:
-        return False
-    ids = ids[: T - length]
-    completions.completion_ids[i, length : length + len(ids)] = ids
-    completions.lengths[i] += len(ids)
-    return completions.lengths[i] < T
-
-
-def add_turn(completions: Completions, i: int, drawn: Completions, j: int) -> None:
-    """Writes what was drawn in place j of a pass behind the tokens of completion i."""
-    count = drawn.lengths[j]
-    span = slice(completions.lengths[i], completions.lengths[i] + count)
-    for name in Completions._fields:
-        x, new = getattr(completions, name), getattr(drawn, name)
-        if name == "sequence_ids" or x is None:
-            continue
-        if x.ndim > 1:  # of the tokens
-            x[i, span] = new[j, :count]
-        else:  # a sum over the tokens
-            x[i] += new[j]

@@ -3,9 +3,10 @@
 Imports neither jax nor flax.
 """
 
+import contextlib
 import difflib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn
 
 
@@ -22,6 +23,24 @@ class Unwritable(Exception):
     It ends a start with exit code 2, and a run that has taken a step with exit code 1. The same
     command goes on from the newest complete checkpoint.
     """
+
+
+@contextlib.contextmanager
+def side_file(file: str, setting: str) -> Iterator[None]:
+    """Raises UserMistake if this file of the project, which is imported within, is missing.
+
+    file: such as "extras/turns.py". setting: the setting that needs it, with its value.
+    """
+    module = file.removesuffix(".py").replace("/", ".")
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name not in (module, module.rpartition(".")[0]):
+            raise
+        raise UserMistake(
+            f"{setting} needs {file}, which is not in this folder; restore it, or leave the "
+            f"setting out"
+        ) from None
 
 
 def fail(error: UserMistake | Unwritable) -> NoReturn:

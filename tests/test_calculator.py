@@ -57,7 +57,7 @@ def test_an_expression_that_is_too_long_is_not_even_read() -> None:
 def test_a_run_describes_the_tool_to_the_model() -> None:
     settings = {"ENVIRONMENT_CLASS": f"{REPO}/recipes/calculator.py:Calculator"}
     settings |= {"CHAT_TEMPLATE": f"{REPO}/docs/qwen3_turns.jinja", "REWARD_FN": "reward_correct"}
-    [tool] = set_up(Config.from_env(settings)).environments.tools
+    [tool] = set_up(Config.from_env(settings)).rollout.environments.tools
     assert tool["function"]["name"] == "calculate"
 
 

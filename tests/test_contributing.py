@@ -78,8 +78,14 @@ def code() -> dict[str, Path]:
 
 
 def imported(file: Path) -> set[str]:
-    """The modules of this project that a file imports anywhere in it."""
-    nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+    """The modules of this project that a file imports anywhere in it, but for annotations alone."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    nodes = [*ast.walk(tree)]
+    for_types = [
+        n for n in nodes if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"
+    ]
+    left_out = {id(each) for node in for_types for each in ast.walk(node)}
+    nodes = [node for node in nodes if id(node) not in left_out]
     names = {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names}
     froms = [n for n in nodes if isinstance(n, ast.ImportFrom)]
     names |= {n.module for n in froms} | {f"{n.module}.{a.name}" for n in froms for a in n.names}

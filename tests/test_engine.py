@@ -143,20 +143,21 @@ from config import Config
 
 cfg = Config.from_env(os.environ)
 if "OVERLAP" in os.environ:
-    import rollout_sglang
-    arguments = rollout_sglang.engine_arguments
+    from extras import sglang
+    arguments = sglang.engine_arguments
     overlapping = {"disable_overlap_schedule": False}
-    rollout_sglang.engine_arguments = lambda *given: arguments(*given) | overlapping
+    sglang.engine_arguments = lambda *given: arguments(*given) | overlapping
 run, life, backend, training, _ = startup.start(cfg)
 facts = {}
 ids = [prompt.ids for prompt in run.train_prompts[:2]]
-prompts = data.pad_prompts(ids, 96, run.stopping.pad_id)
+prompts = data.pad_prompts(ids, 96, run.rollout.stopping.pad_id)
 def held():
     return sum(x.nbytes for x in jax.live_arrays())
 def sample():
     backend.update_weights(training.params)
     with_weights = held()
-    backend.generate(*prompts, np.arange(8, dtype=np.int32), jax.random.key(0), run.sampling)
+    ids, sampling = np.arange(8, dtype=np.int32), run.rollout.sampling
+    backend.generate(*prompts, ids, jax.random.key(0), sampling)
     backend.release()
     return with_weights - held()
 facts["first"], facts["second"] = sample(), sample()

@@ -520,7 +520,7 @@ def test_the_end_of_an_answer_by_the_chat_template_is_a_stop_token_and_a_line_sa
     env = environment("EVAL_EVERY_STEPS=0 REWARD_FN=reward_format")
     env |= {"MODEL_PATH": str(folder), "DATASET": str(few_examples()), "SYSTEM_PROMPT": "Think."}
     run = set_up(Config.from_env(env))
-    assert run.stopping.stop_ids == (0, 2) and run.stopping.pad_id == 0
+    assert run.rollout.stopping.stop_ids == (0, 2) and run.rollout.stopping.pad_id == 0
     lines = capsys.readouterr().out.splitlines()
     assert (
         "note: <|im_end|> is a stop token: the chat template ends an answer with it, though the "

@@ -10,7 +10,6 @@ import functools
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -48,7 +47,7 @@ from model.params import (
     trained,
 )
 from sampling import NaiveBackend, Stopping
-from startup import export, set_up
+from startup import drift_level, export, set_up
 from update import micro_step
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -234,16 +233,17 @@ def test_the_newest_weights_sample(dtype: str, layer_loop: str) -> None:
 
 
 def test_a_first_step_in_which_sampler_and_trainer_disagree_ends_the_run() -> None:
-    run = SimpleNamespace(cfg=Config(), training=Compute(MODEL, FLOAT32, None))
-    run.rollout = run.training
-    stop_if_apart(run, {"sampling_logp_difference/mean": 0.0009})
-    stop_if_apart(run, {"loss": 0.0})  # nothing to learn from
+    training = Compute(MODEL, FLOAT32, None)
+    level = drift_level(Config(), training, training)
+    stop_if_apart({"sampling_logp_difference/mean": 0.0009}, level)
+    stop_if_apart({"loss": 0.0}, level)  # nothing to learn from
     with pytest.raises(
         RuntimeError, match="differ by 0.0011 nats on average, and .* explains 0.001"
     ):
-        stop_if_apart(run, {"sampling_logp_difference/mean": 0.0011})
-    run.rollout = run.training._replace(dtype=jnp.dtype("bfloat16"))
-    stop_if_apart(run, {"sampling_logp_difference/mean": 0.049})
+        stop_if_apart({"sampling_logp_difference/mean": 0.0011}, level)
+    rollout = training._replace(dtype=jnp.dtype("bfloat16"))
+    level = drift_level(Config(), training, rollout)
+    stop_if_apart({"sampling_logp_difference/mean": 0.049}, level)
 
 
 # ---- Runs, and folders of PEFT -------------------------------------------------------------------
@@ -385,22 +385,21 @@ def test_a_folder_of_other_adapters_is_told_before_weights_are_read(
 def test_a_folder_keeps_its_chat_template_and_the_revision_of_its_base(tmp_path: Path) -> None:
     text = (REPO / "docs" / "chat_template.jinja").read_text(encoding="utf-8")
     folder, base = tmp_path / "adapters", str(REPO / "tiny")
-    model = set_up(Config.from_env(DATA | {"LORA_RANK": "2"})).model
+    model = set_up(Config.from_env(DATA | {"LORA_RANK": "2"})).learner.compute.model
     params = init_params(model, jax.random.key(0))
     lora.save_adapters(folder, params, model, base, "v2", chat_template=text + "{# mine #}")
     assert lora.base_of(folder) == (base, "v2")
     env = DATA | {"MODEL_PATH": str(folder)}
     run = set_up(Config.from_env(env))
-    assert run.tokenizer.chat_template.endswith("{# mine #}")
+    assert run.rollout.tokenizer.chat_template.endswith("{# mine #}")
     for how in ("adapters", "merged"):  # what is trained from this folder keeps it too
         cfg = dataclasses.replace(run.cfg, export_lora=how, export_hf=str(tmp_path / f"of_{how}"))
-        export(
-            dataclasses.replace(run, cfg=cfg), tmp_path, init_params(run.model, jax.random.key(0))
-        )
+        params = init_params(run.learner.compute.model, jax.random.key(0))
+        export(dataclasses.replace(run, cfg=cfg), tmp_path, params)
         exported = (tmp_path / f"of_{how}" / "chat_template.jinja").read_text(encoding="utf-8")
         assert exported.endswith("{# mine #}")
     other = env | {"CHAT_TEMPLATE": str(REPO / "docs" / "chat_template.jinja")}
-    assert set_up(Config.from_env(other)).tokenizer.chat_template == text
+    assert set_up(Config.from_env(other)).rollout.tokenizer.chat_template == text
 
 
 def test_a_rank_beside_a_folder_of_adapters_must_be_theirs(adapters: Path) -> None:
@@ -409,4 +408,4 @@ def test_a_rank_beside_a_folder_of_adapters_must_be_theirs(adapters: Path) -> No
         set_up(Config.from_env(env))
     with pytest.raises(UserMistake, match="LORA_ALPHA=16.0, and the adapters .* have 32.0"):
         set_up(Config.from_env(env | {"LORA_RANK": "0", "LORA_ALPHA": "16"}))
-    assert set_up(Config.from_env(env | {"LORA_RANK": "4"})).model.lora.rank == 4
+    assert set_up(Config.from_env(env | {"LORA_RANK": "4"})).learner.compute.model.lora.rank == 4

@@ -45,14 +45,14 @@ def clock() -> Clock:
 def run_of(samples: int = 1, temperature: float = 0.0) -> SimpleNamespace:
     """What metrics.py reads of a run with the functions `first`, which says what is right, and
     `second`, and with two completions of a prompt. samples, temperature: of its evaluations."""
-    return SimpleNamespace(
-        cfg=Config(num_pre_q=2, eval_samples=samples, eval_split="test"),
-        sizes=SimpleNamespace(local_batch=4),
+    rollout = SimpleNamespace(
         functions=[SimpleNamespace(__name__=name) for name in ("first", "second")],
         sampling=Sampling(1.0),
         eval_sampling=Sampling(temperature),
         environments=None,
     )
+    cfg = Config(num_pre_q=2, eval_samples=samples, eval_split="test")
+    return SimpleNamespace(cfg=cfg, rollout=rollout)
 
 
 def lines(metrics: dict[str, float], **arrays: np.ndarray) -> list[str]:
@@ -76,7 +76,7 @@ def test_the_step_record_by_hand() -> None:
     metrics = METRICS | {f"dynamic_sampling/{name}": value for name, value in SAMPLED.items()}
     step = Step(7, metrics, BATCH, 40, clock())
     compilations().extend([1.25, 0.25])
-    records = step_records(run_of(), step)
+    records = step_records(step, run_of().rollout, local_batch=4)
     expected = {
         "train-other/loss": 0.25,
         "train-other/batch_global": 4,

@@ -8,15 +8,9 @@ import data
 import train_grpo
 from config import Config
 from infra.sizes import Sizes, derive
-from rollout import Run
 from rows import Batch
-from startup import set_up
-from train_grpo import (
-    computed_sequences,
-    groups_of_mini_batches,
-    to_devices,
-    with_logps,
-)
+from startup import Run, set_up
+from train_grpo import computed_sequences, groups_of_updates, pack_to_devices, with_logps
 from update import counts_of
 
 TINY = REPO / "tiny"
@@ -80,17 +74,18 @@ def test_every_group_is_in_one_mini_batch_with_all_its_sequences_and_each_has_it
     """A sequence of which no token counts is not computed, but it is one of the sequences. With
     ENTROPY_COEF no sequence is skipped."""
     run = run_of(f"MESH_SHAPE={mesh} ENTROPY_COEF=0.1", switched_off)
-    all_groups = groups_of_mini_batches(run, step=3, epoch=0)
+    all_groups = groups_of_updates(8, num_mini_batches=4, ppo_epochs=1, seed=(0, 3))
     assert all_groups.shape == (4, 2) and sorted(all_groups.reshape(-1)) == [*range(8)]
     for groups in all_groups:
         mini_batch = step_of(masked=5).groups(groups)
         assert [prompt.ids[0] for prompt in mini_batch.prompts] == [*groups]
-        sequences = (groups[:, None] * 4 + np.arange(4)).reshape(-1)  # [8]
-        assert [*mini_batch.advantages] == [*sequences]
-        micro_batches = to_devices(run, mini_batch, computed_sequences(run, mini_batch))
+        members = (groups[:, None] * 4 + np.arange(4)).reshape(-1)  # [8]
+        assert [*mini_batch.advantages] == [*members]
+        sequences = computed_sequences(mini_batch, run.learner.skips_zero_advantages)
+        micro_batches = pack_to_devices(run.learner, mini_batch, sequences)
         advantages = np.concatenate([x.advantages for x in micro_batches])
         counted = np.concatenate([x.completion_mask for x in micro_batches])[:, 0] > 0
-        assert sorted(advantages[counted]) == sorted({*sequences} - {5})
+        assert sorted(advantages[counted]) == sorted({*members} - {5})
         tokens = 24 - 3 * (1 in groups)  # sequence 5 is one of group 1
         assert [*counts_of(mini_batch).values()] == [tokens, 8, tokens]
 
@@ -98,18 +93,18 @@ def test_every_group_is_in_one_mini_batch_with_all_its_sequences_and_each_has_it
 def test_the_mini_batches_follow_from_seed_step_and_epoch_and_a_single_one_is_not_shuffled() -> (
     None
 ):
-    run = run_of("SEED=2")
-    for epoch in (0, 1):
-        order = np.random.default_rng([2, 3, epoch]).permutation(8).reshape(4, 2)
-        assert groups_of_mini_batches(run, step=3, epoch=epoch).tolist() == order.tolist()
-    run = run_of("NUM_MINI_BATCHES=1 TRAIN_MICRO_BATCH_SIZE=32")
-    assert groups_of_mini_batches(run, step=3, epoch=1).tolist() == [[*range(8)]]
+    groups = groups_of_updates(8, num_mini_batches=4, ppo_epochs=2, seed=(2, 3))
+    orders = [np.random.default_rng([2, 3, epoch]).permutation(8) for epoch in (0, 1)]
+    assert groups.tolist() == np.concatenate(orders).reshape(8, 2).tolist()
+    whole = groups_of_updates(8, num_mini_batches=1, ppo_epochs=2, seed=(2, 3))
+    assert whole.tolist() == [[*range(8)], [*range(8)]]
 
 
 def test_a_step_of_one_update_computes_no_log_probabilities_before_it(monkeypatch) -> None:
-    monkeypatch.setattr(train_grpo, "batch_logps_and_entropies", None)
-    run, batch = run_of("NUM_MINI_BATCHES=1"), step_of(masked=5)
-    assert with_logps(run, 0, None, batch).old_logps is None
+    monkeypatch.setattr(train_grpo, "compute_batch_logps_and_entropies", None)
+    learner, batch = run_of("NUM_MINI_BATCHES=1").learner, step_of(masked=5)
+    needs = {"needs_old_logps": False, "top_entropy_quantile": 1.0}
+    assert with_logps(learner, 0, None, batch, **needs).old_logps is None
 
 
 # ---- Sequences that are left out -----------------------------------------------------------------
@@ -132,14 +127,15 @@ def test_a_run_skips_only_where_the_advantage_is_all_that_counts(
 
 
 def test_sequences_of_advantage_zero_are_in_no_micro_step() -> None:
-    run, batch = run_of("MESH_SHAPE=8,1,1 NUM_MINI_BATCHES=1", "packs"), step_of(masked=5)
+    learner = run_of("MESH_SHAPE=8,1,1 NUM_MINI_BATCHES=1", "packs").learner
+    batch, skips = step_of(masked=5), learner.skips_zero_advantages
     half = [i for i in range(32) if i % 8 < 4]
     some = batch._replace(advantages=np.float64(np.arange(32) % 8 < 4))
     every, none = (batch._replace(advantages=np.full(32, float(x))) for x in (1, 0))
     for given, expected in ((some, half), (every, [*{*range(32)} - {5}]), (none, [])):
-        sequences = computed_sequences(run, given)
+        sequences = computed_sequences(given, skips)
         assert sequences.tolist() == expected
-        micro_batches = to_devices(run, given, sequences)
+        micro_batches = pack_to_devices(learner, given, sequences)
         assert len(micro_batches) == -(-len(expected) // 8)
         held = [*np.concatenate([np.zeros(0), *(x.sequences for x in micro_batches)])]
         assert sorted(i for i in held if i >= 0) == expected
@@ -148,7 +144,7 @@ def test_sequences_of_advantage_zero_are_in_no_micro_step() -> None:
 
 def test_a_sequence_whose_log_probabilities_are_not_finite_is_computed() -> None:
     """Broken weights draw the same tokens for all sequences, so that all advantages are 0."""
-    run, batch = run_of("MESH_SHAPE=8,1,1 NUM_MINI_BATCHES=1"), step_of(masked=5)
+    batch = step_of(masked=5)
     logps = np.where(np.arange(32)[:, None] == 7, np.nan, batch.sampling_logps)
     batch = batch._replace(advantages=np.zeros(32), sampling_logps=logps)
-    assert computed_sequences(run, batch).tolist() == [7]
+    assert computed_sequences(batch, True).tolist() == [7]

@@ -89,8 +89,8 @@ def test_a_token_that_the_model_has_no_row_for_is_a_mistake_only_in_a_prompt(tmp
     config |= {"vocab_size": 558, "eos_token_id": [2, 558]}
     (model / "config.json").write_text(json.dumps(config))
     run = set_up(Config.from_env(few() | {"MODEL_PATH": str(model)}))
-    assert len(run.tokenizer) == 559
-    assert (run.stopping.stop_ids, run.stopping.pad_id) == ((2,), 2)
+    assert len(run.rollout.tokenizer) == 559
+    assert (run.rollout.stopping.stop_ids, run.rollout.stopping.pad_id) == ((2,), 2)
     told = "a prompt has the token '[PAD]' (558), and the model has no row for it"
     assert told in mistake_of(MODEL_PATH=str(model), SYSTEM_PROMPT="Do not write [PAD].")
 

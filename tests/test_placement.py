@@ -347,4 +347,4 @@ def test_a_run_that_asks_for_the_kernel_computes_with_it(monkeypatch: pytest.Mon
     monkeypatch.setattr(placement, "how_to_compute", as_with_jax)
     for impl, kernel in (("jax", None), ("pallas", Kernel("cpu"))):
         run = set_up(Config.from_env({"POLICY_LOSS_IMPL": impl, "BATCH_SIZE": "2"}))
-        assert run.training.logps_kernel == kernel
+        assert run.learner.compute.logps_kernel == kernel

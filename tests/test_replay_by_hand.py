@@ -46,23 +46,24 @@ import jax
 import numpy as np
 from safetensors.numpy import save_file
 
-folder, counts = Path(os.environ["OUTPUT_DIR"]), [0, 0]
+folder, counts = Path(os.environ["OUTPUT_DIR"]), [-1, 0]
 update_policy, one_update = train_grpo.update_policy, train_grpo.one_update
 
-def saving_policy(run, state, batch, lr, step):
+def saving_policy(learner, state, batch, groups, lr):
+    step = counts[0] + 1
     arrays = {name: x for name, x in batch._asdict().items() if isinstance(x, np.ndarray)}
     prompts = {f"prompt{i}": np.array(prompt.ids) for i, prompt in enumerate(batch.prompts)}
     counts[:] = step, 0
     save_file(arrays | prompts, folder / f"step{step}.safetensors")
     batch = batch._replace(computed_tokens=np.arange(len(batch.lengths)))  # no update reads them
-    return update_policy(run, state, batch, lr, step)
+    return update_policy(learner, state, batch, groups, lr)
 
-def saving_update(run, state, mini_batch, lr):
+def saving_update(learner, state, mini_batch, lr):
     weights = {str(i): np.array(x) for i, x in enumerate(jax.tree.leaves(state.params))}
     weights["sequences"] = mini_batch.computed_tokens
     save_file(weights, folder / "weights{}_{}.safetensors".format(*counts))
     counts[1] += 1
-    return one_update(run, state, mini_batch, lr)
+    return one_update(learner, state, mini_batch, lr)
 
 train_grpo.update_policy, train_grpo.one_update = saving_policy, saving_update
 """

@@ -34,8 +34,7 @@ from infra.checkpoint import (
 from infra.hosts import digest
 from infra.mistakes import UserMistake
 from infra.settings import REPO
-from rollout import Run
-from startup import imported_files, made_with_of, set_up
+from startup import Run, imported_files, made_with_of, set_up
 from update import TrainState
 
 # ---- Whose a folder is ---------------------------------------------------------------------------

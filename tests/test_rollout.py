@@ -132,10 +132,7 @@ def rounds_of(*rewards: list[float]) -> tuple[SimpleNamespace, list[Batch]]:
         arrays |= {"rewards": np.array(round_rewards), "per_function": np.stack([ids, -ids], 1)}
         prompts = [Prompt([number * count // 4 + i], {}) for i in range(count // 4)]
         rounds.append(Batch(prompts, **arrays))
-    cfg = Config(num_pre_q=4, dynamic_sampling=True, dynamic_sampling_max_rounds=3)
-    run = SimpleNamespace(cfg=cfg, sizes=SimpleNamespace(prompts_per_step=3), weights=(1.0, 1.0))
-    run.limits = SimpleNamespace(completion_width=lambda longest: longest)
-    return run, rounds
+    return rounds
 
 
 SAME = [[0.7] * 4, [0.0] * 4, [1.0] * 4, [NAN] * 4, [NAN, 1.0, 1.0, 1.0]]
@@ -156,9 +153,10 @@ VARY = [[0.5, 0.5, 0.0, 1.0], [0.0, 0.0, 0.0, 1.0], [0.7, 0.7, 0.7, 0.7000001], 
 def test_a_step_takes_the_first_groups_whose_rewards_differ_then_fills_up(
     first: list, second: list, chosen: list[int]
 ) -> None:
-    run, rounds = rounds_of(sum(first, []), sum(second, []))
+    rounds = rounds_of(sum(first, []), sum(second, []))
+    limits = SimpleNamespace(completion_width=lambda longest: longest)
     ids = [4 * group + k for group in chosen for k in range(4)]
-    batch = choose_groups(run, rounds)
+    batch = choose_groups(rounds, "grpo", (1.0, 1.0), limits)
     assert [p.ids for p in batch.prompts] == [[group] for group in chosen]
     assert batch.completion_ids[:, 0].tolist() == ids
     assert batch.sampling_logps[:, 0].tolist() == [i + 0.5 for i in ids]
@@ -171,12 +169,11 @@ def test_a_step_takes_the_first_groups_whose_rewards_differ_then_fills_up(
 
 def test_for_gdpo_a_group_differs_if_the_rewards_of_one_function_differ() -> None:
     """The functions here give the number of the sequence and its opposite, whatever the total."""
-    run, rounds = rounds_of(SAME[0] * 3)
-    assert have_equal_rewards(run, rounds).tolist() == [True, True, True]
-    run.cfg = Config(num_pre_q=4, adv_estimator="gdpo")
-    assert have_equal_rewards(run, rounds).tolist() == [False, False, False]
-    run.weights = (0.0, 0.0)  # functions without a weight only measure
-    assert have_equal_rewards(run, rounds).tolist() == [True, True, True]
+    rounds = rounds_of(SAME[0] * 3)
+    assert have_equal_rewards(rounds, "grpo", (1.0, 1.0)).tolist() == [True, True, True]
+    assert have_equal_rewards(rounds, "gdpo", (1.0, 1.0)).tolist() == [False, False, False]
+    # Functions without a weight only measure.
+    assert have_equal_rewards(rounds, "gdpo", (0.0, 0.0)).tolist() == [True, True, True]
 
 
 def test_a_step_learns_from_the_groups_that_differ_and_the_next_takes_new_prompts(
@@ -324,7 +321,7 @@ def test_every_setting_of_the_objective_the_sampler_and_the_optimizer_reaches_it
         WEIGHT_DECAY=0.04 CLIP_NORM=0.5 REWARD_FN=soft_overlong_penalty
     """
     run = set_up(Config.from_env(environment(text)))
-    assert run.objective == Objective(
+    assert run.learner.objective == Objective(
         loss_type="grpo",
         eps_low=0.1,
         eps_high=0.3,
@@ -338,14 +335,16 @@ def test_every_setting_of_the_objective_the_sampler_and_the_optimizer_reaches_it
         is_cap=2.5,
         max_length_sample=24,
     )
-    assert run.sampling == Sampling(temperature=0.7, top_k=9, top_p=0.8, min_p=0.2, replay=True)
-    assert run.optimizer == Optimizer(name="lion", weight_decay=0.04, clip_norm=0.5)
-    for made in (run.objective, run.sampling, run.optimizer):
+    assert run.rollout.sampling == Sampling(
+        temperature=0.7, top_k=9, top_p=0.8, min_p=0.2, replay=True
+    )
+    assert run.learner.optimizer == Optimizer(name="lion", weight_decay=0.04, clip_norm=0.5)
+    for made in (run.learner.objective, run.rollout.sampling, run.learner.optimizer):
         left = {name for name, x in made._asdict().items() if x == made._field_defaults[name]}
         assert not left, "a new field needs a value in this test"
     # The penalty begins a fifth of the tokens before the end.
     ids = [[1] * n for n in (20, 22, 24)]
-    assert run.functions[0]([""] * 3, completion_ids=ids) == [0, -0.5, -1]
+    assert run.rollout.functions[0]([""] * 3, completion_ids=ids) == [0, -0.5, -1]
 
 
 def test_a_run_that_never_evaluates_needs_no_split_to_evaluate_on() -> None:
@@ -379,16 +378,16 @@ def test_a_text_is_every_drawn_token_but_the_stop_token_whatever_is_special(
     tokenizer.add_special_tokens({"additional_special_tokens": special})
     ids = tokenizer(drawn, add_special_tokens=False)["input_ids"]
     stopping = Stopping(T, (END, tokenizer.convert_tokens_to_ids("</answer>")), pad_id=END)
-    run = SimpleNamespace(tokenizer=tokenizer, stopping=stopping, environments=None)
+    rollout = SimpleNamespace(tokenizer=tokenizer, stopping=stopping, environments=None)
     row = np.array([ids + [END] * (T - len(ids))], np.int32)
     completions = Completions(
         *(np.zeros(1, np.int32), row, (np.arange(T) < len(ids))[None].astype(np.int32)),
         *(np.array([len(ids)]), np.zeros((1, T)), np.zeros(1, np.int32)),
     )
     if "<answer>5</answer><" in drawn:  # </answer> is no stop token of this model
-        run.stopping = stopping._replace(stop_ids=(END,))
+        rollout.stopping = stopping._replace(stop_ids=(END,))
     (opened,) = build_prompts([{"question": "2+3?"}], tokenizer, "Think.")
-    assert texts_of(run, [opened], completions) == [text]
+    assert texts_of(rollout, [opened], completions) == [text]
     think = tokenizer("<think>\n", add_special_tokens=False)["input_ids"]
     opened = opened._replace(ids=opened.ids + think)
-    assert texts_of(run, [opened], completions) == ["<think>\n" + text]
+    assert texts_of(rollout, [opened], completions) == ["<think>\n" + text]

@@ -133,10 +133,10 @@ def test_the_arguments_of_the_engine_follow_from_the_run() -> None:
     cfg = Config.from_env(env | {"ROLLOUT_BACKEND": "sglang_jax", "MODEL_PATH": "x"})
     run = SimpleNamespace(
         cfg=cfg,
-        model=MODEL_128,
+        learner=SimpleNamespace(compute=SimpleNamespace(model=MODEL_128)),
         folder=Path("/models/x"),
         sizes=SimpleNamespace(prompt_batch_size=3),
-        rollout=SimpleNamespace(dtype=jnp.dtype("bfloat16")),
+        rollout=SimpleNamespace(compute=SimpleNamespace(dtype=jnp.dtype("bfloat16"))),
         train_prompts=[SimpleNamespace(ids=[1] * 100)],
         eval_prompts=[SimpleNamespace(ids=[1] * 120)],
     )

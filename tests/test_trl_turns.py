@@ -178,7 +178,7 @@ def here(
     run = set_up(Config.from_env(settings))
     prompts = prompts_of_round(run, 0)
     made = complete_prompts(run, Says(texts), prompts, jax.random.key(0))
-    _, rewards = reward_completions(run, prompts, made)
+    _, rewards = reward_completions(run.rollout, prompts, made)
     used = [slice(length) for length in made.lengths]
     return [
         episode(

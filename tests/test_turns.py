@@ -37,19 +37,19 @@ from test_replay_by_hand import (
 )
 from tokenizers import Tokenizer
 
-from config import Config
+from config import DEFAULT_TURNS, Config
 from data import Prompt, build_prompts, pad_prompts
 from evaluation import answer_questions
-from extras.turns import begin_episodes, tool_calls
+from extras.turns import tool_calls
 from infra.log import Clock
 from infra.mistakes import UserMistake
 from infra.sizes import turn_sequences, turn_width
 from model.network import Compute
 from model.next_token import Sampling
-from rollout import Run, complete, gather_batch, prompts_of_round, reward_completions
+from rollout import complete, gather_batch, prompts_of_round, reward_completions
 from rows import Batch
 from sampling import Completions, NaiveBackend, Stopping
-from startup import set_up
+from startup import Run, set_up
 from tools.plan import make_plan, programs_of
 
 TINY, GAMES = REPO / "tiny", REPO / "tests" / "games.py"
@@ -130,16 +130,18 @@ class Talk(NamedTuple):
 
 def talk(run: Run, turns: list[list[str]], *, T: int = 200, K: int = 1, max_turns: int = 0) -> Talk:
     """The episodes of questions with K completions each, whose model draws these turns."""
-    cfg = dataclasses.replace(run.cfg, max_turns=max_turns)
-    stopping = run.stopping._replace(max_new_tokens=T)
-    run = dataclasses.replace(run, cfg=cfg, stopping=stopping)
+    rollout, environments = run.rollout, run.rollout.environments
+    stopping = rollout.stopping._replace(max_new_tokens=T)
+    rollout = dataclasses.replace(rollout, stopping=stopping, max_turns=max_turns or DEFAULT_TURNS)
     examples = [{"question": "Guess.", "answer": "#### 33"}] * (len(turns) // K)
-    prompts = build_prompts(examples, run.tokenizer, run.system_prompt, run.environments.tools)
-    prompts, script = begin_episodes(run, prompts, 1, K), Script(turns, T)
-    how = prompts, jax.random.key(0), "rollout", run.sampling, K
-    completions = complete(run, script, *how, len(prompts))
-    rewards = reward_completions(run, prompts, completions)
-    batch = gather_batch(run, prompts, completions, *rewards)
+    tokenizer, system_prompt = rollout.tokenizer, rollout.system_prompt
+    prompts = build_prompts(examples, tokenizer, system_prompt, environments.tools)
+    prompts = environments.begin_episodes(rollout, prompts, 1, K)
+    script, key, sampling = Script(turns, T), jax.random.key(0), rollout.sampling
+    sizes = {"completions_per_prompt": K, "prompts_per_pass": len(prompts), "title": "rollout"}
+    completions = complete(rollout, script, prompts, key, sampling, **sizes)
+    rewards = reward_completions(rollout, prompts, completions)
+    batch = gather_batch(prompts, completions, *rewards, stopping.stop_ids)
     return Talk(prompts, completions, batch, script)
 
 
@@ -332,7 +334,7 @@ def test_without_max_turns_an_environment_has_eight_turns() -> None:
 
 
 def test_each_episode_has_a_new_object() -> None:
-    counter = run_of("Counter").environments
+    counter = run_of("Counter").rollout.environments
     for _ in range(2):
         counter.reset(1, [0, 1], [{}, {}], 2)
         assert counter.get_reward(["", ""], [1, 0]) == [1, 1]
@@ -385,7 +387,7 @@ def call_of(name: str, arguments: str) -> str:
 def test_a_call_is_answered_with_what_the_tool_returns_or_with_its_error(
     call: str, answer: str
 ) -> None:
-    calculator = run_of("Calculator", CHAT_TEMPLATE=QWEN3).environments
+    calculator = run_of("Calculator", CHAT_TEMPLATE=QWEN3).rollout.environments
     calculator.reset(1, [0], [{}], 1)
     ids = calculator.answer(0, 1, f"<tool_call>\n{call}\n</tool_call>")
     found = re.search("<tool_response>\n(.*)\n</tool_response>", text_of(ids), re.DOTALL)[1]
@@ -422,7 +424,7 @@ DICE = ("Dice", "NUM_PRE_Q=4 MAX_TURNS=3")
 
 def rolls(seed: int, round_number: int, number: int, turn: int) -> tuple[str, str]:
     """What the dice of a completion say in a turn, after a round has begun with 16 completions."""
-    dice = run_of(DICE[0], f"{DICE[1]} SEED={seed}").environments
+    dice = run_of(DICE[0], f"{DICE[1]} SEED={seed}").rollout.environments
     dice.reset(round_number, range(16), [{}] * 16, 4)
     message = text_of(dice.answer(number, turn, ""))
     return re.search(r"user\n (\d+) (\d+)<", message).groups()
@@ -437,7 +439,7 @@ def test_random_numbers_follow_from_the_seed_the_round_the_completion_and_the_tu
 
 
 def test_each_call_of_a_turn_has_random_numbers_of_its_own() -> None:
-    calculator = run_of("Calculator", CHAT_TEMPLATE=QWEN3).environments
+    calculator = run_of("Calculator", CHAT_TEMPLATE=QWEN3).rollout.environments
     calculator.reset(1, [0], [{}], 1)
     calls = f"<tool_call>{call_of('roll', '{}')}</tool_call>" * 2
     said = [text_of(calculator.answer(0, 1, calls)) for _ in range(2)]
@@ -461,8 +463,10 @@ def test_the_completions_of_a_group_get_the_same_task_and_another_in_each_round(
 def test_a_text_of_reset_with_a_token_that_the_model_has_no_row_for_is_refused() -> None:
     run = run_of(*DICE)
     largest = max(i for prompt in prompts_of_round(run, 0) for i in prompt.ids)
-    assert largest < run.model.vocab_size
-    smaller = dataclasses.replace(run, model=dataclasses.replace(run.model, vocab_size=largest))
+    compute = run.rollout.compute
+    assert largest < compute.model.vocab_size
+    compute = compute._replace(model=dataclasses.replace(compute.model, vocab_size=largest))
+    smaller = dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, compute=compute))
     with pytest.raises(
         UserMistake, match=rf"a prompt has the token '.+' \({largest}\), and the mo"
     ):
@@ -471,7 +475,8 @@ def test_a_text_of_reset_with_a_token_that_the_model_has_no_row_for_is_refused()
 
 def test_an_evaluation_has_the_same_tasks_at_every_step() -> None:
     run = run_of(*DICE, EVAL_SAMPLES="2")
-    run = dataclasses.replace(run, stopping=run.stopping._replace(max_new_tokens=100))
+    stopping = run.rollout.stopping._replace(max_new_tokens=100)
+    run = dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, stopping=stopping))
     questions = run.train_prompts[:9]
 
     def evaluate() -> tuple[Script, Batch]:
@@ -496,8 +501,9 @@ def test_an_evaluation_has_the_same_tasks_at_every_step() -> None:
 def test_with_reward_fn_it_comes_last_and_has_a_weight() -> None:
     names = f"reward_format,{GAMES}:texts_heard"
     run = run_of("Echo", f"REWARD_FN={names} REWARD_WEIGHTS=0.5,2,3")
-    found = [function.__name__ for function in run.functions]
-    assert found == ["reward_format", "texts_heard", "get_reward"] and run.weights == (0.5, 2, 3)
+    found = [function.__name__ for function in run.rollout.functions]
+    assert found == ["reward_format", "texts_heard", "get_reward"]
+    assert run.rollout.reward_weights == (0.5, 2, 3)
     assert run_of("Higher", "REWARD_FN=reward_format").weights == (1, 1)
     with pytest.raises(UserMistake, match="2 numbers; give 3, one each for .*, get_reward$"):
         run_of("Echo", f"REWARD_FN={names} REWARD_WEIGHTS=0.5,2")
@@ -651,7 +657,9 @@ def test_a_class_that_is_no_environment_is_told_before_the_run_begins(bad, name,
 
 def test_the_limit_of_a_call_is_no_limit_of_the_imports_for_tools() -> None:
     """Tools are described with transformers, which takes most of a second to import."""
-    assert run_of("Calculator", "REWARD_TIMEOUT_S=0.1", CHAT_TEMPLATE=QWEN3).environments.tools
+    assert run_of(
+        "Calculator", "REWARD_TIMEOUT_S=0.1", CHAT_TEMPLATE=QWEN3
+    ).rollout.environments.tools
 
 
 @pytest.mark.parametrize(

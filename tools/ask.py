@@ -15,7 +15,6 @@ import jax.numpy as jnp
 
 from config import Config
 from evaluation import EVAL_PHASES, answer_questions, evaluate
-from extras.report import Reviewer
 from infra import checkpoint, hosts
 from infra.checkpoint import Checkpoints
 from infra.log import DONE, Clock
@@ -23,8 +22,17 @@ from infra.mistakes import Unwritable, UserMistake, fail
 from infra.sizes import MICRO_SIZES, PASS_SIZES, STEP_SIZES
 from model import hf
 from model.params import Params, abstract_params, on_base, trained
-from rollout import Run, dialogues_of
-from startup import first_params, made_with_of, make_backend, open_log, read_base, set_up
+from rollout import dialogues_of
+from startup import (
+    Run,
+    first_params,
+    made_with_of,
+    make_backend,
+    open_log,
+    open_reviewer,
+    read_base,
+    set_up,
+)
 
 # Settings of a program that only answers: it takes no step, and leaves no export.
 NO_STEPS = {"steps": 0, "export_hf": "none", "wandb_mode": "disabled", "eval_full_sweep": True}
@@ -62,12 +70,14 @@ def find_weights(cfg: Config) -> Config:
 def load_weights(run: Run) -> tuple[Params, int]:
     """All weights, and after how many steps they are, 0 if they come from a folder of a model;
     without LoRA in float32. Raises UserMistake."""
-    cfg, model, mesh = run.cfg, run.training.model, run.training.layout.mesh
+    cfg, compute = run.cfg, run.learner.compute
     source, step = checkpoint.checkpoint_source(cfg.resume)
-    wanted = {"state": Weights(trained(abstract_params(model, mesh, jnp.float32)))}
+    wanted = {
+        "state": Weights(trained(abstract_params(compute.model, compute.layout.mesh, jnp.float32)))
+    }
 
     def check(record: dict[str, Any]) -> None:
-        for name in ("LORA_ALPHA", "the model's weights") if model.lora else ():
+        for name in ("LORA_ALPHA", "the model's weights") if compute.model.lora else ():
             before, now = record["made_with"].get(name), made_with_of(run)[name]
             if before != now:  # the adapters would mean something else
                 raise UserMistake(f"{source.folder}: {name} was {before} and is {now}; set it back")
@@ -76,11 +86,11 @@ def load_weights(run: Run) -> tuple[Params, int]:
     if source and (found := source.restore(wanted, check, step)):
         arrays, record = found
         print(f"weights={source.folder}/{record['step']}", flush=True)
-        return on_base(read_base(run), arrays["state"].params), record["step"]
+        return on_base(read_base(run.folder, compute), arrays["state"].params), record["step"]
     if source:
         raise UserMistake(f"RESUME={cfg.resume} is not the folder of a complete checkpoint")
     print(f"weights={run.adapters or run.folder}", flush=True)
-    return on_base(read_base(run), first_params(run, jnp.float32)), 0
+    return on_base(read_base(run.folder, compute), first_params(run, jnp.float32)), 0
 
 
 def evaluate_weights(cfg: Config) -> None:
@@ -96,7 +106,8 @@ def evaluate_weights(cfg: Config) -> None:
         _, key = jax.random.split(jax.random.key(cfg.seed))
         with contextlib.closing(open_log(run, out, checkpoint.Progress(step=step))) as log:
             evaluate(run, log, backend, key, params, step, full=True)
-            Reviewer(out, log).write(DONE)
+            if reviewer := open_reviewer(out, log):
+                reviewer.write(DONE)
 
 
 def ask(cfg: Config, example: dict[str, Any]) -> tuple[str, list[str]]:
@@ -104,14 +115,14 @@ def ask(cfg: Config, example: dict[str, Any]) -> tuple[str, list[str]]:
     function. Raises UserMistake."""
     run = set_up(replace(cfg, **ONE_QUESTION), example)
     if "answer" not in example:
-        run = replace(run, functions=[], weights=())
+        run = replace(run, rollout=replace(run.rollout, functions=[], reward_weights=()))
     with contextlib.closing(make_backend(run)) as backend:
         params, _ = load_weights(run)
         backend.update_weights(params)
         key, clock = jax.random.key(cfg.seed), Clock(EVAL_PHASES)
         answered = answer_questions(run, backend, run.eval_prompts, key, clock)
-    [text] = dialogues_of(run, answered)
-    rewards = zip(run.functions, answered.per_function[0], strict=True)
+    [text] = dialogues_of(run.rollout, answered)
+    rewards = zip(run.rollout.functions, answered.per_function[0], strict=True)
     return text, [f"{function.__name__} {reward:g}" for function, reward in rewards]
 
 

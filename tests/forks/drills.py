@@ -132,13 +132,13 @@ SETTING = Drill(
     overlong_cache: int = in_reward(""",
         ),
         Edit(
-            "rollout.py",
+            "train_grpo.py",
             """\
-    return rewards.total_rewards(texts, columns, run.functions, run.weights)
+                clock.lap("reward")
 """,
             """\
-    totals, per_function = rewards.total_rewards(texts, columns, run.functions, run.weights)
-    return totals * run.cfg.reward_scale, per_function
+                totals = totals * cfg.reward_scale
+                clock.lap("reward")
 """,
         ),
     ),

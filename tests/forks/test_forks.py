@@ -78,13 +78,13 @@ def test_a_drill_edits_at_most_two_files_that_readme_names_and_few_lines(drill: 
     readme = (REPO / "README.md").read_text(encoding="utf-8")
     rows = [line for line in readme.splitlines() if line.startswith("| ") and drill.row in line]
     if drill.row:
-        assert all(file in rows[0] for file in edited(drill).keys() - {"rollout.py"})
+        assert all(file in rows[0] for file in edited(drill).keys() - {"train_grpo.py"})
 
 
 def test_the_page_for_contributors_has_the_table_of_drills() -> None:
     rows = table()
     assert "\n".join(rows) in (REPO / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    assert "| a setting | `config.py`, `rollout.py` | 1, 2 |" in rows
+    assert "| a setting | `config.py`, `train_grpo.py` | 1, 1 |" in rows
 
 
 def test_a_drill_that_no_longer_fits_says_which_one_and_which_file() -> None:

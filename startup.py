@@ -423,7 +423,7 @@ def open_reviewer(out: Path, log: RunLog) -> "Reviewer | None":
         with side_file("extras/report.py", "report.html"):
             from extras.report import Reviewer
     except UserMistake:
-        log.line("note: there is no extras/report.py, so the run has no report and no verdict")
+        log.line("note: without extras/report.py the run has no report and no verdict")
         return None
     return Reviewer(out, log)
 

@@ -44,6 +44,7 @@ from evaluation import evaluate
 from infra.chips import memory_errors_in_sizes, program
 from infra.hosts import ending_together
 from infra.log import Clock
+from infra.mistakes import UserMistake, fail, side_file
 from infra.sizes import MICRO_SIZES
 from loss import group_advantages, top_entropy_mask
 from metrics import (
@@ -352,15 +353,19 @@ def accumulate_gradients(
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="backslashreplace")  # it may lack characters of a model
-    if FLAGS.plan:
-        from tools.plan import plan_and_exit
-
-        plan_and_exit(CFG, FLAGS.plan)
+    try:
+        if FLAGS.plan:
+            with side_file("tools/plan.py", "--plan"):
+                from tools.plan import plan_and_exit
+            plan_and_exit(CFG, FLAGS.plan)
+        if answers := FLAGS.eval_only or FLAGS.ask:
+            with side_file("tools/ask.py", "--eval-only" if FLAGS.eval_only else "--ask"):
+                from tools.ask import answer_command
+    except UserMistake as error:
+        fail(error)
     print(*LINES, sep="\n", flush=True)
     with ending_together(), memory_errors_in_sizes(CFG):
-        if FLAGS.eval_only or FLAGS.ask:
-            from tools.ask import answer_command
-
+        if answers:
             answer_command(CFG, FLAGS)
         else:
             main(CFG)

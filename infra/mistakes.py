@@ -25,24 +25,6 @@ class Unwritable(Exception):
     """
 
 
-@contextlib.contextmanager
-def side_file(file: str, setting: str) -> Iterator[None]:
-    """Raises UserMistake if this file of the project, which is imported within, is missing.
-
-    file: such as "extras/turns.py". setting: the setting that needs it, with its value.
-    """
-    module = file.removesuffix(".py").replace("/", ".")
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if error.name not in (module, module.rpartition(".")[0]):
-            raise
-        raise UserMistake(
-            f"{setting} needs {file}, which is not in this folder; restore it, or leave the "
-            f"setting out"
-        ) from None
-
-
 def fail(error: UserMistake | Unwritable) -> NoReturn:
     """Ends the program before the first step: a line for each mistake, and exit code 2."""
     for line in str(error).splitlines():
@@ -57,6 +39,26 @@ def in_one_line(error: BaseException, *, with_type: bool = True) -> str:
     """
     kind, message = type(error).__name__, " ".join(str(error).split())
     return (f"{kind}: {message}" if with_type else message or kind)[:500]
+
+
+@contextlib.contextmanager
+def side_file(file: str, setting: str) -> Iterator[None]:
+    """Names the setting that needs a side-file if the import within this context does not find it.
+
+    file: its path from the project's folder, such as "extras/turns.py". setting: its name and its
+    value. Raises UserMistake if the file or its folder is missing. All other errors of the import,
+    such as a package that the side-file needs and does not find, pass through unchanged.
+    """
+    module = file.removesuffix(".py").replace("/", ".")
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if not f"{module}.".startswith(f"{error.name}."):  # neither the module nor its folder
+            raise
+        raise UserMistake(
+            f"{setting} needs {file}, which is not in this folder; restore it, or leave "
+            f"{setting.partition('=')[0]} out"
+        ) from None
 
 
 # ---- Names that are no settings ------------------------------------------------------------------

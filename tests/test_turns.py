@@ -504,7 +504,7 @@ def test_with_reward_fn_it_comes_last_and_has_a_weight() -> None:
     found = [function.__name__ for function in run.rollout.functions]
     assert found == ["reward_format", "texts_heard", "get_reward"]
     assert run.rollout.reward_weights == (0.5, 2, 3)
-    assert run_of("Higher", "REWARD_FN=reward_format").weights == (1, 1)
+    assert run_of("Higher", "REWARD_FN=reward_format").rollout.reward_weights == (1, 1)
     with pytest.raises(UserMistake, match="2 numbers; give 3, one each for .*, get_reward$"):
         run_of("Echo", f"REWARD_FN={names} REWARD_WEIGHTS=0.5,2")
 

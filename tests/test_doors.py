@@ -1,0 +1,93 @@
+"""Doors: each side-file can be deleted, and a plain run loses nothing but the setting behind it."""
+
+import os
+import sys
+from pathlib import Path
+from subprocess import run
+from typing import NamedTuple
+
+import pytest
+from runs import REPO, copy_repository
+
+SIDE_FILES = sorted(
+    str(file.relative_to(REPO))
+    for file in (*REPO.glob("extras/*"), *REPO.glob("tools/*"), REPO / "loss_pallas.py")
+    if file.suffix in (".py", ".sh") and file.stem != "__init__"
+)
+# For each side-file: settings and flags that need it, and how the line about it begins. A command
+# that nobody else calls, such as tools/bench.py, has none.
+NEEDED_BY = {
+    "extras/sglang.py": ({"ROLLOUT_BACKEND": "sglang_jax"}, [], "ROLLOUT_BACKEND=sglang_jax"),
+    "extras/turns.py": (
+        {"ENVIRONMENT_CLASS": "recipes/guess.py:Guess"},
+        [],
+        "ENVIRONMENT_CLASS=recipes/guess.py:Guess",
+    ),
+    "loss_pallas.py": (
+        {"POLICY_LOSS_IMPL": "pallas"},
+        ["--plan", "v6e-1"],
+        "POLICY_LOSS_IMPL=pallas",
+    ),
+    "tools/ask.py": ({}, ["--ask", "1+2?"], "--ask"),
+    "tools/plan.py": ({}, ["--plan", "v6e-1"], "--plan"),
+}
+NO_REPORT = "note: without extras/report.py the run has no report and no verdict\n"
+
+
+class Ended(NamedTuple):
+    code: int
+    lines: str
+    errors: str
+
+
+def start(repo: Path, out: Path, program: list[str], **env: str) -> Ended:
+    """The end of a program that runs in a copy of the project."""
+    settings = {"JAX_PLATFORMS": "cpu", "STEPS": "1", "EVAL_EVERY_STEPS": "0"}
+    settings |= {"OUTPUT_DIR": str(out), "JAX_COMPILATION_CACHE_DIR": str(out.parent / "cache")}
+    shell = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    done = run(
+        [sys.executable, *program], cwd=repo, env=shell | settings | env, capture_output=True
+    )
+    return Ended(done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", SIDE_FILES)
+def test_a_run_needs_no_side_file_and_what_needs_one_names_it_in_a_line(
+    file: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.getbasetemp() / "doors"
+    folder.mkdir(exist_ok=True)
+    name = file.replace("/", "_")
+    repo = copy_repository(folder / name)
+    (repo / file).unlink()
+    done = start(repo, folder / f"run_{name}", ["train_grpo.py"])
+    assert done.code == 0 and "\nDONE: steps=1 " in done.lines, done.errors
+    is_report = file == "extras/report.py"
+    assert (NO_REPORT in done.lines) == is_report and ("\nverdict: " in done.lines) != is_report
+    assert (folder / f"run_{name}" / "report.html").exists() != is_report
+    if file in NEEDED_BY:
+        env, flags, begins = NEEDED_BY[file]
+        ended = start(repo, folder / f"needs_{name}", ["train_grpo.py", *flags], **env)
+        assert ended.code == 2, ended
+        assert ended.errors == (
+            f"error: {begins} needs {file}, which is not in this folder; restore it, or leave "
+            f"{begins.partition('=')[0]} out\n"
+        )
+
+
+# What remains imported at the end of a run.
+IMPORTED = """
+import runpy, sys
+runpy.run_path("train_grpo.py", run_name="__main__")
+rooms = ("extras", "tools", "loss_pallas")
+print("imported:", *sorted(name for name in sys.modules if name.partition(".")[0] in rooms))
+"""
+
+
+def test_a_plain_run_imports_of_the_side_files_the_report_alone(tmp_path: Path) -> None:
+    done = start(REPO, tmp_path / "run", ["-c", IMPORTED])
+    assert done.code == 0, done.errors
+    assert done.lines.splitlines()[-1] == "imported: extras extras.report"
+    assert {"summary.json", "report.html"} <= {file.name for file in (tmp_path / "run").iterdir()}
+    assert "\nverdict: none yet: it needs 10 steps, and the run has 1\n" in done.lines

@@ -307,10 +307,10 @@ def read_layers(
         layers = dict.fromkeys(lower, TINY_LAYER) | layers
         settings = overlay(settings, lower, TINY_YIELDS)
     cfg = Config(**settings)
-    told = "\n".join(mistakes).upper()
+    mistaken = "\n".join(mistakes).upper()
     for line in contradictions(cfg):
         # A contradiction with a setting that another line names may not exist.
-        if not any(name in told for name in re.findall("[A-Z_]{4,}", line)):
+        if not any(name in mistaken for name in re.findall("[A-Z_]{4,}", line)):
             mistakes.append(line)
     if mistakes:
         raise UserMistake("\n".join(mistakes))
@@ -445,8 +445,8 @@ def load(
         fail(error)
     layers |= {name.lower(): ".env" for name in dotenv}
     about_run = () if answers else notes(cfg, layers)
-    told = [f"note: {line}" for line in (*about_run, *ignored_names(env))]
-    return cfg, args, [changed(cfg, layers), *told]
+    note_lines = [f"note: {line}" for line in (*about_run, *ignored_names(env))]
+    return cfg, args, [changed(cfg, layers), *note_lines]
 
 
 if __name__ == "__main__":

@@ -107,17 +107,19 @@ def evaluation_record(
     accuracy, error = pass_at(correct, 1), standard_error(correct)
     # Of the powers of two, and of n.
     shown = [k for k in range(1, n + 1) if k == n or k & (k - 1) == 0]
-    more = {f"pass_at_{k}": pass_at(correct, k) for k in shown}
+    estimates = {f"pass_at_{k}": pass_at(correct, k) for k in shown}
     judge = run.rollout.functions[0].__name__  # says what is right
     if n > 1 and judge == "reward_correct":
         texts = texts_of(run.rollout, evaluation.prompts, evaluation)
-        more[f"maj_at_{n}"] = majority_accuracy(correct, texts)
+        estimates[f"maj_at_{n}"] = majority_accuracy(correct, texts)
     ending = f"accuracy={accuracy:.4f} accuracy_se={error:.4f} accuracy_of={judge}"
-    ending += "".join(f" {k}={x:.4f}" for k, x in more.items() if k.endswith(f"_{n}") and n > 1)
+    if n > 1:
+        shown_names = [name for name in estimates if name.endswith(f"_{n}")]
+        ending += "".join(f" {name}={estimates[name]:.4f}" for name in shown_names)
     decoding = "sampled" if run.rollout.eval_sampling.temperature else "greedy"
     ending += f" decoding={decoding} t={seconds:.2f}s"
     records = {f"{prefix}/accuracy": accuracy, f"{prefix}/accuracy_se": error}
-    records |= {f"{place}/{name}": value for name, value in more.items()}
+    records |= {f"{place}/{name}": value for name, value in estimates.items()}
     records[f"{prefix}/questions_global"] = questions
     records |= completion_records(f"{prefix}/", run.rollout, evaluation)
     records[f"time/{prefix}/step_s"] = seconds
@@ -169,10 +171,10 @@ def majority_accuracy(correct: np.ndarray, texts: list[str]) -> float:
     answers = iter(map(extract_answer, texts))
     chosen = []
     for samples in correct:
-        given = [(next(answers), right) for right in samples]
-        given = [(answer, right) for answer, right in given if not np.isnan(right)]
-        if given:
-            counts = collections.Counter(answer for answer, _ in given)
+        pairs = [(next(answers), is_right) for is_right in samples]
+        pairs = [(answer, is_right) for answer, is_right in pairs if not np.isnan(is_right)]
+        if pairs:
+            counts = collections.Counter(answer for answer, _ in pairs)
             frequent = counts.most_common(1)[0][0]
-            chosen.append(next(right for answer, right in given if answer == frequent))
+            chosen.append(next(is_right for answer, is_right in pairs if answer == frequent))
     return mean_of(np.array(chosen))

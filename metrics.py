@@ -70,13 +70,16 @@ def of_all_tokens(
 def merge_updates(updates: list[dict[str, float]]) -> dict[str, float]:
     """The metrics of a step from those of its updates: extremes as loss.MERGE says, else means.
 
-    An update that is finite is left out where it has no value. One that has learnt nothing has
-    fewer metrics.
+    A NaN of a finite update is no value and is left out. An update without a sequence to learn from
+    has fewer metrics.
     """
     merged = {}
     for name in dict.fromkeys(name for update in updates for name in update):
-        there = [x for x in updates if name in x]
-        values = [x[name] for x in there if what_is_not_finite(x) or not math.isnan(x[name])]
+        values = [
+            update[name]
+            for update in updates
+            if name in update and (what_is_not_finite(update) or not math.isnan(update[name]))
+        ]
         merged[name] = float(MERGE.get(name, np.mean)(values)) if values else math.nan
     return merged
 

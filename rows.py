@@ -278,8 +278,8 @@ def fill_rows(
     for members in groups:
         number, tokens = batch.prompt_of(members[0]), sum(lengths[i] for i in members)
         prompt = len(batch.prompts[number].ids) - 1
-        whole = tokens <= most.C and len(members) <= most.Q
-        for part in [members] if whole else [[i] for i in members]:
+        fits = tokens <= most.C and len(members) <= most.Q
+        for part in [members] if fits else [[i] for i in members]:
             C = sum(lengths[i] for i in part)
             for row, free in zip(rows, room, strict=True):
                 S = 0 if free[2] == number else prompt
@@ -325,8 +325,9 @@ def pack(batch: Batch, rows: Sequence[Sequence[int]], widths: Widths, pad_id: in
             places[x, j, : lengths[i]] = np.arange(span.start, span.stop)
             if support is not None:
                 support[x, span] = batch.support[i, : lengths[i]]
-            given = batch.prompts[p].ids
-            at = write(x, at, [given[-1], *drawn[:-1].tolist()], len(given) - 1, prompts.index(p))
+            *_, last_id = prompt_ids = batch.prompts[p].ids
+            inputs = [last_id, *drawn[:-1].tolist()]
+            at = write(x, at, inputs, len(prompt_ids) - 1, prompts.index(p))
     index = sequences.reshape(-1)  # [R]
     used = index >= 0
     optional = {name: getattr(batch, name) for name in ("old_logps", "ref_logps", "top_mask")}

@@ -1,15 +1,14 @@
 """Prompts -> completions and their sampling log-probabilities, by the device programs of this file.
 
-Dimensions: R sequences of a rollout pass over all processes, b sequences of a pass or of a step on
-this process; G = R/share prompts, each shared by `share` consecutive sequences; S+1 padded prompt
-tokens, T padded completion tokens, V vocabulary, U places of a support: the tokens that the filters
-leave to be drawn.
+Dimensions: R sequences of a rollout pass over all processes; G = R/share prompts, each shared by
+`share` consecutive sequences; S+1 padded prompt tokens, T padded completion tokens, V vocabulary,
+U places of a support, the tokens that pass the filters.
 """
 
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +24,9 @@ from model.network import Compute, forward, forward_token, prefix_of
 from model.next_token import Sampling, draw_tokens, support_size
 from model.params import Params, arrange_layers, lm_head, on_base, param_shardings, trained
 
+if TYPE_CHECKING:
+    from extras.sglang import SglangBackend
+
 STAGES, STAGE_TOKENS = 4, 128  # of decode, see stage_ends
 
 
@@ -37,16 +39,16 @@ class Stopping(NamedTuple):
 
 
 class Completions(NamedTuple):
-    """Completions of this process, on the host."""
+    """Completions of this process, on the host: of a pass or of a round, `count` of them."""
 
-    sequence_ids: np.ndarray  # [b] int32, the number of each in its round or its evaluation
-    completion_ids: np.ndarray  # [b, T] int32, right-padded
-    drawn_mask: np.ndarray  # [b, T] int32, 1 on the tokens that the policy has drawn
-    lengths: np.ndarray  # [b] int32 tokens, stop tokens and an environment's tokens included
-    sampling_logps: np.ndarray  # [b, T] float32 nats, of the distribution that was sampled
-    computed_tokens: np.ndarray  # [b] int32, how long the sequence had a place in the batch
-    support: np.ndarray | None = None  # [b, T, U] int32 ids, -1 in unused places
-    cut_tokens: np.ndarray | None = None  # [b] int32: how often MAX_SUPPORT cut a support
+    sequence_ids: np.ndarray  # [count] int32, the index of each in its round or its evaluation
+    completion_ids: np.ndarray  # [count, T] int32, right-padded
+    drawn_mask: np.ndarray  # [count, T] int32, 1 on the tokens that the policy has drawn
+    lengths: np.ndarray  # [count] int32 tokens, stop tokens and an environment's tokens included
+    sampling_logps: np.ndarray  # [count, T] float32 nats, of the distribution that was sampled
+    computed_tokens: np.ndarray  # [count] int32, decoding steps with the sequence in the batch
+    support: np.ndarray | None = None  # [count, T, U] int32 ids, -1 in unused places
+    cut_tokens: np.ndarray | None = None  # [count] int32, tokens whose support lost ids
 
 
 class NaiveBackend:
@@ -81,34 +83,43 @@ class NaiveBackend:
         """The completions of one rollout pass, those of a prompt one after the other.
 
         prompt_ids, prompt_mask: [prompts, S+1] int32, left-padded, each prompt of this process
-        once; the mask is 0 on padding. sequence_ids: [b] int32, the numbers of its sequences, in
-        ascending order. The random numbers with which a token is drawn follow from the key, the
-        sequence's number and the token's number alone, on whatever device the sequence is computed.
-        earlier: [b] int32, how many tokens of its completion a sequence's prompt ends with, in a
-        later turn; they count in the token's number and in MAX_LENGTH_SAMPLE, and the completions
-        do not have them again. None: the prompts have no such tokens.
+        once; the mask is 0 on padding. sequence_ids: [count] int32, in ascending order. The random
+        bits of a token follow from the key, the sequence's id and the token's index alone, on
+        whatever device the sequence is computed. earlier: [count] int32, in a later turn: the
+        tokens of the completion that the prompt ends with. They count in the token's index and in
+        MAX_LENGTH_SAMPLE, and are not returned again. None: there are no such tokens.
         """
         compute, stopping = self._rollout, self._stopping
         per_prompt = len(sequence_ids) // len(prompt_ids)
         per_shard = len(sequence_ids) * jax.process_count() // compute.layout.batch_shards
         # Of each prompt there are copies for its devices.
         copies = per_prompt // prompt_share(per_prompt, per_shard)
-        arrays = (np.repeat(x, copies, axis=0) for x in (prompt_ids, prompt_mask))
-        prompts = [shard_batch(x, compute.layout) for x in arrays]
-        how = {"sampling": sampling, "stopping": stopping}
-        prefix = prefill(self._weights, compute, *prompts)
-        ids = shard_batch(sequence_ids, compute.layout)
+        ids = shard_batch(np.repeat(prompt_ids, copies, axis=0), compute.layout)  # [G, S+1]
+        mask = shard_batch(np.repeat(prompt_mask, copies, axis=0), compute.layout)  # [G, S+1]
+        prefix = prefill(self._weights, compute, ids, mask)
         # A turn is mostly short, and programs of smaller batches would have to be compiled for it.
         drop = self._drop_ended and earlier is None
         earlier = np.zeros_like(sequence_ids) if earlier is None else earlier
-        width = stage_ends(stopping.max_new_tokens, compute.layer_loop)[0]
-        of_sequences = ids, shard_batch(earlier, compute.layout)
-        state = begin(compute, *prompts, prefix, *of_sequences, key, width=width, **how)
-        found = join(decode_all(self._weights, compute, state, drop=drop, **how))
-        order = np.argsort(found["sequence_ids"])  # They left the batch in another order.
-        found = {name: x[order] for name, x in found.items()}
-        mask = np.arange(stopping.max_new_tokens) < found["lengths"][:, None]  # [b, T]
-        return Completions(drawn_mask=mask.astype(np.int32), **found)
+        state = begin(
+            compute,
+            ids,
+            mask,
+            prefix,
+            shard_batch(sequence_ids, compute.layout),
+            shard_batch(earlier, compute.layout),
+            key,
+            width=stage_ends(stopping.max_new_tokens, compute.layer_loop)[0],
+            sampling=sampling,
+            stopping=stopping,
+        )
+        parts = decode_all(
+            self._weights, compute, state, sampling=sampling, stopping=stopping, drop=drop
+        )
+        arrays = join(parts)
+        order = np.argsort(arrays["sequence_ids"])  # They left the batch in another order.
+        arrays = {name: x[order] for name, x in arrays.items()}
+        is_drawn = np.arange(stopping.max_new_tokens) < arrays["lengths"][:, None]  # [count, T]
+        return Completions(drawn_mask=is_drawn.astype(np.int32), **arrays)
 
     def release(self) -> None:
         """Frees the copy of the weights, until the next update_weights."""
@@ -118,7 +129,7 @@ class NaiveBackend:
         """Does nothing; other backends end what they have started."""
 
 
-Backend = NaiveBackend  # in annotations; SglangBackend of extras/sglang.py has the same functions
+Backend: TypeAlias = "NaiveBackend | SglangBackend"  # what samples; both have the same methods
 
 
 # ---- Copies of the weights -----------------------------------------------------------------------
@@ -173,16 +184,17 @@ def decode_all(
             # decode takes over the memory of the state, so the state has to be there: on a CPU
             # decode would wait forever for a state that did not fit into memory.
             state = jax.block_until_ready(state)
-            how = {"sampling": sampling, "stopping": stopping}
-            state = decode(params, compute, state, np.int32(fewest), **how)
+            state = decode(
+                params, compute, state, np.int32(fewest), sampling=sampling, stopping=stopping
+            )
             t, live = int(state.t), int(state.live)
             bar.update(t - bar.n)
             if live == 0 or t == T:
                 leave(state.sequence_ids, state.drawn, t)
                 return all_left
             if live <= fewest:
-                size = min(n for n in sizes if n >= live)
-                sizes = [n for n in sizes if n < size]
+                size = min(size for size in sizes if size >= live)
+                sizes = [smaller for smaller in sizes if smaller < size]
                 state, sequence_ids, drawn = drop_sequences(compute, state, size=size)
                 leave(sequence_ids, drawn, t)
             if t == state.width():

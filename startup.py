@@ -578,11 +578,10 @@ def imported_files(main: Path) -> list[Path]:
             for alias in node.names:
                 name = folder.joinpath(*f"{module}.{alias.name}".strip(".").split("."))
                 paths = [path for path in (name, *name.parents) if folder in path.parents]
-                found = {
-                    x for p in paths for x in (p.with_suffix(".py"), p / "__init__.py")
-                } - known
-                files += sorted(file for file in found if file.is_file())
-                known |= found
+                candidates = {path.with_suffix(".py") for path in paths}
+                candidates |= {path / "__init__.py" for path in paths}
+                files += sorted(file for file in candidates - known if file.is_file())
+                known |= candidates
     return files
 
 
@@ -604,14 +603,14 @@ def facts_of(run: Run) -> dict[str, str]:
     }
     files = [*run.folder.glob("*.json"), *run.folder.glob("*.safetensors")]
     versions = {f"the version of {name}": x for name, x in hosts.versions().items()}
-    more = {
+    others = {
         "our code": hosts.code_digest(REPO),
         "the list of the model's files": digest_of(
             sorted((file.name, file.stat().st_size) for file in files)
         ),
         "the questions of evaluations": digest_of(run.eval_prompts),
     }
-    return settings | made_with_of(run) | more | versions
+    return settings | made_with_of(run) | others | versions
 
 
 def digest_of(values: Sequence[Any]) -> str:

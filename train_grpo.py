@@ -5,14 +5,14 @@ the others of its prompt, and makes the better ones more likely. Read `main` fro
 formulas are in loss.py, what happens in a rollout in rollout.py, the programs that run on devices
 in sampling.py and update.py; startup.py has all that comes before the first step, and the export.
 
-Dimensions: P prompts of a step, K completions per prompt, B = P*K sequences, R places for sequences
-in a micro-batch. P, B and R count all processes together; b is this process's part of B. T padded
-completion tokens: MAX_LENGTH_SAMPLE in the rollout, and after it one of a few widths, which holds
-the longest completion of the step (completion_width in rows.py).
+Dimensions: P prompts of a step, K completions per prompt, B = P*K sequences of the step, of which
+local_batch are those of this process; R sequences of a micro-batch, of all processes. T padded
+completion tokens: MAX_LENGTH_SAMPLE in the rollout, and after it one of a few widths that holds the
+longest completion of the step (completion_width in rows.py).
 
-On the way a question is a data.Prompt, and what one process samples are Completions (sampling.py).
-From gather_batch on, a Batch holds all sequences in NumPy arrays on every process. A MicroBatch
-holds some of them in rows on the devices; rows.py has a picture of such a row.
+A question is a data.Prompt, and what this process samples are Completions (sampling.py). From
+gather_batch on, a Batch has all sequences in NumPy arrays on every process. A MicroBatch has some
+of them in rows on the devices; rows.py has a picture of such a row.
 
 This departs from the GRPO paper (arXiv 2402.03300) in four points, as most of the field does:
  1. The loss is the mean over all completion tokens of an update, which by default is the step,

@@ -28,9 +28,9 @@ def table(page: str, heading: str) -> list[list[str]]:
     return rows
 
 
-def test_the_table_of_fifteen_settings_has_their_defaults() -> None:
+def test_the_table_of_ten_settings_has_their_defaults() -> None:
     rows = table(README, "Settings")
-    assert len(rows) == 15
+    assert len(rows) == 10
     for name, default, _ in rows:
         text = settings.to_text(SETTINGS[name].default).strip('"')
         assert default == (text or "empty"), name
@@ -45,11 +45,15 @@ def test_every_settings_of_an_objective_is_accepted() -> None:
         config.Config.from_env({"MODEL_PATH": "m", "STEPS": "100", **env})
 
 
-def test_the_table_of_files_names_files_of_the_top_level_once() -> None:
-    rows = table(README, "Read these files in this order")
-    named = re.findall(r"`(\w+\.py|\w+/)`", " ".join(row[0] for row in rows))
-    assert len(named) == len({*named}) and {"model/", "infra/", "tools/"} < {*named}
-    assert [name for name in named if not (REPO / name).exists()] == []
+def test_the_files_of_the_evening_and_of_the_next_day_are_those_of_the_code() -> None:
+    """The evening has ten files."""
+    section = README.partition("## Tonight, tomorrow")[2].partition("\n| unit")[0]
+    evening, tomorrow, never = section.split("\n* ")[1:]
+    named = {text: re.findall(r"`([\w/]+\.py|\w+/)`", text) for text in (evening, tomorrow, never)}
+    assert len(named[evening]) == 10
+    everything = sum(named.values(), [])
+    assert [name for name in everything if not (REPO / name).exists()] == []
+    assert {"infra/", "extras/", "tools/", "model/"} <= {*everything}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -83,8 +83,8 @@ def load_weights(run: Run) -> tuple[Params, int]:
                 raise UserMistake(f"{source.folder}: {name} was {before} and is {now}; set it back")
         checkpoint.stop_if_other_arrays(wanted, record, part=True)
 
-    if source and (found := source.restore(wanted, check, step)):
-        arrays, record = found
+    if source and (restored := source.restore(wanted, check, step)):
+        arrays, record = restored
         print(f"weights={source.folder}/{record['step']}", flush=True)
         return on_base(read_base(run.folder, compute), arrays["state"].params), record["step"]
     if source:

@@ -77,16 +77,25 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | No
     began = time.perf_counter()
     backend = None
     try:
-        hosts.start_jax(cfg)
+        hosts.start_jax(cfg.jax_compilation_cache_dir, cfg.init_timeout_s)
         run = set_up(cfg)
         name = f"runs/{cfg.wandb_name or Path(cfg.model_path).name}"
         out = checkpoint.output_folder(cfg.output_dir, name)
-        checkpoints = checkpoint.open_checkpoints(cfg, out)
+        checkpoints = checkpoint.open_checkpoints(
+            out, cfg.checkpoint_dir, cfg.save_keep, cfg.save_every_steps
+        )
         backend = make_backend(run)
         with program("what holds the weights and the optimizer's state"):
             model, optimizer = run.learner.compute.model, run.learner.optimizer
             wanted = {"state": abstract_state(model, run.learner.compute.layout.mesh, optimizer)}
-            arrays, progress = checkpoint.begin(cfg, out, checkpoints, made_with_of(run), wanted)
+            arrays, progress = checkpoint.begin(
+                out,
+                checkpoints,
+                made_with_of(run),
+                wanted,
+                resume=cfg.resume,
+                steps=cfg.steps,
+            )
             base = read_base(run.folder, run.learner.compute)
             run = dataclasses.replace(run, learner=dataclasses.replace(run.learner, base=base))
             if arrays:
@@ -101,7 +110,9 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | No
         log = open_log(run, out, progress)
         reviewer = open_reviewer(out, log)
         life = Lifecycle(
-            cfg=cfg,
+            steps=cfg.steps,
+            save_every_steps=cfg.save_every_steps,
+            eval_every_steps=cfg.eval_every_steps,
             out=out,
             log=log,
             checkpoints=checkpoints,
@@ -621,7 +632,8 @@ def digest_of(values: Sequence[Any]) -> str:
 if __name__ == "__main__":
     with hosts.ending_together():
         try:
-            hosts.start_jax(config.load([])[0])
+            cfg, *_ = config.load([])
+            hosts.start_jax(cfg.jax_compilation_cache_dir, cfg.init_timeout_s)
         except UserMistake as error:
             fail(error)
         print("versions", *(f"{name}={x}" for name, x in hosts.versions().items()))

@@ -1,19 +1,19 @@
-"""Checkpoints of a run: orbax saves them while the run goes on, and restores them onto any mesh.
+"""The checkpoints of a run, the folders that hold them, and how a run goes on from a checkpoint.
 
 Checkpoint N holds what a run needs to go on after N steps as if it had never stopped: the arrays of
-the training state, and a record (JSON: what the results follow from, rounds of sampling,
-evaluations). The reference of BETA is read from MODEL_PATH again. Only a complete checkpoint
-counts. The record also holds a checksum of every array, which does not depend on how the array is
-sharded, and a checksum of the record. Arrays or a record that do not match their checksums are
-never restored.
+the training state, and a record in JSON (Progress). The reference of BETA is read from MODEL_PATH
+again. orbax saves checkpoints while the run goes on, and restores them onto any mesh. The record
+has a checksum of each array, which does not depend on the sharding, and a checksum of itself. A
+checkpoint that is incomplete, or does not match its checksums, is never restored.
 
-A folder belongs to one run. RUN, a file in OUTPUT_DIR, says which: what the run's results follow
+A folder belongs to one run. run.json in OUTPUT_DIR says to which: what the run's results follow
 from, and the checkpoint of another run with which it began. A run goes on only in its own folders.
 A new run and a fork need empty ones, so that nobody's records are moved or lost. A fork saves a
 checkpoint of its own before its first record.
 """
 
 import errno
+import functools
 import hashlib
 import json
 import math
@@ -33,18 +33,39 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 
-from infra import hosts
 from infra.chips import program
-from infra.hosts import end_process, ending_together, gather_texts, lost_contact
+from infra.hosts import end_process, ending_together, gather_texts, lost_contact, told_by_all
 from infra.log import FILES, LOCK, replace_file
-from infra.mistakes import Unwritable, UserMistake, in_one_line
+from infra.mistakes import Unwritable, UserMistake, in_one_line, writing
 
+RUN = "run.json"  # in OUTPUT_DIR; see write_run
 RECORD, ARRAYS = "record", "arrays"  # the items of a checkpoint, folders in its folder
 FORMAT = 2  # of the record; other versions of this code may write other ones
 SAVE_LIMIT_S = 1200  # the time in which all processes must have written a checkpoint
 
 
-class Preserved(ocp.checkpoint_managers.PreservationPolicy):
+@dataclass
+class Progress:
+    """Which run it is, and its progress; the record of a checkpoint has all of these values."""
+
+    made_with: dict[str, str] = field(default_factory=dict)  # all that its results follow from
+    step: int = 0  # steps done
+    rounds: int = 0  # rounds of sampling done; each takes the next prompts
+    not_finite: int = 0  # steps in a row whose loss or gradient was not finite
+    evals: dict[int, float] = field(default_factory=dict)  # accuracy at each step
+    forked_from: str = ""  # the checkpoint of another run with which this run began
+    run_id: str = ""  # also of the run in W&B
+
+
+def record_of(progress: Progress) -> dict[str, Any]:
+    """The progress as JSON values; the keys of JSON are texts, so that `evals` becomes pairs."""
+    return asdict(progress) | {"evals": [*progress.evals.items()]}
+
+
+# ---- The checkpoints in a folder -----------------------------------------------------------------
+
+
+class NewestAndBest(ocp.checkpoint_managers.PreservationPolicy):
     """Which checkpoints stay when a new one is saved: the newest `keep` (0: all), and the best one.
 
     The best one has the highest accuracy among the evaluations that are known now. orbax's own
@@ -52,12 +73,18 @@ class Preserved(ocp.checkpoint_managers.PreservationPolicy):
     """
 
     def __init__(self, keep: int) -> None:
-        self.keep, self.evals = keep, {}  # evals: {step: accuracy}
+        self.keep = keep
+        self.evals: dict[int, float] = {}  # the accuracy at each step
 
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+    def should_preserve(
+        self,
+        checkpoints: Sequence[ocp.checkpoint_managers.PolicyCheckpointInfo],
+        *,
+        context: ocp.checkpoint_managers.PreservationContext,
+    ) -> list[bool]:
         steps = [checkpoint.step for checkpoint in checkpoints]
-        known = [step for step in steps if self.evals.get(step, math.nan) >= 0]
-        best = max(known, key=self.evals.get, default=-1)
+        evaluated = [step for step in steps if self.evals.get(step, math.nan) >= 0]
+        best = max(evaluated, key=lambda step: self.evals[step], default=-1)
         return [step in steps[-self.keep :] or step == best for step in steps]
 
 
@@ -81,8 +108,7 @@ class Checkpoints:
         except Exception as error:  # gs:// needs gcsfs, whose errors have no common base
             name = "RESUME" if read_only else "CHECKPOINT_DIR"
             raise UserMistake(f"{name}={self.folder}: {_reason(error)}") from None
-        self._read_only, self._policy = read_only, Preserved(keep)
-        self._manager: ocp.CheckpointManager | None = None
+        self._read_only, self._policy = read_only, NewestAndBest(keep)
         self._damaged: list[int] = []
         self._saving = -1  # the step whose checkpoint is being saved
         self.newest, self.shared = -1, True
@@ -91,28 +117,28 @@ class Checkpoints:
         """The steps of the checkpoints that look complete, in order."""
         if not self.shared:
             return []
-        there = not self.local or Path(self.folder).is_dir()
-        everywhere = gather_texts("yes" if there else "")
-        if any(everywhere) and not all(everywhere):
+        exists = not self.local or Path(self.folder).is_dir()
+        answers = gather_texts("yes" if exists else "")
+        if any(answers) and not all(answers):
             raise UserMistake(f"{self.folder} exists on some hosts and not on others")
-        steps = sorted(self._open().all_steps()) if there else []
+        steps = sorted(self._manager.all_steps()) if exists else []
         return json.loads(gather_texts(json.dumps(steps))[0])  # process 0 decides
 
-    def _open(self) -> ocp.CheckpointManager:
-        if self._manager is None:
-            options = ocp.CheckpointManagerOptions(
-                create=not self._read_only,
-                cleanup_tmp_directories=not self._read_only,  # those that are half-written
-                save_root_metadata=False,
-                preservation_policy=self._policy,
-                async_options=ocp.AsyncOptions(
-                    SAVE_LIMIT_S,
-                    barrier_sync_fn=self._barrier if jax.process_count() > 1 else None,
-                    create_directories_asynchronously=False,  # its failure would be told late
-                ),
-            )
-            self._manager = ocp.CheckpointManager(self.folder, options=options)
-        return self._manager
+    @functools.cached_property
+    def _manager(self) -> ocp.CheckpointManager:
+        """orbax's manager, which makes the folder unless it is read-only."""
+        options = ocp.CheckpointManagerOptions(
+            create=not self._read_only,
+            cleanup_tmp_directories=not self._read_only,  # those that are half-written
+            save_root_metadata=False,
+            preservation_policy=self._policy,
+            async_options=ocp.AsyncOptions(
+                SAVE_LIMIT_S,
+                barrier_sync_fn=self._barrier if jax.process_count() > 1 else None,
+                create_directories_asynchronously=False,  # its failure would be reported late
+            ),
+        )
+        return ocp.CheckpointManager(self.folder, options=options)
 
     # ---- Saving ----------------------------------------------------------------------------------
 
@@ -120,7 +146,7 @@ class Checkpoints:
         """Begins to save the arrays, which may change as soon as this returns. It saves nothing if
         the step has a checkpoint, or if the processes see no common folder.
 
-        record: JSON values; "step" is how many steps the run has done, and "evals" has pairs of a
+        record: JSON values; "step" is the number of steps that are done, and "evals" has pairs of a
         step and the accuracy after it. Raises Unwritable.
         """
         step = record["step"]
@@ -134,10 +160,10 @@ class Checkpoints:
         items = {ARRAYS: ocp.args.PyTreeSave(arrays), RECORD: ocp.args.JsonSave(record)}
         try:
             while self._damaged:
-                self._open().delete(self._damaged.pop())
-            self._open().save(step, args=ocp.args.Composite(**items), force=True)
+                self._manager.delete(self._damaged.pop())
+            self._manager.save(step, args=ocp.args.Composite(**items), force=True)
         except Exception as error:  # the storage's errors have no common base
-            self._stop(error)
+            self._raise_unwritable(error)
 
     def check(self) -> None:
         """Raises Unwritable if the save in the background has failed; it does not wait for it."""
@@ -151,23 +177,23 @@ class Checkpoints:
         try:
             self._manager.wait_until_finished()
         except Exception as error:
-            self._stop(error)
+            self._raise_unwritable(error)
         self.newest, self._saving = self._saving, -1
 
-    def _stop(self, error: Exception) -> NoReturn:
+    def _raise_unwritable(self, error: Exception) -> NoReturn:
         if lost_contact(error):
             raise error
         raise Unwritable(self._failure(error)) from None
 
     def _failure(self, error: BaseException) -> str:
-        left = f"step {self.newest} stays the newest" if self.newest >= 0 else "there is none yet"
+        kept = f"step {self.newest} stays the newest" if self.newest >= 0 else "there is none yet"
         return (
             f"checkpoint of step {self._saving} cannot be written to {self.folder}: "
-            f"{_reason(error)}; {left}"
+            f"{_reason(error)}; {kept}"
         )
 
     def _barrier(self, *, key: str, timeout_ms: int) -> None:
-        """Where orbax's threads of all processes wait for each other. A process whose part of a
+        """Waits until orbax's threads of all processes have come here. A process whose part of a
         save has failed ends here, because the others would wait for it for SAVE_LIMIT_S."""
         error = sys.exc_info()[1]
         if error and threading.current_thread() is not threading.main_thread():
@@ -180,64 +206,72 @@ class Checkpoints:
     def restore(
         self,
         wanted: Any,
-        check: Callable[[dict[str, Any]], None],
+        validate: Callable[[dict[str, Any]], None],
         step: int | None = None,
     ) -> tuple[Any, dict[str, Any]] | None:
         """The arrays and the record of the newest checkpoint that is complete, or None.
 
-        wanted: the shapes, dtypes and shardings of the arrays. check: raises UserMistake if this
+        wanted: the shapes, dtypes and shardings of the arrays. validate: raises UserMistake if this
         run may not go on from a checkpoint with this record. step: the only step to try.
         Arrays of the checkpoint that are not wanted are not read.
         If some process cannot read a checkpoint, this prints a line and tries the next older one.
         Raises UserMistake if there are checkpoints and none of them can be read.
         """
-        tried = [each for each in self.steps() if step in (None, each)]
-        for each in reversed(tried):
+        candidates = [saved for saved in self.steps() if step in (None, saved)]
+        for saved in reversed(candidates):
             arrays = None
-            record, wrong = _read_by_all(self._read, each)
-            if not wrong:
-                check(record)
-                arrays, wrong = _read_by_all(self._restore, each, wanted)
-            if not wrong and not checksums_by_name(arrays).items() <= record["arrays"].items():
-                wrong = "its arrays are not what was saved"
-            if not wrong:
-                self.newest = each
+            record, failure = _read_on_all(functools.partial(self._read_record, saved))
+            if not failure:
+                validate(record)
+                read = functools.partial(self._read_arrays, saved, wanted)
+                arrays, failure = _read_on_all(read)
+            if not failure and not checksums_by_name(arrays).items() <= record["arrays"].items():
+                failure = "its arrays are not what was saved"
+            if not failure:
+                self.newest = saved
                 return arrays, record
-            self._damaged.append(each)
-            line = f"checkpoint {self.folder}/{each} is damaged and passed over: {wrong}"
+            self._damaged.append(saved)
+            line = f"checkpoint {self.folder}/{saved} is damaged and passed over: {failure}"
             print(line, flush=True)
-        if tried:
+        if candidates:
             raise UserMistake(
-                f"the checkpoints of step {', '.join(map(str, tried))} in {self.folder} cannot be "
-                f"read; begin a new run in a new folder"
+                f"the checkpoints of step {', '.join(map(str, candidates))} in {self.folder} "
+                f"cannot be read; begin a new run in a new folder"
             )
         return None
 
-    def _read(self, step: int) -> dict[str, Any]:
+    def _read_record(self, step: int) -> dict[str, Any]:
         args = ocp.args.Composite(**{RECORD: ocp.args.JsonRestore()})
-        record = dict(self._open().restore(step, args=args)[RECORD])
+        record = dict(self._manager.restore(step, args=args)[RECORD])
         if record.pop("sha256", None) != digest_of(record) or record["step"] != step:
             raise ValueError("its record is not what was saved")
         if record.get("format") != FORMAT:
             raise ValueError("another version of this code has saved it")
         return record
 
-    def _restore(self, step: int, wanted: Any) -> Any:
-        how = ocp.checkpoint_utils.construct_restore_args(wanted)
-        args = ocp.args.PyTreeRestore(wanted, restore_args=how, partial_restore=True)
-        return self._open().restore(step, args=ocp.args.Composite(**{ARRAYS: args}))[ARRAYS]
+    def _read_arrays(self, step: int, wanted: Any) -> Any:
+        as_wanted = ocp.checkpoint_utils.construct_restore_args(wanted)
+        args = ocp.args.PyTreeRestore(wanted, restore_args=as_wanted, partial_restore=True)
+        return self._manager.restore(step, args=ocp.args.Composite(**{ARRAYS: args}))[ARRAYS]
 
 
-def _read_by_all(read: Callable[..., Any], *arguments: Any) -> tuple[Any, str]:
-    """What `read` returns, and why a process could not read a checkpoint; "" if all could."""
-    value, wrong = None, ""
+def _read_on_all(read: Callable[[], Any]) -> tuple[Any, str]:
+    """The value of `read`, and why a process could not read a checkpoint; "" if all could."""
+    value, failure = None, ""
     try:
-        value = read(*arguments)
+        value = read()
     except Exception as error:  # damaged files raise errors of any kind
         if "RESOURCE_EXHAUSTED" in str(error):  # the checkpoint is not to blame
             raise
-        wrong = _reason(error)
-    return value, next((text for text in gather_texts(wrong) if text), "")
+        failure = _reason(error)
+    return value, next((text for text in gather_texts(failure) if text), "")
+
+
+def _reason(error: BaseException) -> str:
+    """The message of the system if one is in the error's text, else this text in one line."""
+    text = in_one_line(error, with_type=False)
+    known = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.ENOTDIR)
+    return next((os.strerror(n) for n in known if os.strerror(n) in str(error)), text)
 
 
 # ---- Checksums -----------------------------------------------------------------------------------
@@ -278,91 +312,39 @@ def digest_of(record: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
-def _reason(error: BaseException) -> str:
-    """The message of the system if one is in the error's text, else this text in one line."""
-    text = in_one_line(error, with_type=False)
-    known = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.ENOTDIR)
-    return next((os.strerror(n) for n in known if os.strerror(n) in str(error)), text)
-
-
-# ---- Whether and where a run goes on -------------------------------------------------------------
-
-
-RUN = "run.json"  # says whose folder it is; see write_run
-
-
-@dataclass
-class Progress:
-    """Which run it is, and how far it is; the record of a checkpoint holds all of it."""
-
-    made_with: dict[str, str] = field(default_factory=dict)  # all that its results follow from
-    step: int = 0  # steps done
-    rounds: int = 0  # rounds of sampling done; each takes the next prompts
-    not_finite: int = 0  # steps in a row whose loss or gradient was not finite
-    evals: dict[int, float] = field(default_factory=dict)  # accuracy at each step
-    forked_from: str = ""  # the checkpoint of another run with which this run began
-    run_id: str = ""  # also of the run in W&B
-
-
-# ---- Folders -------------------------------------------------------------------------------------
+# ---- The folders of a run ------------------------------------------------------------------------
 
 
 def output_folder(output_dir: str, name: str) -> Path:
-    """OUTPUT_DIR, or a new folder NAME_UTC, the same on all processes; this run holds it."""
+    """OUTPUT_DIR, or a new folder NAME_UTC, the same on all processes; this run locks it."""
     chosen = output_dir or f"{name}_{datetime.now(UTC):%Y%m%d_%H%M%S}"
-    with hosts.told_by_all():
+    with told_by_all():
         if jax.process_index() == 0:
             while not output_dir and Path(chosen).exists():  # another run began in this second
                 chosen += "_2"
             hold(Path(chosen), f"OUTPUT_DIR={chosen}")
-    return Path(hosts.gather_texts(chosen)[0])
+    return Path(gather_texts(chosen)[0])
 
 
-def hold(folder: Path, name: str) -> None:
-    """Makes the folder and locks it against other runs, until this process ends in any way.
-
-    name: the setting and its value. Raises UserMistake if another run holds the folder, or if it
-    cannot be written.
-    """
-    import fcntl  # Windows has none, but there only config.py has to run
-
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)  # not inherited by children
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            who = os.pread(lock, 200, 0).decode(errors="replace")
-            raise UserMistake(
-                f"{name} belongs to another run, which is alive: {who}. Choose another folder, or "
-                f"wait until that run has ended"
-            ) from None
-        except OSError as error:  # some network file systems have no locks
-            why = f"{name} cannot be locked: {error.strerror}"
-            print(f"{why}; nothing stops a second run in this folder", flush=True)
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, f"process {os.getpid()} on {platform.node()}".encode(), 0)
-    except OSError as error:
-        raise UserMistake(f"{name} cannot be written: {error.strerror}") from None
-
-
-def open_checkpoints(cfg: Any, out: Path) -> Checkpoints:
+def open_checkpoints(
+    out: Path, checkpoint_dir: str, save_keep: int, save_every_steps: int
+) -> Checkpoints:
     """The run's checkpoints in CHECKPOINT_DIR, or in its output folder.
 
-    This run holds their folder. If the processes do not see the same folder, the run saves none.
+    This run locks their folder. If the processes do not see the same folder, the run saves none.
     Raises UserMistake for a folder that cannot be used.
     """
-    with hosts.told_by_all():
-        checkpoints = Checkpoints(cfg.checkpoint_dir or str(out / "checkpoints"), cfg.save_keep)
+    with told_by_all():
+        checkpoints = Checkpoints(checkpoint_dir or str(out / "checkpoints"), save_keep)
         folder = Path(checkpoints.folder)
         if checkpoints.local and jax.process_index() == 0 and folder != out.resolve():
             hold(folder, f"CHECKPOINT_DIR={folder}")
     if not checkpoints.local:
         return checkpoints
-    lock = folder / LOCK  # says which process holds the folder
-    told = lock.read_text(errors="replace") if lock.is_file() else ""
-    checkpoints.shared = len({*hosts.gather_texts(told)}) == 1
-    if not checkpoints.shared and cfg.save_every_steps:
+    lock = folder / LOCK
+    holder = lock.read_text(errors="replace") if lock.is_file() else ""
+    checkpoints.shared = len({*gather_texts(holder)}) == 1
+    if not checkpoints.shared and save_every_steps:
         print(
             f"no checkpoints: {folder} is not the same folder on all hosts; set CHECKPOINT_DIR to "
             f"one they share, such as gs://bucket/folder",
@@ -371,18 +353,30 @@ def open_checkpoints(cfg: Any, out: Path) -> Checkpoints:
     return checkpoints
 
 
-# ---- Whose folder it is --------------------------------------------------------------------------
+def hold(folder: Path, name: str) -> None:
+    """Makes the folder and locks it against other runs, until this process ends in any way.
 
+    name: the setting and its value. Raises UserMistake if another run has the lock, or if the
+    folder cannot be written.
+    """
+    import fcntl  # Windows has none, but there only config.py has to run
 
-def run_in(out: Path) -> dict[str, Any]:
-    """What RUN says of the run in this folder, on all processes; nothing if that run has ended
-    before its first record. Raises UserMistake if there are records and no RUN."""
-    text = "{}"
-    with hosts.told_by_all():
-        files = [out / name for name in FILES if (out / name).is_file()]
-        if jax.process_index() == 0 and any(file.stat().st_size for file in files):
-            text = (out / RUN).read_text(encoding="utf-8")
-    return json.loads(hosts.gather_texts(text)[0])
+    with writing(name, UserMistake):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)  # not inherited by children
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(lock, 200, 0).decode(errors="replace")
+            raise UserMistake(
+                f"{name} belongs to another run, which is alive: {holder}. Choose another folder, "
+                f"or wait until that run has ended"
+            ) from None
+        except OSError as error:  # some network file systems have no locks
+            failure = f"{name} cannot be locked: {error.strerror}"
+            print(f"{failure}; nothing stops a second run in this folder", flush=True)
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"process {os.getpid()} on {platform.node()}".encode(), 0)
 
 
 def write_run(out: Path, progress: Progress, newest: int) -> None:
@@ -391,99 +385,102 @@ def write_run(out: Path, progress: Progress, newest: int) -> None:
     newest: the newest step for which there is a complete checkpoint, or the last step of a run that
     is done; -1: the same command may begin the run again.
     """
-    values = {"run_id": progress.run_id, "forked_from": progress.forked_from, "newest": newest}
-    values["made_with"] = progress.made_with
+    values = {
+        "run_id": progress.run_id,
+        "forked_from": progress.forked_from,
+        "newest": newest,
+        "made_with": progress.made_with,
+    }
     if jax.process_index() == 0:
-        try:
+        with writing(out):
             replace_file(out / RUN, json.dumps(values, indent=1) + "\n")
-        except OSError as error:
-            raise Unwritable(f"{out} cannot be written: {error.strerror}") from None
 
 
-def what_changed(record: Mapping[str, Any], made_with: Mapping[str, str], what: str) -> str:
-    """A line that names what has changed since the record, or "".
-
-    made_with: all that the results follow from, now. what: has the record, such as "step 4".
-    """
-    before = record["made_with"]
-    changed = [
-        f"{name} was {before.get(name, 'not there')} and is {made_with.get(name, 'not there')}"
-        for name in {**before, **made_with}
-        if before.get(name) != made_with.get(name)
-    ]
-    text = f"{what} was made with other settings or files: {'; '.join(changed[:5])}"
-    return text if changed else ""
+def run_in(out: Path) -> dict[str, Any]:
+    """The values of RUN in this folder, on all processes; {} if its run has ended before its first
+    record. Raises UserMistake if there are records and no RUN."""
+    text = "{}"
+    with told_by_all():
+        files = [out / name for name in FILES if (out / name).is_file()]
+        if jax.process_index() == 0 and any(file.stat().st_size for file in files):
+            text = (out / RUN).read_text(encoding="utf-8")
+    return json.loads(gather_texts(text)[0])
 
 
 # ---- How a run begins ----------------------------------------------------------------------------
 
 
 def begin(
-    cfg: Any, out: Path, checkpoints: Checkpoints, made_with: dict[str, str], wanted: Any
+    out: Path,
+    checkpoints: Checkpoints,
+    made_with: dict[str, str],
+    wanted: Any,
+    *,
+    resume: str,
+    steps: int,
 ) -> tuple[Any, Progress]:
-    """The arrays and the progress with which a run begins; no arrays (None) if it begins with the
-    model.
+    """The arrays and the progress with which a run begins; the arrays are None if it begins with
+    the model.
 
     checkpoints: of this run. made_with: all that the results follow from. wanted: shapes, dtypes
-    and shardings of the arrays. Raises UserMistake for a folder or a checkpoint of another run, and
-    for a RESUME that names no checkpoint.
+    and shardings of the arrays. resume, steps: RESUME and STEPS. Raises UserMistake for a folder or
+    a checkpoint of another run, and for a RESUME that names no checkpoint.
     """
-    own, run, resume = checkpoints.steps(), run_in(out), cfg.resume
-    where = f"OUTPUT_DIR={out}" if run else f"CHECKPOINT_DIR={checkpoints.folder}"
+    saved_steps, run_json = checkpoints.steps(), run_in(out)
 
-    def stop(why: str) -> NoReturn:
-        raise UserMistake(f"{where} holds a run, and {why}; choose a new OUTPUT_DIR")
+    def refuse(why: str) -> NoReturn:
+        folder = f"OUTPUT_DIR={out}" if run_json else f"CHECKPOINT_DIR={checkpoints.folder}"
+        raise UserMistake(f"{folder} holds a run, and {why}; choose a new OUTPUT_DIR")
 
-    def stop_if_begun_otherwise(began: str) -> None:
-        """began: the checkpoint of another run with which the run in the folders began, or ""."""
-        known = [began, *(f"{checkpoints.folder}/{step}" for step in own[-1:])]
+    def refuse_other_origin(origin: str) -> None:
+        """origin: the checkpoint of another run with which the run in the folders began, or ""."""
+        known = [origin, *(f"{checkpoints.folder}/{step}" for step in saved_steps[-1:])]
         if resume != "auto" and not any(_names(resume, checkpoint) for checkpoint in known):
-            newest = f"step {own[-1]}" if own else "none"
-            stop(
+            newest = f"step {saved_steps[-1]}" if saved_steps else "none"
+            refuse(
                 f"RESUME={resume} is neither its newest checkpoint ({newest}) nor what it began "
-                f"with ({began or 'the model'})"
+                f"with ({origin or 'the model'})"
             )
 
-    def check(record: Mapping[str, Any]) -> None:
+    def validate(record: Mapping[str, Any]) -> None:
         after = f"step {record['step']}"
-        if own and run and run["run_id"] != record["run_id"]:
-            stop(f"CHECKPOINT_DIR={checkpoints.folder} holds another")
-        if own:
-            stop_if_begun_otherwise(record["forked_from"])
-        if cfg.steps < record["step"]:
-            raise UserMistake(f"STEPS={cfg.steps}, and the checkpoint is after {after}; raise it")
-        changed = what_changed(record, made_with, after)
-        if changed and own:
+        if saved_steps and run_json and run_json["run_id"] != record["run_id"]:
+            refuse(f"CHECKPOINT_DIR={checkpoints.folder} holds another")
+        if saved_steps:
+            refuse_other_origin(record["forked_from"])
+        if steps < record["step"]:
+            raise UserMistake(f"STEPS={steps}, and the checkpoint is after {after}; raise it")
+        changes = what_changed(record, made_with, after)
+        if changes and saved_steps:
             raise UserMistake(
-                f"{changed}; set it back, or choose a new OUTPUT_DIR with "
+                f"{changes}; set it back, or choose a new OUTPUT_DIR with "
                 f"RESUME={checkpoints.folder}, which goes on as changed"
             )
-        if changed:
-            print(f"RESUME={resume}: {changed}", flush=True)
+        if changes:
+            print(f"RESUME={resume}: {changes}", flush=True)
         stop_if_other_arrays(wanted, record)
 
-    if run and not own:  # the same command begins it again
-        stop_if_begun_otherwise(run["forked_from"])
-        if changed := what_changed(run, made_with, f"the run in {out}"):
-            raise UserMistake(f"{changed}; set it back, or choose a new OUTPUT_DIR")
-        if run["newest"] >= 0:
-            stop(f"no checkpoint of it is in {checkpoints.folder} (CHECKPOINT_DIR)")
-        resume = run["forked_from"] or "auto"  # the same one, also if the other run has gone on
-    source, step = (checkpoints, None) if own else checkpoint_source(resume)
-    found = source.restore(wanted, check, step) if source else None
-    if source and not found:
-        raise UserMistake(f"RESUME={resume} is not the folder of a complete checkpoint")
-    run_id = run.get("run_id") or secrets.token_hex(4)
-    if not found:
+    if run_json and not saved_steps:  # the same command begins it again
+        refuse_other_origin(run_json["forked_from"])
+        if changes := what_changed(run_json, made_with, f"the run in {out}"):
+            raise UserMistake(f"{changes}; set it back, or choose a new OUTPUT_DIR")
+        if run_json["newest"] >= 0:
+            refuse(f"no checkpoint of it is in {checkpoints.folder} (CHECKPOINT_DIR)")
+        resume = run_json["forked_from"] or "auto"  # this checkpoint, not a newer one
+    source, step = (checkpoints, None) if saved_steps else checkpoint_source(resume)
+    run_id = run_json.get("run_id") or secrets.token_hex(4)
+    if not source:
         return None, Progress(made_with, run_id=run_id)
-    arrays, record = found
+    restored = source.restore(wanted, validate, step)
+    if not restored:
+        raise UserMistake(f"RESUME={resume} is not the folder of a complete checkpoint")
+    arrays, record = restored
     progress = Progress(**{field.name: record[field.name] for field in fields(Progress)})
-    progress.made_with = made_with
-    progress.evals = dict(record["evals"])
-    print(f"resumed after step {progress.step} of {cfg.steps}", flush=True)
-    if not own:
-        began = f"{source.folder}/{progress.step}"
-        progress = replace(progress, evals={}, run_id=run_id, forked_from=began)
+    progress = replace(progress, made_with=made_with, evals=dict(record["evals"]))
+    print(f"resumed after step {progress.step} of {steps}", flush=True)
+    if not saved_steps:  # a fork
+        origin = f"{source.folder}/{progress.step}"
+        progress = replace(progress, evals={}, run_id=run_id, forked_from=origin)
     return arrays, progress
 
 
@@ -505,22 +502,33 @@ def checkpoint_source(resume: str) -> tuple[Checkpoints | None, int | None]:
     return Checkpoints(os.fspath(named), read_only=True), step
 
 
+def what_changed(record: Mapping[str, Any], made_with: Mapping[str, str], subject: str) -> str:
+    """A line that names what has changed since the record, or "".
+
+    made_with: all that the results follow from, now. subject: of the line, such as "step 4".
+    """
+    before = record["made_with"]
+    changes = [
+        f"{key} was {before.get(key, 'not there')} and is {made_with.get(key, 'not there')}"
+        for key in {**before, **made_with}
+        if before.get(key) != made_with.get(key)
+    ]
+    text = f"{subject} was made with other settings or files: {'; '.join(changes[:5])}"
+    return text if changes else ""
+
+
 def stop_if_other_arrays(wanted: Any, record: Mapping[str, Any], part: bool = False) -> None:
     """Raises UserMistake if the checkpoint with this record has other arrays than the wanted ones.
 
-    part: True if it may have more of them.
+    part: True if the checkpoint may have arrays beside the wanted ones.
     """
-    ours, theirs = names_of(wanted), record["arrays"]
-    other = [f"has no array {text}" for text in ours if text not in theirs]
+    names, saved = names_of(wanted), record["arrays"]
+    differences = [f"has no array {name}" for name in names if name not in saved]
     if not part:
-        other += [f"has {text}, unused by this run" for text in theirs if text not in ours]
-    if other:
+        differences += [f"has {name}, unused by this run" for name in saved if name not in names]
+    if differences:
         raise UserMistake(
-            f"the checkpoint of step {record['step']} {other[0]}: MODEL_PATH, OPTIMIZER, LORA_RANK "
-            f"and LORA_TARGETS have to be those of its run, and the code of the same version"
+            f"the checkpoint of step {record['step']} {differences[0]}: MODEL_PATH, OPTIMIZER, "
+            f"LORA_RANK and LORA_TARGETS have to be those of its run, and the code of the same "
+            f"version"
         )
-
-
-def record_of(progress: Progress) -> dict[str, Any]:
-    """What a checkpoint keeps beside its arrays, in JSON values."""
-    return asdict(progress) | {"evals": [*progress.evals.items()]}

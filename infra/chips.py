@@ -5,11 +5,14 @@ import math
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
 from infra.sizes import Sizes, derive, smaller_sizes
+
+if TYPE_CHECKING:
+    from config import Config
 
 OUT_OF_MEMORY_CODE = 3  # the exit code, which is also that of a --plan that does not fit
 
@@ -19,7 +22,7 @@ class Chip(NamedTuple):
 
     kinds: tuple[str, ...]  # its jax device_kind; a variant, such as a part of a GPU, has another
     tflops: float  # dense matmuls in bfloat16; of a GPU without bfloat16 in float32
-    hbm_gib: float  # what the TPU's compiler lets a program use, or what CUDA finds on a GPU
+    hbm_gib: float  # as the TPU's compiler lets a program use it, or as CUDA reports it
     hbm_gbps: float = math.inf  # GB/s of a TPU's memory
 
 
@@ -82,7 +85,7 @@ def has_bfloat16(device: jax.Device) -> bool:
 
 
 def memory_peaks() -> dict[str, float]:
-    """The most memory so far, in GiB: of this process, and of its devices if they tell."""
+    """The peak memory so far in GiB, of this process and of its devices, if they report it."""
     import resource  # Windows has none
 
     unit = 1 if sys.platform == "darwin" else 1024
@@ -96,11 +99,13 @@ def memory_peaks() -> dict[str, float]:
 def memory_bytes(device: jax.Device) -> float:
     """The bytes of a device's memory that programs may use; infinite if the device does not say."""
     chip = chip_of(device)
-    if chip in CHIPS.values():
+    if chip and chip in CHIPS.values():
         return chip.hbm_gib * 2**30
     try:
         return (device.memory_stats() or {}).get("bytes_limit", math.inf)
     except jax.errors.JaxRuntimeError:  # a GPU that is not here, for which a plan compiles
+        if not chip:
+            raise
         fraction = float(os.environ.get(MEM_FRACTION, OUR_MEM_FRACTION))
         return fraction * chip.hbm_gib * 2**30
 
@@ -109,43 +114,52 @@ def memory_bytes(device: jax.Device) -> float:
 
 
 @contextlib.contextmanager
-def program(name: str, sizes: tuple[str, ...] = ()) -> Iterator[None]:
-    """Notes on an error of jax which program has failed: the innermost around both the call and the
-    fetch of its results, where the error arrives. sizes: those that make the program smaller."""
+def program(name: str, size_settings: tuple[str, ...] = ()) -> Iterator[None]:
+    """Adds to an error of jax the name of the program that has failed: the innermost one around
+    both the call and the fetch of its results, where the error arrives.
+
+    size_settings: PASS_SIZES or MICRO_SIZES if a smaller size makes the program smaller.
+    """
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        error.program = getattr(error, "program", (name, sizes))
+        error.program = getattr(error, "program", (name, size_settings))
         raise
 
 
 def remedy(
-    cfg: Any, sizes: Sizes, processes: int, local_devices: int, names: tuple[str, ...]
+    cfg: "Config",
+    sizes: Sizes,
+    processes: int,
+    local_devices: int,
+    size_settings: tuple[str, ...],
 ) -> str:
-    """A sentence with what makes a program smaller: the next smaller size that leaves the step as
-    it is, if there is one. names: PASS_SIZES, MICRO_SIZES, or () if no size makes it smaller."""
-    if not names:
+    """Advice that makes a program smaller: the next smaller size that leaves the step as it is, if
+    there is one. size_settings: see `program`."""
+    if not size_settings:
         return "Use more devices; OPTIMIZER=sgd or lion, or BETA=0, need less"
-    smaller = smaller_sizes(cfg, sizes, processes, local_devices, names)
+    smaller = smaller_sizes(cfg, sizes, processes, local_devices, size_settings)
     if not smaller:
         return "Use more devices, or a lower MAX_LENGTH_SAMPLE or MAX_PROMPT_LENGTH"
     return "Try " + " ".join(f"{name.upper()}={size}" for name, size in smaller[-1].items())
 
 
 @contextlib.contextmanager
-def memory_errors_in_sizes(cfg: Any) -> Iterator[None]:
-    """Ends the program with a line if a device runs out of memory within: it has the program, if it
-    is known, what was asked for, and what to try."""
+def memory_errors_in_sizes(cfg: "Config") -> Iterator[None]:
+    """Ends the program with a line if a device runs out of memory within this context: the program
+    that has failed, if it is known, the memory that was requested, and what to try."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        name, names = getattr(error, "program", ("", ()))
-        what = f"{name} does not fit the memory of a device"
-        what = what if name else "the memory of a device ran out"
-        asked = " ".join(str(error).partition("RESOURCE_EXHAUSTED:")[2].split())[:200].rstrip(".")
-        where = jax.process_count(), jax.local_device_count()
-        text = f"error: {what}: {asked}. {remedy(cfg, derive(cfg, *where), *where, names)}"
-        print(text, file=sys.stderr)
+        name, size_settings = getattr(error, "program", ("", ()))
+        failure = f"{name} does not fit the memory of a device"
+        failure = failure if name else "the memory of a device ran out"
+        message = " ".join(str(error).partition("RESOURCE_EXHAUSTED:")[2].split())
+        requested = message[:200].rstrip(".")
+        processes, local_devices = jax.process_count(), jax.local_device_count()
+        sizes = derive(cfg, processes, local_devices)
+        advice = remedy(cfg, sizes, processes, local_devices, size_settings)
+        print(f"error: {failure}: {requested}. {advice}", file=sys.stderr)
         raise SystemExit(OUT_OF_MEMORY_CODE) from None

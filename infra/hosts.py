@@ -1,4 +1,4 @@
-"""Many processes, one run: they join, compare what they are about to run, and stop together."""
+"""The processes of a run: they join, compare what they are about to run, and end together."""
 
 import contextlib
 import hashlib
@@ -27,32 +27,34 @@ from infra.chips import MEM_FRACTION, OUR_MEM_FRACTION
 from infra.mistakes import Unwritable, UserMistake
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-SILENCE_S = 30  # after so many seconds of silence a process is dead
+SILENCE_S = 30  # a process that is silent for so many seconds counts as dead
+
+# ---- Joining -------------------------------------------------------------------------------------
 
 
-def start_jax(cfg: Any) -> None:
+def start_jax(compilation_cache_dir: str, init_timeout_s: int) -> None:
     """Joins the other processes, if there are any, and prints the devices.
 
-    It has to come before anything touches a device. Raises UserMistake if there is no device of the
-    kind that JAX_PLATFORMS names.
+    It has to come before anything touches a device. compilation_cache_dir: "" means .jax_cache.
+    Raises UserMistake if there is no device of the kind that JAX_PLATFORMS names.
     """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)  # it ends the process at once, see StopSignal
     os.environ.setdefault(MEM_FRACTION, OUR_MEM_FRACTION)  # only GPUs read it, and only once
-    cache = os.path.abspath(cfg.jax_compilation_cache_dir or ".jax_cache")
+    cache = os.path.abspath(compilation_cache_dir or ".jax_cache")
     jax.config.update("jax_compilation_cache_dir", cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     if not os.environ.get("JAX_PLATFORMS") and not has_tpu():
         # jax would start libtpu, if it is installed, and libtpu prints errors without a TPU.
         register_backend_factory("tpu", lambda: None)
-    join(cfg.init_timeout_s)
+    join(init_timeout_s)
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # an AssertionError: it is not installed
         if lost_contact(error):
             raise
-        wanted, reason = os.environ.get("JAX_PLATFORMS", ""), " ".join(str(error).split())
-        raise UserMistake(f"JAX_PLATFORMS={wanted}: no such device here. {reason}") from None
+        platforms, reason = os.environ.get("JAX_PLATFORMS", ""), " ".join(str(error).split())
+        raise UserMistake(f"JAX_PLATFORMS={platforms}: no such device here. {reason}") from None
     print(
         f"backend={jax.default_backend()} process={jax.process_index()}/{jax.process_count()} "
         f"device_count={jax.device_count()} local_device_count={jax.local_device_count()}",
@@ -61,7 +63,7 @@ def start_jax(cfg: Any) -> None:
 
 
 def has_tpu(pci: Path = Path("/sys/bus/pci/devices")) -> bool:
-    """True if this machine has a TPU: a PCI device of Google's that is no disk and no network card.
+    """Whether this machine has a TPU: a PCI device of Google's, neither a disk nor a network card.
 
     The files in /dev cannot tell: GPUs and accelerators of other makers have the same names there.
     """
@@ -80,7 +82,8 @@ def join(init_timeout_s: int) -> None:
     after init_timeout_s, this process ends with exit code 1. If one falls silent later, jax ends
     the others after SILENCE_S.
     """
-    env, where, who = os.environ, {}, ""
+    env, this_process = os.environ, ""
+    cluster: dict[str, Any] = {}  # arguments of jax.distributed.initialize
     if address := env.get("JAX_COORDINATOR_ADDRESS"):
         counts = [env.get(name, "") for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")]
         if not all(count.isdecimal() for count in counts) or int(counts[1]) >= int(counts[0]):
@@ -89,10 +92,10 @@ def join(init_timeout_s: int) -> None:
                 f"everywhere) and JAX_PROCESS_ID (from 0, below it, each process its own)"
             )
         count, number = map(int, counts)
-        where = {"coordinator_address": address, "num_processes": count, "process_id": number}
-        who = f" at {address}; this is process {number} of {count}"
+        cluster = {"coordinator_address": address, "num_processes": count, "process_id": number}
+        this_process = f" at {address}; this is process {number} of {count}"
     elif int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:  # a script of sbatch is no step
-        where = {"cluster_detection_method": "slurm"}
+        cluster = {"cluster_detection_method": "slurm"}
     elif not ((env.get("JAX_PLATFORMS") or "tpu").startswith("tpu") and has_tpu()):
         return  # this process trains alone
     # jax gives each task of srun one GPU. A task that is alone on its node takes all GPUs, and so
@@ -100,24 +103,28 @@ def join(init_timeout_s: int) -> None:
     per_node = env.get("SLURM_STEP_TASKS_PER_NODE", "1")
     alone = re.fullmatch(r"1(\(x\d+\))?", per_node)  # "1(x2)": two nodes with one task each
     if (alone or "SLURM_GPUS_PER_TASK" in env) and "JAX_LOCAL_DEVICE_IDS" not in env:
-        where["local_device_ids"] = []
+        cluster["local_device_ids"] = []
     # This limit comes before jax's, which ends the process with a dump of C++ frames.
-    late = (
-        f"error: not all processes have joined in INIT_TIMEOUT_S={init_timeout_s} seconds{who}. Is "
-        f"the same command running on every worker? Their logs say why not"
+    message = (
+        f"error: not all processes have joined in INIT_TIMEOUT_S={init_timeout_s} "
+        f"seconds{this_process}. Is the same command running on every worker? Their logs say why "
+        f"not"
     )
-    limit = end_after(init_timeout_s, 1, late)
+    limit = end_after(init_timeout_s, 1, message)
     jax.config.update("jax_enable_preemption_service", False)  # SIGTERM is StopSignal's
     jax.distributed.initialize(
-        **where,
+        **cluster,
         initialization_timeout=init_timeout_s + 30,
         heartbeat_timeout_seconds=SILENCE_S,
     )
     limit.cancel()
 
 
+# ---- Comparing -----------------------------------------------------------------------------------
+
+
 def stop_if_not_so_many(require_multihost: bool, require_process_count: int) -> None:
-    """Raises UserMistake if fewer or more processes have joined than the settings require."""
+    """Raises UserMistake if the number of processes that have joined is not the required one."""
     count = jax.process_count()
     if require_multihost and count == 1:
         raise UserMistake(
@@ -129,30 +136,30 @@ def stop_if_not_so_many(require_multihost: bool, require_process_count: int) -> 
 
 
 def stop_if_different(facts: dict[str, str]) -> None:
-    """Raises the same UserMistake on every process if a process has other facts than process 0. All
-    processes have to call it.
+    """Raises the same UserMistake on every process if the facts of a process differ from those of
+    process 0. All processes have to call it.
 
     facts: {name: value} of all that has to be the same.
     """
     first, *others = (json.loads(text) for text in gather_texts(json.dumps(facts)))
     for i, other in enumerate(others, 1):
-        different = [
+        differences = [
             f"{name} is {first.get(name, 'missing')} on process 0, "
             f"{other.get(name, 'missing')} on process {i}"
             for name in first | other
             if first.get(name) != other.get(name)
         ]
-        if different:
-            raise UserMistake(f"the processes would not run the same: {', '.join(different)}")
+        if differences:
+            raise UserMistake(f"the processes would not run the same: {', '.join(differences)}")
 
 
 @contextlib.contextmanager
 def told_by_all() -> Iterator[None]:
-    """If one process finds a mistake within this context, all processes raise a UserMistake of the
-    same words, so that all end alike. A mistake is a UserMistake, an Unwritable, or an OSError
-    about a file.
+    """If a process finds a mistake within this context, all processes raise a UserMistake with the
+    same text, so that all end alike. A mistake is a UserMistake, an Unwritable, or an OSError about
+    a file.
 
-    Nothing within it may wait for another process.
+    Nothing within the context may wait for another process.
     """
     mistake = ""
     try:
@@ -165,12 +172,12 @@ def told_by_all() -> Iterator[None]:
         mistake = f"{error.filename}: {error.strerror}"
     for i, text in enumerate(gather_texts(mistake)):
         if text:
-            where = f"process {i}: " if i else ""
-            raise UserMistake("\n".join(where + line for line in text.splitlines()))
+            prefix = f"process {i}: " if i else ""
+            raise UserMistake("\n".join(prefix + line for line in text.splitlines()))
 
 
 def gather_texts(text: str) -> list[str]:
-    """The text of every process, in process order; all processes have to call it."""
+    """The texts of all processes, in process order; all processes have to call it."""
     if jax.process_count() == 1:
         return [text]
     data = np.frombuffer(text.encode(), np.uint8)
@@ -189,17 +196,15 @@ def code_digest(root: Path) -> str:
 
 
 def commit_of(root: Path) -> str:
-    """The commit of the code in a folder, with "-dirty" if tracked files differ from it.
-
-    It is empty if there is no git, and if git knows nothing of the folder.
-    """
+    """The commit of the code in a folder, with "-dirty" if tracked files differ from it; empty if
+    there is no git, and if git knows nothing of the folder."""
     describe = "describe --always --dirty --abbrev=40 --exclude=*".split()
     command = ["git", "--no-optional-locks", "-C", str(root), *describe]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        git = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return ""
-    return done.stdout.strip()
+    return git.stdout.strip()
 
 
 def versions() -> dict[str, str]:
@@ -220,7 +225,7 @@ def digest(content: bytes) -> str:
 
 
 class Stopped(Exception):
-    """The run has to stop here, because of the signal with this number."""
+    """The run has to stop here, because of a signal. number: of the signal."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -229,33 +234,33 @@ class Stopped(Exception):
 
 class StopSignal:
     """SIGTERM and SIGINT end the process at once, until `watch` is called on the main thread; from
-    then on the run obeys at its next `check`."""
+    then on they stop the run at its next `check`."""
 
-    _number = 0  # of the signal that has come
+    _number = 0  # of the signal that has arrived
 
     def watch(self, grace_s: int) -> None:
-        """From now on a thread sees signals, because Python's handlers wait while the main thread
-        compiles. It ends the process at a second signal, and when the time is over.
+        """From now on a thread receives signals, because Python's handlers wait while the main
+        thread compiles. It ends the process at a second signal, and when the time is over.
 
         grace_s: the longest time in seconds from a signal to the end of the process.
         """
-        seen, wakeup = os.pipe()
+        pipe, wakeup = os.pipe()
         os.set_blocking(wakeup, False)
         signal.set_wakeup_fd(wakeup)  # gets a byte with the number of each signal
         for number in STOP_SIGNALS:
             signal.signal(number, lambda *_: None)
-        threading.Thread(target=self._wait, args=[seen, grace_s], daemon=True).start()
+        threading.Thread(target=self._wait, args=[pipe, grace_s], daemon=True).start()
 
-    def _wait(self, seen: int, grace_s: int) -> None:
-        self._number = _next_signal(seen)
-        came, code = time.monotonic(), 128 + self._number
-        late = f"error: PREEMPTION_GRACE_S={grace_s} seconds are over; nothing more is saved"
-        end_after(max(1, grace_s - 1), code, late)
+    def _wait(self, pipe: int, grace_s: int) -> None:
+        self._number = _next_signal(pipe)
+        arrived, code = time.monotonic(), 128 + self._number
+        message = f"error: PREEMPTION_GRACE_S={grace_s} seconds are over; nothing more is saved"
+        end_after(max(1, grace_s - 1), code, message)
         name = signal.Signals(self._number).name
         with contextlib.suppress(OSError):  # the disk is full, or the pipe is closed
             print(f"{name}: stopping at the next point where the run can be saved", flush=True)
-        while time.monotonic() < came + 0.5:  # a Ctrl-C may come from the terminal and a wrapper
-            _next_signal(seen)
+        while time.monotonic() < arrived + 0.5:  # a wrapper may repeat the terminal's Ctrl-C
+            _next_signal(pipe)
         end_process(code, "error: a second signal; nothing more is saved")
 
     def check(self) -> None:
@@ -267,9 +272,9 @@ class StopSignal:
             raise Stopped(number)
 
 
-def _next_signal(seen: int) -> int:
+def _next_signal(pipe: int) -> int:
     """Waits for the next of STOP_SIGNALS, and skips other signals."""
-    while (number := os.read(seen, 1)[0]) not in STOP_SIGNALS:
+    while (number := os.read(pipe, 1)[0]) not in STOP_SIGNALS:
         pass
     return number
 
@@ -287,8 +292,9 @@ def ending_together() -> Iterator[None]:
         yield
     except BaseException as error:
         if isinstance(error, SystemExit):
-            code, line = (error.code, "") if isinstance(error.code, int) else (1, error.code)
-            end_process(code, line)
+            if isinstance(error.code, int):
+                end_process(error.code)
+            end_process(1, error.code or "")
         if lost_contact(error):
             reason = " ".join(str(error).split())[:200]
             end_process(1, f"error: another process is gone; its log says why ({reason})")
@@ -296,16 +302,16 @@ def ending_together() -> Iterator[None]:
 
 
 def lost_contact(error: BaseException) -> bool:
-    """True if this process has joined others, and the error says that one of them is gone."""
+    """Whether this process has joined others, and the error says that one of them is gone."""
     # jax.process_count() would start the devices, and that may be what has failed.
     joined = distributed.global_state.num_processes > 1
-    # What the errors of Gloo (CPUs), NCCL (GPUs) and jax's service say then.
-    says = re.search(r"(?i)gloo|nccl|coordination.?service|heartbeat|barrier", str(error))
-    return joined and isinstance(error, RuntimeError | ValueError) and bool(says)
+    # Words in the errors of Gloo (CPUs), NCCL (GPUs) and jax's service.
+    words = re.search(r"(?i)gloo|nccl|coordination.?service|heartbeat|barrier", str(error))
+    return joined and isinstance(error, RuntimeError | ValueError) and bool(words)
 
 
 def end_after(seconds: float, code: int, line: str) -> threading.Timer:
-    """Ends this process after so many seconds, unless the timer is cancelled before."""
+    """The timer that ends this process after so many seconds, unless it is cancelled before."""
     timer = threading.Timer(seconds, end_process, [code, line])
     timer.daemon = True
     timer.start()

@@ -1,4 +1,4 @@
-"""How a run goes on and ends: what it saves, and what follows a signal, a mistake or a bad step.
+"""How a run goes on and ends: when it saves, and what follows a signal, a mistake or a bad step.
 
 After a signal the run saves a checkpoint of its last complete step, and so it does after a user's
 mistake, such as a reward that fails, if there is one process. Everything else that stops a run ends
@@ -10,7 +10,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -19,19 +19,24 @@ from infra.hosts import Stopped, told_by_all
 from infra.log import DONE, FAILED, RUNNING, STOPPED, RunLog
 from infra.mistakes import Unwritable, UserMistake, fail, in_one_line
 
-MOST_NOT_FINITE = 3  # steps in a row whose loss or gradient is not finite
+if TYPE_CHECKING:
+    from extras.report import Reviewer
+
+NONFINITE_LIMIT = 3  # steps in a row whose loss or gradient is not finite
 
 
 @dataclasses.dataclass
 class Lifecycle:
     """What `main` needs to save a run, to log it and to end it."""
 
-    cfg: Any  # the run's settings
+    steps: int  # STEPS
+    save_every_steps: int
+    eval_every_steps: int
     out: Path  # the run's folder
     log: RunLog
     checkpoints: Checkpoints
     progress: Progress
-    reviewer: Any  # Reviewer of extras/report.py
+    reviewer: "Reviewer | None"  # None: without extras/report.py there are no reviews
     began: float  # time.perf_counter() at the start
 
     def begin(self, arrays: Any) -> None:
@@ -41,39 +46,38 @@ class Lifecycle:
             self.save(arrays)
             self.checkpoints.wait()
         with told_by_all():
-            write_run(self.out, self.progress, self.checkpoints.newest)
+            self._write_run()
 
     def save(self, arrays: Any) -> None:
         """Saves a checkpoint, unless this step has one already (SAVE_EVERY_STEPS=0: never)."""
-        if self.cfg.save_every_steps:
+        if self.save_every_steps:
             self.checkpoints.save(arrays, record_of(self.progress))
-            # The checkpoint before this one is complete now.
-            write_run(self.out, self.progress, self.checkpoints.newest)
+            self._write_run()  # the checkpoint before this one is complete now
 
     def evaluation_is_due(self, step: int) -> bool:
         """Whether an evaluation after so many steps is due, and not done yet."""
-        every = self.cfg.eval_every_steps
-        due = every > 0 and (step % every == 0 or step == self.cfg.steps)
+        every = self.eval_every_steps
+        due = every > 0 and (step % every == 0 or step == self.steps)
         return due and step not in self.progress.evals
 
     def note_evaluation(self, step: int, accuracy: float) -> None:
-        """Keeps the accuracy of an evaluation, and shows how the run stands."""
+        """Keeps the accuracy of an evaluation, and reviews the run so far."""
         self.progress.evals[step] = accuracy
-        self.reviewer.write(RUNNING)
+        self._review(RUNNING)
 
-    def count_step(self, rounds: int, wrong: str) -> None:
-        """Counts a step; ends the run if MOST_NOT_FINITE steps in a row were not finite.
+    def count_step(self, rounds: int, not_finite: str) -> None:
+        """Counts a step; ends the run if NONFINITE_LIMIT steps in a row were not finite.
 
-        rounds: of sampling, in this step. wrong: what was not finite, or "". Raises Unwritable if
-        the save in the background has failed.
+        rounds: the rounds of sampling in this step. not_finite: the metrics that were not finite,
+        or "". Raises Unwritable if the save in the background has failed.
         """
         progress, step = self.progress, self.progress.step
         progress.step, progress.rounds = step + 1, progress.rounds + rounds
-        progress.not_finite = progress.not_finite + 1 if wrong else 0
-        if progress.not_finite >= MOST_NOT_FINITE:
+        progress.not_finite = progress.not_finite + 1 if not_finite else 0
+        if progress.not_finite >= NONFINITE_LIMIT:
             self.checkpoints.wait()
-            in_a_row = f"the last of {MOST_NOT_FINITE} such steps in a row"
-            why = f"step {step}: {wrong}, {in_a_row}. Lower LEARNING_RATE?"
+            in_a_row = f"the last of {NONFINITE_LIMIT} such steps in a row"
+            why = f"step {step}: {not_finite}, {in_a_row}. Lower LEARNING_RATE?"
             for line in self.close(FAILED, why):
                 self.log.line(line)
             raise SystemExit(f"error: {why}")
@@ -95,7 +99,7 @@ class Lifecycle:
             except Stopped as signal:
                 save()
                 self.checkpoints.wait()
-                write_run(self.out, self.progress, self.checkpoints.newest)
+                self._write_run()
                 saved = self.checkpoints.newest if self.checkpoints.newest >= 0 else "none"
                 self.log.line(f"STOPPED: {signal} steps={self.progress.step} saved_step={saved}")
                 self.close(STOPPED, str(signal))
@@ -123,22 +127,28 @@ class Lifecycle:
         export: writes the trained model. Raises Unwritable.
         """
         self.checkpoints.wait()
-        if self.cfg.steps:
+        if self.steps:
             export()
             # Also without a checkpoint the same command does not begin the run again.
             write_run(self.out, self.progress, self.progress.step)
         verdict = self.close(DONE)
         seconds = time.perf_counter() - self.began
-        for line in (*verdict, f"DONE: steps={self.cfg.steps} elapsed_sec={seconds:.3f}"):
+        for line in (*verdict, f"DONE: steps={self.steps} elapsed_sec={seconds:.3f}"):
             self.log.line(line)
 
     def close(self, state: str, why: str = "") -> list[str]:
         """Writes the last review, whose verdict it returns, and ends W&B. state, why: see
         infra/log.py."""
-        summary = self.reviewer.write(state, why)
+        summary = self._review(state, why)
         self.log.close(summary, finished=state == DONE)
         return summary.get("verdict", [])
 
     def _close_failed(self, why: str) -> None:
         with contextlib.suppress(Unwritable):  # it may be the log that cannot be written
             self.close(FAILED, why)
+
+    def _review(self, state: str, why: str = "") -> dict[str, Any]:
+        return self.reviewer.write(state, why) if self.reviewer else {}
+
+    def _write_run(self) -> None:
+        write_run(self.out, self.progress, self.checkpoints.newest)

@@ -1,6 +1,8 @@
-"""What a run leaves behind: its lines, metrics.jsonl, samples.jsonl, eval.jsonl and W&B.
+"""What a run leaves behind: its lines, its files, and its rows in W&B.
 
-Every process prints its lines; only process 0 writes files and W&B.
+Every process prints its lines; only process 0 writes files and W&B. metrics.jsonl has the metrics
+of each step and evaluation, samples.jsonl some completions of training, eval.jsonl the answers of
+evaluations. config.yaml has the settings, summary.json the state of the run.
 """
 
 import collections
@@ -22,48 +24,22 @@ import numpy as np
 import yaml
 from tqdm import tqdm
 
-from infra.mistakes import Unwritable, UserMistake, in_one_line
-
-# ---- Work that takes long ------------------------------------------------------------------------
-
-
-DELAY_S = 3.0  # work that takes longer gets its bar
-COMPILED = "/jax/core/compile/backend_compile_duration"  # jax's name for a compilation
-
-
-def progress_bar(what: str, total: int, unit: str) -> tqdm:
-    """A bar on the terminal of process 0, for use in a `with`; elsewhere it shows nothing.
-
-    total: how much there is to do, in `unit`, such as "tensors"; bar.update(amount) counts what is
-    done.
-    """
-    hidden = None if jax.process_index() == 0 else True  # None: hidden unless on a terminal
-    look = {"unit": f" {unit}", "delay": DELAY_S, "leave": False}
-    return tqdm(desc=what, total=total, disable=hidden, **look)
-
-
-@functools.cache  # jax would tell each of two listeners
-def compilations() -> list[float]:
-    """The seconds of each program that jax has compiled in this process since the first call, or
-    read from its cache of compiled programs; the list grows."""
-    done: list[float] = []
-
-    def note(event: str, seconds: float, **_: object) -> None:
-        if event == COMPILED:
-            done.append(seconds)
-
-    jax.monitoring.register_event_duration_secs_listener(note)
-    return done
-
-
-# ---- The log -------------------------------------------------------------------------------------
-
+from infra.mistakes import UserMistake, in_one_line, writing
 
 FILES = ("metrics.jsonl", "samples.jsonl", "eval.jsonl")  # each line has a step
+SUMMARY = "summary.json"
+LOCK = ".lock"  # a file in the folders of a run; process 0 locks it for as long as it lives
+# The states of a run. `died`: it is gone and has left no word; it was killed, or the machine was.
+RUNNING, DONE, STOPPED, FAILED, DIED = "running", "done", "stopped", "failed", "died"
+STEP_S = "time/train/step_s"  # the training record of a step, which is its last, has this metric
+COMPILED = "/jax/core/compile/backend_compile_duration"  # jax's name for a compilation
+BAR_DELAY_S = 3.0  # only work that takes longer gets a progress bar
+
+# ---- Seconds -------------------------------------------------------------------------------------
 
 
 class Clock:
-    """Seconds of each phase of a step, and what jax compiled in it."""
+    """Seconds of each phase of a step, and of what jax compiled in it."""
 
     def __init__(self, phases: Iterable[str]) -> None:
         self.started = self._last = time.perf_counter()
@@ -85,12 +61,31 @@ class Clock:
         return time.perf_counter() - self.started
 
 
-def stop_if_not_writable(name: str, folder: Path) -> None:
-    """Raises UserMistake, naming the setting, if the folder cannot be made or written."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        why = "is not writable" if there.is_dir() else "is not a folder"
-        raise UserMistake(f"{name} cannot be written: {there} {why}")
+@functools.cache  # jax would call each of two listeners
+def compilations() -> list[float]:
+    """The seconds of each program that jax has compiled in this process since the first call, or
+    read from its cache of compiled programs; the list grows."""
+    seconds: list[float] = []
+
+    def append(event: str, duration_secs: float, **_: object) -> None:
+        if event == COMPILED:
+            seconds.append(duration_secs)
+
+    jax.monitoring.register_event_duration_secs_listener(append)
+    return seconds
+
+
+def progress_bar(text: str, total: int, unit: str) -> tqdm:
+    """A bar on the terminal of process 0, for use in a `with`; elsewhere it shows nothing.
+
+    total: the amount of work in `unit`, such as "tensors"; bar.update(amount) counts work done.
+    """
+    hidden = None if jax.process_index() == 0 else True  # None: hidden unless on a terminal
+    look = {"unit": f" {unit}", "delay": BAR_DELAY_S, "leave": False}
+    return tqdm(desc=text, total=total, disable=hidden, **look)
+
+
+# ---- Lines and records ---------------------------------------------------------------------------
 
 
 class RunLog:
@@ -108,8 +103,8 @@ class RunLog:
     ) -> None:
         """out: the run's folder, which is made if writes is True, on process 0.
 
-        wandb: the arguments of wandb.init, or None. first_step: how many steps are done. kept: the
-        evaluations after these steps that are not made again; see cut_back.
+        wandb: the arguments of wandb.init, or None. first_step: the number of steps that are done.
+        kept: the evaluations after these steps that are not made again; see cut_back.
         Raises OSError if the folder cannot be written.
         """
         self._out, self._steps, self._writes = out, steps, writes
@@ -127,16 +122,13 @@ class RunLog:
     def line(self, text: str) -> None:
         """Prints one line, above a progress bar if there is one, and in one piece, since another
         thread may print now."""
-        try:
-            with tqdm.external_write_mode():
-                print(text + "\n", end="", flush=True)
-        except OSError as error:
-            raise Unwritable(f"the log cannot be written: {error.strerror}") from None
+        with writing("the log"), tqdm.external_write_mode():
+            print(text + "\n", end="", flush=True)
 
     def record(self, step: int, values: dict[str, Any]) -> None:
         """Appends one record to metrics.jsonl, and to W&B."""
-        if TRAINED in values:
-            self._recent.append(values[TRAINED])
+        if STEP_S in values:
+            self._recent.append(values[STEP_S])
             values = values | {"time/train/step_avg_last10_s": np.mean(self._recent)}
         values = plain(values)
         self.entries("metrics.jsonl", step, [values])
@@ -145,16 +137,14 @@ class RunLog:
                 self._wandb.record(step, values)
 
     def entries(self, name: str, step: int, entries: list[dict[str, Any]]) -> None:
-        """Appends a line for each entry to one of FILES. A part of a line that an error leaves goes
-        at the next start, by cut_back."""
+        """Appends a line for each entry to one of FILES. If an error leaves a part of a line,
+        cut_back removes it at the next start."""
         if not self._writes:
             return
+        file = self._out / name
         text = "".join(json.dumps({"step": step} | entry) + "\n" for entry in entries)
-        try:
-            with (self._out / name).open("a", encoding="utf-8") as file:
-                file.write(text)
-        except OSError as error:
-            raise Unwritable(f"{self._out / name} cannot be written: {error.strerror}") from None
+        with writing(file), file.open("a", encoding="utf-8") as lines:
+            lines.write(text)
 
     def time_left(self, step: int, clock: Clock) -> str:
         """The end of the step's line, such as " left=1:02:00", from the median seconds of this step
@@ -166,9 +156,9 @@ class RunLog:
         return f" left={tqdm.format_interval(steps * seconds)}"
 
     def close(self, summary: dict[str, Any] | None = None, *, finished: bool = False) -> None:
-        """Ends W&B.
+        """Ends the run in W&B.
 
-        summary: values for the run's summary there. finished: all steps and evaluations are done.
+        summary: values for its summary there. finished: all steps and evaluations are done.
         """
         if self._wandb:
             with self._surviving_wandb():
@@ -176,13 +166,24 @@ class RunLog:
 
     @contextlib.contextmanager
     def _surviving_wandb(self) -> Iterator[None]:
-        """After an error of W&B within this context a line says so, and W&B gets nothing more."""
+        """Prints a line about an error of W&B within this context, and sends W&B nothing more."""
         try:
             yield
         except Exception as error:  # the errors of W&B and its transports have no common base
             self._wandb, why = None, in_one_line(error, with_type=False)
-            there = f"{self._out}/metrics.jsonl has the records"
-            self.line(f"W&B: {why}; the run goes on without it, and {there}")
+            kept = f"{self._out}/metrics.jsonl has the records"
+            self.line(f"W&B: {why}; the run goes on without it, and {kept}")
+
+
+# ---- Writing files -------------------------------------------------------------------------------
+
+
+def stop_if_not_writable(name: str, folder: Path) -> None:
+    """Raises UserMistake, naming the setting, if the folder cannot be made or written."""
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        why = "is not writable" if nearest.is_dir() else "is not a folder"
+        raise UserMistake(f"{name} cannot be written: {nearest} {why}")
 
 
 def replace_file(file: Path, text: str) -> None:
@@ -207,7 +208,7 @@ def cut_back(file: Path, step: int, kept: Collection[str] = frozenset()) -> None
                 break
             try:
                 record = json.loads(line)
-            except ValueError:  # A crash of the machine may leave zeros at the end of a file.
+            except ValueError:  # a crash of the machine may leave zeros at the end of a file
                 break
             later = record["step"] - step
             kinds = {name.partition("/")[0] for name in record} | {record.get("evaluation")}
@@ -217,100 +218,14 @@ def cut_back(file: Path, step: int, kept: Collection[str] = frozenset()) -> None
     os.truncate(file, length)  # it needs no space, which writing the file anew would
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """The value as JSON has it: a number of NumPy is one of Python, and one that is not finite
     becomes null, since JSON has no NaN."""
     text = json.dumps(value, default=lambda x: x.item() if hasattr(x, "item") else str(x))
     return json.loads(text, parse_constant=lambda name: None)
 
 
-# ---- W&B -----------------------------------------------------------------------------------------
-
-
-TRAINED = "time/train/step_s"  # the training record of a step, which is its last, has this value
-
-
-def check_wandb(mode: str) -> None:
-    """Raises UserMistake if WANDB_MODE cannot work here; it asks neither a server nor the user."""
-    if mode in ("", "disabled"):
-        return
-    try:
-        import wandb
-    except Exception as error:  # a broken installation may raise any error
-        why = f"WANDB_MODE={mode} needs wandb: pip install wandb ({in_one_line(error)})"
-        raise UserMistake(why) from None
-    if mode == "offline":
-        return
-    with contextlib.redirect_stderr(io.StringIO()):  # wandb warns that this name is old
-        key = wandb.api.api_key or ""  # from WANDB_API_KEY, or from `wandb login`
-    if len(key) < 40:
-        found = f"the API key that is set has {len(key)} characters, not 40 or more"
-        raise UserMistake(
-            f"WANDB_MODE=online: {found if key else 'there is no API key'}; set WANDB_API_KEY or "
-            f"run `wandb login`, or set WANDB_MODE=offline"
-        )
-
-
-def chosen_mode(mode: str) -> str:
-    """WANDB_MODE; if that is empty, "online" if there is a WANDB_API_KEY that can be used."""
-    if mode:
-        return mode
-    if not os.environ.get("WANDB_API_KEY"):
-        return "disabled"
-    try:
-        check_wandb("online")
-    except UserMistake as error:
-        print(f"W&B: WANDB_API_KEY is set, but the run goes on without W&B: {error}", flush=True)
-        return "disabled"
-    return "online"
-
-
-class WandbRun:
-    """The run in W&B. All methods may raise any error of W&B and its transports."""
-
-    def __init__(self, out: Path, settings: dict[str, Any]) -> None:
-        """out: the run's folder. settings: of wandb.init; the same "id" continues the same run."""
-        import wandb
-
-        self._step, self._row = 0, {}  # the newest step and its values, which are not sent yet
-        if settings["mode"] == "offline":  # all rows of earlier starts are written anew
-            shutil.rmtree(out / "wandb", ignore_errors=True)
-        self._run = wandb.init(dir=str(out), resume="allow", **settings)
-        with (out / "metrics.jsonl").open(encoding="utf-8") as lines:
-            for record in map(json.loads, lines):
-                self.record(record.pop("step"), record)
-
-    def record(self, step: int, values: dict[str, Any]) -> None:
-        """Adds values to the row of the step, after sending the row of an earlier step."""
-        if step != self._step:
-            self._send()
-            self._step, self._row = step, {}
-        self._row |= values
-
-    def close(self, summary: dict[str, Any], finished: bool) -> None:
-        """Ends the run in W&B, with these values in its summary.
-
-        finished: no step is to come. Otherwise a resumed run makes the newest step again if it
-        lacks its training record, and this step is not sent.
-        """
-        if finished or TRAINED in self._row:
-            self._send()
-        self._run.summary.update(summary)
-        self._run.finish()
-
-    def _send(self) -> None:
-        """Sends the row of the newest step, if it has values that W&B does not have."""
-        if self._row and self._step >= self._run.starting_step:
-            self._run.log(self._row, step=self._step, commit=True)
-
-
-# ---- What a folder says --------------------------------------------------------------------------
-
-
-SUMMARY = "summary.json"
-LOCK = ".lock"  # a file in the folders of a run; process 0 locks it for as long as it lives
-# The states of a run. `died`: it is gone and has left no word; it was killed, or the machine was.
-RUNNING, DONE, STOPPED, FAILED, DIED = "running", "done", "stopped", "failed", "died"
+# ---- Reading files -------------------------------------------------------------------------------
 
 
 def read_settings(out: Path) -> dict[str, Any]:
@@ -341,14 +256,14 @@ def read_lines(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def state_of(out: Path) -> tuple[str, str]:
-    """The state of a run, and why it is so. A run that is killed cannot change its summary, so that
-    the lock on its folder says whether it is still running."""
+    """The state of a run, and the reason for it. A run that is killed cannot change its summary, so
+    that the lock on its folder says whether it is still running."""
     import fcntl  # Windows has none
 
     with contextlib.suppress(OSError, ValueError):
-        told = json.loads((out / SUMMARY).read_text(encoding="utf-8"))
-        if told["state"] != RUNNING:
-            return told["state"], told["why"]
+        summary = json.loads((out / SUMMARY).read_text(encoding="utf-8"))
+        if summary["state"] != RUNNING:
+            return summary["state"], summary["why"]
     try:
         with (out / LOCK).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -369,3 +284,80 @@ def mean_of(values: np.ndarray) -> float:
     """The mean of the values that are not NaN; NaN if there are none."""
     values = values[~np.isnan(values)]
     return float(values.mean()) if values.size else math.nan
+
+
+# ---- W&B -----------------------------------------------------------------------------------------
+
+
+def check_wandb(mode: str) -> None:
+    """Raises UserMistake if WANDB_MODE cannot work here; it asks neither a server nor the user."""
+    if mode in ("", "disabled"):
+        return
+    try:
+        import wandb
+    except Exception as error:  # a broken installation may raise any error
+        why = f"WANDB_MODE={mode} needs wandb: pip install wandb ({in_one_line(error)})"
+        raise UserMistake(why) from None
+    if mode == "offline":
+        return
+    with contextlib.redirect_stderr(io.StringIO()):  # wandb warns that this name is old
+        key = wandb.api.api_key or ""  # from WANDB_API_KEY, or from `wandb login`
+    if len(key) < 40:
+        wrong = f"the API key that is set has {len(key)} characters, not 40 or more"
+        raise UserMistake(
+            f"WANDB_MODE=online: {wrong if key else 'there is no API key'}; set WANDB_API_KEY or "
+            f"run `wandb login`, or set WANDB_MODE=offline"
+        )
+
+
+def chosen_mode(mode: str) -> str:
+    """WANDB_MODE; if that is empty, "online" if there is a WANDB_API_KEY that can be used."""
+    if mode:
+        return mode
+    if not os.environ.get("WANDB_API_KEY"):
+        return "disabled"
+    try:
+        check_wandb("online")
+    except UserMistake as error:
+        print(f"W&B: WANDB_API_KEY is set, but the run goes on without W&B: {error}", flush=True)
+        return "disabled"
+    return "online"
+
+
+class WandbRun:
+    """The run in W&B. All methods may raise any error of W&B and its transports."""
+
+    def __init__(self, out: Path, settings: dict[str, Any]) -> None:
+        """out: the run's folder. settings: of wandb.init; the same "id" continues the same run."""
+        import wandb
+
+        self._step = 0  # the newest step
+        self._row: dict[str, Any] = {}  # its values, which are not sent yet
+        if settings["mode"] == "offline":  # all rows of earlier starts are written anew
+            shutil.rmtree(out / "wandb", ignore_errors=True)
+        self._run = wandb.init(dir=str(out), resume="allow", **settings)
+        for record in read_lines(out / "metrics.jsonl"):
+            self.record(record.pop("step"), record)
+
+    def record(self, step: int, values: dict[str, Any]) -> None:
+        """Adds values to the row of the step, after sending the row of an earlier step."""
+        if step != self._step:
+            self._send()
+            self._step, self._row = step, {}
+        self._row |= values
+
+    def close(self, summary: dict[str, Any], finished: bool) -> None:
+        """Ends the run in W&B, with these values in its summary.
+
+        finished: no step is to come. Otherwise a resumed run makes the newest step again if it
+        lacks its training record, and this step is not sent.
+        """
+        if finished or STEP_S in self._row:
+            self._send()
+        self._run.summary.update(summary)
+        self._run.finish()
+
+    def _send(self) -> None:
+        """Sends the row of the newest step, if it has values that W&B does not have."""
+        if self._row and self._step >= self._run.starting_step:
+            self._run.log(self._row, step=self._step, commit=True)

@@ -61,6 +61,17 @@ def side_file(file: str, setting: str) -> Iterator[None]:
         ) from None
 
 
+@contextlib.contextmanager
+def writing(
+    name: object, mistake: type[UserMistake] | type[Unwritable] = Unwritable
+) -> Iterator[None]:
+    """Turns an OSError within this context into a line that says that `name` cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise mistake(f"{name} cannot be written: {error.strerror}") from None
+
+
 # ---- Names that are no settings ------------------------------------------------------------------
 
 # What other programs call our settings; a name in lower case occurs only in YAML.
@@ -136,10 +147,12 @@ FOREIGN = ("WANDB_", "JAX_", "HF_", "TPU_", "XLA_", "SGLANG_")
 
 
 def ignored_names(env: Mapping[str, str]) -> list[str]:
-    """A line for each ambiguous name in the environment. A name gets no line if the environment has
-    its setting too."""
-    found = [(name, ours) for name, ours in AMBIGUOUS.items() if name in env and ours not in env]
-    return [f"{name}={env[name]} is ignored; the setting is called {ours}" for name, ours in found]
+    """A line for each ambiguous name in the environment whose setting is not in it too."""
+    return [
+        f"{name}={env[name]} is ignored; the setting is called {ours}"
+        for name, ours in AMBIGUOUS.items()
+        if name in env and ours not in env
+    ]
 
 
 def misspelt(name: str, known: Sequence[str]) -> str:

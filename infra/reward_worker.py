@@ -22,19 +22,19 @@ from collections.abc import Callable
 from importlib.machinery import ModuleSpec, PathFinder
 from multiprocessing.connection import Connection, Pipe
 from subprocess import DEVNULL, Popen
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsFloat
 
 if __package__:  # As a script this file cannot import its neighbours.
     from infra.mistakes import UserMistake
 
-LOADING_S = 60.0  # of the first request, beyond its limit, since the user's file may import torch
+LOADING_S = 60.0  # added to the limit of the first request: the user's file may import torch
 
 
 # ---- In the trainer ------------------------------------------------------------------------------
 
 
 class RewardWorker:
-    """The reward worker of a file. It calls what the file defines.
+    """The reward worker of a file. It calls the functions and the class of the file.
 
     Because of the worker a time limit holds on any thread, and a hang or a crash becomes one line.
     The worker is a fresh interpreter: a fork would copy the locks of JAX, and multiprocessing's
@@ -45,48 +45,47 @@ class RewardWorker:
     def __init__(self, file: str, timeout_s: float) -> None:
         """timeout_s: the time limit of each call. The first request also loads the file."""
         self._timeout_s = timeout_s
-        self._connection, theirs = Pipe()
-        with theirs:
-            program = [sys.executable, "-u", __file__, str(theirs.fileno()), str(os.getpid())]
+        self._connection, remote = Pipe()
+        with remote:
+            program = [sys.executable, "-u", __file__, str(remote.fileno()), str(os.getpid())]
             self._process = Popen(
                 [*program, os.path.abspath(file)],
                 stdin=DEVNULL,
                 stdout=2,  # What the user's code prints goes to stderr.
                 env={**os.environ, "JAX_PLATFORMS": "cpu"},
-                pass_fds=[theirs.fileno()],
+                pass_fds=[remote.fileno()],
                 start_new_session=True,  # and a new group, so that Ctrl-C reaches the trainer alone
             )
 
-    def ask(self, what: str, request: str, *arguments: Any, more_s: float = 0.0) -> Any:
-        """Returns what the request, a function of _Server, returns.
+    def ask(self, label: str, request: str, *arguments: object, more_s: float = 0.0) -> Any:
+        """Calls the method `request` of _Server in the worker, and returns its value.
 
-        what: what is called, for messages, such as "REWARD_FN my.py:score". more_s: seconds that
-        the request may take beyond the time limit. Without a reply in this time the worker ends.
-        Raises UserMistake with a message of one line for every failure.
+        label: the called function in messages, such as "REWARD_FN my.py:score". more_s: seconds
+        that the request may take beyond the time limit. Without a reply in this time the worker
+        ends. Raises UserMistake with a message of one line for every failure.
         """
         limit_s, setting = self._timeout_s + more_s, f"REWARD_TIMEOUT_S={self._timeout_s:g}"
-        late = f"is not done after {limit_s:g} s; raise {setting} or speed it up"
-        reply: dict = {}
+        reply: dict[str, Any] = {}
         try:
             self._connection.send_bytes(json.dumps([request, *arguments]).encode())
-            reply = {"error": late}
+            reply = {"error": f"is not done after {limit_s:g} s; raise {setting} or speed it up"}
             if self._connection.poll(limit_s):
                 # parse_int: an integer too large for a float becomes inf, which the caller refuses.
                 reply = json.loads(self._connection.recv_bytes(), parse_int=float)
         except (OSError, EOFError):  # The worker is dead.
             reply = {}
         finally:
-            # After Ctrl-C too: otherwise the next call would receive the reply to this request.
+            # Also after Ctrl-C: otherwise the next call would receive the reply to this request.
             if "returned" not in reply:
                 self.close()
         if "returned" not in reply:
             died = f"died: its process ended with exit code {self._process.returncode}"
-            raise UserMistake(f"{what} {reply.get('error', died)}")
+            raise UserMistake(f"{label} {reply.get('error', died)}")
         return reply["returned"]
 
     def close(self) -> None:
-        """Ends the worker and what it has started at once, also during a call."""
-        if self._process.returncode is None:  # else its number may be another's by now
+        """Ends the worker and all that it has started at once, also during a call."""
+        if self._process.returncode is None:  # else another process may have its number by now
             with contextlib.suppress(PermissionError):  # on macOS, if all of them have ended
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -96,9 +95,11 @@ class RewardWorker:
 def worker_of(
     setting: str, source: str, timeout_s: float, workers: dict[str, RewardWorker]
 ) -> RewardWorker:
-    """The reward worker of the file in `source` ("file.py:name"), which the setting names: what a
-    file defines runs in a single process. workers: those of the files that have one already; it
-    gets a new one. Raises UserMistake if there is no such file."""
+    """The reward worker of the file in `source`, "file.py:name". A file has a single worker.
+
+    setting: the name of the setting with this source. workers: {file: worker}, to which a new
+    worker is added. Raises UserMistake if there is no such file.
+    """
     file = source.rpartition(":")[0]
     if not os.path.isfile(file):
         raise UserMistake(f"{setting}: there is no file {file} (looked in {os.getcwd()})")
@@ -111,14 +112,14 @@ def worker_of(
 def worker_function(worker: RewardWorker, source: str) -> Callable[..., list[float | None]]:
     """The reward function of a user's file, "file.py:name", once the worker has loaded the file.
     The function and its loading raise UserMistake."""
-    name, what = source.rpartition(":")[2], f"REWARD_FN {source}"
-    # What each completion adds to the time limit.
-    seconds = worker.ask(what, "find", name, more_s=LOADING_S)
+    name, label = source.rpartition(":")[2], f"REWARD_FN {source}"
+    # The seconds that each completion adds to the time limit.
+    seconds = worker.ask(label, "find", name, more_s=LOADING_S)
 
     def rewards(completions: list[str], /, **columns: list) -> list[float | None]:
-        """The rewards of the completions. columns: lists of the same length, of what JSON holds."""
+        """The rewards of the completions. columns: lists of the same length of JSON values."""
         more_s = seconds * len(completions)
-        return worker.ask(what, "call", name, completions, columns, more_s=more_s)
+        return worker.ask(label, "call", name, completions, columns, more_s=more_s)
 
     rewards.__name__ = name
     return rewards
@@ -127,8 +128,12 @@ def worker_function(worker: RewardWorker, source: str) -> Callable[..., list[flo
 # ---- In the reward worker ------------------------------------------------------------------------
 
 MODULE = "REWARD_WORKER_MODULE"  # NAME:FILE of the user's module, a variable of the environment
-# What reward functions get if they name it, because TRL gives it. Nothing is logged.
-OF_TRL = dict.fromkeys(("log_extra", "log_metric"), lambda *_, **__: None) | {"trainer_state": None}
+# Arguments that TRL passes to reward functions that name them. Here they log nothing.
+TRL_ARGUMENTS: dict[str, Any] = {
+    "log_extra": lambda *_, **__: None,
+    "log_metric": lambda *_, **__: None,
+    "trainer_state": None,
+}
 
 
 class _Finder(NamedTuple):
@@ -146,16 +151,16 @@ class _Finder(NamedTuple):
 
 
 class _Server:
-    """The functions that a request may name. What they return has to be what JSON can hold."""
+    """Serves the requests of the trainer: each public method is one, and returns a JSON value."""
 
     def __init__(self, file: str) -> None:
         self._file = file
         self._module: Any = None
         self._class: Any = None  # of the environments
         self._environments: dict[int, Any] = {}  # of the last round, by the completion's number
-        self._tools: dict[str, dict] = {}  # the class's tools: names, and the schemas of arguments
+        self._tools: dict[str, dict] = {}  # the schemas of the arguments of each tool, by its name
         self._seeds: list[int] = []  # SEED and the number of the round
-        self._loop: Any = None  # of async functions, whose clients may need the same one each time
+        self._loop: Any = None  # clients of async functions may need the same event loop each time
 
     def find(self, name: str) -> float:
         """The seconds that each completion adds to the time limit of the function, which are 0 but
@@ -165,11 +170,11 @@ class _Server:
         return getattr(self._module, "SECONDS_FOR_EACH_COMPLETION", 0.0)
 
     def _load(self) -> Any:
-        """The file's module. MODULE tells its name to the processes that it starts by spawn."""
+        """The file's module. MODULE has its name for the processes that it starts by spawn."""
         if self._module is None:
             name = os.path.basename(self._file).removesuffix(".py").replace(".", "_")
-            known = importlib.util.find_spec(name)
-            if known and known.origin != self._file:  # another module has this name
+            spec = importlib.util.find_spec(name)
+            if spec and spec.origin != self._file:  # another module has this name
                 name = f"user_{name}"
             os.environ[MODULE] = f"{name}:{self._file}"
             sys.meta_path.insert(0, _Finder(name, self._file))
@@ -185,10 +190,10 @@ class _Server:
             columns["environments"] = [self._environments[n] for n in numbers]
         function = getattr(self._module, name)
         parameters = inspect.signature(function).parameters
-        named = {"completions": completions, **columns}
+        named: dict[str, Any] = {"completions": completions, **columns}
         if "prompts" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             named["prompts"] = columns.get("question")
-        named |= {name: value for name, value in OF_TRL.items() if name in parameters}
+        named |= {name: value for name, value in TRL_ARGUMENTS.items() if name in parameters}
         try:
             for follows in (True, False):  # a decorator may take other names than its function
                 inspect.signature(function, follow_wrapped=follows).bind(**named)
@@ -226,7 +231,7 @@ class _Server:
             tools = [n for n in methods if n not in ("reset", "get_reward")]
             schemas = [get_json_schema(getattr(environment, tool)) for tool in tools]
             described = [schema["function"] for schema in schemas]
-            self._tools = {each["name"]: each["parameters"]["properties"] for each in described}
+            self._tools = {tool["name"]: tool["parameters"]["properties"] for tool in described}
             if not tools:
                 raise TypeError(f"{name} has no public method as a tool, and no reply(self, text)")
         return json.dumps({"tools": schemas, "has_reward": "get_reward" in methods})
@@ -237,18 +242,18 @@ class _Server:
 
     def reset(self, number: int, first: int, columns: dict[str, Any]) -> str | None:
         """Makes the environment of a completion and begins its episode. first: the number of the
-        first completion of the question, whose random numbers all of them get."""
+        first completion of the question; all completions get its random numbers."""
         self._seed(first, 0)
         self._environments[number] = self._class()
         return _text_or_none("reset", self._environments[number].reset(**columns))
 
     def reply(self, number: int, turn: int, text: str) -> str | None:
-        """What the environment says to the policy's text; None: the episode is over."""
+        """The environment's answer to the policy's text; None: the episode is over."""
         self._seed(number, turn)
         return _text_or_none("reply", self._environments[number].reply(text))
 
     def use(self, number: int, turn: int, calls: list[str]) -> list[str]:
-        """The answer to each call of a tool: what the tool returns as a text, or its error."""
+        """The answer to each call of a tool: its returned value as a text, or its error."""
         return [_encodable(self._use(number, turn, i, call)) for i, call in enumerate(calls)]
 
     def _use(self, number: int, turn: int, i: int, call: str) -> str:
@@ -301,8 +306,10 @@ def _encodable(text: str) -> str:
 
 
 def _cast(value: object, wanted: object) -> object:
-    """The value of a tool's argument, which a model may have written as a text: "2" for 2. wanted:
-    the type in the tool's schema."""
+    """The value of a tool's argument, which a model may have written as a text: "2" for 2.
+
+    wanted: the type in the tool's schema.
+    """
     types = {"integer": int, "number": int | float, "boolean": bool, "array": list, "object": dict}
     if isinstance(value, str) and isinstance(wanted, str) and wanted in types:
         with contextlib.suppress(ValueError):
@@ -322,7 +329,7 @@ def _serve(connection: Connection, trainer: int, file: str) -> None:
         while True:
             name, *arguments = json.loads(connection.recv_bytes())
             connection.send_bytes(_reply(getattr(server, name), arguments, file).encode())
-    if os.getpid() == os.getpgrp():  # What the user's code has to do at exit gets a second.
+    if os.getpid() == os.getpgrp():  # The user's code has a second for what it does at exit.
         Popen(["sh", "-c", "sleep 1; kill -9 0"], stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL)
 
 
@@ -342,16 +349,16 @@ def _reply(request: Callable, arguments: list, file: str) -> str:
         return json.dumps({"error": "raised " + _as_raised(error, file)})
 
 
-def _plain(value: object) -> object:
-    """Returns lists and numbers for the arrays and scalars of NumPy, JAX, torch and pandas."""
+def _plain(value: SupportsFloat) -> object:
+    """Lists and numbers for the arrays and scalars of NumPy, JAX, torch and pandas."""
     return value.tolist() if hasattr(value, "tolist") else float(value)
 
 
 def _as_raised(error: BaseException, file: str) -> str:
-    """Returns the type of the exception, its message, and the last line of `file` that raised."""
+    """The type of the exception, its message, and the last line of `file` that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
-    at = [f" ({os.path.basename(file)}:{f.lineno})" for f in frames if f.filename == file]
-    text = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}{''.join(at[-1:])}"
+    lines = [f" ({os.path.basename(file)}:{f.lineno})" for f in frames if f.filename == file]
+    text = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}{''.join(lines[-1:])}"
     if re.search("string ind(ices must|ex out)|'str' object has no attribute 'get'", text):
         text += "; completions are texts, not messages, and so are prompts"
     return text

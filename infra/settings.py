@@ -12,13 +12,18 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from operator import ge, gt, le, lt
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from infra.mistakes import NOT_SETTINGS, OTHER_NAMES, OTHER_VALUES, UserMistake, misspelt
 
+if TYPE_CHECKING:
+    from config import Config
+
+Default = TypeVar("Default")
+Value = bool | int | float | str | tuple[float, ...]  # of a setting
 LIST_ALL = "(`python config.py` lists all)"
 REPO = Path(__file__).resolve().parents[1]
-GYM = "reasoning_gym:"  # how DATASET begins for a task of reasoning_gym
+GYM = "reasoning_gym:"  # the beginning of DATASET for a task of reasoning_gym
 GYM_TASKS = f"{REPO}/recipes/gym.py"
 BOOLS = {"0": False, "1": True, "false": False, "true": True}
 LIMITS = {"at_least": ge, "at_most": le, "above": gt, "below": lt}
@@ -30,7 +35,7 @@ MESH = r"auto|(?!.*-1.*-1)(-1|[1-9]\d*)(,(-1|[1-9]\d*)){2}"
 
 def knob(
     group: str,
-    default: Any,
+    default: Default,
     help: str,
     *,
     yaml: str = "",
@@ -39,19 +44,19 @@ def knob(
     kept: bool = True,
     per_process: bool = False,
     **limits: float,
-) -> Any:
-    """A setting, as the field of a dataclass.
+) -> Default:
+    """The field of a dataclass for a setting.
 
     group: the group in YAML. yaml: the name in that group; empty: the name of the field.
     choices: the allowed texts beside the default, separated by |. form: a regular expression that
-    a text must match. kept: whether a resumed run must keep the value. per_process: whether the
-    value may differ between processes. limits: at_least, at_most, above, below; without a lower
+    a text must match. kept: whether a resumed run must have the same value. per_process: whether
+    processes may have different values. limits: at_least, at_most, above, below; without a lower
     limit a number is at least 0.
     """
     if not {"at_least", "above"} & limits.keys():
         limits["at_least"] = 0
-    metadata = {"group": group, "help": help, "yaml": yaml, "choices": choices, "form": form}
-    metadata |= {"kept": kept, "per_process": per_process, "limits": limits}
+    metadata: dict[str, object] = {"group": group, "help": help, "yaml": yaml, "form": form}
+    metadata |= {"choices": choices, "kept": kept, "per_process": per_process, "limits": limits}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -89,8 +94,8 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=1, help="processes to print sizes for")
     parser.add_argument("--local-devices", type=int, default=1, help="devices of each process")
     args = parser.parse_args(argv)
-    slice_ = args.processes, args.local_devices
-    if min(slice_) < 1 or (max(slice_) > 1 and not args.print_config):
+    counts = args.processes, args.local_devices
+    if min(counts) < 1 or (max(counts) > 1 and not args.print_config):
         parser.error("--processes and --local-devices are at least 1, and only for --print-config")
     if (args.ask, args.answer) != (None, None) and not (args.ask or "").strip():
         parser.error("--ask needs a question, and --answer is only for --ask")
@@ -123,17 +128,17 @@ def read_yaml(path: str | Path, config: type, mistakes: list[str]) -> dict[str, 
         raise UserMistake(f"{path} does not hold `group.name: value` lines")
 
     fields = {yaml_name(field): field for field in dataclasses.fields(config)}
-    texts, where = {}, f"{path}: "
+    texts, prefix = {}, f"{path}: "
     for key, value in yaml_items(content):
         items = value if isinstance(value, list) else [value]
         if key in fields and not all(isinstance(item, str) for item in items):
-            mistakes.append(f"{where}{key} must be one value, or a list of values")
+            mistakes.append(f"{prefix}{key} must be one value, or a list of values")
         elif not key.startswith("derived."):
             texts[key] = ",".join(map(str, items)) or "null"
-    return settings_of(texts, fields, where, mistakes)
+    return settings_of(texts, fields, prefix, mistakes)
 
 
-def yaml_items(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def yaml_items(content: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     """Yields (group.name, value) of each setting: a key is this name, or a group of names."""
     for key, value in content.items():
         if isinstance(value, dict):
@@ -145,31 +150,31 @@ def yaml_items(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def settings_of(
     texts: Mapping[str, str],
     fields: Mapping[str, dataclasses.Field],
-    where: str,
+    prefix: str,
     mistakes: list[str],
 ) -> dict[str, Any]:
     """The settings of a layer, {attribute: value}; adds lines to `mistakes`.
 
     texts: {name: text}; null means that the setting is not set, or is an empty text.
-    fields: all settings by their names in this layer. where: the file, or empty.
+    fields: all settings by their names in this layer. prefix: of each line, names the file, or "".
     """
     settings = {}
     for name, text in texts.items():
         if name not in fields:
-            mistakes.extend(no_setting(name, fields, where))
+            mistakes.extend(no_setting(name, fields, prefix))
         elif text != "null" or fields[name].type is str:
             try:
                 text = "" if text == "null" else text
-                settings[fields[name].name] = parse(fields[name], text, where + name)
+                settings[fields[name].name] = parse(fields[name], text, prefix + name)
             except UserMistake as error:
                 mistakes.append(str(error))
     return settings
 
 
-def no_setting(name: str, fields: Mapping[str, dataclasses.Field], where: str) -> Iterator[str]:
+def no_setting(name: str, fields: Mapping[str, dataclasses.Field], prefix: str) -> Iterator[str]:
     """Yields a line about a name that is no setting, or none if another program may read it.
 
-    fields, where: as in settings_of. In a file every unknown name is a mistake.
+    fields, prefix: as in settings_of. In a file every unknown name is a mistake.
     """
     spelling = {field.name.upper(): known for known, field in fields.items()}
     last = name.rpartition(".")[2].upper()
@@ -177,19 +182,19 @@ def no_setting(name: str, fields: Mapping[str, dataclasses.Field], where: str) -
     without_group = re.sub("^(ROLLOUT|LOSS)_", "", last)
     ours = OTHER_NAMES.get(name) or OTHER_NAMES.get(last) or without_group
     if last in NOT_SETTINGS:
-        yield f"{where}there is no setting {name}: {NOT_SETTINGS[last]}"
+        yield f"{prefix}there is no setting {name}: {NOT_SETTINGS[last]}"
     elif ours in spelling:
-        yield f"{where}{name} is called {spelling[ours]} here {LIST_ALL}"
-    elif where:
+        yield f"{prefix}{name} is called {spelling[ours]} here {LIST_ALL}"
+    elif prefix:
         close = difflib.get_close_matches(name.lower(), fields, 1)
         hint = f"; did you mean {close[0]}?" if close else ""
-        yield f"{where}unknown setting {name}{hint} {LIST_ALL}"
+        yield f"{prefix}unknown setting {name}{hint} {LIST_ALL}"
     elif meant := misspelt(name, [*fields, *OTHER_NAMES]):
         hint = f"did you mean {OTHER_NAMES.get(meant, meant)}?"
         yield f"unknown setting {name}; {hint} {LIST_ALL}"
 
 
-def parse(field: dataclasses.Field, text: str, label: str) -> Any:
+def parse(field: dataclasses.Field, text: str, label: str) -> Value:
     """The value of a setting from its text; YAML and the environment have the same texts."""
     choices, form, help = (field.metadata[name] for name in ("choices", "form", "help"))
     if text.startswith("{repo}/"):
@@ -231,7 +236,7 @@ def overlay(upper: dict, lower: dict, rivals: Sequence[tuple[Sequence, Sequence]
     rivals: pairs of names (set, hidden). If `upper` sets one of the first names, then all of the
     second names are removed from `lower`.
     """
-    hidden = {n for names, rest in rivals if any(map(upper.get, names)) for n in rest}
+    hidden = {name for names, rest in rivals if any(map(upper.get, names)) for name in rest}
     return {name: value for name, value in lower.items() if name not in hidden} | upper
 
 
@@ -270,7 +275,7 @@ def read_text(file: str | Path, setting: str = "") -> str:
 # ---- Printing ------------------------------------------------------------------------------------
 
 
-def to_text(value: Any) -> str:
+def to_text(value: object) -> str:
     """The value as a line of ASCII that YAML reads back as the same value."""
     if isinstance(value, tuple):
         return ",".join(map(str, value))
@@ -284,7 +289,7 @@ def to_text(value: Any) -> str:
     return yaml.safe_dump(value, default_style='"', width=math.inf).strip()
 
 
-def yaml_lines(cfg: Any) -> list[str]:
+def yaml_lines(cfg: "Config") -> list[str]:
     """A line of YAML for each setting, with its environment name, help and default."""
     lines = []
     for field in dataclasses.fields(cfg):

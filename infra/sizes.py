@@ -9,9 +9,12 @@ Every division must be exact; otherwise an error names the nearest sizes that fi
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from infra.mistakes import UserMistake
+
+if TYPE_CHECKING:
+    from config import Config
 
 # Prompts per pass and sequences per micro-step, per device, if no setting gives them.
 DEFAULT_PROMPTS_PER_DEVICE = 2
@@ -47,106 +50,112 @@ class Sizes(NamedTuple):
         )
 
 
-def derive(cfg: Any, processes: int, local_devices: int) -> Sizes:
+def derive(cfg: "Config", processes: int, local_devices: int) -> Sizes:
     """The sizes of a step on `processes` with `local_devices` each.
 
     Raises UserMistake if the settings contradict each other or do not divide exactly.
     """
     prompts, passes = pass_sizes(cfg, processes, local_devices)
-    mini_batches, per_process = cfg.num_mini_batches, passes * prompts  # prompts per process
-    fill = fewest_prompts(cfg.num_pre_q, local_devices)
+    mini_batches = cfg.num_mini_batches
+    local_prompts = passes * prompts  # prompts per step per process
+    fewest = fewest_prompts(cfg.num_pre_q, local_devices)
     where = f" on each of {processes} processes" if processes > 1 else ""
-    where += f" in parts of {fill}, which fill the local devices," if fill > 1 else ""
-    text = f"NUM_MINI_BATCHES={mini_batches} must divide the step's {per_process} prompts{where}"
-    check(mini_batches, divisors(per_process // fill), f"{text} evenly; nearest that do")
+    where += f" in parts of {fewest}, which fill the local devices," if fewest > 1 else ""
+    text = f"NUM_MINI_BATCHES={mini_batches} must divide the step's {local_prompts} prompts{where}"
+    require(mini_batches, divisors(local_prompts // fewest), f"{text} evenly; nearest that do")
 
-    local_batch = per_process * cfg.num_pre_q
-    made = f"local_batch = passes {passes} * BATCH_SIZE {prompts} * NUM_PRE_Q {cfg.num_pre_q}"
-    made += f" = {local_batch}"
+    local_batch = local_prompts * cfg.num_pre_q
+    formula = f"local_batch = passes {passes} * BATCH_SIZE {prompts} * NUM_PRE_Q {cfg.num_pre_q}"
+    formula += f" = {local_batch}"
     update_batch = local_batch // mini_batches  # sequences per update per process
     if mini_batches > 1:
-        made += f" / NUM_MINI_BATCHES {mini_batches} = {update_batch}"
-    micro = micro_batch_size(cfg, update_batch, made, local_devices)
+        formula += f" / NUM_MINI_BATCHES {mini_batches} = {update_batch}"
+    micro_batch = micro_batch_size(cfg, update_batch, formula, local_devices)
     return Sizes(
         local_batch=local_batch,
         global_batch=processes * local_batch,
         prompt_batch_size=prompts,
         passes_per_step=passes,
-        micro_batch_size=micro,
-        grad_accum_steps=update_batch // micro,
-        prompts_per_step=processes * per_process,
+        micro_batch_size=micro_batch,
+        grad_accum_steps=update_batch // micro_batch,
+        prompts_per_step=processes * local_prompts,
         updates_per_step=mini_batches * cfg.ppo_epochs,
     )
 
 
-def pass_sizes(cfg: Any, processes: int, local_devices: int) -> tuple[int, int]:
+def pass_sizes(cfg: "Config", processes: int, local_devices: int) -> tuple[int, int]:
     """Prompts per pass on each process, and passes per step. Raises UserMistake."""
-    k, devices = cfg.num_pre_q, f"{local_devices} local devices"
-    fill = fewest_prompts(k, local_devices)
-    filling = f"{fill} prompts (NUM_PRE_Q {k} on {devices})"
-    _, size, unit = size_of(cfg, *PASS_SIZES, local_devices, devices)
-    prompts = size * unit
-    step_name, step_size, step_unit = size_of(cfg, *STEP_SIZES, k, f"NUM_PRE_Q {k}")
+    K, devices = cfg.num_pre_q, f"{local_devices} local devices"
+    fewest = fewest_prompts(K, local_devices)
+    fewest_text = f"{fewest} prompts (NUM_PRE_Q {K} on {devices})"
+    _, pass_size, pass_factor = size_setting(cfg, *PASS_SIZES, local_devices, devices)
+    prompts = pass_size * pass_factor
+    step_name, step_size, step_factor = size_setting(cfg, *STEP_SIZES, K, f"NUM_PRE_Q {K}")
     if not step_size:
         prompts = prompts or DEFAULT_PROMPTS_PER_DEVICE * local_devices
-    check_multiple("BATCH_SIZE", prompts, fill, filling)
+    require_multiple("BATCH_SIZE", prompts, fewest, fewest_text)
     if not step_size:
         return prompts, 1
-    made = f"{processes} processes * " + (f"BATCH_SIZE {prompts}" if prompts else filling)
-    made += f" * NUM_PRE_Q {k}" if step_unit == 1 else ""
-    smallest = processes * (prompts or fill) * k // step_unit  # of the steps that fit
-    check_multiple(step_name, step_size, smallest, made)
-    times = step_size // smallest
-    return (prompts, times) if prompts else (times * fill, 1)
+    formula = f"{processes} processes * "
+    formula += f"BATCH_SIZE {prompts}" if prompts else fewest_text
+    formula += f" * NUM_PRE_Q {K}" if step_factor == 1 else ""
+    smallest_step = processes * (prompts or fewest) * K // step_factor
+    require_multiple(step_name, step_size, smallest_step, formula)
+    multiple = step_size // smallest_step
+    return (prompts, multiple) if prompts else (multiple * fewest, 1)
 
 
-def micro_batch_size(cfg: Any, update_batch: int, made: str, local_devices: int) -> int:
+def micro_batch_size(cfg: "Config", update_batch: int, formula: str, local_devices: int) -> int:
     """Sequences per micro-step on each process. Raises UserMistake.
 
-    update_batch: sequences of an update on each process. made: how it is made, in words.
+    update_batch: sequences of an update on each process. formula: the settings that give it.
     """
     devices, accum = f"{local_devices} local devices", cfg.grad_accum_steps
-    filled = f" in micro-batches that fill {devices}" if local_devices > 1 else ""
-    # Sizes of micro-batches that divide the update and fill the devices.
-    works = [d * local_devices for d in divisors(update_batch // local_devices)]
-    name, size, unit = size_of(cfg, *MICRO_SIZES, local_devices, devices)
+    where = f" in micro-batches that fill {devices}" if local_devices > 1 else ""
+    # Micro-batches that divide the update's sequences and fill the devices.
+    valid = [local_devices * n for n in divisors(update_batch // local_devices)]
+    name, size, factor = size_setting(cfg, *MICRO_SIZES, local_devices, devices)
     if size:
-        times = f" * {devices} = {size * unit}" if unit > 1 else ""
-        text = f"{name}={size}{times} must divide {made}{filled}; nearest that do"
-        check(size, [n // unit for n in works], text)
-        micro = size * unit
+        product = f" * {devices} = {size * factor}" if factor > 1 else ""
+        text = f"{name}={size}{product} must divide {formula}{where}; nearest that do"
+        require(size, [n // factor for n in valid], text)
+        micro_batch = size * factor
     elif accum:
-        text = f"GRAD_ACCUM_STEPS={accum} must divide {made}{filled}; nearest that do"
-        check(accum, [update_batch // n for n in reversed(works)], text)
-        micro = update_batch // accum
+        text = f"GRAD_ACCUM_STEPS={accum} must divide {formula}{where}; nearest that do"
+        require(accum, [update_batch // n for n in reversed(valid)], text)
+        micro_batch = update_batch // accum
     else:
-        micro = max(n for n in works if n <= DEFAULT_MICRO_BATCH_PER_DEVICE * local_devices)
-    if accum not in (0, update_batch // micro):
-        made = f"{made} / micro-batch {micro} = {update_batch // micro}"
-        raise UserMistake(f"GRAD_ACCUM_STEPS={accum} contradicts {made}; set only one of the two")
-    return micro
+        micro_batch = max(n for n in valid if n <= DEFAULT_MICRO_BATCH_PER_DEVICE * local_devices)
+    micro_steps = update_batch // micro_batch
+    if accum not in (0, micro_steps):
+        formula += f" / micro-batch {micro_batch} = {micro_steps}"
+        raise UserMistake(
+            f"GRAD_ACCUM_STEPS={accum} contradicts {formula}; set only one of the two"
+        )
+    return micro_batch
 
 
 def smaller_sizes(
-    cfg: Any, sizes: Sizes, processes: int, local_devices: int, names: tuple[str, str]
+    cfg: "Config", sizes: Sizes, processes: int, local_devices: int, names: tuple[str, ...]
 ) -> list[dict[str, int]]:
     """The settings of every smaller pass or micro-batch in the same step, smallest first.
 
     names: PASS_SIZES for a smaller pass, MICRO_SIZES for a smaller micro-batch. The settings are
     per process or per device, as the user has set the size.
     """
-    per_process, unit, others = getattr(cfg, names[0]) > 0, local_devices, {}
+    per_process, multiple, others = getattr(cfg, names[0]) > 0, local_devices, {}
     if names == PASS_SIZES:
         size, total = sizes.prompt_batch_size, sizes.prompts_per_step // processes
-        unit = fewest_prompts(cfg.num_pre_q, local_devices) if per_process else local_devices
+        if per_process:
+            multiple = fewest_prompts(cfg.num_pre_q, local_devices)
         if not cfg.rollout_batch_size and not cfg.rollout_global_batch_size:
             others = {"rollout_batch_size": sizes.global_batch}
     else:
         size, total = sizes.micro_batch_size, sizes.micro_batch_size * sizes.grad_accum_steps
         if cfg.grad_accum_steps:
             others = {"grad_accum_steps": 0}
-    works = [n for n in divisors(total // unit) if n < size // unit]
-    return [({names[0]: n * unit} if per_process else {names[1]: n}) | others for n in works]
+    smaller = [n for n in divisors(total // multiple) if n < size // multiple]
+    return [({names[0]: n * multiple} if per_process else {names[1]: n}) | others for n in smaller]
 
 
 def fewest_prompts(num_pre_q: int, local_devices: int) -> int:
@@ -160,31 +169,33 @@ def eval_questions(sizes: Sizes, num_pre_q: int, eval_samples: int, local_device
     return local_devices * max(1, sequences // (eval_samples * local_devices))
 
 
-def size_of(cfg: Any, large: str, small: str, unit: int, unit_text: str) -> tuple[str, int, int]:
+def size_setting(
+    cfg: "Config", large: str, small: str, factor: int, factor_text: str
+) -> tuple[str, int, int]:
     """The setting that gives a size: its name, its value, and the factor to the unit of `large`.
 
-    large, small: two settings of the same size, `small` per device, for example. unit: the factor
-    from the unit of `small` to the unit of `large`. unit_text: the factor in words.
+    large, small: two settings of the same size, `small` per device, for example. factor: from the
+    unit of `small` to the unit of `large`. factor_text: the factor in words.
     Raises UserMistake if the two settings contradict each other.
     """
     total, count = getattr(cfg, large), getattr(cfg, small)
-    if total and count and total != count * unit:
-        product = f"{small.upper()}={count} * {unit_text} = {count * unit}"
+    if total and count and total != count * factor:
+        product = f"{small.upper()}={count} * {factor_text} = {count * factor}"
         raise UserMistake(f"{large.upper()}={total} contradicts {product}; set only one of them")
-    return (small.upper(), count, unit) if count else (large.upper(), total, 1)
+    return (small.upper(), count, factor) if count else (large.upper(), total, 1)
 
 
-def check_multiple(name: str, size: int, unit: int, made: str) -> None:
-    """Raises UserMistake unless `size` is a multiple of `unit`. made: how `unit` is made."""
-    text = f"{name}={size} must be a multiple of {made} = {unit}; nearest that are"
-    check(size, range(0, size + unit, unit), text)
+def require_multiple(name: str, size: int, factor: int, formula: str) -> None:
+    """Raises UserMistake unless `size` is a multiple of `factor`, which the formula explains."""
+    text = f"{name}={size} must be a multiple of {formula} = {factor}; nearest that are"
+    require(size, range(0, size + factor, factor), text)
 
 
-def check(size: int, works: Sequence[int], text: str) -> None:
-    """Raises UserMistake with the text and the nearest sizes that work, unless `size` works."""
-    if size not in works:
-        below = [n for n in works if 0 < n < size][-1:]
-        above = [n for n in works if n > size][:1]
+def require(size: int, valid_sizes: Sequence[int], text: str) -> None:
+    """Raises UserMistake with the text and the nearest valid sizes, unless `size` is valid."""
+    if size not in valid_sizes:
+        below = [n for n in valid_sizes if 0 < n < size][-1:]
+        above = [n for n in valid_sizes if n > size][:1]
         raise UserMistake(f"{text}: {', '.join(map(str, below + above))}")
 
 
@@ -217,19 +228,22 @@ def prompt_width(longest: int, floor: int = 0) -> int:
 
 def turn_sequences(count: int, most: int, local_devices: int) -> int:
     """The sequences of a pass of a later turn, on each process: `most`, or a half or a quarter of
-    it if the `count` sequences that go on fit in."""
+    it if that holds the `count` sequences that have not ended."""
     parts = [most // n for n in (4, 2) if most % (n * local_devices) == 0]
     return next((part for part in parts if count <= part), most)
 
 
 def turn_width(longest: int, most: int) -> int:
-    """The padded length of the prompts of a later turn, which hold up to `longest` tokens, of their
-    completions too: all but the last are padded to a power of two. most: the tokens of the longest
-    prompt and the longest completion of the run, which only the text of an environment exceeds."""
+    """The padded length of the prompts of a later turn, which contain the turns before: up to
+    `longest` tokens, of which all but the last are padded to a power of two.
+
+    most: the tokens of the longest prompt and the longest completion of the run together, which
+    only the text of an environment exceeds.
+    """
     width = 2 ** math.ceil(math.log2(max(longest - 1, 16))) + 1
     return most if longest <= most < width else width
 
 
 def prompt_share(num_pre_q: int, sequences_per_shard: int) -> int:
-    """`share`: how many consecutive sequences of a shard have one prompt in common."""
+    """`share`: the number of consecutive sequences of a shard that have the same prompt."""
     return math.gcd(num_pre_q, sequences_per_shard)

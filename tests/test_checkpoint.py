@@ -72,9 +72,9 @@ def restored(folder: Path, like: dict | None = None) -> tuple[int, dict, list[st
     """The step, the arrays and the lines that were printed; step -1 without a checkpoint."""
     wanted = abstract(like or arrays_of(0))
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        found = Checkpoints(str(folder), 0).restore(wanted, accept)
+        result = Checkpoints(str(folder), 0).restore(wanted, accept)
     said = printed.getvalue().splitlines()
-    return (found[1]["step"], found[0], said) if found else (-1, {}, said)
+    return (result[1]["step"], result[0], said) if result else (-1, {}, said)
 
 
 def assert_equal(ours: dict, theirs: dict) -> None:
@@ -89,9 +89,9 @@ def test_the_newest_checkpoint_and_its_record_are_restored_to_the_bit(tmp_path: 
     step, arrays, said = restored(tmp_path / "c")
     assert (step, said) == (3, [])
     assert_equal(arrays, arrays_of(3))
-    found = Checkpoints(str(tmp_path / "c"), 0).restore(abstract(arrays_of(0)), accept, 2)
-    assert {name: found[1][name] for name in RECORD} == RECORD
-    assert_equal(found[0], arrays_of(2))
+    result = Checkpoints(str(tmp_path / "c"), 0).restore(abstract(arrays_of(0)), accept, 2)
+    assert {name: result[1][name] for name in RECORD} == RECORD
+    assert_equal(result[0], arrays_of(2))
 
 
 def test_arrays_saved_on_one_mesh_are_restored_onto_another_mesh(tmp_path: Path) -> None:
@@ -115,9 +115,9 @@ def test_arrays_may_change_as_soon_as_save_returns(tmp_path: Path) -> None:
         arrays = double(arrays)
     checkpoints.wait()
     for step in (1, 2, 3):
-        found = Checkpoints(str(tmp_path / "c"), 0).restore(abstract(arrays), accept, step)
+        result = Checkpoints(str(tmp_path / "c"), 0).restore(abstract(arrays), accept, step)
         first = np.arange(3_000_000, dtype=np.float32) * 2 ** (step - 1)
-        assert (np.asarray(found[0]["state"]["big"]) == first).all()
+        assert (np.asarray(result[0]["state"]["big"]) == first).all()
 
 
 def test_the_newest_checkpoints_and_the_best_one_stay(tmp_path: Path) -> None:
@@ -165,12 +165,12 @@ def test_half_written_checkpoints_and_changed_records_are_passed_over(tmp_path: 
     record.write_text(record.read_text().replace('"rounds": 7', '"rounds": 8'))
     step, arrays, said = restored(tmp_path / "c")
     assert step == 1
-    told = f"checkpoint {tmp_path}/c/2 is damaged and passed over: "
-    assert said == [f"{told}its record is not what was saved"]
+    message = f"checkpoint {tmp_path}/c/2 is damaged and passed over: "
+    assert said == [f"{message}its record is not what was saved"]
     values = json.loads(record.read_text()) | {"rounds": 7, "format": 1}
     del values["sha256"]
     record.write_text(json.dumps(values | {"sha256": digest_of(values)}))
-    assert restored(tmp_path / "c")[2] == [f"{told}another version of this code has saved it"]
+    assert restored(tmp_path / "c")[2] == [f"{message}another version of this code has saved it"]
     assert restored(tmp_path / "nowhere") == (-1, {}, [])
 
 
@@ -188,8 +188,8 @@ def test_nothing_is_deleted_in_the_folder_of_another_run(tmp_path: Path) -> None
     saved(tmp_path / "c", 1)
     saving = tmp_path / "c" / "2.orbax-checkpoint-tmp-1"
     saving.mkdir()
-    there = Checkpoints(str(tmp_path / "c"), read_only=True)
-    assert there.restore(abstract(arrays_of(0)), accept)[1]["step"] == 1
+    other = Checkpoints(str(tmp_path / "c"), read_only=True)
+    assert other.restore(abstract(arrays_of(0)), accept)[1]["step"] == 1
     assert saving.exists()
 
 
@@ -208,8 +208,8 @@ def test_a_save_that_fails_is_told_with_the_newest_checkpoint_that_stays(tmp_pat
                 end = time.monotonic() + 20
                 while time.monotonic() < end:
                     checkpoints.check()  # as each step does; it never waits
-            told = f"checkpoint of step 2 cannot be written to {checkpoints.folder}: {why}; step 1"
-            assert str(error.value) == f"{told} stays the newest"
+            failed = f"checkpoint of step 2 cannot be written to {checkpoints.folder}: {why}"
+            assert str(error.value) == f"{failed}; step 1 stays the newest"
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 

@@ -19,11 +19,11 @@ ADDRESS_SPACE = 6 * 10**9  # bytes, of which jax needs a part
 
 def test_a_program_that_exhausts_the_memory_is_named_with_the_size_to_try(tmp_path: Path) -> None:
     settings = "BATCH_SIZE=1024 NUM_PRE_Q=8 MAX_LENGTH_SAMPLE=1024 STEPS=1 EVAL_EVERY_STEPS=0"
-    more = {"JAX_PLATFORMS": "cpu", "OUTPUT_DIR": str(tmp_path / "run"), "PATH": "/usr/bin:/bin"}
+    extra = {"JAX_PLATFORMS": "cpu", "OUTPUT_DIR": str(tmp_path / "run"), "PATH": "/usr/bin:/bin"}
     done = subprocess.run(
         ["prlimit", f"--as={ADDRESS_SPACE}", sys.executable, "train_grpo.py"],
         cwd=REPO,
-        env=environment(settings) | FASTER_TO_COMPILE | more,
+        env=environment(settings) | FASTER_TO_COMPILE | extra,
         text=True,
         capture_output=True,
         timeout=300,
@@ -67,10 +67,10 @@ def test_smaller_sizes_do_not_change_the_step_and_use_the_user_s_unit() -> None:
 
 
 @pytest.mark.parametrize(
-    "names, what",
+    "names, text",
     [("", "the memory of a device ran out"), ("ab", "b does not fit the memory of a device")],
 )
-def test_the_inner_program_is_named(names: str, what: str, capsys: pytest.CaptureFixture) -> None:
+def test_the_inner_program_is_named(names: str, text: str, capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit, match="3"), chips.memory_errors_in_sizes(Config.from_env({})):
         with contextlib.ExitStack() as stack:
             for name in names:
@@ -78,7 +78,7 @@ def test_the_inner_program_is_named(names: str, what: str, capsys: pytest.Captur
             jax.device_get(jax.jit(lambda: jnp.zeros(2**45) + 1)())
     asked = "Out of memory allocating 140737488355328 bytes"
     remedy = "Use more devices; OPTIMIZER=sgd or lion, or BETA=0, need less"
-    assert capsys.readouterr().err == f"error: {what}: {asked}. {remedy}\n"
+    assert capsys.readouterr().err == f"error: {text}: {asked}. {remedy}\n"
 
 
 def test_other_errors_of_jax_are_not_about_memory() -> None:

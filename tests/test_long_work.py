@@ -11,5 +11,5 @@ def test_a_program_counts_when_it_is_compiled_and_not_when_it_runs_again() -> No
     before = len(compilations())
     program = jax.jit(lambda x: x * 3 + 1)
     program(x), program(x)
-    found = compilations()[before:]
-    assert len(found) == 1 and found[0] > 0
+    compiled = compilations()[before:]
+    assert len(compiled) == 1 and compiled[0] > 0

@@ -1,8 +1,10 @@
 """A mistake of a user ends in one line that names the setting or file, and in exit code 2.
 
-The tests of each module have the mistakes in its files; here are those that only a start finds.
+The tests of each module have the mistakes in its files; here are those that only a start finds, and
+the line about a side-file that was deleted.
 """
 
+import importlib
 import json
 import shutil
 from pathlib import Path
@@ -12,7 +14,7 @@ from runs import REPO, Result, few_examples, run_as_user
 from safetensors.numpy import load_file, save_file
 
 from config import Config
-from infra.mistakes import UserMistake
+from infra.mistakes import UserMistake, side_file
 from startup import set_up
 
 INPUTS = [  # environment, words of the line
@@ -176,3 +178,44 @@ def test_a_reward_that_fails_ends_a_run_which_first_saves_the_steps_before(
     summary = json.loads((run.out / "summary.json").read_text())
     assert summary["state"] == "failed" and "16 rewards, not 1" in summary["why"]
     assert [file.name for file in (run.out / "checkpoints").glob("[0-9]*")] == saved
+
+
+# ---- Side-files ----------------------------------------------------------------------------------
+
+SIDE_FILES = {  # each in a folder or at the top, its text, and the error of its import
+    "rooms/whole.py": ("Environments = 1\n", None),
+    "whole_at_the_top.py": ("Environments = 1\n", None),
+    "rooms/deleted.py": (None, UserMistake),
+    "no_such_folder/deleted.py": (None, UserMistake),
+    "deleted_at_the_top.py": (None, UserMistake),
+    "rooms/needs_a_package.py": ("import no_such_package\n", ModuleNotFoundError),
+    "rooms/needs_a_deleted_file.py": ("import rooms.deleted\n", ModuleNotFoundError),
+    "rooms/misspells.py": ("from json import dumpz\n", ImportError),
+    "rooms/fails.py": ("1 / 0\n", ZeroDivisionError),
+}
+
+
+@pytest.mark.parametrize("file", SIDE_FILES)
+def test_only_a_side_file_that_is_missing_is_a_mistake_of_the_setting_that_needs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    for name, (text, _) in SIDE_FILES.items():
+        if text is not None:
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def load() -> None:
+        with side_file(file, "ENVIRONMENT_CLASS=x"):
+            importlib.import_module(file.removesuffix(".py").replace("/", "."))
+
+    kind = SIDE_FILES[file][1]
+    if kind is None:
+        load()
+        return
+    with pytest.raises(kind) as error:
+        load()
+    assert type(error.value) is kind
+    line = f"ENVIRONMENT_CLASS=x needs {file}, which is not in this folder; "
+    line += "restore it, or leave ENVIRONMENT_CLASS out"
+    assert (str(error.value) == line) == (kind is UserMistake)

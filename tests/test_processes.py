@@ -26,7 +26,6 @@ from runs import (
     wait_for,
 )
 
-from config import Config
 from infra import checkpoint, hosts
 from infra.mistakes import Unwritable, UserMistake
 
@@ -56,9 +55,9 @@ def test_two_processes_stop_if_their_settings_code_or_data_differ(tmp_path: Path
 
 def test_a_mistake_and_a_file_that_cannot_be_read_or_written_are_told_and_no_other_error() -> None:
     no_file = FileNotFoundError(errno.ENOENT, "No such file or directory", "/nowhere")
-    told = {"SEED=a": UserMistake("SEED=a"), "x is full": Unwritable("x is full")}
-    told["/nowhere: No such file or directory"] = no_file
-    for text, error in told.items():
+    errors = {"SEED=a": UserMistake("SEED=a"), "x is full": Unwritable("x is full")}
+    errors["/nowhere: No such file or directory"] = no_file
+    for text, error in errors.items():
         with pytest.raises(UserMistake, match=f"^{text}$"), hosts.told_by_all():
             raise error
     with pytest.raises(BrokenPipeError), hosts.told_by_all():
@@ -68,15 +67,15 @@ def test_a_mistake_and_a_file_that_cannot_be_read_or_written_are_told_and_no_oth
 # ---- Who joins -----------------------------------------------------------------------------------
 
 
-def given_to_jax(monkeypatch, text: str) -> dict:
+def arguments_of_jax(monkeypatch, text: str) -> dict:
     """What jax is told of the other processes in this environment; empty: nothing."""
-    given: dict = {}
-    monkeypatch.setattr(jax.distributed, "initialize", lambda **told: given.update(told))
+    arguments: dict = {}
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **kwargs: arguments.update(kwargs))
     for name, value in environment(text).items():
         monkeypatch.setenv(name, value)
     hosts.join(60)
     limits = ("initialization_timeout", "heartbeat_timeout_seconds")
-    return {name: value for name, value in given.items() if name not in limits}
+    return {name: value for name, value in arguments.items() if name not in limits}
 
 
 ADDRESS = "JAX_COORDINATOR_ADDRESS=10.0.0.1:1 JAX_NUM_PROCESSES=2 JAX_PROCESS_ID="
@@ -86,9 +85,9 @@ ALL = {"local_device_ids": []}
 
 def test_a_process_number_must_be_below_the_number_of_processes(monkeypatch) -> None:
     joins = {"coordinator_address": "10.0.0.1:1", "num_processes": 2, "process_id": 1}
-    assert given_to_jax(monkeypatch, ADDRESS + "1") == joins | ALL
+    assert arguments_of_jax(monkeypatch, ADDRESS + "1") == joins | ALL
     with pytest.raises(UserMistake, match="JAX_PROCESS_ID .from 0, below it"):
-        given_to_jax(monkeypatch, ADDRESS + "2")
+        arguments_of_jax(monkeypatch, ADDRESS + "2")
 
 
 @pytest.mark.parametrize(
@@ -104,13 +103,13 @@ def test_a_process_number_must_be_below_the_number_of_processes(monkeypatch) -> 
 def test_tasks_of_srun_join_and_one_that_is_alone_on_its_node_takes_all_devices(
     monkeypatch, text: str, devices: dict
 ) -> None:
-    told = given_to_jax(monkeypatch, STEP + text)
-    assert told == {"cluster_detection_method": "slurm"} | devices
+    arguments = arguments_of_jax(monkeypatch, STEP + text)
+    assert arguments == {"cluster_detection_method": "slurm"} | devices
 
 
 def test_a_script_of_sbatch_and_a_single_task_train_alone(monkeypatch) -> None:
     for text in ("SLURM_NTASKS=4", "SLURM_NTASKS=1 SLURM_STEP_NUM_TASKS=1"):
-        assert given_to_jax(monkeypatch, f"{text} JAX_PLATFORMS=cpu") == {}
+        assert arguments_of_jax(monkeypatch, f"{text} JAX_PLATFORMS=cpu") == {}
 
 
 def test_a_tpu_is_a_device_of_google_that_is_no_disk_and_no_network_card(tmp_path: Path) -> None:
@@ -162,8 +161,8 @@ def test_a_second_signal_ends_the_process_at_once_but_a_ctrl_c_may_arrive_twice(
     time.sleep(1)
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
-    told = b"error: a second signal; nothing more is saved\n"
-    assert process.communicate(timeout=20) == (b"", told) and process.returncode == 130
+    message = b"error: a second signal; nothing more is saved\n"
+    assert process.communicate(timeout=20) == (b"", message) and process.returncode == 130
 
 
 def test_a_signal_ends_the_process_within_the_grace_period_whatever_it_does(watching) -> None:
@@ -203,11 +202,11 @@ def test_two_tasks_of_srun_join_tell_a_mistake_of_one_of_them_and_end_if_one_fai
     both += " SLURM_NTASKS=2 SLURM_STEP_NUM_TASKS=2 JAX_PLATFORMS=cpu XLA_FLAGS="
     envs = [environment(f"{both} SLURM_PROCID={i} SLURM_LOCALID={i}") for i in range(2)]
     command, pipe = [sys.executable, "-c", FAILING], subprocess.PIPE
-    how = {"cwd": REPO, "text": True, "stdout": pipe, "stderr": pipe}
-    running = [subprocess.Popen(command, env=os.environ | env, **how) for env in envs]
+    options = {"cwd": REPO, "text": True, "stdout": pipe, "stderr": pipe}
+    running = [subprocess.Popen(command, env=os.environ | env, **options) for env in envs]
     waits, fails = (process.communicate(timeout=60) for process in running)
-    told = "of 2 with 1 of 2 devices: process 1: SEED=a\nprocess 1: STEPS=b\n"
-    assert f"0 {told}" in waits[0] and f"1 {told}" in fails[0]
+    message = "of 2 with 1 of 2 devices: process 1: SEED=a\nprocess 1: STEPS=b\n"
+    assert f"0 {message}" in waits[0] and f"1 {message}" in fails[0]
     assert fails[1] == "error: no space\n"
     assert waits[1].startswith("error: another process is gone; its log says why (")
     assert [process.returncode for process in running] == [1, 1]
@@ -260,14 +259,14 @@ def test_a_process_that_trains_alone_keeps_the_traceback_of_any_error(joins: boo
 
 def test_a_second_run_cannot_use_the_folders_of_a_run_that_is_alive(tmp_path: Path) -> None:
     folder = checkpoint.output_folder(str(tmp_path / "held"), "")
-    shared = checkpoint.open_checkpoints(Config(), folder).folder
+    shared = checkpoint.open_checkpoints(folder, "", 0, 1).folder
     who = f"process {os.getpid()} on {platform.node()}"
-    told = f"{folder} belongs to another run, which is alive: {who}. "
-    with pytest.raises(UserMistake, match=f"^OUTPUT_DIR={re.escape(told)}"):
+    message = f"{folder} belongs to another run, which is alive: {who}. "
+    with pytest.raises(UserMistake, match=f"^OUTPUT_DIR={re.escape(message)}"):
         checkpoint.output_folder(str(folder), "")
-    told = told.replace(str(folder), shared)
-    with pytest.raises(UserMistake, match=f"^CHECKPOINT_DIR={re.escape(told)}"):
-        checkpoint.open_checkpoints(Config(checkpoint_dir=shared), tmp_path / "second")
+    message = message.replace(str(folder), shared)
+    with pytest.raises(UserMistake, match=f"^CHECKPOINT_DIR={re.escape(message)}"):
+        checkpoint.open_checkpoints(tmp_path / "second", shared, 0, 1)
 
 
 def test_runs_that_start_in_the_same_second_get_different_folders(tmp_path, monkeypatch) -> None:

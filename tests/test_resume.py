@@ -56,7 +56,9 @@ def begun(made_with: dict = MADE_WITH, **settings) -> tuple:
     cfg = Config(**{"steps": 6, "save_keep": 0} | settings)
     out = Path.cwd() / cfg.output_dir
     checkpoints = Checkpoints(cfg.checkpoint_dir or f"{out}/checkpoints")
-    arrays, progress = begin(cfg, out, checkpoints, made_with, WANTED)
+    arrays, progress = begin(
+        out, checkpoints, made_with, WANTED, resume=cfg.resume, steps=cfg.steps
+    )
     value = None if arrays is None else int(arrays["x"][0, 0])
     return progress.step, value, progress.run_id, progress.forked_from
 
@@ -89,8 +91,8 @@ def test_a_run_goes_on_in_its_own_folder_however_the_folder_is_named(runs: Path)
     run_id = run_in(runs / "a")["run_id"]
     assert begun(output_dir="a") == (4, 4, run_id, "")
     (runs / "link").symlink_to("a")
-    for own in ("a", "a/checkpoints", "b/../a", "a/checkpoints/4", "link", str(runs / "a")):
-        assert begun(output_dir="a", resume=own) == (4, 4, run_id, ""), own
+    for name in ("a", "a/checkpoints", "b/../a", "a/checkpoints/4", "link", str(runs / "a")):
+        assert begun(output_dir="a", resume=name) == (4, 4, run_id, ""), name
     shutil.rmtree(runs / "a")  # the disk of a machine that was made anew is empty
     run_id = make_run(runs / "c", 2, at=f"{runs}/bucket")
     assert begun(output_dir="a", checkpoint_dir="bucket") == (2, 2, run_id, "")
@@ -109,17 +111,17 @@ def test_a_fork_needs_an_empty_folder_and_then_goes_on_with_its_own_checkpoints(
 ) -> None:
     source = f"{runs}/a/checkpoints"
     for resume, step in (("a", 4), ("a/checkpoints/2", 2), ("b/../a/", 4)):
-        found = begun(output_dir="fork", resume=resume)
-        assert found[:2] == (step, step) and found[3] == f"{source}/{step}"
-        assert found[2] != run_in(runs / "a")["run_id"]
+        fork = begun(output_dir="fork", resume=resume)
+        assert fork[:2] == (step, step) and fork[3] == f"{source}/{step}"
+        assert fork[2] != run_in(runs / "a")["run_id"]
     run_id = make_run(runs / "f", began=f"{source}/2")  # with SAVE_EVERY_STEPS=0
     for resume in ("a/checkpoints/2", "a", "auto"):  # also if a has gone on since then
         assert begun(output_dir="f", resume=resume) == (2, 2, run_id, f"{source}/2")
     run_id = make_run(runs / "g", 3, began=f"{source}/2")
     shutil.rmtree(runs / "a")
     for resume in ("a/checkpoints/2", "a", "auto", "g"):
-        found = begun(output_dir="g", resume=resume)
-        assert found == (3, 3, run_id, f"{source}/2"), resume
+        fork = begun(output_dir="g", resume=resume)
+        assert fork == (3, 3, run_id, f"{source}/2"), resume
 
 
 def test_a_folder_with_records_of_an_unknown_run_is_refused(runs: Path) -> None:
@@ -133,7 +135,7 @@ OF_A = {"checkpoint_dir": "a/checkpoints"}
 
 
 @pytest.mark.parametrize(
-    "out, resume, more, where, why",
+    "out, resume, settings, where, why",
     [
         ("a", "never", {}, "OUTPUT_DIR={}/a", "RESUME=never is neither its newest checkpoint"),
         ("a", "a/checkpoints/2", {}, "OUTPUT_DIR={}/a", "checkpoint (step 4) nor"),
@@ -145,7 +147,7 @@ OF_A = {"checkpoint_dir": "a/checkpoints"}
     ],
 )
 def test_the_folder_of_another_run_is_refused_and_nothing_in_it_changes(
-    runs: Path, out: str, resume: str, more: dict, where: str, why: str
+    runs: Path, out: str, resume: str, settings: dict, where: str, why: str
 ) -> None:
     make_run(runs / "f", began=f"{runs}/a/checkpoints/2")
     make_run(runs / "done", newest=2)
@@ -155,21 +157,21 @@ def test_the_folder_of_another_run_is_refused_and_nothing_in_it_changes(
 
     before = files()
     with pytest.raises(UserMistake) as error:
-        begun(output_dir=out, resume=resume, **more)
-    told = str(error.value)
-    assert told.startswith(where.replace("{}", str(runs))) and why.replace("{}", str(runs)) in told
-    assert told.endswith("; choose a new OUTPUT_DIR") and files() == before
+        begun(output_dir=out, resume=resume, **settings)
+    line = str(error.value)
+    assert line.startswith(where.replace("{}", str(runs))) and why.replace("{}", str(runs)) in line
+    assert line.endswith("; choose a new OUTPUT_DIR") and files() == before
 
 
 def test_other_settings_are_refused_by_name_before_and_after_the_first_checkpoint(
     runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = "was made with other settings or files: SEED was 0 and is 1"
+    line = "was made with other settings or files: SEED was 0 and is 1"
     for out in ("a", "b"):
-        with pytest.raises(UserMistake, match=told):
+        with pytest.raises(UserMistake, match=line):
             begun({"SEED": "1"}, output_dir=out)
     begun({"SEED": "1"}, output_dir="new", resume="a")
-    assert f"RESUME=a: step 4 {told}\n" in capsys.readouterr().out
+    assert f"RESUME=a: step 4 {line}\n" in capsys.readouterr().out
     with pytest.raises(UserMistake, match="STEPS=3, and the checkpoint is after step 4; raise it"):
         begun(output_dir="a", steps=3)
 
@@ -232,16 +234,16 @@ def test_a_run_with_a_reference_must_find_the_same_weights_in_its_model(
     before: dict[str, str], tmp_path: Path
 ) -> None:
     """The reference is no part of a checkpoint."""
-    model, found = tmp_path / "model", []
+    model, values = tmp_path / "model", []
     shutil.copytree(REPO / "tiny", model)
     for end in (b"", b"changed"):
         content = (REPO / "tiny" / "model.safetensors").read_bytes()
         (model / "model.safetensors").write_bytes(content[: len(content) - len(end)] + end)
-        found.append(made_with(MODEL_PATH=str(model), BETA="0.1"))
+        values.append(made_with(MODEL_PATH=str(model), BETA="0.1"))
     assert "the model's weights" not in before
-    told = what_changed({"made_with": found[0]}, found[1], "step 1")
-    assert told.startswith("step 1 was made with other settings or files: the model's weights was ")
-    assert ";" not in told
+    line = what_changed({"made_with": values[0]}, values[1], "step 1")
+    assert line.startswith("step 1 was made with other settings or files: the model's weights was ")
+    assert ";" not in line
 
 
 REWARD = "def {}(completions, **columns):\n{}    return [0.0] * len(completions)\n"

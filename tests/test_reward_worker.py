@@ -36,7 +36,7 @@ def surroundings(completions, **columns):
     return ["jax" in sys.modules, os.environ["JAX_PLATFORMS"] == "cpu", main == "reward_worker.py"]
 def ours(completions, **columns):
     from rewards import extract_answer
-    infra = [path for path in sys.path if os.path.basename(path) == "infra"]
+    infra = [path for path in sys.path if os.path.isfile(f"{path}/reward_worker.py")]
     return [*map(extract_answer, completions), len(infra), "jax" in sys.modules]
 def pid_then_hang(completions, **columns):
     if completions == ["pid"]:
@@ -339,8 +339,8 @@ def test_a_function_gets_trl_s_arguments_by_name_and_else_the_completions_first(
 )
 def test_one_that_reads_messages_is_told_that_completions_are_texts(tmp_path, text, completion):
     (tmp_path / "mine.py").write_text(f"def chat(prompts, completions, **_):\n    return {text}\n")
-    told = r"^REWARD_FN .*mine.py:chat raised .*\(mine.py:2\); completions are texts, not messages"
-    with worker(tmp_path, "chat") as function, pytest.raises(UserMistake, match=told) as caught:
+    line = r"^REWARD_FN .*mine.py:chat raised .*\(mine.py:2\); completions are texts, not messages"
+    with worker(tmp_path, "chat") as function, pytest.raises(UserMistake, match=line) as caught:
         function([completion], question=["2+2?"])
     assert "\n" not in str(caught.value)
 

@@ -5,6 +5,7 @@ import io
 import json
 import resource
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from infra.checkpoint import Checkpoints, Progress
+from infra.lifecycle import Lifecycle
 from infra.log import RunLog, cut_back, replace_file
 from infra.mistakes import Unwritable
 
@@ -40,19 +43,42 @@ def test_only_process_0_writes_and_numbers_that_are_not_finite_become_null(
 
 def test_the_time_left_is_that_of_a_median_step(tmp_path: Path) -> None:
     def left(step: int, seconds: float) -> str:
-        told = log.time_left(step, SimpleNamespace(total=lambda: seconds))
+        text = log.time_left(step, SimpleNamespace(total=lambda: seconds))
         log.record(step, {"time/train/step_s": seconds})
-        return told
+        return text
 
     log = RunLog(tmp_path, steps=14, first_step=3, writes=True, wandb=None)
     assert left(3, 1e6) == ""  # the first step of this process compiles
     assert left(4, 99.0) == " left=14:51"  # 9 steps of 99 s
     for _ in range(10):
-        told = left(9, 930.0)
-    assert told == " left=1:02:00"  # 4 steps
+        text = left(9, 930.0)
+    assert text == " left=1:02:00"  # 4 steps
     assert log.time_left(13, SimpleNamespace(total=lambda: 930.0)) == ""  # the last step
     last = (tmp_path / "metrics.jsonl").read_text().splitlines()[-1]
     assert json.loads(last)["time/train/step_avg_last10_s"] == 930.0
+
+
+def test_a_run_without_a_reviewer_ends_without_a_summary_and_a_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    life = Lifecycle(
+        steps=2,
+        save_every_steps=0,
+        eval_every_steps=1,
+        out=tmp_path,
+        log=RunLog(tmp_path, steps=2, writes=True, wandb=None),
+        checkpoints=Checkpoints(f"{tmp_path}/checkpoints"),
+        progress=Progress(step=1),
+        reviewer=None,
+        began=time.perf_counter(),
+    )
+    life.begin({})
+    life.count_step(1, "")
+    life.note_evaluation(2, 0.5)
+    life.finish(lambda: None)
+    assert capsys.readouterr().out.startswith("DONE: steps=2 elapsed_sec=")
+    assert json.loads((tmp_path / "run.json").read_text())["newest"] == 2
+    assert not (tmp_path / "summary.json").exists()
 
 
 @contextlib.contextmanager
@@ -116,8 +142,9 @@ WRITTEN = [
 def test_a_file_ends_before_the_first_line_that_a_resumed_run_writes_again(
     tmp_path: Path, step: int, kept: tuple[str, ...], lines: int
 ) -> None:
-    file, whole = tmp_path / "a.jsonl", [json.dumps(x, ensure_ascii=False) + "\n" for x in WRITTEN]
+    file = tmp_path / "a.jsonl"
+    complete = [json.dumps(x, ensure_ascii=False) + "\n" for x in WRITTEN]
     for damaged in ('{"step": 0, "a', "\0\0\0\n"):  # a kill or a crash of the machine leaves them
-        file.write_text("".join(whole) + damaged, encoding="utf-8")
+        file.write_text("".join(complete) + damaged, encoding="utf-8")
         cut_back(file, step, kept)
-        assert file.read_text(encoding="utf-8") == "".join(whole[:lines])
+        assert file.read_text(encoding="utf-8") == "".join(complete[:lines])

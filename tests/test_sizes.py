@@ -70,9 +70,9 @@ def test_a_size_that_does_not_fit_is_an_error_that_names_the_nearest_that_work(r
     wrong = settings.split()[-1]
     with pytest.raises(UserMistake) as error:
         sizes(slice_, f"{REAL} {settings}")
-    told = str(error.value)
-    assert told.startswith(f"{wrong} ") and words in told
-    assert told.partition("; nearest that ")[2].split(": ")[1] == nearest
+    message = str(error.value)
+    assert message.startswith(f"{wrong} ") and words in message
+    assert message.partition("; nearest that ")[2].split(": ")[1] == nearest
     for value in nearest.split(", "):
         sizes(slice_, f"{REAL} {settings} {wrong.split('=')[0]}={value}")
 

@@ -226,8 +226,8 @@ def test_a_run_that_is_killed_twice_is_one_run_of_the_service_and_a_fork_is_anot
     [folder] = (fork / "wandb").glob("offline-run-*")
     assert folder.name.rpartition("-")[2] not in service.rows
     [file] = folder.glob("run-*.wandb")
-    told = "ppo_epochs derived.global_batch derived.commit verdict forked_from".split()
-    assert all(name.encode() in file.read_bytes() for name in (*told, parent))
+    names = "ppo_epochs derived.global_batch derived.commit verdict forked_from".split()
+    assert all(name.encode() in file.read_bytes() for name in (*names, parent))
 
 
 # ---- The service ---------------------------------------------------------------------------------
@@ -250,12 +250,12 @@ class WandbService:
 
             def answer(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                told = json.dumps(service.answer(self.path, body)).encode()
+                reply = json.dumps(service.answer(self.path, body)).encode()
                 self.send_response(200)
                 self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(told)))
+                self.send_header("Content-Length", str(len(reply)))
                 self.end_headers()
-                self.wfile.write(told)
+                self.wfile.write(reply)
 
             do_GET = do_POST = do_PUT = answer
 

@@ -129,7 +129,7 @@ def ask(cfg: Config, example: dict[str, Any]) -> tuple[str, list[str]]:
 def answer_command(cfg: Config, flags: argparse.Namespace) -> None:
     """Does what --eval-only or --ask of train_grpo.py asks for."""
     try:
-        hosts.start_jax(cfg)
+        hosts.start_jax(cfg.jax_compilation_cache_dir, cfg.init_timeout_s)
         cfg = replace(find_weights(cfg), **NO_STEPS)
         if flags.eval_only:
             evaluate_weights(cfg)

@@ -17,18 +17,21 @@ import sys
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from infra.mistakes import UserMistake, in_one_line
 from infra.settings import GYM, GYM_TASKS, read_text
 
-# A chat template that prints today's date prints this one, because prompts must not change at
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# A chat template that prints today's date prints this date, because prompts must not change at
 # midnight. It is the date that Llama 3.2's template prints by default.
 DATE = datetime(2024, 7, 26)
 DATE_CODES = ("%-d", "%-m", *(f"%{letter}" for letter in "aAbBdmyYHMSpj"))
-# Stands in front of a template and replaces the function with which it asks for today's date.
+# Stands in front of a template and replaces the function that returns today's date.
 FIXED_DATE = (
     "{% macro strftime_now(format) %}{{ format"
     + "".join(f" | replace('{code}', '{DATE.strftime(code)}')" for code in DATE_CODES)
@@ -42,11 +45,14 @@ HUB_CONFIGS = {"openai/gsm8k": "main"}
 HELD_OUT = 0.1  # fraction of a single file or of a task that is held out for evaluation
 
 
+Example = dict[str, Any]  # the columns of an example: any values of JSON
+
+
 class Prompt(NamedTuple):
-    """The prompt of an example as token ids, with what else the example holds."""
+    """The prompt of an example as token ids, with the example."""
 
     ids: list[int]  # tokens of the chat template, up to where the assistant begins to speak
-    columns: dict[str, Any]  # columns of the example; `question` and `answer` are texts
+    columns: Example  # `question` and `answer` among them are texts
 
 
 # ---- Examples ------------------------------------------------------------------------------------
@@ -54,22 +60,22 @@ class Prompt(NamedTuple):
 
 def load_examples(
     dataset: str, config: str, split: str, question: str = "question", answer: str = "answer"
-) -> list[dict[str, Any]]:
+) -> list[Example]:
     """Returns the examples of one split of a local file, a local folder, a hub dataset or a task of
     reasoning_gym.
 
     A folder has a file or shards for each split (train.jsonl, test-00000-of-00001.parquet). A
     single file and a task have two splits: "train" is all examples before the last tenth, "test"
-    those of this tenth whose question is not in "train", each once.
-    config: of a hub dataset; "": HUB_CONFIGS, else the dataset's only or default one.
+    the examples of this tenth whose question is not in "train", without repeats.
+    config: of a hub dataset; "": HUB_CONFIGS, else the dataset's only or default configuration.
     question, answer: names of the columns that hold the question and the answer. Each example also
-    has these two texts as `question` and `answer`. It keeps all columns that JSON, in which a
-    reward worker receives them, can hold. Lines say what is left out.
+    has these two texts as `question` and `answer`. It keeps all columns that JSON can hold, because
+    a reward worker receives them as JSON. A line is printed for each column that is left out.
     Raises UserMistake if a file is missing or cannot be read, or if an example lacks a text.
     """
     path = Path(dataset)
     is_task = dataset.startswith(GYM)
-    # What is no path and no task can only be the id of a dataset on the hub.
+    # Any other name can only be the id of a dataset on the hub.
     is_path = path.exists() or path.suffix in SUFFIXES or dataset.startswith(("/", "~", "."))
     one_file = is_path and not path.is_dir()
     if is_task:
@@ -80,11 +86,11 @@ def load_examples(
         sources = {str(file): _read_file(file) for file in _split_files(path, split)}
     else:
         sources = {f"DATASET={dataset}:{split}": _read_hub(dataset, config, split)}
-    wanted = {"question": question, "answer": answer}
+    text_columns = {"question": question, "answer": answer}
     examples = [
-        _with_texts(f"{source} example {number}", example, wanted)
-        for source, found in sources.items()
-        for number, example in enumerate(found, start=1)
+        _with_texts(f"{source} example {number}", item, text_columns)
+        for source, items in sources.items()
+        for number, item in enumerate(items, start=1)
     ]
     # Rewards receive the columns as lists, so every example needs every column of the split.
     columns = dict.fromkeys(name for example in examples for name in example)
@@ -99,21 +105,21 @@ def load_examples(
         del columns["prompts"]
         why = "rewards get the questions by this name"
         print(f"left out column 'prompts' of split {split!r}: {why}", flush=True)
-    for taken in {"completions", "completion_ids", "environments"} & set(columns):
-        raise UserMistake(f"DATASET={dataset}: a column may not be called {taken}; rename it")
+    for name in {"completions", "completion_ids", "environments"} & set(columns):
+        raise UserMistake(f"DATASET={dataset}: a column may not be called {name}; rename it")
     examples = [{name: example.get(name) for name in columns} for example in examples]
     if one_file or is_task:
         if split not in ("train", "test"):
             why = f"those of a {'task' if is_task else 'single file'} are train, and test, its last"
             raise UserMistake(f"DATASET={dataset} has no split {split!r}; {why} tenth")
-        held_out = max(1, round(HELD_OUT * len(examples)))
-        train, test = examples[:-held_out], examples[-held_out:]
-        known = {example["question"] for example in train}
-        new = {(e["question"], e["answer"]): e for e in test if e["question"] not in known}
-        if split == "test" and len(new) < len(test):
-            left_out = f"left out {len(test) - len(new)} of {len(test)} held-out questions"
+        test_size = max(1, round(HELD_OUT * len(examples)))
+        train, test = examples[:-test_size], examples[-test_size:]
+        seen = {example["question"] for example in train}
+        unseen = {(e["question"], e["answer"]): e for e in test if e["question"] not in seen}
+        if split == "test" and len(unseen) < len(test):
+            left_out = f"left out {len(test) - len(unseen)} of {len(test)} held-out questions"
             print(f"{left_out} of {dataset}: they repeat train or each other", flush=True)
-        examples = train if split == "train" else list(new.values())
+        examples = train if split == "train" else list(unseen.values())
     if not examples:
         repeats = (one_file or is_task) and train
         why = "; its last tenth only repeats questions of train" if repeats else ""
@@ -122,15 +128,16 @@ def load_examples(
     return examples
 
 
-def _with_texts(place: str, example: Any, wanted: dict[str, str]) -> dict[str, Any]:
-    """Adds `question` and `answer` to the example; an answer that is a number becomes its text.
+def _with_texts(place: str, item: object, text_columns: dict[str, str]) -> Example:
+    """Adds `question` and `answer` to an item of the dataset; an answer that is a number becomes
+    its text.
 
-    place: where the example stands, for the error. wanted: {"question": column, "answer": column}.
+    place: of the item, for the error. text_columns: {"question": column, "answer": column}.
     Raises UserMistake if a text is missing.
     """
-    columns = example if isinstance(example, dict) else {}
+    columns = item if isinstance(item, dict) else {}
     texts = {}
-    for name, column in wanted.items():
+    for name, column in text_columns.items():
         text = columns.get(column)
         if name == "answer" and type(text) in (int, float) and -math.inf < text < math.inf:
             text = json.dumps(text)
@@ -144,16 +151,16 @@ def _with_texts(place: str, example: Any, wanted: dict[str, str]) -> dict[str, A
 
 
 def _split_files(folder: Path, split: str) -> list[Path]:
-    """Returns SPLIT.ext, or all shards SPLIT-00000-of-0000N.ext; other names do not count. Raises
-    UserMistake if a shard or the split is missing, or if the split is there twice."""
+    """Returns SPLIT.ext, or all shards SPLIT-00000-of-0000N.ext; other files do not count. Raises
+    UserMistake if a shard or the split is missing, or if the folder has the split twice."""
     files = sorted(f for f in folder.iterdir() if f.suffix in SUFFIXES)
     # Older versions of datasets put a hash behind the number.
     shard = re.compile(rf"{re.escape(split)}-(\d{{5}})-of-(\d{{5}})(-[0-9a-f]{{16}})?")
     chosen = {f: shard.fullmatch(f.stem) for f in files}
     chosen = {f: match for f, match in chosen.items() if match or f.stem == split}
     if not chosen:
-        there = ", ".join(f.name for f in files) or "no .jsonl, .json or .parquet"
-        raise UserMistake(f"DATASET={folder} has no file of split {split!r}; it has {there}")
+        names = ", ".join(f.name for f in files) or "no .jsonl, .json or .parquet"
+        raise UserMistake(f"DATASET={folder} has no file of split {split!r}; it has {names}")
     kinds = {f: (f.suffix, match and match[2]) for f, match in chosen.items()}
     first, *others = chosen
     numbers = {int(m[1]) for f, m in chosen.items() if m and kinds[f] == kinds[first]}
@@ -174,10 +181,10 @@ def stop_if_no_gym(dataset: str) -> None:
 
 
 @functools.lru_cache(maxsize=1)  # for both splits
-def _draw_task(dataset: str) -> list[Any]:
-    """Returns the items of a task, which are the same each time."""
+def _draw_task(dataset: str) -> list[object]:
+    """Returns the items of a task of reasoning_gym, which are the same each time."""
     command = [sys.executable, GYM_TASKS, dataset.removeprefix(GYM)]
-    # Some tasks draw from sets of texts, whose order is different in each process otherwise.
+    # Some tasks draw from sets of texts, whose order would differ between processes.
     env = os.environ | {"PYTHONHASHSEED": "0"}
     drawn = subprocess.run(command, env=env, capture_output=True, text=True)
     if drawn.returncode:
@@ -186,7 +193,7 @@ def _draw_task(dataset: str) -> list[Any]:
     return json.loads(drawn.stdout)
 
 
-def _read_hub(dataset: str, config: str, split: str) -> list[Any]:
+def _read_hub(dataset: str, config: str, split: str) -> list[object]:
     import datasets  # slow to import, and needed for the hub alone
 
     name = config or HUB_CONFIGS.get(dataset, "")
@@ -197,8 +204,8 @@ def _read_hub(dataset: str, config: str, split: str) -> list[Any]:
         raise UserMistake(f"DATASET={dataset}: no such file or folder, and {why}") from None
 
 
-def _read_file(file: Path) -> list[Any]:
-    """Returns the examples of a file. Empty lines of a .jsonl file are left out."""
+def _read_file(file: Path) -> list[object]:
+    """Returns the items of a file. Empty lines of a .jsonl file are left out."""
     if not file.is_file():
         raise UserMistake(f"DATASET={file}: this file or folder does not exist")
     if file.suffix not in SUFFIXES:
@@ -214,15 +221,16 @@ def _read_file(file: Path) -> list[Any]:
     if file.suffix == ".jsonl":
         lines = enumerate(text.split("\n"), start=1)  # splitlines would split at U+2028, too.
         return [_parse(line, file, number) for number, line in lines if line.strip()]
-    examples = _parse(text, file, 1)
-    if not isinstance(examples, list):
+    items = _parse(text, file, 1)
+    if not isinstance(items, list):
         raise UserMistake(
             f"{file} is not a JSON list of examples; with one in each line call it .jsonl"
         )
-    return examples
+    return items
 
 
-def _parse(text: str, file: Path, first_line: int) -> Any:
+def _parse(text: str, file: Path, first_line: int) -> object:
+    """Returns the value of a JSON text. first_line: of the text in its file, for the error."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -234,22 +242,22 @@ def _parse(text: str, file: Path, first_line: int) -> Any:
 
 
 def text_or_file(setting: str) -> str:
-    """Returns the text of SYSTEM_PROMPT: that of the file, if there is one or if the setting is a
-    word that ends as its name would, or else the setting itself. Raises UserMistake."""
+    """Returns the text of the file that SYSTEM_PROMPT names, or SYSTEM_PROMPT itself if it is no
+    existing file and no word that ends as the name of a text file. Raises UserMistake."""
     is_file = os.path.isfile(setting) or re.fullmatch(r"\S+\.(txt|md|jinja)", setting)
     return read_text(setting, "SYSTEM_PROMPT") if is_file else setting
 
 
 def build_prompts(
-    examples: list[dict[str, Any]],
-    tokenizer: Any,
+    examples: list[Example],
+    tokenizer: "PreTrainedTokenizerBase",
     system_prompt: str,
     tools: Sequence[dict[str, Any]] = (),
     vocab_size: float = math.inf,
 ) -> list[Prompt]:
     """Returns the prompt of each example, made by the chat template of the tokenizer.
 
-    tools: what the template tells the model of tools. vocab_size: rows of the model's embedding.
+    tools: their descriptions for the template. vocab_size: rows of the model's embedding.
     Raises UserMistake if a text is not Unicode, if the template fails, or if a token has no row.
     """
     for text in (system_prompt, *(example["question"] for example in examples)):
@@ -273,27 +281,34 @@ def build_prompts(
 
 
 def render_chats(
-    tokenizer: Any,
+    tokenizer: "PreTrainedTokenizerBase",
     chats: list[list[dict[str, str]]],
     tools: Sequence[dict[str, Any]] = (),
-    asks: bool = True,
+    add_generation_prompt: bool = True,
 ) -> list[str]:
-    """Returns the text of each list of messages by the tokenizer's chat template, of several named
-    ones that for tools if there are any; the same text on every day.
+    """Returns the text of each list of messages by the tokenizer's chat template, with the same
+    date on every day. With tools it is the template for tools, if there are several.
 
-    asks: whether the assistant speaks next. Raises UserMistake if the template fails.
+    add_generation_prompt: the text ends where the assistant begins to speak.
+    Raises UserMistake if the template fails.
     """
-    how = {"tools": [*tools] or None, "tokenize": False, "add_generation_prompt": asks}
     try:
-        template = FIXED_DATE + tokenizer.get_chat_template(tools=how["tools"])
-        return tokenizer.apply_chat_template(chats, chat_template=template, **how)
+        return tokenizer.apply_chat_template(
+            chats,
+            tools=[*tools] or None,
+            chat_template=FIXED_DATE + tokenizer.get_chat_template(tools=[*tools] or None),
+            add_generation_prompt=add_generation_prompt,
+            tokenize=False,
+        )
     except Exception as error:  # A template may raise anything.
         roles = ", ".join(message["role"] for message in chats[0])
         why = f"its chat template fails on messages of {roles}: {in_one_line(error)}"
         raise UserMistake(f"MODEL_PATH (or CHAT_TEMPLATE): {why}") from None
 
 
-def has_system_role(tokenizer: Any, tools: Sequence[dict[str, Any]] = ()) -> bool:
+def has_system_role(
+    tokenizer: "PreTrainedTokenizerBase", tools: Sequence[dict[str, Any]] = ()
+) -> bool:
     """Returns whether the chat template writes a system message. Some templates drop it, and others
     raise an error."""
     chat = [{"role": "system", "content": SENTINEL}, {"role": "user", "content": "A question."}]
@@ -303,27 +318,27 @@ def has_system_role(tokenizer: Any, tools: Sequence[dict[str, Any]] = ()) -> boo
         return False
 
 
-def end_of_turn(tokenizer: Any) -> int | None:
-    """Returns the added token that the chat template writes behind an answer, or None, also if it
-    takes no answers."""
+def end_of_turn(tokenizer: "PreTrainedTokenizerBase") -> int | None:
+    """Returns the added token that the chat template writes behind an answer; None without such a
+    token, and for a template that takes no answers."""
     question = {"role": "user", "content": "A question."}
     chat = [question, {"role": "assistant", "content": SENTINEL}]
     try:
-        [text] = render_chats(tokenizer, [chat], asks=False)
+        [text] = render_chats(tokenizer, [chat], add_generation_prompt=False)
     except UserMistake:
         return None
     behind = tokenizer(text.partition(SENTINEL)[2].lstrip(), add_special_tokens=False)["input_ids"]
     return behind[0] if behind and behind[0] in tokenizer.added_tokens_decoder else None
 
 
-def opened_tag(prompt: Prompt, tokenizer: Any) -> str:
+def opened_tag(prompt: Prompt, tokenizer: "PreTrainedTokenizerBase") -> str:
     """Returns the <think> at the end of the prompt, with the white space after the tag, or "".
 
     Some chat templates open this tag for the assistant. The completion then begins after the tag,
     so the caller puts the tag in front of the completion for the reward functions.
     """
-    found = re.search(r"<think>\s*\Z", tokenizer.decode(prompt.ids[-_TAIL:]))
-    return found[0] if found else ""
+    tag = re.search(r"<think>\s*\Z", tokenizer.decode(prompt.ids[-_TAIL:]))
+    return tag[0] if tag else ""
 
 
 def fit_prompts(prompts: list[Prompt], limit: int, split: str) -> list[Prompt]:

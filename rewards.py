@@ -6,7 +6,7 @@ the same length. It returns a list with one number per completion, or None where
 not apply. REWARD_FN may name the functions of this file, and with file.py:name a function of any
 file, which a reward worker runs.
 
-Dimensions: n completions of one call.
+Dimensions: `completions` of one call, `functions` of the run.
 """
 
 import re
@@ -29,13 +29,16 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 Rewards = list[float | None]  # a reward per completion; None: the function does not apply
 RewardFunction = Callable[..., Rewards]
 
-_MAX_NUMBER = 300  # parse_number reads numbers of at most so many characters
-_WINDOW, _AROUND = 4096, 64  # It looks at so many characters up to the last digit, and around it.
+_MAX_NUMBER = 300  # the characters of the longest number that parse_number reads
+_WINDOW = 4096  # characters up to the last digit that parse_number reads
+_AROUND = 64  # characters on either side of a number in which _PART is searched
 
 # Minus sign, en dash, spaces that keep a number and its unit in one line, ’, and ½ as \frac12.
 _FRACTIONS = "¼½¾⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
-_PLAIN = str.maketrans("\u2212\u2013\u00a0\u202f\u2009\u2019", "--   '", "■")
-_PLAIN |= {ord(x): rf"\frac{normalize('NFKC', x)}".replace("\u2044", "") for x in _FRACTIONS}
+_PLAIN = str.maketrans(
+    dict(zip("\u2212\u2013\u00a0\u202f\u2009\u2019■", [*"--   '", ""], strict=True))
+    | {x: rf"\frac{normalize('NFKC', x)}".replace("\u2044", "") for x in _FRACTIONS}
+)
 # No two repeats of these patterns and of _NUMBER can match the same character. A failed match gives
 # up at once, and the time is linear in the length of any text. _PART sees a few characters only.
 _SPELLINGS = [
@@ -106,20 +109,20 @@ def parse_number(text: str) -> Fraction | None:
     number that is in doubt, such as 100,00, or a part of something larger, such as 10^3 and 2\pi.
     """
     text = text.strip()
-    last, match = max(map(text.rfind, "0123456789" + _FRACTIONS)), None
+    last = max(map(text.rfind, "0123456789" + _FRACTIONS))
     text = text[max(0, last - _WINDOW) : last + _AROUND].translate(_PLAIN)
     for pattern, plain in _SPELLINGS:
         text = pattern.sub(plain, text)
     text = re.sub(" +", " ", _LATEX_FRACTION.sub(_with_slash, text))
-    for found in _NUMBER.finditer(text):
-        match = found if found["number"] else match
-    if match is None:
+    numbers = [match for match in _NUMBER.finditer(text) if match["number"]]
+    if not numbers:
         return None
+    match = numbers[-1]
     start, end = match.span()
     if _PART.search(f"{text[max(0, start - _AROUND) : start]}■{text[end : end + _AROUND]}"):
         return None
     number, top, bottom = (_value(match[name] or "1") for name in ("number", "top", "bottom"))
-    if None in (number, top, bottom) or bottom == 0:
+    if number is None or top is None or bottom is None or bottom == 0:
         return None
     value = number / bottom
     if match["top"]:
@@ -160,15 +163,15 @@ def extract_answer(text: str) -> Fraction | None:
 
 
 def right_number(answer: object) -> Fraction | None:
-    """Returns the number of a right answer: the last one after its last ####, as in GSM8K; without
-    #### the last one of the text."""
+    """Returns the number of a right answer: the last number after the last ####, as in GSM8K, or
+    without #### the last number of the text."""
     return parse_number(str(answer).rpartition("####")[2])
 
 
 def reward_correct(completions: list[str], answer: list[str], **columns: list) -> Rewards:
     """Gives 1.0 to a completion whose answer equals the right answer, else 0.0.
 
-    answer: the right answers, see right_number. If one has no number, its reward is None.
+    answer: the right answers, see right_number. Without a number there the reward is None.
     """
     rewards: Rewards = []
     for completion, right in zip(completions, answer, strict=True):
@@ -241,25 +244,26 @@ def total_rewards(
     functions: Sequence[RewardFunction],
     weights: Sequence[float],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the total rewards [n] and the rewards of each function [n, functions], both float64.
+    """Returns the total rewards [completions] and the rewards of each function [completions,
+    functions], both float64.
 
-    completions: [n] texts. columns: lists of n values. weights: [functions]. A total is the
-    weighted sum over the functions that apply to the completion, as in TRL. A reward is NaN where
-    the function does not apply, and a total is NaN where no function applies.
+    columns: lists with a value for each completion. weights: [functions]. A total is the weighted
+    sum over the functions that apply to the completion, as in TRL. A reward is NaN where the
+    function does not apply, and a total is NaN where no function applies.
     Raises UserMistake if a returned list is wrong.
     """
-    per_function = np.full((len(completions), len(functions)), np.nan)  # [n, functions]
-    for k, function in enumerate(functions):
+    per_function = np.full((len(completions), len(functions)), np.nan)
+    for column, function in enumerate(functions):
         returned = function(completions, **columns)
-        per_function[:, k] = _as_floats(function, returned, len(completions))
-    applies = ~np.isnan(per_function)  # [n, functions]
-    totals = np.where(applies, per_function * np.asarray(weights, float), 0.0).sum(1)  # [n]
-    return np.where(applies.any(1), totals, np.nan), per_function
+        per_function[:, column] = _as_floats(function, returned, len(completions))
+    applies = ~np.isnan(per_function)  # [completions, functions]
+    totals = np.where(applies, per_function * np.asarray(weights, float), 0.0).sum(axis=1)
+    return np.where(applies.any(axis=1), totals, np.nan), per_function
 
 
 def entries_of(reward_fn: str) -> list[str]:
-    """Returns what REWARD_FN names, each a function or file.py:name; without REWARD_FN, the names
-    in DEFAULTS."""
+    """Returns the entries of REWARD_FN, each a function or file.py:name; without REWARD_FN, the
+    names in DEFAULTS."""
     return [entry.strip() for entry in reward_fn.split(",")] if reward_fn else list(DEFAULTS)
 
 
@@ -269,8 +273,8 @@ def weights_of(
     """Returns REWARD_WEIGHTS; if it is empty, 1 for each function, and without REWARD_FN the
     weights of DEFAULTS. names: of the functions. Raises UserMistake if the number of weights is
     wrong, or if two functions have the same name."""
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise UserMistake(f"REWARD_FN: two rewards have the name {twice[0]}; rename one")
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise UserMistake(f"REWARD_FN: two rewards have the name {repeated[0]}; rename one")
     defaults = {} if reward_fn else DEFAULTS
     weights = reward_weights or tuple(defaults.get(name, 1.0) for name in names)
     if len(weights) != len(names):
@@ -283,10 +287,12 @@ def weights_of(
 
 def _as_floats(function: RewardFunction, returned: object, count: int) -> list[float]:
     """Checks the rewards that `function` returned for `count` completions; None becomes NaN."""
-    name, listed = function.__name__, isinstance(returned, list | tuple | np.ndarray)
-    got = len(returned) if listed else type(returned).__name__
-    if got != count:
-        raise UserMistake(f"reward {name} must return a list of {count} rewards, not {got}")
+    name = function.__name__
+    expected = f"reward {name} must return a list of {count} rewards, not"
+    if not isinstance(returned, list | tuple | np.ndarray):
+        raise UserMistake(f"{expected} {type(returned).__name__}")
+    if len(returned) != count:
+        raise UserMistake(f"{expected} {len(returned)}")
     for i, value in enumerate(returned):
         finite = isinstance(value, int | float | np.number | np.bool_) and -np.inf < value < np.inf
         if value is not None and not finite:
@@ -307,8 +313,8 @@ def load_reward_functions(
 
     reward_fn: names separated by commas, each of a function of this file or file.py:name.
     timeout_s: REWARD_TIMEOUT_S, the time limit of each call to a function of a file. max_length,
-    overlong_cache: tokens, see overlong_penalty. workers: those of the files that have one already;
-    it gets those of the others.
+    overlong_cache: tokens, see overlong_penalty. workers: {file: its worker}, to which the workers
+    of further files are added.
     Raises UserMistake for an unknown name, a missing file, or a file that does not load.
     """
     entries = entries_of(reward_fn)

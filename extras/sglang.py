@@ -1,17 +1,17 @@
 """ROLLOUT_BACKEND=sglang_jax: a serving engine in this process samples the completions.
 
-sglang-jax holds keys and values in pages, admits sequences as others end and runs its own kernels.
-It is not a dependency: docs/sglang.md says how to install it. Three of its parts are replaced here:
+sglang-jax keeps keys and values in pages, admits sequences as others end and runs its own kernels.
+It is an optional package, which docs/sglang.md installs. Three of its parts are replaced here:
 
-  * Its weights: update_weights puts the trainer's weights where the engine reads them at each call.
-    There is no second process and no file.
-  * Its sampler: _draw uses draw_tokens of model/next_token.py with the same keys as `naive`, so
-    that both backends draw the same tokens, apart from rounding, in whatever order the engine
-    computes.
-  * Its handling of errors: the engine would kill the process, and its scheduler would never rest.
+  * Weights: update_weights puts the trainer's weights where the engine reads them at each call,
+    without a second process or a file.
+  * Sampling: _draw calls draw_tokens of model/next_token.py with the same keys as `naive`, so that
+    both backends draw the same tokens, apart from rounding, in whatever order the engine computes.
+  * Errors and scheduling: the engine would kill this process after an exception, and its scheduler
+    would poll for requests while the trainer computes.
 
-Dimensions: b sequences of a rollout pass, c sequences of a program of the engine, T completion
-tokens, V vocabulary.
+Dimensions: `sequences` of a rollout pass, `batch` sequences that the engine computes together, T
+completion tokens, V vocabulary.
 """
 
 import asyncio
@@ -28,8 +28,8 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from types import FrameType, SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,36 +42,33 @@ from infra.mistakes import UserMistake, in_one_line
 from infra.sizes import PASS_SIZES, Sizes, eval_questions
 from model.lora import merge
 from model.next_token import Sampling, draw_tokens
-from model.params import Leaf, ModelConfig, Params, param_table
+from model.params import ModelConfig, Params, param_table
+from rollout import Run
 from sampling import Completions, sync_weights
 
-if TYPE_CHECKING:
-    from startup import Run
+# ---- Checks before any weight is loaded ----------------------------------------------------------
 
+SETTING = "ROLLOUT_BACKEND=sglang_jax"
+NAIVE = "use ROLLOUT_BACKEND=naive"
 INSTALL = (
     'pip install -r requirements-sglang.txt "jax[tpu]" && '
     'pip install --no-deps --pre "sglang-jax==0.1.0rc0"'
 )
-NAIVE = "use ROLLOUT_BACKEND=naive"
-# Positions that the engine needs beyond the longest prompt and its completion.
-SPARE_TOKENS = 8
-FAMILIES = ("qwen2", "qwen3")  # of models that the engine samples
+FAMILIES = ("qwen2", "qwen3")  # the families of models that the engine has
 PAGE_TOKENS = {"tpu": 128, "cpu": 1}  # tokens in a page of keys and values
-
-
-# ---- What stops a run before any weight is loaded ------------------------------------------------
+SPARE_TOKENS = 8  # positions that the engine needs beyond the longest prompt and its completion
 
 
 def import_engine(devices: Sequence[jax.Device]) -> Any:
     """The engine's module. Raises UserMistake if it cannot run on the devices of this run."""
-    asked, platform = "ROLLOUT_BACKEND=sglang_jax", devices[0].platform
+    platform = devices[0].platform
     if (count := jax.process_count()) > 1:
         raise UserMistake(
-            f"{asked} runs in one process, and {count} have joined: each engine schedules on its "
+            f"{SETTING} runs in one process, and {count} have joined: each engine schedules on its "
             f"own, so that the programs of the processes would differ; {NAIVE}"
         )
     if platform not in PAGE_TOKENS:
-        raise UserMistake(f"{asked} needs a TPU, or a CPU for tests, not a {platform}; {NAIVE}")
+        raise UserMistake(f"{SETTING} needs a TPU, or a CPU for tests, not a {platform}; {NAIVE}")
     logging.getLogger("sgl_jax").setLevel(logging.ERROR)
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
@@ -79,7 +76,7 @@ def import_engine(devices: Sequence[jax.Device]) -> Any:
         from sgl_jax.srt.managers import scheduler_output_processor_mixin, tokenizer_manager
     except ImportError as error:
         raise UserMistake(
-            f"{asked} needs Python 3.12 or newer and sglang-jax, whose import says: "
+            f"{SETTING} needs Python 3.12 or newer and sglang-jax, whose import says: "
             f"{in_one_line(error)}; {INSTALL}"
         ) from None
     # It would replace the handlers of SIGCHLD and SIGQUIT.
@@ -87,7 +84,7 @@ def import_engine(devices: Sequence[jax.Device]) -> Any:
     # At exit it would end the children of this process, which are not the engine's.
     engine.Engine.shutdown = lambda self: None
     tokenizer_manager.kill_process_tree = fail_on_main_thread
-    # After 50 tokens, and again after 100, it would send all log-probabilities so far once more.
+    # After 50 tokens and after 100 it would send all log-probabilities so far once more.
     scheduler_output_processor_mixin.DEFAULT_FORCE_STREAM_INTERVAL = sys.maxsize
     return engine
 
@@ -97,71 +94,79 @@ def stop_if_unable(
 ) -> None:
     """Raises UserMistake for a model or a length that the engine cannot compute.
 
-    longest: tokens of the longest prompt. devices: those of the run.
+    longest: tokens of the longest prompt. devices: of the run.
     """
-    platform, needed = devices[0].platform, context_of(cfg, longest)
+    platform, needed = devices[0].platform, context_tokens(cfg.max_length_sample, longest)
     for name, unit in (("context_length", 1), ("max_total_tokens", PAGE_TOKENS[platform])):
-        given = getattr(cfg, f"sglang_jax_{name}")
-        if given and given // unit * unit < needed:
+        tokens = getattr(cfg, f"sglang_jax_{name}")
+        if tokens and tokens // unit * unit < needed:
             raise UserMistake(
-                f"SGLANG_JAX_{name.upper()}={given}, in pages of {unit}, has less than {needed} "
+                f"SGLANG_JAX_{name.upper()}={tokens}, in pages of {unit}, has less than {needed} "
                 f"tokens: the longest prompt has {longest}, MAX_LENGTH_SAMPLE is "
                 f"{cfg.max_length_sample}, and the engine keeps {SPARE_TOKENS} free; raise it, or "
                 f"set 0"
             )
     if model.num_heads % len(devices):
         raise UserMistake(
-            f"ROLLOUT_BACKEND=sglang_jax splits the heads among all devices, and {len(devices)} "
-            f"devices do not divide the model's {model.num_heads} heads; {NAIVE}"
+            f"{SETTING} splits the heads among all devices, and {len(devices)} devices do not "
+            f"divide the model's {model.num_heads} heads; {NAIVE}"
         )
     if family_of(model) not in FAMILIES:
         raise UserMistake(
-            f"ROLLOUT_BACKEND=sglang_jax samples {' and '.join(FAMILIES)}, and the model is of the "
-            f"family {family_of(model)}; {NAIVE}"
+            f"{SETTING} samples {' and '.join(FAMILIES)}, and the model is of the family "
+            f"{family_of(model)}; {NAIVE}"
         )
     if platform == "cpu" and model.head_dim % 128:
         raise UserMistake(
-            f"ROLLOUT_BACKEND=sglang_jax on a CPU needs a head_dim that is a multiple of 128, and "
-            f"the model has {model.head_dim}; {NAIVE}, or a copy of the model that "
-            f"tests/widen_heads.py makes"
+            f"{SETTING} on a CPU needs a head_dim that is a multiple of 128, and the model has "
+            f"{model.head_dim}; {NAIVE}, or a copy of the model that tests/widen_heads.py makes"
         )
 
 
-def context_of(cfg: Config, longest: int) -> int:
-    """The tokens of the longest sequence, as the engine counts them. longest: of the prompts."""
-    return longest + cfg.max_length_sample + SPARE_TOKENS
+def family_of(model: ModelConfig) -> str:
+    """The family of a model, as model_type in config.json names it."""
+    if model.gemma3:
+        return "gemma3_text"
+    return "qwen3" if model.qk_norm else "qwen2" if model.qkv_bias else "llama"
+
+
+def context_tokens(max_length_sample: int, longest: int) -> int:
+    """The engine's context length for a prompt of `longest` tokens and its completion."""
+    return longest + max_length_sample + SPARE_TOKENS
+
+
+# ---- The arguments of the engine -----------------------------------------------------------------
 
 
 def pool_of(
     cfg: Config, sizes: Sizes, longest: int, devices: Sequence[jax.Device]
 ) -> tuple[int, int]:
-    """How many sequences the engine computes at once, and for how many tokens it holds keys and
-    values, if the memory suffices. longest: tokens of the longest prompt."""
+    """The most sequences in the engine's batch, and the tokens whose keys and values it holds, if
+    the memory suffices. longest: tokens of the longest prompt."""
     questions = eval_questions(sizes, cfg.num_pre_q, cfg.eval_samples, len(devices))
     sequences = max(sizes.prompt_batch_size * cfg.num_pre_q, questions * cfg.eval_samples)
     page = PAGE_TOKENS[devices[0].platform]
-    pages = sequences * math.ceil(context_of(cfg, longest) / page)
+    pages = sequences * math.ceil(context_tokens(cfg.max_length_sample, longest) / page)
     return sequences, cfg.sglang_jax_max_total_tokens or pages * page
 
 
-def engine_arguments(run: "Run", devices: Sequence[jax.Device]) -> dict[str, Any]:
+def engine_arguments(run: Run, devices: Sequence[jax.Device]) -> dict[str, Any]:
     """The arguments of the engine, by their names in its ServerArgs. Raises UserMistake."""
     cfg, platform = run.cfg, devices[0].platform
     longest = max(len(prompt.ids) for prompt in run.train_prompts + run.eval_prompts)
-    stop_if_unable(cfg, run.learner.compute.model, longest, devices)
+    context = context_tokens(cfg.max_length_sample, longest)
+    stop_if_unable(cfg, run.model, longest, devices)
     sequences, pool_tokens = pool_of(cfg, run.sizes, longest, devices)
     return {
         "model_path": str(run.folder.resolve()),
-        "dtype": str(run.rollout.compute.dtype),
+        "dtype": str(run.rollout.dtype),
         # transformers 5 keeps rope_theta where the engine does not look for it.
-        "json_model_override_args": json.dumps(
-            {"rope_theta": run.learner.compute.model.rope_theta}
-        ),
+        "json_model_override_args": json.dumps({"rope_theta": run.model.rope_theta}),
         "device": platform,
         "tp_size": len(devices),
         "mem_fraction_static": cfg.sglang_jax_mem_fraction_static,
         "max_total_tokens": pool_tokens,
-        "context_length": cfg.sglang_jax_context_length or context_of(cfg, longest),
+        "context_length": cfg.sglang_jax_context_length or context,
         "max_running_requests": sequences,
         "page_size": PAGE_TOKENS[platform],
         # On a CPU the engine cannot decode a batch of one row.
@@ -169,7 +174,7 @@ def engine_arguments(run: "Run", devices: Sequence[jax.Device]) -> dict[str, Any
         # On a CPU the overlapping schedule overwrites an array that a program still reads.
         "disable_overlap_schedule": platform == "cpu",
         "disable_radix_cache": True,  # it would use keys and values of earlier weights
-        "enable_deterministic_sampling": True,  # tells _sample whose logits it gets
+        "enable_deterministic_sampling": True,  # so that _sample gets the index of each sequence
         "enable_single_process": True,
         "enable_engine_loop_run_forever_daemon": True,
         "load_format": "dummy",  # the weights come from the trainer
@@ -185,16 +190,16 @@ def engine_arguments(run: "Run", devices: Sequence[jax.Device]) -> dict[str, Any
 
 
 class SglangBackend:
-    """An engine on all devices of this process, with the functions of NaiveBackend in sampling.py.
+    """An engine on all devices of this process, with the methods of NaiveBackend in sampling.py.
 
     It is made on the main thread and before the training state, since the engine takes
     SGLANG_JAX_MEM_FRACTION_STATIC of the memory that is free then. It holds weights, keys and
     values only between update_weights and release.
     """
 
-    def __init__(self, run: "Run") -> None:
+    def __init__(self, run: Run) -> None:
         """Raises UserMistake if the engine cannot compute the run, or has too little memory."""
-        self._run = run
+        self._model, self._rollout, self._stopping = run.model, run.rollout, run.stopping
         module = import_engine(jax.devices())
         arguments = engine_arguments(run, jax.devices())
         Errors(logging.getLogger("sgl_jax"))
@@ -214,7 +219,7 @@ class SglangBackend:
         scheduler = self._engine.scheduler_info["scheduler"]
         # It would send the signal about an exception in its thread to the parent of this process.
         scheduler.tp_worker.parent_process = SimpleNamespace(send_signal=fail_on_main_thread)
-        self._gate = Gate(scheduler)
+        self._scheduler = Scheduler(scheduler)
         self._runner = scheduler.tp_worker.worker.model_runner
         self._runner.sample = self._sample
         self._runner.compute_logprobs = lambda logps, tokens: logps  # _sample has computed them
@@ -227,11 +232,14 @@ class SglangBackend:
 
         Raises UserMistake for a weight of the engine that the trainer does not have.
         """
-        model, sync = self._run.rollout.compute.model, sync_weights(self._run.rollout.compute)
-        if lora := self._run.learner.compute.model.lora:
-            params, share = merge(params, self._run.learner.compute.model)
-            told = f"sglang_jax merged adapters of rank {lora.rank}: {share:.2%} of their matrices'"
-            print(f"{told} numbers differ from the base", flush=True)
+        if lora := self._model.lora:
+            params, share = merge(params, self._model)
+            print(
+                f"sglang_jax merged adapters of rank {lora.rank}: {share:.2%} of their matrices' "
+                f"numbers differ from the base",
+                flush=True,
+            )
+        model, sync = self._rollout.model, sync_weights(self._rollout)
         table = getattr(self._runner.model, f"_create_{family_of(model)}_weight_mappings")()
         # engine_leaves frees each array of the copy once the engine has it.
         leaves = engine_leaves(sync(params), model, table, self._shapes)
@@ -247,35 +255,32 @@ class SglangBackend:
         key: jax.Array,
         sampling: Sampling,
     ) -> Completions:
-        """As NaiveBackend.generate; the log-probabilities are those among all tokens. Raises
-        EngineFailed."""
-        stopping, everywhere = (
-            self._run.rollout.stopping,
-            NamedSharding(self._runner.mesh, PartitionSpec()),
-        )
-        ids = [
-            padded[mask > 0].tolist() for padded, mask in zip(prompt_ids, prompt_mask, strict=True)
+        """As NaiveBackend.generate, but the log-probabilities are relative to the complete
+        vocabulary, without the filters of `sampling`. Raises EngineFailed."""
+        sequences, T = len(sequence_ids), self._stopping.max_new_tokens
+        prompts = [
+            ids[mask > 0].tolist() for ids, mask in zip(prompt_ids, prompt_mask, strict=True)
         ]
-        ids = [prompt for prompt in ids for _ in range(len(sequence_ids) // len(ids))]  # [b]
-        last_positions = np.array([len(prompt) - 1 for prompt in ids], np.int32)  # [b]
-        arrays = jax.device_put((key, sequence_ids, last_positions), everywhere)
-        self._draw = functools.partial(_draw, *arrays, sampling=sampling)
-        wanted = {"max_new_tokens": stopping.max_new_tokens, "stop_token_ids": [*stopping.stop_ids]}
-        asked = self._engine.async_generate(
-            input_ids=ids,
-            sampling_params=[wanted | {"sampling_seed": i} for i in range(len(ids))],
+        prompts = [ids for ids in prompts for _ in range(sequences // len(prompts))]  # [sequences]
+        last_positions = np.array([len(ids) - 1 for ids in prompts], np.int32)  # [sequences]
+        replicated = NamedSharding(self._runner.mesh, PartitionSpec())
+        key, numbers, positions = jax.device_put((key, sequence_ids, last_positions), replicated)
+        self._draw = functools.partial(_draw, key, numbers, positions, sampling=sampling)
+        limits = {"max_new_tokens": T, "stop_token_ids": [*self._stopping.stop_ids]}
+        request = self._engine.async_generate(
+            input_ids=prompts,
+            sampling_params=[limits | {"sampling_seed": index} for index in range(sequences)],
             return_logprob=True,
         )
-        with self._gate.passing(len(ids)):
-            outputs = asyncio.run_coroutine_threadsafe(asked, self._engine.loop).result()
-        b, T = len(ids), stopping.max_new_tokens
-        completion_ids, logps = np.full((b, T), stopping.pad_id, np.int32), np.zeros((b, T), "f")
+        with self._scheduler.awake(sequences):
+            outputs = asyncio.run_coroutine_threadsafe(request, self._engine.loop).result()
+        completion_ids = np.full((sequences, T), self._stopping.pad_id, np.int32)
+        logps = np.zeros((sequences, T), np.float32)
+        lengths = np.array([len(output["output_ids"]) for output in outputs], np.int32)
         for i, output in enumerate(outputs):
-            length = len(output["output_ids"])
-            completion_ids[i, :length] = output["output_ids"]
-            logps[i, :length] = [x for x, *_ in output["meta_info"]["output_token_logprobs"]]
-        lengths = np.array([len(output["output_ids"]) for output in outputs], np.int32)  # [b]
-        mask = (np.arange(T) < lengths[:, None]).astype(np.int32)  # [b, T]
+            completion_ids[i, : lengths[i]] = output["output_ids"]
+            logps[i, : lengths[i]] = [x for x, *_ in output["meta_info"]["output_token_logprobs"]]
+        mask = (np.arange(T) < lengths[:, None]).astype(np.int32)  # [sequences, T]
         return Completions(sequence_ids, completion_ids, mask, lengths, logps, lengths)
 
     def release(self) -> None:
@@ -285,15 +290,15 @@ class SglangBackend:
         self._runner.model_state_leaves = [*self._shapes.values()]
 
     def close(self) -> None:
-        """Ends what computes, and removes the engine's files. Threads that only wait are left."""
-        self._gate.end()
+        """Ends the engine's computation and removes its files. Threads that only wait are left."""
+        self._scheduler.end()
         self._engine.loop.call_soon_threadsafe(self._engine.loop.stop)
         for name in vars(self._engine.port_args).values():
             if str(name).startswith("ipc://"):
                 Path(name.removeprefix("ipc://")).unlink(missing_ok=True)
 
     def _sample(self, logits_output: Any, metadata: Any) -> tuple[jax.Array, jax.Array, None]:
-        """Replaces ModelRunner.sample: the tokens [c] and their log-probabilities [c]."""
+        """Replaces ModelRunner.sample: the tokens [batch] and their log-probabilities [batch]."""
         with jax.set_mesh(self._runner.mesh):
             drawn = self._draw(
                 logits_output.next_token_logits, metadata.sampling_seeds, metadata.positions
@@ -314,32 +319,25 @@ def _draw(
     *,
     sampling: Sampling,
 ) -> tuple[jax.Array, jax.Array]:
-    """A token [c] int32 of logits [c, V] for each sequence, and its log-probability [c] float32.
+    """The next token [batch] int32 of each sequence, and its log-probability [batch] float32 in the
+    softmax over the complete vocabulary.
 
-    sequence_ids, last_positions: [b], of a pass: the numbers of its sequences, and the positions of
-    the last tokens of their prompts. index: [c], which of the b sequences the logits belong to.
-    positions: [c], of the token before the one that is drawn. The filters of `sampling` do not
-    count in the log-probability.
+    sequence_ids: [sequences], their numbers. last_positions: [sequences], of the last token of the
+    prompt. logits: [batch, V]. index: [batch], the place of a sequence in the two arrays above.
+    positions: [batch], of the token before the one that is drawn.
     """
     devices = jax.sharding.get_abstract_mesh().shape["tensor"]
     axis = "tensor" if len(index) % devices == 0 else None
     logits = jax.lax.with_sharding_constraint(logits, PartitionSpec(axis)).astype(jnp.float32)
-    t = positions - last_positions[index]  # [c], tokens of the completion so far
+    t = positions - last_positions[index]  # [batch], tokens of the completion so far
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, sequence_ids[index])
-    keys = jax.vmap(jax.random.fold_in)(keys, t)  # [c]
+    keys = jax.vmap(jax.random.fold_in)(keys, t)  # [batch]
     tokens, _ = draw_tokens(keys, logits, sampling)
-    logps = jax.nn.log_softmax(logits / (sampling.temperature or 1.0))  # [c, V]
+    logps = jax.nn.log_softmax(logits / (sampling.temperature or 1.0))  # [batch, V]
     return tokens, jnp.take_along_axis(logps, tokens[:, None], axis=-1)[:, 0]
 
 
 # ---- The engine's weights ------------------------------------------------------------------------
-
-
-def family_of(model: ModelConfig) -> str:
-    """The family of a model, as model_type in config.json names it."""
-    if model.gemma3:
-        return "gemma3_text"
-    return "qwen3" if model.qk_norm else "qwen2" if model.qkv_bias else "llama"
 
 
 def engine_leaves(
@@ -348,14 +346,15 @@ def engine_leaves(
     table: Mapping[str, Any],
     shapes: Mapping[str, jax.ShapeDtypeStruct],
 ) -> list[jax.Array]:
-    """The engine's weights in its order, shapes, dtypes and shardings, from the trainer's.
+    """The trainer's weights in the engine's order, shapes, dtypes and shardings.
 
     params: unrolled. table: of the engine, {name in a Hugging Face file: an entry with target_path,
-    transpose and kv_head_padding}. shapes: of the engine's weights, by their paths. Raises
-    UserMistake if the trainer has other weights than the engine.
+    transpose and kv_head_padding}. shapes: of the engine's weights, by their paths.
+    Raises UserMistake if the trainer has other weights than the engine.
     """
-    sources = _sources(params, model)
-    del params
+    pairs = zip(jax.tree.leaves(param_table(model, "unroll")), jax.tree.leaves(params), strict=True)
+    sources = {leaf.name: (leaf, array) for leaf, array in pairs}
+    del params, pairs  # only `sources` refers to an array until the engine has it
     names = {table[name].target_path if name in table else name: name for name in sources}
     if different := names.keys() ^ shapes.keys():
         raise UserMistake(
@@ -367,7 +366,7 @@ def engine_leaves(
         entry, (leaf, x) = table[names[path]], sources.pop(names[path])
         x = x if entry.transpose == leaf.transposed else x.T
         if entry.kv_head_padding:
-            # With more devices than kv heads, each head is there several times.
+            # With more devices than kv heads, the engine has copies of each head.
             heads = x.reshape(*x.shape[:-1], -1, model.head_dim)
             copies = shape.shape[-1] // x.shape[-1]
             x = jnp.repeat(heads, copies, axis=-2).reshape(shape.shape)
@@ -375,19 +374,8 @@ def engine_leaves(
     return leaves
 
 
-def _sources(params: Params, model: ModelConfig) -> dict[str, tuple[Leaf, jax.Array]]:
-    """{name in a Hugging Face file: what the array is, and the array} of unrolled params."""
-    table, found = param_table(model, "unroll"), {}
-    for i, (leaves, arrays) in enumerate(zip(table.layers, params.layers, strict=True)):
-        pairs = zip(jax.tree.leaves(leaves), jax.tree.leaves(arrays), strict=True)
-        found |= {leaf.name.format(i): (leaf, array) for leaf, array in pairs}
-    leaves, arrays = (jax.tree.leaves(tree.replace(layers=())) for tree in (table, params))
-    return found | {leaf.name: (leaf, x) for leaf, x in zip(leaves, arrays, strict=True)}
-
-
 def take_weights(model: Any) -> dict[str, jax.ShapeDtypeStruct]:
-    """Takes the first weights from the engine's model: {path: shape} of them is returned, in the
-    engine's order, and their memory is free."""
+    """Frees the engine's first weights, and returns {path: shape} of them in the engine's order."""
     from flax import nnx
 
     state = nnx.split(model)[1]
@@ -396,84 +384,84 @@ def take_weights(model: Any) -> dict[str, jax.ShapeDtypeStruct]:
     )
     nnx.update(model, shapes)
     keystr = functools.partial(jax.tree_util.keystr, simple=True, separator=".")
-    found = jax.tree.leaves_with_path(shapes)
-    return {keystr(path).removesuffix(".value"): x for path, x in found}
+    leaves = jax.tree.leaves_with_path(shapes)
+    return {keystr(path).removesuffix(".value"): shape for path, shape in leaves}
 
 
-# ---- Keeping the engine from slowing, changing or ending this process ----------------------------
+# ---- The engine's threads ------------------------------------------------------------------------
 
 
 class EngineFailed(jax.errors.JaxRuntimeError):
     """A thread of the engine has ended with an exception, whose traceback is in the message.
 
-    It is an error of jax, because it may be about the memory of a device.
+    It is an error of jax, because the memory of a device may have run out.
     """
 
 
-class Gate:
-    """Lets the engine's scheduler work only while a rollout pass waits for it.
+class Scheduler:
+    """The engine's scheduler, which sleeps unless a rollout pass waits for it.
 
-    Otherwise it would ask for new sequences all the time, also while the trainer computes. It gets
-    all sequences of a pass at once and in their order, so that it computes the same each time.
+    Otherwise it would poll for requests all the time, also while the trainer computes. It gets all
+    sequences of a pass at once and in their order, so that each pass is computed in the same way.
     """
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler, self._receive = scheduler, scheduler.recv_requests
-        self._open, self._missing = threading.Event(), 0
+        self._awake, self._expected = threading.Event(), 0
         self._arrived: list[Any] = []
-        scheduler.recv_requests = self._next
+        scheduler.recv_requests = self._next_requests
 
     @contextlib.contextmanager
-    def passing(self, sequences: int) -> Iterator[None]:
-        """The scheduler works within this context, once so many sequences have arrived."""
-        self._missing = sequences
-        self._open.set()
+    def awake(self, sequences: int) -> Iterator[None]:
+        """Within this context the scheduler works, once this number of sequences has arrived."""
+        self._expected = sequences
+        self._awake.set()
         try:
             yield
-            # A program may still run that was started before its last sequence was known to end.
+            # The engine starts a program before it knows that the last sequence has ended.
             while self._scheduler.last_batch is not None:
                 time.sleep(0.001)
         finally:
-            self._open.clear()
+            self._awake.clear()
 
     def end(self) -> None:
-        """Ends the scheduler's thread. If it computes while Python ends, the process aborts."""
+        """Ends the scheduler's thread: a thread that computes while Python ends aborts Python."""
         self._scheduler.recv_requests = sys.exit
-        self._open.set()
+        self._awake.set()
         for thread in threading.enumerate():
             if thread.name.startswith("sglang::scheduler"):
                 thread.join(timeout=5)
 
-    def _next(self) -> list[Any]:
+    def _next_requests(self) -> list[Any]:
         """Replaces recv_requests of the scheduler, which calls it before each of its programs."""
-        self._open.wait()
+        self._awake.wait()
         self._arrived += self._receive()
-        if not self._arrived or len(self._arrived) < self._missing:
+        if not self._arrived or len(self._arrived) < self._expected:
             time.sleep(0.001)
             return []
-        arrived, self._arrived, self._missing = self._arrived, [], 0
+        arrived, self._arrived, self._expected = self._arrived, [], 0
         return sorted(arrived, key=lambda request: request.sampling_params.sampling_seed)
 
 
 class Errors(logging.Handler):
-    """Raises on the main thread what a thread of the engine has logged before its end."""
+    """Raises EngineFailed on the main thread, with the errors that the engine has logged."""
 
     def __init__(self, logger: logging.Logger) -> None:
         """logger: of the engine, whose threads log an exception before they send SIGQUIT."""
         super().__init__(logging.ERROR)
         self._lines: list[str] = []
         logger.addHandler(self)
-        logger.propagate = False  # what it says comes with the exception
+        logger.propagate = False  # the exception has the lines
         signal.signal(signal.SIGQUIT, self._raise)
 
     def emit(self, record: logging.LogRecord) -> None:
         self._lines.append(record.getMessage())
 
-    def _raise(self, *_: Any) -> None:
+    def _raise(self, signum: int, frame: FrameType | None) -> None:
         raise EngineFailed("\n".join(self._lines) or "SIGQUIT")
 
 
-def fail_on_main_thread(*_: Any, **__: Any) -> None:
-    """Replaces the functions with which the engine's threads would end this process or its parent
+def fail_on_main_thread(*_: object, **__: object) -> None:
+    """Replaces the functions by which the engine's threads would end this process or its parent
     after an exception."""
     os.kill(os.getpid(), signal.SIGQUIT)

@@ -15,7 +15,7 @@ import random
 import re
 from pathlib import Path
 
-TEST = 300  # so many held-out questions, and a few more
+TEST = 300  # the least number of held-out questions
 SEED = 0
 
 
@@ -28,29 +28,30 @@ def example(a: int, b: int, c: int) -> dict[str, str]:
 
 def splits() -> dict[str, list[dict[str, str]]]:
     """The examples of both splits."""
-    alike: dict[tuple[int, ...], list[dict[str, str]]] = {}
+    same_numbers: dict[tuple[int, ...], list[dict[str, str]]] = {}
     for numbers in itertools.product(range(20, 82), range(1, 10), range(1, 10)):
-        alike.setdefault(tuple(sorted(numbers)), []).append(example(*numbers))
+        same_numbers.setdefault(tuple(sorted(numbers)), []).append(example(*numbers))
     rng = random.Random(SEED)
-    groups = rng.sample([*alike.values()], len(alike))
-    train, test = [], []
+    groups = rng.sample([*same_numbers.values()], len(same_numbers))
+    train: list[dict[str, str]] = []
+    test: list[dict[str, str]] = []
     for group in groups:
         (test if len(test) < TEST else train).extend(group)
     return {"train": rng.sample(train, len(train)), "test": rng.sample(test, len(test))}
 
 
 def reward_steps(completions: list[str], answer: list[str], **columns: list) -> list[float]:
-    """Gives the number of the answer's equations in a completion, divided by the number of lines.
+    """Gives the number of the answer's equations in a completion, divided by the number of lines of
+    the completion or of the answer, whichever is larger.
 
-    The lines are those of the completion or those of the answer, whichever are more. So a line too
-    many costs a part of the reward, even if MAX_LENGTH_SAMPLE cuts it off.
+    So a superfluous line costs a part of the reward, even if MAX_LENGTH_SAMPLE cuts it off.
     """
     rewards = []
     for completion, right in zip(completions, answer, strict=True):
         written = completion.strip().replace(" ", "")
         steps = [re.escape(step) for step in re.findall("<<(.*?)>>", right)]
-        found = [bool(re.search(rf"(?<!\d){step}(?!\d)", written)) for step in steps]
-        rewards.append(sum(found) / max(len(found), len(written.split("\n"))))
+        right_steps = sum(bool(re.search(rf"(?<!\d){step}(?!\d)", written)) for step in steps)
+        rewards.append(right_steps / max(len(steps), len(written.split("\n"))))
     return rewards
 
 
@@ -61,7 +62,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, examples in splits().items():
         file = folder / f"{name}.jsonl"
-        lines = [json.dumps(each) + "\n" for each in examples]
+        lines = [json.dumps(entry) + "\n" for entry in examples]
         file.write_text("".join(lines), encoding="utf-8")
         print(f"{file} has {len(examples)} questions")
 

@@ -13,9 +13,9 @@ REPO = Path(__file__).resolve().parent.parent
 
 
 def numbers(question: str) -> list[int]:
-    found = re.fullmatch(r"(\d+) \+ (\d+) \+ (\d+)", question)
-    assert found, question
-    return [int(text) for text in found.groups()]
+    match = re.fullmatch(r"(\d+) \+ (\d+) \+ (\d+)", question)
+    assert match, question
+    return [int(text) for text in match.groups()]
 
 
 def test_no_sum_of_test_is_in_train_in_any_order() -> None:

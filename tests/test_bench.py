@@ -36,16 +36,16 @@ def test_the_bench_of_a_step_measures_a_run_of_exact_lengths(tmp_path: Path) -> 
     words = """--prompt-tokens 20 --steps 4 ROLLOUT_GLOBAL_BATCH_SIZE=2 NUM_PRE_Q=4
         MAX_LENGTH_SAMPLE=90 TRAIN_MICRO_BATCH_SIZE=4 PPO_EPOCHS=2""".split()
     command = [sys.executable, REPO / "tools" / "bench.py", "--model", tmp_path / "model", *words]
-    found = json.loads(subprocess.check_output(command, cwd=work, env=env))
+    fields = json.loads(subprocess.check_output(command, cwd=work, env=env))
     assert not [*work.iterdir()]
-    assert (found["plen"], found["clen"], found["tokens"]) == (20, 90, 2 * 4 * 90)
-    update_s, step_s = found["steady_train_s"], found["steady_step_s"]
-    assert 0 < update_s < step_s and 0 < found["steady_rollout_s"] < step_s
-    assert found["first_step_s"] > step_s, "it compiles"
-    tokens_s = found["steady_rollout_tok_s"] * found["steady_rollout_s"]
+    assert (fields["plen"], fields["clen"], fields["tokens"]) == (20, 90, 2 * 4 * 90)
+    update_s, step_s = fields["steady_train_s"], fields["steady_step_s"]
+    assert 0 < update_s < step_s and 0 < fields["steady_rollout_s"] < step_s
+    assert fields["first_step_s"] > step_s, "it compiles"
+    tokens_s = fields["steady_rollout_tok_s"] * fields["steady_rollout_s"]
     assert tokens_s == pytest.approx(720, rel=0.05)  # the seconds are rounded
-    assert found["recompiled"] == 0, "the lengths of all steps are equal"
-    assert found["peak_rss_mib"] > 100 and found["device"] == "1 x cpu"
+    assert fields["recompiled"] == 0, "the lengths of all steps are equal"
+    assert fields["peak_rss_mib"] > 100 and fields["device"] == "1 x cpu"
 
 
 @pytest.mark.parametrize(

@@ -62,8 +62,8 @@ def test_one_file_holds_out_its_last_tenth(tmp_path: Path, suffix: str) -> None:
     file = str(write(tmp_path / f"sums{suffix}", examples_of(30)))
     assert load_examples(file, "main", "train") == examples_of(27)
     assert load_examples(file, "main", "test") == examples_of(30, first=27)
-    told = f"DATASET={file} has no split 'dev'"
-    refused(lambda: load_examples(file, "", "dev"), told)
+    message = f"DATASET={file} has no split 'dev'"
+    refused(lambda: load_examples(file, "", "dev"), message)
     short = str(write(tmp_path / f"short{suffix}", examples_of(2)))
     assert load_examples(short, "", "test") == examples_of(2, first=1)
 
@@ -141,11 +141,15 @@ def test_held_out_questions_that_stand_in_train_are_left_out_and_a_line_counts_t
     assert load_examples(file, "", "train") == examples_of(36)
     assert capsys.readouterr().out == ""
     assert load_examples(file, "", "test") == [test[1], test[3]]
-    told = f"left out 2 of 4 held-out questions of {file}: they repeat train or each other\n"
-    assert capsys.readouterr().out == told
+    message = f"left out 2 of 4 held-out questions of {file}: they repeat train or each other\n"
+    assert capsys.readouterr().out == message
     file = str(write(tmp_path / "again.json", examples_of(5) * 8))
-    told = f"DATASET={file} has no examples in split 'test'; its last tenth only repeats questions"
-    refused(lambda: load_examples(file, "", "test"), told, "; give a folder with a file for each")
+    message = (
+        f"DATASET={file} has no examples in split 'test'; its last tenth only repeats questions"
+    )
+    refused(
+        lambda: load_examples(file, "", "test"), message, "; give a folder with a file for each"
+    )
 
 
 def test_the_splits_of_a_folder_are_as_they_are_written(tmp_path: Path) -> None:
@@ -180,18 +184,18 @@ def test_numbers_of_parquet_are_answers_as_those_of_json_are(tmp_path: Path) -> 
     rows = [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
     file = str(write(tmp_path / "a.parquet", [{"question": "?"} | row for row in rows] * 4))
     for column, texts in {"int": ["7", "-9223372036854775808"], "float": ["0.1", "1e+21"]}.items():
-        found = load_examples(file, "", "train", "question", column)
-        assert [example["answer"] for example in found[:2]] == texts
-    told = f"{file} example 1 has no text in 'decimal', but Decimal('1.5'); write it as text"
-    refused(lambda: load_examples(file, "", "train", "question", "decimal"), told)
+        loaded = load_examples(file, "", "train", "question", column)
+        assert [example["answer"] for example in loaded[:2]] == texts
+    message = f"{file} example 1 has no text in 'decimal', but Decimal('1.5'); write it as text"
+    refused(lambda: load_examples(file, "", "train", "question", "decimal"), message)
 
 
 def test_question_and_answer_may_stand_in_columns_of_other_names(tmp_path: Path) -> None:
     examples = [{"problem": f"{i} + 1?", "target": str(i + 1), "answer": "why"} for i in range(4)]
     file = str(write(tmp_path / "a.jsonl", examples))
-    found = load_examples(file, "", "train", "problem", "target")
+    loaded = load_examples(file, "", "train", "problem", "target")
     added = [{"question": f"{i} + 1?", "answer": str(i + 1)} for i in range(3)]
-    assert found == [e | more for e, more in zip(examples, added, strict=False)]
+    assert loaded == [e | texts for e, texts in zip(examples, added, strict=False)]
     refused(
         lambda: load_examples(file, "", "train", "problem", "solution"),
         "a.jsonl example 1 has no text in 'solution'",
@@ -277,8 +281,8 @@ def test_a_column_that_json_cannot_hold_is_left_out_and_named_once(tmp_path, cap
     assert capsys.readouterr().out == f"left out column 'extra' of split 'train': {why}\n"
     assert load_examples(file, "", "test") == kept[18:], "train and test have the same columns"
     for names in (("extra", "answer"), ("question", "extra")):
-        told = "a.parquet example 1 has no text in 'extra', but None; write it as text"
-        refused(lambda names=names: load_examples(file, "", "train", *names), told)
+        message = "a.parquet example 1 has no text in 'extra', but None; write it as text"
+        refused(lambda names=names: load_examples(file, "", "train", *names), message)
 
 
 def test_what_json_holds_reaches_a_reward_function_of_a_file_unchanged(tmp_path: Path) -> None:
@@ -286,12 +290,12 @@ def test_what_json_holds_reaches_a_reward_function_of_a_file_unchanged(tmp_path:
     file = write(tmp_path / "a.parquet", [{**e, **columns} for e in examples_of(2)])
     (example,) = load_examples(str(file), "", "train")
     assert {name: example[name] for name in columns} == columns
-    given = {name: [value] for name, value in example.items()}
-    source = f"def same(prompts, completions, **columns): return [float(columns == {given!r})]"
+    as_lists = {name: [value] for name, value in example.items()}
+    source = f"def same(prompts, completions, **columns): return [float(columns == {as_lists!r})]"
     (tmp_path / "mine.py").write_text(source)
     source = f"{tmp_path / 'mine.py'}:same"
     with closing(worker_of("REWARD_FN", source, 10, {})) as worker:
-        assert worker_function(worker, source)(["a"], **given) == [1.0]
+        assert worker_function(worker, source)(["a"], **as_lists) == [1.0]
 
 
 def test_a_folder_names_the_file_that_is_bad(tmp_path: Path) -> None:
@@ -303,16 +307,16 @@ def test_a_folder_names_the_file_that_is_bad(tmp_path: Path) -> None:
     write(second, [])
     assert load_examples(str(tmp_path), "", "train") == examples_of(3)
     write(first, [])
-    told = f"DATASET={tmp_path} has no examples in split 'train'"
-    refused(lambda: load_examples(str(tmp_path), "", "train"), told)
+    message = f"DATASET={tmp_path} has no examples in split 'train'"
+    refused(lambda: load_examples(str(tmp_path), "", "train"), message)
 
 
 def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
     for path in (f"{tmp_path}/none.jsonl", f"{tmp_path}/none", "~/none", "../none/there"):
-        told = f"DATASET={path}: this file or folder does not exist"
-        refused(lambda path=path: load_examples(path, "", "train"), told)
-    told = f"MODEL_PATH={tmp_path}/none: this folder does not exist"
-    refused(lambda: hf.fetch_model(f"{tmp_path}/none"), told)
+        message = f"DATASET={path}: this file or folder does not exist"
+        refused(lambda path=path: load_examples(path, "", "train"), message)
+    message = f"MODEL_PATH={tmp_path}/none: this folder does not exist"
+    refused(lambda: hf.fetch_model(f"{tmp_path}/none"), message)
     write(tmp_path / "train.jsonl", examples_of(2))
     write(tmp_path / "test.json", examples_of(2))
     other = f"DATASET={tmp_path} has no file of split 'dev'; it has test.json, train.jsonl"
@@ -391,10 +395,10 @@ def test_texts_of_files_have_no_byte_order_mark_and_are_utf_8(tmp_path: Path) ->
     assert tokenizer.chat_template == "{{ messages[1].content }}"
     for file in (prompt, template):
         file.write_bytes("Zoë".encode("latin-1"))
-    told = f"SYSTEM_PROMPT={prompt} cannot be read: UnicodeDecodeError: "
-    refused(lambda: text_or_file(str(prompt)), told)
-    told = f"CHAT_TEMPLATE={template} cannot be read: UnicodeDecodeError: "
-    refused(lambda: hf.load_tokenizer(ROOT / "tiny", str(template)), told)
+    message = f"SYSTEM_PROMPT={prompt} cannot be read: UnicodeDecodeError: "
+    refused(lambda: text_or_file(str(prompt)), message)
+    message = f"CHAT_TEMPLATE={template} cannot be read: UnicodeDecodeError: "
+    refused(lambda: hf.load_tokenizer(ROOT / "tiny", str(template)), message)
     refused(lambda: hf.load_tokenizer(ROOT / "tiny", str(tmp_path)), "cannot be read: IsADirectory")
 
 
@@ -552,8 +556,8 @@ def test_a_prompt_that_needs_a_token_without_a_row_is_refused_with_the_token(pla
         "<|im_start|>"
     )
     examples = [{"question": "2+2?"}, {"question": places[0]}]
-    told = "a prompt has the token '<|im_end|>' (2), and the model has no row for it"
-    refused(lambda: build_prompts(examples, tokenizer, places[1], (), 2), told)
+    message = "a prompt has the token '<|im_end|>' (2), and the model has no row for it"
+    refused(lambda: build_prompts(examples, tokenizer, places[1], (), 2), message)
     prompts = build_prompts(examples, tokenizer, places[1], (), 3)
     assert [prompt.ids for prompt in prompts][1] == [2, 1]
     assert build_prompts(examples[:1], tokenizer, "", (), 2)[0].ids == [1]
@@ -561,8 +565,8 @@ def test_a_prompt_that_needs_a_token_without_a_row_is_refused_with_the_token(pla
 
 @pytest.mark.parametrize("system, question", [("How \udcff many?", "2+2?"), ("Think.", "\ud800")])
 def test_half_a_character_is_refused(system: str, question: str) -> None:
-    told = r"a question or SYSTEM_PROMPT is not Unicode: '.*\\ud"
-    with pytest.raises(UserMistake, match=told):
+    message = r"a question or SYSTEM_PROMPT is not Unicode: '.*\\ud"
+    with pytest.raises(UserMistake, match=message):
         build_prompts([{"question": question}], hf.load_tokenizer(ROOT / "tiny"), system)
 
 
@@ -604,10 +608,10 @@ def test_prompts_that_are_too_long_are_skipped(capsys: pytest.CaptureFixture) ->
     assert fit_prompts(prompts, 0, "train") == fit_prompts(prompts, 7, "train") == prompts
     assert capsys.readouterr().out == ""
     assert fit_prompts(prompts, 4, "train") == [prompts[1], prompts[3]]
-    told = "skipped 2 of 4 train prompts: longer than MAX_PROMPT_LENGTH=4 tokens\n"
-    assert capsys.readouterr().out == told
-    told = "MAX_PROMPT_LENGTH=2: every test prompt is longer; the shortest has 3"
-    refused(lambda: fit_prompts(prompts, 2, "test"), told)
+    message = "skipped 2 of 4 train prompts: longer than MAX_PROMPT_LENGTH=4 tokens\n"
+    assert capsys.readouterr().out == message
+    message = "MAX_PROMPT_LENGTH=2: every test prompt is longer; the shortest has 3"
+    refused(lambda: fit_prompts(prompts, 2, "test"), message)
 
 
 def test_a_column_of_the_name_under_which_rewards_get_the_questions_is_left_out(
@@ -617,8 +621,8 @@ def test_a_column_of_the_name_under_which_rewards_get_the_questions_is_left_out(
     file.write_text("".join(f'{{"prompts": "{i} + 1?", "answer": "{i}"}}\n' for i in range(9)))
     examples = load_examples(str(file), "", "train", question="prompts")
     assert examples[0] == {"question": "0 + 1?", "answer": "0"}
-    told = "left out column 'prompts' of split 'train': rewards get the questions by this name\n"
-    assert capsys.readouterr().out == told
+    message = "left out column 'prompts' of split 'train': rewards get the questions by this name\n"
+    assert capsys.readouterr().out == message
 
 
 @pytest.mark.parametrize("name", ["completions", "completion_ids"])

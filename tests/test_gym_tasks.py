@@ -51,8 +51,8 @@ def test_without_the_package_a_run_says_at_once_what_to_install(monkeypatch) -> 
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)  # it cannot be found now
     with pytest.raises(UserMistake) as error:
         set_up(Config.from_env({"DATASET": "reasoning_gym:countdown"}))
-    told = "DATASET=reasoning_gym:countdown needs a package: pip install reasoning-gym"
-    assert str(error.value) == told
+    message = "DATASET=reasoning_gym:countdown needs a package: pip install reasoning-gym"
+    assert str(error.value) == message
 
 
 def test_a_task_scores_its_answers_itself_unless_the_user_names_rewards() -> None:
@@ -90,13 +90,13 @@ def test_no_question_of_the_training_is_held_out_and_each_held_out_one_is_there_
     gym()
     task = "reasoning_gym:chain_sum?max_terms=2&max_digits=1&size=400"
     train, test = parts(task)
-    told = f"left out {40 - len(test)} of 40 held-out questions of {task}: they repeat train"
-    assert capsys.readouterr().out.startswith(told)
+    message = f"left out {40 - len(test)} of 40 held-out questions of {task}: they repeat train"
+    assert capsys.readouterr().out.startswith(message)
     train, test = [[example["question"] for example in part] for part in (train, test)]
     assert len(train) == 360 and 0 < len(test) < 40, "200 questions are possible"
     assert len({*train, *test}) == len({*train}) + len(test)
-    told = " has no examples in split 'test'; its last tenth only repeats questions of train"
-    assert refused("chain_sum?min_terms=1&max_terms=1&max_digits=1&size=400", "test") == told
+    message = " has no examples in split 'test'; its last tenth only repeats questions of train"
+    assert refused("chain_sum?min_terms=1&max_terms=1&max_digits=1&size=400", "test") == message
     assert refused("chain_sum?size=1", "train") == " has no examples in split 'train'"
 
 
@@ -114,7 +114,7 @@ def test_every_process_draws_the_same_items(task: str, monkeypatch) -> None:
 
 @needs_package
 @pytest.mark.parametrize(
-    "dataset, told",
+    "dataset, message",
     [
         ("countdwon", ": reasoning_gym has no task 'countdwon'; the nearest names are countdown, "),
         ("", ": reasoning_gym has no task ''; the nearest names are "),
@@ -133,9 +133,9 @@ def test_every_process_draws_the_same_items(task: str, monkeypatch) -> None:
         ("countdown?operators=[", ": ParserError: while parsing a flow node"),
     ],
 )
-def test_a_mistake_in_a_task_is_one_line(dataset: str, told: str) -> None:
+def test_a_mistake_in_a_task_is_one_line(dataset: str, message: str) -> None:
     gym()
-    assert refused(dataset).startswith(told)
+    assert refused(dataset).startswith(message)
 
 
 @needs_package
@@ -198,8 +198,10 @@ def test_the_text_in_the_last_closed_answer_is_scored(score, completion, reward)
 def test_the_score_is_the_one_of_the_task_also_in_parts(score) -> None:
     item = gym().create_dataset("countdown", seed=0, size=2)
     texts = [item[0]["answer"], "1+1", "one", " "]
-    given = scores(score, "countdown?size=2", [f"<answer>{text}</answer>" for text in texts])
-    assert given == [item.score_answer(text, item[0]) for text in texts] == [1.0, 0.05, 0.01, 0.01]
+    returned = scores(score, "countdown?size=2", [f"<answer>{text}</answer>" for text in texts])
+    assert (
+        returned == [item.score_answer(text, item[0]) for text in texts] == [1.0, 0.05, 0.01, 0.01]
+    )
 
 
 @needs_package
@@ -211,8 +213,8 @@ def test_an_answer_that_takes_ages_or_ends_python_gets_0_and_the_next_one_its_sc
     workers = {}
     (score,) = load_reward_functions(f"{GYM_TASKS}:score_answer", 2, 32, 0, workers)
     with closing(*workers.values()):
-        given = scores(score, "countdown?size=2", answers)
-    assert given == [0.0, 0.0, 0.0, pytest.approx(0, abs=0.01), 0.01, 1.0]
+        returned = scores(score, "countdown?size=2", answers)
+    assert returned == [0.0, 0.0, 0.0, pytest.approx(0, abs=0.01), 0.01, 1.0]
 
 
 @needs_package
@@ -242,8 +244,8 @@ def test_every_task_gives_1_to_the_answer_that_it_shows(score) -> None:
     ],
 )
 def test_a_task_that_shows_no_answer_scores_answers(score, task, right, wrong) -> None:
-    given = scores(score, task, [f"<answer>{text}</answer>" for text in (right, wrong)])
-    assert given[0] == 1.0 and given[1] < 1
+    returned = scores(score, task, [f"<answer>{text}</answer>" for text in (right, wrong)])
+    assert returned[0] == 1.0 and returned[1] < 1
 
 
 @needs_package

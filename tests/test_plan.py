@@ -57,10 +57,10 @@ def planned(capsys: pytest.CaptureFixture, name: str, **env: str) -> tuple[int, 
 # ---- A plan --------------------------------------------------------------------------------------
 
 
-def plan_of_a_user(model: Path, name: str, **more: str) -> subprocess.CompletedProcess:
+def plan_of_a_user(model: Path, name: str, **settings: str) -> subprocess.CompletedProcess:
     of_tests = ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_DISABLE_MOST_OPTIMIZATIONS")
     env = {k: v for k, v in os.environ.items() if k not in of_tests}
-    env |= SMALL | {"MODEL_PATH": str(model)} | more
+    env |= SMALL | {"MODEL_PATH": str(model)} | settings
     command = [sys.executable, str(REPO / "train_grpo.py"), "--plan", name]
     pipes = {"text": True, "capture_output": True, "timeout": 500}
     return subprocess.run(command, cwd=model, env=env, **pipes)

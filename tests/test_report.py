@@ -287,6 +287,6 @@ def test_a_difference_within_two_standard_errors_is_noise(
     code, lines, errors = tool(a, b)
     assert (code, errors) == (0, "")
     change = change.replace("A is", f"{a} is").replace("B is", f"{b} is")
-    first, second, told = rows_of(lines)["eval_full/accuracy"]
-    assert (first, second[:6], told) == ("0.7830 ± 0.0113", f"{accuracy:.4f}", change)
+    first, second, difference = rows_of(lines)["eval_full/accuracy"]
+    assert (first, second[:6], difference) == ("0.7830 ± 0.0113", f"{accuracy:.4f}", change)
     assert lines.endswith("the settings differ in: train.attention_impl xla and auto\n")

@@ -93,8 +93,8 @@ def test_the_completions_number_is_compared_exactly(completion, reference, expec
 
 def test_a_reference_needs_no_hashes_and_one_without_a_number_does_not_apply() -> None:
     answers = ["72", "so 3 and 72", 72, "no number", None, "72\n#### none", "3\n#### 5\n#### 72"]
-    found = rewards.reward_correct([form("72")] * 7, answer=answers, question=["?"] * 7)
-    assert found == [1.0, 1.0, 1.0, None, None, None, 1.0]
+    returned = rewards.reward_correct([form("72")] * 7, answer=answers, question=["?"] * 7)
+    assert returned == [1.0, 1.0, 1.0, None, None, None, 1.0]
 
 
 SPACE = "\N{NO-BREAK SPACE}"
@@ -139,9 +139,11 @@ READ = {  # text: its number, as Fraction reads it
 @pytest.mark.parametrize("text", READ)
 def test_what_a_person_reads_without_doubt_is_read_and_the_rest_is_no_number(text: str) -> None:
     expected = READ[text]
-    for whole in (text, f"so {text}", f"<answer>{text}</answer>", text + " of them"):
-        if not whole.startswith("so - "):  # a dash after a word is no sign
-            assert rewards.extract_answer(whole) == (expected and Fraction(expected)), whole
+    for completion in (text, f"so {text}", f"<answer>{text}</answer>", text + " of them"):
+        if not completion.startswith("so - "):  # a dash after a word is no sign
+            assert rewards.extract_answer(completion) == (expected and Fraction(expected)), (
+                completion
+            )
 
 
 FORMS = {  # of MATH: a number that is written in another form; its value, or None
@@ -251,8 +253,8 @@ ALONE = (  # the number 72 with what is written around a number that stands for 
 @pytest.mark.parametrize("text", FORMS)
 def test_a_part_of_something_larger_is_no_number(text: str) -> None:
     number = FORMS[text] and Fraction(FORMS[text])
-    for whole in (text, rf"\boxed{{{text}}}", f"The answer is ${text}$.", f"**{text}**"):
-        assert parse_number(whole) == number, whole
+    for completion in (text, rf"\boxed{{{text}}}", f"The answer is ${text}$.", f"**{text}**"):
+        assert parse_number(completion) == number, completion
 
 
 @pytest.mark.parametrize("text", ALONE.split(";"))

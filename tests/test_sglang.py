@@ -140,13 +140,13 @@ def test_the_arguments_of_the_engine_follow_from_the_run() -> None:
         train_prompts=[SimpleNamespace(ids=[1] * 100)],
         eval_prompts=[SimpleNamespace(ids=[1] * 120)],
     )
-    found = engine_arguments(run, [V4] * 4)
+    actual = engine_arguments(run, [V4] * 4)
     # 3 * 4 sequences of a rollout pass, or 12 questions; 120 + 64 + 8 tokens are two pages of 128.
-    assert found["max_running_requests"] == 12 and found["context_length"] == 192
-    assert found["max_total_tokens"] == 12 * 256 and found["page_size"] == 128
-    assert found["tp_size"] == 4 and found["dtype"] == "bfloat16" and found["device"] == "tpu"
-    assert found["mem_fraction_static"] == 0.8 and not found["disable_overlap_schedule"]
-    assert found["json_model_override_args"] == '{"rope_theta": 10000.0}'
+    assert actual["max_running_requests"] == 12 and actual["context_length"] == 192
+    assert actual["max_total_tokens"] == 12 * 256 and actual["page_size"] == 128
+    assert actual["tp_size"] == 4 and actual["dtype"] == "bfloat16" and actual["device"] == "tpu"
+    assert actual["mem_fraction_static"] == 0.8 and not actual["disable_overlap_schedule"]
+    assert actual["json_model_override_args"] == '{"rope_theta": 10000.0}'
     assert engine_arguments(run, [CPU])["max_total_tokens"] == 12 * 192
     run.cfg = dataclasses.replace(cfg, sglang_jax_max_total_tokens=1000)
     assert engine_arguments(run, [V4] * 4)["max_total_tokens"] == 1000
@@ -199,12 +199,12 @@ def test_every_weight_of_the_engine_gets_its_source(params) -> None:
     table, shapes = engine_table(copies=2)
     leaves = dict(zip(shapes, engine_leaves(params, QWEN2, table, shapes), strict=True))
     assert len(leaves) == 3 * 12 + 2 and all(x.dtype == jnp.bfloat16 for x in leaves.values())
-    found = {name: np.asarray(x, np.float32) for name, x in leaves.items()}
+    actual = {name: np.asarray(x, np.float32) for name, x in leaves.items()}
     layer = params.layers[1]
 
     def check(name: str, expected: jax.Array) -> None:
         wanted = np.asarray(expected.astype(jnp.bfloat16), np.float32)
-        np.testing.assert_array_equal(found[name], wanted)
+        np.testing.assert_array_equal(actual[name], wanted)
 
     check("model.embed_tokens.embedding", params.embed)
     check("model.norm.scale", params.final_norm)

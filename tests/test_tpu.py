@@ -67,14 +67,14 @@ def collectives(hlo: str) -> list[Collective]:
         [*computations.values()][-1].append(line)
     callers = {}  # computation -> its caller, and 1 if it is the body of a loop
     for name, lines in computations.items():
-        for how, called in re.findall(r"(body|calls|to_apply)=%([\w.\-]+)", "\n".join(lines)):
-            callers[called] = name, how == "body"
+        for role, called in re.findall(r"(body|calls|to_apply)=%([\w.\-]+)", "\n".join(lines)):
+            callers[called] = name, role == "body"
 
     def loops(name: str) -> int:
         caller, of_body = callers.get(name, (None, 0))
         return 0 if caller is None else loops(caller) + of_body
 
-    found = []
+    instructions = []
     for name, lines in computations.items():
         for line in lines:
             if match := re.search(rf"= (.*?) ({KINDS})(?:-start)?\(", line):
@@ -83,14 +83,15 @@ def collectives(hlo: str) -> list[Collective]:
                 kind = "reduce-scatter" if name.startswith("all-reduce-scatter") else kind
                 shapes = re.findall(r"\w\[([\d,]*)\]", result)
                 most = max(math.prod(int(n) for n in x.split(",") if n) for x in shapes)
-                found.append(Collective(kind, most, loops(name)))
-    return found
+                instructions.append(Collective(kind, most, loops(name)))
+    return instructions
 
 
 @functools.cache
-def collectives_of(plan: planner.Plan, program: str) -> list[Collective]:
-    how = planner.programs_of(plan)[program]
-    return collectives(how.function.lower(*how.arguments, **how.static).compile().as_text())
+def collectives_of(plan: planner.Plan, name: str) -> list[Collective]:
+    program = planner.programs_of(plan)[name]
+    lowered = program.function.lower(*program.arguments, **program.static)
+    return collectives(lowered.compile().as_text())
 
 
 def smallest_weight(plan: planner.Plan) -> int:
@@ -108,10 +109,10 @@ def test_a_token_gathers_no_weight_and_needs_two_all_reduces_and_four_exchanges_
 ) -> None:
     """A weight, or the prompts' keys."""
     plan = plan_of(run)
-    found = collectives_of(plan, "decode")
-    gathered = [x.elements for x in found if x.kind == "all-gather"]
+    instructions = collectives_of(plan, "decode")
+    gathered = [x.elements for x in instructions if x.kind == "all-gather"]
     assert max(gathered, default=0) < smallest_weight(plan)
-    kinds = [x.kind for x in found if x.loops == 2]
+    kinds = [x.kind for x in instructions if x.loops == 2]
     assert kinds.count("all-reduce") == 2 and len(kinds) == 6
 
 
@@ -131,8 +132,8 @@ def test_a_device_decodes_with_the_keys_and_values_of_its_sequences_alone() -> N
 def test_training_never_puts_a_complete_gradient_or_embedding_on_a_device() -> None:
     plan = plan_of("0.5b")
     table = plan.training.model.vocab_size * plan.training.model.hidden_size
-    found = collectives_of(plan, "micro_step")
-    largest = {x.kind: x.elements for x in sorted(found, key=lambda x: x.elements)}
+    instructions = collectives_of(plan, "micro_step")
+    largest = {x.kind: x.elements for x in sorted(instructions, key=lambda x: x.elements)}
     assert largest["all-reduce"] < smallest_weight(plan) and largest["all-gather"] < table
 
 
@@ -145,7 +146,8 @@ def test_splash_attention_and_its_gradient_compile(chip: str, head_dim: int) -> 
     layout = Layout(
         Mesh(np.array(devices).reshape(1, -1, 1), ("dp", "fsdp", "tp")), TRAIN_BATCH_AXES
     )
-    X, S, C = len(devices), 384, 2048
+    num_rows, S, completion_places = len(devices), 384, 2048
+    width = S + completion_places
 
     def array(*shape: int, dtype: jnp.dtype = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         return planner.array(layout.mesh, shape, dtype, layout.batch_axes)
@@ -155,11 +157,10 @@ def test_splash_attention_and_its_gradient_compile(chip: str, head_dim: int) -> 
         out = attention.attention(q, attention.KV(k, v), rows, layout, "splash")
         return out.astype(jnp.float32).sum()
 
-    k, v = array(X, 2, head_dim, S + C), array(X, 2, S + C, head_dim)
+    k, v = array(num_rows, 2, head_dim, width), array(num_rows, 2, width, head_dim)
     program = jax.jit(jax.grad(total, (0, 1, 2)))
-    of_tokens = (array(X, S + C, dtype=jnp.int32),) * 2
-    arguments = array(X, S + C, 4, head_dim), k, v, *of_tokens
-    text = program.lower(*arguments).compile().as_text()
+    q, of_tokens = array(num_rows, width, 4, head_dim), array(num_rows, width, dtype=jnp.int32)
+    text = program.lower(q, k, v, of_tokens, of_tokens).compile().as_text()
     assert text.count("tpu_custom_call") >= 3  # one kernel of forward and two of backward
 
 
@@ -184,9 +185,9 @@ DEVICES_AND_HOSTS = {
 
 
 def test_a_slice_has_the_devices_and_hosts_that_the_cloud_gives() -> None:
-    found = {}
+    slices = {}
     for name in chips.SLICES:
         devices = planner.slice_devices(name)
-        found[name] = len(devices), len({d.process_index for d in devices})
+        slices[name] = len(devices), len({d.process_index for d in devices})
         assert chips.chip_of(devices[0]) is chips.CHIPS[name.partition("-")[0]]
-    assert found == DEVICES_AND_HOSTS
+    assert slices == DEVICES_AND_HOSTS

@@ -65,8 +65,8 @@ def history(
     metrics: dict[str, Values], n: int = 20, evals: Sequence[tuple[int, float, float]] = ()
 ) -> History:
     """evals: (step, accuracy, its standard error) of each evaluation."""
-    found = [{"step": i, "eval/accuracy": x, "eval/accuracy_se": e} for i, x, e in evals]
-    return of_steps(records(n, metrics), found)
+    evaluations = [{"step": i, "eval/accuracy": x, "eval/accuracy_se": e} for i, x, e in evals]
+    return of_steps(records(n, metrics), evaluations)
 
 
 def names(run: History) -> list[str]:
@@ -228,8 +228,8 @@ def test_a_note_comes_once_when_a_rule_holds_also_for_a_resumed_run(
     go_on(tmp_path, 0, steps[:15])
     assert capsys.readouterr().out.startswith("verdict: no sign of trouble in 15 steps: ")
     go_on(tmp_path, 15, steps)
-    told = [line.split(": ")[:2] for line in capsys.readouterr().out.splitlines()]
-    assert told == [["note step=20", "entropy_collapsed"], ["verdict", "entropy_collapsed"]]
+    notes = [line.split(": ")[:2] for line in capsys.readouterr().out.splitlines()]
+    assert notes == [["note step=20", "entropy_collapsed"], ["verdict", "entropy_collapsed"]]
 
 
 # ---- The page ------------------------------------------------------------------------------------

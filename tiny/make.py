@@ -4,8 +4,8 @@
 
 Supervised training first teaches the model to calculate. Then it teaches, with the prompt of a run,
 the answers of a pupil who forgets most carries. After that the model keeps to the answer format and
-finds most answers in a few attempts, but its most likely answer is often wrong. So reinforcement
-learning has arithmetic to teach.
+finds most answers in a few attempts, but its most likely answer is often wrong, so that
+reinforcement learning has arithmetic to teach.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,9 @@ from model.params import ModelConfig, Params, init_params
 from rewards import SYSTEM_PROMPT, TAGS
 from rows import Batch, MicroBatch, Widths, pack
 from update import compute_logps_and_entropies, learning_rate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SEED = 0
 FOLDER = Path(__file__).resolve().parents[1] / "tiny"
@@ -132,7 +135,7 @@ QUESTIONS = {
 }
 
 
-def problem(ops: str, operands: tuple[int, int, int], rng: random.Random) -> dict[str, str]:
+def problem(ops: str, operands: tuple[int, ...], rng: random.Random) -> dict[str, str]:
     """An example in the form of GSM8K, whose answer shows each calculation as <<a+b=x>>."""
     a, b, c = operands
     names = {"name": rng.choice(NAMES), "things": rng.choice(THINGS)}
@@ -222,8 +225,10 @@ def write_tokenizer(folder: Path, texts: list[str]) -> None:
 # ---- Model ---------------------------------------------------------------------------------------
 
 
-def write_config(folder: Path, values: dict[str, Any]) -> tuple[ModelConfig, Any]:
-    """Writes the config.json of a model with these values, whose tokenizer is in the folder.
+def write_config(
+    folder: Path, values: dict[str, object]
+) -> tuple[ModelConfig, "PreTrainedTokenizerBase"]:
+    """Writes the config.json of a model with these values, for the tokenizer in the folder.
     Returns the config and the tokenizer."""
     tokenizer = hf.load_tokenizer(folder)
     ids = {"vocab_size": -(-len(tokenizer) // 64) * 64, "eos_token_id": tokenizer.eos_token_id}
@@ -237,8 +242,9 @@ def write_config(folder: Path, values: dict[str, Any]) -> tuple[ModelConfig, Any
 def micro_batch(
     prompts: list[data.Prompt], completions: list[list[list[int]]], S: int, T: int
 ) -> MicroBatch:
-    """A row for each prompt, with S places for it, and its completions, which are adjacent, with T
-    places each. A completion is the ids of its turns; the model's, every second, are taught."""
+    """A row for each prompt, with S places for the prompt and T places for each of its completions,
+    which are adjacent. A completion is the ids of its turns; every second turn, the model's, is
+    taught."""
     share = len(completions) // len(prompts)
     ids, mask = np.zeros((2, len(completions), T), np.int32)
     lengths = np.zeros(len(completions), np.int32)
@@ -255,32 +261,34 @@ def micro_batch(
 
 def warm_up(
     model: ModelConfig,
-    tokenizer: Any,
+    tokenizer: "PreTrainedTokenizerBase",
     examples: list[dict[str, str]],
     stages: Sequence[Stage],
     solution: Callable[[dict[str, str], float, random.Random], list[str]] = solution,
     T: int = 32,
 ) -> Params:
-    """Weights trained on solutions of the examples; each use of an example draws a new solution,
-    of at most T tokens: turns of the model, and of the user between them."""
+    """Weights trained on solutions of the examples. Each use of an example draws a new solution of
+    at most T tokens: turns of the model, with turns of the user between them."""
     rng = random.Random(SEED)
     mesh = make_mesh("MESH_SHAPE", "1,1,1", jax.devices()[:1])
     compute = Compute(model, jnp.float32, Layout(mesh, TRAIN_BATCH_AXES))
-    rule = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam())
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam())
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params: Params, opt_state: Any, batch: MicroBatch, lr: jax.Array) -> Any:
+    def step(
+        params: Params, opt_state: optax.OptState, batch: MicroBatch, lr: jax.Array
+    ) -> tuple[Params, optax.OptState, jax.Array]:
         def cross_entropy(params: Params) -> jax.Array:
             logps, _ = compute_logps_and_entropies(params, batch, 1.0, compute)
             return -(logps * batch.completion_mask).sum() / batch.completion_mask.sum()
 
         loss, grads = jax.value_and_grad(cross_entropy)(params)
-        updates, opt_state = rule.update(grads, opt_state)
-        return jax.tree.map(lambda p, u: p - lr * u, params, updates), opt_state, loss
+        updates, opt_state = optimizer.update(grads, opt_state)
+        return jax.tree.map(lambda w, u: w - lr * u, params, updates), opt_state, loss
 
     params = init_params(model, jax.random.key(SEED))
     for stage in stages:
-        opt_state = rule.init(params)
+        opt_state = optimizer.init(params)
         prompts = data.build_prompts(examples, tokenizer, stage.system_prompt)
         S = prompt_width(max(len(prompt.ids) for prompt in prompts)) - 1
         for i in range(stage.steps):
@@ -295,8 +303,9 @@ def warm_up(
                 ]
                 completions.append(tokenizer(texts, add_special_tokens=False)["input_ids"])
             batch = micro_batch([prompts[j] for j in indices], completions, S, T)
-            schedule = {"schedule": "linear", "warmup_ratio": 0.05, "decay_steps": stage.steps}
-            lr = learning_rate(i, peak=stage.peak_lr, **schedule)
+            lr = learning_rate(
+                i, peak=stage.peak_lr, schedule="linear", warmup_ratio=0.05, decay_steps=stage.steps
+            )
             params, opt_state, loss = step(params, opt_state, batch, lr)
             if i % 50 == 0 or i == stage.steps - 1:
                 print(f"warm-up mistakes={mistakes} step={i} loss={loss:.4f}", flush=True)

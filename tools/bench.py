@@ -31,7 +31,7 @@ from infra.mistakes import UserMistake, fail
 from model import hf
 from model.params import init_params
 
-# The model of a run without --model: these values of tiny/config.json make 5 million parameters.
+# The model of a run without --model: tiny/config.json with these values has 5 million parameters.
 RANDOM_MODEL = {
     "hidden_size": 256,
     "intermediate_size": 1024,
@@ -82,9 +82,9 @@ def make_random(source: Path, target: Path, changes: dict[str, int]) -> None:
 def make_model(source: Path, target: Path, mean_tokens: int) -> None:
     """Makes a folder with the weights of a model and a tokenizer that makes a token of each word.
 
-    The weights are links to `source`, which has to exist as long as `target`. mean_tokens: one
-    token of so many ends a completion; 0: no token does. Random weights give all tokens about the
-    same probability, so that the lengths are geometric, with about this mean if they are not cut
+    The weights are links to `source`, which has to exist as long as `target`. mean_tokens: of this
+    number of tokens one ends a completion; 0: no token does. Random weights give all tokens about
+    the same probability, so that the lengths are geometric, with about this mean if none is cut
     off.
     """
     target.mkdir()
@@ -103,7 +103,7 @@ def make_model(source: Path, target: Path, mean_tokens: int) -> None:
 
 
 def make_dataset(target: Path, V: int, prompt_tokens: int) -> None:
-    """Makes a file with QUESTIONS questions, each of a prompt with so many tokens."""
+    """Makes a file with QUESTIONS questions, whose prompts have this number of tokens."""
     rng = random.Random(0)
     with target.open("w") as file:
         for _ in range(QUESTIONS):
@@ -117,8 +117,8 @@ def make_dataset(target: Path, V: int, prompt_tokens: int) -> None:
 def train(settings: dict[str, str], *flags: str) -> list[dict[str, Any]]:
     """Runs train_grpo.py as a user starts it, in a process of its own, and returns the records of
     its metrics.jsonl. Settings in the environment of this process do not count."""
-    ours = [field.name.upper() for field in dataclasses.fields(Config)]
-    env = {name: text for name, text in os.environ.items() if name not in ours} | settings
+    names = [field.name.upper() for field in dataclasses.fields(Config)]
+    env = {name: text for name, text in os.environ.items() if name not in names} | settings
     command = [sys.executable, "train_grpo.py", *flags]
     run = subprocess.run(command, cwd=REPO, env=env, stdout=sys.stderr)
     if run.returncode:  # the run has said why
@@ -126,13 +126,13 @@ def train(settings: dict[str, str], *flags: str) -> list[dict[str, Any]]:
     return [*read_lines(Path(settings["OUTPUT_DIR"]) / "metrics.jsonl")]
 
 
-def bench(args: argparse.Namespace) -> dict[str, Any]:
-    """Trains in a folder that goes afterwards, and returns the fields of docs/speed.md."""
+def bench(args: argparse.Namespace) -> dict[str, float | str]:
+    """Trains in a temporary folder, and returns the fields of docs/speed.md."""
     if args.steps < 3:
         raise UserMistake(f"--steps {args.steps}: the first two do not count; take 3 or more")
     with tempfile.TemporaryDirectory() as name:
-        folder, given = Path(name), dict(args.settings)
-        ours = {
+        folder, user_settings = Path(name), dict(args.settings)
+        bench_settings = {
             "MODEL_PATH": str(folder / "model"),
             "SYSTEM_PROMPT": "t0",
             "DATASET": str(folder / "data.jsonl"),
@@ -141,10 +141,10 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
             "STEPS": str(args.steps),
             "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),  # empty, so that the run compiles
         }
-        if taken := [name for name in given if name in ours]:
-            raise UserMistake(f"bench.py sets {taken[0]}; leave it out")
-        settings = DEFAULTS | given | ours
-        Config.from_env(settings)  # for its mistakes, before a model is made
+        if both := [name for name in user_settings if name in bench_settings]:
+            raise UserMistake(f"bench.py sets {both[0]}; leave it out")
+        settings = DEFAULTS | user_settings | bench_settings
+        Config.from_env(settings)  # raises UserMistake before a model is made
         if args.model:
             source = hf.fetch_model(args.model)
         else:
@@ -161,10 +161,8 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def measurements(records: list[dict[str, Any]]) -> dict[str, float]:
-    """The fields of docs/speed.md, from the steps of metrics.jsonl.
-
-    All but the first two steps count: jax compiles in the first one.
-    """
+    """The fields of docs/speed.md, from the records of steps. The first two steps do not count,
+    because jax compiles in the first."""
     counted = records[2:]
 
     def median(name: str) -> float:
@@ -172,8 +170,7 @@ def measurements(records: list[dict[str, Any]]) -> dict[str, float]:
 
     rollout_s, update_s = median("time/train/rollout_s"), median("time/train/update_s")
     tokens = median("train-other/total_valid_token_count")
-    S, T = median("train-seq_len/prompt/mean"), median("train-seq_len/completion/mean")
-    found = {
+    fields = {
         "steady_rollout_s": rollout_s,
         "steady_rollout_tok_s": tokens / rollout_s,
         "steady_train_s": update_s,
@@ -181,17 +178,17 @@ def measurements(records: list[dict[str, Any]]) -> dict[str, float]:
         "recompiled": sum(record["compile/programs"] for record in counted),
         "first_step_s": records[0]["time/train/step_s"],
         "tokens": tokens,
-        "plen": S,
-        "clen": T,
+        "plen": median("train-seq_len/prompt/mean"),
+        "clen": median("train-seq_len/completion/mean"),
         "rollout_computed_per_token": median("throughput/rollout/computed_per_token"),
         "update_computed_per_token": median("throughput/update/computed_per_token"),
     }
     for name, key in (("rss", "host_peak_gib"), ("device", "device_peak_gib")):
         if gib := records[-1].get(f"memory/{key}"):
-            found[f"peak_{name}_mib"] = 1024 * gib
+            fields[f"peak_{name}_mib"] = 1024 * gib
     if "throughput/update/mfu" in records[-1]:
-        found["update_mfu"] = median("throughput/update/mfu")
-    return {name: round(value, 6) for name, value in found.items()}
+        fields["update_mfu"] = median("throughput/update/mfu")
+    return {name: round(value, 6) for name, value in fields.items()}
 
 
 # ---- Arguments -----------------------------------------------------------------------------------

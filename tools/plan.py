@@ -2,13 +2,11 @@
 
     python train_grpo.py --plan v6e-8        # the environment and --config are as for the run
 
-The device programs of the run are compiled with libtpu or with XLA's compiler for GPUs, for the
-layouts that they have in the run, and their memory is read from the compiled programs. The exit
-code is 0 if the run fits, 3 if it does not, and 2 if the settings are wrong or the compiler is
-missing.
+libtpu, or XLA's compiler for GPUs, compiles the device programs of the run for the layouts that
+they have in the run, and the compiled programs say how much memory they need. The exit code is 0 if
+the run fits, 3 if it does not, and 2 if the settings are wrong or the compiler is missing.
 
-Dimensions: R sequences of a rollout pass or of a micro-batch, over all processes, G = R/share
-prompts, each shared by `share` sequences, S prompt tokens without the last, T completion tokens.
+Dimensions: S prompt tokens without the last, K completions of a prompt, T completion tokens.
 """
 
 import dataclasses
@@ -25,9 +23,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from config import Config
-from extras.sglang import PAGE_TOKENS, pool_of, stop_if_unable
 from infra.chips import GPUS, OUT_OF_MEMORY_CODE, SLICES, memory_bytes, remedy
 from infra.mistakes import UserMistake, fail, in_one_line
 from infra.sizes import (
@@ -66,10 +64,200 @@ from startup import (
 )
 from update import abstract_state, apply_update, compute_logps_and_entropies, micro_step
 
-GIB = 2**30
+# ---- The plan ------------------------------------------------------------------------------------
+
 ASSUMED_PROMPT = 512  # tokens, if neither MAX_PROMPT_LENGTH nor GLOBAL_LENGTH is set
+
+
+class Plan(NamedTuple):
+    """The settings, sizes and layouts that determine the shapes of a run's programs."""
+
+    cfg: Config
+    sizes: Sizes
+    training: Compute
+    rollout: Compute
+    processes: int
+    S: int  # prompt tokens without the last
+    mesh_reason: str  # why ROLLOUT_MESH_SHAPE=auto is what it is
+    engine_tokens: int  # tokens whose keys and values a serving engine holds; 0 without an engine
+
+    def local_devices(self) -> int:
+        return self.rollout.layout.mesh.size // self.processes
+
+
+class Program(NamedTuple):
+    """A program of the run with its arguments, and what stays in memory while it runs."""
+
+    function: jax.stages.Wrapped  # what jax.jit returns
+    arguments: tuple[Any, ...]  # pytrees of shapes, and values
+    static: dict[str, Any]  # keyword arguments
+    rest: int  # bytes per device of the run's other arrays
+    sizes: tuple[str, ...] = ()  # the settings that make it smaller, as `remedy` takes them
+
+
+class Memory(NamedTuple):
+    """The memory of a program, in bytes per device."""
+
+    arguments: float
+    temporaries: float  # with the outputs that do not reuse the memory of arguments
+    rest: float  # the run's other arrays
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
+def plan_and_exit(cfg: Config, slice_name: str) -> NoReturn:
+    """Prints the plan of the run with these settings on this slice or GPU, and ends the program."""
+    try:
+        raise SystemExit(print_plan(make_plan(cfg, slice_name), slice_name))
+    except UserMistake as error:
+        fail(error)
+
+
+def make_plan(cfg: Config, slice_name: str) -> Plan:
+    """The plan of the run. Raises UserMistake for settings that do not suit the model or the slice,
+    and for an unknown slice."""
+    devices = slice_devices(slice_name)
+    hosts = len(devices) // local_count(devices)
+    sizes = derive(cfg, hosts, len(devices) // hosts)
+    model = config_of(cfg.model_path, cfg.model_revision)
+    model = dataclasses.replace(model, lora=lora_of(cfg, model, None))
+    longest = cfg.max_prompt_length or cfg.global_length or ASSUMED_PROMPT
+    stop_if_too_long(cfg.max_length_sample, model, longest)
+    S, engine_tokens = prompt_width(longest, cfg.global_length) - 1, 0
+    if cfg.rollout_backend == "sglang_jax":
+        from extras.sglang import PAGE_TOKENS, pool_of, stop_if_unable
+
+        if hosts > 1:
+            raise UserMistake(
+                f"ROLLOUT_BACKEND=sglang_jax runs on one host; {slice_name} has {hosts}"
+            )
+        stop_if_unable(cfg, model, longest, devices)
+        _, engine_tokens = pool_of(cfg, sizes, S + 1, devices)
+        engine_tokens += PAGE_TOKENS["tpu"]  # the engine's page for padding
+    training, rollout, mesh_reason = how_to_compute(cfg, model, sizes, S, devices)
+    training = with_kernel(cfg, training, devices[0])
+    return Plan(cfg, sizes, training, rollout, hosts, S, mesh_reason, engine_tokens)
+
+
+# ---- The table -----------------------------------------------------------------------------------
+
+GIB = 2**30
+
+
+def print_plan(plan: Plan, slice_name: str) -> int:
+    """Prints the sizes and the layouts of the run, and the memory of each program once the program
+    is compiled. Returns the exit code."""
+    print_sizes(plan, slice_name)
+    print(
+        "| GiB per device | arguments | temporaries | rest of run | total | fits | compiled in |\n"
+        "|---|---|---|---|---|---|---|",
+        flush=True,
+    )
+    limit = memory_bytes(plan.rollout.layout.mesh.devices.flat[0])
+    programs, memories = programs_of(plan), {}
+    if plan.engine_tokens:
+        sync = programs["sync_weights"]
+        memories["engine"] = engine_memory(plan, limit, bytes_of(sync.arguments) + sync.rest)
+        print(f"| engine | {columns(memories['engine'], limit)} | not compiled |", flush=True)
+    for name, program in programs.items():
+        began = time.perf_counter()
+        memories[name] = compiled(program)
+        seconds = time.perf_counter() - began
+        print(f"| {name} | {columns(memories[name], limit)} | {seconds:.0f} s |", flush=True)
+
+    too_large = [name for name, memory in memories.items() if memory.total > limit]
+    for name in too_large:
+        hint = "Use more devices, or a lower SGLANG_JAX_MEM_FRACTION_STATIC"
+        if name != "engine":
+            sizes = programs[name].sizes
+            hint = remedy(plan.cfg, plan.sizes, plan.processes, plan.local_devices(), sizes)
+        print(f"{name} does not fit. {hint}")
+    largest = max(memories, key=lambda name: memories[name].total)
+    total = f"{memories[largest].total / GIB:.2f} of {limit / GIB:.4g} GiB in {largest}"
+    print(f"{slice_name}: {'DOES NOT FIT' if too_large else 'fits'}, {total}")
+    return OUT_OF_MEMORY_CODE if too_large else 0
+
+
+def print_sizes(plan: Plan, slice_name: str) -> None:
+    """Prints the devices, the sizes of a step and the layouts of the run."""
+    cfg, sizes, training = plan.cfg, plan.sizes, plan.training
+    mesh, local = plan.rollout.layout.mesh, plan.local_devices()
+    S = f"{plan.S}{'' if cfg.max_prompt_length else ' (assumed, as MAX_PROMPT_LENGTH=0)'}"
+    print(
+        f"{slice_name}: {mesh.size} x {mesh.devices.flat[0].device_kind}, hosts={plan.processes}, "
+        f"{cfg.model_path} of {num_params(training.model) / 1e9:.2f}B parameters\n"
+        f"a step: {sizes.global_batch} sequences of {S} + {cfg.max_length_sample} tokens; "
+        f"per device {sizes.prompt_batch_size * cfg.num_pre_q // local} in each of "
+        f"{sizes.passes_per_step} passes, {sizes.micro_batch_size // local} in each of "
+        f"{sizes.grad_accum_steps} micro-steps\n"
+        f"mesh dp,fsdp,tp train={mesh_text(training.layout.mesh)} ({cfg.mesh_shape}) "
+        f"rollout={rollout_mesh(cfg, plan.rollout)} ({cfg.rollout_mesh_shape}{plan.mesh_reason})\n"
+        f"dtype={training.dtype} remat={training.remat} attention_impl={training.attention_impl} "
+        f"policy_loss_impl={cfg.policy_loss_impl}",
+        *["compiled for an H100, with the memory of this GPU"] * (slice_name in GPUS),
+        sep="\n",
+        flush=True,
+    )
+
+
+def columns(memory: Memory, limit: float) -> str:
+    """The memory of a program in GiB, and whether it fits, as columns of the table."""
+    numbers = " | ".join(f"{x / GIB:.2f}" for x in (*memory, memory.total))
+    fits = "yes" if memory.total <= 0.95 * limit else "barely"
+    return f"{numbers} | {fits if memory.total <= limit else 'NO'}"
+
+
+# ---- The memory of a program ---------------------------------------------------------------------
+
+
+def compiled(program: Program) -> Memory:
+    """The memory of the program when it is compiled for the device, or the compiler's own estimate
+    if the program is too large to be compiled."""
+    try:
+        lowered = program.function.lower(*program.arguments, **program.static)
+        stats = lowered.compile().memory_analysis()
+    except jax.errors.JaxRuntimeError as error:
+        match = re.search(r"HLO temporaries \(([\d.]+)G\) exceeds", str(error))
+        if not match:
+            raise
+        arguments = bytes_of(program.arguments)
+        # The compiler's number includes the arguments.
+        return Memory(arguments, float(match.group(1)) * GIB - arguments, program.rest)
+    outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return Memory(stats.argument_size_in_bytes, stats.temp_size_in_bytes + outputs, program.rest)
+
+
+def engine_memory(plan: Plan, limit: float, rest: int) -> Memory:
+    """The memory of the serving engine: its weights, and a pool of keys and values.
+
+    Together they get at most SGLANG_JAX_MEM_FRACTION_STATIC of `limit`, the bytes of a device, but
+    no less than the weights need. rest: bytes per device of the run's other arrays.
+    """
+    model, rollout = plan.rollout.model, plan.rollout
+    devices = rollout.layout.mesh.size
+    heads = max(model.num_kv_heads, devices)  # each device holds at least one
+    width = 128 * math.ceil(model.head_dim / 128)
+    numbers = plan.engine_tokens * model.num_layers * 2 * heads * width
+    bytes_each = rollout.dtype.itemsize / devices
+    weights, pool = num_params(model) * bytes_each, numbers * bytes_each
+    most = plan.cfg.sglang_jax_mem_fraction_static * limit
+    return Memory(0, max(weights, min(weights + pool, most)), rest)
+
+
+def bytes_of(tree: Any) -> int:
+    """The bytes per device of the arrays among the leaves."""
+    arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.ShapeDtypeStruct)]
+    shapes = [x.sharding.shard_shape(x.shape) if x.sharding else x.shape for x in arrays]
+    sizes = [math.prod(shape) for shape in shapes]
+    return sum(size * x.dtype.itemsize for size, x in zip(sizes, arrays, strict=True))
+
+
+# ---- Devices that are not here -------------------------------------------------------------------
+
 GPU_PLUGIN = "jax_plugins.xla_cuda13"
-# What the compiler has to know of an H100.
+# The compiler's description of an H100.
 H100 = """
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
@@ -85,175 +273,8 @@ dnn_version_info { major: 9 minor: 12 patch: 0 }
 """
 
 
-class Plan(NamedTuple):
-    """The settings, sizes and layouts that the shapes of a run's programs follow from."""
-
-    cfg: Config
-    sizes: Sizes
-    training: Compute
-    rollout: Compute
-    processes: int
-    S: int  # prompt tokens without the last
-    mesh_reason: str  # why ROLLOUT_MESH_SHAPE=auto is what it is
-
-    def local_devices(self) -> int:
-        return self.rollout.layout.mesh.size // self.processes
-
-
-class Program(NamedTuple):
-    """A program of the run, as the run calls it, and the memory that it leaves to other arrays."""
-
-    function: Any  # jitted
-    arguments: tuple
-    static: dict[str, Any]  # keyword arguments
-    rest: int  # bytes per device of arrays that the run keeps meanwhile, beside the arguments
-    sizes: tuple[str, ...] = ()  # the settings that make it smaller, as `remedy` takes them
-
-
-class Memory(NamedTuple):
-    """The memory of a program, in bytes per device."""
-
-    arguments: float
-    temporaries: float  # with the outputs that do not reuse the memory of arguments
-    rest: float  # other arrays of the run, which stay in memory meanwhile
-
-    @property
-    def total(self) -> float:
-        return sum(self)
-
-
-# ---- The plan ------------------------------------------------------------------------------------
-
-
-def plan_and_exit(cfg: Config, name: str) -> NoReturn:
-    """Prints the plan of the run with these settings on the slice `name`, and ends the program."""
-    try:
-        raise SystemExit(print_plan(make_plan(cfg, name), name))
-    except UserMistake as error:
-        fail(error)
-
-
-def make_plan(cfg: Config, name: str) -> Plan:
-    """The plan of the run. Raises UserMistake for settings that do not suit the model, or the slice
-    with this name."""
-    devices = slice_devices(name)
-    hosts = len(devices) // local_count(devices)
-    sizes = derive(cfg, hosts, len(devices) // hosts)
-    model = config_of(cfg.model_path, cfg.model_revision)
-    model = dataclasses.replace(model, lora=lora_of(cfg, model, None))
-    longest = cfg.max_prompt_length or cfg.global_length or ASSUMED_PROMPT
-    stop_if_too_long(cfg.max_length_sample, model, longest)
-    if cfg.rollout_backend == "sglang_jax":
-        if hosts > 1:
-            raise UserMistake(f"ROLLOUT_BACKEND=sglang_jax runs on one host; {name} has {hosts}")
-        stop_if_unable(cfg, model, longest, devices)
-    S = prompt_width(longest, cfg.global_length) - 1
-    training, rollout, reason = how_to_compute(cfg, model, sizes, S, devices)
-    training = with_kernel(cfg, training, devices[0])
-    return Plan(cfg, sizes, training, rollout, hosts, S, reason)
-
-
-def print_plan(plan: Plan, name: str) -> int:
-    """Prints the sizes and the layouts of the run, and the memory of its programs as they are
-    compiled. Returns the exit code."""
-    print_sizes(plan, name)
-    print(
-        "| GiB per device | arguments | temporaries | rest of run | total | fits | compiled in |\n"
-        "|---|---|---|---|---|---|---|",
-        flush=True,
-    )
-    limit = memory_bytes(plan.rollout.layout.mesh.devices.flat[0])
-    programs, memories = programs_of(plan), {}
-    if plan.cfg.rollout_backend == "sglang_jax":
-        sync = programs["sync_weights"]
-        memories["engine"] = engine_memory(plan, limit, bytes_of(sync.arguments) + sync.rest)
-        print(f"| engine | {columns(memories['engine'], limit)} | not compiled |", flush=True)
-    for program, how in programs.items():
-        began = time.perf_counter()
-        memories[program] = compiled(how)
-        seconds = time.perf_counter() - began
-        print(f"| {program} | {columns(memories[program], limit)} | {seconds:.0f} s |", flush=True)
-
-    misfits = [program for program, memory in memories.items() if memory.total > limit]
-    for program in misfits:
-        hint = "Use more devices, or a lower SGLANG_JAX_MEM_FRACTION_STATIC"
-        if program != "engine":
-            where = plan.processes, plan.local_devices()
-            hint = remedy(plan.cfg, plan.sizes, *where, programs[program].sizes)
-        print(f"{program} does not fit. {hint}")
-    most = max(memories, key=lambda program: memories[program].total)
-    total = f"{memories[most].total / GIB:.2f} of {limit / GIB:.4g} GiB in {most}"
-    print(f"{name}: {'DOES NOT FIT' if misfits else 'fits'}, {total}")
-    return OUT_OF_MEMORY_CODE if misfits else 0
-
-
-def print_sizes(plan: Plan, name: str) -> None:
-    cfg, sizes, training = plan.cfg, plan.sizes, plan.training
-    mesh, local = plan.rollout.layout.mesh, plan.local_devices()
-    S = f"{plan.S}{'' if cfg.max_prompt_length else ' (assumed, as MAX_PROMPT_LENGTH=0)'}"
-    print(
-        f"{name}: {mesh.size} x {mesh.devices.flat[0].device_kind}, hosts={plan.processes}, "
-        f"{cfg.model_path} of {num_params(training.model) / 1e9:.2f}B parameters\n"
-        f"a step: {sizes.global_batch} sequences of {S} + {cfg.max_length_sample} tokens; "
-        f"per device {sizes.prompt_batch_size * cfg.num_pre_q // local} in each of "
-        f"{sizes.passes_per_step} passes, {sizes.micro_batch_size // local} in each of "
-        f"{sizes.grad_accum_steps} micro-steps\n"
-        f"mesh dp,fsdp,tp train={mesh_text(training.layout.mesh)} ({cfg.mesh_shape}) "
-        f"rollout={rollout_mesh(cfg, plan.rollout)} ({cfg.rollout_mesh_shape}{plan.mesh_reason})\n"
-        f"dtype={training.dtype} remat={training.remat} attention_impl={training.attention_impl} "
-        f"policy_loss_impl={cfg.policy_loss_impl}",
-        *["compiled for an H100, with the memory of this GPU"] * (name in GPUS),
-        sep="\n",
-        flush=True,
-    )
-
-
-def columns(memory: Memory, limit: float) -> str:
-    """The memory of a program in GiB, and whether it fits, as columns of the table."""
-    numbers = " | ".join(f"{x / GIB:.2f}" for x in (*memory, memory.total))
-    fits = "yes" if memory.total <= 0.95 * limit else "barely"
-    return f"{numbers} | {fits if memory.total <= limit else 'NO'}"
-
-
-def engine_memory(plan: Plan, limit: float, rest: int) -> Memory:
-    """What the serving engine holds while it samples: its weights, and a pool of keys and values,
-    which together get at most SGLANG_JAX_MEM_FRACTION_STATIC of `limit`, the bytes of a device, or
-    as much as the weights need."""
-    cfg, model, rollout = plan.cfg, plan.rollout.model, plan.rollout
-    devices = [*rollout.layout.mesh.devices.flat]
-    _, tokens = pool_of(cfg, plan.sizes, plan.S + 1, devices)
-    tokens += PAGE_TOKENS["tpu"]  # a page that holds what is not needed
-    heads = max(model.num_kv_heads, len(devices))  # each device holds at least one
-    width = 128 * math.ceil(model.head_dim / 128)
-    numbers = tokens * model.num_layers * 2 * heads * width
-    bytes_each = rollout.dtype.itemsize / len(devices)
-    weights, pool = num_params(model) * bytes_each, numbers * bytes_each
-    most = cfg.sglang_jax_mem_fraction_static * limit
-    return Memory(0, max(weights, min(weights + pool, most)), rest)
-
-
-def compiled(program: Program) -> Memory:
-    """The memory of a program as compiled for the device, or what the compiler says that it would
-    need if it is too large to be compiled."""
-    try:
-        lowered = program.function.lower(*program.arguments, **program.static)
-        m = lowered.compile().memory_analysis()
-    except jax.errors.JaxRuntimeError as error:
-        match = re.search(r"HLO temporaries \(([\d.]+)G\) exceeds", str(error))
-        if not match:
-            raise
-        given = bytes_of(program.arguments)
-        # This number of the compiler includes the arguments.
-        return Memory(given, float(match.group(1)) * GIB - given, program.rest)
-    made = m.temp_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
-    return Memory(m.argument_size_in_bytes, made, program.rest)
-
-
-# ---- The device programs -------------------------------------------------------------------------
-
-
 def slice_devices(name: str) -> Sequence[jax.Device]:
-    """The devices of a TPU slice that is not here, or the only one of a GPU.
+    """The devices of a TPU slice, or the only device of a GPU.
 
     Raises UserMistake if the name is unknown or its compiler is not installed.
     """
@@ -266,7 +287,7 @@ def slice_devices(name: str) -> Sequence[jax.Device]:
         raise UserMistake(f"{name!r} is not a slice or a GPU known here; these are: {known}")
     if importlib.util.find_spec("libtpu") is None:
         raise UserMistake('the TPU compiler is not installed: pip install "jax[tpu]"')
-    # libtpu asks which host this is, and lets only one process load it; compiling needs neither.
+    # libtpu asks which host this is, and only one process may load it; compiling needs neither.
     os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     os.environ |= {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v6e-8"}
     (shape, options), chip = SLICES[name], name.partition("-")[0]
@@ -274,14 +295,14 @@ def slice_devices(name: str) -> Sequence[jax.Device]:
 
 
 def gpu_devices(name: str) -> Sequence[jax.Device]:
-    """The only device of a GPU that is not here. Its compiler makes programs for an H100, whatever
-    the name, and chooses kernels without timing them.
+    """The only device of a GPU. The compiler makes programs for an H100, whatever the name, and
+    chooses kernels without timing them.
 
     Raises UserMistake if the compiler is not installed, or fails.
     """
     install = f'the GPU compiler is not installed: pip install "jax[cuda13]=={jax.__version__}"'
     plugin = importlib.util.find_spec("jax_plugins") and importlib.util.find_spec(GPU_PLUGIN)
-    if not plugin:
+    if not (plugin and plugin.submodule_search_locations):
         raise UserMistake(install)
     folder = Path(plugin.submodule_search_locations[0]).parents[1] / "nvidia" / "cu13"
     flags = f"--xla_gpu_autotune_level=0 --xla_gpu_cuda_data_dir={folder}"
@@ -290,21 +311,20 @@ def gpu_devices(name: str) -> Sequence[jax.Device]:
     try:
         options = {"target_config": target, "topology": "1x1x1"}
         return topologies.get_topology_desc(name, "cuda", **options).devices
-    except Exception as error:  # it is no public part of jax, and may raise anything
+    except Exception as error:  # a private part of jax, which may raise anything
         raise UserMistake(f"{install} ({in_one_line(error)})") from None
 
 
-def array(mesh: Mesh, shape: tuple[int, ...], dtype: Any, *axes: Any) -> jax.ShapeDtypeStruct:
-    """The shape of an array on a mesh; axes: the mesh axis or axes that split each dimension."""
+# ---- The device programs -------------------------------------------------------------------------
+
+Axes = str | tuple[str, ...] | None  # the mesh axis or axes that split a dimension
+
+
+def array(
+    mesh: Mesh, shape: tuple[int, ...], dtype: DTypeLike, *axes: Axes
+) -> jax.ShapeDtypeStruct:
+    """The shape of an array on a mesh. axes: of each dimension, from the first on."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
-
-
-def bytes_of(tree: Any) -> int:
-    """The bytes per device of the arrays among the leaves."""
-    arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.ShapeDtypeStruct)]
-    shapes = [x.sharding.shard_shape(x.shape) if x.sharding else x.shape for x in arrays]
-    sizes = [math.prod(shape) for shape in shapes]
-    return sum(n * x.dtype.itemsize for n, x in zip(sizes, arrays, strict=True))
 
 
 def programs_of(plan: Plan) -> dict[str, Program]:
@@ -315,132 +335,137 @@ def programs_of(plan: Plan) -> dict[str, Program]:
     base, reference = None, None
     if model.lora:
         base = abstract_params(model, mesh, training.dtype, training.layer_loop)
-        base = base.replace(adapters=None)
+        base = dataclasses.replace(base, adapters=None)
     if cfg.beta > 0:  # with LoRA it has the same base
         reference = state.params if base else abstract_params(model, mesh, training.dtype)
-    params, grads = on_base(base, state.params), state.params
-    kept = bytes_of((state, base, reference))
-    scalar = jax.ShapeDtypeStruct((), jnp.float32)
+    params = on_base(base, state.params)
+    held = bytes_of((state, base, reference))
 
     copied = state.params if rollout.shares_base else params
-    rest = kept - bytes_of(copied)
+    rest = held - bytes_of(copied)
     if base and not rollout.model.lora:  # an engine copies merged weights, a second base
-        copied, rest = base, kept
-    found = {"sync_weights": Program(sync_weights(rollout), (copied,), {}, rest)}
+        copied, rest = base, held
+    programs = {"sync_weights": Program(sync_weights(rollout), (copied,), {}, rest)}
     if cfg.rollout_backend == "naive":  # an engine has programs of its own
-        beside = kept - rollout.shares_base * bytes_of(base)  # the rollout reads the base too
-        prompts, K = plan.sizes.prompt_batch_size, cfg.num_pre_q
-        found |= rollout_programs(plan, plan.S, prompts, K, sampling_of(cfg), beside)
+        rest = held - rollout.shares_base * bytes_of(base)  # a shared base is among the arguments
+        prompts, K, sampling = plan.sizes.prompt_batch_size, cfg.num_pre_q, sampling_of(cfg)
+        programs |= rollout_programs(plan, plan.S, prompts, K, sampling, rest)
         if cfg.turns() > 1:  # The last turn has nearly all of the completion in its prompt.
             S = plan.S + cfg.max_length_sample
-            of_turn = rollout_programs(plan, S, prompts * K, 1, sampling_of(cfg), beside)
-            found |= {f"turn_{name}": of_turn[name] for name in ("prefill", "decode")}
+            turn_programs = rollout_programs(plan, S, prompts * K, 1, sampling, rest)
+            programs |= {f"turn_{name}": turn_programs[name] for name in ("prefill", "decode")}
         if cfg.evaluates():
-            K = cfg.eval_samples
+            K, sampling = cfg.eval_samples, eval_sampling_of(cfg)
             prompts = eval_questions(plan.sizes, cfg.num_pre_q, K, plan.local_devices())
-            of_eval = rollout_programs(plan, plan.S, prompts, K, eval_sampling_of(cfg), beside)
-            found |= {f"eval_{name}": program for name, program in of_eval.items()}
+            eval_programs = rollout_programs(plan, plan.S, prompts, K, sampling, rest)
+            programs |= {f"eval_{name}": program for name, program in eval_programs.items()}
 
-    batch = micro_batch(plan)
+    batch, scalar = micro_batch(plan), jax.ShapeDtypeStruct((), jnp.float32)
     if cfg.beta > 0 or cfg.needs_policy_logps():
         scored = on_base(base, reference) if reference else params
-        found["compute_logps_and_entropies"] = Program(
+        programs["compute_logps_and_entropies"] = Program(
             compute_logps_and_entropies,
             (scored, batch, cfg.temperature, training),
             {},
-            kept - bytes_of(scored),
+            held - bytes_of(scored),
             MICRO_SIZES,
         )
     counts = dict.fromkeys(("num_tokens", "num_sequences", "num_top_tokens"), scalar)
-    grad_sum = grads if plan.sizes.grad_accum_steps > 1 else None
+    grad_sum = state.params if plan.sizes.grad_accum_steps > 1 else None
     static = {"objective": objective_of(cfg), "temperature": cfg.temperature, "compute": training}
-    found["micro_step"] = Program(
-        micro_step, (params, grad_sum, batch, counts), static, kept - bytes_of(params), MICRO_SIZES
+    programs["micro_step"] = Program(
+        micro_step, (params, grad_sum, batch, counts), static, held - bytes_of(params), MICRO_SIZES
     )
-    arguments = state, grads, scalar, optimizer_of(cfg), model
-    found["optimizer_step"] = Program(apply_update, arguments, {}, bytes_of((base, reference)))
-    return found
+    rest, grads = bytes_of((base, reference)), state.params
+    programs["optimizer_step"] = Program(
+        apply_update, (state, grads, scalar, optimizer_of(cfg), model), {}, rest
+    )
+    return programs
 
 
 def rollout_programs(
-    plan: Plan, S: int, prompts: int, K: int, sampling: Sampling, kept: int
+    plan: Plan, S: int, prompts: int, K: int, sampling: Sampling, rest: int
 ) -> dict[str, Program]:
-    """The programs of a rollout pass. S: prompt tokens without the last. prompts: of each process.
-    K: completions of each prompt. kept: bytes per device of what the run keeps beside the weights
-    that sample."""
+    """The programs of a rollout pass.
+
+    S: prompt tokens without the last. prompts: of each process. K: completions of each prompt.
+    rest: bytes per device of the run's arrays, without the weights that sample.
+    """
     rollout, T = plan.rollout, plan.cfg.max_length_sample
     mesh, batch_axes = rollout.layout
     shards = rollout.layout.batch_shards
-    R = prompts * K * plan.processes
-    G = R // prompt_share(K, R // shards)
-    weights = abstract_params(rollout.model, mesh, rollout.dtype, rollout.layer_loop)
-    ids_and_mask = (array(mesh, (G, S + 1), jnp.int32, batch_axes),) * 2
-    stacked = (None,) * (rollout.layer_loop == "scan")  # the layers come before the sequences
+    sequences = prompts * K * plan.processes
+    # A prompt has a copy for each shard that has completions of it.
+    copies = sequences // prompt_share(K, sequences // shards)
 
-    def placed(tree: Any, *axes: Any) -> Any:
+    def on_mesh(tree: Any, *axes: Axes) -> Any:
         """The arrays of the tree on the mesh; a scalar is on every device."""
         return jax.tree.map(lambda x: array(mesh, x.shape, x.dtype, *axes[: x.ndim]), tree)
 
+    weights = abstract_params(rollout.model, mesh, rollout.dtype, rollout.layer_loop)
+    prompt_ids = prompt_mask = array(mesh, (copies, S + 1), jnp.int32, batch_axes)
+    sequence_ids = earlier = array(mesh, (sequences,), jnp.int32, batch_axes)
+    key, fewest = jax.eval_shape(jax.random.key, 0), array(mesh, (), jnp.int32)
     static = {"sampling": sampling, "stopping": Stopping(T, stop_ids=(0, 1), pad_id=0)}
-    sequence_ids, number = array(mesh, (R,), jnp.int32, batch_axes), array(mesh, (), jnp.int32)
-    key = jax.eval_shape(jax.random.key, 0)
-    prefix = prefill.eval_shape(weights, rollout, *ids_and_mask)
-    numbers = sequence_ids, sequence_ids
-    state = begin.eval_shape(rollout, *ids_and_mask, prefix, *numbers, key, width=T, **static)
-    state = placed(state, batch_axes)._replace(
-        prompt=placed(state.prompt, *stacked, batch_axes),
-        completion=placed(state.completion, *stacked, batch_axes),
+    prefix = prefill.eval_shape(weights, rollout, prompt_ids, prompt_mask)
+    state = begin.eval_shape(
+        rollout, prompt_ids, prompt_mask, prefix, sequence_ids, earlier, key, width=T, **static
     )
-    arguments = weights, rollout, state, number
-    found = {
-        "prefill": Program(prefill, (weights, rollout, *ids_and_mask), {}, kept, PASS_SIZES),
-        "decode": Program(decode, arguments, static, kept, PASS_SIZES),
+    # In stacked keys and values the dimension of layers comes before that of sequences.
+    kv_axes = (None, batch_axes) if rollout.layer_loop == "scan" else (batch_axes,)
+    state = on_mesh(state, batch_axes)._replace(
+        prompt=on_mesh(state.prompt, *kv_axes), completion=on_mesh(state.completion, *kv_axes)
+    )
+    arguments = weights, rollout, prompt_ids, prompt_mask
+    programs = {
+        "prefill": Program(prefill, arguments, {}, rest, PASS_SIZES),
+        "decode": Program(decode, (weights, rollout, state, fewest), static, rest, PASS_SIZES),
     }
-    if plan.cfg.drops_ended() and R > shards:
-        size = smaller_batches(R // shards)[0]  # the first time that sequences leave the batch
-        kept += bytes_of(weights)
-        found["drop_sequences"] = Program(
-            drop_sequences, (rollout, state), {"size": size}, kept, PASS_SIZES
+    if plan.cfg.drops_ended() and sequences > shards:
+        size = smaller_batches(sequences // shards)[0]  # when sequences first leave the batch
+        rest += bytes_of(weights)
+        programs["drop_sequences"] = Program(
+            drop_sequences, (rollout, state), {"size": size}, rest, PASS_SIZES
         )
-    return found
+    return programs
 
 
 def micro_batch(plan: Plan) -> MicroBatch:
     """The shapes of a micro-batch of the longest prompts and completions."""
     cfg, layout, T = plan.cfg, plan.training.layout, plan.cfg.max_length_sample
-    limits = limits_of(cfg, plan.sizes, plan.training, plan.processes, plan.S)
-    of_device, S, C, Q, _ = widest(limits)
-    X = layout.batch_shards * of_device
+    widths = widest(limits_of(cfg, plan.sizes, plan.training, plan.processes, plan.S))
+    rows = layout.batch_shards * widths.rows
+    sequences = rows * widths.Q
+    sampling = sampling_of(cfg)
+    support = support_size(sampling, plan.training.model.vocab_size)
 
-    def batch(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+    def batch(dtype: DTypeLike, *shape: int) -> jax.ShapeDtypeStruct:
         return array(layout.mesh, shape, dtype, layout.batch_axes)
 
-    row, tokens = batch(jnp.int32, X, S + C), batch(jnp.int32, X * Q, T)
-    logps = batch(jnp.float32, X * Q, T)
-    sampling = sampling_of(cfg)
-    U = support_size(sampling, plan.training.model.vocab_size)
+    row, tokens = batch(jnp.int32, rows, widths.S + widths.C), batch(jnp.int32, sequences, T)
+    logps = batch(jnp.float32, sequences, T)
     return MicroBatch(
         ids=row,
         positions=row,
         prompt=row,
         start=row,
-        targets=batch(jnp.int32, X, C),
-        places=batch(jnp.int32, X, Q, T),
-        sequences=batch(jnp.int32, X * Q),
+        targets=batch(jnp.int32, rows, widths.C),
+        places=batch(jnp.int32, rows, widths.Q, T),
+        sequences=batch(jnp.int32, sequences),
         completion_mask=tokens,
         sampling_logps=logps,
-        advantages=batch(jnp.float32, X * Q),
+        advantages=batch(jnp.float32, sequences),
         old_logps=logps if plan.sizes.updates_per_step > 1 else None,
         ref_logps=logps if cfg.beta > 0 else None,
         top_mask=tokens if cfg.top_entropy_quantile < 1 else None,
-        support=batch(jnp.int32, X, C, U) if sampling.replay else None,
+        support=batch(jnp.int32, rows, widths.C, support) if sampling.replay else None,
     )
 
 
 # ---- Well-known models ---------------------------------------------------------------------------
 
-# A model whose name has -Instruct, -Base, -it or -pt at its end has the same sizes; `positions` is
-# the smallest number among them.
+# A model whose name ends with -Instruct, -Base, -it or -pt has the same sizes. `positions` is the
+# smallest number of all variants. F: width of the feed-forward.
 KNOWN = {  # V, D, F, L, H, N, h, tied, positions
     "Qwen/Qwen2.5-0.5B": (151936, 896, 4864, 24, 14, 2, 64, True, 32768),
     "Qwen/Qwen2.5-1.5B": (151936, 1536, 8960, 28, 12, 2, 128, True, 32768),
@@ -470,9 +495,24 @@ def config_of(path: str, revision: str = "") -> ModelConfig:
     if Path(path).is_dir() or revision or not known:
         return hf.read_config(hf.fetch_model(path, revision, ["config.json"]))
     V, D, F, L, H, N, h, tied, positions = KNOWN[known[0]]
-    bias, norm, gemma3 = "Qwen2" in name, "Qwen3" in name, None
+    gemma3 = None
     if "gemma-3" in name:
         window, local = 1024 if "4b" in name else 512, tuple((i + 1) % 6 > 0 for i in range(L))
-        norm, gemma3 = True, Gemma3(h, 1.0, 1e4, window, local)
-    settings = 1e-6, 1e6, None, tied, bias, norm, positions
-    return ModelConfig(V, D, F, L, H, N, h, *settings, gemma3=gemma3)
+        gemma3 = Gemma3(h, 1.0, 1e4, window, local)
+    return ModelConfig(
+        vocab_size=V,
+        hidden_size=D,
+        intermediate_size=F,
+        num_layers=L,
+        num_heads=H,
+        num_kv_heads=N,
+        head_dim=h,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+        rope_llama3=None,
+        tied=tied,
+        qkv_bias="Qwen2" in name,
+        qk_norm="Qwen3" in name or gemma3 is not None,
+        max_positions=positions,
+        gemma3=gemma3,
+    )

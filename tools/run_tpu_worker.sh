@@ -12,17 +12,17 @@ fail() {
   exit 2
 }
 
-# ---- What several verbs use ----------------------------------------------------------------------
+# ---- Functions of several verbs ------------------------------------------------------------------
 
 # base_of [NAME [UTC]]: prints logs/nohup_NAME_UTC, the beginning of the names of a run's files.
 # Without UTC this is the newest run of that NAME, without NAME the newest run.
 base_of() {
-  local file found='' pattern="logs/nohup_${1:-*}_${2:-????????T??????Z}.pid"
+  local file newest='' pattern="logs/nohup_${1:-*}_${2:-????????T??????Z}.pid"
   for file in $pattern; do
-    [[ -n $found && ! $file -nt $found ]] || found=$file
+    [[ -n $newest && ! $file -nt $newest ]] || newest=$file
   done
-  [[ -e $found ]] || fail "no run${1:+ named $1} has been started on this worker"
-  echo "${found%.pid}"
+  [[ -e $newest ]] || fail "no run${1:+ named $1} has been started on this worker"
+  echo "${newest%.pid}"
 }
 
 # Succeeds while any process of a run is alive, because these processes hold the lock.
@@ -67,8 +67,8 @@ sync() {
   echo "$HOSTNAME HEAD=$(git rev-parse HEAD)"
 }
 
-# setup VENV CONFIG PACKAGES [SETTING=VALUE...]: creates the Python environment VENV and installs in
-# it what the settings need, and PACKAGES, which are separated by spaces.
+# setup VENV CONFIG PACKAGES [SETTING=VALUE...]: creates the Python environment VENV and installs the
+# packages that the settings need, and PACKAGES, which are separated by spaces.
 setup() {
   local venv=$1 config=$2 python packages printed
   local new_enough='import sys, ensurepip; sys.exit(sys.version_info < (3, 11))'

@@ -2,15 +2,15 @@
 
 Tests compare both with TRL's numbers.
 
-Dimensions: P prompts of a step, K completions per prompt (NUM_PRE_Q), B = P*K sequences of a step,
-R sequences of one micro-batch, T completion tokens (padded).
-
 The loss is a SUM over a micro-batch, divided by counts of the entire update (all its micro-batches
 and all processes). The gradient therefore does not depend on the sizes of the micro-batches.
+
+Dimensions: P prompts of a step, K completions per prompt (NUM_PRE_Q), B sequences: P*K of a step
+for advantages, those of a micro-batch for the objective; T completion tokens (padded).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,8 @@ STD_EPS = 1e-4  # as in TRL
 MEAN_EPS = 1e-6  # of maxrl
 SAPO_TAU_POSITIVE, SAPO_TAU_NEGATIVE = 1.0, 1.05  # as in the paper
 
-# How a metric of the micro-batches becomes one of the update: MERGE.get(name, sum). Metrics that
-# are not named here are parts of a mean over the update, which add up to that mean.
+# MERGE.get(name, sum) reduces a metric of the micro-batches to that of their update. The metrics
+# that are not listed here are parts of a mean over the update, which add up to that mean.
 MERGE: Mapping[str, Callable] = {
     "clip_ratio/low_min": min,
     "clip_ratio/high_max": max,
@@ -41,7 +41,7 @@ def group_advantages(
     per_function: np.ndarray | None = None,
     weights: Sequence[float] = (),
 ) -> np.ndarray:
-    """Returns how much better each completion is than the others: [B] float64.
+    """Returns the advantage of each completion: [B] float64.
 
     rewards: [B] of the entire step; each num_pre_q consecutive rewards are a group. NaN means that
     no reward applies: it enters no mean and no std, and its advantage is 0. If all rewards of a
@@ -93,8 +93,7 @@ def group_advantages(
 def equal_groups(rewards: np.ndarray, num_pre_q: int) -> np.ndarray:
     """Returns [P] bool: whether all rewards of a group are equal.
 
-    rewards: [B], or [B, functions]; then the rewards must be equal in each column. NaN is left out
-    of the comparison.
+    rewards: [B], or [B, functions]; then the rewards must be equal in each column. NaN is ignored.
     """
     groups = rewards.reshape(len(rewards) // num_pre_q, num_pre_q, -1)  # [P, K, 1 or functions]
     differ = np.fmin.reduce(groups, axis=1) < np.fmax.reduce(groups, axis=1)  # [P, 1 or functions]
@@ -106,7 +105,7 @@ def _centered(groups: np.ndarray) -> np.ndarray:
     count = np.maximum((~np.isnan(groups)).sum(axis=1, keepdims=True), 1)
     centered = groups - np.nansum(groups, axis=1, keepdims=True) / count
     low, high = (f.reduce(groups, axis=1, keepdims=True) for f in (np.fmin, np.fmax))  # [P, 1]
-    # std == 0 would not find equal rewards: the mean of three 0.7 is not 0.7 in binary.
+    # std == 0 would miss equal rewards: the mean of three 0.7 is not 0.7 in binary.
     return np.where(low < high, centered, 0.0 * groups)
 
 
@@ -124,7 +123,7 @@ def _std(values: np.ndarray, axis: int | None = None) -> np.ndarray:
 class Objective(NamedTuple):
     """The settings of policy_loss; hashable. A = advantage, ratio = exp(logps - old_logps).
 
-    loss_type: the loss of a token, and how the losses of all tokens are averaged:
+    loss_type: the loss of a token, and the average over tokens:
       dapo     -min(ratio A, clip(ratio, 1 - eps_low, 1 + eps_high) A); mean over all tokens of the
                update. TRL's bnpo is dapo with the mean over the tokens of each micro-batch, so that
                the result depends on their size.
@@ -164,130 +163,137 @@ def policy_loss(
     entropy: jax.Array | None = None,
     top_mask: jax.Array | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns the objective of a micro-batch, a scalar, and its metrics: its parts of the update's.
+    """Returns the objective of a micro-batch, a scalar, and its metrics.
 
-    The objectives of an update's micro-batches are summed; MERGE says how the metrics are merged.
-    logps, old_logps, ref_logps, sampling_logps: [R, T] float32 nats of the sampled tokens, by the
+    The objectives of an update's micro-batches are summed, and MERGE reduces their metrics.
+    logps, old_logps, ref_logps, sampling_logps: [B, T] float32 nats of the sampled tokens, by the
     policy now, by the policy before the first update, by the reference (if beta > 0) and by the
     sampler (if is_mode is not "none").
-    entropy: [R, T] nats (if entropy_coef > 0). advantages: [R]. mask: [R, T], 1 on the completion
+    entropy: [B, T] nats (if entropy_coef > 0). advantages: [B]. mask: [B, T], 1 on the completion
     tokens that count; where it is 0, the other arrays may hold anything.
-    top_mask: [R, T], 1 on the tokens that the policy learns from, from top_entropy_mask; None: all.
-    num_tokens, num_sequences, num_top_tokens: mask.sum(), the number of sequences (also of those
+    top_mask: [B, T], 1 on the tokens that the policy learns from, from top_entropy_mask; None: all.
+    num_tokens, num_sequences, num_top_tokens: mask.sum(), the number of sequences (including those
     whose mask is 0 everywhere) and (mask * top_mask).sum() of the ENTIRE update. The last two may
     be None if this micro-batch is the entire update. num_top_tokens divides only the entropy bonus;
-    with a top_mask the other sums still are divided by the counts of all tokens.
-    Raises ValueError for a text of the objective that is not known, for dr_grpo without
-    max_length_sample, and for arrays of other shapes than these.
+    the other sums are divided by the counts of all tokens, also with a top_mask.
+    Raises ValueError for an unknown name in the objective, for dr_grpo without max_length_sample,
+    and for arrays of other shapes than these.
     Source: PPO, arXiv 1707.06347 eq. 7; DAPO, 2503.14476 eq. 8; Dr. GRPO, 2503.20783; GSPO,
     2507.18071; CISPO, 2506.13585; SAPO, 2511.20347; TRL.
     """
-    o, arrays = objective, (logps, old_logps, mask, ref_logps, sampling_logps, entropy, top_mask)
+    arrays = logps, old_logps, mask, ref_logps, sampling_logps, entropy, top_mask
     shapes = {x.shape for x in arrays if x is not None}
     if shapes != {(*advantages.shape, logps.shape[-1])}:  # they would be broadcast
         raise ValueError(
-            f"policy_loss needs advantages [R] and other arrays [R, T], not {advantages.shape} and "
+            f"policy_loss needs advantages [B] and other arrays [B, T], not {advantages.shape} and "
             f"{', '.join(map(str, sorted(shapes)))}"
         )
-    mask, A = mask.astype(bool), advantages[:, None]  # [R, T], [R, 1]
-    top = mask if top_mask is None else mask & (top_mask > 0)  # [R, T]
+    mask, A = mask.astype(bool), advantages[:, None]  # [B, T], [B, 1]
+    top = mask if top_mask is None else mask & (top_mask > 0)  # [B, T]
     num_sequences = len(advantages) if num_sequences is None else num_sequences
     num_top_tokens = jnp.maximum(top.sum(), 1) if num_top_tokens is None else num_top_tokens
-    sequence_tokens = jnp.maximum(mask.sum(axis=1, keepdims=True), 1)  # [R, 1]
+    sequence_tokens = jnp.maximum(mask.sum(axis=1, keepdims=True), 1)  # [B, 1]
 
     def token_mean(x: jax.Array) -> jax.Array:
         return jnp.where(mask, x, 0.0).sum() / num_tokens
 
-    log_ratio = jnp.where(mask, logps - old_logps, 0.0)  # [R, T]
-    by_sequence = o.loss_type == "gspo"
+    log_ratio = jnp.where(mask, logps - old_logps, 0.0)  # [B, T]
+    by_sequence = objective.loss_type == "gspo"
     if by_sequence:
-        log_ratio = log_ratio.sum(axis=1, keepdims=True) / sequence_tokens  # [R, 1]
-    ratio = jnp.exp(log_ratio)  # [R, T] or [R, 1]
-    loss, is_clipped = _token_loss(o, ratio, A, jnp.where(mask, logps, 0.0))  # [R, T] or [R, 1]
+        log_ratio = log_ratio.sum(axis=1, keepdims=True) / sequence_tokens  # [B, 1]
+    ratio = jnp.exp(log_ratio)  # [B, T] or [B, 1]
+    drawn_logps = jnp.where(mask, logps, 0.0)  # [B, T]
+    loss, is_clipped = _token_loss(objective, ratio, A, drawn_logps)  # [B, T] or [B, 1]
     metrics = _clip_metrics(is_clipped, mask, num_sequences if by_sequence else num_tokens)
 
-    loss = jnp.where(top, loss, 0.0)  # [R, T]
-    if o.is_mode != "none":
-        limits = o.is_mode, o.is_floor, o.is_cap
+    loss = jnp.where(top, loss, 0.0)  # [B, T]
+    if objective.is_mode != "none":
+        limits = objective.is_mode, objective.is_floor, objective.is_cap
         weight, under, over = sampler_weights(old_logps, sampling_logps, mask, *limits)
         loss = loss * weight
         metrics |= {"is_weight/mean": token_mean(weight), "is_weight/over_cap": token_mean(over)}
-        if o.is_floor:
+        if objective.is_floor:
             metrics["is_weight/under_floor"] = token_mean(under)
-    if o.beta > 0:
-        kl = _kl(o.kl_estimator, jnp.where(mask, ref_logps - logps, 0.0))  # [R, T]
-        if o.kl_bias_correction:
+    if objective.beta > 0:
+        kl = _kl(objective.kl_estimator, jnp.where(mask, ref_logps - logps, 0.0))  # [B, T]
+        if objective.kl_bias_correction:
             # For samples of the policy, the gradient of k2 is already that of the KL.
-            kl = kl * (jax.lax.stop_gradient(ratio) if o.kl_estimator == "k2" else ratio)
+            kl = kl * (jax.lax.stop_gradient(ratio) if objective.kl_estimator == "k2" else ratio)
         metrics["kl"] = token_mean(kl)
-        loss = loss + o.beta * kl
+        loss = loss + objective.beta * kl
 
-    divisor = _divisor(o, num_tokens, num_sequences, sequence_tokens)
+    divisor = _divisor(objective, num_tokens, num_sequences, sequence_tokens)
     loss = jnp.where(mask, loss / divisor, 0.0).sum()
-    if o.entropy_coef > 0:
+    if objective.entropy_coef > 0:
         metrics["policy_loss"] = loss
-        loss = loss - o.entropy_coef * jnp.where(top, entropy, 0.0).sum() / num_top_tokens
+        loss = loss - objective.entropy_coef * jnp.where(top, entropy, 0.0).sum() / num_top_tokens
     return loss, {"loss": loss, **metrics}
 
 
 def _token_loss(
-    o: Objective, ratio: jax.Array, A: jax.Array, logps: jax.Array
+    objective: Objective, ratio: jax.Array, A: jax.Array, logps: jax.Array
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns the loss of each token, and where its ratio is clipped.
 
-    ratio: [R, T], or [R, 1] of sequences. A: [R, 1] advantages. logps: [R, T]. Both results have
-    the shape of the ratio, but the loss of cispo is always [R, T].
+    ratio: [B, T], or [B, 1] of sequences. A: [B, 1] advantages. logps: [B, T]. Both results have
+    the shape of the ratio, but the loss of cispo is always [B, T].
     """
-    if o.loss_type == "cispo":
-        loss = -jax.lax.stop_gradient(jnp.minimum(ratio, o.eps_high)) * A * logps
-        return loss, {"cispo_clip_ratio": (ratio > o.eps_high) & (A > 0)}
-    if o.loss_type == "sapo":
+    if objective.loss_type == "cispo":
+        loss = -jax.lax.stop_gradient(jnp.minimum(ratio, objective.eps_high)) * A * logps
+        return loss, {"cispo_clip_ratio": (ratio > objective.eps_high) & (A > 0)}
+    if objective.loss_type == "sapo":
         tau = jnp.where(A > 0, SAPO_TAU_POSITIVE, SAPO_TAU_NEGATIVE)
         return -4 / tau * jax.nn.sigmoid(tau * (ratio - 1)) * A, {}
-    clipped = jnp.clip(ratio, 1 - o.eps_low, 1 + o.eps_high)
-    ratio = jnp.minimum(ratio, o.delta) if o.delta else ratio
-    low = (ratio < 1 - o.eps_low) & (A < 0)
-    high = (ratio > 1 + o.eps_high) & (A > 0)
+    clipped = jnp.clip(ratio, 1 - objective.eps_low, 1 + objective.eps_high)
+    ratio = jnp.minimum(ratio, objective.delta) if objective.delta else ratio
+    low = (ratio < 1 - objective.eps_low) & (A < 0)
+    high = (ratio > 1 + objective.eps_high) & (A > 0)
     is_clipped = {"low": low, "high": high, "region": low | high}
-    is_clipped = {f"clip_ratio/{which}_mean": x for which, x in is_clipped.items()}
+    is_clipped = {f"clip_ratio/{side}_mean": x for side, x in is_clipped.items()}
     return -jnp.minimum(ratio * A, clipped * A), is_clipped
 
 
-def _divisor(o: Objective, num_tokens: Any, num_sequences: Any, sequence_tokens: Any) -> Any:
-    """Returns what the loss of a token is divided by: a number, or [R, 1] of the sequences."""
-    if o.loss_type in ("grpo", "gspo", "sapo"):
+def _divisor(
+    objective: Objective,
+    num_tokens: jax.Array | float,
+    num_sequences: jax.Array | float,
+    sequence_tokens: jax.Array,
+) -> jax.Array | float:
+    """Returns the divisor of the loss of a token: a number, or [B, 1] of the sequences."""
+    if objective.loss_type in ("grpo", "gspo", "sapo"):
         return sequence_tokens * num_sequences
-    if o.loss_type in ("dapo", "cispo"):
+    if objective.loss_type in ("dapo", "cispo"):
         return num_tokens
-    if o.loss_type != "dr_grpo":
-        raise ValueError(f"LOSS_TYPE={o.loss_type} is not known")
-    if o.max_length_sample < 1:
-        raise ValueError(f"LOSS_TYPE=dr_grpo divides by max_length_sample={o.max_length_sample}")
-    return num_sequences * o.max_length_sample
+    if objective.loss_type != "dr_grpo":
+        raise ValueError(f"LOSS_TYPE={objective.loss_type} is not known")
+    if objective.max_length_sample < 1:
+        text = f"max_length_sample={objective.max_length_sample}"
+        raise ValueError(f"LOSS_TYPE=dr_grpo divides by {text}")
+    return num_sequences * objective.max_length_sample
 
 
 def _clip_metrics(
     is_clipped: dict[str, jax.Array], mask: jax.Array, count: jax.Array | float
 ) -> dict[str, jax.Array]:
-    """Returns what this micro-batch adds to the update's means of `is_clipped`, and the extremes
-    over its sequences that have a token.
+    """Returns this micro-batch's parts of the update's means of `is_clipped`, and the extremes over
+    its sequences that have a token.
 
-    is_clipped: from _token_loss, [R, T] or [R, 1] bool; False where the mask is 0, because the
-    ratio is 1 there. mask: [R, T]. count: the number of ratios of the update.
+    is_clipped: from _token_loss, [B, T] or [B, 1] bool; False where the mask is 0, because the
+    ratio is 1 there. mask: [B, T]. count: the number of ratios of the update.
     """
     metrics = {name: x.sum() / count for name, x in is_clipped.items()}
     if "clip_ratio/low_mean" in is_clipped:
-        tokens = mask.sum(axis=1)  # [R]
-        low, high = (is_clipped[f"clip_ratio/{which}_mean"] for which in ("low", "high"))
+        tokens = mask.sum(axis=1)  # [B]
+        low, high = (is_clipped[f"clip_ratio/{side}_mean"] for side in ("low", "high"))
         ratios = jnp.maximum(tokens, 1) if low.shape == mask.shape else 1
-        low, high = low.sum(axis=1) / ratios, high.sum(axis=1) / ratios  # [R]
+        low, high = low.sum(axis=1) / ratios, high.sum(axis=1) / ratios  # [B]
         metrics["clip_ratio/low_min"] = jnp.where(tokens > 0, low, 1.0).min()
         metrics["clip_ratio/high_max"] = high.max()
     return metrics
 
 
 def _kl(estimator: str, gap: jax.Array) -> jax.Array:
-    """Returns the KL estimate of each token [R, T]. gap: ref_logps - logps [R, T].
+    """Returns the KL estimate of each token [B, T]. gap: ref_logps - logps [B, T].
 
     Source: http://joschu.net/blog/kl-approx.html.
     """
@@ -308,24 +314,24 @@ def sampler_weights(
     floor: float,
     cap: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns weights that correct for a sampler whose probabilities differ slightly from ours.
+    """Returns importance weights, for a sampler whose probabilities differ slightly from ours.
 
     A weight is the trainer's probability of the sample / the sampler's probability: of each token
-    [R, T], or of the sequence [R, 1] if mode is sequence_*. A weight below floor or above cap
-    becomes floor or cap (*_truncate) or 0 (*_mask). The other results, of the same shape, are True
-    where it was below, and above. old_logps, sampling_logps, mask: [R, T].
+    [B, T], or of the sequence [B, 1] if mode is sequence_*. A weight below floor or above cap
+    becomes floor or cap (*_truncate) or 0 (*_mask). The other two results, of the same shape, are
+    True where it was below floor, and above cap. old_logps, sampling_logps, mask: [B, T].
     Source: https://fengyao.notion.site/off-policy-rl; IcePop (a floor), arXiv 2510.18855; TRL.
     """
-    level, _, how = mode.partition("_")
-    if level not in ("token", "sequence") or how not in ("truncate", "mask"):
+    level, _, limiting = mode.partition("_")
+    if level not in ("token", "sequence") or limiting not in ("truncate", "mask"):
         raise ValueError(f"IS_MODE={mode} is not known")
-    gap = jnp.nan_to_num(jnp.where(mask, old_logps - sampling_logps, 0.0))  # [R, T]
+    gap = jnp.nan_to_num(jnp.where(mask, old_logps - sampling_logps, 0.0))  # [B, T]
     if level == "sequence":
-        gap = gap.sum(axis=1, keepdims=True)  # [R, 1]
+        gap = gap.sum(axis=1, keepdims=True)  # [B, 1]
     ratio = jax.lax.stop_gradient(jnp.exp(gap))
     under, over = ratio < floor, ratio > cap
-    truncated = jnp.clip(ratio, floor, cap) if how == "truncate" else 0.0
-    return jnp.where(under | over, truncated, ratio), under, over
+    limited = jnp.clip(ratio, floor, cap) if limiting == "truncate" else 0.0
+    return jnp.where(under | over, limited, ratio), under, over
 
 
 def top_entropy_mask(entropy: np.ndarray, mask: np.ndarray, quantile: float) -> np.ndarray:

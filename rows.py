@@ -31,7 +31,7 @@ A line of the mask is a token that is fed, an x in it a key that this token sees
 
 Dimensions: B sequences of a batch, K completions for each prompt, X rows of a micro-step over all
 devices, each with S places for tokens of prompts, C for tokens of completions and Q for sequences;
-R = X*Q, T tokens of the longest completion, padded; U ids of a support.
+X*Q places for sequences; T tokens of the longest completion, padded; U ids of a support.
 """
 
 import itertools
@@ -47,7 +47,7 @@ from infra.sizes import bucket, prompt_width
 MICRO_STEP_TOKENS = 256
 # Between two powers of two C has GRID values, and S half of GRID, so that widths repeat.
 GRID = 4
-RESULTS_PER_TOKEN = 8  # elements of arrays [R, T], at most, for each token of the widest rows
+RESULTS_PER_TOKEN = 8  # elements of arrays [X*Q, T], at most, for each token of the widest rows
 # The longest rows are taken among those that cost at most this share more than the cheapest ones:
 # their widths repeat more often, and a program has to be compiled for each.
 SLACK = 0.05
@@ -123,13 +123,13 @@ class MicroBatch(NamedTuple):
     start: Any
     targets: Any  # [X, C] int32
     places: Any  # [X, Q, T] int32, from 0 on: where among the C places a sequence's tokens are
-    sequences: Any  # [R] int32, the number of each sequence in its batch; -1: no sequence
-    completion_mask: Any  # [R, T] int32, 1 on the tokens that count; 0 if there is no sequence
-    sampling_logps: Any  # [R, T] float32 nats
-    advantages: Any  # [R] float32
-    old_logps: Any = None  # [R, T] float32 nats; None: those of now, so that each ratio is 1
-    ref_logps: Any = None  # [R, T] float32 nats; None: no reference
-    top_mask: Any = None  # [R, T] int32, 1 where the policy learns; None: everywhere
+    sequences: Any  # [X*Q] int32, the number of each sequence in its batch; -1: no sequence
+    completion_mask: Any  # [X*Q, T] int32, 1 on the tokens that count; 0 if there is no sequence
+    sampling_logps: Any  # [X*Q, T] float32 nats
+    advantages: Any  # [X*Q] float32
+    old_logps: Any = None  # [X*Q, T] float32 nats; None: those of now, so that each ratio is 1
+    ref_logps: Any = None  # [X*Q, T] float32 nats; None: no reference
+    top_mask: Any = None  # [X*Q, T] int32, 1 where the policy learns; None: everywhere
     # [X, C, U] int32, the tokens that could be drawn, -1 in unused places; log-probabilities are
     # relative to them. None: to the complete vocabulary.
     support: Any = None
@@ -225,7 +225,7 @@ def packed_rows(
 ) -> Iterator[tuple[list[list[int]], Widths]]:
     """Packed rows of each width on the grid, one row of a device in a micro-step.
 
-    A device has no more tokens than the widest rows give it, arrays [R, T] that are not much
+    A device has no more tokens than the widest rows give it, arrays [X*Q, T] that are not much
     larger, and no row with too many tokens.
     """
     lengths, T, most = batch.lengths.tolist(), batch.completion_ids.shape[1], widest(limits)
@@ -328,7 +328,7 @@ def pack(batch: Batch, rows: Sequence[Sequence[int]], widths: Widths, pad_id: in
             *_, last_id = prompt_ids = batch.prompts[p].ids
             inputs = [last_id, *drawn[:-1].tolist()]
             at = write(x, at, inputs, len(prompt_ids) - 1, prompts.index(p))
-    index = sequences.reshape(-1)  # [R]
+    index = sequences.reshape(-1)  # [X*Q]
     used = index >= 0
     optional = {name: getattr(batch, name) for name in ("old_logps", "ref_logps", "top_mask")}
     return MicroBatch(

@@ -1,6 +1,6 @@
 """Prompts -> completions and their sampling log-probabilities, by the device programs of this file.
 
-Dimensions: R sequences of a rollout pass over all processes; G = R/share prompts, each shared by
+Dimensions, of a rollout pass over all processes: B sequences; P = B/share prompts, each shared by
 `share` consecutive sequences; S+1 padded prompt tokens, T padded completion tokens, V vocabulary,
 U places of a support, the tokens that pass the filters.
 """
@@ -94,8 +94,8 @@ class NaiveBackend:
         per_shard = len(sequence_ids) * jax.process_count() // compute.layout.batch_shards
         # Of each prompt there are copies for its devices.
         copies = per_prompt // prompt_share(per_prompt, per_shard)
-        ids = shard_batch(np.repeat(prompt_ids, copies, axis=0), compute.layout)  # [G, S+1]
-        mask = shard_batch(np.repeat(prompt_mask, copies, axis=0), compute.layout)  # [G, S+1]
+        ids = shard_batch(np.repeat(prompt_ids, copies, axis=0), compute.layout)  # [P, S+1]
+        mask = shard_batch(np.repeat(prompt_mask, copies, axis=0), compute.layout)  # [P, S+1]
         prefix = prefill(self._weights, compute, ids, mask)
         # A turn is mostly short, and programs of smaller batches would have to be compiled for it.
         drop = self._drop_ended and earlier is None
@@ -224,29 +224,29 @@ def smaller_batches(count: int) -> list[int]:
 
 @functools.partial(jax.jit, static_argnames=("compute",))
 def prefill(params: Params, compute: Compute, prompt_ids: jax.Array, prompt_mask: jax.Array) -> Any:
-    """The KV of the prompts [G, S+1] without their last token, as `forward` returns it."""
+    """The KV of the prompts [P, S+1] without their last token, as `forward` returns it."""
     ids, positions, mask = prefix_of(prompt_ids, prompt_mask)
     _, prefix = forward(params, compute, ids, positions, rows=prompt_rows(mask))
     return prefix
 
 
 class Decoding(NamedTuple):
-    """The R sequences that are decoded: first those of a pass, later fewer, see drop_sequences."""
+    """The B sequences that are decoded: first those of a pass, later fewer, see drop_sequences."""
 
     t: jax.Array  # int32, the tokens of each sequence so far
     live: jax.Array  # int32, the unfinished sequences on the device that has most of them
     key: jax.Array  # of the pass
-    sequence_ids: jax.Array  # [R] int32
-    earlier: jax.Array  # [R] int32, how many tokens of its completion the prompt ends with
-    last_position: jax.Array  # [R] int32, of the prompt's last token
-    token: jax.Array  # [R] int32, the newest token, first the prompt's last one
-    done: jax.Array  # [R] bool
-    # By their names in Completions: completion_ids and sampling_logps [R, T], lengths [R], and
-    # with sampling.replay support [R, T, U] and cut_tokens [R].
+    sequence_ids: jax.Array  # [B] int32
+    earlier: jax.Array  # [B] int32, how many tokens of its completion the prompt ends with
+    last_position: jax.Array  # [B] int32, of the prompt's last token
+    token: jax.Array  # [B] int32, the newest token, first the prompt's last one
+    done: jax.Array  # [B] bool
+    # By their names in Completions: completion_ids and sampling_logps [B, T], lengths [B], and
+    # with sampling.replay support [B, T, U] and cut_tokens [B].
     drawn: dict[str, jax.Array]
-    prompt: Any  # KV of the prompts without their last token: of G, or of one for each sequence
-    prompt_mask: jax.Array  # [G or R, S] bool
-    completion: Any  # KV of the R sequences
+    prompt: Any  # KV of the prompts without their last token: of P, or of one for each sequence
+    prompt_mask: jax.Array  # [P or B, S] bool
+    completion: Any  # KV of the B sequences
 
     def width(self) -> int:
         """The tokens for which the completions have room."""
@@ -270,18 +270,18 @@ def begin(
     stopping: Stopping,
 ) -> Decoding:
     """The sequences before their first token. prefix: from prefill. width: of their caches."""
-    layout, R, T = compute.layout, sequence_ids.shape[0], stopping.max_new_tokens
-    share = R // len(prompt_ids)
+    layout, B, T = compute.layout, sequence_ids.shape[0], stopping.max_new_tokens
+    share = B // len(prompt_ids)
     *_, prefix_mask = prefix_of(prompt_ids, prompt_mask)
     drawn = {
-        "completion_ids": jnp.full((R, T), stopping.pad_id, jnp.int32),
-        "sampling_logps": jnp.zeros((R, T)),
-        "lengths": jnp.zeros(R, jnp.int32),
+        "completion_ids": jnp.full((B, T), stopping.pad_id, jnp.int32),
+        "sampling_logps": jnp.zeros((B, T)),
+        "lengths": jnp.zeros(B, jnp.int32),
     }
     if sampling.replay:
         U = support_size(sampling, compute.model.vocab_size)
-        drawn["support"] = jnp.full((R, T, U), -1, jnp.int32)
-        drawn["cut_tokens"] = jnp.zeros(R, jnp.int32)
+        drawn["support"] = jnp.full((B, T, U), -1, jnp.int32)
+        drawn["cut_tokens"] = jnp.zeros(B, jnp.int32)
     per_sequence = {
         "sequence_ids": sequence_ids,
         "earlier": earlier,
@@ -290,10 +290,10 @@ def begin(
         "done": earlier >= T,
         "drawn": drawn,
     }
-    empty = map_kv(lambda kv: kv.empty(R, width), prefix)
+    empty = map_kv(lambda kv: kv.empty(B, width), prefix)
     return Decoding(
         t=jnp.int32(0),
-        live=jnp.int32(R // layout.batch_shards),
+        live=jnp.int32(B // layout.batch_shards),
         key=key,
         **_on_their_devices(per_sequence, compute),
         prompt=prefix,
@@ -317,7 +317,7 @@ def decode(
     """The state once its caches are full, or once no device has more than `fewest` unfinished
     sequences."""
     layout = compute.layout
-    sequence_keys = jax.vmap(jax.random.fold_in, (None, 0))(state.key, state.sequence_ids)  # [R]
+    sequence_keys = jax.vmap(jax.random.fold_in, (None, 0))(state.key, state.sequence_ids)  # [B]
     head = lm_head(params).astype(compute.dtype)
 
     def unfinished(carry: Any) -> jax.Array:
@@ -327,14 +327,14 @@ def decode(
     def next_token(carry: Any) -> Any:
         t, _, token, done, drawn, completion = carry
         cache = Cache(state.prompt, state.prompt_mask, completion, t)
-        positions = state.last_position + t  # [R]
+        positions = state.last_position + t  # [B]
         hidden, completion = forward_token(params, compute, token, positions, cache)
-        logits = dot(hidden, head, 1, 1)  # [R, V] float32, as the trainer computes them
+        logits = dot(hidden, head, 1, 1)  # [B, V] float32, as the trainer computes them
         # First V is split over tp like the lm_head; then each device gets all V logits of the
         # sequences for which it draws tokens.
         logits = constrain(logits, layout, TRAIN_BATCH_AXES, "tp")
         logits = constrain(logits, layout, layout.batch_axes)
-        keys = jax.vmap(jax.random.fold_in)(sequence_keys, state.earlier + t)  # [R]
+        keys = jax.vmap(jax.random.fold_in)(sequence_keys, state.earlier + t)  # [B]
         token, logp, *drawn_from = draw_tokens(keys, logits, sampling)
         token = jnp.where(done, stopping.pad_id, token)
         ids, logps = drawn["completion_ids"], drawn["sampling_logps"]

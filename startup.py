@@ -520,10 +520,12 @@ def export(run: Run, out: Path, params: Params) -> None:
             path, revision = cfg.model_path, cfg.model_revision
             if run.adapters:
                 path, revision = lora.base_of(run.adapters)
-            lora.save_adapters(folder, params, model, path, revision, chat_template=chat_template)
+            lora.save_adapters(
+                folder, params, model, model.lora, path, revision, chat_template=chat_template
+            )
             return
         if model.lora:
-            params, _ = lora.merge(params, model)
+            params, _ = lora.merge(params, model.lora)
         hf.save_model(folder, params, model, run.folder, dtype=dtype, chat_template=chat_template)
     except OSError as error:
         raise Unwritable(f"EXPORT_HF={folder} cannot be written: {error}") from None

@@ -6,9 +6,9 @@ formulas are in loss.py, what happens in a rollout in rollout.py, the programs t
 in sampling.py and update.py; startup.py has all that comes before the first step, and the export.
 
 Dimensions: P prompts of a step, K completions per prompt, B = P*K sequences of the step, of which
-local_batch are those of this process; R sequences of a micro-batch, of all processes. T padded
-completion tokens: MAX_LENGTH_SAMPLE in the rollout, and after it one of a few widths that holds the
-longest completion of the step (completion_width in rows.py).
+local_batch are those of this process. T padded completion tokens: MAX_LENGTH_SAMPLE in the rollout,
+and after it one of a few widths that holds the longest completion of the step (completion_width in
+rows.py). X rows of a micro-batch with Q places for sequences each.
 
 A question is a data.Prompt, and what this process samples are Completions (sampling.py). From
 gather_batch on, a Batch has all sequences in NumPy arrays on every process. A MicroBatch has some
@@ -238,7 +238,7 @@ def compute_batch_logps_and_entropies(learner: Learner, params: Params, batch: B
     ]
     for micro_batch, arrays in zip(micro_batches, on_devices, strict=True):
         local = jax.tree.map(local_part, (micro_batch.sequences, *arrays))
-        indices, *values = gather_processes(local)  # [R], [R, T], [R, T]
+        indices, *values = gather_processes(local)  # [X*Q], [X*Q, T], [X*Q, T]
         logps_and_entropies[:, indices[indices >= 0]] = np.stack(values)[:, indices >= 0]
     return logps_and_entropies
 

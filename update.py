@@ -2,7 +2,7 @@
 micro-batch, optimizer_step applies the sum.
 
 Dimensions as in rows.py: X packed rows of a micro-batch, each with S places for prompts,
-C for completions and Q for sequences; R = X*Q, T tokens of the longest completion, padded.
+C for completions and Q for sequences; T tokens of the longest completion, padded.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ class Learner:
 class TrainState:
     """All that an optimizer step changes."""
 
-    params: Params  # with LoRA the adapters alone, see `trained` in model/network.py
+    params: Params  # with LoRA the adapters alone, see `trained` in model/params.py
     opt_state: Any
 
 
@@ -88,7 +88,7 @@ def computed_per_token(
 def compute_logps_and_entropies(
     params: Params, micro_batch: MicroBatch, temperature: float, compute: Compute
 ) -> tuple[jax.Array, jax.Array]:
-    """The log-probabilities and the entropies of the completion tokens, both [R, T] float32 nats.
+    """The log-probabilities and the entropies of the completion tokens, both [X*Q, T] float32 nats.
 
     params: as the training state holds them, or as arrange_layers makes them.
     """
@@ -136,7 +136,7 @@ def micro_step(
         logps, entropy = compute_logps_and_entropies(
             on_base(weights, changed), micro_batch, temperature, compute
         )
-        old_logps = micro_batch.old_logps  # [R, T], like logps and entropy
+        old_logps = micro_batch.old_logps  # [X*Q, T], like logps and entropy
         old_logps = jax.lax.stop_gradient(logps) if old_logps is None else old_logps
         loss, metrics = policy_loss(
             logps,

@@ -29,7 +29,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -43,8 +43,10 @@ from infra.sizes import PASS_SIZES, Sizes, eval_questions
 from model.lora import merge
 from model.next_token import Sampling, draw_tokens
 from model.params import ModelConfig, Params, param_table
-from rollout import Run
 from sampling import Completions, sync_weights
+
+if TYPE_CHECKING:
+    from startup import Run
 
 # ---- Checks before any weight is loaded ----------------------------------------------------------
 
@@ -150,18 +152,18 @@ def pool_of(
     return sequences, cfg.sglang_jax_max_total_tokens or pages * page
 
 
-def engine_arguments(run: Run, devices: Sequence[jax.Device]) -> dict[str, Any]:
+def engine_arguments(run: "Run", devices: Sequence[jax.Device]) -> dict[str, Any]:
     """The arguments of the engine, by their names in its ServerArgs. Raises UserMistake."""
-    cfg, platform = run.cfg, devices[0].platform
+    cfg, model, platform = run.cfg, run.learner.compute.model, devices[0].platform
     longest = max(len(prompt.ids) for prompt in run.train_prompts + run.eval_prompts)
     context = context_tokens(cfg.max_length_sample, longest)
-    stop_if_unable(cfg, run.model, longest, devices)
+    stop_if_unable(cfg, model, longest, devices)
     sequences, pool_tokens = pool_of(cfg, run.sizes, longest, devices)
     return {
         "model_path": str(run.folder.resolve()),
-        "dtype": str(run.rollout.dtype),
+        "dtype": str(run.rollout.compute.dtype),
         # transformers 5 keeps rope_theta where the engine does not look for it.
-        "json_model_override_args": json.dumps({"rope_theta": run.model.rope_theta}),
+        "json_model_override_args": json.dumps({"rope_theta": model.rope_theta}),
         "device": platform,
         "tp_size": len(devices),
         "mem_fraction_static": cfg.sglang_jax_mem_fraction_static,
@@ -197,9 +199,10 @@ class SglangBackend:
     values only between update_weights and release.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: "Run") -> None:
         """Raises UserMistake if the engine cannot compute the run, or has too little memory."""
-        self._model, self._rollout, self._stopping = run.model, run.rollout, run.stopping
+        self._model, self._stopping = run.learner.compute.model, run.rollout.stopping
+        self._compute = run.rollout.compute
         module = import_engine(jax.devices())
         arguments = engine_arguments(run, jax.devices())
         Errors(logging.getLogger("sgl_jax"))
@@ -233,13 +236,13 @@ class SglangBackend:
         Raises UserMistake for a weight of the engine that the trainer does not have.
         """
         if lora := self._model.lora:
-            params, share = merge(params, self._model)
+            params, share = merge(params, lora)
             print(
                 f"sglang_jax merged adapters of rank {lora.rank}: {share:.2%} of their matrices' "
                 f"numbers differ from the base",
                 flush=True,
             )
-        model, sync = self._rollout.model, sync_weights(self._rollout)
+        model, sync = self._compute.model, sync_weights(self._compute)
         table = getattr(self._runner.model, f"_create_{family_of(model)}_weight_mappings")()
         # engine_leaves frees each array of the copy once the engine has it.
         leaves = engine_leaves(sync(params), model, table, self._shapes)

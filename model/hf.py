@@ -1,10 +1,11 @@
 """Reads and writes Hugging Face folders: config.json, weights and tokenizer."""
 
+import dataclasses
 import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import jax
 import numpy as np
 from huggingface_hub import split_state_dict_into_shards_factory
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -21,17 +23,18 @@ from infra.settings import read_text
 from model.layout import on_host
 from model.params import Gemma3, Leaf, ModelConfig, Params, param_table, trained, unrolled
 
-FILES = ["*.json", "*.safetensors", "*.jinja"]
-LARGEST_FILE = "5GB"  # of the weights of an exported model
+FILES = ["*.json", "*.safetensors", "*.jinja"]  # of a model, on the hub
+LARGEST_FILE = "5GB"  # of an exported model's weights
 WEIGHTS, ADAPTERS = "model.safetensors", "adapter_model.safetensors"
 TEMPLATES = "additional_chat_templates"  # a folder with named chat templates, such as tool_use
-MORE_TOKENS = 16  # that a tokenizer may have beyond the model's rows, such as a [PAD] of a trainer
+# A tokenizer may have this many tokens more than the model has rows, such as a trainer's [PAD].
+MORE_TOKENS = 16
 MARKERS = ("config.json", "adapter_config.json")  # of a complete folder: a model, or adapters
 EXPORTED = "exported_from.json"  # marks an exported model, which a later export may replace
-# In the files of a Gemma 3 that also sees images, the names of its model of text begin so.
+# Prefixes of tensors in the files of a Gemma 3 that also sees images.
 OF_TEXT, OF_IMAGES = "language_model.", ("vision_tower.", "multi_modal_projector.")
-# What the config.json of a Gemma 3 may leave out; those of 4B and more leave out most of it.
-GEMMA3 = {
+# The defaults of a Gemma 3's config.json; the files of 4B and larger omit most of these keys.
+GEMMA3: dict[str, Any] = {
     "vocab_size": 262208,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
@@ -46,11 +49,11 @@ GEMMA3 = {
 }
 
 
-def fetch_model(path: str, revision: str = "", files: Sequence[str] = FILES) -> Path:
+def fetch_model(path: str, revision: str = "", files: list[str] = FILES) -> Path:
     """The local folder of a model: `path` itself, or the cached download of a hub id."""
     if Path(path).is_dir():
         return Path(path)
-    if path.startswith(("/", "~", "./", "../")):  # this is no id of a model on the hub
+    if path.startswith(("/", "~", "./", "../")):  # never a hub id
         raise UserMistake(f"MODEL_PATH={path}: this folder does not exist")
     from huggingface_hub import snapshot_download
 
@@ -73,13 +76,15 @@ def read_model(folder: Path, chat_template: str) -> tuple[ModelConfig, Any]:
             f"MODEL_PATH={folder}: its tokenizer has {len(tokenizer)} tokens, its config.json "
             f"vocab_size={model.vocab_size}; they are of two models"
         )
-    files = open_tensors(folder, param_table(model))  # for its mistakes
-    if model.tied and (head := files.get("lm_head.weight")):
-        embed, V = files["model.embed_tokens.weight"], model.vocab_size
-        parts = [slice(i, min(i + 4096, V)) for i in range(0, V, 4096)]  # which memory can hold
+    tensors = open_tensors(folder, param_table(model))  # for its mistakes
+    if model.tied and (head := tensors.get("lm_head.weight")):
+        embed, V = tensors["model.embed_tokens.weight"], model.vocab_size
+        parts = [slice(i, min(i + 4096, V)) for i in range(0, V, 4096)]  # to save memory
         if head.get_shape() != embed.get_shape() or any((head[x] != embed[x]).any() for x in parts):
-            why = "tie_word_embeddings is true, but lm_head.weight is not the embedding"
-            raise UserMistake(f"{folder}/config.json: {why}; set it to false, or delete the tensor")
+            raise UserMistake(
+                f"{folder}/config.json: tie_word_embeddings is true, but lm_head.weight is not the "
+                f"embedding; set it to false, or delete the tensor"
+            )
     return model, tokenizer
 
 
@@ -90,30 +95,33 @@ def read_config(folder: Path) -> ModelConfig:
     """
     path = folder / "config.json"
     _stop_if_without(folder, "config.json", "give a Hugging Face folder")
-    # transformers writes null for what a model does not have.
     values = read_json(path)
-    c = {key: value for key, value in _of_text(values).items() if value is not None}
-    model_type = c.get("model_type")
+    # transformers writes null where a model does not have something.
+    config = {key: value for key, value in _of_text(values).items() if value is not None}
+    model_type = config.get("model_type")
     is_gemma = model_type == "gemma3_text"
-    c = GEMMA3 | c if is_gemma else c
-    if quantized := values.get("quantization_config") or c.get("quantization_config"):
-        method = quantized.get("quant_method", "bitsandbytes")  # which did not write it at first
+    config = GEMMA3 | config if is_gemma else config
+    if quantized := values.get("quantization_config") or config.get("quantization_config"):
+        # Early versions of bitsandbytes did not write their name.
+        method = quantized.get("quant_method", "bitsandbytes")
         raise UserMistake(f"{path}: weights in {method} format are not read; use unquantized ones")
 
     def need(ok: bool, key: str, supported: str) -> None:
         if not ok:
-            raise UserMistake(f"{path}: {key}={c.get(key)!r} is not supported; {supported} is")
+            raise UserMistake(f"{path}: {key}={config.get(key)!r} is not supported; {supported} is")
 
     known = is_gemma or model_type in ("qwen2", "qwen3", "llama")
     need(known, "model_type", "qwen2, qwen3, llama, gemma3_text or gemma3")
-    need(c.get("hidden_act", "silu") == "silu", "hidden_act", "silu")
-    need(not c.get("use_sliding_window", False), "use_sliding_window", "false")
-    need(not c.get("mlp_bias", False), "mlp_bias", "false")
+    need(config.get("hidden_act", "silu") == "silu", "hidden_act", "silu")
+    need(not config.get("use_sliding_window", False), "use_sliding_window", "false")
+    need(not config.get("mlp_bias", False), "mlp_bias", "false")
     # Qwen2 always has the three biases. Every release of Qwen3 and Llama has false in this key.
-    need(not c.get("attention_bias", False) or model_type == "qwen2", "attention_bias", "false")
+    need(
+        not config.get("attention_bias", False) or model_type == "qwen2", "attention_bias", "false"
+    )
     # transformers 5 writes rope_parameters; earlier versions write rope_theta and rope_scaling.
-    key = "rope_parameters" if "rope_parameters" in c else "rope_scaling"
-    rope = c.get(key, {})
+    key = "rope_parameters" if "rope_parameters" in config else "rope_scaling"
+    rope = config.get(key, {})
     rope, local_rope = rope.get("full_attention", rope), rope.get("sliding_attention", {})
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     scaled = "linear" if is_gemma else "llama3"
@@ -122,28 +130,28 @@ def read_config(folder: Path) -> ModelConfig:
     try:
         if is_gemma:
             factor = float(rope["factor"]) if rope_type == "linear" else 1.0
-            gemma3 = _gemma3(c, factor, local_rope, need)._replace(
-                sees_images="text_config" in values
-            )
+            gemma3 = _gemma3(config, factor, local_rope, need)
+            gemma3 = gemma3._replace(sees_images="text_config" in values)
         if rope_type == "llama3":
-            names = ("factor", "low_freq_factor", "high_freq_factor")
             original = int(rope["original_max_position_embeddings"])
-            llama3 = (*(float(rope[name]) for name in names), original)
+            low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+            llama3 = float(rope["factor"]), low, high, original
+        head_dim = config.get("head_dim")
         return ModelConfig(
-            vocab_size=c["vocab_size"],
-            hidden_size=c["hidden_size"],
-            intermediate_size=c["intermediate_size"],
-            num_layers=c["num_hidden_layers"],
-            num_heads=c["num_attention_heads"],
-            num_kv_heads=c.get("num_key_value_heads") or c["num_attention_heads"],
-            head_dim=c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"],
-            rms_norm_eps=float(c["rms_norm_eps"]),
-            rope_theta=float(rope.get("rope_theta") or c.get("rope_theta") or 10000.0),
+            vocab_size=config["vocab_size"],
+            hidden_size=config["hidden_size"],
+            intermediate_size=config["intermediate_size"],
+            num_layers=config["num_hidden_layers"],
+            num_heads=config["num_attention_heads"],
+            num_kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
+            head_dim=head_dim or config["hidden_size"] // config["num_attention_heads"],
+            rms_norm_eps=float(config["rms_norm_eps"]),
+            rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
             rope_llama3=llama3,
-            tied=c.get("tie_word_embeddings", False),
+            tied=config.get("tie_word_embeddings", False),
             qkv_bias=model_type == "qwen2",
             qk_norm=model_type == "qwen3" or is_gemma,
-            max_positions=c["max_position_embeddings"],
+            max_positions=config["max_position_embeddings"],
             gemma3=gemma3,
         )
     except KeyError as missing:
@@ -151,34 +159,37 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def _of_text(values: dict[str, Any]) -> dict[str, Any]:
-    """The values of a config.json; of a Gemma 3 that also sees images, those of its model of text,
-    which transformers opens alone, too."""
+    """The values of a config.json; of a Gemma 3 that also sees images, those of its language model,
+    which transformers can open alone."""
     if values.get("model_type") != "gemma3":
         return values
     return values.get("text_config", {}) | {"architectures": ["Gemma3ForCausalLM"]}
 
 
 def _gemma3(
-    c: dict[str, Any], rope_factor: float, local_rope: dict[str, Any], need: Callable
+    config: dict[str, Any],
+    rope_factor: float,
+    local_rope: dict[str, Any],
+    need: Callable[[bool, str, str], None],
 ) -> Gemma3:
-    """What config.json says of Gemma 3 alone. local_rope: what it says of the rotary angles of
-    local layers. need: of read_config."""
+    """The part of a ModelConfig that only Gemma 3 has. local_rope: the values of config.json for
+    the rotary angles of local layers. need: of read_config."""
     gelu = "gelu_pytorch_tanh"
-    need(c["hidden_activation"] == gelu, "hidden_activation", gelu)
+    need(config["hidden_activation"] == gelu, "hidden_activation", gelu)
     for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
-        need(not c.get(key), key, "null")
+        need(not config.get(key), key, "null")
     is_default = local_rope.get("rope_type", "default") == "default"
     need(is_default, "rope_parameters", "rope_type default for sliding_attention")
-    L, local, whole = c["num_hidden_layers"], "sliding_attention", "full_attention"
-    every = c.get("sliding_window_pattern", c.get("_sliding_window_pattern", 6))
-    types = c.get("layer_types", [local if (i + 1) % every else whole for i in range(L)])
-    known = len(types) == L and {*types} <= {local, whole}
-    need(known, "layer_types", f"{local} or {whole} for each of the {L} layers")
+    L, local, full = config["num_hidden_layers"], "sliding_attention", "full_attention"
+    every = config.get("sliding_window_pattern", config.get("_sliding_window_pattern", 6))
+    types = config.get("layer_types", [local if (i + 1) % every else full for i in range(L)])
+    known = len(types) == L and {*types} <= {local, full}
+    need(known, "layer_types", f"{local} or {full} for each of the {L} layers")
     return Gemma3(
-        query_scalar=float(c["query_pre_attn_scalar"]),
+        query_scalar=float(config["query_pre_attn_scalar"]),
         rope_factor=rope_factor,
-        local_rope_theta=float(local_rope.get("rope_theta", c["rope_local_base_freq"])),
-        window=c["sliding_window"],
+        local_rope_theta=float(local_rope.get("rope_theta", config["rope_local_base_freq"])),
+        window=config["sliding_window"],
         local_layers=tuple(layer_type == local for layer_type in types),
     )
 
@@ -197,27 +208,26 @@ def load_params(
     folder: Path,
     model: ModelConfig,
     mesh: Mesh,
-    dtype: Any,
+    dtype: DTypeLike,
     layer_loop: str = "scan",
     *,
     adapters: bool = False,
 ) -> Params:
-    """The weights of a folder's safetensors files on a mesh, arranged for this layer_loop: all but
-    adapters, or the adapters alone of a folder of PEFT.
+    """The weights of a folder's safetensors files on a mesh, arranged for this layer_loop: the
+    model without adapters, or only the adapters of a PEFT folder.
 
     A process reads only the parts of the tensors that its devices hold. Raises UserMistake, naming
     the tensor, if one is missing or unknown, or has a wrong shape.
     """
-    table = param_table(model, layer_loop)
-    table = trained(table) if adapters else table.replace(adapters=None)
-    files = open_tensors(folder, table)
+    table = _without_or_only_adapters(param_table(model, layer_loop), adapters)
+    tensors = open_tensors(folder, table)
 
     def read(leaf: Leaf) -> jax.Array:
         def slice_of(name: str, index: tuple[slice, ...]) -> np.ndarray:
-            tensor = files[name]
+            tensor = tensors[name]
             return tensor[index[::-1]].T if leaf.transposed else tensor[index]
 
-        def shard(index: tuple[slice, ...]) -> np.ndarray:
+        def shard(index: Any) -> np.ndarray:  # a slice for each dimension
             if "{}" not in leaf.name:
                 return slice_of(leaf.name, index).astype(dtype)
             numbers = range(leaf.shape[0])[index[0]]
@@ -234,14 +244,13 @@ def load_params(
 
 
 def hf_tensors(params: Params, model: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
-    """The (name, array) pairs of a Hugging Face checkpoint, in the dtype of params: all weights
-    without adapters, or adapters alone, which are named as PEFT does.
+    """The (name, array) pairs of a Hugging Face checkpoint, in the dtype of params, which are a
+    model without adapters, or only adapters; these get the names of PEFT.
 
     Only one tensor at a time is gathered on the host. All processes have to take all tensors.
     """
     table = param_table(model, "unroll" if unrolled(params.layers) else "scan")
-    table = trained(table) if params.adapters else table.replace(adapters=None)
-    leaves = jax.tree.leaves(table)
+    leaves = jax.tree.leaves(_without_or_only_adapters(table, bool(params.adapters)))
     for leaf, array in zip(leaves, jax.tree.leaves(params), strict=True):
         stacked = "{}" in leaf.name
         for i in range(leaf.shape[0] if stacked else 1):
@@ -250,19 +259,23 @@ def hf_tensors(params: Params, model: ModelConfig) -> Iterator[tuple[str, np.nda
             yield leaf.name.format(i), tensor
 
 
+def _without_or_only_adapters(table: Params, only_adapters: bool) -> Params:
+    return trained(table) if only_adapters else dataclasses.replace(table, adapters=None)
+
+
 def save_model(
     folder: Path,
     params: Params,
     model: ModelConfig,
     source: Path,
     *,
-    dtype: Any,
+    dtype: DTypeLike,
     chat_template: str = "",
 ) -> None:
     """Writes the weights as a Hugging Face folder that transformers opens; tied heads stay tied.
 
-    All processes have to call it, and process 0 writes; config.json comes last, so that it marks a
-    complete folder.
+    All processes have to call it, and process 0 writes. config.json comes last: it marks a complete
+    folder.
     source: the folder of the model that was trained, whose config and tokenizer are copied.
     dtype: of the written weights, float32 or bfloat16.
     chat_template: replaces the tokenizer's template; "" keeps the tokenizer's.
@@ -270,33 +283,33 @@ def save_model(
     """
     dtype, writes = np.dtype(dtype), jax.process_index() == 0
     split = split_state_dict_into_shards_factory(
-        _tensor_shapes(param_table(model).replace(adapters=None)),
+        _tensor_shapes(_without_or_only_adapters(param_table(model), False)),
         get_storage_size=lambda shape: math.prod(shape) * dtype.itemsize,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=LARGEST_FILE,
     )
     if writes:
         begin_folder(folder, str(source))
-    # A file is written as soon as its last tensor has come, so that the host holds little.
-    held: dict[str, dict[str, np.ndarray]] = {name: {} for name in split.filename_to_tensors}
+    # A file is written as soon as it has all its tensors, so that the host holds few of them.
+    pending: dict[str, dict[str, np.ndarray]] = {name: {} for name in split.filename_to_tensors}
     with progress_bar("exporting the model", len(split.tensor_to_filename), "tensors") as bar:
         for name, array in hf_tensors(params, model):
             if writes:
                 file = split.tensor_to_filename[name]
-                held[file][name] = array.astype(dtype)
-                if len(held[file]) == len(split.filename_to_tensors[file]):
-                    save_tensors(held.pop(file), folder / file)
+                pending[file][name] = array.astype(dtype)
+                if len(pending[file]) == len(split.filename_to_tensors[file]):
+                    save_tensors(pending.pop(file), folder / file)
             bar.update()
     if not writes:
         return
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-    for file in source.iterdir():
+    for path in source.iterdir():
         # The source may itself be an export, which names the model that it comes from.
-        written = file.name in ("config.json", EXPORTED) or "safetensors" in file.name
-        if file.suffix in (".json", ".jinja", ".txt") and not written:
-            shutil.copyfile(file, folder / file.name)
+        is_written = path.name in ("config.json", EXPORTED) or "safetensors" in path.name
+        if path.suffix in (".json", ".jinja", ".txt") and not is_written:
+            shutil.copyfile(path, folder / path.name)
     if chat_template:
         (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
     elif (source / TEMPLATES).is_dir():
@@ -319,14 +332,14 @@ def stop_if_overwritten(export_hf: str, output_dir: str, model_folder: Path) -> 
 
 
 def begin_folder(folder: Path, source: str) -> None:
-    """Makes the folder of an export of the trained model `source`, and removes what an earlier
-    export has left there: first the files that mark a complete folder."""
+    """Makes the folder of an export of the trained model `source`, and removes the files of an
+    earlier export, first those that mark a complete folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / EXPORTED).write_text(json.dumps({"model": source}) + "\n", encoding="utf-8")
     template = folder / "chat_template.jinja"
     weights = folder.glob("*model*.safetensors*")
-    for old in [*(folder / marker for marker in MARKERS), template, *weights]:
-        old.unlink(missing_ok=True)
+    for path in [*(folder / marker for marker in MARKERS), template, *weights]:
+        path.unlink(missing_ok=True)
     if (folder / TEMPLATES).is_dir():
         shutil.rmtree(folder / TEMPLATES)
 
@@ -336,30 +349,30 @@ def save_tensors(tensors: dict[str, np.ndarray], file: Path) -> None:
         save_file(tensors, file, {"format": "pt"})
     except SafetensorError as error:
         raise OSError(f"{file.name}: {error}") from None
-    umask = os.umask(0)  # it is read by setting it
+    umask = os.umask(0)  # the only way to read it is to set it
     os.umask(umask)
-    file.chmod(0o666 & ~umask)  # safetensors lets only the owner read the file
+    file.chmod(0o666 & ~umask)  # safetensors makes files that only their owner can read
 
 
 def _tensor_shapes(table: Params) -> dict[str, list[int]]:
-    """Name -> shape of every tensor of a Hugging Face checkpoint."""
+    """The shape of every tensor of a Hugging Face checkpoint, by name."""
     shapes = {}
     for leaf in jax.tree.leaves(table):
-        layers, shape = (leaf.shape[0], leaf.shape[1:]) if "{}" in leaf.name else (1, leaf.shape)
-        for i in range(layers):
+        L, shape = (leaf.shape[0], leaf.shape[1:]) if "{}" in leaf.name else (1, leaf.shape)
+        for i in range(L):
             shapes[leaf.name.format(i)] = list(shape[::-1] if leaf.transposed else shape)
     return shapes
 
 
 def open_tensors(folder: Path, table: Params) -> dict[str, Any]:
-    """Tensor name -> the tensor in its file, of which nothing is read yet. Raises UserMistake for
-    tensors that are not those of the table."""
+    """The tensors of a folder by name, of which nothing is read yet. Raises UserMistake for tensors
+    that are not those of the table."""
     file = ADAPTERS if table.embed is None else WEIGHTS
     index = folder / f"{file}.index.json"  # adapters have none
-    shards = {file}  # comes first, as in transformers: an index beside it may be an old one
+    shards = {file}  # it is preferred, as in transformers: an index beside it may be an old one
     if index.is_file() and not (folder / file).is_file():
         shards = set(read_json(index)["weight_map"].values())
-    files: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     for name in sorted(shards):
         _stop_if_without(folder, name, "weights are read as safetensors")
         try:
@@ -367,33 +380,35 @@ def open_tensors(folder: Path, table: Params) -> dict[str, Any]:
         except Exception as error:  # safetensors has no public type for a damaged header
             text = f"{folder / name} is not a complete safetensors file: {error}"
             raise UserMistake(text) from None
-        names = [name for name in handle.keys() if not name.startswith(OF_IMAGES)]  # noqa: SIM118
-        files |= {name.removeprefix(OF_TEXT): handle.get_slice(name) for name in names}
-    wanted = _tensor_shapes(table)
-    # Tied checkpoints may repeat the embedding, and old checkpoints store the rotary frequencies.
-    ignored = {n for n in files if n == "lm_head.weight" or n.endswith("rotary_emb.inv_freq")}
+        keys = [key for key in handle.keys() if not key.startswith(OF_IMAGES)]  # noqa: SIM118
+        tensors |= {key.removeprefix(OF_TEXT): handle.get_slice(key) for key in keys}
     known = {"F64", "F32", "F16", "BF16", "I64", "BOOL"}  # the last two are of buffers
-    if others := {x.get_dtype() for x in files.values()} - known:
-        why = f"weights in {', '.join(sorted(others))} format are not read; use unquantized ones"
-        raise UserMistake(f"MODEL_PATH={folder}: {why}")
-    missing, unknown = sorted(wanted.keys() - files), sorted(files.keys() - wanted - ignored)
-    for what, names in (("lacks", missing), ("has unknown", unknown)):
+    if others := {tensor.get_dtype() for tensor in tensors.values()} - known:
+        formats = ", ".join(sorted(others))
+        text = f"weights in {formats} format are not read; use unquantized ones"
+        raise UserMistake(f"MODEL_PATH={folder}: {text}")
+    expected = _tensor_shapes(table)
+    unknown = tensors.keys() - expected.keys()
+    # Tied checkpoints may repeat the embedding, and old checkpoints store the rotary frequencies.
+    unknown -= {x for x in unknown if x == "lm_head.weight" or x.endswith("rotary_emb.inv_freq")}
+    for verb, names in (("lacks", expected.keys() - tensors), ("has unknown", unknown)):
         if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise UserMistake(f"MODEL_PATH={folder} {what} tensors {', '.join(names[:3])}{more}")
-    for name, shape in wanted.items():
-        found = files[name].get_shape()
-        if found != shape:
-            raise UserMistake(f"MODEL_PATH={folder}: {name} is {found}, its config says {shape}")
-    return files
+            text = ", ".join(sorted(names)[:3])
+            text += f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise UserMistake(f"MODEL_PATH={folder} {verb} tensors {text}")
+    for name, shape in expected.items():
+        actual = tensors[name].get_shape()
+        if actual != shape:
+            raise UserMistake(f"MODEL_PATH={folder}: {name} is {actual}, its config says {shape}")
+    return tensors
 
 
-def _stop_if_without(folder: Path, name: str, why: str) -> None:
+def _stop_if_without(folder: Path, name: str, reason: str) -> None:
     """Raises UserMistake if the folder has no such file; it names weights of another format."""
     if not (folder / name).is_file():
         others = [*folder.glob("*model*.bin*"), *folder.glob("*.gguf"), *folder.glob("*.pth")]
         instead = f", but {others[0].name}" if others else ""
-        raise UserMistake(f"MODEL_PATH={folder} has no {name}{instead}; {why}")
+        raise UserMistake(f"MODEL_PATH={folder} has no {name}{instead}; {reason}")
 
 
 # ---- Tokenizer -----------------------------------------------------------------------------------
@@ -407,14 +422,14 @@ def load_tokenizer(folder: Path, chat_template: str = "") -> Any:
     """
     # transformers would warn that PyTorch is missing, which this project does not need.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    # This is not AutoTokenizer, which rebuilds the tokenizers of some model types (qwen2) by rules
-    # of the type, and then gives other ids than the file does. The import takes a second.
+    # AutoTokenizer would rebuild the tokenizers of some model types (qwen2) by rules of the type,
+    # and give other ids than the file. The import takes a second.
     from transformers import PreTrainedTokenizerFast
 
     if not (folder / "tokenizer.json").is_file():
         raise UserMistake(f"MODEL_PATH={folder} has no tokenizer.json")
     try:
-        # Some files ask to remove the spaces before punctuation from what a model has written.
+        # Some files ask for removing spaces before punctuation from decoded text.
         tokenizer = PreTrainedTokenizerFast.from_pretrained(
             folder, clean_up_tokenization_spaces=False
         )
@@ -434,12 +449,12 @@ def load_tokenizer(folder: Path, chat_template: str = "") -> Any:
 def stop_ids(folder: Path, tokenizer: Any, vocab_size: float = math.inf) -> tuple[int, ...]:
     """Every token id that ends a completion, sorted, by generation_config.json, config.json and the
     tokenizer, below vocab_size. Raises UserMistake if none of them names such a stop token."""
-    named = [tokenizer.eos_token_id]
+    eos = [tokenizer.eos_token_id]  # ids, lists of ids and None
     for name in ("generation_config.json", "config.json"):
         if (folder / name).is_file():
-            named.append(read_json(folder / name).get("eos_token_id"))
-    found = {i for ids in named for i in (ids if isinstance(ids, list) else [ids])} - {None}
-    found = {i for i in found if i < vocab_size}  # the model can draw no other
-    if not found:
+            eos.append(read_json(folder / name).get("eos_token_id"))
+    stops = {i for ids in eos for i in (ids if isinstance(ids, list) else [ids])} - {None}
+    stops = {i for i in stops if i < vocab_size}  # the model draws no others
+    if not stops:
         raise UserMistake(f"MODEL_PATH={folder}: neither configs nor tokenizer name a stop token")
-    return tuple(sorted(found))
+    return tuple(sorted(stops))

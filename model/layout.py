@@ -1,6 +1,6 @@
-"""Where arrays lie: meshes with axes (dp, fsdp, tp); the way from hosts to devices and back.
+"""Device meshes with the axes (dp, fsdp, tp), and the transfer of arrays between hosts and devices.
 
-dp copies the weights and splits the batch; fsdp splits the weights and the batch; tp splits the
+dp replicates the weights and splits the batch; fsdp splits the weights and the batch; tp splits the
 weights and the heads, within one host.
 """
 
@@ -18,18 +18,18 @@ from infra.mistakes import UserMistake
 # The mesh axes that split the batch dimension of activations.
 TRAIN_BATCH_AXES = ("dp", "fsdp")
 ROLLOUT_BATCH_AXES = ("dp", "fsdp", "tp")
+GATHER_BYTES = 2**26  # the most bytes that gather_processes puts on a device at once
 
-
-GATHER_BYTES = 2**26  # gather_processes puts at most so many bytes on a device at once
+Axis = str | tuple[str, ...] | None  # the mesh axis or axes that split a dimension
 
 
 class Layout(NamedTuple):
-    """Where activations lie on a mesh with the axes dp, fsdp and tp.
+    """The sharding of activations on a mesh with the axes dp, fsdp and tp.
 
     Matmuls split the batch over (dp, fsdp) and the weights over tp. Attention splits the batch over
-    `batch_axes`. If tp is one of them (decoding), a device attends for complete sequences, so that
-    the kv cache is split by sequence however few kv heads there are. If it is not (training), a
-    device attends for a part of the heads.
+    `batch_axes`. If tp is one of them (decoding), each device computes all heads of its sequences,
+    so that the kv cache is split by sequence, however few kv heads there are. If it is not
+    (training), a device computes a part of the heads.
     """
 
     mesh: Mesh
@@ -46,15 +46,15 @@ def make_mesh(
 ) -> Mesh:
     """The devices as a mesh (dp, fsdp, tp).
 
-    setting: the name of the setting, for error messages. shape: "auto", which means `auto`, or
-    sizes such as "1,4,2"; -1 stands for all remaining devices.
-    All meshes list the devices in the same order, process by process, so that arrays can move
-    between two meshes within one program. Raises UserMistake for sizes that do not fit the devices.
+    setting: the name of the setting, for error messages. shape: sizes such as "1,4,2", or "auto"
+    for `auto`; -1 stands for all remaining devices. All meshes list the devices in the same order,
+    process by process, so that arrays can move between two meshes within one program.
+    Raises UserMistake for sizes that do not fit the devices.
     """
     devices = sorted(devices, key=lambda d: (d.process_index, d.id))
     sizes = list(auto if shape == "auto" else map(int, shape.split(",")))
-    known = math.prod(n for n in sizes if n > 0)
-    sizes = [len(devices) // known if n == -1 else n for n in sizes]
+    known = math.prod(size for size in sizes if size > 0)
+    sizes = [len(devices) // known if size == -1 else size for size in sizes]
     if math.prod(sizes) != len(devices):
         raise UserMistake(
             f"{setting}={shape} is a mesh of {math.prod(sizes)} devices, but the run has "
@@ -83,8 +83,8 @@ def mesh_text(mesh: Mesh) -> str:
 
 
 def shard_batch(tree: Any, layout: Layout) -> Any:
-    """The global arrays that join the NumPy arrays of every process along their first axis, in
-    process order, split over the layout's batch axes."""
+    """Global arrays from the NumPy arrays of every process: they are concatenated along their first
+    axis, in process order, and split over the layout's batch axes."""
     sharding = NamedSharding(layout.mesh, PartitionSpec(layout.batch_axes))
     return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x), tree)
 
@@ -96,27 +96,25 @@ def local_part(x: jax.Array) -> np.ndarray:
 
 
 def gather_processes(tree: Any) -> Any:
-    """The NumPy arrays of a tree, each of all processes, joined along its first axis in process
-    order; float64 stays float64.
-
-    All processes have to call it.
-    """
+    """The NumPy arrays of all processes, concatenated along their first axis in process order;
+    float64 stays float64. All processes have to call it."""
 
     def gather(x: np.ndarray) -> np.ndarray:
-        # As bytes, because jax would round float64. Each device holds the bytes of all processes,
-        # so that they come in pieces.
+        # As bytes, because jax would round float64; in pieces, because each device holds the bytes
+        # of all processes.
         data = x.reshape(-1).view(np.uint8)
-        count = -(-data.nbytes * jax.process_count() // GATHER_BYTES)
-        pieces = np.array_split(data, max(count, 1))
+        num_pieces = max(-(-data.nbytes * jax.process_count() // GATHER_BYTES), 1)
+        pieces = np.array_split(data, num_pieces)
         gathered = [multihost_utils.process_allgather(piece) for piece in pieces]
-        joined = np.concatenate(gathered, axis=1)  # [processes, bytes]
-        return joined.reshape(-1).view(x.dtype).reshape(len(joined) * len(x), *x.shape[1:])
+        in_order = np.concatenate(gathered, axis=1)  # [processes, bytes]
+        return in_order.reshape(-1).view(x.dtype).reshape(len(in_order) * len(x), *x.shape[1:])
 
     return tree if jax.process_count() == 1 else jax.tree.map(gather, tree)
 
 
 def join(parts: Sequence[Any]) -> Any:
-    """A tree of NumPy arrays from trees like it: each array joined along its first axis."""
+    """One tree of NumPy arrays from trees of the same structure, whose arrays are concatenated
+    along their first axis."""
     return jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
 
 
@@ -130,27 +128,29 @@ def on_host(x: jax.Array) -> np.ndarray:
 # ---- Within a program ----------------------------------------------------------------------------
 
 
-def constrain(x: jax.Array, layout: Layout, *axes: Any) -> jax.Array:
-    """x split over these mesh axes; one entry for each dimension, as in a PartitionSpec."""
+def constrain(x: jax.Array, layout: Layout, *axes: Axis) -> jax.Array:
+    """x with its dimensions split over these mesh axes, as in a PartitionSpec."""
     return jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, PartitionSpec(*axes)))
 
 
 def constrain_batch(x: jax.Array, layout: Layout) -> jax.Array:
-    """x with its first dimension split as attention needs it; other dimensions stay as they are.
+    """x with its first dimension split over the batch axes of attention; the compiler chooses the
+    sharding of the others.
 
     A reshape of the batch dimension loses its sharding, and the compiler would then gather keys.
     """
-    free = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
-    return constrain(x, layout, layout.batch_axes, *free)
+    unconstrained = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
+    spec = PartitionSpec(layout.batch_axes, *unconstrained)
+    return jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, spec))
 
 
-def gather_fsdp(weight: jax.Array, axes: tuple[Any, ...], layout: Layout) -> jax.Array:
+def gather_fsdp(weight: jax.Array, axes: tuple[Axis, ...], layout: Layout) -> jax.Array:
     """A weight gathered over fsdp just before its use, so that only tp moves activations.
 
-    axes: the mesh axis, or axes, of each dimension of the weight. Without fsdp it is the weight
-    itself, so that a scan's backward keeps no second copy of what has no gradient.
+    axes: of each dimension of the weight. Without fsdp the weight itself is returned, so that the
+    backward of a scan keeps no second copy of weights that have no gradient.
     """
     if layout.mesh.shape["fsdp"] == 1:
         return weight
-    without_fsdp = {"fsdp": None, ("tp", "fsdp"): "tp"}
+    without_fsdp: dict[Axis, Axis] = {"fsdp": None, ("tp", "fsdp"): "tp"}
     return constrain(weight, layout, *(without_fsdp.get(axis, axis) for axis in axes))

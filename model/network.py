@@ -1,23 +1,23 @@
-"""Qwen2/Qwen2.5, Qwen3 (dense), Llama 3 and Gemma 3 (text): their weights, and how training,
-prefill and decode compute them.
+"""The forward of Qwen2/Qwen2.5, Qwen3 (dense), Llama 3 and Gemma 3 (text) in its three uses:
+prefill, decode and training.
 
-Dimensions: X inputs of t tokens: packed rows or prompts; R sequences, V vocabulary, D model, F
-feed-forward, L layers, H query heads, N kv heads, h head_dim.
+In all three the last token of the prompt is fed together with the completion. Prefill therefore
+computes only keys and values, and the hidden state of token i predicts completion token i:
 
-In all three uses the last prompt token is fed together with the completion. So the prompt gives
-only keys and values, hidden state i predicts completion token i, and no use is a special case:
-
-    training  hidden, _ = forward([prompt[:-1] of some prompts,
-                                   (last token, completion[:-1]) of their completions])
     prefill   _, kv = forward(prompt[:, :-1])                           once per prompt
     decode    hidden, kv = forward_token(last token, Cache(kv, ...))    once per new token
+    training  hidden, _ = forward([prompt[:-1] of some prompts,
+                                   (last token, completion[:-1]) of their completions])
 
 A training input is a row of such prompts and completions, end to end (rows.py).
+
+Dimensions: X rows of t tokens: packed rows, or the P prompts of S tokens in prefill; B sequences in
+decode, V vocabulary, D model, F feed-forward, L layers, H query heads, N kv heads, h head_dim.
 """
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,12 @@ from model.attention import (
     write,
 )
 from model.layout import TRAIN_BATCH_AXES, Layout, constrain, gather_fsdp
-from model.params import Layers, Lora, ModelConfig, Params, param_table
+from model.params import Layers, Leaf, Lora, ModelConfig, Params, param_table
+
+if TYPE_CHECKING:
+    from loss_pallas import Kernel
+
+Rotary = tuple[jax.Array, jax.Array]  # cos and sin of the rotary angles
 
 
 class Compute(NamedTuple):
@@ -44,78 +49,90 @@ class Compute(NamedTuple):
     """
 
     model: ModelConfig
-    dtype: Any  # of matmuls and activations; softmax, norms and rotary angles are float32
+    dtype: np.dtype  # of matmuls and activations; softmax, norms and rotary angles are float32
     layout: Layout
     remat: str = "none"  # what backward computes again; dots: all but matmuls
-    logps_kernel: Any = None  # what computes token_logps: the Kernel of loss_pallas.py; None: jnp
-    attention_impl: str = "xla"  # xla or splash, see attention.py
+    logps_kernel: "Kernel | None" = None  # of token_logps; None: plain jnp
+    attention_impl: str = "xla"  # or splash, see attention.py
     layer_loop: str = "scan"  # unroll: the program has code, arrays and caches for each layer
-    shares_base: bool = False  # of a rollout with LoRA: it reads the base of training, not a copy
+    shares_base: bool = False  # with LoRA, the rollout reads the base of training and has no copy
 
 
-# ---- The forward ---------------------------------------------------------------------------------
+# ---- The three uses ------------------------------------------------------------------------------
+
+
+def prefix_of(prompt_ids: jax.Array, prompt_mask: jax.Array) -> tuple[jax.Array, ...]:
+    """ids, positions and mask [P, S] for prefill, from left-padded prompts [P, S+1]: all tokens but
+    the last."""
+    mask = prompt_mask[:, :-1].astype(bool)
+    positions = jnp.maximum(jnp.cumsum(mask, axis=1) - 1, 0)  # [P, S]
+    return prompt_ids[:, :-1], positions, mask
 
 
 def forward(
     params: Params, compute: Compute, ids: jax.Array, positions: jax.Array, rows: PackedRows
 ) -> tuple[jax.Array, KV | tuple[KV, ...]]:
-    """The final hidden states of `ids`, after the last norm, and their keys and values.
+    """The final hidden states of `ids`, after the last norm, and their keys and values, for prefill
+    and training.
 
-    ids, positions: [X, t] int32. rows: which of them see each other.
+    ids, positions: [X, t] int32. rows: which tokens see each other.
     Returns hidden [X, t, D] in compute.dtype, and the KV of all layers: stacked like params.layers,
     or a tuple of layers.
     """
     layout, model = compute.layout, compute.model
     rotary = _rotary(model, positions)
 
-    def layer(x: jax.Array, w_and_local: tuple[LayerWeights, Any]) -> tuple[jax.Array, KV]:
+    def layer(
+        x: jax.Array, w_and_local: tuple[LayerWeights, jax.Array | None]
+    ) -> tuple[jax.Array, KV]:
         w, local = w_and_local
         w = _usable(w, compute)
         q, kv = _qkv(x, w, compute, _rotary_of_layer(rotary, local))
-        seen = rows if local is None else rows.within(positions, _window(model, local))
-        out = attention(q, kv, seen, layout, compute.attention_impl)
+        window = _window(model, local)
+        visible = rows if window is None else rows.within(positions, window)
+        out = attention(q, kv, visible, layout, compute.attention_impl)
         return _after_attention(x, out, w, compute), kv
 
     if compute.remat != "none":
         saved = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
         layer = jax.checkpoint(layer, policy=saved[compute.remat], prevent_cse=False)  # of a scan
-    x = _embed(params.embed, ids, compute)
+    x = _embed(params.embed, ids, compute)  # [X*t, D]
+    kvs: KV | tuple[KV, ...] = ()
     if isinstance(params.layers, Layers):
         weights = LayerWeights(params.layers, params.adapters)
-        x, kv = jax.lax.scan(layer, x, (weights, _local(model)))
+        x, kvs = jax.lax.scan(layer, x, (weights, _local(model)))
     else:
-        kv = ()
         for i in range(model.num_layers):
-            x, new = layer(x, (_weights_of_layer(params, i), _local(model, i)))
-            kv = (*kv, new)
-    return _rms_norm(x, params.final_norm, model).reshape(*ids.shape, -1), kv
+            x, kv = layer(x, (_weights_of_layer(params, i), _local(model, i)))
+            kvs = (*kvs, kv)
+    return _rms_norm(x, params.final_norm, model).reshape(*ids.shape, -1), kvs
 
 
 def forward_token(
     params: Params, compute: Compute, token: jax.Array, position: jax.Array, cache: Cache
 ) -> tuple[jax.Array, KV | tuple[KV, ...]]:
-    """The same for one new token of each sequence, which sees the keys and values of the cache.
+    """The final hidden states of one new token of each sequence, for decode.
 
-    token, position: [R] int32. Returns hidden [R, D], and cache.completion with the keys and values
-    of the new tokens written to it.
+    token, position: [B] int32. cache: the keys and values that the tokens see.
+    Returns hidden [B, D], and cache.completion with the keys and values of the new tokens written
+    to it.
     """
     rotary = _rotary(compute.model, position[:, None])
 
-    def layer(i: Any, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+    def layer(i: int | jax.Array, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         x, completion = carry
         w, local = _usable(_weights_of_layer(params, i), compute), _local(compute.model, i)
         q, kv = _qkv(x, w, compute, _rotary_of_layer(rotary, local))
-        completion = write(completion, i, kv, cache.index)
-        this_layer = cache._replace(
+        completion = write(completion, i, kv, cache.place)
+        layer_cache = cache._replace(
             prompt=of_layer(cache.prompt, i), completion=of_layer(completion, i)
         )
-        window = None if local is None else _window(compute.model, local)
-        out = cached_attention(q, this_layer, compute.layout, window)
+        out = cached_attention(q, layer_cache, compute.layout, _window(compute.model, local))
         return _after_attention(x, out, w, compute), completion
 
     carry = _embed(params.embed, token[:, None], compute), cache.completion
     if isinstance(params.layers, Layers):
-        # A loop updates a carry in place; an input and output of a scan would be copied.
+        # A loop updates its carry in place; inputs and outputs of a scan would be copied.
         carry = jax.lax.fori_loop(0, compute.model.num_layers, layer, carry)
     else:
         for i in range(compute.model.num_layers):
@@ -124,22 +141,20 @@ def forward_token(
     return _rms_norm(x, params.final_norm, compute.model), completion
 
 
-def prefix_of(prompt_ids: jax.Array, prompt_mask: jax.Array) -> tuple[jax.Array, ...]:
-    """ids, positions and mask [G, S] of left-padded prompts [G, S+1] without their last token."""
-    mask = prompt_mask[:, :-1].astype(bool)
-    positions = jnp.maximum(jnp.cumsum(mask, axis=1) - 1, 0)  # [G, S]
-    return prompt_ids[:, :-1], positions, mask
+# ---- A layer -------------------------------------------------------------------------------------
+# Activations between layers are [X*t, D]: with two dimensions the gradients of matmuls are fast on
+# a CPU. In decode X is B, and t is 1.
 
 
 def _embed(embed: jax.Array, ids: jax.Array, compute: Compute) -> jax.Array:
-    """[X*t, D] embeddings of ids [X, t]. With two dimensions matmuls have fast gradients on a CPU.
+    """The embeddings [X*t, D] of ids [X, t].
 
-    fsdp splits D of the table, so each device looks up a slice of D for the inputs of all devices
-    along fsdp; an all-to-all then gives each device the complete vectors of its inputs. The table
+    fsdp splits D of the table, so each device looks up a slice of D for the tokens of all devices
+    along fsdp; an all-to-all then gives each device the complete vectors of its tokens. The table
     and its gradient never move.
     """
     layout = compute.layout
-    x = embed[constrain(ids, layout, "dp")].astype(compute.dtype)
+    x = embed[constrain(ids, layout, "dp")].astype(compute.dtype)  # [X, t, D]
     x = constrain(constrain(x, layout, "dp", None, "fsdp"), layout, TRAIN_BATCH_AXES)
     if compute.model.gemma3:  # bfloat16 makes 34 of sqrt(1152) = 33.94, as when Gemma was trained
         x = x * jnp.asarray(math.sqrt(compute.model.hidden_size), x.dtype)
@@ -150,75 +165,44 @@ class LayerWeights(NamedTuple):
     """The weights of a layer, or of all layers, stacked."""
 
     base: Layers
-    adapters: Layers | None  # an Adapter for each matrix that has one; None: without LoRA
+    adapters: Layers | None  # an Adapter for each adapted matrix; None: without LoRA
 
     def linear(self, x: jax.Array, name: str, lora: Lora | None) -> jax.Array:
-        """x W for the matrix W of this name, and what its adapter adds."""
-        y, adapter = x @ getattr(self.base, name), getattr(self.adapters, name, None)
-        if adapter is None:
+        """x W for the matrix W of this name, plus the product with its adapter."""
+        y = x @ getattr(self.base, name)
+        if lora is None or getattr(self.adapters, name) is None:
             return y
-        return y + (x @ adapter.a * (lora.alpha / lora.rank)) @ adapter.b
+        a, b = getattr(self.adapters, name)
+        return y + (x @ a * lora.scale) @ b
 
 
-def _weights_of_layer(params: Params, i: Any) -> LayerWeights:
+def _weights_of_layer(params: Params, i: int | jax.Array) -> LayerWeights:
     return LayerWeights(of_layer(params.layers, i), of_layer(params.adapters, i))
 
 
 def _usable(w: LayerWeights, compute: Compute) -> LayerWeights:
     """The weights of a layer in compute.dtype, gathered over fsdp."""
     table = param_table(compute.model)
-    return jax.tree.map(
-        lambda a, leaf: gather_fsdp(a.astype(compute.dtype), leaf.axes[1:], compute.layout),
-        w,
-        LayerWeights(table.layers, table.adapters),
-    )
+
+    def usable(x: jax.Array, leaf: Leaf) -> jax.Array:
+        return gather_fsdp(x.astype(compute.dtype), leaf.axes[1:], compute.layout)
+
+    adapters = jax.tree.map(usable, w.adapters, table.adapters)
+    return LayerWeights(jax.tree.map(usable, w.base, table.layers), adapters)
 
 
-def _after_attention(x: jax.Array, out: jax.Array, w: LayerWeights, compute: Compute) -> jax.Array:
-    """The output [X*t, D] of a layer. x: its input. out: of its attention, [X, t, H*h]."""
-    layout, model, lora = compute.layout, compute.model, compute.model.lora
-
-    def normed(y: jax.Array, scale: jax.Array | None) -> jax.Array:
-        return y if scale is None else _rms_norm(y, scale, model)
-
-    out = constrain(out.reshape(len(x), -1), layout, TRAIN_BATCH_AXES, "tp")
-    y = constrain(w.linear(out, "wo", lora), layout, TRAIN_BATCH_AXES)
-    x = x + normed(y, w.base.attn_post_norm)
-    y = _rms_norm(x, w.base.mlp_norm, model)
-    y = _activation(w.linear(y, "gate", lora), model) * w.linear(y, "up", lora)
-    y = constrain(w.linear(y, "down", lora), layout, TRAIN_BATCH_AXES)
-    return x + normed(y, w.base.mlp_post_norm)
-
-
-def _activation(x: jax.Array, model: ModelConfig) -> jax.Array:
-    if model.gemma3 is None:
-        return jax.nn.silu(x)
-    # In bfloat16 the 1 + tanh of GELU would have few digits for negative x.
-    return jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
-
-
-def _rms_norm(x: jax.Array, scale: jax.Array, model: ModelConfig) -> jax.Array:
-    wide = x.astype(jnp.float32)
-    inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + model.rms_norm_eps)
-    if model.gemma3:  # the scale is rounded first, so that training and rollout have the same
-        return (wide * inverse * (1 + scale.astype(x.dtype).astype(jnp.float32))).astype(x.dtype)
-    return (wide * inverse).astype(x.dtype) * scale.astype(x.dtype)
-
-
-def _qkv(
-    x: jax.Array, w: LayerWeights, compute: Compute, rotary: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array, KV]:
-    """Rotated queries [X, t, H, h], and the keys and values, of the input [X*t, D] of a layer."""
+def _qkv(x: jax.Array, w: LayerWeights, compute: Compute, rotary: Rotary) -> tuple[jax.Array, KV]:
+    """Rotated queries [X, t, H, h], and the KV, of the input [X*t, D] of a layer."""
     model, layout = compute.model, compute.layout
     X, t = rotary[0].shape[:2]
     base = w.base
     y = _rms_norm(x, base.attn_norm, model)
 
-    def heads(name: str, bias: jax.Array | None, norm: jax.Array | None, count: int) -> Any:
+    def heads(name: str, bias: jax.Array | None, norm: jax.Array | None, count: int) -> jax.Array:
         z = w.linear(y, name, model.lora)
         z = z if bias is None else z + bias
-        # First comes the layout that the weights give, then the layout that attention needs. With
-        # the second alone the compiler would gather the weights in every layer, for every token.
+        # The first constraint is the layout of the matmul, the second that of attention. With the
+        # second alone the compiler would gather the weights in every layer, for every token.
         z = constrain(z, layout, TRAIN_BATCH_AXES, "tp").reshape(X, t, count, model.head_dim)
         if "tp" in layout.batch_axes:
             z = constrain(z, layout, layout.batch_axes)
@@ -232,23 +216,42 @@ def _qkv(
     return q, KV(k.transpose(0, 2, 3, 1), v.swapaxes(1, 2))
 
 
-def _local(model: ModelConfig, i: Any = slice(None)) -> jax.Array | None:
-    """Of layer i, or [L] of all layers: 1 if it is a local layer of Gemma 3, 0 if it is a global
-    one; None: the model is of another family."""
-    return jnp.array(model.gemma3.local_layers, jnp.int32)[i] if model.gemma3 else None
+def _after_attention(x: jax.Array, out: jax.Array, w: LayerWeights, compute: Compute) -> jax.Array:
+    """The output [X*t, D] of a layer. x: its input [X*t, D]. out: of its attention, [X, t, H*h]."""
+    layout, model, lora = compute.layout, compute.model, compute.model.lora
+
+    def normed(y: jax.Array, scale: jax.Array | None) -> jax.Array:
+        return y if scale is None else _rms_norm(y, scale, model)
+
+    out = constrain(out.reshape(len(x), -1), layout, TRAIN_BATCH_AXES, "tp")
+    y = constrain(w.linear(out, "wo", lora), layout, TRAIN_BATCH_AXES)
+    x = x + normed(y, w.base.attn_post_norm)
+    y = _rms_norm(x, w.base.mlp_norm, model)
+    y = _activation(w.linear(y, "gate", lora), model) * w.linear(y, "up", lora)  # [X*t, F]
+    y = constrain(w.linear(y, "down", lora), layout, TRAIN_BATCH_AXES)
+    return x + normed(y, w.base.mlp_post_norm)
 
 
-def _window(model: ModelConfig, local: jax.Array) -> jax.Array:
-    """How many positions a token sees in a layer of Gemma 3."""
-    return jnp.where(local, model.gemma3.window, ALL_POSITIONS)
+def _activation(x: jax.Array, model: ModelConfig) -> jax.Array:
+    if model.gemma3 is None:
+        return jax.nn.silu(x)
+    # In bfloat16 the 1 + tanh of GELU would have few digits where x is negative.
+    return jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
 
 
-def _rotary_of_layer(rotary: tuple[jax.Array, jax.Array], local: Any) -> Any:
-    return rotary if local is None else tuple(x[local] for x in rotary)
+def _rms_norm(x: jax.Array, scale: jax.Array, model: ModelConfig) -> jax.Array:
+    x32 = x.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + model.rms_norm_eps)
+    if model.gemma3:  # the scale is rounded first, so that training and rollout have the same
+        return (x32 * inverse * (1 + scale.astype(x.dtype).astype(jnp.float32))).astype(x.dtype)
+    return (x32 * inverse).astype(x.dtype) * scale.astype(x.dtype)
 
 
-def _rotary(model: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """cos and sin [X, t, 1, h/2] float32 of the rotary angles; of Gemma 3 [2, X, t, 1, h/2], for
+# ---- Rotary angles, and the local layers of Gemma 3 ----------------------------------------------
+
+
+def _rotary(model: ModelConfig, positions: jax.Array) -> Rotary:
+    """cos and sin [X, t, 1, h/2] float32 of positions [X, t]; of Gemma 3 [2, X, t, 1, h/2], for
     global and for local layers."""
     angles = positions[:, :, None, None].astype(jnp.float32) * _inverse_frequencies(model)
     return jnp.cos(angles), jnp.sin(angles)
@@ -256,8 +259,8 @@ def _rotary(model: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Ar
 
 @functools.lru_cache
 def _inverse_frequencies(model: ModelConfig) -> np.ndarray:
-    """[h/2] float32 radians per position, of Gemma 3 [2, 1, 1, 1, h/2]. rope_llama3 slows long
-    wavelengths, as Llama 3.1 does."""
+    """[h/2] float32 radians per position, of Gemma 3 [2, 1, 1, 1, h/2]. rope_llama3 lowers the
+    frequencies of long wavelengths, as in Llama 3.1."""
     half = np.arange(0, model.head_dim, 2, dtype=np.float64) / model.head_dim
     inverse = model.rope_theta**-half
     if gemma := model.gemma3:
@@ -271,8 +274,27 @@ def _inverse_frequencies(model: ModelConfig) -> np.ndarray:
     return inverse.astype(np.float32)
 
 
-def _rotate(x: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
+def _rotary_of_layer(rotary: Rotary, local: jax.Array | None) -> Rotary:
+    cos, sin = rotary
+    return rotary if local is None else (cos[local], sin[local])
+
+
+def _rotate(x: jax.Array, rotary: Rotary) -> jax.Array:
     """x [X, t, heads, h] with its halves (not pairs) rotated, as Hugging Face's weights need it."""
     cos, sin = rotary
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
+    return rotated.astype(x.dtype)
+
+
+def _local(model: ModelConfig, i: int | jax.Array | slice = slice(None)) -> jax.Array | None:
+    """int32, 1 for a local layer of Gemma 3 and 0 for a global one: of layer i, or [L] of all
+    layers; None for other families."""
+    return jnp.array(model.gemma3.local_layers, jnp.int32)[i] if model.gemma3 else None
+
+
+def _window(model: ModelConfig, local: jax.Array | None) -> jax.Array | None:
+    """How many positions a token sees in a layer of Gemma 3; None for other families."""
+    if model.gemma3 is None or local is None:
+        return None
+    return jnp.where(local, model.gemma3.window, ALL_POSITIONS)

@@ -1,15 +1,14 @@
-"""How a run computes its model: dtypes, kernels and meshes, and tensor parallelism for decoding.
+"""The dtype, meshes, attention and layer loop of training and of the rollout, and the FLOPs of an
+update.
 
-cfg is the Config of config.py.
-
-Dimensions: R sequences of a micro-step over all devices, S prompt tokens, T completion tokens, P
-prompts of a step, K completions of each.
+Dimensions: P prompts of a step, K completions per prompt, S prompt tokens, T completion tokens, V
+vocabulary, D model, L layers, H query heads, h head_dim.
 """
 
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -30,18 +29,22 @@ from model.layout import (
 from model.network import Compute
 from model.params import ModelConfig, param_table, stop_if_indivisible
 
-# A chip may take so long to read its weights, once for every token. With more chips each one reads
-# less, but they send more to each other.
+if TYPE_CHECKING:
+    from config import Config
+
+# The longest time for which a chip may read its weights, once for every token. With more chips each
+# one reads less, but they send more to each other.
 READ_SECONDS = 1.25e-3
 
 
 def how_to_compute(
-    cfg: Any, model: ModelConfig, sizes: Sizes, S: int, devices: Sequence[jax.Device]
+    cfg: "Config", model: ModelConfig, sizes: Sizes, S: int, devices: Sequence[jax.Device]
 ) -> tuple[Compute, Compute, str]:
-    """How training and rollout are computed, and why ROLLOUT_MESH_SHAPE=auto is what it is.
+    """The Compute of training, that of the rollout, and the reason for the mesh that
+    ROLLOUT_MESH_SHAPE=auto has chosen.
 
-    S: prompt tokens. devices: they need not exist on this machine. Raises UserMistake for settings
-    that the devices or the model cannot do.
+    devices: they need not exist on this machine. Raises UserMistake for settings that the devices
+    or the model do not support.
     """
     platform = devices[0].platform
     dtype = cfg.dtype
@@ -54,22 +57,22 @@ def how_to_compute(
         )
 
     itemsize = jnp.dtype(dtype).itemsize
-    auto = (1, -1, 1)
-    if model.lora:  # adapters need little memory; the base is split only as far as it demands
+    auto: tuple[int, ...] = (1, -1, 1)
+    if model.lora:  # adapters need little memory, so the base is split only as far as it has to be
         auto = (-1, 1, rollout_tp(model, devices, itemsize, math.inf, model.num_heads)[0])
     mesh = make_mesh("MESH_SHAPE", cfg.mesh_shape, devices, auto)
     stop_if_indivisible("MESH_SHAPE", model, mesh)
-    if model.num_heads % mesh.shape["tp"]:  # attention of training splits whole heads
+    if model.num_heads % mesh.shape["tp"]:  # in training each device has complete heads
         raise UserMistake(
             f"MESH_SHAPE (dp,fsdp,tp) = {mesh_text(mesh)}: tp={mesh.shape['tp']} does not divide "
             f"the model's {model.num_heads} query heads; use a smaller tp and more dp"
         )
     layout = Layout(mesh, TRAIN_BATCH_AXES)
     processes, T = len(devices) // local_count(devices), cfg.max_length_sample
-    R = sizes.micro_batch_size * processes
-    share = prompt_share(cfg.num_pre_q, R // layout.batch_shards)
-    row = sum(-(-n // LANES) * LANES for n in (S, share * T))
-    impl = choose_attention(cfg.attention_impl, model, platform, mesh.shape["tp"], row, T)
+    micro_step_sequences = sizes.micro_batch_size * processes
+    share = prompt_share(cfg.num_pre_q, micro_step_sequences // layout.batch_shards)
+    row_tokens = sum(-(-tokens // LANES) * LANES for tokens in (S, share * T))
+    impl = choose_attention(cfg.attention_impl, model, platform, mesh.shape["tp"], row_tokens, T)
     training = Compute(
         model,
         dtype=jnp.dtype(dtype),
@@ -78,23 +81,23 @@ def how_to_compute(
         attention_impl=impl,
         layer_loop=choose_layer_loop(platform, cfg.remat),
     )
-    if cfg.rollout_backend == "sglang_jax":  # this is the copy of the weights that the engine gets
+    if cfg.rollout_backend == "sglang_jax":  # the Compute of the weights that the engine gets
         name = dtype if cfg.sglang_jax_dtype == "auto" else cfg.sglang_jax_dtype
         rollout = training._replace(dtype=jnp.dtype(name), remat="none", layer_loop="unroll")
-        rollout = rollout._replace(model=dataclasses.replace(model, lora=None))  # they are merged
-        return training, rollout, "; the engine has all devices on tp"
+        merged = dataclasses.replace(model, lora=None)
+        return training, rollout._replace(model=merged), "; the engine has all devices on tp"
 
     tp, reason = rollout_tp(model, devices, itemsize)
     auto, shares = (-1, 1, tp), bool(model.lora) and not cfg.lora_base_copy
     if shares:
-        auto, reason = [*layout.mesh.shape.values()], "the base is in memory once"
+        auto, reason = tuple(layout.mesh.shape.values()), "the base is in memory once"
     mesh = make_mesh("ROLLOUT_MESH_SHAPE", cfg.rollout_mesh_shape, devices, auto)
-    shares &= mesh == layout.mesh
+    shares = shares and mesh == layout.mesh
     stop_if_indivisible("ROLLOUT_MESH_SHAPE", model, mesh)
     rollout = training._replace(
         layout=Layout(mesh, ROLLOUT_BATCH_AXES),
         remat="none",  # the rollout has no backward
-        attention_impl="xla",  # splash wants rows whose places are multiples of LANES
+        attention_impl="xla",  # splash needs rows whose places are multiples of LANES
         layer_loop=training.layer_loop if shares else choose_layer_loop(platform, "none"),
         shares_base=shares,
     )
@@ -103,17 +106,17 @@ def how_to_compute(
 
 def stop_if_too_long(max_length_sample: int, model: ModelConfig, longest: int) -> None:
     """Raises UserMistake if the model has too few positions for a prompt of `longest` tokens."""
-    length, room = longest + max_length_sample, model.max_positions - max_length_sample
+    length, limit = longest + max_length_sample, model.max_positions - max_length_sample
     if length > model.max_positions:
-        shorter = f" or set MAX_PROMPT_LENGTH={room}" if room > 0 else ""
+        shorter = f" or set MAX_PROMPT_LENGTH={limit}" if limit > 0 else ""
         raise UserMistake(
             f"MAX_LENGTH_SAMPLE={max_length_sample} after the longest prompt makes {length} "
             f"tokens, and the model has {model.max_positions} positions; lower it{shorter}"
         )
 
 
-def rollout_mesh(cfg: Any, rollout: Compute) -> str:
-    """The mesh that samples, as ROLLOUT_MESH_SHAPE writes it; an engine has all devices on tp."""
+def rollout_mesh(cfg: "Config", rollout: Compute) -> str:
+    """The mesh of the rollout, as ROLLOUT_MESH_SHAPE writes it; an engine has all devices on tp."""
     mesh = rollout.layout.mesh
     return mesh_text(mesh) if cfg.rollout_backend == "naive" else f"1,1,{mesh.size}"
 
@@ -125,29 +128,29 @@ def choose_attention(
 
     row, completion: the most tokens of a row and of a completion in training.
     """
-    why_not = ""
+    obstacle = ""  # to splash
     if platform != "tpu":
-        why_not = f"it is a TPU kernel, and this is {platform}"
+        obstacle = f"it is a TPU kernel, and this is {platform}"
     elif model.head_dim % 64:
-        why_not = f"it wants a head_dim that is a multiple of 64, not {model.head_dim}"
+        obstacle = f"it wants a head_dim that is a multiple of 64, not {model.head_dim}"
     elif model.gemma3:
-        why_not = "it has no sliding window, and Gemma 3 has"
+        obstacle = "it has no sliding window, and Gemma 3 has"
     elif model.num_kv_heads % tp:
-        why_not = f"MESH_SHAPE's tp={tp} does not divide {model.num_kv_heads} kv heads"
+        obstacle = f"MESH_SHAPE's tp={tp} does not divide {model.num_kv_heads} kv heads"
     elif row > MOST_PLACES or completion > MOST_TOKENS:
-        why_not = f"rows may have {MOST_PLACES} tokens and completions {MOST_TOKENS}, and here "
-        why_not += f"they have up to {row} and {completion}"
-    if setting == "splash" and why_not:
-        raise UserMistake(f"ATTENTION_IMPL=splash: {why_not}; leave it at auto")
-    return setting if setting != "auto" else "xla" if why_not else "splash"
+        obstacle = f"rows may have {MOST_PLACES} tokens and completions {MOST_TOKENS}, and here "
+        obstacle += f"they have up to {row} and {completion}"
+    if setting == "splash" and obstacle:
+        raise UserMistake(f"ATTENTION_IMPL=splash: {obstacle}; leave it at auto")
+    return setting if setting != "auto" else "xla" if obstacle else "splash"
 
 
 def choose_layer_loop(platform: str, remat: str) -> str:
     """scan or unroll.
 
-    A scan copies each layer's weights and caches out of stacked arrays, except on TPUs. With REMAT
-    unrolled layers are not worth it: on a CPU XLA would not compute again what REMAT drops, and on
-    a GPU they move as many bytes and REMAT=full saves less.
+    Except on TPUs, a scan copies each layer's weights and caches out of the stacked arrays. With
+    REMAT unrolled layers are not worth it: on a CPU XLA would not recompute what REMAT drops, and
+    on a GPU they move as many bytes and REMAT=full saves less.
     """
     return "scan" if platform == "tpu" or remat != "none" else "unroll"
 
@@ -156,8 +159,8 @@ def choose_layer_loop(platform: str, remat: str) -> str:
 
 
 def possible_tp(model: ModelConfig, local_devices: int, heads: int) -> list[int]:
-    """The powers of two that divide a host's devices, every dimension that tp splits, and the
-    number `heads`."""
+    """The powers of two that divide `heads`, the devices of a host and every dimension that tp
+    splits."""
     leaves = jax.tree.leaves(param_table(model))
     pairs = [pair for leaf in leaves for pair in zip(leaf.shape, leaf.axes, strict=True)]
     sizes = [size for size, axes in pairs if axes and "tp" in axes]
@@ -172,11 +175,13 @@ def rollout_tp(
     seconds: float = READ_SECONDS,
     heads: int = 0,
 ) -> tuple[int, str]:
-    """The tp of decoding, and the reason: the smallest with which the weights, of `itemsize` bytes
-    each, take at most 40 % of the memory of a device, and on a TPU are read in so many seconds, or
-    else the largest that is possible. heads: a number that it has to divide, 0 for any."""
-    # A process can ask only for the memory of its devices; a device of another machine has the
-    # memory of its chip.
+    """The tp of decoding, and the reason for it. It is the smallest tp with which the weights take
+    at most 40 % of a device's memory, and on a TPU are read in `seconds`; if there is none, it is
+    the largest that is possible.
+
+    itemsize: bytes of a weight. heads: tp has to divide it; any tp divides 0.
+    """
+    # The memory of a device can be asked for only in its own process.
     device = next((d for d in devices if d.process_index == jax.process_index()), devices[0])
     weights, limit = itemsize * num_params(model), 0.4 * memory_bytes(device)
     if chip := chip_of(device):
@@ -190,28 +195,29 @@ def rollout_tp(
 
 
 def num_params(model: ModelConfig) -> int:
-    """The number of all weights."""
+    """The number of weights, adapters included."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(param_table(model)))
 
 
 def layer_weights(model: ModelConfig) -> int:
-    """The numbers in the matrices of one layer; every token is multiplied by each of them once."""
+    """The number of weights in the matrices of one layer."""
     layers = jax.tree.leaves(param_table(model).layers)
     return sum(math.prod(leaf.shape[1:]) for leaf in layers if len(leaf.shape) == 3)
 
 
 def attention_flops(model: ModelConfig, pairs: float) -> float:
-    """FLOPs of attention, forward, in all layers, for this number of pairs of a query and a key. A
-    sliding window does not count: the layers of Gemma 3 that have one compute fewer pairs."""
+    """FLOPs of the forward of attention in all layers, for this number of pairs of a query and a
+    key. Sliding windows are ignored, so that for Gemma 3 this is too many."""
     return 4 * model.num_heads * model.head_dim * model.num_layers * pairs
 
 
 def update_flops(model: ModelConfig, prompts: np.ndarray, completions: np.ndarray) -> float:
     """The FLOPs of forward and backward of all sequences of a step, without recomputation.
 
-    prompts: [P] tokens; a prompt is computed once for its completions. completions: [P, K] tokens.
+    prompts: [P] tokens; each prompt is computed once for its completions. completions: [P, K]
+    tokens.
     """
-    S, T = prompts[:, None], completions
+    S, T = prompts[:, None], completions  # [P, 1], [P, K]
     pairs = (S**2 / 2).sum() + (T * S + T**2 / 2).sum()
     weights = model.num_layers * layer_weights(model) * (S.sum() + T.sum())
     head = model.vocab_size * model.hidden_size * T.sum()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from small_model import assert_drawn_from, numpy_filter, numpy_softmax
 
-from model.attention import MASKED
+from model.logps import MASKED
 from model.next_token import MAX_SUPPORT, Sampling, draw_tokens, filter_logits
 
 filtered = jax.jit(filter_logits, static_argnums=1)

@@ -105,14 +105,14 @@ def test_a_matrix_and_its_adapter_are_their_merged_matrix(layer_loop: str) -> No
 
 def test_merging_says_which_share_of_the_numbers_it_has_changed() -> None:
     params = whole()
-    merged, share = lora.merge(params, MODEL)
+    merged, share = lora.merge(params, MODEL.lora)
     assert_close(merged, jax.tree.map(np.float32, merged_by_hand(params)), 1e-5)
     assert share == 1
     adapters = jax.tree.map(np.zeros_like, params.adapters).replace(wq=params.adapters.wq)
-    assert 0 < lora.merge(params.replace(adapters=adapters), MODEL)[1] < 0.2
+    assert 0 < lora.merge(params.replace(adapters=adapters), MODEL.lora)[1] < 0.2
     tiny = jax.tree.map(lambda x: np.float32(1e-4 * x), params.adapters)
     rounded = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), params).replace(adapters=tiny)
-    assert lora.merge(rounded, MODEL)[1] < 0.01, "bfloat16 loses small changes"
+    assert lora.merge(rounded, MODEL.lora)[1] < 0.01, "bfloat16 loses small changes"
 
 
 def test_only_the_targets_have_adapters() -> None:
@@ -387,7 +387,9 @@ def test_a_folder_keeps_its_chat_template_and_the_revision_of_its_base(tmp_path:
     folder, base = tmp_path / "adapters", str(REPO / "tiny")
     model = set_up(Config.from_env(DATA | {"LORA_RANK": "2"})).learner.compute.model
     params = init_params(model, jax.random.key(0))
-    lora.save_adapters(folder, params, model, base, "v2", chat_template=text + "{# mine #}")
+    lora.save_adapters(
+        folder, params, model, model.lora, base, "v2", chat_template=text + "{# mine #}"
+    )
     assert lora.base_of(folder) == (base, "v2")
     env = DATA | {"MODEL_PATH": str(folder)}
     run = set_up(Config.from_env(env))

@@ -67,7 +67,7 @@ def test_peft_opens_an_export_and_has_the_same_logits_and_gradients(
     folder = write_gemma_with_images(tmp_path) if with_images else write_folder(tmp_path, family)
     model = dataclasses.replace(hf.read_config(folder), lora=Lora(3, 4.5, TARGETS[family]))
     params, exported = ours(folder, model), tmp_path / "adapters"
-    lora.save_adapters(exported, params, model, str(folder), "", chat_template="")
+    lora.save_adapters(exported, params, model, model.lora, str(folder), "", chat_template="")
 
     other = theirs(folder, exported)
     weights = np.random.default_rng(1).normal(size=(80, model.vocab_size))
@@ -123,7 +123,7 @@ def test_adapters_that_peft_has_written_are_read(tmp_path: Path) -> None:
     expected = torch_logits(other).detach().numpy()
     np.testing.assert_allclose(logits_of(params, model), expected, rtol=0, atol=1e-5)
     again = tmp_path / "again"
-    lora.save_adapters(again, params, model, str(folder), "", chat_template="")
+    lora.save_adapters(again, params, model, model.lora, str(folder), "", chat_template="")
     ours, theirs = (load_file(x / hf.ADAPTERS) for x in (again, adapters))
     assert ours.keys() == theirs.keys()
     for name in ours:

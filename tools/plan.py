@@ -58,6 +58,7 @@ from startup import (
     eval_sampling_of,
     limits_of,
     objective_of,
+    open_sglang,
     optimizer_of,
     sampling_of,
     with_kernel,
@@ -127,15 +128,14 @@ def make_plan(cfg: Config, slice_name: str) -> Plan:
     stop_if_too_long(cfg.max_length_sample, model, longest)
     S, engine_tokens = prompt_width(longest, cfg.global_length) - 1, 0
     if cfg.rollout_backend == "sglang_jax":
-        from extras.sglang import PAGE_TOKENS, pool_of, stop_if_unable
-
+        sglang = open_sglang()
         if hosts > 1:
             raise UserMistake(
                 f"ROLLOUT_BACKEND=sglang_jax runs on one host; {slice_name} has {hosts}"
             )
-        stop_if_unable(cfg, model, longest, devices)
-        _, engine_tokens = pool_of(cfg, sizes, S + 1, devices)
-        engine_tokens += PAGE_TOKENS["tpu"]  # the engine's page for padding
+        sglang.stop_if_unable(cfg, model, longest, devices)
+        _, engine_tokens = sglang.pool_of(cfg, sizes, S + 1, devices)
+        engine_tokens += sglang.PAGE_TOKENS["tpu"]  # the engine's page for padding
     training, rollout, mesh_reason = how_to_compute(cfg, model, sizes, S, devices)
     training = with_kernel(cfg, training, devices[0])
     return Plan(cfg, sizes, training, rollout, hosts, S, mesh_reason, engine_tokens)

@@ -23,14 +23,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from infra import sizes
-from infra.mistakes import UserMistake, fail, ignored_names
+from infra.mistakes import UserMistake, describe_ignored_names, exit_with_mistakes
 from infra.settings import (
-    GYM,
-    GYM_TASKS,
+    GYM_FILE,
+    GYM_PREFIX,
     MESH,
     REPO,
     knob,
-    overlay,
+    overlay_layers,
     parse_command_line,
     read_dotenv,
     read_env,
@@ -243,10 +243,10 @@ class Config:
         """Whether the run ever evaluates the model."""
         return self.eval_every_steps > 0 or self.eval_full_sweep
 
-    def rewards(self) -> str:
+    def reward_fns(self) -> str:
         """REWARD_FN; if it is empty, the score of a task of reasoning_gym."""
-        is_task = self.dataset.startswith(GYM)
-        return self.reward_fn or (f"{GYM_TASKS}:score_answer" if is_task else "")
+        is_task = self.dataset.startswith(GYM_PREFIX)
+        return self.reward_fn or (f"{GYM_FILE}:score_answer" if is_task else "")
 
     def turns(self) -> int:
         """The most turns of the policy in a completion."""
@@ -299,13 +299,13 @@ def read_layers(
     if config_file:
         lower = read_yaml(config_file, Config, mistakes)
         layers = dict.fromkeys(lower, str(config_file)) | layers
-        settings = overlay(settings, lower, SYNONYMS)
+        settings = overlay_layers(settings, lower, SYNONYMS)
     if not settings.get("model_path"):
         for empty in (settings, layers):
             empty.pop("model_path", None)
         lower = read_yaml(TINY, Config, mistakes)
         layers = dict.fromkeys(lower, TINY_LAYER) | layers
-        settings = overlay(settings, lower, TINY_YIELDS)
+        settings = overlay_layers(settings, lower, TINY_YIELDS)
     cfg = Config(**settings)
     mistaken = "\n".join(mistakes).upper()
     for line in contradictions(cfg):
@@ -397,7 +397,7 @@ def notes(cfg: Config, layers: Mapping[str, str]) -> Iterator[str]:
 
 def describe(cfg: Config, processes: int = 1, local_devices: int = 1) -> str:
     """A line of YAML for every setting, then the batch sizes that follow from the settings."""
-    derived = sizes.derive(cfg, processes, local_devices)._asdict()
+    derived = sizes.derive_sizes(cfg, processes, local_devices)._asdict()
     slice_ = f"# On {processes} x {local_devices} devices (processes x local); not read back:"
     lines = [f"derived.{name}: {value}" for name, value in derived.items()]
     return "\n".join([*yaml_lines(cfg), slice_, *lines])
@@ -442,10 +442,10 @@ def load(
                 os._exit(0)  # Python's own end would flush again, and print a traceback
             raise SystemExit(0)
     except UserMistake as error:
-        fail(error)
+        exit_with_mistakes(error)
     layers |= {name.lower(): ".env" for name in dotenv}
     about_run = () if answers else notes(cfg, layers)
-    note_lines = [f"note: {line}" for line in (*about_run, *ignored_names(env))]
+    note_lines = [f"note: {line}" for line in (*about_run, *describe_ignored_names(env))]
     return cfg, args, [changed(cfg, layers), *note_lines]
 
 

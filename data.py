@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from infra.mistakes import UserMistake, in_one_line
-from infra.settings import GYM, GYM_TASKS, read_text
+from infra.settings import GYM_FILE, GYM_PREFIX, read_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -74,7 +74,7 @@ def load_examples(
     Raises UserMistake if a file is missing or cannot be read, or if an example lacks a text.
     """
     path = Path(dataset)
-    is_task = dataset.startswith(GYM)
+    is_task = dataset.startswith(GYM_PREFIX)
     # Any other name can only be the id of a dataset on the hub.
     is_path = path.exists() or path.suffix in SUFFIXES or dataset.startswith(("/", "~", "."))
     one_file = is_path and not path.is_dir()
@@ -174,16 +174,16 @@ def _split_files(folder: Path, split: str) -> list[Path]:
     return [*chosen]
 
 
-def stop_if_no_gym(dataset: str) -> None:
+def raise_if_gym_is_missing(dataset: str) -> None:
     """Raises UserMistake if the dataset is a task of reasoning_gym, which is not installed."""
-    if dataset.startswith(GYM) and not importlib.util.find_spec("reasoning_gym"):
+    if dataset.startswith(GYM_PREFIX) and not importlib.util.find_spec("reasoning_gym"):
         raise UserMistake(f"DATASET={dataset} needs a package: pip install reasoning-gym")
 
 
 @functools.lru_cache(maxsize=1)  # for both splits
 def _draw_task(dataset: str) -> list[object]:
     """Returns the items of a task of reasoning_gym, which are the same each time."""
-    command = [sys.executable, GYM_TASKS, dataset.removeprefix(GYM)]
+    command = [sys.executable, GYM_FILE, dataset.removeprefix(GYM_PREFIX)]
     # Some tasks draw from sets of texts, whose order would differ between processes.
     env = os.environ | {"PYTHONHASHSEED": "0"}
     drawn = subprocess.run(command, env=env, capture_output=True, text=True)
@@ -241,7 +241,7 @@ def _parse(text: str, file: Path, first_line: int) -> object:
 # ---- Prompts -------------------------------------------------------------------------------------
 
 
-def text_or_file(setting: str) -> str:
+def read_system_prompt(setting: str) -> str:
     """Returns the text of the file that SYSTEM_PROMPT names, or SYSTEM_PROMPT itself if it is no
     existing file and no word that ends as the name of a text file. Raises UserMistake."""
     is_file = os.path.isfile(setting) or re.fullmatch(r"\S+\.(txt|md|jinja)", setting)
@@ -318,7 +318,7 @@ def has_system_role(
         return False
 
 
-def end_of_turn(tokenizer: "PreTrainedTokenizerBase") -> int | None:
+def end_of_turn_id(tokenizer: "PreTrainedTokenizerBase") -> int | None:
     """Returns the added token that the chat template writes behind an answer; None without such a
     token, and for a template that takes no answers."""
     question = {"role": "user", "content": "A question."}
@@ -331,7 +331,7 @@ def end_of_turn(tokenizer: "PreTrainedTokenizerBase") -> int | None:
     return behind[0] if behind and behind[0] in tokenizer.added_tokens_decoder else None
 
 
-def opened_tag(prompt: Prompt, tokenizer: "PreTrainedTokenizerBase") -> str:
+def open_think_tag(prompt: Prompt, tokenizer: "PreTrainedTokenizerBase") -> str:
     """Returns the <think> at the end of the prompt, with the white space after the tag, or "".
 
     Some chat templates open this tag for the assistant. The completion then begins after the tag,
@@ -341,7 +341,7 @@ def opened_tag(prompt: Prompt, tokenizer: "PreTrainedTokenizerBase") -> str:
     return tag[0] if tag else ""
 
 
-def fit_prompts(prompts: list[Prompt], limit: int, split: str) -> list[Prompt]:
+def drop_long_prompts(prompts: list[Prompt], limit: int, split: str) -> list[Prompt]:
     """Returns the prompts of at most `limit` tokens, and prints how many are longer; 0 means no
     limit. split: its name in messages. Raises UserMistake if no prompt is left."""
     if not limit:

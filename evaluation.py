@@ -8,13 +8,13 @@ import jax
 import numpy as np
 
 import data
-from infra.log import Clock, RunLog, mean_of
+from infra.log import Clock, RunLog, mean_without_nan
 from infra.sizes import eval_questions
 from metrics import are_right, completion_entries, completion_records, phase_seconds
-from model.layout import join
+from model.layout import concatenate_trees
 from model.params import Params
 from rewards import extract_answer
-from rollout import complete, gather_batch, local_part_of, reward_completions, texts_of
+from rollout import complete, gather_batch, reward_completions, slice_of_process, texts_of
 from rows import Batch
 from sampling import Backend
 
@@ -47,13 +47,15 @@ def evaluate(
     evaluation = answer_questions(run, backend, questions, key, clock)
     backend.release()
     line, records = evaluation_record(run, step, evaluation, clock, full)
-    log.line(line)
-    log.record(step, records)
+    log.print_line(line)
+    log.record_metrics(step, records)
     prefix = "eval_full" if full else "eval"
     if jax.process_index() == 0:
         correct = are_right(evaluation.per_function)
         entries = completion_entries(run.rollout, evaluation, "correct", correct)
-        log.entries("eval.jsonl", step, [{"evaluation": prefix} | entry for entry in entries])
+        log.append_entries(
+            "eval.jsonl", step, [{"evaluation": prefix} | entry for entry in entries]
+        )
     return records[f"{prefix}/accuracy"]
 
 
@@ -79,17 +81,17 @@ def answer_questions(
         title="evaluation",
     )
     clock.lap("rollout_generate")
-    local_questions = local_part_of(padded)
+    local_questions = slice_of_process(padded)
     rewards = []
     for i in range(0, len(local_questions), size):  # a call of a reward function has a single pass
         of_pass = slice(i * samples, (i + size) * samples)
         part = jax.tree.map(lambda x, of_pass=of_pass: x[of_pass], completions)
         rewards.append(reward_completions(rollout, local_questions[i : i + size], part))
-    totals, per_function = join(rewards)
+    totals, per_function = concatenate_trees(rewards)
     stop_ids = rollout.stopping.stop_ids
     batch = gather_batch(padded, completions, totals, per_function, stop_ids)
     clock.lap("reward")
-    return batch.groups(np.arange(len(questions)))
+    return batch.select_groups(np.arange(len(questions)))
 
 
 def evaluation_record(
@@ -141,7 +143,7 @@ def standard_error(correct: np.ndarray) -> float:
 
     correct: [questions, samples], NaN where the accuracy does not apply.
     """
-    means = np.array([mean_of(samples) for samples in correct])
+    means = np.array([mean_without_nan(samples) for samples in correct])
     means = means[~np.isnan(means)]
     return float(means.std(ddof=1) / math.sqrt(len(means))) if len(means) > 1 else math.nan
 
@@ -158,7 +160,7 @@ def pass_at(correct: np.ndarray, k: int) -> float:
         if n >= k:
             sets = math.comb(n, k)  # of k samples; an integer of any size
             hits.append((sets - math.comb(wrong, k)) / sets)
-    return mean_of(np.array(hits))
+    return mean_without_nan(np.array(hits))
 
 
 def majority_accuracy(correct: np.ndarray, texts: list[str]) -> float:
@@ -177,4 +179,4 @@ def majority_accuracy(correct: np.ndarray, texts: list[str]) -> float:
             counts = collections.Counter(answer for answer, _ in pairs)
             frequent = counts.most_common(1)[0][0]
             chosen.append(next(is_right for answer, is_right in pairs if answer == frequent))
-    return mean_of(np.array(chosen))
+    return mean_without_nan(np.array(chosen))

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from infra.chips import chip_of, memory_peaks
-from infra.log import Clock, RunLog, mean_of, plain
+from infra.log import Clock, RunLog, mean_without_nan, to_json_values
 from loss import MERGE, equal_groups
 from model.params import ModelConfig
 from model.placement import update_flops
@@ -27,8 +27,12 @@ DRIFT_LEVELS = {"float32": 1e-3, "bfloat16": 0.05}
 # and log-probabilities before the first update.
 PHASES = ("rollout_sync", "rollout_generate", "reward", "advantages", "shard", "update", "logps")
 # Metrics of the tokens that an update computes.
-OF_COMPUTED = ("sampling_logp_difference/", "is_weight/")
-OF_NOTHING = ("loss", "policy_loss", "update_token_count")  # 0 if no token of an update counts
+COMPUTED_TOKEN_METRICS = ("sampling_logp_difference/", "is_weight/")
+METRICS_WITHOUT_TOKENS = (
+    "loss",
+    "policy_loss",
+    "update_token_count",
+)  # 0 if no token of an update counts
 
 
 # ---- An update -----------------------------------------------------------------------------------
@@ -41,7 +45,7 @@ def merge_metrics(micro_steps: list[dict[str, jax.Array]]) -> dict[str, float]:
     return {name: float(MERGE.get(name, sum)(x[name] for x in all_values)) for name in names}
 
 
-def of_all_tokens(
+def rescale_to_all_tokens(
     metrics: dict[str, float], batch: Batch, sequences: np.ndarray
 ) -> dict[str, float]:
     """The update's metrics from those that its micro-steps add up to.
@@ -59,8 +63,10 @@ def of_all_tokens(
     entropy = -logps.sum(dtype=np.float64) / max(counted, 1)
     metrics = metrics | {"entropy": float(entropy), "update_token_count": float(computed)}
     if not counted:
-        return {name: x if name in OF_NOTHING else math.nan for name, x in metrics.items()}
-    for name in (x for x in metrics if x.startswith(OF_COMPUTED) and x not in MERGE):
+        return {
+            name: x if name in METRICS_WITHOUT_TOKENS else math.nan for name, x in metrics.items()
+        }
+    for name in (x for x in metrics if x.startswith(COMPUTED_TOKEN_METRICS) and x not in MERGE):
         metrics[name] *= float(counted / computed)
     if computed < counted and "clip_ratio/low_min" in metrics:
         metrics["clip_ratio/low_min"] = 0.0
@@ -78,7 +84,7 @@ def merge_updates(updates: list[dict[str, float]]) -> dict[str, float]:
         values = [
             update[name]
             for update in updates
-            if name in update and (what_is_not_finite(update) or not math.isnan(update[name]))
+            if name in update and (nonfinite_metric(update) or not math.isnan(update[name]))
         ]
         merged[name] = float(MERGE.get(name, np.mean)(values)) if values else math.nan
     return merged
@@ -97,7 +103,7 @@ class Step(NamedTuple):
     clock: Clock
 
 
-def what_is_not_finite(metrics: dict[str, float]) -> str:
+def nonfinite_metric(metrics: dict[str, float]) -> str:
     """The loss or a norm of the update, with its value, if it is not finite; else ""."""
     names = ("loss", "grad_norm", "param_norm")
     wrong = [name for name in names if not math.isfinite(metrics[name])]
@@ -109,19 +115,19 @@ def log_step(run: "Run", log: RunLog, step: Step) -> None:
     last one, it also shows a group of completions."""
     first, *others = step_lines(step, run.cfg.print_train_time_breakdown)
     for line in (first + log.time_left(step.number, step.clock), *others):
-        log.line(line)
+        log.print_line(line)
     records = step_records(step, run.rollout, run.sizes.local_batch)
     records |= device_records(step, run.learner.compute.model, run.sizes.updates_per_step)
-    log.record(step.number, records)
+    log.record_metrics(step.number, records)
     every = run.cfg.sample_every_steps
     due = every and (step.number % every == 0 or step.number == run.cfg.steps - 1)
     if due and jax.process_index() == 0:
         entries = sample_entries(run.rollout, step.batch)
-        log.entries("samples.jsonl", step.number, entries)
-        log.line(sample_table(step.number, entries[0]))
+        log.append_entries("samples.jsonl", step.number, entries)
+        log.print_line(sample_table(step.number, entries[0]))
 
 
-def stop_if_apart(metrics: Mapping[str, float], drift_level: float) -> None:
+def raise_if_logps_differ(metrics: Mapping[str, float], drift_level: float) -> None:
     """Raises RuntimeError if the log-probabilities of sampler and trainer differ in a first step by
     more than rounding, which explains drift_level nats on average."""
     difference = metrics.get("sampling_logp_difference/mean", 0.0)
@@ -140,7 +146,7 @@ def step_lines(step: Step, breakdown: bool) -> list[str]:
     metrics = step.metrics
     text = (
         f"step={step.number} loss={metrics['loss']:z.6f} entropy={metrics['entropy']:z.4f} "
-        f"reward_mean={mean_of(step.batch.rewards):z.4f} dt={step.clock.total():.2f}s"
+        f"reward_mean={mean_without_nan(step.batch.rewards):z.4f} dt={step.clock.total():.2f}s"
     )
     if breakdown:
         lengths = step.batch.lengths
@@ -156,7 +162,7 @@ def step_lines(step: Step, breakdown: bool) -> list[str]:
     note = f"note step={step.number}"
     if not step.batch.advantages[step.batch.completion_mask.any(axis=1)].any():
         lines.append(f"{note}: rewards are equal in each group, so that the policy gradient is 0")
-    if wrong := what_is_not_finite(metrics):
+    if wrong := nonfinite_metric(metrics):
         number = metrics["updates_applied"] + 1
         lines.append(f"{note}: update {number:.0f} of this step was not applied: {wrong}")
     return lines
@@ -181,7 +187,7 @@ def step_records(step: Step, rollout: Rollout, local_batch: int) -> dict[str, fl
     equal = equal_groups(batch.rewards, batch.completions_per_prompt())  # of the totals, as in TRL
     records["train-other/frac_reward_zero_std"] = equal.mean()
     records |= completion_records("train-", rollout, batch)
-    records["train-reward/accuracy"] = mean_of(are_right(batch.per_function))
+    records["train-reward/accuracy"] = mean_without_nan(are_right(batch.per_function))
     records |= _spread("train-reward/advantage", batch.advantages, "mean", "std", "min", "max")
     records["train-reward/advantage/zero_frac"] = (batch.advantages == 0).mean()
     records |= _spread("train-seq_len/prompt", prompt_lengths, "mean", "max")
@@ -226,12 +232,12 @@ def dynamic_sampling_metrics(
 ) -> dict[str, float]:
     """The metrics of DYNAMIC_SAMPLING: of all groups that were sampled, also those that the step
     leaves out. have_equal_rewards: [rounds * P] bool, of each group."""
-    sampled = Batch.join(rounds)
+    sampled = Batch.concatenate(rounds)
     metrics = {
         "rounds": len(rounds),
         "kept_frac": 1 - have_equal_rewards.mean(),
-        "reward_mean": mean_of(sampled.rewards),
-        "accuracy": mean_of(are_right(sampled.per_function)),
+        "reward_mean": mean_without_nan(sampled.rewards),
+        "accuracy": mean_without_nan(are_right(sampled.per_function)),
         "hit_max_frac": 1 - sampled.stopped.mean(),
     }
     return {f"dynamic_sampling/{name}": float(value) for name, value in metrics.items()}
@@ -249,7 +255,7 @@ def completion_records(prefix: str, rollout: Rollout, batch: Batch) -> dict[str,
     lengths and, with an environment, their turns."""
     records = _spread(f"{prefix}reward/total", batch.rewards, "mean", "std", "min", "max")
     for function, column in zip(rollout.functions, batch.per_function.T, strict=True):
-        records[f"{prefix}reward/func/{function.__name__}/mean"] = mean_of(column)
+        records[f"{prefix}reward/func/{function.__name__}/mean"] = mean_without_nan(column)
     records |= _spread(f"{prefix}seq_len/completion", batch.lengths, "mean", "max")
     records[f"{prefix}seq_len/completion/hit_max_frac"] = 1 - batch.stopped.mean()
     if rollout.environments is not None:
@@ -279,7 +285,7 @@ def sample_entries(rollout: Rollout, batch: Batch) -> list[dict[str, Any]]:
     """Entries of samples.jsonl for two groups, with all their completions. Groups whose total
     rewards differ come first."""
     equal = equal_groups(batch.rewards, batch.completions_per_prompt())
-    shown = batch.groups(np.argsort(equal, kind="stable")[:2])
+    shown = batch.select_groups(np.argsort(equal, kind="stable")[:2])
     entries = completion_entries(rollout, shown, "advantage", shown.advantages)
     prompts = [rollout.tokenizer.decode(prompt.ids) for prompt in shown.prompts]
     return [{"prompt": text} | entry for text, entry in zip(prompts, entries, strict=True)]
@@ -309,7 +315,7 @@ def completion_entries(
         | {"completions": completions[i * n : (i + 1) * n]}
         for i, prompt in enumerate(batch.prompts)
     ]
-    return plain(entries)
+    return to_json_values(entries)
 
 
 def sample_table(step: int, entry: dict[str, Any]) -> str:
@@ -317,7 +323,7 @@ def sample_table(step: int, entry: dict[str, Any]) -> str:
     begins like a line of the run."""
     lines = [f"sample step={step} question: {visible(shorten(entry['question']))}"]
     for each in entry["completions"]:
-        lines.append("  " + " ".join(f"{name}={value}" for name, value in pairs_of(each)))
+        lines.append("  " + " ".join(f"{name}={value}" for name, value in completion_facts(each)))
         lines += [f"    {visible(line)}" for line in shorten(each["text"]).splitlines() or [""]]
     return "\n".join(lines)
 
@@ -332,7 +338,7 @@ def shorten(text: str) -> str:
     return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]} ..."
 
 
-def pairs_of(completion: dict[str, Any]) -> list[tuple[str, str]]:
+def completion_facts(completion: dict[str, Any]) -> list[tuple[str, str]]:
     """What an entry of samples.jsonl or eval.jsonl says of a completion, but for its text."""
     numbers = [("reward", completion["reward"]), *completion["rewards"].items()]
     if "advantage" in completion:

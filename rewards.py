@@ -17,7 +17,7 @@ from unicodedata import normalize
 import numpy as np
 
 from infra.mistakes import UserMistake
-from infra.reward_worker import RewardWorker, worker_function, worker_of
+from infra.reward_worker import RewardWorker, get_worker, load_reward_function
 
 SYSTEM_PROMPT = """\
 Reason step by step inside <think> </think>. Then, on the next line, write only the final number \
@@ -162,7 +162,7 @@ def extract_answer(text: str) -> Fraction | None:
     )
 
 
-def right_number(answer: object) -> Fraction | None:
+def reference_number(answer: object) -> Fraction | None:
     """Returns the number of a right answer: the last number after the last ####, as in GSM8K, or
     without #### the last number of the text."""
     return parse_number(str(answer).rpartition("####")[2])
@@ -171,11 +171,11 @@ def right_number(answer: object) -> Fraction | None:
 def reward_correct(completions: list[str], answer: list[str], **columns: list) -> Rewards:
     """Gives 1.0 to a completion whose answer equals the right answer, else 0.0.
 
-    answer: the right answers, see right_number. Without a number there the reward is None.
+    answer: the right answers, see reference_number. Without a number there the reward is None.
     """
     rewards: Rewards = []
     for completion, right in zip(completions, answer, strict=True):
-        expected = right_number(right)
+        expected = reference_number(right)
         rewards.append(None if expected is None else float(extract_answer(completion) == expected))
     return rewards
 
@@ -261,13 +261,13 @@ def total_rewards(
     return np.where(applies.any(axis=1), totals, np.nan), per_function
 
 
-def entries_of(reward_fn: str) -> list[str]:
+def reward_entries(reward_fn: str) -> list[str]:
     """Returns the entries of REWARD_FN, each a function or file.py:name; without REWARD_FN, the
     names in DEFAULTS."""
     return [entry.strip() for entry in reward_fn.split(",")] if reward_fn else list(DEFAULTS)
 
 
-def weights_of(
+def parse_reward_weights(
     reward_weights: tuple[float, ...], reward_fn: str, names: Sequence[str]
 ) -> tuple[float, ...]:
     """Returns REWARD_WEIGHTS; if it is empty, 1 for each function, and without REWARD_FN the
@@ -317,7 +317,7 @@ def load_reward_functions(
     of further files are added.
     Raises UserMistake for an unknown name, a missing file, or a file that does not load.
     """
-    entries = entries_of(reward_fn)
+    entries = reward_entries(reward_fn)
     functions = (*BUILT_IN, overlong_penalty(max_length, overlong_cache))
     known = {function.__name__: function for function in functions}
     for entry in entries:
@@ -326,6 +326,6 @@ def load_reward_functions(
             raise UserMistake(f"REWARD_FN: {entry!r} is not file.py:name, nor one of {[*known]}")
     return [
         known.get(entry)
-        or worker_function(worker_of("REWARD_FN", entry, timeout_s, workers), entry)
+        or load_reward_function(get_worker("REWARD_FN", entry, timeout_s, workers), entry)
         for entry in entries
     ]

@@ -22,7 +22,7 @@ from infra.log import progress_bar
 from infra.mistakes import UserMistake
 from infra.sizes import prompt_width
 from loss import equal_groups
-from model.layout import gather_processes, join
+from model.layout import concatenate_trees, gather_processes
 from model.network import Compute
 from model.next_token import Sampling
 from rewards import RewardFunction, total_rewards
@@ -102,22 +102,22 @@ def complete(
     """
     longest = max(len(prompt.ids) for prompt in prompts)
     width = prompt_width(longest, rollout.min_prompt_width)  # S+1
-    local_prompts, passes = local_part_of(prompts), []
+    local_prompts, passes = slice_of_process(prompts), []
     total = len(local_prompts) * completions_per_prompt
     sequence_ids = np.array(
-        local_part_of(range(len(prompts) * completions_per_prompt)), np.int32
+        slice_of_process(range(len(prompts) * completions_per_prompt)), np.int32
     )  # [local_batch]
     sequences_per_pass = prompts_per_pass * completions_per_prompt
     with progress_bar(title, total, "completions") as bar:
         for i in range(0, len(local_prompts), prompts_per_pass):
-            rollout.stop.check()
+            rollout.stop.raise_if_stopped()
             ids = [prompt.ids for prompt in local_prompts[i : i + prompts_per_pass]]
             prompt_ids, prompt_mask = data.pad_prompts(ids, width, rollout.stopping.pad_id)
             first = i * completions_per_prompt
             ids_of_pass = sequence_ids[first : first + sequences_per_pass]
             passes.append(backend.generate(prompt_ids, prompt_mask, ids_of_pass, key, sampling))
             bar.update(sequences_per_pass)
-    completions = join(passes)
+    completions = concatenate_trees(passes)
     if rollout.environments is None:
         return completions
     return rollout.environments.take_turns(
@@ -146,7 +146,7 @@ def text_of(
     """
     *_, ids = (ids for is_drawn, ids in parts_of(completions, i) if is_drawn)
     prompt = prompts[i * len(prompts) // len(completions.lengths)]
-    return data.opened_tag(prompt, rollout.tokenizer) + decode_part(rollout, ids)
+    return data.open_think_tag(prompt, rollout.tokenizer) + decode_part(rollout, ids)
 
 
 def decode_part(rollout: Rollout, ids: list[int]) -> str:
@@ -225,7 +225,7 @@ def gather_batch(
     return Batch(prompts, **gather_processes(arrays))
 
 
-def enough(cfg: Config, rounds: list[Batch], reward_weights: Sequence[float]) -> bool:
+def has_enough_groups(cfg: Config, rounds: list[Batch], reward_weights: Sequence[float]) -> bool:
     """Whether a step needs no more rounds of sampling: it needs one without DYNAMIC_SAMPLING, and
     with it as many as give P groups with rewards that differ, at most
     DYNAMIC_SAMPLING_MAX_ROUNDS. All processes see all rewards, so they agree."""
@@ -262,16 +262,16 @@ def choose_groups(
         # A stable sort puts the groups whose rewards differ first.
         order = np.argsort(have_equal_rewards(rounds, adv_estimator, reward_weights), kind="stable")
         chosen = np.sort(order[: len(batch.prompts)])  # [P]
-        batch = Batch.join(rounds).groups(chosen)
+        batch = Batch.concatenate(rounds).select_groups(chosen)
     if adv_estimator == "maxrl" and (batch.rewards < 0).any():
         raise UserMistake(
             f"ADV_ESTIMATOR=maxrl needs rewards of at least 0, and one is "
             f"{np.nanmin(batch.rewards):g}; use another REWARD_FN or estimator"
         )
-    return batch.cut(limits.completion_width(int(batch.lengths.max())))
+    return batch.trim(limits.completion_width(int(batch.lengths.max())))
 
 
-def local_part_of(values: Sequence[Any]) -> Sequence[Any]:
+def slice_of_process(values: Sequence[Any]) -> Sequence[Any]:
     """This process's part of the values of all processes; each has an equal part, in order."""
     count = len(values) // jax.process_count()
     return values[jax.process_index() * count : (jax.process_index() + 1) * count]

@@ -41,7 +41,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from infra.sizes import bucket, prompt_width
+from infra.sizes import bucket_length, prompt_width
 
 # Adding a micro-step's gradient costs about as much as the matmuls of this number of tokens.
 MICRO_STEP_TOKENS = 256
@@ -93,7 +93,7 @@ class Batch(NamedTuple):
         """The arrays that there are, by name."""
         return {name: x for name, x in self._asdict().items() if isinstance(x, np.ndarray)}
 
-    def groups(self, index: np.ndarray) -> "Batch":
+    def select_groups(self, index: np.ndarray) -> "Batch":
         """The sequences of the prompts with these numbers, in their order."""
         K = self.completions_per_prompt()
         sequences = (index[:, None] * K + np.arange(K)).reshape(-1)
@@ -101,13 +101,13 @@ class Batch(NamedTuple):
         return Batch(prompts=[self.prompts[i] for i in index], **arrays)
 
     @staticmethod
-    def join(batches: "Sequence[Batch]") -> "Batch":
+    def concatenate(batches: "Sequence[Batch]") -> "Batch":
         """The sequences of all batches, one batch after the other."""
         arrays = [batch.arrays() for batch in batches]
         joined = {name: np.concatenate([x[name] for x in arrays]) for name in arrays[0]}
         return Batch([prompt for batch in batches for prompt in batch.prompts], **joined)
 
-    def cut(self, T: int) -> "Batch":
+    def trim(self, T: int) -> "Batch":
         """The batch with T places for tokens; no completion is longer."""
         names = "completion_ids completion_mask drawn_mask sampling_logps support".split()
         arrays = self.arrays()
@@ -151,7 +151,7 @@ class Limits(NamedTuple):
     shards: int  # of a micro-step: each holds the rows of one device, or of devices that share them
     sequences: int  # of a shard if rows are padded, which sets the most tokens of a shard
     completions: int  # K: of each prompt
-    longest_completion: int  # tokens: MAX_LENGTH_SAMPLE
+    max_length_sample: int  # tokens: MAX_LENGTH_SAMPLE
     longest_prompt: int  # S: padded, without the last token; reset may make a prompt longer
     shortest_prompt: int  # the fewest tokens to which prompts are padded: GLOBAL_LENGTH
     pack: bool  # False: each completion has the width of the longest one
@@ -163,8 +163,8 @@ class Limits(NamedTuple):
         """T: the padded tokens of completions of up to `longest` tokens. In packed rows it costs
         little, and programs depend on it, so that it has only a few values."""
         if not self.pack:
-            return min(bucket(longest), self.longest_completion)
-        T = self.longest_completion
+            return min(bucket_length(longest), self.max_length_sample)
+        T = self.max_length_sample
         while T > 1 and -(-T // 2) >= longest:
             T = -(-T // 2)
         return T
@@ -172,7 +172,7 @@ class Limits(NamedTuple):
 
 def widest(limits: Limits) -> Widths:
     """The widths of padded rows of the run's longest prompts and completions."""
-    return padded_widths(limits, limits.longest_prompt, limits.longest_completion)
+    return padded_widths(limits, limits.longest_prompt, limits.max_length_sample)
 
 
 def padded_widths(limits: Limits, S: int, T: int) -> Widths:

@@ -14,15 +14,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from infra.chips import program
+from infra.chips import attribute_oom_to
 from infra.log import progress_bar
 from infra.sizes import PASS_SIZES, prompt_share
 from model.attention import Cache, map_kv, prompt_rows
-from model.layout import TRAIN_BATCH_AXES, constrain, join, local_part, shard_batch
+from model.layout import TRAIN_BATCH_AXES, concatenate_trees, constrain, local_part, shard_batch
 from model.logps import dot
-from model.network import Compute, forward, forward_token, prefix_of
+from model.network import Compute, forward, forward_token, split_prefix
 from model.next_token import Sampling, draw_tokens, support_size
-from model.params import Params, arrange_layers, lm_head, on_base, param_shardings, trained
+from model.params import (
+    Params,
+    arrange_layers,
+    combine_params,
+    lm_head,
+    param_shardings,
+    trainable_params,
+)
 
 if TYPE_CHECKING:
     from extras.sglang import SglangBackend
@@ -33,7 +40,7 @@ STAGES, STAGE_TOKENS = 4, 128  # of decode, see stage_ends
 class Stopping(NamedTuple):
     """Where completions end."""
 
-    max_new_tokens: int  # T
+    max_length_sample: int  # T
     stop_ids: tuple[int, ...]  # a completion ends with the first of these; it stays in it
     pad_id: int  # what follows the end of a completion
 
@@ -62,15 +69,15 @@ class NaiveBackend:
         self._drop_ended = drop_ended
         self._weights: Params | None = None
 
-    @program("the copy of the weights that samples")
+    @attribute_oom_to("the copy of the weights that samples")
     def update_weights(self, params: Params) -> None:
         """Takes these weights, before the rollout passes of a step or of an evaluation: copies them
         in the dtype and the layout of the rollout, and waits until they are there."""
         copy = sync_weights(self._rollout)(params)
-        copy = on_base(params, copy) if self._rollout.shares_base else copy
+        copy = combine_params(params, copy) if self._rollout.shares_base else copy
         self._weights = jax.block_until_ready(copy)
 
-    @program("prefill, decode or drop_sequences", PASS_SIZES)
+    @attribute_oom_to("prefill, decode or drop_sequences", PASS_SIZES)
     def generate(
         self,
         prompt_ids: np.ndarray,
@@ -108,17 +115,17 @@ class NaiveBackend:
             shard_batch(sequence_ids, compute.layout),
             shard_batch(earlier, compute.layout),
             key,
-            width=stage_ends(stopping.max_new_tokens, compute.layer_loop)[0],
+            width=stage_ends(stopping.max_length_sample, compute.layer_loop)[0],
             sampling=sampling,
             stopping=stopping,
         )
         parts = decode_all(
             self._weights, compute, state, sampling=sampling, stopping=stopping, drop=drop
         )
-        arrays = join(parts)
+        arrays = concatenate_trees(parts)
         order = np.argsort(arrays["sequence_ids"])  # They left the batch in another order.
         arrays = {name: x[order] for name, x in arrays.items()}
-        is_drawn = np.arange(stopping.max_new_tokens) < arrays["lengths"][:, None]  # [count, T]
+        is_drawn = np.arange(stopping.max_length_sample) < arrays["lengths"][:, None]  # [count, T]
         return Completions(drawn_mask=is_drawn.astype(np.int32), **arrays)
 
     def release(self) -> None:
@@ -142,7 +149,7 @@ def sync_weights(compute: Compute) -> Callable[[Params], Params]:
 
     Both meshes have to list the devices in the same order.
     """
-    part = trained if compute.shares_base else lambda params: params
+    part = trainable_params if compute.shares_base else lambda params: params
 
     def copy(params: Params) -> Params:
         params = jax.tree.map(lambda x: x.astype(compute.dtype), part(params))
@@ -169,7 +176,7 @@ def decode_all(
 
     drop: sequences that have ended leave the batch, at the sizes of smaller_batches.
     """
-    T, all_left = stopping.max_new_tokens, []
+    T, all_left = stopping.max_length_sample, []
     ends = stage_ends(T, compute.layer_loop)
     sizes = smaller_batches(len(state.done) // compute.layout.batch_shards) if drop else []
 
@@ -225,7 +232,7 @@ def smaller_batches(count: int) -> list[int]:
 @functools.partial(jax.jit, static_argnames=("compute",))
 def prefill(params: Params, compute: Compute, prompt_ids: jax.Array, prompt_mask: jax.Array) -> Any:
     """The KV of the prompts [P, S+1] without their last token, as `forward` returns it."""
-    ids, positions, mask = prefix_of(prompt_ids, prompt_mask)
+    ids, positions, mask = split_prefix(prompt_ids, prompt_mask)
     _, prefix = forward(params, compute, ids, positions, rows=prompt_rows(mask))
     return prefix
 
@@ -270,9 +277,9 @@ def begin(
     stopping: Stopping,
 ) -> Decoding:
     """The sequences before their first token. prefix: from prefill. width: of their caches."""
-    layout, B, T = compute.layout, sequence_ids.shape[0], stopping.max_new_tokens
+    layout, B, T = compute.layout, sequence_ids.shape[0], stopping.max_length_sample
     share = B // len(prompt_ids)
-    *_, prefix_mask = prefix_of(prompt_ids, prompt_mask)
+    *_, prefix_mask = split_prefix(prompt_ids, prompt_mask)
     drawn = {
         "completion_ids": jnp.full((B, T), stopping.pad_id, jnp.int32),
         "sampling_logps": jnp.zeros((B, T)),
@@ -348,7 +355,7 @@ def decode(
             drawn["support"] = drawn["support"].at[:, t].set(jnp.where(done[:, None], -1, support))
             drawn["cut_tokens"] += was_cut & ~done
         done = done | jnp.isin(token, jnp.array(stopping.stop_ids))
-        done = done | (state.earlier + t + 1 >= stopping.max_new_tokens)
+        done = done | (state.earlier + t + 1 >= stopping.max_length_sample)
         live = (~done).reshape(layout.batch_shards, -1).sum(axis=1).max()
         return t + 1, live, token, done, drawn, completion
 

@@ -26,22 +26,29 @@ import data
 import rewards
 from config import Config
 from infra import checkpoint, hosts
-from infra.chips import has_bfloat16, program
+from infra.chips import attribute_oom_to, has_bfloat16
 from infra.lifecycle import Lifecycle
-from infra.log import RUNNING, RunLog, check_wandb, chosen_mode, replace_file, stop_if_not_writable
-from infra.mistakes import Unwritable, UserMistake, fail, side_file
-from infra.reward_worker import RewardWorker, worker_of
-from infra.settings import GYM, REPO, to_text
-from infra.sizes import Sizes, derive, prompt_width
+from infra.log import (
+    RUNNING,
+    RunLog,
+    choose_wandb_mode,
+    raise_if_not_writable,
+    raise_if_wandb_unusable,
+    replace_file,
+)
+from infra.mistakes import Unwritable, UserMistake, exit_with_mistakes, side_file
+from infra.reward_worker import RewardWorker, get_worker
+from infra.settings import GYM_PREFIX, REPO, to_text
+from infra.sizes import Sizes, derive_sizes, prompt_width
 from loss import Objective
 from metrics import DRIFT_LEVELS
 from model import hf, lora, placement
-from model.attention import LANES, MOST_PLACES
+from model.attention import LANES, MAX_ROW_TOKENS
 from model.layout import mesh_text
 from model.network import Compute
 from model.next_token import Sampling
-from model.params import ModelConfig, Params, on_base
-from model.placement import attention_flops, layer_weights
+from model.params import ModelConfig, Params, combine_params
+from model.placement import attention_flops, layer_matrix_size
 from rollout import Rollout
 from rows import Limits
 from sampling import Backend, NaiveBackend, Stopping
@@ -85,13 +92,13 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | No
             out, cfg.checkpoint_dir, cfg.save_keep, cfg.save_every_steps
         )
         backend = make_backend(run)
-        with program("what holds the weights and the optimizer's state"):
+        with attribute_oom_to("what holds the weights and the optimizer's state"):
             model, optimizer = run.learner.compute.model, run.learner.optimizer
             wanted = {"state": abstract_state(model, run.learner.compute.layout.mesh, optimizer)}
-            arrays, progress = checkpoint.begin(
+            arrays, progress = checkpoint.begin_or_resume(
                 out,
                 checkpoints,
-                made_with_of(run),
+                result_fingerprint(run),
                 wanted,
                 resume=cfg.resume,
                 steps=cfg.steps,
@@ -105,7 +112,7 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | No
                 state = init_state(params, optimizer=optimizer, model=model)
             ref_params = None
             if cfg.beta > 0:
-                ref_params = on_base(base, first_params(run, run.learner.compute.dtype))
+                ref_params = combine_params(base, first_params(run, run.learner.compute.dtype))
             jax.block_until_ready((base, state, ref_params))
         log = open_log(run, out, progress)
         reviewer = open_reviewer(out, log)
@@ -120,14 +127,14 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | No
             reviewer=reviewer,
             began=began,
         )
-        life.begin({"state": state})
+        life.claim_folder({"state": state})
         run.rollout.stop.watch(cfg.preemption_grace_s)
         if reviewer:
             reviewer.write(RUNNING)
     except (UserMistake, Unwritable) as error:
         if backend:
             backend.close()
-        fail(error)
+        exit_with_mistakes(error)
     return run, life, backend, state, ref_params
 
 
@@ -145,7 +152,7 @@ def first_params(run: Run, dtype: Any) -> Params:
     UserMistake."""
     model, mesh = run.learner.compute.model, run.learner.compute.layout.mesh
     if model.lora:
-        return lora.first_adapters(run.adapters, model, mesh, run.cfg.seed)
+        return lora.initial_adapters(run.adapters, model, mesh, run.cfg.seed)
     return hf.load_params(run.folder, model, mesh, dtype)
 
 
@@ -155,10 +162,10 @@ def set_up(cfg: Config, example: dict[str, str] | None = None) -> Run:
 
     example: the only question to evaluate, instead of the eval split.
     """
-    with hosts.told_by_all():
+    with hosts.raising_on_all_processes():
         run = make_run(cfg, example)
-        facts = facts_of(run)
-    hosts.stop_if_different(facts)
+        facts = process_fingerprint(run)
+    hosts.raise_if_processes_differ(facts)
     training, rollout = run.learner.compute, run.rollout.compute
     print(
         f"model={run.folder} parameters={placement.num_params(training.model) / 1e6:.2f}M "
@@ -167,7 +174,7 @@ def set_up(cfg: Config, example: dict[str, str] | None = None) -> Run:
         f"rewards={','.join(f.__name__ for f in run.rollout.functions)}\n"
         f"{dtype_note(cfg.dtype)}"
         f"mesh dp,fsdp,tp train={mesh_text(training.layout.mesh)} ({cfg.mesh_shape}) "
-        f"rollout={placement.rollout_mesh(cfg, rollout)} "
+        f"rollout={placement.rollout_mesh_text(cfg, rollout)} "
         f"({cfg.rollout_mesh_shape}{run.mesh_reason})\n"
         f"{lora_line(training.model, rollout)}rollout.backend: {cfg.rollout_backend}\n"
         f"loss.loss_type={cfg.loss_type} loss.adv_estimator={cfg.adv_estimator} "
@@ -211,26 +218,26 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
     if cfg.rollout_backend == "sglang_jax":
         open_sglang().import_engine(jax.devices())
     if jax.process_index() == 0:  # it alone writes
-        check_wandb(cfg.wandb_mode)
+        raise_if_wandb_unusable(cfg.wandb_mode)
         if cfg.export_hf not in ("", "none"):
-            stop_if_not_writable(f"EXPORT_HF={cfg.export_hf}", Path(cfg.export_hf))
-    hosts.stop_if_not_so_many(cfg.require_multihost, cfg.require_jax_process_count)
-    sizes = derive(cfg, jax.process_count(), jax.local_device_count())
-    print(sizes.line(), flush=True)
+            raise_if_not_writable(f"EXPORT_HF={cfg.export_hf}", Path(cfg.export_hf))
+    hosts.raise_if_process_count_differs(cfg.require_multihost, cfg.require_jax_process_count)
+    sizes = derive_sizes(cfg, jax.process_count(), jax.local_device_count())
+    print(sizes.to_line(), flush=True)
     workers: dict[str, RewardWorker] = {}
-    data.stop_if_no_gym(cfg.dataset)
+    data.raise_if_gym_is_missing(cfg.dataset)
     functions = []
-    if cfg.rewards() or not cfg.environment_class:  # else the environments alone give rewards
+    if cfg.reward_fns() or not cfg.environment_class:  # else the environments alone give rewards
         cache = cfg.overlong_cache or cfg.max_length_sample // 5
         functions = rewards.load_reward_functions(
-            cfg.rewards(), cfg.reward_timeout_s, cfg.max_length_sample, cache, workers
+            cfg.reward_fns(), cfg.reward_timeout_s, cfg.max_length_sample, cache, workers
         )
-    asked = "answer" if cfg.dataset.startswith(GYM) else "number"  # a task's may be any text
+    asked = "answer" if cfg.dataset.startswith(GYM_PREFIX) else "number"  # a task's may be any text
     default = rewards.SYSTEM_PROMPT.replace("number", asked)
-    system_prompt = data.text_or_file(cfg.system_prompt) or default
+    system_prompt = data.read_system_prompt(cfg.system_prompt) or default
 
     folder, adapters, model, tokenizer = open_model(cfg)
-    stop_ids = stop_ids_of(folder, tokenizer, model.vocab_size)
+    stop_ids = find_stop_ids(folder, tokenizer, model.vocab_size)
     stopping = Stopping(cfg.max_length_sample, stop_ids, pad_id=stop_ids[0])
     environments = None
     if cfg.environment_class:
@@ -241,24 +248,24 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
         print(f"note: {why}; SYSTEM_PROMPT stands in front of each question", flush=True)
     if environments and environments.has_reward:
         functions.append(environments.get_reward)
-    reward_weights = rewards.weights_of(
-        cfg.reward_weights, cfg.rewards(), [function.__name__ for function in functions]
+    reward_weights = rewards.parse_reward_weights(
+        cfg.reward_weights, cfg.reward_fns(), [function.__name__ for function in functions]
     )
 
     def prompts_of(split: str) -> list[data.Prompt]:
         examples = [example] if example else load_examples(cfg, split)
         prompts = data.build_prompts(examples, tokenizer, system_prompt, tools, model.vocab_size)
-        prompts = data.fit_prompts(prompts, cfg.max_prompt_length, split)
+        prompts = data.drop_long_prompts(prompts, cfg.max_prompt_length, split)
         if rewards.reward_correct in functions and not example:
-            stop_if_no_number(cfg.dataset, split, [prompt.columns["answer"] for prompt in prompts])
+            raise_if_no_number(cfg.dataset, split, [prompt.columns["answer"] for prompt in prompts])
         return prompts
 
     train_prompts = prompts_of(cfg.train_split) if cfg.steps else []
     eval_prompts = prompts_of(cfg.eval_split) if cfg.evaluates() else []
     longest = max((len(prompt.ids) for prompt in train_prompts + eval_prompts), default=1)
-    placement.stop_if_too_long(cfg.max_length_sample, model, longest)
+    placement.raise_if_too_long(cfg.max_length_sample, model, longest)
     S = prompt_width(longest, cfg.global_length) - 1
-    training, sampling, reason = placement.how_to_compute(cfg, model, sizes, S, jax.devices())
+    training, sampling, reason = placement.plan_compute(cfg, model, sizes, S, jax.devices())
     rollout = Rollout(
         compute=sampling,
         sampling=sampling_of(cfg),
@@ -311,25 +318,25 @@ def drift_level(cfg: Config, training: Compute, rollout: Compute) -> float:
 def limits_of(cfg: Config, sizes: Sizes, training: Compute, processes: int, S: int) -> Limits:
     """The limits of packed rows. S: padded tokens of the longest prompt without the last one."""
     model, X = training.model, training.layout.batch_shards
-    matmuls = 2 * model.num_layers * layer_weights(model)  # FLOPs of a token
+    matmuls = 2 * model.num_layers * layer_matrix_size(model)  # FLOPs of a token
     return Limits(
         shards=X,
         sequences=sizes.micro_batch_size * processes // X,
         completions=cfg.num_pre_q,
-        longest_completion=cfg.max_length_sample,
+        max_length_sample=cfg.max_length_sample,
         longest_prompt=S,
         shortest_prompt=cfg.global_length,
         pack=cfg.packs(),
         unit=LANES if training.attention_impl == "splash" else 1,
-        row_tokens=MOST_PLACES if training.attention_impl == "splash" else sys.maxsize,
+        row_tokens=MAX_ROW_TOKENS if training.attention_impl == "splash" else sys.maxsize,
         matmul_keys=matmuls / attention_flops(model, 1),
     )
 
 
-def stop_if_no_number(dataset: str, split: str, answers: list[str]) -> None:
+def raise_if_no_number(dataset: str, split: str, answers: list[str]) -> None:
     """Prints how many right answers of a split have no number for reward_correct. Raises
     UserMistake if none of them has one."""
-    without = [answer for answer in answers if rewards.right_number(answer) is None]
+    without = [answer for answer in answers if rewards.reference_number(answer) is None]
     if len(without) == len(answers):
         raise UserMistake(
             f"DATASET={dataset}: none of the {len(answers)} {split} answers, such as "
@@ -347,23 +354,23 @@ def open_model(cfg: Config) -> tuple[Path, Path | None, ModelConfig, Any]:
     the model and its tokenizer, before any weight is read. Raises UserMistake."""
     folder, adapters = lora.fetch_base(cfg.model_path, cfg.model_revision)
     for each in (folder, adapters or folder):
-        hf.stop_if_overwritten(cfg.export_hf, cfg.output_dir, each)
-    model, tokenizer = hf.read_model(folder, template_of(cfg, adapters))
-    model = dataclasses.replace(model, lora=lora.lora_of(cfg, model, adapters))
+        hf.raise_if_overwriting(cfg.export_hf, cfg.output_dir, each)
+    model, tokenizer = hf.read_model(folder, chat_template_file(cfg, adapters))
+    model = dataclasses.replace(model, lora=lora.read_lora(cfg, model, adapters))
     return folder, adapters, model, tokenizer
 
 
-def template_of(cfg: Config, adapters: Path | None) -> str:
+def chat_template_file(cfg: Config, adapters: Path | None) -> str:
     """The file of the chat template, which an export of adapters may have, too; "": the tokenizer
     has the template."""
     exported = adapters and adapters / "chat_template.jinja"
     return cfg.chat_template or (str(exported) if exported and exported.is_file() else "")
 
 
-def stop_ids_of(folder: Path, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
+def find_stop_ids(folder: Path, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
     """Every token id that ends a completion, sorted: those that the folder names, and the one with
     which the chat template ends an answer. Raises UserMistake."""
-    named, end = hf.stop_ids(folder, tokenizer, vocab_size), data.end_of_turn(tokenizer)
+    named, end = hf.read_stop_ids(folder, tokenizer, vocab_size), data.end_of_turn_id(tokenizer)
     if end is not None and end < vocab_size and end not in named:
         why = "the chat template ends an answer with it, though the model's files do not name it"
         print(f"note: {tokenizer.decode([end])} is a stop token: {why}", flush=True)
@@ -390,9 +397,9 @@ def open_environments(
     file, _, name = source.rpartition(":")
     if not (file.endswith(".py") and name.isidentifier()):
         raise UserMistake(f"ENVIRONMENT_CLASS={source} is not file.py:Class")
-    worker = worker_of("ENVIRONMENT_CLASS", source, cfg.reward_timeout_s, workers)
+    worker = get_worker("ENVIRONMENT_CLASS", source, cfg.reward_timeout_s, workers)
     environments = Environments(source, worker, tokenizer, stop_ids, cfg.seed)
-    if not environments.has_reward and not cfg.rewards():
+    if not environments.has_reward and not cfg.reward_fns():
         raise UserMistake(
             f"ENVIRONMENT_CLASS={source} has no get_reward(self); write one, or set REWARD_FN"
         )
@@ -434,7 +441,7 @@ def open_reviewer(out: Path, log: RunLog) -> "Reviewer | None":
         with side_file("extras/report.py", "report.html"):
             from extras.report import Reviewer
     except UserMistake:
-        log.line("note: without extras/report.py the run has no report and no verdict")
+        log.print_line("note: without extras/report.py the run has no report and no verdict")
         return None
     return Reviewer(out, log)
 
@@ -463,7 +470,7 @@ def optimizer_of(cfg: Config) -> Optimizer:
     return Optimizer(name=cfg.optimizer, weight_decay=cfg.weight_decay, clip_norm=cfg.clip_norm)
 
 
-def what_ran(run: Run) -> dict[str, str]:
+def resolved_choices(run: Run) -> dict[str, str]:
     """What this machine has made of the settings that leave a choice, as config.yaml names it."""
     chosen = ("attention_impl", "layer_loop", "dtype")
     training = run.learner.compute
@@ -473,7 +480,7 @@ def what_ran(run: Run) -> dict[str, str]:
         "derived.policy_loss_impl": run.cfg.policy_loss_impl,
         **{f"derived.{name}": str(getattr(training, name)) for name in chosen},
         "derived.mesh_shape": mesh_text(training.layout.mesh),
-        "derived.rollout_mesh_shape": placement.rollout_mesh(run.cfg, run.rollout.compute),
+        "derived.rollout_mesh_shape": placement.rollout_mesh_text(run.cfg, run.rollout.compute),
         "derived.commit": hosts.commit_of(REPO),
         "derived.device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
     }
@@ -482,9 +489,9 @@ def what_ran(run: Run) -> dict[str, str]:
 def open_log(run: Run, out: Path, progress: checkpoint.Progress) -> RunLog:
     """The run's log in its folder, with config.yaml; it drops records after the checkpoint."""
     cfg, writes, wandb = run.cfg, jax.process_index() == 0, None
-    if writes and (mode := chosen_mode(cfg.wandb_mode)) != "disabled":
+    if writes and (mode := choose_wandb_mode(cfg.wandb_mode)) != "disabled":
         derived = {f"derived.{name}": value for name, value in run.sizes._asdict().items()}
-        values = dataclasses.asdict(cfg) | derived | what_ran(run)
+        values = dataclasses.asdict(cfg) | derived | resolved_choices(run)
         if progress.forked_from:
             values["forked_from"] = progress.forked_from
         wandb = {"mode": mode, "config": values, "project": cfg.wandb_project or "grpo"}
@@ -493,14 +500,16 @@ def open_log(run: Run, out: Path, progress: checkpoint.Progress) -> RunLog:
     sweeps = cfg.eval_full_sweep and progress.step == cfg.steps
     kept = ["eval"] * (progress.step in progress.evals) + ["eval_full"] * (not sweeps)
     resumed = {"first_step": progress.step, "kept": kept}
-    with hosts.told_by_all():
+    with hosts.raising_on_all_processes():
         try:
             log = RunLog(out, steps=cfg.steps, writes=writes, wandb=wandb, **resumed)
             if writes:
                 text = config.describe(cfg, jax.process_count(), jax.local_device_count())
-                text += "".join(f"\n{name}: {value}" for name, value in what_ran(run).items())
+                text += "".join(
+                    f"\n{name}: {value}" for name, value in resolved_choices(run).items()
+                )
                 replace_file(out / "config.yaml", text + "\n")
-                log.line(f"output={out}")
+                log.print_line(f"output={out}")
         except OSError as error:
             raise UserMistake(f"OUTPUT_DIR={out} cannot be written: {error.strerror}") from None
     return log
@@ -513,19 +522,19 @@ def export(run: Run, out: Path, params: Params) -> None:
         return
     cfg, folder = run.cfg, Path(run.cfg.export_hf or out / "hf")
     model, dtype = run.learner.compute.model, run.learner.compute.dtype
-    is_replaced = template_of(cfg, run.adapters) != ""
+    is_replaced = chat_template_file(cfg, run.adapters) != ""
     chat_template = run.rollout.tokenizer.chat_template if is_replaced else ""
     try:
         if model.lora and cfg.export_lora == "adapters":
             path, revision = cfg.model_path, cfg.model_revision
             if run.adapters:
-                path, revision = lora.base_of(run.adapters)
+                path, revision = lora.read_base_name(run.adapters)
             lora.save_adapters(
                 folder, params, model, model.lora, path, revision, chat_template=chat_template
             )
             return
         if model.lora:
-            params, _ = lora.merge(params, model.lora)
+            params, _ = lora.merge_adapters(params, model.lora)
         hf.save_model(folder, params, model, run.folder, dtype=dtype, chat_template=chat_template)
     except OSError as error:
         raise Unwritable(f"EXPORT_HF={folder} cannot be written: {error}") from None
@@ -534,7 +543,7 @@ def export(run: Run, out: Path, params: Params) -> None:
 # ---- What processes and resumed runs compare -----------------------------------------------------
 
 
-def made_with_of(run: Run) -> dict[str, str]:
+def result_fingerprint(run: Run) -> dict[str, str]:
     """What the results follow from, but the code: a resumed run must have the same settings, sizes
     and digests of files."""
     cfg, folder = run.cfg, run.folder
@@ -543,7 +552,7 @@ def made_with_of(run: Run) -> dict[str, str]:
         for field in dataclasses.fields(cfg)
         if field.metadata["kept"]
     }
-    entries = rewards.entries_of(cfg.rewards())
+    entries = rewards.reward_entries(cfg.reward_fns())
     values["REWARD_WEIGHTS"] = to_text(run.rollout.reward_weights)
     values["REWARD_FN"] = ",".join(Path(entry).name for entry in entries)
     scheduled = cfg.lr_schedule != "constant" or cfg.warmup_ratio > 0
@@ -553,7 +562,7 @@ def made_with_of(run: Run) -> dict[str, str]:
     values["DTYPE"] = str(run.learner.compute.dtype)
     values["the stop tokens"] = str(run.rollout.stopping.stop_ids)
     for name in ("config.json", "tokenizer.json"):
-        values[f"the model's {name}"] = hosts.digest((folder / name).read_bytes())
+        values[f"the model's {name}"] = hosts.short_digest((folder / name).read_bytes())
     values["the tokenized prompts"] = digest_of(run.train_prompts)
     if cfg.beta > 0 or run.learner.compute.model.lora:  # every start reads these weights again
         files = sorted(folder.glob("*.safetensors"))
@@ -564,7 +573,7 @@ def made_with_of(run: Run) -> dict[str, str]:
     if run.rollout.environments:  # their messages are written by it, too
         tools = run.rollout.environments.tools or None
         template = run.rollout.tokenizer.get_chat_template(tools=tools)
-        values["the chat template"] = hosts.digest(template.encode())
+        values["the chat template"] = hosts.short_digest(template.encode())
     sources = {"REWARD_FN": entries, "ENVIRONMENT_CLASS": [cfg.environment_class]}
     for setting, named in sources.items():
         mains = [Path(entry.rpartition(":")[0]).resolve() for entry in named if ":" in entry]
@@ -572,7 +581,7 @@ def made_with_of(run: Run) -> dict[str, str]:
             for file in imported_files(main):
                 name = f"the file of {setting} {os.path.relpath(file, main.parent)}"
                 before = f"{values[name]}," if name in values else ""  # of another folder
-                values[name] = before + hosts.digest(file.read_bytes())
+                values[name] = before + hosts.short_digest(file.read_bytes())
     return values
 
 
@@ -603,10 +612,10 @@ def digest_of_file(file: Path) -> list[Any]:
     places between; to read all would take too long."""
     content = np.memmap(file, mode="r")
     pieces = content[: 2**20], content[:: max(len(content) // 4096, 1)], content[-(2**20) :]
-    return [file.name, len(content), hosts.digest(b"".join(x.tobytes() for x in pieces))]
+    return [file.name, len(content), hosts.short_digest(b"".join(x.tobytes() for x in pieces))]
 
 
-def facts_of(run: Run) -> dict[str, str]:
+def process_fingerprint(run: Run) -> dict[str, str]:
     """What has to be the same on every process, besides what the results follow from: the other
     settings, the code, the versions and the names of the model's files."""
     settings = {
@@ -615,7 +624,7 @@ def facts_of(run: Run) -> dict[str, str]:
         if not field.metadata["per_process"]
     }
     files = [*run.folder.glob("*.json"), *run.folder.glob("*.safetensors")]
-    versions = {f"the version of {name}": x for name, x in hosts.versions().items()}
+    versions = {f"the version of {name}": x for name, x in hosts.package_versions().items()}
     others = {
         "our code": hosts.code_digest(REPO),
         "the list of the model's files": digest_of(
@@ -623,19 +632,19 @@ def facts_of(run: Run) -> dict[str, str]:
         ),
         "the questions of evaluations": digest_of(run.eval_prompts),
     }
-    return settings | made_with_of(run) | others | versions
+    return settings | result_fingerprint(run) | others | versions
 
 
 def digest_of(values: Sequence[Any]) -> str:
     """A digest of JSON values, or of what is printed as a text."""
-    return hosts.digest(json.dumps(values, default=str).encode())
+    return hosts.short_digest(json.dumps(values, default=str).encode())
 
 
 if __name__ == "__main__":
-    with hosts.ending_together():
+    with hosts.exiting_on_error():
         try:
             cfg, *_ = config.load([])
             hosts.start_jax(cfg.jax_compilation_cache_dir, cfg.init_timeout_s)
         except UserMistake as error:
-            fail(error)
-        print("versions", *(f"{name}={x}" for name, x in hosts.versions().items()))
+            exit_with_mistakes(error)
+        print("versions", *(f"{name}={x}" for name, x in hosts.package_versions().items()))

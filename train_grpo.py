@@ -41,10 +41,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from evaluation import evaluate
-from infra.chips import memory_errors_in_sizes, program
-from infra.hosts import ending_together
+from infra.chips import attribute_oom_to, exit_on_oom
+from infra.hosts import exiting_on_error
 from infra.log import Clock
-from infra.mistakes import UserMistake, fail, side_file
+from infra.mistakes import UserMistake, exit_with_mistakes, side_file
 from infra.sizes import MICRO_SIZES
 from loss import group_advantages, top_entropy_mask
 from metrics import (
@@ -54,21 +54,21 @@ from metrics import (
     log_step,
     merge_metrics,
     merge_updates,
-    of_all_tokens,
-    stop_if_apart,
-    what_is_not_finite,
+    nonfinite_metric,
+    raise_if_logps_differ,
+    rescale_to_all_tokens,
 )
 from model.layout import gather_processes, local_part, shard_batch
-from model.params import Params, on_base, trained
+from model.params import Params, combine_params, trainable_params
 from rollout import (
     choose_groups,
     complete_prompts,
-    enough,
     gather_batch,
+    has_enough_groups,
     have_equal_rewards,
-    local_part_of,
     prompts_of_round,
     reward_completions,
+    slice_of_process,
 )
 from rows import Batch, MicroBatch, pack, plan_rows
 from startup import drift_level, export, start
@@ -77,8 +77,8 @@ from update import (
     TrainState,
     compute_logps_and_entropies,
     computed_per_token,
-    counts_of,
     learning_rate,
+    loss_denominators,
     micro_step,
     optimizer_step,
 )
@@ -91,7 +91,8 @@ def main(cfg: Config) -> None:
     rollout_key, eval_key = jax.random.split(jax.random.key(cfg.seed))
 
     def params() -> Params:
-        return on_base(learner.base, state.params)  # with LoRA the state has the adapters alone
+        # With LoRA the state has the adapters alone.
+        return combine_params(learner.base, state.params)
 
     def evaluate_after(steps: int, full: bool = False) -> float:
         return evaluate(run, life.log, backend, eval_key, params(), steps, full)
@@ -104,14 +105,15 @@ def main(cfg: Config) -> None:
         for step in range(life.progress.step, cfg.steps):
             # ---- Evaluation: the accuracy on held-out questions; step 0 is the baseline ----------
             if life.evaluation_is_due(step):
-                life.note_evaluation(step, evaluate_after(step))
+                life.record_evaluation(step, evaluate_after(step))
             clock = Clock(PHASES)
 
             # ---- Rollout and rewards: K completions of each of P prompts, rewarded on the host ---
             backend.update_weights(params())
             clock.lap("rollout_sync")
             rounds: list[Batch] = []
-            while not enough(cfg, rounds, reward_weights):  # several with DYNAMIC_SAMPLING alone
+            # Only DYNAMIC_SAMPLING may need several rounds.
+            while not has_enough_groups(cfg, rounds, reward_weights):
                 round_number = life.progress.rounds + len(rounds)  # of the run, from 0
                 prompts = prompts_of_round(run, round_number)  # [P], the same on every process
                 key = jax.random.fold_in(rollout_key, round_number)
@@ -119,7 +121,7 @@ def main(cfg: Config) -> None:
                 clock.lap("rollout_generate")
                 # [local_batch] and [local_batch, functions]
                 totals, per_function = reward_completions(
-                    rollout, local_part_of(prompts), completions
+                    rollout, slice_of_process(prompts), completions
                 )
                 clock.lap("reward")
                 stop_ids = rollout.stopping.stop_ids
@@ -166,7 +168,7 @@ def main(cfg: Config) -> None:
             groups = groups_of_updates(
                 run.sizes.prompts_per_step, cfg.num_mini_batches, cfg.ppo_epochs, (cfg.seed, step)
             )
-            run.rollout.stop.check()  # after the first update the run stops only behind the step
+            rollout.stop.raise_if_stopped()  # the last time before the weights change
             state, metrics = update_policy(learner, state, batch, groups, lr)
             clock.lap("update")
 
@@ -178,16 +180,16 @@ def main(cfg: Config) -> None:
             sampled_tokens = sum(int(sampled.drawn_mask.sum()) for sampled in rounds)
             log_step(run, life.log, Step(step, metrics, batch, sampled_tokens, clock))
             if step == 0:
-                stop_if_apart(metrics, drift_level(cfg, learner.compute, rollout.compute))
+                raise_if_logps_differ(metrics, drift_level(cfg, learner.compute, rollout.compute))
 
             # ---- Save ----------------------------------------------------------------------------
-            life.count_step(len(rounds), what_is_not_finite(metrics))
+            life.count_step(len(rounds), nonfinite_metric(metrics))
             due = cfg.save_every_steps and life.progress.step % cfg.save_every_steps == 0
             if due and life.progress.step < cfg.steps:
                 save()
 
         if life.evaluation_is_due(cfg.steps):
-            life.note_evaluation(cfg.steps, evaluate_after(cfg.steps))
+            life.record_evaluation(cfg.steps, evaluate_after(cfg.steps))
         if cfg.steps:
             save()  # the last checkpoint, with the last accuracy
         if cfg.eval_full_sweep:
@@ -224,7 +226,7 @@ def with_logps(
     return batch
 
 
-@program("compute_logps_and_entropies", MICRO_SIZES)
+@attribute_oom_to("compute_logps_and_entropies", MICRO_SIZES)
 def compute_batch_logps_and_entropies(learner: Learner, params: Params, batch: Batch) -> np.ndarray:
     """[2, B, T] float32 nats, on every process: the log-probabilities of the completions' tokens
     and the entropies of their distributions. They are 0 for sequences that are not computed, and
@@ -258,7 +260,7 @@ def pack_to_devices(learner: Learner, batch: Batch, sequences: np.ndarray) -> li
     micro_batches = []
     rows_of_micro_steps, widths = plan_rows(batch, sequences, learner.limits)
     for rows in rows_of_micro_steps:
-        packed = pack(batch, local_part_of(rows), widths, learner.pad_id)
+        packed = pack(batch, slice_of_process(rows), widths, learner.pad_id)
         micro_batches.append(shard_batch(packed, learner.compute.layout))
     return micro_batches
 
@@ -290,12 +292,12 @@ def update_policy(
     updates: list[dict[str, float]] = []
     applied = 0
     for groups in groups_of_update:
-        mini_batch = batch.groups(groups)
+        mini_batch = batch.select_groups(groups)
         if not updates:  # The policy has not changed yet: with its own logps each ratio is 1.
             mini_batch = mini_batch._replace(old_logps=None)
         state, metrics = one_update(learner, state, mini_batch, lr)
         updates.append(metrics)
-        if what_is_not_finite(metrics):
+        if nonfinite_metric(metrics):
             break
         applied += 1
     return state, merge_updates(updates) | {"updates_applied": applied}
@@ -305,9 +307,9 @@ def one_update(
     learner: Learner, state: TrainState, mini_batch: Batch, lr: float
 ) -> tuple[TrainState, dict[str, float]]:
     """The state after one optimizer step on the gradient of the mini-batch, and the metrics."""
-    params = on_base(learner.base, state.params)
+    params = combine_params(learner.base, state.params)
     grads, metrics = accumulate_gradients(learner, params, mini_batch)
-    with program("optimizer_step"):
+    with attribute_oom_to("optimizer_step"):
         state, norms = optimizer_step(
             state,
             grads,
@@ -319,7 +321,7 @@ def one_update(
     return state, metrics | norms
 
 
-@program("micro_step", MICRO_SIZES)
+@attribute_oom_to("micro_step", MICRO_SIZES)
 def accumulate_gradients(
     learner: Learner, params: Params, mini_batch: Batch
 ) -> tuple[Params, dict[str, float]]:
@@ -328,10 +330,10 @@ def accumulate_gradients(
     params: all weights; the gradients are those of the trained ones.
     """
     sequences = computed_sequences(mini_batch, learner.skips_zero_advantages)
-    counts = counts_of(mini_batch)
+    counts = loss_denominators(mini_batch)
     micro_batches = pack_to_devices(learner, mini_batch, sequences)
     needs_zeros = learner.accumulates or not micro_batches
-    grads = jax.tree.map(jnp.zeros_like, trained(params)) if needs_zeros else None
+    grads = jax.tree.map(jnp.zeros_like, trainable_params(params)) if needs_zeros else None
     metrics_of_micro_steps = []
     for micro_batch in micro_batches:
         grads, metrics = micro_step(
@@ -346,7 +348,7 @@ def accumulate_gradients(
         metrics_of_micro_steps.append(metrics)
     # Without a sequence to learn from, the loss is the only metric.
     metrics = merge_metrics(metrics_of_micro_steps or [{"loss": 0.0}])
-    metrics = of_all_tokens(metrics, mini_batch, sequences)
+    metrics = rescale_to_all_tokens(metrics, mini_batch, sequences)
     per_token = computed_per_token(micro_batches, mini_batch, sequences)
     return grads, metrics | {"throughput/update/computed_per_token": per_token}
 
@@ -362,9 +364,9 @@ if __name__ == "__main__":
             with side_file("tools/ask.py", "--eval-only" if FLAGS.eval_only else "--ask"):
                 from tools.ask import answer_command
     except UserMistake as error:
-        fail(error)
+        exit_with_mistakes(error)
     print(*LINES, sep="\n", flush=True)
-    with ending_together(), memory_errors_in_sizes(CFG):
+    with exiting_on_error(), exit_on_oom(CFG):
         if answers:
             answer_command(CFG, FLAGS)
         else:

@@ -27,12 +27,12 @@ from model.params import (
     Params,
     abstract_params,
     arrange_layers,
+    combine_params,
+    is_unrolled,
     lm_head,
-    on_base,
     param_shardings,
     param_table,
-    trained,
-    unrolled,
+    trainable_params,
 )
 from rows import Batch, Limits, MicroBatch
 
@@ -60,7 +60,7 @@ class TrainState:
     opt_state: Any
 
 
-def counts_of(batch: Batch) -> dict[str, np.ndarray]:
+def loss_denominators(batch: Batch) -> dict[str, np.ndarray]:
     """What the sums over an update are divided by, as policy_loss names it; float32, at least 1.
 
     batch: all sequences of the update.
@@ -128,13 +128,13 @@ def micro_step(
     for merge_metrics.
 
     params: all weights. grad_sum: of those that training changes, None for the first micro-batch of
-    an update that has a single one by its settings. counts: of the update, from counts_of.
+    an update that has a single one by its settings. counts: of the update, from loss_denominators.
     """
     weights = arrange_layers(params, compute.layer_loop, compute.dtype)
 
     def loss_of(changed: Params) -> tuple[jax.Array, dict[str, jax.Array]]:
         logps, entropy = compute_logps_and_entropies(
-            on_base(weights, changed), micro_batch, temperature, compute
+            combine_params(weights, changed), micro_batch, temperature, compute
         )
         old_logps = micro_batch.old_logps  # [X*Q, T], like logps and entropy
         old_logps = jax.lax.stop_gradient(logps) if old_logps is None else old_logps
@@ -158,9 +158,9 @@ def micro_step(
         metrics["sampling_logp_difference/max"] = gap.max()
         return loss, metrics
 
-    grads, metrics = jax.grad(loss_of, has_aux=True)(trained(weights))
+    grads, metrics = jax.grad(loss_of, has_aux=True)(trainable_params(weights))
     shardings = param_shardings(compute.model, compute.layout.mesh, compute.layer_loop)
-    grads = jax.lax.with_sharding_constraint(grads, trained(shardings))
+    grads = jax.lax.with_sharding_constraint(grads, trainable_params(shardings))
     return _add(grad_sum, grads), metrics
 
 
@@ -168,7 +168,7 @@ def _add(grad_sum: Params | None, grads: Params) -> Params:
     """The float32 sum, with stacked layers. grads: of a scanned or of an unrolled program."""
 
     def add(g: Any, total: Any = None) -> Any:
-        if not unrolled(g):
+        if not is_unrolled(g):
             return g if total is None else total + g
         if total is None:
             return jax.tree.map(lambda *layers: jnp.stack(layers).astype(jnp.float32), *g)
@@ -181,7 +181,7 @@ def _add(grad_sum: Params | None, grads: Params) -> Params:
         return total
 
     trees = (grads,) if grad_sum is None else (grads, grad_sum)
-    return jax.tree.map(add, *trees, is_leaf=unrolled)
+    return jax.tree.map(add, *trees, is_leaf=is_unrolled)
 
 
 # ---- The optimizer -------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ def transform(optimizer: Optimizer, model: ModelConfig) -> optax.GradientTransfo
         "lion": optax.scale_by_lion(b1=0.9, b2=0.99),
         "sgd": optax.identity(),
     }
-    table = trained(param_table(model))
+    table = trainable_params(param_table(model))
     decays = jax.tree.map(lambda leaf: leaf.kind not in ("norm", "bias"), table)
     decay = optax.add_decayed_weights(optimizer.weight_decay, mask=decays)
     return optax.chain(rules[optimizer.name], decay)
@@ -224,7 +224,7 @@ def init_state(params: Params, *, optimizer: Optimizer, model: ModelConfig) -> T
 
 def abstract_state(model: ModelConfig, mesh: Mesh, optimizer: Optimizer) -> TrainState:
     """Shapes, dtypes and shardings of what init_state makes, on a mesh that need not exist here."""
-    params = trained(abstract_params(model, mesh, jnp.float32))
+    params = trainable_params(abstract_params(model, mesh, jnp.float32))
     rule = transform(optimizer, model)
     replicated = NamedSharding(mesh, PartitionSpec())
     opt_state = optax.tree_utils.tree_map_params(

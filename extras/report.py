@@ -34,16 +34,16 @@ from infra.log import (
     RUNNING,
     SUMMARY,
     RunLog,
-    column,
-    mean_of,
+    mean_without_nan,
+    metric_values,
     read_lines,
     read_settings,
     replace_file,
-    state_of,
+    run_state,
 )
-from infra.mistakes import UserMistake, fail
+from infra.mistakes import UserMistake, exit_with_mistakes
 from infra.settings import yaml_lines
-from metrics import pairs_of
+from metrics import completion_facts
 
 # ---- The records of a run ------------------------------------------------------------------------
 
@@ -71,7 +71,7 @@ def read_history(out: Path) -> History:
     settings, records = read_settings(out), [*read_lines(out / "metrics.jsonl")]
     steps = [record for record in records if LOSS in record]
     evals = [record for record in records if "eval/accuracy" in record]
-    return History(settings, records, steps, evals, *state_of(out))
+    return History(settings, records, steps, evals, *run_state(out))
 
 
 def records_with(records: Sequence[Record], name: str) -> list[Record]:
@@ -88,7 +88,7 @@ UPDATE_METRICS = (LOSS, GRAD_NORM, "train-other/param_norm")
 # With DYNAMIC_SAMPLING the rules take the metric on the right, which counts all groups that were
 # sampled. The groups that a step keeps are neither too hard nor too easy, so that their mean reward
 # hardly moves.
-OF_SAMPLED = {
+SAMPLED_METRICS = {
     REWARD: "train-other/dynamic_sampling/reward_mean",
     ACCURACY: "train-other/dynamic_sampling/accuracy",
     TRUNCATED: "train-other/dynamic_sampling/hit_max_frac",
@@ -187,14 +187,18 @@ def triggered_rules(history: History) -> list[str]:
 
 
 def values_of(records: Sequence[Record], name: str) -> np.ndarray:
-    """[records] float64: a metric as the rules see it, see OF_SAMPLED; NaN where it is missing."""
-    sampled, kept = column(records, OF_SAMPLED.get(name, name)), column(records, name)
+    """[records] float64: a metric as the rules see it, see SAMPLED_METRICS; NaN where it is
+    missing."""
+    sampled, kept = (
+        metric_values(records, SAMPLED_METRICS.get(name, name)),
+        metric_values(records, name),
+    )
     return np.where(np.isnan(sampled), kept, sampled)
 
 
 def mean_over(records: Sequence[Record], name: str) -> float:
     """The mean of a metric as the rules see it, without missing values."""
-    return mean_of(values_of(records, name))
+    return mean_without_nan(values_of(records, name))
 
 
 def reward_rise(steps: Sequence[Record]) -> float:
@@ -210,7 +214,9 @@ def reward_rise(steps: Sequence[Record]) -> float:
 def accuracy_and_error(evals: Sequence[Record], index: int) -> tuple[float, float]:
     """The accuracy of the first (0) or the newest (-1) evaluation, and its standard error."""
     record = evals[index] if evals else {}
-    return column([record], "eval/accuracy")[0], column([record], "eval/accuracy_se")[0]
+    return metric_values([record], "eval/accuracy")[0], metric_values([record], "eval/accuracy_se")[
+        0
+    ]
 
 
 # ---- summary.json and report.html ----------------------------------------------------------------
@@ -247,7 +253,7 @@ class Reviewer:
     def _print_once(self, name: str, line: str) -> None:
         if name not in self._printed:
             self._printed.add(name)
-            self._log.line(line)
+            self._log.print_line(line)
 
 
 def write_review(out: Path, history: History) -> Record:
@@ -264,7 +270,7 @@ def write_review(out: Path, history: History) -> Record:
         "settings": history.settings,
     }
     replace_file(out / SUMMARY, json.dumps(summary, indent=1, default=str) + "\n")
-    replace_file(out / "report.html", report(out, history))
+    replace_file(out / "report.html", render_report(out, history))
     return summary
 
 
@@ -304,7 +310,7 @@ pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; } td pre { min-
 """
 
 
-def report(out: Path, history: History) -> str:
+def render_report(out: Path, history: History) -> str:
     """The complete page about the run in this folder."""
     name = out.resolve().name
     status = f"{name}: {history.state} after {len(history.steps)} steps. {history.why}"
@@ -366,7 +372,7 @@ def chart(title: str, patterns: Sequence[str], records: Sequence[Record]) -> str
     curves = {}  # {name: its steps and values}
     for name in (name for pattern in patterns for name in fnmatch.filter(recorded, pattern)):
         if points := records_with(records, name):
-            curves[name] = column(points, "step"), column(points, name)
+            curves[name] = metric_values(points, "step"), metric_values(points, name)
     if not curves:
         return ""
     x_low, x_high = axis_ends([steps for steps, _ in curves.values()])
@@ -457,7 +463,7 @@ def first_middle_last(steps: Collection[int]) -> list[int]:
 
 def completion_cell(completion: Record) -> str:
     """A completion with its reward, its length and how it ended."""
-    facts = ", ".join(f"{name} {value}" for name, value in pairs_of(completion))
+    facts = ", ".join(f"{name} {value}" for name, value in completion_facts(completion))
     return f"<pre>{escape(completion['text'])}</pre><p>{escape(facts)}</p>"
 
 
@@ -505,7 +511,7 @@ def compared_cells(metric: str, names: list[str], histories: list[History]) -> l
 def last_value_and_error(records: Sequence[Record], name: str) -> tuple[float, float]:
     """The last value of a metric and its standard error; NaN where there is none."""
     last = records_with(records, name)[-1:] or [{}]
-    return column(last, name)[0], column(last, f"{name}_se")[0]
+    return metric_values(last, name)[0], metric_values(last, f"{name}_se")[0]
 
 
 def value_text(value: float, error: float) -> str:
@@ -528,10 +534,13 @@ def draw_picture(names: list[str], histories: list[History], file: Path) -> None
     left, right = figure.subplots(1, 2)
     for name, run in zip(names, histories, strict=True):
         steps, accuracies, errors = (
-            column(run.evals, metric) for metric in ("step", "eval/accuracy", "eval/accuracy_se")
+            metric_values(run.evals, metric)
+            for metric in ("step", "eval/accuracy", "eval/accuracy_se")
         )
         left.errorbar(steps, accuracies, errors, marker=".", capsize=2, label=Path(name).name)
-        right.plot(column(run.steps, "step"), column(run.steps, REWARD), linewidth=0.8)
+        right.plot(
+            metric_values(run.steps, "step"), metric_values(run.steps, REWARD), linewidth=0.8
+        )
     left.set(xlabel="step", ylabel="held-out accuracy", ylim=(0, 1))
     left.legend()
     right.set(xlabel="step", ylabel="mean reward of the step")
@@ -548,7 +557,7 @@ def rewrite_report(out: Path, history: History) -> None:
     """Writes report.html again, and summary.json unless the run, which writes it, is still alive.
     Raises OSError."""
     if history.state == RUNNING:
-        replace_file(out / "report.html", report(out, history))
+        replace_file(out / "report.html", render_report(out, history))
     else:
         write_review(out, history)
     print(out / "report.html")
@@ -571,9 +580,9 @@ def main() -> None:
         else:
             print_comparison(names, histories)
     except UserMistake as error:
-        fail(error)
+        exit_with_mistakes(error)
     except OSError as error:
-        fail(UserMistake(f"{error.filename} cannot be written: {error.strerror}"))
+        exit_with_mistakes(UserMistake(f"{error.filename} cannot be written: {error.strerror}"))
 
 
 if __name__ == "__main__":

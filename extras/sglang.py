@@ -37,10 +37,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from config import Config
-from infra.chips import program
+from infra.chips import attribute_oom_to
 from infra.mistakes import UserMistake, in_one_line
 from infra.sizes import PASS_SIZES, Sizes, eval_questions
-from model.lora import merge
+from model.lora import merge_adapters
 from model.next_token import Sampling, draw_tokens
 from model.params import ModelConfig, Params, param_table
 from sampling import Completions, sync_weights
@@ -85,13 +85,13 @@ def import_engine(devices: Sequence[jax.Device]) -> Any:
     engine._set_envs_and_config = lambda arguments: None
     # At exit it would end the children of this process, which are not the engine's.
     engine.Engine.shutdown = lambda self: None
-    tokenizer_manager.kill_process_tree = fail_on_main_thread
+    tokenizer_manager.kill_process_tree = raise_on_main_thread
     # After 50 tokens and after 100 it would send all log-probabilities so far once more.
     scheduler_output_processor_mixin.DEFAULT_FORCE_STREAM_INTERVAL = sys.maxsize
     return engine
 
 
-def stop_if_unable(
+def raise_if_engine_cannot_compute(
     cfg: Config, model: ModelConfig, longest: int, devices: Sequence[jax.Device]
 ) -> None:
     """Raises UserMistake for a model or a length that the engine cannot compute.
@@ -113,10 +113,10 @@ def stop_if_unable(
             f"{SETTING} splits the heads among all devices, and {len(devices)} devices do not "
             f"divide the model's {model.num_heads} heads; {NAIVE}"
         )
-    if family_of(model) not in FAMILIES:
+    if model_family(model) not in FAMILIES:
         raise UserMistake(
             f"{SETTING} samples {' and '.join(FAMILIES)}, and the model is of the family "
-            f"{family_of(model)}; {NAIVE}"
+            f"{model_family(model)}; {NAIVE}"
         )
     if platform == "cpu" and model.head_dim % 128:
         raise UserMistake(
@@ -125,7 +125,7 @@ def stop_if_unable(
         )
 
 
-def family_of(model: ModelConfig) -> str:
+def model_family(model: ModelConfig) -> str:
     """The family of a model, as model_type in config.json names it."""
     if model.gemma3:
         return "gemma3_text"
@@ -140,7 +140,7 @@ def context_tokens(max_length_sample: int, longest: int) -> int:
 # ---- The arguments of the engine -----------------------------------------------------------------
 
 
-def pool_of(
+def pool_size(
     cfg: Config, sizes: Sizes, longest: int, devices: Sequence[jax.Device]
 ) -> tuple[int, int]:
     """The most sequences in the engine's batch, and the tokens whose keys and values it holds, if
@@ -157,8 +157,8 @@ def engine_arguments(run: "Run", devices: Sequence[jax.Device]) -> dict[str, Any
     cfg, model, platform = run.cfg, run.learner.compute.model, devices[0].platform
     longest = max(len(prompt.ids) for prompt in run.train_prompts + run.eval_prompts)
     context = context_tokens(cfg.max_length_sample, longest)
-    stop_if_unable(cfg, model, longest, devices)
-    sequences, pool_tokens = pool_of(cfg, run.sizes, longest, devices)
+    raise_if_engine_cannot_compute(cfg, model, longest, devices)
+    sequences, pool_tokens = pool_size(cfg, run.sizes, longest, devices)
     return {
         "model_path": str(run.folder.resolve()),
         "dtype": str(run.rollout.compute.dtype),
@@ -205,7 +205,7 @@ class SglangBackend:
         self._compute = run.rollout.compute
         module = import_engine(jax.devices())
         arguments = engine_arguments(run, jax.devices())
-        Errors(logging.getLogger("sgl_jax"))
+        EngineErrorHandler(logging.getLogger("sgl_jax"))
         try:
             self._engine = module.Engine(**arguments)
             tokens = self._engine.scheduler_info["max_total_num_tokens"]
@@ -221,7 +221,7 @@ class SglangBackend:
             )
         scheduler = self._engine.scheduler_info["scheduler"]
         # It would send the signal about an exception in its thread to the parent of this process.
-        scheduler.tp_worker.parent_process = SimpleNamespace(send_signal=fail_on_main_thread)
+        scheduler.tp_worker.parent_process = SimpleNamespace(send_signal=raise_on_main_thread)
         self._scheduler = Scheduler(scheduler)
         self._runner = scheduler.tp_worker.worker.model_runner
         self._runner.sample = self._sample
@@ -229,27 +229,27 @@ class SglangBackend:
         self._shapes = take_weights(self._runner.model)
         self.release()
 
-    @program("the copy of the weights that samples")
+    @attribute_oom_to("the copy of the weights that samples")
     def update_weights(self, params: Params) -> None:
         """Gives the engine these weights, and memory for keys and values.
 
         Raises UserMistake for a weight of the engine that the trainer does not have.
         """
         if lora := self._model.lora:
-            params, share = merge(params, lora)
+            params, share = merge_adapters(params, lora)
             print(
                 f"sglang_jax merged adapters of rank {lora.rank}: {share:.2%} of their matrices' "
                 f"numbers differ from the base",
                 flush=True,
             )
         model, sync = self._compute.model, sync_weights(self._compute)
-        table = getattr(self._runner.model, f"_create_{family_of(model)}_weight_mappings")()
-        # engine_leaves frees each array of the copy once the engine has it.
-        leaves = engine_leaves(sync(params), model, table, self._shapes)
+        table = getattr(self._runner.model, f"_create_{model_family(model)}_weight_mappings")()
+        # arrange_engine_weights frees each array of the copy once the engine has it.
+        leaves = arrange_engine_weights(sync(params), model, table, self._shapes)
         self._runner.model_state_leaves = jax.block_until_ready(leaves)
         self._runner.token_to_kv_pool._create_buffers()
 
-    @program("what the serving engine computes", PASS_SIZES)
+    @attribute_oom_to("what the serving engine computes", PASS_SIZES)
     def generate(
         self,
         prompt_ids: np.ndarray,
@@ -260,7 +260,7 @@ class SglangBackend:
     ) -> Completions:
         """As NaiveBackend.generate, but the log-probabilities are relative to the complete
         vocabulary, without the filters of `sampling`. Raises EngineFailed."""
-        sequences, T = len(sequence_ids), self._stopping.max_new_tokens
+        sequences, T = len(sequence_ids), self._stopping.max_length_sample
         prompts = [
             ids[mask > 0].tolist() for ids, mask in zip(prompt_ids, prompt_mask, strict=True)
         ]
@@ -343,7 +343,7 @@ def _draw(
 # ---- The engine's weights ------------------------------------------------------------------------
 
 
-def engine_leaves(
+def arrange_engine_weights(
     params: Params,
     model: ModelConfig,
     table: Mapping[str, Any],
@@ -446,7 +446,7 @@ class Scheduler:
         return sorted(arrived, key=lambda request: request.sampling_params.sampling_seed)
 
 
-class Errors(logging.Handler):
+class EngineErrorHandler(logging.Handler):
     """Raises EngineFailed on the main thread, with the errors that the engine has logged."""
 
     def __init__(self, logger: logging.Logger) -> None:
@@ -464,7 +464,7 @@ class Errors(logging.Handler):
         raise EngineFailed("\n".join(self._lines) or "SIGQUIT")
 
 
-def fail_on_main_thread(*_: object, **__: object) -> None:
+def raise_on_main_thread(*_: object, **__: object) -> None:
     """Replaces the functions by which the engine's threads would end this process or its parent
     after an exception."""
     os.kill(os.getpid(), signal.SIGQUIT)

@@ -22,11 +22,11 @@ import data
 from infra.hosts import gather_texts
 from infra.mistakes import UserMistake
 from infra.reward_worker import LOADING_S, RewardWorker
-from infra.sizes import turn_sequences, turn_width
+from infra.sizes import turn_batch_size, turn_width
 from model.layout import gather_processes
 from model.next_token import Sampling
-from model.placement import stop_if_too_long
-from rollout import Rollout, local_part_of, text_of
+from model.placement import raise_if_too_long
+from rollout import Rollout, slice_of_process, text_of
 from sampling import Backend, Completions
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Environments:
         described = json.loads(worker.ask(self._label, "open", name, more_s=LOADING_S))
         self.tools: list[dict[str, Any]] = described["tools"]  # as chat templates take them
         self.has_reward: bool = described["has_reward"]
-        self._stop_if_unsuitable()
+        self._raise_if_unsuitable()
 
     def _ask(self, request: str, *arguments: Any) -> Any:
         return self._worker.ask(self._label, request, *arguments)
@@ -131,7 +131,7 @@ class Environments:
         except UserMistake as error:
             raise UserMistake(f"{self._label}: {error}; set CHAT_TEMPLATE") from None
 
-    def _stop_if_unsuitable(self) -> None:
+    def _raise_if_unsuitable(self) -> None:
         """Raises UserMistake if the chat template does not know tools, or if it would write earlier
         turns in another way than the policy has drawn them."""
         start = self._render([])
@@ -168,8 +168,8 @@ class Environments:
         round_number: of training from 1 on; that of evaluations is 0.
         """
         model = rollout.compute.model
-        sequence_ids = local_part_of(range(len(prompts) * completions_per_prompt))
-        columns = [prompt.columns for prompt in local_part_of(prompts)]
+        sequence_ids = slice_of_process(range(len(prompts) * completions_per_prompt))
+        columns = [prompt.columns for prompt in slice_of_process(prompts)]
         local_texts = self.reset(round_number, sequence_ids, columns, completions_per_prompt)
         texts = [
             text for part in gather_texts(json.dumps(local_texts)) for text in json.loads(part)
@@ -183,7 +183,7 @@ class Environments:
         )
         longest = max(len(prompt.ids) for prompt in begun)
         try:
-            stop_if_too_long(rollout.stopping.max_new_tokens, model, longest)
+            raise_if_too_long(rollout.stopping.max_length_sample, model, longest)
         except UserMistake as error:
             raise UserMistake(
                 f"ENVIRONMENT_CLASS={self._source}, with the text of reset: {error}"
@@ -206,7 +206,7 @@ class Environments:
 
         sequences_per_pass: the most sequences of a rollout pass of this process.
         """
-        pad_id, T = rollout.stopping.pad_id, rollout.stopping.max_new_tokens
+        pad_id, T = rollout.stopping.pad_id, rollout.stopping.max_length_sample
         unfinished = [*range(len(completions.lengths))]
         for turn in range(1, rollout.max_turns + 1):
             unfinished = [
@@ -222,10 +222,10 @@ class Environments:
             count, longest = gather_processes(sizes).max(axis=0).tolist()
             if count == 0:
                 break
-            size = turn_sequences(count, sequences_per_pass, jax.local_device_count())
+            size = turn_batch_size(count, sequences_per_pass, jax.local_device_count())
             width = turn_width(longest, rollout.max_prompt_width + T)
             for start in range(0, count, size):
-                rollout.stop.check()
+                rollout.stop.raise_if_stopped()
                 of_pass = unfinished[start : start + size]
                 # In a place without a sequence no token is drawn, as if its completion were full.
                 unused = size - len(of_pass)
@@ -256,7 +256,7 @@ class Environments:
         """Appends the environment's answer to completion i after this turn; whether the completion
         goes on. A message that leaves no room for another token is cut and ends the completion,
         which then counts as cut off, unless its turn's stop token has taken the last place."""
-        length, T = completions.lengths[i], rollout.stopping.max_new_tokens
+        length, T = completions.lengths[i], rollout.stopping.max_length_sample
         was_cut = completions.completion_ids[i, length - 1] not in rollout.stopping.stop_ids
         is_last = turn == rollout.max_turns
         if was_cut or (is_last and self.tools):  # Nobody would read the answer of a tool.

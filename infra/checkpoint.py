@@ -33,8 +33,14 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 
-from infra.chips import program
-from infra.hosts import end_process, ending_together, gather_texts, lost_contact, told_by_all
+from infra.chips import attribute_oom_to
+from infra.hosts import (
+    end_process,
+    exiting_on_error,
+    gather_texts,
+    is_lost_connection,
+    raising_on_all_processes,
+)
 from infra.log import FILES, LOCK, replace_file
 from infra.mistakes import Unwritable, UserMistake, in_one_line, writing
 
@@ -57,7 +63,7 @@ class Progress:
     run_id: str = ""  # also of the run in W&B
 
 
-def record_of(progress: Progress) -> dict[str, Any]:
+def progress_record(progress: Progress) -> dict[str, Any]:
     """The progress as JSON values; the keys of JSON are texts, so that `evals` becomes pairs."""
     return asdict(progress) | {"evals": [*progress.evals.items()]}
 
@@ -152,10 +158,10 @@ class Checkpoints:
         step = record["step"]
         if not self.shared or step in (self.newest, self._saving):
             return
-        self.wait()
-        with program("checksums"):
+        self.wait_until_saved()
+        with attribute_oom_to("checksums"):
             record = record | {"format": FORMAT, "arrays": checksums_by_name(arrays)}
-        record["sha256"] = digest_of(record)
+        record["sha256"] = record_digest(record)
         self._policy.evals, self._saving = dict(record["evals"]), step
         items = {ARRAYS: ocp.args.PyTreeSave(arrays), RECORD: ocp.args.JsonSave(record)}
         try:
@@ -165,12 +171,12 @@ class Checkpoints:
         except Exception as error:  # the storage's errors have no common base
             self._raise_unwritable(error)
 
-    def check(self) -> None:
+    def raise_if_save_failed(self) -> None:
         """Raises Unwritable if the save in the background has failed; it does not wait for it."""
         if self._saving >= 0 and not self._manager.is_saving_in_progress():
-            self.wait()
+            self.wait_until_saved()
 
-    def wait(self) -> None:
+    def wait_until_saved(self) -> None:
         """Waits until the save in the background is complete. Raises Unwritable."""
         if self._saving < 0:
             return
@@ -181,7 +187,7 @@ class Checkpoints:
         self.newest, self._saving = self._saving, -1
 
     def _raise_unwritable(self, error: Exception) -> NoReturn:
-        if lost_contact(error):
+        if is_lost_connection(error):
             raise error
         raise Unwritable(self._failure(error)) from None
 
@@ -198,7 +204,7 @@ class Checkpoints:
         error = sys.exc_info()[1]
         if error and threading.current_thread() is not threading.main_thread():
             end_process(1, f"\nerror: {self._failure(error)}")  # other threads print, too
-        with ending_together():  # orbax would print the traceback of a thread whose peer is gone
+        with exiting_on_error():  # orbax would print the traceback of a thread whose peer is gone
             ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
 
     # ---- Restoring -------------------------------------------------------------------------------
@@ -243,7 +249,7 @@ class Checkpoints:
     def _read_record(self, step: int) -> dict[str, Any]:
         args = ocp.args.Composite(**{RECORD: ocp.args.JsonRestore()})
         record = dict(self._manager.restore(step, args=args)[RECORD])
-        if record.pop("sha256", None) != digest_of(record) or record["step"] != step:
+        if record.pop("sha256", None) != record_digest(record) or record["step"] != step:
             raise ValueError("its record is not what was saved")
         if record.get("format") != FORMAT:
             raise ValueError("another version of this code has saved it")
@@ -277,7 +283,7 @@ def _reason(error: BaseException) -> str:
 # ---- Checksums -----------------------------------------------------------------------------------
 
 
-def names_of(arrays: Any) -> list[str]:
+def array_names(arrays: Any) -> list[str]:
     """A text for each array or abstract array: its path, dtype and shape."""
     leaves = jax.tree.leaves_with_path(arrays)
     return [f"{jax.tree_util.keystr(path)} {x.dtype}{[*x.shape]}" for path, x in leaves]
@@ -286,7 +292,7 @@ def names_of(arrays: Any) -> list[str]:
 def checksums_by_name(arrays: Any) -> dict[str, int]:
     """The checksum of each array, by its name."""
     sums = jax.device_get(jax.tree.leaves(checksums(arrays)))
-    return dict(zip(names_of(arrays), map(int, sums), strict=True))
+    return dict(zip(array_names(arrays), map(int, sums), strict=True))
 
 
 @jax.jit
@@ -307,7 +313,7 @@ def checksums(arrays: Any) -> Any:
     return jax.tree.map(checksum, arrays)
 
 
-def digest_of(record: dict[str, Any]) -> str:
+def record_digest(record: dict[str, Any]) -> str:
     """The SHA-256 of the values of a record."""
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
@@ -318,11 +324,11 @@ def digest_of(record: dict[str, Any]) -> str:
 def output_folder(output_dir: str, name: str) -> Path:
     """OUTPUT_DIR, or a new folder NAME_UTC, the same on all processes; this run locks it."""
     chosen = output_dir or f"{name}_{datetime.now(UTC):%Y%m%d_%H%M%S}"
-    with told_by_all():
+    with raising_on_all_processes():
         if jax.process_index() == 0:
             while not output_dir and Path(chosen).exists():  # another run began in this second
                 chosen += "_2"
-            hold(Path(chosen), f"OUTPUT_DIR={chosen}")
+            lock_folder(Path(chosen), f"OUTPUT_DIR={chosen}")
     return Path(gather_texts(chosen)[0])
 
 
@@ -334,11 +340,11 @@ def open_checkpoints(
     This run locks their folder. If the processes do not see the same folder, the run saves none.
     Raises UserMistake for a folder that cannot be used.
     """
-    with told_by_all():
+    with raising_on_all_processes():
         checkpoints = Checkpoints(checkpoint_dir or str(out / "checkpoints"), save_keep)
         folder = Path(checkpoints.folder)
         if checkpoints.local and jax.process_index() == 0 and folder != out.resolve():
-            hold(folder, f"CHECKPOINT_DIR={folder}")
+            lock_folder(folder, f"CHECKPOINT_DIR={folder}")
     if not checkpoints.local:
         return checkpoints
     lock = folder / LOCK
@@ -353,7 +359,7 @@ def open_checkpoints(
     return checkpoints
 
 
-def hold(folder: Path, name: str) -> None:
+def lock_folder(folder: Path, name: str) -> None:
     """Makes the folder and locks it against other runs, until this process ends in any way.
 
     name: the setting and its value. Raises UserMistake if another run has the lock, or if the
@@ -396,11 +402,11 @@ def write_run(out: Path, progress: Progress, newest: int) -> None:
             replace_file(out / RUN, json.dumps(values, indent=1) + "\n")
 
 
-def run_in(out: Path) -> dict[str, Any]:
+def read_run(out: Path) -> dict[str, Any]:
     """The values of RUN in this folder, on all processes; {} if its run has ended before its first
     record. Raises UserMistake if there are records and no RUN."""
     text = "{}"
-    with told_by_all():
+    with raising_on_all_processes():
         files = [out / name for name in FILES if (out / name).is_file()]
         if jax.process_index() == 0 and any(file.stat().st_size for file in files):
             text = (out / RUN).read_text(encoding="utf-8")
@@ -410,7 +416,7 @@ def run_in(out: Path) -> dict[str, Any]:
 # ---- How a run begins ----------------------------------------------------------------------------
 
 
-def begin(
+def begin_or_resume(
     out: Path,
     checkpoints: Checkpoints,
     made_with: dict[str, str],
@@ -426,7 +432,7 @@ def begin(
     and shardings of the arrays. resume, steps: RESUME and STEPS. Raises UserMistake for a folder or
     a checkpoint of another run, and for a RESUME that names no checkpoint.
     """
-    saved_steps, run_json = checkpoints.steps(), run_in(out)
+    saved_steps, run_json = checkpoints.steps(), read_run(out)
 
     def refuse(why: str) -> NoReturn:
         folder = f"OUTPUT_DIR={out}" if run_json else f"CHECKPOINT_DIR={checkpoints.folder}"
@@ -450,7 +456,7 @@ def begin(
             refuse_other_origin(record["forked_from"])
         if steps < record["step"]:
             raise UserMistake(f"STEPS={steps}, and the checkpoint is after {after}; raise it")
-        changes = what_changed(record, made_with, after)
+        changes = describe_changes(record, made_with, after)
         if changes and saved_steps:
             raise UserMistake(
                 f"{changes}; set it back, or choose a new OUTPUT_DIR with "
@@ -458,16 +464,16 @@ def begin(
             )
         if changes:
             print(f"RESUME={resume}: {changes}", flush=True)
-        stop_if_other_arrays(wanted, record)
+        raise_if_arrays_differ(wanted, record)
 
     if run_json and not saved_steps:  # the same command begins it again
         refuse_other_origin(run_json["forked_from"])
-        if changes := what_changed(run_json, made_with, f"the run in {out}"):
+        if changes := describe_changes(run_json, made_with, f"the run in {out}"):
             raise UserMistake(f"{changes}; set it back, or choose a new OUTPUT_DIR")
         if run_json["newest"] >= 0:
             refuse(f"no checkpoint of it is in {checkpoints.folder} (CHECKPOINT_DIR)")
         resume = run_json["forked_from"] or "auto"  # this checkpoint, not a newer one
-    source, step = (checkpoints, None) if saved_steps else checkpoint_source(resume)
+    source, step = (checkpoints, None) if saved_steps else find_checkpoints(resume)
     run_id = run_json.get("run_id") or secrets.token_hex(4)
     if not source:
         return None, Progress(made_with, run_id=run_id)
@@ -490,7 +496,7 @@ def _names(resume: str, checkpoint: str) -> bool:
     return checkpoint in (named, f"{named}/{number}", f"{named}/checkpoints/{number}")
 
 
-def checkpoint_source(resume: str) -> tuple[Checkpoints | None, int | None]:
+def find_checkpoints(resume: str) -> tuple[Checkpoints | None, int | None]:
     """The checkpoints of another run that RESUME names, or None, and the only step to choose."""
     if resume in ("auto", "never"):
         return None, None
@@ -502,7 +508,7 @@ def checkpoint_source(resume: str) -> tuple[Checkpoints | None, int | None]:
     return Checkpoints(os.fspath(named), read_only=True), step
 
 
-def what_changed(record: Mapping[str, Any], made_with: Mapping[str, str], subject: str) -> str:
+def describe_changes(record: Mapping[str, Any], made_with: Mapping[str, str], subject: str) -> str:
     """A line that names what has changed since the record, or "".
 
     made_with: all that the results follow from, now. subject: of the line, such as "step 4".
@@ -517,12 +523,12 @@ def what_changed(record: Mapping[str, Any], made_with: Mapping[str, str], subjec
     return text if changes else ""
 
 
-def stop_if_other_arrays(wanted: Any, record: Mapping[str, Any], part: bool = False) -> None:
+def raise_if_arrays_differ(wanted: Any, record: Mapping[str, Any], part: bool = False) -> None:
     """Raises UserMistake if the checkpoint with this record has other arrays than the wanted ones.
 
     part: True if the checkpoint may have arrays beside the wanted ones.
     """
-    names, saved = names_of(wanted), record["arrays"]
+    names, saved = array_names(wanted), record["arrays"]
     differences = [f"has no array {name}" for name in names if name not in saved]
     if not part:
         differences += [f"has {name}, unused by this run" for name in saved if name not in names]

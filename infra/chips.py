@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
-from infra.sizes import Sizes, derive, smaller_sizes
+from infra.sizes import Sizes, derive_sizes, smaller_sizes
 
 if TYPE_CHECKING:
     from config import Config
@@ -96,7 +96,7 @@ def memory_peaks() -> dict[str, float]:
     return peaks
 
 
-def memory_bytes(device: jax.Device) -> float:
+def usable_memory_bytes(device: jax.Device) -> float:
     """The bytes of a device's memory that programs may use; infinite if the device does not say."""
     chip = chip_of(device)
     if chip and chip in CHIPS.values():
@@ -114,7 +114,7 @@ def memory_bytes(device: jax.Device) -> float:
 
 
 @contextlib.contextmanager
-def program(name: str, size_settings: tuple[str, ...] = ()) -> Iterator[None]:
+def attribute_oom_to(name: str, size_settings: tuple[str, ...] = ()) -> Iterator[None]:
     """Adds to an error of jax the name of the program that has failed: the innermost one around
     both the call and the fetch of its results, where the error arrives.
 
@@ -127,7 +127,7 @@ def program(name: str, size_settings: tuple[str, ...] = ()) -> Iterator[None]:
         raise
 
 
-def remedy(
+def suggest_smaller_sizes(
     cfg: "Config",
     sizes: Sizes,
     processes: int,
@@ -145,7 +145,7 @@ def remedy(
 
 
 @contextlib.contextmanager
-def memory_errors_in_sizes(cfg: "Config") -> Iterator[None]:
+def exit_on_oom(cfg: "Config") -> Iterator[None]:
     """Ends the program with a line if a device runs out of memory within this context: the program
     that has failed, if it is known, the memory that was requested, and what to try."""
     try:
@@ -159,7 +159,7 @@ def memory_errors_in_sizes(cfg: "Config") -> Iterator[None]:
         message = " ".join(str(error).partition("RESOURCE_EXHAUSTED:")[2].split())
         requested = message[:200].rstrip(".")
         processes, local_devices = jax.process_count(), jax.local_device_count()
-        sizes = derive(cfg, processes, local_devices)
-        advice = remedy(cfg, sizes, processes, local_devices, size_settings)
+        sizes = derive_sizes(cfg, processes, local_devices)
+        advice = suggest_smaller_sizes(cfg, sizes, processes, local_devices, size_settings)
         print(f"error: {failure}: {requested}. {advice}", file=sys.stderr)
         raise SystemExit(OUT_OF_MEMORY_CODE) from None

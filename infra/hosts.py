@@ -47,11 +47,11 @@ def start_jax(compilation_cache_dir: str, init_timeout_s: int) -> None:
     if not os.environ.get("JAX_PLATFORMS") and not has_tpu():
         # jax would start libtpu, if it is installed, and libtpu prints errors without a TPU.
         register_backend_factory("tpu", lambda: None)
-    join(init_timeout_s)
+    join_processes(init_timeout_s)
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # an AssertionError: it is not installed
-        if lost_contact(error):
+        if is_lost_connection(error):
             raise
         platforms, reason = os.environ.get("JAX_PLATFORMS", ""), " ".join(str(error).split())
         raise UserMistake(f"JAX_PLATFORMS={platforms}: no such device here. {reason}") from None
@@ -74,7 +74,7 @@ def has_tpu(pci: Path = Path("/sys/bus/pci/devices")) -> bool:
     return False
 
 
-def join(init_timeout_s: int) -> None:
+def join_processes(init_timeout_s: int) -> None:
     """Joins the other processes, if there are any, before anything touches a device.
 
     JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID name the processes. Without them
@@ -123,7 +123,7 @@ def join(init_timeout_s: int) -> None:
 # ---- Comparing -----------------------------------------------------------------------------------
 
 
-def stop_if_not_so_many(require_multihost: bool, require_process_count: int) -> None:
+def raise_if_process_count_differs(require_multihost: bool, require_process_count: int) -> None:
     """Raises UserMistake if the number of processes that have joined is not the required one."""
     count = jax.process_count()
     if require_multihost and count == 1:
@@ -135,7 +135,7 @@ def stop_if_not_so_many(require_multihost: bool, require_process_count: int) -> 
         raise UserMistake(f"REQUIRE_JAX_PROCESS_COUNT={require_process_count}, and {count} joined")
 
 
-def stop_if_different(facts: dict[str, str]) -> None:
+def raise_if_processes_differ(facts: dict[str, str]) -> None:
     """Raises the same UserMistake on every process if the facts of a process differ from those of
     process 0. All processes have to call it.
 
@@ -154,7 +154,7 @@ def stop_if_different(facts: dict[str, str]) -> None:
 
 
 @contextlib.contextmanager
-def told_by_all() -> Iterator[None]:
+def raising_on_all_processes() -> Iterator[None]:
     """If a process finds a mistake within this context, all processes raise a UserMistake with the
     same text, so that all end alike. A mistake is a UserMistake, an Unwritable, or an OSError about
     a file.
@@ -192,7 +192,7 @@ def code_digest(root: Path) -> str:
     """A digest of the code with which a run computes. root: the project's folder."""
     folders = (".", "model", "infra", "extras")
     files = [file for folder in folders for file in root.glob(f"{folder}/*.py")]
-    return digest(b"".join(file.read_bytes() for file in sorted(files)))
+    return short_digest(b"".join(file.read_bytes() for file in sorted(files)))
 
 
 def commit_of(root: Path) -> str:
@@ -207,7 +207,7 @@ def commit_of(root: Path) -> str:
     return git.stdout.strip()
 
 
-def versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
     """The versions of Python and of the packages on which results depend."""
     numbers = {"python": platform.python_version()}
     for package in "jax jaxlib libtpu flax optax numpy transformers sglang-jax".split():
@@ -216,7 +216,7 @@ def versions() -> dict[str, str]:
     return numbers
 
 
-def digest(content: bytes) -> str:
+def short_digest(content: bytes) -> str:
     """The first 12 digits of the SHA-256."""
     return hashlib.sha256(content).hexdigest()[:12]
 
@@ -224,7 +224,7 @@ def digest(content: bytes) -> str:
 # ---- Stopping ------------------------------------------------------------------------------------
 
 
-class Stopped(Exception):
+class StopRequested(Exception):
     """The run has to stop here, because of a signal. number: of the signal."""
 
     def __init__(self, number: int) -> None:
@@ -263,13 +263,13 @@ class StopSignal:
             _next_signal(pipe)
         end_process(code, "error: a second signal; nothing more is saved")
 
-    def check(self) -> None:
+    def raise_if_stopped(self) -> None:
         """Raises Stopped on all processes, at the same call, after a signal to any of them."""
         number = self._number
         if jax.process_count() > 1:
             number = int(multihost_utils.process_allgather(np.int32(number)).max())
         if number:
-            raise Stopped(number)
+            raise StopRequested(number)
 
 
 def _next_signal(pipe: int) -> int:
@@ -283,7 +283,7 @@ def _next_signal(pipe: int) -> int:
 
 
 @contextlib.contextmanager
-def ending_together() -> Iterator[None]:
+def exiting_on_error() -> Iterator[None]:
     """An error within this context ends this process at once, with its line as the last one.
 
     jax's normal exit would wait for minutes for the other processes, which wait for this one.
@@ -295,13 +295,13 @@ def ending_together() -> Iterator[None]:
             if isinstance(error.code, int):
                 end_process(error.code)
             end_process(1, error.code or "")
-        if lost_contact(error):
+        if is_lost_connection(error):
             reason = " ".join(str(error).split())[:200]
             end_process(1, f"error: another process is gone; its log says why ({reason})")
         end_process(1, "".join(traceback.format_exception(error)).rstrip())
 
 
-def lost_contact(error: BaseException) -> bool:
+def is_lost_connection(error: BaseException) -> bool:
     """Whether this process has joined others, and the error says that one of them is gone."""
     # jax.process_count() would start the devices, and that may be what has failed.
     joined = distributed.global_state.num_processes > 1

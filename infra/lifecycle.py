@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from infra.checkpoint import Checkpoints, Progress, record_of, write_run
-from infra.hosts import Stopped, told_by_all
+from infra.checkpoint import Checkpoints, Progress, progress_record, write_run
+from infra.hosts import StopRequested, raising_on_all_processes
 from infra.log import DONE, FAILED, RUNNING, STOPPED, RunLog
-from infra.mistakes import Unwritable, UserMistake, fail, in_one_line
+from infra.mistakes import Unwritable, UserMistake, exit_with_mistakes, in_one_line
 
 if TYPE_CHECKING:
     from extras.report import Reviewer
@@ -39,19 +39,19 @@ class Lifecycle:
     reviewer: "Reviewer | None"  # None: without extras/report.py there are no reviews
     began: float  # time.perf_counter() at the start
 
-    def begin(self, arrays: Any) -> None:
+    def claim_folder(self, arrays: Any) -> None:
         """Says whose folder this is, before the first record. A fork first saves a checkpoint of
         its own, so that it needs no other run any more. Raises UserMistake and Unwritable."""
         if self.progress.step and self.checkpoints.newest < 0:
             self.save(arrays)
-            self.checkpoints.wait()
-        with told_by_all():
+            self.checkpoints.wait_until_saved()
+        with raising_on_all_processes():
             self._write_run()
 
     def save(self, arrays: Any) -> None:
         """Saves a checkpoint, unless this step has one already (SAVE_EVERY_STEPS=0: never)."""
         if self.save_every_steps:
-            self.checkpoints.save(arrays, record_of(self.progress))
+            self.checkpoints.save(arrays, progress_record(self.progress))
             self._write_run()  # the checkpoint before this one is complete now
 
     def evaluation_is_due(self, step: int) -> bool:
@@ -60,7 +60,7 @@ class Lifecycle:
         due = every > 0 and (step % every == 0 or step == self.steps)
         return due and step not in self.progress.evals
 
-    def note_evaluation(self, step: int, accuracy: float) -> None:
+    def record_evaluation(self, step: int, accuracy: float) -> None:
         """Keeps the accuracy of an evaluation, and reviews the run so far."""
         self.progress.evals[step] = accuracy
         self._review(RUNNING)
@@ -75,13 +75,13 @@ class Lifecycle:
         progress.step, progress.rounds = step + 1, progress.rounds + rounds
         progress.not_finite = progress.not_finite + 1 if not_finite else 0
         if progress.not_finite >= NONFINITE_LIMIT:
-            self.checkpoints.wait()
+            self.checkpoints.wait_until_saved()
             in_a_row = f"the last of {NONFINITE_LIMIT} such steps in a row"
             why = f"step {step}: {not_finite}, {in_a_row}. Lower LEARNING_RATE?"
             for line in self.close(FAILED, why):
-                self.log.line(line)
+                self.log.print_line(line)
             raise SystemExit(f"error: {why}")
-        self.checkpoints.check()
+        self.checkpoints.raise_if_save_failed()
 
     # ---- The end ---------------------------------------------------------------------------------
 
@@ -96,26 +96,28 @@ class Lifecycle:
         try:
             try:
                 yield
-            except Stopped as signal:
+            except StopRequested as signal:
                 save()
-                self.checkpoints.wait()
+                self.checkpoints.wait_until_saved()
                 self._write_run()
                 saved = self.checkpoints.newest if self.checkpoints.newest >= 0 else "none"
-                self.log.line(f"STOPPED: {signal} steps={self.progress.step} saved_step={saved}")
+                self.log.print_line(
+                    f"STOPPED: {signal} steps={self.progress.step} saved_step={saved}"
+                )
                 self.close(STOPPED, str(signal))
                 raise SystemExit(signal.exit_code) from None
             except UserMistake:  # of a reward or an environment, before the step changes anything
                 # Several processes would have to agree on it, and no step is nothing to lose.
                 if jax.process_count() == 1 and self.progress.step:
                     save()
-                    self.checkpoints.wait()
+                    self.checkpoints.wait_until_saved()
                 raise
         except Unwritable as error:
             self._close_failed(str(error))
             raise SystemExit(f"error: {error}") from None
         except UserMistake as error:
             self._close_failed(str(error))
-            fail(error)
+            exit_with_mistakes(error)
         except Exception as error:
             out_of_memory = "RESOURCE_EXHAUSTED" in str(error)
             self._close_failed("memory ran out" if out_of_memory else in_one_line(error))
@@ -126,7 +128,7 @@ class Lifecycle:
 
         export: writes the trained model. Raises Unwritable.
         """
-        self.checkpoints.wait()
+        self.checkpoints.wait_until_saved()
         if self.steps:
             export()
             # Also without a checkpoint the same command does not begin the run again.
@@ -134,7 +136,7 @@ class Lifecycle:
         verdict = self.close(DONE)
         seconds = time.perf_counter() - self.began
         for line in (*verdict, f"DONE: steps={self.steps} elapsed_sec={seconds:.3f}"):
-            self.log.line(line)
+            self.log.print_line(line)
 
     def close(self, state: str, why: str = "") -> list[str]:
         """Writes the last review, whose verdict it returns, and ends W&B. state, why: see

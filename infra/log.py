@@ -44,11 +44,11 @@ class Clock:
     def __init__(self, phases: Iterable[str]) -> None:
         self.started = self._last = time.perf_counter()
         self.seconds = dict.fromkeys(phases, 0.0)
-        self._compiled_before = len(compilations())
+        self._compiled_before = len(compile_seconds())
 
     def compiled(self) -> list[float]:
         """The seconds of each program that jax compiled since the clock was made."""
-        return compilations()[self._compiled_before :]
+        return compile_seconds()[self._compiled_before :]
 
     def lap(self, phase: str) -> None:
         """Ends a phase, one of `phases`: the seconds since the last phase ended belong to it."""
@@ -62,7 +62,7 @@ class Clock:
 
 
 @functools.cache  # jax would call each of two listeners
-def compilations() -> list[float]:
+def compile_seconds() -> list[float]:
     """The seconds of each program that jax has compiled in this process since the first call, or
     read from its cache of compiled programs; the list grows."""
     seconds: list[float] = []
@@ -104,7 +104,7 @@ class RunLog:
         """out: the run's folder, which is made if writes is True, on process 0.
 
         wandb: the arguments of wandb.init, or None. first_step: the number of steps that are done.
-        kept: the evaluations after these steps that are not made again; see cut_back.
+        kept: the evaluations after these steps that are not made again; see truncate_records.
         Raises OSError if the folder cannot be written.
         """
         self._out, self._steps, self._writes = out, steps, writes
@@ -114,31 +114,31 @@ class RunLog:
             return
         out.mkdir(parents=True, exist_ok=True)
         for name in FILES:
-            cut_back(out / name, first_step, kept)
+            truncate_records(out / name, first_step, kept)
         if wandb:
             with self._surviving_wandb():
                 self._wandb = WandbRun(out, wandb)
 
-    def line(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Prints one line, above a progress bar if there is one, and in one piece, since another
         thread may print now."""
         with writing("the log"), tqdm.external_write_mode():
             print(text + "\n", end="", flush=True)
 
-    def record(self, step: int, values: dict[str, Any]) -> None:
+    def record_metrics(self, step: int, values: dict[str, Any]) -> None:
         """Appends one record to metrics.jsonl, and to W&B."""
         if STEP_S in values:
             self._recent.append(values[STEP_S])
             values = values | {"time/train/step_avg_last10_s": np.mean(self._recent)}
-        values = plain(values)
-        self.entries("metrics.jsonl", step, [values])
+        values = to_json_values(values)
+        self.append_entries("metrics.jsonl", step, [values])
         if self._wandb:
             with self._surviving_wandb():
                 self._wandb.record(step, values)
 
-    def entries(self, name: str, step: int, entries: list[dict[str, Any]]) -> None:
+    def append_entries(self, name: str, step: int, entries: list[dict[str, Any]]) -> None:
         """Appends a line for each entry to one of FILES. If an error leaves a part of a line,
-        cut_back removes it at the next start."""
+        truncate_records removes it at the next start."""
         if not self._writes:
             return
         file = self._out / name
@@ -162,7 +162,7 @@ class RunLog:
         """
         if self._wandb:
             with self._surviving_wandb():
-                self._wandb.close(plain(summary or {}), finished)
+                self._wandb.close(to_json_values(summary or {}), finished)
 
     @contextlib.contextmanager
     def _surviving_wandb(self) -> Iterator[None]:
@@ -172,13 +172,13 @@ class RunLog:
         except Exception as error:  # the errors of W&B and its transports have no common base
             self._wandb, why = None, in_one_line(error, with_type=False)
             kept = f"{self._out}/metrics.jsonl has the records"
-            self.line(f"W&B: {why}; the run goes on without it, and {kept}")
+            self.print_line(f"W&B: {why}; the run goes on without it, and {kept}")
 
 
 # ---- Writing files -------------------------------------------------------------------------------
 
 
-def stop_if_not_writable(name: str, folder: Path) -> None:
+def raise_if_not_writable(name: str, folder: Path) -> None:
     """Raises UserMistake, naming the setting, if the folder cannot be made or written."""
     nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
@@ -193,7 +193,7 @@ def replace_file(file: Path, text: str) -> None:
     partial.replace(file)
 
 
-def cut_back(file: Path, step: int, kept: Collection[str] = frozenset()) -> None:
+def truncate_records(file: Path, step: int, kept: Collection[str] = frozenset()) -> None:
     """Ends the file before the first line that a run will write again if it goes on after `step`
     steps, and before a last line that is incomplete or damaged. Makes a file that is missing.
 
@@ -218,7 +218,7 @@ def cut_back(file: Path, step: int, kept: Collection[str] = frozenset()) -> None
     os.truncate(file, length)  # it needs no space, which writing the file anew would
 
 
-def plain(value: object) -> Any:
+def to_json_values(value: object) -> Any:
     """The value as JSON has it: a number of NumPy is one of Python, and one that is not finite
     becomes null, since JSON has no NaN."""
     text = json.dumps(value, default=lambda x: x.item() if hasattr(x, "item") else str(x))
@@ -255,7 +255,7 @@ def read_lines(file: Path) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
 
 
-def state_of(out: Path) -> tuple[str, str]:
+def run_state(out: Path) -> tuple[str, str]:
     """The state of a run, and the reason for it. A run that is killed cannot change its summary, so
     that the lock on its folder says whether it is still running."""
     import fcntl  # Windows has none
@@ -274,13 +274,13 @@ def state_of(out: Path) -> tuple[str, str]:
     return DIED, "it left no word: it was killed, or its machine was"
 
 
-def column(records: Sequence[dict[str, Any]], name: str) -> np.ndarray:
+def metric_values(records: Sequence[dict[str, Any]], name: str) -> np.ndarray:
     """[records] float64: the values of a metric; NaN where it is missing or null."""
     values = [record.get(name) for record in records]
     return np.array([np.nan if value is None else value for value in values], np.float64)
 
 
-def mean_of(values: np.ndarray) -> float:
+def mean_without_nan(values: np.ndarray) -> float:
     """The mean of the values that are not NaN; NaN if there are none."""
     values = values[~np.isnan(values)]
     return float(values.mean()) if values.size else math.nan
@@ -289,7 +289,7 @@ def mean_of(values: np.ndarray) -> float:
 # ---- W&B -----------------------------------------------------------------------------------------
 
 
-def check_wandb(mode: str) -> None:
+def raise_if_wandb_unusable(mode: str) -> None:
     """Raises UserMistake if WANDB_MODE cannot work here; it asks neither a server nor the user."""
     if mode in ("", "disabled"):
         return
@@ -310,14 +310,14 @@ def check_wandb(mode: str) -> None:
         )
 
 
-def chosen_mode(mode: str) -> str:
+def choose_wandb_mode(mode: str) -> str:
     """WANDB_MODE; if that is empty, "online" if there is a WANDB_API_KEY that can be used."""
     if mode:
         return mode
     if not os.environ.get("WANDB_API_KEY"):
         return "disabled"
     try:
-        check_wandb("online")
+        raise_if_wandb_unusable("online")
     except UserMistake as error:
         print(f"W&B: WANDB_API_KEY is set, but the run goes on without W&B: {error}", flush=True)
         return "disabled"

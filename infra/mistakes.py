@@ -25,7 +25,7 @@ class Unwritable(Exception):
     """
 
 
-def fail(error: UserMistake | Unwritable) -> NoReturn:
+def exit_with_mistakes(error: UserMistake | Unwritable) -> NoReturn:
     """Ends the program before the first step: a line for each mistake, and exit code 2."""
     for line in str(error).splitlines():
         print(f"error: {line}", file=sys.stderr)
@@ -146,7 +146,7 @@ AMBIGUOUS |= {"TRAIN_BATCH_SIZE": "ROLLOUT_GLOBAL_BATCH_SIZE", "RUN_NAME": "WAND
 FOREIGN = ("WANDB_", "JAX_", "HF_", "TPU_", "XLA_", "SGLANG_")
 
 
-def ignored_names(env: Mapping[str, str]) -> list[str]:
+def describe_ignored_names(env: Mapping[str, str]) -> list[str]:
     """A line for each ambiguous name in the environment whose setting is not in it too."""
     return [
         f"{name}={env[name]} is ignored; the setting is called {ours}"
@@ -155,7 +155,7 @@ def ignored_names(env: Mapping[str, str]) -> list[str]:
     ]
 
 
-def misspelt(name: str, known: Sequence[str]) -> str:
+def find_misspelt_name(name: str, known: Sequence[str]) -> str:
     """The known name of which an environment variable is a misspelling, or an empty text.
 
     In a misspelling the words that the two names do not share are similar too, or only left out:

@@ -92,7 +92,7 @@ class RewardWorker:
         self._connection.close()
 
 
-def worker_of(
+def get_worker(
     setting: str, source: str, timeout_s: float, workers: dict[str, RewardWorker]
 ) -> RewardWorker:
     """The reward worker of the file in `source`, "file.py:name". A file has a single worker.
@@ -109,7 +109,7 @@ def worker_of(
     return workers[file]
 
 
-def worker_function(worker: RewardWorker, source: str) -> Callable[..., list[float | None]]:
+def load_reward_function(worker: RewardWorker, source: str) -> Callable[..., list[float | None]]:
     """The reward function of a user's file, "file.py:name", once the worker has loaded the file.
     The function and its loading raise UserMistake."""
     name, label = source.rpartition(":")[2], f"REWARD_FN {source}"

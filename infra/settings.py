@@ -14,7 +14,7 @@ from operator import ge, gt, le, lt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from infra.mistakes import NOT_SETTINGS, OTHER_NAMES, OTHER_VALUES, UserMistake, misspelt
+from infra.mistakes import NOT_SETTINGS, OTHER_NAMES, OTHER_VALUES, UserMistake, find_misspelt_name
 
 if TYPE_CHECKING:
     from config import Config
@@ -23,8 +23,8 @@ Default = TypeVar("Default")
 Value = bool | int | float | str | tuple[float, ...]  # of a setting
 LIST_ALL = "(`python config.py` lists all)"
 REPO = Path(__file__).resolve().parents[1]
-GYM = "reasoning_gym:"  # the beginning of DATASET for a task of reasoning_gym
-GYM_TASKS = f"{REPO}/recipes/gym.py"
+GYM_PREFIX = "reasoning_gym:"  # the beginning of DATASET for a task of reasoning_gym
+GYM_FILE = f"{REPO}/recipes/gym.py"
 BOOLS = {"0": False, "1": True, "false": False, "true": True}
 LIMITS = {"at_least": ge, "at_most": le, "above": gt, "below": lt}
 MESH = r"auto|(?!.*-1.*-1)(-1|[1-9]\d*)(,(-1|[1-9]\d*)){2}"
@@ -108,7 +108,7 @@ def read_env(env: Mapping[str, str], config: type, mistakes: list[str]) -> dict[
     config: a dataclass whose fields are made by `knob`.
     """
     fields = {field.name.upper(): field for field in dataclasses.fields(config)}
-    return settings_of(dict(sorted(env.items())), fields, "", mistakes)
+    return parse_settings(dict(sorted(env.items())), fields, "", mistakes)
 
 
 def read_yaml(path: str | Path, config: type, mistakes: list[str]) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def read_yaml(path: str | Path, config: type, mistakes: list[str]) -> dict[str, 
             mistakes.append(f"{prefix}{key} must be one value, or a list of values")
         elif not key.startswith("derived."):
             texts[key] = ",".join(map(str, items)) or "null"
-    return settings_of(texts, fields, prefix, mistakes)
+    return parse_settings(texts, fields, prefix, mistakes)
 
 
 def yaml_items(content: Mapping[str, object]) -> Iterator[tuple[str, object]]:
@@ -147,7 +147,7 @@ def yaml_items(content: Mapping[str, object]) -> Iterator[tuple[str, object]]:
             yield key, value
 
 
-def settings_of(
+def parse_settings(
     texts: Mapping[str, str],
     fields: Mapping[str, dataclasses.Field],
     prefix: str,
@@ -161,7 +161,7 @@ def settings_of(
     settings = {}
     for name, text in texts.items():
         if name not in fields:
-            mistakes.extend(no_setting(name, fields, prefix))
+            mistakes.extend(describe_unknown_name(name, fields, prefix))
         elif text != "null" or fields[name].type is str:
             try:
                 text = "" if text == "null" else text
@@ -171,10 +171,12 @@ def settings_of(
     return settings
 
 
-def no_setting(name: str, fields: Mapping[str, dataclasses.Field], prefix: str) -> Iterator[str]:
+def describe_unknown_name(
+    name: str, fields: Mapping[str, dataclasses.Field], prefix: str
+) -> Iterator[str]:
     """Yields a line about a name that is no setting, or none if another program may read it.
 
-    fields, prefix: as in settings_of. In a file every unknown name is a mistake.
+    fields, prefix: as in parse_settings. In a file every unknown name is a mistake.
     """
     spelling = {field.name.upper(): known for known, field in fields.items()}
     last = name.rpartition(".")[2].upper()
@@ -189,7 +191,7 @@ def no_setting(name: str, fields: Mapping[str, dataclasses.Field], prefix: str) 
         close = difflib.get_close_matches(name.lower(), fields, 1)
         hint = f"; did you mean {close[0]}?" if close else ""
         yield f"{prefix}unknown setting {name}{hint} {LIST_ALL}"
-    elif meant := misspelt(name, [*fields, *OTHER_NAMES]):
+    elif meant := find_misspelt_name(name, [*fields, *OTHER_NAMES]):
         hint = f"did you mean {OTHER_NAMES.get(meant, meant)}?"
         yield f"unknown setting {name}; {hint} {LIST_ALL}"
 
@@ -230,7 +232,7 @@ def number(kind: type, text: str, label: str, limits: Mapping[str, float]) -> in
     return value
 
 
-def overlay(upper: dict, lower: dict, rivals: Sequence[tuple[Sequence, Sequence]]) -> dict:
+def overlay_layers(upper: dict, lower: dict, rivals: Sequence[tuple[Sequence, Sequence]]) -> dict:
     """`lower`, replaced by `upper` wherever `upper` has a value.
 
     rivals: pairs of names (set, hidden). If `upper` sets one of the first names, then all of the

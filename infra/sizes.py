@@ -38,7 +38,7 @@ class Sizes(NamedTuple):
     prompts_per_step: int  # P: prompts per step over all processes
     updates_per_step: int = 1  # NUM_MINI_BATCHES * PPO_EPOCHS
 
-    def line(self) -> str:
+    def to_line(self) -> str:
         """The line that people parse."""
         return (
             f"local_batch={self.local_batch} global_batch={self.global_batch} "
@@ -50,7 +50,7 @@ class Sizes(NamedTuple):
         )
 
 
-def derive(cfg: "Config", processes: int, local_devices: int) -> Sizes:
+def derive_sizes(cfg: "Config", processes: int, local_devices: int) -> Sizes:
     """The sizes of a step on `processes` with `local_devices` each.
 
     Raises UserMistake if the settings contradict each other or do not divide exactly.
@@ -206,7 +206,7 @@ def divisors(n: int) -> list[int]:
 # ---- Padded lengths ------------------------------------------------------------------------------
 
 
-def bucket(length: int) -> int:
+def bucket_length(length: int) -> int:
     """The smallest of 16, 24, 32, 48, 64, 96, ... that is at least `length`, in tokens.
 
     Padding to few lengths means few shapes, and so few compilations.
@@ -223,10 +223,10 @@ def prompt_width(longest: int, floor: int = 0) -> int:
     All tokens but the last are padded to a bucket of at least `floor`; the last token is fed with
     the completion.
     """
-    return bucket(max(floor, longest - 1)) + 1
+    return bucket_length(max(floor, longest - 1)) + 1
 
 
-def turn_sequences(count: int, most: int, local_devices: int) -> int:
+def turn_batch_size(count: int, most: int, local_devices: int) -> int:
     """The sequences of a pass of a later turn, on each process: `most`, or a half or a quarter of
     it if that holds the `count` sequences that have not ended."""
     parts = [most // n for n in (4, 2) if most % (n * local_devices) == 0]

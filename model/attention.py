@@ -35,7 +35,7 @@ BLOCK = {"cpu": 64, "others": 512}
 LANES = 128  # a block of splash is a multiple of 128 tokens
 SPLASH_BLOCKS = (512, 384, 256, LANES)
 # The most tokens of a row, and of a completion, for splash, which packs both into an int32.
-MOST_PLACES, MOST_TOKENS = 2**17, 2**14
+MAX_ROW_TOKENS, MAX_COMPLETION_TOKENS = 2**17, 2**14
 ALL_POSITIONS = 2**30  # above every position: a window of this size hides nothing
 
 
@@ -67,14 +67,14 @@ def map_kv(change: Callable[[KV], KV], kvs: Any) -> Any:
     return jax.tree.map(change, kvs, is_leaf=lambda x: isinstance(x, KV))
 
 
-def of_layer(layers: Any, i: int | jax.Array) -> Any:
+def select_layer(layers: Any, i: int | jax.Array) -> Any:
     """The arrays of layer i, from arrays that are stacked by layer or from a tuple of layers."""
     if type(layers) is tuple:
         return layers[i]
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), layers)
 
 
-def write(kvs: Any, i: int | jax.Array, new: KV, place: jax.Array) -> Any:
+def write_token(kvs: Any, i: int | jax.Array, new: KV, place: jax.Array) -> Any:
     """The KV of all layers, stacked or in a tuple, with the keys and values of one token, `new`,
     written to this place of layer i."""
     if type(kvs) is tuple:
@@ -107,7 +107,7 @@ class PackedRows(NamedTuple):
     # Each token's position and the lowest position that it sees, [X, t] int32; (): it sees all.
     window: tuple[jax.Array, ...] = ()
 
-    def within(self, positions: jax.Array, window: jax.Array) -> "PackedRows":
+    def with_window(self, positions: jax.Array, window: jax.Array) -> "PackedRows":
         """These rows with a sliding window: a token sees only the last `window` positions, its own
         included.
 
@@ -346,7 +346,7 @@ def _forward(
     """
     qs, ks, vs = (_split(x, block_size, axis) for x, axis in ((q, 3), (k, 2), (v, 2)))
     token_blocks = [_split(x, block_size, 1) for x in tokens]  # [num_blocks, X, block_size]
-    pairs, count = pairs_of(tokens, S, block_size)
+    pairs, count = block_pairs(tokens, S, block_size)
 
     def step(index: jax.Array, carry: Any) -> Any:
         # [num_blocks, X, N, H/N, block_size] twice, and [num_blocks, X, N, H/N, block_size, h]
@@ -378,7 +378,7 @@ def _backward(S: int, block_size: int, residuals: Any, grad_out: jax.Array) -> A
     f32 = jnp.float32
     inner = _split((grad_out.astype(f32) * out.astype(f32)).sum(axis=-1), block_size, 3)
     token_blocks = [_split(x, block_size, 1) for x in tokens]
-    pairs, count = pairs_of(tokens, S, block_size)
+    pairs, count = block_pairs(tokens, S, block_size)
 
     def step(index: jax.Array, carry: Any) -> Any:
         grad_q, grad_k, grad_v = carry
@@ -425,7 +425,9 @@ def _concatenate(x: jax.Array, axis: int) -> jax.Array:
     return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 
 
-def pairs_of(tokens: tuple[jax.Array, ...], S: int, block_size: int) -> tuple[jax.Array, jax.Array]:
+def block_pairs(
+    tokens: tuple[jax.Array, ...], S: int, block_size: int
+) -> tuple[jax.Array, jax.Array]:
     """All pairs [num_blocks**2, 2] of a block of queries and a block of keys, first those that any
     row needs, and the number of these."""
     needed = _needed_blocks(tokens, S, block_size).any(axis=0)  # [num_blocks, num_blocks]
@@ -501,7 +503,7 @@ def _splash_shard(
 def _splash_mask(S: int, query: jax.Array, key: jax.Array) -> jax.Array:
     """Whether queries see keys of their prompt. query: as _blocks_to_compute packs it: the place,
     and the distance to the start of its completion."""
-    place, distance = query % MOST_PLACES, query // MOST_PLACES
+    place, distance = query % MAX_ROW_TOKENS, query // MAX_ROW_TOKENS
     return _visible_in_prompt(place, place - distance, key, S)
 
 
@@ -514,7 +516,7 @@ def _blocks_to_compute(
     traced arrays, since prompt and start are.
     """
     places = jnp.arange(len(prompt), dtype=jnp.int32)
-    queries = places + MOST_PLACES * jnp.where(places < S, 0, places - start)
+    queries = places + MAX_ROW_TOKENS * jnp.where(places < S, 0, places - start)
     (needed,) = _needed_blocks((places[None], prompt[None], start[None]), S, block_size)
     query, key = jnp.indices(needed.shape, dtype=jnp.int32)
 

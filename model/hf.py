@@ -20,10 +20,18 @@ from safetensors.numpy import save_file
 from infra.log import progress_bar
 from infra.mistakes import UserMistake, in_one_line
 from infra.settings import read_text
-from model.layout import on_host
-from model.params import Gemma3, Leaf, ModelConfig, Params, param_table, trained, unrolled
+from model.layout import gather_to_host
+from model.params import (
+    Gemma3,
+    Leaf,
+    ModelConfig,
+    Params,
+    is_unrolled,
+    param_table,
+    trainable_params,
+)
 
-FILES = ["*.json", "*.safetensors", "*.jinja"]  # of a model, on the hub
+MODEL_FILES = ["*.json", "*.safetensors", "*.jinja"]  # of a model, on the hub
 LARGEST_FILE = "5GB"  # of an exported model's weights
 WEIGHTS, ADAPTERS = "model.safetensors", "adapter_model.safetensors"
 TEMPLATES = "additional_chat_templates"  # a folder with named chat templates, such as tool_use
@@ -49,7 +57,7 @@ GEMMA3: dict[str, Any] = {
 }
 
 
-def fetch_model(path: str, revision: str = "", files: list[str] = FILES) -> Path:
+def fetch_model(path: str, revision: str = "", files: list[str] = MODEL_FILES) -> Path:
     """The local folder of a model: `path` itself, or the cached download of a hub id."""
     if Path(path).is_dir():
         return Path(path)
@@ -94,7 +102,7 @@ def read_config(folder: Path) -> ModelConfig:
     Raises UserMistake, naming the key of config.json, for a model that is not supported.
     """
     path = folder / "config.json"
-    _stop_if_without(folder, "config.json", "give a Hugging Face folder")
+    _raise_if_without(folder, "config.json", "give a Hugging Face folder")
     values = read_json(path)
     # transformers writes null where a model does not have something.
     config = {key: value for key, value in _of_text(values).items() if value is not None}
@@ -249,18 +257,18 @@ def hf_tensors(params: Params, model: ModelConfig) -> Iterator[tuple[str, np.nda
 
     Only one tensor at a time is gathered on the host. All processes have to take all tensors.
     """
-    table = param_table(model, "unroll" if unrolled(params.layers) else "scan")
+    table = param_table(model, "unroll" if is_unrolled(params.layers) else "scan")
     leaves = jax.tree.leaves(_without_or_only_adapters(table, bool(params.adapters)))
     for leaf, array in zip(leaves, jax.tree.leaves(params), strict=True):
         stacked = "{}" in leaf.name
         for i in range(leaf.shape[0] if stacked else 1):
-            tensor = on_host(array[i] if stacked else array)
+            tensor = gather_to_host(array[i] if stacked else array)
             tensor = np.ascontiguousarray(tensor.T if leaf.transposed else tensor)
             yield leaf.name.format(i), tensor
 
 
 def _without_or_only_adapters(table: Params, only_adapters: bool) -> Params:
-    return trained(table) if only_adapters else dataclasses.replace(table, adapters=None)
+    return trainable_params(table) if only_adapters else dataclasses.replace(table, adapters=None)
 
 
 def save_model(
@@ -289,7 +297,7 @@ def save_model(
         max_shard_size=LARGEST_FILE,
     )
     if writes:
-        begin_folder(folder, str(source))
+        prepare_export_folder(folder, str(source))
     # A file is written as soon as it has all its tensors, so that the host holds few of them.
     pending: dict[str, dict[str, np.ndarray]] = {name: {} for name in split.filename_to_tensors}
     with progress_bar("exporting the model", len(split.tensor_to_filename), "tensors") as bar:
@@ -319,7 +327,7 @@ def save_model(
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
-def stop_if_overwritten(export_hf: str, output_dir: str, model_folder: Path) -> None:
+def raise_if_overwriting(export_hf: str, output_dir: str, model_folder: Path) -> None:
     """Raises UserMistake if the export would overwrite a model that no run has exported."""
     if export_hf == "none" or not (export_hf or output_dir):
         return
@@ -331,7 +339,7 @@ def stop_if_overwritten(export_hf: str, output_dir: str, model_folder: Path) -> 
         raise UserMistake(f"{name} holds a model that no run has exported; choose another folder")
 
 
-def begin_folder(folder: Path, source: str) -> None:
+def prepare_export_folder(folder: Path, source: str) -> None:
     """Makes the folder of an export of the trained model `source`, and removes the files of an
     earlier export, first those that mark a complete folder."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -374,7 +382,7 @@ def open_tensors(folder: Path, table: Params) -> dict[str, Any]:
         shards = set(read_json(index)["weight_map"].values())
     tensors: dict[str, Any] = {}
     for name in sorted(shards):
-        _stop_if_without(folder, name, "weights are read as safetensors")
+        _raise_if_without(folder, name, "weights are read as safetensors")
         try:
             handle = safe_open(folder / name, framework="numpy")
         except Exception as error:  # safetensors has no public type for a damaged header
@@ -403,7 +411,7 @@ def open_tensors(folder: Path, table: Params) -> dict[str, Any]:
     return tensors
 
 
-def _stop_if_without(folder: Path, name: str, reason: str) -> None:
+def _raise_if_without(folder: Path, name: str, reason: str) -> None:
     """Raises UserMistake if the folder has no such file; it names weights of another format."""
     if not (folder / name).is_file():
         others = [*folder.glob("*model*.bin*"), *folder.glob("*.gguf"), *folder.glob("*.pth")]
@@ -446,7 +454,7 @@ def load_tokenizer(folder: Path, chat_template: str = "") -> Any:
     return tokenizer
 
 
-def stop_ids(folder: Path, tokenizer: Any, vocab_size: float = math.inf) -> tuple[int, ...]:
+def read_stop_ids(folder: Path, tokenizer: Any, vocab_size: float = math.inf) -> tuple[int, ...]:
     """Every token id that ends a completion, sorted, by generation_config.json, config.json and the
     tokenizer, below vocab_size. Raises UserMistake if none of them names such a stop token."""
     eos = [tokenizer.eos_token_id]  # ids, lists of ids and None

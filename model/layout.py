@@ -60,7 +60,7 @@ def make_mesh(
             f"{setting}={shape} is a mesh of {math.prod(sizes)} devices, but the run has "
             f"{len(devices)}; set {setting}=auto"
         )
-    local = local_count(devices)
+    local = devices_per_process(devices)
     if local % sizes[2]:
         raise UserMistake(
             f"{setting}={shape}: tp={sizes[2]} does not divide the {local} devices of a host; "
@@ -69,7 +69,7 @@ def make_mesh(
     return Mesh(np.array(devices).reshape(sizes), ("dp", "fsdp", "tp"))
 
 
-def local_count(devices: Sequence[jax.Device]) -> int:
+def devices_per_process(devices: Sequence[jax.Device]) -> int:
     """The number of devices of one process; every process has the same number."""
     return sum(d.process_index == devices[0].process_index for d in devices)
 
@@ -112,13 +112,13 @@ def gather_processes(tree: Any) -> Any:
     return tree if jax.process_count() == 1 else jax.tree.map(gather, tree)
 
 
-def join(parts: Sequence[Any]) -> Any:
+def concatenate_trees(parts: Sequence[Any]) -> Any:
     """One tree of NumPy arrays from trees of the same structure, whose arrays are concatenated
     along their first axis."""
     return jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
 
 
-def on_host(x: jax.Array) -> np.ndarray:
+def gather_to_host(x: jax.Array) -> np.ndarray:
     """The complete array on every process; all processes have to call it."""
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return multihost_utils.process_allgather(x, tiled=True)

@@ -26,7 +26,7 @@ from model.params import (
     init_params,
     param_shardings,
     param_table,
-    trained,
+    trainable_params,
 )
 
 if TYPE_CHECKING:
@@ -52,18 +52,18 @@ def fetch_base(path: str, revision: str) -> tuple[Path, Path | None]:
     if not (folder / CONFIG).is_file():
         return folder, None
     try:
-        return hf.fetch_model(*base_of(folder)), folder
+        return hf.fetch_model(*read_base_name(folder)), folder
     except UserMistake as error:
         raise UserMistake(f"the base of MODEL_PATH={folder}, by its {CONFIG}: {error}") from None
 
 
-def base_of(adapters: Path) -> tuple[str, str]:
+def read_base_name(adapters: Path) -> tuple[str, str]:
     """The folder or hub id of the base that a PEFT folder names, and its revision on the hub."""
     values = _read_config(adapters)
     return values["base_model_name_or_path"], values.get("revision") or ""
 
 
-def lora_of(cfg: "Config", model: ModelConfig, adapters: Path | None) -> Lora | None:
+def read_lora(cfg: "Config", model: ModelConfig, adapters: Path | None) -> Lora | None:
     """The Lora of a PEFT folder, or of LORA_RANK, LORA_ALPHA and LORA_TARGETS; None if training
     changes all weights. Raises UserMistake before any weight is read."""
     leaves = jax.tree.leaves(param_table(model).layers)
@@ -86,7 +86,7 @@ def lora_of(cfg: "Config", model: ModelConfig, adapters: Path | None) -> Lora | 
             )
     if adapters:  # for mistakes in its tensors
         table = param_table(dataclasses.replace(model, lora=lora))
-        hf.open_tensors(adapters, trained(table))
+        hf.open_tensors(adapters, trainable_params(table))
     return lora
 
 
@@ -125,21 +125,21 @@ def _read_config(folder: Path) -> dict[str, Any]:
 # ---- Weights -------------------------------------------------------------------------------------
 
 
-def first_adapters(adapters: Path | None, model: ModelConfig, mesh: Mesh, seed: int) -> Params:
+def initial_adapters(adapters: Path | None, model: ModelConfig, mesh: Mesh, seed: int) -> Params:
     """The float32 adapters with which training begins: those of a folder, or new ones, which do not
     change the model yet. Raises UserMistake."""
     if adapters:
         return hf.load_params(adapters, model, mesh, np.float32, adapters=True)
     # The compiler removes the weights that the program does not return.
     init = jax.jit(
-        lambda key: trained(init_params(model, key)),
-        out_shardings=trained(param_shardings(model, mesh)),
+        lambda key: trainable_params(init_params(model, key)),
+        out_shardings=trainable_params(param_shardings(model, mesh)),
     )
     return init(jax.random.key(seed))
 
 
 @functools.partial(jax.jit, static_argnames=("lora",))
-def merge(params: Params, lora: Lora) -> tuple[Params, jax.Array]:
+def merge_adapters(params: Params, lora: Lora) -> tuple[Params, jax.Array]:
     """The weights without adapters, which are added to their matrices in float32 and then rounded
     to the matrices' dtype; and the share of the matrices' numbers that this has changed."""
     if isinstance(params.layers, tuple):
@@ -176,10 +176,10 @@ def save_adapters(
     hub. The rest is as for hf.save_model.
     """
     base = str(Path(base).resolve()) if Path(base).is_dir() else base
-    tensors = dict(hf.hf_tensors(trained(params), model))
+    tensors = dict(hf.hf_tensors(trainable_params(params), model))
     if jax.process_index() != 0:
         return
-    hf.begin_folder(folder, base)
+    hf.prepare_export_folder(folder, base)
     hf.save_tensors(tensors, folder / hf.ADAPTERS)
     if chat_template:
         (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")

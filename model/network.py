@@ -30,8 +30,8 @@ from model.attention import (
     PackedRows,
     attention,
     cached_attention,
-    of_layer,
-    write,
+    select_layer,
+    write_token,
 )
 from model.layout import TRAIN_BATCH_AXES, Layout, constrain, gather_fsdp
 from model.params import Layers, Leaf, Lora, ModelConfig, Params, param_table
@@ -61,7 +61,7 @@ class Compute(NamedTuple):
 # ---- The three uses ------------------------------------------------------------------------------
 
 
-def prefix_of(prompt_ids: jax.Array, prompt_mask: jax.Array) -> tuple[jax.Array, ...]:
+def split_prefix(prompt_ids: jax.Array, prompt_mask: jax.Array) -> tuple[jax.Array, ...]:
     """ids, positions and mask [P, S] for prefill, from left-padded prompts [P, S+1]: all tokens but
     the last."""
     mask = prompt_mask[:, :-1].astype(bool)
@@ -89,7 +89,7 @@ def forward(
         w = _usable(w, compute)
         q, kv = _qkv(x, w, compute, _rotary_of_layer(rotary, local))
         window = _window(model, local)
-        visible = rows if window is None else rows.within(positions, window)
+        visible = rows if window is None else rows.with_window(positions, window)
         out = attention(q, kv, visible, layout, compute.attention_impl)
         return _after_attention(x, out, w, compute), kv
 
@@ -123,9 +123,9 @@ def forward_token(
         x, completion = carry
         w, local = _usable(_weights_of_layer(params, i), compute), _local(compute.model, i)
         q, kv = _qkv(x, w, compute, _rotary_of_layer(rotary, local))
-        completion = write(completion, i, kv, cache.place)
+        completion = write_token(completion, i, kv, cache.place)
         layer_cache = cache._replace(
-            prompt=of_layer(cache.prompt, i), completion=of_layer(completion, i)
+            prompt=select_layer(cache.prompt, i), completion=select_layer(completion, i)
         )
         out = cached_attention(q, layer_cache, compute.layout, _window(compute.model, local))
         return _after_attention(x, out, w, compute), completion
@@ -177,7 +177,7 @@ class LayerWeights(NamedTuple):
 
 
 def _weights_of_layer(params: Params, i: int | jax.Array) -> LayerWeights:
-    return LayerWeights(of_layer(params.layers, i), of_layer(params.adapters, i))
+    return LayerWeights(select_layer(params.layers, i), select_layer(params.adapters, i))
 
 
 def _usable(w: LayerWeights, compute: Compute) -> LayerWeights:

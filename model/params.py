@@ -201,17 +201,17 @@ def _adapter_table(layers: Layers, model: ModelConfig, lora: Lora) -> Layers:
 
 
 def _leaves_of_layer(layers: Layers, i: int) -> Layers:
-    def of_layer(leaf: Leaf) -> Leaf:
+    def select_layer(leaf: Leaf) -> Leaf:
         shape, axes, name = leaf.shape[1:], leaf.axes[1:], leaf.name.format(i)
         return dataclasses.replace(leaf, shape=shape, axes=axes, name=name)
 
-    return jax.tree.map(of_layer, layers)
+    return jax.tree.map(select_layer, layers)
 
 
 # ---- From the table: checks, shapes, shardings and first values ----------------------------------
 
 
-def stop_if_indivisible(setting: str, model: ModelConfig, mesh: Mesh) -> None:
+def raise_if_indivisible(setting: str, model: ModelConfig, mesh: Mesh) -> None:
     """Raises UserMistake, naming the setting, if the mesh does not divide every weight evenly."""
     for leaf in jax.tree.leaves(param_table(model)):
         for size, axis in zip(leaf.shape, leaf.axes, strict=True):
@@ -265,14 +265,14 @@ def init_params(model: ModelConfig, key: jax.Array) -> Params:
 # ---- Parts of Params -----------------------------------------------------------------------------
 
 
-def trained(params: Params) -> Params:
+def trainable_params(params: Params) -> Params:
     """The part of the weights that training changes: all of them, or only the adapters."""
     if params.adapters is None:
         return params
     return Params(embed=None, layers=None, final_norm=None, lm_head=None, adapters=params.adapters)
 
 
-def on_base(base: Params | None, changed: Params) -> Params:
+def combine_params(base: Params | None, changed: Params) -> Params:
     """All weights: `changed`, as `trained` returns them, together with the base if `changed` is
     only adapters. base: without LoRA it may be None."""
     if base is None or changed.adapters is None:
@@ -299,7 +299,7 @@ def arrange_layers(params: Params, layer_loop: str, dtype: DTypeLike) -> Params:
     return dataclasses.replace(params, layers=layers, adapters=adapters)
 
 
-def unrolled(part: Any) -> bool:
+def is_unrolled(part: Any) -> bool:
     """Whether this part of a Params is a tuple of layers. An Adapter, a NamedTuple, is not."""
     return type(part) is tuple
 

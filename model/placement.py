@@ -14,20 +14,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from infra.chips import chip_of, has_bfloat16, memory_bytes
+from infra.chips import chip_of, has_bfloat16, usable_memory_bytes
 from infra.mistakes import UserMistake
 from infra.sizes import Sizes, prompt_share
-from model.attention import LANES, MOST_PLACES, MOST_TOKENS
+from model.attention import LANES, MAX_COMPLETION_TOKENS, MAX_ROW_TOKENS
 from model.layout import (
     ROLLOUT_BATCH_AXES,
     TRAIN_BATCH_AXES,
     Layout,
-    local_count,
+    devices_per_process,
     make_mesh,
     mesh_text,
 )
 from model.network import Compute
-from model.params import ModelConfig, param_table, stop_if_indivisible
+from model.params import ModelConfig, param_table, raise_if_indivisible
 
 if TYPE_CHECKING:
     from config import Config
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 READ_SECONDS = 1.25e-3
 
 
-def how_to_compute(
+def plan_compute(
     cfg: "Config", model: ModelConfig, sizes: Sizes, S: int, devices: Sequence[jax.Device]
 ) -> tuple[Compute, Compute, str]:
     """The Compute of training, that of the rollout, and the reason for the mesh that
@@ -61,14 +61,14 @@ def how_to_compute(
     if model.lora:  # adapters need little memory, so the base is split only as far as it has to be
         auto = (-1, 1, rollout_tp(model, devices, itemsize, math.inf, model.num_heads)[0])
     mesh = make_mesh("MESH_SHAPE", cfg.mesh_shape, devices, auto)
-    stop_if_indivisible("MESH_SHAPE", model, mesh)
+    raise_if_indivisible("MESH_SHAPE", model, mesh)
     if model.num_heads % mesh.shape["tp"]:  # in training each device has complete heads
         raise UserMistake(
             f"MESH_SHAPE (dp,fsdp,tp) = {mesh_text(mesh)}: tp={mesh.shape['tp']} does not divide "
             f"the model's {model.num_heads} query heads; use a smaller tp and more dp"
         )
     layout = Layout(mesh, TRAIN_BATCH_AXES)
-    processes, T = len(devices) // local_count(devices), cfg.max_length_sample
+    processes, T = len(devices) // devices_per_process(devices), cfg.max_length_sample
     micro_step_sequences = sizes.micro_batch_size * processes
     share = prompt_share(cfg.num_pre_q, micro_step_sequences // layout.batch_shards)
     row_tokens = sum(-(-tokens // LANES) * LANES for tokens in (S, share * T))
@@ -93,7 +93,7 @@ def how_to_compute(
         auto, reason = tuple(layout.mesh.shape.values()), "the base is in memory once"
     mesh = make_mesh("ROLLOUT_MESH_SHAPE", cfg.rollout_mesh_shape, devices, auto)
     shares = shares and mesh == layout.mesh
-    stop_if_indivisible("ROLLOUT_MESH_SHAPE", model, mesh)
+    raise_if_indivisible("ROLLOUT_MESH_SHAPE", model, mesh)
     rollout = training._replace(
         layout=Layout(mesh, ROLLOUT_BATCH_AXES),
         remat="none",  # the rollout has no backward
@@ -104,7 +104,7 @@ def how_to_compute(
     return training, rollout, f"; {reason}" if cfg.rollout_mesh_shape == "auto" else ""
 
 
-def stop_if_too_long(max_length_sample: int, model: ModelConfig, longest: int) -> None:
+def raise_if_too_long(max_length_sample: int, model: ModelConfig, longest: int) -> None:
     """Raises UserMistake if the model has too few positions for a prompt of `longest` tokens."""
     length, limit = longest + max_length_sample, model.max_positions - max_length_sample
     if length > model.max_positions:
@@ -115,7 +115,7 @@ def stop_if_too_long(max_length_sample: int, model: ModelConfig, longest: int) -
         )
 
 
-def rollout_mesh(cfg: "Config", rollout: Compute) -> str:
+def rollout_mesh_text(cfg: "Config", rollout: Compute) -> str:
     """The mesh of the rollout, as ROLLOUT_MESH_SHAPE writes it; an engine has all devices on tp."""
     mesh = rollout.layout.mesh
     return mesh_text(mesh) if cfg.rollout_backend == "naive" else f"1,1,{mesh.size}"
@@ -137,9 +137,9 @@ def choose_attention(
         obstacle = "it has no sliding window, and Gemma 3 has"
     elif model.num_kv_heads % tp:
         obstacle = f"MESH_SHAPE's tp={tp} does not divide {model.num_kv_heads} kv heads"
-    elif row > MOST_PLACES or completion > MOST_TOKENS:
-        obstacle = f"rows may have {MOST_PLACES} tokens and completions {MOST_TOKENS}, and here "
-        obstacle += f"they have up to {row} and {completion}"
+    elif row > MAX_ROW_TOKENS or completion > MAX_COMPLETION_TOKENS:
+        obstacle = f"rows may have {MAX_ROW_TOKENS} tokens and completions "
+        obstacle += f"{MAX_COMPLETION_TOKENS}, and here they have up to {row} and {completion}"
     if setting == "splash" and obstacle:
         raise UserMistake(f"ATTENTION_IMPL=splash: {obstacle}; leave it at auto")
     return setting if setting != "auto" else "xla" if obstacle else "splash"
@@ -183,10 +183,10 @@ def rollout_tp(
     """
     # The memory of a device can be asked for only in its own process.
     device = next((d for d in devices if d.process_index == jax.process_index()), devices[0])
-    weights, limit = itemsize * num_params(model), 0.4 * memory_bytes(device)
+    weights, limit = itemsize * num_params(model), 0.4 * usable_memory_bytes(device)
     if chip := chip_of(device):
         limit = min(limit, seconds * chip.hbm_gbps * 1e9)
-    possible = possible_tp(model, local_count(devices), heads)
+    possible = possible_tp(model, devices_per_process(devices), heads)
     tp = next((tp for tp in possible if weights / tp <= limit), possible[-1])
     return tp, f"{weights / tp / 1e9:.3g} GB of weights on a device"
 
@@ -199,7 +199,7 @@ def num_params(model: ModelConfig) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(param_table(model)))
 
 
-def layer_weights(model: ModelConfig) -> int:
+def layer_matrix_size(model: ModelConfig) -> int:
     """The number of weights in the matrices of one layer."""
     layers = jax.tree.leaves(param_table(model).layers)
     return sum(math.prod(leaf.shape[1:]) for leaf in layers if len(leaf.shape) == 3)
@@ -219,7 +219,7 @@ def update_flops(model: ModelConfig, prompts: np.ndarray, completions: np.ndarra
     """
     S, T = prompts[:, None], completions  # [P, 1], [P, K]
     pairs = (S**2 / 2).sum() + (T * S + T**2 / 2).sum()
-    weights = model.num_layers * layer_weights(model) * (S.sum() + T.sum())
+    weights = model.num_layers * layer_matrix_size(model) * (S.sum() + T.sum())
     head = model.vocab_size * model.hidden_size * T.sum()
     passes = 2 if model.lora else 3  # matrices of the base have no gradient
     return float(passes * 2 * (weights + head) + 3 * attention_flops(model, pairs))

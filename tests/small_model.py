@@ -32,7 +32,7 @@ from model.next_token import Sampling
 from model.params import Leaf, ModelConfig, Params, param_shardings, param_table
 from rows import Batch, MicroBatch, Widths, pack, prompts_of
 from sampling import Completions, NaiveBackend, Stopping
-from tools.bench import make_random
+from tools.bench import make_random_model
 
 # The matrices of a layer have 16*32 + 2*16*16 + 32*16 + 3*16*24 = 2688 numbers, those of three
 # layers 8064. All parameters: 48*16 + 3*(2688 + 2*16) + 16 = 8944.
@@ -269,7 +269,7 @@ def token_inputs(*lead: int, V: int, D: int = 64) -> tuple[np.ndarray, np.ndarra
 def stopping_model(folder: Path) -> Path:
     """Makes a model that ends a completion at each token with probability 1/32 or so."""
     small = folder / "small"
-    make_random(REPO / "tiny", small, {"hidden_size": 32, "num_hidden_layers": 1})
+    make_random_model(REPO / "tiny", small, {"hidden_size": 32, "num_hidden_layers": 1})
     stop_ids = list(range(0, json.loads((small / "config.json").read_text())["vocab_size"], 32))
     (small / "generation_config.json").write_text(json.dumps({"eos_token_id": stop_ids}))
     return small

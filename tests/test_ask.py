@@ -110,7 +110,7 @@ def test_weights_are_the_newest_checkpoint_or_else_the_export_of_the_run(tmp_pat
         checkpoints = Checkpoints(str(wanted))
         record = {"step": 3, "evals": [], "made_with": {}}
         checkpoints.save({"x": jnp.zeros(2)}, record)
-        checkpoints.wait()
+        checkpoints.wait_until_saved()
         more = {} if out == a else {"checkpoint_dir": str(wanted)}
         assert settings_of(out, **more) == (str(wanted), "the/base")
     assert find_weights(Config()) == Config()

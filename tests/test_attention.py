@@ -17,7 +17,7 @@ import pytest
 from small_model import train_layout
 
 from model import attention
-from model.attention import KV, PackedRows, pairs_of, prompt_rows
+from model.attention import KV, PackedRows, block_pairs, prompt_rows
 from model.layout import ROLLOUT_BATCH_AXES, Layout
 
 ONE_DEVICE = train_layout(1, 1, 1)
@@ -98,7 +98,7 @@ def positions_of(S: int, C: int, rows: list[Row]) -> np.ndarray:
 
 def within(x: Inputs, window: int) -> Inputs:
     """The same inputs for a layer with a sliding window."""
-    return x._replace(rows=x.rows.within(x.positions, window), window=window)
+    return x._replace(rows=x.rows.with_window(x.positions, window), window=window)
 
 
 def inputs(S: int, C: int, rows: list[Row], H: int, N: int, h: int) -> Inputs:
@@ -367,7 +367,7 @@ def test_only_pairs_of_blocks_in_which_something_is_seen_are_computed(
 ) -> None:
     x = within(inputs(S, C, [row], 1, 1, 1), window)
     prompt, start, _, others = x.rows
-    pairs, count = pairs_of((np.arange(S + C)[None], prompt, start, *others), S, 2)
+    pairs, count = block_pairs((np.arange(S + C)[None], prompt, start, *others), S, 2)
     assert count == expected
     computed = {(int(i), int(j)) for i, j in pairs[:count]}
     needed = {(i // 2, j // 2) for i in range(S + C) for j in visible(x, 0, i)}

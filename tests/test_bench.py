@@ -17,7 +17,7 @@ REPO = Path(__file__).resolve().parent.parent
 @pytest.mark.parametrize("mean_tokens, stop_ids", [(0, [-1]), (256, [0, 256, 512])])
 def test_one_token_of_many_or_none_ends_a_completion(tmp_path, mean_tokens, stop_ids) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-    bench.make_random(REPO / "tiny", tmp_path / "random", sizes)  # of 576 tokens
+    bench.make_random_model(REPO / "tiny", tmp_path / "random", sizes)  # of 576 tokens
     bench.make_model(tmp_path / "random", tmp_path / "model", mean_tokens)
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     assert config["eos_token_id"] == stop_ids
@@ -28,7 +28,7 @@ def test_one_token_of_many_or_none_ends_a_completion(tmp_path, mean_tokens, stop
 @pytest.mark.slow
 def test_the_bench_of_a_step_measures_a_run_of_exact_lengths(tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-    bench.make_random(REPO / "tiny", tmp_path / "model", sizes)
+    bench.make_random_model(REPO / "tiny", tmp_path / "model", sizes)
     work = tmp_path / "work"
     work.mkdir()
     keep = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PYTHONPATH")}

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from infra.checkpoint import Checkpoints, digest_of
+from infra.checkpoint import Checkpoints, record_digest
 from infra.mistakes import Unwritable, UserMistake
 
 RECORD = {"rounds": 7, "evals": [], "made_with": {"SEED": "0"}}
@@ -56,15 +56,15 @@ def mesh_of(*shape: int) -> Mesh:
     return Mesh(np.array(jax.devices()[: shape[0] * shape[1]]).reshape(shape), ("a", "b"))
 
 
-def record_of(step: int, evals: dict[int, float] | None = None) -> dict:
+def progress_record(step: int, evals: dict[int, float] | None = None) -> dict:
     return RECORD | {"step": step, "evals": [*(evals or {}).items()]}
 
 
 def saved(folder: Path, steps: int, keep: int = 0, evals: dict | None = None) -> Checkpoints:
     checkpoints = Checkpoints(str(folder), keep)
     for step in range(1, steps + 1):
-        checkpoints.save(arrays_of(step), record_of(step, evals))
-    checkpoints.wait()
+        checkpoints.save(arrays_of(step), progress_record(step, evals))
+    checkpoints.wait_until_saved()
     return checkpoints
 
 
@@ -85,7 +85,7 @@ def assert_equal(ours: dict, theirs: dict) -> None:
 def test_the_newest_checkpoint_and_its_record_are_restored_to_the_bit(tmp_path: Path) -> None:
     checkpoints = saved(tmp_path / "c", 3)
     assert (checkpoints.newest, checkpoints.steps()) == (3, [1, 2, 3])
-    checkpoints.save(arrays_of(0), record_of(3))  # this step has a checkpoint
+    checkpoints.save(arrays_of(0), progress_record(3))  # this step has a checkpoint
     step, arrays, said = restored(tmp_path / "c")
     assert (step, said) == (3, [])
     assert_equal(arrays, arrays_of(3))
@@ -96,8 +96,8 @@ def test_the_newest_checkpoint_and_its_record_are_restored_to_the_bit(tmp_path: 
 
 def test_arrays_saved_on_one_mesh_are_restored_onto_another_mesh(tmp_path: Path) -> None:
     checkpoints = Checkpoints(str(tmp_path / "c"), 0)
-    checkpoints.save(arrays_of(1, mesh_of(4, 2)), record_of(1))
-    checkpoints.wait()
+    checkpoints.save(arrays_of(1, mesh_of(4, 2)), progress_record(1))
+    checkpoints.wait_until_saved()
     for mesh in (mesh_of(2, 2), mesh_of(1, 1), mesh_of(2, 4)):
         like = arrays_of(0, mesh)
         step, arrays, _ = restored(tmp_path / "c", like)
@@ -111,9 +111,9 @@ def test_arrays_may_change_as_soon_as_save_returns(tmp_path: Path) -> None:
     checkpoints = Checkpoints(str(tmp_path / "c"), 0)
     arrays = {"state": {"big": jnp.arange(3_000_000, dtype=jnp.float32)}}
     for step in (1, 2, 3):
-        checkpoints.save(arrays, record_of(step))
+        checkpoints.save(arrays, progress_record(step))
         arrays = double(arrays)
-    checkpoints.wait()
+    checkpoints.wait_until_saved()
     for step in (1, 2, 3):
         result = Checkpoints(str(tmp_path / "c"), 0).restore(abstract(arrays), accept, step)
         first = np.arange(3_000_000, dtype=np.float32) * 2 ** (step - 1)
@@ -169,7 +169,7 @@ def test_half_written_checkpoints_and_changed_records_are_passed_over(tmp_path: 
     assert said == [f"{message}its record is not what was saved"]
     values = json.loads(record.read_text()) | {"rounds": 7, "format": 1}
     del values["sha256"]
-    record.write_text(json.dumps(values | {"sha256": digest_of(values)}))
+    record.write_text(json.dumps(values | {"sha256": record_digest(values)}))
     assert restored(tmp_path / "c")[2] == [f"{message}another version of this code has saved it"]
     assert restored(tmp_path / "nowhere") == (-1, {}, [])
 
@@ -204,10 +204,10 @@ def test_a_save_that_fails_is_told_with_the_newest_checkpoint_that_stays(tmp_pat
     try:
         for checkpoints, why in ((first, "File too large"), (second, "Not a directory")):
             with pytest.raises(Unwritable) as error:
-                checkpoints.save(arrays_of(2), record_of(2))
+                checkpoints.save(arrays_of(2), progress_record(2))
                 end = time.monotonic() + 20
                 while time.monotonic() < end:
-                    checkpoints.check()  # as each step does; it never waits
+                    checkpoints.raise_if_save_failed()  # as each step does; it never waits
             failed = f"checkpoint of step 2 cannot be written to {checkpoints.folder}: {why}"
             assert str(error.value) == f"{failed}; step 1 stays the newest"
     finally:
@@ -221,6 +221,6 @@ def test_the_next_save_deletes_a_damaged_checkpoint_which_counts_for_nothing(
     (tmp_path / "c" / "3" / "record" / "metadata").write_text("{}")
     checkpoints = Checkpoints(str(tmp_path / "c"), keep=2)
     assert checkpoints.restore(abstract(arrays_of(0)), accept)[1]["step"] == 2
-    checkpoints.save(arrays_of(4), record_of(4, {3: 0.9}))  # SAVE_EVERY_STEPS has changed
-    checkpoints.wait()
+    checkpoints.save(arrays_of(4), progress_record(4, {3: 0.9}))  # SAVE_EVERY_STEPS has changed
+    checkpoints.wait_until_saved()
     assert checkpoints.steps() == [2, 4], "the newest two that are sound stay"

@@ -12,7 +12,7 @@ from runs import FASTER_TO_COMPILE, REPO, environment
 
 from config import Config
 from infra import chips
-from infra.sizes import MICRO_SIZES, PASS_SIZES, derive, smaller_sizes
+from infra.sizes import MICRO_SIZES, PASS_SIZES, derive_sizes, smaller_sizes
 
 ADDRESS_SPACE = 6 * 10**9  # bytes, of which jax needs a part
 
@@ -40,7 +40,7 @@ def test_a_program_that_exhausts_the_memory_is_named_with_the_size_to_try(tmp_pa
 def smaller(settings: str, slice_: tuple[int, int], names: tuple[str, str]) -> list[dict]:
     """The smaller sizes on a slice. slice_: the number of processes and of devices of each."""
     cfg = Config.from_env(environment(f"MODEL_PATH=m {settings}"))
-    return smaller_sizes(cfg, derive(cfg, *slice_), *slice_, names)
+    return smaller_sizes(cfg, derive_sizes(cfg, *slice_), *slice_, names)
 
 
 def test_smaller_sizes_do_not_change_the_step_and_use_the_user_s_unit() -> None:
@@ -71,10 +71,10 @@ def test_smaller_sizes_do_not_change_the_step_and_use_the_user_s_unit() -> None:
     [("", "the memory of a device ran out"), ("ab", "b does not fit the memory of a device")],
 )
 def test_the_inner_program_is_named(names: str, text: str, capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit, match="3"), chips.memory_errors_in_sizes(Config.from_env({})):
+    with pytest.raises(SystemExit, match="3"), chips.exit_on_oom(Config.from_env({})):
         with contextlib.ExitStack() as stack:
             for name in names:
-                stack.enter_context(chips.program(name))
+                stack.enter_context(chips.attribute_oom_to(name))
             jax.device_get(jax.jit(lambda: jnp.zeros(2**45) + 1)())
     asked = "Out of memory allocating 140737488355328 bytes"
     remedy = "Use more devices; OPTIMIZER=sgd or lion, or BETA=0, need less"
@@ -82,5 +82,5 @@ def test_the_inner_program_is_named(names: str, text: str, capsys: pytest.Captur
 
 
 def test_other_errors_of_jax_are_not_about_memory() -> None:
-    with pytest.raises(jax.errors.JaxRuntimeError), chips.memory_errors_in_sizes(None):
+    with pytest.raises(jax.errors.JaxRuntimeError), chips.exit_on_oom(None):
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")

@@ -17,7 +17,7 @@ from infra import settings
 from infra.log import read_settings
 from infra.mistakes import UserMistake
 from infra.settings import read_dotenv
-from infra.sizes import Sizes, derive
+from infra.sizes import Sizes, derive_sizes
 
 REPO = Path(config.__file__).resolve().parent
 REAL = "MODEL_PATH=some/model"  # a run without recipes/tiny.yaml
@@ -66,7 +66,7 @@ def test_a_size_hides_its_synonyms_in_the_file_and_nothing_else(tmp_path: Path) 
         "ROLLOUT_GLOBAL_BATCH_SIZE=16": Sizes(64, 128, 8, 1, 16, 4, 16),
         "TRAIN_PER_DEVICE_MICRO_BATCH_SIZE=1": Sizes(128, 256, 8, 2, 4, 32, 32),
     }.items():
-        assert derive(Config.from_env(env(setting), file), 2, 4) == batch, setting
+        assert derive_sizes(Config.from_env(env(setting), file), 2, 4) == batch, setting
 
 
 def test_the_sizes_of_the_tiny_recipe_give_way_to_any_size_of_the_user() -> None:

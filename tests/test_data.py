@@ -18,15 +18,15 @@ from data import (
     Prompt,
     batch_indices,
     build_prompts,
-    end_of_turn,
-    fit_prompts,
+    drop_long_prompts,
+    end_of_turn_id,
     has_system_role,
     load_examples,
-    opened_tag,
-    text_or_file,
+    open_think_tag,
+    read_system_prompt,
 )
 from infra.mistakes import UserMistake
-from infra.reward_worker import worker_function, worker_of
+from infra.reward_worker import get_worker, load_reward_function
 from model import hf
 from rewards import reward_correct
 
@@ -294,8 +294,8 @@ def test_what_json_holds_reaches_a_reward_function_of_a_file_unchanged(tmp_path:
     source = f"def same(prompts, completions, **columns): return [float(columns == {as_lists!r})]"
     (tmp_path / "mine.py").write_text(source)
     source = f"{tmp_path / 'mine.py'}:same"
-    with closing(worker_of("REWARD_FN", source, 10, {})) as worker:
-        assert worker_function(worker, source)(["a"], **as_lists) == [1.0]
+    with closing(get_worker("REWARD_FN", source, 10, {})) as worker:
+        assert load_reward_function(worker, source)(["a"], **as_lists) == [1.0]
 
 
 def test_a_folder_names_the_file_that_is_bad(tmp_path: Path) -> None:
@@ -375,28 +375,28 @@ def test_the_order_depends_on_seed_and_epoch_alone() -> None:
 )
 def test_a_system_prompt_is_a_text_unless_such_a_file_is_there(tmp_path, monkeypatch, text):
     monkeypatch.chdir(tmp_path)
-    assert text_or_file(text) == text
+    assert read_system_prompt(text) == text
     (tmp_path / "and").mkdir()
     (tmp_path / "and" / "or").write_text("Think.")
-    assert text_or_file("and/or") == "Think."
+    assert read_system_prompt("and/or") == "Think."
 
 
 @pytest.mark.parametrize("name", ["none.txt", "prompts/none.md", "/none.jinja", "~/none.txt"])
 def test_a_word_that_ends_as_a_file_of_text_is_a_file(name: str) -> None:
-    refused(lambda: text_or_file(name), f"SYSTEM_PROMPT={name}: no such file")
+    refused(lambda: read_system_prompt(name), f"SYSTEM_PROMPT={name}: no such file")
 
 
 def test_texts_of_files_have_no_byte_order_mark_and_are_utf_8(tmp_path: Path) -> None:
     prompt, template = tmp_path / "a.txt", tmp_path / "a.jinja"
     prompt.write_bytes("\ufeffThink é.\r\n".encode())
-    assert text_or_file(str(prompt)) == "Think é.\n"
+    assert read_system_prompt(str(prompt)) == "Think é.\n"
     template.write_bytes("\ufeff{{ messages[1].content }}".encode())
     tokenizer = hf.load_tokenizer(ROOT / "tiny", str(template))
     assert tokenizer.chat_template == "{{ messages[1].content }}"
     for file in (prompt, template):
         file.write_bytes("Zoë".encode("latin-1"))
     message = f"SYSTEM_PROMPT={prompt} cannot be read: UnicodeDecodeError: "
-    refused(lambda: text_or_file(str(prompt)), message)
+    refused(lambda: read_system_prompt(str(prompt)), message)
     message = f"CHAT_TEMPLATE={template} cannot be read: UnicodeDecodeError: "
     refused(lambda: hf.load_tokenizer(ROOT / "tiny", str(template)), message)
     refused(lambda: hf.load_tokenizer(ROOT / "tiny", str(tmp_path)), "cannot be read: IsADirectory")
@@ -502,14 +502,14 @@ def test_the_token_behind_an_answer_is_found_by_writing_one(end: str, expected: 
         "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}"
         f"{{{{ {end!r} }}}}{{% endif %}}{{% endfor %}}{{{{ '<think>' if add_generation_prompt }}}}"
     )
-    assert end_of_turn(tokenizer) == expected
+    assert end_of_turn_id(tokenizer) == expected
 
 
 def test_a_template_that_takes_no_answers_has_no_token_behind_them() -> None:
     tokenizer = hf.load_tokenizer(ROOT / "tiny")
     tokenizer.chat_template = "{% if messages[0].role != 'system' %}{{ raise_exception('no') }}"
     tokenizer.chat_template += "{% endif %}{{ messages[0].content }} {{ messages[1].content }}"
-    assert end_of_turn(tokenizer) is None
+    assert end_of_turn_id(tokenizer) is None
     (prompt,) = build_prompts(EXAMPLES[2:], tokenizer, "Think.")
     assert tokenizer.decode(prompt.ids) == "Think. 2+2?"
 
@@ -585,7 +585,7 @@ def test_only_a_think_tag_that_is_left_open_belongs_to_the_completion(
     tokenizer = hf.load_tokenizer(ROOT / "tiny")
     tokenizer.chat_template += f"{{{{ {end!r} }}}}"
     (prompt,) = build_prompts(EXAMPLES[2:], tokenizer, "Think in <think>.")
-    assert opened_tag(prompt, tokenizer) == opened
+    assert open_think_tag(prompt, tokenizer) == opened
 
 
 def test_a_chat_template_of_a_file_serves_a_model_that_has_none(tmp_path: Path) -> None:
@@ -605,13 +605,15 @@ def test_a_chat_template_of_a_file_serves_a_model_that_has_none(tmp_path: Path) 
 
 def test_prompts_that_are_too_long_are_skipped(capsys: pytest.CaptureFixture) -> None:
     prompts = [Prompt(list(range(n)), {"question": str(n)}) for n in (5, 3, 7, 4)]
-    assert fit_prompts(prompts, 0, "train") == fit_prompts(prompts, 7, "train") == prompts
+    assert (
+        drop_long_prompts(prompts, 0, "train") == drop_long_prompts(prompts, 7, "train") == prompts
+    )
     assert capsys.readouterr().out == ""
-    assert fit_prompts(prompts, 4, "train") == [prompts[1], prompts[3]]
+    assert drop_long_prompts(prompts, 4, "train") == [prompts[1], prompts[3]]
     message = "skipped 2 of 4 train prompts: longer than MAX_PROMPT_LENGTH=4 tokens\n"
     assert capsys.readouterr().out == message
     message = "MAX_PROMPT_LENGTH=2: every test prompt is longer; the shortest has 3"
-    refused(lambda: fit_prompts(prompts, 2, "test"), message)
+    refused(lambda: drop_long_prompts(prompts, 2, "test"), message)
 
 
 def test_a_column_of_the_name_under_which_rewards_get_the_questions_is_left_out(

@@ -17,7 +17,7 @@ from runs import Result, environment, finish, metric_records, start, train, wait
 
 from model import hf
 from model.placement import num_params
-from tools.bench import make_random
+from tools.bench import make_random_model
 
 REPO = Path(__file__).resolve().parent.parent
 TINY = REPO / "tiny"
@@ -52,7 +52,7 @@ def folder(tmp_path_factory) -> Path:
     sizes = "hidden_size=256 intermediate_size=256 num_hidden_layers=2 num_attention_heads=2"
     changes = dict(pair.split("=") for pair in sizes.split())
     changes = {name: int(value) for name, value in changes.items()} | {"num_key_value_heads": 1}
-    make_random(TINY, folder / "qwen2", changes)
+    make_random_model(TINY, folder / "qwen2", changes)
     values = json.loads((folder / "qwen2" / "config.json").read_text())
     values |= {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 128}
     values |= {"attention_bias": False, "tie_word_embeddings": False, "rope_theta": 500.0}
@@ -61,7 +61,7 @@ def folder(tmp_path_factory) -> Path:
     for file in TINY.glob("*.json"):
         (shapes / file.name).write_bytes(file.read_bytes())
     (shapes / "config.json").write_text(json.dumps(values))
-    make_random(shapes, folder / "qwen3", {})
+    make_random_model(shapes, folder / "qwen3", {})
     return folder
 
 

@@ -17,7 +17,7 @@ import data
 from config import Config
 from data import load_examples
 from infra.mistakes import UserMistake
-from infra.settings import GYM_TASKS
+from infra.settings import GYM_FILE
 from rewards import RewardFunction, load_reward_functions
 from startup import set_up
 
@@ -57,7 +57,7 @@ def test_without_the_package_a_run_says_at_once_what_to_install(monkeypatch) -> 
 
 def test_a_task_scores_its_answers_itself_unless_the_user_names_rewards() -> None:
     rewards = [
-        Config(dataset=dataset, reward_fn=reward_fn).rewards()
+        Config(dataset=dataset, reward_fn=reward_fn).reward_fns()
         for dataset in ("reasoning_gym:countdown", "openai/gsm8k")
         for reward_fn in ("", "reward_format")
     ]
@@ -161,7 +161,7 @@ def test_arguments_become_what_the_task_takes() -> None:
 def score() -> Iterator[RewardFunction]:
     """The reward of a task's answers, as a run loads it beside a built-in one."""
     gym()
-    named = f"{GYM_TASKS}:score_answer,reward_format"
+    named = f"{GYM_FILE}:score_answer,reward_format"
     workers = {}
     function, _ = load_reward_functions(named, 60, 32, 0, workers)
     with closing(*workers.values()):
@@ -211,7 +211,7 @@ def test_an_answer_that_takes_ages_or_ends_python_gets_0_and_the_next_one_its_sc
     answers = [f"<answer>{text}</answer>" for text in texts]
     # Three seconds are more than REWARD_TIMEOUT_S, to which each answer adds a second.
     workers = {}
-    (score,) = load_reward_functions(f"{GYM_TASKS}:score_answer", 2, 32, 0, workers)
+    (score,) = load_reward_functions(f"{GYM_FILE}:score_answer", 2, 32, 0, workers)
     with closing(*workers.values()):
         returned = scores(score, "countdown?size=2", answers)
     assert returned == [0.0, 0.0, 0.0, pytest.approx(0, abs=0.01), 0.01, 1.0]

@@ -30,7 +30,7 @@ from infra.mistakes import UserMistake
 from model import hf
 from model.layout import make_mesh
 from model.params import Gemma3, ModelConfig, Params, param_shardings
-from startup import made_with_of, set_up
+from startup import result_fingerprint, set_up
 
 TINY = Path(__file__).parent.parent / "tiny"
 
@@ -471,11 +471,13 @@ def test_a_stop_token_without_a_row_is_none(tmp_path: Path) -> None:
     """The first one fills the padding, so that it must have a row."""
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [7, 5]}))
     tokenizer = hf.load_tokenizer(TINY)
-    assert hf.stop_ids(tmp_path, tokenizer, 8) == (2, 5, 7)
-    assert hf.stop_ids(tmp_path, tokenizer, 7) == (2, 5)
+    assert hf.read_stop_ids(tmp_path, tokenizer, 8) == (2, 5, 7)
+    assert hf.read_stop_ids(tmp_path, tokenizer, 7) == (2, 5)
     tokenizer.eos_token = None
-    assert hf.stop_ids(tmp_path, tokenizer, 6) == (5,)
-    refused(lambda: hf.stop_ids(tmp_path, tokenizer, 5), f"MODEL_PATH={tmp_path}", "a stop token")
+    assert hf.read_stop_ids(tmp_path, tokenizer, 6) == (5,)
+    refused(
+        lambda: hf.read_stop_ids(tmp_path, tokenizer, 5), f"MODEL_PATH={tmp_path}", "a stop token"
+    )
 
 
 @pytest.mark.parametrize(
@@ -494,13 +496,13 @@ def test_stop_ids_are_those_of_all_files(tmp_path, generation, config, eos, expe
     (tmp_path / "config.json").write_text(json.dumps(config))
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    assert hf.stop_ids(tmp_path, tokenizer) == expected
+    assert hf.read_stop_ids(tmp_path, tokenizer) == expected
 
 
 def test_a_model_that_names_no_end_is_refused(tmp_path: Path) -> None:
     tokenizer = hf.load_tokenizer(TINY)
     tokenizer.eos_token = None
-    refused(lambda: hf.stop_ids(tmp_path, tokenizer), f"MODEL_PATH={tmp_path}", "a stop token")
+    refused(lambda: hf.read_stop_ids(tmp_path, tokenizer), f"MODEL_PATH={tmp_path}", "a stop token")
 
 
 def test_the_end_of_an_answer_by_the_chat_template_is_a_stop_token_and_a_line_says_so(
@@ -532,7 +534,7 @@ def test_the_end_of_an_answer_by_the_chat_template_is_a_stop_token_and_a_line_sa
     tools = {"ENVIRONMENT_CLASS": f"{REPO}/recipes/calculator.py:Calculator"}
     run = set_up(Config.from_env(env | tools))
     digest = hashlib.sha256(named["tool_use"].encode()).hexdigest()
-    assert made_with_of(run)["the chat template"] == digest[:12]
+    assert result_fingerprint(run)["the chat template"] == digest[:12]
     assert "SYSTEM_PROMPT" not in capsys.readouterr().out, "the template for tools has the role"
 
 
@@ -650,14 +652,14 @@ def test_a_tokenizer_removes_no_space_before_punctuation(tmp_path: Path) -> None
 
 def test_a_model_that_no_run_has_exported_is_not_overwritten(tmp_path: Path) -> None:
     mine = write_folder(tmp_path, "qwen2")
-    refused(lambda: hf.stop_if_overwritten(str(mine), "", TINY), f"EXPORT_HF={mine} holds a model")
-    refused(lambda: hf.stop_if_overwritten(str(mine), "", mine), f"EXPORT_HF={mine} is MODEL_PATH")
+    refused(lambda: hf.raise_if_overwriting(str(mine), "", TINY), f"EXPORT_HF={mine} holds a model")
+    refused(lambda: hf.raise_if_overwriting(str(mine), "", mine), f"EXPORT_HF={mine} is MODEL_PATH")
     (mine / "exported_from.json").write_text("{}")
-    hf.stop_if_overwritten(str(mine), "", TINY)
-    hf.stop_if_overwritten("none", str(tmp_path), tmp_path / "hf")
+    hf.raise_if_overwriting(str(mine), "", TINY)
+    hf.raise_if_overwriting("none", str(tmp_path), tmp_path / "hf")
     (tmp_path / "hf").mkdir()
     write_folder(tmp_path / "hf", "qwen2")
-    refused(lambda: hf.stop_if_overwritten("", str(tmp_path), TINY), f"OUTPUT_DIR={tmp_path}: its")
+    refused(lambda: hf.raise_if_overwriting("", str(tmp_path), TINY), f"OUTPUT_DIR={tmp_path}: its")
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ from small_model import (
 from config import Config
 from infra.mistakes import UserMistake
 from loss import Objective
-from metrics import stop_if_apart
+from metrics import raise_if_logps_differ
 from model import hf, lora
 from model.attention import prompt_rows
 from model.layout import shard_batch
@@ -41,10 +41,10 @@ from model.params import (
     Lora,
     Params,
     arrange_layers,
+    combine_params,
     init_params,
-    on_base,
     param_shardings,
-    trained,
+    trainable_params,
 )
 from sampling import NaiveBackend, Stopping
 from startup import drift_level, export, set_up
@@ -59,9 +59,9 @@ FLOAT32 = jnp.dtype("float32")
 
 def whole() -> Params:
     """The parameters of MODEL, with random adapters whose A and B are not 0, in float32."""
-    rng, made = np.random.default_rng(1), trained(init_params(MODEL, jax.random.key(1)))
+    rng, made = np.random.default_rng(1), trainable_params(init_params(MODEL, jax.random.key(1)))
     made = jax.tree.map(lambda x: np.float32(0.3 * rng.normal(size=x.shape)), made)
-    return on_base(jax.tree.map(np.float32, weights()), made)
+    return combine_params(jax.tree.map(np.float32, weights()), made)
 
 
 def merged_by_hand(params: Params) -> Params:
@@ -88,7 +88,9 @@ def hidden_of(params: Params, model: Any, layer_loop: str = "scan") -> np.ndarra
 
 
 def test_new_adapters_change_nothing_to_the_bit() -> None:
-    params = on_base(jax.tree.map(np.float32, weights()), init_params(MODEL, jax.random.key(0)))
+    params = combine_params(
+        jax.tree.map(np.float32, weights()), init_params(MODEL, jax.random.key(0))
+    )
     assert np.abs(params.adapters.wq.a).max() <= 0.25, "1 / sqrt(16)"
     assert np.abs(params.adapters.down.a).std() > 0.01
     assert not any(np.any(getattr(params.adapters, name).b) for name in FIELDS)
@@ -105,14 +107,14 @@ def test_a_matrix_and_its_adapter_are_their_merged_matrix(layer_loop: str) -> No
 
 def test_merging_says_which_share_of_the_numbers_it_has_changed() -> None:
     params = whole()
-    merged, share = lora.merge(params, MODEL.lora)
+    merged, share = lora.merge_adapters(params, MODEL.lora)
     assert_close(merged, jax.tree.map(np.float32, merged_by_hand(params)), 1e-5)
     assert share == 1
     adapters = jax.tree.map(np.zeros_like, params.adapters).replace(wq=params.adapters.wq)
-    assert 0 < lora.merge(params.replace(adapters=adapters), MODEL.lora)[1] < 0.2
+    assert 0 < lora.merge_adapters(params.replace(adapters=adapters), MODEL.lora)[1] < 0.2
     tiny = jax.tree.map(lambda x: np.float32(1e-4 * x), params.adapters)
     rounded = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), params).replace(adapters=tiny)
-    assert lora.merge(rounded, MODEL.lora)[1] < 0.01, "bfloat16 loses small changes"
+    assert lora.merge_adapters(rounded, MODEL.lora)[1] < 0.01, "bfloat16 loses small changes"
 
 
 def test_only_the_targets_have_adapters() -> None:
@@ -142,7 +144,7 @@ def gradient(
     shapes = param_shardings(model, where.mesh)
     shapes = shapes if params.adapters is not None else shapes.replace(adapters=None)
     params = jax.device_put(jax.tree.map(np.float32, params), shapes)
-    grads = jax.tree.map(jnp.zeros_like, trained(params)) if micro < 8 else None
+    grads = jax.tree.map(jnp.zeros_like, trainable_params(params)) if micro < 8 else None
     for first in range(0, 8, micro):
         rows = in_rows(batch, micro // mesh[0] // mesh[1], range(first, first + micro), S=8)
         grads, *_ = micro_step(
@@ -235,15 +237,15 @@ def test_the_newest_weights_sample(dtype: str, layer_loop: str) -> None:
 def test_a_first_step_in_which_sampler_and_trainer_disagree_ends_the_run() -> None:
     training = Compute(MODEL, FLOAT32, None)
     level = drift_level(Config(), training, training)
-    stop_if_apart({"sampling_logp_difference/mean": 0.0009}, level)
-    stop_if_apart({"loss": 0.0}, level)  # nothing to learn from
+    raise_if_logps_differ({"sampling_logp_difference/mean": 0.0009}, level)
+    raise_if_logps_differ({"loss": 0.0}, level)  # nothing to learn from
     with pytest.raises(
         RuntimeError, match="differ by 0.0011 nats on average, and .* explains 0.001"
     ):
-        stop_if_apart({"sampling_logp_difference/mean": 0.0011}, level)
+        raise_if_logps_differ({"sampling_logp_difference/mean": 0.0011}, level)
     rollout = training._replace(dtype=jnp.dtype("bfloat16"))
     level = drift_level(Config(), training, rollout)
-    stop_if_apart({"sampling_logp_difference/mean": 0.049}, level)
+    raise_if_logps_differ({"sampling_logp_difference/mean": 0.049}, level)
 
 
 # ---- Runs, and folders of PEFT -------------------------------------------------------------------
@@ -390,7 +392,7 @@ def test_a_folder_keeps_its_chat_template_and_the_revision_of_its_base(tmp_path:
     lora.save_adapters(
         folder, params, model, model.lora, base, "v2", chat_template=text + "{# mine #}"
     )
-    assert lora.base_of(folder) == (base, "v2")
+    assert lora.read_base_name(folder) == (base, "v2")
     env = DATA | {"MODEL_PATH": str(folder)}
     run = set_up(Config.from_env(env))
     assert run.rollout.tokenizer.chat_template.endswith("{# mine #}")

@@ -8,7 +8,7 @@ import pytest
 from config import Config
 from data import Prompt
 from evaluation import evaluation_record, majority_accuracy, pass_at, standard_error
-from infra.log import Clock, compilations
+from infra.log import Clock, compile_seconds
 from metrics import PHASES, Step, step_lines, step_records
 from model.next_token import Sampling
 from rows import Batch
@@ -75,7 +75,7 @@ def test_the_step_line_ends_with_its_seconds_and_each_note_has_a_line() -> None:
 def test_the_step_record_by_hand() -> None:
     metrics = METRICS | {f"dynamic_sampling/{name}": value for name, value in SAMPLED.items()}
     step = Step(7, metrics, BATCH, 40, clock())
-    compilations().extend([1.25, 0.25])
+    compile_seconds().extend([1.25, 0.25])
     records = step_records(step, run_of().rollout, local_batch=4)
     expected = {
         "train-other/loss": 0.25,

@@ -7,11 +7,11 @@ from runs import REPO, environment
 import data
 import train_grpo
 from config import Config
-from infra.sizes import Sizes, derive
+from infra.sizes import Sizes, derive_sizes
 from rows import Batch
 from startup import Run, set_up
 from train_grpo import computed_sequences, groups_of_updates, pack_to_devices, with_logps
-from update import counts_of
+from update import loss_denominators
 
 TINY = REPO / "tiny"
 
@@ -20,7 +20,7 @@ TINY = REPO / "tiny"
 
 def sizes(slice_: str, settings: str) -> Sizes:
     """slice_: processes x local devices, such as 2x4."""
-    return derive(Config.from_env(environment(settings)), *map(int, slice_.split("x")))
+    return derive_sizes(Config.from_env(environment(settings)), *map(int, slice_.split("x")))
 
 
 def test_an_update_has_its_own_micro_steps() -> None:
@@ -77,7 +77,7 @@ def test_every_group_is_in_one_mini_batch_with_all_its_sequences_and_each_has_it
     all_groups = groups_of_updates(8, num_mini_batches=4, ppo_epochs=1, seed=(0, 3))
     assert all_groups.shape == (4, 2) and sorted(all_groups.reshape(-1)) == [*range(8)]
     for groups in all_groups:
-        mini_batch = step_of(masked=5).groups(groups)
+        mini_batch = step_of(masked=5).select_groups(groups)
         assert [prompt.ids[0] for prompt in mini_batch.prompts] == [*groups]
         members = (groups[:, None] * 4 + np.arange(4)).reshape(-1)  # [8]
         assert [*mini_batch.advantages] == [*members]
@@ -87,7 +87,7 @@ def test_every_group_is_in_one_mini_batch_with_all_its_sequences_and_each_has_it
         counted = np.concatenate([x.completion_mask for x in micro_batches])[:, 0] > 0
         assert sorted(advantages[counted]) == sorted({*members} - {5})
         tokens = 24 - 3 * (1 in groups)  # sequence 5 is one of group 1
-        assert [*counts_of(mini_batch).values()] == [tokens, 8, tokens]
+        assert [*loss_denominators(mini_batch).values()] == [tokens, 8, tokens]
 
 
 def test_the_mini_batches_follow_from_seed_step_and_epoch_and_a_single_one_is_not_shuffled() -> (
@@ -139,7 +139,7 @@ def test_sequences_of_advantage_zero_are_in_no_micro_step() -> None:
         assert len(micro_batches) == -(-len(expected) // 8)
         held = [*np.concatenate([np.zeros(0), *(x.sequences for x in micro_batches)])]
         assert sorted(i for i in held if i >= 0) == expected
-        assert counts_of(given)["num_tokens"] == 31 * 3
+        assert loss_denominators(given)["num_tokens"] == 31 * 3
 
 
 def test_a_sequence_whose_log_probabilities_are_not_finite_is_computed() -> None:

@@ -27,7 +27,7 @@ from small_model import (
 from model import hf
 from model.attention import Cache, PackedRows, map_kv, prompt_rows
 from model.layout import ROLLOUT_BATCH_AXES, TRAIN_BATCH_AXES, Layout, make_mesh, shard_batch
-from model.network import Compute, _embed, forward, forward_token, prefix_of
+from model.network import Compute, _embed, forward, forward_token, split_prefix
 from model.params import (
     Gemma3,
     Params,
@@ -104,7 +104,7 @@ def decoded(params, compute, prompt_ids, prompt_mask, completion_ids):
     """The same hidden states, computed token by token from a cache."""
     params = arrange_layers(params, compute.layer_loop, compute.dtype)
     share = R // len(prompt_ids)
-    before, positions, mask = prefix_of(prompt_ids, prompt_mask)
+    before, positions, mask = split_prefix(prompt_ids, prompt_mask)
     _, prompt = forward(params, compute, before, positions, rows=prompt_rows(mask))
     start = jnp.repeat(prompt_mask.sum(axis=1) - 1, share)
 

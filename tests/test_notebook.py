@@ -20,7 +20,7 @@ from test_ask import APPLES, GREEDY
 
 import config
 from infra.settings import parse_command_line
-from infra.sizes import derive
+from infra.sizes import derive_sizes
 
 FILE = REPO / "notebooks" / "grpo.ipynb"
 TEXT = FILE.read_text(encoding="utf-8")
@@ -143,7 +143,7 @@ def test_each_machine_gets_its_model_its_batches_and_its_folder(
     [(settings, flags)] = commands(name)
     file = parse_command_line(flags).config
     cfg = config.Config.from_env(settings, REPO / file if file else "")
-    made = derive(cfg, 1, devices)
+    made = derive_sizes(cfg, 1, devices)
     rollout = (made.prompt_batch_size, made.passes_per_step, made.local_batch)
     update = (made.micro_batch_size, made.grad_accum_steps)
     assert (cfg.model_path, cfg.lora_rank, *rollout, *update) == sizes

@@ -15,7 +15,7 @@ from small_model import assert_close, laid_out, same_shardings, shardings, weigh
 from small_model import train_layout as layout
 
 from model.network import Compute
-from model.params import Lora, ModelConfig, Params, init_params, param_shardings, trained
+from model.params import Lora, ModelConfig, Params, init_params, param_shardings, trainable_params
 from sampling import sync_weights
 from update import Optimizer, init_state, learning_rate, optimizer_step
 
@@ -148,8 +148,8 @@ def update(
 
     grad: that of a single number of the first array.
     """
-    params = trained(init_params(model, jax.random.key(0)))
-    params = jax.device_put(params, trained(param_shardings(model, layout(1, 1, 1).mesh)))
+    params = trainable_params(init_params(model, jax.random.key(0)))
+    params = jax.device_put(params, trainable_params(param_shardings(model, layout(1, 1, 1).mesh)))
     (first, *others), tree = jax.tree.flatten(jax.tree.map(jnp.ones_like, params))
     grads = tree.unflatten([first.at[(0,) * first.ndim].set(grad), *others])
     settings = {"optimizer": optimizer, "model": model}

@@ -24,7 +24,7 @@ def numbered(lengths: list[int], prompts: list[int], T: int = 0) -> Batch:
 def limits(**changes: Any) -> Limits:
     """Of one device with padded micro-batches of 4 sequences."""
     given: dict[str, Any] = {"shards": 1, "sequences": 4, "completions": 4}
-    given |= {"longest_completion": 16, "longest_prompt": 8, "shortest_prompt": 0}
+    given |= {"max_length_sample": 16, "longest_prompt": 8, "shortest_prompt": 0}
     return Limits(
         **given | {"pack": True, "unit": 1, "row_tokens": 2**31, "matmul_keys": 1e4} | changes
     )
@@ -73,7 +73,7 @@ def test_every_token_stands_in_one_place_of_a_row(shards, pack_rows, unit) -> No
     batch = geometric(30, 120, 16, 4, 0)
     chosen = [i for i in range(64) if i % 5]
     given = limits(
-        shards=shards, longest_completion=120, longest_prompt=60, pack=pack_rows, unit=unit
+        shards=shards, max_length_sample=120, longest_prompt=60, pack=pack_rows, unit=unit
     )
     steps, widths = plan_rows(batch, chosen, given)
     assert sorted(i for rows in steps for row in rows for i in row) == chosen
@@ -102,7 +102,7 @@ def test_a_prompt_longer_than_all_questions_has_the_rows_of_a_run_that_knew_of_i
     longest = max(len(prompt.ids) for prompt in batch.prompts) - 1
     assert 96 < longest <= 256
     for pack_rows in (True, False):
-        given = limits(longest_completion=120, longest_prompt=96, pack=pack_rows, sequences=16)
+        given = limits(max_length_sample=120, longest_prompt=96, pack=pack_rows, sequences=16)
         known = given._replace(longest_prompt=256 if longest > 192 else 192)
         assert plan_rows(batch, range(64), given) == plan_rows(batch, range(64), known)
 
@@ -116,7 +116,7 @@ def test_a_prompt_longer_than_all_questions_has_the_rows_of_a_run_that_knew_of_i
 def test_a_device_has_no_more_tokens_than_with_padded_rows_and_a_row_no_more_than_a_kernel_takes(
     changes: dict[str, int],
 ) -> None:
-    given = limits(**{"sequences": 8, "longest_completion": 120, "longest_prompt": 60} | changes)
+    given = limits(**{"sequences": 8, "max_length_sample": 120, "longest_prompt": 60} | changes)
     most = widest(given)
     assert most.rows * (most.S + most.C) == given.sequences // 4 * (60 + 4 * 120)
     for seed in range(10):
@@ -130,7 +130,7 @@ def test_a_device_has_no_more_tokens_than_with_padded_rows_and_a_row_no_more_tha
 def test_one_long_completion_among_short_ones_makes_no_larger_arrays() -> None:
     """They would have a place of the longest one for each sequence of a row."""
     lengths = [3] * 1023 + [1024]
-    given = limits(sequences=16, completions=16, longest_completion=1024, longest_prompt=60)
+    given = limits(sequences=16, completions=16, max_length_sample=1024, longest_prompt=60)
     batch = numbered(lengths, [20] * 64)
     steps, at = plan_rows(batch, range(1024), given)
     most = widest(given)
@@ -140,9 +140,9 @@ def test_one_long_completion_among_short_ones_makes_no_larger_arrays() -> None:
 
 
 def test_the_width_of_completions_is_the_longest_one_halved() -> None:
-    widths = [limits(longest_completion=100).completion_width(n) for n in (0, 1, 2, 13, 14, 26, 51)]
+    widths = [limits(max_length_sample=100).completion_width(n) for n in (0, 1, 2, 13, 14, 26, 51)]
     assert widths == [1, 1, 2, 13, 25, 50, 100]
-    padded = limits(longest_completion=100, pack=False)
+    padded = limits(max_length_sample=100, pack=False)
     assert [padded.completion_width(n) for n in (1, 17, 51, 97)] == [16, 24, 64, 100]
 
 
@@ -156,7 +156,7 @@ def test_rows_of_real_lengths_are_full_and_have_few_widths(
 ) -> None:
     """8 completions of each prompt, with a mean of a quarter of the longest, in 40 steps. Padded
     rows compute more than two tokens for each real one."""
-    changes = {"sequences": micro, "completions": 8, "longest_completion": longest}
+    changes = {"sequences": micro, "completions": 8, "max_length_sample": longest}
     given = limits(**changes, longest_prompt=prompt_tokens[1])
     packed, padded, programs = [], [], set()
     for seed in range(40):

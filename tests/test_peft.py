@@ -17,7 +17,7 @@ from config import Config
 from model import hf, lora
 from model.attention import prompt_rows
 from model.network import Compute, forward
-from model.params import Lora, Params, init_params, lm_head, on_base, trained
+from model.params import Lora, Params, combine_params, init_params, lm_head, trainable_params
 
 pytestmark = pytest.mark.parity
 torch = pytest.importorskip("torch")
@@ -34,9 +34,9 @@ FLOAT32 = jnp.dtype("float32")
 def ours(folder: Path, model: Any) -> Params:
     """The base of a folder with random adapters."""
     base = hf.load_params(folder, model, train_layout(1, 1, 1).mesh, np.float32)
-    rng, made = np.random.default_rng(0), trained(init_params(model, jax.random.key(0)))
+    rng, made = np.random.default_rng(0), trainable_params(init_params(model, jax.random.key(0)))
     made = jax.tree.map(lambda x: jnp.float32(0.1 * rng.normal(size=x.shape)), made)
-    return on_base(base, made)
+    return combine_params(base, made)
 
 
 def logits_of(params: Params, model: Any) -> jax.Array:
@@ -81,8 +81,10 @@ def test_peft_opens_an_export_and_has_the_same_logits_and_gradients(
     assert np.abs(without - expected.detach().numpy()).max() > 0.1
 
     grads = jax.grad(
-        lambda adapters: (logits_of(on_base(params, adapters), model) * np.float32(weights)).sum()
-    )(trained(params))
+        lambda adapters: (
+            logits_of(combine_params(params, adapters), model) * np.float32(weights)
+        ).sum()
+    )(trainable_params(params))
     found = dict(hf.hf_tensors(grads, model))
     named = {
         name.replace(".default", ""): x.grad.numpy()
@@ -115,11 +117,11 @@ def test_adapters_that_peft_has_written_are_read(tmp_path: Path) -> None:
     found = lora.fetch_base(str(adapters), "")
     assert found == (folder, adapters)
     model = hf.read_config(folder)
-    model = dataclasses.replace(model, lora=lora.lora_of(Config(), model, adapters))
+    model = dataclasses.replace(model, lora=lora.read_lora(Config(), model, adapters))
     assert (model.lora.rank, model.lora.alpha, set(model.lora.targets)) == (4, 6.0, set(ALL))
     mesh = train_layout(1, 1, 1).mesh
-    first = lora.first_adapters(adapters, model, mesh, seed=0)
-    params = on_base(hf.load_params(folder, model, mesh, np.float32), first)
+    first = lora.initial_adapters(adapters, model, mesh, seed=0)
+    params = combine_params(hf.load_params(folder, model, mesh, np.float32), first)
     expected = torch_logits(other).detach().numpy()
     np.testing.assert_allclose(logits_of(params, model), expected, rtol=0, atol=1e-5)
     again = tmp_path / "again"

@@ -14,9 +14,9 @@ from jax.experimental import multihost_utils
 from small_model import MODEL
 
 from config import Config
-from infra.chips import CHIPS, GPUS, chip_of, has_bfloat16, memory_bytes
+from infra.chips import CHIPS, GPUS, chip_of, has_bfloat16, usable_memory_bytes
 from infra.mistakes import UserMistake
-from infra.sizes import derive
+from infra.sizes import derive_sizes
 from loss_pallas import Kernel
 from model import placement
 from model.layout import (
@@ -30,11 +30,11 @@ from model.layout import (
     shard_batch,
 )
 from model.params import Lora, ModelConfig
-from model.placement import choose_attention, how_to_compute, num_params, rollout_tp, update_flops
+from model.placement import choose_attention, num_params, plan_compute, rollout_tp, update_flops
 from startup import set_up
-from tools.plan import KNOWN, config_of
+from tools.plan import KNOWN_MODELS, known_config
 
-QWEN3B = config_of("Qwen/Qwen2.5-3B-Instruct")
+QWEN3B = known_config("Qwen/Qwen2.5-3B-Instruct")
 
 
 def device(kind: str, host: int = 0, **memory: int) -> Any:
@@ -65,8 +65,8 @@ PUBLISHED = {
 
 
 def test_known_models_have_as_many_parameters_as_published() -> None:
-    assert {name: num_params(config_of(name)) for name in PUBLISHED} == PUBLISHED
-    assert len(KNOWN) == len(PUBLISHED)
+    assert {name: num_params(known_config(name)) for name in PUBLISHED} == PUBLISHED
+    assert len(KNOWN_MODELS) == len(PUBLISHED)
 
 
 @pytest.mark.parametrize(
@@ -133,15 +133,15 @@ def test_a_gpu_that_is_not_here_has_the_part_of_its_memory_that_a_run_takes(
     absent = device("NVIDIA L4")
     absent.memory_stats = no_memory_stats
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
-    assert memory_bytes(absent) == pytest.approx(0.92 * 22 * 2**30)
+    assert usable_memory_bytes(absent) == pytest.approx(0.92 * 22 * 2**30)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
-    assert memory_bytes(absent) == pytest.approx(11 * 2**30)
+    assert usable_memory_bytes(absent) == pytest.approx(11 * 2**30)
 
 
 def test_memory_is_the_compiler_s_limit_on_a_tpu_and_elsewhere_the_device_s_answer() -> None:
-    assert memory_bytes(device("TPU v6 lite", bytes_limit=7)) == 33_554_432_000  # 31.25 GiB
-    assert memory_bytes(device("NVIDIA H100 80GB HBM3", bytes_limit=7)) == 7
-    assert memory_bytes(device("cpu")) == memory_bytes(jax.devices()[0]) == math.inf
+    assert usable_memory_bytes(device("TPU v6 lite", bytes_limit=7)) == 33_554_432_000  # 31.25 GiB
+    assert usable_memory_bytes(device("NVIDIA H100 80GB HBM3", bytes_limit=7)) == 7
+    assert usable_memory_bytes(device("cpu")) == usable_memory_bytes(jax.devices()[0]) == math.inf
 
 
 # ---- The tp of decoding --------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def test_on_a_tpu_a_device_reads_its_weights_in_one_and_a_quarter_milliseconds()
     v6e = [device("TPU v6 lite")] * 8
     assert rollout_tp(QWEN3B, v6e, 2) == (4, "1.54 GB of weights on a device")
     assert tp_of(QWEN3B, "TPU v5 lite") == 8
-    assert tp_of(config_of("Qwen/Qwen2.5-0.5B"), "TPU v6 lite") == 1
+    assert tp_of(known_config("Qwen/Qwen2.5-0.5B"), "TPU v6 lite") == 1
 
 
 def test_tensor_parallelism_stays_inside_a_host_and_divides_what_it_splits() -> None:
@@ -209,7 +209,7 @@ def test_a_mesh_that_does_not_divide_the_weights_is_refused_under_its_setting(se
     odd = dataclasses.replace(MODEL, vocab_size=49)
     cfg = Config.from_env({"NUM_PRE_Q": "8", "MESH_SHAPE": "8,1,1"} | {setting: "4,1,2"})
     with pytest.raises(UserMistake, match=f"^{setting} .* tp=2 does not divide model.embed_tokens"):
-        how_to_compute(cfg, odd, derive(cfg, 1, 8), 16, jax.devices())
+        plan_compute(cfg, odd, derive_sizes(cfg, 1, 8), 16, jax.devices())
 
 
 def test_a_training_mesh_that_splits_a_head_is_refused_and_auto_makes_none() -> None:
@@ -218,7 +218,7 @@ def test_a_training_mesh_that_splits_a_head_is_refused_and_auto_makes_none() -> 
     with pytest.raises(
         UserMistake, match="^MESH_SHAPE .*tp=8 does not divide the model's 12 query"
     ):
-        how_to_compute(cfg, model, derive(cfg, 1, 8), 16, jax.devices())
+        plan_compute(cfg, model, derive_sizes(cfg, 1, 8), 16, jax.devices())
     assert (placement.possible_tp(model, 8, 0), placement.possible_tp(model, 8, 12)) == (
         [1, 2, 4, 8],
         [1, 2, 4],
@@ -227,7 +227,7 @@ def test_a_training_mesh_that_splits_a_head_is_refused_and_auto_makes_none() -> 
 
 def test_a_run_trains_on_fsdp_and_decodes_without_remat_on_meshes_of_all_devices() -> None:
     cfg = Config.from_env({"NUM_PRE_Q": "8", "ROLLOUT_MESH_SHAPE": "2,1,4", "REMAT": "full"})
-    training, rollout, reason = how_to_compute(cfg, MODEL, derive(cfg, 1, 8), 16, jax.devices())
+    training, rollout, reason = plan_compute(cfg, MODEL, derive_sizes(cfg, 1, 8), 16, jax.devices())
     assert [mesh_text(compute.layout.mesh) for compute in (training, rollout)] == ["1,8,1", "2,1,4"]
     assert (training.layout.batch_axes, rollout.layout.batch_axes, reason) == (
         TRAIN_BATCH_AXES,
@@ -239,9 +239,9 @@ def test_a_run_trains_on_fsdp_and_decodes_without_remat_on_meshes_of_all_devices
     assert training.dtype == rollout.dtype == np.float32 and training.attention_impl == "xla"
 
 
-WIDE = config_of("Qwen/Qwen3-4B")  # head_dim 128, 32 heads, 8 kv heads
-NARROW = config_of("Qwen/Qwen2.5-0.5B-Instruct")  # 64, 14, 2
-WINDOWED = config_of("google/gemma-3-1b-it")
+WIDE = known_config("Qwen/Qwen3-4B")  # head_dim 128, 32 heads, 8 kv heads
+NARROW = known_config("Qwen/Qwen2.5-0.5B-Instruct")  # 64, 14, 2
+WINDOWED = known_config("google/gemma-3-1b-it")
 
 
 @pytest.mark.parametrize(
@@ -339,12 +339,12 @@ def test_arrays_of_any_dtype_and_shape_are_gathered_as_they_are(monkeypatch, x: 
 
 
 def test_a_run_that_asks_for_the_kernel_computes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU how_to_compute refuses pallas, so it is asked for jax."""
+    """On a CPU plan_compute refuses pallas, so it is asked for jax."""
 
     def as_with_jax(cfg: Config, *args: Any) -> tuple:
-        return how_to_compute(dataclasses.replace(cfg, policy_loss_impl="jax"), *args)
+        return plan_compute(dataclasses.replace(cfg, policy_loss_impl="jax"), *args)
 
-    monkeypatch.setattr(placement, "how_to_compute", as_with_jax)
+    monkeypatch.setattr(placement, "plan_compute", as_with_jax)
     for impl, kernel in (("jax", None), ("pallas", Kernel("cpu"))):
         run = set_up(Config.from_env({"POLICY_LOSS_IMPL": impl, "BATCH_SIZE": "2"}))
         assert run.learner.compute.logps_kernel == kernel

@@ -17,7 +17,7 @@ from config import Config
 from infra.chips import GPUS, SLICES
 from model.placement import num_params
 from tools import plan
-from tools.plan import Program, config_of, programs_of
+from tools.plan import Program, known_config, list_programs
 
 MODEL = {
     "model_type": "qwen2",
@@ -96,7 +96,7 @@ def test_a_plan_that_does_not_fit_names_the_next_smaller_sizes(
     def compiled(program: Program) -> plan.Memory:
         return plan.Memory(gib.get(program.function.__name__, 1) * 2**30, 0, 0)
 
-    monkeypatch.setattr(plan, "compiled", compiled)
+    monkeypatch.setattr(plan, "measure_memory", compiled)
     sizes = {"BATCH_SIZE": "8", "TRAIN_MICRO_BATCH_SIZE": "16", "EVAL_EVERY_STEPS": "0"}
     code, out, _ = planned(capsys, "v5e-1", MODEL_PATH=str(model), **sizes)
     assert code == 3
@@ -123,7 +123,7 @@ def test_the_engine_s_memory_is_its_weights_and_its_pool(
     assert f"{gib:.2f}" == "2.86"
     env = {"MODEL_PATH": str(model), "ROLLOUT_BACKEND": "sglang_jax", "BATCH_SIZE": "2"}
     env |= {"SGLANG_JAX_MAX_TOTAL_TOKENS": "3000000", "EVAL_EVERY_STEPS": "0"}
-    monkeypatch.setattr(plan, "compiled", lambda *_: plan.Memory(1.0, 1.0, 1.0))
+    monkeypatch.setattr(plan, "measure_memory", lambda *_: plan.Memory(1.0, 1.0, 1.0))
     code, out, _ = planned(capsys, "v4-8", **env)
     names = re.findall(r"^\| (\w+) \|.* (?:\d+ s|not compiled) \|", out, re.M)
     assert names == ["engine", "sync_weights", "micro_step", "optimizer_step"]
@@ -202,7 +202,7 @@ DEVICES = {"v5e-1": (1, 15.75), "v5e-8": (8, 15.75), "v4-8": (4, 30.75), "v6e-8"
 def state_gib(model: str, name: str, optimizer: str) -> float:
     """Of a chip's part of the weights, the gradients and the optimizer's moments, in float32."""
     arrays = 2 + {"adamw": 2, "lion": 1, "sgd": 0}[optimizer]
-    return num_params(config_of(model)) * 4 * arrays / DEVICES[name][0] / 2**30
+    return num_params(known_config(model)) * 4 * arrays / DEVICES[name][0] / 2**30
 
 
 def test_the_table_has_a_possible_row_for_each_model_and_slice() -> None:
@@ -226,8 +226,8 @@ def test_adapters_leave_the_base_of_3b_once_on_a_chip_of_16_gib(program: str) ->
     text = f"MODEL_PATH=Qwen/Qwen2.5-3B {STEP} LORA_RANK=16 BATCH_SIZE=8"
     text += " TRAIN_PER_DEVICE_MICRO_BATCH_SIZE=16"
     planned = plan.make_plan(Config.from_env(dict(x.split("=") for x in text.split())), "v5e-1")
-    memory = plan.compiled(programs_of(planned)[program])
-    base = 2 * num_params(config_of("Qwen/Qwen2.5-3B"))
+    memory = plan.measure_memory(list_programs(planned)[program])
+    base = 2 * num_params(known_config("Qwen/Qwen2.5-3B"))
     assert base < memory.arguments < 1.5 * base and memory.rest < 0.1 * base
     assert memory.total < 15.75 * 2**30
     assert program != "decode" or memory.temporaries < 0.1 * base
@@ -249,7 +249,7 @@ def test_the_compiler_says_again_what_the_table_says(
 ) -> None:
     text = f"MODEL_PATH=Qwen/{model} TRAIN_PER_DEVICE_MICRO_BATCH_SIZE=16 {STEP} {settings}"
     cfg = Config.from_env(dict(pair.split("=") for pair in text.split()))
-    gib = plan.compiled(programs_of(plan.make_plan(cfg, name))[program]).total / 2**30
+    gib = plan.measure_memory(list_programs(plan.make_plan(cfg, name))[program]).total / 2**30
     assert gib == pytest.approx(expected, rel=0.07)  # 13.38 instead of 12.63 GiB with jax 0.12
     [row] = [row for row in ROWS if row[:2] == [f"Qwen/{model}", name]]
     assert f"{expected:.2f} of" in row[5] and program in row[6]

@@ -58,9 +58,9 @@ def test_a_mistake_and_a_file_that_cannot_be_read_or_written_are_told_and_no_oth
     errors = {"SEED=a": UserMistake("SEED=a"), "x is full": Unwritable("x is full")}
     errors["/nowhere: No such file or directory"] = no_file
     for text, error in errors.items():
-        with pytest.raises(UserMistake, match=f"^{text}$"), hosts.told_by_all():
+        with pytest.raises(UserMistake, match=f"^{text}$"), hosts.raising_on_all_processes():
             raise error
-    with pytest.raises(BrokenPipeError), hosts.told_by_all():
+    with pytest.raises(BrokenPipeError), hosts.raising_on_all_processes():
         raise OSError(errno.EPIPE, "a connection is lost")
 
 
@@ -73,7 +73,7 @@ def arguments_of_jax(monkeypatch, text: str) -> dict:
     monkeypatch.setattr(jax.distributed, "initialize", lambda **kwargs: arguments.update(kwargs))
     for name, value in environment(text).items():
         monkeypatch.setenv(name, value)
-    hosts.join(60)
+    hosts.join_processes(60)
     limits = ("initialization_timeout", "heartbeat_timeout_seconds")
     return {name: value for name, value in arguments.items() if name not in limits}
 
@@ -177,11 +177,11 @@ FAILING = """
 import jax
 from infra import hosts
 from infra.mistakes import UserMistake
-hosts.join(60)
-with hosts.ending_together():
+hosts.join_processes(60)
+with hosts.exiting_on_error():
     number = jax.process_index()
     try:
-        with hosts.told_by_all():
+        with hosts.raising_on_all_processes():
             if number == 1:
                 raise UserMistake("SEED=a\\nSTEPS=b")
     except UserMistake as error:
@@ -225,16 +225,16 @@ LOST = [
 def test_an_error_says_that_another_process_is_gone_only_if_there_are_others(
     monkeypatch, error: Exception
 ) -> None:
-    assert not hosts.lost_contact(error)
+    assert not hosts.is_lost_connection(error)
     monkeypatch.setattr(distributed.global_state, "num_processes", 2)
-    assert hosts.lost_contact(error)
-    assert not hosts.lost_contact(RuntimeError("RESOURCE_EXHAUSTED: Out of memory"))
+    assert hosts.is_lost_connection(error)
+    assert not hosts.is_lost_connection(RuntimeError("RESOURCE_EXHAUSTED: Out of memory"))
 
 
 FAILING_ALONE = """
 from infra import hosts
-hosts.join(60)
-with hosts.ending_together():
+hosts.join_processes(60)
+with hosts.exiting_on_error():
     raise RuntimeError("libnccl.so.2 not found behind the barrier")
 """
 
@@ -277,5 +277,5 @@ def test_runs_that_start_in_the_same_second_get_different_folders(tmp_path, monk
 def test_a_run_goes_on_without_locks_and_says_so(tmp_path, monkeypatch, capsys) -> None:
     no_locks = OSError(errno.ENOLCK, "No locks available")
     monkeypatch.setattr(fcntl, "flock", Mock(side_effect=no_locks))
-    checkpoint.hold(tmp_path, "OUTPUT_DIR=a")
+    checkpoint.lock_folder(tmp_path, "OUTPUT_DIR=a")
     assert "OUTPUT_DIR=a cannot be locked: No locks available" in capsys.readouterr().out

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from config import Config
-from infra.sizes import derive
+from infra.sizes import derive_sizes
 
 REPO = Path(__file__).resolve().parent.parent
 RECIPES = sorted((REPO / "recipes").glob("*.yaml"))
@@ -56,7 +56,7 @@ def test_a_recipe_makes_the_published_sizes(
     name: str, env: dict[str, str], devices: tuple[int, int], sizes: tuple[int, ...]
 ) -> None:
     cfg = Config.from_env(env, REPO / "recipes" / f"{name}.yaml")
-    made = derive(cfg, *devices)
+    made = derive_sizes(cfg, *devices)
     rollout = (made.prompt_batch_size, made.passes_per_step, made.local_batch)
     assert sizes == (*rollout, made.micro_batch_size, made.grad_accum_steps)
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from runs import REPO, Result, environment, finish, start, start_script, train, wait_for
 
-from extras.report import Reviewer, held_out_table, read_history, report
+from extras.report import Reviewer, held_out_table, read_history, render_report
 from infra.log import RunLog, read_lines
 from metrics import sample_table
 
@@ -149,7 +149,7 @@ def test_html_in_texts_is_shown_and_not_executed(done: Result, tmp_path: Path) -
         (folder / name).write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     with open(folder / "config.yaml", "a", encoding="utf-8") as file:
         file.write(f"derived.{SCRIPT}: 'value {SCRIPT}'\n")
-    text = report(folder, read_history(folder))
+    text = render_report(folder, read_history(folder))
     assert "<script" not in text and "alert(1)</" not in text
     for word in ("question ", "answer: answer ", "completion ", "derived.", "value "):
         assert f"{word}&lt;script&gt;alert(1)&lt;/script&gt;" in text, word
@@ -167,14 +167,16 @@ def test_a_long_run_is_shown_from_its_start_to_its_end(done: Result, tmp_path: P
     log = new_folder(done, out)
     for step in range(1000):
         if step % 200 == 0:
-            log.record(step, evaluation | {"step": step})
+            log.record_metrics(step, evaluation | {"step": step})
             many = [
                 answers[i % 4] | {"question": f"question {i}", "step": step} for i in range(500)
             ]
-            log.entries("eval.jsonl", step, many)
-        log.record(step, step_record | {"step": step, "train-reward/total/mean": step / 1000})
-        log.entries("samples.jsonl", step, [entry | {"step": step} for entry in samples])
-    text = report(out, read_history(out))
+            log.append_entries("eval.jsonl", step, many)
+        log.record_metrics(
+            step, step_record | {"step": step, "train-reward/total/mean": step / 1000}
+        )
+        log.append_entries("samples.jsonl", step, [entry | {"step": step} for entry in samples])
+    text = render_report(out, read_history(out))
     assert "long: died after 1000 steps." in text
     reward = text.partition("<figcaption>mean reward<br>")[2].partition("</figure>")[0]
     assert ": 0.999</span>" in reward and ">step 999</text>" in reward, "the last step"

@@ -23,18 +23,18 @@ from config import Config
 from infra.checkpoint import (
     Checkpoints,
     Progress,
-    begin,
-    names_of,
-    record_of,
-    run_in,
-    stop_if_other_arrays,
-    what_changed,
+    array_names,
+    begin_or_resume,
+    describe_changes,
+    progress_record,
+    raise_if_arrays_differ,
+    read_run,
     write_run,
 )
-from infra.hosts import digest
+from infra.hosts import short_digest
 from infra.mistakes import UserMistake
 from infra.settings import REPO
-from startup import Run, imported_files, made_with_of, set_up
+from startup import Run, imported_files, result_fingerprint, set_up
 from update import TrainState
 
 # ---- Whose a folder is ---------------------------------------------------------------------------
@@ -56,7 +56,7 @@ def begun(made_with: dict = MADE_WITH, **settings) -> tuple:
     cfg = Config(**{"steps": 6, "save_keep": 0} | settings)
     out = Path.cwd() / cfg.output_dir
     checkpoints = Checkpoints(cfg.checkpoint_dir or f"{out}/checkpoints")
-    arrays, progress = begin(
+    arrays, progress = begin_or_resume(
         out, checkpoints, made_with, WANTED, resume=cfg.resume, steps=cfg.steps
     )
     value = None if arrays is None else int(arrays["x"][0, 0])
@@ -71,8 +71,8 @@ def make_run(out: Path, *steps: int, began: str = "", newest: int = -1, at: str 
     checkpoints = Checkpoints(at or f"{out}/checkpoints")
     for step in steps:
         progress.step = step
-        checkpoints.save(arrays_after(step), record_of(progress))
-    checkpoints.wait()
+        checkpoints.save(arrays_after(step), progress_record(progress))
+    checkpoints.wait_until_saved()
     write_run(out, progress, newest)
     (out / "metrics.jsonl").write_text("".join(f'{{"step": {i}}}\n' for i in range(5)))
     return progress.run_id
@@ -88,7 +88,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_run_goes_on_in_its_own_folder_however_the_folder_is_named(runs: Path) -> None:
-    run_id = run_in(runs / "a")["run_id"]
+    run_id = read_run(runs / "a")["run_id"]
     assert begun(output_dir="a") == (4, 4, run_id, "")
     (runs / "link").symlink_to("a")
     for name in ("a", "a/checkpoints", "b/../a", "a/checkpoints/4", "link", str(runs / "a")):
@@ -99,7 +99,7 @@ def test_a_run_goes_on_in_its_own_folder_however_the_folder_is_named(runs: Path)
 
 
 def test_a_run_without_a_checkpoint_begins_again_and_is_the_same_run(runs: Path) -> None:
-    assert begun(output_dir="b") == (0, None, run_in(runs / "b")["run_id"], "")
+    assert begun(output_dir="b") == (0, None, read_run(runs / "b")["run_id"], "")
     make_run(runs / "early")
     for name in (".lock", "metrics.jsonl"):  # it has ended before its first record
         (runs / "early" / name).write_text("")
@@ -113,7 +113,7 @@ def test_a_fork_needs_an_empty_folder_and_then_goes_on_with_its_own_checkpoints(
     for resume, step in (("a", 4), ("a/checkpoints/2", 2), ("b/../a/", 4)):
         fork = begun(output_dir="fork", resume=resume)
         assert fork[:2] == (step, step) and fork[3] == f"{source}/{step}"
-        assert fork[2] != run_in(runs / "a")["run_id"]
+        assert fork[2] != read_run(runs / "a")["run_id"]
     run_id = make_run(runs / "f", began=f"{source}/2")  # with SAVE_EVERY_STEPS=0
     for resume in ("a/checkpoints/2", "a", "auto"):  # also if a has gone on since then
         assert begun(output_dir="f", resume=resume) == (2, 2, run_id, f"{source}/2")
@@ -185,11 +185,11 @@ def test_a_resume_that_names_no_checkpoint_is_refused(runs: Path) -> None:
 
 def test_a_checkpoint_with_an_array_that_the_run_does_not_have_is_refused_in_one_line() -> None:
     state = TrainState(params=np.zeros(3), opt_state=())
-    arrays = [*names_of({"state": state}), "['state'].step int32[]"]
+    arrays = [*array_names({"state": state}), "['state'].step int32[]"]
     with pytest.raises(UserMistake, match=r"step 3 has \['state'\].step int32\[\], unused"):
-        stop_if_other_arrays({"state": state}, {"step": 3, "arrays": arrays})
+        raise_if_arrays_differ({"state": state}, {"step": 3, "arrays": arrays})
     with pytest.raises(UserMistake, match=r"has no array \['state'\].params"):
-        stop_if_other_arrays({"state": state}, {"step": 3, "arrays": []})
+        raise_if_arrays_differ({"state": state}, {"step": 3, "arrays": []})
 
 
 # ---- What the results follow from ----------------------------------------------------------------
@@ -198,7 +198,9 @@ SMALL = {"MODEL_PATH": str(REPO / "tiny"), "BATCH_SIZE": "8", "NUM_PRE_Q": "4", 
 
 
 def made_with(**env: str) -> dict[str, str]:
-    return made_with_of(set_up(Config.from_env(SMALL | {"DATASET": str(few_examples())} | env)))
+    return result_fingerprint(
+        set_up(Config.from_env(SMALL | {"DATASET": str(few_examples())} | env))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -241,7 +243,7 @@ def test_a_run_with_a_reference_must_find_the_same_weights_in_its_model(
         (model / "model.safetensors").write_bytes(content[: len(content) - len(end)] + end)
         values.append(made_with(MODEL_PATH=str(model), BETA="0.1"))
     assert "the model's weights" not in before
-    line = what_changed({"made_with": values[0]}, values[1], "step 1")
+    line = describe_changes({"made_with": values[0]}, values[1], "step 1")
     assert line.startswith("step 1 was made with other settings or files: the model's weights was ")
     assert ";" not in line
 
@@ -278,13 +280,13 @@ def test_a_change_in_a_user_s_file_or_in_one_that_it_imports_is_noticed_by_name(
     of_two_files: tuple[Path, Run], name: str
 ) -> None:
     (folder, run), (text, noticed) = of_two_files, USER_FILES[name]
-    before = made_with_of(run)
+    before = result_fingerprint(run)
     (folder / name).write_text(text + "# changed\n")
-    after = made_with_of(run)
+    after = result_fingerprint(run)
     (folder / name).write_text(text)
     changed = {n for n in before | after if before.get(n) != after.get(n)}
     assert changed == ({f"the file of REWARD_FN {noticed}"} if noticed else set())
-    assert made_with_of(run) == before
+    assert result_fingerprint(run) == before
 
 
 def test_two_files_of_one_name_have_a_digest_each_and_their_folders_may_move(
@@ -294,12 +296,14 @@ def test_two_files_of_one_name_have_a_digest_each_and_their_folders_may_move(
     shutil.copytree(folder, tmp_path / "moved")
     named = run.cfg.reward_fn.replace(str(folder), f"{tmp_path}/moved")
     moved = dataclasses.replace(run, cfg=dataclasses.replace(run.cfg, reward_fn=named))
-    digests = [digest((folder / f"{name}/reward.py").read_bytes()) for name in ("math", "form")]
-    assert made_with_of(moved) == made_with_of(run)
-    assert made_with_of(run)["the file of REWARD_FN reward.py"] == ",".join(digests)
+    digests = [
+        short_digest((folder / f"{name}/reward.py").read_bytes()) for name in ("math", "form")
+    ]
+    assert result_fingerprint(moved) == result_fingerprint(run)
+    assert result_fingerprint(run)["the file of REWARD_FN reward.py"] == ",".join(digests)
     played = f"{folder}/form/reward.py:Game"
     game = dataclasses.replace(run, cfg=dataclasses.replace(run.cfg, environment_class=played))
-    assert "the file of ENVIRONMENT_CLASS pkg/rules.py" in made_with_of(game)
+    assert "the file of ENVIRONMENT_CLASS pkg/rules.py" in result_fingerprint(game)
 
 
 def test_a_neighbour_for_another_version_of_python_counts_and_is_not_read(tmp_path: Path) -> None:
@@ -382,7 +386,7 @@ def test_a_fork_that_is_killed_goes_on_by_the_same_command(short: Path, tmp_path
     wait_for(process, "^step=3 ")
     process.kill()
     process.communicate()
-    assert run_in(fork)["newest"] >= 2 and (fork / "checkpoints" / "2").is_dir()
+    assert read_run(fork)["newest"] >= 2 and (fork / "checkpoints" / "2").is_dir()
     result = run(fork, **longer)
     assert result.code == 0, result.errors
     assert re.search("^resumed after step . of 5", result.lines, re.M)

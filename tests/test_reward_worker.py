@@ -15,7 +15,7 @@ import pytest
 
 from infra import reward_worker
 from infra.mistakes import UserMistake
-from infra.reward_worker import worker_function, worker_of
+from infra.reward_worker import get_worker, load_reward_function
 from rewards import RewardFunction, load_reward_functions, total_rewards
 
 TOP = Path(reward_worker.__file__).parent.parent  # the repo's top folder
@@ -88,8 +88,8 @@ def folder(tmp_path_factory):
 @contextmanager
 def worker(folder: Path, name: str, timeout_s: float = 30.0) -> Iterator[RewardFunction]:
     source = f"{folder / 'mine.py'}:{name}"
-    with closing(worker_of("REWARD_FN", source, timeout_s, {})) as process:
-        yield worker_function(process, source)
+    with closing(get_worker("REWARD_FN", source, timeout_s, {})) as process:
+        yield load_reward_function(process, source)
 
 
 def load(reward_fn: str) -> list[RewardFunction]:
@@ -233,9 +233,9 @@ def test_the_worker_ends_after_its_parent_died_in_a_call(folder: Path) -> None:
     import os
     import threading
     import time
-    from infra.reward_worker import worker_function, worker_of
+    from infra.reward_worker import load_reward_function, get_worker
     source = {str(folder / "mine.py") + ":echo"!r}
-    function = worker_function(worker_of("REWARD_FN", source, 9.0, {{}}), source)
+    function = load_reward_function(get_worker("REWARD_FN", source, 9.0, {{}}), source)
     columns = {{"pause": [600.0]}}
     threading.Thread(target=function, args=[["1"]], kwargs=columns).start()
     time.sleep(0.3)
@@ -401,8 +401,8 @@ def test_a_file_has_its_own_name_and_hides_no_other_module(tmp_path: Path, stem:
     text = text.replace("float(text) * SAME", f"float(SAME == {name!r})")
     (tmp_path / f"{stem}.py").write_text(text)
     source = f"{tmp_path}/{stem}.py:pool"
-    with closing(worker_of("REWARD_FN", source, 30, {})) as process:
-        function = worker_function(process, source)
+    with closing(get_worker("REWARD_FN", source, 30, {})) as process:
+        function = load_reward_function(process, source)
         assert function(["1", "1"], method=["fork"]) == [1.0, 1.0]
         assert function(["1", "1"], method=["spawn"]) == [1.0, 1.0]
 
@@ -452,9 +452,9 @@ def test_what_a_function_has_started_ends_with_the_trainer_or_at_close(
     import os
     import threading
     import time
-    from infra.reward_worker import worker_function, worker_of
-    worker = worker_of("REWARD_FN", "mine.py:start", 9.0, {})
-    function = worker_function(worker, "mine.py:start")
+    from infra.reward_worker import load_reward_function, get_worker
+    worker = get_worker("REWARD_FN", "mine.py:start", 9.0, {})
+    function = load_reward_function(worker, "mine.py:start")
     function(["1"])
     """
     command = [sys.executable, "-c", textwrap.dedent(script) + end]

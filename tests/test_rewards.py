@@ -14,13 +14,13 @@ import rewards
 from infra.mistakes import UserMistake
 from rewards import (
     BUILT_IN,
-    entries_of,
     load_reward_functions,
     overlong_penalty,
     parse_number,
+    parse_reward_weights,
     repetition_penalty,
+    reward_entries,
     total_rewards,
-    weights_of,
 )
 
 load = functools.partial(
@@ -400,13 +400,13 @@ def test_a_malformed_return_is_named(returned: object, message: str) -> None:
 def test_each_reward_that_reward_fn_names_has_weight_1_by_default(
     reward_weights, reward_fn, weights
 ) -> None:
-    names = [entry.rpartition(":")[2] for entry in entries_of(reward_fn)]
-    assert weights_of(reward_weights, reward_fn, names) == weights
+    names = [entry.rpartition(":")[2] for entry in reward_entries(reward_fn)]
+    assert parse_reward_weights(reward_weights, reward_fn, names) == weights
 
 
 def test_two_functions_may_not_have_the_same_name() -> None:
     with pytest.raises(UserMistake, match="REWARD_FN: two rewards have the name score; rename one"):
-        weights_of((), "my.py:score,their.py:score", ["score", "score"])
+        parse_reward_weights((), "my.py:score,their.py:score", ["score", "score"])
 
 
 def test_an_unknown_name_is_refused_with_all_known_names() -> None:

@@ -22,7 +22,7 @@ from model.next_token import Sampling
 from rollout import choose_groups, have_equal_rewards, texts_of
 from rows import Batch
 from sampling import Completions, Stopping
-from startup import made_with_of, set_up
+from startup import result_fingerprint, set_up
 from update import Optimizer
 
 NAN = math.nan
@@ -351,7 +351,7 @@ def test_a_run_that_never_evaluates_needs_no_split_to_evaluate_on() -> None:
     settings = {"EVAL_SPLIT": "absent", "EVAL_EVERY_STEPS": "0"}
     run = set_up(Config.from_env(settings))
     assert run.eval_prompts == []
-    assert made_with_of(run)["REWARD_WEIGHTS"] == "1.0,0.5,0.5"  # as in older checkpoints
+    assert result_fingerprint(run)["REWARD_WEIGHTS"] == "1.0,0.5,0.5"  # as in older checkpoints
     with pytest.raises(UserMistake, match="absent"):
         set_up(Config.from_env(settings | {"EVAL_FULL_SWEEP": "1"}))
 

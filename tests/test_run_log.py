@@ -15,7 +15,7 @@ import pytest
 
 from infra.checkpoint import Checkpoints, Progress
 from infra.lifecycle import Lifecycle
-from infra.log import RunLog, cut_back, replace_file
+from infra.log import RunLog, replace_file, truncate_records
 from infra.mistakes import Unwritable
 
 NAN = float("nan")
@@ -26,10 +26,12 @@ def test_only_process_0_writes_and_numbers_that_are_not_finite_become_null(
 ) -> None:
     for writes, out in ((True, tmp_path / "0"), (False, tmp_path / "1")):
         log = RunLog(out, steps=1, writes=writes, wandb=None)
-        log.line("hello")
-        log.record(0, {"time/train/step_s": 2.0, "a": np.float32(0.5), "b": NAN, "c": "test"})
-        log.record(1, {"time/train/step_s": 4.0})
-        log.entries("samples.jsonl", 0, [{"completion": "é"}])
+        log.print_line("hello")
+        log.record_metrics(
+            0, {"time/train/step_s": 2.0, "a": np.float32(0.5), "b": NAN, "c": "test"}
+        )
+        log.record_metrics(1, {"time/train/step_s": 4.0})
+        log.append_entries("samples.jsonl", 0, [{"completion": "é"}])
         log.close()
     assert capsys.readouterr().out == "hello\nhello\n"
     assert not (tmp_path / "1").exists()
@@ -44,7 +46,7 @@ def test_only_process_0_writes_and_numbers_that_are_not_finite_become_null(
 def test_the_time_left_is_that_of_a_median_step(tmp_path: Path) -> None:
     def left(step: int, seconds: float) -> str:
         text = log.time_left(step, SimpleNamespace(total=lambda: seconds))
-        log.record(step, {"time/train/step_s": seconds})
+        log.record_metrics(step, {"time/train/step_s": seconds})
         return text
 
     log = RunLog(tmp_path, steps=14, first_step=3, writes=True, wandb=None)
@@ -72,9 +74,9 @@ def test_a_run_without_a_reviewer_ends_without_a_summary_and_a_verdict(
         reviewer=None,
         began=time.perf_counter(),
     )
-    life.begin({})
+    life.claim_folder({})
     life.count_step(1, "")
-    life.note_evaluation(2, 0.5)
+    life.record_evaluation(2, 0.5)
     life.finish(lambda: None)
     assert capsys.readouterr().out.startswith("DONE: steps=2 elapsed_sec=")
     assert json.loads((tmp_path / "run.json").read_text())["newest"] == 2
@@ -96,10 +98,10 @@ def test_a_record_that_cannot_be_written_ends_the_run_and_the_next_start_cuts_of
     tmp_path: Path,
 ) -> None:
     log, file = RunLog(tmp_path, steps=9, writes=True, wandb=None), tmp_path / "metrics.jsonl"
-    log.record(0, {"a": 0})
+    log.record_metrics(0, {"a": 0})
     with file_limit(30):
         with pytest.raises(Unwritable, match=f"^{file} cannot be written: File too large$"):
-            log.record(1, {"a": 1})
+            log.record_metrics(1, {"a": 1})
     assert file.read_text() == '{"step": 0, "a": 0}\n{"step": 1'
     RunLog(tmp_path, steps=9, first_step=1, writes=True, wandb=None).close()
     assert file.read_text() == '{"step": 0, "a": 0}\n'
@@ -111,7 +113,7 @@ def test_a_line_that_cannot_be_printed_ends_the_run(
     log = RunLog(tmp_path, steps=9, writes=False, wandb=None)
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(open("/dev/full", "wb", buffering=0)))
     with pytest.raises(Unwritable, match="the log cannot be written: No space left on device"):
-        log.line("step=0")
+        log.print_line("step=0")
 
 
 def test_a_file_is_replaced_by_a_complete_one_or_not_at_all(tmp_path: Path) -> None:
@@ -146,5 +148,5 @@ def test_a_file_ends_before_the_first_line_that_a_resumed_run_writes_again(
     complete = [json.dumps(x, ensure_ascii=False) + "\n" for x in WRITTEN]
     for damaged in ('{"step": 0, "a', "\0\0\0\n"):  # a kill or a crash of the machine leaves them
         file.write_text("".join(complete) + damaged, encoding="utf-8")
-        cut_back(file, step, kept)
+        truncate_records(file, step, kept)
         assert file.read_text(encoding="utf-8") == "".join(complete[:lines])

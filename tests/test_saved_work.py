@@ -10,7 +10,7 @@ from runs import Result, environment, train
 from safetensors.numpy import load_file
 from small_model import batch_of, stopping_model
 
-from metrics import merge_updates, of_all_tokens
+from metrics import merge_updates, rescale_to_all_tokens
 
 COMPUTED = "throughput/update/computed_per_token"
 NAN = math.nan
@@ -28,7 +28,7 @@ def test_the_metrics_of_the_whole_step_by_hand() -> None:
     of_steps = {"loss": 0.3, "clip_ratio/low_min": 0.2, "clip_ratio/high_max": 0.4}
     of_steps |= {"sampling_logp_difference/mean": 0.1, "is_weight/mean": 0.5}
     of_steps |= {"sampling_logp_difference/max": 0.7, "grad_norm": 1.0, "param_norm": 9.0}
-    assert of_all_tokens(of_steps, batch, np.arange(2)) == pytest.approx(
+    assert rescale_to_all_tokens(of_steps, batch, np.arange(2)) == pytest.approx(
         {
             "loss": 0.3,
             "entropy": (1 + 1 + 1 + 0.5 + 1.5 + 4) / 6,
@@ -42,10 +42,10 @@ def test_the_metrics_of_the_whole_step_by_hand() -> None:
             "update_token_count": 3.0,
         }
     )
-    everything = of_all_tokens(of_steps, batch, np.arange(4))
+    everything = rescale_to_all_tokens(of_steps, batch, np.arange(4))
     assert everything == of_steps | {"entropy": 1.5, "update_token_count": 6.0}
     zeros = {"loss": 0.0, "grad_norm": 0.0, "param_norm": 9.0}
-    nothing = of_all_tokens(zeros, batch, np.arange(0))
+    nothing = rescale_to_all_tokens(zeros, batch, np.arange(0))
     assert nothing == zeros | {"entropy": 1.5, "update_token_count": 0.0}
     assert merge_updates([nothing, everything])["is_weight/mean"] == 0.5
 

@@ -22,13 +22,13 @@ from small_model import MODEL
 from config import Config
 from extras import sglang
 from extras.sglang import (
+    EngineErrorHandler,
     EngineFailed,
-    Errors,
+    arrange_engine_weights,
     engine_arguments,
-    engine_leaves,
-    fail_on_main_thread,
     import_engine,
-    stop_if_unable,
+    raise_if_engine_cannot_compute,
+    raise_on_main_thread,
 )
 from infra.mistakes import UserMistake
 from model.params import Gemma3, arrange_layers, init_params
@@ -71,9 +71,9 @@ def test_lengths_and_devices_that_do_not_suit_the_engine_are_refused(
 ) -> None:
     """The longest prompt has 100 tokens; with 64 new ones and 8 to spare these are 172."""
     with pytest.raises(UserMistake, match=words):
-        stop_if_unable(Config.from_env(BACKEND | settings), MODEL_128, 100, devices)
+        raise_if_engine_cannot_compute(Config.from_env(BACKEND | settings), MODEL_128, 100, devices)
     enough = dict.fromkeys(settings, "256" if devices == [V4] else "172")
-    stop_if_unable(Config.from_env(BACKEND | enough), MODEL_128, 100, devices[:2])
+    raise_if_engine_cannot_compute(Config.from_env(BACKEND | enough), MODEL_128, 100, devices[:2])
 
 
 @pytest.mark.parametrize(
@@ -87,10 +87,10 @@ def test_lengths_and_devices_that_do_not_suit_the_engine_are_refused(
 def test_a_model_that_the_engine_cannot_compute_is_refused(change, words) -> None:
     cfg = Config.from_env(BACKEND)
     with pytest.raises(UserMistake, match=words):
-        stop_if_unable(cfg, dataclasses.replace(MODEL_128, **change), 100, [CPU])
-    stop_if_unable(cfg, MODEL_128, 100, [CPU])
+        raise_if_engine_cannot_compute(cfg, dataclasses.replace(MODEL_128, **change), 100, [CPU])
+    raise_if_engine_cannot_compute(cfg, MODEL_128, 100, [CPU])
     if "head_dim" in change:  # the TPU's kernel pads it
-        stop_if_unable(cfg, dataclasses.replace(MODEL_128, **change), 100, [V4])
+        raise_if_engine_cannot_compute(cfg, dataclasses.replace(MODEL_128, **change), 100, [V4])
 
 
 def test_a_run_without_the_engine_ends_in_one_line_with_the_command_that_installs_it(
@@ -109,11 +109,11 @@ def test_a_run_without_the_engine_ends_in_one_line_with_the_command_that_install
 
 def test_an_error_in_a_thread_of_the_engine_becomes_an_exception_on_the_main_thread() -> None:
     logger, handler = logging.getLogger("sgl_jax.test"), signal.getsignal(signal.SIGQUIT)
-    Errors(logger)
+    EngineErrorHandler(logger)
 
     def thread() -> None:
         logger.error("Traceback of the cause")
-        fail_on_main_thread()
+        raise_on_main_thread()
 
     try:
         with pytest.raises(EngineFailed, match="^Traceback of the cause$"):
@@ -197,7 +197,7 @@ def params():
 
 def test_every_weight_of_the_engine_gets_its_source(params) -> None:
     table, shapes = engine_table(copies=2)
-    leaves = dict(zip(shapes, engine_leaves(params, QWEN2, table, shapes), strict=True))
+    leaves = dict(zip(shapes, arrange_engine_weights(params, QWEN2, table, shapes), strict=True))
     assert len(leaves) == 3 * 12 + 2 and all(x.dtype == jnp.bfloat16 for x in leaves.values())
     actual = {name: np.asarray(x, np.float32) for name, x in leaves.items()}
     layer = params.layers[1]
@@ -222,7 +222,7 @@ def test_weights_that_do_not_match_are_refused_by_name(params) -> None:
         table, shapes = engine_table(copies=1)
         change(shapes)
         with pytest.raises(UserMistake) as error:
-            engine_leaves(params, QWEN2, table, shapes)
+            arrange_engine_weights(params, QWEN2, table, shapes)
         return str(error.value)
 
     def new_weight(shapes) -> None:

@@ -6,7 +6,7 @@ import pytest
 from config import Config
 from data import pad_prompts
 from infra.mistakes import UserMistake
-from infra.sizes import Sizes, bucket, derive, prompt_width
+from infra.sizes import Sizes, bucket_length, derive_sizes, prompt_width
 
 # Sizes(local_batch, global_batch, prompt_batch_size, passes_per_step, micro_batch_size,
 #       grad_accum_steps, prompts_per_step)
@@ -16,7 +16,7 @@ REAL = "MODEL_PATH=some/model"  # a run without recipes/tiny.yaml
 def sizes(slice_: str, settings: str) -> Sizes:
     """slice_: processes x local devices, such as 2x4."""
     env = dict(setting.split("=") for setting in settings.split())
-    return derive(Config.from_env(env), *map(int, slice_.split("x")))
+    return derive_sizes(Config.from_env(env), *map(int, slice_.split("x")))
 
 
 def test_the_tiny_step_is_the_same_on_one_device_eight_devices_and_two_processes() -> None:
@@ -90,7 +90,7 @@ def test_two_settings_of_one_size_that_disagree_are_an_error() -> None:
 def test_bucket_is_the_next_power_of_two_or_three_quarters_of_it() -> None:
     lengths = [0, 1, 16, 17, 24, 25, 32, 33, 48, 49, 64, 65, 96, 97, 128, 250, 1000, 1025, 1537]
     widths = [16, 16, 16, 24, 24, 32, 32, 48, 48, 64, 64, 96, 96, 128, 128, 256, 1024, 1536, 2048]
-    assert [bucket(n) for n in lengths] == widths
+    assert [bucket_length(n) for n in lengths] == widths
 
 
 def test_a_prompt_is_padded_to_a_bucket_and_its_last_token() -> None:

@@ -38,9 +38,9 @@ KERNELS = [("v6e", 128), *((chip, 128) for chip in ("v4", "v5e", "v5p")), ("v6e"
 def plan_of(run: str, **env: str) -> planner.Plan:
     """The plan of the run with two layers; lax.scan compiles the same program for any number."""
     name, slice_name, sizes = RUNS[run]
-    two_layers = dataclasses.replace(planner.config_of(name), num_layers=2)
+    two_layers = dataclasses.replace(planner.known_config(name), num_layers=2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner, "config_of", lambda *_: two_layers)
+        patch.setattr(planner, "known_config", lambda *_: two_layers)
         cfg = Config.from_env({"MODEL_PATH": name} | RUN | sizes | env)
         return planner.make_plan(cfg, slice_name)
 
@@ -89,7 +89,7 @@ def collectives(hlo: str) -> list[Collective]:
 
 @functools.cache
 def collectives_of(plan: planner.Plan, name: str) -> list[Collective]:
-    program = planner.programs_of(plan)[name]
+    program = planner.list_programs(plan)[name]
     lowered = program.function.lower(*program.arguments, **program.static)
     return collectives(lowered.compile().as_text())
 
@@ -119,10 +119,10 @@ def test_a_token_gathers_no_weight_and_needs_two_all_reduces_and_four_exchanges_
 def test_a_device_decodes_with_the_keys_and_values_of_its_sequences_alone() -> None:
     """16 sequences of 1024 tokens and 2 prompts of 512, each token with 2 * 2 * 2 * 128 bytes in
     each of two layers."""
-    _, _, state, *_ = planner.programs_of(plan_of("3b"))["decode"].arguments
-    assert planner.bytes_of(state.completion) == 16 * 1024 * 2048
-    assert planner.bytes_of(state.prompt) == 2 * 512 * 2048
-    assert planner.bytes_of(state.drawn) == 16 * (4 * 1024 + 4 * 1024 + 4)
+    _, _, state, *_ = planner.list_programs(plan_of("3b"))["decode"].arguments
+    assert planner.bytes_per_device(state.completion) == 16 * 1024 * 2048
+    assert planner.bytes_per_device(state.prompt) == 2 * 512 * 2048
+    assert planner.bytes_per_device(state.drawn) == 16 * (4 * 1024 + 4 * 1024 + 4)
 
 
 # ---- Training ------------------------------------------------------------------------------------

@@ -43,14 +43,14 @@ from evaluation import answer_questions
 from extras.turns import tool_calls
 from infra.log import Clock
 from infra.mistakes import UserMistake
-from infra.sizes import turn_sequences, turn_width
+from infra.sizes import turn_batch_size, turn_width
 from model.network import Compute
 from model.next_token import Sampling
 from rollout import complete, gather_batch, prompts_of_round, reward_completions
 from rows import Batch
 from sampling import Completions, NaiveBackend, Stopping
 from startup import Run, set_up
-from tools.plan import make_plan, programs_of
+from tools.plan import list_programs, make_plan
 
 TINY, GAMES = REPO / "tiny", REPO / "tests" / "games.py"
 QWEN3 = str(REPO / "docs" / "qwen3_turns.jinja")
@@ -131,7 +131,7 @@ class Talk(NamedTuple):
 def talk(run: Run, turns: list[list[str]], *, T: int = 200, K: int = 1, max_turns: int = 0) -> Talk:
     """The episodes of questions with K completions each, whose model draws these turns."""
     rollout, environments = run.rollout, run.rollout.environments
-    stopping = rollout.stopping._replace(max_new_tokens=T)
+    stopping = rollout.stopping._replace(max_length_sample=T)
     rollout = dataclasses.replace(rollout, stopping=stopping, max_turns=max_turns or DEFAULT_TURNS)
     examples = [{"question": "Guess.", "answer": "#### 33"}] * (len(turns) // K)
     tokenizer, system_prompt = rollout.tokenizer, rollout.system_prompt
@@ -181,9 +181,9 @@ def test_a_dialogue_of_three_turns_is_the_drawn_tokens_and_messages_that_do_not_
 
 def test_passes_of_later_turns_have_few_sizes_and_widths() -> None:
     """32 sequences of a pass on 4 devices; 12 cannot be halved twice among them."""
-    sizes = [turn_sequences(count, 32, 4) for count in (0, 1, 8, 9, 16, 17, 32, 99)]
+    sizes = [turn_batch_size(count, 32, 4) for count in (0, 1, 8, 9, 16, 17, 32, 99)]
     assert sizes == [8, 8, 8, 16, 16, 32, 32, 32]
-    assert [turn_sequences(count, 12, 4) for count in (1, 6, 7)] == [12, 12, 12]
+    assert [turn_batch_size(count, 12, 4) for count in (1, 6, 7)] == [12, 12, 12]
     widths = [turn_width(n, 401) for n in (1, 17, 18, 33, 34, 257, 258, 401)]
     assert widths == [17, 17, 33, 33, 65, 257, 401, 401], "401 tokens are the most"
     assert turn_width(402, 401) == 513, "but for what an environment writes"
@@ -271,7 +271,7 @@ def test_a_plan_has_the_programs_of_the_last_turn_which_has_the_longest_prompts(
     found = []
     for turns in (1, 4):
         cfg = Config.from_env(environment(f"{text}{turns} ENVIRONMENT_CLASS=my.py:Game"))
-        found.append(programs_of(make_plan(cfg, "v5e-1")))
+        found.append(list_programs(make_plan(cfg, "v5e-1")))
     assert found[1].keys() - found[0].keys() == {"turn_prefill", "turn_decode"}
     shapes = [[x.shape for x in found[1][n].arguments[2:]] for n in ("prefill", "turn_prefill")]
     assert shapes == [[(16, 129)] * 2, [(128, 128 + 96 + 1)] * 2]
@@ -475,7 +475,7 @@ def test_a_text_of_reset_with_a_token_that_the_model_has_no_row_for_is_refused()
 
 def test_an_evaluation_has_the_same_tasks_at_every_step() -> None:
     run = run_of(*DICE, EVAL_SAMPLES="2")
-    stopping = run.rollout.stopping._replace(max_new_tokens=100)
+    stopping = run.rollout.stopping._replace(max_length_sample=100)
     run = dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, stopping=stopping))
     questions = run.train_prompts[:9]
 

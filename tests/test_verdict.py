@@ -141,7 +141,7 @@ def test_no_rule_holds_just_below_a_threshold(name: str, run: History) -> None:
 # ---- What the rules look at ----------------------------------------------------------------------
 
 # The kept groups stay as they are and the sampled completions do not, or the other way round.
-OF_SAMPLED = [
+SAMPLED_METRICS = [
     (history({TOTAL: 1.0, f"{SAMPLED}/reward_mean": change(1.0, 1.5)}, n=50), []),
     (history({CUT: 1.0, f"{SAMPLED}/hit_max_frac": 0.5}), []),
     (history({f"{SAMPLED}/accuracy": 0.9}, evals=[(20, 0.60, 0.05)]), ["held_out_below_train"]),
@@ -152,7 +152,7 @@ OF_SAMPLED = [
 ]
 
 
-@pytest.mark.parametrize(("run", "expected"), OF_SAMPLED, ids=range(len(OF_SAMPLED)))
+@pytest.mark.parametrize(("run", "expected"), SAMPLED_METRICS, ids=range(len(SAMPLED_METRICS)))
 def test_under_dynamic_sampling_a_rule_looks_at_all_that_was_sampled(
     run: History, expected: list[str]
 ) -> None:
@@ -215,7 +215,9 @@ def go_on(out: Path, first: int, steps: list[dict[str, Any]]) -> None:
     for record in steps[first:]:
         if record["step"] % 10 == 0:
             reviewer.write("running")
-        log.record(record["step"], {name: x for name, x in record.items() if name != "step"})
+        log.record_metrics(
+            record["step"], {name: x for name, x in record.items() if name != "step"}
+        )
     print(*reviewer.write("done").get("verdict", []), sep="\n", end="")
 
 

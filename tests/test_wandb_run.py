@@ -67,10 +67,10 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tup
 
 def test_a_row_has_all_records_of_a_step(opened) -> None:
     wandb, log = opened()
-    log.record(0, {"eval/accuracy": 0.5})
-    log.record(0, {"loss": 1.0, STEP_S: 2.0})
+    log.record_metrics(0, {"eval/accuracy": 0.5})
+    log.record_metrics(0, {"loss": 1.0, STEP_S: 2.0})
     assert wandb.rows == []
-    log.record(1, {STEP_S: 4.0})
+    log.record_metrics(1, {STEP_S: 4.0})
     mean = {"time/train/step_avg_last10_s": 2.0}
     assert wandb.rows == [(0, {"eval/accuracy": 0.5, "loss": 1.0, STEP_S: 2.0} | mean)]
 
@@ -87,8 +87,8 @@ def test_a_step_that_a_resumed_run_makes_again_is_not_sent_before(
     opened, record: dict, finished: bool, sent: list[int]
 ) -> None:
     wandb, log = opened()
-    log.record(2, {STEP_S: 1.0})
-    log.record(3, record)
+    log.record_metrics(2, {STEP_S: 1.0})
+    log.record_metrics(3, record)
     log.close({"state": "done"}, finished=finished)
     *rows, end = wandb.rows
     assert [step for step, _ in rows] == sent and end == "end"
@@ -100,18 +100,18 @@ def test_a_resumed_run_sends_the_steps_that_wandb_does_not_have(opened, known: i
     """It was killed in step 4, after the checkpoint of step 3; W&B has the steps below `known`."""
 
     def take_step(log: RunLog, step: int) -> None:
-        log.record(step, {"eval/accuracy": step / 4})
-        log.record(step, {STEP_S: float(step)})
+        log.record_metrics(step, {"eval/accuracy": step / 4})
+        log.record_metrics(step, {STEP_S: float(step)})
 
     _, log = opened()
     for step in range(4):
         take_step(log, step)
-    log.record(4, {"eval/accuracy": 1.0})
+    log.record_metrics(4, {"eval/accuracy": 1.0})
     wandb, log = opened(first_step=3, starting_step=known)
     assert wandb.asked["id"] == "abc" and wandb.asked["resume"] == "allow"
     for step in (3, 4):
         take_step(log, step)
-    log.record(5, {"eval/accuracy": 1.25})
+    log.record_metrics(5, {"eval/accuracy": 1.25})
     log.close(finished=True)
     *rows, _ = wandb.rows
     assert [step for step, _ in rows] == list(range(known, 6))
@@ -127,7 +127,7 @@ def test_a_run_goes_on_without_wandb_after_one_line_whenever_wandb_fails(
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
     _, log = opened(first_step=1, fails_at=fails_at)
     for step in (1, 2):
-        log.record(step, {"a": step})
+        log.record_metrics(step, {"a": step})
     log.close({"state": "done"}, finished=True)
     assert capsys.readouterr().out == (
         f"W&B: service is gone; the run goes on without it, and {tmp_path}/metrics.jsonl has the "
@@ -143,11 +143,11 @@ def test_without_the_package_a_mode_that_needs_it_is_a_mistake_and_a_key_alone_g
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # import wandb fails now
-    log.check_wandb("disabled")
+    log.raise_if_wandb_unusable("disabled")
     with pytest.raises(UserMistake, match="WANDB_MODE=offline needs wandb: pip install wandb"):
-        log.check_wandb("offline")
+        log.raise_if_wandb_unusable("offline")
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
-    assert log.chosen_mode("") == "disabled"
+    assert log.choose_wandb_mode("") == "disabled"
     assert capsys.readouterr().out.startswith(
         "W&B: WANDB_API_KEY is set, but the run goes on without W&B: WANDB_MODE=online needs wandb"
     )
@@ -162,12 +162,12 @@ def test_an_api_key_alone_means_online_if_it_is_long_enough(
         monkeypatch.setenv("WANDB_API_KEY", key)
 
     set_key("a" * 40)
-    assert log.chosen_mode("") == "online" and log.chosen_mode("offline") == "offline"
+    assert log.choose_wandb_mode("") == "online" and log.choose_wandb_mode("offline") == "offline"
     for key, words in (("", "there is no API key; set WANDB_API_KEY"), ("short", "5 characters")):
         set_key(key)
         with pytest.raises(UserMistake, match=f"WANDB_MODE=online: .*{words}"):
-            log.check_wandb("online")
-        assert log.chosen_mode("") == "disabled"
+            log.raise_if_wandb_unusable("online")
+        assert log.choose_wandb_mode("") == "disabled"
     assert "short" not in capsys.readouterr().out
 
 

@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder
 
-from infra.mistakes import UserMistake, fail
+from infra.mistakes import UserMistake, exit_with_mistakes
 from model import hf
 
 
@@ -65,7 +65,7 @@ def main() -> None:
     try:
         widen_heads(args.source, args.target, args.head_dim)
     except UserMistake as error:
-        fail(error)
+        exit_with_mistakes(error)
     print(args.target)
 
 

@@ -18,19 +18,19 @@ from evaluation import EVAL_PHASES, answer_questions, evaluate
 from infra import checkpoint, hosts
 from infra.checkpoint import Checkpoints
 from infra.log import DONE, Clock
-from infra.mistakes import Unwritable, UserMistake, fail
+from infra.mistakes import Unwritable, UserMistake, exit_with_mistakes
 from infra.sizes import MICRO_SIZES, PASS_SIZES, STEP_SIZES
 from model import hf
-from model.params import Params, abstract_params, on_base, trained
+from model.params import Params, abstract_params, combine_params, trainable_params
 from rollout import dialogues_of
 from startup import (
     Run,
     first_params,
-    made_with_of,
     make_backend,
     open_log,
     open_reviewer,
     read_base,
+    result_fingerprint,
     set_up,
 )
 
@@ -71,26 +71,30 @@ def load_weights(run: Run) -> tuple[Params, int]:
     """All weights, and after how many steps they are, 0 if they come from a folder of a model;
     without LoRA in float32. Raises UserMistake."""
     cfg, compute = run.cfg, run.learner.compute
-    source, step = checkpoint.checkpoint_source(cfg.resume)
+    source, step = checkpoint.find_checkpoints(cfg.resume)
     wanted = {
-        "state": Weights(trained(abstract_params(compute.model, compute.layout.mesh, jnp.float32)))
+        "state": Weights(
+            trainable_params(abstract_params(compute.model, compute.layout.mesh, jnp.float32))
+        )
     }
 
     def check(record: dict[str, Any]) -> None:
         for name in ("LORA_ALPHA", "the model's weights") if compute.model.lora else ():
-            before, now = record["made_with"].get(name), made_with_of(run)[name]
+            before, now = record["made_with"].get(name), result_fingerprint(run)[name]
             if before != now:  # the adapters would mean something else
                 raise UserMistake(f"{source.folder}: {name} was {before} and is {now}; set it back")
-        checkpoint.stop_if_other_arrays(wanted, record, part=True)
+        checkpoint.raise_if_arrays_differ(wanted, record, part=True)
 
     if source and (restored := source.restore(wanted, check, step)):
         arrays, record = restored
         print(f"weights={source.folder}/{record['step']}", flush=True)
-        return on_base(read_base(run.folder, compute), arrays["state"].params), record["step"]
+        return combine_params(read_base(run.folder, compute), arrays["state"].params), record[
+            "step"
+        ]
     if source:
         raise UserMistake(f"RESUME={cfg.resume} is not the folder of a complete checkpoint")
     print(f"weights={run.adapters or run.folder}", flush=True)
-    return on_base(read_base(run.folder, compute), first_params(run, jnp.float32)), 0
+    return combine_params(read_base(run.folder, compute), first_params(run, jnp.float32)), 0
 
 
 def evaluate_weights(cfg: Config) -> None:
@@ -138,4 +142,4 @@ def answer_command(cfg: Config, flags: argparse.Namespace) -> None:
             text, rewards = ask(cfg, {"question": flags.ask} | answer)
             print(f"\n{flags.ask}\n\n{text}\n", *rewards, sep="\n")
     except (UserMistake, Unwritable) as error:
-        fail(error)
+        exit_with_mistakes(error)

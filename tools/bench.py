@@ -27,7 +27,7 @@ sys.path.insert(0, str(REPO))  # so that it runs from any folder
 
 from config import Config
 from infra.log import read_lines, read_settings
-from infra.mistakes import UserMistake, fail
+from infra.mistakes import UserMistake, exit_with_mistakes
 from model import hf
 from model.params import init_params
 
@@ -66,7 +66,7 @@ DEFAULTS = ONLY_STEPS | {
 # ---- The inputs of the run -----------------------------------------------------------------------
 
 
-def make_random(source: Path, target: Path, changes: dict[str, int]) -> None:
+def make_random_model(source: Path, target: Path, changes: dict[str, int]) -> None:
     """Makes a folder with random weights in float32, and the config and the tokenizer of `source`.
 
     changes: new values for config.json.
@@ -150,7 +150,7 @@ def bench(args: argparse.Namespace) -> dict[str, float | str]:
         else:
             source = folder / "random"
             jax.config.update("jax_platforms", "cpu")  # the run needs the devices
-            make_random(REPO / "tiny", source, RANDOM_MODEL)
+            make_random_model(REPO / "tiny", source, RANDOM_MODEL)
         make_model(source, folder / "model", args.mean_tokens)
         V = hf.read_config(source).vocab_size
         make_dataset(folder / "data.jsonl", V, args.prompt_tokens)
@@ -214,7 +214,7 @@ def main() -> None:
     try:
         print(json.dumps(bench(parser.parse_args())))
     except UserMistake as error:
-        fail(error)
+        exit_with_mistakes(error)
 
 
 if __name__ == "__main__":

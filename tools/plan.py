@@ -26,24 +26,24 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from config import Config
-from infra.chips import GPUS, OUT_OF_MEMORY_CODE, SLICES, memory_bytes, remedy
-from infra.mistakes import UserMistake, fail, in_one_line
+from infra.chips import GPUS, OUT_OF_MEMORY_CODE, SLICES, suggest_smaller_sizes, usable_memory_bytes
+from infra.mistakes import UserMistake, exit_with_mistakes, in_one_line
 from infra.sizes import (
     MICRO_SIZES,
     PASS_SIZES,
     Sizes,
-    derive,
+    derive_sizes,
     eval_questions,
     prompt_share,
     prompt_width,
 )
 from model import hf
-from model.layout import local_count, mesh_text
-from model.lora import lora_of
+from model.layout import devices_per_process, mesh_text
+from model.lora import read_lora
 from model.network import Compute
 from model.next_token import Sampling, support_size
-from model.params import Gemma3, ModelConfig, abstract_params, on_base
-from model.placement import how_to_compute, num_params, rollout_mesh, stop_if_too_long
+from model.params import Gemma3, ModelConfig, abstract_params, combine_params
+from model.placement import num_params, plan_compute, raise_if_too_long, rollout_mesh_text
 from rows import MicroBatch, widest
 from sampling import (
     Stopping,
@@ -113,19 +113,19 @@ def plan_and_exit(cfg: Config, slice_name: str) -> NoReturn:
     try:
         raise SystemExit(print_plan(make_plan(cfg, slice_name), slice_name))
     except UserMistake as error:
-        fail(error)
+        exit_with_mistakes(error)
 
 
 def make_plan(cfg: Config, slice_name: str) -> Plan:
     """The plan of the run. Raises UserMistake for settings that do not suit the model or the slice,
     and for an unknown slice."""
     devices = slice_devices(slice_name)
-    hosts = len(devices) // local_count(devices)
-    sizes = derive(cfg, hosts, len(devices) // hosts)
-    model = config_of(cfg.model_path, cfg.model_revision)
-    model = dataclasses.replace(model, lora=lora_of(cfg, model, None))
+    hosts = len(devices) // devices_per_process(devices)
+    sizes = derive_sizes(cfg, hosts, len(devices) // hosts)
+    model = known_config(cfg.model_path, cfg.model_revision)
+    model = dataclasses.replace(model, lora=read_lora(cfg, model, None))
     longest = cfg.max_prompt_length or cfg.global_length or ASSUMED_PROMPT
-    stop_if_too_long(cfg.max_length_sample, model, longest)
+    raise_if_too_long(cfg.max_length_sample, model, longest)
     S, engine_tokens = prompt_width(longest, cfg.global_length) - 1, 0
     if cfg.rollout_backend == "sglang_jax":
         sglang = open_sglang()
@@ -133,10 +133,10 @@ def make_plan(cfg: Config, slice_name: str) -> Plan:
             raise UserMistake(
                 f"ROLLOUT_BACKEND=sglang_jax runs on one host; {slice_name} has {hosts}"
             )
-        sglang.stop_if_unable(cfg, model, longest, devices)
-        _, engine_tokens = sglang.pool_of(cfg, sizes, S + 1, devices)
+        sglang.raise_if_engine_cannot_compute(cfg, model, longest, devices)
+        _, engine_tokens = sglang.pool_size(cfg, sizes, S + 1, devices)
         engine_tokens += sglang.PAGE_TOKENS["tpu"]  # the engine's page for padding
-    training, rollout, mesh_reason = how_to_compute(cfg, model, sizes, S, devices)
+    training, rollout, mesh_reason = plan_compute(cfg, model, sizes, S, devices)
     training = with_kernel(cfg, training, devices[0])
     return Plan(cfg, sizes, training, rollout, hosts, S, mesh_reason, engine_tokens)
 
@@ -155,15 +155,17 @@ def print_plan(plan: Plan, slice_name: str) -> int:
         "|---|---|---|---|---|---|---|",
         flush=True,
     )
-    limit = memory_bytes(plan.rollout.layout.mesh.devices.flat[0])
-    programs, memories = programs_of(plan), {}
+    limit = usable_memory_bytes(plan.rollout.layout.mesh.devices.flat[0])
+    programs, memories = list_programs(plan), {}
     if plan.engine_tokens:
         sync = programs["sync_weights"]
-        memories["engine"] = engine_memory(plan, limit, bytes_of(sync.arguments) + sync.rest)
+        memories["engine"] = engine_memory(
+            plan, limit, bytes_per_device(sync.arguments) + sync.rest
+        )
         print(f"| engine | {columns(memories['engine'], limit)} | not compiled |", flush=True)
     for name, program in programs.items():
         began = time.perf_counter()
-        memories[name] = compiled(program)
+        memories[name] = measure_memory(program)
         seconds = time.perf_counter() - began
         print(f"| {name} | {columns(memories[name], limit)} | {seconds:.0f} s |", flush=True)
 
@@ -172,7 +174,9 @@ def print_plan(plan: Plan, slice_name: str) -> int:
         hint = "Use more devices, or a lower SGLANG_JAX_MEM_FRACTION_STATIC"
         if name != "engine":
             sizes = programs[name].sizes
-            hint = remedy(plan.cfg, plan.sizes, plan.processes, plan.local_devices(), sizes)
+            hint = suggest_smaller_sizes(
+                plan.cfg, plan.sizes, plan.processes, plan.local_devices(), sizes
+            )
         print(f"{name} does not fit. {hint}")
     largest = max(memories, key=lambda name: memories[name].total)
     total = f"{memories[largest].total / GIB:.2f} of {limit / GIB:.4g} GiB in {largest}"
@@ -193,7 +197,8 @@ def print_sizes(plan: Plan, slice_name: str) -> None:
         f"{sizes.passes_per_step} passes, {sizes.micro_batch_size // local} in each of "
         f"{sizes.grad_accum_steps} micro-steps\n"
         f"mesh dp,fsdp,tp train={mesh_text(training.layout.mesh)} ({cfg.mesh_shape}) "
-        f"rollout={rollout_mesh(cfg, plan.rollout)} ({cfg.rollout_mesh_shape}{plan.mesh_reason})\n"
+        f"rollout={rollout_mesh_text(cfg, plan.rollout)} "
+        f"({cfg.rollout_mesh_shape}{plan.mesh_reason})\n"
         f"dtype={training.dtype} remat={training.remat} attention_impl={training.attention_impl} "
         f"policy_loss_impl={cfg.policy_loss_impl}",
         *["compiled for an H100, with the memory of this GPU"] * (slice_name in GPUS),
@@ -212,7 +217,7 @@ def columns(memory: Memory, limit: float) -> str:
 # ---- The memory of a program ---------------------------------------------------------------------
 
 
-def compiled(program: Program) -> Memory:
+def measure_memory(program: Program) -> Memory:
     """The memory of the program when it is compiled for the device, or the compiler's own estimate
     if the program is too large to be compiled."""
     try:
@@ -222,7 +227,7 @@ def compiled(program: Program) -> Memory:
         match = re.search(r"HLO temporaries \(([\d.]+)G\) exceeds", str(error))
         if not match:
             raise
-        arguments = bytes_of(program.arguments)
+        arguments = bytes_per_device(program.arguments)
         # The compiler's number includes the arguments.
         return Memory(arguments, float(match.group(1)) * GIB - arguments, program.rest)
     outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
@@ -246,7 +251,7 @@ def engine_memory(plan: Plan, limit: float, rest: int) -> Memory:
     return Memory(0, max(weights, min(weights + pool, most)), rest)
 
 
-def bytes_of(tree: Any) -> int:
+def bytes_per_device(tree: Any) -> int:
     """The bytes per device of the arrays among the leaves."""
     arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.ShapeDtypeStruct)]
     shapes = [x.sharding.shard_shape(x.shape) if x.sharding else x.shape for x in arrays]
@@ -327,7 +332,7 @@ def array(
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
 
 
-def programs_of(plan: Plan) -> dict[str, Program]:
+def list_programs(plan: Plan) -> dict[str, Program]:
     """The programs of the run by their names, in the order of a step."""
     cfg, training, rollout = plan.cfg, plan.training, plan.rollout
     model, mesh = training.model, training.layout.mesh
@@ -338,16 +343,18 @@ def programs_of(plan: Plan) -> dict[str, Program]:
         base = dataclasses.replace(base, adapters=None)
     if cfg.beta > 0:  # with LoRA it has the same base
         reference = state.params if base else abstract_params(model, mesh, training.dtype)
-    params = on_base(base, state.params)
-    held = bytes_of((state, base, reference))
+    params = combine_params(base, state.params)
+    held = bytes_per_device((state, base, reference))
 
     copied = state.params if rollout.shares_base else params
-    rest = held - bytes_of(copied)
+    rest = held - bytes_per_device(copied)
     if base and not rollout.model.lora:  # an engine copies merged weights, a second base
         copied, rest = base, held
     programs = {"sync_weights": Program(sync_weights(rollout), (copied,), {}, rest)}
     if cfg.rollout_backend == "naive":  # an engine has programs of its own
-        rest = held - rollout.shares_base * bytes_of(base)  # a shared base is among the arguments
+        rest = held - rollout.shares_base * bytes_per_device(
+            base
+        )  # a shared base is among the arguments
         prompts, K, sampling = plan.sizes.prompt_batch_size, cfg.num_pre_q, sampling_of(cfg)
         programs |= rollout_programs(plan, plan.S, prompts, K, sampling, rest)
         if cfg.turns() > 1:  # The last turn has nearly all of the completion in its prompt.
@@ -362,21 +369,25 @@ def programs_of(plan: Plan) -> dict[str, Program]:
 
     batch, scalar = micro_batch(plan), jax.ShapeDtypeStruct((), jnp.float32)
     if cfg.beta > 0 or cfg.needs_policy_logps():
-        scored = on_base(base, reference) if reference else params
+        scored = combine_params(base, reference) if reference else params
         programs["compute_logps_and_entropies"] = Program(
             compute_logps_and_entropies,
             (scored, batch, cfg.temperature, training),
             {},
-            held - bytes_of(scored),
+            held - bytes_per_device(scored),
             MICRO_SIZES,
         )
     counts = dict.fromkeys(("num_tokens", "num_sequences", "num_top_tokens"), scalar)
     grad_sum = state.params if plan.sizes.grad_accum_steps > 1 else None
     static = {"objective": objective_of(cfg), "temperature": cfg.temperature, "compute": training}
     programs["micro_step"] = Program(
-        micro_step, (params, grad_sum, batch, counts), static, held - bytes_of(params), MICRO_SIZES
+        micro_step,
+        (params, grad_sum, batch, counts),
+        static,
+        held - bytes_per_device(params),
+        MICRO_SIZES,
     )
-    rest, grads = bytes_of((base, reference)), state.params
+    rest, grads = bytes_per_device((base, reference)), state.params
     programs["optimizer_step"] = Program(
         apply_update, (state, grads, scalar, optimizer_of(cfg), model), {}, rest
     )
@@ -423,7 +434,7 @@ def rollout_programs(
     }
     if plan.cfg.drops_ended() and sequences > shards:
         size = smaller_batches(sequences // shards)[0]  # when sequences first leave the batch
-        rest += bytes_of(weights)
+        rest += bytes_per_device(weights)
         programs["drop_sequences"] = Program(
             drop_sequences, (rollout, state), {"size": size}, rest, PASS_SIZES
         )
@@ -466,7 +477,7 @@ def micro_batch(plan: Plan) -> MicroBatch:
 
 # A model whose name ends with -Instruct, -Base, -it or -pt has the same sizes. `positions` is the
 # smallest number of all variants. F: width of the feed-forward.
-KNOWN = {  # V, D, F, L, H, N, h, tied, positions
+KNOWN_MODELS = {  # V, D, F, L, H, N, h, tied, positions
     "Qwen/Qwen2.5-0.5B": (151936, 896, 4864, 24, 14, 2, 64, True, 32768),
     "Qwen/Qwen2.5-1.5B": (151936, 1536, 8960, 28, 12, 2, 128, True, 32768),
     "Qwen/Qwen2.5-3B": (151936, 2048, 11008, 36, 16, 2, 128, True, 32768),
@@ -485,16 +496,16 @@ KNOWN = {  # V, D, F, L, H, N, h, tied, positions
 ENDINGS = re.compile("-(Instruct|Base|it|pt)$")
 
 
-def config_of(path: str, revision: str = "") -> ModelConfig:
+def known_config(path: str, revision: str = "") -> ModelConfig:
     """The ModelConfig of a folder, of a model in KNOWN, or of a hub id; it needs no weights.
 
     For a model in KNOWN only the sizes are right; its rotary angles and the epsilon are not.
     """
     name = ENDINGS.sub("", path)
-    known = [full for full in KNOWN if name in (full, full.rpartition("/")[2])]
+    known = [full for full in KNOWN_MODELS if name in (full, full.rpartition("/")[2])]
     if Path(path).is_dir() or revision or not known:
         return hf.read_config(hf.fetch_model(path, revision, ["config.json"]))
-    V, D, F, L, H, N, h, tied, positions = KNOWN[known[0]]
+    V, D, F, L, H, N, h, tied, positions = KNOWN_MODELS[known[0]]
     gemma3 = None
     if "gemma-3" in name:
         window, local = 1024 if "4b" in name else 512, tuple((i + 1) % 6 > 0 for i in range(L))

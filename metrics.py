@@ -2,7 +2,7 @@
 W&B, and completions to read."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -13,8 +13,8 @@ from infra.log import Clock, RunLog, mean_without_nan, to_json_values
 from loss import MERGE, equal_groups
 from model.params import ModelConfig
 from model.placement import update_flops
-from rollout import Rollout, dialogues_of
-from rows import Batch
+from rollout import Rollout, decode_part, parts_of, texts_of
+from rows import Batch, MicroBatch
 
 if TYPE_CHECKING:
     from startup import Run
@@ -71,6 +71,19 @@ def rescale_to_all_tokens(
     if computed < counted and "clip_ratio/low_min" in metrics:
         metrics["clip_ratio/low_min"] = 0.0
     return metrics
+
+
+def computed_per_token(
+    micro_batches: Sequence[MicroBatch], batch: Batch, sequences: np.ndarray
+) -> float:
+    """The places of all rows, divided by the tokens of prompts and completions in them.
+
+    sequences: those of the batch that the rows hold.
+    """
+    prompts = {batch.prompt_of(i) for i in sequences}
+    tokens = sum(len(batch.prompts[p].ids) - 1 for p in prompts) + batch.lengths[sequences].sum()
+    places = sum(micro_batch.ids.size for micro_batch in micro_batches)
+    return float(places / tokens) if tokens else math.nan
 
 
 def merge_updates(updates: list[dict[str, float]]) -> dict[str, float]:
@@ -279,6 +292,20 @@ def _spread(name: str, values: np.ndarray, *which: str) -> dict[str, float]:
 
 ENDED = ("MAX_LENGTH_SAMPLE", "stop token")  # what ended a completion whose `stopped` is 0, or 1
 LONGEST_TEXT = 400  # characters of a text in the log; the files have the complete text
+
+
+def dialogues_of(rollout: Rollout, batch: Batch) -> list[str]:
+    """The text of each completion for people to read: with an environment all of its turns, and who
+    has written each part."""
+    if rollout.environments is None:
+        return texts_of(rollout, batch.prompts, batch)
+    speakers = "[environment]", "[policy]"
+
+    def line_of(is_drawn: int, ids: list[int]) -> str:
+        return f"{speakers[is_drawn]} {decode_part(rollout, ids).strip()}"
+
+    count = len(batch.lengths)
+    return ["\n".join(line_of(*part) for part in parts_of(batch, i)) for i in range(count)]
 
 
 def sample_entries(rollout: Rollout, batch: Batch) -> list[dict[str, Any]]:

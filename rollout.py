@@ -165,20 +165,6 @@ def parts_of(completions: Completions | Batch, i: int) -> list[tuple[int, list[i
     return [(is_drawn, [token for _, token in part]) for is_drawn, part in parts]
 
 
-def dialogues_of(rollout: Rollout, batch: Batch) -> list[str]:
-    """The text of each completion for people to read: with an environment all of its turns, and who
-    has written each part."""
-    if rollout.environments is None:
-        return texts_of(rollout, batch.prompts, batch)
-    speakers = "[environment]", "[policy]"
-
-    def line_of(is_drawn: int, ids: list[int]) -> str:
-        return f"{speakers[is_drawn]} {decode_part(rollout, ids).strip()}"
-
-    count = len(batch.lengths)
-    return ["\n".join(line_of(*part) for part in parts_of(batch, i)) for i in range(count)]
-
-
 def reward_completions(
     rollout: Rollout, prompts: list[data.Prompt], completions: Completions
 ) -> tuple[np.ndarray, np.ndarray]:

@@ -43,12 +43,12 @@ from infra.sizes import Sizes, derive_sizes, prompt_width
 from loss import Objective
 from metrics import DRIFT_LEVELS
 from model import hf, lora, placement
-from model.attention import LANES, MAX_ROW_TOKENS
 from model.layout import mesh_text
 from model.network import Compute
 from model.next_token import Sampling
 from model.params import ModelConfig, Params, combine_params
 from model.placement import attention_flops, layer_matrix_size
+from model.splash import LANES, MAX_ROW_TOKENS
 from rollout import Rollout
 from rows import Limits
 from sampling import Backend, NaiveBackend, Stopping
@@ -416,8 +416,8 @@ def make_backend(run: Run) -> Backend:
 def open_sglang() -> ModuleType:
     """The module of ROLLOUT_BACKEND=sglang_jax. Raises UserMistake if its file is missing."""
     with side_file("extras/sglang.py", "ROLLOUT_BACKEND=sglang_jax"):
-        from extras import sglang
-    return sglang
+        import extras.sglang
+    return extras.sglang
 
 
 def with_kernel(cfg: Config, training: Compute, device: jax.Device) -> Compute:

@@ -50,6 +50,7 @@ from loss import group_advantages, top_entropy_mask
 from metrics import (
     PHASES,
     Step,
+    computed_per_token,
     dynamic_sampling_metrics,
     log_step,
     merge_metrics,
@@ -76,7 +77,6 @@ from update import (
     Learner,
     TrainState,
     compute_logps_and_entropies,
-    computed_per_token,
     learning_rate,
     loss_denominators,
     micro_step,

@@ -8,7 +8,6 @@ C for completions and Q for sequences; T tokens of the longest completion, padde
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -69,19 +68,6 @@ def loss_denominators(batch: Batch) -> dict[str, np.ndarray]:
     top = batch.completion_mask if batch.top_mask is None else batch.top_mask
     counts["num_top_tokens"] = top.sum()
     return {name: np.float32(max(count, 1)) for name, count in counts.items()}
-
-
-def computed_per_token(
-    micro_batches: Sequence[MicroBatch], batch: Batch, sequences: np.ndarray
-) -> float:
-    """The places of all rows, divided by the tokens of prompts and completions in them.
-
-    sequences: those of the batch that the rows hold.
-    """
-    prompts = {batch.prompt_of(i) for i in sequences}
-    tokens = sum(len(batch.prompts[p].ids) - 1 for p in prompts) + batch.lengths[sequences].sum()
-    places = sum(micro_batch.ids.size for micro_batch in micro_batches)
-    return float(places / tokens) if tokens else math.nan
 
 
 @functools.partial(jax.jit, static_argnames=("temperature", "compute"), inline=True)

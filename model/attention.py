@@ -3,9 +3,8 @@
 Short rows, and prompts alone, are multiplied at once, in chunks of queries if their scores need
 more than SCORES_BYTES. Longer rows are computed in blocks of queries and keys. Pairs of blocks in
 which no query sees a key are skipped, and the scores of one pair exist at a time, so that memory
-grows with the tokens and not with their square. `xla` does this in plain JAX with the online
-softmax of FlashAttention (arXiv 2205.14135); `splash` is the block-sparse TPU kernel that ships
-with jax, and has no sliding window. All of them give the same values, up to rounding.
+grows with the tokens and not with their square: the online softmax of FlashAttention (arXiv
+2205.14135) in plain JAX. On TPUs the kernel of splash.py takes its place.
 
 Dimensions: X rows of t = S + C tokens, S places for prompts and C for completions; in decode B
 sequences of P prompts, S prompt tokens and T completion tokens; L layers, H query heads, N kv
@@ -18,8 +17,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 from jax.sharding import PartitionSpec
 
 from model.layout import Layout, constrain_batch
@@ -29,13 +26,9 @@ from model.logps import MASKED  # the score of a key that is not seen
 SCORES_BYTES = 256 * 2**20
 # The most tokens of a short row. On CPUs blocks were slower up to here, by up to 70 percent.
 SHORT_TOKENS = 384
-# Tokens of a block of `xla`. On CPUs 64 was the fastest of 32 to 512. Elsewhere small blocks would
+# Tokens of a block. On CPUs 64 was the fastest of 32 to 512. Elsewhere small blocks would
 # be many small kernels.
 BLOCK = {"cpu": 64, "others": 512}
-LANES = 128  # a block of splash is a multiple of 128 tokens
-SPLASH_BLOCKS = (512, 384, 256, LANES)
-# The most tokens of a row, and of a completion, for splash, which packs both into an int32.
-MAX_ROW_TOKENS, MAX_COMPLETION_TOKENS = 2**17, 2**14
 ALL_POSITIONS = 2**30  # above every position: a window of this size hides nothing
 
 
@@ -122,7 +115,7 @@ def prompt_rows(mask: jax.Array) -> PackedRows:
     return PackedRows(jnp.where(mask, 0, -1), jnp.zeros(mask.shape, jnp.int32), mask.shape[1])
 
 
-def _visible_in_prompt(place: jax.Array, start: jax.Array, key: jax.Array, S: int) -> jax.Array:
+def visible_in_prompt(place: jax.Array, start: jax.Array, key: jax.Array, S: int) -> jax.Array:
     """Whether a query at a place sees a key of the same prompt, bool. start: the query's, as in
     PackedRows. key: a place."""
     return (key <= place) & ((key < S) | (key >= start))
@@ -133,24 +126,25 @@ def _visible(queries: Iterable[jax.Array], keys: Iterable[jax.Array], S: int) ->
     PackedRows, in shapes that broadcast against each other."""
     place, prompt, start, *window = queries
     key, key_prompt, _, *key_window = keys
-    mask = _visible_in_prompt(place, start, key, S) & (key_prompt == prompt)
+    mask = visible_in_prompt(place, start, key, S) & (key_prompt == prompt)
     return mask & (key_window[0] >= window[1]) if window else mask
 
 
 # ---- Attention -----------------------------------------------------------------------------------
 
 
-def attention(q: jax.Array, kv: KV, rows: PackedRows, layout: Layout, impl: str) -> jax.Array:
+def attention(q: jax.Array, kv: KV, rows: PackedRows, layout: Layout) -> jax.Array:
     """softmax(q k^T / sqrt(h)) v over the keys that a token sees: [X, t, H*h] in q's dtype.
 
-    q: [X, t, H, h]. kv: of the X rows. impl: xla, or splash for training on a TPU, without a
-    window, where S and t are multiples of LANES. The values of padding are finite, and mean
-    nothing.
+    q: [X, t, H, h]. kv: of the X rows. The values of padding are finite, and mean nothing.
     """
     q = q * q.shape[-1] ** -0.5
     S, (X, t) = rows.S, rows.prompt.shape
-    if impl == "splash" or t > max(S, SHORT_TOKENS):
-        return _on_each_device(q, kv, rows, layout, impl)
+    if t > max(S, SHORT_TOKENS):
+        k, v = kv.k.swapaxes(2, 3), kv.v  # [X, N, t, h]
+        if k.shape[1] % layout.mesh.shape["tp"]:  # each query head gets its kv head
+            k, v = (jnp.repeat(x, q.shape[2] // x.shape[1], axis=1) for x in (k, v))
+        return on_each_device(functools.partial(_blocks_shard, S, layout), q, k, v, rows, layout)
     place = jnp.broadcast_to(jnp.arange(t), (X, t))
     tokens = jnp.stack([place, rows.prompt, rows.start, *rows.window], axis=-1)  # [X, t, 3 or 5]
     prompt_kv, prompts = KV(kv.k[..., :S], kv.v[:, :, :S]), tokens[:, :S]
@@ -266,21 +260,19 @@ def _multiply(subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
 # ---- Longer rows: each device computes its rows and heads ----------------------------------------
 
 
-def _on_each_device(
-    q: jax.Array, kv: KV, rows: PackedRows, layout: Layout, impl: str, interpret: bool = False
+def on_each_device(
+    of_device: Callable[..., jax.Array],
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    rows: PackedRows,
+    layout: Layout,
 ) -> jax.Array:
-    """`attention` by impl, of a scaled q, sharded over the batch axes and tp."""
-    S, t = rows.S, rows.prompt.shape[1]
-    k, v = kv.k.swapaxes(2, 3), kv.v
-    if impl == "splash":
-        assert not rows.window, "splash has no sliding window"
-        in_blocks = S % LANES == t % LANES == 0
-        assert in_blocks, f"rows of {t} places with {S} for prompts are no multiples of {LANES}"
-        of_device = functools.partial(_splash_shard, S, interpret)
-    else:
-        of_device = functools.partial(_blocks_shard, S, layout)
-        if k.shape[1] % layout.mesh.shape["tp"]:  # each query head gets its kv head
-            k, v = (jnp.repeat(x, q.shape[2] // x.shape[1], axis=1) for x in (k, v))
+    """What of_device computes of the rows and heads of each device: [X, t, H*h], sharded over the
+    batch axes and tp. q: [X, t, H, h]. k, v: [X, N, t, h].
+
+    of_device: a function as _blocks_shard is, after its first two arguments.
+    """
     batch = PartitionSpec(layout.batch_axes)
     by_head = PartitionSpec(layout.batch_axes, "tp")
     shard = jax.shard_map(
@@ -293,7 +285,7 @@ def _on_each_device(
     return shard(q.swapaxes(1, 2), k, v, rows.prompt, rows.start, *rows.window)
 
 
-# ---- xla: blocks in plain JAX --------------------------------------------------------------------
+# ---- Blocks of queries and keys ------------------------------------------------------------------
 # `tokens` are the arrays of _visible: place, prompt, start and window, each [X, t] int32.
 
 
@@ -430,12 +422,12 @@ def block_pairs(
 ) -> tuple[jax.Array, jax.Array]:
     """All pairs [num_blocks**2, 2] of a block of queries and a block of keys, first those that any
     row needs, and the number of these."""
-    needed = _needed_blocks(tokens, S, block_size).any(axis=0)  # [num_blocks, num_blocks]
+    needed = needed_blocks(tokens, S, block_size).any(axis=0)  # [num_blocks, num_blocks]
     num_blocks, order = len(needed), jnp.argsort(~needed.reshape(-1), stable=True)
     return jnp.stack([order // num_blocks, order % num_blocks], axis=1), needed.sum()
 
 
-def _needed_blocks(tokens: tuple[jax.Array, ...], S: int, block_size: int) -> jax.Array:
+def needed_blocks(tokens: tuple[jax.Array, ...], S: int, block_size: int) -> jax.Array:
     """[X, num_blocks, num_blocks] bool: whether a query of a block may see a key of a block. Every
     block sees itself."""
     _, prompt, start, *window = tokens
@@ -458,76 +450,3 @@ def _needed_blocks(tokens: tuple[jax.Array, ...], S: int, block_size: int) -> ja
         oldest = jnp.where(is_padding, ALL_POSITIONS, oldest).min(axis=2)  # of the queries
         near &= newest[:, None] >= oldest[:, :, None]
     return (key <= query) & ((same & near) | (key == query))
-
-
-# ---- splash: the TPU kernel of jax ---------------------------------------------------------------
-
-
-def _splash_shard(
-    S: int,
-    interpret: bool,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    prompt: jax.Array,
-    start: jax.Array,
-) -> jax.Array:
-    """As _blocks_shard, without a window."""
-    t = q.shape[2]
-    block_size = next(size for size in SPLASH_BLOCKS if S % size == t % size == 0)
-    names = "block_q block_kv block_q_dkv block_kv_dkv block_q_dq block_kv_dq".split()
-
-    def attend(
-        q: jax.Array, k: jax.Array, v: jax.Array, prompt: jax.Array, start: jax.Array
-    ) -> jax.Array:
-        by_query, by_key = _blocks_to_compute(prompt, start, S, block_size)
-        kernel = splash.SplashAttentionKernel(
-            by_query,
-            by_query,
-            by_key,
-            is_mqa=False,
-            mask_function=functools.partial(_splash_mask, S),
-            mask_value=splash.DEFAULT_MASK_VALUE,
-            attn_logits_soft_cap=None,
-            block_sizes=splash.BlockSizes(**dict.fromkeys(names, block_size)),
-            save_residuals=False,
-            residual_checkpoint_name=None,
-            interpret=interpret,
-        )
-        return kernel(q, k, v, splash.SegmentIds(q=prompt, kv=prompt))
-
-    out = jax.vmap(attend)(q, k, v, prompt, start)  # [X, H, t, h]
-    return out.swapaxes(1, 2).reshape(len(q), t, -1)
-
-
-def _splash_mask(S: int, query: jax.Array, key: jax.Array) -> jax.Array:
-    """Whether queries see keys of their prompt. query: as _blocks_to_compute packs it: the place,
-    and the distance to the start of its completion."""
-    place, distance = query % MAX_ROW_TOKENS, query // MAX_ROW_TOKENS
-    return _visible_in_prompt(place, place - distance, key, S)
-
-
-def _blocks_to_compute(
-    prompt: jax.Array, start: jax.Array, S: int, block_size: int
-) -> tuple[MaskInfo, MaskInfo]:
-    """The blocks of keys that the queries of each block see, and the reverse, of one row.
-
-    prompt, start: [t] int32. The results have the form of the kernel's static masks, but they are
-    traced arrays, since prompt and start are.
-    """
-    places = jnp.arange(len(prompt), dtype=jnp.int32)
-    queries = places + MAX_ROW_TOKENS * jnp.where(places < S, 0, places - start)
-    (needed,) = _needed_blocks((places[None], prompt[None], start[None]), S, block_size)
-    query, key = jnp.indices(needed.shape, dtype=jnp.int32)
-
-    def info(other: jax.Array, axis: int) -> MaskInfo:
-        # For a block that is left out, the kernel keeps the block that it has fetched last.
-        return MaskInfo(
-            data_next=jax.lax.cummax(jnp.where(needed, other, 0), axis=axis)[None],
-            mask_next=None,
-            block_mask=needed.astype(jnp.int32)[None],
-            partial_mask_blocks=None,
-            q_sequence=queries,
-        )
-
-    return info(key, 1), info(query, 0)

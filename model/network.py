@@ -15,7 +15,6 @@ Dimensions: X rows of t tokens: packed rows, or the P prompts of S tokens in pre
 decode, V vocabulary, D model, F feed-forward, L layers, H query heads, N kv heads, h head_dim.
 """
 
-import functools
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,7 +33,8 @@ from model.attention import (
     write_token,
 )
 from model.layout import TRAIN_BATCH_AXES, Layout, constrain, gather_fsdp
-from model.params import Layers, Leaf, Lora, ModelConfig, Params, param_table
+from model.params import Layers, Leaf, Lora, ModelConfig, Params, inverse_frequencies, param_table
+from model.splash import splash_attention
 
 if TYPE_CHECKING:
     from loss_pallas import Kernel
@@ -53,7 +53,7 @@ class Compute(NamedTuple):
     layout: Layout
     remat: str = "none"  # what backward computes again; dots: all but matmuls
     logps_kernel: "Kernel | None" = None  # of token_logps; None: plain jnp
-    attention_impl: str = "xla"  # or splash, see attention.py
+    attention_impl: str = "xla"  # or splash, the TPU kernel of splash.py
     layer_loop: str = "scan"  # unroll: the program has code, arrays and caches for each layer
     shares_base: bool = False  # with LoRA, the rollout reads the base of training and has no copy
 
@@ -81,6 +81,7 @@ def forward(
     """
     layout, model = compute.layout, compute.model
     rotary = _rotary(model, positions)
+    attend = splash_attention if compute.attention_impl == "splash" else attention
 
     def layer(
         x: jax.Array, w_and_local: tuple[LayerWeights, jax.Array | None]
@@ -90,7 +91,7 @@ def forward(
         q, kv = _qkv(x, w, compute, _rotary_of_layer(rotary, local))
         window = _window(model, local)
         visible = rows if window is None else rows.with_window(positions, window)
-        out = attention(q, kv, visible, layout, compute.attention_impl)
+        out = attend(q, kv, visible, layout)
         return _after_attention(x, out, w, compute), kv
 
     if compute.remat != "none":
@@ -253,25 +254,8 @@ def _rms_norm(x: jax.Array, scale: jax.Array, model: ModelConfig) -> jax.Array:
 def _rotary(model: ModelConfig, positions: jax.Array) -> Rotary:
     """cos and sin [X, t, 1, h/2] float32 of positions [X, t]; of Gemma 3 [2, X, t, 1, h/2], for
     global and for local layers."""
-    angles = positions[:, :, None, None].astype(jnp.float32) * _inverse_frequencies(model)
+    angles = positions[:, :, None, None].astype(jnp.float32) * inverse_frequencies(model)
     return jnp.cos(angles), jnp.sin(angles)
-
-
-@functools.lru_cache
-def _inverse_frequencies(model: ModelConfig) -> np.ndarray:
-    """[h/2] float32 radians per position, of Gemma 3 [2, 1, 1, 1, h/2]. rope_llama3 lowers the
-    frequencies of long wavelengths, as in Llama 3.1."""
-    half = np.arange(0, model.head_dim, 2, dtype=np.float64) / model.head_dim
-    inverse = model.rope_theta**-half
-    if gemma := model.gemma3:
-        inverse = np.stack([inverse / gemma.rope_factor, gemma.local_rope_theta**-half])
-        inverse = inverse[:, None, None, None]
-    if model.rope_llama3:
-        factor, low, high, original = model.rope_llama3
-        turns = original * inverse / (2 * np.pi)  # full turns within the original context
-        keep = np.clip((turns - low) / (high - low), 0.0, 1.0)  # 1 leaves a wavelength as it is
-        inverse = keep * inverse + (1 - keep) * inverse / factor
-    return inverse.astype(np.float32)
 
 
 def _rotary_of_layer(rotary: Rotary, local: jax.Array | None) -> Rotary:

@@ -8,12 +8,14 @@ Dimensions: V vocabulary, D model, F feed-forward, L layers, H query heads, N kv
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
@@ -307,3 +309,20 @@ def is_unrolled(part: Any) -> bool:
 def lm_head(params: Params) -> jax.Array:
     """The output embedding [V, D]."""
     return params.embed if params.lm_head is None else params.lm_head
+
+
+@functools.lru_cache
+def inverse_frequencies(model: ModelConfig) -> np.ndarray:
+    """[h/2] float32 radians per position, of Gemma 3 [2, 1, 1, 1, h/2]. rope_llama3 lowers the
+    frequencies of long wavelengths, as in Llama 3.1."""
+    half = np.arange(0, model.head_dim, 2, dtype=np.float64) / model.head_dim
+    inverse = model.rope_theta**-half
+    if gemma := model.gemma3:
+        inverse = np.stack([inverse / gemma.rope_factor, gemma.local_rope_theta**-half])
+        inverse = inverse[:, None, None, None]
+    if model.rope_llama3:
+        factor, low, high, original = model.rope_llama3
+        turns = original * inverse / (2 * np.pi)  # full turns within the original context
+        keep = np.clip((turns - low) / (high - low), 0.0, 1.0)  # 1 leaves a wavelength as it is
+        inverse = keep * inverse + (1 - keep) * inverse / factor
+    return inverse.astype(np.float32)

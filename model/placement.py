@@ -17,7 +17,6 @@ import numpy as np
 from infra.chips import chip_of, has_bfloat16, usable_memory_bytes
 from infra.mistakes import UserMistake
 from infra.sizes import Sizes, prompt_share
-from model.attention import LANES, MAX_COMPLETION_TOKENS, MAX_ROW_TOKENS
 from model.layout import (
     ROLLOUT_BATCH_AXES,
     TRAIN_BATCH_AXES,
@@ -28,6 +27,7 @@ from model.layout import (
 )
 from model.network import Compute
 from model.params import ModelConfig, param_table, raise_if_indivisible
+from model.splash import LANES, MAX_COMPLETION_TOKENS, MAX_ROW_TOKENS
 
 if TYPE_CHECKING:
     from config import Config

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from small_model import train_layout
 
-from model import attention
+from model import attention, splash
 from model.attention import KV, PackedRows, block_pairs, prompt_rows
 from model.layout import ROLLOUT_BATCH_AXES, Layout
 
@@ -156,8 +156,10 @@ unoptimised = functools.partial(jax.jit, compiler_options={"xla_backend_optimiza
 
 def attend(x: Inputs, impl: str, layout: Layout = ONE_DEVICE) -> Callable[..., jax.Array]:
     """The attention as a function of q, kv, prompt and start."""
-    return lambda q, kv, prompt, start: attention.attention(
-        q, kv, x.rows._replace(prompt=prompt, start=start), layout, impl
+    interpreted = functools.partial(splash.splash_attention, interpret=True)
+    compute = interpreted if impl == "splash" else attention.attention
+    return lambda q, kv, prompt, start: compute(
+        q, kv, x.rows._replace(prompt=prompt, start=start), layout
     )
 
 
@@ -195,13 +197,6 @@ def assert_same(got: Result, expected: Result, tolerance: float = 1e-5) -> None:
 def blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes `xla` go through blocks, however short the rows are."""
     monkeypatch.setattr(attention, "SHORT_TOKENS", 0)
-
-
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes splash run in Pallas' interpreter."""
-    interpreting = functools.partial(attention._on_each_device, interpret=True)
-    monkeypatch.setattr(attention, "_on_each_device", interpreting)
 
 
 # ---- The values ----------------------------------------------------------------------------------
@@ -280,8 +275,9 @@ def test_several_devices_give_what_one_gives_and_each_gets_its_rows_and_heads(
     monkeypatch: pytest.MonkeyPatch, function: str, impl: str
 ) -> None:
     x = inputs(128, 256, [ONE_GROUP, TWO_GROUPS, OTHER, EMPTY] * 2, 4, 2, 64)
-    of_device = Mock(wraps=getattr(attention, function))
-    monkeypatch.setattr(attention, function, of_device)
+    module = splash if impl == "splash" else attention
+    of_device = Mock(wraps=getattr(module, function))
+    monkeypatch.setattr(module, function, of_device)
     assert_same(run(x, impl, train_layout(2, 2, 2)), numpy_attention(x))
     shapes = {tuple(a.shape for a in call.args[2:]) for call in of_device.call_args_list}
     X, H, N, t = 2, 2, 1, 128 + 256  # of a device
@@ -380,7 +376,7 @@ def test_only_pairs_of_blocks_in_which_something_is_seen_are_computed(
 def test_blocks_of_other_groups_and_of_earlier_completions_are_skipped() -> None:
     row: Row = [(0, 2), (1, 1)], [(0, 3), (0, 3), (1, 2)]
     prompt, start, S, _ = packed(4, 10, [row])
-    by_query, by_key = attention._blocks_to_compute(prompt[0], start[0], S, 2)
+    by_query, by_key = splash._blocks_to_compute(prompt[0], start[0], S, 2)
     computed = [
         [1, 0, 0, 0, 0, 0, 0],
         [0, 1, 0, 0, 0, 0, 0],
@@ -397,7 +393,7 @@ def test_blocks_of_other_groups_and_of_earlier_completions_are_skipped() -> None
     # Eight prompts of a block, and for each eight completions of two blocks.
     row = [(g, 128) for g in range(8)], [(i // 8, 256) for i in range(64)]
     prompt, start, S, _ = packed(1024, 16384, [row])
-    (computed,) = attention._blocks_to_compute(prompt[0], start[0], S, 128)[0].block_mask
+    (computed,) = splash._blocks_to_compute(prompt[0], start[0], S, 128)[0].block_mask
     assert computed.sum() == 8 + 64 * (2 + 3)  # of 136 * 137 / 2 = 9316 below the diagonal
 
 
@@ -408,8 +404,8 @@ def test_blocks_of_other_groups_and_of_earlier_completions_are_skipped() -> None
 def test_the_block_is_the_largest_that_divides_the_padded_places(
     monkeypatch: pytest.MonkeyPatch, S: int, C: int, block: int
 ) -> None:
-    compute = Mock(wraps=attention._blocks_to_compute)
-    monkeypatch.setattr(attention, "_blocks_to_compute", compute)
+    compute = Mock(wraps=splash._blocks_to_compute)
+    monkeypatch.setattr(splash, "_blocks_to_compute", compute)
     x = inputs(S, C, [ONE_GROUP], 2, 1, 64)
     jax.eval_shape(attend(x, "splash"), *arguments(x))
     assert compute.call_args.args[3] == block
@@ -418,6 +414,6 @@ def test_the_block_is_the_largest_that_divides_the_padded_places(
 def test_the_longest_row_and_completion_fit_in_an_int32() -> None:
     """The last query of the row is the last one of its completion."""
     prompt, start, S, _ = packed(2**16, 2**16, [([(0, 9)], [(0, 2**16 - 2**14), (0, 2**14)])])
-    query = attention._blocks_to_compute(prompt[0], start[0], S, 512)[0].q_sequence[-1]
+    query = splash._blocks_to_compute(prompt[0], start[0], S, 512)[0].q_sequence[-1]
     keys = jnp.array([0, 2**16 - 1, 2**16, 2**17 - 2**14 - 1, 2**17 - 2**14, 2**17 - 1])
-    assert attention._splash_mask(S, query, keys).tolist() == [True, True, False, False, True, True]
+    assert splash._splash_mask(S, query, keys).tolist() == [True, True, False, False, True, True]

@@ -16,6 +16,7 @@ from config import Config
 from infra import chips
 from model import attention
 from model.layout import TRAIN_BATCH_AXES, Layout
+from model.splash import splash_attention
 from tools import plan as planner
 
 pytest.importorskip("libtpu", reason='libtpu: pip install "jax[tpu]"')
@@ -154,7 +155,7 @@ def test_splash_attention_and_its_gradient_compile(chip: str, head_dim: int) -> 
 
     def total(q: jax.Array, k: jax.Array, v: jax.Array, *of_tokens: jax.Array) -> jax.Array:
         rows = attention.PackedRows(*of_tokens, S=S)
-        out = attention.attention(q, attention.KV(k, v), rows, layout, "splash")
+        out = splash_attention(q, attention.KV(k, v), rows, layout)
         return out.astype(jnp.float32).sum()
 
     k, v = array(num_rows, 2, head_dim, width), array(num_rows, 2, width, head_dim)

@@ -20,9 +20,9 @@ from infra.checkpoint import Checkpoints
 from infra.log import DONE, Clock
 from infra.mistakes import Unwritable, UserMistake, exit_with_mistakes
 from infra.sizes import MICRO_SIZES, PASS_SIZES, STEP_SIZES
+from metrics import dialogues_of
 from model import hf
 from model.params import Params, abstract_params, combine_params, trainable_params
-from rollout import dialogues_of
 from startup import (
     Run,
     first_params,

@@ -1,0 +1,107 @@
+"""ATTENTION_IMPL=splash: attention of packed rows by the block-sparse TPU kernel that ships with
+jax. It skips the same blocks as attention.py, and has no sliding window.
+
+Dimensions as in attention.py.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
+
+from model.attention import KV, PackedRows, needed_blocks, on_each_device, visible_in_prompt
+from model.layout import Layout
+
+LANES = 128  # a block of the kernel is a multiple of 128 tokens
+BLOCKS = (512, 384, 256, LANES)
+# The most tokens of a row, and of a completion, since the kernel's mask packs both into an int32.
+MAX_ROW_TOKENS, MAX_COMPLETION_TOKENS = 2**17, 2**14
+
+
+def splash_attention(
+    q: jax.Array, kv: KV, rows: PackedRows, layout: Layout, interpret: bool = False
+) -> jax.Array:
+    """As `attention`, for rows without a window whose S and t are multiples of LANES.
+
+    interpret: whether Pallas' interpreter runs the kernel, for tests on CPUs.
+    """
+    S, t = rows.S, rows.prompt.shape[1]
+    assert not rows.window, "splash has no sliding window"
+    in_blocks = S % LANES == t % LANES == 0
+    assert in_blocks, f"rows of {t} places with {S} for prompts are no multiples of {LANES}"
+    q = q * q.shape[-1] ** -0.5
+    k, v = kv.k.swapaxes(2, 3), kv.v  # [X, N, t, h]
+    return on_each_device(functools.partial(_splash_shard, S, interpret), q, k, v, rows, layout)
+
+
+def _splash_shard(
+    S: int,
+    interpret: bool,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    prompt: jax.Array,
+    start: jax.Array,
+) -> jax.Array:
+    """The attention of the rows and heads of a device: [X, t, H*h]. q: [X, H, t, h]. k, v:
+    [X, N, t, h]. prompt, start: [X, t] int32, of PackedRows."""
+    t = q.shape[2]
+    block_size = next(size for size in BLOCKS if S % size == t % size == 0)
+    names = "block_q block_kv block_q_dkv block_kv_dkv block_q_dq block_kv_dq".split()
+
+    def attend(
+        q: jax.Array, k: jax.Array, v: jax.Array, prompt: jax.Array, start: jax.Array
+    ) -> jax.Array:
+        by_query, by_key = _blocks_to_compute(prompt, start, S, block_size)
+        kernel = splash.SplashAttentionKernel(
+            by_query,
+            by_query,
+            by_key,
+            is_mqa=False,
+            mask_function=functools.partial(_splash_mask, S),
+            mask_value=splash.DEFAULT_MASK_VALUE,
+            attn_logits_soft_cap=None,
+            block_sizes=splash.BlockSizes(**dict.fromkeys(names, block_size)),
+            save_residuals=False,
+            residual_checkpoint_name=None,
+            interpret=interpret,
+        )
+        return kernel(q, k, v, splash.SegmentIds(q=prompt, kv=prompt))
+
+    out = jax.vmap(attend)(q, k, v, prompt, start)  # [X, H, t, h]
+    return out.swapaxes(1, 2).reshape(len(q), t, -1)
+
+
+def _splash_mask(S: int, query: jax.Array, key: jax.Array) -> jax.Array:
+    """Whether queries see keys of their prompt. query: as _blocks_to_compute packs it: the place,
+    and the distance to the start of its completion."""
+    place, distance = query % MAX_ROW_TOKENS, query // MAX_ROW_TOKENS
+    return visible_in_prompt(place, place - distance, key, S)
+
+
+def _blocks_to_compute(
+    prompt: jax.Array, start: jax.Array, S: int, block_size: int
+) -> tuple[MaskInfo, MaskInfo]:
+    """The blocks of keys that the queries of each block see, and the reverse, of one row.
+
+    prompt, start: [t] int32. The results have the form of the kernel's static masks, but they are
+    traced arrays, since prompt and start are.
+    """
+    places = jnp.arange(len(prompt), dtype=jnp.int32)
+    queries = places + MAX_ROW_TOKENS * jnp.where(places < S, 0, places - start)
+    (needed,) = needed_blocks((places[None], prompt[None], start[None]), S, block_size)
+    query, key = jnp.indices(needed.shape, dtype=jnp.int32)
+
+    def info(other: jax.Array, axis: int) -> MaskInfo:
+        # For a block that is left out, the kernel keeps the block that it has fetched last.
+        return MaskInfo(
+            data_next=jax.lax.cummax(jnp.where(needed, other, 0), axis=axis)[None],
+            mask_next=None,
+            block_mask=needed.astype(jnp.int32)[None],
+            partial_mask_blocks=None,
+            q_sequence=queries,
+        )
+
+    return info(key, 1), info(query, 0)

@@ -3,14 +3,14 @@
 A setting is an environment variable, such as `NUM_PRE_Q=4`, or a line of YAML, such as
 `rollout.num_pre_q: 4`, in the file that `--config FILE.yaml` names. The environment wins over the
 file `.env` beside config.py, `.env` over the YAML file, and the YAML file over the defaults. If no
-layer sets MODEL_PATH, the settings of recipes/tiny.yaml replace the defaults. A size of a batch
-hides the other settings of the same size in the layers below. `python config.py` prints every
-setting with its value, meaning and default, as YAML that `--config` reads.
+layer sets MODEL_PATH, the settings of recipes/tiny.yaml replace the defaults. If a layer sets one
+setting of a batch size, lower layers lose all settings of the same size. `python config.py` prints
+every setting with its value, meaning and default, as YAML that `--config` reads.
 
-What follows from the settings and the machine alone is no setting: from 128 tokens of
-MAX_LENGTH_SAMPLE on, updates train on rows of completions that stand end to end, and ended
-sequences leave the batch in decoding; updates skip sequences whose advantage is 0, unless another
-term of the loss needs them.
+Three ways to save work have no setting. With MAX_LENGTH_SAMPLE of 128 or more, updates pack
+completions into rows (Config.packs), and decoding drops sequences that have ended
+(Config.drops_ended). Updates skip sequences whose advantage is 0, unless another term of the loss
+needs them (Config.skips).
 """
 
 import argparse
@@ -44,33 +44,33 @@ DTYPES = "auto|bfloat16|float32"
 IS_MODES = "none|token_truncate|token_mask|sequence_truncate|sequence_mask"
 TINY_LAYER = "recipes/tiny.yaml"
 TINY = REPO / TINY_LAYER
-MAX_REPLAYED = 128  # MAX_SUPPORT of model/next_token.py; this file imports no jax
-LOW_FOR_LORA = 1e-5  # learning rate
-DEFAULT_TURNS = 8  # MAX_TURNS of a run with an environment
-LONG_COMPLETIONS = 128  # tokens; see Config.packs and Config.drops_ended
+MAX_REPLAYED = 128  # equals MAX_SUPPORT of model/next_token.py, which imports jax
+LOW_FOR_LORA = 1e-5  # lower learning rates get a note in a run with LoRA
+DEFAULT_TURNS = 8  # MAX_TURNS with an environment, if it is not set
+LONG_COMPLETIONS = 128  # the MAX_LENGTH_SAMPLE from which Config.packs and Config.drops_ended hold
 ANY_SIZES = PASS_SIZES + STEP_SIZES
 MICRO_SETTINGS = (*MICRO_SIZES, "grad_accum_steps")
-# Pairs (names, hidden): if a layer sets one of the names, lower layers lose all hidden ones.
+# Pairs (names, hidden): if a layer sets one of the names, lower layers lose all settings in hidden.
 SYNONYMS = [(names, names) for names in (PASS_SIZES, STEP_SIZES, MICRO_SETTINGS)]
 TINY_YIELDS = [  # any size that the user sets hides those of recipes/tiny.yaml
     (ANY_SIZES, ANY_SIZES + MICRO_SIZES),
     (("num_pre_q", "num_mini_batches", *MICRO_SETTINGS), MICRO_SIZES),
 ]
 
-# `knob` for each group in YAML. A resumed run may change the settings that are not `kept`; what it
-# reads and computes with them (files, prompts, sizes) must still be the same.
+# `knob` for each group in YAML. A resumed run must have the same value of a `kept` setting. It may
+# change the others, if the files, prompts and sizes that follow from them stay the same.
 in_model = functools.partial(knob, "model", kept=False)
 of_lora = functools.partial(knob, "model")
 in_data = functools.partial(knob, "data", kept=False)
 in_rollout = functools.partial(knob, "rollout")
-how_to_roll_out = functools.partial(knob, "rollout", kept=False)
+free_in_rollout = functools.partial(knob, "rollout", kept=False)
 in_reward = functools.partial(knob, "reward")
 in_train = functools.partial(knob, "train")
-how_to_train = functools.partial(knob, "train", kept=False)
+free_in_train = functools.partial(knob, "train", kept=False)
 in_loss = functools.partial(knob, "loss")
 in_eval = functools.partial(knob, "eval", kept=False)
 in_run = functools.partial(knob, "run", kept=False)
-local = functools.partial(in_run, per_process=True)  # settings of a single process
+in_each = functools.partial(in_run, per_process=True)  # processes may have different values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,10 +82,10 @@ class Config:
     dtype: str = in_model("auto", "Compute dtype; auto: bfloat16, on CPUs float32.", choices=DTYPES)
     chat_template: str = in_model("", "Jinja chat template; empty: the tokenizer's template.")
     lora_rank: int = of_lora(
-        0, "Rank of LoRA's adapters, which alone are trained; 0: those of MODEL_PATH, else no LoRA."
+        0, "Rank of LoRA's adapters; 0: train those of MODEL_PATH, or without LoRA all weights."
     )
     lora_alpha: float = of_lora(32.0, "Adapters add LORA_ALPHA / LORA_RANK * x A B.", above=0)
-    lora_targets: str = of_lora("", "Matrices with adapters: q_proj,v_proj or so; empty: all.")
+    lora_targets: str = of_lora("", "Matrices with adapters, such as q_proj,v_proj; empty: all.")
 
     dataset: str = in_data(
         "openai/gsm8k", "Hugging Face id, file, folder of SPLIT.jsonl files, or reasoning_gym:TASK."
@@ -102,112 +102,124 @@ class Config:
     rollout_backend: str = in_rollout(
         "naive", "Program that samples completions.", choices="naive|sglang_jax", yaml="backend"
     )
-    batch_size: int = how_to_roll_out(
+    batch_size: int = free_in_rollout(
         0, "Prompts per pass on each process; 0: not set.", yaml="prompt_batch_size"
     )
-    rollout_per_device_batch_size: int = how_to_roll_out(
+    rollout_per_device_batch_size: int = free_in_rollout(
         0, "Prompts per pass on each device; 0: not set.", yaml="per_device_batch_size"
     )
-    rollout_global_batch_size: int = how_to_roll_out(
+    rollout_global_batch_size: int = free_in_rollout(
         0, "Prompts per step over all processes; 0: not set.", yaml="global_prompt_batch_size"
     )
-    rollout_batch_size: int = how_to_roll_out(
+    rollout_batch_size: int = free_in_rollout(
         0, "Sequences per step over all processes; 0: not set.", yaml="batch_size"
     )
     num_pre_q: int = in_rollout(8, "K: number of completions per prompt.", at_least=1)
-    global_length: int = how_to_roll_out(0, "Smallest padded prompt length, in tokens.")
-    max_length_sample: int = in_rollout(1024, "Longest completion in tokens.", at_least=1)
+    global_length: int = free_in_rollout(0, "Pad prompts to at least this number of tokens.")
+    max_length_sample: int = in_rollout(1024, "Most tokens of a completion.", at_least=1)
     environment_class: str = in_rollout(
-        "", "Class that the policy talks to in turns, such as my.py:Game; empty: none."
+        "", "Environment that answers the policy in turns, such as my.py:Game; empty: none."
     )
     max_turns: int = in_rollout(
-        0, "Most turns of the policy in a completion; 0: with ENVIRONMENT_CLASS 8, else 1."
+        0, "Most turns of the policy in a completion; 0: 8 with ENVIRONMENT_CLASS, else 1."
     )
-    temperature: float = in_rollout(1.0, "Temperature of sampling and the loss's logps.", above=0)
-    top_k: int = in_rollout(0, "Sample among this many likeliest tokens; 0: all.")
-    top_p: float = in_rollout(1.0, "Sample within this probability mass.", above=0, at_most=1)
+    temperature: float = in_rollout(1.0, "Temperature in sampling and in the loss.", above=0)
+    top_k: int = in_rollout(0, "Sample among the TOP_K likeliest tokens; 0: among all.")
+    top_p: float = in_rollout(1.0, "Sample in the nucleus of this probability.", above=0, at_most=1)
     min_p: float = in_rollout(0.0, "Drop tokens below MIN_P * the highest probability.", below=1)
     sampling_support: str = in_rollout(
-        "auto", "Tokens of the loss; auto: those that can be drawn.", choices="auto|full"
+        "auto", "Softmax of the loss; auto: over tokens that can be sampled.", choices="auto|full"
     )
-    rollout_mesh_shape: str = how_to_roll_out(
-        "auto", "Rollout mesh: auto, or dp,fsdp,tp; -1: the rest.", form=MESH, yaml="mesh_shape"
+    rollout_mesh_shape: str = free_in_rollout(
+        "auto", "Rollout mesh: auto, or dp,fsdp,tp; -1: all others.", form=MESH, yaml="mesh_shape"
     )
-    lora_base_copy: bool = how_to_roll_out(False, "Sample with a faster copy of LoRA's base.")
-    sglang_jax_mem_fraction_static: float = how_to_roll_out(
-        0.25, "Part of each device's free memory for the engine.", above=0, below=1
+    lora_base_copy: bool = free_in_rollout(False, "Sample with a faster copy of LoRA's base.")
+    sglang_jax_mem_fraction_static: float = free_in_rollout(
+        0.25, "Fraction of each device's free memory for the engine.", above=0, below=1
     )
-    sglang_jax_max_total_tokens: int = how_to_roll_out(0, "Tokens in memory; 0: those of a pass.")
-    sglang_jax_context_length: int = how_to_roll_out(
-        0, "Longest sequence, in tokens; 0: the run's."
+    sglang_jax_max_total_tokens: int = free_in_rollout(
+        0, "Tokens in the engine's cache; 0: those of a pass."
+    )
+    sglang_jax_context_length: int = free_in_rollout(
+        0, "Longest sequence of the engine in tokens; 0: the longest of the run."
     )
     sglang_jax_dtype: str = in_rollout("bfloat16", "Dtype of the engine.", choices=DTYPES)
-    dynamic_sampling: bool = in_rollout(False, "Sample until rewards differ within enough groups.")
+    dynamic_sampling: bool = in_rollout(False, "Sample until P groups have unequal rewards.")
     dynamic_sampling_max_rounds: int = in_rollout(4, "Most sampling rounds in a step.", at_least=1)
 
     reward_weights: tuple[float, ...] = in_reward((), "Reward weights; empty: see rewards.py.")
     reward_fn: str = in_reward("", "Reward functions, such as my.py:name; empty: the default ones.")
     reward_timeout_s: float = in_reward(
-        10.0, "Most seconds of a reward call.", above=0, at_most=10**6, kept=False
+        10.0, "Longest time of a reward call, in seconds.", above=0, at_most=10**6, kept=False
     )
-    overlong_cache: int = in_reward(0, "Tokens of soft_overlong_penalty; 0: MAX_LENGTH_SAMPLE / 5.")
+    overlong_cache: int = in_reward(
+        0, "Last tokens that soft_overlong_penalty punishes; 0: MAX_LENGTH_SAMPLE / 5."
+    )
 
-    steps: int = how_to_train(100, "Number of training steps; 0: only evaluate.")
-    train_micro_batch_size: int = how_to_train(
+    steps: int = free_in_train(100, "Number of training steps; 0: only evaluate.")
+    train_micro_batch_size: int = free_in_train(
         0, "Sequences per micro-step on each process; 0: not set.", yaml="micro_batch_size"
     )
-    train_per_device_micro_batch_size: int = how_to_train(
+    train_per_device_micro_batch_size: int = free_in_train(
         0, "Sequences per micro-step per device; 0: not set.", yaml="per_device_micro_batch_size"
     )
-    grad_accum_steps: int = how_to_train(0, "Most micro-steps of an update; 0: not set.")
-    ppo_epochs: int = in_train(1, "How often a step uses all of its groups.", at_least=1)
-    num_mini_batches: int = in_train(1, "Mini-batches of a step; each makes an update.", at_least=1)
-    optimizer: str = in_train("adamw", "Update rule of the weights.", choices="adamw|lion|sgd")
-    learning_rate: float = in_train(1e-6, "Highest learning rate of the schedule.")
+    grad_accum_steps: int = free_in_train(0, "Most micro-steps of an update; 0: not set.")
+    ppo_epochs: int = in_train(1, "How many times a step trains on each of its groups.", at_least=1)
+    num_mini_batches: int = in_train(1, "Mini-batches of an epoch, one update each.", at_least=1)
+    optimizer: str = in_train("adamw", "Optimizer of the weights.", choices="adamw|lion|sgd")
+    learning_rate: float = in_train(1e-6, "Peak learning rate.")
     lr_schedule: str = in_train(
         "warmup_cosine", "Learning rate after the warmup.", choices="warmup_cosine|linear|constant"
     )
     warmup_ratio: float = in_train(0.05, "Fraction of the schedule that is warmup.", at_most=1)
-    lr_decay_steps: int = how_to_train(0, "Steps until the schedule ends; 0: STEPS.")
-    weight_decay: float = in_train(0.0, "Weight decay, decoupled from the gradient.")
+    lr_decay_steps: int = free_in_train(0, "Steps until the schedule ends; 0: STEPS.")
+    weight_decay: float = in_train(0.0, "Weight decay, decoupled from the gradient as in AdamW.")
     clip_norm: float = in_train(1.0, "Largest global norm of the gradient; 0: no limit.")
-    mesh_shape: str = how_to_train(
-        "auto", "Training mesh: auto, or dp,fsdp,tp; -1: rest.", form=MESH
+    mesh_shape: str = free_in_train(
+        "auto", "Training mesh: auto, or dp,fsdp,tp; -1: all others.", form=MESH
     )
-    remat: str = how_to_train(
+    remat: str = free_in_train(
         "full", "What backward recomputes; dots: all but the matmuls.", choices="none|dots|full"
     )
-    policy_loss_impl: str = how_to_train("jax", "Code of the loss's logps.", choices="jax|pallas")
-    attention_impl: str = how_to_train("auto", "Code of attention.", choices="auto|xla|splash")
+    policy_loss_impl: str = free_in_train(
+        "jax", "Code of the loss's log-probabilities; pallas: a TPU kernel.", choices="jax|pallas"
+    )
+    attention_impl: str = free_in_train(
+        "auto", "Code of attention in training; splash: a TPU kernel.", choices="auto|xla|splash"
+    )
 
     loss_type: str = in_loss(
-        "dapo", "The objective; see loss.py.", choices="dapo|grpo|dr_grpo|cispo|gspo|sapo"
+        "dapo", "Objective of the policy; see loss.py.", choices="dapo|grpo|dr_grpo|cispo|gspo|sapo"
     )
     adv_estimator: str = in_loss(
-        "grpo", "Kind of advantages.", choices="grpo|rloo|reinforce|reinforce++|gdpo|maxrl"
+        "grpo", "Advantages; see loss.py.", choices="grpo|rloo|reinforce|reinforce++|gdpo|maxrl"
     )
     scale_rewards: str = in_loss(
         "group", "Standard deviation that divides grpo's advantages.", choices="group|batch|none"
     )
     eps_low: float = in_loss(0.2, "The ratio is clipped below 1 - EPS_LOW.", at_most=1)
     eps_high: float = in_loss(0.2, "The ratio is clipped above 1 + EPS_HIGH; cispo: at EPS_HIGH.")
-    delta: float = in_loss(0.0, "Largest ratio in two-sided clipping; 0: no limit.")
-    beta: float = in_loss(0.0, "Weight of the KL to the reference; 0: no reference.")
+    delta: float = in_loss(0.0, "Upper limit of the ratio (two-sided clipping); 0: no limit.")
+    beta: float = in_loss(0.0, "Weight of the KL to the initial model; 0: no reference.")
     kl_estimator: str = in_loss("k3", "Estimator of the KL.", choices="k1|k2|k3")
     kl_bias_correction: bool = in_loss(True, "Multiply the KL by the ratio, which unbiases it.")
     entropy_coef: float = in_loss(0.0, "Weight of the entropy bonus.")
     top_entropy_quantile: float = in_loss(
-        1.0, "Fraction of the tokens, those of highest entropy, to learn from.", above=0, at_most=1
+        1.0, "Learn from this fraction of tokens: the highest entropies.", above=0, at_most=1
     )
     mask_truncated_completions: bool = in_loss(False, "Learn nothing from truncated completions.")
-    is_mode: str = in_loss("none", "How p_trainer / p_sampler weights the loss.", choices=IS_MODES)
-    is_floor: float = in_loss(0.0, "Smaller weights become IS_FLOOR, or 0 (mask).", at_most=1)
-    is_cap: float = in_loss(3.0, "Larger weights become IS_CAP, or 0 (mask).", at_least=1)
+    is_mode: str = in_loss("none", "Importance weights p_trainer / p_sampler.", choices=IS_MODES)
+    is_floor: float = in_loss(
+        0.0, "Importance weights below IS_FLOOR become IS_FLOOR (truncate) or 0 (mask).", at_most=1
+    )
+    is_cap: float = in_loss(
+        3.0, "Importance weights above IS_CAP become IS_CAP (truncate) or 0 (mask).", at_least=1
+    )
 
     eval_every_steps: int = in_eval(10, "Steps between evaluations, from step 0 on; 0: never.")
     eval_prompts: int = in_eval(128, "Questions per evaluation; 0: all.")
-    eval_full_sweep: bool = in_eval(False, "Evaluate the full split at the end.")
-    eval_samples: int = in_eval(1, "Completions per question.", at_least=1)
+    eval_full_sweep: bool = in_eval(False, "Evaluate on the complete eval split at the end.")
+    eval_samples: int = in_eval(1, "Completions per question of an evaluation.", at_least=1)
     eval_temperature: float = in_eval(
         0.0, "Temperature of evaluations; 0: TEMPERATURE if EVAL_SAMPLES > 1, else greedy."
     )
@@ -219,18 +231,18 @@ class Config:
     resume: str = in_run("auto", "Checkpoint to begin with: auto (the newest), never, or a path.")
     preemption_grace_s: int = in_run(30, "Most seconds from SIGTERM to the end.", at_least=2)
     export_hf: str = in_run("", "Folder of the export; empty: OUTPUT_DIR/hf; none: no export.")
-    export_lora: str = in_run("adapters", "What it exports with LoRA.", choices="adapters|merged")
-    sample_every_steps: int = in_run(10, "Steps between shown groups of completions; 0: never.")
-    print_train_time_breakdown: bool = local(False, "Print the seconds of each phase per step.")
-    wandb_mode: str = local(
-        "", "How W&B logs; empty: online if it has a key.", choices="disabled|online|offline"
+    export_lora: str = in_run("adapters", "What a LoRA run exports.", choices="adapters|merged")
+    sample_every_steps: int = in_run(10, "Steps between samples in the log; 0: never.")
+    print_train_time_breakdown: bool = in_each(False, "Print the seconds of each phase per step.")
+    wandb_mode: str = in_each(
+        "", "Mode of W&B; empty: online if it has a key.", choices="disabled|online|offline"
     )
-    wandb_project: str = local("", "Project in W&B; empty: grpo.")
-    wandb_name: str = local("", "Name in W&B and of a new folder in runs/; empty: the folder's.")
-    jax_compilation_cache_dir: str = local("", "Folder of compiled programs; empty: .jax_cache.")
-    require_multihost: bool = in_run(False, "Stop a run of a single process.")
+    wandb_project: str = in_each("", "Project in W&B; empty: grpo.")
+    wandb_name: str = in_each("", "Name in W&B, and of a new folder in runs/; empty: the folder's.")
+    jax_compilation_cache_dir: str = in_each("", "Folder of compiled programs; empty: .jax_cache.")
+    require_multihost: bool = in_run(False, "Refuse to run as a single process.")
     require_jax_process_count: int = in_run(0, "Number of processes that must join; 0: any.")
-    init_timeout_s: int = local(
+    init_timeout_s: int = in_each(
         90, "Seconds in which all processes must join.", at_least=1, at_most=10**6
     )
 
@@ -240,11 +252,11 @@ class Config:
         return read_layers(env, config_file)[0]
 
     def evaluates(self) -> bool:
-        """Whether the run ever evaluates the model."""
+        """Whether the run evaluates the model at all."""
         return self.eval_every_steps > 0 or self.eval_full_sweep
 
     def reward_fns(self) -> str:
-        """REWARD_FN; if it is empty, the score of a task of reasoning_gym."""
+        """REWARD_FN; if it is empty, the scorer of a reasoning_gym task, or else empty."""
         is_task = self.dataset.startswith(GYM_PREFIX)
         return self.reward_fn or (f"{GYM_FILE}:score_answer" if is_task else "")
 
@@ -253,17 +265,17 @@ class Config:
         return self.max_turns or (DEFAULT_TURNS if self.environment_class else 1)
 
     def drops_ended(self) -> bool:
-        """Whether sequences that have ended leave the batch. With short completions the programs of
-        smaller batches would take longer to compile than they save."""
+        """Whether decoding drops sequences that have ended from the batch. With short completions
+        the programs of smaller batches take longer to compile than they save."""
         return self.max_length_sample >= LONG_COMPLETIONS and self.rollout_backend == "naive"
 
     def packs(self) -> bool:
-        """Whether an update's completions stand end to end, without padding between them."""
+        """Whether updates pack completions into rows, without padding between them."""
         return self.max_length_sample >= LONG_COMPLETIONS
 
     def skips(self) -> bool:
-        """Whether updates leave out sequences whose advantage is 0: no other term of the loss may
-        need them."""
+        """Whether updates do not compute sequences whose advantage is 0, because no other term of
+        the loss needs them."""
         return self.beta == 0 and self.entropy_coef == 0 and self.top_entropy_quantile == 1
 
     def needs_policy_logps(self) -> bool:
@@ -273,23 +285,23 @@ class Config:
         return updates > 1 or self.top_entropy_quantile < 1
 
     def filters(self) -> bool:
-        """Whether the sampler draws among some tokens only."""
+        """Whether the sampler restricts the tokens that it can draw."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     def replays(self) -> bool:
-        """Whether the loss's logps are those among the tokens that the sampler could draw."""
+        """Whether the loss's softmax is over the tokens that the sampler could draw."""
         return self.filters() and self.sampling_support != "full"
 
     def filters_logps(self) -> bool:
-        """Whether filters make sampling_logps differ from the loss's logps; an engine's are of all
-        tokens."""
+        """Whether sampling_logps are those of the filtered distribution, and the loss's logps are
+        not. An engine reports logps without the filters."""
         return self.filters() and not self.replays() and self.rollout_backend == "naive"
 
 
 def read_layers(
     env: Mapping[str, str], config_file: str | Path = ""
 ) -> tuple[Config, dict[str, str]]:
-    """The settings of all layers, and the layer that set each, {attribute: layer}.
+    """The settings of all layers, and {attribute: layer}: the layer that has set each of them.
 
     Raises UserMistake with a line for every mistake.
     """
@@ -309,7 +321,7 @@ def read_layers(
     cfg = Config(**settings)
     mistaken = "\n".join(mistakes).upper()
     for line in contradictions(cfg):
-        # A contradiction with a setting that another line names may not exist.
+        # A setting with a mistake of its own has its default in cfg, which may contradict others.
         if not any(name in mistaken for name in re.findall("[A-Z_]{4,}", line)):
             mistakes.append(line)
     if mistakes:
@@ -318,7 +330,7 @@ def read_layers(
 
 
 def contradictions(cfg: Config) -> Iterator[str]:
-    """Lines about combinations that would give a wrong or an empty run."""
+    """A line for each combination of settings that cannot work, or not as it is meant."""
     if cfg.num_pre_q == 1 and cfg.steps and cfg.adv_estimator != "reinforce":
         why = f"NUM_PRE_Q=1 leaves ADV_ESTIMATOR={cfg.adv_estimator} nothing to compare"
         yield f"{why} a completion with; set at least 2, or ADV_ESTIMATOR=reinforce"
@@ -352,9 +364,9 @@ def contradictions(cfg: Config) -> Iterator[str]:
 
 
 def notes(cfg: Config, layers: Mapping[str, str]) -> Iterator[str]:
-    """Lines about settings that may not do what the user expects, but are no mistakes.
+    """A line for each setting that may not do what the user expects, but is no mistake.
 
-    layers: the layer that set each setting.
+    layers: see read_layers.
     """
     if layers.get("model_path") == TINY_LAYER and layers["dataset"] != TINY_LAYER:
         yield f"MODEL_PATH is not set, so DATASET={cfg.dataset} trains this project's tiny model"
@@ -396,7 +408,7 @@ def notes(cfg: Config, layers: Mapping[str, str]) -> Iterator[str]:
 
 
 def describe(cfg: Config, processes: int = 1, local_devices: int = 1) -> str:
-    """A line of YAML for every setting, then the batch sizes that follow from the settings."""
+    """A line of YAML for every setting, then the batch sizes that are derived from them."""
     derived = sizes.derive_sizes(cfg, processes, local_devices)._asdict()
     slice_ = f"# On {processes} x {local_devices} devices (processes x local); not read back:"
     lines = [f"derived.{name}: {value}" for name, value in derived.items()]
@@ -404,7 +416,7 @@ def describe(cfg: Config, processes: int = 1, local_devices: int = 1) -> str:
 
 
 def changed(cfg: Config, layers: Mapping[str, str]) -> str:
-    """A line with every setting that differs from its default, and the layer that set it."""
+    """A line with every setting that differs from its default, and the layer that has set it."""
     return "changed: " + " ".join(
         f"{field.name.upper()}={to_text(getattr(cfg, field.name))} ({layers[field.name]})"
         for field in dataclasses.fields(cfg)
@@ -415,37 +427,37 @@ def changed(cfg: Config, layers: Mapping[str, str]) -> str:
 def load(
     argv: Sequence[str], env: Mapping[str, str] | None = None
 ) -> tuple[Config, argparse.Namespace, list[str]]:
-    """The settings of a command line and of `env`, the flags, and lines to print: the settings that
-    are not at their defaults, and notes. Ends the program for --print-config and for mistakes.
+    """The settings, the flags of the command line, and the lines to print: settings that differ
+    from their defaults, and notes. Ends the program after --print-config and after mistakes.
 
-    env: None means os.environ, to which the settings of `.env` are added.
+    env: the environment; None: os.environ, to which the settings of `.env` are added.
     """
     args = parse_command_line(argv)
     try:
         dotenv = {}
         if env is None:
-            # W&B and the Hub read their keys in the environment, so .env goes there.
+            # `.env` is added to the environment, because W&B and the hub read their keys there.
             env, dotenv = os.environ, read_dotenv(REPO / ".env")
             dotenv = {name: value for name, value in dotenv.items() if name not in env}
             env.update(dotenv)
-        # A run's weights are evaluated with the run's settings, and from its newest checkpoint.
-        of_run = Path(env.get("OUTPUT_DIR", "")) / "config.yaml"
+        # --eval-only and --ask use the settings of the run in OUTPUT_DIR, but not its RESUME.
+        run_config = Path(env.get("OUTPUT_DIR", "")) / "config.yaml"
         answers = args.eval_only or bool(args.ask)
-        use_run = answers and not args.config and env.get("OUTPUT_DIR") and of_run.is_file()
-        cfg, layers = read_layers(env, of_run if use_run else args.config)
-        if use_run and "RESUME" not in env:
+        has_run = answers and not args.config and env.get("OUTPUT_DIR") and run_config.is_file()
+        cfg, layers = read_layers(env, run_config if has_run else args.config)
+        if has_run and "RESUME" not in env:
             cfg = dataclasses.replace(cfg, resume="auto")
         if args.print_config:
             try:
                 print(describe(cfg, args.processes, args.local_devices), flush=True)
-            except BrokenPipeError:  # the reader of a pipe, such as `head`, has ended
-                os._exit(0)  # Python's own end would flush again, and print a traceback
+            except BrokenPipeError:  # the reader of the pipe, such as `head`, has ended
+                os._exit(0)  # A normal exit would flush again and print a traceback.
             raise SystemExit(0)
     except UserMistake as error:
         exit_with_mistakes(error)
     layers |= {name.lower(): ".env" for name in dotenv}
-    about_run = () if answers else notes(cfg, layers)
-    note_lines = [f"note: {line}" for line in (*about_run, *describe_ignored_names(env))]
+    run_notes = () if answers else notes(cfg, layers)
+    note_lines = [f"note: {line}" for line in (*run_notes, *describe_ignored_names(env))]
     return cfg, args, [changed(cfg, layers), *note_lines]
 
 

@@ -1,4 +1,4 @@
-"""An evaluation: the accuracy on held-out questions, with its standard error and its records."""
+"""An evaluation: the accuracy on held-out questions, its standard error and its record."""
 
 import collections
 import math
@@ -10,7 +10,7 @@ import numpy as np
 import data
 from infra.log import Clock, RunLog, mean_without_nan
 from infra.sizes import eval_questions
-from metrics import are_right, completion_entries, completion_records, phase_seconds
+from metrics import are_right, completion_entries, completion_record, phase_seconds
 from model.layout import concatenate_trees
 from model.params import Params
 from rewards import extract_answer
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from startup import Run
 
 EVAL_PHASES = ("rollout_sync", "rollout_generate", "reward")
-EVALUATION_ROUND = 0  # of episodes; the rounds of training are counted from 1
+EVALUATION_ROUND = 0  # the round_number of an evaluation's episodes; those of training begin at 1
 
 
 def evaluate(
@@ -36,8 +36,8 @@ def evaluate(
 ) -> float:
     """The accuracy on the first EVAL_PROMPTS questions of the eval split or, if `full`, on all.
 
-    Each question has EVAL_SAMPLES completions, greedy or at EVAL_TEMPERATURE. It prints the line
-    of the evaluation, and writes its record and an entry of eval.jsonl for each question.
+    It also prints the line of the evaluation, writes its record, and adds an entry for each
+    question to eval.jsonl.
     """
     clock = Clock(EVAL_PHASES)
     limit = run.cfg.eval_prompts
@@ -46,9 +46,9 @@ def evaluate(
     clock.lap("rollout_sync")
     evaluation = answer_questions(run, backend, questions, key, clock)
     backend.release()
-    line, records = evaluation_record(run, step, evaluation, clock, full)
+    line, record = evaluation_record(run, step, evaluation, clock, full)
     log.print_line(line)
-    log.record_metrics(step, records)
+    log.record_metrics(step, record)
     prefix = "eval_full" if full else "eval"
     if jax.process_index() == 0:
         correct = are_right(evaluation.per_function)
@@ -56,15 +56,16 @@ def evaluate(
         log.append_entries(
             "eval.jsonl", step, [{"evaluation": prefix} | entry for entry in entries]
         )
-    return records[f"{prefix}/accuracy"]
+    return record[f"{prefix}/accuracy"]
 
 
 def answer_questions(
     run: "Run", backend: Backend, questions: list[data.Prompt], key: jax.Array, clock: Clock
 ) -> Batch:
-    """EVAL_SAMPLES completions of each question, greedy or sampled as eval_sampling says."""
+    """EVAL_SAMPLES completions of each question, sampled by eval_sampling, and their rewards."""
     rollout, samples = run.rollout, run.cfg.eval_samples
-    # Questions of a pass on each process; the last one is repeated so that all passes are full.
+    # The questions of a pass on each process. The last question is repeated until all passes have
+    # the same size.
     size = eval_questions(run.sizes, run.cfg.num_pre_q, samples, jax.local_device_count())
     missing = -len(questions) % (size * jax.process_count())
     padded = [*questions, *[questions[-1]] * missing]
@@ -83,7 +84,8 @@ def answer_questions(
     clock.lap("rollout_generate")
     local_questions = slice_of_process(padded)
     rewards = []
-    for i in range(0, len(local_questions), size):  # a call of a reward function has a single pass
+    # REWARD_TIMEOUT_S limits one call of a reward function, which gets the completions of one pass.
+    for i in range(0, len(local_questions), size):
         of_pass = slice(i * samples, (i + size) * samples)
         part = jax.tree.map(lambda x, of_pass=of_pass: x[of_pass], completions)
         rewards.append(reward_completions(rollout, local_questions[i : i + size], part))
@@ -99,47 +101,47 @@ def evaluation_record(
 ) -> tuple[str, dict[str, Any]]:
     """The line and the record of one evaluation.
 
-    The accuracy is pass@1: the mean over the questions of the share of right completions among
-    those to which the accuracy's function applies.
+    The accuracy is pass@1: the mean over the questions of the fraction of right completions among
+    those to which the first reward function applies.
     """
-    n, split, seconds = run.cfg.eval_samples, run.cfg.eval_split, clock.total()
-    prefix, place = ("eval_full", "eval_full/accuracy") if full else ("eval", "eval")
-    correct = are_right(evaluation.per_function).reshape(-1, n)  # [questions, n]
+    samples, split, seconds = run.cfg.eval_samples, run.cfg.eval_split, clock.total()
+    prefix, estimates_prefix = ("eval_full", "eval_full/accuracy") if full else ("eval", "eval")
+    correct = are_right(evaluation.per_function).reshape(-1, samples)  # [questions, samples]
     questions = len(correct)
     accuracy, error = pass_at(correct, 1), standard_error(correct)
-    # Of the powers of two, and of n.
-    shown = [k for k in range(1, n + 1) if k == n or k & (k - 1) == 0]
-    estimates = {f"pass_at_{k}": pass_at(correct, k) for k in shown}
-    judge = run.rollout.functions[0].__name__  # says what is right
-    if n > 1 and judge == "reward_correct":
+    # The powers of two, and the number of samples.
+    ks = [k for k in range(1, samples + 1) if k == samples or k & (k - 1) == 0]
+    estimates = {f"pass_at_{k}": pass_at(correct, k) for k in ks}
+    function = run.rollout.functions[0].__name__
+    if samples > 1 and function == "reward_correct":
         texts = texts_of(run.rollout, evaluation.prompts, evaluation)
-        estimates[f"maj_at_{n}"] = majority_accuracy(correct, texts)
-    ending = f"accuracy={accuracy:.4f} accuracy_se={error:.4f} accuracy_of={judge}"
-    if n > 1:
-        shown_names = [name for name in estimates if name.endswith(f"_{n}")]
-        ending += "".join(f" {name}={estimates[name]:.4f}" for name in shown_names)
+        estimates[f"maj_at_{samples}"] = majority_accuracy(correct, texts)
+    results = f"accuracy={accuracy:.4f} accuracy_se={error:.4f} accuracy_of={function}"
+    if samples > 1:
+        of_all_samples = [name for name in estimates if name.endswith(f"_{samples}")]
+        results += "".join(f" {name}={estimates[name]:.4f}" for name in of_all_samples)
     decoding = "sampled" if run.rollout.eval_sampling.temperature else "greedy"
-    ending += f" decoding={decoding} t={seconds:.2f}s"
-    records = {f"{prefix}/accuracy": accuracy, f"{prefix}/accuracy_se": error}
-    records |= {f"{place}/{name}": value for name, value in estimates.items()}
-    records[f"{prefix}/questions_global"] = questions
-    records |= completion_records(f"{prefix}/", run.rollout, evaluation)
-    records[f"time/{prefix}/step_s"] = seconds
+    results += f" decoding={decoding} t={seconds:.2f}s"
+    record = {f"{prefix}/accuracy": accuracy, f"{prefix}/accuracy_se": error}
+    record |= {f"{estimates_prefix}/{name}": value for name, value in estimates.items()}
+    record[f"{prefix}/questions_global"] = questions
+    record |= completion_record(f"{prefix}/", run.rollout, evaluation)
+    record[f"time/{prefix}/step_s"] = seconds
     if full:
-        records["time/eval_full/s_per_question"] = seconds / questions
-        records |= {"eval_full/split": split, "eval_full/samples_per_question": n}
-        asked = f"eval_full split={split} questions={questions} samples_per_question={n}"
+        record["time/eval_full/s_per_question"] = seconds / questions
+        record |= {"eval_full/split": split, "eval_full/samples_per_question": samples}
+        title = f"eval_full split={split} questions={questions} samples_per_question={samples}"
     else:
-        records |= {f"time/eval/{phase}_s": x for phase, x in phase_seconds(clock).items()}
-        asked = f"eval step={step} split={split} questions={questions}"
-    return f"{asked} {ending}", records
+        record |= {f"time/eval/{phase}_s": x for phase, x in phase_seconds(clock).items()}
+        title = f"eval step={step} split={split} questions={questions}"
+    return f"{title} {results}", record
 
 
 # ---- Accuracy over many questions ----------------------------------------------------------------
 
 
 def standard_error(correct: np.ndarray) -> float:
-    """The standard error of the accuracy, over the questions: NaN for fewer than two.
+    """The standard error of the accuracy, over the questions; NaN for fewer than two.
 
     correct: [questions, samples], NaN where the accuracy does not apply.
     """
@@ -149,8 +151,8 @@ def standard_error(correct: np.ndarray) -> float:
 
 
 def pass_at(correct: np.ndarray, k: int) -> float:
-    """The probability that at least one of k samples of a question is right, without bias: the
-    mean over the questions that have k samples with a value. pass_at(correct, 1) is the accuracy.
+    """pass@k: an unbiased estimate of the probability that at least one of k samples of a question
+    is right, averaged over the questions with at least k values. pass@1 is the accuracy.
 
     correct: [questions, samples], NaN where a sample has no value. Source: arXiv 2107.03374, eq. 1.
     """
@@ -158,17 +160,17 @@ def pass_at(correct: np.ndarray, k: int) -> float:
     for samples in correct:
         n, wrong = np.isfinite(samples).sum(), (samples == 0).sum()
         if n >= k:
-            sets = math.comb(n, k)  # of k samples; an integer of any size
+            sets = math.comb(n, k)  # the sets of k samples; an exact integer
             hits.append((sets - math.comb(wrong, k)) / sets)
     return mean_without_nan(np.array(hits))
 
 
 def majority_accuracy(correct: np.ndarray, texts: list[str]) -> float:
-    """maj@n: the share of questions whose most frequent answer is right; of answers that are
-    equally frequent the first one counts. No answer counts as one, and it is never right.
+    """maj@n: the fraction of questions whose most frequent answer is right. Among equally frequent
+    answers the first one counts. "No answer" counts as an answer, which is always wrong.
 
-    correct: [questions, n samples], NaN where a sample has no value: it is left out, and so is a
-    question without any value. texts: [questions * n].
+    correct: [questions, samples]. Samples with NaN are left out, and so are questions that have no
+    other samples. texts: [questions * samples].
     """
     answers = iter(map(extract_answer, texts))
     chosen = []

@@ -1,5 +1,5 @@
-"""What a step tells: its metrics, the lines that people parse, the records of metrics.jsonl and
-W&B, and completions to read."""
+"""The metrics of a step: the lines that people parse, the record for metrics.jsonl and W&B, and
+samples of completions."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,27 +19,24 @@ from rows import Batch, MicroBatch
 if TYPE_CHECKING:
     from startup import Run
 
-# The mean difference between the sampler's log-probabilities and the trainer's which rounding does
-# not explain. With float32 it is about 1e-6. With bfloat16, whose numbers have 8 significant bits,
-# hidden states are rounded, and a mean of 0.01 to 0.03 is usual; wrong weights give 0.1 or more.
+# The largest mean difference, in nats, between the sampler's log-probabilities and the trainer's
+# that rounding explains. Usual means are 1e-6 with float32, and 0.01 to 0.03 with bfloat16, which
+# rounds hidden states to 8 significant bits. Wrong weights give 0.1 or more.
 DRIFT_LEVELS = {"float32": 1e-3, "bfloat16": 0.05}
-# In the order of the published line; the completions are gathered (shard) before the advantages,
-# and log-probabilities before the first update.
+# In the order of the published line. A step has another order: the completions of all processes are
+# gathered (shard) before the advantages, and logps come before the update.
 PHASES = ("rollout_sync", "rollout_generate", "reward", "advantages", "shard", "update", "logps")
-# Metrics of the tokens that an update computes.
+# Prefixes of the metrics that are means over tokens with log-probabilities of the trainer.
 COMPUTED_TOKEN_METRICS = ("sampling_logp_difference/", "is_weight/")
-METRICS_WITHOUT_TOKENS = (
-    "loss",
-    "policy_loss",
-    "update_token_count",
-)  # 0 if no token of an update counts
+# Metrics that are 0 if the loss of an update has no tokens; all others are NaN then.
+METRICS_WITHOUT_TOKENS = ("loss", "policy_loss", "update_token_count")
 
 
 # ---- An update -----------------------------------------------------------------------------------
 
 
 def merge_metrics(micro_steps: list[dict[str, jax.Array]]) -> dict[str, float]:
-    """The metrics of an update from those of its micro-steps, merged as loss.MERGE says."""
+    """The metrics of an update: those of its micro-steps, reduced by loss.MERGE."""
     all_values = jax.device_get(micro_steps)
     names = all_values[0]
     return {name: float(MERGE.get(name, sum)(x[name] for x in all_values)) for name in names}
@@ -48,14 +45,15 @@ def merge_metrics(micro_steps: list[dict[str, jax.Array]]) -> dict[str, float]:
 def rescale_to_all_tokens(
     metrics: dict[str, float], batch: Batch, sequences: np.ndarray
 ) -> dict[str, float]:
-    """The update's metrics from those that its micro-steps add up to.
+    """The metrics of an update, corrected for the sequences that it does not compute.
 
-    batch: all sequences of the update. sequences: those that the micro-steps have computed.
+    metrics: from merge_metrics; NaN means that there is no value. batch: all sequences of the
+    update. sequences: the indices of those that its micro-steps have computed.
 
-    The entropy is minus the mean of the sampling_logps of all tokens that count: unbiased, because
-    the sampler has drawn them. A sequence that is skipped has the advantage 0: it clips nothing and
-    adds no loss. Values that need the trainer's log-probabilities are over the update_token_count
-    tokens that were computed. NaN stands for no value.
+    Sequences that are not computed have the advantage 0, so that they add nothing to the loss and
+    no ratio is clipped. Means that need log-probabilities of the trainer are taken over the
+    update_token_count tokens that were computed. The entropy is that of the sampler, and is over
+    all tokens of the loss: minus the mean of their sampling_logps, an unbiased estimate.
     """
     mask = batch.completion_mask
     counted, computed = mask.sum(), mask[sequences].sum()
@@ -76,9 +74,10 @@ def rescale_to_all_tokens(
 def computed_per_token(
     micro_batches: Sequence[MicroBatch], batch: Batch, sequences: np.ndarray
 ) -> float:
-    """The places of all rows, divided by the tokens of prompts and completions in them.
+    """The number of places in all rows (their tokens and padding), divided by the tokens of the
+    prompts and completions that they hold.
 
-    sequences: those of the batch that the rows hold.
+    sequences: the indices of the sequences in the rows.
     """
     prompts = {batch.prompt_of(i) for i in sequences}
     tokens = sum(len(batch.prompts[p].ids) - 1 for p in prompts) + batch.lengths[sequences].sum()
@@ -87,10 +86,10 @@ def computed_per_token(
 
 
 def merge_updates(updates: list[dict[str, float]]) -> dict[str, float]:
-    """The metrics of a step from those of its updates: extremes as loss.MERGE says, else means.
+    """The metrics of a step: those of its updates, reduced by loss.MERGE, or else their means.
 
-    A NaN of a finite update is no value and is left out. An update without a sequence to learn from
-    has fewer metrics.
+    In a finite update NaN means that there is no value, and is left out of the mean. An update that
+    computes no sequence has fewer metrics than others.
     """
     merged = {}
     for name in dict.fromkeys(name for update in updates for name in update):
@@ -107,42 +106,42 @@ def merge_updates(updates: list[dict[str, float]]) -> dict[str, float]:
 
 
 class Step(NamedTuple):
-    """What one training step has done, for its lines and its record."""
+    """A training step, as its lines and its record describe it."""
 
-    number: int
-    metrics: dict[str, float]  # of the updates, with the learning rate
+    index: int
+    metrics: dict[str, float]  # of merge_updates, with the learning rate
     batch: Batch
-    sampled_tokens: int  # of all rounds of sampling
+    sampled_tokens: int  # in all rounds of sampling
     clock: Clock
 
 
 def nonfinite_metric(metrics: dict[str, float]) -> str:
-    """The loss or a norm of the update, with its value, if it is not finite; else ""."""
+    """The loss or a norm that is not finite, with its value; "" if all of them are finite."""
     names = ("loss", "grad_norm", "param_norm")
     wrong = [name for name in names if not math.isfinite(metrics[name])]
     return f"{wrong[0]} is {metrics[wrong[0]]}" if wrong else ""
 
 
 def log_step(run: "Run", log: RunLog, step: Step) -> None:
-    """Prints the step's lines and writes its record; every SAMPLE_EVERY_STEPS steps, and at the
-    last one, it also shows a group of completions."""
+    """Prints the step's lines and writes its record. Every SAMPLE_EVERY_STEPS steps, and in the
+    last one, it also writes samples of completions, and prints those of one group."""
     first, *others = step_lines(step, run.cfg.print_train_time_breakdown)
-    for line in (first + log.time_left(step.number, step.clock), *others):
+    for line in (first + log.time_left(step.index, step.clock), *others):
         log.print_line(line)
-    records = step_records(step, run.rollout, run.sizes.local_batch)
-    records |= device_records(step, run.learner.compute.model, run.sizes.updates_per_step)
-    log.record_metrics(step.number, records)
+    record = step_record(step, run.rollout, run.sizes.local_batch)
+    record |= device_record(step, run.learner.compute.model, run.sizes.updates_per_step)
+    log.record_metrics(step.index, record)
     every = run.cfg.sample_every_steps
-    due = every and (step.number % every == 0 or step.number == run.cfg.steps - 1)
+    due = every and (step.index % every == 0 or step.index == run.cfg.steps - 1)
     if due and jax.process_index() == 0:
         entries = sample_entries(run.rollout, step.batch)
-        log.append_entries("samples.jsonl", step.number, entries)
-        log.print_line(sample_table(step.number, entries[0]))
+        log.append_entries("samples.jsonl", step.index, entries)
+        log.print_line(sample_table(step.index, entries[0]))
 
 
 def raise_if_logps_differ(metrics: Mapping[str, float], drift_level: float) -> None:
-    """Raises RuntimeError if the log-probabilities of sampler and trainer differ in a first step by
-    more than rounding, which explains drift_level nats on average."""
+    """Raises RuntimeError if the log-probabilities of sampler and trainer differ by more than
+    drift_level nats on average, the most that rounding explains. metrics: of a run's first step."""
     difference = metrics.get("sampling_logp_difference/mean", 0.0)
     if difference > drift_level:
         raise RuntimeError(
@@ -152,19 +151,19 @@ def raise_if_logps_differ(metrics: Mapping[str, float], drift_level: float) -> N
 
 
 def step_lines(step: Step, breakdown: bool) -> list[str]:
-    """The line that people parse, then a line for each thing to note about the step.
+    """The line that people parse, then a line for each note about the step.
 
-    breakdown: the first line ends with the seconds of each phase and with lengths.
+    breakdown: append the seconds of each phase, and lengths, to the first line.
     """
     metrics = step.metrics
     text = (
-        f"step={step.number} loss={metrics['loss']:z.6f} entropy={metrics['entropy']:z.4f} "
+        f"step={step.index} loss={metrics['loss']:z.6f} entropy={metrics['entropy']:z.4f} "
         f"reward_mean={mean_without_nan(step.batch.rewards):z.4f} dt={step.clock.total():.2f}s"
     )
     if breakdown:
         lengths = step.batch.lengths
         seconds = phase_seconds(step.clock)
-        del seconds["logps"]  # The line that people parse has only the other phases.
+        del seconds["logps"]  # the published line does not have this phase
         text += "".join(f" {phase}={x:.2f}s" for phase, x in seconds.items())
         text += (
             f" prompt_len_mean={step.batch.prompt_lengths().mean():.1f} "
@@ -172,57 +171,58 @@ def step_lines(step: Step, breakdown: bool) -> list[str]:
             f"completion_hit_max_frac={1 - step.batch.stopped.mean():.4f}"
         )
     lines = [text]
-    note = f"note step={step.number}"
+    note = f"note step={step.index}"
     if not step.batch.advantages[step.batch.completion_mask.any(axis=1)].any():
         lines.append(f"{note}: rewards are equal in each group, so that the policy gradient is 0")
     if wrong := nonfinite_metric(metrics):
-        number = metrics["updates_applied"] + 1
-        lines.append(f"{note}: update {number:.0f} of this step was not applied: {wrong}")
+        update = metrics["updates_applied"] + 1
+        lines.append(f"{note}: update {update:.0f} of this step was not applied: {wrong}")
     return lines
 
 
-def step_records(step: Step, rollout: Rollout, local_batch: int) -> dict[str, float]:
-    """The step's record in metrics.jsonl, but for device_records. local_batch: sequences of a step
-    on each process."""
+def step_record(step: Step, rollout: Rollout, local_batch: int) -> dict[str, float]:
+    """The metrics of the step's record but those of device_record. local_batch: the sequences of a
+    step on each process."""
     seconds, step_s = phase_seconds(step.clock), step.clock.total()
-    compiled = step.clock.compiled()  # seconds of each program
+    compiled = step.clock.compiled()  # the seconds of each compilation
     batch, prompt_lengths = step.batch, step.batch.prompt_lengths()
     tokens = batch.drawn_mask.sum()
-    records = {
+    record = {
         name if name.startswith("throughput/") else f"train-other/{name}": value
         for name, value in step.metrics.items()
     }
-    records["train-other/batch_global"] = len(batch.rewards)
-    records["train-other/batch_local"] = local_batch
-    records["train-other/total_valid_token_count"] = tokens
+    record["train-other/batch_global"] = len(batch.rewards)
+    record["train-other/batch_local"] = local_batch
+    record["train-other/total_valid_token_count"] = tokens
     if rollout.sampling.replay:
-        records["train-other/support/cut_tokens"] = batch.cut_tokens.sum()
-    equal = equal_groups(batch.rewards, batch.completions_per_prompt())  # of the totals, as in TRL
-    records["train-other/frac_reward_zero_std"] = equal.mean()
-    records |= completion_records("train-", rollout, batch)
-    records["train-reward/accuracy"] = mean_without_nan(are_right(batch.per_function))
-    records |= _spread("train-reward/advantage", batch.advantages, "mean", "std", "min", "max")
-    records["train-reward/advantage/zero_frac"] = (batch.advantages == 0).mean()
-    records |= _spread("train-seq_len/prompt", prompt_lengths, "mean", "max")
-    records |= _spread("train-seq_len/total", prompt_lengths + batch.lengths, "mean", "max")
-    records |= {f"time/train/{phase}_s": value for phase, value in seconds.items()}
-    records["time/train/step_s"] = step_s
-    records["compile/programs"] = len(compiled)
-    records["compile/s"] = sum(compiled)
+        record["train-other/support/cut_tokens"] = batch.cut_tokens.sum()
+    # As in TRL by the total rewards, also if the estimator compares those of each function.
+    are_equal = equal_groups(batch.rewards, batch.completions_per_prompt())
+    record["train-other/frac_reward_zero_std"] = are_equal.mean()
+    record |= completion_record("train-", rollout, batch)
+    record["train-reward/accuracy"] = mean_without_nan(are_right(batch.per_function))
+    record |= _spread("train-reward/advantage", batch.advantages, "mean", "std", "min", "max")
+    record["train-reward/advantage/zero_frac"] = (batch.advantages == 0).mean()
+    record |= _spread("train-seq_len/prompt", prompt_lengths, "mean", "max")
+    record |= _spread("train-seq_len/total", prompt_lengths + batch.lengths, "mean", "max")
+    record |= {f"time/train/{phase}_s": value for phase, value in seconds.items()}
+    record["time/train/step_s"] = step_s
+    record["compile/programs"] = len(compiled)
+    record["compile/s"] = sum(compiled)
     computed = batch.computed_tokens.sum()
-    records["throughput/rollout/computed_per_token"] = computed / tokens
-    records["throughput/train/valid_tokens_per_s"] = tokens / step_s
-    records["throughput/train/valid_tokens_per_s_update"] = tokens / seconds["update"]
-    return records
+    record["throughput/rollout/computed_per_token"] = computed / tokens
+    record["throughput/train/valid_tokens_per_s"] = tokens / step_s
+    record["throughput/train/valid_tokens_per_s_update"] = tokens / seconds["update"]
+    return record
 
 
-def device_records(step: Step, model: ModelConfig, updates_per_step: int) -> dict[str, float]:
-    """The speed and the memory of the devices. The MFU of an update is the share of the devices'
-    peak FLOPs that the matmuls of the computed tokens need, without recomputation."""
+def device_record(step: Step, model: ModelConfig, updates_per_step: int) -> dict[str, float]:
+    """The speed and the memory of the devices. The MFU of an update counts the FLOPs of the matmuls
+    for the computed tokens, without recomputation, relative to the peak FLOPs of all devices."""
     seconds = step.clock.seconds
-    records = {f"memory/{name}": value for name, value in memory_peaks().items()}
+    record = {f"memory/{name}": value for name, value in memory_peaks().items()}
     tokens = step.sampled_tokens / seconds["rollout_generate"]
-    records["throughput/generated_tokens_per_s"] = tokens
+    record["throughput/generated_tokens_per_s"] = tokens
     if chip := chip_of(jax.devices()[0]):
         K = step.batch.completions_per_prompt()
         lengths = step.batch.lengths.reshape(-1, K)  # [P, K]
@@ -230,12 +230,12 @@ def device_records(step: Step, model: ModelConfig, updates_per_step: int) -> dic
         computed = step.metrics["update_token_count"] * updates_per_step
         flops *= computed / step.batch.drawn_mask.sum()
         peak = 1e12 * chip.tflops * jax.device_count()  # FLOPs per second
-        records["throughput/update/mfu"] = flops / seconds["update"] / peak
-    return records
+        record["throughput/update/mfu"] = flops / seconds["update"] / peak
+    return record
 
 
 def phase_seconds(clock: Clock) -> dict[str, float]:
-    """Seconds of each phase; rollout is rollout_sync + rollout_generate."""
+    """The seconds of each phase, and of the rollout: rollout_sync + rollout_generate."""
     seconds = clock.seconds
     return {"rollout": seconds["rollout_sync"] + seconds["rollout_generate"], **seconds}
 
@@ -243,8 +243,8 @@ def phase_seconds(clock: Clock) -> dict[str, float]:
 def dynamic_sampling_metrics(
     rounds: list[Batch], have_equal_rewards: np.ndarray
 ) -> dict[str, float]:
-    """The metrics of DYNAMIC_SAMPLING: of all groups that were sampled, also those that the step
-    leaves out. have_equal_rewards: [rounds * P] bool, of each group."""
+    """The metrics of DYNAMIC_SAMPLING, over all sampled groups, including those that the step does
+    not train on. have_equal_rewards: [rounds * P] bool, of each group."""
     sampled = Batch.concatenate(rounds)
     metrics = {
         "rounds": len(rounds),
@@ -257,62 +257,68 @@ def dynamic_sampling_metrics(
 
 
 def are_right(per_function: np.ndarray) -> np.ndarray:
-    """[n] float64: 1 for a right completion, else 0; NaN where the function of the accuracy does
-    not apply. It is the first one, and gives at least 1. per_function: [n, functions]."""
+    """[completions] float64: 1 for a right completion, else 0; NaN where the function does not
+    apply. Right means that the first reward function gives at least 1.
+
+    per_function: [completions, functions] rewards.
+    """
     reward = per_function[:, 0]
     return np.where(np.isnan(reward), np.nan, reward >= 1)
 
 
-def completion_records(prefix: str, rollout: Rollout, batch: Batch) -> dict[str, float]:
-    """What is recorded of the completions of a step and of an evaluation: their rewards, their
-    lengths and, with an environment, their turns."""
-    records = _spread(f"{prefix}reward/total", batch.rewards, "mean", "std", "min", "max")
+def completion_record(prefix: str, rollout: Rollout, batch: Batch) -> dict[str, float]:
+    """The metrics of completions, of a step or an evaluation: their rewards, their lengths and,
+    with an environment, their turns."""
+    record = _spread(f"{prefix}reward/total", batch.rewards, "mean", "std", "min", "max")
     for function, column in zip(rollout.functions, batch.per_function.T, strict=True):
-        records[f"{prefix}reward/func/{function.__name__}/mean"] = mean_without_nan(column)
-    records |= _spread(f"{prefix}seq_len/completion", batch.lengths, "mean", "max")
-    records[f"{prefix}seq_len/completion/hit_max_frac"] = 1 - batch.stopped.mean()
+        record[f"{prefix}reward/func/{function.__name__}/mean"] = mean_without_nan(column)
+    record |= _spread(f"{prefix}seq_len/completion", batch.lengths, "mean", "max")
+    record[f"{prefix}seq_len/completion/hit_max_frac"] = 1 - batch.stopped.mean()
     if rollout.environments is not None:
-        drawn = batch.drawn_mask.sum(axis=1)
-        turns = (np.diff(batch.drawn_mask, axis=1, prepend=0) == 1).sum(axis=1)
-        records[f"{prefix}turns/number"] = turns.mean()
-        records[f"{prefix}turns/drawn_tokens"] = drawn.mean()
-        records[f"{prefix}turns/environment_tokens"] = (batch.lengths - drawn).mean()
-    return records
+        drawn_tokens = batch.drawn_mask.sum(axis=1)  # [B]
+        turns = (np.diff(batch.drawn_mask, axis=1, prepend=0) == 1).sum(axis=1)  # [B]
+        record[f"{prefix}turns/number"] = turns.mean()
+        record[f"{prefix}turns/drawn_tokens"] = drawn_tokens.mean()
+        record[f"{prefix}turns/environment_tokens"] = (batch.lengths - drawn_tokens).mean()
+    return record
 
 
-def _spread(name: str, values: np.ndarray, *which: str) -> dict[str, float]:
-    """{name/mean: ..., ...} of the values that are not NaN; NaN if there are none."""
+def _spread(name: str, values: np.ndarray, *statistics: str) -> dict[str, float]:
+    """{name/statistic: number} of the values that are not NaN; NaN if there are none.
+
+    statistics: functions of NumPy, such as "mean".
+    """
     values = values[~np.isnan(values)]
     values = values if values.size else np.array([np.nan])
-    return {f"{name}/{statistic}": getattr(np, statistic)(values) for statistic in which}
+    return {f"{name}/{statistic}": getattr(np, statistic)(values) for statistic in statistics}
 
 
 # ---- Completions to read -------------------------------------------------------------------------
 
 
-ENDED = ("MAX_LENGTH_SAMPLE", "stop token")  # what ended a completion whose `stopped` is 0, or 1
-LONGEST_TEXT = 400  # characters of a text in the log; the files have the complete text
+ENDED = ("MAX_LENGTH_SAMPLE", "stop token")  # ENDED[stopped]: what has ended a completion
+LONGEST_TEXT = 400  # the most characters of a text in the log; samples.jsonl has all of them
 
 
 def dialogues_of(rollout: Rollout, batch: Batch) -> list[str]:
-    """The text of each completion for people to read: with an environment all of its turns, and who
-    has written each part."""
+    """The text of each completion for people to read. With an environment it has all turns, with
+    the speaker of each part."""
     if rollout.environments is None:
         return texts_of(rollout, batch.prompts, batch)
     speakers = "[environment]", "[policy]"
 
-    def line_of(is_drawn: int, ids: list[int]) -> str:
-        return f"{speakers[is_drawn]} {decode_part(rollout, ids).strip()}"
-
-    count = len(batch.lengths)
-    return ["\n".join(line_of(*part) for part in parts_of(batch, i)) for i in range(count)]
+    dialogues = []
+    for i in range(len(batch.lengths)):
+        parts = [(speakers[k], decode_part(rollout, ids).strip()) for k, ids in parts_of(batch, i)]
+        dialogues.append("\n".join(f"{speaker} {text}" for speaker, text in parts))
+    return dialogues
 
 
 def sample_entries(rollout: Rollout, batch: Batch) -> list[dict[str, Any]]:
-    """Entries of samples.jsonl for two groups, with all their completions. Groups whose total
+    """Two entries of samples.jsonl: two groups with all their completions. Groups whose total
     rewards differ come first."""
-    equal = equal_groups(batch.rewards, batch.completions_per_prompt())
-    shown = batch.select_groups(np.argsort(equal, kind="stable")[:2])
+    are_equal = equal_groups(batch.rewards, batch.completions_per_prompt())
+    shown = batch.select_groups(np.argsort(are_equal, kind="stable")[:2])
     entries = completion_entries(rollout, shown, "advantage", shown.advantages)
     prompts = [rollout.tokenizer.decode(prompt.ids) for prompt in shown.prompts]
     return [{"prompt": text} | entry for text, entry in zip(prompts, entries, strict=True)]
@@ -321,8 +327,10 @@ def sample_entries(rollout: Rollout, batch: Batch) -> list[dict[str, Any]]:
 def completion_entries(
     rollout: Rollout, batch: Batch, name: str, values: np.ndarray
 ) -> list[dict[str, Any]]:
-    """An entry for each prompt of a batch, with its completions. Under this name a completion has
-    one of the values; docs/survival.md has its other fields."""
+    """An entry for each prompt of a batch, with its completions; docs/survival.md lists the fields.
+
+    name, values: one more field of each completion, such as its advantage.
+    """
     texts = dialogues_of(rollout, batch)
     names = [function.__name__ for function in rollout.functions]
     completions = [
@@ -336,39 +344,41 @@ def completion_entries(
         }
         for i, text in enumerate(texts)
     ]
-    n = len(texts) // len(batch.prompts)
+    K = batch.completions_per_prompt()
     entries = [
-        {x: prompt.columns[x] for x in ("question", "answer")}
-        | {"completions": completions[i * n : (i + 1) * n]}
+        {column: prompt.columns[column] for column in ("question", "answer")}
+        | {"completions": completions[i * K : (i + 1) * K]}
         for i, prompt in enumerate(batch.prompts)
     ]
     return to_json_values(entries)
 
 
 def sample_table(step: int, entry: dict[str, Any]) -> str:
-    """The completions of one group for the log. Programs read a log, so that no line of a text
-    begins like a line of the run."""
+    """The completions of one group for the log. Lines of their texts are indented, so that programs
+    that parse the log do not take them for lines of the run."""
     lines = [f"sample step={step} question: {visible(shorten(entry['question']))}"]
-    for each in entry["completions"]:
-        lines.append("  " + " ".join(f"{name}={value}" for name, value in completion_facts(each)))
-        lines += [f"    {visible(line)}" for line in shorten(each["text"]).splitlines() or [""]]
+    for completion in entry["completions"]:
+        facts = completion_facts(completion)
+        lines.append("  " + " ".join(f"{name}={value}" for name, value in facts))
+        text_lines = shorten(completion["text"]).splitlines() or [""]
+        lines += [f"    {visible(line)}" for line in text_lines]
     return "\n".join(lines)
 
 
 def visible(text: str) -> str:
-    """The text as a single line, with what is not printable as escapes such as \\n."""
+    """The text in a single line: characters that cannot be printed become escapes such as \\n."""
     return "".join(x if x.isprintable() else ascii(x)[1:-1] for x in text)
 
 
 def shorten(text: str) -> str:
-    """The text, or its beginning if it is longer than LONGEST_TEXT."""
+    """The first LONGEST_TEXT characters of the text, and " ..." if it is longer."""
     return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]} ..."
 
 
 def completion_facts(completion: dict[str, Any]) -> list[tuple[str, str]]:
-    """What an entry of samples.jsonl or eval.jsonl says of a completion, but for its text."""
-    numbers = [("reward", completion["reward"]), *completion["rewards"].items()]
+    """The fields of a completion in samples.jsonl or eval.jsonl but its text, as (name, text)."""
+    values = [("reward", completion["reward"]), *completion["rewards"].items()]
     if "advantage" in completion:
-        numbers.append(("advantage", completion["advantage"]))
-    pairs = [(name, "-" if number is None else f"{number:z.4g}") for name, number in numbers]
+        values.append(("advantage", completion["advantage"]))
+    pairs = [(name, "-" if value is None else f"{value:z.4g}") for name, value in values]
     return [*pairs, ("tokens", f"{completion['tokens']}"), ("ended", completion["ended"])]

@@ -1,9 +1,9 @@
-"""The rollout: completions of the prompts of a step, their texts and rewards, and the batch of all
-processes, in the order in which `main` of train_grpo.py asks for them.
+"""The phases of a rollout, in the order in which `main` calls them: prompts, completions, rewards,
+and the Batch of all processes.
 
 Dimensions: P prompts of a step, K completions per prompt, B = P*K sequences over all processes,
-local_batch sequences of this process. T completion tokens: padded to MAX_LENGTH_SAMPLE, and from
-choose_groups on to the longest completion.
+local_batch sequences of this process. T completion tokens, padded to MAX_LENGTH_SAMPLE until
+choose_groups trims them to the longest completion.
 """
 
 import dataclasses
@@ -38,18 +38,18 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Rollout:
-    """What completes prompts and rewards the completions, in steps and in evaluations."""
+    """How completions are sampled and rewarded, in training steps and in evaluations."""
 
-    compute: Compute  # of the weights that sample
-    sampling: Sampling  # of a training step
-    eval_sampling: Sampling
+    compute: Compute  # how the sampler computes the model
+    sampling: Sampling  # in training steps
+    eval_sampling: Sampling  # in evaluations
     stopping: Stopping
     tokenizer: "PreTrainedTokenizerBase"
     system_prompt: str
     functions: list[RewardFunction]
-    reward_weights: tuple[float, ...]  # of each function in the total reward
+    reward_weights: tuple[float, ...]  # the weight of each function in the total reward
     environments: "Environments | None"  # None: a completion is a single turn of the policy
-    max_turns: int  # of the policy in a completion
+    max_turns: int  # the most turns of the policy in a completion
     min_prompt_width: int  # padded tokens: GLOBAL_LENGTH
     max_prompt_width: int  # padded tokens of the longest prompt of the run
     stop: StopSignal
@@ -59,8 +59,8 @@ class Rollout:
 
 
 def prompts_of_round(run: "Run", round_number: int) -> list[data.Prompt]:
-    """[P] the prompts of a round of sampling, counted from 0 over the run; the same on every
-    process. With an environment their episodes begin."""
+    """[P] the prompts of a round of sampling, the same on every process. With an environment their
+    episodes begin. round_number: counted over the run, from 0."""
     P, K = run.sizes.prompts_per_step, run.cfg.num_pre_q
     indices = data.batch_indices(len(run.train_prompts), P, round_number, run.cfg.seed)  # [P]
     prompts = [run.train_prompts[i] for i in indices]
@@ -72,7 +72,7 @@ def prompts_of_round(run: "Run", round_number: int) -> list[data.Prompt]:
 def complete_prompts(
     run: "Run", backend: Backend, prompts: list[data.Prompt], key: jax.Array
 ) -> Completions:
-    """K completions of each of this process's part of P prompts."""
+    """K completions of each prompt that belongs to this process. prompts: of all processes."""
     return complete(
         run.rollout,
         backend,
@@ -96,9 +96,9 @@ def complete(
     prompts_per_pass: int,
     title: str,
 ) -> Completions:
-    """The completions of this process's part of the prompts.
+    """The completions of the prompts that belong to this process, pass by pass.
 
-    prompts: of all processes. prompts_per_pass: of this process. title: of the progress bar.
+    prompts: of all processes. prompts_per_pass: on this process. title: of the progress bar.
     """
     longest = max(len(prompt.ids) for prompt in prompts)
     width = prompt_width(longest, rollout.min_prompt_width)  # S+1
@@ -131,7 +131,7 @@ def complete(
 def texts_of(
     rollout: Rollout, prompts: list[data.Prompt], completions: Completions | Batch
 ) -> list[str]:
-    """The text of each completion; the completions of a prompt are adjacent."""
+    """The text of each completion. prompts: each once, in the order of their completions."""
     count = len(completions.lengths)
     return [text_of(rollout, prompts, completions, i) for i in range(count)]
 
@@ -139,29 +139,27 @@ def texts_of(
 def text_of(
     rollout: Rollout, prompts: list[data.Prompt], completions: Completions | Batch, i: int
 ) -> str:
-    """The text of the last turn of completion i.
-
-    A tag that the chat template has opened belongs to the text that is rewarded, but not to the
-    tokens of the completion.
-    """
-    *_, ids = (ids for is_drawn, ids in parts_of(completions, i) if is_drawn)
+    """The text of the last turn of completion i, as it is rewarded: a <think> tag that the chat
+    template has opened in the prompt belongs to it."""
+    ids = [ids for is_drawn, ids in parts_of(completions, i) if is_drawn][-1]
     prompt = prompts[i * len(prompts) // len(completions.lengths)]
     return data.open_think_tag(prompt, rollout.tokenizer) + decode_part(rollout, ids)
 
 
 def decode_part(rollout: Rollout, ids: list[int]) -> str:
-    """The text of a part of a completion, with its special tokens (a <tool_call> may be one), but
+    """The text of a part of a completion, with its special tokens (<tool_call> may be one), but
     without the stop token that ends it."""
-    ends = ids[-1] in rollout.stopping.stop_ids
-    return rollout.tokenizer.decode(ids[:-1] if ends else ids)
+    has_stop_token = ids[-1] in rollout.stopping.stop_ids
+    return rollout.tokenizer.decode(ids[:-1] if has_stop_token else ids)
 
 
 def parts_of(completions: Completions | Batch, i: int) -> list[tuple[int, list[int]]]:
     """The tokens of completion i, turn by turn: (1, tokens that the policy has drawn), then
     (0, tokens of the environment's message), and so on."""
-    used = slice(completions.lengths[i])
-    ids, drawn = (x[i, used].tolist() for x in (completions.completion_ids, completions.drawn_mask))
-    parts = itertools.groupby(zip(drawn, ids, strict=True), key=operator.itemgetter(0))
+    length = completions.lengths[i]
+    ids = completions.completion_ids[i, :length].tolist()
+    mask = completions.drawn_mask[i, :length].tolist()
+    parts = itertools.groupby(zip(mask, ids, strict=True), key=operator.itemgetter(0))
     return [(is_drawn, [token for _, token in part]) for is_drawn, part in parts]
 
 
@@ -172,13 +170,13 @@ def reward_completions(
     of each function [local_batch, functions], both float64; NaN where no function applies. Raises
     UserMistake."""
     texts = texts_of(rollout, prompts, completions)
-    per_prompt = len(texts) // len(prompts)
+    K = len(texts) // len(prompts)
     columns: dict[str, list[Any]] = {
-        name: [prompt.columns.get(name) for prompt in prompts for _ in range(per_prompt)]
+        name: [prompt.columns.get(name) for prompt in prompts for _ in range(K)]
         for name in prompts[0].columns
     }
-    ids, drawn = completions.completion_ids, completions.drawn_mask > 0
-    columns["completion_ids"] = [x[mask].tolist() for x, mask in zip(ids, drawn, strict=True)]
+    ids, is_drawn = completions.completion_ids, completions.drawn_mask > 0
+    columns["completion_ids"] = [x[mask].tolist() for x, mask in zip(ids, is_drawn, strict=True)]
     if rollout.environments is not None:
         columns["environments"] = completions.sequence_ids.tolist()
     return total_rewards(texts, columns, rollout.functions, rollout.reward_weights)
@@ -194,16 +192,16 @@ def gather_batch(
     per_function: np.ndarray,
     stop_ids: tuple[int, ...],
 ) -> Batch:
-    """The batch of all processes, on every process.
+    """The sequences of all processes as a Batch, on every process.
 
     prompts: of all processes, each once. completions [local_batch, T], totals [local_batch] and
-    per_function [local_batch, functions]: of this process's part of them.
+    per_function [local_batch, functions]: of this process.
     """
     arrays = {name: x for name, x in completions._asdict().items() if x is not None}
     del arrays["sequence_ids"]
     arrays |= {"rewards": totals, "per_function": per_function}
     arrays["completion_mask"] = completions.drawn_mask
-    # A completion has stopped if the policy has drawn a stop token as its last token.
+    # A completion has stopped if its last token is a stop token that the policy has drawn.
     last = completions.lengths[:, None] - 1
     last_ids = np.take_along_axis(completions.completion_ids, last, axis=1)[:, 0]  # [local_batch]
     is_drawn = np.take_along_axis(completions.drawn_mask, last, axis=1)[:, 0] > 0  # [local_batch]
@@ -212,9 +210,9 @@ def gather_batch(
 
 
 def has_enough_groups(cfg: Config, rounds: list[Batch], reward_weights: Sequence[float]) -> bool:
-    """Whether a step needs no more rounds of sampling: it needs one without DYNAMIC_SAMPLING, and
-    with it as many as give P groups with rewards that differ, at most
-    DYNAMIC_SAMPLING_MAX_ROUNDS. All processes see all rewards, so they agree."""
+    """Whether a step has sampled enough rounds. One is enough without DYNAMIC_SAMPLING. With it,
+    sampling goes on until P groups have rewards that differ, for at most
+    DYNAMIC_SAMPLING_MAX_ROUNDS rounds. All processes know all rewards, so that they agree."""
     if not rounds:
         return False
     if not cfg.dynamic_sampling or len(rounds) == cfg.dynamic_sampling_max_rounds:
@@ -226,8 +224,8 @@ def has_enough_groups(cfg: Config, rounds: list[Batch], reward_weights: Sequence
 def have_equal_rewards(
     rounds: list[Batch], adv_estimator: str, reward_weights: Sequence[float]
 ) -> np.ndarray:
-    """[rounds * P] bool: whether all rewards of a group are equal; for gdpo, all rewards of each
-    function that has a weight."""
+    """[rounds * P] bool: whether all rewards of a group are equal. For gdpo the rewards of each
+    function whose weight is not 0 have to be equal."""
     if adv_estimator == "gdpo":
         has_weight = np.asarray(reward_weights) != 0  # [functions]
         compared = [batch.per_function[:, has_weight] for batch in rounds]
@@ -240,9 +238,8 @@ def have_equal_rewards(
 def choose_groups(
     rounds: list[Batch], adv_estimator: str, reward_weights: Sequence[float], limits: Limits
 ) -> Batch:
-    """P of the sampled groups, in their order: those whose rewards differ, and others if these are
-    too few. T holds the longest completion. Raises UserMistake if the estimator cannot take the
-    rewards."""
+    """P of the sampled groups, preferably with rewards that differ, in their order and trimmed to
+    the longest completion. Raises UserMistake if the estimator cannot take the rewards."""
     batch = rounds[0]
     if len(rounds) > 1:
         # A stable sort puts the groups whose rewards differ first.
@@ -258,6 +255,6 @@ def choose_groups(
 
 
 def slice_of_process(values: Sequence[Any]) -> Sequence[Any]:
-    """This process's part of the values of all processes; each has an equal part, in order."""
+    """This process's part of the values: each process has an equal part, in process order."""
     count = len(values) // jax.process_count()
     return values[jax.process_index() * count : (jax.process_index() + 1) * count]

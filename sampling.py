@@ -1,8 +1,8 @@
-"""Prompts -> completions and their sampling log-probabilities, by the device programs of this file.
+"""Samples completions: prefill of the prompts, then a decoding loop, as jitted programs.
 
-Dimensions, of a rollout pass over all processes: B sequences; P = B/share prompts, each shared by
-`share` consecutive sequences; S+1 padded prompt tokens, T padded completion tokens, V vocabulary,
-U places of a support, the tokens that pass the filters.
+Dimensions, of a rollout pass over all processes: B sequences, P prompts, of which each serves B/P
+consecutive sequences, S+1 padded prompt tokens, T padded completion tokens, V vocabulary, U ids of
+a support (the tokens that pass the filters).
 """
 
 import functools
@@ -38,15 +38,15 @@ STAGES, STAGE_TOKENS = 4, 128  # of decode, see stage_ends
 
 
 class Stopping(NamedTuple):
-    """Where completions end."""
+    """The end of a completion."""
 
-    max_length_sample: int  # T
-    stop_ids: tuple[int, ...]  # a completion ends with the first of these; it stays in it
-    pad_id: int  # what follows the end of a completion
+    max_length_sample: int  # T: the most tokens of a completion
+    stop_ids: tuple[int, ...]  # the first of these is the last token of the completion
+    pad_id: int  # fills the array behind the completion
 
 
 class Completions(NamedTuple):
-    """Completions of this process, on the host: of a pass or of a round, `count` of them."""
+    """NumPy arrays of `count` completions of this process, of a pass or of a round."""
 
     sequence_ids: np.ndarray  # [count] int32, the index of each in its round or its evaluation
     completion_ids: np.ndarray  # [count, T] int32, right-padded
@@ -55,15 +55,15 @@ class Completions(NamedTuple):
     sampling_logps: np.ndarray  # [count, T] float32 nats, of the distribution that was sampled
     computed_tokens: np.ndarray  # [count] int32, decoding steps with the sequence in the batch
     support: np.ndarray | None = None  # [count, T, U] int32 ids, -1 in unused places
-    cut_tokens: np.ndarray | None = None  # [count] int32, tokens whose support lost ids
+    cut_tokens: np.ndarray | None = None  # [count] int32, tokens whose support was cut
 
 
 class NaiveBackend:
-    """ROLLOUT_BACKEND=naive: what samples completions, token ids in and token ids out, with the
-    programs of this file on the devices of all processes."""
+    """ROLLOUT_BACKEND=naive: samples completions with the programs of this file, on the devices of
+    all processes; token ids in, token ids out."""
 
     def __init__(self, rollout: Compute, stopping: Stopping, drop_ended: bool) -> None:
-        """drop_ended: sequences that have ended leave the batch."""
+        """drop_ended: sequences that have ended are dropped from the batch."""
         self._rollout = rollout
         self._stopping = stopping
         self._drop_ended = drop_ended
@@ -71,8 +71,8 @@ class NaiveBackend:
 
     @attribute_oom_to("the copy of the weights that samples")
     def update_weights(self, params: Params) -> None:
-        """Takes these weights, before the rollout passes of a step or of an evaluation: copies them
-        in the dtype and the layout of the rollout, and waits until they are there."""
+        """Copies the weights to the dtype and the layout of the rollout, and waits for the copy.
+        Every step and every evaluation calls it before its first pass."""
         copy = sync_weights(self._rollout)(params)
         copy = combine_params(params, copy) if self._rollout.shares_base else copy
         self._weights = jax.block_until_ready(copy)
@@ -85,58 +85,58 @@ class NaiveBackend:
         sequence_ids: np.ndarray,
         key: jax.Array,
         sampling: Sampling,
-        earlier: np.ndarray | None = None,
+        earlier_tokens: np.ndarray | None = None,
     ) -> Completions:
-        """The completions of one rollout pass, those of a prompt one after the other.
+        """The completions of one rollout pass; those of a prompt are adjacent.
 
         prompt_ids, prompt_mask: [prompts, S+1] int32, left-padded, each prompt of this process
-        once; the mask is 0 on padding. sequence_ids: [count] int32, in ascending order. The random
-        bits of a token follow from the key, the sequence's id and the token's index alone, on
-        whatever device the sequence is computed. earlier: [count] int32, in a later turn: the
-        tokens of the completion that the prompt ends with. They count in the token's index and in
-        MAX_LENGTH_SAMPLE, and are not returned again. None: there are no such tokens.
+        once; the mask is 0 on padding. sequence_ids: [count] int32, in ascending order. A token's
+        random bits depend on the key, the sequence's id and the token's index alone, not on the
+        device. earlier_tokens: [count] int32, for a later turn: the tokens of the completion so
+        far, with which the prompt ends. They count in the token's index and in MAX_LENGTH_SAMPLE,
+        and are not returned. None: the first turn.
         """
         compute, stopping = self._rollout, self._stopping
-        per_prompt = len(sequence_ids) // len(prompt_ids)
+        K = len(sequence_ids) // len(prompt_ids)
         per_shard = len(sequence_ids) * jax.process_count() // compute.layout.batch_shards
-        # Of each prompt there are copies for its devices.
-        copies = per_prompt // prompt_share(per_prompt, per_shard)
+        # If several shards hold completions of a prompt, each of them gets a copy of the prompt.
+        copies = K // prompt_share(K, per_shard)
         ids = shard_batch(np.repeat(prompt_ids, copies, axis=0), compute.layout)  # [P, S+1]
         mask = shard_batch(np.repeat(prompt_mask, copies, axis=0), compute.layout)  # [P, S+1]
         prefix = prefill(self._weights, compute, ids, mask)
-        # A turn is mostly short, and programs of smaller batches would have to be compiled for it.
-        drop = self._drop_ended and earlier is None
-        earlier = np.zeros_like(sequence_ids) if earlier is None else earlier
-        state = begin(
+        # Later turns are short: programs of smaller batches take longer to compile than they save.
+        drop = self._drop_ended and earlier_tokens is None
+        earlier_tokens = np.zeros_like(sequence_ids) if earlier_tokens is None else earlier_tokens
+        decoding = begin(
             compute,
             ids,
             mask,
             prefix,
             shard_batch(sequence_ids, compute.layout),
-            shard_batch(earlier, compute.layout),
+            shard_batch(earlier_tokens, compute.layout),
             key,
             width=stage_ends(stopping.max_length_sample, compute.layer_loop)[0],
             sampling=sampling,
             stopping=stopping,
         )
         parts = decode_all(
-            self._weights, compute, state, sampling=sampling, stopping=stopping, drop=drop
+            self._weights, compute, decoding, sampling=sampling, stopping=stopping, drop=drop
         )
         arrays = concatenate_trees(parts)
-        order = np.argsort(arrays["sequence_ids"])  # They left the batch in another order.
+        order = np.argsort(arrays["sequence_ids"])  # sequences were dropped in another order
         arrays = {name: x[order] for name, x in arrays.items()}
         is_drawn = np.arange(stopping.max_length_sample) < arrays["lengths"][:, None]  # [count, T]
         return Completions(drawn_mask=is_drawn.astype(np.int32), **arrays)
 
     def release(self) -> None:
-        """Frees the copy of the weights, until the next update_weights."""
+        """Frees the copy of the weights until the next update_weights."""
         self._weights = None
 
     def close(self) -> None:
-        """Does nothing; other backends end what they have started."""
+        """Does nothing; an engine ends its processes and threads."""
 
 
-Backend: TypeAlias = "NaiveBackend | SglangBackend"  # what samples; both have the same methods
+Backend: TypeAlias = "NaiveBackend | SglangBackend"  # the same public methods
 
 
 # ---- Copies of the weights -----------------------------------------------------------------------
@@ -144,8 +144,8 @@ Backend: TypeAlias = "NaiveBackend | SglangBackend"  # what samples; both have t
 
 @functools.lru_cache
 def sync_weights(compute: Compute) -> Callable[[Params], Params]:
-    """The jitted program that copies Params to the mesh, the dtype and the layer_loop of `compute`,
-    such as the rollout's; with a base that is shared, the adapters alone.
+    """The jitted program that copies Params to the mesh, the dtype and the layer_loop of `compute`.
+    If the rollout shares LoRA's base with training, it copies the adapters alone.
 
     Both meshes have to list the devices in the same order.
     """
@@ -165,68 +165,68 @@ def sync_weights(compute: Compute) -> Callable[[Params], Params]:
 def decode_all(
     params: Params,
     compute: Compute,
-    state: "Decoding",
+    decoding: "Decoding",
     *,
     sampling: Sampling,
     stopping: Stopping,
     drop: bool,
 ) -> list[dict[str, np.ndarray]]:
-    """The sequences of this process, in the order in which they leave the batch. There is a dict
-    for all that leave together, with their sequence_ids and most arrays of Completions.
+    """The finished sequences of this process: a dict for each time at which sequences leave the
+    batch, with their sequence_ids and the other arrays of Completions but drawn_mask.
 
-    drop: sequences that have ended leave the batch, at the sizes of smaller_batches.
+    drop: sequences that have ended are dropped, and the batch shrinks to sizes of smaller_batches.
     """
-    T, all_left = stopping.max_length_sample, []
+    T, finished = stopping.max_length_sample, []
     ends = stage_ends(T, compute.layer_loop)
-    sizes = smaller_batches(len(state.done) // compute.layout.batch_shards) if drop else []
+    sizes = smaller_batches(len(decoding.done) // compute.layout.batch_shards) if drop else []
 
-    def leave(sequence_ids: jax.Array, drawn: dict[str, jax.Array], t: int) -> None:
-        arrays = jax.tree.map(local_part, {"sequence_ids": sequence_ids, **drawn})
+    def finish(sequence_ids: jax.Array, outputs: dict[str, jax.Array], t: int) -> None:
+        arrays = jax.tree.map(local_part, {"sequence_ids": sequence_ids, **outputs})
         count = len(arrays["sequence_ids"])
-        all_left.append(arrays | {"computed_tokens": np.full(count, t, np.int32)})
+        finished.append(arrays | {"computed_tokens": np.full(count, t, np.int32)})
 
     with progress_bar("decoding", T, "tokens") as bar:
         while True:
-            fewest = sizes[0] if sizes else 0
-            # decode takes over the memory of the state, so the state has to be there: on a CPU
-            # decode would wait forever for a state that did not fit into memory.
-            state = jax.block_until_ready(state)
-            state = decode(
-                params, compute, state, np.int32(fewest), sampling=sampling, stopping=stopping
+            pause_at = sizes[0] if sizes else 0
+            # decode donates the memory of its argument. On a CPU it would wait forever for an
+            # argument that did not fit into memory.
+            decoding = jax.block_until_ready(decoding)
+            decoding = decode(
+                params, compute, decoding, np.int32(pause_at), sampling=sampling, stopping=stopping
             )
-            t, live = int(state.t), int(state.live)
+            t, live = int(decoding.t), int(decoding.live)
             bar.update(t - bar.n)
             if live == 0 or t == T:
-                leave(state.sequence_ids, state.drawn, t)
-                return all_left
-            if live <= fewest:
+                finish(decoding.sequence_ids, decoding.outputs, t)
+                return finished
+            if live <= pause_at:
                 size = min(size for size in sizes if size >= live)
                 sizes = [smaller for smaller in sizes if smaller < size]
-                state, sequence_ids, drawn = drop_sequences(compute, state, size=size)
-                leave(sequence_ids, drawn, t)
-            if t == state.width():
-                state = widen(state, end=ends[ends.index(t) + 1])
+                decoding, sequence_ids, outputs = drop_sequences(compute, decoding, size=size)
+                finish(sequence_ids, outputs, t)
+            if t == decoding.width():
+                decoding = widen(decoding, end=ends[ends.index(t) + 1])
 
 
 def stage_ends(T: int, layer_loop: str) -> list[int]:
-    """The number of tokens at which each stage of decoding T tokens ends.
+    """The number of tokens at which each stage of decoding ends; the last one ends at T.
 
     The caches of unrolled layers grow from stage to stage, so that attention reads few places that
-    are not written yet. A stacked cache would be in memory twice while it grows. A stage compiles
-    its own program, so there are at most STAGES, of STAGE_TOKENS or more.
+    are not written yet. A stacked cache would be in memory twice while it grows, so it has a single
+    stage. A program is compiled for each: there are at most STAGES, of at least STAGE_TOKENS.
     """
     stages = max(min(STAGES, T // STAGE_TOKENS), 1) if layer_loop == "unroll" else 1
     return [math.ceil(T * (i + 1) / stages) for i in range(stages)]
 
 
 def smaller_batches(count: int) -> list[int]:
-    """The numbers of sequences to which the `count` of a device may shrink, in descending order.
+    """The sizes to which the `count` sequences of a shard may shrink, in descending order.
 
-    For each of them a decode is compiled, with unrolled layers one for each stage in which it runs.
-    If the lengths of completions are geometric, 1.2 tokens are computed for each real one.
+    A decode is compiled for each size, and with unrolled layers for each stage in which it runs.
+    With these sizes and geometric lengths, decoding computes 1.2 tokens for each real one.
     """
-    shares = (3 / 4, 1 / 2, 3 / 8, 1 / 4, 1 / 8, 1 / 16)
-    return sorted({math.ceil(count * share) for share in shares} - {count}, reverse=True)
+    fractions = (3 / 4, 1 / 2, 3 / 8, 1 / 4, 1 / 8, 1 / 16)
+    return sorted({math.ceil(count * x) for x in fractions} - {count}, reverse=True)
 
 
 @functools.partial(jax.jit, static_argnames=("compute",))
@@ -238,25 +238,25 @@ def prefill(params: Params, compute: Compute, prompt_ids: jax.Array, prompt_mask
 
 
 class Decoding(NamedTuple):
-    """The B sequences that are decoded: first those of a pass, later fewer, see drop_sequences."""
+    """B sequences that are decoded: all sequences of a pass, until drop_sequences keeps fewer."""
 
-    t: jax.Array  # int32, the tokens of each sequence so far
-    live: jax.Array  # int32, the unfinished sequences on the device that has most of them
-    key: jax.Array  # of the pass
+    t: jax.Array  # int32, the tokens that each sequence has been decoded for
+    live: jax.Array  # int32, the unfinished sequences on the shard that has most of them
+    key: jax.Array  # the random key of the rollout
     sequence_ids: jax.Array  # [B] int32
-    earlier: jax.Array  # [B] int32, how many tokens of its completion the prompt ends with
-    last_position: jax.Array  # [B] int32, of the prompt's last token
-    token: jax.Array  # [B] int32, the newest token, first the prompt's last one
+    earlier_tokens: jax.Array  # [B] int32, see NaiveBackend.generate
+    last_position: jax.Array  # [B] int32, the position of the prompt's last token
+    token: jax.Array  # [B] int32, the newest token; at first the prompt's last token
     done: jax.Array  # [B] bool
     # By their names in Completions: completion_ids and sampling_logps [B, T], lengths [B], and
     # with sampling.replay support [B, T, U] and cut_tokens [B].
-    drawn: dict[str, jax.Array]
-    prompt: Any  # KV of the prompts without their last token: of P, or of one for each sequence
+    outputs: dict[str, jax.Array]
+    prompt: Any  # KV of the prompts without their last token: of P prompts, or one per sequence
     prompt_mask: jax.Array  # [P or B, S] bool
-    completion: Any  # KV of the B sequences
+    completion: Any  # KV of the B completions
 
     def width(self) -> int:
-        """The tokens for which the completions have room."""
+        """The number of tokens for which the caches of the completions have room."""
         return jax.tree.leaves(self.completion)[0].shape[-1]
 
 
@@ -269,153 +269,154 @@ def begin(
     prompt_mask: jax.Array,
     prefix: Any,
     sequence_ids: jax.Array,
-    earlier: jax.Array,
+    earlier_tokens: jax.Array,
     key: jax.Array,
     *,
     width: int,
     sampling: Sampling,
     stopping: Stopping,
 ) -> Decoding:
-    """The sequences before their first token. prefix: from prefill. width: of their caches."""
+    """The sequences before their first token. prefix: from prefill. width: tokens of the caches."""
     layout, B, T = compute.layout, sequence_ids.shape[0], stopping.max_length_sample
-    share = B // len(prompt_ids)
+    per_prompt = B // len(prompt_ids)
     *_, prefix_mask = split_prefix(prompt_ids, prompt_mask)
-    drawn = {
+    outputs = {
         "completion_ids": jnp.full((B, T), stopping.pad_id, jnp.int32),
         "sampling_logps": jnp.zeros((B, T)),
         "lengths": jnp.zeros(B, jnp.int32),
     }
     if sampling.replay:
         U = support_size(sampling, compute.model.vocab_size)
-        drawn["support"] = jnp.full((B, T, U), -1, jnp.int32)
-        drawn["cut_tokens"] = jnp.zeros(B, jnp.int32)
+        outputs["support"] = jnp.full((B, T, U), -1, jnp.int32)
+        outputs["cut_tokens"] = jnp.zeros(B, jnp.int32)
     per_sequence = {
         "sequence_ids": sequence_ids,
-        "earlier": earlier,
-        "last_position": jnp.repeat(prompt_mask.sum(axis=1) - 1, share),
-        "token": jnp.repeat(prompt_ids[:, -1], share),
-        "done": earlier >= T,
-        "drawn": drawn,
+        "earlier_tokens": earlier_tokens,
+        "last_position": jnp.repeat(prompt_mask.sum(axis=1) - 1, per_prompt),
+        "token": jnp.repeat(prompt_ids[:, -1], per_prompt),
+        "done": earlier_tokens >= T,
+        "outputs": outputs,
     }
     empty = map_kv(lambda kv: kv.empty(B, width), prefix)
     return Decoding(
         t=jnp.int32(0),
         live=jnp.int32(B // layout.batch_shards),
         key=key,
-        **_on_their_devices(per_sequence, compute),
+        **_split_sequences(per_sequence, compute),
         prompt=prefix,
         prompt_mask=prefix_mask,
-        completion=_on_their_devices(empty, compute, _kv_axis(compute)),
+        completion=_split_sequences(empty, compute, _kv_axis(compute)),
     )
 
 
 @functools.partial(
-    jax.jit, static_argnames=("compute", "sampling", "stopping"), donate_argnames="state"
+    jax.jit, static_argnames=("compute", "sampling", "stopping"), donate_argnames="decoding"
 )
 def decode(
     params: Params,
     compute: Compute,
-    state: Decoding,
-    fewest: jax.Array,
+    decoding: Decoding,
+    pause_at: jax.Array,
     *,
     sampling: Sampling,
     stopping: Stopping,
 ) -> Decoding:
-    """The state once its caches are full, or once no device has more than `fewest` unfinished
-    sequences."""
+    """Decodes until the caches are full, or no shard has more than `pause_at` live sequences."""
     layout = compute.layout
-    sequence_keys = jax.vmap(jax.random.fold_in, (None, 0))(state.key, state.sequence_ids)  # [B]
+    sequence_ids = decoding.sequence_ids
+    sequence_keys = jax.vmap(jax.random.fold_in, (None, 0))(decoding.key, sequence_ids)  # [B]
     head = lm_head(params).astype(compute.dtype)
 
-    def unfinished(carry: Any) -> jax.Array:
+    def goes_on(carry: Any) -> jax.Array:
         t, live, *_ = carry
-        return (t < state.width()) & (live > fewest)
+        return (t < decoding.width()) & (live > pause_at)
 
     def next_token(carry: Any) -> Any:
-        t, _, token, done, drawn, completion = carry
-        cache = Cache(state.prompt, state.prompt_mask, completion, t)
-        positions = state.last_position + t  # [B]
+        t, _, token, done, outputs, completion = carry
+        cache = Cache(decoding.prompt, decoding.prompt_mask, completion, t)
+        positions = decoding.last_position + t  # [B]
         hidden, completion = forward_token(params, compute, token, positions, cache)
         logits = dot(hidden, head, 1, 1)  # [B, V] float32, as the trainer computes them
-        # First V is split over tp like the lm_head; then each device gets all V logits of the
-        # sequences for which it draws tokens.
+        # The matmul splits V over tp, like the lm_head. Drawing a token needs all V logits of the
+        # sequence on one device.
         logits = constrain(logits, layout, TRAIN_BATCH_AXES, "tp")
         logits = constrain(logits, layout, layout.batch_axes)
-        keys = jax.vmap(jax.random.fold_in)(sequence_keys, state.earlier + t)  # [B]
-        token, logp, *drawn_from = draw_tokens(keys, logits, sampling)
+        keys = jax.vmap(jax.random.fold_in)(sequence_keys, decoding.earlier_tokens + t)  # [B]
+        token, logp, *replayed = draw_tokens(keys, logits, sampling)
         token = jnp.where(done, stopping.pad_id, token)
-        ids, logps = drawn["completion_ids"], drawn["sampling_logps"]
-        drawn = drawn | {
+        ids, logps = outputs["completion_ids"], outputs["sampling_logps"]
+        outputs = outputs | {
             "completion_ids": ids.at[:, t].set(token),
             "sampling_logps": logps.at[:, t].set(jnp.where(done, 0.0, logp)),
-            "lengths": drawn["lengths"] + ~done,
+            "lengths": outputs["lengths"] + ~done,
         }
         if sampling.replay:
-            support, was_cut = drawn_from
-            drawn["support"] = drawn["support"].at[:, t].set(jnp.where(done[:, None], -1, support))
-            drawn["cut_tokens"] += was_cut & ~done
+            support, was_cut = replayed
+            support = jnp.where(done[:, None], -1, support)
+            outputs["support"] = outputs["support"].at[:, t].set(support)
+            outputs["cut_tokens"] += was_cut & ~done
         done = done | jnp.isin(token, jnp.array(stopping.stop_ids))
-        done = done | (state.earlier + t + 1 >= stopping.max_length_sample)
+        done = done | (decoding.earlier_tokens + t + 1 >= stopping.max_length_sample)
         live = (~done).reshape(layout.batch_shards, -1).sum(axis=1).max()
-        return t + 1, live, token, done, drawn, completion
+        return t + 1, live, token, done, outputs, completion
 
-    carry = state.t, state.live, state.token, state.done, state.drawn, state.completion
-    t, live, token, done, drawn, completion = jax.lax.while_loop(unfinished, next_token, carry)
-    token, done, drawn = _on_their_devices((token, done, drawn), compute)
+    names = ("t", "live", "token", "done", "outputs", "completion")
+    carry = tuple(getattr(decoding, name) for name in names)
+    t, live, token, done, outputs, completion = jax.lax.while_loop(goes_on, next_token, carry)
+    token, done, outputs = _split_sequences((token, done, outputs), compute)
     t, live = (constrain(x, layout) for x in (t, live))
-    return state._replace(
-        t=t, live=live, token=token, done=done, drawn=drawn, completion=completion
-    )
+    carry = t, live, token, done, outputs, completion
+    return decoding._replace(**dict(zip(names, carry, strict=True)))
 
 
 @functools.partial(jax.jit, static_argnames=("compute", "size"))
 def drop_sequences(
-    compute: Compute, state: Decoding, *, size: int
+    compute: Compute, decoding: Decoding, *, size: int
 ) -> tuple[Decoding, jax.Array, dict[str, jax.Array]]:
-    """`size` sequences of each device, among them all that have not ended; then the sequence_ids
-    of the others, and what was drawn for them.
+    """The Decoding of `size` sequences of each shard, among them all unfinished ones; then the
+    sequence_ids and the outputs of the dropped sequences.
 
-    Each sequence gets a copy of its prompt's keys and values, since the sequences of a prompt leave
-    at different times.
+    Each sequence that is kept gets a copy of its prompt's keys and values, since the completions of
+    a prompt end at different times.
     """
-    shards = compute.layout.batch_shards
-    order = jnp.argsort(state.done.reshape(shards, -1), axis=1, stable=True)  # [shards, sequences]
-    kept, left = order[:, :size], order[:, size:]
-    of_prompt = kept // (len(state.done) // len(state.prompt_mask))
+    shards, done = compute.layout.batch_shards, decoding.done
+    order = jnp.argsort(done.reshape(shards, -1), axis=1, stable=True)  # [shards, sequences]
+    kept, dropped = order[:, :size], order[:, size:]
+    prompts = kept // (len(done) // len(decoding.prompt_mask))
 
-    def pick(arrays: Any, index: jax.Array, axis: int = 0) -> Any:
-        """The sequences at an index [shards, sequences], of each device. axis: their dimension."""
+    def pick(arrays: Any, indices: jax.Array, axis: int = 0) -> Any:
+        """The arrays at indices [shards, sequences] along their axis of sequences or prompts."""
         take = jax.vmap(lambda part, i: jnp.take(part, i, axis, mode="clip"), (axis, 0), axis)
 
-        def of_array(x: jax.Array) -> jax.Array:
+        def pick_from(x: jax.Array) -> jax.Array:
             parts = x.reshape(*x.shape[:axis], shards, -1, *x.shape[axis + 1 :])
-            return take(parts, index).reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
+            return take(parts, indices).reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
-        return _on_their_devices(jax.tree.map(of_array, arrays), compute, axis)
+        return _split_sequences(jax.tree.map(pick_from, arrays), compute, axis)
 
-    names = ("sequence_ids", "earlier", "last_position", "token", "done", "drawn")
-    smaller = state._replace(
-        **pick({name: getattr(state, name) for name in names}, kept),
-        prompt=pick(state.prompt, of_prompt, _kv_axis(compute)),
-        prompt_mask=pick(state.prompt_mask, of_prompt),
-        completion=pick(state.completion, kept, _kv_axis(compute)),
+    names = ("sequence_ids", "earlier_tokens", "last_position", "token", "done", "outputs")
+    smaller = decoding._replace(
+        **pick({name: getattr(decoding, name) for name in names}, kept),
+        prompt=pick(decoding.prompt, prompts, _kv_axis(compute)),
+        prompt_mask=pick(decoding.prompt_mask, prompts),
+        completion=pick(decoding.completion, kept, _kv_axis(compute)),
     )
-    return smaller, *pick((state.sequence_ids, state.drawn), left)
+    return smaller, *pick((decoding.sequence_ids, decoding.outputs), dropped)
 
 
 @functools.partial(jax.jit, static_argnames=("end",))
-def widen(state: Decoding, *, end: int) -> Decoding:
-    """The state with room for `end` tokens in the caches."""
-    return state._replace(completion=map_kv(lambda kv: kv.widen(end), state.completion))
+def widen(decoding: Decoding, *, end: int) -> Decoding:
+    """The Decoding with room for `end` tokens in its caches."""
+    return decoding._replace(completion=map_kv(lambda kv: kv.widen(end), decoding.completion))
 
 
-def _on_their_devices(arrays: Any, compute: Compute, axis: int = 0) -> Any:
-    """The arrays with their sequences split as attention needs them; constants would lie on every
-    device in full. axis: the dimension of the sequences."""
+def _split_sequences(arrays: Any, compute: Compute, axis: int = 0) -> Any:
+    """The arrays with their sequences split over the devices, as attention needs them. Without it
+    constants would be replicated. axis: the dimension of the sequences."""
     axes = (*[None] * axis, compute.layout.batch_axes)
     return jax.tree.map(lambda x: constrain(x, compute.layout, *axes), arrays)
 
 
 def _kv_axis(compute: Compute) -> int:
-    """The dimension of the sequences in a KV; that of stacked layers comes first."""
+    """The dimension of the sequences in a KV; in stacked layers the layers come first."""
     return int(compute.layer_loop == "scan")

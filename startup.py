@@ -1,13 +1,11 @@
-"""Everything before the first step, and the export after the last one: reads and checks the inputs,
-decides how the model is computed, loads or resumes the training state, and writes the model.
+"""What happens before the first step, and the export after the last one. Startup reads and checks
+the inputs, chooses how the model is computed, and loads or resumes the training state.
 
-The checks that cost little come first. A user's mistakes are a UserMistake with a line for each.
-`python startup.py` only joins the processes and prints the devices and versions they see.
+Cheap checks come first. The mistakes of a user end in a UserMistake with a line for each.
+`python startup.py` only joins the processes and prints their devices and versions.
 """
 
-import ast
 import dataclasses
-import json
 import math
 import os
 import sys
@@ -19,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax.typing import DTypeLike
 
 import config
 import data
@@ -36,8 +34,8 @@ from infra.log import (
     raise_if_wandb_unusable,
     replace_file,
 )
-from infra.mistakes import Unwritable, UserMistake, exit_with_mistakes, side_file
-from infra.reward_worker import RewardWorker, get_worker
+from infra.mistakes import Unwritable, UserMistake, exit_with_mistakes, side_file, writing
+from infra.reward_worker import RewardWorker, get_worker, imported_files
 from infra.settings import GYM_PREFIX, REPO, to_text
 from infra.sizes import Sizes, derive_sizes, prompt_width
 from loss import Objective
@@ -63,23 +61,23 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a run reads, checks and chooses before its first step; it does not change."""
+    """The inputs of a run and the choices that were made for it; it does not change."""
 
     cfg: Config
     sizes: Sizes
-    folder: Path  # of the model; with LoRA of the base
-    adapters: Path | None  # the folder of the adapters that training begins with; None: new ones
+    folder: Path  # the folder of the model; with LoRA that of the base
+    adapters: Path | None  # the folder of the first adapters; None: new ones, or no LoRA
     train_prompts: list[data.Prompt]
-    eval_prompts: list[data.Prompt]  # empty for a run that never evaluates
+    eval_prompts: list[data.Prompt]  # empty if the run never evaluates
     rollout: Rollout
     learner: Learner
-    mesh_reason: str  # why ROLLOUT_MESH_SHAPE=auto is what it is
+    mesh_reason: str  # why ROLLOUT_MESH_SHAPE=auto has chosen its mesh, for a line of the log
 
 
 def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | None]:
-    """The run, its life-cycle, what samples, the training state and the reference of BETA.
+    """The run, its life-cycle, the sampler, the training state, and the reference of BETA or None.
 
-    Ends the program for a user's mistake.
+    Ends the program after a user's mistake.
     """
     began = time.perf_counter()
     backend = None
@@ -139,85 +137,86 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | No
 
 
 def read_base(folder: Path, compute: Compute) -> Params | None:
-    """LoRA's base, in the dtype of the matmuls and arranged as `forward` needs it, so that no
-    program copies it; None without LoRA. Raises UserMistake."""
+    """LoRA's frozen weights, or None without LoRA. They have the dtype and the arrangement that
+    `forward` needs, so that no program copies them. Raises UserMistake."""
     if not compute.model.lora:
         return None
     mesh = compute.layout.mesh
     return hf.load_params(folder, compute.model, mesh, compute.dtype, compute.layer_loop)
 
 
-def first_params(run: Run, dtype: Any) -> Params:
-    """The trained weights before the first step; adapters are always float32. Raises
-    UserMistake."""
+def first_params(run: Run, dtype: DTypeLike) -> Params:
+    """The trained weights before the first step, in this dtype; adapters are always float32.
+    Raises UserMistake."""
     model, mesh = run.learner.compute.model, run.learner.compute.layout.mesh
     if model.lora:
         return lora.initial_adapters(run.adapters, model, mesh, run.cfg.seed)
     return hf.load_params(run.folder, model, mesh, dtype)
 
 
-def set_up(cfg: Config, example: dict[str, str] | None = None) -> Run:
-    """Reads and checks all inputs and decides how to compute, on all processes alike. Raises
-    UserMistake for a user's mistake.
+# ---- Set up: read and check the inputs -----------------------------------------------------------
 
-    example: the only question to evaluate, instead of the eval split.
+
+def set_up(cfg: Config, example: dict[str, str] | None = None) -> Run:
+    """Reads and checks all inputs, and chooses how to compute, alike on all processes. Prints the
+    choices. Raises UserMistake.
+
+    example: a single question, which replaces the eval split.
     """
     with hosts.raising_on_all_processes():
         run = make_run(cfg, example)
-        facts = process_fingerprint(run)
-    hosts.raise_if_processes_differ(facts)
-    training, rollout = run.learner.compute, run.rollout.compute
+        fingerprint = process_fingerprint(run)
+    hosts.raise_if_processes_differ(fingerprint)
+    train_compute, rollout_compute = run.learner.compute, run.rollout.compute
     print(
-        f"model={run.folder} parameters={placement.num_params(training.model) / 1e6:.2f}M "
-        f"dtype={training.dtype} train={len(run.train_prompts)} "
+        f"model={run.folder} parameters={placement.num_params(train_compute.model) / 1e6:.2f}M "
+        f"dtype={train_compute.dtype} train={len(run.train_prompts)} "
         f"test={len(run.eval_prompts)} prompts "
         f"rewards={','.join(f.__name__ for f in run.rollout.functions)}\n"
         f"{dtype_note(cfg.dtype)}"
-        f"mesh dp,fsdp,tp train={mesh_text(training.layout.mesh)} ({cfg.mesh_shape}) "
-        f"rollout={placement.rollout_mesh_text(cfg, rollout)} "
+        f"mesh dp,fsdp,tp train={mesh_text(train_compute.layout.mesh)} ({cfg.mesh_shape}) "
+        f"rollout={placement.rollout_mesh_text(cfg, rollout_compute)} "
         f"({cfg.rollout_mesh_shape}{run.mesh_reason})\n"
-        f"{lora_line(training.model, rollout)}rollout.backend: {cfg.rollout_backend}\n"
+        f"{lora_line(train_compute.model, rollout_compute)}"
+        f"rollout.backend: {cfg.rollout_backend}\n"
         f"loss.loss_type={cfg.loss_type} loss.adv_estimator={cfg.adv_estimator} "
         f"train.policy_loss_impl={cfg.policy_loss_impl} "
-        f"train.attention_impl={training.attention_impl}",
+        f"train.attention_impl={train_compute.attention_impl}",
         flush=True,
     )
     return run
 
 
 def dtype_note(dtype: str) -> str:
-    """A line if the device is no CPU and DTYPE=auto does not mean bfloat16 on it."""
+    """A line if DTYPE=auto is float32 because an accelerator lacks bfloat16, else an empty text."""
     device = jax.devices()[0]
     if dtype != "auto" or device.platform == "cpu" or has_bfloat16(device):
         return ""
     return f"note: {device.device_kind} has no bfloat16, so that DTYPE=auto is float32\n"
 
 
-def lora_line(model: ModelConfig, rollout: Compute) -> str:
-    """A line that says which adapters are trained, and whether their base is in memory once, or how
-    much memory the rollout's copy of it takes."""
+def lora_line(model: ModelConfig, rollout_compute: Compute) -> str:
+    """A line about the adapters, and about their base: that the rollout shares it with training, or
+    how much memory the rollout's copy takes. Empty without LoRA."""
     if model.lora is None:
         return ""
     rank, alpha, targets = model.lora
     base_params = placement.num_params(dataclasses.replace(model, lora=None))
     adapter_params = placement.num_params(model) - base_params
-    mesh = rollout.layout.mesh
-    gib = base_params * rollout.dtype.itemsize / mesh.shape["fsdp"] / mesh.shape["tp"] / 2**30
-    copied = f"copied ({gib:.2f} GiB on each device)"
+    mesh, itemsize = rollout_compute.layout.mesh, rollout_compute.dtype.itemsize
+    gib = base_params * itemsize / mesh.shape["fsdp"] / mesh.shape["tp"] / 2**30
+    base = "shared" if rollout_compute.shares_base else f"copied ({gib:.2f} GiB on each device)"
     return (
         f"lora rank={rank} alpha={alpha:g} targets={','.join(targets)} "
-        f"trained={adapter_params / 1e6:.2f}M base={'shared' if rollout.shares_base else copied}\n"
+        f"trained={adapter_params / 1e6:.2f}M base={base}\n"
     )
 
 
 def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
-    """The run as this process sees it. The checks that cost little come first. Raises UserMistake.
-
-    example: see set_up.
-    """
+    """The run of this process, with cheap checks first. Raises UserMistake. example: see set_up."""
     if cfg.rollout_backend == "sglang_jax":
         open_sglang().import_engine(jax.devices())
-    if jax.process_index() == 0:  # it alone writes
+    if jax.process_index() == 0:  # the only process that writes
         raise_if_wandb_unusable(cfg.wandb_mode)
         if cfg.export_hf not in ("", "none"):
             raise_if_not_writable(f"EXPORT_HF={cfg.export_hf}", Path(cfg.export_hf))
@@ -227,14 +226,12 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
     workers: dict[str, RewardWorker] = {}
     data.raise_if_gym_is_missing(cfg.dataset)
     functions = []
-    if cfg.reward_fns() or not cfg.environment_class:  # else the environments alone give rewards
+    if cfg.reward_fns() or not cfg.environment_class:  # else the environments give the rewards
         cache = cfg.overlong_cache or cfg.max_length_sample // 5
         functions = rewards.load_reward_functions(
             cfg.reward_fns(), cfg.reward_timeout_s, cfg.max_length_sample, cache, workers
         )
-    asked = "answer" if cfg.dataset.startswith(GYM_PREFIX) else "number"  # a task's may be any text
-    default = rewards.SYSTEM_PROMPT.replace("number", asked)
-    system_prompt = data.read_system_prompt(cfg.system_prompt) or default
+    system_prompt = read_system_prompt(cfg)
 
     folder, adapters, model, tokenizer = open_model(cfg)
     stop_ids = find_stop_ids(folder, tokenizer, model.vocab_size)
@@ -252,7 +249,7 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
         cfg.reward_weights, cfg.reward_fns(), [function.__name__ for function in functions]
     )
 
-    def prompts_of(split: str) -> list[data.Prompt]:
+    def read_prompts(split: str) -> list[data.Prompt]:
         examples = [example] if example else load_examples(cfg, split)
         prompts = data.build_prompts(examples, tokenizer, system_prompt, tools, model.vocab_size)
         prompts = data.drop_long_prompts(prompts, cfg.max_prompt_length, split)
@@ -260,14 +257,16 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
             raise_if_no_number(cfg.dataset, split, [prompt.columns["answer"] for prompt in prompts])
         return prompts
 
-    train_prompts = prompts_of(cfg.train_split) if cfg.steps else []
-    eval_prompts = prompts_of(cfg.eval_split) if cfg.evaluates() else []
+    train_prompts = read_prompts(cfg.train_split) if cfg.steps else []
+    eval_prompts = read_prompts(cfg.eval_split) if cfg.evaluates() else []
     longest = max((len(prompt.ids) for prompt in train_prompts + eval_prompts), default=1)
     placement.raise_if_too_long(cfg.max_length_sample, model, longest)
     S = prompt_width(longest, cfg.global_length) - 1
-    training, sampling, reason = placement.plan_compute(cfg, model, sizes, S, jax.devices())
+    train_compute, rollout_compute, mesh_reason = placement.plan_compute(
+        cfg, model, sizes, S, jax.devices()
+    )
     rollout = Rollout(
-        compute=sampling,
+        compute=rollout_compute,
         sampling=sampling_of(cfg),
         eval_sampling=eval_sampling_of(cfg),
         stopping=stopping,
@@ -281,9 +280,59 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
         max_prompt_width=S + 1,
         stop=hosts.StopSignal(),
     )
-    learner = learner_of(cfg, sizes, with_kernel(cfg, training, jax.devices()[0]), S, stopping)
-    prompts = train_prompts, eval_prompts
-    return Run(cfg, sizes, folder, adapters, *prompts, rollout, learner, reason)
+    train_compute = with_kernel(cfg, train_compute, jax.devices()[0])
+    return Run(
+        cfg=cfg,
+        sizes=sizes,
+        folder=folder,
+        adapters=adapters,
+        train_prompts=train_prompts,
+        eval_prompts=eval_prompts,
+        rollout=rollout,
+        learner=learner_of(cfg, sizes, train_compute, S, stopping),
+        mesh_reason=mesh_reason,
+    )
+
+
+def read_system_prompt(cfg: Config) -> str:
+    """SYSTEM_PROMPT, or else that of rewards.py, which asks for a number. The answer to a task of
+    reasoning_gym may be any text."""
+    answer = "answer" if cfg.dataset.startswith(GYM_PREFIX) else "number"
+    default = rewards.SYSTEM_PROMPT.replace("number", answer)
+    return data.read_system_prompt(cfg.system_prompt) or default
+
+
+def open_model(
+    cfg: Config,
+) -> tuple[Path, Path | None, ModelConfig, "PreTrainedTokenizerBase"]:
+    """The folder of the model, the folder of its adapters if MODEL_PATH names adapters, the model
+    and its tokenizer. No weight is read. Raises UserMistake."""
+    folder, adapters = lora.fetch_base(cfg.model_path, cfg.model_revision)
+    for source in (folder, adapters or folder):
+        hf.raise_if_overwriting(cfg.export_hf, cfg.output_dir, source)
+    model, tokenizer = hf.read_model(folder, chat_template_file(cfg, adapters))
+    model = dataclasses.replace(model, lora=lora.read_lora(cfg, model, adapters))
+    return folder, adapters, model, tokenizer
+
+
+def chat_template_file(cfg: Config, adapters: Path | None) -> str:
+    """The file that replaces the tokenizer's chat template: that of CHAT_TEMPLATE, or of exported
+    adapters; "" if there is none."""
+    exported = adapters and adapters / "chat_template.jinja"
+    return cfg.chat_template or (str(exported) if exported and exported.is_file() else "")
+
+
+def find_stop_ids(
+    folder: Path, tokenizer: "PreTrainedTokenizerBase", vocab_size: int
+) -> tuple[int, ...]:
+    """The sorted ids of all stop tokens: those that the model's files name, and the token with
+    which the chat template ends an answer. Raises UserMistake."""
+    named, end = hf.read_stop_ids(folder, tokenizer, vocab_size), data.end_of_turn_id(tokenizer)
+    if end is not None and end < vocab_size and end not in named:
+        why = "the chat template ends an answer with it, though the model's files do not name it"
+        print(f"note: {tokenizer.decode([end])} is a stop token: {why}", flush=True)
+        return tuple(sorted((*named, end)))
+    return named
 
 
 def load_examples(cfg: Config, split: str) -> list[dict[str, Any]]:
@@ -293,49 +342,9 @@ def load_examples(cfg: Config, split: str) -> list[dict[str, Any]]:
     )
 
 
-def learner_of(cfg: Config, sizes: Sizes, training: Compute, S: int, stopping: Stopping) -> Learner:
-    """The learner of the run. S: padded tokens of the longest prompt without the last one."""
-    return Learner(
-        compute=training,
-        objective=objective_of(cfg),
-        optimizer=optimizer_of(cfg),
-        temperature=cfg.temperature,
-        limits=limits_of(cfg, sizes, training, jax.process_count(), S),
-        pad_id=stopping.pad_id,
-        accumulates=sizes.grad_accum_steps > 1,
-        skips_zero_advantages=cfg.skips(),
-    )
-
-
-def drift_level(cfg: Config, training: Compute, rollout: Compute) -> float:
-    """The level of DRIFT_LEVELS for the dtypes of a run; infinite where the difference also has
-    another cause: the log-probabilities of `naive` are those of the filtered distribution."""
-    if cfg.filters_logps():
-        return math.inf
-    return max(DRIFT_LEVELS[str(compute.dtype)] for compute in (training, rollout))
-
-
-def limits_of(cfg: Config, sizes: Sizes, training: Compute, processes: int, S: int) -> Limits:
-    """The limits of packed rows. S: padded tokens of the longest prompt without the last one."""
-    model, X = training.model, training.layout.batch_shards
-    matmuls = 2 * model.num_layers * layer_matrix_size(model)  # FLOPs of a token
-    return Limits(
-        shards=X,
-        sequences=sizes.micro_batch_size * processes // X,
-        completions=cfg.num_pre_q,
-        max_length_sample=cfg.max_length_sample,
-        longest_prompt=S,
-        shortest_prompt=cfg.global_length,
-        pack=cfg.packs(),
-        unit=LANES if training.attention_impl == "splash" else 1,
-        row_tokens=MAX_ROW_TOKENS if training.attention_impl == "splash" else sys.maxsize,
-        matmul_keys=matmuls / attention_flops(model, 1),
-    )
-
-
 def raise_if_no_number(dataset: str, split: str, answers: list[str]) -> None:
     """Prints how many right answers of a split have no number for reward_correct. Raises
-    UserMistake if none of them has one."""
+    UserMistake if none of them has a number."""
     without = [answer for answer in answers if rewards.reference_number(answer) is None]
     if len(without) == len(answers):
         raise UserMistake(
@@ -349,35 +358,6 @@ def raise_if_no_number(dataset: str, split: str, answers: list[str]) -> None:
         print(f"note: {share} {why}", flush=True)
 
 
-def open_model(cfg: Config) -> tuple[Path, Path | None, ModelConfig, Any]:
-    """The folder of the model, that of its adapters if MODEL_PATH names some, and what they say of
-    the model and its tokenizer, before any weight is read. Raises UserMistake."""
-    folder, adapters = lora.fetch_base(cfg.model_path, cfg.model_revision)
-    for each in (folder, adapters or folder):
-        hf.raise_if_overwriting(cfg.export_hf, cfg.output_dir, each)
-    model, tokenizer = hf.read_model(folder, chat_template_file(cfg, adapters))
-    model = dataclasses.replace(model, lora=lora.read_lora(cfg, model, adapters))
-    return folder, adapters, model, tokenizer
-
-
-def chat_template_file(cfg: Config, adapters: Path | None) -> str:
-    """The file of the chat template, which an export of adapters may have, too; "": the tokenizer
-    has the template."""
-    exported = adapters and adapters / "chat_template.jinja"
-    return cfg.chat_template or (str(exported) if exported and exported.is_file() else "")
-
-
-def find_stop_ids(folder: Path, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
-    """Every token id that ends a completion, sorted: those that the folder names, and the one with
-    which the chat template ends an answer. Raises UserMistake."""
-    named, end = hf.read_stop_ids(folder, tokenizer, vocab_size), data.end_of_turn_id(tokenizer)
-    if end is not None and end < vocab_size and end not in named:
-        why = "the chat template ends an answer with it, though the model's files do not name it"
-        print(f"note: {tokenizer.decode([end])} is a stop token: {why}", flush=True)
-        return tuple(sorted((*named, end)))
-    return named
-
-
 # ---- Doors: each side-file is imported here alone ------------------------------------------------
 
 
@@ -387,10 +367,7 @@ def open_environments(
     tokenizer: "PreTrainedTokenizerBase",
     stop_ids: Sequence[int],
 ) -> "Environments":
-    """The environments of ENVIRONMENT_CLASS. Raises UserMistake.
-
-    workers: as for rewards.load_reward_functions.
-    """
+    """The environments of ENVIRONMENT_CLASS. workers: see get_worker. Raises UserMistake."""
     source = cfg.environment_class
     with side_file("extras/turns.py", f"ENVIRONMENT_CLASS={source}"):
         from extras.turns import Environments
@@ -420,23 +397,23 @@ def open_sglang() -> ModuleType:
     return extras.sglang
 
 
-def with_kernel(cfg: Config, training: Compute, device: jax.Device) -> Compute:
-    """The training compute with the kernel of POLICY_LOSS_IMPL=pallas, if it is set. Raises
-    UserMistake if the model is too wide for the kernel."""
+def with_kernel(cfg: Config, compute: Compute, device: jax.Device) -> Compute:
+    """The compute of training, with the kernel if POLICY_LOSS_IMPL=pallas. Raises UserMistake if
+    the model is too wide for the kernel."""
     if cfg.policy_loss_impl == "jax":
-        return training
+        return compute
     with side_file("loss_pallas.py", f"POLICY_LOSS_IMPL={cfg.policy_loss_impl}"):
         from loss_pallas import Kernel, block_sizes
     try:
-        block_sizes(training.model.hidden_size, 2, device.device_kind)
-    except ValueError as error:  # loss_pallas.py knows no UserMistake
+        block_sizes(compute.model.hidden_size, 2, device.device_kind)
+    except ValueError as error:  # loss_pallas.py imports no UserMistake
         raise UserMistake(str(error)) from None
-    return training._replace(logps_kernel=Kernel(device.device_kind))
+    return compute._replace(logps_kernel=Kernel(device.device_kind))
 
 
 def open_reviewer(out: Path, log: RunLog) -> "Reviewer | None":
-    """Writes the summary and the report of a run; None, and a line that says so, without
-    extras/report.py."""
+    """The writer of a run's summary and report. Without extras/report.py it is None, and a line of
+    the log says so."""
     try:
         with side_file("extras/report.py", "report.html"):
             from extras.report import Reviewer
@@ -449,45 +426,74 @@ def open_reviewer(out: Path, log: RunLog) -> "Reviewer | None":
 # ---- Settings as the modules take them -----------------------------------------------------------
 
 
-def objective_of(cfg: Config) -> Objective:
-    """The settings of policy_loss, which have the same names in Objective as in Config."""
-    return Objective(**{name: getattr(cfg, name) for name in Objective._fields})
-
-
 def sampling_of(cfg: Config) -> Sampling:
+    """The settings of sampling in training steps."""
     return Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p, replay=cfg.replays())
 
 
 def eval_sampling_of(cfg: Config) -> Sampling:
-    """How evaluations sample; greedy decoding has temperature 0 and no filters."""
+    """The settings of sampling in evaluations; greedy decoding has temperature 0 and no filters."""
     temperature = cfg.eval_temperature or (cfg.temperature if cfg.eval_samples > 1 else 0.0)
     if temperature == 0:
         return Sampling(temperature=0.0)
     return sampling_of(cfg)._replace(temperature=temperature, replay=False)
 
 
+def learner_of(cfg: Config, sizes: Sizes, compute: Compute, S: int, stopping: Stopping) -> Learner:
+    """The learner of the run. S: see limits_of."""
+    return Learner(
+        compute=compute,
+        objective=objective_of(cfg),
+        optimizer=optimizer_of(cfg),
+        temperature=cfg.temperature,
+        limits=limits_of(cfg, sizes, compute, jax.process_count(), S),
+        pad_id=stopping.pad_id,
+        accumulates=sizes.grad_accum_steps > 1,
+        skips_zero_advantages=cfg.skips(),
+    )
+
+
+def objective_of(cfg: Config) -> Objective:
+    """The settings of policy_loss. They have the same names in Objective as in Config."""
+    return Objective(**{name: getattr(cfg, name) for name in Objective._fields})
+
+
 def optimizer_of(cfg: Config) -> Optimizer:
     return Optimizer(name=cfg.optimizer, weight_decay=cfg.weight_decay, clip_norm=cfg.clip_norm)
 
 
-def resolved_choices(run: Run) -> dict[str, str]:
-    """What this machine has made of the settings that leave a choice, as config.yaml names it."""
-    chosen = ("attention_impl", "layer_loop", "dtype")
-    training = run.learner.compute
-    level = drift_level(run.cfg, training, run.rollout.compute)
-    return ({"derived.drift_level": to_text(level)} if level < math.inf else {}) | {
-        "derived.reward_weights": to_text(run.rollout.reward_weights),
-        "derived.policy_loss_impl": run.cfg.policy_loss_impl,
-        **{f"derived.{name}": str(getattr(training, name)) for name in chosen},
-        "derived.mesh_shape": mesh_text(training.layout.mesh),
-        "derived.rollout_mesh_shape": placement.rollout_mesh_text(run.cfg, run.rollout.compute),
-        "derived.commit": hosts.commit_of(REPO),
-        "derived.device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
-    }
+def limits_of(cfg: Config, sizes: Sizes, compute: Compute, processes: int, S: int) -> Limits:
+    """The limits of the run's rows. S: the padded tokens of its longest prompt but the last one."""
+    model, shards = compute.model, compute.layout.batch_shards
+    matmul_flops = 2 * model.num_layers * layer_matrix_size(model)  # of a token
+    return Limits(
+        shards=shards,
+        sequences=sizes.micro_batch_size * processes // shards,
+        completions=cfg.num_pre_q,
+        max_length_sample=cfg.max_length_sample,
+        longest_prompt=S,
+        shortest_prompt=cfg.global_length,
+        pack=cfg.packs(),
+        unit=LANES if compute.attention_impl == "splash" else 1,
+        row_tokens=MAX_ROW_TOKENS if compute.attention_impl == "splash" else sys.maxsize,
+        matmul_keys=matmul_flops / attention_flops(model, 1),
+    )
+
+
+def drift_level(cfg: Config, train_compute: Compute, rollout_compute: Compute) -> float:
+    """The level of DRIFT_LEVELS for the dtypes of a run. It is infinite if the sampler's
+    log-probabilities are those of a filtered distribution, which the trainer does not replay."""
+    if cfg.filters_logps():
+        return math.inf
+    return max(DRIFT_LEVELS[str(compute.dtype)] for compute in (train_compute, rollout_compute))
+
+
+# ---- The log and the export ----------------------------------------------------------------------
 
 
 def open_log(run: Run, out: Path, progress: checkpoint.Progress) -> RunLog:
-    """The run's log in its folder, with config.yaml; it drops records after the checkpoint."""
+    """The log of a run in its folder, without the records after the checkpoint from which the run
+    is resumed. Writes config.yaml."""
     cfg, writes, wandb = run.cfg, jax.process_index() == 0, None
     if writes and (mode := choose_wandb_mode(cfg.wandb_mode)) != "disabled":
         derived = {f"derived.{name}": value for name, value in run.sizes._asdict().items()}
@@ -496,27 +502,44 @@ def open_log(run: Run, out: Path, progress: checkpoint.Progress) -> RunLog:
             values["forked_from"] = progress.forked_from
         wandb = {"mode": mode, "config": values, "project": cfg.wandb_project or "grpo"}
         wandb |= {"id": progress.run_id, "name": cfg.wandb_name or out.resolve().name}
-    # The evaluations after the newest step that are not made again.
+    # Evaluations of the checkpoint's step stay in the log, unless this run makes them again.
     sweeps = cfg.eval_full_sweep and progress.step == cfg.steps
     kept = ["eval"] * (progress.step in progress.evals) + ["eval_full"] * (not sweeps)
-    resumed = {"first_step": progress.step, "kept": kept}
-    with hosts.raising_on_all_processes():
-        try:
-            log = RunLog(out, steps=cfg.steps, writes=writes, wandb=wandb, **resumed)
-            if writes:
-                text = config.describe(cfg, jax.process_count(), jax.local_device_count())
-                text += "".join(
-                    f"\n{name}: {value}" for name, value in resolved_choices(run).items()
-                )
-                replace_file(out / "config.yaml", text + "\n")
-                log.print_line(f"output={out}")
-        except OSError as error:
-            raise UserMistake(f"OUTPUT_DIR={out} cannot be written: {error.strerror}") from None
+    with hosts.raising_on_all_processes(), writing(f"OUTPUT_DIR={out}", UserMistake):
+        log = RunLog(
+            out,
+            steps=cfg.steps,
+            writes=writes,
+            wandb=wandb,
+            first_step=progress.step,
+            kept=kept,
+        )
+        if writes:
+            text = config.describe(cfg, jax.process_count(), jax.local_device_count())
+            text += "".join(f"\n{name}: {value}" for name, value in resolved_choices(run).items())
+            replace_file(out / "config.yaml", text + "\n")
+            log.print_line(f"output={out}")
     return log
 
 
+def resolved_choices(run: Run) -> dict[str, str]:
+    """The choices for this machine that settings leave open, by their names in config.yaml."""
+    names = ("attention_impl", "layer_loop", "dtype")
+    compute = run.learner.compute
+    level = drift_level(run.cfg, compute, run.rollout.compute)
+    return ({"derived.drift_level": to_text(level)} if level < math.inf else {}) | {
+        "derived.reward_weights": to_text(run.rollout.reward_weights),
+        "derived.policy_loss_impl": run.cfg.policy_loss_impl,
+        **{f"derived.{name}": str(getattr(compute, name)) for name in names},
+        "derived.mesh_shape": mesh_text(compute.layout.mesh),
+        "derived.rollout_mesh_shape": placement.rollout_mesh_text(run.cfg, run.rollout.compute),
+        "derived.commit": hosts.commit_of(REPO),
+        "derived.device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+    }
+
+
 def export(run: Run, out: Path, params: Params) -> None:
-    """Writes the trained model as a Hugging Face folder, or adapters as one of PEFT. Raises
+    """Writes the trained model as a Hugging Face folder, or the adapters as a PEFT folder. Raises
     Unwritable."""
     if run.cfg.export_hf == "none":
         return
@@ -540,84 +563,56 @@ def export(run: Run, out: Path, params: Params) -> None:
         raise Unwritable(f"EXPORT_HF={folder} cannot be written: {error}") from None
 
 
-# ---- What processes and resumed runs compare -----------------------------------------------------
+# ---- Fingerprints of results and of processes ----------------------------------------------------
 
 
 def result_fingerprint(run: Run) -> dict[str, str]:
-    """What the results follow from, but the code: a resumed run must have the same settings, sizes
-    and digests of files."""
+    """The settings, sizes and digests of files that determine the results, but not the code. They
+    must be the same in a resumed run."""
     cfg, folder = run.cfg, run.folder
     values = {
         field.name.upper(): to_text(getattr(cfg, field.name))
         for field in dataclasses.fields(cfg)
         if field.metadata["kept"]
     }
-    entries = rewards.reward_entries(cfg.reward_fns())
+    functions = rewards.reward_entries(cfg.reward_fns())  # each a name, or file.py:name
     values["REWARD_WEIGHTS"] = to_text(run.rollout.reward_weights)
-    values["REWARD_FN"] = ",".join(Path(entry).name for entry in entries)
-    scheduled = cfg.lr_schedule != "constant" or cfg.warmup_ratio > 0
-    schedule_end = (cfg.lr_decay_steps or cfg.steps) * scheduled
+    values["REWARD_FN"] = ",".join(Path(function).name for function in functions)
+    has_schedule = cfg.lr_schedule != "constant" or cfg.warmup_ratio > 0
+    schedule_end = (cfg.lr_decay_steps or cfg.steps) * has_schedule
     values["LR_DECAY_STEPS (else STEPS)"] = str(schedule_end)
     values["prompts per step"] = str(run.sizes.prompts_per_step)
     values["DTYPE"] = str(run.learner.compute.dtype)
     values["the stop tokens"] = str(run.rollout.stopping.stop_ids)
     for name in ("config.json", "tokenizer.json"):
         values[f"the model's {name}"] = hosts.short_digest((folder / name).read_bytes())
-    values["the tokenized prompts"] = digest_of(run.train_prompts)
-    if cfg.beta > 0 or run.learner.compute.model.lora:  # every start reads these weights again
+    values["the tokenized prompts"] = hosts.json_digest(run.train_prompts)
+    if cfg.beta > 0 or run.learner.compute.model.lora:  # a resumed run reads these weights again
         files = sorted(folder.glob("*.safetensors"))
         if run.adapters:
             files += [run.adapters / lora.CONFIG, run.adapters / hf.ADAPTERS]
-        values["the model's weights"] = digest_of([digest_of_file(file) for file in files])
+        fingerprints = [hosts.file_fingerprint(file) for file in files]
+        values["the model's weights"] = hosts.json_digest(fingerprints)
     values["ENVIRONMENT_CLASS"] = Path(cfg.environment_class).name
-    if run.rollout.environments:  # their messages are written by it, too
+    if run.rollout.environments:  # the template also writes their messages
         tools = run.rollout.environments.tools or None
         template = run.rollout.tokenizer.get_chat_template(tools=tools)
         values["the chat template"] = hosts.short_digest(template.encode())
-    sources = {"REWARD_FN": entries, "ENVIRONMENT_CLASS": [cfg.environment_class]}
-    for setting, named in sources.items():
-        mains = [Path(entry.rpartition(":")[0]).resolve() for entry in named if ":" in entry]
+    sources = {"REWARD_FN": functions, "ENVIRONMENT_CLASS": [cfg.environment_class]}
+    for setting, names in sources.items():
+        mains = [Path(name.rpartition(":")[0]).resolve() for name in names if ":" in name]
         for main in dict.fromkeys(mains):
             for file in imported_files(main):
-                name = f"the file of {setting} {os.path.relpath(file, main.parent)}"
-                before = f"{values[name]}," if name in values else ""  # of another folder
-                values[name] = before + hosts.short_digest(file.read_bytes())
+                label = f"the file of {setting} {os.path.relpath(file, main.parent)}"
+                digest = hosts.short_digest(file.read_bytes())
+                # Files in two folders may have the same relative path.
+                values[label] = f"{values[label]},{digest}" if label in values else digest
     return values
 
 
-def imported_files(main: Path) -> list[Path]:
-    """A user's file, and the files of its folder that it and these import, but for rewards.py of
-    this project."""
-    files, known = [main], {main, REPO / "rewards.py"}
-    for file in files:  # The list grows.
-        try:
-            nodes = [*ast.walk(ast.parse(file.read_bytes()))]
-        except SyntaxError:  # It may be for another version of Python.
-            continue
-        for node in (each for each in nodes if isinstance(each, ast.Import | ast.ImportFrom)):
-            level, module = getattr(node, "level", 0), getattr(node, "module", None) or ""
-            folder = file.parents[level - 1] if level else main.parent
-            for alias in node.names:
-                name = folder.joinpath(*f"{module}.{alias.name}".strip(".").split("."))
-                paths = [path for path in (name, *name.parents) if folder in path.parents]
-                candidates = {path.with_suffix(".py") for path in paths}
-                candidates |= {path / "__init__.py" for path in paths}
-                files += sorted(file for file in candidates - known if file.is_file())
-                known |= candidates
-    return files
-
-
-def digest_of_file(file: Path) -> list[Any]:
-    """The name, the size, and a digest of the first and the last MiB and of a byte in each of 4096
-    places between; to read all would take too long."""
-    content = np.memmap(file, mode="r")
-    pieces = content[: 2**20], content[:: max(len(content) // 4096, 1)], content[-(2**20) :]
-    return [file.name, len(content), hosts.short_digest(b"".join(x.tobytes() for x in pieces))]
-
-
 def process_fingerprint(run: Run) -> dict[str, str]:
-    """What has to be the same on every process, besides what the results follow from: the other
-    settings, the code, the versions and the names of the model's files."""
+    """What must be the same on every process: the fingerprint of the results, all settings but
+    those of a single process, the code, the versions and the list of the model's files."""
     settings = {
         field.name.upper(): str(getattr(run.cfg, field.name)).replace(str(REPO), "{repo}")
         for field in dataclasses.fields(run.cfg)
@@ -627,17 +622,12 @@ def process_fingerprint(run: Run) -> dict[str, str]:
     versions = {f"the version of {name}": x for name, x in hosts.package_versions().items()}
     others = {
         "our code": hosts.code_digest(REPO),
-        "the list of the model's files": digest_of(
+        "the list of the model's files": hosts.json_digest(
             sorted((file.name, file.stat().st_size) for file in files)
         ),
-        "the questions of evaluations": digest_of(run.eval_prompts),
+        "the questions of evaluations": hosts.json_digest(run.eval_prompts),
     }
     return settings | result_fingerprint(run) | others | versions
-
-
-def digest_of(values: Sequence[Any]) -> str:
-    """A digest of JSON values, or of what is printed as a text."""
-    return hosts.short_digest(json.dumps(values, default=str).encode())
 
 
 if __name__ == "__main__":

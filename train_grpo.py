@@ -1,28 +1,30 @@
 """GRPO on one CPU, one GPU, one TPU host or a TPU pod slice: `STEPS=1 python train_grpo.py`.
 
-One step samples K completions of each of P prompts, rewards them, compares each completion with
-the others of its prompt, and makes the better ones more likely. Read `main` from top to bottom. The
-formulas are in loss.py, what happens in a rollout in rollout.py, the programs that run on devices
-in sampling.py and update.py; startup.py has all that comes before the first step, and the export.
+A step samples K completions of each of P prompts, rewards them, compares each completion with the
+others of its prompt, and makes the better ones more likely. Read `main` from top to bottom. The
+formulas are in loss.py, the phases of a rollout in rollout.py, the jitted programs in sampling.py
+and update.py. startup.py has everything before the first step, and the export after the last one.
 
-Dimensions: P prompts of a step, K completions per prompt, B = P*K sequences of the step, of which
-local_batch are those of this process. T padded completion tokens: MAX_LENGTH_SAMPLE in the rollout,
-and after it one of a few widths that holds the longest completion of the step (completion_width in
-rows.py). X rows of a micro-batch with Q places for sequences each.
+Dimensions: P prompts of a step, K completions per prompt, B = P*K sequences of a step, of which
+each process samples local_batch. T completion tokens, padded: to MAX_LENGTH_SAMPLE in the rollout,
+later to the longest completion (completion_width in rows.py). X rows of Q sequences on devices.
 
-A question is a data.Prompt, and what this process samples are Completions (sampling.py). From
-gather_batch on, a Batch has all sequences in NumPy arrays on every process. A MicroBatch has some
-of them in rows on the devices; rows.py has a picture of such a row.
+A question is a data.Prompt. Each process samples its Completions (sampling.py). gather_batch turns
+them into a Batch: NumPy arrays of all sequences, on every process. pack_to_devices turns a Batch
+into MicroBatches: rows on the devices, of which rows.py has a picture.
 
-This departs from the GRPO paper (arXiv 2402.03300) in four points, as most of the field does:
- 1. The loss is the mean over all completion tokens of an update, which by default is the step,
-    not the mean over each sequence first (LOSS_TYPE=grpo is the paper's).
- 2. There is no KL penalty unless BETA > 0. It then is the k3 estimate times the ratio, so
-    that its gradient is on average that of the KL itself (KL_BIAS_CORRECTION=0 is the paper's).
+This departs from the GRPO paper (arXiv 2402.03300) in five points, as most of the field does:
+ 1. The loss is the mean over all completion tokens of an update, which by default is the step.
+    The paper takes the mean over each sequence first (LOSS_TYPE=grpo).
+ 2. There is no KL penalty unless BETA > 0. It is then the k3 estimate times the ratio, whose
+    gradient is unbiased; the paper does not multiply by it (KL_BIAS_CORRECTION=0).
  3. Advantages divide by std + 1e-4 (ddof = 1), and are exactly 0 if a group's rewards are equal.
+    Such a group is not computed if no other loss term needs it; the mean still counts its tokens.
  4. TEMPERATURE divides the logits in sampling and in all log-probabilities of the loss. The
     tokens that TOP_K, TOP_P and MIN_P drop in sampling have probability 0 in the loss too
     (SAMPLING_SUPPORT=full drops them in sampling only).
+ 5. In the first update of a step old_logps are the trainer's own logps, so that each ratio is
+    exactly 1. The sampler's logps, which differ by rounding, enter the loss by IS_MODE alone.
 """
 # ruff: noqa: E402 - settings are read and checked before jax is imported
 
@@ -91,7 +93,7 @@ def main(cfg: Config) -> None:
     rollout_key, eval_key = jax.random.split(jax.random.key(cfg.seed))
 
     def params() -> Params:
-        # With LoRA the state has the adapters alone.
+        # With LoRA the training state holds the adapters alone.
         return combine_params(learner.base, state.params)
 
     def evaluate_after(steps: int, full: bool = False) -> float:
@@ -100,7 +102,7 @@ def main(cfg: Config) -> None:
     def save() -> None:
         life.save({"state": state})
 
-    # After a signal `ending` saves a checkpoint and ends the program.
+    # After SIGTERM or Ctrl-C `ending` saves a checkpoint and ends the program.
     with contextlib.closing(backend), life.ending(save):
         for step in range(life.progress.step, cfg.steps):
             # ---- Evaluation: the accuracy on held-out questions; step 0 is the baseline ----------
@@ -112,7 +114,7 @@ def main(cfg: Config) -> None:
             backend.update_weights(params())
             clock.lap("rollout_sync")
             rounds: list[Batch] = []
-            # Only DYNAMIC_SAMPLING may need several rounds.
+            # A step has one round, unless DYNAMIC_SAMPLING needs more.
             while not has_enough_groups(cfg, rounds, reward_weights):
                 round_number = life.progress.rounds + len(rounds)  # of the run, from 0
                 prompts = prompts_of_round(run, round_number)  # [P], the same on every process
@@ -126,11 +128,11 @@ def main(cfg: Config) -> None:
                 clock.lap("reward")
                 stop_ids = rollout.stopping.stop_ids
                 rounds.append(gather_batch(prompts, completions, totals, per_function, stop_ids))
-                clock.lap("shard")
+                clock.lap("shard")  # the published name of gathering
             backend.release()
 
             # ---- Advantages: how much better each completion is than its group -------------------
-            # P groups, if possible with rewards that differ
+            # DYNAMIC_SAMPLING prefers groups whose rewards differ.
             batch = choose_groups(rounds, cfg.adv_estimator, reward_weights, learner.limits)
             advantages = group_advantages(
                 batch.rewards,
@@ -140,13 +142,13 @@ def main(cfg: Config) -> None:
                 per_function=batch.per_function,
                 weights=reward_weights,
             )  # [B] float64
-            # The loss may leave out completions that were cut off.
+            # MASK_TRUNCATED_COMPLETIONS leaves completions that were cut off out of the loss.
             is_counted = batch.stopped | (not cfg.mask_truncated_completions)  # [B]
             mask = batch.completion_mask * is_counted[:, None]  # [B, T]
             batch = batch._replace(advantages=advantages, completion_mask=mask)
             clock.lap("advantages")
 
-            # ---- Log-probabilities before the first update, by the policy and the reference -----
+            # ---- Log-probabilities before the first update: of the policy and the reference -----
             batch = with_logps(
                 learner,
                 params(),
@@ -157,7 +159,7 @@ def main(cfg: Config) -> None:
             )
             clock.lap("logps")
 
-            # ---- Update: PPO_EPOCHS times, an optimizer step for each mini-batch -----------------
+            # ---- Updates: PPO_EPOCHS times an optimizer step on each mini-batch ------------------
             lr = learning_rate(
                 step,
                 peak=cfg.learning_rate,
@@ -168,7 +170,7 @@ def main(cfg: Config) -> None:
             groups = groups_of_updates(
                 run.sizes.prompts_per_step, cfg.num_mini_batches, cfg.ppo_epochs, (cfg.seed, step)
             )
-            rollout.stop.raise_if_stopped()  # the last time before the weights change
+            rollout.stop.raise_if_stopped()  # the last point before the weights change
             state, metrics = update_policy(learner, state, batch, groups, lr)
             clock.lap("update")
 
@@ -210,9 +212,9 @@ def with_logps(
     needs_old_logps: bool,
     top_entropy_quantile: float,
 ) -> Batch:
-    """The batch with the arrays of the loss that exist before the first update: ref_logps if there
-    is a reference, old_logps if they are needed, and the top_mask of TOP_ENTROPY_QUANTILE, whose
-    threshold is that of the whole step."""
+    """The batch with what the loss needs from before the first update: ref_logps if there is a
+    reference, old_logps if there are several updates, and the top_mask of TOP_ENTROPY_QUANTILE,
+    whose threshold is a quantile over the entire step."""
     if ref_params is not None:
         ref_logps, _ = compute_batch_logps_and_entropies(learner, ref_params, batch)
         batch = batch._replace(ref_logps=ref_logps)
@@ -226,11 +228,12 @@ def with_logps(
     return batch
 
 
+# If a device runs out of memory here, the error names this program and a smaller size to try.
 @attribute_oom_to("compute_logps_and_entropies", MICRO_SIZES)
 def compute_batch_logps_and_entropies(learner: Learner, params: Params, batch: Batch) -> np.ndarray:
-    """[2, B, T] float32 nats, on every process: the log-probabilities of the completions' tokens
-    and the entropies of their distributions. They are 0 for sequences that are not computed, and
-    undefined behind the end of a completion."""
+    """[2, B, T] float32 nats, on every process: the log-probabilities of the completion tokens, and
+    the entropies of the distributions from which they come. Both are 0 for sequences that are not
+    computed, and undefined on padding."""
     logps_and_entropies = np.zeros((2, *batch.completion_ids.shape), np.float32)
     sequences = computed_sequences(batch, learner.skips_zero_advantages)
     micro_batches = pack_to_devices(learner, batch, sequences)
@@ -238,25 +241,25 @@ def compute_batch_logps_and_entropies(learner: Learner, params: Params, batch: B
         compute_logps_and_entropies(params, micro_batch, learner.temperature, learner.compute)
         for micro_batch in micro_batches
     ]
-    for micro_batch, arrays in zip(micro_batches, on_devices, strict=True):
-        local = jax.tree.map(local_part, (micro_batch.sequences, *arrays))
-        indices, *values = gather_processes(local)  # [X*Q], [X*Q, T], [X*Q, T]
-        logps_and_entropies[:, indices[indices >= 0]] = np.stack(values)[:, indices >= 0]
+    for micro_batch, pair in zip(micro_batches, on_devices, strict=True):
+        local = jax.tree.map(local_part, (micro_batch.sequences, pair))
+        indices, pair_of_all = gather_processes(local)  # [X*Q], and two of [X*Q, T]
+        logps_and_entropies[:, indices[indices >= 0]] = np.stack(pair_of_all)[:, indices >= 0]
     return logps_and_entropies
 
 
 def computed_sequences(batch: Batch, skips_zero_advantages: bool) -> np.ndarray:
-    """The indices of the sequences that an update computes: those with a token that counts and, if
-    it skips zero advantages, with an advantage that is not 0."""
+    """The indices of the sequences that an update computes: those with a token in the loss and, if
+    zero advantages are skipped, with an advantage that is not 0."""
     is_computed = batch.completion_mask.any(axis=1)  # [B]
-    if skips_zero_advantages:  # but NaN in sampling_logps shows that the weights are broken
+    if skips_zero_advantages:  # but NaN from the sampler has to show in the metrics
         is_finite = np.isfinite(batch.sampling_logps).all(axis=1)
         is_computed &= (batch.advantages != 0) | ~is_finite
     return np.flatnonzero(is_computed)
 
 
 def pack_to_devices(learner: Learner, batch: Batch, sequences: np.ndarray) -> list[MicroBatch]:
-    """These sequences of the batch, packed into rows, all on the devices at once."""
+    """The micro-batches with these sequences of the batch, all of them on the devices."""
     micro_batches = []
     rows_of_micro_steps, widths = plan_rows(batch, sequences, learner.limits)
     for rows in rows_of_micro_steps:
@@ -271,8 +274,8 @@ def pack_to_devices(learner: Learner, batch: Batch, sequences: np.ndarray) -> li
 def groups_of_updates(
     P: int, num_mini_batches: int, ppo_epochs: int, seed: tuple[int, int]
 ) -> np.ndarray:
-    """[updates, groups] the indices of the groups of each mini-batch of a step. Every epoch has an
-    order of its own, from the seed and the epoch; a single mini-batch keeps that of the batch."""
+    """[updates, groups] the indices of the groups in the mini-batch of each update of a step. Each
+    epoch shuffles the groups, unless there is a single mini-batch."""
     epochs = []
     for epoch in range(ppo_epochs):
         order = np.random.default_rng([*seed, epoch]).permutation(P)
@@ -284,16 +287,16 @@ def groups_of_updates(
 def update_policy(
     learner: Learner, state: TrainState, batch: Batch, groups_of_update: np.ndarray, lr: float
 ) -> tuple[TrainState, dict[str, float]]:
-    """The state after the updates of a step, and the metrics.
+    """The state after the updates of a step, and the metrics of the step.
 
-    groups_of_update: [updates, groups]. An update that is not finite leaves the state as it is and
-    is the last one.
+    groups_of_update: [updates, groups]. An update that is not finite is not applied, and the
+    remaining updates of the step are left out.
     """
     updates: list[dict[str, float]] = []
     applied = 0
     for groups in groups_of_update:
         mini_batch = batch.select_groups(groups)
-        if not updates:  # The policy has not changed yet: with its own logps each ratio is 1.
+        if not updates:  # The policy has not changed yet: micro_step takes its own logps.
             mini_batch = mini_batch._replace(old_logps=None)
         state, metrics = one_update(learner, state, mini_batch, lr)
         updates.append(metrics)
@@ -306,7 +309,7 @@ def update_policy(
 def one_update(
     learner: Learner, state: TrainState, mini_batch: Batch, lr: float
 ) -> tuple[TrainState, dict[str, float]]:
-    """The state after one optimizer step on the gradient of the mini-batch, and the metrics."""
+    """The state after one optimizer step on the mini-batch, and the metrics of this update."""
     params = combine_params(learner.base, state.params)
     grads, metrics = accumulate_gradients(learner, params, mini_batch)
     with attribute_oom_to("optimizer_step"):
@@ -325,9 +328,9 @@ def one_update(
 def accumulate_gradients(
     learner: Learner, params: Params, mini_batch: Batch
 ) -> tuple[Params, dict[str, float]]:
-    """The sum of the gradients of all micro-batches, and the metrics of the update.
+    """The gradient of the mini-batch, summed over its micro-batches, and the metrics of the update.
 
-    params: all weights; the gradients are those of the trained ones.
+    params: all weights. With LoRA the gradient is that of the adapters alone.
     """
     sequences = computed_sequences(mini_batch, learner.skips_zero_advantages)
     counts = loss_denominators(mini_batch)
@@ -346,7 +349,7 @@ def accumulate_gradients(
             compute=learner.compute,
         )
         metrics_of_micro_steps.append(metrics)
-    # Without a sequence to learn from, the loss is the only metric.
+    # If no sequence is computed, the loss is the only metric.
     metrics = merge_metrics(metrics_of_micro_steps or [{"loss": 0.0}])
     metrics = rescale_to_all_tokens(metrics, mini_batch, sequences)
     per_token = computed_per_token(micro_batches, mini_batch, sequences)
@@ -354,7 +357,7 @@ def accumulate_gradients(
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="backslashreplace")  # it may lack characters of a model
+    sys.stdout.reconfigure(errors="backslashreplace")  # it may lack a model's characters
     try:
         if FLAGS.plan:
             with side_file("tools/plan.py", "--plan"):

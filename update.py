@@ -1,5 +1,5 @@
-"""The training state and the programs of an update: micro_step adds the gradient of one
-micro-batch, optimizer_step applies the sum.
+"""The programs of an update: micro_step adds the gradient of a micro-batch to a sum, and
+optimizer_step applies the sum to the training state.
 
 Dimensions as in rows.py: X packed rows of a micro-batch, each with S places for prompts,
 C for completions and Q for sequences; T tokens of the longest completion, padded.
@@ -38,32 +38,30 @@ from rows import Batch, Limits, MicroBatch
 
 @dataclasses.dataclass(frozen=True)
 class Learner:
-    """What turns a batch into updates of the weights."""
+    """How a batch becomes updates of the weights."""
 
-    compute: Compute
+    compute: Compute  # how training computes the model
     objective: Objective
     optimizer: "Optimizer"
     temperature: float
-    limits: Limits  # of packed rows
+    limits: Limits  # of the rows
     pad_id: int
     accumulates: bool  # an update may have several micro-batches
-    skips_zero_advantages: bool  # a sequence whose advantage is 0 is not computed
-    base: Params | None = None  # the weights that LoRA does not train; None: all are trained
+    skips_zero_advantages: bool  # sequences whose advantage is 0 are not computed
+    base: Params | None = None  # LoRA's frozen weights; None: all weights are trained
 
 
 @flax.struct.dataclass
 class TrainState:
-    """All that an optimizer step changes."""
+    """What an optimizer step changes."""
 
-    params: Params  # with LoRA the adapters alone, see `trained` in model/params.py
+    params: Params  # the trained weights: with LoRA the adapters alone
     opt_state: Any
 
 
 def loss_denominators(batch: Batch) -> dict[str, np.ndarray]:
-    """What the sums over an update are divided by, as policy_loss names it; float32, at least 1.
-
-    batch: all sequences of the update.
-    """
+    """The denominators of policy_loss by their names there: counts over all sequences of an update,
+    float32 and at least 1."""
     counts = {"num_tokens": batch.completion_mask.sum(), "num_sequences": len(batch.lengths)}
     top = batch.completion_mask if batch.top_mask is None else batch.top_mask
     counts["num_top_tokens"] = top.sum()
@@ -76,7 +74,7 @@ def compute_logps_and_entropies(
 ) -> tuple[jax.Array, jax.Array]:
     """The log-probabilities and the entropies of the completion tokens, both [X*Q, T] float32 nats.
 
-    params: as the training state holds them, or as arrange_layers makes them.
+    params: all weights; their layers may be stacked, or arranged by arrange_layers.
     """
     weights = arrange_layers(params, compute.layer_loop, compute.dtype)
     S = micro_batch.ids.shape[1] - micro_batch.targets.shape[1]
@@ -110,17 +108,17 @@ def micro_step(
     temperature: float,
     compute: Compute,
 ) -> tuple[Params, dict[str, jax.Array]]:
-    """`grad_sum` with the gradient of this micro-batch added, and its part of the update's metrics,
-    for merge_metrics.
+    """The sum of gradients with that of this micro-batch added, and the micro-batch's part of the
+    metrics, which merge_metrics merges.
 
-    params: all weights. grad_sum: of those that training changes, None for the first micro-batch of
-    an update that has a single one by its settings. counts: of the update, from loss_denominators.
+    params: all weights. grad_sum: of the trained weights; None: this micro-batch begins the sum.
+    counts: of the entire update, from loss_denominators.
     """
     weights = arrange_layers(params, compute.layer_loop, compute.dtype)
 
-    def loss_of(changed: Params) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss_of(trained: Params) -> tuple[jax.Array, dict[str, jax.Array]]:
         logps, entropy = compute_logps_and_entropies(
-            combine_params(weights, changed), micro_batch, temperature, compute
+            combine_params(weights, trained), micro_batch, temperature, compute
         )
         old_logps = micro_batch.old_logps  # [X*Q, T], like logps and entropy
         old_logps = jax.lax.stop_gradient(logps) if old_logps is None else old_logps
@@ -151,14 +149,14 @@ def micro_step(
 
 
 def _add(grad_sum: Params | None, grads: Params) -> Params:
-    """The float32 sum, with stacked layers. grads: of a scanned or of an unrolled program."""
+    """The float32 sum, with stacked layers. grads: with stacked or with unrolled layers."""
 
     def add(g: Any, total: Any = None) -> Any:
         if not is_unrolled(g):
             return g if total is None else total + g
         if total is None:
             return jax.tree.map(lambda *layers: jnp.stack(layers).astype(jnp.float32), *g)
-        for i, layer in reversed(list(enumerate(g))):  # backward makes the last one first
+        for i, layer in reversed(list(enumerate(g))):  # backward reaches the last layer first
             total = jax.tree.map(
                 lambda x, y, i=i: jax.lax.dynamic_update_index_in_dim(x, x[i] + y, i, 0),
                 total,
@@ -174,7 +172,7 @@ def _add(grad_sum: Params | None, grads: Params) -> Params:
 
 
 class Optimizer(NamedTuple):
-    """The optimizer's settings; hashable, so that it can be a static argument."""
+    """The settings of the optimizer; hashable, so that it can be a static argument."""
 
     name: str = "adamw"  # adamw, lion, sgd
     weight_decay: float = 0.0
@@ -182,9 +180,9 @@ class Optimizer(NamedTuple):
 
 
 def transform(optimizer: Optimizer, model: ModelConfig) -> optax.GradientTransformation:
-    """The rule of an update without its learning rate.
+    """The optax transformation of gradients into updates, without the learning rate.
 
-    Weight decay leaves biases and norms alone, as transformers does.
+    Weight decay leaves out biases and norms, as transformers does.
     """
     rules = {
         "adamw": optax.scale_by_adam(b1=0.9, b2=0.999, eps=1e-8),
@@ -209,7 +207,7 @@ def init_state(params: Params, *, optimizer: Optimizer, model: ModelConfig) -> T
 
 
 def abstract_state(model: ModelConfig, mesh: Mesh, optimizer: Optimizer) -> TrainState:
-    """Shapes, dtypes and shardings of what init_state makes, on a mesh that need not exist here."""
+    """The shapes, dtypes and shardings of init_state, on a mesh whose devices need not exist."""
     params = trainable_params(abstract_params(model, mesh, jnp.float32))
     rule = transform(optimizer, model)
     replicated = NamedSharding(mesh, PartitionSpec())
@@ -226,8 +224,8 @@ def abstract_state(model: ModelConfig, mesh: Mesh, optimizer: Optimizer) -> Trai
 def next_state(
     state: TrainState, grads: Params, lr: jax.Array, optimizer: Optimizer, model: ModelConfig
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """The state after an update with these summed gradients, and the global norms of the gradients
-    before clipping and of the new weights."""
+    """The state after an update with these gradients, and two global norms: of the gradients before
+    clipping, and of the new weights."""
     norm = optax.tree.norm(grads)
     if optimizer.clip_norm > 0:
         factor = jnp.minimum(1.0, optimizer.clip_norm / (norm + 1e-6))  # as torch and TRL
@@ -242,8 +240,8 @@ def next_state(
 def compute_norms(
     state: TrainState, grads: Params, lr: jax.Array, optimizer: Optimizer, model: ModelConfig
 ) -> dict[str, jax.Array]:
-    """The norms of next_state. A program that also returned the state would hold the old weights
-    and the new ones until it knows the norms."""
+    """The norms of next_state. A program that also returned the state would need memory for the old
+    and the new weights, since the old ones must survive a norm that is not finite."""
     return next_state(state, grads, lr, optimizer, model)[1]
 
 
@@ -251,7 +249,7 @@ def compute_norms(
 def apply_update(
     state: TrainState, grads: Params, lr: jax.Array, optimizer: Optimizer, model: ModelConfig
 ) -> TrainState:
-    """The state of next_state, in the memory of the old one."""
+    """The state of next_state, in the memory of the old state."""
     return next_state(state, grads, lr, optimizer, model)[0]
 
 
@@ -264,12 +262,13 @@ def optimizer_step(
     optimizer: Optimizer,
     model: ModelConfig,
 ) -> tuple[TrainState, dict[str, float]]:
-    """The new state and the norms of next_state; donates the memory of the old state. If a norm or
-    the loss is not finite, the state stays as it is, to the bit."""
-    arguments = state, grads, lr, optimizer, model
-    norms = {name: float(norm) for name, norm in compute_norms(*arguments).items()}
-    is_finite = all(map(math.isfinite, (loss, *norms.values())))
-    return apply_update(*arguments) if is_finite else state, norms
+    """The new state, in the memory of the old one, and the norms of next_state. If a norm or the
+    loss is not finite, the update is not applied."""
+    on_devices = compute_norms(state, grads, lr, optimizer, model)
+    norms = {name: float(norm) for name, norm in on_devices.items()}
+    if all(map(math.isfinite, (loss, *norms.values()))):
+        state = apply_update(state, grads, lr, optimizer, model)
+    return state, norms
 
 
 def learning_rate(
@@ -277,17 +276,16 @@ def learning_rate(
 ) -> float:
     """The learning rate of training step `step` (from 0): linear warm-up, then the schedule.
 
-    schedule: constant, warmup_cosine or linear. The last two are above 0 in all steps before
-    decay_steps, and 0 from then on.
+    schedule: constant, warmup_cosine or linear. The last two reach 0 at decay_steps.
     """
     warmup = round(warmup_ratio * decay_steps)
     if step < warmup:
         return peak * (step + 1) / warmup
-    done = 1.0 if step >= decay_steps else (step - warmup) / (decay_steps - warmup)
+    decayed = 1.0 if step >= decay_steps else (step - warmup) / (decay_steps - warmup)
     if schedule == "warmup_cosine":
-        return peak * (0.5 * (1 + math.cos(math.pi * done)))
+        return peak * (0.5 * (1 + math.cos(math.pi * decayed)))
     if schedule == "linear":
-        return peak * (1 - done)
+        return peak * (1 - decayed)
     if schedule == "constant":
         return peak
     raise ValueError(f"LR_SCHEDULE={schedule!r} is unknown; see learning_rate in update.py")

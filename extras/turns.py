@@ -1,13 +1,13 @@
-"""Turns: what the environments of ENVIRONMENT_CLASS say to the policy, as token ids.
+"""Multi-turn completions: the policy and an environment of ENVIRONMENT_CLASS take turns.
 
-An environment is an object of a user's class, one for each completion. It begins an episode with
-`reset(**columns)`. Then it either answers each text of the policy with `reply(text)`, or it has
-tools, its other public methods, which the policy calls in the form `<tool_call>{json}</tool_call>`.
+An environment is an object of a user's class; each completion has its own. `reset(**columns)`
+begins an episode. Then the environment either answers each text of the policy with `reply(text)`,
+or its other public methods are tools, which the policy calls by `<tool_call>{json}</tool_call>`.
 docs/turns.md describes the class. The objects live in a reward worker (infra/reward_worker.py).
 
-A completion is what the policy draws, then the environment's message with the markers of the chat
-template, then what the policy draws next, and so on. Tokens that were drawn are never tokenized
-again.
+A completion consists of the tokens that the policy draws in its first turn, the tokens of the
+environment's message with the markers of the chat template, the tokens of the policy's second turn,
+and so on. Tokens that the policy has drawn are never decoded and tokenized again.
 """
 
 import json
@@ -32,18 +32,17 @@ from sampling import Backend, Completions
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# The number of a place without a sequence. Results are ordered by the sequences' numbers, so that
-# such places come last.
+# The sequence_id of an unused place in a pass. A pass returns its sequences in the order of their
+# sequence_ids, so that unused places come last.
 NO_SEQUENCE = np.iinfo(np.int32).max
 THOUGHT_OR_CALL = re.compile(r"<think>.*?(?:</think>|\Z)|<tool_call>\s*", re.DOTALL)
-# Turns of a policy that thinks before it answers or calls a tool.
+# Examples of a turn in which the policy thinks and then answers, or calls a tool.
 ANSWER = "<think>\nA thought.\n</think>\n\nAn answer."
 CALL = '<think>\nA thought.\n</think>\n\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
 
 
 class Environments:
-    """The environments of a run: they live in the reward worker, and speak through the model's chat
-    template."""
+    """The environments of a run. Their messages become token ids by the model's chat template."""
 
     def __init__(
         self,
@@ -55,12 +54,12 @@ class Environments:
     ) -> None:
         """source: "file.py:Class". Raises UserMistake if the class cannot be an environment, or if
         the chat template cannot hold several turns."""
-        self._source, self._label = source, f"ENVIRONMENT_CLASS {source}"  # in messages
+        self._source, self._label = source, f"ENVIRONMENT_CLASS {source}"  # names it in errors
         self._worker, self._tokenizer, self._seed = worker, tokenizer, seed
         self._stop_texts = [tokenizer.decode([i]) for i in stop_ids]
         name = source.rpartition(":")[2]
         described = json.loads(worker.ask(self._label, "open", name, more_s=LOADING_S))
-        self.tools: list[dict[str, Any]] = described["tools"]  # as chat templates take them
+        self.tools: list[dict[str, Any]] = described["tools"]  # JSON schemas for chat templates
         self.has_reward: bool = described["has_reward"]
         self._raise_if_unsuitable()
 
@@ -68,20 +67,24 @@ class Environments:
         return self._worker.ask(self._label, request, *arguments)
 
     def reset(
-        self, round_number: int, numbers: Sequence[int], columns: list[dict[str, Any]], shared: int
+        self,
+        round_number: int,
+        sequence_ids: Sequence[int],
+        examples: list[dict[str, Any]],
+        completions_per_prompt: int,
     ) -> list[str | None]:
-        """Begins an episode for each completion of a round, and forgets those of other rounds. The
-        texts [prompts] for the questions; None: no text.
+        """Begins an episode for each completion of a round, and forgets those of earlier rounds.
+        Returns the text that `reset` adds to the question of each example; None: no text.
 
-        numbers: [b] of the completions. columns: [prompts] what the example of each holds. shared:
-        how many completions have one question in common; they get the same random numbers in
-        `reset`, and so the same task.
+        sequence_ids: of the completions. examples: the columns of each prompt. The completions of
+        a prompt get the same random numbers in `reset`, and so the same task.
         """
         self._ask("begin_round", self._seed, round_number)
         texts = []
-        for i, number in enumerate(numbers):
-            first = i // shared * shared  # among the completions of the question
-            text = self._ask("reset", number, numbers[first], columns[i // shared])
+        for i, sequence_id in enumerate(sequence_ids):
+            prompt = i // completions_per_prompt
+            first = prompt * completions_per_prompt  # the first completion of the prompt
+            text = self._ask("reset", sequence_id, sequence_ids[first], examples[prompt])
             if i == first:
                 texts.append(text)
             elif text != texts[-1]:
@@ -89,42 +92,42 @@ class Environments:
                 raise UserMistake(f"{self._label}: reset gave one question two texts, {why}")
         return texts
 
-    def answer(self, number: int, turn: int, text: str) -> list[int] | None:
-        """The tokens between the policy's text of this turn, counted from 1, and what it draws
-        next; None: the episode is over."""
+    def answer(self, sequence_id: int, turn: int, text: str) -> list[int] | None:
+        """The token ids of the environment's message to the policy's text, with the markers of the
+        chat template; None: the episode is over. turn: the index of the policy's turn, from 1."""
         if self.tools:
             calls, role = tool_calls(text), "tool"
-            texts = self._ask("use", number, turn, calls) if calls else []
+            texts = self._ask("use", sequence_id, turn, calls) if calls else []
         else:
-            reply, role = self._ask("reply", number, turn, text), "user"
+            reply, role = self._ask("reply", sequence_id, turn, text), "user"
             texts = [] if reply is None else [reply]
         if not texts:
             return None
-        _, behind = self._behind_answer([{"role": role, "content": text} for text in texts])
-        return self._tokenizer(behind, add_special_tokens=False)["input_ids"]
+        _, message = self._text_after_answer([{"role": role, "content": text} for text in texts])
+        return self._tokenizer(message, add_special_tokens=False)["input_ids"]
 
     def get_reward(
         self, completions: list[str], environments: Sequence[int], **columns: list
     ) -> list[float | None]:
-        """The rewards that the environments of the completions with these numbers give."""
-        return [self._ask("get_reward", number) for number in environments]
+        """The rewards that the environments give. environments: the sequence_ids of completions."""
+        return [self._ask("get_reward", sequence_id) for sequence_id in environments]
 
-    def _behind_answer(self, messages: list[dict[str, str]]) -> tuple[str, str]:
-        """What the chat template writes behind an answer that these messages follow: the text of a
-        stop token, and the rest."""
+    def _text_after_answer(self, messages: list[dict[str, str]]) -> tuple[str, str]:
+        """The text that the chat template writes after an answer of the policy if these messages
+        follow it: the stop token of the answer, and the rest."""
         answer = {"role": "assistant", "content": data.SENTINEL}
-        behind = self._render([answer, *messages]).partition(data.SENTINEL)[2]
+        text = self._render([answer, *messages]).partition(data.SENTINEL)[2]
         for stop_text in self._stop_texts:
-            if behind.startswith(stop_text):
-                return stop_text, behind.removeprefix(stop_text)
+            if text.startswith(stop_text):
+                return stop_text, text.removeprefix(stop_text)
         raise UserMistake(
             f"{self._label} needs a chat template that writes one of the stop tokens "
-            f"{', '.join(self._stop_texts)} behind an answer, and it writes {behind!r:.40}; set "
+            f"{', '.join(self._stop_texts)} behind an answer, and it writes {text!r:.40}; set "
             f"CHAT_TEMPLATE"
         )
 
     def _render(self, messages: list[dict[str, str]]) -> str:
-        """The text of a question and these messages, up to where the policy speaks."""
+        """The text of a question and these messages, with the beginning of the policy's turn."""
         chat = [{"role": "user", "content": "A question."}, *messages]
         try:
             return data.render_chats(self._tokenizer, [chat], self.tools)[0]
@@ -132,21 +135,21 @@ class Environments:
             raise UserMistake(f"{self._label}: {error}; set CHAT_TEMPLATE") from None
 
     def _raise_if_unsuitable(self) -> None:
-        """Raises UserMistake if the chat template does not know tools, or if it would write earlier
-        turns in another way than the policy has drawn them."""
+        """Raises UserMistake if the chat template does not describe tools to the model, or if it
+        renders earlier turns with other tokens than the policy has drawn."""
         start = self._render([])
         if self.tools and "<tool_call>" not in start:
             raise UserMistake(
                 f"{self._label} has tools, and the chat template does not tell the model to call "
                 f"them as <tool_call>; set CHAT_TEMPLATE, or give the class reply(self, text)"
             )
-        opened = re.search(r"(<think>\s*)?\Z", start)[0]  # a tag that it writes for the policy
+        think_tag = re.search(r"(<think>\s*)?\Z", start)[0]  # opened by the template, or empty
         turn, role = (CALL, "tool") if self.tools else (ANSWER, "user")
         messages = [{"role": role, "content": "Words."}] * (2 if self.tools else 1)
         dialogue = [{"role": "assistant", "content": turn}, *messages] * 2
-        behind = "".join(self._behind_answer(messages)).removesuffix(opened)
-        expected = start.removesuffix(opened) + (turn + behind) * 2
-        if self._render(dialogue).removesuffix(opened) != expected:
+        after_turn = "".join(self._text_after_answer(messages)).removesuffix(think_tag)
+        expected = start.removesuffix(think_tag) + (turn + after_turn) * 2
+        if self._render(dialogue).removesuffix(think_tag) != expected:
             raise UserMistake(
                 f"{self._label}: the chat template writes earlier turns in another way than the "
                 f"model has written them (it may drop their <think> parts); set CHAT_TEMPLATE, for "
@@ -162,15 +165,15 @@ class Environments:
         round_number: int,
         completions_per_prompt: int,
     ) -> list[data.Prompt]:
-        """The prompts of all processes with the text that `reset` returns behind the question.
-        Raises UserMistake.
+        """Begins the episodes of a round. Returns the prompts of all processes, with the texts of
+        `reset` after the questions. Raises UserMistake.
 
-        round_number: of training from 1 on; that of evaluations is 0.
+        round_number: from 1 on in training, 0 in evaluations.
         """
         model = rollout.compute.model
         sequence_ids = slice_of_process(range(len(prompts) * completions_per_prompt))
-        columns = [prompt.columns for prompt in slice_of_process(prompts)]
-        local_texts = self.reset(round_number, sequence_ids, columns, completions_per_prompt)
+        local_examples = [prompt.columns for prompt in slice_of_process(prompts)]
+        local_texts = self.reset(round_number, sequence_ids, local_examples, completions_per_prompt)
         texts = [
             text for part in gather_texts(json.dumps(local_texts)) for text in json.loads(part)
         ]
@@ -178,18 +181,19 @@ class Environments:
             prompt.columns | {"question": prompt.columns["question"] + (text or "")}
             for prompt, text in zip(prompts, texts, strict=True)
         ]
-        begun = data.build_prompts(
+        new_prompts = data.build_prompts(
             examples, rollout.tokenizer, rollout.system_prompt, self.tools, model.vocab_size
         )
-        longest = max(len(prompt.ids) for prompt in begun)
+        longest = max(len(prompt.ids) for prompt in new_prompts)
         try:
             raise_if_too_long(rollout.stopping.max_length_sample, model, longest)
         except UserMistake as error:
             raise UserMistake(
                 f"ENVIRONMENT_CLASS={self._source}, with the text of reset: {error}"
             ) from None
-        pairs = zip(begun, prompts, strict=True)
-        return [prompt._replace(columns=dataset.columns) for prompt, dataset in pairs]
+        # Rewards get the question as the dataset has it.
+        pairs = zip(new_prompts, prompts, strict=True)
+        return [new_prompt._replace(columns=prompt.columns) for new_prompt, prompt in pairs]
 
     def take_turns(
         self,
@@ -201,10 +205,10 @@ class Environments:
         sampling: Sampling,
         sequences_per_pass: int,
     ) -> Completions:
-        """The completions of this process's prompts after their later turns. A completion ends when
-        its environment has no answer, after MAX_TURNS, or when it is full.
+        """Adds the later turns to completions that have their first turn, and returns them. A
+        completion ends if its environment has no answer, after MAX_TURNS, or with T tokens.
 
-        sequences_per_pass: the most sequences of a rollout pass of this process.
+        prompts: of this process. sequences_per_pass: the most sequences of a pass on this process.
         """
         pad_id, T = rollout.stopping.pad_id, rollout.stopping.max_length_sample
         unfinished = [*range(len(completions.lengths))]
@@ -212,12 +216,12 @@ class Environments:
             unfinished = [
                 i for i in unfinished if self._add_message(rollout, prompts, completions, i, turn)
             ]
-            ids = []  # of each unfinished sequence: its prompt and its completion so far
+            ids = []  # the prompt and the completion so far, of each unfinished sequence
             for i in unfinished:
                 prompt = prompts[i * len(prompts) // len(completions.lengths)]
-                drawn_ids = completions.completion_ids[i, : completions.lengths[i]].tolist()
-                ids.append([*prompt.ids, *drawn_ids])
-            # All processes compute the same number of passes, of the same shapes.
+                completion = completions.completion_ids[i, : completions.lengths[i]].tolist()
+                ids.append([*prompt.ids, *completion])
+            # All processes run the same number of passes, with the same shapes.
             sizes = np.array([[len(unfinished), max(map(len, ids), default=1)]])
             count, longest = gather_processes(sizes).max(axis=0).tolist()
             if count == 0:
@@ -227,13 +231,13 @@ class Environments:
             for start in range(0, count, size):
                 rollout.stop.raise_if_stopped()
                 of_pass = unfinished[start : start + size]
-                # In a place without a sequence no token is drawn, as if its completion were full.
+                # An unused place gets the length T, so that no token is drawn for it.
                 unused = size - len(of_pass)
                 filled = ids[start : start + size] + [[pad_id]] * unused
                 prompt_ids, prompt_mask = data.pad_prompts(filled, width, pad_id)
                 sequence_ids = np.append(completions.sequence_ids[of_pass], [NO_SEQUENCE] * unused)
                 lengths = np.append(completions.lengths[of_pass], [T] * unused)
-                drawn = backend.generate(
+                turns = backend.generate(
                     prompt_ids,
                     prompt_mask,
                     sequence_ids.astype(np.int32),
@@ -242,7 +246,7 @@ class Environments:
                     lengths.astype(np.int32),
                 )
                 for j, i in enumerate(of_pass):
-                    append_turn(completions, i, drawn, j)
+                    append_turn(completions, i, turns, j)
         return completions
 
     def _add_message(
@@ -253,13 +257,16 @@ class Environments:
         i: int,
         turn: int,
     ) -> bool:
-        """Appends the environment's answer to completion i after this turn; whether the completion
-        goes on. A message that leaves no room for another token is cut and ends the completion,
-        which then counts as cut off, unless its turn's stop token has taken the last place."""
+        """Appends the environment's answer to this turn of completion i. Returns whether the
+        completion goes on.
+
+        A message that leaves no room for another token is cut and ends the completion. It then
+        counts as cut off, unless the stop token of the turn is already its last token.
+        """
         length, T = completions.lengths[i], rollout.stopping.max_length_sample
         was_cut = completions.completion_ids[i, length - 1] not in rollout.stopping.stop_ids
         is_last = turn == rollout.max_turns
-        if was_cut or (is_last and self.tools):  # Nobody would read the answer of a tool.
+        if was_cut or (is_last and self.tools):  # The policy could not read the answer of a tool.
             return False
         text = text_of(rollout, prompts, completions, i)
         ids = self.answer(int(completions.sequence_ids[i]), turn, text)
@@ -271,30 +278,29 @@ class Environments:
         return completions.lengths[i] < T
 
 
-def append_turn(completions: Completions, i: int, drawn: Completions, j: int) -> None:
-    """Appends sequence j of a pass to completion i."""
-    length = drawn.lengths[j]
+def append_turn(completions: Completions, i: int, turns: Completions, j: int) -> None:
+    """Appends turn j of a pass to completion i."""
+    length = turns.lengths[j]
     span = slice(completions.lengths[i], completions.lengths[i] + length)
     for name in Completions._fields:
-        x, new = getattr(completions, name), getattr(drawn, name)
+        x, new = getattr(completions, name), getattr(turns, name)
         if name == "sequence_ids" or x is None:
             continue
-        if x.ndim > 1:  # of the tokens
+        if x.ndim > 1:  # an array with a value for each token
             x[i, span] = new[j, :length]
-        else:  # a sum over the tokens
+        else:  # a sum over tokens
             x[i] += new[j]
 
 
 def tool_calls(text: str) -> list[str]:
-    """What stands within each closed <tool_call> of the text, but for thoughts: what a model writes
-    within <think> is no call."""
+    """The contents of the closed <tool_call> tags of a text. Tags within <think> are no calls."""
     calls, at = [], 0
     while tag := THOUGHT_OR_CALL.search(text, at):
         at = tag.end()
         if tag[0].startswith("<tool_call>"):
-            try:  # A text within the call's JSON may hold a closing tag.
+            try:  # A string in the call's JSON may contain a closing tag.
                 _, end = json.JSONDecoder().raw_decode(text, at)
-            except (ValueError, RecursionError):  # It is no JSON, or is nested too deeply.
+            except (ValueError, RecursionError):  # not JSON, or nested too deeply
                 end = at
             if (close := text.find("</tool_call>", end)) == -1:
                 break

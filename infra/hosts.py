@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
@@ -219,6 +219,19 @@ def package_versions() -> dict[str, str]:
 def short_digest(content: bytes) -> str:
     """The first 12 digits of the SHA-256."""
     return hashlib.sha256(content).hexdigest()[:12]
+
+
+def json_digest(values: Sequence[Any]) -> str:
+    """The digest of values as JSON; those that JSON does not know enter it as texts."""
+    return short_digest(json.dumps(values, default=str).encode())
+
+
+def file_fingerprint(file: Path) -> list[Any]:
+    """The name and the size of a file, and a digest of a part of it, since reading all of it would
+    take too long: the first and the last MiB, and about 4096 evenly spaced bytes."""
+    content = np.memmap(file, mode="r")
+    pieces = content[: 2**20], content[:: max(len(content) // 4096, 1)], content[-(2**20) :]
+    return [file.name, len(content), short_digest(b"".join(x.tobytes() for x in pieces))]
 
 
 # ---- Stopping ------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ from typing import NoReturn
 class UserMistake(ValueError):
     """A mistake in what the user has given: a line of text for each, which names what to change.
 
-    It ends the program without a traceback; see `fail`. All other errors keep their traceback.
+    It ends the program without a traceback; see `exit_with_mistakes`. All other errors keep their
+    traceback.
     """
 
 

@@ -5,6 +5,7 @@ The first half of this file runs in the trainer. The second half runs in the rew
 executes this file as its main script. Both sides send JSON through a connection.
 """
 
+import ast
 import contextlib
 import functools
 import importlib.util
@@ -21,11 +22,13 @@ import traceback
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec, PathFinder
 from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
 from subprocess import DEVNULL, Popen
 from typing import Any, NamedTuple, SupportsFloat
 
 if __package__:  # As a script this file cannot import its neighbours.
     from infra.mistakes import UserMistake
+    from infra.settings import REPO
 
 LOADING_S = 60.0  # added to the limit of the first request: the user's file may import torch
 
@@ -123,6 +126,30 @@ def load_reward_function(worker: RewardWorker, source: str) -> Callable[..., lis
 
     rewards.__name__ = name
     return rewards
+
+
+def imported_files(main: Path) -> list[Path]:
+    """A user's file, and the files of its folder that it imports, directly or not. The rewards.py
+    of this project is left out."""
+    files, known = [main], {main, REPO / "rewards.py"}
+    for file in files:  # The list grows.
+        try:
+            nodes = [*ast.walk(ast.parse(file.read_bytes()))]
+        except SyntaxError:  # It may be for another version of Python.
+            continue
+        for node in nodes:
+            if not isinstance(node, ast.Import | ast.ImportFrom):
+                continue
+            level, module = getattr(node, "level", 0), getattr(node, "module", None) or ""
+            folder = file.parents[level - 1] if level else main.parent
+            for alias in node.names:
+                name = folder.joinpath(*f"{module}.{alias.name}".strip(".").split("."))
+                paths = [path for path in (name, *name.parents) if folder in path.parents]
+                candidates = {path.with_suffix(".py") for path in paths}
+                candidates |= {path / "__init__.py" for path in paths}
+                files += sorted(file for file in candidates - known if file.is_file())
+                known |= candidates
+    return files
 
 
 # ---- In the reward worker ------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from config import Config
 from data import Prompt
 from evaluation import evaluation_record, majority_accuracy, pass_at, standard_error
 from infra.log import Clock, compile_seconds
-from metrics import PHASES, Step, step_lines, step_records
+from metrics import PHASES, Step, step_lines, step_record
 from model.next_token import Sampling
 from rows import Batch
 
@@ -76,7 +76,7 @@ def test_the_step_record_by_hand() -> None:
     metrics = METRICS | {f"dynamic_sampling/{name}": value for name, value in SAMPLED.items()}
     step = Step(7, metrics, BATCH, 40, clock())
     compile_seconds().extend([1.25, 0.25])
-    records = step_records(step, run_of().rollout, local_batch=4)
+    records = step_record(step, run_of().rollout, local_batch=4)
     expected = {
         "train-other/loss": 0.25,
         "train-other/batch_global": 4,

@@ -1,4 +1,4 @@
-"""Claims about model.py: transformers' numbers, and the same numbers by every route and layout."""
+"""Claims about model/: transformers' numbers, and the same numbers by every route and layout."""
 
 import dataclasses
 import functools

@@ -33,8 +33,9 @@ from infra.checkpoint import (
 )
 from infra.hosts import short_digest
 from infra.mistakes import UserMistake
+from infra.reward_worker import imported_files
 from infra.settings import REPO
-from startup import Run, imported_files, result_fingerprint, set_up
+from startup import Run, result_fingerprint, set_up
 from update import TrainState
 
 # ---- Whose a folder is ---------------------------------------------------------------------------

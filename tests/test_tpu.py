@@ -17,7 +17,15 @@ from infra import chips
 from model import attention
 from model.layout import TRAIN_BATCH_AXES, Layout
 from model.splash import splash_attention
-from tools import plan as planner
+from tools.plan import (
+    Plan,
+    array,
+    bytes_per_device,
+    known_config,
+    list_programs,
+    make_plan,
+    slice_devices,
+)
 
 pytest.importorskip("libtpu", reason='libtpu: pip install "jax[tpu]"')
 pytestmark = pytest.mark.usefixtures("all_optimizations")
@@ -36,14 +44,14 @@ KERNELS = [("v6e", 128), *((chip, 128) for chip in ("v4", "v5e", "v5p")), ("v6e"
 
 
 @functools.cache
-def plan_of(run: str, **env: str) -> planner.Plan:
+def plan_of(run: str, **env: str) -> Plan:
     """The plan of the run with two layers; lax.scan compiles the same program for any number."""
     name, slice_name, sizes = RUNS[run]
-    two_layers = dataclasses.replace(planner.known_config(name), num_layers=2)
+    two_layers = dataclasses.replace(known_config(name), num_layers=2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner, "known_config", lambda *_: two_layers)
+        patch.setattr("tools.plan.known_config", lambda *_: two_layers)
         cfg = Config.from_env({"MODEL_PATH": name} | RUN | sizes | env)
-        return planner.make_plan(cfg, slice_name)
+        return make_plan(cfg, slice_name)
 
 
 # ---- The collectives of a compiled program, from the text of its HLO -----------------------------
@@ -89,13 +97,13 @@ def collectives(hlo: str) -> list[Collective]:
 
 
 @functools.cache
-def collectives_of(plan: planner.Plan, name: str) -> list[Collective]:
-    program = planner.list_programs(plan)[name]
+def collectives_of(plan: Plan, name: str) -> list[Collective]:
+    program = list_programs(plan)[name]
     lowered = program.function.lower(*program.arguments, **program.static)
     return collectives(lowered.compile().as_text())
 
 
-def smallest_weight(plan: planner.Plan) -> int:
+def smallest_weight(plan: Plan) -> int:
     """The number of elements of wk in a layer."""
     model = plan.training.model
     return model.hidden_size * model.num_kv_heads * model.head_dim
@@ -120,10 +128,10 @@ def test_a_token_gathers_no_weight_and_needs_two_all_reduces_and_four_exchanges_
 def test_a_device_decodes_with_the_keys_and_values_of_its_sequences_alone() -> None:
     """16 sequences of 1024 tokens and 2 prompts of 512, each token with 2 * 2 * 2 * 128 bytes in
     each of two layers."""
-    _, _, state, *_ = planner.list_programs(plan_of("3b"))["decode"].arguments
-    assert planner.bytes_per_device(state.completion) == 16 * 1024 * 2048
-    assert planner.bytes_per_device(state.prompt) == 2 * 512 * 2048
-    assert planner.bytes_per_device(state.drawn) == 16 * (4 * 1024 + 4 * 1024 + 4)
+    _, _, state, *_ = list_programs(plan_of("3b"))["decode"].arguments
+    assert bytes_per_device(state.completion) == 16 * 1024 * 2048
+    assert bytes_per_device(state.prompt) == 2 * 512 * 2048
+    assert bytes_per_device(state.outputs) == 16 * (4 * 1024 + 4 * 1024 + 4)
 
 
 # ---- Training ------------------------------------------------------------------------------------
@@ -143,24 +151,24 @@ def test_training_never_puts_a_complete_gradient_or_embedding_on_a_device() -> N
     [KERNELS[0], *(pytest.param(*kernel, marks=pytest.mark.slow) for kernel in KERNELS[1:])],
 )
 def test_splash_attention_and_its_gradient_compile(chip: str, head_dim: int) -> None:
-    devices = planner.slice_devices(f"{chip}-8")
+    devices = slice_devices(f"{chip}-8")
     layout = Layout(
         Mesh(np.array(devices).reshape(1, -1, 1), ("dp", "fsdp", "tp")), TRAIN_BATCH_AXES
     )
     num_rows, S, completion_places = len(devices), 384, 2048
     width = S + completion_places
 
-    def array(*shape: int, dtype: jnp.dtype = jnp.bfloat16) -> jax.ShapeDtypeStruct:
-        return planner.array(layout.mesh, shape, dtype, layout.batch_axes)
+    def sharded(*shape: int, dtype: jnp.dtype = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+        return array(layout.mesh, shape, dtype, layout.batch_axes)
 
     def total(q: jax.Array, k: jax.Array, v: jax.Array, *of_tokens: jax.Array) -> jax.Array:
         rows = attention.PackedRows(*of_tokens, S=S)
         out = splash_attention(q, attention.KV(k, v), rows, layout)
         return out.astype(jnp.float32).sum()
 
-    k, v = array(num_rows, 2, head_dim, width), array(num_rows, 2, width, head_dim)
+    k, v = sharded(num_rows, 2, head_dim, width), sharded(num_rows, 2, width, head_dim)
     program = jax.jit(jax.grad(total, (0, 1, 2)))
-    q, of_tokens = array(num_rows, width, 4, head_dim), array(num_rows, width, dtype=jnp.int32)
+    q, of_tokens = sharded(num_rows, width, 4, head_dim), sharded(num_rows, width, dtype=jnp.int32)
     text = program.lower(q, k, v, of_tokens, of_tokens).compile().as_text()
     assert text.count("tpu_custom_call") >= 3  # one kernel of forward and two of backward
 
@@ -188,7 +196,7 @@ DEVICES_AND_HOSTS = {
 def test_a_slice_has_the_devices_and_hosts_that_the_cloud_gives() -> None:
     slices = {}
     for name in chips.SLICES:
-        devices = planner.slice_devices(name)
+        devices = slice_devices(name)
         slices[name] = len(devices), len({d.process_index for d in devices})
         assert chips.chip_of(devices[0]) is chips.CHIPS[name.partition("-")[0]]
     assert slices == DEVICES_AND_HOSTS

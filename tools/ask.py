@@ -1,7 +1,7 @@
-"""--ask and --eval-only of train_grpo.py: weights answer one question, or the complete eval split.
+"""--ask and --eval-only of train_grpo.py: a model answers one question, or the complete eval split.
 
-They take the newest checkpoint of the run in OUTPUT_DIR, else its export; without OUTPUT_DIR, and
-with RESUME=never, MODEL_PATH as it is. RESUME may name another checkpoint.
+The weights are those of the newest checkpoint in OUTPUT_DIR, or else of its export. RESUME may name
+another checkpoint. Without OUTPUT_DIR or with RESUME=never they are those of MODEL_PATH.
 """
 
 import argparse
@@ -34,22 +34,22 @@ from startup import (
     set_up,
 )
 
-# Settings of a program that only answers: it takes no step, and leaves no export.
+# Settings of both commands: they train nothing and export nothing.
 NO_STEPS = {"steps": 0, "export_hf": "none", "wandb_mode": "disabled", "eval_full_sweep": True}
-# One question is answered greedily, in the smallest batch.
+# Settings of --ask: the question is answered greedily, in the smallest batch.
 ONE_QUESTION = dict.fromkeys((*PASS_SIZES, *STEP_SIZES, *MICRO_SIZES, "grad_accum_steps"), 0)
 ONE_QUESTION |= {"rollout_per_device_batch_size": 1, "num_pre_q": 1, "num_mini_batches": 1}
 ONE_QUESTION |= {"eval_samples": 1, "eval_temperature": 0.0}
 
 
 class Weights(NamedTuple):
-    """The part of a training state that answers questions; a checkpoint has the rest too."""
+    """The part of a TrainState that is restored: without the optimizer's state."""
 
     params: Params
 
 
 def find_weights(cfg: Config) -> Config:
-    """The settings, in which RESUME or MODEL_PATH names the weights. Raises UserMistake."""
+    """The settings with a RESUME or a MODEL_PATH that names the weights. Raises UserMistake."""
     if cfg.resume != "auto" or not (cfg.output_dir or cfg.checkpoint_dir):
         return cfg
     checkpoints = cfg.checkpoint_dir or f"{cfg.output_dir}/checkpoints"
@@ -57,7 +57,7 @@ def find_weights(cfg: Config) -> Config:
         return replace(cfg, resume=checkpoints)
     export = cfg.export_hf or (f"{cfg.output_dir}/hf" if cfg.output_dir else "none")
     complete = any(Path(export, marker).exists() for marker in hf.MARKERS)
-    if hosts.gather_texts("yes" if complete else "")[0]:  # process 0 writes it
+    if hosts.gather_texts("yes" if complete else "")[0]:  # process 0 has written the export
         return replace(cfg, model_path=export)
     where = f"OUTPUT_DIR={cfg.output_dir}" if cfg.output_dir else f"CHECKPOINT_DIR={checkpoints}"
     raise UserMistake(
@@ -68,8 +68,8 @@ def find_weights(cfg: Config) -> Config:
 
 
 def load_weights(run: Run) -> tuple[Params, int]:
-    """All weights, and after how many steps they are, 0 if they come from a folder of a model;
-    without LoRA in float32. Raises UserMistake."""
+    """All weights, in float32 without LoRA, and the number of steps that have trained them: 0 if
+    they come from a model's folder. Raises UserMistake."""
     cfg, compute = run.cfg, run.learner.compute
     source, step = checkpoint.find_checkpoints(cfg.resume)
     wanted = {
@@ -78,19 +78,18 @@ def load_weights(run: Run) -> tuple[Params, int]:
         )
     }
 
-    def check(record: dict[str, Any]) -> None:
+    def raise_if_unsuitable(record: dict[str, Any]) -> None:
         for name in ("LORA_ALPHA", "the model's weights") if compute.model.lora else ():
             before, now = record["made_with"].get(name), result_fingerprint(run)[name]
-            if before != now:  # the adapters would mean something else
+            if before != now:  # the adapters were trained with it
                 raise UserMistake(f"{source.folder}: {name} was {before} and is {now}; set it back")
         checkpoint.raise_if_arrays_differ(wanted, record, part=True)
 
-    if source and (restored := source.restore(wanted, check, step)):
+    if source and (restored := source.restore(wanted, raise_if_unsuitable, step)):
         arrays, record = restored
         print(f"weights={source.folder}/{record['step']}", flush=True)
-        return combine_params(read_base(run.folder, compute), arrays["state"].params), record[
-            "step"
-        ]
+        params = combine_params(read_base(run.folder, compute), arrays["state"].params)
+        return params, record["step"]
     if source:
         raise UserMistake(f"RESUME={cfg.resume} is not the folder of a complete checkpoint")
     print(f"weights={run.adapters or run.folder}", flush=True)
@@ -98,11 +97,8 @@ def load_weights(run: Run) -> tuple[Params, int]:
 
 
 def evaluate_weights(cfg: Config) -> None:
-    """Evaluates the weights on the complete eval split, as EVAL_FULL_SWEEP does.
-
-    The record and the answers go to a new folder in OUTPUT_DIR, or in runs. Raises UserMistake and
-    Unwritable.
-    """
+    """Evaluates the weights on the complete eval split, as EVAL_FULL_SWEEP does. Its outputs go to
+    a new folder in OUTPUT_DIR, or in runs/. Raises UserMistake and Unwritable."""
     run = set_up(cfg)
     with contextlib.closing(make_backend(run)) as backend:
         params, step = load_weights(run)
@@ -115,8 +111,8 @@ def evaluate_weights(cfg: Config) -> None:
 
 
 def ask(cfg: Config, example: dict[str, Any]) -> tuple[str, list[str]]:
-    """The greedy completion and, if the example has an answer, a line for the reward of each
-    function. Raises UserMistake."""
+    """The greedy completion of a question and, if the example has an answer, a line with the reward
+    of each function. Raises UserMistake."""
     run = set_up(replace(cfg, **ONE_QUESTION), example)
     if "answer" not in example:
         run = replace(run, rollout=replace(run.rollout, functions=[], reward_weights=()))
@@ -131,7 +127,7 @@ def ask(cfg: Config, example: dict[str, Any]) -> tuple[str, list[str]]:
 
 
 def answer_command(cfg: Config, flags: argparse.Namespace) -> None:
-    """Does what --eval-only or --ask of train_grpo.py asks for."""
+    """Runs the command --eval-only or --ask."""
     try:
         hosts.start_jax(cfg.jax_compilation_cache_dir, cfg.init_timeout_s)
         cfg = replace(find_weights(cfg), **NO_STEPS)

@@ -57,8 +57,8 @@ TINY_YIELDS = [  # any size that the user sets hides those of recipes/tiny.yaml
     (("num_pre_q", "num_mini_batches", *MICRO_SETTINGS), MICRO_SIZES),
 ]
 
-# `knob` for each group in YAML. A resumed run must have the same value of a `kept` setting. It may
-# change the others, if the files, prompts and sizes that follow from them stay the same.
+# `knob` for each group in YAML. A resumed run must keep the values of `kept` settings. It may
+# change the others, as long as its files, prompts and sizes stay the same.
 in_model = functools.partial(knob, "model", kept=False)
 of_lora = functools.partial(knob, "model")
 in_data = functools.partial(knob, "data", kept=False)
@@ -277,12 +277,6 @@ class Config:
         """Whether updates do not compute sequences whose advantage is 0, because no other term of
         the loss needs them."""
         return self.beta == 0 and self.entropy_coef == 0 and self.top_entropy_quantile == 1
-
-    def needs_policy_logps(self) -> bool:
-        """Whether a step needs log-probabilities or entropies of all its tokens, by the policy,
-        before its first update."""
-        updates = self.num_mini_batches * self.ppo_epochs
-        return updates > 1 or self.top_entropy_quantile < 1
 
     def filters(self) -> bool:
         """Whether the sampler restricts the tokens that it can draw."""

@@ -202,8 +202,8 @@ def policy_loss(
     if by_sequence:
         log_ratio = log_ratio.sum(axis=1, keepdims=True) / sequence_tokens  # [B, 1]
     ratio = jnp.exp(log_ratio)  # [B, T] or [B, 1]
-    drawn_logps = jnp.where(mask, logps, 0.0)  # [B, T]
-    loss, is_clipped = _token_loss(objective, ratio, A, drawn_logps)  # [B, T] or [B, 1]
+    masked_logps = jnp.where(mask, logps, 0.0)  # [B, T]
+    loss, is_clipped = _token_loss(objective, ratio, A, masked_logps)  # [B, T] or [B, 1]
     metrics = _clip_metrics(is_clipped, mask, num_sequences if by_sequence else num_tokens)
 
     loss = jnp.where(top, loss, 0.0)  # [B, T]

@@ -50,8 +50,8 @@ class Rollout:
     reward_weights: tuple[float, ...]  # the weight of each function in the total reward
     environments: "Environments | None"  # None: a completion is a single turn of the policy
     max_turns: int  # the most turns of the policy in a completion
-    min_prompt_width: int  # padded tokens: GLOBAL_LENGTH
-    max_prompt_width: int  # padded tokens of the longest prompt of the run
+    min_prompt_width: int  # the least S: GLOBAL_LENGTH
+    max_prompt_width: int  # S+1 for the longest prompt of the run
     stop: StopSignal
 
 

@@ -3,7 +3,7 @@
 A row begins with its prompts, each without its last token. Its completions follow. The inputs of a
 completion are the last token of its prompt, then its own tokens but the last. A completion attends
 to its prompt and to itself. A row holds a prompt once, however many of its completions follow. All
-rows of an update have the same widths S and C, which depend on the update's batch alone.
+rows of an update have the same widths S and C, which follow from its batch and the run's Limits.
 
 A row of S = 4 + C = 8 places with two prompts, `a b c` and `p q r`, and three completions:
 `x y z` of the first prompt, `u v` and `w` of the second. `.` is padding.
@@ -50,8 +50,8 @@ MICRO_STEP_TOKENS = 256
 GRID = 4
 # Bounds Q: an array [X*Q, T] has at most this many elements per token of the widest padded rows.
 RESULTS_PER_TOKEN = 8
-# Among widths that cost at most 5 % more than the cheapest, plan_rows chooses the widest: they come
-# back in more steps, so that fewer programs are compiled.
+# Of the widths whose cost is within 5 % of the cheapest, plan_rows takes the widest, because later
+# steps can use them again and need no other program.
 SLACK = 0.05
 
 
@@ -149,7 +149,7 @@ class Limits(NamedTuple):
     """The limits of a run's rows, and the costs by which plan_rows compares their widths."""
 
     shards: int  # parts of a micro-step; a device, or the devices of a tp group, computes each
-    sequences: int  # sequences of a shard if rows are padded; packed rows have no more tokens
+    sequences: int  # sequences of a shard in padded rows, which bound the tokens of packed ones
     completions: int  # K: completions per prompt
     max_length_sample: int  # the most tokens of a completion
     longest_prompt: int  # the largest S for one prompt of the dataset; an environment may exceed it

@@ -62,9 +62,9 @@ class NaiveBackend:
     """ROLLOUT_BACKEND=naive: samples completions with the programs of this file, on the devices of
     all processes; token ids in, token ids out."""
 
-    def __init__(self, rollout: Compute, stopping: Stopping, drop_ended: bool) -> None:
+    def __init__(self, compute: Compute, stopping: Stopping, drop_ended: bool) -> None:
         """drop_ended: sequences that have ended are dropped from the batch."""
-        self._rollout = rollout
+        self._compute = compute
         self._stopping = stopping
         self._drop_ended = drop_ended
         self._weights: Params | None = None
@@ -73,8 +73,8 @@ class NaiveBackend:
     def update_weights(self, params: Params) -> None:
         """Copies the weights to the dtype and the layout of the rollout, and waits for the copy.
         Every step and every evaluation calls it before its first pass."""
-        copy = sync_weights(self._rollout)(params)
-        copy = combine_params(params, copy) if self._rollout.shares_base else copy
+        copy = sync_weights(self._compute)(params)
+        copy = combine_params(params, copy) if self._compute.shares_base else copy
         self._weights = jax.block_until_ready(copy)
 
     @attribute_oom_to("prefill, decode or drop_sequences", PASS_SIZES)
@@ -96,7 +96,7 @@ class NaiveBackend:
         far, with which the prompt ends. They count in the token's index and in MAX_LENGTH_SAMPLE,
         and are not returned. None: the first turn.
         """
-        compute, stopping = self._rollout, self._stopping
+        compute, stopping = self._compute, self._stopping
         K = len(sequence_ids) // len(prompt_ids)
         per_shard = len(sequence_ids) * jax.process_count() // compute.layout.batch_shards
         # If several shards hold completions of a prompt, each of them gets a copy of the prompt.

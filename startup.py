@@ -231,7 +231,7 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
         functions = rewards.load_reward_functions(
             cfg.reward_fns(), cfg.reward_timeout_s, cfg.max_length_sample, cache, workers
         )
-    system_prompt = read_system_prompt(cfg)
+    system_prompt = system_prompt_of(cfg)
 
     folder, adapters, model, tokenizer = open_model(cfg)
     stop_ids = find_stop_ids(folder, tokenizer, model.vocab_size)
@@ -250,7 +250,7 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
     )
 
     def read_prompts(split: str) -> list[data.Prompt]:
-        examples = [example] if example else load_examples(cfg, split)
+        examples = [example] if example else load_split(cfg, split)
         prompts = data.build_prompts(examples, tokenizer, system_prompt, tools, model.vocab_size)
         prompts = data.drop_long_prompts(prompts, cfg.max_prompt_length, split)
         if rewards.reward_correct in functions and not example:
@@ -294,7 +294,7 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
     )
 
 
-def read_system_prompt(cfg: Config) -> str:
+def system_prompt_of(cfg: Config) -> str:
     """SYSTEM_PROMPT, or else that of rewards.py, which asks for a number. The answer to a task of
     reasoning_gym may be any text."""
     answer = "answer" if cfg.dataset.startswith(GYM_PREFIX) else "number"
@@ -335,7 +335,7 @@ def find_stop_ids(
     return named
 
 
-def load_examples(cfg: Config, split: str) -> list[dict[str, Any]]:
+def load_split(cfg: Config, split: str) -> list[dict[str, Any]]:
     """The examples of a split of DATASET. Raises UserMistake."""
     return data.load_examples(
         cfg.dataset, cfg.dataset_config, split, cfg.question_column, cfg.answer_column

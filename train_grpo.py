@@ -212,9 +212,9 @@ def with_logps(
     needs_old_logps: bool,
     top_entropy_quantile: float,
 ) -> Batch:
-    """The batch with what the loss needs from before the first update: ref_logps if there is a
-    reference, old_logps if there are several updates, and the top_mask of TOP_ENTROPY_QUANTILE,
-    whose threshold is a quantile over the entire step."""
+    """The batch with the arrays that need the weights before the first update: ref_logps if there
+    is a reference, old_logps if there are several updates, and the top_mask of
+    TOP_ENTROPY_QUANTILE, whose threshold is a quantile over the entire step."""
     if ref_params is not None:
         ref_logps, _ = compute_batch_logps_and_entropies(learner, ref_params, batch)
         batch = batch._replace(ref_logps=ref_logps)
@@ -296,7 +296,7 @@ def update_policy(
     applied = 0
     for groups in groups_of_update:
         mini_batch = batch.select_groups(groups)
-        if not updates:  # The policy has not changed yet: micro_step takes its own logps.
+        if not updates:  # The policy is still the old one, and micro_step computes its logps.
             mini_batch = mini_batch._replace(old_logps=None)
         state, metrics = one_update(learner, state, mini_batch, lr)
         updates.append(metrics)

@@ -135,7 +135,7 @@ def suggest_smaller_sizes(
     size_settings: tuple[str, ...],
 ) -> str:
     """Advice that makes a program smaller: the next smaller size that leaves the step as it is, if
-    there is one. size_settings: see `program`."""
+    there is one. size_settings: see `attribute_oom_to`."""
     if not size_settings:
         return "Use more devices; OPTIMIZER=sgd or lion, or BETA=0, need less"
     smaller = smaller_sizes(cfg, sizes, processes, local_devices, size_settings)

@@ -247,7 +247,7 @@ class StopRequested(Exception):
 
 class StopSignal:
     """SIGTERM and SIGINT end the process at once, until `watch` is called on the main thread; from
-    then on they stop the run at its next `check`."""
+    then on they stop the run at its next `raise_if_stopped`."""
 
     _number = 0  # of the signal that has arrived
 
@@ -277,7 +277,7 @@ class StopSignal:
         end_process(code, "error: a second signal; nothing more is saved")
 
     def raise_if_stopped(self) -> None:
-        """Raises Stopped on all processes, at the same call, after a signal to any of them."""
+        """Raises StopRequested on all processes, at the same call, after a signal to any one."""
         number = self._number
         if jax.process_count() > 1:
             number = int(multihost_utils.process_allgather(np.int32(number)).max())

@@ -107,7 +107,7 @@ class Lifecycle:
                 self.close(STOPPED, str(signal))
                 raise SystemExit(signal.exit_code) from None
             except UserMistake:  # of a reward or an environment, before the step changes anything
-                # Several processes would have to agree on it, and no step is nothing to lose.
+                # Other processes do not know of the mistake, so only a single process saves.
                 if jax.process_count() == 1 and self.progress.step:
                     save()
                     self.checkpoints.wait_until_saved()

@@ -333,8 +333,8 @@ def _forward(
     logarithm of the sum of each query's weights [X, N, H/N, t] float32.
 
     A query keeps its highest score so far, and relative to it the sum of its weights and of its
-    weighted values. A query that sees no key of its first blocks sums weights of 1 there, which
-    become 0 with the first score that it sees.
+    weighted values. MASKED is finite, so a query whose first blocks are all masked sums weights of
+    1 there; its first visible score rescales them to 0.
     """
     qs, ks, vs = (_split(x, block_size, axis) for x, axis in ((q, 3), (k, 2), (v, 2)))
     token_blocks = [_split(x, block_size, 1) for x in tokens]  # [num_blocks, X, block_size]

@@ -275,8 +275,8 @@ def trainable_params(params: Params) -> Params:
 
 
 def combine_params(base: Params | None, changed: Params) -> Params:
-    """All weights: `changed`, as `trained` returns them, together with the base if `changed` is
-    only adapters. base: without LoRA it may be None."""
+    """All weights: `changed`, as trainable_params returns them, with the base if they are adapters
+    alone. base: without LoRA it may be None."""
     if base is None or changed.adapters is None:
         return changed
     return dataclasses.replace(base, adapters=changed.adapters)

@@ -368,7 +368,7 @@ def list_programs(plan: Plan) -> dict[str, Program]:
             programs |= {f"eval_{name}": program for name, program in eval_programs.items()}
 
     batch, scalar = micro_batch(plan), jax.ShapeDtypeStruct((), jnp.float32)
-    if cfg.beta > 0 or cfg.needs_policy_logps():
+    if cfg.beta > 0 or plan.sizes.updates_per_step > 1 or cfg.top_entropy_quantile < 1:
         scored = combine_params(base, reference) if reference else params
         programs["compute_logps_and_entropies"] = Program(
             compute_logps_and_entropies,

@@ -165,7 +165,7 @@ class Config:
     )
     grad_accum_steps: int = free_in_train(0, "Most micro-steps of an update; 0: not set.")
     ppo_epochs: int = in_train(1, "How many times a step trains on each of its groups.", at_least=1)
-    num_mini_batches: int = in_train(1, "Mini-batches of an epoch, one update each.", at_least=1)
+    num_mini_batches: int = in_train(1, "Mini-batches of a step, with one update each.", at_least=1)
     optimizer: str = in_train("adamw", "Optimizer of the weights.", choices="adamw|lion|sgd")
     learning_rate: float = in_train(1e-6, "Peak learning rate.")
     lr_schedule: str = in_train(

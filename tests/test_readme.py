@@ -8,6 +8,7 @@ import pytest
 
 import config
 from infra import settings
+from infra.sizes import derive_sizes
 
 REPO = Path(__file__).resolve().parent.parent
 README = (REPO / "README.md").read_text(encoding="utf-8")
@@ -54,6 +55,29 @@ def test_the_files_of_the_evening_and_of_the_next_day_are_those_of_the_code() ->
     everything = sum(named.values(), [])
     assert [name for name in everything if not (REPO / name).exists()] == []
     assert {"infra/", "extras/", "tools/", "model/"} <= {*everything}
+
+
+def test_the_drawn_step_names_functions_of_the_code() -> None:
+    drawing = README.partition("## One step")[2].split("```")[1].strip().splitlines()
+    names = [re.match(r"\S+ +(\w+)", line)[1] for line in drawing]
+    assert len(drawing) <= 14 and names[:2] == ["update_weights", "prompts_of_round"]
+    product = "".join(file.read_text(encoding="utf-8") for file in REPO.glob("*.py"))
+    assert [name for name in names if f"def {name}(" not in product] == []
+
+
+def test_the_examples_of_the_units_are_the_sizes_of_these_settings() -> None:
+    text = "ROLLOUT_GLOBAL_BATCH_SIZE=16 NUM_PRE_Q=8 PPO_EPOCHS=2 NUM_MINI_BATCHES=2 BATCH_SIZE=4"
+    env = dict(word.split("=") for word in f"{text} TRAIN_MICRO_BATCH_SIZE=16".split())
+    sizes = derive_sizes(config.Config.from_env(env | {"MODEL_PATH": "m"}), 1, 1)
+    assert (sizes.global_batch, sizes.updates_per_step, sizes.passes_per_step) == (128, 4, 4)
+    assert sizes.global_batch // 2 == 64 and sizes.grad_accum_steps == 4
+    rows = table(README, "Tonight, tomorrow, and never unless you need it")
+    examples = {unit: example for unit, _, example in rows}
+    assert len(examples) == 10
+    assert examples["step"] == "128 sequences (prompt and completion), 4 updates"
+    assert examples["pass"] == "BATCH_SIZE=4: 4 passes of 4 prompts"
+    assert examples["mini-batch"] == "8 groups, 64 sequences"
+    assert examples["micro-step"] == "TRAIN_MICRO_BATCH_SIZE=16: 4 an update"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

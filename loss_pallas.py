@@ -1,31 +1,28 @@
 """A TPU kernel for the log-probabilities of tokens, their entropies and the gradients of both.
 
-token_logps in model/logps.py walks the vocabulary in tiles, and passes each tile to the Kernel of
-this file if it gets one. The kernel computes a tile with the same functions as the jnp there, but
-does not write the logits to HBM. docs/kernel.md compares both.
+It computes what token_logps of model/logps.py computes, but its logits stay in VMEM, the fast
+memory of the chip. The program walks the vocabulary in tiles of the lm_head. Forward keeps four
+running statistics of each token; backward computes the logits of each tile again, and adds the
+tile's part to both gradients. This file can be copied into another project; docs/kernel.md has the
+memory of both ways.
 
-Dimensions: D model width; `tokens` are all tokens of a device, `tile` the lm_head rows of a tile.
+Dimensions: V vocabulary, D model width; `tokens` are all tokens of a device, `tile` the lm_head
+rows of a tile, `block` the tokens that are in VMEM at once. A mesh splits the sequences over
+(dp, fsdp), V over tp and D over fsdp.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh, PartitionSpec
 
-from model.logps import (
-    BackwardInputs,
-    CallSettings,
-    Statistics,
-    Target,
-    Tile,
-    dot,
-    forward_tile,
-    logits_gradient,
-)
-
+MASKED = -1e30  # A logit of probability 0. It is finite because inf - inf is NaN.
+TOKENS, HEAD = PartitionSpec(("dp", "fsdp")), PartitionSpec("tp", "fsdp")
 # (MiB of VMEM of a core, cores of a device) by the beginning of device_kind, as in jax 0.10's
 # jax/_src/pallas/mosaic/tpu_info.py. The first match counts, so v5e ("v5 lite") stands before v5p.
 CORES = {
@@ -37,7 +34,323 @@ CORES = {
 }
 # The sizes that block_sizes tries. Multiples of 64 tokens and of 128 rows fill the chip's tiles.
 TOKEN_BLOCKS, VOCABULARY_TILES = (256, 128, 64), (2048, 1024, 512, 256, 128)
-PACKED = 4  # float32 numbers of a token: the fields of Statistics or of BackwardInputs
+COLUMNS = 4  # float32 numbers of a token that the kernels read and write as one array
+
+
+class Kernel(NamedTuple):
+    """Computes log-probabilities on a TPU; called like token_logps of model/logps.py. Hashable."""
+
+    device_kind: str
+    interpret: bool | pltpu.InterpretParams = False  # else the kernel is interpreted on any device
+
+    def __call__(
+        self,
+        hidden: jax.Array,
+        lm_head: jax.Array,
+        ids: jax.Array,
+        *,
+        support: jax.Array | None = None,
+        temperature: float = 1.0,
+        mesh: Mesh | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns log p of `ids` and the entropy of each distribution, both [...] float32 nats.
+
+        hidden: [..., D] bfloat16 or float32; the matmuls use this dtype. lm_head: [V, D].
+        ids: [...] int32. The logits are float32, divided by temperature.
+        mesh: its axes are dp, fsdp and tp; the first axis of hidden and both axes of lm_head are
+        split over them. None: one device holds everything.
+        Raises ValueError for a support, which the kernel does not compute.
+        """
+        if support is not None:
+            raise ValueError("the kernel of POLICY_LOSS_IMPL=pallas computes no support; jax does")
+        return _token_logps(hidden, lm_head, ids, Call(self, temperature, mesh))
+
+
+def reference(
+    hidden: jax.Array, lm_head: jax.Array, ids: jax.Array, temperature: float = 1.0
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the same as the kernel, from an array of all logits."""
+    logits = _dot(hidden, lm_head.astype(hidden.dtype), hidden.ndim - 1, 1) / temperature
+    table = jax.nn.log_softmax(logits)  # [..., V]
+    logps = jnp.take_along_axis(table, ids[..., None], axis=-1)[..., 0]
+    return logps, -(jnp.exp(table) * table).sum(axis=-1)
+
+
+# ---- The walk over the vocabulary ----------------------------------------------------------------
+
+
+class Call(NamedTuple):
+    """The arguments that are not arrays; hashable, as custom_vjp needs."""
+
+    kernel: Kernel
+    temperature: float
+    mesh: Mesh | None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _token_logps(
+    hidden: jax.Array, lm_head: jax.Array, ids: jax.Array, call: Call
+) -> tuple[jax.Array, jax.Array]:
+    return _forward(hidden, lm_head, ids, call)[0]
+
+
+def _forward(hidden: jax.Array, lm_head: jax.Array, ids: jax.Array, call: Call) -> Any:
+    program = _on_mesh(_forward_shard, call, (TOKENS, HEAD, TOKENS), (TOKENS, TOKENS, TOKENS))
+    logps, entropy, logsumexp = program(hidden, lm_head, ids)  # each [...]
+    return (logps, entropy), (hidden, lm_head, ids, entropy, logsumexp)
+
+
+def _backward(call: Call, residuals: Any, cotangents: Any) -> Any:
+    ins = (TOKENS, HEAD, *[TOKENS] * 5)
+    program = _on_mesh(_backward_shard, call, ins, (TOKENS, HEAD))
+    return *program(*residuals, *cotangents), None
+
+
+_token_logps.defvjp(_forward, _backward)
+
+
+def _on_mesh(program: Callable[..., Any], call: Call, ins: Any, outs: Any) -> Callable[..., Any]:
+    """`program` on each device's part of the arrays."""
+    program = functools.partial(program, call)
+    if call.mesh is None:
+        return program
+    # check_vma=False: the programs make the sums over devices themselves.
+    return jax.shard_map(program, mesh=call.mesh, in_specs=ins, out_specs=outs, check_vma=False)
+
+
+class Tiles(NamedTuple):
+    """The tiles of a device's part of the lm_head [V / tp, D / fsdp]. The last one overlaps the one
+    before it, so that all tiles have the same size without padding."""
+
+    rows: int  # V / tp
+    size: int  # rows of a tile
+    mesh: Mesh | None
+
+    @property
+    def count(self) -> int:
+        return -(-self.rows // self.size)
+
+    def start(self, i: jax.Array) -> jax.Array:
+        """The first row of tile i in the device's part."""
+        return jnp.minimum(i * self.size, self.rows - self.size)
+
+    def load(self, lm_head: jax.Array, i: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+        """Returns tile i, gathered over fsdp, [tile, D]; and [2] int32: the token id of its first
+        row, and the number of rows at its front that the previous tile has counted already."""
+        w = jax.lax.dynamic_slice_in_dim(lm_head, self.start(i), self.size).astype(dtype)
+        first = self.start(i)
+        if self.mesh:
+            w = jax.lax.all_gather(w, "fsdp", axis=1, tiled=True)
+            first += jax.lax.axis_index("tp") * self.rows
+        return w, jnp.stack([first, i * self.size - self.start(i)]).astype(jnp.int32)
+
+    def add(self, grad_lm_head: jax.Array, i: jax.Array, grad_w: jax.Array) -> jax.Array:
+        """Adds grad_w [tile, D], summed over fsdp, to the rows of tile i."""
+        if self.mesh:  # each device keeps [tile, D / fsdp] of the sum
+            grad_w = jax.lax.psum_scatter(grad_w, "fsdp", scatter_dimension=1, tiled=True)
+        before = jax.lax.dynamic_slice_in_dim(grad_lm_head, self.start(i), self.size)
+        after = before + grad_w
+        return jax.lax.dynamic_update_slice_in_dim(grad_lm_head, after, self.start(i), 0)
+
+
+def _tiles(call: Call, hidden: jax.Array, lm_head: jax.Array) -> Tiles:
+    rows = lm_head.shape[0]
+    size = block_sizes(hidden.shape[-1], hidden.dtype.itemsize, call.kernel.device_kind)[1]
+    return Tiles(rows, min(size, rows), call.mesh)
+
+
+def _forward_shard(
+    call: Call, hidden: jax.Array, lm_head: jax.Array, ids: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns logps, entropy and logsumexp of this device's tokens, each [...] as ids."""
+    shape, tiles = ids.shape, _tiles(call, hidden, lm_head)
+    hidden, ids = hidden.reshape(-1, hidden.shape[-1]), ids.reshape(-1, 1)
+
+    def add_tile(i: jax.Array, statistics: jax.Array) -> jax.Array:
+        w, position = tiles.load(lm_head, i, hidden.dtype)
+        return _forward_tile(call, position, hidden, w, ids, statistics)
+
+    zeros = jnp.zeros((len(ids), 1))
+    statistics = _pack(zeros + MASKED, zeros, zeros, zeros)
+    statistics = jax.lax.fori_loop(0, tiles.count, add_tile, statistics)
+    largest, chosen, total, weighted = statistics.T
+    if call.mesh:
+        top = jax.lax.pmax(largest, "tp")
+        scale = jnp.exp(largest - top)
+        weighted = scale * (weighted + (largest - top) * total)
+        chosen, total, weighted = jax.lax.psum((chosen, scale * total, weighted), "tp")
+        largest = top
+    logsumexp = largest + jnp.log(total)
+    # logsumexp - sum(p logits) would cancel for large logits and leave few digits of the entropy.
+    entropy = jnp.log(total) - weighted / total
+    return tuple(x.reshape(shape) for x in (chosen - logsumexp, entropy, logsumexp))
+
+
+def _backward_shard(
+    call: Call, hidden: jax.Array, lm_head: jax.Array, ids: jax.Array, *of_tokens: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the gradients of hidden and lm_head, in their dtypes. of_tokens: entropy, logsumexp,
+    and the gradients of logps and entropy, each [...]."""
+    shape, tiles = hidden.shape, _tiles(call, hidden, lm_head)
+    hidden, ids = hidden.reshape(-1, shape[-1]), ids.reshape(-1, 1)
+    inputs = _pack(*(x.reshape(-1, 1) for x in of_tokens))
+
+    def add_tile(i: jax.Array, grads: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        w, position = tiles.load(lm_head, i, hidden.dtype)
+        grad_hidden, grad_w = _backward_tile(call, position, hidden, w, ids, inputs, grads[0])
+        return grad_hidden, tiles.add(grads[1], i, grad_w)
+
+    zeros = jnp.zeros(hidden.shape), jnp.zeros(lm_head.shape)
+    grad_hidden, grad_lm_head = jax.lax.fori_loop(0, tiles.count, add_tile, zeros)
+    if call.mesh:
+        grad_hidden = jax.lax.psum(grad_hidden, "tp")
+        grad_lm_head = jax.lax.psum(grad_lm_head, "dp")
+    return grad_hidden.reshape(shape).astype(hidden.dtype), grad_lm_head.astype(lm_head.dtype)
+
+
+# ---- The kernels, for one tile -------------------------------------------------------------------
+
+
+def _logits(
+    call: Call, position: Any, hidden: jax.Array, w: jax.Array, ids: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns three arrays [block, tile]: the float32 logits, whether a logit is new (its row is
+    not one that the previous tile has counted), and whether it is the sampled token's new logit."""
+    logits = _dot(hidden, w, 1, 1) * (1 / call.temperature)
+    column = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    is_new = column >= position[1]
+    return logits, is_new, is_new & (column == ids - position[0])
+
+
+def _forward_tile(
+    call: Call,
+    position: jax.Array,
+    hidden: jax.Array,
+    w: jax.Array,
+    ids: jax.Array,
+    statistics: jax.Array,
+) -> jax.Array:
+    """Returns the statistics [tokens, COLUMNS] with the tile added. They are, with e = exp(logit -
+    largest): the largest logit, the sampled token's logit, the sum of e, and the sum of
+    e (logit - largest). position: of Tiles.load."""
+    tokens, D = hidden.shape
+    block = min(_block(call, hidden), tokens)
+
+    def kernel(position, hidden, w, ids, before, after):
+        largest, chosen, total, weighted = _unpack(before[...])  # each [block, 1]
+        logits, is_new, is_sampled = _logits(call, position, hidden[...], w[...], ids[...])
+        logits = jnp.where(is_new, logits, MASKED)
+        top = jnp.maximum(largest, logits.max(axis=1, keepdims=True))
+        fall, below = largest - top, logits - top
+        scale, e = jnp.exp(fall), jnp.exp(below)
+        chosen += jnp.where(is_sampled, logits, 0.0).sum(axis=1, keepdims=True)
+        weighted = scale * (weighted + fall * total) + (e * below).sum(axis=1, keepdims=True)
+        total = scale * total + e.sum(axis=1, keepdims=True)
+        after[...] = _pack(top, chosen, total, weighted)
+
+    def of_block(width: int) -> pl.BlockSpec:
+        return pl.BlockSpec((block, width), lambda i: (i, 0))
+
+    of_tile = pl.BlockSpec(w.shape, lambda i: (0, 0), pipeline_mode=pl.Buffered(1))
+    scalars = pl.BlockSpec(memory_space=pltpu.SMEM)
+    return pl.pallas_call(
+        kernel,
+        grid=(pl.cdiv(tokens, block),),
+        in_specs=[scalars, of_block(D), of_tile, of_block(1), of_block(COLUMNS)],
+        out_specs=of_block(COLUMNS),
+        out_shape=jax.ShapeDtypeStruct(statistics.shape, statistics.dtype),
+        **_settings(call, "parallel"),
+    )(position, hidden, w, ids, statistics)
+
+
+def _backward_tile(
+    call: Call,
+    position: jax.Array,
+    hidden: jax.Array,
+    w: jax.Array,
+    ids: jax.Array,
+    inputs: jax.Array,
+    grad_hidden: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns grad_hidden [tokens, D] plus the tile's part, and grad_w [tile, D], both float32.
+    Each block of tokens adds to its part of grad_hidden, and all blocks of a core add to the same
+    grad_w. inputs: [tokens, COLUMNS], as _backward_shard packs them.
+
+    Two kernels, one for each gradient, would compute the logits twice, but would not read and
+    write grad_hidden in HBM for every tile.
+    """
+    (tokens, D), tile = hidden.shape, len(w)
+    block = min(_block(call, hidden), tokens)
+    blocks = pl.cdiv(tokens, block)
+    cores = _vmem_and_cores(call.kernel.device_kind)[1]
+    cores = cores if blocks % cores == 0 else 1
+
+    def kernel(position, hidden, w, ids, inputs, before, grad_hidden, grad_w):
+        hidden, w = hidden[...], w[...]
+        entropy, logsumexp, grad_logp, grad_entropy = _unpack(inputs[...])  # each [block, 1]
+        logits, is_new, is_sampled = _logits(call, position, hidden, w, ids[...])
+        logp = logits - logsumexp
+        p = jnp.where(is_new, jnp.exp(logp), 0.0)
+        g = jnp.where(is_sampled, grad_logp, 0.0)
+        g -= p * (grad_logp + grad_entropy * (logp + entropy))
+        g = (g * (1 / call.temperature)).astype(hidden.dtype)  # [block, tile]
+        if tokens % block:  # The last block reads past the end, where the values may be NaN.
+            i = pl.program_id(0) * (blocks // cores) + pl.program_id(1)
+            token = i * block + jax.lax.broadcasted_iota(jnp.int32, (block, 1), 0)
+            hidden, g = (jnp.where(token < tokens, x, 0) for x in (hidden, g))
+        grad_hidden[...] = before[...] + _dot(g, w, 1, 0)
+
+        @pl.when(pl.program_id(1) == 0)
+        def _():
+            grad_w[...] = jnp.zeros_like(grad_w)
+
+        grad_w[...] += _dot(g, hidden, 0, 0)
+
+    def of_block(width: int) -> pl.BlockSpec:
+        return pl.BlockSpec((block, width), lambda core, i: (core * (blocks // cores) + i, 0))
+
+    once = pl.Buffered(1)
+    of_tile = pl.BlockSpec((tile, D), lambda core, i: (0, 0), pipeline_mode=once)
+    of_core = pl.BlockSpec((None, tile, D), lambda core, i: (core, 0, 0), pipeline_mode=once)
+    scalars, widths = pl.BlockSpec(memory_space=pltpu.SMEM), (1, COLUMNS, D)
+    grad_hidden, grad_w = pl.pallas_call(
+        kernel,
+        grid=(cores, blocks // cores),
+        in_specs=[scalars, of_block(D), of_tile, *map(of_block, widths)],
+        out_specs=[of_block(D), of_core],
+        out_shape=[
+            jax.ShapeDtypeStruct((tokens, D), jnp.float32),
+            jax.ShapeDtypeStruct((cores, tile, D), jnp.float32),
+        ],
+        input_output_aliases={5: 0},  # grad_hidden is updated in place.
+        **_settings(call, "parallel", "arbitrary"),
+    )(position, hidden, w, ids, inputs, grad_hidden)
+    return grad_hidden, grad_w.sum(axis=0)
+
+
+def _pack(*columns: jax.Array) -> jax.Array:
+    """One array [tokens, COLUMNS] from columns [tokens, 1]."""
+    lane = jax.lax.broadcasted_iota(jnp.int32, (len(columns[0]), COLUMNS), 1)
+    packed = jnp.zeros(lane.shape)
+    for i, column in enumerate(columns):
+        packed = jnp.where(lane == i, column, packed)
+    return packed
+
+
+def _unpack(packed: jax.Array) -> list[jax.Array]:
+    """The columns [tokens, 1] of [tokens, COLUMNS]."""
+    return [packed[:, i : i + 1] for i in range(COLUMNS)]
+
+
+def _dot(a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:
+    """Contracts axis_a of a with axis_b of b, in float32."""
+    # A TPU would round float32 operands to bfloat16 by default.
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    axes = ((axis_a,), (axis_b,)), ((), ())
+    return jax.lax.dot_general(a, b, axes, precision=precision, preferred_element_type=jnp.float32)
+
+
+# ---- Sizes ---------------------------------------------------------------------------------------
 
 
 def _vmem_and_cores(device_kind: str) -> tuple[int, int]:
@@ -72,123 +385,12 @@ def block_sizes(D: int, itemsize: int, device_kind: str) -> tuple[int, int]:
     )
 
 
-class Kernel(NamedTuple):
-    """Computes the tiles of model/logps.py on a TPU, without a support; hashable."""
+def _block(call: Call, hidden: jax.Array) -> int:
+    return block_sizes(hidden.shape[1], hidden.dtype.itemsize, call.kernel.device_kind)[0]
 
-    device_kind: str
-    interpret: bool | pltpu.InterpretParams = False  # else the kernel is interpreted on any device
 
-    def blocks(self, hidden: jax.Array) -> tuple[int, int]:
-        """The block_sizes for hidden [tokens, D]."""
-        return block_sizes(hidden.shape[1], hidden.dtype.itemsize, self.device_kind)
-
-    @staticmethod
-    def pack(columns: Sequence[jax.Array]) -> jax.Array:
-        """One array [tokens, PACKED] for the kernel, from columns [tokens, 1]."""
-        lane = jax.lax.broadcasted_iota(jnp.int32, (len(columns[0]), PACKED), 1)
-        packed = jnp.zeros(lane.shape)
-        for i, column in enumerate(columns):
-            packed = jnp.where(lane == i, column, packed)
-        return packed
-
-    @staticmethod
-    def unpack(packed: jax.Array) -> list[jax.Array]:
-        """The columns [tokens, 1] of [tokens, PACKED]."""
-        return [packed[:, i : i + 1] for i in range(PACKED)]
-
-    def settings(self, *semantics: Literal["parallel", "arbitrary"]) -> dict[str, Any]:
-        """Arguments of pallas_call. semantics: of the dimensions of its grid."""
-        limit = _vmem_and_cores(self.device_kind)[0]
-        params = pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=limit)
-        return {"compiler_params": params, "interpret": self.interpret}
-
-    def forward(
-        self, call: CallSettings, hidden: jax.Array, tile: Tile, target: Target, stats: jax.Array
-    ) -> jax.Array:
-        """Runs forward_tile on one block of tokens after the other. stats: packed."""
-        tokens, D = hidden.shape
-        block = min(self.blocks(hidden)[0], tokens)
-
-        def kernel(tile_position, hidden, w, ids, stats, new_stats):
-            tile = Tile(w[...], tile_position[0], tile_position[1])
-            target = Target(ids[...], None)
-            stats = Statistics(*self.unpack(stats[...]))
-            new_stats[...] = self.pack(forward_tile(call, hidden[...], tile, target, stats))
-
-        def token_block(width: int) -> pl.BlockSpec:
-            return pl.BlockSpec((block, width), lambda i: (i, 0))
-
-        scalars = pl.BlockSpec(memory_space=pltpu.SMEM)
-        weights_block = pl.BlockSpec(tile.w.shape, lambda i: (0, 0), pipeline_mode=pl.Buffered(1))
-        tile_position = jnp.stack([tile.first, tile.repeated]).astype(jnp.int32)  # [2]
-        return pl.pallas_call(
-            kernel,
-            grid=(pl.cdiv(tokens, block),),
-            in_specs=[scalars, token_block(D), weights_block, token_block(1), token_block(PACKED)],
-            out_specs=token_block(PACKED),
-            out_shape=jax.ShapeDtypeStruct(stats.shape, stats.dtype),
-            **self.settings("parallel"),
-        )(tile_position, hidden, tile.w, target.ids, stats)
-
-    def backward(
-        self,
-        call: CallSettings,
-        hidden: jax.Array,
-        tile: Tile,
-        target: Target,
-        inputs: jax.Array,
-        grad_hidden: jax.Array,
-    ) -> tuple[jax.Array, jax.Array]:
-        """grad_hidden [tokens, D] plus the tile's part, and grad_w [tile, D]. Each block of tokens
-        adds to its part of grad_hidden, and all blocks of a core add to the same grad_w. inputs:
-        packed.
-
-        Two kernels, one for each gradient, would compute the logits twice, but would not read and
-        write grad_hidden in HBM for every tile.
-        """
-        (tokens, D), tile_rows = hidden.shape, tile.w.shape[0]
-        block = min(self.blocks(hidden)[0], tokens)
-        blocks = pl.cdiv(tokens, block)
-        cores = _vmem_and_cores(self.device_kind)[1]
-        cores = cores if blocks % cores == 0 else 1
-
-        def kernel(tile_position, hidden, w, ids, inputs, before, grad_hidden, grad_w):
-            hidden, tile = hidden[...], Tile(w[...], tile_position[0], tile_position[1])
-            target, inputs = Target(ids[...], None), BackwardInputs(*self.unpack(inputs[...]))
-            grad_logits = logits_gradient(call, hidden, tile, target, inputs)  # [block, tile]
-            if tokens % block:  # The last block reads past the end, where the values may be NaN.
-                i = pl.program_id(0) * (blocks // cores) + pl.program_id(1)
-                token = i * block + jax.lax.broadcasted_iota(jnp.int32, (block, 1), 0)
-                is_token = token < tokens  # [block, 1]
-                hidden, grad_logits = (jnp.where(is_token, x, 0) for x in (hidden, grad_logits))
-            grad_hidden[...] = before[...] + dot(grad_logits, tile.w, 1, 0)
-
-            @pl.when(pl.program_id(1) == 0)
-            def _():
-                grad_w[...] = jnp.zeros_like(grad_w)
-
-            grad_w[...] += dot(grad_logits, hidden, 0, 0)
-
-        def token_block(width: int) -> pl.BlockSpec:
-            return pl.BlockSpec((block, width), lambda core, i: (core * (blocks // cores) + i, 0))
-
-        scalars, once = pl.BlockSpec(memory_space=pltpu.SMEM), pl.Buffered(1)
-        weights_block = pl.BlockSpec((tile_rows, D), lambda core, i: (0, 0), pipeline_mode=once)
-        gradient_block = pl.BlockSpec(
-            (None, tile_rows, D), lambda core, i: (core, 0, 0), pipeline_mode=once
-        )
-        tile_position = jnp.stack([tile.first, tile.repeated]).astype(jnp.int32)  # [2]
-        widths = (1, PACKED, D)  # of ids, inputs, grad_hidden
-        grad_hidden, grad_w = pl.pallas_call(
-            kernel,
-            grid=(cores, blocks // cores),
-            in_specs=[scalars, token_block(D), weights_block, *map(token_block, widths)],
-            out_specs=[token_block(D), gradient_block],
-            out_shape=[
-                jax.ShapeDtypeStruct((tokens, D), jnp.float32),
-                jax.ShapeDtypeStruct((cores, tile_rows, D), jnp.float32),
-            ],
-            input_output_aliases={5: 0},  # grad_hidden is updated in place.
-            **self.settings("parallel", "arbitrary"),
-        )(tile_position, hidden, tile.w, target.ids, inputs, grad_hidden)
-        return grad_hidden, grad_w.sum(axis=0)
+def _settings(call: Call, *semantics: Literal["parallel", "arbitrary"]) -> dict[str, Any]:
+    """Arguments of pallas_call. semantics: of the dimensions of its grid."""
+    limit = _vmem_and_cores(call.kernel.device_kind)[0]
+    params = pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=limit)
+    return {"compiler_params": params, "interpret": call.kernel.interpret}

@@ -80,14 +80,13 @@ def compute_logps_and_entropies(
     S = micro_batch.ids.shape[1] - micro_batch.targets.shape[1]
     rows = PackedRows(micro_batch.prompt, micro_batch.start, S)
     hidden, _ = forward(weights, compute, micro_batch.ids, micro_batch.positions, rows=rows)
-    in_rows = token_logps(
+    in_rows = (compute.logps_kernel or token_logps)(
         hidden[:, S:],
         lm_head(weights),
         micro_batch.targets,
         support=micro_batch.support,
         temperature=temperature,
         mesh=compute.layout.mesh,
-        kernel=compute.logps_kernel,
     )  # each [X, C]
     at_places = jax.vmap(lambda x, places: x[places])
     shape = micro_batch.completion_mask.shape

@@ -36,11 +36,15 @@ class Gradients(NamedTuple):
     grad_lm_head: np.ndarray
 
 
-def program(ids: Any, temperature: float, **settings: Any) -> Callable[..., Gradients]:
-    """(hidden, lm_head, cotangents) -> token_logps and its pullback of `cotangents`, [2, ...]."""
+def program(
+    impl: Kernel | None, ids: Any, temperature: float, mesh: Mesh | None = None
+) -> Callable[..., Gradients]:
+    """(hidden, lm_head, cotangents) -> the outputs of `impl` and its pullback of `cotangents`,
+    [2, ...]."""
 
     def both(hidden: jax.Array, lm_head: jax.Array) -> Any:
-        return token_logps(hidden, lm_head, ids, temperature=temperature, **settings)
+        compute = impl or token_logps
+        return compute(hidden, lm_head, ids, temperature=temperature, mesh=mesh)
 
     @jax.jit
     def all_four(hidden: jax.Array, lm_head: jax.Array, cotangents: Any) -> Gradients:
@@ -97,7 +101,7 @@ def test_values_and_gradients_are_those_of_numpy(
     """Uneven tiles and blocks; with the gradient of the entropy and without."""
     hidden, lm_head, ids = inputs(n, V=V, D=D)
     lm_head *= 3 / math.sqrt(D)  # logits of std 3
-    run = program(ids, temperature, kernel=KERNELS[impl])
+    run = program(KERNELS[impl], ids, temperature)
     for cotangents in (random_cotangents(n), random_cotangents(n) * [[1], [0]]):
         cotangents = np.float32(cotangents)
         expected = numpy_gradients(hidden, lm_head, ids, cotangents, temperature)
@@ -111,7 +115,7 @@ def test_bfloat16_operands_have_float32_logits(impl: str) -> None:
     hidden, lm_head, ids = inputs(3, 43, V=1009)
     hidden, lm_head = jnp.asarray(hidden, jnp.bfloat16), jnp.asarray(lm_head * 0.3)
     cotangents = random_cotangents(3, 43)
-    got = program(ids, 1.0, kernel=KERNELS[impl])(hidden, lm_head, cotangents)
+    got = program(KERNELS[impl], ids, 1.0)(hidden, lm_head, cotangents)
     assert got.logps.dtype == got.entropy.dtype == np.float32
     assert (got.grad_hidden.dtype, got.grad_lm_head.dtype) == (jnp.bfloat16, np.float32)
     exact = [np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64) for x in (hidden, lm_head)]
@@ -131,7 +135,7 @@ def test_devices_do_what_one_does(impl: str) -> None:
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("dp", "fsdp", "tp"))
     hidden, lm_head, ids = inputs(8, 37, V=4000)
     cotangents = random_cotangents(8, 37)
-    got = program(ids, 0.7, mesh=mesh, kernel=KERNELS[impl])(hidden, lm_head, cotangents)
+    got = program(KERNELS[impl], ids, 0.7, mesh)(hidden, lm_head, cotangents)
     assert_relative(got, numpy_gradients(hidden, lm_head, ids, cotangents, 0.7), 1e-5)
 
 
@@ -142,7 +146,7 @@ def test_the_kernels_race_with_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, lm_head, ids = inputs(256, V=300)
     cotangents = random_cotangents(256)
     watch = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
-    got = program(ids, 1.0, kernel=Kernel("cpu", watch))(hidden, lm_head, cotangents)
+    got = program(Kernel("cpu", watch), ids, 1.0)(hidden, lm_head, cotangents)
     assert not interpret_pallas_call.races.races_found
     assert_relative(got, numpy_gradients(hidden, lm_head, ids, cotangents, 1.0), 1e-5)
 
@@ -155,7 +159,7 @@ def test_tokens_behind_the_end_add_nothing_if_the_last_block_is_the_second_core_
     monkeypatch.setitem(loss_pallas.CORES, "cpu", (16, 2))
     hidden, lm_head, ids = inputs(232, V=300)
     cotangents = random_cotangents(232)
-    got = program(ids, 1.0, kernel=KERNELS["pallas"])(hidden, lm_head, cotangents)
+    got = program(KERNELS["pallas"], ids, 1.0)(hidden, lm_head, cotangents)
     assert_relative(got, numpy_gradients(hidden, lm_head, ids, cotangents, 1.0), 1e-5)
 
 

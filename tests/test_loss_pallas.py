@@ -116,8 +116,9 @@ def test_values_and_gradients_are_those_of_numpy(
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("impl", ["jax", "pallas"])
-def test_bfloat16_operands_have_float32_logits(impl: str) -> None:
-    """The lm_head is kept in float32; hidden says in what it is multiplied."""
+def test_bfloat16_operands_have_float32_logits_and_float32_sums(impl: str) -> None:
+    """The lm_head is kept in float32; hidden says in what it is multiplied. The gradients are off
+    by the rounding of the factors, and that of hidden by the rounding of the result."""
     hidden, lm_head, ids = inputs(3, 43, V=1009)
     hidden, lm_head = jnp.asarray(hidden, jnp.bfloat16), jnp.asarray(lm_head * 0.3)
     cotangents = random_cotangents(3, 43)
@@ -126,9 +127,20 @@ def test_bfloat16_operands_have_float32_logits(impl: str) -> None:
     assert (got.grad_hidden.dtype, got.grad_lm_head.dtype) == (jnp.bfloat16, np.float32)
     exact = [np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64) for x in (hidden, lm_head)]
     expected = numpy_gradients(*exact, ids, cotangents, 1.0)
-    assert_relative(got, expected, 2e-2)
     np.testing.assert_allclose(got.logps, expected.logps, atol=2e-5)
     np.testing.assert_allclose(got.entropy, expected.entropy, atol=2e-5)
+    for a, b, tolerance in zip(got[2:], expected[2:], (2.8e-3, 2e-3), strict=True):
+        assert np.linalg.norm(np.float64(a) - b) < tolerance * np.linalg.norm(b)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("impl", ["jax", "pallas"])
+def test_a_bfloat16_lm_head_has_a_bfloat16_gradient(impl: str) -> None:
+    """LoRA may freeze the weights in bfloat16."""
+    hidden, lm_head, ids = inputs(43, V=300)
+    hidden, lm_head = jnp.bfloat16(hidden), jnp.bfloat16(lm_head)
+    got = program(KERNELS[impl], ids, 1.0)(hidden, lm_head, random_cotangents(43))
+    assert got.grad_lm_head.dtype == jnp.bfloat16
 
 
 # ---- On a mesh -----------------------------------------------------------------------------------
@@ -137,9 +149,9 @@ def test_bfloat16_operands_have_float32_logits(impl: str) -> None:
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("impl", ["jax", "pallas"])
 def test_devices_do_what_one_does(impl: str) -> None:
-    """A device holds 2000 words of the vocabulary, in uneven tiles."""
+    """A device holds 2003 words of the vocabulary, in uneven tiles."""
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("dp", "fsdp", "tp"))
-    hidden, lm_head, ids = inputs(8, 37, V=4000)
+    hidden, lm_head, ids = inputs(8, 37, V=4006)
     cotangents = random_cotangents(8, 37)
     got = program(KERNELS[impl], ids, 0.7, mesh)(hidden, lm_head, cotangents)
     assert_relative(got, numpy_gradients(hidden, lm_head, ids, cotangents, 0.7), 1e-5)

@@ -165,7 +165,7 @@ def _matmul_backward(
     hidden, weights = (x.astype(dtype) for x in inputs)
     g = g.astype(dtype)  # [tokens, tile]
     grad_hidden = dot(g, _constrain(weights, mesh), 1, 0)  # [tokens, D]
-    grad_weights = _constrain(dot(g, hidden, 0, 0), mesh, None, "fsdp")  # [tile, D]
+    grad_weights = dot(g, hidden, 0, 0)  # [tile, D]
     return grad_hidden, grad_weights.astype(inputs[1].dtype)
 
 

@@ -44,7 +44,7 @@ DTYPES = "auto|bfloat16|float32"
 IS_MODES = "none|token_truncate|token_mask|sequence_truncate|sequence_mask"
 TINY_LAYER = "recipes/tiny.yaml"
 TINY = REPO / TINY_LAYER
-MAX_REPLAYED = 128  # equals MAX_SUPPORT of model/next_token.py, which imports jax
+MAX_TOP_K = 128  # equals MAX_SUPPORT of model/next_token.py, which imports jax
 LOW_FOR_LORA = 1e-5  # lower learning rates get a note in a run with LoRA
 DEFAULT_TURNS = 8  # MAX_TURNS with an environment, if it is not set
 LONG_COMPLETIONS = 128  # the MAX_LENGTH_SAMPLE from which Config.packs and Config.drops_ended hold
@@ -124,9 +124,15 @@ class Config:
         0, "Most turns of the policy in a completion; 0: 8 with ENVIRONMENT_CLASS, else 1."
     )
     temperature: float = in_rollout(1.0, "Temperature in sampling and in the loss.", above=0)
-    top_k: int = in_rollout(0, "Sample among the TOP_K likeliest tokens; 0: among all.")
-    top_p: float = in_rollout(1.0, "Sample in the nucleus of this probability.", above=0, at_most=1)
-    min_p: float = in_rollout(0.0, "Drop tokens below MIN_P * the highest probability.", below=1)
+    top_k: int = in_rollout(
+        0, "Sample among the TOP_K likeliest tokens, at most 128; 0: among all.", at_most=MAX_TOP_K
+    )
+    top_p: float = in_rollout(
+        1.0, "Sample in the nucleus of this probability, at most 128 tokens.", above=0, at_most=1
+    )
+    min_p: float = in_rollout(
+        0.0, "Drop tokens below MIN_P * the highest probability; at most 128 are left.", below=1
+    )
     sampling_support: str = in_rollout(
         "auto", "Softmax of the loss; auto: over tokens that can be sampled.", choices="auto|full"
     )
@@ -343,9 +349,6 @@ def contradictions(cfg: Config) -> Iterator[str]:
         if cfg.replays() and getattr(cfg, name) == text:
             why = f"{name.upper()}={text} cannot replay the tokens that TOP_K, TOP_P, MIN_P leave"
             yield f"{why}; leave {name.upper()} out, or set SAMPLING_SUPPORT=full (a biased loss)"
-    if cfg.replays() and cfg.top_k > MAX_REPLAYED:
-        why = f"TOP_K={cfg.top_k} is too many tokens to replay"
-        yield f"{why}; set at most {MAX_REPLAYED}, or SAMPLING_SUPPORT=full"
     if cfg.max_turns > 1 and not cfg.environment_class:
         yield f"MAX_TURNS={cfg.max_turns} needs an ENVIRONMENT_CLASS, which answers the policy"
     if cfg.environment_class and cfg.rollout_backend != "naive":

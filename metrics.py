@@ -194,7 +194,7 @@ def step_record(step: Step, rollout: Rollout, local_batch: int) -> dict[str, flo
     record["train-other/batch_global"] = len(batch.rewards)
     record["train-other/batch_local"] = local_batch
     record["train-other/total_valid_token_count"] = tokens
-    if rollout.sampling.replay:
+    if batch.cut_tokens is not None:
         record["train-other/support/cut_tokens"] = batch.cut_tokens.sum()
     # As in TRL by the total rewards, also if the estimator compares those of each function.
     are_equal = equal_groups(batch.rewards, batch.completions_per_prompt())

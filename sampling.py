@@ -2,7 +2,7 @@
 
 Dimensions, of a rollout pass over all processes: B sequences, P prompts, of which each serves B/P
 consecutive sequences, S+1 padded prompt tokens, T padded completion tokens, V vocabulary, U ids of
-a support (the tokens that pass the filters).
+a support (the tokens that the filters keep).
 """
 
 import functools
@@ -54,8 +54,8 @@ class Completions(NamedTuple):
     lengths: np.ndarray  # [count] int32 tokens, stop tokens and an environment's tokens included
     sampling_logps: np.ndarray  # [count, T] float32 nats, of the distribution that was sampled
     computed_tokens: np.ndarray  # [count] int32, decoding steps with the sequence in the batch
-    support: np.ndarray | None = None  # [count, T, U] int32 ids, -1 in unused places
-    cut_tokens: np.ndarray | None = None  # [count] int32, tokens whose support was cut
+    support: np.ndarray | None = None  # [count, T, U] int32, with sampling.replay; unused: -1
+    cut_tokens: np.ndarray | None = None  # [count] int32, with filters: tokens with a cut support
 
 
 class NaiveBackend:
@@ -248,8 +248,8 @@ class Decoding(NamedTuple):
     last_position: jax.Array  # [B] int32, the position of the prompt's last token
     token: jax.Array  # [B] int32, the newest token; at first the prompt's last token
     done: jax.Array  # [B] bool
-    # By their names in Completions: completion_ids and sampling_logps [B, T], lengths [B], and
-    # with sampling.replay support [B, T, U] and cut_tokens [B].
+    # By their names in Completions: completion_ids and sampling_logps [B, T], lengths [B], with
+    # filters cut_tokens [B], and with sampling.replay support [B, T, U].
     outputs: dict[str, jax.Array]
     prompt: Any  # KV of the prompts without their last token: of P prompts, or one per sequence
     prompt_mask: jax.Array  # [P or B, S] bool
@@ -285,10 +285,11 @@ def begin(
         "sampling_logps": jnp.zeros((B, T)),
         "lengths": jnp.zeros(B, jnp.int32),
     }
+    if sampling.has_filters():
+        outputs["cut_tokens"] = jnp.zeros(B, jnp.int32)
     if sampling.replay:
         U = support_size(sampling, compute.model.vocab_size)
         outputs["support"] = jnp.full((B, T, U), -1, jnp.int32)
-        outputs["cut_tokens"] = jnp.zeros(B, jnp.int32)
     per_sequence = {
         "sequence_ids": sequence_ids,
         "earlier_tokens": earlier_tokens,
@@ -327,46 +328,45 @@ def decode(
     sequence_keys = jax.vmap(jax.random.fold_in, (None, 0))(decoding.key, sequence_ids)  # [B]
     head = lm_head(params).astype(compute.dtype)
 
-    def goes_on(carry: Any) -> jax.Array:
-        t, live, *_ = carry
-        return (t < decoding.width()) & (live > pause_at)
+    def goes_on(decoding: Decoding) -> jax.Array:
+        return (decoding.t < decoding.width()) & (decoding.live > pause_at)
 
-    def next_token(carry: Any) -> Any:
-        t, _, token, done, outputs, completion = carry
-        cache = Cache(decoding.prompt, decoding.prompt_mask, completion, t)
+    def decode_token(decoding: Decoding) -> Decoding:
+        t, done, outputs = decoding.t, decoding.done, decoding.outputs
+        cache = Cache(decoding.prompt, decoding.prompt_mask, decoding.completion, t)
         positions = decoding.last_position + t  # [B]
-        hidden, completion = forward_token(params, compute, token, positions, cache)
+        hidden, completion = forward_token(params, compute, decoding.token, positions, cache)
         logits = dot(hidden, head, 1, 1)  # [B, V] float32, as the trainer computes them
         # The matmul splits V over tp, like the lm_head. Drawing a token needs all V logits of the
         # sequence on one device.
         logits = constrain(logits, layout, TRAIN_BATCH_AXES, "tp")
         logits = constrain(logits, layout, layout.batch_axes)
-        keys = jax.vmap(jax.random.fold_in)(sequence_keys, decoding.earlier_tokens + t)  # [B]
-        token, logp, *replayed = draw_tokens(keys, logits, sampling)
-        token = jnp.where(done, stopping.pad_id, token)
+        token_indices = decoding.earlier_tokens + t  # [B]
+        keys = jax.vmap(jax.random.fold_in)(sequence_keys, token_indices)  # [B]
+        drawn = draw_tokens(keys, logits, sampling)
+        token = jnp.where(done, stopping.pad_id, drawn.token)
         ids, logps = outputs["completion_ids"], outputs["sampling_logps"]
         outputs = outputs | {
             "completion_ids": ids.at[:, t].set(token),
-            "sampling_logps": logps.at[:, t].set(jnp.where(done, 0.0, logp)),
+            "sampling_logps": logps.at[:, t].set(jnp.where(done, 0.0, drawn.logp)),
             "lengths": outputs["lengths"] + ~done,
         }
+        if sampling.has_filters():
+            outputs["cut_tokens"] += drawn.was_cut & ~done
         if sampling.replay:
-            support, was_cut = replayed
-            support = jnp.where(done[:, None], -1, support)
+            support = jnp.where(done[:, None], -1, drawn.support)
             outputs["support"] = outputs["support"].at[:, t].set(support)
-            outputs["cut_tokens"] += was_cut & ~done
         done = done | jnp.isin(token, jnp.array(stopping.stop_ids))
-        done = done | (decoding.earlier_tokens + t + 1 >= stopping.max_length_sample)
+        done = done | (token_indices + 1 >= stopping.max_length_sample)
         live = (~done).reshape(layout.batch_shards, -1).sum(axis=1).max()
-        return t + 1, live, token, done, outputs, completion
+        return decoding._replace(
+            t=t + 1, live=live, token=token, done=done, outputs=outputs, completion=completion
+        )
 
-    names = ("t", "live", "token", "done", "outputs", "completion")
-    carry = tuple(getattr(decoding, name) for name in names)
-    t, live, token, done, outputs, completion = jax.lax.while_loop(goes_on, next_token, carry)
-    token, done, outputs = _split_sequences((token, done, outputs), compute)
-    t, live = (constrain(x, layout) for x in (t, live))
-    carry = t, live, token, done, outputs, completion
-    return decoding._replace(**dict(zip(names, carry, strict=True)))
+    decoding = jax.lax.while_loop(goes_on, decode_token, decoding)
+    scalars = {name: constrain(getattr(decoding, name), layout) for name in ("t", "live")}
+    arrays = {name: getattr(decoding, name) for name in ("token", "done", "outputs")}
+    return decoding._replace(**scalars, **_split_sequences(arrays, compute))
 
 
 @functools.partial(jax.jit, static_argnames=("compute", "size"))

@@ -335,7 +335,7 @@ def _draw(
     t = positions - last_positions[index]  # [batch], tokens of the completion so far
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, sequence_ids[index])
     keys = jax.vmap(jax.random.fold_in)(keys, t)  # [batch]
-    tokens, _ = draw_tokens(keys, logits, sampling)
+    tokens = draw_tokens(keys, logits, sampling).token
     logps = jax.nn.log_softmax(logits / (sampling.temperature or 1.0))  # [batch, V]
     return tokens, jnp.take_along_axis(logps, tokens[:, None], axis=-1)[:, 0]
 

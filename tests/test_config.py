@@ -225,8 +225,8 @@ BETA=1 KL_ESTIMATOR=k1 KL_BIAS_CORRECTION=0 -> KL_ESTIMATOR=k1 has no gradient o
 IS_MODE=sequence_mask TOP_P=0.9 SAMPLING_SUPPORT=full -> IS_MODE=sequence_mask with SAMPLING_SUPP
 TOP_K=9 POLICY_LOSS_IMPL=pallas -> POLICY_LOSS_IMPL=pallas cannot replay the tokens that TOP_K,
 TOP_K=9 ROLLOUT_BACKEND=sglang_jax STEPS=0 -> ROLLOUT_BACKEND=sglang_jax cannot replay the tokens
-TOP_K=129 -> TOP_K=129 is too many tokens to replay; set at most 128, or SAMPLING_SUPPORT=full
 DELTA=1.5 EPS_HIGH=0.5 -> DELTA=1.5 must be above 1 + EPS_HIGH = 1.5
+TOP_K=129 SAMPLING_SUPPORT=full STEPS=0 -> TOP_K=129 must be at most 128
 OVERLONG_CACHE=1025 -> OVERLONG_CACHE=1025 must be at most MAX_LENGTH_SAMPLE=1024
 OUTPUT_DIR=gs://b/run -> OUTPUT_DIR and EXPORT_HF are folders of this machine
 """
@@ -307,10 +307,10 @@ def test_all_mistakes_of_a_start_are_told_at_once(tmp_path: Path, capsys) -> Non
             "error: LR is called LEARNING_RATE here",
             "error: there is no setting NUM_EPOCHS: ",
             "error: NUM_PRE_Q='eight' is not a whole number",
+            "error: TOP_K=200 must be at most 128",
             f"error: {file}: rollout.n is called rollout.num_pre_q here",
             f"error: {file}: rollout.temperature=0.0 must be above 0",
             "error: DELTA=1.1 must be above 1 + EPS_HIGH = 1.2",
-            "error: TOP_K=200 is too many tokens to replay",
         ],
         strict=True,
     ):

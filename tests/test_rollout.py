@@ -313,6 +313,11 @@ def test_an_estimator_a_support_and_a_bonus_for_entropy_reach_the_step(folder, w
     assert 2 < bonus / values["exact_entropy"] < 5.1
 
 
+def test_tokens_whose_support_is_cut_count_without_replay_too(folder, base) -> None:
+    settings = environment("STEPS=1 SAMPLING_SUPPORT=full TOP_P=0.99 TEMPERATURE=9")
+    assert of(train(folder / "full", **base, **settings), "other/support/cut_tokens")[0] > 100
+
+
 def test_every_setting_of_the_objective_the_sampler_and_the_optimizer_reaches_it() -> None:
     text = """
         LOSS_TYPE=grpo EPS_LOW=0.1 EPS_HIGH=0.3 DELTA=2 BETA=0.05 KL_ESTIMATOR=k2

@@ -101,19 +101,28 @@ def test_every_token_of_a_sequence_is_drawn_anew() -> None:
     assert_drawn_from(pairs.reshape(-1), np.full(16, 1 / 16))
 
 
-def test_tokens_whose_support_is_cut_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its size is that of the most likely tokens, here 8 at most."""
+@pytest.mark.parametrize("replay", [True, False], ids=["replay", "full"])
+def test_tokens_whose_support_is_cut_are_counted(
+    monkeypatch: pytest.MonkeyPatch, replay: bool
+) -> None:
+    """Its size is that of the most likely tokens, here 8 at most. No other token is drawn."""
     monkeypatch.setattr("model.next_token.MAX_SUPPORT", 8)
     stop_ids = tuple(range(0, 40, 9))
-    found = sample(Sampling(top_p=0.9, replay=True), T=11, stop_ids=stop_ids)
+    found = sample(Sampling(top_p=0.9, replay=replay), T=11, stop_ids=stop_ids)
     counts = []
     for i, (tokens, length) in enumerate(zip(found.completion_ids, found.lengths, strict=True)):
         prompt = PROMPTS[i // 8]
         logits = numpy_logits(weights(), prompt + tokens[:length].tolist())[len(prompt) - 1 : -1]
         kept = [numpy_filter(numpy_softmax(x), Sampling(top_p=0.9)) > 0 for x in logits]
         counts.append(int((np.sum(kept, axis=1) > 8).sum()))
-    assert found.support.shape == (16, 11, 8)
+        likeliest = np.argsort(-logits, axis=1)[:, :8]
+        assert (likeliest == tokens[:length, None]).any(axis=1).all()
     assert found.cut_tokens.tolist() == counts and max(counts) > 1
+    assert (found.support.shape == (16, 11, 8)) if replay else (found.support is None)
+
+
+def test_without_filters_no_support_is_recorded_or_cut() -> None:
+    assert sample().support is None and sample().cut_tokens is None
 
 
 # ---- Where a completion ends ---------------------------------------------------------------------

@@ -1,10 +1,9 @@
 """Attention of packed rows in training and prefill, and of one new token with its cache in decode.
 
-Short rows, and prompts alone, are multiplied at once, in chunks of queries if their scores need
-more than SCORES_BYTES. Longer rows are computed in blocks of queries and keys. Pairs of blocks in
-which no query sees a key are skipped, and the scores of one pair exist at a time, so that memory
-grows with the tokens and not with their square: the online softmax of FlashAttention (arXiv
-2205.14135) in plain JAX. On TPUs the kernel of splash.py takes its place.
+Short rows are multiplied at once. Longer rows are computed in blocks of queries and keys. Pairs of
+blocks in which no query sees a key are skipped, and the scores of one pair exist at a time, so that
+memory grows with the tokens and not with their square: the online softmax of FlashAttention (arXiv
+2205.14135) in plain JAX. On TPUs the kernel of splash.py takes its place in training.
 
 Dimensions: X rows of t = S + C tokens, S places for prompts and C for completions; in decode B
 sequences of P prompts, S prompt tokens and T completion tokens; L layers, H query heads, N kv
@@ -22,10 +21,9 @@ from jax.sharding import PartitionSpec
 from model.layout import Layout, constrain_batch
 from model.logps import MASKED  # the score of a key that is not seen
 
-# Bytes of float32 scores, about, that a device holds when rows are multiplied at once.
-SCORES_BYTES = 256 * 2**20
-# The most tokens of a short row. On CPUs blocks were slower up to here, by up to 70 percent.
-SHORT_TOKENS = 384
+# The most tokens of a short row. On CPUs blocks of rows of 128 tokens take up to 2.5 times as long
+# as all scores at once; from 256 tokens on they are faster.
+SHORT_TOKENS = 224
 # Tokens of a block. On CPUs 64 was the fastest of 32 to 512. Elsewhere small blocks would
 # be many small kernels.
 BLOCK = {"cpu": 64, "others": 512}
@@ -139,20 +137,13 @@ def attention(q: jax.Array, kv: KV, rows: PackedRows, layout: Layout) -> jax.Arr
     q: [X, t, H, h]. kv: of the X rows. The values of padding are finite, and mean nothing.
     """
     q = q * q.shape[-1] ** -0.5
-    S, (X, t) = rows.S, rows.prompt.shape
-    if t > max(S, SHORT_TOKENS):
-        k, v = kv.k.swapaxes(2, 3), kv.v  # [X, N, t, h]
-        if k.shape[1] % layout.mesh.shape["tp"]:  # each query head gets its kv head
-            k, v = (jnp.repeat(x, q.shape[2] // x.shape[1], axis=1) for x in (k, v))
-        return on_each_device(functools.partial(_blocks_shard, S, layout), q, k, v, rows, layout)
+    X, t = rows.prompt.shape
+    if t > SHORT_TOKENS:
+        return on_each_device(functools.partial(_blocks_shard, rows.S, layout), q, kv, rows, layout)
     place = jnp.broadcast_to(jnp.arange(t), (X, t))
-    tokens = jnp.stack([place, rows.prompt, rows.start, *rows.window], axis=-1)  # [X, t, 3 or 5]
-    prompt_kv, prompts = KV(kv.k[..., :S], kv.v[:, :, :S]), tokens[:, :S]
-    out = _attend_in_chunks(q[:, :S], prompts, prompt_kv, prompts, S, layout)  # [X, S, H*h]
-    if t == S:
-        return out
-    completions = _attend_in_chunks(q[:, S:], tokens[:, S:], kv, tokens, S, layout)  # [X, C, H*h]
-    return jnp.concatenate([out, completions], axis=1)
+    tokens = place, rows.prompt, rows.start, *rows.window
+    mask = _visible([x[:, :, None] for x in tokens], [x[:, None] for x in tokens], rows.S)
+    return _attend_at_once(q, [(kv, mask)], layout)
 
 
 def cached_attention(
@@ -175,38 +166,7 @@ def cached_attention(
     return _attend_at_once(q, parts, layout)
 
 
-# ---- All scores at once: short rows, prompts alone, a new token ----------------------------------
-
-
-def _attend_in_chunks(
-    q: jax.Array, queries: jax.Array, kv: KV, keys: jax.Array, S: int, layout: Layout
-) -> jax.Array:
-    """Attention of as many queries at a time as SCORES_BYTES allows: [X, t, H*h].
-
-    q: [X, t, H, h]. queries, keys: [X, tokens, 3 or 5] int32, the arrays of _visible.
-    """
-    X, t, H, h = q.shape
-    query_bytes = 4 * X * H * keys.shape[1] // layout.mesh.size  # on each device
-    size = min(max(SCORES_BYTES // max(query_bytes, 1), 1), t)  # queries of a chunk
-
-    def chunk(q: jax.Array, queries: jax.Array) -> jax.Array:
-        of_queries = jnp.moveaxis(queries[:, :, None], -1, 0)  # [3 or 5, X, size, 1]
-        of_keys = jnp.moveaxis(keys[:, None], -1, 0)  # [3 or 5, X, 1, keys]
-        return _attend_at_once(q, [(kv, _visible(of_queries, of_keys, S))], layout)
-
-    if size >= t:
-        return chunk(q, queries)
-    chunks = -(-t // size)
-    size = -(-t // chunks)  # chunks of equal size need the least padding
-
-    def split(x: jax.Array) -> jax.Array:
-        x = jnp.pad(x, ((0, 0), (0, chunks * size - t), *[(0, 0)] * (x.ndim - 2)))
-        return x.reshape(X, chunks, size, *x.shape[2:]).swapaxes(0, 1)  # [chunks, X, size, ...]
-
-    # No scores are kept; backward computes the scores of each chunk again.
-    recomputed = jax.checkpoint(lambda x: chunk(*x), prevent_cse=False)
-    out = jax.lax.map(recomputed, (split(q), split(queries)))  # [chunks, X, size, H*h]
-    return out.swapaxes(0, 1).reshape(X, chunks * size, H * h)[:, :t]
+# ---- All scores at once: short rows, and a new token with its cache ------------------------------
 
 
 def _attend_at_once(q: jax.Array, parts: list[tuple[KV, jax.Array]], layout: Layout) -> jax.Array:
@@ -261,25 +221,23 @@ def _multiply(subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def on_each_device(
-    of_device: Callable[..., jax.Array],
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    rows: PackedRows,
-    layout: Layout,
+    of_device: Callable[..., jax.Array], q: jax.Array, kv: KV, rows: PackedRows, layout: Layout
 ) -> jax.Array:
-    """What of_device computes of the rows and heads of each device: [X, t, H*h], sharded over the
-    batch axes and tp. q: [X, t, H, h]. k, v: [X, N, t, h].
+    """What of_device computes of the rows and heads of each device: [X, t, H*h]. Rows are sharded
+    over the batch axes, and heads over tp if it is not one of them. q: [X, t, H, h].
 
     of_device: a function as _blocks_shard is, after its first two arguments.
     """
-    batch = PartitionSpec(layout.batch_axes)
-    by_head = PartitionSpec(layout.batch_axes, "tp")
+    head_axis = None if "tp" in layout.batch_axes else "tp"
+    k, v = kv.k.swapaxes(2, 3), kv.v  # [X, N, t, h]
+    if head_axis and k.shape[1] % layout.mesh.shape["tp"]:  # each query head gets its kv head
+        k, v = (jnp.repeat(x, q.shape[2] // x.shape[1], axis=1) for x in (k, v))
+    batch, by_head = PartitionSpec(layout.batch_axes), PartitionSpec(layout.batch_axes, head_axis)
     shard = jax.shard_map(
         of_device,
         mesh=layout.mesh,
         in_specs=(by_head, by_head, by_head, batch, batch, *[batch for _ in rows.window]),
-        out_specs=PartitionSpec(layout.batch_axes, None, "tp"),
+        out_specs=PartitionSpec(layout.batch_axes, None, head_axis),
         check_vma=False,
     )
     return shard(q.swapaxes(1, 2), k, v, rows.prompt, rows.start, *rows.window)

@@ -32,8 +32,7 @@ def splash_attention(
     in_blocks = S % LANES == t % LANES == 0
     assert in_blocks, f"rows of {t} places with {S} for prompts are no multiples of {LANES}"
     q = q * q.shape[-1] ** -0.5
-    k, v = kv.k.swapaxes(2, 3), kv.v  # [X, N, t, h]
-    return on_each_device(functools.partial(_splash_shard, S, interpret), q, k, v, rows, layout)
+    return on_each_device(functools.partial(_splash_shard, S, interpret), q, kv, rows, layout)
 
 
 def _splash_shard(

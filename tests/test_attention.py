@@ -5,7 +5,6 @@ Pallas' interpreter runs the TPU kernel here.
 
 import functools
 import math
-import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest.mock import Mock
@@ -217,7 +216,7 @@ def test_short_rows_are_multiplied_at_once(
 ) -> None:
     x = within(inputs(*shape), window)
     short = shape[0] + shape[1]
-    for tokens, loops in ((short - 1, shape[1] > 0), (short, False)):
+    for tokens, loops in ((short - 1, True), (short, False)):
         monkeypatch.setattr(attention, "SHORT_TOKENS", tokens)
         assert ("while" in str(jax.make_jaxpr(attend(x, "xla"))(*arguments(x)))) == loops
     assert_same(run(x, "xla"), numpy_attention(x))
@@ -289,7 +288,11 @@ def test_kv_heads_that_tp_does_not_divide_are_repeated() -> None:
     assert_same(run(x, "xla", train_layout(1, 2, 4)), numpy_attention(x))
 
 
-def test_prompts_of_several_devices_are_split_as_decoding_needs_them() -> None:
+@pytest.mark.parametrize("short_tokens", [0, 13], ids=["blocks", "at_once"])
+def test_prompts_of_several_devices_are_split_as_decoding_needs_them(
+    monkeypatch: pytest.MonkeyPatch, short_tokens: int
+) -> None:
+    monkeypatch.setattr(attention, "SHORT_TOKENS", short_tokens)
     x = inputs(13, 0, [LEFT_PADDED, ([(0, 13)], [])] * 4, 6, 3, 5)
     layout = train_layout(2, 1, 4)._replace(batch_axes=ROLLOUT_BATCH_AXES)
     assert_same(run(x, "xla", layout), numpy_attention(x))
@@ -298,50 +301,22 @@ def test_prompts_of_several_devices_are_split_as_decoding_needs_them() -> None:
 # ---- What memory holds ---------------------------------------------------------------------------
 
 
-def chunks(x: Inputs, layout: Layout = ONE_DEVICE) -> list[int]:
-    """The number of chunks in the attention of prompts alone; 1 is left out."""
-    jaxpr = jax.make_jaxpr(attend(x, "xla", layout))(*arguments(x))
-    return [int(n) for n in re.findall(r" length=(\d+)", str(jaxpr))]
-
-
-# The scores of a query take 4*2*4*13 = 416 bytes. The chunks have 1 query; 5, 5 and 3; all.
-@pytest.mark.parametrize("scores_bytes, expected", [(1, [13]), (2080, [3]), (2**20, [])])
-def test_chunks_leave_values_and_gradients_unchanged(
-    monkeypatch: pytest.MonkeyPatch, scores_bytes: int, expected: list[int]
-) -> None:
-    monkeypatch.setattr(attention, "SCORES_BYTES", scores_bytes)
-    x = inputs(13, 0, [LEFT_PADDED, ([(0, 13)], [])], 4, 2, 5)
-    assert chunks(x) == expected
-    assert_same(run(x, "xla"), numpy_attention(x))
-
-
-def test_only_the_scores_of_one_device_count_against_the_limit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    x = inputs(16, 0, [([(0, 16)], [])] * 8, 4, 2, 8)
-    monkeypatch.setattr(attention, "SCORES_BYTES", 4 * 8 * 4 * 16 * 16 // 8)  # an eighth of all
-    assert chunks(x) == [8] and chunks(x, train_layout(2, 2, 2)) == []
-
-
 def temporaries(x: Inputs) -> int:
     """The bytes that the program of the gradient needs beside its arguments and results."""
     compiled = program(x, "xla", jit=jax.jit).lower(*arguments(x)).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-def test_many_scores_of_prompts_never_exist_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor do they in the program of the gradient, which could keep them from forward."""
-    x = inputs(1024, 0, [([(0, 1024)], [])], 4, 2, 8)
-    scores = 4 * 4 * 1024 * 1024  # float32 of four heads
-    assert temporaries(x) > scores  # below the limit they are kept
-    monkeypatch.setattr(attention, "SCORES_BYTES", scores // 16)
-    assert temporaries(x) < scores / 2
-
-
-def test_the_memory_of_completions_grows_with_their_tokens_and_not_with_the_square() -> None:
-    """Scores of all pairs would take 16 times as much for 4 times the tokens."""
+@pytest.mark.parametrize("has_completions", [True, False])
+def test_the_memory_of_long_rows_grows_with_their_tokens_and_not_with_the_square(
+    has_completions: bool,
+) -> None:
+    """Scores of all pairs would take 16 times as much for 4 times the tokens. Backward does not
+    keep the scores of forward either."""
     few, many = (
-        temporaries(inputs(64, n - 64, [([(0, 64)], [(0, n - 64)])], 4, 2, 8)) for n in (1024, 4096)
+        temporaries(inputs(S, n - S, [([(0, S)], [(0, n - S)])], 4, 2, 8))
+        for n in (1024, 4096)
+        for S in [64 if has_completions else n]
     )
     assert few < many < 5 * few < 4 * 4 * 4096 * 4096 / 8
 

@@ -244,7 +244,9 @@ def on_each_device(
 
 
 # ---- Blocks of queries and keys ------------------------------------------------------------------
-# `tokens` are the arrays of _visible: place, prompt, start and window, each [X, t] int32.
+# Arrays have a first dimension of blocks: q [num_blocks, X, N, H/N, block_size, h], k and v
+# [num_blocks, X, N, block_size, h], and each array of `tokens`, which are the arrays of _visible,
+# [num_blocks, X, block_size] int32. The places of all rows are equal, so that X is 1 in theirs.
 
 
 def _blocks_shard(
@@ -259,152 +261,137 @@ def _blocks_shard(
 ) -> jax.Array:
     """Attention of the rows and heads of a device, in blocks: [X, t, H*h]. q: [X, H, t, h]. k, v:
     [X, N, t, h]. prompt, start, window: [X, t] int32, of PackedRows."""
-    X, H, t, h = q.shape
+    (X, H, t, h), N = q.shape, k.shape[1]
     platform = layout.mesh.devices.flat[0].platform
     block_size = min(BLOCK["cpu" if platform == "cpu" else "others"], t)
-    N, missing = k.shape[1], -t % block_size
+    missing = -t % block_size
 
-    def padded(x: jax.Array, axis: int, value: int = 0) -> jax.Array:
+    def split(x: jax.Array, axis: int, padding: int = 0) -> jax.Array:
         pad = [(0, missing if i == axis else 0) for i in range(x.ndim)]
-        return jnp.pad(x, pad, constant_values=value)
+        x = jnp.pad(x, pad, constant_values=padding)
+        blocks = x.reshape(*x.shape[:axis], -1, block_size, *x.shape[axis + 1 :])
+        return jnp.moveaxis(blocks, axis, 0)
 
-    q = padded(q, 2).reshape(X, N, H // N, t + missing, h)
-    place = jnp.broadcast_to(jnp.arange(t + missing), (X, t + missing))
-    tokens = place, padded(prompt, 1, -1), *(padded(x, 1) for x in (start, *window))
-    out = block_attention(q, padded(k, 2), padded(v, 2), tokens, S, block_size)
-    return out.reshape(X, H, -1, h)[:, :, :t].swapaxes(1, 2).reshape(X, t, -1)
+    place = jnp.arange(t + missing).reshape(-1, 1, block_size)
+    tokens = place, split(prompt, 1, padding=-1), *(split(x, 1) for x in (start, *window))
+    pairs, count = block_pairs(needed_blocks(tokens[1:], S))
+    q = split(q.reshape(X, N, H // N, t, h), 3)
+    out = block_attention(q, split(k, 2), split(v, 2), tokens, pairs, count, S)
+    return out.transpose(1, 0, 4, 2, 3, 5).reshape(X, t + missing, H * h)[:, :t]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
 def block_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, tokens: tuple[jax.Array, ...], S: int, block_size: int
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    tokens: tuple[jax.Array, ...],
+    pairs: jax.Array,
+    count: jax.Array,
+    S: int,
 ) -> jax.Array:
-    """Attention of a scaled q, in blocks of block_size tokens, which divides t: [X, N, H/N, t, h]
-    in q's dtype. q: [X, N, H/N, t, h]. k, v: [X, N, t, h]."""
-    return _forward(q, k, v, tokens, S, block_size)[0]
+    """Attention of a scaled q, in its shape and dtype. pairs, count: see block_pairs."""
+    return _forward(q, k, v, tokens, pairs, count, S)[0]
 
 
 def _forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, tokens: tuple[jax.Array, ...], S: int, block_size: int
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    tokens: tuple[jax.Array, ...],
+    pairs: jax.Array,
+    count: jax.Array,
+    S: int,
 ) -> tuple[jax.Array, Any]:
     """The attention, and the residuals of _backward: the arguments, the attention, and the
-    logarithm of the sum of each query's weights [X, N, H/N, t] float32.
+    logarithm of the sum of each query's weights [num_blocks, X, N, H/N, block_size] float32.
 
     A query keeps its highest score so far, and relative to it the sum of its weights and of its
     weighted values. MASKED is finite, so a query whose first blocks are all masked sums weights of
     1 there; its first visible score rescales them to 0.
     """
-    qs, ks, vs = (_split(x, block_size, axis) for x, axis in ((q, 3), (k, 2), (v, 2)))
-    token_blocks = [_split(x, block_size, 1) for x in tokens]  # [num_blocks, X, block_size]
-    pairs, count = block_pairs(tokens, S, block_size)
 
     def step(index: jax.Array, carry: Any) -> Any:
-        # [num_blocks, X, N, H/N, block_size] twice, and [num_blocks, X, N, H/N, block_size, h]
         top, total, values = carry
         i, j = pairs[index]
-        scores = _scores(qs[i], ks[j], token_blocks, S, i, j)
+        scores = _scores(q[i], k[j], tokens, S, i, j)
         new_top = jnp.maximum(top[i], scores.max(axis=-1))
         weights, scale = jnp.exp(scores - new_top[..., None]), jnp.exp(top[i] - new_top)
-        new_values = _multiply("xnmqk,xnkh->xnmqh", weights.astype(q.dtype), vs[j])
+        new_values = _multiply("xnmqk,xnkh->xnmqh", weights.astype(q.dtype), v[j])
         return (
             top.at[i].set(new_top),
             total.at[i].set(total[i] * scale + weights.sum(axis=-1)),
             values.at[i].set(values[i] * scale[..., None] + new_values),
         )
 
-    zeros = jnp.zeros(qs.shape[:-1], jnp.float32)
-    first = zeros + MASKED, zeros, jnp.zeros(qs.shape, jnp.float32)
+    zeros = jnp.zeros(q.shape[:-1], jnp.float32)
+    first = zeros + MASKED, zeros, jnp.zeros(q.shape, jnp.float32)
     top, total, values = jax.lax.fori_loop(0, count, step, first)
-    out = _concatenate((values / total[..., None]).astype(q.dtype), 3)
-    return out, (q, k, v, tokens, out, _concatenate(top + jnp.log(total), 3))
+    out = (values / total[..., None]).astype(q.dtype)
+    return out, (q, k, v, tokens, pairs, count, out, top + jnp.log(total))
 
 
-def _backward(S: int, block_size: int, residuals: Any, grad_out: jax.Array) -> Any:
+def _backward(S: int, residuals: Any, grad_out: jax.Array) -> Any:
     """The gradients of q, k and v. It computes the weights again from the scores and the logarithm
     of their sum."""
-    q, k, v, tokens, out, log_total = residuals
-    qs, ks, vs = (_split(x, block_size, axis) for x, axis in ((q, 3), (k, 2), (v, 2)))
-    grad_outs, log_totals = (_split(x, block_size, 3) for x in (grad_out, log_total))
-    f32 = jnp.float32
-    inner = _split((grad_out.astype(f32) * out.astype(f32)).sum(axis=-1), block_size, 3)
-    token_blocks = [_split(x, block_size, 1) for x in tokens]
-    pairs, count = block_pairs(tokens, S, block_size)
+    q, k, v, tokens, pairs, count, out, log_total = residuals
+    inner = (grad_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)
 
     def step(index: jax.Array, carry: Any) -> Any:
         grad_q, grad_k, grad_v = carry
         i, j = pairs[index]
-        scores = _scores(qs[i], ks[j], token_blocks, S, i, j)
-        weights = jnp.exp(scores - log_totals[i][..., None])
-        grad_weights = _multiply("xnmqh,xnkh->xnmqk", grad_outs[i], vs[j])
+        weights = jnp.exp(_scores(q[i], k[j], tokens, S, i, j) - log_total[i][..., None])
+        grad_weights = _multiply("xnmqh,xnkh->xnmqk", grad_out[i], v[j])
         grad_scores = (weights * (grad_weights - inner[i][..., None])).astype(q.dtype)
         weights = weights.astype(q.dtype)
         return (
-            grad_q.at[i].add(_multiply("xnmqk,xnkh->xnmqh", grad_scores, ks[j])),
-            grad_k.at[j].add(_multiply("xnmqk,xnmqh->xnkh", grad_scores, qs[i])),
-            grad_v.at[j].add(_multiply("xnmqk,xnmqh->xnkh", weights, grad_outs[i])),
+            grad_q.at[i].add(_multiply("xnmqk,xnkh->xnmqh", grad_scores, k[j])),
+            grad_k.at[j].add(_multiply("xnmqk,xnmqh->xnkh", grad_scores, q[i])),
+            grad_v.at[j].add(_multiply("xnmqk,xnmqh->xnkh", weights, grad_out[i])),
         )
 
-    zeros = tuple(jnp.zeros(x.shape, f32) for x in (qs, ks, vs))
-    grad_q, grad_k, grad_v = jax.lax.fori_loop(0, count, step, zeros)
-    grads = _concatenate(grad_q, 3), _concatenate(grad_k, 2), _concatenate(grad_v, 2)
-    return *(x.astype(y.dtype) for x, y in zip(grads, (q, k, v), strict=True)), None
+    zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
+    grads = jax.lax.fori_loop(0, count, step, zeros)
+    grad_q, grad_k, grad_v = (x.astype(y.dtype) for x, y in zip(grads, (q, k, v), strict=True))
+    return grad_q, grad_k, grad_v, None, None, None
 
 
 block_attention.defvjp(_forward, _backward)
 
 
 def _scores(
-    q: jax.Array, k: jax.Array, token_blocks: list[jax.Array], S: int, i: jax.Array, j: jax.Array
+    q: jax.Array, k: jax.Array, tokens: tuple[jax.Array, ...], S: int, i: jax.Array, j: jax.Array
 ) -> jax.Array:
-    """The masked scores of block i of queries and block j of keys: [X, N, H/N, block_size,
+    """The masked scores of q, block i of queries, and k, block j of keys: [X, N, H/N, block_size,
     block_size] float32."""
-    queries = [x[i][:, None, None, :, None] for x in token_blocks]
-    keys = [x[j][:, None, None, None, :] for x in token_blocks]
+    queries = [x[i][:, None, None, :, None] for x in tokens]
+    keys = [x[j][:, None, None, None, :] for x in tokens]
     return jnp.where(_visible(queries, keys, S), _multiply("xnmqh,xnkh->xnmqk", q, k), MASKED)
 
 
-def _split(x: jax.Array, block_size: int, axis: int) -> jax.Array:
-    """x [..., t, ...] as [num_blocks, ..., block_size, ...]."""
-    shape = (*x.shape[:axis], -1, block_size, *x.shape[axis + 1 :])
-    return jnp.moveaxis(x.reshape(shape), axis, 0)
+def block_pairs(needed: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """All pairs [num_blocks**2, 2] of a block of queries and a block of keys, first those that are
+    needed, and the number of these. needed: see needed_blocks."""
+    order = jnp.argsort(~needed.reshape(-1), stable=True)
+    return jnp.stack([order // len(needed), order % len(needed)], axis=1), needed.sum()
 
 
-def _concatenate(x: jax.Array, axis: int) -> jax.Array:
-    """The inverse of _split."""
-    x = jnp.moveaxis(x, 0, axis)
-    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
-
-
-def block_pairs(
-    tokens: tuple[jax.Array, ...], S: int, block_size: int
-) -> tuple[jax.Array, jax.Array]:
-    """All pairs [num_blocks**2, 2] of a block of queries and a block of keys, first those that any
-    row needs, and the number of these."""
-    needed = needed_blocks(tokens, S, block_size).any(axis=0)  # [num_blocks, num_blocks]
-    num_blocks, order = len(needed), jnp.argsort(~needed.reshape(-1), stable=True)
-    return jnp.stack([order // num_blocks, order % num_blocks], axis=1), needed.sum()
-
-
-def needed_blocks(tokens: tuple[jax.Array, ...], S: int, block_size: int) -> jax.Array:
-    """[X, num_blocks, num_blocks] bool: whether a query of a block may see a key of a block. Every
-    block sees itself."""
-    _, prompt, start, *window = tokens
-    t = prompt.shape[1]
-    num_blocks = t // block_size
-
-    def blocks(x: jax.Array) -> jax.Array:
-        return x.reshape(-1, num_blocks, block_size)
-
-    is_padding = blocks(prompt) < 0
-    lowest = jnp.where(is_padding, t, blocks(prompt)).min(axis=2)  # [X, num_blocks]
-    highest = blocks(prompt).max(axis=2)
-    first = jnp.where(is_padding, t, blocks(start)).min(axis=2)
-    query, key = jnp.arange(num_blocks)[:, None], jnp.arange(num_blocks)[None]
-    same = (lowest[:, None] <= highest[:, :, None]) & (lowest[:, :, None] <= highest[:, None])
-    near = (key * block_size < S) | ((key + 1) * block_size > first[:, :, None])
+def needed_blocks(tokens: tuple[jax.Array, ...], S: int) -> jax.Array:
+    """[num_blocks, num_blocks] bool: whether in any row a query of a block may see a key of a
+    block. Every block sees itself. tokens: without the places."""
+    prompt, start, *window = tokens
+    num_blocks, _, block_size = prompt.shape
+    is_padding, t = prompt < 0, num_blocks * block_size
+    lowest = jnp.where(is_padding, t, prompt).min(axis=2)  # [num_blocks, X]
+    highest = prompt.max(axis=2)
+    first = jnp.where(is_padding, t, start).min(axis=2)
+    query, key = jnp.arange(num_blocks)[:, None], jnp.arange(num_blocks)
+    key_end = (key[:, None] + 1) * block_size  # [num_blocks, 1]
+    seen = (lowest <= highest[:, None]) & (lowest[:, None] <= highest)  # the same prompt
+    seen &= (key_end - block_size < S) | (key_end > first[:, None])
     if window:
-        position, oldest = (blocks(x) for x in window)
-        newest = jnp.where(is_padding, -1, position).max(axis=2)  # [X, num_blocks] of the keys
+        position, oldest = window
+        newest = jnp.where(is_padding, -1, position).max(axis=2)  # of the keys
         oldest = jnp.where(is_padding, ALL_POSITIONS, oldest).min(axis=2)  # of the queries
-        near &= newest[:, None] >= oldest[:, :, None]
-    return (key <= query) & ((same & near) | (key == query))
+        seen &= newest >= oldest[:, None]
+    return (key <= query) & (seen.any(axis=2) | (key == query))

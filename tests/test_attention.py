@@ -16,7 +16,7 @@ import pytest
 from small_model import train_layout
 
 from model import attention, splash
-from model.attention import KV, PackedRows, block_pairs, prompt_rows
+from model.attention import KV, PackedRows, block_pairs, needed_blocks, prompt_rows
 from model.layout import ROLLOUT_BATCH_AXES, Layout
 
 ONE_DEVICE = train_layout(1, 1, 1)
@@ -338,7 +338,8 @@ def test_only_pairs_of_blocks_in_which_something_is_seen_are_computed(
 ) -> None:
     x = within(inputs(S, C, [row], 1, 1, 1), window)
     prompt, start, _, others = x.rows
-    pairs, count = block_pairs((np.arange(S + C)[None], prompt, start, *others), S, 2)
+    tokens = tuple(np.reshape(a, (-1, 1, 2)) for a in (prompt, start, *others))
+    pairs, count = block_pairs(needed_blocks(tokens, S))
     assert count == expected
     computed = {(int(i), int(j)) for i, j in pairs[:count]}
     needed = {(i // 2, j // 2) for i in range(S + C) for j in visible(x, 0, i)}

@@ -364,9 +364,10 @@ def decode(
         )
 
     decoding = jax.lax.while_loop(goes_on, decode_token, decoding)
-    scalars = {name: constrain(getattr(decoding, name), layout) for name in ("t", "live")}
-    arrays = {name: getattr(decoding, name) for name in ("token", "done", "outputs")}
-    return decoding._replace(**scalars, **_split_sequences(arrays, compute))
+    t, live = (constrain(x, layout) for x in (decoding.t, decoding.live))
+    arrays = decoding.token, decoding.done, decoding.outputs
+    token, done, outputs = _split_sequences(arrays, compute)
+    return decoding._replace(t=t, live=live, token=token, done=done, outputs=outputs)
 
 
 @functools.partial(jax.jit, static_argnames=("compute", "size"))

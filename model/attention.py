@@ -182,11 +182,8 @@ def _attend_at_once(q: jax.Array, parts: list[tuple[KV, jax.Array]], layout: Lay
     scored = []
     for kv, mask in parts:
         P = len(kv.k)
-        mask = mask if mask.shape[1] == 1 else jnp.repeat(mask, H // N, axis=1)
-        if P == X:
-            scored.append(_unnormalized(q, kv, mask[:, None]))
-            continue
         share = X // P  # rows that see the same keys, which one product multiplies
+        mask = mask if mask.shape[1] == 1 else jnp.repeat(mask, H // N, axis=1)
         grouped = q.reshape(P, share, N, queries, h).swapaxes(1, 2)
         grouped = constrain_batch(grouped.reshape(P, N, share * queries, h), layout)
         part = _unnormalized(grouped, kv, mask[:, None])

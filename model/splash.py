@@ -90,8 +90,8 @@ def _blocks_to_compute(
     """
     places = jnp.arange(len(prompt), dtype=jnp.int32)
     queries = places + MAX_ROW_TOKENS * jnp.where(places < S, 0, places - start)
-    blocks = [x.reshape(-1, 1, block_size) for x in (prompt, start)]  # [num_blocks, 1, block_size]
-    needed = needed_blocks((blocks[0], blocks[1]), S)
+    tokens = prompt.reshape(-1, 1, block_size), start.reshape(-1, 1, block_size)
+    needed = needed_blocks(tokens, S)
     query, key = jnp.indices(needed.shape, dtype=jnp.int32)
 
     def info(other: jax.Array, axis: int) -> MaskInfo:

@@ -21,8 +21,8 @@ from jax.sharding import PartitionSpec
 from model.layout import Layout, constrain_batch
 from model.logps import MASKED  # the score of a key that is not seen
 
-# The most tokens of a short row. On CPUs blocks of rows of 128 tokens take up to 2.5 times as long
-# as all scores at once; from 256 tokens on they are faster.
+# The most tokens of a short row. On CPUs blocks take up to 3 times as long as all scores at once,
+# for rows of 128 tokens; with gradients they are faster from 256 tokens on.
 SHORT_TOKENS = 224
 # Tokens of a block. On CPUs 64 was the fastest of 32 to 512. Elsewhere small blocks would
 # be many small kernels.

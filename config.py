@@ -7,10 +7,9 @@ layer sets MODEL_PATH, the settings of recipes/tiny.yaml replace the defaults. I
 setting of a batch size, lower layers lose all settings of the same size. `python config.py` prints
 every setting with its value, meaning and default, as YAML that `--config` reads.
 
-Three ways to save work have no setting. With MAX_LENGTH_SAMPLE of 128 or more, updates pack
-completions into rows (Config.packs), and decoding drops sequences that have ended
-(Config.drops_ended). Updates skip sequences whose advantage is 0, unless another term of the loss
-needs them (Config.skips).
+Two ways to save work have no setting. With MAX_LENGTH_SAMPLE of 128 or more, decoding drops
+sequences that have ended (Config.drops_ended). Updates skip sequences whose advantage is 0, unless
+another term of the loss needs them (Config.skips).
 """
 
 import argparse
@@ -47,7 +46,7 @@ TINY = REPO / TINY_LAYER
 MAX_TOP_K = 128  # equals MAX_SUPPORT of model/next_token.py, which imports jax
 LOW_FOR_LORA = 1e-5  # lower learning rates get a note in a run with LoRA
 DEFAULT_TURNS = 8  # MAX_TURNS with an environment, if it is not set
-LONG_COMPLETIONS = 128  # the MAX_LENGTH_SAMPLE from which Config.packs and Config.drops_ended hold
+LONG_COMPLETIONS = 128  # the MAX_LENGTH_SAMPLE from which Config.drops_ended holds
 ANY_SIZES = PASS_SIZES + STEP_SIZES
 MICRO_SETTINGS = (*MICRO_SIZES, "grad_accum_steps")
 # Pairs (names, hidden): if a layer sets one of the names, lower layers lose all settings in hidden.
@@ -274,10 +273,6 @@ class Config:
         """Whether decoding drops sequences that have ended from the batch. With short completions
         the programs of smaller batches take longer to compile than they save."""
         return self.max_length_sample >= LONG_COMPLETIONS and self.rollout_backend == "naive"
-
-    def packs(self) -> bool:
-        """Whether updates pack completions into rows, without padding between them."""
-        return self.max_length_sample >= LONG_COMPLETIONS
 
     def skips(self) -> bool:
         """Whether updates do not compute sequences whose advantage is 0, because no other term of

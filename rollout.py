@@ -2,8 +2,7 @@
 and the Batch of all processes.
 
 Dimensions: P prompts of a step, K completions per prompt, B = P*K sequences over all processes,
-local_batch sequences of this process. T completion tokens, padded to MAX_LENGTH_SAMPLE until
-choose_groups trims them to the longest completion.
+local_batch sequences of this process. T completion tokens, padded to MAX_LENGTH_SAMPLE.
 """
 
 import dataclasses
@@ -26,7 +25,7 @@ from model.layout import concatenate_trees, gather_processes
 from model.network import Compute
 from model.next_token import Sampling
 from rewards import RewardFunction, total_rewards
-from rows import Batch, Limits
+from rows import Batch
 from sampling import Backend, Completions, Stopping
 
 if TYPE_CHECKING:
@@ -236,10 +235,10 @@ def have_equal_rewards(
 
 
 def choose_groups(
-    rounds: list[Batch], adv_estimator: str, reward_weights: Sequence[float], limits: Limits
+    rounds: list[Batch], adv_estimator: str, reward_weights: Sequence[float]
 ) -> Batch:
-    """P of the sampled groups, preferably with rewards that differ, in their order and trimmed to
-    the longest completion. Raises UserMistake if the estimator cannot take the rewards."""
+    """P of the sampled groups, preferably with rewards that differ, in their order. Raises
+    UserMistake if the estimator cannot take the rewards."""
     batch = rounds[0]
     if len(rounds) > 1:
         # A stable sort puts the groups whose rewards differ first.
@@ -251,7 +250,7 @@ def choose_groups(
             f"ADV_ESTIMATOR=maxrl needs rewards of at least 0, and one is "
             f"{np.nanmin(batch.rewards):g}; use another REWARD_FN or estimator"
         )
-    return batch.trim(limits.completion_width(int(batch.lengths.max())))
+    return batch
 
 
 def slice_of_process(values: Sequence[Any]) -> Sequence[Any]:

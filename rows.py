@@ -41,18 +41,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from infra.sizes import bucket_length, prompt_width
+from infra.sizes import prompt_share, prompt_width
 
-# Adding the gradient of a micro-step costs about as much as the matmuls of this number of tokens.
-MICRO_STEP_TOKENS = 256
-# Widths are rounded up to a coarse grid, so that few programs are compiled: between two powers of
-# two there are GRID values of C, and GRID / 2 of S.
-GRID = 4
-# Bounds Q: an array [X*Q, T] has at most this many elements per token of the widest padded rows.
-RESULTS_PER_TOKEN = 8
-# Of the widths whose cost is within 5 % of the cheapest, plan_rows takes the widest, because later
-# steps can use them again and need no other program.
-SLACK = 0.05
+# S and C have few values, so that few programs are compiled: between two powers of two there are at
+# most GRID_VALUES, and they are at least GRID_STEP apart.
+GRID_VALUES, GRID_STEP = 4, 256
+# A row has room for this many times the sequences that a device takes if all are of the longest.
+SHORT_SEQUENCES = 8
 
 
 class Batch(NamedTuple):
@@ -89,6 +84,10 @@ class Batch(NamedTuple):
         lengths = [len(prompt.ids) for prompt in self.prompts]  # [P]
         return np.repeat(lengths, self.completions_per_prompt())
 
+    def prompt_tokens(self, prompt: int) -> int:
+        """The places of a prompt in a row: its tokens without the last one."""
+        return len(self.prompts[prompt].ids) - 1
+
     def arrays(self) -> dict[str, np.ndarray]:
         """{name: array} of the arrays that are not None."""
         return {name: x for name, x in self._asdict().items() if isinstance(x, np.ndarray)}
@@ -106,12 +105,6 @@ class Batch(NamedTuple):
         arrays = [batch.arrays() for batch in batches]
         joined = {name: np.concatenate([x[name] for x in arrays]) for name in arrays[0]}
         return Batch([prompt for batch in batches for prompt in batch.prompts], **joined)
-
-    def trim(self, T: int) -> "Batch":
-        """The batch with its token arrays cut to width T, which no completion exceeds."""
-        names = "completion_ids completion_mask drawn_mask sampling_logps support".split()
-        arrays = self.arrays()
-        return self._replace(**{name: arrays[name][:, :T] for name in names if name in arrays})
 
 
 class MicroBatch(NamedTuple):
@@ -138,124 +131,106 @@ class MicroBatch(NamedTuple):
 class Widths(NamedTuple):
     """The sizes that all rows of an update have in common."""
 
-    rows: int  # rows of a shard in a micro-step
     S: int  # places for prompt tokens in a row
     C: int  # places for completion tokens in a row
     Q: int  # places for sequences in a row
-    T: int  # tokens of the longest completion, padded
 
 
 class Limits(NamedTuple):
-    """The limits of a run's rows, and the costs by which plan_rows compares their widths."""
+    """The limits of a run's rows."""
 
     shards: int  # parts of a micro-step; a device, or the devices of a tp group, computes each
-    sequences: int  # sequences of a shard in padded rows, which bound the tokens of packed ones
+    sequences: int  # sequences of a shard in a micro-step, if all of them have T tokens
     completions: int  # K: completions per prompt
-    max_length_sample: int  # the most tokens of a completion
-    longest_prompt: int  # the largest S for one prompt of the dataset; an environment may exceed it
-    shortest_prompt: int  # GLOBAL_LENGTH: prompts are padded to at least this number of tokens
-    pack: bool  # False: every completion is padded to the width of the longest
-    unit: int  # S and C are multiples of it
-    row_tokens: int  # the most tokens of a row
-    matmul_keys: float  # attention to this number of keys costs as much as the matmuls of a token
+    max_length_sample: int  # T: the most tokens of a completion
+    longest_prompt: int  # the padded tokens of the longest prompt without its last token
+    unit: int = 1  # S and C are multiples of it, and it divides GRID_STEP
 
-    def completion_width(self, longest: int) -> int:
-        """T: the width of completions of up to `longest` tokens. For packed rows it has few values:
-        a program is compiled for each, and a large T costs little."""
-        if not self.pack:
-            return min(bucket_length(longest), self.max_length_sample)
-        T = self.max_length_sample
-        while T > 1 and -(-T // 2) >= longest:
-            T = -(-T // 2)
-        return T
-
-
-def widest(limits: Limits) -> Widths:
-    """The widths of padded rows of the run's longest prompts and completions."""
-    return padded_widths(limits, limits.longest_prompt, limits.max_length_sample)
-
-
-def padded_widths(limits: Limits, S: int, T: int) -> Widths:
-    """The widths of padded rows: each row has one prompt of S tokens and a fixed number of its
-    completions of T tokens, the largest that divides both K and the sequences of a shard."""
-    per_row = math.gcd(limits.completions, limits.sequences)
-    S, C = (-(-n // limits.unit) * limits.unit for n in (S, per_row * T))
-    return Widths(limits.sequences // per_row, S, C, power_of_two(per_row), T)
+    def widest(self) -> Widths:
+        """The widths of a row of `sequences` completions of T tokens with their prompts. No row of
+        the run has more places, or more of them for completions."""
+        prompts = self.sequences // prompt_share(self.completions, self.sequences)
+        sizes = prompts * self.longest_prompt, self.sequences * self.max_length_sample
+        S, C = (math.ceil(size / self.unit) * self.unit for size in sizes)
+        return Widths(S, C, Q=SHORT_SEQUENCES * self.sequences)
 
 
 def plan_rows(
     batch: Batch, sequences: Sequence[int], limits: Limits
 ) -> tuple[list[list[list[int]]], Widths]:
-    """The rows of each micro-step, and their widths. The rows of a shard are adjacent, and so are
-    the sequences of a prompt in a row.
+    """The rows of each micro-step, one for each shard, and the widths of all rows. A row lists its
+    sequences; those of a prompt are adjacent.
 
-    sequences: indices in the batch, in ascending order. In a micro-step a shard has no more tokens
-    than padded rows of the run's longest prompts and completions would have.
+    sequences: indices in the batch, in ascending order.
     """
-    per_row = math.gcd(limits.completions, limits.sequences)
-    groups = [[*group] for _, group in itertools.groupby(sequences, batch.prompt_of)]
-    rows = [group[i : i + per_row] for group in groups for i in range(0, len(group), per_row)]
-    longest = int(batch.prompt_lengths().max())
-    S = prompt_width(longest, limits.shortest_prompt) - 1
-    if longest > limits.longest_prompt + 1:  # with the text of an environment's reset
-        limits = limits._replace(longest_prompt=S)
-    widths = padded_widths(limits, S, batch.completion_ids.shape[1])
-    if limits.pack and rows:
-        candidates = [(rows, widths), *packed_rows(batch, groups, limits)]
-        costs = [cost(limits, *candidate) for candidate in candidates]
-        cheap = [i for i, x in enumerate(costs) if x <= (1 + SLACK) * min(costs)]
-        rows, widths = max((candidates[i] for i in cheap), key=lambda plan: (plan[1].C, plan[1].S))
-    per_step = limits.shards * widths.rows
-    rows = rows + [[]] * (-len(rows) % per_step)
-    return [rows[i : i + per_step] for i in range(0, len(rows), per_step)], widths
-
-
-def cost(limits: Limits, rows: list[list[int]], widths: Widths) -> float:
-    """The time of these rows on a shard, in units of the attention of one token to one key."""
-    count, S, C, _, T = widths
-    keys = S**2 + C * (S + T)
-    tokens = count * (S + C) + MICRO_STEP_TOKENS
-    micro_steps = math.ceil(len(rows) / (limits.shards * count))
-    return micro_steps * (tokens * limits.matmul_keys + count * keys)
-
-
-def packed_rows(
-    batch: Batch, groups: list[list[int]], limits: Limits
-) -> Iterator[tuple[list[list[int]], Widths]]:
-    """Candidates for plan_rows: packed rows for each C of the grid, with one row per shard in a
-    micro-step.
-
-    A row has at most row_tokens, and no more tokens than a shard has with the widest padded rows.
-    """
-    lengths, T, padded = batch.lengths.tolist(), batch.completion_ids.shape[1], widest(limits)
-    groups = [sorted(group, key=lambda i: -lengths[i]) for group in groups]
-    groups.sort(key=lambda group: -sum(lengths[i] for i in group))  # by their tokens, descending
-    prompt_tokens = [len(prompt.ids) - 1 for prompt in batch.prompts]
-    tokens = padded.rows * (padded.S + padded.C)
-    Q = max(RESULTS_PER_TOKEN * tokens // T, 1)
-    Q = min(2 ** (Q.bit_length() - 1), power_of_two(len(lengths)))
-    tokens = min(tokens, limits.row_tokens)
-    C = round_up(max(lengths[group[0]] for group in groups), GRID, limits.unit)
-    while C + limits.longest_prompt <= tokens:
-        rows = fill_rows(batch, lengths, groups, Widths(1, tokens - C, C, Q, T))
-        S = max(sum(prompt_tokens[p] for p in prompts_of(batch, row)) for row in rows)
-        S = min(round_up(S, GRID // 2, limits.unit), tokens - C)
-        yield rows, Widths(1, S, C, Q, T)
-        if len(rows) <= limits.shards:  # one micro-step is enough: wider rows only add padding
+    longest_prompt = max(len(prompt.ids) for prompt in batch.prompts)
+    if longest_prompt > limits.longest_prompt + 1:  # with the text of an environment's reset
+        limits = limits._replace(longest_prompt=prompt_width(longest_prompt) - 1)
+    widest = limits.widest()
+    if len(sequences) == 0:
+        return [], widest
+    places = widest.S + widest.C
+    for count, C in rows_to_try(batch.lengths[sequences], limits):
+        if rows := fill_rows(batch, sequences, count, Widths(places - C, C, widest.Q)):
             break
-        C = round_up(C + 1, GRID, limits.unit)
+    prompt_tokens = [sum(map(batch.prompt_tokens, prompts_of(batch, row))) for row in rows]
+    widths = Widths(min(round_up(max(prompt_tokens)), places - C), C, widest.Q)
+    return [rows[i : i + limits.shards] for i in range(0, count, limits.shards)], widths
 
 
-def power_of_two(n: int) -> int:
-    """The smallest power of two that is at least n."""
-    return 2 ** math.ceil(math.log2(max(n, 1)))
+def rows_to_try(lengths: np.ndarray, limits: Limits) -> Iterator[tuple[int, int]]:
+    """The number of rows and their C for completions of these lengths, in the order of preference:
+    few micro-steps, and in these a small C, which is at least an equal share of all tokens."""
+    most = limits.widest().C
+    for micro_steps in itertools.count(1):
+        count = micro_steps * limits.shards
+        C = max(int(lengths.max()), math.ceil(lengths.sum() / count))
+        while C <= most:
+            C = min(round_up(C), most)
+            yield count, C
+            C += 1
 
 
-def round_up(n: int, steps: int, unit: int = 1) -> int:
-    """The smallest number of the grid that is at least `n`. Between two powers of two the grid has
-    `steps` numbers, or fewer, since all of them are multiples of `unit`."""
-    step = max(2 ** (math.ceil(math.log2(max(n, 1))) - 1) // steps, unit)
-    return max(math.ceil(n / step) * step, unit)
+def fill_rows(
+    batch: Batch, sequences: Sequence[int], count: int, widths: Widths
+) -> list[list[int]] | None:
+    """`count` rows of these widths with all sequences, by first-fit decreasing; None if they do not
+    fit.
+
+    Groups are placed whole, those with most tokens first. If no row has room for a group, each of
+    its sequences is placed by itself, the longest first.
+    """
+    lengths = batch.lengths.tolist()
+    rows: list[list[int]] = [[] for _ in range(count)]
+    free_places = [[widths.S, widths.C] for _ in rows]
+
+    def place(prompt: int, part: list[int]) -> bool:
+        """Adds sequences of a prompt to the first row with room for them; False: there is none."""
+        completion_tokens = sum(lengths[i] for i in part)
+        for row, free in zip(rows, free_places, strict=True):
+            has_prompt = row and batch.prompt_of(row[-1]) == prompt
+            prompt_tokens = 0 if has_prompt else batch.prompt_tokens(prompt)
+            fits = prompt_tokens <= free[0] and completion_tokens <= free[1]
+            if fits and len(row) + len(part) <= widths.Q:
+                row += part
+                free[:] = free[0] - prompt_tokens, free[1] - completion_tokens
+                return True
+        return False
+
+    groups = [[*group] for _, group in itertools.groupby(sequences, batch.prompt_of)]
+    groups = [sorted(group, key=lambda i: -lengths[i]) for group in groups]
+    for group in sorted(groups, key=lambda group: -sum(lengths[i] for i in group)):
+        prompt = batch.prompt_of(group[0])
+        if not place(prompt, group) and not all(place(prompt, [i]) for i in group):
+            return None
+    return rows
+
+
+def round_up(n: int) -> int:
+    """The smallest number of the grid of widths that is at least `n`."""
+    half_power = 2 ** math.ceil(math.log2(max(n, 1))) // 2
+    step = max(half_power // GRID_VALUES, GRID_STEP)
+    return max(math.ceil(n / step), 1) * step
 
 
 def prompts_of(batch: Batch, row: Sequence[int]) -> list[int]:
@@ -263,39 +238,9 @@ def prompts_of(batch: Batch, row: Sequence[int]) -> list[int]:
     return sorted({batch.prompt_of(i) for i in row})
 
 
-def fill_rows(
-    batch: Batch, lengths: list[int], groups: list[list[int]], widths: Widths
-) -> list[list[int]]:
-    """Rows of these widths that hold all groups, by first-fit decreasing.
-
-    lengths: [B] of the batch. groups: in descending order of their tokens, and so are the sequences
-    of a group. A group goes into the first row that has room for it; if it is too large for an
-    empty row, each of its sequences does.
-    """
-    rows: list[list[int]] = []
-    free_places: list[list[int]] = []  # of each row: the unused S and C, and its last prompt
-    for group in groups:
-        prompt, tokens = batch.prompt_of(group[0]), sum(lengths[i] for i in group)
-        prompt_tokens = len(batch.prompts[prompt].ids) - 1
-        fits = tokens <= widths.C and len(group) <= widths.Q
-        for part in [group] if fits else [[i] for i in group]:
-            C = sum(lengths[i] for i in part)
-            for row, free in zip(rows, free_places, strict=True):
-                S = 0 if free[2] == prompt else prompt_tokens
-                if S <= free[0] and C <= free[1] and len(row) + len(part) <= widths.Q:
-                    break
-            else:
-                row, free, S = [], [widths.S, widths.C, prompt], prompt_tokens
-                rows.append(row)
-                free_places.append(free)
-            row += part
-            free[:] = free[0] - S, free[1] - C, prompt
-    return rows
-
-
 def pack(batch: Batch, rows: Sequence[Sequence[int]], widths: Widths, pad_id: int) -> MicroBatch:
     """The NumPy arrays of these rows, as the picture shows them."""
-    (_, S, C, Q, T), X = widths, len(rows)
+    (S, C, Q), X, T = widths, len(rows), batch.completion_ids.shape[1]
     ids, positions = np.full((X, S + C), pad_id, np.int32), np.zeros((X, S + C), np.int32)
     prompt = np.full((X, S + C), -1, np.int32)
     start = np.tile(np.arange(S + C, dtype=np.int32), (X, 1))  # padding begins at itself

@@ -8,7 +8,6 @@ Cheap checks come first. The mistakes of a user end in a UserMistake with a line
 import dataclasses
 import math
 import os
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,8 +44,7 @@ from model.layout import mesh_text
 from model.network import Compute
 from model.next_token import Sampling
 from model.params import ModelConfig, Params, combine_params
-from model.placement import attention_flops, layer_matrix_size
-from model.splash import LANES, MAX_ROW_TOKENS
+from model.splash import LANES
 from rollout import Rollout
 from rows import Limits
 from sampling import Backend, NaiveBackend, Stopping
@@ -464,19 +462,14 @@ def optimizer_of(cfg: Config) -> Optimizer:
 
 def limits_of(cfg: Config, sizes: Sizes, compute: Compute, processes: int, S: int) -> Limits:
     """The limits of the run's rows. S: the padded tokens of its longest prompt but the last one."""
-    model, shards = compute.model, compute.layout.batch_shards
-    matmul_flops = 2 * model.num_layers * layer_matrix_size(model)  # of a token
+    shards = compute.layout.batch_shards
     return Limits(
         shards=shards,
         sequences=sizes.micro_batch_size * processes // shards,
         completions=cfg.num_pre_q,
         max_length_sample=cfg.max_length_sample,
         longest_prompt=S,
-        shortest_prompt=cfg.global_length,
-        pack=cfg.packs(),
         unit=LANES if compute.attention_impl == "splash" else 1,
-        row_tokens=MAX_ROW_TOKENS if compute.attention_impl == "splash" else sys.maxsize,
-        matmul_keys=matmul_flops / attention_flops(model, 1),
     )
 
 

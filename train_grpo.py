@@ -6,8 +6,8 @@ formulas are in loss.py, the phases of a rollout in rollout.py, the jitted progr
 and update.py. startup.py has everything before the first step, and the export after the last one.
 
 Dimensions: P prompts of a step, K completions per prompt, B = P*K sequences of a step, of which
-each process samples local_batch. T completion tokens, padded: to MAX_LENGTH_SAMPLE in the rollout,
-later to the longest completion (completion_width in rows.py). X rows of Q sequences on devices.
+each process samples local_batch. T completion tokens, padded to MAX_LENGTH_SAMPLE. X rows of Q
+sequences on devices.
 
 A question is a data.Prompt. Each process samples its Completions (sampling.py). gather_batch turns
 them into a Batch: NumPy arrays of all sequences, on every process. pack_to_devices turns a Batch
@@ -133,7 +133,7 @@ def main(cfg: Config) -> None:
 
             # ---- Advantages: how much better each completion is than its group -------------------
             # DYNAMIC_SAMPLING prefers groups whose rewards differ.
-            batch = choose_groups(rounds, cfg.adv_estimator, reward_weights, learner.limits)
+            batch = choose_groups(rounds, cfg.adv_estimator, reward_weights)
             advantages = group_advantages(
                 batch.rewards,
                 cfg.num_pre_q,

@@ -69,9 +69,9 @@ def plan_compute(
         )
     layout = Layout(mesh, TRAIN_BATCH_AXES)
     processes, T = len(devices) // devices_per_process(devices), cfg.max_length_sample
-    micro_step_sequences = sizes.micro_batch_size * processes
-    share = prompt_share(cfg.num_pre_q, micro_step_sequences // layout.batch_shards)
-    row_tokens = sum(-(-tokens // LANES) * LANES for tokens in (S, share * T))
+    sequences = sizes.micro_batch_size * processes // layout.batch_shards  # of the widest row
+    prompts = sequences // prompt_share(cfg.num_pre_q, sequences)
+    row_tokens = sum(-(-tokens // LANES) * LANES for tokens in (prompts * S, sequences * T))
     impl = choose_attention(cfg.attention_impl, model, platform, mesh.shape["tp"], row_tokens, T)
     training = Compute(
         model,

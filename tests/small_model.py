@@ -87,7 +87,7 @@ def in_rows(
     lengths = [len(prompt.ids) - 1 for prompt in batch.prompts]
     S = S or max(sum(lengths[p] for p in prompts_of(batch, row)) for row in rows)
     T = batch.completion_ids.shape[1]
-    return pack(batch, rows, Widths(1, S, share * T, share, T), pad_id=0)
+    return pack(batch, rows, Widths(S, share * T, share), pad_id=0)
 
 
 def counts_by_hand(num_tokens: int, num_sequences: int, num_top_tokens: int) -> dict[str, Any]:

@@ -2,13 +2,12 @@
 test_update.py and test_saved_work.py."""
 
 import functools
-from typing import Any
 
 import numpy as np
 import pytest
 from small_model import batch_of
 
-from rows import Batch, Limits, Widths, fill_rows, pack, plan_rows, prompts_of, round_up, widest
+from rows import Batch, Limits, Widths, fill_rows, pack, plan_rows, prompts_of, round_up
 
 
 def numbered(lengths: list[int], prompts: list[int], T: int = 0) -> Batch:
@@ -21,35 +20,58 @@ def numbered(lengths: list[int], prompts: list[int], T: int = 0) -> Batch:
     return batch_of(texts, ids * mask, mask, logps, np.arange(len(lengths), dtype=np.float32))
 
 
-def limits(**changes: Any) -> Limits:
-    """Of one device with padded micro-batches of 4 sequences."""
-    given: dict[str, Any] = {"shards": 1, "sequences": 4, "completions": 4}
-    given |= {"max_length_sample": 16, "longest_prompt": 8, "shortest_prompt": 0}
-    return Limits(
-        **given | {"pack": True, "unit": 1, "row_tokens": 2**31, "matmul_keys": 1e4} | changes
-    )
+def limits(**changes: int) -> Limits:
+    """Of one device with micro-batches of 4 sequences."""
+    given = {"shards": 1, "sequences": 4, "completions": 4, "max_length_sample": 16}
+    return Limits(**given | {"longest_prompt": 8} | changes)
 
 
 # ---- What stands where ---------------------------------------------------------------------------
 
 
 def test_the_grid_by_hand() -> None:
-    rounded = [round_up(n, 4) for n in (1, 8, 9, 16, 17, 100, 128, 129)]
-    assert rounded == [1, 8, 10, 16, 20, 112, 128, 160]
-    assert [round_up(n, 8, 128) for n in (1, 128, 129, 2048, 2049)] == [128, 128, 256, 2048, 2304]
+    assert [round_up(n) for n in (0, 256, 257, 1025, 2049)] == [256, 256, 512, 1280, 2560]
 
 
-def test_a_group_is_split_only_if_a_row_is_too_small_for_it() -> None:
+def test_a_group_is_split_only_if_no_row_has_room_for_it() -> None:
     batch = numbered([5, 1, 2, 2, 6, 6, 1, 1], [3, 4])  # groups of 10 and 14 tokens
 
-    def rows_of(C: int) -> list[list[int]]:
-        groups = [[4, 5, 6, 7], [0, 2, 3, 1]]  # those with most tokens first
-        return fill_rows(batch, batch.lengths.tolist(), groups, Widths(1, 9, C, 9, 6))
+    def rows_of(count: int, S: int = 9, C: int = 24, Q: int = 8) -> list[list[int]] | None:
+        return fill_rows(batch, range(8), count, Widths(S, C, Q))
 
-    assert rows_of(14) == [[4, 5, 6, 7], [0, 2, 3, 1]]
-    assert rows_of(24) == [[4, 5, 6, 7, 0, 2, 3, 1]]
-    assert rows_of(12) == [[4, 5], [6, 7, 0, 2, 3, 1]]
+    first, second = [0, 2, 3, 1], [4, 5, 6, 7]  # the longest of a group first
+    assert rows_of(2, C=14) == [second, first]
+    assert rows_of(1) == [second + first] and rows_of(2) == [second + first, []]
+    assert rows_of(2, C=12) == [[4, 5], [6, 7, *first]]
+    assert rows_of(1, S=5) == [second + first] and rows_of(1, S=4) is None
+    assert rows_of(2, Q=4) == [second, first] and rows_of(1, Q=7) is None
     assert prompts_of(batch, [6, 7, 0, 2]) == [0, 1]
+
+
+def test_rows_by_hand() -> None:
+    """Groups of 300, 250, 200 and 150 tokens behind prompts of 50. A device takes 4 sequences of
+    128 tokens and a prompt of 64, or 576 places, in a micro-step."""
+    lengths = [100, 75, 75, 50] + [100, 50, 50, 50] + [50] * 4 + [50, 50, 25, 25]
+    batch = numbered(lengths, [51] * 4)
+    given = limits(max_length_sample=128, longest_prompt=64)
+    assert given.widest() == Widths(S=64, C=512, Q=32)
+    first, second, third, fourth = ([*range(i, i + 4)] for i in (0, 4, 8, 12))
+    # With C = 512 there are 64 places for prompts, too few for two. A fourth of all tokens is 225,
+    # for which the first group is too large.
+    rows = [[[0, 1, 2]], [[3, *third]], [second], [fourth]]
+    assert plan_rows(batch, range(16), given) == (rows, Widths(S=256, C=256, Q=32))
+    # 8 sequences have 128 places for prompts and 1024 for completions.
+    wider = given._replace(sequences=8)
+    assert wider.widest() == Widths(S=128, C=1024, Q=64)
+    assert plan_rows(batch, range(8), wider) == ([[first + second]], Widths(S=256, C=768, Q=64))
+    both = [first + third, second + fourth]
+    assert plan_rows(batch, range(16), wider) == ([[x] for x in both], Widths(S=256, C=512, Q=64))
+    # Two devices share a micro-step, down to the completions of a single group.
+    twice = wider._replace(shards=2)
+    assert plan_rows(batch, range(16), twice) == ([both], Widths(S=256, C=512, Q=64))
+    assert plan_rows(batch, range(4), twice) == ([[[0, 1, 2], [3]]], Widths(S=256, C=256, Q=64))
+    assert plan_rows(batch, range(1), twice) == ([[[0], []]], Widths(S=256, C=256, Q=64))
+    assert plan_rows(batch, [], twice)[0] == []
 
 
 @functools.cache
@@ -67,18 +89,15 @@ def geometric(
 
 
 @pytest.mark.parametrize("shards", [1, 4])
-@pytest.mark.parametrize("pack_rows", [True, False])
 @pytest.mark.parametrize("unit", [1, 128])
-def test_every_token_stands_in_one_place_of_a_row(shards, pack_rows, unit) -> None:
+def test_every_token_stands_in_one_place_of_a_row(shards: int, unit: int) -> None:
     batch = geometric(30, 120, 16, 4, 0)
     chosen = [i for i in range(64) if i % 5]
-    given = limits(
-        shards=shards, max_length_sample=120, longest_prompt=60, pack=pack_rows, unit=unit
-    )
+    given = limits(shards=shards, max_length_sample=120, longest_prompt=60, unit=unit)
     steps, widths = plan_rows(batch, chosen, given)
     assert sorted(i for rows in steps for row in rows for i in row) == chosen
     for rows in steps:
-        assert len(rows) == shards * widths.rows
+        assert len(rows) == shards
         x = pack(batch, rows, widths, pad_id=7)
         assert x.ids.shape == (len(rows), widths.S + widths.C)
         assert widths.S % unit == widths.C % unit == 0
@@ -100,71 +119,57 @@ def test_every_token_stands_in_one_place_of_a_row(shards, pack_rows, unit) -> No
 def test_a_prompt_longer_than_all_questions_has_the_rows_of_a_run_that_knew_of_it() -> None:
     batch = geometric(30, 120, 16, 4, 0, prompt_tokens=(60, 200))
     longest = max(len(prompt.ids) for prompt in batch.prompts) - 1
-    assert 96 < longest <= 256
-    for pack_rows in (True, False):
-        given = limits(max_length_sample=120, longest_prompt=96, pack=pack_rows, sequences=16)
-        known = given._replace(longest_prompt=256 if longest > 192 else 192)
-        assert plan_rows(batch, range(64), given) == plan_rows(batch, range(64), known)
+    assert 128 < longest <= 192
+    given = limits(max_length_sample=120, longest_prompt=96)
+    known = given._replace(longest_prompt=192)
+    assert plan_rows(batch, range(64), given) == plan_rows(batch, range(64), known)
 
 
 # ---- How full rows are ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"row_tokens": 600}, {"shards": 2, "sequences": 16}], ids=str
-)
-def test_a_device_has_no_more_tokens_than_with_padded_rows_and_a_row_no_more_than_a_kernel_takes(
+@pytest.mark.parametrize("changes", [{}, {"unit": 128}, {"shards": 2, "sequences": 16}], ids=str)
+def test_a_row_has_at_most_the_places_of_the_longest_sequences_of_a_micro_step(
     changes: dict[str, int],
 ) -> None:
     given = limits(**{"sequences": 8, "max_length_sample": 120, "longest_prompt": 60} | changes)
-    most = widest(given)
-    assert most.rows * (most.S + most.C) == given.sequences // 4 * (60 + 4 * 120)
+    most = given.widest().S + given.widest().C
+    if given.unit == 1:
+        assert most == given.sequences // 4 * (60 + 4 * 120)
     for seed in range(10):
         steps, at = plan_rows(geometric(60, 120, 8, 4, seed), range(32), given)
-        assert at.rows * (at.S + at.C) <= most.rows * (most.S + most.C)
-        assert at.S + at.C <= given.row_tokens
+        assert at.S + at.C <= most
+        assert at.S % given.unit == at.C % given.unit == 0
         if given.shards * given.sequences == 32:
             assert len(steps) == 1, "an update of one micro-step stays one"
 
 
-def test_one_long_completion_among_short_ones_makes_no_larger_arrays() -> None:
-    """They would have a place of the longest one for each sequence of a row."""
-    lengths = [3] * 1023 + [1024]
-    given = limits(sequences=16, completions=16, max_length_sample=1024, longest_prompt=60)
-    batch = numbered(lengths, [20] * 64)
-    steps, at = plan_rows(batch, range(1024), given)
-    most = widest(given)
-    real = batch.lengths.sum() + 64 * 19
-    assert len(steps) * at.rows * (at.S + at.C) < 2.5 * real
-    assert at.rows * at.Q * at.T <= 8 * most.rows * (most.S + most.C) < 1024 * 1024
-
-
-def test_the_width_of_completions_is_the_longest_one_halved() -> None:
-    widths = [limits(max_length_sample=100).completion_width(n) for n in (0, 1, 2, 13, 14, 26, 51)]
-    assert widths == [1, 1, 2, 13, 25, 50, 100]
-    padded = limits(max_length_sample=100, pack=False)
-    assert [padded.completion_width(n) for n in (1, 17, 51, 97)] == [16, 24, 64, 100]
-
-
 @pytest.mark.parametrize(
-    "prompts, mean, longest, micro, prompt_tokens",
-    [(16, 256, 1024, 16, (20, 60)), (4, 64, 256, 8, (383, 384))],
-    ids=["of GSM8K", "long prompts"],
+    "prompts, mean, longest, micro, prompt_tokens, most",
+    [
+        (16, 256, 1024, 16, (20, 60), 1.15),
+        (4, 64, 256, 8, (383, 384), 1.15),
+        (16, 24, 32, 32, (80, 96), 1.4),
+    ],
+    ids=["of GSM8K", "long prompts", "short completions"],
 )
 def test_rows_of_real_lengths_are_full_and_have_few_widths(
-    prompts: int, mean: int, longest: int, micro: int, prompt_tokens: tuple[int, int]
+    prompts: int,
+    mean: int,
+    longest: int,
+    micro: int,
+    prompt_tokens: tuple[int, int],
+    most: float,
 ) -> None:
-    """8 completions of each prompt, with a mean of a quarter of the longest, in 40 steps. Padded
-    rows compute more than two tokens for each real one."""
+    """8 completions of each prompt, in 40 steps."""
     changes = {"sequences": micro, "completions": 8, "max_length_sample": longest}
     given = limits(**changes, longest_prompt=prompt_tokens[1])
-    packed, padded, programs = [], [], set()
+    computed, programs = [], set()
     for seed in range(40):
         batch = geometric(mean, longest, prompts, 8, seed, prompt_tokens)
         real = batch.lengths.sum() + sum(len(prompt.ids) - 1 for prompt in batch.prompts)
-        for pack_rows, found in ((True, packed), (False, padded)):
-            steps, at = plan_rows(batch, range(prompts * 8), given._replace(pack=pack_rows))
-            found.append(len(steps) * at.rows * (at.S + at.C) / real)
-            programs |= {at} if pack_rows else set()
-    assert np.mean(packed) < 1.15 and np.mean(padded) > 2
+        steps, at = plan_rows(batch, range(prompts * 8), given)
+        computed.append(len(steps) * (at.S + at.C) / real)
+        programs.add(at)
+    assert np.mean(computed) < most
     assert len(programs) <= 10

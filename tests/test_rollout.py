@@ -154,13 +154,11 @@ def test_a_step_takes_the_first_groups_whose_rewards_differ_then_fills_up(
     first: list, second: list, chosen: list[int]
 ) -> None:
     rounds = rounds_of(sum(first, []), sum(second, []))
-    limits = SimpleNamespace(completion_width=lambda longest: longest)
     ids = [4 * group + k for group in chosen for k in range(4)]
-    batch = choose_groups(rounds, "grpo", (1.0, 1.0), limits)
+    batch = choose_groups(rounds, "grpo", (1.0, 1.0))
     assert [p.ids for p in batch.prompts] == [[group] for group in chosen]
     assert batch.completion_ids[:, 0].tolist() == ids
     assert batch.sampling_logps[:, 0].tolist() == [i + 0.5 for i in ids]
-    assert batch.sampling_logps.shape == (12, 2), "the width of the longest completion"
     np.testing.assert_array_equal(batch.rewards, np.array(sum(first + second, []))[ids])
     assert batch.prompt_lengths().tolist() == [1] * 12
     assert batch.lengths.tolist() == [i % 2 + 1 for i in ids]

@@ -95,6 +95,18 @@ def half(completions, answer, completion_ids, **columns):
 """
 
 
+# Each sequence has a row of its own, padded to the longest prompt and to MAX_LENGTH_SAMPLE.
+PADDED_ROWS = """
+from rows import Widths
+
+def padded_rows(batch, sequences, limits):
+    S = max(batch.prompt_tokens(p) for p in range(len(batch.prompts)))
+    return [[[i]] for i in sequences], Widths(S, batch.completion_ids.shape[1], Q=1)
+
+train_grpo.plan_rows = padded_rows
+"""
+
+
 def assert_same(result: Result, expected: Result, *left_out: str) -> None:
     """left_out: parts of the names of metrics that need not be equal."""
     assert sorted(result.completions) == sorted(expected.completions)
@@ -109,13 +121,14 @@ def assert_same(result: Result, expected: Result, *left_out: str) -> None:
 
 
 def test_a_run_learns_the_same_from_packed_rows_without_what_adds_nothing(tmp_path: Path) -> None:
-    """The completions have uneven lengths. One run packs and skips nothing; in another one ended
+    """The completions have uneven lengths. One run pads rows and skips nothing; in another ended
     sequences leave the batch, too."""
     (tmp_path / "half.py").write_text(REWARD)
     given = {"MODEL_PATH": str(stopping_model(tmp_path)), "REWARD_FN": f"{tmp_path}/half.py:half"}
     given |= environment(SETTINGS)
-    nothing_saved = train(tmp_path / "off", **given, SWITCHED_OFF="packs skips drops_ended")
-    packed = train(tmp_path / "packed", **given, SWITCHED_OFF="skips drops_ended")
+    computes_all = {"SWITCHED_OFF": "skips drops_ended"}
+    nothing_saved = train(tmp_path / "off", **given, **computes_all, changes=PADDED_ROWS)
+    packed = train(tmp_path / "packed", **given, **computes_all)
     both = train(tmp_path / "both", **given)
     assert_same(packed, nothing_saved)
     # Means over what was computed may differ.

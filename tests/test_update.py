@@ -141,7 +141,7 @@ def step(
     padded[1] = np.pad(x.mask, pad)
     batch = batch_of(PROMPTS, *padded)
     if packed:
-        limits = Limits(where.batch_shards, micro, K, T, 8, 0, True, 1, 2**31, matmul_keys=1e4)
+        limits = Limits(where.batch_shards, micro, K, T, longest_prompt=8, unit=1)
         steps, widths = plan_rows(batch._replace(lengths=x.mask.sum(axis=1)), range(2 * K), limits)
         micro_batches = [pack(batch, rows, widths, pad_id=3) for rows in steps]
     else:

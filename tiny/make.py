@@ -256,7 +256,7 @@ def micro_batch(
     logps, advantages = np.zeros(mask.shape, np.float32), np.zeros(len(mask), np.float32)  # unused
     batch = Batch(prompts, ids, mask, lengths, logps, advantages=advantages)
     rows = np.arange(len(completions)).reshape(-1, share).tolist()
-    return pack(batch, rows, Widths(len(rows), S, share * T, share, T), pad_id=0)
+    return pack(batch, rows, Widths(S, share * T, share), pad_id=0)
 
 
 def warm_up(

@@ -44,7 +44,7 @@ from model.network import Compute
 from model.next_token import Sampling, support_size
 from model.params import Gemma3, ModelConfig, abstract_params, combine_params
 from model.placement import num_params, plan_compute, raise_if_too_long, rollout_mesh_text
-from rows import MicroBatch, widest
+from rows import MicroBatch
 from sampling import (
     Stopping,
     begin,
@@ -444,8 +444,8 @@ def rollout_programs(
 def micro_batch(plan: Plan) -> MicroBatch:
     """The shapes of a micro-batch of the longest prompts and completions."""
     cfg, layout, T = plan.cfg, plan.training.layout, plan.cfg.max_length_sample
-    widths = widest(limits_of(cfg, plan.sizes, plan.training, plan.processes, plan.S))
-    rows = layout.batch_shards * widths.rows
+    widths = limits_of(cfg, plan.sizes, plan.training, plan.processes, plan.S).widest()
+    rows = layout.batch_shards
     sequences = rows * widths.Q
     sampling = sampling_of(cfg)
     support = support_size(sampling, plan.training.model.vocab_size)

@@ -175,11 +175,11 @@ class Optimizer(NamedTuple):
 
     name: str = "adamw"  # adamw, lion, sgd
     weight_decay: float = 0.0
-    clip_norm: float = 1.0  # the largest global norm of a gradient; 0: no clipping
+    clip_norm: float = 1.0  # the largest global norm of a gradient; 0: no limit
 
 
 def transform(optimizer: Optimizer, model: ModelConfig) -> optax.GradientTransformation:
-    """The optax transformation of gradients into updates, without the learning rate.
+    """The optax transformation of gradients into updates, before the learning rate.
 
     Weight decay leaves out biases and norms, as transformers does.
     """
@@ -191,7 +191,8 @@ def transform(optimizer: Optimizer, model: ModelConfig) -> optax.GradientTransfo
     table = trainable_params(param_table(model))
     decays = jax.tree.map(lambda leaf: leaf.kind not in ("norm", "bias"), table)
     decay = optax.add_decayed_weights(optimizer.weight_decay, mask=decays)
-    return optax.chain(rules[optimizer.name], decay)
+    clip = optax.clip_by_global_norm(optimizer.clip_norm or math.inf)
+    return optax.chain(clip, rules[optimizer.name], decay)
 
 
 def init_state(params: Params, *, optimizer: Optimizer, model: ModelConfig) -> TrainState:
@@ -226,9 +227,6 @@ def next_state(
     """The state after an update with these gradients, and two global norms: of the gradients before
     clipping, and of the new weights."""
     norm = optax.tree.norm(grads)
-    if optimizer.clip_norm > 0:
-        factor = jnp.minimum(1.0, optimizer.clip_norm / (norm + 1e-6))  # as torch and TRL
-        grads = jax.tree.map(lambda g: g * factor, grads)
     updates, opt_state = transform(optimizer, model).update(grads, state.opt_state, state.params)
     params = jax.tree.map(lambda p, u: p - lr * u, state.params, updates)
     norms = {"grad_norm": norm, "param_norm": optax.tree.norm(params)}

@@ -87,7 +87,7 @@ def test_the_arrays_of_the_optimizer_are_sharded_like_the_parameters() -> None:
     grads = jax.tree.map(jnp.zeros_like, params)
     state = init_state(params, optimizer=ADAMW, model=MODEL)
     for _ in range(2):
-        adam = state.opt_state[0]
+        adam = state.opt_state[1]
         for tree in (adam.mu, adam.nu, state.params):
             assert same_shardings(shardings(tree), expected)
         count = adam.count.sharding

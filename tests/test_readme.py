@@ -77,7 +77,7 @@ def test_the_examples_of_the_units_are_the_sizes_of_these_settings() -> None:
     assert examples["step"] == "128 sequences (prompt and completion), 4 updates"
     assert examples["pass"] == "BATCH_SIZE=4: 4 passes of 4 prompts"
     assert examples["mini-batch"] == "8 groups, 64 sequences"
-    assert examples["micro-step"] == "TRAIN_MICRO_BATCH_SIZE=16: 4 an update"
+    assert examples["micro-step"] == "TRAIN_MICRO_BATCH_SIZE=16: up to 4 an update"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -1,9 +1,7 @@
 """Attention of packed rows in training and prefill, and of one new token with its cache in decode.
 
-Short rows are multiplied at once. Longer rows are computed in blocks of queries and keys. Pairs of
-blocks in which no query sees a key are skipped, and the scores of one pair exist at a time, so that
-memory grows with the tokens and not with their square: the online softmax of FlashAttention (arXiv
-2205.14135) in plain JAX. On TPUs the kernel of splash.py takes its place in training.
+All scores of a row are computed at once. For long rows network.py takes the same attention from
+blocks.py, which skips what no token sees, or in training on TPUs from splash.py.
 
 Dimensions: X rows of t = S + C tokens, S places for prompts and C for completions; in decode B
 sequences of P prompts, S prompt tokens and T completion tokens; L layers, H query heads, N kv
@@ -16,17 +14,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from model.layout import Layout, constrain_batch
 from model.logps import MASKED  # the score of a key that is not seen
 
-# The most tokens of a short row. On CPUs blocks take up to 3 times as long as all scores at once,
-# for rows of 128 tokens; with gradients they are faster from 256 tokens on.
-SHORT_TOKENS = 224
-# Tokens of a block. On CPUs 64 was the fastest of 32 to 512. Elsewhere small blocks would
-# be many small kernels.
-BLOCK = {"cpu": 64, "others": 512}
 ALL_POSITIONS = 2**30  # above every position: a window of this size hides nothing
 
 
@@ -119,7 +110,7 @@ def visible_in_prompt(place: jax.Array, start: jax.Array, key: jax.Array, S: int
     return (key <= place) & ((key < S) | (key >= start))
 
 
-def _visible(queries: Iterable[jax.Array], keys: Iterable[jax.Array], S: int) -> jax.Array:
+def visible(queries: Iterable[jax.Array], keys: Iterable[jax.Array], S: int) -> jax.Array:
     """Whether queries see keys, bool. queries, keys: the place, and prompt, start and window of
     PackedRows, in shapes that broadcast against each other."""
     place, prompt, start, *window = queries
@@ -138,11 +129,9 @@ def attention(q: jax.Array, kv: KV, rows: PackedRows, layout: Layout) -> jax.Arr
     """
     q = q * q.shape[-1] ** -0.5
     X, t = rows.prompt.shape
-    if t > SHORT_TOKENS:
-        return on_each_device(functools.partial(_blocks_shard, rows.S, layout), q, kv, rows, layout)
     place = jnp.broadcast_to(jnp.arange(t), (X, t))
     tokens = place, rows.prompt, rows.start, *rows.window
-    mask = _visible([x[:, :, None] for x in tokens], [x[:, None] for x in tokens], rows.S)
+    mask = visible([x[:, :, None] for x in tokens], [x[:, None] for x in tokens], rows.S)
     return _attend_at_once(q, [(kv, mask)], layout)
 
 
@@ -202,193 +191,13 @@ def _unnormalized(q: jax.Array, kv: KV, mask: jax.Array) -> list[jax.Array]:
 
     q: [X, N, queries, h]. mask: it broadcasts to [X, N, queries, keys].
     """
-    scores = jnp.where(mask, _multiply("xnqh,xnhk->xnqk", q, kv.k), MASKED)
+    scores = jnp.where(mask, multiply("xnqh,xnhk->xnqk", q, kv.k), MASKED)
     top = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))  # it cancels in the quotient
     weights = jnp.exp(scores - top)
-    values = _multiply("xnqk,xnkh->xnqh", weights.astype(q.dtype), kv.v)
+    values = multiply("xnqk,xnkh->xnqh", weights.astype(q.dtype), kv.v)
     return [top, weights.sum(axis=-1, keepdims=True), values]
 
 
-def _multiply(subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
+def multiply(subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
     """The einsum of x and y, accumulated in float32."""
     return jnp.einsum(subscripts, x, y, preferred_element_type=jnp.float32)
-
-
-# ---- Longer rows: each device computes its rows and heads ----------------------------------------
-
-
-def on_each_device(
-    of_device: Callable[..., jax.Array], q: jax.Array, kv: KV, rows: PackedRows, layout: Layout
-) -> jax.Array:
-    """What of_device computes of the rows and heads of each device: [X, t, H*h]. Rows are sharded
-    over the batch axes, and heads over tp if it is not one of them. q: [X, t, H, h].
-
-    of_device: a function as _blocks_shard is, after its first two arguments.
-    """
-    head_axis = None if "tp" in layout.batch_axes else "tp"
-    k, v = kv.k.swapaxes(2, 3), kv.v  # [X, N, t, h]
-    if head_axis and k.shape[1] % layout.mesh.shape["tp"]:  # each query head gets its kv head
-        k, v = (jnp.repeat(x, q.shape[2] // x.shape[1], axis=1) for x in (k, v))
-    batch, by_head = PartitionSpec(layout.batch_axes), PartitionSpec(layout.batch_axes, head_axis)
-    shard = jax.shard_map(
-        of_device,
-        mesh=layout.mesh,
-        in_specs=(by_head, by_head, by_head, batch, batch, *[batch for _ in rows.window]),
-        out_specs=PartitionSpec(layout.batch_axes, None, head_axis),
-        check_vma=False,
-    )
-    return shard(q.swapaxes(1, 2), k, v, rows.prompt, rows.start, *rows.window)
-
-
-# ---- Blocks of queries and keys ------------------------------------------------------------------
-# Arrays have a first dimension of blocks: q [num_blocks, X, N, H/N, block_size, h], k and v
-# [num_blocks, X, N, block_size, h], and each array of `tokens`, which are the arrays of _visible,
-# [num_blocks, X, block_size] int32. The places of all rows are equal, so that X is 1 in theirs.
-
-
-def _blocks_shard(
-    S: int,
-    layout: Layout,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    prompt: jax.Array,
-    start: jax.Array,
-    *window: jax.Array,
-) -> jax.Array:
-    """Attention of the rows and heads of a device, in blocks: [X, t, H*h]. q: [X, H, t, h]. k, v:
-    [X, N, t, h]. prompt, start, window: [X, t] int32, of PackedRows."""
-    (X, H, t, h), N = q.shape, k.shape[1]
-    platform = layout.mesh.devices.flat[0].platform
-    block_size = min(BLOCK["cpu" if platform == "cpu" else "others"], t)
-    missing = -t % block_size
-
-    def split(x: jax.Array, axis: int, padding: int = 0) -> jax.Array:
-        pad = [(0, missing if i == axis else 0) for i in range(x.ndim)]
-        x = jnp.pad(x, pad, constant_values=padding)
-        blocks = x.reshape(*x.shape[:axis], -1, block_size, *x.shape[axis + 1 :])
-        return jnp.moveaxis(blocks, axis, 0)
-
-    place = jnp.arange(t + missing).reshape(-1, 1, block_size)
-    tokens = place, split(prompt, 1, padding=-1), *(split(x, 1) for x in (start, *window))
-    pairs, count = block_pairs(needed_blocks(tokens[1:], S))
-    q = split(q.reshape(X, N, H // N, t, h), 3)
-    out = block_attention(q, split(k, 2), split(v, 2), tokens, pairs, count, S)
-    return out.transpose(1, 0, 4, 2, 3, 5).reshape(X, t + missing, H * h)[:, :t]
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
-def block_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    tokens: tuple[jax.Array, ...],
-    pairs: jax.Array,
-    count: jax.Array,
-    S: int,
-) -> jax.Array:
-    """Attention of a scaled q, in its shape and dtype. pairs, count: see block_pairs."""
-    return _forward(q, k, v, tokens, pairs, count, S)[0]
-
-
-def _forward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    tokens: tuple[jax.Array, ...],
-    pairs: jax.Array,
-    count: jax.Array,
-    S: int,
-) -> tuple[jax.Array, Any]:
-    """The attention, and the residuals of _backward: the arguments, the attention, and the
-    logarithm of the sum of each query's weights [num_blocks, X, N, H/N, block_size] float32.
-
-    A query keeps its highest score so far, and relative to it the sum of its weights and of its
-    weighted values. MASKED is finite, so a query whose first blocks are all masked sums weights of
-    1 there; its first visible score rescales them to 0.
-    """
-
-    def step(index: jax.Array, carry: Any) -> Any:
-        top, total, values = carry
-        i, j = pairs[index]
-        scores = _scores(q[i], k[j], tokens, S, i, j)
-        new_top = jnp.maximum(top[i], scores.max(axis=-1))
-        weights, scale = jnp.exp(scores - new_top[..., None]), jnp.exp(top[i] - new_top)
-        new_values = _multiply("xnmqk,xnkh->xnmqh", weights.astype(q.dtype), v[j])
-        return (
-            top.at[i].set(new_top),
-            total.at[i].set(total[i] * scale + weights.sum(axis=-1)),
-            values.at[i].set(values[i] * scale[..., None] + new_values),
-        )
-
-    zeros = jnp.zeros(q.shape[:-1], jnp.float32)
-    first = zeros + MASKED, zeros, jnp.zeros(q.shape, jnp.float32)
-    top, total, values = jax.lax.fori_loop(0, count, step, first)
-    out = (values / total[..., None]).astype(q.dtype)
-    return out, (q, k, v, tokens, pairs, count, out, top + jnp.log(total))
-
-
-def _backward(S: int, residuals: Any, grad_out: jax.Array) -> Any:
-    """The gradients of q, k and v. It computes the weights again from the scores and the logarithm
-    of their sum."""
-    q, k, v, tokens, pairs, count, out, log_total = residuals
-    inner = (grad_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)
-
-    def step(index: jax.Array, carry: Any) -> Any:
-        grad_q, grad_k, grad_v = carry
-        i, j = pairs[index]
-        weights = jnp.exp(_scores(q[i], k[j], tokens, S, i, j) - log_total[i][..., None])
-        grad_weights = _multiply("xnmqh,xnkh->xnmqk", grad_out[i], v[j])
-        grad_scores = (weights * (grad_weights - inner[i][..., None])).astype(q.dtype)
-        weights = weights.astype(q.dtype)
-        return (
-            grad_q.at[i].add(_multiply("xnmqk,xnkh->xnmqh", grad_scores, k[j])),
-            grad_k.at[j].add(_multiply("xnmqk,xnmqh->xnkh", grad_scores, q[i])),
-            grad_v.at[j].add(_multiply("xnmqk,xnmqh->xnkh", weights, grad_out[i])),
-        )
-
-    zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
-    grads = jax.lax.fori_loop(0, count, step, zeros)
-    grad_q, grad_k, grad_v = (x.astype(y.dtype) for x, y in zip(grads, (q, k, v), strict=True))
-    return grad_q, grad_k, grad_v, None, None, None
-
-
-block_attention.defvjp(_forward, _backward)
-
-
-def _scores(
-    q: jax.Array, k: jax.Array, tokens: tuple[jax.Array, ...], S: int, i: jax.Array, j: jax.Array
-) -> jax.Array:
-    """The masked scores of q, block i of queries, and k, block j of keys: [X, N, H/N, block_size,
-    block_size] float32."""
-    queries = [x[i][:, None, None, :, None] for x in tokens]
-    keys = [x[j][:, None, None, None, :] for x in tokens]
-    return jnp.where(_visible(queries, keys, S), _multiply("xnmqh,xnkh->xnmqk", q, k), MASKED)
-
-
-def block_pairs(needed: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """All pairs [num_blocks**2, 2] of a block of queries and a block of keys, first those that are
-    needed, and the number of these. needed: see needed_blocks."""
-    order = jnp.argsort(~needed.reshape(-1), stable=True)
-    return jnp.stack([order // len(needed), order % len(needed)], axis=1), needed.sum()
-
-
-def needed_blocks(tokens: tuple[jax.Array, ...], S: int) -> jax.Array:
-    """[num_blocks, num_blocks] bool: whether in any row a query of a block may see a key of a
-    block. Every block sees itself. tokens: without the places."""
-    prompt, start, *window = tokens
-    num_blocks, _, block_size = prompt.shape
-    is_padding, t = prompt < 0, num_blocks * block_size
-    lowest = jnp.where(is_padding, t, prompt).min(axis=2)  # [num_blocks, X]
-    highest = prompt.max(axis=2)
-    first = jnp.where(is_padding, t, start).min(axis=2)
-    query, key = jnp.arange(num_blocks)[:, None], jnp.arange(num_blocks)
-    key_end = (key[:, None] + 1) * block_size  # [num_blocks, 1]
-    seen = (lowest <= highest[:, None]) & (lowest[:, None] <= highest)  # the same prompt
-    seen &= (key_end - block_size < S) | (key_end > first[:, None])
-    if window:
-        position, oldest = window
-        newest = jnp.where(is_padding, -1, position).max(axis=2)  # of the keys
-        oldest = jnp.where(is_padding, ALL_POSITIONS, oldest).min(axis=2)  # of the queries
-        seen &= newest >= oldest[:, None]
-    return (key <= query) & (seen.any(axis=2) | (key == query))

@@ -1,5 +1,5 @@
 """ATTENTION_IMPL=splash: attention of packed rows by the block-sparse TPU kernel that ships with
-jax. It skips the same blocks as attention.py, and has no sliding window.
+jax. It skips the same blocks as blocks.py, and has no sliding window.
 
 Dimensions as in attention.py.
 """
@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
-from model.attention import KV, PackedRows, needed_blocks, on_each_device, visible_in_prompt
+from model.attention import KV, PackedRows, visible_in_prompt
+from model.blocks import needed_blocks, on_each_device
 from model.layout import Layout
 
 LANES = 128  # a block of the kernel is a multiple of 128 tokens

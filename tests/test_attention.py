@@ -1,4 +1,5 @@
-"""Claims about attention.py: every implementation and layout gives float64 numpy's results.
+"""Claims about attention.py, blocks.py and splash.py: every implementation and layout gives float64
+numpy's results.
 
 Pallas' interpreter runs the TPU kernel here.
 """
@@ -15,8 +16,9 @@ import numpy as np
 import pytest
 from small_model import train_layout
 
-from model import attention, splash
-from model.attention import KV, PackedRows, block_pairs, needed_blocks, prompt_rows
+from model import blocks, splash
+from model.attention import KV, PackedRows, attention, prompt_rows
+from model.blocks import block_attention, block_pairs, needed_blocks
 from model.layout import ROLLOUT_BATCH_AXES, Layout
 
 ONE_DEVICE = train_layout(1, 1, 1)
@@ -153,11 +155,16 @@ def numpy_attention(x: Inputs) -> Result:
 unoptimised = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
+IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
+    "at_once": attention,
+    "blocks": block_attention,
+    "splash": functools.partial(splash.splash_attention, interpret=True),
+}
+
+
 def attend(x: Inputs, impl: str, layout: Layout = ONE_DEVICE) -> Callable[..., jax.Array]:
     """The attention as a function of q, kv, prompt and start."""
-    interpreted = functools.partial(splash.splash_attention, interpret=True)
-    compute = interpreted if impl == "splash" else attention.attention
-    return lambda q, kv, prompt, start: compute(
+    return lambda q, kv, prompt, start: IMPLEMENTATIONS[impl](
         q, kv, x.rows._replace(prompt=prompt, start=start), layout
     )
 
@@ -192,47 +199,34 @@ def assert_same(got: Result, expected: Result, tolerance: float = 1e-5) -> None:
         assert np.abs(a - b).max() <= tolerance * np.abs(b).max(), name
 
 
-@pytest.fixture(autouse=True)
-def blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes `xla` go through blocks, however short the rows are."""
-    monkeypatch.setattr(attention, "SHORT_TOKENS", 0)
-
-
 # ---- The values ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "impl, shape", [*[("xla", x) for x in SMALL], *[("splash", x) for x in FOR_SPLASH]], ids=str
+    "impl, shape",
+    [
+        *[("at_once", x) for x in SMALL],
+        *[("blocks", x) for x in SMALL],
+        *[("splash", x) for x in FOR_SPLASH],
+    ],
+    ids=str,
 )
 def test_values_and_gradients_are_those_of_numpy(impl: str, shape: tuple[Any, ...]) -> None:
     x = inputs(*shape)
     assert_same(run(x, impl), numpy_attention(x))
 
 
-@pytest.mark.parametrize("window", [2**30, 5])
-@pytest.mark.parametrize("shape", SMALL, ids=str)
-def test_short_rows_are_multiplied_at_once(
-    monkeypatch: pytest.MonkeyPatch, shape: tuple[Any, ...], window: int
-) -> None:
-    x = within(inputs(*shape), window)
-    short = shape[0] + shape[1]
-    for tokens, loops in ((short - 1, True), (short, False)):
-        monkeypatch.setattr(attention, "SHORT_TOKENS", tokens)
-        assert ("while" in str(jax.make_jaxpr(attend(x, "xla"))(*arguments(x)))) == loops
-    assert_same(run(x, "xla"), numpy_attention(x))
-
-
 @pytest.mark.parametrize("block", [1, 4, 16, 81])
 def test_the_size_of_a_block_changes_nothing(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
-    monkeypatch.setitem(attention.BLOCK, "cpu", block)
+    monkeypatch.setitem(blocks.BLOCK, "cpu", block)
     x = inputs(20, 61, [TWO_GROUPS, OTHER, EMPTY], 4, 2, 5)
-    assert_same(run(x, "xla"), numpy_attention(x))
+    assert_same(run(x, "blocks"), numpy_attention(x))
 
 
 def test_left_padded_prompts_are_rows_without_completions() -> None:
     x = inputs(13, 0, [([(-1, 13 - n), (0, n)], []) for n in (7, 13, 1, 0)], 2, 1, 64)
     mask = np.arange(13) >= np.array([6, 0, 12, 13])[:, None]
-    assert_same(run(x._replace(rows=prompt_rows(mask)), "xla"), numpy_attention(x))
+    assert_same(run(x._replace(rows=prompt_rows(mask)), "blocks"), numpy_attention(x))
 
 
 @pytest.mark.parametrize(
@@ -251,12 +245,13 @@ def test_a_sliding_window_goes_by_positions_and_not_by_places(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[Any, ...], window: int, mesh: tuple[int, ...]
 ) -> None:
     """Blocks of 4 tokens, so that some have nothing within the window."""
-    monkeypatch.setitem(attention.BLOCK, "cpu", 4)
+    monkeypatch.setitem(blocks.BLOCK, "cpu", 4)
     x = within(inputs(*shape), window)
-    assert_same(run(x, "xla", train_layout(*mesh)), numpy_attention(x))
+    for impl in ("at_once", "blocks"):
+        assert_same(run(x, impl, train_layout(*mesh)), numpy_attention(x))
 
 
-@pytest.mark.parametrize("impl", ["xla", "splash"])
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_bfloat16_is_near_float64(impl: str) -> None:
     x = inputs(128, 128, [ONE_GROUP], 4, 2, 64)
     q, kv = jax.tree.map(lambda a: jnp.asarray(a, jnp.bfloat16), (x.q, x.kv))
@@ -269,12 +264,14 @@ def test_bfloat16_is_near_float64(impl: str) -> None:
 # ---- On a mesh -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("function, impl", [("_blocks_shard", "xla"), ("_splash_shard", "splash")])
+@pytest.mark.parametrize(
+    "function, impl", [("_blocks_shard", "blocks"), ("_splash_shard", "splash")]
+)
 def test_several_devices_give_what_one_gives_and_each_gets_its_rows_and_heads(
     monkeypatch: pytest.MonkeyPatch, function: str, impl: str
 ) -> None:
     x = inputs(128, 256, [ONE_GROUP, TWO_GROUPS, OTHER, EMPTY] * 2, 4, 2, 64)
-    module = splash if impl == "splash" else attention
+    module = splash if impl == "splash" else blocks
     of_device = Mock(wraps=getattr(module, function))
     monkeypatch.setattr(module, function, of_device)
     assert_same(run(x, impl, train_layout(2, 2, 2)), numpy_attention(x))
@@ -285,17 +282,14 @@ def test_several_devices_give_what_one_gives_and_each_gets_its_rows_and_heads(
 
 def test_kv_heads_that_tp_does_not_divide_are_repeated() -> None:
     x = inputs(20, 61, [TWO_GROUPS, OTHER], 8, 2, 6)
-    assert_same(run(x, "xla", train_layout(1, 2, 4)), numpy_attention(x))
+    assert_same(run(x, "blocks", train_layout(1, 2, 4)), numpy_attention(x))
 
 
-@pytest.mark.parametrize("short_tokens", [0, 13], ids=["blocks", "at_once"])
-def test_prompts_of_several_devices_are_split_as_decoding_needs_them(
-    monkeypatch: pytest.MonkeyPatch, short_tokens: int
-) -> None:
-    monkeypatch.setattr(attention, "SHORT_TOKENS", short_tokens)
+@pytest.mark.parametrize("impl", ["at_once", "blocks"])
+def test_prompts_of_several_devices_are_split_as_decoding_needs_them(impl: str) -> None:
     x = inputs(13, 0, [LEFT_PADDED, ([(0, 13)], [])] * 4, 6, 3, 5)
     layout = train_layout(2, 1, 4)._replace(batch_axes=ROLLOUT_BATCH_AXES)
-    assert_same(run(x, "xla", layout), numpy_attention(x))
+    assert_same(run(x, impl, layout), numpy_attention(x))
 
 
 # ---- What memory holds ---------------------------------------------------------------------------
@@ -303,7 +297,7 @@ def test_prompts_of_several_devices_are_split_as_decoding_needs_them(
 
 def temporaries(x: Inputs) -> int:
     """The bytes that the program of the gradient needs beside its arguments and results."""
-    compiled = program(x, "xla", jit=jax.jit).lower(*arguments(x)).compile()
+    compiled = program(x, "blocks", jit=jax.jit).lower(*arguments(x)).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 
 

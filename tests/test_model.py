@@ -5,6 +5,7 @@ import functools
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ from small_model import (
 
 from model import hf
 from model.attention import Cache, PackedRows, map_kv, prompt_rows
+from model.blocks import block_attention
 from model.layout import ROLLOUT_BATCH_AXES, TRAIN_BATCH_AXES, Layout, make_mesh, shard_batch
 from model.network import Compute, _embed, forward, forward_token, split_prefix
 from model.params import (
@@ -201,6 +203,19 @@ def test_packed_rows_equal_one_unpadded_forward(model: str, share: int) -> None:
     """With 3 in a row both groups stand in the second row, and each in another row too."""
     hidden = hidden_jit(*OF[model], *packed(share))
     np.testing.assert_allclose(hidden, unpadded(model) * COUNTS[..., None], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("model", ["all", "gemma3"])
+def test_long_rows_are_computed_in_blocks(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+    rows = packed(3)
+    tokens = rows[0].shape[1]
+    for short, in_blocks in ((tokens, False), (tokens - 1, True)):
+        monkeypatch.setattr("model.network.SHORT_TOKENS", short)
+        blocks = Mock(wraps=block_attention)
+        monkeypatch.setattr("model.network.block_attention", blocks)
+        hidden = hidden_of(*OF[model], *rows)
+        assert blocks.called == in_blocks
+        np.testing.assert_allclose(hidden, unpadded(model) * COUNTS[..., None], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("model, share", [("all", 1), ("all", 4), ("gemma3", 4)])

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from config import Config
 from infra import chips
-from model import attention
+from model.attention import KV, PackedRows
 from model.layout import TRAIN_BATCH_AXES, Layout
 from model.splash import splash_attention
 from tools.plan import (
@@ -162,8 +162,8 @@ def test_splash_attention_and_its_gradient_compile(chip: str, head_dim: int) -> 
         return array(layout.mesh, shape, dtype, layout.batch_axes)
 
     def total(q: jax.Array, k: jax.Array, v: jax.Array, *of_tokens: jax.Array) -> jax.Array:
-        rows = attention.PackedRows(*of_tokens, S=S)
-        out = splash_attention(q, attention.KV(k, v), rows, layout)
+        rows = PackedRows(*of_tokens, S=S)
+        out = splash_attention(q, KV(k, v), rows, layout)
         return out.astype(jnp.float32).sum()
 
     k, v = sharded(num_rows, 2, head_dim, width), sharded(num_rows, 2, width, head_dim)

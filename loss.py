@@ -125,12 +125,12 @@ class Objective(NamedTuple):
 
     loss_type: the loss of a token, and the average over tokens:
       dapo     -min(ratio A, clip(ratio, 1 - eps_low, 1 + eps_high) A); mean over all tokens of the
-               update. TRL's bnpo is dapo with the mean over the tokens of each micro-batch, so that
-               the result depends on their size.
+               update
       grpo     the loss of dapo; mean over each sequence's tokens, then over the update's sequences
       dr_grpo  the loss of dapo; sum over tokens / (sequences * max_length_sample)
       gspo     as grpo, with one ratio for each sequence: exp of its mean log ratio
-      cispo    -min(ratio, eps_high) A logps, without gradient through the ratio; averaged as dapo
+      cispo    -min(ratio, eps_high) A logps, without gradient through the ratio; averaged as
+               dapo. Here eps_high is the limit itself, such as 5.
       sapo     -(4 / tau) sigmoid(tau (ratio - 1)) A; averaged as grpo
     """
 
@@ -139,10 +139,10 @@ class Objective(NamedTuple):
     eps_high: float = 0.2
     delta: float = 0.0  # upper limit of the ratio in clipped losses; 0: no limit
     beta: float = 0.0
-    kl_estimator: str = "k3"
+    kl_estimator: str = "k3"  # or k1, k2
     kl_bias_correction: bool = True  # multiplies by the ratio; per token, the gradient is unbiased
     entropy_coef: float = 0.0
-    is_mode: str = "none"
+    is_mode: str = "none"  # or token or sequence, then _truncate or _mask
     is_floor: float = 0.0
     is_cap: float = 3.0
     max_length_sample: int = 0  # tokens; dr_grpo needs it
@@ -171,7 +171,7 @@ def policy_loss(
     sampler (if is_mode is not "none").
     entropy: [B, T] nats (if entropy_coef > 0). advantages: [B]. mask: [B, T], 1 on the completion
     tokens that count; where it is 0, the other arrays may hold anything.
-    top_mask: [B, T], 1 on the tokens that the policy learns from, from top_entropy_mask; None: all.
+    top_mask: [B, T], 1 on tokens with a policy loss and an entropy bonus; the KL is of all tokens.
     num_tokens, num_sequences, num_top_tokens: mask.sum(), the number of sequences (including those
     whose mask is 0 everywhere) and (mask * top_mask).sum() of the ENTIRE update. The last two may
     be None if this micro-batch is the entire update. num_top_tokens divides only the entropy bonus;
@@ -278,8 +278,8 @@ def _clip_metrics(
     """Returns this micro-batch's parts of the update's means of `is_clipped`, and the extremes over
     its sequences that have a token.
 
-    is_clipped: from _token_loss, [B, T] or [B, 1] bool; False where the mask is 0, because the
-    ratio is 1 there. mask: [B, T]. count: the number of ratios of the update.
+    is_clipped: from _token_loss, [B, T] or [B, 1] bool; False where the mask is 0, since the ratio
+    is 1 there and no limit is. mask: [B, T]. count: the number of ratios of the update.
     """
     metrics = {name: x.sum() / count for name, x in is_clipped.items()}
     if "clip_ratio/low_mean" in is_clipped:

@@ -49,7 +49,7 @@ class Rollout:
     reward_weights: tuple[float, ...]  # the weight of each function in the total reward
     environments: "Environments | None"  # None: a completion is a single turn of the policy
     max_turns: int  # the most turns of the policy in a completion
-    min_prompt_width: int  # the least S: GLOBAL_LENGTH
+    global_length: int  # the least S
     max_prompt_width: int  # S+1 for the longest prompt of the run
     stop: StopSignal
 
@@ -100,7 +100,7 @@ def complete(
     prompts: of all processes. prompts_per_pass: on this process. title: of the progress bar.
     """
     longest = max(len(prompt.ids) for prompt in prompts)
-    width = prompt_width(longest, rollout.min_prompt_width)  # S+1
+    width = prompt_width(longest, rollout.global_length)  # S+1
     local_prompts, passes = slice_of_process(prompts), []
     total = len(local_prompts) * completions_per_prompt
     sequence_ids = np.array(
@@ -138,8 +138,8 @@ def texts_of(
 def text_of(
     rollout: Rollout, prompts: list[data.Prompt], completions: Completions | Batch, i: int
 ) -> str:
-    """The text of the last turn of completion i, as it is rewarded: a <think> tag that the chat
-    template has opened in the prompt belongs to it."""
+    """The text that is rewarded: that of the last turn of completion i, after a <think> tag that
+    the chat template has opened in the prompt."""
     ids = [ids for is_drawn, ids in parts_of(completions, i) if is_drawn][-1]
     prompt = prompts[i * len(prompts) // len(completions.lengths)]
     return data.open_think_tag(prompt, rollout.tokenizer) + decode_part(rollout, ids)

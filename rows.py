@@ -31,7 +31,7 @@ The attention mask has a line for each input token, with an x for each key that 
 
 Dimensions: B sequences of a batch, K completions per prompt. X rows of a micro-step over all
 devices, each with S places for prompt tokens, C for completion tokens and Q for sequences.
-T tokens of the longest completion, padded; U ids of a support.
+T completion tokens, padded to MAX_LENGTH_SAMPLE; U ids of a support.
 """
 
 import itertools
@@ -46,7 +46,8 @@ from infra.sizes import prompt_share, prompt_width
 # S and C have few values, so that few programs are compiled: between two powers of two there are at
 # most GRID_VALUES, and they are at least GRID_STEP apart.
 GRID_VALUES, GRID_STEP = 4, 256
-# A row has room for this many times the sequences that a device takes if all are of the longest.
+# A row takes at most this many times the sequences that it would take if all had T tokens, so that
+# arrays [X*Q, T] stay small.
 SHORT_SEQUENCES = 8
 
 
@@ -115,7 +116,7 @@ class MicroBatch(NamedTuple):
     prompt: Any  # -1: padding
     start: Any
     targets: Any  # [X, C] int32
-    places: Any  # [X, Q, T] int32, the targets of each sequence: indices into the C places
+    places: Any  # [X, Q, T] int32, the targets of each sequence: indices into C; 0 on padding
     sequences: Any  # [X*Q] int32, the index of each sequence in its batch; -1: an unused place
     completion_mask: Any  # [X*Q, T] int32, 1 on the tokens of the loss; 0 in unused places
     sampling_logps: Any  # [X*Q, T] float32 nats
@@ -143,12 +144,12 @@ class Limits(NamedTuple):
     sequences: int  # sequences of a shard in a micro-step, if all of them have T tokens
     completions: int  # K: completions per prompt
     max_length_sample: int  # T: the most tokens of a completion
-    longest_prompt: int  # the padded tokens of the longest prompt without its last token
+    longest_prompt: int  # S of the run's longest prompt alone, padded
     unit: int = 1  # S and C are multiples of it, and it divides GRID_STEP
 
     def widest(self) -> Widths:
-        """The widths of a row of `sequences` completions of T tokens with their prompts. No row of
-        the run has more places, or more of them for completions."""
+        """The widths of a row of `sequences` completions of T tokens with their prompts. A row of
+        the run has at most S + C places, and at most C of them for completions; S may be larger."""
         prompts = self.sequences // prompt_share(self.completions, self.sequences)
         sizes = prompts * self.longest_prompt, self.sequences * self.max_length_sample
         S, C = (math.ceil(size / self.unit) * self.unit for size in sizes)
@@ -169,20 +170,22 @@ def plan_rows(
     widest = limits.widest()
     if len(sequences) == 0:
         return [], widest
-    places = widest.S + widest.C
     for count, C in rows_to_try(batch.lengths[sequences], limits):
-        if rows := fill_rows(batch, sequences, count, Widths(places - C, C, widest.Q)):
-            break
-    prompt_tokens = [sum(map(batch.prompt_tokens, prompts_of(batch, row))) for row in rows]
-    widths = Widths(min(round_up(max(prompt_tokens)), places - C), C, widest.Q)
-    return [rows[i : i + limits.shards] for i in range(0, count, limits.shards)], widths
+        most_S = widest.S + widest.C - C
+        rows = fill_rows(batch, sequences, count, Widths(most_S, C, widest.Q))
+        if rows is not None:
+            S = max(sum(map(batch.prompt_tokens, prompts_of(batch, row))) for row in rows)
+            steps = [rows[i : i + limits.shards] for i in range(0, count, limits.shards)]
+            return steps, Widths(min(round_up(S), most_S), C, widest.Q)
+    raise AssertionError("rows of one sequence each are wide enough")
 
 
 def rows_to_try(lengths: np.ndarray, limits: Limits) -> Iterator[tuple[int, int]]:
     """The number of rows and their C for completions of these lengths, in the order of preference:
-    few micro-steps, and in these a small C, which is at least an equal share of all tokens."""
+    for each number of micro-steps, from 1 on, the values of C from an equal share of the tokens up
+    to that of the widest row."""
     most = limits.widest().C
-    for micro_steps in itertools.count(1):
+    for micro_steps in range(1, len(lengths) + 1):
         count = micro_steps * limits.shards
         C = max(int(lengths.max()), math.ceil(lengths.sum() / count))
         while C <= most:

@@ -38,11 +38,11 @@ STAGES, STAGE_TOKENS = 4, 128  # of decode, see stage_ends
 
 
 class Stopping(NamedTuple):
-    """The end of a completion."""
+    """When a completion ends, and what fills the array behind it."""
 
     max_length_sample: int  # T: the most tokens of a completion
-    stop_ids: tuple[int, ...]  # the first of these is the last token of the completion
-    pad_id: int  # fills the array behind the completion
+    stop_ids: tuple[int, ...]  # a completion ends with the first of these that is drawn
+    pad_id: int
 
 
 class Completions(NamedTuple):
@@ -92,9 +92,9 @@ class NaiveBackend:
         prompt_ids, prompt_mask: [prompts, S+1] int32, left-padded, each prompt of this process
         once; the mask is 0 on padding. sequence_ids: [count] int32, in ascending order. A token's
         random bits depend on the key, the sequence's id and the token's index alone, not on the
-        device. earlier_tokens: [count] int32, for a later turn: the tokens of the completion so
-        far, with which the prompt ends. They count in the token's index and in MAX_LENGTH_SAMPLE,
-        and are not returned. None: the first turn.
+        device. earlier_tokens: [count] int32, for a later turn: how many tokens of the completion
+        the prompt ends with. They count in the token's index and in MAX_LENGTH_SAMPLE, and are
+        not returned. None: the first turn.
         """
         compute, stopping = self._compute, self._stopping
         K = len(sequence_ids) // len(prompt_ids)
@@ -147,7 +147,7 @@ def sync_weights(compute: Compute) -> Callable[[Params], Params]:
     """The jitted program that copies Params to the mesh, the dtype and the layer_loop of `compute`.
     If the rollout shares LoRA's base with training, it copies the adapters alone.
 
-    Both meshes have to list the devices in the same order.
+    The meshes of training and of the rollout have to list the devices in the same order.
     """
     part = trainable_params if compute.shares_base else lambda params: params
 

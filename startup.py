@@ -274,7 +274,7 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
         reward_weights=reward_weights,
         environments=environments,
         max_turns=cfg.turns(),
-        min_prompt_width=cfg.global_length,
+        global_length=cfg.global_length,
         max_prompt_width=S + 1,
         stop=hosts.StopSignal(),
     )

@@ -9,22 +9,23 @@ Dimensions: P prompts of a step, K completions per prompt, B = P*K sequences of 
 each process samples local_batch. T completion tokens, padded to MAX_LENGTH_SAMPLE. X rows of Q
 sequences on devices.
 
-A question is a data.Prompt. Each process samples its Completions (sampling.py). gather_batch turns
-them into a Batch: NumPy arrays of all sequences, on every process. pack_to_devices turns a Batch
-into MicroBatches: rows on the devices, of which rows.py has a picture.
+A data.Prompt is a question and its ids. Each process samples its Completions (sampling.py).
+gather_batch turns them into a Batch: NumPy arrays of all sequences, on every process.
+pack_to_devices turns a Batch into MicroBatches: rows on the devices, drawn in rows.py.
 
 This departs from the GRPO paper (arXiv 2402.03300) in five points, as most of the field does:
- 1. The loss is the mean over all completion tokens of an update, which by default is the step.
+ 1. The loss is the mean over all completion tokens of an update; by default a step has one update.
     The paper takes the mean over each sequence first (LOSS_TYPE=grpo).
  2. There is no KL penalty unless BETA > 0. It is then the k3 estimate times the ratio, whose
     gradient is unbiased; the paper does not multiply by it (KL_BIAS_CORRECTION=0).
  3. Advantages divide by std + 1e-4 (ddof = 1), and are exactly 0 if a group's rewards are equal.
-    Such a group is not computed if no other loss term needs it; the mean still counts its tokens.
+    Sequences of advantage 0 are not computed if no other loss term needs them; the mean still
+    counts their tokens.
  4. TEMPERATURE divides the logits in sampling and in all log-probabilities of the loss. The
     tokens that TOP_K, TOP_P and MIN_P drop in sampling have probability 0 in the loss too
     (SAMPLING_SUPPORT=full drops them in sampling only).
- 5. In the first update of a step old_logps are the trainer's own logps, so that each ratio is
-    exactly 1. The sampler's logps, which differ by rounding, enter the loss by IS_MODE alone.
+ 5. old_logps are the trainer's own logps: each ratio of a step's first update is exactly 1. The
+    sampler's logps, which differ by rounding, enter the loss by IS_MODE alone.
 """
 # ruff: noqa: E402 - settings are read and checked before jax is imported
 
@@ -128,7 +129,7 @@ def main(cfg: Config) -> None:
                 clock.lap("reward")
                 stop_ids = rollout.stopping.stop_ids
                 rounds.append(gather_batch(prompts, completions, totals, per_function, stop_ids))
-                clock.lap("shard")  # the published name of gathering
+                clock.lap("shard")  # the published metrics call gathering so
             backend.release()
 
             # ---- Advantages: how much better each completion is than its group -------------------
@@ -214,7 +215,8 @@ def with_logps(
 ) -> Batch:
     """The batch with the arrays that need the weights before the first update: ref_logps if there
     is a reference, old_logps if there are several updates, and the top_mask of
-    TOP_ENTROPY_QUANTILE, whose threshold is a quantile over the entire step."""
+    TOP_ENTROPY_QUANTILE, whose threshold is a quantile over the entire step; with it no sequence
+    is skipped. By default it needs none of them."""
     if ref_params is not None:
         ref_logps, _ = compute_batch_logps_and_entropies(learner, ref_params, batch)
         batch = batch._replace(ref_logps=ref_logps)
@@ -232,7 +234,7 @@ def with_logps(
 @attribute_oom_to("compute_logps_and_entropies", MICRO_SIZES)
 def compute_batch_logps_and_entropies(learner: Learner, params: Params, batch: Batch) -> np.ndarray:
     """[2, B, T] float32 nats, on every process: the log-probabilities of the completion tokens, and
-    the entropies of the distributions from which they come. Both are 0 for sequences that are not
+    the entropies over the vocabulary where they are drawn. Both are 0 for sequences that are not
     computed, and undefined on padding."""
     logps_and_entropies = np.zeros((2, *batch.completion_ids.shape), np.float32)
     sequences = computed_sequences(batch, learner.skips_zero_advantages)
@@ -252,7 +254,7 @@ def computed_sequences(batch: Batch, skips_zero_advantages: bool) -> np.ndarray:
     """The indices of the sequences that an update computes: those with a token in the loss and, if
     zero advantages are skipped, with an advantage that is not 0."""
     is_computed = batch.completion_mask.any(axis=1)  # [B]
-    if skips_zero_advantages:  # but NaN from the sampler has to show in the metrics
+    if skips_zero_advantages:  # A sequence with a NaN is computed, so that a metric shows it.
         is_finite = np.isfinite(batch.sampling_logps).all(axis=1)
         is_computed &= (batch.advantages != 0) | ~is_finite
     return np.flatnonzero(is_computed)
@@ -289,8 +291,8 @@ def update_policy(
 ) -> tuple[TrainState, dict[str, float]]:
     """The state after the updates of a step, and the metrics of the step.
 
-    groups_of_update: [updates, groups]. An update that is not finite is not applied, and the
-    remaining updates of the step are left out.
+    groups_of_update: [updates, groups]. An update whose loss or norm is not finite is not applied,
+    and the remaining updates of the step are left out.
     """
     updates: list[dict[str, float]] = []
     applied = 0

@@ -2,7 +2,7 @@
 optimizer_step applies the sum to the training state.
 
 Dimensions as in rows.py: X packed rows of a micro-batch, each with S places for prompts,
-C for completions and Q for sequences; T tokens of the longest completion, padded.
+C for completions and Q for sequences; T completion tokens, padded to MAX_LENGTH_SAMPLE.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ class Learner:
     limits: Limits  # of the rows
     pad_id: int
     accumulates: bool  # an update may have several micro-batches
-    skips_zero_advantages: bool  # sequences whose advantage is 0 are not computed
+    skips_zero_advantages: bool  # sequences of advantage 0 add nothing, and are not computed
     base: Params | None = None  # LoRA's frozen weights; None: all weights are trained
 
 
@@ -72,7 +72,8 @@ def loss_denominators(batch: Batch) -> dict[str, np.ndarray]:
 def compute_logps_and_entropies(
     params: Params, micro_batch: MicroBatch, temperature: float, compute: Compute
 ) -> tuple[jax.Array, jax.Array]:
-    """The log-probabilities and the entropies of the completion tokens, both [X*Q, T] float32 nats.
+    """The log-probabilities of the completion tokens, and the entropies over the vocabulary where
+    they are drawn, both [X*Q, T] float32 nats.
 
     params: all weights; their layers may be stacked, or arranged by arrange_layers.
     """
@@ -197,7 +198,7 @@ def transform(optimizer: Optimizer, model: ModelConfig) -> optax.GradientTransfo
 
 def init_state(params: Params, *, optimizer: Optimizer, model: ModelConfig) -> TrainState:
     """The state before the first step; the optimizer's arrays are sharded like the parameters."""
-    # This is not jitted, because zeros like a traced parameter would be replicated.
+    # This is not jitted: with a traced parameter, zeros like it would lose its sharding.
     opt_state = transform(optimizer, model).init(params)
     state = TrainState(params=params, opt_state=opt_state)
     # Scalars are replicated, like the outputs of jit, so that the second call does not compile

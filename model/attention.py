@@ -1,7 +1,7 @@
 """Attention of packed rows in training and prefill, and of one new token with its cache in decode.
 
 All scores of a row are computed at once. For long rows network.py takes the same attention from
-blocks.py, which skips what no token sees, or in training on TPUs from splash.py.
+blocks.py, which skips what no token sees, or from splash.py, which does so with a TPU kernel.
 
 Dimensions: X rows of t = S + C tokens, S places for prompts and C for completions; in decode B
 sequences of P prompts, S prompt tokens and T completion tokens; L layers, H query heads, N kv
@@ -80,8 +80,8 @@ class Cache(NamedTuple):
 
 
 class PackedRows(NamedTuple):
-    """The mask of packed rows, by token: a token sees its prompt's and its own completion's tokens
-    up to itself. rows.py draws a row and its mask."""
+    """Which tokens a token of a packed row sees: those of its prompt and of its own completion up
+    to itself. rows.py draws a row and its mask."""
 
     prompt: jax.Array  # [X, t] int32, the number of the token's prompt in the row; -1: padding
     start: jax.Array  # [X, t] int32, the place at which the token's prompt or completion begins
@@ -93,7 +93,7 @@ class PackedRows(NamedTuple):
         """These rows with a sliding window: a token sees only the last `window` positions, its own
         included.
 
-        positions: [X, t] int32. Places would not do, because other prompts and completions stand
+        positions: [X, t] int32, and not places, because other prompts and completions stand
         between a completion and its prompt.
         """
         return self._replace(window=(positions, positions - window + 1))
@@ -145,7 +145,7 @@ def cached_attention(
     """
     q = q * q.shape[-1] ** -0.5
     keys = jnp.arange(cache.completion.k.shape[-1])
-    written, of_prompt = keys <= cache.place, cache.prompt_mask[:, None]  # [T], [P, 1, S]
+    written, of_prompt = keys <= cache.place, cache.prompt_mask[:, None]  # [keys], [P, 1, S]
     if window is not None:
         # Prompts are padded on the left: counted from the first place of a completion, the last
         # tokens of a prompt have the places -1, -2 and so on.

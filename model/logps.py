@@ -105,16 +105,16 @@ def _shard_sums(
     hidden: [tokens, D]. shard: [V / tp, D]. ids: [tokens, 1] and support: [tokens, U], as rows of
     the shard; those below 0 or from V / tp on are in other shards.
     """
-    rows, D = shard.shape
-    tile = -(-rows // tiles)
-    ids = jnp.where(ids < rows, ids, -1)  # Padding is not row V / tp.
+    height, D = shard.shape
+    tile = -(-height // tiles)
+    ids = jnp.where(ids < height, ids, -1)  # An id of the next shard is no row of the padding.
 
     def tile_sums(weights_and_start: tuple[jax.Array, jax.Array]) -> TileSums:
         weights, start = weights_and_start  # [tile, D], and its first row in the shard
         products = _matmul(hidden, weights, dtype, mesh)  # [tokens, tile]
         column = jnp.arange(tile)
-        if rows % tiles:  # the last tile is padded
-            products = jnp.where(column < rows - start, products, MASKED)
+        if height % tiles:  # the last tile is padded
+            products = jnp.where(column < height - start, products, MASKED)
         logits = products / temperature
         largest = jax.lax.stop_gradient(products).max(axis=1) / temperature
         largest = checkpoint_name(largest, "largest")
@@ -122,24 +122,24 @@ def _shard_sums(
         e = jnp.exp(below)
         total = in_support = e.sum(axis=1)
         if support is not None:
-            in_support = jnp.where(_in_support(support - start, tile), e, 0.0).sum(axis=1)
+            in_support = jnp.where(_support_mask(support - start, tile), e, 0.0).sum(axis=1)
         chosen = jnp.where(column == ids - start, logits, 0.0).sum(axis=1)
         return TileSums(largest, chosen, total, (e * below).sum(axis=1), in_support)
 
     if tiles == 1:
         return jax.tree.map(lambda x: x[None], tile_sums((shard, jnp.int32(0))))
-    shard = jnp.pad(shard, ((0, tiles * tile - rows), (0, 0))).reshape(tiles, tile, D)
+    shard = jnp.pad(shard, ((0, tiles * tile - height), (0, 0))).reshape(tiles, tile, D)
     # Backward gets the largest logits, because it would need one more pass to compute them again.
     policy = jax.checkpoint_policies.save_only_these_names("largest")
     again = jax.checkpoint(tile_sums, policy=policy, prevent_cse=False)
     return jax.lax.map(again, (shard, jnp.arange(tiles) * tile))
 
 
-def _number_of_tiles(rows: int, logits_bytes: int) -> int:
-    """The number of tiles, of 128 rows or more, for a device's rows of the lm_head."""
-    fewest = max(1, min(-(-logits_bytes // LOGITS_TILE_BYTES), rows // 128))
+def _number_of_tiles(height: int, logits_bytes: int) -> int:
+    """The number of tiles, of 128 rows or more, for the `height` rows of a device's lm_head."""
+    fewest = max(1, min(-(-logits_bytes // LOGITS_TILE_BYTES), height // 128))
     # Padding would copy the lm_head, so a number that divides the rows is better if it is close.
-    return next((n for n in range(fewest, 2 * fewest) if rows % n == 0), fewest)
+    return next((n for n in range(fewest, 2 * fewest) if height % n == 0), fewest)
 
 
 def _constrain(x: jax.Array, mesh: Mesh | None, *axes: Any) -> jax.Array:
@@ -153,8 +153,8 @@ def _constrain(x: jax.Array, mesh: Mesh | None, *axes: Any) -> jax.Array:
 def _matmul(hidden: jax.Array, weights: jax.Array, dtype: np.dtype, mesh: Mesh | None) -> jax.Array:
     """hidden [tokens, D] times weights [tile, D], which are gathered over fsdp: [tokens, tile].
 
-    Both are multiplied in dtype, but their gradients are in their own dtypes, usually float32:
-    autodiff would round to dtype before the tiles and the devices are summed.
+    Both are multiplied in dtype. Their gradients stay float32, if they are, until those of tiles
+    and devices are summed; autodiff would round them to dtype before.
     """
     return dot(hidden.astype(dtype), _constrain(weights.astype(dtype), mesh), 1, 1)
 
@@ -180,7 +180,7 @@ def dot(a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:
     return jax.lax.dot_general(a, b, axes, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _in_support(columns: jax.Array, tile: int) -> jax.Array:
+def _support_mask(columns: jax.Array, tile: int) -> jax.Array:
     """Returns [tokens, tile] bool: whether a column of a tile is among the columns [tokens, U];
     those below 0 or from `tile` on are in another tile.
 

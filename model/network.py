@@ -55,8 +55,8 @@ class Compute(NamedTuple):
     model: ModelConfig
     dtype: np.dtype  # of matmuls and activations; softmax, norms and rotary angles are float32
     layout: Layout
-    remat: str = "none"  # what backward computes again; dots: all but matmuls
-    logps_kernel: "Kernel | None" = None  # of token_logps; None: plain jnp
+    remat: str = "none"  # what backward computes again; full: all; dots: all but matmuls
+    logps_kernel: "Kernel | None" = None  # in place of token_logps, without a support
     attention_impl: str = "xla"  # or splash, the TPU kernel of splash.py
     layer_loop: str = "scan"  # unroll: the program has code, arrays and caches for each layer
     shares_base: bool = False  # with LoRA, the rollout reads the base of training and has no copy
@@ -92,7 +92,7 @@ def forward(
         x: jax.Array, w_and_local: tuple[LayerWeights, jax.Array | None]
     ) -> tuple[jax.Array, KV]:
         w, local = w_and_local
-        w = _usable(w, compute)
+        w = _cast_and_gather(w, compute)
         q, kv = _qkv(x, w, compute, _rotary_of_layer(rotary, local))
         window = _window(model, local)
         visible = rows if window is None else rows.with_window(positions, window)
@@ -101,7 +101,7 @@ def forward(
 
     if compute.remat != "none":
         saved = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
-        layer = jax.checkpoint(layer, policy=saved[compute.remat], prevent_cse=False)  # of a scan
+        layer = jax.checkpoint(layer, policy=saved[compute.remat], prevent_cse=False)  # in a scan
     x = _embed(params.embed, ids, compute)  # [X*t, D]
     kvs: KV | tuple[KV, ...] = ()
     if isinstance(params.layers, Layers):
@@ -127,7 +127,7 @@ def forward_token(
 
     def layer(i: int | jax.Array, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         x, completion = carry
-        w, local = _usable(_weights_of_layer(params, i), compute), _local(compute.model, i)
+        w, local = _cast_and_gather(_weights_of_layer(params, i), compute), _local(compute.model, i)
         q, kv = _qkv(x, w, compute, _rotary_of_layer(rotary, local))
         completion = write_token(completion, i, kv, cache.place)
         layer_cache = cache._replace(
@@ -186,7 +186,7 @@ def _weights_of_layer(params: Params, i: int | jax.Array) -> LayerWeights:
     return LayerWeights(select_layer(params.layers, i), select_layer(params.adapters, i))
 
 
-def _usable(w: LayerWeights, compute: Compute) -> LayerWeights:
+def _cast_and_gather(w: LayerWeights, compute: Compute) -> LayerWeights:
     """The weights of a layer in compute.dtype, gathered over fsdp."""
     table = param_table(compute.model)
 

@@ -14,17 +14,17 @@ import jax.numpy as jnp
 
 from model.logps import MASKED
 
-MAX_SUPPORT = 128  # the most tokens of a support; config.py, without jax, has it as MAX_TOP_K
+MAX_SUPPORT = 128  # the most tokens of a support; equal to MAX_TOP_K of config.py
 
 
 class Sampling(NamedTuple):
     """The settings of drawing a token. The filters apply in this order; each is off by default."""
 
-    temperature: float = 1.0  # 0: greedy
+    temperature: float = 1.0  # 0: greedy, without filters
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    replay: bool = False  # the support of each token is recorded for the loss
+    replay: bool = False  # the support of each token is recorded for the loss; with filters only
 
     def has_filters(self) -> bool:
         """Whether tokens are drawn from a support."""

@@ -111,7 +111,8 @@ def _shard_sums(
 
     def tile_sums(weights_and_start: tuple[jax.Array, jax.Array]) -> TileSums:
         weights, start = weights_and_start  # [tile, D], and its first row in the shard
-        products = _matmul(hidden, weights, dtype, mesh)  # [tokens, tile]
+        multiply = _multiply if tiles == 1 else _multiply_tile
+        products = multiply(hidden, weights, dtype, mesh)  # [tokens, tile]
         column = jnp.arange(tile)
         if height % tiles:  # the last tile is padded
             products = jnp.where(column < height - start, products, MASKED)
@@ -149,19 +150,19 @@ def _constrain(x: jax.Array, mesh: Mesh | None, *axes: Any) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*axes)))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _matmul(hidden: jax.Array, weights: jax.Array, dtype: np.dtype, mesh: Mesh | None) -> jax.Array:
-    """hidden [tokens, D] times weights [tile, D], which are gathered over fsdp: [tokens, tile].
-
-    Both are multiplied in dtype. Their gradients stay float32, if they are, until those of tiles
-    and devices are summed; autodiff would round them to dtype before.
-    """
+def _multiply(
+    hidden: jax.Array, weights: jax.Array, dtype: np.dtype, mesh: Mesh | None
+) -> jax.Array:
+    """hidden [tokens, D] times weights [tile, D], in dtype. The weights are gathered over fsdp.
+    Returns [tokens, tile] float32."""
     return dot(hidden.astype(dtype), _constrain(weights.astype(dtype), mesh), 1, 1)
 
 
-def _matmul_backward(
+def _multiply_backward(
     dtype: np.dtype, mesh: Mesh | None, inputs: tuple[jax.Array, jax.Array], g: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
+    """The gradients of hidden and weights are float32, since those of tiles and of devices are
+    summed; autodiff would round them to dtype before."""
     hidden, weights = (x.astype(dtype) for x in inputs)
     g = g.astype(dtype)  # [tokens, tile]
     grad_hidden = dot(g, _constrain(weights, mesh), 1, 0)  # [tokens, D]
@@ -169,7 +170,8 @@ def _matmul_backward(
     return grad_hidden, grad_weights.astype(inputs[1].dtype)
 
 
-_matmul.defvjp(lambda *args: (_matmul(*args), args[:2]), _matmul_backward)
+_multiply_tile = jax.custom_vjp(_multiply, nondiff_argnums=(2, 3))
+_multiply_tile.defvjp(lambda *args: (_multiply(*args), args[:2]), _multiply_backward)
 
 
 def dot(a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:

@@ -44,8 +44,8 @@ import numpy as np
 from infra.sizes import prompt_share, prompt_width
 
 # S and C have few values, so that few programs are compiled: between two powers of two there are at
-# most GRID_VALUES, and they are at least GRID_STEP apart.
-GRID_VALUES, GRID_STEP = 4, 256
+# most GRID_VALUES, and they are at least S_STEP or C_STEP apart.
+GRID_VALUES, S_STEP, C_STEP = 4, 128, 256
 # A row takes at most this many times the sequences that it would take if all had T tokens, so that
 # arrays [X*Q, T] stay small.
 SHORT_SEQUENCES = 8
@@ -145,7 +145,7 @@ class Limits(NamedTuple):
     completions: int  # K: completions per prompt
     max_length_sample: int  # T: the most tokens of a completion
     longest_prompt: int  # S of the run's longest prompt alone, padded
-    unit: int = 1  # S and C are multiples of it, and it divides GRID_STEP
+    unit: int = 1  # S and C are multiples of it, and it divides S_STEP
 
     def widest(self) -> Widths:
         """The widths of a row of `sequences` completions of T tokens with their prompts. A row of
@@ -176,7 +176,7 @@ def plan_rows(
         if rows is not None:
             S = max(sum(map(batch.prompt_tokens, prompts_of(batch, row))) for row in rows)
             steps = [rows[i : i + limits.shards] for i in range(0, count, limits.shards)]
-            return steps, Widths(min(round_up(S), most_S), C, widest.Q)
+            return steps, Widths(min(round_up(S, S_STEP), most_S), C, widest.Q)
     raise AssertionError("rows of one sequence each are wide enough")
 
 
@@ -189,7 +189,7 @@ def rows_to_try(lengths: np.ndarray, limits: Limits) -> Iterator[tuple[int, int]
         count = micro_steps * limits.shards
         C = max(int(lengths.max()), math.ceil(lengths.sum() / count))
         while C <= most:
-            C = min(round_up(C), most)
+            C = min(round_up(C, C_STEP), most)
             yield count, C
             C += 1
 
@@ -229,10 +229,10 @@ def fill_rows(
     return rows
 
 
-def round_up(n: int) -> int:
-    """The smallest number of the grid of widths that is at least `n`."""
+def round_up(n: int, step: int) -> int:
+    """The smallest number that is at least `n` of a grid whose numbers are `step` or more apart."""
     half_power = 2 ** math.ceil(math.log2(max(n, 1))) // 2
-    step = max(half_power // GRID_VALUES, GRID_STEP)
+    step = max(half_power // GRID_VALUES, step)
     return max(math.ceil(n / step), 1) * step
 
 

@@ -30,7 +30,8 @@ def limits(**changes: int) -> Limits:
 
 
 def test_the_grid_by_hand() -> None:
-    assert [round_up(n) for n in (0, 256, 257, 1025, 2049)] == [256, 256, 512, 1280, 2560]
+    assert [round_up(n, 256) for n in (0, 256, 257, 1025, 2049)] == [256, 256, 512, 1280, 2560]
+    assert [round_up(n, 128) for n in (0, 128, 129, 513, 1025)] == [128, 128, 256, 640, 1280]
 
 
 def test_a_group_is_split_only_if_no_row_has_room_for_it() -> None:
@@ -59,18 +60,18 @@ def test_rows_by_hand() -> None:
     # With C = 512 there are 64 places for prompts, too few for two. A fourth of all tokens is 225,
     # for which the first group is too large.
     rows = [[[0, 1, 2]], [[3, *third]], [second], [fourth]]
-    assert plan_rows(batch, range(16), given) == (rows, Widths(S=256, C=256, Q=32))
+    assert plan_rows(batch, range(16), given) == (rows, Widths(S=128, C=256, Q=32))
     # 8 sequences have 128 places for prompts and 1024 for completions.
     wider = given._replace(sequences=8)
     assert wider.widest() == Widths(S=128, C=1024, Q=64)
-    assert plan_rows(batch, range(8), wider) == ([[first + second]], Widths(S=256, C=768, Q=64))
+    assert plan_rows(batch, range(8), wider) == ([[first + second]], Widths(S=128, C=768, Q=64))
     both = [first + third, second + fourth]
-    assert plan_rows(batch, range(16), wider) == ([[x] for x in both], Widths(S=256, C=512, Q=64))
+    assert plan_rows(batch, range(16), wider) == ([[x] for x in both], Widths(S=128, C=512, Q=64))
     # Two devices share a micro-step, down to the completions of a single group.
     twice = wider._replace(shards=2)
-    assert plan_rows(batch, range(16), twice) == ([both], Widths(S=256, C=512, Q=64))
-    assert plan_rows(batch, range(4), twice) == ([[[0, 1, 2], [3]]], Widths(S=256, C=256, Q=64))
-    assert plan_rows(batch, range(1), twice) == ([[[0], []]], Widths(S=256, C=256, Q=64))
+    assert plan_rows(batch, range(16), twice) == ([both], Widths(S=128, C=512, Q=64))
+    assert plan_rows(batch, range(4), twice) == ([[[0, 1, 2], [3]]], Widths(S=128, C=256, Q=64))
+    assert plan_rows(batch, range(1), twice) == ([[[0], []]], Widths(S=128, C=256, Q=64))
     assert plan_rows(batch, [], twice)[0] == []
 
 

@@ -241,7 +241,7 @@ def test_adapters_leave_the_base_of_3b_once_on_a_chip_of_16_gib(program: str) ->
     [
         ("Qwen2.5-0.5B", "v5e-1", "eval_drop_sequences", 12.63, "BATCH_SIZE=16"),
         ("Qwen2.5-3B", "v5e-1", "optimizer_step", 45.99, ""),
-        pytest.param(*("Qwen2.5-0.5B", "v6e-8", "micro_step", 3.64, ""), marks=pytest.mark.slow),
+        pytest.param(*("Qwen2.5-0.5B", "v6e-8", "micro_step", 3.38, ""), marks=pytest.mark.slow),
     ],
 )
 def test_the_compiler_says_again_what_the_table_says(

@@ -32,6 +32,7 @@ def splash_attention(
     assert not rows.window, "splash has no sliding window"
     in_blocks = S % LANES == t % LANES == 0
     assert in_blocks, f"rows of {t} places with {S} for prompts are no multiples of {LANES}"
+    assert t <= MAX_ROW_TOKENS, f"the mask of a row of {t} places does not fit into an int32"
     q = q * q.shape[-1] ** -0.5
     return on_each_device(functools.partial(_splash_shard, S, interpret), q, kv, rows, layout)
 

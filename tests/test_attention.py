@@ -381,6 +381,13 @@ def test_the_block_is_the_largest_that_divides_the_padded_places(
     assert compute.call_args.args[3] == block
 
 
+def test_a_row_that_does_not_fit_in_the_mask_is_refused() -> None:
+    prompt = np.zeros((1, splash.MAX_ROW_TOKENS + splash.LANES), np.int32)
+    q = np.zeros((*prompt.shape, 1, 1), np.float32)
+    with pytest.raises(AssertionError, match="a row of 131200 places does not fit"):
+        splash.splash_attention(q, KV(q, q), PackedRows(prompt, prompt, 128), ONE_DEVICE)
+
+
 def test_the_longest_row_and_completion_fit_in_an_int32() -> None:
     """The last query of the row is the last one of its completion."""
     prompt, start, S, _ = packed(2**16, 2**16, [([(0, 9)], [(0, 2**16 - 2**14), (0, 2**14)])])

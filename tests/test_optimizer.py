@@ -37,7 +37,7 @@ def numpy_optimizer(name: str, grads: list, params: Params, decay: float, clip: 
     for t, grad in enumerate(grads, start=1):
         g = [x.astype(float) for x in jax.tree.leaves(grad)]
         norm = math.sqrt(sum((x**2).sum() for x in g))
-        factor = min(1, clip / (norm + 1e-6)) if clip else 1
+        factor = min(1, clip / norm) if clip else 1
         g, lr = [x * factor for x in g], 0.1 * t
         for i, x in enumerate(g):
             if name == "adamw":

@@ -44,8 +44,9 @@ import numpy as np
 from infra.sizes import prompt_share, prompt_width
 
 # S and C have few values, so that few programs are compiled: between two powers of two there are at
-# most GRID_VALUES, and they are at least S_STEP or C_STEP apart.
-GRID_VALUES, S_STEP, C_STEP = 4, 128, 256
+# most GRID_VALUES, and they are at least S_STEP or C_STEP apart. Where C is above LONG_C the steps of
+# S grow with it, because a place of a prompt costs less than a program for each pair of S and C.
+GRID_VALUES, S_STEP, C_STEP, LONG_C = 4, 128, 256, 2048
 # A row takes at most this many times the sequences that it would take if all had T tokens, so that
 # arrays [X*Q, T] stay small.
 SHORT_SEQUENCES = 8
@@ -176,7 +177,8 @@ def plan_rows(
         if rows is not None:
             S = max(sum(map(batch.prompt_tokens, prompts_of(batch, row))) for row in rows)
             steps = [rows[i : i + limits.shards] for i in range(0, count, limits.shards)]
-            return steps, Widths(min(round_up(S, S_STEP), most_S), C, widest.Q)
+            S = round_up(S, S_STEP * max(C // LONG_C, 1))
+            return steps, Widths(min(S, most_S), C, widest.Q)
     raise AssertionError("rows of one sequence each are wide enough")
 
 

@@ -34,6 +34,13 @@ def test_the_grid_by_hand() -> None:
     assert [round_up(n, 128) for n in (0, 128, 129, 513, 1025)] == [128, 128, 256, 640, 1280]
 
 
+def test_in_long_rows_the_steps_of_S_grow_with_C() -> None:
+    given = limits(max_length_sample=2048, longest_prompt=160)
+    for length, S, C in ((500, 256, 2048), (1000, 256, 4096), (1500, 384, 6144)):
+        steps, widths = plan_rows(numbered([length] * 4, [151]), range(4), given)
+        assert (steps, widths) == ([[[0, 1, 2, 3]]], Widths(S, C, Q=32))
+
+
 def test_a_group_is_split_only_if_no_row_has_room_for_it() -> None:
     batch = numbered([5, 1, 2, 2, 6, 6, 1, 1], [3, 4])  # groups of 10 and 14 tokens
 

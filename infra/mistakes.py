@@ -43,6 +43,18 @@ def in_one_line(error: BaseException, *, with_type: bool = True) -> str:
 
 
 @contextlib.contextmanager
+def reading(mistake: str) -> Iterator[None]:
+    """Turns an error of a library that reads what a setting names into the line `mistake: error`.
+
+    The context holds the library's call alone: errors of our own code must keep their traceback.
+    """
+    try:
+        yield
+    except Exception as error:  # libraries' errors about damaged files share no base
+        raise UserMistake(f"{mistake}: {in_one_line(error)}") from None
+
+
+@contextlib.contextmanager
 def side_file(file: str, setting: str) -> Iterator[None]:
     """Names the setting that needs a side-file if the import within this context does not find it.
 

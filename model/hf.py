@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from infra.log import progress_bar
-from infra.mistakes import UserMistake, in_one_line
+from infra.mistakes import UserMistake, reading
 from infra.settings import read_text
 from model.layout import gather_to_host
 from model.params import (
@@ -41,20 +41,23 @@ MARKERS = ("config.json", "adapter_config.json")  # of a complete folder: a mode
 EXPORTED = "exported_from.json"  # marks an exported model, which a later export may replace
 # Prefixes of tensors in the files of a Gemma 3 that also sees images.
 OF_TEXT, OF_IMAGES = "language_model.", ("vision_tower.", "multi_modal_projector.")
-# The defaults of a Gemma 3's config.json; the files of 4B and larger omit most of these keys.
-GEMMA3: dict[str, Any] = {
-    "vocab_size": 262208,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-    "query_pre_attn_scalar": 256,
-    "rope_theta": 1e6,
-    "rope_local_base_freq": 1e4,
+LOCAL = "sliding_attention"  # a layer of Gemma 3 that sees the last tokens alone, in config.json
+# Keys of config.json with the only value that is supported, which is also the default.
+ONLY = {
+    "hidden_act": "silu",
+    "hidden_activation": "gelu_pytorch_tanh",  # of Gemma 3
+    "use_sliding_window": False,
+    "mlp_bias": False,
+    "attention_bias": False,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "use_bidirectional_attention": False,
 }
+# Keys that a config.json must have, though transformers has defaults: some for Gemma 3, of which
+# large models leave out the others, and some for the other families.
+SIZES = ["hidden_size", "intermediate_size", "num_hidden_layers"]
+REQUIRED_OF_GEMMA = [*SIZES, "sliding_window"]
+REQUIRED = [*SIZES, "vocab_size", "num_attention_heads", "rms_norm_eps", "max_position_embeddings"]
 
 
 def fetch_model(path: str, revision: str = "", files: list[str] = MODEL_FILES) -> Path:
@@ -65,11 +68,8 @@ def fetch_model(path: str, revision: str = "", files: list[str] = MODEL_FILES) -
         raise UserMistake(f"MODEL_PATH={path}: this folder does not exist")
     from huggingface_hub import snapshot_download
 
-    try:
+    with reading(f"MODEL_PATH={path}: no such folder, and the hub says"):
         return Path(snapshot_download(path, revision=revision or None, allow_patterns=files))
-    except Exception as error:  # errors of the hub, of its transports and of proxies share no base
-        text = f"MODEL_PATH={path}: no such folder, and the hub says: {in_one_line(error)}"
-        raise UserMistake(text) from None
 
 
 def read_model(folder: Path, chat_template: str) -> tuple[ModelConfig, Any]:
@@ -97,73 +97,83 @@ def read_model(folder: Path, chat_template: str) -> tuple[ModelConfig, Any]:
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The ModelConfig of a Hugging Face folder.
+    """The ModelConfig of a Hugging Face folder. transformers fills in what config.json leaves out.
 
     Raises UserMistake, naming the key of config.json, for a model that is not supported.
     """
     path = folder / "config.json"
     _raise_if_without(folder, "config.json", "give a Hugging Face folder")
-    values = read_json(path)
+    file_values = read_json(path)
     # transformers writes null where a model does not have something.
-    config = {key: value for key, value in _of_text(values).items() if value is not None}
-    model_type = config.get("model_type")
-    is_gemma = model_type == "gemma3_text"
-    config = GEMMA3 | config if is_gemma else config
-    if quantized := values.get("quantization_config") or config.get("quantization_config"):
+    values = {key: value for key, value in _of_text(file_values).items() if value is not None}
+    if quantized := file_values.get("quantization_config") or values.get("quantization_config"):
         # Early versions of bitsandbytes did not write their name.
         method = quantized.get("quant_method", "bitsandbytes")
         raise UserMistake(f"{path}: weights in {method} format are not read; use unquantized ones")
 
     def need(ok: bool, key: str, supported: str) -> None:
         if not ok:
-            raise UserMistake(f"{path}: {key}={config.get(key)!r} is not supported; {supported} is")
+            raise UserMistake(f"{path}: {key}={values.get(key)!r} is not supported; {supported} is")
 
+    model_type = values.get("model_type")
+    is_gemma = model_type == "gemma3_text"
     known = is_gemma or model_type in ("qwen2", "qwen3", "llama")
     need(known, "model_type", "qwen2, qwen3, llama, gemma3_text or gemma3")
-    need(config.get("hidden_act", "silu") == "silu", "hidden_act", "silu")
-    need(not config.get("use_sliding_window", False), "use_sliding_window", "false")
-    need(not config.get("mlp_bias", False), "mlp_bias", "false")
-    # Qwen2 always has the three biases. Every release of Qwen3 and Llama has false in this key.
-    need(
-        not config.get("attention_bias", False) or model_type == "qwen2", "attention_bias", "false"
-    )
-    # transformers 5 writes rope_parameters; earlier versions write rope_theta and rope_scaling.
-    key = "rope_parameters" if "rope_parameters" in config else "rope_scaling"
-    rope = config.get(key, {})
-    rope, local_rope = rope.get("full_attention", rope), rope.get("sliding_attention", {})
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    for key, value in ONLY.items():
+        # Qwen2 always has the three biases. Every release of Qwen3 and Llama has false in this key.
+        if (model_type, key) != ("qwen2", "attention_bias"):
+            need(values.get(key, value) == value, key, json.dumps(value).strip('"'))
+    for key in REQUIRED_OF_GEMMA if is_gemma else REQUIRED:
+        if key not in values:
+            raise UserMistake(f"{path} has no {key!r}")
+    with reading(f"{path} cannot be read"):
+        # It gets the values, not the folder, so that no code in the folder runs.
+        config = import_transformers().AutoConfig.for_model(**values)
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    # transformers 5 writes rope_parameters, and earlier versions wrote rope_scaling.
+    key = "rope_scaling" if "rope_scaling" in values else "rope_parameters"
     scaled = "linear" if is_gemma else "llama3"
-    need(rope_type in ("default", scaled), key, f"rope_type default or {scaled}")
-    llama3 = gemma3 = None
-    try:
-        if is_gemma:
-            factor = float(rope["factor"]) if rope_type == "linear" else 1.0
-            gemma3 = _gemma3(config, factor, local_rope, need)
-            gemma3 = gemma3._replace(sees_images="text_config" in values)
-        if rope_type == "llama3":
-            original = int(rope["original_max_position_embeddings"])
-            low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
-            llama3 = float(rope["factor"]), low, high, original
-        head_dim = config.get("head_dim")
-        return ModelConfig(
-            vocab_size=config["vocab_size"],
-            hidden_size=config["hidden_size"],
-            intermediate_size=config["intermediate_size"],
-            num_layers=config["num_hidden_layers"],
-            num_heads=config["num_attention_heads"],
-            num_kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
-            head_dim=head_dim or config["hidden_size"] // config["num_attention_heads"],
-            rms_norm_eps=float(config["rms_norm_eps"]),
-            rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
-            rope_llama3=llama3,
-            tied=config.get("tie_word_embeddings", False),
-            qkv_bias=model_type == "qwen2",
-            qk_norm=model_type == "qwen3" or is_gemma,
-            max_positions=config["max_position_embeddings"],
-            gemma3=gemma3,
-        )
-    except KeyError as missing:
-        raise UserMistake(f"{path} has no {missing.args[0]!r}") from None
+    need(rope["rope_type"] in ("default", scaled), key, f"rope_type default or {scaled}")
+    llama3 = None
+    if rope["rope_type"] == "llama3":
+        low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+        llama3 = float(rope["factor"]), low, high, int(rope["original_max_position_embeddings"])
+    head_dim = getattr(config, "head_dim", None)  # that of Qwen2 may be left out
+    return ModelConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_layers=config.num_hidden_layers,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=head_dim or config.hidden_size // config.num_attention_heads,
+        rms_norm_eps=config.rms_norm_eps,
+        rope_theta=float(rope["rope_theta"]),
+        rope_llama3=llama3,
+        tied=config.tie_word_embeddings,
+        qkv_bias=model_type == "qwen2",
+        qk_norm=model_type == "qwen3" or is_gemma,
+        max_positions=config.max_position_embeddings,
+        gemma3=_gemma3(config, need, "text_config" in file_values) if is_gemma else None,
+    )
+
+
+def _gemma3(config: Any, need: Callable[[bool, str, str], None], sees_images: bool) -> Gemma3:
+    """The part of a ModelConfig that only Gemma 3 has. config: by transformers. need: of
+    read_config."""
+    full, local = (config.rope_parameters[name] for name in ("full_attention", LOCAL))
+    is_default = local["rope_type"] == "default"
+    need(is_default, "rope_parameters", f"rope_type default for {LOCAL}")
+    known = {*config.layer_types} <= {"full_attention", LOCAL}
+    need(known, "layer_types", f"{LOCAL} or full_attention for each layer")
+    return Gemma3(
+        query_scalar=float(config.query_pre_attn_scalar),
+        rope_factor=float(full.get("factor", 1.0)),
+        local_rope_theta=float(local["rope_theta"]),
+        window=config.sliding_window,
+        local_layers=tuple(layer_type == LOCAL for layer_type in config.layer_types),
+        sees_images=sees_images,
+    )
 
 
 def _of_text(values: dict[str, Any]) -> dict[str, Any]:
@@ -174,39 +184,9 @@ def _of_text(values: dict[str, Any]) -> dict[str, Any]:
     return values.get("text_config", {}) | {"architectures": ["Gemma3ForCausalLM"]}
 
 
-def _gemma3(
-    config: dict[str, Any],
-    rope_factor: float,
-    local_rope: dict[str, Any],
-    need: Callable[[bool, str, str], None],
-) -> Gemma3:
-    """The part of a ModelConfig that only Gemma 3 has. local_rope: the values of config.json for
-    the rotary angles of local layers. need: of read_config."""
-    gelu = "gelu_pytorch_tanh"
-    need(config["hidden_activation"] == gelu, "hidden_activation", gelu)
-    for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
-        need(not config.get(key), key, "null")
-    is_default = local_rope.get("rope_type", "default") == "default"
-    need(is_default, "rope_parameters", "rope_type default for sliding_attention")
-    L, local, full = config["num_hidden_layers"], "sliding_attention", "full_attention"
-    every = config.get("sliding_window_pattern", config.get("_sliding_window_pattern", 6))
-    types = config.get("layer_types", [local if (i + 1) % every else full for i in range(L)])
-    known = len(types) == L and {*types} <= {local, full}
-    need(known, "layer_types", f"{local} or {full} for each of the {L} layers")
-    return Gemma3(
-        query_scalar=float(config["query_pre_attn_scalar"]),
-        rope_factor=rope_factor,
-        local_rope_theta=float(local_rope.get("rope_theta", config["rope_local_base_freq"])),
-        window=config["sliding_window"],
-        local_layers=tuple(layer_type == local for layer_type in types),
-    )
-
-
 def read_json(path: Path) -> dict[str, Any]:
-    try:
+    with reading(f"{path} is not JSON"):
         return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # such as a download that has stopped
-        raise UserMistake(f"{path} is not JSON: {error}") from None
 
 
 # ---- Weights -------------------------------------------------------------------------------------
@@ -383,11 +363,8 @@ def open_tensors(folder: Path, table: Params) -> dict[str, Any]:
     tensors: dict[str, Any] = {}
     for name in sorted(shards):
         _raise_if_without(folder, name, "weights are read as safetensors")
-        try:
+        with reading(f"{folder / name} is not a complete safetensors file"):
             handle = safe_open(folder / name, framework="numpy")
-        except Exception as error:  # safetensors has no public type for a damaged header
-            text = f"{folder / name} is not a complete safetensors file: {error}"
-            raise UserMistake(text) from None
         keys = [key for key in handle.keys() if not key.startswith(OF_IMAGES)]  # noqa: SIM118
         tensors |= {key.removeprefix(OF_TEXT): handle.get_slice(key) for key in keys}
     known = {"F64", "F32", "F16", "BF16", "I64", "BOOL"}  # the last two are of buffers
@@ -411,6 +388,15 @@ def open_tensors(folder: Path, table: Params) -> dict[str, Any]:
     return tensors
 
 
+def import_transformers() -> Any:
+    """The module, whose import takes a second."""
+    # It would warn that PyTorch is missing, which this project does not need.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    import transformers
+
+    return transformers
+
+
 def _raise_if_without(folder: Path, name: str, reason: str) -> None:
     """Raises UserMistake if the folder has no such file; it names weights of another format."""
     if not (folder / name).is_file():
@@ -428,22 +414,15 @@ def load_tokenizer(folder: Path, chat_template: str = "") -> Any:
     chat_template: a Jinja file that replaces the tokenizer's template; "" keeps the tokenizer's.
     Raises UserMistake if the folder has no usable tokenizer or chat template.
     """
-    # transformers would warn that PyTorch is missing, which this project does not need.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    # AutoTokenizer would rebuild the tokenizers of some model types (qwen2) by rules of the type,
-    # and give other ids than the file. The import takes a second.
-    from transformers import PreTrainedTokenizerFast
-
     if not (folder / "tokenizer.json").is_file():
         raise UserMistake(f"MODEL_PATH={folder} has no tokenizer.json")
-    try:
-        # Some files ask for removing spaces before punctuation from decoded text.
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(
+    with reading(f"MODEL_PATH={folder}: its tokenizer cannot be read"):
+        # AutoTokenizer would rebuild the tokenizers of some model types (qwen2) by rules of the
+        # type, and give other ids than the file. Some files ask for removing spaces before
+        # punctuation from decoded text.
+        tokenizer = import_transformers().PreTrainedTokenizerFast.from_pretrained(
             folder, clean_up_tokenization_spaces=False
         )
-    except Exception as error:  # a damaged file raises errors that share no base
-        text = f"MODEL_PATH={folder}: its tokenizer cannot be read: {in_one_line(error)}"
-        raise UserMistake(text) from None
     if chat_template:
         tokenizer.chat_template = read_text(chat_template, "CHAT_TEMPLATE")
     if not tokenizer.chat_template:

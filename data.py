@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from infra.mistakes import UserMistake, in_one_line
+from infra.mistakes import UserMistake, reading
 from infra.settings import GYM_FILE, GYM_PREFIX, read_text
 
 if TYPE_CHECKING:
@@ -197,11 +197,9 @@ def _read_hub(dataset: str, config: str, split: str) -> list[object]:
     import datasets  # slow to import, and needed for the hub alone
 
     name = config or HUB_CONFIGS.get(dataset, "")
-    try:
+    mistake = f"DATASET={dataset}: no such file or folder, and the hub says (DATASET_CONFIG={name})"
+    with reading(mistake):
         return datasets.load_dataset(dataset, name or None, split=split).to_list()
-    except Exception as error:  # The errors of datasets, hub and proxy have no common base.
-        why = f"the hub says (DATASET_CONFIG={name}): {in_one_line(error)}"
-        raise UserMistake(f"DATASET={dataset}: no such file or folder, and {why}") from None
 
 
 def _read_file(file: Path) -> list[object]:
@@ -210,32 +208,26 @@ def _read_file(file: Path) -> list[object]:
         raise UserMistake(f"DATASET={file}: this file or folder does not exist")
     if file.suffix not in SUFFIXES:
         raise UserMistake(f"DATASET={file} is not a .jsonl, .json or .parquet file")
-    try:
-        if file.suffix == ".parquet":
-            import pyarrow.parquet  # a requirement of datasets
+    if file.suffix == ".parquet":
+        import pyarrow.parquet  # a requirement of datasets
 
+        with reading(f"{file} cannot be read"):
             return pyarrow.parquet.read_table(file).to_pylist()
-    except (OSError, ValueError) as error:  # pyarrow's errors are among them
-        raise UserMistake(f"{file} cannot be read: {in_one_line(error)}") from None
     text = read_text(file)
-    if file.suffix == ".jsonl":
-        lines = enumerate(text.split("\n"), start=1)  # splitlines would split at U+2028, too.
-        return [_parse(line, file, number) for number, line in lines if line.strip()]
-    items = _parse(text, file, 1)
-    if not isinstance(items, list):
-        raise UserMistake(
-            f"{file} is not a JSON list of examples; with one in each line call it .jsonl"
-        )
+    if file.suffix == ".json":
+        with reading(f"{file} is not JSON"):
+            items = json.loads(text)
+        if not isinstance(items, list):
+            raise UserMistake(
+                f"{file} is not a JSON list of examples; with one in each line call it .jsonl"
+            )
+        return items
+    items = []
+    for number, line in enumerate(text.split("\n"), start=1):  # splitlines would split at U+2028
+        if line.strip():
+            with reading(f"{file} line {number} is not JSON"):
+                items.append(json.loads(line))
     return items
-
-
-def _parse(text: str, file: Path, first_line: int) -> object:
-    """Returns the value of a JSON text. first_line: of the text in its file, for the error."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        line = first_line + error.lineno - 1
-        raise UserMistake(f"{file} line {line} is not JSON: {error.msg}") from None
 
 
 # ---- Prompts -------------------------------------------------------------------------------------
@@ -292,7 +284,8 @@ def render_chats(
     add_generation_prompt: the text ends where the assistant begins to speak.
     Raises UserMistake if the template fails.
     """
-    try:
+    roles = ", ".join(message["role"] for message in chats[0])
+    with reading(f"MODEL_PATH (or CHAT_TEMPLATE): its chat template fails on messages of {roles}"):
         return tokenizer.apply_chat_template(
             chats,
             tools=[*tools] or None,
@@ -300,10 +293,6 @@ def render_chats(
             add_generation_prompt=add_generation_prompt,
             tokenize=False,
         )
-    except Exception as error:  # A template may raise anything.
-        roles = ", ".join(message["role"] for message in chats[0])
-        why = f"its chat template fails on messages of {roles}: {in_one_line(error)}"
-        raise UserMistake(f"MODEL_PATH (or CHAT_TEMPLATE): {why}") from None
 
 
 def has_system_role(

@@ -14,7 +14,14 @@ from operator import ge, gt, le, lt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from infra.mistakes import NOT_SETTINGS, OTHER_NAMES, OTHER_VALUES, UserMistake, find_misspelt_name
+from infra.mistakes import (
+    NOT_SETTINGS,
+    OTHER_NAMES,
+    OTHER_VALUES,
+    UserMistake,
+    find_misspelt_name,
+    reading,
+)
 
 if TYPE_CHECKING:
     from config import Config
@@ -119,11 +126,9 @@ def read_yaml(path: str | Path, config: type, mistakes: list[str]) -> dict[str, 
     """
     import yaml  # the machine from which run_tpu.sh starts a run may not have it
 
-    try:
+    with reading(f"{path} cannot be read"):
         # This loader keeps 1e-6, 0123 and true as they are written.
         content = yaml.load(Path(path).read_bytes(), Loader=yaml.BaseLoader) or {}
-    except (OSError, yaml.YAMLError) as error:
-        raise UserMistake(f"{path} cannot be read: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise UserMistake(f"{path} does not hold `group.name: value` lines")
 
@@ -265,13 +270,8 @@ def read_dotenv(path: Path) -> dict[str, str]:
 def read_text(file: str | Path, setting: str = "") -> str:
     """The text of a file that a setting names, without the byte order mark that editors of Windows
     write. Raises UserMistake if it cannot be read as UTF-8."""
-    name = f"{setting}={file}" if setting else file
-    try:
+    with reading(f"{setting}={file} cannot be read" if setting else f"{file} cannot be read"):
         return Path(file).read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise UserMistake(f"{name}: no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserMistake(f"{name} cannot be read: {type(error).__name__}: {error}") from None
 
 
 # ---- Printing ------------------------------------------------------------------------------------

@@ -5,13 +5,13 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from huggingface_hub import split_state_dict_into_shards_factory
+from huggingface_hub import snapshot_download, split_state_dict_into_shards_factory
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
@@ -41,7 +41,7 @@ MARKERS = ("config.json", "adapter_config.json")  # of a complete folder: a mode
 EXPORTED = "exported_from.json"  # marks an exported model, which a later export may replace
 # Prefixes of tensors in the files of a Gemma 3 that also sees images.
 OF_TEXT, OF_IMAGES = "language_model.", ("vision_tower.", "multi_modal_projector.")
-LOCAL = "sliding_attention"  # a layer of Gemma 3 that sees the last tokens alone, in config.json
+LOCAL, GLOBAL = "sliding_attention", "full_attention"  # the types of layers in config.json
 # Keys of config.json with the only value that is supported, which is also the default.
 ONLY = {
     "hidden_act": "silu",
@@ -64,10 +64,6 @@ def fetch_model(path: str, revision: str = "", files: list[str] = MODEL_FILES) -
     """The local folder of a model: `path` itself, or the cached download of a hub id."""
     if Path(path).is_dir():
         return Path(path)
-    if path.startswith(("/", "~", "./", "../")):  # never a hub id
-        raise UserMistake(f"MODEL_PATH={path}: this folder does not exist")
-    from huggingface_hub import snapshot_download
-
     with reading(f"MODEL_PATH={path}: no such folder, and the hub says"):
         return Path(snapshot_download(path, revision=revision or None, allow_patterns=files))
 
@@ -126,15 +122,30 @@ def read_config(folder: Path) -> ModelConfig:
     for key in REQUIRED_OF_GEMMA if is_gemma else REQUIRED:
         if key not in values:
             raise UserMistake(f"{path} has no {key!r}")
+    # transformers would warn that PyTorch is missing, which this project does not need.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from transformers import AutoConfig  # a second
+
     with reading(f"{path} cannot be read"):
-        # It gets the values, not the folder, so that no code in the folder runs.
-        config = import_transformers().AutoConfig.for_model(**values)
-    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+        config = AutoConfig.for_model(**values)  # without the folder: none of its code may run
+    rope, gemma3, llama3 = config.rope_parameters, None, None
+    if is_gemma:
+        local_rope, rope = rope[LOCAL], rope[GLOBAL]
+        is_default = local_rope["rope_type"] == "default"
+        need(is_default, "rope_parameters", f"rope_type default for {LOCAL}")
+        need({*config.layer_types} <= {LOCAL, GLOBAL}, "layer_types", f"{LOCAL} or {GLOBAL}")
+        gemma3 = Gemma3(
+            query_scalar=float(config.query_pre_attn_scalar),
+            rope_factor=float(rope.get("factor", 1.0)),
+            local_rope_theta=float(local_rope["rope_theta"]),
+            window=config.sliding_window,
+            local_layers=tuple(layer_type == LOCAL for layer_type in config.layer_types),
+            sees_images="text_config" in file_values,
+        )
     # transformers 5 writes rope_parameters, and earlier versions wrote rope_scaling.
     key = "rope_scaling" if "rope_scaling" in values else "rope_parameters"
     scaled = "linear" if is_gemma else "llama3"
     need(rope["rope_type"] in ("default", scaled), key, f"rope_type default or {scaled}")
-    llama3 = None
     if rope["rope_type"] == "llama3":
         low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
         llama3 = float(rope["factor"]), low, high, int(rope["original_max_position_embeddings"])
@@ -154,25 +165,7 @@ def read_config(folder: Path) -> ModelConfig:
         qkv_bias=model_type == "qwen2",
         qk_norm=model_type == "qwen3" or is_gemma,
         max_positions=config.max_position_embeddings,
-        gemma3=_gemma3(config, need, "text_config" in file_values) if is_gemma else None,
-    )
-
-
-def _gemma3(config: Any, need: Callable[[bool, str, str], None], sees_images: bool) -> Gemma3:
-    """The part of a ModelConfig that only Gemma 3 has. config: by transformers. need: of
-    read_config."""
-    full, local = (config.rope_parameters[name] for name in ("full_attention", LOCAL))
-    is_default = local["rope_type"] == "default"
-    need(is_default, "rope_parameters", f"rope_type default for {LOCAL}")
-    known = {*config.layer_types} <= {"full_attention", LOCAL}
-    need(known, "layer_types", f"{LOCAL} or full_attention for each layer")
-    return Gemma3(
-        query_scalar=float(config.query_pre_attn_scalar),
-        rope_factor=float(full.get("factor", 1.0)),
-        local_rope_theta=float(local["rope_theta"]),
-        window=config.sliding_window,
-        local_layers=tuple(layer_type == LOCAL for layer_type in config.layer_types),
-        sees_images=sees_images,
+        gemma3=gemma3,
     )
 
 
@@ -388,15 +381,6 @@ def open_tensors(folder: Path, table: Params) -> dict[str, Any]:
     return tensors
 
 
-def import_transformers() -> Any:
-    """The module, whose import takes a second."""
-    # It would warn that PyTorch is missing, which this project does not need.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    import transformers
-
-    return transformers
-
-
 def _raise_if_without(folder: Path, name: str, reason: str) -> None:
     """Raises UserMistake if the folder has no such file; it names weights of another format."""
     if not (folder / name).is_file():
@@ -414,13 +398,14 @@ def load_tokenizer(folder: Path, chat_template: str = "") -> Any:
     chat_template: a Jinja file that replaces the tokenizer's template; "" keeps the tokenizer's.
     Raises UserMistake if the folder has no usable tokenizer or chat template.
     """
-    if not (folder / "tokenizer.json").is_file():
-        raise UserMistake(f"MODEL_PATH={folder} has no tokenizer.json")
+    # AutoTokenizer would rebuild the tokenizers of some model types (qwen2) by rules of the type,
+    # and give other ids than the file.
+    from transformers import PreTrainedTokenizerFast
+
+    _raise_if_without(folder, "tokenizer.json", "give a folder with the model's tokenizer")
     with reading(f"MODEL_PATH={folder}: its tokenizer cannot be read"):
-        # AutoTokenizer would rebuild the tokenizers of some model types (qwen2) by rules of the
-        # type, and give other ids than the file. Some files ask for removing spaces before
-        # punctuation from decoded text.
-        tokenizer = import_transformers().PreTrainedTokenizerFast.from_pretrained(
+        # Some files ask for removing spaces before punctuation from decoded text.
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(
             folder, clean_up_tokenization_spaces=False
         )
     if chat_template:

@@ -1,7 +1,6 @@
 """Claims about hf.py: folders of every family are read and written exactly, and a model that is not
 supported or damaged gets a clear line."""
 
-import dataclasses
 import hashlib
 import json
 import shutil
@@ -51,65 +50,53 @@ def refused(call: Callable, *parts: str) -> None:
         assert part in str(error.value) and "\n" not in str(error.value)
 
 
+def copy_tiny(folder: Path, **changes: dict[str, object]) -> Path:
+    """A copy of tiny/ with these changes of its config.json and tokenizer_config.json."""
+    shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("*.jsonl"))
+    for name, changed in changes.items():
+        file = folder / f"{name}.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+    return folder
+
+
 # ---- config.json ---------------------------------------------------------------------------------
 
 
 def test_config_by_hand(tmp_path: Path) -> None:
-    """As it was written before transformers 5, and as transformers 5 writes it."""
+    """As it was written before transformers 5, as transformers 5 writes it, and with null where a
+    key may be missing; Qwen2 may name its biases."""
     from transformers import AutoConfig
 
-    common = ModelConfig(
-        vocab_size=48,
-        hidden_size=32,
-        intermediate_size=40,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        rms_norm_eps=1e-5,
-        rope_theta=700.0,
-        rope_llama3=None,
-        tied=False,
-        qkv_bias=True,
-        qk_norm=False,
-        max_positions=256,
-    )
-    plain = dataclasses.replace(common, qkv_bias=False)
+    sizes = dict(vocab_size=48, hidden_size=32, intermediate_size=40, num_layers=2, num_heads=4)
+    sizes |= dict(num_kv_heads=2, rms_norm_eps=1e-5, max_positions=256)
+    plain = dict(head_dim=8, rope_llama3=None, tied=False, qkv_bias=False, qk_norm=False)
+    gemma3 = Gemma3(20.0, 8.0, 50.0, 16, (True, False))
     expected = {
-        "qwen2": common,
-        "qwen2_tied": dataclasses.replace(common, rope_theta=300.0, tied=True),
-        "qwen3": dataclasses.replace(plain, head_dim=12, rope_theta=200.0, qk_norm=True),
-        "llama3": dataclasses.replace(plain, rope_theta=100.0, rope_llama3=(8.0, 1.0, 4.0, 32)),
-        "gemma3": dataclasses.replace(
-            plain,
-            head_dim=12,
-            rope_theta=5000.0,
-            tied=True,
-            qk_norm=True,
-            gemma3=Gemma3(20.0, 8.0, 50.0, 16, (True, False)),
-        ),
+        "qwen2": dict(rope_theta=700.0, qkv_bias=True),
+        "qwen2_tied": dict(rope_theta=300.0, qkv_bias=True, tied=True),
+        "qwen3": dict(rope_theta=200.0, head_dim=12, qk_norm=True),
+        "llama3": dict(rope_theta=100.0, rope_llama3=(8.0, 1.0, 4.0, 32)),
+        "gemma3": dict(rope_theta=5e3, head_dim=12, qk_norm=True, tied=True, gemma3=gemma3),
     }
     for family in FAMILIES:
         write_config(tmp_path, FAMILIES[family])
         AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path / "saved")
         assert "rope_parameters" in (tmp_path / "saved" / "config.json").read_text()
-        for folder in (tmp_path, tmp_path / "saved"):
-            assert hf.read_config(folder) == expected[family]
+        optional = "rope_scaling rope_parameters head_dim hidden_act use_sliding_window mlp_bias"
+        nulls = {**dict.fromkeys(optional.split()), **FAMILIES[family]}
+        (tmp_path / "nulls").mkdir(exist_ok=True)
+        write_config(tmp_path / "nulls", nulls | {"attention_bias": family.startswith("qwen2")})
+        for folder in (tmp_path, tmp_path / "saved", tmp_path / "nulls"):
+            assert hf.read_config(folder) == ModelConfig(**sizes | plain | expected[family])
 
 
 # The config.json of a Gemma 3 of 4B parts.
+SIZES = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
+SCALING = {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}
 SEES_IMAGES = {
     "architectures": ["Gemma3ForConditionalGeneration"],
     "model_type": "gemma3",
-    "eos_token_id": [1, 106],
-    "text_config": {
-        "hidden_size": 2560,
-        "intermediate_size": 10240,
-        "model_type": "gemma3_text",
-        "num_hidden_layers": 34,
-        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-        "sliding_window": 1024,
-    },
+    "text_config": {"model_type": "gemma3_text"} | SIZES | SCALING,
     "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
 }
 
@@ -126,10 +113,17 @@ def test_what_a_gemma_that_also_sees_images_leaves_out_is_as_in_the_released_mod
     assert model.gemma3 == Gemma3(256.0, 8.0, 1e4, 1024, local_layers, sees_images=True)
 
 
-def rope(key: str, **values: object) -> dict[str, object]:
-    return {key: values}
+def rope(**values: object) -> dict[str, object]:
+    return {"rope_scaling": values}
 
 
+def quantized(**values: object) -> dict[str, object]:
+    return {"quantization_config": values}
+
+
+SCALED = {"rope_type": "linear", "factor": 2.0}
+NESTED = {"full_attention": SCALED, "sliding_attention": SCALED}
+LOCAL_IS_SCALED = {"rope_scaling": None, "rope_parameters": NESTED}
 UNQUANTIZED = "format are not read; use unquantized ones"
 BAD_CONFIGS = [  # family, changed keys (None removes a key), a part of the error
     ("qwen2", {"model_type": None}, "model_type=None is not supported"),
@@ -138,10 +132,10 @@ BAD_CONFIGS = [  # family, changed keys (None removes a key), a part of the erro
     ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True is not supported; false is"),
     ("qwen3", {"attention_bias": True}, "attention_bias=True is not supported; false is"),
     ("llama3", {"mlp_bias": True}, "mlp_bias=True is not supported"),
-    ("llama3", rope("rope_scaling", rope_type="yarn", factor=4.0), "rope_type default or llama3"),
-    ("llama3", rope("rope_scaling", type="linear", factor=2.0), "rope_scaling={'type': 'linear'"),
-    ("qwen3", rope("rope_parameters", rope_type="dynamic", factor=2.0), "rope_parameters={'rope_t"),
-    ("llama3", rope("rope_scaling", rope_type="llama3"), "'rope_type'='llama3': {'"),
+    ("llama3", rope(rope_type="yarn", factor=4.0), "rope_type default or llama3"),
+    ("llama3", rope(type="linear", factor=2.0), "rope_scaling={'type': 'linear'"),
+    ("qwen3", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_parameters={'r"),
+    ("llama3", rope(rope_type="llama3"), "'rope_type'='llama3': {'"),
     ("qwen2", {"rms_norm_eps": None}, "has no 'rms_norm_eps'"),
     ("qwen2", {"max_position_embeddings": None}, "has no 'max_position_embeddings'"),
     ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not supported; n"),
@@ -149,23 +143,14 @@ BAD_CONFIGS = [  # family, changed keys (None removes a key), a part of the erro
     ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not"),
     ("gemma3", {"hidden_activation": "gelu"}, "hidden_activation='gelu' is not supported; gelu_py"),
     ("gemma3", {"layer_types": ["full_attention"] * 3}, "`num_hidden_layers` (2) must be equal to"),
-    (
-        "gemma3",
-        {"layer_types": ["chunked_attention"] * 2},
-        "sliding_attention or full_attention is",
-    ),
-    ("gemma3", rope("rope_scaling", **LLAMA3), "rope_type default or linear is"),
-    ("gemma3", rope("rope_scaling", rope_type="linear"), "'rope_type'='linear': {'factor'}"),
+    ("gemma3", {"layer_types": ["chunked_attention"] * 2}, "_attention or full_attention is"),
+    ("gemma3", LOCAL_IS_SCALED, "rope_type default for sliding_attention is"),
+    ("gemma3", rope(**LLAMA3), "rope_type default or linear is"),
+    ("gemma3", rope(rope_type="linear"), "'rope_type'='linear': {'factor'}"),
     ("gemma3", {"sliding_window": None}, "has no 'sliding_window'"),
-    *(
-        (family, {"quantization_config": config}, f"weights in {method} {UNQUANTIZED}")
-        for family in ("qwen2", "sees_images")
-        for method, config in {
-            "gptq": {"quant_method": "gptq", "bits": 4, "desc_act": True},
-            "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic"},
-            "bitsandbytes": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
-        }.items()
-    ),
+    ("qwen2", quantized(quant_method="gptq", bits=4), f"weights in gptq {UNQUANTIZED}"),
+    ("qwen2", quantized(load_in_4bit=True), f"weights in bitsandbytes {UNQUANTIZED}"),
+    ("sees_images", quantized(quant_method="fp8"), f"weights in fp8 {UNQUANTIZED}"),
 ]
 
 
@@ -177,25 +162,12 @@ def test_a_config_that_is_not_supported_is_refused_in_one_line(tmp_path, family,
     refused(lambda: hf.read_config(tmp_path), str(tmp_path / "config.json"), says)
 
 
-def test_a_key_that_is_null_is_as_if_it_were_missing_and_qwen2_may_name_its_biases(
-    tmp_path: Path,
-) -> None:
-    write_config(tmp_path, FAMILIES["qwen2"])
-    expected = hf.read_config(tmp_path)
-    optional = "rope_scaling rope_parameters head_dim hidden_act use_sliding_window mlp_bias"
-    nulls = {**FAMILIES["qwen2"], **dict.fromkeys(optional.split()), "attention_bias": True}
-    write_config(tmp_path, nulls)
-    assert hf.read_config(tmp_path) == expected
-
-
 def test_no_code_of_a_folder_runs_and_nobody_is_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = {"AutoConfig": "mine.Mine", "AutoTokenizer": ["mine.Mine", "mine.Mine"]}
-    folder = shutil.copytree(TINY, tmp_path / "model")
-    for name in ("config.json", "tokenizer_config.json"):
-        content = json.loads((folder / name).read_text())
-        (folder / name).write_text(json.dumps(content | {"auto_map": code}))
+    auto_map = {"auto_map": code}
+    folder = copy_tiny(tmp_path / "model", config=auto_map, tokenizer_config=auto_map)
     (folder / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Mine: pass\n")
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a question is asked"))
     assert hf.read_model(folder, "")[0] == hf.read_config(TINY)
@@ -232,15 +204,9 @@ def test_a_single_file_comes_before_an_index_that_an_earlier_save_has_left(tmp_p
     np.testing.assert_array_equal(load(tmp_path).final_norm, new[NORM])
 
 
-def last_number_changed(embed: np.ndarray) -> np.ndarray:
-    head = embed.copy()
-    head[-1, -1] += 1
-    return head
-
-
 HEADS = {  # how a tied checkpoint repeats its embedding, and whether it is refused
     "equal": (lambda embed: embed.astype(np.float64), False),
-    "one number": (last_number_changed, True),
+    "one number": (lambda embed: embed + np.pad([[1]], [(8999, 0), (31, 0)]), True),
     "one row less": (lambda embed: embed[:-1].copy(), True),
 }
 
@@ -251,18 +217,16 @@ def test_a_tied_head_that_is_not_the_embedding_is_refused(tmp_path, family, head
     make_head, is_refused = HEADS[head]
     # The heads are compared in parts, of which the last is short.
     config = FAMILIES[family] | {"vocab_size": 9000}
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(TINY / name, tmp_path / name)
-    source = tensors(config)
-    write_config(tmp_path, config | ({"tie_word_embeddings": None} if family == "gemma3" else {}))
+    source, folder = tensors(config), copy_tiny(tmp_path / "model")
+    write_config(folder, config | ({"tie_word_embeddings": None} if family == "gemma3" else {}))
     source["lm_head.weight"] = make_head(source["model.embed_tokens.weight"])
     source["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4)  # as in old checkpoints
-    save_file(source, tmp_path / "model.safetensors")
+    save_file(source, folder / "model.safetensors")
     if is_refused:
         why = "config.json: tie_word_embeddings is true, but lm_head.weight is not the embedding"
-        refused(lambda: hf.read_model(tmp_path, ""), f"{tmp_path}/{why}; set it to false, or dele")
+        refused(lambda: hf.read_model(folder, ""), f"{folder}/{why}; set it to false, or delete")
     else:
-        assert hf.read_model(tmp_path, "")[0].tied and load(tmp_path).lm_head is None
+        assert hf.read_model(folder, "")[0].tied and load(folder).lm_head is None
 
 
 def test_the_model_of_text_is_read_from_a_gemma_that_also_sees_images(tmp_path: Path) -> None:
@@ -284,6 +248,12 @@ def test_the_model_of_text_is_read_from_a_gemma_that_also_sees_images(tmp_path: 
 
 NORM = "model.norm.weight"
 CONFIG, TOKENIZER, WEIGHTS = "config.json", "tokenizer.json", "model.safetensors"
+
+
+def with_norm_of(dtype: type) -> Callable:
+    return lambda t: t | {NORM: np.ones(3, dtype), "its.scales": t[NORM]}
+
+
 THREE = ", ".join(f"model.layers.0.self_attn.{name}_proj.bias" for name in "kqv")
 DAMAGES = [  # a file of tiny/; its new bytes, its new name or what changes its tensors; the line
     (CONFIG, None, "has no config.json"),
@@ -295,39 +265,24 @@ DAMAGES = [  # a file of tiny/; its new bytes, its new name or what changes its 
     ("tokenizer_config.json", b"{}", "its tokenizer has no chat template"),
     (WEIGHTS, None, "has no model.safetensors; weights are read as safetensors"),
     (WEIGHTS, "training_args.bin", "has no model.safetensors; weights are read as safetensors"),
-    *(
-        (WEIGHTS, name, f"has no model.safetensors, but {name}; weights are read as safetensors")
-        for name in ("pytorch_model.bin", "pytorch_model-00001-of-00001.bin", "a.q8_0.gguf")
-    ),
+    (WEIGHTS, "pytorch_model.bin", "has no model.safetensors, but pytorch_model.bin; weights are"),
+    (WEIGHTS, "pytorch_model-1-of-1.bin", "has no model.safetensors, but pytorch_model-1-of-1.bin"),
+    (WEIGHTS, "a.q8_0.gguf", "has no model.safetensors, but a.q8_0.gguf;"),
     (WEIGHTS, "consolidated.00.pth", "has no model.safetensors, but consolidated.00.pth;"),
     (WEIGHTS, b"version https://git-lfs.github.com/spec/v1", "is not a complete safetensors file"),
     (WEIGHTS, lambda t: t | {"extra": t[NORM]}, "has unknown tensors extra"),
-    (
-        WEIGHTS,
-        lambda t: {name: x for name, x in t.items() if "bias" not in name},
-        f"lacks tensors {THREE} and 9 more",
-    ),
+    (WEIGHTS, lambda t: {x: t[x] for x in t if "bias" not in x}, f"lacks tensors {THREE} and 9 mo"),
     (WEIGHTS, lambda t: t | {NORM: t[NORM][:-1]}, f"{NORM} is [127], its config says [128]"),
-    *(
-        (
-            WEIGHTS,
-            lambda t, dtype=dtype: t | {NORM: np.ones(3, dtype), "its.scales": t[NORM]},
-            f"weights in {name} {UNQUANTIZED}",
-        )
-        for name, dtype in {
-            "F8_E4M3": ml_dtypes.float8_e4m3fn,
-            "U8": np.uint8,  # of bitsandbytes
-            "I32": np.int32,  # of GPTQ and AWQ
-            "I8": np.int8,
-        }.items()
-    ),
+    (WEIGHTS, with_norm_of(ml_dtypes.float8_e4m3fn), f"weights in F8_E4M3 {UNQUANTIZED}"),
+    (WEIGHTS, with_norm_of(np.uint8), f"weights in U8 {UNQUANTIZED}"),  # of bitsandbytes
+    (WEIGHTS, with_norm_of(np.int32), f"weights in I32 {UNQUANTIZED}"),  # of GPTQ and AWQ
+    (WEIGHTS, with_norm_of(np.int8), f"weights in I8 {UNQUANTIZED}"),
 ]
 
 
 @pytest.mark.parametrize("name, damage, says", DAMAGES, ids=[says for _, _, says in DAMAGES])
 def test_a_damaged_folder_is_refused_in_one_line(tmp_path, name, damage, says) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("*.jsonl"))
+    folder = copy_tiny(tmp_path / "model")
     if damage is None:
         (folder / name).unlink()
     elif isinstance(damage, str):
@@ -367,39 +322,42 @@ def test_a_tokenizer_may_have_a_few_tokens_more_than_the_model_has_rows(
 ) -> None:
     """Gemma 3 has one for images, and trainers add one for padding. Tokens far beyond the rows are
     of another model."""
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(TINY / name, tmp_path / name)
-    config = FAMILIES["gemma3"] | {"vocab_size": len(hf.load_tokenizer(TINY)) - more}
-    write_config(tmp_path, config)
-    save_file(tensors(config), tmp_path / "model.safetensors")
+    folder = copy_tiny(tmp_path / "model")  # its tokenizer has 558 tokens
+    config = FAMILIES["gemma3"] | {"vocab_size": 558 - more}
+    write_config(folder, config)
+    save_file(tensors(config), folder / "model.safetensors")
     if accepted:
-        assert hf.read_model(tmp_path, "")[0].vocab_size == 558 - more
+        assert hf.read_model(folder, "")[0].vocab_size == 558 - more
     else:
-        refused(lambda: hf.read_model(tmp_path, ""), "558 tokens", "they are of two models")
+        refused(lambda: hf.read_model(folder, ""), "558 tokens", "they are of two models")
+
+
+IM_END = "<|im_end|>"  # the token 2
 
 
 @pytest.mark.parametrize(
     "generation, config, eos, vocab_size, expected",
     [
-        (None, {}, "<|im_end|>", 558, (2,)),
-        (None, {"eos_token_id": 5}, "<|im_end|>", 558, (2, 5)),
-        ({"eos_token_id": 0}, {"eos_token_id": 5}, "<|im_end|>", 558, (0, 2, 5)),
-        ({"eos_token_id": [9, 0, 2]}, {"eos_token_id": None}, "<|im_end|>", 558, (0, 2, 9)),
-        ({"eos_token_id": [9]}, {"eos_token_id": [5, 9]}, None, 558, (5, 9)),
+        (None, None, IM_END, 558, (2,)),
+        (None, 5, IM_END, 558, (2, 5)),
+        (0, 5, IM_END, 558, (0, 2, 5)),
+        ([9, 0, 2], None, IM_END, 558, (0, 2, 9)),
+        ([9], [5, 9], None, 558, (5, 9)),
         # The model draws no token without a row. The first stop token fills the padding.
-        (None, {"eos_token_id": [7, 5]}, "<|im_end|>", 7, (2, 5)),
-        (None, {"eos_token_id": [7, 5]}, None, 5, None),
-        (None, {}, None, 558, None),
+        (None, [7, 5], IM_END, 7, (2, 5)),
+        (None, [7, 5], None, 5, None),
+        (None, None, None, 558, None),
     ],
 )
 def test_stop_ids_are_those_of_all_files_that_have_a_row(
     tmp_path, generation, config, eos, vocab_size, expected
 ) -> None:
     tokenizer = hf.load_tokenizer(TINY)
-    tokenizer.eos_token = eos  # <|im_end|> is 2
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    tokenizer.eos_token = eos
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": config}))
     if generation is not None:
-        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+        values = {"eos_token_id": generation}
+        (tmp_path / "generation_config.json").write_text(json.dumps(values))
     if expected:
         assert hf.read_stop_ids(tmp_path, tokenizer, vocab_size) == expected
     else:
@@ -407,32 +365,29 @@ def test_stop_ids_are_those_of_all_files_that_have_a_row(
         refused(lambda: hf.read_stop_ids(tmp_path, tokenizer, vocab_size), words)
 
 
+def listed(templates: dict[str, str]) -> list[dict[str, str]]:
+    """Named chat templates as tokenizer_config.json has them."""
+    return [{"name": name, "template": text} for name, text in templates.items()]
+
+
 def test_the_end_of_an_answer_by_the_chat_template_is_a_stop_token_and_a_line_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     """Base models of Qwen2.5 name only the end of a text. This one has no system message either,
     and another template for tools, which a resumed run compares."""
-    folder = shutil.copytree(TINY, tmp_path / "base")
-    config = json.loads((TINY / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": 0}))
-    config = json.loads((TINY / "tokenizer_config.json").read_text())
     turns = "{% for m in messages if m.role != 'system' %}{{ m.content }}<|im_end|>{% endfor %}"
     named = {"default": turns, "tool_use": (REPO / "docs" / "qwen3_turns.jinja").read_text()}
-    config["chat_template"] = [{"name": name, "template": text} for name, text in named.items()]
-    config["eos_token"] = "<|endoftext|>"
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = {"chat_template": listed(named), "eos_token": "<|endoftext|>"}
+    folder = copy_tiny(tmp_path / "base", config={"eos_token_id": 0}, tokenizer_config=tokenizer)
     env = environment("EVAL_EVERY_STEPS=0 REWARD_FN=reward_format")
     env |= {"MODEL_PATH": str(folder), "DATASET": str(few_examples()), "SYSTEM_PROMPT": "Think."}
     run = set_up(Config.from_env(env))
     assert run.rollout.stopping.stop_ids == (0, 2) and run.rollout.stopping.pad_id == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert (
-        "note: <|im_end|> is a stop token: the chat template ends an answer with it, though the "
-        "model's files do not name it"
-    ) in lines
-    assert (
-        "note: the chat template has no system role; SYSTEM_PROMPT stands in front of each question"
-    ) in lines
+    lines = capsys.readouterr().out
+    note = "note: <|im_end|> is a stop token: the chat template ends an answer with it, though the"
+    assert f"{note} model's files do not name it\n" in lines
+    note = "note: the chat template has no system role; SYSTEM_PROMPT stands in front of each"
+    assert f"{note} question\n" in lines
     tools = {"ENVIRONMENT_CLASS": f"{REPO}/recipes/calculator.py:Calculator"}
     run = set_up(Config.from_env(env | tools))
     digest = hashlib.sha256(named["tool_use"].encode()).hexdigest()
@@ -516,15 +471,9 @@ def test_an_export_replaces_an_earlier_export_and_no_other_file_and_keeps_the_to
     (target / "config.json").write_text("{}")
     (target / "model-00001-of-00002.safetensors").write_text("of an earlier export")
     exported(TINY, target, chat_template="{{ messages[0]['content'] }}!")
-    assert sorted(f.name for f in target.iterdir()) == [
-        "chat_template.jinja",
-        "config.json",
-        "exported_from.json",
-        "model.safetensors",
-        "notes.md",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    ]
+    names = "chat_template.jinja config.json exported_from.json model.safetensors notes.md"
+    names += " tokenizer.json tokenizer_config.json"
+    assert sorted(file.name for file in target.iterdir()) == names.split()
     load(target)
     for tokenizer in (hf.load_tokenizer(target), AutoTokenizer.from_pretrained(target)):
         chat = [{"role": "user", "content": "Hi"}]
@@ -536,14 +485,12 @@ def test_an_export_replaces_an_earlier_export_and_no_other_file_and_keeps_the_to
 def test_an_export_keeps_named_templates_unless_one_replaces_them(tmp_path: Path) -> None:
     """In a list of tokenizer_config.json, or in files of a folder."""
     named = {"default": "{{ messages[0].content }}!", "tool_use": "tools"}
-    listed, files = (shutil.copytree(TINY, tmp_path / name) for name in ("listed", "files"))
-    config = json.loads((TINY / "tokenizer_config.json").read_text())
-    config["chat_template"] = [{"name": name, "template": text} for name, text in named.items()]
-    (listed / "tokenizer_config.json").write_text(json.dumps(config))
+    in_list = copy_tiny(tmp_path / "listed", tokenizer_config={"chat_template": listed(named)})
+    files = copy_tiny(tmp_path / "files")
     (files / "chat_template.jinja").write_text(named["default"])
     (files / "additional_chat_templates").mkdir()
     (files / "additional_chat_templates" / "tool_use.jinja").write_text(named["tool_use"])
-    for source in (listed, files):
+    for source in (in_list, files):
         assert hf.load_tokenizer(source).chat_template == named
         target = exported(source, tmp_path / f"{source.name}_hf")
         assert hf.load_tokenizer(target).chat_template == named
@@ -553,12 +500,9 @@ def test_an_export_keeps_named_templates_unless_one_replaces_them(tmp_path: Path
 
 def test_a_tokenizer_removes_no_space_before_punctuation(tmp_path: Path) -> None:
     """That of Llama 3 asks for it; newer versions of transformers want a second key to do it."""
-    shutil.copy(TINY / "tokenizer.json", tmp_path)
-    config = json.loads((TINY / "tokenizer_config.json").read_text())
     keys = ["_for_bpe_even_though_it_will_corrupt_output", ""]
-    config |= {f"clean_up_tokenization_spaces{key}": True for key in keys}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    tokenizer = hf.load_tokenizer(tmp_path)
+    spaces = {f"clean_up_tokenization_spaces{key}": True for key in keys}
+    tokenizer = hf.load_tokenizer(copy_tiny(tmp_path / "model", tokenizer_config=spaces))
     assert tokenizer.decode(tokenizer("It is 5 .")["input_ids"]) == "It is 5 ."
 
 

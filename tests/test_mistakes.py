@@ -11,10 +11,13 @@ from pathlib import Path
 
 import pytest
 from runs import REPO, Result, few_examples, run_as_user
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
+from small_model import FAMILIES, tensors, write_config
 
+import data
 from config import Config
-from infra.mistakes import UserMistake, side_file
+from infra.mistakes import UserMistake, reading, side_file
+from model import hf
 from startup import set_up
 
 INPUTS = [  # environment, words of the line
@@ -26,25 +29,18 @@ INPUTS = [  # environment, words of the line
     ({"MESH_SHAPE": "1,3,1"}, "MESH_SHAPE=1,3,1 is a mesh of 3 devices, but the run has 8"),
     ({"MAX_PROMPT_LENGTH": "5"}, "MAX_PROMPT_LENGTH=5: every train prompt is longer"),
     ({"MAX_LENGTH_SAMPLE": "5000"}, "MAX_LENGTH_SAMPLE=5000 after the longest prompt"),
-    ({"SYSTEM_PROMPT": "prompts/mine.txt"}, "SYSTEM_PROMPT=prompts/mine.txt: no such file"),
+    ({"SYSTEM_PROMPT": "prompts/mine.txt"}, "SYSTEM_PROMPT=prompts/mine.txt cannot be read: File"),
     ({"EXPORT_HF": str(REPO / "LICENSE")}, "LICENSE cannot be written"),
     ({"EXPORT_HF": str(REPO / "tiny")}, "is MODEL_PATH; the model would be overwritten"),
     ({"ATTENTION_IMPL": "splash"}, "ATTENTION_IMPL=splash: it is a TPU kernel"),
     ({"DATASET": "no/such.jsonl"}, "DATASET=no/such.jsonl: this file or folder does not exist"),
     ({"MODEL_PATH": "no/such", "DATASET": "no/such.jsonl"}, "MODEL_PATH=no/such: no such folder"),
+    ({"MODEL_PATH": "./no/such"}, "MODEL_PATH=./no/such: no such folder, and the hub says: HFVal"),
 ]
 RUNS = {  # found only by a run: its environment, words of the line
     "another platform": ({"JAX_PLATFORMS": "rocm"}, "JAX_PLATFORMS=rocm: no such device here"),
     "no coordinator": ({"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1"}, "needs JAX_NUM_PROCESSES"),
     "no bucket": ({"CHECKPOINT_DIR": "nosuch://bucket"}, "CHECKPOINT_DIR=nosuch://bucket: "),
-}
-MODELS = {  # changes of a JSON file of the model, words of the line
-    "a wrong vocabulary": ("config.json", {"vocab_size": 64}, "they are of two models"),
-    "a chat template that fails": (
-        "tokenizer_config.json",
-        {"chat_template": "{{ raise_exception('no') }}"},
-        "its chat template fails",
-    ),
 }
 
 
@@ -65,36 +61,20 @@ def test_a_setting_that_does_not_suit_the_inputs_is_named_in_one_line(env, words
     assert words in mistake_of(**env)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_files_of_a_model_that_do_not_fit_together_are_named(tmp_path, name) -> None:
-    file, changes, words = MODELS[name]
-    model = tmp_path / "model"
-    shutil.copytree(REPO / "tiny", model)
-    content = json.loads((model / file).read_text()) | changes
-    (model / file).write_text(json.dumps(content))
-    assert words in mistake_of(MODEL_PATH=str(model))
-
-
 def test_a_token_that_the_model_has_no_row_for_is_a_mistake_only_in_a_prompt(tmp_path) -> None:
     """Such as the [PAD] that a trainer has added, and has named as another stop token."""
-    model = tmp_path / "model"
-    shutil.copytree(REPO / "tiny", model, ignore=shutil.ignore_patterns("*.jsonl"))
-    tensors = load_file(model / "model.safetensors")
-    embed = tensors["model.embed_tokens.weight"]
-    save_file(
-        tensors | {"model.embed_tokens.weight": embed[:558].copy()}, model / "model.safetensors"
-    )
-    content = json.loads((model / "tokenizer.json").read_text())
+    config = FAMILIES["qwen2_tied"] | {"vocab_size": 558, "max_position_embeddings": 4096}
+    write_config(tmp_path, config | {"eos_token_id": [2, 558]})
+    save_file(tensors(config), tmp_path / "model.safetensors")
+    shutil.copy(REPO / "tiny" / "tokenizer_config.json", tmp_path)
+    content = json.loads((REPO / "tiny" / "tokenizer.json").read_text())
     content["added_tokens"].append(content["added_tokens"][0] | {"id": 558, "content": "[PAD]"})
-    (model / "tokenizer.json").write_text(json.dumps(content))
-    config = json.loads((model / "config.json").read_text())
-    config |= {"vocab_size": 558, "eos_token_id": [2, 558]}
-    (model / "config.json").write_text(json.dumps(config))
-    run = set_up(Config.from_env(few() | {"MODEL_PATH": str(model)}))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    run = set_up(Config.from_env(few() | {"MODEL_PATH": str(tmp_path)}))
     assert len(run.rollout.tokenizer) == 559
     assert (run.rollout.stopping.stop_ids, run.rollout.stopping.pad_id) == ((2,), 2)
-    told = "a prompt has the token '[PAD]' (558), and the model has no row for it"
-    assert told in mistake_of(MODEL_PATH=str(model), SYSTEM_PROMPT="Do not write [PAD].")
+    words = "a prompt has the token '[PAD]' (558), and the model has no row for it"
+    assert words in mistake_of(MODEL_PATH=str(tmp_path), SYSTEM_PROMPT="Do not write [PAD].")
 
 
 def test_a_prompt_too_long_for_the_model_is_one_line_with_the_limit_to_set(tmp_path: Path) -> None:
@@ -113,32 +93,56 @@ def with_answers(folder: Path, **answers: list[str]) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize(
-    "answers",
-    [["A", "C", "B"], ["yes", "no"], [r"$5\sqrt{7}$", r"2\pi", "3x + 1"], ["72\n#### seventy-two"]],
-)
 def test_answers_without_a_number_are_refused_where_the_reward_needs_numbers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], answers: list[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    numbers = ["1", "#### 2"]
-    dataset = with_answers(tmp_path, train=numbers, test=answers)
-    words = f"DATASET={dataset}: none of the {len(answers)} test answers, such as {answers[0]!r}, "
-    words += "has a number for reward_correct; set ANSWER_COLUMN to a column with numbers, or "
-    assert words in mistake_of(DATASET=dataset)
-    with_answers(tmp_path, train=answers)
-    assert f"none of the {len(answers)} train answers, such as" in mistake_of(DATASET=dataset)
+    numbers, words = ["1", "#### 2"], ["A", r"$5\sqrt{7}$", "72\n#### seventy-two"]
+    dataset = with_answers(tmp_path, train=numbers, test=words)
+    line = f"DATASET={dataset}: none of the 3 test answers, such as 'A', has a number for "
+    line += "reward_correct; set ANSWER_COLUMN to a column with numbers, or "
+    assert line in mistake_of(DATASET=dataset)
+    with_answers(tmp_path, train=words)
+    assert "none of the 3 train answers, such as" in mistake_of(DATASET=dataset)
     other = {"DATASET": dataset, "REWARD_FN": "reward_format"}
-    assert len(set_up(Config.from_env(other)).train_prompts) == len(answers)
-    alone = set_up(
-        Config.from_env({"DATASET": dataset, "STEPS": "0"}), {"question": "1?"} | {"answer": "A"}
-    )
-    assert len(alone.eval_prompts) == 1
+    assert len(set_up(Config.from_env(other)).train_prompts) == 3
+    only_question = {"question": "1?", "answer": "A"}
+    run = set_up(Config.from_env({"DATASET": dataset, "STEPS": "0"}), only_question)
+    assert len(run.eval_prompts) == 1
     capsys.readouterr()
-    with_answers(tmp_path, train=numbers * 2, test=numbers + answers)
+    with_answers(tmp_path, train=numbers * 2, test=numbers + words)
     set_up(Config.from_env({"DATASET": dataset}))
     (note,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("note"))
-    share = f"{len(answers)} of {len(answers) + 2} test answers have no number, such as "
-    assert note == f"note: {share}{answers[0]!r}: reward_correct leaves them out"
+    share = "3 of 5 test answers have no number, such as 'A'"
+    assert note == f"note: {share}: reward_correct leaves them out"
+
+
+# ---- Errors of libraries, and of our own code ----------------------------------------------------
+
+
+def test_an_error_of_a_library_is_one_line_with_what_it_reads_and_its_words() -> None:
+    with pytest.raises(UserMistake) as error, reading("DATASET=a.json is not JSON"):
+        json.loads("\n{")
+    words = "Expecting property name enclosed in double quotes: line 2 column 2 (char 2)"
+    assert str(error.value) == f"DATASET=a.json is not JSON: JSONDecodeError: {words}"
+
+
+@pytest.mark.parametrize(
+    "module, name",
+    [
+        (hf, "ModelConfig"),
+        (hf, "_tensor_shapes"),
+        (hf, "read_text"),
+        (data, "_with_texts"),
+        (data, "has_system_role"),
+    ],
+)
+def test_an_error_of_our_own_code_keeps_its_traceback(monkeypatch, module, name) -> None:
+    monkeypatch.setattr(module, name, lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        set_up(Config.from_env(few() | {"CHAT_TEMPLATE": f"{REPO}/docs/chat_template.jinja"}))
+
+
+# ---- Runs ----------------------------------------------------------------------------------------
 
 
 def assert_ended(run: Result, words: str, *, leaves: bool = False) -> None:
@@ -182,16 +186,12 @@ def test_a_reward_that_fails_ends_a_run_which_first_saves_the_steps_before(
 
 # ---- Side-files ----------------------------------------------------------------------------------
 
-SIDE_FILES = {  # each in a folder or at the top, its text, and the error of its import
-    "rooms/whole.py": ("Environments = 1\n", None),
-    "whole_at_the_top.py": ("Environments = 1\n", None),
-    "rooms/deleted.py": (None, UserMistake),
+# Its text, and the error of its import. tests/test_doors.py deletes those of the project.
+SIDE_FILES = {
     "no_such_folder/deleted.py": (None, UserMistake),
-    "deleted_at_the_top.py": (None, UserMistake),
     "rooms/needs_a_package.py": ("import no_such_package\n", ModuleNotFoundError),
     "rooms/needs_a_deleted_file.py": ("import rooms.deleted\n", ModuleNotFoundError),
-    "rooms/misspells.py": ("from json import dumpz\n", ImportError),
-    "rooms/fails.py": ("1 / 0\n", ZeroDivisionError),
+    "fails_at_the_top.py": ("1 / 0\n", ZeroDivisionError),
 }
 
 
@@ -199,22 +199,14 @@ SIDE_FILES = {  # each in a folder or at the top, its text, and the error of its
 def test_only_a_side_file_that_is_missing_is_a_mistake_of_the_setting_that_needs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
 ) -> None:
-    for name, (text, _) in SIDE_FILES.items():
-        if text is not None:
-            (tmp_path / name).parent.mkdir(exist_ok=True)
-            (tmp_path / name).write_text(text)
+    text, kind = SIDE_FILES[file]
+    (tmp_path / "rooms").mkdir()
+    if text:
+        (tmp_path / file).write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-
-    def load() -> None:
-        with side_file(file, "ENVIRONMENT_CLASS=x"):
-            importlib.import_module(file.removesuffix(".py").replace("/", "."))
-
-    kind = SIDE_FILES[file][1]
-    if kind is None:
-        load()
-        return
-    with pytest.raises(kind) as error:
-        load()
+    module = file.removesuffix(".py").replace("/", ".")
+    with pytest.raises(kind) as error, side_file(file, "ENVIRONMENT_CLASS=x"):
+        importlib.import_module(module)
     assert type(error.value) is kind
     line = f"ENVIRONMENT_CLASS=x needs {file}, which is not in this folder; "
     line += "restore it, or leave ENVIRONMENT_CLASS out"

@@ -20,11 +20,10 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from importlib.machinery import ModuleSpec, PathFinder
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from subprocess import DEVNULL, Popen
-from typing import Any, NamedTuple, SupportsFloat
+from typing import Any, SupportsFloat
 
 if __package__:  # As a script this file cannot import its neighbours.
     from infra.mistakes import UserMistake
@@ -154,27 +153,12 @@ def imported_files(main: Path) -> list[Path]:
 
 # ---- In the reward worker ------------------------------------------------------------------------
 
-MODULE = "REWARD_WORKER_MODULE"  # NAME:FILE of the user's module, a variable of the environment
 # Arguments that TRL passes to reward functions that name them. Here they log nothing.
 TRL_ARGUMENTS: dict[str, Any] = {
     "log_extra": lambda *_, **__: None,
     "log_metric": lambda *_, **__: None,
     "trainer_state": None,
 }
-
-
-class _Finder(NamedTuple):
-    """Lets `import` find the user's file by this name, and its neighbours before other modules."""
-
-    name: str
-    file: str
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        if name == self.name:
-            return importlib.util.spec_from_file_location(name, self.file)
-        folder, base = os.path.split(self.file)
-        is_neighbour = path is None and f"{name}.py" != base  # math.py imports Python's math
-        return PathFinder.find_spec(name, [folder, *sys.path]) if is_neighbour else None
 
 
 class _Server:
@@ -197,14 +181,13 @@ class _Server:
         return getattr(self._module, "SECONDS_FOR_EACH_COMPLETION", 0.0)
 
     def _load(self) -> Any:
-        """The file's module. MODULE has its name for the processes that it starts by spawn."""
+        """The file's module, imported from its folder as any other program imports it."""
         if self._module is None:
-            name = os.path.basename(self._file).removesuffix(".py").replace(".", "_")
-            spec = importlib.util.find_spec(name)
-            if spec and spec.origin != self._file:  # another module has this name
-                name = f"user_{name}"
-            os.environ[MODULE] = f"{name}:{self._file}"
-            sys.meta_path.insert(0, _Finder(name, self._file))
+            folder, name = os.path.split(self._file.removesuffix(".py"))
+            sys.path.insert(0, folder)
+            spec = None if "." in name else importlib.util.find_spec(name)
+            if not spec or spec.origin != self._file:
+                raise ImportError(f"{name} is no name for a module, or that of another; rename it")
             self._module = importlib.import_module(name)
         return self._module
 
@@ -395,5 +378,3 @@ if __name__ == "__main__":
     # The user's file may import rewards.py. Python has put infra/ here, the folder of this file.
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     _serve(Connection(int(sys.argv[1])), int(sys.argv[2]), sys.argv[3])
-elif __name__ == "__mp_main__":  # in a process that the user's code has started by spawn
-    sys.meta_path.insert(0, _Finder(*os.environ[MODULE].split(":", 1)))

@@ -382,29 +382,12 @@ def test_processes_of_each_kind_import_the_file_and_its_neighbours(tmp_path, met
         assert function(["3", "4"], method=[method]) == [6.0, 8.0]
 
 
-# A file's name, that of its module, and what it finds in the other module of its name.
-NAMES = {
-    "mine": ("mine", "pool"),
-    "reward.v2": ("reward_v2", ""),
-    "math": ("user_math", "sqrt"),
-    "random": ("user_random", "Random"),
-    "rewards": ("user_rewards", "extract_answer"),
-    "numpy": ("user_numpy", "ndarray"),
-}
-
-
-@pytest.mark.parametrize("stem", NAMES)
-def test_a_file_has_its_own_name_and_hides_no_other_module(tmp_path: Path, stem: str) -> None:
-    name, attribute = NAMES[stem]
-    also = f"    import {stem} as other\n    other.{attribute}\n" * bool(attribute)
-    text = PROCESSES.replace("    from neighbour import SAME\n", f"    SAME = __name__\n{also}")
-    text = text.replace("float(text) * SAME", f"float(SAME == {name!r})")
-    (tmp_path / f"{stem}.py").write_text(text)
-    source = f"{tmp_path}/{stem}.py:pool"
-    with closing(get_worker("REWARD_FN", source, 30, {})) as process:
-        function = load_reward_function(process, source)
-        assert function(["1", "1"], method=["fork"]) == [1.0, 1.0]
-        assert function(["1", "1"], method=["spawn"]) == [1.0, 1.0]
+@pytest.mark.parametrize("stem", ["random", "math", "reward.v2"])
+def test_a_file_that_cannot_be_imported_by_its_name_is_refused(tmp_path: Path, stem: str) -> None:
+    (tmp_path / f"{stem}.py").write_text("def score(completions, **_):\n    return [1.0]\n")
+    message = rf"{stem}.py:score raised ImportError: {stem} is no name for a module, or that of an"
+    with pytest.raises(UserMistake, match=message):
+        load(f"{tmp_path}/{stem}.py:score")
 
 
 def test_a_child_by_os_fork_ends_with_its_own_exit_code_and_answers_nobody(tmp_path: Path) -> None:

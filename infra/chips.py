@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
-from infra.sizes import Sizes, derive_sizes, smaller_sizes
+from infra.sizes import derive_sizes, suggest_smaller_size
 
 if TYPE_CHECKING:
     from config import Config
@@ -127,23 +127,6 @@ def attribute_oom_to(name: str, size_settings: tuple[str, ...] = ()) -> Iterator
         raise
 
 
-def suggest_smaller_sizes(
-    cfg: "Config",
-    sizes: Sizes,
-    processes: int,
-    local_devices: int,
-    size_settings: tuple[str, ...],
-) -> str:
-    """Advice that makes a program smaller: the next smaller size that leaves the step as it is, if
-    there is one. size_settings: see `attribute_oom_to`."""
-    if not size_settings:
-        return "Use more devices; OPTIMIZER=sgd or lion, or BETA=0, need less"
-    smaller = smaller_sizes(cfg, sizes, processes, local_devices, size_settings)
-    if not smaller:
-        return "Use more devices, or a lower MAX_LENGTH_SAMPLE or MAX_PROMPT_LENGTH"
-    return "Try " + " ".join(f"{name.upper()}={size}" for name, size in smaller[-1].items())
-
-
 @contextlib.contextmanager
 def exit_on_oom(cfg: "Config") -> Iterator[None]:
     """Ends the program with a line if a device runs out of memory within this context: the program
@@ -160,6 +143,6 @@ def exit_on_oom(cfg: "Config") -> Iterator[None]:
         requested = message[:200].rstrip(".")
         processes, local_devices = jax.process_count(), jax.local_device_count()
         sizes = derive_sizes(cfg, processes, local_devices)
-        advice = suggest_smaller_sizes(cfg, sizes, processes, local_devices, size_settings)
+        advice = suggest_smaller_size(cfg, sizes, processes, local_devices, size_settings)
         print(f"error: {failure}: {requested}. {advice}", file=sys.stderr)
         raise SystemExit(OUT_OF_MEMORY_CODE) from None

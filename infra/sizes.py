@@ -7,9 +7,11 @@ step is one pass. If no micro-batch size is set, a micro-step has up to 4 sequen
 Every division must be exact; otherwise an error names the nearest sizes that fit.
 """
 
+import contextlib
+import dataclasses
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from infra.mistakes import UserMistake
 
@@ -135,27 +137,33 @@ def micro_batch_size(cfg: "Config", update_batch: int, formula: str, local_devic
     return micro_batch
 
 
-def smaller_sizes(
+def suggest_smaller_size(
     cfg: "Config", sizes: Sizes, processes: int, local_devices: int, names: tuple[str, ...]
-) -> list[dict[str, int]]:
-    """The settings of every smaller pass or micro-batch in the same step, smallest first.
+) -> str:
+    """Advice that makes a program smaller: the next smaller pass or micro-batch that leaves the
+    step as it is, if there is one.
 
-    names: PASS_SIZES for a smaller pass, MICRO_SIZES for a smaller micro-batch. The settings are
-    per process or per device, as the user has set the size.
+    names: PASS_SIZES or MICRO_SIZES if a smaller size makes the program smaller, else (). The size
+    is per process or per device, as the user has set it.
     """
-    per_process, multiple, others = getattr(cfg, names[0]) > 0, local_devices, {}
+    if not names:
+        return "Use more devices; OPTIMIZER=sgd or lion, or BETA=0, need less"
+    size = sizes.micro_batch_size
+    same_step: dict[str, Any] = {}
     if names == PASS_SIZES:
-        size, total = sizes.prompt_batch_size, sizes.prompts_per_step // processes
-        if per_process:
-            multiple = fewest_prompts(cfg.num_pre_q, local_devices)
+        size = sizes.prompt_batch_size
         if not cfg.rollout_batch_size and not cfg.rollout_global_batch_size:
-            others = {"rollout_batch_size": sizes.global_batch}
-    else:
-        size, total = sizes.micro_batch_size, sizes.micro_batch_size * sizes.grad_accum_steps
-        if cfg.grad_accum_steps:
-            others = {"grad_accum_steps": 0}
-    smaller = [n for n in divisors(total // multiple) if n < size // multiple]
-    return [({names[0]: n * multiple} if per_process else {names[1]: n}) | others for n in smaller]
+            same_step = {"rollout_batch_size": sizes.global_batch}
+    elif cfg.grad_accum_steps:
+        same_step = {"grad_accum_steps": 0}
+    per_process = getattr(cfg, names[0]) > 0
+    name, size = (names[0], size) if per_process else (names[1], size // local_devices)
+    for smaller in range(size - 1, 0, -1):
+        settings = {name: smaller} | same_step
+        with contextlib.suppress(UserMistake):  # it does not divide the step
+            derive_sizes(dataclasses.replace(cfg, **settings), processes, local_devices)
+            return "Try " + " ".join(f"{name.upper()}={value}" for name, value in settings.items())
+    return "Use more devices, or a lower MAX_LENGTH_SAMPLE or MAX_PROMPT_LENGTH"
 
 
 def fewest_prompts(num_pre_q: int, local_devices: int) -> int:

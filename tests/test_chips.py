@@ -12,7 +12,7 @@ from runs import FASTER_TO_COMPILE, REPO, environment
 
 from config import Config
 from infra import chips
-from infra.sizes import MICRO_SIZES, PASS_SIZES, derive_sizes, smaller_sizes
+from infra.sizes import MICRO_SIZES, PASS_SIZES, derive_sizes, suggest_smaller_size
 
 ADDRESS_SPACE = 6 * 10**9  # bytes, of which jax needs a part
 
@@ -37,33 +37,28 @@ def test_a_program_that_exhausts_the_memory_is_named_with_the_size_to_try(tmp_pa
     assert '"why": "memory ran out"' in (tmp_path / "run" / "summary.json").read_text()
 
 
-def smaller(settings: str, slice_: tuple[int, int], names: tuple[str, str]) -> list[dict]:
-    """The smaller sizes on a slice. slice_: the number of processes and of devices of each."""
+# Processes x local devices, the settings of a program that is too large -> what to try.
+SMALLER = """
+1x1 BATCH_SIZE=6 -> BATCH_SIZE=3 ROLLOUT_BATCH_SIZE=48
+1x8 BATCH_SIZE=8 NUM_PRE_Q=2 -> BATCH_SIZE=4 ROLLOUT_BATCH_SIZE=16
+1x8 BATCH_SIZE=4 NUM_PRE_Q=2 ->
+2x4 ROLLOUT_BATCH_SIZE=256 ROLLOUT_PER_DEVICE_BATCH_SIZE=4 -> ROLLOUT_PER_DEVICE_BATCH_SIZE=2
+2x4 BATCH_SIZE=8 TRAIN_MICRO_BATCH_SIZE=32 -> TRAIN_MICRO_BATCH_SIZE=16
+2x4 BATCH_SIZE=8 GRAD_ACCUM_STEPS=2 -> TRAIN_PER_DEVICE_MICRO_BATCH_SIZE=4 GRAD_ACCUM_STEPS=0
+"""
+
+
+@pytest.mark.parametrize("row", SMALLER.strip().splitlines())
+def test_a_smaller_size_does_not_change_the_step_and_has_the_user_s_unit(row: str) -> None:
+    case, advice = row.split(" ->")
+    slice_, settings = case.split(" ", 1)
+    processes, devices = map(int, slice_.split("x"))
     cfg = Config.from_env(environment(f"MODEL_PATH=m {settings}"))
-    return smaller_sizes(cfg, derive_sizes(cfg, *slice_), *slice_, names)
-
-
-def test_smaller_sizes_do_not_change_the_step_and_use_the_user_s_unit() -> None:
-    assert smaller("BATCH_SIZE=6", (1, 1), PASS_SIZES) == [
-        {"batch_size": n, "rollout_batch_size": 48} for n in (1, 2, 3)
-    ]
-    # 8 completions of one prompt fill 8 devices.
-    assert smaller("BATCH_SIZE=8", (1, 8), PASS_SIZES) == [
-        {"batch_size": n, "rollout_batch_size": 64} for n in (1, 2, 4)
-    ]
-    step = "ROLLOUT_BATCH_SIZE=256 ROLLOUT_PER_DEVICE_BATCH_SIZE=4"
-    assert smaller(step, (2, 4), PASS_SIZES) == [
-        {"rollout_per_device_batch_size": n} for n in (1, 2)
-    ]
-    micro = "BATCH_SIZE=8 TRAIN_MICRO_BATCH_SIZE=32"
-    assert smaller(micro, (2, 4), MICRO_SIZES) == [
-        {"train_micro_batch_size": n} for n in (4, 8, 16)
-    ]
-    micro = "BATCH_SIZE=8 TRAIN_PER_DEVICE_MICRO_BATCH_SIZE=8 GRAD_ACCUM_STEPS=2"
-    assert smaller(micro, (2, 4), MICRO_SIZES) == [
-        {"train_per_device_micro_batch_size": n, "grad_accum_steps": 0} for n in (1, 2, 4)
-    ]
-    assert smaller("BATCH_SIZE=1", (1, 1), PASS_SIZES) == []
+    names = MICRO_SIZES if "TRAIN" in advice else PASS_SIZES
+    sizes = derive_sizes(cfg, processes, devices)
+    suggested = suggest_smaller_size(cfg, sizes, processes, devices, names)
+    more_devices = "Use more devices, or a lower MAX_LENGTH_SAMPLE or MAX_PROMPT_LENGTH"
+    assert suggested == (f"Try{advice}" if advice else more_devices)
 
 
 @pytest.mark.parametrize(

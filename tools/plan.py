@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from config import Config
-from infra.chips import GPUS, OUT_OF_MEMORY_CODE, SLICES, suggest_smaller_sizes, usable_memory_bytes
+from infra.chips import GPUS, OUT_OF_MEMORY_CODE, SLICES, usable_memory_bytes
 from infra.mistakes import UserMistake, exit_with_mistakes, in_one_line
 from infra.sizes import (
     MICRO_SIZES,
@@ -36,6 +36,7 @@ from infra.sizes import (
     eval_questions,
     prompt_share,
     prompt_width,
+    suggest_smaller_size,
 )
 from model import hf
 from model.layout import devices_per_process, mesh_text
@@ -174,7 +175,7 @@ def print_plan(plan: Plan, slice_name: str) -> int:
         hint = "Use more devices, or a lower SGLANG_JAX_MEM_FRACTION_STATIC"
         if name != "engine":
             sizes = programs[name].sizes
-            hint = suggest_smaller_sizes(
+            hint = suggest_smaller_size(
                 plan.cfg, plan.sizes, plan.processes, plan.local_devices(), sizes
             )
         print(f"{name} does not fit. {hint}")

@@ -360,14 +360,6 @@ def pool(completions, method, **columns):
     context = multiprocessing.get_context(method[0])
     with context.Pool(1) as pool, ProcessPoolExecutor(1, context) as executor:
         return pool.map(same, completions[:1]) + list(executor.map(same, completions[1:]))
-def exits(completions, **columns):
-    codes = []
-    for text in completions:
-        child = os.fork()
-        if child == 0:
-            sys.exit(int(text))
-        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-    return codes
 def leaves_a_child(completions, **columns):
     multiprocessing.get_context("fork").Process(target=time.sleep, args=[600]).start()
     os._exit(7)
@@ -388,12 +380,6 @@ def test_a_file_that_cannot_be_imported_by_its_name_is_refused(tmp_path: Path, s
     message = rf"{stem}.py:score raised ImportError: {stem} is no name for a module, or that of an"
     with pytest.raises(UserMistake, match=message):
         load(f"{tmp_path}/{stem}.py:score")
-
-
-def test_a_child_by_os_fork_ends_with_its_own_exit_code_and_answers_nobody(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(PROCESSES)
-    with worker(tmp_path, "exits") as function:
-        assert [function(["3", "0"]), function(["5"])] == [[3, 0], [5]]
 
 
 def test_a_worker_that_dies_is_noticed_while_a_child_of_it_lives(tmp_path: Path) -> None:

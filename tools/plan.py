@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
@@ -45,7 +46,7 @@ from model.network import Compute
 from model.next_token import Sampling, support_size
 from model.params import Gemma3, ModelConfig, abstract_params, combine_params
 from model.placement import num_params, plan_compute, raise_if_too_long, rollout_mesh_text
-from rows import MicroBatch
+from rows import Batch, MicroBatch, pack
 from sampling import (
     Stopping,
     begin,
@@ -443,35 +444,31 @@ def rollout_programs(
 
 
 def micro_batch(plan: Plan) -> MicroBatch:
-    """The shapes of a micro-batch of the longest prompts and completions."""
-    cfg, layout, T = plan.cfg, plan.training.layout, plan.cfg.max_length_sample
-    widths = limits_of(cfg, plan.sizes, plan.training, plan.processes, plan.S).widest()
-    rows = layout.batch_shards
-    sequences = rows * widths.Q
-    sampling = sampling_of(cfg)
-    support = support_size(sampling, plan.training.model.vocab_size)
-
-    def batch(dtype: DTypeLike, *shape: int) -> jax.ShapeDtypeStruct:
-        return array(layout.mesh, shape, dtype, layout.batch_axes)
-
-    row, tokens = batch(jnp.int32, rows, widths.S + widths.C), batch(jnp.int32, sequences, T)
-    logps = batch(jnp.float32, sequences, T)
-    return MicroBatch(
-        ids=row,
-        positions=row,
-        prompt=row,
-        start=row,
-        targets=batch(jnp.int32, rows, widths.C),
-        places=batch(jnp.int32, rows, widths.Q, T),
-        sequences=batch(jnp.int32, sequences),
+    """The shapes of a micro-batch of the longest prompts and completions, by packing nothing."""
+    cfg, layout, sampling = plan.cfg, plan.training.layout, sampling_of(plan.cfg)
+    U = support_size(sampling, plan.training.model.vocab_size)
+    tokens = np.zeros((1, cfg.max_length_sample), np.int32)  # of a single completion
+    logps = tokens.astype(np.float32)
+    batch = Batch(
+        prompts=[],
+        completion_ids=tokens,
         completion_mask=tokens,
+        lengths=tokens[:, 0],
         sampling_logps=logps,
-        advantages=batch(jnp.float32, sequences),
+        advantages=logps[:, 0],
         old_logps=logps if plan.sizes.updates_per_step > 1 else None,
         ref_logps=logps if cfg.beta > 0 else None,
         top_mask=tokens if cfg.top_entropy_quantile < 1 else None,
-        support=batch(jnp.int32, rows, widths.C, support) if sampling.replay else None,
+        support=np.zeros((*tokens.shape, U), np.int32) if sampling.replay else None,
     )
+    limits = limits_of(cfg, plan.sizes, plan.training, plan.processes, plan.S)
+    row = pack(batch, [[]], limits.widest(), pad_id=0)
+
+    def of_all_shards(x: np.ndarray) -> jax.ShapeDtypeStruct:
+        shape = layout.batch_shards * len(x), *x.shape[1:]
+        return array(layout.mesh, shape, x.dtype, layout.batch_axes)
+
+    return jax.tree.map(of_all_shards, row)
 
 
 # ---- Well-known models ---------------------------------------------------------------------------

@@ -87,8 +87,8 @@ def parse_command_line(argv: Sequence[str]) -> argparse.Namespace:
     only.add_argument(
         "--eval-only",
         action="store_true",
-        help="evaluate OUTPUT_DIR's newest checkpoint, else its export, on the complete eval "
-        "split; without OUTPUT_DIR MODEL_PATH",
+        help="evaluate OUTPUT_DIR's newest checkpoint on the complete eval split; without "
+        "OUTPUT_DIR MODEL_PATH",
     )
     only.add_argument(
         "--ask",

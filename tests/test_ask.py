@@ -75,58 +75,30 @@ def test_eval_only_of_the_exported_folder_gives_the_same_answers(trained: Result
     assert {entry["step"] for entry in answers_of(folder)} == {0}
 
 
-def test_a_run_without_checkpoints_answers_with_its_export(
-    trained: Result, tmp_path: Path, cache: Path
-) -> None:
-    out = shutil.copytree(trained.out, tmp_path / "run")
-    shutil.rmtree(out / "checkpoints")
-    done = run_as_user(out, "--eval-only", JAX_COMPILATION_CACHE_DIR=str(cache))
-    assert done.code == 0 and f"weights={out}/hf\n" in done.lines, done.errors
-    texts = [
-        [entry["completions"] for entry in answers_of(folder)]
-        for folder in (the_only(out, "eval_*"), trained.out)
-    ]
-    assert texts[0] == texts[1]
-
-
-def settings_of(out: Path, *there: str, **more: str) -> tuple[str, str]:
-    """RESUME and MODEL_PATH of the weights with which a run with these files answers."""
-    for name in there:
-        (out / name).parent.mkdir(parents=True, exist_ok=True)
-        (out / name).write_text("{}")
-    cfg = find_weights(Config(model_path="the/base", output_dir=str(out), **more))
+def settings_of(**settings: str) -> tuple[str, str]:
+    """RESUME and MODEL_PATH of the weights with which a run with these settings answers."""
+    cfg = find_weights(Config(model_path="the/base", **settings))
     return cfg.resume, cfg.model_path
 
 
-def test_weights_are_the_newest_checkpoint_or_else_the_export_of_the_run(tmp_path: Path) -> None:
-    a, b, c, d = (tmp_path / name for name in "abcd")
-    assert settings_of(a, "hf/config.json") == ("auto", f"{a}/hf")
-    assert settings_of(b, "hf/adapter_config.json") == ("auto", f"{b}/hf")
-    exported = {"export_hf": f"{c}/mine"}
-    assert settings_of(c, "mine/config.json", **exported) == ("auto", f"{c}/mine")
-    assert settings_of(a, resume="never") == settings_of(d, resume="never") == ("never", "the/base")
-    assert settings_of(a, resume="runs/x") == ("runs/x", "the/base")
-    for out, wanted in ((a, a / "checkpoints"), (d, d / "elsewhere")):
-        checkpoints = Checkpoints(str(wanted))
-        record = {"step": 3, "evals": [], "made_with": {}}
-        checkpoints.save({"x": jnp.zeros(2)}, record)
+def test_weights_are_the_newest_checkpoint_of_the_run_or_what_its_settings_name(tmp_path) -> None:
+    a, d = str(tmp_path / "a"), str(tmp_path / "d")
+    for resume in ("never", "runs/x"):
+        assert settings_of(output_dir=a, resume=resume) == (resume, "the/base")
+    for folder, settings in ((f"{a}/checkpoints", {}), (d, {"checkpoint_dir": d})):
+        checkpoints = Checkpoints(folder)
+        checkpoints.save({"x": jnp.zeros(2)}, {"step": 3, "evals": [], "made_with": {}})
         checkpoints.wait_until_saved()
-        more = {} if out == a else {"checkpoint_dir": str(wanted)}
-        assert settings_of(out, **more) == (str(wanted), "the/base")
+        assert settings_of(output_dir=a, **settings) == (folder, "the/base")
     assert find_weights(Config()) == Config()
 
 
 @pytest.mark.parametrize(
     "there, more, wanted",
     [
-        ([], {}, "checkpoints, and no export in {out}/hf;"),
-        (["a/config.yaml", "a/hf/config.json"], {}, "{out}/checkpoints, and"),  # runs/, not runs/a
-        (["config.yaml", "metrics.jsonl"], {}, "{out}/hf;"),  # stopped before its first checkpoint
-        (["hf/model.safetensors"], {}, "{out}/hf;"),  # killed while it exported
-        (["checkpoints/5.orbax-checkpoint-tmp/a"], {}, "{out}/checkpoints,"),  # and while it saved
-        (["hf/config.json"], {"export_hf": "mine"}, "no export in mine;"),
+        (["a/config.yaml"], {}, "{out}/checkpoints; name the folder of a run"),  # runs/, not runs/a
+        (["checkpoints/5.orbax-checkpoint-tmp/a"], {}, "{out}/checkpoints;"),  # killed in a save
         ([], {"output_dir": "", "checkpoint_dir": "gone"}, "CHECKPOINT_DIR=gone has no weights"),
-        ([], {"export_hf": "none"}, "checkpoints; name the folder of a run"),
     ],
 )
 def test_a_run_without_weights_is_refused_and_nothing_is_made(

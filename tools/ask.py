@@ -1,13 +1,12 @@
 """--ask and --eval-only of train_grpo.py: a model answers one question, or the complete eval split.
 
-The weights are those of the newest checkpoint in OUTPUT_DIR, or else of its export. RESUME may name
-another checkpoint. Without OUTPUT_DIR or with RESUME=never they are those of MODEL_PATH.
+The weights are those of the newest checkpoint in OUTPUT_DIR. RESUME may name another checkpoint.
+Without OUTPUT_DIR or with RESUME=never they are those of MODEL_PATH.
 """
 
 import argparse
 import contextlib
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +20,6 @@ from infra.log import DONE, Clock
 from infra.mistakes import Unwritable, UserMistake, exit_with_mistakes
 from infra.sizes import MICRO_SIZES, PASS_SIZES, STEP_SIZES
 from metrics import dialogues_of
-from model import hf
 from model.params import Params, abstract_params, combine_params, trainable_params
 from startup import (
     Run,
@@ -49,21 +47,17 @@ class Weights(NamedTuple):
 
 
 def find_weights(cfg: Config) -> Config:
-    """The settings with a RESUME or a MODEL_PATH that names the weights. Raises UserMistake."""
+    """The settings with a RESUME that names the checkpoints of the run in OUTPUT_DIR, if it is set.
+    Raises UserMistake if there is no complete one."""
     if cfg.resume != "auto" or not (cfg.output_dir or cfg.checkpoint_dir):
         return cfg
     checkpoints = cfg.checkpoint_dir or f"{cfg.output_dir}/checkpoints"
     if Checkpoints(checkpoints, read_only=True).steps():
         return replace(cfg, resume=checkpoints)
-    export = cfg.export_hf or (f"{cfg.output_dir}/hf" if cfg.output_dir else "none")
-    complete = any(Path(export, marker).exists() for marker in hf.MARKERS)
-    if hosts.gather_texts("yes" if complete else "")[0]:  # process 0 has written the export
-        return replace(cfg, model_path=export)
     where = f"OUTPUT_DIR={cfg.output_dir}" if cfg.output_dir else f"CHECKPOINT_DIR={checkpoints}"
     raise UserMistake(
-        f"{where} has no weights: no complete checkpoint in {checkpoints}"
-        f"{'' if export == 'none' else f', and no export in {export}'}; name the folder of a run, "
-        f"or set RESUME=never to ask MODEL_PATH"
+        f"{where} has no weights: no complete checkpoint in {checkpoints}; name the folder of a "
+        f"run, or set RESUME=never to ask MODEL_PATH, which may be an export"
     )
 
 

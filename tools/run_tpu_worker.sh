@@ -139,8 +139,6 @@ start() {
 # run BASE VENV CONFIG [SETTING=VALUE...]: runs train_grpo.py and writes its log and exit code.
 run() {
   local base=$1 config=$3 code=0 kind
-  # The exit code overwrites these bytes, and the file is renamed. Both work on a full disk too.
-  printf '%-8s' running >"$base.exit.part"
   for kind in log pid exit; do
     ln -sfn "$(basename "$base").$kind" "${base%_*}_latest.$kind"
   done
@@ -148,9 +146,7 @@ run() {
     >"$base.log" 2>&1 &
   echo $! >"$base.pid"
   wait $! || code=$?
-  echo "$code" 1<>"$base.exit.part"
-  truncate --size=$((${#code} + 1)) "$base.exit.part"
-  mv "$base.exit.part" "$base.exit"
+  echo "$code" >"$base.exit.part" && mv "$base.exit.part" "$base.exit"
 }
 
 # logs [NAME]: prints the log.

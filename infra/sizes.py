@@ -219,9 +219,7 @@ def bucket_length(length: int) -> int:
 
     Padding to few lengths means few shapes, and so few compilations.
     """
-    power = 16
-    while power < length:
-        power *= 2
+    power = 1 << max(length - 1, 15).bit_length()
     return power * 3 // 4 if power > 16 and length <= power * 3 // 4 else power
 
 

@@ -48,14 +48,12 @@ import zlib
 def reward(completions, **columns):
     return [zlib.crc32(text.encode()) % 101 / 100 for text in completions]
 """
-ONLY_STEPS = {
+# Small sizes, and nothing but steps. Settings of the user win.
+DEFAULTS = {
     "EVAL_EVERY_STEPS": "0",
     "SAVE_EVERY_STEPS": "0",
     "EXPORT_HF": "none",
     "WANDB_MODE": "disabled",
-}
-# Small sizes, and nothing but steps. Settings of the user win.
-DEFAULTS = ONLY_STEPS | {
     "ROLLOUT_GLOBAL_BATCH_SIZE": "8",
     "NUM_PRE_Q": "4",
     "MAX_LENGTH_SAMPLE": "128",
@@ -114,18 +112,6 @@ def make_dataset(target: Path, V: int, prompt_tokens: int) -> None:
 # ---- The run -------------------------------------------------------------------------------------
 
 
-def train(settings: dict[str, str], *flags: str) -> list[dict[str, Any]]:
-    """Runs train_grpo.py as a user starts it, in a process of its own, and returns the records of
-    its metrics.jsonl. Settings in the environment of this process do not count."""
-    names = [field.name.upper() for field in dataclasses.fields(Config)]
-    env = {name: text for name, text in os.environ.items() if name not in names} | settings
-    command = [sys.executable, "train_grpo.py", *flags]
-    run = subprocess.run(command, cwd=REPO, env=env, stdout=sys.stderr)
-    if run.returncode:  # the run has said why
-        raise SystemExit(run.returncode)
-    return [*read_lines(Path(settings["OUTPUT_DIR"]) / "metrics.jsonl")]
-
-
 def bench(args: argparse.Namespace) -> dict[str, float | str]:
     """Trains in a temporary folder, and returns the fields of docs/speed.md."""
     if args.steps < 3:
@@ -155,39 +141,47 @@ def bench(args: argparse.Namespace) -> dict[str, float | str]:
         V = hf.read_config(source).vocab_size
         make_dataset(folder / "data.jsonl", V, args.prompt_tokens)
         (folder / "reward.py").write_text(REWARD)
-        records = [record for record in train(settings) if "time/train/step_s" in record]
+        # As a user starts it. Settings in the environment of this process do not count.
+        names = [field.name.upper() for field in dataclasses.fields(Config)]
+        env = {name: text for name, text in os.environ.items() if name not in names} | settings
+        command = [sys.executable, "train_grpo.py"]
+        if code := subprocess.run(command, cwd=REPO, env=env, stdout=sys.stderr).returncode:
+            raise SystemExit(code)  # the run has said why
+        lines = read_lines(folder / "run" / "metrics.jsonl")
+        records = [record for record in lines if "time/train/step_s" in record]
         device = read_settings(folder / "run")["derived.device"]
     return measurements(records) | {"device": device}
+
+
+# The fields of docs/speed.md that are medians, and the metrics of which they are.
+MEDIANS = {
+    "steady_rollout_s": "time/train/rollout_s",
+    "steady_train_s": "time/train/update_s",
+    "steady_step_s": "time/train/step_s",
+    "tokens": "train-other/total_valid_token_count",
+    "plen": "train-seq_len/prompt/mean",
+    "clen": "train-seq_len/completion/mean",
+    "rollout_computed_per_token": "throughput/rollout/computed_per_token",
+    "update_computed_per_token": "throughput/update/computed_per_token",
+    "update_mfu": "throughput/update/mfu",  # on known devices
+}
 
 
 def measurements(records: list[dict[str, Any]]) -> dict[str, float]:
     """The fields of docs/speed.md, from the records of steps. The first two steps do not count,
     because jax compiles in the first."""
     counted = records[2:]
-
-    def median(name: str) -> float:
-        return statistics.median(record[name] for record in counted)
-
-    rollout_s, update_s = median("time/train/rollout_s"), median("time/train/update_s")
-    tokens = median("train-other/total_valid_token_count")
     fields = {
-        "steady_rollout_s": rollout_s,
-        "steady_rollout_tok_s": tokens / rollout_s,
-        "steady_train_s": update_s,
-        "steady_step_s": median("time/train/step_s"),
-        "recompiled": sum(record["compile/programs"] for record in counted),
-        "first_step_s": records[0]["time/train/step_s"],
-        "tokens": tokens,
-        "plen": median("train-seq_len/prompt/mean"),
-        "clen": median("train-seq_len/completion/mean"),
-        "rollout_computed_per_token": median("throughput/rollout/computed_per_token"),
-        "update_computed_per_token": median("throughput/update/computed_per_token"),
+        field: statistics.median(record[name] for record in counted)
+        for field, name in MEDIANS.items()
+        if name in counted[-1]
     }
+    fields["steady_rollout_tok_s"] = fields["tokens"] / fields["steady_rollout_s"]
+    fields["recompiled"] = sum(record["compile/programs"] for record in counted)
+    fields["first_step_s"] = records[0]["time/train/step_s"]
     for name, key in (("rss", "host_peak_gib"), ("device", "device_peak_gib")):
-        if gib := records[-1].get(f"memory/{key}"):
+        if gib := counted[-1].get(f"memory/{key}"):
             fields[f"peak_{name}_mib"] = 1024 * gib
-    if "throughput/update/mfu" in records[-1]:
-        fields["update_mfu"] = median("throughput/update/mfu")
     return {name: round(value, 6) for name, value in fields.items()}
 
 

@@ -2,10 +2,7 @@
 
 import pytest
 
-from config import Config
-from infra.settings import REPO
 from recipes.calculator import Calculator
-from startup import set_up
 
 VALUES = {
     "2 + 3 * 4": "14",
@@ -52,13 +49,6 @@ def test_an_expression_that_is_too_long_is_not_even_read() -> None:
     assert Calculator().calculate("1" * 200) == "1" * 200
     with pytest.raises(ValueError, match=r"^the expression is longer than 200 characters$"):
         Calculator().calculate("1" * 201)
-
-
-def test_a_run_describes_the_tool_to_the_model() -> None:
-    settings = {"ENVIRONMENT_CLASS": f"{REPO}/recipes/calculator.py:Calculator"}
-    settings |= {"CHAT_TEMPLATE": f"{REPO}/docs/qwen3_turns.jinja", "REWARD_FN": "reward_correct"}
-    [tool] = set_up(Config.from_env(settings)).rollout.environments.tools
-    assert tool["function"]["name"] == "calculate"
 
 
 def test_a_division_by_zero_is_an_error() -> None:

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 import pytest
 from boxes import Boxes, write_calls
+from test_turns import Script, answers
 
 from config import Config
 from model import hf
 from rollout import complete_prompts, prompts_of_round, reward_completions
-from sampling import Completions
 from startup import set_up
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -139,25 +138,6 @@ def in_trl(
 # ---- In this trainer -----------------------------------------------------------------------------
 
 
-class Says:
-    """A backend that draws the tokens of these texts: [K] those of the turns of each completion."""
-
-    def __init__(self, texts: list[list[str]]) -> None:
-        self._left = [iter(each) for each in texts]
-
-    def generate(
-        self, prompt_ids: Any, prompt_mask: Any, numbers: np.ndarray, *others: Any
-    ) -> Completions:
-        b = len(numbers)
-        ids, drawn = np.zeros((2, b, T), np.int32)
-        for i, number in enumerate(numbers):
-            if number < len(self._left):  # else it is a place without a sequence
-                tokens = tokenizer()(next(self._left[number]) + STOP)["input_ids"]
-                ids[i, : len(tokens)], drawn[i, : len(tokens)] = tokens, 1
-        lengths = drawn.sum(axis=1, dtype=np.int32)
-        return Completions(numbers, ids, drawn, lengths, np.zeros((b, T), np.float32), lengths)
-
-
 def here(
     source: str, reward: str, columns: dict[str, Any], texts: list[list[str]], folder: Path
 ) -> list[Episode]:
@@ -177,7 +157,8 @@ def here(
     }
     run = set_up(Config.from_env(settings))
     prompts = prompts_of_round(run, 0)
-    made = complete_prompts(run, Says(texts), prompts, jax.random.key(0))
+    script = Script([[text + STOP for text in turns] for turns in texts], T)
+    made = complete_prompts(run, script, prompts, jax.random.key(0))
     _, rewards = reward_completions(run.rollout, prompts, made)
     used = [slice(length) for length in made.lengths]
     return [
@@ -196,12 +177,6 @@ def here(
 
 def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-
-
-def answers(*texts: str) -> str:
-    """What Qwen3's template writes for the answers to the calls of a turn."""
-    told = "\n".join(f"<tool_response>\n{text}\n</tool_response>" for text in texts)
-    return f"\n<|im_start|>user\n{told}<|im_end|>\n<|im_start|>assistant\n"
 
 
 def play(texts: list[list[str]], folder: Path) -> tuple[list[Episode], list[Episode], list, list]:
@@ -303,21 +278,15 @@ def score(prompts, completions, completion_ids, answer, trainer_state, log_extra
         100 * len(prompt) + 10 * len(completion) + len(ids) + float(right in completion)
         for prompt, completion, ids, right in zip(prompts, completions, completion_ids, answer)
     ]
-async def judge(completions, **everything):
-    named = {**dict.fromkeys(["trainer_state", "log_extra", "log_metric"], print), **everything}
-    return score(completions=completions, **named)
 """
 
 
-@pytest.mark.parametrize("name", ["score", "judge"])
-def test_a_reward_function_gets_the_arguments_that_it_gets_in_trl(
-    tmp_path: Path, name: str
-) -> None:
+def test_a_reward_function_gets_the_arguments_that_it_gets_in_trl(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(REWARDS)
     exec(REWARDS, scope := {})
     columns, texts = {"question": "What is 2+2?", "answer": "4"}, [["It is 4."], ["Five?"]] * 4
-    theirs = in_trl(None, scope[name], columns, texts, tmp_path)
-    ours = here("", f"{tmp_path}/mine.py:{name}", columns, texts, tmp_path)
+    theirs = in_trl(None, scope["score"], columns, texts, tmp_path)
+    ours = here("", f"{tmp_path}/mine.py:score", columns, texts, tmp_path)
     tokens = [len(tokenizer()(text + STOP)["input_ids"]) for (text,) in texts]
     expected = [1200 + 80 + tokens[0] + 1, 1200 + 50 + tokens[1]] * 4
     assert [each.reward for each in ours] == [each.reward for each in theirs] == expected

@@ -41,16 +41,13 @@ def right_guesses(mistakes: float) -> tuple[float, float]:
     agree, won, games = [], 0, 500
     for _ in range(games):
         said = make_guesser.game(GAME, mistakes, rng)
-        assert len(said) in (1, 3, 5, 7) and {*said[1::2]} <= {"higher", "lower"}
-        least, greatest = 11, 25
-        for turn, guess in enumerate(map(int, said[::2])):
-            if turn:
-                agree.append(least <= guess <= greatest)
-                assert 11 <= guess <= 25
-            if said[2 * turn + 1 :][:1] == ["higher"]:
-                least = max(least, guess + 1)
-            else:
-                greatest = min(greatest, guess - 1)
+        assert len(said) in (1, 3, 5, 7)
+        guesses, replies = [int(guess) for guess in said[::2]], said[1::2]
+        assert replies == ["higher" if guess < 17 else "lower" for guess in guesses[:-1]]
+        for turn in range(1, len(guesses)):
+            too_low = [guess for guess in guesses[:turn] if guess < 17]
+            too_high = [guess for guess in guesses[:turn] if guess > 17]
+            agree.append(max(too_low, default=10) < guesses[turn] < min(too_high, default=26))
         won += said[-1] == "17"
     return sum(agree) / len(agree), won / games
 

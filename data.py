@@ -152,26 +152,20 @@ def _with_texts(place: str, item: object, text_columns: dict[str, str]) -> Examp
 
 def _split_files(folder: Path, split: str) -> list[Path]:
     """Returns SPLIT.ext, or all shards SPLIT-00000-of-0000N.ext; other files do not count. Raises
-    UserMistake if a shard or the split is missing, or if the folder has the split twice."""
-    files = sorted(f for f in folder.iterdir() if f.suffix in SUFFIXES)
+    UserMistake if the folder has no such file, or if they are not N files of one format."""
+    files = sorted(file for file in folder.iterdir() if file.suffix in SUFFIXES)
     # Older versions of datasets put a hash behind the number.
-    shard = re.compile(rf"{re.escape(split)}-(\d{{5}})-of-(\d{{5}})(-[0-9a-f]{{16}})?")
-    chosen = {f: shard.fullmatch(f.stem) for f in files}
-    chosen = {f: match for f, match in chosen.items() if match or f.stem == split}
-    if not chosen:
-        names = ", ".join(f.name for f in files) or "no .jsonl, .json or .parquet"
-        raise UserMistake(f"DATASET={folder} has no file of split {split!r}; it has {names}")
-    kinds = {f: (f.suffix, match and match[2]) for f, match in chosen.items()}
-    first, *others = chosen
-    numbers = {int(m[1]) for f, m in chosen.items() if m and kinds[f] == kinds[first]}
-    for i in sorted({*range(int(kinds[first][1] or 0))} - numbers):
-        name = f"{split}-{i:05}-of-{kinds[first][1]}{first.suffix}"
-        raise UserMistake(f"DATASET={folder} lacks {name}, a part of split {split!r}")
-    for other in others:
-        if kinds[other] != kinds[first]:
-            both = f"{first.name} and {other.name} are both split {split!r}"
-            raise UserMistake(f"DATASET={folder}: {both}; remove one of them")
-    return [*chosen]
+    name = re.compile(rf"{re.escape(split)}(-\d{{5}}-of-(\d{{5}})(-[0-9a-f]{{16}})?)?")
+    matches = {file: match for file in files if (match := name.fullmatch(file.stem))}
+    if not matches:
+        others = ", ".join(file.name for file in files) or "no .jsonl, .json or .parquet"
+        raise UserMistake(f"DATASET={folder} has no file of split {split!r}; it has {others}")
+    formats = {(file.suffix, int(match[2] or 1)) for file, match in matches.items()}
+    if len(formats) > 1 or len(matches) not in {count for _, count in formats}:
+        names = ", ".join(file.name for file in matches)
+        why = "a shard is missing, or the split is there twice"
+        raise UserMistake(f"DATASET={folder}: split {split!r} is in {names}: {why}")
+    return [*matches]
 
 
 def raise_if_gym_is_missing(dataset: str) -> None:

@@ -348,17 +348,9 @@ def test_training_begins_with_the_adapters_of_a_folder_and_so_does_the_reference
         np.testing.assert_array_equal(ours[name], theirs[name])
 
 
-@pytest.mark.parametrize(
-    ("env", "words"),
-    [
-        ({"LORA_RANK": "65"}, "LORA_RANK=65 is above 64, the smaller side of "),
-        ({"LORA_RANK": "4", "LORA_TARGETS": "q_proj,lm_head"}, "'lm_head' is none of q_proj,"),
-    ],
-)
-def test_a_rank_or_a_target_that_cannot_be_is_told(env: dict[str, str], words: str) -> None:
-    with pytest.raises(UserMistake) as error:
-        set_up(Config.from_env(env))
-    assert words in str(error.value)
+def test_a_target_that_is_no_matrix_is_refused() -> None:
+    with pytest.raises(UserMistake, match="'lm_head' is none of q_proj,"):
+        set_up(Config.from_env({"LORA_RANK": "4", "LORA_TARGETS": "q_proj,lm_head"}))
 
 
 @pytest.mark.parametrize(

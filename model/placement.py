@@ -199,18 +199,6 @@ def num_params(model: ModelConfig) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(param_table(model)))
 
 
-def layer_matrix_size(model: ModelConfig) -> int:
-    """The number of weights in the matrices of one layer."""
-    layers = jax.tree.leaves(param_table(model).layers)
-    return sum(math.prod(leaf.shape[1:]) for leaf in layers if len(leaf.shape) == 3)
-
-
-def attention_flops(model: ModelConfig, pairs: float) -> float:
-    """FLOPs of the forward of attention in all layers, for this number of pairs of a query and a
-    key. Sliding windows are ignored, so that for Gemma 3 this is too many."""
-    return 4 * model.num_heads * model.head_dim * model.num_layers * pairs
-
-
 def update_flops(model: ModelConfig, prompts: np.ndarray, completions: np.ndarray) -> float:
     """The FLOPs of forward and backward of all sequences of a step, without recomputation.
 
@@ -218,8 +206,11 @@ def update_flops(model: ModelConfig, prompts: np.ndarray, completions: np.ndarra
     tokens.
     """
     S, T = prompts[:, None], completions  # [P, 1], [P, K]
+    # The pairs of a query and a key. Sliding windows are ignored: for Gemma 3 these are too many.
     pairs = (S**2 / 2).sum() + (T * S + T**2 / 2).sum()
-    weights = model.num_layers * layer_matrix_size(model) * (S.sum() + T.sum())
+    attention = 4 * model.num_heads * model.head_dim * model.num_layers * pairs
+    layers = jax.tree.leaves(param_table(model).layers)
+    matrices = sum(math.prod(leaf.shape) for leaf in layers if leaf.kind == "matrix")
     head = model.vocab_size * model.hidden_size * T.sum()
     passes = 2 if model.lora else 3  # matrices of the base have no gradient
-    return float(passes * 2 * (weights + head) + 3 * attention_flops(model, pairs))
+    return float(passes * 2 * (matrices * (S.sum() + T.sum()) + head) + 3 * attention)

@@ -605,19 +605,15 @@ def result_fingerprint(run: Run) -> dict[str, str]:
 
 def process_fingerprint(run: Run) -> dict[str, str]:
     """What must be the same on every process: the fingerprint of the results, all settings but
-    those of a single process, the code, the versions and the list of the model's files."""
+    those of a single process, the code, the versions and the questions of evaluations."""
     settings = {
         field.name.upper(): str(getattr(run.cfg, field.name)).replace(str(REPO), "{repo}")
         for field in dataclasses.fields(run.cfg)
         if not field.metadata["per_process"]
     }
-    files = [*run.folder.glob("*.json"), *run.folder.glob("*.safetensors")]
     versions = {f"the version of {name}": x for name, x in hosts.package_versions().items()}
     others = {
         "our code": hosts.code_digest(REPO),
-        "the list of the model's files": hosts.json_digest(
-            sorted((file.name, file.stat().st_size) for file in files)
-        ),
         "the questions of evaluations": hosts.json_digest(run.eval_prompts),
     }
     return settings | result_fingerprint(run) | others | versions

@@ -28,8 +28,6 @@ DRIFT_LEVELS = {"float32": 1e-3, "bfloat16": 0.05}
 PHASES = ("rollout_sync", "rollout_generate", "reward", "advantages", "shard", "update", "logps")
 # Prefixes of the metrics that are means over tokens with log-probabilities of the trainer.
 COMPUTED_TOKEN_METRICS = ("sampling_logp_difference/", "is_weight/")
-# Metrics that are 0 if the loss of an update has no tokens; all others are NaN then.
-METRICS_WITHOUT_TOKENS = ("loss", "policy_loss", "update_token_count")
 
 
 # ---- An update -----------------------------------------------------------------------------------
@@ -58,12 +56,8 @@ def rescale_to_all_tokens(
     mask = batch.completion_mask
     counted, computed = mask.sum(), mask[sequences].sum()
     logps = np.where(mask > 0, batch.sampling_logps, 0)
-    entropy = -logps.sum(dtype=np.float64) / max(counted, 1)
+    entropy = -logps.sum(dtype=np.float64) / counted if counted else math.nan
     metrics = metrics | {"entropy": float(entropy), "update_token_count": float(computed)}
-    if not counted:
-        return {
-            name: x if name in METRICS_WITHOUT_TOKENS else math.nan for name, x in metrics.items()
-        }
     for name in (x for x in metrics if x.startswith(COMPUTED_TOKEN_METRICS) and x not in MERGE):
         metrics[name] *= float(counted / computed)
     if computed < counted and "clip_ratio/low_min" in metrics:

@@ -42,6 +42,7 @@ _TAIL = 16  # A tag and the white space after it have fewer tokens than this.
 SUFFIXES = (".jsonl", ".json", ".parquet")
 # DATASET_CONFIG, if it is empty, of hub datasets with several configurations and no default.
 HUB_CONFIGS = {"openai/gsm8k": "main"}
+REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "environments")
 HELD_OUT = 0.1  # fraction of a single file or of a task that is held out for evaluation
 
 
@@ -95,18 +96,14 @@ def load_examples(
     # Rewards receive the columns as lists, so every example needs every column of the split.
     columns = dict.fromkeys(name for example in examples for name in example)
     for name in [*columns]:
+        why: object = "rewards get something else by this name" if name in REWARD_ARGUMENTS else ""
         try:
             json.dumps([example.get(name) for example in examples])
         except TypeError as error:
+            why = error
+        if why:
             del columns[name]
-            print(f"left out column {name!r} of split {split!r}: {error}", flush=True)
-    # These are arguments of reward functions.
-    if "prompts" in columns:
-        del columns["prompts"]
-        why = "rewards get the questions by this name"
-        print(f"left out column 'prompts' of split {split!r}: {why}", flush=True)
-    for name in {"completions", "completion_ids", "environments"} & set(columns):
-        raise UserMistake(f"DATASET={dataset}: a column may not be called {name}; rename it")
+            print(f"left out column {name!r} of split {split!r}: {why}", flush=True)
     examples = [{name: example.get(name) for name in columns} for example in examples]
     if one_file or is_task:
         if split not in ("train", "test"):

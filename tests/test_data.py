@@ -605,26 +605,18 @@ def test_prompts_that_are_too_long_are_skipped(capsys: pytest.CaptureFixture) ->
     refused(lambda: drop_long_prompts(prompts, 2, "test"), message)
 
 
-def test_a_column_of_the_name_under_which_rewards_get_the_questions_is_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture
+@pytest.mark.parametrize("name", ["prompts", "completions", "completion_ids", "environments"])
+def test_a_column_with_the_name_of_another_argument_of_rewards_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture, name: str
 ) -> None:
-    file = tmp_path / "mine.jsonl"
-    file.write_text("".join(f'{{"prompts": "{i} + 1?", "answer": "{i}"}}\n' for i in range(9)))
-    examples = load_examples(str(file), "", "train", question="prompts")
+    file = write(tmp_path / "mine.jsonl", [{name: f"{i} + 1?", "answer": f"{i}"} for i in range(9)])
+    examples = load_examples(str(file), "", "train", question=name)
     assert examples[0] == {"question": "0 + 1?", "answer": "0"}
-    message = "left out column 'prompts' of split 'train': rewards get the questions by this name\n"
-    assert capsys.readouterr().out == message
+    message = f"left out column {name!r} of split 'train': rewards get something else by this name"
+    assert capsys.readouterr().out == message + "\n"
 
 
-@pytest.mark.parametrize("name", ["completions", "completion_ids"])
-def test_every_example_has_every_column_and_none_that_rewards_are_given(
-    tmp_path: Path, name: str
-) -> None:
-    file = tmp_path / "mine.jsonl"
+def test_every_example_has_every_column(tmp_path: Path) -> None:
     example = {"question": "1 + 1?", "answer": "#### 2"}
-    examples = [example, {**example, "level": 3}, example]
-    file.write_text("".join(json.dumps(e) + "\n" for e in examples))
+    file = write(tmp_path / "mine.jsonl", [example, {**example, "level": 3}, example])
     assert [e["level"] for e in load_examples(str(file), "", "train")] == [None, 3]
-    file.write_text("".join(json.dumps({**e, name: []}) + "\n" for e in examples))
-    with pytest.raises(UserMistake, match=f"a column may not be called {name}; rename it"):
-        load_examples(str(file), "", "train")

@@ -158,16 +158,6 @@ def choose_layer_loop(platform: str, remat: str) -> str:
 # ---- Tensor parallelism --------------------------------------------------------------------------
 
 
-def possible_tp(model: ModelConfig, local_devices: int, heads: int) -> list[int]:
-    """The powers of two that divide `heads`, the devices of a host and every dimension that tp
-    splits."""
-    leaves = jax.tree.leaves(param_table(model))
-    pairs = [pair for leaf in leaves for pair in zip(leaf.shape, leaf.axes, strict=True)]
-    sizes = [size for size, axes in pairs if axes and "tp" in axes]
-    powers = [2**i for i in range(local_devices.bit_length())]
-    return [tp for tp in powers if not any(size % tp for size in (local_devices, heads, *sizes))]
-
-
 def rollout_tp(
     model: ModelConfig,
     devices: Sequence[jax.Device],
@@ -175,19 +165,23 @@ def rollout_tp(
     seconds: float = READ_SECONDS,
     heads: int = 0,
 ) -> tuple[int, str]:
-    """The tp of decoding, and the reason for it. It is the smallest tp with which the weights take
-    at most 40 % of a device's memory, and on a TPU are read in `seconds`; if there is none, it is
-    the largest that is possible.
+    """The tp of decoding, and the reason for it. It is the smallest power of two with which the
+    weights take at most 40 % of a device's memory, and on a TPU are read in `seconds`; or else the
+    largest that divides the devices of a host, `heads` and every dimension that tp splits.
 
-    itemsize: bytes of a weight. heads: tp has to divide it; any tp divides 0.
+    itemsize: bytes of a weight. heads: 0 if tp need not divide the heads.
     """
     # The memory of a device can be asked for only in its own process.
     device = next((d for d in devices if d.process_index == jax.process_index()), devices[0])
     weights, limit = itemsize * num_params(model), 0.4 * usable_memory_bytes(device)
     if chip := chip_of(device):
         limit = min(limit, seconds * chip.hbm_gbps * 1e9)
-    possible = possible_tp(model, devices_per_process(devices), heads)
-    tp = next((tp for tp in possible if weights / tp <= limit), possible[-1])
+    leaves = jax.tree.leaves(param_table(model))
+    pairs = [pair for leaf in leaves for pair in zip(leaf.shape, leaf.axes, strict=True)]
+    split_sizes = [size for size, axes in pairs if axes and "tp" in axes]
+    common, tp = math.gcd(devices_per_process(devices), heads, *split_sizes), 1
+    while weights / tp > limit and common % (2 * tp) == 0:
+        tp *= 2
     return tp, f"{weights / tp / 1e9:.3g} GB of weights on a device"
 
 

@@ -219,10 +219,8 @@ def test_a_training_mesh_that_splits_a_head_is_refused_and_auto_makes_none() -> 
         UserMistake, match="^MESH_SHAPE .*tp=8 does not divide the model's 12 query"
     ):
         plan_compute(cfg, model, derive_sizes(cfg, 1, 8), 16, jax.devices())
-    assert (placement.possible_tp(model, 8, 0), placement.possible_tp(model, 8, 12)) == (
-        [1, 2, 4, 8],
-        [1, 2, 4],
-    )
+    full = [device("NVIDIA H100 80GB HBM3", bytes_limit=1)] * 8
+    assert [rollout_tp(model, full, 2, heads=heads)[0] for heads in (0, 12)] == [8, 4]
 
 
 def test_a_run_trains_on_fsdp_and_decodes_without_remat_on_meshes_of_all_devices() -> None:

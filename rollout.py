@@ -103,9 +103,7 @@ def complete(
     width = prompt_width(longest, rollout.global_length)  # S+1
     local_prompts, passes = slice_of_process(prompts), []
     total = len(local_prompts) * completions_per_prompt
-    sequence_ids = np.array(
-        slice_of_process(range(len(prompts) * completions_per_prompt)), np.int32
-    )  # [local_batch]
+    sequence_ids = np.arange(total, dtype=np.int32) + jax.process_index() * total  # [local_batch]
     sequences_per_pass = prompts_per_pass * completions_per_prompt
     with progress_bar(title, total, "completions") as bar:
         for i in range(0, len(local_prompts), prompts_per_pass):

@@ -13,7 +13,7 @@ from infra.log import Clock, RunLog, mean_without_nan, to_json_values
 from loss import MERGE, equal_groups
 from model.params import ModelConfig
 from model.placement import update_flops
-from rollout import Rollout, decode_part, parts_of, texts_of
+from rollout import Rollout, decode_part, have_equal_rewards, parts_of, texts_of
 from rows import Batch, MicroBatch
 
 if TYPE_CHECKING:
@@ -235,14 +235,15 @@ def phase_seconds(clock: Clock) -> dict[str, float]:
 
 
 def dynamic_sampling_metrics(
-    rounds: list[Batch], have_equal_rewards: np.ndarray
+    rounds: list[Batch], adv_estimator: str, reward_weights: Sequence[float]
 ) -> dict[str, float]:
     """The metrics of DYNAMIC_SAMPLING, over all sampled groups, including those that the step does
-    not train on. have_equal_rewards: [rounds * P] bool, of each group."""
+    not train on."""
     sampled = Batch.concatenate(rounds)
+    are_equal = have_equal_rewards(sampled, adv_estimator, reward_weights)  # [rounds * P]
     metrics = {
         "rounds": len(rounds),
-        "kept_frac": 1 - have_equal_rewards.mean(),
+        "kept_frac": 1 - are_equal.mean(),
         "reward_mean": mean_without_nan(sampled.rewards),
         "accuracy": mean_without_nan(are_right(sampled.per_function)),
         "hit_max_frac": 1 - sampled.stopped.mean(),

@@ -214,22 +214,19 @@ def has_enough_groups(cfg: Config, rounds: list[Batch], reward_weights: Sequence
         return False
     if not cfg.dynamic_sampling or len(rounds) == cfg.dynamic_sampling_max_rounds:
         return True
-    have_signal = ~have_equal_rewards(rounds, cfg.adv_estimator, reward_weights)  # [rounds * P]
+    sampled = Batch.concatenate(rounds)
+    have_signal = ~have_equal_rewards(sampled, cfg.adv_estimator, reward_weights)  # [rounds * P]
     return bool(have_signal.sum() >= len(rounds[0].prompts))
 
 
 def have_equal_rewards(
-    rounds: list[Batch], adv_estimator: str, reward_weights: Sequence[float]
+    batch: Batch, adv_estimator: str, reward_weights: Sequence[float]
 ) -> np.ndarray:
-    """[rounds * P] bool: whether all rewards of a group are equal. For gdpo the rewards of each
-    function whose weight is not 0 have to be equal."""
-    if adv_estimator == "gdpo":
-        has_weight = np.asarray(reward_weights) != 0  # [functions]
-        compared = [batch.per_function[:, has_weight] for batch in rounds]
-    else:
-        compared = [batch.rewards for batch in rounds]
-    K = rounds[0].completions_per_prompt()
-    return np.concatenate([equal_groups(x, K) for x in compared])
+    """[P] bool: whether all rewards of a group are equal. For gdpo the rewards of each function
+    whose weight is not 0 have to be equal."""
+    is_compared = np.asarray(reward_weights) != 0  # [functions]
+    rewards = batch.per_function[:, is_compared] if adv_estimator == "gdpo" else batch.rewards
+    return equal_groups(rewards, batch.completions_per_prompt())
 
 
 def choose_groups(
@@ -239,10 +236,11 @@ def choose_groups(
     UserMistake if the estimator cannot take the rewards."""
     batch = rounds[0]
     if len(rounds) > 1:
+        sampled = Batch.concatenate(rounds)
+        are_equal = have_equal_rewards(sampled, adv_estimator, reward_weights)  # [rounds * P]
         # A stable sort puts the groups whose rewards differ first.
-        order = np.argsort(have_equal_rewards(rounds, adv_estimator, reward_weights), kind="stable")
-        chosen = np.sort(order[: len(batch.prompts)])  # [P]
-        batch = Batch.concatenate(rounds).select_groups(chosen)
+        order = np.argsort(are_equal, kind="stable")
+        batch = sampled.select_groups(np.sort(order[: len(batch.prompts)]))
     if adv_estimator == "maxrl" and (batch.rewards < 0).any():
         raise UserMistake(
             f"ADV_ESTIMATOR=maxrl needs rewards of at least 0, and one is "

@@ -69,7 +69,6 @@ from rollout import (
     complete_prompts,
     gather_batch,
     has_enough_groups,
-    have_equal_rewards,
     prompts_of_round,
     reward_completions,
     slice_of_process,
@@ -177,8 +176,7 @@ def main(cfg: Config) -> None:
 
             # ---- Log -----------------------------------------------------------------------------
             if cfg.dynamic_sampling:
-                are_equal = have_equal_rewards(rounds, cfg.adv_estimator, reward_weights)
-                metrics |= dynamic_sampling_metrics(rounds, are_equal)
+                metrics |= dynamic_sampling_metrics(rounds, cfg.adv_estimator, reward_weights)
             metrics["learning_rate"] = lr
             sampled_tokens = sum(int(sampled.drawn_mask.sum()) for sampled in rounds)
             log_step(run, life.log, Step(step, metrics, batch, sampled_tokens, clock))

@@ -167,11 +167,11 @@ def test_a_step_takes_the_first_groups_whose_rewards_differ_then_fills_up(
 
 def test_for_gdpo_a_group_differs_if_the_rewards_of_one_function_differ() -> None:
     """The functions here give the number of the sequence and its opposite, whatever the total."""
-    rounds = rounds_of(SAME[0] * 3)
-    assert have_equal_rewards(rounds, "grpo", (1.0, 1.0)).tolist() == [True, True, True]
-    assert have_equal_rewards(rounds, "gdpo", (1.0, 1.0)).tolist() == [False, False, False]
+    (batch,) = rounds_of(SAME[0] * 3)
+    assert have_equal_rewards(batch, "grpo", (1.0, 1.0)).tolist() == [True, True, True]
+    assert have_equal_rewards(batch, "gdpo", (1.0, 1.0)).tolist() == [False, False, False]
     # Functions without a weight only measure.
-    assert have_equal_rewards(rounds, "gdpo", (0.0, 0.0)).tolist() == [True, True, True]
+    assert have_equal_rewards(batch, "gdpo", (0.0, 0.0)).tolist() == [True, True, True]
 
 
 def test_a_step_learns_from_the_groups_that_differ_and_the_next_takes_new_prompts(

@@ -169,16 +169,13 @@ def majority_accuracy(correct: np.ndarray, texts: list[str]) -> float:
     """maj@n: the fraction of questions whose most frequent answer is right. Among equally frequent
     answers the first one counts. "No answer" counts as an answer, which is always wrong.
 
-    correct: [questions, samples]. Samples with NaN are left out, and so are questions that have no
-    other samples. texts: [questions * samples].
+    correct: [questions, samples], NaN for all samples of a question without a right answer, which
+    is left out. texts: [questions * samples].
     """
-    answers = iter(map(extract_answer, texts))
+    answers = [extract_answer(text) for text in texts]
     chosen = []
-    for samples in correct:
-        pairs = [(next(answers), is_right) for is_right in samples]
-        pairs = [(answer, is_right) for answer, is_right in pairs if not np.isnan(is_right)]
-        if pairs:
-            counts = collections.Counter(answer for answer, _ in pairs)
-            frequent = counts.most_common(1)[0][0]
-            chosen.append(next(is_right for answer, is_right in pairs if answer == frequent))
+    for i, is_right in enumerate(correct):
+        of_question = answers[i * len(is_right) : (i + 1) * len(is_right)]
+        frequent = collections.Counter(of_question).most_common(1)[0][0]
+        chosen.append(is_right[of_question.index(frequent)])
     return mean_without_nan(np.array(chosen))

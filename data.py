@@ -244,10 +244,9 @@ def build_prompts(
     Raises UserMistake if a text is not Unicode, if the template fails, or if a token has no row.
     """
     for text in (system_prompt, *(example["question"] for example in examples)):
-        try:
+        # JSON and the bytes of a shell can hold half a character.
+        with reading(f"a question or SYSTEM_PROMPT is not Unicode: {text!r:.80}"):
             text.encode()
-        except UnicodeEncodeError:  # JSON and the bytes of a shell can hold half a character
-            raise UserMistake(f"a question or SYSTEM_PROMPT is not Unicode: {text!r:.80}") from None
     questions = [example["question"] for example in examples]
     if has_system_role(tokenizer, tools):
         system = {"role": "system", "content": system_prompt}

@@ -362,8 +362,11 @@ def batch_indices(
     """
     places = round_number * prompts_per_step + np.arange(prompts_per_step)  # [P]
     epochs, offsets = np.divmod(places, num_examples)  # [P], [P]
-    orders = {
-        epoch: np.random.default_rng((seed, epoch)).permutation(num_examples)
-        for epoch in set(epochs.tolist())
-    }
-    return np.array([orders[epoch][i] for epoch, i in zip(epochs, offsets, strict=True)])
+    pairs = zip(epochs, offsets, strict=True)
+    return np.array([_order(num_examples, seed, epoch)[offset] for epoch, offset in pairs])
+
+
+@functools.lru_cache(maxsize=2)
+def _order(num_examples: int, seed: int, epoch: int) -> np.ndarray:
+    """Returns [num_examples] int64, a permutation of the examples."""
+    return np.random.default_rng((seed, int(epoch))).permutation(num_examples)

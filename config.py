@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,8 +25,6 @@ from pathlib import Path
 from infra import sizes
 from infra.mistakes import UserMistake, describe_ignored_names, exit_with_mistakes
 from infra.settings import (
-    GYM_FILE,
-    GYM_PREFIX,
     MESH,
     REPO,
     knob,
@@ -86,9 +85,7 @@ class Config:
     lora_alpha: float = of_lora(32.0, "Adapters add LORA_ALPHA / LORA_RANK * x A B.", above=0)
     lora_targets: str = of_lora("", "Matrices with adapters, such as q_proj,v_proj; empty: all.")
 
-    dataset: str = in_data(
-        "openai/gsm8k", "Hugging Face id, file, folder of SPLIT.jsonl files, or reasoning_gym:TASK."
-    )
+    dataset: str = in_data("openai/gsm8k", "Hugging Face id, file, or folder of SPLIT.jsonl files.")
     dataset_config: str = in_data("", "Hub configuration; empty: main for GSM8K, else the default.")
     train_split: str = in_data("train", "Split to train on.")
     eval_split: str = in_data("test", "Split to evaluate on.")
@@ -260,11 +257,6 @@ class Config:
         """Whether the run evaluates the model at all."""
         return self.eval_every_steps > 0 or self.eval_full_sweep
 
-    def reward_fns(self) -> str:
-        """REWARD_FN; if it is empty, the scorer of a reasoning_gym task, or else empty."""
-        is_task = self.dataset.startswith(GYM_PREFIX)
-        return self.reward_fn or (f"{GYM_FILE}:score_answer" if is_task else "")
-
     def turns(self) -> int:
         """The most turns of the policy in a completion."""
         return self.max_turns or (DEFAULT_TURNS if self.environment_class else 1)
@@ -349,6 +341,10 @@ def contradictions(cfg: Config) -> Iterator[str]:
     if cfg.environment_class and cfg.rollout_backend != "naive":
         why = f"ROLLOUT_BACKEND={cfg.rollout_backend} samples completions of a single turn"
         yield f"{why}; leave it or ENVIRONMENT_CLASS out"
+    if cfg.dataset.startswith("reasoning_gym:"):
+        task, *arguments = re.split(r"[?&]", cfg.dataset.removeprefix("reasoning_gym:"))
+        command = shlex.join(["python", "recipes/gym.py", task, f"runs/{task}", *arguments])
+        yield f"DATASET={cfg.dataset} is now a folder that a command writes; run: {command}"
     if "://" in cfg.output_dir + cfg.export_hf:
         yield "OUTPUT_DIR and EXPORT_HF are folders of this machine; CHECKPOINT_DIR may be gs://"
     if cfg.overlong_cache > (T := cfg.max_length_sample):

@@ -7,13 +7,10 @@ Dimensions: P prompts of a training step.
 """
 
 import functools
-import importlib.util
 import json
 import math
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -22,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from infra.mistakes import UserMistake, reading
-from infra.settings import GYM_FILE, GYM_PREFIX, read_text
+from infra.settings import read_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,7 +40,7 @@ SUFFIXES = (".jsonl", ".json", ".parquet")
 # DATASET_CONFIG, if it is empty, of hub datasets with several configurations and no default.
 HUB_CONFIGS = {"openai/gsm8k": "main"}
 REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "environments")
-HELD_OUT = 0.1  # fraction of a single file or of a task that is held out for evaluation
+HELD_OUT = 0.1  # fraction of a single file that is held out for evaluation
 
 
 Example = dict[str, Any]  # the columns of an example: any values of JSON
@@ -62,12 +59,11 @@ class Prompt(NamedTuple):
 def load_examples(
     dataset: str, config: str, split: str, question: str = "question", answer: str = "answer"
 ) -> list[Example]:
-    """Returns the examples of one split of a local file, a local folder, a hub dataset or a task of
-    reasoning_gym.
+    """Returns the examples of one split of a local file, a local folder or a hub dataset.
 
     A folder has a file or shards for each split (train.jsonl, test-00000-of-00001.parquet). A
-    single file and a task have two splits: "train" is all examples before the last tenth, "test"
-    the examples of this tenth whose question is not in "train", without repeats.
+    single file has two splits: "train" is all examples before the last tenth, "test" the examples
+    of this tenth whose question is not in "train", without repeats.
     config: of a hub dataset; "": HUB_CONFIGS, else the dataset's only or default configuration.
     question, answer: names of the columns that hold the question and the answer. Each example also
     has these two texts as `question` and `answer`. It keeps all columns that JSON can hold, because
@@ -75,13 +71,10 @@ def load_examples(
     Raises UserMistake if a file is missing or cannot be read, or if an example lacks a text.
     """
     path = Path(dataset)
-    is_task = dataset.startswith(GYM_PREFIX)
     # Any other name can only be the id of a dataset on the hub.
     is_path = path.exists() or path.suffix in SUFFIXES or dataset.startswith(("/", "~", "."))
     one_file = is_path and not path.is_dir()
-    if is_task:
-        sources = {f"DATASET={dataset}": _draw_task(dataset)}
-    elif one_file:
+    if one_file:
         sources = {dataset: _read_file(path)}
     elif is_path:
         sources = {str(file): _read_file(file) for file in _split_files(path, split)}
@@ -105,10 +98,10 @@ def load_examples(
             del columns[name]
             print(f"left out column {name!r} of split {split!r}: {why}", flush=True)
     examples = [{name: example.get(name) for name in columns} for example in examples]
-    if one_file or is_task:
+    if one_file:
         if split not in ("train", "test"):
-            why = f"those of a {'task' if is_task else 'single file'} are train, and test, its last"
-            raise UserMistake(f"DATASET={dataset} has no split {split!r}; {why} tenth")
+            why = "those of a single file are train, and test, its last tenth"
+            raise UserMistake(f"DATASET={dataset} has no split {split!r}; {why}")
         test_size = max(1, round(HELD_OUT * len(examples)))
         train, test = examples[:-test_size], examples[-test_size:]
         seen = {example["question"] for example in train}
@@ -118,9 +111,10 @@ def load_examples(
             print(f"{left_out} of {dataset}: they repeat train or each other", flush=True)
         examples = train if split == "train" else list(unseen.values())
     if not examples:
-        repeats = (one_file or is_task) and train
-        why = "; its last tenth only repeats questions of train" if repeats else ""
-        why += "; give a folder with a file for each split" if repeats and one_file else ""
+        why = ""
+        if one_file and train:
+            why = "; its last tenth only repeats questions of train"
+            why += "; give a folder with a file for each split"
         raise UserMistake(f"DATASET={dataset} has no examples in split {split!r}{why}")
     return examples
 
@@ -163,25 +157,6 @@ def _split_files(folder: Path, split: str) -> list[Path]:
         why = "a shard is missing, or the split is there twice"
         raise UserMistake(f"DATASET={folder}: split {split!r} is in {names}: {why}")
     return [*matches]
-
-
-def raise_if_gym_is_missing(dataset: str) -> None:
-    """Raises UserMistake if the dataset is a task of reasoning_gym, which is not installed."""
-    if dataset.startswith(GYM_PREFIX) and not importlib.util.find_spec("reasoning_gym"):
-        raise UserMistake(f"DATASET={dataset} needs a package: pip install reasoning-gym")
-
-
-@functools.lru_cache(maxsize=1)  # for both splits
-def _draw_task(dataset: str) -> list[object]:
-    """Returns the items of a task of reasoning_gym, which are the same each time."""
-    command = [sys.executable, GYM_FILE, dataset.removeprefix(GYM_PREFIX)]
-    # Some tasks draw from sets of texts, whose order would differ between processes.
-    env = os.environ | {"PYTHONHASHSEED": "0"}
-    drawn = subprocess.run(command, env=env, capture_output=True, text=True)
-    if drawn.returncode:
-        why = [f"exit code {drawn.returncode}", *drawn.stderr.splitlines()][-1]
-        raise UserMistake(f"DATASET={dataset}: {why}")
-    return json.loads(drawn.stdout)
 
 
 def _read_hub(dataset: str, config: str, split: str) -> list[object]:

@@ -35,7 +35,7 @@ from infra.log import (
 )
 from infra.mistakes import Unwritable, UserMistake, exit_with_mistakes, side_file, writing
 from infra.reward_worker import RewardWorker, get_worker, imported_files
-from infra.settings import GYM_PREFIX, REPO, to_text
+from infra.settings import REPO, to_text
 from infra.sizes import Sizes, derive_sizes, prompt_width
 from loss import Objective
 from metrics import DRIFT_LEVELS
@@ -222,14 +222,13 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
     sizes = derive_sizes(cfg, jax.process_count(), jax.local_device_count())
     print(sizes.to_line(), flush=True)
     workers: dict[str, RewardWorker] = {}
-    data.raise_if_gym_is_missing(cfg.dataset)
     functions = []
-    if cfg.reward_fns() or not cfg.environment_class:  # else the environments give the rewards
+    if cfg.reward_fn or not cfg.environment_class:  # else the environments give the rewards
         cache = cfg.overlong_cache or cfg.max_length_sample // 5
         functions = rewards.load_reward_functions(
-            cfg.reward_fns(), cfg.reward_timeout_s, cfg.max_length_sample, cache, workers
+            cfg.reward_fn, cfg.reward_timeout_s, cfg.max_length_sample, cache, workers
         )
-    system_prompt = system_prompt_of(cfg)
+    system_prompt = data.read_system_prompt(cfg.system_prompt) or rewards.SYSTEM_PROMPT
 
     folder, adapters, model, tokenizer = open_model(cfg)
     stop_ids = find_stop_ids(folder, tokenizer, model.vocab_size)
@@ -244,7 +243,7 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
     if environments and environments.has_reward:
         functions.append(environments.get_reward)
     reward_weights = rewards.parse_reward_weights(
-        cfg.reward_weights, cfg.reward_fns(), [function.__name__ for function in functions]
+        cfg.reward_weights, cfg.reward_fn, [function.__name__ for function in functions]
     )
 
     def read_prompts(split: str) -> list[data.Prompt]:
@@ -290,14 +289,6 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
         learner=learner_of(cfg, sizes, train_compute, S, stopping),
         mesh_reason=mesh_reason,
     )
-
-
-def system_prompt_of(cfg: Config) -> str:
-    """SYSTEM_PROMPT, or else that of rewards.py, which asks for a number. The answer to a task of
-    reasoning_gym may be any text."""
-    answer = "answer" if cfg.dataset.startswith(GYM_PREFIX) else "number"
-    default = rewards.SYSTEM_PROMPT.replace("number", answer)
-    return data.read_system_prompt(cfg.system_prompt) or default
 
 
 def open_model(
@@ -374,7 +365,7 @@ def open_environments(
         raise UserMistake(f"ENVIRONMENT_CLASS={source} is not file.py:Class")
     worker = get_worker("ENVIRONMENT_CLASS", source, cfg.reward_timeout_s, workers)
     environments = Environments(source, worker, tokenizer, stop_ids, cfg.seed)
-    if not environments.has_reward and not cfg.reward_fns():
+    if not environments.has_reward and not cfg.reward_fn:
         raise UserMistake(
             f"ENVIRONMENT_CLASS={source} has no get_reward(self); write one, or set REWARD_FN"
         )
@@ -568,7 +559,7 @@ def result_fingerprint(run: Run) -> dict[str, str]:
         for field in dataclasses.fields(cfg)
         if field.metadata["kept"]
     }
-    functions = rewards.reward_entries(cfg.reward_fns())  # each a name, or file.py:name
+    functions = rewards.reward_entries(cfg.reward_fn)  # each a name, or file.py:name
     values["REWARD_WEIGHTS"] = to_text(run.rollout.reward_weights)
     values["REWARD_FN"] = ",".join(Path(function).name for function in functions)
     has_schedule = cfg.lr_schedule != "constant" or cfg.warmup_ratio > 0

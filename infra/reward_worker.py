@@ -115,13 +115,11 @@ def load_reward_function(worker: RewardWorker, source: str) -> Callable[..., lis
     """The reward function of a user's file, "file.py:name", once the worker has loaded the file.
     The function and its loading raise UserMistake."""
     name, label = source.rpartition(":")[2], f"REWARD_FN {source}"
-    # The seconds that each completion adds to the time limit.
-    seconds = worker.ask(label, "find", name, more_s=LOADING_S)
+    worker.ask(label, "find", name, more_s=LOADING_S)
 
     def rewards(completions: list[str], /, **columns: list) -> list[float | None]:
         """The rewards of the completions. columns: lists of the same length of JSON values."""
-        more_s = seconds * len(completions)
-        return worker.ask(label, "call", name, completions, columns, more_s=more_s)
+        return worker.ask(label, "call", name, completions, columns)
 
     rewards.__name__ = name
     return rewards
@@ -173,12 +171,10 @@ class _Server:
         self._seeds: list[int] = []  # SEED and the number of the round
         self._loop: Any = None  # clients of async functions may need the same event loop each time
 
-    def find(self, name: str) -> float:
-        """The seconds that each completion adds to the time limit of the function, which are 0 but
-        for recipes/gym.py. Raises ValueError if the file does not define the function."""
+    def find(self, name: str) -> None:
+        """Loads the file. Raises ValueError if it does not define the function."""
         if not callable(getattr(self._load(), name, None)):
             raise ValueError(f"{os.path.basename(self._file)} defines no function {name}")
-        return getattr(self._module, "SECONDS_FOR_EACH_COMPLETION", 0.0)
 
     def _load(self) -> Any:
         """The file's module, imported from its folder as any other program imports it."""

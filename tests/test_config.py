@@ -232,6 +232,10 @@ OUTPUT_DIR=gs://b/run -> OUTPUT_DIR and EXPORT_HF are folders of this machine
 MAX_TURNS=2 -> MAX_TURNS=2 needs an ENVIRONMENT_CLASS
 ENVIRONMENT_CLASS=a.py:A ROLLOUT_BACKEND=sglang_jax -> ROLLOUT_BACKEND=sglang_jax samples comple
 """
+TASK = "reasoning_gym:gcd?max_value=9&value_type=[a]"
+CONTRADICTIONS += f"""DATASET={TASK} -> DATASET={TASK} is now a folder that a command writes; run: \
+python recipes/gym.py gcd runs/gcd max_value=9 'value_type=[a]'
+"""
 AGREEMENTS = """
 NUM_PRE_Q=1 ADV_ESTIMATOR=reinforce
 LOSS_TYPE=cispo EPS_HIGH=1

@@ -1,157 +1,103 @@
-"""Tasks of reasoning_gym as a dataset: their items, their scores and the mistakes in their names.
+"""Claims about recipes/gym.py: the questions that it writes, its scores, and wrong arguments."""
 
-The claims that need the package are those of the parity tests, and compare with the package.
-"""
-
-import pickle
+import ast
+import json
+import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
-from runs import REPO, Result, assert_same_run, run_as_user
+from runs import REPO, environment, run_as_user
 
-import data
-from config import Config
-from data import load_examples
-from infra.mistakes import UserMistake
-from infra.settings import GYM_FILE
+import rewards
 from rewards import RewardFunction, load_reward_functions
-from startup import set_up
 
-SUMS = "reasoning_gym:chain_sum?max_terms=3&max_digits=2&size=400"
 # These draw with sets of texts, with a global generator of Python, and with one of NumPy.
-HARD_TO_REPEAT = ["ransom_note?size=40", "list_functions?size=40", "codeio?size=60"]
-TRIANGLE = "graph_color?min_num_vertices=3&max_num_vertices=3&edge_probability=0.99&size=2"
+HARD_TO_REPEAT = ["ransom_note", "list_functions", "codeio"]
+TRIANGLE = "graph_color min_num_vertices=3 max_num_vertices=3 edge_probability=0.99 size=2"
 SLOW_TO_DRAW = {"knight_swap", "sokoban"}  # one item may take seconds
-needs_package = pytest.mark.parity
+pytestmark = pytest.mark.parity
+reasoning_gym = pytest.importorskip("reasoning_gym")
+from recipes import gym  # noqa: E402 - it needs the package
+
+FILE = REPO / "recipes" / "gym.py"
 
 
-def gym() -> Any:
-    return pytest.importorskip("reasoning_gym")
+def write(folder: Path, command: str) -> tuple[list[list[dict]], dict[str, str]]:
+    """The examples of both splits, and the settings that the command prints."""
+    task, *arguments = command.split()
+    words = [sys.executable, FILE, task, folder, *arguments]
+    printed = subprocess.run(words, check=True, capture_output=True, text=True).stdout
+    files = [folder / f"{split}.jsonl" for split in ("train", "test")]
+    splits = [[json.loads(line) for line in file.open(encoding="utf-8")] for file in files]
+    settings = shlex.split(printed.splitlines()[-1].removesuffix(" python train_grpo.py"))
+    return splits, dict(setting.split("=", 1) for setting in settings)
 
 
-def parts(dataset: str) -> list[list[dict[str, Any]]]:
-    return [load_examples(dataset, "", split) for split in ("train", "test")]
+# ---- Questions -----------------------------------------------------------------------------------
 
 
-def refused(dataset: str, split: str = "train") -> str:
-    with pytest.raises(UserMistake) as error:
-        load_examples(f"reasoning_gym:{dataset}", "", split)
-    assert "\n" not in str(error.value)
-    return str(error.value).removeprefix(f"DATASET=reasoning_gym:{dataset}")
-
-
-# ---- Without the package -------------------------------------------------------------------------
-
-
-def test_without_the_package_a_run_says_at_once_what_to_install(monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "reasoning_gym", None)  # it cannot be found now
-    with pytest.raises(UserMistake) as error:
-        set_up(Config.from_env({"DATASET": "reasoning_gym:countdown"}))
-    message = "DATASET=reasoning_gym:countdown needs a package: pip install reasoning-gym"
-    assert str(error.value) == message
-
-
-def test_a_task_scores_its_answers_itself_unless_the_user_names_rewards() -> None:
-    rewards = [
-        Config(dataset=dataset, reward_fn=reward_fn).reward_fns()
-        for dataset in ("reasoning_gym:countdown", "openai/gsm8k")
-        for reward_fn in ("", "reward_format")
-    ]
-    score = f"{REPO}/recipes/gym.py:score_answer"
-    assert rewards == [score, "reward_format", "", "reward_format"]
-
-
-# ---- Items ---------------------------------------------------------------------------------------
-
-
-@needs_package
-def test_the_last_tenth_of_a_task_s_items_is_held_out_and_the_rest_is_trained_on() -> None:
-    task = gym().create_dataset("chain_sum", seed=0, size=2500)
-    train, test = parts("reasoning_gym:chain_sum")
-    wanted = [{name: task[i][name] for name in ("question", "answer")} for i in range(2500)]
-    texts = [{name: example[name] for name in wanted[0]} for example in train + test]
-    assert len(train) == 2250 and texts[:2250] == wanted[:2250]
-    assert texts[2250:] == [x for x in wanted[2250:] if x not in wanted[:2250]]
-    question = "State the final answer to the following arithmetic problem: 4 - 1 - 7 ="
-    assert texts[1] == {"question": question, "answer": "-4"}
-    assert {example["task"] for example in train} == {"chain_sum"}
-    (other,) = load_examples("reasoning_gym:chain_sum?seed=1&size=2", "", "train")
-    assert other["question"] == question  # item i of a task is the one of seed + i
-
-
-@needs_package
-def test_no_question_of_the_training_is_held_out_and_each_held_out_one_is_there_once(
-    capsys: pytest.CaptureFixture,
+def test_the_last_tenth_of_the_questions_is_held_out_and_each_question_is_there_once(
+    tmp_path: Path,
 ) -> None:
-    gym()
-    task = "reasoning_gym:chain_sum?max_terms=2&max_digits=1&size=400"
-    train, test = parts(task)
-    message = f"left out {40 - len(test)} of 40 held-out questions of {task}: they repeat train"
-    assert capsys.readouterr().out.startswith(message)
-    train, test = [[example["question"] for example in part] for part in (train, test)]
-    assert len(train) == 360 and 0 < len(test) < 40, "200 questions are possible"
-    assert len({*train, *test}) == len({*train}) + len(test)
-    message = " has no examples in split 'test'; its last tenth only repeats questions of train"
-    assert refused("chain_sum?min_terms=1&max_terms=1&max_digits=1&size=400", "test") == message
-    assert refused("chain_sum?size=1", "train") == " has no examples in split 'train'"
+    (train, test), _ = write(tmp_path, "chain_sum max_terms=2 max_digits=1 size=400")
+    task = reasoning_gym.create_dataset("chain_sum", seed=0, max_terms=2, max_digits=1, size=400)
+    distinct = {item["question"]: item["answer"] for item in task}  # 200 questions are possible
+    assert [(each["question"], each["answer"]) for each in train + test] == [*distinct.items()]
+    assert (len(train), len(test)) == (159, 18)
+    prompt = rewards.SYSTEM_PROMPT.replace("number", "answer")
+    assert (tmp_path / "prompt.txt").read_text(encoding="utf-8") == prompt
 
 
-@needs_package
 @pytest.mark.parametrize("task", HARD_TO_REPEAT)
-def test_every_process_draws_the_same_items(task: str, monkeypatch) -> None:
-    gym()
-    drawn = []
+def test_two_starts_write_the_same_bytes(task: str, tmp_path: Path, monkeypatch) -> None:
+    written = []
     for seed in ("1", "2"):
         monkeypatch.setenv("PYTHONHASHSEED", seed)
-        data._draw_task.cache_clear()
-        drawn.append(load_examples(f"reasoning_gym:{task}", "", "train"))
-    assert drawn[0] == drawn[1] and len(drawn[0]) >= 36
+        write(tmp_path / seed, f"{task} size=60")
+        written.append([file.read_bytes() for file in sorted((tmp_path / seed).iterdir())])
+    assert written[0] == written[1] and len(written[0]) == 3
 
 
-@needs_package
 @pytest.mark.parametrize(
-    "dataset, message",
+    "command, message",
     [
-        ("countdwon", ": reasoning_gym has no task 'countdwon'; the nearest names are countdown, "),
-        ("", ": reasoning_gym has no task ''; the nearest names are "),
+        ("countdwon", "reasoning_gym has no task 'countdwon'; the nearest names are countdown, "),
         (
-            "chain_sum?min_term=2",
-            ": chain_sum has no argument 'min_term'; it has min_terms, max_terms, min_digits, "
+            "chain_sum min_term=2",
+            "chain_sum has no argument 'min_term'; it has min_terms, max_terms, min_digits, "
             "max_digits, allow_negation, seed, size",
         ),
-        ("chain_sum?min_terms=7", ": AssertionError: max_terms must be >= min_terms"),
-        ("chain_sum?min_terms=two", ": min_terms=two is not of the type int"),
-        ("chain_sum?allow_negation=2", ": allow_negation=2 is not of the type bool"),
-        ("chain_sum?size", ": size= is not of the type int"),
-        ("coin_flip?allow_ratio=x", ": coin_flip has no argument 'allow_ratio'; it has "),
-        ("countdown?max_value=1&max_numbers=4", ": ValueError: Failed to generate valid expr"),
-        ("composite", ": AssertionError: Must specify at least one dataset"),
-        ("countdown?operators=[", ": ParserError: while parsing a flow node"),
+        ("chain_sum min_terms=7", "chain_sum: AssertionError: max_terms must be >= min_terms"),
+        ("chain_sum min_terms=two", "min_terms=two is not of the type int"),
+        ("chain_sum allow_negation=2", "allow_negation=2 is not of the type bool"),
+        ("chain_sum size", "size= is not of the type int"),
+        ("countdown max_value=1", "countdown: ValueError: Failed to generate valid expr"),
+        ("composite", "composite: AssertionError: Must specify at least one dataset"),
+        ("countdown operators=[", "countdown: ParserError: while parsing a flow node"),
     ],
 )
-def test_a_mistake_in_a_task_is_one_line(dataset: str, message: str) -> None:
-    gym()
-    assert refused(dataset).startswith(message)
+def test_a_mistake_in_a_command_is_one_line(
+    command: str, message: str, tmp_path: Path, monkeypatch
+) -> None:
+    task, *arguments = command.split()
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    monkeypatch.setattr(sys, "argv", ["gym.py", task, str(tmp_path / "new"), *arguments])
+    with pytest.raises(SystemExit) as error:
+        gym.main()
+    assert error.value.code.startswith(message) and "\n" not in error.value.code
+    assert not (tmp_path / "new").exists()
 
 
-@needs_package
-def test_a_task_has_no_other_splits_than_train_and_test() -> None:
-    gym()
-    why = "those of a task are train, and test, its last tenth"
-    assert refused("chain_sum?size=9", "dev") == f" has no split 'dev'; {why}"
-
-
-@needs_package
 def test_arguments_become_what_the_task_takes() -> None:
-    gym()
-    arguments = "operators=[+]&min_numbers=2&max_numbers=2&min_target=2&shuffle=false&size=40"
-    (train, _) = parts(f"reasoning_gym:countdown?{arguments}")
-    assert all(" + " in example["answer"] for example in train)
-    assert load_examples("reasoning_gym:word_sorting?transformation=uppercase&size=2", "", "train")
+    arguments = "operators=[+] min_numbers=2 max_numbers=2 min_target=2 shuffle=false size=40"
+    assert all(" + " in each["answer"] for each in gym.draw("countdown", arguments.split()))
+    [item, _] = gym.draw("chain_sum", ["seed=1", "size=2"])
+    assert item["answer"] == "-4", "item i of a task is the one of seed + i"
+    assert gym.draw("word_sorting", ["transformation=uppercase", "size=2"])
 
 
 # ---- Scores --------------------------------------------------------------------------------------
@@ -159,87 +105,74 @@ def test_arguments_become_what_the_task_takes() -> None:
 
 @pytest.fixture(scope="module")
 def score() -> Iterator[RewardFunction]:
-    """The reward of a task's answers, as a run loads it beside a built-in one."""
-    gym()
-    named = f"{GYM_FILE}:score_answer,reward_format"
+    """The reward of a task's answers, as a run loads it beside a built-in one. Its time limit is
+    longer than that of all answers of a test together."""
     workers = {}
-    function, _ = load_reward_functions(named, 60, 32, 0, workers)
+    function, _ = load_reward_functions(f"{FILE}:score_answer,reward_format", 60, 32, 0, workers)
     with closing(*workers.values()):
         yield function
 
 
-def scores(score: RewardFunction, dataset: str, texts: list[str]) -> list[float]:
-    """Of texts as completions of the first question of a task."""
-    (example, *_) = load_examples(f"reasoning_gym:{dataset}", "", "train")
-    return score(texts, **{name: [x] * len(texts) for name, x in example.items()})
+def scores(score: RewardFunction, command: str, answers: list[str]) -> list[float]:
+    """Of completions of the first question of a task."""
+    task, *arguments = command.split()
+    example, *_ = gym.draw(task, arguments)
+    return score(answers, **{name: [x] * len(answers) for name, x in example.items()})
 
 
-@needs_package
-@pytest.mark.parametrize(
-    "completion, reward",
-    [
-        ("<think>4-1=3</think>\n<answer>-4</answer>", 1.0),
-        ("<answer>\n -4.0 </answer> 5", 1.0),
-        ("<answer>5</answer><answer>-4</answer>", 1.0),
-        ("<answer>-4</answer><answer>5</answer>", 0.0),
-        ("<answer>-4</answer><answer>5", 1.0),
-        ("<answer>-4", 0.0),
-        ("-4", 0.0),
-        ("-4</answer>", 0.0),
-        ("", 0.0),
-        ("<answer></answer>", 0.0),
-    ],
-)
-def test_the_text_in_the_last_closed_answer_is_scored(score, completion, reward) -> None:
-    assert scores(score, "chain_sum?seed=1&size=2", [completion]) == [reward]
+def test_the_text_in_the_last_closed_answer_is_scored(score) -> None:
+    rewards = {
+        "<think>4-1=3</think>\n<answer>-4</answer>": 1.0,
+        "<answer>\n -4.0 </answer> 5": 1.0,
+        "<answer>5</answer><answer>-4</answer>": 1.0,
+        "<answer>-4</answer><answer>5</answer>": 0.0,
+        "<answer>-4</answer><answer>5": 1.0,
+        "<answer>-4": 0.0,
+        "-4": 0.0,
+        "-4</answer>": 0.0,
+        "": 0.0,
+        "<answer></answer>": 0.0,
+    }
+    assert scores(score, "chain_sum seed=1 size=2", [*rewards]) == [*rewards.values()]
 
 
-@needs_package
-def test_the_score_is_the_one_of_the_task_also_in_parts(score) -> None:
-    item = gym().create_dataset("countdown", seed=0, size=2)
-    texts = [item[0]["answer"], "1+1", "one", " "]
-    returned = scores(score, "countdown?size=2", [f"<answer>{text}</answer>" for text in texts])
-    assert (
-        returned == [item.score_answer(text, item[0]) for text in texts] == [1.0, 0.05, 0.01, 0.01]
-    )
+def test_the_score_is_in_parts_and_an_answer_that_takes_ages_gets_0(score) -> None:
+    item = reasoning_gym.create_dataset("countdown", seed=0, size=2)[0]
+    rewards = {item["answer"]: 1.0, "1+1": 0.05, "one": 0.01, " ": 0.01, "9**9**9**9": 0.0}
+    rewards |= {"exit()": 0.01, "(" * 5000: 0.01}
+    texts = [f"<answer>{text}</answer>" for text in rewards] + ["<answer>1+1</answer>"]
+    expected = [*rewards.values(), 0.05]
+    assert scores(score, "countdown size=2", texts) == pytest.approx(expected, abs=0.001)
 
 
-@needs_package
-def test_an_answer_that_takes_ages_or_ends_python_gets_0_and_the_next_one_its_score() -> None:
-    right = gym().create_dataset("countdown", seed=0, size=2)[0]["answer"]
-    texts = ["9**9**9**9", "9**9**9**9", "9**9**9**9", "exit()", "(" * 5000, right]
-    answers = [f"<answer>{text}</answer>" for text in texts]
-    # Three seconds are more than REWARD_TIMEOUT_S, to which each answer adds a second.
-    workers = {}
-    (score,) = load_reward_functions(f"{GYM_FILE}:score_answer", 2, 32, 0, workers)
-    with closing(*workers.values()):
-        returned = scores(score, "countdown?size=2", answers)
-    assert returned == [0.0, 0.0, 0.0, pytest.approx(0, abs=0.01), 0.01, 1.0]
-
-
-@needs_package
-def test_every_task_gives_1_to_the_answer_that_it_shows(score) -> None:
-    gym()
-    from recipes.gym import DATASETS, draw
-
+def test_every_task_gives_1_to_the_answer_that_it_shows_and_to_others_what_it_would_give(
+    score,
+) -> None:
     hidden = []
-    for name in sorted(DATASETS.keys() - SLOW_TO_DRAW - {"composite"}):
-        (example,) = draw(f"{name}?size=1")
-        answer = pickle.loads(bytes.fromhex(example["entry"]))["answer"]
-        if answer is None:
+    for name in sorted(gym.DATASETS.keys() - SLOW_TO_DRAW - {"composite"}):
+        [example] = gym.draw(name, ["size=1"])
+        item = ast.literal_eval(example["entry"])
+        if item["answer"] is None:
             hidden.append(name)
             assert example["answer"] == "(the task shows no answer)"
-        else:
-            columns = {key: [value] for key, value in example.items()}
-            assert score([f"<answer>{answer}</answer>"], **columns) == [1.0], name
+            continue
+        texts = [item["answer"], item["answer"][:-1]]
+        columns = {key: [value] * 2 for key, value in example.items()}
+        right, cut = score([f"<answer>{text}</answer>" for text in texts], **columns)
+        assert right == 1.0, name
+        task = reasoning_gym.create_dataset(name, seed=0, size=1)
+        try:
+            expected = task.score_answer(texts[1].strip(), task[0])
+        except Exception:  # of the task
+            expected = 0
+        assert cut == expected, name
     assert hidden == ["boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"]
 
 
-@needs_package
 @pytest.mark.parametrize(
     "task, right, wrong",
     [
-        ("propositional_logic?size=2", "(Q ∨ P)", "no formula"),
+        ("propositional_logic size=2", "(Q ∨ P)", "no formula"),
         (TRIANGLE, '{"0": 1, "1": 2, "2": 3}', '{"0": 1, "1": 2, "2": 2}'),
     ],
 )
@@ -248,31 +181,16 @@ def test_a_task_that_shows_no_answer_scores_answers(score, task, right, wrong) -
     assert returned[0] == 1.0 and returned[1] < 1
 
 
-@needs_package
 def test_the_score_does_not_apply_to_a_question_of_the_user(score) -> None:
     assert score(["<answer>4</answer>"], question=["2+2?"], answer=["4"]) == [None]
 
 
-# ---- Runs ----------------------------------------------------------------------------------------
-
-
-def run(out: Path, cache: Path, **env: str) -> Result:
-    settings = {"DATASET": SUMS, "LR_SCHEDULE": "constant", "WARMUP_RATIO": "0", "BATCH_SIZE": "4"}
-    settings |= {"EVAL_EVERY_STEPS": "2", "EVAL_PROMPTS": "8", "SAVE_EVERY_STEPS": "1"}
-    settings |= {"SAMPLE_EVERY_STEPS": "1", "EXPORT_HF": "none"}
-    done = run_as_user(out, **settings, **env, JAX_COMPILATION_CACHE_DIR=str(cache))
-    assert done.code == 0, done.errors
-    return done
-
-
-@needs_package
-def test_a_resumed_run_trains_on_the_same_items_and_its_accuracy_is_of_the_task(
-    tmp_path: Path, cache: Path
+def test_a_run_with_the_printed_settings_trains_and_its_accuracy_is_the_task_s(
+    tmp_path: Path,
 ) -> None:
-    gym()
-    straight = run(tmp_path / "straight", cache, STEPS="4")
-    assert " accuracy_of=score_answer " in straight.lines
-    assert any("train-reward/func/score_answer/mean" in record for record in straight.records)
-    run(tmp_path / "resumed", cache, STEPS="2")
-    run(tmp_path / "resumed", cache, STEPS="4", PYTHONHASHSEED="7")
-    assert_same_run(tmp_path / "straight", tmp_path / "resumed", steps=4)
+    _, settings = write(tmp_path / "sums", "chain_sum max_terms=3 max_digits=2 size=100")
+    short = environment("STEPS=1 BATCH_SIZE=4 EVAL_EVERY_STEPS=1 EVAL_PROMPTS=8 EXPORT_HF=none")
+    done = run_as_user(tmp_path / "run", **settings, **short)
+    assert done.code == 0, done.errors
+    assert " accuracy_of=score_answer " in done.lines
+    assert any("train-reward/func/score_answer/mean" in record for record in done.records)

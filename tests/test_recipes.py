@@ -1,7 +1,9 @@
 """recipes/: every recipe begins with its command, and makes the sizes of the run of its name."""
 
+import importlib
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -84,3 +86,12 @@ def test_published_runs_keep_what_the_published_runs_kept() -> None:
         if "bs128_steps100" in name and "qwen25_3b" in name:
             assert kept == (cfg.steps, "", 10), name
             assert (cfg.wandb_mode, cfg.wandb_project) == ("online", "mllm-jax-grpo-gsm8k")
+
+
+def test_without_reasoning_gym_its_recipe_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delitem(sys.modules, "recipes.gym", raising=False)
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)  # it cannot be found now
+    with pytest.raises(SystemExit, match=r"^recipes/gym.py: .*; pip install reasoning-gym$"):
+        importlib.import_module("recipes.gym")

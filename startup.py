@@ -286,7 +286,7 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
         train_prompts=train_prompts,
         eval_prompts=eval_prompts,
         rollout=rollout,
-        learner=learner_of(cfg, sizes, train_compute, S, stopping),
+        learner=learner_of(cfg, sizes, train_compute, S, stopping.pad_id),
         mesh_reason=mesh_reason,
     )
 
@@ -428,39 +428,27 @@ def eval_sampling_of(cfg: Config) -> Sampling:
     return sampling_of(cfg)._replace(temperature=temperature, replay=False)
 
 
-def learner_of(cfg: Config, sizes: Sizes, compute: Compute, S: int, stopping: Stopping) -> Learner:
-    """The learner of the run. S: see limits_of."""
-    return Learner(
-        compute=compute,
-        objective=objective_of(cfg),
-        optimizer=optimizer_of(cfg),
-        temperature=cfg.temperature,
-        limits=limits_of(cfg, sizes, compute, jax.process_count(), S),
-        pad_id=stopping.pad_id,
-        accumulates=sizes.grad_accum_steps > 1,
-        skips_zero_advantages=cfg.skips(),
-    )
-
-
-def objective_of(cfg: Config) -> Objective:
-    """The settings of policy_loss. They have the same names in Objective as in Config."""
-    return Objective(**{name: getattr(cfg, name) for name in Objective._fields})
-
-
-def optimizer_of(cfg: Config) -> Optimizer:
-    return Optimizer(name=cfg.optimizer, weight_decay=cfg.weight_decay, clip_norm=cfg.clip_norm)
-
-
-def limits_of(cfg: Config, sizes: Sizes, compute: Compute, processes: int, S: int) -> Limits:
-    """The limits of the run's rows. S: the padded tokens of its longest prompt but the last one."""
-    shards = compute.layout.batch_shards
-    return Limits(
+def learner_of(cfg: Config, sizes: Sizes, compute: Compute, S: int, pad_id: int) -> Learner:
+    """The learner of a run. S: the padded tokens of its longest prompt but the last one."""
+    shards, processes = compute.layout.batch_shards, sizes.global_batch // sizes.local_batch
+    limits = Limits(
         shards=shards,
         sequences=sizes.micro_batch_size * processes // shards,
         completions=cfg.num_pre_q,
         max_length_sample=cfg.max_length_sample,
         longest_prompt=S,
         unit=LANES if compute.attention_impl == "splash" else 1,
+    )
+    return Learner(
+        compute=compute,
+        # The settings of policy_loss have the same names in Objective as in Config.
+        objective=Objective(**{name: getattr(cfg, name) for name in Objective._fields}),
+        optimizer=Optimizer(cfg.optimizer, cfg.weight_decay, cfg.clip_norm),
+        temperature=cfg.temperature,
+        limits=limits,
+        pad_id=pad_id,
+        accumulates=sizes.grad_accum_steps > 1,
+        skips_zero_advantages=cfg.skips(),
     )
 
 

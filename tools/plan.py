@@ -46,7 +46,7 @@ from model.network import Compute
 from model.next_token import Sampling, support_size
 from model.params import Gemma3, ModelConfig, abstract_params, combine_params
 from model.placement import num_params, plan_compute, raise_if_too_long, rollout_mesh_text
-from rows import Batch, MicroBatch, pack
+from rows import Batch, MicroBatch, Widths, pack
 from sampling import (
     Stopping,
     begin,
@@ -58,10 +58,8 @@ from sampling import (
 )
 from startup import (
     eval_sampling_of,
-    limits_of,
-    objective_of,
+    learner_of,
     open_sglang,
-    optimizer_of,
     sampling_of,
     with_kernel,
 )
@@ -338,7 +336,8 @@ def list_programs(plan: Plan) -> dict[str, Program]:
     """The programs of the run by their names, in the order of a step."""
     cfg, training, rollout = plan.cfg, plan.training, plan.rollout
     model, mesh = training.model, training.layout.mesh
-    state = abstract_state(model, mesh, optimizer_of(cfg))
+    learner = learner_of(cfg, plan.sizes, training, plan.S, pad_id=0)
+    state = abstract_state(model, mesh, learner.optimizer)
     base, reference = None, None
     if model.lora:
         base = abstract_params(model, mesh, training.dtype, training.layer_loop)
@@ -369,7 +368,8 @@ def list_programs(plan: Plan) -> dict[str, Program]:
             eval_programs = rollout_programs(plan, plan.S, prompts, K, sampling, rest)
             programs |= {f"eval_{name}": program for name, program in eval_programs.items()}
 
-    batch, scalar = micro_batch(plan), jax.ShapeDtypeStruct((), jnp.float32)
+    batch = micro_batch(plan, learner.limits.widest())
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)
     if cfg.beta > 0 or plan.sizes.updates_per_step > 1 or cfg.top_entropy_quantile < 1:
         scored = combine_params(base, reference) if reference else params
         programs["compute_logps_and_entropies"] = Program(
@@ -381,7 +381,7 @@ def list_programs(plan: Plan) -> dict[str, Program]:
         )
     counts = dict.fromkeys(("num_tokens", "num_sequences", "num_top_tokens"), scalar)
     grad_sum = state.params if plan.sizes.grad_accum_steps > 1 else None
-    static = {"objective": objective_of(cfg), "temperature": cfg.temperature, "compute": training}
+    static = {"objective": learner.objective, "temperature": cfg.temperature, "compute": training}
     programs["micro_step"] = Program(
         micro_step,
         (params, grad_sum, batch, counts),
@@ -391,7 +391,7 @@ def list_programs(plan: Plan) -> dict[str, Program]:
     )
     rest, grads = bytes_per_device((base, reference)), state.params
     programs["optimizer_step"] = Program(
-        apply_update, (state, grads, scalar, optimizer_of(cfg), model), {}, rest
+        apply_update, (state, grads, scalar, learner.optimizer, model), {}, rest
     )
     return programs
 
@@ -443,7 +443,7 @@ def rollout_programs(
     return programs
 
 
-def micro_batch(plan: Plan) -> MicroBatch:
+def micro_batch(plan: Plan, widths: Widths) -> MicroBatch:
     """The shapes of a micro-batch of the longest prompts and completions, by packing nothing."""
     cfg, layout, sampling = plan.cfg, plan.training.layout, sampling_of(plan.cfg)
     U = support_size(sampling, plan.training.model.vocab_size)
@@ -461,8 +461,7 @@ def micro_batch(plan: Plan) -> MicroBatch:
         top_mask=tokens if cfg.top_entropy_quantile < 1 else None,
         support=np.zeros((*tokens.shape, U), np.int32) if sampling.replay else None,
     )
-    limits = limits_of(cfg, plan.sizes, plan.training, plan.processes, plan.S)
-    row = pack(batch, [[]], limits.widest(), pad_id=0)
+    row = pack(batch, [[]], widths, pad_id=0)
 
     def of_all_shards(x: np.ndarray) -> jax.ShapeDtypeStruct:
         shape = layout.batch_shards * len(x), *x.shape[1:]

@@ -44,8 +44,8 @@ import numpy as np
 from infra.sizes import prompt_share, prompt_width
 
 # S and C have few values, so that few programs are compiled: between two powers of two there are at
-# most GRID_VALUES, and they are at least S_STEP or C_STEP apart. Where C is above LONG_C the steps of
-# S grow with it, because a place of a prompt costs less than a program for each pair of S and C.
+# most GRID_VALUES, and they are at least S_STEP or C_STEP apart. The steps of S grow with C where C
+# is above LONG_C, because a place of a prompt costs less than a program for each pair of S and C.
 GRID_VALUES, S_STEP, C_STEP, LONG_C = 4, 128, 256, 2048
 # A row takes at most this many times the sequences that it would take if all had T tokens, so that
 # arrays [X*Q, T] stay small.

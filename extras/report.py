@@ -14,7 +14,6 @@ an accuracy of 0.78 has a standard error of 1.1 points, and the difference of tw
 
 import argparse
 import fnmatch
-import html
 import json
 import math
 import sys
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jinja2
 import numpy as np
 import yaml
 
@@ -51,6 +51,7 @@ LOSS, GRAD_NORM = "train-other/loss", "train-other/grad_norm"
 REWARD, ACCURACY = "train-reward/total/mean", "train-reward/accuracy"
 ENTROPY, TRUNCATED = "train-other/entropy", "train-seq_len/completion/hit_max_frac"
 DRIFT = "train-other/sampling_logp_difference/mean"
+EVAL_ACCURACY = "eval/accuracy"
 
 Record = dict[str, Any]  # a line of a .jsonl file, or all settings: any value of JSON or YAML
 
@@ -70,7 +71,7 @@ def read_history(out: Path) -> History:
     """The history of the run in this folder. Raises UserMistake if the folder is not a run's."""
     settings, records = read_settings(out), [*read_lines(out / "metrics.jsonl")]
     steps = [record for record in records if LOSS in record]
-    evals = [record for record in records if "eval/accuracy" in record]
+    evals = [record for record in records if EVAL_ACCURACY in record]
     return History(settings, records, steps, evals, *run_state(out))
 
 
@@ -146,7 +147,7 @@ def verdict(history: History) -> list[str]:
     rewards = mean_over(steps[:WINDOW], REWARD), mean_over(steps[-WINDOW:], REWARD)
     parts = ["mean reward {:.4f} -> {:.4f}".format(*rewards)]
     if len(evals) > 1:
-        pairs = [accuracy_and_error(evals, index) for index in (0, -1)]
+        pairs = [value_and_error([record], EVAL_ACCURACY) for record in (evals[0], evals[-1])]
         texts = [f"{accuracy:.4f} (standard error {error:.4f})" for accuracy, error in pairs]
         parts.insert(0, f"accuracy {' -> '.join(texts)}")
     return [f"{HEALTHY} in {len(steps)} steps: {', '.join(parts)}"]
@@ -158,16 +159,15 @@ def triggered_rules(history: History) -> list[str]:
     steps, evals = history.steps, history.evals
     first, last = steps[:WINDOW], steps[-WINDOW:]
     drift, level = values_of(last, DRIFT), history.settings.get("derived.drift_level", math.inf)
-    # Runs of earlier versions have no param_norm.
-    updates = [values_of([step for step in last if name in step], name) for name in UPDATE_METRICS]
+    updates = [values_of(last, name) for name in UPDATE_METRICS]
     holds = {
         "non_finite_steps": not all(np.isfinite(values).all() for values in updates),
         "sampler_drift": min(drift[~np.isnan(drift)], default=0) > level,
     }
     if len(steps) >= WINDOW:
         train_accuracy, reward_rose = mean_over(last, ACCURACY), reward_rise(steps)
-        before, before_error = accuracy_and_error(evals, 0)
-        after, after_error = accuracy_and_error(evals, -1)
+        before, before_error = value_and_error(evals[:1], EVAL_ACCURACY)
+        after, after_error = value_and_error(evals[-1:], EVAL_ACCURACY)
         accuracy_rose = (after - before) / max(math.hypot(before_error, after_error), 1e-9)
         is_recent = evals and evals[-1]["step"] >= last[0]["step"]
         gap = train_accuracy - after
@@ -189,11 +189,8 @@ def triggered_rules(history: History) -> list[str]:
 def values_of(records: Sequence[Record], name: str) -> np.ndarray:
     """[records] float64: a metric as the rules see it, see SAMPLED_METRICS; NaN where it is
     missing."""
-    sampled, kept = (
-        metric_values(records, SAMPLED_METRICS.get(name, name)),
-        metric_values(records, name),
-    )
-    return np.where(np.isnan(sampled), kept, sampled)
+    sampled = metric_values(records, SAMPLED_METRICS.get(name, name))
+    return np.where(np.isnan(sampled), metric_values(records, name), sampled)
 
 
 def mean_over(records: Sequence[Record], name: str) -> float:
@@ -211,12 +208,11 @@ def reward_rise(steps: Sequence[Record]) -> float:
     return rise / math.sqrt(variance / window) if variance else 99 * float(np.sign(rise))
 
 
-def accuracy_and_error(evals: Sequence[Record], index: int) -> tuple[float, float]:
-    """The accuracy of the first (0) or the newest (-1) evaluation, and its standard error."""
-    record = evals[index] if evals else {}
-    return metric_values([record], "eval/accuracy")[0], metric_values([record], "eval/accuracy_se")[
-        0
-    ]
+def value_and_error(records: Sequence[Record], name: str) -> tuple[float, float]:
+    """The last value of a metric in these records, and its standard error; NaN where there is
+    none."""
+    last = records_with(records, name)[-1:] or [{}]
+    return metric_values(last, name)[0], metric_values(last, f"{name}_se")[0]
 
 
 # ---- summary.json and report.html ----------------------------------------------------------------
@@ -274,8 +270,9 @@ def write_review(out: Path, history: History) -> Record:
     return summary
 
 
-# ---- The report, in HTML -------------------------------------------------------------------------
+# ---- report.html ---------------------------------------------------------------------------------
 
+TEMPLATE = Path(__file__).with_name("report.html.jinja")
 CHARTS = {  # title -> the metrics in it; * stands for every reward function
     "accuracy on held-out questions": ("eval/accuracy", "eval_full/accuracy"),
     "mean reward": (REWARD,),
@@ -295,116 +292,90 @@ CHARTS = {  # title -> the metrics in it; * stands for every reward function
     ),
     "memory, GiB": ("memory/device_peak_gib", "memory/host_peak_gib"),
 }
-STYLE = """
-:root { color-scheme: light dark; }
-body { margin: 0 auto; padding: 1rem; max-width: 76rem; font: 15px/1.45 system-ui, sans-serif; }
-h1, figcaption { overflow-wrap: anywhere; } p { margin: .3rem 0; } .bad { color: #e5484d; }
-.charts { display: grid; gap: .8rem; grid-template-columns: repeat(auto-fill, minmax(17rem, 1fr)); }
-figure { margin: 0; padding: .5rem; border: 1px solid #8886; }
-figcaption, table { font-size: .85rem; }
-svg text { fill: currentColor; font: 11px system-ui, sans-serif; } line { stroke: #8886; }
-polyline { fill: none; stroke: currentColor; stroke-width: 1.6; stroke-linecap: round; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; }
-th, td { border: 1px solid #8886; padding: .25rem .5rem; text-align: left; vertical-align: top; }
-pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; } td pre { min-width: 13rem; }
-"""
 
 
 def render_report(out: Path, history: History) -> str:
-    """The complete page about the run in this folder."""
-    name = out.resolve().name
-    status = f"{name}: {history.state} after {len(history.steps)} steps. {history.why}"
-    parts = [f"<p>{escape(status)}</p>"]
-    for line in verdict(history):
-        style = "" if line.startswith((HEALTHY, NONE_YET)) else ' class="bad"'
-        parts.append(f"<p{style}>{escape(line)}</p>")
-    charts = [chart(title, metrics, history.records) for title, metrics in CHARTS.items()]
-    parts.append(f'<div class="charts">{"".join(charts)}</div>')
-    parts += [held_out_table(out), group_tables(out), settings_table(history.settings)]
-    body = "\n".join(parts)
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(name)}</title>\n<style>{STYLE}</style></head>\n"
-        f"<body>\n<h1>{escape(name)}</h1>\n{body}\n</body></html>\n"
+    """The complete page about the run in this folder. Raises UserMistake without its template."""
+    if not TEMPLATE.is_file():
+        raise UserMistake(f"the report needs extras/{TEMPLATE.name}, which is missing; restore it")
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    charts = [make_chart(title, metrics, history.records) for title, metrics in CHARTS.items()]
+    answers = read_answers(out)
+    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        name=out.resolve().name,
+        history=history,
+        verdict=verdict(history),
+        is_sick=bool(triggered_rules(history)),
+        charts=[chart for chart in charts if chart],
+        width=WIDTH,
+        height=HEIGHT,
+        answers=answers,
+        eval_steps=first_middle_last({step for entries in answers.values() for step in entries}),
+        groups=read_groups(out),
+        settings=changed_settings(history.settings),
+        completion_facts=completion_facts,
     )
 
 
-def escape(value: object) -> str:
-    """The value as a text that HTML shows as it is."""
-    return html.escape(str(value))
-
-
-def table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    """A table that scrolls sideways where it is too wide. head: plain texts, or none. body: the
-    cells of each line, in HTML."""
-    lines = ["".join(f"<th>{escape(name)}</th>" for name in head)] * bool(head)
-    lines += ["".join(f"<td>{cell}</td>" for cell in cells) for cells in body]
-    text = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f'<div class="scroll"><table>{text}</table></div>'
-
-
-def settings_table(settings: Record) -> str:
-    """The settings that differ from the defaults, and the values that are derived from them."""
+def changed_settings(settings: Record) -> list[tuple[str, object, object]]:
+    """Name, default and value of each setting that differs from its default, and of each value that
+    is derived from the settings."""
     defaults = yaml.safe_load("\n".join(yaml_lines(Config())))
-    body = [
-        [escape(name), *(f"<pre>{escape(x)}</pre>" for x in (defaults.get(name, ""), value))]
+    return [
+        (name, defaults.get(name, ""), value)
         for name, value in settings.items()
         if value != defaults.get(name)
     ]
-    return f"<h2>Settings</h2>{table(['setting', 'default', 'of this run'], body)}"
 
 
 # ---- Charts --------------------------------------------------------------------------------------
 
-WIDTH, HEIGHT = 360, 170  # of a chart in its own units
-LEFT, RIGHT, TOP, BOTTOM = 52, 8, 8, 22  # the margins of the curves
+WIDTH, HEIGHT = 300, 140  # of the area of the curves, in units of the SVG
 OUTLIERS = 0.005  # the fraction of values, at either end, that lie on the edge of a chart
-COLOURS = ("#3b82f6", "#d9772b", "#22a05c", "#9a6cf0", "#d0509a", "#7a8794")  # in both modes
 
 
-def chart(title: str, patterns: Sequence[str], records: Sequence[Record]) -> str:
-    """A figure with a curve and its last value for each metric that has values; "" without any.
+class Curve(NamedTuple):
+    """The values of one metric in a chart."""
+
+    name: str
+    points: str  # "x,y x,y ...", with y from the top
+    last: float  # the last value
+
+
+class Chart(NamedTuple):
+    """One chart of the report."""
+
+    title: str
+    first_step: float
+    last_step: float
+    ticks: list[float]  # the values at the top, in the middle and at the bottom
+    curves: list[Curve]
+
+
+def make_chart(title: str, patterns: Sequence[str], records: Sequence[Record]) -> Chart | None:
+    """The chart of the metrics that have values, or None if none has.
 
     patterns: names of metrics; * in a name stands for any part of it.
     """
     recorded = dict.fromkeys(name for record in records for name in record)
-    curves = {}  # {name: its steps and values}
+    values = {}  # {name: its steps and its values}
     for name in (name for pattern in patterns for name in fnmatch.filter(recorded, pattern)):
         if points := records_with(records, name):
-            curves[name] = metric_values(points, "step"), metric_values(points, name)
-    if not curves:
-        return ""
-    x_low, x_high = axis_ends([steps for steps, _ in curves.values()])
-    y_low, y_high = axis_ends([values for _, values in curves.values()], OUTLIERS)
-    parts = axes(x_low, x_high, y_low, y_high)
-    captions = [escape(title)]
-    for index, (name, (steps, values)) in enumerate(curves.items()):
-        x = LEFT + (steps - x_low) / (x_high - x_low) * (WIDTH - LEFT - RIGHT)
-        level = np.clip((values - y_low) / (y_high - y_low), 0, 1)
-        y = HEIGHT - BOTTOM - level * (HEIGHT - TOP - BOTTOM)
-        corners = [f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True)]
+            values[name] = metric_values(points, "step"), metric_values(points, name)
+    if not values:
+        return None
+    left, right = axis_ends([x for x, _ in values.values()])
+    bottom, top = axis_ends([y for _, y in values.values()], OUTLIERS)
+    curves = []
+    for name, (x, y) in values.items():
+        across = WIDTH * (x - left) / (right - left)
+        down = HEIGHT * (1 - np.clip((y - bottom) / (top - bottom), 0, 1))
+        corners = [f"{a:.1f},{b:.1f}" for a, b in zip(across, down, strict=True)]
         corners.append(corners[-1])  # so that a single value is a dot
-        colour = f'style="color: {COLOURS[index % len(COLOURS)]}"'
-        parts.append(f'<polyline {colour} points="{" ".join(corners)}"/>')
-        captions.append(f"<span {colour}>{escape(name)}: {values[-1]:.4g}</span>")
-    return (
-        f"<figure><figcaption>{'<br>'.join(captions)}</figcaption>"
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(parts)}</svg></figure>'
-    )
-
-
-def axes(x_low: float, x_high: float, y_low: float, y_high: float) -> list[str]:
-    """Three horizontal lines with their values, and the first and the last step."""
-    parts = []
-    for level in (0, 0.5, 1):
-        y = HEIGHT - BOTTOM - level * (HEIGHT - TOP - BOTTOM)
-        label = f"{y_low + level * (y_high - y_low):.3g}"
-        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>')
-        parts.append(f'<text x="{LEFT - 4}" y="{y + 4}" text-anchor="end">{label}</text>')
-    parts.append(f'<text x="{LEFT}" y="{HEIGHT - 5}">{x_low:g}</text>')
-    place = f'x="{WIDTH - RIGHT}" y="{HEIGHT - 5}" text-anchor="end"'
-    return [*parts, f"<text {place}>step {x_high:g}</text>"]
+        curves.append(Curve(name, " ".join(corners), y[-1]))
+    return Chart(title, left, right, [top, (bottom + top) / 2, bottom], curves)
 
 
 def axis_ends(arrays: Sequence[np.ndarray], outliers: float = 0) -> tuple[float, float]:
@@ -419,52 +390,29 @@ def axis_ends(arrays: Sequence[np.ndarray], outliers: float = 0) -> tuple[float,
 SHOWN_QUESTIONS = 6  # held-out questions with their answers
 
 
-def held_out_table(folder: Path) -> str:
-    """The same held-out questions, answered at the first, the middle and the last evaluation."""
-    answered: dict[str, dict[int, Record]] = {}  # {question: {step: its entry}}
+def read_answers(folder: Path) -> dict[str, dict[int, Record]]:
+    """{question: {step: its entry}} of the same held-out questions at each evaluation."""
+    answers: dict[str, dict[int, Record]] = {}
     for entry in read_lines(folder / "eval.jsonl"):
         question = entry["question"]
-        is_shown = question in answered or len(answered) < SHOWN_QUESTIONS
+        is_shown = question in answers or len(answers) < SHOWN_QUESTIONS
         if entry["evaluation"] == "eval" and is_shown:
-            answered.setdefault(question, {})[entry["step"]] = entry
-    if not answered:
-        return ""
-    steps = first_middle_last({step for entries in answered.values() for step in entries})
-    body = []
-    for question, entries in answered.items():
-        answer = next(iter(entries.values()))["answer"]
-        cells = {step: completion_cell(x["completions"][0]) for step, x in entries.items()}
-        first_cell = f"<pre>{escape(question)}</pre><p>answer: {escape(answer)}</p>"
-        body.append([first_cell, *(cells.get(step, "-") for step in steps)])
-    head = ["question", *(f"step {step}" for step in steps)]
-    return f"<h2>Held-out questions</h2>{table(head, body)}"
+            answers.setdefault(question, {})[entry["step"]] = entry
+    return answers
 
 
-def group_tables(folder: Path) -> str:
-    """A group of completions from the start, the middle and the end of training."""
-    groups: dict[int, Record] = {}  # {step: its first entry}
+def read_groups(folder: Path) -> dict[int, Record]:
+    """{step: its first group of completions} at the start, in the middle and at the end."""
+    groups: dict[int, Record] = {}
     for entry in read_lines(folder / "samples.jsonl"):
         groups.setdefault(entry["step"], entry)
-    parts = []
-    for step in first_middle_last(groups):
-        entry = groups[step]
-        cells = [completion_cell(completion) for completion in entry["completions"]]
-        half = (len(cells) + 1) // 2
-        parts.append(f"<h2>A group of step {step}</h2><pre>{escape(entry['question'])}</pre>")
-        parts.append(table([], [cells[:half], cells[half:]]))
-    return "".join(parts)
+    return {step: groups[step] for step in first_middle_last(groups)}
 
 
 def first_middle_last(steps: Collection[int]) -> list[int]:
     """The first, the middle and the last of the steps, each once."""
     steps = sorted(steps)
     return sorted({steps[i] for i in (0, len(steps) // 2, -1)}) if steps else []
-
-
-def completion_cell(completion: Record) -> str:
-    """A completion with its reward, its length and how it ended."""
-    facts = ", ".join(f"{name} {value}" for name, value in completion_facts(completion))
-    return f"<pre>{escape(completion['text'])}</pre><p>{escape(facts)}</p>"
 
 
 # ---- A comparison of two runs --------------------------------------------------------------------
@@ -494,7 +442,7 @@ def print_comparison(names: list[str], histories: list[History]) -> None:
 
 def compared_cells(metric: str, names: list[str], histories: list[History]) -> list[str]:
     """The cells of a metric: both values, and their difference with its meaning."""
-    (a, a_error), (b, b_error) = (last_value_and_error(run.records, metric) for run in histories)
+    (a, a_error), (b, b_error) = (value_and_error(run.records, metric) for run in histories)
     error = math.hypot(a_error, b_error)
     if math.isnan(b - a):
         change = "-"
@@ -506,12 +454,6 @@ def compared_cells(metric: str, names: list[str], histories: list[History]) -> l
             better = f"{names[1] if b > a else names[0]} is better"
             change += f": {'noise' if abs(b - a) <= 2 * error else better}"
     return [metric, value_text(a, a_error), value_text(b, b_error), change]
-
-
-def last_value_and_error(records: Sequence[Record], name: str) -> tuple[float, float]:
-    """The last value of a metric and its standard error; NaN where there is none."""
-    last = records_with(records, name)[-1:] or [{}]
-    return metric_values(last, name)[0], metric_values(last, f"{name}_se")[0]
 
 
 def value_text(value: float, error: float) -> str:

@@ -14,6 +14,7 @@ an accuracy of 0.78 has a standard error of 1.1 points, and the difference of tw
 
 import argparse
 import fnmatch
+import functools
 import json
 import math
 import sys
@@ -41,7 +42,7 @@ from infra.log import (
     replace_file,
     run_state,
 )
-from infra.mistakes import UserMistake, exit_with_mistakes
+from infra.mistakes import UserMistake, exit_with_mistakes, writing
 from infra.settings import yaml_lines
 from metrics import completion_facts
 
@@ -237,9 +238,8 @@ class Reviewer:
         try:
             history = read_history(self._out)._replace(state=state, why=why)
             summary = write_review(self._out, history)
-        except (OSError, UserMistake) as error:  # somebody may have damaged config.yaml
-            reason = error.strerror if isinstance(error, OSError) else error
-            self._print_once("error", f"{self._out}/report.html cannot be written: {reason}")
+        except UserMistake as error:
+            self._print_once("error", str(error))
             return {}
         note = f"note step={summary['steps_done']}"
         for name in triggered_rules(history) if state == RUNNING else ():
@@ -253,7 +253,7 @@ class Reviewer:
 
 
 def write_review(out: Path, history: History) -> Record:
-    """Writes summary.json and report.html of a run, and returns the summary. Raises OSError."""
+    """Writes summary.json and report.html of a run, and returns the summary. Raises UserMistake."""
     last: Record = {}
     for record in history.records:
         last |= {name: x for name, x in record.items() if x is not None and name != "step"}
@@ -265,33 +265,22 @@ def write_review(out: Path, history: History) -> Record:
         "last": last,
         "settings": history.settings,
     }
-    replace_file(out / SUMMARY, json.dumps(summary, indent=1, default=str) + "\n")
-    replace_file(out / "report.html", render_report(out, history))
+    with writing(out / SUMMARY, UserMistake):
+        replace_file(out / SUMMARY, json.dumps(summary, indent=1, default=str) + "\n")
+    write_report(out, history)
     return summary
+
+
+def write_report(out: Path, history: History) -> None:
+    """Writes report.html of a run. Raises UserMistake."""
+    text = render_report(out, history)
+    with writing(out / "report.html", UserMistake):
+        replace_file(out / "report.html", text)
 
 
 # ---- report.html ---------------------------------------------------------------------------------
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
-CHARTS = {  # title -> the metrics in it; * stands for every reward function
-    "accuracy on held-out questions": ("eval/accuracy", "eval_full/accuracy"),
-    "mean reward": (REWARD,),
-    "mean reward of each function": ("train-reward/func/*/mean",),
-    "tokens of a completion": ("train-seq_len/completion/mean",),
-    "completions that are cut off": (TRUNCATED,),
-    "entropy, nats per token": (ENTROPY,),
-    "KL to the reference, nats per token": ("train-other/kl",),
-    "ratios that are clipped": ("train-other/clip_ratio/region_mean", "train-other/cispo_clip*"),
-    "norm of the gradient": (GRAD_NORM,),
-    "groups whose rewards are equal": ("train-other/frac_reward_zero_std",),
-    "sampler and trainer differ, nats": (DRIFT,),
-    "seconds of a step": ("time/train/step_s", "time/train/rollout_s", "time/train/update_s"),
-    "tokens per second": (
-        "throughput/train/valid_tokens_per_s",
-        "throughput/generated_tokens_per_s",
-    ),
-    "memory, GiB": ("memory/device_peak_gib", "memory/host_peak_gib"),
-}
 
 
 def render_report(out: Path, history: History) -> str:
@@ -301,14 +290,13 @@ def render_report(out: Path, history: History) -> str:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    charts = [make_chart(title, metrics, history.records) for title, metrics in CHARTS.items()]
     answers = read_answers(out)
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         name=out.resolve().name,
         history=history,
         verdict=verdict(history),
         is_sick=bool(triggered_rules(history)),
-        charts=[chart for chart in charts if chart],
+        make_chart=functools.partial(make_chart, history.records),
         width=WIDTH,
         height=HEIGHT,
         answers=answers,
@@ -336,25 +324,17 @@ WIDTH, HEIGHT = 300, 140  # of the area of the curves, in units of the SVG
 OUTLIERS = 0.005  # the fraction of values, at either end, that lie on the edge of a chart
 
 
-class Curve(NamedTuple):
-    """The values of one metric in a chart."""
-
-    name: str
-    points: str  # "x,y x,y ...", with y from the top
-    last: float  # the last value
-
-
 class Chart(NamedTuple):
-    """One chart of the report."""
+    """The numbers of a chart. A curve is the name of its metric, the corners "x,y x,y ..." of an
+    SVG polyline with y from the top, and the last value."""
 
-    title: str
     first_step: float
     last_step: float
     ticks: list[float]  # the values at the top, in the middle and at the bottom
-    curves: list[Curve]
+    curves: list[tuple[str, str, float]]
 
 
-def make_chart(title: str, patterns: Sequence[str], records: Sequence[Record]) -> Chart | None:
+def make_chart(records: Sequence[Record], patterns: Sequence[str]) -> Chart | None:
     """The chart of the metrics that have values, or None if none has.
 
     patterns: names of metrics; * in a name stands for any part of it.
@@ -374,8 +354,8 @@ def make_chart(title: str, patterns: Sequence[str], records: Sequence[Record]) -
         down = HEIGHT * (1 - np.clip((y - bottom) / (top - bottom), 0, 1))
         corners = [f"{a:.1f},{b:.1f}" for a, b in zip(across, down, strict=True)]
         corners.append(corners[-1])  # so that a single value is a dot
-        curves.append(Curve(name, " ".join(corners), y[-1]))
-    return Chart(title, left, right, [top, (bottom + top) / 2, bottom], curves)
+        curves.append((name, " ".join(corners), y[-1]))
+    return Chart(left, right, [top, (bottom + top) / 2, bottom], curves)
 
 
 def axis_ends(arrays: Sequence[np.ndarray], outliers: float = 0) -> tuple[float, float]:
@@ -489,20 +469,11 @@ def draw_picture(names: list[str], histories: list[History], file: Path) -> None
     for plot in (left, right):
         plot.grid(alpha=0.3)
     try:
-        figure.savefig(file, dpi=120)
+        with writing(f"--out {file}", UserMistake):
+            figure.savefig(file, dpi=120)
     except ValueError as error:  # matplotlib does not know the ending
         raise UserMistake(f"--out {file} cannot be written: {error}") from None
     print(file)
-
-
-def rewrite_report(out: Path, history: History) -> None:
-    """Writes report.html again, and summary.json unless the run, which writes it, is still alive.
-    Raises OSError."""
-    if history.state == RUNNING:
-        replace_file(out / "report.html", render_report(out, history))
-    else:
-        write_review(out, history)
-    print(out / "report.html")
 
 
 def main() -> None:
@@ -518,13 +489,14 @@ def main() -> None:
         if picture:
             draw_picture(names, histories, picture)
         elif len(histories) == 1:
-            rewrite_report(Path(names[0]), histories[0])
+            [history], out = histories, Path(names[0])
+            # The summary of a run that is alive belongs to the run, which may just end.
+            (write_report if history.state == RUNNING else write_review)(out, history)
+            print(out / "report.html")
         else:
             print_comparison(names, histories)
     except UserMistake as error:
         exit_with_mistakes(error)
-    except OSError as error:
-        exit_with_mistakes(UserMistake(f"{error.filename} cannot be written: {error.strerror}"))
 
 
 if __name__ == "__main__":

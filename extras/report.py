@@ -18,7 +18,6 @@ import functools
 import json
 import math
 import sys
-import warnings
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,7 +41,7 @@ from infra.log import (
     replace_file,
     run_state,
 )
-from infra.mistakes import UserMistake, exit_with_mistakes, writing
+from infra.mistakes import UserMistake, exit_with_mistakes, in_one_line, writing
 from infra.settings import yaml_lines
 from metrics import completion_facts
 
@@ -84,7 +83,6 @@ def records_with(records: Sequence[Record], name: str) -> list[Record]:
 # ---- The verdict ---------------------------------------------------------------------------------
 
 WINDOW = 10  # steps at the start and at the end of a run that the rules compare
-HEALTHY, NONE_YET = "verdict: no sign of trouble", "verdict: none yet"
 # Metrics that are null in the record of an update that is not finite.
 UPDATE_METRICS = (LOSS, GRAD_NORM, "train-other/param_norm")
 # With DYNAMIC_SAMPLING the rules take the metric on the right, which counts all groups that were
@@ -144,14 +142,14 @@ def verdict(history: History) -> list[str]:
     if not steps:
         return []
     if len(steps) < WINDOW:
-        return [f"{NONE_YET}: it needs {WINDOW} steps, and the run has {len(steps)}"]
+        return [f"verdict: none yet: it needs {WINDOW} steps, and the run has {len(steps)}"]
     rewards = mean_over(steps[:WINDOW], REWARD), mean_over(steps[-WINDOW:], REWARD)
     parts = ["mean reward {:.4f} -> {:.4f}".format(*rewards)]
     if len(evals) > 1:
         pairs = [value_and_error([record], EVAL_ACCURACY) for record in (evals[0], evals[-1])]
         texts = [f"{accuracy:.4f} (standard error {error:.4f})" for accuracy, error in pairs]
         parts.insert(0, f"accuracy {' -> '.join(texts)}")
-    return [f"{HEALTHY} in {len(steps)} steps: {', '.join(parts)}"]
+    return [f"verdict: no sign of trouble in {len(steps)} steps: {', '.join(parts)}"]
 
 
 def triggered_rules(history: History) -> list[str]:
@@ -203,9 +201,7 @@ def reward_rise(steps: Sequence[Record]) -> float:
     """The rise of the mean reward in these steps, in standard errors; 99 if it has no noise."""
     window = max(WINDOW, len(steps) // 3)  # a slow rise needs long windows
     rise = mean_over(steps[-window:], REWARD) - mean_over(steps[:window], REWARD)
-    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # all values are NaN
-        parts = (steps[:window], steps[-window:])
-        variance = sum(np.nanvar(values_of(part, REWARD)) for part in parts)
+    variance = sum(np.var(values_of(part, REWARD)) for part in (steps[:window], steps[-window:]))
     return rise / math.sqrt(variance / window) if variance else 99 * float(np.sign(rise))
 
 
@@ -236,8 +232,9 @@ class Reviewer:
         if jax.process_index() != 0:
             return {}
         try:
-            history = read_history(self._out)._replace(state=state, why=why)
-            summary = write_review(self._out, history)
+            with writing(self._out / "report.html", UserMistake):
+                history = read_history(self._out)._replace(state=state, why=why)
+                summary = write_review(self._out, history)
         except UserMistake as error:
             self._print_once("error", str(error))
             return {}
@@ -253,7 +250,8 @@ class Reviewer:
 
 
 def write_review(out: Path, history: History) -> Record:
-    """Writes summary.json and report.html of a run, and returns the summary. Raises UserMistake."""
+    """Writes summary.json and report.html of a run, and returns the summary. Raises OSError, and
+    UserMistake for the template."""
     last: Record = {}
     for record in history.records:
         last |= {name: x for name, x in record.items() if x is not None and name != "step"}
@@ -265,57 +263,44 @@ def write_review(out: Path, history: History) -> Record:
         "last": last,
         "settings": history.settings,
     }
-    with writing(out / SUMMARY, UserMistake):
-        replace_file(out / SUMMARY, json.dumps(summary, indent=1, default=str) + "\n")
-    write_report(out, history)
+    replace_file(out / SUMMARY, json.dumps(summary, indent=1, default=str) + "\n")
+    replace_file(out / "report.html", render_report(out, history))
     return summary
-
-
-def write_report(out: Path, history: History) -> None:
-    """Writes report.html of a run. Raises UserMistake."""
-    text = render_report(out, history)
-    with writing(out / "report.html", UserMistake):
-        replace_file(out / "report.html", text)
 
 
 # ---- report.html ---------------------------------------------------------------------------------
 
-TEMPLATE = Path(__file__).with_name("report.html.jinja")
+TEMPLATE = "report.html.jinja"  # beside this file
 
 
 def render_report(out: Path, history: History) -> str:
-    """The complete page about the run in this folder. Raises UserMistake without its template."""
-    if not TEMPLATE.is_file():
-        raise UserMistake(f"the report needs extras/{TEMPLATE.name}, which is missing; restore it")
+    """The complete page about the run in this folder. Raises UserMistake if the template is missing
+    or has a mistake."""
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     answers = read_answers(out)
-    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
-        name=out.resolve().name,
-        history=history,
-        verdict=verdict(history),
-        is_sick=bool(triggered_rules(history)),
-        make_chart=functools.partial(make_chart, history.records),
-        width=WIDTH,
-        height=HEIGHT,
-        answers=answers,
-        eval_steps=first_middle_last({step for entries in answers.values() for step in entries}),
-        groups=read_groups(out),
-        settings=changed_settings(history.settings),
-        completion_facts=completion_facts,
-    )
-
-
-def changed_settings(settings: Record) -> list[tuple[str, object, object]]:
-    """Name, default and value of each setting that differs from its default, and of each value that
-    is derived from the settings."""
-    defaults = yaml.safe_load("\n".join(yaml_lines(Config())))
-    return [
-        (name, defaults.get(name, ""), value)
-        for name, value in settings.items()
-        if value != defaults.get(name)
-    ]
+    try:
+        return environment.get_template(TEMPLATE).render(
+            name=out.resolve().name,
+            history=history,
+            verdict=verdict(history),
+            is_sick=bool(triggered_rules(history)),
+            make_chart=functools.partial(make_chart, history.records),
+            width=WIDTH,
+            height=HEIGHT,
+            answers=answers,
+            eval_steps=first_middle_last({step for steps in answers.values() for step in steps}),
+            groups=read_groups(out),
+            defaults=yaml.safe_load("\n".join(yaml_lines(Config()))),
+            completion_facts=completion_facts,
+        )
+    except jinja2.TemplateError as error:
+        raise UserMistake(f"the template of the report: {in_one_line(error)}") from None
 
 
 # ---- Charts --------------------------------------------------------------------------------------
@@ -490,8 +475,11 @@ def main() -> None:
             draw_picture(names, histories, picture)
         elif len(histories) == 1:
             [history], out = histories, Path(names[0])
-            # The summary of a run that is alive belongs to the run, which may just end.
-            (write_report if history.state == RUNNING else write_review)(out, history)
+            with writing(out / "report.html", UserMistake):
+                if history.state == RUNNING:  # it may end just now, and its summary is its own
+                    replace_file(out / "report.html", render_report(out, history))
+                else:
+                    write_review(out, history)
             print(out / "report.html")
         else:
             print_comparison(names, histories)

@@ -28,9 +28,7 @@ from infra.lifecycle import Lifecycle
 from infra.log import (
     RUNNING,
     RunLog,
-    choose_wandb_mode,
     raise_if_not_writable,
-    raise_if_wandb_unusable,
     replace_file,
 )
 from infra.mistakes import Unwritable, UserMistake, exit_with_mistakes, side_file, writing
@@ -215,7 +213,7 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
     if cfg.rollout_backend == "sglang_jax":
         open_sglang().import_engine(jax.devices())
     if jax.process_index() == 0:  # the only process that writes
-        raise_if_wandb_unusable(cfg.wandb_mode)
+        open_trackers(cfg.wandb_mode)
         if cfg.export_hf not in ("", "none"):
             raise_if_not_writable(f"EXPORT_HF={cfg.export_hf}", Path(cfg.export_hf))
     hosts.raise_if_process_count_differs(cfg.require_multihost, cfg.require_jax_process_count)
@@ -466,14 +464,7 @@ def drift_level(cfg: Config, train_compute: Compute, rollout_compute: Compute) -
 def open_log(run: Run, out: Path, progress: checkpoint.Progress) -> RunLog:
     """The log of a run in its folder, without the records after the checkpoint from which the run
     is resumed. Writes config.yaml."""
-    cfg, writes, wandb = run.cfg, jax.process_index() == 0, None
-    if writes and (mode := choose_wandb_mode(cfg.wandb_mode)) != "disabled":
-        derived = {f"derived.{name}": value for name, value in run.sizes._asdict().items()}
-        values = dataclasses.asdict(cfg) | derived | resolved_choices(run)
-        if progress.forked_from:
-            values["forked_from"] = progress.forked_from
-        wandb = {"mode": mode, "config": values, "project": cfg.wandb_project or "grpo"}
-        wandb |= {"id": progress.run_id, "name": cfg.wandb_name or out.resolve().name}
+    cfg, writes = run.cfg, jax.process_index() == 0
     # Evaluations of the checkpoint's step stay in the log, unless this run makes them again.
     sweeps = cfg.eval_full_sweep and progress.step == cfg.steps
     kept = ["eval"] * (progress.step in progress.evals) + ["eval_full"] * (not sweeps)
@@ -482,7 +473,6 @@ def open_log(run: Run, out: Path, progress: checkpoint.Progress) -> RunLog:
             out,
             steps=cfg.steps,
             writes=writes,
-            wandb=wandb,
             first_step=progress.step,
             kept=kept,
         )
@@ -490,8 +480,35 @@ def open_log(run: Run, out: Path, progress: checkpoint.Progress) -> RunLog:
             text = config.describe(cfg, jax.process_count(), jax.local_device_count())
             text += "".join(f"\n{name}: {value}" for name, value in resolved_choices(run).items())
             replace_file(out / "config.yaml", text + "\n")
+            if trackers := open_trackers(cfg.wandb_mode):
+                settings = wandb_settings(run, out, progress)
+                log.tracker = trackers.WandbRun(out, settings, log.print_line)
             log.print_line(f"output={out}")
     return log
+
+
+def open_trackers(mode: str) -> ModuleType | None:
+    """The module of W&B, or None if a run with this WANDB_MODE is not logged there. Raises
+    UserMistake if its file is missing or the mode cannot work."""
+    if mode == "disabled" or not (mode or os.environ.get("WANDB_API_KEY")):
+        return None
+    with side_file("extras/trackers.py", f"WANDB_MODE={mode}" if mode else "WANDB_API_KEY"):
+        import extras.trackers
+    if mode:
+        extras.trackers.raise_if_unusable(mode)
+    return extras.trackers
+
+
+def wandb_settings(run: Run, out: Path, progress: checkpoint.Progress) -> dict[str, Any]:
+    """The arguments of wandb.init. A key alone means WANDB_MODE=online."""
+    cfg = run.cfg
+    derived = {f"derived.{name}": value for name, value in run.sizes._asdict().items()}
+    values = dataclasses.asdict(cfg) | derived | resolved_choices(run)
+    if progress.forked_from:
+        values["forked_from"] = progress.forked_from
+    settings = {"mode": cfg.wandb_mode or "online", "config": values, "id": progress.run_id}
+    project, name = cfg.wandb_project or "grpo", cfg.wandb_name or out.resolve().name
+    return settings | {"project": project, "name": name}
 
 
 def resolved_choices(run: Run) -> dict[str, str]:

@@ -1,6 +1,6 @@
-"""What a run leaves behind: its lines, its files, and its rows in W&B.
+"""What a run leaves behind: its lines and its files.
 
-Every process prints its lines; only process 0 writes files and W&B. metrics.jsonl has the metrics
+Every process prints its lines; only process 0 writes files. metrics.jsonl has the metrics
 of each step and evaluation, samples.jsonl some completions of training, eval.jsonl the answers of
 evaluations. config.yaml has the settings, summary.json the state of the run.
 """
@@ -8,16 +8,14 @@ evaluations. config.yaml has the settings, summary.json the state of the run.
 import collections
 import contextlib
 import functools
-import io
 import json
 import math
 import os
-import shutil
 import statistics
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -25,6 +23,9 @@ import yaml
 from tqdm import tqdm
 
 from infra.mistakes import UserMistake, in_one_line, writing
+
+if TYPE_CHECKING:
+    from extras.trackers import WandbRun
 
 FILES = ("metrics.jsonl", "samples.jsonl", "eval.jsonl")  # each line has a step
 SUMMARY = "summary.json"
@@ -97,27 +98,23 @@ class RunLog:
         *,
         steps: int,
         writes: bool,
-        wandb: dict[str, Any] | None,
         first_step: int = 0,
         kept: Collection[str] = frozenset(),
     ) -> None:
         """out: the run's folder, which is made if writes is True, on process 0.
 
-        wandb: the arguments of wandb.init, or None. first_step: the number of steps that are done.
+        first_step: the number of steps that are done.
         kept: the evaluations after these steps that are not made again; see truncate_records.
         Raises OSError if the folder cannot be written.
         """
         self._out, self._steps, self._writes = out, steps, writes
         self._recent: collections.deque[float] = collections.deque(maxlen=10)  # seconds of steps
-        self._wandb: WandbRun | None = None
+        self.tracker: WandbRun | None = None  # it gets the records too, see startup.open_log
         if not writes:
             return
         out.mkdir(parents=True, exist_ok=True)
         for name in FILES:
             truncate_records(out / name, first_step, kept)
-        if wandb:
-            with self._surviving_wandb():
-                self._wandb = WandbRun(out, wandb)
 
     def print_line(self, text: str) -> None:
         """Prints one line, above a progress bar if there is one, and in one piece, since another
@@ -126,15 +123,14 @@ class RunLog:
             print(text + "\n", end="", flush=True)
 
     def record_metrics(self, step: int, values: dict[str, Any]) -> None:
-        """Appends one record to metrics.jsonl, and to W&B."""
+        """Appends one record to metrics.jsonl, and adds it to W&B."""
         if STEP_S in values:
             self._recent.append(values[STEP_S])
             values = values | {"time/train/step_avg_last10_s": np.mean(self._recent)}
         values = to_json_values(values)
         self.append_entries("metrics.jsonl", step, [values])
-        if self._wandb:
-            with self._surviving_wandb():
-                self._wandb.record(step, values)
+        if self.tracker:
+            self.tracker.record(step, values)
 
     def append_entries(self, name: str, step: int, entries: list[dict[str, Any]]) -> None:
         """Appends a line for each entry to one of FILES. If an error leaves a part of a line,
@@ -160,19 +156,8 @@ class RunLog:
 
         summary: values for its summary there. finished: all steps and evaluations are done.
         """
-        if self._wandb:
-            with self._surviving_wandb():
-                self._wandb.close(to_json_values(summary or {}), finished)
-
-    @contextlib.contextmanager
-    def _surviving_wandb(self) -> Iterator[None]:
-        """Prints a line about an error of W&B within this context, and sends W&B nothing more."""
-        try:
-            yield
-        except Exception as error:  # the errors of W&B and its transports have no common base
-            self._wandb, why = None, in_one_line(error, with_type=False)
-            kept = f"{self._out}/metrics.jsonl has the records"
-            self.print_line(f"W&B: {why}; the run goes on without it, and {kept}")
+        if self.tracker:
+            self.tracker.close(summary or {}, finished)
 
 
 # ---- Writing files -------------------------------------------------------------------------------
@@ -284,80 +269,3 @@ def mean_without_nan(values: np.ndarray) -> float:
     """The mean of the values that are not NaN; NaN if there are none."""
     values = values[~np.isnan(values)]
     return float(values.mean()) if values.size else math.nan
-
-
-# ---- W&B -----------------------------------------------------------------------------------------
-
-
-def raise_if_wandb_unusable(mode: str) -> None:
-    """Raises UserMistake if WANDB_MODE cannot work here; it asks neither a server nor the user."""
-    if mode in ("", "disabled"):
-        return
-    try:
-        import wandb
-    except Exception as error:  # a broken installation may raise any error
-        why = f"WANDB_MODE={mode} needs wandb: pip install wandb ({in_one_line(error)})"
-        raise UserMistake(why) from None
-    if mode == "offline":
-        return
-    with contextlib.redirect_stderr(io.StringIO()):  # wandb warns that this name is old
-        key = wandb.api.api_key or ""  # from WANDB_API_KEY, or from `wandb login`
-    if len(key) < 40:
-        wrong = f"the API key that is set has {len(key)} characters, not 40 or more"
-        raise UserMistake(
-            f"WANDB_MODE=online: {wrong if key else 'there is no API key'}; set WANDB_API_KEY or "
-            f"run `wandb login`, or set WANDB_MODE=offline"
-        )
-
-
-def choose_wandb_mode(mode: str) -> str:
-    """WANDB_MODE; if that is empty, "online" if there is a WANDB_API_KEY that can be used."""
-    if mode:
-        return mode
-    if not os.environ.get("WANDB_API_KEY"):
-        return "disabled"
-    try:
-        raise_if_wandb_unusable("online")
-    except UserMistake as error:
-        print(f"W&B: WANDB_API_KEY is set, but the run goes on without W&B: {error}", flush=True)
-        return "disabled"
-    return "online"
-
-
-class WandbRun:
-    """The run in W&B. All methods may raise any error of W&B and its transports."""
-
-    def __init__(self, out: Path, settings: dict[str, Any]) -> None:
-        """out: the run's folder. settings: of wandb.init; the same "id" continues the same run."""
-        import wandb
-
-        self._step = 0  # the newest step
-        self._row: dict[str, Any] = {}  # its values, which are not sent yet
-        if settings["mode"] == "offline":  # all rows of earlier starts are written anew
-            shutil.rmtree(out / "wandb", ignore_errors=True)
-        self._run = wandb.init(dir=str(out), resume="allow", **settings)
-        for record in read_lines(out / "metrics.jsonl"):
-            self.record(record.pop("step"), record)
-
-    def record(self, step: int, values: dict[str, Any]) -> None:
-        """Adds values to the row of the step, after sending the row of an earlier step."""
-        if step != self._step:
-            self._send()
-            self._step, self._row = step, {}
-        self._row |= values
-
-    def close(self, summary: dict[str, Any], finished: bool) -> None:
-        """Ends the run in W&B, with these values in its summary.
-
-        finished: no step is to come. Otherwise a resumed run makes the newest step again if it
-        lacks its training record, and this step is not sent.
-        """
-        if finished or STEP_S in self._row:
-            self._send()
-        self._run.summary.update(summary)
-        self._run.finish()
-
-    def _send(self) -> None:
-        """Sends the row of the newest step, if it has values that W&B does not have."""
-        if self._row and self._step >= self._run.starting_step:
-            self._run.log(self._row, step=self._step, commit=True)

@@ -50,7 +50,7 @@ def tool(*args: str | Path) -> tuple[int, str, str]:
 
 def new_folder(done: Result, to: Path) -> RunLog:
     """A folder with the settings of the run, and the log that writes its files."""
-    log = RunLog(to, steps=200, writes=True, wandb=None)
+    log = RunLog(to, steps=200, writes=True)
     shutil.copy(done.out / "config.yaml", to)
     return log
 

@@ -25,7 +25,7 @@ def test_only_process_0_writes_and_numbers_that_are_not_finite_become_null(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for writes, out in ((True, tmp_path / "0"), (False, tmp_path / "1")):
-        log = RunLog(out, steps=1, writes=writes, wandb=None)
+        log = RunLog(out, steps=1, writes=writes)
         log.print_line("hello")
         log.record_metrics(
             0, {"time/train/step_s": 2.0, "a": np.float32(0.5), "b": NAN, "c": "test"}
@@ -49,7 +49,7 @@ def test_the_time_left_is_that_of_a_median_step(tmp_path: Path) -> None:
         log.record_metrics(step, {"time/train/step_s": seconds})
         return text
 
-    log = RunLog(tmp_path, steps=14, first_step=3, writes=True, wandb=None)
+    log = RunLog(tmp_path, steps=14, first_step=3, writes=True)
     assert left(3, 1e6) == ""  # the first step of this process compiles
     assert left(4, 99.0) == " left=14:51"  # 9 steps of 99 s
     for _ in range(10):
@@ -68,7 +68,7 @@ def test_a_run_without_a_reviewer_ends_without_a_summary_and_a_verdict(
         save_every_steps=0,
         eval_every_steps=1,
         out=tmp_path,
-        log=RunLog(tmp_path, steps=2, writes=True, wandb=None),
+        log=RunLog(tmp_path, steps=2, writes=True),
         checkpoints=Checkpoints(f"{tmp_path}/checkpoints"),
         progress=Progress(step=1),
         reviewer=None,
@@ -97,20 +97,20 @@ def file_limit(size: int) -> Iterator[None]:
 def test_a_record_that_cannot_be_written_ends_the_run_and_the_next_start_cuts_off_its_part(
     tmp_path: Path,
 ) -> None:
-    log, file = RunLog(tmp_path, steps=9, writes=True, wandb=None), tmp_path / "metrics.jsonl"
+    log, file = RunLog(tmp_path, steps=9, writes=True), tmp_path / "metrics.jsonl"
     log.record_metrics(0, {"a": 0})
     with file_limit(30):
         with pytest.raises(Unwritable, match=f"^{file} cannot be written: File too large$"):
             log.record_metrics(1, {"a": 1})
     assert file.read_text() == '{"step": 0, "a": 0}\n{"step": 1'
-    RunLog(tmp_path, steps=9, first_step=1, writes=True, wandb=None).close()
+    RunLog(tmp_path, steps=9, first_step=1, writes=True).close()
     assert file.read_text() == '{"step": 0, "a": 0}\n'
 
 
 def test_a_line_that_cannot_be_printed_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = RunLog(tmp_path, steps=9, writes=False, wandb=None)
+    log = RunLog(tmp_path, steps=9, writes=False)
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(open("/dev/full", "wb", buffering=0)))
     with pytest.raises(Unwritable, match="the log cannot be written: No space left on device"):
         log.print_line("step=0")

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from runs import REPO, Result, environment, finish, start, start_script, train, wait_for
 
-from extras.report import Reviewer, held_out_table, read_history, render_report
+from extras.report import History, Reviewer, read_history, render_report
 from infra.log import RunLog, read_lines
 from metrics import sample_table
 
@@ -46,13 +46,6 @@ def tool(*args: str | Path) -> tuple[int, str, str]:
     process = start_script(script, *map(str, args), cwd=REPO, env=env)
     lines, errors = (text.decode() for text in process.communicate(timeout=300))
     return process.returncode, lines, errors
-
-
-def new_folder(done: Result, to: Path) -> RunLog:
-    """A folder with the settings of the run, and the log that writes its files."""
-    log = RunLog(to, steps=200, writes=True)
-    shutil.copy(done.out / "config.yaml", to)
-    return log
 
 
 # ---- Completions in the log ----------------------------------------------------------------------
@@ -87,15 +80,12 @@ def test_the_summary_of_a_run_has_its_last_values_under_their_published_names(do
     summary = summary_of(done.out)
     assert (summary["state"], summary["why"], summary["steps_done"]) == ("done", "", 2)
     assert summary["verdict"] == ["verdict: none yet: it needs 10 steps, and the run has 2"]
-    last = summary["last"]
-    accuracies = [r["eval/accuracy"] for r in done.records if "eval/accuracy" in r]
-    assert last["eval/accuracy"] == accuracies[-1]
-    (sweep,) = (record for record in done.records if "eval_full/accuracy" in record)
-    for name in ("eval_full/accuracy", "eval_full/accuracy/pass_at_1", "time/eval_full/step_s"):
-        assert last[name] == sweep[name] is not None
+    for name in ("eval/accuracy", "eval_full/accuracy", "eval_full/accuracy/pass_at_1"):
+        *_, newest = (record[name] for record in done.records if name in record)
+        assert summary["last"][name] == newest is not None
     seconds = [r["time/train/step_s"] for r in done.records if "time/train/step_s" in r]
-    assert last["time/train/step_s"] == seconds[1]
-    assert last["time/train/step_avg_last10_s"] == pytest.approx(sum(seconds) / 2)
+    mean = summary["last"]["time/train/step_avg_last10_s"]
+    assert mean == pytest.approx(sum(seconds) / 2) and "time/eval_full/step_s" in summary["last"]
     assert summary["settings"]["rollout.num_pre_q"] == 4
     assert summary["settings"]["derived.policy_loss_impl"] == "jax"
 
@@ -122,21 +112,9 @@ def test_the_summary_says_that_a_run_was_stopped_goes_on_or_has_died(tmp_path: P
 # ---- report.html ---------------------------------------------------------------------------------
 
 
-def test_the_report_of_a_run_needs_no_network_and_no_script(done: Result) -> None:
-    text = (done.out / "report.html").read_text(encoding="utf-8")
-    assert text.startswith("<!doctype html>") and text.endswith("</body></html>\n")
-    assert not re.search(r"https?:|<script|<link|<img|<iframe|src=|href=|url\(|@import", text)
-    assert "short: done after 2 steps." in text
-    assert "<p>verdict: none yet: " in text
-    for title in ("accuracy on held-out questions", "mean reward", "norm of the gradient"):
-        assert f"<figcaption>{title}<br>" in text
-    for head in ("Held-out questions", "A group of step 0", "A group of step 1", "Settings"):
-        assert f"<h2>{head}</h2>" in text
-    entry = next(read_lines(done.out / "eval.jsonl"))
-    assert f"<pre>{entry['question']}</pre>" in text
-
-
-def test_html_in_texts_is_shown_and_not_executed(done: Result, tmp_path: Path) -> None:
+def test_a_report_needs_no_network_and_shows_html_in_texts_but_does_not_execute_it(
+    done: Result, tmp_path: Path
+) -> None:
     """A completion, a question, an answer, a setting and the folder may hold HTML."""
     folder = tmp_path / "a<script>b"
     shutil.copytree(done.out, folder)
@@ -150,80 +128,69 @@ def test_html_in_texts_is_shown_and_not_executed(done: Result, tmp_path: Path) -
     with open(folder / "config.yaml", "a", encoding="utf-8") as file:
         file.write(f"derived.{SCRIPT}: 'value {SCRIPT}'\n")
     text = render_report(folder, read_history(folder))
-    assert "<script" not in text and "alert(1)</" not in text
     for word in ("question ", "answer: answer ", "completion ", "derived.", "value "):
         assert f"{word}&lt;script&gt;alert(1)&lt;/script&gt;" in text, word
+    assert not re.search(r"https?:|<script|<link|<img|<iframe|src=|href=|url\(|@import", text)
+    assert text.startswith("<!doctype html>") and "b: done after 2 steps." in text
+    assert "<p>verdict: none yet: " in text
+    for title in ("accuracy on held-out questions", "mean reward", "norm of the gradient"):
+        assert f"<figcaption>{title}<br>" in text
+    for head in ("Held-out questions", "A group of step 0", "A group of step 1", "Settings"):
+        assert f"<h2>{head}</h2>" in text
 
 
 def test_a_long_run_is_shown_from_its_start_to_its_end(done: Result, tmp_path: Path) -> None:
     """It was killed in step 1000. It has evaluated 500 questions five times."""
-    step_record = next(r for r in done.records if "time/train/step_s" in r)
+    training = next(r for r in done.records if "time/train/step_s" in r)
     evaluation = next(r for r in done.records if "eval/accuracy" in r)
-    answers, samples = (
-        [entry for entry in read_lines(done.out / name) if entry["step"] == 0]
-        for name in ("eval.jsonl", "samples.jsonl")
-    )
-    out = tmp_path / "long"
-    log = new_folder(done, out)
+    answer = next(read_lines(done.out / "eval.jsonl"))
+    sample = next(read_lines(done.out / "samples.jsonl"))
+    log = RunLog(tmp_path, steps=2000, writes=True)
+    shutil.copy(done.out / "config.yaml", tmp_path)
     for step in range(1000):
         if step % 200 == 0:
             log.record_metrics(step, evaluation | {"step": step})
-            many = [
-                answers[i % 4] | {"question": f"question {i}", "step": step} for i in range(500)
-            ]
-            log.append_entries("eval.jsonl", step, many)
-        log.record_metrics(
-            step, step_record | {"step": step, "train-reward/total/mean": step / 1000}
-        )
-        log.append_entries("samples.jsonl", step, [entry | {"step": step} for entry in samples])
-    text = render_report(out, read_history(out))
-    assert "long: died after 1000 steps." in text
-    reward = text.partition("<figcaption>mean reward<br>")[2].partition("</figure>")[0]
-    assert ": 0.999</span>" in reward and ">step 999</text>" in reward, "the last step"
+            answers = [answer | {"question": f"question {i}", "step": step} for i in range(500)]
+            log.append_entries("eval.jsonl", step, answers)
+        reward = {"step": step, "train-reward/total/mean": step / 1000}
+        log.record_metrics(step, training | reward)
+        log.append_entries("samples.jsonl", step, [sample | {"step": step}])
+    text = render_report(tmp_path, read_history(tmp_path))
+    assert f"{tmp_path.name}: died after 1000 steps." in text
+    chart = text.partition("<figcaption>mean reward<br>")[2].partition("</figure>")[0]
+    assert ": 0.999</span>" in chart and ">step 999</text>" in chart
     assert re.findall(r"<th>(step \d+)</th>", text) == ["step 0", "step 400", "step 800"]
     assert re.findall(r"<pre>(question \d+)</pre>", text) == [f"question {i}" for i in range(6)]
     assert re.findall(r"A group of (step \d+)", text) == ["step 0", "step 500", "step 999"]
     assert len(re.findall("<polyline", text)) >= 15 and len(text.encode()) < 2e6
 
 
-@pytest.mark.parametrize(
-    "evaluations, cells",
-    [  # {step: the questions of its evaluation}, a row for each question
-        ({0: "ab", 10: "a", 20: "ab"}, {"a": "a0 a10 a20", "b": "b0 - b20"}),
-        ({0: "a", 10: "ab", 20: "ab"}, {"a": "a0 a10 a20", "b": "- b10 b20"}),
-        ({0: "ab", 10: "ab", 20: "b"}, {"a": "a0 a10 -", "b": "b0 b10 b20"}),
-        ({0: "a", 10: "b", 20: "a"}, {"a": "a0 - a20", "b": "- b10 -"}),
-    ],
-    ids=["the middle", "the first", "the last", "two"],
-)
-def test_an_answer_stands_under_its_own_step_where_another_step_has_none(
-    tmp_path: Path, evaluations: dict[int, str], cells: dict[str, str]
-) -> None:
+def test_an_answer_stands_under_its_own_step_where_another_step_has_none(tmp_path: Path) -> None:
     """EVAL_PROMPTS and the eval split may change when a run goes on."""
     with open(tmp_path / "eval.jsonl", "w") as file:
-        for step, questions in evaluations.items():
+        for step, questions in {0: "ab", 10: "bc", 20: "ac"}.items():
             for question in questions:
                 completion = COMPLETION | {"text": f"{question}{step}"}
                 entry = {"evaluation": "eval", "step": step, "question": question, "answer": "1"}
                 file.write(json.dumps(entry | {"completions": [completion]}) + "\n")
-    _, *rows = held_out_table(tmp_path).split("<tr>")[1:]
-    shown = {}
-    for row in rows:
-        question, *answers = re.findall("<td>(.*?)</td>", row)
-        texts = [re.sub("<pre>(.*?)</pre>.*", r"\1", answer) for answer in answers]
-        shown[question[len("<pre>")]] = " ".join(texts)
-    assert shown == cells
+    text = render_report(tmp_path, History({}, [], [], [], "done", ""))
+    shown = re.findall(r"<td>(?:<pre>)?([^<]+)", text)
+    assert " ".join(shown) == "a a0 - a20 b b0 b10 - c - c10 c20"
 
 
 def test_a_report_that_cannot_be_written_gets_a_line_and_the_run_goes_on(
-    done: Result, tmp_path: Path, capsys
+    done: Result, tmp_path: Path, capsys, monkeypatch
 ) -> None:
-    folder = tmp_path / "full"
-    log = new_folder(done, folder)
-    (folder / "report.html").mkdir()
-    reviewer = Reviewer(folder, log)
+    log = RunLog(tmp_path, steps=2, writes=True)
+    shutil.copy(done.out / "config.yaml", tmp_path)
+    (tmp_path / "report.html").mkdir()
+    reviewer = Reviewer(tmp_path, log)
     assert (reviewer.write("running"), reviewer.write("done")) == ({}, {})
-    assert capsys.readouterr().out == f"{folder}/report.html cannot be written: Is a directory\n"
+    assert capsys.readouterr().out == f"{tmp_path}/report.html cannot be written: Is a directory\n"
+    monkeypatch.setattr("extras.report.TEMPLATE", "report.gone")
+    assert Reviewer(tmp_path, log).write("done") == {}
+    line = "the template of the report: TemplateNotFound: 'report.gone' not found in search path"
+    assert capsys.readouterr().out.startswith(line)
 
 
 # ---- extras/report.py ----------------------------------------------------------------------------
@@ -253,26 +220,6 @@ def test_a_picture_has_the_two_main_curves_of_all_runs(done: Result, tmp_path: P
 # ---- Two runs ------------------------------------------------------------------------------------
 
 
-def write_run(folder: Path, accuracy: float, impl: str) -> Path:
-    """The files of a run that has evaluated the 1319 test questions of GSM8K."""
-    folder.mkdir()
-    error = math.sqrt(accuracy * (1 - accuracy) / 1319)
-    record = {"step": 100, "eval_full/accuracy": accuracy, "eval_full/accuracy_se": error}
-    (folder / "metrics.jsonl").write_text(
-        json.dumps(record | {"time/eval_full/step_s": 60 * error})
-    )
-    (folder / "summary.json").write_text('{"state": "done", "why": ""}\n')
-    settings = f"train.attention_impl: {impl}\nrun.output_dir: {folder}\n"
-    (folder / "config.yaml").write_text(settings)
-    return folder
-
-
-def rows_of(lines: str) -> dict[str, list[str]]:
-    """{first cell: the other cells} of a table."""
-    cells = [line.strip("| ").split(" | ") for line in lines.splitlines() if line.startswith("|")]
-    return {name: others for name, *others in cells}
-
-
 @pytest.mark.parametrize(
     "accuracy, change",
     [
@@ -285,10 +232,18 @@ def rows_of(lines: str) -> dict[str, list[str]]:
 def test_a_difference_within_two_standard_errors_is_noise(
     tmp_path: Path, accuracy: float, change: str
 ) -> None:
-    a, b = write_run(tmp_path / "a", 0.783, "xla"), write_run(tmp_path / "b", accuracy, "auto")
+    """Both runs have evaluated the 1319 test questions of GSM8K."""
+    a, b = tmp_path / "a", tmp_path / "b"
+    for run, value, impl in ((a, 0.783, "xla"), (b, accuracy, "auto")):
+        run.mkdir()
+        error = math.sqrt(value * (1 - value) / 1319)
+        record = {"step": 100, "eval_full/accuracy": value, "eval_full/accuracy_se": error}
+        (run / "metrics.jsonl").write_text(json.dumps(record))
+        settings = f"train.attention_impl: {impl}\nrun.output_dir: {run}\n"
+        (run / "config.yaml").write_text(settings)
     code, lines, errors = tool(a, b)
     assert (code, errors) == (0, "")
     change = change.replace("A is", f"{a} is").replace("B is", f"{b} is")
-    first, second, difference = rows_of(lines)["eval_full/accuracy"]
-    assert (first, second[:6], difference) == ("0.7830 ± 0.0113", f"{accuracy:.4f}", change)
+    (row,) = (line for line in lines.splitlines() if line.startswith("| eval_full/accuracy |"))
+    assert f"| 0.7830 ± 0.0113 | {accuracy:.4f} ±" in row and row.endswith(f"| {change} |")
     assert lines.endswith("the settings differ in: train.attention_impl xla and auto\n")

@@ -1,6 +1,7 @@
-"""The verdict on a run: each rule on records that are written by hand, and the rules that
-docs/survival.md names."""
+"""The verdict on a run: each rule on records that are written by hand, the rules that
+docs/survival.md names, and a run whose reward is hacked beside the healthy one of the README."""
 
+import json
 import math
 import re
 import warnings
@@ -9,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from runs import REPO, environment, run_as_user, train
 
 from extras.report import RULES, History, Reviewer, verdict
 from infra.log import RunLog
 
-REVIEW_PAGE = Path(__file__).resolve().parent.parent / "docs" / "survival.md"
 LOSS, NORM, PARAM_NORM = (f"train-other/{name}" for name in ("loss", "grad_norm", "param_norm"))
 TOTAL, RIGHT, ENTROPY = "train-reward/total/mean", "train-reward/accuracy", "train-other/entropy"
 ZERO, CUT = "train-reward/advantage/zero_frac", "train-seq_len/completion/hit_max_frac"
@@ -35,17 +36,9 @@ def noisy(before: float, after: float) -> Values:
     return lambda i: (before if i < 10 else after) + (1 if i % 2 else -1)
 
 
-HEALTHY: dict[str, Values] = {
-    LOSS: 0.1,
-    NORM: 0.5,
-    PARAM_NORM: 9.0,
-    TOTAL: change(1.0, 1.5),
-    RIGHT: change(0.4, 0.6),
-    ENTROPY: 0.5,
-    ZERO: 0.2,
-    CUT: 0.1,
-    DRIFT: 1e-6,
-}
+FINITE: dict[str, Values] = {LOSS: 0.1, NORM: 0.5, PARAM_NORM: 9.0}
+HEALTHY = FINITE | {TOTAL: change(1.0, 1.5), RIGHT: change(0.4, 0.6)}
+HEALTHY |= {ENTROPY: 0.5, ZERO: 0.2, CUT: 0.1, DRIFT: 1e-6}
 
 
 def records(n: int, metrics: dict[str, Values]) -> list[dict[str, Any]]:
@@ -57,16 +50,13 @@ def records(n: int, metrics: dict[str, Values]) -> list[dict[str, Any]]:
     ]
 
 
-def of_steps(steps: list[dict[str, Any]], evals: list[dict[str, Any]]) -> History:
-    return History(SETTINGS, [*steps, *evals], steps, evals, "done", "")
-
-
 def history(
     metrics: dict[str, Values], n: int = 20, evals: Sequence[tuple[int, float, float]] = ()
 ) -> History:
     """evals: (step, accuracy, its standard error) of each evaluation."""
+    steps = records(n, metrics)
     evaluations = [{"step": i, "eval/accuracy": x, "eval/accuracy_se": e} for i, x, e in evals]
-    return of_steps(records(n, metrics), evaluations)
+    return History(SETTINGS, [*steps, *evaluations], steps, evaluations, "done", "")
 
 
 def names(run: History) -> list[str]:
@@ -82,6 +72,8 @@ def names(run: History) -> list[str]:
 FELL, FELL_LESS = [(0, 0.5, 0.03), (20, 0.41, 0.03)], [(0, 0.5, 0.03), (20, 0.42, 0.03)]
 ROSE, ROSE_LESS = [(0, 0.41, 0.03), (50, 0.5, 0.03)], [(0, 0.42, 0.03), (50, 0.5, 0.03)]
 ENDS_RIGHT, ENDS_HALF_RIGHT = {RIGHT: change(0.4, 0.76)}, {RIGHT: change(0.4, 0.5)}
+HACKED = ENDS_HALF_RIGHT | {TOTAL: noisy(1, 1.9)}
+FAR_BELOW, SAMPLED_RIGHT = [(20, 0.60, 0.05)], f"{SAMPLED}/accuracy"
 FLAT, RUINED = {TOTAL: 1.0}, [(0, 0.5, 0.03), (50, 0.0, 0.0)]
 
 SICK = [
@@ -96,11 +88,11 @@ SICK = [
     ("all_truncated", history({CUT: 0.9})),
     ("entropy_collapsed", history({ENTROPY: change(1, 0.099), RIGHT: change(0.4, 0.69)})),
     ("no_signal", history({ZERO: 0.98})),
-    (
-        "reward_hacked",
-        history(ENDS_HALF_RIGHT | {TOTAL: noisy(1, 1.9)}, evals=FELL),
-    ),  # 2.01 and -2.12 errors
-    ("held_out_below_train", history(ENDS_RIGHT, evals=[(20, 0.60, 0.05)])),
+    ("reward_hacked", history(HACKED, evals=FELL)),  # 2.01 and -2.12 standard errors
+    ("held_out_below_train", history(ENDS_RIGHT, evals=FAR_BELOW)),
+    # Without a value for all that was sampled, the rule takes the groups that the step keeps.
+    ("held_out_below_train", history({SAMPLED_RIGHT: 0.9}, evals=FAR_BELOW)),
+    ("held_out_below_train", history(ENDS_RIGHT | {SAMPLED_RIGHT: None}, evals=FAR_BELOW)),
     ("no_learning", history(FLAT, n=50)),
     ("no_learning", history({TOTAL: change(1.5, 0.5), RIGHT: 0.1}, n=50, evals=RUINED)),
     ("no_learning", history(FLAT, n=50, evals=ROSE_LESS)),  # 1.89 standard errors
@@ -117,12 +109,12 @@ WELL = [
     # A group of one completion has equal rewards, and reinforce teaches it.
     ("no_signal", history({ZERO: 0.0, "train-other/frac_reward_zero_std": 1.0})),
     ("reward_hacked", history(ENDS_HALF_RIGHT | {TOTAL: noisy(1, 1.89)}, evals=FELL)),
-    (
-        "reward_hacked",
-        history(ENDS_HALF_RIGHT | {TOTAL: noisy(1, 1.9)}, evals=FELL_LESS),
-    ),  # -1.89 errors
+    ("reward_hacked", history(HACKED, evals=FELL_LESS)),  # -1.89 standard errors
     ("held_out_below_train", history(ENDS_RIGHT, evals=[(20, 0.62, 0.01)])),  # by 0.14
     ("held_out_below_train", history(ENDS_RIGHT, evals=[(20, 0.60, 0.06)])),  # 2.67 errors
+    # The groups that a step keeps are neither too hard nor too easy, whatever the policy does.
+    ("no_learning", history({TOTAL: 1.0, f"{SAMPLED}/reward_mean": change(1.0, 1.5)}, n=50)),
+    ("all_truncated", history({CUT: 1.0, f"{SAMPLED}/hit_max_frac": 0.5})),
     ("no_learning", history(FLAT, n=49)),
     ("no_learning", history(FLAT, n=50, evals=ROSE)),  # 2.12 standard errors
 ]
@@ -136,28 +128,6 @@ def test_each_rule_holds_just_above_its_threshold_and_alone(name: str, run: Hist
 @pytest.mark.parametrize(("name", "run"), WELL, ids=[f"{x[0]}-{i}" for i, x in enumerate(WELL)])
 def test_no_rule_holds_just_below_a_threshold(name: str, run: History) -> None:
     assert names(run) == []
-
-
-# ---- What the rules look at ----------------------------------------------------------------------
-
-# The kept groups stay as they are and the sampled completions do not, or the other way round.
-SAMPLED_METRICS = [
-    (history({TOTAL: 1.0, f"{SAMPLED}/reward_mean": change(1.0, 1.5)}, n=50), []),
-    (history({CUT: 1.0, f"{SAMPLED}/hit_max_frac": 0.5}), []),
-    (history({f"{SAMPLED}/accuracy": 0.9}, evals=[(20, 0.60, 0.05)]), ["held_out_below_train"]),
-    (
-        history(ENDS_RIGHT | {f"{SAMPLED}/accuracy": None}, evals=[(20, 0.60, 0.05)]),
-        ["held_out_below_train"],
-    ),
-]
-
-
-@pytest.mark.parametrize(("run", "expected"), SAMPLED_METRICS, ids=range(len(SAMPLED_METRICS)))
-def test_under_dynamic_sampling_a_rule_looks_at_all_that_was_sampled(
-    run: History, expected: list[str]
-) -> None:
-    """The groups that a step keeps are neither too hard nor too easy, whatever the policy does."""
-    assert names(run) == expected
 
 
 # ---- The lines -----------------------------------------------------------------------------------
@@ -197,12 +167,10 @@ def test_fewer_than_ten_steps_are_only_asked_for_bad_updates_and_a_sampler_that_
 def test_values_that_are_missing_raise_no_alarm_but_for_the_accuracy(
     missing: float | None,
 ) -> None:
-    for name in set(HEALTHY) - {LOSS, NORM, PARAM_NORM, TOTAL, RIGHT}:
+    for name in (ENTROPY, ZERO, CUT, DRIFT):
         assert names(history({name: missing}, n=60, evals=ROSE)) == [], name
-    finite = {LOSS: 0.1, NORM: 0.5, PARAM_NORM: 9.0}  # without these an update was not finite
-    values = dict.fromkeys(HEALTHY, missing) | finite
+    values = dict.fromkeys(HEALTHY, missing) | FINITE  # else an update was not finite
     assert names(history(values, n=60, evals=[(0, NAN, NAN), (60, NAN, NAN)])) == ["no_accuracy"]
-    assert names(of_steps([{"step": i} | finite for i in range(60)], [])) == ["no_accuracy"]
 
 
 # ---- Notes while a run goes on -------------------------------------------------------------------
@@ -215,9 +183,7 @@ def go_on(out: Path, first: int, steps: list[dict[str, Any]]) -> None:
     for record in steps[first:]:
         if record["step"] % 10 == 0:
             reviewer.write("running")
-        log.record_metrics(
-            record["step"], {name: x for name, x in record.items() if name != "step"}
-        )
+        log.record_metrics(record["step"], record)
     print(*reviewer.write("done").get("verdict", []), sep="\n", end="")
 
 
@@ -234,9 +200,50 @@ def test_a_note_comes_once_when_a_rule_holds_also_for_a_resumed_run(
     assert notes == [["note step=20", "entropy_collapsed"], ["verdict", "entropy_collapsed"]]
 
 
+# ---- The verdicts on two runs of the tiny model --------------------------------------------------
+
+REWARDS = """
+def nines(completions, **columns):
+    return [text.partition("<answer>")[2].count("9") / 3 for text in completions]
+"""
+
+
+@pytest.mark.slow
+def test_a_sick_run_is_named_rightly_before_its_last_line(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(REWARDS)
+    settings = environment(
+        f"""STEPS=20 LEARNING_RATE=3e-4 EVAL_EVERY_STEPS=20 EVAL_PROMPTS=50 LR_SCHEDULE=constant
+        WARMUP_RATIO=0 REWARD_FN=reward_correct,{tmp_path}/mine.py:nines REWARD_WEIGHTS=0,1
+        ROLLOUT_GLOBAL_BATCH_SIZE=4 TRAIN_MICRO_BATCH_SIZE=32 SAVE_EVERY_STEPS=0 EXPORT_HF=none
+        DATASET={REPO}/tiny"""
+    )
+    result = train(tmp_path / "run", **settings)
+    verdict = json.loads((result.out / "summary.json").read_text())["verdict"]
+    assert "reward_hacked" in [line.split(": ")[1] for line in verdict]
+    lines = result.lines.splitlines()
+    assert lines[-1].startswith("DONE: ") and lines[-1 - len(verdict) : -1] == verdict
+
+
+@pytest.mark.slow
+def test_the_run_of_the_readme_learns_to_calculate_and_raises_no_alarm(tmp_path: Path) -> None:
+    """Three seeds in the README reach 0.966 and more."""
+    fast = {"XLA_FLAGS": "", "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}  # 200 steps take a while
+    result = run_as_user(tmp_path / "run", SAVE_EVERY_STEPS="0", EXPORT_HF="none", **fast)
+    assert result.code == 0, result.errors
+    accuracies = [r["eval/accuracy"] for r in result.records if "eval/accuracy" in r]
+    assert accuracies[0] == pytest.approx(0.446, abs=0.01) and accuracies[-1] >= 0.95
+    lines = result.lines.splitlines()
+    (verdict,) = (line for line in lines if line.startswith("verdict: "))
+    assert verdict.startswith("verdict: no sign of trouble in 200 steps: accuracy 0.44")
+    notes = [line for line in lines if line.startswith("note ")]
+    assert not [note for note in notes if "rewards are equal in each group" not in note]
+
+
 # ---- The page ------------------------------------------------------------------------------------
 
 
 def test_the_page_tells_all_rules_in_their_order() -> None:
-    section = REVIEW_PAGE.read_text(encoding="utf-8").partition("## The verdict")[2]
+    section = (
+        (REPO / "docs" / "survival.md").read_text(encoding="utf-8").partition("## The verdict")[2]
+    )
     assert re.findall(r"^- \*\*(\w+)\*\*", section, re.M) == [*RULES]

@@ -482,7 +482,7 @@ def open_log(run: Run, out: Path, progress: checkpoint.Progress) -> RunLog:
             replace_file(out / "config.yaml", text + "\n")
             if trackers := open_trackers(cfg.wandb_mode):
                 settings = wandb_settings(run, out, progress)
-                log.tracker = trackers.WandbRun(out, settings, log.print_line)
+                log.tracker = trackers.WandbRun(out, settings, log)
             log.print_line(f"output={out}")
     return log
 

@@ -6,11 +6,11 @@ A run that goes on after a kill sends the rows that W&B does not have.
 import contextlib
 import io
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from infra.log import STEP_S, read_lines
+from infra.log import STEP_S, RunLog, read_lines
 from infra.mistakes import UserMistake, in_one_line
 
 
@@ -36,11 +36,9 @@ def raise_if_unusable(mode: str) -> None:
 class WandbRun:
     """The run in W&B. After an error one line says so, and W&B gets nothing more."""
 
-    def __init__(
-        self, out: Path, settings: dict[str, Any], print_line: Callable[[str], None]
-    ) -> None:
+    def __init__(self, out: Path, settings: dict[str, Any], log: RunLog) -> None:
         """out: the run's folder. settings: of wandb.init; the same "id" continues the same run."""
-        self._out, self._print_line = out, print_line
+        self._out, self._log = out, log
         self._step = 0  # the newest step
         self._row: dict[str, Any] = {}  # its values that are not sent yet
         self._run: Any = None  # of wandb; None: it has failed
@@ -84,4 +82,4 @@ class WandbRun:
         except Exception as error:  # the errors of W&B and its transports have no common base
             self._run, why = None, in_one_line(error, with_type=False)
             kept = f"{self._out}/metrics.jsonl has the records"
-            self._print_line(f"W&B: {why}; the run goes on without it, and {kept}")
+            self._log.print_line(f"W&B: {why}; the run goes on without it, and {kept}")

@@ -61,7 +61,7 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tup
         stand_in = StandIn(**facts)
         monkeypatch.setitem(sys.modules, "wandb", stand_in)
         log = RunLog(tmp_path, steps=5, first_step=first_step, writes=True)
-        log.tracker = WandbRun(tmp_path, {"mode": "online", "id": "abc"}, log.print_line)
+        log.tracker = WandbRun(tmp_path, {"mode": "online", "id": "abc"}, log)
         return stand_in, log
 
     return open_log
@@ -137,7 +137,9 @@ def test_a_mode_that_cannot_work_is_a_mistake_and_a_key_alone_is_none(
         open_trackers("offline")
     assert open_trackers("") is None and open_trackers("disabled") is None
     monkeypatch.setenv("WANDB_API_KEY", "short")
-    open_trackers("").WandbRun(tmp_path, {"mode": "online"}, print).close({}, finished=True)
+    log = RunLog(tmp_path, steps=1, writes=True)
+    log.tracker = open_trackers("").WandbRun(tmp_path, {"mode": "online"}, log)
+    log.close(finished=True)
     assert capsys.readouterr().out.startswith("W&B: import of wandb halted")
     for key, words in (("", "there is no API key; set WANDB_API_KEY"), ("short", "5 characters")):
         package = SimpleNamespace(api=SimpleNamespace(api_key=key))

@@ -4,15 +4,14 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import closing
 from datetime import date
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from test_hf import refused
+from tokenizers.processors import TemplateProcessing
 
 from data import (
     Prompt,
@@ -26,7 +25,6 @@ from data import (
     read_system_prompt,
 )
 from infra.mistakes import UserMistake
-from infra.reward_worker import get_worker, load_reward_function
 from model import hf
 from rewards import reward_correct
 
@@ -68,23 +66,14 @@ def test_one_file_holds_out_its_last_tenth(tmp_path: Path, suffix: str) -> None:
     assert load_examples(short, "", "test") == examples_of(2, first=1)
 
 
-def test_shards_may_have_a_hash_behind_their_number(tmp_path: Path) -> None:
-    """As older versions of datasets wrote them to the hub."""
-    write(tmp_path / "train-00000-of-00002-a09b74b3ef9c3b56.jsonl", examples_of(3))
-    write(tmp_path / "train-00001-of-00002-0f3c74b3ef9c3b5a.jsonl", examples_of(5, first=3))
-    assert load_examples(str(tmp_path), "", "train") == examples_of(5)
-    (tmp_path / "train-00000-of-00002-a09b74b3ef9c3b56.jsonl").unlink()
-    refused(lambda: load_examples(str(tmp_path), "", "train"), "a shard is missing")
-
-
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
 def test_a_folder_has_a_file_for_each_split(tmp_path: Path, suffix: str) -> None:
-    write(tmp_path / f"train-00000-of-00002{suffix}", examples_of(3))
+    # Older versions of datasets put a hash behind the number of a shard.
+    write(tmp_path / f"train-00000-of-00002-a09b74b3ef9c3b56{suffix}", examples_of(3))
     write(tmp_path / f"train-00001-of-00002{suffix}", examples_of(5, first=3))
     write(tmp_path / f"test{suffix}", examples_of(7, first=5))
     (tmp_path / "README.md").write_text("train")
-    others = "trained.jsonl", "train-old.jsonl", "test-00000.json", "test-1-of-2.jsonl", "test.csv"
-    for other in (*others, "train-00000-of-00001-0b3c.parquet"):
+    for other in ("trained.jsonl", "train-old.jsonl", "test-1-of-2.jsonl", "test.csv"):
         (tmp_path / other).write_text("another file")
     assert load_examples(str(tmp_path), "main", "train") == examples_of(5)
     assert load_examples(str(tmp_path), "main", "test") == examples_of(7, first=5)
@@ -114,10 +103,7 @@ def test_held_out_questions_that_stand_in_train_are_left_out_and_a_line_counts_t
 ) -> None:
     """A question counts by itself, since data often have several solutions of one question."""
     test = [
-        {
-            "question": "What is 3 + 1?",
-            "answer": "3 + 1 = 4\n#### 4",
-        },  # in train, with another text
+        {"question": "What is 3 + 1?", "answer": "four"},  # in train, with another text
         {"question": "What is 99 + 1?", "answer": "100"},
         {"question": "What is 99 + 1?", "answer": "100"},
         {"question": "What is 99 + 1?", "answer": "#### 100"},
@@ -129,12 +115,8 @@ def test_held_out_questions_that_stand_in_train_are_left_out_and_a_line_counts_t
     message = f"left out 2 of 4 held-out questions of {file}: they repeat train or each other\n"
     assert capsys.readouterr().out == message
     file = str(write(tmp_path / "again.json", examples_of(5) * 8))
-    message = (
-        f"DATASET={file} has no examples in split 'test'; its last tenth only repeats questions"
-    )
-    refused(
-        lambda: load_examples(file, "", "test"), message, "; give a folder with a file for each"
-    )
+    message = f"DATASET={file} has no examples in split 'test'; its last tenth only repeats quest"
+    refused(lambda: load_examples(file, "", "test"), message)
 
 
 def test_the_splits_of_a_folder_are_as_they_are_written(tmp_path: Path) -> None:
@@ -146,13 +128,9 @@ def test_the_splits_of_a_folder_are_as_they_are_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "number, text",
     [
-        ("42", "42"),
         ("-1", "-1"),
-        ("3.5", "3.5"),
         ("0.1", "0.1"),
-        ("2.0", "2.0"),
         ("12345678901234567890123", "12345678901234567890123"),
-        ("25e-4", "0.0025"),
         ("1E+22", "1e+22"),
     ],
 )
@@ -198,18 +176,17 @@ def test_question_and_answer_may_stand_in_columns_of_other_names(tmp_path: Path)
     ],
     ids=["crlf", "byte order mark", "no last newline", "empty lines"],
 )
-def test_line_ends_and_marks_of_editors_are_no_text(tmp_path: Path, content: Any) -> None:
+def test_line_ends_and_marks_of_editors_are_no_text(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "sums.jsonl"
     file.write_bytes(content)
     assert load_examples(str(file), "", "train") == examples_of(9)
 
 
 def test_unicode_line_separators_are_text(tmp_path: Path) -> None:
-    examples = [{"question": "a\u2028b\x85c\x1cd", "answer": "é\u2029"}] * 2
+    example = {"question": "a\u2028b\x85c", "answer": "é\u2029"}
     file = tmp_path / "sums.jsonl"
-    lines = [json.dumps(e, ensure_ascii=False).replace("\x1c", "\\u001c") for e in examples]
-    file.write_text("\n".join(lines), encoding="utf-8")
-    assert load_examples(str(file), "", "train") == examples[:1]
+    file.write_text(f"{json.dumps(example, ensure_ascii=False)}\n" * 2, encoding="utf-8")
+    assert load_examples(str(file), "", "train") == [example]
 
 
 LINES = lines_of(examples_of(3))
@@ -220,20 +197,9 @@ BAD_FILES = [
     ("a.jsonl", LINES + b'["q", "a"]\n', "a.jsonl example 4 has no text in 'question'"),
     ("a.jsonl", LINES + b'{"question": "q"}', "a.jsonl example 4 has no text in 'answer', but No"),
     ("a.jsonl", b'{"question": "q", "answer": " "}', "a.jsonl example 1 has no text in 'answer'"),
-    *(
-        (
-            "a.jsonl",
-            b'{"question": "q", "answer": %s}' % value,
-            f" has no text in 'answer', but {says}",
-        )
-        for value, says in [
-            (b"true", "True; "),
-            (b"NaN", "nan; "),
-            (b"-Infinity", "-inf; "),
-            (b"1e999", "inf; "),
-            (b"[5]", "[5]; "),
-        ]
-    ),
+    ("a.jsonl", b'{"question": "q", "answer": true}', " has no text in 'answer', but True; "),
+    ("a.jsonl", b'{"question": "q", "answer": NaN}', " has no text in 'answer', but nan; "),
+    ("a.jsonl", b'{"question": "q", "answer": 1e999}', " has no text in 'answer', but inf; "),
     ("a.jsonl", b'{"question": 5, "answer": "a"}', " has no text in 'question', but 5; write it"),
     ("a.jsonl", b"", "a.jsonl has no examples in split 'train'"),
     ("a.jsonl", lines_of(examples_of(1)), "a.jsonl has no examples in split 'train'"),
@@ -248,6 +214,12 @@ BAD_FILES = [
 def test_a_bad_file_is_refused_by_name_and_place(tmp_path, name, content, says):
     (tmp_path / name).write_bytes(content)
     refused(lambda: load_examples(str(tmp_path / name), "", "train"), str(tmp_path), says)
+
+
+def test_a_name_that_begins_as_a_path_is_no_dataset_of_the_hub() -> None:
+    for path in ("/nowhere/none", "~/none", "../none/there", "none.jsonl"):
+        message = f"DATASET={path}: this file or folder does not exist"
+        refused(lambda path=path: load_examples(path, "", "train"), message)
 
 
 @pytest.mark.parametrize(
@@ -268,32 +240,6 @@ def test_a_column_that_json_cannot_hold_is_left_out_and_named_once(tmp_path, cap
     for names in (("extra", "answer"), ("question", "extra")):
         message = "a.parquet example 1 has no text in 'extra', but None; write it as text"
         refused(lambda names=names: load_examples(file, "", "train", *names), message)
-
-
-def test_what_json_holds_reaches_a_reward_function_of_a_file_unchanged(tmp_path: Path) -> None:
-    columns = {"big": 2**63 - 1, "float": 0.1, "list": [[1, None], []], "text": "\u2028 é"}
-    file = write(tmp_path / "a.parquet", [{**e, **columns} for e in examples_of(2)])
-    (example,) = load_examples(str(file), "", "train")
-    assert {name: example[name] for name in columns} == columns
-    as_lists = {name: [value] for name, value in example.items()}
-    source = f"def same(prompts, completions, **columns): return [float(columns == {as_lists!r})]"
-    (tmp_path / "mine.py").write_text(source)
-    source = f"{tmp_path / 'mine.py'}:same"
-    with closing(get_worker("REWARD_FN", source, 10, {})) as worker:
-        assert load_reward_function(worker, source)(["a"], **as_lists) == [1.0]
-
-
-def test_a_folder_names_the_file_that_is_bad(tmp_path: Path) -> None:
-    first, second = (tmp_path / f"train-0000{i}-of-00002.jsonl" for i in range(2))
-    write(first, examples_of(3))
-    write(second, [*examples_of(1), {"question": "q"}])
-    bad = f"{second} example 2 has no text in 'answer'"
-    refused(lambda: load_examples(str(tmp_path), "", "train"), bad)
-    write(second, [])
-    assert load_examples(str(tmp_path), "", "train") == examples_of(3)
-    write(first, [])
-    message = f"DATASET={tmp_path} has no examples in split 'train'"
-    refused(lambda: load_examples(str(tmp_path), "", "train"), message)
 
 
 def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
@@ -345,33 +291,18 @@ def test_the_order_depends_on_seed_and_epoch_alone() -> None:
 # ---- Texts that are files ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "and/or",
-        "Answer/explain",
-        "</think>",
-        "a/b/c.",
-        "Be brief.",
-        "Read it in notes.txt",
-        "c.py",
-        "",
-    ],
-)
-def test_a_system_prompt_is_a_text_unless_such_a_file_is_there(tmp_path, monkeypatch, text):
+def test_a_system_prompt_is_a_text_unless_it_is_a_file_or_a_word_that_ends_as_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    assert read_system_prompt(text) == text
+    for text in ("and/or", "</think>", "Read it in notes.txt", "c.py", ""):
+        assert read_system_prompt(text) == text
+    for name in ("none.txt", "prompts/none.md", "~/none.jinja"):
+        message = f"SYSTEM_PROMPT={name} cannot be read: FileNotFoundError: "
+        refused(lambda name=name: read_system_prompt(name), message)
     (tmp_path / "and").mkdir()
     (tmp_path / "and" / "or").write_text("Think.")
     assert read_system_prompt("and/or") == "Think."
-
-
-@pytest.mark.parametrize("name", ["none.txt", "prompts/none.md", "/none.jinja", "~/none.txt"])
-def test_a_word_that_ends_as_a_file_of_text_is_a_file(name: str) -> None:
-    refused(
-        lambda: read_system_prompt(name),
-        f"SYSTEM_PROMPT={name} cannot be read: FileNotFoundError: ",
-    )
 
 
 def test_texts_of_files_have_no_byte_order_mark_and_are_utf_8(tmp_path: Path) -> None:
@@ -424,10 +355,8 @@ def test_prompts_are_the_tokens_of_the_chat_template() -> None:
             "{% endif %}Today: {{ date_string }}",
             "Today: 26 Jul 2024",
         ),
-        ("Today is {{ strftime_now('%B %d, %Y') }}.", "Today is July 26, 2024."),  # Granite 3
         ("{% set today = strftime_now('%Y-%m-%d') %}\n{{ today }}", "2024-07-26"),  # Mistral 3
         ("\n\n{{ strftime_now('%A %-d.%-m.%y, %H:%M') }}", "\n\nFriday 26.7.24, 00:00"),
-        ("   {% for m in messages %}\n{{ strftime_now('%Y') }}{% endfor %}", "2024"),
     ],
 )
 def test_a_template_that_prints_today_s_date_makes_the_same_prompt_every_day(
@@ -510,29 +439,18 @@ def test_without_tools_a_template_that_asks_for_them_as_llama_s_does_finds_none(
         assert tokenizer.decode(prompt.ids) == text
 
 
-def test_a_template_that_writes_the_bos_token_as_gemma_s_does_gives_it_once(tmp_path: Path) -> None:
+def test_a_template_that_writes_the_bos_token_as_gemma_s_does_gives_it_once() -> None:
     """Its tokenizer would add the token to any text, and its template has no role of a system."""
-    content = json.loads((ROOT / "tiny" / "tokenizer.json").read_text())
-    start = {"id": "<|im_start|>", "ids": [1], "tokens": ["<|im_start|>"]}
-    text = {"Sequence": {"id": "A", "type_id": 0}}
-    single = [{"SpecialToken": {"id": "<|im_start|>", "type_id": 0}}, text]
-    content["post_processor"] = {"type": "TemplateProcessing", "single": single, "pair": single}
-    content["post_processor"]["special_tokens"] = {"<|im_start|>": start}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    config = json.loads((ROOT / "tiny" / "tokenizer_config.json").read_text())
-    (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps(config | {"bos_token": "<|im_start|>"})
+    tokenizer = hf.load_tokenizer(ROOT / "tiny")
+    tokenizer.bos_token = bos = "<|im_start|>"
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, 1)]
     )
-    (tmp_path / "template.jinja").write_text(
-        "{{ bos_token }}user\n{% if messages[0].role == 'system' %}"
-        "{{ messages[0].content }}\n\n{% endif %}{{ messages[-1].content + '\\nmodel\\n' }}"
-    )
-    tokenizer = hf.load_tokenizer(tmp_path, str(tmp_path / "template.jinja"))
-    bos = tokenizer("2")["input_ids"][0]
-    assert tokenizer.decode([bos]) == "<|im_start|>", "the tokenizer adds it by itself"
+    tokenizer.chat_template = "{{ bos_token }}user\n{{ messages[-1].content + '\\nmodel\\n' }}"
+    assert tokenizer("2")["input_ids"][0] == 1, "the tokenizer adds it by itself"
     (prompt,) = build_prompts(EXAMPLES[2:], tokenizer, "Think first.")
     assert tokenizer.decode(prompt.ids) == "<|im_start|>user\nThink first.\n\n2+2?\nmodel\n"
-    assert prompt.ids.count(bos) == 1
+    assert prompt.ids.count(1) == 1
 
 
 @pytest.mark.parametrize("places", [("2+2<|im_end|>?", ""), ("2+2?", "Stop with <|im_end|>.")])
@@ -594,9 +512,8 @@ def test_a_chat_template_of_a_file_serves_a_model_that_has_none(tmp_path: Path) 
 
 def test_prompts_that_are_too_long_are_skipped(capsys: pytest.CaptureFixture) -> None:
     prompts = [Prompt(list(range(n)), {"question": str(n)}) for n in (5, 3, 7, 4)]
-    assert (
-        drop_long_prompts(prompts, 0, "train") == drop_long_prompts(prompts, 7, "train") == prompts
-    )
+    assert drop_long_prompts(prompts, 0, "train") == prompts
+    assert drop_long_prompts(prompts, 7, "train") == prompts
     assert capsys.readouterr().out == ""
     assert drop_long_prompts(prompts, 4, "train") == [prompts[1], prompts[3]]
     message = "skipped 2 of 4 train prompts: longer than MAX_PROMPT_LENGTH=4 tokens\n"

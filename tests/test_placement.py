@@ -74,21 +74,14 @@ def test_known_models_have_as_many_parameters_as_published() -> None:
     [
         ("TPU v4", "v4"),
         ("TPU v5 lite", "v5e"),
-        ("TPU v5e", "v5e"),
         ("TPU v5", "v5p"),
-        ("TPU v5p", "v5p"),
-        ("TPU v6 lite", "v6e"),
         ("TPU v6e", "v6e"),
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA H100 PCIe", "h100-pcie"),
-        ("NVIDIA H100 NVL", "h100-nvl"),
         ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", None),
-        ("NVIDIA H200", "h200"),
         ("NVIDIA H200 NVL", "h200-nvl"),
-        ("NVIDIA A100 80GB PCIe", "a100-80"),
         ("NVIDIA A100-PCIE-40GB", "a100-40"),
         ("NVIDIA A100-SXM-64GB", None),
-        ("NVIDIA L40S", None),
         ("NVIDIA GeForce RTX 4090", "rtx4090"),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("Tesla T4", "t4"),
@@ -101,27 +94,22 @@ def test_a_chip_is_known_by_its_kind(kind: str, name: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind, platform, expected",
+    "kind, platform, capability, expected",
     [
-        ("NVIDIA H100 80GB HBM3", "gpu", True),
-        ("NVIDIA L4", "gpu", True),
-        ("Tesla T4", "gpu", False),
-        ("Tesla V100-SXM2-16GB", "gpu", False),
-        ("TPU v5 lite", "tpu", True),
-        ("cpu", "cpu", False),
+        ("NVIDIA L4", "gpu", "8.9", True),
+        ("NVIDIA GeForce RTX 2080 Ti", "gpu", "7.5", False),
+        ("NVIDIA H100 80GB HBM3", "gpu", "", True),  # a described device has no capability
+        ("Tesla T4", "gpu", "", False),
+        ("TPU v5 lite", "tpu", "", True),
+        ("cpu", "cpu", "", False),
     ],
 )
-def test_old_gpus_and_cpus_compute_in_float32(kind: str, platform: str, expected: bool) -> None:
-    assert has_bfloat16(types.SimpleNamespace(device_kind=kind, platform=platform)) == expected
-
-
-def test_the_kind_and_the_capability_of_a_gpu_decide_what_it_is() -> None:
-    gpu = types.SimpleNamespace(device_kind="NVIDIA L40S", platform="gpu", compute_capability="8.9")
-    assert chip_of(gpu) is None and has_bfloat16(gpu)
-    gpu = types.SimpleNamespace(device_kind="NVIDIA L4", platform="gpu", compute_capability="8.9")
-    assert chip_of(gpu) == GPUS["l4"] and has_bfloat16(gpu)
-    gpu.device_kind, gpu.compute_capability = "NVIDIA GeForce RTX 2080 Ti", "7.5"
-    assert chip_of(gpu) is None and not has_bfloat16(gpu)
+def test_old_gpus_and_cpus_compute_in_float32(
+    kind: str, platform: str, capability: str, expected: bool
+) -> None:
+    facts = {"compute_capability": capability} if capability else {}
+    described = types.SimpleNamespace(device_kind=kind, platform=platform, **facts)
+    assert has_bfloat16(described) == expected
 
 
 def test_a_gpu_that_is_not_here_has_the_part_of_its_memory_that_a_run_takes(
@@ -215,9 +203,7 @@ def test_a_mesh_that_does_not_divide_the_weights_is_refused_under_its_setting(se
 def test_a_training_mesh_that_splits_a_head_is_refused_and_auto_makes_none() -> None:
     model = dataclasses.replace(MODEL, num_heads=12, num_kv_heads=4)
     cfg = Config.from_env({"NUM_PRE_Q": "8", "MESH_SHAPE": "1,1,8"})
-    with pytest.raises(
-        UserMistake, match="^MESH_SHAPE .*tp=8 does not divide the model's 12 query"
-    ):
+    with pytest.raises(UserMistake, match="^MESH_SHAPE .*tp=8 does not divide the model's 12 qu"):
         plan_compute(cfg, model, derive_sizes(cfg, 1, 8), 16, jax.devices())
     full = [device("NVIDIA H100 80GB HBM3", bytes_limit=1)] * 8
     assert [rollout_tp(model, full, 2, heads=heads)[0] for heads in (0, 12)] == [8, 4]
@@ -227,11 +213,8 @@ def test_a_run_trains_on_fsdp_and_decodes_without_remat_on_meshes_of_all_devices
     cfg = Config.from_env({"NUM_PRE_Q": "8", "ROLLOUT_MESH_SHAPE": "2,1,4", "REMAT": "full"})
     training, rollout, reason = plan_compute(cfg, MODEL, derive_sizes(cfg, 1, 8), 16, jax.devices())
     assert [mesh_text(compute.layout.mesh) for compute in (training, rollout)] == ["1,8,1", "2,1,4"]
-    assert (training.layout.batch_axes, rollout.layout.batch_axes, reason) == (
-        TRAIN_BATCH_AXES,
-        ROLLOUT_BATCH_AXES,
-        "",
-    )
+    assert training.layout.batch_axes == TRAIN_BATCH_AXES
+    assert rollout.layout.batch_axes == ROLLOUT_BATCH_AXES and reason == ""
     assert (training.remat, training.layer_loop) == ("full", "scan")
     assert (rollout.remat, rollout.layer_loop) == ("none", "unroll")
     assert training.dtype == rollout.dtype == np.float32 and training.attention_impl == "xla"
@@ -299,13 +282,10 @@ def test_mesh_sizes(shape: str, auto: tuple, sizes: str) -> None:
     assert [device.id for device in mesh.devices.flat] == [0, 1, 2, 3, 4, 5, 6, 7]
 
 
-@pytest.mark.parametrize("shape", ["1,3,1", "2,8,1", "-1,3,1", "-1,-1,1"])
-def test_a_mesh_of_other_than_all_devices_is_refused(shape: str) -> None:
-    with pytest.raises(UserMistake, match=f"^ROLLOUT_MESH_SHAPE={shape} is a mesh of .* has 8"):
-        make_mesh("ROLLOUT_MESH_SHAPE", shape, jax.devices())
-
-
-def test_tensor_parallelism_across_hosts_is_refused() -> None:
+def test_a_mesh_of_other_than_all_devices_or_with_tp_across_hosts_is_refused() -> None:
+    for shape in ("1,3,1", "-1,3,1"):
+        with pytest.raises(UserMistake, match=f"^ROLLOUT_MESH_SHAPE={shape} is a mesh of .* has 8"):
+            make_mesh("ROLLOUT_MESH_SHAPE", shape, jax.devices())
     four_hosts = [types.SimpleNamespace(process_index=i // 2, id=i) for i in range(8)]
     with pytest.raises(UserMistake, match="^MESH_SHAPE=1,2,4: tp=4 does not divide the 2 devices"):
         make_mesh("MESH_SHAPE", "1,2,4", four_hosts)
@@ -316,7 +296,6 @@ def test_tensor_parallelism_across_hosts_is_refused() -> None:
     [
         np.arange(12).reshape(4, 3) % 2 == 0,
         np.arange(6, dtype=np.float64).reshape(2, 3) / 7,
-        np.ones((2, 3, 5), np.float16),
         np.empty((2, 0), np.float32),  # the rewards of no functions
     ],
     ids=lambda x: f"{x.dtype}{[*x.shape]}",

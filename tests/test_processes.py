@@ -16,15 +16,7 @@ from unittest.mock import Mock
 import jax
 import pytest
 from jax._src import distributed
-from runs import (
-    REPO,
-    copy_repository,
-    environment,
-    few_examples,
-    finish,
-    start_two,
-    wait_for,
-)
+from runs import REPO, copy_repository, environment, few_examples, finish, start_two, wait_for
 
 from infra import checkpoint, hosts
 from infra.mistakes import Unwritable, UserMistake
@@ -105,11 +97,10 @@ def test_tasks_of_srun_join_and_one_that_is_alone_on_its_node_takes_all_devices(
 ) -> None:
     arguments = arguments_of_jax(monkeypatch, STEP + text)
     assert arguments == {"cluster_detection_method": "slurm"} | devices
-
-
-def test_a_script_of_sbatch_and_a_single_task_train_alone(monkeypatch) -> None:
-    for text in ("SLURM_NTASKS=4", "SLURM_NTASKS=1 SLURM_STEP_NUM_TASKS=1"):
-        assert arguments_of_jax(monkeypatch, f"{text} JAX_PLATFORMS=cpu") == {}
+    # A single task and a script of sbatch, which is no step, train alone.
+    assert arguments_of_jax(monkeypatch, "SLURM_STEP_NUM_TASKS=1 JAX_PLATFORMS=cpu") == {}
+    monkeypatch.delenv("SLURM_STEP_NUM_TASKS")
+    assert arguments_of_jax(monkeypatch, "SLURM_NTASKS=4") == {}
 
 
 def test_a_tpu_is_a_device_of_google_that_is_no_disk_and_no_network_card(tmp_path: Path) -> None:
@@ -138,23 +129,15 @@ hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
 """
 
 
-@pytest.fixture
-def watching():
-    """Starts the program with a grace period, and ends what a failed test leaves."""
-    started = []
-
-    def start_watching(grace_s: int) -> subprocess.Popen:
-        command, pipe = [sys.executable, "-c", WATCHING, str(grace_s)], subprocess.PIPE
-        started.append(subprocess.Popen(command, cwd=REPO, bufsize=0, stdout=pipe, stderr=pipe))
-        wait_for(started[0], "^watching")
-        return started[0]
-
-    yield start_watching
-    started[0].kill()
+def start_watching(grace_s: int) -> subprocess.Popen:
+    command, pipe = [sys.executable, "-c", WATCHING, str(grace_s)], subprocess.PIPE
+    process = subprocess.Popen(command, cwd=REPO, bufsize=0, stdout=pipe, stderr=pipe)
+    wait_for(process, "^watching")
+    return process
 
 
-def test_a_second_signal_ends_the_process_at_once_but_a_ctrl_c_may_arrive_twice(watching) -> None:
-    process = watching(grace_s=30)
+def test_a_second_signal_ends_the_process_at_once_but_a_ctrl_c_may_arrive_twice() -> None:
+    process = start_watching(grace_s=30)
     process.send_signal(signal.SIGINT)
     wait_for(process, "^SIGINT: stopping at the next point where the run can be saved")
     process.send_signal(signal.SIGINT)
@@ -165,8 +148,8 @@ def test_a_second_signal_ends_the_process_at_once_but_a_ctrl_c_may_arrive_twice(
     assert process.communicate(timeout=20) == (b"", message) and process.returncode == 130
 
 
-def test_a_signal_ends_the_process_within_the_grace_period_whatever_it_does(watching) -> None:
-    process = watching(grace_s=2)
+def test_a_signal_ends_the_process_within_the_grace_period_whatever_it_does() -> None:
+    process = start_watching(grace_s=2)
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 143
@@ -212,22 +195,20 @@ def test_two_tasks_of_srun_join_tell_a_mistake_of_one_of_them_and_end_if_one_fai
     assert [process.returncode for process in running] == [1, 1]
 
 
-LOST = [
-    ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer"),
-    RuntimeError("NCCL operation ncclAllReduce() failed: remote process exited"),
-    RuntimeError("UNAVAILABLE: Task 1 heartbeat timeout."),
-    RuntimeError("while calling /xla.coordination.CoordinationService/Get"),
-    RuntimeError("DEADLINE_EXCEEDED: Barrier timed out. Id: save_2"),
-]
+LOST = """
+    UNKNOWN: Gloo AllGather failed: Connection closed by peer
+    NCCL operation ncclAllReduce() failed: remote process exited
+    UNAVAILABLE: Task 1 heartbeat timeout.
+    while calling /xla.coordination.CoordinationService/Get
+    DEADLINE_EXCEEDED: Barrier timed out. Id: save_2
+"""
 
 
-@pytest.mark.parametrize("error", LOST, ids=str)
-def test_an_error_says_that_another_process_is_gone_only_if_there_are_others(
-    monkeypatch, error: Exception
-) -> None:
-    assert not hosts.is_lost_connection(error)
+def test_an_error_says_that_another_process_is_gone_only_if_there_are_others(monkeypatch) -> None:
+    errors = [RuntimeError(line) for line in LOST.strip().splitlines()]
+    assert not any(map(hosts.is_lost_connection, errors))
     monkeypatch.setattr(distributed.global_state, "num_processes", 2)
-    assert hosts.is_lost_connection(error)
+    assert all(map(hosts.is_lost_connection, errors))
     assert not hosts.is_lost_connection(RuntimeError("RESOURCE_EXHAUSTED: Out of memory"))
 
 
@@ -239,13 +220,12 @@ with hosts.exiting_on_error():
 """
 
 
-@pytest.mark.parametrize("joins", [False, True], ids=["by itself", "of one process"])
-def test_a_process_that_trains_alone_keeps_the_traceback_of_any_error(joins: bool) -> None:
+def test_a_process_that_trains_alone_keeps_the_traceback_of_any_error() -> None:
     """Also one that has joined the processes of its job, and is the only one."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"JAX_COORDINATOR_ADDRESS=127.0.0.1:{probe.getsockname()[1]}"
-    env = environment(f"{address} JAX_NUM_PROCESSES=1 JAX_PROCESS_ID=0" * joins)
+    env = environment(f"{address} JAX_NUM_PROCESSES=1 JAX_PROCESS_ID=0")
     command, pipes = [sys.executable, "-c", FAILING_ALONE], {"text": True, "capture_output": True}
     env |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     done = subprocess.run(command, env=os.environ | env, cwd=REPO, timeout=60, **pipes)

@@ -38,6 +38,12 @@ def commit(folder: Path, message: str) -> None:
     git(folder, "commit", "--quiet", "--message", message)
 
 
+def write_program(file: Path, commands: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f"#!/bin/sh\n{commands}\n")
+    file.chmod(0o755)
+
+
 @functools.cache
 def laptop_and_origin() -> Path:
     """A folder with the laptop's clone and its origin, which each test copies."""
@@ -62,28 +68,17 @@ class Cloud:
         self.folder, self.laptop = folder, folder / "grpo"
         shutil.copytree(laptop_and_origin(), folder, dirs_exist_ok=True)
         git(self.laptop, "remote", "set-url", "origin", str(folder / "origin.git"))
-        (folder / "bin").mkdir()
-        program = folder / "bin" / "gcloud"
-        program.write_text(
-            f'#!/bin/sh\nexec "{sys.executable}" "{REPO}/tests/stand_in_gcloud.py" "$@"\n'
-        )
-        program.chmod(0o755)
+        stand_in = f'exec "{sys.executable}" "{REPO}/tests/stand_in_gcloud.py" "$@"'
+        write_program(folder / "bin" / "gcloud", stand_in)
+        # The laptop's Python has no packages.
+        write_program(folder / "bin" / "python_of_laptop", f'exec "{sys.executable}" -S "$@"')
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{probe.getsockname()[1]}"
         self.lockfile = folder / "libtpu_lockfile"
         self.venv = folder / "venv"  # this Python, in which pip notes what it would install
-        (self.venv / "bin").mkdir(parents=True)
-        python = self.venv / "bin" / "python"
-        notes = f'echo "$*" >>{folder}/installed; exit'
-        python.write_text(
-            f'#!/bin/sh\ncase "$*" in "-m pip install "*) {notes} ;; esac\n'
-            f'exec "{sys.executable}" "$@"\n'
-        )
-        python.chmod(0o755)
-        bare = folder / "bin" / "python_of_laptop"  # which has no packages
-        bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
-        bare.chmod(0o755)
+        notes = f'case "$*" in "-m pip install "*) echo "$*" >>{folder}/installed; exit ;; esac'
+        write_program(self.venv / "bin" / "python", f'{notes}\nexec "{sys.executable}" "$@"')
         shared = {"JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_ADDRESS": address}
         shared |= {"JAX_NUM_PROCESSES": "2", "LIBTPU_LOCKFILE": str(self.lockfile)}
         (folder / "environ.json").write_text(json.dumps(shared | environment))

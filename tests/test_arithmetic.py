@@ -18,19 +18,18 @@ def numbers(question: str) -> list[int]:
     return [int(text) for text in match.groups()]
 
 
-def test_no_sum_of_test_is_in_train_in_any_order() -> None:
-    train, test = ([numbers(x["question"]) for x in splits()[name]] for name in ("train", "test"))
-    assert (len(train), len(test)) == (4721, 301)
-    assert len({tuple(x) for x in train + test}) == 62 * 9 * 9
-    assert not {tuple(sorted(x)) for x in train} & {tuple(sorted(x)) for x in test}
-
-
-def test_every_step_and_every_answer_is_right() -> None:
-    for each in splits()["train"] + splits()["test"]:
-        a, b, c = numbers(each["question"])
-        steps = re.findall(r"<<(\d+)\+(\d+)=(\d+)>>\3\n", each["answer"])
-        assert [tuple(map(int, step)) for step in steps] == [(a, b, a + b), (a + b, c, a + b + c)]
-        assert extract_answer(each["answer"]) == a + b + c
+def test_no_sum_of_test_is_in_train_in_any_order_and_every_step_and_answer_is_right() -> None:
+    sums = {"train": [], "test": []}
+    for name, examples in splits().items():
+        for each in examples:
+            a, b, c = numbers(each["question"])
+            steps = re.findall(r"<<(\d+)\+(\d+)=(\d+)>>\3\n", each["answer"])
+            assert [tuple(map(int, x)) for x in steps] == [(a, b, a + b), (a + b, c, a + b + c)]
+            assert extract_answer(each["answer"]) == a + b + c
+            sums[name].append((a, b, c))
+    assert (len(sums["train"]), len(sums["test"])) == (4721, 301)
+    assert len({*sums["train"], *sums["test"]}) == 62 * 9 * 9
+    assert not {tuple(sorted(x)) for x in sums["train"]} & {tuple(sorted(x)) for x in sums["test"]}
 
 
 def test_the_files_are_always_the_same(tmp_path: Path) -> None:
@@ -46,13 +45,11 @@ def test_reward_steps_is_the_fraction_of_right_equations_and_counts_lines_too_ma
     right = example(17, 5, 8)["answer"]
     cases = {
         "17 + 5 = 22\n22 + 8 = 30\n": 1.0,
-        "17 + 5 = 22, 22 + 8 = 30": 1.0,
         "17 + 5 = 22\n22 + 8 = 30\n30 +": 2 / 3,
         "17+5=22": 0.5,
         "17 + 5 = 21, 22 + 8 = 30": 0.5,
         "117 + 5 = 22": 0.0,
         "17 + 5 = 220, 222 + 8 = 30": 0.0,
-        "The answer is 30.": 0.0,
         "": 0.0,
     }
     assert reward_steps([*cases], [right] * len(cases)) == [*cases.values()]

@@ -129,8 +129,8 @@ def test_ask_prints_the_greedy_answer_its_rewards_and_what_stdout_does_not_know_
 
 
 def test_the_readme_shows_what_the_tiny_model_answers(tmp_path: Path, cache: Path) -> None:
-    more = {"JAX_COMPILATION_CACHE_DIR": str(cache), "OUTPUT_DIR": ""}
-    done = run_as_user(tmp_path / "run", "--ask", APPLES, **more)
+    settings = {"JAX_COMPILATION_CACHE_DIR": str(cache), "OUTPUT_DIR": ""}
+    done = run_as_user(tmp_path / "run", "--ask", APPLES, **settings)
     assert done.lines.endswith(f"\n{APPLES}\n\n{GREEDY}\n\n")
     readme = (REPO / "README.md").read_text(encoding="utf-8")
     assert f'question="{APPLES}"' in readme
@@ -141,7 +141,6 @@ def test_the_readme_shows_what_the_tiny_model_answers(tmp_path: Path, cache: Pat
     "flags, env, words",
     [
         (("--eval-only",), {"RESUME": "nowhere"}, "RESUME=nowhere is not the folder of a complete"),
-        (("--eval-only",), {}, "/nothing has no weights: no complete checkpoint in "),
         (("--ask", APPLES), {}, "/nothing has no weights: no complete checkpoint in "),
         (("--ask", "a " * 3000), {"OUTPUT_DIR": ""}, "the model has 2048 positions"),
     ],

@@ -81,27 +81,18 @@ def code() -> dict[str, Path]:
     return {name: file for name, file in named.items() if file.stem != "__init__"}
 
 
-def import_nodes(file: Path) -> list[ast.Import | ast.ImportFrom]:
-    """The imports anywhere in a file, but for those of annotations alone."""
+def imported(file: Path) -> set[str]:
+    """The modules of this project that a file imports, but for annotations alone."""
     nodes = [*ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
     ifs = [node for node in nodes if isinstance(node, ast.If)]
     for_types = [node for node in ifs if ast.unparse(node.test) == "TYPE_CHECKING"]
     left_out = {id(each) for node in for_types for each in ast.walk(node)}
-    imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
-    return [node for node in imports if id(node) not in left_out]
-
-
-def modules_of(node: ast.Import | ast.ImportFrom) -> set[str]:
-    """The names that an import may give to modules of this project."""
-    names = {alias.name for alias in node.names}
-    if isinstance(node, ast.ImportFrom):
-        names = {f"{node.module}.{name}" for name in names} | {str(node.module)}
+    names = set()
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in left_out:
+            from_module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            names |= {from_module + alias.name for alias in node.names} | {from_module[:-1]}
     return names & code().keys()
-
-
-def imported(file: Path) -> set[str]:
-    """The modules of this project that a file imports, but for annotations alone."""
-    return {name for node in import_nodes(file) for name in modules_of(node)}
 
 
 def room(module: str) -> str:
@@ -118,26 +109,6 @@ def test_imports_have_no_circles() -> None:
     graph = {name: imported(file) for name, file in code().items()}
     graph["train_grpo"] -= DOORS["train_grpo"]
     graphlib.TopologicalSorter(graph).prepare()  # it raises CycleError
-
-
-def test_a_run_imports_each_side_file_in_one_place_and_not_before_it_is_needed() -> None:
-    """loss_pallas.py lies at the top level, but is a side-file, too."""
-    doors = DOORS | {"startup": DOORS["startup"] | {"loss_pallas"}}
-    side_files = set().union(*doors.values())
-    places = [
-        (name, door, node.col_offset > 0)
-        for name, file in code().items()
-        if room(name) != "tools"
-        for node in import_nodes(file)
-        for door in modules_of(node) & side_files
-    ]
-    assert sorted(places) == sorted((name, door, True) for name in doors for door in doors[name])
-
-
-def test_each_room_says_what_it_is() -> None:
-    for folder in ROOMS.keys() - {""}:
-        text = (REPO / folder / "__init__.py").read_text(encoding="utf-8")
-        assert re.fullmatch(r'"""[^"]+[.]"""\n', text), folder
 
 
 def test_files_that_people_copy_alone_import_nothing_of_ours() -> None:

@@ -112,24 +112,21 @@ def test_old_gpus_and_cpus_compute_in_float32(
     assert has_bfloat16(described) == expected
 
 
-def test_a_gpu_that_is_not_here_has_the_part_of_its_memory_that_a_run_takes(
+def test_memory_is_the_compiler_s_limit_on_a_tpu_and_elsewhere_the_device_s_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def no_memory_stats() -> None:
         raise jax.errors.JaxRuntimeError("only for addressable devices")
 
-    absent = device("NVIDIA L4")
+    assert usable_memory_bytes(device("TPU v6 lite", bytes_limit=7)) == 33_554_432_000  # 31.25 GiB
+    assert usable_memory_bytes(device("NVIDIA H100 80GB HBM3", bytes_limit=7)) == 7
+    assert usable_memory_bytes(device("cpu")) == usable_memory_bytes(jax.devices()[0]) == math.inf
+    absent = device("NVIDIA L4")  # of which a run takes a part
     absent.memory_stats = no_memory_stats
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
     assert usable_memory_bytes(absent) == pytest.approx(0.92 * 22 * 2**30)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
     assert usable_memory_bytes(absent) == pytest.approx(11 * 2**30)
-
-
-def test_memory_is_the_compiler_s_limit_on_a_tpu_and_elsewhere_the_device_s_answer() -> None:
-    assert usable_memory_bytes(device("TPU v6 lite", bytes_limit=7)) == 33_554_432_000  # 31.25 GiB
-    assert usable_memory_bytes(device("NVIDIA H100 80GB HBM3", bytes_limit=7)) == 7
-    assert usable_memory_bytes(device("cpu")) == usable_memory_bytes(jax.devices()[0]) == math.inf
 
 
 # ---- The tp of decoding --------------------------------------------------------------------------

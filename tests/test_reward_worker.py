@@ -1,7 +1,6 @@
 """Claims about infra/reward_worker.py: the reward function of a user's file, and its faults."""
 
 import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -34,7 +33,7 @@ def echo(completions, pause=(0,), **columns):
 def surroundings(completions, **columns):
     from rewards import extract_answer
     infra = [path for path in sys.path if os.path.isfile(f"{path}/reward_worker.py")]
-    in_modules = ["jax" in sys.modules, len(infra), os.environ["JAX_PLATFORMS"] == "cpu"]
+    in_modules = ["jax" in sys.modules, len(infra), os.environ.get("JAX_PLATFORMS") == "cpu"]
     return [*map(extract_answer, completions), *in_modules]
 def pid_then_hang(completions, **columns):
     if completions == ["pid"]:
@@ -93,6 +92,7 @@ def test_the_worker_has_no_jax_and_no_accelerator_and_imports_rewards_py_from_an
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.delenv("JAX_PLATFORMS")
     with worker(folder, "surroundings", timeout_s=10**6) as function:  # the longest limit
         assert function(["<answer>3/4</answer>"], act=[1], self=[2]) == [0.75, False, 0, True]
 
@@ -194,16 +194,6 @@ def test_a_file_that_hangs_on_import_is_given_up(tmp_path, monkeypatch):
     monkeypatch.setattr(reward_worker, "LOADING_S", 0.5)
     with pytest.raises(UserMistake, match="slow.py:f is not done after 0.75 s; raise REWARD_TIM"):
         load_reward_functions(f"{tmp_path / 'slow.py'}:f", 0.25, 9, 2, {})
-
-
-def test_a_reply_that_ctrl_c_left_behind_is_never_taken_for_the_next_one(folder: Path) -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
-    with worker(folder, "echo") as function:
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-        with pytest.raises(KeyboardInterrupt):
-            function(["1"], pause=[1.0])
-        with pytest.raises(UserMistake, match="died"):
-            function(["2"])
 
 
 # ---- What the function is called with ------------------------------------------------------------

@@ -38,49 +38,30 @@ CORRECT = [  # completion, reference as in the last line of a GSM8K answer, rewa
     (form("72"), "72", 1.0),
     (form("73"), "72", 0.0),
     (form("72", think="Or 5?") + " 9", "72", 1.0),  # the tag counts, not the text's last number
-    (form("9") + " so 72", "72", 0.0),
     ("<answer>5</answer> no, <answer>72</answer>", "72", 1.0),  # the last tag
     ("<answer>72</answer> and <answer>5", "72", 1.0),  # the last closed tag
     ("<answer>72 clips", "72", 1.0),  # truncated: from the tag to the end
     ("72 of them, <answer>", "72", 0.0),
     ("72 <answer></answer>", "72", 0.0),  # an empty answer is no answer
-    (form("seventy-two"), "72", 0.0),
     ("She has 3 + 69 = 72 clips.", "72", 1.0),
     ("72 clips, of which 3 are red", "72", 0.0),
-    (form("1,234"), "1234", 1.0),
-    (form("1234"), "1,234", 1.0),
-    (form("234"), "1,234", 0.0),
     (form("1,2345"), "2345", 0.0),  # no thousands: no number
     (form("$1,234,567.50"), "1234567.5", 1.0),
     (form("-5"), "-5", 1.0),
     (form("-5"), "5", 0.0),
-    (form("5"), "-5", 0.0),
-    (form("- 5"), "-5", 1.0),
     (form("\N{MINUS SIGN}5"), "-5", 1.0),
     (form("-$5"), "-5", 1.0),
     (form("x = - 5"), "-5", 1.0),
     (form("10 - 5"), "5", 1.0),  # an operator between two numbers is no sign
-    (form("10-5"), "-5", 0.0),
-    (form("\N{EN DASH}5"), "-5", 1.0),
-    (form("72."), "72", 1.0),
-    (form(".5"), "0.5", 1.0),
     (form("so...72"), "72", 1.0),
-    (form("0.50"), "1/2", 1.0),
     (form("3 / 4"), "0.75", 1.0),
     (form("1 1/2"), "1.5", 1.0),
     (form("take 5 10/2"), "5", 1.0),
     (form("1/0"), "1", 0.0),
     (form("50%"), "50", 1.0),
-    (form("50%"), "0.5", 0.0),
-    (form("72 clips"), "72", 1.0),
-    (form("72 cm^2"), "72", 1.0),
     (form("23+45=68"), "68", 1.0),
-    (form("68=23+45"), "68", 0.0),  # several numbers: the last
-    (form("2e3"), "2000", 1.0),
     (form("2.5E-1"), "0.25", 1.0),
-    (r"\boxed{72}", "72", 1.0),
     (r"\boxed{-\frac{3}{4}}", "-0.75", 1.0),
-    (r"\boxed{1,\!234{,}567}", "1234567", 1.0),
     (form("1e999999999"), "72", 0.0),
     (form("1e-999999999"), "0", 0.0),
 ]
@@ -99,40 +80,21 @@ def test_a_reference_needs_no_hashes_and_one_without_a_number_does_not_apply() -
 
 SPACE = "\N{NO-BREAK SPACE}"
 READ = {  # text: its number, as Fraction reads it
-    r"The answer is -\frac{3}{4}": "-3/4",
-    r"\frac{-3}{4}": "-3/4",
     r"\dfrac{3}{-4}": "-3/4",
     r"-\frac{-3}{4}": "3/4",
-    r"x = - \frac{3}{4}": "-3/4",
     r"10-\frac{3}{4}": "3/4",  # an operator, as in 10-5
-    r"\frac{1.5}{2}": "3/4",
     r"\frac{1,500}{2}": "750",
-    r"\frac34": "3/4",
     r"2\frac34": "11/4",
-    r"2 \frac{3}{4}": "11/4",
-    r"\frac{3}{0}": None,
     "10 000": None,
-    "10^3": None,
-    "5 x 10^3": None,
     "10^3/4": None,
-    "100,00": None,
-    "1,0000": None,
-    "1,00,000": None,
     "0,500": None,
-    "3,5": None,
-    "9:00": None,
-    "-5 10/2": "5",
-    "72.5.": "72.5",
-    "1.000.000": None,
     "3 or 100,00": None,  # the last number cannot be read, and no other replaces it
     "100,00 or 3": "3",
     "1,234, 5": "5",
     r"72 cm^{2}": "72",
-    r"90^\circ": "90",
     "5^{th}": "5",
     f"1{SPACE}1/2": "3/2",
     "-¥5": "-5",
-    "- ₹5": "-5",
 }
 
 
@@ -147,10 +109,7 @@ def test_what_a_person_reads_without_doubt_is_read_and_the_rest_is_no_number(tex
 
 
 FORMS = {  # of MATH: a number that is written in another form; its value, or None
-    r"\frac 47": "4/7",
     r"\frac{4}7": "4/7",
-    r"\frac4{7}": "4/7",
-    r"\cfrac{ 4 }{ 7 }": "4/7",
     r"\frac 1210": None,
     r"8\frac{1}{3}": "25/3",
     "22,\\! 333,\\!400": "22333400",
@@ -158,95 +117,45 @@ FORMS = {  # of MATH: a number that is written in another form; its value, or No
     "1'000": "1000",
     "5'3": None,
     "10 500": None,
-    f"1{SPACE}250{SPACE}000": None,
-    "1 ½": "3/2",
     "1½": "3/2",
-    "¾": "3/4",
     "-½": "-1/2",
-    "½x": None,
-    r"\sqrt{19}": None,
-    r"2\sqrt7": None,
-    r"5\sqrt{7}": None,
-    r"3\sqrt{x}": None,
-    r"\sqrt[3]{10}": None,
     r"\sqrt{10 - 5}": None,
-    r"2 - \sqrt{3}": None,
-    r"\sqrt{3} - 2": None,
-    r"\frac{\sqrt{5}}{4}": None,
-    r"\frac{1+\sqrt{13}}{2}": None,
-    "sqrt(5)": None,
     "5√2": None,
     "2^{10}": None,
     "2¹⁰": None,
-    "2**10": None,
     "(-3)^3": None,
-    r"\left(\frac{2}{3}\right)^n": None,
-    "e^3": None,
     "5x^2": None,
     "x^2 - 3": None,
     "3617_8": None,
-    "312_{5}": None,
     r"312_{\text{five}}": None,
-    "432₅": None,
-    "12 (base 5)": None,
-    r"12\pi": None,
-    r"\frac{3\pi}{8}": None,
-    r"\pi/2": None,
-    r"4\pi \text{ cm}^2": None,
-    "12pi": None,
     "12 π": None,
     "7!": None,
-    r"\binom{7}{3}": None,
     "7 choose 3": None,
     r"\log_2 9": None,
-    r"\log_{2} 9": None,
-    r"\sin 30^\circ": None,
-    "ln(5)": None,
     r"0.\overline{36}": None,
-    "0.333...": None,
     "0.(36)": None,
-    r"3 \times 10^{5}": None,
-    "3 × 10⁵": None,
-    r"2 \cdot 3": None,
-    "3 x 5": None,
     "3+5": None,
-    "4+3i": None,
     "4 - i": None,
     "3x": None,
-    "2ab": None,
     "3 x": None,
-    "y=4x-1": None,
-    "x - 5": None,
     "3(x + 1)": None,
-    "(3)(5)": None,
     "f(5)": None,
     "H2O": None,
     "a/5": None,
-    "5/a": None,
-    "3:5": None,
     "9:30 am": None,
     "-(5)": None,
     "minus 5": None,
     r"\pm 5": None,
-    r"x \ge 5": None,
-    "(2,-5)": None,
-    r"(-\infty, 8]": None,
     r"[0,\infty)": None,
     r"\{1, 3\}": None,
     r"\begin{pmatrix} 2 \\ -7 \\ 5 \end{pmatrix}": None,
 }
 ALONE = (  # the number 72 with what is written around a number that stands for itself
-    r"72^\circ;72°C;72 \text{ cm}^2;72\,\mathrm{m/s}^2;72 m²;72cm²;72^{\text{th}};72\%;\$72;"
-    "72kg;72 kg;72am;72 p.m.;72miles;72 a day;72-year-old;$72/hour;€72;72 €;US$72;Rs. 72;USD72;+72;"
-    "**Answer:** 72;**Total** 72;is **72**.;**72 clips**;**72**!;Answer - 72;Step 2: 72;(A) 72;"
-    r"\text{(C)}\ 72;\textbf{72};\boxed{\text{72}};\boxed{ 72 };Thus, \boxed{72}.;\(72\);\[ 72 \];"
-    r"x = 72;f(x)=72;2^3 \cdot 9 = 72;\sqrt{5184} = 72;$12 \times 6 = 72$;x_1=72;\approx 72;≈72;"
-    r"72 \quad \text{clips};\Rightarrow 72;x &= 72 \end{align*};| 72 |;{'answer': 72};<b>72</b>;"
-    r"72\mbox{ cm}^2;"
-    "It's 72;-> 72;72 km/h;72 (of all);72 dozen;72 million;72mg;72s;72h;72 in;72in;72mi;72V;"
-    "72°C;Rs72;RM72;$72/h;72 - so it is;72 - a lot;72 - I think;72 i.e. six dozen;_72_;__72__;"
-    "She has 72!;I got 72...;72…;"
-    r"72 \checkmark;72\n;答案是72。;共72个;✅ 72"
+    r"72^\circ;72\,\mathrm{m/s}^2;72cm²;72^{\text{th}};72\%;\$72;72kg;72 p.m.;72 a day;72-year-old;"
+    r"€72;US$72;USD72;RM72;+72;**Answer:** 72;is **72**.;**72 clips**;Answer - 72;(A) 72;"
+    r"\text{(C)}\ 72;\boxed{\text{72}};\(72\);f(x)=72;2^3 \cdot 9 = 72;$12 \times 6 = 72$;"
+    r"\approx 72;72 \quad \text{clips};\Rightarrow 72;x &= 72 \end{align*};It's 72;72 km/h;"
+    r"72 (of all);72in;72 - a lot;72 i.e. six dozen;_72_;She has 72!;72…;72 \checkmark;答案是72。"
 )
 
 

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from cloud import KEY, REPO, SHORT, Cloud, git
+from cloud import KEY, REPO, SHORT, Cloud, git, write_program
 from runs import few_examples
 
 from config import Config
-from infra.settings import read_dotenv, yaml_name
+from infra.settings import yaml_name
 
 # In place of train_grpo.py: two steps of a run that ends at SIGTERM only, as a run does.
 ENDLESS = """
@@ -165,8 +165,7 @@ def start_loop(cloud: Cloud, **settings: str) -> subprocess.Popen:
     assert len(loop.splitlines()) <= 11 and loop.count("gs://my-bucket/run1") == 1
     loop = loop.replace("gs://my-bucket/run1", str(cloud.folder / "bucket"))
     (cloud.laptop / ".env").write_text("HF_TOKEN=x\n")
-    (cloud.folder / "bin" / "sleep").write_text("#!/bin/sh\nexec /bin/sleep 0.2\n")
-    (cloud.folder / "bin" / "sleep").chmod(0o755)
+    write_program(cloud.folder / "bin" / "sleep", "exec /bin/sleep 0.2")
     env = cloud.environ(TPU_TYPE="v6e-8", TPU_SPOT="1", **settings)
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(["bash", "-c", loop], cwd=cloud.laptop, env=env, **pipe)
@@ -231,25 +230,17 @@ def test_settings_of_libraries_are_sent_and_secrets_are_not(cloud: Cloud) -> Non
     assert KEY not in lines and KEY not in cloud.calls()
 
 
-def test_a_dry_run_calls_nothing_and_names_the_user_only_to_ssh_and_scp(unchanged: Cloud) -> None:
-    (unchanged.laptop / ".env").write_text(f"WANDB_API_KEY={KEY}\n")
-    code, lines = unchanged.call("env", "--dry-run", "--user=me", TPU_GCLOUD="alpha")
-    assert code == 0 and re.findall(r" (ssh|scp) (\S+ )?me@mine", lines) == [
-        ("ssh", ""),
-        ("scp", ".env "),
-        ("ssh", ""),
-    ]
-    assert "describe mine" not in lines and KEY not in lines
-    assert "gcloud alpha compute tpus tpu-vm " in lines
-    assert not unchanged.calls() and not [*unchanged.home(0).iterdir()]
-
-
-@pytest.mark.parametrize("verb", ["setup", "check", "run"])
-def test_the_machine_of_the_user_needs_no_package_of_python(unchanged: Cloud, verb: str) -> None:
+def test_a_dry_run_calls_nothing_and_needs_no_package_of_python(unchanged: Cloud) -> None:
     packages = subprocess.run(["python_of_laptop", "-c", "import yaml"], env=unchanged.environ())
     assert packages.returncode == 1
-    code, lines = unchanged.call(verb, "--dry-run", STEPS="3", TEMPERATURE="0.9")
+    code, lines = unchanged.call("run", "--dry-run", STEPS="3", TEMPERATURE="0.9")
     assert code == 0 and lines.count("TEMPERATURE=0.9\\ STEPS=3") == 1, lines
+    (unchanged.laptop / ".env").write_text(f"WANDB_API_KEY={KEY}\n")
+    code, lines = unchanged.call("env", "--dry-run", "--user=me", TPU_GCLOUD="alpha")
+    logins = re.findall(r" alpha compute tpus tpu-vm (ssh|scp) (?:\S+ )?me@mine", lines)
+    assert code == 0 and logins == ["ssh", "scp", "ssh"], lines
+    assert "describe mine" not in lines and KEY not in lines
+    assert not unchanged.calls() and not [*unchanged.home(0).iterdir()]
 
 
 def test_a_run_needs_a_commit_that_is_pushed_and_checked_out_on_all_workers(cloud: Cloud) -> None:
@@ -261,7 +252,6 @@ def test_a_run_needs_a_commit_that_is_pushed_and_checked_out_on_all_workers(clou
     code, lines = cloud.call("sync")
     assert code == 2 and re.search(r"^error: HEAD \(\w{40}\) is on no branch", lines, re.M)
     assert cloud.call("sync", "--ref=HEAD~1")[0] == 0
-    assert cloud.call("sync", "--ref", "nowhere")[0] == 2
     git(cloud.laptop, "push", "--quiet", "origin", "HEAD")
 
     hook = cloud.clone(1) / ".git" / "hooks" / "post-checkout"  # This hook moves HEAD.
@@ -274,9 +264,7 @@ def test_a_run_needs_a_commit_that_is_pushed_and_checked_out_on_all_workers(clou
 
     (cloud.clone(0) / "loss.py").write_text("mine")
     code, lines = cloud.call("sync")
-    assert (
-        code == 2 and "error: worker-0: these files differ from the commit there: loss.py" in lines
-    )
+    assert code == 2 and "worker-0: these files differ from the commit there: loss.py" in lines
     assert (cloud.clone(0) / "loss.py").read_text() == "mine"
     (cloud.laptop / ".env").write_text(f"KEY={KEY}\n")
     assert git(cloud.laptop, "status", "--porcelain") == "", "git ignores .env"
@@ -292,12 +280,10 @@ def test_a_run_needs_a_commit_that_is_pushed_and_checked_out_on_all_workers(clou
     "words, settings, message",
     [
         (["start"], {}, "there is no verb start"),
-        (["--tpu", "x", "stop", "run"], {}, "one verb, not both stop and run"),
         (["create"], {}, "set TPU_TYPE"),
         (["run", "--steps=3"], {}, "there is no flag --steps=3"),
         (["run", "--config=recipes/none.yaml"], {}, "is not a file of this repository"),
         (["run"], {"LERNING_RATE": "1"}, "unknown setting LERNING_RATE; did you mean LEARN"),
-        (["run"], {"TPU_NAME": ""}, "the name of the TPU VM is missing"),
         (["run", "--user=a b"], {}, "'a b' may have only letters"),
         (["sync"], {"REPO_URL": f"https://me:{KEY}@host/repo"}, "has a user or a password in it"),
     ],
@@ -326,10 +312,6 @@ def test_the_page_on_tpu_vms_names_only_verbs_and_flags_that_exist() -> None:
     assert "--config" in flags and all(re.search(rf"{flag}\b", usage) for flag in flags), flags
     [sent] = re.findall(r'OF_LIBRARIES = """(.*?)"""', usage, re.S)
     assert all(re.search(rf"\b{name}\b", TPU_VM) for name in sent.split())
-
-
-def test_the_example_of_a_file_env_has_the_two_keys_without_values() -> None:
-    assert read_dotenv(REPO / ".env.example") == {"WANDB_API_KEY": "", "HF_TOKEN": ""}
 
 
 def test_the_page_on_migration_names_only_settings_that_exist() -> None:

@@ -20,7 +20,7 @@ def sizes(slice_: str, settings: str) -> Sizes:
 
 
 def test_the_tiny_step_is_the_same_on_one_device_eight_devices_and_two_processes() -> None:
-    for slice_ in ("1x1", "1x2", "1x4", "1x8", "2x1", "2x4"):
+    for slice_ in ("1x1", "1x8", "2x4"):
         batch = sizes(slice_, "")
         assert (batch.prompts_per_step, batch.global_batch) == (16, 128), slice_
 
@@ -30,8 +30,7 @@ def test_sizes_left_at_their_defaults_are_2_prompts_and_4_sequences_per_device_o
     assert sizes("1x1", f"{REAL} BATCH_SIZE=2 NUM_PRE_Q=5").micro_batch_size == 2
     assert sizes("1x4", f"{REAL} BATCH_SIZE=1 NUM_PRE_Q=8").micro_batch_size == 8
     assert sizes("1x4", f"{REAL} BATCH_SIZE=1 NUM_PRE_Q=20").micro_batch_size == 4
-    tiny = sizes("1x1", "BATCH_SIZE=1 NUM_PRE_Q=7")
-    assert tiny.micro_batch_size == 1
+    assert sizes("1x1", "BATCH_SIZE=1 NUM_PRE_Q=7").micro_batch_size == 1
 
 
 def test_grad_accum_steps_alone_set_the_micro_batch() -> None:

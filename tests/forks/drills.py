@@ -29,7 +29,6 @@ class Drill(NamedTuple):
     """A change that somebody makes."""
 
     name: str
-    lines: int  # the most lines that it may add or change, in all files
     edits: tuple[Edit, ...]
     row: str = ""  # the row of README's table "To change X, edit Y" that tells what to edit
 
@@ -39,23 +38,9 @@ def read(file: str, root: Path = REPO) -> str:
     return (root / file).read_text(encoding="utf-8") if (root / file).exists() else ""
 
 
-REWARD_OF_A_FILE = Drill(
-    "a reward in a file of yours",
-    lines=2,
-    row="reward something else",
-    edits=(
-        Edit(
-            "my.py",
-            "",
-            "def score(completions, **columns):\n"
-            '    return [text.count("7") for text in completions]\n',
-        ),
-    ),
-)
 BUILT_IN_REWARD = Drill(
     "a built-in reward",
     row="reward something else",
-    lines=6,
     edits=(
         Edit(
             "rewards.py",
@@ -77,7 +62,6 @@ BUILT_IN = (reward_correct, reward_format, tag_count_reward, repetition_penalty,
 )
 DR_GRPO = Drill(
     "Dr. GRPO by hand",
-    lines=2,
     row="change the objective",
     edits=(
         Edit(
@@ -93,12 +77,10 @@ DR_GRPO = Drill(
 )
 COUNTDOWN = Drill(
     "another task: countdown",
-    lines=60,
     edits=(Edit("countdown.py", "", read(TASKS).split("```python\n")[1].split("```")[0]),),
 )
 SCHEDULE = Drill(
     "a schedule of the learning rate",
-    lines=3,
     row="add a schedule of the learning rate",
     edits=(
         Edit(
@@ -121,7 +103,6 @@ SCHEDULE = Drill(
 )
 SETTING = Drill(
     "a setting",
-    lines=3,
     row="add a setting",
     edits=(
         Edit(
@@ -145,7 +126,6 @@ SETTING = Drill(
 )
 FROZEN_EMBEDDING = Drill(
     "some of the weights only",
-    lines=2,
     row="train some of the weights only",
     edits=(
         Edit(
@@ -167,7 +147,6 @@ FROZEN_EMBEDDING = Drill(
     ),
 )
 DRILLS = (
-    REWARD_OF_A_FILE,
     BUILT_IN_REWARD,
     DR_GRPO,
     COUNTDOWN,
@@ -183,9 +162,8 @@ def edited(drill: Drill, root: Path = REPO) -> dict[str, str]:
     for file, old, new in drill.edits:
         text = texts.get(file, read(file, root)) if old else ""
         assert text.count(old) == 1, (
-            f"the drill {drill.name!r} replaces a text that {file} holds {text.count(old)} times, "
-            f"not once; update it in tests/forks/drills.py, or delete tests/forks in a fork of "
-            f"yours. The text is:\n{old}"
+            f"{file} holds {text.count(old)} times what the drill {drill.name!r} replaces; update "
+            f"it in tests/forks/drills.py, or delete tests/forks in a fork of yours:\n{old}"
         )
         texts[file] = text.replace(old, new)
     return texts

@@ -17,14 +17,10 @@ from drills import (
     DRILLS,
     FROZEN_EMBEDDING,
     REPO,
-    REWARD_OF_A_FILE,
     SCHEDULE,
     SETTING,
-    Drill,
-    Edit,
     edited,
     make_fork,
-    new_lines,
     table,
 )
 from runs import Result, environment, finish, start
@@ -69,29 +65,15 @@ def lines_of(file: Path) -> list[dict]:
 # ---- The drills ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("drill", DRILLS, ids=lambda drill: drill.name)
-def test_a_drill_edits_at_most_two_files_that_readme_names_and_few_lines(drill: Drill) -> None:
+def test_the_pages_say_how_many_lines_of_which_files_a_drill_edits() -> None:
     """README does not name the file in which a new setting acts: that can be any file."""
-    lines = new_lines(drill)
-    assert len([file for file in lines if not file.startswith("tests/")]) <= 2
-    assert sum(lines.values()) <= drill.lines
+    assert "\n".join(table()) in (REPO / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert "| a setting | `config.py`, `train_grpo.py` | 1, 1 |" in table()
     readme = (REPO / "README.md").read_text(encoding="utf-8")
-    rows = [line for line in readme.splitlines() if line.startswith("| ") and drill.row in line]
-    if drill.row:
-        assert all(file in rows[0] for file in edited(drill).keys() - {"train_grpo.py"})
-
-
-def test_the_page_for_contributors_has_the_table_of_drills() -> None:
-    rows = table()
-    assert "\n".join(rows) in (REPO / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    assert "| a setting | `config.py`, `train_grpo.py` | 1, 1 |" in rows
-
-
-def test_a_drill_that_no_longer_fits_says_which_one_and_which_file() -> None:
-    for old, times in (("no such text", 0), ("Software", 5)):
-        told = f"^the drill 'mine' replaces a text that LICENSE holds {times} times, not once"
-        with pytest.raises(AssertionError, match=told):
-            edited(Drill("mine", 1, (Edit("LICENSE", old, ""),)))
+    for drill in DRILLS:
+        rows = [line for line in readme.splitlines() if line.startswith("| ") and drill.row in line]
+        if drill.row:
+            assert all(file in rows[0] for file in edited(drill).keys() - {"train_grpo.py"})
 
 
 @pytest.mark.slow
@@ -108,15 +90,14 @@ def test_a_fork_with_all_drills_passes_the_tests_of_what_it_adds(tmp_path: Path)
 
 @pytest.fixture(scope="module")
 def additions(out: Path) -> Path:
-    drills = (REWARD_OF_A_FILE, BUILT_IN_REWARD, SETTING, SCHEDULE, FROZEN_EMBEDDING)
-    return make_fork(out / "additions", *drills)
+    return make_fork(out / "additions", BUILT_IN_REWARD, SETTING, SCHEDULE, FROZEN_EMBEDDING)
 
 
 @pytest.fixture(scope="module")
 def added(out: Path, additions: Path) -> Result:
     """A run with the new rewards, the new setting, the new schedule and the frozen embedding."""
     settings = "STEPS=4 LR_SCHEDULE=inverse_sqrt LEARNING_RATE=1e-3 WARMUP_RATIO=1 LR_DECAY_STEPS=2"
-    rewards = "REWARD_FN=my.py:score,brevity REWARD_WEIGHTS=2,0.5 REWARD_SCALE=3"
+    rewards = "REWARD_FN=reward_format,brevity REWARD_WEIGHTS=2,0.5 REWARD_SCALE=3"
     export = f"WEIGHT_DECAY=0.1 EXPORT_HF={out}/hf"
     return train(additions, out / "added", f"{settings} {rewards} {export}")
 
@@ -127,9 +108,10 @@ def test_new_rewards_a_new_setting_and_a_new_schedule_do_what_they_say(added: Re
     completions = [completion for group in groups for completion in group["completions"]]
     assert len(completions) >= 4
     for completion in completions:
-        sevens, length = completion["text"].count("7"), len(completion["text"])
-        assert completion["rewards"] == {"score": sevens, "brevity": -length / 100}
-        assert completion["reward"] == pytest.approx(3 * (2 * sevens - 0.5 * length / 100))
+        rewards = completion["rewards"]
+        assert rewards["brevity"] == -len(completion["text"]) / 100
+        total = 2 * rewards["reward_format"] + 0.5 * rewards["brevity"]
+        assert completion["reward"] == pytest.approx(3 * total)
     assert of(added, "other/grad_norm")[0] > 0
     assert re.search("^changed: .*REWARD_SCALE=3.0 [(]environment[)]", added.lines, re.M)
     rates = [0.5e-3, 1e-3, 0.81649658e-3, 0.70710678e-3]
@@ -143,27 +125,6 @@ def test_a_frozen_embedding_keeps_its_bits_and_all_other_weights_change(added: R
     assert before.keys() == after.keys() and len(before) == 50
     kept = {name for name in before if np.array_equal(before[name], after[name])}
     assert kept == {"model.embed_tokens.weight"}
-
-
-@pytest.mark.parametrize(
-    "name, value, told",
-    [
-        ("REWARD_SCALES", "3", "unknown setting REWARD_SCALES; did you mean REWARD_SCALE?"),
-        ("REWARD_SCALE", "three", "REWARD_SCALE='three' is not a number"),
-        ("REWARD_SCALE", "0", "REWARD_SCALE=0.0 must be above 0"),
-    ],
-)
-def test_a_new_setting_is_checked_like_the_others(
-    additions: Path, name: str, value: str, told: str
-) -> None:
-    done = subprocess.run(
-        [sys.executable, "config.py"],
-        cwd=additions,
-        env=os.environ | {name: value},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2 and done.stderr.startswith(f"error: {told}")
 
 
 # ---- Another task --------------------------------------------------------------------------------

@@ -75,26 +75,29 @@ def test_eval_only_of_the_exported_folder_gives_the_same_answers(trained: Result
     assert {entry["step"] for entry in answers_of(folder)} == {0}
 
 
-def settings_of(**settings: str) -> tuple[str, str]:
-    """RESUME and MODEL_PATH of the weights with which a run with these settings answers."""
-    cfg = find_weights(Config(model_path="the/base", **settings))
+def weights_of(out: Path, *files: str, **settings: str) -> tuple[str, str]:
+    """RESUME and MODEL_PATH of the weights with which a run with these files answers."""
+    for name in files:
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text("{}")
+    cfg = find_weights(Config(**{"model_path": "the/base", "output_dir": str(out)} | settings))
     return cfg.resume, cfg.model_path
 
 
 def test_weights_are_the_newest_checkpoint_of_the_run_or_what_its_settings_name(tmp_path) -> None:
-    a, d = str(tmp_path / "a"), str(tmp_path / "d")
+    a, d = tmp_path / "a", str(tmp_path / "d")
     for resume in ("never", "runs/x"):
-        assert settings_of(output_dir=a, resume=resume) == (resume, "the/base")
+        assert weights_of(a, resume=resume) == (resume, "the/base")
     for folder, settings in ((f"{a}/checkpoints", {}), (d, {"checkpoint_dir": d})):
         checkpoints = Checkpoints(folder)
-        checkpoints.save({"x": jnp.zeros(2)}, {"step": 3, "evals": [], "made_with": {}})
+        checkpoints.save({"x": jnp.zeros(2)}, Progress(step=3))
         checkpoints.wait_until_saved()
-        assert settings_of(output_dir=a, **settings) == (folder, "the/base")
+        assert weights_of(a, **settings) == (folder, "the/base")
     assert find_weights(Config()) == Config()
 
 
 @pytest.mark.parametrize(
-    "there, more, wanted",
+    "files, settings, words",
     [
         (["a/config.yaml"], {}, "{out}/checkpoints; name the folder of a run"),  # runs/, not runs/a
         (["checkpoints/5.orbax-checkpoint-tmp/a"], {}, "{out}/checkpoints;"),  # killed in a save
@@ -102,18 +105,13 @@ def test_weights_are_the_newest_checkpoint_of_the_run_or_what_its_settings_name(
     ],
 )
 def test_a_run_without_weights_is_refused_and_nothing_is_made(
-    tmp_path: Path, there: list[str], more: dict[str, str], wanted: str
+    tmp_path: Path, files: list[str], settings: dict[str, str], words: str
 ) -> None:
     out = tmp_path / "typo"
-    for name in there:
-        (out / name).parent.mkdir(parents=True, exist_ok=True)
-        (out / name).write_text("{}")
-    before = sorted(tmp_path.rglob("*"))
-    cfg = Config(**{"model_path": str(REPO / "tiny"), "output_dir": str(out)} | more)
     with pytest.raises(UserMistake, match="^[A-Z_]*_DIR=.* has no weights: no ") as error:
-        find_weights(cfg)
-    assert wanted.format(out=out) in str(error.value) and "RESUME=never" in str(error.value)
-    assert sorted(tmp_path.rglob("*")) == before
+        weights_of(out, *files, **settings)
+    assert words.format(out=out) in str(error.value) and "RESUME=never" in str(error.value)
+    assert {file for file in out.rglob("*") if file.is_file()} == {out / name for name in files}
 
 
 def test_ask_prints_the_greedy_answer_its_rewards_and_what_stdout_does_not_know_as_numbers(

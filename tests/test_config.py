@@ -118,6 +118,7 @@ REWARD_WEIGHTS=1,,1 -> '' is not a number
 DTYPE=float16 -> 'float16' is not one of auto|bfloat16|float32
 ROLLOUT_BACKEND=vanilla -> 'vanilla' is not one of naive|sglang_jax; vanilla is called naive here
 MESH_SHAPE=2,4 -> '2,4' does not have the right form: Training mesh: auto, or dp,fsdp,tp
+MESH_SHAPE=-1,-1,1 -> '-1,-1,1' does not have the right form
 """
 GOOD = [
     ("EVAL_FULL_SWEEP=True", True),

@@ -400,22 +400,6 @@ def test_a_template_that_writes_the_bos_token_as_gemma_s_does_gives_it_once() ->
     assert prompt.ids.count(1) == 1
 
 
-@pytest.mark.parametrize("places", [("2+2<|im_end|>?", ""), ("2+2?", "Stop with <|im_end|>.")])
-def test_a_prompt_that_needs_a_token_without_a_row_is_refused_with_the_token(places) -> None:
-    """<|im_end|> is 2, and here the template writes no token from 2 on by itself."""
-    tokenizer = hf.load_tokenizer(ROOT / "tiny")
-    tokenizer.chat_template = (
-        "{% for m in messages %}{% if '<|im_end|>' in m.content %}<|im_end|>{% endif %}{% endfor %}"
-        "<|im_start|>"
-    )
-    examples = [{"question": "2+2?"}, {"question": places[0]}]
-    message = "a prompt has the token '<|im_end|>' (2), and the model has no row for it"
-    refused(lambda: build_prompts(examples, tokenizer, places[1], (), 2), message)
-    prompts = build_prompts(examples, tokenizer, places[1], (), 3)
-    assert [prompt.ids for prompt in prompts][1] == [2, 1]
-    assert build_prompts(examples[:1], tokenizer, "", (), 2)[0].ids == [1]
-
-
 @pytest.mark.parametrize("system, question", [("How \udcff many?", "2+2?"), ("Think.", "\ud800")])
 def test_half_a_character_is_refused(system: str, question: str) -> None:
     message = r"a question or SYSTEM_PROMPT is not Unicode: '.*\\ud"
@@ -465,8 +449,6 @@ def test_prompts_that_are_too_long_are_skipped(capsys: pytest.CaptureFixture) ->
     assert drop_long_prompts(prompts, 4, "train") == [prompts[1], prompts[3]]
     message = "skipped 2 of 4 train prompts: longer than MAX_PROMPT_LENGTH=4 tokens\n"
     assert capsys.readouterr().out == message
-    message = "MAX_PROMPT_LENGTH=2: every test prompt is longer; the shortest has 3"
-    refused(lambda: drop_long_prompts(prompts, 2, "test"), message)
 
 
 @pytest.mark.parametrize("name", ["prompts", "completions", "completion_ids", "environments"])

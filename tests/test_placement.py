@@ -229,7 +229,6 @@ WINDOWED = known_config("google/gemma-3-1b-it")
         ("splash", NARROW, "tpu", 1, 4096, "splash"),
         ("xla", WIDE, "tpu", 1, 4096, "xla"),
         ("auto", WIDE, "gpu", 1, 4096, "xla"),
-        ("splash", WIDE, "gpu", 1, 4096, "it is a TPU kernel, and this is gpu"),
         ("auto", MODEL, "tpu", 1, 4096, "xla"),
         ("splash", MODEL, "tpu", 1, 4096, "a head_dim that is a multiple of 64, not 8"),
         ("auto", WINDOWED, "tpu", 1, 4096, "xla"),
@@ -280,9 +279,8 @@ def test_mesh_sizes(shape: str, auto: tuple, sizes: str) -> None:
 
 
 def test_a_mesh_of_other_than_all_devices_or_with_tp_across_hosts_is_refused() -> None:
-    for shape in ("1,3,1", "-1,3,1"):
-        with pytest.raises(UserMistake, match=f"^ROLLOUT_MESH_SHAPE={shape} is a mesh of .* has 8"):
-            make_mesh("ROLLOUT_MESH_SHAPE", shape, jax.devices())
+    with pytest.raises(UserMistake, match="^ROLLOUT_MESH_SHAPE=-1,3,1 is a mesh of .* has 8"):
+        make_mesh("ROLLOUT_MESH_SHAPE", "-1,3,1", jax.devices())
     four_hosts = [types.SimpleNamespace(process_index=i // 2, id=i) for i in range(8)]
     with pytest.raises(UserMistake, match="^MESH_SHAPE=1,2,4: tp=4 does not divide the 2 devices"):
         make_mesh("MESH_SHAPE", "1,2,4", four_hosts)

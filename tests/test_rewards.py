@@ -91,6 +91,7 @@ READ = {  # text: its number, as Fraction reads it
     "3 or 100,00": None,  # the last number cannot be read, and no other replaces it
     "100,00 or 3": "3",
     "1,234, 5": "5",
+    "2.5 1/2": "1/2",
     r"72 cm^{2}": "72",
     "5^{th}": "5",
     f"1{SPACE}1/2": "3/2",
@@ -272,6 +273,7 @@ def test_the_default_rewards_are_the_three_built_in_ones() -> None:
 @pytest.mark.parametrize(
     "returned, message",
     [
+        ([1.0], "reward odd must return a list of 2 rewards, not 1"),
         ([1.0] * 3, "reward odd must return a list of 2 rewards, not 3"),
         (None, "reward odd must return a list of 2 rewards, not NoneType"),
         ([1.0, "1.0"], "reward odd, completion 1: '1.0' is neither a finite number nor None"),

@@ -22,9 +22,10 @@ import config
 import data
 import rewards
 from config import Config
-from infra import checkpoint, hosts
+from infra import hosts, resume
+from infra.checkpoint import Progress
 from infra.chips import attribute_oom_to, has_bfloat16
-from infra.lifecycle import Lifecycle
+from infra.lifecycle import Lifecycle, due_evaluations
 from infra.log import (
     RUNNING,
     RunLog,
@@ -81,15 +82,15 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | No
         hosts.start_jax(cfg.jax_compilation_cache_dir, cfg.init_timeout_s)
         run = set_up(cfg)
         name = f"runs/{cfg.wandb_name or Path(cfg.model_path).name}"
-        out = checkpoint.output_folder(cfg.output_dir, name)
-        checkpoints = checkpoint.open_checkpoints(
+        out = resume.output_folder(cfg.output_dir, name)
+        checkpoints = resume.open_checkpoints(
             out, cfg.checkpoint_dir, cfg.save_keep, cfg.save_every_steps
         )
         backend = make_backend(run)
         with attribute_oom_to("what holds the weights and the optimizer's state"):
             model, optimizer = run.learner.compute.model, run.learner.optimizer
             wanted = {"state": abstract_state(model, run.learner.compute.layout.mesh, optimizer)}
-            arrays, progress = checkpoint.begin_or_resume(
+            arrays, progress = resume.begin_or_resume(
                 out,
                 checkpoints,
                 result_fingerprint(run),
@@ -111,9 +112,7 @@ def start(cfg: Config) -> tuple[Run, Lifecycle, Backend, TrainState, Params | No
         log = open_log(run, out, progress)
         reviewer = open_reviewer(out, log)
         life = Lifecycle(
-            steps=cfg.steps,
-            save_every_steps=cfg.save_every_steps,
-            eval_every_steps=cfg.eval_every_steps,
+            cfg=cfg,
             out=out,
             log=log,
             checkpoints=checkpoints,
@@ -461,20 +460,17 @@ def drift_level(cfg: Config, train_compute: Compute, rollout_compute: Compute) -
 # ---- The log and the export ----------------------------------------------------------------------
 
 
-def open_log(run: Run, out: Path, progress: checkpoint.Progress) -> RunLog:
-    """The log of a run in its folder, without the records after the checkpoint from which the run
-    is resumed. Writes config.yaml."""
+def open_log(run: Run, out: Path, progress: Progress) -> RunLog:
+    """The log of a run in its folder. Records after the checkpoint from which the run goes on are
+    removed, unless there is nothing left to train or to evaluate. Writes config.yaml."""
     cfg, writes = run.cfg, jax.process_index() == 0
-    # Evaluations of the checkpoint's step stay in the log, unless this run makes them again.
-    sweeps = cfg.eval_full_sweep and progress.step == cfg.steps
-    kept = ["eval"] * (progress.step in progress.evals) + ["eval_full"] * (not sweeps)
+    has_work = progress.step < cfg.steps or due_evaluations(cfg, progress)
     with hosts.raising_on_all_processes(), writing(f"OUTPUT_DIR={out}", UserMistake):
         log = RunLog(
             out,
             steps=cfg.steps,
             writes=writes,
-            first_step=progress.step,
-            kept=kept,
+            lengths=progress.lengths if has_work else None,
         )
         if writes:
             text = config.describe(cfg, jax.process_count(), jax.local_device_count())
@@ -499,7 +495,7 @@ def open_trackers(mode: str) -> ModuleType | None:
     return extras.trackers
 
 
-def wandb_settings(run: Run, out: Path, progress: checkpoint.Progress) -> dict[str, Any]:
+def wandb_settings(run: Run, out: Path, progress: Progress) -> dict[str, Any]:
     """The arguments of wandb.init. A key alone means WANDB_MODE=online."""
     cfg = run.cfg
     derived = {f"derived.{name}": value for name, value in run.sizes._asdict().items()}

@@ -127,12 +127,16 @@ def test_the_trainer_gives_the_tokens_the_sampler_s_own_probabilities(run: Run) 
         assert record["train-other/grad_norm"] > 0
 
 
-def test_the_last_checkpoint_has_the_last_accuracy_too(run: Run) -> None:
-    """So a run that goes on with more steps keeps the checkpoint if it is the best one."""
+def test_the_last_checkpoint_knows_its_evaluations_and_how_long_the_files_are(run: Run) -> None:
+    """So a run that goes on with more steps keeps all records, and the best checkpoint."""
     folder = run.out / "checkpoints" / "2"
     saved = json.loads((folder / "record" / "metadata").read_text())
-    evaluated = run.records("eval/accuracy")
-    assert saved["evals"] == [[r["step"], r["eval/accuracy"]] for r in evaluated]
+    accuracies = {kind: run.records(f"{kind}/accuracy")[-1] for kind in ("eval", "eval_full")}
+    assert saved["evaluated"] == {kind: r[f"{kind}/accuracy"] for kind, r in accuracies.items()}
+    assert saved["lengths"] == {
+        name: (run.out / name).stat().st_size
+        for name in ("metrics.jsonl", "samples.jsonl", "eval.jsonl")
+    }
 
 
 @pytest.mark.parametrize(

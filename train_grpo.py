@@ -46,6 +46,7 @@ import numpy as np
 from evaluation import evaluate
 from infra.chips import attribute_oom_to, exit_on_oom
 from infra.hosts import exiting_on_error
+from infra.lifecycle import due_evaluations
 from infra.log import Clock
 from infra.mistakes import UserMistake, exit_with_mistakes, side_file
 from infra.sizes import MICRO_SIZES
@@ -96,18 +97,23 @@ def main(cfg: Config) -> None:
         # With LoRA the training state holds the adapters alone.
         return combine_params(learner.base, state.params)
 
-    def evaluate_after(steps: int, full: bool = False) -> float:
-        return evaluate(run, life.log, backend, eval_key, params(), steps, full)
-
     def save() -> None:
         life.save({"state": state})
 
     # After SIGTERM or Ctrl-C `ending` saves a checkpoint and ends the program.
     with contextlib.closing(backend), life.ending(save):
-        for step in range(life.progress.step, cfg.steps):
+        for step in range(life.progress.step, cfg.steps + 1):
             # ---- Evaluation: the accuracy on held-out questions; step 0 is the baseline ----------
-            if life.evaluation_is_due(step):
-                life.record_evaluation(step, evaluate_after(step))
+            for kind in due_evaluations(cfg, life.progress):
+                is_full = kind == "eval_full"  # on the complete split, after the last step
+                accuracy = evaluate(run, life.log, backend, eval_key, params(), step, is_full)
+                life.record_evaluation(kind, accuracy)
+
+            # ---- Save: a checkpoint of the steps so far, which knows its evaluation --------------
+            if life.save_is_due():
+                save()
+            if step == cfg.steps:
+                break
             clock = Clock(PHASES)
 
             # ---- Rollout and rewards: K completions of each of P prompts, rewarded on the host ---
@@ -183,18 +189,7 @@ def main(cfg: Config) -> None:
             if step == 0:
                 raise_if_logps_differ(metrics, drift_level(cfg, learner.compute, rollout.compute))
 
-            # ---- Save ----------------------------------------------------------------------------
             life.count_step(len(rounds), nonfinite_metric(metrics))
-            due = cfg.save_every_steps and life.progress.step % cfg.save_every_steps == 0
-            if due and life.progress.step < cfg.steps:
-                save()
-
-        if life.evaluation_is_due(cfg.steps):
-            life.record_evaluation(cfg.steps, evaluate_after(cfg.steps))
-        if cfg.steps:
-            save()  # the last checkpoint, with the last accuracy
-        if cfg.eval_full_sweep:
-            evaluate_after(cfg.steps, full=True)
     with life.ending(save):
         life.finish(lambda: export(run, life.out, params()))
 

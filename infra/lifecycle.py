@@ -7,6 +7,7 @@ it at once: the newest complete checkpoint stays, and the same command goes on f
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,24 +15,34 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from infra.checkpoint import Checkpoints, Progress, progress_record, write_run
+from infra.checkpoint import Checkpoints, Progress
 from infra.hosts import StopRequested, raising_on_all_processes
 from infra.log import DONE, FAILED, RUNNING, STOPPED, RunLog
-from infra.mistakes import Unwritable, UserMistake, exit_with_mistakes, in_one_line
+from infra.mistakes import Unwritable, UserMistake, exit_with_mistakes, in_one_line, writing
+from infra.resume import SAVED, write_run
 
 if TYPE_CHECKING:
+    from config import Config
     from extras.report import Reviewer
 
 NONFINITE_LIMIT = 3  # steps in a row whose loss or gradient is not finite
+
+
+def due_evaluations(cfg: "Config", progress: Progress) -> list[str]:
+    """The evaluations that are due after the steps that are done: "eval" and "eval_full"."""
+    is_last, every = progress.step == cfg.steps, cfg.eval_every_steps
+    is_due = {
+        "eval": every > 0 and (is_last or progress.step % every == 0),
+        "eval_full": cfg.eval_full_sweep and is_last,
+    }
+    return [kind for kind, due in is_due.items() if due and kind not in progress.evaluated]
 
 
 @dataclasses.dataclass
 class Lifecycle:
     """What `main` needs to save a run, to log it and to end it."""
 
-    steps: int  # STEPS
-    save_every_steps: int
-    eval_every_steps: int
+    cfg: "Config"
     out: Path  # the run's folder
     log: RunLog
     checkpoints: Checkpoints
@@ -46,23 +57,27 @@ class Lifecycle:
             self.save(arrays)
             self.checkpoints.wait_until_saved()
         with raising_on_all_processes():
-            self._write_run()
+            write_run(self.out, self.progress)
+
+    def save_is_due(self) -> bool:
+        """Whether SAVE_EVERY_STEPS asks for a checkpoint after the steps that are done."""
+        step, every = self.progress.step, self.cfg.save_every_steps
+        return step > 0 and every > 0 and (step % every == 0 or step == self.cfg.steps)
 
     def save(self, arrays: Any) -> None:
         """Saves a checkpoint, unless this step has one already (SAVE_EVERY_STEPS=0: never)."""
-        if self.save_every_steps:
-            self.checkpoints.save(arrays, progress_record(self.progress))
-            self._write_run()  # the checkpoint before this one is complete now
+        if not self.cfg.save_every_steps:
+            return
+        progress = self.progress
+        if progress.evaluated.get("eval", math.nan) > progress.best_accuracy:
+            progress.best_step, progress.best_accuracy = progress.step, progress.evaluated["eval"]
+        progress.lengths = self.log.file_lengths()
+        self.checkpoints.save(arrays, progress)
 
-    def evaluation_is_due(self, step: int) -> bool:
-        """Whether an evaluation after so many steps is due, and not done yet."""
-        every = self.eval_every_steps
-        due = every > 0 and (step % every == 0 or step == self.steps)
-        return due and step not in self.progress.evals
-
-    def record_evaluation(self, step: int, accuracy: float) -> None:
-        """Keeps the accuracy of an evaluation, and reviews the run so far."""
-        self.progress.evals[step] = accuracy
+    def record_evaluation(self, kind: str, accuracy: float) -> None:
+        """Keeps the accuracy of an evaluation, and reviews the run so far. kind: see
+        due_evaluations."""
+        self.progress.evaluated[kind] = accuracy
         self._review(RUNNING)
 
     def count_step(self, rounds: int, not_finite: str) -> None:
@@ -73,6 +88,7 @@ class Lifecycle:
         """
         progress, step = self.progress, self.progress.step
         progress.step, progress.rounds = step + 1, progress.rounds + rounds
+        progress.evaluated = {}
         progress.not_finite = progress.not_finite + 1 if not_finite else 0
         if progress.not_finite >= NONFINITE_LIMIT:
             self.checkpoints.wait_until_saved()
@@ -99,7 +115,6 @@ class Lifecycle:
             except StopRequested as signal:
                 save()
                 self.checkpoints.wait_until_saved()
-                self._write_run()
                 saved = self.checkpoints.newest if self.checkpoints.newest >= 0 else "none"
                 self.log.print_line(
                     f"STOPPED: {signal} steps={self.progress.step} saved_step={saved}"
@@ -129,13 +144,14 @@ class Lifecycle:
         export: writes the trained model. Raises Unwritable.
         """
         self.checkpoints.wait_until_saved()
-        if self.steps:
+        if self.cfg.steps:
             export()
-            # Also without a checkpoint the same command does not begin the run again.
-            write_run(self.out, self.progress, self.progress.step)
+            if jax.process_index() == 0:
+                with writing(self.out):  # without a checkpoint, too, the run is not begun again
+                    (self.out / SAVED).touch()
         verdict = self.close(DONE)
         seconds = time.perf_counter() - self.began
-        for line in (*verdict, f"DONE: steps={self.steps} elapsed_sec={seconds:.3f}"):
+        for line in (*verdict, f"DONE: steps={self.cfg.steps} elapsed_sec={seconds:.3f}"):
             self.log.print_line(line)
 
     def close(self, state: str, why: str = "") -> list[str]:
@@ -151,6 +167,3 @@ class Lifecycle:
 
     def _review(self, state: str, why: str = "") -> dict[str, Any]:
         return self.reviewer.write(state, why) if self.reviewer else {}
-
-    def _write_run(self) -> None:
-        write_run(self.out, self.progress, self.checkpoints.newest)

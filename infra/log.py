@@ -13,7 +13,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,14 +98,10 @@ class RunLog:
         *,
         steps: int,
         writes: bool,
-        first_step: int = 0,
-        kept: Collection[str] = frozenset(),
+        lengths: Mapping[str, int] | None = None,
     ) -> None:
-        """out: the run's folder, which is made if writes is True, on process 0.
-
-        first_step: the number of steps that are done.
-        kept: the evaluations after these steps that are not made again; see truncate_records.
-        Raises OSError if the folder cannot be written.
+        """out: the run's folder, which is made if writes is True, on process 0. lengths: the bytes
+        of each of FILES that stay; None: all. Raises OSError if the folder cannot be written.
         """
         self._out, self._steps, self._writes = out, steps, writes
         self._recent: collections.deque[float] = collections.deque(maxlen=10)  # seconds of steps
@@ -113,8 +109,8 @@ class RunLog:
         if not writes:
             return
         out.mkdir(parents=True, exist_ok=True)
-        for name in FILES:
-            truncate_records(out / name, first_step, kept)
+        if lengths is not None:
+            truncate_files(out, lengths)
 
     def print_line(self, text: str) -> None:
         """Prints one line, above a progress bar if there is one, and in one piece, since another
@@ -134,13 +130,22 @@ class RunLog:
 
     def append_entries(self, name: str, step: int, entries: list[dict[str, Any]]) -> None:
         """Appends a line for each entry to one of FILES. If an error leaves a part of a line,
-        truncate_records removes it at the next start."""
+        truncate_files removes it at the next start."""
         if not self._writes:
             return
         file = self._out / name
         text = "".join(json.dumps({"step": step} | entry) + "\n" for entry in entries)
         with writing(file), file.open("a", encoding="utf-8") as lines:
             lines.write(text)
+
+    def file_lengths(self) -> dict[str, int]:
+        """The bytes of each of FILES, on disk, on process 0; elsewhere {}. Raises Unwritable."""
+        lengths = {}
+        for name in FILES if self._writes else ():
+            with writing(self._out / name), (self._out / name).open("ab") as file:
+                os.fsync(file.fileno())
+                lengths[name] = file.tell()
+        return lengths
 
     def time_left(self, step: int, clock: Clock) -> str:
         """The end of the step's line, such as " left=1:02:00", from the median seconds of this step
@@ -178,29 +183,18 @@ def replace_file(file: Path, text: str) -> None:
     partial.replace(file)
 
 
-def truncate_records(file: Path, step: int, kept: Collection[str] = frozenset()) -> None:
-    """Ends the file before the first line that a run will write again if it goes on after `step`
-    steps, and before a last line that is incomplete or damaged. Makes a file that is missing.
-
-    kept: the kinds of evaluations, "eval" or "eval_full", whose lines after `step` steps stay.
-    Raises OSError.
-    """
-    file.touch()
-    length = 0
-    with file.open("rb") as lines:
-        for line in lines:
-            if not line.endswith(b"\n"):
-                break
-            try:
-                record = json.loads(line)
-            except ValueError:  # a crash of the machine may leave zeros at the end of a file
-                break
-            later = record["step"] - step
-            kinds = {name.partition("/")[0] for name in record} | {record.get("evaluation")}
-            if later > 0 or (later == 0 and kinds.isdisjoint(kept)):
-                break
-            length += len(line)
-    os.truncate(file, length)  # it needs no space, which writing the file anew would
+def truncate_files(out: Path, lengths: Mapping[str, int]) -> None:
+    """Ends each of FILES after its first bytes, those of `lengths` (else 0): a run that goes on
+    writes the rest again. Makes files that are missing. Prints a line for a file that has fewer
+    bytes. Raises OSError."""
+    for name in FILES:
+        file, length = out / name, lengths.get(name, 0)
+        file.touch()
+        size = file.stat().st_size
+        if size < length:
+            why = f"the checkpoint was saved when it had {length}: records are missing"
+            print(f"note: {file} has {size} bytes, and {why}", flush=True)
+        os.truncate(file, min(size, length))  # it needs no space, which writing anew would
 
 
 def to_json_values(value: object) -> Any:

@@ -9,7 +9,7 @@ import pytest
 from runs import REPO, Result, few_examples, run_as_user
 
 from config import Config
-from infra.checkpoint import Checkpoints
+from infra.checkpoint import Checkpoints, Progress
 from infra.mistakes import UserMistake
 from tools.ask import find_weights
 

@@ -18,7 +18,7 @@ import pytest
 from jax._src import distributed
 from runs import REPO, copy_repository, environment, few_examples, finish, start_two, wait_for
 
-from infra import checkpoint, hosts
+from infra import hosts, resume
 from infra.mistakes import Unwritable, UserMistake
 
 # ---- What processes compare ----------------------------------------------------------------------
@@ -238,24 +238,24 @@ def test_a_process_that_trains_alone_keeps_the_traceback_of_any_error() -> None:
 
 
 def test_a_second_run_cannot_use_the_folders_of_a_run_that_is_alive(tmp_path: Path) -> None:
-    folder = checkpoint.output_folder(str(tmp_path / "held"), "")
-    shared = checkpoint.open_checkpoints(folder, "", 0, 1).folder
+    folder = resume.output_folder(str(tmp_path / "held"), "")
+    shared = resume.open_checkpoints(folder, "", 0, 1).folder
     who = f"process {os.getpid()} on {platform.node()}"
     message = f"{folder} belongs to another run, which is alive: {who}. "
     with pytest.raises(UserMistake, match=f"^OUTPUT_DIR={re.escape(message)}"):
-        checkpoint.output_folder(str(folder), "")
+        resume.output_folder(str(folder), "")
     message = message.replace(str(folder), shared)
     with pytest.raises(UserMistake, match=f"^CHECKPOINT_DIR={re.escape(message)}"):
-        checkpoint.open_checkpoints(tmp_path / "second", shared, 0, 1)
+        resume.open_checkpoints(tmp_path / "second", shared, 0, 1)
 
 
 def test_runs_that_start_in_the_same_second_get_different_folders(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert len({checkpoint.output_folder("", "runs/mine") for _ in range(3)}) == 3
+    assert len({resume.output_folder("", "runs/mine") for _ in range(3)}) == 3
 
 
 def test_a_run_goes_on_without_locks_and_says_so(tmp_path, monkeypatch, capsys) -> None:
     no_locks = OSError(errno.ENOLCK, "No locks available")
     monkeypatch.setattr(fcntl, "flock", Mock(side_effect=no_locks))
-    checkpoint.lock_folder(tmp_path, "OUTPUT_DIR=a")
+    resume.lock_folder(tmp_path, "OUTPUT_DIR=a")
     assert "OUTPUT_DIR=a cannot be locked: No locks available" in capsys.readouterr().out

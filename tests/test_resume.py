@@ -1,4 +1,4 @@
-"""infra/checkpoint.py: whose a folder is, which checkpoint a run begins with, what it refuses."""
+"""infra/resume.py: whose a folder is, which checkpoint a run begins with, what it refuses."""
 
 import dataclasses
 import re
@@ -20,19 +20,15 @@ from runs import (
 )
 
 from config import Config
-from infra.checkpoint import (
-    Checkpoints,
-    Progress,
-    array_names,
+from infra.checkpoint import Checkpoints, Progress, array_names, raise_if_arrays_differ
+from infra.mistakes import UserMistake
+from infra.resume import (
     begin_or_resume,
     describe_changes,
-    progress_record,
-    raise_if_arrays_differ,
+    open_checkpoints,
     read_run,
     write_run,
 )
-from infra.hosts import short_digest
-from infra.mistakes import UserMistake
 from infra.reward_worker import imported_files
 from infra.settings import REPO
 from startup import Run, result_fingerprint, set_up
@@ -51,117 +47,113 @@ LIKE = arrays_after(0)["x"]
 WANTED = {"x": jax.ShapeDtypeStruct(LIKE.shape, LIKE.dtype, sharding=LIKE.sharding)}
 
 
-def begun(made_with: dict = MADE_WITH, **settings) -> tuple:
-    """The step and the value with which a run with these settings begins in the working directory,
-    its id and its origin."""
-    cfg = Config(**{"steps": 6, "save_keep": 0} | settings)
-    out = Path.cwd() / cfg.output_dir
+def begun(made_with: dict = MADE_WITH, out: str = "new", **settings) -> tuple:
+    """The step and the value with which a run with these settings begins in this folder of the
+    working directory, its id and its origin."""
+    cfg = Config(**{"steps": 6} | settings)
     checkpoints = Checkpoints(cfg.checkpoint_dir or f"{out}/checkpoints")
     arrays, progress = begin_or_resume(
-        out, checkpoints, made_with, WANTED, resume=cfg.resume, steps=cfg.steps
+        Path.cwd() / out, checkpoints, made_with, WANTED, resume=cfg.resume, steps=cfg.steps
     )
     value = None if arrays is None else int(arrays["x"][0, 0])
     return progress.step, value, progress.run_id, progress.forked_from
 
 
-def make_run(out: Path, *steps: int, began: str = "", newest: int = -1, at: str = "") -> str:
+def make_run(out: Path, *steps: int, began: str = "", at: str = "") -> str:
     """Writes what a run leaves that has saved these steps, and returns its id. at: the folder of
     its checkpoints."""
     out.mkdir(parents=True)
     progress = Progress(MADE_WITH, forked_from=began, run_id=out.name)
-    checkpoints = Checkpoints(at or f"{out}/checkpoints")
+    checkpoints = open_checkpoints(out, at, 0, 1)
     for step in steps:
         progress.step = step
-        checkpoints.save(arrays_after(step), progress_record(progress))
+        checkpoints.save(arrays_after(step), progress)
     checkpoints.wait_until_saved()
-    write_run(out, progress, newest)
+    write_run(out, progress)
     (out / "metrics.jsonl").write_text("".join(f'{{"step": {i}}}\n' for i in range(5)))
     return progress.run_id
 
 
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a run `a` that has checkpoints of the steps 2 and 4, and a new run `b`."""
+    """A folder with a run `a` that has checkpoints of the steps 2 and 4, a run `b` that has ended
+    before its first checkpoint, and one whose checkpoints are `gone`."""
     monkeypatch.chdir(tmp_path)
     make_run(tmp_path / "a", 2, 4)
     make_run(tmp_path / "b")
+    make_run(tmp_path / "gone", 2)
+    shutil.rmtree(tmp_path / "gone" / "checkpoints")
     return tmp_path
 
 
-def test_a_run_goes_on_in_its_own_folder_however_the_folder_is_named(runs: Path) -> None:
-    run_id = read_run(runs / "a")["run_id"]
-    assert begun(output_dir="a") == (4, 4, run_id, "")
-    (runs / "link").symlink_to("a")
-    for name in ("a", "a/checkpoints", "b/../a", "a/checkpoints/4", "link", str(runs / "a")):
-        assert begun(output_dir="a", resume=name) == (4, 4, run_id, ""), name
+def test_a_run_goes_on_from_its_own_newest_checkpoint_whatever_resume_names(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for resume in ("auto", "a/checkpoints/2", "nowhere"):
+        assert begun(out="a", resume=resume) == (4, 4, "a", "")
+        note = f"note: RESUME={resume} is not read, because OUTPUT_DIR={runs}/a holds a run\n"
+        assert (note in capsys.readouterr().out) == (resume != "auto")
     shutil.rmtree(runs / "a")  # the disk of a machine that was made anew is empty
     run_id = make_run(runs / "c", 2, at=f"{runs}/bucket")
-    assert begun(output_dir="a", checkpoint_dir="bucket") == (2, 2, run_id, "")
+    assert begun(out="a", checkpoint_dir="bucket") == (2, 2, run_id, "")
 
 
 def test_a_run_without_a_checkpoint_begins_again_and_is_the_same_run(runs: Path) -> None:
-    assert begun(output_dir="b") == (0, None, read_run(runs / "b")["run_id"], "")
+    assert begun(out="b") == begun(out="b", resume="a") == (0, None, "b", "")
     make_run(runs / "early")
     for name in (".lock", "metrics.jsonl"):  # it has ended before its first record
         (runs / "early" / name).write_text("")
-    assert begun({"SEED": "1"}, output_dir="early", resume="never")[:2] == (0, None)
+    assert begun({"SEED": "1"}, out="early", resume="never")[:2] == (0, None)
 
 
 def test_a_fork_needs_an_empty_folder_and_then_goes_on_with_its_own_checkpoints(
     runs: Path,
 ) -> None:
     source = f"{runs}/a/checkpoints"
-    for resume, step in (("a", 4), ("a/checkpoints/2", 2), ("b/../a/", 4)):
-        fork = begun(output_dir="fork", resume=resume)
+    for resume, step in (("a", 4), ("a/checkpoints/2", 2), ("b/../a/", 4), (source, 4)):
+        fork = begun(resume=resume)
         assert fork[:2] == (step, step) and fork[3] == f"{source}/{step}"
-        assert fork[2] != read_run(runs / "a")["run_id"]
-    run_id = make_run(runs / "f", began=f"{source}/2")  # with SAVE_EVERY_STEPS=0
+        assert fork[2] != "a"
+    make_run(runs / "f", began=f"{source}/2")  # with SAVE_EVERY_STEPS=0
     for resume in ("a/checkpoints/2", "a", "auto"):  # also if a has gone on since then
-        assert begun(output_dir="f", resume=resume) == (2, 2, run_id, f"{source}/2")
-    run_id = make_run(runs / "g", 3, began=f"{source}/2")
+        assert begun(out="f", resume=resume) == (2, 2, "f", f"{source}/2")
+    make_run(runs / "g", 3, began=f"{source}/2")
     shutil.rmtree(runs / "a")
-    for resume in ("a/checkpoints/2", "a", "auto", "g"):
-        fork = begun(output_dir="g", resume=resume)
-        assert fork == (3, 3, run_id, f"{source}/2"), resume
-
-
-def test_a_folder_with_records_of_an_unknown_run_is_refused(runs: Path) -> None:
-    (runs / "old").mkdir()
-    (runs / "old" / "eval.jsonl").write_text('{"step": 0}\n')
-    with pytest.raises(UserMistake, match="/old/run.json: No such file or directory$"):
-        begun(output_dir="old")
+    assert begun(out="g", resume="a") == (3, 3, "g", f"{source}/2")
 
 
 OF_A = {"checkpoint_dir": "a/checkpoints"}
 
 
 @pytest.mark.parametrize(
-    "out, resume, settings, where, why",
+    "out, settings, line",
     [
-        ("a", "never", {}, "OUTPUT_DIR={}/a", "RESUME=never is neither its newest checkpoint"),
-        ("a", "a/checkpoints/2", {}, "OUTPUT_DIR={}/a", "checkpoint (step 4) nor"),
-        ("b", "a", {}, "OUTPUT_DIR={}/b", "newest checkpoint (none) nor"),
-        ("f", "a/checkpoints/4", {}, "OUTPUT_DIR={}/f", "began with ({}/a/checkpoints/2)"),
-        ("new", "never", OF_A, "CHECKPOINT_DIR={}/a/checkpoints", "RESUME=never is neither"),
-        ("b", "auto", OF_A, "OUTPUT_DIR={}/b", "CHECKPOINT_DIR={}/a/checkpoints holds another"),
-        ("done", "auto", {}, "OUTPUT_DIR={}/done", "no checkpoint of it is in {}/done/checkpoints"),
+        ("old", {}, "{}/old/run.json: No such file or directory"),
+        ("a", {"resume": "never"}, "OUTPUT_DIR={}/a holds a run, and RESUME=never begins a new"),
+        ("b", {"resume": "never"}, "OUTPUT_DIR={}/b holds a run, and RESUME=never begins a new"),
+        ("new", OF_A | {"resume": "never"}, "CHECKPOINT_DIR={}/a/checkpoints holds a run, and RES"),
+        ("b", OF_A, "OUTPUT_DIR={}/b holds a run, and CHECKPOINT_DIR={}/a/checkpoints holds an"),
+        ("gone", {}, "OUTPUT_DIR={}/gone holds a run, and no checkpoint of it is in {}/gone/check"),
+        ("new", {"resume": "nowhere"}, "RESUME=nowhere is not the folder of a complete checkpoint"),
+        ("lost", {}, "RESUME={}/a/checkpoints/3 is not the folder of a complete checkpoint"),
+        ("a", {"steps": 3}, "STEPS=3, and the checkpoint is after step 4; raise it"),
     ],
 )
-def test_the_folder_of_another_run_is_refused_and_nothing_in_it_changes(
-    runs: Path, out: str, resume: str, settings: dict, where: str, why: str
+def test_what_is_no_folder_of_this_run_is_refused_and_nothing_in_it_changes(
+    runs: Path, out: str, settings: dict, line: str
 ) -> None:
-    make_run(runs / "f", began=f"{runs}/a/checkpoints/2")
-    make_run(runs / "done", newest=2)
+    (runs / "old").mkdir()
+    (runs / "old" / "eval.jsonl").write_text('{"step": 0}\n')
+    make_run(runs / "lost", began=f"{runs}/a/checkpoints/3")
 
     def files() -> dict[Path, bytes]:
         return {file: file.read_bytes() for file in runs.rglob("*") if file.is_file()}
 
     before = files()
     with pytest.raises(UserMistake) as error:
-        begun(output_dir=out, resume=resume, **settings)
-    line = str(error.value)
-    assert line.startswith(where.replace("{}", str(runs))) and why.replace("{}", str(runs)) in line
-    assert line.endswith("; choose a new OUTPUT_DIR") and files() == before
+        begun(out=out, **settings)
+    assert line.replace("{}", str(runs)) in str(error.value)
+    assert files() == before
 
 
 def test_other_settings_are_refused_by_name_before_and_after_the_first_checkpoint(
@@ -170,18 +162,9 @@ def test_other_settings_are_refused_by_name_before_and_after_the_first_checkpoin
     line = "was made with other settings or files: SEED was 0 and is 1"
     for out in ("a", "b"):
         with pytest.raises(UserMistake, match=line):
-            begun({"SEED": "1"}, output_dir=out)
-    begun({"SEED": "1"}, output_dir="new", resume="a")
+            begun({"SEED": "1"}, out=out)
+    begun({"SEED": "1"}, resume="a")
     assert f"RESUME=a: step 4 {line}\n" in capsys.readouterr().out
-    with pytest.raises(UserMistake, match="STEPS=3, and the checkpoint is after step 4; raise it"):
-        begun(output_dir="a", steps=3)
-
-
-def test_a_resume_that_names_no_checkpoint_is_refused(runs: Path) -> None:
-    make_run(runs / "gone", began=f"{runs}/a/checkpoints/3")
-    for settings in ({"output_dir": "gone", "resume": "a"}, {"resume": "nowhere"}):
-        with pytest.raises(UserMistake, match="^RESUME=.* is not the folder of a complete checkp"):
-            begun(**{"output_dir": "new"} | settings)
 
 
 def test_a_checkpoint_with_an_array_that_the_run_does_not_have_is_refused_in_one_line() -> None:
@@ -233,17 +216,13 @@ def test_what_decides_results_is_compared_by_name_and_what_does_not_is_free(
     } - {""}
 
 
-def test_a_run_with_a_reference_must_find_the_same_weights_in_its_model(
-    before: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_run_with_a_reference_must_find_the_same_weights_in_its_model(tmp_path: Path) -> None:
     """The reference is no part of a checkpoint."""
-    model, values = tmp_path / "model", []
-    shutil.copytree(REPO / "tiny", model)
-    for end in (b"", b"changed"):
-        content = (REPO / "tiny" / "model.safetensors").read_bytes()
-        (model / "model.safetensors").write_bytes(content[: len(content) - len(end)] + end)
-        values.append(made_with(MODEL_PATH=str(model), BETA="0.1"))
-    assert "the model's weights" not in before
+    model = Path(shutil.copytree(REPO / "tiny", tmp_path / "model"))
+    values = [made_with(MODEL_PATH=str(model), BETA="0.1")]
+    content = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(content[:-7] + b"changed")
+    values.append(made_with(MODEL_PATH=str(model), BETA="0.1"))
     line = describe_changes({"made_with": values[0]}, values[1], "step 1")
     assert line.startswith("step 1 was made with other settings or files: the model's weights was ")
     assert ";" not in line
@@ -290,18 +269,14 @@ def test_a_change_in_a_user_s_file_or_in_one_that_it_imports_is_noticed_by_name(
     assert result_fingerprint(run) == before
 
 
-def test_two_files_of_one_name_have_a_digest_each_and_their_folders_may_move(
+def test_the_folders_of_a_user_s_files_may_move(
     of_two_files: tuple[Path, Run], tmp_path: Path
 ) -> None:
     folder, run = of_two_files
     shutil.copytree(folder, tmp_path / "moved")
     named = run.cfg.reward_fn.replace(str(folder), f"{tmp_path}/moved")
     moved = dataclasses.replace(run, cfg=dataclasses.replace(run.cfg, reward_fn=named))
-    digests = [
-        short_digest((folder / f"{name}/reward.py").read_bytes()) for name in ("math", "form")
-    ]
     assert result_fingerprint(moved) == result_fingerprint(run)
-    assert result_fingerprint(run)["the file of REWARD_FN reward.py"] == ",".join(digests)
     played = f"{folder}/form/reward.py:Game"
     game = dataclasses.replace(run, cfg=dataclasses.replace(run.cfg, environment_class=played))
     assert "the file of ENVIRONMENT_CLASS pkg/rules.py" in result_fingerprint(game)
@@ -360,25 +335,28 @@ def test_a_finished_run_that_is_started_again_makes_what_is_asked_and_loses_no_e
     short: Path,
 ) -> None:
     env = {"STEPS": "4", "LR_DECAY_STEPS": "3", "EVAL_EVERY_STEPS": "4", "EVAL_PROMPTS": "4"}
-    env["EVAL_FULL_SWEEP"] = "1"
 
     def evaluations() -> list[tuple[int, bool]]:
         records = [r for r in metric_records(short) if "train-other/loss" not in r]
         return [(r["step"], "eval_full/accuracy" in r) for r in records]
 
-    for asked in ({}, {"EXPORT_HF": f"{short}/new"}, {"EVAL_FULL_SWEEP": "0"}):
+    last, both = [(4, False)], [(4, False), (4, True)]
+    for before, asked, evaluated in (
+        (3, {"EVAL_FULL_SWEEP": "0"}, last),
+        (4, {"EVAL_FULL_SWEEP": "1"}, both),
+        (4, {"EVAL_FULL_SWEEP": "1", "EXPORT_HF": f"{short}/new"}, both),
+        (4, {"EVAL_FULL_SWEEP": "0"}, both),
+    ):
         result = run(short, **env | asked)
-        before = 4 if asked else 3
         assert result.code == 0 and f"resumed after step {before} of 4" in result.lines
-        assert evaluations() == [(4, False), (4, True)], asked
+        assert evaluations() == evaluated, asked
     weights = [short / name / "model.safetensors" for name in ("hf", "new")]
     assert len({file.read_bytes() for file in weights}) == 1
 
 
 @pytest.mark.slow
 def test_a_fork_that_is_killed_goes_on_by_the_same_command(short: Path, tmp_path: Path) -> None:
-    """It is killed in its second step. It has a checkpoint of its own before its first record, and
-    notes the newest one whenever it saves."""
+    """It is killed in its second step. It has a checkpoint of its own before its first record."""
     longer = {"STEPS": "5", "LR_DECAY_STEPS": "3", "RESUME": f"{short}/checkpoints/2"}
     straight, fork = tmp_path / "straight", tmp_path / "fork"
     assert run(straight, **longer).code == 0
@@ -387,7 +365,7 @@ def test_a_fork_that_is_killed_goes_on_by_the_same_command(short: Path, tmp_path
     wait_for(process, "^step=3 ")
     process.kill()
     process.communicate()
-    assert read_run(fork)["newest"] >= 2 and (fork / "checkpoints" / "2").is_dir()
+    assert read_run(fork)["has_saved"] and (fork / "checkpoints" / "2").is_dir()
     result = run(fork, **longer)
     assert result.code == 0, result.errors
     assert re.search("^resumed after step . of 5", result.lines, re.M)

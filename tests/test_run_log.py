@@ -10,13 +10,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from config import Config
 from infra.checkpoint import Checkpoints, Progress
-from infra.lifecycle import Lifecycle
-from infra.log import RunLog, replace_file, truncate_records
+from infra.lifecycle import Lifecycle, due_evaluations
+from infra.log import RunLog, replace_file
 from infra.mistakes import Unwritable
+from infra.resume import read_run
 
 NAN = float("nan")
 
@@ -49,7 +52,7 @@ def test_the_time_left_is_that_of_a_median_step(tmp_path: Path) -> None:
         log.record_metrics(step, {"time/train/step_s": seconds})
         return text
 
-    log = RunLog(tmp_path, steps=14, first_step=3, writes=True)
+    log = RunLog(tmp_path, steps=14, writes=True)
     assert left(3, 1e6) == ""  # the first step of this process compiles
     assert left(4, 99.0) == " left=14:51"  # 9 steps of 99 s
     for _ in range(10):
@@ -60,27 +63,63 @@ def test_the_time_left_is_that_of_a_median_step(tmp_path: Path) -> None:
     assert json.loads(last)["time/train/step_avg_last10_s"] == 930.0
 
 
-def test_a_run_without_a_reviewer_ends_without_a_summary_and_a_verdict(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    life = Lifecycle(
-        steps=2,
-        save_every_steps=0,
-        eval_every_steps=1,
-        out=tmp_path,
-        log=RunLog(tmp_path, steps=2, writes=True),
-        checkpoints=Checkpoints(f"{tmp_path}/checkpoints"),
-        progress=Progress(step=1),
+# ---- Evaluations, checkpoints and the end --------------------------------------------------------
+
+
+def life_of(out: Path, **settings: int) -> Lifecycle:
+    return Lifecycle(
+        cfg=Config(steps=4, **settings),
+        out=out,
+        log=RunLog(out, steps=4, writes=True),
+        checkpoints=Checkpoints(f"{out}/checkpoints"),
+        progress=Progress(),
         reviewer=None,
         began=time.perf_counter(),
     )
+
+
+def test_a_checkpoint_knows_its_evaluations_the_best_step_and_the_lengths_of_the_files(
+    tmp_path: Path,
+) -> None:
+    life = life_of(tmp_path, eval_every_steps=3, eval_full_sweep=True, save_every_steps=3)
+    accuracies = {"eval": iter((0.95, 0.9, 0.7)), "eval_full": iter((0.8,))}
+    records = []
+    for step in range(5):
+        life.log.append_entries("eval.jsonl", step, [{}])  # '{"step": 0}' and a line feed
+        for kind in due_evaluations(life.cfg, life.progress):
+            life.record_evaluation(kind, next(accuracies[kind]))
+        assert due_evaluations(life.cfg, life.progress) == []
+        if life.save_is_due():
+            life.save({"x": jnp.zeros(2)})
+            life.checkpoints.wait_until_saved()
+            file = tmp_path / "checkpoints" / str(step) / "record" / "metadata"
+            records.append(json.loads(file.read_text()))
+        life.count_step(1, "")
+    third, fourth = records
+    assert (third["evaluated"], third["best_step"]) == ({"eval": 0.9}, 3)
+    assert (fourth["evaluated"], fourth["best_step"]) == ({"eval": 0.7, "eval_full": 0.8}, 3)
+    none = {"metrics.jsonl": 0, "samples.jsonl": 0}
+    assert (third["lengths"], fourth["lengths"]) == (
+        none | {"eval.jsonl": 48},
+        none | {"eval.jsonl": 60},
+    )
+
+
+def test_a_run_without_a_reviewer_and_checkpoints_ends_and_is_not_begun_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    life = life_of(tmp_path, save_every_steps=0)
     life.claim_folder({})
     life.count_step(1, "")
-    life.record_evaluation(2, 0.5)
+    life.log.record_metrics(0, {})
+    assert not read_run(tmp_path)["has_saved"]
     life.finish(lambda: None)
-    assert capsys.readouterr().out.startswith("DONE: steps=2 elapsed_sec=")
-    assert json.loads((tmp_path / "run.json").read_text())["newest"] == 2
+    assert capsys.readouterr().out.startswith("DONE: steps=4 elapsed_sec=")
+    assert read_run(tmp_path)["has_saved"]
     assert not (tmp_path / "summary.json").exists()
+
+
+# ---- Files ---------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -103,7 +142,7 @@ def test_a_record_that_cannot_be_written_ends_the_run_and_the_next_start_cuts_of
         with pytest.raises(Unwritable, match=f"^{file} cannot be written: File too large$"):
             log.record_metrics(1, {"a": 1})
     assert file.read_text() == '{"step": 0, "a": 0}\n{"step": 1'
-    RunLog(tmp_path, steps=9, first_step=1, writes=True).close()
+    RunLog(tmp_path, steps=9, writes=True, lengths={"metrics.jsonl": 20}).close()
     assert file.read_text() == '{"step": 0, "a": 0}\n'
 
 
@@ -124,29 +163,19 @@ def test_a_file_is_replaced_by_a_complete_one_or_not_at_all(tmp_path: Path) -> N
     assert file.read_text() == "old"
 
 
-# An evaluation before step 0, two steps, and two evaluations after them; eval.jsonl has the kind of
-# an evaluation as a value.
-WRITTEN = [
-    {"step": 0, "eval/accuracy": 0.5},
-    {"step": 0, "time/train/step_s": 1.0, "text": "\u2028é"},
-    {"step": 1, "time/train/step_s": 1.0},
-    {"step": 2, "eval/accuracy": 0.5, "time/eval/step_s": 1.0},
-    {"step": 2, "evaluation": "eval"},
-    {"step": 2, "eval_full/accuracy": 0.5, "time/eval_full/step_s": 1.0},
-    {"step": 2, "evaluation": "eval_full"},
-]
-
-
-@pytest.mark.parametrize(
-    "step, kept, lines",
-    [(0, (), 0), (0, ("eval",), 1), (1, ("eval",), 2), (2, (), 3), (2, ("eval",), 5), (3, (), 7)],
-)
-def test_a_file_ends_before_the_first_line_that_a_resumed_run_writes_again(
-    tmp_path: Path, step: int, kept: tuple[str, ...], lines: int
+def test_files_end_at_the_lengths_of_the_checkpoint_and_a_shorter_one_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "a.jsonl"
-    complete = [json.dumps(x, ensure_ascii=False) + "\n" for x in WRITTEN]
-    for damaged in ('{"step": 0, "a', "\0\0\0\n"):  # a kill or a crash of the machine leaves them
-        file.write_text("".join(complete) + damaged, encoding="utf-8")
-        truncate_records(file, step, kept)
-        assert file.read_text(encoding="utf-8") == "".join(complete[:lines])
+    for lengths, texts in (
+        (None, ("abcdef", "ghi")),  # there is nothing to write again
+        ({"metrics.jsonl": 4, "samples.jsonl": 3}, ("abcd", "ghi")),
+        ({"metrics.jsonl": 2, "samples.jsonl": 5}, ("ab", "ghi")),
+        ({}, ("", "")),  # the run begins again
+    ):
+        (tmp_path / "samples.jsonl").write_text("ghi")
+        (tmp_path / "metrics.jsonl").write_text("abcdef")
+        RunLog(tmp_path, steps=9, writes=True, lengths=lengths)
+        names = ("metrics.jsonl", "samples.jsonl")
+        assert tuple((tmp_path / name).read_text() for name in names) == texts
+    why = "the checkpoint was saved when it had 5: records are missing"
+    assert capsys.readouterr().out == f"note: {tmp_path}/samples.jsonl has 3 bytes, and {why}\n"

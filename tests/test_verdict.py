@@ -178,7 +178,7 @@ def test_values_that_are_missing_raise_no_alarm_but_for_the_accuracy(
 
 def go_on(out: Path, first: int, steps: list[dict[str, Any]]) -> None:
     """Steps of a run that starts, or resumes, at step `first`, with a review every 10 steps."""
-    log = RunLog(out, steps=99, first_step=first, writes=True)
+    log = RunLog(out, steps=99, writes=True)
     reviewer = Reviewer(out, log)
     for record in steps[first:]:
         if record["step"] % 10 == 0:

@@ -57,10 +57,10 @@ class StandIn:
 def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple]:
     """Opens the log of a run of 5 steps, with a stand-in for W&B."""
 
-    def open_log(first_step: int = 0, **facts: Any) -> tuple[StandIn, RunLog]:
+    def open_log(lengths: dict[str, int] | None = None, **facts: Any) -> tuple[StandIn, RunLog]:
         stand_in = StandIn(**facts)
         monkeypatch.setitem(sys.modules, "wandb", stand_in)
-        log = RunLog(tmp_path, steps=5, first_step=first_step, writes=True)
+        log = RunLog(tmp_path, steps=5, lengths=lengths, writes=True)
         log.tracker = WandbRun(tmp_path, {"mode": "online", "id": "abc"}, log)
         return stand_in, log
 
@@ -98,10 +98,12 @@ def test_a_resumed_run_sends_the_steps_that_wandb_does_not_have(opened, known: i
         log.record_metrics(step, {STEP_S: float(step)})
 
     _, log = opened()
-    for step in range(4):
+    for step in range(3):
         take_step(log, step)
+    lengths = log.file_lengths()
+    take_step(log, 3)
     log.record_metrics(4, {"eval/accuracy": 1.0})
-    wandb, log = opened(first_step=3, starting_step=known)
+    wandb, log = opened(lengths, starting_step=known)
     assert wandb.asked["id"] == "abc" and wandb.asked["resume"] == "allow"
     for step in (3, 4):
         take_step(log, step)
@@ -118,7 +120,7 @@ def test_a_run_goes_on_without_wandb_after_one_line_whenever_wandb_fails(
     opened, tmp_path: Path, capsys: pytest.CaptureFixture[str], fails_at: int
 ) -> None:
     (tmp_path / "metrics.jsonl").write_text(f'{{"step": 0, "{STEP_S}": 1.0}}\n')
-    _, log = opened(first_step=1, fails_at=fails_at)
+    _, log = opened(fails_at=fails_at)
     log.record_metrics(1, {STEP_S: 1.0})
     log.record_metrics(2, {"eval/accuracy": 0.5})
     log.close({"state": "done"}, finished=True)

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from config import Config
 from evaluation import EVAL_PHASES, answer_questions, evaluate
-from infra import checkpoint, hosts
-from infra.checkpoint import Checkpoints
+from infra import hosts, resume
+from infra.checkpoint import Checkpoints, Progress, raise_if_arrays_differ
 from infra.log import DONE, Clock
 from infra.mistakes import Unwritable, UserMistake, exit_with_mistakes
 from infra.sizes import MICRO_SIZES, PASS_SIZES, STEP_SIZES
@@ -65,7 +65,7 @@ def load_weights(run: Run) -> tuple[Params, int]:
     """All weights, in float32 without LoRA, and the number of steps that have trained them: 0 if
     they come from a model's folder. Raises UserMistake."""
     cfg, compute = run.cfg, run.learner.compute
-    source, step = checkpoint.find_checkpoints(cfg.resume)
+    source, step = resume.find_checkpoints(cfg.resume)
     wanted = {
         "state": Weights(
             trainable_params(abstract_params(compute.model, compute.layout.mesh, jnp.float32))
@@ -77,7 +77,7 @@ def load_weights(run: Run) -> tuple[Params, int]:
             before, now = record["made_with"].get(name), result_fingerprint(run)[name]
             if before != now:  # the adapters were trained with it
                 raise UserMistake(f"{source.folder}: {name} was {before} and is {now}; set it back")
-        checkpoint.raise_if_arrays_differ(wanted, record, part=True)
+        raise_if_arrays_differ(wanted, record, part=True)
 
     if source and (restored := source.restore(wanted, raise_if_unsuitable, step)):
         arrays, record = restored
@@ -96,9 +96,9 @@ def evaluate_weights(cfg: Config) -> None:
     run = set_up(cfg)
     with contextlib.closing(make_backend(run)) as backend:
         params, step = load_weights(run)
-        out = checkpoint.output_folder("", f"{cfg.output_dir or 'runs'}/eval")
+        out = resume.output_folder("", f"{cfg.output_dir or 'runs'}/eval")
         _, key = jax.random.split(jax.random.key(cfg.seed))
-        with contextlib.closing(open_log(run, out, checkpoint.Progress(step=step))) as log:
+        with contextlib.closing(open_log(run, out, Progress(step=step))) as log:
             evaluate(run, log, backend, key, params, step, full=True)
             if reviewer := open_reviewer(out, log):
                 reviewer.write(DONE)

@@ -182,10 +182,11 @@ def mistakes_in(out: Path, undisturbed: Path) -> list[str]:
     for name in ("run.json", "summary.json", f"checkpoints/{last}/record/metadata"):
         values = [json.loads((each / name).read_text()) for each in (out, undisturbed)]
         for each in values:
-            for clock in ("run_id", "sha256", "last", "settings"):
+            for clock in ("run_id", "sha256", "last", "settings", "lengths"):
                 each.pop(clock, None)
             # A run that is stopped after its last step saves it before it is evaluated.
-            each["evals"] = [pair for pair in each.get("evals", []) if pair[0] < last]
+            for evaluation in ("evaluated", "best_step", "best_accuracy"):
+                each.pop(evaluation, None)
         wrong += differences(name, *values)
     arrays = [checkpoint_arrays(each, last) for each in (out, undisturbed)]
     return wrong + differences(

@@ -48,53 +48,36 @@ def test_if_one_of_two_processes_is_killed_the_other_ends_with_a_line_or_by_jax(
     ]
 
 
-# ---- Real runs -----------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Totals]:
-    """The folder of a disturbed run `a` and of an undisturbed run `b`, and what happened to a."""
-    folder, totals = tmp_path_factory.mktemp("faults"), Totals(Counter(), Counter(), Counter())
+@pytest.mark.slow
+def test_a_disturbed_run_ends_like_the_undisturbed_one_and_what_is_planted_is_found(
+    tmp_path: Path,
+) -> None:
+    undisturbed, disturbed, out = (tmp_path / name for name in ("b", "a", "planted"))
+    totals = Totals(Counter(), Counter(), Counter())
     env = SETTINGS | {"STEPS": "6", "EVAL_EVERY_STEPS": "3", "EVAL_PROMPTS": "8", "SEED": "1"}
     faults = [Fault("frozen", "evaluation"), Fault("killed", "step"), Fault("starved", "compile")]
-    assert run_to_its_end(folder / "b", env, 1, iter(()), Totals(*map(Counter, "   "))) == []
-    assert run_to_its_end(folder / "a", env, 1, iter(faults), totals) == []
-    return folder, totals
-
-
-@pytest.mark.slow
-def test_a_run_that_is_frozen_killed_and_starved_ends_like_the_undisturbed_one(runs) -> None:
-    folder, totals = runs
-    assert mistakes_in(folder / "a", folder / "b") == []
+    assert run_to_its_end(undisturbed, env, 1, iter(()), Totals(*map(Counter, "   "))) == []
+    assert run_to_its_end(disturbed, env, 1, iter(faults), totals) == []
+    assert mistakes_in(disturbed, undisturbed) == []
     assert totals.struck.total() == 3 and totals.codes[-9] == totals.codes[0] == 1
     assert totals.steps["computed"] >= totals.steps["counted"] == 6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name, old, new, says",
-    [
+    shutil.copytree(undisturbed, out)
+    (out / "x.1.partial").touch()
+    arrays = out / "checkpoints" / "6" / "arrays"
+    shutil.rmtree(arrays)
+    shutil.copytree(out / "checkpoints" / "3" / "arrays", arrays)
+    sentences = ["x.1.partial is left over", "checkpoint 6: ['state']['opt_state']"]
+    for name, old, new, sentence in (
         ("metrics.jsonl", '"step": 4', '"step": 5', "metrics.jsonl: "),
         ("eval.jsonl", '"step": 3', '"step": 4', "eval.jsonl has other bytes"),
         ("hf/model.safetensors", "F32", "F16", "hf/model.safetensors has other bytes"),
         ("run.json", '"SEED": "1"', '"SEED": "2"', "run.json: made_with"),
         ("summary.json", '"done"', '"died"', "summary.json: state"),
         ("checkpoints/6/record/metadata", '"rounds": 6', '"rounds": 7', "checkpoints/6/record"),
-    ],
-)
-def test_what_is_planted_in_a_file_of_a_run_is_found(runs, tmp_path, name, old, new, says) -> None:
-    out = Path(shutil.copytree(runs[0] / "b", tmp_path / "b"))
-    content = (out / name).read_bytes()
-    (out / name).write_bytes(content.replace(old.encode(), new.encode(), 1))
-    assert [text for text in mistakes_in(out, runs[0] / "b") if text.startswith(says)]
-
-
-@pytest.mark.slow
-def test_files_that_are_left_over_and_older_arrays_are_found(runs, tmp_path: Path) -> None:
-    out = Path(shutil.copytree(runs[0] / "b", tmp_path / "b"))
-    (out / "x.1.partial").touch()
-    shutil.rmtree(out / "checkpoints" / "6" / "arrays")
-    shutil.copytree(out / "checkpoints" / "3" / "arrays", out / "checkpoints" / "6" / "arrays")
-    found = mistakes_in(out, runs[0] / "b")
-    assert found[0] == "x.1.partial is left over"
-    assert [text for text in found if "['opt_state']" in text]
+    ):
+        content = (out / name).read_bytes()
+        (out / name).write_bytes(content.replace(old.encode(), new.encode(), 1))
+        sentences.append(sentence)
+    mistakes = mistakes_in(out, undisturbed)
+    for sentence in sentences:
+        assert any(mistake.startswith(sentence) for mistake in mistakes), sentence

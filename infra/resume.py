@@ -1,0 +1,210 @@
+"""Whose a folder is, and with which checkpoint a run begins.
+
+A folder belongs to one run, which locks it, and which run.json in OUTPUT_DIR identifies. The newest
+checkpoint in the run's own folder always wins. RESUME counts in an empty folder alone, where it
+begins a fork: a run with an id and records of its own, which saves a checkpoint before its first
+record and needs the other run no more.
+"""
+
+import json
+import os
+import platform
+import secrets
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jax
+from etils import epath
+
+from infra.checkpoint import RECORD, Checkpoints, Progress, raise_if_arrays_differ
+from infra.hosts import gather_texts, raising_on_all_processes
+from infra.log import FILES, LOCK, replace_file
+from infra.mistakes import UserMistake, writing
+
+RUN = "run.json"  # in OUTPUT_DIR; see write_run
+SAVED = ".saved"  # in OUTPUT_DIR: a checkpoint of the run was complete once, or the run was done
+
+# ---- The folders of a run ------------------------------------------------------------------------
+
+
+def output_folder(output_dir: str, name: str) -> Path:
+    """OUTPUT_DIR, or a new folder NAME_UTC, the same on all processes; this run locks it."""
+    chosen = output_dir or f"{name}_{datetime.now(UTC):%Y%m%d_%H%M%S}"
+    with raising_on_all_processes():
+        if jax.process_index() == 0:
+            while not output_dir and Path(chosen).exists():  # another run began in this second
+                chosen += "_2"
+            lock_folder(Path(chosen), f"OUTPUT_DIR={chosen}")
+    return Path(gather_texts(chosen)[0])
+
+
+def open_checkpoints(
+    out: Path, checkpoint_dir: str, save_keep: int, save_every_steps: int
+) -> Checkpoints:
+    """The run's checkpoints in CHECKPOINT_DIR, or in its output folder.
+
+    This run locks their folder. If the processes do not see the same folder, the run saves none.
+    Raises UserMistake for a folder that cannot be used.
+    """
+    with raising_on_all_processes():
+        checkpoints = Checkpoints(checkpoint_dir or str(out / "checkpoints"), save_keep)
+        folder = Path(checkpoints.folder)
+        if checkpoints.local and jax.process_index() == 0 and folder != out.resolve():
+            lock_folder(folder, f"CHECKPOINT_DIR={folder}")
+    checkpoints.marker = out / SAVED
+    if not checkpoints.local:
+        return checkpoints
+    lock = folder / LOCK
+    holder = lock.read_text(errors="replace") if lock.is_file() else ""
+    checkpoints.shared = len({*gather_texts(holder)}) == 1
+    if not checkpoints.shared and save_every_steps:
+        print(
+            f"no checkpoints: {folder} is not the same folder on all hosts; set CHECKPOINT_DIR to "
+            f"one they share, such as gs://bucket/folder",
+            flush=True,
+        )
+    return checkpoints
+
+
+def lock_folder(folder: Path, name: str) -> None:
+    """Makes the folder and locks it against other runs, until this process ends in any way.
+
+    name: the setting and its value. Raises UserMistake if another run has the lock, or if the
+    folder cannot be written.
+    """
+    import fcntl  # Windows has none, but there only config.py has to run
+
+    with writing(name, UserMistake):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)  # not inherited by children
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(lock, 200, 0).decode(errors="replace")
+            raise UserMistake(
+                f"{name} belongs to another run, which is alive: {holder}. Choose another folder, "
+                f"or wait until that run has ended"
+            ) from None
+        except OSError as error:  # some network file systems have no locks
+            failure = f"{name} cannot be locked: {error.strerror}"
+            print(f"{failure}; nothing stops a second run in this folder", flush=True)
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"process {os.getpid()} on {platform.node()}".encode(), 0)
+
+
+def write_run(out: Path, progress: Progress) -> None:
+    """Writes RUN, on process 0: which run it is. Raises Unwritable."""
+    values = {name: getattr(progress, name) for name in ("run_id", "forked_from", "made_with")}
+    if jax.process_index() == 0:
+        with writing(out):
+            replace_file(out / RUN, json.dumps(values, indent=1) + "\n")
+
+
+def read_run(out: Path) -> dict[str, Any]:
+    """The values of RUN in this folder, and as "has_saved" whether the folder has SAVED, on all
+    processes; {} if there are no records. Raises UserMistake if there are records and no RUN."""
+    values = {}
+    with raising_on_all_processes():
+        files = [out / name for name in FILES if (out / name).is_file()]
+        if jax.process_index() == 0 and any(file.stat().st_size for file in files):
+            values = json.loads((out / RUN).read_text(encoding="utf-8"))
+            values["has_saved"] = (out / SAVED).exists()
+    return json.loads(gather_texts(json.dumps(values))[0])
+
+
+# ---- How a run begins ----------------------------------------------------------------------------
+
+
+def begin_or_resume(
+    out: Path,
+    checkpoints: Checkpoints,
+    made_with: dict[str, str],
+    wanted: Any,
+    *,
+    resume: str,
+    steps: int,
+) -> tuple[Any, Progress]:
+    """The arrays and the progress with which a run begins; the arrays are None if it begins with
+    the model.
+
+    checkpoints: of this run. made_with: all that the results follow from. wanted: shapes, dtypes
+    and shardings of the arrays. resume, steps: RESUME and STEPS. Raises UserMistake for a folder or
+    a checkpoint of another run, and for a RESUME that names no checkpoint.
+    """
+    saved_steps, run_json = checkpoints.steps(), read_run(out)
+    folder = f"OUTPUT_DIR={out}" if run_json else f"CHECKPOINT_DIR={checkpoints.folder}"
+
+    def refuse(why: str) -> NoReturn:
+        raise UserMistake(f"{folder} holds a run, and {why}; choose a new OUTPUT_DIR")
+
+    def validate(record: Mapping[str, Any]) -> None:
+        step = record["step"]
+        if saved_steps and run_json and run_json["run_id"] != record["run_id"]:
+            refuse(f"CHECKPOINT_DIR={checkpoints.folder} holds another")
+        if steps < step:
+            raise UserMistake(f"STEPS={steps}, and the checkpoint is after step {step}; raise it")
+        changes = describe_changes(record, made_with, f"step {step}")
+        if changes and saved_steps:
+            raise UserMistake(
+                f"{changes}; set it back, or choose a new OUTPUT_DIR with "
+                f"RESUME={checkpoints.folder}, which goes on as changed"
+            )
+        if changes:
+            print(f"RESUME={resume}: {changes}", flush=True)
+        raise_if_arrays_differ(wanted, record)
+
+    if saved_steps or run_json:
+        if resume == "never":
+            refuse("RESUME=never begins a new one")
+        if resume != "auto":
+            print(f"note: RESUME={resume} is not read, because {folder} holds a run", flush=True)
+    if run_json and not saved_steps:  # the same command begins the run again
+        if run_json["has_saved"]:
+            refuse(f"no checkpoint of it is in {checkpoints.folder} (CHECKPOINT_DIR)")
+        if changes := describe_changes(run_json, made_with, f"the run in {out}"):
+            raise UserMistake(f"{changes}; set it back, or choose a new OUTPUT_DIR")
+        resume = run_json["forked_from"] or "auto"  # this checkpoint, not a newer one
+    source, step = (checkpoints, None) if saved_steps else find_checkpoints(resume)
+    run_id = run_json.get("run_id") or secrets.token_hex(4)
+    if not source:
+        return None, Progress(made_with, run_id=run_id)
+    restored = source.restore(wanted, validate, step)
+    if not restored:
+        raise UserMistake(f"RESUME={resume} is not the folder of a complete checkpoint")
+    arrays, record = restored
+    progress = Progress(**{field.name: record[field.name] for field in fields(Progress)})
+    print(f"resumed after step {progress.step} of {steps}", flush=True)
+    if saved_steps:
+        return arrays, progress
+    fork = Progress(made_with, progress.step, progress.rounds, progress.not_finite)
+    return arrays, replace(fork, forked_from=f"{source.folder}/{progress.step}", run_id=run_id)
+
+
+def find_checkpoints(resume: str) -> tuple[Checkpoints | None, int | None]:
+    """The checkpoints of another run that RESUME names, or None, and the only step to choose."""
+    if resume in ("auto", "never"):
+        return None, None
+    named, step = epath.Path(Checkpoints(resume, read_only=True).folder), None
+    if (named / "checkpoints").is_dir():
+        named = named / "checkpoints"
+    elif named.name.isdecimal() and ((named / RECORD).exists() or not named.exists()):
+        named, step = named.parent, int(named.name)
+    return Checkpoints(os.fspath(named), read_only=True), step
+
+
+def describe_changes(record: Mapping[str, Any], made_with: Mapping[str, str], subject: str) -> str:
+    """A line that names what has changed since the record, or "".
+
+    made_with: all that the results follow from, now. subject: of the line, such as "step 4".
+    """
+    before = record["made_with"]
+    changes = [
+        f"{key} was {before.get(key, 'not there')} and is {made_with.get(key, 'not there')}"
+        for key in {**before, **made_with}
+        if before.get(key) != made_with.get(key)
+    ]
+    text = f"{subject} was made with other settings or files: {'; '.join(changes[:5])}"
+    return text if changes else ""

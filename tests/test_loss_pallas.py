@@ -1,4 +1,5 @@
-"""Claims about loss_pallas.py and model/logps.py: token log-probabilities and entropies.
+"""Claims about loss_pallas.py and model/logps.py: token log-probabilities and entropies, over the
+vocabulary and among the tokens that the sampler could draw.
 
 The TPU kernel runs here in Pallas' interpreter, and through the compiler of the TPU."""
 
@@ -18,7 +19,7 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
-from small_model import KERNELS
+from small_model import KERNELS, numpy_softmax, train_layout
 from small_model import token_inputs as inputs
 
 import loss_pallas
@@ -43,14 +44,18 @@ class Gradients(NamedTuple):
 
 
 def program(
-    impl: Kernel | None, ids: Any, temperature: float, mesh: Mesh | None = None
+    impl: Kernel | None,
+    ids: Any,
+    temperature: float,
+    mesh: Mesh | None = None,
+    support: np.ndarray | None = None,
 ) -> Callable[..., Gradients]:
     """(hidden, lm_head, cotangents) -> the outputs of `impl` and its pullback of `cotangents`,
     [2, ...]."""
 
     def both(hidden: jax.Array, lm_head: jax.Array) -> Any:
-        compute = impl or token_logps
-        return compute(hidden, lm_head, ids, temperature=temperature, mesh=mesh)
+        settings = {"support": support, "temperature": temperature, "mesh": mesh}
+        return (impl or token_logps)(hidden, lm_head, ids, **settings)
 
     @jax.jit
     def all_four(hidden: jax.Array, lm_head: jax.Array, cotangents: Any) -> Gradients:
@@ -61,22 +66,28 @@ def program(
 
 
 def numpy_gradients(
-    hidden: np.ndarray, lm_head: np.ndarray, ids: np.ndarray, cotangents: Any, temperature: float
+    hidden: np.ndarray,
+    lm_head: np.ndarray,
+    ids: np.ndarray,
+    cotangents: Any,
+    temperature: float,
+    support: np.ndarray | None = None,
 ) -> Gradients:
     """The same in float64."""
-    hidden, lm_head, ids = hidden.astype(float), lm_head.astype(float), ids[..., None]
-    logits = hidden @ lm_head.T / temperature
-    logits = logits - logits.max(axis=-1, keepdims=True)
-    table = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))  # log-probabilities
-    p, (grad_logps, grad_entropy) = np.exp(table), np.asarray(cotangents, float)[..., None]
-    entropy = -(p * table).sum(axis=-1, keepdims=True)
-    grad_logits = -p * (grad_logps + grad_entropy * (entropy + table))
-    chosen = np.take_along_axis(grad_logits, ids, -1) + grad_logps
-    np.put_along_axis(grad_logits, ids, chosen, -1)
-    grad_logits = grad_logits / temperature
+    hidden, lm_head = hidden.astype(float), lm_head.astype(float)
     V, D = lm_head.shape
+    p = numpy_softmax(hidden @ lm_head.T / temperature)  # [..., V]
+    entropy = -(p * np.log(p)).sum(axis=-1, keepdims=True)
+    in_support = np.ones(p.shape)
+    if support is not None:
+        in_support = (support[..., None] == np.arange(V)).any(axis=-2)
+    kept = p * in_support / (p * in_support).sum(axis=-1, keepdims=True)
+    is_chosen = ids[..., None] == np.arange(V)
+    logps = np.log(kept[is_chosen]).reshape(ids.shape)
+    grad_logps, grad_entropy = np.asarray(cotangents, float)[..., None]
+    grad_logits = grad_logps * (is_chosen - kept) - grad_entropy * p * (np.log(p) + entropy)
+    grad_logits /= temperature
     grad_lm_head = grad_logits.reshape(-1, V).T @ hidden.reshape(-1, D)
-    logps = np.take_along_axis(table, ids, axis=-1)[..., 0]
     return Gradients(logps, entropy[..., 0], grad_logits @ lm_head, grad_lm_head)
 
 
@@ -99,7 +110,7 @@ def assert_relative(got: Gradients, expected: Gradients, tolerance: float) -> No
 @pytest.mark.parametrize("impl", ["jax", "pallas"])
 @pytest.mark.parametrize(
     "n, V, D, temperature",
-    [(1, 1000, 64, 0.6), (7, 17, 896, 1.0), (129, 4099, 64, 0.6), (300, 1000, 896, 1.0)],
+    [(1, 1000, 64, 0.6), (7, 17, 896, 1.0), (129, 4099, 64, 0.6)],
 )
 def test_values_and_gradients_are_those_of_numpy(
     n: int, V: int, D: int, temperature: float, impl: str
@@ -117,12 +128,12 @@ def test_values_and_gradients_are_those_of_numpy(
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("impl", ["jax", "pallas"])
 def test_bfloat16_operands_have_float32_logits_and_float32_sums(impl: str) -> None:
-    """The lm_head is kept in float32; hidden says in what it is multiplied. The gradients are off
-    by the rounding of the factors, and that of hidden by the rounding of the result."""
+    """hidden says in what the lm_head is multiplied. The gradients are off by the rounding of the
+    factors, and that of hidden by the rounding of the result."""
     hidden, lm_head, ids = inputs(3, 43, V=1009)
     hidden, lm_head = jnp.asarray(hidden, jnp.bfloat16), jnp.asarray(lm_head * 0.3)
-    cotangents = random_cotangents(3, 43)
-    got = program(KERNELS[impl], ids, 1.0)(hidden, lm_head, cotangents)
+    cotangents, run = random_cotangents(3, 43), program(KERNELS[impl], ids, 1.0)
+    got = run(hidden, lm_head, cotangents)
     assert got.logps.dtype == got.entropy.dtype == np.float32
     assert (got.grad_hidden.dtype, got.grad_lm_head.dtype) == (jnp.bfloat16, np.float32)
     exact = [np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64) for x in (hidden, lm_head)]
@@ -131,16 +142,65 @@ def test_bfloat16_operands_have_float32_logits_and_float32_sums(impl: str) -> No
     np.testing.assert_allclose(got.entropy, expected.entropy, atol=2e-5)
     for a, b, tolerance in zip(got[2:], expected[2:], (2.8e-3, 2e-3), strict=True):
         assert np.linalg.norm(np.float64(a) - b) < tolerance * np.linalg.norm(b)
+    # LoRA may freeze the weights in bfloat16.
+    assert run(hidden, lm_head.astype(hidden.dtype), cotangents).grad_lm_head.dtype == jnp.bfloat16
 
 
-@pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("impl", ["jax", "pallas"])
-def test_a_bfloat16_lm_head_has_a_bfloat16_gradient(impl: str) -> None:
-    """LoRA may freeze the weights in bfloat16."""
-    hidden, lm_head, ids = inputs(43, V=300)
-    hidden, lm_head = jnp.bfloat16(hidden), jnp.bfloat16(lm_head)
-    got = program(KERNELS[impl], ids, 1.0)(hidden, lm_head, random_cotangents(43))
-    assert got.grad_lm_head.dtype == jnp.bfloat16
+# ---- A support -----------------------------------------------------------------------------------
+
+
+def random_support(ids: np.ndarray, V: int, U: int) -> np.ndarray:
+    """[..., U] ids of which the first is the sampled one, and some are -1."""
+    rng = np.random.default_rng(2)
+    rows = [rng.choice(V, U, replace=False) for _ in range(ids.size)]
+    support = np.stack(rows).astype(np.int32).reshape(*ids.shape, U)
+    is_unused = (support == ids[..., None]) | (rng.random(support.shape) < 0.3)
+    support[is_unused] = -1
+    support[..., 0] = ids
+    return support
+
+
+@pytest.mark.parametrize(
+    "V, tile_bytes, mesh_shape",
+    [
+        (997, 1, (1, 1, 1)),  # tiles of 128 columns
+        (60, 2**28, (1, 1, 1)),  # all columns at once
+        (1000, 1, (1, 8, 1)),
+        (1000, 1, (2, 2, 2)),
+    ],
+    ids=str,
+)
+def test_with_a_support_values_and_gradients_are_those_of_its_tokens(
+    V: int, tile_bytes: int, mesh_shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("model.logps.LOGITS_TILE_BYTES", tile_bytes)
+    hidden, lm_head, ids = inputs(8, 3, V=V, D=16)
+    lm_head *= 0.3
+    support, cotangents = random_support(ids, V, U=50), random_cotangents(8, 3)
+    mesh = train_layout(*mesh_shape).mesh
+    got = program(None, ids, 0.7, mesh, support)(hidden, lm_head, cotangents)
+    assert_relative(got, numpy_gradients(hidden, lm_head, ids, cotangents, 0.7, support), 1e-5)
+
+
+def test_the_kernel_refuses_a_support() -> None:
+    hidden, lm_head, ids = inputs(2, 3, V=7)
+    with pytest.raises(ValueError, match="computes no support; jax does"):
+        KERNELS["pallas"](hidden, lm_head, ids, support=ids[..., None])
+
+
+@pytest.mark.parametrize("tile_bytes", [1, 2**28], ids=["in_tiles", "at_once"])
+def test_an_improbable_support_and_one_without_tokens_have_finite_gradients(
+    tile_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Padding has no support. The others have the least likely tokens, of probability e^-200."""
+    monkeypatch.setattr("model.logps.LOGITS_TILE_BYTES", tile_bytes)
+    hidden, lm_head = np.ones((2, 3, 1), np.float32), np.linspace(0, 400, 300, dtype=np.float32)
+    ids = np.full((2, 3), 150, np.int32)
+    support = np.stack([ids, ids - 1], axis=-1)
+    support[0] = -1
+    cotangents = np.stack([np.ones((2, 3)), np.zeros((2, 3))])
+    got = program(None, ids, 1.0, support=support)(hidden, lm_head[:, None], cotangents)
+    assert all(np.isfinite(x).all() for x in got)
 
 
 # ---- On a mesh -----------------------------------------------------------------------------------
@@ -158,27 +218,21 @@ def test_devices_do_what_one_does(impl: str) -> None:
     assert_relative(got, numpy_gradients(hidden, lm_head, ids, cotangents, 0.7), 1e-5)
 
 
-@pytest.mark.usefixtures("small_tiles")
-def test_the_kernels_race_with_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every block adds to the gradients of the one before; each core of a v4 has one gradient."""
-    monkeypatch.setitem(loss_pallas.CORES, "cpu", (16, 2))
-    hidden, lm_head, ids = inputs(256, V=300)
-    cotangents = random_cotangents(256)
-    watch = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
-    got = program(Kernel("cpu", watch), ids, 1.0)(hidden, lm_head, cotangents)
-    assert not interpret_pallas_call.races.races_found
-    assert_relative(got, numpy_gradients(hidden, lm_head, ids, cotangents, 1.0), 1e-5)
+WATCH = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
 
 
 @pytest.mark.usefixtures("small_tiles")
-def test_tokens_behind_the_end_add_nothing_if_the_last_block_is_the_second_core_s(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("tokens, interpret", [(256, WATCH), (232, True)], ids=str)
+def test_the_two_cores_of_a_v4_race_with_nobody_and_add_no_token_behind_the_end(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, interpret: bool | pltpu.InterpretParams
 ) -> None:
-    """Each core of a v4 has two of the four blocks. The last one has 40 tokens, then NaN."""
+    """Every block adds to the gradients of the one before; each core of a v4 has one gradient, and
+    two of the four blocks. The last block of 232 tokens has 40 tokens, then NaN."""
     monkeypatch.setitem(loss_pallas.CORES, "cpu", (16, 2))
-    hidden, lm_head, ids = inputs(232, V=300)
-    cotangents = random_cotangents(232)
-    got = program(KERNELS["pallas"], ids, 1.0)(hidden, lm_head, cotangents)
+    hidden, lm_head, ids = inputs(tokens, V=300)
+    cotangents = random_cotangents(tokens)
+    got = program(Kernel("cpu", interpret), ids, 1.0)(hidden, lm_head, cotangents)
+    assert interpret is True or not interpret_pallas_call.races.races_found
     assert_relative(got, numpy_gradients(hidden, lm_head, ids, cotangents, 1.0), 1e-5)
 
 

@@ -17,7 +17,7 @@ import pytest
 from small_model import train_layout
 
 from model import blocks, splash
-from model.attention import KV, PackedRows, attention, prompt_rows
+from model.attention import KV, PackedRows, attention
 from model.blocks import block_attention, block_pairs, needed_blocks
 from model.layout import ROLLOUT_BATCH_AXES, Layout
 
@@ -35,7 +35,7 @@ NO_PROMPT: Row = [(0, 5)], [(0, 23), (1, 12), (1, 2)]
 
 # (S, C, rows, H, N, h): places for prompts and for completions, query heads, kv heads, head_dim.
 SMALL = [
-    (20, 61, [TWO_GROUPS, OTHER], 6, 2, 11),  # the longest completion is 17, a block has 5 queries
+    (20, 61, [TWO_GROUPS, OTHER, EMPTY], 6, 2, 11),
     (16, 47, [TWO_GROUPS], 3, 3, 5),  # nothing is padded
     (5, 15, [([(0, 5)], [(0, 3)] * 5)], 4, 1, 7),
     (3, 40, [([(0, 1), (1, 2)], [(1, 1), (0, 37), (1, 1), (0, 1)])], 2, 1, 8),
@@ -204,38 +204,24 @@ def assert_same(got: Result, expected: Result, tolerance: float = 1e-5) -> None:
 
 @pytest.mark.parametrize(
     "impl, shape",
-    [
-        *[("at_once", x) for x in SMALL],
-        *[("blocks", x) for x in SMALL],
-        *[("splash", x) for x in FOR_SPLASH],
-    ],
+    [(impl, x) for impl in ("at_once", "blocks") for x in SMALL]
+    + [("splash", x) for x in FOR_SPLASH],
     ids=str,
 )
-def test_values_and_gradients_are_those_of_numpy(impl: str, shape: tuple[Any, ...]) -> None:
+def test_values_and_gradients_are_those_of_numpy(
+    monkeypatch: pytest.MonkeyPatch, impl: str, shape: tuple[Any, ...]
+) -> None:
+    """Blocks of 5 tokens, which divide few of the numbers of places."""
+    monkeypatch.setitem(blocks.BLOCK, "cpu", 5)
     x = inputs(*shape)
     assert_same(run(x, impl), numpy_attention(x))
-
-
-@pytest.mark.parametrize("block", [1, 4, 16, 81])
-def test_the_size_of_a_block_changes_nothing(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
-    monkeypatch.setitem(blocks.BLOCK, "cpu", block)
-    x = inputs(20, 61, [TWO_GROUPS, OTHER, EMPTY], 4, 2, 5)
-    assert_same(run(x, "blocks"), numpy_attention(x))
-
-
-def test_left_padded_prompts_are_rows_without_completions() -> None:
-    x = inputs(13, 0, [([(-1, 13 - n), (0, n)], []) for n in (7, 13, 1, 0)], 2, 1, 64)
-    mask = np.arange(13) >= np.array([6, 0, 12, 13])[:, None]
-    assert_same(run(x._replace(rows=prompt_rows(mask)), "blocks"), numpy_attention(x))
 
 
 @pytest.mark.parametrize(
     "shape, window, mesh",
     [
-        (SMALL[0], 6, (1, 1, 1)),
         (SMALL[0], 2, (1, 1, 1)),
         (SMALL[3], 3, (1, 1, 1)),
-        (SMALL[5], 4, (1, 1, 1)),
         (SMALL[6], 5, (1, 1, 1)),  # only prompts
         ((20, 61, [TWO_GROUPS, OTHER] * 2, 4, 2, 5), 6, (2, 2, 2)),
     ],
@@ -285,11 +271,10 @@ def test_kv_heads_that_tp_does_not_divide_are_repeated() -> None:
     assert_same(run(x, "blocks", train_layout(1, 2, 4)), numpy_attention(x))
 
 
-@pytest.mark.parametrize("impl", ["at_once", "blocks"])
-def test_prompts_of_several_devices_are_split_as_decoding_needs_them(impl: str) -> None:
+def test_prompts_of_several_devices_are_split_as_decoding_needs_them() -> None:
     x = inputs(13, 0, [LEFT_PADDED, ([(0, 13)], [])] * 4, 6, 3, 5)
     layout = train_layout(2, 1, 4)._replace(batch_axes=ROLLOUT_BATCH_AXES)
-    assert_same(run(x, impl, layout), numpy_attention(x))
+    assert_same(run(x, "blocks", layout), numpy_attention(x))
 
 
 # ---- What memory holds ---------------------------------------------------------------------------
@@ -315,70 +300,42 @@ def test_the_memory_of_long_rows_grows_with_their_tokens_and_not_with_the_square
     assert few < many < 5 * few < 4 * 4 * 4096 * 4096 / 8
 
 
+TWO_PROMPTS: Row = [(0, 2), (1, 1)], [(0, 3), (0, 3), (1, 2)]
+
+
 @pytest.mark.parametrize(
-    "row, S, C, window, expected",
+    "row, window, expected",
     [
-        # As in the test of the kernel's blocks below.
-        (([(0, 2), (1, 1)], [(0, 3), (0, 3), (1, 2)]), 4, 10, 99, 13),
-        (([], []), 4, 10, 99, 7),  # only padding: each block sees itself
-        (([(0, 4)], [(0, 10)]), 4, 10, 99, 28),  # all below the diagonal
-        (([(0, 4)], [(0, 10)]), 4, 10, 3, 13),  # itself and the block before
+        (TWO_PROMPTS, 99, 13),
+        (([], []), 99, 7),  # only padding: each block sees itself
+        (([(0, 4)], [(0, 10)]), 99, 28),  # all below the diagonal
         # The second completion sees its prompt, which stands 5 places before it, and then itself.
-        (([(0, 4)], [(0, 6), (0, 4)]), 4, 10, 3, 13),
+        (([(0, 4)], [(0, 6), (0, 4)]), 3, 13),
     ],
 )
 def test_only_pairs_of_blocks_in_which_something_is_seen_are_computed(
-    row: Row, S: int, C: int, window: int, expected: int
+    row: Row, window: int, expected: int
 ) -> None:
-    x = within(inputs(S, C, [row], 1, 1, 1), window)
-    prompt, start, _, others = x.rows
+    x = within(inputs(4, 10, [row], 1, 1, 1), window)
+    prompt, start, S, others = x.rows
     tokens = tuple(np.reshape(a, (-1, 1, 2)) for a in (prompt, start, *others))
     pairs, count = block_pairs(needed_blocks(tokens, S))
     assert count == expected
     computed = {(int(i), int(j)) for i, j in pairs[:count]}
-    needed = {(i // 2, j // 2) for i in range(S + C) for j in visible(x, 0, i)}
+    needed = {(i // 2, j // 2) for i in range(14) for j in visible(x, 0, i)}
     assert needed <= computed and {(i, i) for i in range(7)} <= computed
 
 
 # ---- The kernel's mask and blocks ----------------------------------------------------------------
 
 
-def test_blocks_of_other_groups_and_of_earlier_completions_are_skipped() -> None:
-    row: Row = [(0, 2), (1, 1)], [(0, 3), (0, 3), (1, 2)]
-    prompt, start, S, _ = packed(4, 10, [row])
+def test_the_kernel_computes_these_pairs_and_fetches_no_other_block() -> None:
+    prompt, start, S, _ = packed(4, 10, [TWO_PROMPTS])
     by_query, by_key = splash._blocks_to_compute(prompt[0], start[0], S, 2)
-    computed = [
-        [1, 0, 0, 0, 0, 0, 0],
-        [0, 1, 0, 0, 0, 0, 0],
-        [1, 0, 1, 0, 0, 0, 0],  # the first completion
-        [1, 0, 1, 1, 0, 0, 0],  # its end, and where the second begins
-        [1, 0, 0, 1, 1, 0, 0],  # the second
-        [0, 1, 0, 0, 0, 1, 0],  # the third
-        [0, 0, 0, 0, 0, 0, 1],  # padding
-    ]
-    assert by_query.block_mask[0].tolist() == by_key.block_mask[0].tolist() == computed
+    assert by_query.block_mask.sum() == by_key.block_mask.sum() == 13
     # A block that is skipped is not fetched: the one before it stays.
     assert by_query.data_next[0, 4].tolist() == [0, 0, 0, 3, 4, 4, 4]
     assert by_key.data_next[0, :, 0].tolist() == [0, 0, 2, 3, 4, 4, 4]
-    # Eight prompts of a block, and for each eight completions of two blocks.
-    row = [(g, 128) for g in range(8)], [(i // 8, 256) for i in range(64)]
-    prompt, start, S, _ = packed(1024, 16384, [row])
-    (computed,) = splash._blocks_to_compute(prompt[0], start[0], S, 128)[0].block_mask
-    assert computed.sum() == 8 + 64 * (2 + 3)  # of 136 * 137 / 2 = 9316 below the diagonal
-
-
-@pytest.mark.parametrize(
-    "S, C, block",
-    [(512, 1024, 512), (384, 768, 384), (512, 768, 256), (128, 1024, 128)],
-)
-def test_the_block_is_the_largest_that_divides_the_padded_places(
-    monkeypatch: pytest.MonkeyPatch, S: int, C: int, block: int
-) -> None:
-    compute = Mock(wraps=splash._blocks_to_compute)
-    monkeypatch.setattr(splash, "_blocks_to_compute", compute)
-    x = inputs(S, C, [ONE_GROUP], 2, 1, 64)
-    jax.eval_shape(attend(x, "splash"), *arguments(x))
-    assert compute.call_args.args[3] == block
 
 
 def test_a_row_that_does_not_fit_in_the_mask_is_refused() -> None:

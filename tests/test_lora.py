@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import REPO, Result, checkpoint_arrays, environment, run_as_user, train
-from safetensors.numpy import load_file, save_file
+from runs import REPO, Result, checkpoint_arrays, environment, train
+from safetensors.numpy import load_file
 from small_model import (
     QWEN2,
     assert_close,
@@ -188,9 +188,7 @@ def assert_gradient(grads: Params) -> None:
     [
         {},
         {"layer_loop": "unroll", "micro": 4},
-        {"remat": "full", "micro": 2},
-        {"mesh": (2, 2, 2)},
-        {"mesh": (1, 4, 2), "remat": "dots"},
+        {"mesh": (2, 2, 2), "remat": "full"},
     ],
     ids=str,
 )
@@ -219,21 +217,6 @@ def test_the_rollout_reads_the_arrays_of_training_if_their_layouts_are_the_same(
 # ---- The tripwire --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layer_loop", ["scan", "unroll"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_newest_weights_sample(dtype: str, layer_loop: str) -> None:
-    where, dtype = train_layout(1, 1, 1), jnp.dtype(dtype)
-    compute = Compute(MODEL, dtype, where, layer_loop=layer_loop)
-    backend = NaiveBackend(compute, Stopping(4, (1,), 0), drop_ended=False)
-    older = jax.device_put(whole(), param_shardings(MODEL, where.mesh))
-    newer = older.replace(adapters=jax.tree.map(lambda x: x * 1.01, older.adapters))
-    for params in (older, newer):
-        backend.update_weights(params)
-        rounded = jax.tree.map(lambda x: x.astype(dtype), params)
-        expected = arrange_layers(rounded, layer_loop, dtype)
-        jax.tree.map(np.testing.assert_array_equal, backend._weights, expected)
-
-
 def test_a_first_step_in_which_sampler_and_trainer_disagree_ends_the_run() -> None:
     training = Compute(MODEL, FLOAT32, None)
     level = drift_level(Config(), training, training)
@@ -255,7 +238,7 @@ RUN = environment(
     WARMUP_RATIO=0 NUM_MINI_BATCHES=2 BETA=0.05 EVAL_EVERY_STEPS=2 EVAL_PROMPTS=64
     SAVE_EVERY_STEPS=2 SAMPLE_EVERY_STEPS=1"""
 )
-KL = "train-other/kl"
+KL, DRIFT = "train-other/kl", "train-other/sampling_logp_difference/max"
 DATA = {"DATASET": str(REPO / "tiny")}
 
 
@@ -274,7 +257,8 @@ def test_checkpoints_and_exports_hold_adapters_alone(run: Result) -> None:
     arrays = checkpoint_arrays(run.out, 4)
     of_params = [name for name in arrays if name.startswith("['state']['params']")]
     assert len(of_params) == 14 and all("['adapters']" in name for name in of_params)
-    assert "dtype=float32" in run.lines and "mesh dp,fsdp,tp train=1,1,1" in run.lines
+    drifts = [x[DRIFT] for x in run.records if DRIFT in x]
+    assert len(drifts) == 4 and max(drifts) < 1e-4, "the newest adapters sample"
     exported = load_file(run.out / "hf" / "adapter_model.safetensors")
     config = json.loads((run.out / "hf" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], sorted(config["target_modules"])) == (
@@ -287,31 +271,6 @@ def test_checkpoints_and_exports_hold_adapters_alone(run: Result) -> None:
     saved = arrays["['state']['params']['adapters']['down']['b']"]
     np.testing.assert_array_equal(b, saved[0].T)
     assert np.abs(b).max() > 1e-3
-
-
-def other_base(folder: Path) -> Path:
-    """The tiny model with another matrix in the middle of its file."""
-    copy = shutil.copytree(REPO / "tiny", folder / "tiny")
-    tensors = load_file(copy / "model.safetensors")
-    tensors["model.layers.1.mlp.up_proj.weight"] *= 1.01
-    save_file(tensors, copy / "model.safetensors", {"format": "pt"})
-    return copy
-
-
-def test_answers_come_from_a_checkpoint_and_its_own_base_or_from_the_exported_adapters(
-    run: Result, tmp_path: Path
-) -> None:
-    out = shutil.copytree(run.out, tmp_path / "run")
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(run.out.parent / "cache")}
-    question = "Anna has 4 apples and buys 3 more. How many apples does Anna have now?"
-    answered = run_as_user(out, "--ask", question, **cache)
-    assert answered.code == 0 and f"weights={out}/checkpoints/4\n" in answered.lines
-    refused = run_as_user(out, "--ask", question, MODEL_PATH=str(other_base(tmp_path)), **cache)
-    assert refused.code == 2 and "checkpoints: the model's weights was" in refused.errors
-    shutil.rmtree(out / "checkpoints")
-    exported = run_as_user(out, "--ask", question, **cache)
-    assert exported.code == 0 and f"weights={out}/hf\n" in exported.lines, exported.errors
-    assert exported.lines.partition(question)[2] == answered.lines.partition(question)[2]
 
 
 def test_an_exported_folder_and_its_merged_model_answer_as_the_run(

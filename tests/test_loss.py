@@ -131,14 +131,13 @@ def test_what_is_under_the_mask_changes_nothing(variant: dict) -> None:
 def test_micro_batches_add_up_to_the_batch(variant: dict) -> None:
     x = trl_inputs()
     loss, grad, metrics = part(x, **variant)
-    for size in (1, 4):
-        parts = [part(x, slice(i, i + size), **variant) for i in range(0, 8, size)]
-        losses, grads, partial = zip(*parts, strict=True)
-        assert sum(losses) == pytest.approx(loss, abs=1e-6)
-        np.testing.assert_allclose(np.concatenate(grads), grad, atol=1e-7)
-        for name, of_step in metrics.items():
-            merged = MERGE.get(name, sum)(p[name] for p in partial)
-            assert merged == pytest.approx(of_step, abs=1e-6), name
+    parts = [part(x, slice(*rows), **variant) for rows in ((0, 1), (1, 5), (5, 8))]
+    losses, grads, partial = zip(*parts, strict=True)
+    assert sum(losses) == pytest.approx(loss, abs=1e-6)
+    np.testing.assert_allclose(np.concatenate(grads), grad, atol=1e-7)
+    for name, of_step in metrics.items():
+        merged = MERGE.get(name, sum)(p[name] for p in partial)
+        assert merged == pytest.approx(of_step, abs=1e-6), name
 
 
 @every_variant
@@ -152,37 +151,12 @@ def test_a_step_without_a_token_teaches_nothing(variant: dict) -> None:
 # ---- The objective: by hand ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "loss_type, loss, first, second",
-    [  # the loss; its slope at a token of the first and of the second sequence
-        ("dapo", -(5 + 3) / 8, -5 / 8, -1 / 8),
-        ("cispo", (5 + 3) / 8, -5 / 8, -1 / 8),  # times the logp, -1
-        ("grpo", -(5 + 3 / 3) / 4, -5 / 4, -1 / 12),
-        ("gspo", -(5 + 3 / 3) / 4, -5 / 4, -1 / 12),
-        ("sapo", -(10 + 6 / 3) / 4, -5 / 4, -1 / 12),  # -2 A, of slope -A
-        ("dr_grpo", -(5 + 3) / 40, -5 / 40, -1 / 40),
-    ],
-)
-def test_the_denominators_by_hand(loss_type: str, loss: float, first: float, second: float) -> None:
-    """Sequences of 1 and 3 tokens with advantages 5 and 1, in a step of 8 tokens, 4 sequences."""
-    logps, mask = np.full((2, 3), -1.0), [[1, 0, 0], [1, 1, 1]]
-    step = (logps, logps, [5.0, 1.0], mask, 8.0)
-    settings = {"loss_type": loss_type, "max_length_sample": 10, "eps_high": 1.0}
-    value, grad, _ = value_and_grad(*step, num_sequences=4, **settings)
-    assert value == pytest.approx(loss)
-    np.testing.assert_allclose(grad, [[first, 0, 0], [second] * 3], atol=1e-7)
-    if loss_type not in ("dapo", "cispo"):  # without num_sequences there are the 2 here
-        assert value_and_grad(*step, **settings)[0] == pytest.approx(2 * loss)
-
-
-@pytest.mark.parametrize(
-    "settings", [{}, {"beta": 0.1}, {"is_mode": "token_mask"}, {"max_length_sample": -1}], ids=str
-)
-def test_dr_grpo_without_a_length_is_an_error_and_not_nan(settings: dict[str, Any]) -> None:
-    x = np.full((1, 2), -1.0, np.float32)
-    objective, others = Objective("dr_grpo", **settings), {"ref_logps": x, "sampling_logps": x}
-    with pytest.raises(ValueError, match="^LOSS_TYPE=dr_grpo divides by max_length_sample=(0|-1)$"):
-        policy_loss(x, x, np.zeros(1), np.ones((1, 2)), 2.0, objective=objective, **others)
+@pytest.mark.parametrize("length", [0, -1])
+def test_dr_grpo_without_a_length_is_an_error_and_not_nan(length: int) -> None:
+    x, objective = np.full((1, 2), -1.0), Objective("dr_grpo", max_length_sample=length)
+    words = f"^LOSS_TYPE=dr_grpo divides by max_length_sample={length}$"
+    with pytest.raises(ValueError, match=words):
+        policy_loss(x, x, np.zeros(1), np.ones((1, 2)), 2.0, objective=objective)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +166,6 @@ def test_dr_grpo_without_a_length_is_an_error_and_not_nan(settings: dict[str, An
         ("k2", False, 2.0, 0.2402265, -0.6931472),
         ("k1", True, 2.0, -1.3862944, 0.6137056),
         ("k2", True, 2.0, 0.4804530, -1.3862944),
-        ("k3", True, 2.0, 0.6137056, -1.3862944),
     ],
 )
 def test_the_kl_by_hand(kind: str, corrected: bool, ratio: float, kl: float, slope: float) -> None:

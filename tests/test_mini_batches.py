@@ -121,22 +121,6 @@ def test_a_run_skips_only_where_the_advantage_is_all_that_counts(
     assert Config.from_env(environment(settings)).skips() is skips
 
 
-def test_sequences_of_advantage_zero_are_in_no_micro_step() -> None:
-    learner = run_of("MESH_SHAPE=8,1,1 NUM_MINI_BATCHES=1").learner
-    batch, skips = step_of(masked=5), learner.skips_zero_advantages
-    half = [i for i in range(32) if i % 8 < 4]
-    some = batch._replace(advantages=np.float64(np.arange(32) % 8 < 4))
-    every, none = (batch._replace(advantages=np.full(32, float(x))) for x in (1, 0))
-    for given, expected in ((some, half), (every, [*{*range(32)} - {5}]), (none, [])):
-        sequences = computed_sequences(given, skips)
-        assert sequences.tolist() == expected
-        micro_batches = pack_to_devices(learner, given, sequences)
-        assert len(micro_batches) == (len(expected) > 0), "a device has room for 32 tokens"
-        held = [*np.concatenate([np.zeros(0), *(x.sequences for x in micro_batches)])]
-        assert sorted(i for i in held if i >= 0) == expected
-        assert loss_denominators(given)["num_tokens"] == 31 * 3
-
-
 def test_a_sequence_whose_log_probabilities_are_not_finite_is_computed() -> None:
     """Broken weights draw the same tokens for all sequences, so that all advantages are 0."""
     batch = step_of(masked=5)

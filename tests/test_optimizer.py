@@ -120,7 +120,7 @@ def test_the_learning_rate_by_hand(schedule: str, warmup_ratio: float, expected:
 # ---- Copies of the weights -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("target", [(1, 1, 8), (8, 1, 1), (1, 8, 1)], ids=str)
+@pytest.mark.parametrize("target", [(1, 1, 8), (8, 1, 1)], ids=str)
 def test_synced_weights_are_rounded_and_laid_out_for_the_rollout(target: tuple) -> None:
     values = jax.tree.map(np.float32, weights())
     values.embed[0, 0] = 257  # bfloat16 has 256 and 258
@@ -169,16 +169,15 @@ def test_an_update_that_is_not_finite_leaves_the_state_unchanged_to_the_bit(
 
 
 @pytest.mark.parametrize(
-    "optimizer, lr, grad",
+    "optimizer, lr, grad, model",
     [
-        # The learning rate 1e39 is infinite in float32.
-        *[(Optimizer(name), np.inf, 1.0) for name in ("adamw", "lion", "sgd")],
-        (Optimizer("sgd", clip_norm=0), 1e30, 1e10),
-        *[(Optimizer(name, weight_decay=1e30), 1e10, 1.0) for name in ("adamw", "lion")],
+        (Optimizer("sgd"), np.inf, 1.0, MODEL),  # such as 1e39 in float32
+        (Optimizer("sgd", clip_norm=0), 1e30, 1e10, MODEL),
+        (Optimizer("lion", weight_decay=1e30), 1e10, 1.0, MODEL),
+        (Optimizer("adamw", weight_decay=1e30), 1e10, 1.0, ADAPTED),
     ],
-    ids=str,
+    ids=["rate", "gradient", "decay", "lora"],
 )
-@pytest.mark.parametrize("model", [MODEL, ADAPTED], ids=["full", "lora"])
 def test_new_weights_that_are_not_finite_leave_the_state_unchanged_to_the_bit(
     optimizer: Optimizer, lr: float, grad: float, model: ModelConfig
 ) -> None:

@@ -7,17 +7,7 @@ import numpy as np
 import pytest
 from small_model import batch_of
 
-from rows import Batch, Limits, Widths, fill_rows, pack, plan_rows, prompts_of, round_up
-
-
-def numbered(lengths: list[int], prompts: list[int], T: int = 0) -> Batch:
-    """Sequences with these lengths; every token of prompts and completions is another number."""
-    T = T or max(lengths)
-    mask = (np.arange(T) < np.array(lengths)[:, None]).astype(np.int32)
-    ids = 1000 + np.arange(mask.size, dtype=np.int32).reshape(mask.shape)
-    texts = [[100 * p + i for i in range(n)] for p, n in enumerate(prompts)]
-    logps = -ids.astype(np.float32)
-    return batch_of(texts, ids * mask, mask, logps, np.arange(len(lengths), dtype=np.float32))
+from rows import Batch, Limits, pack, plan_rows
 
 
 def limits(**changes: int) -> Limits:
@@ -29,31 +19,11 @@ def limits(**changes: int) -> Limits:
 # ---- What stands where ---------------------------------------------------------------------------
 
 
-def test_the_grid_by_hand() -> None:
-    assert [round_up(n, 256) for n in (0, 256, 257, 1025, 2049)] == [256, 256, 512, 1280, 2560]
-    assert [round_up(n, 128) for n in (0, 128, 129, 513, 1025)] == [128, 128, 256, 640, 1280]
-
-
 def test_in_long_rows_the_steps_of_S_grow_with_C() -> None:
     given = limits(max_length_sample=2048, longest_prompt=160)
     for length, S, C in ((500, 256, 2048), (1000, 256, 4096), (1500, 384, 6144)):
         steps, widths = plan_rows(numbered([length] * 4, [151]), range(4), given)
         assert (steps, widths) == ([[[0, 1, 2, 3]]], Widths(S, C, Q=32))
-
-
-def test_a_group_is_split_only_if_no_row_has_room_for_it() -> None:
-    batch = numbered([5, 1, 2, 2, 6, 6, 1, 1], [3, 4])  # groups of 10 and 14 tokens
-
-    def rows_of(count: int, S: int = 9, C: int = 24, Q: int = 8) -> list[list[int]] | None:
-        return fill_rows(batch, range(8), count, Widths(S, C, Q))
-
-    first, second = [0, 2, 3, 1], [4, 5, 6, 7]  # the longest of a group first
-    assert rows_of(2, C=14) == [second, first]
-    assert rows_of(1) == [second + first] and rows_of(2) == [second + first, []]
-    assert rows_of(2, C=12) == [[4, 5], [6, 7, *first]]
-    assert rows_of(1, S=5) == [second + first] and rows_of(1, S=4) is None
-    assert rows_of(2, Q=4) == [second, first] and rows_of(1, Q=7) is None
-    assert prompts_of(batch, [6, 7, 0, 2]) == [0, 1]
 
 
 def test_rows_by_hand() -> None:
@@ -91,9 +61,18 @@ def geometric(
     seed: int,
     prompt_tokens: tuple[int, int] = (20, 60),
 ) -> Batch:
+    """Sequences of geometric lengths; every token of prompts and completions is another number."""
     rng = np.random.default_rng(seed)
     lengths = np.minimum(rng.geometric(1 / mean, prompts * K), longest)
-    return numbered(lengths.tolist(), rng.integers(*prompt_tokens, prompts).tolist(), longest)
+    mask = (np.arange(longest) < lengths[:, None]).astype(np.int32)
+    ids = 20_000 + np.arange(mask.size, dtype=np.int32).reshape(mask.shape)
+    counts = rng.integers(*prompt_tokens, prompts)
+    texts = [[1000 * p + i for i in range(n)] for p, n in enumerate(counts)]
+    logps, advantages = -ids.astype(np.float32), np.arange(len(lengths), dtype=np.float32)
+    return batch_of(texts, ids * mask, mask, logps, advantages)
+
+
+# ---- What stands where ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shards", [1, 4])

@@ -262,12 +262,6 @@ def test_the_learning_rates_of_a_run_are_those_of_its_warmup_and_its_schedule(
     assert rates == pytest.approx([0.5e-3, 1e-3, 1e-3, 1e-3 * 2 / 3], rel=1e-9)
 
 
-def test_the_reference_is_the_model_with_which_the_run_began(four_steps: Result) -> None:
-    assert max(of(four_steps, "other/sampling_logp_difference/max")) < 1e-4, "at one temperature"
-    kl = of(four_steps, "other/kl")
-    assert kl[0] < 1e-9 and min(kl[1:]) > 1e-5
-
-
 def first_step(result: Result) -> np.ndarray:
     """The rewards [functions, P, K] of the first step, which the metrics have, too."""
     groups = groups_of(result)[:P]
@@ -309,11 +303,6 @@ def test_an_estimator_a_support_and_a_bonus_for_entropy_reach_the_step(folder, w
     values = {n: of(result, f"other/{n}")[0] for n in ("loss", "policy_loss", "exact_entropy")}
     bonus = (values["policy_loss"] - values["loss"]) / 0.01
     assert 2 < bonus / values["exact_entropy"] < 5.1
-
-
-def test_tokens_whose_support_is_cut_count_without_replay_too(folder, base) -> None:
-    settings = environment("STEPS=1 SAMPLING_SUPPORT=full TOP_P=0.99 TEMPERATURE=9")
-    assert of(train(folder / "full", **base, **settings), "other/support/cut_tokens")[0] > 100
 
 
 def test_every_setting_of_the_objective_the_sampler_and_the_optimizer_reaches_it() -> None:

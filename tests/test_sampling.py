@@ -88,6 +88,7 @@ def test_passes_and_groups_do_not_change_the_tokens() -> None:
 
 def test_other_sequences_of_a_group_and_other_keys_draw_other_tokens() -> None:
     passes = [sample(), sample(key=1), sample(sequence_ids=range(16, 32))]
+    assert passes[0].support is None and passes[0].cut_tokens is None, "there are no filters"
     drawn = [(i // 8, tuple(ids)) for x in passes for i, ids in enumerate(x.completion_ids)]
     assert len(set(drawn)) == 48
 
@@ -119,10 +120,6 @@ def test_tokens_whose_support_is_cut_are_counted(
         assert (likeliest == tokens[:length, None]).any(axis=1).all()
     assert found.cut_tokens.tolist() == counts and max(counts) > 1
     assert (found.support.shape == (16, 11, 8)) if replay else (found.support is None)
-
-
-def test_without_filters_no_support_is_recorded_or_cut() -> None:
-    assert sample().support is None and sample().cut_tokens is None
 
 
 # ---- Where a completion ends ---------------------------------------------------------------------

@@ -24,26 +24,20 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
 
 
-SETTINGS = {"BATCH_SIZE": "4"}
-
-
 @pytest.fixture(scope="module")
 def reference(out: Path) -> Result:
-    return train(out / "reference", **SETTINGS, TRAIN_MICRO_BATCH_SIZE="32")
+    return train(out / "reference", BATCH_SIZE="4", TRAIN_MICRO_BATCH_SIZE="32")
 
 
-def test_micro_batches_and_passes_do_not_change_the_step(out: Path, reference) -> None:
-    settings = {"BATCH_SIZE": "2", "ROLLOUT_GLOBAL_BATCH_SIZE": "4"}
-    parts = train(out / "parts", **settings, TRAIN_MICRO_BATCH_SIZE="4")
-    assert "rollout.passes_per_step=2 train.micro_batch_size=4" in parts.lines
-    assert_same_step(reference, parts)
-
-
-def test_eight_devices_do_the_same_step_as_one_device(out: Path, reference) -> None:
+def test_eight_devices_do_the_same_step_in_more_passes_and_micro_batches(
+    out: Path, reference
+) -> None:
     """They also decode with tensor parallelism."""
-    settings = SETTINGS | {"MESH_SHAPE": "1,4,2", "ROLLOUT_MESH_SHAPE": "2,1,4"}
-    eight = train(out / "mesh", 8, **settings, TRAIN_MICRO_BATCH_SIZE="8")
+    settings = {"BATCH_SIZE": "2", "ROLLOUT_GLOBAL_BATCH_SIZE": "4", "TRAIN_MICRO_BATCH_SIZE": "8"}
+    settings |= {"MESH_SHAPE": "1,4,2", "ROLLOUT_MESH_SHAPE": "2,1,4"}
+    eight = train(out / "mesh", 8, **settings)
     assert "device_count=8" in eight.lines
+    assert "rollout.passes_per_step=2 train.micro_batch_size=8" in eight.lines
     assert_same_step(reference, eight)
 
 

@@ -174,17 +174,8 @@ def by_full_training() -> dict[str, Adapter]:
     return {name: of_adapter(name) for name in FIELDS}
 
 
-def assert_gradient(grads: Params) -> None:
-    assert (grads.embed, grads.layers, grads.final_norm, grads.lm_head) == (None,) * 4
-    for name, expected in by_full_training().items():
-        found = getattr(grads.adapters, name)
-        for x, y in zip(found, expected, strict=True):
-            assert x.dtype == np.float32 and np.abs(y).max() > 1e-3
-            np.testing.assert_allclose(x, y, rtol=0, atol=5e-6, err_msg=name)
-
-
 @pytest.mark.parametrize(
-    "how",
+    "settings",
     [
         {},
         {"layer_loop": "unroll", "micro": 4},
@@ -192,8 +183,13 @@ def assert_gradient(grads: Params) -> None:
     ],
     ids=str,
 )
-def test_the_gradient_is_that_of_full_training_times_the_other_factor(how: dict) -> None:
-    assert_gradient(gradient(whole(), MODEL, **how))
+def test_the_gradient_is_that_of_full_training_times_the_other_factor(settings: dict) -> None:
+    grads = gradient(whole(), MODEL, **settings)
+    assert (grads.embed, grads.layers, grads.final_norm, grads.lm_head) == (None,) * 4
+    for name, expected in by_full_training().items():
+        for x, y in zip(getattr(grads.adapters, name), expected, strict=True):
+            assert x.dtype == np.float32 and np.abs(y).max() > 1e-3
+            np.testing.assert_allclose(x, y, rtol=0, atol=5e-6, err_msg=name)
 
 
 # ---- Memory --------------------------------------------------------------------------------------
@@ -273,17 +269,13 @@ def test_checkpoints_and_exports_hold_adapters_alone(run: Result) -> None:
     assert np.abs(b).max() > 1e-3
 
 
-def test_an_exported_folder_and_its_merged_model_answer_as_the_run(
-    run: Result, tmp_path: Path
-) -> None:
-    merged = tmp_path / "merged"
+def test_a_merged_model_answers_as_the_run(run: Result, tmp_path: Path) -> None:
+    """It is made of the run's checkpoint by the same command, as soon as that asks for it."""
+    merged, out = tmp_path / "merged", tmp_path / "run"
     train(run.out, **RUN | {"EXPORT_HF": str(merged), "EXPORT_LORA": "merged"})
     assert not (merged / "adapter_config.json").exists()
-    expected = answers(run.out, step=4)
-    for model in (run.out / "hf", merged):
-        out = tmp_path / f"of_{model.name}"
-        train(out, **RUN | {"STEPS": "0", "LORA_RANK": "0", "MODEL_PATH": str(model)})
-        assert len(expected) == 64 and answers(out, step=0) == expected
+    train(out, **RUN | {"STEPS": "0", "LORA_RANK": "0", "MODEL_PATH": str(merged)})
+    assert answers(out, step=0) == answers(run.out, step=4)
 
 
 def answers(out: Path, step: int) -> list[str]:
@@ -298,10 +290,12 @@ def test_training_begins_with_the_adapters_of_a_folder_and_so_does_the_reference
     """Against the base without adapters the KL of the first update would not be 0."""
     given = {"LORA_RANK": "0", "MODEL_PATH": str(run.out / "hf"), "NUM_MINI_BATCHES": "1"}
     began = train(tmp_path / "run", **RUN | given | {"STEPS": "1", "LEARNING_RATE": "0"})
+    assert len(answers(began.out, step=0)) == 64
+    assert answers(began.out, step=0) == answers(run.out, step=4)
     of_runs = [[x[KL] for x in result.records if KL in x] for result in (began, run)]
     assert abs(of_runs[0][0]) < 1e-6 and len(of_runs[1]) == 4
     assert of_runs[1][-1] > 1e-4, "after updates it is not 0"
-    ours, theirs = (load_file(out / "hf" / hf.ADAPTERS) for out in (tmp_path / "run", run.out))
+    ours, theirs = (load_file(x.out / "hf" / hf.ADAPTERS) for x in (began, run))
     assert ours.keys() == theirs.keys() and len(ours) == 2 * 7 * 4
     for name in ours:
         np.testing.assert_array_equal(ours[name], theirs[name])

@@ -116,22 +116,16 @@ def base(folder: Path) -> dict[str, str]:
 # ---- Dynamic sampling ----------------------------------------------------------------------------
 
 
-def rounds_of(*rewards: list[float]) -> tuple[SimpleNamespace, list[Batch]]:
-    """A run with 3 prompts per step and K=4, and its rounds with these rewards.
-
-    Prompts and sequences are numbered over all rounds.
-    """
-    rounds = []
-    for number, round_rewards in enumerate(rewards):
-        count = len(round_rewards)
-        ids = number * count + np.arange(count)  # [B]
-        columns = (np.stack([x, 0 * x, 0 * x], axis=1) for x in (ids, ids + 1000, ids + 0.5))
-        names = ("completion_ids", "completion_mask", "sampling_logps")
-        arrays = dict(zip(names, columns, strict=True))  # [B, 3]
-        arrays |= {"lengths": ids % 2 + 1, "stopped": ids % 2 > 0, "computed_tokens": 300 + ids}
-        arrays |= {"rewards": np.array(round_rewards), "per_function": np.stack([ids, -ids], 1)}
-        prompts = [Prompt([number * count // 4 + i], {}) for i in range(count // 4)]
-        rounds.append(Batch(prompts, **arrays))
+def rounds_of(*rewards: list[float]) -> list[Batch]:
+    """Rounds of 3 prompts, K=4, with these rewards. Prompts and sequences are numbered over all
+    rounds; the reward functions give the number of a sequence and its opposite."""
+    rounds, numbers = [], np.arange(12 * len(rewards)).reshape(-1, 12)
+    for ids, round_rewards in zip(numbers, rewards, strict=True):
+        tokens = np.repeat(ids[:, None], 3, axis=1)  # [B, 3]
+        arrays = {"completion_ids": tokens, "completion_mask": tokens, "sampling_logps": tokens}
+        arrays |= {"lengths": ids % 2 + 1, "rewards": np.array(round_rewards)}
+        arrays["per_function"] = np.stack([ids, -ids], axis=1)
+        rounds.append(Batch([Prompt([i], {}) for i in ids[::4] // 4], **arrays))
     return rounds
 
 
@@ -145,8 +139,7 @@ VARY = [[0.5, 0.5, 0.0, 1.0], [0.0, 0.0, 0.0, 1.0], [0.7, 0.7, 0.7, 0.7000001], 
     [
         ([SAME[0], VARY[0], SAME[1]], [VARY[1], SAME[3], VARY[3]], [1, 3, 5]),
         ([SAME[0], VARY[0], SAME[1]], [VARY[1], VARY[2], VARY[3]], [1, 3, 4]),  # the first three
-        ([SAME[0], SAME[1], VARY[0]], [SAME[2], SAME[3], VARY[2]], [0, 2, 5]),  # one group fills up
-        ([SAME[4], SAME[1], SAME[2]], [SAME[3], SAME[4], VARY[3]], [0, 1, 5]),
+        ([SAME[4], SAME[1], SAME[2]], [SAME[3], SAME[4], VARY[3]], [0, 1, 5]),  # one: filled up
         ([SAME[0], SAME[1], SAME[2]], [SAME[3], SAME[4], SAME[0]], [0, 1, 2]),
     ],
 )
@@ -157,12 +150,9 @@ def test_a_step_takes_the_first_groups_whose_rewards_differ_then_fills_up(
     ids = [4 * group + k for group in chosen for k in range(4)]
     batch = choose_groups(rounds, "grpo", (1.0, 1.0))
     assert [p.ids for p in batch.prompts] == [[group] for group in chosen]
-    assert batch.completion_ids[:, 0].tolist() == ids
-    assert batch.sampling_logps[:, 0].tolist() == [i + 0.5 for i in ids]
+    assert batch.completion_ids[:, 0].tolist() == batch.per_function[:, 0].tolist() == ids
     np.testing.assert_array_equal(batch.rewards, np.array(sum(first + second, []))[ids])
-    assert batch.prompt_lengths().tolist() == [1] * 12
     assert batch.lengths.tolist() == [i % 2 + 1 for i in ids]
-    assert batch.per_function.tolist() == [[i, -i] for i in ids]
 
 
 def test_for_gdpo_a_group_differs_if_the_rewards_of_one_function_differ() -> None:

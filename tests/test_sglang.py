@@ -4,10 +4,6 @@ These tests run without the engine; test_engine.py has those that need it.
 """
 
 import dataclasses
-import logging
-import signal
-import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,13 +18,10 @@ from small_model import MODEL
 from config import Config
 from extras import sglang
 from extras.sglang import (
-    EngineErrorHandler,
-    EngineFailed,
     arrange_engine_weights,
     engine_arguments,
     import_engine,
     raise_if_engine_cannot_compute,
-    raise_on_main_thread,
 )
 from infra.mistakes import UserMistake
 from model.params import Gemma3, arrange_layers, init_params
@@ -102,26 +95,6 @@ def test_a_run_without_the_engine_ends_in_one_line_with_the_command_that_install
     assert result.code == 2 and len(result.errors.splitlines()) == 1
     assert "import says: ImportError: gone" in result.errors
     assert sglang.INSTALL in result.errors
-
-
-# ---- What the engine does to the process ---------------------------------------------------------
-
-
-def test_an_error_in_a_thread_of_the_engine_becomes_an_exception_on_the_main_thread() -> None:
-    logger, handler = logging.getLogger("sgl_jax.test"), signal.getsignal(signal.SIGQUIT)
-    EngineErrorHandler(logger)
-
-    def thread() -> None:
-        logger.error("Traceback of the cause")
-        raise_on_main_thread()
-
-    try:
-        with pytest.raises(EngineFailed, match="^Traceback of the cause$"):
-            threading.Thread(target=thread).start()
-            time.sleep(5)
-    finally:
-        signal.signal(signal.SIGQUIT, handler)
-        logger.handlers.clear()
 
 
 # ---- Its arguments and its weights ---------------------------------------------------------------

@@ -33,14 +33,13 @@ RUN = {"NUM_PRE_Q": "8", "ROLLOUT_PER_DEVICE_BATCH_SIZE": "2", "MAX_LENGTH_SAMPL
 RUN |= {"ROLLOUT_MESH_SHAPE": "2,1,4"}  # auto gives it to the models with all of their layers
 RUNS = {  # model, slice, settings
     "3b": ("Qwen/Qwen2.5-3B", "v6e-8", {"GLOBAL_LENGTH": "512"}),
-    "7b": ("Qwen/Qwen2.5-7B", "v4-16", {"GLOBAL_LENGTH": "128"}),
     "0.5b": (
         "Qwen/Qwen2.5-0.5B",
         "v6e-8",
         {"GLOBAL_LENGTH": "128", "MAX_LENGTH_SAMPLE": "128", "ROLLOUT_MESH_SHAPE": "auto"},
     ),
 }
-KERNELS = [("v6e", 128), *((chip, 128) for chip in ("v4", "v5e", "v5p")), ("v6e", 64)]
+KERNELS = [("v6e", 128), ("v4", 128), ("v6e", 64)]
 
 
 @functools.cache
@@ -112,12 +111,9 @@ def smallest_weight(plan: Plan) -> int:
 # ---- Decode --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("run", ["3b", pytest.param("7b", marks=pytest.mark.slow)])
-def test_a_token_gathers_no_weight_and_needs_two_all_reduces_and_four_exchanges_a_layer(
-    run: str,
-) -> None:
+def test_a_token_gathers_no_weight_and_needs_two_all_reduces_and_four_exchanges_a_layer() -> None:
     """A weight, or the prompts' keys."""
-    plan = plan_of(run)
+    plan = plan_of("3b")
     instructions = collectives_of(plan, "decode")
     gathered = [x.elements for x in instructions if x.kind == "all-gather"]
     assert max(gathered, default=0) < smallest_weight(plan)

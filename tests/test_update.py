@@ -35,7 +35,7 @@ from metrics import merge_metrics
 from model.layout import shard_batch
 from model.network import Compute
 from model.params import Params
-from rows import Limits, pack, plan_rows
+from rows import Batch, Limits, pack, plan_rows
 from update import Optimizer, init_state, micro_step, optimizer_step
 
 K, T = 8, 6
@@ -53,18 +53,6 @@ TOP = ("cispo", "gspo")  # the variants that learn from a part of the tokens
 NOT_COUNTED = [4, 5, 11]  # truncated completions; they count only in the number of sequences
 
 
-class Sequences(NamedTuple):
-    """The B = 16 sequences of a step; the values under the mask are garbage."""
-
-    completion_ids: np.ndarray  # [B, T]
-    mask: np.ndarray  # [B, T]
-    sampling_logps: np.ndarray  # [B, T]
-    advantages: np.ndarray  # [B]
-    old_logps: np.ndarray  # [B, T]
-    ref_logps: np.ndarray  # [B, T]
-    top_mask: np.ndarray | None = None  # [B, T]
-
-
 def numpy_logps(params: Params, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """[B, T] float64: logps of the completions, and the entropy of each distribution."""
     logps, entropy = np.zeros(ids.shape), np.zeros(ids.shape)
@@ -78,8 +66,9 @@ def numpy_logps(params: Params, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 
 @functools.cache
-def sequences() -> Sequences:
-    """Random tokens; old and reference logps are near the model's, so that some ratios clip."""
+def sequences() -> Batch:
+    """The B = 16 sequences of a step; the values under the mask are garbage. Old and reference
+    logps are near the model's, so that some ratios clip."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, T + 1, 2 * K)
     lengths[:2] = T, 1
@@ -89,20 +78,27 @@ def sequences() -> Sequences:
     noise = [np.where(mask, s * rng.normal(size=mask.shape), 99) for s in (0.1, 0.3, 0.5)]
     sampling, old, ref = (np.float32(logps + x) for x in noise)
     advantages = np.float32(rng.normal(size=2 * K))
-    return Sequences(ids, mask.astype(np.int32), sampling, advantages, old, ref)
+    return batch_of(PROMPTS, ids, mask.astype(np.int32), sampling, advantages, old, ref)
 
 
 @functools.cache
-def given(variant: str) -> Sequences:
+def given(variant: str) -> Batch:
     """The sequences; three of them have no token that counts."""
     x, rng = sequences(), np.random.default_rng(2)
-    mask = x.mask.copy()
+    mask = x.completion_mask.copy()
     mask[NOT_COUNTED] = 0
     garbage = np.where(np.arange(2 * K) == 5, np.float32("nan"), np.float32(99))[:, None]
-    sampling, old, ref = (np.where(mask, a, garbage) for a in (x[2], x.old_logps, x.ref_logps))
-    top = (rng.random(mask.shape) < 0.5) | (mask == 0)
-    top = top.astype(np.int32) if variant in TOP else None
-    return Sequences(x.completion_ids, mask, sampling, x.advantages, old, ref, top)
+    names = ("sampling_logps", "old_logps", "ref_logps")
+    logps = {name: np.where(mask, getattr(x, name), garbage) for name in names}
+    top = ((rng.random(mask.shape) < 0.5) | (mask == 0)).astype(np.int32)
+    top = top if variant in TOP else None
+    lengths = mask.sum(axis=1)
+    return x._replace(completion_mask=mask, lengths=lengths, top_mask=top, **logps)
+
+
+def counted_top(x: Batch) -> np.ndarray:
+    """[B, T], 1 on the tokens that count and that the policy loss is of."""
+    return x.completion_mask if x.top_mask is None else x.completion_mask * x.top_mask
 
 
 class Step(NamedTuple):
@@ -122,7 +118,7 @@ def step(
     remat: str = "none",
     on_policy: bool = False,
     params: Params | None = None,
-    x: Sequences | None = None,
+    batch: Batch | None = None,
     lr: float = 0.1,
     kernel: Any = None,
     layer_loop: str = "scan",
@@ -133,8 +129,7 @@ def step(
     micro: sequences of a micro-batch. share: consecutive sequences with one prompt in common.
     packed: the rows are those of plan_rows.
     """
-    x, where = x or sequences(), train_layout(*mesh)
-    batch = batch_of(PROMPTS, *x)
+    batch, where = batch or sequences(), train_layout(*mesh)
     if packed:
         limits = Limits(where.batch_shards, micro, K, T, longest_prompt=8, unit=1)
         steps, widths = plan_rows(batch, range(2 * K), limits)
@@ -147,8 +142,7 @@ def step(
     grads, parts = jax.tree.map(jnp.zeros_like, state.params), []
     before = shardings((state, grads))
     grads = grads if len(micro_batches) > 1 else None
-    top = x.mask if x.top_mask is None else x.mask * x.top_mask
-    counts = counts_by_hand(x.mask.sum(), 2 * K, top.sum())
+    counts = counts_by_hand(batch.completion_mask.sum(), 2 * K, counted_top(batch).sum())
     how = {"objective": VARIANTS[variant], "temperature": TEMPERATURE, "compute": compute}
     for micro_batch in micro_batches:
         micro_batch = micro_batch._replace(old_logps=None) if on_policy else micro_batch
@@ -177,7 +171,7 @@ def on_policy() -> Step:
 @functools.cache
 def in_pairs(variant: str) -> Step:
     """The step in micro-batches of 2 sequences; one micro-batch has no token that counts."""
-    return step(variant, micro=2, share=2, x=given(variant))
+    return step(variant, micro=2, share=2, batch=given(variant))
 
 
 def assert_same_step(got: Step, expected: Step) -> None:
@@ -190,15 +184,13 @@ def assert_same_step(got: Step, expected: Step) -> None:
 # ---- One step is what the formulas say -----------------------------------------------------------
 
 
-def numpy_step(
-    o: Objective, x: Sequences, logps: np.ndarray, entropy: np.ndarray
-) -> dict[str, float]:
+def numpy_step(o: Objective, x: Batch, logps: np.ndarray, entropy: np.ndarray) -> dict[str, float]:
     """The metrics of the step in float64, its loss among them."""
-    num_tokens, num_sequences, tokens, sequences_cut = x.mask.sum(), 2 * K, [], []
-    top = x.mask if x.top_mask is None else x.mask * x.top_mask
+    mask, top, tokens, sequences_cut = x.completion_mask, counted_top(x), [], []
+    num_tokens, num_sequences = mask.sum(), 2 * K
     fixed = numpy_logps(weights(), x.completion_ids)[0]  # no gradient goes through these
-    for i in np.flatnonzero(x.mask.any(axis=1)):
-        counted = np.flatnonzero(x.mask[i])
+    for i in np.flatnonzero(mask.any(axis=1)):
+        counted = np.flatnonzero(mask[i])
         n, A = len(counted), float(x.advantages[i])
         arrays = (logps, fixed, x.old_logps, x.sampling_logps, x.ref_logps)
         now, held, old, sampling, ref = (a[i, counted].astype(float) for a in arrays)
@@ -228,12 +220,12 @@ def numpy_step(
         "sampling_logp_difference/max": gap.max(),
     }
     if o.loss_type == "cispo":
-        entropies = {"policy_loss": losses.sum(), "exact_entropy": entropy[x.mask == 1].mean()}
+        entropies = {"policy_loss": losses.sum(), "exact_entropy": entropy[mask == 1].mean()}
         return metrics | entropies | {"cispo_clip_ratio": high.mean()}
     shares = [low.mean(), high.mean()]
     if o.loss_type == "gspo":
         shares = [low_of.sum() / num_sequences, high_of.sum() / num_sequences]
-        metrics["exact_entropy"] = entropy[x.mask == 1].mean()
+        metrics["exact_entropy"] = entropy[mask == 1].mean()
     names = ("low_mean", "high_mean", "region_mean", "low_min", "high_max")
     values = (*shares, sum(shares), low_of.min(), high_of.max())
     metrics |= {f"clip_ratio/{name}": x for name, x in zip(names, values, strict=True)}
@@ -318,4 +310,4 @@ def test_the_kernel_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """So it is with remat and on a mesh, and for the gradient of the entropy."""
     monkeypatch.setattr("loss_pallas.block_sizes", lambda *_: (64, 16))
     settings = {"share": 4, "mesh": (1, 4, 2), "kernel": KERNELS["pallas"], "remat": "full"}
-    assert_same_step(step("cispo", x=given("cispo"), **settings), in_pairs("cispo"))
+    assert_same_step(step("cispo", batch=given("cispo"), **settings), in_pairs("cispo"))

@@ -175,15 +175,6 @@ def test_a_plan_for_a_gpu_is_made_by_its_compiler(
     assert f"\ndtype={dtype} " in done.stdout and " attention_impl=xla " in done.stdout
 
 
-@needs_compiler
-def test_a_plan_stops_at_wrong_settings(model: Path, capsys: pytest.CaptureFixture) -> None:
-    code, _, errors = planned(capsys, "v6e-8", TRAIN_MICRO_BATCH_SIZE="7")
-    assert code == 2 and errors.startswith("error: TRAIN_MICRO_BATCH_SIZE=7 must divide")
-    (model / "config.json").unlink()
-    code, out, errors = planned(capsys, "v6e-8", MODEL_PATH=str(model))
-    assert (code, out) == (2, "") and errors.startswith(f"error: MODEL_PATH={model} has no config")
-
-
 # ---- The table of docs/plan.md -------------------------------------------------------------------
 
 DOC = (REPO / "docs" / "plan.md").read_text()

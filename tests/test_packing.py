@@ -7,7 +7,17 @@ import numpy as np
 import pytest
 from small_model import batch_of
 
-from rows import Batch, Limits, pack, plan_rows
+from rows import Batch, Limits, Widths, pack, plan_rows
+
+
+def numbered(lengths: list[int], prompts: list[int], T: int = 0) -> Batch:
+    """Sequences with these lengths; every token of prompts and completions is another number."""
+    T = T or max(lengths)
+    mask = (np.arange(T) < np.array(lengths)[:, None]).astype(np.int32)
+    ids = 1000 + np.arange(mask.size, dtype=np.int32).reshape(mask.shape)
+    texts = [[100 * p + i for i in range(n)] for p, n in enumerate(prompts)]
+    logps = -ids.astype(np.float32)
+    return batch_of(texts, ids * mask, mask, logps, np.arange(len(lengths), dtype=np.float32))
 
 
 def limits(**changes: int) -> Limits:
@@ -70,9 +80,6 @@ def geometric(
     texts = [[1000 * p + i for i in range(n)] for p, n in enumerate(counts)]
     logps, advantages = -ids.astype(np.float32), np.arange(len(lengths), dtype=np.float32)
     return batch_of(texts, ids * mask, mask, logps, advantages)
-
-
-# ---- What stands where ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shards", [1, 4])

@@ -44,11 +44,11 @@ import numpy as np
 from infra.sizes import prompt_share, prompt_width
 
 # S and C have few values, so that few programs are compiled: between two powers of two there are at
-# most GRID_VALUES, and they are at least S_STEP or C_STEP apart. The steps of S grow with C where C
-# is above LONG_C, because a place of a prompt costs less than a program for each pair of S and C.
+# most GRID_VALUES, and they are at least S_STEP or C_STEP apart. Where C is above LONG_C, the step
+# of S grows with it: padding of prompts costs less there than compiling a program for each S.
 GRID_VALUES, S_STEP, C_STEP, LONG_C = 4, 128, 256, 2048
-# A row takes at most this many times the sequences that it would take if all had T tokens, so that
-# arrays [X*Q, T] stay small.
+# Short completions fit in greater numbers into a row, but at most this many times as many as those
+# of T tokens: this bounds the arrays [X*Q, T].
 SHORT_SEQUENCES = 8
 
 

@@ -409,6 +409,18 @@ def open_reviewer(out: Path, log: RunLog) -> "Reviewer | None":
     return Reviewer(out, log)
 
 
+def open_trackers(mode: str) -> ModuleType | None:
+    """The module of W&B, or None if a run with this WANDB_MODE is not logged there. Raises
+    UserMistake if its file is missing or the mode cannot work."""
+    if mode == "disabled" or not (mode or os.environ.get("WANDB_API_KEY")):
+        return None
+    with side_file("extras/trackers.py", f"WANDB_MODE={mode}" if mode else "WANDB_API_KEY"):
+        import extras.trackers
+    if mode:
+        extras.trackers.raise_if_unusable(mode)
+    return extras.trackers
+
+
 # ---- Settings as the modules take them -----------------------------------------------------------
 
 
@@ -481,18 +493,6 @@ def open_log(run: Run, out: Path, progress: Progress) -> RunLog:
                 log.tracker = trackers.WandbRun(out, settings, log)
             log.print_line(f"output={out}")
     return log
-
-
-def open_trackers(mode: str) -> ModuleType | None:
-    """The module of W&B, or None if a run with this WANDB_MODE is not logged there. Raises
-    UserMistake if its file is missing or the mode cannot work."""
-    if mode == "disabled" or not (mode or os.environ.get("WANDB_API_KEY")):
-        return None
-    with side_file("extras/trackers.py", f"WANDB_MODE={mode}" if mode else "WANDB_API_KEY"):
-        import extras.trackers
-    if mode:
-        extras.trackers.raise_if_unusable(mode)
-    return extras.trackers
 
 
 def wandb_settings(run: Run, out: Path, progress: Progress) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from infra.checkpoint import Checkpoints, Progress, record_digest
 from infra.mistakes import Unwritable, UserMistake
+from infra.resume import find_checkpoints
 
 
 def arrays_of(step: int, mesh: Mesh | None = None) -> dict:
@@ -157,11 +158,11 @@ def test_a_damaged_checkpoint_is_never_restored_as_something_else(
 
 
 def test_half_written_checkpoints_and_changed_records_are_passed_over(tmp_path: Path) -> None:
-    """Nothing is deleted in the folder of another run, which may be alive."""
+    """Nothing is deleted in the folder of another run that RESUME names: it may be alive."""
     saved(tmp_path / "c", 2)
     half_written = tmp_path / "c" / "3.orbax-checkpoint-tmp-9"
     half_written.mkdir()
-    other = Checkpoints(str(tmp_path / "c"), read_only=True)
+    other, _ = find_checkpoints(f"{tmp_path}/c")
     assert other.restore(abstract(arrays_of(0)), accept)[1]["step"] == 2 and half_written.exists()
     record = tmp_path / "c" / "2" / "record" / "metadata"
     record.write_text(record.read_text().replace('"rounds": 7', '"rounds": 8'))

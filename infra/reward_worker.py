@@ -20,10 +20,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec, PathFinder
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from subprocess import DEVNULL, Popen
-from typing import Any, SupportsFloat
+from typing import Any, NamedTuple, SupportsFloat
 
 if __package__:  # As a script this file cannot import its neighbours.
     from infra.mistakes import UserMistake
@@ -151,12 +152,27 @@ def imported_files(main: Path) -> list[Path]:
 
 # ---- In the reward worker ------------------------------------------------------------------------
 
+MODULE = "REWARD_WORKER_MODULE"  # NAME:FILE of the user's module, a variable of the environment
 # Arguments that TRL passes to reward functions that name them. Here they log nothing.
 TRL_ARGUMENTS: dict[str, Any] = {
     "log_extra": lambda *_, **__: None,
     "log_metric": lambda *_, **__: None,
     "trainer_state": None,
 }
+
+
+class _Finder(NamedTuple):
+    """Lets `import` find the user's file by this name, and its neighbours before other modules."""
+
+    name: str
+    file: str
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if name == self.name:
+            return importlib.util.spec_from_file_location(name, self.file)
+        folder, base = os.path.split(self.file)
+        is_neighbour = path is None and f"{name}.py" != base  # math.py imports Python's math
+        return PathFinder.find_spec(name, [folder, *sys.path]) if is_neighbour else None
 
 
 class _Server:
@@ -177,13 +193,14 @@ class _Server:
             raise ValueError(f"{os.path.basename(self._file)} defines no function {name}")
 
     def _load(self) -> Any:
-        """The file's module, imported from its folder as any other program imports it."""
+        """The file's module. MODULE has its name for the processes that it starts by spawn."""
         if self._module is None:
-            folder, name = os.path.split(self._file.removesuffix(".py"))
-            sys.path.insert(0, folder)
-            spec = None if "." in name else importlib.util.find_spec(name)
-            if not spec or spec.origin != self._file:
-                raise ImportError(f"{name} is no name for a module, or that of another; rename it")
+            name = os.path.basename(self._file).removesuffix(".py").replace(".", "_")
+            spec = importlib.util.find_spec(name)
+            if spec and spec.origin != self._file:  # another module has this name
+                name = f"user_{name}"
+            os.environ[MODULE] = f"{name}:{self._file}"
+            sys.meta_path.insert(0, _Finder(name, self._file))
             self._module = importlib.import_module(name)
         return self._module
 
@@ -335,8 +352,8 @@ def _serve(connection: Connection, trainer: int, file: str) -> None:
         while True:
             name, *arguments = json.loads(connection.recv_bytes())
             connection.send_bytes(_reply(getattr(server, name), arguments, file).encode())
-    # The user's code has a second for what it does at exit.
-    Popen(["sh", "-c", "sleep 1; kill -9 0"], stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL)
+    if os.getpid() == os.getpgrp():  # The user's code has a second for what it does at exit.
+        Popen(["sh", "-c", "sleep 1; kill -9 0"], stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL)
 
 
 def _end_with(trainer: int) -> None:
@@ -350,6 +367,8 @@ def _reply(request: Callable, arguments: list, file: str) -> str:
     try:
         return json.dumps({"returned": request(*arguments)}, default=_plain)
     except (Exception, SystemExit) as error:  # The user's code may raise anything.
+        if os.getpid() != os.getpgrp():  # A child by os.fork ends as it would anywhere.
+            raise
         return json.dumps({"error": "raised " + _as_raised(error, file)})
 
 
@@ -372,3 +391,5 @@ if __name__ == "__main__":
     # The user's file may import rewards.py. Python has put infra/ here, the folder of this file.
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     _serve(Connection(int(sys.argv[1])), int(sys.argv[2]), sys.argv[3])
+elif __name__ == "__mp_main__":  # in a process that the user's code has started by spawn
+    sys.meta_path.insert(0, _Finder(*os.environ[MODULE].split(":", 1)))

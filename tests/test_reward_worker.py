@@ -288,6 +288,14 @@ def pool(completions, method, **columns):
     context = multiprocessing.get_context(method[0])
     with context.Pool(1) as pool, ProcessPoolExecutor(1, context) as executor:
         return pool.map(same, completions[:1]) + list(executor.map(same, completions[1:]))
+def exits(completions, **columns):
+    codes = []
+    for text in completions:
+        child = os.fork()
+        if child == 0:
+            sys.exit(int(text))
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    return codes
 def leaves_a_child(completions, **columns):
     multiprocessing.get_context("fork").Process(target=time.sleep, args=[600]).start()
     os._exit(7)
@@ -302,12 +310,35 @@ def test_processes_of_each_kind_import_the_file_and_its_neighbours(tmp_path, met
         assert function(["3", "4"], method=[method]) == [6.0, 8.0]
 
 
-@pytest.mark.parametrize("stem", ["random", "math", "reward.v2"])
-def test_a_file_that_cannot_be_imported_by_its_name_is_refused(tmp_path: Path, stem: str) -> None:
-    (tmp_path / f"{stem}.py").write_text("def score(completions, **_):\n    return [1.0]\n")
-    message = rf"{stem}.py:score raised ImportError: {stem} is no name for a module, or that of an"
-    with pytest.raises(UserMistake, match=message):
-        load(f"{tmp_path}/{stem}.py:score")
+# A file's name, that of its module, and what it finds in the other module of its name.
+NAMES = {
+    "mine": ("mine", "pool"),
+    "reward.v2": ("reward_v2", ""),
+    "math": ("user_math", "sqrt"),
+    "random": ("user_random", "Random"),
+    "rewards": ("user_rewards", "extract_answer"),
+    "numpy": ("user_numpy", "ndarray"),
+}
+
+
+@pytest.mark.parametrize("stem", NAMES)
+def test_a_file_has_its_own_name_and_hides_no_other_module(tmp_path: Path, stem: str) -> None:
+    name, attribute = NAMES[stem]
+    also = f"    import {stem} as other\n    other.{attribute}\n" * bool(attribute)
+    text = PROCESSES.replace("    from neighbour import SAME\n", f"    SAME = __name__\n{also}")
+    text = text.replace("float(text) * SAME", f"float(SAME == {name!r})")
+    (tmp_path / f"{stem}.py").write_text(text)
+    source = f"{tmp_path}/{stem}.py:pool"
+    with closing(get_worker("REWARD_FN", source, 30, {})) as process:
+        function = load_reward_function(process, source)
+        assert function(["1", "1"], method=["fork"]) == [1.0, 1.0]
+        assert function(["1", "1"], method=["spawn"]) == [1.0, 1.0]
+
+
+def test_a_child_by_os_fork_ends_with_its_own_exit_code_and_answers_nobody(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(PROCESSES)
+    with worker(tmp_path, "exits") as function:
+        assert [function(["3", "0"]), function(["5"])] == [[3, 0], [5]]
 
 
 def test_a_worker_that_dies_is_noticed_while_a_child_of_it_lives(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from config import Config
 from infra import hosts, resume
 from infra.checkpoint import Progress
 from infra.chips import attribute_oom_to, has_bfloat16
-from infra.lifecycle import Lifecycle, due_evaluations
+from infra.lifecycle import Lifecycle, evaluation_is_due
 from infra.log import (
     RUNNING,
     RunLog,
@@ -476,7 +476,8 @@ def open_log(run: Run, out: Path, progress: Progress) -> RunLog:
     """The log of a run in its folder. Records after the checkpoint from which the run goes on are
     removed, unless there is nothing left to train or to evaluate. Writes config.yaml."""
     cfg, writes = run.cfg, jax.process_index() == 0
-    has_work = progress.step < cfg.steps or due_evaluations(cfg, progress)
+    evaluates = evaluation_is_due(cfg, progress) or cfg.eval_full_sweep
+    has_work = progress.step < cfg.steps or evaluates
     with hosts.raising_on_all_processes(), writing(f"OUTPUT_DIR={out}", UserMistake):
         log = RunLog(
             out,

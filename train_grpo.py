@@ -46,7 +46,7 @@ import numpy as np
 from evaluation import evaluate
 from infra.chips import attribute_oom_to, exit_on_oom
 from infra.hosts import exiting_on_error
-from infra.lifecycle import due_evaluations
+from infra.lifecycle import evaluation_is_due
 from infra.log import Clock
 from infra.mistakes import UserMistake, exit_with_mistakes, side_file
 from infra.sizes import MICRO_SIZES
@@ -97,6 +97,9 @@ def main(cfg: Config) -> None:
         # With LoRA the training state holds the adapters alone.
         return combine_params(learner.base, state.params)
 
+    def evaluate_after(steps: int, full: bool = False) -> float:
+        return evaluate(run, life.log, backend, eval_key, params(), steps, full)
+
     def save() -> None:
         life.save({"state": state})
 
@@ -104,10 +107,8 @@ def main(cfg: Config) -> None:
     with contextlib.closing(backend), life.ending(save):
         for step in range(life.progress.step, cfg.steps + 1):
             # ---- Evaluation: the accuracy on held-out questions; step 0 is the baseline ----------
-            for kind in due_evaluations(cfg, life.progress):
-                is_full = kind == "eval_full"  # on the complete split, after the last step
-                accuracy = evaluate(run, life.log, backend, eval_key, params(), step, is_full)
-                life.record_evaluation(kind, accuracy)
+            if evaluation_is_due(cfg, life.progress):
+                life.record_evaluation(evaluate_after(step))
 
             # ---- Save: a checkpoint of the steps so far, which knows its evaluation --------------
             if life.save_is_due():
@@ -190,6 +191,9 @@ def main(cfg: Config) -> None:
                 raise_if_logps_differ(metrics, drift_level(cfg, learner.compute, rollout.compute))
 
             life.count_step(len(rounds), nonfinite_metric(metrics))
+
+        if cfg.eval_full_sweep:  # the last checkpoint is saved before this long evaluation
+            evaluate_after(cfg.steps, full=True)
     with life.ending(save):
         life.finish(lambda: export(run, life.out, params()))
 

@@ -42,7 +42,7 @@ class Progress:
     step: int = 0  # steps done
     rounds: int = 0  # rounds of sampling done; each takes the next prompts
     not_finite: int = 0  # steps in a row whose loss or gradient was not finite
-    evaluated: dict[str, float] = field(default_factory=dict)  # accuracies after `step` steps
+    accuracy: float | None = None  # of the evaluation after `step` steps
     best_step: int = -1  # the step of the checkpoint with the best accuracy; -1: none
     best_accuracy: float = -1.0
     lengths: dict[str, int] = field(default_factory=dict)  # bytes of metrics.jsonl and the others

@@ -7,7 +7,6 @@ it at once: the newest complete checkpoint stays, and the same command goes on f
 
 import contextlib
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,14 +27,11 @@ if TYPE_CHECKING:
 NONFINITE_LIMIT = 3  # steps in a row whose loss or gradient is not finite
 
 
-def due_evaluations(cfg: "Config", progress: Progress) -> list[str]:
-    """The evaluations that are due after the steps that are done: "eval" and "eval_full"."""
-    is_last, every = progress.step == cfg.steps, cfg.eval_every_steps
-    is_due = {
-        "eval": every > 0 and (is_last or progress.step % every == 0),
-        "eval_full": cfg.eval_full_sweep and is_last,
-    }
-    return [kind for kind, due in is_due.items() if due and kind not in progress.evaluated]
+def evaluation_is_due(cfg: "Config", progress: Progress) -> bool:
+    """Whether an evaluation after the steps that are done is due, and not done yet."""
+    step, every = progress.step, cfg.eval_every_steps
+    is_due = every > 0 and (step % every == 0 or step == cfg.steps)
+    return is_due and progress.accuracy is None
 
 
 @dataclasses.dataclass
@@ -57,7 +53,7 @@ class Lifecycle:
             self.save(arrays)
             self.checkpoints.wait_until_saved()
         with raising_on_all_processes():
-            write_run(self.out, self.progress)
+            write_run(self.out, self.progress, has_saved=self.checkpoints.newest >= 0)
 
     def save_is_due(self) -> bool:
         """Whether SAVE_EVERY_STEPS asks for a checkpoint after the steps that are done."""
@@ -69,15 +65,14 @@ class Lifecycle:
         if not self.cfg.save_every_steps:
             return
         progress = self.progress
-        if progress.evaluated.get("eval", math.nan) > progress.best_accuracy:
-            progress.best_step, progress.best_accuracy = progress.step, progress.evaluated["eval"]
+        if progress.accuracy is not None and progress.accuracy > progress.best_accuracy:
+            progress.best_step, progress.best_accuracy = progress.step, progress.accuracy
         progress.lengths = self.log.file_lengths()
         self.checkpoints.save(arrays, progress)
 
-    def record_evaluation(self, kind: str, accuracy: float) -> None:
-        """Keeps the accuracy of an evaluation, and reviews the run so far. kind: see
-        due_evaluations."""
-        self.progress.evaluated[kind] = accuracy
+    def record_evaluation(self, accuracy: float) -> None:
+        """Keeps the accuracy after the steps that are done, and reviews the run so far."""
+        self.progress.accuracy = accuracy
         self._review(RUNNING)
 
     def count_step(self, rounds: int, not_finite: str) -> None:
@@ -88,7 +83,7 @@ class Lifecycle:
         """
         progress, step = self.progress, self.progress.step
         progress.step, progress.rounds = step + 1, progress.rounds + rounds
-        progress.evaluated = {}
+        progress.accuracy = None
         progress.not_finite = progress.not_finite + 1 if not_finite else 0
         if progress.not_finite >= NONFINITE_LIMIT:
             self.checkpoints.wait_until_saved()

@@ -191,10 +191,12 @@ def truncate_files(out: Path, lengths: Mapping[str, int]) -> None:
         file, length = out / name, lengths.get(name, 0)
         file.touch()
         size = file.stat().st_size
-        if size < length:
+        os.truncate(file, min(size, length))  # it needs no space, which writing anew would
+        if size < length:  # empty lines fill it, so that the lengths of later checkpoints are right
             why = f"the checkpoint was saved when it had {length}: records are missing"
             print(f"note: {file} has {size} bytes, and {why}", flush=True)
-        os.truncate(file, min(size, length))  # it needs no space, which writing anew would
+            with file.open("ab") as lines:
+                lines.write(b"\n" * (length - size))
 
 
 def to_json_values(value: object) -> Any:

@@ -95,24 +95,30 @@ def lock_folder(folder: Path, name: str) -> None:
         os.pwrite(lock, f"process {os.getpid()} on {platform.node()}".encode(), 0)
 
 
-def write_run(out: Path, progress: Progress) -> None:
-    """Writes RUN, on process 0: which run it is. Raises Unwritable."""
+def write_run(out: Path, progress: Progress, has_saved: bool) -> None:
+    """Writes RUN, on process 0: which run it is; and SAVED, or removes that of a run before it.
+    Raises Unwritable."""
     values = {name: getattr(progress, name) for name in ("run_id", "forked_from", "made_with")}
     if jax.process_index() == 0:
         with writing(out):
+            if has_saved:
+                (out / SAVED).touch()
+            else:
+                (out / SAVED).unlink(missing_ok=True)
             replace_file(out / RUN, json.dumps(values, indent=1) + "\n")
 
 
 def read_run(out: Path) -> dict[str, Any]:
     """The values of RUN in this folder, and as "has_saved" whether the folder has SAVED, on all
     processes; {} if there are no records. Raises UserMistake if there are records and no RUN."""
-    values = {}
+    text, has_saved = "{}", False
     with raising_on_all_processes():
         files = [out / name for name in FILES if (out / name).is_file()]
         if jax.process_index() == 0 and any(file.stat().st_size for file in files):
-            values = json.loads((out / RUN).read_text(encoding="utf-8"))
-            values["has_saved"] = (out / SAVED).exists()
-    return json.loads(gather_texts(json.dumps(values))[0])
+            text, has_saved = (out / RUN).read_text(encoding="utf-8"), (out / SAVED).exists()
+    text, has_saved = json.loads(gather_texts(json.dumps([text, has_saved]))[0])
+    values = json.loads(text)
+    return values | {"has_saved": has_saved} if values else {}
 
 
 # ---- How a run begins ----------------------------------------------------------------------------

@@ -69,7 +69,7 @@ def make_run(out: Path, *steps: int, began: str = "", at: str = "") -> str:
         progress.step = step
         checkpoints.save(arrays_after(step), progress)
     checkpoints.wait_until_saved()
-    write_run(out, progress)
+    write_run(out, progress, has_saved=bool(steps))
     (out / "metrics.jsonl").write_text("".join(f'{{"step": {i}}}\n' for i in range(5)))
     return progress.run_id
 

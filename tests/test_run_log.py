@@ -16,7 +16,7 @@ import pytest
 
 from config import Config
 from infra.checkpoint import Checkpoints, Progress
-from infra.lifecycle import Lifecycle, due_evaluations
+from infra.lifecycle import Lifecycle, evaluation_is_due
 from infra.log import RunLog, replace_file
 from infra.mistakes import Unwritable
 from infra.resume import read_run
@@ -81,14 +81,14 @@ def life_of(out: Path, **settings: int) -> Lifecycle:
 def test_a_checkpoint_knows_its_evaluations_the_best_step_and_the_lengths_of_the_files(
     tmp_path: Path,
 ) -> None:
-    life = life_of(tmp_path, eval_every_steps=3, eval_full_sweep=True, save_every_steps=3)
-    accuracies = {"eval": iter((0.95, 0.9, 0.7)), "eval_full": iter((0.8,))}
+    life = life_of(tmp_path, eval_every_steps=3, save_every_steps=3)
+    accuracies = iter((0.95, 0.9, 0.7))
     records = []
     for step in range(5):
         life.log.append_entries("eval.jsonl", step, [{}])  # '{"step": 0}' and a line feed
-        for kind in due_evaluations(life.cfg, life.progress):
-            life.record_evaluation(kind, next(accuracies[kind]))
-        assert due_evaluations(life.cfg, life.progress) == []
+        if evaluation_is_due(life.cfg, life.progress):
+            life.record_evaluation(next(accuracies))
+        assert not evaluation_is_due(life.cfg, life.progress)
         if life.save_is_due():
             life.save({"x": jnp.zeros(2)})
             life.checkpoints.wait_until_saved()
@@ -96,8 +96,8 @@ def test_a_checkpoint_knows_its_evaluations_the_best_step_and_the_lengths_of_the
             records.append(json.loads(file.read_text()))
         life.count_step(1, "")
     third, fourth = records
-    assert (third["evaluated"], third["best_step"]) == ({"eval": 0.9}, 3)
-    assert (fourth["evaluated"], fourth["best_step"]) == ({"eval": 0.7, "eval_full": 0.8}, 3)
+    assert (third["accuracy"], third["best_step"]) == (0.9, 3)
+    assert (fourth["accuracy"], fourth["best_step"]) == (0.7, 3)
     none = {"metrics.jsonl": 0, "samples.jsonl": 0}
     assert (third["lengths"], fourth["lengths"]) == (
         none | {"eval.jsonl": 48},
@@ -169,7 +169,7 @@ def test_files_end_at_the_lengths_of_the_checkpoint_and_a_shorter_one_is_told(
     for lengths, texts in (
         (None, ("abcdef", "ghi")),  # there is nothing to write again
         ({"metrics.jsonl": 4, "samples.jsonl": 3}, ("abcd", "ghi")),
-        ({"metrics.jsonl": 2, "samples.jsonl": 5}, ("ab", "ghi")),
+        ({"metrics.jsonl": 2, "samples.jsonl": 5}, ("ab", "ghi\n\n")),  # lengths stay right
         ({}, ("", "")),  # the run begins again
     ):
         (tmp_path / "samples.jsonl").write_text("ghi")

@@ -185,7 +185,7 @@ def mistakes_in(out: Path, undisturbed: Path) -> list[str]:
             for clock in ("run_id", "sha256", "last", "settings", "lengths"):
                 each.pop(clock, None)
             # A run that is stopped after its last step saves it before it is evaluated.
-            for evaluation in ("evaluated", "best_step", "best_accuracy"):
+            for evaluation in ("accuracy", "best_step", "best_accuracy"):
                 each.pop(evaluation, None)
         wrong += differences(name, *values)
     arrays = [checkpoint_arrays(each, last) for each in (out, undisturbed)]

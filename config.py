@@ -230,7 +230,9 @@ class Config:
     checkpoint_dir: str = in_run("", "Folder or gs://bucket/folder; empty: OUTPUT_DIR/checkpoints.")
     save_every_steps: int = in_run(50, "Steps between checkpoints; 0: none, not even at the end.")
     save_keep: int = in_run(2, "Number of newest checkpoints to keep besides the best; 0: all.")
-    resume: str = in_run("auto", "Checkpoint to begin with: auto (the newest), never, or a path.")
+    resume: str = in_run(
+        "auto", "Begin an empty OUTPUT_DIR with: auto, never (the model) or a path."
+    )
     preemption_grace_s: int = in_run(30, "Most seconds from SIGTERM to the end.", at_least=2)
     export_hf: str = in_run("", "Folder of the export; empty: OUTPUT_DIR/hf; none: no export.")
     export_lora: str = in_run("adapters", "What a LoRA run exports.", choices="adapters|merged")
@@ -342,9 +344,10 @@ def contradictions(cfg: Config) -> Iterator[str]:
         why = f"ROLLOUT_BACKEND={cfg.rollout_backend} samples completions of a single turn"
         yield f"{why}; leave it or ENVIRONMENT_CLASS out"
     if cfg.dataset.startswith("reasoning_gym:"):
-        task, *arguments = re.split(r"[?&]", cfg.dataset.removeprefix("reasoning_gym:"))
+        text = cfg.dataset.removeprefix("reasoning_gym:").rstrip("?&")
+        task, *arguments = re.split(r"[?&]+", text)
         command = shlex.join(["python", "recipes/gym.py", task, f"runs/{task}", *arguments])
-        yield f"DATASET={cfg.dataset} is now a folder that a command writes; run: {command}"
+        yield f"DATASET={cfg.dataset}: a command writes the folder of a task; run {command}"
     if "://" in cfg.output_dir + cfg.export_hf:
         yield "OUTPUT_DIR and EXPORT_HF are folders of this machine; CHECKPOINT_DIR may be gs://"
     if cfg.overlong_cache > (T := cfg.max_length_sample):

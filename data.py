@@ -146,16 +146,17 @@ def _split_files(folder: Path, split: str) -> list[Path]:
     UserMistake if the folder has no such file, or if they are not N files of one format."""
     files = sorted(file for file in folder.iterdir() if file.suffix in SUFFIXES)
     # Older versions of datasets put a hash behind the number.
-    name = re.compile(rf"{re.escape(split)}(-\d{{5}}-of-(\d{{5}})(-[0-9a-f]{{16}})?)?")
+    name = re.compile(rf"{re.escape(split)}(?:-(\d{{5}})-of-(\d{{5}})(-[0-9a-f]{{16}})?)?")
     matches = {file: match for file in files if (match := name.fullmatch(file.stem))}
     if not matches:
         others = ", ".join(file.name for file in files) or "no .jsonl, .json or .parquet"
         raise UserMistake(f"DATASET={folder} has no file of split {split!r}; it has {others}")
     formats = {(file.suffix, int(match[2] or 1)) for file, match in matches.items()}
-    if len(formats) > 1 or len(matches) not in {count for _, count in formats}:
+    numbers = sorted(int(match[1] or 0) for match in matches.values())
+    if len(formats) > 1 or numbers != [*range(max(count for _, count in formats))]:
         names = ", ".join(file.name for file in matches)
         why = "a shard is missing, or the split is there twice"
-        raise UserMistake(f"DATASET={folder}: split {split!r} is in {names}: {why}")
+        raise UserMistake(f"DATASET={folder}: split {split!r} is in {names:.400}: {why}")
     return [*matches]
 
 

@@ -1,5 +1,6 @@
 """Reads and writes Hugging Face folders: config.json, weights and tokenizer."""
 
+import copy
 import dataclasses
 import json
 import math
@@ -64,6 +65,8 @@ def fetch_model(path: str, revision: str = "", files: list[str] = MODEL_FILES) -
     """The local folder of a model: `path` itself, or the cached download of a hub id."""
     if Path(path).is_dir():
         return Path(path)
+    if path.startswith(("/", "~", "./", "../")):  # never a hub id
+        raise UserMistake(f"MODEL_PATH={path}: this folder does not exist")
     with reading(f"MODEL_PATH={path}: no such folder, and the hub says"):
         return Path(snapshot_download(path, revision=revision or None, allow_patterns=files))
 
@@ -101,7 +104,7 @@ def read_config(folder: Path) -> ModelConfig:
     _raise_if_without(folder, "config.json", "give a Hugging Face folder")
     file_values = read_json(path)
     # transformers writes null where a model does not have something.
-    values = {key: value for key, value in _of_text(file_values).items() if value is not None}
+    values = _without_nulls(_of_text(file_values))
     if quantized := file_values.get("quantization_config") or values.get("quantization_config"):
         # Early versions of bitsandbytes did not write their name.
         method = quantized.get("quant_method", "bitsandbytes")
@@ -127,7 +130,8 @@ def read_config(folder: Path) -> ModelConfig:
     from transformers import AutoConfig  # a second
 
     with reading(f"{path} cannot be read"):
-        config = AutoConfig.for_model(**values)  # without the folder: none of its code may run
+        # Without the folder none of its code can run. transformers changes the values that it gets.
+        config = AutoConfig.for_model(**copy.deepcopy(values))
     rope, gemma3, llama3 = config.rope_parameters, None, None
     if is_gemma:
         local_rope, rope = rope[LOCAL], rope[GLOBAL]
@@ -136,7 +140,7 @@ def read_config(folder: Path) -> ModelConfig:
         need({*config.layer_types} <= {LOCAL, GLOBAL}, "layer_types", f"{LOCAL} or {GLOBAL}")
         gemma3 = Gemma3(
             query_scalar=float(config.query_pre_attn_scalar),
-            rope_factor=float(rope.get("factor", 1.0)),
+            rope_factor=float(rope["factor"]) if rope["rope_type"] == "linear" else 1.0,
             local_rope_theta=float(local_rope["rope_theta"]),
             window=config.sliding_window,
             local_layers=tuple(layer_type == LOCAL for layer_type in config.layer_types),
@@ -147,6 +151,8 @@ def read_config(folder: Path) -> ModelConfig:
     scaled = "linear" if is_gemma else "llama3"
     need(rope["rope_type"] in ("default", scaled), key, f"rope_type default or {scaled}")
     if rope["rope_type"] == "llama3":
+        if "original_max_position_embeddings" not in values[key]:  # transformers would guess it
+            raise UserMistake(f"{path}: {key} has no 'original_max_position_embeddings'")
         low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
         llama3 = float(rope["factor"]), low, high, int(rope["original_max_position_embeddings"])
     head_dim = getattr(config, "head_dim", None)  # that of Qwen2 may be left out
@@ -169,6 +175,15 @@ def read_config(folder: Path) -> ModelConfig:
     )
 
 
+def _without_nulls(values: dict[str, Any]) -> dict[str, Any]:
+    """The values that are not null, also of dictionaries within them."""
+    return {
+        key: _without_nulls(value) if isinstance(value, dict) else value
+        for key, value in values.items()
+        if value is not None
+    }
+
+
 def _of_text(values: dict[str, Any]) -> dict[str, Any]:
     """The values of a config.json; of a Gemma 3 that also sees images, those of its language model,
     which transformers can open alone."""
@@ -178,7 +193,7 @@ def _of_text(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    with reading(f"{path} is not JSON"):
+    with reading(f"{path} cannot be read"):
         return json.loads(path.read_text(encoding="utf-8"))
 
 

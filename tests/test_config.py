@@ -214,7 +214,7 @@ MAX_TURNS=2 -> MAX_TURNS=2 needs an ENVIRONMENT_CLASS
 ENVIRONMENT_CLASS=a.py:A ROLLOUT_BACKEND=sglang_jax -> ROLLOUT_BACKEND=sglang_jax samples comple
 """
 TASK = "reasoning_gym:gcd?max_value=9&value_type=[a]"
-CONTRADICTIONS += f"""DATASET={TASK} -> DATASET={TASK} is now a folder that a command writes; run: \
+CONTRADICTIONS += f"""DATASET={TASK} -> DATASET={TASK}: a command writes the folder of a task; run \
 python recipes/gym.py gcd runs/gcd max_value=9 'value_type=[a]'
 """
 AGREEMENTS = """

@@ -86,6 +86,9 @@ def test_a_folder_has_a_file_for_each_split(tmp_path: Path, suffix: str) -> None
         "train-00000-of-00001.json train-00000-of-00002.json train-00001-of-00002.json",
         "train-00000-of-00003.json train-00002-of-00003.json",
         "train-00001-of-00002.parquet",
+        "train-00001-of-00001.json",
+        "train-00000-of-00002.json train-00000-of-00002-a09b74b3ef9c3b56.json",
+        "train-00000-of-00002.json train-00003-of-00002.json",
         "train-00000-of-00002.json train-00001-of-00002.jsonl",
     ],
 )
@@ -223,7 +226,7 @@ def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
     for path in (f"{tmp_path}/none.jsonl", f"{tmp_path}/none", "~/none", "../none/there"):
         message = f"DATASET={path}: this file or folder does not exist"
         refused(lambda path=path: load_examples(path, "", "train"), message)
-    message = f"MODEL_PATH={tmp_path}/none: no such folder, and the hub says: HFValidationError: "
+    message = f"MODEL_PATH={tmp_path}/none: this folder does not exist"
     refused(lambda: hf.fetch_model(f"{tmp_path}/none"), message)
     write(tmp_path / "train.jsonl", examples_of(2))
     write(tmp_path / "test.json", examples_of(2))

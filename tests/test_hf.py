@@ -136,6 +136,11 @@ BAD_CONFIGS = [  # family, changed keys (None removes a key), a part of the erro
     ("llama3", rope(type="linear", factor=2.0), "rope_scaling={'type': 'linear'"),
     ("qwen3", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_parameters={'r"),
     ("llama3", rope(rope_type="llama3"), "'rope_type'='llama3': {'"),
+    (
+        "llama3",
+        rope(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0),
+        "rope_scaling has no 'original_max_position_embeddings'",
+    ),
     ("qwen2", {"rms_norm_eps": None}, "has no 'rms_norm_eps'"),
     ("qwen2", {"max_position_embeddings": None}, "has no 'max_position_embeddings'"),
     ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not supported; n"),
@@ -257,8 +262,8 @@ def with_norm_of(dtype: type) -> Callable:
 THREE = ", ".join(f"model.layers.0.self_attn.{name}_proj.bias" for name in "kqv")
 DAMAGES = [  # a file of tiny/; its new bytes, its new name or what changes its tensors; the line
     (CONFIG, None, "has no config.json"),
-    (CONFIG, b'{"model_type": "qwen2",', "config.json is not JSON: JSONDecodeError: "),
-    (CONFIG, b"\xff\xfe{", "config.json is not JSON: UnicodeDecodeError: "),
+    (CONFIG, b'{"model_type": "qwen2",', "config.json cannot be read: JSONDecodeError: "),
+    (CONFIG, b"\xff\xfe{", "config.json cannot be read: UnicodeDecodeError: "),
     (CONFIG, "model-Q4_K_M.gguf", "has no config.json, but model-Q4_K_M.gguf; give a Hugging Face"),
     (TOKENIZER, None, "has no tokenizer.json"),
     (TOKENIZER, b"{}", "its tokenizer cannot be read"),

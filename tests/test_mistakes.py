@@ -35,7 +35,7 @@ INPUTS = [  # environment, words of the line
     ({"ATTENTION_IMPL": "splash"}, "ATTENTION_IMPL=splash: it is a TPU kernel"),
     ({"DATASET": "no/such.jsonl"}, "DATASET=no/such.jsonl: this file or folder does not exist"),
     ({"MODEL_PATH": "no/such", "DATASET": "no/such.jsonl"}, "MODEL_PATH=no/such: no such folder"),
-    ({"MODEL_PATH": "./no/such"}, "MODEL_PATH=./no/such: no such folder, and the hub says: HFVal"),
+    ({"MODEL_PATH": "./no/such"}, "MODEL_PATH=./no/such: this folder does not exist"),
 ]
 RUNS = {  # found only by a run: its environment, words of the line
     "another platform": ({"JAX_PLATFORMS": "rocm"}, "JAX_PLATFORMS=rocm: no such device here"),

@@ -185,8 +185,8 @@ def replace_file(file: Path, text: str) -> None:
 
 def truncate_files(out: Path, lengths: Mapping[str, int]) -> None:
     """Ends each of FILES after its first bytes, those of `lengths` (else 0): a run that goes on
-    writes the rest again. Makes files that are missing. Prints a line for a file that has fewer
-    bytes. Raises OSError."""
+    writes the rest again. Makes files that are missing. A file with fewer bytes is filled with
+    empty lines, and a printed line says so. Raises OSError."""
     for name in FILES:
         file, length = out / name, lengths.get(name, 0)
         file.touch()

@@ -116,11 +116,12 @@ def load_reward_function(worker: RewardWorker, source: str) -> Callable[..., lis
     """The reward function of a user's file, "file.py:name", once the worker has loaded the file.
     The function and its loading raise UserMistake."""
     name, label = source.rpartition(":")[2], f"REWARD_FN {source}"
-    worker.ask(label, "find", name, more_s=LOADING_S)
+    seconds = worker.ask(label, "find", name, more_s=LOADING_S)
 
     def rewards(completions: list[str], /, **columns: list) -> list[float | None]:
         """The rewards of the completions. columns: lists of the same length of JSON values."""
-        return worker.ask(label, "call", name, completions, columns)
+        more_s = seconds * len(completions)
+        return worker.ask(label, "call", name, completions, columns, more_s=more_s)
 
     rewards.__name__ = name
     return rewards
@@ -187,10 +188,13 @@ class _Server:
         self._seeds: list[int] = []  # SEED and the number of the round
         self._loop: Any = None  # clients of async functions may need the same event loop each time
 
-    def find(self, name: str) -> None:
-        """Loads the file. Raises ValueError if it does not define the function."""
+    def find(self, name: str) -> float:
+        """Loads the file. Returns the seconds that each completion of a call adds to its time
+        limit: SECONDS_FOR_EACH_COMPLETION of the file, else 0. Raises ValueError if the file does
+        not define the function."""
         if not callable(getattr(self._load(), name, None)):
             raise ValueError(f"{os.path.basename(self._file)} defines no function {name}")
+        return float(getattr(self._module, "SECONDS_FOR_EACH_COMPLETION", 0))
 
     def _load(self) -> Any:
         """The file's module. MODULE has its name for the processes that it starts by spawn."""

@@ -184,6 +184,20 @@ def test_a_file_that_hangs_on_import_is_given_up(tmp_path, monkeypatch):
         load_reward_functions(f"{tmp_path / 'slow.py'}:f", 0.25, 9, 2, {})
 
 
+def test_a_file_names_the_seconds_that_each_completion_adds_to_the_limit(tmp_path):
+    body = "import time\ndef f(texts, **_):\n    time.sleep(0.4)\n    return [0.0] * len(texts)\n"
+    (tmp_path / "slow.py").write_text(f"SECONDS_FOR_EACH_COMPLETION = 1\n{body}")
+    workers = {}
+    [f] = load_reward_functions(f"{tmp_path / 'slow.py'}:f", 0.25, 9, 2, workers)
+    try:
+        assert f(["a", "b"]) == [0.0, 0.0]
+        with pytest.raises(UserMistake, match="is not done after 0.25 s"):
+            f([])
+    finally:
+        [worker] = workers.values()
+        worker.close()
+
+
 # ---- What the function is called with ------------------------------------------------------------
 
 SIGNATURES = """

@@ -15,12 +15,14 @@ another term of the loss needs them (Config.skips).
 import argparse
 import dataclasses
 import functools
+import json
 import os
 import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from infra import sizes
 from infra.mistakes import UserMistake, describe_ignored_names, exit_with_mistakes
@@ -89,9 +91,12 @@ class Config:
     dataset_config: str = in_data("", "Hub configuration; empty: main for GSM8K, else the default.")
     train_split: str = in_data("train", "Split to train on.")
     eval_split: str = in_data("test", "Split to evaluate on.")
-    question_column: str = in_data("question", "Column of the dataset that holds the question.")
+    question_column: str = in_data("question", "Column of questions, as texts or message lists.")
     answer_column: str = in_data("answer", "Column of the dataset that holds the answer.")
     system_prompt: str = in_data("", "System prompt, or its file; empty: that of rewards.py.")
+    chat_template_kwargs: str = in_data(
+        "", 'Arguments of the chat template as JSON, such as {"enable_thinking": false}.', kept=True
+    )
     max_prompt_length: int = in_data(0, "Skip prompts of more tokens than this; 0: no limit.")
     seed: int = in_data(0, "Seed of data order and sampling.", at_most=2**31 - 1, kept=True)
 
@@ -263,6 +268,13 @@ class Config:
         """The most turns of the policy in a completion."""
         return self.max_turns or (DEFAULT_TURNS if self.environment_class else 1)
 
+    def template_kwargs(self) -> dict[str, Any]:
+        """CHAT_TEMPLATE_KWARGS as arguments. Raises ValueError if it is no JSON object."""
+        kwargs = json.loads(self.chat_template_kwargs or "{}")
+        if not isinstance(kwargs, dict):
+            raise ValueError("it is not an object")
+        return kwargs
+
     def drops_ended(self) -> bool:
         """Whether decoding drops sequences that have ended from the batch. With short completions
         the programs of smaller batches take longer to compile than they save."""
@@ -348,6 +360,11 @@ def contradictions(cfg: Config) -> Iterator[str]:
         task, *arguments = re.split(r"[?&]+", text)
         command = shlex.join(["python", "recipes/gym.py", task, f"runs/{task}", *arguments])
         yield f"DATASET={cfg.dataset}: a command writes the folder of a task; run {command}"
+    try:
+        cfg.template_kwargs()
+    except ValueError as error:
+        why = f'is no JSON object such as {{"enable_thinking": false}}: {error}'
+        yield f"CHAT_TEMPLATE_KWARGS={cfg.chat_template_kwargs} {why}"
     if "://" in cfg.output_dir + cfg.export_hf:
         yield "OUTPUT_DIR and EXPORT_HF are folders of this machine; CHECKPOINT_DIR may be gs://"
     if cfg.overlong_cache > (T := cfg.max_length_sample):

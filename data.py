@@ -11,11 +11,13 @@ import json
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jinja2
+import jinja2.meta
 import numpy as np
 
 from infra.mistakes import UserMistake, reading
@@ -40,17 +42,21 @@ SUFFIXES = (".jsonl", ".json", ".parquet")
 # DATASET_CONFIG, if it is empty, of hub datasets with several configurations and no default.
 HUB_CONFIGS = {"openai/gsm8k": "main"}
 REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "environments")
+# The arguments and functions that transformers and this file give to every chat template.
+GIVEN_TO_TEMPLATES = ("messages", "tools", "documents", "add_generation_prompt", "raise_exception")
+GIVEN_TO_TEMPLATES += ("strftime_now",)
 HELD_OUT = 0.1  # fraction of a single file that is held out for evaluation
 
 
 Example = dict[str, Any]  # the columns of an example: any values of JSON
+Message = dict[str, Any]  # of a chat: `role` and `content` are texts
 
 
 class Prompt(NamedTuple):
     """The prompt of an example as token ids, with the example."""
 
     ids: list[int]  # tokens of the chat template, up to where the assistant begins to speak
-    columns: Example  # `question` and `answer` among them are texts
+    columns: Example  # see load_examples
 
 
 # ---- Examples ------------------------------------------------------------------------------------
@@ -65,9 +71,11 @@ def load_examples(
     single file has two splits: "train" is all examples before the last tenth, "test" the examples
     of this tenth whose question is not in "train", without repeats.
     config: of a hub dataset; "": HUB_CONFIGS, else the dataset's only or default configuration.
-    question, answer: names of the columns that hold the question and the answer. Each example also
-    has these two texts as `question` and `answer`. It keeps all columns that JSON can hold, because
-    a reward worker receives them as JSON. A line is printed for each column that is left out.
+    question, answer: names of the columns that hold the question and the answer, see find_column.
+    Each example also has these two texts as `question` and `answer`. If its question is a list of
+    messages, the example has the list as `prompts`, and `question` is the text of the last message.
+    It keeps all columns that JSON can hold, because a reward worker receives them as JSON. A line
+    is printed for each column that is left out.
     Raises UserMistake if a file is missing or cannot be read, or if an example lacks a text.
     """
     path = Path(dataset)
@@ -80,12 +88,16 @@ def load_examples(
         sources = {str(file): _read_file(file) for file in _split_files(path, split)}
     else:
         sources = {f"DATASET={dataset}:{split}": _read_hub(dataset, config, split)}
-    text_columns = {"question": question, "answer": answer}
-    examples = [
-        _with_texts(f"{source} example {number}", item, text_columns)
-        for source, items in sources.items()
-        for number, item in enumerate(items, start=1)
-    ]
+    examples, texts = [], []
+    for source, items in sources.items():
+        for number, item in enumerate(items, start=1):
+            examples.append(item if isinstance(item, dict) else {})
+            place = f"{source} example {number}"
+            texts.append(read_question_and_answer(place, examples[-1], question, answer))
+    if any("prompts" in of_example for of_example in texts):
+        for of_example in texts:  # also those whose question is a text
+            message = {"role": "user", "content": of_example["question"]}
+            of_example.setdefault("prompts", [message])
     # Rewards receive the columns as lists, so every example needs every column of the split.
     columns = dict.fromkeys(name for example in examples for name in example)
     for name in [*columns]:
@@ -97,15 +109,18 @@ def load_examples(
         if why:
             del columns[name]
             print(f"left out column {name!r} of split {split!r}: {why}", flush=True)
-    examples = [{name: example.get(name) for name in columns} for example in examples]
+    examples = [
+        {name: example.get(name) for name in columns} | texts_of_example
+        for example, texts_of_example in zip(examples, texts, strict=True)
+    ]
     if one_file:
         if split not in ("train", "test"):
             why = "those of a single file are train, and test, its last tenth"
             raise UserMistake(f"DATASET={dataset} has no split {split!r}; {why}")
         test_size = max(1, round(HELD_OUT * len(examples)))
         train, test = examples[:-test_size], examples[-test_size:]
-        seen = {example["question"] for example in train}
-        unseen = {(e["question"], e["answer"]): e for e in test if e["question"] not in seen}
+        seen = {prompt_text(example) for example in train}
+        unseen = {(prompt_text(e), e["answer"]): e for e in test if prompt_text(e) not in seen}
         if split == "test" and len(unseen) < len(test):
             left_out = f"left out {len(test) - len(unseen)} of {len(test)} held-out questions"
             print(f"{left_out} of {dataset}: they repeat train or each other", flush=True)
@@ -119,26 +134,81 @@ def load_examples(
     return examples
 
 
-def _with_texts(place: str, item: object, text_columns: dict[str, str]) -> Example:
-    """Adds `question` and `answer` to an item of the dataset; an answer that is a number becomes
-    its text.
+def read_question_and_answer(
+    place: str, columns: Mapping[str, Any], question: str, answer: str
+) -> Example:
+    """Returns the `question`, the `answer` and, if the question is a list of messages, the
+    `prompts` of an example. An answer that is a number becomes its text.
 
-    place: of the item, for the error. text_columns: {"question": column, "answer": column}.
+    place: of the example, for the error. question, answer: names of columns, see find_column.
     Raises UserMistake if a text is missing.
     """
-    columns = item if isinstance(item, dict) else {}
-    texts = {}
-    for name, column in text_columns.items():
-        text = columns.get(column)
-        if name == "answer" and type(text) in (int, float) and -math.inf < text < math.inf:
-            text = json.dumps(text)
-        if not isinstance(text, str) or not text.strip():
+    texts: Example = {}
+    for name, column in (("question", question), ("answer", answer)):
+        value = find_column(columns, column)
+        if name == "question" and isinstance(value, list) and value:
+            texts |= read_question(value, f"{place}, column {column!r}")
+            continue
+        if name == "answer" and type(value) in (int, float) and -math.inf < value < math.inf:
+            value = json.dumps(value)
+        if not isinstance(value, str) or not value.strip():
             raise UserMistake(
-                f"{place} has no text in {column!r}, but {text!r:.80}; write it as text, or set "
+                f"{place} has no text in {column!r}, but {value!r:.80}; write it as text, or set "
                 f"{name.upper()}_COLUMN to one of its columns, {', '.join(columns)}"
             )
-        texts[name] = text
-    return columns | texts
+        texts[name] = value
+    return texts
+
+
+def find_column(columns: Mapping[str, Any], name: str) -> Any:
+    """Returns the value of a column, or of a part of it: reward_model.ground_truth is the value at
+    ground_truth of the column reward_model, if no column has this name. None if it is missing."""
+    if name in columns:
+        return columns[name]
+    value: Any = columns
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def read_question(value: list, place: str) -> Example:
+    """Returns a list of messages as the `prompts` and the `question` of an example. Raises
+    UserMistake if it is no such list, or if its last message is not the user's."""
+    messages = read_messages(value, place)
+    if messages[-1]["role"] != "user":
+        raise UserMistake(
+            f"{place}: the last message is of the role {messages[-1]['role']!r}; leave out what "
+            f"follows the last message of the user, which the model is to answer"
+        )
+    return {"question": messages[-1]["content"], "prompts": messages}
+
+
+def read_messages(value: list, place: str) -> list[Message]:
+    """Returns messages without the keys that are null, which Arrow adds to messages that lack a key
+    of others. Raises UserMistake if one of them has no text as its role or its content."""
+    for number, message in enumerate(value, start=1):
+        fields = message if isinstance(message, dict) else {}
+        if not all(isinstance(fields.get(name), str) for name in ("role", "content")):
+            raise UserMistake(
+                f"{place}: message {number} is {message!r:.80}, and not "
+                f'{{"role": "user", "content": "a text"}}'
+            )
+    return [{name: x for name, x in message.items() if x is not None} for message in value]
+
+
+def prompt_text(example: Example) -> str:
+    """Returns what two examples with the same prompt have in common: the text of all messages."""
+    messages = example.get("prompts")
+    return json.dumps(messages) if messages else example["question"]
+
+
+def append_to_question(example: Example, text: str) -> Example:
+    """Returns the example with the text behind its question, and behind its last message."""
+    longer = example | {"question": example["question"] + text}
+    if example.get("prompts"):
+        *others, last = example["prompts"]
+        longer["prompts"] = [*others, last | {"content": last["content"] + text}]
+    return longer
 
 
 def _split_files(folder: Path, split: str) -> list[Path]:
@@ -200,37 +270,118 @@ def _read_file(file: Path) -> list[object]:
 # ---- Prompts -------------------------------------------------------------------------------------
 
 
-def read_system_prompt(setting: str) -> str:
-    """Returns the text of the file that SYSTEM_PROMPT names, or SYSTEM_PROMPT itself if it is no
-    existing file and no word that ends as the name of a text file. Raises UserMistake."""
-    is_file = os.path.isfile(setting) or re.fullmatch(r"\S+\.(txt|md|jinja)", setting)
-    return read_text(setting, "SYSTEM_PROMPT") if is_file else setting
+class ChatFormat(NamedTuple):
+    """What stands around a question in a prompt: messages, and the text of the chat template."""
+
+    tokenizer: "PreTrainedTokenizerBase"
+    opening: list[Message]  # the messages in front of each question: those of SYSTEM_PROMPT
+    default_opening: Sequence[Message] = ()  # of a text, if `opening` is empty
+    tools: Sequence[dict[str, Any]] = ()  # their descriptions
+    kwargs: Mapping[str, Any] = {}  # more arguments of the template: CHAT_TEMPLATE_KWARGS
+
+    def template(self) -> str:
+        """The chat template, which is the one for tools if there are tools and several templates.
+        Raises ValueError if none of several is the default."""
+        return self.tokenizer.get_chat_template(tools=[*self.tools] or None)
+
+    def messages_of(self, example: Example) -> list[Message]:
+        """The opening, and the question or the messages of the example. A system message of the
+        example replaces that of the opening."""
+        messages = example.get("prompts")
+        if not messages:
+            question = {"role": "user", "content": example["question"]}
+            return [*(self.opening or self.default_opening), question]
+        if has_system_message(example):
+            turns = [message for message in self.opening if message["role"] != "system"]
+            return [messages[0], *turns, *messages[1:]]
+        return [*self.opening, *messages]
+
+    def render(self, chats: list[list[Message]], add_generation_prompt: bool = True) -> list[str]:
+        """The text of each list of messages, with the same date on every day.
+
+        add_generation_prompt: the text ends where the assistant begins to speak.
+        Raises UserMistake if the template fails.
+        """
+        roles = ", ".join(message["role"] for message in chats[0])
+        arguments = f" and CHAT_TEMPLATE_KWARGS={json.dumps(self.kwargs)}" if self.kwargs else ""
+        why = f"its chat template fails on messages of {roles}{arguments}"
+        with reading(f"MODEL_PATH (or CHAT_TEMPLATE): {why}"):
+            return self.tokenizer.apply_chat_template(
+                chats,
+                tools=[*self.tools] or None,
+                chat_template=FIXED_DATE + self.template(),
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                **self.kwargs,
+            )
+
+    def arguments(self) -> set[str]:
+        """The arguments that the chat template reads, but for those that every run gives it."""
+        # The tags around what the assistant says are an extension of transformers.
+        source = re.sub(r"\{%-?\s*(?:end)?generation\s*-?%\}", "", self.template())
+        environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+        names = jinja2.meta.find_undeclared_variables(environment.parse(source))
+        return names - {
+            *GIVEN_TO_TEMPLATES,
+            *environment.globals,
+            *self.tokenizer.special_tokens_map,
+        }
+
+
+def has_system_message(example: Example) -> bool:
+    """Returns whether the question is a list of messages that begins with a system message."""
+    messages = example.get("prompts")
+    return bool(messages) and messages[0]["role"] == "system"
+
+
+def read_opening(setting: str) -> list[Message]:
+    """Returns the messages of SYSTEM_PROMPT: those of a .json file, or a system message with the
+    text of a file or, if it is no existing file and no word that ends as the name of one, with
+    SYSTEM_PROMPT itself; none if it is empty. Raises UserMistake."""
+    is_file = os.path.isfile(setting) or re.fullmatch(r"\S+\.(txt|md|jinja|json)", setting)
+    text = read_text(setting, "SYSTEM_PROMPT") if is_file else setting
+    if not is_file or not setting.endswith(".json"):
+        return [{"role": "system", "content": text}] if text else []
+    with reading(f"SYSTEM_PROMPT={setting} is not JSON"):
+        messages = json.loads(text)
+    if not isinstance(messages, list) or not messages:
+        raise UserMistake(f"SYSTEM_PROMPT={setting} is not a JSON list of messages")
+    messages = read_messages(messages, f"SYSTEM_PROMPT={setting}")
+    if messages[-1]["role"] == "user":
+        why = "the last message is the user's, and the question of an example follows it"
+        raise UserMistake(f"SYSTEM_PROMPT={setting}: {why}; add the assistant's answer")
+    return messages
+
+
+def raise_if_kwargs_unread(chat_format: ChatFormat) -> None:
+    """Raises UserMistake if the chat template does not read a name in CHAT_TEMPLATE_KWARGS. Jinja
+    itself ignores such a name."""
+    with reading("MODEL_PATH (or CHAT_TEMPLATE): its chat template cannot be read"):
+        arguments = chat_format.arguments()
+    for name in chat_format.kwargs:
+        if name not in arguments:
+            reads = ", ".join(sorted(arguments)) or "no arguments"
+            why = f"the chat template does not read {name!r}"
+            raise UserMistake(f"CHAT_TEMPLATE_KWARGS: {why}; it reads {reads}")
 
 
 def build_prompts(
-    examples: list[Example],
-    tokenizer: "PreTrainedTokenizerBase",
-    system_prompt: str,
-    tools: Sequence[dict[str, Any]] = (),
-    vocab_size: float = math.inf,
+    examples: list[Example], chat_format: ChatFormat, vocab_size: float = math.inf
 ) -> list[Prompt]:
-    """Returns the prompt of each example, made by the chat template of the tokenizer.
+    """Returns the prompt of each example, made by the chat template.
 
-    tools: their descriptions for the template. vocab_size: rows of the model's embedding.
+    vocab_size: rows of the model's embedding.
     Raises UserMistake if a text is not Unicode, if the template fails, or if a token has no row.
     """
-    for text in (system_prompt, *(example["question"] for example in examples)):
+    chats = [chat_format.messages_of(example) for example in examples]
+    for text in (message["content"] for chat in chats for message in chat):
         # JSON and the bytes of a shell can hold half a character.
         with reading(f"a question or SYSTEM_PROMPT is not Unicode: {text!r:.80}"):
             text.encode()
-    questions = [example["question"] for example in examples]
-    if has_system_role(tokenizer, tools):
-        system = {"role": "system", "content": system_prompt}
-        chats = [[system, {"role": "user", "content": question}] for question in questions]
-    else:
-        texts = [f"{system_prompt}\n\n{question}" for question in questions]
-        chats = [[{"role": "user", "content": text}] for text in texts]
-    ids = tokenizer(render_chats(tokenizer, chats, tools), add_special_tokens=False)["input_ids"]
+    if not has_system_role(chat_format):
+        chats = [with_system_in_question(chat) for chat in chats]
+    tokenizer = chat_format.tokenizer
+    ids = tokenizer(chat_format.render(chats), add_special_tokens=False)["input_ids"]
     largest = max((max(prompt, default=0) for prompt in ids), default=0)
     if largest >= vocab_size:
         why = f"a prompt has the token {tokenizer.decode([largest])!r} ({largest})"
@@ -238,50 +389,35 @@ def build_prompts(
     return [Prompt(i, example) for i, example in zip(ids, examples, strict=True)]
 
 
-def render_chats(
-    tokenizer: "PreTrainedTokenizerBase",
-    chats: list[list[dict[str, str]]],
-    tools: Sequence[dict[str, Any]] = (),
-    add_generation_prompt: bool = True,
-) -> list[str]:
-    """Returns the text of each list of messages by the tokenizer's chat template, with the same
-    date on every day. With tools it is the template for tools, if there are several.
-
-    add_generation_prompt: the text ends where the assistant begins to speak.
-    Raises UserMistake if the template fails.
-    """
-    roles = ", ".join(message["role"] for message in chats[0])
-    with reading(f"MODEL_PATH (or CHAT_TEMPLATE): its chat template fails on messages of {roles}"):
-        return tokenizer.apply_chat_template(
-            chats,
-            tools=[*tools] or None,
-            chat_template=FIXED_DATE + tokenizer.get_chat_template(tools=[*tools] or None),
-            add_generation_prompt=add_generation_prompt,
-            tokenize=False,
-        )
-
-
-def has_system_role(
-    tokenizer: "PreTrainedTokenizerBase", tools: Sequence[dict[str, Any]] = ()
-) -> bool:
+def has_system_role(chat_format: ChatFormat) -> bool:
     """Returns whether the chat template writes a system message. Some templates drop it, and others
     raise an error."""
     chat = [{"role": "system", "content": SENTINEL}, {"role": "user", "content": "A question."}]
     try:
-        return SENTINEL in render_chats(tokenizer, [chat], tools)[0]
+        return SENTINEL in chat_format.render([chat])[0]
     except UserMistake:
         return False
 
 
-def end_of_turn_id(tokenizer: "PreTrainedTokenizerBase") -> int | None:
+def with_system_in_question(chat: list[Message]) -> list[Message]:
+    """Returns the messages with the system message in front of the text that follows it, for a
+    chat template without a system role."""
+    if chat[0]["role"] != "system":
+        return chat
+    system, question, *others = chat
+    return [question | {"content": f"{system['content']}\n\n{question['content']}"}, *others]
+
+
+def end_of_turn_id(chat_format: ChatFormat) -> int | None:
     """Returns the added token that the chat template writes behind an answer; None without such a
     token, and for a template that takes no answers."""
     question = {"role": "user", "content": "A question."}
     chat = [question, {"role": "assistant", "content": SENTINEL}]
     try:
-        [text] = render_chats(tokenizer, [chat], add_generation_prompt=False)
+        [text] = chat_format.render([chat], add_generation_prompt=False)
     except UserMistake:
         return None
+    tokenizer = chat_format.tokenizer
     behind = tokenizer(text.partition(SENTINEL)[2].lstrip(), add_special_tokens=False)["input_ids"]
     return behind[0] if behind and behind[0] in tokenizer.added_tokens_decoder else None
 

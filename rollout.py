@@ -44,7 +44,7 @@ class Rollout:
     eval_sampling: Sampling  # in evaluations
     stopping: Stopping
     tokenizer: "PreTrainedTokenizerBase"
-    system_prompt: str
+    chat_format: data.ChatFormat
     functions: list[RewardFunction]
     reward_weights: tuple[float, ...]  # the weight of each function in the total reward
     environments: "Environments | None"  # None: a completion is a single turn of the policy

@@ -56,6 +56,9 @@ if TYPE_CHECKING:
     from extras.turns import Environments
 
 
+LONG_THOUGHT = 4096  # tokens; with a lower MAX_LENGTH_SAMPLE models that think are mostly cut off
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
     """The inputs of a run and the choices that were made for it; it does not change."""
@@ -225,18 +228,16 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
         functions = rewards.load_reward_functions(
             cfg.reward_fn, cfg.reward_timeout_s, cfg.max_length_sample, cache, workers
         )
-    system_prompt = data.read_system_prompt(cfg.system_prompt) or rewards.SYSTEM_PROMPT
+    opening = data.read_opening(cfg.system_prompt)
 
     folder, adapters, model, tokenizer = open_model(cfg)
-    stop_ids = find_stop_ids(folder, tokenizer, model.vocab_size)
+    default = [{"role": "system", "content": rewards.SYSTEM_PROMPT}]
+    chat_format = data.ChatFormat(tokenizer, opening, default, kwargs=cfg.template_kwargs())
+    stop_ids = find_stop_ids(folder, chat_format, model.vocab_size)
     stopping = Stopping(cfg.max_length_sample, stop_ids, pad_id=stop_ids[0])
-    environments = None
-    if cfg.environment_class:
-        environments = open_environments(cfg, workers, tokenizer, stop_ids)
-    tools = environments.tools if environments else []
-    if not data.has_system_role(tokenizer, tools):
-        why = "the chat template has no system role"
-        print(f"note: {why}; SYSTEM_PROMPT stands in front of each question", flush=True)
+    environments = open_environments(cfg, workers, chat_format, stop_ids)
+    chat_format = environments.chat_format if environments else chat_format  # with their tools
+    check_chat_format(cfg, chat_format)
     if environments and environments.has_reward:
         functions.append(environments.get_reward)
     reward_weights = rewards.parse_reward_weights(
@@ -245,7 +246,10 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
 
     def read_prompts(split: str) -> list[data.Prompt]:
         examples = [example] if example else load_split(cfg, split)
-        prompts = data.build_prompts(examples, tokenizer, system_prompt, tools, model.vocab_size)
+        prompts = data.build_prompts(examples, chat_format, model.vocab_size)
+        if cfg.system_prompt and (count := sum(map(data.has_system_message, examples))):
+            why = "have a system message, which replaces that of SYSTEM_PROMPT"
+            print(f"note: {count} of {len(examples)} {split} prompts {why}", flush=True)
         prompts = data.drop_long_prompts(prompts, cfg.max_prompt_length, split)
         if rewards.reward_correct in functions and not example:
             raise_if_no_number(cfg.dataset, split, [prompt.columns["answer"] for prompt in prompts])
@@ -265,7 +269,7 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
         eval_sampling=eval_sampling_of(cfg),
         stopping=stopping,
         tokenizer=tokenizer,
-        system_prompt=system_prompt,
+        chat_format=chat_format,
         functions=functions,
         reward_weights=reward_weights,
         environments=environments,
@@ -308,17 +312,32 @@ def chat_template_file(cfg: Config, adapters: Path | None) -> str:
     return cfg.chat_template or (str(exported) if exported and exported.is_file() else "")
 
 
-def find_stop_ids(
-    folder: Path, tokenizer: "PreTrainedTokenizerBase", vocab_size: int
-) -> tuple[int, ...]:
+def find_stop_ids(folder: Path, chat_format: data.ChatFormat, vocab_size: int) -> tuple[int, ...]:
     """The sorted ids of all stop tokens: those that the model's files name, and the token with
     which the chat template ends an answer. Raises UserMistake."""
-    named, end = hf.read_stop_ids(folder, tokenizer, vocab_size), data.end_of_turn_id(tokenizer)
+    tokenizer, end = chat_format.tokenizer, data.end_of_turn_id(chat_format)
+    named = hf.read_stop_ids(folder, tokenizer, vocab_size)
     if end is not None and end < vocab_size and end not in named:
         why = "the chat template ends an answer with it, though the model's files do not name it"
         print(f"note: {tokenizer.decode([end])} is a stop token: {why}", flush=True)
         return tuple(sorted((*named, end)))
     return named
+
+
+def check_chat_format(cfg: Config, chat_format: data.ChatFormat) -> None:
+    """Prints what a user may not expect of the chat template. Raises UserMistake if it does not
+    read all of CHAT_TEMPLATE_KWARGS."""
+    data.raise_if_kwargs_unread(chat_format)
+    if not data.has_system_role(chat_format):
+        why = "the chat template has no system role"
+        print(f"note: {why}; SYSTEM_PROMPT stands in front of each question", flush=True)
+    can_think = "enable_thinking" in chat_format.arguments()
+    thinks = can_think and chat_format.kwargs.get("enable_thinking") is not False
+    if thinks and cfg.max_length_sample < LONG_THOUGHT:
+        cut = f"MAX_LENGTH_SAMPLE={cfg.max_length_sample} will mostly cut its completions"
+        off = """CHAT_TEMPLATE_KWARGS='{"enable_thinking": false}'"""
+        why = f"the chat template lets the model think, and {cut}; {off} turns it off"
+        print(f"note: {why}", flush=True)
 
 
 def load_split(cfg: Config, split: str) -> list[dict[str, Any]]:
@@ -350,18 +369,21 @@ def raise_if_no_number(dataset: str, split: str, answers: list[str]) -> None:
 def open_environments(
     cfg: Config,
     workers: dict[str, RewardWorker],
-    tokenizer: "PreTrainedTokenizerBase",
+    chat_format: data.ChatFormat,
     stop_ids: Sequence[int],
-) -> "Environments":
-    """The environments of ENVIRONMENT_CLASS. workers: see get_worker. Raises UserMistake."""
+) -> "Environments | None":
+    """The environments of ENVIRONMENT_CLASS; None if it is empty. workers: see get_worker. Raises
+    UserMistake."""
     source = cfg.environment_class
+    if not source:
+        return None
     with side_file("extras/turns.py", f"ENVIRONMENT_CLASS={source}"):
         from extras.turns import Environments
     file, _, name = source.rpartition(":")
     if not (file.endswith(".py") and name.isidentifier()):
         raise UserMistake(f"ENVIRONMENT_CLASS={source} is not file.py:Class")
     worker = get_worker("ENVIRONMENT_CLASS", source, cfg.reward_timeout_s, workers)
-    environments = Environments(source, worker, tokenizer, stop_ids, cfg.seed)
+    environments = Environments(source, worker, chat_format, stop_ids, cfg.seed)
     if not environments.has_reward and not cfg.reward_fn:
         raise UserMistake(
             f"ENVIRONMENT_CLASS={source} has no get_reward(self); write one, or set REWARD_FN"
@@ -581,8 +603,7 @@ def result_fingerprint(run: Run) -> dict[str, str]:
         values["the model's weights"] = hosts.json_digest(fingerprints)
     values["ENVIRONMENT_CLASS"] = Path(cfg.environment_class).name
     if run.rollout.environments:  # the template also writes their messages
-        tools = run.rollout.environments.tools or None
-        template = run.rollout.tokenizer.get_chat_template(tools=tools)
+        template = run.rollout.chat_format.template()
         values["the chat template"] = hosts.short_digest(template.encode())
     sources = {"REWARD_FN": functions, "ENVIRONMENT_CLASS": [cfg.environment_class]}
     for setting, names in sources.items():

@@ -13,7 +13,7 @@ and so on. Tokens that the policy has drawn are never decoded and tokenized agai
 import json
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -28,9 +28,6 @@ from model.next_token import Sampling
 from model.placement import raise_if_too_long
 from rollout import Rollout, slice_of_process, text_of
 from sampling import Backend, Completions
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 # The sequence_id of an unused place in a pass. A pass returns its sequences in the order of their
 # sequence_ids, so that unused places come last.
@@ -48,23 +45,31 @@ class Environments:
         self,
         source: str,
         worker: RewardWorker,
-        tokenizer: "PreTrainedTokenizerBase",
+        chat_format: data.ChatFormat,
         stop_ids: Sequence[int],
         seed: int,
     ) -> None:
         """source: "file.py:Class". Raises UserMistake if the class cannot be an environment, or if
         the chat template cannot hold several turns."""
         self._source, self._label = source, f"ENVIRONMENT_CLASS {source}"  # names it in errors
-        self._worker, self._tokenizer, self._seed = worker, tokenizer, seed
-        self._stop_texts = [tokenizer.decode([i]) for i in stop_ids]
+        self._worker, self._seed = worker, seed
+        self._stop_texts = [chat_format.tokenizer.decode([i]) for i in stop_ids]
         name = source.rpartition(":")[2]
         described = json.loads(worker.ask(self._label, "open", name, more_s=LOADING_S))
-        self.tools: list[dict[str, Any]] = described["tools"]  # JSON schemas for chat templates
+        self.chat_format = chat_format._replace(tools=described["tools"])
         self.has_reward: bool = described["has_reward"]
+        self._is_concurrent: bool = described["is_concurrent"]
         self._raise_if_unsuitable()
 
     def _ask(self, request: str, *arguments: Any) -> Any:
         return self._worker.ask(self._label, request, *arguments)
+
+    def _ask_for_each(self, request: str, arguments: list[list]) -> list[Any]:
+        """The replies to a request for several completions, one request after the other or, if the
+        class is concurrent, all of them at the same time. arguments: those of each completion."""
+        if self._is_concurrent:
+            return self._ask("run_in_threads", request, arguments)
+        return [self._ask(request, *of_completion) for of_completion in arguments]
 
     def reset(
         self,
@@ -80,37 +85,50 @@ class Environments:
         a prompt get the same random numbers in `reset`, and so the same task.
         """
         self._ask("begin_round", self._seed, round_number)
-        texts = []
-        for i, sequence_id in enumerate(sequence_ids):
-            prompt = i // completions_per_prompt
-            first = prompt * completions_per_prompt  # the first completion of the prompt
-            text = self._ask("reset", sequence_id, sequence_ids[first], examples[prompt])
-            if i == first:
-                texts.append(text)
-            elif text != texts[-1]:
-                why = f"{texts[-1]!r:.80} and {text!r:.80}"
+        K = completions_per_prompt
+        arguments = [  # sequence_ids[i // K * K] is the first completion of the prompt
+            [sequence_id, sequence_ids[i // K * K], examples[i // K]]
+            for i, sequence_id in enumerate(sequence_ids)
+        ]
+        texts = self._ask_for_each("reset", arguments)
+        for i, text in enumerate(texts):
+            if text != (first := texts[i // K * K]):
+                why = f"{first!r:.80} and {text!r:.80}"
                 raise UserMistake(f"{self._label}: reset gave one question two texts, {why}")
-        return texts
+        return texts[::K]
 
-    def answer(self, sequence_id: int, turn: int, text: str) -> list[int] | None:
-        """The token ids of the environment's message to the policy's text, with the markers of the
-        chat template; None: the episode is over. turn: the index of the policy's turn, from 1."""
-        if self.tools:
-            calls, role = tool_calls(text), "tool"
-            texts = self._ask("use", sequence_id, turn, calls) if calls else []
+    def answers(
+        self, sequence_ids: Sequence[int], turn: int, texts: list[str]
+    ) -> list[list[int] | None]:
+        """The token ids of the environment's message to the text of each completion, with the
+        markers of the chat template; None: the episode is over. turn: the index of the policy's
+        turn, from 1."""
+        messages: dict[int, list[str]] = {}  # {sequence_id: the texts of its answers}
+        if self.chat_format.tools:
+            role, calls = "tool", dict(zip(sequence_ids, map(tool_calls, texts), strict=True))
+            arguments = [[number, turn, of_text] for number, of_text in calls.items() if of_text]
+            answers = self._ask_for_each("use", arguments)
+            messages = {number: x for (number, *_), x in zip(arguments, answers, strict=True)}
         else:
-            reply, role = self._ask("reply", sequence_id, turn, text), "user"
-            texts = [] if reply is None else [reply]
+            role = "user"
+            arguments = [[number, turn, x] for number, x in zip(sequence_ids, texts, strict=True)]
+            replies = self._ask_for_each("reply", arguments)
+            pairs = zip(sequence_ids, replies, strict=True)
+            messages = {number: [reply] for number, reply in pairs if reply is not None}
+        return [self._message_ids(role, messages.get(number, [])) for number in sequence_ids]
+
+    def _message_ids(self, role: str, texts: list[str]) -> list[int] | None:
+        """The token ids of these messages behind an answer of the policy; None without a text."""
         if not texts:
             return None
         _, message = self._text_after_answer([{"role": role, "content": text} for text in texts])
-        return self._tokenizer(message, add_special_tokens=False)["input_ids"]
+        return self.chat_format.tokenizer(message, add_special_tokens=False)["input_ids"]
 
     def get_reward(
         self, completions: list[str], environments: Sequence[int], **columns: list
     ) -> list[float | None]:
         """The rewards that the environments give. environments: the sequence_ids of completions."""
-        return [self._ask("get_reward", sequence_id) for sequence_id in environments]
+        return self._ask_for_each("get_reward", [[sequence_id] for sequence_id in environments])
 
     def _text_after_answer(self, messages: list[dict[str, str]]) -> tuple[str, str]:
         """The text that the chat template writes after an answer of the policy if these messages
@@ -130,7 +148,7 @@ class Environments:
         """The text of a question and these messages, with the beginning of the policy's turn."""
         chat = [{"role": "user", "content": "A question."}, *messages]
         try:
-            return data.render_chats(self._tokenizer, [chat], self.tools)[0]
+            return self.chat_format.render([chat])[0]
         except UserMistake as error:
             raise UserMistake(f"{self._label}: {error}; set CHAT_TEMPLATE") from None
 
@@ -138,14 +156,15 @@ class Environments:
         """Raises UserMistake if the chat template does not describe tools to the model, or if it
         renders earlier turns with other tokens than the policy has drawn."""
         start = self._render([])
-        if self.tools and "<tool_call>" not in start:
+        if self.chat_format.tools and "<tool_call>" not in start:
             raise UserMistake(
                 f"{self._label} has tools, and the chat template does not tell the model to call "
                 f"them as <tool_call>; set CHAT_TEMPLATE, or give the class reply(self, text)"
             )
         think_tag = re.search(r"(<think>\s*)?\Z", start)[0]  # opened by the template, or empty
-        turn, role = (CALL, "tool") if self.tools else (ANSWER, "user")
-        messages = [{"role": role, "content": "Words."}] * (2 if self.tools else 1)
+        has_tools = bool(self.chat_format.tools)
+        turn, role = (CALL, "tool") if has_tools else (ANSWER, "user")
+        messages = [{"role": role, "content": "Words."}] * (2 if has_tools else 1)
         dialogue = [{"role": "assistant", "content": turn}, *messages] * 2
         after_turn = "".join(self._text_after_answer(messages)).removesuffix(think_tag)
         expected = start.removesuffix(think_tag) + (turn + after_turn) * 2
@@ -178,12 +197,10 @@ class Environments:
             text for part in gather_texts(json.dumps(local_texts)) for text in json.loads(part)
         ]
         examples = [
-            prompt.columns | {"question": prompt.columns["question"] + (text or "")}
+            data.append_to_question(prompt.columns, text or "")
             for prompt, text in zip(prompts, texts, strict=True)
         ]
-        new_prompts = data.build_prompts(
-            examples, rollout.tokenizer, rollout.system_prompt, self.tools, model.vocab_size
-        )
+        new_prompts = data.build_prompts(examples, self.chat_format, model.vocab_size)
         longest = max(len(prompt.ids) for prompt in new_prompts)
         try:
             raise_if_too_long(rollout.stopping.max_length_sample, model, longest)
@@ -213,9 +230,7 @@ class Environments:
         pad_id, T = rollout.stopping.pad_id, rollout.stopping.max_length_sample
         unfinished = [*range(len(completions.lengths))]
         for turn in range(1, rollout.max_turns + 1):
-            unfinished = [
-                i for i in unfinished if self._add_message(rollout, prompts, completions, i, turn)
-            ]
+            unfinished = self._add_messages(rollout, prompts, completions, unfinished, turn)
             ids = []  # the prompt and the completion so far, of each unfinished sequence
             for i in unfinished:
                 prompt = prompts[i * len(prompts) // len(completions.lengths)]
@@ -249,33 +264,42 @@ class Environments:
                     append_turn(completions, i, turns, j)
         return completions
 
-    def _add_message(
+    def _add_messages(
         self,
         rollout: Rollout,
         prompts: list[data.Prompt],
         completions: Completions,
-        i: int,
+        unfinished: list[int],
         turn: int,
-    ) -> bool:
-        """Appends the environment's answer to this turn of completion i. Returns whether the
-        completion goes on.
+    ) -> list[int]:
+        """Appends the environment's answers to this turn of the unfinished completions. Returns
+        those that go on.
 
         A message that leaves no room for another token is cut and ends the completion. It then
         counts as cut off, unless the stop token of the turn is already its last token.
         """
-        length, T = completions.lengths[i], rollout.stopping.max_length_sample
-        was_cut = completions.completion_ids[i, length - 1] not in rollout.stopping.stop_ids
+        lengths, T = completions.lengths, rollout.stopping.max_length_sample
         is_last = turn == rollout.max_turns
-        if was_cut or (is_last and self.tools):  # The policy could not read the answer of a tool.
-            return False
-        text = text_of(rollout, prompts, completions, i)
-        ids = self.answer(int(completions.sequence_ids[i]), turn, text)
-        if ids is None or is_last:
-            return False
-        ids = ids[: T - length]
-        completions.completion_ids[i, length : length + len(ids)] = ids
-        completions.lengths[i] += len(ids)
-        return completions.lengths[i] < T
+        if is_last and self.chat_format.tools:  # The policy could not read the answer of a tool.
+            return []
+        last_ids = completions.completion_ids[unfinished, lengths[unfinished] - 1]
+        has_stopped = np.isin(last_ids, rollout.stopping.stop_ids)  # else the turn was cut off
+        stopped = [i for i, x in zip(unfinished, has_stopped, strict=True) if x]
+        sequence_ids = completions.sequence_ids[stopped].tolist()
+        texts = [text_of(rollout, prompts, completions, i) for i in stopped]
+        messages = self.answers(sequence_ids, turn, texts)
+        if is_last:
+            return []
+        going_on = []
+        for i, ids in zip(stopped, messages, strict=True):
+            if ids is None:
+                continue
+            ids = ids[: T - lengths[i]]
+            completions.completion_ids[i, lengths[i] : lengths[i] + len(ids)] = ids
+            lengths[i] += len(ids)
+            if lengths[i] < T:
+                going_on.append(i)
+        return going_on
 
 
 def append_turn(completions: Completions, i: int, turns: Completions, j: int) -> None:

@@ -90,6 +90,7 @@ def writing(
 # What other programs call our settings; a name in lower case occurs only in YAML.
 CALLED = {
     "MODEL_PATH": "MODEL_NAME_OR_PATH MODEL_ID",
+    "CHAT_TEMPLATE_KWARGS": "APPLY_CHAT_TEMPLATE_KWARGS",
     "SEED": "RANDOM_SEED",
     "ROLLOUT_BACKEND": "ROLLOUT_ENGINE",
     "BATCH_SIZE": "ROLLOUT_PROMPT_BATCH_SIZE",

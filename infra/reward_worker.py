@@ -20,6 +20,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib.machinery import ModuleSpec, PathFinder
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -183,6 +184,7 @@ class _Server:
         self._file = file
         self._module: Any = None
         self._class: Any = None  # of the environments
+        self._is_concurrent = False  # the class says that its methods may run in threads
         self._environments: dict[int, Any] = {}  # of the last round, by the completion's number
         self._tools: dict[str, dict] = {}  # the schemas of the arguments of each tool, by its name
         self._seeds: list[int] = []  # SEED and the number of the round
@@ -210,16 +212,21 @@ class _Server:
 
     def call(self, name: str, completions: list[str], columns: dict[str, list]) -> Any:
         """Calls a reward function as TRL does, by the names of the arguments; one without the name
-        `completions` gets them first. The numbers in the column `environments` become the objects;
-        functions in other files than that of the class do not get this column."""
+        `completions` gets them first. If the questions are lists of messages, so are `prompts` and
+        `completions`. The numbers in the column `environments` become the objects; functions in
+        other files than that of the class do not get this column."""
         numbers = columns.pop("environments", None)
         if numbers and self._class:
             columns["environments"] = [self._environments[n] for n in numbers]
         function = getattr(self._module, name)
         parameters = inspect.signature(function).parameters
-        named: dict[str, Any] = {"completions": completions, **columns}
+        prompts = columns.pop("prompts", None)
+        answers: list = completions
+        if prompts:
+            answers = [[{"role": "assistant", "content": text}] for text in completions]
+        named: dict[str, Any] = {"completions": answers, **columns}
         if "prompts" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            named["prompts"] = columns.get("question")
+            named["prompts"] = prompts or columns.get("question")
         named |= {name: value for name, value in TRL_ARGUMENTS.items() if name in parameters}
         try:
             for follows in (True, False):  # a decorator may take other names than its function
@@ -235,8 +242,9 @@ class _Server:
         return returned
 
     def open(self, name: str) -> str:
-        """Checks the class of the environments. Returns its tools as chat templates take them, and
-        whether it has a reward; as a text, since the trainer makes floats of numbers.
+        """Checks the class of the environments. Returns its tools as chat templates take them,
+        whether it has a reward, and whether its completions may be served at the same time; as a
+        text, since the trainer makes floats of numbers.
 
         Raises TypeError or ValueError if the class cannot be used, and what its methods raise.
         """
@@ -257,15 +265,22 @@ class _Server:
 
             tools = [n for n in methods if n not in ("reset", "get_reward")]
             schemas = [get_json_schema(getattr(environment, tool)) for tool in tools]
-            described = [schema["function"] for schema in schemas]
-            self._tools = {tool["name"]: tool["parameters"]["properties"] for tool in described}
+            functions = [schema["function"] for schema in schemas]
+            self._tools = {tool["name"]: tool["parameters"]["properties"] for tool in functions}
             if not tools:
                 raise TypeError(f"{name} has no public method as a tool, and no reply(self, text)")
-        return json.dumps({"tools": schemas, "has_reward": "get_reward" in methods})
+        self._is_concurrent = bool(getattr(cls, "concurrent", False))
+        described = {"tools": schemas, "has_reward": "get_reward" in methods}
+        return json.dumps(described | {"is_concurrent": self._is_concurrent})
 
     def begin_round(self, seed: int, round_number: int) -> None:
         """Forgets the environments of other rounds."""
         self._environments, self._seeds = {}, [seed, round_number]
+
+    def run_in_threads(self, request: str, arguments: list[list]) -> list:
+        """The values of a request for several completions, all at the same time."""
+        with ThreadPoolExecutor(max(len(arguments), 1)) as threads:
+            return [*threads.map(lambda args: getattr(self, request)(*args), arguments)]
 
     def reset(self, number: int, first: int, columns: dict[str, Any]) -> str | None:
         """Makes the environment of a completion and begins its episode. first: the number of the
@@ -314,7 +329,9 @@ class _Server:
         return self._environments[number].get_reward()
 
     def _seed(self, *numbers: int) -> None:
-        """Seeds the global random generators of Python and NumPy."""
+        """Seeds the global random generators of Python and NumPy, which threads would share."""
+        if self._is_concurrent:
+            return
         import numpy as np
 
         random.seed(str([*self._seeds, *numbers]))
@@ -388,6 +405,10 @@ def _as_raised(error: BaseException, file: str) -> str:
     text = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}{''.join(lines[-1:])}"
     if re.search("string ind(ices must|ex out)|'str' object has no attribute 'get'", text):
         text += "; completions are texts, not messages, and so are prompts"
+    if re.search("got 'list'|'list' object has no attribute '(strip|find|split|lower)", text):
+        text += (
+            "; completions are lists of one message, because the questions are lists of messages"
+        )
     return text
 
 

@@ -2,6 +2,7 @@
 
 import random
 import re
+import time
 import zlib
 
 import numpy as np
@@ -43,6 +44,29 @@ class Echo:
 
     def get_reward(self) -> float:
         return self.code() % 2
+
+
+class Waits:
+    """Its tool waits, as one that asks a server does, and so does its reward."""
+
+    concurrent = True
+
+    def reset(self, **columns: str) -> None:
+        self.heard = 0
+
+    def look_up(self, number: int) -> int:
+        """Doubles a number.
+
+        Args:
+            number: the number
+        """
+        time.sleep(0.1)
+        self.heard = number
+        return 2 * number
+
+    def get_reward(self) -> float:
+        time.sleep(0.1)
+        return float(self.heard)
 
 
 class Dice:

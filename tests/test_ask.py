@@ -11,6 +11,7 @@ from runs import REPO, Result, few_examples, run_as_user
 from config import Config
 from infra.checkpoint import Checkpoints, Progress
 from infra.mistakes import UserMistake
+from rewards import SYSTEM_PROMPT
 from tools.ask import find_weights
 
 APPLES = "Grace had 22 apples, lost 7 and then found 3. How many apples does Grace have now?"
@@ -126,6 +127,21 @@ def test_ask_prints_the_greedy_answer_its_rewards_and_what_stdout_does_not_know_
     assert done.lines.endswith(f"\n\\u20ac {APPLES}\n\n{answer}\n\n{rewards}\n")
 
 
+def test_ask_takes_a_list_of_messages_whose_system_message_replaces_the_default_one(
+    tmp_path: Path, cache: Path
+) -> None:
+    messages = [
+        {"role": "system", "content": SYSTEM_PROMPT},
+        {"role": "user", "content": APPLES},
+    ]
+    settings = {"JAX_COMPILATION_CACHE_DIR": str(cache), "OUTPUT_DIR": ""}
+    settings |= {"CHAT_TEMPLATE": str(REPO / "docs" / "qwen3_turns.jinja")}
+    settings |= {"CHAT_TEMPLATE_KWARGS": '{"enable_thinking": true}'}
+    done = run_as_user(tmp_path / "run", "--ask", json.dumps(messages), **settings)
+    assert done.lines.endswith(f"\n\n{GREEDY}\n\n"), done.errors
+    assert "note: the chat template lets the model think, and MAX_LENGTH_SAMPLE=32" in done.lines
+
+
 def test_the_readme_shows_what_the_tiny_model_answers(tmp_path: Path, cache: Path) -> None:
     settings = {"JAX_COMPILATION_CACHE_DIR": str(cache), "OUTPUT_DIR": ""}
     done = run_as_user(tmp_path / "run", "--ask", APPLES, **settings)
@@ -140,6 +156,7 @@ def test_the_readme_shows_what_the_tiny_model_answers(tmp_path: Path, cache: Pat
     [
         (("--eval-only",), {"RESUME": "nowhere"}, "RESUME=nowhere is not the folder of a complete"),
         (("--ask", APPLES), {}, "/nothing has no weights: no complete checkpoint in "),
+        (("--ask", "[{"), {"OUTPUT_DIR": ""}, "--ask is not JSON: JSONDecodeError: Expecting"),
         (("--ask", "a " * 3000), {"OUTPUT_DIR": ""}, "the model has 2048 positions"),
     ],
 )

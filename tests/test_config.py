@@ -206,6 +206,8 @@ BETA=1 KL_ESTIMATOR=k1 KL_BIAS_CORRECTION=0 -> KL_ESTIMATOR=k1 has no gradient o
 IS_MODE=sequence_mask TOP_P=0.9 SAMPLING_SUPPORT=full -> IS_MODE=sequence_mask with SAMPLING_SUPP
 TOP_K=9 POLICY_LOSS_IMPL=pallas -> POLICY_LOSS_IMPL=pallas cannot replay the tokens that TOP_K,
 TOP_K=9 ROLLOUT_BACKEND=sglang_jax STEPS=0 -> ROLLOUT_BACKEND=sglang_jax cannot replay the tokens
+CHAT_TEMPLATE_KWARGS={'a':False} -> CHAT_TEMPLATE_KWARGS={'a':False} is no JSON object such as {"
+CHAT_TEMPLATE_KWARGS=[1] -> CHAT_TEMPLATE_KWARGS=[1] is no JSON object such as {"enable_thinking": f
 DELTA=1.5 EPS_HIGH=0.5 -> DELTA=1.5 must be above 1 + EPS_HIGH = 1.5
 TOP_K=129 SAMPLING_SUPPORT=full STEPS=0 -> TOP_K=129 must be at most 128
 OVERLONG_CACHE=1025 -> OVERLONG_CACHE=1025 must be at most MAX_LENGTH_SAMPLE=1024

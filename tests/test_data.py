@@ -12,6 +12,7 @@ from test_hf import refused
 from tokenizers.processors import TemplateProcessing
 
 from data import (
+    ChatFormat,
     Prompt,
     batch_indices,
     build_prompts,
@@ -19,7 +20,8 @@ from data import (
     end_of_turn_id,
     load_examples,
     open_think_tag,
-    read_system_prompt,
+    raise_if_kwargs_unread,
+    read_opening,
 )
 from infra.mistakes import UserMistake
 from model import hf
@@ -30,6 +32,14 @@ ROOT = Path(__file__).parent.parent
 
 def examples_of(n: int, first: int = 0) -> list[dict[str, str]]:
     return [{"question": f"What is {i} + 1?", "answer": f"#### {i + 1}"} for i in range(first, n)]
+
+
+def system(text: str) -> dict[str, str]:
+    return {"role": "system", "content": text}
+
+
+def format_of(tokenizer: object, system_prompt: str, tools: list = ()) -> ChatFormat:
+    return ChatFormat(tokenizer, [system(system_prompt)], tools=tools)
 
 
 def lines_of(examples: list) -> bytes:
@@ -276,26 +286,26 @@ def test_a_system_prompt_is_a_text_unless_it_is_a_file_or_a_word_that_ends_as_on
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for text in ("and/or", "</think>", "Read it in notes.txt", "c.py", ""):
-        assert read_system_prompt(text) == text
+        assert read_opening(text) == ([system(text)] if text else [])
     for name in ("none.txt", "prompts/none.md", "~/none.jinja"):
         message = f"SYSTEM_PROMPT={name} cannot be read: FileNotFoundError: "
-        refused(lambda name=name: read_system_prompt(name), message)
+        refused(lambda name=name: read_opening(name), message)
     (tmp_path / "and").mkdir()
     (tmp_path / "and" / "or").write_text("Think.")
-    assert read_system_prompt("and/or") == "Think."
+    assert read_opening("and/or") == [system("Think.")]
 
 
 def test_texts_of_files_have_no_byte_order_mark_and_are_utf_8(tmp_path: Path) -> None:
     prompt, template = tmp_path / "a.txt", tmp_path / "a.jinja"
     prompt.write_bytes("\ufeffThink é.\r\n".encode())
-    assert read_system_prompt(str(prompt)) == "Think é.\n"
+    assert read_opening(str(prompt)) == [system("Think é.\n")]
     template.write_bytes("\ufeff{{ messages[1].content }}".encode())
     tokenizer = hf.load_tokenizer(ROOT / "tiny", str(template))
     assert tokenizer.chat_template == "{{ messages[1].content }}"
     for file in (prompt, template):
         file.write_bytes("Zoë".encode("latin-1"))
     message = f"SYSTEM_PROMPT={prompt} cannot be read: UnicodeDecodeError: "
-    refused(lambda: read_system_prompt(str(prompt)), message)
+    refused(lambda: read_opening(str(prompt)), message)
     message = f"CHAT_TEMPLATE={template} cannot be read: UnicodeDecodeError: "
     refused(lambda: hf.load_tokenizer(ROOT / "tiny", str(template)), message)
     refused(lambda: hf.load_tokenizer(ROOT / "tiny", str(tmp_path)), "cannot be read: IsADirectory")
@@ -313,7 +323,7 @@ EXAMPLES = [
 
 def test_prompts_are_the_tokens_of_the_chat_template() -> None:
     tokenizer = hf.load_tokenizer(ROOT / "tiny")
-    prompts = build_prompts(EXAMPLES, tokenizer, SYSTEM)
+    prompts = build_prompts(EXAMPLES, format_of(tokenizer, SYSTEM))
     for prompt, example in zip(prompts, EXAMPLES, strict=True):
         question = {"role": "user", "content": example["question"]}
         chat = [{"role": "system", "content": SYSTEM}, question]
@@ -326,6 +336,180 @@ def test_prompts_are_the_tokens_of_the_chat_template() -> None:
         "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
     )
 
+
+# ---- Message lists -------------------------------------------------------------------------------
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def prompts_of(file: Path, system_prompt: str, *columns: str) -> list[list[int]]:
+    """The token ids of the prompts of the split train of a file."""
+    chat_format = ChatFormat(
+        hf.load_tokenizer(ROOT / "tiny"), read_opening(system_prompt), [system("By default.")]
+    )
+    prompts = build_prompts(load_examples(str(file), "", "train", *columns), chat_format)
+    return [prompt.ids for prompt in prompts]
+
+
+def test_a_dataset_has_the_same_tokens_as_texts_as_messages_and_in_dapo_s_columns(tmp_path):
+    plain = write(tmp_path / "plain.jsonl", examples_of(20))
+    chats = [
+        # Arrow adds the key `name` to the message that lacks it.
+        {"prompt": [system("Think.") | {"name": "s"}, user(e["question"])], "answer": e["answer"]}
+        for e in examples_of(20)
+    ]
+    messages = write(tmp_path / "messages.parquet", chats)
+    dapo = [
+        {
+            "data_source": "sums",
+            "prompt": [user(e["question"])],
+            "ability": "MATH",
+            "reward_model": {"ground_truth": str(i + 1), "style": "rule"},
+        }
+        for i, e in enumerate(examples_of(20))
+    ]
+    dapo_file = write(tmp_path / "dapo.parquet", dapo)
+    expected = prompts_of(plain, "Think.")
+    assert prompts_of(messages, "", "prompt", "answer") == expected
+    columns = ("prompt", "reward_model.ground_truth")
+    assert prompts_of(dapo_file, "Think.", *columns) == expected
+    [example, *_] = load_examples(str(dapo_file), "", "train", *columns)
+    assert (example["question"], example["answer"]) == ("What is 0 + 1?", "1")
+    assert example["prompts"] == [user("What is 0 + 1?")]
+
+
+SYSTEM_CASES = [  # SYSTEM_PROMPT's messages, the question, and the messages that are rendered
+    ([], "2+2?", [system("By default."), user("2+2?")]),
+    ([], [user("2+2?")], [user("2+2?")]),
+    ([], [system("Data."), user("2+2?")], [system("Data."), user("2+2?")]),
+    ([system("Set.")], [user("2+2?")], [system("Set."), user("2+2?")]),
+    ([system("Set.")], [system("Data."), user("2+2?")], [system("Data."), user("2+2?")]),
+    (
+        [system("Set."), user("1+1?"), assistant("2")],
+        [system("Data."), user("3?"), assistant("3"), user("2+2?")],
+        [system("Data."), *(user("1+1?"), assistant("2"))]
+        + [user("3?"), assistant("3"), user("2+2?")],
+    ),
+]
+
+
+@pytest.mark.parametrize("opening, question, rendered", SYSTEM_CASES)
+def test_a_system_message_of_the_data_wins_and_messages_get_no_default_one(
+    opening: list, question: object, rendered: list
+) -> None:
+    chat_format = ChatFormat(hf.load_tokenizer(ROOT / "tiny"), opening, [system("By default.")])
+    example = {"question": "2+2?"} | ({"prompts": question} if isinstance(question, list) else {})
+    assert chat_format.messages_of(example) == rendered
+
+
+def test_without_a_system_role_the_system_message_stands_in_front_of_the_first_question():
+    tokenizer = hf.load_tokenizer(ROOT / "tiny")
+    tokenizer.chat_template = (
+        "{% for m in messages if m.role != 'system' %}{{ m.content }}|{% endfor %}"
+    )
+    opening = [system("Set."), user("1+1?"), assistant("2")]
+    examples = [{"question": "2+2?"}, {"question": "5?", "prompts": [system("Data."), user("5?")]}]
+    prompts = build_prompts(examples, ChatFormat(tokenizer, opening))
+    texts = ["Set.\n\n1+1?|2|2+2?|", "Data.\n\n1+1?|2|5?|"]
+    assert [tokenizer.decode(prompt.ids) for prompt in prompts] == texts
+
+
+@pytest.mark.parametrize(
+    "question, message",
+    [
+        ([user("2?"), assistant("4")], "the last message is of the role 'assistant'; leave out"),
+        ([user("2?"), "4"], 'message 2 is \'4\', and not {"role": "user", '),
+        ([{"role": "user"}], "message 1 is {'role': 'user'}, and not"),
+        ([user("2?"), {"role": "tool", "content": None}], "message 2 is {'role': 'tool', 'cont"),
+        ([], "has no text in 'prompt', but []"),
+    ],
+)
+def test_a_list_that_is_no_prompt_is_refused_by_its_example(tmp_path, question, message):
+    examples = [{"prompt": [user("1?")], "answer": "1"}, {"prompt": question, "answer": "2"}]
+    file = write(tmp_path / "a.jsonl", examples)
+    refused(lambda: load_examples(str(file), "", "train", "prompt"), f"{file} example 2", message)
+
+
+def test_a_column_by_dots_is_a_part_of_a_column_unless_a_column_has_this_name(tmp_path):
+    example = {"question": "1+1?", "a.b": "2", "a": {"b": "3", "c": {"d": 4}}}
+    file = str(write(tmp_path / "a.jsonl", [example] * 2))
+    for column, answer in (("a.b", "2"), ("a.c.d", "4")):
+        assert load_examples(file, "", "train", "question", column)[0]["answer"] == answer
+    for column in ("a.x", "question.b", "a.c.d.e", "a.c"):
+        names = f"has no text in '{column}', but", "columns, question, a.b, a"
+        refused(lambda c=column: load_examples(file, "", "train", "question", c), *names)
+
+
+def test_messages_of_a_file_stand_in_front_of_a_question_as_worked_examples(tmp_path):
+    file = tmp_path / "examples.json"
+    messages = [system("Add."), user("1+1?"), assistant("2")]
+    file.write_text(json.dumps(messages))
+    assert read_opening(str(file)) == messages
+    for text, words in (
+        ("[", "is not JSON: JSONDecodeError"),
+        ("{}", "is not a JSON list of messages"),
+        (json.dumps([user("1?")]), "the last message is the user's"),
+        (json.dumps(["Add."]), "message 1 is 'Add.', and not"),
+    ):
+        file.write_text(text)
+        refused(lambda: read_opening(str(file)), f"SYSTEM_PROMPT={file}", words)
+
+
+# It treats enable_thinking as the template of Qwen3 does, and has a tag of transformers.
+THINKS = (
+    "{%- for m in messages %}{{ m.role }}: {% generation %}{{ m.content }}{% endgeneration %}"
+    "{{- '\\n' }}{% endfor %}{%- if add_generation_prompt %}{{- 'assistant: ' }}"
+    "{%- if enable_thinking is defined and enable_thinking is false %}"
+    "{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}{%- endif %}"
+    "{%- if effort is defined and effort not in ['low', 'high'] %}"
+    "{{- raise_exception('no such effort') }}{%- endif %}"
+)
+
+
+def thinking_format(**kwargs: object) -> ChatFormat:
+    tokenizer = hf.load_tokenizer(ROOT / "tiny")
+    tokenizer.chat_template = THINKS
+    return ChatFormat(tokenizer, [], kwargs=kwargs)
+
+
+@pytest.mark.parametrize(
+    "kwargs, end",
+    [
+        ({}, ""),
+        ({"enable_thinking": True}, ""),
+        ({"enable_thinking": False}, "<think>\n\n</think>\n\n"),
+    ],
+)
+def test_arguments_of_the_template_turn_thinking_on_and_off(kwargs: dict, end: str) -> None:
+    chat_format = thinking_format(**kwargs)
+    raise_if_kwargs_unread(chat_format)
+    [prompt] = build_prompts([{"question": "2+2?"}], chat_format)
+    assert chat_format.tokenizer.decode(prompt.ids) == f"user: 2+2?\nassistant: {end}"
+
+
+def test_an_argument_that_the_template_does_not_read_is_refused_by_its_name() -> None:
+    for name in ("enable_thinkng", "content", "messages", "tools", "range", "bos_token"):
+        words = (
+            f"CHAT_TEMPLATE_KWARGS: the chat template does not read '{name}'; it reads effort, en"
+        )
+        refused(lambda name=name: raise_if_kwargs_unread(thinking_format(**{name: False})), words)
+
+
+def test_an_argument_that_the_template_refuses_is_named() -> None:
+    chat_format = thinking_format(effort="most")
+    words = (
+        'fails on messages of user and CHAT_TEMPLATE_KWARGS={"effort": "most"}: TemplateError: no'
+    )
+    refused(lambda: build_prompts([{"question": "2+2?"}], chat_format), words)
+
+
+# ---- Chat templates ------------------------------------------------------------------------------
 
 TOOL = {"type": "function"}
 USER = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}>"
@@ -358,7 +542,7 @@ TEMPLATES = [  # a template, the tools, and the prompt of "2+2?" with the system
 def test_a_prompt_is_what_the_template_writes(template: object, tools: list, text: str) -> None:
     tokenizer = hf.load_tokenizer(ROOT / "tiny")
     tokenizer.chat_template = template
-    (prompt,) = build_prompts(EXAMPLES[2:], tokenizer, "Think.", tools)
+    (prompt,) = build_prompts(EXAMPLES[2:], format_of(tokenizer, "Think.", tools))
     assert tokenizer.decode(prompt.ids) == text
 
 
@@ -366,7 +550,12 @@ def test_named_templates_without_a_default_are_refused() -> None:
     tokenizer = hf.load_tokenizer(ROOT / "tiny")
     tokenizer.chat_template = {"rag": "{{ messages[0].content }}"}
     words = "MODEL_PATH (or CHAT_TEMPLATE): its chat template fails on messages of user: ValueError"
-    refused(lambda: build_prompts(EXAMPLES[2:], tokenizer, "Think."), words, "multiple", "rag")
+    refused(
+        lambda: build_prompts(EXAMPLES[2:], format_of(tokenizer, "Think.")),
+        words,
+        "multiple",
+        "rag",
+    )
 
 
 @pytest.mark.parametrize(
@@ -384,9 +573,9 @@ def test_the_token_behind_an_answer_is_found_by_writing_one(end: str, expected: 
         "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}"
         f"{{{{ {end!r} }}}}{{% endif %}}{{% endfor %}}{{{{ '<think>' if add_generation_prompt }}}}"
     )
-    assert end_of_turn_id(tokenizer) == expected
+    assert end_of_turn_id(ChatFormat(tokenizer, [])) == expected
     tokenizer.chat_template = "{% if messages[1:] %}{{ raise_exception('no') }}{% endif %}"
-    assert end_of_turn_id(tokenizer) is None  # it takes no answers
+    assert end_of_turn_id(ChatFormat(tokenizer, [])) is None  # it takes no answers
 
 
 def test_a_template_that_writes_the_bos_token_as_gemma_s_does_gives_it_once() -> None:
@@ -398,7 +587,7 @@ def test_a_template_that_writes_the_bos_token_as_gemma_s_does_gives_it_once() ->
     )
     tokenizer.chat_template = "{{ bos_token }}user\n{{ messages[-1].content + '\\nmodel\\n' }}"
     assert tokenizer("2")["input_ids"][0] == 1, "the tokenizer adds it by itself"
-    (prompt,) = build_prompts(EXAMPLES[2:], tokenizer, "Think first.")
+    (prompt,) = build_prompts(EXAMPLES[2:], format_of(tokenizer, "Think first."))
     assert tokenizer.decode(prompt.ids) == "<|im_start|>user\nThink first.\n\n2+2?\nmodel\n"
     assert prompt.ids.count(1) == 1
 
@@ -407,7 +596,7 @@ def test_a_template_that_writes_the_bos_token_as_gemma_s_does_gives_it_once() ->
 def test_half_a_character_is_refused(system: str, question: str) -> None:
     message = r"a question or SYSTEM_PROMPT is not Unicode: '.*\\ud"
     with pytest.raises(UserMistake, match=message):
-        build_prompts([{"question": question}], hf.load_tokenizer(ROOT / "tiny"), system)
+        build_prompts([{"question": question}], format_of(hf.load_tokenizer(ROOT / "tiny"), system))
 
 
 @pytest.mark.parametrize(
@@ -424,7 +613,7 @@ def test_only_a_think_tag_that_is_left_open_belongs_to_the_completion(
 ) -> None:
     tokenizer = hf.load_tokenizer(ROOT / "tiny")
     tokenizer.chat_template += f"{{{{ {end!r} }}}}"
-    (prompt,) = build_prompts(EXAMPLES[2:], tokenizer, "Think in <think>.")
+    (prompt,) = build_prompts(EXAMPLES[2:], format_of(tokenizer, "Think in <think>."))
     assert open_think_tag(prompt, tokenizer) == opened
 
 
@@ -437,7 +626,7 @@ def test_a_chat_template_of_a_file_serves_a_model_that_has_none(tmp_path: Path) 
     refused(lambda: hf.load_tokenizer(tmp_path), "no chat template", "CHAT_TEMPLATE")
     for folder in (tmp_path, ROOT / "tiny"):  # It replaces the tokenizer's template.
         tokenizer = hf.load_tokenizer(folder, str(ROOT / "docs" / "chat_template.jinja"))
-        (prompt,) = build_prompts(EXAMPLES[2:], tokenizer, "Think first.")
+        (prompt,) = build_prompts(EXAMPLES[2:], format_of(tokenizer, "Think first."))
         assert tokenizer.decode(prompt.ids) == "System: Think first.\n\nUser: 2+2?\n\nAssistant:"
     missing = str(tmp_path / "none.jinja")
     words = f"CHAT_TEMPLATE={missing} cannot be read: FileNotFoundError: "

@@ -27,6 +27,7 @@ INPUTS = [  # environment, words of the line
     ({"REWARD_WEIGHTS": "1,1"}, "REWARD_WEIGHTS=1.0,1.0 has 2 numbers; give 3"),
     ({"POLICY_LOSS_IMPL": "pallas"}, "POLICY_LOSS_IMPL=pallas needs DTYPE=bfloat16 on a TPU"),
     ({"MESH_SHAPE": "1,3,1"}, "MESH_SHAPE=1,3,1 is a mesh of 3 devices, but the run has 8"),
+    ({"CHAT_TEMPLATE_KWARGS": '{"a": 1}'}, "the chat template does not read 'a'; it reads no arg"),
     ({"MAX_PROMPT_LENGTH": "5"}, "MAX_PROMPT_LENGTH=5: every train prompt is longer"),
     ({"MAX_LENGTH_SAMPLE": "5000"}, "MAX_LENGTH_SAMPLE=5000 after the longest prompt"),
     ({"SYSTEM_PROMPT": "prompts/mine.txt"}, "SYSTEM_PROMPT=prompts/mine.txt cannot be read: File"),
@@ -132,7 +133,7 @@ def test_an_error_of_a_library_is_one_line_with_what_it_reads_and_its_words() ->
         (hf, "ModelConfig"),
         (hf, "_tensor_shapes"),
         (hf, "read_text"),
-        (data, "_with_texts"),
+        (data, "read_question_and_answer"),
         (data, "has_system_role"),
     ],
 )

@@ -198,6 +198,11 @@ def before() -> dict[str, str]:
         ("LEARNING_RATE=1e-5", "LEARNING_RATE"),
         ("BATCH_SIZE=16", "prompts per step"),
         ("SYSTEM_PROMPT=Short.", "the tokenized prompts"),
+        (
+            f"CHAT_TEMPLATE={REPO}/docs/qwen3_turns.jinja "
+            'CHAT_TEMPLATE_KWARGS={"enable_thinking":false}',
+            "CHAT_TEMPLATE_KWARGS and the tokenized prompts",
+        ),
         ("STEPS=4", "LR_DECAY_STEPS (else STEPS)"),
         ("STEPS=4 LR_DECAY_STEPS=3", ""),
         ("DTYPE=bfloat16", "DTYPE"),

@@ -15,7 +15,7 @@ import pytest
 from infra import reward_worker
 from infra.mistakes import UserMistake
 from infra.reward_worker import get_worker, load_reward_function
-from rewards import RewardFunction, load_reward_functions, total_rewards
+from rewards import RewardFunction, load_reward_functions, reward_correct, total_rewards
 
 TOP = Path(reward_worker.__file__).parent.parent  # the repo's top folder
 
@@ -285,6 +285,27 @@ def test_one_that_reads_messages_is_told_that_completions_are_texts(tmp_path, te
     with worker(tmp_path, "chat") as function, pytest.raises(UserMistake, match=line) as caught:
         function([completion], question=["2+2?"])
     assert "\n" not in str(caught.value)
+
+
+def test_message_lists_reach_a_function_of_a_file_in_trl_s_form_and_the_built_in_ones_as_texts(
+    tmp_path: Path,
+) -> None:
+    body = "def f(prompts, completions, question, **_):\n    return [len(prompts[0]), "
+    (tmp_path / "mine.py").write_text(f"{body}float(completions[1][0]['content'] + question[1])]\n")
+    messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "0"}]
+    columns = {"question": ["0", "0"], "answer": ["7", "4"], "prompts": [messages] * 2}
+    with worker(tmp_path, "f") as function:
+        totals, per_function = total_rewards(
+            ["7", "5"], columns, [function, reward_correct], [1.0, 1.0]
+        )
+    assert per_function.tolist() == [[2.0, 1.0], [50.0, 0.0]] and totals.tolist() == [3.0, 50.0]
+
+
+def test_one_that_reads_texts_is_told_that_completions_are_messages(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def f(completions, **_):\n    completions[0].strip()\n")
+    line = r"\(mine.py:2\); completions are lists of one message, because the questions are lists"
+    with worker(tmp_path, "f") as function, pytest.raises(UserMistake, match=line):
+        function(["4"], question=["2+2?"], prompts=[[{"role": "user", "content": "2+2?"}]])
 
 
 # ---- What the function starts --------------------------------------------------------------------

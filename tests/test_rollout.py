@@ -14,7 +14,7 @@ import pytest
 from runs import Result, environment, train
 
 from config import Config
-from data import Prompt, batch_indices, build_prompts, load_examples
+from data import ChatFormat, Prompt, batch_indices, build_prompts, load_examples, read_opening
 from infra.mistakes import UserMistake
 from loss import Objective
 from model import hf
@@ -333,7 +333,7 @@ def test_a_text_is_every_drawn_token_but_the_stop_token_whatever_is_special(
     )
     if "<answer>5</answer><" in drawn:  # </answer> is no stop token of this model
         rollout.stopping = stopping._replace(stop_ids=(END,))
-    (opened,) = build_prompts([{"question": "2+3?"}], tokenizer, "Think.")
+    (opened,) = build_prompts([{"question": "2+3?"}], ChatFormat(tokenizer, read_opening("Think.")))
     assert texts_of(rollout, [opened], completions) == [text]
     think = tokenizer("<think>\n", add_special_tokens=False)["input_ids"]
     opened = opened._replace(ids=opened.ids + think)

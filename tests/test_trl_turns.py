@@ -338,6 +338,12 @@ def rendered(template: Path, messages: list[dict], **how: Any) -> str:
     return tokenizer().apply_chat_template(messages, tokenize=False, **how)
 
 
+def beginnings(dialogues: list[list[dict]]) -> list[list[dict]]:
+    """The messages before each turn of the model."""
+    parts = [messages[:n] for messages in dialogues for n in range(1, len(messages) + 1)]
+    return [messages for messages in parts if messages[-1]["role"] in ("user", "tool")]
+
+
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["no tools", "tools"])
 @pytest.mark.parametrize(
     "name, dialogues",
@@ -347,14 +353,24 @@ def test_the_template_writes_what_qwen3_s_own_template_writes(
     name: str, dialogues: list[list[dict]], tools: list[dict] | None
 ) -> None:
     """Before each turn of the model."""
-    thinks = [{}, {"enable_thinking": True}, {"enable_thinking": False}]
-    beginnings = [messages[:n] for messages in dialogues for n in range(1, len(messages) + 1)]
-    for messages in (each for each in beginnings if each[-1]["role"] in ("user", "tool")):
+    thinks = [{}, {"enable_thinking": True}]
+    for messages in beginnings(dialogues):
         for how in thinks if name == "qwen3" else thinks[:1]:
             for prompted in (True, False):
                 how |= {"tools": tools, "add_generation_prompt": prompted}
                 expected = rendered(TEMPLATES / f"{name}.jinja", messages, **how)
                 assert rendered(TURNS, messages, **how) == expected
+
+
+def test_without_thinking_each_turn_keeps_the_empty_thought_after_which_it_was_written() -> None:
+    """Qwen3's own template writes it in front of the turn that comes next alone."""
+    turn, off = "<|im_start|>assistant\n", {"enable_thinking": False, "tools": TOOLS}
+    for messages in beginnings([PLAIN]):
+        expected = rendered(QWEN3, messages, tools=TOOLS).replace(
+            turn, f"{turn}<think>\n\n</think>\n\n"
+        )
+        assert rendered(TURNS, messages, **off) == expected
+    assert rendered(QWEN3, OPENING, **off) == rendered(TURNS, OPENING, **off)
 
 
 def test_the_template_keeps_what_qwen3_s_own_template_removes_when_a_user_speaks() -> None:

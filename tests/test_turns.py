@@ -11,6 +11,7 @@ import importlib.util
 import json
 import math
 import re
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,7 +41,7 @@ from tokenizers import Tokenizer
 from config import DEFAULT_TURNS, Config
 from data import Prompt, build_prompts, pad_prompts
 from evaluation import answer_questions
-from extras.turns import tool_calls
+from extras.turns import Environments, tool_calls
 from infra.log import Clock
 from infra.mistakes import UserMistake
 from infra.sizes import turn_batch_size, turn_width
@@ -134,8 +135,7 @@ def talk(run: Run, turns: list[list[str]], *, T: int = 200, K: int = 1, max_turn
     stopping = rollout.stopping._replace(max_length_sample=T)
     rollout = dataclasses.replace(rollout, stopping=stopping, max_turns=max_turns or DEFAULT_TURNS)
     examples = [{"question": "Guess.", "answer": "#### 33"}] * (len(turns) // K)
-    tokenizer, system_prompt = rollout.tokenizer, rollout.system_prompt
-    prompts = build_prompts(examples, tokenizer, system_prompt, environments.tools)
+    prompts = build_prompts(examples, rollout.chat_format)
     prompts = environments.begin_episodes(rollout, prompts, 1, K)
     script, key, sampling = Script(turns, T), jax.random.key(0), rollout.sampling
     sizes = {"completions_per_prompt": K, "prompts_per_pass": len(prompts), "title": "rollout"}
@@ -143,6 +143,12 @@ def talk(run: Run, turns: list[list[str]], *, T: int = 200, K: int = 1, max_turn
     rewards = reward_completions(rollout, prompts, completions)
     batch = gather_batch(prompts, completions, *rewards, stopping.stop_ids)
     return Talk(prompts, completions, batch, script)
+
+
+def answer_of(environments: Environments, sequence_id: int, turn: int, text: str) -> list[int]:
+    """The tokens of the environment's answer to one completion."""
+    [ids] = environments.answers([sequence_id], turn, [text])
+    return ids
 
 
 def user(text: str) -> str:
@@ -377,7 +383,7 @@ def test_a_call_is_answered_with_what_the_tool_returns_or_with_its_error(
 ) -> None:
     calculator = run_of("Calculator", CHAT_TEMPLATE=QWEN3).rollout.environments
     calculator.reset(1, [0], [{}], 1)
-    message = text_of(calculator.answer(0, 1, f"<tool_call>\n{call}\n</tool_call>"))
+    message = text_of(answer_of(calculator, 0, 1, f"<tool_call>\n{call}\n</tool_call>"))
     assert f"<tool_response>\n{answer}" in message
     assert calculator.get_reward([""], [0]) == [5 * (answer == ADD)]
 
@@ -392,6 +398,41 @@ def test_a_closing_tag_within_a_text_of_a_call_does_not_close_it() -> None:
     assert tool_calls(f"<tool_call>{deep}</tool_call>") == [deep]
 
 
+def test_the_tools_of_a_concurrent_class_wait_at_the_same_time() -> None:
+    waits, numbers = run_of("Waits", CHAT_TEMPLATE=QWEN3).rollout.environments, [*range(64)]
+    waits.reset(1, numbers, [{}] * 64, 1)
+    calls = [
+        f"<tool_call>{call_of('look_up', json.dumps({'number': i}))}</tool_call>" for i in numbers
+    ]
+    calls[7] = "No call."
+    start = time.monotonic()
+    messages = waits.answers(numbers, 1, calls)
+    rewards = waits.get_reward([""] * 64, numbers)
+    assert time.monotonic() - start < 2.0, "one after the other they would take 12.7 seconds"
+    assert rewards == [i if i != 7 else 0 for i in numbers] and messages[7] is None
+    for i in [*range(7), *range(8, 64)]:
+        assert f"<tool_response>\n{2 * i}\n</tool_response>" in text_of(messages[i])
+
+
+def test_arguments_of_the_template_hold_for_the_model_s_later_turns() -> None:
+    off = {"CHAT_TEMPLATE_KWARGS": '{"enable_thinking": false}', "CHAT_TEMPLATE": QWEN3}
+    higher = run_of("Higher", **off).rollout.environments
+    higher.reset(1, [0], [{"answer": "#### 5"}], 1)
+    no_thought = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    message = f"\n<|im_start|>user\nIt is higher.<|im_end|>\n{no_thought}"
+    assert text_of(answer_of(higher, 0, 1, "3")) == message
+
+
+def test_the_text_of_reset_stands_behind_the_last_message_of_a_list() -> None:
+    run = run_of("Echo")
+    messages = [{"role": "system", "content": "Sing."}, {"role": "user", "content": "Guess."}]
+    examples = [{"question": "Guess.", "answer": "5", "prompts": messages}]
+    prompts = build_prompts(examples, run.rollout.chat_format)
+    [prompt] = run.rollout.environments.begin_episodes(run.rollout, prompts, 1, 1)
+    begins = "<|im_start|>system\nSing.<|im_end|>\n<|im_start|>user\nGuess. Think well. Think"
+    assert text_of(prompt.ids).startswith(begins) and prompt.columns == examples[0]
+
+
 # ---- Random numbers ------------------------------------------------------------------------------
 
 DICE = ("Dice", "NUM_PRE_Q=4 MAX_TURNS=3")
@@ -401,7 +442,7 @@ def rolls(seed: int, round_number: int, number: int, turn: int) -> tuple[str, st
     """What the dice of a completion say in a turn, after a round has begun with 16 completions."""
     dice = run_of(DICE[0], f"{DICE[1]} SEED={seed}").rollout.environments
     dice.reset(round_number, range(16), [{}] * 16, 4)
-    message = text_of(dice.answer(number, turn, ""))
+    message = text_of(answer_of(dice, number, turn, ""))
     return re.search(r"user\n (\d+) (\d+)<", message).groups()
 
 
@@ -417,7 +458,7 @@ def test_each_call_of_a_turn_has_random_numbers_of_its_own() -> None:
     calculator = run_of("Calculator", CHAT_TEMPLATE=QWEN3).rollout.environments
     calculator.reset(1, [0], [{}], 1)
     calls = f"<tool_call>{call_of('roll', '{}')}</tool_call>" * 2
-    said = [text_of(calculator.answer(0, 1, calls)) for _ in range(2)]
+    said = [text_of(answer_of(calculator, 0, 1, calls)) for _ in range(2)]
     assert said[0] == said[1], "the seed is set before each call"
     assert len(set(re.findall(r"\d+", said[0]))) == 4
 
@@ -584,7 +625,7 @@ def test_the_limit_of_a_call_is_no_limit_of_the_imports_for_tools() -> None:
     """Tools are described with transformers, which takes most of a second to import."""
     assert run_of(
         "Calculator", "REWARD_TIMEOUT_S=0.1", CHAT_TEMPLATE=QWEN3
-    ).rollout.environments.tools
+    ).rollout.chat_format.tools
 
 
 @pytest.mark.parametrize(

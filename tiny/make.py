@@ -289,7 +289,10 @@ def warm_up(
     params = init_params(model, jax.random.key(SEED))
     for stage in stages:
         opt_state = optimizer.init(params)
-        prompts = data.build_prompts(examples, tokenizer, stage.system_prompt)
+        prompts = data.build_prompts(
+            examples,
+            data.ChatFormat(tokenizer, [{"role": "system", "content": stage.system_prompt}]),
+        )
         S = prompt_width(max(len(prompt.ids) for prompt in prompts)) - 1
         for i in range(stage.steps):
             indices = data.batch_indices(len(examples), stage.prompts, i, SEED)

@@ -6,6 +6,7 @@ Without OUTPUT_DIR or with RESUME=never they are those of MODEL_PATH.
 
 import argparse
 import contextlib
+import json
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -13,11 +14,12 @@ import jax
 import jax.numpy as jnp
 
 from config import Config
+from data import read_question
 from evaluation import EVAL_PHASES, answer_questions, evaluate
 from infra import hosts, resume
 from infra.checkpoint import Checkpoints, Progress, raise_if_arrays_differ
 from infra.log import DONE, Clock
-from infra.mistakes import Unwritable, UserMistake, exit_with_mistakes
+from infra.mistakes import Unwritable, UserMistake, exit_with_mistakes, reading
 from infra.sizes import MICRO_SIZES, PASS_SIZES, STEP_SIZES
 from metrics import dialogues_of
 from model.params import Params, abstract_params, combine_params, trainable_params
@@ -120,6 +122,16 @@ def ask(cfg: Config, example: dict[str, Any]) -> tuple[str, list[str]]:
     return text, [f"{function.__name__} {reward:g}" for function, reward in rewards]
 
 
+def read_asked(text: str) -> dict[str, Any]:
+    """The question of --ask as columns of an example: a text, or a list of messages as JSON. Raises
+    UserMistake."""
+    if not text.lstrip().startswith("[{"):
+        return {"question": text}
+    with reading("--ask is not JSON"):
+        messages = json.loads(text)
+    return read_question(messages, "--ask")
+
+
 def answer_command(cfg: Config, flags: argparse.Namespace) -> None:
     """Runs the command --eval-only or --ask."""
     try:
@@ -128,8 +140,9 @@ def answer_command(cfg: Config, flags: argparse.Namespace) -> None:
         if flags.eval_only:
             evaluate_weights(cfg)
         else:
-            answer = {} if flags.answer is None else {"answer": flags.answer}
-            text, rewards = ask(cfg, {"question": flags.ask} | answer)
+            example = {} if flags.answer is None else {"answer": flags.answer}
+            example |= read_asked(flags.ask)
+            text, rewards = ask(cfg, example)
             print(f"\n{flags.ask}\n\n{text}\n", *rewards, sep="\n")
     except (UserMistake, Unwritable) as error:
         exit_with_mistakes(error)

@@ -1,0 +1,103 @@
+"""A reward from a judge: a model behind an endpoint of OpenAI's chat completions.
+
+    JUDGE_URL=http://localhost:8000/v1 JUDGE_MODEL=Qwen/Qwen3-8B \
+        REWARD_FN=recipes/judge.py:judge python train_grpo.py
+
+Edit PROMPT and OPTIONS for your task. docs/rewards_and_data.md says what a judge costs.
+"""
+
+import hashlib
+import json
+import os
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
+from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+PROMPT = """\
+Judge the student's answer to this question: {question}
+
+The right answer: {answer}
+
+The student's answer: {completion}
+
+Reason briefly. Then end with a line of this form, where X is a number from 0 (wrong) to 1 (right):
+Score: X"""
+OPTIONS = {"temperature": 0, "max_tokens": 1024}
+CACHE = Path("runs/judge_cache")  # a file for each answer, under a digest of the request
+REQUEST_S = 60  # the time limit of a request
+WAITS_S = (0.25, 0.5, 1, 2, 4, 8, 16, 32)  # before each retry: more than a minute in all
+SECONDS_FOR_EACH_COMPLETION = 2 * REQUEST_S  # generous, because each request has its own limit
+URL, MODEL = os.environ.get("JUDGE_URL", "").rstrip("/"), os.environ.get("JUDGE_MODEL", "")
+KEY = "".join(os.environ.get("JUDGE_API_KEY", "").split()) or "EMPTY"
+CONCURRENCY = os.environ.get("JUDGE_CONCURRENCY", "16")  # the most requests at the same time
+
+
+def judge(completions: list, prompts: list, answer: list, **columns: list) -> list[float | None]:
+    """Gives the judge's score, from 0 to 1, or None if the judge's answer has no score. Raises
+    ConnectionError if a request fails, once the other answers that came are in the cache."""
+    requests = [*map(make_request, prompts, answer, completions)]
+    answers = dict.fromkeys(requests)
+    with ThreadPoolExecutor(int(CONCURRENCY)) as pool:  # A failure cancels what has not begun.
+        answers = dict(zip(answers, pool.map(read_or_ask, answers), strict=True))
+    scores = [parse_score(answers[request]) for request in requests]
+    if None in scores:
+        example = answers[requests[scores.index(None)]][-80:]
+        print(f"judge: no score for {scores.count(None)} of {len(scores)}, such as {example!r}")
+    return scores
+
+
+def make_request(prompt: str | list, answer: str, completion: str | list) -> str:
+    text = PROMPT.format(question=as_text(prompt), answer=answer, completion=as_text(completion))
+    return json.dumps({"model": MODEL, "messages": [{"role": "user", "content": text}], **OPTIONS})
+
+
+def as_text(value: str | list[dict[str, str]]) -> str:
+    return value if isinstance(value, str) else "\n\n".join(part["content"] for part in value)
+
+
+def parse_score(text: str) -> float | None:
+    """X of the last line that is nothing but "Score: X" or X, a number from 0 to 1."""
+    scores = re.findall(r"(?im)^(?:.*score:)?[\s*]*(0|1|0?\.\d+|1\.0+)[\s*.]*$", text)
+    return float(scores[-1]) if scores else None
+
+
+def read_or_ask(request: str) -> str:
+    """The judge's answer, from the cache if it is there."""
+    file = CACHE / hashlib.sha256(request.encode()).hexdigest()
+    if not file.exists():
+        part = file.with_suffix(f".{os.getpid()}")  # A kill or another run leaves no half answer.
+        part.write_text(ask(request), "utf-8", "replace")
+        part.replace(file)
+    return file.read_text("utf-8")
+
+
+def ask(body: str, waits_s: tuple[float, ...] = WAITS_S) -> str:
+    """The judge's answer. Raises ConnectionError with a message that never has the key."""
+    post = Request(f"{URL}/chat/completions", body.encode(), {"Content-Type": "application/json"})
+    post.add_unredirected_header("Authorization", f"Bearer {KEY}")  # for this host alone
+    for wait_s in (*waits_s, 0):
+        try:
+            with urlopen(post, timeout=REQUEST_S) as reply:
+                return json.load(reply)["choices"][0]["message"]["content"] or ""
+        except HTTPError as error:
+            reason = str(error)
+            if error.code < 500 and error.code not in (408, 429):  # Retries would not help.
+                reason += f" {error.read()!r}"
+                break
+        except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
+            reason = f"{type(error).__name__}: {error}"
+        time.sleep(wait_s)
+    raise ConnectionError(f"JUDGE_URL={URL} JUDGE_MODEL={MODEL}: {reason.replace(KEY, '(key)')}")
+
+
+# The reward process imports this file before the first step, and so a mistake shows then.
+if not (URL and MODEL):
+    raise ValueError(f"JUDGE_URL={URL!r} and JUDGE_MODEL={MODEL!r} must both be set")
+if not re.fullmatch(r"[1-9]\d*", CONCURRENCY):
+    raise ValueError(f"JUDGE_CONCURRENCY={CONCURRENCY!r} is not a whole number of at least 1")
+ask(make_request("1 + 1?", "2", "2"), WAITS_S[:3])  # Loading has a limit of its own.
+CACHE.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,345 @@
+"""Claims about recipes/judge.py: what it asks an endpoint, and what it keeps. The endpoint is a
+stand-in on this machine, which is slow, fails and answers nonsense; the reward worker is real."""
+
+import json
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from runs import REPO, environment, metric_records, run_as_user
+
+from infra.mistakes import UserMistake
+from rewards import RewardFunction, load_reward_functions
+
+FILE = REPO / "recipes" / "judge.py"
+KEY = "sk-0123456789"
+CHECK = "1 + 1?"  # the question of the request that is made when the file is loaded
+
+
+class Endpoint(ThreadingHTTPServer):
+    """Replies with `reply(completion, number of its requests)`: the judge's answer, or a status
+    and a body, or None to close the connection."""
+
+    request_queue_size = 64
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.reply: Callable[[str, int], str | tuple[int, str] | None] = lambda *_: "Score: 1"
+        self.delay_s, self.at_once, self.most_at_once = 0.0, 0, 0
+        self.asked: Counter[str] = Counter()  # requests of each completion
+        self.checks, self.lock, self.last = 0, threading.Lock(), {}
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/v1"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Endpoint
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        text = body["messages"][0]["content"]
+        completion = text.partition("student's answer: ")[2].partition("\n\nReason")[0]
+        server = self.server
+        if CHECK in text:
+            server.checks += 1
+            return self.send(200, {"choices": [{"message": {"content": "OK"}}]})
+        with server.lock:
+            server.asked[completion] += 1
+            number = server.asked[completion]
+            server.at_once += 1
+            server.most_at_once = max(server.most_at_once, server.at_once)
+            server.last = {"path": self.path, "key": self.headers["Authorization"], **body}
+        time.sleep(server.delay_s)
+        reply = server.reply(completion, number)
+        with server.lock:
+            server.at_once -= 1
+        if isinstance(reply, str):
+            self.send(200, {"choices": [{"message": {"content": reply}}]})
+        elif reply:
+            self.send(*reply)
+
+    def send(self, status: int, body: object) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(body.encode() if isinstance(body, str) else json.dumps(body).encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def endpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
+    """The stand-in, and the settings that lead to it. The cache is in tmp_path."""
+    monkeypatch.chdir(tmp_path)
+    with Endpoint() as server:
+        threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
+        monkeypatch.setenv("JUDGE_URL", server.url)
+        monkeypatch.setenv("JUDGE_MODEL", "stand-in")
+        monkeypatch.setenv("JUDGE_API_KEY", KEY)
+        monkeypatch.delenv("JUDGE_CONCURRENCY", raising=False)
+        yield server
+        server.shutdown()
+
+
+@contextmanager
+def open_judge(file: Path = FILE) -> Iterator[RewardFunction]:
+    workers = {}
+    try:
+        [function] = load_reward_functions(f"{file}:judge", 30, 9, 2, workers)
+        yield function
+    finally:
+        for worker in workers.values():
+            worker.close()
+
+
+def edited(folder: Path, old: str, new: str) -> Path:
+    """A copy of the recipe in which a user has replaced a text."""
+    text = FILE.read_text(encoding="utf-8")
+    assert text.count(old) == 1
+    (folder / "judge.py").write_text(text.replace(old, new), encoding="utf-8")
+    return folder / "judge.py"
+
+
+def impatient(folder: Path) -> Path:
+    return edited(folder, "(0.25, 0.5, 1, 2, 4, 8, 16, 32)", "(0.02, 0.04, 0.08)")
+
+
+def columns(count: int) -> dict[str, list[str]]:
+    return {"question": ["2 * 3?"] * count, "answer": ["#### 6"] * count}
+
+
+# ---- What is asked -------------------------------------------------------------------------------
+
+
+def test_requests_are_made_at_the_same_time_and_equal_completions_ask_once(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_CONCURRENCY", "4")
+    endpoint.delay_s = 0.05
+    endpoint.reply = lambda completion, _: f"Score: 0.{completion}"
+    with open_judge() as judge:
+        assert judge([*"12345678"] * 3, **columns(24)) == [x / 10 for x in range(1, 9)] * 3
+    assert endpoint.most_at_once == 4 and endpoint.checks == 1
+    assert endpoint.asked == Counter("12345678")
+
+
+def test_the_request_has_the_question_the_right_answer_the_completion_and_the_key(
+    endpoint: Endpoint,
+) -> None:
+    with open_judge() as judge:
+        judge(["{6} √"], **columns(1))
+    assert endpoint.last.pop("messages") == [
+        {
+            "role": "user",
+            "content": "Judge the student's answer to this question: 2 * 3?\n\n"
+            "The right answer: #### 6\n\nThe student's answer: {6} √\n\n"
+            "Reason briefly. Then end with a line of this form, where X is a number from 0 (wrong) "
+            "to 1 (right):\nScore: X",
+        }
+    ]
+    assert endpoint.last == {
+        "path": "/v1/chat/completions",
+        "key": f"Bearer {KEY}",
+        "model": "stand-in",
+        "temperature": 0,
+        "max_tokens": 1024,
+    }
+
+
+def test_a_judge_reads_lists_of_messages_like_their_texts(endpoint: Endpoint) -> None:
+    with open_judge() as judge:
+        judge(["6"], question=["Be brief.\n\n2 * 3?"], answer=["6"])
+        question = [{"role": "system", "content": "Be brief."}]
+        question += [{"role": "user", "content": "2 * 3?"}]
+        completion = [{"role": "assistant", "content": "6"}]
+        assert judge([completion], question=[question], answer=["6"]) == [1.0]
+    assert endpoint.asked == {"6": 1}  # the cache has the answer to the second request
+
+
+# ---- What is answered ----------------------------------------------------------------------------
+
+ANSWERS = {
+    "Score: 1": 1.0,
+    "It is right.\n\n**Score:** 0.75\n": 0.75,
+    "Score: 0.2? No.\nFinal score: 0.5.": 0.5,
+    "<think>The answer 7 is wrong.</think>\n\n0": 0.0,
+    "Score: 1.0\n\nIt is right, because 2 * 3 = 6.": 1.0,
+    "Score: .5": 0.5,
+    "I cannot judge this.": None,
+    "Score: 7/10": None,
+    "Score: 1/10": None,
+    "Score: 1.5": None,
+    "Score: -1": None,
+    "Score: 1%": None,
+    "Of the 3 steps 1 is wrong: 2 * 3 = 5.": None,
+    "": None,
+}
+
+
+def test_a_score_is_a_number_from_0_to_1_alone_in_its_line_and_the_rest_is_none_and_counted(
+    endpoint: Endpoint, capfd: pytest.CaptureFixture
+) -> None:
+    endpoint.reply = lambda completion, _: completion
+    with open_judge() as judge:
+        scores = judge([*ANSWERS], **columns(len(ANSWERS)))
+        assert dict(zip(ANSWERS, scores, strict=True)) == ANSWERS
+        line = "judge: no score for 8 of 14, such as 'I cannot judge this.'\n"
+        assert capfd.readouterr() == ("", line)
+        assert judge([*ANSWERS], **columns(len(ANSWERS))) == scores  # None is in the cache, too
+        assert capfd.readouterr() == ("", line)
+    assert set(endpoint.asked.values()) == {1}
+
+
+FAULTS = [(500, "down"), (429, "slow down"), (200, "<html>"), (200, "{}"), None]
+
+
+def test_a_request_that_fails_is_made_again(endpoint: Endpoint, tmp_path: Path) -> None:
+    faults = dict(enumerate(FAULTS))
+    endpoint.reply = lambda text, number: faults.get(int(text), "") if number < 3 else "Score: 1"
+    with open_judge(impatient(tmp_path)) as judge:
+        assert judge([*map(str, range(5))], **columns(5)) == [1.0] * 5
+    assert endpoint.asked == dict.fromkeys("01234", 3)
+
+
+# ---- What is kept --------------------------------------------------------------------------------
+
+
+def test_a_later_process_reads_the_answers_and_a_changed_prompt_or_model_asks_again(
+    endpoint: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = iter(range(99))
+    endpoint.reply = lambda *_: f"Score: {next(asked) / 100}"  # It never says the same twice.
+    changed = edited(tmp_path, "Reason briefly.", "Reason briefly, please.")
+    with open_judge() as judge:
+        first = judge([*"abc"], **columns(3))
+    with open_judge() as judge:
+        assert judge([*"cab"], **columns(3)) == [first[2], first[0], first[1]]
+    assert endpoint.asked == dict.fromkeys("abc", 1) and endpoint.checks == 2
+    with open_judge(changed) as judge:
+        judge([*"abc"], **columns(3))
+    assert endpoint.asked == dict.fromkeys("abc", 2)
+    monkeypatch.setenv("JUDGE_MODEL", "other")
+    with open_judge() as judge:
+        judge([*"abc"], **columns(3))
+    assert endpoint.asked == dict.fromkeys("abc", 3)
+
+
+@pytest.mark.parametrize("reply, requests", [((400, f"no {KEY}\nhere"), 1), ((503, KEY), 4)])
+def test_a_request_that_keeps_failing_ends_the_call_in_a_line_and_the_other_answers_are_kept(
+    reply: tuple[int, str],
+    requests: int,
+    endpoint: Endpoint,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture,
+) -> None:
+    texts = [*map(str, range(400))]
+    endpoint.delay_s = 0.01
+    endpoint.reply = lambda completion, _: reply if completion == "20" else "Score: 0.5"
+    with open_judge(impatient(tmp_path)) as judge, pytest.raises(UserMistake) as error:
+        judge(texts, **columns(400))
+    address = f"JUDGE_URL={endpoint.url} JUDGE_MODEL=stand-in: HTTP Error"
+    assert f"judge.py:judge raised ConnectionError: {address} {reply[0]}" in str(error.value)
+    printed = "".join(capfd.readouterr()) + str(error.value)
+    assert KEY not in printed and "\n" not in printed
+    assert endpoint.asked.pop("20") == requests
+    before = set(endpoint.asked)
+    assert {*texts[:20]} <= before and len(before) < 399  # The last are not asked any more.
+
+    endpoint.asked.clear()
+    endpoint.reply = lambda *_: "Score: 0.5"
+    with open_judge(impatient(tmp_path)) as judge:
+        assert judge(texts, **columns(400)) == [0.5] * 400
+    assert endpoint.asked == dict.fromkeys({*texts} - before, 1)
+
+
+def test_a_judge_that_is_killed_during_a_call_has_kept_what_was_answered(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_CONCURRENCY", "2")
+    hang = threading.Event()
+    endpoint.reply = lambda completion, _: hang.wait(9) and None if completion > "5" else "Score: 1"
+    workers = {}
+    [judge] = load_reward_functions(f"{FILE}:judge", 30, 9, 2, workers)
+    with closing(*workers.values()) as worker:
+        threading.Timer(0.5, lambda: os.kill(worker._process.pid, 9)).start()
+        with pytest.raises(UserMistake, match="died"):
+            judge([*"123456789"], **columns(9))
+    hang.set()
+    assert endpoint.asked == Counter("1234567")  # two wait for an answer
+
+    endpoint.reply = lambda *_: "Score: 0"
+    with open_judge() as judge:
+        assert judge([*"123456789"], **columns(9)) == [1.0] * 5 + [0.0] * 4
+    assert endpoint.asked == Counter("123456789" + "67")
+
+
+# ---- Mistakes ------------------------------------------------------------------------------------
+
+MISTAKES = {
+    "JUDGE_URL=": "JUDGE_URL='' and JUDGE_MODEL='stand-in' must both be set",
+    "JUDGE_MODEL=": "and JUDGE_MODEL='' must both be set",
+    "JUDGE_CONCURRENCY=many": "JUDGE_CONCURRENCY='many' is not a whole number of at least 1",
+    "JUDGE_CONCURRENCY=0": "JUDGE_CONCURRENCY='0' is not a whole number of at least 1",
+    "JUDGE_URL=http://127.0.0.1:9/v1": ":9/v1 JUDGE_MODEL=stand-in: URLError: ",
+    "JUDGE_URL=127.0.0.1:9/v1": "unknown url type",
+}
+
+
+@pytest.mark.parametrize("setting", MISTAKES)
+def test_a_mistake_is_a_line_before_the_first_call(
+    setting: str, endpoint: Endpoint, tmp_path: Path, monkeypatch, capfd
+) -> None:
+    monkeypatch.setenv(*setting.split("=", 1))
+    with pytest.raises(UserMistake) as error, open_judge(impatient(tmp_path)):
+        pass
+    assert MISTAKES[setting] in str(error.value)
+    assert "\n" not in str(error.value) and "".join(capfd.readouterr()) == ""
+
+
+# ---- A run ---------------------------------------------------------------------------------------
+
+TWO_STEPS = environment(
+    """STEPS=2 BATCH_SIZE=4 NUM_PRE_Q=4 MAX_LENGTH_SAMPLE=16 TEMPERATURE=3 EVAL_EVERY_STEPS=0
+    TRAIN_MICRO_BATCH_SIZE=8"""
+)
+
+
+@pytest.mark.slow
+def test_a_run_whose_judge_failed_goes_on_and_a_run_with_its_answers_has_the_same_numbers(
+    endpoint: Endpoint, tmp_path: Path, cache: Path
+) -> None:
+    asked, fails_at = iter(range(10**6)), 20
+
+    def reply(*_: object) -> str | tuple[int, str]:
+        """No answer is given twice. A step has 16 requests."""
+        return (400, "broken") if (n := next(asked)) == fails_at else f"Score: {n / 100}"
+
+    endpoint.reply = reply
+    env = TWO_STEPS | {"REWARD_FN": f"{FILE}:judge", "JAX_COMPILATION_CACHE_DIR": str(cache)}
+    first = run_as_user(tmp_path / "first", **env)
+    [error] = first.errors.splitlines()
+    assert first.code == 2 and "HTTP Error 400: Bad Request b'broken'" in error
+    assert error.startswith(f"error: REWARD_FN {FILE}:judge raised ConnectionError: JUDGE_URL=")
+
+    first = run_as_user(tmp_path / "first", **env)
+    assert first.code == 0, first.errors
+    requests = endpoint.asked.total()
+    second = run_as_user(tmp_path / "second", **env)
+    assert second.code == 0, second.errors
+    assert endpoint.asked.total() == requests and endpoint.checks == 3
+    records = metric_records(first.out)
+    assert metric_records(second.out) == records and [x["step"] for x in records] == [0, 1]
+    assert len({record["train-reward/total/mean"] for record in records}) == 2
+
+    written = [file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()]
+    assert KEY not in first.lines + first.errors + error and "JUDGE" not in first.errors
+    assert not any(KEY.encode() in text for text in written)

@@ -1,9 +1,7 @@
-"""A reward from a judge: a model behind an endpoint of OpenAI's chat completions.
+"""A reward from a judge behind an endpoint of OpenAI's chat completions. Edit PROMPT for your task.
 
     JUDGE_URL=http://localhost:8000/v1 JUDGE_MODEL=Qwen/Qwen3-8B \
         REWARD_FN=recipes/judge.py:judge python train_grpo.py
-
-Edit PROMPT and OPTIONS for your task. docs/rewards_and_data.md says what a judge costs.
 """
 
 import hashlib

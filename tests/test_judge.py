@@ -20,6 +20,7 @@ from rewards import RewardFunction, load_reward_functions
 FILE = REPO / "recipes" / "judge.py"
 KEY = "sk-0123456789"
 CHECK = "1 + 1?"  # the question of the request that is made when the file is loaded
+CUT = "cut short"  # a body that ends before its length
 
 
 class Endpoint(ThreadingHTTPServer):
@@ -68,9 +69,11 @@ class Handler(BaseHTTPRequestHandler):
             self.send(*reply)
 
     def send(self, status: int, body: object) -> None:
+        content = body.encode() if isinstance(body, str) else json.dumps(body).encode()
         self.send_response(status)
+        self.send_header("Content-Length", str(len(content) + 9 * (body == CUT)))
         self.end_headers()
-        self.wfile.write(body.encode() if isinstance(body, str) else json.dumps(body).encode())
+        self.wfile.write(content)
 
     def log_message(self, *_: object) -> None:
         pass
@@ -199,15 +202,15 @@ def test_a_score_is_a_number_from_0_to_1_alone_in_its_line_and_the_rest_is_none_
     assert set(endpoint.asked.values()) == {1}
 
 
-FAULTS = [(500, "down"), (429, "slow down"), (200, "<html>"), (200, "{}"), None]
+FAULTS = [(500, "down"), (429, "slow down"), (200, "<html>"), (200, "{}"), (200, CUT), None]
 
 
 def test_a_request_that_fails_is_made_again(endpoint: Endpoint, tmp_path: Path) -> None:
     faults = dict(enumerate(FAULTS))
     endpoint.reply = lambda text, number: faults.get(int(text), "") if number < 3 else "Score: 1"
     with open_judge(impatient(tmp_path)) as judge:
-        assert judge([*map(str, range(5))], **columns(5)) == [1.0] * 5
-    assert endpoint.asked == dict.fromkeys("01234", 3)
+        assert judge([*"012345"], **columns(6)) == [1.0] * 6
+    assert endpoint.asked == dict.fromkeys("012345", 3)
 
 
 # ---- What is kept --------------------------------------------------------------------------------

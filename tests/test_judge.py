@@ -161,10 +161,8 @@ def test_the_request_has_the_question_the_right_answer_the_completion_and_the_ke
 def test_a_judge_reads_lists_of_messages_like_their_texts(endpoint: Endpoint) -> None:
     with open_judge() as judge:
         judge(["6"], question=["Be brief.\n\n2 * 3?"], answer=["6"])
-        question = [{"role": "system", "content": "Be brief."}]
-        question += [{"role": "user", "content": "2 * 3?"}]
-        completion = [{"role": "assistant", "content": "6"}]
-        assert judge([completion], question=[question], answer=["6"]) == [1.0]
+        prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 * 3?"}]
+        assert judge(["6"], prompts=[prompt], question=["2 * 3?"], answer=["6"]) == [1.0]
     assert endpoint.asked == {"6": 1}  # the cache has the answer to the second request
 
 

@@ -241,6 +241,12 @@ class Config:
     preemption_grace_s: int = in_run(30, "Most seconds from SIGTERM to the end.", at_least=2)
     export_hf: str = in_run("", "Folder of the export; empty: OUTPUT_DIR/hf; none: no export.")
     export_lora: str = in_run("adapters", "What a LoRA run exports.", choices="adapters|merged")
+    push_to_hub: str = in_run(
+        "",
+        "Repository owner/name of the hub for the export; empty: none.",
+        form=r"|[\w.-]+/[\w.-]+",
+    )
+    push_to_hub_private: bool = in_run(True, "Make the repository of PUSH_TO_HUB private.")
     sample_every_steps: int = in_run(10, "Steps between samples in the log; 0: never.")
     print_train_time_breakdown: bool = in_each(False, "Print the seconds of each phase per step.")
     wandb_mode: str = in_each(
@@ -367,6 +373,8 @@ def contradictions(cfg: Config) -> Iterator[str]:
         yield f"CHAT_TEMPLATE_KWARGS={cfg.chat_template_kwargs} {why}"
     if "://" in cfg.output_dir + cfg.export_hf:
         yield "OUTPUT_DIR and EXPORT_HF are folders of this machine; CHECKPOINT_DIR may be gs://"
+    if cfg.push_to_hub and cfg.export_hf == "none":
+        yield f"PUSH_TO_HUB={cfg.push_to_hub} uploads the export; leave it or EXPORT_HF=none out"
     if cfg.overlong_cache > (T := cfg.max_length_sample):
         yield f"OVERLONG_CACHE={cfg.overlong_cache} must be at most MAX_LENGTH_SAMPLE={T}"
 
@@ -390,10 +398,11 @@ def notes(cfg: Config, layers: Mapping[str, str]) -> Iterator[str]:
         rate = f"LEARNING_RATE={cfg.learning_rate} is low for adapters (LORA_RANK)"
         yield f"{rate}, which mostly learn best at ten times the rate of all weights"
     has_adapters = cfg.lora_rank or Path(cfg.model_path, "adapter_config.json").is_file()
+    no_adapters = "LORA_RANK=0, unless MODEL_PATH is a repository of adapters"
     clips = cfg.ppo_epochs * cfg.num_mini_batches > 1 or cfg.loss_type == "cispo"
     of_engine = " ".join(name for name in vars(cfg) if name.startswith("sglang_jax_"))
     for names, has_effect, why in (
-        ("lora_alpha lora_targets lora_base_copy export_lora", has_adapters, "LORA_RANK=0"),
+        ("lora_alpha lora_targets lora_base_copy export_lora", has_adapters, no_adapters),
         ("sampling_support", cfg.filters(), "TOP_K=0, TOP_P=1.0 and MIN_P=0.0"),
         ("scale_rewards", cfg.adv_estimator == "grpo", f"ADV_ESTIMATOR={cfg.adv_estimator}"),
         ("delta eps_low", cfg.loss_type not in ("cispo", "sapo"), f"LOSS_TYPE={cfg.loss_type}"),
@@ -404,6 +413,8 @@ def notes(cfg: Config, layers: Mapping[str, str]) -> Iterator[str]:
         ("overlong_cache", "soft_overlong_penalty" in cfg.reward_fn, f"REWARD_FN={cfg.reward_fn}"),
         ("eval_temperature", cfg.evaluates(), "no evaluation"),
         (of_engine, cfg.rollout_backend == "sglang_jax", f"ROLLOUT_BACKEND={cfg.rollout_backend}"),
+        ("push_to_hub", cfg.steps, "STEPS=0"),
+        ("push_to_hub_private", cfg.push_to_hub, "PUSH_TO_HUB="),
         ("is_floor is_cap", cfg.is_mode != "none", "IS_MODE=none"),
     ):
         for name in names.split():

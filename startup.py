@@ -218,6 +218,8 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
         open_trackers(cfg.wandb_mode)
         if cfg.export_hf not in ("", "none"):
             raise_if_not_writable(f"EXPORT_HF={cfg.export_hf}", Path(cfg.export_hf))
+        if cfg.push_to_hub and cfg.steps:  # --ask and --eval-only have no steps
+            open_hub(cfg).raise_if_not_writable(cfg.push_to_hub, cfg.push_to_hub_private)
     hosts.raise_if_process_count_differs(cfg.require_multihost, cfg.require_jax_process_count)
     sizes = derive_sizes(cfg, jax.process_count(), jax.local_device_count())
     print(sizes.to_line(), flush=True)
@@ -443,6 +445,13 @@ def open_trackers(mode: str) -> ModuleType | None:
     return extras.trackers
 
 
+def open_hub(cfg: Config) -> ModuleType:
+    """The module of PUSH_TO_HUB. Raises UserMistake if its file is missing."""
+    with side_file("extras/hub.py", f"PUSH_TO_HUB={cfg.push_to_hub}"):
+        import extras.hub
+    return extras.hub
+
+
 # ---- Settings as the modules take them -----------------------------------------------------------
 
 
@@ -547,8 +556,8 @@ def resolved_choices(run: Run) -> dict[str, str]:
 
 
 def export(run: Run, out: Path, params: Params) -> None:
-    """Writes the trained model as a Hugging Face folder, or the adapters as a PEFT folder. Raises
-    Unwritable."""
+    """Writes the trained model as a Hugging Face folder, or the adapters as a PEFT folder, and then
+    uploads the folder if PUSH_TO_HUB names a repository. Raises Unwritable."""
     if run.cfg.export_hf == "none":
         return
     cfg, folder = run.cfg, Path(run.cfg.export_hf or out / "hf")
@@ -563,12 +572,21 @@ def export(run: Run, out: Path, params: Params) -> None:
             lora.save_adapters(
                 folder, params, model, model.lora, path, revision, chat_template=chat_template
             )
-            return
-        if model.lora:
-            params, _ = lora.merge_adapters(params, model.lora)
-        hf.save_model(folder, params, model, run.folder, dtype=dtype, chat_template=chat_template)
+        else:
+            if model.lora:
+                params, _ = lora.merge_adapters(params, model.lora)
+            hf.save_model(
+                folder, params, model, run.folder, dtype=dtype, chat_template=chat_template
+            )
     except OSError as error:
         raise Unwritable(f"EXPORT_HF={folder} cannot be written: {error}") from None
+    if cfg.push_to_hub:
+        try:
+            with hosts.raising_on_all_processes():  # all processes wait for the upload of process 0
+                if jax.process_index() == 0:
+                    open_hub(cfg).upload(run, out, folder)
+        except UserMistake as error:
+            raise Unwritable(str(error)) from None
 
 
 # ---- Fingerprints of results and of processes ----------------------------------------------------

@@ -32,7 +32,9 @@ ROOMS = {
 }
 # The doors: the only imports of side-files, each within a function or for a flag.
 DOORS = {
-    "startup": {"extras.report", "extras.sglang", "extras.trackers", "extras.turns"},
+    "startup": {
+        *("extras.hub", "extras.report", "extras.sglang", "extras.trackers", "extras.turns")
+    },
     "train_grpo": {"tools.plan", "tools.ask"},
 }
 

@@ -23,6 +23,7 @@ NEEDED_BY = {
         [],
         "ENVIRONMENT_CLASS=recipes/guess.py:Guess",
     ),
+    "extras/hub.py": ({"PUSH_TO_HUB": "me/model"}, [], "PUSH_TO_HUB=me/model"),
     "extras/trackers.py": ({"WANDB_MODE": "offline"}, [], "WANDB_MODE=offline"),
     "loss_pallas.py": (
         {"POLICY_LOSS_IMPL": "pallas"},

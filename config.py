@@ -375,6 +375,8 @@ def contradictions(cfg: Config) -> Iterator[str]:
         yield "OUTPUT_DIR and EXPORT_HF are folders of this machine; CHECKPOINT_DIR may be gs://"
     if cfg.push_to_hub and cfg.export_hf == "none":
         yield f"PUSH_TO_HUB={cfg.push_to_hub} uploads the export; leave it or EXPORT_HF=none out"
+    if cfg.push_to_hub and cfg.push_to_hub == cfg.model_path:
+        yield f"PUSH_TO_HUB={cfg.push_to_hub} is MODEL_PATH; the model would be overwritten"
     if cfg.overlong_cache > (T := cfg.max_length_sample):
         yield f"OVERLONG_CACHE={cfg.overlong_cache} must be at most MAX_LENGTH_SAMPLE={T}"
 

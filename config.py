@@ -242,9 +242,7 @@ class Config:
     export_hf: str = in_run("", "Folder of the export; empty: OUTPUT_DIR/hf; none: no export.")
     export_lora: str = in_run("adapters", "What a LoRA run exports.", choices="adapters|merged")
     push_to_hub: str = in_run(
-        "",
-        "Repository owner/name of the hub for the export; empty: none.",
-        form=r"|[\w.-]+/[\w.-]+",
+        "", "Hub repository owner/name of the export; empty: none.", form=r"|[\w.-]+/[\w.-]+"
     )
     push_to_hub_private: bool = in_run(True, "Make the repository of PUSH_TO_HUB private.")
     sample_every_steps: int = in_run(10, "Steps between samples in the log; 0: never.")
@@ -373,8 +371,8 @@ def contradictions(cfg: Config) -> Iterator[str]:
         yield f"CHAT_TEMPLATE_KWARGS={cfg.chat_template_kwargs} {why}"
     if "://" in cfg.output_dir + cfg.export_hf:
         yield "OUTPUT_DIR and EXPORT_HF are folders of this machine; CHECKPOINT_DIR may be gs://"
-    if cfg.push_to_hub and cfg.export_hf == "none":
-        yield f"PUSH_TO_HUB={cfg.push_to_hub} uploads the export; leave it or EXPORT_HF=none out"
+    if cfg.push_to_hub and (cfg.export_hf == "none" or not cfg.steps):
+        yield f"PUSH_TO_HUB={cfg.push_to_hub} has nothing to upload with EXPORT_HF=none or STEPS=0"
     if cfg.push_to_hub and cfg.push_to_hub == cfg.model_path:
         yield f"PUSH_TO_HUB={cfg.push_to_hub} is MODEL_PATH; the model would be overwritten"
     if cfg.overlong_cache > (T := cfg.max_length_sample):
@@ -415,7 +413,6 @@ def notes(cfg: Config, layers: Mapping[str, str]) -> Iterator[str]:
         ("overlong_cache", "soft_overlong_penalty" in cfg.reward_fn, f"REWARD_FN={cfg.reward_fn}"),
         ("eval_temperature", cfg.evaluates(), "no evaluation"),
         (of_engine, cfg.rollout_backend == "sglang_jax", f"ROLLOUT_BACKEND={cfg.rollout_backend}"),
-        ("push_to_hub", cfg.steps, "STEPS=0"),
         ("push_to_hub_private", cfg.push_to_hub, "PUSH_TO_HUB="),
         ("is_floor is_cap", cfg.is_mode != "none", "IS_MODE=none"),
     ):

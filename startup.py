@@ -215,11 +215,7 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
     if cfg.rollout_backend == "sglang_jax":
         open_sglang().import_engine(jax.devices())
     if jax.process_index() == 0:  # the only process that writes
-        open_trackers(cfg.wandb_mode)
-        if cfg.export_hf not in ("", "none"):
-            raise_if_not_writable(f"EXPORT_HF={cfg.export_hf}", Path(cfg.export_hf))
-        if cfg.push_to_hub and cfg.steps:  # --ask and --eval-only have no steps
-            open_hub(cfg).raise_if_not_writable(cfg.push_to_hub, cfg.push_to_hub_private)
+        check_outputs(cfg)
     hosts.raise_if_process_count_differs(cfg.require_multihost, cfg.require_jax_process_count)
     sizes = derive_sizes(cfg, jax.process_count(), jax.local_device_count())
     print(sizes.to_line(), flush=True)
@@ -292,6 +288,15 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
         learner=learner_of(cfg, sizes, train_compute, S, stopping.pad_id),
         mesh_reason=mesh_reason,
     )
+
+
+def check_outputs(cfg: Config) -> None:
+    """Raises UserMistake if W&B, the folder of the export or its repository cannot be used."""
+    open_trackers(cfg.wandb_mode)
+    if cfg.export_hf not in ("", "none"):
+        raise_if_not_writable(f"EXPORT_HF={cfg.export_hf}", Path(cfg.export_hf))
+    if cfg.push_to_hub and cfg.steps:  # --ask and --eval-only have no steps
+        open_hub(cfg).raise_if_not_writable(cfg.push_to_hub, cfg.push_to_hub_private)
 
 
 def open_model(
@@ -581,12 +586,9 @@ def export(run: Run, out: Path, params: Params) -> None:
     except OSError as error:
         raise Unwritable(f"EXPORT_HF={folder} cannot be written: {error}") from None
     if cfg.push_to_hub:
-        try:
-            with hosts.raising_on_all_processes():  # all processes wait for the upload of process 0
-                if jax.process_index() == 0:
-                    open_hub(cfg).upload(run, out, folder)
-        except UserMistake as error:
-            raise Unwritable(str(error)) from None
+        with hosts.raising_on_all_processes(Unwritable):  # the others wait for process 0
+            if jax.process_index() == 0:
+                open_hub(cfg).upload(run, out, folder)
 
 
 # ---- Fingerprints of results and of processes ----------------------------------------------------

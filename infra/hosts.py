@@ -154,10 +154,10 @@ def raise_if_processes_differ(facts: dict[str, str]) -> None:
 
 
 @contextlib.contextmanager
-def raising_on_all_processes() -> Iterator[None]:
-    """If a process finds a mistake within this context, all processes raise a UserMistake with the
-    same text, so that all end alike. A mistake is a UserMistake, an Unwritable, or an OSError about
-    a file.
+def raising_on_all_processes(kind: type[Exception] = UserMistake) -> Iterator[None]:
+    """If a process finds a mistake within this context, all processes raise an error of this kind
+    with the same text, so that all end alike. A mistake is a UserMistake, an Unwritable, or an
+    OSError about a file.
 
     Nothing within the context may wait for another process.
     """
@@ -173,7 +173,7 @@ def raising_on_all_processes() -> Iterator[None]:
     for i, text in enumerate(gather_texts(mistake)):
         if text:
             prefix = f"process {i}: " if i else ""
-            raise UserMistake("\n".join(prefix + line for line in text.splitlines()))
+            raise kind("\n".join(prefix + line for line in text.splitlines()))
 
 
 def gather_texts(text: str) -> list[str]:

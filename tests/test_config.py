@@ -212,10 +212,11 @@ DELTA=1.5 EPS_HIGH=0.5 -> DELTA=1.5 must be above 1 + EPS_HIGH = 1.5
 TOP_K=129 SAMPLING_SUPPORT=full STEPS=0 -> TOP_K=129 must be at most 128
 OVERLONG_CACHE=1025 -> OVERLONG_CACHE=1025 must be at most MAX_LENGTH_SAMPLE=1024
 OUTPUT_DIR=gs://b/run -> OUTPUT_DIR and EXPORT_HF are folders of this machine
-PUSH_TO_HUB=model -> PUSH_TO_HUB='model' does not have the right form: Repository owner/name
+PUSH_TO_HUB=model -> PUSH_TO_HUB='model' does not have the right form: Hub repository owner
 PUSH_TO_HUB=me/my/model -> PUSH_TO_HUB='me/my/model' does not have the right form
 PUSH_TO_HUB=me/é? -> PUSH_TO_HUB='me/é?' does not have the right form
-PUSH_TO_HUB=me/model EXPORT_HF=none -> PUSH_TO_HUB=me/model uploads the export; leave it or EXPORT_
+PUSH_TO_HUB=me/model EXPORT_HF=none -> PUSH_TO_HUB=me/model has nothing to upload with EXPORT_HF=n
+PUSH_TO_HUB=me/model STEPS=0 -> PUSH_TO_HUB=me/model has nothing to upload with EXPORT_HF=none or S
 MODEL_PATH=me/a PUSH_TO_HUB=me/a -> PUSH_TO_HUB=me/a is MODEL_PATH; the model would be overwritten
 MAX_TURNS=2 -> MAX_TURNS=2 needs an ENVIRONMENT_CLASS
 ENVIRONMENT_CLASS=a.py:A ROLLOUT_BACKEND=sglang_jax -> ROLLOUT_BACKEND=sglang_jax samples comple
@@ -256,7 +257,6 @@ BATCH_SIZE=4 MODEL_PATH=m OVERLONG_CACHE=3 -> OVERLONG_CACHE=3 does nothing with
 BATCH_SIZE=4 MODEL_PATH=m SGLANG_JAX_DTYPE=float32 -> SGLANG_JAX_DTYPE=float32 does nothing with
 BATCH_SIZE=4 MODEL_PATH=m LORA_ALPHA=8 -> LORA_ALPHA=8.0 does nothing with LORA_RANK=0
 BATCH_SIZE=4 MODEL_PATH=m PUSH_TO_HUB_PRIVATE=0 -> PUSH_TO_HUB_PRIVATE=false does nothing with PUSH
-BATCH_SIZE=4 MODEL_PATH=m PUSH_TO_HUB=me/a STEPS=0 -> PUSH_TO_HUB=me/a does nothing with STEPS=0
 CHECKPOINT_DIR=gs://a/b SAVE_EVERY_STEPS=0 -> CHECKPOINT_DIR=gs://a/b gets no checkpoint with SAVE_
 """
 NO_NOTES = """

@@ -32,9 +32,7 @@ ROOMS = {
 }
 # The doors: the only imports of side-files, each within a function or for a flag.
 DOORS = {
-    "startup": {
-        *("extras.hub", "extras.report", "extras.sglang", "extras.trackers", "extras.turns")
-    },
+    "startup": {f"extras.{name}" for name in "hub report sglang trackers turns".split()},
     "train_grpo": {"tools.plan", "tools.ask"},
 }
 

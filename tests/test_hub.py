@@ -117,7 +117,7 @@ def test_the_repository_gets_the_files_of_the_export_and_a_card_with_the_numbers
         "dataset": "tiny/test.jsonl",
     }
     assert again == dataclasses.replace(run.cfg, **local)
-    assert f"\nuploaded {tmp_path}/run/hf to http://127.0.0.1:" in capsys.readouterr().out
+    assert f"\nuploaded {tmp_path}/run/hf to me/model on the hub\n" in capsys.readouterr().out
 
 
 def test_a_card_names_ids_of_the_hub_and_no_folders(hub: Hub, tmp_path: Path) -> None:
@@ -240,9 +240,11 @@ def test_the_same_command_goes_on_to_the_upload_and_a_run_begins_with_what_it_up
 @pytest.mark.slow
 def test_two_processes_upload_once_and_wait_for_it(hub: Hub, tmp_path: Path) -> None:
     hub.commit_s = 5
-    both = train_two(tmp_path, 1, **SHORT | {"PRINT_TRAIN_TIME_BREAKDOWN": "0"})
+    both = train_two(tmp_path, 1, **SHORT | {"STEPS": "1", "EVAL_EVERY_STEPS": "0"})
     assert [("\nuploaded " in result.lines) for result in both] == [True, False]
-    assert all("\nDONE: steps=2 " in result.lines for result in both)
+    assert all("\nDONE: steps=1 " in result.lines for result in both)
     assert sum("/commit/main" in request for request in hub.requests) == 1
     assert sum("/repos/create" in request for request in hub.requests) == 1
-    assert hub.files["me/model"].items() >= files_of(tmp_path / "0" / "hf").items()
+    files = files_of(tmp_path / "0" / "hf")
+    assert hub.files["me/model"].items() >= files.items()
+    assert "\nThe run had no evaluation.\n" in files["README.md"].decode()

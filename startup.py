@@ -578,10 +578,9 @@ def export(run: Run, out: Path, params: Params) -> None:
                 folder, params, model, model.lora, path, revision, chat_template=chat_template
             )
         else:
-            if model.lora:
-                params, _ = lora.merge_adapters(params, model.lora)
+            merged = lora.merge_adapters(params, model.lora)[0] if model.lora else params
             hf.save_model(
-                folder, params, model, run.folder, dtype=dtype, chat_template=chat_template
+                folder, merged, model, run.folder, dtype=dtype, chat_template=chat_template
             )
     except OSError as error:
         raise Unwritable(f"EXPORT_HF={folder} cannot be written: {error}") from None

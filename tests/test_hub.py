@@ -222,6 +222,8 @@ def test_the_same_command_goes_on_to_the_upload_and_a_run_begins_with_what_it_up
     assert files.items() >= files_of(out / "hf").items() and hub.private["me/model"]
     rows = rows_of(done.records)
     assert len(rows) == 2 and "\n".join(rows) in files["README.md"].decode()
+    asked = run_as_user(out, "--ask", "1+2?", HF_TOKEN="")  # it uploads nothing
+    assert asked.code == 0, asked.errors
 
     # Adapters for the uploaded model go to another repository; then they are evaluated from there.
     adapters = {"MODEL_PATH": "me/model", "LORA_RANK": "2", "PUSH_TO_HUB": "team/adapters"}

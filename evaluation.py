@@ -2,6 +2,7 @@
 
 import collections
 import math
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -13,7 +14,6 @@ from infra.sizes import eval_questions
 from metrics import are_right, completion_entries, completion_record, phase_seconds
 from model.layout import concatenate_trees
 from model.params import Params
-from rewards import extract_answer
 from rollout import complete, gather_batch, reward_completions, slice_of_process, texts_of
 from rows import Batch
 from sampling import Backend
@@ -112,11 +112,12 @@ def evaluation_record(
     # The powers of two, and the number of samples.
     ks = [k for k in range(1, samples + 1) if k == samples or k & (k - 1) == 0]
     estimates = {f"pass_at_{k}": pass_at(correct, k) for k in ks}
-    function = run.rollout.functions[0].__name__
-    if samples > 1 and function == "reward_correct":
+    function = run.rollout.functions[0]
+    if samples > 1 and hasattr(function, "extract_answer"):
         texts = texts_of(run.rollout, evaluation.prompts, evaluation)
-        estimates[f"maj_at_{samples}"] = majority_accuracy(correct, texts)
-    results = f"accuracy={accuracy:.4f} accuracy_se={error:.4f} accuracy_of={function}"
+        answers = [function.extract_answer(text) for text in texts]
+        estimates[f"maj_at_{samples}"] = majority_accuracy(correct, answers)
+    results = f"accuracy={accuracy:.4f} accuracy_se={error:.4f} accuracy_of={function.__name__}"
     if samples > 1:
         of_all_samples = [name for name in estimates if name.endswith(f"_{samples}")]
         results += "".join(f" {name}={estimates[name]:.4f}" for name in of_all_samples)
@@ -165,14 +166,13 @@ def pass_at(correct: np.ndarray, k: int) -> float:
     return mean_without_nan(np.array(hits))
 
 
-def majority_accuracy(correct: np.ndarray, texts: list[str]) -> float:
+def majority_accuracy(correct: np.ndarray, answers: Sequence[Hashable]) -> float:
     """maj@n: the fraction of questions whose most frequent answer is right. Among equally frequent
     answers the first one counts. "No answer" counts as an answer, which is always wrong.
 
     correct: [questions, samples], NaN for all samples of a question without a right answer, which
-    is left out. texts: [questions * samples].
+    is left out. answers: [questions * samples]; None: no answer.
     """
-    answers = [extract_answer(text) for text in texts]
     chosen = []
     for i, is_right in enumerate(correct):
         of_question = answers[i * len(is_right) : (i + 1) * len(is_right)]

@@ -99,6 +99,8 @@ _PART = re.compile(
     re.VERBOSE,
 )
 
+_BRACES = re.compile(r"\\boxed\{|\\.|[{}]", re.DOTALL)  # \{ and \} are printed, and match \\.
+
 
 def parse_number(text: str) -> Fraction | None:
     r"""Returns the exact value of the last number in `text`, or None.
@@ -154,12 +156,28 @@ def extract_answer(text: str) -> Fraction | None:
     completion), it is the last number after the last <answer>. If there is no <answer> at all, it
     is the last number of the text. An <answer> without a number is never replaced by other numbers.
     """
-    start = text.rfind("<answer>", 0, max(text.rfind("</answer>"), 0))
-    if start == -1:
-        start = text.rfind("<answer>")
-    return parse_number(
-        text if start == -1 else text[start + len("<answer>") :].partition("</answer>")[0]
-    )
+    closed = _closed_answer(text)
+    return parse_number(text.rpartition("<answer>")[2] if closed is None else closed)
+
+
+def _closed_answer(text: str) -> str | None:
+    """Returns the text in the last closed <answer>, or None."""
+    _, opened, answer = text.rpartition("</answer>")[0].rpartition("<answer>")
+    return answer.partition("</answer>")[0] if opened else None
+
+
+def marked_answer(text: str) -> str | None:
+    r"""Returns the text in the last closed <answer>, else in the last closed \boxed{}, or None."""
+    answer = _closed_answer(text)
+    if answer is not None:
+        return answer
+    starts, start, end = [], 0, 0  # starts: for each open brace that of \boxed's text, or 0
+    for brace in _BRACES.finditer(text):
+        if brace[0] in (r"\boxed{", "{"):
+            starts.append(brace.end() if brace[0] != "{" else 0)
+        elif brace[0] == "}" and starts and (closed := starts.pop()):
+            start, end = closed, brace.start()
+    return text[start:end] if start else None
 
 
 def reference_number(answer: object) -> Fraction | None:
@@ -178,6 +196,23 @@ def reward_correct(completions: list[str], answer: list[str], **columns: list) -
         expected = reference_number(right)
         rewards.append(None if expected is None else float(extract_answer(completion) == expected))
     return rewards
+
+
+def exact_match(completions: list[str], answer: list[str], **columns: list) -> Rewards:
+    """Gives 1.0 to a completion whose marked answer is the right answer, else 0.0. It is for words:
+    case, white space and a final dot do not count."""
+    pairs = zip(completions, answer, strict=True)
+    return [float(_folded(marked_answer(text)) == _folded(right)) for text, right in pairs]
+
+
+def _folded(answer: str | None) -> str | None:
+    """Returns the answer without what exact_match ignores; None for a blank one."""
+    return "".join((answer or "").split()).removesuffix(".").casefold() or None
+
+
+# The answers that maj@n counts; for the functions of a file see load_reward_function.
+reward_correct.extract_answer = extract_answer
+exact_match.extract_answer = lambda text: _folded(marked_answer(text))
 
 
 def reward_format(completions: list[str], **columns: list) -> Rewards:
@@ -233,7 +268,7 @@ def overlong_penalty(max_length: int, overlong_cache: int) -> RewardFunction:
 
 
 # The functions that REWARD_FN may name, beside soft_overlong_penalty.
-BUILT_IN = (reward_correct, reward_format, tag_count_reward, repetition_penalty)
+BUILT_IN = (reward_correct, exact_match, reward_format, tag_count_reward, repetition_penalty)
 # The functions of a run without REWARD_FN, and their weights if REWARD_WEIGHTS is empty.
 DEFAULTS = {"reward_correct": 1.0, "reward_format": 0.5, "tag_count_reward": 0.5}
 

@@ -362,7 +362,8 @@ def raise_if_no_number(dataset: str, split: str, answers: list[str]) -> None:
         raise UserMistake(
             f"DATASET={dataset}: none of the {len(answers)} {split} answers, such as "
             f"{without[0]!r:.80}, has a number for reward_correct; set ANSWER_COLUMN to a column "
-            f"with numbers, or REWARD_FN=my.py:score"
+            f"with numbers, or REWARD_FN to exact_match (letters, words), "
+            f"recipes/math_answers.py:math_correct (LaTeX) or my.py:score"
         )
     if without:
         share = f"{len(without)} of {len(answers)} {split} answers"

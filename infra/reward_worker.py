@@ -115,9 +115,9 @@ def get_worker(
 
 def load_reward_function(worker: RewardWorker, source: str) -> Callable[..., list[float | None]]:
     """The reward function of a user's file, "file.py:name", once the worker has loaded the file.
-    The function and its loading raise UserMistake."""
+    The function and its loading raise UserMistake. It has the file's extract_answer, if any."""
     name, label = source.rpartition(":")[2], f"REWARD_FN {source}"
-    seconds = worker.ask(label, "find", name, more_s=LOADING_S)
+    seconds, has_answers = worker.ask(label, "find", name, more_s=LOADING_S)
 
     def rewards(completions: list[str], /, **columns: list) -> list[float | None]:
         """The rewards of the completions. columns: lists of the same length of JSON values."""
@@ -125,6 +125,8 @@ def load_reward_function(worker: RewardWorker, source: str) -> Callable[..., lis
         return worker.ask(label, "call", name, completions, columns, more_s=more_s)
 
     rewards.__name__ = name
+    if has_answers:
+        rewards.__dict__["extract_answer"] = functools.partial(worker.ask, label, "extract_answer")
     return rewards
 
 
@@ -190,13 +192,19 @@ class _Server:
         self._seeds: list[int] = []  # SEED and the number of the round
         self._loop: Any = None  # clients of async functions may need the same event loop each time
 
-    def find(self, name: str) -> float:
+    def find(self, name: str) -> tuple[float, bool]:
         """Loads the file. Returns the seconds that each completion of a call adds to its time
-        limit: SECONDS_FOR_EACH_COMPLETION of the file, else 0. Raises ValueError if the file does
-        not define the function."""
+        limit: SECONDS_FOR_EACH_COMPLETION of the file, else 0; and whether the file defines
+        extract_answer. Raises ValueError if the file does not define the function."""
         if not callable(getattr(self._load(), name, None)):
             raise ValueError(f"{os.path.basename(self._file)} defines no function {name}")
-        return float(getattr(self._module, "SECONDS_FOR_EACH_COMPLETION", 0))
+        seconds = float(getattr(self._module, "SECONDS_FOR_EACH_COMPLETION", 0))
+        return seconds, hasattr(self._module, "extract_answer")
+
+    def extract_answer(self, text: str) -> str | None:
+        """The answer in a completion, as a text, which maj@n counts; None: no answer."""
+        answer = self._module.extract_answer(text)
+        return None if answer is None else str(answer)
 
     def _load(self) -> Any:
         """The file's module. MODULE has its name for the processes that it starts by spawn."""

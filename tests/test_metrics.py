@@ -11,6 +11,7 @@ from evaluation import evaluation_record, majority_accuracy, pass_at, standard_e
 from infra.log import Clock, compile_seconds
 from metrics import PHASES, Step, step_lines, step_record
 from model.next_token import Sampling
+from rewards import reward_correct
 from rows import Batch
 
 NAN = float("nan")
@@ -179,7 +180,8 @@ def test_the_majority_is_of_equal_numbers_and_the_first_of_a_tie() -> None:
     texts = ["<answer>5</answer>", "<answer>7</answer>", "so 5.0"]  # 5 twice
     texts += ["<answer>1</answer>", "<answer>2</answer>", "<answer>3</answer>"]  # a tie
     texts += ["no", "idea", "<answer>9</answer>"]  # no answer is the most frequent
+    answers = [reward_correct.extract_answer(text) for text in texts]
     correct = np.array([[1.0, 0, 1], [0, 1, 0], [0, 0, 1]])
-    assert majority_accuracy(correct, texts) == pytest.approx(1 / 3)
+    assert majority_accuracy(correct, answers) == pytest.approx(1 / 3)
     unknown = np.concatenate([correct, [[NAN] * 3]])  # a question without a right answer
-    assert majority_accuracy(unknown, texts + ["6"] * 3) == pytest.approx(1 / 3)
+    assert majority_accuracy(unknown, answers + [6] * 3) == pytest.approx(1 / 3)

@@ -101,10 +101,11 @@ def test_answers_without_a_number_are_refused_where_the_reward_needs_numbers(
     dataset = with_answers(tmp_path, train=numbers, test=words)
     line = f"DATASET={dataset}: none of the 3 test answers, such as 'A', has a number for "
     line += "reward_correct; set ANSWER_COLUMN to a column with numbers, or "
+    line += "REWARD_FN to exact_match (letters, words), "
     assert line in mistake_of(DATASET=dataset)
     with_answers(tmp_path, train=words)
     assert "none of the 3 train answers, such as" in mistake_of(DATASET=dataset)
-    other = {"DATASET": dataset, "REWARD_FN": "reward_format"}
+    other = {"DATASET": dataset, "REWARD_FN": "exact_match"}
     assert len(set_up(Config.from_env(other)).train_prompts) == 3
     only_question = {"question": "1?", "answer": "A"}
     run = set_up(Config.from_env({"DATASET": dataset, "STEPS": "0"}), only_question)

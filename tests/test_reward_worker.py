@@ -198,6 +198,19 @@ def test_a_file_names_the_seconds_that_each_completion_adds_to_the_limit(tmp_pat
         worker.close()
 
 
+def test_maj_counts_the_texts_of_what_a_file_s_extract_answer_returns(tmp_path: Path) -> None:
+    body = "def f(texts, **_):\n    return [0.0] * len(texts)\n"
+    (tmp_path / "mine.py").write_text(body)
+    with worker(tmp_path, "f") as function:
+        assert not hasattr(function, "extract_answer")
+    body += "def extract_answer(text):\n    return [text] if text > 'a' else float(text or 'x')\n"
+    (tmp_path / "mine.py").write_text(body)
+    with worker(tmp_path, "f") as function:
+        assert [function.extract_answer(text) for text in ("b", "1e3")] == ["['b']", "1000.0"]
+        with pytest.raises(UserMistake, match=r"mine.py:f raised ValueError: .*\(mine.py:4\)$"):
+            function.extract_answer("")
+
+
 # ---- What the function is called with ------------------------------------------------------------
 
 SIGNATURES = """

@@ -182,6 +182,38 @@ def test_numbers_are_exact_fractions() -> None:
     assert parse_number("9" * 301) is None
 
 
+MARKED = {  # completion: its marked answer
+    "<answer>A</answer>": "A",
+    r"<answer>A</answer> \boxed{B} <answer>C": "A",  # the last closed tag
+    r"\boxed{A} or <answer>B": "A",  # no tag is closed
+    r"\boxed{A}, but then \boxed{B}.": "B",
+    r"\boxed{A}, but then \boxed{B": "A",
+    r"We find that \boxed{42": None,
+    r"\boxed{\frac{\sqrt{2}}{3}}": r"\frac{\sqrt{2}}{3}",
+    r"\boxed{\left\{ 1 \right.} or {2}": r"\left\{ 1 \right.",  # \{ is no brace
+    r"} {\boxed{\boxed{A}}": r"\boxed{A}",
+    r"\boxed{}": "",
+    "The answer is A.": None,
+}
+
+
+@pytest.mark.parametrize("completion", MARKED)
+def test_the_marked_answer_is_that_of_the_last_closed_tag_or_else_of_the_last_closed_box(
+    completion: str,
+) -> None:
+    assert rewards.marked_answer(completion) == MARKED[completion]
+
+
+def test_exact_match_is_for_letters_and_words_and_gives_0_without_an_answer() -> None:
+    right = ["<answer> b. </answer>", r"It is \boxed{B}.", "<answer>\nB</answer> not C"]
+    wrong = ["B", "<answer>(B)</answer>", "<answer>B or C</answer>", r"\boxed{}", "<answer>B", ""]
+    assert rewards.exact_match(right + wrong, answer=["B"] * 9) == [1.0] * 3 + [0.0] * 6
+    words = [form("new  YORK."), form("New Orleans")]
+    assert rewards.exact_match(words, answer=["New York"] * 2) == [1.0, 0.0]
+    answers = [rewards.exact_match.extract_answer(text) for text in (*words, "B", r"\boxed{}")]
+    assert answers == ["newyork", "neworleans", None, None]
+
+
 FORMAT = [  # completion, reward_format, tag_count_reward
     (form("72"), 1.0, 1.0),
     (form("72", think="two\n\nlines"), 1.0, 1.0),
@@ -214,6 +246,7 @@ REPEATED += ["'a", "a-", "=1", "½", r"\text{", "(1, ", r"\a_", "**", "**1", "1 
 REPEATED += [r"\frac", r"\frac1", r"\frac{1,", "1^", "10^{1", "1^{1/", r"-\frac{-1}{-1}", "9^9"]
 LONG = {
     **{text: text * (10**6 // len(text)) for text in REPEATED},
+    "nested boxes": r"\boxed{" * 100_000 + "}" * 100_000,
     "digits space digits": "9" * 500_000 + " " + "9" * 500_000,
     "groups that end wrong": "1" + ",111" * 250_000 + "1",
     "exponent": "1e" + "9" * 10**6,
@@ -234,6 +267,7 @@ def test_no_completion_raises() -> None:
     pieces = ["<think>", "</think>", "\n", "<answer>", "</answer>", "1", "0", "23", ",", ".", "-"]
     pieces += ["/", " ", "e", "^", "10", "$", "%", "=", "\\frac{1}{0}", "{", "}", "####", "é"]
     pieces += [SPACE, r"\frac", "000", "{,}", "^{", "-", "¥"]
+    pieces += [r"\boxed{", "\\"]
     pieces += ["\ud800", "\x00", "\N{VULGAR FRACTION ONE HALF}", "\N{ARABIC-INDIC DIGIT FIVE}", "²"]
     pieces += ["nan", "inf", "1e999", "0x1F", "1_000", "9" * 400, "\u2028", "\t", "\r\n", "<answer"]
     draw = random.Random(0)

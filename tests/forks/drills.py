@@ -46,7 +46,7 @@ BUILT_IN_REWARD = Drill(
             "rewards.py",
             """\
 # The functions that REWARD_FN may name, beside soft_overlong_penalty.
-BUILT_IN = (reward_correct, reward_format, tag_count_reward, repetition_penalty)
+BUILT_IN = (reward_correct, exact_match, reward_format, tag_count_reward, repetition_penalty)
 """,
             '''\
 def brevity(completions: list[str], **columns: list) -> Rewards:
@@ -55,7 +55,8 @@ def brevity(completions: list[str], **columns: list) -> Rewards:
 
 
 # The functions that REWARD_FN may name, beside soft_overlong_penalty.
-BUILT_IN = (reward_correct, reward_format, tag_count_reward, repetition_penalty, brevity)
+BUILT_IN = (reward_correct, exact_match, reward_format, tag_count_reward, repetition_penalty)
+BUILT_IN += (brevity,)
 ''',
         ),
     ),

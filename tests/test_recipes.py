@@ -47,6 +47,8 @@ SIZES = [
     ("dapo_qwen25_7b", {}, (16, 4), (4, 8, 512, 4, 8)),
     ("smollm2_arithmetic", {}, (1, 1), (8, 1, 128, 32, 4)),
     ("guess", {}, (1, 1), (8, 1, 128, 16, 8)),
+    ("math", {}, (1, 8), (16, 1, 128, 16, 8)),
+    ("math", {"ROLLOUT_GLOBAL_BATCH_SIZE": "8"}, (1, 1), (8, 1, 64, 16, 4)),
     ("smollm2_gsm8k", {}, (1, 1), (8, 1, 64, 16, 4)),
     ("tiny", {}, (1, 1), (16, 1, 128, 8, 16)),
     ("tiny", {}, (2, 4), (8, 1, 64, 8, 8)),
@@ -88,10 +90,14 @@ def test_published_runs_keep_what_the_published_runs_kept() -> None:
             assert (cfg.wandb_mode, cfg.wandb_project) == ("online", "mllm-jax-grpo-gsm8k")
 
 
-def test_without_reasoning_gym_its_recipe_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    "recipe, module, package",
+    [("gym", "reasoning_gym", "reasoning-gym"), ("math_answers", "math_verify", "math-verify")],
+)
+def test_without_its_package_a_recipe_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, recipe: str, module: str, package: str
 ) -> None:
-    monkeypatch.delitem(sys.modules, "recipes.gym", raising=False)
-    monkeypatch.setitem(sys.modules, "reasoning_gym", None)  # it cannot be found now
-    with pytest.raises(SystemExit, match=r"^recipes/gym.py: .*; pip install reasoning-gym$"):
-        importlib.import_module("recipes.gym")
+    monkeypatch.delitem(sys.modules, f"recipes.{recipe}", raising=False)
+    monkeypatch.setitem(sys.modules, module, None)  # it cannot be found now
+    with pytest.raises(SystemExit, match=rf"{module}.*; pip install {package}$"):
+        importlib.import_module(f"recipes.{recipe}")

@@ -59,7 +59,7 @@ JUDGED = [  # completion, right answer, question, reward
     ("<answer>B</answer>", r"\text{B}", "?", 1.0),
     ("<answer></answer>", "0", "?", 0.0),
     (r"\boxed{42" + "+0" * 150 + "}", "42", "?", 0.0),  # more than 300 characters
-    (r"\boxed{3}", r"So $x = \boxed{3}$, not $4$.", "?", 1.0),  # a solution of MATH
+    (r"\boxed{3}", r"First \boxed{2}, but then \boxed{3}.", "?", 1.0),  # a solution of MATH
     (r"\boxed{72}", "She has 5 cats.\n#### 72", "?", 1.0),
     (r"\boxed{72}", "", "?", None),
     ("3 + 4\nAnswer: 34", "34", "?", 0.0),  # nobody has asked for the line

@@ -45,6 +45,7 @@ IS_MODES = "none|token_truncate|token_mask|sequence_truncate|sequence_mask"
 TINY_LAYER = "recipes/tiny.yaml"
 TINY = REPO / TINY_LAYER
 MAX_TOP_K = 128  # equals MAX_SUPPORT of model/next_token.py, which imports jax
+TRACKERS = "((wandb|trackio|tensorboard)(,(?!$)|$))*"  # names, separated by commas
 LOW_FOR_LORA = 1e-5  # lower learning rates get a note in a run with LoRA
 DEFAULT_TURNS = 8  # MAX_TURNS with an environment, if it is not set
 LONG_COMPLETIONS = 128  # the MAX_LENGTH_SAMPLE from which Config.drops_ended holds
@@ -247,10 +248,13 @@ class Config:
     push_to_hub_private: bool = in_run(True, "Make the repository of PUSH_TO_HUB private.")
     sample_every_steps: int = in_run(10, "Steps between samples in the log; 0: never.")
     print_train_time_breakdown: bool = in_each(False, "Print the seconds of each phase per step.")
+    report_to: str = in_each(
+        "", "Trackers: any of wandb,trackio,tensorboard; empty: as WANDB_MODE says.", form=TRACKERS
+    )
     wandb_mode: str = in_each(
         "", "Mode of W&B; empty: online if it has a key.", choices="disabled|online|offline"
     )
-    wandb_project: str = in_each("", "Project in W&B; empty: grpo.")
+    wandb_project: str = in_each("", "Project in W&B and trackio; empty: grpo.")
     wandb_name: str = in_each("", "Name in W&B, and of a new folder in runs/; empty: the folder's.")
     jax_compilation_cache_dir: str = in_each("", "Folder of compiled programs; empty: .jax_cache.")
     require_multihost: bool = in_run(False, "Refuse to run as a single process.")
@@ -375,6 +379,8 @@ def contradictions(cfg: Config) -> Iterator[str]:
         yield f"PUSH_TO_HUB={cfg.push_to_hub} has nothing to upload with EXPORT_HF=none or STEPS=0"
     if cfg.push_to_hub and cfg.push_to_hub == cfg.model_path:
         yield f"PUSH_TO_HUB={cfg.push_to_hub} is MODEL_PATH; the model would be overwritten"
+    if "wandb" in cfg.report_to and cfg.wandb_mode == "disabled":
+        yield f"REPORT_TO={cfg.report_to} needs W&B, and WANDB_MODE=disabled; leave out one of them"
     if cfg.overlong_cache > (T := cfg.max_length_sample):
         yield f"OVERLONG_CACHE={cfg.overlong_cache} must be at most MAX_LENGTH_SAMPLE={T}"
 
@@ -411,6 +417,7 @@ def notes(cfg: Config, layers: Mapping[str, str]) -> Iterator[str]:
         ("kl_estimator kl_bias_correction", cfg.beta, "BETA=0"),
         ("dynamic_sampling_max_rounds", cfg.dynamic_sampling, "DYNAMIC_SAMPLING=0"),
         ("overlong_cache", "soft_overlong_penalty" in cfg.reward_fn, f"REWARD_FN={cfg.reward_fn}"),
+        ("wandb_mode", "wandb" in (cfg.report_to or "wandb"), f"REPORT_TO={cfg.report_to}"),
         ("eval_temperature", cfg.evaluates(), "no evaluation"),
         (of_engine, cfg.rollout_backend == "sglang_jax", f"ROLLOUT_BACKEND={cfg.rollout_backend}"),
         ("push_to_hub_private", cfg.push_to_hub, "PUSH_TO_HUB="),

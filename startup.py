@@ -291,8 +291,9 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
 
 
 def check_outputs(cfg: Config) -> None:
-    """Raises UserMistake if W&B, the folder of the export or its repository cannot be used."""
-    open_trackers(cfg.wandb_mode)
+    """Raises UserMistake if a tracker, the folder of the export or its repository cannot be used."""
+    if cfg.report_to or cfg.wandb_mode:
+        open_trackers(cfg)
     if cfg.export_hf not in ("", "none"):
         raise_if_not_writable(f"EXPORT_HF={cfg.export_hf}", Path(cfg.export_hf))
     if cfg.push_to_hub and cfg.steps:  # --ask and --eval-only have no steps
@@ -439,15 +440,20 @@ def open_reviewer(out: Path, log: RunLog) -> "Reviewer | None":
     return Reviewer(out, log)
 
 
-def open_trackers(mode: str) -> ModuleType | None:
-    """The module of W&B, or None if a run with this WANDB_MODE is not logged there. Raises
-    UserMistake if its file is missing or the mode cannot work."""
-    if mode == "disabled" or not (mode or os.environ.get("WANDB_API_KEY")):
+def open_trackers(cfg: Config) -> ModuleType | None:
+    """The module of the trackers, or None if the run has none. Raises UserMistake if its file is
+    missing, or a tracker that a setting asks for cannot work. A key of W&B alone ends no run."""
+    file, mode, is_set = "extras/trackers.py", cfg.wandb_mode, cfg.report_to or cfg.wandb_mode
+    if not cfg.report_to and (mode == "disabled" or not (mode or os.environ.get("WANDB_API_KEY"))):
         return None
-    with side_file("extras/trackers.py", f"WANDB_MODE={mode}" if mode else "WANDB_API_KEY"):
+    if not is_set and not (REPO / file).is_file():
+        print(f"note: without {file} W&B gets no records", flush=True)
+        return None
+    setting = f"REPORT_TO={cfg.report_to}" if cfg.report_to else f"WANDB_MODE={mode}"
+    with side_file(file, setting):
         import extras.trackers
-    if mode:
-        extras.trackers.raise_if_unusable(mode)
+    if is_set:
+        extras.trackers.raise_if_unusable(cfg.report_to or "wandb", setting, mode)
     return extras.trackers
 
 
@@ -526,15 +532,15 @@ def open_log(run: Run, out: Path, progress: Progress) -> RunLog:
             text = config.describe(cfg, jax.process_count(), jax.local_device_count())
             text += "".join(f"\n{name}: {value}" for name, value in resolved_choices(run).items())
             replace_file(out / "config.yaml", text + "\n")
-            if trackers := open_trackers(cfg.wandb_mode):
-                settings = wandb_settings(run, out, progress)
-                log.tracker = trackers.WandbRun(out, settings, log)
+            if module := open_trackers(cfg):
+                settings = tracker_settings(run, out, progress)
+                log.trackers = module.Trackers(cfg.report_to or "wandb", out, settings, log)
             log.print_line(f"output={out}")
     return log
 
 
-def wandb_settings(run: Run, out: Path, progress: Progress) -> dict[str, Any]:
-    """The arguments of wandb.init. A key alone means WANDB_MODE=online."""
+def tracker_settings(run: Run, out: Path, progress: Progress) -> dict[str, Any]:
+    """The arguments of wandb.init, for every tracker. Without WANDB_MODE W&B is online."""
     cfg = run.cfg
     derived = {f"derived.{name}": value for name, value in run.sizes._asdict().items()}
     values = dataclasses.asdict(cfg) | derived | resolved_choices(run)

@@ -150,8 +150,8 @@ class Lifecycle:
             self.log.print_line(line)
 
     def close(self, state: str, why: str = "") -> list[str]:
-        """Writes the last review, whose verdict it returns, and ends W&B. state, why: see
-        infra/log.py."""
+        """Writes the last review, whose verdict it returns, and ends the trackers. state, why:
+        see infra/log.py."""
         summary = self._review(state, why)
         self.log.close(summary, finished=state == DONE)
         return summary.get("verdict", [])

@@ -25,7 +25,7 @@ from tqdm import tqdm
 from infra.mistakes import UserMistake, in_one_line, writing
 
 if TYPE_CHECKING:
-    from extras.trackers import WandbRun
+    from extras.trackers import Trackers
 
 FILES = ("metrics.jsonl", "samples.jsonl", "eval.jsonl")  # each line has a step
 SUMMARY = "summary.json"
@@ -105,7 +105,7 @@ class RunLog:
         """
         self._out, self._steps, self._writes = out, steps, writes
         self._recent: collections.deque[float] = collections.deque(maxlen=10)  # seconds of steps
-        self.tracker: WandbRun | None = None  # it gets the records too, see startup.open_log
+        self.trackers: Trackers | None = None  # they get the records too, see startup.open_log
         if not writes:
             return
         out.mkdir(parents=True, exist_ok=True)
@@ -119,14 +119,14 @@ class RunLog:
             print(text + "\n", end="", flush=True)
 
     def record_metrics(self, step: int, values: dict[str, Any]) -> None:
-        """Appends one record to metrics.jsonl, and adds it to W&B."""
+        """Appends one record to metrics.jsonl, and adds it to the trackers."""
         if STEP_S in values:
             self._recent.append(values[STEP_S])
             values = values | {"time/train/step_avg_last10_s": np.mean(self._recent)}
         values = to_json_values(values)
         self.append_entries("metrics.jsonl", step, [values])
-        if self.tracker:
-            self.tracker.record(step, values)
+        if self.trackers:
+            self.trackers.record(step, values)
 
     def append_entries(self, name: str, step: int, entries: list[dict[str, Any]]) -> None:
         """Appends a line for each entry to one of FILES. If an error leaves a part of a line,
@@ -157,12 +157,12 @@ class RunLog:
         return f" left={tqdm.format_interval(steps * seconds)}"
 
     def close(self, summary: dict[str, Any] | None = None, *, finished: bool = False) -> None:
-        """Ends the run in W&B.
+        """Ends the run in its trackers.
 
-        summary: values for its summary there. finished: all steps and evaluations are done.
+        summary: values for its summary in W&B. finished: all steps and evaluations are done.
         """
-        if self.tracker:
-            self.tracker.close(summary or {}, finished)
+        if self.trackers:
+            self.trackers.close(summary or {}, finished)
 
 
 # ---- Writing files -------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""Claims about extras/trackers.py: a run that is killed and resumed is one run in W&B.
+"""Claims about extras/trackers.py: a run that is killed and resumed is one run in each tracker.
 
 Most tests put a stand-in into the place of the package wandb, which notes what it gets. That of
-`pytest -m parity` has the real package, and a stand-in for the service.
+`pytest -m parity` has the real packages, and a stand-in for W&B's service.
 """
 
 import http.server
@@ -18,10 +18,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
-from runs import environment, finish, start, wait_for
+from runs import TIMES, environment, finish, start, wait_for
 
-from extras.trackers import WandbRun
+from config import Config
+from extras.trackers import Trackers
 from infra.log import RunLog
 from infra.mistakes import UserMistake
 from startup import open_trackers
@@ -61,7 +63,7 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tup
         stand_in = StandIn(**facts)
         monkeypatch.setitem(sys.modules, "wandb", stand_in)
         log = RunLog(tmp_path, steps=5, lengths=lengths, writes=True)
-        log.tracker = WandbRun(tmp_path, {"mode": "online", "id": "abc"}, log)
+        log.trackers = Trackers("wandb", tmp_path, {"mode": "online", "id": "abc"}, log)
         return stand_in, log
 
     return open_log
@@ -131,27 +133,60 @@ def test_a_run_goes_on_without_wandb_after_one_line_whenever_wandb_fails(
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 3
 
 
-def test_a_mode_that_cannot_work_is_a_mistake_and_a_key_alone_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("name", ["tensorboard", "trackio"])
+def test_a_tracker_that_fails_takes_nothing_from_the_others(
+    opened,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+) -> None:
+    monkeypatch.setitem(sys.modules, name, None)  # its import fails now
+    monkeypatch.setitem(sys.modules, f"{name}.summary", None)
+    wandb, log = opened()
+    settings = {"mode": "online", "id": "abc", "project": "p", "name": "n"}
+    log.trackers = Trackers(f"{name},wandb", tmp_path, settings, log)
+    log.record_metrics(0, {STEP_S: 1.0})
+    log.close(finished=True)
+    assert capsys.readouterr().out.startswith(f"{name}: import of {name}")
+    assert [*wandb.rows] == [0] and wandb.summary == {"finished": True}
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio", "tensorboard"])
+def test_a_tracker_that_a_setting_names_needs_its_package(
+    monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # import wandb fails now
-    with pytest.raises(UserMistake, match="WANDB_MODE=offline needs wandb: pip install wandb"):
-        open_trackers("offline")
-    assert open_trackers("") is None and open_trackers("disabled") is None
+    monkeypatch.setitem(sys.modules, name, None)
+    cfg, needs = Config(report_to=name), f"needs {name}: pip install {name} "
+    with pytest.raises(UserMistake, match=f"^REPORT_TO={name} {needs}"):
+        open_trackers(cfg)
+    with pytest.raises(UserMistake, match="^WANDB_MODE=offline needs wandb: pip install wandb "):
+        open_trackers(Config(wandb_mode="offline"))
+    assert open_trackers(Config()) is None and open_trackers(Config(wandb_mode="disabled")) is None
+
+
+def test_wandb_needs_a_key_if_a_setting_names_it_and_a_key_alone_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setenv("WANDB_API_KEY", "short")
     log = RunLog(tmp_path, steps=1, writes=True)
-    log.tracker = open_trackers("").WandbRun(tmp_path, {"mode": "online"}, log)
+    log.trackers = open_trackers(Config()).Trackers("wandb", tmp_path, {"mode": "online"}, log)
     log.close(finished=True)
     assert capsys.readouterr().out.startswith("W&B: import of wandb halted")
     for key, words in (("", "there is no API key; set WANDB_API_KEY"), ("short", "5 characters")):
         package = SimpleNamespace(api=SimpleNamespace(api_key=key))
         monkeypatch.setitem(sys.modules, "wandb", package)
-        with pytest.raises(UserMistake, match=f"WANDB_MODE=online: .*{words}") as error:
-            open_trackers("online")
-        assert "short" not in str(error.value)
+        for cfg in (Config(wandb_mode="online"), Config(report_to="wandb")):
+            begins = "REPORT_TO=wandb" if cfg.report_to else "WANDB_MODE=online"
+            with pytest.raises(UserMistake, match=f"^{begins}: .*{words}") as error:
+                open_trackers(cfg)
+            assert "short" not in str(error.value)
+        assert open_trackers(Config(report_to="wandb", wandb_mode="offline"))
 
 
-# ---- The real package ----------------------------------------------------------------------------
+# ---- The real packages ---------------------------------------------------------------------------
 
 
 def kill_twice_and_finish(out: Path, env: dict[str, str], steps: tuple[int, int]) -> None:
@@ -167,16 +202,56 @@ def kill_twice_and_finish(out: Path, env: dict[str, str], steps: tuple[int, int]
         process.communicate()
     result = finish(start(out, env, 1), out)
     assert result.code == 0 and "resumed after step" in result.lines, result.errors
-    assert "W&B: " not in result.lines
+    assert not re.search(r"^\*|goes on without it", result.lines, re.M), result.lines
+
+
+def metrics_rows(out: Path) -> dict[int, dict[str, Any]]:
+    """{step: {metric: value}} of metrics.jsonl."""
+    rows: dict[int, dict[str, Any]] = {}
+    for line in (out / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        rows.setdefault(record.pop("step"), {}).update(record)
+    return rows
+
+
+def trackio_rows(out: Path, env: dict[str, str]) -> list[tuple[int, dict[str, Any]]]:
+    """(step, {metric: value}) of each row of a run, as trackio's own command gives them."""
+    name = f"same-{json.loads((out / 'run.json').read_text())['run_id']}"
+    query = f"SELECT step, metrics FROM metrics WHERE run_name = '{name}' ORDER BY step"
+    command = [sys.executable, "-m", "trackio.cli", "query", "project", "--project", "grpo"]
+    done = subprocess.run(
+        [*command, "--sql", query, "--json"], env=os.environ | env, check=True, capture_output=True
+    )
+    return [(row["step"], json.loads(row["metrics"])) for row in json.loads(done.stdout)["rows"]]
+
+
+def assert_tensorboard_has(rows: dict[int, dict[str, Any]], out: Path) -> None:
+    """Its reader finds each number once, as float32, and nothing else: no texts, and no nulls."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.util.tensor_util import make_ndarray
+
+    reader = EventAccumulator(str(out / "tensorboard"), {"tensors": 0}).Reload()
+    numbers = {
+        step: {name: value for name, value in row.items() if isinstance(value, int | float)}
+        for step, row in rows.items()
+    }
+    names = {name for row in numbers.values() for name in row}
+    assert {*reader.Tags()["tensors"]} == names
+    for name in names:
+        events = [(e.step, float(make_ndarray(e.tensor_proto))) for e in reader.Tensors(name)]
+        values = [(step, row[name]) for step, row in numbers.items() if name in row]
+        assert events == [(step, float(np.float32(value))) for step, value in values]
 
 
 @pytest.mark.parity
-def test_a_run_that_is_killed_twice_has_each_step_in_wandb_once_and_so_has_a_fork_offline(
+def test_a_run_that_is_killed_twice_has_each_step_once_in_each_tracker_and_so_has_a_fork_offline(
     tmp_path: Path,
 ) -> None:
-    """The summary has the published names. The fork has the steps after those of its parent, in one
-    folder, as `wandb sync` sends them."""
-    pytest.importorskip("wandb", reason="an optional package")
+    """W&B's summary has the published names. The fork has the steps after those of its parent, in
+    one folder, as `wandb sync` sends them. The values are those of metrics.jsonl; online W&B keeps
+    the times of steps that were made twice."""
+    for name in ("wandb", "trackio", "tensorboard"):
+        pytest.importorskip(name, reason="an optional package")
     service, out, fork = WandbService(), tmp_path / "run", tmp_path / "fork"
     slow = "import time\ndef slow(completions, **columns):\n    time.sleep(0.5)\n"
     (tmp_path / "slow.py").write_text(slow + "    return [1.0] * len(completions)\n")
@@ -185,10 +260,17 @@ def test_a_run_that_is_killed_twice_has_each_step_in_wandb_once_and_so_has_a_for
         LR_SCHEDULE=constant WARMUP_RATIO=0 EVAL_EVERY_STEPS=3 EVAL_PROMPTS=4 EVAL_FULL_SWEEP=1
         REWARD_FN={tmp_path}/slow.py:slow REWARD_WEIGHTS=1 HOME={tmp_path} WANDB_SILENT=true
         WANDB_BASE_URL={service.url} WANDB_X_FILE_STREAM_TRANSMIT_INTERVAL=1
-        WANDB_API_KEY={"a" * 40}"""
+        WANDB_API_KEY={"a" * 40} TRACKIO_DIR={tmp_path}/trackio WANDB_NAME=same
+        REPORT_TO=wandb,trackio,tensorboard"""
     )
     kill_twice_and_finish(out, env, (3, 5))
+    recorded = metrics_rows(out)
+    assert trackio_rows(out, env) == [*recorded.items()]
+    assert_tensorboard_has(recorded, out)
     (rows,) = service.rows.values()
+    for row in rows:
+        values = recorded[row["_step"]].items()
+        assert {(k, v) for k, v in values if not k.startswith(TIMES)} <= {*row.items()}
     assert [row["_step"] for row in rows] == [0, 1, 2, 3, 4, 5, 6, 7]
     assert [row["_step"] for row in rows if STEP_S in row] == [0, 1, 2, 3, 4, 5, 6]
     assert [row["_step"] for row in rows if "eval/accuracy" in row] == [0, 3, 6, 7]
@@ -208,6 +290,11 @@ def test_a_run_that_is_killed_twice_has_each_step_in_wandb_once_and_so_has_a_for
     subprocess.run(sync, env=os.environ | env, check=True)
     _, rows = service.rows.values()
     assert [row["_step"] for row in rows] == [7, 8, 9, 10, 11, 12]
+    recorded = metrics_rows(fork)
+    assert all(recorded[row["_step"]].items() <= row.items() for row in rows)
+    assert trackio_rows(fork, env) == [*recorded.items()]
+    assert len(trackio_rows(out, env)) == 8  # both have the same WANDB_NAME
+    assert_tensorboard_has(recorded, fork)
     assert [row["_step"] for row in rows if STEP_S in row] == [7, 8, 9, 10, 11]
 
 

@@ -15,8 +15,8 @@ Verbs (the default is run):
   create, delete   Create or delete the TPU VM. TPU_TYPE is its type, such as v6e-8. TPU_VERSION is
                    its software; the default depends on the type. TPU_SPOT=1 asks for a spot VM.
   setup            Sync, create .venv with Python 3.11 or newer, and install requirements.txt,
-                   jax[tpu], TPU_PACKAGES (such as gcsfs), and wandb or sglang-jax if the settings
-                   have WANDB_MODE=online or offline, or ROLLOUT_BACKEND=sglang_jax.
+                   jax[tpu], TPU_PACKAGES (such as gcsfs), and what the settings REPORT_TO, WANDB_MODE
+                   and ROLLOUT_BACKEND ask for.
   sync             Check out on every worker the commit that is checked out here. You must have
                    pushed the commit.
   env              Copy ./.env, which has WANDB_API_KEY=... and other secrets, to every worker.

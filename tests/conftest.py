@@ -38,7 +38,7 @@ LONGEST = """
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr == QUICK and all("::" in arg for arg in config.args):
         config.option.markexpr = ""  # a test that the user names runs, also if it is slow
-    needed = ("torch", "peft", "wandb", "reasoning_gym")
+    needed = ("torch", "peft", "wandb", "trackio", "tensorboard", "reasoning_gym")
     lacking = [name for name in needed if importlib.util.find_spec(name) is None]
     if config.option.markexpr == "parity" and lacking:
         raise pytest.UsageError(

@@ -119,6 +119,9 @@ DTYPE=float16 -> 'float16' is not one of auto|bfloat16|float32
 ROLLOUT_BACKEND=vanilla -> 'vanilla' is not one of naive|sglang_jax; vanilla is called naive here
 MESH_SHAPE=2,4 -> '2,4' does not have the right form: Training mesh: auto, or dp,fsdp,tp
 MESH_SHAPE=-1,-1,1 -> '-1,-1,1' does not have the right form
+REPORT_TO=mlflow -> does not have the right form: Trackers: any of wandb,trackio,tensorboard
+REPORT_TO=wandb,none -> 'wandb,none' does not have the right form: Trackers: any of wandb,trackio
+REPORT_TO=wandb, -> 'wandb,' does not have the right form
 """
 GOOD = [
     ("EVAL_FULL_SWEEP=True", True),
@@ -219,6 +222,7 @@ PUSH_TO_HUB=me/model EXPORT_HF=none -> PUSH_TO_HUB=me/model has nothing to uploa
 PUSH_TO_HUB=me/model STEPS=0 -> PUSH_TO_HUB=me/model has nothing to upload with EXPORT_HF=none or S
 MODEL_PATH=me/a PUSH_TO_HUB=me/a -> PUSH_TO_HUB=me/a is MODEL_PATH; the model would be overwritten
 MAX_TURNS=2 -> MAX_TURNS=2 needs an ENVIRONMENT_CLASS
+REPORT_TO=trackio,wandb WANDB_MODE=disabled -> REPORT_TO=trackio,wandb needs W&B, and WANDB_MODE=
 ENVIRONMENT_CLASS=a.py:A ROLLOUT_BACKEND=sglang_jax -> ROLLOUT_BACKEND=sglang_jax samples comple
 """
 TASK = "reasoning_gym:gcd?max_value=9&value_type=[a]"
@@ -233,6 +237,8 @@ REWARD_FN=soft_overlong_penalty OVERLONG_CACHE=1024
 BETA=1 KL_ESTIMATOR=k1
 TOP_K=9 SAMPLING_SUPPORT=full IS_MODE=sequence_mask ROLLOUT_BACKEND=sglang_jax
 IS_MODE=token_mask IS_FLOOR=0.5 IS_CAP=2 TOP_P=0.9
+REPORT_TO=tensorboard,trackio WANDB_MODE=disabled
+REPORT_TO=trackio,tensorboard,wandb WANDB_MODE=offline
 """
 
 
@@ -255,6 +261,7 @@ MODEL=org/name -> MODEL=org/name is ignored; the setting is called MODEL_PATH
 BATCH_SIZE=4 MODEL_PATH=m EPS_HIGH=0.28 -> EPS_HIGH=0.28 does nothing with one update per step
 BATCH_SIZE=4 MODEL_PATH=m OVERLONG_CACHE=3 -> OVERLONG_CACHE=3 does nothing with REWARD_FN=
 BATCH_SIZE=4 MODEL_PATH=m SGLANG_JAX_DTYPE=float32 -> SGLANG_JAX_DTYPE=float32 does nothing with
+BATCH_SIZE=4 MODEL_PATH=m REPORT_TO=trackio WANDB_MODE=offline -> WANDB_MODE=offline does nothing
 BATCH_SIZE=4 MODEL_PATH=m LORA_ALPHA=8 -> LORA_ALPHA=8.0 does nothing with LORA_RANK=0
 BATCH_SIZE=4 MODEL_PATH=m PUSH_TO_HUB_PRIVATE=0 -> PUSH_TO_HUB_PRIVATE=false does nothing with PUSH
 CHECKPOINT_DIR=gs://a/b SAVE_EVERY_STEPS=0 -> CHECKPOINT_DIR=gs://a/b gets no checkpoint with SAVE_
@@ -267,6 +274,7 @@ LR_DECAY_STEPS=100 STEPS=200 LR_SCHEDULE=constant
 MODEL=org/name MODEL_PATH=org/other BATCH_SIZE=4
 MODEL_PATH=m BATCH_SIZE=4 EPS_LOW=0.1 NUM_MINI_BATCHES=2
 MODEL_PATH=m BATCH_SIZE=4 EPS_HIGH=3 LOSS_TYPE=cispo
+MODEL_PATH=m BATCH_SIZE=4 REPORT_TO=trackio,wandb WANDB_MODE=offline
 """
 
 

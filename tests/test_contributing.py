@@ -140,10 +140,11 @@ def test_every_setting_is_read() -> None:
     assert {field.name for field in dataclasses.fields(config.Config)} - read == set()
 
 
-# Packages whose module has another name, and those of an engine, of W&B, of tasks, of answers in
-# LaTeX and of a picture, which a run needs only for the setting that names them.
+# Packages whose module has another name, and those of an engine, of trackers, of tasks, of answers
+# in LaTeX and of a picture, which a run needs only for the setting that names them.
 PACKAGES = {"yaml": "pyyaml", "orbax": "orbax-checkpoint", "sgl_jax": "sglang-jax"}
-OPTIONAL = {"sglang-jax", "wandb", "reasoning_gym", "math_verify", "matplotlib", "pytest"}
+OPTIONAL = {"sglang-jax", "wandb", "trackio", "tensorboard", "reasoning_gym", "math_verify"}
+OPTIONAL |= {"matplotlib", "pytest"}
 
 
 def imported_packages() -> set[str]:

@@ -24,7 +24,7 @@ NEEDED_BY = {
         "ENVIRONMENT_CLASS=recipes/guess.py:Guess",
     ),
     "extras/hub.py": ({"PUSH_TO_HUB": "me/model"}, [], "PUSH_TO_HUB=me/model"),
-    "extras/trackers.py": ({"WANDB_MODE": "offline"}, [], "WANDB_MODE=offline"),
+    "extras/trackers.py": ({"REPORT_TO": "tensorboard"}, [], "REPORT_TO=tensorboard"),
     "loss_pallas.py": (
         {"POLICY_LOSS_IMPL": "pallas"},
         ["--plan", "v6e-1"],
@@ -33,6 +33,7 @@ NEEDED_BY = {
     "tools/ask.py": ({}, ["--ask", "1+2?"], "--ask"),
     "tools/plan.py": ({}, ["--plan", "v6e-1"], "--plan"),
 }
+NO_TRACKERS = "\nnote: without extras/trackers.py W&B gets no records\n"
 NO_REPORT = "note: without extras/report.py the run has no report and no verdict\n"
 
 
@@ -63,8 +64,11 @@ def test_a_run_needs_no_side_file_and_what_needs_one_names_it_in_a_line(
     name = file.replace("/", "_")
     repo = copy_repository(folder / name)
     (repo / file).unlink()
-    done = start(repo, folder / f"run_{name}", ["train_grpo.py"])
+    is_trackers = file == "extras/trackers.py"  # then a key of W&B alone ends no run
+    keys = {"WANDB_API_KEY": "a" * 40} if is_trackers else {}
+    done = start(repo, folder / f"run_{name}", ["train_grpo.py"], **keys)
     assert done.code == 0 and "\nDONE: steps=1 " in done.lines, done.errors
+    assert (NO_TRACKERS in done.lines) == is_trackers
     is_report = file == "extras/report.py"
     assert (NO_REPORT in done.lines) == is_report and ("\nverdict: " in done.lines) != is_report
     assert (folder / f"run_{name}" / "report.html").exists() != is_report

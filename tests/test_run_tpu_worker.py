@@ -37,6 +37,7 @@ def worker(cloud: Cloud, *words: str, **env: str) -> subprocess.CompletedProcess
     [
         ("recipes/grpo_gsm8k_qwen25_3b_bs128_steps100.yaml", [], ["wandb"]),
         ("recipes/grpo_gsm8k_qwen25_3b_bs128_steps100.yaml", ["WANDB_MODE=disabled"], []),
+        ("recipes/tiny.yaml", ["REPORT_TO=tensorboard,wandb"], ["wandb", "tensorboard"]),
         ("recipes/tunix_qwen3_4b_10steps_sglang.yaml", [], ["sglang"]),
         ("recipes/tunix_qwen3_4b_10steps_sglang.yaml", ["ROLLOUT_BACKEND=naive"], []),
     ],
@@ -51,7 +52,7 @@ def test_setup_installs_what_the_settings_ask_for(
         assert done.returncode == 2 and "has a Python older than 3.12" in done.stderr
         return
     assert done.returncode == 0 and "w set up: Python 3." in done.stdout, done.stderr
-    assert [name for name in ("wandb", "sglang") if name in installed] == wanted
+    assert [x for x in ("wandb", "tensorboard", "sglang") if x in installed] == wanted
 
 
 def test_an_old_libtpu_lockfile_is_removed_and_a_lock_in_use_stops_the_start(cloud: Cloud) -> None:

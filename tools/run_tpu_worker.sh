@@ -70,7 +70,7 @@ sync() {
 # setup VENV CONFIG PACKAGES [SETTING=VALUE...]: creates the Python environment VENV and installs the
 # packages that the settings need, and PACKAGES, which are separated by spaces.
 setup() {
-  local venv=$1 config=$2 python packages printed
+  local venv=$1 config=$2 python package packages printed trackers
   local new_enough='import sys, ensurepip; sys.exit(sys.version_info < (3, 11))'
   read -r -a packages <<<"$3"
   for python in python3.13 python3.12 python3.11 python3; do
@@ -82,10 +82,12 @@ setup() {
   "$venv/bin/python" -m pip install --quiet -r requirements.txt "jax[tpu]" \
     ${packages[@]+"${packages[@]}"}
   printed=$(env "${@:4}" "$venv/bin/python" config.py ${config:+--config "$config"}) || exit 2
-  if grep -qE '^run.wandb_mode: (online|offline)' <<<"$printed"; then
-    echo "$HOSTNAME installs wandb"
-    "$venv/bin/python" -m pip install --quiet "$(grep '^wandb' requirements-parity.txt)"
-  fi
+  trackers=$(sed -nE 's/^run.report_to: ([a-z,]+) .*/\1/p; s/^run.wandb_mode: o.*/wandb/p' \
+    <<<"$printed")
+  for package in ${trackers//,/ }; do
+    echo "$HOSTNAME installs $package"
+    "$venv/bin/python" -m pip install --quiet "$(grep "^$package" requirements-parity.txt)"
+  done
   if grep -q '^rollout.backend: sglang_jax' <<<"$printed"; then
     "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 12))' ||
       fail "$venv has a Python older than 3.12, which sglang-jax needs; docs/tpu_vm.md has a \

@@ -291,7 +291,7 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
 
 
 def check_outputs(cfg: Config) -> None:
-    """Raises UserMistake if a tracker, the folder of the export or its repository cannot be used."""
+    """Raises UserMistake if a tracker, the export's folder or its repository cannot be used."""
     if cfg.report_to or cfg.wandb_mode:
         open_trackers(cfg)
     if cfg.export_hf not in ("", "none"):

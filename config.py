@@ -96,7 +96,7 @@ class Config:
     answer_column: str = in_data("answer", "Column of the dataset that holds the answer.")
     system_prompt: str = in_data("", "System prompt, or its file; empty: that of rewards.py.")
     chat_template_kwargs: str = in_data(
-        "", 'Arguments of the chat template as JSON, such as {"enable_thinking": false}.', kept=True
+        "", 'Arguments of the chat template as JSON, such as {"enable_thinking": false}.'
     )
     max_prompt_length: int = in_data(0, "Skip prompts of more tokens than this; 0: no limit.")
     seed: int = in_data(0, "Seed of data order and sampling.", at_most=2**31 - 1, kept=True)

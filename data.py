@@ -6,6 +6,7 @@ of examples; see `batch_indices`.
 Dimensions: P prompts of a training step.
 """
 
+import contextlib
 import functools
 import json
 import math
@@ -94,10 +95,9 @@ def load_examples(
             examples.append(item if isinstance(item, dict) else {})
             place = f"{source} example {number}"
             texts.append(read_question_and_answer(place, examples[-1], question, answer))
-    if any("prompts" in of_example for of_example in texts):
-        for of_example in texts:  # also those whose question is a text
-            message = {"role": "user", "content": of_example["question"]}
-            of_example.setdefault("prompts", [message])
+    if 0 < sum("prompts" in of_example for of_example in texts) < len(texts):
+        why = "some questions are texts, and others lists of messages; write all in one form"
+        raise UserMistake(f"DATASET={dataset}, split {split!r}: {why}")
     # Rewards receive the columns as lists, so every example needs every column of the split.
     columns = dict.fromkeys(name for example in examples for name in example)
     for name in [*columns]:
@@ -119,8 +119,9 @@ def load_examples(
             raise UserMistake(f"DATASET={dataset} has no split {split!r}; {why}")
         test_size = max(1, round(HELD_OUT * len(examples)))
         train, test = examples[:-test_size], examples[-test_size:]
-        seen = {prompt_text(example) for example in train}
-        unseen = {(prompt_text(e), e["answer"]): e for e in test if prompt_text(e) not in seen}
+        prompts = [json.dumps(e.get("prompts") or e["question"]) for e in examples]
+        seen, pairs = {*prompts[:-test_size]}, zip(prompts[-test_size:], test, strict=True)
+        unseen = {(prompt, e["answer"]): e for prompt, e in pairs if prompt not in seen}
         if split == "test" and len(unseen) < len(test):
             left_out = f"left out {len(test) - len(unseen)} of {len(test)} held-out questions"
             print(f"{left_out} of {dataset}: they repeat train or each other", flush=True)
@@ -146,8 +147,8 @@ def read_question_and_answer(
     texts: Example = {}
     for name, column in (("question", question), ("answer", answer)):
         value = find_column(columns, column)
-        if name == "question" and isinstance(value, list) and value:
-            texts |= read_question(value, f"{place}, column {column!r}")
+        if name == "question" and (messages := as_messages(value)):
+            texts |= read_question(messages, f"{place}, column {column!r}")
             continue
         if name == "answer" and type(value) in (int, float) and -math.inf < value < math.inf:
             value = json.dumps(value)
@@ -171,16 +172,14 @@ def find_column(columns: Mapping[str, Any], name: str) -> Any:
     return value
 
 
-def read_question(value: list, place: str) -> Example:
-    """Returns a list of messages as the `prompts` and the `question` of an example. Raises
-    UserMistake if it is no such list, or if its last message is not the user's."""
-    messages = read_messages(value, place)
-    if messages[-1]["role"] != "user":
-        raise UserMistake(
-            f"{place}: the last message is of the role {messages[-1]['role']!r}; leave out what "
-            f"follows the last message of the user, which the model is to answer"
-        )
-    return {"question": messages[-1]["content"], "prompts": messages}
+def as_messages(value: object) -> list | None:
+    """Returns the value if it is a list, or the list if it is a text of JSON with a list of
+    messages; else None."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        with contextlib.suppress(ValueError):
+            parsed = json.loads(value)
+            return parsed if all(isinstance(x, dict) and "role" in x for x in parsed) else None
+    return value if isinstance(value, list) else None
 
 
 def read_messages(value: list, place: str) -> list[Message]:
@@ -189,17 +188,20 @@ def read_messages(value: list, place: str) -> list[Message]:
     for number, message in enumerate(value, start=1):
         fields = message if isinstance(message, dict) else {}
         if not all(isinstance(fields.get(name), str) for name in ("role", "content")):
-            raise UserMistake(
-                f"{place}: message {number} is {message!r:.80}, and not "
-                f'{{"role": "user", "content": "a text"}}'
-            )
+            example = '{"role": "user", "content": "a text"}'
+            raise UserMistake(f"{place}: message {number} is {message!r:.80}, and not {example}")
     return [{name: x for name, x in message.items() if x is not None} for message in value]
 
 
-def prompt_text(example: Example) -> str:
-    """Returns what two examples with the same prompt have in common: the text of all messages."""
-    messages = example.get("prompts")
-    return json.dumps(messages) if messages else example["question"]
+def read_question(value: list, place: str) -> Example:
+    """Returns a list of messages as the `prompts` and the `question` of an example. Raises
+    UserMistake if it is no such list, or if its last message is not a question of the user."""
+    messages = read_messages(value, place)
+    last = messages[-1]
+    if last["role"] != "user" or not last["content"].strip():
+        why = f"the last message is {last!r:.80}, and no question of the user"
+        raise UserMistake(f"{place}: {why}; leave out what follows the question")
+    return {"question": last["content"], "prompts": messages}
 
 
 def append_to_question(example: Example, text: str) -> Example:
@@ -316,7 +318,7 @@ class ChatFormat(NamedTuple):
             )
 
     def arguments(self) -> set[str]:
-        """The arguments that the chat template reads, but for those that every run gives it."""
+        """The arguments that the chat template reads, but for those that every run sets."""
         # The tags around what the assistant says are an extension of transformers.
         source = re.sub(r"\{%-?\s*(?:end)?generation\s*-?%\}", "", self.template())
         environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
@@ -351,18 +353,6 @@ def read_opening(setting: str) -> list[Message]:
         why = "the last message is the user's, and the question of an example follows it"
         raise UserMistake(f"SYSTEM_PROMPT={setting}: {why}; add the assistant's answer")
     return messages
-
-
-def raise_if_kwargs_unread(chat_format: ChatFormat) -> None:
-    """Raises UserMistake if the chat template does not read a name in CHAT_TEMPLATE_KWARGS. Jinja
-    itself ignores such a name."""
-    with reading("MODEL_PATH (or CHAT_TEMPLATE): its chat template cannot be read"):
-        arguments = chat_format.arguments()
-    for name in chat_format.kwargs:
-        if name not in arguments:
-            reads = ", ".join(sorted(arguments)) or "no arguments"
-            why = f"the chat template does not read {name!r}"
-            raise UserMistake(f"CHAT_TEMPLATE_KWARGS: {why}; it reads {reads}")
 
 
 def build_prompts(

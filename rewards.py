@@ -201,8 +201,12 @@ def reward_correct(completions: list[str], answer: list[str], **columns: list) -
 def exact_match(completions: list[str], answer: list[str], **columns: list) -> Rewards:
     """Gives 1.0 to a completion whose marked answer is the right answer, else 0.0. It is for words:
     case, white space and a final dot do not count."""
-    pairs = zip(completions, answer, strict=True)
-    return [float(_folded(marked_answer(text)) == _folded(right)) for text, right in pairs]
+    rewards: Rewards = []
+    for completion, right in zip(completions, answer, strict=True):
+        expected = _folded(right)
+        is_right = _folded(marked_answer(completion)) == expected
+        rewards.append(None if expected is None else float(is_right))
+    return rewards
 
 
 def _folded(answer: str | None) -> str | None:

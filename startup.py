@@ -6,6 +6,7 @@ Cheap checks come first. The mistakes of a user end in a UserMistake with a line
 """
 
 import dataclasses
+import json
 import math
 import os
 import time
@@ -32,7 +33,14 @@ from infra.log import (
     raise_if_not_writable,
     replace_file,
 )
-from infra.mistakes import Unwritable, UserMistake, exit_with_mistakes, side_file, writing
+from infra.mistakes import (
+    Unwritable,
+    UserMistake,
+    exit_with_mistakes,
+    reading,
+    side_file,
+    writing,
+)
 from infra.reward_worker import RewardWorker, get_worker, imported_files
 from infra.settings import REPO, to_text
 from infra.sizes import Sizes, derive_sizes, prompt_width
@@ -333,15 +341,21 @@ def find_stop_ids(folder: Path, chat_format: data.ChatFormat, vocab_size: int) -
 
 
 def check_chat_format(cfg: Config, chat_format: data.ChatFormat) -> None:
-    """Prints what a user may not expect of the chat template. Raises UserMistake if it does not
-    read all of CHAT_TEMPLATE_KWARGS."""
-    data.raise_if_kwargs_unread(chat_format)
+    """Prints what a user may not expect of the chat template. Raises UserMistake if it fails, or
+    does not read a name in CHAT_TEMPLATE_KWARGS, which Jinja itself would ignore."""
+    with reading("MODEL_PATH (or CHAT_TEMPLATE): its chat template cannot be read"):
+        arguments = chat_format.arguments()
+    for name in {*chat_format.kwargs} - arguments:
+        why = f"the chat template does not read {name!r}, or every run sets it"
+        reads = ", ".join(sorted(arguments)) or "no others"
+        raise UserMistake(f"CHAT_TEMPLATE_KWARGS: {why}; it reads {reads}")
+    if chat_format.kwargs:  # The template may refuse a value, too.
+        chat_format.render([[{"role": "user", "content": "A question."}]])
     if not data.has_system_role(chat_format):
         why = "the chat template has no system role"
         print(f"note: {why}; SYSTEM_PROMPT stands in front of each question", flush=True)
-    can_think = "enable_thinking" in chat_format.arguments()
-    thinks = can_think and chat_format.kwargs.get("enable_thinking") is not False
-    if thinks and cfg.max_length_sample < LONG_THOUGHT:
+    thinks = chat_format.kwargs.get("enable_thinking") is not False
+    if "enable_thinking" in arguments and thinks and cfg.max_length_sample < LONG_THOUGHT:
         cut = f"MAX_LENGTH_SAMPLE={cfg.max_length_sample} will mostly cut its completions"
         off = """CHAT_TEMPLATE_KWARGS='{"enable_thinking": false}'"""
         why = f"the chat template lets the model think, and {cut}; {off} turns it off"
@@ -627,6 +641,8 @@ def result_fingerprint(run: Run) -> dict[str, str]:
             files += [run.adapters / lora.CONFIG, run.adapters / hf.ADAPTERS]
         fingerprints = [hosts.file_fingerprint(file) for file in files]
         values["the model's weights"] = hosts.json_digest(fingerprints)
+    if cfg.chat_template_kwargs:
+        values["CHAT_TEMPLATE_KWARGS"] = json.dumps(cfg.template_kwargs(), sort_keys=True)
     values["ENVIRONMENT_CLASS"] = Path(cfg.environment_class).name
     if run.rollout.environments:  # the template also writes their messages
         template = run.rollout.chat_format.template()

@@ -67,7 +67,7 @@ class Environments:
     def _ask_for_each(self, request: str, arguments: list[list]) -> list[Any]:
         """The replies to a request for several completions, one request after the other or, if the
         class is concurrent, all of them at the same time. arguments: those of each completion."""
-        if self._is_concurrent:
+        if self._is_concurrent and arguments:
             return self._ask("run_in_threads", request, arguments)
         return [self._ask(request, *of_completion) for of_completion in arguments]
 
@@ -103,25 +103,20 @@ class Environments:
         """The token ids of the environment's message to the text of each completion, with the
         markers of the chat template; None: the episode is over. turn: the index of the policy's
         turn, from 1."""
-        messages: dict[int, list[str]] = {}  # {sequence_id: the texts of its answers}
-        if self.chat_format.tools:
-            role, calls = "tool", dict(zip(sequence_ids, map(tool_calls, texts), strict=True))
-            arguments = [[number, turn, of_text] for number, of_text in calls.items() if of_text]
-            answers = self._ask_for_each("use", arguments)
-            messages = {number: x for (number, *_), x in zip(arguments, answers, strict=True)}
-        else:
-            role = "user"
-            arguments = [[number, turn, x] for number, x in zip(sequence_ids, texts, strict=True)]
-            replies = self._ask_for_each("reply", arguments)
-            pairs = zip(sequence_ids, replies, strict=True)
-            messages = {number: [reply] for number, reply in pairs if reply is not None}
-        return [self._message_ids(role, messages.get(number, [])) for number in sequence_ids]
+        has_tools = bool(self.chat_format.tools)
+        requests = [*map(tool_calls, texts)] if has_tools else texts
+        arguments = [[i, turn, x] for i, x in zip(sequence_ids, requests, strict=True)]
+        replies = self._ask_for_each("use" if has_tools else "reply", arguments)
+        return [self._message_ids(reply if has_tools else [reply]) for reply in replies]
 
-    def _message_ids(self, role: str, texts: list[str]) -> list[int] | None:
-        """The token ids of these messages behind an answer of the policy; None without a text."""
-        if not texts:
+    def _message_ids(self, texts: list[str] | list[None]) -> list[int] | None:
+        """The token ids of messages with these texts behind an answer of the policy; None without
+        a text."""
+        role = "tool" if self.chat_format.tools else "user"
+        messages = [{"role": role, "content": text} for text in texts if text is not None]
+        if not messages:
             return None
-        _, message = self._text_after_answer([{"role": role, "content": text} for text in texts])
+        _, message = self._text_after_answer(messages)
         return self.chat_format.tokenizer(message, add_special_tokens=False)["input_ids"]
 
     def get_reward(

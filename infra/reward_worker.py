@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from importlib.machinery import ModuleSpec, PathFinder
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -126,6 +126,7 @@ def load_reward_function(worker: RewardWorker, source: str) -> Callable[..., lis
 
     rewards.__name__ = name
     if has_answers:
+        label = label.removesuffix(name) + "extract_answer"
         rewards.__dict__["extract_answer"] = functools.partial(worker.ask, label, "extract_answer")
     return rewards
 
@@ -195,11 +196,16 @@ class _Server:
     def find(self, name: str) -> tuple[float, bool]:
         """Loads the file. Returns the seconds that each completion of a call adds to its time
         limit: SECONDS_FOR_EACH_COMPLETION of the file, else 0; and whether the file defines
-        extract_answer. Raises ValueError if the file does not define the function."""
+        extract_answer(text). Raises ValueError if the file does not define the function."""
         if not callable(getattr(self._load(), name, None)):
             raise ValueError(f"{os.path.basename(self._file)} defines no function {name}")
         seconds = float(getattr(self._module, "SECONDS_FOR_EACH_COMPLETION", 0))
-        return seconds, hasattr(self._module, "extract_answer")
+        extract_answer: Any = getattr(self._module, "extract_answer", None)
+        try:
+            inspect.signature(extract_answer).bind("a text")
+        except (TypeError, ValueError):  # it is missing, or takes something else
+            return seconds, False
+        return seconds, True
 
     def extract_answer(self, text: str) -> str | None:
         """The answer in a completion, as a text, which maj@n counts; None: no answer."""
@@ -241,12 +247,19 @@ class _Server:
                 inspect.signature(function, follow_wrapped=follows).bind(**named)
         except TypeError:  # such as that of score(texts, **columns)
             function = functools.partial(function, named.pop("completions"))
-        returned = function(**named)
-        if inspect.iscoroutine(returned):
-            import asyncio  # slow to import, as NumPy, which processes by spawn need not wait for
+        try:
+            returned = function(**named)
+            if inspect.iscoroutine(returned):
+                import asyncio  # slow to import, as NumPy; processes by spawn need not wait for it
 
-            self._loop = self._loop or asyncio.new_event_loop()
-            returned = self._loop.run_until_complete(returned)
+                self._loop = self._loop or asyncio.new_event_loop()
+                returned = self._loop.run_until_complete(returned)
+        except Exception as error:
+            if prompts:
+                error.add_note(
+                    "prompts and completions are lists of messages, as the questions are"
+                )
+            raise
         return returned
 
     def open(self, name: str) -> str:
@@ -286,9 +299,14 @@ class _Server:
         self._environments, self._seeds = {}, [seed, round_number]
 
     def run_in_threads(self, request: str, arguments: list[list]) -> list:
-        """The values of a request for several completions, all at the same time."""
-        with ThreadPoolExecutor(max(len(arguments), 1)) as threads:
-            return [*threads.map(lambda args: getattr(self, request)(*args), arguments)]
+        """The values of a request for several completions, all at the same time. An error is raised
+        at once, while other threads may still wait."""
+        threads = ThreadPoolExecutor(len(arguments))
+        futures = [threads.submit(getattr(self, request), *args) for args in arguments]
+        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        threads.shutdown(wait=False, cancel_futures=True)
+        failed = [future for future in done if future.exception()]
+        return [future.result() for future in failed or futures]
 
     def reset(self, number: int, first: int, columns: dict[str, Any]) -> str | None:
         """Makes the environment of a completion and begins its episode. first: the number of the
@@ -411,13 +429,11 @@ def _as_raised(error: BaseException, file: str) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     lines = [f" ({os.path.basename(file)}:{f.lineno})" for f in frames if f.filename == file]
     text = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}{''.join(lines[-1:])}"
-    if re.search("string ind(ices must|ex out)|'str' object has no attribute 'get'", text):
-        text += "; completions are texts, not messages, and so are prompts"
-    if re.search("got 'list'|'list' object has no attribute '(strip|find|split|lower)", text):
-        text += (
-            "; completions are lists of one message, because the questions are lists of messages"
-        )
-    return text
+    notes = getattr(error, "__notes__", [])
+    messages_of_text = "string ind(ices must|ex out)|'str' object has no attribute 'get'"
+    if not notes and re.search(messages_of_text, text):
+        notes = ["completions are texts, not messages, and so are prompts"]
+    return "; ".join([text, *notes])
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def extract_answer(text: str, asks_for_line: bool = True) -> str | None:
     behind the last "Answer:", for a question that asks for this line. None if it is blank."""
     answer = marked_answer(text)
     if answer is None and asks_for_line and "Answer:" in text:
-        answer = text.rpartition("Answer:")[2].strip("* \n").partition("\n")[0]
+        answer = text.rpartition("Answer:")[2].strip("* \n").partition("\n")[0].rstrip("* ")
     return (answer or "").strip().removesuffix(".") or None
 
 

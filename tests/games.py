@@ -2,7 +2,7 @@
 
 import random
 import re
-import time
+import threading
 import zlib
 
 import numpy as np
@@ -47,9 +47,10 @@ class Echo:
 
 
 class Waits:
-    """Its tool waits, as one that asks a server does, and so does its reward."""
+    """Its tool waits for the tools of 62 other completions."""
 
     concurrent = True
+    all_of_63 = threading.Barrier(63)
 
     def reset(self, **columns: str) -> None:
         self.heard = 0
@@ -60,12 +61,11 @@ class Waits:
         Args:
             number: the number
         """
-        time.sleep(0.1)
+        Waits.all_of_63.wait(timeout=5)  # It ends only if all of them wait at the same time.
         self.heard = number
         return 2 * number
 
     def get_reward(self) -> float:
-        time.sleep(0.1)
         return float(self.heard)
 
 

@@ -156,7 +156,11 @@ def test_the_readme_shows_what_the_tiny_model_answers(tmp_path: Path, cache: Pat
     [
         (("--eval-only",), {"RESUME": "nowhere"}, "RESUME=nowhere is not the folder of a complete"),
         (("--ask", APPLES), {}, "/nothing has no weights: no complete checkpoint in "),
-        (("--ask", "[{"), {"OUTPUT_DIR": ""}, "--ask is not JSON: JSONDecodeError: Expecting"),
+        (
+            ("--ask", '[ {"role": "user"}]'),
+            {"OUTPUT_DIR": ""},
+            "--ask: message 1 is {'role': 'user'",
+        ),
         (("--ask", "a " * 3000), {"OUTPUT_DIR": ""}, "the model has 2048 positions"),
     ],
 )

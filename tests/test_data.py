@@ -11,6 +11,7 @@ import pytest
 from test_hf import refused
 from tokenizers.processors import TemplateProcessing
 
+from config import Config
 from data import (
     ChatFormat,
     Prompt,
@@ -20,12 +21,12 @@ from data import (
     end_of_turn_id,
     load_examples,
     open_think_tag,
-    raise_if_kwargs_unread,
     read_opening,
 )
 from infra.mistakes import UserMistake
 from model import hf
 from rewards import reward_correct
+from startup import check_chat_format
 
 ROOT = Path(__file__).parent.parent
 
@@ -423,7 +424,11 @@ def test_without_a_system_role_the_system_message_stands_in_front_of_the_first_q
 @pytest.mark.parametrize(
     "question, message",
     [
-        ([user("2?"), assistant("4")], "the last message is of the role 'assistant'; leave out"),
+        (
+            [user("2?"), assistant("4")],
+            "last message is {'role': 'assistant', 'content': '4'}, and no",
+        ),
+        ([user(" ")], "the last message is {'role': 'user', 'content': ' '}, and no question of"),
         ([user("2?"), "4"], 'message 2 is \'4\', and not {"role": "user", '),
         ([{"role": "user"}], "message 1 is {'role': 'user'}, and not"),
         ([user("2?"), {"role": "tool", "content": None}], "message 2 is {'role': 'tool', 'cont"),
@@ -434,6 +439,15 @@ def test_a_list_that_is_no_prompt_is_refused_by_its_example(tmp_path, question, 
     examples = [{"prompt": [user("1?")], "answer": "1"}, {"prompt": question, "answer": "2"}]
     file = write(tmp_path / "a.jsonl", examples)
     refused(lambda: load_examples(str(file), "", "train", "prompt"), f"{file} example 2", message)
+
+
+def test_messages_may_be_a_text_of_json_and_stand_beside_no_questions_that_are_texts(tmp_path):
+    examples = [{"question": json.dumps([user(f"{i}?")]), "answer": "2"} for i in range(3)]
+    file = str(write(tmp_path / "a.jsonl", examples))
+    assert load_examples(file, "", "train")[1]["prompts"] == [user("1?")]
+    write(tmp_path / "a.jsonl", [*examples, {"question": "[1] is what?", "answer": "1"}])
+    words = "some questions are texts, and others lists of messages"
+    refused(lambda: load_examples(file, "", "train"), f"DATASET={file}, split 'train'", words)
 
 
 def test_a_column_by_dots_is_a_part_of_a_column_unless_a_column_has_this_name(tmp_path):
@@ -488,7 +502,7 @@ def thinking_format(**kwargs: object) -> ChatFormat:
 )
 def test_arguments_of_the_template_turn_thinking_on_and_off(kwargs: dict, end: str) -> None:
     chat_format = thinking_format(**kwargs)
-    raise_if_kwargs_unread(chat_format)
+    check_chat_format(Config(), chat_format)
     [prompt] = build_prompts([{"question": "2+2?"}], chat_format)
     assert chat_format.tokenizer.decode(prompt.ids) == f"user: 2+2?\nassistant: {end}"
 
@@ -496,9 +510,10 @@ def test_arguments_of_the_template_turn_thinking_on_and_off(kwargs: dict, end: s
 def test_an_argument_that_the_template_does_not_read_is_refused_by_its_name() -> None:
     for name in ("enable_thinkng", "content", "messages", "tools", "range", "bos_token"):
         words = (
-            f"CHAT_TEMPLATE_KWARGS: the chat template does not read '{name}'; it reads effort, en"
+            f"the chat template does not read '{name}', or every run sets it; it reads effort, en"
         )
-        refused(lambda name=name: raise_if_kwargs_unread(thinking_format(**{name: False})), words)
+        chat_format = thinking_format(**{name: False})
+        refused(lambda x=chat_format: check_chat_format(Config(), x), "CHAT_TEMPLATE_KWARGS", words)
 
 
 def test_an_argument_that_the_template_refuses_is_named() -> None:
@@ -506,7 +521,7 @@ def test_an_argument_that_the_template_refuses_is_named() -> None:
     words = (
         'fails on messages of user and CHAT_TEMPLATE_KWARGS={"effort": "most"}: TemplateError: no'
     )
-    refused(lambda: build_prompts([{"question": "2+2?"}], chat_format), words)
+    refused(lambda: check_chat_format(Config(), chat_format), words)
 
 
 # ---- Chat templates ------------------------------------------------------------------------------

@@ -54,6 +54,7 @@ JUDGED = [  # completion, right answer, question, reward
     (r"<think>so \boxed{4}</think> It is 5.", "5", "?", 0.0),  # the text's last number is no answer
     (r"We find \boxed{42", "42", "?", 0.0),
     ("<think>I get 42", "42", "?", 0.0),
+    ("**Answer: 42**\n\nHope it helps.", "42", "End with Answer: X.", 1.0),
     ("<answer>There are 6 or 7 pens</answer>", "7", "?", 0.0),
     ("<answer>12 cm</answer>", "12", "?", 1.0),
     ("<answer>B</answer>", r"\text{B}", "?", 1.0),

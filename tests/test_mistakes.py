@@ -27,7 +27,10 @@ INPUTS = [  # environment, words of the line
     ({"REWARD_WEIGHTS": "1,1"}, "REWARD_WEIGHTS=1.0,1.0 has 2 numbers; give 3"),
     ({"POLICY_LOSS_IMPL": "pallas"}, "POLICY_LOSS_IMPL=pallas needs DTYPE=bfloat16 on a TPU"),
     ({"MESH_SHAPE": "1,3,1"}, "MESH_SHAPE=1,3,1 is a mesh of 3 devices, but the run has 8"),
-    ({"CHAT_TEMPLATE_KWARGS": '{"a": 1}'}, "the chat template does not read 'a'; it reads no arg"),
+    (
+        {"CHAT_TEMPLATE_KWARGS": '{"a": 1}'},
+        "the chat template does not read 'a', or every run sets",
+    ),
     ({"MAX_PROMPT_LENGTH": "5"}, "MAX_PROMPT_LENGTH=5: every train prompt is longer"),
     ({"MAX_LENGTH_SAMPLE": "5000"}, "MAX_LENGTH_SAMPLE=5000 after the longest prompt"),
     ({"SYSTEM_PROMPT": "prompts/mine.txt"}, "SYSTEM_PROMPT=prompts/mine.txt cannot be read: File"),

@@ -207,7 +207,9 @@ def test_maj_counts_the_texts_of_what_a_file_s_extract_answer_returns(tmp_path: 
     (tmp_path / "mine.py").write_text(body)
     with worker(tmp_path, "f") as function:
         assert [function.extract_answer(text) for text in ("b", "1e3")] == ["['b']", "1000.0"]
-        with pytest.raises(UserMistake, match=r"mine.py:f raised ValueError: .*\(mine.py:4\)$"):
+        with pytest.raises(
+            UserMistake, match=r"mine.py:extract_answer raised ValueError: .*\(mine.py:4\)$"
+        ):
             function.extract_answer("")
 
 
@@ -316,9 +318,30 @@ def test_message_lists_reach_a_function_of_a_file_in_trl_s_form_and_the_built_in
 
 def test_one_that_reads_texts_is_told_that_completions_are_messages(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def f(completions, **_):\n    completions[0].strip()\n")
-    line = r"\(mine.py:2\); completions are lists of one message, because the questions are lists"
+    line = r"\(mine.py:2\); prompts and completions are lists of messages, as the questions are$"
     with worker(tmp_path, "f") as function, pytest.raises(UserMistake, match=line):
         function(["4"], question=["2+2?"], prompts=[[{"role": "user", "content": "2+2?"}]])
+    (tmp_path / "mine.py").write_text("def f(completions, **_):\n    [completions].strip()\n")
+    line = r"'list' object has no attribute 'strip' \(mine.py:2\)$"
+    with worker(tmp_path, "f") as function, pytest.raises(UserMistake, match=line):
+        function(["4"], question=["2+2?"])
+
+
+@pytest.mark.parametrize(
+    "helper, answers",
+    [
+        ("def extract_answer(text): return text[:1]", True),
+        ("def extract_answer(a, b): pass", False),
+    ],
+)
+def test_only_an_extract_answer_of_one_text_counts_the_answers_of_maj_at_n(
+    tmp_path: Path, helper: str, answers: bool
+) -> None:
+    (tmp_path / "mine.py").write_text(f"{helper}\ndef f(completions, **_):\n    return [0.0]\n")
+    with worker(tmp_path, "f") as function:
+        assert hasattr(function, "extract_answer") == answers
+        if answers:
+            assert function.extract_answer("42") == "4"
 
 
 # ---- What the function starts --------------------------------------------------------------------

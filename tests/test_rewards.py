@@ -208,6 +208,7 @@ def test_exact_match_is_for_letters_and_words_and_gives_0_without_an_answer() ->
     right = ["<answer> b. </answer>", r"It is \boxed{B}.", "<answer>\nB</answer> not C"]
     wrong = ["B", "<answer>(B)</answer>", "<answer>B or C</answer>", r"\boxed{}", "<answer>B", ""]
     assert rewards.exact_match(right + wrong, answer=["B"] * 9) == [1.0] * 3 + [0.0] * 6
+    assert rewards.exact_match(["Nothing.", form("B")], answer=[" .", ""]) == [None, None]
     words = [form("new  YORK."), form("New Orleans")]
     assert rewards.exact_match(words, answer=["New York"] * 2) == [1.0, 0.0]
     answers = [rewards.exact_match.extract_answer(text) for text in (*words, "B", r"\boxed{}")]

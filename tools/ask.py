@@ -6,7 +6,6 @@ Without OUTPUT_DIR or with RESUME=never they are those of MODEL_PATH.
 
 import argparse
 import contextlib
-import json
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -14,12 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from config import Config
-from data import read_question
+from data import as_messages, read_question
 from evaluation import EVAL_PHASES, answer_questions, evaluate
 from infra import hosts, resume
 from infra.checkpoint import Checkpoints, Progress, raise_if_arrays_differ
 from infra.log import DONE, Clock
-from infra.mistakes import Unwritable, UserMistake, exit_with_mistakes, reading
+from infra.mistakes import Unwritable, UserMistake, exit_with_mistakes
 from infra.sizes import MICRO_SIZES, PASS_SIZES, STEP_SIZES
 from metrics import dialogues_of
 from model.params import Params, abstract_params, combine_params, trainable_params
@@ -126,11 +125,8 @@ def ask(cfg: Config, example: dict[str, Any]) -> tuple[str, list[str]]:
 def read_asked(text: str) -> dict[str, Any]:
     """The question of --ask as columns of an example: a text, or a list of messages as JSON. Raises
     UserMistake."""
-    if not text.lstrip().startswith("[{"):
-        return {"question": text}
-    with reading("--ask is not JSON"):
-        messages = json.loads(text)
-    return read_question(messages, "--ask")
+    messages = as_messages(text)
+    return read_question(messages, "--ask") if messages else {"question": text}
 
 
 def answer_command(cfg: Config, flags: argparse.Namespace) -> None:

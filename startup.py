@@ -304,8 +304,8 @@ def check_outputs(cfg: Config) -> None:
         open_trackers(cfg)
     if cfg.export_hf not in ("", "none"):
         raise_if_not_writable(f"EXPORT_HF={cfg.export_hf}", Path(cfg.export_hf))
-    if cfg.push_to_hub and cfg.steps:  # --ask and --eval-only have no steps
-        open_hub(cfg).raise_if_not_writable(cfg.push_to_hub, cfg.push_to_hub_private)
+    if cfg.push_to_hub:
+        open_hub(cfg).open_repository(cfg.push_to_hub, cfg.push_to_hub_private)
 
 
 def open_model(

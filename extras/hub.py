@@ -2,11 +2,12 @@
 
 import os
 import shlex
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jinja2
-from huggingface_hub import CommitOperationAdd, HfApi, get_token
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 
 from infra.log import read_lines
 from infra.mistakes import UserMistake, reading
@@ -18,7 +19,10 @@ if TYPE_CHECKING:
     from startup import Run
 
 
-def raise_if_not_writable(repo_id: str, private: bool) -> None:
+PATTERNS = (*hf.MODEL_FILES, "*.txt", "README.md")  # of what is uploaded
+
+
+def open_repository(repo_id: str, private: bool) -> None:
     """Creates the repository if there is none. Raises UserMistake if the token cannot write to it,
     and if it is public and should be private, or the reverse."""
     name, api = f"PUSH_TO_HUB={repo_id}", HfApi()
@@ -36,15 +40,27 @@ def raise_if_not_writable(repo_id: str, private: bool) -> None:
 
 
 def upload(run: "Run", out: Path, folder: Path) -> None:
-    """Uploads the export in `folder` with a model card; it replaces the model in the repository.
-    out: the run's folder. Raises UserMistake and OSError."""
+    """Uploads the export in `folder` with a model card, in place of the model in the repository.
+    Other files there, and other files of the folder, stay where they are.
+
+    out: the run's folder. Raises UserMistake and OSError.
+    """
     (out / SAVED).touch()  # without a checkpoint, too, a failure here does not begin the run again
     (folder / "README.md").write_text(model_card(run, out, folder), encoding="utf-8")
-    repo_id, flags = run.cfg.push_to_hub, ["--private"] * run.cfg.push_to_hub_private
-    command = shlex.join(["hf", "upload", repo_id, str(folder), ".", *flags])
+    files = [path for pattern in PATTERNS for path in folder.glob(pattern)]
+    files += (folder / hf.TEMPLATES).glob("*.jinja")
+    added = {str(path.relative_to(folder)): path for path in files if path.name != hf.EXPORTED}
+    repo_id, api = run.cfg.push_to_hub, HfApi()
+    includes = [f"--include={pattern}" for pattern in PATTERNS]
+    command = shlex.join(["hf", "upload", repo_id, str(folder), ".", *includes])
     failed = f"PUSH_TO_HUB={repo_id}: the upload has failed, and {folder} has the export"
-    with reading(f"{failed}; start the run again, or upload it with `{command}`"):
-        HfApi().upload_folder(repo_id=repo_id, folder_path=folder, delete_patterns=hf.MODEL_FILES)
+    again = "with a checkpoint the same command of the run uploads it, too"
+    with reading(f"{failed}; upload it with `{command}` ({again})"):
+        others = [x for x in api.list_repo_files(repo_id) if x not in added and "/" not in x]
+        replaced = [x for x in others if any(fnmatch(x, pattern) for pattern in hf.MODEL_FILES)]
+        operations: list = [CommitOperationAdd(name, path) for name, path in added.items()]
+        operations += [CommitOperationDelete(name) for name in replaced]
+        api.create_commit(repo_id, operations, commit_message="Trained with GRPO")
     print(f"uploaded {folder} to {repo_id} on the hub", flush=True)
 
 

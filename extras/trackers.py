@@ -65,17 +65,17 @@ class Trackers:
     def close(self, summary: dict[str, Any], finished: bool) -> None:
         """Ends the run in each tracker. finished: no step is to come, so that the evaluations after
         the last one are sent too."""
-        if finished:
+        if finished and self._row:
             self._send_row()
         for name, run in [*self._runs.items()]:
             with self._surviving(name):
                 run.close(summary)
 
     def _send_row(self) -> None:
-        for name, run in [*self._runs.items()] if self._row else ():
+        row, self._row = self._row, {}
+        for name, run in [*self._runs.items()]:
             with self._surviving(name):
-                run.log(self._step, self._row)
-        self._row = {}
+                run.log(self._step, row)
 
     @contextlib.contextmanager
     def _surviving(self, name: str) -> Iterator[None]:
@@ -114,10 +114,11 @@ class TrackioRun:
 
         self._trackio = trackio
         project, name = settings["project"], f"{settings['name']}-{settings['id']}"
+        runs: list = []
         with contextlib.suppress(ValueError):  # the project is new
-            for run in trackio.Api().runs(project):
-                if run.name == name:
-                    run.delete()
+            runs = [run for run in trackio.Api().runs(project) if run.name == name]
+        for run in runs:
+            run.delete()
         options = {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
         with contextlib.redirect_stdout(io.StringIO()):  # it explains its dashboard
             trackio.init(project, name, config=settings["config"], **options)

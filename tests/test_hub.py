@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from runs import environment, few_examples, run_as_user, train_two
 from stand_in_hub import READ, Hub, serving
 
 from config import Config
-from extras.hub import raise_if_not_writable
+from extras.hub import open_repository
 from infra.mistakes import Unwritable, UserMistake
 from model.params import init_params
 from startup import Run, export, set_up
@@ -61,7 +60,9 @@ def random_params(run: Run) -> object:
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
+    """The files of an export, without the one that names a folder of this machine."""
     files = [path for path in folder.rglob("*") if path.is_file()]
+    files = [path for path in files if path.name != "exported_from.json"]
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
@@ -75,8 +76,8 @@ tags: [grpo]
 `tiny`, trained with GRPO on the split `train` of `tiny/test.jsonl`.
 
 ## Accuracy
-It is the accuracy of `reward_correct` on questions of the split `test`, before the first step and \
-at the end.
+It is the accuracy of `reward_correct` on questions of the split `test`, after these numbers of \
+steps.
 
 | steps | questions | accuracy | standard error |
 |---|---|---|---|
@@ -95,14 +96,16 @@ def test_the_repository_gets_the_files_of_the_export_and_a_card_with_the_numbers
     run = finished_run(tmp_path / "run", OUTPUT_DIR=str(tmp_path / "run"), SEED="7")
     assert list(hub.files["me/model"]) == [".gitattributes"] and hub.private["me/model"]
     hub.files["me/model"]["adapter_config.json"] = b"{}"  # of an earlier model
-    hub.files["me/model"]["notes.md"] = b"mine"
+    mine = {"notes.md": b"mine", "onnx/config.json": b"{}"}
+    hub.files["me/model"] |= mine
+    secrets = tmp_path / "run" / "hf" / ".env"
+    secrets.parent.mkdir()
+    secrets.write_text("WANDB_API_KEY=0")
     export(run, tmp_path / "run", random_params(run))
+    secrets.unlink()
     exported, uploaded = files_of(tmp_path / "run" / "hf"), hub.files["me/model"]
     assert {"model.safetensors", "config.json", "tokenizer.json", "README.md"} <= exported.keys()
-    assert uploaded == exported | {
-        ".gitattributes": uploaded[".gitattributes"],
-        "notes.md": b"mine",
-    }
+    assert uploaded == exported | mine | {".gitattributes": uploaded[".gitattributes"]}
     card, _, settings = exported["README.md"].decode().partition("\n```yaml\n")
     assert card == CARD
     settings, _, rest = settings.partition("```\n")
@@ -143,8 +146,8 @@ def test_a_failed_upload_keeps_the_export_and_its_line_has_the_command(
     folder, params, hub.commit_status = tmp_path / "run" / "hf", random_params(run), 507
     with pytest.raises(Unwritable) as error:
         export(run, tmp_path / "run", params)
-    begins = f"PUSH_TO_HUB=me/model: the upload has failed, and {folder} has the export; start the "
-    begins += f"run again, or upload it with `hf upload me/model {folder} .`: "
+    begins = f"PUSH_TO_HUB=me/model: the upload has failed, and {folder} has the export; upload it "
+    begins += f"with `hf upload me/model {folder} . '--include=*.json' '--include=*.safetensors' "
     line = str(error.value)
     assert line.startswith(begins) and "507" in line and "\n" not in line
     assert (tmp_path / "run" / ".saved").exists()  # the run is not begun again
@@ -157,8 +160,8 @@ def test_a_failed_upload_keeps_the_export_and_its_line_has_the_command(
 def test_a_repository_that_cannot_be_written_is_a_line_before_the_first_step(
     hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    raise_if_not_writable("me/model", private=True)
-    raise_if_not_writable("me/model", private=True)  # it exists now
+    open_repository("me/model", private=True)
+    open_repository("me/model", private=True)  # it exists now
     table = {
         ("hf_writes", "me/model", False): "is a private repository already; change that, or set",
         ("hf_writes", "you/model", True): "cannot be written, and the hub says: .*Forbidden",
@@ -170,12 +173,12 @@ def test_a_repository_that_cannot_be_written_is_a_line_before_the_first_step(
     for (token, repository, private), words in table.items():
         monkeypatch.setenv("HF_TOKEN", token)
         with pytest.raises(UserMistake, match=f"^PUSH_TO_HUB={repository} {words}") as error:
-            raise_if_not_writable(repository, private)
+            open_repository(repository, private)
         assert "\n" not in str(error.value) and (token or "-") not in str(error.value)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # no server
     monkeypatch.setenv("HF_TOKEN", "hf_writes")
     with pytest.raises(UserMistake, match="^PUSH_TO_HUB=me/model cannot be written, and the hub"):
-        raise_if_not_writable("me/model", private=True)
+        open_repository("me/model", private=True)
 
 
 # ---- Real runs -----------------------------------------------------------------------------------
@@ -210,8 +213,7 @@ def test_the_same_command_goes_on_to_the_upload_and_a_run_begins_with_what_it_up
         "error: PUSH_TO_HUB=me/model: the upload has failed"
     )
     assert "DONE" not in failed.lines and "hf_writes" not in failed.lines + failed.errors
-    command = shlex.join(["hf", "upload", "me/model", str(out / "hf"), ".", "--private"])
-    assert f"`{command}`" in last
+    assert f"`hf upload me/model {out}/hf . '--include=*.json' " in last
     summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
     assert (summary["state"], summary["steps_done"]) == ("failed", 2)
     hub.commit_status = 200

@@ -34,8 +34,8 @@ from startup import (
 )
 
 # Settings of both commands: they train nothing and export nothing.
-NO_STEPS = {"steps": 0, "export_hf": "none", "wandb_mode": "disabled", "eval_full_sweep": True}
-NO_STEPS |= {"report_to": ""}
+NO_STEPS = {"steps": 0, "export_hf": "none", "push_to_hub": "", "eval_full_sweep": True}
+NO_STEPS |= {"report_to": "", "wandb_mode": "disabled"}
 # Settings of --ask: the question is answered greedily, in the smallest batch.
 ONE_QUESTION = dict.fromkeys((*PASS_SIZES, *STEP_SIZES, *MICRO_SIZES, "grad_accum_steps"), 0)
 ONE_QUESTION |= {"rollout_per_device_batch_size": 1, "num_pre_q": 1, "num_mini_batches": 1}

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from http.client import HTTPException
 from pathlib import Path
 from urllib.error import HTTPError
@@ -26,21 +26,20 @@ Reason briefly. Then end with a line of this form, where X is a number from 0 (w
 Score: X"""
 OPTIONS = {"temperature": 0, "max_tokens": 1024}
 CACHE = Path("runs/judge_cache")  # a file for each answer, under a digest of the request
-REQUEST_S = 60  # the time limit of a request
+REQUEST_S = 60  # the time limit for connecting, and again for the answer
 WAITS_S = (0.25, 0.5, 1, 2, 4, 8, 16, 32)  # before each retry: more than a minute in all
-SECONDS_FOR_EACH_COMPLETION = 2 * REQUEST_S  # generous, because each request has its own limit
+SECONDS_FOR_EACH_COMPLETION = 2 * REQUEST_S * (1 + len(WAITS_S)) + sum(WAITS_S)  # all its tries
 URL, MODEL = os.environ.get("JUDGE_URL", "").rstrip("/"), os.environ.get("JUDGE_MODEL", "")
 KEY = "".join(os.environ.get("JUDGE_API_KEY", "").split()) or "EMPTY"
 CONCURRENCY = os.environ.get("JUDGE_CONCURRENCY", "16")  # the most requests at the same time
 
 
 def judge(completions: list, prompts: list, answer: list, **columns: list) -> list[float | None]:
-    """Gives the judge's score, from 0 to 1, or None if the judge's answer has no score. Raises
-    ConnectionError if a request fails, once the other answers that came are in the cache."""
+    """The judge's scores, from 0 to 1, or None. Raises ConnectionError once a request fails."""
     requests = [*map(make_request, prompts, answer, completions)]
-    answers = dict.fromkeys(requests)
-    with ThreadPoolExecutor(int(CONCURRENCY)) as pool:  # A failure cancels what has not begun.
-        answers = dict(zip(answers, pool.map(read_or_ask, answers), strict=True))
+    pool = ThreadPoolExecutor(int(CONCURRENCY))  # `with` would wait for the rest after a failure
+    futures = {pool.submit(read_or_ask, request): request for request in dict.fromkeys(requests)}
+    answers = {futures[future]: future.result() for future in as_completed(futures)}
     scores = [parse_score(answers[request]) for request in requests]
     if None in scores:
         example = answers[requests[scores.index(None)]][-80:]
@@ -53,14 +52,18 @@ def make_request(prompt: str | list, answer: str, completion: str | list) -> str
     return json.dumps({"model": MODEL, "messages": [{"role": "user", "content": text}], **OPTIONS})
 
 
-def as_text(value: str | list[dict[str, str]]) -> str:
-    return value if isinstance(value, str) else "\n\n".join(part["content"] for part in value)
+def as_text(value: str | list[dict] | None) -> str:
+    if isinstance(value, list):  # messages, or the parts of a message's content
+        return "\n\n".join(as_text(part.get("content", part.get("text"))) for part in value)
+    return value or ""
 
 
 def parse_score(text: str) -> float | None:
-    """X of the last line that is nothing but "Score: X" or X, a number from 0 to 1."""
-    scores = re.findall(r"(?im)^(?:.*score:)?[\s*]*(0|1|0?\.\d+|1\.0+)[\s*.]*$", text)
-    return float(scores[-1]) if scores else None
+    """X of the last "Score: X", or of a text that is only X, from 0 to 1. Thoughts do not count."""
+    verdict = re.sub(r"(?s)^.*</think>|<think>.*", "", text)
+    ends = re.findall(r"(?i)score[\s*]*:(.*)", verdict) or [verdict]
+    score = re.fullmatch(r"[\s*]*(0|1|0?\.\d+|1\.0+)[\s*.]*", ends[-1])
+    return float(score[1]) if score else None
 
 
 def read_or_ask(request: str) -> str:
@@ -73,14 +76,18 @@ def read_or_ask(request: str) -> str:
     return file.read_text("utf-8")
 
 
-def ask(body: str, waits_s: tuple[float, ...] = WAITS_S) -> str:
+def ask(body: str, waits_s: tuple[float, ...] = WAITS_S, limit_s: float = REQUEST_S) -> str:
     """The judge's answer. Raises ConnectionError with a message that never has the key."""
     post = Request(f"{URL}/chat/completions", body.encode(), {"Content-Type": "application/json"})
     post.add_unredirected_header("Authorization", f"Bearer {KEY}")  # for this host alone
     for wait_s in (*waits_s, 0):
         try:
-            with urlopen(post, timeout=REQUEST_S) as reply:
-                return json.load(reply)["choices"][0]["message"]["content"] or ""
+            with urlopen(post, timeout=limit_s) as reply:
+                choice = json.load(reply)["choices"][0]
+            text, reason = as_text([choice["message"]]), choice.get("finish_reason")
+            if not text or reason == "length":
+                text += f"\nScore: none, finish_reason={reason}, max_tokens may be too low"
+            return text
         except HTTPError as error:
             reason = str(error)
             if error.code < 500 and error.code not in (408, 429):  # Retries would not help.
@@ -93,9 +100,11 @@ def ask(body: str, waits_s: tuple[float, ...] = WAITS_S) -> str:
 
 
 # The reward process imports this file before the first step, and so a mistake shows then.
+if "@" in URL:
+    raise ValueError("JUDGE_URL has an @: write a key into JUDGE_API_KEY, which is never printed")
 if not (URL and MODEL):
     raise ValueError(f"JUDGE_URL={URL!r} and JUDGE_MODEL={MODEL!r} must both be set")
 if not re.fullmatch(r"[1-9]\d*", CONCURRENCY):
     raise ValueError(f"JUDGE_CONCURRENCY={CONCURRENCY!r} is not a whole number of at least 1")
-ask(make_request("1 + 1?", "2", "2"), WAITS_S[:3])  # Loading has a limit of its own.
+ask(make_request("1 + 1?", "2", "2"), WAITS_S[:1], 25)  # Loading may take 60 s in all.
 CACHE.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@ stand-in on this machine, which is slow, fails and answers nonsense; the reward 
 
 import json
 import os
+import socket
 import threading
 import time
 from collections import Counter
@@ -21,21 +22,26 @@ FILE = REPO / "recipes" / "judge.py"
 KEY = "sk-0123456789"
 CHECK = "1 + 1?"  # the question of the request that is made when the file is loaded
 CUT = "cut short"  # a body that ends before its length
+SHORT_WAITS = ("(0.25, 0.5, 1, 2, 4, 8, 16, 32)", "(0.02, 0.04, 0.08)")
 
 
 class Endpoint(ThreadingHTTPServer):
-    """Replies with `reply(completion, number of its requests)`: the judge's answer, or a status
-    and a body, or None to close the connection."""
+    """Replies with `reply(completion, number of its requests)`: the judge's answer, or a choice of
+    answers as JSON, or a status and a body, or None to close the connection."""
 
     request_queue_size = 64
     daemon_threads = True
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.reply: Callable[[str, int], str | tuple[int, str] | None] = lambda *_: "Score: 1"
+        self.reply: Callable[[str, int], str | dict | tuple[int, str] | None]
+        self.reply = lambda *_: "Score: 1"
         self.delay_s, self.at_once, self.most_at_once = 0.0, 0, 0
         self.asked: Counter[str] = Counter()  # requests of each completion
         self.checks, self.lock, self.last = 0, threading.Lock(), {}
+
+    def handle_error(self, *_: object) -> None:
+        """A request whose client has gone is no error."""
 
     @property
     def url(self) -> str:
@@ -64,7 +70,9 @@ class Handler(BaseHTTPRequestHandler):
         with server.lock:
             server.at_once -= 1
         if isinstance(reply, str):
-            self.send(200, {"choices": [{"message": {"content": reply}}]})
+            reply = {"message": {"content": reply}, "finish_reason": "stop"}
+        if isinstance(reply, dict):
+            self.send(200, {"choices": [reply]})
         elif reply:
             self.send(*reply)
 
@@ -94,26 +102,28 @@ def endpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoi
 
 
 @contextmanager
-def open_judge(file: Path = FILE) -> Iterator[RewardFunction]:
+def open_judge(file: Path = FILE, timeout_s: float = 30) -> Iterator[RewardFunction]:
     workers = {}
     try:
-        [function] = load_reward_functions(f"{file}:judge", 30, 9, 2, workers)
+        [function] = load_reward_functions(f"{file}:judge", timeout_s, 9, 2, workers)
         yield function
     finally:
         for worker in workers.values():
             worker.close()
 
 
-def edited(folder: Path, old: str, new: str) -> Path:
-    """A copy of the recipe in which a user has replaced a text."""
+def edited(folder: Path, *edits: tuple[str, str]) -> Path:
+    """A copy of the recipe in which a user has replaced texts."""
     text = FILE.read_text(encoding="utf-8")
-    assert text.count(old) == 1
-    (folder / "judge.py").write_text(text.replace(old, new), encoding="utf-8")
+    for old, new in edits:
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    (folder / "judge.py").write_text(text, encoding="utf-8")
     return folder / "judge.py"
 
 
 def impatient(folder: Path) -> Path:
-    return edited(folder, "(0.25, 0.5, 1, 2, 4, 8, 16, 32)", "(0.02, 0.04, 0.08)")
+    return edited(folder, SHORT_WAITS)
 
 
 def columns(count: int) -> dict[str, list[str]]:
@@ -163,7 +173,12 @@ def test_a_judge_reads_lists_of_messages_like_their_texts(endpoint: Endpoint) ->
         judge(["6"], question=["Be brief.\n\n2 * 3?"], answer=["6"])
         prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 * 3?"}]
         assert judge(["6"], prompts=[prompt], question=["2 * 3?"], answer=["6"]) == [1.0]
-    assert endpoint.asked == {"6": 1}  # the cache has the answer to the second request
+        prompt[:1] = [{"role": "system", "content": [{"type": "text", "text": "Be brief."}]}]
+        assert judge(["6"], prompts=[prompt], question=["2 * 3?"], answer=["6"]) == [1.0]
+        assert endpoint.asked == {"6": 1}  # the cache has the answer to the other requests
+        prompt[:1] = [{"role": "assistant", "content": None, "tool_calls": []}]
+        judge(["6"], prompts=[prompt], question=["2 * 3?"], answer=["6"])
+    assert "to this question: \n\n2 * 3?\n" in endpoint.last["messages"][0]["content"]
 
 
 # ---- What is answered ----------------------------------------------------------------------------
@@ -172,7 +187,16 @@ ANSWERS = {
     "Score: 1": 1.0,
     "It is right.\n\n**Score:** 0.75\n": 0.75,
     "Score: 0.2? No.\nFinal score: 0.5.": 0.5,
+    "**Score**: 1": 1.0,
+    "Score: 0\n\nRubric:\n1": 0.0,
     "<think>The answer 7 is wrong.</think>\n\n0": 0.0,
+    "Score: 1\n</think>\n\n**Score: 0**": 0.0,  # some chat templates write <think> themselves
+    " 1.\n": 1.0,
+    "<think>\nScore: 1\n</think> It is wrong.": None,
+    "<think>\nScore: 1\n": None,
+    "Let x =\n1\nso x = 1": None,
+    "1.\n\nIt has no answer.": None,
+    "Score: 1\nScore: unclear": None,
     "Score: 1.0\n\nIt is right, because 2 * 3 = 6.": 1.0,
     "Score: .5": 0.5,
     "I cannot judge this.": None,
@@ -193,10 +217,34 @@ def test_a_score_is_a_number_from_0_to_1_alone_in_its_line_and_the_rest_is_none_
     with open_judge() as judge:
         scores = judge([*ANSWERS], **columns(len(ANSWERS)))
         assert dict(zip(ANSWERS, scores, strict=True)) == ANSWERS
-        line = "judge: no score for 8 of 14, such as 'I cannot judge this.'\n"
+        line = (
+            "judge: no score for 13 of 23, such as '<think>\\nScore: 1\\n</think> It is wrong.'\n"
+        )
         assert capfd.readouterr() == ("", line)
         assert judge([*ANSWERS], **columns(len(ANSWERS))) == scores  # None is in the cache, too
         assert capfd.readouterr() == ("", line)
+    assert set(endpoint.asked.values()) == {1}
+
+
+def test_a_missing_or_cut_answer_is_none_and_the_line_has_its_finish_reason_in_later_runs_too(
+    endpoint: Endpoint, capfd: pytest.CaptureFixture
+) -> None:
+    parts = [{"type": "thinking", "thinking": []}, {"type": "text", "text": "Score: 0.5"}]
+    choices = {
+        "parts": {"message": {"content": parts}, "finish_reason": "stop"},
+        "missing": {"message": {"role": "assistant"}, "finish_reason": "content_filter"},
+        "null": {"message": {"content": None}, "finish_reason": "length"},
+        "cut": {"message": {"content": "Score: 1? Let me think"}, "finish_reason": "length"},
+        "cut thought": {"message": {"content": "Score: 1\nNo"}, "finish_reason": "length"},
+    }
+    endpoint.reply = lambda completion, _: choices[completion]
+    for _ in range(2):
+        with open_judge() as judge:
+            assert judge([*choices], **columns(5)) == [0.5, None, None, None, None]
+            assert capfd.readouterr().err == (
+                "judge: no score for 4 of 5, such as "
+                "'\\nScore: none, finish_reason=content_filter, max_tokens may be too low'\n"
+            )
     assert set(endpoint.asked.values()) == {1}
 
 
@@ -219,7 +267,7 @@ def test_a_later_process_reads_the_answers_and_a_changed_prompt_or_model_asks_ag
 ) -> None:
     asked = iter(range(99))
     endpoint.reply = lambda *_: f"Score: {next(asked) / 100}"  # It never says the same twice.
-    changed = edited(tmp_path, "Reason briefly.", "Reason briefly, please.")
+    changed = edited(tmp_path, ("Reason briefly.", "Reason briefly, please."))
     with open_judge() as judge:
         first = judge([*"abc"], **columns(3))
     with open_judge() as judge:
@@ -254,12 +302,40 @@ def test_a_request_that_keeps_failing_ends_the_call_in_a_line_and_the_other_answ
     assert endpoint.asked.pop("20") == requests
     before = set(endpoint.asked)
     assert {*texts[:20]} <= before and len(before) < 399  # The last are not asked any more.
+    kept = sum(not file.suffix for file in (tmp_path / "runs" / "judge_cache").iterdir())
+    assert kept >= len(before) - 16  # Other requests were still in flight.
 
     endpoint.asked.clear()
     endpoint.reply = lambda *_: "Score: 0.5"
     with open_judge(impatient(tmp_path)) as judge:
         assert judge(texts, **columns(400)) == [0.5] * 400
-    assert endpoint.asked == dict.fromkeys({*texts} - before, 1)
+    assert len(endpoint.asked) == 400 - kept
+
+
+def test_a_failure_ends_the_call_at_once_while_other_requests_hang(endpoint: Endpoint) -> None:
+    hang = threading.Event()
+    endpoint.reply = lambda completion, _: (
+        (400, "no") if completion == "3" else hang.wait(9) and None
+    )
+    with open_judge() as judge:
+        start = time.monotonic()
+        with pytest.raises(UserMistake, match="HTTP Error 400"):
+            judge([*"12345"], **columns(5))
+        assert time.monotonic() - start < 5
+    hang.set()
+
+
+def test_an_endpoint_that_hangs_is_named_before_the_time_limit_of_the_call(
+    endpoint: Endpoint, tmp_path: Path
+) -> None:
+    hang = threading.Event()
+    endpoint.reply = lambda *_: hang.wait(9) and None
+    file = edited(tmp_path, SHORT_WAITS, ("REQUEST_S = 60", "REQUEST_S = 0.1"))
+    with open_judge(file, timeout_s=0.2) as judge, pytest.raises(UserMistake) as error:
+        judge(["1"], **columns(1))
+    hang.set()
+    line = f"JUDGE_URL={endpoint.url} JUDGE_MODEL=stand-in: TimeoutError: timed out"
+    assert f"raised ConnectionError: {line}" in str(error.value)
 
 
 def test_a_judge_that_is_killed_during_a_call_has_kept_what_was_answered(
@@ -304,6 +380,31 @@ def test_a_mistake_is_a_line_before_the_first_call(
         pass
     assert MISTAKES[setting] in str(error.value)
     assert "\n" not in str(error.value) and "".join(capfd.readouterr()) == ""
+
+
+def test_an_endpoint_that_never_answers_is_a_line_before_the_first_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = edited(tmp_path, ("WAITS_S[:1], 25)", "WAITS_S[:1], 0.1)"))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/v1"
+        monkeypatch.setenv("JUDGE_URL", url)
+        monkeypatch.setenv("JUDGE_MODEL", "stand-in")
+        with pytest.raises(UserMistake) as error, open_judge(file):
+            pass
+    assert f": JUDGE_URL={url} JUDGE_MODEL=stand-in: TimeoutError: timed out" in str(error.value)
+
+
+@pytest.mark.parametrize("url", ["http://user:secret@127.0.0.1:9/v1", "user:secret@127.0.0.1:9"])
+def test_a_password_in_the_url_is_refused_and_not_printed(
+    url: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("JUDGE_URL", url)
+    monkeypatch.delenv("JUDGE_MODEL", raising=False)
+    with pytest.raises(UserMistake, match="JUDGE_URL has an @: write .* JUDGE_API_KEY") as error:
+        with open_judge():
+            pass
+    assert "secret" not in str(error.value) + "".join(capfd.readouterr())
 
 
 # ---- A run ---------------------------------------------------------------------------------------

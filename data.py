@@ -12,7 +12,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -38,6 +38,11 @@ FIXED_DATE = (
     + " }}{% endmacro %}\n"
 )
 SENTINEL = "A text that is nowhere else."
+# The tags around an assistant's turn in a chat template, an extension of transformers.
+GENERATION = re.compile(r"(\{%-?)\s*(end)?generation\s*(-?%\})")
+TURN_MARK = "\ufdd0"  # Unicode reserves this character, so that no text has it
+# Stands in front of a template and writes a mark at both ends of a turn.
+MARKED_TURN = TURN_MARK.join(("{% macro marked_turn() %}", "{{ caller() }}", "{% endmacro %}\n"))
 _TAIL = 16  # A tag and the white space after it have fewer tokens than this.
 SUFFIXES = (".jsonl", ".json", ".parquet")
 # DATASET_CONFIG, if it is empty, of hub datasets with several configurations and no default.
@@ -64,7 +69,12 @@ class Prompt(NamedTuple):
 
 
 def load_examples(
-    dataset: str, config: str, split: str, question: str = "question", answer: str = "answer"
+    dataset: str,
+    config: str,
+    split: str,
+    question: str = "question",
+    answer: str | None = "answer",
+    read: Callable[..., Example] | None = None,
 ) -> list[Example]:
     """Returns the examples of one split of a local file, a local folder or a hub dataset.
 
@@ -75,6 +85,7 @@ def load_examples(
     question, answer: names of the columns that hold the question and the answer, see find_column.
     Each example also has these two texts as `question` and `answer`. If its question is a list of
     messages, the example has the list as `prompts`, and `question` is the text of the last message.
+    read: what reads these texts of an example; None: read_question_and_answer.
     It keeps all columns that JSON can hold, because a reward worker receives them as JSON. A line
     is printed for each column that is left out.
     Raises UserMistake if a file is missing or cannot be read, or if an example lacks a text.
@@ -94,7 +105,8 @@ def load_examples(
         for number, item in enumerate(items, start=1):
             examples.append(item if isinstance(item, dict) else {})
             place = f"{source} example {number}"
-            texts.append(read_question_and_answer(place, examples[-1], question, answer))
+            read_texts = read or read_question_and_answer
+            texts.append(read_texts(place, examples[-1], question, answer))
     if 0 < sum("prompts" in of_example for of_example in texts) < len(texts):
         why = "some questions are texts, and others lists of messages; write all in one form"
         raise UserMistake(f"DATASET={dataset}, split {split!r}: {why}")
@@ -121,7 +133,7 @@ def load_examples(
         train, test = examples[:-test_size], examples[-test_size:]
         prompts = [json.dumps(e.get("prompts") or e["question"]) for e in examples]
         seen, pairs = {*prompts[:-test_size]}, zip(prompts[-test_size:], test, strict=True)
-        unseen = {(prompt, e["answer"]): e for prompt, e in pairs if prompt not in seen}
+        unseen = {(prompt, e.get("answer")): e for prompt, e in pairs if prompt not in seen}
         if split == "test" and len(unseen) < len(test):
             left_out = f"left out {len(test) - len(unseen)} of {len(test)} held-out questions"
             print(f"{left_out} of {dataset}: they repeat train or each other", flush=True)
@@ -136,16 +148,18 @@ def load_examples(
 
 
 def read_question_and_answer(
-    place: str, columns: Mapping[str, Any], question: str, answer: str
+    place: str, columns: Mapping[str, Any], question: str, answer: str | None
 ) -> Example:
     """Returns the `question`, the `answer` and, if the question is a list of messages, the
     `prompts` of an example. An answer that is a number becomes its text.
 
-    place: of the example, for the error. question, answer: names of columns, see find_column.
-    Raises UserMistake if a text is missing.
+    place: of the example, for the error. question, answer: names of columns, see find_column; None:
+    it is not read. Raises UserMistake if a text is missing.
     """
     texts: Example = {}
     for name, column in (("question", question), ("answer", answer)):
+        if column is None:
+            continue
         value = find_column(columns, column)
         if name == "question" and (messages := as_messages(value)):
             texts |= read_question(messages, f"{place}, column {column!r}")
@@ -298,12 +312,19 @@ class ChatFormat(NamedTuple):
             return [messages[0], *turns, *messages[1:]]
         return [*self.opening, *messages]
 
-    def render(self, chats: list[list[Message]], add_generation_prompt: bool = True) -> list[str]:
+    def render(
+        self, chats: list[list[Message]], add_generation_prompt: bool = True, marked: bool = False
+    ) -> list[str]:
         """The text of each list of messages, with the same date on every day.
 
-        add_generation_prompt: the text ends where the assistant begins to speak.
-        Raises UserMistake if the template fails.
+        add_generation_prompt: the text ends where the assistant begins to speak. marked: it has a
+        TURN_MARK in the place of each tag in GENERATION. Raises UserMistake if the template fails.
         """
+        template = self.template()
+        if marked:
+            calls = {None: "call marked_turn()", "end": "endcall"}
+            template = GENERATION.sub(lambda tag: f"{tag[1]} {calls[tag[2]]} {tag[3]}", template)
+            template = MARKED_TURN + template
         roles = ", ".join(message["role"] for message in chats[0])
         arguments = f" and CHAT_TEMPLATE_KWARGS={json.dumps(self.kwargs)}" if self.kwargs else ""
         why = f"its chat template fails on messages of {roles}{arguments}"
@@ -311,7 +332,7 @@ class ChatFormat(NamedTuple):
             return self.tokenizer.apply_chat_template(
                 chats,
                 tools=[*self.tools] or None,
-                chat_template=FIXED_DATE + self.template(),
+                chat_template=FIXED_DATE + template,
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
                 **self.kwargs,
@@ -319,8 +340,7 @@ class ChatFormat(NamedTuple):
 
     def arguments(self) -> set[str]:
         """The arguments that the chat template reads, but for those that every run sets."""
-        # The tags around what the assistant says are an extension of transformers.
-        source = re.sub(r"\{%-?\s*(?:end)?generation\s*-?%\}", "", self.template())
+        source = GENERATION.sub("", self.template())
         environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
         names = jinja2.meta.find_undeclared_variables(environment.parse(source))
         return names - {
@@ -363,20 +383,32 @@ def build_prompts(
     vocab_size: rows of the model's embedding.
     Raises UserMistake if a text is not Unicode, if the template fails, or if a token has no row.
     """
-    chats = [chat_format.messages_of(example) for example in examples]
+    chats = checked_chats([chat_format.messages_of(example) for example in examples], chat_format)
+    ids = tokenize(chat_format.render(chats), chat_format, vocab_size)
+    return [Prompt(i, example) for i, example in zip(ids, examples, strict=True)]
+
+
+def checked_chats(chats: list[list[Message]], chat_format: ChatFormat) -> list[list[Message]]:
+    """Returns the messages as the chat template takes them. Raises UserMistake if a text is not
+    Unicode."""
     for text in (message["content"] for chat in chats for message in chat):
         # JSON and the bytes of a shell can hold half a character.
         with reading(f"a question or SYSTEM_PROMPT is not Unicode: {text!r:.80}"):
             text.encode()
-    if not has_system_role(chat_format):
-        chats = [with_system_in_question(chat) for chat in chats]
+    if has_system_role(chat_format):
+        return chats
+    return [with_system_in_question(chat) for chat in chats]
+
+
+def tokenize(texts: list[str], chat_format: ChatFormat, vocab_size: float) -> list[list[int]]:
+    """Returns the ids of each text alone. Raises UserMistake if the model has no row for one."""
     tokenizer = chat_format.tokenizer
-    ids = tokenizer(chat_format.render(chats), add_special_tokens=False)["input_ids"]
-    largest = max((max(prompt, default=0) for prompt in ids), default=0)
+    ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    largest = max((max(of_text, default=0) for of_text in ids), default=0)
     if largest >= vocab_size:
         why = f"a prompt has the token {tokenizer.decode([largest])!r} ({largest})"
         raise UserMistake(f"{why}, and the model has no row for it; leave it out of the texts")
-    return [Prompt(i, example) for i, example in zip(ids, examples, strict=True)]
+    return ids
 
 
 def has_system_role(chat_format: ChatFormat) -> bool:

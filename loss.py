@@ -132,6 +132,7 @@ class Objective(NamedTuple):
       cispo    -min(ratio, eps_high) A logps, without gradient through the ratio; averaged as
                dapo. Here eps_high is the limit itself, such as 5.
       sapo     -(4 / tau) sigmoid(tau (ratio - 1)) A; averaged as grpo
+      sft      -logps, the cross-entropy of supervised training; averaged as dapo
     """
 
     loss_type: str = "dapo"
@@ -236,7 +237,7 @@ def _token_loss(
     """Returns the loss of each token, and where its ratio is clipped.
 
     ratio: [B, T], or [B, 1] of sequences. A: [B, 1] advantages. logps: [B, T]. Both results have
-    the shape of the ratio, but the loss of cispo is always [B, T].
+    the shape of the ratio, but the losses of cispo and sft are always [B, T].
     """
     if objective.loss_type == "cispo":
         loss = -jax.lax.stop_gradient(jnp.minimum(ratio, objective.eps_high)) * A * logps
@@ -244,6 +245,8 @@ def _token_loss(
     if objective.loss_type == "sapo":
         tau = jnp.where(A > 0, SAPO_TAU_POSITIVE, SAPO_TAU_NEGATIVE)
         return -4 / tau * jax.nn.sigmoid(tau * (ratio - 1)) * A, {}
+    if objective.loss_type == "sft":
+        return -logps, {}
     clipped = jnp.clip(ratio, 1 - objective.eps_low, 1 + objective.eps_high)
     ratio = jnp.minimum(ratio, objective.delta) if objective.delta else ratio
     low = (ratio < 1 - objective.eps_low) & (A < 0)
@@ -262,7 +265,7 @@ def _divisor(
     """Returns the divisor of the loss of a token: a number, or [B, 1] of the sequences."""
     if objective.loss_type in ("grpo", "gspo", "sapo"):
         return sequence_tokens * num_sequences
-    if objective.loss_type in ("dapo", "cispo"):
+    if objective.loss_type in ("dapo", "cispo", "sft"):
         return num_tokens
     if objective.loss_type != "dr_grpo":
         raise ValueError(f"LOSS_TYPE={objective.loss_type} is not known")

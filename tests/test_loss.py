@@ -106,6 +106,7 @@ VARIANTS = [
     {"loss_type": "gspo", "eps_low": 0.01, "eps_high": 0.02, "beta": 0.1},
     {"loss_type": "cispo", "eps_high": 1.2, "is_mode": "token_truncate", "is_cap": 1.1},
     {"loss_type": "sapo", "is_mode": "sequence_truncate", "is_cap": 1.1},
+    {"loss_type": "sft"},
     {"is_mode": "token_mask", "is_cap": 1.1, "beta": 0.1, "kl_estimator": "k1"},
     {"is_mode": "sequence_mask", "is_cap": 1.1, "beta": 0.1, "kl_bias_correction": False},
 ]

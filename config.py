@@ -47,6 +47,8 @@ TINY = REPO / TINY_LAYER
 MAX_TOP_K = 128  # equals MAX_SUPPORT of model/next_token.py, which imports jax
 TRACKERS = "((wandb|trackio|tensorboard)(,(?!$)|$))*"  # names, separated by commas
 LOW_FOR_LORA = 1e-5  # lower learning rates get a note in a run with LoRA
+SFT_SCRIPT = "train_sft.py"
+SFT_RATE, SFT_RATE_OF_ADAPTERS = 2e-5, 2e-4  # its LEARNING_RATE, if it is not set
 DEFAULT_TURNS = 8  # MAX_TURNS with an environment, if it is not set
 LONG_COMPLETIONS = 128  # the MAX_LENGTH_SAMPLE from which Config.drops_ended holds
 ANY_SIZES = PASS_SIZES + STEP_SIZES
@@ -94,6 +96,9 @@ class Config:
     eval_split: str = in_data("test", "Split to evaluate on.")
     question_column: str = in_data("question", "Column of questions, as texts or message lists.")
     answer_column: str = in_data("answer", "Column of the dataset that holds the answer.")
+    completion_column: str = in_data(
+        "", "Column of completions for train_sft.py; empty: those in QUESTION_COLUMN's messages."
+    )
     system_prompt: str = in_data("", "System prompt, or its file; empty: that of rewards.py.")
     chat_template_kwargs: str = in_data(
         "", 'Arguments of the chat template as JSON, such as {"enable_thinking": false}.'
@@ -197,7 +202,9 @@ class Config:
     )
 
     loss_type: str = in_loss(
-        "dapo", "Objective of the policy; see loss.py.", choices="dapo|grpo|dr_grpo|cispo|gspo|sapo"
+        "dapo",
+        "Objective; see loss.py. sft is that of train_sft.py.",
+        choices="dapo|grpo|dr_grpo|cispo|gspo|sapo|sft",
     )
     adv_estimator: str = in_loss(
         "grpo", "Advantages; see loss.py.", choices="grpo|rloo|reinforce|reinforce++|gdpo|maxrl"
@@ -272,6 +279,10 @@ class Config:
         """Whether the run evaluates the model at all."""
         return self.eval_every_steps > 0 or self.eval_full_sweep
 
+    def is_sft(self) -> bool:
+        """Whether this is a run of train_sft.py, which learns completions of its dataset."""
+        return self.loss_type == "sft"
+
     def turns(self) -> int:
         """The most turns of the policy in a completion."""
         return self.max_turns or (DEFAULT_TURNS if self.environment_class else 1)
@@ -308,11 +319,12 @@ class Config:
 
 
 def read_layers(
-    env: Mapping[str, str], config_file: str | Path = ""
+    env: Mapping[str, str], config_file: str | Path = "", sft: bool = False
 ) -> tuple[Config, dict[str, str]]:
     """The settings of all layers, and {attribute: layer}: the layer that has set each of them.
 
-    Raises UserMistake with a line for every mistake.
+    sft: for train_sft.py, which has a layer of its own. Raises UserMistake with a line for every
+    mistake.
     """
     mistakes: list[str] = []
     settings = read_env(env, Config, mistakes)
@@ -327,6 +339,12 @@ def read_layers(
         lower = read_yaml(TINY, Config, mistakes)
         layers = dict.fromkeys(lower, TINY_LAYER) | layers
         settings = overlay_layers(settings, lower, TINY_YIELDS)
+    if sft:
+        lower = sft_defaults(settings)
+        layers = dict.fromkeys(lower, SFT_SCRIPT) | layers
+        settings = lower | settings
+    elif settings.get("loss_type") == "sft":
+        mistakes.append(f"LOSS_TYPE=sft is the objective of {SFT_SCRIPT}; run that script")
     cfg = Config(**settings)
     mistaken = "\n".join(mistakes).upper()
     for line in contradictions(cfg):
@@ -338,9 +356,39 @@ def read_layers(
     return cfg, layers
 
 
+def sft_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The defaults that train_sft.py has in place of those of Config. settings: of all layers."""
+    adapters = has_adapters(settings.get("lora_rank", 0), settings.get("model_path", ""))
+    defaults = {"loss_type": "sft", "learning_rate": SFT_RATE_OF_ADAPTERS if adapters else SFT_RATE}
+    has_completions = settings.get("completion_column")
+    return defaults | ({} if has_completions else {"question_column": "messages"})
+
+
+def without_sampling(cfg: Config, layers: dict[str, str]) -> tuple[Config, list[str]]:
+    """The settings as train_sft.py reads them, in which those of the sampler and of the objective
+    have their defaults; and a line for each of these that a layer has set. A prompt has a single
+    completion. layers: see read_layers; it is changed."""
+    fields = [f for f in dataclasses.fields(cfg) if f.metadata["group"] in ("rollout", "loss")]
+    values = {f.name: f.default for f in fields if f.metadata["kept"]}  # the others are of speed
+    values |= {"loss_type": "sft", "num_pre_q": 1, "ppo_epochs": 1, "num_mini_batches": 1}
+    del values["max_length_sample"]
+    unread = [
+        f"{name.upper()}={to_text(getattr(cfg, name))} does nothing in {SFT_SCRIPT}"
+        for name, value in values.items()
+        if name in layers and layers[name] != TINY_LAYER and getattr(cfg, name) != value
+    ]
+    layers |= dict.fromkeys(("loss_type", "num_pre_q"), SFT_SCRIPT)
+    return dataclasses.replace(cfg, **values), unread
+
+
+def has_adapters(lora_rank: int, model_path: str) -> bool:
+    """Whether a run trains adapters: new ones, or those in the folder MODEL_PATH."""
+    return lora_rank > 0 or Path(model_path, "adapter_config.json").is_file()
+
+
 def contradictions(cfg: Config) -> Iterator[str]:
     """A line for each combination of settings that cannot work, or not as it is meant."""
-    if cfg.num_pre_q == 1 and cfg.steps and cfg.adv_estimator != "reinforce":
+    if cfg.num_pre_q == 1 and cfg.steps and cfg.adv_estimator != "reinforce" and not cfg.is_sft():
         why = f"NUM_PRE_Q=1 leaves ADV_ESTIMATOR={cfg.adv_estimator} nothing to compare"
         yield f"{why} a completion with; set at least 2, or ADV_ESTIMATOR=reinforce"
     if cfg.dynamic_sampling and cfg.adv_estimator == "reinforce":
@@ -403,12 +451,12 @@ def notes(cfg: Config, layers: Mapping[str, str]) -> Iterator[str]:
     if cfg.lora_rank and cfg.learning_rate < LOW_FOR_LORA:
         rate = f"LEARNING_RATE={cfg.learning_rate} is low for adapters (LORA_RANK)"
         yield f"{rate}, which mostly learn best at ten times the rate of all weights"
-    has_adapters = cfg.lora_rank or Path(cfg.model_path, "adapter_config.json").is_file()
+    adapters = has_adapters(cfg.lora_rank, cfg.model_path)
     no_adapters = "LORA_RANK=0, unless MODEL_PATH is a repository of adapters"
     clips = cfg.ppo_epochs * cfg.num_mini_batches > 1 or cfg.loss_type == "cispo"
     of_engine = " ".join(name for name in vars(cfg) if name.startswith("sglang_jax_"))
     for names, has_effect, why in (
-        ("lora_alpha lora_targets lora_base_copy export_lora", has_adapters, no_adapters),
+        ("lora_alpha lora_targets lora_base_copy export_lora", adapters, no_adapters),
         ("sampling_support", cfg.filters(), "TOP_K=0, TOP_P=1.0 and MIN_P=0.0"),
         ("scale_rewards", cfg.adv_estimator == "grpo", f"ADV_ESTIMATOR={cfg.adv_estimator}"),
         ("delta eps_low", cfg.loss_type not in ("cispo", "sapo"), f"LOSS_TYPE={cfg.loss_type}"),
@@ -422,6 +470,8 @@ def notes(cfg: Config, layers: Mapping[str, str]) -> Iterator[str]:
         (of_engine, cfg.rollout_backend == "sglang_jax", f"ROLLOUT_BACKEND={cfg.rollout_backend}"),
         ("push_to_hub_private", cfg.push_to_hub, "PUSH_TO_HUB="),
         ("is_floor is_cap", cfg.is_mode != "none", "IS_MODE=none"),
+        ("completion_column", cfg.is_sft(), "train_grpo.py"),
+        ("eval_samples eval_temperature", cfg.reward_fn or not cfg.is_sft(), "REWARD_FN="),
     ):
         for name in names.split():
             if not has_effect and getattr(cfg, name) != getattr(Config, name):
@@ -450,12 +500,13 @@ def changed(cfg: Config, layers: Mapping[str, str]) -> str:
 
 
 def load(
-    argv: Sequence[str], env: Mapping[str, str] | None = None
+    argv: Sequence[str], env: Mapping[str, str] | None = None, sft: bool = False
 ) -> tuple[Config, argparse.Namespace, list[str]]:
     """The settings, the flags of the command line, and the lines to print: settings that differ
     from their defaults, and notes. Ends the program after --print-config and after mistakes.
 
-    env: the environment; None: os.environ, to which the settings of `.env` are added.
+    env: the environment; None: os.environ, to which the settings of `.env` are added. sft: for
+    train_sft.py.
     """
     args = parse_command_line(argv)
     try:
@@ -469,7 +520,8 @@ def load(
         run_config = Path(env.get("OUTPUT_DIR", "")) / "config.yaml"
         answers = args.eval_only or bool(args.ask)
         has_run = answers and not args.config and env.get("OUTPUT_DIR") and run_config.is_file()
-        cfg, layers = read_layers(env, run_config if has_run else args.config)
+        cfg, layers = read_layers(env, run_config if has_run else args.config, sft)
+        cfg, unread = without_sampling(cfg, layers) if sft else (cfg, [])
         if has_run and "RESUME" not in env:
             cfg = dataclasses.replace(cfg, resume="auto")
         if args.print_config:
@@ -482,7 +534,8 @@ def load(
         exit_with_mistakes(error)
     layers |= {name.lower(): ".env" for name in dotenv}
     run_notes = () if answers else notes(cfg, layers)
-    note_lines = [f"note: {line}" for line in (*run_notes, *describe_ignored_names(env))]
+    run_notes = (*run_notes, *unread, *describe_ignored_names(env))
+    note_lines = [f"note: {line}" for line in run_notes]
     return cfg, args, [changed(cfg, layers), *note_lines]
 
 

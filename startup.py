@@ -6,6 +6,7 @@ Cheap checks come first. The mistakes of a user end in a UserMistake with a line
 """
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -23,6 +24,7 @@ import config
 import data
 import rewards
 from config import Config
+from demonstrations import build_demonstrations, drop_long_demonstrations, read_demonstration
 from infra import hosts, resume
 from infra.checkpoint import Progress
 from infra.chips import attribute_oom_to, has_bfloat16
@@ -75,7 +77,7 @@ class Run:
     sizes: Sizes
     folder: Path  # the folder of the model; with LoRA that of the base
     adapters: Path | None  # the folder of the first adapters; None: new ones, or no LoRA
-    train_prompts: list[data.Prompt]
+    train_prompts: list[data.Prompt]  # in a run of train_sft.py they are Demonstrations
     eval_prompts: list[data.Prompt]  # empty if the run never evaluates
     rollout: Rollout
     learner: Learner
@@ -229,7 +231,8 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
     print(sizes.to_line(), flush=True)
     workers: dict[str, RewardWorker] = {}
     functions = []
-    if cfg.reward_fn or not cfg.environment_class:  # else the environments give the rewards
+    # Otherwise environments give the rewards, or supervised training needs none.
+    if cfg.reward_fn or not (cfg.environment_class or cfg.is_sft()):
         cache = cfg.overlong_cache or cfg.max_length_sample // 5
         functions = rewards.load_reward_functions(
             cfg.reward_fn, cfg.reward_timeout_s, cfg.max_length_sample, cache, workers
@@ -252,11 +255,7 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
 
     def read_prompts(split: str) -> list[data.Prompt]:
         examples = [example] if example else load_split(cfg, split)
-        prompts = data.build_prompts(examples, chat_format, model.vocab_size)
-        if cfg.system_prompt and (count := sum(map(data.has_system_message, examples))):
-            why = "have a system message, which replaces that of SYSTEM_PROMPT"
-            print(f"note: {count} of {len(examples)} {split} prompts {why}", flush=True)
-        prompts = data.drop_long_prompts(prompts, cfg.max_prompt_length, split)
+        prompts = build_prompts(cfg, examples, chat_format, model, split)
         if rewards.reward_correct in functions and not example:
             raise_if_no_number(cfg.dataset, split, [prompt.columns["answer"] for prompt in prompts])
         return prompts
@@ -264,7 +263,8 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
     train_prompts = read_prompts(cfg.train_split) if cfg.steps else []
     eval_prompts = read_prompts(cfg.eval_split) if cfg.evaluates() else []
     longest = max((len(prompt.ids) for prompt in train_prompts + eval_prompts), default=1)
-    placement.raise_if_too_long(cfg.max_length_sample, model, longest)
+    if functions:  # completions are sampled
+        placement.raise_if_too_long(cfg.max_length_sample, model, longest)
     S = prompt_width(longest, cfg.global_length) - 1
     train_compute, rollout_compute, mesh_reason = placement.plan_compute(
         cfg, model, sizes, S, jax.devices()
@@ -364,9 +364,31 @@ def check_chat_format(cfg: Config, chat_format: data.ChatFormat) -> None:
 
 def load_split(cfg: Config, split: str) -> list[dict[str, Any]]:
     """The examples of a split of DATASET. Raises UserMistake."""
-    return data.load_examples(
-        cfg.dataset, cfg.dataset_config, split, cfg.question_column, cfg.answer_column
-    )
+    source = cfg.dataset, cfg.dataset_config, split, cfg.question_column
+    if not cfg.is_sft():
+        return data.load_examples(*source, cfg.answer_column)
+    read = functools.partial(read_demonstration, completion=cfg.completion_column)
+    return data.load_examples(*source, cfg.answer_column if cfg.reward_fn else None, read)
+
+
+def build_prompts(
+    cfg: Config,
+    examples: list[data.Example],
+    chat_format: data.ChatFormat,
+    model: ModelConfig,
+    split: str,
+) -> list[data.Prompt]:
+    """The prompts of the examples, or the demonstrations of train_sft.py, without those that are
+    too long. Raises UserMistake."""
+    if cfg.system_prompt and (count := sum(map(data.has_system_message, examples))):
+        why = "have a system message, which replaces that of SYSTEM_PROMPT"
+        print(f"note: {count} of {len(examples)} {split} prompts {why}", flush=True)
+    build = build_demonstrations if cfg.is_sft() else data.build_prompts
+    prompts = build(examples, chat_format, model.vocab_size)
+    prompts = data.drop_long_prompts(prompts, cfg.max_prompt_length, split)
+    if not cfg.is_sft():
+        return prompts
+    return drop_long_demonstrations(prompts, cfg.max_length_sample, model.max_positions, split)
 
 
 def raise_if_no_number(dataset: str, split: str, answers: list[str]) -> None:

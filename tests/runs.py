@@ -68,8 +68,8 @@ class Result(NamedTuple):
 def start(
     out: Path, env: dict[str, str], devices: int, repo: Path = REPO, changes: str = ""
 ) -> Popen[bytes]:
-    """Starts train_grpo.py for one step on few examples without evaluation, unless `env` says
-    otherwise.
+    """Starts train_grpo.py, or SCRIPT in `env`, for one step on few examples without evaluation,
+    unless `env` says otherwise.
 
     changes: what a script first does to the imported module train_grpo. SWITCHED_OFF in `env` names
     methods of Config, such as `drops_ended skips`, each of which then returns False.
@@ -97,7 +97,7 @@ def start(
     for name in env.get("SWITCHED_OFF", "").split():
         method = f"train_grpo.Config.{name}"
         changes += f"\nassert callable({method})\n{method} = lambda cfg: False"
-    script = repo / "train_grpo.py"
+    script = repo / env.get("SCRIPT", "train_grpo.py")
     if changes:
         script = out / "changed.py"
         script.write_text(

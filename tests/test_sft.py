@@ -1,0 +1,357 @@
+"""train_sft.py: its updates are TRL's, it learns the assistant's turns with the tokens that end
+them, and a run of it is saved, stopped and refused as one of train_grpo.py.
+
+goldens/sft.npz and sft.json have three steps of TRL 1.16's SFTTrainer: its labels, losses, norms of
+gradients and weights.
+"""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from runs import REPO, Result, environment, few_examples, train
+from safetensors.numpy import save_file
+from small_model import train_layout
+from test_hf import refused
+
+from config import Config, load
+from data import ChatFormat
+from demonstrations import Demonstration, build_demonstrations, read_demonstration
+from infra.resume import describe_changes
+from loss import Objective
+from model import hf
+from model.network import Compute
+from rows import Limits
+from startup import Run, result_fingerprint, set_up
+from train_grpo import one_update, pack_to_devices
+from train_sft import batch_of
+from update import Learner, Optimizer, init_state
+
+GOLDENS = Path(__file__).parent / "goldens"
+TRL = json.loads((GOLDENS / "sft.json").read_text(encoding="utf-8"))
+ARRAYS = dict(np.load(GOLDENS / "sft.npz"))
+T = 13
+
+
+# ---- The updates are TRL's -----------------------------------------------------------------------
+
+
+def demonstrations_of(rows: list[list[list[int]]]) -> list[Demonstration]:
+    """Demonstrations of TRL's ids and labels. A prompt ends with the last token before a label."""
+    made = []
+    for ids, labels in rows:
+        # A whole sequence has a label in its first place, too, which nothing predicts.
+        first = next(i for i, label in enumerate(labels) if label >= 0 and i > 0)
+        mask = [int(label >= 0) for label in labels[first:]]
+        made.append(Demonstration(ids[:first], {}, ids[first:], mask))
+    return made
+
+
+@pytest.mark.parametrize("sequences", [1, 8])
+@pytest.mark.parametrize("name", TRL["cases"])
+def test_three_steps_are_those_of_trl_in_one_micro_batch_or_in_several(
+    name: str, sequences: int, tmp_path: Path
+) -> None:
+    """The micro-batches have unequal numbers of tokens, as those of accumulation have in TRL."""
+    case = TRL["cases"][name]
+    (tmp_path / "config.json").write_text(json.dumps(TRL["config"]))
+    first = {key.removeprefix("w0."): x for key, x in ARRAYS.items() if key.startswith("w0.")}
+    save_file(first, tmp_path / hf.WEIGHTS)
+    model, layout = hf.read_config(tmp_path), train_layout(1, 1, 1)
+    optimizer = Optimizer("adamw", case["weight_decay"], case["clip_norm"])
+    learner = Learner(
+        compute=Compute(model, jnp.dtype("float32"), layout, "none"),
+        objective=Objective("sft"),
+        optimizer=optimizer,
+        temperature=1.0,
+        limits=Limits(1, sequences, 1, T, longest_prompt=16),
+        pad_id=0,
+        accumulates=True,
+        skips_zero_advantages=True,
+    )
+    params = hf.load_params(tmp_path, model, layout.mesh, jnp.float32)
+    state = init_state(params, optimizer=optimizer, model=model)
+    batches = TRL["batches"][case["batches"]]
+    for step, rows in enumerate(batches):
+        batch = batch_of(demonstrations_of(rows), T)
+        micro_batches = pack_to_devices(learner, batch, np.arange(len(rows)))
+        counts = [int(x.completion_mask.sum()) for x in micro_batches]
+        assert len({*counts}) > 1 if sequences == 1 else len(counts) == 1
+        state, metrics = one_update(learner, state, batch, case["learning_rate"][step])
+        assert metrics["loss"] == pytest.approx(case["loss"][step], abs=2e-6)
+        assert metrics["grad_norm"] == pytest.approx(case["grad_norm"][step], rel=1e-5)
+    trl = name.replace("ga2", "ga1") if name == "ga2" else name
+    for key, x in hf.hf_tensors(state.params, model):
+        np.testing.assert_allclose(x, ARRAYS[f"{trl}.w_final.{key}"], atol=2e-5)
+
+
+# ---- What is learnt ------------------------------------------------------------------------------
+
+# Templates of ours for the tokenizer in tiny/. MARKED encloses a turn without its line break.
+MARKED = """{% for m in messages %}<|im_start|>{{ m['role'] }}
+{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}\
+{% else %}{{ m['content'] }}<|im_end|>{% endif %}{{ '\\n' }}{% endfor %}\
+{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"""
+# A turn ends behind its tags, or with the line break that TRL's templates enclose.
+SHORT_MARKS = MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")
+LONG_MARKS = MARKED.replace("{% endif %}{{ '\\n' }}", "{{ '\\n' }}{% endif %}").replace(
+    "{% endgeneration %}", "{{ '\\n' }}{%- endgeneration -%}"
+)
+# THINKING drops the thoughts of earlier turns, as Qwen3's does.
+THINKING = """{% set ns = namespace(last=0) %}{% for m in messages %}{% if m['role'] == 'user' %}\
+{% set ns.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}<|im_start|>\
+{{ m['role'] }}\n{% if m['role'] == 'assistant' and loop.index0 < ns.last %}\
+{{ m['content'].split('</think>')[-1].lstrip('\\n') }}{% else %}{{ m['content'] }}{% endif %}\
+<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n\
+{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}\
+{% endif %}"""
+USER, PENS, MORE = "user", "How many pens?", "And 4 more?"
+SHORT, LONG = "<answer>3</answer>", "<think>\n3+4\n</think>\n\n<answer>7</answer>"
+# Their ids, as TRL has them, up to the line break behind the last turn.
+ASKED = [1, 525, 201, 42, 273, 279, 334, 33, 2, 201, 1, 394, 503, 543, 201]
+SHORT_IDS, LONG_IDS = [556, 21, 557, 2], [554, 201, 21, 13, 22, 201, 555, 201, 201, 556, 25, 557, 2]
+BETWEEN = [201, 1, 525, 201, 35, 363, 223, 22, 315, 33, 2, 201, 1, 394, 503, 543, 201]
+
+
+def chat(*texts: str) -> list[dict[str, str]]:
+    """Messages of the user and of the assistant in turn."""
+    return [
+        {"role": "assistant" if i % 2 else USER, "content": text} for i, text in enumerate(texts)
+    ]
+
+
+def learnt(
+    question: object,
+    completion: object = None,
+    template: str = "",
+    opening: list | None = None,
+    **kwargs: Any,
+) -> Demonstration:
+    """The demonstration of a question with a completion, or of a conversation."""
+    tokenizer = hf.load_tokenizer(REPO / "tiny")
+    tokenizer.chat_template = template or tokenizer.chat_template
+    columns = {"question": question, "completion": completion}
+    column = "" if completion is None else "completion"
+    example = read_demonstration("f example 1", columns, "question", None, completion=column)
+    chat_format = ChatFormat(tokenizer, opening or [], kwargs=kwargs)
+    return build_demonstrations([example], chat_format, 600)[0]
+
+
+@pytest.mark.parametrize("template", ["", MARKED, SHORT_MARKS, LONG_MARKS])
+def test_every_turn_of_a_conversation_is_learnt_with_its_stop_token_and_no_line_break(
+    template: str,
+) -> None:
+    """TRL also learns the line break behind a turn without tags, which no sampler writes."""
+    made = learnt(chat(PENS, SHORT, MORE, LONG, "Thanks."), template=template)
+    assert made.ids == ASKED and made.completion_ids == SHORT_IDS + BETWEEN + LONG_IDS
+    assert made.completion_mask == [1] * 4 + [0] * len(BETWEEN) + [1] * 13
+
+
+def test_of_a_question_with_a_completion_the_completion_alone_is_learnt() -> None:
+    made = learnt(chat(PENS), SHORT)
+    assert made[0] == ASKED and made[2:] == (SHORT_IDS, [1] * 4)
+    assert learnt(chat(PENS), [{"role": "assistant", "content": SHORT}])[2:] == made[2:]
+    made = learnt(chat(PENS, SHORT, MORE), LONG)
+    assert made[0] == ASKED + SHORT_IDS + BETWEEN and made[2:] == (LONG_IDS, [1] * 13)
+    made = learnt(MORE, LONG, opening=chat(PENS, SHORT))  # the worked example of a SYSTEM_PROMPT
+    assert made[0] == ASKED + SHORT_IDS + BETWEEN and made[2:] == (LONG_IDS, [1] * 13)
+
+
+def test_a_prompt_has_the_ids_that_a_sampler_continues() -> None:
+    """TRL tokenizes texts together, learns the token ` many` and takes `man` from the prompt."""
+    plain = "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}<|im_end|>"
+    made = learnt("Ana has how man", "y pens?", template=plain + "{% endif %}{% endfor %}")
+    assert made.ids == [500, 382, 286, 273, 268, 259]
+    assert made.completion_ids == [91, 334, 33, 2]
+
+
+def test_an_argument_of_the_template_reaches_the_prompt_and_what_follows_it() -> None:
+    """Qwen3 writes an empty thought in the prompt, and so does what follows, or it is refused."""
+    empty = "{% elif m['role'] == 'assistant' %}<think>\n\n</think>\n\n{{ m['content'] }}{% else %}"
+    kept = THINKING.replace("{% else %}", empty)
+    made = learnt(PENS, SHORT, template=kept, enable_thinking=False)
+    assert made.ids == [*ASKED, 554, 201, 201, 555, 201, 201] and made.completion_ids == SHORT_IDS
+    refused(lambda: learnt(PENS, SHORT, template=THINKING, enable_thinking=False), OTHERWISE)
+
+
+# ---- What is refused -----------------------------------------------------------------------------
+
+OTHERWISE = "f example 1: the chat template writes the messages up to number 2 otherwise when"
+NO_TURN = "f example 1 has no message of the assistant in 'question', but "
+UNMARKED = MARKED.replace("m['role'] == 'assistant'", "m['content'] == 'Yes.'")
+
+
+@pytest.mark.parametrize(
+    "question, completion, template, line",
+    [
+        (chat(PENS), None, "", f"{NO_TURN}[{{'role': 'user'"),
+        ("Why?", None, "", f"{NO_TURN}'Why?'; set QUESTION_COLUMN to a column of conversations"),
+        (None, None, "", f"{NO_TURN}None; set QUESTION_COLUMN"),
+        (
+            "Why?",
+            "",
+            "",
+            "f example 1 has no message of the assistant in 'completion', but ''; set",
+        ),
+        (None, SHORT, "", "f example 1 has no text in 'question', but None; write it as text"),
+        (chat(PENS, SHORT)[1:], None, "", "f example 1 has no text in 'question', but []; write"),
+        (chat(PENS, 3), None, "", "f example 1, column 'question': message 2 is {'role': 'assis"),
+        (chat(PENS, LONG, MORE, SHORT), None, THINKING, OTHERWISE),
+        (
+            chat(PENS, "No."),
+            None,
+            UNMARKED,
+            "{% generation %} of the chat template encloses 0 of 1",
+        ),
+        ("Why?", "So.", "{{ messages[0]['content'] }}", "no token ends an answer"),
+        ("Why?", "\ud800", "", "is not Unicode: '\\ud800'"),
+    ],
+)
+def test_an_example_that_cannot_be_learnt_is_one_line_with_its_place(
+    question: object, completion: object, template: str, line: str
+) -> None:
+    refused(lambda: learnt(question, completion, template=template), line)
+
+
+def settings(text: str = "", **env: str) -> tuple[Config, list[str]]:
+    """The settings of train_sft.py and the lines that it prints about them."""
+    data = {"MODEL_PATH": f"{REPO}/tiny", "DATASET": str(few_examples()), "STEPS": "3"}
+    data |= {"COMPLETION_COLUMN": "answer", "MAX_LENGTH_SAMPLE": "64", "EVAL_EVERY_STEPS": "0"}
+    cfg, _, lines = load([], data | environment(text) | env, sft=True)
+    return cfg, lines
+
+
+def run_of(text: str = "", **env: str) -> Run:
+    return set_up(settings(text, **env)[0])
+
+
+def test_what_is_too_long_is_counted_and_left_out_or_refused_by_its_example(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "my.jsonl"
+    lengths = [(3, 3), (30, 3), (3, 30), (4, 3), (1, 1)]  # words of questions and completions
+    examples = [{"messages": chat("a " * q, "b " * c)} for q, c in lengths]
+    file.write_text("".join(json.dumps(example) + "\n" for example in examples))
+    given = {"DATASET": str(file), "COMPLETION_COLUMN": ""}
+    run = run_of("MAX_PROMPT_LENGTH=40 MAX_LENGTH_SAMPLE=20", **given)
+    assert [x.columns["place"][-9:] for x in run.train_prompts] == ["example 1", "example 4"]
+    lines = capsys.readouterr().out
+    assert "skipped 1 of 4 train prompts: longer than MAX_PROMPT_LENGTH=40 tokens\n" in lines
+    assert "skipped 1 of 3 train completions: longer than MAX_LENGTH_SAMPLE=20 tokens\n" in lines
+    refused(lambda: run_of("MAX_PROMPT_LENGTH=9", **given), "every train prompt is longer")
+    refused(lambda: run_of("MAX_LENGTH_SAMPLE=2", **given), "4 of 4 train completions are longer")
+    examples[1] = {"messages": chat("a " * 1100, "b " * 1100)}
+    file.write_text("".join(json.dumps(example) + "\n" for example in examples))
+    line = f"{file} example 2 has "
+    refused(lambda: run_of("MAX_LENGTH_SAMPLE=2000", **given), line, "and the model has 2048 pos")
+
+
+# ---- An update, however it is computed -----------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of 64 conversations of one to three turns, and a tenth of them for evaluations."""
+    file = tmp_path_factory.mktemp("data") / "conversations.jsonl"
+    lines = (REPO / "tiny" / "train.jsonl").read_text(encoding="utf-8").splitlines()
+    examples, made = [json.loads(line) for line in lines[:150]], []
+    for i in range(72):
+        turns = examples[2 * i : 2 * i + 1 + i % 3]
+        texts = [text for e in turns for text in (e["question"], e["answer"][-6 * (i % 5 + 1) :])]
+        made.append({"messages": chat(*texts), "answer": turns[0]["answer"]})
+    file.write_text("".join(json.dumps(example) + "\n" for example in made), encoding="utf-8")
+    return file
+
+
+def test_micro_batches_packing_and_meshes_do_not_change_an_update(conversations: Path) -> None:
+    """Also if a row is wide enough for several conversations, and a device gets none."""
+    given = {"DATASET": str(conversations), "COMPLETION_COLUMN": "", "MAX_LENGTH_SAMPLE": "256"}
+    found = []
+    for text in ("8,1,1 TRAIN_MICRO_BATCH_SIZE=16", "2,2,2 TRAIN_MICRO_BATCH_SIZE=8", "1,1,1"):
+        mesh, *others = text.split()
+        run = run_of("ROLLOUT_GLOBAL_BATCH_SIZE=16 " + " ".join([*others]), **given)
+        learner, sizes = run.learner, [int(size) for size in mesh.split(",")]
+        compute = learner.compute._replace(layout=train_layout(*sizes))
+        limits = learner.limits._replace(shards=compute.layout.batch_shards, sequences=3)
+        learner = dataclasses.replace(learner, compute=compute, limits=limits)
+        model, mesh = compute.model, compute.layout.mesh
+        params = hf.load_params(run.folder, model, mesh, jnp.float32)
+        state = init_state(params, optimizer=learner.optimizer, model=model)
+        batch = batch_of(run.train_prompts[:16], 256)
+        assert (np.diff(batch.completion_mask, axis=1) > 0).any(), "a mask has a hole"
+        state, metrics = one_update(learner, state, batch, 1e-3)
+        found.append({name: metrics[name] for name in ("loss", "grad_norm", "param_norm")})
+    assert found[0] == pytest.approx(found[2], rel=1e-5)
+    assert found[1] == pytest.approx(found[2], rel=1e-5)
+
+
+# ---- Settings ------------------------------------------------------------------------------------
+
+
+def test_defaults_of_its_own_are_shown_and_what_it_does_not_read_is_told() -> None:
+    cfg, lines = settings("NUM_PRE_Q=4 TOP_P=0.9 BETA=0.1 PPO_EPOCHS=2 EVAL_SAMPLES=4")
+    assert "LEARNING_RATE=2e-05 (train_sft.py)" in lines[0] and "NUM_PRE_Q=1 (train_" in lines[0]
+    assert (cfg.loss_type, cfg.num_pre_q, cfg.top_p, cfg.beta) == ("sft", 1, 1.0, 0.0)
+    told = [line for line in lines if "train_sft.py" in line][1:]
+    names = ("NUM_PRE_Q=4", "TOP_P=0.9", "BETA=0.1", "PPO_EPOCHS=2")
+    assert sorted(told) == sorted(f"note: {name} does nothing in train_sft.py" for name in names)
+    assert "note: EVAL_SAMPLES=4 does nothing with REWARD_FN=" in lines
+    assert settings("LORA_RANK=4")[0].learning_rate == 2e-4
+    assert settings("LORA_RANK=4 LEARNING_RATE=1e-3")[0].learning_rate == 1e-3
+    assert settings(COMPLETION_COLUMN="")[0].question_column == "messages"
+    assert settings()[0].question_column == "question"
+
+
+def test_each_script_tells_what_belongs_to_the_other_one(tmp_path: Path) -> None:
+    refused(lambda: Config.from_env({"LOSS_TYPE": "sft"}), "LOSS_TYPE=sft is the objective of tra")
+    lines = load([], {"COMPLETION_COLUMN": "answer"})[2]
+    assert "note: COMPLETION_COLUMN=answer does nothing with train_grpo.py" in lines
+
+
+# ---- Runs ----------------------------------------------------------------------------------------
+
+
+def test_a_folder_of_one_script_is_refused_by_the_other_by_the_name_of_the_objective() -> None:
+    data = {"MODEL_PATH": f"{REPO}/tiny", "DATASET": str(few_examples()), "STEPS": "3"}
+    ours, theirs = (result_fingerprint(run) for run in (run_of(), set_up(Config.from_env(data))))
+    line = describe_changes({"made_with": ours}, theirs, "step 1")
+    assert line.startswith("step 1 was made with other settings or files: ")
+    assert "LOSS_TYPE was sft and is dapo" in line
+    line = describe_changes({"made_with": theirs}, ours, "step 1")
+    assert "LOSS_TYPE was dapo and is sft" in line
+
+
+SETTINGS = environment(
+    """SCRIPT=train_sft.py REWARD_FN= REWARD_WEIGHTS= COMPLETION_COLUMN= MAX_LENGTH_SAMPLE=256
+    ROLLOUT_GLOBAL_BATCH_SIZE=16 TRAIN_MICRO_BATCH_SIZE=8 STEPS=10 LEARNING_RATE=1e-3 REMAT=none
+    EVAL_EVERY_STEPS=5 SAVE_EVERY_STEPS=1"""
+)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(conversations: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
+    out = tmp_path_factory.mktemp("runs") / "undisturbed"
+    return train(out, **SETTINGS, DATASET=str(conversations))
+
+
+def test_a_run_learns_evaluates_and_exports_and_its_records_say_so(undisturbed: Result) -> None:
+    lines, records = undisturbed.lines, undisturbed.records
+    assert re.search(r"^step=0 loss=[\d.]+ tokens=\d+ dt=[\d.]+s$", lines, re.M)
+    pattern = r"^eval step=5 split=test demonstrations=7 tokens=\d+ loss=([\d.]+) t=[\d.]+s$"
+    assert float(re.search(pattern, lines, re.M)[1]) == pytest.approx(
+        next(r["eval/loss"] for r in records if r["step"] == 5 and "eval/loss" in r), abs=1e-6
+    )
+    assert re.search(
+        r"^learnt of \S+/conversations.jsonl example \d+: .*<\|im_end\|>$", lines, re.M
+    )
+    losses = [r["train-other/loss"] for r in records if "train-other/loss" in r]
+    held_out = [r["eval/loss"] for r in records if "eval/loss" in r]
+    assert len(losses) == 10 and len(held_out) == 3
+    assert losses[-1] < 0.7 * losses[0] and held_out[-1] < 0.7 * held_out[0]
+    assert (undisturbed.out / "hf" / "model.safetensors").is_file()
+    assert re.search(r"^verdict: no sign of trouble in 10 steps: loss ", lines, re.M)

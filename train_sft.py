@@ -1,0 +1,194 @@
+"""Supervised fine-tuning, such as a cold start for GRPO, on the same machines as train_grpo.py:
+
+    MODEL_PATH=... DATASET=my.jsonl OUTPUT_DIR=runs/sft python train_sft.py
+    MODEL_PATH=runs/sft/hf OUTPUT_DIR=runs/grpo python train_grpo.py
+
+A step makes the completions of P demonstrations more likely, in one update. The loss is the mean
+negative log-likelihood over all tokens of the update that are learnt: those of the assistant's
+turns, with the tokens that end them, without TEMPERATURE and without filters. demonstrations.py
+says which tokens these are. Rows, updates, checkpoints and exports are those of train_grpo.py, for
+which a demonstration is a prompt with a single completion (K = 1) of advantage 1.
+
+BATCH_SIZE counts the demonstrations of a step on each process, ROLLOUT_GLOBAL_BATCH_SIZE those over
+all processes. An evaluation prints the loss on the eval split, and with a REWARD_FN the accuracy.
+
+Dimensions: P = B demonstrations of a step, T completion tokens, padded to MAX_LENGTH_SAMPLE.
+"""
+# ruff: noqa: E402 - settings are read and checked before jax is imported
+
+import sys
+
+from config import Config, load
+
+if __name__ == "__main__":
+    # This ends the program for --print-config and for mistakes.
+    CFG, FLAGS, LINES = load(sys.argv[1:], sft=True)
+
+import contextlib
+import math
+
+import jax
+import numpy as np
+
+from data import batch_indices
+from demonstrations import Demonstration
+from evaluation import evaluate
+from infra.chips import exit_on_oom, memory_peaks
+from infra.hosts import exiting_on_error
+from infra.lifecycle import evaluation_is_due
+from infra.log import Clock, RunLog
+from infra.mistakes import UserMistake, exit_with_mistakes, side_file
+from metrics import nonfinite_metric, shorten, visible
+from model.params import Params, combine_params
+from rows import Batch
+from startup import Run, export, start
+from train_grpo import compute_batch_logps_and_entropies, one_update
+from update import learning_rate
+
+
+def main(cfg: Config) -> None:
+    """Trains the model for STEPS steps, evaluates it on the way, and exports it."""
+    run, life, backend, state, _ = start(cfg)
+    learner, P = run.learner, run.sizes.prompts_per_step
+    _, eval_key = jax.random.split(jax.random.key(cfg.seed))
+
+    def params() -> Params:
+        # With LoRA the training state holds the adapters alone.
+        return combine_params(learner.base, state.params)
+
+    def evaluate_after(steps: int, full: bool = False) -> float:
+        """What the best checkpoint has most of: the accuracy, or else the mean probability of a
+        learnt token (geometric, so that it follows from the loss)."""
+        loss = evaluate_loss(run, life.log, params(), steps, full)
+        if not run.rollout.functions:
+            return math.exp(-loss)
+        return evaluate(run, life.log, backend, eval_key, params(), steps, full)
+
+    def save() -> None:
+        life.save({"state": state})
+
+    # After SIGTERM or Ctrl-C `ending` saves a checkpoint and ends the program.
+    with contextlib.closing(backend), life.ending(save):
+        for step in range(life.progress.step, cfg.steps + 1):
+            # ---- Evaluation, and a checkpoint of the steps so far, which knows its evaluation ----
+            if evaluation_is_due(cfg, life.progress):
+                life.record_evaluation(evaluate_after(step))
+            if life.save_is_due():
+                save()
+            if step == cfg.steps:
+                break
+            clock = Clock(["update"])
+
+            # ---- Batch: P demonstrations, the same on every process -----------------------------
+            indices = batch_indices(len(run.train_prompts), P, step, cfg.seed)  # [P]
+            batch = batch_of([run.train_prompts[i] for i in indices], cfg.max_length_sample)
+            if step == 0:
+                life.log.print_line(sample_text(run, batch))
+
+            # ---- Update --------------------------------------------------------------------------
+            lr = learning_rate(
+                step,
+                peak=cfg.learning_rate,
+                schedule=cfg.lr_schedule,
+                warmup_ratio=cfg.warmup_ratio,
+                decay_steps=cfg.lr_decay_steps or cfg.steps,
+            )
+            run.rollout.stop.raise_if_stopped()  # the last point before the weights change
+            state, metrics = one_update(learner, state, batch, lr)
+            clock.lap("update")
+
+            # ---- Log -----------------------------------------------------------------------------
+            log_step(run, life.log, step, batch, metrics | {"learning_rate": lr}, clock)
+            life.count_step(1, nonfinite_metric(metrics))
+
+        if cfg.eval_full_sweep:  # the last checkpoint is saved before this long evaluation
+            evaluate_after(cfg.steps, full=True)
+    with life.ending(save):
+        life.finish(lambda: export(run, life.out, params()))
+
+
+def batch_of(demonstrations: list[Demonstration], T: int) -> Batch:
+    """The demonstrations as a Batch: sequences of advantage 1, whose masks have holes between the
+    turns of a conversation."""
+    B = len(demonstrations)
+    ids, mask = np.zeros((2, B, T), np.int32)
+    lengths = np.array([len(x.completion_ids) for x in demonstrations], np.int32)  # [B]
+    for i, x in enumerate(demonstrations):
+        ids[i, : lengths[i]], mask[i, : lengths[i]] = x.completion_ids, x.completion_mask
+    logps = np.zeros((B, T), np.float32)  # of a sampler, which there is not
+    return Batch(demonstrations, ids, mask, lengths, logps, advantages=np.ones(B))
+
+
+def evaluate_loss(run: Run, log: RunLog, params: Params, step: int, full: bool) -> float:
+    """The mean negative log-likelihood of the learnt tokens in the first EVAL_PROMPTS
+    demonstrations of the eval split or, if `full`, in all. Also prints and records it."""
+    clock, limit, P = Clock([]), run.cfg.eval_prompts, run.sizes.prompts_per_step
+    demonstrations = run.eval_prompts if full or not limit else run.eval_prompts[:limit]
+    total, tokens = 0.0, 0
+    for i in range(0, len(demonstrations), P):
+        run.rollout.stop.raise_if_stopped()
+        batch = batch_of(demonstrations[i : i + P], run.cfg.max_length_sample)
+        logps, _ = compute_batch_logps_and_entropies(run.learner, params, batch)  # [B, T]
+        mask = batch.completion_mask > 0
+        total, tokens = total - logps[mask].sum(dtype=np.float64), tokens + int(mask.sum())
+    loss, seconds, name = float(total / tokens), clock.total(), "eval_full" if full else "eval"
+    log.print_line(
+        f"{name} step={step} split={run.cfg.eval_split} demonstrations={len(demonstrations)} "
+        f"tokens={tokens} loss={loss:.6f} t={seconds:.2f}s"
+    )
+    log.record_metrics(step, {f"{name}/loss": loss, f"time/{name}/loss_s": seconds})
+    return loss
+
+
+def sample_text(run: Run, batch: Batch) -> str:
+    """A line with the learnt tokens of the first demonstration as text, for people to check."""
+    learnt = batch.completion_ids[0][batch.completion_mask[0] > 0]
+    text = visible(shorten(run.rollout.tokenizer.decode(learnt)))
+    return f"learnt of {batch.prompts[0].columns['place']}: {text}"
+
+
+def log_step(
+    run: Run, log: RunLog, step: int, batch: Batch, metrics: dict[str, float], clock: Clock
+) -> None:
+    """Prints the lines of a step and writes its record. metrics: of one_update and the learning
+    rate."""
+    seconds, learnt = clock.total(), int(batch.completion_mask.sum())
+    log.print_line(
+        f"step={step} loss={metrics['loss']:z.6f} tokens={learnt} dt={seconds:.2f}s"
+        f"{log.time_left(step, clock)}"
+    )
+    if wrong := nonfinite_metric(metrics):
+        log.print_line(f"note step={step}: the update of this step was not applied: {wrong}")
+    names = ("loss", "grad_norm", "param_norm", "learning_rate", "update_token_count")
+    record = {f"train-other/{name}": metrics[name] for name in names}
+    record["train-other/batch_global"] = len(batch.lengths)
+    record["train-other/batch_local"] = run.sizes.local_batch
+    for name, lengths in (("prompt", batch.prompt_lengths()), ("completion", batch.lengths)):
+        record[f"train-seq_len/{name}/mean"] = lengths.mean()
+        record[f"train-seq_len/{name}/max"] = lengths.max()
+    of_rows = "throughput/update/computed_per_token"
+    record[of_rows] = metrics[of_rows]
+    record["throughput/train/valid_tokens_per_s"] = learnt / seconds
+    record["time/train/update_s"] = clock.seconds["update"]
+    record["time/train/step_s"] = seconds
+    record["compile/programs"], record["compile/s"] = len(clock.compiled()), sum(clock.compiled())
+    record |= {f"memory/{name}": value for name, value in memory_peaks().items()}
+    log.record_metrics(step, record)
+
+
+if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="backslashreplace")  # it may lack a model's characters
+    try:
+        if FLAGS.plan:
+            with side_file("tools/plan.py", "--plan"):
+                from tools.plan import plan_and_exit
+            plan_and_exit(CFG, FLAGS.plan)
+        if FLAGS.eval_only or FLAGS.ask:
+            export_of = f"MODEL_PATH={CFG.output_dir or 'OUTPUT_DIR'}/hf"
+            why = f"--ask and --eval-only are of train_grpo.py; set {export_of} for it"
+            raise UserMistake(why)
+    except UserMistake as error:
+        exit_with_mistakes(error)
+    print(*LINES, sep="\n", flush=True)
+    with exiting_on_error(), exit_on_oom(CFG):
+        main(CFG)

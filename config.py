@@ -48,7 +48,7 @@ MAX_TOP_K = 128  # equals MAX_SUPPORT of model/next_token.py, which imports jax
 TRACKERS = "((wandb|trackio|tensorboard)(,(?!$)|$))*"  # names, separated by commas
 LOW_FOR_LORA = 1e-5  # lower learning rates get a note in a run with LoRA
 SFT_SCRIPT = "train_sft.py"
-SFT_RATE, SFT_RATE_OF_ADAPTERS = 2e-5, 2e-4  # its LEARNING_RATE, if it is not set
+SFT_RATE, SFT_RATE_OF_LORA = 2e-5, 2e-4  # its LEARNING_RATE, if it is not set
 DEFAULT_TURNS = 8  # MAX_TURNS with an environment, if it is not set
 LONG_COMPLETIONS = 128  # the MAX_LENGTH_SAMPLE from which Config.drops_ended holds
 ANY_SIZES = PASS_SIZES + STEP_SIZES
@@ -279,10 +279,6 @@ class Config:
         """Whether the run evaluates the model at all."""
         return self.eval_every_steps > 0 or self.eval_full_sweep
 
-    def is_sft(self) -> bool:
-        """Whether this is a run of train_sft.py, which learns completions of its dataset."""
-        return self.loss_type == "sft"
-
     def turns(self) -> int:
         """The most turns of the policy in a completion."""
         return self.max_turns or (DEFAULT_TURNS if self.environment_class else 1)
@@ -358,8 +354,8 @@ def read_layers(
 
 def sft_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The defaults that train_sft.py has in place of those of Config. settings: of all layers."""
-    adapters = has_adapters(settings.get("lora_rank", 0), settings.get("model_path", ""))
-    defaults = {"loss_type": "sft", "learning_rate": SFT_RATE_OF_ADAPTERS if adapters else SFT_RATE}
+    is_lora = settings.get("lora_rank") or is_adapters(settings.get("model_path", ""))
+    defaults = {"loss_type": "sft", "learning_rate": SFT_RATE_OF_LORA if is_lora else SFT_RATE}
     has_completions = settings.get("completion_column")
     return defaults | ({} if has_completions else {"question_column": "messages"})
 
@@ -381,14 +377,19 @@ def without_sampling(cfg: Config, layers: dict[str, str]) -> tuple[Config, list[
     return dataclasses.replace(cfg, **values), unread
 
 
-def has_adapters(lora_rank: int, model_path: str) -> bool:
-    """Whether a run trains adapters: new ones, or those in the folder MODEL_PATH."""
-    return lora_rank > 0 or Path(model_path, "adapter_config.json").is_file()
+def is_adapters(model_path: str) -> bool:
+    """Whether MODEL_PATH is a local folder of adapters."""
+    return Path(model_path, "adapter_config.json").is_file()
 
 
 def contradictions(cfg: Config) -> Iterator[str]:
     """A line for each combination of settings that cannot work, or not as it is meant."""
-    if cfg.num_pre_q == 1 and cfg.steps and cfg.adv_estimator != "reinforce" and not cfg.is_sft():
+    if (
+        cfg.num_pre_q == 1
+        and cfg.steps
+        and cfg.adv_estimator != "reinforce"
+        and cfg.loss_type != "sft"
+    ):
         why = f"NUM_PRE_Q=1 leaves ADV_ESTIMATOR={cfg.adv_estimator} nothing to compare"
         yield f"{why} a completion with; set at least 2, or ADV_ESTIMATOR=reinforce"
     if cfg.dynamic_sampling and cfg.adv_estimator == "reinforce":
@@ -451,12 +452,12 @@ def notes(cfg: Config, layers: Mapping[str, str]) -> Iterator[str]:
     if cfg.lora_rank and cfg.learning_rate < LOW_FOR_LORA:
         rate = f"LEARNING_RATE={cfg.learning_rate} is low for adapters (LORA_RANK)"
         yield f"{rate}, which mostly learn best at ten times the rate of all weights"
-    adapters = has_adapters(cfg.lora_rank, cfg.model_path)
+    has_adapters = cfg.lora_rank or is_adapters(cfg.model_path)
     no_adapters = "LORA_RANK=0, unless MODEL_PATH is a repository of adapters"
     clips = cfg.ppo_epochs * cfg.num_mini_batches > 1 or cfg.loss_type == "cispo"
     of_engine = " ".join(name for name in vars(cfg) if name.startswith("sglang_jax_"))
     for names, has_effect, why in (
-        ("lora_alpha lora_targets lora_base_copy export_lora", adapters, no_adapters),
+        ("lora_alpha lora_targets lora_base_copy export_lora", has_adapters, no_adapters),
         ("sampling_support", cfg.filters(), "TOP_K=0, TOP_P=1.0 and MIN_P=0.0"),
         ("scale_rewards", cfg.adv_estimator == "grpo", f"ADV_ESTIMATOR={cfg.adv_estimator}"),
         ("delta eps_low", cfg.loss_type not in ("cispo", "sapo"), f"LOSS_TYPE={cfg.loss_type}"),
@@ -470,8 +471,8 @@ def notes(cfg: Config, layers: Mapping[str, str]) -> Iterator[str]:
         (of_engine, cfg.rollout_backend == "sglang_jax", f"ROLLOUT_BACKEND={cfg.rollout_backend}"),
         ("push_to_hub_private", cfg.push_to_hub, "PUSH_TO_HUB="),
         ("is_floor is_cap", cfg.is_mode != "none", "IS_MODE=none"),
-        ("completion_column", cfg.is_sft(), "train_grpo.py"),
-        ("eval_samples eval_temperature", cfg.reward_fn or not cfg.is_sft(), "REWARD_FN="),
+        ("completion_column", cfg.loss_type == "sft", "train_grpo.py"),
+        ("eval_samples eval_temperature", cfg.reward_fn or cfg.loss_type != "sft", "REWARD_FN="),
     ):
         for name in names.split():
             if not has_effect and getattr(cfg, name) != getattr(Config, name):

@@ -41,8 +41,8 @@ SENTINEL = "A text that is nowhere else."
 # The tags around an assistant's turn in a chat template, an extension of transformers.
 GENERATION = re.compile(r"(\{%-?)\s*(end)?generation\s*(-?%\})")
 TURN_MARK = "\ufdd0"  # Unicode reserves this character, so that no text has it
-# Stands in front of a template and writes a mark at both ends of a turn.
-MARKED_TURN = TURN_MARK.join(("{% macro marked_turn() %}", "{{ caller() }}", "{% endmacro %}\n"))
+# Stands in front of a template and writes the mark in front of a turn.
+MARKED_TURN = f"{{% macro marked_turn() %}}{TURN_MARK}{{{{ caller() }}}}{{% endmacro %}}\n"
 _TAIL = 16  # A tag and the white space after it have fewer tokens than this.
 SUFFIXES = (".jsonl", ".json", ".parquet")
 # DATASET_CONFIG, if it is empty, of hub datasets with several configurations and no default.
@@ -317,18 +317,20 @@ class ChatFormat(NamedTuple):
     ) -> list[str]:
         """The text of each list of messages, with the same date on every day.
 
-        add_generation_prompt: the text ends where the assistant begins to speak. marked: it has a
-        TURN_MARK in the place of each tag in GENERATION. Raises UserMistake if the template fails.
+        add_generation_prompt: the text ends where the assistant begins to speak. marked: a
+        TURN_MARK is in front of what a tag of GENERATION begins. Raises UserMistake if the template
+        fails.
         """
-        template = self.template()
-        if marked:
-            calls = {None: "call marked_turn()", "end": "endcall"}
-            template = GENERATION.sub(lambda tag: f"{tag[1]} {calls[tag[2]]} {tag[3]}", template)
-            template = MARKED_TURN + template
         roles = ", ".join(message["role"] for message in chats[0])
         arguments = f" and CHAT_TEMPLATE_KWARGS={json.dumps(self.kwargs)}" if self.kwargs else ""
         why = f"its chat template fails on messages of {roles}{arguments}"
+        calls = {None: "call marked_turn()", "end": "endcall"}
         with reading(f"MODEL_PATH (or CHAT_TEMPLATE): {why}"):
+            template = self.template()
+            if marked:
+                template = MARKED_TURN + GENERATION.sub(
+                    lambda tag: f"{tag[1]} {calls[tag[2]]} {tag[3]}", template
+                )
             return self.tokenizer.apply_chat_template(
                 chats,
                 tools=[*self.tools] or None,
@@ -454,19 +456,23 @@ def open_think_tag(prompt: Prompt, tokenizer: "PreTrainedTokenizerBase") -> str:
     return tag[0] if tag else ""
 
 
-def drop_long_prompts(prompts: list[Prompt], limit: int, split: str) -> list[Prompt]:
+def drop_long_prompts(
+    prompts: list[Prompt], limit: int, split: str, part: str = "prompt"
+) -> list[Prompt]:
     """Returns the prompts of at most `limit` tokens, and prints how many are longer; 0 means no
-    limit. split: its name in messages. Raises UserMistake if no prompt is left."""
+    limit. split: its name in messages. part: "completion": the tokens of the completions count.
+    Raises UserMistake if no prompt is left."""
     if not limit:
         return prompts
-    kept = [p for p in prompts if len(p.ids) <= limit]
+    lengths = [len(p.ids if part == "prompt" else p.completion_ids) for p in prompts]
+    setting = f"{'MAX_PROMPT_LENGTH' if part == 'prompt' else 'MAX_LENGTH_SAMPLE'}={limit}"
+    kept = [p for p, length in zip(prompts, lengths, strict=True) if length <= limit]
     if not kept:
-        shortest = min(len(p.ids) for p in prompts)
-        why = f"every {split} prompt is longer; the shortest has {shortest}"
-        raise UserMistake(f"MAX_PROMPT_LENGTH={limit}: {why}")
+        why = f"every {split} {part} is longer; the shortest has {min(lengths)}"
+        raise UserMistake(f"{setting}: {why}")
     if len(kept) < len(prompts):
-        skipped = f"{len(prompts) - len(kept)} of {len(prompts)} {split} prompts"
-        print(f"skipped {skipped}: longer than MAX_PROMPT_LENGTH={limit} tokens", flush=True)
+        skipped = f"{len(prompts) - len(kept)} of {len(prompts)} {split} {part}s"
+        print(f"skipped {skipped}: longer than {setting} tokens", flush=True)
     return kept
 
 

@@ -24,7 +24,7 @@ import config
 import data
 import rewards
 from config import Config
-from demonstrations import build_demonstrations, drop_long_demonstrations, read_demonstration
+from demonstrations import build_demonstrations, read_demonstration
 from infra import hosts, resume
 from infra.checkpoint import Progress
 from infra.chips import attribute_oom_to, has_bfloat16
@@ -232,7 +232,7 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
     workers: dict[str, RewardWorker] = {}
     functions = []
     # Otherwise environments give the rewards, or supervised training needs none.
-    if cfg.reward_fn or not (cfg.environment_class or cfg.is_sft()):
+    if cfg.reward_fn or not (cfg.environment_class or cfg.loss_type == "sft"):
         cache = cfg.overlong_cache or cfg.max_length_sample // 5
         functions = rewards.load_reward_functions(
             cfg.reward_fn, cfg.reward_timeout_s, cfg.max_length_sample, cache, workers
@@ -365,7 +365,7 @@ def check_chat_format(cfg: Config, chat_format: data.ChatFormat) -> None:
 def load_split(cfg: Config, split: str) -> list[dict[str, Any]]:
     """The examples of a split of DATASET. Raises UserMistake."""
     source = cfg.dataset, cfg.dataset_config, split, cfg.question_column
-    if not cfg.is_sft():
+    if cfg.loss_type != "sft":
         return data.load_examples(*source, cfg.answer_column)
     read = functools.partial(read_demonstration, completion=cfg.completion_column)
     return data.load_examples(*source, cfg.answer_column if cfg.reward_fn else None, read)
@@ -383,12 +383,17 @@ def build_prompts(
     if cfg.system_prompt and (count := sum(map(data.has_system_message, examples))):
         why = "have a system message, which replaces that of SYSTEM_PROMPT"
         print(f"note: {count} of {len(examples)} {split} prompts {why}", flush=True)
-    build = build_demonstrations if cfg.is_sft() else data.build_prompts
+    build = build_demonstrations if cfg.loss_type == "sft" else data.build_prompts
     prompts = build(examples, chat_format, model.vocab_size)
     prompts = data.drop_long_prompts(prompts, cfg.max_prompt_length, split)
-    if not cfg.is_sft():
-        return prompts
-    return drop_long_demonstrations(prompts, cfg.max_length_sample, model.max_positions, split)
+    if cfg.loss_type == "sft":
+        prompts = data.drop_long_prompts(prompts, cfg.max_length_sample, split, "completion")
+        for prompt in prompts:
+            if (length := len(prompt.ids) + len(prompt.completion_ids)) > model.max_positions:
+                longer = f"{prompt.columns['place']} has {length} tokens, and the model has"
+                way = "lower MAX_LENGTH_SAMPLE or set MAX_PROMPT_LENGTH"
+                raise UserMistake(f"{longer} {model.max_positions} positions; {way}")
+    return prompts
 
 
 def raise_if_no_number(dataset: str, split: str, answers: list[str]) -> None:

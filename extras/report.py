@@ -51,7 +51,7 @@ LOSS, GRAD_NORM = "train-other/loss", "train-other/grad_norm"
 REWARD, ACCURACY = "train-reward/total/mean", "train-reward/accuracy"
 ENTROPY, TRUNCATED = "train-other/entropy", "train-seq_len/completion/hit_max_frac"
 DRIFT = "train-other/sampling_logp_difference/mean"
-EVAL_ACCURACY = "eval/accuracy"
+EVAL_ACCURACY, EVAL_LOSS = "eval/accuracy", "eval/loss"
 
 Record = dict[str, Any]  # a line of a .jsonl file, or all settings: any value of JSON or YAML
 
@@ -131,6 +131,13 @@ RULES = {
         "Neither the reward nor the accuracy has risen beyond noise: LEARNING_RATE is too low, or "
         "so high that it ruins the policy, or a step has too few completions."
     ),
+    "held_out_loss_rose": (
+        "The loss of held-out demonstrations has risen again: the model has learnt those of "
+        "training by heart. Take fewer steps or more demonstrations."
+    ),
+    "loss_not_fallen": (
+        "The loss has not fallen: LEARNING_RATE is too low, or so high that it ruins the model."
+    ),
 }
 
 
@@ -143,8 +150,11 @@ def verdict(history: History) -> list[str]:
         return []
     if len(steps) < WINDOW:
         return [f"verdict: none yet: it needs {WINDOW} steps, and the run has {len(steps)}"]
-    rewards = mean_over(steps[:WINDOW], REWARD), mean_over(steps[-WINDOW:], REWARD)
-    parts = ["mean reward {:.4f} -> {:.4f}".format(*rewards)]
+    name, title = (LOSS, "loss") if is_sft(history) else (REWARD, "mean reward")
+    ends = mean_over(steps[:WINDOW], name), mean_over(steps[-WINDOW:], name)
+    parts = ["{} {:.4f} -> {:.4f}".format(title, *ends)]
+    if (losses := held_out_losses(history)).size > 1:
+        parts.append(f"held-out loss {losses[0]:.4f} -> {losses[-1]:.4f}")
     if len(evals) > 1:
         pairs = [value_and_error([record], EVAL_ACCURACY) for record in (evals[0], evals[-1])]
         texts = [f"{accuracy:.4f} (standard error {error:.4f})" for accuracy, error in pairs]
@@ -163,7 +173,12 @@ def triggered_rules(history: History) -> list[str]:
         "non_finite_steps": not all(np.isfinite(values).all() for values in updates),
         "sampler_drift": min(drift[~np.isnan(drift)], default=0) > level,
     }
-    if len(steps) >= WINDOW:
+    if is_sft(history):
+        losses = held_out_losses(history)
+        rose = losses.size > 1 and losses[-1] > 1.05 * losses.min()
+        stayed = len(steps) >= 2 * WINDOW and mean_over(last, LOSS) >= mean_over(first, LOSS)
+        holds |= {"held_out_loss_rose": rose, "loss_not_fallen": stayed}
+    elif len(steps) >= WINDOW:
         train_accuracy, reward_rose = mean_over(last, ACCURACY), reward_rise(steps)
         before, before_error = value_and_error(evals[:1], EVAL_ACCURACY)
         after, after_error = value_and_error(evals[-1:], EVAL_ACCURACY)
@@ -183,6 +198,16 @@ def triggered_rules(history: History) -> list[str]:
         }
     names = [name for name in RULES if holds.get(name)]
     return [name for name in names if name != "no_learning"] or names
+
+
+def is_sft(history: History) -> bool:
+    """Whether it is a run of train_sft.py."""
+    return history.settings.get("loss.loss_type") == "sft"
+
+
+def held_out_losses(history: History) -> np.ndarray:
+    """[evaluations] float64: the losses of train_sft.py on held-out demonstrations."""
+    return metric_values(records_with(history.records, EVAL_LOSS), EVAL_LOSS)
 
 
 def values_of(records: Sequence[Record], name: str) -> np.ndarray:
@@ -385,6 +410,7 @@ def first_middle_last(steps: Collection[int]) -> list[int]:
 COMPARED = (  # the last value of each of these metrics is compared
     "eval_full/accuracy",
     "eval/accuracy",
+    "eval/loss",
     "eval/reward/func/reward_correct/mean",
     "eval/reward/total/mean",
     "time/train/step_avg_last10_s",

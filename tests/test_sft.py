@@ -206,7 +206,7 @@ UNMARKED = MARKED.replace("m['role'] == 'assistant'", "m['content'] == 'Yes.'")
             chat(PENS, "No."),
             None,
             UNMARKED,
-            "{% generation %} of the chat template encloses 0 of 1",
+            "{% generation %} of the chat template is around 0 of 1",
         ),
         ("Why?", "So.", "{{ messages[0]['content'] }}", "no token ends an answer"),
         ("Why?", "\ud800", "", "is not Unicode: '\\ud800'"),
@@ -244,7 +244,10 @@ def test_what_is_too_long_is_counted_and_left_out_or_refused_by_its_example(
     assert "skipped 1 of 4 train prompts: longer than MAX_PROMPT_LENGTH=40 tokens\n" in lines
     assert "skipped 1 of 3 train completions: longer than MAX_LENGTH_SAMPLE=20 tokens\n" in lines
     refused(lambda: run_of("MAX_PROMPT_LENGTH=9", **given), "every train prompt is longer")
-    refused(lambda: run_of("MAX_LENGTH_SAMPLE=2", **given), "4 of 4 train completions are longer")
+    refused(
+        lambda: run_of("MAX_LENGTH_SAMPLE=2", **given),
+        "every train completion is longer; the shortest has 5",
+    )
     examples[1] = {"messages": chat("a " * 1100, "b " * 1100)}
     file.write_text("".join(json.dumps(example) + "\n" for example in examples))
     line = f"{file} example 2 has "

@@ -59,6 +59,14 @@ def history(
     return History(SETTINGS, [*steps, *evaluations], steps, evaluations, "done", "")
 
 
+def sft(losses: Values, held_out: Sequence[float], n: int = 20) -> History:
+    """A run of train_sft.py. held_out: the losses of its evaluations."""
+    steps = [{"step": i, NORM: 0.5, PARAM_NORM: 9.0, LOSS: losses(i)} for i in range(n)]
+    evaluations = [{"step": i, "eval/loss": x} for i, x in enumerate(held_out)]
+    settings = {"loss.loss_type": "sft"}
+    return History(settings, [*steps, *evaluations], steps, [], "done", "")
+
+
 def names(run: History) -> list[str]:
     """The names of the rules in the verdict; it also has to be silent about missing values."""
     with warnings.catch_warnings():
@@ -96,6 +104,8 @@ SICK = [
     ("no_learning", history(FLAT, n=50)),
     ("no_learning", history({TOTAL: change(1.5, 0.5), RIGHT: 0.1}, n=50, evals=RUINED)),
     ("no_learning", history(FLAT, n=50, evals=ROSE_LESS)),  # 1.89 standard errors
+    ("held_out_loss_rose", sft(change(2.0, 1.0), [2.0, 1.0, 1.06])),
+    ("loss_not_fallen", sft(change(2.0, 2.0), [2.0, 2.0])),
 ]
 WELL = [
     ("non_finite_steps", history({NORM: lambda i: None if i == 9 else 0.5})),
@@ -117,6 +127,9 @@ WELL = [
     ("all_truncated", history({CUT: 1.0, f"{SAMPLED}/hit_max_frac": 0.5})),
     ("no_learning", history(FLAT, n=49)),
     ("no_learning", history(FLAT, n=50, evals=ROSE)),  # 2.12 standard errors
+    ("held_out_loss_rose", sft(change(2.0, 1.0), [2.0, 1.0, 1.04])),
+    ("loss_not_fallen", sft(change(2.0, 1.99), [2.0])),
+    ("loss_not_fallen", sft(change(2.0, 2.0), [2.0], n=19)),
 ]
 
 
@@ -141,6 +154,8 @@ def test_a_healthy_run_is_told_what_it_has_reached() -> None:
         "mean reward 1.0000 -> 1.5000"
     ]
     assert verdict(history({}, evals=evals[:1])) == [f"{start}mean reward 1.0000 -> 1.5000"]
+    losses = "loss 2.0000 -> 1.0000, held-out loss 2.1000 -> 0.9000"
+    assert verdict(sft(change(2.0, 1.0), [2.1, 0.9])) == [start + losses]
 
 
 def test_a_sick_run_has_at_most_three_lines_causes_come_first_and_no_learning_comes_alone() -> None:

@@ -352,7 +352,9 @@ def list_programs(plan: Plan) -> dict[str, Program]:
     if base and not rollout.model.lora:  # an engine copies merged weights, a second base
         copied, rest = base, held
     programs = {"sync_weights": Program(sync_weights(rollout), (copied,), {}, rest)}
-    if cfg.rollout_backend == "naive":  # an engine has programs of its own
+    if cfg.loss_type == "sft":  # it samples nothing, but in evaluations with a REWARD_FN
+        programs = {}
+    elif cfg.rollout_backend == "naive":  # an engine has programs of its own
         rest = held - rollout.shares_base * bytes_per_device(
             base
         )  # a shared base is among the arguments

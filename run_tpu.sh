@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs train_grpo.py on every worker of a Cloud TPU VM, from your machine. ./run_tpu.sh --help
+# Runs train_grpo.py, or another script, on every worker of a Cloud TPU VM, from your machine. ./run_tpu.sh --help
 # describes the verbs and the flags, and docs/tpu_vm.md describes the whole procedure.
 #
 # This script runs on your machine and needs no more than bash 3.2, git, gcloud and Python 3.10
@@ -30,8 +30,9 @@ Verbs (the default is run):
 Flags:
   --config FILE    Read settings from FILE, a file of this repository. Settings of this shell win:
                    STEPS=10 ./run_tpu.sh --config FILE. docs/tpu_vm.md says which names are sent.
+  --script SCRIPT  Run SCRIPT, such as train_sft.py, in place of train_grpo.py.
   --name NAME      Name the run and its files logs/nohup_NAME_UTC.{log,pid,exit}. The default is
-                   the name of FILE.
+                   the name of FILE, or else of the script.
   --detach         Start the run and do not follow it.
   --tpu NAME, --zone ZONE, --project ID, --user NAME, --worker all|N, --ref COMMIT
                    Choose the TPU VM, the user who logs in, the workers and the commit. Or set
@@ -134,6 +135,8 @@ find_commit() {
     fail "${REF:-HEAD} ($sha) is on no branch of origin; run git push first"
   [[ -z $CONFIG ]] || git cat-file -e "$sha:$CONFIG" 2>/dev/null ||
     fail "--config $CONFIG is not a file of this repository at ${REF:-HEAD}"
+  git cat-file -e "$sha:$SCRIPT" 2>/dev/null ||
+    fail "--script $SCRIPT is not a file of this repository at ${REF:-HEAD}"
 }
 
 # Checks out the commit on the workers. Sets workers, the number of workers that have it.
@@ -207,7 +210,7 @@ start() {
   fi
   stamp=$(date -u +%Y%m%dT%H%M%SZ)
   on_workers "$WORKER" \
-    "$(worker_command start "$NAME" "$stamp" "$TPU_VENV" "$CONFIG") $settings" || code=$?
+    "$(worker_command start "$NAME" "$stamp" "$TPU_VENV" "$CONFIG" "$SCRIPT") $settings" || code=$?
   if [[ $code != 0 ]]; then
     echo "not every worker of $TPU_NAME has started the run; stopping the workers that have" >&2
     on_workers "$WORKER" "$(worker_command stop "$NAME" "$stamp")" || true
@@ -248,17 +251,17 @@ run() {
 TPU_NAME=${TPU_NAME:-} ZONE=${ZONE:-} PROJECT=${PROJECT:-} WORKER=${WORKER:-} REF=${REF:-}
 TPU_GCLOUD=${TPU_GCLOUD:-} TPU_USER=${TPU_USER:-} TPU_DIR=${TPU_DIR:-$(basename "$PWD")}
 TPU_VENV=${TPU_VENV:-.venv} PYTHON=${PYTHON:-python3} RETRY_S=${RETRY_S:-20}
-CONFIG='' NAME='' verb='' detach='' dry_run='' followed=''
+CONFIG='' SCRIPT=train_grpo.py NAME='' verb='' detach='' dry_run='' followed=''
 while [[ $# -gt 0 ]]; do
   case $1 in
-    --config=* | --name=* | --tpu=* | --user=* | --zone=* | --project=* | --worker=* | --ref=*)
+    --config=* | --script=* | --name=* | --tpu=* | --user=* | --zone=* | --project=* | --worker=* | --ref=*)
       set -- "${1%%=*}" "${1#*=}" "${@:2}" ;;
   esac
   case $1 in
     create | delete | setup | sync | env | check | run | status | logs | stop)
       [[ -z $verb ]] || fail "give one verb, not both $verb and $1"
       verb=$1 ;;
-    --config | --name | --tpu | --user | --zone | --project | --worker | --ref)
+    --config | --script | --name | --tpu | --user | --zone | --project | --worker | --ref)
       [[ -n ${2:-} ]] || fail "$1 needs a value"
       case $1 in
         --tpu) variable=TPU_NAME ;;
@@ -285,9 +288,9 @@ command -v gcloud >/dev/null || fail "gcloud is not installed on this machine"
 [[ -n $ZONE ]] || ZONE=$(gcloud config get-value compute/zone 2>/dev/null || true)
 [[ -n $ZONE ]] || fail "the zone of $TPU_NAME is missing; set ZONE or --zone"
 if [[ $verb == run && -z $NAME ]]; then
-  NAME=$(basename "${CONFIG:-train_grpo}" .yaml | tr -c 'A-Za-z0-9_.\n-' _)
+  NAME=$(basename "${CONFIG:-${SCRIPT%.py}}" .yaml | tr -c 'A-Za-z0-9_.\n-' _)
 fi
-for word in "$NAME" "$TPU_USER" "$TPU_DIR"; do
+for word in "$NAME" "$SCRIPT" "$TPU_USER" "$TPU_DIR"; do
   [[ $word != *[!A-Za-z0-9_./-]* ]] || fail "'$word' may have only letters, digits, _ . and -"
 done
 [[ $NAME != */* ]] || fail "--name may have no /"

@@ -235,6 +235,9 @@ def test_a_dry_run_calls_nothing_and_needs_no_package_of_python(unchanged: Cloud
     assert packages.returncode == 1
     code, lines = unchanged.call("run", "--dry-run", STEPS="3", TEMPERATURE="0.9")
     assert code == 0 and lines.count("TEMPERATURE=0.9\\ STEPS=3") == 1, lines
+    assert re.search(r" start\S* train_grpo\S* \S+Z\S* \S+ \S+ train_grpo.py", lines), lines
+    code, lines = unchanged.call("run", "--dry-run", "--script=train_sft.py", STEPS="3")
+    assert re.search(r" start\S* train_sft\S* \S+Z\S* \S+ \S+ train_sft.py", lines), lines
     (unchanged.laptop / ".env").write_text(f"WANDB_API_KEY={KEY}\n")
     code, lines = unchanged.call("env", "--dry-run", "--user=me", TPU_GCLOUD="alpha")
     logins = re.findall(r" alpha compute tpus tpu-vm (ssh|scp) (?:\S+ )?me@mine", lines)
@@ -283,6 +286,7 @@ def test_a_run_needs_a_commit_that_is_pushed_and_checked_out_on_all_workers(clou
         (["create"], {}, "set TPU_TYPE"),
         (["run", "--steps=3"], {}, "there is no flag --steps=3"),
         (["run", "--config=recipes/none.yaml"], {}, "is not a file of this repository"),
+        (["run", "--script=train.py"], {}, "--script train.py is not a file of this repository"),
         (["run"], {"LERNING_RATE": "1"}, "unknown setting LERNING_RATE; did you mean LEARN"),
         (["run", "--user=a b"], {}, "'a b' may have only letters"),
         (["sync"], {"REPO_URL": f"https://me:{KEY}@host/repo"}, "has a user or a password in it"),

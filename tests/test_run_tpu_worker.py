@@ -11,7 +11,8 @@ import pytest
 from cloud import Cloud
 
 BASE = "logs/nohup_x_20260101T000000Z"
-START = ["start", "x", "20260101T000000Z", sys.prefix, "", "STEPS=-1"]  # a run that ends with 2
+# A run that ends with 2.
+START = ["start", "x", "20260101T000000Z", sys.prefix, "", "train_grpo.py", "STEPS=-1"]
 
 
 @pytest.fixture

@@ -7,14 +7,28 @@ gradients and weights.
 
 import dataclasses
 import json
+import random
 import re
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import REPO, Result, environment, few_examples, train
+from runs import (
+    REPO,
+    Result,
+    assert_same_run,
+    environment,
+    few_examples,
+    finish,
+    start,
+    train,
+    train_two,
+    wait_for,
+)
 from safetensors.numpy import save_file
 from small_model import train_layout
 from test_hf import refused
@@ -358,3 +372,53 @@ def test_a_run_learns_evaluates_and_exports_and_its_records_say_so(undisturbed: 
     assert losses[-1] < 0.7 * losses[0] and held_out[-1] < 0.7 * held_out[0]
     assert (undisturbed.out / "hf" / "model.safetensors").is_file()
     assert re.search(r"^verdict: no sign of trouble in 10 steps: loss ", lines, re.M)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["two processes", "eight devices"])
+def test_processes_and_meshes_do_not_change_a_run(
+    kind: str, undisturbed: Result, conversations: Path, tmp_path: Path
+) -> None:
+    settings = SETTINGS | {"DATASET": str(conversations)}
+    if kind == "two processes":
+        result, other = train_two(tmp_path, 1, **settings | {"TRAIN_MICRO_BATCH_SIZE": "4"})
+        assert not other.records and "process=1/2" in other.lines
+    else:
+        result = train(tmp_path / "run", 8, **settings, MESH_SHAPE="2,2,2")
+    for name in ("train-other/loss", "train-other/grad_norm", "eval/loss"):
+        values = [[r[name] for r in x.records if name in r] for x in (result, undisturbed)]
+        assert values[0] == pytest.approx(values[1], rel=1e-4), name
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_ten_times_and_stopped_ends_like_an_undisturbed_one(
+    conversations: Path, tmp_path: Path
+) -> None:
+    settings = SETTINGS | {"DATASET": str(conversations), "STEPS": "60", "EVAL_EVERY_STEPS": "20"}
+    train(tmp_path / "undisturbed", **settings)
+    rng, folder = random.Random(0), tmp_path / "disturbed"
+    for number in [signal.SIGKILL] * 5 + [signal.SIGTERM] + [signal.SIGKILL] * 5:
+        process = start(folder, settings, 1)
+        wait_for(process, r"^step=\d+ ")
+        time.sleep(rng.uniform(0.0, 0.2))
+        assert process.poll() is None, "the run has ended before"
+        process.send_signal(number)
+        result = finish(process, folder)
+        assert result.code == (-9 if number == signal.SIGKILL else 143), result.errors
+    result = finish(start(folder, settings, 1), folder)
+    assert result.code == 0 and "resumed after step" in result.lines, result.errors
+    assert_same_run(folder, tmp_path / "undisturbed", steps=60)
+
+
+@pytest.mark.slow
+def test_adapters_are_trained_and_grpo_goes_on_with_the_export(
+    conversations: Path, tmp_path: Path
+) -> None:
+    """With a REWARD_FN evaluations also answer the questions."""
+    settings = SETTINGS | {"DATASET": str(conversations), "LORA_RANK": "4", "STEPS": "2"}
+    settings |= {"REWARD_FN": "reward_correct", "EVAL_EVERY_STEPS": "2"}
+    result = train(tmp_path / "sft", **settings)
+    assert re.search(r"^eval step=2 split=test questions=7 accuracy=0\.\d+ ", result.lines, re.M)
+    export = str(result.out / "hf")
+    result = train(tmp_path / "grpo", MODEL_PATH=export, BATCH_SIZE="2", NUM_PRE_Q="4")
+    assert "lora rank=4" in result.lines and "\nDONE: steps=1 " in result.lines

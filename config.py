@@ -20,7 +20,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +47,6 @@ TINY = REPO / TINY_LAYER
 MAX_TOP_K = 128  # equals MAX_SUPPORT of model/next_token.py, which imports jax
 TRACKERS = "((wandb|trackio|tensorboard)(,(?!$)|$))*"  # names, separated by commas
 LOW_FOR_LORA = 1e-5  # lower learning rates get a note in a run with LoRA
-SFT_SCRIPT = "train_sft.py"
-SFT_RATE, SFT_RATE_OF_LORA = 2e-5, 2e-4  # its LEARNING_RATE, if it is not set
 DEFAULT_TURNS = 8  # MAX_TURNS with an environment, if it is not set
 LONG_COMPLETIONS = 128  # the MAX_LENGTH_SAMPLE from which Config.drops_ended holds
 ANY_SIZES = PASS_SIZES + STEP_SIZES
@@ -59,6 +57,10 @@ TINY_YIELDS = [  # any size that the user sets hides those of recipes/tiny.yaml
     (ANY_SIZES, ANY_SIZES + MICRO_SIZES),
     (("num_pre_q", "num_mini_batches", *MICRO_SETTINGS), MICRO_SIZES),
 ]
+
+# Makes the settings of another script, and lines about them, from the settings of all layers and
+# {attribute: layer}, in which it writes what it sets.
+Adapt = Callable[[dict[str, Any], dict[str, str]], tuple[dict[str, Any], list[str]]]
 
 # `knob` for each group in YAML. A resumed run must keep the values of `kept` settings. It may
 # change the others, as long as its files, prompts and sizes stay the same.
@@ -315,12 +317,12 @@ class Config:
 
 
 def read_layers(
-    env: Mapping[str, str], config_file: str | Path = "", sft: bool = False
-) -> tuple[Config, dict[str, str]]:
-    """The settings of all layers, and {attribute: layer}: the layer that has set each of them.
+    env: Mapping[str, str], config_file: str | Path = "", adapt: Adapt | None = None
+) -> tuple[Config, dict[str, str], list[str]]:
+    """The settings of all layers; {attribute: layer}, the layer that has set each of them; and the
+    lines of `adapt`.
 
-    sft: for train_sft.py, which has a layer of its own. Raises UserMistake with a line for every
-    mistake.
+    adapt: see Adapt; None: for train_grpo.py. Raises UserMistake with a line for every mistake.
     """
     mistakes: list[str] = []
     settings = read_env(env, Config, mistakes)
@@ -335,12 +337,11 @@ def read_layers(
         lower = read_yaml(TINY, Config, mistakes)
         layers = dict.fromkeys(lower, TINY_LAYER) | layers
         settings = overlay_layers(settings, lower, TINY_YIELDS)
-    if sft:
-        lower = sft_defaults(settings)
-        layers = dict.fromkeys(lower, SFT_SCRIPT) | layers
-        settings = lower | settings
+    lines: list[str] = []
+    if adapt:
+        settings, lines = adapt(settings, layers)
     elif settings.get("loss_type") == "sft":
-        mistakes.append(f"LOSS_TYPE=sft is the objective of {SFT_SCRIPT}; run that script")
+        mistakes.append("LOSS_TYPE=sft is the objective of train_sft.py; run that script")
     cfg = Config(**settings)
     mistaken = "\n".join(mistakes).upper()
     for line in contradictions(cfg):
@@ -349,47 +350,13 @@ def read_layers(
             mistakes.append(line)
     if mistakes:
         raise UserMistake("\n".join(mistakes))
-    return cfg, layers
-
-
-def sft_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The defaults that train_sft.py has in place of those of Config. settings: of all layers."""
-    is_lora = settings.get("lora_rank") or is_adapters(settings.get("model_path", ""))
-    defaults = {"loss_type": "sft", "learning_rate": SFT_RATE_OF_LORA if is_lora else SFT_RATE}
-    has_completions = settings.get("completion_column")
-    return defaults | ({} if has_completions else {"question_column": "messages"})
-
-
-def without_sampling(cfg: Config, layers: dict[str, str]) -> tuple[Config, list[str]]:
-    """The settings as train_sft.py reads them, in which those of the sampler and of the objective
-    have their defaults; and a line for each of these that a layer has set. A prompt has a single
-    completion. layers: see read_layers; it is changed."""
-    fields = [f for f in dataclasses.fields(cfg) if f.metadata["group"] in ("rollout", "loss")]
-    values = {f.name: f.default for f in fields if f.metadata["kept"]}  # the others are of speed
-    values |= {"loss_type": "sft", "num_pre_q": 1, "ppo_epochs": 1, "num_mini_batches": 1}
-    del values["max_length_sample"]
-    unread = [
-        f"{name.upper()}={to_text(getattr(cfg, name))} does nothing in {SFT_SCRIPT}"
-        for name, value in values.items()
-        if name in layers and layers[name] != TINY_LAYER and getattr(cfg, name) != value
-    ]
-    layers |= dict.fromkeys(("loss_type", "num_pre_q"), SFT_SCRIPT)
-    return dataclasses.replace(cfg, **values), unread
-
-
-def is_adapters(model_path: str) -> bool:
-    """Whether MODEL_PATH is a local folder of adapters."""
-    return Path(model_path, "adapter_config.json").is_file()
+    return cfg, layers, lines
 
 
 def contradictions(cfg: Config) -> Iterator[str]:
     """A line for each combination of settings that cannot work, or not as it is meant."""
-    if (
-        cfg.num_pre_q == 1
-        and cfg.steps
-        and cfg.adv_estimator != "reinforce"
-        and cfg.loss_type != "sft"
-    ):
+    compares = cfg.adv_estimator != "reinforce" and cfg.loss_type != "sft"
+    if cfg.num_pre_q == 1 and cfg.steps and compares:
         why = f"NUM_PRE_Q=1 leaves ADV_ESTIMATOR={cfg.adv_estimator} nothing to compare"
         yield f"{why} a completion with; set at least 2, or ADV_ESTIMATOR=reinforce"
     if cfg.dynamic_sampling and cfg.adv_estimator == "reinforce":
@@ -452,7 +419,7 @@ def notes(cfg: Config, layers: Mapping[str, str]) -> Iterator[str]:
     if cfg.lora_rank and cfg.learning_rate < LOW_FOR_LORA:
         rate = f"LEARNING_RATE={cfg.learning_rate} is low for adapters (LORA_RANK)"
         yield f"{rate}, which mostly learn best at ten times the rate of all weights"
-    has_adapters = cfg.lora_rank or is_adapters(cfg.model_path)
+    has_adapters = cfg.lora_rank or Path(cfg.model_path, "adapter_config.json").is_file()
     no_adapters = "LORA_RANK=0, unless MODEL_PATH is a repository of adapters"
     clips = cfg.ppo_epochs * cfg.num_mini_batches > 1 or cfg.loss_type == "cispo"
     of_engine = " ".join(name for name in vars(cfg) if name.startswith("sglang_jax_"))
@@ -472,7 +439,6 @@ def notes(cfg: Config, layers: Mapping[str, str]) -> Iterator[str]:
         ("push_to_hub_private", cfg.push_to_hub, "PUSH_TO_HUB="),
         ("is_floor is_cap", cfg.is_mode != "none", "IS_MODE=none"),
         ("completion_column", cfg.loss_type == "sft", "train_grpo.py"),
-        ("eval_samples eval_temperature", cfg.reward_fn or cfg.loss_type != "sft", "REWARD_FN="),
     ):
         for name in names.split():
             if not has_effect and getattr(cfg, name) != getattr(Config, name):
@@ -501,13 +467,13 @@ def changed(cfg: Config, layers: Mapping[str, str]) -> str:
 
 
 def load(
-    argv: Sequence[str], env: Mapping[str, str] | None = None, sft: bool = False
+    argv: Sequence[str], env: Mapping[str, str] | None = None, adapt: Adapt | None = None
 ) -> tuple[Config, argparse.Namespace, list[str]]:
     """The settings, the flags of the command line, and the lines to print: settings that differ
     from their defaults, and notes. Ends the program after --print-config and after mistakes.
 
-    env: the environment; None: os.environ, to which the settings of `.env` are added. sft: for
-    train_sft.py.
+    env: the environment; None: os.environ, to which the settings of `.env` are added. adapt: see
+    read_layers.
     """
     args = parse_command_line(argv)
     try:
@@ -521,8 +487,8 @@ def load(
         run_config = Path(env.get("OUTPUT_DIR", "")) / "config.yaml"
         answers = args.eval_only or bool(args.ask)
         has_run = answers and not args.config and env.get("OUTPUT_DIR") and run_config.is_file()
-        cfg, layers = read_layers(env, run_config if has_run else args.config, sft)
-        cfg, unread = without_sampling(cfg, layers) if sft else (cfg, [])
+        config_file = run_config if has_run else args.config
+        cfg, layers, lines = read_layers(env, config_file, adapt)
         if has_run and "RESUME" not in env:
             cfg = dataclasses.replace(cfg, resume="auto")
         if args.print_config:
@@ -534,9 +500,8 @@ def load(
     except UserMistake as error:
         exit_with_mistakes(error)
     layers |= {name.lower(): ".env" for name in dotenv}
-    run_notes = () if answers else notes(cfg, layers)
-    run_notes = (*run_notes, *unread, *describe_ignored_names(env))
-    note_lines = [f"note: {line}" for line in run_notes]
+    run_notes = () if answers else (*notes(cfg, layers), *lines)
+    note_lines = [f"note: {line}" for line in (*run_notes, *describe_ignored_names(env))]
     return cfg, args, [changed(cfg, layers), *note_lines]
 
 

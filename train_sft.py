@@ -16,13 +16,48 @@ Dimensions: P = B demonstrations of a step, T completion tokens, padded to MAX_L
 """
 # ruff: noqa: E402 - settings are read and checked before jax is imported
 
+import dataclasses
 import sys
+from pathlib import Path
+from typing import Any
 
-from config import Config, load
+from config import TINY_LAYER, Config, load
+
+
+def adapt_settings(
+    settings: dict[str, Any], layers: dict[str, str]
+) -> tuple[dict[str, Any], list[str]]:
+    """config.Adapt of this script: it has defaults of its own, and does not read settings of the
+    sampler and of the objective. A line names each of them that a layer has set."""
+    fields = {field.name: field for field in dataclasses.fields(Config)}
+    unread = {"ppo_epochs", "num_mini_batches", "sample_every_steps", "print_train_time_breakdown"}
+    if not settings.get("reward_fn"):  # nothing is sampled in evaluations either
+        unread |= {"eval_samples", "eval_temperature"}
+    for name, field in fields.items():
+        # The others in these groups are sizes and meshes, which a resumed run may change.
+        if field.metadata["group"] in ("rollout", "loss") and field.metadata["kept"]:
+            unread.add(name)
+    unread.remove("max_length_sample")
+    fixed = {"loss_type": "sft", "num_pre_q": 1}
+    lines = [
+        f"{name.upper()}={settings[name]} does nothing in train_sft.py"
+        for name in sorted(unread & {*settings})
+        if settings[name] not in (fields[name].default, fixed.get(name))
+        if layers[name] != TINY_LAYER
+    ]
+    adapters = Path(settings["model_path"], "adapter_config.json")
+    is_lora = settings.get("lora_rank") or adapters.is_file()
+    defaults = {"learning_rate": 2e-4 if is_lora else 2e-5}
+    if not settings.get("completion_column"):
+        defaults["question_column"] = "messages"
+    layers |= dict.fromkeys({*defaults} - {*settings} | {*fixed}, "train_sft.py")
+    read = {name: value for name, value in settings.items() if name not in unread}
+    return defaults | read | fixed, lines
+
 
 if __name__ == "__main__":
     # This ends the program for --print-config and for mistakes.
-    CFG, FLAGS, LINES = load(sys.argv[1:], sft=True)
+    CFG, FLAGS, LINES = load(sys.argv[1:], adapt=adapt_settings)
 
 import contextlib
 import math
@@ -82,8 +117,10 @@ def main(cfg: Config) -> None:
             # ---- Batch: P demonstrations, the same on every process -----------------------------
             indices = batch_indices(len(run.train_prompts), P, step, cfg.seed)  # [P]
             batch = batch_of([run.train_prompts[i] for i in indices], cfg.max_length_sample)
-            if step == 0:
-                life.log.print_line(sample_text(run, batch))
+            if step == 0:  # for people to check
+                learnt = batch.completion_ids[0][batch.completion_mask[0] > 0]
+                text = visible(shorten(run.rollout.tokenizer.decode(learnt)))
+                life.log.print_line(f"learnt of {batch.prompts[0].columns['place']}: {text}")
 
             # ---- Update --------------------------------------------------------------------------
             lr = learning_rate(
@@ -140,13 +177,6 @@ def evaluate_loss(run: Run, log: RunLog, params: Params, step: int, full: bool) 
     return loss
 
 
-def sample_text(run: Run, batch: Batch) -> str:
-    """A line with the learnt tokens of the first demonstration as text, for people to check."""
-    learnt = batch.completion_ids[0][batch.completion_mask[0] > 0]
-    text = visible(shorten(run.rollout.tokenizer.decode(learnt)))
-    return f"learnt of {batch.prompts[0].columns['place']}: {text}"
-
-
 def log_step(
     run: Run, log: RunLog, step: int, batch: Batch, metrics: dict[str, float], clock: Clock
 ) -> None:
@@ -161,17 +191,13 @@ def log_step(
         log.print_line(f"note step={step}: the update of this step was not applied: {wrong}")
     names = ("loss", "grad_norm", "param_norm", "learning_rate", "update_token_count")
     record = {f"train-other/{name}": metrics[name] for name in names}
-    record["train-other/batch_global"] = len(batch.lengths)
-    record["train-other/batch_local"] = run.sizes.local_batch
     for name, lengths in (("prompt", batch.prompt_lengths()), ("completion", batch.lengths)):
         record[f"train-seq_len/{name}/mean"] = lengths.mean()
         record[f"train-seq_len/{name}/max"] = lengths.max()
-    of_rows = "throughput/update/computed_per_token"
-    record[of_rows] = metrics[of_rows]
-    record["throughput/train/valid_tokens_per_s"] = learnt / seconds
-    record["time/train/update_s"] = clock.seconds["update"]
-    record["time/train/step_s"] = seconds
-    record["compile/programs"], record["compile/s"] = len(clock.compiled()), sum(clock.compiled())
+    rows = "throughput/update/computed_per_token"
+    record |= {rows: metrics[rows], "throughput/train/valid_tokens_per_s": learnt / seconds}
+    record |= {"time/train/update_s": clock.seconds["update"], "time/train/step_s": seconds}
+    record |= {"compile/programs": len(clock.compiled()), "compile/s": sum(clock.compiled())}
     record |= {f"memory/{name}": value for name, value in memory_peaks().items()}
     log.record_metrics(step, record)
 

@@ -135,9 +135,6 @@ RULES = {
         "The loss of held-out demonstrations has risen again: the model has learnt those of "
         "training by heart. Take fewer steps or more demonstrations."
     ),
-    "loss_not_fallen": (
-        "The loss has not fallen: LEARNING_RATE is too low, or so high that it ruins the model."
-    ),
 }
 
 
@@ -175,9 +172,7 @@ def triggered_rules(history: History) -> list[str]:
     }
     if is_sft(history):
         losses = held_out_losses(history)
-        rose = losses.size > 1 and losses[-1] > 1.05 * losses.min()
-        stayed = len(steps) >= 2 * WINDOW and mean_over(last, LOSS) >= mean_over(first, LOSS)
-        holds |= {"held_out_loss_rose": rose, "loss_not_fallen": stayed}
+        holds["held_out_loss_rose"] = losses.size > 1 and losses[-1] > 1.05 * losses.min()
     elif len(steps) >= WINDOW:
         train_accuracy, reward_rose = mean_over(last, ACCURACY), reward_rise(steps)
         before, before_error = value_and_error(evals[:1], EVAL_ACCURACY)

@@ -43,7 +43,7 @@ from model.network import Compute
 from rows import Limits
 from startup import Run, result_fingerprint, set_up
 from train_grpo import one_update, pack_to_devices
-from train_sft import batch_of
+from train_sft import adapt_settings, batch_of
 from update import Learner, Optimizer, init_state
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -236,7 +236,7 @@ def settings(text: str = "", **env: str) -> tuple[Config, list[str]]:
     """The settings of train_sft.py and the lines that it prints about them."""
     data = {"MODEL_PATH": f"{REPO}/tiny", "DATASET": str(few_examples()), "STEPS": "3"}
     data |= {"COMPLETION_COLUMN": "answer", "MAX_LENGTH_SAMPLE": "64", "EVAL_EVERY_STEPS": "0"}
-    cfg, _, lines = load([], data | environment(text) | env, sft=True)
+    cfg, _, lines = load([], data | environment(text) | env, adapt_settings)
     return cfg, lines
 
 
@@ -315,9 +315,8 @@ def test_defaults_of_its_own_are_shown_and_what_it_does_not_read_is_told() -> No
     assert "LEARNING_RATE=2e-05 (train_sft.py)" in lines[0] and "NUM_PRE_Q=1 (train_" in lines[0]
     assert (cfg.loss_type, cfg.num_pre_q, cfg.top_p, cfg.beta) == ("sft", 1, 1.0, 0.0)
     told = [line for line in lines if "train_sft.py" in line][1:]
-    names = ("NUM_PRE_Q=4", "TOP_P=0.9", "BETA=0.1", "PPO_EPOCHS=2")
+    names = ("NUM_PRE_Q=4", "TOP_P=0.9", "BETA=0.1", "PPO_EPOCHS=2", "EVAL_SAMPLES=4")
     assert sorted(told) == sorted(f"note: {name} does nothing in train_sft.py" for name in names)
-    assert "note: EVAL_SAMPLES=4 does nothing with REWARD_FN=" in lines
     assert settings("LORA_RANK=4")[0].learning_rate == 2e-4
     assert settings("LORA_RANK=4 LEARNING_RATE=1e-3")[0].learning_rate == 1e-3
     assert settings(COMPLETION_COLUMN="")[0].question_column == "messages"

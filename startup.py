@@ -354,7 +354,7 @@ def check_chat_format(cfg: Config, chat_format: data.ChatFormat) -> None:
     if not data.has_system_role(chat_format):
         why = "the chat template has no system role"
         print(f"note: {why}; SYSTEM_PROMPT stands in front of each question", flush=True)
-    thinks = chat_format.kwargs.get("enable_thinking") is not False
+    thinks = chat_format.kwargs.get("enable_thinking") is not False and cfg.loss_type != "sft"
     if "enable_thinking" in arguments and thinks and cfg.max_length_sample < LONG_THOUGHT:
         cut = f"MAX_LENGTH_SAMPLE={cfg.max_length_sample} will mostly cut its completions"
         off = """CHAT_TEMPLATE_KWARGS='{"enable_thinking": false}'"""

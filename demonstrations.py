@@ -37,8 +37,9 @@ def read_demonstration(
     """
     column = completion or question
     value = data.find_column(columns, column)
-    messages = [{"role": "assistant", "content": value}] if completion and value else []
-    messages = value if isinstance(value, list) else messages
+    messages = data.as_messages(value) or []
+    if completion and value and not messages:
+        messages = [{"role": "assistant", "content": value}]
     messages = data.read_messages(messages, f"{place}, column {column!r}")
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:

@@ -169,7 +169,9 @@ def test_every_turn_of_a_conversation_is_learnt_with_its_stop_token_and_no_line_
 def test_of_a_question_with_a_completion_the_completion_alone_is_learnt() -> None:
     made = learnt(chat(PENS), SHORT)
     assert made[0] == ASKED and made[2:] == (SHORT_IDS, [1] * 4)
-    assert learnt(chat(PENS), [{"role": "assistant", "content": SHORT}])[2:] == made[2:]
+    answer = [{"role": "assistant", "content": SHORT}]
+    assert learnt(chat(PENS), answer) == learnt(json.dumps(chat(PENS)), json.dumps(answer))
+    assert learnt(chat(PENS), answer)[2:] == made[2:]
     made = learnt(chat(PENS, SHORT, MORE), LONG)
     assert made[0] == ASKED + SHORT_IDS + BETWEEN and made[2:] == (LONG_IDS, [1] * 13)
     made = learnt(MORE, LONG, opening=chat(PENS, SHORT))  # the worked example of a SYSTEM_PROMPT

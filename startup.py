@@ -255,7 +255,7 @@ def make_run(cfg: Config, example: dict[str, str] | None) -> Run:
 
     def read_prompts(split: str) -> list[data.Prompt]:
         examples = [example] if example else load_split(cfg, split)
-        prompts = build_prompts(cfg, examples, chat_format, model, split)
+        prompts = prompts_of_split(cfg, examples, chat_format, model, split)
         if rewards.reward_correct in functions and not example:
             raise_if_no_number(cfg.dataset, split, [prompt.columns["answer"] for prompt in prompts])
         return prompts
@@ -371,7 +371,7 @@ def load_split(cfg: Config, split: str) -> list[dict[str, Any]]:
     return data.load_examples(*source, cfg.answer_column if cfg.reward_fn else None, read)
 
 
-def build_prompts(
+def prompts_of_split(
     cfg: Config,
     examples: list[data.Example],
     chat_format: data.ChatFormat,

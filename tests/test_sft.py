@@ -325,10 +325,13 @@ def test_defaults_of_its_own_are_shown_and_what_it_does_not_read_is_told() -> No
     assert settings()[0].question_column == "question"
 
 
-def test_each_script_tells_what_belongs_to_the_other_one(tmp_path: Path) -> None:
+def test_each_script_tells_what_belongs_to_the_other_one() -> None:
     refused(lambda: Config.from_env({"LOSS_TYPE": "sft"}), "LOSS_TYPE=sft is the objective of tra")
     lines = load([], {"COMPLETION_COLUMN": "answer"})[2]
     assert "note: COMPLETION_COLUMN=answer does nothing with train_grpo.py" in lines
+    lines = load([], {"COMPLETION_COLUMN": "answer"}, adapt_settings)[2]
+    assert "NUM_PRE_Q=1 (train_sft.py)" in lines[0], "not that of recipes/tiny.yaml"
+    assert [line for line in lines if "does nothing" in line] == []
 
 
 # ---- Runs ----------------------------------------------------------------------------------------

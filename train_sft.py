@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from config import TINY_LAYER, Config, load
+from config import Config, load
 
 
 def adapt_settings(
@@ -43,7 +43,6 @@ def adapt_settings(
         f"{name.upper()}={settings[name]} does nothing in train_sft.py"
         for name in sorted(unread & {*settings})
         if settings[name] not in (fields[name].default, fixed.get(name))
-        if layers[name] != TINY_LAYER
     ]
     adapters = Path(settings["model_path"], "adapter_config.json")
     is_lora = settings.get("lora_rank") or adapters.is_file()

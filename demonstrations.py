@@ -60,12 +60,17 @@ def build_demonstrations(
 ) -> list[Demonstration]:
     """The demonstrations of examples that read_demonstration has read. vocab_size: rows of the
     model's embedding. Raises UserMistake for an example that the chat template does not suit."""
-    end_id = data.end_of_turn_id(chat_format)
-    if end_id is None:
-        why = "no token ends an answer, so that a model which learns it would not stop"
+    end_id, tokenizer = data.end_of_turn_id(chat_format), chat_format.tokenizer
+    end = tokenizer.eos_token if end_id is None else tokenizer.added_tokens_decoder[end_id].content
+    if not end:
+        why = "no token ends an answer, and the tokenizer has no EOS token, so that nothing would"
         raise UserMistake(f"MODEL_PATH (or CHAT_TEMPLATE): in its chat template {why}")
-    end = chat_format.tokenizer.added_tokens_decoder[end_id].content
-    chats = [chat_format.messages_of(example) + example["completion"] for example in examples]
+    chats = []
+    for example in examples:
+        completion = example["completion"]
+        if end_id is None:  # a template for base models, without special tokens
+            completion = [append_to_turn(message, end) for message in completion]
+        chats.append(chat_format.messages_of(example) + completion)
     demonstrations = []
     for example, chat in zip(examples, data.checked_chats(chats, chat_format), strict=True):
         turns = sum(message["role"] == "assistant" for message in example["completion"])
@@ -82,6 +87,12 @@ def build_demonstrations(
         mask = [1 - i % 2 for i, part in enumerate(parts) for _ in part]
         demonstrations.append(Demonstration(ids, example, sum(parts, []), mask))
     return demonstrations
+
+
+def append_to_turn(message: Message, text: str) -> Message:
+    """The message, with the text at its end if it is the assistant's."""
+    is_turn = message["role"] == "assistant"
+    return message | {"content": message["content"] + text} if is_turn else message
 
 
 def cut_at_turns(chat: list[Message], chat_format: ChatFormat) -> list[str]:

@@ -31,7 +31,7 @@ LONGEST = """
     test_reliability.py test_verdict.py test_tpu.py test_plan.py test_saved_work.py
     test_run_tpu.py test_turns.py test_train.py test_forks.py test_resume.py test_rollout.py
     test_mistakes.py test_loss_pallas.py test_faults.py test_mini_batches.py
-    test_two_processes.py test_processes.py
+    test_two_processes.py test_processes.py test_sft.py
 """.split()
 
 

@@ -184,6 +184,18 @@ def test_a_prompt_has_the_ids_that_a_sampler_continues() -> None:
     made = learnt("Ana has how man", "y pens?", template=plain + "{% endif %}{% endfor %}")
     assert made.ids == [500, 382, 286, 273, 268, 259]
     assert made.completion_ids == [91, 334, 33, 2]
+    grpo = set_up(Config.from_env({"DATASET": str(few_examples()), "EVAL_EVERY_STEPS": "0"}))
+    assert [x.ids for x in run_of().train_prompts] == [x.ids for x in grpo.train_prompts]
+
+
+def test_a_template_without_special_tokens_gets_the_eos_token_behind_what_is_learnt() -> None:
+    template = (REPO / "docs" / "chat_template.jinja").read_text(encoding="utf-8")
+    made = learnt(chat("1 + 2", "3", "And 4?", "7"), template=template)
+    decode = hf.load_tokenizer(REPO / "tiny").decode
+    assert decode(made.ids) == "User: 1 + 2\n\nAssistant:"
+    ids, mask = np.array(made.completion_ids), np.array(made.completion_mask)
+    assert decode(ids[mask == 1]) == " 3<|im_end|> 7<|im_end|>"
+    assert decode(ids[mask == 0]) == "\n\nUser: And 4?\n\nAssistant:"
 
 
 def test_an_argument_of_the_template_reaches_the_prompt_and_what_follows_it() -> None:
@@ -224,7 +236,6 @@ UNMARKED = MARKED.replace("m['role'] == 'assistant'", "m['content'] == 'Yes.'")
             UNMARKED,
             "{% generation %} of the chat template is around 0 of 1",
         ),
-        ("Why?", "So.", "{{ messages[0]['content'] }}", "no token ends an answer"),
         ("Why?", "\ud800", "", "is not Unicode: '\\ud800'"),
     ],
 )

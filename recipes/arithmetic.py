@@ -1,11 +1,12 @@
-"""Writes sums such as "57 + 5 + 8" as train.jsonl and test.jsonl, and rewards their steps.
+"""Writes sums such as "57 + 5 + 8" as .jsonl files, and rewards their steps.
 
     python recipes/arithmetic.py runs/arithmetic
 
 The first number is from 20 to 81, the others are from 1 to 9. The answers have the form of GSM8K: a
 line for each step, with the equation inside << >>, and the result after ####. Sums of the same
 numbers in another order are in the same split, so that no held-out question is known from the
-training in another order. The files are always the same.
+training in another order. demonstrations.jsonl has 200 examples of train.jsonl with the equations
+as a completion for train_sft.py. The files are always the same.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import re
 from pathlib import Path
 
 TEST = 300  # the least number of held-out questions
+DEMONSTRATIONS = 200
 SEED = 0
 
 
@@ -40,6 +42,12 @@ def splits() -> dict[str, list[dict[str, str]]]:
     return {"train": rng.sample(train, len(train)), "test": rng.sample(test, len(test))}
 
 
+def demonstration(entry: dict[str, str]) -> dict[str, str]:
+    """The example with its equations as a completion."""
+    equations, _, _ = re.sub("<<.*?>>", "", entry["answer"]).rpartition("\n")
+    return entry | {"completion": equations}
+
+
 def reward_steps(completions: list[str], answer: list[str], **columns: list) -> list[float]:
     """Gives the number of the answer's equations in a completion, divided by the number of lines of
     the completion or of the answer, whichever is larger.
@@ -57,10 +65,12 @@ def reward_steps(completions: list[str], answer: list[str], **columns: list) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="Folder of the two files.")
+    parser.add_argument("folder", type=Path, help="Folder of the files.")
     folder = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
-    for name, examples in splits().items():
+    files = splits()
+    files["demonstrations"] = [demonstration(entry) for entry in files["train"][:DEMONSTRATIONS]]
+    for name, examples in files.items():
         file = folder / f"{name}.jsonl"
         lines = [json.dumps(entry) + "\n" for entry in examples]
         file.write_text("".join(lines), encoding="utf-8")

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from recipes.arithmetic import example, reward_steps, splits
+from recipes.arithmetic import demonstration, example, reward_steps, splits
 from rewards import extract_answer
 
 REPO = Path(__file__).resolve().parent.parent
@@ -38,7 +38,12 @@ def test_the_files_are_always_the_same(tmp_path: Path) -> None:
     digests = {
         file.name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in tmp_path.iterdir()
     }
-    assert digests == {"train.jsonl": "52e2370c70d0abd6", "test.jsonl": "1dcad412029421f0"}
+    expected = {"train.jsonl": "52e2370c70d0abd6", "test.jsonl": "1dcad412029421f0"}
+    assert digests == expected | {"demonstrations.jsonl": "6065baaecd543318"}
+
+
+def test_a_completion_of_the_demonstrations_has_the_two_equations() -> None:
+    assert demonstration(example(17, 5, 8))["completion"] == "17 + 5 = 22\n22 + 8 = 30"
 
 
 def test_reward_steps_is_the_fraction_of_right_equations_and_counts_lines_too_many() -> None:

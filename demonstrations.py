@@ -58,8 +58,11 @@ def read_demonstration(
 def build_demonstrations(
     examples: list[Example], chat_format: ChatFormat, vocab_size: float = math.inf
 ) -> list[Demonstration]:
-    """The demonstrations of examples that read_demonstration has read. vocab_size: rows of the
-    model's embedding. Raises UserMistake for an example that the chat template does not suit."""
+    """The demonstrations of examples that read_demonstration has read.
+
+    vocab_size: rows of the model's embedding. Raises UserMistake, with the place of the example, if
+    the chat template cannot write it, or if a token has no row.
+    """
     end_id, tokenizer = data.end_of_turn_id(chat_format), chat_format.tokenizer
     end = tokenizer.eos_token if end_id is None else tokenizer.added_tokens_decoder[end_id].content
     if not end:
@@ -69,7 +72,10 @@ def build_demonstrations(
     for example in examples:
         completion = example["completion"]
         if end_id is None:  # a template for base models, without special tokens
-            completion = [append_to_turn(message, end) for message in completion]
+            completion = [
+                x | {"content": x["content"] + end} if x["role"] == "assistant" else x
+                for x in completion
+            ]
         chats.append(chat_format.messages_of(example) + completion)
     demonstrations = []
     for example, chat in zip(examples, data.checked_chats(chats, chat_format), strict=True):
@@ -87,12 +93,6 @@ def build_demonstrations(
         mask = [1 - i % 2 for i, part in enumerate(parts) for _ in part]
         demonstrations.append(Demonstration(ids, example, sum(parts, []), mask))
     return demonstrations
-
-
-def append_to_turn(message: Message, text: str) -> Message:
-    """The message, with the text at its end if it is the assistant's."""
-    is_turn = message["role"] == "assistant"
-    return message | {"content": message["content"] + text} if is_turn else message
 
 
 def cut_at_turns(chat: list[Message], chat_format: ChatFormat) -> list[str]:

@@ -29,7 +29,7 @@ def read_demonstration(
     place: str, columns: Mapping[str, Any], question: str, answer: str | None, *, completion: str
 ) -> Example:
     """The question and the answer of an example, as data.read_question_and_answer returns them, the
-    messages of its `completion`, and its `place`.
+    messages of its `completion`, and its `place`: its file and number.
 
     completion: the column of a text, or of messages, that follow the question. "": the question's
     column has all messages, and the completion begins with the first message of the assistant. What
@@ -52,7 +52,8 @@ def read_demonstration(
     if not completion:
         columns = {**columns, column: messages[:first]}
     texts = data.read_question_and_answer(place, columns, question, answer)
-    return texts | {"completion": messages[first : turns[-1] + 1], "place": place}
+    name = place.rpartition("/")[2]  # without the folder, which may move while a run goes on
+    return texts | {"completion": messages[first : turns[-1] + 1], "place": name}
 
 
 def build_demonstrations(

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import random
 import re
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -277,7 +278,7 @@ def test_what_is_too_long_is_counted_and_left_out_or_refused_by_its_example(
     )
     examples[1] = {"messages": chat("a " * 1100, "b " * 1100)}
     file.write_text("".join(json.dumps(example) + "\n" for example in examples))
-    line = f"{file} example 2 has "
+    line = "my.jsonl example 2 has "
     refused(lambda: run_of("MAX_LENGTH_SAMPLE=2000", **given), line, "and the model has 2048 pos")
 
 
@@ -348,6 +349,15 @@ def test_each_script_tells_what_belongs_to_the_other_one() -> None:
 # ---- Runs ----------------------------------------------------------------------------------------
 
 
+def test_a_resumed_run_may_find_its_dataset_in_another_folder(
+    conversations: Path, tmp_path: Path
+) -> None:
+    moved = shutil.copy(conversations, tmp_path)
+    files = [{"DATASET": str(file), "COMPLETION_COLUMN": ""} for file in (conversations, moved)]
+    before, after = (result_fingerprint(run_of("MAX_LENGTH_SAMPLE=256", **x)) for x in files)
+    assert before == after
+
+
 def test_a_folder_of_one_script_is_refused_by_the_other_by_the_name_of_the_objective() -> None:
     data = {"MODEL_PATH": f"{REPO}/tiny", "DATASET": str(few_examples()), "STEPS": "3"}
     ours, theirs = (result_fingerprint(run) for run in (run_of(), set_up(Config.from_env(data))))
@@ -378,9 +388,7 @@ def test_a_run_learns_evaluates_and_exports_and_its_records_say_so(undisturbed: 
     assert float(re.search(pattern, lines, re.M)[1]) == pytest.approx(
         next(r["eval/loss"] for r in records if r["step"] == 5 and "eval/loss" in r), abs=1e-6
     )
-    assert re.search(
-        r"^learnt of \S+/conversations.jsonl example \d+: .*<\|im_end\|>$", lines, re.M
-    )
+    assert re.search(r"^learnt of conversations.jsonl example \d+: .*<\|im_end\|>$", lines, re.M)
     losses = [r["train-other/loss"] for r in records if "train-other/loss" in r]
     held_out = [r["eval/loss"] for r in records if "eval/loss" in r]
     assert len(losses) == 10 and len(held_out) == 3

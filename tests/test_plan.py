@@ -13,11 +13,12 @@ import pytest
 from jax import __version__ as jax_version
 from runs import REPO
 
-from config import Config
+from config import Config, load
 from infra.chips import GPUS, SLICES
 from model.placement import num_params
 from tools import plan
 from tools.plan import Program, known_config, list_programs
+from train_sft import adapt_settings
 
 MODEL = {
     "model_type": "qwen2",
@@ -173,6 +174,16 @@ def test_a_plan_for_a_gpu_is_made_by_its_compiler(
     assert "compiled for an H100, with the memory of this GPU" in done.stdout
     dtype = "float32" if name == "t4" else "bfloat16"
     assert f"\ndtype={dtype} " in done.stdout and " attention_impl=xla " in done.stdout
+
+
+@needs_compiler
+def test_supervised_training_has_two_programs(model: Path) -> None:
+    env = SMALL | {"MODEL_PATH": str(model), "BATCH_SIZE": "8", "COMPLETION_COLUMN": "answer"}
+    cfg, *_ = load([], env, adapt_settings)
+    programs = list_programs(plan.make_plan(cfg, "v6e-1"))
+    assert [*programs] == ["micro_step", "optimizer_step"]
+    # 4 prompts of 128 tokens with a completion each
+    assert programs["micro_step"].arguments[2].ids.shape == (1, 4 * (128 + 128))
 
 
 # ---- The table of docs/plan.md -------------------------------------------------------------------

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from config import Config, load
+from infra.settings import to_text
 
 
 def adapt_settings(
@@ -40,7 +41,7 @@ def adapt_settings(
     unread.remove("max_length_sample")
     fixed = {"loss_type": "sft", "num_pre_q": 1}
     lines = [
-        f"{name.upper()}={settings[name]} does nothing in train_sft.py"
+        f"{name.upper()}={to_text(settings[name])} does nothing in train_sft.py"
         for name in sorted(unread & {*settings})
         if settings[name] not in (fields[name].default, fixed.get(name))
     ]

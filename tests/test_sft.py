@@ -325,11 +325,20 @@ def test_micro_batches_packing_and_meshes_do_not_change_an_update(conversations:
 
 
 def test_defaults_of_its_own_are_shown_and_what_it_does_not_read_is_told() -> None:
-    cfg, lines = settings("NUM_PRE_Q=4 TOP_P=0.9 BETA=0.1 PPO_EPOCHS=2 EVAL_SAMPLES=4")
+    cfg, lines = settings(
+        "NUM_PRE_Q=4 TOP_P=0.9 BETA=0.1 PPO_EPOCHS=2 EVAL_SAMPLES=4 DYNAMIC_SAMPLING=1"
+    )
     assert "LEARNING_RATE=2e-05 (train_sft.py)" in lines[0] and "NUM_PRE_Q=1 (train_" in lines[0]
     assert (cfg.loss_type, cfg.num_pre_q, cfg.top_p, cfg.beta) == ("sft", 1, 1.0, 0.0)
     told = [line for line in lines if "train_sft.py" in line][1:]
-    names = ("NUM_PRE_Q=4", "TOP_P=0.9", "BETA=0.1", "PPO_EPOCHS=2", "EVAL_SAMPLES=4")
+    names = (
+        "NUM_PRE_Q=4",
+        "TOP_P=0.9",
+        "BETA=0.1",
+        "PPO_EPOCHS=2",
+        "EVAL_SAMPLES=4",
+        "DYNAMIC_SAMPLING=true",
+    )
     assert sorted(told) == sorted(f"note: {name} does nothing in train_sft.py" for name in names)
     assert settings("LORA_RANK=4")[0].learning_rate == 2e-4
     assert settings("LORA_RANK=4 LEARNING_RATE=1e-3")[0].learning_rate == 1e-3

@@ -112,7 +112,7 @@ def cut_at_turns(chat: list[Message], chat_format: ChatFormat) -> list[str]:
             raise UserMistake(f"{{% generation %}} of the chat template {why}")
         return pieces
     [text] = chat_format.render([chat], add_generation_prompt=False)
-    places = [0]
+    starts = [0]
     for turn in turns:
         [prompt] = chat_format.render([chat[:turn]])
         [answered] = chat_format.render([chat[: turn + 1]], add_generation_prompt=False)
@@ -122,5 +122,5 @@ def cut_at_turns(chat: list[Message], chat_format: ChatFormat) -> list[str]:
                 f"the assistant answers them or more messages follow, as templates do that drop "
                 f"thoughts; give each example one turn, or CHAT_TEMPLATE one that keeps them"
             )
-        places.append(len(prompt))
-    return [text[i:j] for i, j in itertools.pairwise([*places, len(text)])]
+        starts.append(len(prompt))
+    return [text[i:j] for i, j in itertools.pairwise([*starts, len(text)])]

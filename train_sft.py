@@ -92,8 +92,8 @@ def main(cfg: Config) -> None:
         return combine_params(learner.base, state.params)
 
     def evaluate_after(steps: int, full: bool = False) -> float:
-        """What the best checkpoint has most of: the accuracy, or else the mean probability of a
-        learnt token (geometric, so that it follows from the loss)."""
+        """The score that is highest for the best checkpoint: the accuracy, or without a REWARD_FN
+        exp(-loss), the geometric mean of the probabilities of the learnt tokens."""
         loss = evaluate_loss(run, life.log, params(), steps, full)
         if not run.rollout.functions:
             return math.exp(-loss)

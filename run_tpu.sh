@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs train_grpo.py, or another script, on every worker of a Cloud TPU VM, from your machine. ./run_tpu.sh --help
-# describes the verbs and the flags, and docs/tpu_vm.md describes the whole procedure.
+# Runs train_grpo.py, or another script, on every worker of a Cloud TPU VM, from your machine.
+# ./run_tpu.sh --help describes the verbs and the flags, and docs/tpu_vm.md the whole procedure.
 #
 # This script runs on your machine and needs no more than bash 3.2, git, gcloud and Python 3.10
 # without any package. On each worker it calls tools/run_tpu_worker.sh in the worker's clone.
@@ -209,8 +209,9 @@ start() {
     settings="$settings REQUIRE_JAX_PROCESS_COUNT=$workers"
   fi
   stamp=$(date -u +%Y%m%dT%H%M%SZ)
-  on_workers "$WORKER" \
-    "$(worker_command start "$NAME" "$stamp" "$TPU_VENV" "$CONFIG" "$SCRIPT") $settings" || code=$?
+  # A commit that has no script but train_grpo.py does not read SCRIPT.
+  on_workers "$WORKER" "export SCRIPT=$SCRIPT;\
+ $(worker_command start "$NAME" "$stamp" "$TPU_VENV" "$CONFIG") $settings" || code=$?
   if [[ $code != 0 ]]; then
     echo "not every worker of $TPU_NAME has started the run; stopping the workers that have" >&2
     on_workers "$WORKER" "$(worker_command stop "$NAME" "$stamp")" || true

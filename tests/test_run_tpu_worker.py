@@ -11,8 +11,7 @@ import pytest
 from cloud import Cloud
 
 BASE = "logs/nohup_x_20260101T000000Z"
-# A run that ends with 2.
-START = ["start", "x", "20260101T000000Z", sys.prefix, "", "train_grpo.py", "STEPS=-1"]
+START = ["start", "x", "20260101T000000Z", sys.prefix, "", "STEPS=-1"]  # a run that ends with 2
 
 
 @pytest.fixture
@@ -92,7 +91,9 @@ def test_status_is_one_line_with_the_process_the_time_and_the_last_step(cloud: C
 
 def test_stop_does_not_end_another_process_that_has_the_number_of_an_old_run(cloud: Cloud) -> None:
     (cloud.laptop / "logs").mkdir()
-    stranger = subprocess.Popen(["sleep", "60"])
+    stranger = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(60)  # train_grpo.py"]
+    )
     (cloud.laptop / f"{BASE}.pid").write_text(f"{stranger.pid}\n")
     (cloud.laptop / f"{BASE}.log").touch()
     assert f"exit=unknown pid={stranger.pid} " in worker(cloud, "status").stdout

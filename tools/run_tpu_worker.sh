@@ -120,7 +120,7 @@ check() {
 
 # ---- A run ---------------------------------------------------------------------------------------
 
-# start NAME UTC VENV CONFIG SCRIPT [SETTING=VALUE...]: starts a run in the background.
+# start NAME UTC VENV CONFIG [SETTING=VALUE...]: starts a run in the background.
 start() {
   local base=logs/nohup_$1_$2 waited
   [[ ! -e $base.pid ]] || return 0  # gcloud has sent the command a second time.
@@ -138,14 +138,14 @@ start() {
   echo "$HOSTNAME started: process $(cat "$base.pid"), $base.log"
 }
 
-# run BASE VENV CONFIG SCRIPT [SETTING=VALUE...]: runs SCRIPT and writes its log and exit code.
+# run BASE VENV CONFIG [SETTING=VALUE...]: runs $SCRIPT, by default train_grpo.py, and writes its log and exit code.
 run() {
   local base=$1 config=$3 code=0 kind
   for kind in log pid exit; do
     ln -sfn "$(basename "$base").$kind" "${base%_*}_latest.$kind"
   done
-  env PYTHONUNBUFFERED=1 "${@:5}" "$2/bin/python" "$4" ${config:+--config "$config"} \
-    >"$base.log" 2>&1 &
+  env PYTHONUNBUFFERED=1 "${@:4}" "$2/bin/python" "${SCRIPT:-train_grpo.py}" \
+    ${config:+--config "$config"} >"$base.log" 2>&1 &
   echo $! >"$base.pid"
   wait $! || code=$?
   echo "$code" >"$base.exit.part" && mv "$base.exit.part" "$base.exit"
@@ -203,7 +203,7 @@ stop() {
   base=$(base_of "$@" 2>/dev/null) || base=logs/none
   pid=$(cat "$base.pid" 2>/dev/null) || pid=none
   if [[ -e $base.exit ]] || ! alive ||
-    ! grep -q '\.py' "/proc/$pid/cmdline" 2>/dev/null; then
+    [[ $(readlink "/proc/$pid/cwd") != $(pwd -P) ]]; then # another process has this number now
     echo "$HOSTNAME has nothing running"
     return
   fi

@@ -131,6 +131,7 @@ RULES = {
         "Neither the reward nor the accuracy has risen beyond noise: LEARNING_RATE is too low, or "
         "so high that it ruins the policy, or a step has too few completions."
     ),
+    "loss_rose": "The loss of training has risen: LEARNING_RATE is too high.",
     "held_out_loss_rose": (
         "The loss of held-out demonstrations has risen again: the model has learnt those of "
         "training by heart. Take fewer steps or more demonstrations."
@@ -172,7 +173,11 @@ def triggered_rules(history: History) -> list[str]:
     }
     if is_sft(history):
         losses = held_out_losses(history)
-        holds["held_out_loss_rose"] = losses.size > 1 and losses[-1] > 1.05 * losses.min()
+        holds |= {
+            "loss_rose": mean_over(last, LOSS) > 1.05 * mean_over(first, LOSS),
+            # 5 % of the first loss, because the lowest one may be as small as its noise.
+            "held_out_loss_rose": losses.size > 1 and losses[-1] > losses.min() + 0.05 * losses[0],
+        }
     elif len(steps) >= WINDOW:
         train_accuracy, reward_rose = mean_over(last, ACCURACY), reward_rise(steps)
         before, before_error = value_and_error(evals[:1], EVAL_ACCURACY)

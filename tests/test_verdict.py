@@ -104,7 +104,8 @@ SICK = [
     ("no_learning", history(FLAT, n=50)),
     ("no_learning", history({TOTAL: change(1.5, 0.5), RIGHT: 0.1}, n=50, evals=RUINED)),
     ("no_learning", history(FLAT, n=50, evals=ROSE_LESS)),  # 1.89 standard errors
-    ("held_out_loss_rose", sft(change(2.0, 1.0), [2.0, 1.0, 1.06])),
+    ("held_out_loss_rose", sft(change(2.0, 1.0), [2.0, 1.0, 1.11])),
+    ("loss_rose", sft(change(2.0, 2.11), [])),
 ]
 WELL = [
     ("non_finite_steps", history({NORM: lambda i: None if i == 9 else 0.5})),
@@ -126,7 +127,9 @@ WELL = [
     ("all_truncated", history({CUT: 1.0, f"{SAMPLED}/hit_max_frac": 0.5})),
     ("no_learning", history(FLAT, n=49)),
     ("no_learning", history(FLAT, n=50, evals=ROSE)),  # 2.12 standard errors
-    ("held_out_loss_rose", sft(change(2.0, 1.0), [2.0, 1.0, 1.04])),
+    ("held_out_loss_rose", sft(change(2.0, 1.0), [2.0, 1.0, 1.09])),
+    ("held_out_loss_rose", sft(change(2.0, 1.0), [1.401, 0.021, 0.0222])),
+    ("loss_rose", sft(change(2.0, 2.09), [])),
 ]
 
 

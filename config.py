@@ -58,9 +58,9 @@ TINY_YIELDS = [  # any size that the user sets hides those of recipes/tiny.yaml
     (("num_pre_q", "num_mini_batches", *MICRO_SETTINGS), MICRO_SIZES),
 ]
 
-# Makes the settings of another script, and lines about them, from the settings of all layers and
-# {attribute: layer}, in which it writes what it sets.
-Adapt = Callable[[dict[str, Any], dict[str, str]], tuple[dict[str, Any], list[str]]]
+# Changes the settings of all layers, and {attribute: layer}, to those of another script than
+# train_grpo.py, and returns lines about them.
+Customize = Callable[[dict[str, Any], dict[str, str]], list[str]]
 
 # `knob` for each group in YAML. A resumed run must keep the values of `kept` settings. It may
 # change the others, as long as its files, prompts and sizes stay the same.
@@ -317,12 +317,10 @@ class Config:
 
 
 def read_layers(
-    env: Mapping[str, str], config_file: str | Path = "", adapt: Adapt | None = None
+    env: Mapping[str, str], config_file: str | Path = "", customize: Customize | None = None
 ) -> tuple[Config, dict[str, str], list[str]]:
     """The settings of all layers; {attribute: layer}, the layer that has set each of them; and the
-    lines of `adapt`.
-
-    adapt: see Adapt; None: for train_grpo.py. Raises UserMistake with a line for every mistake.
+    lines of `customize`. Raises UserMistake with a line for every mistake.
     """
     mistakes: list[str] = []
     settings = read_env(env, Config, mistakes)
@@ -337,11 +335,7 @@ def read_layers(
         lower = read_yaml(TINY, Config, mistakes)
         layers = dict.fromkeys(lower, TINY_LAYER) | layers
         settings = overlay_layers(settings, lower, TINY_YIELDS)
-    lines: list[str] = []
-    if adapt:
-        settings, lines = adapt(settings, layers)
-    elif settings.get("loss_type") == "sft":
-        mistakes.append("LOSS_TYPE=sft is the objective of train_sft.py; run that script")
+    lines = customize(settings, layers) if customize else []
     cfg = Config(**settings)
     mistaken = "\n".join(mistakes).upper()
     for line in contradictions(cfg):
@@ -467,13 +461,14 @@ def changed(cfg: Config, layers: Mapping[str, str]) -> str:
 
 
 def load(
-    argv: Sequence[str], env: Mapping[str, str] | None = None, adapt: Adapt | None = None
+    argv: Sequence[str],
+    env: Mapping[str, str] | None = None,
+    customize: Customize | None = None,
 ) -> tuple[Config, argparse.Namespace, list[str]]:
     """The settings, the flags of the command line, and the lines to print: settings that differ
     from their defaults, and notes. Ends the program after --print-config and after mistakes.
 
-    env: the environment; None: os.environ, to which the settings of `.env` are added. adapt: see
-    read_layers.
+    env: the environment; None: os.environ, to which the settings of `.env` are added.
     """
     args = parse_command_line(argv)
     try:
@@ -487,8 +482,7 @@ def load(
         run_config = Path(env.get("OUTPUT_DIR", "")) / "config.yaml"
         answers = args.eval_only or bool(args.ask)
         has_run = answers and not args.config and env.get("OUTPUT_DIR") and run_config.is_file()
-        config_file = run_config if has_run else args.config
-        cfg, layers, lines = read_layers(env, config_file, adapt)
+        cfg, layers, lines = read_layers(env, run_config if has_run else args.config, customize)
         if has_run and "RESUME" not in env:
             cfg = dataclasses.replace(cfg, resume="auto")
         if args.print_config:

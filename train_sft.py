@@ -25,39 +25,37 @@ from config import Config, load
 from infra.settings import to_text
 
 
-def adapt_settings(
-    settings: dict[str, Any], layers: dict[str, str]
-) -> tuple[dict[str, Any], list[str]]:
-    """config.Adapt of this script: it has defaults of its own, and does not read settings of the
-    sampler and of the objective. A line names each of them that a layer has set."""
+def customize_settings(settings: dict[str, Any], layers: dict[str, str]) -> list[str]:
+    """config.Customize of this script: it has defaults of its own, and removes settings that it
+    does not read, those of the sampler and of the objective, with a line for each."""
     fields = {field.name: field for field in dataclasses.fields(Config)}
     unread = {"ppo_epochs", "num_mini_batches", "sample_every_steps", "print_train_time_breakdown"}
     if not settings.get("reward_fn"):  # nothing is sampled in evaluations either
-        unread |= {"eval_samples", "eval_temperature"}
+        unread |= {"eval_samples", "eval_temperature", "reward_weights"}
     for name, field in fields.items():
         # The others in these groups are sizes and meshes, which a resumed run may change.
         if field.metadata["group"] in ("rollout", "loss") and field.metadata["kept"]:
             unread.add(name)
     unread.remove("max_length_sample")
     fixed = {"loss_type": "sft", "num_pre_q": 1}
-    lines = [
-        f"{name.upper()}={to_text(settings[name])} does nothing in train_sft.py"
-        for name in sorted(unread & {*settings})
-        if settings[name] not in (fields[name].default, fixed.get(name))
-    ]
-    adapters = Path(settings["model_path"], "adapter_config.json")
-    is_lora = settings.get("lora_rank") or adapters.is_file()
-    defaults = {"learning_rate": 2e-4 if is_lora else 2e-5}
+    lines = []
+    for name in sorted(unread & {*settings}):
+        if (value := settings.pop(name)) not in (fields[name].default, fixed.get(name)):
+            lines.append(f"{name.upper()}={to_text(value)} does nothing in train_sft.py")
+    is_lora = (
+        settings.get("lora_rank") or Path(settings["model_path"], "adapter_config.json").is_file()
+    )
+    defaults = fixed | {"learning_rate": 2e-4 if is_lora else 2e-5}
     if not settings.get("completion_column"):
         defaults["question_column"] = "messages"
-    layers |= dict.fromkeys({*defaults} - {*settings} | {*fixed}, "train_sft.py")
-    read = {name: value for name, value in settings.items() if name not in unread}
-    return defaults | read | fixed, lines
+    layers |= dict.fromkeys({*defaults} - {*settings}, "train_sft.py")
+    settings |= defaults | settings
+    return lines
 
 
 if __name__ == "__main__":
     # This ends the program for --print-config and for mistakes.
-    CFG, FLAGS, LINES = load(sys.argv[1:], adapt=adapt_settings)
+    CFG, FLAGS, LINES = load(sys.argv[1:], customize=customize_settings)
 
 import contextlib
 import math
@@ -120,7 +118,7 @@ def main(cfg: Config) -> None:
             if step == 0:  # for people to check
                 learnt = batch.completion_ids[0][batch.completion_mask[0] > 0]
                 text = visible(shorten(run.rollout.tokenizer.decode(learnt)))
-                life.log.print_line(f"learnt of {batch.prompts[0].columns['place']}: {text}")
+                life.log.print_line(f"learnt of {batch.prompts[0].place}: {text}")
 
             # ---- Update --------------------------------------------------------------------------
             lr = learning_rate(
@@ -210,9 +208,8 @@ if __name__ == "__main__":
                 from tools.plan import plan_and_exit
             plan_and_exit(CFG, FLAGS.plan)
         if FLAGS.eval_only or FLAGS.ask:
-            export_of = f"MODEL_PATH={CFG.output_dir or 'OUTPUT_DIR'}/hf"
-            why = f"--ask and --eval-only are of train_grpo.py; set {export_of} for it"
-            raise UserMistake(why)
+            export_of = f"MODEL_PATH={CFG.output_dir}/hf and another OUTPUT_DIR"
+            raise UserMistake(f"--ask and --eval-only are of train_grpo.py; for it set {export_of}")
     except UserMistake as error:
         exit_with_mistakes(error)
     print(*LINES, sep="\n", flush=True)

@@ -70,9 +70,10 @@ class Lifecycle:
         progress.lengths = self.log.file_lengths()
         self.checkpoints.save(arrays, progress)
 
-    def record_evaluation(self, accuracy: float) -> None:
-        """Keeps the accuracy after the steps that are done, and reviews the run so far."""
-        self.progress.accuracy = accuracy
+    def record_evaluation(self, score: float) -> None:
+        """Keeps the score after the steps that are done, which is the accuracy in train_grpo.py,
+        and reviews the run so far."""
+        self.progress.accuracy = score
         self._review(RUNNING)
 
     def count_step(self, rounds: int, not_finite: str) -> None:
